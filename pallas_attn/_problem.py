@@ -1,0 +1,150 @@
+"""What a call asks for, in two halves: the static facts (a `...Problem`, a jit key, what dispatch and tuning decide on)
+and the arrays (a `...Inputs`, a pytree, what the chosen implementation is handed).
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from pallas_attn.masks import Mask
+
+Array = Any
+
+
+class AttentionInputs(NamedTuple):
+    """The arrays of one attention call. None where the caller gave nothing."""
+
+    q: Array  # [B, T, N, H]
+    k: Array  # [B, S, K, H]
+    v: Array  # [B, S, K, Hv]
+    q_offset: Array | None = None  # int32[B]; None: AttentionProblem.q_offset holds, the same for every row
+    q_lengths: Array | None = None  # int32[B]
+    kv_lengths: Array | None = None  # int32[B]
+    q_segment_ids: Array | None = None  # int32[B, T]
+    kv_segment_ids: Array | None = None  # int32[B, S]
+    bias: Array | None = None  # [B or 1, N or 1, T or 1, S or 1], any float type
+    mask_array: Array | None = None  # bool[B or 1, N or 1, T or 1, S or 1]
+    sinks: Array | None = None  # float32[N]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionProblem:
+    """The static facts of one forward or backward call."""
+
+    op: str  # "flash_forward" or "flash_backward"
+    gpu: str | None  # "sm80", "sm90", ...: the generation; None where there is no GPU
+    dtype: str  # of q, k and v
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    mask: Mask
+    scale: float
+    softcap: float | None = None
+    q_offset: int = 0  # meaningless where inputs.q_offset is given
+    precision: str | None = None  # None or "highest"
+    arrays: tuple[str, ...] = ()  # the optional fields of AttentionInputs that are given, in their order
+    bias_shape: tuple[int, ...] | None = None
+    mask_shape: tuple[int, ...] | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that read the same kv head."""
+        return self.q_heads // self.kv_heads
+
+    def __str__(self) -> str:
+        q = f"{self.dtype} q[{self.batch},{self.q_len},{self.q_heads},{self.head_dim}]"
+        k = f"k[{self.batch},{self.kv_len},{self.kv_heads},{self.head_dim}]"
+        facts = [q, k, f"v[...,{self.v_head_dim}]", f"mask {self.mask}", *self.arrays]
+        if self.softcap is not None:
+            facts.append(f"softcap {self.softcap:g}")
+        if self.precision is not None:
+            facts.append(f"precision {self.precision}")
+        return f"{self.op} on {self.gpu or 'a machine without a GPU'}: " + ", ".join(facts)
+
+
+class AppendInputs(NamedTuple):
+    """The arrays of one append: new rows into M caches."""
+
+    k_cache: Array  # per_sequence: tuple of M [(L,) K, capacity_i, H]; stacked: [(L,) M, K, capacity, H];
+    v_cache: Array  #   paged: [(L,) pages, K, page_size, H]. v_cache is None where one array alone is served
+    k: Array  # [M, t, K, H]
+    v: Array | None  # [M, t, K, Hv]
+    start: Array  # int32[M]: the position of row 0; a negative one drops the sequence's rows
+    new_lengths: Array | None  # int32[M]: rows of each sequence that count; None: all t
+    page_table: Array | None  # int32[M, pages a sequence]; -1 where there is no page
+    layer: Array | int | None  # None where the arrays have no layer axis
+
+
+@dataclasses.dataclass(frozen=True)
+class AppendProblem:
+    """The static facts of one append."""
+
+    gpu: str | None
+    kind: str  # "per_sequence", "stacked" or "paged"
+    dtype: str  # of the new rows
+    cache_dtype: str
+    sequences: int
+    new_rows: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int | None  # None: one array alone
+    capacities: tuple[int, ...]  # per_sequence: one each; stacked: one; paged: rows a sequence's table row can hold
+    page_size: int | None = None
+    pages: int | None = None
+    layers: int | None = None
+    ragged: bool = False
+    op: str = "append"
+
+    def __str__(self) -> str:
+        new = f"{self.dtype} k[{self.sequences},{self.new_rows},{self.kv_heads},{self.head_dim}]"
+        into = f"{self.kind} {self.cache_dtype} caches of {max(self.capacities, default=0)} rows"
+        return f"append on {self.gpu or 'a machine without a GPU'}: {new} into {into}"
+
+
+class DecodeInputs(NamedTuple):
+    """The arrays of one decode call; caches as in `AppendInputs`."""
+
+    q: Array  # [M, t, N, H]; row i stands at position lengths - t + i
+    k_cache: Array
+    v_cache: Array
+    lengths: Array  # int32[M], the rows just appended included
+    page_table: Array | None
+    layer: Array | int | None
+    sinks: Array | None = None  # float32[N]
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeProblem:
+    """The static facts of one decode call."""
+
+    gpu: str | None
+    kind: str
+    dtype: str  # of q
+    cache_dtype: str
+    sequences: int
+    q_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    capacities: tuple[int, ...]
+    mask: Mask
+    scale: float
+    softcap: float | None = None
+    page_size: int | None = None
+    pages: int | None = None
+    layers: int | None = None
+    sinks: bool = False
+    batch_invariant: bool = False
+    op: str = "decode"
+
+    def __str__(self) -> str:
+        q = f"{self.dtype} q[{self.sequences},{self.q_len},{self.q_heads},{self.head_dim}]"
+        over = f"{self.kind} {self.cache_dtype} caches of {max(self.capacities, default=0)} rows"
+        return (
+            f"decode on {self.gpu or 'a machine without a GPU'}: {q} over {over}, "
+            f"{self.kv_heads} kv heads, mask {self.mask}"
+        )
