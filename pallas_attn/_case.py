@@ -1,0 +1,345 @@
+"""The records that `cases` lists: what one call is, how its arrays are drawn, how much work it is.
+
+Work is counted as the field does it: 4 floating-point operations a visible (query, key) pair, head
+and head dimension. Plain causal attention counts exactly half of the full square, and a backward
+pass counts 2.5 times its forward pass.
+"""
+
+import dataclasses
+import functools
+import math
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn.masks import CAUSAL, FULL, Mask
+
+SMALL = 2**23  # score elements under which a quadratic oracle takes well under a second on a CPU
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    """One call of `flash_attention`; the same record serves forward and backward."""
+
+    name: str
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str = "bfloat16"
+    mask: Mask = FULL
+    scale: float | None = None
+    softcap: float | None = None
+    precision: str | None = None
+    q_offset: int | tuple[int, ...] = 0  # a tuple: one a batch row, handed over as an array
+    q_lengths: tuple[int, ...] | None = None
+    kv_lengths: tuple[int, ...] | None = None
+    segments: tuple[int, ...] | int | None = (
+        None  # lengths of packed documents; an int: ids drawn from range(n)
+    )
+    kv_segments: tuple[int, ...] | int | None = None  # of the keys; None: as the queries
+    bias_shape: tuple[int, ...] | None = None
+    bias_dtype: str = "float32"
+    mask_shape: tuple[int, ...] | None = None
+    sinks: bool = False
+    magnitude: float = 1.0  # of q: large ones make the softmax saturate
+    labels: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def tags(self) -> frozenset[str]:
+        """The labels, and what the fields imply."""
+        implied = {
+            self.dtype,
+            f"h{self.head_dim}",
+            _heads(self.q_heads, self.kv_heads),
+            _kind(self.mask),
+        }
+        given = ("q_lengths", "kv_lengths", "segments", "softcap", "precision", "sinks")
+        implied |= {name for name in given if getattr(self, name)}
+        flags = {
+            "bias": self.bias_shape,
+            "mask_array": self.mask_shape,
+            "q_offset": self.q_offset != 0,
+            "hv": self.head_dim != self.v_head_dim,
+            "small": self.batch * self.q_heads * self.q_len * self.kv_len <= SMALL,
+        }
+        return frozenset(self.labels) | implied | {name for name, on in flags.items() if on}
+
+    def options(self) -> dict[str, Any]:
+        """The static keyword arguments of `flash_attention`."""
+        static = {
+            "mask": self.mask,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "precision": self.precision,
+        }
+        if isinstance(self.q_offset, int):
+            static["q_offset"] = self.q_offset
+        return static
+
+    def arrays(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:
+        """The array arguments of `flash_attention`. `poison`: NaN in every row past a length."""
+        draw = functools.partial(_normal, seed, self.dtype)
+        q = draw("q", (self.batch, self.q_len, self.q_heads, self.head_dim), self.magnitude)
+        k = draw("k", (self.batch, self.kv_len, self.kv_heads, self.head_dim))
+        v = draw("v", (self.batch, self.kv_len, self.kv_heads, self.v_head_dim))
+        if poison:
+            q = _poison(q, self.q_lengths, axis=1)
+            k, v = (_poison(x, self.kv_lengths, axis=1) for x in (k, v))
+        arrays = {"q": q, "k": k, "v": v}
+        for name in ("q_lengths", "kv_lengths"):
+            if getattr(self, name) is not None:
+                arrays[name] = jnp.array(getattr(self, name), jnp.int32)
+        if not isinstance(self.q_offset, int):
+            arrays["q_offset"] = jnp.array(self.q_offset, jnp.int32)
+        if self.segments is not None:
+            arrays["segment_ids"] = tuple(jnp.array(ids) for ids in self.segment_ids(seed))
+        if self.bias_shape is not None:
+            arrays["bias"] = _normal(seed, self.bias_dtype, "bias", self.bias_shape)
+        if self.mask_shape is not None:
+            arrays["mask_array"] = jnp.array(_mask_array(seed, self.mask_shape))
+        if self.sinks:
+            arrays["sinks"] = _normal(seed, "float32", "sinks", (self.q_heads,))
+        return arrays
+
+    def arguments(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:
+        """Everything: `flash_attention(**case.arguments(seed))`."""
+        return self.arrays(seed, poison=poison) | self.options()
+
+    def cotangent(self, seed: int = 0) -> jax.Array:
+        """A random dO, never ones: ones hide a permutation of the head dimension."""
+        return _normal(
+            seed, self.dtype, "do", (self.batch, self.q_len, self.q_heads, self.v_head_dim)
+        )
+
+    def segment_ids(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """int32[B, T] and int32[B, S]; packed documents start one further on in each batch row."""
+        kv_segments = self.segments if self.kv_segments is None else self.kv_segments
+        q_ids = _segment_ids(seed, self.segments, self.batch, self.q_len)
+        if kv_segments == self.segments and self.q_len == self.kv_len:
+            return q_ids, q_ids
+        return q_ids, _segment_ids(seed + 1, kv_segments, self.batch, self.kv_len)
+
+    def visible_pairs(self) -> int:
+        """(query, key) pairs that mask, lengths and segments leave to one head, over the batch."""
+        if self.mask == CAUSAL and self.q_len == self.kv_len and not self._trimmed():
+            return self.batch * self.q_len * self.kv_len // 2
+        return sum(self._row_pairs(row) for row in range(self.batch))
+
+    def _trimmed(self) -> bool:
+        return any((self.q_lengths, self.kv_lengths, self.segments is not None, self.q_offset != 0))
+
+    def _row_pairs(self, row: int) -> int:
+        q_len = self.q_len if self.q_lengths is None else self.q_lengths[row]
+        kv_len = self.kv_len if self.kv_lengths is None else self.kv_lengths[row]
+        offset = self.q_offset if isinstance(self.q_offset, int) else self.q_offset[row]
+        if self.segments is None:
+            q_pos = np.arange(q_len, dtype=np.int64) + offset
+            low, high = self.mask.kv_range(q_pos, q_pos + 1, np.full_like(q_pos, kv_len))
+            return int(np.maximum(high - low, 0).sum())
+        q_ids, kv_ids = (ids[row] for ids in self.segment_ids())
+        pairs = 0
+        for start in range(0, q_len, 1024):  # in slabs: the dense mask of a long row would not fit
+            slab = np.arange(start, min(start + 1024, q_len))
+            keys = np.arange(self.kv_len)
+            ids = q_ids[slab][:, None], kv_ids[None]
+            pairs += int(self.mask.allows(slab[:, None] + offset, keys[None], kv_len, *ids).sum())
+        return pairs
+
+    def flops(self) -> float:
+        """Floating-point operations of the forward pass."""
+        return 2.0 * (self.head_dim + self.v_head_dim) * self.q_heads * self.visible_pairs()
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCase:
+    """One call of `decode_attention` over M caches that hold `lengths` rows."""
+
+    name: str
+    lengths: tuple[int, ...]
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    capacity: int
+    q_len: int = 1
+    dtype: str = "bfloat16"
+    kind: str = "per_sequence"  # or "stacked", "paged"
+    page_size: int | None = None
+    mask: Mask = CAUSAL
+    softcap: float | None = None
+    sinks: bool = False
+    labels: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def tags(self) -> frozenset[str]:
+        """The labels, and what the fields imply."""
+        implied = {self.dtype, f"h{self.head_dim}", _heads(self.q_heads, self.kv_heads), self.kind}
+        flags = {
+            "ragged": len(set(self.lengths)) > 1,
+            "chunk": self.q_len > 1,
+            "window": self.mask.left is not None,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "hv": self.head_dim != self.v_head_dim,
+            "small": len(self.lengths) * self.q_heads * self.q_len * self.capacity <= SMALL,
+        }
+        return frozenset(self.labels) | implied | {name for name, on in flags.items() if on}
+
+    @property
+    def sequences(self) -> int:
+        """M."""
+        return len(self.lengths)
+
+    def options(self) -> dict[str, Any]:
+        """The static keyword arguments of `decode_attention`."""
+        return {"mask": self.mask, "softcap": self.softcap}
+
+    def arrays(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:
+        """q `[M, t, N, H]`, k and v dense and head-major `[M, K, capacity, H]`, lengths, sinks."""
+        m, k_heads = self.sequences, self.kv_heads
+        draw = functools.partial(_normal, seed, self.dtype)
+        k = draw("k", (m, k_heads, self.capacity, self.head_dim))
+        v = draw("v", (m, k_heads, self.capacity, self.v_head_dim))
+        if poison:
+            k, v = (_poison(x, self.lengths, axis=2) for x in (k, v))
+        arrays = {
+            "q": draw("q", (m, self.q_len, self.q_heads, self.head_dim)),
+            "k": k,
+            "v": v,
+            "lengths": jnp.array(self.lengths, jnp.int32),
+        }
+        if self.sinks:
+            arrays["sinks"] = _normal(seed, "float32", "sinks", (self.q_heads,))
+        return arrays
+
+    def live_bytes(self) -> int:
+        """Bytes of K and V that must be read: the rows that the mask and the lengths leave."""
+        rows = 0
+        for length in self.lengths:
+            low, high = self.mask.kv_range(length - self.q_len, length, length)
+            rows += max(high - low, 0)
+        return rows * self.kv_heads * (self.head_dim + self.v_head_dim) * _itemsize(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class AppendCase:
+    """One call of `append_kv`: `new_rows` rows into each of M caches that hold `lengths` rows."""
+
+    name: str
+    lengths: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    capacities: tuple[int, ...]  # per_sequence: one each, else one
+    new_rows: int = 1
+    new_lengths: tuple[int, ...] | None = None
+    dtype: str = "bfloat16"
+    kind: str = "per_sequence"
+    page_size: int | None = None
+    labels: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def tags(self) -> frozenset[str]:
+        """The labels, and what the fields imply."""
+        flags = {
+            "ragged": len(set(self.lengths)) > 1 or self.new_lengths is not None,
+            "chunk": self.new_rows > 1,
+            "hv": self.head_dim != self.v_head_dim,
+            "small": self.sequences * self.kv_heads * max(self.capacities) * self.head_dim <= SMALL,
+        }
+        implied = {self.dtype, f"h{self.head_dim}", self.kind, f"m{self.sequences}"}
+        return frozenset(self.labels) | implied | {name for name, on in flags.items() if on}
+
+    @property
+    def sequences(self) -> int:
+        """M."""
+        return len(self.lengths)
+
+    def arrays(self, seed: int = 0) -> dict[str, Any]:
+        """The new rows `[M, t, K, H]` of k and v, lengths before the append, new_lengths."""
+        m, t = self.sequences, self.new_rows
+        arrays = {
+            "k": _normal(seed, self.dtype, "k", (m, t, self.kv_heads, self.head_dim)),
+            "v": _normal(seed, self.dtype, "v", (m, t, self.kv_heads, self.v_head_dim)),
+            "lengths": jnp.array(self.lengths, jnp.int32),
+        }
+        if self.new_lengths is not None:
+            arrays["new_lengths"] = jnp.array(self.new_lengths, jnp.int32)
+        return arrays
+
+    def moved_bytes(self) -> int:
+        """Bytes that must move: the new rows, read once and written once."""
+        rows = (
+            sum(self.new_lengths)
+            if self.new_lengths is not None
+            else self.sequences * self.new_rows
+        )
+        return 2 * rows * self.kv_heads * (self.head_dim + self.v_head_dim) * _itemsize(self.dtype)
+
+
+def _heads(q_heads: int, kv_heads: int) -> str:
+    if q_heads == kv_heads:
+        return "mha"
+    return "mqa" if kv_heads == 1 else "gqa"
+
+
+def _kind(mask: Mask) -> str:
+    if mask.is_full or mask == CAUSAL:
+        return str(mask)
+    return "window" if mask.left is not None else "band"
+
+
+def _itemsize(dtype: str) -> int:
+    return jnp.dtype(dtype).itemsize
+
+
+def _normal(
+    seed: int, dtype: str, name: str, shape: tuple[int, ...], magnitude: float = 1.0
+) -> jax.Array:
+    tag = zlib.crc32(name.encode())
+    if math.prod(shape) <= 2**20:  # NumPy: a jitted draw compiles for every shape, 0.1 s each
+        values = np.random.default_rng((seed, tag)).standard_normal(shape, np.float32)
+        return jnp.array(values * np.float32(magnitude)).astype(dtype)
+    return _draw_on_device(jax.random.fold_in(jax.random.key(seed), tag), shape, dtype, magnitude)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _draw_on_device(
+    key: jax.Array, shape: tuple[int, ...], dtype: str, magnitude: float
+) -> jax.Array:
+    return (jax.random.normal(key, shape, jnp.float32) * magnitude).astype(dtype)
+
+
+def _poison(rows: jax.Array, lengths: tuple[int, ...] | None, axis: int) -> jax.Array:
+    if lengths is None:
+        return rows
+    shape = [1] * rows.ndim
+    shape[axis] = rows.shape[axis]
+    position = jnp.arange(rows.shape[axis]).reshape(shape)
+    live = jnp.array(lengths, jnp.int32).reshape((-1,) + (1,) * (rows.ndim - 1))
+    return jnp.where(position < live, rows, jnp.array(math.nan, rows.dtype))
+
+
+def _segment_ids(seed: int, segments: tuple[int, ...] | int, batch: int, length: int) -> np.ndarray:
+    if isinstance(segments, int):
+        return np.random.default_rng(seed).integers(0, segments, (batch, length)).astype(np.int32)
+    rows = []
+    for row in range(batch):
+        turn = row % len(segments)
+        ids = np.repeat(np.arange(len(segments)), segments[turn:] + segments[:turn])[:length]
+        rows.append(np.pad(ids, (0, length - len(ids)), constant_values=len(segments)))
+    return np.array(rows, np.int32).reshape(batch, length)
+
+
+def _mask_array(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    seen = np.random.default_rng(seed).random(shape) < 0.7
+    if shape[2] > 1:
+        seen[:, :, 1] = False  # a row that sees nothing
+    return seen

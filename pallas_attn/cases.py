@@ -1,0 +1,351 @@
+"""Named problems. Tests, benchmarks and tuning draw from here: what is fast is also what is proven.
+
+A case is a frozen record of one call: its sizes, its options, and how to draw its arrays from a
+seed (random normal: zeros and ones hide permutations, and some hardware runs them faster).
+`case.tags` says what is special about it: the labels it was listed under, and what its own fields
+imply ("causal", "gqa", "bfloat16", "h128", "kv_lengths", ...). `select` finds cases by a tag or by
+a glob over names.
+"""
+
+import dataclasses
+import fnmatch
+import functools
+import random
+from collections.abc import Iterable
+from typing import Any
+
+from pallas_attn._case import AppendCase, AttentionCase, DecodeCase
+from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
+
+Case = AttentionCase | DecodeCase | AppendCase
+
+
+def _attention(
+    name: str,
+    sizes: tuple[int, ...],
+    heads: tuple[int, int],
+    dims: int | tuple[int, int],
+    *labels: str,
+    **fields: Any,
+) -> AttentionCase:
+    """sizes (B, T) or (B, T, S); heads (N, K); dims H or (H, Hv)."""
+    batch, q_len, kv_len = sizes if len(sizes) == 3 else (*sizes, sizes[1])
+    head_dim, v_head_dim = dims if isinstance(dims, tuple) else (dims, dims)
+    return AttentionCase(
+        name, batch, q_len, kv_len, *heads, head_dim, v_head_dim, labels=labels, **fields
+    )
+
+
+# (H, mask, (B, T), (N, K)): the shapes that every flash attention publishes.
+_GRID = (
+    (64, FULL, (8, 2048), (32, 32)),
+    (64, FULL, (2, 8192), (32, 32)),
+    (64, CAUSAL, (32, 512), (32, 32)),
+    (64, CAUSAL, (8, 2048), (32, 32)),
+    (64, CAUSAL, (2, 8192), (32, 32)),
+    (128, FULL, (8, 2048), (16, 16)),
+    (128, FULL, (2, 8192), (16, 16)),
+    (128, CAUSAL, (8, 2048), (16, 16)),
+    (128, CAUSAL, (2, 8192), (16, 16)),
+    (128, CAUSAL, (2, 8192), (32, 8)),
+    (128, CAUSAL, (1, 16384), (16, 16)),
+    (256, FULL, (8, 2048), (8, 8)),
+    (256, FULL, (2, 8192), (8, 8)),
+    (256, CAUSAL, (8, 2048), (8, 8)),
+    (256, CAUSAL, (2, 8192), (8, 8)),
+)
+
+
+def _grid(dtype: str, label: str) -> list[AttentionCase]:
+    tail = "" if dtype == "bfloat16" else "_f16"
+    rows = []
+    for dim, mask, (batch, length), heads in _GRID:
+        shape = f"b{batch}_t{length}_n{heads[0]}" + (f"k{heads[1]}" if heads[0] != heads[1] else "")
+        name = f"h{dim}_{mask}_{shape}{tail}"
+        rows.append(_attention(name, (batch, length), heads, dim, label, mask=mask, dtype=dtype))
+    return rows
+
+
+def _large_attention() -> list[AttentionCase]:
+    causal = functools.partial(_attention, mask=CAUSAL)
+    half = tuple([4096] * 4)
+    return [
+        *_grid("bfloat16", "grid"),
+        *_grid("float16", "twin"),
+        _attention(
+            "h128_window1024_t8192", (2, 8192), (16, 16), 128, "windows", mask=sliding_window(1024)
+        ),
+        _attention(
+            "h128_window4096_t32768",
+            (1, 32768),
+            (16, 16),
+            128,
+            "windows",
+            mask=sliding_window(4096),
+        ),
+        _attention(
+            "h64_window128_t8192", (2, 8192), (32, 32), 64, "windows", mask=sliding_window(128)
+        ),
+        causal("h80_causal_t4096", (4, 4096), (16, 16), 80, "odd"),
+        causal("h96_causal_t4096", (4, 4096), (16, 16), 96, "odd"),
+        causal("h192_hv128_causal_t4096", (4, 4096), (16, 16), (192, 128), "odd"),
+        causal("h128_causal_t3000_n28k4", (4, 3000), (28, 4), 128, "odd"),
+        causal("f32_h64_causal_t2048", (4, 2048), (16, 16), 64, "corner", dtype="float32"),
+        _attention("f32_h128_full_t2048", (4, 2048), (16, 16), 128, "corner", dtype="float32"),
+        causal("f32_h128_causal_t4096", (2, 4096), (16, 16), 128, "corner", dtype="float32"),
+        # Promises: 8 packed documents cost what 8 batch rows do; keys past a length cost nothing.
+        causal("documents_8x1024", (1, 8192), (16, 16), 128, "cost", segments=(1024,) * 8),
+        causal("rows_8x1024", (8, 1024), (16, 16), 128, "cost"),
+        _attention("lengths_half_of_8192", (4, 8192), (16, 16), 128, "cost", kv_lengths=half),
+        _attention("lengths_none_of_8192", (4, 8192), (16, 16), 128, "cost"),
+    ]
+
+
+def _edge_attention() -> list[AttentionCase]:
+    """Small and awkward: both sides of a tile's edge, empty rows, every argument alone."""
+    lengths = (0, 1, 63, 64, 65, 127, 128, 129)
+    plain = functools.partial(_attention, dims=64)
+    rows = [
+        _attention("attention_16x16", (2, 16), (1, 1), 32, "ancestor", dtype="float32"),
+        _attention("causal_32x32", (1, 32), (1, 1), 64, "ancestor", dtype="float32", mask=CAUSAL),
+        _attention("attention_10x20", (4, 10, 20), (1, 1), (32, 48), "ancestor", dtype="float32"),
+        _attention("attention_8x24", (1, 8, 24), (1, 1), 16, "ancestor", dtype="float32"),
+        plain("one_row", (2, 1), (2, 2)),
+        plain("one_query_many_keys", (2, 1, 300), (4, 2), mask=Mask(right=299)),
+        plain("no_keys", (2, 64, 0), (2, 2)),
+        plain("no_queries", (2, 0, 64), (2, 2)),
+        plain("no_batch", (0, 64), (2, 2)),
+        plain("t_below_s", (2, 100, 300), (2, 2), mask=CAUSAL),
+        plain("t_equals_s", (2, 300), (2, 2), mask=CAUSAL),
+        plain("t_above_s", (2, 300, 100), (2, 2), mask=CAUSAL),
+        plain("bottom_right", (2, 100, 300), (2, 2), mask=CAUSAL, q_offset=200),
+        plain("offsets_by_row", (3, 70, 300), (2, 2), mask=CAUSAL, q_offset=(0, 129, -40)),
+        plain("band", (2, 200, 260), (2, 2), mask=Mask(left=70, right=40)),
+        plain("strictly_causal", (2, 130), (2, 2), mask=Mask(right=-1)),
+        plain("lookahead", (1, 130, 300), (2, 2), mask=Mask(right=65)),
+        plain("window_of_one", (2, 130), (2, 2), mask=sliding_window(1)),
+        plain("window_t_below_s", (2, 100, 300), (2, 2), mask=sliding_window(50), q_offset=200),
+        plain("window_t_above_s", (2, 300, 100), (2, 2), mask=sliding_window(50)),
+        plain("kv_lengths", (8, 130), (2, 2), kv_lengths=lengths),
+        plain("kv_lengths_causal", (8, 130), (2, 2), mask=CAUSAL, kv_lengths=lengths),
+        plain("q_lengths", (8, 130), (2, 2), q_lengths=lengths, kv_lengths=lengths[::-1]),
+        plain("documents", (2, 260), (2, 2), mask=CAUSAL, segments=(1, 63, 65, 120)),
+        plain("documents_full", (2, 260, 200), (2, 2), segments=(100, 160), kv_segments=(40, 128)),
+        plain("segments_mixed", (2, 130, 200), (2, 2), segments=3),
+        plain("softcap", (2, 130), (2, 2), mask=CAUSAL, softcap=20.0),
+        plain("softcap_huge_logits", (2, 130), (2, 2), softcap=5.0, magnitude=300.0),
+        plain("saturated", (2, 130), (2, 2), mask=CAUSAL, magnitude=30.0),
+        plain("scale", (2, 130), (2, 2), scale=0.7),
+        plain("scale_negative", (2, 130), (2, 2), scale=-0.1),
+        plain("sinks", (2, 130), (4, 2), mask=CAUSAL, sinks=True),
+        plain("sinks_empty_rows", (2, 130), (2, 2), kv_lengths=(0, 77), sinks=True),
+        plain("bias", (2, 130, 200), (4, 2), bias_shape=(2, 4, 130, 200)),
+        plain("bias_by_head", (2, 130), (4, 2), mask=CAUSAL, bias_shape=(1, 4, 1, 130)),
+        plain("bias_by_row", (2, 130), (2, 2), bias_shape=(2, 1, 130, 1), bias_dtype="bfloat16"),
+        plain("mask_array", (2, 130, 200), (4, 2), mask_shape=(2, 4, 130, 200)),
+        plain("mask_array_by_batch", (2, 130), (2, 2), mask=CAUSAL, mask_shape=(2, 1, 1, 130)),
+        plain(
+            "everything",
+            (3, 130, 200),
+            (8, 2),
+            mask=sliding_window(90),
+            q_offset=(0, 70, 199),
+            kv_lengths=(0, 150, 200),
+            segments=(100, 100),
+            softcap=30.0,
+            bias_shape=(1, 8, 130, 200),
+            mask_shape=(3, 1, 130, 200),
+            sinks=True,
+        ),
+    ]
+    for group, kv_heads in ((1, 3), (4, 2), (7, 1), (7, 2), (8, 1)):
+        heads = (group * kv_heads, kv_heads)
+        rows.append(
+            plain(f"group{group}_kv{kv_heads}", (2, 130, 190), heads, mask=CAUSAL, q_offset=60)
+        )
+    for dim in (8, 32, 72, 80, 96, 112, 128, 160, 192, 224, 256):
+        rows.append(_attention(f"dim{dim}", (1, 130), (2, 1), dim, "dims", mask=CAUSAL))
+    for dims in ((192, 128), (64, 128), (128, 64), (40, 256), (72, 24)):
+        rows.append(
+            _attention(f"dim{dims[0]}_{dims[1]}", (1, 130), (2, 1), dims, "dims", mask=CAUSAL)
+        )
+    for dtype in ("float16", "float32"):
+        for mask in (FULL, CAUSAL):
+            rows.append(plain(f"{dtype}_{mask}", (2, 130, 200), (4, 2), mask=mask, dtype=dtype))
+    rows.append(
+        plain("float32_highest", (2, 130, 200), (4, 2), dtype="float32", precision="highest")
+    )
+    rows.append(_attention("uniform", (2, 130), (2, 2), 64, magnitude=0.0))
+    return [dataclasses.replace(row, labels=(*row.labels, "edge")) for row in rows]
+
+
+def _uniform(sequences: int, high: int) -> tuple[int, ...]:
+    """Lengths as a serving batch has them: uniform in 1..high, the same in every run."""
+    generator = random.Random(sequences * high)
+    return tuple(generator.randint(1, high) for _ in range(sequences))
+
+
+def _decode() -> list[DecodeCase]:
+    # Each row: batch, rows in the cache, query heads, kv heads, head dim.
+    dense = (
+        (1, 8192, 32, 8, 128),
+        (1, 131072, 32, 8, 128),
+        (16, 8192, 32, 8, 128),
+        (32, 8192, 8, 8, 128),
+        (32, 8192, 64, 8, 64),
+        (64, 2048, 32, 8, 128),
+        (64, 8192, 32, 8, 128),
+        (128, 1024, 32, 8, 128),
+    )
+    latency = ((1, 1024, 32, 8, 128), (8, 512, 32, 8, 128), (8, 4096, 64, 8, 128))
+    uneven = ((32, 8192, 32, 8, 128), (64, 4096, 28, 4, 128))
+    rows = []
+    for label, shapes in (("grid", dense), ("latency", latency), ("uneven", uneven)):
+        for batch, length, q_heads, kv_heads, dim in shapes:
+            heads, dims = (q_heads, kv_heads), (dim, dim)
+            lengths = _uniform(batch, length) if label == "uneven" else (length,) * batch
+            suffix = "_uneven" if label == "uneven" else ""
+            for kind, page in (("per_sequence", None), ("stacked", None), ("paged", 64)):
+                name = f"decode_{kind}_b{batch}_s{length}_n{q_heads}k{kv_heads}_h{dim}{suffix}"
+                fields = {"kind": kind, "page_size": page, "labels": (label,)}
+                rows.append(DecodeCase(name, lengths, *heads, *dims, length, **fields))
+    small = functools.partial(
+        DecodeCase,
+        q_heads=8,
+        kv_heads=2,
+        head_dim=64,
+        v_head_dim=64,
+        capacity=256,
+        labels=("edge",),
+    )
+    for kind, page in (("per_sequence", None), ("stacked", None), ("paged", 16)):
+        make = functools.partial(small, kind=kind, page_size=page)
+        rows += [
+            make(f"decode_{kind}_edges", (1, 2, 63, 64, 65, 128, 255, 256)),
+            make(f"decode_{kind}_empty", (0, 100, 0)),
+            make(f"decode_{kind}_chunk", (5, 64, 200), q_len=5),
+            make(f"decode_{kind}_chunk_longer_than_cache", (0, 2, 4), q_len=4),
+            make(f"decode_{kind}_window", (3, 100, 256), mask=sliding_window(50), q_len=2),
+            make(f"decode_{kind}_softcap_sinks", (17, 130), softcap=20.0, sinks=True),
+            make(f"decode_{kind}_group7", (33, 256), q_heads=7, kv_heads=1),
+            make(f"decode_{kind}_mha", (33, 256), q_heads=4, kv_heads=4),
+            make(f"decode_{kind}_dims_128_64", (33, 256), head_dim=128, v_head_dim=64),
+            make(f"decode_{kind}_float16", (33, 256), dtype="float16"),
+            make(f"decode_{kind}_float32", (33, 256), dtype="float32"),
+        ]
+    return rows
+
+
+def _append() -> list[AppendCase]:
+    rows = []
+    for m in (1, 32, 128, 256):
+        lengths = _uniform(m, 1023)
+        for kind, page in (("per_sequence", None), ("stacked", None), ("paged", 64)):
+            capacities = (1024,) * m if kind == "per_sequence" else (1024,)
+            fields = {"kind": kind, "page_size": page, "labels": ("grid",)}
+            rows.append(
+                AppendCase(f"append_{kind}_m{m}", lengths, 8, 128, 128, capacities, **fields)
+            )
+    edges = {"kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "labels": ("edge",)}
+    lengths, mixed = (0, 1, 63, 4, 31), (64, 72, 64, 80, 128)
+    for kind, page in (("per_sequence", None), ("stacked", None), ("paged", 16)):
+        make = functools.partial(AppendCase, kind=kind, page_size=page, **edges)
+        sizes = mixed if kind == "per_sequence" else (64,)
+        rows += [
+            make(
+                f"append_{kind}_ancestor",
+                (4,) * 4,
+                capacities=(64,) * 4 if kind == "per_sequence" else (64,),
+            ),
+            make(f"append_{kind}_distinct", lengths, capacities=sizes),
+            make(f"append_{kind}_chunk", (0, 1, 59, 4, 31), capacities=sizes, new_rows=5),
+            make(
+                f"append_{kind}_ragged_chunk",
+                (0, 1, 59, 4, 31),
+                capacities=sizes,
+                new_rows=5,
+                new_lengths=(5, 0, 1, 3, 4),
+            ),
+        ]
+    make = functools.partial(
+        AppendCase, kv_heads=2, labels=("edge",), capacities=(32, 40), new_rows=3
+    )
+    rows.append(
+        make("append_float32_dims_64_32", (0, 29), head_dim=64, v_head_dim=32, dtype="float32")
+    )
+    rows.append(
+        make("append_float16_dims_72_72", (7, 37), head_dim=72, v_head_dim=72, dtype="float16")
+    )
+    return rows
+
+
+ATTENTION: tuple[AttentionCase, ...] = (*_large_attention(), *_edge_attention())
+DECODE: tuple[DecodeCase, ...] = tuple(_decode())
+APPEND: tuple[AppendCase, ...] = tuple(_append())
+
+
+def select(cases: Iterable[Case], wanted: str) -> tuple[Any, ...]:
+    """The cases, in their order, that a comma-separated list of tags and name globs asks for.
+
+    `grid+causal` wants both tags; `-h256` takes away what an earlier term brought in.
+    """
+    cases, chosen = tuple(cases), {}
+    for term in filter(None, wanted.split(",")):
+        drop, term = term.startswith("-"), term.removeprefix("-")
+        hits = [case for case in cases if all(_matches(case, part) for part in term.split("+"))]
+        if not hits:
+            tags = sorted(frozenset().union(*(case.tags for case in cases)))
+            raise ValueError(
+                f"No case matches {term!r}. Tags: {', '.join(tags)}; or a glob over names."
+            )
+        for case in hits:
+            chosen.pop(case.name, None) if drop else chosen.setdefault(case.name, case)
+    return tuple(case for case in cases if case.name in chosen)
+
+
+def _matches(case: Case, part: str) -> bool:
+    return part in case.tags or fnmatch.fnmatchcase(case.name, part)
+
+
+def draw_attention(seed: int) -> AttentionCase:
+    """One small problem from the whole argument space of `flash_attention`; fixed by its seed."""
+    pick = random.Random(seed)
+
+    def maybe(value):
+        return value if pick.random() < 0.25 else None
+
+    batch, kv_heads, group = pick.randint(1, 3), pick.randint(1, 3), pick.choice((1, 1, 2, 4, 7, 8))
+    q_len = pick.choice((1, 17, 64, 127, 128, 129, 200, 333))
+    kv_len = pick.choice((q_len, q_len, 1, 63, 64, 65, 190, 300, 400))
+    head_dim = pick.choice((8, 64, 64, 72, 96, 128, 128, 192, 256))
+    v_head_dim = pick.choice((head_dim, head_dim, head_dim, 64, 128))
+    left, right = pick.randint(0, 200), pick.randint(0, 100)
+    mask = pick.choice(
+        (
+            FULL,
+            CAUSAL,
+            CAUSAL,
+            sliding_window(left + 1),
+            Mask(left, right),
+            Mask(None, right),
+            Mask(left, None),
+        )
+    )
+    heads = group * kv_heads
+    shapes = [tuple(pick.choice((n, 1)) for n in (batch, heads, q_len, kv_len)) for _ in range(2)]
+    offsets = (pick.randint(-50, 300), tuple(pick.randint(-50, 300) for _ in range(batch)))
+    return AttentionCase(
+        f"drawn_{seed}", batch, q_len, kv_len, heads, kv_heads, head_dim, v_head_dim,
+        dtype=pick.choice(("bfloat16", "bfloat16", "float16")),
+        mask=mask,
+        scale=maybe(pick.uniform(0.02, 0.5)),
+        softcap=maybe(pick.uniform(2.0, 50.0)),
+        q_offset=pick.choice((0, 0, 0, *offsets)),
+        q_lengths=maybe(tuple(pick.randint(0, q_len) for _ in range(batch))),
+        kv_lengths=maybe(tuple(pick.randint(0, kv_len) for _ in range(batch))),
+        segments=maybe(pick.choice((2, (q_len // 3 + 1, q_len // 2 + 1)))),
+        bias_shape=maybe(shapes[0]),
+        mask_shape=maybe(shapes[1]),
+        sinks=pick.random() < 0.25,
+        labels=("drawn",),
+    )  # fmt: skip
