@@ -205,7 +205,7 @@ def _decode() -> list[DecodeCase]:
             heads, dims = (q_heads, kv_heads), (dim, dim)
             lengths = _uniform(batch, length) if label == "uneven" else (length,) * batch
             suffix = "_uneven" if label == "uneven" else ""
-            for kind, page in (("per_sequence", None), ("stacked", None), ("paged", 64)):
+            for kind, page in (("per_sequence", None), ("stacked", None), ("paged", 16)):
                 name = f"decode_{kind}_b{batch}_s{length}_n{q_heads}k{kv_heads}_h{dim}{suffix}"
                 fields = {"kind": kind, "page_size": page, "labels": (label,)}
                 rows.append(DecodeCase(name, lengths, *heads, *dims, length, **fields))
@@ -240,7 +240,7 @@ def _append() -> list[AppendCase]:
     rows = []
     for m in (1, 32, 128, 256):
         lengths = _uniform(m, 1023)
-        for kind, page in (("per_sequence", None), ("stacked", None), ("paged", 64)):
+        for kind, page in (("per_sequence", None), ("stacked", None), ("paged", 16)):
             capacities = (1024,) * m if kind == "per_sequence" else (1024,)
             fields = {"kind": kind, "page_size": page, "labels": ("grid",)}
             rows.append(

@@ -1,0 +1,1 @@
+"""Timing, peers, reports, plots, tuning."""

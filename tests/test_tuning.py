@@ -1,0 +1,208 @@
+"""The choice of a configuration: the nearest row, where it carries over; every row holds."""
+
+import dataclasses
+import importlib
+import math
+import types
+
+import pytest
+
+from pallas_attn import _tuning
+from pallas_attn._problem import AttentionProblem, DecodeProblem
+from pallas_attn.bench import tune
+from pallas_attn.masks import CAUSAL, FULL, sliding_window
+
+
+def attention(**changes):
+    base = AttentionProblem(
+        op="flash_forward",
+        gpu="sm90",
+        dtype="bfloat16",
+        batch=2,
+        q_len=8192,
+        kv_len=8192,
+        q_heads=16,
+        kv_heads=16,
+        head_dim=128,
+        v_head_dim=128,
+        mask=CAUSAL,
+        scale=1.0,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    block: int = 7
+    stages: int = 1
+
+    def __post_init__(self):
+        if self.block < 1:
+            raise ValueError("block: expected at least 1")
+
+
+def kernel(bytes_a_block=1):
+    """A stand-in for a kernel module: what lookup needs of one."""
+    module = types.ModuleType("pallas_attn.kernels.fake_fwd")
+    module.Config = Config
+    module.smem_bytes = lambda problem, config: config.block * bytes_a_block
+    return module
+
+
+def row(block, problem):
+    return {"problem": _tuning.describe(problem), "config": {"block": block}}
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """Lets a test say what the tuning files hold."""
+
+    def hold(**files):
+        monkeypatch.setattr(_tuning, "_tables", lambda: files)
+
+    return hold
+
+
+def test_an_exact_row_is_taken(tables):
+    other = attention(q_len=512, kv_len=512, batch=32)
+    tables(sm90={"fake_fwd": [row(64, other), row(128, attention())]})
+    assert _tuning.lookup(kernel(), attention()) == Config(block=128)
+    assert _tuning.lookup(kernel(), other) == Config(block=64)
+
+
+@pytest.mark.parametrize(
+    ("problem", "block"),
+    [
+        (attention(q_len=6000, kv_len=6000), 1),
+        (attention(q_len=700, kv_len=700, batch=20), 2),
+        (attention(mask=FULL), 3),
+        (attention(mask=sliding_window(200)), 4),
+        (attention(head_dim=256, v_head_dim=256), 5),
+        (attention(head_dim=136, v_head_dim=136), 5),  # padded to 192: no row of 128 holds it
+        (attention(head_dim=96, v_head_dim=96), 1),
+        (attention(dtype="float16"), 1),
+        (attention(arrays=("bias",)), 6),
+    ],
+)
+def test_the_nearest_row_serves_what_nobody_tuned(tables, problem, block):
+    wide = {"head_dim": 256, "v_head_dim": 256}
+    tables(
+        sm90={
+            "fake_fwd": [
+                row(1, attention()),
+                row(2, attention(q_len=512, kv_len=512, batch=32)),
+                row(3, attention(mask=FULL)),
+                row(4, attention(mask=sliding_window(128))),
+                row(5, attention(**wide)),
+                row(6, attention(arrays=("bias",), bias_shape=(1, 1, 8192, 8192))),
+            ]
+        }
+    )
+    assert _tuning.lookup(kernel(), problem).block == block
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"head_dim": 192}, {"v_head_dim": 192}])
+def test_a_row_that_would_not_carry_over_is_not_taken(tables, changes):
+    tables(sm90={"fake_fwd": [row(64, attention())]})
+    assert _tuning.lookup(kernel(), attention(**changes)) == Config()
+
+
+def test_precision_separates(tables):
+    tables(sm90={"fake_fwd": [row(64, attention(dtype="float32"))]})
+    assert _tuning.lookup(kernel(), attention(dtype="float32")).block == 64
+    highest = attention(dtype="float32", precision="highest")
+    assert _tuning.lookup(kernel(), highest) == Config()
+
+
+def test_a_row_that_does_not_fit_gives_way_to_the_next(tables):
+    near, far = row(128, attention()), row(64, attention(q_len=512))
+    tables(sm90={"fake_fwd": [near, far]})
+    limit = _tuning.SMEM_LIMITS["sm90"]
+    assert _tuning.lookup(kernel(limit // 128), attention()).block == 128
+    assert _tuning.lookup(kernel(limit // 64), attention()).block == 64
+    assert _tuning.lookup(kernel(limit), attention()) == Config()
+
+
+def test_a_kernel_may_refuse_a_combination_or_name_its_own_default(tables):
+    module = kernel()
+
+    def refuse(problem, config):
+        raise ValueError("block must divide the page")
+
+    tables(sm90={"fake_fwd": [row(64, attention())]})
+    module.smem_bytes = refuse
+    assert _tuning.lookup(module, attention()) == Config()
+    module.Config = type("Config", (Config,), {"default": staticmethod(lambda p: Config(p.q_len))})
+    assert _tuning.lookup(module, attention()) == Config(8192)
+
+
+def test_a_generation_without_a_file_uses_the_nearest(tables):
+    tables(
+        sm80={"fake_fwd": [row(80, attention())]},
+        sm90={"fake_fwd": [row(90, attention())]},
+        sm100={"other": [row(100, attention())]},
+    )
+    found = {
+        gpu: _tuning.lookup(kernel(), attention(gpu=gpu)).block for gpu in ("sm80", "sm89", "sm100")
+    }
+    assert found == {"sm80": 80, "sm89": 90, "sm100": 90}
+    assert _tuning.lookup(kernel(), attention(gpu=None)) == Config()
+
+
+def test_forced_wins_and_ends(tables):
+    tables(sm90={"fake_fwd": [row(64, attention())]})
+    with _tuning.forced("fake_fwd", {"block": 3}), _tuning.forced("other", {}):
+        assert _tuning.lookup(kernel(), attention()) == Config(block=3)
+    assert _tuning.lookup(kernel(), attention()) == Config(block=64)
+
+
+def test_describe_leaves_out_what_is_off_and_what_does_not_matter():
+    facts = _tuning.describe(attention(mask=sliding_window(5), softcap=2.0))
+    assert facts["mask"] == {"left": 4, "right": 0}
+    assert facts["softcap"] == 2.0
+    assert not facts.keys() & {"scale", "op", "gpu", "precision", "arrays", "q_offset"}
+    assert _tuning.describe(attention(mask=FULL))["mask"] == {}
+
+
+def test_decode_rows_keep_to_their_kind_of_cache_where_they_can():
+    def decode(kind):
+        return DecodeProblem(
+            gpu="sm90",
+            kind=kind,
+            dtype="bfloat16",
+            cache_dtype="bfloat16",
+            sequences=4,
+            q_len=1,
+            q_heads=32,
+            kv_heads=8,
+            head_dim=128,
+            v_head_dim=128,
+            capacities=(1024,) * 4,
+            mask=CAUSAL,
+            scale=1.0,
+        )
+
+    stacked, paged = (_tuning.describe(decode(kind)) for kind in ("stacked", "paged"))
+    assert stacked["capacity"] == 1024
+    assert _tuning.distance(stacked, stacked) == 0 < _tuning.distance(stacked, paged) < math.inf
+
+
+def _rows():
+    return [
+        pytest.param(gpu, kernel, row, id=f"{gpu}-{kernel}-{row['case']}")
+        for gpu, kernels in _tuning._tables().items()
+        for kernel, found in kernels.items()
+        for row in found
+    ]
+
+
+@pytest.mark.parametrize(("gpu", "kernel", "row"), _rows())
+def test_every_row_builds_fits_and_is_reached(gpu, kernel, row):
+    module = importlib.import_module(f"pallas_attn.kernels.{kernel}")
+    problem = tune.problem_of(kernel, row["problem"], gpu)
+    config = module.Config(**row["config"])
+    assert module.limit(problem) is None
+    assert _tuning.fits(module, problem, config)
+    assert _tuning.lookup(module, problem) == config
+    assert row["ms"] > 0
+    assert all(row[name] for name in ("device", "jax", "commit", "date"))
