@@ -12,7 +12,7 @@ def current() -> jax.Device:
 
 
 def gpu_generation() -> str | None:
-    """"sm90" on an H100 or H200, "sm80" on an A100, ...; None where the default device is no NVIDIA GPU."""
+    """Like "sm90" for an H100 or H200; None where the default device is not an NVIDIA GPU."""
     device = current()
     capability = getattr(device, "compute_capability", None)
     if device.platform not in ("gpu", "cuda") or capability is None:

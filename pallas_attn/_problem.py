@@ -1,5 +1,6 @@
-"""What a call asks for, in two halves: the static facts (a `...Problem`, a jit key, what dispatch and tuning decide on)
-and the arrays (a `...Inputs`, a pytree, what the chosen implementation is handed).
+"""What a call asks for, in two halves: the static facts (a `...Problem`, a jit key, what dispatch
+and tuning decide on) and the arrays (a `...Inputs`, a pytree, what the chosen implementation is
+handed).
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ class AttentionInputs(NamedTuple):
     q: Array  # [B, T, N, H]
     k: Array  # [B, S, K, H]
     v: Array  # [B, S, K, Hv]
-    q_offset: Array | None = None  # int32[B]; None: AttentionProblem.q_offset holds, the same for every row
+    q_offset: Array | None = None  # int32[B]; None: AttentionProblem.q_offset, for every row
     q_lengths: Array | None = None  # int32[B]
     kv_lengths: Array | None = None  # int32[B]
     q_segment_ids: Array | None = None  # int32[B, T]
@@ -45,7 +46,7 @@ class AttentionProblem:
     softcap: float | None = None
     q_offset: int = 0  # meaningless where inputs.q_offset is given
     precision: str | None = None  # None or "highest"
-    arrays: tuple[str, ...] = ()  # the optional fields of AttentionInputs that are given, in their order
+    arrays: tuple[str, ...] = ()  # the optional fields of AttentionInputs that are given, in order
     bias_shape: tuple[int, ...] | None = None
     mask_shape: tuple[int, ...] | None = None
 
@@ -66,16 +67,21 @@ class AttentionProblem:
 
 
 class AppendInputs(NamedTuple):
-    """The arrays of one append: new rows into M caches."""
+    """The arrays of one append: new rows into M caches.
 
-    k_cache: Array  # per_sequence: tuple of M [(L,) K, capacity_i, H]; stacked: [(L,) M, K, capacity, H];
-    v_cache: Array  #   paged: [(L,) pages, K, page_size, H]. v_cache is None where one array alone is served
+    The caches are, by kind: per_sequence, a tuple of M arrays [K, capacity_i, H]; stacked, one
+    [M, K, capacity, H]; paged, one pool [pages, K, page_size, H]; each with a leading axis of
+    layers where `layer` is given.
+    """
+
+    k_cache: Array
+    v_cache: Array | None  # None where one array alone is served
     k: Array  # [M, t, K, H]
     v: Array | None  # [M, t, K, Hv]
     start: Array  # int32[M]: the position of row 0; a negative one drops the sequence's rows
     new_lengths: Array | None  # int32[M]: rows of each sequence that count; None: all t
     page_table: Array | None  # int32[M, pages a sequence]; -1 where there is no page
-    layer: Array | int | None  # None where the arrays have no layer axis
+    layer: Array | int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +97,7 @@ class AppendProblem:
     kv_heads: int
     head_dim: int
     v_head_dim: int | None  # None: one array alone
-    capacities: tuple[int, ...]  # per_sequence: one each; stacked: one; paged: rows a sequence's table row can hold
+    capacities: tuple[int, ...]  # per_sequence: M of them; stacked and paged: that of a sequence
     page_size: int | None = None
     pages: int | None = None
     layers: int | None = None

@@ -5,14 +5,17 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Why one implementation cannot take a problem (`reason`), and what the caller can do (`remedy`)."""
+    """Why one implementation cannot take a problem (`reason`), and what the caller can do
+    (`remedy`).
+    """
 
     reason: str
     remedy: str
 
 
 class UnsupportedError(NotImplementedError):
-    """No implementation takes the problem. The message names each candidate, its reason and a remedy.
+    """No implementation takes the problem. The message names each candidate, its reason and a
+    remedy.
 
     Wrong arguments are never reported this way: those are ValueErrors that name the argument.
     """

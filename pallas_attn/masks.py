@@ -1,9 +1,10 @@
 """Who sees whom: the one definition of visibility.
 
-Everything that masks (the reference, every kernel, the tile schedulers) asks a `Mask` and nothing else. `Mask.allows` is
-the definition; `kv_range`, `kv_full_range` and `q_range` are bounds that follow from it and let a kernel skip tiles that
-nobody sees and leave the mask out of tiles that everybody sees. All of it is plain arithmetic: it works on Python
-integers, NumPy arrays, jax arrays and the tiles and scalars inside a Pallas kernel.
+Everything that masks (the reference, every kernel, the tile schedulers) asks a `Mask` and nothing
+else. `Mask.allows` is the definition; `kv_range`, `kv_full_range` and `q_range` are bounds that
+follow from it and let a kernel skip tiles that nobody sees and leave the mask out of tiles that
+everybody sees. All of it is plain arithmetic: it works on Python integers, NumPy arrays, jax arrays
+and the tiles and scalars inside a Pallas kernel.
 """
 
 import dataclasses
@@ -19,11 +20,13 @@ Position = Any  # int, np.ndarray, jax.Array or an in-kernel value of an integer
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """A band around the diagonal: the query at position p sees the keys p - left .. p + right, both inclusive.
+    """A band around the diagonal: the query at position p sees the keys p - left .. p + right, both
+    inclusive.
 
-    `None` leaves that side unbounded. `Mask(right=0)` is causal, `Mask()` hides nothing. Negative bounds are allowed
-    (`Mask(right=-1)` is strictly causal) as long as the band holds at least one diagonal. A mask is static: frozen,
-    hashable, a jit key by value. Lengths, offsets and segment ids are arrays and stay beside it.
+    `None` leaves that side unbounded. `Mask(right=0)` is causal, `Mask()` hides nothing. Negative
+    bounds are allowed (`Mask(right=-1)` is strictly causal) as long as the band holds at least one
+    diagonal. A mask is static: frozen, hashable, a jit key by value. Lengths, offsets and segment
+    ids are arrays and stay beside it.
 
         Mask()          Mask(right=0)    Mask(left=1, right=0)    Mask(left=1, right=1)
         1 1 1 1         1 . . .          1 . . .                  1 1 . .
@@ -56,6 +59,14 @@ class Mask:
         """Whether the mask itself hides nothing (lengths and segments may still)."""
         return self.left is None and self.right is None
 
+    def __and__(self, other: "Mask") -> "Mask":
+        """The keys that both masks show."""
+        tighter = [
+            min((b for b in pair if b is not None), default=None)
+            for pair in ((self.left, other.left), (self.right, other.right))
+        ]
+        return Mask(*tighter)
+
     def allows(
         self,
         q_pos: Position,
@@ -64,10 +75,11 @@ class Mask:
         q_segment: Position = None,
         kv_segment: Position = None,
     ) -> Any:
-        """Whether the query at `q_pos` sees the key at `kv_pos`; the arguments broadcast against each other.
+        """Whether the query at `q_pos` sees the key at `kv_pos`; the arguments broadcast against
+        each other.
 
-        `kv_len`: keys at or past it do not exist. Segments: both must carry the same id. Terms that are absent cost
-        nothing; with no term at all the answer is the Python value True.
+        `kv_len`: keys at or past it do not exist. Segments: both must carry the same id. Terms that
+        are absent cost nothing; with no term at all the answer is the Python value True.
         """
         terms = []
         if self.right is not None:
@@ -84,13 +96,15 @@ class Mask:
         return seen
 
     def kv_range(self, q_lo: Position, q_hi: Position, kv_len: Position) -> tuple[Any, Any]:
-        """Keys [lo, hi) that *some* query at a position in [q_lo, q_hi) may see; empty when hi <= lo."""
+        """Keys [lo, hi) that *some* query at a position in [q_lo, q_hi) may see; empty when hi <=
+        lo.
+        """
         lo = 0 if self.left is None else q_lo - self.left
         hi = kv_len if self.right is None else q_hi + self.right
         return _maximum(lo, 0), _minimum(hi, kv_len)
 
     def kv_full_range(self, q_lo: Position, q_hi: Position, kv_len: Position) -> tuple[Any, Any]:
-        """Keys [lo, hi) that *every* query at a position in [q_lo, q_hi) sees; empty when hi <= lo."""
+        """Keys [lo, hi) that *every* query position in [q_lo, q_hi) sees; empty when hi <= lo."""
         lo = 0 if self.left is None else q_hi - 1 - self.left
         hi = kv_len if self.right is None else q_lo + self.right + 1
         return _maximum(lo, 0), _minimum(hi, kv_len)
@@ -98,7 +112,9 @@ class Mask:
     def q_range(
         self, kv_lo: Position, kv_hi: Position, q_lo: Position, q_hi: Position
     ) -> tuple[Any, Any]:
-        """Query positions [lo, hi) within [q_lo, q_hi) that see *some* key in [kv_lo, kv_hi); empty when hi <= lo."""
+        """Query positions [lo, hi) within [q_lo, q_hi) that see *some* key in [kv_lo, kv_hi); empty
+        when hi <= lo.
+        """
         lo = q_lo if self.right is None else _maximum(kv_lo - self.right, q_lo)
         hi = q_hi if self.left is None else _minimum(kv_hi + self.left, q_hi)
         return lo, hi
@@ -125,10 +141,13 @@ CAUSAL = Mask(right=0)
 
 
 def sliding_window(n: int) -> Mask:
-    """Causal attention to the last `n` keys, the query's own among them: `Mask(left=n - 1, right=0)`."""
+    """Causal attention to the last `n` keys, the query's own among them: `Mask(left=n - 1,
+    right=0)`.
+    """
     if isinstance(n, bool) or not hasattr(n, "__index__") or n < 1:
         raise ValueError(
-            f"sliding_window(n) wants an int of at least 1 (n counts the query's own key), got {n!r}."
+            "sliding_window(n) wants an int of at least 1 (n counts the query's own key), got "
+            f"{n!r}."
         )
     return Mask(left=operator.index(n) - 1, right=0)
 

@@ -1,0 +1,307 @@
+"""Argument checks. Everything here raises ValueError: the argument's name, what was wanted, what
+came, what to do.
+
+Each public call is turned into its two halves (`_problem`): the static problem and the arrays.
+"""
+
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn import _device
+from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.masks import Mask
+
+Array = Any
+
+
+def attention(
+    q: Array, k: Array, v: Array, *, q_offset: Any, segment_ids: Any, options: dict[str, Any]
+) -> tuple[AttentionProblem, AttentionInputs]:
+    """The problem and the arrays of one flash_attention call; `options` are its remaining arguments
+    by name.
+    """
+    q, k, v = (array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    batch, q_len, q_heads, head_dim = _shape("q", q, "[B, T, N, H]")
+    kv_batch, kv_len, kv_heads, k_dim = _shape("k", k, "[B, S, K, H]")
+    v_dim = _shape("v", v, "[B, S, K, Hv]")[3]
+    if kv_batch != batch:
+        raise ValueError(
+            f"k: expected batch {batch} as in q {q.shape}, got {kv_batch} in k {k.shape}"
+        )
+    if k_dim != head_dim:
+        raise ValueError(
+            f"k: expected head dim {head_dim} as in q {q.shape}, got {k_dim} in k {k.shape}"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v: expected [B, S, K, ...] = {k.shape[:3]} as in k {k.shape}, got {v.shape[:3]} in "
+            f"v {v.shape}"
+        )
+    if head_dim < 1 or v_dim < 1:
+        raise ValueError(f"q, v: head dims must be at least 1, got q {q.shape} and v {v.shape}")
+    grouped_heads(q_heads, kv_heads)
+    float_dtype("q", q)
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(
+                f"{name}: expected dtype {q.dtype} as in q, got {x.dtype}; cast one of them"
+            )
+
+    scores = (batch, q_heads, q_len, kv_len)
+    static_offset, offset = _offset(q_offset, batch)
+    q_ids, kv_ids = _segments(segment_ids, batch, q_len, kv_len)
+    inputs = AttentionInputs(
+        q,
+        k,
+        v,
+        offset,
+        int_vector("q_lengths", options["q_lengths"], batch, "one length a batch row"),
+        int_vector("kv_lengths", options["kv_lengths"], batch, "one length a batch row"),
+        q_ids,
+        kv_ids,
+        _over_scores("bias", options["bias"], scores, jnp.floating),
+        _over_scores("mask_array", options["mask_array"], scores, jnp.bool_),
+        sink_logits(options["sinks"], q_heads),
+    )
+    return AttentionProblem(
+        op="flash_forward",
+        gpu=_device.gpu_generation(),
+        dtype=str(q.dtype),
+        batch=batch,
+        q_len=q_len,
+        kv_len=kv_len,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_dim,
+        mask=mask(options["mask"]),
+        scale=scale(options["scale"], head_dim),
+        softcap=softcap(options["softcap"]),
+        q_offset=static_offset,
+        precision=precision(options["precision"], q.dtype),
+        arrays=tuple(n for n in AttentionInputs._fields[3:] if getattr(inputs, n) is not None),
+        bias_shape=None if inputs.bias is None else inputs.bias.shape,
+        mask_shape=None if inputs.mask_array is None else inputs.mask_array.shape,
+    ), inputs
+
+
+def array(name: str, x: Any) -> jax.Array:
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise ValueError(f"{name}: expected an array, got {type(x).__name__}")
+    return jnp.asarray(x)
+
+
+def _shape(name: str, x: jax.Array, wanted: str) -> tuple[int, ...]:
+    if x.ndim != 4:
+        raise ValueError(
+            f"{name}: expected 4 axes {wanted}, got {x.ndim} in shape {x.shape}; add a batch axis "
+            "of 1 or use jax.vmap"
+        )
+    return x.shape
+
+
+def grouped_heads(q_heads: int, kv_heads: int) -> None:
+    if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads:
+        raise ValueError(
+            f"q: expected a number of query heads N that is a multiple of the {kv_heads} kv heads "
+            f"K, got N = {q_heads}"
+        )
+
+
+def float_dtype(name: str, x: jax.Array) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name}: expected a floating-point dtype, got {x.dtype}")
+
+
+def mask(value: Any) -> Mask:
+    if not isinstance(value, Mask):
+        raise ValueError(
+            "mask: expected a Mask (FULL, CAUSAL, sliding_window(n), Mask(left, right)), got "
+            f"{type(value).__name__}; "
+            "a boolean array goes in as mask_array"
+        )
+    return value
+
+
+def scale(value: Any, head_dim: int) -> float:
+    return (
+        head_dim**-0.5
+        if value is None
+        else _static_float("scale", value, "multiply q by it instead")
+    )
+
+
+def softcap(value: Any) -> float | None:
+    if value is None:
+        return None
+    cap = _static_float("softcap", value, "softcap is part of the compiled kernel")
+    if cap <= 0:
+        raise ValueError(
+            f"softcap: expected a positive float or None, got {cap:g}; None turns it off"
+        )
+    return cap
+
+
+def _static_float(name: str, value: Any, remedy: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
+        kind = "a traced array" if isinstance(value, jax.core.Tracer) else type(value).__name__
+        raise ValueError(f"{name}: expected a Python float, got {kind}; {remedy}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name}: expected a finite float, got {number}")
+    return number
+
+
+_PRECISIONS = {
+    **dict.fromkeys(("default", "bfloat16", "fastest", "high", "tensorfloat32", "bfloat16_3x")),
+    **dict.fromkeys(("highest", "float32"), "highest"),
+    **dict.fromkeys((lax.Precision.DEFAULT, lax.Precision.HIGH)),
+    lax.Precision.HIGHEST: "highest",
+}
+
+
+def precision(value: Any, dtype: Any) -> str | None:
+    """None or "highest", as jax names precisions; jax.default_matmul_precision holds where the call
+    says nothing.
+
+    It speaks of float32 inputs only: other types have one way to be multiplied.
+    """
+    if value is None:
+        value = jax.config.jax_default_matmul_precision
+        if value not in _PRECISIONS:
+            value = "default"
+    if value not in _PRECISIONS:
+        names = ", ".join(sorted(repr(p) for p in _PRECISIONS if isinstance(p, str)))
+        raise ValueError(
+            f"precision: expected one of {names}, a jax.lax.Precision or None, got {value!r}"
+        )
+    return _PRECISIONS[value] if dtype == jnp.float32 else None
+
+
+def int_vector(name: str, value: Any, size: int, meaning: str) -> jax.Array | None:
+    """int32[size] or None."""
+    if value is None:
+        return None
+    vector = jnp.asarray(value)
+    if vector.shape != (size,) or not jnp.issubdtype(vector.dtype, jnp.integer):
+        raise ValueError(
+            f"{name}: expected int32[{size}] ({meaning}), got {vector.dtype}{list(vector.shape)}"
+        )
+    return vector.astype(jnp.int32)
+
+
+def static_int(value: Any) -> int | None:
+    """A Python (or NumPy) integer as an int; None for anything else."""
+    if isinstance(value, (bool, jax.Array)) or getattr(value, "ndim", 0):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _offset(value: Any, batch: int) -> tuple[int, jax.Array | None]:
+    static = static_int(value)
+    if static is not None:
+        return static, None
+    if hasattr(value, "shape") and value.shape == ():
+        value = jnp.broadcast_to(value, (batch,))
+    return 0, int_vector(
+        "q_offset", value, batch, "the position of query row 0, one a batch row, or one int"
+    )
+
+
+def _segments(ids: Any, batch: int, q_len: int, kv_len: int) -> tuple[Any, Any]:
+    if ids is None:
+        return None, None
+    pair = ids if isinstance(ids, (tuple, list)) else (ids, ids)
+    if len(pair) != 2:
+        raise ValueError(
+            f"segment_ids: expected a pair (of q, of kv) or one array for both, got {len(pair)} "
+            "arrays"
+        )
+    checked = []
+    for name, one, size in (("q", pair[0], q_len), ("kv", pair[1], kv_len)):
+        one = jnp.asarray(one)
+        if one.shape != (batch, size) or not jnp.issubdtype(one.dtype, jnp.integer):
+            raise ValueError(
+                f"segment_ids: expected int32[{batch}, {size}] for {name}, got "
+                f"{one.dtype}{list(one.shape)}; "
+                "pass a pair (of q, of kv) where T and S differ"
+            )
+        checked.append(one.astype(jnp.int32))
+    return checked[0], checked[1]
+
+
+def _over_scores(name: str, value: Any, scores: tuple[int, ...], kind: Any) -> jax.Array | None:
+    """An array that broadcasts over the scores [B, N, T, S], with its missing leading axes added;
+    or None.
+    """
+    if value is None:
+        return None
+    x = array(name, value)
+    if x.ndim > 4 or any(
+        have not in (1, want) for have, want in zip(x.shape[::-1], scores[::-1], strict=False)
+    ):
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to [B, N, T, S] = {list(scores)}, got "
+            f"{list(x.shape)}"
+        )
+    if not jnp.issubdtype(x.dtype, kind):
+        other = "mask_array" if name == "bias" else "bias"
+        wanted = "a floating-point dtype" if name == "bias" else "bool (True: may be seen)"
+        raise ValueError(f"{name}: expected {wanted}, got {x.dtype}; did you mean {other}?")
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def sink_logits(value: Any, q_heads: int) -> jax.Array | None:
+    if value is None:
+        return None
+    x = array("sinks", value)
+    if x.shape != (q_heads,) or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"sinks: expected float[{q_heads}] (one logit a query head), got "
+            f"{x.dtype}{list(x.shape)}"
+        )
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def layer(value: Any, layers: int | None) -> int | jax.Array | None:
+    """The layer as an int or an int32 scalar; None where the cache has no layer axis."""
+    static = static_int(value)
+    if static is not None:
+        if not 0 <= static < (layers or 1):
+            raise ValueError(
+                f"layer: expected 0 to {(layers or 1) - 1} for a cache of {layers or 1} layers, "
+                f"got {static}"
+            )
+        return None if layers is None else static
+    index = jnp.asarray(value)
+    if layers is None:
+        raise ValueError(
+            "layer: the cache has no layer axis; leave layer out, or create the cache with "
+            "layers=..."
+        )
+    if index.shape != () or not jnp.issubdtype(index.dtype, jnp.integer):
+        raise ValueError(
+            f"layer: expected an int or an int32 scalar, got {index.dtype}{list(index.shape)}"
+        )
+    return index.astype(jnp.int32)
+
+
+def decode_query(q: jax.Array, cache: Any) -> None:
+    """q [M, t, N, H] against the cache it reads."""
+    if q.ndim != 4 or q.shape[0] != cache.num_sequences or q.shape[3] != cache.head_dim:
+        raise ValueError(
+            f"q: expected [M, t, N, H] = [{cache.num_sequences}, t, N, {cache.head_dim}] (or "
+            "without t) for this cache, "
+            f"got {list(q.shape)}"
+        )
+    grouped_heads(q.shape[2], cache.kv_heads)
+    float_dtype("q", q)

@@ -1,0 +1,195 @@
+"""Who computes what: one table an operation, and `select`.
+
+This is the only module that knows every implementation, and it imports a kernel only when a problem
+reaches it.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from pallas_attn import reference
+from pallas_attn._problem import (
+    AppendInputs,
+    AppendProblem,
+    AttentionInputs,
+    AttentionProblem,
+    DecodeInputs,
+    DecodeProblem,
+)
+from pallas_attn.errors import Limit, UnsupportedError
+
+Problem = AttentionProblem | AppendProblem | DecodeProblem
+
+NAMES = ("sm90", "sm80", "reference")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A Mosaic GPU kernel module, by name: it exports Config, limit, smem_bytes and run."""
+
+    name: str  # what `implementation=` says
+    module: str
+    generations: tuple[int, int]  # the first GPU generation it serves and the last
+
+    def limit(self, problem: Problem) -> Limit | None:
+        if problem.gpu is None:
+            return Limit(
+                "it needs an NVIDIA GPU and the default device is none",
+                'leave implementation=None, or say "reference"',
+            )
+        first, last = self.generations
+        if not first <= int(problem.gpu.removeprefix("sm")) <= last:
+            span = f"sm{first}" if first == last else f"sm{first} and up"
+            return Limit(f"it is built for {span}", 'say implementation="reference"')
+        return self._module().limit(problem)
+
+    def run(self, inputs: Any, problem: Problem) -> Any:
+        from pallas_attn import _tuning
+
+        module = self._module()
+        return module.run(inputs, problem, _tuning.lookup(module, problem))
+
+    def _module(self) -> Any:
+        return importlib.import_module(f"pallas_attn.kernels.{self.module}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """The oracle. The natural choice without a GPU; with one it is taken only by name."""
+
+    call: Callable[[Any, Any], Any]
+    cost: Callable[[Any], str]
+    name: str = "reference"
+
+    def limit(self, problem: Problem) -> Limit | None:
+        if problem.gpu is None:
+            return None
+        return Limit(
+            self.cost(problem), 'it is the oracle; ask for it by name: implementation="reference"'
+        )
+
+    def run(self, inputs: Any, problem: Problem) -> Any:
+        return self.call(inputs, problem)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """An entry that only explains itself: the name that people will try, and why it is not the
+    answer.
+    """
+
+    name: str
+    why: Limit
+
+    def limit(self, problem: Problem) -> Limit | None:
+        del problem
+        return self.why
+
+    def run(self, inputs: Any, problem: Problem) -> Any:
+        raise UnsupportedError(f"{self.name} does not take {problem}", {self.name: self.why})
+
+
+Implementation = Kernel | Reference | Refused
+
+
+def _attention(inputs: AttentionInputs, problem: AttentionProblem):
+    ids = (inputs.q_segment_ids, inputs.kv_segment_ids)
+    return reference.attention(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        mask=problem.mask,
+        scale=problem.scale,
+        softcap=problem.softcap,
+        q_offset=problem.q_offset if inputs.q_offset is None else inputs.q_offset,
+        q_lengths=inputs.q_lengths,
+        kv_lengths=inputs.kv_lengths,
+        segment_ids=None if inputs.q_segment_ids is None else ids,
+        bias=inputs.bias,
+        mask_array=inputs.mask_array,
+        sinks=inputs.sinks,
+    )
+
+
+def _append(inputs: AppendInputs, problem: AppendProblem):
+    del problem
+    return reference.append(
+        inputs.k_cache,
+        inputs.v_cache,
+        inputs.k,
+        inputs.v,
+        inputs.start,
+        new_lengths=inputs.new_lengths,
+        page_table=inputs.page_table,
+        layer=inputs.layer,
+    )
+
+
+def _decode(inputs: DecodeInputs, problem: DecodeProblem):
+    return reference.decode(
+        inputs.q,
+        inputs.k_cache,
+        inputs.v_cache,
+        inputs.lengths,
+        mask=problem.mask,
+        scale=problem.scale,
+        softcap=problem.softcap,
+        sinks=inputs.sinks,
+        page_table=inputs.page_table,
+        layer=inputs.layer,
+    )
+
+
+def _score_matrix(problem: AttentionProblem) -> str:
+    return f"it would store the whole score matrix (T*S = {problem.q_len * problem.kv_len})"
+
+
+TABLES: dict[str, tuple[Implementation, ...]] = {
+    "flash_forward": (Reference(_attention, _score_matrix),),
+    "flash_backward": (
+        Refused(
+            "reference",
+            Limit(
+                "it differentiates only what it computed itself",
+                'pass implementation="reference" to the forward call: it stores all T*S scores',
+            ),
+        ),
+    ),
+    "append": (Reference(_append, lambda problem: "it is one scatter a cache"),),
+    "decode": (Reference(_decode, lambda problem: "it would copy every cache to a dense array"),),
+}
+
+
+def select(problem: Problem, implementation: str | None) -> Implementation:
+    """The first of the operation's table, fastest first, that takes the problem; or the one that
+    was named.
+    """
+    table = TABLES[problem.op]
+    if implementation is None:
+        limits = {}
+        for candidate in table:
+            limit = candidate.limit(problem)
+            if limit is None:
+                return candidate
+            limits[candidate.name] = limit
+        raise UnsupportedError(f"No implementation takes {problem}", limits)
+    if implementation not in NAMES:
+        raise ValueError(
+            f"implementation: expected one of {', '.join(map(repr, NAMES))} or None (the "
+            f"fastest), got {implementation!r}"
+        )
+    for candidate in table:
+        if candidate.name == implementation:
+            limit = None if isinstance(candidate, Reference) else candidate.limit(problem)
+            if limit is None:
+                return candidate
+            raise UnsupportedError(
+                f"{implementation} does not take {problem}", {implementation: limit}
+            )
+    others = ", ".join(repr(candidate.name) for candidate in table) or "none yet"
+    raise UnsupportedError(
+        f"{problem.op} has no implementation {implementation!r}",
+        {implementation: Limit("it does not exist", f"there is {others}")},
+    )

@@ -1,0 +1,250 @@
+"""New rows into KV caches: one launch for K and V of every sequence, in place under donation."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn import _checks, _device, _dispatch
+from pallas_attn._problem import AppendInputs, AppendProblem
+from pallas_attn.cache import KVCache
+
+Array = jax.Array
+
+
+def write_kv[Cache: KVCache](
+    cache: Cache,
+    k: Array,
+    v: Array,
+    *,
+    layer: int | Array = 0,
+    implementation: str | None = None,
+) -> Cache:
+    """Fill the rows that the latest `extend` took, in one layer.
+
+    Args:
+      cache: the cache after `extend`.
+      k, v: `[M, t, K, H]` and `[M, t, K, Hv]`, or without t for one token. Where `extend` took
+        fewer than t rows in a sequence, its first rows count and the rest is ignored. Another float
+        type is cast to the cache's.
+      layer: which layer: an int or a traced int32. Outside of the cache's layers nothing is
+        written.
+      implementation: "sm80", "reference" or None.
+
+    Returns:
+      The cache with those rows written and nothing else touched. Inside jit, with the cache donated
+      or in a loop's carry, the buffers are updated in place.
+    """
+    k_rows, v_rows = _rows(cache, k, v)
+    inputs = AppendInputs(
+        cache.k,
+        cache.v,
+        k_rows,
+        v_rows,
+        cache.lengths - cache.new_lengths,
+        cache.new_lengths,
+        cache.page_table,
+        _checks.layer(layer, cache.layers),
+    )
+    new_k, new_v = _append(inputs, cache.kind, implementation)
+    return dataclasses.replace(cache, k=new_k, v=new_v)
+
+
+def append_kv[Cache: KVCache](
+    cache: Cache,
+    k: Array,
+    v: Array,
+    *,
+    new_lengths: Array | None = None,
+    implementation: str | None = None,
+) -> Cache:
+    """`extend` and `write_kv` in one, for a cache of one layer: append rows to every sequence.
+
+    Args:
+      cache: a cache without layers, or of one.
+      k, v: `[M, t, K, H]` and `[M, t, K, Hv]`, or without t for one token.
+      new_lengths: int32[M], how many of the t rows each sequence takes (counts are held to 0 .. t);
+        default all t.
+      implementation: as in `write_kv`.
+    """
+    if cache.layers not in (None, 1):
+        raise ValueError(
+            f"cache: append_kv serves a cache of one layer, got {cache.layers} layers; take the "
+            "rows once with "
+            "cache.extend(t), then write_kv(cache, k, v, layer=l) for each layer"
+        )
+    k_rows, _ = _rows(cache, k, v)
+    rows: int | Array = k_rows.shape[1]
+    if new_lengths is not None:
+        counts = _checks.int_vector(
+            "new_lengths", new_lengths, cache.num_sequences, "rows of each sequence"
+        )
+        rows = jnp.minimum(counts, k_rows.shape[1])
+    return write_kv(cache.extend(rows), k, v, implementation=implementation)
+
+
+def append_kv_arrays(  # noqa: PLR0913
+    k_caches: Array | Sequence[Array],
+    v_caches: Array | Sequence[Array] | None,
+    k: Array,
+    v: Array | None,
+    lengths_before: Array,
+    *,
+    new_lengths: Array | None = None,
+    page_table: Array | None = None,
+    layer: int | Array | None = None,
+    implementation: str | None = None,
+) -> tuple[Any, Any]:
+    """The append on bare arrays, for those who keep their own state.
+
+    Args:
+      k_caches, v_caches: M arrays `[K, capacity_i, H]` in a tuple or list, one array `[M, K,
+        capacity, H]`, or, with `page_table`, a pool `[pages, K, page_size, H]`; each with a leading
+        axis of layers where `layer` is given. `v_caches` (with `v`) may be None: one array alone is
+        served.
+      k, v: the new rows, `[M, t, K, H]` or `[M, K, H]`.
+      lengths_before: int32[M], rows held before the append: row i of sequence m goes to
+        lengths_before[m] + i. A negative length drops the sequence's rows.
+      new_lengths: int32[M], how many of the t rows count; default all.
+      page_table: int32[M, W], page ids; rows whose page is outside of the pool are dropped.
+      layer: an int or a traced int32.
+
+    Returns:
+      (k_caches, v_caches), of the kind that came. No row past a capacity is written, and nothing
+      else is touched.
+    """
+    if (v_caches is None) != (v is None):
+        raise ValueError("v_caches, v: give both, or neither to append to one array alone")
+    separate = isinstance(k_caches, (tuple, list))
+    kind = "per_sequence" if separate else "stacked" if page_table is None else "paged"
+    caches = [
+        _bare(name, x, kind, layer) for name, x in (("k_caches", k_caches), ("v_caches", v_caches))
+    ]
+    sequences = len(k_caches) if separate else caches[0].shape[-4]
+    if page_table is not None:
+        if separate:
+            raise ValueError(
+                "page_table: expected k_caches to be one pool of pages, got separate arrays"
+            )
+        page_table = jnp.asarray(page_table)
+        if page_table.ndim != 2 or not jnp.issubdtype(page_table.dtype, jnp.integer):
+            raise ValueError(
+                f"page_table: expected int32[M, W], got {page_table.dtype}{list(page_table.shape)}"
+            )
+        sequences = page_table.shape[0]
+        page_table = page_table.astype(jnp.int32)
+    rows = []
+    for name, new, cache in (("k", k, caches[0]), ("v", v, caches[1])):
+        rows.append(None if new is None else _new_rows(name, new, sequences, _sample(cache)))
+    if v is not None and rows[0].shape[:3] != rows[1].shape[:3]:
+        raise ValueError(
+            f"v: expected [M, t, K] = {rows[0].shape[:3]} as in k, got {rows[1].shape[:3]}"
+        )
+    layers = None if layer is None else _sample(caches[0]).shape[0]
+    inputs = AppendInputs(
+        *caches,
+        *rows,
+        _checks.int_vector(
+            "lengths_before", lengths_before, sequences, "rows held before the append"
+        ),
+        _checks.int_vector("new_lengths", new_lengths, sequences, "rows of each sequence"),
+        page_table,
+        _checks.layer(0 if layer is None else layer, layers),
+    )
+    return _append(inputs, kind, implementation)
+
+
+def _sample(cache: Any) -> Array:
+    return cache[0] if isinstance(cache, tuple) else cache
+
+
+def _bare(name: str, value: Any, kind: str, layer: Any) -> Any:
+    if value is None:
+        return None
+    axes = (3 if kind == "per_sequence" else 4) + (layer is not None)
+    arrays = value if kind == "per_sequence" else (value,)
+    if not len(arrays):
+        raise ValueError(f"{name}: expected at least one array, got none")
+    arrays = tuple(_checks.array(name, x) for x in arrays)
+    for x in arrays:
+        if x.ndim != axes:
+            raise ValueError(
+                f"{name}: expected {axes} axes ({kind}, "
+                f"{'with' if layer is not None else 'without'} layers), got {x.shape}"
+            )
+        heads_and_dim = (x.shape[-3], x.shape[-1], x.dtype)
+        if heads_and_dim != (arrays[0].shape[-3], arrays[0].shape[-1], arrays[0].dtype):
+            raise ValueError(
+                f"{name}: expected every array to have K, H and dtype of the first, got {x.shape} "
+                f"{x.dtype}"
+            )
+    return arrays if kind == "per_sequence" else arrays[0]
+
+
+def _rows(cache: KVCache, k: Array, v: Array) -> tuple[Array, Array]:
+    if not isinstance(cache, KVCache):
+        raise ValueError(
+            "cache: expected a PerSequenceCache, StackedCache or PagedCache, got "
+            f"{type(cache).__name__}"
+        )
+    k_rows = _new_rows("k", k, cache.num_sequences, _sample(cache.k))
+    v_rows = _new_rows("v", v, cache.num_sequences, _sample(cache.v))
+    if v_rows.shape[1] != k_rows.shape[1]:
+        raise ValueError(
+            f"v: expected {k_rows.shape[1]} rows a sequence as in k, got {v_rows.shape[1]}"
+        )
+    return k_rows, v_rows
+
+
+def _new_rows(name: str, new: Array, sequences: int, cache: Array) -> Array:
+    """[M, t, K, H] from rows with or without t, checked against the cache they go to."""
+    rows = _checks.array(name, new)
+    rows = rows[:, None] if rows.ndim == 3 else rows
+    wanted = (sequences, cache.shape[-3], cache.shape[-1])
+    if rows.ndim != 4 or (rows.shape[0], *rows.shape[2:]) != wanted:
+        raise ValueError(
+            f"{name}: expected [M, t, K, H] = [{wanted[0]}, t, {wanted[1]}, {wanted[2]}] (or "
+            "without t), "
+            f"got {list(jnp.shape(new))}"
+        )
+    both_float = jnp.issubdtype(rows.dtype, jnp.floating) and jnp.issubdtype(
+        cache.dtype, jnp.floating
+    )
+    if rows.dtype != cache.dtype and not both_float:
+        raise ValueError(
+            f"{name}: expected {cache.dtype} rows for a {cache.dtype} cache, got {rows.dtype}; "
+            "quantise first"
+        )
+    return rows
+
+
+def _append(inputs: AppendInputs, kind: str, implementation: str | None) -> tuple[Any, Any]:
+    sample = _sample(inputs.k_cache)
+    separate = isinstance(inputs.k_cache, tuple)
+    if kind == "paged":
+        capacities = (inputs.page_table.shape[1] * sample.shape[-2],)
+    else:
+        capacities = tuple(x.shape[-2] for x in (inputs.k_cache if separate else (sample,)))
+    sequences, new_rows, kv_heads, head_dim = inputs.k.shape
+    problem = AppendProblem(
+        gpu=_device.gpu_generation(),
+        kind=kind,
+        dtype=str(inputs.k.dtype),
+        cache_dtype=str(sample.dtype),
+        sequences=sequences,
+        new_rows=new_rows,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=None if inputs.v is None else inputs.v.shape[-1],
+        capacities=capacities,
+        page_size=sample.shape[-2] if kind == "paged" else None,
+        pages=sample.shape[-4] if kind == "paged" else None,
+        layers=None if inputs.layer is None else sample.shape[0],
+        ragged=inputs.new_lengths is not None,
+    )
+    chosen = _dispatch.select(problem, implementation)
+    if 0 in (sequences, new_rows):
+        return inputs.k_cache, inputs.v_cache
+    return chosen.run(inputs, problem)

@@ -1,0 +1,225 @@
+"""Flash attention: softmax(mask(softcap(scale * q k^T) + bias)) v, differentiable."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn import _checks, _dispatch
+from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.masks import CAUSAL, FULL, Mask
+
+Array = jax.Array
+
+
+def flash_attention(  # noqa: PLR0913
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Mask = FULL,
+    scale: float | None = None,
+    q_offset: int | Array = 0,
+    q_lengths: Array | None = None,
+    kv_lengths: Array | None = None,
+    segment_ids: Array | tuple[Array, Array] | None = None,
+    bias: Array | None = None,
+    mask_array: Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+) -> Array:
+    """Attention of every query to the keys it may see.
+
+    Args:
+      q: `[B, T, N, H]`. N query heads share K kv heads: query head n reads kv head n // (N // K).
+      k: `[B, S, K, H]`.
+      v: `[B, S, K, Hv]`; Hv need not be H.
+      mask: who sees whom by position: `FULL`, `CAUSAL`, `sliding_window(n)` or any `Mask(left,
+        right)`. Query row i stands at position q_offset + i and key j at j; with the default
+        q_offset a causal mask is top-left:
+
+            T = 2, S = 4, q_offset = 0     q_offset = S - T = 2 (bottom-right)
+            1 . . .                        1 1 1 .
+            1 1 . .                        1 1 1 1
+
+      scale: multiplies the logits; default H**-0.5. Static.
+      q_offset: position of query row 0: an int, or int32[B].
+      q_lengths: int32[B]; rows at or past it give 0 and take no gradient.
+      kv_lengths: int32[B]; keys and values at or past it do not exist. They may hold anything, NaN
+        included.
+      segment_ids: int32[B, T] and int32[B, S] as a pair, or one array for both: a query sees keys
+        of its own segment.
+      bias: floating point, broadcasts to `[B, N, T, S]`; added to the (scaled, capped) logits.
+        Differentiable.
+      mask_array: bool, broadcasts to `[B, N, T, S]`; False hides. Prefer `mask`, lengths and
+        segment ids: they skip work.
+      softcap: cap * tanh(logits / cap) after scale, before bias and mask. Static.
+      sinks: float[N], one learned logit a head that takes part in the denominator only.
+        Differentiable.
+      precision: for float32 inputs, as in JAX: the default is JAX's default for float32 matmuls on
+        the device; "highest" (or "float32") is float32-accurate.
+      implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
+        There is no silent fallback on a GPU; without one the reference is what runs.
+
+    Returns:
+      `[B, T, N, Hv]` in q's dtype. A row that sees no key is 0 and so are its gradients, also where
+      S == 0.
+
+    Reverse-mode differentiation works with every implementation that has a backward; forward mode
+    (jvp) and higher orders need implementation="reference".
+    """
+    return flash_attention_with_lse(
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=scale,
+        q_offset=q_offset,
+        q_lengths=q_lengths,
+        kv_lengths=kv_lengths,
+        segment_ids=segment_ids,
+        bias=bias,
+        mask_array=mask_array,
+        softcap=softcap,
+        sinks=sinks,
+        precision=precision,
+        implementation=implementation,
+    )[0]
+
+
+def flash_attention_with_lse(  # noqa: PLR0913
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Mask = FULL,
+    scale: float | None = None,
+    q_offset: int | Array = 0,
+    q_lengths: Array | None = None,
+    kv_lengths: Array | None = None,
+    segment_ids: Array | tuple[Array, Array] | None = None,
+    bias: Array | None = None,
+    mask_array: Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """`flash_attention`, with the same arguments, and the log of each row's softmax denominator.
+
+    Returns:
+      out `[B, T, N, Hv]`, and lse `[B, N, T]`: natural log, float32 (float64 for float64 inputs),
+      differentiable, the sink included; -inf for a row that sees no key.
+    """
+    problem, inputs = _checks.attention(
+        q,
+        k,
+        v,
+        q_offset=q_offset,
+        segment_ids=segment_ids,
+        options={
+            "mask": mask,
+            "scale": scale,
+            "q_lengths": q_lengths,
+            "kv_lengths": kv_lengths,
+            "bias": bias,
+            "mask_array": mask_array,
+            "softcap": softcap,
+            "sinks": sinks,
+            "precision": precision,
+        },
+    )
+    return _attend(problem, inputs, implementation)
+
+
+def _attend(
+    problem: AttentionProblem, inputs: AttentionInputs, implementation: str | None
+) -> tuple[Array, Array]:
+    if 0 in (problem.batch, problem.q_len, problem.kv_len):
+        rows = (problem.batch, problem.q_len, problem.q_heads)
+        out = jnp.zeros((*rows, problem.v_head_dim), problem.dtype)
+        lse_dtype = jnp.promote_types(problem.dtype, jnp.float32)
+        return out, jnp.full((problem.batch, problem.q_heads, problem.q_len), -jnp.inf, lse_dtype)
+    chosen = _dispatch.select(problem, implementation)
+    if chosen.name == "reference":
+        return chosen.run(inputs, problem)
+    return _kernel_attention(problem, implementation, inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _kernel_attention(problem, implementation, inputs):
+    return _dispatch.select(problem, implementation).run(inputs, problem)
+
+
+def _kernel_forward(problem, implementation, inputs):
+    out, lse = _kernel_attention(problem, implementation, inputs)
+    return (out, lse), (inputs, out, lse)
+
+
+def _kernel_backward(problem, implementation, residuals, cotangents):
+    backward = dataclasses.replace(problem, op="flash_backward")
+    chosen = _dispatch.select(backward, implementation)
+    return (chosen.run((*residuals, *cotangents), backward),)
+
+
+_kernel_attention.defvjp(_kernel_forward, _kernel_backward)
+
+
+def dot_product_attention(  # noqa: PLR0913
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Array | tuple[Array, Array]:
+    """`jax.nn.dot_product_attention`, argument for argument: replacing the import is enough.
+
+    It takes `[B, T, N, H]` or `[T, N, H]`, and `implementation` also as "xla" or "cudnn", which
+    mean None here. Where it differs from jax.nn, on purpose:
+
+    - a row that sees no key gives 0; jax.nn gives the mean of the values it was told not to look
+      at;
+    - the residual is float32 and differentiable; jax.nn rounds it to the key's dtype and stops its
+      gradient. Its shape is the same, `[B, T, N]`, and it is -inf for a row that sees no key;
+    - value's head dim may differ from key's; lengths, masks and windows keep their cost down
+      instead of adding a bias.
+    """
+    arrays = [
+        _checks.array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    ]
+    unbatched = arrays[0].ndim == 3
+    q, k, v = (x[None] if x.ndim == 3 else x for x in arrays)
+    if local_window_size is None:
+        band = FULL
+    else:
+        both = local_window_size
+        left, right = both if isinstance(both, (tuple, list)) else (both, both)
+        band = Mask(left, right)
+    out, lse = flash_attention_with_lse(
+        q,
+        k,
+        v,
+        mask=band & CAUSAL if is_causal else band,
+        scale=scale,
+        q_lengths=query_seq_lengths,
+        kv_lengths=key_value_seq_lengths,
+        bias=bias,
+        mask_array=mask,
+        implementation=None if implementation in ("xla", "cudnn") else implementation,
+    )
+    residual = jnp.swapaxes(lse, 1, 2)
+    if unbatched:
+        out, residual = out[0], residual[0]
+    return (out, residual) if return_residual else out

@@ -1,0 +1,452 @@
+"""KV caches: frozen pytrees that live inside jit, are donated, and are updated in place.
+
+Three layouts, one way to use them:
+
+- `PerSequenceCache`: an array a sequence, each with its own capacity. Sequences come and go without
+  moving the others.
+- `StackedCache`: one array for all sequences, one capacity.
+- `PagedCache`: a pool of pages that sequences take as they grow and may share (`fork`).
+
+Each step takes rows once and fills them once a layer:
+
+    cache = cache.extend(t)                         # lengths move, overflow is decided, pages taken
+    for layer in range(layers):                     # or a lax.scan over layers
+        cache = write_kv(cache, k, v, layer=layer)  # one launch, K and V of all sequences, in place
+        out = decode_attention(q, cache, layer=layer)
+
+`append_kv` is extend and write_kv in one, for a cache of one layer. A row past a sequence's
+capacity is dropped: nothing else is touched, the length still counts it, `cache.overflowed` says
+so, and decoding that sequence gives NaN.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn import _checks
+
+Array = jax.Array
+
+NO_PAGE = -1  # in a page table: nothing here yet
+LOST = -2  # a page was needed here and the pool had none; it sticks until the sequence is freed
+
+
+class KVCache:
+    """What the three caches share."""
+
+    kind: ClassVar[str]
+    k: Any
+    v: Any
+    lengths: Array  # int32[M]: the rows taken in each sequence now, written or not
+    new_lengths: Array  # int32[M]: the rows that the latest extend took, which write_kv fills
+    page_table: Any  # int32[M, W]; None but in a PagedCache, as are the two below
+    page_size: Any
+    pages: Any
+
+    @property
+    def _k_arrays(self) -> tuple[Array, ...]:
+        return self.k if isinstance(self.k, tuple) else (self.k,)
+
+    @property
+    def num_sequences(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def layers(self) -> int | None:
+        """How many layers the buffers hold; None where they have no layer axis."""
+        sample = self._k_arrays[0]
+        plain = 3 if isinstance(self.k, tuple) else 4
+        return None if sample.ndim == plain else sample.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self._k_arrays[0].shape[-3]
+
+    @property
+    def head_dim(self) -> int:
+        return self._k_arrays[0].shape[-1]
+
+    @property
+    def v_head_dim(self) -> int:
+        return (self.v[0] if isinstance(self.v, tuple) else self.v).shape[-1]
+
+    @property
+    def dtype(self) -> Any:
+        return self._k_arrays[0].dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all K and V buffers, used or not."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.k, self.v)))
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Rows that each sequence can hold (of a PagedCache: if the pool has the pages)."""
+        raise NotImplementedError
+
+    @property
+    def overflowed(self) -> Array:
+        """bool[M]: sequences that were given more rows than fit. Their rows were dropped; decoding
+        them gives NaN.
+        """
+        return self.lengths > jnp.asarray(self.capacities, jnp.int32)
+
+    def extend(self, rows: int | Array) -> Self:
+        """Take `rows` new rows in every sequence: an int, or int32[M] (0 included; a negative count
+        takes none).
+
+        An int that no sequence's whole capacity could hold is a ValueError; rows past a length
+        known only at run time are dropped by the write, counted by `lengths` and shown by
+        `overflowed`.
+        """
+        taken = self._rows(rows)
+        return dataclasses.replace(self, lengths=self.lengths + taken, new_lengths=taken)
+
+    def _rows(self, rows: int | Array) -> Array:
+        static = _checks.static_int(rows)
+        if static is None:
+            counts = _checks.int_vector(
+                "rows", rows, self.num_sequences, "one count a sequence, or one int"
+            )
+            return jnp.maximum(counts, 0)
+        if static < 0:
+            raise ValueError(f"rows: expected at least 0, got {static}")
+        for sequence, capacity in enumerate(self.capacities):
+            if static > capacity:
+                raise ValueError(
+                    f"rows: {static} new rows do not fit in sequence {sequence}, whose capacity "
+                    f"is {capacity}; "
+                    "create the cache with a larger capacity or append fewer rows"
+                )
+        return jnp.full(self.num_sequences, static, jnp.int32)
+
+    def reset(self, sequences: int | Array) -> Self:
+        """Empty some sequences: an index (traced or not), an int array of indices, or bool[M].
+        Buffers stay as they are.
+        """
+        chosen = self._chosen(sequences)
+        return dataclasses.replace(
+            self,
+            lengths=jnp.where(chosen, 0, self.lengths),
+            new_lengths=jnp.where(chosen, 0, self.new_lengths),
+        )
+
+    def _chosen(self, sequences: int | Array) -> Array:
+        """bool[M] from an index, an array of indices or bool[M]."""
+        index = jnp.asarray(sequences)
+        if index.dtype == jnp.bool_:
+            if index.shape != (self.num_sequences,):
+                raise ValueError(
+                    f"sequences: expected bool[{self.num_sequences}], got bool{list(index.shape)}"
+                )
+            return index
+        if not jnp.issubdtype(index.dtype, jnp.integer):
+            raise ValueError(f"sequences: expected an index, indices or bool[M], got {index.dtype}")
+        static = _checks.static_int(sequences)
+        if static is not None and not 0 <= static < self.num_sequences:
+            raise ValueError(f"sequences: expected 0 to {self.num_sequences - 1}, got {static}")
+        here = jnp.arange(self.num_sequences, dtype=jnp.int32)
+        return (here[:, None] == index.reshape(1, -1).astype(jnp.int32)).any(axis=1)
+
+
+def _empty_buffer(shape: tuple[int, ...], layers: int | None, dtype: Any) -> Array:
+    return jnp.zeros(shape if layers is None else (layers, *shape), dtype)
+
+
+def _counts(size: int) -> tuple[Array, Array]:
+    return jnp.zeros(size, jnp.int32), jnp.zeros(size, jnp.int32)
+
+
+def _positive(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and (_checks.static_int(size) is None or size < 1):
+            raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerSequenceCache(KVCache):
+    """M separate arrays of K and M of V, `[K, capacity_i, H]` each (`[L, K, capacity_i, H]` with
+    layers).
+    """
+
+    kind: ClassVar[str] = "per_sequence"
+    page_table: ClassVar[None] = None
+    page_size: ClassVar[None] = None
+    pages: ClassVar[None] = None
+    k: tuple[Array, ...]
+    v: tuple[Array, ...]
+    lengths: Array
+    new_lengths: Array
+
+    @classmethod
+    def create(  # noqa: PLR0913
+        cls,
+        capacities: Sequence[int],
+        kv_heads: int,
+        head_dim: int,
+        *,
+        v_head_dim: int | None = None,
+        layers: int | None = None,
+        dtype: Any = jnp.bfloat16,
+    ) -> "PerSequenceCache":
+        """An empty cache with one sequence for each capacity given."""
+        if not capacities:
+            raise ValueError("capacities: expected one capacity a sequence, got none")
+        for capacity in capacities:
+            _positive(capacities=capacity)
+        _positive(kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, layers=layers)
+
+        def buffers(dim: int) -> tuple[Array, ...]:
+            return tuple(_empty_buffer((kv_heads, c, dim), layers, dtype) for c in capacities)
+
+        lengths, new_lengths = _counts(len(capacities))
+        return cls(buffers(head_dim), buffers(v_head_dim or head_dim), lengths, new_lengths)
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        return tuple(one.shape[-2] for one in self.k)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackedCache(KVCache):
+    """All sequences in one array of K and one of V, `[M, K, capacity, H]` (`[L, M, K, capacity, H]`
+    with layers).
+    """
+
+    kind: ClassVar[str] = "stacked"
+    page_table: ClassVar[None] = None
+    page_size: ClassVar[None] = None
+    pages: ClassVar[None] = None
+    k: Array
+    v: Array
+    lengths: Array
+    new_lengths: Array
+
+    @classmethod
+    def create(  # noqa: PLR0913
+        cls,
+        num_sequences: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        v_head_dim: int | None = None,
+        layers: int | None = None,
+        dtype: Any = jnp.bfloat16,
+    ) -> "StackedCache":
+        """An empty cache."""
+        _positive(
+            num_sequences=num_sequences, capacity=capacity, kv_heads=kv_heads, head_dim=head_dim
+        )
+        _positive(v_head_dim=v_head_dim, layers=layers)
+        k, v = (
+            _empty_buffer((num_sequences, kv_heads, capacity, dim), layers, dtype)
+            for dim in (head_dim, v_head_dim or head_dim)
+        )
+        return cls(k, v, *_counts(num_sequences))
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        return (self.k.shape[-2],) * self.num_sequences
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache(KVCache):
+    """A pool of pages `[pages, K, page_size, H]` (`[L, pages, ...]` with layers) and a table of who
+    holds which.
+
+    Every method is a pure function that works under jit. The pool is a stack of free page ids and a
+    reference count a page; a full page may be held by several sequences (`fork`), the page being
+    filled never is.
+    """
+
+    kind: ClassVar[str] = "paged"
+    k: Array
+    v: Array
+    lengths: Array
+    new_lengths: Array
+    page_table: (
+        Array  # int32[M, W]: page ids in order; NO_PAGE, or LOST where the pool had none to give
+    )
+    free_list: Array  # int32[pages]: the first num_free entries are free page ids
+    num_free: Array  # int32
+    holders: Array  # int32[pages]: how many sequences hold a page
+
+    @classmethod
+    def create(  # noqa: PLR0913
+        cls,
+        num_sequences: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        capacity: int | None = None,
+        v_head_dim: int | None = None,
+        layers: int | None = None,
+        dtype: Any = jnp.bfloat16,
+    ) -> "PagedCache":
+        """An empty cache. `capacity`: rows that one sequence can hold at most (default: the whole
+        pool).
+        """
+        _positive(num_sequences=num_sequences, pages=pages, page_size=page_size, kv_heads=kv_heads)
+        _positive(head_dim=head_dim, v_head_dim=v_head_dim, layers=layers, capacity=capacity)
+        width = pages if capacity is None else -(-capacity // page_size)
+        k, v = (
+            _empty_buffer((pages, kv_heads, page_size, dim), layers, dtype)
+            for dim in (head_dim, v_head_dim or head_dim)
+        )
+        return cls(
+            k,
+            v,
+            *_counts(num_sequences),
+            page_table=jnp.full((num_sequences, width), NO_PAGE, jnp.int32),
+            free_list=jnp.arange(pages - 1, -1, -1, dtype=jnp.int32),
+            num_free=jnp.asarray(pages, jnp.int32),
+            holders=jnp.zeros(pages, jnp.int32),
+        )
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def pages(self) -> int:
+        return self.k.shape[-4]
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        return (self.page_table.shape[1] * self.page_size,) * self.num_sequences
+
+    @property
+    def overflowed(self) -> Array:
+        slots = jnp.arange(self.page_table.shape[1], dtype=jnp.int32)
+        needed = slots[None] * self.page_size < self.lengths[:, None]
+        there = (self.page_table >= 0) & (self.page_table < self.pages)
+        return super().overflowed | (needed & ~there).any(axis=1)
+
+    def allocate(self, rows: int | Array) -> tuple["PagedCache", Array]:
+        """Take the pages for `rows` more rows of every sequence, lengths unmoved: (cache, granted
+        bool[M]).
+
+        A sequence gets all that it needs or nothing. Where the pool runs short the sequences that
+        ask for the fewest pages come first, so one long prompt cannot starve the others.
+        """
+        wanted = self.lengths + self._rows(rows)
+        table, slots = self.page_table, jnp.arange(self.page_table.shape[1], dtype=jnp.int32)
+        last = -(-jnp.minimum(wanted, self.capacities[0]) // self.page_size)
+        lost = (table == LOST).any(axis=1)
+        missing = (table == NO_PAGE) & (slots[None] < last[:, None]) & ~lost[:, None]
+        need = missing.sum(axis=1, dtype=jnp.int32)
+        order = jnp.arange(self.num_sequences, dtype=jnp.int32)
+        first = (need[None] < need[:, None]) | (
+            (need[None] == need[:, None]) & (order[None] < order[:, None])
+        )
+        before = jnp.where(first, need[None], 0).sum(axis=1, dtype=jnp.int32)
+        granted = before + need <= self.num_free
+        rank = before[:, None] + jnp.cumsum(missing, axis=1, dtype=jnp.int32) - 1
+        given = missing & granted[:, None]
+        page = jnp.take(self.free_list, self.num_free - 1 - rank, mode="clip")
+        used = jnp.where(granted, need, 0).sum(dtype=jnp.int32)
+        cache = dataclasses.replace(
+            self,
+            page_table=jnp.where(given, page, table),
+            num_free=self.num_free - used,
+            holders=self.holders.at[jnp.where(given, page, self.pages)].add(1, mode="drop"),
+        )
+        return cache, granted & ~lost & (wanted <= self.capacities[0])
+
+    def extend(self, rows: int | Array) -> "PagedCache":
+        """As for every cache; the pages come from the pool. A sequence that gets none overflows
+        (`overflowed`).
+        """
+        cache, _ = self.allocate(rows)
+        cache = super(PagedCache, cache).extend(rows)
+        slots = jnp.arange(cache.page_table.shape[1], dtype=jnp.int32)
+        needed = slots[None] * cache.page_size < cache.lengths[:, None]
+        table = jnp.where(needed & (cache.page_table == NO_PAGE), LOST, cache.page_table)
+        return dataclasses.replace(cache, page_table=table)
+
+    def free(self, sequences: int | Array) -> "PagedCache":
+        """Empty some sequences and give back the pages that nobody else holds. `sequences` as in
+        `reset`.
+        """
+        chosen = self._chosen(sequences)
+        held = jnp.where(chosen[:, None] & (self.page_table >= 0), self.page_table, self.pages)
+        drops = jnp.zeros(self.pages, jnp.int32).at[held].add(1, mode="drop")
+        holders = self.holders - drops
+        freed = (drops > 0) & (holders <= 0)
+        place = jnp.where(freed, self.num_free + jnp.cumsum(freed, dtype=jnp.int32) - 1, self.pages)
+        cache = dataclasses.replace(
+            self,
+            page_table=jnp.where(chosen[:, None], NO_PAGE, self.page_table),
+            free_list=self.free_list.at[place].set(
+                jnp.arange(self.pages, dtype=jnp.int32), mode="drop"
+            ),
+            num_free=self.num_free + freed.sum(dtype=jnp.int32),
+            holders=jnp.maximum(holders, 0),
+        )
+        return super(PagedCache, cache).reset(chosen)
+
+    def reset(self, sequences: int | Array) -> "PagedCache":
+        """The same as `free`: an empty sequence holds no page."""
+        return self.free(sequences)
+
+    def fork(
+        self, source: int | Array, target: int | Array, length: int | Array | None = None
+    ) -> "PagedCache":
+        """Make sequence `target` a copy of the first `length` rows (default: all) of sequence
+        `source`.
+
+        What `target` held is freed. Full pages are shared, a page only partly within `length` is
+        copied (in every layer) since both will write to it. Where the pool has no page for that
+        copy, `overflowed[target]` says so.
+        """
+        source, target = (
+            self._index(name, x) for name, x in (("source", source), ("target", target))
+        )
+        cache = self.free(jnp.arange(self.num_sequences, dtype=jnp.int32) == target)
+        held = self.lengths[source]
+        length = held if length is None else jnp.clip(jnp.asarray(length, jnp.int32), 0, held)
+        full, part = length // self.page_size, length % self.page_size
+        slots = jnp.arange(self.page_table.shape[1], dtype=jnp.int32)
+        row = cache.page_table[source]
+        shared = jnp.where(slots < full, row, NO_PAGE)
+        kept = jnp.where(shared >= 0, shared, self.pages)
+        granted = (part > 0) & (cache.num_free > 0)
+        fresh = jnp.take(cache.free_list, cache.num_free - 1, mode="clip")
+        partial_slot = (slots == full) & (part > 0)
+        row_of_target = jnp.where(partial_slot, jnp.where(granted, fresh, LOST), shared)
+        from_page = jnp.take(row, full, mode="clip")
+        into_page = jnp.where(granted & (from_page >= 0), fresh, self.pages)
+        holders = cache.holders.at[kept].add(1, mode="drop")
+        return dataclasses.replace(
+            cache,
+            k=_copy_page(cache.k, from_page, into_page),
+            v=_copy_page(cache.v, from_page, into_page),
+            page_table=cache.page_table.at[target].set(row_of_target),
+            num_free=cache.num_free - granted.astype(jnp.int32),
+            holders=holders.at[jnp.where(granted, fresh, self.pages)].add(1, mode="drop"),
+            lengths=cache.lengths.at[target].set(length),
+            new_lengths=cache.new_lengths.at[target].set(0),
+        )
+
+    def _index(self, name: str, value: int | Array) -> Array:
+        static = _checks.static_int(value)
+        if static is not None and not 0 <= static < self.num_sequences:
+            raise ValueError(f"{name}: expected 0 to {self.num_sequences - 1}, got {static}")
+        return jnp.asarray(value, jnp.int32)
+
+
+def _copy_page(pool: Array, source: Array, target: Array) -> Array:
+    """pool[..., target, :, :, :] = pool[..., source, :, :, :]; a target outside the pool copies
+    nothing.
+    """
+    page = jnp.take(pool, source, axis=-4, mode="clip")
+    return pool.at[..., target, :, :, :].set(page, mode="drop")

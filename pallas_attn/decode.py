@@ -1,0 +1,126 @@
+"""Decode attention: a few new query rows a sequence over its KV cache."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn import _checks, _device, _dispatch
+from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn.cache import KVCache
+from pallas_attn.masks import CAUSAL, Mask
+
+Array = jax.Array
+
+
+def decode_attention(  # noqa: PLR0913
+    q: Array,
+    cache: KVCache,
+    *,
+    layer: int | Array = 0,
+    mask: Mask = CAUSAL,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+) -> Array:
+    """Attention of the newest rows of every sequence to all that its cache holds, those rows
+    included.
+
+    Call it after `write_kv` (or `append_kv`): the cache's lengths count the rows just written, and
+    query row i of t stands at position length - t + i.
+
+    Args:
+      q: `[M, t, N, H]`, or `[M, N, H]` for one token: t = 1 is plain decoding, t > 1 speculative or
+        chunked.
+      cache: a `PerSequenceCache`, `StackedCache` or `PagedCache` of M sequences.
+      layer: which layer of a cache that holds several: an int or a traced int32.
+      mask: `CAUSAL`, `sliding_window(n)` or any `Mask`; positions are those of the sequence.
+      scale, softcap, sinks: as in `flash_attention`.
+      batch_invariant: the bits of a sequence's result do not depend on what else is in the batch.
+      implementation: as in `flash_attention`.
+
+    Returns:
+      `[M, t, N, Hv]` (`[M, N, Hv]`) in q's dtype. An empty sequence gives 0; one that overflowed
+      gives NaN, and only it.
+    """
+    return decode_attention_with_lse(
+        q,
+        cache,
+        layer=layer,
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        batch_invariant=batch_invariant,
+        implementation=implementation,
+    )[0]
+
+
+def decode_attention_with_lse(  # noqa: PLR0913
+    q: Array,
+    cache: KVCache,
+    *,
+    layer: int | Array = 0,
+    mask: Mask = CAUSAL,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """`decode_attention`, with the same arguments, and the natural-log denominators `[M, N, t]`
+    (`[M, N]`), float32.
+    """
+    if not isinstance(cache, KVCache):
+        raise ValueError(
+            "cache: expected a PerSequenceCache, StackedCache or PagedCache, got "
+            f"{type(cache).__name__}"
+        )
+    rows = _checks.array("q", q)
+    one_token = rows.ndim == 3
+    rows = rows[:, None] if one_token else rows
+    _checks.decode_query(rows, cache)
+    inputs = DecodeInputs(
+        rows,
+        cache.k,
+        cache.v,
+        cache.lengths,
+        cache.page_table,
+        _checks.layer(layer, cache.layers),
+        _checks.sink_logits(sinks, rows.shape[2]),
+    )
+    problem = DecodeProblem(
+        gpu=_device.gpu_generation(),
+        kind=cache.kind,
+        dtype=str(rows.dtype),
+        cache_dtype=str(cache.dtype),
+        sequences=rows.shape[0],
+        q_len=rows.shape[1],
+        q_heads=rows.shape[2],
+        kv_heads=cache.kv_heads,
+        head_dim=cache.head_dim,
+        v_head_dim=cache.v_head_dim,
+        capacities=cache.capacities,
+        mask=_checks.mask(mask),
+        scale=_checks.scale(scale, cache.head_dim),
+        softcap=_checks.softcap(softcap),
+        page_size=cache.page_size,
+        pages=cache.pages,
+        layers=cache.layers,
+        sinks=inputs.sinks is not None,
+        batch_invariant=bool(batch_invariant),
+    )
+    out, lse = _decode(problem, inputs, implementation)
+    return (out[:, 0], lse[..., 0]) if one_token else (out, lse)
+
+
+def _decode(
+    problem: DecodeProblem, inputs: DecodeInputs, implementation: str | None
+) -> tuple[Array, Array]:
+    rows = (problem.sequences, problem.q_len, problem.q_heads)
+    if 0 in rows:
+        out = jnp.zeros((*rows, problem.v_head_dim), problem.dtype)
+        return out, jnp.zeros(
+            (rows[0], rows[2], rows[1]), jnp.promote_types(problem.dtype, jnp.float32)
+        )
+    return _dispatch.select(problem, implementation).run(inputs, problem)

@@ -1,0 +1,253 @@
+"""The oracle: every operation from its definition, in plain jax.numpy.
+
+It is what runs where there is no GPU, and what every kernel is compared with. It computes in
+float32 (float64 for float64 inputs) at the highest matmul precision, stores the whole score matrix,
+and shares nothing with the kernels but `pallas_attn.masks`. It differentiates by ordinary autodiff,
+forward and reverse, any number of times.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.masks import Mask
+
+Array = jax.Array
+
+
+def attention(  # noqa: PLR0913
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Mask,
+    scale: float,
+    softcap: float | None = None,
+    q_offset: int | Array = 0,
+    q_lengths: Array | None = None,
+    kv_lengths: Array | None = None,
+    segment_ids: tuple[Array, Array] | None = None,
+    bias: Array | None = None,
+    mask_array: Array | None = None,
+    sinks: Array | None = None,
+) -> tuple[Array, Array]:
+    """softmax(mask(softcap(scale * q k^T) + bias)) v -> out [B, T, N, Hv] in q's dtype, lse [B, N,
+    T].
+
+    A row that sees no key (or only keys whose logit is -inf) gives out 0 and lse -inf, and every
+    gradient through it is 0. Queries, keys and values past their length are selected away before
+    they meet any arithmetic: they may hold NaN, forward and backward. A sink is a logit of its own
+    in the denominator of each row that sees a key.
+    """
+    batch, q_len, q_heads, _ = q.shape
+    dtype = q.dtype
+    kv_len, kv_heads = k.shape[1], k.shape[2]
+    acc = jnp.promote_types(q.dtype, jnp.float32)
+    q_rows, kv_pos = jnp.arange(q_len, dtype=jnp.int32), jnp.arange(kv_len, dtype=jnp.int32)
+    live_q = _before(q_rows, q_lengths, batch)
+    live_kv = _before(kv_pos, kv_lengths, batch)
+    q = jnp.where(live_q[:, :, None, None], q, 0).astype(acc)
+    k = jnp.where(live_kv[:, :, None, None], k, 0).astype(acc)
+    v = jnp.where(live_kv[:, :, None, None], v, 0).astype(acc)
+
+    grouped = q.reshape(batch, q_len, kv_heads, q_heads // kv_heads, q.shape[-1])
+    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, precision="highest")
+    logits = logits.reshape(batch, q_heads, q_len, kv_len) * jnp.asarray(scale, acc)
+    if softcap is not None:
+        cap = jnp.asarray(softcap, acc)
+        logits = cap * jnp.tanh(logits / cap)
+    if bias is not None:
+        logits = logits + bias.astype(acc)
+
+    q_pos = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))[:, None] + q_rows[None]
+    q_seg, kv_seg = (None, None) if segment_ids is None else segment_ids
+    seen = mask.allows(
+        q_pos[:, None, :, None],
+        kv_pos[None, None, None, :],
+        None if kv_lengths is None else kv_lengths[:, None, None, None],
+        None if q_seg is None else q_seg[:, None, :, None],
+        None if kv_seg is None else kv_seg[:, None, None, :],
+    )
+    seen = jnp.broadcast_to(seen, logits.shape) & live_q[:, None, :, None]
+    if mask_array is not None:
+        seen = seen & mask_array
+
+    probs, denominator, top, empty = _softmax(jnp.where(seen, logits, -jnp.inf), sinks)
+    probs = probs.reshape(batch, kv_heads, q_heads // kv_heads, q_len, kv_len)
+    out = jnp.einsum("bkgts,bskh->btkgh", probs, v, precision="highest")
+    out = out.reshape(batch, q_len, q_heads, v.shape[-1])
+    keep = ~empty
+    out = out / jnp.swapaxes(jnp.where(keep, denominator, 1), 1, 2)[..., None]
+    out = jnp.where(jnp.swapaxes(keep, 1, 2)[..., None], out, 0)
+    lse = jnp.where(keep, top + jnp.log(jnp.where(keep, denominator, 1)), -jnp.inf)
+    return out.astype(dtype), lse
+
+
+def _before(rows: Array, lengths: Array | None, batch: int) -> Array:
+    """bool[B, rows]: which rows lie before their length."""
+    if lengths is None:
+        return jnp.ones((batch, rows.size), bool)
+    return rows[None] < lengths[:, None]
+
+
+def _softmax(logits: Array, sinks: Array | None) -> tuple[Array, Array, Array, Array]:
+    """Unnormalised probabilities, their sum (the sink in it), the logit they are relative to, and
+    the empty rows.
+    """
+    top = lax.stop_gradient(jnp.max(logits, axis=-1, initial=-jnp.inf))
+    empty = top == -jnp.inf
+    if sinks is not None:
+        sinks = sinks.astype(logits.dtype)[None, :, None]
+        top = jnp.maximum(top, lax.stop_gradient(sinks))
+    top = jnp.where(empty, 0, top)
+    probs = jnp.exp(logits - top[..., None])
+    denominator = probs.sum(axis=-1)
+    if sinks is not None:
+        denominator = denominator + jnp.exp(jnp.where(empty, -jnp.inf, sinks) - top)
+    return probs, denominator, top, empty
+
+
+def decode(  # noqa: PLR0913
+    q: Array,
+    k: Array | Sequence[Array],
+    v: Array | Sequence[Array],
+    lengths: Array,
+    *,
+    mask: Mask,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    page_table: Array | None = None,
+    layer: int | Array | None = None,
+) -> tuple[Array, Array]:
+    """Attention of q [M, t, N, H] over M caches: row i of a sequence stands at position length - t
+    + i.
+
+    A sequence whose length does not fit in its cache (or whose pages are missing) gives NaN: rows
+    were lost there.
+    """
+    k, v = _select_layer(k, layer), _select_layer(v, layer)
+    dense = [_dense_rows(cache, page_table) for cache in (k, v)]
+    held = _rows_held(k, page_table, lengths)
+    out, lse = attention(
+        q,
+        *(rows.astype(jnp.promote_types(rows.dtype, q.dtype)) for rows in dense),
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        q_offset=lengths - q.shape[1],
+        kv_lengths=lengths,
+        sinks=sinks,
+    )
+    lost = lengths > held
+    return (
+        jnp.where(lost[:, None, None, None], jnp.nan, out).astype(q.dtype),
+        jnp.where(lost[:, None, None], jnp.nan, lse),
+    )
+
+
+def _select_layer(cache, layer):
+    if layer is None:
+        return cache
+    if isinstance(cache, (tuple, list)):
+        return tuple(_select_layer(one, layer) for one in cache)
+    return lax.dynamic_index_in_dim(cache, layer, keepdims=False)
+
+
+def _dense_rows(cache: Array | Sequence[Array], page_table: Array | None) -> Array:
+    """Any cache's rows as [M, S, K, H], token by token."""
+    if isinstance(cache, (tuple, list)):
+        most = max(one.shape[1] for one in cache)
+        padded = [jnp.pad(one, ((0, 0), (0, most - one.shape[1]), (0, 0))) for one in cache]
+        return jnp.swapaxes(jnp.stack(padded), 1, 2)
+    if page_table is None:
+        return jnp.swapaxes(cache, 1, 2)
+    pages = jnp.take(cache, jnp.clip(page_table, 0, cache.shape[0] - 1), axis=0)
+    sequences, width, kv_heads, page_size, dim = pages.shape
+    return jnp.moveaxis(pages, 2, 3).reshape(sequences, width * page_size, kv_heads, dim)
+
+
+def _rows_held(cache, page_table: Array | None, lengths: Array) -> Array:
+    """int32[M]: how many rows, counted from 0 without a gap, each sequence has room for."""
+    if isinstance(cache, (tuple, list)):
+        return jnp.asarray([one.shape[1] for one in cache], lengths.dtype)
+    if page_table is None:
+        return jnp.full(lengths.shape, cache.shape[2], lengths.dtype)
+    there = (page_table >= 0) & (page_table < cache.shape[0])
+    return jnp.cumprod(there, axis=1).sum(axis=1).astype(lengths.dtype) * cache.shape[2]
+
+
+def append(
+    k_cache: Array | Sequence[Array],
+    v_cache: Array | Sequence[Array] | None,
+    k: Array,
+    v: Array | None,
+    start: Array,
+    *,
+    new_lengths: Array | None = None,
+    page_table: Array | None = None,
+    layer: int | Array | None = None,
+):
+    """New rows k, v [M, t, K, H] into the caches from position `start` on; returns the new caches.
+
+    Row i of sequence m lands at start[m] + i if i < new_lengths[m], start[m] >= 0 and the position
+    is within the sequence's own rows; otherwise it is dropped and nothing else is touched.
+    """
+    rows = jnp.arange(k.shape[1], dtype=jnp.int32)
+    position = start[:, None] + rows[None]
+    wanted = (start >= 0)[:, None] & (position >= 0)
+    if new_lengths is not None:
+        wanted &= rows[None] < new_lengths[:, None]
+    position = jnp.where(wanted, position, -1)
+
+    def write(cache, new):
+        if cache is None:
+            return None
+        if isinstance(cache, (tuple, list)):
+            pairs = zip(cache, new, position, strict=True)
+            return tuple(_write_one(one, row, pos, layer) for one, row, pos in pairs)
+        if page_table is None:
+            return _write_stacked(cache, new, position, layer)
+        return _write_paged(cache, new, position, page_table, layer)
+
+    return write(k_cache, k), write(v_cache, v)
+
+
+def _scatter(cache: Array, layer, index: tuple, new: Array) -> Array:
+    """cache[(layer,) *index] = new; an index of -1 anywhere drops its row."""
+    cache_view = cache if layer is not None else cache[None]
+    layer = jnp.asarray(0 if layer is None else layer)
+    index = (jnp.where(layer < 0, cache_view.shape[0], layer), *index)
+    index = tuple(
+        jnp.where(i < 0, size, i) if getattr(i, "ndim", 0) else i
+        for i, size in zip(index, cache_view.shape, strict=False)
+    )
+    written = cache_view.at[index].set(new.astype(cache.dtype), mode="drop")
+    return written.reshape(cache.shape)
+
+
+def _write_one(cache: Array, new: Array, position: Array, layer) -> Array:
+    heads = jnp.arange(cache.shape[-3])[:, None]
+    return _scatter(cache, layer, (heads, position[None]), jnp.swapaxes(new, 0, 1))
+
+
+def _write_stacked(cache: Array, new: Array, position: Array, layer) -> Array:
+    sequences = jnp.arange(cache.shape[-4])[:, None, None]
+    heads = jnp.arange(cache.shape[-3])[None, :, None]
+    index = (sequences, heads, position[:, None])
+    return _scatter(cache, layer, index, jnp.swapaxes(new, 1, 2))
+
+
+def _write_paged(cache: Array, new: Array, position: Array, page_table: Array, layer) -> Array:
+    pages, kv_heads, page_size, _ = cache.shape[-4:]
+    slot = position // page_size
+    page = jnp.take_along_axis(
+        page_table, jnp.clip(slot, 0, page_table.shape[1] - 1), axis=1, mode="clip"
+    )
+    there = (position >= 0) & (slot < page_table.shape[1]) & (page >= 0) & (page < pages)
+    page = jnp.where(there, page, -1)
+    heads = jnp.arange(kv_heads)[None, None, :]
+    index = (page[:, :, None], heads, (position % page_size)[:, :, None])
+    return _scatter(cache, layer, index, new)
