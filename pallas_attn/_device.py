@@ -1,6 +1,33 @@
 """The one place that asks what GPU this is."""
 
+import contextlib
+import contextvars
+import re
+from collections.abc import Iterator
+
 import jax
+
+# Thread-local by construction: a test that pretends does not change what another thread traces.
+_assumed: contextvars.ContextVar[tuple[str | None] | None] = contextvars.ContextVar(
+    "pallas_attn_assumed_generation", default=None
+)
+
+
+@contextlib.contextmanager
+def assume(generation: str | None) -> Iterator[None]:
+    """Calls traced in this block are dispatched as if the GPU were of this generation.
+
+    `generation` is like "sm90", or None for a machine without a GPU. It is for tests and for ahead-
+    of-time compilation only: what is traced runs, or is lowered, wherever jax sends it. jax knows
+    nothing of it, so a function that was jitted outside of the block keeps what it was traced with.
+    """
+    if generation is not None and not re.fullmatch(r"sm\d{2,3}", generation):
+        raise ValueError(f'generation: expected None or a name like "sm90", got {generation!r}')
+    token = _assumed.set((generation,))
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
 
 
 def current() -> jax.Device:
@@ -12,7 +39,12 @@ def current() -> jax.Device:
 
 
 def gpu_generation() -> str | None:
-    """Like "sm90" for an H100 or H200; None where the default device is not an NVIDIA GPU."""
+    """Like "sm90" for an H100 or H200; None where the default device is not an NVIDIA GPU.
+
+    What `assume` says goes first.
+    """
+    if (assumed := _assumed.get()) is not None:
+        return assumed[0]
     device = current()
     capability = getattr(device, "compute_capability", None)
     if device.platform not in ("gpu", "cuda") or capability is None:
