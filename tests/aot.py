@@ -1,0 +1,254 @@
+"""Ahead-of-time compilation for GPUs that are not here: down to SASS, with what ptxas and XLA said on the way.
+
+`compile_for(f, *shapes, target="h100")` hands `f` to a worker process, one a GPU generation (code lowered for one and
+compiled for another can abort a process), which lives until the tests end. `f` travels by pickle: a function of a
+module, or a `functools.partial` of one. The worker needs the `aot` extra; `available()` says whether it is installed.
+"""
+
+import atexit
+import dataclasses
+import functools
+import importlib.util
+import os
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# What XLA wants to know of a GPU, from the vendor's data sheets and CUDA's table of compute capabilities:
+# capability, multiprocessors, shared memory of one and of a block (KiB), L2 (MiB), clock (GHz), memory (GB), TB/s.
+_GPUS = {
+    "a100": ("major: 8 minor: 0", 108, 164, 163, 40, 1.41, 80, 2.04, "NVIDIA A100-SXM4-80GB"),
+    "h100": (
+        "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES",
+        *(132, 228, 227, 50, 1.98, 80, 3.35, "NVIDIA H100 80GB HBM3"),
+    ),
+    "b200": (
+        "major: 10 minor: 0 feature_extension: ACCELERATED_FEATURES",
+        *(148, 228, 227, 126, 1.97, 180, 7.7, "NVIDIA B200"),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What ptxas said of one kernel."""
+
+    name: str
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    notes: tuple[str, ...]  # its remarks by number, such as C7512: wgmma are serialised
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What became of one function: its Mosaic kernels, their machine code, and XLA's program around them."""
+
+    kernels: tuple[Kernel, ...]
+    sass: str
+    ptx: str
+    hlo: str
+
+    @property
+    def registers(self) -> int:
+        return max((kernel.registers for kernel in self.kernels), default=0)
+
+    @property
+    def spill_bytes(self) -> int:
+        return sum(kernel.spill_bytes for kernel in self.kernels)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(note for kernel in self.kernels for note in kernel.notes)
+
+    @property
+    def copies(self) -> int:
+        """Copies of arrays in the compiled program; what is updated in place has none."""
+        return len(re.findall(r"= \S+ copy(?:-start)?\(", self.hlo))
+
+    @property
+    def aliases(self) -> int:
+        """Results that live in a donated argument's buffer."""
+        return len(re.findall(r"(?:may|must)-alias", self.hlo))
+
+    @property
+    def launches(self) -> int:
+        """Mosaic kernels in the compiled program, each counted where it stands."""
+        return len(re.findall(r'custom_call_target="mosaic_gpu', self.hlo))
+
+    @property
+    def tensor_maps(self) -> int:
+        """Kernel parameters of 128 bytes, as TMA with a swizzle or a tile takes one each."""
+        return len(re.findall(r"\.param \.align 64 \.b8 \S+\[128\]", self.ptx))
+
+
+def available() -> bool:
+    """Whether the `aot` extra is installed."""
+    return importlib.util.find_spec("jax_cuda13_plugin") is not None
+
+
+def compile_for(f: Any, *shapes: Any, target: str = "h100", donate_argnums: Any = ()) -> Report:
+    """Compiles `jax.jit(f)` for "h100", "a100" or "b200" at `shapes`: a tree of anything with a shape and a dtype."""
+    import jax
+
+    try:
+        request = pickle.dumps((f, jax.tree.map(_shape, shapes), donate_argnums))
+    except (pickle.PicklingError, AttributeError) as e:
+        raise TypeError(
+            f"compile_for wants a function of a module, or a partial of one: {e}"
+        ) from e
+    kernels, *texts = _worker(target).ask(request)
+    return Report(tuple(Kernel(*kernel) for kernel in kernels), *texts)
+
+
+def _shape(array: Any) -> Any:
+    import jax
+
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+class _Worker:
+    """A process that compiles for one GPU."""
+
+    def __init__(self, target: str):
+        self.dumps = tempfile.TemporaryDirectory(prefix="pallas_attn_aot_")
+        dump = {f"MOSAIC_GPU_DUMP_{what}": "1" for what in ("PTX", "PTXAS", "SASS")}
+        env = (
+            os.environ
+            | dump
+            | {
+                "MOSAIC_GPU_DUMP_TO": self.dumps.name,
+                "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # there is no cuDNN here, and none is needed
+                "JAX_PLATFORMS": "cpu",
+                "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+            }
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.aot", target],
+            env=env,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        atexit.register(self.close)
+
+    def ask(self, request: bytes) -> Any:
+        self.process.stdin.write(len(request).to_bytes(8, "little") + request)
+        self.process.stdin.flush()
+        try:
+            answer = pickle.load(self.process.stdout)
+        except EOFError:
+            raise RuntimeError(f"the compiling process died: exit {self.process.wait()}") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(timeout=10)
+        self.dumps.cleanup()
+
+
+@functools.cache
+def _worker(target: str) -> _Worker:
+    return _Worker(target)
+
+
+def _serve(target: str) -> None:
+    """The worker's loop: compile what comes in, answer, until the pipe is closed."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever prints from now on must not get between the answers
+    device = _device(target)
+    while size := sys.stdin.buffer.read(8):
+        request = sys.stdin.buffer.read(int.from_bytes(size, "little"))
+        try:
+            answer: Any = _compile(device, *pickle.loads(request))
+        except Exception as e:  # the process that asked raises it
+            answer = RuntimeError(f"{type(e).__name__}: {e}")
+        answers.write(pickle.dumps(answer))
+        answers.flush()
+
+
+def _device(target: str) -> Any:
+    from jax.experimental import topologies
+
+    capability, cores, shared, shared_block, l2, clock, memory, bandwidth, name = _GPUS[target]
+    description = f"""
+    gpu_device_info {{
+      cuda_compute_capability {{ {capability} }}
+      core_count: {cores} fpus_per_core: 128 clock_rate_ghz: {clock}
+      threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+      block_dim_limit_x: {2**31 - 1} block_dim_limit_y: 65535 block_dim_limit_z: 65535
+      registers_per_core_limit: 65536 registers_per_block_limit: 65536
+      shared_memory_per_core: {shared * 1024} shared_memory_per_block: 49152
+      shared_memory_per_block_optin: {shared_block * 1024} l2_cache_size: {l2 * 2**20}
+      device_memory_size: {memory * 10**9} memory_bandwidth: {int(bandwidth * 10**12)}
+    }}
+    platform_name: "CUDA" device_description_str: "{name}"
+    dnn_version_info {{ major: 9 minor: 12 }} runtime_version {{ major: 13 minor: 0 }}
+    """
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name=target, target_config=description, topology="1x1x1"
+    )
+    return topology.devices[0]
+
+
+_dumps: dict[
+    str, dict[str, str]
+] = {}  # by kernel: compiled once, it comes out of a cache and leaves no dump
+
+
+def _compile(device: Any, f: Any, shapes: Any, donate_argnums: Any) -> tuple[Any, ...]:
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    jax.clear_caches()
+    folder = pathlib.Path(os.environ["MOSAIC_GPU_DUMP_TO"])
+    for old in folder.iterdir():
+        old.unlink()
+    there = NamedSharding(Mesh(np.array([device]), ("_",)), PartitionSpec())
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), shapes)
+    with jax.default_device(device):  # tells what is traced which GPU it is for
+        lowered = jax.jit(f, out_shardings=there, donate_argnums=donate_argnums).lower(*shapes)
+    compiled = lowered.compile()
+    kernels = list(
+        dict.fromkeys(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', lowered.as_text()))
+    )
+    new = {
+        kind: "\n".join(path.read_text() for path in sorted(folder.glob(f"*.{kind}")))
+        for kind in ("ptxas", "sass_ctrl", "sass", "ptx")
+    }
+    if new["ptxas"]:
+        _dumps.update(dict.fromkeys([kernel for kernel in kernels if kernel not in _dumps], new))
+    dumped = {id(_dumps[kernel]): _dumps[kernel] for kernel in kernels}.values()
+    texts = {kind: "\n".join(dump[kind] for dump in dumped) for kind in new}
+    sass = texts["sass"] or texts["sass_ctrl"]
+    return _kernels(texts["ptxas"]), sass, texts["ptx"], compiled.as_text()
+
+
+def _kernels(ptxas: str) -> list[tuple[Any, ...]]:
+    """One `Kernel`'s fields for each kernel that ptxas reports on."""
+    found = []
+    for part in re.split(r"(?=Compiling entry function)", ptxas)[1:]:
+        name = re.search(r"entry function '(\w+)'", part).group(1)
+        numbers = [
+            sum(map(int, re.findall(pattern, part)))
+            for pattern in (
+                r"Used (\d+) registers",
+                r"(\d+) bytes spill",
+                r"(\d+) bytes stack frame",
+            )
+        ]
+        found.append((name, *numbers, tuple(re.findall(r"\(?(C\d{4})\)?", part))))
+    return found
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])
