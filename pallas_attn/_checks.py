@@ -269,7 +269,7 @@ def sink_logits(value: Any, q_heads: int) -> jax.Array | None:
             f"sinks: expected float[{q_heads}] (one logit a query head), got "
             f"{x.dtype}{list(x.shape)}"
         )
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
 def layer(value: Any, layers: int | None) -> int | jax.Array | None:

@@ -55,6 +55,11 @@ class AttentionProblem:
         """Query heads that read the same kv head."""
         return self.q_heads // self.kv_heads
 
+    @property
+    def lse_dtype(self) -> str:
+        """Of the logits, the LSE and every sum."""
+        return "float64" if self.dtype == "float64" else "float32"
+
     def __str__(self) -> str:
         q = f"{self.dtype} q[{self.batch},{self.q_len},{self.q_heads},{self.head_dim}]"
         k = f"k[{self.batch},{self.kv_len},{self.kv_heads},{self.head_dim}]"
@@ -146,6 +151,11 @@ class DecodeProblem:
     sinks: bool = False
     batch_invariant: bool = False
     op: str = "decode"
+
+    @property
+    def lse_dtype(self) -> str:
+        """Of the logits, the LSE and every sum."""
+        return "float64" if self.dtype == "float64" else "float32"
 
     def __str__(self) -> str:
         q = f"{self.dtype} q[{self.sequences},{self.q_len},{self.q_heads},{self.head_dim}]"

@@ -142,8 +142,7 @@ def _attend(
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         rows = (problem.batch, problem.q_len, problem.q_heads)
         out = jnp.zeros((*rows, problem.v_head_dim), problem.dtype)
-        lse_dtype = jnp.promote_types(problem.dtype, jnp.float32)
-        return out, jnp.full((problem.batch, problem.q_heads, problem.q_len), -jnp.inf, lse_dtype)
+        return out, jnp.full((rows[0], rows[2], rows[1]), -jnp.inf, problem.lse_dtype)
     chosen = _dispatch.select(problem, implementation)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)

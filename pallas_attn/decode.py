@@ -120,7 +120,5 @@ def _decode(
     rows = (problem.sequences, problem.q_len, problem.q_heads)
     if 0 in rows:
         out = jnp.zeros((*rows, problem.v_head_dim), problem.dtype)
-        return out, jnp.zeros(
-            (rows[0], rows[2], rows[1]), jnp.promote_types(problem.dtype, jnp.float32)
-        )
+        return out, jnp.zeros((rows[0], rows[2], rows[1]), problem.lse_dtype)
     return _dispatch.select(problem, implementation).run(inputs, problem)

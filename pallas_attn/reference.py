@@ -44,7 +44,7 @@ def attention(  # noqa: PLR0913
     batch, q_len, q_heads, _ = q.shape
     dtype = q.dtype
     kv_len, kv_heads = k.shape[1], k.shape[2]
-    acc = jnp.promote_types(q.dtype, jnp.float32)
+    acc = jnp.float64 if dtype == jnp.float64 else jnp.float32
     q_rows, kv_pos = jnp.arange(q_len, dtype=jnp.int32), jnp.arange(kv_len, dtype=jnp.int32)
     live_q = _before(q_rows, q_lengths, batch)
     live_kv = _before(kv_pos, kv_lengths, batch)
@@ -133,7 +133,7 @@ def decode(  # noqa: PLR0913
     held = _rows_held(k, page_table, lengths)
     out, lse = attention(
         q,
-        *(rows.astype(jnp.promote_types(rows.dtype, q.dtype)) for rows in dense),
+        *dense,
         mask=mask,
         scale=scale,
         softcap=softcap,
