@@ -1,0 +1,460 @@
+"""Kernels on a machine without a GPU: JAX's Mosaic GPU interpreter, made to run what these kernels use.
+
+The one file of the tests that knows JAX's private modules. `interpret()` is what a test uses, beside `lower_for_cuda`
+and, from tests/aot.py, `compile_for`. What is taught to the interpreter, in both JAX versions alike:
+
+- programs of `tiles.each_thread`: run in NumPy, 128 threads at a time, with bounds and races checked byte by byte
+- `pl.run_state` over accumulators, wgmma with its left operand in registers, values assigned to an accumulator, `mma`
+- cp.async (a copy without a barrier), stores with a predicate, reductions and atomics in global memory
+- programmatic dependent launch, which means nothing here
+- JAX 0.11.2 only: a producer need not see the last time its slots were freed (0.12 allows it too)
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
+from jax import lax
+from jax._src import callback
+from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax._src.pallas.mosaic_gpu import primitives as prims
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as host
+from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret, shared_memory
+from jax._src.state import discharge
+from jax._src.state import types as state
+
+from tests.aot import Report, available, compile_for
+
+__all__ = ["Report", "available", "compile_for", "interpret", "lower_for_cuda"]
+
+
+@contextlib.contextmanager
+def interpret() -> Iterator[None]:
+    """Kernels traced in here run on the CPU, simulated. A race, a barrier left half-way or a wild access is an error.
+
+    A deadlock hangs: every test has a timeout.
+    """
+    _teach()
+    host.reset_gpu_interpret_mode_state()
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    try:
+        with plgpu.force_gpu_interpret_mode(params):
+            yield
+            jax.effects_barrier()
+        if host._races is not None and host._races.races_found:  # 0.11.2 prints it, 0.12 raises
+            raise AssertionError("the interpreter found a race: see what it printed")
+    finally:
+        host.reset_gpu_interpret_mode_state()  # after an exception it would refuse to go on
+
+
+def lower_for_cuda(f: Callable[..., Any], *shapes: Any) -> str:
+    """`f` lowered for an NVIDIA GPU (sm_90): finds layouts and shared memory that do not fit, and missing primitives."""
+    return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+# ---- programs of tiles.each_thread, run in NumPy ----------------------------------------------------------------
+
+
+class BlockOfThreads:
+    """`tiles.Thread` for the 128 threads of a block at once: a value is an array with an element a thread."""
+
+    def __init__(self, first: int, memory: "Memory"):
+        self.index = np.arange(128, dtype=np.int32)
+        self.memory = memory
+        self.ids = first + self.index.astype(np.int64)
+
+    def wide(self, x):
+        return np.asarray(x, np.int64)
+
+    def minimum(self, a, b):
+        return np.minimum(a, b)
+
+    def select(self, where, a, b):
+        return np.where(where, a, b)
+
+    def pick(self, which, table):
+        if len(table) == 1:
+            return table[0]
+        (row,) = set(np.broadcast_to(which, 128).tolist())
+        if not 0 <= row < len(table):
+            raise IndexError(f"pick: row {row} of a table of {len(table)}")
+        return table[row]
+
+    def load(self, ref, index, nbytes):
+        return self.memory.load(ref, np.broadcast_to(index, 128), nbytes, self.ids)
+
+    def store(self, ref, index, value, nbytes, where):
+        where = np.broadcast_to(where, 128)
+        index = np.broadcast_to(index, 128)[where]
+        self.memory.store(ref, index, value[where], nbytes, self.ids[where])
+
+
+class Memory:
+    """The arrays of one launch as bytes. Who wrote and who read each byte is kept: nobody may meet another there."""
+
+    NOBODY, SEVERAL = -1, -2
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.touched: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.blocks: dict[Any, int] = {}
+
+    def block(self, *coordinates) -> int:
+        """The number of a block's first thread."""
+        with self.lock:
+            return 128 * self.blocks.setdefault(coordinates, len(self.blocks))
+
+    def load(self, ref, index, nbytes, threads):
+        words = self._words(ref, index, nbytes, "read")
+        with self.lock:
+            wrote, read = self._who(ref, nbytes)
+            if not np.isin(wrote[index], self.NOBODY).all():
+                raise RuntimeError("race: a thread reads what another one writes in the same launch")
+            read[index] = np.where(read[index] == self.NOBODY, threads[:, None], self.SEVERAL)
+            return words[index].copy()
+
+    def store(self, ref, index, value, nbytes, threads):
+        words = self._words(ref, index, nbytes, "written")
+        with self.lock:
+            wrote, read = self._who(ref, nbytes)
+            alone = len(np.unique(index)) == len(index) and (wrote[index] == self.NOBODY).all()
+            if not alone:
+                raise RuntimeError("race: a word is written twice in one launch")
+            if not ((read[index] == self.NOBODY) | (read[index] == threads[:, None])).all():
+                raise RuntimeError("race: a thread writes what another one reads in the same launch")
+            wrote[index] = threads[:, None]
+            words[index] = value
+
+    def _words(self, ref, index, nbytes, verb):
+        words = ref.reshape(-1).view(np.dtype("V16" if nbytes == 16 else f"i{nbytes}"))
+        if not np.shares_memory(words, ref) and ref.size:
+            raise ValueError("the array is not contiguous")
+        if index.size and not (0 <= index.min() and index.max() < words.size):
+            raise IndexError(
+                f"a word of {nbytes} bytes is {verb} at {index.min()}..{index.max()} of {words.size}"
+            )
+        return words
+
+    def _who(self, ref, nbytes):
+        fresh = lambda: np.full(ref.nbytes, self.NOBODY, np.int64)  # noqa: E731
+        if id(ref) not in self.touched:
+            self.touched[id(ref)] = fresh(), fresh()
+        return [who.reshape(-1, nbytes) for who in self.touched[id(ref)]]
+
+
+@host.fail_on_exception
+def _run_program(*, token, mesh_location, thread, keys, scalars, program, trees):
+    ours = host._get_shared_memory()
+    if not hasattr(ours, "launch_memory"):
+        ours.launch_memory = Memory()
+    coordinates = (*np.ravel(mesh_location.cluster_coords), *np.ravel(mesh_location.block_coords))
+    block = BlockOfThreads(
+        ours.launch_memory.block(*map(int, coordinates), int(mesh_location.thread_id)),
+        ours.launch_memory,
+    )
+    arrays = [ours.mem[shared_memory.HostAllocationKey.from_array(key)].content for key in keys]
+    spread = [np.full(128, scalar, np.int32) for scalar in scalars]
+    refs, values = (
+        jax.tree.unflatten(tree, leaves) for tree, leaves in zip(trees, (arrays, spread), strict=True)
+    )
+    program(block, refs, values)
+    return token
+
+
+def _inline_mgpu(self, eqn, token, get_values):
+    """Runs a program of `tiles.each_thread`; any other inline code is refused, as JAX does."""
+    program = getattr(eqn.params["mgpu_fn"], "program", None)
+    if program is None:
+        return _jax_inline_mgpu(self, eqn, token, get_values)
+    refs, scalars = jax.tree.unflatten(eqn.params["pytree_args"], get_values())
+    trees = jax.tree.structure(refs), jax.tree.structure(scalars)
+    run = functools.partial(_run_program, program=program, trees=trees)
+    token = callback.io_callback(
+        run,
+        host.TOKEN_SHAPE_DTYPE,
+        token=token,
+        mesh_location=self.mesh_location,
+        thread=self.thread,
+        keys=jax.tree.leaves(refs),
+        scalars=jax.tree.leaves(scalars),
+    )
+    return token, []
+
+
+_jax_inline_mgpu = jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p
+
+
+# ---- equations that JAX's interpreter does not know ---------------------------------------------------------------
+
+
+def _where(self, eqn) -> dict[str, Any]:
+    """What every call into the simulated memory says about its caller."""
+    return {
+        "mesh_location": self.mesh_location,
+        "thread": self.thread,
+        "source_info": eqn.source_info,
+    }
+
+
+def _new_registers(self, eqn, token, value):
+    token, request = host.call_make_allocation_request_array(
+        token=token,
+        compute_unit=self.thread,
+        memory_space_id=shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS),
+        initial_ref_count=1,
+    )
+    where = _where(self, eqn)
+    return host.call_allocate_buffer(
+        token=token, allocation_request_as_array=request, value=value, **where
+    )
+
+
+def _free_registers(self, eqn, token, key):
+    return host.call_deallocate_buffer(
+        token=token, allocation_key_as_array=key, **_where(self, eqn)
+    )
+
+
+def _read(self, eqn, token, key, transforms, like):
+    shape = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    return host.call_get(
+        token=token,
+        result_shape_and_dtype=shape,
+        allocation_key_as_array=key,
+        transforms=transforms,
+        **_where(self, eqn),
+    )
+
+
+def _overwrite(self, eqn, token, key, transforms, value):
+    token, _ = host.call_swap(
+        token=token,
+        result_shape_and_dtype=jax.ShapeDtypeStruct(value.shape, value.dtype),
+        allocation_key_as_array=key,
+        transforms=transforms,
+        val=value,
+        mask=None,
+        **_where(self, eqn),
+    )
+    return token
+
+
+def _run_state(self, eqn, token, values):
+    """Values become buffers of registers while the body runs; refs from outside stay what they are."""
+    outer = [isinstance(var.aval, state.AbstractRef) for var in eqn.outvars]
+    keys = []
+    for value, is_ref in zip(values, outer, strict=True):
+        if not is_ref:
+            token, value = _new_registers(self, eqn, token, value)
+        keys.append(value)
+    token, _ = self.interpret(eqn.params["jaxpr"], token, *keys)
+    results = []
+    for key, is_ref, var in zip(keys, outer, eqn.outvars, strict=True):
+        if is_ref:
+            results.append(key)
+            continue
+        token, value = _read(self, eqn, token, key, (), var.aval)
+        token = _free_registers(self, eqn, token, key)
+        results.append(value)
+    return token, results
+
+
+def _wgmma_from_registers(self, eqn, token, values):
+    accumulator, left, *rest = values
+    token, key = _new_registers(self, eqn, token, left)
+    token, results = self._interpret_wgmma_ref_p(eqn, token, lambda: [accumulator, key, *rest])
+    return _free_registers(self, eqn, token, key), results
+
+
+def _store_accumulator(self, eqn, token, values):
+    accumulator, value = values
+    token = _overwrite(self, eqn, token, accumulator, (), value)
+    return token, [None] * len(eqn.outvars)
+
+
+def _mma(self, eqn, token, values):
+    accumulator, left, right = (x.astype(values[0].dtype) for x in values[:3])
+    return token, [accumulator + lax.dot(left, right, precision="highest")]
+
+
+def _nothing(self, eqn, token, values):
+    return token, []
+
+
+def _side(eqn, position, ref, transforms):
+    """A copy's source or destination: its buffer, what to take of it, and the shape of that."""
+    aval = eqn.invars[position].aval
+    taken = state.TransformedRef(aval, tuple(transforms)).type if transforms else aval
+    ref, transforms = jaxpr_interpret.resolve_ref(aval, ref, transforms)
+    return ref, transforms, taken
+
+
+def _sides(eqn, values):
+    source, target, *leaves = values
+    trees = (eqn.params["src_transforms_treedef"], eqn.params["dst_transforms_treedef"])
+    both = jax.tree.unflatten(
+        jax.tree_util.treedef_tuple(trees), leaves[: sum(tree.num_leaves for tree in trees)]
+    )
+    return _side(eqn, 0, source, both[0]), _side(eqn, 1, target, both[1])
+
+
+def _cp_async(self, eqn, token, values):
+    """Done at once: what reads it too early would not be seen here, and is seen on an A100 only."""
+    (source, from_, taken), (target, to, _) = _sides(eqn, values)
+    token, value = _read(self, eqn, token, source, from_, taken)
+    return _overwrite(self, eqn, token, target, to, value), []
+
+
+def _copy_to_gmem(self, eqn, token, values):
+    params = eqn.params | {"has_user_predicate": False}
+    predicate = None
+    if eqn.params["has_user_predicate"]:
+        *values, predicate = values
+
+    def copy(token):
+        if params["reduction_op"] is None:
+            return self._interpret_copy_smem_to_gmem_p(eqn, token, *values, **params)[0]
+        (source, from_, taken), (target, to, _) = _sides(eqn, values)
+        token, value = _read(self, eqn, token, source, from_, taken)
+        return _update(self, eqn, token, target, to, value, params["reduction_op"])
+
+    if predicate is None:
+        return copy(token), []
+    return lax.cond(predicate, copy, lambda token: token, token), []
+
+
+def _atomic(self, eqn, token, values):
+    ref, transforms, value, *_ = jax.tree.unflatten(eqn.params["args_tree"], values)
+    ref, transforms, _ = _side(eqn, 0, ref, transforms or ())
+    return _update(self, eqn, token, ref, transforms, value, eqn.params["atomic_type"].value), []
+
+
+_UPDATES = {
+    "add": np.add,
+    **dict.fromkeys(("min", "umin", "smin"), np.minimum),
+    **dict.fromkeys(("max", "umax", "smax"), np.maximum),
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+_one_update_at_a_time = threading.Lock()
+
+
+def _update(self, eqn, token, key, transforms, value, op):
+    where = _where(self, eqn)
+    return callback.io_callback(
+        functools.partial(_update_on_host, op=op, source_info=where.pop("source_info")),
+        host.TOKEN_SHAPE_DTYPE,
+        token=token,
+        key=key,
+        transforms=transforms,
+        value=value,
+        **where,
+    )
+
+
+@host.fail_on_exception
+def _update_on_host(*, token, mesh_location, thread, key, transforms, value, op, source_info):
+    ours = host._get_shared_memory()
+    key = shared_memory.HostAllocationKey.from_array(key)
+    there = ours.access(key, jax.tree.map(int, host._remove_noop_transforms(transforms)))
+    log = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
+    value = np.asarray(value)
+    with _one_update_at_a_time:
+        old, _, _ = ours.get_buffer_content(key, there, thread, logging_info=log)
+        if old.shape != value.shape:  # TMA drops what lies past the end
+            value = value[tuple(map(slice, old.shape))]
+            there, value = host._clip_store_to_shape(
+                there, value, tuple(ours.buffer_shape_and_dtype(key).shape)
+            )
+        new = _UPDATES[op](old, value).astype(old.dtype)
+        ours.store_buffer_content(key, there, new, thread, logging_info=log)
+    return token
+
+
+_ALWAYS = {
+    discharge.run_state_p: _run_state,
+    prims.wgmma_accumulator_store_p: _store_accumulator,
+    prims.mma_p: _mma,
+    prims.atomic_store_p: _atomic,
+    prims.griddepcontrol_wait_p: _nothing,
+    prims.griddepcontrol_launch_dependents_p: _nothing,
+    prims.wait_gmem_to_smem_p: _nothing,
+    prims.print_layout_p: _nothing,
+}
+
+
+def _handler(eqn) -> Callable[..., Any] | None:
+    """Who interprets an equation: one of ours, or None for JAX."""
+    primitive, params = eqn.primitive, eqn.params
+    if primitive is prims.copy_gmem_to_smem_p and not params["has_barrier"]:
+        return _cp_async
+    if primitive is prims.copy_smem_to_gmem_p:
+        ours = params["has_user_predicate"] or params["reduction_op"] is not None
+        return _copy_to_gmem if ours else None
+    if primitive is prims.wgmma_ref_p:
+        in_registers = not isinstance(eqn.invars[1].aval, state.AbstractRef)
+        return _wgmma_from_registers if in_registers else None
+    return _ALWAYS.get(primitive)
+
+
+def _interpret(self, jaxpr, token, *values):
+    """JAX's interpreter for the stretches that it knows, ours for the equations between."""
+    if not any(map(_handler, jaxpr.eqns)):
+        return _jax_interpret(self, jaxpr, token, *values)
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+    value_of = lambda atom: atom.val if hasattr(atom, "val") else known[atom]  # noqa: E731
+
+    def run(stretch, token):
+        made = [var for eqn in stretch for var in eqn.outvars if type(var).__name__ != "DropVar"]
+        used = {var: None for eqn in stretch for var in eqn.invars if not hasattr(var, "val")}
+        used = [var for var in used if var in known]
+        part = jaxpr.replace(
+            constvars=[],
+            invars=used,
+            outvars=made,
+            eqns=stretch,
+            effects=set(),
+            debug_info=jaxpr.debug_info.with_unknown_names(),
+        )
+        token, results = _jax_interpret(self, part, token, *map(value_of, used))
+        known.update(zip(made, results, strict=True))
+        return token
+
+    stretch: list[Any] = []
+    for eqn in jaxpr.eqns:
+        handler = _handler(eqn)
+        if handler is None:
+            stretch.append(eqn)
+            continue
+        token, stretch = run(stretch, token), []
+        token, results = handler(self, eqn, token, list(map(value_of, eqn.invars)))
+        known.update(zip(eqn.outvars, results, strict=True))
+    token = run(stretch, token)
+    return token, list(map(value_of, jaxpr.outvars))
+
+
+_jax_interpret = jaxpr_interpret.JaxprInterpreter.interpret
+
+
+def _free_barrier(self):
+    """0.11.2: forgets, as the last holder lets go, who had seen what; arrivals still pending remain an error."""
+    with self.cv:
+        if self.ref_count == 1:
+            self.last_observed_phase_by_thread.clear()
+    return _jax_free_barrier(self)
+
+
+_jax_free_barrier = shared_memory.Barrier.deallocate
+
+
+def _teach() -> None:
+    jaxpr_interpret.JaxprInterpreter.interpret = _interpret
+    jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p = _inline_mgpu
+    if not hasattr(shared_memory, "BarrierReallocationChecker"):
+        shared_memory.Barrier.deallocate = _free_barrier
