@@ -1,0 +1,79 @@
+"""The environment of every test: eight CPU devices, strict jax, a seed that is said, no silent skip.
+
+What has to be settled before jax is imported is settled while this file is imported; what depends
+on the command line in `pytest_configure`, before jax looks for its devices.
+"""
+
+import os
+import re
+
+# Eight devices on one CPU: shard_map and sharded jit are tested on any machine.
+_DEVICES = "--xla_force_host_platform_device_count=8"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+# The CUDA plugin may be installed for ahead-of-time compilation where there is no GPU; its check of
+# the driver would then fail at import.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("pallas_attn")
+    group.addoption("--seed", type=int, default=0, help="of all random inputs (default 0)")
+    group.addoption("--no-skips", action="store_true", help="a skipped test is a failed test")
+
+
+def _asks_for_gpu(config) -> bool:
+    return re.search(r"(?<!not )\bgpu\b", config.option.markexpr or "") is not None
+
+
+def pytest_configure(config):
+    if not _asks_for_gpu(config):
+        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_report_header(config):
+    where = "the GPU" if _asks_for_gpu(config) else "8 CPU devices"
+    return f"jax {jax.__version__} on {where}; --seed={config.option.seed}"
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests for a GPU run when `-m gpu` asks for them, and only then."""
+    if _asks_for_gpu(config):
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def _refuse_skip(report, config):
+    if report.skipped and config.getoption("--no-skips") and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome, report.longrepr = "failed", f"{reason}\n(--no-skips: a skip is a failure)"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    return _refuse_skip((yield), item.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    return _refuse_skip((yield), collector.config)
+
+
+@pytest.fixture
+def seed(request) -> int:
+    return request.config.getoption("--seed")
+
+
+@pytest.fixture
+def rng(seed) -> np.random.Generator:
+    return np.random.default_rng(seed)
