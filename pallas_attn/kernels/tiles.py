@@ -65,10 +65,15 @@ def each_thread(program: Callable[..., None], refs: Any, scalars: Any) -> None:
     )
 
     def code(_, refs, scalars):
-        program(Thread(), refs, jax.tree.map(lambda x: Int(x.registers.item()), scalars))
+        values = [Int(x.registers.item()) for x in jax.tree.leaves(scalars, is_leaf=_is_array)]
+        program(Thread(), refs, jax.tree.unflatten(jax.tree.structure(types[1]), values))
 
     code.program = program  # the interpreter in tests/ runs this
     plgpu.inline_mgpu(arg_types=types)(code)(refs, scalars)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "registers")  # Mosaic's own arrays are trees too
 
 
 class Int:
