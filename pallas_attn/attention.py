@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _checks, _dispatch
+from pallas_attn import _checks, _dispatch, _transforms
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.masks import CAUSAL, FULL, Mask
 
@@ -151,7 +151,7 @@ def _attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _kernel_attention(problem, implementation, inputs):
-    return _dispatch.select(problem, implementation).run(inputs, problem)
+    return _transforms.attention(_dispatch.select(problem, implementation), problem, inputs)
 
 
 def _kernel_forward(problem, implementation, inputs):

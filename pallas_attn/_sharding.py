@@ -1,0 +1,128 @@
+"""Kernels under plain `jax.jit` with sharded inputs: which axes split without communication.
+
+XLA cannot look into a kernel, so without help it would gather every operand on every device. Each
+operation names the axes of its arrays by factors (`b`, `k`, `t`, ...); the factors in `free` may
+be split over devices, every device then runs the same kernel on its own part; all others are whole
+on every device. Inside `jax.shard_map` and on one device none of this leaves a trace.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+Axes = tuple[str, ...]  # a factor an axis; ("k g") is an axis made of two, the major one first
+
+
+def over_devices(
+    run: Callable[..., tuple[jax.Array, ...]],
+    arrays: Sequence[jax.Array],
+    inputs: Sequence[Axes],
+    outputs: Sequence[Axes],
+    free: Sequence[str],
+) -> tuple[jax.Array, ...]:
+    """`run(*arrays)`, split over devices along the free factors where the arrays are.
+
+    `run` must take its sizes from the arrays it is handed.
+    """
+    types = [jax.typeof(array) for array in arrays]
+    explicit = [each for each in types if any(name is not None for name in each.sharding.spec)]
+    varying = frozenset().union(*(_varying(array) for array in arrays))
+    if varying:  # inside jax.shard_map: the arrays are this device's part already
+        return tuple(_as_varying(result, varying) for result in run(*arrays))
+    if explicit:
+        # Explicit mesh axes: the shardings are part of the types, so the split is known already.
+        mesh = explicit[0].sharding.mesh
+        places = _places(mesh, types, inputs, free)
+        ins, outs = (tuple(_spec(axes, places) for axes in many) for many in (inputs, outputs))
+        parts = [
+            jax.sharding.reshard(array, NamedSharding(mesh, spec))
+            for array, spec in zip(arrays, ins, strict=True)
+        ]
+        return jax.shard_map(run, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(*parts)
+    call = custom_partitioning(run)
+
+    def partition(mesh: Any, shapes: Any, results: Any) -> Any:
+        del results
+        places = _places(mesh, shapes, inputs, free)
+        ins, outs = (
+            tuple(NamedSharding(mesh, _spec(axes, places)) for axes in many)
+            for many in (inputs, outputs)
+        )
+        return mesh, run, outs, ins
+
+    sizes = _factor_sizes(arrays, inputs)
+    every = [axis for axes in (*inputs, *outputs) for axis in axes]
+    used = dict.fromkeys(factor for axis in every for factor in axis.split())
+    whole = tuple(factor for factor in used if factor not in free)
+    within = [factor for factor in used if factor not in every]  # only ever a part of an axis
+    call.def_partition(
+        partition,
+        sharding_rule=_rule(inputs, outputs),
+        need_replication_factors=whole,
+        **{factor: sizes[factor] for factor in within},
+    )
+    return call(*arrays)
+
+
+def _rule(inputs: Sequence[Axes], outputs: Sequence[Axes]) -> str:
+    """The axes in the notation of Shardy: "b t (k g) h, b s k h -> b t (k g) h"."""
+
+    def side(many: Sequence[Axes]) -> str:
+        return ", ".join(
+            " ".join(f"({axis})" if " " in axis else axis for axis in axes) for axes in many
+        )
+
+    return f"{side(inputs)} -> {side(outputs)}"
+
+
+def _factor_sizes(arrays: Sequence[jax.Array], inputs: Sequence[Axes]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for array, axes in zip(arrays, inputs, strict=True):
+        for size, axis in zip(array.shape, axes, strict=True):
+            if " " not in axis:
+                sizes[axis] = size
+    for array, axes in zip(arrays, inputs, strict=True):
+        for size, axis in zip(array.shape, axes, strict=True):
+            if " " in axis:
+                major, minor = axis.split()
+                sizes[minor] = size // sizes[major]
+    return sizes
+
+
+def _places(
+    mesh: Any, shapes: Sequence[Any], inputs: Sequence[Axes], free: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """Which mesh axes split each free factor: the first array that is split along it decides."""
+    sizes = _factor_sizes(shapes, inputs)
+    places: dict[str, tuple[str, ...]] = {}
+    taken: set[str] = set()
+    for shape, axes in zip(shapes, inputs, strict=True):
+        spec = shape.sharding.spec
+        for axis, names in zip(axes, tuple(spec) + (None,) * (len(axes) - len(spec)), strict=True):
+            factor = axis.split()[0]
+            names = (names,) if isinstance(names, str) else tuple(names or ())
+            ways = 1
+            for name in names:
+                ways *= mesh.shape[name]
+            fits = factor in free and sizes[factor] % ways == 0 and not taken.intersection(names)
+            if names and factor not in places and fits:
+                places[factor] = names
+                taken.update(names)
+    return places
+
+
+def _spec(axes: Axes, places: dict[str, tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(places.get(axis.split()[0]) for axis in axes))
+
+
+def _varying(array: jax.Array) -> frozenset[str]:
+    return jax.typeof(array).manual_axis_type.varying
+
+
+def _as_varying(array: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """A kernel's result, said to differ along the mesh axes that its operands differ along."""
+    missing = tuple(sorted(axes - _varying(array)))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
