@@ -1,0 +1,148 @@
+"""One small case of each operation through an implementation, beside the oracle: the first look.
+
+It answers "does this work on my machine" in seconds. The proof is the test suite.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_attn
+from pallas_attn.bench import verify
+from pallas_attn.masks import CAUSAL
+
+M, CAPACITY, HEADS, KV_HEADS, DIM = 4, 256, 8, 2, 64
+LENGTHS = (0, 1, 130, 255)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table. An error of None: the operation could not run, and `note` says why."""
+
+    operation: str
+    case: str
+    error: float | None
+    budget: float
+    note: str = ""
+
+    @property
+    def held(self) -> bool:
+        return self.error is not None and self.error <= self.budget
+
+
+def rows(implementation: str | None, dtype: str, seed: int) -> Iterator[Row]:
+    """The table, a row as soon as it is known."""
+    for operation, case, check in _CHECKS:
+        try:
+            error, budget = check(implementation, dtype, seed)
+        except pallas_attn.UnsupportedError as refused:
+            yield Row(operation, case, None, 0.0, str(refused))
+        else:
+            yield Row(operation, case, error, budget)
+
+
+def _normal(seed: int, name: int, dtype: str, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed + 1000 * name), shape, dtype)
+
+
+def _compare(got: tuple, arrays: dict[str, Any], options: dict[str, Any], cotangent: Any = None):
+    """The worst ratio of error to budget over the results, as (error, budget) of that result."""
+    worst = (0.0, 1.0)
+    oracle, naive = verify.expected(arrays, options, cotangent)
+    for mine, truth, plain in zip(got, oracle, naive, strict=True):
+        truth, mine, plain = (np.asarray(x, np.float64) for x in (truth, mine, plain))
+        eps = float(jnp.finfo(arrays["q"].dtype).eps)
+        budget = 2 * np.abs(plain - truth).max() + eps * np.abs(truth).max()
+        error = np.abs(mine - truth).max()
+        if not error / budget <= worst[0] / worst[1]:  # a NaN is the worst of all
+            worst = (float(error), float(budget))
+    return worst
+
+
+def _qkv(dtype: str, seed: int) -> dict[str, jax.Array]:
+    return {
+        "q": _normal(seed, 1, dtype, 2, 200, HEADS, DIM),
+        "k": _normal(seed, 2, dtype, 2, 200, KV_HEADS, DIM),
+        "v": _normal(seed, 3, dtype, 2, 200, KV_HEADS, DIM),
+    }
+
+
+def _forward(implementation: str | None, dtype: str, seed: int) -> tuple[float, float]:
+    arrays, options = _qkv(dtype, seed), {"mask": CAUSAL}
+    run = jax.jit(
+        lambda a: pallas_attn.flash_attention(**a, **options, implementation=implementation)
+    )
+    return _compare((run(arrays),), arrays, options)
+
+
+def _backward(implementation: str | None, dtype: str, seed: int) -> tuple[float, float]:
+    arrays, options = _qkv(dtype, seed), {"mask": CAUSAL}
+    cotangent = _normal(seed, 4, dtype, 2, 200, HEADS, DIM)
+
+    def run(q, k, v):
+        return pallas_attn.flash_attention(q, k, v, **options, implementation=implementation)
+
+    out, pullback = jax.vjp(jax.jit(run), *arrays.values())
+    return _compare((out, *pullback(cotangent)), arrays, options, cotangent)
+
+
+def _empty_caches(dtype: str) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"kv_heads": KV_HEADS, "head_dim": DIM, "dtype": dtype}
+    return {
+        "PerSequenceCache": pallas_attn.PerSequenceCache.create([CAPACITY] * M, **sizes),
+        "StackedCache": pallas_attn.StackedCache.create(M, CAPACITY, **sizes),
+        "PagedCache": pallas_attn.PagedCache.create(M, M * 16, 16, capacity=CAPACITY, **sizes),
+    }
+
+
+def _filled(kind: str, implementation: str | None, dtype: str, seed: int):
+    """A cache that took LENGTHS rows and one more each, and those rows as [M, S, K, H]."""
+    k, v = (_normal(seed, n, dtype, M, CAPACITY, KV_HEADS, DIM) for n in (5, 6))
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+    at = jnp.arange(M, dtype=jnp.int32)
+
+    @jax.jit
+    def fill(cache):
+        cache = pallas_attn.append_kv(cache, k, v, new_lengths=lengths, implementation="reference")
+        return pallas_attn.append_kv(
+            cache, k[at, lengths], v[at, lengths], implementation=implementation
+        )
+
+    return fill(_empty_caches(dtype)[kind]), k, v
+
+
+def _append(kind: str) -> Callable[..., tuple[float, float]]:
+    def check(implementation: str | None, dtype: str, seed: int) -> tuple[float, float]:
+        cache, _, _ = _filled(kind, implementation, dtype, seed)
+        want, _, _ = _filled(kind, "reference", dtype, seed)
+        pairs = zip(jax.tree.leaves(cache), jax.tree.leaves(want), strict=True)
+        return float(sum(int((a != b).sum()) for a, b in pairs)), 0.0
+
+    return check
+
+
+def _decode(kind: str) -> Callable[..., tuple[float, float]]:
+    def check(implementation: str | None, dtype: str, seed: int) -> tuple[float, float]:
+        cache, k, v = _filled(kind, "reference", dtype, seed)
+        q = _normal(seed, 7, dtype, M, 1, HEADS, DIM)
+        run = jax.jit(
+            lambda q, cache: pallas_attn.decode_attention(q, cache, implementation=implementation)
+        )
+        lengths = cache.lengths
+        arrays = {"q": q, "k": k, "v": v, "kv_lengths": lengths, "q_offset": lengths - 1}
+        return _compare((run(q, cache),), arrays, {"mask": CAUSAL})
+
+    return check
+
+
+_KINDS = ("PerSequenceCache", "StackedCache", "PagedCache")
+_CHECKS: tuple[tuple[str, str, Callable[..., tuple[float, float]]], ...] = (
+    ("flash_attention", "causal, T 200, N 8 K 2, H 64", _forward),
+    ("its gradients", "dq, dk, dv, random dO", _backward),
+    *(("append_kv", f"{kind}, elements that differ", _append(kind)) for kind in _KINDS),
+    *(("decode_attention", f"{kind}, lengths 1 to 256", _decode(kind)) for kind in _KINDS),
+)
