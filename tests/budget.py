@@ -1,0 +1,218 @@
+"""The one tolerance.
+
+A result may be off by twice what the same mathematics loses when it is done naively in the same
+dtype, and by the rounding of the result itself:
+
+    |got - oracle| <= 2 max|naive - oracle| + rounding
+
+The oracle is `pallas_attn.reference` in float64. The naive one does what every implementation for
+tensor cores must: it multiplies operands of the inputs' dtype (so the probabilities are rounded to
+it before they meet v, and so is dS before it meets q and k), adds up in float32, and keeps the
+result unrounded, since rounding has its own term. A budget above 10 % of the oracle's RMS proves
+nothing, and fails.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn import reference
+from pallas_attn.masks import FULL
+
+VACUOUS = 0.1
+# lse is float32 whatever the inputs are; GPUs' ex2 and lg2 are good to 2**-22, a sum of them to:
+LSE_ROUNDING = 2.0**-20
+
+_STATIC = ("mask", "scale", "softcap", "precision")
+_GRADIENTS = ("q", "k", "v", "bias", "sinks")
+
+
+class Expected(NamedTuple):
+    """What a call should give, by name: out, lse, and dq, dk, dv, dbias, dsinks with cotangents."""
+
+    oracle: dict[str, np.ndarray]
+    naive: dict[str, np.ndarray]
+    dtype: str
+
+
+def attention(arguments: dict[str, Any], do: Any = None, dlse: Any = None) -> Expected:
+    """Oracle and naive result of `flash_attention_with_lse(**arguments)`; gradients where `do`
+    (or `dlse`) is given. What lies past a length should be finite here, whatever the subject got.
+    """
+    static = {name: arguments[name] for name in _STATIC if arguments.get(name) is not None}
+    if isinstance(arguments.get("q_offset"), int):
+        static["q_offset"] = arguments["q_offset"]
+    arrays = {
+        name: value
+        for name, value in arguments.items()
+        if name not in static and name != "implementation" and value is not None
+    }
+    dtype = str(arrays["q"].dtype)
+    static["mask"] = static.get("mask", FULL)
+    static["scale"] = static.get("scale", arrays["q"].shape[-1] ** -0.5)
+    highest = static.pop("precision", None)
+    cotangents = None
+    if do is not None or dlse is not None:
+        cotangents = (do, dlse)
+    with jax.enable_x64(True):
+        wide = _cast(arrays, "float64"), _cast(cotangents, "float64")
+        oracle = _results(*wide, function=_oracle, rounded=None, **static)
+    flat = _cast(arrays, "float32"), _cast(cotangents, "float32")
+    narrow = dtype if dtype in ("bfloat16", "float16") else None
+    naive = _results(*flat, function=_naive, rounded=narrow, precision=highest, **static)
+    return Expected(_numpy(oracle), _numpy(naive), dtype)
+
+
+def check(got: dict[str, Any], expected: Expected) -> dict[str, tuple[float, float]]:
+    """Fails where something in `got` is off by more than its budget; (error, budget) by name."""
+    report = {}
+    for name, value in got.items():
+        oracle, naive = expected.oracle[name], expected.naive[name]
+        report[name] = _compare(name, np.asarray(value), oracle, naive, expected.dtype)
+    return report
+
+
+def _compare(name: str, got: Any, oracle: Any, naive: Any, dtype: str) -> tuple[float, float]:
+    assert got.shape == oracle.shape, f"{name}: expected shape {oracle.shape}, got {got.shape}"
+    got = got.astype(np.float64)
+    finite = np.isfinite(oracle)
+    # Where the oracle is -inf (a row that sees no key) or NaN, nothing else will do.
+    np.testing.assert_array_equal(got[~finite], oracle[~finite], err_msg=name)
+    got, oracle, naive = (x[finite] for x in (got, oracle, naive))
+    if not oracle.size:
+        return 0.0, 0.0
+    if name == "lse":
+        rounding = LSE_ROUNDING * np.maximum(np.abs(oracle), 1)
+    else:  # a value of the result's own dtype is at best half a unit in the last place away
+        rounding = float(jnp.finfo(dtype).eps) / 2 * np.abs(oracle) + float(jnp.finfo(dtype).tiny)
+    allowed = 2 * np.abs(naive - oracle).max() + rounding
+    error = np.abs(got - oracle)
+    rms = np.sqrt(np.mean(oracle**2))
+    vague = np.sqrt(np.mean(allowed**2))
+    assert rms == 0 or vague <= VACUOUS * rms, (
+        f"{name}: a budget of {vague:.2e} proves nothing about values of RMS {rms:.2e}"
+    )
+    assert np.all(error <= allowed), (  # a NaN is no <= either
+        f"{name}: off by {np.max(error):.3e} at worst, allowed {np.min(allowed):.3e} to "
+        f"{np.max(allowed):.3e}, RMS of the oracle {rms:.3e}, {np.sum(~(error <= allowed))} of "
+        f"{error.size} elements"
+    )
+    return float(error.max()), float(np.max(allowed))
+
+
+def _cast(tree: Any, dtype: str) -> Any:
+    def one(x):
+        x = np.asarray(x)
+        return jnp.asarray(x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x)
+
+    return jax.tree.map(one, tree)
+
+
+def _numpy(results: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x, np.float64) for name, x in results.items()}
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("function", "rounded", "mask", "scale", "softcap", "precision", "q_offset"),
+)
+def _results(arrays, cotangents, *, function, **static):
+    if cotangents is None:
+        return dict(zip(("out", "lse"), function(arrays, **static), strict=True))
+    wanted = {name: arrays[name] for name in _GRADIENTS if name in arrays}
+
+    def run(some):
+        return function(arrays | some, **static)
+
+    (out, lse), pullback = jax.vjp(run, wanted)
+    do, dlse = cotangents
+    (gradients,) = pullback(
+        (jnp.zeros_like(out) if do is None else do, jnp.zeros_like(lse) if dlse is None else dlse)
+    )
+    return {"out": out, "lse": lse} | {f"d{name}": x for name, x in gradients.items()}
+
+
+def _oracle(arrays, *, rounded, **static):
+    del rounded
+    return reference.attention(**arrays, **static)
+
+
+def _naive(arrays, *, mask, scale, rounded, softcap=None, precision=None, q_offset=0):  # noqa: PLR0913
+    q, k, v = (arrays[name] for name in ("q", "k", "v"))
+    group = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    logits = _operand(jnp.einsum("btnh,bsnh->bnts", q, k, precision=precision), rounded)
+    logits = logits * jnp.float32(scale)
+    if softcap is not None:
+        logits = jnp.float32(softcap) * jnp.tanh(logits / jnp.float32(softcap))
+    if "bias" in arrays:
+        logits = logits + arrays["bias"]
+    seen = _seen(arrays, logits.shape, mask, arrays.get("q_offset", q_offset))
+    logits = jnp.where(seen, logits, -jnp.inf)
+    top = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True, initial=-jnp.inf))
+    empty = top == -jnp.inf
+    top = jnp.where(empty, 0, top)
+    total = jnp.exp(logits - top).sum(axis=-1, keepdims=True)
+    if "sinks" in arrays:
+        sinks = arrays["sinks"][None, :, None, None]
+        higher = jnp.maximum(top, jax.lax.stop_gradient(sinks))
+        total = total * jnp.exp(top - higher) + jnp.exp(sinks - higher)
+        top = higher
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
+    probs = jnp.exp(logits - jnp.where(empty, 0, lse))
+    probs = _rounded(probs, rounded)
+    out = jnp.einsum("bnts,bsnh->btnh", probs, v, precision=precision)
+    return out, lse[..., 0]
+
+
+def _seen(arrays, shape, mask, q_offset):
+    batch, _, q_len, kv_len = shape
+
+    def column(name):
+        return None if name not in arrays else arrays[name][:, None, None, None]
+
+    rows = jnp.arange(q_len, dtype=jnp.int32)[None, None, :, None]
+    offset = jnp.asarray(q_offset, jnp.int32).reshape((-1, 1, 1, 1))
+    keys = jnp.arange(kv_len, dtype=jnp.int32)[None, None, None]
+    q_ids, kv_ids = arrays.get("segment_ids", (None, None))
+    q_ids = None if q_ids is None else q_ids[:, None, :, None]
+    kv_ids = None if kv_ids is None else kv_ids[:, None, None, :]
+    seen = jnp.broadcast_to(
+        mask.allows(offset + rows, keys, column("kv_lengths"), q_ids, kv_ids), shape
+    )
+    if "q_lengths" in arrays:
+        seen &= rows < column("q_lengths")
+    return seen & arrays["mask_array"] if "mask_array" in arrays else seen
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _rounded(x, dtype):
+    """`x` as an operand of a matmul in `dtype`; its derivative knows nothing of it."""
+    return x if dtype is None else x.astype(dtype).astype(x.dtype)
+
+
+@_rounded.defjvp
+def _rounded_jvp(dtype, primals, tangents):
+    return _rounded(primals[0], dtype), tangents[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _operand(logits, dtype):
+    """The logits as they are; their cotangent dS is the operand of the matmuls for dq and dk."""
+    del dtype
+    return logits
+
+
+def _operand_forward(logits, dtype):
+    del dtype
+    return logits, None
+
+
+def _operand_backward(dtype, _, cotangent):
+    return (_rounded(cotangent, dtype),)
+
+
+_operand.defvjp(_operand_forward, _operand_backward)

@@ -1,0 +1,103 @@
+"""The implementations under test: one row each. A new kernel is tested by adding its row.
+
+`rows()` is for tests that run once for every row; `pairs(cases, call)` gives the pairs (row, case)
+that the row does not refuse, decided while tests are collected, so that no test passes or skips by
+a refusal: what is refused is what the support matrix in README.md says.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import _device, _dispatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """One implementation, and the place it runs in."""
+
+    name: str
+    implementation: str
+    generation: str | None = None  # of the GPU that is pretended: the kernel runs interpreted
+    marks: tuple[str, ...] = ()
+    dtype: str = "float32"  # for tests that do not care: one that the implementation takes
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Public calls made in here with `implementation=self.implementation` reach it."""
+        with contextlib.ExitStack() as stack:
+            if self.generation is not None:
+                from tests import mosaic
+
+                stack.enter_context(_device.assume(self.generation))
+                stack.enter_context(mosaic.interpret())
+            yield
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`function(*args, implementation=..., **kwargs)`, jitted, computed to the end."""
+        with self.active():
+            bound = functools.partial(function, implementation=self.implementation)
+            static = {name: value for name, value in kwargs.items() if not _is_array(value)}
+            arrays = {name: value for name, value in kwargs.items() if name not in static}
+            jitted = jax.jit(lambda args, arrays: bound(*args, **arrays, **static))
+            return jax.block_until_ready(jitted(args, arrays))
+
+    def takes(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+        """Whether the call is not refused. Nothing is computed."""
+        static = {name: value for name, value in kwargs.items() if not _is_array(value)}
+        arrays = {name: value for name, value in kwargs.items() if name not in static}
+
+        def traced(args, arrays):
+            return function(*args, implementation=self.implementation, **arrays, **static)
+
+        with _device.assume(self.generation) if self.generation else contextlib.nullcontext():
+            try:
+                jax.eval_shape(traced, args, arrays)
+            except pa.UnsupportedError:
+                return False
+        return True
+
+    def exists(self) -> bool:
+        """Whether any operation knows it by now."""
+        names = {row.name for table in _dispatch.TABLES.values() for row in table}
+        return self.implementation in names
+
+    def param(self, *others: Any, id: str = "") -> Any:
+        marks = [getattr(pytest.mark, name) for name in self.marks]
+        return pytest.param(self, *others, id="-".join(filter(None, (self.name, id))), marks=marks)
+
+
+ROWS = (
+    Subject("reference", "reference"),
+    Subject("sm90_interpreted", "sm90", generation="sm90", marks=("guards",), dtype="bfloat16"),
+    Subject("reference_on_gpu", "reference", marks=("gpu",)),
+    Subject("sm90", "sm90", marks=("gpu",), dtype="bfloat16"),
+    Subject("sm80", "sm80", marks=("gpu",), dtype="bfloat16"),
+)
+
+
+def rows() -> list[Any]:
+    """For `pytest.mark.parametrize("subject", ...)`."""
+    return [row.param() for row in ROWS if row.exists()]
+
+
+def pairs(cases: Iterable[Any], call: Callable[[Any], tuple[Any, dict[str, Any]]]) -> list[Any]:
+    """For `parametrize("subject, case", ...)`; `call(case)` is the function and its arguments."""
+    return [
+        row.param(case, id=case.name)
+        for row in ROWS
+        if row.exists()
+        for case in cases
+        if row.implementation == "reference" or row.takes(call(case)[0], **call(case)[1])
+    ]
+
+
+def _is_array(value: Any) -> bool:
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)

@@ -1,0 +1,198 @@
+"""The one definition of visibility, by brute force."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import CAUSAL, FULL, Mask, sliding_window
+
+BOUNDS = (None, -1, 0, 1, 3)
+MASKS = [
+    Mask(left, right)
+    for left, right in itertools.product(BOUNDS, BOUNDS)
+    if None in (left, right) or left + right >= 0
+]
+by_mask = pytest.mark.parametrize("mask", MASKS, ids=str)
+
+
+def seen(mask, q_pos, kv_pos, kv_len=None):
+    """The docstring of Mask in Python: p - left <= j <= p + right, and j < kv_len."""
+    return (
+        (mask.right is None or kv_pos <= q_pos + mask.right)
+        and (mask.left is None or kv_pos >= q_pos - mask.left)
+        and (kv_len is None or kv_pos < kv_len)
+    )
+
+
+def test_the_pictures_in_the_docstring_are_the_masks():
+    text = Mask.__doc__
+    heading = re.search(r"^ *(Mask\(.*)$", text.split("`Mask(right=-1)`")[1], re.M).group(1)
+    masks = [eval(one) for one in re.split(r" {2,}", heading)]  # noqa: S307
+    rows = re.findall(r"^ *([1.][1. ]+)$", text, re.M)
+    assert len(masks) == 4 and len(rows) == 3
+    for column, mask in enumerate(masks):
+        drawn = [re.split(r" {2,}", row)[column].split() for row in rows]
+        assert [["1" if x else "." for x in row] for row in mask.dense(3, 4)] == drawn, mask
+
+
+@by_mask
+def test_allows_is_the_definition(mask):
+    for q_pos, kv_pos, kv_len in itertools.product(range(-3, 6), range(6), (None, 0, 2, 9)):
+        assert bool(mask.allows(q_pos, kv_pos, kv_len)) == seen(mask, q_pos, kv_pos, kv_len)
+
+
+@by_mask
+def test_allows_is_the_same_in_numpy_and_jax(mask):
+    q_pos, kv_pos = np.arange(-2, 5, dtype=np.int32)[:, None], np.arange(6, dtype=np.int32)[None]
+    wanted = [[seen(mask, p, j, 4) for j in range(6)] for p in range(-2, 5)]
+    np.testing.assert_array_equal(
+        np.broadcast_to(mask.allows(q_pos, kv_pos, 4), (7, 6)), wanted
+    )
+    got = mask.allows(jnp.asarray(q_pos), jnp.asarray(kv_pos), jnp.int32(4))
+    assert isinstance(got, jax.Array)
+    np.testing.assert_array_equal(np.broadcast_to(got, (7, 6)), wanted)
+
+
+def test_absent_terms_cost_nothing():
+    assert FULL.allows(np.arange(3), np.arange(3)) is True
+    assert FULL.dense(2, 3).all()
+
+
+def test_segments_must_be_equal():
+    q_ids, kv_ids = np.array([[0], [1], [5]]), np.array([[0, 0, 1, 7]])
+    got = CAUSAL.allows(np.arange(3)[:, None], np.arange(4)[None], None, q_ids, kv_ids)
+    np.testing.assert_array_equal(got, [[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    got = FULL.allows(None, None, None, q_ids, kv_ids)
+    np.testing.assert_array_equal(got, q_ids == kv_ids)
+
+
+@by_mask
+def test_dense_offsets_and_lengths(mask):
+    got = mask.dense(3, 7, q_offset=2, kv_length=5)
+    wanted = [[seen(mask, 2 + i, j, 5) for j in range(7)] for i in range(3)]
+    np.testing.assert_array_equal(got, wanted)
+
+
+def tiles(size):
+    return [(lo, hi) for lo in range(size) for hi in range(lo + 1, size + 1)]
+
+
+@by_mask
+def test_kv_range_holds_every_key_that_somebody_sees_and_is_tight(mask):
+    for (q_lo, q_hi), offset, kv_len in itertools.product(tiles(5), (-2, 0, 4), (0, 3, 8)):
+        lo, hi = mask.kv_range(q_lo + offset, q_hi + offset, kv_len)
+        some = [
+            j
+            for j in range(kv_len)
+            if any(seen(mask, p + offset, j) for p in range(q_lo, q_hi))
+        ]
+        assert 0 <= lo and hi <= kv_len
+        # A band of adjacent diagonals: the union over adjacent rows has no hole, so the bound is it.
+        assert list(range(lo, hi)) == some
+
+
+@by_mask
+def test_kv_full_range_is_what_everybody_sees(mask):
+    for (q_lo, q_hi), offset, kv_len in itertools.product(tiles(5), (-2, 0, 4), (0, 3, 8)):
+        lo, hi = mask.kv_full_range(q_lo + offset, q_hi + offset, kv_len)
+        every = [
+            j
+            for j in range(kv_len)
+            if all(seen(mask, p + offset, j) for p in range(q_lo, q_hi))
+        ]
+        assert list(range(lo, hi)) == every
+
+
+@by_mask
+def test_q_range_holds_every_query_that_sees_some_key_and_is_tight(mask):
+    for (kv_lo, kv_hi), (q_lo, q_hi) in itertools.product(tiles(5), ((0, 6), (-3, 4), (2, 3))):
+        lo, hi = mask.q_range(kv_lo, kv_hi, q_lo, q_hi)
+        some = [
+            p for p in range(q_lo, q_hi) if any(seen(mask, p, j) for j in range(kv_lo, kv_hi))
+        ]
+        assert q_lo <= lo and hi <= q_hi
+        assert list(range(lo, hi)) == some
+
+
+@by_mask
+def test_ranges_are_the_same_traced(mask):
+    for method, arguments in (
+        (mask.kv_range, (1, 4, 6)),
+        (mask.kv_full_range, (1, 4, 6)),
+        (mask.q_range, (1, 4, 0, 6)),
+    ):
+        traced = jax.eval_shape(method, *map(jnp.int32, arguments))
+        assert all(getattr(x, "shape", ()) == () for x in traced)
+        arrays = method(*map(np.int32, arguments))
+        assert tuple(map(int, arrays)) == tuple(map(int, method(*arguments)))
+        jaxed = method(*map(jnp.int32, arguments))
+        assert tuple(map(int, jaxed)) == tuple(map(int, method(*arguments)))
+
+
+@pytest.mark.parametrize("one, other", [*itertools.product(MASKS[::2], MASKS[1::3])], ids=str)
+def test_and_shows_what_both_show(one, other):
+    both = one.dense(6, 6) & other.dense(6, 6)
+    tightest = [
+        None if a is None and b is None else min(x for x in (a, b) if x is not None)
+        for a, b in ((one.left, other.left), (one.right, other.right))
+    ]
+    if None not in tightest and sum(tightest) < 0:
+        with pytest.raises(ValueError, match="hides every key from every query"):
+            _ = one & other
+        assert not both.any()
+        return
+    assert (one & other) == Mask(*tightest) == (other & one)
+    np.testing.assert_array_equal((one & other).dense(6, 6), both)
+
+
+def test_names():
+    assert FULL == Mask() and FULL.is_full and not CAUSAL.is_full
+    assert CAUSAL == Mask(right=0)
+    assert sliding_window(1) == Mask(0, 0)
+    assert sliding_window(np.int64(4)) == Mask(3, 0)
+    assert (Mask(3, 0) & FULL) == Mask(3, 0)
+    assert [str(m) for m in (FULL, CAUSAL, Mask(2, 1))] == ["full", "causal", "left=2, right=1"]
+
+
+def test_a_window_counts_the_querys_own_key():
+    np.testing.assert_array_equal(sliding_window(2).dense(6, 6).sum(1), [1, 2, 2, 2, 2, 2])
+
+
+def test_masks_are_values():
+    same = Mask(np.int32(3), 0)
+    assert same == Mask(3, 0) and hash(same) == hash(Mask(3, 0)) and type(same.left) is int
+    assert Mask(3, 0) != Mask(3, 1)
+    assert len({Mask(3, 0), same, Mask(3, 1)}) == 2
+    with pytest.raises(AttributeError):
+        same.left = 4
+
+
+def test_two_equal_masks_compile_once():
+    traces = []
+
+    @functools.partial(jax.jit, static_argnames="mask")
+    def attend(x, *, mask):
+        traces.append(mask)
+        return pa.flash_attention(x, x, x, mask=mask)
+
+    x = jnp.ones((1, 2, 1, 4))
+    attend(x, mask=Mask(1, 0))
+    attend(x, mask=Mask(np.int64(1), 0))
+    attend(x, mask=sliding_window(2))
+    attend(x, mask=Mask(None, 3) & Mask(1, 0))
+    assert traces == [Mask(1, 0)]
+
+
+def test_the_benchmarks_count_pairs_with_the_same_ranges():
+    # kv_range over arrays of positions, as cases.visible_pairs uses it.
+    positions = np.arange(7)
+    low, high = Mask(2, 1).kv_range(positions, positions + 1, np.full_like(positions, 5))
+    np.testing.assert_array_equal(
+        np.maximum(high - low, 0), Mask(2, 1).dense(7, 9, kv_length=5).sum(1)
+    )
