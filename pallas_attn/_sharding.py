@@ -42,7 +42,7 @@ def over_devices(
             for array, spec in zip(arrays, ins, strict=True)
         ]
         return jax.shard_map(run, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(*parts)
-    call = custom_partitioning(run)
+    call = custom_partitioning(jax.jit(run))  # jit keeps the constants that run makes inside of it
 
     def partition(mesh: Any, shapes: Any, results: Any) -> Any:
         del results

@@ -1,8 +1,9 @@
 """What a kernel does under `jax.vmap` and under `jax.jit` with sharded inputs, in one place.
 
-`vmap` folds the mapped axis into one that the kernel has already, so that one launch still serves
-everything and the schedule stays what was tuned: into the batch in general; into the query heads of
-a group where only q is mapped, so that keys and values are neither copied nor read twice.
+`vmap` of attention folds the mapped axis into one that the kernel has already, so that one launch
+still serves everything and the schedule stays what was tuned: into the batch in general; into the
+query heads of a group where only q is mapped, so that keys and values are neither copied nor read
+twice. The cache operations have a batch of their own (sequences); vmap runs them one by one.
 """
 
 import dataclasses
@@ -10,10 +11,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
+from jax.custom_batching import custom_vmap, sequential_vmap
 
 from pallas_attn import _sharding
-from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn._problem import (
+    AppendInputs,
+    AppendProblem,
+    AttentionInputs,
+    AttentionProblem,
+    DecodeInputs,
+    DecodeProblem,
+)
 
 Array = jax.Array
 
@@ -138,3 +146,79 @@ def _attention_over_devices(kernel, problem: AttentionProblem, inputs: Attention
         [("b", "t", heads["q"], "e"), ("b", heads["q"], "t")],
         free=("b", "k", "g") if problem.kv_heads == 1 else ("b", "k"),
     )
+
+
+def append(kernel: Any, problem: AppendProblem, inputs: AppendInputs):
+    """`kernel.run(inputs, problem)` -> (k_cache, v_cache), for any batching and sharding."""
+    leaves, tree = jax.tree.flatten(inputs)
+    caches = len(jax.tree.leaves((inputs.k_cache, inputs.v_cache)))
+    result_tree = jax.tree.structure((inputs.k_cache, inputs.v_cache))
+
+    def run(*arrays: Array):
+        local = jax.tree.unflatten(tree, arrays)
+        sizes = dataclasses.replace(problem, sequences=local.k.shape[0], kv_heads=local.k.shape[2])
+        return tuple(jax.tree.leaves(kernel.run(local, sizes)))
+
+    axes = _cache_axes(problem, inputs.k_cache, "h") + _cache_axes(problem, inputs.v_cache, "e")
+    new = [("m", "t", "k", "h"), ("m", "t", "k", "e")][: 1 if inputs.v is None else 2]
+    axes += new + _state_axes(inputs.new_lengths, inputs.page_table, inputs.layer)
+    results = _cache_call(run, leaves, axes, axes[:caches], problem.kind)
+    return jax.tree.unflatten(result_tree, results)
+
+
+def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
+    """`kernel.run(inputs, problem)` -> (out, lse), for any batching and sharding."""
+    leaves, tree = jax.tree.flatten(inputs)
+    group = problem.q_heads // problem.kv_heads
+    heads = "k" if group == 1 else "k g"
+
+    def run(*arrays: Array):
+        local = jax.tree.unflatten(tree, arrays)
+        kv_heads = local.q.shape[2] // group
+        sizes = dataclasses.replace(
+            problem, sequences=local.q.shape[0], q_heads=local.q.shape[2], kv_heads=kv_heads
+        )
+        return kernel.run(local, sizes)
+
+    axes = [("m", "t", heads, "h")]
+    axes += _cache_axes(problem, inputs.k_cache, "h") + _cache_axes(problem, inputs.v_cache, "e")
+    axes += _state_axes(None, inputs.page_table, inputs.layer)
+    axes += [] if inputs.sinks is None else [(heads,)]
+    outputs = [("m", "t", heads, "e"), ("m", heads, "t")]
+    return _cache_call(run, leaves, axes, outputs, problem.kind)
+
+
+def _cache_call(run: Any, leaves: list, axes: list, outputs: list, kind: str) -> tuple[Array, ...]:
+    """`run` of the leaves that are arrays; a static layer stays what it is."""
+    dynamic = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+    def given(*arrays: Array):
+        full = list(leaves)
+        for n, array in zip(dynamic, arrays, strict=True):
+            full[n] = array
+        return run(*full)
+
+    @sequential_vmap
+    def call(*arrays: Array):
+        free = ("m", "k") if kind == "stacked" else ("k",)
+        return _sharding.over_devices(given, arrays, [axes[n] for n in dynamic], outputs, free)
+
+    return call(*(leaves[n] for n in dynamic))
+
+
+def _cache_axes(problem: AppendProblem | DecodeProblem, cache: Any, dim: str) -> list:
+    layer = () if problem.layers is None else ("l",)
+    if cache is None:
+        return []
+    if problem.kind == "per_sequence":
+        return [(*layer, "k", f"c{n}", dim) for n in range(len(cache))]
+    rows = ("m", "k", "c") if problem.kind == "stacked" else ("p", "k", "z")
+    return [(*layer, *rows, dim)]
+
+
+def _state_axes(new_lengths: Any, page_table: Any, layer: Any) -> list:
+    """Axes of the small arrays, in the order of the fields."""
+    axes: list = [("m",)]
+    axes += [] if new_lengths is None else [("m",)]
+    axes += [] if page_table is None else [("m", "w")]
+    return axes + ([] if layer is None else [()])

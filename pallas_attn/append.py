@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _checks, _device, _dispatch
+from pallas_attn import _checks, _device, _dispatch, _transforms
 from pallas_attn._problem import AppendInputs, AppendProblem
 from pallas_attn.cache import KVCache
 
@@ -247,4 +247,6 @@ def _append(inputs: AppendInputs, kind: str, implementation: str | None) -> tupl
     chosen = _dispatch.select(problem, implementation)
     if 0 in (sequences, new_rows):
         return inputs.k_cache, inputs.v_cache
-    return chosen.run(inputs, problem)
+    if chosen.name == "reference":
+        return chosen.run(inputs, problem)
+    return _transforms.append(chosen, problem, inputs)

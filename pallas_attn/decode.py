@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _checks, _device, _dispatch
+from pallas_attn import _checks, _device, _dispatch, _transforms
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.cache import KVCache
 from pallas_attn.masks import CAUSAL, Mask
@@ -121,4 +121,7 @@ def _decode(
     if 0 in rows:
         out = jnp.zeros((*rows, problem.v_head_dim), problem.dtype)
         return out, jnp.zeros((rows[0], rows[2], rows[1]), problem.lse_dtype)
-    return _dispatch.select(problem, implementation).run(inputs, problem)
+    chosen = _dispatch.select(problem, implementation)
+    if chosen.name == "reference":
+        return chosen.run(inputs, problem)
+    return _transforms.decode(chosen, problem, inputs)

@@ -5,6 +5,8 @@ shard_map, and jit with sharded inputs (both kinds of mesh axes), compared with 
 jnp code and, for the shardings, with the collectives of the compiled program.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,9 +122,17 @@ def test_shard_map_checks_and_splits():
     assert_same(jax.jit(mapped)(q, k, v), native(q, k, v))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("kv_heads", [K, 1, N])
-@pytest.mark.parametrize("spec", [P("x", None, "y"), P("x"), P(None, None, "y"), P()])
+@pytest.mark.parametrize(
+    ("kind", "kv_heads", "spec"),
+    [
+        (AxisType.Auto, K, P("x", None, "y")),
+        (AxisType.Auto, K, P("x")),
+        (AxisType.Auto, 1, P("x", None, "y")),
+        (AxisType.Auto, N, P(None, None, "y")),
+        (AxisType.Explicit, K, P("x", None, "y")),
+        (AxisType.Explicit, 1, P(None, None, "y")),
+    ],
+)
 def test_jit_with_sharded_inputs_needs_no_communication(kind, kv_heads, spec):
     mesh = mesh_of(kind)
     q, k, v = normal(0, B, T, N, H), normal(1, B, S, kv_heads, H), normal(2, B, S, kv_heads, HV)
@@ -145,3 +155,101 @@ def test_an_axis_that_cannot_be_split_is_gathered_and_right():
     q, k, v = qkv(B)
     args = [jax.device_put(x, NamedSharding(mesh, P(None, "y"))) for x in (q, k, v)]
     assert_same(jax.jit(through_layer)(*args), native(q, k, v))
+
+
+M, CAPACITY = 4, 24
+CACHES = {
+    "per_sequence": lambda layers: pallas_attn.PerSequenceCache.create(
+        [CAPACITY, 8, 16, CAPACITY], K, H, v_head_dim=HV, layers=layers, dtype=jnp.float32
+    ),
+    "stacked": lambda layers: pallas_attn.StackedCache.create(
+        M, CAPACITY, K, H, v_head_dim=HV, layers=layers, dtype=jnp.float32
+    ),
+    "paged": lambda layers: pallas_attn.PagedCache.create(
+        M, 12, 8, K, H, capacity=CAPACITY, v_head_dim=HV, layers=layers, dtype=jnp.float32
+    ),
+}
+
+
+class InPlaceOfAKernel:
+    """The reference under another name, so that the public functions treat it as a kernel."""
+
+    name = "kernel"
+
+    def __init__(self, table):
+        self.run = _dispatch.TABLES[table][-1].run
+
+    def limit(self, problem):
+        del problem
+
+
+def as_kernels(monkeypatch):
+    for table in ("append", "decode"):
+        monkeypatch.setitem(_dispatch.TABLES, table, (InPlaceOfAKernel(table),))
+
+
+def step(cache, k, v, q, layer):
+    cache = cache.extend(jnp.asarray([2, 0, 3, 1], jnp.int32))
+    cache = pallas_attn.write_kv(cache, k, v, layer=layer)
+    return cache, pallas_attn.decode_attention_with_lse(q, cache, layer=layer)
+
+
+def step_arrays():
+    return normal(5, M, 3, K, H), normal(6, M, 3, K, HV), normal(7, M, 2, N, H)
+
+
+def cache_spec(kind, layered):
+    """The kv heads of every array over the four devices of `y`."""
+    lead = (None,) * ((0 if kind == "per_sequence" else 1) + layered)
+    return P(*lead, "y")
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "axis_type"),
+    [
+        ("per_sequence", None, AxisType.Auto),
+        ("per_sequence", 2, AxisType.Explicit),
+        ("stacked", 2, AxisType.Auto),
+        ("paged", None, AxisType.Explicit),
+        ("paged", 2, AxisType.Auto),
+    ],
+)
+def test_sharded_caches_need_no_communication(monkeypatch, kind, layers, axis_type):
+    layer = 0 if layers is None else jnp.asarray(1, jnp.int32)
+    k, v, q = step_arrays()
+    want_cache, want = step(CACHES[kind](layers), k, v, q, layer)
+    as_kernels(monkeypatch)
+    mesh = mesh_of(axis_type)
+
+    def place(x, spec):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    cache = CACHES[kind](layers)
+    sharded = {
+        name: jax.tree.map(
+            lambda x: place(x, cache_spec(kind, layers is not None)), getattr(cache, name)
+        )
+        for name in ("k", "v")
+    }
+    cache = dataclasses.replace(cache, **sharded)
+    heads = P(None, None, "y")
+    args = (cache, place(k, heads), place(v, heads), place(q, heads), layer)
+    static = () if layers is not None else (4,)
+    compiled = jax.jit(step, static_argnums=static).lower(*args).compile()
+    got_cache, got = compiled(*args[: 5 - len(static)])
+    assert_same(jax.tree.leaves(got_cache), jax.tree.leaves(want_cache))
+    assert_same(got, want)
+    program = compiled.as_text()
+    for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
+        assert f"{collective}(" not in program
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_vmap_of_cache_operations(monkeypatch, kind):
+    k, v, q = (jnp.stack([x, 2 * x]) for x in step_arrays())
+    many = jax.tree.map(lambda x: jnp.stack([x, x]), CACHES[kind](None))
+    batched = jax.vmap(lambda *args: step(*args, 0))
+    want = batched(many, k, v, q)
+    as_kernels(monkeypatch)
+    got = jax.vmap(lambda *args: step(*args, 0))(many, k, v, q)
+    assert_same(jax.tree.leaves(got), jax.tree.leaves(want))
