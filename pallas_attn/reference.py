@@ -96,8 +96,9 @@ def _softmax(logits: Array, sinks: Array | None) -> tuple[Array, Array, Array, A
     """Unnormalised probabilities, their sum (the sink in it), the logit they are relative to, and
     the empty rows.
     """
+    # Not `top == -inf`: XLA's maximum of nothing but NaN is -inf on a CPU.
+    empty = (logits == -jnp.inf).all(axis=-1)
     top = lax.stop_gradient(jnp.max(logits, axis=-1, initial=-jnp.inf))
-    empty = top == -jnp.inf
     if sinks is not None:
         sinks = sinks.astype(logits.dtype)[None, :, None]
         top = jnp.maximum(top, lax.stop_gradient(sinks))
