@@ -23,6 +23,7 @@ from pallas_attn.errors import Limit, UnsupportedError
 Problem = AttentionProblem | AppendProblem | DecodeProblem
 
 NAMES = ("sm90", "sm80", "reference")
+NEWEST = 999  # of the generations that exist or will
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Kernel:
             )
         first, last = self.generations
         if not first <= int(problem.gpu.removeprefix("sm")) <= last:
-            span = f"sm{first}" if first == last else f"sm{first} and up"
+            span = f"sm{first}" if first == last else f"sm{first} and later"
             return Limit(f"it is built for {span}", 'say implementation="reference"')
         return self._module().limit(problem)
 
@@ -157,7 +158,10 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
             ),
         ),
     ),
-    "append": (Reference(_append, lambda problem: "it is one scatter a cache"),),
+    "append": (
+        Kernel("sm80", "append", (80, NEWEST)),
+        Reference(_append, lambda problem: "it is one scatter a cache"),
+    ),
     "decode": (Reference(_decode, lambda problem: "it would copy every cache to a dense array"),),
 }
 
