@@ -41,17 +41,15 @@ class Subject:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`function(*args, implementation=..., **kwargs)`, jitted, computed to the end."""
+        static, arrays = _split(kwargs)
+        run = _fresh if self.generation else _kept  # what is interpreted is traced each time
         with self.active():
-            bound = functools.partial(function, implementation=self.implementation)
-            static = {name: value for name, value in kwargs.items() if not _is_array(value)}
-            arrays = {name: value for name, value in kwargs.items() if name not in static}
-            jitted = jax.jit(lambda args, arrays: bound(*args, **arrays, **static))
+            jitted = run(function, self.implementation, tuple(static.items()))
             return jax.block_until_ready(jitted(args, arrays))
 
     def takes(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
         """Whether the call is not refused. Nothing is computed."""
-        static = {name: value for name, value in kwargs.items() if not _is_array(value)}
-        arrays = {name: value for name, value in kwargs.items() if name not in static}
+        static, arrays = _split(kwargs)
 
         def traced(args, arrays):
             return function(*args, implementation=self.implementation, **arrays, **static)
@@ -98,6 +96,19 @@ def pairs(cases: Iterable[Any], call: Callable[[Any], tuple[Any, dict[str, Any]]
     ]
 
 
-def _is_array(value: Any) -> bool:
-    leaves = jax.tree.leaves(value)
-    return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
+def _fresh(function, implementation, static):
+    bound = functools.partial(function, implementation=implementation, **dict(static))
+    return jax.jit(lambda args, arrays: bound(*args, **arrays))
+
+
+_kept = functools.lru_cache(maxsize=None)(_fresh)
+
+
+def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The static arguments and the arrays (and trees of them)."""
+    arrays = {
+        name: value
+        for name, value in kwargs.items()
+        if (leaves := jax.tree.leaves(value)) and all(hasattr(leaf, "shape") for leaf in leaves)
+    }
+    return {name: value for name, value in kwargs.items() if name not in arrays}, arrays

@@ -51,9 +51,7 @@ def test_allows_is_the_definition(mask):
 def test_allows_is_the_same_in_numpy_and_jax(mask):
     q_pos, kv_pos = np.arange(-2, 5, dtype=np.int32)[:, None], np.arange(6, dtype=np.int32)[None]
     wanted = [[seen(mask, p, j, 4) for j in range(6)] for p in range(-2, 5)]
-    np.testing.assert_array_equal(
-        np.broadcast_to(mask.allows(q_pos, kv_pos, 4), (7, 6)), wanted
-    )
+    np.testing.assert_array_equal(np.broadcast_to(mask.allows(q_pos, kv_pos, 4), (7, 6)), wanted)
     got = mask.allows(jnp.asarray(q_pos), jnp.asarray(kv_pos), jnp.int32(4))
     assert isinstance(got, jax.Array)
     np.testing.assert_array_equal(np.broadcast_to(got, (7, 6)), wanted)
@@ -88,9 +86,7 @@ def test_kv_range_holds_every_key_that_somebody_sees_and_is_tight(mask):
     for (q_lo, q_hi), offset, kv_len in itertools.product(tiles(5), (-2, 0, 4), (0, 3, 8)):
         lo, hi = mask.kv_range(q_lo + offset, q_hi + offset, kv_len)
         some = [
-            j
-            for j in range(kv_len)
-            if any(seen(mask, p + offset, j) for p in range(q_lo, q_hi))
+            j for j in range(kv_len) if any(seen(mask, p + offset, j) for p in range(q_lo, q_hi))
         ]
         assert 0 <= lo and hi <= kv_len
         # A band of adjacent diagonals: the union over adjacent rows has no hole, so the bound is it.
@@ -102,9 +98,7 @@ def test_kv_full_range_is_what_everybody_sees(mask):
     for (q_lo, q_hi), offset, kv_len in itertools.product(tiles(5), (-2, 0, 4), (0, 3, 8)):
         lo, hi = mask.kv_full_range(q_lo + offset, q_hi + offset, kv_len)
         every = [
-            j
-            for j in range(kv_len)
-            if all(seen(mask, p + offset, j) for p in range(q_lo, q_hi))
+            j for j in range(kv_len) if all(seen(mask, p + offset, j) for p in range(q_lo, q_hi))
         ]
         assert list(range(lo, hi)) == every
 
@@ -113,9 +107,7 @@ def test_kv_full_range_is_what_everybody_sees(mask):
 def test_q_range_holds_every_query_that_sees_some_key_and_is_tight(mask):
     for (kv_lo, kv_hi), (q_lo, q_hi) in itertools.product(tiles(5), ((0, 6), (-3, 4), (2, 3))):
         lo, hi = mask.q_range(kv_lo, kv_hi, q_lo, q_hi)
-        some = [
-            p for p in range(q_lo, q_hi) if any(seen(mask, p, j) for j in range(kv_lo, kv_hi))
-        ]
+        some = [p for p in range(q_lo, q_hi) if any(seen(mask, p, j) for j in range(kv_lo, kv_hi))]
         assert q_lo <= lo and hi <= q_hi
         assert list(range(lo, hi)) == some
 

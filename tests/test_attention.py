@@ -1,0 +1,475 @@
+"""flash_attention: the definition, by three witnesses, and every row of the table of semantics."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import CAUSAL, FULL, Mask, sliding_window
+from tests import budget, subjects, witness
+
+
+def draw(rng, *shape, dtype="float32", scale=1.0):
+    return jnp.asarray((rng.standard_normal(shape) * scale).astype(jnp.dtype(dtype)))
+
+
+def qkv(rng, shape, dtype="float32"):
+    batch, q_len, kv_len, q_heads, kv_heads, dim, v_dim = shape
+    return (
+        draw(rng, batch, q_len, q_heads, dim, dtype=dtype),
+        draw(rng, batch, kv_len, kv_heads, dim, dtype=dtype),
+        draw(rng, batch, kv_len, kv_heads, v_dim, dtype=dtype),
+    )
+
+
+def by_loops(q, k, v, mask=FULL, **options):
+    return witness.attention(q, k, v, left=mask.left, right=mask.right, **options)
+
+
+def in_float64(q, k, v, **options):
+    """The public call in float64; any array option that is a float too."""
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in (q, k, v)]
+        arrays = {
+            name: jnp.asarray(np.asarray(x), jnp.float64) if name in ("bias", "sinks") else x
+            for name, x in options.items()
+            if hasattr(x, "shape") or isinstance(x, tuple)
+        }
+        static = {name: x for name, x in options.items() if name not in arrays}
+
+        @jax.jit
+        def run(wide, arrays):
+            return pa.flash_attention_with_lse(*wide, **arrays, **static)
+
+        return [np.asarray(x) for x in run(wide, arrays)]
+
+
+# ---- the oracle against loops written from the definition -----------------------------------------
+
+# (B, T, S, N, K, H, Hv)
+SHAPES = {
+    "t_below_s": (2, 5, 7, 4, 2, 8, 6),
+    "t_equals_s": (2, 6, 6, 2, 2, 4, 4),
+    "t_above_s": (2, 7, 4, 3, 1, 4, 8),
+}
+GROUPS = {f"group{g}": (1, 4, 5, g * 2, 2, 4, 4) for g in (1, 4, 7, 8)}
+
+
+def options(rng, shape):
+    """Every argument alone, then together."""
+    batch, q_len, kv_len, q_heads = shape[:4]
+    ids = rng.integers(0, 2, (batch, q_len)), rng.integers(0, 2, (batch, kv_len))
+    arrays = {
+        "q_offset": jnp.asarray([3, -2][:batch], jnp.int32),
+        "q_lengths": jnp.asarray([q_len, 2][:batch], jnp.int32),
+        "kv_lengths": jnp.asarray([0, 3][:batch], jnp.int32),
+        "segment_ids": tuple(jnp.asarray(one, jnp.int32) for one in ids),
+        "bias": draw(rng, batch, q_heads, q_len, kv_len),
+        "mask_array": jnp.asarray(rng.random((batch, 1, q_len, kv_len)) < 0.7),
+        "sinks": draw(rng, q_heads),
+    }
+    alone = {name: {name: array} for name, array in arrays.items()}
+    statics = {
+        "nothing": {},
+        "causal": {"mask": CAUSAL},
+        "strictly_causal": {"mask": Mask(right=-1)},
+        "window": {"mask": sliding_window(2), "q_offset": 1},
+        "band": {"mask": Mask(1, 2)},
+        "lookback": {"mask": Mask(left=0)},
+        "offset": {"mask": CAUSAL, "q_offset": kv_len - q_len},
+        "scale": {"scale": -1.7},
+        "softcap": {"softcap": 0.5, "scale": 3.0},
+        "bias_row": {"bias": draw(rng, 1, 1, q_len, 1)},
+        "bias_2d": {"bias": draw(rng, q_len, kv_len)},
+        "bias_key": {"bias": draw(rng, kv_len)},
+        "mask_2d": {"mask_array": arrays["mask_array"][0, 0]},
+        "offsets": {"mask": sliding_window(3), "q_offset": arrays["q_offset"]},
+        "sinks_and_empty_rows": {
+            "mask": Mask(right=-1),
+            "sinks": arrays["sinks"],
+            "kv_lengths": arrays["kv_lengths"],
+        },
+        "everything": {"mask": Mask(3, 1), "scale": 0.9, "softcap": 2.0, **arrays},
+    }
+    return alone | statics
+
+
+NAMES = tuple(options(np.random.default_rng(0), SHAPES["t_below_s"]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_oracle_is_the_definition(rng, shape, name):
+    chosen = options(rng, SHAPES[shape])[name]
+    arrays = qkv(rng, SHAPES[shape])
+    got = in_float64(*arrays, **chosen)
+    for have, want in zip(got, by_loops(*arrays, **chosen), strict=True):
+        assert have.dtype == np.float64
+        np.testing.assert_allclose(have, want, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", GROUPS)
+def test_query_head_n_reads_kv_head_n_over_group(rng, shape):
+    arrays = qkv(rng, GROUPS[shape])
+    for have, want in zip(in_float64(*arrays), by_loops(*arrays), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-12, atol=1e-13)
+
+
+def test_one_segment_array_serves_both_sides(rng):
+    arrays = qkv(rng, SHAPES["t_equals_s"])
+    ids = jnp.asarray(rng.integers(0, 3, (2, 6)), jnp.int32)
+    one = pa.flash_attention(*arrays, segment_ids=ids)
+    np.testing.assert_array_equal(one, pa.flash_attention(*arrays, segment_ids=(ids, ids)))
+    packed = pa.flash_attention(
+        *arrays, mask=CAUSAL, segment_ids=jnp.asarray([[0, 0, 1, 1, 1, 2]] * 2)
+    )
+    for lo, hi in ((0, 2), (2, 5), (5, 6)):  # packed sequences are as good as separate ones
+        alone = pa.flash_attention(*(x[:, lo:hi] for x in arrays), mask=CAUSAL)
+        np.testing.assert_allclose(packed[:, lo:hi], alone, rtol=1e-5, atol=1e-6)
+
+
+# ---- by hand --------------------------------------------------------------------------------------
+
+
+def test_three_by_three_by_hand():
+    """q k^T = [[ln 2, 0, 0], [0, ln 3, 0], [0, 0, 0]]: the weights are 1/4, 1/5 and 1/3."""
+    q = jnp.asarray([[np.log(2), 0, 0], [0, np.log(3), 0], [0, 0, 0]], jnp.float32)[None, :, None]
+    k = jnp.eye(3)[None, :, None]
+    v = jnp.asarray([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]])[None, :, None]
+    out, lse = pa.flash_attention_with_lse(q, k, v, scale=1.0)
+    rows = [(2 * 1 + 2 + 4) / 4, (1 + 3 * 2 + 4) / 5, (1 + 2 + 4) / 3]
+    wanted = np.array([[x, 10 * x] for x in rows])
+    np.testing.assert_allclose(out[0, :, 0], wanted, rtol=1e-6)
+    np.testing.assert_allclose(lse[0, 0], np.log([4, 5, 3]), rtol=1e-6)
+    out, lse = pa.flash_attention_with_lse(q, k, v, scale=1.0, mask=CAUSAL)
+    rows = [1.0, (1 + 3 * 2) / 4, (1 + 2 + 4) / 3]
+    np.testing.assert_allclose(out[0, :, 0], [[x, 10 * x] for x in rows], rtol=1e-6)
+    np.testing.assert_allclose(lse[0, 0], np.log([2, 4, 3]), rtol=1e-6)
+    # A sink of ln 4 adds 4 to every denominator and nothing to any numerator.
+    sinks = jnp.log(jnp.asarray([4.0]))
+    out = pa.flash_attention(q, k, v, scale=1.0, sinks=sinks)
+    rows = [8 / 8, 11 / 9, 7 / 7]
+    np.testing.assert_allclose(out[0, :, 0, 0], rows, rtol=1e-6)
+
+
+# ---- the shapes of the two ancestors ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes, mask",
+    [
+        ((2, 16, 16, 32, 32), FULL),
+        ((1, 32, 32, 64, 64), CAUSAL),
+        ((4, 10, 20, 32, 48), FULL),
+        ((1, 8, 24, 16, 16), FULL),
+        ((1, 5, 9, 256, 256), CAUSAL),
+    ],
+    ids=str,
+)
+def test_ancestor_shapes(rng, sizes, mask):
+    """(BH, N_q, N_k, d, d_v), float32."""
+    heads, q_len, kv_len, dim, v_dim = sizes
+    arrays = qkv(rng, (heads, q_len, kv_len, 1, 1, dim, v_dim))
+    out, lse = pa.flash_attention_with_lse(*arrays, mask=mask)
+    assert out.shape == (heads, q_len, 1, v_dim) and lse.shape == (heads, 1, q_len)
+    budget.check(
+        {"out": out, "lse": lse}, budget.attention(dict(zip("qkv", arrays, strict=True), mask=mask))
+    )
+    if mask == CAUSAL:  # the first row sees one key
+        np.testing.assert_array_equal(out[:, 0], arrays[2][:, 0])
+
+
+def test_uniform_attention_is_the_mean_of_v(rng):
+    q, k, v = qkv(rng, (1, 8, 24, 1, 1, 16, 16))
+    out = pa.flash_attention(jnp.zeros_like(q), k, v)
+    np.testing.assert_allclose(out[0, :, 0], np.tile(v.mean(1)[0], (8, 1)), atol=1e-6)
+
+
+# ---- jax.nn -----------------------------------------------------------------------------------------
+
+
+def test_dot_product_attention_has_jax_nns_signature():
+    def arguments(function):
+        parameters = inspect.signature(function).parameters.values()
+        return [(p.name, p.kind, p.default) for p in parameters]
+
+    assert arguments(pa.dot_product_attention) == arguments(jax.nn.dot_product_attention)
+
+
+def jax_nn_cases(rng):
+    lengths = {
+        "query_seq_lengths": jnp.asarray([3, 5], jnp.int32),
+        "key_value_seq_lengths": jnp.asarray([7, 4], jnp.int32),
+    }
+    bias = draw(rng, 2, 4, 5, 7)
+    mask = jnp.asarray(rng.random((2, 1, 5, 7)) < 0.7).at[..., 0].set(True)
+    return {
+        "nothing": {},
+        "causal": {"is_causal": True},
+        "scale": {"scale": 0.3},
+        "bias": {"bias": bias},
+        "bias_3d": {"bias": bias[0]},
+        "bias_heads": {"bias": bias[:1, :, :1]},
+        "mask": {"mask": mask},
+        "mask_heads": {"mask": jnp.broadcast_to(mask, (2, 4, 5, 7))},
+        "lengths": lengths,
+        "kv_lengths": {"key_value_seq_lengths": lengths["key_value_seq_lengths"]},
+        "window": {"local_window_size": 2},
+        "window_pair": {"local_window_size": (1, 3)},
+        "window_causal": {"local_window_size": (2, 3), "is_causal": True},
+        "everything": {
+            "bias": bias,
+            "mask": mask,
+            "scale": 0.5,
+            "is_causal": True,
+            "key_value_seq_lengths": lengths["key_value_seq_lengths"],
+            "local_window_size": (4, 4),
+        },
+    }
+
+
+@pytest.mark.parametrize("name", jax_nn_cases(np.random.default_rng(0)))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dot_product_attention_is_jax_nns(rng, dtype, name):
+    chosen = jax_nn_cases(rng)[name]
+    q, k, v = qkv(rng, (2, 5, 7, 4, 2, 8, 8), dtype)
+    if "bias" in chosen:  # under strict promotion jax.nn wants the bias in the logits' float32
+        chosen = chosen | {"bias": chosen["bias"].astype("float32")}
+    static = {n: x for n, x in chosen.items() if not hasattr(x, "shape")}
+    arrays = {n: x for n, x in chosen.items() if n not in static}
+
+    def both(function):
+        run = jax.jit(lambda a: function(q, k, v, return_residual=True, **a, **static))
+        return [np.asarray(x, np.float32) for x in run(arrays)]
+
+    with jax.numpy_dtype_promotion("standard"):
+        wanted = both(jax.nn.dot_product_attention)
+    got = both(pa.dot_product_attention)
+    rows = np.ones((2, 5, 1), bool)
+    if "query_seq_lengths" in chosen:  # past q's length jax.nn's residual means nothing
+        rows[0, 3:] = False
+    if "mask" in chosen and name != "everything":
+        rows &= True  # every row sees key 0: see jax_nn_cases
+    tolerance = {"rtol": 2e-5, "atol": 2e-6} if dtype == "float32" else {"rtol": 2e-2, "atol": 1e-2}
+    np.testing.assert_allclose(got[0], wanted[0], **tolerance)
+    np.testing.assert_allclose(got[1], np.where(rows, wanted[1], -np.inf), **tolerance)
+
+
+def test_dot_product_attention_without_a_batch(rng):
+    q, k, v = (x[0] for x in qkv(rng, (1, 5, 7, 4, 2, 8, 8)))
+    for residual in (False, True):
+        got = pa.dot_product_attention(q, k, v, return_residual=residual)
+        theirs = functools.partial(jax.nn.dot_product_attention, return_residual=residual)
+        wanted = jax.jit(theirs)(q, k, v)
+        for have, want in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            assert have.shape == want.shape
+            np.testing.assert_allclose(have, want, rtol=2e-5, atol=2e-6)
+
+
+def test_dot_product_attention_takes_jax_nns_implementations_and_numpy(rng):
+    arrays = [np.asarray(x) for x in qkv(rng, SHAPES["t_equals_s"])]
+    wanted = pa.dot_product_attention(*arrays)
+    assert isinstance(wanted, jax.Array)
+    for name in (None, "xla", "cudnn", "reference"):
+        np.testing.assert_array_equal(
+            pa.dot_product_attention(*arrays, implementation=name), wanted
+        )
+
+
+def test_where_dot_product_attention_differs_on_purpose(rng):
+    q, k, v = qkv(rng, (1, 4, 4, 1, 1, 8, 8))
+    hidden = jnp.ones((1, 1, 4, 4), bool).at[0, 0, 2].set(False)
+    theirs = jax.jit(jax.nn.dot_product_attention)(q, k, v, mask=hidden)
+    ours, lse = pa.dot_product_attention(q, k, v, mask=hidden, return_residual=True)
+    np.testing.assert_allclose(theirs[0, 2], v.mean(1)[0], rtol=1e-5, atol=1e-6)
+    assert not ours[0, 2].any() and lse[0, 2, 0] == -jnp.inf
+
+    def gradient(function):
+        return jax.jit(jax.grad(lambda q: function(q, k, v, return_residual=True)[1].sum()))(q)
+
+    assert not gradient(jax.nn.dot_product_attention).any()
+    assert gradient(lambda *x, **y: pa.dot_product_attention(*x, **y)).any()
+    low = [x.astype("bfloat16") for x in (q, k, v)]
+    assert pa.dot_product_attention(*low, return_residual=True)[1].dtype == jnp.float32
+
+
+# ---- what every implementation must do: once for every row of the table -------------------------------
+
+each_subject = pytest.mark.parametrize("subject", subjects.rows())
+READOUTS = [
+    FULL,
+    CAUSAL,
+    sliding_window(1),
+    sliding_window(9),
+    Mask(3, 5),
+    Mask(left=4),
+    Mask(right=7),
+    Mask(right=-1),
+    Mask(-2, 30),
+]
+
+
+@each_subject
+@pytest.mark.parametrize("offset", [0, 24, -5])
+@pytest.mark.parametrize("mask", READOUTS, ids=str)
+def test_mask_readout(subject, mask, offset):
+    """q = 0 makes the weights equal, v = 1 makes the output show them."""
+    q_len, kv_len, length = 40, 64, 50
+    q = jnp.zeros((1, q_len, 1, 64), subject.dtype)
+    k = jnp.ones((1, kv_len, 1, 64), subject.dtype)
+    v = jnp.eye(kv_len, dtype=subject.dtype)[None, :, None]
+    lengths = jnp.asarray([length], jnp.int32)
+    out, lse = subject.call(
+        pa.flash_attention_with_lse, q, k, v, mask=mask, q_offset=offset, kv_lengths=lengths
+    )
+    seen = mask.dense(q_len, kv_len, q_offset=offset, kv_length=length)
+    count = seen.sum(1, keepdims=True)
+    np.testing.assert_array_equal(np.asarray(out[0, :, 0]) > 0, seen)
+    np.testing.assert_allclose(
+        np.asarray(out[0, :, 0], np.float32), seen / np.maximum(count, 1), rtol=2**-7, atol=0
+    )
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(lse[0, 0], np.log(count[:, 0]), rtol=1e-5, atol=1e-6)
+
+
+def small(rng, subject, **changes):
+    sizes = {
+        "batch": 2,
+        "q_len": 40,
+        "kv_len": 70,
+        "q_heads": 2,
+        "kv_heads": 1,
+        "dim": 64,
+        "v_dim": 64,
+    }
+    return qkv(rng, tuple((sizes | changes).values()), subject.dtype)
+
+
+@each_subject
+def test_rows_that_see_nothing(rng, subject):
+    q, k, v = small(rng, subject)
+    out, lse = subject.call(
+        pa.flash_attention_with_lse,
+        *(q, k, v),
+        mask=CAUSAL,
+        q_offset=-3,
+        kv_lengths=jnp.asarray([0, 50], jnp.int32),
+    )
+    assert not out[0].any() and np.all(lse[0] == -np.inf)
+    assert not out[1, :3].any() and np.all(lse[1, :, :3] == -np.inf)
+    assert np.asarray(out[1, 3:]).all() and np.isfinite(lse[1, :, 3:]).all()
+    assert out.dtype == q.dtype and lse.dtype == jnp.float32
+
+
+@each_subject
+@pytest.mark.parametrize("empty", ["batch", "q_len", "kv_len"])
+def test_empty_axes(rng, subject, empty):
+    q, k, v = small(rng, subject, **{empty: 0})
+    out, lse = subject.call(pa.flash_attention_with_lse, q, k, v, mask=CAUSAL)
+    assert out.shape == (*q.shape[:3], 64) and out.dtype == q.dtype
+    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and lse.dtype == jnp.float32
+    assert not out.any() and np.all(lse == -np.inf)
+
+
+@each_subject
+def test_nan_past_a_length_is_never_read(rng, subject):
+    q, k, v = small(rng, subject)
+    q_lengths, kv_lengths = jnp.asarray([40, 7], jnp.int32), jnp.asarray([0, 33], jnp.int32)
+
+    def filled(x, lengths, fill):
+        x = np.array(x)
+        for row, length in zip(x, np.asarray(lengths), strict=True):
+            row[length:] = fill
+        return x
+
+    def call(fill):
+        rows = [filled(x, y, fill) for x, y in ((q, q_lengths), (k, kv_lengths), (v, kv_lengths))]
+        lengths = {"q_lengths": q_lengths, "kv_lengths": kv_lengths}
+        return subject.call(pa.flash_attention_with_lse, *rows, mask=CAUSAL, **lengths)
+
+    clean = call(0)
+    for fill in (np.nan, np.inf):
+        for have, want in zip(call(fill), clean, strict=True):
+            np.testing.assert_array_equal(have, want)
+    assert not clean[0][1, 7:].any() and np.all(clean[1][1, :, 7:] == -np.inf)
+    assert np.isfinite(np.asarray(clean[0], np.float32)).all()
+
+
+@each_subject
+def test_nan_and_inf_in_live_input_propagate(rng, subject):
+    q, k, v = small(rng, subject)
+
+    def out(q, k, v):
+        return np.asarray(subject.call(pa.flash_attention, q, k, v), np.float32)
+
+    assert np.isnan(out(q, k.at[0, 5, 0, 3].set(np.nan), v)[0]).all()
+    assert np.isfinite(out(q, k.at[0, 5, 0, 3].set(np.nan), v)[1]).all()
+    got = out(q.at[1, 4, 1, 0].set(np.nan), k, v)
+    assert np.isnan(got[1, 4, 1]).all() and np.isnan(got).sum() == 64
+    got = out(q, k, v.at[0, 5, 0, 3].set(np.inf))
+    assert np.all(got[0, :, :, 3] == np.inf) and np.isfinite(np.delete(got, 3, -1)).all()
+    got = out(q, k, v.at[0, 5, 0, 3].set(np.nan))
+    assert np.isnan(got[0, :, :, 3]).all() and np.isfinite(np.delete(got, 3, -1)).all()
+
+
+@each_subject
+def test_huge_logits_under_a_softcap(rng, subject):
+    q, k, v = small(rng, subject)
+    arguments = {"q": q * 1000, "k": k * 1000, "v": v, "softcap": 5.0}
+    out, lse = subject.call(pa.flash_attention_with_lse, **arguments)
+    budget.check({"out": out, "lse": lse}, budget.attention(arguments))
+
+
+@each_subject
+def test_huge_logits_without_one_do_not_overflow(rng, subject):
+    q, k, v = small(rng, subject)
+    out, lse = subject.call(pa.flash_attention_with_lse, q * 1000, k * 1000, v)
+    assert np.isfinite(np.asarray(out, np.float32)).all() and np.isfinite(lse).all()
+    wanted = (q[..., :] * 1000).astype("float32"), (k * 1000).astype("float32")
+    logits = (
+        np.einsum("btnh,bsh->bnts", *(np.asarray(x) for x in (wanted[0], wanted[1][:, :, 0]))) / 8
+    )
+    np.testing.assert_allclose(lse, logits.max(-1), rtol=1e-5)  # one key takes it all
+
+
+def test_a_bias_of_minus_infinity_hides_a_key(rng):
+    q, k, v = qkv(rng, (2, 5, 7, 4, 2, 8, 6))
+    hidden = jnp.asarray(rng.random((2, 4, 5, 7)) < 0.3).at[0, 1, 2].set(True)
+    bias = jnp.where(hidden, -jnp.inf, 0.0)
+    got = pa.flash_attention_with_lse(q, k, v, bias=bias)
+    for have, want in zip(got, by_loops(q, k, v, bias=bias), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-6)
+    for have, want in zip(
+        got, pa.flash_attention_with_lse(q, k, v, mask_array=~hidden), strict=True
+    ):
+        np.testing.assert_array_equal(have, want)
+    assert not got[0][0, 2, 1].any() and got[1][0, 1, 2] == -jnp.inf
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_dtypes(rng, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        q, k, v = (jnp.asarray(np.asarray(x), dtype) for x in qkv(rng, (1, 4, 5, 2, 1, 8, 4)))
+        out, lse = pa.flash_attention_with_lse(q, k, v)
+        assert out.dtype == dtype
+        assert lse.dtype == ("float64" if dtype == "float64" else "float32")
+
+
+@pytest.mark.parametrize("value", ["default", "highest", "float32", "tensorfloat32", None])
+def test_precision_is_read_as_jax_reads_it(rng, value):
+    arrays = qkv(rng, (1, 4, 5, 2, 1, 8, 4))
+    wanted = pa.flash_attention(*arrays)
+    np.testing.assert_array_equal(pa.flash_attention(*arrays, precision=value), wanted)
+    with jax.default_matmul_precision("highest"):
+        np.testing.assert_array_equal(pa.flash_attention(*arrays, precision=value), wanted)
+
+
+def test_same_inputs_same_bits(rng):
+    arrays = qkv(rng, (2, 5, 7, 4, 2, 8, 6), "bfloat16")
+    run = jax.jit(lambda *arrays: pa.flash_attention_with_lse(*arrays, mask=CAUSAL))
+    for one, other in zip(run(*arrays), run(*arrays), strict=True):
+        np.testing.assert_array_equal(one, other)
