@@ -404,35 +404,40 @@ class PagedCache(KVCache):
         """Make sequence `target` a copy of the first `length` rows (default: all) of sequence
         `source`.
 
-        What `target` held is freed. Full pages are shared, a page only partly within `length` is
-        copied (in every layer) since both will write to it. Where the pool has no page for that
-        copy, `overflowed[target]` says so.
+        What `target` held is freed; `target` may be `source`, which is then cut to `length`. Full
+        pages are shared, a page only partly within `length` is copied (in every layer) since both
+        will write to it. Where the pool has no page for that copy, or `source` lost rows before
+        `length`, `overflowed[target]` says so.
         """
         source, target = (
             self._index(name, x) for name, x in (("source", source), ("target", target))
         )
-        cache = self.free(jnp.arange(self.num_sequences, dtype=jnp.int32) == target)
         held = self.lengths[source]
         length = held if length is None else jnp.clip(jnp.asarray(length, jnp.int32), 0, held)
         full, part = length // self.page_size, length % self.page_size
-        slots = jnp.arange(self.page_table.shape[1], dtype=jnp.int32)
-        row = cache.page_table[source]
+        width = self.page_table.shape[1]
+        slots = jnp.arange(width, dtype=jnp.int32)
+        row = self.page_table[source]
         shared = jnp.where(slots < full, row, NO_PAGE)
         kept = jnp.where(shared >= 0, shared, self.pages)
-        granted = (part > 0) & (cache.num_free > 0)
-        fresh = jnp.take(cache.free_list, cache.num_free - 1, mode="clip")
-        partial_slot = (slots == full) & (part > 0)
-        row_of_target = jnp.where(partial_slot, jnp.where(granted, fresh, LOST), shared)
+        # Held once more before they are freed: `target` may be `source`.
+        cache = dataclasses.replace(self, holders=self.holders.at[kept].add(1, mode="drop"))
+        cache = cache.free(jnp.arange(self.num_sequences, dtype=jnp.int32) == target)
         from_page = jnp.take(row, full, mode="clip")
-        into_page = jnp.where(granted & (from_page >= 0), fresh, self.pages)
-        holders = cache.holders.at[kept].add(1, mode="drop")
+        wanted = (part > 0) & (full < width)
+        granted = wanted & (from_page >= 0) & (cache.num_free > 0)
+        fresh = jnp.take(cache.free_list, cache.num_free - 1, mode="clip")
+        row_of_target = jnp.where(
+            (slots == full) & wanted, jnp.where(granted, fresh, LOST), shared
+        )
+        into_page = jnp.where(granted, fresh, self.pages)
         return dataclasses.replace(
             cache,
             k=_copy_page(cache.k, from_page, into_page),
             v=_copy_page(cache.v, from_page, into_page),
             page_table=cache.page_table.at[target].set(row_of_target),
             num_free=cache.num_free - granted.astype(jnp.int32),
-            holders=holders.at[jnp.where(granted, fresh, self.pages)].add(1, mode="drop"),
+            holders=cache.holders.at[into_page].add(1, mode="drop"),
             lengths=cache.lengths.at[target].set(length),
             new_lengths=cache.new_lengths.at[target].set(0),
         )
