@@ -1,4 +1,4 @@
-"""The environment of every test: eight CPU devices, strict jax, a seed that is said, no silent skip.
+"""The environment of every test: eight CPU devices, strict jax, a printed seed, no silent skip.
 
 What has to be settled before jax is imported is settled while this file is imported; what depends
 on the command line in `pytest_configure`, before jax looks for its devices.

@@ -48,9 +48,9 @@ def in_float64(q, k, v, **options):
         return [np.asarray(x) for x in run(wide, arrays)]
 
 
-# ---- the oracle against loops written from the definition -----------------------------------------
+# ---- the oracle against loops written from the definition ----------------------------------------
 
-# (B, T, S, N, K, H, Hv)
+# Sizes: B, T, S, N, K, H, Hv.
 SHAPES = {
     "t_below_s": (2, 5, 7, 4, 2, 8, 6),
     "t_equals_s": (2, 6, 6, 2, 2, 4, 4),
@@ -132,7 +132,7 @@ def test_one_segment_array_serves_both_sides(rng):
         np.testing.assert_allclose(packed[:, lo:hi], alone, rtol=1e-5, atol=1e-6)
 
 
-# ---- by hand --------------------------------------------------------------------------------------
+# ---- by hand -------------------------------------------------------------------------------------
 
 
 def test_three_by_three_by_hand():
@@ -156,7 +156,7 @@ def test_three_by_three_by_hand():
     np.testing.assert_allclose(out[0, :, 0, 0], rows, rtol=1e-6)
 
 
-# ---- the shapes of the two ancestors ----------------------------------------------------------------
+# ---- the shapes of the two ancestors -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_uniform_attention_is_the_mean_of_v(rng):
     np.testing.assert_allclose(out[0, :, 0], np.tile(v.mean(1)[0], (8, 1)), atol=1e-6)
 
 
-# ---- jax.nn -----------------------------------------------------------------------------------------
+# ---- jax.nn --------------------------------------------------------------------------------------
 
 
 def test_dot_product_attention_has_jax_nns_signature():
@@ -297,7 +297,7 @@ def test_where_dot_product_attention_differs_on_purpose(rng):
     assert pa.dot_product_attention(*low, return_residual=True)[1].dtype == jnp.float32
 
 
-# ---- what every implementation must do: once for every row of the table -------------------------------
+# ---- what every implementation must do: once for every row of the table --------------------------
 
 each_subject = pytest.mark.parametrize("subject", subjects.rows())
 READOUTS = [

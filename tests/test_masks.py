@@ -88,8 +88,8 @@ def test_kv_range_holds_every_key_that_somebody_sees_and_is_tight(mask):
         some = [
             j for j in range(kv_len) if any(seen(mask, p + offset, j) for p in range(q_lo, q_hi))
         ]
-        assert 0 <= lo and hi <= kv_len
-        # A band of adjacent diagonals: the union over adjacent rows has no hole, so the bound is it.
+        assert lo >= 0 and hi <= kv_len
+        # The union of a band over adjacent rows has no hole: the bound is tight.
         assert list(range(lo, hi)) == some
 
 
@@ -144,8 +144,8 @@ def test_and_shows_what_both_show(one, other):
 
 
 def test_names():
-    assert FULL == Mask() and FULL.is_full and not CAUSAL.is_full
-    assert CAUSAL == Mask(right=0)
+    assert Mask() == FULL and FULL.is_full and not CAUSAL.is_full
+    assert Mask(right=0) == CAUSAL
     assert sliding_window(1) == Mask(0, 0)
     assert sliding_window(np.int64(4)) == Mask(3, 0)
     assert (Mask(3, 0) & FULL) == Mask(3, 0)

@@ -69,8 +69,7 @@ def append(cache, new, start, new_lengths=None):
         for i in range(count):
             at = int(start[m]) + i
             if int(start[m]) >= 0 and at < cache[m].shape[1]:
-                for head in range(cache[m].shape[0]):
-                    cache[m][head, at] = rows[i, head]
+                cache[m][:, at] = rows[i]
     return cache
 
 
@@ -149,20 +148,19 @@ class PagedModel:
         self.rows[m], self.counts[m], self.held[m], self.lost[m] = [], 0, [], False
 
     def fork(self, source, target, length=None):
-        if source == target:
-            raise ValueError("the model has no answer")
         length = self.counts[source] if length is None else min(max(length, 0), self.counts[source])
+        rows, held = list(self.rows[source][:length]), list(self.held[source])
         self.free(target)
         full, part = divmod(length, self.page_size)
-        self.rows[target] = list(self.rows[source][:length])
         self.counts[target] = length
-        self.held[target] = list(self.held[source][:full])
-        if part:
+        self.held[target] = held[:full]
+        self.lost[target] = len(held) < min(-(-length // self.page_size), self.width)
+        if part and full < len(held):  # the page that both would go on writing to
             if self.in_use < self.pages:
                 self._take(target, 1)
             else:
                 self.lost[target] = True
-                del self.rows[target][full * self.page_size :]
+        self.rows[target] = rows[: len(self.held[target]) * self.page_size]
 
     def overflowed(self, m):
         return self.lost[m] or self.counts[m] > self.width * self.page_size
