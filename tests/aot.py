@@ -1,9 +1,8 @@
 """Ahead-of-time compilation for GPUs that are not here: down to SASS, with what ptxas and XLA said on the way.
 
-`compile_for(f, *shapes, target="h100")` hands `f` to a worker process, one a GPU generation (code
-lowered for one and compiled for another can abort a process), which lives until the tests end. `f`
-travels by pickle: a function of a module, or a `functools.partial` of one. The worker needs the
-`aot` extra; `available()` says whether it is installed.
+`compile_for(f, *shapes, target="h100")` hands `f` to a worker process, one a GPU generation (code lowered for one and
+compiled for another can abort a process), which lives until the tests end. `f` travels by pickle: a function of a
+module, or a `functools.partial` of one. The worker needs the `aot` extra; `available()` says whether it is installed.
 """
 
 import atexit
@@ -21,9 +20,8 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-# What XLA wants to know of a GPU, from the vendor's data sheets and CUDA's table of compute
-# capabilities: capability, multiprocessors, shared memory of one and of a block (KiB), L2 (MiB),
-# clock (GHz), memory (GB), TB/s.
+# What XLA wants to know of a GPU, from the vendor's data sheets and CUDA's table of compute capabilities:
+# capability, multiprocessors, shared memory of one and of a block (KiB), L2 (MiB), clock (GHz), memory (GB), TB/s.
 _GPUS = {
     "a100": ("major: 8 minor: 0", 108, 164, 163, 40, 1.41, 80, 2.04, "NVIDIA A100-SXM4-80GB"),
     "h100": (

@@ -58,7 +58,10 @@ class Case:
 
     @property
     def problem(self) -> AppendProblem:
-        dims = (self.head_dim, self.head_dim if self.v_head_dim is None else self.v_head_dim or None)
+        dims = (
+            self.head_dim,
+            self.head_dim if self.v_head_dim is None else self.v_head_dim or None,
+        )
         paged = self.kind == "paged"
         return AppendProblem(
             gpu="sm90",
@@ -196,11 +199,7 @@ CASES: tuple[Case, ...] = (
     *_every(ragged=True, sequences=9),
     *_every(new_rows=300, capacity=288, sequences=2, kv_heads=2, head_dim=16, page_size=16),
     *_every(new_rows=300, capacity=400, sequences=5, ragged=True, kv_heads=3, page_size=8),
-    *(
-        Case(kind, 3, 2, *shape)
-        for shape in _SHAPES
-        for kind in ("per_sequence", "paged")
-    ),
+    *(Case(kind, 3, 2, *shape) for shape in _SHAPES for kind in ("per_sequence", "paged")),
     *(
         case
         for dtype in ("float32", "float16", "int8", "float8_e4m3fn", "float8_e5m2")

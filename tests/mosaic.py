@@ -118,7 +118,9 @@ class Memory:
         with self.lock:
             wrote, read = self._who(ref, nbytes)
             if not np.isin(wrote[index], self.NOBODY).all():
-                raise RuntimeError("race: a thread reads what another one writes in the same launch")
+                raise RuntimeError(
+                    "race: a thread reads what another one writes in the same launch"
+                )
             read[index] = np.where(read[index] == self.NOBODY, threads[:, None], self.SEVERAL)
             return words[index].copy()
 
@@ -130,7 +132,9 @@ class Memory:
             if not alone:
                 raise RuntimeError("race: a word is written twice in one launch")
             if not ((read[index] == self.NOBODY) | (read[index] == threads[:, None])).all():
-                raise RuntimeError("race: a thread writes what another one reads in the same launch")
+                raise RuntimeError(
+                    "race: a thread writes what another one reads in the same launch"
+                )
             wrote[index] = threads[:, None]
             words[index] = value
 
@@ -164,19 +168,15 @@ def _run_program(*, token, mesh_location, thread, keys, scalars, program, trees)
     arrays = [ours.mem[shared_memory.HostAllocationKey.from_array(key)].content for key in keys]
     spread = [np.full(128, scalar, np.int32) for scalar in scalars]
     refs, values = (
-        jax.tree.unflatten(tree, leaves) for tree, leaves in zip(trees, (arrays, spread), strict=True)
+        jax.tree.unflatten(tree, leaves)
+        for tree, leaves in zip(trees, (arrays, spread), strict=True)
     )
     program(block, refs, values)
     return token
 
 
 def _inline_mgpu(self, eqn, token, get_values):
-    """Runs a program of `tiles.each_thread`, or what inline code says it means in jax.numpy
-    (`values`); any other inline code is refused, as JAX does.
-    """
-    if (values := getattr(eqn.params["mgpu_fn"], "values", None)) is not None:
-        result = values(*jax.tree.unflatten(eqn.params["pytree_args"], get_values()))
-        return token, jax.tree.leaves(result)
+    """Runs a program of `tiles.each_thread`; any other inline code is refused, as JAX does."""
     program = getattr(eqn.params["mgpu_fn"], "program", None)
     if program is None:
         return _jax_inline_mgpu(self, eqn, token, get_values)

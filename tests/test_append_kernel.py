@@ -114,16 +114,24 @@ def test_addresses_past_two_to_the_31(kind):
         layers=80,
     )
     plan = append._Plan.of(problem, ("k", "v"), append.Config())
-    refs = append._Refs(("k", "v"), (("k cache", "v cache"),), "start", None, None, "page_table", "layer")
+    refs = append._Refs(
+        ("k", "v"), (("k cache", "v cache"),), "start", None, None, "page_table", "layer"
+    )
     start = capacity - 1
     scalars = dict(sequence=sequence, chunk=0, start=start, rows=1, layer=layer)
     at = append._At(capacity=None, **{k: np.full(128, v, np.int32) for k, v in scalars.items()})
     ledger = Ledger(page)
     append._append(mosaic.BlockOfThreads(0, ledger), refs, at, plan=plan)
-    slab = {"per_sequence": layer, "stacked": layer * 4096 + sequence, "paged": layer * 2**21 + page}
+    slab = {
+        "per_sequence": layer,
+        "stacked": layer * 4096 + sequence,
+        "paged": layer * 2**21 + page,
+    }
     rows, row = (16, start % 16) if kind == "paged" else (capacity, start)
     words = [
-        ((slab[kind] * 8 + head) * rows + row) * 16 + column for head in range(8) for column in range(16)
+        ((slab[kind] * 8 + head) * rows + row) * 16 + column
+        for head in range(8)
+        for column in range(16)
     ]
     assert ledger.stored == [(f"{side} cache", i, 16) for side in "kv" for i in words]
 
@@ -193,7 +201,9 @@ def test_machine_code(kind, new_rows, target):
     report = compiled(step, case, target=target, donate_argnums=(0, 1))
     assert report.launches == 1
     assert report.spill_bytes == 0
-    assert report.registers <= (40 if new_rows == 1 else 80)  # 80: 6 blocks of 128 threads a multiprocessor
+    assert report.registers <= (
+        40 if new_rows == 1 else 80
+    )  # 80: 6 blocks of 128 threads a multiprocessor
     assert report.tensor_maps == 0
     assert report.sass.count("LDG.E.128") == report.sass.count("STG.E.128") > 0
 
@@ -339,14 +349,20 @@ def test_more_than_two_to_the_31_elements_on_the_gpu(kind, rng):
     start = np.full(sequences, capacity - 2, np.int32)  # the third row is past the end
     table = None
     if kind == "paged":
-        table = np.arange(case.pages - sequences * (capacity // page_size), case.pages, dtype=np.int32)
+        table = np.arange(
+            case.pages - sequences * (capacity // page_size), case.pages, dtype=np.int32
+        )
         table = table.reshape(sequences, -1)
     fill = functools.partial(jnp.full, shape, 93, jnp.int8)
     cache = (fill(),) if kind == "per_sequence" else fill()
-    inputs = AppendInputs(cache, None, jnp.asarray(new), None, jnp.asarray(start), None, table, None)
+    inputs = AppendInputs(
+        cache, None, jnp.asarray(new), None, jnp.asarray(start), None, table, None
+    )
     write = jax.jit(functools.partial(run, case.problem), donate_argnums=0)
     got = jax.tree.leaves(write(on_device(inputs))[0])[0]
-    touched = jax.jit(lambda x: (x != 93).sum(axis=(-3, -1) if x.ndim == 3 else (1, 3)).reshape(-1))(got)
+    touched = jax.jit(
+        lambda x: (x != 93).sum(axis=(-3, -1) if x.ndim == 3 else (1, 3)).reshape(-1)
+    )(got)
     expected_rows = {}
     for m in range(sequences):
         for i in range(2):

@@ -34,6 +34,7 @@ Array = Any
 Ref = Any
 Scalar = Any  # int32, of the whole block
 
+_CHUNK_MOST = 16 * tiles.THREADS  # words of a chunk: the last one may count so far past the end
 DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -46,27 +47,36 @@ class Config:
     def __post_init__(self):
         if not 1 <= self.words <= 16:
             raise ValueError(
-                f"append.Config(words={self.words}): wants 1 to 16, the registers hold no more."
+                f"append.Config(words={self.words}): words wants 1 to 16: they are held in registers."
             )
 
 
 def limit(problem: AppendProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
     if problem.gpu is None or int(problem.gpu.removeprefix("sm")) < 80:
+        here = problem.gpu or "a machine without a GPU"
         return Limit(
-            f"Mosaic GPU serves sm80 and later, this is {problem.gpu or 'a machine without a GPU'}",
+            f"Mosaic GPU serves sm80 and later, this is {here}",
             'ask for implementation="reference"',
         )
     if problem.cache_dtype not in DTYPES:
         return Limit(f"no {problem.cache_dtype} caches", f"use one of {', '.join(DTYPES)}")
-    if (
-        _words(problem) >= 2**31
-        or _slabs(problem) >= 2**31
-        or max(problem.capacities, default=0) >= 2**31
-    ):
+    capacity = max(problem.capacities, default=0)
+    if capacity >= 2**31:
         return Limit(
-            f"{problem} counts past 2**31 rows, or past 2**31 words of one sequence's new rows",
-            "append in several calls, or to several caches",
+            f"capacity {capacity}: positions are int32",
+            "split each sequence over several caches of fewer than 2**31 rows",
+        )
+    values = problem.new_rows * problem.kv_heads * max(problem.head_dim, problem.v_head_dim or 0)
+    if values >= 2**31 - _CHUNK_MOST:
+        return Limit(
+            f"{values} new values of one sequence: they are counted in int32",
+            "append them in several calls",
+        )
+    if _slabs(problem) * (problem.layers or 1) >= 2**31:
+        return Limit(
+            f"{_slabs(problem)} x {problem.layers or 1} layers: pages and sequences are int32",
+            "use several caches",
         )
     return None
 
@@ -77,16 +87,10 @@ def smem_bytes(problem: AppendProblem, config: Config) -> int:
     return 0
 
 
-def _words(problem: AppendProblem) -> int:
-    """No fewer words than one sequence brings, the last chunk filled up."""
-    widest = max(problem.head_dim, problem.v_head_dim or 0)
-    return problem.new_rows * problem.kv_heads * widest + 16 * tiles.THREADS
-
-
 def _slabs(problem: AppendProblem) -> int:
-    """How many `[K, rows, H]` there are in one array."""
+    """How many `[K, rows, H]` there are in one layer of one array."""
     slabs = {"per_sequence": 1, "stacked": problem.sequences, "paged": problem.pages or 0}
-    return slabs[problem.kind] * (problem.layers or 1)
+    return slabs[problem.kind]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +132,7 @@ class _Plan:
             word_bytes=word_bytes,
             slab_rows=problem.page_size if paged else capacity,
             capacity=capacity,
-            slabs=_slabs(dataclasses.replace(problem, layers=None)),
+            slabs=_slabs(problem),
             layers=problem.layers or 1,
             table_width=capacity // problem.page_size if paged else 0,
             in_flight=in_flight,
@@ -177,12 +181,11 @@ def _locate(refs: _Refs, plan: _Plan) -> _At:
     start = refs.start[sequence]
     capacity = None if refs.capacities is None else refs.capacities[sequence]
     layer = None if refs.layer is None else refs.layer[0]
-    rows = (
-        plan.capacity if capacity is None else capacity
-    ) - start  # start + rows could pass 2**31, this cannot
-    rows = jnp.minimum(
-        rows, plan.new_rows if refs.new_lengths is None else refs.new_lengths[sequence]
-    )
+    # start + row could pass 2**31, this cannot.
+    rows = (plan.capacity if capacity is None else capacity) - start
+    rows = jnp.minimum(rows, plan.new_rows)
+    if refs.new_lengths is not None:
+        rows = jnp.minimum(rows, refs.new_lengths[sequence])
     rows = jnp.where(start >= 0, rows, 0)
     if layer is not None:
         rows = jnp.where((layer >= 0) & (layer < plan.layers), rows, 0)
@@ -295,22 +298,30 @@ def _write_into(
     if problem.kind != "per_sequence":
         one = {side: (cache,) for side, cache in caches.items()}
         return {side: cache for side, (cache,) in _launch(one, new, rest, problem, config).items()}
-    arrays = tiles.PARAMETER_BYTES // 8 - 8  # new rows, lengths and the like: no more than 8
-    most = arrays // len(caches)
-    written: dict[str, Array] = {side: () for side in caches}
-    for lo in range(0, problem.sequences, most):
-        part = slice(lo, lo + most)
-        capacities = problem.capacities[part]
-        lengths = None if rest.new_lengths is None else rest.new_lengths[part]
+    most = (tiles.PARAMETER_BYTES // 8 - 8) // len(caches)  # 8: the new rows, lengths and the like
+    live = [m for m, capacity in enumerate(problem.capacities) if capacity]
+    written = {side: list(cache) for side, cache in caches.items()}
+    for some in (live[lo : lo + most] for lo in range(0, len(live), most)):
+        capacities = tuple(problem.capacities[m] for m in some)
+        lengths = None if rest.new_lengths is None else _rows_of(rest.new_lengths, some)
         done = _launch(
-            {side: cache[part] for side, cache in caches.items()},
-            {side: rows[part] for side, rows in new.items()},
-            rest._replace(start=rest.start[part], new_lengths=lengths),
-            dataclasses.replace(problem, sequences=len(capacities), capacities=capacities),
+            {side: tuple(cache[m] for m in some) for side, cache in caches.items()},
+            {side: _rows_of(rows, some) for side, rows in new.items()},
+            rest._replace(start=_rows_of(rest.start, some), new_lengths=lengths),
+            dataclasses.replace(problem, sequences=len(some), capacities=capacities),
             config,
         )
-        written = {side: (*written[side], *done[side]) for side in caches}
-    return written
+        for side, arrays in done.items():
+            for m, array in zip(some, arrays, strict=True):
+                written[side][m] = array
+    return {side: tuple(arrays) for side, arrays in written.items()}
+
+
+def _rows_of(array: Array, sequences: list[int]) -> Array:
+    """`array` itself where these are all of its sequences, as they mostly are."""
+    if len(sequences) == array.shape[0]:
+        return array
+    return array[jnp.asarray(sequences)]
 
 
 def _launch(
