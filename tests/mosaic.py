@@ -176,7 +176,10 @@ def _run_program(*, token, mesh_location, thread, keys, scalars, program, trees)
 
 
 def _inline_mgpu(self, eqn, token, get_values):
-    """Runs a program of `tiles.each_thread`; any other inline code is refused, as JAX does."""
+    """Runs a program of `tiles.each_thread`, or what the code says it means in jax.numpy; any other inline code is refused, as JAX does."""
+    if (values := getattr(eqn.params["mgpu_fn"], "values", None)) is not None:
+        result = values(*jax.tree.unflatten(eqn.params["pytree_args"], get_values()))
+        return token, jax.tree.leaves(result)
     program = getattr(eqn.params["mgpu_fn"], "program", None)
     if program is None:
         return _jax_inline_mgpu(self, eqn, token, get_values)

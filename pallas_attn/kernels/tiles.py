@@ -6,18 +6,26 @@ with Python's operators. The GPU runs it as it stands; the tests run the same pr
 with every address checked.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, scf
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
 
 Ref = Any
 
 THREADS = 128  # of a block with one warpgroup
+TILE = plgpu.Layout.WGMMA  # a matmul's result, [rows, columns]
+ROW = TILE.reduce(1)  # one number a row of it
+COLUMN = TILE.reduce(0)  # one number a column
 PARAMETER_BYTES = 32764  # of one launch, since CUDA 12.1; an operand in global memory takes 8
 
 _store = getattr(
@@ -36,6 +44,102 @@ def store(ref: Ref, value: jax.Array) -> None:
         ref[...] = value
     else:
         _store(ref, value, optimized=False)
+
+
+def swizzled(shape: Sequence[int], dtype: Any, swizzle: int) -> Any:
+    """Shared memory for tiles that matmuls and TMA share; rows are whole swizzles (bytes)."""
+    width = swizzle // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def filled(shape: Sequence[int], value: float, dtype: Any = jnp.float32) -> jax.Array:
+    """A tile (2-D), or one number a row of it (1-D), of equal values in registers."""
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), TILE if len(shape) == 2 else ROW)
+
+
+def positions(shape: Sequence[int], axis: int, start: Any) -> jax.Array:
+    """start, start + 1, ... along one axis of a tile, or down its rows alone."""
+    layout = TILE if len(shape) == 2 else ROW
+    return plgpu.broadcasted_iota(jnp.int32, tuple(shape), axis, layout=layout) + start
+
+
+def down_rows(rows: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """One number a row, spread over the columns."""
+    return lax.broadcast_in_dim(rows, tuple(shape), [0])
+
+
+def spread(scalar: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """One number, everywhere: Mosaic does not broadcast the operands of a select by itself."""
+    return lax.broadcast_in_dim(scalar, tuple(shape), ())
+
+
+def any_in_warp(rows: jax.Array, bound: float) -> jax.Array:
+    """int32: 1 where some row in this warp's part of `rows` lies above `bound`, else 0.
+
+    Each of the four warps has its own answer. Only arithmetic may depend on it: not a barrier, not
+    a matmul. The interpreter, which has no warps, answers for all rows at once.
+    """
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    def vote(_, rows):
+        numbers = [
+            vector.extract(register, [], ir.DenseI64ArrayAttr.get([i]))
+            for register in rows.registers.flat
+            for i in range(ir.VectorType(register.type).shape[0])
+        ]
+        highest = functools.reduce(arith.maximumf, numbers)
+        limit = arith.constant(highest.type, ir.FloatAttr.get(highest.type, bound))
+        above = arith.extui(_int(32), arith.cmpf(arith.CmpFPredicate.OGT, highest, limit))
+        ptx = (
+            "{ .reg .pred p, q; setp.ne.s32 p, $1, 0;"
+            " vote.sync.any.pred q, p, 0xffffffff; selp.s32 $0, 1, 0, q; }"
+        )
+        answer = llvm.inline_asm(_int(32), [above], ptx, "=r,r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(answer, (), is_signed=True)
+
+    vote.values = lambda rows: (rows > bound).any().astype(jnp.int32)  # what the interpreter runs
+    return plgpu.inline_mgpu(arg_types=(ROW,), return_type=result)(vote)(rows)
+
+
+def matmul(shape: Sequence[int], a: Any, b: Ref) -> jax.Array:
+    """a @ b, b in shared memory."""
+
+    def body(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(body, plgpu.ACC(tuple(shape), jnp.float32))
+
+
+def matmul_add(acc: jax.Array, a: Any, b: Ref) -> jax.Array:
+    """acc + a @ b, b in shared memory."""
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+
+
+def overlapped(
+    acc: jax.Array, like: Any, start: Callable[[Ref, Ref], None], work: Callable[..., Any]
+) -> tuple[jax.Array, Any]:
+    """Two matmuls in flight, and arithmetic on the result of the first under the second.
+
+    `start(first, second)` issues one matmul into each accumulator: the first starts from 0 and has
+    the shape of the first leaf of `like`, the second from `acc`. `work(first)` gives values like
+    the tree `like`. Comes back, when both are done, with the second's result and those values.
+    """
+    shape = jax.tree.leaves(like)[0].shape
+
+    def body(state):
+        second, outs = state
+
+        def matmuls(first):
+            start(first, second)
+            return plgpu.wgmma_accumulator_load(first, wait_n=1)
+
+        value = pl.run_scoped(matmuls, plgpu.ACC(shape, jnp.float32))
+        for out, result in zip(jax.tree.leaves(outs), jax.tree.leaves(work(value)), strict=True):
+            out[...] = result
+
+    return pl.run_state(body)((plgpu.ACC.init(acc), like))
 
 
 def lane_kernel(body: Callable[..., None], *, grid: int, name: str) -> Callable[..., Any]:
