@@ -1,0 +1,750 @@
+"""Flash attention forward for Hopper, bfloat16 and float16.
+
+FlashAttention-3 (arXiv 2407.08608), its overlap inside a warpgroup: the scores of a key tile are
+issued before the values of the tile before it, and the softmax runs while the values' matmul is
+still in flight. That overlap alone is worth 15 % at head dim 128 on an H200 (710 against 619
+TFLOP/s); ordering the warpgroups by barriers on top of it lost 4 % and is not done.
+
+Grid: one block a multiprocessor, which takes every `ctas`-th tile of work. A tile is
+`64 * warpgroups` query rows of one head. Tiles are ordered longest first (causal: last rows first)
+within sections of heads whose K and V fit in half of L2 together; the query heads of a kv head are
+neighbours. A block has `warpgroups` warpgroups that compute, 64 rows each, and one that loads.
+
+Keys are taken from the last tile to the first: what the diagonal, a length or the end of S cuts
+off lies at the end, so the masked tile is the first, whose softmax overlaps with nothing anyway,
+and the loop over the rest needs no mask. A window's left edge is masked in the last tiles.
+
+Shared memory, and who owns it when:
+  q [warpgroup]   filled by TMA at the warpgroup's own request, when it is done with the last q
+  k, v [stages]   a ring of entries; entry e of a tile of work holds the e-th key tile and the
+                  value tile before it, which is what one step needs: one wait, one release a step.
+                  `ready` when both have landed, `free` when every warpgroup has let go of them
+  out [warpgroup] a slice of columns at a time on its way to global memory
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels import softmax, tiles
+
+ROWS = 64  # of a warpgroup: what one wgmma takes
+SMEM_LIMIT = 232_448
+BARRIERS = 1024  # bytes kept for them and for alignment
+SECTION_BYTES = 24 * 2**20  # of K and V that the tiles in flight should share: half of L2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tuning only: the result is the same up to rounding."""
+
+    warpgroups: int = 2  # that compute
+    block_kv: int = 128
+    stages: int = 2
+    lazy: bool = False  # see softmax.step
+    section: int = 0  # heads whose tiles are taken together; 0: as SECTION_BYTES says
+    ctas: int = 132  # blocks; 0: one a tile of work
+
+    def __post_init__(self):
+        wants = {
+            "warpgroups": (self.warpgroups in (1, 2, 3), "1, 2 or 3"),
+            "block_kv": (16 <= self.block_kv <= 256 and self.block_kv % 16 == 0, "16, 32, .. 256"),
+            "stages": (self.stages >= 2, "at least 2"),
+            "section": (self.section >= 0, "at least 0"),
+            "ctas": (self.ctas >= 0, "at least 0"),
+        }
+        for name, (good, want) in wants.items():
+            if not good:
+                raise ValueError(f"Config.{name} must be {want}, got {getattr(self, name)}")
+
+    @classmethod
+    def default(cls, problem: AttentionProblem) -> "Config":
+        """What serves a problem that nobody tuned."""
+        dim = max(problem.head_dim, problem.v_head_dim)
+        if dim <= 64:
+            return cls(warpgroups=3, block_kv=128, stages=4)
+        if dim <= 128:
+            return cls(warpgroups=2, block_kv=128, stages=2)
+        return cls(warpgroups=2, block_kv=64, stages=2, lazy=True)
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    if problem.dtype not in ("bfloat16", "float16"):
+        return Limit(
+            f"it takes bfloat16 and float16, not {problem.dtype}", "cast q, k and v, or another one"
+        )
+    for name in ("head_dim", "v_head_dim"):
+        size = getattr(problem, name)
+        if size % 8 or not 8 <= size <= 256:
+            return Limit(f"{name} is {size}; it takes multiples of 8 up to 256", "pad it with zeros")
+    if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
+        return Limit("it counts query rows of all heads in 32 bits", "split the batch")
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A problem and a config, and what follows from them before anything runs."""
+
+    problem: AttentionProblem
+    config: Config
+
+    @functools.cached_property
+    def k_swizzle(self) -> int:
+        return _swizzle(self.problem.head_dim)
+
+    @functools.cached_property
+    def v_swizzle(self) -> int:
+        return _swizzle(self.problem.v_head_dim)
+
+    @property
+    def k_width(self) -> int:
+        """The head dim in shared memory: whole swizzles; TMA fills what is past the end with 0."""
+        return _round_up(self.problem.head_dim, self.k_swizzle // 2)
+
+    @property
+    def v_width(self) -> int:
+        return _round_up(self.problem.v_head_dim, self.v_swizzle // 2)
+
+    @property
+    def tile_rows(self) -> int:
+        return ROWS * self.config.warpgroups
+
+    @property
+    def q_tiles(self) -> int:
+        return pl.cdiv(self.problem.q_len, self.tile_rows)
+
+    @property
+    def heads(self) -> int:
+        return self.problem.batch * self.problem.q_heads
+
+    @property
+    def section(self) -> int:
+        problem = self.problem
+        if self.config.section:
+            return min(self.config.section, self.heads)
+        one = 2 * problem.kv_len * (problem.head_dim + problem.v_head_dim)
+        return min(max(1, SECTION_BYTES // one) * problem.group, self.heads)
+
+    @property
+    def ctas(self) -> int:
+        work = self.heads * self.q_tiles
+        return min(self.config.ctas or work, work)
+
+    @property
+    def unit(self) -> float | None:
+        """What turns a raw score into log2 units; None where logits need more than a factor."""
+        problem = self.problem
+        if problem.softcap is not None or self.has("bias") or problem.scale <= 0:
+            return None
+        return problem.scale * softmax.LOG2_E
+
+    @property
+    def ragged_keys(self) -> bool:
+        """Whether the last key tile may hold rows that are no keys."""
+        return self.has("kv_lengths") or self.problem.kv_len % self.config.block_kv != 0
+
+    @functools.cached_property
+    def spans(self) -> frozenset[str]:
+        """Which parts of a warpgroup's key range occur: "empty", "first_masked", "high", "low"."""
+        dynamic = {"q_offset", "q_lengths", "kv_lengths", "q_segment_ids", "mask_array"}
+        if dynamic & set(self.problem.arrays):
+            return frozenset(("empty", "first_masked", "high", "low"))
+        found = set()
+        for row in range(0, self.q_tiles * self.tile_rows, ROWS):
+            span = _span(self, self.problem.q_offset + row, ROWS, self.problem.kv_len, None)
+            found |= {"empty"} if span.hi <= span.lo else _parts(span)
+        return frozenset(found)
+
+    def has(self, name: str) -> bool:
+        return name in self.problem.arrays
+
+
+def _parts(span: "Span") -> set[str]:
+    first = span.hi - 1
+    named = {
+        "first_masked": not span.full_lo <= first < span.full_hi,
+        "high": span.full_hi < first,
+        "low": span.lo < span.full_lo,
+    }
+    return {name for name, there in named.items() if there}
+
+
+def _swizzle(dim: int) -> int:
+    """Bytes: the widest among those that pad a row of `dim` 16-bit numbers least."""
+    return min((128, 64, 32), key=lambda s: (_round_up(dim, s // 2), -s))
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+class Refs(NamedTuple):
+    """Global memory. None: not in this problem."""
+
+    q: Any
+    k: Any
+    v: Any
+    v_edge: Any  # [B, block_kv, K, Hv]: the value tile that kv_lengths cuts, 0 past the length
+    q_offset: Any
+    q_lengths: Any
+    kv_lengths: Any
+    q_segment_ids: Any  # [B, q_tiles * tile_rows]
+    kv_segment_ids: Any  # [B, kv_tiles * block_kv]
+    segment_spans: Any  # int32[B, 4, q_tiles * warpgroups]: lo, full_lo, full_hi, hi in key tiles
+    bias: Any
+    mask_array: Any
+    sinks: Any
+
+
+class Smem(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    q_ready: Any
+    ready: Any
+    free: Any
+
+
+def scratch(plan: Plan) -> Smem:
+    """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
+    config, dtype = plan.config, jnp.dtype(plan.problem.dtype)
+    barrier = plgpu.Barrier
+    return Smem(
+        q=tiles.swizzled((config.warpgroups, ROWS, plan.k_width), dtype, plan.k_swizzle),
+        k=tiles.swizzled((config.stages, config.block_kv, plan.k_width), dtype, plan.k_swizzle),
+        v=tiles.swizzled((config.stages, config.block_kv, plan.v_width), dtype, plan.v_swizzle),
+        out=tiles.swizzled((config.warpgroups, ROWS, _out_width(plan)), dtype, plan.v_swizzle),
+        q_ready=barrier(num_barriers=config.warpgroups),
+        ready=barrier(num_barriers=config.stages, num_arrivals=2),
+        free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
+    )
+
+
+def _out_width(plan: Plan) -> int:
+    """Columns of the output that leave at once: as many as there is room for."""
+    config = plan.config
+    rest = SMEM_LIMIT - BARRIERS - 2 * config.warpgroups * ROWS * plan.k_width
+    rest -= 2 * config.stages * config.block_kv * (plan.k_width + plan.v_width)
+    swizzle = plan.v_swizzle // 2
+    for width in range(plan.v_width, 0, -swizzle):
+        if plan.v_width % width == 0 and 2 * config.warpgroups * ROWS * width <= rest:
+            return width
+    return swizzle
+
+
+def smem_bytes(problem: AttentionProblem, config: Config) -> int:
+    buffers = scratch(Plan(problem, config))[:4]
+    return sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers) + BARRIERS
+
+
+# ---- which work ---------------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """A tile of work."""
+
+    batch: Any
+    head: Any
+    row: Any  # of the block's first query
+    q_offset: Any  # position of query row 0
+    q_len: Any  # None: all rows count
+    kv_len: Any
+
+
+class Span(NamedTuple):
+    """Key tiles [lo, hi) that some query sees; those in [full_lo, full_hi) every query sees whole."""
+
+    lo: Any
+    full_lo: Any
+    full_hi: Any
+    hi: Any
+
+
+def _tile(plan: Plan, refs: Refs, index: Any) -> Tile:
+    """The index-th tile of work: by section, then by rows, then by head."""
+    problem = plan.problem
+    order, head = lax.div(index, plan.heads), lax.rem(index, plan.heads)
+    if plan.section < plan.heads:
+        whole = plan.section * plan.q_tiles
+        section, rest = lax.div(index, whole), lax.rem(index, whole)
+        first = section * plan.section
+        size = jnp.minimum(plan.section, plan.heads - first)
+        order, head = lax.div(rest, size), first + lax.rem(rest, size)
+    if problem.mask.right is not None:
+        order = plan.q_tiles - 1 - order  # the last rows see most
+    batch = lax.div(head, problem.q_heads)
+    kv_len = problem.kv_len
+    if plan.has("kv_lengths"):
+        kv_len = jnp.clip(refs.kv_lengths[batch], 0, kv_len)
+    return Tile(
+        batch=batch,
+        head=lax.rem(head, problem.q_heads),
+        row=order * plan.tile_rows,
+        q_offset=refs.q_offset[batch] if plan.has("q_offset") else problem.q_offset,
+        q_len=jnp.clip(refs.q_lengths[batch], 0, problem.q_len) if plan.has("q_lengths") else None,
+        kv_len=kv_len,
+    )
+
+
+def _span(plan: Plan, position: Any, rows: Any, kv_len: Any, segments: Span | None) -> Span:
+    """The key tiles of `rows` queries that start at a position; Python numbers or traced ones."""
+    block, mask = plan.config.block_kv, plan.problem.mask
+    lo, hi = mask.kv_range(position, position + rows, kv_len)
+    full_lo, full_hi = mask.kv_full_range(position, position + rows, kv_len)
+    lo, full_hi = _floor(lo, block), _floor(_at_least(full_hi, 0), block)
+    hi, full_lo = _floor(_at_least(hi, 0) + block - 1, block), _floor(full_lo + block - 1, block)
+    if segments is not None:
+        lo, hi = jnp.maximum(lo, segments.lo), jnp.minimum(hi, segments.hi)
+        full_lo = jnp.maximum(full_lo, segments.full_lo)
+        full_hi = jnp.minimum(full_hi, segments.full_hi)
+    if plan.has("mask_array"):
+        full_hi = full_lo
+    return Span(lo, full_lo, full_hi, hi)
+
+
+def _floor(n: Any, by: int) -> Any:
+    return n // by if isinstance(n, int) else lax.div(n, jnp.int32(by))
+
+
+def _at_least(n: Any, least: int) -> Any:
+    return max(n, least) if isinstance(n, int) else jnp.maximum(n, least)
+
+
+def _own_span(plan: Plan, refs: Refs, tile: Tile, wg: Any) -> Span:
+    """The key tiles of one warpgroup's rows; lo == hi == 0 where there is none."""
+    row = tile.row + wg * ROWS
+    segments, rows = None, ROWS
+    if plan.has("q_segment_ids"):
+        unit = lax.div(row, jnp.int32(ROWS))
+        segments = Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4)))
+    if tile.q_len is not None:
+        rows = jnp.minimum(ROWS, tile.q_len - row)
+    span = _span(plan, tile.q_offset + row, rows, tile.kv_len, segments)
+    none = span.hi <= span.lo
+    if tile.q_len is not None:
+        none = none | (rows <= 0)
+    if isinstance(none, bool) or "empty" not in plan.spans:
+        return span
+    return span._replace(lo=jnp.where(none, 0, span.lo), hi=jnp.where(none, 0, span.hi))
+
+
+def _block_span(plan: Plan, refs: Refs, tile: Tile) -> tuple[Any, Any]:
+    """Key tiles [lo, hi) that the block loads: from the first to the last that a warpgroup wants."""
+    spans = [_own_span(plan, refs, tile, wg) for wg in range(plan.config.warpgroups)]
+    if "empty" not in plan.spans:
+        lo = functools.reduce(jnp.minimum, [span.lo for span in spans])
+        return lo, functools.reduce(jnp.maximum, [span.hi for span in spans])
+    lows = [jnp.where(span.hi > span.lo, span.lo, 2**30) for span in spans]
+    hi = functools.reduce(jnp.maximum, [span.hi for span in spans])
+    return jnp.minimum(functools.reduce(jnp.minimum, lows), hi), hi
+
+
+def _next(plan: Plan, slot: Any) -> Any:
+    return jnp.where(slot == plan.config.stages - 1, 0, slot + 1)
+
+
+# ---- loading ------------------------------------------------------------------------------------
+
+
+def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
+    """The loading warpgroup: K and V of every tile of work, in the order in which they are used."""
+
+    def one_tile(i, count):
+        tile = _tile(plan, refs, cta + i * plan.ctas)
+        lo, hi = _block_span(plan, refs, tile)
+
+        def entry(e, count):
+            slot = lax.rem(count, jnp.int32(plan.config.stages))
+            pl.when(count >= plan.config.stages)(lambda: plgpu.barrier_wait(smem.free.at[slot]))
+            _load_entry(plan, refs, smem, tile, (e, hi - lo, hi - 1 - e, slot))
+            return count + 1
+
+        return lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), entry, count)
+
+    lax.fori_loop(0, _tiles_of(plan, cta), one_tile, jnp.int32(0))
+
+
+def _load_entry(plan: Plan, refs: Refs, smem: Smem, tile: Tile, entry: tuple[Any, ...]) -> None:
+    """Key tile t and the value tile before it, t + 1: the first entry has no values, the last no keys."""
+    e, last, t, slot = entry
+    block, ready = plan.config.block_kv, smem.ready.at[slot]
+    head = lax.div(tile.head, jnp.int32(plan.problem.group))
+
+    def copy(ref, first, width, to):
+        src = ref.at[tile.batch, pl.ds(first, block), head, pl.ds(0, width)]
+        plgpu.copy_gmem_to_smem(src, to, ready)
+
+    def values():
+        if not plan.has("kv_lengths"):
+            return copy(refs.v, (t + 1) * block, plan.v_width, smem.v.at[slot])
+        cut = (t + 2) * block > tile.kv_len  # only the last tile may be
+        pl.when(cut)(lambda: copy(refs.v_edge, 0, plan.v_width, smem.v.at[slot]))
+        whole = functools.partial(copy, refs.v, (t + 1) * block, plan.v_width, smem.v.at[slot])
+        return pl.when(jnp.logical_not(cut))(whole)
+
+    def nothing():
+        plgpu.barrier_arrive(ready)
+
+    pl.when(e < last)(lambda: copy(refs.k, t * block, plan.k_width, smem.k.at[slot]))
+    pl.when(e == last)(nothing)
+    pl.when(e > 0)(values)
+    pl.when(e == 0)(nothing)
+
+
+def _load_q(plan: Plan, refs: Refs, smem: Smem, tile: Tile, wg: Any) -> None:
+    rows = pl.ds(tile.row + wg * ROWS, ROWS)
+    src = refs.q.at[tile.batch, rows, tile.head, pl.ds(0, plan.k_width)]
+    plgpu.copy_gmem_to_smem(src, smem.q.at[wg], smem.q_ready.at[wg])
+
+
+def _tiles_of(plan: Plan, cta: Any) -> Any:
+    work = plan.heads * plan.q_tiles
+    if work % plan.ctas == 0:
+        return work // plan.ctas
+    return lax.div(work - 1 - cta, jnp.int32(plan.ctas)) + 1
+
+
+# ---- computing ----------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Where a warpgroup stands: its tile of work, its rows and its key tiles."""
+
+    tile: Tile
+    row: Any
+    wg: Any
+    span: Span
+
+
+class State(NamedTuple):
+    """What is carried from key tile to key tile."""
+
+    acc: Any  # [ROWS, v_width]: the output before it is divided
+    total: Any  # [ROWS, PARTS]
+    top: Any  # [ROWS]
+    p: Any  # [ROWS, block_kv]: of the tile whose values are still to come
+
+
+def _logits(plan: Plan, refs: Refs, rows: Rows, t: Any, s: Any, masked: bool) -> Any:
+    """Scores of key tile t -> logits, in log2 units if `plan.unit` is None."""
+    problem, start = plan.problem, t * plan.config.block_kv
+    if plan.unit is None:
+        s = s * problem.scale
+        if problem.softcap is not None:  # tanh, by ex2: good to float32 where tanh.approx is not
+            power = jnp.exp2(s * (2 * softmax.LOG2_E / problem.softcap))
+            s = problem.softcap - (2 * problem.softcap) / (power + 1.0)
+        if plan.has("bias"):
+            s = s + _read(refs.bias, rows, start, s.shape).astype(jnp.float32)
+        s = s * softmax.LOG2_E
+    if not masked:
+        return s
+    seen = problem.mask.allows(
+        tiles.positions(s.shape, 0, rows.tile.q_offset + rows.row),
+        tiles.positions(s.shape, 1, start),
+        rows.tile.kv_len if plan.ragged_keys else None,
+        *_segments(plan, refs, rows, start, s.shape),
+    )
+    if plan.has("mask_array"):
+        given = _read(refs.mask_array, rows, start, s.shape) != 0
+        seen = given if seen is True else seen & given
+    return s if seen is True else jnp.where(seen, s, -jnp.inf)
+
+
+def _segments(plan: Plan, refs: Refs, rows: Rows, start: Any, shape: Any) -> tuple[Any, Any]:
+    if not plan.has("q_segment_ids"):
+        return None, None
+    q_ids = refs.q_segment_ids.at[rows.tile.batch, pl.ds(rows.row, shape[0])]
+    kv_ids = refs.kv_segment_ids.at[rows.tile.batch, pl.ds(start, shape[1])]
+    return (
+        lax.broadcast_in_dim(tiles.load(q_ids, tiles.ROW), shape, [0]),
+        lax.broadcast_in_dim(tiles.load(kv_ids, tiles.COLUMN), shape, [1]),
+    )
+
+
+def _read(ref: Any, rows: Rows, start: Any, shape: tuple[int, int]) -> Any:
+    """The part of a [B|1, N|1, T|1, S|1] array that a tile meets."""
+    batch, heads, queries, keys = ref.shape
+    where = (rows.tile.batch if batch > 1 else 0, rows.tile.head if heads > 1 else 0)
+    down, across = pl.ds(rows.row, shape[0]), pl.ds(start, shape[1])
+    if queries > 1 and keys > 1:
+        return tiles.load(ref.at[*where, down, across], tiles.TILE)
+    if queries > 1:
+        return lax.broadcast_in_dim(tiles.load(ref.at[*where, down, 0], tiles.ROW), shape, [0])
+    if keys > 1:
+        return lax.broadcast_in_dim(tiles.load(ref.at[*where, 0, across], tiles.COLUMN), shape, [1])
+    return tiles.spread(ref[*where, 0, 0], shape)
+
+
+def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[State, Any]:
+    """All keys of a warpgroup's rows, from the last tile to the first."""
+    span, config = rows.span, plan.config
+    shape = (ROWS, config.block_kv)
+    dtype = jnp.dtype(plan.problem.dtype)
+    guarded = plan.has("bias")
+
+    plgpu.barrier_wait(smem.ready.at[slot])
+    s = tiles.matmul(shape, smem.q.at[rows.wg], smem.k.at[slot].transpose((1, 0)))
+    plgpu.barrier_arrive(smem.free.at[slot])
+    logits = _logits(plan, refs, rows, span.hi - 1, s, "first_masked" in plan.spans)
+    top = tiles.filled((ROWS,), -jnp.inf)
+    new = softmax.step(logits, plan.unit, top, guarded=True, lazy=False)
+    acc = tiles.filled((ROWS, plan.v_width), 0.0)
+    state = State(acc, new.total, new.top, new.p.astype(dtype))
+
+    def step(masked, i, carry):
+        t = -1 - i  # loops count up
+        state, slot = carry
+        plgpu.barrier_wait(smem.ready.at[slot])
+
+        def matmuls(scores, out):
+            plgpu.wgmma(scores, smem.q.at[rows.wg], smem.k.at[slot].transpose((1, 0)))
+            plgpu.wgmma(out, state.p, smem.v.at[slot])
+
+        def work(s):
+            logits = _logits(plan, refs, rows, t, s, masked)
+            careful = masked or guarded
+            new = softmax.step(logits, plan.unit, state.top, guarded=careful, lazy=config.lazy)
+            return new if config.lazy else new._replace(moved=slot)
+
+        like = softmax.Step(
+            tiles.filled(shape, 0.0), state.top, state.top, state.total, jnp.int32(0) + slot
+        )
+        acc, new = tiles.overlapped(state.acc, like, matmuls, work)
+        plgpu.barrier_arrive(smem.free.at[slot])
+        acc, total = _rescale(plan, acc, state.total, new)
+        # p is rounded after the wait: before it, ptxas takes the registers for operands of the
+        # matmul in flight and serialises both (C7513)
+        new_state = State(acc, total + new.total, new.top, new.p.astype(dtype))
+        return new_state, _next(plan, slot)
+
+    carry = state, _next(plan, slot)
+    first = span.hi - 1
+    high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), first)  # full tiles end here
+    low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)  # and begin here
+    if "high" in plan.spans:
+        carry = lax.fori_loop(-first, -high, functools.partial(step, True), carry)
+    carry = lax.fori_loop(-high, -low, functools.partial(step, False), carry)
+    if "low" in plan.spans:
+        carry = lax.fori_loop(-low, -span.lo, functools.partial(step, True), carry)
+
+    state, slot = carry
+    plgpu.barrier_wait(smem.ready.at[slot])
+    acc = tiles.matmul_add(state.acc, state.p, smem.v.at[slot])
+    plgpu.barrier_arrive(smem.free.at[slot])
+    return state._replace(acc=acc), _next(plan, slot)
+
+
+def _rescale(plan: Plan, acc: Any, total: Any, new: softmax.Step) -> tuple[Any, Any]:
+    def scaled():
+        return (
+            acc * tiles.down_rows(new.shrink, acc.shape),
+            total * tiles.down_rows(new.shrink, total.shape),
+        )
+
+    if not plan.config.lazy:
+        return scaled()
+    return lax.cond(new.moved != 0, scaled, lambda: (acc, total))
+
+
+def _skip(plan: Plan, smem: Smem, entries: Any, slot: Any) -> Any:
+    """Lets go of entries of the ring that only other warpgroups want."""
+
+    def one(_, slot):
+        plgpu.barrier_wait(smem.ready.at[slot])
+        plgpu.barrier_arrive(smem.free.at[slot])
+        return _next(plan, slot)
+
+    return lax.fori_loop(0, entries, one, slot)
+
+
+def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, Any]) -> None:
+    """A computing warpgroup: every tile of work of its block."""
+    cta, wg = place
+    count = _tiles_of(plan, cta)
+    _load_q(plan, refs, smem, _tile(plan, refs, cta), wg)
+
+    def one_tile(i, slot):
+        tile = _tile(plan, refs, cta + i * plan.ctas)
+        rows = Rows(tile, tile.row + wg * ROWS, wg, _own_span(plan, refs, tile, wg))
+        lo, hi = _block_span(plan, refs, tile)
+        plgpu.barrier_wait(smem.q_ready.at[wg])
+
+        def some(slot):
+            slot = _skip(plan, smem, hi - rows.span.hi, slot)
+            state, slot = _attend(plan, refs, smem, rows, slot)
+            slot = _skip(plan, smem, rows.span.lo - lo, slot)
+            return state.acc, state.total, state.top, slot
+
+        def none(slot):
+            slot = _skip(plan, smem, jnp.where(hi > lo, hi - lo + 1, 0), slot)
+            acc = tiles.filled((ROWS, plan.v_width), 0.0)
+            total = tiles.filled((ROWS, softmax.PARTS), 0.0)
+            return acc, total, tiles.filled((ROWS,), -jnp.inf), slot
+
+        if "empty" in plan.spans:
+            *result, slot = lax.cond(rows.span.hi > rows.span.lo, some, none, slot)
+        else:
+            *result, slot = some(slot)
+
+        @pl.when(i + 1 < count)
+        def _():
+            _load_q(plan, refs, smem, _tile(plan, refs, cta + (i + 1) * plan.ctas), wg)
+
+        _finish(plan, refs, smem, outs, rows, result)
+        return slot
+
+    lax.fori_loop(0, count, one_tile, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _finish(plan: Plan, refs: Refs, smem: Smem, outs: Any, rows: Rows, result: Any) -> None:  # noqa: PLR0913
+    acc, total, top = result
+    out_ref, lse_ref = outs
+    sink = refs.sinks[rows.tile.head] if plan.has("sinks") else None
+    factor, lse = softmax.finish(top, total, sink)
+    acc = acc * tiles.down_rows(factor, acc.shape)
+    if rows.tile.q_len is not None:
+        inside = tiles.positions((ROWS,), 0, rows.row) < rows.tile.q_len
+        lse = jnp.where(inside, lse, -jnp.inf)
+        acc = jnp.where(tiles.down_rows(inside, acc.shape), acc, 0.0)
+    tiles.store(lse_ref.at[rows.tile.batch, rows.tile.head, pl.ds(rows.row, ROWS)], lse)
+    width, staged = smem.out.shape[-1], smem.out.at[rows.wg]
+    for column in range(0, plan.v_width, width):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        part = lax.slice_in_dim(acc, column, column + width, axis=1)
+        staged[...] = part.astype(staged.dtype)
+        plgpu.commit_smem()
+        where = (rows.tile.batch, pl.ds(rows.row, ROWS), rows.tile.head, pl.ds(column, width))
+        plgpu.copy_smem_to_gmem(staged, out_ref.at[where])
+
+
+def _kernel(refs: Refs, out_ref: Any, lse_ref: Any, smem: Smem, *, plan: Plan) -> None:
+    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+    computing = plan.config.warpgroups
+    # Registers a thread: 512 in all, shared by the warpgroups of 128 threads in multiples of 8.
+    ours = {1: 240, 2: 240, 3: 160}[computing]
+
+    @pl.when(wg == computing)
+    def _():
+        plgpu.set_max_registers(24, action="decrease")
+        _load(plan, refs, smem, cta)
+
+    @pl.when(wg < computing)
+    def _():
+        plgpu.set_max_registers(ours, action="increase")
+        _compute(plan, refs, smem, (out_ref, lse_ref), (cta, wg))
+
+
+# ---- the call -----------------------------------------------------------------------------------
+
+
+def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> tuple[Any, Any]:
+    """out [B, T, N, Hv] in q's dtype, log-sum-exp float32 [B, N, T]."""
+    batch, q_len = problem.batch, problem.q_len
+    out_shape = (batch, q_len, problem.q_heads, problem.v_head_dim)
+    if 0 in (batch, q_len, problem.kv_len, problem.q_heads):
+        lse = jnp.full((batch, problem.q_heads, q_len), -jnp.inf, jnp.float32)
+        return jnp.zeros(out_shape, problem.dtype), lse
+    plan = Plan(problem, config)
+    padded = plan.q_tiles * plan.tile_rows
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=(
+            jax.ShapeDtypeStruct(out_shape, problem.dtype),
+            jax.ShapeDtypeStruct((batch, problem.q_heads, padded), jnp.float32),
+        ),
+        scratch_types=(scratch(plan),),
+        grid=(plan.ctas,),
+        grid_names=("cta",),
+        num_threads=config.warpgroups + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="flash_fwd_sm90",
+    )
+    out, lse = kernel(_operands(plan, inputs))
+    return out, lse[:, :, :q_len]
+
+
+def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
+    """What the kernel reads. Copies: bias and mask_array where T or S is no multiple of a tile,
+    ids (small), and one value tile a sequence where there are kv_lengths.
+    """
+    problem, block = plan.problem, plan.config.block_kv
+    rows, keys = plan.q_tiles * plan.tile_rows, _round_up(problem.kv_len, block)
+    fields = {name: getattr(inputs, name) for name in problem.arrays}
+    for name in ("bias", "mask_array"):
+        if (array := fields.get(name)) is not None:
+            array = array.astype(jnp.int8) if name == "mask_array" else array
+            fields[name] = _padded(array, {2: rows, 3: keys})
+    spans = None
+    if plan.has("q_segment_ids"):
+        q_ids, kv_ids = (fields[f"{side}_segment_ids"] for side in ("q", "kv"))
+        spans = _segment_spans(q_ids, kv_ids, block)
+        fields["q_segment_ids"] = _padded(q_ids, {1: rows})
+        fields["kv_segment_ids"] = _padded(kv_ids, {1: keys})
+    edge = _edge(inputs.v, inputs.kv_lengths, block) if plan.has("kv_lengths") else None
+    given = {"v_edge": edge, "segment_spans": spans} | fields
+    optional = {name: given.get(name) for name in Refs._fields[3:]}
+    return Refs(inputs.q, inputs.k, inputs.v, **optional)
+
+
+def _padded(array: Any, sizes: dict[int, int]) -> Any:
+    widths = [
+        (0, sizes[axis] - n if axis in sizes and n > 1 else 0) for axis, n in enumerate(array.shape)
+    ]
+    return jnp.pad(array, widths) if any(after for _, after in widths) else array
+
+
+def _edge(v: Any, lengths: Any, block: int) -> Any:
+    """The value tile in which each sequence ends: what lies past the length may be NaN, and a
+    matmul would multiply it by 0.
+    """
+    lengths = jnp.clip(lengths, 0, v.shape[1])
+    start = lengths // block * block
+    where = start[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
+    taken = jax.vmap(lambda rows, at: jnp.take(rows, at, axis=0, mode="clip"))(v, where)
+    return jnp.where((where < lengths[:, None])[..., None, None], taken, 0)
+
+
+def _segment_spans(q_ids: Any, kv_ids: Any, block: int) -> Any:
+    """int32[B, 4, tiles of 64 queries]: lo, full_lo, full_hi, hi in key tiles.
+
+    A tile's ids lie between its least and its greatest; tiles whose intervals are apart need not
+    meet, tiles that both hold one same id need no mask. Exact for packed documents; safe for any.
+    """
+    q_lo, q_hi = (x[:, :, None] for x in _extremes(q_ids, ROWS))
+    kv_lo, kv_hi = (x[:, None, :] for x in _extremes(kv_ids, block))
+    meet = (q_lo <= kv_hi) & (kv_lo <= q_hi)
+    same = (q_lo == q_hi) & (kv_lo == kv_hi) & (q_lo == kv_lo)
+    count = meet.shape[-1]
+    lo = jnp.argmax(meet, axis=-1)
+    hi = count - jnp.argmax(meet[..., ::-1], axis=-1)
+    some, whole = meet.any(axis=-1), same.any(axis=-1)
+    full_lo = jnp.argmax(same, axis=-1)
+    ends = ~same & (jnp.arange(count) >= full_lo[..., None])
+    full_hi = jnp.where(ends.any(axis=-1), jnp.argmax(ends, axis=-1), count)
+    spans = (
+        jnp.where(some, lo, 0),
+        jnp.where(whole, full_lo, 0),
+        jnp.where(whole, full_hi, 0),
+        jnp.where(some, hi, 0),
+    )
+    return jnp.stack(spans, axis=1).astype(jnp.int32)
+
+
+def _extremes(ids: Any, block: int) -> tuple[Any, Any]:
+    """Least and greatest id of each tile of ids [B, n]; the last tile repeats the last id."""
+    short = -ids.shape[1] % block
+    ids = jnp.pad(ids, ((0, 0), (0, short)), mode="edge").reshape(ids.shape[0], -1, block)
+    return ids.min(axis=-1), ids.max(axis=-1)
