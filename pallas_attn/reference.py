@@ -206,6 +206,17 @@ def append(
     def write(cache, new):
         if cache is None:
             return None
+        dtype = jax.tree.leaves(cache)[0].dtype
+        if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):
+            # XLA moves float8 on a CPU as float16, which changes the bits of NaN.
+            cache, new = jax.tree.map(
+                lambda x: lax.bitcast_convert_type(x, jnp.uint8), (cache, new.astype(dtype))
+            )
+            written = place(cache, new)
+            return jax.tree.map(lambda x: lax.bitcast_convert_type(x, dtype), written)
+        return place(cache, new)
+
+    def place(cache, new):
         if isinstance(cache, (tuple, list)):
             pairs = zip(cache, new, position, strict=True)
             return tuple(_write_one(one, row, pos, layer) for one, row, pos in pairs)
