@@ -622,7 +622,7 @@ def _finish(plan: Plan, refs: Refs, smem: Smem, outs: Any, rows: Rows, result: A
     width, staged = smem.out.shape[-1], smem.out.at[rows.wg]
     for column in range(0, plan.v_width, width):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        part = lax.slice_in_dim(acc, column, column + width, axis=1)
+        part = lax.slice(acc, (0, column), (ROWS, column + width))
         staged[...] = part.astype(staged.dtype)
         plgpu.commit_smem()
         where = (rows.tile.batch, pl.ds(rows.row, ROWS), rows.tile.head, pl.ds(column, width))
@@ -690,9 +690,10 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
     spans = None
     if plan.has("q_segment_ids"):
         q_ids, kv_ids = (fields[f"{side}_segment_ids"] for side in ("q", "kv"))
+        q_ids = jnp.pad(q_ids, ((0, 0), (0, rows - problem.q_len)), mode="edge")
+        kv_ids = jnp.pad(kv_ids, ((0, 0), (0, keys - problem.kv_len)), mode="edge")
+        fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
         spans = _segment_spans(q_ids, kv_ids, block)
-        fields["q_segment_ids"] = _padded(q_ids, {1: rows})
-        fields["kv_segment_ids"] = _padded(kv_ids, {1: keys})
     edge = _edge(inputs.v, inputs.kv_lengths, block) if plan.has("kv_lengths") else None
     given = {"v_edge": edge, "segment_spans": spans} | fields
     optional = {name: given.get(name) for name in Refs._fields[3:]}
@@ -744,7 +745,6 @@ def _segment_spans(q_ids: Any, kv_ids: Any, block: int) -> Any:
 
 
 def _extremes(ids: Any, block: int) -> tuple[Any, Any]:
-    """Least and greatest id of each tile of ids [B, n]; the last tile repeats the last id."""
-    short = -ids.shape[1] % block
-    ids = jnp.pad(ids, ((0, 0), (0, short)), mode="edge").reshape(ids.shape[0], -1, block)
+    """Least and greatest id of each tile of ids [B, n]."""
+    ids = ids.reshape(ids.shape[0], -1, block)
     return ids.min(axis=-1), ids.max(axis=-1)

@@ -23,7 +23,7 @@ Array = jax.Array
 
 LOG2_E = math.log2(math.e)
 PARTS = 8  # partial sums a row
-PATIENCE = 8.0  # log2 units that the top may lag behind: probabilities reach 2**8, far from overflow
+PATIENCE = 8.0  # log2 units that the top may lag behind: p reaches 2**8, far from overflow
 
 
 class Step(NamedTuple):
@@ -92,7 +92,7 @@ def merge(outs: Array, lses: Array) -> tuple[Array, Array]:
 
 def _partial_sums(p: Array) -> Array:
     """[rows, keys] -> [rows, PARTS], within each thread: a tree, so that the adds overlap."""
-    parts = [lax.slice_in_dim(p, i, i + PARTS, axis=1) for i in range(0, p.shape[1], PARTS)]
+    parts = [lax.slice(p, (0, i), (p.shape[0], i + PARTS)) for i in range(0, p.shape[1], PARTS)]
     while len(parts) > 1:
         pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
         parts = pairs + parts[len(parts) & ~1 :]
