@@ -159,7 +159,10 @@ def _score_matrix(problem: AttentionProblem) -> str:
 
 
 TABLES: dict[str, tuple[Implementation, ...]] = {
-    "flash_forward": (Reference(_attention, _score_matrix),),
+    "flash_forward": (
+        Kernel("sm90", "flash_fwd_sm90", (90, 90)),
+        Reference(_attention, _score_matrix),
+    ),
     "flash_backward": (
         Refused(
             "reference",
