@@ -1,1 +1,5 @@
-"""Timing, peers, reports, plots, tuning."""
+"""Timing, peers, checks, reports, plots, tuning."""
+
+from pallas_attn.bench.runner import OPS, Options, run_bench
+
+__all__ = ["OPS", "Options", "run_bench"]

@@ -1,0 +1,285 @@
+"""Everybody else: what can be had on this machine for a case, and why the rest cannot.
+
+A peer gives one subject or several (its tuned configurations; the fastest competes). It gets every
+advantage that costs nothing: its own layout, made beforehand, and inputs scaled where it has no
+scale. What it cannot express it refuses, so that nobody is ever compared with half of the work.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._case import AppendCase, DecodeCase
+from pallas_attn.bench import subjects
+from pallas_attn.bench.timing import Subject
+from pallas_attn.masks import CAUSAL
+
+SCORES = 2**33  # bytes of float32 scores up to which a quadratic implementation is asked at all
+
+
+class Unavailable(Exception):  # noqa: N818
+    """Why a peer is not there for a case."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a peer is asked to do."""
+
+    case: Any
+    arrays: dict[str, Any]
+    cotangent: Any
+    op: str
+
+
+def _require(call: Call, *features: str) -> None:
+    """Refuses a case with an option that is not among `features`."""
+    options = ("q_lengths", "kv_lengths", "segments", "bias", "mask_array", "softcap", "sinks")
+    options += ("q_offset", "window", "band", "precision")
+    for option in options:
+        if option in call.case.tags and option not in features:
+            raise Unavailable(f"no {option}")
+
+
+def _jax_nn(name: str, call: Call) -> list[Subject]:
+    features = ("q_lengths", "kv_lengths", "bias", "mask_array", "window", "precision")
+    _require(call, *features)
+    mask = call.case.mask
+    static: dict[str, Any] = {"scale": call.case.scale, "implementation": name}
+    static["is_causal"] = mask.right == 0
+    if mask.left is not None:
+        static["local_window_size"] = (mask.left, mask.right)
+
+    def function(q, k, v, rest):
+        lengths = {
+            "query_seq_lengths": rest.get("q_lengths"),
+            "key_value_seq_lengths": rest.get("kv_lengths"),
+        }
+        added = rest.get("bias"), rest.get("mask_array")
+        with jax.default_matmul_precision(call.case.precision):
+            return jax.nn.dot_product_attention(q, k, v, *added, **lengths, **static)
+
+    launch = subjects.attention_launch(function, call.arrays, call.cotangent, call.op)
+    return [Subject(name, launch)]
+
+
+def cudnn(call: Call) -> list[Subject]:
+    """cuDNN's fused attention, as jax.nn offers it."""
+    if call.case.dtype == "float32":
+        raise Unavailable("no float32")
+    return _jax_nn("cudnn", call)
+
+
+def xla(call: Call) -> list[Subject]:
+    """jax.nn's own einsums."""
+    case = call.case
+    scores = 4 * case.batch * case.q_heads * case.q_len * case.kv_len
+    if scores > SCORES:
+        raise Unavailable(f"its scores would take {scores / 2**30:.0f} GiB")
+    return _jax_nn("xla", call)
+
+
+# (block_q, block_kv, stages) that fit, by head dim: those its own benchmark starts from, and those
+# that the fastest published kernel of the same design settled on.
+_MGPU_TILES = {
+    64: ((64, 256, 2), (128, 128, 2), (64, 128, 3)),
+    128: ((64, 128, 2), (128, 64, 2)),
+    256: ((64, 64, 2),),
+}
+
+
+def attention_mgpu(call: Call) -> list[Subject]:
+    """jax.experimental.pallas.ops.gpu.attention_mgpu; it computes in float16 whatever comes in."""
+    from jax.experimental.pallas.ops.gpu import attention_mgpu as module
+
+    _require(call)
+    case = call.case
+    if case.dtype == "float32" or case.head_dim not in _MGPU_TILES or "hv" in case.tags:
+        raise Unavailable(f"no {case.dtype} at head dims {case.head_dim}, {case.v_head_dim}")
+    backward = call.op != "forward"
+    if backward and not case.mask.is_full:
+        raise Unavailable("no causal backward")
+    arrays = {name: call.arrays[name].astype(jnp.float16) for name in ("q", "k", "v")}
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    cotangent = call.cotangent.astype(jnp.float16) if backward else None
+    if not backward:  # it has no scale; ahead of time where nothing flows back through it
+        arrays["q"] = (arrays["q"].astype(jnp.float32) * scale).astype(jnp.float16)
+    sizes = {"block_q_dkv": 64, "block_kv_dkv": 64, "block_q_dq": 64, "block_kv_dq": 64}
+    found = []
+    for block_q, block_kv, stages in _MGPU_TILES[case.head_dim]:
+        blocks = sizes if backward else {}
+        causal = case.mask == CAUSAL
+        config = module.TuningConfig(block_q, block_kv, stages, causal=causal, **blocks)
+        function = functools.partial(_mgpu_function, module, config, scale if backward else None)
+        launch = subjects.attention_launch(function, arrays, cotangent, call.op)
+        found.append(Subject("attention_mgpu", launch))
+    return found
+
+
+def _mgpu_function(
+    module: Any, config: Any, scale: float | None, q: Any, k: Any, v: Any, rest: Any
+):
+    del rest
+    q = q if scale is None else q * jnp.float16(scale)
+    return module.attention(q, k, v, config)
+
+
+def _torch(name: str, backend: str, call: Call) -> list[Subject]:
+    if importlib.util.find_spec("torch") is None:
+        raise Unavailable("torch is not installed")
+    import torch
+    from torch.nn import functional
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    _require(call)
+    case = call.case
+    if not torch.cuda.is_available():
+        raise Unavailable("torch sees no GPU")
+    if case.mask != CAUSAL and not case.mask.is_full or case.q_len != case.kv_len:
+        raise Unavailable("no such mask")
+    q, k, v = (
+        torch.from_dlpack(call.arrays[name]).transpose(1, 2).detach() for name in ("q", "k", "v")
+    )
+    options = {"is_causal": case.mask == CAUSAL, "scale": case.scale}
+    if case.q_heads != case.kv_heads:
+        options["enable_gqa"] = True
+    backward = call.op != "forward"
+    do = torch.from_dlpack(call.cotangent).transpose(1, 2) if backward else None
+    for x in (q, k, v):
+        x.requires_grad_(backward)
+
+    def forward():
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return functional.scaled_dot_product_attention(q, k, v, **options)
+
+    kept = forward() if call.op == "backward" else None
+
+    def launch():
+        out = forward() if kept is None else kept
+        if not backward:
+            return (out,)
+        keep = kept is not None
+        return (out, *torch.autograd.grad(out, (q, k, v), do, retain_graph=keep))
+
+    def outputs(produced):
+        torch.cuda.synchronize()
+        rows = (x.detach().transpose(1, 2).contiguous() for x in produced)
+        return tuple(jnp.copy(jax.dlpack.from_dlpack(x)) for x in rows)
+
+    return [Subject(name, launch, outputs, lambda _: torch.cuda.synchronize())]
+
+
+def tokamax(call: Call) -> list[Subject]:
+    """tokamax's Mosaic kernel with its own choice of tiles."""
+    if importlib.util.find_spec("tokamax") is None:
+        raise Unavailable("tokamax is not installed")
+    import tokamax as module
+
+    _require(call, "window", "softcap")
+    mask = call.case.mask
+    if mask.left is not None and call.case.q_len != call.case.kv_len:
+        raise Unavailable("its window is wrong where T != S")
+    static: dict[str, Any] = {"scale": call.case.scale, "is_causal": mask.right == 0}
+    if mask.left is not None:
+        static["local_window_size"] = (mask.left, mask.right)
+    if call.case.softcap is not None:
+        static["logits_soft_cap"] = call.case.softcap
+    name = "triton" if call.case.dtype == "float32" else "mosaic"
+
+    def function(q, k, v, rest):
+        del rest
+        return module.dot_product_attention(q, k, v, implementation=name, **static)
+
+    launch = subjects.attention_launch(function, call.arrays, call.cotangent, call.op)
+    return [Subject(f"tokamax_{name}", launch)]
+
+
+def _dense_decode(name: str, call: Call) -> list[Subject]:
+    """jax.nn over dense [B, S, K, H], which is how cuDNN likes it."""
+    case: DecodeCase = call.case
+    for feature in ("window", "softcap", "sinks", "chunk"):
+        if feature in case.tags:
+            raise Unavailable(f"no {feature}")
+    k, v = (jnp.swapaxes(call.arrays[side], 1, 2) for side in ("k", "v"))
+    lengths = call.arrays["lengths"] if "ragged" in case.tags else None
+
+    @jax.jit
+    def step(q, k, v, lengths):
+        static = {"implementation": name, "key_value_seq_lengths": lengths}
+        return jax.nn.dot_product_attention(q, k, v, **static)
+
+    return [Subject(name, lambda: (step(call.arrays["q"], k, v, lengths),))]
+
+
+class _Scatter:
+    """The same append by XLA alone: what a program without a kernel for it would write."""
+
+    def __init__(self, case: AppendCase, arrays: dict[str, Any]):
+        # The cache of ours, so that both write the same places; donated from call to call.
+        cache = subjects.noisy(subjects.empty_cache(case)).extend(arrays["lengths"])
+        cache = cache.extend(arrays.get("new_lengths", case.new_rows))
+        self.buffers = cache.k, cache.v
+        self.rest = arrays["k"], arrays["v"], arrays["lengths"], cache.page_table
+        write = {"per_sequence": _update_slices, "stacked": _scatter, "paged": _scatter_pages}
+        self.step = jax.jit(write[case.kind], donate_argnums=0)
+
+    def __call__(self) -> Any:
+        self.buffers = self.step(self.buffers, *self.rest)
+        return self.buffers
+
+
+def _update_slices(buffers: Any, k: Any, v: Any, start: Any, table: Any) -> Any:
+    del table
+    done = []
+    for caches, new in zip(buffers, (jnp.swapaxes(x, 1, 2) for x in (k, v)), strict=True):
+        places = zip(caches, new, start, strict=True)
+        update = jax.lax.dynamic_update_slice_in_dim
+        done.append(tuple(update(cache, row, at, axis=1) for cache, row, at in places))
+    return tuple(done)
+
+
+def _scatter(buffers: Any, k: Any, v: Any, start: Any, table: Any) -> Any:
+    del table
+    m = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
+    rows = start[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
+    pairs = zip(buffers, (k, v), strict=True)
+    return tuple(cache.at[m, :, rows].set(new, mode="drop") for cache, new in pairs)
+
+
+def _scatter_pages(buffers: Any, k: Any, v: Any, start: Any, table: Any) -> Any:
+    rows = start[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
+    size = buffers[0].shape[2]
+    page = jnp.take_along_axis(table, rows // size, axis=1)
+    pairs = zip(buffers, (k, v), strict=True)
+    return tuple(pool.at[page, :, rows % size].set(new, mode="drop") for pool, new in pairs)
+
+
+def xla_append(call: Call) -> list[Subject]:
+    """XLA's updates of every cache."""
+    if "new_lengths" in call.arrays:
+        raise Unavailable("no ragged chunks")
+    return [Subject("xla", _Scatter(call.case, call.arrays))]
+
+
+Peer = Callable[[Call], list[Subject]]
+
+_ATTENTION: dict[str, Peer] = {
+    "cudnn": cudnn,
+    "attention_mgpu": attention_mgpu,
+    "tokamax": tokamax,
+    "torch_cudnn": functools.partial(_torch, "torch_cudnn", "CUDNN_ATTENTION"),
+    "torch_flash2": functools.partial(_torch, "torch_flash2", "FLASH_ATTENTION"),
+    "torch_efficient": functools.partial(_torch, "torch_efficient", "EFFICIENT_ATTENTION"),
+    "xla": xla,
+}
+PEERS: dict[str, dict[str, Peer]] = {
+    "forward": _ATTENTION,
+    "forward+backward": _ATTENTION,
+    "backward": _ATTENTION,
+    "decode": {name: functools.partial(_dense_decode, name) for name in ("cudnn", "xla")},
+    "append": {"xla": xla_append},
+}

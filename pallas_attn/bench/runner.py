@@ -1,0 +1,282 @@
+"""The benchmark: for each case, check everybody, then time those who are right, in turns."""
+
+import dataclasses
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn import cases as known
+from pallas_attn._case import AppendCase, DecodeCase
+from pallas_attn.bench import peers, report, rows, subjects, timing, verify
+from pallas_attn.bench.rows import Row
+from pallas_attn.bench.timing import Subject, Timer
+from pallas_attn.errors import UnsupportedError
+
+# What --op says, and the name that rows carry. "backward" times what a training step does.
+OPS = {
+    "forward": "forward",
+    "backward": "forward+backward",
+    "backward_alone": "backward",
+    "decode": "decode",
+    "append": "append",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a benchmark runs; the defaults are those of a figure that is published."""
+
+    implementation: str | None = None  # None: the fastest
+    peers: str = "all"  # or names with commas, or "none"
+    seed: int = 0
+    turns: int = 5
+    times: int = 3
+    cold: bool = False  # empty the L2 cache before each timed call
+    commit: str | None = None  # where the tree is no git checkout
+    out: str | None = None  # .jsonl to add rows to
+    plot: str | None = None  # .png to draw
+
+
+@dataclasses.dataclass
+class Bench:
+    """One benchmark run: what its cases share."""
+
+    op: str
+    options: Options
+    timer: Timer
+    provenance: rows.Provenance
+    ceilings: dict[str, float]
+    say: Callable[[str], None]
+    flush: Callable[[], None] | None = None
+
+
+def say_line(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def run_bench(
+    op: str,
+    cases: str | Sequence[Any] = "grid",
+    options: Options = Options(),  # noqa: B008
+    *,
+    timer: Timer | None = None,
+    ceilings: dict[str, float] | None = None,
+    say: Callable[[str], None] = say_line,
+) -> int:
+    """Runs it; 0 where every case was right and timed, 1 where one was not.
+
+    `cases`: tags and globs (`cases.select`), or the cases themselves. `timer` and `ceilings` are
+    measured with CUPTI on this machine's GPU where they are not given.
+    """
+    if op not in OPS:
+        raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
+    chosen = chosen_cases(op, cases)
+    if timer is None and jax.devices()[0].platform != "gpu":
+        raise ValueError(
+            "a benchmark times a GPU and jax found none; see python run.py for what runs here"
+        )
+    timer = timer or timing.CuptiTimer()
+    provenance = rows.Provenance.here(options.commit)
+    say(f"{provenance.gpu}, jax {provenance.jax}, commit {provenance.commit}")
+    ceilings = timing.ceilings(timer) if ceilings is None else ceilings
+    say(", ".join(f"{name} {value:.4g}" for name, value in ceilings.items()) + " (TFLOP/s, TB/s)")
+    flush = timing.cache_flusher() if options.cold else None
+    bench = Bench(OPS[op], options, timer, provenance, ceilings, say, flush)
+    if options.out:
+        rows.append(options.out, rows.ceiling_rows(ceilings, provenance))
+    groups, failures = [], {}
+    for number, case in enumerate(chosen, 1):
+        try:
+            found = measure(bench, case)
+        except WrongError as error:
+            failures[case.name] = f"wrong, not timed: {error}"
+        except UnsupportedError as error:
+            failures[case.name] = str(error).splitlines()[0]
+        else:
+            say(report.case_line(number, len(chosen), found, ceilings))
+            groups.append(found)
+            if options.out:
+                rows.append(options.out, found)
+            continue
+        say(f"[{number}/{len(chosen)}] {case.name:<34}  {failures[case.name]}")
+    for line in report.summary(groups, failures):
+        say(line)
+    if options.plot and groups:
+        from pallas_attn.bench import plots
+
+        plots.bars(groups, ceilings, options.plot)
+    return int(bool(failures))
+
+
+def chosen_cases(op: str, wanted: str | Sequence[Any]) -> tuple[Any, ...]:
+    """The cases that an operation has, as tags and globs select them."""
+    if not isinstance(wanted, str):
+        return tuple(wanted)
+    lists = {"decode": known.DECODE, "append": known.APPEND}
+    return known.select(lists.get(op, known.ATTENTION), wanted)
+
+
+class WrongError(Exception):
+    """Our own result is not within budget: nothing of the case is timed."""
+
+
+def measure(bench: Bench, case: Any) -> list[Row]:
+    """The rows of one case, ours first."""
+    options = bench.options
+    arrays = case.arrays(options.seed)
+    attention = bench.op not in ("decode", "append")
+    backward = attention and bench.op != "forward"
+    cotangent = case.cotangent(options.seed) if backward else None
+    call = peers.Call(case, arrays, cotangent, bench.op)
+    ours = _ours(bench, call)
+    judge = _judge_of(call)
+    begun = time.perf_counter()
+    produced = ours.launch()
+    ours.wait(produced)
+    first_call = time.perf_counter() - begun
+    complaint = judge(ours, produced)
+    if complaint:
+        raise WrongError(complaint)
+    del produced
+    others = [] if options.peers == "none" else _peers(bench, call, judge)
+    del judge
+    turns = {"turns": options.turns, "times": options.times, "flush": bench.flush}
+    timings = timing.interleave(bench.timer, [ours, *others], **turns)
+    found = [
+        rows.measured(case, bench.op, name, taken, bench.provenance)
+        | {"l2": "cold" if options.cold else "warm"}
+        for name, taken in timings.items()
+    ]
+    found[0]["first_call_s"] = round(first_call, 3)
+    gc.collect()
+    return found
+
+
+def _ours(bench: Bench, call: peers.Call) -> Subject:
+    case, implementation = call.case, bench.options.implementation
+    if isinstance(case, DecodeCase):
+        launch = subjects.decode(case, call.arrays, implementation)
+    elif isinstance(case, AppendCase):
+        launch = subjects.Append(case, call.arrays, implementation)
+    else:
+        launch = subjects.attention(case, call.arrays, call.cotangent, bench.op, implementation)
+    return subjects.as_subject(implementation or _generation(), launch)
+
+
+def _generation() -> str:
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    return "reference" if capability is None else "sm" + str(capability).replace(".", "")
+
+
+def _peers(bench: Bench, call: peers.Call, judge: "Judge") -> list[Subject]:
+    """Those that are here and right, each at its fastest; why not, said in a line."""
+    table = peers.PEERS[bench.op]
+    wanted = table if bench.options.peers == "all" else bench.options.peers.split(",")
+    found = []
+    for name in wanted:
+        if name not in table:
+            raise ValueError(f"peers: expected names of {', '.join(table)}, got {name!r}")
+        try:
+            candidates = [one for one in table[name](call) if _is_right(bench, one, judge)]
+        except Exception as error:  # noqa: BLE001  a peer may fail in any way it likes
+            bench.say(f"      {name}: {_first_line(error)}")
+            continue
+        if candidates:
+            found.append(timing.quickest(bench.timer, candidates))
+    return found
+
+
+def _is_right(bench: Bench, candidate: Subject, judge: "Judge") -> bool:
+    produced = candidate.launch()
+    candidate.wait(produced)
+    complaint = judge(candidate, produced)
+    if complaint:
+        bench.say(f"      {candidate.name}: left out, {complaint}")
+    return complaint is None
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[0][:160]
+
+
+Judge = Callable[[Subject, Any], str | None]
+
+
+def _judge_of(call: peers.Call) -> Judge:
+    """What checks a subject's result for this call; the oracle runs once."""
+    case, arrays = call.case, call.arrays
+    if isinstance(case, AppendCase):
+        return _AppendJudge(call)
+    options = case.options()
+    if isinstance(case, DecodeCase):
+        k, v = (jnp.swapaxes(arrays[name], 1, 2) for name in ("k", "v"))
+        lengths = arrays["lengths"]
+        place = {"kv_lengths": lengths, "q_offset": lengths - case.q_len}
+        arrays = {"q": arrays["q"], "k": k, "v": v, "sinks": arrays.get("sinks"), **place}
+    elif "q_offset" in options:
+        arrays = arrays | {"q_offset": options["q_offset"]}
+    oracle, naive = verify.expected(arrays, options, call.cotangent)
+    axis = 0 if isinstance(case, DecodeCase) else 1
+
+    def judge(subject: Subject, produced: Any) -> str | None:
+        return verify.judge(subject.outputs(produced), oracle, naive, axis=axis)
+
+    return judge
+
+
+class _AppendJudge:
+    """Every element of every buffer, bit for bit, beside the same rows written one at a time."""
+
+    def __init__(self, call: peers.Call):
+        case, arrays = call.case, call.arrays
+        cache = subjects.noisy(subjects.empty_cache(case)).extend(arrays["lengths"])
+        cache = cache.extend(arrays.get("new_lengths", case.new_rows))
+        write = jax.jit(_write_rows, static_argnums=0, donate_argnums=1)
+        buffers = cache.k, cache.v
+        rest = (arrays["k"], arrays["v"]), arrays["lengths"], cache.new_lengths, cache.page_table
+        self.expected = write(case.kind, buffers, *rest)
+
+    def __call__(self, subject: Subject, produced: Any) -> str | None:
+        got = produced if isinstance(produced, tuple) else (produced.k, produced.v)
+        same = jax.jit(lambda a, b: jax.tree.map(lambda x, y: (x == y).all(), a, b))
+        if all(bool(x) for x in jax.tree.leaves(same(got, self.expected))):
+            return None
+        return "a buffer differs from the same rows written one at a time"
+
+
+def _write_rows(kind: str, buffers: Any, new: Any, start: Any, count: Any, table: Any) -> Any:
+    """Row by row and sequence by sequence, each by a mask over the whole buffer: slow and plain."""
+    written = []
+    for cache, fresh in zip(buffers, new, strict=True):
+        if kind == "paged":
+            written.append(_write_paged(cache, fresh, start, count, table))
+            continue
+        done = []
+        for m in range(fresh.shape[0]):
+            one = cache[m]
+            position = jnp.arange(one.shape[1], dtype=jnp.int32)[None, :, None]
+            for i in range(fresh.shape[1]):
+                here = (position == start[m] + i) & (i < count[m])
+                one = jnp.where(here, fresh[m, i][:, None, :], one)
+            done.append(one)
+        written.append(tuple(done) if kind == "per_sequence" else jnp.stack(done))
+    return tuple(written)
+
+
+def _write_paged(pool: Any, fresh: Any, start: Any, count: Any, table: Any) -> Any:
+    size = pool.shape[2]
+    for i in range(fresh.shape[1]):
+        at = start + i
+        slot = jnp.clip(at // size, 0, table.shape[1] - 1)
+        page = jnp.take_along_axis(table, slot[:, None], axis=1)[:, 0]
+        page = jnp.where((i < count) & (at < table.shape[1] * size), page, pool.shape[0])
+        pool = pool.at[page, :, at % size].set(fresh[:, i], mode="drop")
+    return pool

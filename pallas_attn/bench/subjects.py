@@ -1,0 +1,142 @@
+"""What is timed as ours: each operation through the public API, on the arrays of a case."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_attn
+from pallas_attn._case import AppendCase, AttentionCase, DecodeCase
+from pallas_attn.bench.timing import Subject
+
+Function = Callable[[Any, Any, Any, dict[str, Any]], Any]  # (q, k, v, other arrays) -> out
+
+
+def attention_launch(
+    function: Function, arrays: dict[str, Any], cotangent: Any, op: str
+) -> Callable[[], Any]:
+    """A call of one of the three measures of attention; gives (out,) or (out, dq, dk, dv)."""
+    names = ("q", "k", "v")
+    q, k, v = (arrays[name] for name in names)
+    rest = {name: array for name, array in arrays.items() if name not in names}
+    if op == "forward":
+        forward = jax.jit(function)
+        return lambda: (forward(q, k, v, rest),)
+    if op == "forward+backward":
+
+        def both(q, k, v, rest, do):
+            out, pullback = jax.vjp(lambda q, k, v: function(q, k, v, rest), q, k, v)
+            return (out, *pullback(do))
+
+        step = jax.jit(both)
+        return lambda: step(q, k, v, rest, cotangent)
+    if op != "backward":
+        raise ValueError(f"op: expected forward, forward+backward or backward, got {op!r}")
+    forward = jax.jit(function)
+    out, residuals = jax.vjp(lambda q, k, v: forward(q, k, v, rest), q, k, v)
+    pull = jax.jit(lambda pullback, do: pullback(do))
+    return lambda: (out, *pull(residuals, cotangent))
+
+
+def attention(
+    case: AttentionCase, arrays: dict[str, Any], cotangent: Any, op: str, implementation: str | None
+) -> Callable[[], Any]:
+    """`flash_attention` and its gradient."""
+
+    def function(q, k, v, rest):
+        static = case.options() | {"implementation": implementation}
+        return pallas_attn.flash_attention(q, k, v, **rest, **static)
+
+    return attention_launch(function, arrays, cotangent, op)
+
+
+def empty_cache(case: DecodeCase | AppendCase) -> Any:
+    """A cache of the case's kind with room for all its rows; pages will be given out shuffled."""
+    dims = {"v_head_dim": case.v_head_dim, "dtype": case.dtype}
+    sizes = (case.kv_heads, case.head_dim)
+    capacities = (case.capacity,) if isinstance(case, DecodeCase) else case.capacities
+    if case.kind == "per_sequence":
+        each = capacities if len(capacities) == case.sequences else capacities * case.sequences
+        return pallas_attn.PerSequenceCache.create(each, *sizes, **dims)
+    if case.kind == "stacked":
+        return pallas_attn.StackedCache.create(case.sequences, capacities[0], *sizes, **dims)
+    pages = case.sequences * -(-capacities[0] // case.page_size)
+    cache = pallas_attn.PagedCache.create(
+        case.sequences, pages, case.page_size, *sizes, capacity=capacities[0], **dims
+    )
+    order = jax.random.permutation(jax.random.key(1), pages).astype(jnp.int32)
+    return dataclasses.replace(cache, free_list=order)
+
+
+def filled_cache(case: DecodeCase, arrays: dict[str, Any]) -> Any:
+    """The case's dense, head-major k and v as a cache that holds `lengths` rows a sequence."""
+    cache = empty_cache(case).extend(arrays["lengths"])
+    k, v = arrays["k"], arrays["v"]
+    if case.kind == "per_sequence":
+        return dataclasses.replace(cache, k=tuple(k), v=tuple(v))
+    if case.kind == "stacked":
+        return dataclasses.replace(cache, k=k, v=v)
+    pools = [_into_pages(x, cache.page_table, cache.pages) for x in (k, v)]
+    return dataclasses.replace(cache, k=pools[0], v=pools[1])
+
+
+def _into_pages(dense: Any, table: Any, pages: int) -> Any:
+    """[M, K, S, H] as a pool [pages, K, page_size, H] in the order of the page table."""
+    m, heads, rows, dim = dense.shape
+    width = table.shape[1]
+    size = -(-rows // width)
+    dense = jnp.pad(dense, ((0, 0), (0, 0), (0, width * size - rows), (0, 0)))
+    blocks = jnp.moveaxis(dense.reshape(m, heads, width, size, dim), 1, 2)
+    pool = jnp.zeros((pages, heads, size, dim), dense.dtype)
+    place = jnp.where(table >= 0, table, pages).reshape(-1)
+    return pool.at[place].set(blocks.reshape(-1, heads, size, dim), mode="drop")
+
+
+def decode(
+    case: DecodeCase, arrays: dict[str, Any], implementation: str | None
+) -> Callable[[], Any]:
+    """`decode_attention` over a cache that is full to its lengths."""
+    cache = filled_cache(case, arrays)
+    static = case.options() | {"implementation": implementation}
+
+    @jax.jit
+    def step(q, cache, sinks):
+        return pallas_attn.decode_attention(q, cache, sinks=sinks, **static)
+
+    return lambda: (step(arrays["q"], cache, arrays.get("sinks")),)
+
+
+class Append:
+    """`write_kv` into a donated cache, call after call: rows taken once, written every time."""
+
+    def __init__(self, case: AppendCase, arrays: dict[str, Any], implementation: str | None):
+        self.new = arrays["k"], arrays["v"]
+        cache = noisy(empty_cache(case)).extend(arrays["lengths"])
+        self.cache = cache.extend(arrays.get("new_lengths", case.new_rows))
+        self.before = jax.tree.map(jnp.copy, self.cache)
+
+        def write(cache, k, v):
+            return pallas_attn.write_kv(cache, k, v, implementation=implementation)
+
+        self.step = jax.jit(write, donate_argnums=0)
+
+    def __call__(self) -> Any:
+        self.cache = self.step(self.cache, *self.new)
+        return self.cache
+
+
+def noisy(cache: Any) -> Any:
+    """The cache with random rows in place of zeros, so that a stray write cannot hide."""
+    leaves, structure = jax.tree.flatten((cache.k, cache.v))
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    pairs = zip(keys, leaves, strict=True)
+    filled = [jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype) for key, x in pairs]
+    k, v = jax.tree.unflatten(structure, filled)
+    return dataclasses.replace(cache, k=k, v=v)
+
+
+def as_subject(name: str, launch: Callable[[], Any]) -> Subject:
+    """Ours, by the name that rows carry."""
+    return Subject(f"pallas_attn/{name}", launch)

@@ -1,0 +1,368 @@
+"""The benchmark without a GPU: a timer that only counts, the reference as subject, small cases."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_attn
+from pallas_attn import cases as known
+from pallas_attn.bench import OPS, Options, peers, report, rows, run_bench, subjects, timing, verify
+from pallas_attn.bench.timing import Sample, Subject
+
+ROOT = pathlib.Path(__file__).parent.parent
+CEILINGS = {"matmul": 800.0, "read": 4.5, "copy": 3.3}
+LITTLE = {
+    case.name: case
+    for case in known.ATTENTION + known.DECODE + known.APPEND
+    if "small" in case.tags and "edge" in case.tags
+}
+
+
+class FakeTimer:
+    """Every call takes what `ms` says of its subject; remembers who was called when."""
+
+    def __init__(self, **ms):
+        self.ms, self.calls = ms, []
+
+    def __call__(self, subject, times):
+        self.calls.append(subject.name)
+        subject.wait(subject.launch())
+        return [Sample(self.ms.get(subject.name, 1.0), 1)] * times
+
+
+def bench(op, names, tmp_path, options=None, **ms):
+    """Exit status, rows and lines of a benchmark of small cases."""
+    out, lines, timer = tmp_path / "rows.jsonl", [], FakeTimer(**ms)
+    options = dataclasses.replace(options or Options(), out=str(out), commit="abc")
+    chosen = [LITTLE[name] for name in names]
+    status = run_bench(op, chosen, options, timer=timer, ceilings=CEILINGS, say=lines.append)
+    return status, rows.read(out), lines, timer
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("forward", "causal_32x32"),
+        ("forward", "kv_lengths"),
+        ("forward", "everything"),
+        ("backward", "group4_kv2"),
+        ("backward_alone", "float16_causal"),
+        ("decode", "decode_per_sequence_edges"),
+        ("decode", "decode_stacked_window"),
+        ("decode", "decode_paged_chunk"),
+        ("append", "append_per_sequence_distinct"),
+        ("append", "append_stacked_ragged_chunk"),
+        ("append", "append_paged_chunk"),
+    ],
+)
+def test_every_operation_is_checked_timed_and_written(op, name, tmp_path):
+    status, written, lines, _ = bench(op, [name], tmp_path)
+    assert status == 0, lines
+    ours, *others = [row for row in written if row["op"] != "ceiling"]
+    assert ours["impl"] == "pallas_attn/reference"
+    assert ours["op"] == OPS[op]
+    assert ours["case"] == name
+    assert ours["checked"] is True
+    assert all(field in ours for field in (*rows.REQUIRED, "first_call_s", "l2"))
+    assert ours["n"] == 15
+    assert all(row["run"] == ours["run"] for row in written)
+    assert {row["impl"] for row in others} <= set(peers.PEERS[OPS[op]])
+    assert any(line.startswith(f"[1/1] {name}") for line in lines)
+
+
+def test_figures_follow_from_the_time(tmp_path):
+    times = {"pallas_attn/reference": 0.5, "xla": 1.0}
+    status, written, lines, _ = bench("forward", ["causal_32x32"], tmp_path, **times)
+    assert status == 0
+    ours = next(row for row in written if rows.is_ours(row))
+    flops = 4 * 64 * 32 * 32 / 2
+    assert ours["ms"] == 0.5
+    assert ours["tflops"] == round(flops / 0.5e-3 / 1e12, 4)
+    line = next(line for line in lines if line.startswith("[1/1]"))
+    assert "2.00x best peer (xla" in line
+    assert any(line.startswith("2.000x the best peer (geomean of 1)") for line in lines)
+
+
+def test_a_wrong_result_is_not_timed_and_the_run_fails(tmp_path, monkeypatch):
+    right = pallas_attn.flash_attention
+    monkeypatch.setattr(
+        pallas_attn,
+        "flash_attention",
+        lambda q, k, v, **rest: right(q, k, v, **rest).at[0, -1, 0, 0].add(0.05),
+    )
+    status, written, lines, timer = bench("forward", ["causal_32x32"], tmp_path)
+    assert status == 1
+    assert not [row for row in written if row["op"] != "ceiling"]
+    assert not timer.calls
+    assert any("wrong, not timed: out: positions 16 to 31: error 5.0" in line for line in lines)
+
+
+def test_the_cases_after_a_failure_still_run(tmp_path, monkeypatch):
+    right = pallas_attn.decode_attention
+    broken = LITTLE["decode_stacked_window"].lengths
+
+    def wrong(q, cache, **rest):
+        out = right(q, cache, **rest)
+        return out * (1.1 if q.shape[0] == len(broken) else 1.0)
+
+    monkeypatch.setattr(pallas_attn, "decode_attention", wrong)
+    names = ["decode_stacked_window", "decode_stacked_mha"]
+    status, written, _, _ = bench("decode", names, tmp_path)
+    assert status == 1
+    assert {row["case"] for row in written if row["op"] == "decode"} == {"decode_stacked_mha"}
+
+
+def test_an_append_that_touches_another_row_is_wrong(tmp_path, monkeypatch):
+    right = pallas_attn.write_kv
+
+    def stray(cache, k, v, **rest):
+        cache = right(cache, k, v, **rest)
+        return dataclasses.replace(cache, v=cache.v.at[0, 0, -1, 0].add(1))
+
+    monkeypatch.setattr(pallas_attn, "write_kv", stray)
+    status, _, lines, _ = bench("append", ["append_stacked_distinct"], tmp_path)
+    assert status == 1
+    assert any("a buffer differs" in line for line in lines)
+
+
+def test_a_peer_that_is_wrong_or_missing_is_left_out_and_said(tmp_path, monkeypatch):
+    def zeros(call):
+        return [Subject("zeros", lambda: (jnp.zeros_like(call.arrays["q"]),))]
+
+    def missing(call):
+        raise peers.Unavailable("not for sale")
+
+    table = {"zeros": zeros, "missing": missing, "xla": peers.xla}
+    monkeypatch.setitem(peers.PEERS, "forward", table)
+    status, written, lines, _ = bench("forward", ["float32_causal"], tmp_path)
+    assert status == 0
+    impls = [row["impl"] for row in written if row["op"] == "forward"]
+    assert impls == ["pallas_attn/reference", "xla"]
+    assert any("zeros: left out, out: positions" in line for line in lines)
+    assert any("missing: not for sale" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("peer", "name", "reason"),
+    [
+        ("cudnn", "causal_32x32", "no float32"),
+        ("cudnn", "softcap", "no softcap"),
+        ("attention_mgpu", "dim72", "head dims 72"),
+        ("attention_mgpu", "documents", "no segments"),
+        ("xla", "sinks", "no sinks"),
+    ],
+)
+def test_peers_refuse_what_they_cannot_express(peer, name, reason):
+    case = LITTLE[name]
+    with pytest.raises(peers.Unavailable, match=reason):
+        peers.PEERS["forward"][peer](peers.Call(case, case.arrays(), None, "forward"))
+
+
+def test_xla_is_not_asked_for_scores_that_do_not_fit():
+    case = next(case for case in known.ATTENTION if case.name == "h64_full_b2_t8192_n32")
+    with pytest.raises(peers.Unavailable, match="16 GiB"):
+        peers.xla(peers.Call(case, {}, None, "forward"))
+
+
+def test_turns_interleave_and_rotate():
+    timer = FakeTimer(a=1.0, b=2.0, c=3.0)
+    found = timing.interleave(timer, [Subject(x, lambda: ()) for x in "abc"], turns=3, times=2)
+    assert "".join(timer.calls) == "abc" + "bca" + "cab"
+    assert found["b"] == timing.Timing(2.0, 2.0, 6, 1)
+
+
+def test_cold_turns_flush_before_every_timed_call():
+    log = []
+    timer = lambda subject, times: log.append(subject.name) or [Sample(1.0, 1)] * times  # noqa: E731
+    flush = lambda: log.append("flush")  # noqa: E731
+    timing.interleave(timer, [Subject("a", tuple)], turns=1, times=2, flush=flush)
+    assert log == ["flush", "a", "flush", "a"]
+
+
+def test_the_quickest_of_a_peers_configurations_competes():
+    fast, slow = Subject("fast", tuple), Subject("slow", tuple)
+    assert timing.quickest(FakeTimer(fast=1.0, slow=2.0), [slow, fast]) is fast
+
+
+def test_median_and_minimum():
+    samples = [Sample(ms, 2) for ms in (5.0, 1.0, 3.0)]
+    assert timing.Timing.of(samples) == timing.Timing(3.0, 1.0, 3, 2)
+
+
+def test_ceilings_count_operations_and_bytes():
+    timer = FakeTimer(matmul=1.0, read=2.0, copy=4.0)
+    found = timing.ceilings(timer, matmul=64, nbytes=2**16)
+    assert found["matmul"] == pytest.approx(2 * 64**3 / 1e9)
+    assert found["read"] == pytest.approx(2**16 / 2e9)
+    assert found["copy"] == pytest.approx(2 * 2**16 / 4e9)
+
+
+def test_a_flusher_flushes_again():
+    flush = timing.cache_flusher(2**12)
+    flush()
+    flush()
+
+
+def test_a_benchmark_without_a_gpu_says_so():
+    with pytest.raises(ValueError, match="a benchmark times a GPU and jax found none"):
+        run_bench("forward", "grid")
+    with pytest.raises(ValueError, match="op: expected one of forward, backward"):
+        run_bench("sideways", "grid")
+
+
+@pytest.mark.parametrize("name", ["kv_lengths_causal", "documents", "offsets_by_row", "sinks"])
+def test_verify_catches_a_small_fault_everywhere(name):
+    case = LITTLE[name]
+    arrays = case.arrays()
+    if isinstance(case.q_offset, int):
+        arrays["q_offset"] = case.q_offset
+    oracle, naive = verify.expected(arrays, case.options())
+    out = pallas_attn.flash_attention(**case.arguments())
+    assert verify.judge((out,), oracle, naive) is None
+    assert "error" in verify.judge(((out * 1.03).astype(out.dtype),), oracle, naive)
+    assert "error" in verify.judge((out.at[:, -1].set(jnp.nan),), oracle, naive)
+
+
+def test_verify_catches_a_gradient_of_the_wrong_head():
+    case = LITTLE["group4_kv2"]
+    do = case.cotangent()
+    arrays = case.arrays() | {"q_offset": case.q_offset}
+    oracle, naive = verify.expected(arrays, case.options(), do)
+    launch = subjects.attention(case, case.arrays(), do, "forward+backward", None)
+    out, dq, dk, dv = launch()
+    assert verify.judge((out, dq, dk, dv), oracle, naive) is None
+    assert verify.judge((out, dq, dk[:, :, ::-1], dv), oracle, naive).startswith("dk: positions")
+
+
+def test_a_slab_at_a_time_is_the_same(monkeypatch):
+    case = LITTLE["everything"]
+    whole, _ = verify.expected(case.arrays(), case.options())
+    monkeypatch.setattr(verify, "SLAB", 4 * 200 * 7)
+    jax.clear_caches()
+    slabs, _ = verify.expected(case.arrays(), case.options())
+    assert jnp.allclose(whole[0], slabs[0], atol=1e-6)
+
+
+def test_paged_caches_hold_what_the_dense_arrays_say():
+    case = LITTLE["decode_paged_edges"]
+    arrays = case.arrays()
+    cache = subjects.filled_cache(case, arrays)
+    assert not jnp.array_equal(cache.page_table[-1], jnp.sort(cache.page_table[-1]))
+    pages = jnp.moveaxis(cache.k[cache.page_table[-1]], 0, 1)
+    assert jnp.array_equal(pages.reshape(arrays["k"].shape[1:]), arrays["k"][-1])
+
+
+def fake_rows():
+    here = rows.Provenance("run1", "NVIDIA H200", "0.11.2", "abc", "2026-11-20T20:00:00Z")
+    later = dataclasses.replace(here, run="run2", date="2026-11-21T20:00:00Z")
+    case = next(case for case in known.ATTENTION if case.name == "h128_causal_b2_t8192_n16")
+    decode = next(case for case in known.DECODE if "paged" in case.tags)
+    append = known.APPEND[0]
+
+    def row(case, op, impl, ms, where=here):
+        return rows.measured(case, op, impl, timing.Timing(ms, ms, 15, 1), where)
+
+    return [
+        *rows.ceiling_rows(CEILINGS, here),
+        *rows.ceiling_rows(CEILINGS, later),
+        row(case, "forward", "pallas_attn/sm90", 2.0),
+        row(case, "forward", "cudnn", 1.0),
+        row(case, "forward", "pallas_attn/sm90", 0.8, later),
+        row(case, "forward", "cudnn", 0.9, later),
+        row(decode, "decode", "pallas_attn/sm90", 0.01),
+        row(append, "append", "pallas_attn/sm80", 0.001),
+        row(append, "append", "xla", 0.005),
+    ]
+
+
+def test_a_section_shows_the_newest_run_and_ratios_within_it():
+    text = report.section(fake_rows())
+    line = next(line for line in text.splitlines() if "h128_causal_b2_t8192_n16`" in line)
+    assert line == "| `h128_causal_b2_t8192_n16` | **687** | 86 % | 611 | 1.12 |"
+    assert "| `append_per_sequence_m1` | **1.00** | 5.00 | 5.00 |" in text
+    assert "Geomean: 1.12 of cudnn. Worst cell: 1.12" in text
+    assert report.section([]) == "Nothing is measured yet."
+
+
+def test_only_the_marked_part_of_the_readme_changes():
+    text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter"
+    made = report.readme(text, [])
+    assert made == f"before\n{report.BEGIN}\nNothing is measured yet.\n{report.END}\nafter"
+    with pytest.raises(ValueError, match="expected the markers"):
+        report.readme("no markers", [])
+
+
+def test_the_readme_says_what_the_results_say():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert text == report.from_results(ROOT), "run: python -m pallas_attn.bench.report"
+
+
+def test_rows_on_disk_are_whole():
+    for row in rows.read(ROOT / "results"):
+        if row["op"] == "ceiling":
+            continue
+        assert not set(rows.REQUIRED) - row.keys(), row
+        assert row["checked"] is True
+
+
+def test_a_problem_is_flat_enough_to_read(tmp_path):
+    case = next(case for case in known.DECODE if "uneven" in case.tags)
+    facts = rows.problem(case)
+    assert facts["mask"] == "causal" if "mask" in facts else True
+    assert json.loads(json.dumps(facts))["dtype"] == "bfloat16"
+    assert rows.problem(LITTLE["append_paged_ancestor"])["lengths"] == {"each": 4, "count": 4}
+
+
+def test_a_plot_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="the plot extra is not installed")
+    from pallas_attn.bench import plots
+
+    for op, groups in report.latest(fake_rows()).items():
+        path = tmp_path / f"{op}.png"
+        plots.bars(groups, CEILINGS, str(path))
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("wanted", ["grid", "windows,odd", "grid+causal,-h256", "h64_*", "twin"])
+def test_the_same_names_select_for_every_kind(wanted):
+    chosen = known.select(known.ATTENTION, wanted)
+    assert chosen
+    if "h256" in wanted:
+        assert all("causal" in case.tags and case.head_dim != 256 for case in chosen)
+
+
+def test_a_tag_that_nothing_has_lists_those_that_are():
+    with pytest.raises(ValueError, match="No case matches 'gird'. Tags: .*grid"):
+        known.select(known.ATTENTION, "gird")
+
+
+def test_names_are_unique():
+    everything = known.ATTENTION + known.DECODE + known.APPEND
+    assert len({case.name for case in everything}) == len(everything)
+
+
+def test_work_is_counted_as_published():
+    by_name = {case.name: case for case in known.ATTENTION}
+    plain = by_name["h128_causal_b2_t8192_n16"]
+    assert plain.flops() == 4 * 2 * 16 * 8192 * 8192 * 128 / 2
+    assert rows.work(plain, "forward+backward")[1] == pytest.approx(3.5 * plain.flops() / 1e12)
+    window = by_name["h64_window128_t8192"]
+    assert window.visible_pairs() == 2 * (8192 * 128 - 127 * 128 // 2)
+    packed, separate = by_name["documents_8x1024"], by_name["rows_8x1024"]
+    assert packed.visible_pairs() == pytest.approx(separate.visible_pairs(), rel=2e-3)
+    half, whole = by_name["lengths_half_of_8192"], by_name["lengths_none_of_8192"]
+    assert 2 * half.flops() == whole.flops()
+
+
+@pytest.mark.parametrize("name", ["segments_mixed", "everything", "q_lengths", "offsets_by_row"])
+def test_visible_pairs_are_those_of_the_dense_mask(name):
+    case = dataclasses.replace(LITTLE[name], sinks=False, bias_shape=None, mask_shape=None)
+    arrays = case.arrays() | {"q": jnp.zeros_like(case.arrays()["q"])}
+    eye = jnp.eye(case.kv_len, dtype=case.dtype)[None, :, None]
+    arrays["v"] = jnp.broadcast_to(eye, (case.batch, case.kv_len, case.kv_heads, case.kv_len))
+    out = pallas_attn.flash_attention(**arrays, **case.options())
+    assert int((out[:, :, 0] != 0).sum()) == case.visible_pairs()
