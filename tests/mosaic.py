@@ -89,6 +89,12 @@ class BlockOfThreads:
             raise IndexError(f"pick: row {row} of a table of {len(table)}")
         return table[row]
 
+    def in_order(self):
+        pass
+
+    def prefetch(self, ref, index, nbytes):
+        self.memory.prefetch(ref, np.broadcast_to(index, 128), nbytes)
+
     def load(self, ref, index, nbytes):
         return self.memory.load(ref, np.broadcast_to(index, 128), nbytes, self.ids)
 
@@ -112,6 +118,9 @@ class Memory:
         """The number of a block's first thread."""
         with self.lock:
             return 128 * self.blocks.setdefault(coordinates, len(self.blocks))
+
+    def prefetch(self, ref, index, nbytes):
+        self._words(ref, index, nbytes, "prefetched")
 
     def load(self, ref, index, nbytes, threads):
         words = self._words(ref, index, nbytes, "read")

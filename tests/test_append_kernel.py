@@ -6,6 +6,7 @@ Without a GPU its program runs in the interpreter, every address checked, and it
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +42,11 @@ def test_interpreted(case, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_the_gpu(case, rng):
+    write = jax.jit(functools.partial(run, case.problem))
     for _ in range(3):  # other starts each time
         inputs = case.draw(rng)
         given = on_device(inputs)
-        got = jax.jit(functools.partial(run, case.problem))(given)
+        got = write(given)
         assert_same_bytes(got, case.expected(inputs))
         assert_same_bytes((given.k_cache, given.v_cache), (inputs.k_cache, inputs.v_cache))
 
@@ -85,6 +87,9 @@ class Ledger:
     def __init__(self, page: int):
         self.page = page
         self.stored: list[tuple[str, int, int]] = []
+
+    def prefetch(self, ref, index, nbytes):
+        assert ref == "page_table"
 
     def load(self, ref, index, nbytes, threads):
         return np.full(128, self.page if ref == "page_table" else 0, np.int32)
@@ -206,6 +211,10 @@ def test_machine_code(kind, new_rows, target):
     )  # 80: 6 blocks of 128 threads a multiprocessor
     assert report.tensor_maps == 0
     assert report.sass.count("LDG.E.128") == report.sass.count("STG.E.128") > 0
+    if (
+        new_rows == 1
+    ):  # the rows are asked for before anything is waited for, or a token costs another trip
+        assert not re.search(r"\b(EXIT|BRX|STG)\b", report.sass[: report.sass.rindex("LDG.E.128")])
 
 
 @needs_aot
@@ -306,7 +315,7 @@ def on_gpu_in_place(case: Case, inputs: AppendInputs, f=step) -> tuple:
 @pytest.mark.parametrize("sequences", [128, 256])
 @pytest.mark.parametrize("kind", ["per_sequence", "stacked", "paged"])
 def test_many_sequences_in_place_on_the_gpu(kind, sequences, new_rows, rng):
-    case = Case(kind, sequences, new_rows, 8, 128, capacity=320, spread=7, page_size=16)
+    case = Case(kind, sequences, new_rows, 4, 64, capacity=320, spread=7, page_size=16)
     inputs = case.draw(rng)
     assert_same_bytes(on_gpu_in_place(case, inputs), case.expected(inputs))
 

@@ -42,7 +42,7 @@ DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m
 class Config:
     """`words`: how many words of each of K and V a thread keeps in flight; short appends use fewer."""
 
-    words: int = 4
+    words: int = 2
 
     def __post_init__(self):
         if not 1 <= self.words <= 16:
@@ -196,16 +196,27 @@ def _append(thread: tiles.Thread, refs: _Refs, at: _At, *, plan: _Plan) -> None:
     """What one thread does: read all its words, find out where they go, write them."""
     first = at.chunk * (plan.in_flight * tiles.THREADS) + thread.index
     words = [first + i * tiles.THREADS for i in range(plan.in_flight)]
+    if plan.kind == "paged" and plan.chunks == 1:
+        _expect_page(thread, refs, at, plan)
     arrays = range(len(refs.new))
     held = [[_read(thread, refs, at, word, plan, array) for word in words] for array in arrays]
+    if plan.kind == "paged":
+        thread.in_order()
     which = at.sequence if len(refs.caches) > 1 else 0
     caches = thread.pick(which, refs.caches)
-    places = {}  # by the shape of a row: K and V mostly share theirs
+    # K and V mostly share the shape of a row, and so their places.
+    places = {n: [_place(thread, refs, at, w, plan, n) for w in words] for n in plan.row_words}
     for array in arrays:
-        shape = plan.row_words[array]
-        places.setdefault(shape, [_place(thread, refs, at, word, plan, shape) for word in words])
-        for place, value in zip(places[shape], held[array], strict=True):
+        there = places[plan.row_words[array]]
+        for place, value in zip(there, held[array], strict=True):
             _write(thread, caches[array], at, place, value, plan, array)
+
+
+def _expect_page(thread: tiles.Thread, refs: _Refs, at: _At, plan: _Plan) -> None:
+    """Which entry of the table it is waits for the length; the lines it may be in need not."""
+    entry = thread.minimum(thread.index * 8, plan.table_width - 1)  # 8 entries a sector of 32 bytes
+    row = thread.wide(at.sequence) * plan.table_width
+    thread.prefetch(refs.page_table, row + thread.wide(entry), 4)
 
 
 def _read(thread: tiles.Thread, refs: _Refs, at: _At, word: Any, plan: _Plan, array: int) -> Any:

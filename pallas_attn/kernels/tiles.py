@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector, vector
 
 Ref = Any
 
@@ -261,17 +261,46 @@ class Thread:
                 scf.yield_([_pointer(ref) for ref in refs])
         return tuple(chosen.results)
 
+    def prefetch(self, ref: Ref, index: Int, nbytes: int) -> None:
+        """Has the word's cache line brought near, for a `load` that has to wait for its index."""
+        line = [_address(ref, index, nbytes)]
+        nothing = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(nothing, line, "prefetch.L1 [$0];", "l", has_side_effects=True)
+
+    def in_order(self) -> None:
+        """Loads before this are issued before loads after it, which ptxas does not promise.
+
+        A warp that waits for an index would otherwise hold back loads that need none.
+        """
+        nothing = ir.Type.parse("!llvm.void")
+        code = "bar.warp.sync 0xffffffff;"
+        llvm.inline_asm(nothing, [], code, "~{memory}", has_side_effects=True)
+
     def load(self, ref: Ref, index: Int, nbytes: int) -> Int:
         """The word at `index`. One of 16 bytes is good for `store` only."""
         address = _address(ref, index, nbytes)
         return Int(llvm.load(_word(nbytes), address, alignment=nbytes))
 
     def store(self, ref: Ref, index: Int, value: Int, nbytes: int, where: Int) -> None:
-        """Writes the word at `index` where the condition holds; elsewhere the index may be anything."""
-        branch = scf.IfOp(where.value)
-        with ir.InsertionPoint(branch.then_block):
-            llvm.store(value.value, _address(ref, index, nbytes), alignment=nbytes)
-            scf.yield_([])
+        """Writes the word at `index` where the condition holds; elsewhere the index may be anything.
+
+        One instruction with a predicate. Behind a branch, LLVM and ptxas would both move the load
+        of `value` there too, to wait for whatever the branch waits for.
+        """
+        word = value.value
+        parts = [word] if nbytes < 16 else [vector.extract(word, [], [i]) for i in range(4)]
+        if nbytes < 4:
+            parts = [arith.extui(_int(32), word)]
+        kind = {16: "v4.b32"}.get(nbytes, f"b{8 * nbytes}")
+        names = ", ".join(f"${n}" for n in range(2, 2 + len(parts)))
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [arith.extui(_int(32), where.value), _address(ref, index, nbytes), *parts],
+            "{ .reg .pred p; setp.ne.b32 p, $0, 0; "
+            f"@p st.global.{kind} [$1], " + (f"{{{names}}}" if nbytes == 16 else names) + "; }",
+            "r,l," + ",".join("l" if nbytes == 8 else "r" for _ in parts) + ",~{memory}",
+            has_side_effects=True,
+        )
 
 
 def _int(bits: int) -> ir.Type:
