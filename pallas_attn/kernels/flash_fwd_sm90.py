@@ -109,11 +109,11 @@ class Plan:
     @property
     def k_width(self) -> int:
         """The head dim in shared memory: whole swizzles; TMA fills what is past the end with 0."""
-        return _round_up(self.problem.head_dim, self.k_swizzle // 2)
+        return _round_up(_in_tma(self.problem.head_dim), self.k_swizzle // 2)
 
     @property
     def v_width(self) -> int:
-        return _round_up(self.problem.v_head_dim, self.v_swizzle // 2)
+        return _round_up(_in_tma(self.problem.v_head_dim), self.v_swizzle // 2)
 
     @property
     def tile_rows(self) -> int:
@@ -122,6 +122,10 @@ class Plan:
     @property
     def q_tiles(self) -> int:
         return pl.cdiv(self.problem.q_len, self.tile_rows)
+
+    @property
+    def padded_rows(self) -> int:
+        return self.q_tiles * self.tile_rows
 
     @property
     def heads(self) -> int:
@@ -160,7 +164,7 @@ class Plan:
         if dynamic & set(self.problem.arrays):
             return frozenset(("empty", "first_masked", "high", "low"))
         found = set()
-        for row in range(0, self.q_tiles * self.tile_rows, ROWS):
+        for row in range(0, self.padded_rows, ROWS):
             span = _span(self, self.problem.q_offset + row, ROWS, self.problem.kv_len, None)
             found |= {"empty"} if span.hi <= span.lo else _parts(span)
         return frozenset(found)
@@ -180,8 +184,15 @@ def _parts(span: "Span") -> set[str]:
 
 
 def _swizzle(dim: int) -> int:
-    """Bytes: the widest among those that pad a row of `dim` 16-bit numbers least."""
-    return min((128, 64, 32), key=lambda s: (_round_up(dim, s // 2), -s))
+    """Bytes: the widest that divides a row of `dim` 16-bit numbers, or that holds one whole."""
+    if dim <= 64 and dim % 16:
+        return 128
+    return next(swizzle for swizzle in (128, 64, 32) if _in_tma(dim) * 2 % swizzle == 0)
+
+
+def _in_tma(dim: int) -> int:
+    """The head dim in global memory: Mosaic's TMA clips at whole tiles, of 16 columns at least."""
+    return dim if dim <= 64 else _round_up(dim, 16)
 
 
 def _round_up(n: int, to: int) -> int:
@@ -657,12 +668,13 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         lse = jnp.full((batch, problem.q_heads, q_len), -jnp.inf, jnp.float32)
         return jnp.zeros(out_shape, problem.dtype), lse
     plan = Plan(problem, config)
-    padded = plan.q_tiles * plan.tile_rows
+    operands = _operands(plan, inputs)
+    padded_shape = (*operands.q.shape[:3], _in_tma(problem.v_head_dim))
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(
-            jax.ShapeDtypeStruct(out_shape, problem.dtype),
-            jax.ShapeDtypeStruct((batch, problem.q_heads, padded), jnp.float32),
+            jax.ShapeDtypeStruct(padded_shape, problem.dtype),
+            jax.ShapeDtypeStruct((batch, problem.q_heads, plan.padded_rows), jnp.float32),
         ),
         scratch_types=(scratch(plan),),
         grid=(plan.ctas,),
@@ -672,16 +684,18 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_fwd_sm90",
     )
-    out, lse = kernel(_operands(plan, inputs))
-    return out, lse[:, :, :q_len]
+    out, lse = kernel(operands)
+    return out[:, :q_len, :, : problem.v_head_dim], lse[:, :, :q_len]
 
 
 def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
-    """What the kernel reads. Copies: bias and mask_array where T or S is no multiple of a tile,
-    ids (small), and one value tile a sequence where there are kv_lengths.
+    """What the kernel reads. Copied are: q, k and v (and the output, afterwards) where T or S is
+    above 8 and no multiple of 8, or a head dim above 64 and no multiple of 16, which Mosaic's TMA
+    would clip; bias and mask_array where T or S is no multiple of a tile; segment ids; one value
+    tile a sequence where there are kv_lengths.
     """
     problem, block = plan.problem, plan.config.block_kv
-    rows, keys = plan.q_tiles * plan.tile_rows, _round_up(problem.kv_len, block)
+    rows, keys = plan.padded_rows, _round_up(problem.kv_len, block)
     fields = {name: getattr(inputs, name) for name in problem.arrays}
     for name in ("bias", "mask_array"):
         if (array := fields.get(name)) is not None:
@@ -694,10 +708,18 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
         kv_ids = jnp.pad(kv_ids, ((0, 0), (0, keys - problem.kv_len)), mode="edge")
         fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
         spans = _segment_spans(q_ids, kv_ids, block)
-    edge = _edge(inputs.v, inputs.kv_lengths, block) if plan.has("kv_lengths") else None
+    q, k, v = (
+        _padded(x, {1: _whole(x.shape[1]), 3: _in_tma(x.shape[3])})
+        for x in (inputs.q, inputs.k, inputs.v)
+    )
+    edge = _edge(v, inputs.kv_lengths, block) if plan.has("kv_lengths") else None
     given = {"v_edge": edge, "segment_spans": spans} | fields
     optional = {name: given.get(name) for name in Refs._fields[3:]}
-    return Refs(inputs.q, inputs.k, inputs.v, **optional)
+    return Refs(q, k, v, **optional)
+
+
+def _whole(rows: int) -> int:
+    return rows if rows <= 8 else _round_up(rows, 8)
 
 
 def _padded(array: Any, sizes: dict[int, int]) -> Any:
