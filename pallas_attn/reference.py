@@ -219,47 +219,50 @@ def append(
     def place(cache, new):
         if isinstance(cache, (tuple, list)):
             pairs = zip(cache, new, position, strict=True)
-            return tuple(_write_one(one, row, pos, layer) for one, row, pos in pairs)
+            return tuple(_scatter(one, layer, (pos,), row) for one, row, pos in pairs)
         if page_table is None:
-            return _write_stacked(cache, new, position, layer)
-        return _write_paged(cache, new, position, page_table, layer)
+            return _scatter(cache, layer, (position,), new, batched=True)
+        return _scatter(cache, layer, _page_and_row(cache, position, page_table), new)
 
     return write(k_cache, k), write(v_cache, v)
 
 
-def _scatter(cache: Array, layer, index: tuple, new: Array) -> Array:
-    """cache[(layer,) *index] = new; an index of -1 anywhere drops its row."""
-    cache_view = cache if layer is not None else cache[None]
-    layer = jnp.asarray(0 if layer is None else layer)
-    index = (jnp.where(layer < 0, cache_view.shape[0], layer), *index)
-    index = tuple(
-        jnp.where(i < 0, size, i) if getattr(i, "ndim", 0) else i
-        for i, size in zip(index, cache_view.shape, strict=False)
+def _scatter(
+    cache: Array, layer, index: tuple[Array, ...], new: Array, batched: bool = False
+) -> Array:
+    """cache[layer, *index[:-1], :, index[-1]] = new; an index outside of the cache drops its row.
+
+    `batched`: the axis after the layers is that of the sequences, and of the first axis of
+    `index` and `new`. Said as one scatter whose windows are heads: XLA then splits it over devices
+    without communication, which it cannot do where heads or sequences are indexed by arrays.
+    """
+    operand = cache[None] if layer is None else cache
+    layer = jnp.asarray(0 if layer is None else layer, jnp.int32)
+    indices = [jnp.broadcast_to(layer, index[0].shape), *index]
+    axes = (0, *range(1, len(index)), operand.ndim - 2)
+    dims = lax.ScatterDimensionNumbers(
+        update_window_dims=(new.ndim - 2, new.ndim - 1),
+        inserted_window_dims=axes,
+        scatter_dims_to_operand_dims=axes,
+        operand_batching_dims=(1,) if batched else (),
+        scatter_indices_batching_dims=(0,) if batched else (),
     )
-    written = cache_view.at[index].set(new.astype(cache.dtype), mode="drop")
+    written = lax.scatter(
+        operand,
+        jnp.stack([x.astype(jnp.int32) for x in indices], axis=-1),
+        new.astype(cache.dtype),
+        dims,
+        mode=lax.GatherScatterMode.FILL_OR_DROP,
+    )
     return written.reshape(cache.shape)
 
 
-def _write_one(cache: Array, new: Array, position: Array, layer) -> Array:
-    heads = jnp.arange(cache.shape[-3])[:, None]
-    return _scatter(cache, layer, (heads, position[None]), jnp.swapaxes(new, 0, 1))
-
-
-def _write_stacked(cache: Array, new: Array, position: Array, layer) -> Array:
-    sequences = jnp.arange(cache.shape[-4])[:, None, None]
-    heads = jnp.arange(cache.shape[-3])[None, :, None]
-    index = (sequences, heads, position[:, None])
-    return _scatter(cache, layer, index, jnp.swapaxes(new, 1, 2))
-
-
-def _write_paged(cache: Array, new: Array, position: Array, page_table: Array, layer) -> Array:
-    pages, kv_heads, page_size, _ = cache.shape[-4:]
+def _page_and_row(cache: Array, position: Array, page_table: Array) -> tuple[Array, Array]:
+    """Where in the pool each position is; page -1 where it is nowhere."""
+    pages, page_size = cache.shape[-4], cache.shape[-2]
     slot = position // page_size
     page = jnp.take_along_axis(
         page_table, jnp.clip(slot, 0, page_table.shape[1] - 1), axis=1, mode="clip"
     )
     there = (position >= 0) & (slot < page_table.shape[1]) & (page >= 0) & (page < pages)
-    page = jnp.where(there, page, -1)
-    heads = jnp.arange(kv_heads)[None, None, :]
-    index = (page[:, :, None], heads, (position % page_size)[:, :, None])
-    return _scatter(cache, layer, index, new)
+    return jnp.where(there, page, -1), position % page_size
