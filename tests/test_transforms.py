@@ -1,0 +1,366 @@
+"""jit, vmap, scan, remat, donation, devices, export: what people wrap around these functions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_attn as pa
+from pallas_attn import CAUSAL, PagedCache, PerSequenceCache, StackedCache
+
+KINDS = ("per_sequence", "stacked", "paged")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+
+
+def same(got, want):
+    for have, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        close(have, wanted)
+
+
+def draw(rng, batch=2, q_len=6, kv_len=6, q_heads=4, kv_heads=2, dim=8):  # noqa: PLR0913
+    shapes = (batch, q_len, q_heads, dim), (batch, kv_len, kv_heads, dim)
+    return [jnp.asarray(rng.standard_normal(shapes[i], np.float32)) for i in (0, 1, 1)]
+
+
+def create(kind, sequences=2, layers=None):
+    sizes = {"kv_heads": 2, "head_dim": 8, "layers": layers, "dtype": "float32"}
+    if kind == "per_sequence":
+        return PerSequenceCache.create([10 + m % 3 for m in range(sequences)], **sizes)
+    if kind == "stacked":
+        return StackedCache.create(sequences, 10, **sizes)
+    return PagedCache.create(sequences, 5 * sequences, 2, capacity=10, **sizes)
+
+
+# ---- jit and vmap --------------------------------------------------------------------------------
+
+
+def test_jit_gives_what_eager_gives(rng):
+    arrays = draw(rng)
+    run = functools.partial(pa.flash_attention_with_lse, mask=CAUSAL, softcap=3.0)
+    same(jax.jit(run)(*arrays), run(*arrays))
+
+
+def test_masks_may_be_static_arguments(rng):
+    run = jax.jit(pa.flash_attention, static_argnames=("mask", "scale", "softcap"))
+    arrays = draw(rng)
+    same(run(*arrays, mask=CAUSAL), pa.flash_attention(*arrays, mask=CAUSAL))
+
+
+def looped(run, in_axes, *arrays):
+    """`jax.vmap(run, in_axes)(*arrays)`, one at a time."""
+    size = next(x.shape[a] for x, a in zip(arrays, in_axes, strict=True) if a is not None)
+    pick = lambda x, a, i: x if a is None else np.take(x, i, axis=a)  # noqa: E731
+    outs = [
+        run(*(pick(x, a, i) for x, a in zip(arrays, in_axes, strict=True))) for i in range(size)
+    ]
+    return jax.tree.map(lambda *xs: np.stack(xs), *outs)
+
+
+@pytest.mark.parametrize(
+    "in_axes", [(0, 0, 0), (0, None, None), (None, 0, 0), (1, 0, None)], ids=str
+)
+def test_vmap(rng, in_axes):
+    sets = [draw(rng) for _ in range(3)]
+    arrays = [
+        one[0] if axis is None else np.stack(one, axis)
+        for one, axis in zip(zip(*sets, strict=True), in_axes, strict=True)
+    ]
+    run = functools.partial(pa.flash_attention_with_lse, mask=CAUSAL)
+    same(jax.jit(jax.vmap(run, in_axes))(*arrays), looped(jax.jit(run), in_axes, *arrays))
+
+
+def test_vmap_over_every_array_option(rng):
+    q, k, v = draw(rng)
+    ids = jnp.asarray(rng.integers(0, 2, (3, 2, 6)), jnp.int32)
+    options = {
+        "q_offset": jnp.asarray(rng.integers(-1, 3, (3, 2)), jnp.int32),
+        "kv_lengths": jnp.asarray(rng.integers(0, 7, (3, 2)), jnp.int32),
+        "segment_ids": (ids, ids),
+        "bias": jnp.asarray(rng.standard_normal((3, 2, 1, 6, 6), np.float32)),
+        "mask_array": jnp.asarray(rng.random((3, 1, 4, 6, 1)) < 0.8),
+        "sinks": jnp.asarray(rng.standard_normal((3, 4), np.float32)),
+    }
+
+    def run(options):
+        return pa.flash_attention_with_lse(q, k, v, mask=CAUSAL, **options)
+
+    wanted = [jax.jit(run)(jax.tree.map(lambda x, i=i: x[i], options)) for i in range(3)]
+    same(jax.jit(jax.vmap(run))(options), jax.tree.map(lambda *xs: np.stack(xs), *wanted))
+
+
+def test_vmap_of_grad(rng):
+    sets = [draw(rng) for _ in range(3)]
+    arrays = [np.stack(one) for one in zip(*sets, strict=True)]
+    loss = lambda q, k, v: (pa.flash_attention(q, k, v, mask=CAUSAL) * q).sum()  # noqa: E731
+    grad = jax.grad(loss, (0, 1, 2))
+    same(jax.jit(jax.vmap(grad))(*arrays), looped(jax.jit(grad), (0, 0, 0), *arrays))
+
+
+@every_kind
+def test_vmap_of_decode_over_nothing_but_q(rng, kind):
+    _, k, v = draw(rng)
+    cache = pa.append_kv(create(kind), k, v)
+    q = jnp.asarray(rng.standard_normal((3, 2, 1, 4, 8), np.float32))
+    run = lambda q: pa.decode_attention(q, cache)  # noqa: E731
+    same(jax.jit(jax.vmap(run))(q), np.stack([jax.jit(run)(one) for one in q]))
+
+
+@every_kind
+def test_vmap_of_append_and_decode_over_caches(rng, kind):
+    sets = [draw(rng, q_len=2, kv_len=2) for _ in range(3)]
+    caches = [create(kind).extend(jnp.asarray([i, 1], jnp.int32)) for i in range(3)]
+
+    def run(cache, q, k, v):
+        cache = pa.append_kv(cache, k, v)
+        return cache, pa.decode_attention(q, cache)
+
+    stack = lambda *xs: jnp.stack(xs)  # noqa: E731
+    got = jax.jit(jax.vmap(run))(
+        jax.tree.map(stack, *caches), *(stack(*x) for x in zip(*sets, strict=True))
+    )
+    alone = [jax.jit(run)(cache, *one) for cache, one in zip(caches, sets, strict=True)]
+    same(got, jax.tree.map(stack, *alone))
+
+
+def test_remat_and_custom_policies(rng):
+    arrays = draw(rng)
+    loss = lambda *x: (pa.flash_attention(*x, mask=CAUSAL) ** 2).sum()  # noqa: E731
+    wanted = jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
+    for policy in (None, jax.checkpoint_policies.nothing_saveable):
+        again = jax.checkpoint(loss, policy=policy)
+        same(jax.jit(jax.grad(again, (0, 1, 2)))(*arrays), wanted)
+
+
+def test_grad_through_a_scan_over_layers(rng):
+    """Stacked weights, scanned: what a transformer's training step does."""
+    q, k, v = draw(rng)
+    weights = jnp.asarray(rng.standard_normal((3, 8, 8), np.float32)) / 3
+
+    def layer(x, w):
+        heads = jnp.einsum("btnh,hd->btnd", x, w)
+        return x + pa.flash_attention(heads, k, v, mask=CAUSAL), None
+
+    def scanned(weights):
+        return (jax.lax.scan(jax.checkpoint(layer), q, weights)[0] ** 2).sum()
+
+    def unrolled(weights):
+        x = q
+        for w in weights:
+            x = layer(x, w)[0]
+        return (x**2).sum()
+
+    same(jax.jit(jax.grad(scanned))(weights), jax.jit(jax.grad(unrolled))(weights))
+
+
+# ---- a cache in the carry ------------------------------------------------------------------------
+
+
+@every_kind
+def test_scan_over_steps_and_layers(rng, kind):
+    """A decode loop: a scan over tokens around a scan over layers, the cache in both carries."""
+    q, k, v = (jnp.asarray(rng.standard_normal((5, 3, 2, n, 8), np.float32)) for n in (4, 2, 2))
+
+    def layer(cache, inputs):
+        index, q, k, v = inputs
+        cache = pa.write_kv(cache, k, v, layer=index)
+        return cache, pa.decode_attention(q, cache, layer=index)
+
+    def step(cache, inputs):
+        cache = cache.extend(1)
+        return jax.lax.scan(layer, cache, (jnp.arange(3, dtype=jnp.int32), *inputs))
+
+    loop = jax.jit(lambda cache: jax.lax.scan(step, cache, (q, k, v)), donate_argnums=0)
+    start = create(kind, layers=3)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((start.k, start.v))]
+    cache, out = loop(start)
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves((cache.k, cache.v))] == pointers
+    np.testing.assert_array_equal(cache.lengths, [5, 5])
+    for index in range(3):  # [steps, layers, M, N, H]
+        whole = [jnp.swapaxes(x[:, index], 0, 1) for x in (q, k, v)]
+        wanted = pa.flash_attention(*whole, mask=CAUSAL)
+        close(jnp.swapaxes(out[:, index], 0, 1), wanted)
+
+
+@every_kind
+def test_while_loop_until_every_sequence_is_done(rng, kind):
+    q, k, v = draw(rng, q_len=1, kv_len=1)
+    wanted = jnp.asarray([3, 7], jnp.int32)
+
+    def more(cache):
+        return (cache.lengths < wanted).any()
+
+    def step(cache):
+        return pa.append_kv(cache, k, v, new_lengths=(cache.lengths < wanted).astype(jnp.int32))
+
+    cache = jax.jit(lambda cache: jax.lax.while_loop(more, step, cache))(create(kind))
+    np.testing.assert_array_equal(cache.lengths, wanted)
+
+
+def test_a_cache_is_one_jit_key_whatever_it_holds(rng):
+    traces = []
+
+    @jax.jit
+    def step(cache, q, k, v):
+        traces.append(cache.kind)
+        cache = pa.append_kv(cache, k, v)
+        return cache, pa.decode_attention(q, cache)
+
+    q, k, v = draw(rng, q_len=1, kv_len=1)
+    for kind in KINDS:
+        cache = create(kind)
+        for _ in range(3):
+            cache, _ = step(cache, q, k, v)
+        step(create(kind).reset(1), q, k, v)
+    assert traces == list(KINDS)
+
+
+# ---- eight devices -------------------------------------------------------------------------------
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def mesh():
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def assert_silent(compiled):
+    text = compiled.as_text()
+    assert not [name for name in COLLECTIVES if name in text]
+
+
+def test_eight_devices_are_there():
+    assert len(jax.devices()) >= 8 or jax.default_backend() != "cpu"
+
+
+SPECS = {"batch": P("data"), "heads": P(None, None, "model"), "both": P("data", None, "model")}
+
+
+@pytest.mark.parametrize("over", SPECS)
+def test_sharded_jit_of_attention_and_its_gradient(rng, over):
+    arrays = draw(rng, batch=4)
+    do = draw(rng, batch=4)[0]
+    loss = lambda q, k, v, do: (pa.flash_attention(q, k, v, mask=CAUSAL) * do).sum()  # noqa: E731
+    run = lambda *x: (pa.flash_attention(*x[:3], mask=CAUSAL), jax.grad(loss, (0, 1, 2))(*x))  # noqa: E731
+    place = NamedSharding(mesh(), SPECS[over])
+    placed = [jax.device_put(x, place) for x in (*arrays, do)]
+    compiled = jax.jit(run).lower(*placed).compile()
+    assert_silent(compiled)
+    got = compiled(*placed)
+    assert got[0].sharding.is_equivalent_to(place, 4)
+    same(got, jax.jit(run)(*arrays, do))
+
+
+@pytest.mark.parametrize("over", SPECS)
+def test_shard_map_of_attention(rng, over):
+    arrays = draw(rng, batch=4)
+    spec = SPECS[over]
+    lse_spec = {"batch": P("data"), "heads": P(None, "model"), "both": P("data", "model")}[over]
+    run = functools.partial(pa.flash_attention_with_lse, mask=CAUSAL)
+    split = jax.shard_map(run, mesh=mesh(), in_specs=(spec,) * 3, out_specs=(spec, lse_spec))
+    compiled = jax.jit(split).lower(*arrays).compile()
+    assert_silent(compiled)
+    same(compiled(*[jax.device_put(x, NamedSharding(mesh(), spec)) for x in arrays]), run(*arrays))
+
+
+def cache_specs(cache, over):
+    """Where the arrays of a cache go: heads for every kind; sequences where they are an axis."""
+    heads = "model" if over != "batch" else None
+    batch = "data" if over != "heads" else None
+    rows = P(batch)
+    if cache.kind == "per_sequence":
+        buffers = (P(heads),) * cache.num_sequences
+        return PerSequenceCache(buffers, buffers, P(), P())
+    if cache.kind == "stacked":
+        buffers = P(batch, heads)
+        return StackedCache(buffers, buffers, rows, rows)
+    shared = {"page_table": P(), "free_list": P(), "num_free": P(), "holders": P()}
+    return PagedCache(P(None, heads), P(None, heads), P(), P(), **shared)
+
+
+DECODES = [("per_sequence", "heads"), ("stacked", "heads"), ("paged", "heads")]
+DECODES += [("stacked", "batch"), ("stacked", "both")]
+
+
+def decode_step(cache, q, k, v):
+    cache = pa.append_kv(cache, k, v)
+    return cache, pa.decode_attention(q, cache)
+
+
+@pytest.mark.parametrize("kind, over", DECODES)
+def test_sharded_jit_of_append_and_decode(rng, kind, over):
+    q, k, v = draw(rng, batch=4, q_len=1, kv_len=1)
+    cache = pa.append_kv(create(kind, 4), *draw(rng, batch=4)[1:])
+    wanted = jax.jit(decode_step)(cache, q, k, v)
+    where = mesh()
+    specs = (cache_specs(cache, over), *(SPECS[over],) * 3)
+    shardings = jax.tree.map(lambda spec: NamedSharding(where, spec), specs)
+    placed = jax.tree.map(jax.device_put, (cache, q, k, v), shardings)
+    compiled = (
+        jax.jit(decode_step, donate_argnums=0, out_shardings=(shardings[0], shardings[1]))
+        .lower(*placed)
+        .compile()
+    )
+    assert_silent(compiled)
+    same(compiled(*placed), wanted)
+
+
+@pytest.mark.parametrize("kind, over", DECODES)
+def test_shard_map_of_append_and_decode(rng, kind, over):
+    q, k, v = draw(rng, batch=4, q_len=1, kv_len=1)
+    cache = pa.append_kv(create(kind, 4), *draw(rng, batch=4)[1:])
+    wanted = jax.jit(decode_step)(cache, q, k, v)
+    specs = cache_specs(cache, over)
+    rows = SPECS[over]
+    split = jax.shard_map(
+        decode_step, mesh=mesh(), in_specs=(specs, rows, rows, rows), out_specs=(specs, rows)
+    )
+    compiled = jax.jit(split).lower(cache, q, k, v).compile()
+    assert_silent(compiled)
+    placed = jax.tree.map(
+        jax.device_put,
+        (cache, q, k, v),
+        jax.tree.map(lambda spec: NamedSharding(mesh(), spec), (specs, rows, rows, rows)),
+    )
+    same(compiled(*placed), wanted)
+
+
+def test_explicit_sharding(rng):
+    """Axes whose placement is part of the types."""
+    arrays = draw(rng, batch=4)
+    wanted = pa.flash_attention(*arrays, mask=CAUSAL)
+    typed = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(typed):
+        placed = [jax.device_put(x, NamedSharding(typed, SPECS["both"])) for x in arrays]
+        got = jax.jit(functools.partial(pa.flash_attention, mask=CAUSAL))(*placed)
+    close(got, wanted)
+
+
+# ---- export --------------------------------------------------------------------------------------
+
+
+def test_export_of_attention(rng):
+    run = jax.jit(functools.partial(pa.flash_attention_with_lse, mask=CAUSAL))
+    arrays = draw(rng)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    for platforms in (None, ("cpu", "cuda")):  # the reference is the same program anywhere
+        exported = jax.export.export(run, platforms=platforms)(*shapes)
+        same(exported.call(*arrays), run(*arrays))
+
+
+@every_kind
+def test_export_of_a_decode_step(rng, kind):
+    q, k, v = draw(rng, q_len=1, kv_len=1)
+    cache = pa.append_kv(create(kind), *draw(rng)[1:])
+    structure = jax.tree.structure(cache)
+
+    def flat(leaves, q, k, v):
+        return jax.tree.leaves(decode_step(jax.tree.unflatten(structure, leaves), q, k, v))
+
+    leaves = jax.tree.leaves(cache)
+    exported = jax.export.export(jax.jit(flat))(leaves, q, k, v)
+    same(exported.call(leaves, q, k, v), flat(leaves, q, k, v))
