@@ -188,6 +188,13 @@ def test_the_quickest_of_a_peers_configurations_competes():
     assert timing.quickest(FakeTimer(fast=1.0, slow=2.0), [slow, fast]) is fast
 
 
+def test_kernels_are_split_by_call_where_their_order_says_how():
+    ordered = [("f", 1.0), ("b", 2.0), ("f", 3.0), ("b", 4.0)]
+    assert timing.split(ordered, 2) == [Sample(3.0, 2), Sample(7.0, 2)]
+    by_thread = [("f", 1.0), ("f", 3.0), ("b", 2.0), ("b", 4.0)]
+    assert timing.split(by_thread, 2) == [Sample(5.0, 2)] * 2
+
+
 def test_median_and_minimum():
     samples = [Sample(ms, 2) for ms in (5.0, 1.0, 3.0)]
     assert timing.Timing.of(samples) == timing.Timing(3.0, 1.0, 3, 2)

@@ -53,6 +53,12 @@ class Bench:
     ceilings: dict[str, float]
     say: Callable[[str], None]
     flush: Callable[[], None] | None = None
+    said: set[str] = dataclasses.field(default_factory=set)
+
+    def say_once(self, line: str) -> None:
+        if line not in self.said:
+            self.said.add(line)
+            self.say(line)
 
 
 def say_line(line: str) -> None:
@@ -186,7 +192,7 @@ def _peers(bench: Bench, call: peers.Call, judge: "Judge") -> list[Subject]:
         try:
             candidates = [one for one in table[name](call) if _is_right(bench, one, judge)]
         except Exception as error:  # noqa: BLE001  a peer may fail in any way it likes
-            bench.say(f"      {name}: {_first_line(error)}")
+            bench.say_once(f"      {name}: {_first_line(error)}")
             continue
         if candidates:
             found.append(timing.quickest(bench.timer, candidates))

@@ -82,9 +82,23 @@ class CuptiTimer:
                 f"{subject.name}: CUPTI saw {len(kernels or ())} kernels in {times} calls; "
                 "is another profiler attached, or does the call do different work each time?"
             )
-        each = len(kernels) // times
-        calls = [kernels[n * each : (n + 1) * each] for n in range(times)]
-        return [Sample(sum(ms for _, ms in call), each) for call in calls]
+        return split(kernels, times)
+
+
+def split(kernels: Sequence[tuple[str, float]], times: int) -> list[Sample]:
+    """The kernels of `times` equal calls, (name, ms) each, as one sample a call.
+
+    Kernels that several threads launched (torch runs its backward on a thread of its own) come
+    grouped by thread, not by call. Then the sum is all there is to know: every call is given the
+    mean.
+    """
+    each = len(kernels) // times
+    calls = [kernels[n * each : (n + 1) * each] for n in range(times)]
+    names = [[name for name, _ in call] for call in calls]
+    total = sum(ms for _, ms in kernels)
+    if any(found != names[0] for found in names):
+        return [Sample(total / times, each)] * times
+    return [Sample(sum(ms for _, ms in call), each) for call in calls]
 
 
 def interleave(

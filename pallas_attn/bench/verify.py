@@ -25,7 +25,6 @@ from pallas_attn.masks import Mask
 
 VACUOUS = 0.05  # of the values' rms; twice the naive error is what passes
 SLAB = 2**26  # score elements that one slab may hold
-_ARITHMETIC = ("compute", "exact", "rounded")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +53,10 @@ class Rules:
     rounded: bool  # the naive witness: stores what it computes in `compute`
 
 
-@functools.partial(jax.jit, static_argnames=("mask", "scale", "softcap", *_ARITHMETIC))
-def attention(arrays, *, mask, scale=None, softcap=None, compute, exact, rounded):  # noqa: PLR0913
+def attention(arrays: dict[str, Any], rules: Rules) -> Any:
     """`flash_attention(**arrays, mask=..., ...)`, [B, T, N, Hv]."""
-    q, k, v = (arrays[name].astype(compute) for name in ("q", "k", "v"))
+    q, k, v = (arrays[name].astype(rules.compute) for name in ("q", "k", "v"))
     kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rules = Rules(mask, scale, softcap, compute, exact, rounded)
 
     def one(index):
         row, head = index // kv_heads, index % kv_heads
@@ -225,30 +221,27 @@ def expected(arrays: dict[str, Any], options: dict[str, Any], cotangent: Any = N
     """(oracle, naive): each (out,), or (out, dq, dk, dv) where a cotangent is given."""
     dtype = str(arrays["q"].dtype)
     wide = "float64" if dtype in ("float32", "float64") else "float32"
-    static = {name: options.get(name) for name in ("scale", "softcap")} | {"mask": options["mask"]}
+    scale = arrays["q"].shape[-1] ** -0.5 if options.get("scale") is None else options["scale"]
+    static = options["mask"], scale, options.get("softcap")
     exact = options.get("precision") is not None
     with jax.enable_x64(wide == "float64"):
-        oracle = _results(arrays, static | _arithmetic(wide, True, False), cotangent)
-    return oracle, _results(arrays, static | _arithmetic(dtype, exact, True), cotangent)
+        oracle = _results(Rules(*static, wide, True, False), arrays, cotangent)
+    return oracle, _results(Rules(*static, dtype, exact, True), arrays, cotangent)
 
 
-def _arithmetic(*values: Any) -> dict[str, Any]:
-    return dict(zip(_ARITHMETIC, values, strict=True))
-
-
-def _results(arrays: dict[str, Any], static: dict[str, Any], cotangent: Any) -> tuple[Any, ...]:
+# An oracle runs once: choosing the best matmuls for it costs more than it could save.
+@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_gpu_autotune_level": 0})
+def _results(rules: Rules, arrays: dict[str, Any], cotangent: Any) -> tuple[Any, ...]:
     if cotangent is None:
-        return (attention(arrays, **static),)
-    compute = static["compute"]
+        return (attention(arrays, rules),)
     names = ("q", "k", "v")
     rest = {name: array for name, array in arrays.items() if name not in names}
 
     def run(q, k, v):
-        return attention({"q": q, "k": k, "v": v, **rest}, **static)
+        return attention({"q": q, "k": k, "v": v, **rest}, rules)
 
-    primals = tuple(arrays[name].astype(compute) for name in names)
-    out, pullback = jax.vjp(run, *primals)
-    return (out, *jax.jit(lambda back, do: back(do))(pullback, cotangent.astype(compute)))
+    out, pullback = jax.vjp(run, *(arrays[name].astype(rules.compute) for name in names))
+    return (out, *pullback(cotangent.astype(rules.compute)))
 
 
 def judge(got: tuple, oracle: tuple, naive: tuple, *, axis: int = 1) -> str | None:
