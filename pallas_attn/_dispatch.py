@@ -4,10 +4,12 @@ This is the only module that knows every implementation, and it imports a kernel
 reaches it.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -180,10 +182,33 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
 }
 
 
+_record: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
+    "pallas_attn_chosen", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[str]]:
+    """The names of what is selected in this block, in order: for reports on what ran."""
+    names: list[str] = []
+    token = _record.set(names)
+    try:
+        yield names
+    finally:
+        _record.reset(token)
+
+
 def select(problem: Problem, implementation: str | None) -> Implementation:
     """The first of the operation's table, fastest first, that takes the problem; or the one that
     was named.
     """
+    chosen = _select(problem, implementation)
+    if (names := _record.get()) is not None:
+        names.append(chosen.name)
+    return chosen
+
+
+def _select(problem: Problem, implementation: str | None) -> Implementation:
     table = TABLES[problem.op]
     if implementation is None:
         limits = {}
