@@ -43,18 +43,20 @@ def rows(implementation: str | None, dtype: str, seed: int) -> Iterator[Row]:
     says so in its note.
     """
     for operation, case, check in _CHECKS:
-        note = ""
-        for name in dict.fromkeys((implementation, implementation or "reference")):
-            try:
-                with _dispatch.recorded() as chosen:
-                    error, budget = check(name, dtype, seed)
-            except pallas_attn.UnsupportedError as refused:
-                note = str(refused)
-            else:
-                yield Row(operation, case, chosen[-1], error, budget, note)
-                break
-        else:
-            yield Row(operation, case, "", None, 0.0, note)
+        row = _row((operation, case), check, implementation, (dtype, seed))
+        if row.error is None and implementation is None:
+            by_name = _row((operation, case), check, "reference", (dtype, seed))
+            row = dataclasses.replace(by_name, note=row.note)
+        yield row
+
+
+def _row(names: tuple[str, str], check: Any, implementation: str | None, how: Any) -> Row:
+    try:
+        with _dispatch.recorded() as chosen:
+            error, budget = check(implementation, *how)
+    except pallas_attn.UnsupportedError as refused:
+        return Row(*names, "", None, 0.0, str(refused))
+    return Row(*names, chosen[-1], error, budget)
 
 
 def _normal(seed: int, name: int, dtype: str, *shape: int) -> jax.Array:
