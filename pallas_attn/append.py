@@ -69,13 +69,13 @@ def append_kv[Cache: KVCache](
         default all t.
       implementation: as in `write_kv`.
     """
+    k_rows, _ = _rows(cache, k, v)
     if cache.layers not in (None, 1):
         raise ValueError(
             f"cache: append_kv serves a cache of one layer, got {cache.layers} layers; take the "
             "rows once with "
             "cache.extend(t), then write_kv(cache, k, v, layer=l) for each layer"
         )
-    k_rows, _ = _rows(cache, k, v)
     rows: int | Array = k_rows.shape[1]
     if new_lengths is not None:
         counts = _checks.int_vector(
