@@ -1,0 +1,435 @@
+"""Every message, word for word: the argument, what was wanted, what came, what to do."""
+
+import pathlib
+import re
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import Limit, Mask, PagedCache, PerSequenceCache, StackedCache, _device
+
+
+def z(*shape, dtype="float32"):
+    return jnp.zeros(shape, dtype)
+
+
+def q(*shape, **options):
+    return z(*shape or (2, 5, 4, 8), **options)
+
+
+def k(*shape, **options):
+    return z(*shape or (2, 7, 2, 8), **options)
+
+
+def attend(q=None, k=None, v=None, **options):
+    default = z(2, 7, 2, 8)
+    return lambda: pa.flash_attention(
+        z(2, 5, 4, 8) if q is None else q,
+        default if k is None else k,
+        default if v is None else v,
+        **options,
+    )
+
+
+def traced(call):
+    """`call(x)` with x traced."""
+    return lambda: jax.jit(call)(jnp.float32(2.0))
+
+
+def stacked(**options):
+    return StackedCache.create(2, 6, 2, 8, dtype="float32", **options)
+
+
+def paged(**options):
+    return PagedCache.create(2, 5, 2, 2, 8, capacity=6, dtype="float32", **options)
+
+
+def separate(**options):
+    return PerSequenceCache.create((6, 8), 2, 8, dtype="float32", **options)
+
+
+CACHE = "expected a PerSequenceCache, StackedCache or PagedCache, got tuple"
+ROW = z(2, 1, 2, 8)
+ATTENTION = {
+    # ---- shapes and types of q, k, v
+    "q: expected an array, got list": attend(q=[1.0]),
+    "q: expected 4 axes [B, T, N, H], got 3 in shape (5, 4, 8); add a batch axis of 1 or use "
+    "jax.vmap": attend(q=z(5, 4, 8)),
+    "k: expected 4 axes [B, S, K, H], got 2 in shape (7, 8); add a batch axis of 1 or use "
+    "jax.vmap": attend(k=z(7, 8)),
+    "v: expected 4 axes [B, S, K, Hv], got 5 in shape (1, 2, 7, 2, 8); add a batch axis of 1 or "
+    "use jax.vmap": attend(v=z(1, 2, 7, 2, 8)),
+    "k: expected batch 2 as in q (2, 5, 4, 8), got 3 in k (3, 7, 2, 8)": attend(k=z(3, 7, 2, 8)),
+    "k: expected head dim 8 as in q (2, 5, 4, 8), got 16 in k (2, 7, 2, 16)": attend(
+        k=z(2, 7, 2, 16)
+    ),
+    "v: expected [B, S, K, ...] = (2, 7, 2) as in k (2, 7, 2, 8), got (2, 6, 2) in v "
+    "(2, 6, 2, 8)": attend(v=z(2, 6, 2, 8)),
+    "v: expected [B, S, K, ...] = (2, 7, 2) as in k (2, 7, 2, 8), got (2, 7, 1) in v "
+    "(2, 7, 1, 4)": attend(v=z(2, 7, 1, 4)),
+    "q, v: head dims must be at least 1, got q (2, 5, 4, 8) and v (2, 7, 2, 0)": attend(
+        v=z(2, 7, 2, 0)
+    ),
+    "q: expected a number of query heads N that is a multiple of the 2 kv heads K, got N = 3": (
+        attend(q=z(2, 5, 3, 8))
+    ),
+    "q: expected a number of query heads N that is a multiple of the 0 kv heads K, got N = 4": (
+        attend(k=z(2, 7, 0, 8), v=z(2, 7, 0, 8))
+    ),
+    "q: expected a floating-point dtype, got int32": attend(q=z(2, 5, 4, 8, dtype="int32")),
+    "k: expected dtype float32 as in q, got bfloat16; cast one of them": attend(
+        k=z(2, 7, 2, 8, dtype="bfloat16")
+    ),
+    "v: expected dtype float32 as in q, got float16; cast one of them": attend(
+        v=z(2, 7, 2, 8, dtype="float16")
+    ),
+    # ---- static options
+    "mask: expected a Mask (FULL, CAUSAL, sliding_window(n), Mask(left, right)), got ArrayImpl; a "
+    "boolean array goes in as mask_array": attend(mask=z(5, 7, dtype="bool")),
+    "mask: expected a Mask (FULL, CAUSAL, sliding_window(n), Mask(left, right)), got str; a "
+    "boolean array goes in as mask_array": attend(mask="causal"),
+    "scale: expected a Python float, got str; multiply q by it instead": attend(scale="big"),
+    "scale: expected a Python float, got a traced array; multiply q by it instead": traced(
+        lambda x: attend(scale=x)()
+    ),
+    "scale: expected a finite float, got inf": attend(scale=float("inf")),
+    "softcap: expected a Python float, got a traced array; softcap is part of the compiled "
+    "kernel": traced(lambda x: attend(softcap=x)()),
+    "softcap: expected a positive float or None, got 0; None turns it off": attend(softcap=0.0),
+    "softcap: expected a positive float or None, got -2.5; None turns it off": attend(softcap=-2.5),
+    "softcap: expected a finite float, got nan": attend(softcap=float("nan")),
+    "precision: expected one of 'bfloat16', 'bfloat16_3x', 'default', 'fastest', 'float32', "
+    "'high', 'highest', 'tensorfloat32', a jax.lax.Precision or None, got 'double'": attend(
+        precision="double"
+    ),
+    "implementation: expected one of 'sm90', 'sm80', 'reference' or None (the fastest), got "
+    "'cudnn'": attend(implementation="cudnn"),
+    # ---- lengths, offsets, segments
+    "q_lengths: expected int32[2] (one length a batch row), got int32[3]": attend(
+        q_lengths=z(3, dtype="int32")
+    ),
+    "kv_lengths: expected int32[2] (one length a batch row), got float32[2]": attend(
+        kv_lengths=z(2)
+    ),
+    "kv_lengths: expected int32[2] (one length a batch row), got int32[]": attend(kv_lengths=3),
+    "q_offset: expected int32[2] (the position of query row 0, one a batch row, or one int), got "
+    "int32[5]": attend(q_offset=z(5, dtype="int32")),
+    "q_offset: expected int32[2] (the position of query row 0, one a batch row, or one int), got "
+    "float32[2]": attend(q_offset=z(2)),
+    "segment_ids: expected a pair (of q, of kv) or one array for both, got 3 arrays": attend(
+        segment_ids=(z(2, 5), z(2, 7), z(2, 7))
+    ),
+    "segment_ids: expected int32[2, 7] for kv, got int32[2, 5]; pass a pair (of q, of kv) where T "
+    "and S differ": attend(segment_ids=z(2, 5, dtype="int32")),
+    "segment_ids: expected int32[2, 5] for q, got float32[2, 5]; pass a pair (of q, of kv) where T "
+    "and S differ": attend(segment_ids=(z(2, 5), z(2, 7))),
+    # ---- arrays over the scores
+    "bias: expected a shape that broadcasts to [B, N, T, S] = [2, 4, 5, 7], got [5, 5]": attend(
+        bias=z(5, 5)
+    ),
+    "bias: expected a shape that broadcasts to [B, N, T, S] = [2, 4, 5, 7], got [1, 2, 4, 5, "
+    "7]": attend(bias=z(1, 2, 4, 5, 7)),
+    "bias: expected a floating-point dtype, got bool; did you mean mask_array?": attend(
+        bias=z(5, 7, dtype="bool")
+    ),
+    "bias: expected an array, got float": attend(bias=1.0),
+    "mask_array: expected bool (True: may be seen), got float32; did you mean bias?": attend(
+        mask_array=z(5, 7)
+    ),
+    "mask_array: expected a shape that broadcasts to [B, N, T, S] = [2, 4, 5, 7], got [2, 5, "
+    "7]": attend(mask_array=z(2, 5, 7, dtype="bool")),
+    "sinks: expected float[4] (one logit a query head), got float32[2]": attend(sinks=z(2)),
+    "sinks: expected float[4] (one logit a query head), got int32[4]": attend(
+        sinks=z(4, dtype="int32")
+    ),
+    # ---- dot_product_attention names its own arguments where it is the first to look
+    "query: expected an array, got float": lambda: pa.dot_product_attention(1.0, ROW, ROW),
+}
+MASKS = {
+    "sliding_window(n) wants an int of at least 1 (n counts the query's own key), got 0.": (
+        lambda: pa.sliding_window(0)
+    ),
+    "sliding_window(n) wants an int of at least 1 (n counts the query's own key), got True.": (
+        lambda: pa.sliding_window(True)
+    ),
+    "sliding_window(n) wants an int of at least 1 (n counts the query's own key), got 2.0.": (
+        lambda: pa.sliding_window(2.0)
+    ),
+    "Mask(left=1, right=-2) hides every key from every query: left + right must be at least 0.": (
+        lambda: Mask(1, -2)
+    ),
+}
+CACHES = {
+    "capacities: expected one capacity a sequence, got none": lambda: PerSequenceCache.create(
+        (), 2, 8
+    ),
+    "capacities: expected an int of at least 1, got 0": lambda: PerSequenceCache.create(
+        (4, 0), 2, 8
+    ),
+    "kv_heads: expected an int of at least 1, got 0": lambda: StackedCache.create(2, 6, 0, 8),
+    "head_dim: expected an int of at least 1, got -1": lambda: StackedCache.create(2, 6, 2, -1),
+    "capacity: expected an int of at least 1, got 2.5": lambda: StackedCache.create(2, 2.5, 2, 8),
+    "num_sequences: expected an int of at least 1, got 0": lambda: PagedCache.create(0, 5, 2, 2, 8),
+    "pages: expected an int of at least 1, got 0": lambda: PagedCache.create(2, 0, 2, 2, 8),
+    "page_size: expected an int of at least 1, got '2'": lambda: PagedCache.create(2, 5, "2", 2, 8),
+    "layers: expected an int of at least 1, got 0": lambda: stacked(layers=0),
+    "v_head_dim: expected an int of at least 1, got 0": lambda: paged(v_head_dim=0),
+    "rows: expected at least 0, got -1": lambda: stacked().extend(-1),
+    "rows: 7 new rows do not fit in sequence 0, whose capacity is 6; create the cache with a "
+    "larger capacity or append fewer rows": lambda: separate().extend(7),
+    "rows: 9 new rows do not fit in sequence 0, whose capacity is 6; create the cache with a "
+    "larger capacity or append fewer rows": lambda: pa.append_kv(
+        paged(), z(2, 9, 2, 8), z(2, 9, 2, 8)
+    ),
+    "rows: expected int32[2] (one count a sequence, or one int), got int32[3]": (
+        lambda: stacked().extend(z(3, dtype="int32"))
+    ),
+    "rows: expected int32[2] (one count a sequence, or one int), got float32[2]": (
+        lambda: paged().allocate(z(2))
+    ),
+    "sequences: expected bool[2], got bool[3]": lambda: stacked().reset(z(3, dtype="bool")),
+    "sequences: expected an index, indices or bool[M], got float32": lambda: paged().free(z(2)),
+    "sequences: expected 0 to 1, got 2": lambda: separate().reset(2),
+    "source: expected 0 to 1, got 5": lambda: paged().fork(5, 0),
+    "target: expected 0 to 1, got -1": lambda: paged().fork(0, -1),
+}
+APPENDS = {
+    f"cache: {CACHE}": lambda: pa.append_kv((), ROW, ROW),
+    "cache: append_kv serves a cache of one layer, got 3 layers; take the rows once with "
+    "cache.extend(t), then write_kv(cache, k, v, layer=l) for each layer": (
+        lambda: pa.append_kv(stacked(layers=3), ROW, ROW)
+    ),
+    "k: expected [M, t, K, H] = [2, t, 2, 8] (or without t), got [3, 1, 2, 8]": (
+        lambda: pa.append_kv(stacked(), z(3, 1, 2, 8), ROW)
+    ),
+    "v: expected [M, t, K, H] = [2, t, 2, 4] (or without t), got [2, 1, 2, 8]": (
+        lambda: pa.append_kv(stacked(v_head_dim=4), ROW, ROW)
+    ),
+    "k: expected [M, t, K, H] = [2, t, 2, 8] (or without t), got [2, 8]": (
+        lambda: pa.append_kv(paged(), z(2, 8), ROW)
+    ),
+    "v: expected 1 rows a sequence as in k, got 2": (
+        lambda: pa.append_kv(separate(), ROW, z(2, 2, 2, 8))
+    ),
+    "k: expected float32 rows for a float32 cache, got int32; quantise first": (
+        lambda: pa.append_kv(stacked(), ROW.astype("int32"), ROW)
+    ),
+    "k: expected an array, got int": lambda: pa.append_kv(stacked(), 3, ROW),
+    "new_lengths: expected int32[2] (rows of each sequence), got int32[1]": (
+        lambda: pa.append_kv(stacked(), ROW, ROW, new_lengths=z(1, dtype="int32"))
+    ),
+    "layer: expected 0 to 2 for a cache of 3 layers, got 3": (
+        lambda: pa.write_kv(stacked(layers=3), ROW, ROW, layer=3)
+    ),
+    "layer: expected 0 to 0 for a cache of 1 layers, got -1": (
+        lambda: pa.write_kv(stacked(), ROW, ROW, layer=-1)
+    ),
+    "layer: the cache has no layer axis; leave layer out, or create the cache with layers=...": (
+        lambda: pa.write_kv(stacked(), ROW, ROW, layer=jnp.int32(0))
+    ),
+    "layer: expected an int or an int32 scalar, got int32[2]": (
+        lambda: pa.write_kv(stacked(layers=3), ROW, ROW, layer=jnp.zeros(2, jnp.int32))
+    ),
+    "v_caches, v: give both, or neither to append to one array alone": (
+        lambda: pa.append_kv_arrays(z(2, 2, 6, 8), None, ROW, ROW, z(2, dtype="int32"))
+    ),
+    "k_caches: expected at least one array, got none": (
+        lambda: pa.append_kv_arrays((), None, ROW, None, z(0, dtype="int32"))
+    ),
+    "k_caches: expected 4 axes (stacked, without layers), got (2, 6, 8)": (
+        lambda: pa.append_kv_arrays(z(2, 6, 8), None, ROW, None, z(2, dtype="int32"))
+    ),
+    "k_caches: expected 4 axes (per_sequence, with layers), got (2, 6, 8)": (
+        lambda: pa.append_kv_arrays([z(2, 6, 8)], None, ROW[:1], None, z(1, dtype="int32"), layer=0)
+    ),
+    "k_caches: expected every array to have K, H and dtype of the first, got (3, 6, 8) float32": (
+        lambda: pa.append_kv_arrays([z(2, 6, 8), z(3, 6, 8)], None, ROW, None, z(2, dtype="int32"))
+    ),
+    "page_table: expected k_caches to be one pool of pages, got separate arrays": (
+        lambda: pa.append_kv_arrays(
+            [z(2, 6, 8)],
+            None,
+            ROW,
+            None,
+            z(2, dtype="int32"),
+            page_table=z(2, 3, dtype="int32"),
+        )
+    ),
+    "page_table: expected int32[M, W], got float32[2, 3]": (
+        lambda: pa.append_kv_arrays(
+            z(5, 2, 2, 8), None, ROW, None, z(2, dtype="int32"), page_table=z(2, 3)
+        )
+    ),
+    "v: expected [M, t, K] = (2, 1, 2) as in k, got (2, 2, 2)": (
+        lambda: pa.append_kv_arrays(
+            z(2, 2, 6, 8), z(2, 2, 6, 8), ROW, z(2, 2, 2, 8), z(2, dtype="int32")
+        )
+    ),
+    "lengths_before: expected int32[2] (rows held before the append), got int32[]": (
+        lambda: pa.append_kv_arrays(z(2, 2, 6, 8), None, ROW, None, 4)
+    ),
+}
+DECODES = {
+    f"cache: {CACHE}": lambda: pa.decode_attention(z(2, 1, 4, 8), ()),
+    "q: expected [M, t, N, H] = [2, t, N, 8] (or without t) for this cache, got [3, 1, 4, 8]": (
+        lambda: pa.decode_attention(z(3, 1, 4, 8), stacked())
+    ),
+    "q: expected [M, t, N, H] = [2, t, N, 8] (or without t) for this cache, got [2, 1, 4, 16]": (
+        lambda: pa.decode_attention(z(2, 4, 16), paged())
+    ),
+    "q: expected a number of query heads N that is a multiple of the 2 kv heads K, got N = 5": (
+        lambda: pa.decode_attention(z(2, 1, 5, 8), separate())
+    ),
+    "q: expected a floating-point dtype, got int32": (
+        lambda: pa.decode_attention(z(2, 1, 4, 8, dtype="int32"), stacked())
+    ),
+}
+DEVICE = {
+    "generation: expected None or a name like \"sm90\", got 'h100'": (
+        lambda: _device.assume("h100").__enter__()
+    ),
+}
+EVERY = [
+    pytest.param(call, message, id=f"{group}-{number}")
+    for group, table in {
+        "attention": ATTENTION,
+        "masks": MASKS,
+        "caches": CACHES,
+        "appends": APPENDS,
+        "decodes": DECODES,
+        "device": DEVICE,
+    }.items()
+    for number, (message, call) in enumerate(table.items())
+]
+
+
+@pytest.mark.parametrize("call, message", EVERY)
+def test_wrong_arguments(call, message):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert str(caught.value) == message
+    assert type(caught.value) is ValueError
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("value", [1.0, True, "2"])
+def test_mask_bounds_are_ints(side, value):
+    with pytest.raises(ValueError) as caught:
+        Mask(**{side: value})
+    assert str(caught.value).startswith(f"Mask({side}=") and repr(value) in str(caught.value)
+    assert str(caught.value).endswith(
+        "A mask is static: pass lengths and offsets as arrays beside it."
+    )
+
+
+def test_every_check_of_the_package_is_in_a_table():
+    """No `raise ValueError` of the argument checks that nobody here has seen."""
+    messages = "\n".join(m for t in (ATTENTION, CACHES, APPENDS, DECODES) for m in t)
+    root = pathlib.Path(pa.__file__).parent
+    for name in ("_checks", "append", "cache", "decode"):
+        source = (root / f"{name}.py").read_text()
+        for raised in re.findall(r"raise ValueError\(\s*((?:f?\".*?\"\s*)+)", source, re.S):
+            text = "".join(re.findall(r'f?"(.*?)"', raised, re.S))
+            pattern = ".*?".join(re.escape(part) for part in re.split(r"\{.*?\}", text))
+            assert re.search(pattern, messages), f"{name}: {text!r} is not tested"
+
+
+# ---- UnsupportedError: on a GPU, which is pretended -----------------------------------------
+
+
+def refusal(generation, call):
+    with _device.assume(generation), pytest.raises(pa.UnsupportedError) as caught:
+        jax.eval_shape(call)
+    return caught.value
+
+
+def test_the_error_is_an_exception_of_its_own():
+    error = pa.UnsupportedError("Nobody does.", {"one": Limit("it is Monday", "wait")})
+    assert isinstance(error, NotImplementedError) and not isinstance(error, ValueError)
+    assert str(error) == "Nobody does.\n  one: it is Monday\n    -> wait"
+    assert error.limits == {"one": Limit("it is Monday", "wait")}
+
+
+def test_no_fallback_on_a_gpu():
+    """A GPU too old for every kernel: each candidate, its reason, the remedy; never the oracle."""
+    error = refusal("sm75", attend(mask=pa.CAUSAL, softcap=2.0))
+    lines = str(error).splitlines()
+    assert lines[0] == (
+        "No implementation takes flash_forward on sm75: float32 q[2,5,4,8], k[2,7,2,8], "
+        "v[...,8], mask causal, softcap 2"
+    )
+    assert lines[-2:] == [
+        "  reference: it would store the whole score matrix (T*S = 35)",
+        '    -> it is the oracle; ask for it by name: implementation="reference"',
+    ]
+    assert set(error.limits) >= {"reference"}
+    for name, limit in error.limits.items():
+        at = lines.index(f"  {name}: {limit.reason}")
+        assert lines[at + 1] == f"    -> {limit.remedy}"
+
+
+def test_the_oracle_runs_on_a_gpu_when_it_is_named():
+    with _device.assume("sm75"):
+        got = attend(mask=pa.CAUSAL, implementation="reference")()
+        append = pa.append_kv(stacked(), ROW, ROW, implementation="reference")
+        pa.decode_attention(z(2, 1, 4, 8), append, implementation="reference")
+    np.testing.assert_array_equal(got, attend(mask=pa.CAUSAL)())
+
+
+def test_append_and_decode_refuse_too():
+    error = refusal("sm75", lambda: pa.append_kv(stacked(), ROW, ROW))
+    assert str(error).startswith(
+        "No implementation takes append on sm75: float32 k[2,1,2,8] into stacked float32 caches of "
+        "6 rows\n"
+    )
+    assert error.limits["reference"].reason == "it is one scatter a cache"
+    error = refusal("sm75", lambda: pa.decode_attention(z(2, 1, 4, 8), paged()))
+    assert str(error).startswith(
+        "No implementation takes decode on sm75: float32 q[2,1,4,8] over paged float32 caches of 6 "
+        "rows, 2 kv heads, mask causal\n"
+    )
+    assert error.limits["reference"].reason == "it would copy every cache to a dense array"
+
+
+def test_a_kernel_without_a_gpu_says_so():
+    with pytest.raises(pa.UnsupportedError) as caught:
+        pa.append_kv(stacked(), ROW, ROW, implementation="sm80")
+    assert str(caught.value) == (
+        "sm80 does not take append on a machine without a GPU: float32 k[2,1,2,8] into stacked "
+        "float32 caches of 6 rows\n"
+        "  sm80: it needs an NVIDIA GPU and the default device is none\n"
+        '    -> leave implementation=None, or say "reference"'
+    )
+
+
+def test_a_name_that_an_operation_does_not_have():
+    error = refusal("sm90", lambda: pa.append_kv(stacked(), ROW, ROW, implementation="sm90"))
+    assert str(error) == (
+        "append has no implementation 'sm90'\n"
+        "  sm90: it does not exist\n"
+        "    -> there is 'sm80', 'reference'"
+    )
+
+
+def test_float64_on_a_gpu_is_refused_with_a_remedy():
+    with jax.enable_x64(True):
+        wide = z(2, 5, 4, 64, dtype="float64")
+        error = refusal("sm90", attend(wide, wide, wide))
+    kernels = {name: limit for name, limit in error.limits.items() if name != "reference"}
+    assert kernels and all("float64" in limit.reason for limit in kernels.values())
+
+
+def test_assume_is_undone_and_stays_in_its_thread():
+    seen = []
+    with _device.assume("sm90"):
+        assert _device.gpu_generation() == "sm90"
+        with _device.assume(None):
+            assert _device.gpu_generation() is None
+        thread = threading.Thread(target=lambda: seen.append(_device.gpu_generation()))
+        thread.start()
+        thread.join()
+    assert seen == [_device.gpu_generation()]
