@@ -15,7 +15,7 @@ import math
 import tomllib
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from pallas_attn.masks import CAUSAL, Mask
 
@@ -51,11 +51,31 @@ _NARROW = ("bfloat16", "float16")
 _forced: contextvars.ContextVar[dict[str, dict[str, Any]] | None] = contextvars.ContextVar(
     "pallas_attn_forced_configs", default=None
 )
+_watch: contextvars.ContextVar[list["Lookup"] | None] = contextvars.ContextVar(
+    "pallas_attn_watched_lookups", default=None
+)
+
+
+class Lookup(NamedTuple):
+    """One question and its answer, as `watched` hands them out."""
+
+    kernel: str
+    module: ModuleType
+    problem: Any
+    config: Any
 
 
 def lookup(module: ModuleType, problem: Any) -> Any:
     """The `module.Config` to run `problem` with."""
     kernel = module.__name__.rpartition(".")[2]
+    config = _choose(kernel, module, problem)
+    watch = _watch.get()
+    if watch is not None:
+        watch.append(Lookup(kernel, module, problem, config))
+    return config
+
+
+def _choose(kernel: str, module: ModuleType, problem: Any) -> Any:
     forced = (_forced.get() or {}).get(kernel)
     if forced is not None:
         return module.Config(**forced)
@@ -89,6 +109,17 @@ def forced(kernel: str, config: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Lookup]]:
+    """Collects what is looked up within the block: which kernels a call runs, with what."""
+    found: list[Lookup] = []
+    token = _watch.set(found)
+    try:
+        yield found
+    finally:
+        _watch.reset(token)
 
 
 def rows(gpu: str | None, kernel: str) -> tuple[Row, ...]:
@@ -173,8 +204,17 @@ def _number(gpu: str) -> int:
     return int(gpu.removeprefix("sm"))
 
 
-@functools.cache
+def reload() -> None:
+    """Forget the files as they were read: they have changed."""
+    _read.cache_clear()
+
+
 def _tables() -> dict[str, dict[str, list[Row]]]:
+    return _read()
+
+
+@functools.cache
+def _read() -> dict[str, dict[str, list[Row]]]:
     folder = importlib.resources.files("pallas_attn").joinpath("tuning")
     files = [file for file in folder.iterdir() if file.name.endswith(".toml")]
     return {

@@ -2,14 +2,18 @@
 
 import dataclasses
 import importlib
+import json
 import math
+import tomllib
 import types
 
 import pytest
 
-from pallas_attn import _tuning
+import pallas_attn
+from pallas_attn import _tuning, cases
 from pallas_attn._problem import AttentionProblem, DecodeProblem
-from pallas_attn.bench import tune
+from pallas_attn.bench import Options, run_tune, tune
+from pallas_attn.bench.timing import Sample
 from pallas_attn.masks import CAUSAL, FULL, sliding_window
 
 
@@ -206,3 +210,113 @@ def test_every_row_builds_fits_and_is_reached(gpu, kernel, row):
     assert _tuning.lookup(module, problem) == config
     assert row["ms"] > 0
     assert all(row[name] for name in ("device", "jax", "commit", "date"))
+
+
+def test_search_walks_to_the_optimum_and_tries_nothing_twice():
+    tried = []
+
+    def time_of(settings):
+        tried.append(tuple(settings.values()))
+        return abs(settings["block"] - 64) + (10 if settings["stages"] != 3 else 0) + 1.0
+
+    space = {"block": (16, 32, 64, 128), "stages": (1, 2, 3)}
+    ranked = tune.search(space, {"block": 16, "stages": 1}, time_of)
+    assert ranked[0] == ({"block": 64, "stages": 3}, 1.0)
+    assert len(set(tried)) == len(tried) < 12
+
+
+def test_a_kernel_without_a_space_is_searched_around_where_it_stands():
+    assert tune.space_of("unheard_of", {"block": 64, "lazy": False, "stages": 1}) == {
+        "block": (32, 64, 128),
+        "lazy": (False, True),
+        "stages": (1, 2),
+    }
+
+
+class SettingsTimer:
+    """Bigger blocks are faster; the settings are the subject's name."""
+
+    def __call__(self, subject, times):
+        block = Config().block if subject.name == "incumbent" else json.loads(subject.name)["block"]
+        return [Sample(1.0 / block, 1)] * times
+
+
+@pytest.fixture
+def fake_flash(monkeypatch):
+    """flash_attention by a kernel with settings: 28 is fast and wrong, 14 does not build."""
+    module = kernel()
+    right = pallas_attn.flash_attention
+
+    def flash_attention(q, k, v, **rest):
+        problem = attention(batch=q.shape[0], q_len=q.shape[1])
+        config = _tuning.lookup(module, problem)
+        if config.block == 14:
+            raise NotImplementedError("no such tile")
+        return right(q, k, v, **rest) * (1.5 if config.block == 28 else 1)
+
+    monkeypatch.setattr(pallas_attn, "flash_attention", flash_attention)
+    monkeypatch.setitem(tune.SPACES, "fake_fwd", {"block": (7, 14, 21, 28), "stages": (1, 2)})
+
+
+def test_tuning_writes_the_fastest_that_is_right(fake_flash, tables, tmp_path):
+    tables()
+    path, lines = tmp_path / "sm90.toml", []
+    case = next(case for case in cases.ATTENTION if case.name == "causal_32x32")
+    options = Options(commit="abc", turns=1)
+    arguments = {"timer": SettingsTimer(), "path": path, "say": lines.append}
+    assert run_tune("forward", [case], options, **arguments) == 0
+    (found,) = tomllib.loads(path.read_text())["fake_fwd"]
+    assert found["config"] == {"block": 21, "stages": 1}
+    assert found["ms"] == round(1 / 21, 5)
+    assert found["problem"] == _tuning.describe(attention(batch=1, q_len=32))
+    assert all(found[name] for name in ("case", "device", "jax", "commit", "date", "tflops"))
+    assert any("fast and wrong: out: positions" in line for line in lines)
+    assert any("'block': 14" in line and "no such tile" in line for line in lines)
+
+
+def test_a_row_in_force_gives_way_only_to_a_win(fake_flash, tables, tmp_path):
+    best = row(21, attention(batch=1, q_len=32))
+    tables(sm90={"fake_fwd": [best]})
+    path, lines = tmp_path / "sm90.toml", []
+    case = next(case for case in cases.ATTENTION if case.name == "causal_32x32")
+    arguments = {"timer": SettingsTimer(), "path": path, "say": lines.append}
+    assert run_tune("forward", [case], Options(commit="abc", turns=1), **arguments) == 0
+    assert not path.exists()
+    assert any("kept as it is" in line for line in lines)
+
+
+def test_nothing_to_tune_is_said(tmp_path):
+    case = next(case for case in cases.ATTENTION if case.name == "causal_32x32")
+    lines = []
+    arguments = {"timer": SettingsTimer(), "path": tmp_path / "x.toml", "say": lines.append}
+    assert run_tune("forward", [case], Options(commit="abc"), **arguments) == 1
+    assert any("nothing to tune" in line for line in lines)
+    with pytest.raises(ValueError, match="tuning times a GPU"):
+        run_tune("forward", [case])
+
+
+def test_rows_are_replaced_in_place_and_survive_the_file(tmp_path):
+    path = tmp_path / "sm90.toml"
+    facts = _tuning.describe(attention(mask=sliding_window(9), arrays=("bias", "sinks")))
+    facts_full = _tuning.describe(attention(mask=FULL))
+    rest = {"ms": 0.5, "device": "NVIDIA H200", "jax": "0.11.2", "commit": "abc", "date": "today"}
+    first = {"case": "b", "problem": facts, "config": {"block": 1, "lazy": True}, **rest}
+    second = {"case": "a", "problem": facts_full, "config": {"block": 2}, **rest}
+    tune.write_row(path, "fake_fwd", first)
+    tune.write_row(path, "fake_fwd", second)
+    tune.write_row(path, "fake_bwd", first)
+    tune.write_row(path, "fake_fwd", first | {"ms": 0.25})
+    assert tomllib.loads(path.read_text()) == {
+        "fake_bwd": [first],
+        "fake_fwd": [second, first | {"ms": 0.25}],
+    }
+
+
+def test_problems_come_back_from_their_facts():
+    for problem in (
+        attention(mask=sliding_window(9), softcap=2.0, arrays=("bias",)),
+        attention(op="flash_backward"),
+    ):
+        name = "flash_bwd_sm90" if problem.op == "flash_backward" else "flash_fwd_sm90"
+        again = tune.problem_of(name, _tuning.describe(problem), "sm90")
+        assert again == dataclasses.replace(problem, scale=128**-0.5)

@@ -1,5 +1,6 @@
 """Timing, peers, checks, reports, plots, tuning."""
 
 from pallas_attn.bench.runner import OPS, Options, run_bench
+from pallas_attn.bench.tune import run_tune
 
-__all__ = ["OPS", "Options", "run_bench"]
+__all__ = ["OPS", "Options", "run_bench", "run_tune"]

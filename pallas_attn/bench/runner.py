@@ -140,20 +140,20 @@ def measure(bench: Bench, case: Any) -> list[Row]:
     backward = attention and bench.op != "forward"
     cotangent = case.cotangent(options.seed) if backward else None
     call = peers.Call(case, arrays, cotangent, bench.op)
-    ours = _ours(bench, call)
-    judge = _judge_of(call)
+    subject = ours(bench, call)
+    judge = judge_of(call)
     begun = time.perf_counter()
-    produced = ours.launch()
-    ours.wait(produced)
+    produced = subject.launch()
+    subject.wait(produced)
     first_call = time.perf_counter() - begun
-    complaint = judge(ours, produced)
+    complaint = judge(subject, produced)
     if complaint:
         raise WrongError(complaint)
     del produced
     others = [] if options.peers == "none" else _peers(bench, call, judge)
     del judge
     turns = {"turns": options.turns, "times": options.times, "flush": bench.flush}
-    timings = timing.interleave(bench.timer, [ours, *others], **turns)
+    timings = timing.interleave(bench.timer, [subject, *others], **turns)
     found = [
         rows.measured(case, bench.op, name, taken, bench.provenance)
         | {"l2": "cold" if options.cold else "warm"}
@@ -164,7 +164,7 @@ def measure(bench: Bench, case: Any) -> list[Row]:
     return found
 
 
-def _ours(bench: Bench, call: peers.Call) -> Subject:
+def ours(bench: Bench, call: peers.Call) -> Subject:
     case, implementation = call.case, bench.options.implementation
     if isinstance(case, DecodeCase):
         launch = subjects.decode(case, call.arrays, implementation)
@@ -172,10 +172,10 @@ def _ours(bench: Bench, call: peers.Call) -> Subject:
         launch = subjects.Append(case, call.arrays, implementation)
     else:
         launch = subjects.attention(case, call.arrays, call.cotangent, bench.op, implementation)
-    return subjects.as_subject(implementation or _generation(), launch)
+    return subjects.as_subject(implementation or generation(), launch)
 
 
-def _generation() -> str:
+def generation() -> str:
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", None)
     return "reference" if capability is None else "sm" + str(capability).replace(".", "")
@@ -192,7 +192,7 @@ def _peers(bench: Bench, call: peers.Call, judge: "Judge") -> list[Subject]:
         try:
             candidates = [one for one in table[name](call) if _is_right(bench, one, judge)]
         except Exception as error:  # noqa: BLE001  a peer may fail in any way it likes
-            bench.say_once(f"      {name}: {_first_line(error)}")
+            bench.say_once(f"      {name}: {first_line(error)}")
             continue
         if candidates:
             found.append(timing.quickest(bench.timer, candidates))
@@ -208,7 +208,7 @@ def _is_right(bench: Bench, candidate: Subject, judge: "Judge") -> bool:
     return complaint is None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[0][:160]
 
@@ -216,7 +216,7 @@ def _first_line(error: Exception) -> str:
 Judge = Callable[[Subject, Any], str | None]
 
 
-def _judge_of(call: peers.Call) -> Judge:
+def judge_of(call: peers.Call) -> Judge:
     """What checks a subject's result for this call; the oracle runs once."""
     case, arrays = call.case, call.arrays
     if isinstance(case, AppendCase):
