@@ -35,7 +35,8 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels import softmax, tiles
+from pallas_attn.kernels import operands, softmax, spans, tiles
+from pallas_attn.kernels.spans import Span
 
 ROWS = 64  # of a warpgroup: what one wgmma takes
 SMEM_LIMIT = 232_448
@@ -85,7 +86,9 @@ def limit(problem: AttentionProblem) -> Limit | None:
     for name in ("head_dim", "v_head_dim"):
         size = getattr(problem, name)
         if size % 8 or not 8 <= size <= 256:
-            return Limit(f"{name} is {size}; it takes multiples of 8 up to 256", "pad it with zeros")
+            return Limit(
+                f"{name} is {size}; it takes multiples of 8 up to 256", "pad it with zeros"
+            )
     if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
         return Limit("it counts query rows of all heads in 32 bits", "split the batch")
     return None
@@ -97,23 +100,6 @@ class Plan:
 
     problem: AttentionProblem
     config: Config
-
-    @functools.cached_property
-    def k_swizzle(self) -> int:
-        return _swizzle(self.problem.head_dim)
-
-    @functools.cached_property
-    def v_swizzle(self) -> int:
-        return _swizzle(self.problem.v_head_dim)
-
-    @property
-    def k_width(self) -> int:
-        """The head dim in shared memory: whole swizzles; TMA fills what is past the end with 0."""
-        return _round_up(_in_tma(self.problem.head_dim), self.k_swizzle // 2)
-
-    @property
-    def v_width(self) -> int:
-        return _round_up(_in_tma(self.problem.v_head_dim), self.v_swizzle // 2)
 
     @property
     def tile_rows(self) -> int:
@@ -158,45 +144,29 @@ class Plan:
         return self.has("kv_lengths") or self.problem.kv_len % self.config.block_kv != 0
 
     @functools.cached_property
-    def spans(self) -> frozenset[str]:
+    def parts(self) -> frozenset[str]:
         """Which parts of a warpgroup's key range occur: "empty", "first_masked", "high", "low"."""
         dynamic = {"q_offset", "q_lengths", "kv_lengths", "q_segment_ids", "mask_array"}
         if dynamic & set(self.problem.arrays):
-            return frozenset(("empty", "first_masked", "high", "low"))
-        found = set()
+            return spans.PARTS
+        found: set[str] = set()
         for row in range(0, self.padded_rows, ROWS):
-            span = _span(self, self.problem.q_offset + row, ROWS, self.problem.kv_len, None)
-            found |= {"empty"} if span.hi <= span.lo else _parts(span)
+            found |= self.span(self.problem.q_offset + row, ROWS, self.problem.kv_len).parts()
         return frozenset(found)
+
+    def span(self, position: Any, rows: Any, kv_len: Any) -> Span:
+        return spans.of_rows(self.problem.mask, position, rows, kv_len, self.config.block_kv)
+
+    @property
+    def k_width(self) -> int:
+        return operands.width_in_smem(self.problem.head_dim)
+
+    @property
+    def v_width(self) -> int:
+        return operands.width_in_smem(self.problem.v_head_dim)
 
     def has(self, name: str) -> bool:
         return name in self.problem.arrays
-
-
-def _parts(span: "Span") -> set[str]:
-    first = span.hi - 1
-    named = {
-        "first_masked": not span.full_lo <= first < span.full_hi,
-        "high": span.full_hi < first,
-        "low": span.lo < span.full_lo,
-    }
-    return {name for name, there in named.items() if there}
-
-
-def _swizzle(dim: int) -> int:
-    """Bytes: the widest that divides a row of `dim` 16-bit numbers, or that holds one whole."""
-    if dim <= 64 and dim % 16:
-        return 128
-    return next(swizzle for swizzle in (128, 64, 32) if _in_tma(dim) * 2 % swizzle == 0)
-
-
-def _in_tma(dim: int) -> int:
-    """The head dim in global memory: Mosaic's TMA clips at whole tiles, of 16 columns at least."""
-    return dim if dim <= 64 else _round_up(dim, 16)
-
-
-def _round_up(n: int, to: int) -> int:
-    return -(-n // to) * to
 
 
 class Refs(NamedTuple):
@@ -232,10 +202,24 @@ def scratch(plan: Plan) -> Smem:
     config, dtype = plan.config, jnp.dtype(plan.problem.dtype)
     barrier = plgpu.Barrier
     return Smem(
-        q=tiles.swizzled((config.warpgroups, ROWS, plan.k_width), dtype, plan.k_swizzle),
-        k=tiles.swizzled((config.stages, config.block_kv, plan.k_width), dtype, plan.k_swizzle),
-        v=tiles.swizzled((config.stages, config.block_kv, plan.v_width), dtype, plan.v_swizzle),
-        out=tiles.swizzled((config.warpgroups, ROWS, _out_width(plan)), dtype, plan.v_swizzle),
+        q=tiles.swizzled(
+            (config.warpgroups, ROWS, plan.k_width), dtype, operands.swizzle(plan.problem.head_dim)
+        ),
+        k=tiles.swizzled(
+            (config.stages, config.block_kv, plan.k_width),
+            dtype,
+            operands.swizzle(plan.problem.head_dim),
+        ),
+        v=tiles.swizzled(
+            (config.stages, config.block_kv, plan.v_width),
+            dtype,
+            operands.swizzle(plan.problem.v_head_dim),
+        ),
+        out=tiles.swizzled(
+            (config.warpgroups, ROWS, _out_width(plan)),
+            dtype,
+            operands.swizzle(plan.problem.v_head_dim),
+        ),
         q_ready=barrier(num_barriers=config.warpgroups),
         ready=barrier(num_barriers=config.stages, num_arrivals=2),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
@@ -247,7 +231,7 @@ def _out_width(plan: Plan) -> int:
     config = plan.config
     rest = SMEM_LIMIT - BARRIERS - 2 * config.warpgroups * ROWS * plan.k_width
     rest -= 2 * config.stages * config.block_kv * (plan.k_width + plan.v_width)
-    swizzle = plan.v_swizzle // 2
+    swizzle = operands.swizzle(plan.problem.v_head_dim) // 2
     for width in range(plan.v_width, 0, -swizzle):
         if plan.v_width % width == 0 and 2 * config.warpgroups * ROWS * width <= rest:
             return width
@@ -271,15 +255,6 @@ class Tile(NamedTuple):
     q_offset: Any  # position of query row 0
     q_len: Any  # None: all rows count
     kv_len: Any
-
-
-class Span(NamedTuple):
-    """Key tiles [lo, hi) that some query sees; those in [full_lo, full_hi) every query sees whole."""
-
-    lo: Any
-    full_lo: Any
-    full_hi: Any
-    hi: Any
 
 
 def _tile(plan: Plan, refs: Refs, index: Any) -> Tile:
@@ -308,44 +283,20 @@ def _tile(plan: Plan, refs: Refs, index: Any) -> Tile:
     )
 
 
-def _span(plan: Plan, position: Any, rows: Any, kv_len: Any, segments: Span | None) -> Span:
-    """The key tiles of `rows` queries that start at a position; Python numbers or traced ones."""
-    block, mask = plan.config.block_kv, plan.problem.mask
-    lo, hi = mask.kv_range(position, position + rows, kv_len)
-    full_lo, full_hi = mask.kv_full_range(position, position + rows, kv_len)
-    lo, full_hi = _floor(lo, block), _floor(_at_least(full_hi, 0), block)
-    hi, full_lo = _floor(_at_least(hi, 0) + block - 1, block), _floor(full_lo + block - 1, block)
-    if segments is not None:
-        lo, hi = jnp.maximum(lo, segments.lo), jnp.minimum(hi, segments.hi)
-        full_lo = jnp.maximum(full_lo, segments.full_lo)
-        full_hi = jnp.minimum(full_hi, segments.full_hi)
-    if plan.has("mask_array"):
-        full_hi = full_lo
-    return Span(lo, full_lo, full_hi, hi)
-
-
-def _floor(n: Any, by: int) -> Any:
-    return n // by if isinstance(n, int) else lax.div(n, jnp.int32(by))
-
-
-def _at_least(n: Any, least: int) -> Any:
-    return max(n, least) if isinstance(n, int) else jnp.maximum(n, least)
-
-
 def _own_span(plan: Plan, refs: Refs, tile: Tile, wg: Any) -> Span:
     """The key tiles of one warpgroup's rows; lo == hi == 0 where there is none."""
     row = tile.row + wg * ROWS
-    segments, rows = None, ROWS
+    rows = ROWS if tile.q_len is None else jnp.minimum(ROWS, tile.q_len - row)
+    span = plan.span(tile.q_offset + row, rows, tile.kv_len)
     if plan.has("q_segment_ids"):
         unit = lax.div(row, jnp.int32(ROWS))
-        segments = Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4)))
-    if tile.q_len is not None:
-        rows = jnp.minimum(ROWS, tile.q_len - row)
-    span = _span(plan, tile.q_offset + row, rows, tile.kv_len, segments)
+        span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
+    if plan.has("mask_array"):
+        span = span._replace(full_hi=span.full_lo)
     none = span.hi <= span.lo
     if tile.q_len is not None:
         none = none | (rows <= 0)
-    if isinstance(none, bool) or "empty" not in plan.spans:
+    if isinstance(none, bool) or "empty" not in plan.parts:
         return span
     return span._replace(lo=jnp.where(none, 0, span.lo), hi=jnp.where(none, 0, span.hi))
 
@@ -353,7 +304,7 @@ def _own_span(plan: Plan, refs: Refs, tile: Tile, wg: Any) -> Span:
 def _block_span(plan: Plan, refs: Refs, tile: Tile) -> tuple[Any, Any]:
     """Key tiles [lo, hi) that the block loads: from the first to the last that a warpgroup wants."""
     spans = [_own_span(plan, refs, tile, wg) for wg in range(plan.config.warpgroups)]
-    if "empty" not in plan.spans:
+    if "empty" not in plan.parts:
         lo = functools.reduce(jnp.minimum, [span.lo for span in spans])
         return lo, functools.reduce(jnp.maximum, [span.hi for span in spans])
     lows = [jnp.where(span.hi > span.lo, span.lo, 2**30) for span in spans]
@@ -507,7 +458,7 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[
     plgpu.barrier_wait(smem.ready.at[slot])
     s = tiles.matmul(shape, smem.q.at[rows.wg], smem.k.at[slot].transpose((1, 0)))
     plgpu.barrier_arrive(smem.free.at[slot])
-    logits = _logits(plan, refs, rows, span.hi - 1, s, "first_masked" in plan.spans)
+    logits = _logits(plan, refs, rows, span.hi - 1, s, "first_masked" in plan.parts)
     top = tiles.filled((ROWS,), -jnp.inf)
     new = softmax.step(logits, plan.unit, top, guarded=True, lazy=False)
     acc = tiles.filled((ROWS, plan.v_width), 0.0)
@@ -543,10 +494,10 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[
     first = span.hi - 1
     high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), first)  # full tiles end here
     low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)  # and begin here
-    if "high" in plan.spans:
+    if "high" in plan.parts:
         carry = lax.fori_loop(-first, -high, functools.partial(step, True), carry)
     carry = lax.fori_loop(-high, -low, functools.partial(step, False), carry)
-    if "low" in plan.spans:
+    if "low" in plan.parts:
         carry = lax.fori_loop(-low, -span.lo, functools.partial(step, True), carry)
 
     state, slot = carry
@@ -603,7 +554,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, An
             total = tiles.filled((ROWS, softmax.PARTS), 0.0)
             return acc, total, tiles.filled((ROWS,), -jnp.inf), slot
 
-        if "empty" in plan.spans:
+        if "empty" in plan.parts:
             *result, slot = lax.cond(rows.span.hi > rows.span.lo, some, none, slot)
         else:
             *result, slot = some(slot)
@@ -668,8 +619,8 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         lse = jnp.full((batch, problem.q_heads, q_len), -jnp.inf, jnp.float32)
         return jnp.zeros(out_shape, problem.dtype), lse
     plan = Plan(problem, config)
-    operands = _operands(plan, inputs)
-    padded_shape = (*operands.q.shape[:3], _in_tma(problem.v_head_dim))
+    refs = _operands(plan, inputs)
+    padded_shape = (*refs.q.shape[:3], operands.width_in_tma(problem.v_head_dim))
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(
@@ -684,7 +635,7 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_fwd_sm90",
     )
-    out, lse = kernel(operands)
+    out, lse = kernel(refs)
     return out[:, :q_len, :, : problem.v_head_dim], lse[:, :, :q_len]
 
 
@@ -695,78 +646,18 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
     tile a sequence where there are kv_lengths.
     """
     problem, block = plan.problem, plan.config.block_kv
-    rows, keys = plan.padded_rows, _round_up(problem.kv_len, block)
+    rows, keys = plan.padded_rows, operands.round_up(problem.kv_len, block)
     fields = {name: getattr(inputs, name) for name in problem.arrays}
+    fields |= {name: operands.for_tma(getattr(inputs, name)) for name in ("q", "k", "v")}
     for name in ("bias", "mask_array"):
         if (array := fields.get(name)) is not None:
             array = array.astype(jnp.int8) if name == "mask_array" else array
-            fields[name] = _padded(array, {2: rows, 3: keys})
-    spans = None
+            fields[name] = operands.padded(array, {2: rows, 3: keys})
     if plan.has("q_segment_ids"):
-        q_ids, kv_ids = (fields[f"{side}_segment_ids"] for side in ("q", "kv"))
-        q_ids = jnp.pad(q_ids, ((0, 0), (0, rows - problem.q_len)), mode="edge")
-        kv_ids = jnp.pad(kv_ids, ((0, 0), (0, keys - problem.kv_len)), mode="edge")
+        q_ids = operands.extended(inputs.q_segment_ids, rows)
+        kv_ids = operands.extended(inputs.kv_segment_ids, keys)
         fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
-        spans = _segment_spans(q_ids, kv_ids, block)
-    q, k, v = (
-        _padded(x, {1: _whole(x.shape[1]), 3: _in_tma(x.shape[3])})
-        for x in (inputs.q, inputs.k, inputs.v)
-    )
-    edge = _edge(v, inputs.kv_lengths, block) if plan.has("kv_lengths") else None
-    given = {"v_edge": edge, "segment_spans": spans} | fields
-    optional = {name: given.get(name) for name in Refs._fields[3:]}
-    return Refs(q, k, v, **optional)
-
-
-def _whole(rows: int) -> int:
-    return rows if rows <= 8 else _round_up(rows, 8)
-
-
-def _padded(array: Any, sizes: dict[int, int]) -> Any:
-    widths = [
-        (0, sizes[axis] - n if axis in sizes and n > 1 else 0) for axis, n in enumerate(array.shape)
-    ]
-    return jnp.pad(array, widths) if any(after for _, after in widths) else array
-
-
-def _edge(v: Any, lengths: Any, block: int) -> Any:
-    """The value tile in which each sequence ends: what lies past the length may be NaN, and a
-    matmul would multiply it by 0.
-    """
-    lengths = jnp.clip(lengths, 0, v.shape[1])
-    start = lengths // block * block
-    where = start[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
-    taken = jax.vmap(lambda rows, at: jnp.take(rows, at, axis=0, mode="clip"))(v, where)
-    return jnp.where((where < lengths[:, None])[..., None, None], taken, 0)
-
-
-def _segment_spans(q_ids: Any, kv_ids: Any, block: int) -> Any:
-    """int32[B, 4, tiles of 64 queries]: lo, full_lo, full_hi, hi in key tiles.
-
-    A tile's ids lie between its least and its greatest; tiles whose intervals are apart need not
-    meet, tiles that both hold one same id need no mask. Exact for packed documents; safe for any.
-    """
-    q_lo, q_hi = (x[:, :, None] for x in _extremes(q_ids, ROWS))
-    kv_lo, kv_hi = (x[:, None, :] for x in _extremes(kv_ids, block))
-    meet = (q_lo <= kv_hi) & (kv_lo <= q_hi)
-    same = (q_lo == q_hi) & (kv_lo == kv_hi) & (q_lo == kv_lo)
-    count = meet.shape[-1]
-    lo = jnp.argmax(meet, axis=-1)
-    hi = count - jnp.argmax(meet[..., ::-1], axis=-1)
-    some, whole = meet.any(axis=-1), same.any(axis=-1)
-    full_lo = jnp.argmax(same, axis=-1)
-    ends = ~same & (jnp.arange(count) >= full_lo[..., None])
-    full_hi = jnp.where(ends.any(axis=-1), jnp.argmax(ends, axis=-1), count)
-    spans = (
-        jnp.where(some, lo, 0),
-        jnp.where(whole, full_lo, 0),
-        jnp.where(whole, full_hi, 0),
-        jnp.where(some, hi, 0),
-    )
-    return jnp.stack(spans, axis=1).astype(jnp.int32)
-
-
-def _extremes(ids: Any, block: int) -> tuple[Any, Any]:
-    """Least and greatest id of each tile of ids [B, n]."""
-    ids = ids.reshape(ids.shape[0], -1, block)
-    return ids.min(axis=-1), ids.max(axis=-1)
+        fields["segment_spans"] = spans.of_segments(q_ids, kv_ids, ROWS, block)
+    if plan.has("kv_lengths"):
+        fields["v_edge"] = operands.edge(fields["v"], inputs.kv_lengths, block)
+    return Refs(**{name: fields.get(name) for name in Refs._fields})

@@ -1,0 +1,66 @@
+"""What is done to arrays before a kernel reads them, so that TMA can: by XLA, and only where it must.
+
+Mosaic's TMA clips at whole tiles of 8 rows and of 16 columns or more, where it could clip anywhere.
+Rows and columns beyond are zeros.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def rows_in_tma(rows: int) -> int:
+    """Rows that an array must have for its last ones to be read."""
+    return rows if rows <= 8 else round_up(rows, 8)
+
+
+def width_in_tma(dim: int) -> int:
+    """The head dim that an array must have for its last columns to be read."""
+    return dim if dim <= 64 else round_up(dim, 16)
+
+
+def swizzle(dim: int) -> int:
+    """Bytes: the widest that divides a row of `dim` 16-bit numbers, or that holds one whole."""
+    if dim <= 64 and dim % 16:
+        return 128
+    return next(size for size in (128, 64, 32) if width_in_tma(dim) * 2 % size == 0)
+
+
+def width_in_smem(dim: int) -> int:
+    """The head dim in shared memory, in whole swizzles."""
+    return round_up(width_in_tma(dim), swizzle(dim) // 2)
+
+
+def for_tma(x: Any) -> Any:
+    """[B, rows, heads, dim], padded with zeros where its sizes ask for it."""
+    sizes = {1: rows_in_tma(x.shape[1]), 3: width_in_tma(x.shape[3])}
+    return padded(x, sizes)
+
+
+def padded(array: Any, sizes: dict[int, int]) -> Any:
+    """Axes as long as `sizes` says, of zeros at the end; an axis of length 1 stays: it broadcasts."""
+    widths = [
+        (0, sizes[axis] - n if axis in sizes and n > 1 else 0) for axis, n in enumerate(array.shape)
+    ]
+    return jnp.pad(array, widths) if any(after for _, after in widths) else array
+
+
+def extended(ids: Any, length: int) -> Any:
+    """[B, n] -> [B, length]: the last id goes on."""
+    return jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])), mode="edge")
+
+
+def edge(v: Any, lengths: Any, block: int) -> Any:
+    """[B, block, K, Hv]: the value tile in which each sequence ends, 0 past its length.
+
+    What lies there may be NaN, and a matmul would multiply it by 0.
+    """
+    lengths = jnp.clip(lengths, 0, v.shape[1])
+    where = (lengths // block * block)[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
+    taken = jax.vmap(lambda rows, at: jnp.take(rows, at, axis=0, mode="clip"))(v, where)
+    return jnp.where((where < lengths[:, None])[..., None, None], taken, 0)

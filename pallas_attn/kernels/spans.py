@@ -1,0 +1,95 @@
+"""Which key tiles a tile of queries needs: what the mask says, in tiles.
+
+The schedulers of the attention kernels ask here, and here asks `Mask`, which has the definition.
+Everything is plain arithmetic on Python numbers or on traced ones.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.masks import Mask
+
+
+class Span(NamedTuple):
+    """Key tiles [lo, hi) that some query sees; [full_lo, full_hi) all of them see whole."""
+
+    lo: Any
+    full_lo: Any
+    full_hi: Any
+    hi: Any
+
+    def within(self, other: "Span") -> "Span":
+        """What two spans have in common."""
+        return Span(
+            jnp.maximum(self.lo, other.lo),
+            jnp.maximum(self.full_lo, other.full_lo),
+            jnp.minimum(self.full_hi, other.full_hi),
+            jnp.minimum(self.hi, other.hi),
+        )
+
+    def parts(self) -> set[str]:
+        """Of a span of Python numbers, taken from its last tile to its first: what needs a mask."""
+        if self.hi <= self.lo:
+            return {"empty"}
+        first = self.hi - 1
+        named = {
+            "first_masked": not self.full_lo <= first < self.full_hi,
+            "high": self.full_hi < first,
+            "low": self.lo < self.full_lo,
+        }
+        return {name for name, there in named.items() if there}
+
+
+PARTS = frozenset(("empty", "first_masked", "high", "low"))
+
+
+def of_rows(mask: Mask, position: Any, rows: Any, kv_len: Any, block: int) -> Span:
+    """The key tiles of `rows` queries that start at a position."""
+    lo, hi = mask.kv_range(position, position + rows, kv_len)
+    full_lo, full_hi = mask.kv_full_range(position, position + rows, kv_len)
+    return Span(
+        lo=_floor(lo, block),
+        full_lo=_floor(full_lo + block - 1, block),
+        full_hi=_floor(_at_least(full_hi, 0), block),
+        hi=_floor(_at_least(hi, 0) + block - 1, block),
+    )
+
+
+def of_segments(q_ids: Any, kv_ids: Any, rows: int, block: int) -> Any:
+    """int32[B, 4, tiles of `rows` queries]: a Span's fields, by segment ids [B, n] in whole tiles.
+
+    A tile's ids lie between its least and its greatest; tiles whose intervals are apart need not
+    meet, tiles that both hold one same id need no mask. Exact for packed documents; safe for any.
+    """
+    q_lo, q_hi = (x[:, :, None] for x in _extremes(q_ids, rows))
+    kv_lo, kv_hi = (x[:, None, :] for x in _extremes(kv_ids, block))
+    meet = (q_lo <= kv_hi) & (kv_lo <= q_hi)
+    same = (q_lo == q_hi) & (kv_lo == kv_hi) & (q_lo == kv_lo)
+    count = meet.shape[-1]
+    some, whole = meet.any(axis=-1), same.any(axis=-1)
+    full_lo = jnp.argmax(same, axis=-1)
+    ends = ~same & (jnp.arange(count) >= full_lo[..., None])
+    full_hi = jnp.where(ends.any(axis=-1), jnp.argmax(ends, axis=-1), count)
+    fields = (
+        jnp.where(some, jnp.argmax(meet, axis=-1), 0),
+        jnp.where(whole, full_lo, 0),
+        jnp.where(whole, full_hi, 0),
+        jnp.where(some, count - jnp.argmax(meet[..., ::-1], axis=-1), 0),
+    )
+    return jnp.stack(fields, axis=1).astype(jnp.int32)
+
+
+def _extremes(ids: Any, block: int) -> tuple[Any, Any]:
+    """Least and greatest id of each tile."""
+    ids = ids.reshape(ids.shape[0], -1, block)
+    return ids.min(axis=-1), ids.max(axis=-1)
+
+
+def _floor(n: Any, by: int) -> Any:
+    return n // by if isinstance(n, int) else lax.div(n, jnp.int32(by))
+
+
+def _at_least(n: Any, least: int) -> Any:
+    return max(n, least) if isinstance(n, int) else jnp.maximum(n, least)
