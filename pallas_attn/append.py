@@ -110,6 +110,7 @@ def append_kv_arrays(  # noqa: PLR0913
       new_lengths: int32[M], how many of the t rows count; default all.
       page_table: int32[M, W], page ids; rows whose page is outside of the pool are dropped.
       layer: an int or a traced int32.
+      implementation: as in `write_kv`.
 
     Returns:
       (k_caches, v_caches), of the kind that came. No row past a capacity is written, and nothing

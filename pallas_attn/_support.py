@@ -1,0 +1,182 @@
+"""The support matrix of README.md, from the dispatch table itself: each cell is a kernel's own
+`limit`, asked about a problem that has the property and nothing else.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from pallas_attn import _dispatch
+from pallas_attn._problem import AppendProblem, AttentionProblem, DecodeProblem
+from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
+
+BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
+GENERATIONS = ("sm80", "sm90", "sm100")
+OPERATIONS = {
+    "flash_forward": "attention, forward",
+    "flash_backward": "attention, backward",
+    "append": "append",
+    "decode": "decode",
+}
+
+_ATTENTION = AttentionProblem(
+    op="flash_forward",
+    gpu="sm90",
+    dtype="bfloat16",
+    batch=2,
+    q_len=1024,
+    kv_len=1024,
+    q_heads=8,
+    kv_heads=8,
+    head_dim=128,
+    v_head_dim=128,
+    mask=FULL,
+    scale=128**-0.5,
+)
+_APPEND = AppendProblem(
+    gpu="sm90",
+    kind="stacked",
+    dtype="bfloat16",
+    cache_dtype="bfloat16",
+    sequences=8,
+    new_rows=1,
+    kv_heads=8,
+    head_dim=128,
+    v_head_dim=128,
+    capacities=(1024,),
+)
+_DECODE = DecodeProblem(
+    gpu="sm90",
+    kind="stacked",
+    dtype="bfloat16",
+    cache_dtype="bfloat16",
+    sequences=8,
+    q_len=1,
+    q_heads=32,
+    kv_heads=8,
+    head_dim=128,
+    v_head_dim=128,
+    capacities=(1024,) * 8,
+    mask=CAUSAL,
+    scale=128**-0.5,
+)
+_BASE = {"flash_forward": _ATTENTION, "append": _APPEND, "decode": _DECODE}
+_BASE["flash_backward"] = dataclasses.replace(_ATTENTION, op="flash_backward")
+
+_DTYPES: tuple[dict[str, Any], ...] = tuple(
+    {"dtype": name} for name in ("bfloat16", "float16", "float32", "float64")
+)
+_SCORES = (2, 8, 1024, 1024)
+_ARRAYS = ("q_offset", "q_lengths", "kv_lengths", "sinks")
+_ATTENTION_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
+    "dtype": _DTYPES,
+    'float32, precision="highest"': ({"dtype": "float32", "precision": "highest"},),
+    "head dim": tuple(
+        {"head_dim": n, "v_head_dim": n} for n in (32, 64, 72, 80, 96, 128, 192, 256)
+    ),
+    "head dim of q, k and of v": (
+        {"head_dim": 192, "v_head_dim": 128},
+        {"head_dim": 64, "v_head_dim": 256},
+    ),
+    "query heads a kv head": tuple({"q_heads": 8 * n} for n in (1, 4, 7, 8)),
+    "mask": tuple({"mask": m} for m in (FULL, CAUSAL, sliding_window(128), Mask(64, 32))),
+    "softcap": ({"softcap": 30.0},),
+    **{name: ({"arrays": (name,)},) for name in _ARRAYS},
+    "segment_ids": ({"arrays": ("q_segment_ids", "kv_segment_ids")},),
+    "bias": ({"arrays": ("bias",), "bias_shape": _SCORES},),
+    "mask_array": ({"arrays": ("mask_array",), "mask_shape": _SCORES},),
+}
+_ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
+    "flash_forward": _ATTENTION_ROWS,
+    "flash_backward": _ATTENTION_ROWS,
+    "append": {
+        "cache": (
+            {"kind": "per_sequence", "capacities": (1024,) * 8},
+            {"kind": "stacked"},
+            {"kind": "paged", "page_size": 16, "pages": 512},
+        ),
+        "cache dtype": tuple(
+            {"cache_dtype": name, "dtype": name}
+            for name in ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float64")
+        ),
+        "head dim": tuple({"head_dim": n, "v_head_dim": n} for n in (1, 64, 72, 128, 256)),
+        "rows of several layers": ({"layers": 32},),
+        "ragged chunks": ({"new_rows": 64, "ragged": True},),
+        "one array alone": ({"v_head_dim": None},),
+    },
+    "decode": {
+        "cache": (
+            {"kind": "per_sequence", "capacities": (1024,) * 8},
+            {"kind": "stacked"},
+            {"kind": "paged", "page_size": 16, "pages": 512},
+        ),
+        "dtype": tuple(
+            {"dtype": name, "cache_dtype": name} for name in ("bfloat16", "float16", "float32")
+        ),
+        "head dim": tuple({"head_dim": n, "v_head_dim": n} for n in (64, 72, 96, 128, 192, 256)),
+        "query heads a kv head": tuple({"q_heads": 8 * n} for n in (1, 4, 7, 8)),
+        "tokens at once": tuple({"q_len": n} for n in (1, 4, 64)),
+        "window": ({"mask": sliding_window(128)},),
+        "softcap": ({"softcap": 30.0},),
+        "sinks": ({"sinks": True},),
+        "batch_invariant": ({"batch_invariant": True},),
+    },
+}
+
+
+def support_matrix() -> str:
+    """A Markdown table an operation: who takes what on which generation of GPU."""
+    return "\n\n".join(_table(operation) for operation in OPERATIONS)
+
+
+def rewrite(readme: str) -> None:
+    """Put the matrix of today between the markers of the README."""
+    path = pathlib.Path(readme)
+    before, rest = path.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    path.write_text(f"{before}{BEGIN}\n{support_matrix()}\n{END}{after}")
+
+
+def _table(operation: str) -> str:
+    lines = [
+        f"| {OPERATIONS[operation]} | " + " | ".join(GENERATIONS) + " |",
+        "|---" * (1 + len(GENERATIONS)) + "|",
+    ]
+    if not _kernels(operation):
+        return "\n".join([*lines, "| no kernel yet" + " | -" * len(GENERATIONS) + " |"])
+    for name, variants in _ROWS[operation].items():
+        cells = [_cell(operation, generation, variants) for generation in GENERATIONS]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _kernels(operation: str) -> list[_dispatch.Kernel]:
+    return [x for x in _dispatch.TABLES[operation] if isinstance(x, _dispatch.Kernel)]
+
+
+def _cell(operation: str, generation: str, variants: tuple[dict[str, Any], ...]) -> str:
+    taken = list(_taken(operation, generation, variants))
+    if not any(taken):
+        return "-"
+    if len(variants) == 1:
+        return "yes"
+    return ", ".join(_label(v) for v, yes in zip(variants, taken, strict=True) if yes)
+
+
+def _taken(operation: str, generation: str, variants: tuple[dict[str, Any], ...]) -> Iterator[bool]:
+    for variant in variants:
+        problem: Any = dataclasses.replace(_BASE[operation], gpu=generation, **variant)  # type: ignore[type-var]
+        yield any(kernel.limit(problem) is None for kernel in _kernels(operation))
+
+
+def _label(variant: dict[str, Any]) -> str:
+    """The first field's value: it is what the variants of a row differ in."""
+    first, *others = variant.items()
+    name, value = first
+    if name == "q_heads":
+        return str(value // 8)
+    if isinstance(value, Mask):
+        return str(value).replace(", ", " ")
+    pair = dict(others).get("v_head_dim", value)
+    return str(value) if name != "head_dim" or pair == value else f"{value} and {pair}"

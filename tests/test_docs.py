@@ -1,0 +1,86 @@
+"""README.md: its code runs, its matrix is that of the dispatch table, its links lead somewhere."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import _support
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
+
+
+@pytest.mark.parametrize("number", range(len(PROGRAMS)))
+def test_the_readmes_programs_run(number, capsys):
+    exec(compile(PROGRAMS[number], f"README.md, program {number}", "exec"), {})  # noqa: S102
+    assert capsys.readouterr().out  # they print what they found
+
+
+def test_the_program_is_of_fifteen_lines():
+    lines = [line for line in PROGRAMS[0].splitlines() if line.strip()]
+    assert len(lines) <= 15
+
+
+def test_the_comments_in_the_program_are_true(capsys):
+    exec(compile(PROGRAMS[0], "README.md", "exec"), {})  # noqa: S102
+    printed = re.search(r"print\(.*?\)\s*# (.*)", PROGRAMS[0]).group(1)
+    assert capsys.readouterr().out.strip() == printed
+
+
+def test_the_support_matrix_is_that_of_the_dispatch_table():
+    _, rest = README.split(_support.BEGIN)
+    written, _ = rest.split(_support.END)
+    assert written.strip() == _support.support_matrix(), (
+        "README.md is behind the dispatch table: "
+        """python -c 'from pallas_attn import _support; _support.rewrite("README.md")'"""
+    )
+
+
+def test_the_matrix_knows_every_operation():
+    from pallas_attn import _dispatch
+
+    assert set(_support.OPERATIONS) == set(_dispatch.TABLES)
+
+
+def test_links_within_the_repository_lead_somewhere():
+    for name in ("README.md", "DESIGN.md", "CHANGELOG.md"):
+        for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / name).read_text()):
+            assert (ROOT / target).exists(), f"{name} points at {target}"
+
+
+def test_names_in_the_readme_exist():
+    for name in set(re.findall(r"`(?:pa|pallas_attn)\.(\w+)`", README)):
+        assert hasattr(pa, name), name
+
+
+def test_the_semantics_that_the_readme_and_the_docstrings_share():
+    """The table is the contract; what a call says of itself must not contradict it."""
+    assert "a row that sees no key | out 0, lse -inf" in README
+    assert "row that sees no key is 0" in pa.flash_attention.__doc__
+    assert "-inf for a row that sees no key" in pa.flash_attention_with_lse.__doc__
+    assert "NaN" in pa.decode_attention.__doc__
+
+
+def run_py(*flags):
+    command = [sys.executable, str(ROOT / "run.py"), *flags]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_a_wrong_flag_is_one_line_that_says_what_to_do():
+    for flags in (["--implementation=cudnn"], ["--task=fly"], ["here"], ["--no_such_flag"]):
+        done = run_py(*flags)
+        assert done.returncode != 0
+        complaint = [line for line in done.stderr.splitlines() if line.strip()]
+        assert len(complaint) == 1, done.stderr
+        assert flags[0].split("=")[0].lstrip("-") in complaint[0]
+
+
+def test_help_reads_well():
+    done = run_py("--help")
+    assert "--task" in done.stdout and "python run.py" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr

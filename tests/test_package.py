@@ -1,0 +1,254 @@
+"""The package as a whole: what importing it costs, who imports whom, how large things are."""
+
+import ast
+import functools
+import importlib
+import inspect
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import pallas_attn as pa
+
+ROOT = pathlib.Path(pa.__file__).parent
+PUBLIC = ("attention", "decode", "cache", "append", "masks", "errors")
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def named(path):
+    """pallas_attn/kernels/append.py -> kernels.append"""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__").removeprefix("pallas_attn.")
+
+
+@functools.cache
+def tree(path):
+    return ast.parse(path.read_text(), str(path))
+
+
+# ---- importing ----------------------------------------------------------------------------------
+
+_COST = """
+import sys, time
+import jax, jax.numpy
+start = time.perf_counter()
+import pallas_attn
+print(time.perf_counter() - start)
+"""
+_QUIET = """
+import os, sys
+import jax, jax.numpy
+from jax._src import xla_bridge
+
+class Watched(dict):
+    def _note(self, name):
+        raise SystemExit(f"pallas_attn reads the environment variable {name}")
+    def __getitem__(self, name): self._note(name)
+    def get(self, name, default=None): self._note(name)
+    def __contains__(self, name): self._note(name)
+    def __iter__(self): self._note("*")
+
+real, os.environ = os.environ, Watched()
+os.getenv = os.environ.get
+before = set(sys.modules)
+import pallas_attn
+os.environ = real
+assert not xla_bridge.backends_are_initialized(), "importing pallas_attn asks for devices"
+kernels = [m for m in sys.modules if m.startswith("pallas_attn.kernels.")]
+assert not kernels, f"importing pallas_attn imports {kernels}"
+new = {m.partition(".")[0] for m in set(sys.modules) - before}
+print(sorted(new - set(sys.stdlib_module_names)))
+"""
+
+
+def run(code):
+    environment = os.environ | {"PYTHONPATH": str(ROOT.parent), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_costs_little():
+# ---- who imports whom -----------------------------------------------------------------------
+    best = min(float(run(_COST)) for _ in range(4))
+    assert best < 0.2
+
+
+def test_importing_asks_no_device_and_reads_no_environment():
+    assert run(_QUIET) == "['jax', 'pallas_attn']"
+
+
+# ---- who imports whom ---------------------------------------------------------------------------
+
+
+def imports(path):
+    """Modules of this package that a file imports, at its top or within functions."""
+    found = set()
+    for node in ast.walk(tree(path)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.partition(".")[0] == "pallas_attn":
+                found.add(_module(name.removeprefix("pallas_attn").removeprefix(".")))
+    return found
+
+
+def _module(name):
+    """The longest front of a dotted name that is a module: masks.CAUSAL -> masks."""
+    parts = name.split(".")
+    while parts and not (ROOT.joinpath(*parts).with_suffix(".py").exists()):
+        if ROOT.joinpath(*parts).is_dir() and parts != [""]:
+            break
+        parts.pop()
+    return ".".join(parts)
+
+
+IMPORTS = {named(path): imports(path) for path in FILES}
+
+
+def test_the_walk_sees_imports():
+    assert IMPORTS["pallas_attn"] == set(PUBLIC)
+    assert {"_checks", "_dispatch", "masks"} <= IMPORTS["attention"]
+    assert "kernels.tiles" in IMPORTS["kernels.append"]
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_modules_import_no_kernel(module):
+    assert not [name for name in IMPORTS[module] if name.startswith("kernels")]
+
+
+@pytest.mark.parametrize("module", [name for name in IMPORTS if name.startswith("kernels")])
+def test_kernels_import_nothing_that_is_public_but_masks_and_errors(module):
+    allowed = {"masks", "errors", "_problem"}
+    others = {name for name in IMPORTS[module] if not name.startswith("kernels")}
+    assert others <= allowed
+
+
+def test_the_reference_knows_only_masks():
+    assert IMPORTS["reference"] == {"masks"}
+
+
+def test_only_the_dispatch_knows_the_reference():
+    users = {name for name, found in IMPORTS.items() if "reference" in found}
+    assert users == {"_dispatch"}
+
+
+def test_who_knows_the_dispatch():
+    users = {name for name, found in IMPORTS.items() if "_dispatch" in found}
+    asks = {"_support", "bench.parity"}  # what there is, and what was taken
+    assert users == {"attention", "append", "decode"} | asks
+
+
+@pytest.mark.parametrize("package", ["bench", "lm"])
+def test_bench_and_lm_use_the_public_api(package):
+    private = {"_checks", "_device", "reference", "_transforms", "_sharding"}
+    for name, found in IMPORTS.items():
+        if name.startswith(package):
+            assert not found & private, f"{name} imports {found & private}"
+
+
+def test_run_time_dependencies_are_the_four_we_said():
+    allowed = {"pallas_attn", "jax", "jaxlib", "numpy", "absl"}
+    extras = {"bench": {"matplotlib", "torch", "tokamax", "flash_attn", "flash_attn_interface"}}
+    for path in FILES:
+        here = allowed | extras.get(named(path).partition(".")[0], set())
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Import):
+                names = {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {node.module.partition(".")[0]}
+            else:
+                continue
+            assert names <= here | sys.stdlib_module_names, f"{path}: {names - here}"
+
+
+def test_jax_is_private_in_one_file():
+    """jax._src, and Mosaic's own dialects, in kernels/tiles.py and nowhere else."""
+    private = ("jax._src", "jax.experimental.mosaic", "jaxlib")
+    users = set()
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            users |= {named(path) for name in names if name.startswith(private)}
+    assert users <= {"kernels.tiles", "bench.timing"}
+
+
+# ---- sizes and words ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_files_and_functions_are_of_a_size_to_be_read(path):
+    assert len(path.read_text().splitlines()) < 500
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            inner = [n for n in ast.walk(node) if isinstance(n, ast.stmt)]
+            assert len(inner) - 1 <= 60, f"{node.name} has {len(inner) - 1} statements"
+
+
+def test_nobody_compares_positions_but_masks():
+    """`kv_pos <=` and the like outside of masks.py would be a second definition of visibility."""
+    for path in FILES:
+        if named(path) == "masks":
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Compare):
+                text = ast.unparse(node)
+                assert not ("q_pos" in text and "kv_pos" in text), f"{path}: {text}"
+
+
+def test_every_file_says_what_it_is():
+    for path in FILES:
+        if path.name != "__init__.py" or path.read_text():
+            assert ast.get_docstring(tree(path)), f"{path} has no docstring"
+
+
+def test_no_environment_no_print():
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in ("environ", "getenv"), f"{path} reads the environment"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id != "print", f"{path} prints"
+
+
+@pytest.mark.parametrize("name", pa.__all__)
+def test_public_names_are_documented(name):
+    value = getattr(pa, name)
+    if not inspect.isclass(value) and not inspect.isfunction(value):
+        return
+    assert value.__doc__ and not value.__doc__.startswith(f"{name}(")
+    methods = vars(value) if inspect.isclass(value) else {}
+    for method, one in methods.items():
+        if not method.startswith("_") and inspect.isfunction(one):
+            assert inspect.getdoc(getattr(value, method)), f"{name}.{method}"
+
+
+def test_all_is_all_and_in_order():
+    assert sorted(pa.__all__) == pa.__all__
+    public = {n for n, x in vars(pa).items() if not n.startswith("_") and not inspect.ismodule(x)}
+    assert public == set(pa.__all__)
+
+
+@pytest.mark.parametrize("name", pa.__all__)
+def test_docstrings_name_every_argument(name):
+    function = getattr(pa, name)
+    text = inspect.getdoc(function) or ""
+    if inspect.isfunction(function) and "Args:" in text:
+        missing = [x for x in inspect.signature(function).parameters if x not in text]
+        assert not missing
+
+
+def test_every_module_imports():
+    for name in IMPORTS:
+        if not name.startswith(("bench", "kernels", "lm")):
+            importlib.import_module(f"pallas_attn.{name}" if name != "pallas_attn" else name)
