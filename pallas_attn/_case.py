@@ -92,7 +92,7 @@ class AttentionCase:
         if poison:
             q = _poison(q, self.q_lengths, axis=1)
             k, v = (_poison(x, self.kv_lengths, axis=1) for x in (k, v))
-        arrays = {"q": q, "k": k, "v": v}
+        arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
         for name in ("q_lengths", "kv_lengths"):
             if getattr(self, name) is not None:
                 arrays[name] = jnp.array(getattr(self, name), jnp.int32)
@@ -121,6 +121,7 @@ class AttentionCase:
     def segment_ids(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """int32[B, T] and int32[B, S]; packed documents start one further on in each batch row."""
         kv_segments = self.segments if self.kv_segments is None else self.kv_segments
+        assert self.segments is not None and kv_segments is not None
         q_ids = _segment_ids(seed, self.segments, self.batch, self.q_len)
         if kv_segments == self.segments and self.q_len == self.kv_len:
             return q_ids, q_ids

@@ -158,7 +158,7 @@ def _static_float(name: str, value: Any, remedy: str) -> float:
     return number
 
 
-_PRECISIONS = {
+_PRECISIONS: dict[Any, str | None] = {
     **dict.fromkeys(("default", "bfloat16", "fastest", "high", "tensorfloat32", "bfloat16_3x")),
     **dict.fromkeys(("highest", "float32"), "highest"),
     **dict.fromkeys((lax.Precision.DEFAULT, lax.Precision.HIGH)),
@@ -184,7 +184,7 @@ def precision(value: Any, dtype: Any) -> str | None:
     return _PRECISIONS[value] if dtype == jnp.float32 else None
 
 
-def int_vector(name: str, value: Any, size: int, meaning: str) -> jax.Array | None:
+def int_vector(name: str, value: Any, size: int, meaning: str) -> Any:
     """int32[size] or None."""
     if value is None:
         return None
@@ -198,7 +198,7 @@ def int_vector(name: str, value: Any, size: int, meaning: str) -> jax.Array | No
 
 def static_int(value: Any) -> int | None:
     """A Python (or NumPy) integer as an int; None for anything else."""
-    if isinstance(value, (bool, jax.Array)) or getattr(value, "ndim", 0):
+    if isinstance(value, (bool, jax.Array)) or hasattr(value, "ndim") and value.ndim:
         return None
     try:
         return operator.index(value)

@@ -109,7 +109,7 @@ Implementation = Kernel | Reference | Refused
 
 
 def _attention(inputs: AttentionInputs, problem: AttentionProblem):
-    ids = (inputs.q_segment_ids, inputs.kv_segment_ids)
+    ids: Any = (inputs.q_segment_ids, inputs.kv_segment_ids)
     return reference.attention(
         inputs.q,
         inputs.k,

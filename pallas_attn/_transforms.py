@@ -124,7 +124,7 @@ def _attention_over_devices(kernel, problem: AttentionProblem, inputs: Attention
         named = zip(shape, score_axes, range(4), strict=True)
         return tuple(f"{name[0]}one{i}" if size == 1 else axis for size, axis, i in named)
 
-    axes = {
+    axes: dict[str, tuple[str, ...]] = {
         "q": ("b", "t", heads["q"], "h"),
         "k": ("b", "s", "k", "h"),
         "v": ("b", "s", "k", "e"),
@@ -180,7 +180,7 @@ def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
         )
         return kernel.run(local, sizes)
 
-    axes = [("m", "t", heads, "h")]
+    axes: list[tuple[str, ...]] = [("m", "t", heads, "h")]
     axes += _cache_axes(problem, inputs.k_cache, "h") + _cache_axes(problem, inputs.v_cache, "e")
     axes += _state_axes(None, inputs.page_table, inputs.layer)
     axes += [] if inputs.sinks is None else [(heads,)]

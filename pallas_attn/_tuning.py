@@ -193,10 +193,10 @@ def _kind(mask: Mask) -> str:
     return "window" if mask.left is not None else "band"
 
 
-def _width(facts: Facts) -> tuple[str, str]:
+def _width(facts: Facts) -> tuple[Any, Any]:
     """16-bit types share their tiles; every other type is a world of its own."""
     names = (facts.get("dtype", ""), facts.get("cache_dtype", facts.get("dtype", "")))
-    first, second = ("narrow" if name in _NARROW else name for name in names)
+    first, second = ("narrow" if name in _NARROW else str(name) for name in names)
     return first, second
 
 

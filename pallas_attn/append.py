@@ -1,6 +1,5 @@
 """New rows into KV caches: one launch for K and V of every sequence, in place under donation."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +48,7 @@ def write_kv[Cache: KVCache](
         _checks.layer(layer, cache.layers),
     )
     new_k, new_v = _append(inputs, cache.kind, implementation)
-    return dataclasses.replace(cache, k=new_k, v=new_v)
+    return cache._with(k=new_k, v=new_v)
 
 
 def append_kv[Cache: KVCache](
@@ -136,7 +135,7 @@ def append_kv_arrays(  # noqa: PLR0913
             )
         sequences = page_table.shape[0]
         page_table = page_table.astype(jnp.int32)
-    rows = []
+    rows: list[Any] = []
     for name, new, cache in (("k", k, caches[0]), ("v", v, caches[1])):
         rows.append(None if new is None else _new_rows(name, new, sequences, _sample(cache)))
     if v is not None and rows[0].shape[:3] != rows[1].shape[:3]:
@@ -145,8 +144,10 @@ def append_kv_arrays(  # noqa: PLR0913
         )
     layers = None if layer is None else _sample(caches[0]).shape[0]
     inputs = AppendInputs(
-        *caches,
-        *rows,
+        caches[0],
+        caches[1],
+        rows[0],
+        rows[1],
         _checks.int_vector(
             "lengths_before", lengths_before, sequences, "rows held before the append"
         ),
@@ -224,7 +225,8 @@ def _new_rows(name: str, new: Array, sequences: int, cache: Array) -> Array:
 def _append(inputs: AppendInputs, kind: str, implementation: str | None) -> tuple[Any, Any]:
     sample = _sample(inputs.k_cache)
     separate = isinstance(inputs.k_cache, tuple)
-    if kind == "paged":
+    capacities: tuple[int, ...]
+    if inputs.page_table is not None:
         capacities = (inputs.page_table.shape[1] * sample.shape[-2],)
     else:
         capacities = tuple(x.shape[-2] for x in (inputs.k_cache if separate else (sample,)))

@@ -42,13 +42,24 @@ class KVCache:
     v: Any
     lengths: Array  # int32[M]: the rows taken in each sequence now, written or not
     new_lengths: Array  # int32[M]: the rows that the latest extend took, which write_kv fills
-    page_table: Any  # int32[M, W]; None but in a PagedCache, as are the two below
-    page_size: Any
-    pages: Any
+    page_table: Any  # int32[M, W] of a PagedCache; None in the others
 
     @property
     def _k_arrays(self) -> tuple[Array, ...]:
         return self.k if isinstance(self.k, tuple) else (self.k,)
+
+    def _with(self, **changes: Any) -> Self:
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    @property
+    def page_size(self) -> Any:
+        """Rows of a page; None where there are no pages."""
+        return None
+
+    @property
+    def pages(self) -> Any:
+        """Pages of the pool; None where there is none."""
+        return None
 
     @property
     def num_sequences(self) -> int:
@@ -103,7 +114,7 @@ class KVCache:
         `overflowed`.
         """
         taken = self._rows(rows)
-        return dataclasses.replace(self, lengths=self.lengths + taken, new_lengths=taken)
+        return self._with(lengths=self.lengths + taken, new_lengths=taken)
 
     def _rows(self, rows: int | Array) -> Array:
         static = _checks.static_int(rows)
@@ -128,8 +139,7 @@ class KVCache:
         Buffers stay as they are.
         """
         chosen = self._chosen(sequences)
-        return dataclasses.replace(
-            self,
+        return self._with(
             lengths=jnp.where(chosen, 0, self.lengths),
             new_lengths=jnp.where(chosen, 0, self.new_lengths),
         )
@@ -174,9 +184,7 @@ class PerSequenceCache(KVCache):
     """
 
     kind: ClassVar[str] = "per_sequence"
-    page_table: ClassVar[None] = None
-    page_size: ClassVar[None] = None
-    pages: ClassVar[None] = None
+    page_table: ClassVar[None] = None  # type: ignore[misc]
     k: tuple[Array, ...]
     v: tuple[Array, ...]
     lengths: Array
@@ -219,9 +227,7 @@ class StackedCache(KVCache):
     """
 
     kind: ClassVar[str] = "stacked"
-    page_table: ClassVar[None] = None
-    page_size: ClassVar[None] = None
-    pages: ClassVar[None] = None
+    page_table: ClassVar[None] = None  # type: ignore[misc]
     k: Array
     v: Array
     lengths: Array
@@ -427,9 +433,7 @@ class PagedCache(KVCache):
         wanted = (part > 0) & (full < width)
         granted = wanted & (from_page >= 0) & (cache.num_free > 0)
         fresh = jnp.take(cache.free_list, cache.num_free - 1, mode="clip")
-        row_of_target = jnp.where(
-            (slots == full) & wanted, jnp.where(granted, fresh, LOST), shared
-        )
+        row_of_target = jnp.where((slots == full) & wanted, jnp.where(granted, fresh, LOST), shared)
         into_page = jnp.where(granted, fresh, self.pages)
         return dataclasses.replace(
             cache,

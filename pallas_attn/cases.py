@@ -207,7 +207,7 @@ def _decode() -> list[DecodeCase]:
             suffix = "_uneven" if label == "uneven" else ""
             for kind, page in (("per_sequence", None), ("stacked", None), ("paged", 16)):
                 name = f"decode_{kind}_b{batch}_s{length}_n{q_heads}k{kv_heads}_h{dim}{suffix}"
-                fields = {"kind": kind, "page_size": page, "labels": (label,)}
+                fields: dict[str, Any] = {"kind": kind, "page_size": page, "labels": (label,)}
                 rows.append(DecodeCase(name, lengths, *heads, *dims, length, **fields))
     small = functools.partial(
         DecodeCase,
@@ -242,14 +242,15 @@ def _append() -> list[AppendCase]:
         lengths = _uniform(m, 1023)
         for kind, page in (("per_sequence", None), ("stacked", None), ("paged", 16)):
             capacities = (1024,) * m if kind == "per_sequence" else (1024,)
-            fields = {"kind": kind, "page_size": page, "labels": ("grid",)}
+            fields: dict[str, Any] = {"kind": kind, "page_size": page, "labels": ("grid",)}
             rows.append(
                 AppendCase(f"append_{kind}_m{m}", lengths, 8, 128, 128, capacities, **fields)
             )
-    edges = {"kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "labels": ("edge",)}
+    edges: dict[str, Any] = {"kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
+    edges["labels"] = ("edge",)
     lengths, mixed = (0, 1, 63, 4, 31), (64, 72, 64, 80, 128)
     for kind, page in (("per_sequence", None), ("stacked", None), ("paged", 16)):
-        make = functools.partial(AppendCase, kind=kind, page_size=page, **edges)
+        make: Any = functools.partial(AppendCase, kind=kind, page_size=page, **edges)
         sizes = mixed if kind == "per_sequence" else (64,)
         rows += [
             make(
@@ -289,7 +290,7 @@ def select(cases: Iterable[Case], wanted: str) -> tuple[Any, ...]:
 
     `grid+causal` wants both tags; `-h256` takes away what an earlier term brought in.
     """
-    cases, chosen = tuple(cases), {}
+    cases, chosen = tuple(cases), dict[str, Case]()
     for term in filter(None, wanted.split(",")):
         drop, term = term.startswith("-"), term.removeprefix("-")
         hits = [case for case in cases if all(_matches(case, part) for part in term.split("+"))]

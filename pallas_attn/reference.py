@@ -7,6 +7,7 @@ forward and reverse, any number of times.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -157,7 +158,7 @@ def _select_layer(cache, layer):
     return lax.dynamic_index_in_dim(cache, layer, keepdims=False)
 
 
-def _dense_rows(cache: Array | Sequence[Array], page_table: Array | None) -> Array:
+def _dense_rows(cache: Any, page_table: Array | None) -> Array:
     """Any cache's rows as [M, S, K, H], token by token."""
     if isinstance(cache, (tuple, list)):
         most = max(one.shape[1] for one in cache)
