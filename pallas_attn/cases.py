@@ -111,7 +111,7 @@ def _edge_attention() -> list[AttentionCase]:
         _attention("attention_10x20", (4, 10, 20), (1, 1), (32, 48), "ancestor", dtype="float32"),
         _attention("attention_8x24", (1, 8, 24), (1, 1), 16, "ancestor", dtype="float32"),
         plain("one_row", (2, 1), (2, 2)),
-        plain("one_query_many_keys", (2, 1, 300), (4, 2), mask=Mask(right=299)),
+        plain("one_query_many_keys", (2, 1, 300), (4, 2), mask=Mask(right=299), magnitude=0.3),
         plain("no_keys", (2, 64, 0), (2, 2)),
         plain("no_queries", (2, 0, 64), (2, 2)),
         plain("no_batch", (0, 64), (2, 2)),

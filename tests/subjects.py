@@ -15,7 +15,6 @@ from unittest import mock
 import jax
 import pytest
 
-import pallas_attn as pa
 from pallas_attn import _device, _dispatch, _sharding
 
 
@@ -51,24 +50,34 @@ class Subject:
             jitted = run(function, self.implementation, tuple(static.items()))
             return jax.block_until_ready(jitted(args, arrays))
 
-    def takes(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-        """Whether the call is not refused. Nothing is computed."""
+    def takes(self, operation: str, function: Callable[..., Any], **kwargs: Any) -> bool:
+        """Whether kernels take the call, and the `operation` that follows from it. Only limits are
+        asked: nothing is traced past the dispatch.
+        """
+        asked: list[Any] = []
+
+        def select(problem, implementation):
+            del implementation
+            asked.append(problem)
+            raise _AskedError
+
         static, arrays = _split(kwargs)
-
-        def traced(args, arrays):
-            return function(*args, implementation=self.implementation, **arrays, **static)
-
-        with _device.assume(self.generation) if self.generation else contextlib.nullcontext():
-            try:
-                jax.eval_shape(traced, args, arrays)
-            except pa.UnsupportedError:
-                return False
-        return True
+        call = functools.partial(function, implementation=self.implementation, **static)
+        with contextlib.ExitStack() as stack:
+            if self.generation is not None:
+                stack.enter_context(_device.assume(self.generation))
+            stack.enter_context(mock.patch.object(_dispatch, "select", select))
+            stack.enter_context(contextlib.suppress(_AskedError))
+            jax.eval_shape(lambda arrays: call(**arrays), arrays)
+        return all(
+            any(row.limit(dataclasses.replace(problem, op=op)) is None for row in _kernels(op))
+            for problem in asked
+            for op in {problem.op, operation}
+        )
 
     def exists(self, operation: str) -> bool:
         """Whether the operation has an implementation in this row by now."""
-        kernels = [x for x in _dispatch.TABLES[operation] if isinstance(x, _dispatch.Kernel)]
-        return self.implementation == "reference" or bool(kernels)
+        return self.implementation == "reference" or bool(_kernels(operation))
 
     def param(self, *others: Any, id: str = "") -> Any:
         marks = [getattr(pytest.mark, name) for name in self.marks]
@@ -97,8 +106,16 @@ def pairs(
         for row in ROWS
         if row.exists(operation)
         for case in cases
-        if row.implementation == "reference" or row.takes(call(case)[0], **call(case)[1])
+        if row.implementation == "reference" or row.takes(operation, call(case)[0], **call(case)[1])
     ]
+
+
+class _AskedError(Exception):
+    """The dispatch was reached."""
+
+
+def _kernels(operation: str) -> list[Any]:
+    return [x for x in _dispatch.TABLES[operation] if isinstance(x, _dispatch.Kernel)]
 
 
 def _on_one_device(run, arrays, inputs, outputs, free):

@@ -74,7 +74,7 @@ def run(code):
 
 
 def test_importing_costs_little():
-# ---- who imports whom -----------------------------------------------------------------------
+    # ---- who imports whom -----------------------------------------------------------------------
     best = min(float(run(_COST)) for _ in range(4))
     assert best < 0.2
 

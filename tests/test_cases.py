@@ -1,0 +1,193 @@
+"""Every implementation on the named problems: the edges that cases.py lists, and drawn ones.
+
+Forward, LSE and all gradients at once, with a random dO and dLSE, held to the one tolerance. What
+lies past a length is NaN for the subject and 0 for the oracle. A kernel's own file of tests has its
+schedule; this one has its contract.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import PagedCache, PerSequenceCache, StackedCache, cases
+from tests import budget, subjects
+
+EDGES = cases.select(cases.ATTENTION, "edge")
+DECODES = cases.select(cases.DECODE, "edge")
+APPENDS = cases.select(cases.APPEND, "edge")
+DRAWN = tuple(cases.draw_attention(seed) for seed in range(20))
+GRADIENTS = ("q", "k", "v", "bias", "sinks")
+
+
+def attention_arguments(case):
+    return pa.flash_attention_with_lse, case.arguments(poison=True)
+
+
+def cotangents(case, seed=0):
+    rng = np.random.default_rng(seed)
+    dlse = rng.standard_normal((case.batch, case.q_heads, case.q_len)).astype(np.float32)
+    return case.cotangent(seed), jnp.asarray(dlse)
+
+
+@functools.lru_cache(maxsize=1)  # subjects of one case run one after the other
+def expected(case):
+    return budget.attention(case.arguments(), *cotangents(case))
+
+
+def forward_and_backward(*, do, dlse, implementation, **arguments):
+    """out, lse and a gradient for each floating-point array."""
+    wanted = {name: arguments[name] for name in GRADIENTS if arguments.get(name) is not None}
+
+    def run(some):
+        return pa.flash_attention_with_lse(**(arguments | some), implementation=implementation)
+
+    (out, lse), pullback = jax.vjp(run, wanted)
+    (gradients,) = pullback((do, dlse))
+    return {"out": out, "lse": lse} | {f"d{name}": x for name, x in gradients.items()}
+
+
+def backward_arguments(case):
+    do, dlse = cotangents(case)
+    return forward_and_backward, case.arguments(poison=True) | {"do": do, "dlse": dlse}
+
+
+def live(case, got, expected):
+    """Where an axis is empty there is nothing to compare but shapes."""
+    return {name: x for name, x in got.items() if name in expected.oracle}
+
+
+@pytest.mark.parametrize(
+    "subject, case",
+    [
+        pair
+        for pair in subjects.pairs("flash_forward", (*EDGES, *DRAWN), attention_arguments)
+        if pair.values[0].name not in ("reference", "interpreted")
+    ],
+)
+def test_forward(subject, case):
+    """On a GPU: elsewhere the reference does both ways below, the interpreter in its own file."""
+    function, arguments = attention_arguments(case)
+    out, lse = subject.call(function, **arguments)
+    budget.check({"out": out, "lse": lse}, expected(case))
+
+
+@pytest.mark.parametrize(
+    "subject, case",
+    [
+        pair
+        for pair in subjects.pairs("flash_backward", (*EDGES, *DRAWN), backward_arguments)
+        if pair.values[0].name != "interpreted"
+    ],
+)
+def test_forward_and_backward(subject, case):
+    function, arguments = backward_arguments(case)
+    got = subject.call(function, **arguments)
+    budget.check(live(case, got, expected(case)), expected(case))
+
+
+# ---- caches ---------------------------------------------------------------------------------
+
+
+def cache_of(case, k, v, lengths):
+    """The case's cache with k, v [M, K, capacity, H] in it, pages in a shuffled order."""
+    sizes = {"kv_heads": case.kv_heads, "head_dim": case.head_dim, "v_head_dim": case.v_head_dim}
+    sizes |= {"dtype": case.dtype}
+    lengths = jnp.asarray(lengths, jnp.int32)
+    counts = {"lengths": lengths, "new_lengths": jnp.zeros_like(lengths)}
+    if case.kind == "per_sequence":
+        return PerSequenceCache(tuple(jnp.asarray(k)), tuple(jnp.asarray(v)), **counts)
+    if case.kind == "stacked":
+        return StackedCache(jnp.asarray(k), jnp.asarray(v), **counts)
+    m, _, capacity, _ = k.shape
+    width = capacity // case.page_size
+    cache = PagedCache.create(m, m * width, case.page_size, capacity=capacity, **sizes)
+    order = np.random.default_rng(0).permutation(m * width).reshape(m, width).astype(np.int32)
+
+    def pool(dense):
+        pages = np.asarray(dense).reshape(m, case.kv_heads, width, case.page_size, -1)
+        shuffled = np.empty((m * width, *pages.shape[1:2], *pages.shape[3:]), pages.dtype)
+        shuffled[order] = np.moveaxis(pages, 2, 1)
+        return jnp.asarray(shuffled)
+
+    return PagedCache(
+        pool(k),
+        pool(v),
+        page_table=jnp.asarray(order),
+        free_list=cache.free_list,
+        num_free=jnp.int32(0),
+        holders=jnp.ones_like(cache.holders),
+        **counts,
+    )
+
+
+def decode_arguments(case):
+    arrays = case.arrays(poison=True)
+    cache = cache_of(case, np.asarray(arrays["k"]), np.asarray(arrays["v"]), case.lengths)
+    arguments = {"q": arrays["q"], "cache": cache} | case.options()
+    return pa.decode_attention_with_lse, arguments | (
+        {"sinks": arrays["sinks"]} if case.sinks else {}
+    )
+
+
+@pytest.mark.parametrize("subject, case", subjects.pairs("decode", DECODES, decode_arguments))
+def test_decode(subject, case):
+    function, arguments = decode_arguments(case)
+    out, lse = subject.call(function, **arguments)
+    arrays = case.arrays()
+    lengths = np.asarray(case.lengths, np.int32)
+    plain = {"q": arrays["q"], "kv_lengths": lengths, "q_offset": lengths - case.q_len}
+    plain |= {name: jnp.swapaxes(arrays[name], 1, 2) for name in ("k", "v")}
+    plain |= case.options() | ({"sinks": arrays["sinks"]} if case.sinks else {})
+    budget.check({"out": out, "lse": lse}, budget.attention(plain))
+
+
+def append_arguments(case):
+    arrays = case.arrays()
+    rng = np.random.default_rng(1)
+    most = max(case.capacities)
+    capacities = np.resize(case.capacities, case.sequences)
+    k, v = (
+        rng.standard_normal((case.sequences, case.kv_heads, most, dim)).astype(case.dtype)
+        for dim in (case.head_dim, case.v_head_dim)
+    )
+    if case.kind == "per_sequence":
+        cache = PerSequenceCache(
+            tuple(jnp.asarray(x[:, :c]) for x, c in zip(k, capacities, strict=True)),
+            tuple(jnp.asarray(x[:, :c]) for x, c in zip(v, capacities, strict=True)),
+            arrays["lengths"],
+            jnp.zeros_like(arrays["lengths"]),
+        )
+    else:
+        cache = cache_of(case, k, v, case.lengths)
+    arguments = {"cache": cache, "k": arrays["k"], "v": arrays["v"]}
+    if case.new_lengths is not None:
+        arguments["new_lengths"] = arrays["new_lengths"]
+    return pa.append_kv, arguments
+
+
+def dense(cache):
+    """(k, v), each a list of M arrays [K, capacity, H]."""
+    if cache.kind != "paged":
+        return [[np.asarray(x) for x in side] for side in (cache.k, cache.v)]
+    table = np.asarray(cache.page_table)
+    pools = (np.moveaxis(np.asarray(pool), 1, 0) for pool in (cache.k, cache.v))
+    return [[p[:, row].reshape(p.shape[0], -1, p.shape[-1]) for row in table] for p in pools]
+
+
+@pytest.mark.parametrize("subject, case", subjects.pairs("append", APPENDS, append_arguments))
+def test_append(subject, case):
+    function, arguments = append_arguments(case)
+    got = subject.call(function, **arguments)
+    before = dense(arguments["cache"])
+    for side, have, rows in zip(before, dense(got), (arguments["k"], arguments["v"]), strict=True):
+        rows = np.asarray(rows)
+        for m, wanted in enumerate(side):
+            wanted = wanted.copy()
+            count = case.new_rows if case.new_lengths is None else case.new_lengths[m]
+            for i in range(count):
+                wanted[:, case.lengths[m] + i] = rows[m, i]
+            np.testing.assert_array_equal(have[m], wanted)
