@@ -31,6 +31,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
@@ -41,6 +42,7 @@ from pallas_attn.kernels.spans import Span
 ROWS = 64  # of a warpgroup: what one wgmma takes
 SMEM_LIMIT = 232_448
 BARRIERS = 1024  # bytes kept for them and for alignment
+TILE_OVERHEAD = 1.5  # of a tile of work, in steps of one key tile
 SECTION_BYTES = 24 * 2**20  # of K and V that the tiles in flight should share: half of L2
 
 
@@ -185,6 +187,7 @@ class Refs(NamedTuple):
     bias: Any
     mask_array: Any
     sinks: Any
+    dealt: Any  # int32[blocks, n]: see `_dealt`; None: a block takes the tile of its number
 
 
 class Smem(NamedTuple):
@@ -257,6 +260,33 @@ class Tile(NamedTuple):
     kv_len: Any
 
 
+@functools.lru_cache(maxsize=64)
+def _dealt(plan: Plan) -> np.ndarray:
+    """Which tiles of work each block takes; see `spans.deal`. Lengths, offsets and segments are not
+    known here: as if there were none.
+    """
+    q_tiles, problem = plan.q_tiles, plan.problem
+    costs = []
+    for tile in range(q_tiles):
+        span = plan.span(problem.q_offset + tile * plan.tile_rows, plan.tile_rows, problem.kv_len)
+        costs.append(max(span.hi - span.lo, 0) + TILE_OVERHEAD)
+    rows = costs[::-1] if problem.mask.right is not None else costs
+    sizes = [
+        min(plan.section, plan.heads - first) for first in range(0, plan.heads, plan.section)
+    ]
+    return spans.deal(np.concatenate([np.repeat(rows, size) for size in sizes]), plan.ctas)
+
+
+def _count(plan: Plan, refs: Refs, cta: Any) -> Any:
+    """How many tiles of work a block takes."""
+    return 1 if refs.dealt is None else refs.dealt[cta, 0]
+
+
+def _work(refs: Refs, cta: Any, i: Any) -> Any:
+    """Which tile of work a block takes as its i-th."""
+    return cta if refs.dealt is None else refs.dealt[cta, i + 1]
+
+
 def _tile(plan: Plan, refs: Refs, index: Any) -> Tile:
     """The index-th tile of work: by section, then by rows, then by head."""
     problem = plan.problem
@@ -323,7 +353,7 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
     """The loading warpgroup: K and V of every tile of work, in the order in which they are used."""
 
     def one_tile(i, count):
-        tile = _tile(plan, refs, cta + i * plan.ctas)
+        tile = _tile(plan, refs, _work(refs, cta, i))
         lo, hi = _block_span(plan, refs, tile)
 
         def entry(e, count):
@@ -334,7 +364,7 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
 
         return lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), entry, count)
 
-    lax.fori_loop(0, _tiles_of(plan, cta), one_tile, jnp.int32(0))
+    lax.fori_loop(0, _count(plan, refs, cta), one_tile, jnp.int32(0))
 
 
 def _load_entry(plan: Plan, refs: Refs, smem: Smem, tile: Tile, entry: tuple[Any, ...]) -> None:
@@ -368,13 +398,6 @@ def _load_q(plan: Plan, refs: Refs, smem: Smem, tile: Tile, wg: Any) -> None:
     rows = pl.ds(tile.row + wg * ROWS, ROWS)
     src = refs.q.at[tile.batch, rows, tile.head, pl.ds(0, plan.k_width)]
     plgpu.copy_gmem_to_smem(src, smem.q.at[wg], smem.q_ready.at[wg])
-
-
-def _tiles_of(plan: Plan, cta: Any) -> Any:
-    work = plan.heads * plan.q_tiles
-    if work % plan.ctas == 0:
-        return work // plan.ctas
-    return lax.div(work - 1 - cta, jnp.int32(plan.ctas)) + 1
 
 
 # ---- computing ----------------------------------------------------------------------------------
@@ -533,11 +556,11 @@ def _skip(plan: Plan, smem: Smem, entries: Any, slot: Any) -> Any:
 def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, Any]) -> None:
     """A computing warpgroup: every tile of work of its block."""
     cta, wg = place
-    count = _tiles_of(plan, cta)
-    _load_q(plan, refs, smem, _tile(plan, refs, cta), wg)
+    count = _count(plan, refs, cta)
+    _load_q(plan, refs, smem, _tile(plan, refs, _work(refs, cta, 0)), wg)
 
     def one_tile(i, slot):
-        tile = _tile(plan, refs, cta + i * plan.ctas)
+        tile = _tile(plan, refs, _work(refs, cta, i))
         rows = Rows(tile, tile.row + wg * ROWS, wg, _own_span(plan, refs, tile, wg))
         lo, hi = _block_span(plan, refs, tile)
         plgpu.barrier_wait(smem.q_ready.at[wg])
@@ -561,7 +584,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, An
 
         @pl.when(i + 1 < count)
         def _():
-            _load_q(plan, refs, smem, _tile(plan, refs, cta + (i + 1) * plan.ctas), wg)
+            _load_q(plan, refs, smem, _tile(plan, refs, _work(refs, cta, i + 1)), wg)
 
         _finish(plan, refs, smem, outs, rows, result)
         return slot
@@ -653,6 +676,8 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
         if (array := fields.get(name)) is not None:
             array = array.astype(jnp.int8) if name == "mask_array" else array
             fields[name] = operands.padded(array, {2: rows, 3: keys})
+    if plan.ctas < plan.heads * plan.q_tiles:
+        fields["dealt"] = jnp.asarray(_dealt(plan))
     if plan.has("q_segment_ids"):
         q_ids = operands.extended(inputs.q_segment_ids, rows)
         kv_ids = operands.extended(inputs.kv_segment_ids, keys)
