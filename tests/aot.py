@@ -1,8 +1,10 @@
-"""Ahead-of-time compilation for GPUs that are not here: down to SASS, with what ptxas and XLA said on the way.
+"""Ahead-of-time compilation for GPUs that are not here: down to SASS, with what ptxas and XLA said
+on the way.
 
-`compile_for(f, *shapes, target="h100")` hands `f` to a worker process, one a GPU generation (code lowered for one and
-compiled for another can abort a process), which lives until the tests end. `f` travels by pickle: a function of a
-module, or a `functools.partial` of one. The worker needs the `aot` extra; `available()` says whether it is installed.
+`compile_for(f, *shapes, target="h100")` hands `f` to a worker process, one a GPU generation (code
+lowered for one and compiled for another can abort a process), which lives until the tests end. `f`
+travels by pickle: a function of a module, or a `functools.partial` of one. The worker needs the
+`aot` extra; `available()` says whether it is installed.
 """
 
 import atexit
@@ -20,8 +22,9 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-# What XLA wants to know of a GPU, from the vendor's data sheets and CUDA's table of compute capabilities:
-# capability, multiprocessors, shared memory of one and of a block (KiB), L2 (MiB), clock (GHz), memory (GB), TB/s.
+# What XLA wants to know of a GPU, from the vendor's data sheets and CUDA's table of compute
+# capabilities: capability, multiprocessors, shared memory of one and of a block (KiB), L2 (MiB),
+# clock (GHz), memory (GB), TB/s.
 _GPUS = {
     "a100": ("major: 8 minor: 0", 108, 164, 163, 40, 1.41, 80, 2.04, "NVIDIA A100-SXM4-80GB"),
     "h100": (
@@ -41,14 +44,16 @@ class Kernel:
 
     name: str
     registers: int
-    spill_bytes: int
+    spill_bytes: int  # stored
     stack_bytes: int
-    notes: tuple[str, ...]  # its remarks by number, such as C7512: wgmma are serialised
+    notes: tuple[str, ...]  # remarks by number; C7511, C7512: wgmma wait for each other
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What became of one function: its Mosaic kernels, their machine code, and XLA's program around them."""
+    """What became of one function: its Mosaic kernels, their machine code, and XLA's program around
+    them.
+    """
 
     kernels: tuple[Kernel, ...]
     sass: str
@@ -84,8 +89,9 @@ class Report:
 
     @property
     def tensor_maps(self) -> int:
-        """Kernel parameters of 128 bytes, as TMA with a swizzle or a tile takes one each."""
-        return len(re.findall(r"\.param \.align 64 \.b8 \S+\[128\]", self.ptx))
+        """What TMA with a swizzle or a tile takes: 128 bytes of kernel parameters each."""
+        sizes = re.findall(r"\.param \.align 64 \.b8 \S+\[(\d+)\]", self.ptx)
+        return sum(map(int, sizes)) // 128
 
 
 def available() -> bool:
@@ -94,7 +100,9 @@ def available() -> bool:
 
 
 def compile_for(f: Any, *shapes: Any, target: str = "h100", donate_argnums: Any = ()) -> Report:
-    """Compiles `jax.jit(f)` for "h100", "a100" or "b200" at `shapes`: a tree of anything with a shape and a dtype."""
+    """Compiles `jax.jit(f)` for "h100", "a100" or "b200" at `shapes`: a tree of anything with a
+    shape and a dtype.
+    """
     import jax
 
     try:
@@ -124,7 +132,7 @@ class _Worker:
             | dump
             | {
                 "MOSAIC_GPU_DUMP_TO": self.dumps.name,
-                "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # there is no cuDNN here, and none is needed
+                "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # there is no cuDNN here
                 "JAX_PLATFORMS": "cpu",
                 "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
             }
@@ -222,31 +230,36 @@ def _compile(device: Any, f: Any, shapes: Any, donate_argnums: Any) -> tuple[Any
         dict.fromkeys(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', lowered.as_text()))
     )
     new = {
-        kind: "\n".join(path.read_text() for path in sorted(folder.glob(f"*.{kind}")))
+        kind: "\f".join(path.read_text() for path in sorted(folder.glob(f"*.{kind}")))
         for kind in ("ptxas", "sass_ctrl", "sass", "ptx")
     }
     if new["ptxas"]:
         _dumps.update(dict.fromkeys([kernel for kernel in kernels if kernel not in _dumps], new))
     dumped = {id(_dumps[kernel]): _dumps[kernel] for kernel in kernels}.values()
-    texts = {kind: "\n".join(dump[kind] for dump in dumped) for kind in new}
+    texts = {kind: "\f".join(dump[kind] for dump in dumped) for kind in new}
     sass = texts["sass"] or texts["sass_ctrl"]
     return _kernels(texts["ptxas"]), sass, texts["ptx"], compiled.as_text()
 
 
 def _kernels(ptxas: str) -> list[tuple[Any, ...]]:
-    """One `Kernel`'s fields for each kernel that ptxas reports on."""
+    """One `Kernel`'s fields for each kernel that ptxas reports on; `ptxas` holds a form feed
+    between one module and the next.
+    """
     found = []
-    for part in re.split(r"(?=Compiling entry function)", ptxas)[1:]:
-        name = re.search(r"entry function '(\w+)'", part).group(1)
+    for module in ptxas.split("\f"):
+        name = re.search(r"Compiling entry function '(\w+)'", module)
+        if name is None:
+            continue
         numbers = [
-            sum(map(int, re.findall(pattern, part)))
+            int(re.search(pattern, module).group(1))
             for pattern in (
                 r"Used (\d+) registers",
-                r"(\d+) bytes spill",
+                r"stack frame, (\d+) bytes spill stores",
                 r"(\d+) bytes stack frame",
             )
         ]
-        found.append((name, *numbers, tuple(re.findall(r"\(?(C\d{4})\)?", part))))
+        # Remarks stand before the function that they are about.
+        found.append((name.group(1), *numbers, tuple(re.findall(r"\((C\d{4})\)", module))))
     return found
 
 

@@ -1,4 +1,6 @@
-"""Appends to try, and what every byte of both buffers must be afterwards: an item, a row, a head at a time, in NumPy."""
+"""Appends to try, and what every byte of both buffers must be afterwards: an item, a row, a head at
+a time, in NumPy.
+"""
 
 import dataclasses
 from typing import Any

@@ -1,11 +1,16 @@
-"""Kernels on a machine without a GPU: JAX's Mosaic GPU interpreter, made to run what these kernels use.
+"""Kernels on a machine without a GPU: JAX's Mosaic GPU interpreter, made to run what these kernels
+use.
 
-The one file of the tests that knows JAX's private modules. `interpret()` is what a test uses, beside `lower_for_cuda`
-and, from tests/aot.py, `compile_for`. What is taught to the interpreter, in both JAX versions alike:
+The one file of the tests that knows JAX's private modules. `interpret()` is what a test uses,
+beside `lower_for_cuda` and, from tests/aot.py, `compile_for`. What is taught to the interpreter, in
+both JAX versions alike:
 
-- programs of `tiles.each_thread`: run in NumPy, 128 threads at a time, with bounds and races checked byte by byte
-- `pl.run_state` over accumulators, wgmma with its left operand in registers, values assigned to an accumulator, `mma`
-- cp.async (a copy without a barrier), stores with a predicate, reductions and atomics in global memory
+- programs of `tiles.each_thread`: run in NumPy, 128 threads at a time, with bounds and races
+  checked byte by byte
+- `pl.run_state` over accumulators, wgmma with its left operand in registers, values assigned to an
+  accumulator, `mma`
+- cp.async (a copy without a barrier), stores with a predicate, reductions and atomics in global
+  memory
 - programmatic dependent launch, which means nothing here
 - JAX 0.11.2 only: a producer need not see the last time its slots were freed (0.12 allows it too)
 """
@@ -33,13 +38,15 @@ from jax._src.state import discharge
 from jax._src.state import types as state
 
 from tests.aot import Report, available, compile_for
+from tests.threads import BlockOfThreads, Memory
 
 __all__ = ["Report", "available", "compile_for", "interpret", "lower_for_cuda"]
 
 
 @contextlib.contextmanager
 def interpret() -> Iterator[None]:
-    """Kernels traced in here run on the CPU, simulated. A race, a barrier left half-way or a wild access is an error.
+    """Kernels traced in here run on the CPU, simulated. A race, a barrier left half-way or a wild
+    access is an error.
 
     A deadlock hangs: every test has a timeout.
     """
@@ -47,121 +54,28 @@ def interpret() -> Iterator[None]:
     host.reset_gpu_interpret_mode_state()
     params = plgpu.InterpretGPUParams(detect_races=True)
     try:
-        with plgpu.force_gpu_interpret_mode(params):
+        with plgpu.force_gpu_interpret_mode(params), jax.default_device(jax.devices("cpu")[0]):
             yield
             jax.effects_barrier()
-        if host._races is not None and host._races.races_found:  # 0.11.2 prints it, 0.12 raises
-            raise AssertionError("the interpreter found a race: see what it printed")
+        raced = host._races is not None and host._races.races_found  # 0.11.2 prints it
+    except jax.errors.JaxRuntimeError as e:
+        raced = "RACE DETECTED" in str(e)  # 0.12 raises it
+        if not raced:
+            raise
     finally:
         host.reset_gpu_interpret_mode_state()  # after an exception it would refuse to go on
+    if raced:
+        raise AssertionError("RACE DETECTED: the interpreter says where, above")
 
 
 def lower_for_cuda(f: Callable[..., Any], *shapes: Any) -> str:
-    """`f` lowered for an NVIDIA GPU (sm_90): finds layouts and shared memory that do not fit, and missing primitives."""
+    """`f` lowered for an NVIDIA GPU (sm_90): finds layouts and shared memory that do not fit, and
+    missing primitives.
+    """
     return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-# ---- programs of tiles.each_thread, run in NumPy ----------------------------------------------------------------
-
-
-class BlockOfThreads:
-    """`tiles.Thread` for the 128 threads of a block at once: a value is an array with an element a thread."""
-
-    def __init__(self, first: int, memory: "Memory"):
-        self.index = np.arange(128, dtype=np.int32)
-        self.memory = memory
-        self.ids = first + self.index.astype(np.int64)
-
-    def wide(self, x):
-        return np.asarray(x, np.int64)
-
-    def minimum(self, a, b):
-        return np.minimum(a, b)
-
-    def select(self, where, a, b):
-        return np.where(where, a, b)
-
-    def pick(self, which, table):
-        if len(table) == 1:
-            return table[0]
-        (row,) = set(np.broadcast_to(which, 128).tolist())
-        if not 0 <= row < len(table):
-            raise IndexError(f"pick: row {row} of a table of {len(table)}")
-        return table[row]
-
-    def in_order(self):
-        pass
-
-    def prefetch(self, ref, index, nbytes):
-        self.memory.prefetch(ref, np.broadcast_to(index, 128), nbytes)
-
-    def load(self, ref, index, nbytes):
-        return self.memory.load(ref, np.broadcast_to(index, 128), nbytes, self.ids)
-
-    def store(self, ref, index, value, nbytes, where):
-        where = np.broadcast_to(where, 128)
-        index = np.broadcast_to(index, 128)[where]
-        self.memory.store(ref, index, value[where], nbytes, self.ids[where])
-
-
-class Memory:
-    """The arrays of one launch as bytes. Who wrote and who read each byte is kept: nobody may meet another there."""
-
-    NOBODY, SEVERAL = -1, -2
-
-    def __init__(self):
-        self.lock = threading.Lock()
-        self.touched: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self.blocks: dict[Any, int] = {}
-
-    def block(self, *coordinates) -> int:
-        """The number of a block's first thread."""
-        with self.lock:
-            return 128 * self.blocks.setdefault(coordinates, len(self.blocks))
-
-    def prefetch(self, ref, index, nbytes):
-        self._words(ref, index, nbytes, "prefetched")
-
-    def load(self, ref, index, nbytes, threads):
-        words = self._words(ref, index, nbytes, "read")
-        with self.lock:
-            wrote, read = self._who(ref, nbytes)
-            if not np.isin(wrote[index], self.NOBODY).all():
-                raise RuntimeError(
-                    "race: a thread reads what another one writes in the same launch"
-                )
-            read[index] = np.where(read[index] == self.NOBODY, threads[:, None], self.SEVERAL)
-            return words[index].copy()
-
-    def store(self, ref, index, value, nbytes, threads):
-        words = self._words(ref, index, nbytes, "written")
-        with self.lock:
-            wrote, read = self._who(ref, nbytes)
-            alone = len(np.unique(index)) == len(index) and (wrote[index] == self.NOBODY).all()
-            if not alone:
-                raise RuntimeError("race: a word is written twice in one launch")
-            if not ((read[index] == self.NOBODY) | (read[index] == threads[:, None])).all():
-                raise RuntimeError(
-                    "race: a thread writes what another one reads in the same launch"
-                )
-            wrote[index] = threads[:, None]
-            words[index] = value
-
-    def _words(self, ref, index, nbytes, verb):
-        words = ref.reshape(-1).view(np.dtype("V16" if nbytes == 16 else f"i{nbytes}"))
-        if not np.shares_memory(words, ref) and ref.size:
-            raise ValueError("the array is not contiguous")
-        if index.size and not (0 <= index.min() and index.max() < words.size):
-            raise IndexError(
-                f"a word of {nbytes} bytes is {verb} at {index.min()}..{index.max()} of {words.size}"
-            )
-        return words
-
-    def _who(self, ref, nbytes):
-        fresh = lambda: np.full(ref.nbytes, self.NOBODY, np.int64)  # noqa: E731
-        if id(ref) not in self.touched:
-            self.touched[id(ref)] = fresh(), fresh()
-        return [who.reshape(-1, nbytes) for who in self.touched[id(ref)]]
+# ---- programs of tiles.each_thread, run in NumPy -------------------------------------------------
 
 
 @host.fail_on_exception
@@ -185,7 +99,9 @@ def _run_program(*, token, mesh_location, thread, keys, scalars, program, trees)
 
 
 def _inline_mgpu(self, eqn, token, get_values):
-    """Runs a program of `tiles.each_thread`, or what the code says it means in jax.numpy; any other inline code is refused, as JAX does."""
+    """Runs a program of `tiles.each_thread`, or what the code says it means in jax.numpy; any other
+    inline code is refused, as JAX does.
+    """
     if (values := getattr(eqn.params["mgpu_fn"], "values", None)) is not None:
         result = values(*jax.tree.unflatten(eqn.params["pytree_args"], get_values()))
         return token, jax.tree.leaves(result)
@@ -210,7 +126,7 @@ def _inline_mgpu(self, eqn, token, get_values):
 _jax_inline_mgpu = jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p
 
 
-# ---- equations that JAX's interpreter does not know ---------------------------------------------------------------
+# ---- equations that JAX's interpreter does not know ----------------------------------------------
 
 
 def _where(self, eqn) -> dict[str, Any]:
@@ -266,7 +182,7 @@ def _overwrite(self, eqn, token, key, transforms, value):
 
 
 def _run_state(self, eqn, token, values):
-    """Values become buffers of registers while the body runs; refs from outside stay what they are."""
+    """Values become buffers of registers while the body runs; refs from outside stay refs."""
     outer = [isinstance(var.aval, state.AbstractRef) for var in eqn.outvars]
     keys = []
     for value, is_ref in zip(values, outer, strict=True):
@@ -464,7 +380,9 @@ _jax_interpret = jaxpr_interpret.JaxprInterpreter.interpret
 
 
 def _free_barrier(self):
-    """0.11.2: forgets, as the last holder lets go, who had seen what; arrivals still pending remain an error."""
+    """0.11.2: forgets, as the last holder lets go, who had seen what; arrivals still pending remain
+    an error.
+    """
     with self.cv:
         if self.ref_count == 1:
             self.last_observed_phase_by_thread.clear()
@@ -475,7 +393,9 @@ _jax_free_barrier = shared_memory.Barrier.deallocate
 
 
 def _but_in_registers(check):
-    """They are a thread's own; their names start anew in every block, which reads like a race with the last one."""
+    """They are a thread's own; their names start anew in every block, which reads like a race with
+    the last one.
+    """
 
     @functools.wraps(check)
     def checked(self, thread, clock, key, *rest, **more):

@@ -1,10 +1,10 @@
 """Device times of the append kernel on this GPU, beside XLA's own updates, as rows of JSON.
 
-    python -m tests.time_append --out results/append_h200.jsonl --commit $(git rev-parse --short HEAD)
+    python -m tests.time_append --out results/append_h200.jsonl
 
-Every subject is first checked, byte for byte, on the inputs that it is then timed on. XLA and the kernel take turns in one
-process. A long append runs over a flushed L2, and is compared with an elementwise pass over as
-many bytes and with one over 4 GiB.
+Every subject is first checked, byte for byte, on the inputs that it is then timed on. XLA and the
+kernel take turns in one process. A long append runs over a flushed L2, and is compared with an
+elementwise pass over as many bytes and with one over 4 GiB.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def xla(problem, config, k_cache, v_cache, rest):
 
 
 class Runner:
-    """A compiled append over several sets of buffers, which it owns and hands on from call to call."""
+    """A compiled append over sets of buffers, which it owns and hands on from call to call."""
 
     def __init__(self, case: Case, f: Any, sets: list[Any], config: append.Config | None = None):
         given = [jax.tree.map(jnp.array, inputs) for inputs in sets]
@@ -193,7 +193,8 @@ def copies(rng: np.random.Generator) -> list[dict]:
 
 def show(found: list[dict]) -> None:
     for row in found:
-        line = f"{row['case']:36}{row['impl']:28}{1e3 * row['ms']:10.2f} us (min {1e3 * row['ms_min']:.2f})"
+        times = f"{1e3 * row['ms']:10.2f} us (min {1e3 * row['ms_min']:.2f})"
+        line = f"{row['case']:36}{row['impl']:28}" + times
         first = f"  first call {row['first_call_s']} s" if "first_call_s" in row else ""
         sys.stdout.write(line + f"{row['tbps']:8.3f} TB/s {row['kernels']:4} kernels{first}" + "\n")
 

@@ -1,9 +1,10 @@
-"""The thin layer over Mosaic GPU: whatever depends on the JAX version, or on the CPU interpreter, is said here and once.
+"""The thin layer over Mosaic GPU: whatever depends on the JAX version, or on the CPU interpreter,
+is said here and once.
 
-Kernels say what they move; this file says how the installed JAX wants to hear it. The first half serves kernels that
-work on tiles. The second, from `each_thread` on, is for kernels that only move bytes: a program for one thread, written
-with Python's operators. The GPU runs it as it stands; the tests run the same program in NumPy, 128 threads at a time,
-with every address checked.
+Kernels say what they move; this file says how the installed JAX wants to hear it. The first half
+serves kernels that work on tiles. The second, from `each_thread` on, is for kernels that only move
+bytes: a program for one thread, written with Python's operators. The GPU runs it as it stands; the
+tests run the same program in NumPy, 128 threads at a time, with every address checked.
 """
 
 import functools
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector, vector
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
 
 Ref = Any
 
@@ -34,7 +35,9 @@ _store = getattr(
 
 
 def load(ref: Ref, layout: Any = None) -> jax.Array:
-    """The tile under `ref` in registers, in `layout`; from global memory too, where no layout has a vectorised load."""
+    """The tile under `ref` in registers, in `layout`; from global memory too, where no layout has a
+    vectorised load.
+    """
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
@@ -143,7 +146,8 @@ def overlapped(
 
 
 def lane_kernel(body: Callable[..., None], *, grid: int, name: str) -> Callable[..., Any]:
-    """A kernel of `grid` blocks of `THREADS` threads with no tiles in it, which writes only into the refs it is given.
+    """A kernel of `grid` blocks of `THREADS` threads with no tiles in it, which writes only into
+    the refs it is given.
 
     Lane semantics: there is no layout to infer, which is a third of the time that lowering takes.
     """
@@ -159,9 +163,11 @@ def lane_kernel(body: Callable[..., None], *, grid: int, name: str) -> Callable[
 
 
 def each_thread(program: Callable[..., None], refs: Any, scalars: Any) -> None:
-    """Runs `program(thread, refs, scalars)` in every thread of the block: `Thread` says what a program can do.
+    """Runs `program(thread, refs, scalars)` in every thread of the block: `Thread` says what a
+    program can do.
 
-    `refs` is a tree of whole refs in global memory, `scalars` a tree of int32 scalars, which arrive as `Int`s.
+    `refs` is a tree of whole refs in global memory, `scalars` a tree of int32 scalars, which arrive
+    as `Int`s.
     """
     types = (
         jax.tree.map(lambda _: plgpu.RefType(), refs),
@@ -181,7 +187,9 @@ def _is_array(x: Any) -> bool:
 
 
 class Int:
-    """An integer, or a condition, of one thread. Python ints mix in; `//` and `%` want operands that are not negative."""
+    """An integer, or a condition, of one thread. Python ints mix in; `//` and `%` want operands
+    that are not negative.
+    """
 
     def __init__(self, value: ir.Value):
         self.value = value
@@ -222,7 +230,8 @@ class Int:
 class Thread:
     """One thread of a block, seen from a program that `each_thread` runs.
 
-    Memory is counted in words of 1, 2, 4, 8 or 16 bytes; an index may be 32 or 64 bits wide and a ref of any dtype.
+    Memory is counted in words of 1, 2, 4, 8 or 16 bytes; an index may be 32 or 64 bits wide and a
+    ref of any dtype.
     """
 
     @property
@@ -243,8 +252,9 @@ class Thread:
     def pick(self, which: Int, table: Sequence[tuple[Ref, ...]]) -> tuple[Ref, ...]:
         """Row `which` of a table of refs: one jump, however long the table is.
 
-        Only pointers come out of the jump, so what is done with them is compiled once. `lax.switch` would compile it
-        once a row, with all refs handed to every row: 3.6 s against 0.7 s at 128 pairs, 12 s against 2 s at 256.
+        Only pointers come out of the jump, so what is done with them is compiled once. `lax.switch`
+        would compile it once a row, with all refs handed to every row: 3.6 s against 0.7 s at 128
+        pairs, 12 s against 2 s at 256.
         """
         if len(table) == 1:
             return table[0]
@@ -282,7 +292,8 @@ class Thread:
         return Int(llvm.load(_word(nbytes), address, alignment=nbytes))
 
     def store(self, ref: Ref, index: Int, value: Int, nbytes: int, where: Int) -> None:
-        """Writes the word at `index` where the condition holds; elsewhere the index may be anything.
+        """Writes the word at `index` where the condition holds; elsewhere the index may be
+        anything.
 
         One instruction with a predicate. Behind a branch, LLVM and ptxas would both move the load
         of `value` there too, to wait for whatever the branch waits for.
