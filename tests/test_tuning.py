@@ -47,7 +47,7 @@ class Config:
 
 def kernel(bytes_a_block=1):
     """A stand-in for a kernel module: what lookup needs of one."""
-    module = types.ModuleType("pallas_attn.kernels.fake_fwd")
+    module = types.ModuleType("pallas_attn.kernels.flash_fwd_fake")
     module.Config = Config
     module.smem_bytes = lambda problem, config: config.block * bytes_a_block
     return module
@@ -69,7 +69,7 @@ def tables(monkeypatch):
 
 def test_an_exact_row_is_taken(tables):
     other = attention(q_len=512, kv_len=512, batch=32)
-    tables(sm90={"fake_fwd": [row(64, other), row(128, attention())]})
+    tables(sm90={"flash_fwd_fake": [row(64, other), row(128, attention())]})
     assert _tuning.lookup(kernel(), attention()) == Config(block=128)
     assert _tuning.lookup(kernel(), other) == Config(block=64)
 
@@ -92,7 +92,7 @@ def test_the_nearest_row_serves_what_nobody_tuned(tables, problem, block):
     wide = {"head_dim": 256, "v_head_dim": 256}
     tables(
         sm90={
-            "fake_fwd": [
+            "flash_fwd_fake": [
                 row(1, attention()),
                 row(2, attention(q_len=512, kv_len=512, batch=32)),
                 row(3, attention(mask=FULL)),
@@ -107,12 +107,12 @@ def test_the_nearest_row_serves_what_nobody_tuned(tables, problem, block):
 
 @pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"head_dim": 192}, {"v_head_dim": 192}])
 def test_a_row_that_would_not_carry_over_is_not_taken(tables, changes):
-    tables(sm90={"fake_fwd": [row(64, attention())]})
+    tables(sm90={"flash_fwd_fake": [row(64, attention())]})
     assert _tuning.lookup(kernel(), attention(**changes)) == Config()
 
 
 def test_precision_separates(tables):
-    tables(sm90={"fake_fwd": [row(64, attention(dtype="float32"))]})
+    tables(sm90={"flash_fwd_fake": [row(64, attention(dtype="float32"))]})
     assert _tuning.lookup(kernel(), attention(dtype="float32")).block == 64
     highest = attention(dtype="float32", precision="highest")
     assert _tuning.lookup(kernel(), highest) == Config()
@@ -120,7 +120,7 @@ def test_precision_separates(tables):
 
 def test_a_row_that_does_not_fit_gives_way_to_the_next(tables):
     near, far = row(128, attention()), row(64, attention(q_len=512))
-    tables(sm90={"fake_fwd": [near, far]})
+    tables(sm90={"flash_fwd_fake": [near, far]})
     limit = _tuning.SMEM_LIMITS["sm90"]
     assert _tuning.lookup(kernel(limit // 128), attention()).block == 128
     assert _tuning.lookup(kernel(limit // 64), attention()).block == 64
@@ -133,7 +133,7 @@ def test_a_kernel_may_refuse_a_combination_or_name_its_own_default(tables):
     def refuse(problem, config):
         raise ValueError("block must divide the page")
 
-    tables(sm90={"fake_fwd": [row(64, attention())]})
+    tables(sm90={"flash_fwd_fake": [row(64, attention())]})
     module.smem_bytes = refuse
     assert _tuning.lookup(module, attention()) == Config()
     module.Config = type("Config", (Config,), {"default": staticmethod(lambda p: Config(p.q_len))})
@@ -142,8 +142,8 @@ def test_a_kernel_may_refuse_a_combination_or_name_its_own_default(tables):
 
 def test_a_generation_without_a_file_uses_the_nearest(tables):
     tables(
-        sm80={"fake_fwd": [row(80, attention())]},
-        sm90={"fake_fwd": [row(90, attention())]},
+        sm80={"flash_fwd_fake": [row(80, attention())]},
+        sm90={"flash_fwd_fake": [row(90, attention())]},
         sm100={"other": [row(100, attention())]},
     )
     found = {
@@ -154,8 +154,8 @@ def test_a_generation_without_a_file_uses_the_nearest(tables):
 
 
 def test_forced_wins_and_ends(tables):
-    tables(sm90={"fake_fwd": [row(64, attention())]})
-    with _tuning.forced("fake_fwd", {"block": 3}), _tuning.forced("other", {}):
+    tables(sm90={"flash_fwd_fake": [row(64, attention())]})
+    with _tuning.forced("flash_fwd_fake", {"block": 3}), _tuning.forced("other", {}):
         assert _tuning.lookup(kernel(), attention()) == Config(block=3)
     assert _tuning.lookup(kernel(), attention()) == Config(block=64)
 
@@ -255,7 +255,7 @@ def fake_flash(monkeypatch):
         return right(q, k, v, **rest) * (1.5 if config.block == 28 else 1)
 
     monkeypatch.setattr(pallas_attn, "flash_attention", flash_attention)
-    monkeypatch.setitem(tune.SPACES, "fake_fwd", {"block": (7, 14, 21, 28), "stages": (1, 2)})
+    monkeypatch.setitem(tune.SPACES, "flash_fwd_fake", {"block": (7, 14, 21, 28), "stages": (1, 2)})
 
 
 def test_tuning_writes_the_fastest_that_is_right(fake_flash, tables, tmp_path):
@@ -264,8 +264,8 @@ def test_tuning_writes_the_fastest_that_is_right(fake_flash, tables, tmp_path):
     case = next(case for case in cases.ATTENTION if case.name == "causal_32x32")
     options = Options(commit="abc", turns=1)
     arguments = {"timer": SettingsTimer(), "path": path, "say": lines.append}
-    assert run_tune("forward", [case], options, **arguments) == 0
-    (found,) = tomllib.loads(path.read_text())["fake_fwd"]
+    assert run_tune("flash_fwd_fake", [case], options, **arguments) == 0
+    (found,) = tomllib.loads(path.read_text())["flash_fwd_fake"]
     assert found["config"] == {"block": 21, "stages": 1}
     assert found["ms"] == round(1 / 21, 5)
     assert found["problem"] == _tuning.describe(attention(batch=1, q_len=32))
@@ -276,11 +276,11 @@ def test_tuning_writes_the_fastest_that_is_right(fake_flash, tables, tmp_path):
 
 def test_a_row_in_force_gives_way_only_to_a_win(fake_flash, tables, tmp_path):
     best = row(21, attention(batch=1, q_len=32))
-    tables(sm90={"fake_fwd": [best]})
+    tables(sm90={"flash_fwd_fake": [best]})
     path, lines = tmp_path / "sm90.toml", []
     case = next(case for case in cases.ATTENTION if case.name == "causal_32x32")
     arguments = {"timer": SettingsTimer(), "path": path, "say": lines.append}
-    assert run_tune("forward", [case], Options(commit="abc", turns=1), **arguments) == 0
+    assert run_tune("flash_fwd_fake", [case], Options(commit="abc", turns=1), **arguments) == 0
     assert not path.exists()
     assert any("kept as it is" in line for line in lines)
 
@@ -289,9 +289,11 @@ def test_nothing_to_tune_is_said(tmp_path):
     case = next(case for case in cases.ATTENTION if case.name == "causal_32x32")
     lines = []
     arguments = {"timer": SettingsTimer(), "path": tmp_path / "x.toml", "say": lines.append}
-    assert run_tune("forward", [case], Options(commit="abc"), **arguments) == 1
+    assert run_tune("flash_fwd_fake", [case], Options(commit="abc"), **arguments) == 1
     assert any("nothing to tune" in line for line in lines)
     with pytest.raises(ValueError, match="tuning times a GPU"):
+        run_tune("flash_fwd_fake", [case])
+    with pytest.raises(ValueError, match="kernel: expected a name that starts with flash_fwd"):
         run_tune("forward", [case])
 
 
@@ -302,13 +304,13 @@ def test_rows_are_replaced_in_place_and_survive_the_file(tmp_path):
     rest = {"ms": 0.5, "device": "NVIDIA H200", "jax": "0.11.2", "commit": "abc", "date": "today"}
     first = {"case": "b", "problem": facts, "config": {"block": 1, "lazy": True}, **rest}
     second = {"case": "a", "problem": facts_full, "config": {"block": 2}, **rest}
-    tune.write_row(path, "fake_fwd", first)
-    tune.write_row(path, "fake_fwd", second)
+    tune.write_row(path, "flash_fwd_fake", first)
+    tune.write_row(path, "flash_fwd_fake", second)
     tune.write_row(path, "fake_bwd", first)
-    tune.write_row(path, "fake_fwd", first | {"ms": 0.25})
+    tune.write_row(path, "flash_fwd_fake", first | {"ms": 0.25})
     assert tomllib.loads(path.read_text()) == {
         "fake_bwd": [first],
-        "fake_fwd": [second, first | {"ms": 0.25}],
+        "flash_fwd_fake": [second, first | {"ms": 0.25}],
     }
 
 

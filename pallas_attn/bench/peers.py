@@ -39,7 +39,15 @@ class Call:
 
 def _require(call: Call, *features: str) -> None:
     """Refuses a case with an option that is not among `features`."""
-    options = ("q_lengths", "kv_lengths", "segments", "bias", "mask_array", "softcap", "sinks")
+    options: tuple[str, ...] = (
+        "q_lengths",
+        "kv_lengths",
+        "segments",
+        "bias",
+        "mask_array",
+        "softcap",
+        "sinks",
+    )
     options += ("q_offset", "window", "band", "precision")
     for option in options:
         if option in call.case.tags and option not in features:
@@ -56,13 +64,14 @@ def _jax_nn(name: str, call: Call) -> list[Subject]:
         static["local_window_size"] = (mask.left, mask.right)
 
     def function(q, k, v, rest):
-        lengths = {
+        arrays: dict[str, Any] = {
+            "bias": rest.get("bias"),
+            "mask": rest.get("mask_array"),
             "query_seq_lengths": rest.get("q_lengths"),
             "key_value_seq_lengths": rest.get("kv_lengths"),
         }
-        added = rest.get("bias"), rest.get("mask_array")
         with jax.default_matmul_precision(call.case.precision):
-            return jax.nn.dot_product_attention(q, k, v, *added, **lengths, **static)
+            return jax.nn.dot_product_attention(q, k, v, **arrays, **static)
 
     launch = subjects.attention_launch(function, call.arrays, call.cotangent, call.op)
     return [Subject(name, launch)]
@@ -112,7 +121,7 @@ def attention_mgpu(call: Call) -> list[Subject]:
     sizes = {"block_q_dkv": 64, "block_kv_dkv": 64, "block_q_dq": 64, "block_kv_dq": 64}
     found = []
     for block_q, block_kv, stages in _MGPU_TILES[case.head_dim]:
-        blocks = sizes if backward else {}
+        blocks: dict[str, Any] = sizes if backward else {}
         causal = case.mask == CAUSAL
         config = module.TuningConfig(block_q, block_kv, stages, causal=causal, **blocks)
         function = functools.partial(_mgpu_function, module, config, scale if backward else None)
@@ -183,7 +192,7 @@ def tokamax(call: Call) -> list[Subject]:
         raise Unavailable("tokamax is not installed")
     import tokamax as module
 
-    _require(call, "window", "softcap")
+    _require(call, "q_lengths", "kv_lengths", "window", "softcap")
     mask = call.case.mask
     if mask.left is not None and call.case.q_len != call.case.kv_len:
         raise Unavailable("its window is wrong where T != S")
@@ -195,8 +204,11 @@ def tokamax(call: Call) -> list[Subject]:
     name = "triton" if call.case.dtype == "float32" else "mosaic"
 
     def function(q, k, v, rest):
-        del rest
-        return module.dot_product_attention(q, k, v, implementation=name, **static)
+        lengths = {
+            "query_seq_lengths": rest.get("q_lengths"),
+            "key_value_seq_lengths": rest.get("kv_lengths"),
+        }
+        return module.dot_product_attention(q, k, v, implementation=name, **lengths, **static)
 
     launch = subjects.attention_launch(function, call.arrays, call.cotangent, call.op)
     return [Subject(f"tokamax_{name}", launch)]

@@ -138,9 +138,9 @@ def _table(op: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], flo
     means = ratios(groups)
     said = [f"{geomean(means[name].values()):.2f} of {name}" for name in peers if name in means]
     if said:
-        cells = means["best"]
-        worst = min(cells, key=lambda case: cells[case])
-        lines += ["", f"Geomean: {', '.join(said)}. Worst cell: {cells[worst]:.2f} at `{worst}`."]
+        best_of = means["best"]
+        worst = min(best_of, key=lambda case: best_of[case])
+        lines += ["", f"Geomean: {', '.join(said)}. Worst cell: {best_of[worst]:.2f} at `{worst}`."]
     return "\n".join([*lines, "", _where(groups)])
 
 

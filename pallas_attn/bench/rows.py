@@ -17,6 +17,7 @@ from pallas_attn.masks import Mask
 
 Row = dict[str, Any]
 OURS = "pallas_attn/"
+REQUIRED: tuple[str, ...]
 REQUIRED = ("run", "op", "case", "impl", "problem", "ms", "ms_min", "n", "kernels", "checked")
 REQUIRED += ("gpu", "jax", "commit", "date")
 

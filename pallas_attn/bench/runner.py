@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn import _tuning
 from pallas_attn import cases as known
 from pallas_attn._case import AppendCase, DecodeCase
 from pallas_attn.bench import peers, report, rows, subjects, timing, verify
@@ -124,7 +125,7 @@ def chosen_cases(op: str, wanted: str | Sequence[Any]) -> tuple[Any, ...]:
     """The cases that an operation has, as tags and globs select them."""
     if not isinstance(wanted, str):
         return tuple(wanted)
-    lists = {"decode": known.DECODE, "append": known.APPEND}
+    lists: dict[str, tuple[known.Case, ...]] = {"decode": known.DECODE, "append": known.APPEND}
     return known.select(lists.get(op, known.ATTENTION), wanted)
 
 
@@ -141,18 +142,21 @@ def measure(bench: Bench, case: Any) -> list[Row]:
     cotangent = case.cotangent(options.seed) if backward else None
     call = peers.Call(case, arrays, cotangent, bench.op)
     subject = ours(bench, call)
-    judge = judge_of(call)
     begun = time.perf_counter()
-    produced = subject.launch()
-    subject.wait(produced)
+    with _tuning.watched() as ran:
+        produced = subject.launch()
+        subject.wait(produced)
     first_call = time.perf_counter() - begun
+    kernels = "+".join(dict.fromkeys(one.kernel for one in ran))
+    subject = dataclasses.replace(subject, name=f"{rows.OURS}{kernels}") if kernels else subject
+    judge = judge_of(call)
     complaint = judge(subject, produced)
     if complaint:
         raise WrongError(complaint)
     del produced
     others = [] if options.peers == "none" else _peers(bench, call, judge)
     del judge
-    turns = {"turns": options.turns, "times": options.times, "flush": bench.flush}
+    turns: dict[str, Any] = {"turns": options.turns, "times": options.times, "flush": bench.flush}
     timings = timing.interleave(bench.timer, [subject, *others], **turns)
     found = [
         rows.measured(case, bench.op, name, taken, bench.provenance)
@@ -160,6 +164,7 @@ def measure(bench: Bench, case: Any) -> list[Row]:
         for name, taken in timings.items()
     ]
     found[0]["first_call_s"] = round(first_call, 3)
+    found[0]["config"] = {one.kernel: dataclasses.asdict(one.config) for one in ran}
     gc.collect()
     return found
 

@@ -54,7 +54,7 @@ def attention(
 
 def empty_cache(case: DecodeCase | AppendCase) -> Any:
     """A cache of the case's kind with room for all its rows; pages will be given out shuffled."""
-    dims = {"v_head_dim": case.v_head_dim, "dtype": case.dtype}
+    dims: dict[str, Any] = {"v_head_dim": case.v_head_dim, "dtype": case.dtype}
     sizes = (case.kv_heads, case.head_dim)
     capacities = (case.capacity,) if isinstance(case, DecodeCase) else case.capacities
     if case.kind == "per_sequence":
@@ -62,6 +62,7 @@ def empty_cache(case: DecodeCase | AppendCase) -> Any:
         return pallas_attn.PerSequenceCache.create(each, *sizes, **dims)
     if case.kind == "stacked":
         return pallas_attn.StackedCache.create(case.sequences, capacities[0], *sizes, **dims)
+    assert case.page_size is not None
     pages = case.sequences * -(-capacities[0] // case.page_size)
     cache = pallas_attn.PagedCache.create(
         case.sequences, pages, case.page_size, *sizes, capacity=capacities[0], **dims

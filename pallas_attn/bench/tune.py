@@ -38,30 +38,37 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 WIN = 0.99  # of the incumbent's time: less is noise, and rows that move with noise say nothing
 FINALISTS = 3
+_OPS = {"flash_fwd": "forward", "flash_bwd": "backward", "decode": "decode", "append": "append"}
 
 
 def run_tune(
-    op: str,
+    kernel: str,
     cases: str | Sequence[Any],
     options: runner.Options = runner.Options(),  # noqa: B008
     *,
+    commit: str | None = None,
     timer: Timer | None = None,
     path: str | pathlib.Path | None = None,
     say: Callable[[str], None] = runner.say_line,
 ) -> int:
-    """Tunes the kernel that serves each case; 0 where each has a right configuration, else 1.
+    """Tunes a kernel module on cases that it serves; 0 where each came out right, else 1.
 
     Rows go to `path`: by default the package's own `tuning/<gpu>.toml`.
     """
+    op = next((op for start, op in _OPS.items() if kernel.startswith(start)), None)
+    if op is None:
+        raise ValueError(
+            f"kernel: expected a name that starts with {', '.join(_OPS)}, got {kernel!r}"
+        )
     chosen = runner.chosen_cases(op, cases)
     if timer is None and jax.devices()[0].platform != "gpu":
         raise ValueError("tuning times a GPU and jax found none")
-    provenance = rows.Provenance.here(options.commit)
+    provenance = rows.Provenance.here(commit or options.commit)
     bench = runner.Bench(runner.OPS[op], options, timer or timing.CuptiTimer(), provenance, {}, say)
     failed = 0
     for number, case in enumerate(chosen, 1):
         try:
-            kernel, row = tune(bench, case)
+            row = tune(bench, kernel, case)
         except runner.WrongError as error:
             failed += 1
             say(f"[{number}/{len(chosen)}] {case.name:<34}  {error}")
@@ -69,13 +76,13 @@ def run_tune(
         if row is not None:
             gpu = runner.generation()
             write_row(pathlib.Path(path) if path else _file(gpu), kernel, row)
-        said = "kept as it is" if row is None else f"{row['config']} {row['ms']:.4f} ms"
-        say(f"[{number}/{len(chosen)}] {case.name:<34}  {kernel}: {said}")
+        said = "kept as it is" if row is None else f"{row['ms']:.4f} ms with {row['config']}"
+        say(f"[{number}/{len(chosen)}] {case.name:<34}  {said}")
     return int(failed > 0)
 
 
-def tune(bench: runner.Bench, case: Any) -> tuple[str, dict[str, Any] | None]:
-    """(kernel, the new row or None where what is in force stays)."""
+def tune(bench: runner.Bench, kernel: str, case: Any) -> dict[str, Any] | None:
+    """The new row, or None where what is in force stays."""
     arrays = case.arrays(bench.options.seed)
     backward = "backward" in bench.op
     cotangent = case.cotangent(bench.options.seed) if backward else None
@@ -83,9 +90,10 @@ def tune(bench: runner.Bench, case: Any) -> tuple[str, dict[str, Any] | None]:
     with _tuning.watched() as looked_up:
         incumbent = runner.ours(bench, call)
         incumbent.wait(incumbent.launch())
-    if not looked_up:
-        raise runner.WrongError("no kernel with settings serves it: nothing to tune")
-    found = looked_up[-1]  # of forward and backward, the one that ran last
+    serving = [one for one in looked_up if one.kernel == kernel]
+    if not serving:
+        raise runner.WrongError(f"{kernel} does not serve it: nothing to tune")
+    found = serving[-1]
     start = dataclasses.asdict(found.config)
 
     def subject_of(settings: Settings) -> Subject | None:
@@ -102,7 +110,7 @@ def tune(bench: runner.Bench, case: Any) -> tuple[str, dict[str, Any] | None]:
         f"      {len(ranked)} configurations tried, {_ms(ranked[0][1])} to {_ms(ranked[-1][1])}"
     )
     judge = runner.judge_of(call)
-    finalists = []
+    finalists: list[tuple[Settings, Subject]] = []
     for settings, ms in ranked:
         subject = subject_of(settings) if math.isfinite(ms) else None
         if subject is None or len(finalists) == FINALISTS:
@@ -121,8 +129,8 @@ def tune(bench: runner.Bench, case: Any) -> tuple[str, dict[str, Any] | None]:
     facts = _tuning.describe(found.problem)
     tuned = any(row["problem"] == facts for row in _tuning.rows(found.problem.gpu, found.kernel))
     if tuned and (settings == start or ms > WIN * old):
-        return found.kernel, None
-    return found.kernel, _row(bench, case, facts, settings, ms)
+        return None
+    return _row(bench, case, facts, settings, ms)
 
 
 def _subject(
