@@ -122,14 +122,14 @@ class _Plan:
 
     @classmethod
     def of(cls, problem: AppendProblem, sides: tuple[str, ...], config: Config) -> "_Plan":
-        dims = {"k": problem.head_dim, "v": problem.v_head_dim}
+        dims = {"k": problem.head_dim, "v": problem.v_head_dim or 0}
         row_bytes = [dims[side] * jnp.dtype(problem.cache_dtype).itemsize for side in sides]
         word_bytes = tuple(math.gcd(n, 16) for n in row_bytes)
         row_words = tuple(n // word for n, word in zip(row_bytes, word_bytes, strict=True))
         words = problem.new_rows * problem.kv_heads * max(row_words)
         in_flight = min(config.words, pl.cdiv(words, tiles.THREADS))
         capacity = problem.capacities[0] if len(set(problem.capacities)) == 1 else None
-        paged = problem.kind == "paged"
+        page_size = problem.page_size or 0
         return cls(
             kind=problem.kind,
             sequences=problem.sequences,
@@ -137,11 +137,11 @@ class _Plan:
             heads=problem.kv_heads,
             row_words=row_words,
             word_bytes=word_bytes,
-            slab_rows=problem.page_size if paged else capacity,
+            slab_rows=page_size or capacity,
             capacity=capacity,
             slabs=_slabs(problem),
             layers=problem.layers or 1,
-            table_width=capacity // problem.page_size if paged else 0,
+            table_width=problem.capacities[0] // page_size if page_size else 0,
             in_flight=in_flight,
             chunks=pl.cdiv(words, tiles.THREADS * in_flight),
         )
@@ -209,8 +209,8 @@ def _append(thread: tiles.Thread, refs: _Refs, at: _At, *, plan: _Plan) -> None:
     held = [[_read(thread, refs, at, word, plan, array) for word in words] for array in arrays]
     if plan.kind == "paged":
         thread.in_order()
-    which = at.sequence if len(refs.caches) > 1 else 0
-    caches = thread.pick(which, refs.caches)
+    separate = len(refs.caches) > 1
+    caches = thread.pick(at.sequence, refs.caches) if separate else refs.caches[0]
     # K and V mostly share the shape of a row, and so their places.
     places = {n: [_place(thread, refs, at, w, plan, n) for w in words] for n in plan.row_words}
     for array in arrays:

@@ -52,7 +52,9 @@ def store(ref: Ref, value: jax.Array) -> None:
 def swizzled(shape: Sequence[int], dtype: Any, swizzle: int) -> Any:
     """Shared memory for tiles that matmuls and TMA share; rows are whole swizzles (bytes)."""
     width = swizzle // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(swizzle))
+    tile: Any = plgpu.TilingTransform  # mypy takes both for abstract
+    swizzle_by: Any = plgpu.SwizzleTransform
+    transforms = (tile((8, width)), swizzle_by(swizzle))
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
@@ -92,7 +94,7 @@ def any_in_warp(rows: jax.Array, bound: float) -> jax.Array:
             for i in range(ir.VectorType(register.type).shape[0])
         ]
         highest = functools.reduce(arith.maximumf, numbers)
-        limit = arith.constant(highest.type, ir.FloatAttr.get(highest.type, bound))
+        limit = utils.c(float(bound), highest.type)
         above = arith.extui(_int(32), arith.cmpf(arith.CmpFPredicate.OGT, highest, limit))
         ptx = (
             "{ .reg .pred p, q; setp.ne.s32 p, $1, 0;"
@@ -101,8 +103,9 @@ def any_in_warp(rows: jax.Array, bound: float) -> jax.Array:
         answer = llvm.inline_asm(_int(32), [above], ptx, "=r,r", has_side_effects=True)
         return mgpu.FragmentedArray.splat(answer, (), is_signed=True)
 
-    vote.values = lambda rows: (rows > bound).any().astype(jnp.int32)  # what the interpreter runs
-    return plgpu.inline_mgpu(arg_types=(ROW,), return_type=result)(vote)(rows)
+    inline: Any = vote
+    inline.values = lambda rows: (rows > bound).any().astype(jnp.int32)  # what the interpreter runs
+    return plgpu.inline_mgpu(arg_types=(ROW,), return_type=result)(inline)(rows)
 
 
 def matmul(shape: Sequence[int], a: Any, b: Ref) -> jax.Array:
@@ -112,7 +115,7 @@ def matmul(shape: Sequence[int], a: Any, b: Ref) -> jax.Array:
         plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    return pl.run_scoped(body, plgpu.ACC(tuple(shape), jnp.float32))
+    return pl.run_scoped(body, plgpu.ACC((shape[0], shape[1]), jnp.float32))
 
 
 def matmul_add(acc: jax.Array, a: Any, b: Ref) -> jax.Array:
@@ -178,8 +181,9 @@ def each_thread(program: Callable[..., None], refs: Any, scalars: Any) -> None:
         values = [Int(x.registers.item()) for x in jax.tree.leaves(scalars, is_leaf=_is_array)]
         program(Thread(), refs, jax.tree.unflatten(jax.tree.structure(types[1]), values))
 
-    code.program = program  # the interpreter in tests/ runs this
-    plgpu.inline_mgpu(arg_types=types)(code)(refs, scalars)
+    inline: Any = code
+    inline.program = program  # the interpreter in tests/ runs this
+    plgpu.inline_mgpu(arg_types=types)(inline)(refs, scalars)
 
 
 def _is_array(x: Any) -> bool:
@@ -196,7 +200,7 @@ class Int:
 
     def _with(self, op: Callable[..., Any], other: Any) -> "Int":
         if not isinstance(other, Int):
-            other = Int(arith.constant(self.value.type, ir.IntegerAttr.get(self.value.type, other)))
+            other = Int(utils.c(other, self.value.type))
         return Int(op(self.value, other.value))
 
     def _compare(self, predicate: Any, other: Any) -> "Int":
@@ -256,9 +260,9 @@ class Thread:
         would compile it once a row, with all refs handed to every row: 3.6 s against 0.7 s at 128
         pairs, 12 s against 2 s at 256.
         """
-        if len(table) == 1:
-            return table[0]
-        chosen = scf.IndexSwitchOp(
+        # mypy knows the generated class only, which takes other arguments.
+        switch: Any = scf.IndexSwitchOp
+        chosen = switch(
             [llvm.PointerType.get()] * len(table[0]),
             arith.index_cast(ir.IndexType.get(), which.value),
             range(len(table) - 1),
