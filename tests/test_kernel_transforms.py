@@ -15,7 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn
-from pallas_attn import CAUSAL, _checks, _dispatch, _transforms
+from pallas_attn import CAUSAL, _checks, _device, _dispatch, _transforms
+from tests import mosaic
 
 REFERENCE = _dispatch.TABLES["flash_forward"][-1]
 X, B, T, S, N, K, H, HV = 3, 4, 8, 12, 8, 4, 16, 24
@@ -253,3 +254,83 @@ def test_vmap_of_cache_operations(monkeypatch, kind):
     as_kernels(monkeypatch)
     got = jax.vmap(lambda *args: step(*args, 0))(many, k, v, q)
     assert_same(jax.tree.leaves(got), jax.tree.leaves(want))
+
+
+# ---- the real kernels: lowered here, run on a GPU ------------------------------------------------
+
+
+def causal(q, k, v):
+    return pallas_attn.flash_attention(q, k, v, mask=CAUSAL)
+
+
+def half(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+Q, KV = half(8, 256, 8, 64), half(8, 256, 4, 64)
+BY_BATCH_AND_HEAD = P("x", None, "y")
+
+
+def sharded(kind):
+    where = NamedSharding(mesh_of(kind), BY_BATCH_AND_HEAD)
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x in (Q, KV, KV)]
+
+
+def over_a_mesh(check_vma):
+    spec = BY_BATCH_AND_HEAD
+    mesh = mesh_of(AxisType.Auto)
+    return jax.shard_map(causal, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (jax.vmap(causal, (0, None, None)), (half(3, *Q.shape), KV, KV)),
+        (jax.vmap(causal, (0, 0, None)), (half(3, *Q.shape), half(3, *KV.shape), KV)),
+        (lambda *args: over_a_mesh(check_vma=True)(*args), (Q, KV, KV)),
+        (lambda *args: over_a_mesh(check_vma=False)(*args), (Q, KV, KV)),
+    ],
+    ids=["vmap q", "vmap q and k", "shard_map", "shard_map unchecked"],
+)
+def test_the_hopper_kernel_lowers_under_a_transform(function, shapes):
+    with _device.assume("sm90"):
+        assert "mosaic_gpu" in mosaic.lower_for_cuda(function, *shapes)
+
+
+@pytest.mark.guards
+def test_the_hopper_kernel_lowers_on_a_mesh_with_explicit_axes():
+    with _device.assume("sm90"):
+        assert "mosaic_gpu" in mosaic.lower_for_cuda(causal, *sharded(AxisType.Explicit))
+
+
+def test_no_backward_yet_is_said_when_differentiated():
+    def loss(q, k, v):
+        return causal(q, k, v).astype(jnp.float32).sum()
+
+    with _device.assume("sm90"), pytest.raises(pallas_attn.UnsupportedError) as refused:
+        jax.jit(jax.grad(loss)).trace(Q, KV, KV)
+    assert str(refused.value) == (
+        "No implementation takes flash_backward on sm90: bfloat16 q[8,256,8,64], k[8,256,4,64], "
+        "v[...,64], mask causal\n"
+        "  reference: it differentiates only what it computed itself\n"
+        '    -> pass implementation="reference" to the forward call: it stores all T*S scores'
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, 0), (0, 0, None)])
+def test_vmap_of_the_kernel_is_the_kernel_mapped(axes):
+    def drawn(seed, shape, axis):
+        lead = () if axis is None else (3,)
+        return jax.random.normal(jax.random.key(seed), (*lead, *shape), jnp.bfloat16)
+
+    shapes = ((2, 200, 8, 64), (2, 300, 2, 64), (2, 300, 2, 64))
+    arrays = [drawn(n, *pair) for n, pair in enumerate(zip(shapes, axes, strict=True))]
+    got = jax.vmap(causal, axes)(*arrays)
+    for i in range(3):
+        one = [x if axis is None else x[i] for x, axis in zip(arrays, axes, strict=True)]
+        want = causal(*one)
+        np.testing.assert_allclose(
+            np.asarray(got[i], np.float32), np.asarray(want, np.float32), atol=2e-2
+        )
