@@ -116,6 +116,22 @@ def test_the_cases_after_a_failure_still_run(tmp_path, monkeypatch):
     assert {row["case"] for row in written if row["op"] == "decode"} == {"decode_stacked_mha"}
 
 
+def test_a_case_that_breaks_is_reported_and_the_rest_run(tmp_path, monkeypatch):
+    right = pallas_attn.flash_attention
+
+    def breaks(q, k, v, **rest):
+        if q.shape[1] == 16:
+            raise NotImplementedError("out of everything")
+        return right(q, k, v, **rest)
+
+    monkeypatch.setattr(pallas_attn, "flash_attention", breaks)
+    names = ["attention_16x16", "causal_32x32"]
+    status, written, lines, _ = bench("forward", names, tmp_path, Options(peers="none"))
+    assert status == 1
+    assert [row["case"] for row in written if row["op"] == "forward"] == ["causal_32x32"]
+    assert "FAILED attention_16x16: NotImplementedError: out of everything" in lines
+
+
 def test_an_append_that_touches_another_row_is_wrong(tmp_path, monkeypatch):
     right = pallas_attn.write_kv
 
@@ -219,6 +235,8 @@ def test_a_benchmark_without_a_gpu_says_so():
         run_bench("forward", "grid")
     with pytest.raises(ValueError, match="op: expected one of forward, backward"):
         run_bench("sideways", "grid")
+    with pytest.raises(ValueError, match="peers: expected names of cudnn, .*, got 'cudn'"):
+        run_bench("forward", "grid", Options(peers="xla,cudn"))
 
 
 @pytest.mark.parametrize("name", ["kv_lengths_causal", "documents", "offsets_by_row", "sinks"])

@@ -16,7 +16,6 @@ from pallas_attn._case import AppendCase, DecodeCase
 from pallas_attn.bench import peers, report, rows, subjects, timing, verify
 from pallas_attn.bench.rows import Row
 from pallas_attn.bench.timing import Subject, Timer
-from pallas_attn.errors import UnsupportedError
 
 # What --op says, and the name that rows carry. "backward" times what a training step does.
 OPS = {
@@ -84,6 +83,7 @@ def run_bench(
     if op not in OPS:
         raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
     chosen = chosen_cases(op, cases)
+    wanted_peers(OPS[op], options.peers)
     if timer is None and jax.devices()[0].platform != "gpu":
         raise ValueError(
             "a benchmark times a GPU and jax found none; see python run.py for what runs here"
@@ -103,8 +103,8 @@ def run_bench(
             found = measure(bench, case)
         except WrongError as error:
             failures[case.name] = f"wrong, not timed: {error}"
-        except UnsupportedError as error:
-            failures[case.name] = str(error).splitlines()[0]
+        except Exception as error:  # noqa: BLE001  the cases after it are still worth their time
+            failures[case.name] = f"{type(error).__name__}: {first_line(error)}"
         else:
             say(report.case_line(number, len(chosen), found, ceilings))
             groups.append(found)
@@ -154,7 +154,7 @@ def measure(bench: Bench, case: Any) -> list[Row]:
     if complaint:
         raise WrongError(complaint)
     del produced
-    others = [] if options.peers == "none" else _peers(bench, call, judge)
+    others = _peers(bench, call, judge)
     del judge
     turns: dict[str, Any] = {"turns": options.turns, "times": options.times, "flush": bench.flush}
     timings = timing.interleave(bench.timer, [subject, *others], **turns)
@@ -165,7 +165,9 @@ def measure(bench: Bench, case: Any) -> list[Row]:
     ]
     found[0]["first_call_s"] = round(first_call, 3)
     found[0]["config"] = {one.kernel: dataclasses.asdict(one.config) for one in ran}
+    del subject, others, call
     gc.collect()
+    peers.release()
     return found
 
 
@@ -186,14 +188,23 @@ def generation() -> str:
     return "reference" if capability is None else "sm" + str(capability).replace(".", "")
 
 
-def _peers(bench: Bench, call: peers.Call, judge: "Judge") -> list[Subject]:
-    """Those that are here and right, each at its fastest; why not, said in a line."""
-    table = peers.PEERS[bench.op]
-    wanted = table if bench.options.peers == "all" else bench.options.peers.split(",")
-    found = []
+def wanted_peers(op: str, names: str) -> list[str]:
+    """The peers of an operation that "all", "none" or a list of names asks for."""
+    table = list(peers.PEERS[op])
+    if names in ("all", "none"):
+        return table if names == "all" else []
+    wanted = names.split(",")
     for name in wanted:
         if name not in table:
             raise ValueError(f"peers: expected names of {', '.join(table)}, got {name!r}")
+    return wanted
+
+
+def _peers(bench: Bench, call: peers.Call, judge: "Judge") -> list[Subject]:
+    """Those that are here and right, each at its fastest; why not, said in a line."""
+    table = peers.PEERS[bench.op]
+    found = []
+    for name in wanted_peers(bench.op, bench.options.peers):
         try:
             candidates = [one for one in table[name](call) if _is_right(bench, one, judge)]
         except Exception as error:  # noqa: BLE001  a peer may fail in any way it likes

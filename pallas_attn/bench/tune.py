@@ -29,8 +29,8 @@ Settings = dict[str, Any]
 # sides of every choice.
 SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
     "flash_fwd_sm90": {
-        "block_kv": (64, 80, 96, 112, 128, 160, 176, 192, 256),
-        "warpgroups": (1, 2, 3),
+        "block_kv": (64, 128, 192, 256),
+        "warpgroups": (2, 3),
         "stages": (2, 3, 4),
         "lazy": (False, True),
         "ctas": (132, 0),
