@@ -120,6 +120,11 @@ class Plan:
         return self.problem.batch * self.problem.q_heads
 
     @property
+    def code_bits(self) -> int:
+        """Of a tile's code in `dealt`: the low ones say which rows, those above which head."""
+        return (self.q_tiles - 1).bit_length()
+
+    @property
     def section(self) -> int:
         problem = self.problem
         if self.config.section:
@@ -187,7 +192,7 @@ class Refs(NamedTuple):
     bias: Any
     mask_array: Any
     sinks: Any
-    dealt: Any  # int32[blocks, n]: see `_dealt`; None: a block takes the tile of its number
+    dealt: Any  # int32[blocks, n]: how many tiles of work a block takes, and which: `_dealt`
 
 
 class Smem(NamedTuple):
@@ -262,51 +267,35 @@ class Tile(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _dealt(plan: Plan) -> np.ndarray:
-    """Which tiles of work each block takes; see `spans.deal`. Lengths, offsets and segments are not
-    known here: as if there were none.
+    """Which tiles of work each block takes, in codes for `_tile`: by section, then by rows, then by
+    head; see `spans.deal`. Lengths, offsets and segments are not known here: as if there were none.
     """
-    q_tiles, problem = plan.q_tiles, plan.problem
-    costs = []
-    for tile in range(q_tiles):
-        span = plan.span(problem.q_offset + tile * plan.tile_rows, plan.tile_rows, problem.kv_len)
-        costs.append(max(span.hi - span.lo, 0) + TILE_OVERHEAD)
-    rows = costs[::-1] if problem.mask.right is not None else costs
-    sizes = [
-        min(plan.section, plan.heads - first) for first in range(0, plan.heads, plan.section)
-    ]
-    return spans.deal(np.concatenate([np.repeat(rows, size) for size in sizes]), plan.ctas)
-
-
-def _count(plan: Plan, refs: Refs, cta: Any) -> Any:
-    """How many tiles of work a block takes."""
-    return 1 if refs.dealt is None else refs.dealt[cta, 0]
-
-
-def _work(refs: Refs, cta: Any, i: Any) -> Any:
-    """Which tile of work a block takes as its i-th."""
-    return cta if refs.dealt is None else refs.dealt[cta, i + 1]
-
-
-def _tile(plan: Plan, refs: Refs, index: Any) -> Tile:
-    """The index-th tile of work: by section, then by rows, then by head."""
-    problem = plan.problem
-    order, head = lax.div(index, plan.heads), lax.rem(index, plan.heads)
-    if plan.section < plan.heads:
-        whole = plan.section * plan.q_tiles
-        section, rest = lax.div(index, whole), lax.rem(index, whole)
-        first = section * plan.section
-        size = jnp.minimum(plan.section, plan.heads - first)
-        order, head = lax.div(rest, size), first + lax.rem(rest, size)
+    problem, q_tiles = plan.problem, np.arange(plan.q_tiles)
     if problem.mask.right is not None:
-        order = plan.q_tiles - 1 - order  # the last rows see most
-    batch = lax.div(head, problem.q_heads)
+        q_tiles = q_tiles[::-1]  # the last rows see most
+    costs = np.full(plan.q_tiles, TILE_OVERHEAD)
+    for tile in range(plan.q_tiles):
+        span = plan.span(problem.q_offset + tile * plan.tile_rows, plan.tile_rows, problem.kv_len)
+        costs[tile] += max(span.hi - span.lo, 0)
+    codes = []
+    for first in range(0, plan.heads, plan.section):
+        heads = np.arange(first, min(first + plan.section, plan.heads))
+        codes.append((heads[None] << plan.code_bits) + q_tiles[:, None])
+    order = np.concatenate([code.ravel() for code in codes])
+    return spans.deal(order, costs[order & ((1 << plan.code_bits) - 1)], plan.ctas)
+
+
+def _tile(plan: Plan, refs: Refs, code: Any) -> Tile:
+    problem = plan.problem
+    head = lax.shift_right_logical(code, jnp.int32(plan.code_bits))
+    batch = lax.div(head, jnp.int32(problem.q_heads))
     kv_len = problem.kv_len
     if plan.has("kv_lengths"):
         kv_len = jnp.clip(refs.kv_lengths[batch], 0, kv_len)
     return Tile(
         batch=batch,
-        head=lax.rem(head, problem.q_heads),
-        row=order * plan.tile_rows,
+        head=lax.rem(head, jnp.int32(problem.q_heads)),
+        row=(code & ((1 << plan.code_bits) - 1)) * plan.tile_rows,
         q_offset=refs.q_offset[batch] if plan.has("q_offset") else problem.q_offset,
         q_len=jnp.clip(refs.q_lengths[batch], 0, problem.q_len) if plan.has("q_lengths") else None,
         kv_len=kv_len,
@@ -352,8 +341,10 @@ def _next(plan: Plan, slot: Any) -> Any:
 def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
     """The loading warpgroup: K and V of every tile of work, in the order in which they are used."""
 
-    def one_tile(i, count):
-        tile = _tile(plan, refs, _work(refs, cta, i))
+    def one_tile(i, carry):
+        count, code = carry
+        following = refs.dealt[cta, i + 2]
+        tile = _tile(plan, refs, code)
         lo, hi = _block_span(plan, refs, tile)
 
         def entry(e, count):
@@ -362,9 +353,10 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
             _load_entry(plan, refs, smem, tile, (e, hi - lo, hi - 1 - e, slot))
             return count + 1
 
-        return lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), entry, count)
+        count = lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), entry, count)
+        return count, following
 
-    lax.fori_loop(0, _count(plan, refs, cta), one_tile, jnp.int32(0))
+    lax.fori_loop(0, refs.dealt[cta, 0], one_tile, (jnp.int32(0), refs.dealt[cta, 1]))
 
 
 def _load_entry(plan: Plan, refs: Refs, smem: Smem, tile: Tile, entry: tuple[Any, ...]) -> None:
@@ -556,11 +548,13 @@ def _skip(plan: Plan, smem: Smem, entries: Any, slot: Any) -> Any:
 def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, Any]) -> None:
     """A computing warpgroup: every tile of work of its block."""
     cta, wg = place
-    count = _count(plan, refs, cta)
-    _load_q(plan, refs, smem, _tile(plan, refs, _work(refs, cta, 0)), wg)
+    count, first = refs.dealt[cta, 0], refs.dealt[cta, 1]
+    _load_q(plan, refs, smem, _tile(plan, refs, first), wg)
 
-    def one_tile(i, slot):
-        tile = _tile(plan, refs, _work(refs, cta, i))
+    def one_tile(i, carry):
+        slot, code = carry
+        following = refs.dealt[cta, i + 2]  # asked for long before it is needed
+        tile = _tile(plan, refs, code)
         rows = Rows(tile, tile.row + wg * ROWS, wg, _own_span(plan, refs, tile, wg))
         lo, hi = _block_span(plan, refs, tile)
         plgpu.barrier_wait(smem.q_ready.at[wg])
@@ -584,12 +578,12 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, An
 
         @pl.when(i + 1 < count)
         def _():
-            _load_q(plan, refs, smem, _tile(plan, refs, _work(refs, cta, i + 1)), wg)
+            _load_q(plan, refs, smem, _tile(plan, refs, following), wg)
 
         _finish(plan, refs, smem, outs, rows, result)
-        return slot
+        return slot, following
 
-    lax.fori_loop(0, count, one_tile, jnp.int32(0))
+    lax.fori_loop(0, count, one_tile, (jnp.int32(0), first))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -676,8 +670,7 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
         if (array := fields.get(name)) is not None:
             array = array.astype(jnp.int8) if name == "mask_array" else array
             fields[name] = operands.padded(array, {2: rows, 3: keys})
-    if plan.ctas < plan.heads * plan.q_tiles:
-        fields["dealt"] = jnp.asarray(_dealt(plan))
+    fields["dealt"] = jnp.asarray(_dealt(plan))
     if plan.has("q_segment_ids"):
         q_ids = operands.extended(inputs.q_segment_ids, rows)
         kv_ids = operands.extended(inputs.kv_segment_ids, keys)
