@@ -374,11 +374,9 @@ def test_more_than_two_to_the_31_elements_on_the_gpu(kind, rng):
         table = table.reshape(sequences, -1)
     fill = functools.partial(jnp.full, shape, 93, jnp.int8)
     cache = (fill(),) if kind == "per_sequence" else fill()
-    inputs = AppendInputs(
-        cache, None, jnp.asarray(new), None, jnp.asarray(start), None, table, None
-    )
-    write = jax.jit(functools.partial(run, case.problem), donate_argnums=0)
-    got = jax.tree.leaves(write(on_device(inputs))[0])[0]
+    inputs = AppendInputs(None, None, new, None, start, None, table, None)
+    write = jax.jit(functools.partial(step, case.problem), donate_argnums=0)
+    got = jax.tree.leaves(write(cache, None, on_device(inputs))[0])[0]
     touched = jax.jit(
         lambda x: (x != 93).sum(axis=(-3, -1) if x.ndim == 3 else (1, 3)).reshape(-1)
     )(got)

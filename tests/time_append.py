@@ -178,6 +178,8 @@ def copies(rng: np.random.Generator) -> list[dict]:
     step = jax.jit(lambda x: x + 1)
     for name, nbytes in (("67MB", 2**26), ("4GiB", 2**32)):
         blocks = [jnp.ones(nbytes // 4, jnp.float32) + i for i in range(2)]
+        for i, block in enumerate(blocks):
+            assert float(step(block).min()) == float(step(block).max()) == 2 + i
         turn = iter(range(10**6))
         subject = timing.Subject(
             "xla", lambda blocks=blocks, turn=turn: step(blocks[next(turn) % 2])
