@@ -314,26 +314,23 @@ READOUTS = [
 
 
 @each_subject
-@pytest.mark.parametrize("offset", [0, 24, -5])
 @pytest.mark.parametrize("mask", READOUTS, ids=str)
-def test_mask_readout(subject, mask, offset):
-    """q = 0 makes the weights equal, v = 1 makes the output show them."""
-    q_len, kv_len, length = 40, 64, 50
-    q = jnp.zeros((1, q_len, 1, 64), subject.dtype)
-    k = jnp.ones((1, kv_len, 1, 64), subject.dtype)
-    v = jnp.eye(kv_len, dtype=subject.dtype)[None, :, None]
-    lengths = jnp.asarray([length], jnp.int32)
-    out, lse = subject.call(
-        pa.flash_attention_with_lse, q, k, v, mask=mask, q_offset=offset, kv_lengths=lengths
-    )
-    seen = mask.dense(q_len, kv_len, q_offset=offset, kv_length=length)
-    count = seen.sum(1, keepdims=True)
-    np.testing.assert_array_equal(np.asarray(out[0, :, 0]) > 0, seen)
-    np.testing.assert_allclose(
-        np.asarray(out[0, :, 0], np.float32), seen / np.maximum(count, 1), rtol=2**-7, atol=0
-    )
-    with np.errstate(divide="ignore"):
-        np.testing.assert_allclose(lse[0, 0], np.log(count[:, 0]), rtol=1e-5, atol=1e-6)
+def test_mask_readout(subject, mask):
+    """q = 0 makes the weights equal, v = 1 makes the output show them; an offset a batch row."""
+    offsets, q_len, kv_len, length = (0, 24, -5), 40, 64, 50
+    q = jnp.asarray(np.zeros((3, q_len, 1, 64)), subject.dtype)
+    k = jnp.asarray(np.ones((3, kv_len, 1, 64)), subject.dtype)
+    v = jnp.asarray(np.stack([np.eye(kv_len)[:, None]] * 3), subject.dtype)
+    arrays = {"q_offset": np.array(offsets, np.int32), "kv_lengths": np.full(3, length, np.int32)}
+    out, lse = subject.call(pa.flash_attention_with_lse, q, k, v, mask=mask, **arrays)
+    out = np.asarray(out, np.float32)[:, :, 0]
+    for b, offset in enumerate(offsets):
+        seen = mask.dense(q_len, kv_len, q_offset=offset, kv_length=length)
+        count = seen.sum(1, keepdims=True)
+        np.testing.assert_array_equal(out[b] > 0, seen)
+        np.testing.assert_allclose(out[b], seen / np.maximum(count, 1), rtol=2**-7, atol=0)
+        with np.errstate(divide="ignore"):
+            np.testing.assert_allclose(lse[b, 0], np.log(count[:, 0]), rtol=1e-5, atol=1e-6)
 
 
 def small(rng, subject, **changes):
