@@ -128,13 +128,13 @@ def _attention(inputs: AttentionInputs, problem: AttentionProblem):
 
 
 def _append(inputs: AppendInputs, problem: AppendProblem):
-    del problem
+    start = inputs.start - inputs.new_lengths if problem.from_end else inputs.start
     return reference.append(
         inputs.k_cache,
         inputs.v_cache,
         inputs.k,
         inputs.v,
-        inputs.start,
+        start,
         new_lengths=inputs.new_lengths,
         page_table=inputs.page_table,
         layer=inputs.layer,

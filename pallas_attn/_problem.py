@@ -83,7 +83,7 @@ class AppendInputs(NamedTuple):
     v_cache: Array | None  # None where one array alone is served
     k: Array  # [M, t, K, H]
     v: Array | None  # [M, t, K, Hv]
-    start: Array  # int32[M]: the position of row 0; a negative one drops the sequence's rows
+    start: Array  # int32[M]: the position of row 0, or of the end (AppendProblem.from_end)
     new_lengths: Array | None  # int32[M]: rows of each sequence that count; None: all t
     page_table: Array | None  # int32[M, pages a sequence]; -1 where there is no page
     layer: Array | int | None
@@ -107,6 +107,9 @@ class AppendProblem:
     pages: int | None = None
     layers: int | None = None
     ragged: bool = False
+    # inputs.start is where the rows end: row 0 goes to start - new_lengths. The kernel subtracts,
+    # since an operation of XLA's between extend and the launch would be a launch of its own.
+    from_end: bool = False
     op: str = "append"
 
     def __str__(self) -> str:

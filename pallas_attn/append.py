@@ -42,12 +42,12 @@ def write_kv[Cache: KVCache](
         cache.v,
         k_rows,
         v_rows,
-        cache.lengths - cache.new_lengths,
+        cache.lengths,
         cache.new_lengths,
         cache.page_table,
         _checks.layer(layer, cache.layers),
     )
-    new_k, new_v = _append(inputs, cache.kind, implementation)
+    new_k, new_v = _append(inputs, cache.kind, implementation, from_end=True)
     return cache._with(k=new_k, v=new_v)
 
 
@@ -222,7 +222,9 @@ def _new_rows(name: str, new: Array, sequences: int, cache: Array) -> Array:
     return rows
 
 
-def _append(inputs: AppendInputs, kind: str, implementation: str | None) -> tuple[Any, Any]:
+def _append(
+    inputs: AppendInputs, kind: str, implementation: str | None, *, from_end: bool = False
+) -> tuple[Any, Any]:
     sample = _sample(inputs.k_cache)
     separate = isinstance(inputs.k_cache, tuple)
     capacities: tuple[int, ...]
@@ -246,6 +248,7 @@ def _append(inputs: AppendInputs, kind: str, implementation: str | None) -> tupl
         pages=sample.shape[-4] if kind == "paged" else None,
         layers=None if inputs.layer is None else sample.shape[0],
         ragged=inputs.new_lengths is not None,
+        from_end=from_end,
     )
     chosen = _dispatch.select(problem, implementation)
     if 0 in (sequences, new_rows):

@@ -117,6 +117,7 @@ class _Plan:
     slabs: int  # a layer: 1, or sequences, or pages
     layers: int
     table_width: int
+    from_end: bool  # `start` is where the rows end
     in_flight: int  # words a thread
     chunks: int  # a sequence
 
@@ -142,6 +143,7 @@ class _Plan:
             slabs=_slabs(problem),
             layers=problem.layers or 1,
             table_width=problem.capacities[0] // page_size if page_size else 0,
+            from_end=problem.from_end,
             in_flight=in_flight,
             chunks=pl.cdiv(words, tiles.THREADS * in_flight),
         )
@@ -186,6 +188,8 @@ def _locate(refs: _Refs, plan: _Plan) -> _At:
     block = lax.axis_index("block")
     sequence = lax.div(block, jnp.int32(plan.chunks))
     start = refs.start[sequence]
+    if plan.from_end:
+        start = start - refs.new_lengths[sequence]
     capacity = None if refs.capacities is None else refs.capacities[sequence]
     layer = None if refs.layer is None else refs.layer[0]
     # start + row could pass 2**31, this cannot.
