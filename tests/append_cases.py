@@ -42,6 +42,7 @@ class Case:
     layers: int | None = None
     layer: int = 1
     ragged: bool = False
+    from_end: bool = False  # what is given is where the rows end; wants `ragged`
 
     def __str__(self) -> str:
         default = {f.name: f.default for f in dataclasses.fields(self)}
@@ -80,6 +81,7 @@ class Case:
             pages=self.pages if paged else None,
             layers=self.layers,
             ragged=self.ragged,
+            from_end=self.from_end,
         )
 
     def cache_shapes(self, dim: int) -> list[tuple[int, ...]]:
@@ -110,7 +112,8 @@ class Case:
             table = table.reshape(self.sequences, width)
         layer = None if self.layers is None else np.int32(self.layer)
         (_, k_cache, k), (_, v_cache, v) = sides
-        starts = np.asarray(start, np.int64).astype(np.int32)
+        given = np.asarray(start, np.int64) + (new_lengths if self.from_end else 0)
+        starts = given.astype(np.int32)
         return AppendInputs(k_cache, v_cache, k, v, starts, new_lengths, table, layer)
 
     def _caches(self, rng: np.random.Generator, dim: int) -> Any:
@@ -133,6 +136,7 @@ class Case:
     def _expected(self, inputs: AppendInputs, cache: Any, new: np.ndarray) -> Any:
         separate = isinstance(cache, tuple)
         after = [array.copy() for array in (cache if separate else (cache,))]
+        start = inputs.start - inputs.new_lengths if self.from_end else inputs.start
         rows = np.asarray(jnp.asarray(new).astype(self.dtype))
         layer = [] if self.layers is None else [int(inputs.layer)]
         if layer and not 0 <= layer[0] < self.layers:
@@ -140,8 +144,8 @@ class Case:
         for m in range(self.sequences):
             count = self.new_rows if inputs.new_lengths is None else int(inputs.new_lengths[m])
             for i in range(min(count, self.new_rows)):
-                position = int(inputs.start[m]) + i
-                place = self._place(inputs, m, position) if inputs.start[m] >= 0 else None
+                position = int(start[m]) + i
+                place = self._place(inputs, m, position) if start[m] >= 0 else None
                 if place is not None:
                     array, where, row = place
                     after[array][(*layer, *where)][:, row] = rows[m, i]
@@ -187,8 +191,8 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(*array.shape, 1).view(np.uint8)
 
 
-def _every(**fields: Any) -> list[Case]:
-    return [Case(kind, **fields) for kind in ("per_sequence", "stacked", "paged")]
+def _every(*sizes: int, **fields: Any) -> list[Case]:
+    return [Case(kind, *sizes, **fields) for kind in ("per_sequence", "stacked", "paged")]
 
 
 # 16, 8, 4, 2 and 1 bytes a word; rows of more words than a chunk; K and V of different shapes.
@@ -199,6 +203,7 @@ CASES: tuple[Case, ...] = (
     *(case for t in (2, 7) for m in (1, 3) for case in _every(sequences=m, new_rows=t)),
     *(case for t in (2, 7) for case in _every(new_rows=t, ragged=True, sequences=9)),
     *_every(ragged=True, sequences=9),
+    *(case for t in (1, 7) for case in _every(9, t, ragged=True, from_end=True)),
     *_every(new_rows=300, capacity=288, sequences=2, kv_heads=2, head_dim=16, page_size=16),
     *_every(new_rows=300, capacity=400, sequences=5, ragged=True, kv_heads=3, page_size=8),
     *(Case(kind, 3, 2, *shape) for shape in _SHAPES for kind in ("per_sequence", "paged")),

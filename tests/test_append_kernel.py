@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import pallas_attn
 from pallas_attn._problem import AppendInputs, AppendProblem
 from pallas_attn.kernels import append
 from tests import append_cases, mosaic
@@ -232,6 +233,45 @@ def test_no_copy_of_a_cache(f, kind):
     assert report.copies == 0
     assert report.aliases == (2 * case.sequences if kind == "per_sequence" else 2)
     assert report.launches == 1
+
+
+def public_loop(cache, k, v):
+    """Generation as a caller writes it."""
+    return lax.fori_loop(0, 5, lambda _, cache: pallas_attn.append_kv(cache, k, v), cache)
+
+
+def public_layers(cache, k, v):
+    """A model's step as a caller writes it."""
+
+    def one(cache, layer):
+        return pallas_attn.write_kv(cache, k, v, layer=layer), None
+
+    layers = jnp.arange(cache.layers, dtype=jnp.int32)
+    return lax.scan(one, cache.extend(1), layers)[0]
+
+
+PUBLIC = {
+    "per_sequence": functools.partial(
+        pallas_attn.PerSequenceCache.create, (64, 80) * 8, kv_heads=2, head_dim=64
+    ),
+    "stacked": functools.partial(pallas_attn.StackedCache.create, 16, 64, kv_heads=2, head_dim=64),
+    "paged": functools.partial(
+        pallas_attn.PagedCache.create, 16, pages=70, page_size=16, kv_heads=2, head_dim=64
+    ),
+}
+
+
+@needs_aot
+@pytest.mark.guards
+@pytest.mark.parametrize("kind", PUBLIC)
+@pytest.mark.parametrize("f", [public_loop, public_layers])
+def test_no_copy_through_the_public_functions(kind, f):
+    layers = 4 if f is public_layers else None
+    cache = jax.eval_shape(functools.partial(PUBLIC[kind], layers=layers))
+    new = jax.ShapeDtypeStruct((16, 1, 2, 64), jnp.bfloat16)
+    report = mosaic.compile_for(f, cache, new, new, donate_argnums=0)
+    assert (report.copies, report.launches) == (0, 1)
+    assert report.aliases >= len(jax.tree.leaves((cache.k, cache.v)))
 
 
 @needs_aot

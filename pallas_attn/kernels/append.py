@@ -112,7 +112,7 @@ class _Plan:
     word_bytes: tuple[int, ...]
     slab_rows: (
         int | None
-    )  # rows a head has in one slab: the capacity, or the page size. None: capacities differ
+    )  # a head's, in one slab: the capacity, or the page size. None: they differ
     capacity: int | None  # positions of a sequence. None: they differ
     slabs: int  # a layer: 1, or sequences, or pages
     layers: int
