@@ -79,6 +79,12 @@ class Subject:
         """Whether the operation has an implementation in this row by now."""
         return self.implementation == "reference" or bool(_kernels(operation))
 
+    def somewhere(self) -> bool:
+        """Whether this machine can run it, or pretend to."""
+        return self.implementation == "reference" or bool(
+            self.generation or _device.gpu_generation()
+        )
+
     def param(self, *others: Any, id: str = "") -> Any:
         marks = [getattr(pytest.mark, name) for name in self.marks]
         return pytest.param(self, *others, id="-".join(filter(None, (self.name, id))), marks=marks)
@@ -98,14 +104,20 @@ def rows(*operations: str) -> list[Any]:
 
 
 def pairs(
-    operation: str, cases: Iterable[Any], call: Callable[[Any], tuple[Any, dict[str, Any]]]
+    operation: str,
+    cases: Iterable[Any],
+    call: Callable[[Any], tuple[Any, dict[str, Any]]],
+    but: tuple[str, ...] = (),
 ) -> list[Any]:
-    """For `parametrize("subject, case", ...)`; `call(case)` is the function and its arguments."""
+    """For `parametrize("subject, case", ...)`; `call(case)` is the function and its arguments.
+
+    `but`: rows that another test serves.
+    """
+    chosen = [row for row in ROWS if row.exists(operation) and row.name not in but]
     return [
         row.param(case, id=case.name)
-        for row in ROWS
-        if row.exists(operation)
-        for case in cases
+        for row in chosen
+        for case in (cases if row.somewhere() else ())
         if row.implementation == "reference" or row.takes(operation, call(case)[0], **call(case)[1])
     ]
 

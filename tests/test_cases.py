@@ -60,13 +60,15 @@ def live(case, got, expected):
     return {name: x for name, x in got.items() if name in expected.oracle}
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "subject, case",
-    [
-        pair
-        for pair in subjects.pairs("flash_forward", (*EDGES, *DRAWN), attention_arguments)
-        if pair.values[0].name not in ("reference", "interpreted")
-    ],
+    subjects.pairs(
+        "flash_forward",
+        (*EDGES, *DRAWN),
+        attention_arguments,
+        but=("reference", "reference_on_gpu", "interpreted"),
+    ),
 )
 def test_forward(subject, case):
     """On a GPU: elsewhere the reference does both ways below, the interpreter in its own file."""
@@ -77,11 +79,7 @@ def test_forward(subject, case):
 
 @pytest.mark.parametrize(
     "subject, case",
-    [
-        pair
-        for pair in subjects.pairs("flash_backward", (*EDGES, *DRAWN), backward_arguments)
-        if pair.values[0].name != "interpreted"
-    ],
+    subjects.pairs("flash_backward", (*EDGES, *DRAWN), backward_arguments, but=("interpreted",)),
 )
 def test_forward_and_backward(subject, case):
     function, arguments = backward_arguments(case)
