@@ -53,7 +53,6 @@ class Config:
     warpgroups: int = 2  # that compute
     block_kv: int = 128
     stages: int = 2
-    lazy: bool = False  # see softmax.step
     section: int = 0  # heads whose tiles are taken together; 0: as SECTION_BYTES says
     ctas: int = 132  # blocks; 0: one a tile of work
 
@@ -77,7 +76,7 @@ class Config:
             return cls(warpgroups=3, block_kv=128, stages=4)
         if dim <= 128:
             return cls(warpgroups=2, block_kv=128, stages=2)
-        return cls(warpgroups=2, block_kv=64, stages=2, lazy=True)
+        return cls(warpgroups=2, block_kv=64, stages=2)
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -475,7 +474,7 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[
     plgpu.barrier_arrive(smem.free.at[slot])
     logits = _logits(plan, refs, rows, span.hi - 1, s, "first_masked" in plan.parts)
     top = tiles.filled((ROWS,), -jnp.inf)
-    new = softmax.step(logits, plan.unit, top, guarded=True, lazy=False)
+    new = softmax.step(logits, plan.unit, top, guarded=True)
     acc = tiles.filled((ROWS, plan.v_width), 0.0)
     state = State(acc, new.total, new.top, new.p.astype(dtype))
 
@@ -490,16 +489,14 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[
 
         def work(s):
             logits = _logits(plan, refs, rows, t, s, masked)
-            careful = masked or guarded
-            new = softmax.step(logits, plan.unit, state.top, guarded=careful, lazy=config.lazy)
-            return new if config.lazy else new._replace(moved=slot)
+            return softmax.step(logits, plan.unit, state.top, guarded=masked or guarded)
 
         like = softmax.Step(
             tiles.filled(shape, 0.0), state.top, state.top, state.total, jnp.int32(0) + slot
         )
         acc, new = tiles.overlapped(state.acc, like, matmuls, work)
         plgpu.barrier_arrive(smem.free.at[slot])
-        acc, total = _rescale(plan, acc, state.total, new)
+        acc, total = _rescale(acc, state.total, new)
         # p is rounded after the wait: before it, ptxas takes the registers for operands of the
         # matmul in flight and serialises both (C7513)
         new_state = State(acc, total + new.total, new.top, new.p.astype(dtype))
@@ -522,15 +519,15 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[
     return state._replace(acc=acc), _next(plan, slot)
 
 
-def _rescale(plan: Plan, acc: Any, total: Any, new: softmax.Step) -> tuple[Any, Any]:
+def _rescale(acc: Any, total: Any, new: softmax.Step) -> tuple[Any, Any]:
+    """Sums and outputs so far, in terms of the new tops."""
+
     def scaled():
         return (
             acc * tiles.down_rows(new.shrink, acc.shape),
             total * tiles.down_rows(new.shrink, total.shape),
         )
 
-    if not plan.config.lazy:
-        return scaled()
     return lax.cond(new.moved != 0, scaled, lambda: (acc, total))
 
 
