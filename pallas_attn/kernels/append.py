@@ -110,9 +110,7 @@ class _Plan:
     heads: int
     row_words: tuple[int, ...]  # words in a head's row: of K, and of V
     word_bytes: tuple[int, ...]
-    slab_rows: (
-        int | None
-    )  # a head's, in one slab: the capacity, or the page size. None: they differ
+    slab_rows: int | None  # of a head in a slab: capacity or page size. None: they differ
     capacity: int | None  # positions of a sequence. None: they differ
     slabs: int  # a layer: 1, or sequences, or pages
     layers: int
