@@ -28,8 +28,9 @@ SMEM_LIMITS = {"sm80": 166_912, "sm86": 101_376, "sm89": 101_376, "sm90": 232_44
 
 # What the choice does not depend on. Shapes of bias and mask arrays only move where their tiles are
 # read from.
-_IGNORED = ("op", "gpu", "scale", "q_offset", "bias_shape", "mask_shape", "layers", "pages")
-_IGNORED += ("from_end",)
+_IGNORED = frozenset(
+    ("op", "gpu", "scale", "q_offset", "bias_shape", "mask_shape", "layers", "pages", "from_end")
+)
 _SIZES = {  # how much a factor of two in a size counts
     "q_len": 1.0,
     "kv_len": 1.0,

@@ -187,6 +187,7 @@ def _locate(refs: _Refs, plan: _Plan) -> _At:
     sequence = lax.div(block, jnp.int32(plan.chunks))
     start = refs.start[sequence]
     if plan.from_end:
+        assert refs.new_lengths is not None
         start = start - refs.new_lengths[sequence]
     capacity = None if refs.capacities is None else refs.capacities[sequence]
     layer = None if refs.layer is None else refs.layer[0]
