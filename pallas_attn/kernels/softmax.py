@@ -86,14 +86,12 @@ def merge(outs: Array, lses: Array) -> tuple[Array, Array]:
     Parts without a key (lse -inf) count for nothing, whatever their output holds.
     """
     top = lses.max(axis=0)
-    weights = jnp.exp(lses - jnp.where(top == -jnp.inf, 0.0, top))
+    weights = jnp.exp(lses - jnp.where(top == -jnp.inf, 0.0, top)[None])
     total = weights.sum(axis=0)
-    parts = jnp.where((weights > 0)[..., None], outs * weights[..., None], 0.0)
-    some = total > 0
+    some = ~(total <= 0)  # NaN is something
+    parts = jnp.where((weights == 0)[..., None], 0.0, outs * weights[..., None])
     out = parts.sum(axis=0) / jnp.where(some, total, 1.0)[..., None]
-    lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
-    nan = jnp.isnan(lses).any(axis=0)
-    return jnp.where(nan[..., None], jnp.nan, out), jnp.where(nan, jnp.nan, lse)
+    return out, jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
 
 
 def _partial_sums(p: Array) -> Array:

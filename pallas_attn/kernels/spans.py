@@ -72,7 +72,7 @@ def of_segments(q_ids: Any, kv_ids: Any, rows: int, block: int) -> Any:
     count = meet.shape[-1]
     some, whole = meet.any(axis=-1), same.any(axis=-1)
     full_lo = jnp.argmax(same, axis=-1)
-    ends = ~same & (jnp.arange(count) >= full_lo[..., None])
+    ends = ~same & (jnp.arange(count)[None, None] >= full_lo[..., None])
     full_hi = jnp.where(ends.any(axis=-1), jnp.argmax(ends, axis=-1), count)
     fields = (
         jnp.where(some, jnp.argmax(meet, axis=-1), 0),

@@ -1,0 +1,348 @@
+"""The Hopper forward kernel: right in the interpreter with its races watched, compiled without
+spills ahead of time, and, with `-m gpu`, right on the real thing over the whole argument space.
+
+tests/test_attention.py asks every implementation what attention means. Here is what only this one
+has: its configurations, its schedule, and what TMA and registers make of awkward sizes.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import cases, reference
+from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.kernels import flash_fwd_sm90 as kernel
+from pallas_attn.kernels import operands, softmax, spans
+from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
+from tests import budget, mosaic
+
+needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
+SMALL = kernel.Config(warpgroups=2, block_kv=64, stages=2, ctas=3)
+
+
+def problem_of(case: cases.AttentionCase) -> AttentionProblem:
+    arrays = [name for name in AttentionInputs._fields[3:] if name in given(case)]
+    return AttentionProblem(
+        op="flash_forward",
+        gpu="sm90",
+        dtype=case.dtype,
+        batch=case.batch,
+        q_len=case.q_len,
+        kv_len=case.kv_len,
+        q_heads=case.q_heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        mask=case.mask,
+        scale=case.head_dim**-0.5 if case.scale is None else case.scale,
+        softcap=case.softcap,
+        q_offset=case.q_offset if isinstance(case.q_offset, int) else 0,
+        arrays=tuple(arrays),
+        bias_shape=case.bias_shape,
+        mask_shape=case.mask_shape,
+    )
+
+
+def given(case: cases.AttentionCase, seed: int = 0, poison: bool = False) -> dict:
+    arrays = case.arrays(seed, poison=poison)
+    if (ids := arrays.pop("segment_ids", None)) is not None:
+        arrays["q_segment_ids"], arrays["kv_segment_ids"] = ids
+    return arrays
+
+
+def run(inputs, *, problem, config):
+    return kernel.run(inputs, problem, config)
+
+
+def check(case, config, seed=0):
+    """What the kernel gives, against its budget; what lies past a length is NaN."""
+    call = jax.jit(functools.partial(run, problem=problem_of(case), config=config))
+    out, lse = call(AttentionInputs(**given(case, seed, poison=True)))
+    budget.check({"out": out, "lse": lse}, budget.attention(case.arguments(seed)))
+
+
+def one(name: str) -> cases.AttentionCase:
+    (case,) = (case for case in cases.ATTENTION if case.name == name)
+    return case
+
+
+INTERPRETED = {
+    "t_equals_s": SMALL,  # a block with several tiles of work, T and S no multiple of anything
+    "t_above_s": kernel.Config(warpgroups=3, block_kv=128, stages=3, ctas=0),
+    "band": dataclasses.replace(SMALL, stages=4, section=1),  # masked tiles on both sides
+    "window_t_above_s": SMALL,  # rows and whole warpgroups without a key
+    "q_lengths": SMALL,
+    "everything": SMALL,
+    "dim72_24": dataclasses.replace(SMALL, warpgroups=1),
+    "float16_causal": dataclasses.replace(SMALL, block_kv=128),
+}
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name):
+    with mosaic.interpret():
+        check(one(name), INTERPRETED[name])
+
+
+EDGE = [
+    case
+    for case in cases.ATTENTION
+    if "edge" in case.tags and case.dtype != "float32" and case.batch * case.q_len * case.kv_len
+]
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", ["everything", "kv_lengths_causal", "bias_by_row", "dim40_256"])
+def test_lowers(name):
+    problem = problem_of(one(name))
+    config = kernel.Config.default(problem)
+    shapes = AttentionInputs(**jax.tree.map(shape_of, given(one(name))))
+    text = mosaic.lower_for_cuda(functools.partial(run, problem=problem, config=config), shapes)
+    assert "mosaic_gpu" in text
+
+
+def shape_of(array):
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+GRID = [case for case in cases.ATTENTION if "grid" in case.tags]
+COMPILED = [case.name for case in GRID if case.q_len == 8192] + [
+    "h64_window128_t8192",
+    "h80_causal_t4096",
+    "h96_causal_t4096",
+    "h192_hv128_causal_t4096",
+    "h128_causal_t3000_n28k4",
+]
+
+
+@needs_aot
+@pytest.mark.guards
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_without_spills_or_serialised_matmuls(name):
+    case = one(name)
+    problem = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8))
+    problem = dataclasses.replace(problem, batch=case.batch, q_len=case.q_len, kv_len=case.kv_len)
+    sizes = {
+        "q": (case.batch, case.q_len, case.q_heads, case.head_dim),
+        "k": (case.batch, case.kv_len, case.kv_heads, case.head_dim),
+        "v": (case.batch, case.kv_len, case.kv_heads, case.v_head_dim),
+    }
+    inputs = AttentionInputs(
+        **{name: jax.ShapeDtypeStruct(size, jnp.dtype(case.dtype)) for name, size in sizes.items()}
+    )
+    config = kernel.Config.default(problem)
+    report = mosaic.compile_for(functools.partial(run, problem=problem, config=config), inputs)
+    assert report.launches == 1
+    assert report.copies == 0
+    assert report.spill_bytes == 0
+    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
+
+
+# ---- what it refuses ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "want"),
+    [
+        ("warpgroups", 4, "1, 2 or 3"),
+        ("block_kv", 72, r"16, 32, \.\. 256"),
+        ("stages", 1, "at least 2"),
+        ("section", -1, "at least 0"),
+        ("ctas", -1, "at least 0"),
+    ],
+)
+def test_config_checks_itself(field, value, want):
+    with pytest.raises(ValueError, match=rf"Config\.{field} must be {want}, got {value}"):
+        kernel.Config(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float32"}, "it takes bfloat16 and float16, not float32"),
+        ({"head_dim": 264}, "head_dim is 264; it takes multiples of 8 up to 256"),
+        ({"v_head_dim": 12}, "v_head_dim is 12; it takes multiples of 8 up to 256"),
+        ({"batch": 2**20, "q_len": 2**11}, "it counts query rows of all heads in 32 bits"),
+    ],
+)
+def test_limit_says_why(changes, reason):
+    problem = dataclasses.replace(problem_of(one("t_equals_s")), **changes)
+    assert kernel.limit(problem).reason == reason
+    assert kernel.limit(problem_of(one("t_equals_s"))) is None
+
+
+def test_shared_memory_is_what_it_says():
+    for case in (*GRID, *EDGE):
+        problem = problem_of(dataclasses.replace(one("one_row"), head_dim=case.head_dim,
+                                                 v_head_dim=case.v_head_dim))  # fmt: skip
+        assert kernel.smem_bytes(problem, kernel.Config.default(problem)) <= kernel.SMEM_LIMIT
+
+
+# ---- the schedule -------------------------------------------------------------------------------
+
+
+def test_every_tile_of_work_is_dealt_once():
+    rng = np.random.default_rng(0)
+    for pieces, hands in ((1, 1), (7, 7), (100, 8), (1000, 132)):
+        costs = np.sort(rng.uniform(1, 30, pieces))[::-1]
+        table = spans.deal(np.arange(pieces), costs, hands)
+        dealt = [row[1 : 1 + row[0]] for row in table]
+        np.testing.assert_array_equal(np.sort(np.concatenate(dealt)), np.arange(pieces))
+        loads = [costs[pieces].sum() for pieces in dealt]
+        assert max(loads) <= costs.sum() / hands + costs.max()
+        assert table.shape[1] >= 2 + table[:, 0].max()  # a block reads one ahead
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spans_hold_what_the_mask_says(seed):
+    rng = np.random.default_rng(seed)
+    left, right = int(rng.integers(0, 90)), int(rng.integers(0, 90))
+    mask = [FULL, CAUSAL, sliding_window(left + 1), Mask(left, right), Mask(right=-5)][seed % 5]
+    block, rows, kv_len = int(rng.choice((16, 64))), 64, int(rng.integers(1, 400))
+    start = int(rng.integers(-100, 400))
+    span = spans.of_rows(mask, start, rows, kv_len, block)
+    tiles = -(-kv_len // block)
+    seen = np.zeros((rows, tiles * block), bool)
+    seen[:, :kv_len] = mask.dense(rows, kv_len, q_offset=start)
+    seen = seen.reshape(rows, tiles, block)
+    for t in range(tiles):
+        if seen[:, t].any():
+            assert span.lo <= t < span.hi
+        if span.full_lo <= t < span.full_hi and span.lo <= t < span.hi:
+            assert seen[:, t].all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_spans_of_segments(seed):
+    rng = np.random.default_rng(seed)
+    q_ids, kv_ids = rng.integers(0, 5, (2, 256)), rng.integers(0, 5, (2, 192))
+    if seed % 2:
+        q_ids, kv_ids = np.sort(q_ids), np.sort(kv_ids)
+    found = np.asarray(spans.of_segments(jnp.asarray(q_ids), jnp.asarray(kv_ids), 64, 32))
+    same = q_ids.reshape(2, 4, 64, 1, 1) == kv_ids.reshape(2, 1, 1, 6, 32)
+    for b, i, t in np.ndindex(2, 4, 6):
+        lo, full_lo, full_hi, hi = found[b, :, i]
+        if same[b, i, :, t].any():
+            assert lo <= t < hi
+        if full_lo <= t < full_hi:
+            assert same[b, i, :, t].all()
+
+
+def test_what_tma_would_clip_is_padded():
+    assert [operands.rows_in_tma(n) for n in (1, 8, 9, 130, 136)] == [1, 8, 16, 136, 136]
+    assert [operands.width_in_tma(n) for n in (8, 64, 72, 80, 200)] == [8, 64, 80, 80, 208]
+    assert [operands.width_in_smem(n) for n in (8, 32, 40, 72, 96, 192)] == [
+        64,
+        32,
+        64,
+        80,
+        96,
+        192,
+    ]
+    x = jnp.ones((1, 16, 2, 64))
+    assert operands.for_tma(x) is x
+
+
+# ---- the merge of parts -------------------------------------------------------------------------
+
+
+def test_merged_parts_are_the_whole():
+    rng = np.random.default_rng(0)
+    logits, v = rng.normal(0, 5, (4, 30)), rng.normal(0, 1, (30, 8))
+    whole = np.exp(logits - logits.max(1, keepdims=True))
+    want = whole @ v / whole.sum(1, keepdims=True)
+    parts = [slice(0, 1), slice(1, 20), slice(20, 30)]
+    outs, lses = [], []
+    for part in parts:
+        weights = np.exp(logits[:, part])
+        outs.append(weights @ v[part] / weights.sum(1, keepdims=True))
+        lses.append(np.log(weights.sum(1)))
+    outs.append(np.full_like(outs[0], np.nan))  # no key: whatever it holds
+    lses.append(np.full(4, -np.inf))
+    out, lse = softmax.merge(jnp.asarray(outs, jnp.float32), jnp.asarray(lses, jnp.float32))
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(lse, np.log(np.exp(logits).sum(1)), rtol=1e-6)
+
+
+def test_merging_nothing_gives_nothing_and_nan_stays():
+    lses = jnp.array([[-jnp.inf, jnp.nan], [-jnp.inf, 0.0]])
+    out, lse = softmax.merge(jnp.ones((2, 2, 3)), lses)
+    np.testing.assert_array_equal(out, [[0] * 3, [np.nan] * 3])
+    np.testing.assert_array_equal(lse, [-np.inf, np.nan])
+
+
+# ---- on the GPU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", EDGE, ids=lambda case: case.name)
+def test_edges_on_the_gpu(case):
+    check(case, kernel.Config.default(problem_of(case)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [SMALL, kernel.Config(3, 64, 3, 0, 7)], ids=str)
+@pytest.mark.parametrize("name", ["t_equals_s", "band", "everything", "q_lengths"])
+def test_configurations_on_the_gpu(name, config):
+    check(one(name), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draw", range(200))
+def test_drawn_on_the_gpu(draw, seed):
+    case = cases.draw_attention(1000 * seed + draw)
+    check(case, kernel.Config.default(problem_of(case)), seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["h64_causal_b2_t8192_n32", "h128_causal_t3000_n28k4"])
+def test_same_bits_twice(name):
+    case = one(name)
+    problem = problem_of(case)
+    call = jax.jit(functools.partial(run, problem=problem, config=kernel.Config.default(problem)))
+    inputs = AttentionInputs(**given(case))
+    first = jax.tree.map(np.asarray, call(inputs))
+    for _ in range(3):
+        again = jax.tree.map(np.asarray, call(inputs))
+        jax.tree.map(np.testing.assert_array_equal, again, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, sliding_window(37), Mask(50, 20)], ids=str)
+def test_mask_readout(mask):
+    """With q = 0 and v = identity the output is the mask, each row divided by its sum."""
+    rows, keys = 200, 128
+    case = dataclasses.replace(
+        one("t_equals_s"), batch=1, q_len=rows, kv_len=keys, v_head_dim=keys, mask=mask, q_offset=3
+    )
+    arrays = given(case)
+    arrays["q"] = jnp.zeros_like(arrays["q"])
+    eye = jnp.eye(keys, dtype=case.dtype)[None, :, None]
+    arrays["v"] = jnp.broadcast_to(eye, arrays["v"].shape)
+    problem = problem_of(case)
+    out, _ = run(AttentionInputs(**arrays), problem=problem, config=kernel.Config.default(problem))
+    dense = mask.dense(rows, keys, q_offset=3).astype(np.float64)
+    want = dense / np.maximum(dense.sum(1, keepdims=True), 1)
+    np.testing.assert_array_equal(
+        np.asarray(out[0], np.float64),
+        np.asarray(jnp.asarray(want, case.dtype))[:, None].repeat(2, 1),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_live_nan_propagates(where):
+    case = one("t_equals_s")
+    arrays = given(case)
+    arrays[where] = arrays[where].at[0, 17, 0].set(jnp.nan)
+    problem = problem_of(case)
+    out, _ = run(AttentionInputs(**arrays), problem=problem, config=kernel.Config.default(problem))
+    want, _ = reference.attention(
+        **{name: arrays[name] for name in ("q", "k", "v")}, mask=case.mask, scale=problem.scale
+    )
+    np.testing.assert_array_equal(np.isnan(np.asarray(out)), np.isnan(np.asarray(want)))
