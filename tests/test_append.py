@@ -82,9 +82,11 @@ def test_every_element_of_separate_arrays(rng, subject, name, v_dim):
             same(have, tuple(witness.append(cache, new, starts, lengths)))
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in append_cases.CASES if case.sequences * case.new_rows < 300], ids=str
-)
+# The arrays-level call is told where rows begin; from_end is write_kv's, tested with the caches.
+SMALL = [case for case in append_cases.CASES if case.sequences * case.new_rows < 300]
+
+
+@pytest.mark.parametrize("case", [case for case in SMALL if not case.from_end], ids=str)
 def test_reference_writes_what_the_kernels_must(rng, case):
     inputs = case.draw(rng)
     got = jax.jit(functools.partial(pa.append_kv_arrays, implementation="reference"))(
