@@ -184,16 +184,27 @@ def precision(value: Any, dtype: Any) -> str | None:
     return _PRECISIONS[value] if dtype == jnp.float32 else None
 
 
+def integers(
+    name: str, value: Any, wanted: str, shape: tuple[int | None, ...], remedy: str = ""
+) -> jax.Array:
+    """An int32 array of the shape (None: any size) from whatever jax takes for one."""
+    try:
+        x = jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: expected {wanted}, got {type(value).__name__}{remedy}") from None
+    fits = len(shape) == x.ndim and all(
+        want in (None, have) for want, have in zip(shape, x.shape, strict=True)
+    )
+    if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name}: expected {wanted}, got {x.dtype}{list(x.shape)}{remedy}")
+    return x.astype(jnp.int32)
+
+
 def int_vector(name: str, value: Any, size: int, meaning: str) -> Any:
     """int32[size] or None."""
     if value is None:
         return None
-    vector = jnp.asarray(value)
-    if vector.shape != (size,) or not jnp.issubdtype(vector.dtype, jnp.integer):
-        raise ValueError(
-            f"{name}: expected int32[{size}] ({meaning}), got {vector.dtype}{list(vector.shape)}"
-        )
-    return vector.astype(jnp.int32)
+    return integers(name, value, f"int32[{size}] ({meaning})", (size,))
 
 
 def static_int(value: Any) -> int | None:
@@ -228,14 +239,9 @@ def _segments(ids: Any, batch: int, q_len: int, kv_len: int) -> tuple[Any, Any]:
         )
     checked = []
     for name, one, size in (("q", pair[0], q_len), ("kv", pair[1], kv_len)):
-        one = jnp.asarray(one)
-        if one.shape != (batch, size) or not jnp.issubdtype(one.dtype, jnp.integer):
-            raise ValueError(
-                f"segment_ids: expected int32[{batch}, {size}] for {name}, got "
-                f"{one.dtype}{list(one.shape)}; "
-                "pass a pair (of q, of kv) where T and S differ"
-            )
-        checked.append(one.astype(jnp.int32))
+        wanted = f"int32[{batch}, {size}] for {name}"
+        remedy = "; pass a pair (of q, of kv) where T and S differ"
+        checked.append(integers("segment_ids", one, wanted, (batch, size), remedy))
     return checked[0], checked[1]
 
 
@@ -282,17 +288,30 @@ def layer(value: Any, layers: int | None) -> int | jax.Array | None:
                 f"got {static}"
             )
         return None if layers is None else static
-    index = jnp.asarray(value)
+    index = integers("layer", value, "an int or an int32 scalar", ())
     if layers is None:
         raise ValueError(
             "layer: the cache has no layer axis; leave layer out, or create the cache with "
             "layers=..."
         )
-    if index.shape != () or not jnp.issubdtype(index.dtype, jnp.integer):
-        raise ValueError(
-            f"layer: expected an int or an int32 scalar, got {index.dtype}{list(index.shape)}"
-        )
-    return index.astype(jnp.int32)
+    return index
+
+
+def twin_caches(k_name: str, k: Any, v_name: str, v: Any) -> None:
+    """K and V of a sequence lie in arrays that differ in nothing but the head dim: a kernel finds
+    both by one index, and would write past the end of a smaller one.
+    """
+    if v is None:
+        return
+    ks, vs = (x if isinstance(x, tuple) else (x,) for x in (k, v))
+    if len(ks) != len(vs):
+        raise ValueError(f"{v_name}: expected {len(ks)} arrays as in {k_name}, got {len(vs)}")
+    for one, other in zip(ks, vs, strict=True):
+        if (one.shape[:-1], one.dtype) != (other.shape[:-1], other.dtype):
+            raise ValueError(
+                f"{v_name}: expected {one.dtype}{list(one.shape)} as in {k_name}, but for the last "
+                f"axis, got {other.dtype}{list(other.shape)}"
+            )
 
 
 def decode_query(q: jax.Array, cache: Any) -> None:

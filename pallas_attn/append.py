@@ -26,8 +26,8 @@ def write_kv[Cache: KVCache](
     Args:
       cache: the cache after `extend`.
       k, v: `[M, t, K, H]` and `[M, t, K, Hv]`, or without t for one token. Where `extend` took
-        fewer than t rows in a sequence, its first rows count and the rest is ignored. Another float
-        type is cast to the cache's.
+        fewer than t rows in a sequence, its first rows count and the rest is ignored; where it took
+        more, the last ones stay as they are. Another float type is cast to the cache's.
       layer: which layer: an int or a traced int32. Outside of the cache's layers nothing is
         written.
       implementation: "sm80", "reference" or None.
@@ -119,22 +119,17 @@ def append_kv_arrays(  # noqa: PLR0913
         raise ValueError("v_caches, v: give both, or neither to append to one array alone")
     separate = isinstance(k_caches, (tuple, list))
     kind = "per_sequence" if separate else "stacked" if page_table is None else "paged"
-    caches = [
-        _bare(name, x, kind, layer) for name, x in (("k_caches", k_caches), ("v_caches", v_caches))
-    ]
+    caches = [_bare("k_caches", k_caches, kind, layer)]
+    caches.append(None if v_caches is None else _bare("v_caches", v_caches, kind, layer))
+    _checks.twin_caches("k_caches", caches[0], "v_caches", caches[1])
     sequences = len(k_caches) if separate else caches[0].shape[-4]
     if page_table is not None:
         if separate:
             raise ValueError(
                 "page_table: expected k_caches to be one pool of pages, got separate arrays"
             )
-        page_table = jnp.asarray(page_table)
-        if page_table.ndim != 2 or not jnp.issubdtype(page_table.dtype, jnp.integer):
-            raise ValueError(
-                f"page_table: expected int32[M, W], got {page_table.dtype}{list(page_table.shape)}"
-            )
+        page_table = _checks.integers("page_table", page_table, "int32[M, W]", (None, None))
         sequences = page_table.shape[0]
-        page_table = page_table.astype(jnp.int32)
     rows: list[Any] = []
     for name, new, cache in (("k", k, caches[0]), ("v", v, caches[1])):
         rows.append(None if new is None else _new_rows(name, new, sequences, _sample(cache)))
@@ -148,8 +143,11 @@ def append_kv_arrays(  # noqa: PLR0913
         caches[1],
         rows[0],
         rows[1],
-        _checks.int_vector(
-            "lengths_before", lengths_before, sequences, "rows held before the append"
+        _checks.integers(
+            "lengths_before",
+            lengths_before,
+            f"int32[{sequences}] (rows held before the append)",
+            (sequences,),
         ),
         _checks.int_vector("new_lengths", new_lengths, sequences, "rows of each sequence"),
         page_table,
@@ -163,11 +161,14 @@ def _sample(cache: Any) -> Array:
 
 
 def _bare(name: str, value: Any, kind: str, layer: Any) -> Any:
-    if value is None:
-        return None
     axes = (3 if kind == "per_sequence" else 4) + (layer is not None)
-    arrays = value if kind == "per_sequence" else (value,)
-    if not len(arrays):
+    separate = kind == "per_sequence"
+    if separate and not isinstance(value, (tuple, list)):
+        raise ValueError(
+            f"{name}: expected a tuple of arrays as in k_caches, got {type(value).__name__}"
+        )
+    arrays = value if separate else (value,)
+    if not arrays:
         raise ValueError(f"{name}: expected at least one array, got none")
     arrays = tuple(_checks.array(name, x) for x in arrays)
     for x in arrays:
@@ -176,13 +177,13 @@ def _bare(name: str, value: Any, kind: str, layer: Any) -> Any:
                 f"{name}: expected {axes} axes ({kind}, "
                 f"{'with' if layer is not None else 'without'} layers), got {x.shape}"
             )
-        heads_and_dim = (x.shape[-3], x.shape[-1], x.dtype)
-        if heads_and_dim != (arrays[0].shape[-3], arrays[0].shape[-1], arrays[0].dtype):
+        first = arrays[0]
+        if (x.shape[:-2], x.shape[-1], x.dtype) != (first.shape[:-2], first.shape[-1], first.dtype):
             raise ValueError(
-                f"{name}: expected every array to have K, H and dtype of the first, got {x.shape} "
-                f"{x.dtype}"
+                f"{name}: expected every array to differ from the first {first.shape} "
+                f"{first.dtype} in nothing but its capacity, got {x.shape} {x.dtype}"
             )
-    return arrays if kind == "per_sequence" else arrays[0]
+    return arrays if separate else arrays[0]
 
 
 def _rows(cache: KVCache, k: Array, v: Array) -> tuple[Array, Array]:
@@ -191,6 +192,7 @@ def _rows(cache: KVCache, k: Array, v: Array) -> tuple[Array, Array]:
             "cache: expected a PerSequenceCache, StackedCache or PagedCache, got "
             f"{type(cache).__name__}"
         )
+    _checks.twin_caches("cache.k", cache.k, "cache.v", cache.v)
     k_rows = _new_rows("k", k, cache.num_sequences, _sample(cache.k))
     v_rows = _new_rows("v", v, cache.num_sequences, _sample(cache.v))
     if v_rows.shape[1] != k_rows.shape[1]:

@@ -79,6 +79,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
     rows = _checks.array("q", q)
     one_token = rows.ndim == 3
     rows = rows[:, None] if one_token else rows
+    _checks.twin_caches("cache.k", cache.k, "cache.v", cache.v)
     _checks.decode_query(rows, cache)
     inputs = DecodeInputs(
         rows,

@@ -1,5 +1,6 @@
 """Every message, word for word: the argument, what was wanted, what came, what to do."""
 
+import dataclasses
 import pathlib
 import re
 import threading
@@ -125,6 +126,9 @@ ATTENTION = {
     ),
     "segment_ids: expected int32[2, 7] for kv, got int32[2, 5]; pass a pair (of q, of kv) where T "
     "and S differ": attend(segment_ids=z(2, 5, dtype="int32")),
+    "segment_ids: expected int32[2, 5] for q, got NoneType; pass a pair (of q, of kv) where T "
+    "and S differ": attend(segment_ids=(None, z(2, 7, dtype="int32"))),
+    "kv_lengths: expected int32[2] (one length a batch row), got str": attend(kv_lengths="3, 4"),
     "segment_ids: expected int32[2, 5] for q, got float32[2, 5]; pass a pair (of q, of kv) where T "
     "and S differ": attend(segment_ids=(z(2, 5), z(2, 7))),
     # ---- arrays over the scores
@@ -246,9 +250,29 @@ APPENDS = {
     "k_caches: expected 4 axes (per_sequence, with layers), got (2, 6, 8)": (
         lambda: pa.append_kv_arrays([z(2, 6, 8)], None, ROW[:1], None, z(1, dtype="int32"), layer=0)
     ),
-    "k_caches: expected every array to have K, H and dtype of the first, got (3, 6, 8) float32": (
-        lambda: pa.append_kv_arrays([z(2, 6, 8), z(3, 6, 8)], None, ROW, None, z(2, dtype="int32"))
+    "k_caches: expected every array to differ from the first (2, 6, 8) float32 in nothing but its "
+    "capacity, got (3, 6, 8) float32": (
+        lambda: pa.append_kv_arrays([z(2, 6, 8), z(3, 6, 8)], None, ROW, None, [0, 0])
     ),
+    # Each of these would have a kernel write past the end of an array.
+    "k_caches: expected every array to differ from the first (3, 2, 6, 8) float32 in nothing but "
+    "its capacity, got (1, 2, 6, 8) float32": lambda: pa.append_kv_arrays(
+        [z(3, 2, 6, 8), z(1, 2, 6, 8)], None, ROW, None, [0, 0], layer=2
+    ),
+    "v_caches: expected 2 arrays as in k_caches, got 1": lambda: pa.append_kv_arrays(
+        [z(2, 6, 8)] * 2, [z(2, 6, 8)], ROW, ROW, [0, 0]
+    ),
+    "v_caches: expected float32[2, 6, 8] as in k_caches, but for the last axis, got float32[2, 5, "
+    "8]": lambda: pa.append_kv_arrays([z(2, 6, 8)], [z(2, 5, 8)], ROW[:1], ROW[:1], [0]),
+    "v_caches: expected float32[2, 2, 6, 8] as in k_caches, but for the last axis, got "
+    "bfloat16[2, 2, 6, 8]": lambda: pa.append_kv_arrays(
+        z(2, 2, 6, 8), z(2, 2, 6, 8, dtype="bfloat16"), ROW, ROW, [0, 0]
+    ),
+    "v_caches: expected a tuple of arrays as in k_caches, got ArrayImpl": (
+        lambda: pa.append_kv_arrays([z(2, 6, 8)] * 2, z(2, 2, 6, 8), ROW, ROW, [0, 0])
+    ),
+    "cache.v: expected float32[2, 2, 6, 8] as in cache.k, but for the last axis, got float32[2, 2, "
+    "5, 8]": lambda: pa.append_kv(dataclasses.replace(stacked(), v=z(2, 2, 5, 8)), ROW, ROW),
     "page_table: expected k_caches to be one pool of pages, got separate arrays": (
         lambda: pa.append_kv_arrays(
             [z(2, 6, 8)],
@@ -268,6 +292,15 @@ APPENDS = {
         lambda: pa.append_kv_arrays(
             z(2, 2, 6, 8), z(2, 2, 6, 8), ROW, z(2, 2, 2, 8), z(2, dtype="int32")
         )
+    ),
+    "k_caches: expected an array, got NoneType": (
+        lambda: pa.append_kv_arrays(None, None, ROW, None, [0, 0])
+    ),
+    "lengths_before: expected int32[2] (rows held before the append), got NoneType": (
+        lambda: pa.append_kv_arrays(z(2, 2, 6, 8), None, ROW, None, None)
+    ),
+    "layer: expected an int or an int32 scalar, got NoneType": (
+        lambda: pa.write_kv(stacked(layers=3), ROW, ROW, layer=None)
     ),
     "lengths_before: expected int32[2] (rows held before the append), got int32[]": (
         lambda: pa.append_kv_arrays(z(2, 2, 6, 8), None, ROW, None, 4)
