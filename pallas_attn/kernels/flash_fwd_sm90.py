@@ -207,6 +207,13 @@ class Smem(NamedTuple):
 def scratch(plan: Plan) -> Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
     config, dtype = plan.config, jnp.dtype(plan.problem.dtype)
+    whole = operands.swizzle(plan.problem.v_head_dim) // 2
+    if config.block_kv % whole:
+        raise ValueError(
+            f"Config.block_kv must be a multiple of {whole} where v_head_dim is "
+            f"{plan.problem.v_head_dim}: matmuls take probabilities by whole swizzles. "
+            f"Got {config.block_kv}"
+        )
     barrier = plgpu.Barrier
     return Smem(
         q=tiles.swizzled(
@@ -417,9 +424,8 @@ def _logits(plan: Plan, refs: Refs, rows: Rows, t: Any, s: Any, masked: bool) ->
     problem, start = plan.problem, t * plan.config.block_kv
     if plan.unit is None:
         s = s * problem.scale
-        if problem.softcap is not None:  # tanh, by ex2: good to float32 where tanh.approx is not
-            power = jnp.exp2(s * (2 * softmax.LOG2_E / problem.softcap))
-            s = problem.softcap - (2 * problem.softcap) / (power + 1.0)
+        if problem.softcap is not None:
+            s = softmax.capped(s, problem.softcap)
         if plan.has("bias"):
             s = s + _read(refs.bias, rows, start, s.shape).astype(jnp.float32)
         s = s * softmax.LOG2_E
