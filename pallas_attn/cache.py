@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_attn import _checks
 
@@ -119,6 +120,8 @@ class KVCache:
     def _rows(self, rows: int | Array) -> Array:
         static = _checks.static_int(rows)
         if static is None:
+            if jnp.shape(rows) == ():  # a traced int
+                rows = jnp.broadcast_to(jnp.asarray(rows), (self.num_sequences,))
             counts = _checks.int_vector(
                 "rows", rows, self.num_sequences, "one count a sequence, or one int"
             )
@@ -135,8 +138,8 @@ class KVCache:
         return jnp.full(self.num_sequences, static, jnp.int32)
 
     def reset(self, sequences: int | Array) -> Self:
-        """Empty some sequences: an index (traced or not), an int array of indices, or bool[M].
-        Buffers stay as they are.
+        """Empty some sequences: an index (traced or not), an int array of indices (those that are
+        no sequence's count for nothing), or bool[M]. Buffers stay as they are.
         """
         chosen = self._chosen(sequences)
         return self._with(
@@ -146,6 +149,8 @@ class KVCache:
 
     def _chosen(self, sequences: int | Array) -> Array:
         """bool[M] from an index, an array of indices or bool[M]."""
+        if isinstance(sequences, (list, tuple)) and not sequences:
+            sequences = np.zeros(0, np.int32)  # jax would take it for floats
         index = jnp.asarray(sequences)
         if index.dtype == jnp.bool_:
             if index.shape != (self.num_sequences,):
@@ -163,6 +168,12 @@ class KVCache:
 
 
 def _empty_buffer(shape: tuple[int, ...], layers: int | None, dtype: Any) -> Array:
+    try:
+        real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    except TypeError:
+        real = False
+    if not real:
+        raise ValueError(f"dtype: expected a floating-point or integer dtype, got {dtype!r}")
     return jnp.zeros(shape if layers is None else (layers, *shape), dtype)
 
 
@@ -202,8 +213,11 @@ class PerSequenceCache(KVCache):
         dtype: Any = jnp.bfloat16,
     ) -> "PerSequenceCache":
         """An empty cache with one sequence for each capacity given."""
-        if not capacities:
-            raise ValueError("capacities: expected one capacity a sequence, got none")
+        if not isinstance(capacities, (Sequence, np.ndarray)) or not len(capacities):
+            raise ValueError(
+                "capacities: expected a sequence of ints, one capacity a sequence, got "
+                f"{capacities!r}"
+            )
         for capacity in capacities:
             _positive(capacities=capacity)
         _positive(kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, layers=layers)
@@ -342,7 +356,8 @@ class PagedCache(KVCache):
         bool[M]).
 
         A sequence gets all that it needs or nothing. Where the pool runs short the sequences that
-        ask for the fewest pages come first, so one long prompt cannot starve the others.
+        ask for the fewest pages come first, so one long prompt cannot starve the others. One that
+        asks for more than its capacity is refused, and gets pages up to its capacity.
         """
         wanted = self.lengths + self._rows(rows)
         table, slots = self.page_table, jnp.arange(self.page_table.shape[1], dtype=jnp.int32)
@@ -413,24 +428,32 @@ class PagedCache(KVCache):
         What `target` held is freed; `target` may be `source`, which is then cut to `length`. Full
         pages are shared, a page only partly within `length` is copied (in every layer) since both
         will write to it. Where the pool has no page for that copy, or `source` lost rows before
-        `length`, `overflowed[target]` says so.
+        `length`, `overflowed[target]` says so. Where a traced `source` or `target` is no sequence,
+        nothing changes.
         """
         source, target = (
             self._index(name, x) for name, x in (("source", source), ("target", target))
         )
+        ends = jnp.stack([source, target])
+        exist = ((ends >= 0) & (ends < self.num_sequences)).all()
+        source = jnp.where(exist, source, 0)
+        target = jnp.where(exist, target, self.num_sequences)  # where every update is dropped
         held = self.lengths[source]
-        length = held if length is None else jnp.clip(jnp.asarray(length, jnp.int32), 0, held)
+        if length is None:
+            length = held
+        else:
+            length = jnp.clip(_checks.integers("length", length, "an int", ()), 0, held)
         full, part = length // self.page_size, length % self.page_size
         width = self.page_table.shape[1]
         slots = jnp.arange(width, dtype=jnp.int32)
         row = self.page_table[source]
-        shared = jnp.where(slots < full, row, NO_PAGE)
+        shared = jnp.where((slots < full) & exist, row, NO_PAGE)
         kept = jnp.where(shared >= 0, shared, self.pages)
         # Held once more before they are freed: `target` may be `source`.
         cache = dataclasses.replace(self, holders=self.holders.at[kept].add(1, mode="drop"))
         cache = cache.free(jnp.arange(self.num_sequences, dtype=jnp.int32) == target)
         from_page = jnp.take(row, full, mode="clip")
-        wanted = (part > 0) & (full < width)
+        wanted = (part > 0) & (full < width) & exist
         granted = wanted & (from_page >= 0) & (cache.num_free > 0)
         fresh = jnp.take(cache.free_list, cache.num_free - 1, mode="clip")
         row_of_target = jnp.where((slots == full) & wanted, jnp.where(granted, fresh, LOST), shared)
@@ -439,18 +462,18 @@ class PagedCache(KVCache):
             cache,
             k=_copy_page(cache.k, from_page, into_page),
             v=_copy_page(cache.v, from_page, into_page),
-            page_table=cache.page_table.at[target].set(row_of_target),
+            page_table=cache.page_table.at[target].set(row_of_target, mode="drop"),
             num_free=cache.num_free - granted.astype(jnp.int32),
             holders=cache.holders.at[into_page].add(1, mode="drop"),
-            lengths=cache.lengths.at[target].set(length),
-            new_lengths=cache.new_lengths.at[target].set(0),
+            lengths=cache.lengths.at[target].set(length, mode="drop"),
+            new_lengths=cache.new_lengths.at[target].set(0, mode="drop"),
         )
 
     def _index(self, name: str, value: int | Array) -> Array:
         static = _checks.static_int(value)
         if static is not None and not 0 <= static < self.num_sequences:
             raise ValueError(f"{name}: expected 0 to {self.num_sequences - 1}, got {static}")
-        return jnp.asarray(value, jnp.int32)
+        return _checks.integers(name, value, "the index of a sequence", ())
 
 
 def _copy_page(pool: Array, source: Array, target: Array) -> Array:

@@ -52,6 +52,7 @@ def test_defaults():
     whole_pool = PagedCache.create(2, 5, 3, 1, 4)
     assert whole_pool.capacities == (15, 15)
     assert PagedCache.create(2, 5, 3, 1, 4, capacity=7).capacities == (9, 9)  # pages are whole
+    assert pa.PerSequenceCache.create(np.array([4, 8]), 2, 4).capacities == (4, 8)
 
 
 @every_kind
@@ -87,6 +88,8 @@ def test_extend_by_a_number_and_by_counts(kind):
     assert cache.lengths.dtype == cache.new_lengths.dtype == jnp.int32
     cache = cache.extend(np.int64(0))
     np.testing.assert_array_equal(cache.lengths, [3, 5, 2])
+    cache = jax.jit(lambda cache, rows: cache.extend(rows))(cache, 1)
+    np.testing.assert_array_equal(cache.lengths, [4, 6, 3])
 
 
 @every_kind
@@ -113,6 +116,8 @@ def test_overflow_is_counted_and_stays(kind):
         ([0, 2], [0, 3, 0]),
         (jnp.asarray([2, 2]), [3, 3, 0]),
         (np.array([], np.int32), [3, 3, 3]),
+        ([], [3, 3, 3]),
+        (jnp.asarray([3, -1, 0]), [0, 3, 3]),
         (np.array([True, False, False]), [0, 3, 3]),
         (jnp.asarray([True, True, True]), [0, 0, 0]),
     ],
@@ -120,10 +125,10 @@ def test_overflow_is_counted_and_stays(kind):
 )
 def test_reset(kind, which, left):
     cache = create(kind).extend(3)
-    index = np.asarray(which) if isinstance(which, list) else which
-    got = cache.reset(index)
+    got = cache.reset(which)
     np.testing.assert_array_equal(got.lengths, left)
     np.testing.assert_array_equal(got.new_lengths, left)
+    index = np.asarray(which, np.int32) if isinstance(which, list) else which
     traced = jax.jit(lambda cache, index: cache.reset(index))(cache, index)
     np.testing.assert_array_equal(traced.lengths, left)
     for before, after in zip(jax.tree.leaves(cache.k), jax.tree.leaves(got.k), strict=True):
@@ -299,6 +304,15 @@ def test_fork_to_a_prefix_and_onto_itself():
     assert int(cut.num_free) == 5
     check_invariants(cut)
     assert filled(5).fork(0, 1, 99).lengths[1] == 5  # no more than the source has
+
+
+@pytest.mark.parametrize("source, target", [(0, 3), (0, -1), (3, 1), (-1, 1)])
+def test_fork_of_or_to_no_sequence_changes_nothing(source, target):
+    """Traced indices, which no check sees: no page is lost, and nobody else's row is written."""
+    cache = filled(5)
+    got = jax.jit(lambda cache, *ends: cache.fork(*ends))(cache, source, target)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_fork_without_a_page_for_the_copy_overflows_the_target_only():

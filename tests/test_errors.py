@@ -49,6 +49,10 @@ def paged(**options):
     return PagedCache.create(2, 5, 2, 2, 8, capacity=6, dtype="float32", **options)
 
 
+def paged_of(dtype):
+    return PagedCache.create(2, 5, 2, 2, 8, dtype=dtype)
+
+
 def separate(**options):
     return PerSequenceCache.create((6, 8), 2, 8, dtype="float32", **options)
 
@@ -168,8 +172,17 @@ MASKS = {
     ),
 }
 CACHES = {
-    "capacities: expected one capacity a sequence, got none": lambda: PerSequenceCache.create(
-        (), 2, 8
+    "capacities: expected a sequence of ints, one capacity a sequence, got ()": (
+        lambda: PerSequenceCache.create((), 2, 8)
+    ),
+    "capacities: expected a sequence of ints, one capacity a sequence, got 64": (
+        lambda: PerSequenceCache.create(64, 2, 8)
+    ),
+    "dtype: expected a floating-point or integer dtype, got 'bf16'": (
+        lambda: StackedCache.create(2, 6, 2, 8, dtype="bf16")
+    ),
+    "dtype: expected a floating-point or integer dtype, got <class 'bool'>": (
+        lambda: paged_of(bool)
     ),
     "capacities: expected an int of at least 1, got 0": lambda: PerSequenceCache.create(
         (4, 0), 2, 8
@@ -200,6 +213,9 @@ CACHES = {
     "sequences: expected 0 to 1, got 2": lambda: separate().reset(2),
     "source: expected 0 to 1, got 5": lambda: paged().fork(5, 0),
     "target: expected 0 to 1, got -1": lambda: paged().fork(0, -1),
+    "source: expected the index of a sequence, got float32[]": lambda: paged().fork(0.0, 1),
+    "target: expected the index of a sequence, got int32[2]": lambda: paged().fork(0, [1, 0]),
+    "length: expected an int, got float32[]": lambda: paged().fork(0, 1, 1.5),
 }
 APPENDS = {
     f"cache: {CACHE}": lambda: pa.append_kv((), ROW, ROW),
