@@ -6,6 +6,7 @@ Each public call is turned into its two halves (`_problem`): the static problem 
 
 import math
 import operator
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax import lax
 
 from pallas_attn import _device
 from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.masks import Mask
+from pallas_attn.masks import LONGEST, Mask
 
 Array = Any
 
@@ -53,7 +54,7 @@ def attention(
             )
 
     scores = (batch, q_heads, q_len, kv_len)
-    static_offset, offset = _offset(q_offset, batch)
+    static_offset, offset = _offset(q_offset, batch, q_len)
     q_ids, kv_ids = _segments(segment_ids, batch, q_len, kv_len)
     inputs = AttentionInputs(
         q,
@@ -176,7 +177,7 @@ def precision(value: Any, dtype: Any) -> str | None:
         value = jax.config.jax_default_matmul_precision
         if value not in _PRECISIONS:
             value = "default"
-    if value not in _PRECISIONS:
+    if not isinstance(value, Hashable) or value not in _PRECISIONS:
         names = ", ".join(sorted(repr(p) for p in _PRECISIONS if isinstance(p, str)))
         raise ValueError(
             f"precision: expected one of {names}, a jax.lax.Precision or None, got {value!r}"
@@ -217,9 +218,14 @@ def static_int(value: Any) -> int | None:
         return None
 
 
-def _offset(value: Any, batch: int) -> tuple[int, jax.Array | None]:
+def _offset(value: Any, batch: int, q_len: int) -> tuple[int, jax.Array | None]:
     static = static_int(value)
     if static is not None:
+        if not -LONGEST <= static <= LONGEST - q_len:
+            raise ValueError(
+                f"q_offset: expected -2**30 to 2**30 - T = {LONGEST - q_len}, got {static}: "
+                "positions are int32"
+            )
         return static, None
     if hasattr(value, "shape") and value.shape == ():
         value = jnp.broadcast_to(value, (batch,))

@@ -198,6 +198,15 @@ def recorded() -> Iterator[list[str]]:
         _record.reset(token)
 
 
+def check_name(implementation: str | None) -> None:
+    """ValueError where no operation at all has an implementation of that name."""
+    if implementation is not None and implementation not in NAMES:
+        raise ValueError(
+            f"implementation: expected one of {', '.join(map(repr, NAMES))} or None (the "
+            f"fastest), got {implementation!r}"
+        )
+
+
 def select(problem: Problem, implementation: str | None) -> Implementation:
     """The first of the operation's table, fastest first, that takes the problem; or the one that
     was named.
@@ -218,11 +227,7 @@ def _select(problem: Problem, implementation: str | None) -> Implementation:
                 return candidate
             limits[candidate.name] = limit
         raise UnsupportedError(f"No implementation takes {problem}", limits)
-    if implementation not in NAMES:
-        raise ValueError(
-            f"implementation: expected one of {', '.join(map(repr, NAMES))} or None (the "
-            f"fastest), got {implementation!r}"
-        )
+    check_name(implementation)
     for candidate in table:
         if candidate.name == implementation:
             limit = None if isinstance(candidate, Reference) else candidate.limit(problem)

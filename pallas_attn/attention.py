@@ -139,6 +139,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
 def _attend(
     problem: AttentionProblem, inputs: AttentionInputs, implementation: str | None
 ) -> tuple[Array, Array]:
+    _dispatch.check_name(implementation)
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         rows = (problem.batch, problem.q_len, problem.q_heads)
         out = jnp.zeros((*rows, problem.v_head_dim), problem.dtype)

@@ -119,6 +119,7 @@ def _decode(
     problem: DecodeProblem, inputs: DecodeInputs, implementation: str | None
 ) -> tuple[Array, Array]:
     rows = (problem.sequences, problem.q_len, problem.q_heads)
+    _dispatch.check_name(implementation)
     if 0 in rows:
         out = jnp.zeros((*rows, problem.v_head_dim), problem.dtype)
         return out, jnp.zeros((rows[0], rows[2], rows[1]), problem.lse_dtype)

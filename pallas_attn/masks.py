@@ -18,6 +18,10 @@ import numpy as np
 Position = Any  # int, np.ndarray, jax.Array or an in-kernel value of an integer type
 
 
+LONGEST = 2**30  # positions and bounds stay below it, so that their sums stay in int32
+
+
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Mask:
     """A band around the diagonal: the query at position p sees the keys p - left .. p + right, both
@@ -25,8 +29,8 @@ class Mask:
 
     `None` leaves that side unbounded. `Mask(right=0)` is causal, `Mask()` hides nothing. Negative
     bounds are allowed (`Mask(right=-1)` is strictly causal) as long as the band holds at least one
-    diagonal. A mask is static: frozen, hashable, a jit key by value. Lengths, offsets and segment
-    ids are arrays and stay beside it.
+    diagonal. A mask is static: frozen, hashable, a jit key by value, also where it is an argument
+    of a jitted function. Lengths, offsets and segment ids are arrays and stay beside it.
 
         Mask()          Mask(right=0)    Mask(left=1, right=0)    Mask(left=1, right=1)
         1 1 1 1         1 . . .          1 . . .                  1 1 . .
@@ -42,10 +46,15 @@ class Mask:
             value = getattr(self, side)
             if value is None:
                 continue
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
+            if isinstance(value, bool) or not hasattr(value, "__index__") or np.ndim(value):
                 raise ValueError(
                     f"Mask({side}=...) wants an int or None, got {value!r}. A mask is static: "
                     "pass lengths and offsets as arrays beside it."
+                )
+            if not -LONGEST < value < LONGEST:
+                raise ValueError(
+                    f"Mask({side}=...) wants less than 2**30 either way, got {value}: positions "
+                    "are int32. None leaves the side unbounded."
                 )
             object.__setattr__(self, side, operator.index(value))
         if self.left is not None and self.right is not None and self.left + self.right < 0:
@@ -144,7 +153,7 @@ def sliding_window(n: int) -> Mask:
     """Causal attention to the last `n` keys, the query's own among them: `Mask(left=n - 1,
     right=0)`.
     """
-    if isinstance(n, bool) or not hasattr(n, "__index__") or n < 1:
+    if isinstance(n, bool) or not hasattr(n, "__index__") or np.ndim(n) or n < 1:
         raise ValueError(
             "sliding_window(n) wants an int of at least 1 (n counts the query's own key), got "
             f"{n!r}."

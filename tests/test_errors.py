@@ -111,6 +111,13 @@ ATTENTION = {
     "'high', 'highest', 'tensorfloat32', a jax.lax.Precision or None, got 'double'": attend(
         precision="double"
     ),
+    "precision: expected one of 'bfloat16', 'bfloat16_3x', 'default', 'fastest', 'float32', "
+    "'high', 'highest', 'tensorfloat32', a jax.lax.Precision or None, got ['highest']": attend(
+        precision=["highest"]
+    ),
+    # A wrong name is wrong also where there is nothing to compute.
+    "implementation: expected one of 'sm90', 'sm80', 'reference' or None (the fastest), got "
+    "'triton'": attend(k=z(2, 0, 2, 8), v=z(2, 0, 2, 8), implementation="triton"),
     "implementation: expected one of 'sm90', 'sm80', 'reference' or None (the fastest), got "
     "'cudnn'": attend(implementation="cudnn"),
     # ---- lengths, offsets, segments
@@ -125,6 +132,9 @@ ATTENTION = {
     "int32[5]": attend(q_offset=z(5, dtype="int32")),
     "q_offset: expected int32[2] (the position of query row 0, one a batch row, or one int), got "
     "float32[2]": attend(q_offset=z(2)),
+    "q_offset: expected -2**30 to 2**30 - T = 1073741819, got 1073741820: positions are int32": (
+        attend(q_offset=2**30 - 4)
+    ),
     "segment_ids: expected a pair (of q, of kv) or one array for both, got 3 arrays": attend(
         segment_ids=(z(2, 5), z(2, 7), z(2, 7))
     ),
@@ -167,6 +177,10 @@ MASKS = {
     "sliding_window(n) wants an int of at least 1 (n counts the query's own key), got 2.0.": (
         lambda: pa.sliding_window(2.0)
     ),
+    "Mask(right=...) wants less than 2**30 either way, got 1073741824: positions are int32. None "
+    "leaves the side unbounded.": lambda: Mask(right=2**30),
+    "Mask(left=...) wants less than 2**30 either way, got -1099511627776: positions are int32. "
+    "None leaves the side unbounded.": lambda: Mask(left=-(2**40)),
     "Mask(left=1, right=-2) hides every key from every query: left + right must be at least 0.": (
         lambda: Mask(1, -2)
     ),

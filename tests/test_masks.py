@@ -181,6 +181,31 @@ def test_two_equal_masks_compile_once():
     assert traces == [Mask(1, 0)]
 
 
+def test_a_mask_is_static_also_as_an_argument_of_a_jitted_function():
+    x = jnp.ones((1, 3, 1, 4))
+    attend = jax.jit(pa.flash_attention)
+    for mask in (pa.CAUSAL, Mask(0, 0), Mask(np.int64(0), 0)):
+        np.testing.assert_array_equal(
+            attend(x, x, x, mask=mask), pa.flash_attention(x, x, x, mask=mask)
+        )
+    assert attend._cache_size() == 2
+
+
+def test_the_longest_bounds_and_offsets_are_right():
+    """Sums of positions and bounds near 2**30 stay in int32, in plain Python and traced."""
+    most = 2**30 - 1
+    x = jnp.ones((1, 3, 1, 4))
+    for mask, offset, sees in (
+        (Mask(most, most), -(2**30), [0, 1, 2]),
+        (Mask(most, most), 2**30 - 3, [3, 3, 3]),
+        (Mask(most - 2, 0), 2**30 - 3, [3, 2, 1]),
+    ):
+        _, lse = pa.flash_attention_with_lse(x, x, x, mask=mask, q_offset=offset, scale=0.0)
+        want = mask.dense(3, 3, q_offset=offset).sum(1)
+        np.testing.assert_allclose(np.exp(lse)[0, 0], want, rtol=1e-6)
+        np.testing.assert_array_equal(want, sees)
+
+
 def test_the_benchmarks_count_pairs_with_the_same_ranges():
     # kv_range over arrays of positions, as cases.visible_pairs uses it.
     positions = np.arange(7)
