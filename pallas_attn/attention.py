@@ -1,7 +1,9 @@
 """Flash attention: softmax(mask(softcap(scale * q k^T) + bias)) v, differentiable."""
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -201,25 +203,56 @@ def dot_product_attention(  # noqa: PLR0913
     ]
     unbatched = arrays[0].ndim == 3
     q, k, v = (x[None] if x.ndim == 3 else x for x in arrays)
-    if local_window_size is None:
-        band = FULL
-    else:
-        both = local_window_size
-        left, right = both if isinstance(both, (tuple, list)) else (both, both)
-        band = Mask(left, right)
-    out, lse = flash_attention_with_lse(
-        q,
-        k,
-        v,
-        mask=band & CAUSAL if is_causal else band,
-        scale=scale,
-        q_lengths=query_seq_lengths,
-        kv_lengths=key_value_seq_lengths,
-        bias=bias,
-        mask_array=mask,
-        implementation=None if implementation in ("xla", "cudnn") else implementation,
-    )
+    band = _band(local_window_size)
+    with _names_of_jax_nn():
+        out, lse = flash_attention_with_lse(
+            q,
+            k,
+            v,
+            mask=band & CAUSAL if is_causal else band,
+            scale=scale,
+            q_lengths=query_seq_lengths,
+            kv_lengths=key_value_seq_lengths,
+            bias=bias,
+            mask_array=mask,
+            implementation=None if implementation in ("xla", "cudnn") else implementation,
+        )
     residual = jnp.swapaxes(lse, 1, 2)
     if unbatched:
         out, residual = out[0], residual[0]
     return (out, residual) if return_residual else out
+
+
+def _band(local_window_size: Any) -> Mask:
+    if local_window_size is None:
+        return FULL
+    both = local_window_size
+    sides = tuple(both) if isinstance(both, (tuple, list)) else (both, both)
+    try:
+        left, right = sides
+        return Mask(left, right)
+    except ValueError as error:
+        raise ValueError(
+            "local_window_size: expected an int, or a pair of ints (left, right), both of at least "
+            f"0, got {local_window_size!r}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _names_of_jax_nn() -> Iterator[None]:
+    """What is wrong with an argument, under the name that the caller gave it by."""
+    names = {
+        "q": "query",
+        "k": "key",
+        "v": "value",
+        "q_lengths": "query_seq_lengths",
+        "kv_lengths": "key_value_seq_lengths",
+        "mask_array": "mask",
+    }
+    try:
+        yield
+    except ValueError as error:
+        name, colon, rest = str(error).partition(":")
+        if not colon or name not in names:
+            raise
+        raise ValueError(f"{names[name]}:{rest}") from None

@@ -164,8 +164,21 @@ ATTENTION = {
     "sinks: expected float[4] (one logit a query head), got int32[4]": attend(
         sinks=z(4, dtype="int32")
     ),
-    # ---- dot_product_attention names its own arguments where it is the first to look
+    # ---- dot_product_attention names its own arguments
     "query: expected an array, got float": lambda: pa.dot_product_attention(1.0, ROW, ROW),
+    "key: expected dtype float32 as in q, got bfloat16; cast one of them": (
+        lambda: pa.dot_product_attention(ROW, ROW.astype("bfloat16"), ROW)
+    ),
+    "key_value_seq_lengths: expected int32[2] (one length a batch row), got int32[3]": (
+        lambda: pa.dot_product_attention(ROW, ROW, ROW, key_value_seq_lengths=[1, 1, 1])
+    ),
+    "mask: expected bool (True: may be seen), got float32; did you mean bias?": (
+        lambda: pa.dot_product_attention(ROW, ROW, ROW, mask=z(1, 1))
+    ),
+    "local_window_size: expected an int, or a pair of ints (left, right), both of at least 0, got "
+    "(1, 2, 3)": lambda: pa.dot_product_attention(ROW, ROW, ROW, local_window_size=(1, 2, 3)),
+    "local_window_size: expected an int, or a pair of ints (left, right), both of at least 0, got "
+    "1.5": lambda: pa.dot_product_attention(ROW, ROW, ROW, local_window_size=1.5),
 }
 MASKS = {
     "sliding_window(n) wants an int of at least 1 (n counts the query's own key), got 0.": (
