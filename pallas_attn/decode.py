@@ -29,11 +29,15 @@ def decode_attention(  # noqa: PLR0913
     Call it after `write_kv` (or `append_kv`): the cache's lengths count the rows just written, and
     query row i of t stands at position length - t + i.
 
+    Values are read as the numbers that the cache holds: the scale of a quantised K goes into
+    `scale` or q, that of V onto the result.
+
     Args:
       q: `[M, t, N, H]`, or `[M, N, H]` for one token: t = 1 is plain decoding, t > 1 speculative or
         chunked.
       cache: a `PerSequenceCache`, `StackedCache` or `PagedCache` of M sequences.
-      layer: which layer of a cache that holds several: an int or a traced int32.
+      layer: which layer of a cache that holds several: an int or a traced int32 (one that the cache
+        does not have gives NaN).
       mask: `CAUSAL`, `sliding_window(n)` or any `Mask`; positions are those of the sequence.
       scale, softcap, sinks: as in `flash_attention`.
       batch_invariant: the bits of a sequence's result do not depend on what else is in the batch.

@@ -128,8 +128,9 @@ def decode(  # noqa: PLR0913
     + i.
 
     A sequence whose length does not fit in its cache (or whose pages are missing) gives NaN: rows
-    were lost there.
+    were lost there. So does everything where a traced layer is none of the cache's.
     """
+    layers = 1 if layer is None else jax.tree.leaves(k)[0].shape[0]
     k, v = _select_layer(k, layer), _select_layer(v, layer)
     dense = [_dense_rows(cache, page_table) for cache in (k, v)]
     held = _rows_held(k, page_table, lengths)
@@ -144,6 +145,8 @@ def decode(  # noqa: PLR0913
         sinks=sinks,
     )
     lost = lengths > held
+    if layer is not None:
+        lost = lost | (layer < 0) | (layer >= layers)
     return (
         jnp.where(lost[:, None, None, None], jnp.nan, out).astype(q.dtype),
         jnp.where(lost[:, None, None], jnp.nan, lse),

@@ -231,6 +231,18 @@ def test_layers(rng, subject, kind, traced):
 
 @each_subject
 @every_kind
+@pytest.mark.parametrize("layer", [-1, 2, 2**31 - 1])
+def test_a_traced_layer_that_is_none_of_the_caches_gives_nan(rng, subject, kind, layer):
+    q, k, v = rows(rng, 2, CAPACITY, subject.dtype)
+    deep = holding(rng, kind, k, v, (3, CAPACITY), layers=2, layer=1)
+    out, lse = subject.call(
+        pa.decode_attention_with_lse, q[:, :1], deep, layer=jnp.asarray(layer, jnp.int32)
+    )
+    assert np.isnan(np.asarray(out, np.float32)).all() and np.isnan(lse).all()
+
+
+@each_subject
+@every_kind
 def test_one_token_may_leave_its_axis_out(rng, subject, kind):
     _, k, v = rows(rng, 3, CAPACITY, subject.dtype)
     q = rows(rng, 3, 1, subject.dtype)[0]
