@@ -2,8 +2,6 @@
 
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -64,23 +62,3 @@ def test_the_semantics_that_the_readme_and_the_docstrings_share():
     assert "row that sees no key is 0" in pa.flash_attention.__doc__
     assert "-inf for a row that sees no key" in pa.flash_attention_with_lse.__doc__
     assert "NaN" in pa.decode_attention.__doc__
-
-
-def run_py(*flags):
-    command = [sys.executable, str(ROOT / "run.py"), *flags]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-
-
-def test_a_wrong_flag_is_one_line_that_says_what_to_do():
-    for flags in (["--implementation=cudnn"], ["--task=fly"], ["here"], ["--no_such_flag"]):
-        done = run_py(*flags)
-        assert done.returncode != 0
-        complaint = [line for line in done.stderr.splitlines() if line.strip()]
-        assert len(complaint) == 1, done.stderr
-        assert flags[0].split("=")[0].lstrip("-") in complaint[0]
-
-
-def test_help_reads_well():
-    done = run_py("--help")
-    assert "--task" in done.stdout and "python run.py" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr

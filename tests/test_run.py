@@ -47,6 +47,10 @@ def test_a_row_that_cannot_run_is_said_and_fails():
     ("flag", "line"),
     [
         ("--task=dance", "flag --task=dance: value should be one of <parity|bench|tune>"),
+        (
+            "--implementation=cudnn",
+            "flag --implementation=cudnn: value should be one of <sm90|sm80|reference>",
+        ),
         ("--seed=-1", "flag --seed=-1: -1 is not a non-negative integer"),
         ("--nosuch=1", "Unknown command line flag 'nosuch'"),
         ("extra", "run.py takes flags only, got 'extra'"),
@@ -61,7 +65,8 @@ def test_a_wrong_value_is_one_line_that_says_what_to_do(flag, line):
 
 
 def test_help_names_every_flag_of_its_own():
-    status, out, _ = run("--help")
+    status, out, error = run("--help")
+    assert "Traceback" not in out + error and "python run.py" in out
     assert status in (0, 1)  # absl's choice
     for name in ("task", "implementation", "seed", "dtype", "op", "cases", "out", "plot"):
         assert f"--{name}" in out or f"--[no]{name}" in out

@@ -18,6 +18,7 @@ from pallas_attn.masks import CAUSAL
 
 M, CAPACITY, HEADS, KV_HEADS, DIM = 4, 256, 8, 2, 64
 LENGTHS = (0, 1, 130, 255)
+PAGE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,9 @@ def _empty_caches(dtype: str) -> dict[str, Any]:
     return {
         "PerSequenceCache": pallas_attn.PerSequenceCache.create([CAPACITY] * M, **sizes),
         "StackedCache": pallas_attn.StackedCache.create(M, CAPACITY, **sizes),
-        "PagedCache": pallas_attn.PagedCache.create(M, M * 16, 16, capacity=CAPACITY, **sizes),
+        "PagedCache": pallas_attn.PagedCache.create(
+            M, M * CAPACITY // PAGE, PAGE, capacity=CAPACITY, **sizes
+        ),
     }
 
 
@@ -131,12 +134,32 @@ def _filled(kind: str, implementation: str | None, dtype: str, seed: int):
 
 def _append(kind: str) -> Callable[..., tuple[float, float]]:
     def check(implementation: str | None, dtype: str, seed: int) -> tuple[float, float]:
-        cache, _, _ = _filled(kind, implementation, dtype, seed)
-        want, _, _ = _filled(kind, "reference", dtype, seed)
-        pairs = zip(jax.tree.leaves(cache), jax.tree.leaves(want), strict=True)
-        return float(sum(int((a != b).sum()) for a, b in pairs)), 0.0
+        cache, k, v = _filled(kind, implementation, dtype, seed)
+        table = None if cache.page_table is None else np.asarray(cache.page_table)
+        pairs = [(np.asarray(cache.lengths), np.array(LENGTHS) + 1)]
+        for buffers, rows in ((cache.k, k), (cache.v, v)):
+            have = [np.asarray(x) for x in jax.tree.leaves(buffers)]
+            pairs += zip(have, _placed(have, np.asarray(rows), table), strict=True)
+        return float(sum((a != b).sum() for a, b in pairs)), 0.0
 
     return check
+
+
+def _placed(
+    buffers: list[np.ndarray], rows: np.ndarray, table: np.ndarray | None
+) -> list[np.ndarray]:
+    """What the buffers [.., K, rows, H] should hold, row by row in NumPy: the reference appends by
+    the scatters that it is to be compared with.
+    """
+    placed = [np.zeros_like(x) for x in buffers]
+    for m, held in enumerate(LENGTHS):
+        for i in range(held + 1):
+            if table is not None:
+                placed[0][table[m, i // PAGE], :, i % PAGE] = rows[m, i]
+            else:
+                mine = placed[m] if len(placed) > 1 else placed[0][m]
+                mine[:, i] = rows[m, i]
+    return placed
 
 
 def _decode(kind: str) -> Callable[..., tuple[float, float]]:
