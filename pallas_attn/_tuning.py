@@ -158,9 +158,8 @@ def nearest(candidates: tuple[Row, ...], facts: Facts) -> list[Row]:
 def distance(tuned: Facts, facts: Facts) -> float:
     """How far a tuned problem is from another, in factors of two; inf: its choice is no help.
 
-    A head dim takes only rows of its own size or larger, counted in the tiles of 64 that it is
-    padded to: registers and shared memory that sufficed there suffice here, and not the other way
-    round.
+    A head dim takes only rows of its own size or larger: registers and shared memory that sufficed
+    there suffice here, and not the other way round.
     """
     if _width(tuned) != _width(facts) or tuned.get("precision") != facts.get("precision"):
         return math.inf
@@ -168,7 +167,7 @@ def distance(tuned: Facts, facts: Facts) -> float:
         tuned.get("kind") != facts.get("kind")
     )
     for name in ("head_dim", "v_head_dim"):
-        have, want = (-(-one.get(name, 0) // 64) for one in (tuned, facts))
+        have, want = (one.get(name, 0) for one in (tuned, facts))
         if have < want:
             return math.inf
         total += 8.0 * math.log2(max(have, 1) / max(want, 1))
