@@ -54,7 +54,7 @@ def attention(
             )
 
     scores = (batch, q_heads, q_len, kv_len)
-    static_offset, offset = _offset(q_offset, batch, q_len)
+    static_offset, offset = _offset(q_offset, batch)
     q_ids, kv_ids = _segments(segment_ids, batch, q_len, kv_len)
     inputs = AttentionInputs(
         q,
@@ -218,13 +218,12 @@ def static_int(value: Any) -> int | None:
         return None
 
 
-def _offset(value: Any, batch: int, q_len: int) -> tuple[int, jax.Array | None]:
+def _offset(value: Any, batch: int) -> tuple[int, jax.Array | None]:
     static = static_int(value)
     if static is not None:
-        if not -LONGEST <= static <= LONGEST - q_len:
+        if not -LONGEST // 2 <= static <= LONGEST // 2:
             raise ValueError(
-                f"q_offset: expected -2**30 to 2**30 - T = {LONGEST - q_len}, got {static}: "
-                "positions are int32"
+                f"q_offset: expected -2**29 to 2**29, got {static}: positions are int32"
             )
         return static, None
     if hasattr(value, "shape") and value.shape == ():

@@ -122,6 +122,11 @@ def _varying(array: jax.Array) -> frozenset[str]:
     return jax.typeof(array).manual_axis_type.varying
 
 
+def varying_like(array: jax.Array, other: jax.Array) -> jax.Array:
+    """The array, said to differ along the mesh axes that the other one differs along."""
+    return _as_varying(array, _varying(other))
+
+
 def _as_varying(array: jax.Array, axes: frozenset[str]) -> jax.Array:
     """A kernel's result, said to differ along the mesh axes that its operands differ along."""
     missing = tuple(sorted(axes - _varying(array)))

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import _checks
+from pallas_attn import _checks, _sharding
 
 Array = jax.Array
 
@@ -114,7 +114,9 @@ class KVCache:
         known only at run time are dropped by the write, counted by `lengths` and shown by
         `overflowed`.
         """
-        taken = self._rows(rows)
+        # Inside shard_map, what a loop carries must not change its type: counts are often the same
+        # on every device where lengths are not.
+        taken = _sharding.varying_like(self._rows(rows), self.lengths)
         return self._with(lengths=self.lengths + taken, new_lengths=taken)
 
     def _rows(self, rows: int | Array) -> Array:

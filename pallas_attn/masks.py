@@ -18,7 +18,7 @@ import numpy as np
 Position = Any  # int, np.ndarray, jax.Array or an in-kernel value of an integer type
 
 
-LONGEST = 2**30  # positions and bounds stay below it, so that their sums stay in int32
+LONGEST = 2**30  # bounds stay below it and offsets below half of it: their sums stay in int32
 
 
 @jax.tree_util.register_static

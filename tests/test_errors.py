@@ -132,8 +132,8 @@ ATTENTION = {
     "int32[5]": attend(q_offset=z(5, dtype="int32")),
     "q_offset: expected int32[2] (the position of query row 0, one a batch row, or one int), got "
     "float32[2]": attend(q_offset=z(2)),
-    "q_offset: expected -2**30 to 2**30 - T = 1073741819, got 1073741820: positions are int32": (
-        attend(q_offset=2**30 - 4)
+    "q_offset: expected -2**29 to 2**29, got 536870913: positions are int32": (
+        attend(q_offset=2**29 + 1)
     ),
     "segment_ids: expected a pair (of q, of kv) or one array for both, got 3 arrays": attend(
         segment_ids=(z(2, 5), z(2, 7), z(2, 7))

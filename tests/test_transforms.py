@@ -329,6 +329,24 @@ def test_shard_map_of_append_and_decode(rng, kind, over):
     same(compiled(*placed), wanted)
 
 
+@pytest.mark.parametrize("kind, over", DECODES)
+def test_a_loop_over_steps_inside_shard_map(rng, kind, over):
+    """What a loop carries keeps its type, also where every device takes as many rows."""
+    q, k, v = draw(rng, batch=4, q_len=1, kv_len=1)
+
+    def loop(cache, q, k, v):
+        step = lambda cache, _: decode_step(cache, q, k, v)  # noqa: E731
+        return jax.lax.scan(step, cache, None, length=3)
+
+    cache = create(kind, 4)
+    wanted = jax.jit(loop)(cache, q, k, v)
+    specs, rows = cache_specs(cache, over), SPECS[over]
+    split = jax.shard_map(
+        loop, mesh=mesh(), in_specs=(specs, rows, rows, rows), out_specs=(specs, P(None, *rows))
+    )
+    same(jax.jit(split)(cache, q, k, v), wanted)
+
+
 def test_explicit_sharding(rng):
     """Axes whose placement is part of the types."""
     arrays = draw(rng, batch=4)
@@ -349,6 +367,17 @@ def test_export_of_attention(rng):
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     for platforms in (None, ("cpu", "cuda")):  # the reference is the same program anywhere
         exported = jax.export.export(run, platforms=platforms)(*shapes)
+        same(exported.call(*arrays), run(*arrays))
+
+
+def test_export_with_symbolic_sizes(rng):
+    """One exported program for every batch and length."""
+    run = jax.jit(functools.partial(pa.flash_attention, mask=CAUSAL))
+    batch, length = jax.export.symbolic_shape("b, t")
+    shapes = [jax.ShapeDtypeStruct((batch, length, n, 8), "float32") for n in (4, 2, 2)]
+    exported = jax.export.export(run)(*shapes)
+    for sizes in ((2, 6, 6), (3, 5, 5)):
+        arrays = draw(rng, *sizes)
         same(exported.call(*arrays), run(*arrays))
 
 
