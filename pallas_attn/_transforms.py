@@ -22,6 +22,7 @@ from pallas_attn._problem import (
     DecodeInputs,
     DecodeProblem,
 )
+from pallas_attn.errors import Limit, UnsupportedError
 
 Array = jax.Array
 
@@ -162,7 +163,7 @@ def append(kernel: Any, problem: AppendProblem, inputs: AppendInputs):
     axes = _cache_axes(problem, inputs.k_cache, "h") + _cache_axes(problem, inputs.v_cache, "e")
     new = [("m", "t", "k", "h"), ("m", "t", "k", "e")][: 1 if inputs.v is None else 2]
     axes += new + _state_axes(inputs.new_lengths, inputs.page_table, inputs.layer)
-    results = _cache_call(run, leaves, axes, axes[:caches], problem.kind)
+    results = _cache_call(run, leaves, axes, axes[:caches], problem)
     return jax.tree.unflatten(result_tree, results)
 
 
@@ -185,10 +186,12 @@ def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
     axes += _state_axes(None, inputs.page_table, inputs.layer)
     axes += [] if inputs.sinks is None else [(heads,)]
     outputs = [("m", "t", heads, "e"), ("m", heads, "t")]
-    return _cache_call(run, leaves, axes, outputs, problem.kind)
+    return _cache_call(run, leaves, axes, outputs, problem)
 
 
-def _cache_call(run: Any, leaves: list, axes: list, outputs: list, kind: str) -> tuple[Array, ...]:
+def _cache_call(
+    run: Any, leaves: list, axes: list, outputs: list, problem: AppendProblem | DecodeProblem
+) -> tuple[Array, ...]:
     """`run` of the leaves that are arrays; a static layer stays what it is."""
     dynamic = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
@@ -198,10 +201,17 @@ def _cache_call(run: Any, leaves: list, axes: list, outputs: list, kind: str) ->
             full[n] = array
         return run(*full)
 
+    @jax.custom_jvp
     @sequential_vmap
     def call(*arrays: Array):
-        free = ("m", "k") if kind == "stacked" else ("k",)
+        free = ("m", "k") if problem.kind == "stacked" else ("k",)
         return _sharding.over_devices(given, arrays, [axes[n] for n in dynamic], outputs, free)
+
+    @call.defjvp
+    def no_derivative(primals: Any, tangents: Any):
+        del primals, tangents
+        limit = Limit("kernels over caches have no derivative", 'pass implementation="reference"')
+        raise UnsupportedError(f"{problem.op} is differentiated: {problem}", {problem.op: limit})
 
     return call(*(leaves[n] for n in dynamic))
 

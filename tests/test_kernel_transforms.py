@@ -318,6 +318,23 @@ def test_no_backward_yet_is_said_when_differentiated():
     )
 
 
+@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
+def test_a_cache_operation_that_is_differentiated_says_what_to_do(derivative):
+    cache = pallas_attn.StackedCache.create(2, 8, 2, 64)
+
+    def rows(new):
+        return pallas_attn.append_kv(cache, new, new).k.astype(jnp.float32)
+
+    with _device.assume("sm90"), pytest.raises(pallas_attn.UnsupportedError) as refused:
+        jax.jit(derivative(rows)).trace(jnp.zeros((2, 1, 2, 64), jnp.bfloat16))
+    assert str(refused.value) == (
+        "append is differentiated: append on sm90: bfloat16 k[2,1,2,64] into stacked bfloat16 "
+        "caches of 8 rows\n"
+        "  append: kernels over caches have no derivative\n"
+        '    -> pass implementation="reference"'
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, 0), (0, 0, None)])
 def test_vmap_of_the_kernel_is_the_kernel_mapped(axes):
