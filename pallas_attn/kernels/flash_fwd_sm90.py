@@ -115,6 +115,11 @@ class Plan:
         return self.q_tiles * self.tile_rows
 
     @property
+    def idle_rows(self) -> bool:
+        """Whether some warpgroup has rows past T only."""
+        return self.padded_rows - self.problem.q_len >= ROWS
+
+    @property
     def heads(self) -> int:
         return self.problem.batch * self.problem.q_heads
 
@@ -156,8 +161,11 @@ class Plan:
         if dynamic & set(self.problem.arrays):
             return spans.PARTS
         found: set[str] = set()
-        for row in range(0, self.padded_rows, ROWS):
+        for row in range(0, self.problem.q_len, ROWS):
             found |= self.span(self.problem.q_offset + row, ROWS, self.problem.kv_len).parts()
+        if self.idle_rows:
+            last = self.problem.q_offset + self.problem.q_len - 1
+            found |= self.span(last, 1, self.problem.kv_len).parts()
         return frozenset(found)
 
     def span(self, position: Any, rows: Any, kv_len: Any) -> Span:
@@ -310,19 +318,25 @@ def _tile(plan: Plan, refs: Refs, code: Any) -> Tile:
 
 def _own_span(plan: Plan, refs: Refs, tile: Tile, wg: Any) -> Span:
     """The key tiles of one warpgroup's rows; lo == hi == 0 where there is none."""
-    row = tile.row + wg * ROWS
-    rows = ROWS if tile.q_len is None else jnp.minimum(ROWS, tile.q_len - row)
+    row, rows = tile.row + wg * ROWS, ROWS
+    if plan.idle_rows:  # all of them past T: as if they were the last one, and of one key tile only
+        idle = row >= plan.problem.q_len
+        row, rows = jnp.where(idle, plan.problem.q_len - 1, row), jnp.where(idle, 1, ROWS)
+    if tile.q_len is not None:
+        rows = jnp.minimum(rows, tile.q_len - row)
     span = plan.span(tile.q_offset + row, rows, tile.kv_len)
     if plan.has("q_segment_ids"):
         unit = lax.div(row, jnp.int32(ROWS))
         span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
     if plan.has("mask_array"):
         span = span._replace(full_hi=span.full_lo)
+    if plan.idle_rows:
+        span = span._replace(lo=jnp.where(idle, jnp.maximum(span.hi - 1, span.lo), span.lo))
+    if "empty" not in plan.parts:
+        return span
     none = span.hi <= span.lo
     if tile.q_len is not None:
         none = none | (rows <= 0)
-    if isinstance(none, bool) or "empty" not in plan.parts:
-        return span
     return span._replace(lo=jnp.where(none, 0, span.lo), hi=jnp.where(none, 0, span.hi))
 
 
