@@ -24,6 +24,15 @@ def test_the_program_is_of_fifteen_lines():
     assert len(lines) <= 15
 
 
+def test_the_program_updates_its_cache_in_place():
+    scope = {}
+    exec(compile(PROGRAMS[0], "README.md", "exec"), scope)  # noqa: S102
+    cache, q, k, v = (scope[name] for name in ("cache", "q", "k", "v"))
+    before = [x.unsafe_buffer_pointer() for x in (*cache.k, *cache.v)]
+    cache, _ = scope["step"](cache, q[:, 0], k[:, 0], v[:, 0])
+    assert [x.unsafe_buffer_pointer() for x in (*cache.k, *cache.v)] == before
+
+
 def test_the_comments_in_the_program_are_true(capsys):
     exec(compile(PROGRAMS[0], "README.md", "exec"), {})  # noqa: S102
     printed = re.search(r"print\(.*?\)\s*# (.*)", PROGRAMS[0]).group(1)

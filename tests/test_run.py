@@ -64,6 +64,13 @@ def test_a_wrong_value_is_one_line_that_says_what_to_do(flag, line):
     assert run(flag) == (2, "", f"{line}; see python run.py --help\n")
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/[bt]*.cfg")), ids=lambda path: path.stem)
+def test_every_flagfile_gets_as_far_as_the_gpu(path):
+    """Flags, cases and peers are looked at before the machine is."""
+    status, out, error = run(f"--flagfile={path.relative_to(ROOT)}")
+    assert (status, out) == (2, "") and "times a GPU and jax found none" in error
+
+
 def test_help_names_every_flag_of_its_own():
     status, out, error = run("--help")
     assert "Traceback" not in out + error and "python run.py" in out
