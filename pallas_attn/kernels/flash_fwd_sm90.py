@@ -7,7 +7,7 @@ TFLOP/s); ordering the warpgroups by barriers on top of it lost 4 % and is not d
 
 Grid: one block a multiprocessor, which takes every `ctas`-th tile of work. A tile is
 `64 * warpgroups` query rows of one head. Tiles are ordered longest first (causal: last rows first)
-within sections of heads whose K and V fit in half of L2 together; the query heads of a kv head are
+within sections of heads, so that K and V are read from L2; the query heads of a kv head are
 neighbours. A block has `warpgroups` warpgroups that compute, 64 rows each, and one that loads.
 
 Keys are taken from the last tile to the first: what the diagonal, a length or the end of S cuts
@@ -43,7 +43,7 @@ ROWS = 64  # of a warpgroup: what one wgmma takes
 SMEM_LIMIT = 232_448
 BARRIERS = 1024  # bytes kept for them and for alignment
 TILE_OVERHEAD = 1.5  # of a tile of work, in steps of one key tile
-SECTION_BYTES = 24 * 2**20  # of K and V that the tiles in flight should share: half of L2
+SECTION_BYTES = 64 * 2**20  # of K and V of a section: about L2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Config:
     warpgroups: int = 2  # that compute
     block_kv: int = 128
     stages: int = 2
-    section: int = 0  # heads whose tiles are taken together; 0: as SECTION_BYTES says
+    section: int = 0  # heads whose tiles of work are taken together; 0: see Plan.section
     ctas: int = 132  # blocks; 0: one a tile of work
 
     def __post_init__(self):
@@ -130,11 +130,20 @@ class Plan:
 
     @property
     def section(self) -> int:
-        problem = self.problem
-        if self.config.section:
-            return min(self.config.section, self.heads)
-        one = 2 * problem.kv_len * (problem.head_dim + problem.v_head_dim)
-        return min(max(1, SECTION_BYTES // one) * problem.group, self.heads)
+        """Heads whose tiles of work are taken together. Where all tiles cost the same, as many as
+        fill the blocks once: they walk down the same keys side by side. Else as many as keep their
+        K and V in L2, in sections of one size: a short last one would begin with long tiles again.
+        """
+        problem, config = self.problem, self.config
+        if config.section:
+            return min(config.section, self.heads)
+        if problem.mask.right is None:
+            fit = (config.ctas or 132) // self.q_tiles
+        else:
+            one = 2 * problem.kv_len * (problem.head_dim + problem.v_head_dim)
+            fit = SECTION_BYTES // one * problem.group
+        sections = pl.cdiv(self.heads, max(fit, problem.group))
+        return pl.cdiv(self.heads, sections)
 
     @property
     def ctas(self) -> int:
