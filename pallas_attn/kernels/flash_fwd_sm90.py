@@ -31,19 +31,17 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels import operands, softmax, spans, tiles
+from pallas_attn.kernels import logits, operands, softmax, spans, tiles
+from pallas_attn.kernels.flash_plan import ROWS, Plan, dealt
+from pallas_attn.kernels.logits import Refs, Rows, Tile
 from pallas_attn.kernels.spans import Span
 
-ROWS = 64  # of a warpgroup: what one wgmma takes
 SMEM_LIMIT = 232_448
 BARRIERS = 1024  # bytes kept for them and for alignment
-TILE_OVERHEAD = 1.5  # of a tile of work, in steps of one key tile
-SECTION_BYTES = 64 * 2**20  # of K and V of a section: about L2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,122 +91,6 @@ def limit(problem: AttentionProblem) -> Limit | None:
     if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
         return Limit("it counts query rows of all heads in 32 bits", "split the batch")
     return None
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A problem and a config, and what follows from them before anything runs."""
-
-    problem: AttentionProblem
-    config: Config
-
-    @property
-    def tile_rows(self) -> int:
-        return ROWS * self.config.warpgroups
-
-    @property
-    def q_tiles(self) -> int:
-        return pl.cdiv(self.problem.q_len, self.tile_rows)
-
-    @property
-    def padded_rows(self) -> int:
-        return self.q_tiles * self.tile_rows
-
-    @property
-    def idle_rows(self) -> bool:
-        """Whether some warpgroup has rows past T only."""
-        return self.padded_rows - self.problem.q_len >= ROWS
-
-    @property
-    def heads(self) -> int:
-        return self.problem.batch * self.problem.q_heads
-
-    @property
-    def code_bits(self) -> int:
-        """Of a tile's code in `dealt`: the low ones say which rows, those above which head."""
-        return (self.q_tiles - 1).bit_length()
-
-    @property
-    def section(self) -> int:
-        """Heads whose tiles of work are taken together. Where all tiles cost the same, as many as
-        fill the blocks once: they walk down the same keys side by side. Else as many as keep their
-        K and V in L2, in sections of one size: a short last one would begin with long tiles again.
-        """
-        problem, config = self.problem, self.config
-        if config.section:
-            return min(config.section, self.heads)
-        if problem.mask.right is None:
-            fit = (config.ctas or 132) // self.q_tiles
-        else:
-            one = 2 * problem.kv_len * (problem.head_dim + problem.v_head_dim)
-            fit = SECTION_BYTES // one * problem.group
-        sections = pl.cdiv(self.heads, max(fit, problem.group))
-        return pl.cdiv(self.heads, sections)
-
-    @property
-    def ctas(self) -> int:
-        work = self.heads * self.q_tiles
-        return min(self.config.ctas or work, work)
-
-    @property
-    def unit(self) -> float | None:
-        """What turns a raw score into log2 units; None where logits need more than a factor."""
-        problem = self.problem
-        if problem.softcap is not None or self.has("bias") or problem.scale <= 0:
-            return None
-        return problem.scale * softmax.LOG2_E
-
-    @property
-    def ragged_keys(self) -> bool:
-        """Whether the last key tile may hold rows that are no keys."""
-        return self.has("kv_lengths") or self.problem.kv_len % self.config.block_kv != 0
-
-    @functools.cached_property
-    def parts(self) -> frozenset[str]:
-        """Which parts of a warpgroup's key range occur: "empty", "first_masked", "high", "low"."""
-        dynamic = {"q_offset", "q_lengths", "kv_lengths", "q_segment_ids", "mask_array"}
-        if dynamic & set(self.problem.arrays):
-            return spans.PARTS
-        found: set[str] = set()
-        for row in range(0, self.problem.q_len, ROWS):
-            found |= self.span(self.problem.q_offset + row, ROWS, self.problem.kv_len).parts()
-        if self.idle_rows:
-            last = self.problem.q_offset + self.problem.q_len - 1
-            found |= self.span(last, 1, self.problem.kv_len).parts()
-        return frozenset(found)
-
-    def span(self, position: Any, rows: Any, kv_len: Any) -> Span:
-        return spans.of_rows(self.problem.mask, position, rows, kv_len, self.config.block_kv)
-
-    @property
-    def k_width(self) -> int:
-        return operands.width_in_smem(self.problem.head_dim)
-
-    @property
-    def v_width(self) -> int:
-        return operands.width_in_smem(self.problem.v_head_dim)
-
-    def has(self, name: str) -> bool:
-        return name in self.problem.arrays
-
-
-class Refs(NamedTuple):
-    """Global memory. None: not in this problem."""
-
-    q: Any
-    k: Any
-    v: Any
-    v_edge: Any  # [B, block_kv, K, Hv]: the value tile that kv_lengths cuts, 0 past the length
-    q_offset: Any
-    q_lengths: Any
-    kv_lengths: Any
-    q_segment_ids: Any  # [B, q_tiles * tile_rows]
-    kv_segment_ids: Any  # [B, kv_tiles * block_kv]
-    segment_spans: Any  # int32[B, 4, q_tiles * warpgroups]: lo, full_lo, full_hi, hi in key tiles
-    bias: Any
-    mask_array: Any
-    sinks: Any
-    dealt: Any  # int32[blocks, n]: how many tiles of work a block takes, and which: `_dealt`
 
 
 class Smem(NamedTuple):
@@ -277,37 +159,6 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 # ---- which work ---------------------------------------------------------------------------------
 
 
-class Tile(NamedTuple):
-    """A tile of work."""
-
-    batch: Any
-    head: Any
-    row: Any  # of the block's first query
-    q_offset: Any  # position of query row 0
-    q_len: Any  # None: all rows count
-    kv_len: Any
-
-
-@functools.lru_cache(maxsize=64)
-def _dealt(plan: Plan) -> np.ndarray:
-    """Which tiles of work each block takes, in codes for `_tile`: by section, then by rows, then by
-    head; see `spans.deal`. Lengths, offsets and segments are not known here: as if there were none.
-    """
-    problem, q_tiles = plan.problem, np.arange(plan.q_tiles)
-    if problem.mask.right is not None:
-        q_tiles = q_tiles[::-1]  # the last rows see most
-    costs = np.full(plan.q_tiles, TILE_OVERHEAD)
-    for tile in range(plan.q_tiles):
-        span = plan.span(problem.q_offset + tile * plan.tile_rows, plan.tile_rows, problem.kv_len)
-        costs[tile] += max(span.hi - span.lo, 0)
-    codes = []
-    for first in range(0, plan.heads, plan.section):
-        heads = np.arange(first, min(first + plan.section, plan.heads))
-        codes.append((heads[None] << plan.code_bits) + q_tiles[:, None])
-    order = np.concatenate([code.ravel() for code in codes])
-    return spans.deal(order, costs[order & ((1 << plan.code_bits) - 1)], plan.ctas)
-
-
 def _tile(plan: Plan, refs: Refs, code: Any) -> Tile:
     problem = plan.problem
     head = lax.shift_right_logical(code, jnp.int32(plan.code_bits))
@@ -350,7 +201,7 @@ def _own_span(plan: Plan, refs: Refs, tile: Tile, wg: Any) -> Span:
 
 
 def _block_span(plan: Plan, refs: Refs, tile: Tile) -> tuple[Any, Any]:
-    """Key tiles [lo, hi) that the block loads: from the first to the last that a warpgroup wants."""
+    """Key tiles [lo, hi) that the block loads: all that some warpgroup wants."""
     spans = [_own_span(plan, refs, tile, wg) for wg in range(plan.config.warpgroups)]
     if "empty" not in plan.parts:
         lo = functools.reduce(jnp.minimum, [span.lo for span in spans])
@@ -389,7 +240,7 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
 
 
 def _load_entry(plan: Plan, refs: Refs, smem: Smem, tile: Tile, entry: tuple[Any, ...]) -> None:
-    """Key tile t and the value tile before it, t + 1: the first entry has no values, the last no keys."""
+    """Key tile t and the value tile before it; the first entry has no values, the last no keys."""
     e, last, t, slot = entry
     block, ready = plan.config.block_kv, smem.ready.at[slot]
     head = lax.div(tile.head, jnp.int32(plan.problem.group))
@@ -424,15 +275,6 @@ def _load_q(plan: Plan, refs: Refs, smem: Smem, tile: Tile, wg: Any) -> None:
 # ---- computing ----------------------------------------------------------------------------------
 
 
-class Rows(NamedTuple):
-    """Where a warpgroup stands: its tile of work, its rows and its key tiles."""
-
-    tile: Tile
-    row: Any
-    wg: Any
-    span: Span
-
-
 class State(NamedTuple):
     """What is carried from key tile to key tile."""
 
@@ -440,55 +282,6 @@ class State(NamedTuple):
     total: Any  # [ROWS, PARTS]
     top: Any  # [ROWS]
     p: Any  # [ROWS, block_kv]: of the tile whose values are still to come
-
-
-def _logits(plan: Plan, refs: Refs, rows: Rows, t: Any, s: Any, masked: bool) -> Any:
-    """Scores of key tile t -> logits, in log2 units if `plan.unit` is None."""
-    problem, start = plan.problem, t * plan.config.block_kv
-    if plan.unit is None:
-        s = s * problem.scale
-        if problem.softcap is not None:
-            s = softmax.capped(s, problem.softcap)
-        if plan.has("bias"):
-            s = s + _read(refs.bias, rows, start, s.shape).astype(jnp.float32)
-        s = s * softmax.LOG2_E
-    if not masked:
-        return s
-    seen = problem.mask.allows(
-        tiles.positions(s.shape, 0, rows.tile.q_offset + rows.row),
-        tiles.positions(s.shape, 1, start),
-        rows.tile.kv_len if plan.ragged_keys else None,
-        *_segments(plan, refs, rows, start, s.shape),
-    )
-    if plan.has("mask_array"):
-        given = _read(refs.mask_array, rows, start, s.shape) != 0
-        seen = given if seen is True else seen & given
-    return s if seen is True else jnp.where(seen, s, -jnp.inf)
-
-
-def _segments(plan: Plan, refs: Refs, rows: Rows, start: Any, shape: Any) -> tuple[Any, Any]:
-    if not plan.has("q_segment_ids"):
-        return None, None
-    q_ids = refs.q_segment_ids.at[rows.tile.batch, pl.ds(rows.row, shape[0])]
-    kv_ids = refs.kv_segment_ids.at[rows.tile.batch, pl.ds(start, shape[1])]
-    return (
-        lax.broadcast_in_dim(tiles.load(q_ids, tiles.ROW), shape, [0]),
-        lax.broadcast_in_dim(tiles.load(kv_ids, tiles.COLUMN), shape, [1]),
-    )
-
-
-def _read(ref: Any, rows: Rows, start: Any, shape: tuple[int, int]) -> Any:
-    """The part of a [B|1, N|1, T|1, S|1] array that a tile meets."""
-    batch, heads, queries, keys = ref.shape
-    where = (rows.tile.batch if batch > 1 else 0, rows.tile.head if heads > 1 else 0)
-    down, across = pl.ds(rows.row, shape[0]), pl.ds(start, shape[1])
-    if queries > 1 and keys > 1:
-        return tiles.load(ref.at[*where, down, across], tiles.TILE)
-    if queries > 1:
-        return lax.broadcast_in_dim(tiles.load(ref.at[*where, down, 0], tiles.ROW), shape, [0])
-    if keys > 1:
-        return lax.broadcast_in_dim(tiles.load(ref.at[*where, 0, across], tiles.COLUMN), shape, [1])
-    return tiles.spread(ref[*where, 0, 0], shape)
 
 
 def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[State, Any]:
@@ -501,9 +294,9 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[
     plgpu.barrier_wait(smem.ready.at[slot])
     s = tiles.matmul(shape, smem.q.at[rows.wg], smem.k.at[slot].transpose((1, 0)))
     plgpu.barrier_arrive(smem.free.at[slot])
-    logits = _logits(plan, refs, rows, span.hi - 1, s, "first_masked" in plan.parts)
+    given = logits.of_scores(plan, refs, rows, span.hi - 1, s, "first_masked" in plan.parts)
     top = tiles.filled((ROWS,), -jnp.inf)
-    new = softmax.step(logits, plan.unit, top, guarded=True)
+    new = softmax.step(given, plan.unit, top, guarded=True)
     acc = tiles.filled((ROWS, plan.v_width), 0.0)
     state = State(acc, new.total, new.top, new.p.astype(dtype))
 
@@ -517,8 +310,8 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[
             plgpu.wgmma(out, state.p, smem.v.at[slot])
 
         def work(s):
-            logits = _logits(plan, refs, rows, t, s, masked)
-            return softmax.step(logits, plan.unit, state.top, guarded=masked or guarded)
+            given = logits.of_scores(plan, refs, rows, t, s, masked)
+            return softmax.step(given, plan.unit, state.top, guarded=masked or guarded)
 
         like = softmax.Step(
             tiles.filled(shape, 0.0), state.top, state.top, state.total, jnp.int32(0) + slot
@@ -613,7 +406,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, An
     plgpu.wait_smem_to_gmem(0)
 
 
-def _finish(plan: Plan, refs: Refs, smem: Smem, outs: Any, rows: Rows, result: Any) -> None:  # noqa: PLR0913
+def _finish(plan: Plan, refs: Refs, smem: Smem, outs: Any, rows: Rows, result: Any) -> None:
     acc, total, top = result
     out_ref, lse_ref = outs
     sink = refs.sinks[rows.tile.head] if plan.has("sinks") else None
@@ -696,7 +489,7 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
         if (array := fields.get(name)) is not None:
             array = array.astype(jnp.int8) if name == "mask_array" else array
             fields[name] = operands.padded(array, {2: rows, 3: keys})
-    fields["dealt"] = jnp.asarray(_dealt(plan))
+    fields["dealt"] = jnp.asarray(dealt(plan))
     if plan.has("q_segment_ids"):
         q_ids = operands.extended(inputs.q_segment_ids, rows)
         kv_ids = operands.extended(inputs.kv_segment_ids, keys)

@@ -1,4 +1,4 @@
-"""What is done to arrays before a kernel reads them, so that TMA can: by XLA, and only where it must.
+"""What XLA does to arrays before a kernel reads them, so that TMA can; only where it must.
 
 Mosaic's TMA clips at whole tiles of 8 rows and of 16 columns or more, where it could clip anywhere.
 Rows and columns beyond are zeros.
@@ -43,7 +43,7 @@ def for_tma(x: Any) -> Any:
 
 
 def padded(array: Any, sizes: dict[int, int]) -> Any:
-    """Axes as long as `sizes` says, of zeros at the end; an axis of length 1 stays: it broadcasts."""
+    """Axes as long as `sizes` says, zeros at the end; one of length 1 stays: it broadcasts."""
     widths = [
         (0, sizes[axis] - n if axis in sizes and n > 1 else 0) for axis, n in enumerate(array.shape)
     ]

@@ -1,0 +1,135 @@
+"""What follows from a problem and a configuration before a forward kernel runs: sizes, and who does
+what in which order.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.experimental.pallas as pl
+import numpy as np
+
+from pallas_attn._problem import AttentionProblem
+from pallas_attn.kernels import operands, softmax, spans
+from pallas_attn.kernels.spans import Span
+
+ROWS = 64  # of a warpgroup: what one wgmma takes
+TILE_OVERHEAD = 1.5  # of a tile of work, in steps of one key tile
+SECTION_BYTES = 64 * 2**20  # of K and V of a section: about L2
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A problem and a config, and what follows from them before anything runs."""
+
+    problem: AttentionProblem
+    config: Any  # the kernel's Config
+
+    @property
+    def tile_rows(self) -> int:
+        return ROWS * self.config.warpgroups
+
+    @property
+    def q_tiles(self) -> int:
+        return pl.cdiv(self.problem.q_len, self.tile_rows)
+
+    @property
+    def padded_rows(self) -> int:
+        return self.q_tiles * self.tile_rows
+
+    @property
+    def idle_rows(self) -> bool:
+        """Whether some warpgroup has rows past T only."""
+        return self.padded_rows - self.problem.q_len >= ROWS
+
+    @property
+    def heads(self) -> int:
+        return self.problem.batch * self.problem.q_heads
+
+    @property
+    def code_bits(self) -> int:
+        """Of a tile's code in `dealt`: the low ones say which rows, those above which head."""
+        return (self.q_tiles - 1).bit_length()
+
+    @property
+    def section(self) -> int:
+        """Heads whose tiles of work are taken together. Where all tiles cost the same, as many as
+        fill the blocks once: they walk down the same keys side by side. Else as many as keep their
+        K and V in L2, in sections of one size: a short last one would begin with long tiles again.
+        """
+        problem, config = self.problem, self.config
+        if config.section:
+            return min(config.section, self.heads)
+        if problem.mask.right is None:
+            fit = (config.ctas or 132) // self.q_tiles
+        else:
+            one = 2 * problem.kv_len * (problem.head_dim + problem.v_head_dim)
+            fit = SECTION_BYTES // one * problem.group
+        sections = pl.cdiv(self.heads, max(fit, problem.group))
+        return pl.cdiv(self.heads, sections)
+
+    @property
+    def ctas(self) -> int:
+        work = self.heads * self.q_tiles
+        return min(self.config.ctas or work, work)
+
+    @property
+    def unit(self) -> float | None:
+        """What turns a raw score into log2 units; None where logits need more than a factor."""
+        problem = self.problem
+        if problem.softcap is not None or self.has("bias") or problem.scale <= 0:
+            return None
+        return problem.scale * softmax.LOG2_E
+
+    @property
+    def ragged_keys(self) -> bool:
+        """Whether the last key tile may hold rows that are no keys."""
+        return self.has("kv_lengths") or self.problem.kv_len % self.config.block_kv != 0
+
+    @functools.cached_property
+    def parts(self) -> frozenset[str]:
+        """Which parts of a warpgroup's key range occur: "empty", "first_masked", "high", "low"."""
+        dynamic = {"q_offset", "q_lengths", "kv_lengths", "q_segment_ids", "mask_array"}
+        if dynamic & set(self.problem.arrays):
+            return spans.PARTS
+        found: set[str] = set()
+        for row in range(0, self.problem.q_len, ROWS):
+            found |= self.span(self.problem.q_offset + row, ROWS, self.problem.kv_len).parts()
+        if self.idle_rows:
+            last = self.problem.q_offset + self.problem.q_len - 1
+            found |= self.span(last, 1, self.problem.kv_len).parts()
+        return frozenset(found)
+
+    def span(self, position: Any, rows: Any, kv_len: Any) -> Span:
+        return spans.of_rows(self.problem.mask, position, rows, kv_len, self.config.block_kv)
+
+    @property
+    def k_width(self) -> int:
+        return operands.width_in_smem(self.problem.head_dim)
+
+    @property
+    def v_width(self) -> int:
+        return operands.width_in_smem(self.problem.v_head_dim)
+
+    def has(self, name: str) -> bool:
+        return name in self.problem.arrays
+
+
+@functools.lru_cache(maxsize=64)
+def dealt(plan: Plan) -> np.ndarray:
+    """Which tiles of work each block takes, in codes for `_tile`: by section, then by rows, then by
+    head; see `spans.deal`. Lengths, offsets and segments are not known here: as if there were none.
+    """
+    problem, q_tiles = plan.problem, np.arange(plan.q_tiles)
+    if problem.mask.right is not None:
+        q_tiles = q_tiles[::-1]  # the last rows see most
+    costs = np.full(plan.q_tiles, TILE_OVERHEAD)
+    for tile in range(plan.q_tiles):
+        span = plan.span(problem.q_offset + tile * plan.tile_rows, plan.tile_rows, problem.kv_len)
+        costs[tile] += max(span.hi - span.lo, 0)
+    codes = []
+    for first in range(0, plan.heads, plan.section):
+        heads = np.arange(first, min(first + plan.section, plan.heads))
+        codes.append((heads[None] << plan.code_bits) + q_tiles[:, None])
+    order = np.concatenate([code.ravel() for code in codes])
+    return spans.deal(order, costs[order & ((1 << plan.code_bits) - 1)], plan.ctas)
