@@ -15,7 +15,7 @@ PROGRAMS = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
 
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_the_readmes_programs_run(number, capsys):
-    exec(compile(PROGRAMS[number], f"README.md, program {number}", "exec"), {})  # noqa: S102
+    exec(compile(PROGRAMS[number], f"README.md, program {number}", "exec"), {})
     assert capsys.readouterr().out  # they print what they found
 
 
@@ -26,7 +26,7 @@ def test_the_program_is_of_fifteen_lines():
 
 def test_the_program_updates_its_cache_in_place():
     scope = {}
-    exec(compile(PROGRAMS[0], "README.md", "exec"), scope)  # noqa: S102
+    exec(compile(PROGRAMS[0], "README.md", "exec"), scope)
     cache, q, k, v = (scope[name] for name in ("cache", "q", "k", "v"))
     before = [x.unsafe_buffer_pointer() for x in (*cache.k, *cache.v)]
     cache, _ = scope["step"](cache, q[:, 0], k[:, 0], v[:, 0])
@@ -34,7 +34,7 @@ def test_the_program_updates_its_cache_in_place():
 
 
 def test_the_comments_in_the_program_are_true(capsys):
-    exec(compile(PROGRAMS[0], "README.md", "exec"), {})  # noqa: S102
+    exec(compile(PROGRAMS[0], "README.md", "exec"), {})
     printed = re.search(r"print\(.*?\)\s*# (.*)", PROGRAMS[0]).group(1)
     assert capsys.readouterr().out.strip() == printed
 

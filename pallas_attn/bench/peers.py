@@ -24,7 +24,7 @@ from pallas_attn.masks import CAUSAL
 SCORES = 2**33  # bytes of float32 scores up to which a quadratic implementation is asked at all
 
 
-class Unavailable(Exception):  # noqa: N818
+class Unavailable(Exception):
     """Why a peer is not there for a case."""
 
 

@@ -103,7 +103,7 @@ def run_bench(
             found = measure(bench, case)
         except WrongError as error:
             failures[case.name] = f"wrong, not timed: {error}"
-        except Exception as error:  # noqa: BLE001  the cases after it are still worth their time
+        except Exception as error:  # the cases after it are still worth their time
             failures[case.name] = f"{type(error).__name__}: {first_line(error)}"
         else:
             say(report.case_line(number, len(chosen), found, ceilings))
@@ -207,7 +207,7 @@ def _peers(bench: Bench, call: peers.Call, judge: "Judge") -> list[Subject]:
     for name in wanted_peers(bench.op, bench.options.peers):
         try:
             candidates = [one for one in table[name](call) if _is_right(bench, one, judge)]
-        except Exception as error:  # noqa: BLE001  a peer may fail in any way it likes
+        except Exception as error:  # a peer may fail in any way it likes
             bench.say_once(f"      {name}: {first_line(error)}")
             continue
         if candidates:

@@ -144,7 +144,7 @@ def _subject(
         with _tuning.forced(found.kernel, settings), _tuning.watched() as looked_up:
             subject = runner.ours(bench, call)
             subject.wait(subject.launch())
-    except Exception as error:  # noqa: BLE001  compilers refuse in many ways, all of them an answer
+    except Exception as error:  # compilers refuse in many ways, all of them an answer
         bench.say_once(f"      {settings}: {runner.first_line(error)}")
         return None
     if config not in [one.config for one in looked_up]:
