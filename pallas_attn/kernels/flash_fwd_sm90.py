@@ -163,7 +163,7 @@ def _tile(plan: Plan, refs: Refs, code: Any) -> Tile:
     problem = plan.problem
     head = lax.shift_right_logical(code, jnp.int32(plan.code_bits))
     batch = lax.div(head, jnp.int32(problem.q_heads))
-    kv_len = problem.kv_len
+    kv_len: Any = problem.kv_len
     if plan.has("kv_lengths"):
         kv_len = jnp.clip(refs.kv_lengths[batch], 0, kv_len)
     return Tile(
@@ -178,7 +178,8 @@ def _tile(plan: Plan, refs: Refs, code: Any) -> Tile:
 
 def _own_span(plan: Plan, refs: Refs, tile: Tile, wg: Any) -> Span:
     """The key tiles of one warpgroup's rows; lo == hi == 0 where there is none."""
-    row, rows = tile.row + wg * ROWS, ROWS
+    row: Any = tile.row + wg * ROWS
+    rows: Any = ROWS
     if plan.idle_rows:  # all of them past T: as if they were the last one, and of one key tile only
         idle = row >= plan.problem.q_len
         row, rows = jnp.where(idle, plan.problem.q_len - 1, row), jnp.where(idle, 1, ROWS)

@@ -124,7 +124,8 @@ def dealt(plan: Plan) -> np.ndarray:
     if problem.mask.right is not None:
         q_tiles = q_tiles[::-1]  # the last rows see most
     costs = np.full(plan.q_tiles, TILE_OVERHEAD)
-    for tile in range(plan.q_tiles):
+    known = not plan.has("q_segment_ids")  # packed documents cost about the same everywhere
+    for tile in range(plan.q_tiles if known else 0):
         span = plan.span(problem.q_offset + tile * plan.tile_rows, plan.tile_rows, problem.kv_len)
         costs[tile] += max(span.hi - span.lo, 0)
     codes = []
