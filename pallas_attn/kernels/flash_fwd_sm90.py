@@ -247,7 +247,7 @@ def _load_entry(plan: Plan, refs: Refs, smem: Smem, tile: Tile, entry: tuple[Any
     head = lax.div(tile.head, jnp.int32(plan.problem.group))
 
     def copy(ref, first, width, to):
-        src = ref.at[tile.batch, pl.ds(first, block), head, pl.ds(0, width)]
+        src = ref.at[tile.batch, pl.ds(first, block), head, tiles.columns(ref, 0, width, head)]
         plgpu.copy_gmem_to_smem(src, to, ready)
 
     def values():
@@ -258,9 +258,7 @@ def _load_entry(plan: Plan, refs: Refs, smem: Smem, tile: Tile, entry: tuple[Any
         whole = functools.partial(copy, refs.v, (t + 1) * block, plan.v_width, smem.v.at[slot])
         return pl.when(jnp.logical_not(cut))(whole)
 
-    def nothing():
-        plgpu.barrier_arrive(ready)
-
+    nothing = functools.partial(plgpu.barrier_arrive, ready)
     pl.when(e < last)(lambda: copy(refs.k, t * block, plan.k_width, smem.k.at[slot]))
     pl.when(e == last)(nothing)
     pl.when(e > 0)(values)
@@ -269,7 +267,8 @@ def _load_entry(plan: Plan, refs: Refs, smem: Smem, tile: Tile, entry: tuple[Any
 
 def _load_q(plan: Plan, refs: Refs, smem: Smem, tile: Tile, wg: Any) -> None:
     rows = pl.ds(tile.row + wg * ROWS, ROWS)
-    src = refs.q.at[tile.batch, rows, tile.head, pl.ds(0, plan.k_width)]
+    columns = tiles.columns(refs.q, 0, plan.k_width, tile.head)
+    src = refs.q.at[tile.batch, rows, tile.head, columns]
     plgpu.copy_gmem_to_smem(src, smem.q.at[wg], smem.q_ready.at[wg])
 
 
@@ -424,7 +423,9 @@ def _finish(plan: Plan, refs: Refs, smem: Smem, outs: Any, rows: Rows, result: A
         part = lax.slice(acc, (0, column), (ROWS, column + width))
         staged[...] = part.astype(staged.dtype)
         plgpu.commit_smem()
-        where = (rows.tile.batch, pl.ds(rows.row, ROWS), rows.tile.head, pl.ds(column, width))
+        head = rows.tile.head
+        columns = tiles.columns(out_ref, column, width, head)
+        where = (rows.tile.batch, pl.ds(rows.row, ROWS), head, columns)
         plgpu.copy_smem_to_gmem(staged, out_ref.at[where])
 
 

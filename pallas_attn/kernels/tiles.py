@@ -58,6 +58,14 @@ def swizzled(shape: Sequence[int], dtype: Any, swizzle: int) -> Any:
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
+def columns(ref: Ref, start: int, width: int, traced: Any) -> Any:
+    """Columns of a ref in global memory, for TMA, which fills what lies past its end with zeros.
+
+    JAX 0.12 refuses to slice past an end where it can see it: any `traced` integer hides it.
+    """
+    return pl.ds(start if start + width <= ref.shape[-1] else start + 0 * traced, width)
+
+
 def filled(shape: Sequence[int], value: float, dtype: Any = jnp.float32) -> jax.Array:
     """A tile (2-D), or one number a row of it (1-D), of equal values in registers."""
     return plgpu.layout_cast(jnp.full(shape, value, dtype), TILE if len(shape) == 2 else ROW)
