@@ -288,8 +288,7 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[
     """All keys of a warpgroup's rows, from the last tile to the first."""
     span, config = rows.span, plan.config
     shape = (ROWS, config.block_kv)
-    dtype = jnp.dtype(plan.problem.dtype)
-    guarded = plan.has("bias")
+    dtype, guarded = jnp.dtype(plan.problem.dtype), plan.has("bias")
 
     plgpu.barrier_wait(smem.ready.at[slot])
     s = tiles.matmul(shape, smem.q.at[rows.wg], smem.k.at[slot].transpose((1, 0)))
@@ -324,8 +323,7 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[
         new_state = State(acc, total + new.total, new.top, new.p.astype(dtype))
         return new_state, _next(plan, slot)
 
-    carry = state, _next(plan, slot)
-    first = span.hi - 1
+    carry, first = (state, _next(plan, slot)), span.hi - 1
     high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), first)  # full tiles end here
     low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)  # and begin here
     if "high" in plan.parts:
@@ -407,8 +405,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, An
 
 
 def _finish(plan: Plan, refs: Refs, smem: Smem, outs: Any, rows: Rows, result: Any) -> None:
-    acc, total, top = result
-    out_ref, lse_ref = outs
+    (acc, total, top), (out_ref, lse_ref) = result, outs
     sink = refs.sinks[rows.tile.head] if plan.has("sinks") else None
     factor, lse = softmax.finish(top, total, sink)
     acc = acc * tiles.down_rows(factor, acc.shape)
