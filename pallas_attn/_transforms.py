@@ -201,19 +201,23 @@ def _cache_call(
             full[n] = array
         return run(*full)
 
-    @jax.custom_jvp
     @sequential_vmap
     def call(*arrays: Array):
         free = ("m", "k") if problem.kind == "stacked" else ("k",)
         return _sharding.over_devices(given, arrays, [axes[n] for n in dynamic], outputs, free)
 
-    @call.defjvp
+    # Around the arrays, not around the call: jax cannot take references out of a custom_jvp.
+    @jax.custom_jvp
+    def underived(*arrays: Array):
+        return arrays
+
+    @underived.defjvp
     def no_derivative(primals: Any, tangents: Any):
         del primals, tangents
         limit = Limit("kernels over caches have no derivative", 'pass implementation="reference"')
         raise UnsupportedError(f"{problem.op} is differentiated: {problem}", {problem.op: limit})
 
-    return call(*(leaves[n] for n in dynamic))
+    return call(*underived(*(leaves[n] for n in dynamic)))
 
 
 def _cache_axes(problem: AppendProblem | DecodeProblem, cache: Any, dim: str) -> list:
