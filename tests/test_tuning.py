@@ -225,6 +225,12 @@ def test_search_walks_to_the_optimum_and_tries_nothing_twice():
     assert len(set(tried)) == len(tried) < 12
 
 
+@pytest.mark.parametrize("kernel", tune.SPACES)
+def test_what_is_searched_are_settings_of_the_kernel(kernel):
+    module = importlib.import_module(f"pallas_attn.kernels.{kernel}")
+    assert set(tune.SPACES[kernel]) <= {field.name for field in dataclasses.fields(module.Config)}
+
+
 def test_a_kernel_without_a_space_is_searched_around_where_it_stands():
     assert tune.space_of("unheard_of", {"block": 64, "lazy": False, "stages": 1}) == {
         "block": (32, 64, 128),

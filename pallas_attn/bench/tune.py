@@ -31,8 +31,8 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
     "flash_fwd_sm90": {
         "block_kv": (64, 128, 192, 256),
         "warpgroups": (2, 3),
-        "stages": (2, 3, 4),
-        "lazy": (False, True),
+        "stages": (2, 3, 4, 6),
+        "section": (0, 1, 4, 12, 32),
         "ctas": (132, 0),
     },
 }
