@@ -11,7 +11,7 @@ Exit status: 0 all is well, 1 something did not hold, 2 the flags are wrong.
 import os
 import sys
 
-from absl import app, flags
+from absl import app, flags, logging
 
 OPS = ("forward", "backward", "backward_alone", "decode", "append")
 
@@ -54,6 +54,8 @@ _KERNEL = flags.DEFINE_string("kernel", "flash_fwd_sm90", "tune: which kernel mo
 def main(argv: list[str]) -> int:
     if argv[1:]:
         return _refuse(f"run.py takes flags only, got {argv[1]!r}")
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # jax reports each platform that it does not find
     # Peers and kernels share the GPU's memory: nobody may take it all at the start.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_attn import _checks, _dispatch, _transforms
 from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit, UnsupportedError
 from pallas_attn.masks import CAUSAL, FULL, Mask
 
 Array = jax.Array
@@ -149,7 +150,18 @@ def _attend(
     chosen = _dispatch.select(problem, implementation)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)
-    return _kernel_attention(problem, implementation, inputs)
+    try:
+        return _kernel_attention(problem, implementation, inputs)
+    except TypeError as error:
+        if "(jvp)" not in str(error):
+            raise
+        only_reverse = Limit(
+            "it has reverse-mode derivatives only",
+            'pass implementation="reference" where jvp, jacfwd or a hessian goes through it',
+        )
+        raise UnsupportedError(
+            f"Forward mode through {problem}", {chosen.name: only_reverse}
+        ) from error
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -335,6 +335,19 @@ def test_a_cache_operation_that_is_differentiated_says_what_to_do(derivative):
     )
 
 
+def test_forward_mode_through_a_kernel_says_what_to_use(monkeypatch):
+    monkeypatch.setitem(_dispatch.TABLES, "flash_forward", (InPlaceOfAKernel("flash_forward"),))
+    q, k, v = qkv(B)
+    with pytest.raises(pallas_attn.UnsupportedError) as refused:
+        jax.jvp(lambda q: causal(q, k, v), (q,), (q,))
+    assert str(refused.value) == (
+        "Forward mode through flash_forward on a machine without a GPU: float32 q[4,8,8,16], "
+        "k[4,12,4,16], v[...,24], mask causal\n"
+        "  kernel: it has reverse-mode derivatives only\n"
+        '    -> pass implementation="reference" where jvp, jacfwd or a hessian goes through it'
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, 0), (0, 0, None)])
 def test_vmap_of_the_kernel_is_the_kernel_mapped(axes):
