@@ -405,6 +405,8 @@ def test_nan_and_inf_in_live_input_propagate(rng, subject):
     assert np.isfinite(out(q, k.at[0, 5, 0, 3].set(np.nan), v)[1]).all()
     got = out(q.at[1, 4, 1, 0].set(np.nan), k, v)
     assert np.isnan(got[1, 4, 1]).all() and np.isnan(got).sum() == 64
+    lse = subject.call(pa.flash_attention_with_lse, q.at[1, 4, 1, 0].set(np.nan), k, v)[1]
+    assert np.isnan(lse[1, 1, 4]) and np.isnan(np.asarray(lse)).sum() == 1
     got = out(q, k, v.at[0, 5, 0, 3].set(np.inf))
     assert np.all(got[0, :, :, 3] == np.inf) and np.isfinite(np.delete(got, 3, -1)).all()
     got = out(q, k, v.at[0, 5, 0, 3].set(np.nan))

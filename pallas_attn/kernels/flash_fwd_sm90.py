@@ -5,9 +5,9 @@ issued before the values of the tile before it, and the softmax runs while the v
 still in flight. That overlap alone is worth 15 % at head dim 128 on an H200 (710 against 619
 TFLOP/s); ordering the warpgroups by barriers on top of it lost 4 % and is not done.
 
-Grid: one block a multiprocessor, which takes every `ctas`-th tile of work. A tile is
-`64 * warpgroups` query rows of one head. Tiles are ordered longest first (causal: last rows first)
-within sections of heads, so that K and V are read from L2; the query heads of a kv head are
+Grid: one block a multiprocessor, which takes the tiles of work that `flash_plan.dealt` gave it. A
+tile is `64 * warpgroups` query rows of one head. Tiles are ordered longest first (causal: last rows
+first) within sections of heads, so that K and V are read from L2; the query heads of a kv head are
 neighbours. A block has `warpgroups` warpgroups that compute, 64 rows each, and one that loads.
 
 Keys are taken from the last tile to the first: what the diagonal, a length or the end of S cuts

@@ -81,7 +81,8 @@ def finish(top: Array, total: Array, sink: Array | None) -> tuple[Array, Array]:
     has no key: its output stays 0 and its log-sum-exp -inf.
     """
     total = total.sum(axis=1)
-    empty = top == -jnp.inf
+    # A NaN never moves the top: a row of nothing else is not empty, and its total says so.
+    empty = jnp.where(total != 0, False, top == -jnp.inf)
     higher = top
     if sink is not None:
         sink = sink * LOG2_E
