@@ -7,10 +7,12 @@ on the command line in `pytest_configure`, before jax looks for its devices.
 import os
 import re
 
-# Eight devices on one CPU: shard_map and sharded jit are tested on any machine. The other two leave
-# the optimisation of CPU code out, a third of the suite's time; HLO is optimised as ever.
+# Eight devices on one CPU: shard_map and sharded jit are tested on any machine. The next two leave
+# the optimisation of CPU code out, a third of the suite's time; HLO is optimised as ever. On a GPU
+# nothing is run often enough to be worth XLA's search for its fastest matmuls.
 _FLAGS = {
     "--xla_force_host_platform_device_count": "8",
+    "--xla_gpu_autotune_level": "0",
     "--xla_backend_optimization_level": "0",
     "--xla_llvm_disable_expensive_passes": "true",
 }
