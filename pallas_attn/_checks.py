@@ -319,6 +319,37 @@ def twin_caches(k_name: str, k: Any, v_name: str, v: Any) -> None:
             )
 
 
+def scales(name: str, scale: Any, cache_name: str, cache: Any) -> None:
+    """The scales of a quantised cache lie as its rows do, without the head dim."""
+    if scale is None:
+        return
+    ones, others = (x if isinstance(x, tuple) else (x,) for x in (scale, cache))
+    if isinstance(scale, tuple) != isinstance(cache, tuple) or len(ones) != len(others):
+        raise ValueError(
+            f"{name}: expected {len(others)} arrays as in {cache_name}, got {len(ones)}"
+        )
+    for one, other in zip(ones, others, strict=True):
+        if one.shape != other.shape[:-1] or one.dtype != jnp.float32:
+            raise ValueError(
+                f"{name}: expected float32{list(other.shape[:-1])}, a scale for each row of "
+                f"{cache_name} {list(other.shape)}, got {one.dtype}{list(one.shape)}"
+            )
+
+
+def kv_cache(cache: Any) -> None:
+    """A cache's arrays against each other."""
+    twin_caches("cache.k", cache.k, "cache.v", cache.v)
+    if (cache.v is None) != cache.shared_kv:
+        raise ValueError(
+            "cache.v: expected None where v_columns says that V is part of K, and only there; make "
+            "caches with create(shared_kv=True)"
+        )
+    scales("cache.k_scale", cache.k_scale, "cache.k", cache.k)
+    scales("cache.v_scale", cache.v_scale, "cache.v", cache.v)
+    if (cache.v_scale is None) != (cache.k_scale is None or cache.v is None):
+        raise ValueError("cache.v_scale: expected scales of k and of v, or none of both")
+
+
 def decode_query(q: jax.Array, cache: Any) -> None:
     """q [M, t, N, H] against the cache it reads."""
     if q.ndim != 4 or q.shape[0] != cache.num_sequences or q.shape[3] != cache.head_dim:

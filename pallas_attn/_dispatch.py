@@ -20,6 +20,7 @@ from pallas_attn._problem import (
     AppendProblem,
     AttentionInputs,
     AttentionProblem,
+    Caches,
     DecodeInputs,
     DecodeProblem,
 )
@@ -129,7 +130,7 @@ def _attention(inputs: AttentionInputs, problem: AttentionProblem):
 
 def _append(inputs: AppendInputs, problem: AppendProblem):
     start = inputs.start - inputs.new_lengths if problem.from_end else inputs.start
-    return reference.append(
+    written = reference.append(
         inputs.k_cache,
         inputs.v_cache,
         inputs.k,
@@ -138,14 +139,17 @@ def _append(inputs: AppendInputs, problem: AppendProblem):
         new_lengths=inputs.new_lengths,
         page_table=inputs.page_table,
         layer=inputs.layer,
+        k_scale=inputs.k_scale,
+        v_scale=inputs.v_scale,
     )
+    return Caches(*written)
 
 
 def _decode(inputs: DecodeInputs, problem: DecodeProblem):
     return reference.decode(
         inputs.q,
         inputs.k_cache,
-        inputs.v_cache,
+        problem.v_head_dim if problem.shared_kv else inputs.v_cache,
         inputs.lengths,
         mask=problem.mask,
         scale=problem.scale,
@@ -153,6 +157,8 @@ def _decode(inputs: DecodeInputs, problem: DecodeProblem):
         sinks=inputs.sinks,
         page_table=inputs.page_table,
         layer=inputs.layer,
+        k_scale=inputs.k_scale,
+        v_scale=inputs.v_scale,
     )
 
 

@@ -76,7 +76,8 @@ class AppendInputs(NamedTuple):
 
     The caches are, by kind: per_sequence, a tuple of M arrays [K, capacity_i, H]; stacked, one
     [M, K, capacity, H]; paged, one pool [pages, K, page_size, H]; each with a leading axis of
-    layers where `layer` is given.
+    layers where `layer` is given. The scales of a quantised cache lie as the rows do, without the
+    head dim: [K, capacity_i], [M, K, capacity], [pages, K, page_size].
     """
 
     k_cache: Array
@@ -87,6 +88,17 @@ class AppendInputs(NamedTuple):
     new_lengths: Array | None  # int32[M]: rows of each sequence that count; None: all t
     page_table: Array | None  # int32[M, pages a sequence]; -1 where there is no page
     layer: Array | int | None
+    k_scale: Array | None = None  # float32; given where AppendProblem.quantized
+    v_scale: Array | None = None  # None as well where there is no v_cache
+
+
+class Caches(NamedTuple):
+    """What an append gives back: the arrays of the same names in `AppendInputs`, new rows in."""
+
+    k_cache: Array
+    v_cache: Array | None
+    k_scale: Array | None = None
+    v_scale: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +122,13 @@ class AppendProblem:
     # inputs.start is where the rows end: row 0 goes to start - new_lengths. The kernel subtracts,
     # since an operation of XLA's between extend and the launch would be a launch of its own.
     from_end: bool = False
+    quantized: bool = False  # rows are stored as `reference.quantize` says, a scale beside each
     op: str = "append"
 
     def __str__(self) -> str:
         new = f"{self.dtype} k[{self.sequences},{self.new_rows},{self.kv_heads},{self.head_dim}]"
-        into = f"{self.kind} {self.cache_dtype} caches of {max(self.capacities, default=0)} rows"
+        dtype = _stored(self.cache_dtype, self.quantized)
+        into = f"{self.kind} {dtype} caches of {max(self.capacities, default=0)} rows"
         return f"append on {self.gpu or 'a machine without a GPU'}: {new} into {into}"
 
 
@@ -123,11 +137,13 @@ class DecodeInputs(NamedTuple):
 
     q: Array  # [M, t, N, H]; row i stands at position lengths - t + i
     k_cache: Array
-    v_cache: Array
+    v_cache: Array | None  # None: V is the first DecodeProblem.v_head_dim columns of K
     lengths: Array  # int32[M], the rows just appended included
     page_table: Array | None
     layer: Array | int | None
     sinks: Array | None = None  # float32[N]
+    k_scale: Array | None = None  # float32, given where DecodeProblem.quantized: a row is
+    v_scale: Array | None = None  # cache * scale[..., None]. None where v_cache is: V has K's scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +169,8 @@ class DecodeProblem:
     layers: int | None = None
     sinks: bool = False
     batch_invariant: bool = False
+    quantized: bool = False
+    shared_kv: bool = False  # V is the first columns of K (a latent cache): there is no v_cache
     op: str = "decode"
 
     @property
@@ -162,8 +180,14 @@ class DecodeProblem:
 
     def __str__(self) -> str:
         q = f"{self.dtype} q[{self.sequences},{self.q_len},{self.q_heads},{self.head_dim}]"
-        over = f"{self.kind} {self.cache_dtype} caches of {max(self.capacities, default=0)} rows"
+        dtype = _stored(self.cache_dtype, self.quantized)
+        over = f"{self.kind} {dtype} caches of {max(self.capacities, default=0)} rows"
+        over += ", V within K" if self.shared_kv else ""
         return (
             f"decode on {self.gpu or 'a machine without a GPU'}: {q} over {over}, "
             f"{self.kv_heads} kv heads, mask {self.mask}"
         )
+
+
+def _stored(dtype: str, quantized: bool) -> str:
+    return f"quantised {dtype}" if quantized else dtype

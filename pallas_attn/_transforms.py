@@ -19,6 +19,7 @@ from pallas_attn._problem import (
     AppendProblem,
     AttentionInputs,
     AttentionProblem,
+    Caches,
     DecodeInputs,
     DecodeProblem,
 )
@@ -150,21 +151,21 @@ def _attention_over_devices(kernel, problem: AttentionProblem, inputs: Attention
 
 
 def append(kernel: Any, problem: AppendProblem, inputs: AppendInputs):
-    """`kernel.run(inputs, problem)` -> (k_cache, v_cache), for any batching and sharding."""
+    """`kernel.run(inputs, problem)` -> Caches, for any batching and sharding."""
     leaves, tree = jax.tree.flatten(inputs)
-    caches = len(jax.tree.leaves((inputs.k_cache, inputs.v_cache)))
-    result_tree = jax.tree.structure((inputs.k_cache, inputs.v_cache))
+    held = Caches(*(getattr(inputs, name) for name in Caches._fields))
 
     def run(*arrays: Array):
         local = jax.tree.unflatten(tree, arrays)
         sizes = dataclasses.replace(problem, sequences=local.k.shape[0], kv_heads=local.k.shape[2])
         return tuple(jax.tree.leaves(kernel.run(local, sizes)))
 
-    axes = _cache_axes(problem, inputs.k_cache, "h") + _cache_axes(problem, inputs.v_cache, "e")
+    caches = _cache_axes(problem, inputs.k_cache, "h") + _cache_axes(problem, inputs.v_cache, "e")
     new = [("m", "t", "k", "h"), ("m", "t", "k", "e")][: 1 if inputs.v is None else 2]
-    axes += new + _state_axes(inputs.new_lengths, inputs.page_table, inputs.layer)
-    results = _cache_call(run, leaves, axes, axes[:caches], problem)
-    return jax.tree.unflatten(result_tree, results)
+    scales = _cache_axes(problem, inputs.k_scale) + _cache_axes(problem, inputs.v_scale)
+    state = _state_axes(inputs.new_lengths, inputs.page_table, inputs.layer)
+    results = _cache_call(run, leaves, caches + new + state + scales, caches + scales, problem)
+    return jax.tree.unflatten(jax.tree.structure(held), results)
 
 
 def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
@@ -185,6 +186,7 @@ def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
     axes += _cache_axes(problem, inputs.k_cache, "h") + _cache_axes(problem, inputs.v_cache, "e")
     axes += _state_axes(None, inputs.page_table, inputs.layer)
     axes += [] if inputs.sinks is None else [(heads,)]
+    axes += _cache_axes(problem, inputs.k_scale) + _cache_axes(problem, inputs.v_scale)
     outputs = [("m", "t", heads, "e"), ("m", heads, "t")]
     return _cache_call(run, leaves, axes, outputs, problem)
 
@@ -220,14 +222,15 @@ def _cache_call(
     return call(*underived(*(leaves[n] for n in dynamic)))
 
 
-def _cache_axes(problem: AppendProblem | DecodeProblem, cache: Any, dim: str) -> list:
+def _cache_axes(problem: AppendProblem | DecodeProblem, cache: Any, *dim: str) -> list:
+    """Axes of each array of a cache; without `dim`, of its scales."""
     layer = () if problem.layers is None else ("l",)
     if cache is None:
         return []
     if problem.kind == "per_sequence":
-        return [(*layer, "k", f"c{n}", dim) for n in range(len(cache))]
+        return [(*layer, "k", f"c{n}", *dim) for n in range(len(cache))]
     rows = ("m", "k", "c") if problem.kind == "stacked" else ("p", "k", "z")
-    return [(*layer, *rows, dim)]
+    return [(*layer, *rows, *dim)]
 
 
 def _state_axes(new_lengths: Any, page_table: Any, layer: Any) -> list:

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import _checks, _device, _dispatch, _transforms
-from pallas_attn._problem import AppendInputs, AppendProblem
+from pallas_attn._kv_cache import QUANTIZED
+from pallas_attn._problem import AppendInputs, AppendProblem, Caches
 from pallas_attn.cache import KVCache
 
 Array = jax.Array
@@ -16,7 +17,7 @@ Array = jax.Array
 def write_kv[Cache: KVCache](
     cache: Cache,
     k: Array,
-    v: Array,
+    v: Array | None = None,
     *,
     layer: int | Array = 0,
     implementation: str | None = None,
@@ -27,7 +28,10 @@ def write_kv[Cache: KVCache](
       cache: the cache after `extend`.
       k, v: `[M, t, K, H]` and `[M, t, K, Hv]`, or without t for one token. Where `extend` took
         fewer than t rows in a sequence, its first rows count and the rest is ignored; where it took
-        more, the last ones stay as they are. Another float type is cast to the cache's.
+        more, the last ones stay as they are. Another float type is cast to the cache's; a quantised
+        cache stores each row of a head as narrow numbers and a float32 scale (a row with a NaN or
+        an infinity in it becomes NaN throughout). No v where the cache keeps V within K
+        (`shared_kv`).
       layer: which layer: an int or a traced int32. Outside of the cache's layers nothing is
         written.
       implementation: "sm80", "reference" or None.
@@ -46,15 +50,17 @@ def write_kv[Cache: KVCache](
         cache.new_lengths,
         cache.page_table,
         _checks.layer(layer, cache.layers),
+        cache.k_scale,
+        cache.v_scale,
     )
-    new_k, new_v = _append(inputs, cache.kind, implementation, from_end=True)
-    return cache._with(k=new_k, v=new_v)
+    new = _append(inputs, cache.kind, implementation, from_end=True)
+    return cache._with(k=new.k_cache, v=new.v_cache, k_scale=new.k_scale, v_scale=new.v_scale)
 
 
 def append_kv[Cache: KVCache](
     cache: Cache,
     k: Array,
-    v: Array,
+    v: Array | None = None,
     *,
     new_lengths: Array | None = None,
     implementation: str | None = None,
@@ -63,7 +69,7 @@ def append_kv[Cache: KVCache](
 
     Args:
       cache: a cache without layers, or of one.
-      k, v: `[M, t, K, H]` and `[M, t, K, Hv]`, or without t for one token.
+      k, v: `[M, t, K, H]` and `[M, t, K, Hv]`, or without t for one token; as in `write_kv`.
       new_lengths: int32[M], how many of the t rows each sequence takes (counts are held to 0 .. t);
         default all t.
       implementation: as in `write_kv`.
@@ -94,8 +100,10 @@ def append_kv_arrays(  # noqa: PLR0913
     new_lengths: Array | None = None,
     page_table: Array | None = None,
     layer: int | Array | None = None,
+    k_scales: Array | Sequence[Array] | None = None,
+    v_scales: Array | Sequence[Array] | None = None,
     implementation: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Any, ...]:
     """The append on bare arrays, for those who keep their own state.
 
     Args:
@@ -109,11 +117,14 @@ def append_kv_arrays(  # noqa: PLR0913
       new_lengths: int32[M], how many of the t rows count; default all.
       page_table: int32[M, W], page ids; rows whose page is outside of the pool are dropped.
       layer: an int or a traced int32.
+      k_scales, v_scales: float32, shaped as the caches without H: rows are then quantised as into a
+        quantised cache (float8_e4m3fn, float8_e5m2 and int8). Without them numbers go in as they
+        come, cast to the caches' float type.
       implementation: as in `write_kv`.
 
     Returns:
-      (k_caches, v_caches), of the kind that came. No row past a capacity is written, and nothing
-      else is touched.
+      (k_caches, v_caches), of the kind that came, followed by (k_scales, v_scales) where they were
+      given. No row past a capacity is written, and nothing else is touched.
     """
     if (v_caches is None) != (v is None):
         raise ValueError("v_caches, v: give both, or neither to append to one array alone")
@@ -130,9 +141,13 @@ def append_kv_arrays(  # noqa: PLR0913
             )
         page_table = _checks.integers("page_table", page_table, "int32[M, W]", (None, None))
         sequences = page_table.shape[0]
+    scales = _bare_scales(caches, k_scales, v_scales)
     rows: list[Any] = []
-    for name, new, cache in (("k", k, caches[0]), ("v", v, caches[1])):
-        rows.append(None if new is None else _new_rows(name, new, sequences, _sample(cache)))
+    for name, new, cache, scale in zip("kv", (k, v), caches, scales, strict=True):
+        sample = _sample(cache)
+        rows.append(
+            None if new is None else _new_rows(name, new, sequences, sample, scale is not None)
+        )
     if v is not None and rows[0].shape[:3] != rows[1].shape[:3]:
         raise ValueError(
             f"v: expected [M, t, K] = {rows[0].shape[:3]} as in k, got {rows[1].shape[:3]}"
@@ -152,8 +167,24 @@ def append_kv_arrays(  # noqa: PLR0913
         _checks.int_vector("new_lengths", new_lengths, sequences, "rows of each sequence"),
         page_table,
         _checks.layer(0 if layer is None else layer, layers),
+        *scales,
     )
-    return _append(inputs, kind, implementation)
+    written = _append(inputs, kind, implementation)
+    return tuple(written[: 2 if k_scales is None else 4])
+
+
+def _bare_scales(caches: list, k_scales: Any, v_scales: Any) -> list:
+    if (v_scales is None) != (k_scales is None or caches[1] is None):
+        raise ValueError(
+            "k_scales, v_scales: give scales for every cache that is given, or none at all"
+        )
+    found = []
+    for name, scale, cache in zip(("k", "v"), (k_scales, v_scales), caches, strict=True):
+        arrays = tuple(scale) if isinstance(scale, (tuple, list)) else scale
+        arrays = jax.tree.map(lambda x, name=name: _checks.array(f"{name}_scales", x), arrays)
+        _checks.scales(f"{name}_scales", arrays, f"{name}_caches", cache)
+        found.append(arrays)
+    return found
 
 
 def _sample(cache: Any) -> Array:
@@ -186,15 +217,24 @@ def _bare(name: str, value: Any, kind: str, layer: Any) -> Any:
     return arrays if separate else arrays[0]
 
 
-def _rows(cache: KVCache, k: Array, v: Array) -> tuple[Array, Array]:
+def _rows(cache: KVCache, k: Array, v: Array | None) -> tuple[Array, Array | None]:
     if not isinstance(cache, KVCache):
         raise ValueError(
             "cache: expected a PerSequenceCache, StackedCache or PagedCache, got "
             f"{type(cache).__name__}"
         )
-    _checks.twin_caches("cache.k", cache.k, "cache.v", cache.v)
-    k_rows = _new_rows("k", k, cache.num_sequences, _sample(cache.k))
-    v_rows = _new_rows("v", v, cache.num_sequences, _sample(cache.v))
+    _checks.kv_cache(cache)
+    if (v is None) != cache.shared_kv:
+        raise ValueError(
+            f"v: this cache keeps V within K (its first {cache.v_head_dim} columns): leave v out"
+            if cache.shared_kv
+            else "v: expected rows of V: leave v out only where the cache keeps V within K "
+            "(create(shared_kv=True))"
+        )
+    k_rows = _new_rows("k", k, cache.num_sequences, _sample(cache.k), cache.quantized)
+    if v is None:
+        return k_rows, None
+    v_rows = _new_rows("v", v, cache.num_sequences, _sample(cache.v), cache.quantized)
     if v_rows.shape[1] != k_rows.shape[1]:
         raise ValueError(
             f"v: expected {k_rows.shape[1]} rows a sequence as in k, got {v_rows.shape[1]}"
@@ -202,7 +242,9 @@ def _rows(cache: KVCache, k: Array, v: Array) -> tuple[Array, Array]:
     return k_rows, v_rows
 
 
-def _new_rows(name: str, new: Array, sequences: int, cache: Array) -> Array:
+def _new_rows(
+    name: str, new: Array, sequences: int, cache: Array, quantized: bool = False
+) -> Array:
     """[M, t, K, H] from rows with or without t, checked against the cache they go to."""
     rows = _checks.array(name, new)
     rows = rows[:, None] if rows.ndim == 3 else rows
@@ -213,6 +255,19 @@ def _new_rows(name: str, new: Array, sequences: int, cache: Array) -> Array:
             "without t), "
             f"got {list(jnp.shape(new))}"
         )
+    if quantized:
+        if cache.dtype.name not in QUANTIZED:
+            raise ValueError(
+                f"{name}_scales: expected caches of {', '.join(QUANTIZED)} to go with scales, got "
+                f"{cache.dtype}"
+            )
+        if not jnp.issubdtype(rows.dtype, jnp.floating):
+            raise ValueError(
+                f"{name}: expected floating-point rows, which a quantised {cache.dtype} cache "
+                f"quantises itself, got {rows.dtype}; numbers that have been quantised already go "
+                "into a cache without scales (scales=False)"
+            )
+        return rows
     both_float = jnp.issubdtype(rows.dtype, jnp.floating) and jnp.issubdtype(
         cache.dtype, jnp.floating
     )
@@ -226,7 +281,7 @@ def _new_rows(name: str, new: Array, sequences: int, cache: Array) -> Array:
 
 def _append(
     inputs: AppendInputs, kind: str, implementation: str | None, *, from_end: bool = False
-) -> tuple[Any, Any]:
+) -> Caches:
     sample = _sample(inputs.k_cache)
     separate = isinstance(inputs.k_cache, tuple)
     capacities: tuple[int, ...]
@@ -251,10 +306,11 @@ def _append(
         layers=None if inputs.layer is None else sample.shape[0],
         ragged=inputs.new_lengths is not None,
         from_end=from_end,
+        quantized=inputs.k_scale is not None,
     )
     chosen = _dispatch.select(problem, implementation)
     if 0 in (sequences, new_rows):
-        return inputs.k_cache, inputs.v_cache
+        return Caches(inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)
     return _transforms.append(chosen, problem, inputs)

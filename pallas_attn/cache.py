@@ -17,176 +17,35 @@ Each step takes rows once and fills them once a layer:
 `append_kv` is extend and write_kv in one, for a cache of one layer. A row past a sequence's
 capacity is dropped: nothing else is touched, the length still counts it, `cache.overflowed` says
 so, and decoding that sequence gives NaN.
+
+Two options of every `create`:
+
+- `dtype=jnp.float8_e4m3fn` (or float8_e5m2, int8) makes a quantised cache, half of bfloat16's
+  bytes. Each row of a kv head is stored with a float32 scale of its own, so that its largest number
+  is the dtype's largest; `write_kv` quantises, `decode_attention` multiplies the scale back. A row
+  with a NaN or an infinity in it is NaN throughout. The scales lie in `k_scale` and `v_scale`,
+  shaped as `k` and `v` without the head dim. `scales=False` leaves them out: numbers are stored as
+  they come.
+- `shared_kv=True` keeps one array for both, where V is the first `v_head_dim` columns of K: the
+  latent cache of multi-head latent attention is `kv_heads=1, head_dim=576, v_head_dim=512,
+  shared_kv=True`. Rows are written by `write_kv(cache, k)`; `cache.v` is None.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import _checks, _sharding
+from pallas_attn import _checks
+from pallas_attn._kv_cache import KVCache, Rows, no_rows, positive
 
 Array = jax.Array
 
 NO_PAGE = -1  # in a page table: nothing here yet
 LOST = -2  # a page was needed here and the pool had none; it sticks until the sequence is freed
-
-
-class KVCache:
-    """What the three caches share."""
-
-    kind: ClassVar[str]
-    k: Any
-    v: Any
-    lengths: Array  # int32[M]: the rows taken in each sequence now, written or not
-    new_lengths: Array  # int32[M]: the rows that the latest extend took, which write_kv fills
-    page_table: Any  # int32[M, W] of a PagedCache; None in the others
-
-    @property
-    def _k_arrays(self) -> tuple[Array, ...]:
-        return self.k if isinstance(self.k, tuple) else (self.k,)
-
-    def _with(self, **changes: Any) -> Self:
-        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
-
-    @property
-    def page_size(self) -> Any:
-        """Rows of a page; None where there are no pages."""
-        return None
-
-    @property
-    def pages(self) -> Any:
-        """Pages of the pool; None where there is none."""
-        return None
-
-    @property
-    def num_sequences(self) -> int:
-        return self.lengths.shape[0]
-
-    @property
-    def layers(self) -> int | None:
-        """How many layers the buffers hold; None where they have no layer axis."""
-        sample = self._k_arrays[0]
-        plain = 3 if isinstance(self.k, tuple) else 4
-        return None if sample.ndim == plain else sample.shape[0]
-
-    @property
-    def kv_heads(self) -> int:
-        return self._k_arrays[0].shape[-3]
-
-    @property
-    def head_dim(self) -> int:
-        return self._k_arrays[0].shape[-1]
-
-    @property
-    def v_head_dim(self) -> int:
-        return (self.v[0] if isinstance(self.v, tuple) else self.v).shape[-1]
-
-    @property
-    def dtype(self) -> Any:
-        return self._k_arrays[0].dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all K and V buffers, used or not."""
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.k, self.v)))
-
-    @property
-    def capacities(self) -> tuple[int, ...]:
-        """Rows that each sequence can hold (of a PagedCache: if the pool has the pages)."""
-        raise NotImplementedError
-
-    @property
-    def overflowed(self) -> Array:
-        """bool[M]: sequences that were given more rows than fit. Their rows were dropped; decoding
-        them gives NaN.
-        """
-        return self.lengths > jnp.asarray(self.capacities, jnp.int32)
-
-    def extend(self, rows: int | Array) -> Self:
-        """Take `rows` new rows in every sequence: an int, or int32[M] (0 included; a negative count
-        takes none).
-
-        An int that no sequence's whole capacity could hold is a ValueError; rows past a length
-        known only at run time are dropped by the write, counted by `lengths` and shown by
-        `overflowed`.
-        """
-        # Inside shard_map, what a loop carries must not change its type: counts are often the same
-        # on every device where lengths are not.
-        taken = _sharding.varying_like(self._rows(rows), self.lengths)
-        return self._with(lengths=self.lengths + taken, new_lengths=taken)
-
-    def _rows(self, rows: int | Array) -> Array:
-        static = _checks.static_int(rows)
-        if static is None:
-            if jnp.shape(rows) == ():  # a traced int
-                rows = jnp.broadcast_to(jnp.asarray(rows), (self.num_sequences,))
-            counts = _checks.int_vector(
-                "rows", rows, self.num_sequences, "one count a sequence, or one int"
-            )
-            return jnp.maximum(counts, 0)
-        if static < 0:
-            raise ValueError(f"rows: expected at least 0, got {static}")
-        for sequence, capacity in enumerate(self.capacities):
-            if static > capacity:
-                raise ValueError(
-                    f"rows: {static} new rows do not fit in sequence {sequence}, whose capacity "
-                    f"is {capacity}; "
-                    "create the cache with a larger capacity or append fewer rows"
-                )
-        return jnp.full(self.num_sequences, static, jnp.int32)
-
-    def reset(self, sequences: int | Array) -> Self:
-        """Empty some sequences: an index (traced or not), an int array of indices (those that are
-        no sequence's count for nothing), or bool[M]. Buffers stay as they are.
-        """
-        chosen = self._chosen(sequences)
-        return self._with(
-            lengths=jnp.where(chosen, 0, self.lengths),
-            new_lengths=jnp.where(chosen, 0, self.new_lengths),
-        )
-
-    def _chosen(self, sequences: int | Array) -> Array:
-        """bool[M] from an index, an array of indices or bool[M]."""
-        if isinstance(sequences, (list, tuple)) and not sequences:
-            sequences = np.zeros(0, np.int32)  # jax would take it for floats
-        index = jnp.asarray(sequences)
-        if index.dtype == jnp.bool_:
-            if index.shape != (self.num_sequences,):
-                raise ValueError(
-                    f"sequences: expected bool[{self.num_sequences}], got bool{list(index.shape)}"
-                )
-            return index
-        if not jnp.issubdtype(index.dtype, jnp.integer):
-            raise ValueError(f"sequences: expected an index, indices or bool[M], got {index.dtype}")
-        static = _checks.static_int(sequences)
-        if static is not None and not 0 <= static < self.num_sequences:
-            raise ValueError(f"sequences: expected 0 to {self.num_sequences - 1}, got {static}")
-        here = jnp.arange(self.num_sequences, dtype=jnp.int32)
-        return (here[:, None] == index.reshape(1, -1).astype(jnp.int32)).any(axis=1)
-
-
-def _empty_buffer(shape: tuple[int, ...], layers: int | None, dtype: Any) -> Array:
-    try:
-        real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    except TypeError:
-        real = False
-    if not real:
-        raise ValueError(f"dtype: expected a floating-point or integer dtype, got {dtype!r}")
-    return jnp.zeros(shape if layers is None else (layers, *shape), dtype)
-
-
-def _counts(size: int) -> tuple[Array, Array]:
-    return jnp.zeros(size, jnp.int32), jnp.zeros(size, jnp.int32)
-
-
-def _positive(**sizes: int | None) -> None:
-    for name, size in sizes.items():
-        if size is not None and (_checks.static_int(size) is None or size < 1):
-            raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
 
 
 @jax.tree_util.register_dataclass
@@ -199,9 +58,12 @@ class PerSequenceCache(KVCache):
     kind: ClassVar[str] = "per_sequence"
     page_table: ClassVar[None] = None  # type: ignore[misc]
     k: tuple[Array, ...]
-    v: tuple[Array, ...]
+    v: tuple[Array, ...] | None
     lengths: Array
     new_lengths: Array
+    k_scale: tuple[Array, ...] | None = None  # [K, capacity_i] each
+    v_scale: tuple[Array, ...] | None = None
+    v_columns: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def create(  # noqa: PLR0913
@@ -213,6 +75,8 @@ class PerSequenceCache(KVCache):
         v_head_dim: int | None = None,
         layers: int | None = None,
         dtype: Any = jnp.bfloat16,
+        scales: bool | None = None,
+        shared_kv: bool = False,
     ) -> "PerSequenceCache":
         """An empty cache with one sequence for each capacity given."""
         if not isinstance(capacities, (Sequence, np.ndarray)) or not len(capacities):
@@ -221,14 +85,15 @@ class PerSequenceCache(KVCache):
                 f"{capacities!r}"
             )
         for capacity in capacities:
-            _positive(capacities=capacity)
-        _positive(kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, layers=layers)
-
-        def buffers(dim: int) -> tuple[Array, ...]:
-            return tuple(_empty_buffer((kv_heads, c, dim), layers, dtype) for c in capacities)
-
-        lengths, new_lengths = _counts(len(capacities))
-        return cls(buffers(head_dim), buffers(v_head_dim or head_dim), lengths, new_lengths)
+            positive(capacities=capacity)
+        positive(kv_heads=kv_heads)
+        rows = Rows(head_dim, v_head_dim, layers, dtype, scales, shared_kv)
+        each = [rows.arrays(kv_heads, capacity) for capacity in capacities]
+        fields: dict[str, Any] = {name: tuple(one[name] for one in each) for name in each[0]}
+        return cls(
+            **{"v": None} | fields | no_rows(len(capacities)),
+            v_columns=rows.v_columns,
+        )
 
     @property
     def capacities(self) -> tuple[int, ...]:
@@ -245,9 +110,12 @@ class StackedCache(KVCache):
     kind: ClassVar[str] = "stacked"
     page_table: ClassVar[None] = None  # type: ignore[misc]
     k: Array
-    v: Array
+    v: Array | None
     lengths: Array
     new_lengths: Array
+    k_scale: Array | None = None  # [M, K, capacity]
+    v_scale: Array | None = None
+    v_columns: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def create(  # noqa: PLR0913
@@ -260,17 +128,14 @@ class StackedCache(KVCache):
         v_head_dim: int | None = None,
         layers: int | None = None,
         dtype: Any = jnp.bfloat16,
+        scales: bool | None = None,
+        shared_kv: bool = False,
     ) -> "StackedCache":
         """An empty cache."""
-        _positive(
-            num_sequences=num_sequences, capacity=capacity, kv_heads=kv_heads, head_dim=head_dim
-        )
-        _positive(v_head_dim=v_head_dim, layers=layers)
-        k, v = (
-            _empty_buffer((num_sequences, kv_heads, capacity, dim), layers, dtype)
-            for dim in (head_dim, v_head_dim or head_dim)
-        )
-        return cls(k, v, *_counts(num_sequences))
+        positive(num_sequences=num_sequences, capacity=capacity, kv_heads=kv_heads)
+        rows = Rows(head_dim, v_head_dim, layers, dtype, scales, shared_kv)
+        fields: dict[str, Any] = rows.arrays(num_sequences, kv_heads, capacity)
+        return cls(**{"v": None} | fields | no_rows(num_sequences), v_columns=rows.v_columns)
 
     @property
     def capacities(self) -> tuple[int, ...]:
@@ -290,7 +155,7 @@ class PagedCache(KVCache):
 
     kind: ClassVar[str] = "paged"
     k: Array
-    v: Array
+    v: Array | None
     lengths: Array
     new_lengths: Array
     page_table: (
@@ -299,6 +164,9 @@ class PagedCache(KVCache):
     free_list: Array  # int32[pages]: the first num_free entries are free page ids
     num_free: Array  # int32
     holders: Array  # int32[pages]: how many sequences hold a page
+    k_scale: Array | None = None  # [pages, K, page_size]
+    v_scale: Array | None = None
+    v_columns: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def create(  # noqa: PLR0913
@@ -313,21 +181,20 @@ class PagedCache(KVCache):
         v_head_dim: int | None = None,
         layers: int | None = None,
         dtype: Any = jnp.bfloat16,
+        scales: bool | None = None,
+        shared_kv: bool = False,
     ) -> "PagedCache":
         """An empty cache. `capacity`: rows that one sequence can hold at most (default: the whole
         pool).
         """
-        _positive(num_sequences=num_sequences, pages=pages, page_size=page_size, kv_heads=kv_heads)
-        _positive(head_dim=head_dim, v_head_dim=v_head_dim, layers=layers, capacity=capacity)
+        positive(num_sequences=num_sequences, pages=pages, page_size=page_size, kv_heads=kv_heads)
+        positive(capacity=capacity)
+        rows = Rows(head_dim, v_head_dim, layers, dtype, scales, shared_kv)
+        fields: dict[str, Any] = rows.arrays(pages, kv_heads, page_size)
         width = pages if capacity is None else -(-capacity // page_size)
-        k, v = (
-            _empty_buffer((pages, kv_heads, page_size, dim), layers, dtype)
-            for dim in (head_dim, v_head_dim or head_dim)
-        )
         return cls(
-            k,
-            v,
-            *_counts(num_sequences),
+            **{"v": None} | fields | no_rows(num_sequences),
+            v_columns=rows.v_columns,
             page_table=jnp.full((num_sequences, width), NO_PAGE, jnp.int32),
             free_list=jnp.arange(pages - 1, -1, -1, dtype=jnp.int32),
             num_free=jnp.asarray(pages, jnp.int32),
@@ -460,10 +327,15 @@ class PagedCache(KVCache):
         fresh = jnp.take(cache.free_list, cache.num_free - 1, mode="clip")
         row_of_target = jnp.where((slots == full) & wanted, jnp.where(granted, fresh, LOST), shared)
         into_page = jnp.where(granted, fresh, self.pages)
+        pools = {name: getattr(cache, name) for name in ("k", "v", "k_scale", "v_scale")}
+        copied: dict[str, Any] = {
+            name: _copy_page(pool, from_page, into_page, axes=4 - name.endswith("scale"))
+            for name, pool in pools.items()
+            if pool is not None
+        }
         return dataclasses.replace(
             cache,
-            k=_copy_page(cache.k, from_page, into_page),
-            v=_copy_page(cache.v, from_page, into_page),
+            **copied,
             page_table=cache.page_table.at[target].set(row_of_target, mode="drop"),
             num_free=cache.num_free - granted.astype(jnp.int32),
             holders=cache.holders.at[into_page].add(1, mode="drop"),
@@ -478,9 +350,10 @@ class PagedCache(KVCache):
         return _checks.integers(name, value, "the index of a sequence", ())
 
 
-def _copy_page(pool: Array, source: Array, target: Array) -> Array:
-    """pool[..., target, :, :, :] = pool[..., source, :, :, :]; a target outside the pool copies
-    nothing.
+def _copy_page(pool: Array, source: Array, target: Array, axes: int) -> Array:
+    """Page `target` = page `source`, of a pool whose last `axes` axes begin with the pages; a
+    target outside the pool copies nothing.
     """
-    page = jnp.take(pool, source, axis=-4, mode="clip")
-    return pool.at[..., target, :, :, :].set(page, mode="drop")
+    page = jnp.take(pool, source, axis=-axes, mode="clip")
+    where = (..., target, *[slice(None)] * (axes - 1))
+    return pool.at[where].set(page, mode="drop")

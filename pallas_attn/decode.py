@@ -29,8 +29,8 @@ def decode_attention(  # noqa: PLR0913
     Call it after `write_kv` (or `append_kv`): the cache's lengths count the rows just written, and
     query row i of t stands at position length - t + i.
 
-    Values are read as the numbers that the cache holds: the scale of a quantised K goes into
-    `scale` or q, that of V onto the result.
+    A row of a quantised cache is its numbers times its scale; numbers without scales are read as
+    they stand. Where V is part of K (`shared_kv`), it is read once.
 
     Args:
       q: `[M, t, N, H]`, or `[M, N, H]` for one token: t = 1 is plain decoding, t > 1 speculative or
@@ -83,7 +83,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
     rows = _checks.array("q", q)
     one_token = rows.ndim == 3
     rows = rows[:, None] if one_token else rows
-    _checks.twin_caches("cache.k", cache.k, "cache.v", cache.v)
+    _checks.kv_cache(cache)
     _checks.decode_query(rows, cache)
     inputs = DecodeInputs(
         rows,
@@ -93,6 +93,8 @@ def decode_attention_with_lse(  # noqa: PLR0913
         cache.page_table,
         _checks.layer(layer, cache.layers),
         _checks.sink_logits(sinks, rows.shape[2]),
+        cache.k_scale,
+        cache.v_scale,
     )
     problem = DecodeProblem(
         gpu=_device.gpu_generation(),
@@ -114,6 +116,8 @@ def decode_attention_with_lse(  # noqa: PLR0913
         layers=cache.layers,
         sinks=inputs.sinks is not None,
         batch_invariant=bool(batch_invariant),
+        quantized=cache.quantized,
+        shared_kv=cache.shared_kv,
     )
     out, lse = _decode(problem, inputs, implementation)
     return (out[:, 0], lse[..., 0]) if one_token else (out, lse)

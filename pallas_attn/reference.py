@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_attn.masks import Mask
@@ -114,7 +115,7 @@ def _softmax(logits: Array, sinks: Array | None) -> tuple[Array, Array, Array, A
 def decode(  # noqa: PLR0913
     q: Array,
     k: Array | Sequence[Array],
-    v: Array | Sequence[Array],
+    v: Any,
     lengths: Array,
     *,
     mask: Mask,
@@ -123,20 +124,34 @@ def decode(  # noqa: PLR0913
     sinks: Array | None = None,
     page_table: Array | None = None,
     layer: int | Array | None = None,
+    k_scale: Array | Sequence[Array] | None = None,
+    v_scale: Array | Sequence[Array] | None = None,
 ) -> tuple[Array, Array]:
     """Attention of q [M, t, N, H] over M caches: row i of a sequence stands at position length - t
     + i.
 
-    A sequence whose length does not fit in its cache (or whose pages are missing) gives NaN: rows
-    were lost there. So does everything where a traced layer is none of the cache's.
+    v: as k, or an int where V is the first so many columns of K. With scales, a row is its numbers
+    times its scale, in float32. A sequence whose length does not fit in its cache (or whose pages
+    are missing) gives NaN: rows were lost there. So does everything where a traced layer is none of
+    the cache's.
     """
     layers = 1 if layer is None else jax.tree.leaves(k)[0].shape[0]
-    k, v = _select_layer(k, layer), _select_layer(v, layer)
-    dense = [_dense_rows(cache, page_table) for cache in (k, v)]
-    held = _rows_held(k, page_table, lengths)
+
+    def dense(cache: Any, scales: Any) -> Array:
+        rows = _dense_rows(_select_layer(cache, layer), page_table)
+        if scales is None:
+            return rows
+        # Laid out as rows of one column, whose dim is added after the layer is chosen.
+        columns = jax.tree.map(lambda x: x[..., None], _select_layer(scales, layer))
+        return rows.astype(jnp.float32) * _dense_rows(columns, page_table)
+
+    k_rows = dense(k, k_scale)
+    v_rows = k_rows[..., :v] if isinstance(v, int) else dense(v, v_scale)
+    held = _rows_held(_select_layer(k, layer), page_table, lengths)
     out, lse = attention(
         q,
-        *dense,
+        k_rows,
+        v_rows,
         mask=mask,
         scale=scale,
         softcap=softcap,
@@ -184,7 +199,55 @@ def _rows_held(cache, page_table: Array | None, lengths: Array) -> Array:
     return jnp.cumprod(there, axis=1).sum(axis=1).astype(lengths.dtype) * cache.shape[2]
 
 
-def append(
+_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+
+
+def quantize(rows: Array, dtype: Any) -> tuple[Array, Array]:
+    """rows [..., H] as numbers of a narrow dtype [..., H] and one float32 scale each [...]: a row
+    is close to numbers * scale.
+
+    In float32, every operation rounded to nearest even and none fused:
+
+        scale   = max(max |x| * (1 / largest), 2**-100)     largest: 448, 57344 or 127
+        numbers = convert(x * (1 / scale))
+
+    so that the largest number of a row is the largest of the dtype, and every implementation makes
+    the same bits. The floor of the scale keeps subnormals, which XLA flushes on a CPU and not on a
+    GPU, out of it: a row of zeros has that scale. A row that holds a NaN or an infinity has the
+    scale NaN and zeros for numbers: it is NaN from then on, whatever dtype it lies in.
+    """
+    x = rows.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF  # of |x|, which order as |x| does
+    top = bits.max(axis=-1)
+    finite = top < 0x7F800000
+    top = lax.bitcast_convert_type(jnp.where(finite, top, 0), jnp.float32)
+    inverse = np.float32(1) / np.float32(_LARGEST[jnp.dtype(dtype).name])
+    scale = jnp.maximum(top * inverse, np.float32(2.0**-100))
+    scaled = jnp.where(finite[..., None], x, 0) * _reciprocal(scale)[..., None]
+    if jnp.dtype(dtype) == jnp.int8:
+        scaled = jnp.round(scaled)
+    return scaled.astype(dtype), jnp.where(finite, scale, jnp.nan)
+
+
+def _reciprocal(x: Array) -> Array:
+    """1 / x for float32 x from 2**-126 to 2**125, correctly rounded: by long division of integers,
+    since XLA's own division is not on a GPU.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    divisor = bits & 0x7FFFFF | 0x800000  # 2**23 to 2**24
+    remainder = jnp.full(bits.shape, 2**23, jnp.uint32)
+    quotient = jnp.zeros(bits.shape, jnp.uint32)  # of 2**47, in the end: 2**23 to 2**24
+    for _ in range(3):
+        remainder = remainder << 8
+        quotient = (quotient << 8) + remainder // divisor
+        remainder = remainder % divisor
+    # Halfway cannot be: that takes a divisor of which 2**48 is an odd multiple.
+    quotient = quotient + (2 * remainder > divisor).astype(jnp.uint32)
+    # A power of two has the quotient 2**24, which carries into the exponent as it should.
+    return lax.bitcast_convert_type(((252 - (bits >> 23)) << 23) + quotient, jnp.float32)
+
+
+def append(  # noqa: PLR0913
     k_cache: Array | Sequence[Array],
     v_cache: Array | Sequence[Array] | None,
     k: Array,
@@ -194,8 +257,11 @@ def append(
     new_lengths: Array | None = None,
     page_table: Array | None = None,
     layer: int | Array | None = None,
+    k_scale: Array | Sequence[Array] | None = None,
+    v_scale: Array | Sequence[Array] | None = None,
 ):
-    """New rows k, v [M, t, K, H] into the caches from position `start` on; returns the new caches.
+    """New rows k, v [M, t, K, H] into the caches from position `start` on; returns the new caches,
+    and the new scales where the caches have any: rows are then stored as `quantize` says.
 
     Row i of sequence m lands at start[m] + i if i < new_lengths[m], start[m] >= 0 and the position
     is within the sequence's own rows; otherwise it is dropped and nothing else is touched.
@@ -210,6 +276,9 @@ def append(
     def write(cache, new):
         if cache is None:
             return None
+        if new.ndim == 3:  # scales, as rows of one column
+            columns = jax.tree.map(lambda x: x[..., None], cache)
+            return jax.tree.map(lambda x: x[..., 0], place(columns, new[..., None]))
         dtype = jax.tree.leaves(cache)[0].dtype
         if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):
             # XLA moves float8 on a CPU as float16, which changes the bits of NaN.
@@ -228,7 +297,18 @@ def append(
             return _scatter(cache, layer, (position,), new, batched=True)
         return _scatter(cache, layer, _page_and_row(cache, position, page_table), new)
 
-    return write(k_cache, k), write(v_cache, v)
+    if k_scale is None:
+        return write(k_cache, k), write(v_cache, v), None, None
+    numbers, scales = {}, {}
+    for side, cache, new in (("k", k_cache, k), ("v", v_cache, v)):
+        if new is not None:
+            numbers[side], scales[side] = quantize(new, jax.tree.leaves(cache)[0].dtype)
+    return (
+        write(k_cache, numbers["k"]),
+        write(v_cache, numbers.get("v")),
+        write(k_scale, scales["k"]),
+        write(v_scale, scales.get("v")),
+    )
 
 
 def _scatter(

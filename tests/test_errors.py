@@ -12,6 +12,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import Limit, Mask, PagedCache, PerSequenceCache, StackedCache, _device
+from tests.test_quantized import ERRORS as QUANTIZED
 
 
 def z(*shape, dtype="float32"):
@@ -404,9 +405,9 @@ def test_mask_bounds_are_ints(side, value):
 
 def test_every_check_of_the_package_is_in_a_table():
     """No `raise ValueError` of the argument checks that nobody here has seen."""
-    messages = "\n".join(m for t in (ATTENTION, CACHES, APPENDS, DECODES) for m in t)
+    messages = "\n".join(m for t in (ATTENTION, CACHES, APPENDS, DECODES, QUANTIZED) for m in t)
     root = pathlib.Path(pa.__file__).parent
-    for name in ("_checks", "append", "cache", "decode"):
+    for name in ("_checks", "append", "_kv_cache", "cache", "decode"):
         source = (root / f"{name}.py").read_text()
         for raised in re.findall(r"raise ValueError\(\s*((?:f?\".*?\"\s*)+)", source, re.S):
             text = "".join(re.findall(r'f?"(.*?)"', raised, re.S))

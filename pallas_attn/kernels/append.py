@@ -30,7 +30,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._problem import AppendInputs, AppendProblem
+from pallas_attn._problem import AppendInputs, AppendProblem, Caches
 from pallas_attn.errors import Limit
 from pallas_attn.kernels import tiles
 
@@ -66,6 +66,8 @@ def limit(problem: AppendProblem) -> Limit | None:
             f"Mosaic GPU serves sm80 and later, this is {here}",
             'ask for implementation="reference"',
         )
+    if problem.quantized:
+        return Limit("quantised caches", 'pass implementation="reference"')
     if problem.cache_dtype not in DTYPES:
         return Limit(f"no {problem.cache_dtype} caches", f"use one of {', '.join(DTYPES)}")
     capacity = max(problem.capacities, default=0)
@@ -292,9 +294,7 @@ def _kernel(refs: _Refs, plan: _Plan) -> None:
         tiles.each_thread(program, refs, at)
 
 
-def run(
-    inputs: AppendInputs, problem: AppendProblem, config: Config | None = None
-) -> tuple[Array, Array | None]:
+def run(inputs: AppendInputs, problem: AppendProblem, config: Config | None = None) -> Caches:
     """The caches with the new rows in: the same buffers where the caller donates them, inside jit
     without a copy.
     """
@@ -310,7 +310,7 @@ def run(
             problem,
             config or Config(),
         )
-    return caches["k"], caches["v"]
+    return Caches(caches["k"], caches["v"])
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))

@@ -1,0 +1,232 @@
+"""What the three KV caches share: lengths, sizes read off the arrays, and how buffers are made."""
+
+import dataclasses
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn import _checks, _sharding
+
+Array = jax.Array
+
+QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")  # dtypes that carry scales where not told
+
+
+class KVCache:
+    """What the three caches share."""
+
+    kind: ClassVar[str]
+    k: Any
+    v: Any  # None where V is the first `v_columns` columns of K
+    k_scale: Any  # float32, as k without its last axis: a row is its numbers times its scale;
+    v_scale: Any  # None where numbers are stored as they come (and v_scale where v is)
+    v_columns: int | None
+    lengths: Array  # int32[M]: the rows taken in each sequence now, written or not
+    new_lengths: Array  # int32[M]: the rows that the latest extend took, which write_kv fills
+    page_table: Any  # int32[M, W] of a PagedCache; None in the others
+
+    @property
+    def _k_arrays(self) -> tuple[Array, ...]:
+        return self.k if isinstance(self.k, tuple) else (self.k,)
+
+    def _with(self, **changes: Any) -> Self:
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    @property
+    def page_size(self) -> Any:
+        """Rows of a page; None where there are no pages."""
+        return None
+
+    @property
+    def pages(self) -> Any:
+        """Pages of the pool; None where there is none."""
+        return None
+
+    @property
+    def num_sequences(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def layers(self) -> int | None:
+        """How many layers the buffers hold; None where they have no layer axis."""
+        sample = self._k_arrays[0]
+        plain = 3 if isinstance(self.k, tuple) else 4
+        return None if sample.ndim == plain else sample.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self._k_arrays[0].shape[-3]
+
+    @property
+    def head_dim(self) -> int:
+        return self._k_arrays[0].shape[-1]
+
+    @property
+    def v_head_dim(self) -> int:
+        if self.v_columns is not None:
+            return self.v_columns
+        return (self.v[0] if isinstance(self.v, tuple) else self.v).shape[-1]
+
+    @property
+    def shared_kv(self) -> bool:
+        """Whether V is part of K (`create(shared_kv=True)`)."""
+        return self.v_columns is not None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether rows are stored as narrow numbers with a scale each."""
+        return self.k_scale is not None
+
+    @property
+    def dtype(self) -> Any:
+        """Of the numbers stored; scales are float32."""
+        return self._k_arrays[0].dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers of K, V and scales, used or not."""
+        buffers = (self.k, self.v, self.k_scale, self.v_scale)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(buffers))
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Rows that each sequence can hold (of a PagedCache: if the pool has the pages)."""
+        raise NotImplementedError
+
+    @property
+    def overflowed(self) -> Array:
+        """bool[M]: sequences that were given more rows than fit. Their rows were dropped; decoding
+        them gives NaN.
+        """
+        return self.lengths > jnp.asarray(self.capacities, jnp.int32)
+
+    def extend(self, rows: int | Array) -> Self:
+        """Take `rows` new rows in every sequence: an int, or int32[M] (0 included; a negative count
+        takes none).
+
+        An int that no sequence's whole capacity could hold is a ValueError; rows past a length
+        known only at run time are dropped by the write, counted by `lengths` and shown by
+        `overflowed`.
+        """
+        # Inside shard_map, what a loop carries must not change its type: counts are often the same
+        # on every device where lengths are not.
+        taken = _sharding.varying_like(self._rows(rows), self.lengths)
+        return self._with(lengths=self.lengths + taken, new_lengths=taken)
+
+    def _rows(self, rows: int | Array) -> Array:
+        static = _checks.static_int(rows)
+        if static is None:
+            if jnp.shape(rows) == ():  # a traced int
+                rows = jnp.broadcast_to(jnp.asarray(rows), (self.num_sequences,))
+            counts = _checks.int_vector(
+                "rows", rows, self.num_sequences, "one count a sequence, or one int"
+            )
+            return jnp.maximum(counts, 0)
+        if static < 0:
+            raise ValueError(f"rows: expected at least 0, got {static}")
+        for sequence, capacity in enumerate(self.capacities):
+            if static > capacity:
+                raise ValueError(
+                    f"rows: {static} new rows do not fit in sequence {sequence}, whose capacity "
+                    f"is {capacity}; "
+                    "create the cache with a larger capacity or append fewer rows"
+                )
+        return jnp.full(self.num_sequences, static, jnp.int32)
+
+    def reset(self, sequences: int | Array) -> Self:
+        """Empty some sequences: an index (traced or not), an int array of indices (those that are
+        no sequence's count for nothing), or bool[M]. Buffers stay as they are.
+        """
+        chosen = self._chosen(sequences)
+        return self._with(
+            lengths=jnp.where(chosen, 0, self.lengths),
+            new_lengths=jnp.where(chosen, 0, self.new_lengths),
+        )
+
+    def _chosen(self, sequences: int | Array) -> Array:
+        """bool[M] from an index, an array of indices or bool[M]."""
+        if isinstance(sequences, (list, tuple)) and not sequences:
+            sequences = np.zeros(0, np.int32)  # jax would take it for floats
+        index = jnp.asarray(sequences)
+        if index.dtype == jnp.bool_:
+            if index.shape != (self.num_sequences,):
+                raise ValueError(
+                    f"sequences: expected bool[{self.num_sequences}], got bool{list(index.shape)}"
+                )
+            return index
+        if not jnp.issubdtype(index.dtype, jnp.integer):
+            raise ValueError(f"sequences: expected an index, indices or bool[M], got {index.dtype}")
+        static = _checks.static_int(sequences)
+        if static is not None and not 0 <= static < self.num_sequences:
+            raise ValueError(f"sequences: expected 0 to {self.num_sequences - 1}, got {static}")
+        here = jnp.arange(self.num_sequences, dtype=jnp.int32)
+        return (here[:, None] == index.reshape(1, -1).astype(jnp.int32)).any(axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What `create` is told about the rows of a cache, and the buffers that follow from it."""
+
+    head_dim: int
+    v_head_dim: int | None
+    layers: int | None
+    dtype: Any
+    scales: bool | None
+    shared_kv: bool
+
+    def __post_init__(self):
+        positive(head_dim=self.head_dim, v_head_dim=self.v_head_dim, layers=self.layers)
+        if not _is_real(self.dtype):
+            raise ValueError(
+                f"dtype: expected a floating-point or integer dtype, got {self.dtype!r}"
+            )
+        if self.scales and jnp.dtype(self.dtype).name not in QUANTIZED:
+            raise ValueError(
+                f"scales: expected a dtype of {', '.join(QUANTIZED)} to go with them, got "
+                f"{jnp.dtype(self.dtype)}; leave scales out"
+            )
+        if self.shared_kv and (self.v_head_dim or 0) > self.head_dim:
+            raise ValueError(
+                f"v_head_dim: expected at most head_dim = {self.head_dim} where V is part of K "
+                f"(shared_kv), got {self.v_head_dim}"
+            )
+
+    @property
+    def quantized(self) -> bool:
+        return jnp.dtype(self.dtype).name in QUANTIZED if self.scales is None else self.scales
+
+    @property
+    def v_columns(self) -> int | None:
+        return (self.v_head_dim or self.head_dim) if self.shared_kv else None
+
+    def arrays(self, *shape: int) -> dict[str, Array]:
+        """Zeros for the fields k, v, k_scale and v_scale, or those of them that the cache has, of
+        arrays `shape` but for layers and head dim.
+        """
+        shape = shape if self.layers is None else (self.layers, *shape)
+        made = {"k": jnp.zeros((*shape, self.head_dim), self.dtype)}
+        if not self.shared_kv:
+            made["v"] = jnp.zeros((*shape, self.v_head_dim or self.head_dim), self.dtype)
+        if self.quantized:
+            made |= {f"{side}_scale": jnp.zeros(shape, jnp.float32) for side in tuple(made)}
+        return made
+
+
+def _is_real(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    except TypeError:
+        return False
+
+
+def no_rows(size: int) -> dict[str, Array]:
+    """The fields lengths and new_lengths of an empty cache."""
+    return {name: jnp.zeros(size, jnp.int32) for name in ("lengths", "new_lengths")}
+
+
+def positive(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and (_checks.static_int(size) is None or size < 1):
+            raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
