@@ -348,3 +348,24 @@ def test_live_nan_propagates(where):
         **{name: arrays[name] for name in ("q", "k", "v")}, mask=case.mask, scale=problem.scale
     )
     np.testing.assert_array_equal(np.isnan(np.asarray(out)), np.isnan(np.asarray(want)))
+
+
+@pytest.mark.gpu
+def test_a_row_of_nan_leaves_the_others_alone():
+    """Also the row eight above or below it, which is the same threads': keys grow from the last
+    tile to the first, so that every row's maximum moves in every step.
+    """
+    case = dataclasses.replace(one("t_equals_s"), q_len=192, kv_len=512, mask=FULL)
+    config = dataclasses.replace(SMALL, warpgroups=3)
+    arrays = given(case)
+    growth = jnp.linspace(30, 0, case.kv_len, dtype=jnp.float32).astype(case.dtype)
+    arrays["k"] = arrays["k"] * growth[None, :, None, None]
+    call = jax.jit(functools.partial(run, problem=problem_of(case), config=config))
+    clean = [np.asarray(x, np.float32) for x in call(AttentionInputs(**arrays))]
+    for row in (0, 9, 100, 191):
+        arrays["q"] = arrays["q"].at[:, row].set(jnp.nan)
+    out, lse = (np.asarray(x, np.float32) for x in call(AttentionInputs(**arrays)))
+    others = np.setdiff1d(np.arange(case.q_len), (0, 9, 100, 191))
+    np.testing.assert_array_equal(out[:, others], clean[0][:, others])
+    np.testing.assert_array_equal(lse[..., others], clean[1][..., others])
+    assert np.isnan(np.delete(out, others, axis=1)).all()

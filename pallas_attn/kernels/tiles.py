@@ -21,6 +21,8 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
 
+from pallas_attn.kernels import numbers
+
 Ref = Any
 
 THREADS = 128  # of a block with one warpgroup
@@ -101,7 +103,8 @@ def any_in_warp(rows: jax.Array, bound: float) -> jax.Array:
             for register in rows.registers.flat
             for i in range(ir.VectorType(register.type).shape[0])
         ]
-        highest = functools.reduce(arith.maximumf, numbers)
+        # A row without a key is -inf minus -inf, NaN: it must not silence its thread's others.
+        highest = functools.reduce(arith.maxnumf, numbers)
         limit = utils.c(float(bound), highest.type)
         above = arith.extui(_int(32), arith.cmpf(arith.CmpFPredicate.OGT, highest, limit))
         ptx = (
@@ -173,12 +176,14 @@ def lane_kernel(body: Callable[..., None], *, grid: int, name: str) -> Callable[
     )
 
 
-def each_thread(program: Callable[..., None], refs: Any, scalars: Any) -> None:
+def each_thread(
+    program: Callable[..., None], refs: Any, scalars: Any, thread: Any = None
+) -> None:
     """Runs `program(thread, refs, scalars)` in every thread of the block: `Thread` says what a
     program can do.
 
-    `refs` is a tree of whole refs in global memory, `scalars` a tree of int32 scalars, which arrive
-    as `Int`s.
+    `refs` is a tree of whole refs in global or shared memory, `scalars` a tree of int32 scalars,
+    which arrive as `Int`s. `thread`: a `Thread` that can do more.
     """
     types = (
         jax.tree.map(lambda _: plgpu.RefType(), refs),
@@ -187,7 +192,8 @@ def each_thread(program: Callable[..., None], refs: Any, scalars: Any) -> None:
 
     def code(_, refs, scalars):
         values = [Int(x.registers.item()) for x in jax.tree.leaves(scalars, is_leaf=_is_array)]
-        program(Thread(), refs, jax.tree.unflatten(jax.tree.structure(types[1]), values))
+        scalars = jax.tree.unflatten(jax.tree.structure(types[1]), values)
+        program(thread or Thread(), refs, scalars)
 
     inline: Any = code
     inline.program = program  # the interpreter in tests/ runs this
@@ -232,11 +238,26 @@ class Int:
     def __and__(self, other):
         return self._with(arith.andi, other)
 
+    def __or__(self, other):
+        return self._with(arith.ori, other)
+
     def __lt__(self, other):
         return self._compare(arith.CmpIPredicate.slt, other)
 
+    def __le__(self, other):
+        return self._compare(arith.CmpIPredicate.sle, other)
+
+    def __gt__(self, other):
+        return self._compare(arith.CmpIPredicate.sgt, other)
+
     def __ge__(self, other):
         return self._compare(arith.CmpIPredicate.sge, other)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, a: Any, b: Any) -> "Int":
+        """What NumPy's minimum and maximum make of it: the bounds of a Mask are said with them."""
+        del method
+        op = {"minimum": arith.minsi, "maximum": arith.maxsi}[ufunc.__name__]
+        return a._with(op, b) if isinstance(a, Int) else b._with(op, a)
 
 
 class Thread:
@@ -260,6 +281,43 @@ class Thread:
 
     def select(self, where: Int, a: Int, b: int) -> Int:
         return a._with(lambda a, b: arith.select(where.value, a, b), b)
+
+    def maximum(self, a: Int, b: Any) -> Int:
+        return a._with(arith.maxsi, b)
+
+    def most_of_lanes(self, a: Int, lanes: int) -> Int:
+        """The largest over each group of so many neighbouring threads, a power of two up to 32."""
+        return Int(numbers.most_of_lanes(a.value, lanes))
+
+    def numbers(self, word: Int, nbytes: int, dtype: str) -> list[Any]:
+        """The bfloat16, float16 or float32 numbers in a word, each as a float32 of the thread."""
+        return numbers.from_word(word.value, nbytes, dtype)
+
+    def narrow(self, values: Sequence[Any], dtype: str) -> Int:
+        """1 to 8 float32 as int8 or, from sm89 on, float8, rounded to nearest even: a word of as
+        many bytes.
+        """
+        return Int(numbers.to_word(list(values), dtype))
+
+    def packed(self, values: Sequence[Int]) -> Int:
+        """The low bytes of 1 to 8 integers: a word of as many bytes."""
+        return Int(numbers.packed([x.value for x in values], 8))
+
+    def bits(self, number: Any) -> Int:
+        return Int(numbers.as_bits(number))
+
+    def as_float(self, bits: Int) -> Any:
+        return numbers.as_float(bits.value)
+
+    def times(self, a: Any, b: Any) -> Any:
+        return numbers.product(a, b)
+
+    def plus(self, a: Any, b: Any) -> Any:
+        return numbers.total(a, b)
+
+    def reciprocal(self, a: Any) -> Any:
+        """1 / a, correctly rounded."""
+        return numbers.reciprocal(a)
 
     def pick(self, which: Int, table: Sequence[tuple[Ref, ...]]) -> tuple[Ref, ...]:
         """Row `which` of a table of refs: one jump, however long the table is.
@@ -299,7 +357,7 @@ class Thread:
         llvm.inline_asm(nothing, [], code, "~{memory}", has_side_effects=True)
 
     def load(self, ref: Ref, index: Int, nbytes: int) -> Int:
-        """The word at `index`. One of 16 bytes is good for `store` only."""
+        """The word at `index`. One of 16 bytes is good for `store` and `numbers` only."""
         address = _address(ref, index, nbytes)
         return Int(llvm.load(_word(nbytes), address, alignment=nbytes))
 
