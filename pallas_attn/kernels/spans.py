@@ -4,7 +4,9 @@ The schedulers of the attention kernels ask here, and here asks `Mask`, which ha
 Everything is plain arithmetic on Python numbers or on traced ones.
 """
 
+import functools
 import heapq
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -63,24 +65,32 @@ def of_segments(q_ids: Any, kv_ids: Any, rows: int, block: int) -> Any:
     """int32[B, 4, tiles of `rows` queries]: a Span's fields, by segment ids [B, n] in whole tiles.
 
     A tile's ids lie between its least and its greatest; tiles whose intervals are apart need not
-    meet, tiles that both hold one same id need no mask. Exact for packed documents; safe for any.
+    meet, tiles that both hold one same id need no mask. Exact for packed documents; safe for any:
+    where the tiles of one id lie apart, none of them counts as whole. As few steps as XLA needs
+    kernels for, since each costs as much as a tile of work: one over the ids, one over pairs of
+    tiles, one to finish.
     """
-    q_lo, q_hi = (x[:, :, None] for x in _extremes(q_ids, rows))
-    kv_lo, kv_hi = (x[:, None, :] for x in _extremes(kv_ids, block))
-    meet = (q_lo <= kv_hi) & (kv_lo <= q_hi)
-    same = (q_lo == q_hi) & (kv_lo == kv_hi) & (q_lo == kv_lo)
+    q_least, q_most, kv_least, kv_most = _extremes(q_ids, kv_ids, rows, block)
+    q_least, q_most = q_least[:, :, None], q_most[:, :, None]
+    kv_least, kv_most = kv_least[:, None, :], kv_most[:, None, :]
+    meet = (q_least <= kv_most) & (kv_least <= q_most)
+    same = (q_least == q_most) & (kv_least == kv_most) & (q_least == kv_least)
+    begins = same & ~jnp.pad(same[..., :-1], ((0, 0), (0, 0), (1, 0)))
     count = meet.shape[-1]
-    some, whole = meet.any(axis=-1), same.any(axis=-1)
-    full_lo = jnp.argmax(same, axis=-1)
-    ends = ~same & (jnp.arange(count)[None, None] >= full_lo[..., None])
-    full_hi = jnp.where(ends.any(axis=-1), jnp.argmax(ends, axis=-1), count)
-    fields = (
-        jnp.where(some, jnp.argmax(meet, axis=-1), 0),
-        jnp.where(whole, full_lo, 0),
-        jnp.where(whole, full_hi, 0),
-        jnp.where(some, count - jnp.argmax(meet[..., ::-1], axis=-1), 0),
-    )
-    return jnp.stack(fields, axis=1).astype(jnp.int32)
+    at = jnp.arange(count, dtype=jnp.int32)[None, None]
+    found = jnp.stack(
+        [  # the least of each is what is asked for
+            jnp.where(meet, at, count),
+            jnp.where(same, at, count),
+            jnp.where(begins, -at, 1),
+            jnp.where(same, -1 - at, 0),
+            jnp.where(meet, -1 - at, 0),
+        ]
+    ).min(axis=-1)
+    lo, full_lo, last_begin, full_hi, hi = found[0], found[1], -found[2], -found[3], -found[4]
+    one_run = last_begin == full_lo
+    fields = (jnp.minimum(lo, hi), full_lo, jnp.where(one_run, full_hi, full_lo), hi)
+    return jnp.stack(fields, axis=1)
 
 
 def deal(work: np.ndarray, costs: np.ndarray, hands: int) -> np.ndarray:
@@ -103,10 +113,19 @@ def deal(work: np.ndarray, costs: np.ndarray, hands: int) -> np.ndarray:
     return table
 
 
-def _extremes(ids: Any, block: int) -> tuple[Any, Any]:
-    """Least and greatest id of each tile."""
-    ids = ids.reshape(ids.shape[0], -1, block)
-    return ids.min(axis=-1), ids.max(axis=-1)
+def _extremes(q_ids: Any, kv_ids: Any, rows: int, block: int) -> list[Any]:
+    """Least and greatest id of each tile: of `rows` queries, then of `block` keys."""
+    unit = math.gcd(rows, block)
+    ids = jnp.concatenate([q_ids, kv_ids], axis=1)
+    ids = ids.reshape(ids.shape[0], -1, unit)
+    queries = q_ids.shape[1] // unit
+    results = []
+    for part, tile in ((slice(queries), rows), (slice(queries, None), block)):
+        for reduce, pick in ((jnp.min, jnp.minimum), (jnp.max, jnp.maximum)):
+            units = reduce(ids, axis=-1)[:, part]
+            step = tile // unit
+            results.append(functools.reduce(pick, [units[:, i::step] for i in range(step)]))
+    return results
 
 
 def _floor(n: Any, by: int) -> Any:
