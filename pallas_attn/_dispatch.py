@@ -184,7 +184,10 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Kernel("sm80", "append", (80, NEWEST)),
         Reference(_append, lambda problem: "it is one scatter a cache"),
     ),
-    "decode": (Reference(_decode, lambda problem: "it would copy every cache to a dense array"),),
+    "decode": (
+        Kernel("sm90", "decode_sm90", (90, 90)),
+        Reference(_decode, lambda problem: "it would copy every cache to a dense array"),
+    ),
 }
 
 

@@ -6,7 +6,7 @@ beside `lower_for_cuda` and, from tests/aot.py, `compile_for`. What is taught to
 both JAX versions alike:
 
 - programs of `tiles.each_thread`: run in NumPy, 128 threads at a time, with bounds and races
-  checked byte by byte
+  checked byte by byte; inline code that brings a twin in NumPy, which runs in its place
 - `pl.run_state` over accumulators, wgmma with its left operand in registers, values assigned to an
   accumulator, `mma`
 - cp.async (a copy without a barrier), stores with a predicate, reductions and atomics in global
@@ -94,8 +94,26 @@ def _run_program(*, token, mesh_location, thread, keys, scalars, program, trees)
         jax.tree.unflatten(tree, leaves)
         for tree, leaves in zip(trees, (arrays, spread), strict=True)
     )
-    program(block, refs, values)
+    with np.errstate(all="ignore"):  # NaN and infinity are none of an error on a GPU
+        program(block, refs, values)
     return token
+
+
+@host.fail_on_exception
+def _run_twin(*, token, args, twin, is_ref, results):
+    memory, key = host._get_shared_memory().mem, shared_memory.HostAllocationKey.from_array
+    leaves, tree = jax.tree.flatten(args)
+    values = [
+        memory[key(leaf)].content if ref else np.asarray(leaf)
+        for leaf, ref in zip(leaves, is_ref, strict=True)
+    ]
+    with np.errstate(all="ignore"):
+        result = twin(*jax.tree.unflatten(tree, values))
+    return token, [result] if results else []
+
+
+def _shape_of(aval):
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _inline_mgpu(self, eqn, token, get_values):
@@ -105,6 +123,16 @@ def _inline_mgpu(self, eqn, token, get_values):
     if (values := getattr(eqn.params["mgpu_fn"], "values", None)) is not None:
         result = values(*jax.tree.unflatten(eqn.params["pytree_args"], get_values()))
         return token, jax.tree.leaves(result)
+    if (twin := getattr(eqn.params["mgpu_fn"], "twin", None)) is not None:
+        args = jax.tree.unflatten(eqn.params["pytree_args"], get_values())
+        is_ref = [isinstance(kind, plgpu.RefType) for kind in eqn.params["flat_arg_types"]]
+        token, results = callback.io_callback(
+            functools.partial(_run_twin, twin=twin, is_ref=is_ref, results=len(eqn.outvars)),
+            (host.TOKEN_SHAPE_DTYPE, [_shape_of(var.aval) for var in eqn.outvars]),
+            token=token,
+            args=args,
+        )
+        return token, results
     program = getattr(eqn.params["mgpu_fn"], "program", None)
     if program is None:
         return _jax_inline_mgpu(self, eqn, token, get_values)

@@ -3,6 +3,7 @@
 import threading
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -24,6 +25,45 @@ class BlockOfThreads:
 
     def select(self, where, a, b):
         return np.where(where, a, b)
+
+    def maximum(self, a, b):
+        return np.maximum(a, b)
+
+    def most_of_lanes(self, a, lanes):
+        return np.repeat(a.reshape(-1, lanes).max(axis=1), lanes)
+
+    def numbers(self, word, nbytes, dtype):
+        rows = np.ascontiguousarray(word).view(jnp.dtype(dtype)).reshape(128, -1)
+        assert rows.shape[1] * jnp.dtype(dtype).itemsize == nbytes
+        return list(rows.astype(np.float32).T)
+
+    def narrow(self, values, dtype):
+        rows = np.stack(values, axis=1)
+        rows = np.rint(rows) if dtype == "int8" else rows
+        with np.errstate(invalid="ignore"):  # of what is no number; it is selected away
+            return self._word(rows.astype(jnp.dtype(dtype)))
+
+    def packed(self, values):
+        return self._word(np.stack(values, axis=1).astype(np.uint8))
+
+    def _word(self, rows):
+        return np.ascontiguousarray(rows).view(f"i{rows.shape[1]}").reshape(128)
+
+    def bits(self, number):
+        return np.asarray(number, np.float32).view(np.int32)
+
+    def as_float(self, bits):
+        return np.asarray(bits, np.int32).view(np.float32)
+
+    def times(self, a, b):
+        with np.errstate(over="ignore", invalid="ignore"):
+            return a * np.float32(b)
+
+    def plus(self, a, b):
+        return a + np.float32(b)
+
+    def reciprocal(self, a):
+        return np.float32(1) / a
 
     def pick(self, which, table):
         if len(table) == 1:
@@ -47,6 +87,136 @@ class BlockOfThreads:
         index = np.broadcast_to(index, 128)[where]
         self.memory.store(ref, index, value[where], nbytes, self.ids[where])
 
+    # ---- kernels.warps.Thread --------------------------------------------------------------------
+
+    def choose(self, where, a, b):
+        return np.where(where, a, b).astype(np.result_type(a))
+
+    def running_sum(self, x):
+        return np.cumsum(np.broadcast_to(x, 128).reshape(4, 32), axis=1, dtype=np.int32).reshape(-1)
+
+    def exp2(self, x):
+        return np.exp2(x, dtype=np.float32)
+
+    def log2(self, x):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.log2(x, dtype=np.float32)
+
+    def highest(self, a, b):
+        return np.maximum(a, b)
+
+    def is_zero(self, x):
+        return x == 0
+
+    def nothing_yet(self, x):
+        return x == -np.inf
+
+    def number(self, x):
+        return np.float32(x)
+
+    def loop(self, count, carry, body):
+        (count,) = set(np.ravel(count).tolist())
+        for i in range(count):
+            carry = body(np.int32(i), carry)
+        return carry
+
+    def load_floats(self, ref, index, count):
+        words = self.memory.load(ref, np.broadcast_to(index, 128), 4 * count, self.ids)
+        return list(np.ascontiguousarray(words).view(np.float32).reshape(128, count).T)
+
+    def store_floats(self, ref, index, values, where):
+        value = np.stack([np.broadcast_to(np.float32(x), 128) for x in values], axis=1)
+        word = np.dtype("V16" if len(values) == 4 else "i4")
+        value = np.ascontiguousarray(value).view(word).reshape(-1)
+        self.store(ref, index, value, 4 * len(values), where)
+
+    def store_narrow(self, ref, index, values, dtype, where):
+        value = np.stack([np.broadcast_to(np.float32(x), 128) for x in values], axis=1)
+        value = np.ascontiguousarray(value.astype(jnp.dtype(dtype))).view(np.int64).reshape(-1)
+        self.store(ref, index, value, 8, where)
+
+    def shared_floats(self, ref, index, count):
+        words = self.memory.shared(ref, np.broadcast_to(index, 128), 4 * count, self.ids, False)
+        return list(np.ascontiguousarray(words).view(np.float32).reshape(128, count).T)
+
+    def shared_load(self, ref, index):
+        return self.memory.shared(ref, np.broadcast_to(index, 128), 4, self.ids, False)
+
+    def shared_store(self, ref, index, value, where):
+        where = np.broadcast_to(where, 128)
+        value = np.broadcast_to(value, 128)
+        if value.dtype != np.float32:
+            value = value.astype(np.int32)
+        value = np.ascontiguousarray(value).view(np.int32)[where]
+        index = np.broadcast_to(index, 128)[where]
+        self.memory.shared(ref, index, 4, self.ids[where], True, value)
+
+    def shared_clear(self, ref, index, where):
+        where = np.broadcast_to(where, 128)
+        index = np.broadcast_to(index, 128)[where]
+        self.memory.shared(ref, index, 16, self.ids[where], True, np.zeros(1, "V16"))
+
+    def sync(self):
+        self.memory.meet(int(self.ids[0]))
+
+    def make_barriers(self, ref, count):
+        block = int(self.ids[0])
+        self.memory.barriers.update({(block, slot): Barrier() for slot in range(count)})
+
+    def announce(self, barriers, slot, nbytes, where):
+        for one, count in self._each(where, slot, nbytes):
+            self.memory.barriers[int(self.ids[0]), one].announce(count)
+
+    def copy(self, to, source, nbytes, done, where):
+        """Nothing arrives before its reader waits; until then there are NaNs."""
+        (to, to_index), (source, index), (_, slot) = to, source, done
+        into = self.memory._words(to, np.asarray(to_index)[where], 1, "written")
+        given = self.memory._words(source, np.asarray(index)[where], 1, "read")
+        for at, first, count, one in self._each(where, to_index, index, nbytes, slot):
+            if count % 16 or count <= 0:
+                raise ValueError(f"a bulk copy of {count} bytes")
+            at, first = slice(16 * at, 16 * at + count), slice(16 * first, 16 * first + count)
+            if at.stop > into.size or first.stop > given.size:
+                raise IndexError(f"a bulk copy of bytes {first} of {given.size} to {at}")
+            arrived = given[first].copy()
+            into[at] = -1
+            self.memory.barriers[int(self.ids[0]), one].coming.append((into[at], arrived))
+
+    def wait(self, barriers, slot, parity):
+        ((slot, parity),) = set(self._each(True, slot, parity))
+        self.memory.barriers[int(self.ids[0]), slot].wait(parity)
+
+    def _each(self, where, *values):
+        """One tuple of numbers a thread for which the condition holds."""
+        where = np.broadcast_to(where, 128)
+        return list(zip(*(np.broadcast_to(x, 128)[where].tolist() for x in values), strict=True))
+
+    def arrive(self, counters, index, count, last):
+        self.sync()
+        ((index, count),) = set(self._each(True, index, count))
+        last.reshape(-1)[0] = self.memory.arrive(counters, index, count, int(self.ids[0]))
+
+
+class Barrier:
+    """An mbarrier with one arrival a phase."""
+
+    def __init__(self):
+        self.phase, self.announced, self.coming = 0, None, []
+
+    def announce(self, nbytes):
+        if self.announced is not None:
+            raise RuntimeError("RACE DETECTED: a slot is filled anew before anyone waited for it")
+        self.announced = nbytes
+
+    def wait(self, parity):
+        there = sum(arrived.nbytes for _, arrived in self.coming)
+        if self.announced != there or parity != self.phase % 2:
+            which = f"parity {parity} in phase {self.phase}"
+            raise RuntimeError(f"DEADLOCK: {which}, {there} bytes of {self.announced}")
+        for to, arrived in self.coming:
+            to[...] = arrived
+        self.phase, self.announced, self.coming = self.phase + 1, None, []
+
 
 class Memory:
     """The arrays of one launch as bytes. Who wrote and who read each byte is kept: nobody may meet
@@ -59,6 +229,9 @@ class Memory:
         self.lock = threading.Lock()
         self.touched: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.blocks: dict[Any, int] = {}
+        self.barriers: dict[tuple[int, int], Barrier] = {}
+        self.since_meeting: dict[int, dict[Any, tuple[set, bool]]] = {}  # by block and byte
+        self.arrived: dict[tuple[int, int], set[int]] = {}
 
     def block(self, *coordinates) -> int:
         """The number of a block's first thread."""
@@ -92,6 +265,40 @@ class Memory:
                 )
             wrote[index] = threads[:, None]
             words[index] = value
+
+    def shared(self, ref, index, nbytes, threads, writes, value=None):
+        """Shared memory: who met whom there since the block's threads last met."""
+        words = self._words(ref, index, nbytes, "written" if writes else "read")
+        block = int(threads[0]) // 128 * 128 if len(threads) else 0
+        touched = self.since_meeting.setdefault(block, {})
+        for thread, word in zip(threads.tolist(), np.ravel(index).tolist(), strict=True):
+            place = (ref.ctypes.data, word * nbytes // 4)
+            who, wrote = touched.get(place, (set(), False))
+            if (writes or wrote) and who - {thread}:
+                raise RuntimeError("RACE DETECTED: threads meet in a word of shared memory")
+            touched[place] = (who | {thread}, wrote or writes)
+        if writes:
+            words[index] = value
+            return None
+        return words[index].copy()
+
+    def meet(self, block):
+        self.since_meeting.pop(block, None)
+
+    def arrive(self, counters, index, count, block) -> bool:
+        """Whether all have arrived; what they wrote until then is anybody's to read."""
+        with self.lock:
+            here = self.arrived.setdefault((id(counters), index), set())
+            here.add(block)
+            flat = counters.reshape(-1)
+            if flat[index] != count - 1:
+                flat[index] += 1
+                return False
+            flat[index] = 0
+            for wrote, _ in self.touched.values():
+                wrote[np.isin(wrote // 128 * 128, list(here)) & (wrote >= 0)] = self.NOBODY
+            here.clear()
+            return True
 
     def _words(self, ref, index, nbytes, verb):
         words = ref.reshape(-1).view(np.dtype("V16" if nbytes == 16 else f"i{nbytes}"))

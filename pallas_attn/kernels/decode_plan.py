@@ -1,0 +1,298 @@
+"""Who decodes what: the static facts of a launch, and how the live keys are dealt to its blocks.
+
+The work of a launch is a line of units. Sequence after sequence, kv head after kv head (row chunk
+after row chunk), a unit is `unit` tiles of keys that some query row sees; a sequence that has none
+gets one empty unit, so that somebody writes its rows. Block c of C takes units [c*T/C, (c+1)*T/C)
+of the T there are: all blocks read as much as each other, whatever the lengths. What a block has of
+one head of one sequence is a `Piece`.
+
+Every block works the line out for itself, from lengths on the device: one running sum over a warp.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_attn._problem import DecodeProblem
+from pallas_attn.kernels import softmax, warps
+
+Ref = Any
+Scalar = Any
+
+
+class Piece(NamedTuple):
+    """Consecutive units of one head of one sequence, that one block takes."""
+
+    m: Scalar  # the sequence
+    head: Scalar  # kv head * chunks + row chunk
+    length: Scalar  # keys that exist; 0 where rows were lost
+    tile: Scalar  # the next tile of keys
+    end: Scalar  # past the last one
+    following: Scalar  # the unit where the block's next piece begins
+    begin: Scalar  # the unit where this one begins
+    of_head: Scalar  # the first unit of its head
+    units: Scalar  # of its head
+    lost: Scalar  # 1: rows were dropped, the result is NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is static in one launch."""
+
+    problem: DecodeProblem
+    config: Any
+
+    @property
+    def group(self) -> int:
+        """Query heads a kv head."""
+        return self.problem.q_heads // self.problem.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Query rows that share a kv head's keys."""
+        return self.group * self.problem.q_len
+
+    @property
+    def chunk_rows(self) -> int:
+        """Of them, how many a block takes at once; each chunk reads the keys anew."""
+        return min(4 * warps.ROWS, self.row_blocks * warps.ROWS)
+
+    @property
+    def row_blocks(self) -> int:
+        blocks = -(-self.rows // warps.ROWS)
+        return 1 if blocks == 1 else 2 if blocks == 2 else 4
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.rows // self.chunk_rows)
+
+    @property
+    def heads(self) -> int:
+        """Of the line of units: kv heads, each as often as there are row chunks."""
+        return self.problem.kv_heads * self.chunks
+
+    @functools.cached_property
+    def split(self) -> warps.Split:
+        return warps.Split(self.row_blocks, self.config.height)
+
+    @property
+    def tile(self) -> int:
+        """Keys of a tile."""
+        return warps.BLOCKS * self.config.height
+
+    @property
+    def unit(self) -> int:
+        """Tiles of a unit."""
+        return self.config.fixed if self.problem.batch_invariant else 1
+
+    @property
+    def sums(self) -> int:
+        """Entries of the table of running sums, the first of which is 0."""
+        return 32 * self.lane_sequences + 1
+
+    @property
+    def lane_sequences(self) -> int:
+        return -(-self.problem.sequences // 32)
+
+    @property
+    def most_tiles(self) -> int:
+        """Tiles of the longest sequence."""
+        return max(1, -(-max(self.problem.capacities) // self.tile))
+
+    @property
+    def most_units(self) -> int:
+        """Of a head of the longest sequence."""
+        return -(-self.most_tiles // self.unit)
+
+    @property
+    def slots_a_block(self) -> int:
+        """Places for partial results: one a unit where units are fixed, else two a block."""
+        return 1 if self.problem.batch_invariant else 2
+
+    @property
+    def slots(self) -> int:
+        if self.problem.batch_invariant:
+            return self.problem.sequences * self.heads * self.most_units
+        return self.slots_a_block * self.ctas
+
+    @property
+    def ctas(self) -> int:
+        units = self.heads * sum(
+            max(1, -(-capacity // (self.tile * self.unit))) for capacity in self.problem.capacities
+        )
+        return min(self.config.ctas, units)
+
+    @property
+    def capacity(self) -> int | None:
+        """Of every sequence; None where they differ."""
+        all_of_them = set(self.problem.capacities)
+        return next(iter(all_of_them)) if len(all_of_them) == 1 else None
+
+    @property
+    def unit_of_logits(self) -> float | None:
+        """What turns scores into log2 units; None where softcap stands between."""
+        return None if self.problem.softcap else self.problem.scale * softmax.LOG2_E
+
+    @property
+    def page_rows(self) -> int:
+        """Rows that lie together in memory, of those of a block of a tile."""
+        if self.problem.page_size is None:
+            return self.config.height
+        return math.gcd(self.problem.page_size, self.config.height)
+
+    def tiles_of(self, length: Any, div: Any) -> tuple[Any, Any]:
+        """Tiles [first, end) that hold all keys which some row sees; `length` may be any kind of
+        integer, `div` divides those that are not negative.
+        """
+        lo, hi = self.problem.mask.kv_range(length - self.problem.q_len, length, length)
+        first = 0 if isinstance(lo, int) else div(lo, self.tile)
+        return first, div(_at_least(hi, 0) + (self.tile - 1), self.tile)
+
+
+def _at_least(x: Any, bound: int) -> Any:
+    return (jnp if isinstance(x, jax.Array) else np).maximum(x, bound)
+
+
+def _div(x: Scalar, y: Any) -> Scalar:
+    return lax.div(x, jnp.int32(y) if isinstance(y, int) else y)
+
+
+# ---- the line of units ---------------------------------------------------------------------------
+
+
+class Table(NamedTuple):
+    """What the blocks know of the lengths: in shared memory."""
+
+    sums: Ref  # int32[plan.sums]: units of a head in the sequences before this one
+    lengths: Ref  # int32[plan.sums]: keys that exist; -1 where rows were lost
+
+
+class Lengths(NamedTuple):
+    lengths: Ref  # int32[M]
+    capacities: Ref | None  # where they differ
+
+
+def lay_out(thread: warps.Thread, refs: tuple[Lengths, Table], usable: Any, plan: Plan) -> None:
+    """Fills the table. `usable`: whether the cache has the layer."""
+    given, table = refs
+    lane, last = thread.index % 32, plan.problem.sequences - 1
+    mine = thread.index < 32
+    sums, lengths, total = [], [], None
+    for i in range(plan.lane_sequences):
+        m = lane * plan.lane_sequences + i
+        at = thread.minimum(m, last)
+        length = thread.load(given.lengths, at, 4)
+        if plan.capacity is None:
+            fits = length <= thread.load(given.capacities, at, 4)
+        else:
+            fits = length <= plan.capacity
+        lengths.append(thread.select(fits & (usable >= 1), _at_least(length, 0), -1))
+        first, end = plan.tiles_of(lengths[-1], lambda x, y: x // y)
+        units = _at_least(end - first, 1)
+        if plan.unit > 1:
+            units = (units + (plan.unit - 1)) // plan.unit
+        units = thread.select(m < plan.problem.sequences, units, 0)
+        total = units if total is None else total + units
+        sums.append(total)
+    before = thread.running_sum(total) - total
+    for i in range(plan.lane_sequences):
+        m = lane * plan.lane_sequences + i
+        thread.shared_store(table.sums, m + 1, before + sums[i], mine)
+        thread.shared_store(table.lengths, m, lengths[i], mine)
+    thread.shared_store(table.sums, thread.index * 0, thread.index * 0, thread.index < 1)
+    thread.sync()
+
+
+class Share(NamedTuple):
+    """Units [first, end) of a block, and what says which block has a unit."""
+
+    first: Scalar
+    end: Scalar
+    base: Scalar
+    rest: Scalar
+
+    def block_of(self, unit: Scalar) -> Scalar:
+        large = self.base + 1
+        within = self.rest * large
+        # base is 0 only where all units lie within the larger shares
+        later = self.rest + lax.div(unit - within, jnp.maximum(self.base, 1))
+        return jnp.where(unit < within, lax.div(unit, large), later)
+
+
+def share_of(plan: Plan, table: Table, cta: Scalar) -> Share:
+    total = table.sums[plan.problem.sequences] * plan.heads
+    base, rest = lax.div(total, jnp.int32(plan.ctas)), lax.rem(total, jnp.int32(plan.ctas))
+    first = cta * base + jnp.minimum(cta, rest)
+    return Share(first, first + base + (cta < rest).astype(jnp.int32), base, rest)
+
+
+def sequence_of(plan: Plan, table: Table, unit: Scalar) -> Scalar:
+    """The sequence that a unit belongs to."""
+    low = jnp.int32(0)
+    last = plan.problem.sequences - 1
+    for bit in reversed(range(last.bit_length())):
+        at = low + (1 << bit)
+        inside = table.sums[jnp.minimum(at, last)] * plan.heads <= unit
+        low = jnp.where((at <= last) & inside, at, low)
+    return low
+
+
+def piece_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) -> Piece:
+    """The block's piece that begins at `unit`, in sequence m or the next."""
+    m = jnp.minimum(
+        m + (unit >= table.sums[m + 1] * plan.heads).astype(jnp.int32), plan.problem.sequences - 1
+    )
+    start = table.sums[m]
+    units = jnp.maximum(table.sums[m + 1] - start, 1)  # 0 only past the end of the line
+    within = unit - start * plan.heads
+    head = _div(within, units)
+    skipped = within - head * units
+    taken = jnp.minimum(share.end - unit, units - skipped)
+    if plan.problem.batch_invariant:
+        taken = jnp.minimum(taken, 1)
+    held = table.lengths[m]
+    length = jnp.maximum(held, 0)
+    first, end = plan.tiles_of(length, _div)
+    end = jnp.maximum(end, first + 1)
+    tile = first + skipped * plan.unit
+    return Piece(
+        m=m,
+        head=head,
+        length=length,
+        tile=tile,
+        end=jnp.minimum(tile + taken * plan.unit, end),
+        following=unit + taken,
+        begin=unit,
+        of_head=unit - skipped,
+        units=units,
+        lost=(held < 0).astype(jnp.int32),
+    )
+
+
+class Parts(NamedTuple):
+    """The partial results that make up one head of a sequence: part p has slot `first` where p is
+    0, else `later + p * plan.slots_a_block`.
+    """
+
+    count: Scalar
+    mine: Scalar  # this block's own slot
+    first: Scalar
+    later: Scalar
+
+
+def parts_of(plan: Plan, share: Share, piece: Piece, cta: Scalar) -> Parts:
+    """A block has at most two pieces that are not whole: its first, which does not begin its head,
+    and its last, which does.
+    """
+    if plan.problem.batch_invariant:
+        return Parts(piece.units, piece.begin, piece.of_head, piece.of_head)
+    begins = (piece.begin == piece.of_head).astype(jnp.int32)
+    first = share.block_of(piece.of_head)
+    last = share.block_of(piece.of_head + piece.units - 1)
+    return Parts(last - first + 1, 2 * cta + begins, 2 * first + 1, 2 * first)

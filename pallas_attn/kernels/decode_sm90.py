@@ -1,0 +1,512 @@
+"""Decode attention for Hopper: t query rows a sequence over its cache, each live key read once.
+
+The G query heads of a kv head and their t rows are packed into the 16 rows of a tensor core's
+matrix (32 or 64 where they are more), as flash-decoding does (Dao et al., 2023). Work is dealt by
+live keys, not by sequences (`decode_plan`), to blocks that stay: one warpgroup each, whose 4 warps
+share out the keys of a tile and keep an online softmax of their own. Parts of a row are merged in
+shared memory, and between blocks by the last to arrive (`decode_merge`): one launch.
+
+All three caches are read alike: by bulk copies from plain pointers, one a block of 8 or 16 rows.
+There is no tensor map, which separate arrays would need one each of, and rows lie in shared memory
+as in the cache; `warps` says how tensor cores read them without bank conflicts. Only where a block
+of rows begins differs between caches (`_source`): in the sequence's own array, in the one array, or
+in a page.
+
+The ring has `stages` slots. A slot's barrier completes when the bytes announced for it are there;
+the block meets once a tile, after which the slot of the tile before is filled anew. Nobody else
+touches a slot, so there is no other barrier.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels import decode_merge, decode_plan, softmax, tiles, warps
+from pallas_attn.kernels.decode_plan import Piece, Plan, Share, Table
+
+Array = Any
+Ref = Any
+Scalar = Any
+
+SMEM_LIMIT = 232_448
+ROWS = warps.WARPS * warps.ROWS
+MULTIPROCESSORS = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """`height`: rows of a block of a tile, which has 8 blocks. `stages`: tiles of K and V in the
+    ring. `ctas`: blocks that stay. `fixed`: tiles of a part where `batch_invariant` is asked for.
+    """
+
+    height: int = 8
+    stages: int = 6
+    ctas: int = MULTIPROCESSORS
+    fixed: int = 16
+
+    def __post_init__(self):
+        wants = {
+            "height": (self.height in (8, 16), "8 or 16"),
+            "stages": (self.stages >= 2, "at least 2"),
+            "ctas": (self.ctas >= 1, "at least 1"),
+            "fixed": (self.fixed >= 1, "at least 1"),
+        }
+        for name, (good, want) in wants.items():
+            if not good:
+                raise ValueError(f"Config.{name} must be {want}, got {getattr(self, name)}")
+
+    @classmethod
+    def default(cls, problem: DecodeProblem) -> "Config":
+        """What serves a problem that nobody tuned: as many bytes in flight as there is room for."""
+        config = cls(height=8, stages=2)
+        left = SMEM_LIMIT - smem_bytes(problem, config)
+        stage = 2 * warps.BLOCKS * config.height * (problem.head_dim + problem.v_head_dim)
+        stage += 2 * warps.BLOCKS * warps.PAD
+        return dataclasses.replace(config, stages=min(8, 2 + max(0, left // stage)))
+
+
+def limit(problem: DecodeProblem) -> Limit | None:
+    """Why this kernel cannot take the problem, or None."""
+    if problem.dtype not in ("bfloat16", "float16"):
+        return Limit(f"it takes bfloat16 and float16 q, not {problem.dtype}", "cast q")
+    if problem.quantized or problem.shared_kv:
+        what = "a quantised cache" if problem.quantized else "V within K"
+        return Limit(f"it does not take {what} yet", 'say implementation="reference"')
+    if problem.cache_dtype != problem.dtype:
+        return Limit(
+            f"a {problem.cache_dtype} cache under {problem.dtype} queries",
+            "create the cache with q's dtype, or cast q",
+        )
+    for name in ("head_dim", "v_head_dim"):
+        size = getattr(problem, name)
+        if size % 8 or not 8 <= size <= 256:
+            return Limit(
+                f"{name} is {size}; it takes multiples of 8 up to 256", "pad it with zeros"
+            )
+    most = sum(capacity // 64 + 1 for capacity in problem.capacities)
+    if most * problem.q_heads * problem.q_len >= 2**31 or max(problem.capacities) >= 2**30:
+        return Limit("it counts tiles of keys in 32 bits", "split the sequences over several calls")
+    if problem.sequences > MOST_SEQUENCES:
+        return Limit(
+            f"{problem.sequences} sequences; it takes up to {MOST_SEQUENCES}",
+            "split them over several calls",
+        )
+    return None
+
+
+MOST_SEQUENCES = 2000  # a launch has parameters for as many arrays of K and of V
+
+
+class Smem(NamedTuple):
+    k: Any  # [stages, BLOCKS, height * H + padding]
+    v: Any
+    spilled: decode_merge.Spilled
+    table: Table
+    barriers: Any  # [stages] of 8 bytes
+    lost: Any  # int32[stages, BLOCKS]: whether a page was missing
+    last: Any  # int32[1]: whether this block is the last of its row's
+
+
+class Refs(NamedTuple):
+    """Global memory that is read."""
+
+    q: Ref  # [M, t, N, H]
+    caches: tuple[tuple[Ref, Ref], ...]  # K and V: of a sequence each, or of all
+    given: decode_plan.Lengths
+    page_table: Ref | None
+    layer: Ref | None
+    sinks: Ref | None
+    counters: Ref
+
+
+def scratch(plan: Plan) -> Smem:
+    """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
+    problem, config = plan.problem, plan.config
+    dtype = jnp.dtype(problem.cache_dtype)
+
+    def ring(dim):
+        pitch = config.height * dim + warps.PAD // dtype.itemsize
+        return plgpu.SMEM((config.stages, warps.BLOCKS, pitch), dtype)
+
+    def numbers(count, dtype=jnp.int32):
+        return plgpu.SMEM((count,), dtype)
+
+    out = plgpu.SMEM((ROWS, problem.v_head_dim + decode_merge.SPARE), jnp.float32)
+    return Smem(
+        k=ring(problem.head_dim),
+        v=ring(problem.v_head_dim),
+        spilled=decode_merge.Spilled(out, numbers(ROWS, jnp.float32), numbers(ROWS, jnp.float32)),
+        table=Table(numbers(plan.sums), numbers(plan.sums)),
+        barriers=plgpu.SMEM((config.stages, 2), jnp.int32),
+        lost=plgpu.SMEM((config.stages, warps.BLOCKS), jnp.int32),
+        last=numbers(1),
+    )
+
+
+def smem_bytes(problem: DecodeProblem, config: Config) -> int:
+    buffers = jax.tree.leaves(scratch(Plan(problem, config)), is_leaf=lambda x: hasattr(x, "dtype"))
+    return sum(-(-math.prod(b.shape) * jnp.dtype(b.dtype).itemsize // 128) * 128 for b in buffers)
+
+
+# ---- loading -------------------------------------------------------------------------------------
+
+
+class _Fetch(NamedTuple):
+    """A tile to be loaded, as int32 scalars."""
+
+    m: Scalar
+    head: Scalar
+    row: Scalar  # its first key
+    live: Scalar  # keys that exist, of those from `row` on; 0 or less: nothing to load
+    slot: Scalar
+    wanted: Scalar  # 0: no tile is left
+    layer: Scalar | None
+
+
+def _fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: _Fetch, plan: Plan) -> None:
+    """Asks for a tile: two blocks of rows a warp, of K and of V. Only rows that exist are read."""
+    given, smem = refs
+    problem, height = plan.problem, plan.config.height
+    live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
+    live = _at_least(live, 0)
+    row_bytes = [2 * problem.head_dim, 2 * problem.v_head_dim]
+    thread.announce(
+        smem.barriers, at.slot, live * sum(row_bytes), (thread.index < 1) & (at.wanted >= 1)
+    )
+    lane, block = thread.index % 32, thread.index % 32 + thread.index // 32 * 2
+    caches = thread.pick(at.m, given.caches) if len(given.caches) > 1 else given.caches[0]
+    lost = None
+    for part in range(0, height, plan.page_rows):
+        first = block * height + part
+        rows = thread.minimum(live - first, plan.page_rows)
+        there = (lane < 2) & (rows >= 1)
+        line, bad = _source(thread, given, at, first, there, plan)
+        if bad is not None:
+            lost = bad if lost is None else lost | bad
+        for cache, ring, size in zip(caches, (smem.k, smem.v), row_bytes, strict=True):
+            words = size // 16
+            to = ((at.slot * warps.BLOCKS + block) * (height * words + 1)) + part * words
+            thread.copy(
+                (ring, to), (cache, line * words), rows * size, (smem.barriers, at.slot), there
+            )
+    if lost is not None:
+        thread.shared_store(
+            smem.lost, at.slot * warps.BLOCKS + block, lost, (lane < 2) & (at.wanted >= 1)
+        )
+
+
+def _source(
+    thread: warps.Thread, refs: Refs, at: _Fetch, first: Any, there: Any, plan: Plan
+) -> tuple[Any, Any]:
+    """(the row of the cache's array where key `first` of the tile lies, in 64 bits; 1 where its
+    page is missing, or None where there are no pages).
+    """
+    problem = plan.problem
+    row, bad, slab, slabs = at.row + first, None, None, 1
+    rows: Any = plan.capacity
+    if rows is None:
+        rows = thread.wide(thread.load(refs.given.capacities, at.m, 4))
+    if problem.kind == "stacked":
+        slab, slabs = at.m, problem.sequences
+    if problem.kind == "paged":
+        rows, slabs = problem.page_size, problem.pages
+        width = problem.capacities[0] // rows
+        row = thread.select(there, row, 0)
+        entry = thread.wide(at.m) * width + thread.wide(row // rows)
+        slab = thread.load(refs.page_table, entry, 4)
+        good = (slab >= 0) & (slab < slabs)
+        slab = thread.select(good, slab, 0)  # some page's rows: the result will be NaN
+        bad = thread.select(good, thread.index * 0, 1)
+        bad = thread.select(there, bad, 0)
+        row = row % rows
+    if at.layer is not None:
+        slab = at.layer if slab is None else at.layer * slabs + slab
+    line = thread.wide(at.head)
+    if slab is not None:
+        line = thread.wide(slab) * problem.kv_heads + line
+    return line * rows + thread.wide(row), bad
+
+
+def _at_least(x: Any, bound: int) -> Any:
+    return decode_plan._at_least(x, bound)
+
+
+def _next_fetch(plan: Plan, refs: Refs, smem: Smem, share: Share, piece: Piece, slot: Any) -> Piece:
+    """Asks for the next tile of the block's line, if there is one; where loading stands then."""
+    more = (piece.tile >= piece.end) & (piece.following < share.end)
+
+    def opened():
+        return decode_plan.piece_at(plan, smem.table, share, piece.following, piece.m)
+
+    piece = lax.cond(more, opened, lambda: piece)
+    row = piece.tile * plan.tile
+    fetch = _Fetch(
+        m=piece.m,
+        head=lax.div(piece.head, jnp.int32(plan.chunks)),
+        row=row,
+        live=piece.length - row,
+        slot=slot,
+        wanted=(piece.tile < piece.end).astype(jnp.int32),
+        layer=None if refs.layer is None else refs.layer[0],
+    )
+    program = functools.partial(_fetch, plan=plan)
+    warps.each_thread(program, (refs, smem), fetch)
+    return piece._replace(tile=jnp.minimum(piece.tile + 1, piece.end))
+
+
+# ---- computing -----------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """An online softmax of every warp, carried from tile to tile."""
+
+    acc: Array  # [64, Hv]
+    total: Array  # [64, PARTS]
+    top: Array  # [64]
+
+
+def _positions(plan: Plan, piece: Piece, tile: Scalar) -> tuple[Any, Any]:
+    """Of the queries and the keys of all warps' logits."""
+    split, problem = plan.split, plan.problem
+    shape = (ROWS, split.columns)
+    row, column = tiles.positions(shape, 0, 0), tiles.positions(shape, 1, 0)
+    warp = row // warps.ROWS
+    key = tile * plan.tile + column % 8 * split.height + split.first(warp) + column // 8
+    query = split.row_block(warp) * warps.ROWS + row % warps.ROWS
+    query = query + lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
+    return piece.length - problem.q_len + query // plan.group, key
+
+
+def _logits(plan: Plan, piece: Piece, tile: Scalar, s: Array) -> Array:
+    """Scores -> logits, in log2 units if `plan.unit_of_logits` is None."""
+    problem = plan.problem
+    if plan.unit_of_logits is None:
+        s = softmax.capped(s * problem.scale, problem.softcap) * softmax.LOG2_E
+    lo, hi = problem.mask.kv_full_range(piece.length - problem.q_len, piece.length, piece.length)
+    start = tile * plan.tile
+    full = (start >= lo) & (start + plan.tile <= hi)
+
+    def masked():
+        query, key = _positions(plan, piece, tile)
+        return jnp.where(problem.mask.allows(query, key, piece.length), s, -jnp.inf)
+
+    return lax.cond(full, lambda: s, masked)
+
+
+def _attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> State:
+    """One tile of keys."""
+    (tile, slot), (q, state) = at, carried
+    s = warps.scores(q, smem.k, slot, plan.split)
+    new = softmax.step(_logits(plan, piece, tile, s), plan.unit_of_logits, state.top, guarded=True)
+
+    def scaled():
+        return (
+            state.acc * tiles.down_rows(new.shrink, state.acc.shape),
+            state.total * tiles.down_rows(new.shrink, state.total.shape),
+        )
+
+    acc, total = lax.cond(new.moved != 0, scaled, lambda: (state.acc, state.total))
+    p = new.p.astype(plan.problem.dtype)
+    return State(warps.weigh(acc, p, smem.v, slot, plan.split), total + new.total, new.top)
+
+
+def _clear(thread: warps.Thread, ring: Ref, at: tuple[Any, Any], plan: Plan) -> None:
+    """Zeros over the values past the last key: whatever lies there, NaN too, has a weight of 0."""
+    live, slot = at
+    words, height = plan.problem.v_head_dim // 8, plan.config.height
+
+    def some(i: Any, carry: list) -> list:
+        index = thread.index + i * 128
+        row = index // words
+        to = (slot * warps.BLOCKS + row // height) * (height * words + 1) + index % (height * words)
+        key = row // height * height + row % height
+        thread.shared_clear(ring, to, (row < plan.tile) & (key >= live))
+        return carry
+
+    thread.loop(-(-plan.tile * words // 128), [], some)
+    thread.sync()
+
+
+def _wait(thread: warps.Thread, barriers: Ref, at: tuple[Any, Any]) -> None:
+    thread.wait(barriers, *at)
+
+
+def _sync(thread: warps.Thread, refs: Any, at: Any) -> None:
+    del refs, at
+    thread.sync()
+
+
+def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta: Scalar) -> None:
+    """All pieces of a block, and the loading that runs ahead of them."""
+    stages = plan.config.stages
+    m = decode_plan.sequence_of(plan, smem.table, share.first)
+    first = decode_plan.piece_at(plan, smem.table, share, share.first, m)
+    ahead = lax.fori_loop(
+        0,
+        stages - 1,
+        lambda slot, piece: _next_fetch(plan, refs, smem, share, piece, slot),
+        first,
+    )
+
+    def one_piece(carry):
+        unit, m, count, ahead = carry
+        piece = decode_plan.piece_at(plan, smem.table, share, unit, m)
+        q = _queries(plan, refs, piece)
+        state = State(
+            tiles.filled((ROWS, plan.problem.v_head_dim), 0.0),
+            tiles.filled((ROWS, softmax.PARTS), 0.0),
+            tiles.filled((ROWS,), -jnp.inf),
+        )
+
+        def one_tile(tile, carry):
+            state, count, ahead, lost = carry
+            slot = lax.rem(count, jnp.int32(stages))
+            parity = lax.rem(lax.div(count, jnp.int32(stages)), jnp.int32(2))
+            warps.each_thread(_sync, (), ())  # all have read the tile before
+            before = jnp.where(slot == 0, stages - 1, slot - 1)
+            ahead = _next_fetch(plan, refs, smem, share, ahead, before)
+            warps.each_thread(_wait, smem.barriers, (slot, parity))
+            live = piece.length - tile * plan.tile
+            clear = functools.partial(_clear, plan=plan)
+            pl.when(live < plan.tile)(lambda: warps.each_thread(clear, smem.v, (live, slot)))
+            state = _attend(plan, smem, piece, (tile, slot), (q, state))
+            if plan.problem.kind == "paged":
+                for block in range(warps.BLOCKS):
+                    lost = lost | smem.lost[slot, block]
+            return state, count + 1, ahead, lost
+
+        carry = (state, count, ahead, piece.lost)
+        state, count, ahead, lost = lax.fori_loop(piece.tile, piece.end, one_tile, carry)
+        _finish(plan, smem, results, (piece, state, lost), (share, cta))
+        return piece.following, piece.m, count, ahead
+
+    lax.while_loop(
+        lambda carry: carry[0] < share.end, one_piece, (share.first, m, jnp.int32(0), ahead)
+    )
+
+
+def _queries(plan: Plan, refs: Refs, piece: Piece) -> Array:
+    problem = plan.problem
+    head = lax.div(piece.head, jnp.int32(plan.chunks)) * plan.group
+    first = piece.m * (problem.q_len * problem.q_heads) + head
+    stride = (problem.q_heads, plan.group, problem.head_dim)
+    chunk = lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
+    return warps.queries(refs.q, (first, chunk), plan.rows, plan.split, stride)
+
+
+def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, place: tuple[Share, Scalar]) -> None:
+    (piece, state, lost), (share, cta) = done, place
+    parts = decode_plan.parts_of(plan, share, piece, cta)
+    at = decode_merge.Where(
+        m=piece.m,
+        head=piece.head,
+        lost=lost,
+        count=parts.count,
+        mine=parts.mine,
+        first=parts.first,
+        later=parts.later,
+    )
+    warps.spill(state.acc, state.top, state.total.sum(axis=1), smem.spilled)
+
+    @pl.when(parts.count == 1)
+    def _():
+        program = functools.partial(decode_merge.whole, plan=plan)
+        warps.each_thread(program, (smem.spilled, results), at)
+
+    @pl.when(parts.count > 1)
+    def _():
+        program = functools.partial(decode_merge.publish, plan=plan)
+        warps.each_thread(program, (smem.spilled, results, smem.last), at)
+
+        @pl.when(smem.last[0] == 1)
+        def _():
+            program = functools.partial(decode_merge.merge, plan=plan)
+            warps.each_thread(program, results, at)
+
+
+def _start(thread: warps.Thread, refs: Any, usable: Any, plan: Plan) -> None:
+    given, smem = refs
+    thread.make_barriers(smem.barriers, plan.config.stages)
+    decode_plan.lay_out(thread, (given, smem.table), usable, plan)
+
+
+def _kernel(refs: Refs, out: Ref, lse: Ref, parts: tuple, smem: Smem, *, plan: Plan) -> None:
+    cta = lax.axis_index("cta")
+    usable = jnp.int32(1)
+    if refs.layer is not None:
+        layer = refs.layer[0]
+        usable = ((layer >= 0) & (layer < plan.problem.layers)).astype(jnp.int32)
+    warps.each_thread(functools.partial(_start, plan=plan), (refs.given, smem), usable)
+    share = decode_plan.share_of(plan, smem.table, cta)
+    results = decode_merge.Results(out, lse, *parts, refs.counters, refs.sinks)
+
+    @pl.when(share.first < share.end)
+    def _():
+        _compute(plan, refs, smem, results, share, cta)
+
+
+# ---- the call ------------------------------------------------------------------------------------
+
+
+def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
+    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
+    rows = (problem.sequences, problem.q_len, problem.q_heads)
+    if not max(problem.capacities) or problem.pages == 0:
+        lost = (inputs.lengths > 0)[:, None, None]
+        out = jnp.where(lost[..., None], jnp.nan, jnp.zeros((*rows, problem.v_head_dim)))
+        lse = jnp.where(lost, jnp.nan, jnp.full((rows[0], rows[2], rows[1]), -jnp.inf))
+        return out.astype(problem.dtype), lse.astype(jnp.float32)
+    return _launch(inputs, problem, config)
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "config"))
+def _launch(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
+    """Jitted, so that a model of many layers traces it once."""
+    plan = Plan(problem, config)
+    separate = problem.kind == "per_sequence"
+    caches = [x if separate else (x,) for x in (inputs.k_cache, inputs.v_cache)]
+    refs = Refs(
+        q=inputs.q,
+        caches=tuple(zip(*caches, strict=True)),
+        given=decode_plan.Lengths(
+            inputs.lengths,
+            None if plan.capacity is not None else jnp.asarray(problem.capacities, jnp.int32),
+        ),
+        page_table=inputs.page_table,
+        layer=None if inputs.layer is None else jnp.asarray(inputs.layer, jnp.int32).reshape(1),
+        sinks=inputs.sinks,
+        counters=jnp.zeros(problem.sequences * plan.heads, jnp.int32),
+    )
+    rows = (problem.sequences, problem.q_len, problem.q_heads)
+    of = jax.ShapeDtypeStruct
+    parts = (plan.slots, plan.chunk_rows)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=(
+            of((*rows, problem.v_head_dim), problem.dtype),
+            of((rows[0], rows[2], rows[1]), jnp.float32),
+            (
+                of((*parts, problem.v_head_dim), jnp.float32),
+                of(parts, jnp.float32),
+                of(parts, jnp.float32),
+            ),
+        ),
+        scratch_types=(scratch(plan),),
+        grid=(plan.ctas,),
+        grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        kernel_name="decode_sm90",
+    )
+    out, lse, _ = kernel(refs)
+    return out, lse
