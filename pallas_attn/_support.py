@@ -100,6 +100,10 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
             {"cache_dtype": name, "dtype": name}
             for name in ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float64")
         ),
+        "quantised to": tuple(
+            {"cache_dtype": name, "quantized": True}
+            for name in ("int8", "float8_e4m3fn", "float8_e5m2")
+        ),
         "head dim": tuple({"head_dim": n, "v_head_dim": n} for n in (1, 64, 72, 128, 256)),
         "rows of several layers": ({"layers": 32},),
         "ragged chunks": ({"new_rows": 64, "ragged": True},),
@@ -113,6 +117,13 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
         ),
         "dtype": tuple(
             {"dtype": name, "cache_dtype": name} for name in ("bfloat16", "float16", "float32")
+        ),
+        "quantised cache": tuple(
+            {"cache_dtype": name, "quantized": True}
+            for name in ("int8", "float8_e4m3fn", "float8_e5m2")
+        ),
+        "V within K, head dim 576 and 512": (
+            {"head_dim": 576, "v_head_dim": 512, "kv_heads": 1, "q_heads": 16, "shared_kv": True},
         ),
         "head dim": tuple({"head_dim": n, "v_head_dim": n} for n in (64, 72, 96, 128, 192, 256)),
         "query heads a kv head": tuple({"q_heads": 8 * n} for n in (1, 4, 7, 8)),

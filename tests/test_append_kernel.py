@@ -121,13 +121,13 @@ def test_addresses_past_two_to_the_31(kind):
         pages=2**21 if kind == "paged" else None,
         layers=80,
     )
-    plan = append._Plan.of(problem, ("k", "v"), append.Config())
-    refs = append._Refs(
+    plan = append.Plan.of(problem, ("k", "v"), append.Config().words)
+    refs = append.Refs(
         ("k", "v"), (("k cache", "v cache"),), "start", None, None, "page_table", "layer"
     )
     start = capacity - 1
     scalars = dict(sequence=sequence, chunk=0, start=start, rows=1, layer=layer)
-    at = append._At(capacity=None, **{k: np.full(128, v, np.int32) for k, v in scalars.items()})
+    at = append.At(capacity=None, **{k: np.full(128, v, np.int32) for k, v in scalars.items()})
     ledger = Ledger(page)
     append._append(mosaic.BlockOfThreads(0, ledger), refs, at, plan=plan)
     slab = {

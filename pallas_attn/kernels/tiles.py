@@ -279,7 +279,7 @@ class Thread:
     def minimum(self, a: Int, b: int) -> Int:
         return a._with(arith.minsi, b)
 
-    def select(self, where: Int, a: Int, b: int) -> Int:
+    def select(self, where: Int, a: Int, b: Any) -> Int:
         return a._with(lambda a, b: arith.select(where.value, a, b), b)
 
     def maximum(self, a: Int, b: Any) -> Int:
@@ -316,7 +316,7 @@ class Thread:
         return numbers.total(a, b)
 
     def reciprocal(self, a: Any) -> Any:
-        """1 / a, correctly rounded."""
+        """1 / a, correctly rounded, for a from 2**-126 to 2**125."""
         return numbers.reciprocal(a)
 
     def pick(self, which: Int, table: Sequence[tuple[Ref, ...]]) -> tuple[Ref, ...]:
