@@ -16,7 +16,7 @@ import pytest
 from pallas_attn import cases, reference
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels import flash_fwd_sm90 as kernel
-from pallas_attn.kernels import operands, softmax, spans
+from pallas_attn.kernels import flash_plan, operands, softmax, spans
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests import budget, mosaic
 
@@ -217,6 +217,21 @@ def test_spans_hold_what_the_mask_says(seed):
             assert span.lo <= t < span.hi
         if span.full_lo <= t < span.full_hi and span.lo <= t < span.hi:
             assert seen[:, t].all()
+
+
+def test_documents_are_dealt_once_and_evenly():
+    """By what the segment ids leave of each tile of work, which is known on the device alone."""
+    case = one("documents_8x1024")
+    plan = flash_plan.Plan(problem_of(case), kernel.Config(ctas=132))
+    ids = jnp.repeat(jnp.arange(8, dtype=jnp.int32), 1024)[None]
+    found = spans.of_segments(ids, ids, flash_plan.ROWS, plan.config.block_kv)
+    table = np.asarray(flash_plan.ranked(plan, found))
+    dealt = [row[1 : 1 + row[0]] for row in table]
+    tiles = (np.arange(16)[:, None] << plan.code_bits) + np.arange(plan.q_tiles)
+    np.testing.assert_array_equal(np.sort(np.concatenate(dealt)), tiles.ravel())
+    # A tile of 128 rows meets the key tiles of its document up to its own.
+    loads = [(codes % 8 + 1 + flash_plan.TILE_OVERHEAD).sum() for codes in dealt]
+    assert max(loads) <= 1.1 * np.mean(loads), (max(loads), np.mean(loads))
 
 
 @pytest.mark.parametrize("seed", range(6))

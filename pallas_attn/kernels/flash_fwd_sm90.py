@@ -36,7 +36,7 @@ from jax import lax
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels import logits, operands, softmax, spans, tiles
-from pallas_attn.kernels.flash_plan import ROWS, Plan, dealt
+from pallas_attn.kernels.flash_plan import ROWS, Plan, dealt, ranked
 from pallas_attn.kernels.logits import Refs, Rows, Tile
 from pallas_attn.kernels.spans import Span
 
@@ -494,6 +494,7 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
         kv_ids = operands.extended(inputs.kv_segment_ids, keys)
         fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
         fields["segment_spans"] = spans.of_segments(q_ids, kv_ids, ROWS, block)
+        fields["dealt"] = ranked(plan, fields["segment_spans"])
     if plan.has("kv_lengths"):
         fields["v_edge"] = operands.edge(fields["v"], inputs.kv_lengths, block)
     return Refs(**{name: fields.get(name) for name in Refs._fields})

@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax.experimental.pallas as pl
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._problem import AttentionProblem
@@ -117,15 +118,16 @@ class Plan:
 
 @functools.lru_cache(maxsize=64)
 def dealt(plan: Plan) -> np.ndarray:
-    """Which tiles of work each block takes, in codes for `_tile`: by section, then by rows, then by
-    head; see `spans.deal`. Lengths, offsets and segments are not known here: as if there were none.
+    """Which tiles of work each block takes, in codes for `logits.tile_of`: by section, then by
+    rows, then by head; see `spans.deal`. Lengths and offsets are not known here: as if there were
+    none. Where there are segments a code's rows are a rank, which `ranked` turns into rows.
     """
     problem, q_tiles = plan.problem, np.arange(plan.q_tiles)
-    if problem.mask.right is not None:
+    segments = plan.has("q_segment_ids")
+    if problem.mask.right is not None and not segments:
         q_tiles = q_tiles[::-1]  # the last rows see most
     costs = np.full(plan.q_tiles, TILE_OVERHEAD)
-    known = not plan.has("q_segment_ids")  # packed documents cost about the same everywhere
-    for tile in range(plan.q_tiles if known else 0):
+    for tile in range(0 if segments else plan.q_tiles):
         span = plan.span(problem.q_offset + tile * plan.tile_rows, plan.tile_rows, problem.kv_len)
         costs[tile] += max(span.hi - span.lo, 0)
     codes = []
@@ -133,4 +135,29 @@ def dealt(plan: Plan) -> np.ndarray:
         heads = np.arange(first, min(first + plan.section, plan.heads))
         codes.append((heads[None] << plan.code_bits) + q_tiles[:, None])
     order = np.concatenate([code.ravel() for code in codes])
+    if segments:
+        return spans.deal_by_rank(order, plan.ctas)
     return spans.deal(order, costs[order & ((1 << plan.code_bits) - 1)], plan.ctas)
+
+
+def ranked(plan: Plan, segment_spans: Any) -> Any:
+    """`dealt` where there are segments: rank r of a batch row stands for its tile of work with the
+    r-th most key tiles. Packed documents repeat, and dealt in order of rows a block met the same
+    place of every document: 8 documents of 1024 rows took 1.77 times what 8 batch rows do.
+    """
+    problem, config = plan.problem, plan.config
+    table = jnp.asarray(dealt(plan))
+    by_mask = [
+        plan.span(problem.q_offset + tile * plan.tile_rows, plan.tile_rows, problem.kv_len)
+        for tile in range(plan.q_tiles)
+    ]
+    lo, hi = (np.array([[getattr(span, end) for span in by_mask]], np.int32) for end in ("lo", "hi"))
+    units = range(config.warpgroups)  # not a reduction, which would be a launch of its own
+    firsts, lasts = ([segment_spans[:, i, n :: len(units)] for n in units] for i in (0, 3))
+    lo = jnp.maximum(lo, functools.reduce(jnp.minimum, firsts))
+    hi = jnp.minimum(hi, functools.reduce(jnp.maximum, lasts))
+    order = jnp.argsort(lo - hi, axis=1).astype(jnp.int32)
+    low_bits = (1 << plan.code_bits) - 1
+    batch = (table >> plan.code_bits) // problem.q_heads
+    codes = (table & ~low_bits) | order[batch, table & low_bits]
+    return jnp.concatenate([table[:, :1], codes[:, 1:]], axis=1)
