@@ -1,7 +1,9 @@
 """Drive pallas_attn on this machine.
 
-python run.py                               every operation here, beside the reference
-python run.py --flagfile=configs/NAME.cfg   the same with flags from a file
+python run.py                               a small model continues a few prompts, checked
+python run.py --prompt="ROMEO:"             the same model, your prompt
+python run.py --flagfile=configs/NAME.cfg   flags from a file
+python run.py --task=parity                 every operation here, beside the reference
 python run.py --task=bench --op=forward --cases=grid --out=results/mine.jsonl --plot=mine.png
 python run.py --task=tune --kernel=flash_fwd_sm90 --cases=h128*
 
@@ -9,6 +11,7 @@ Exit status: 0 all is well, 1 something did not hold, 2 the flags are wrong.
 """
 
 import os
+import pathlib
 import sys
 
 from absl import app, flags, logging
@@ -17,11 +20,11 @@ OPS = ("forward", "backward", "backward_alone", "decode", "append")
 
 _TASK = flags.DEFINE_enum(
     "task",
-    "parity",
-    ["parity", "bench", "tune"],
-    "What to do. parity: run a small case of every operation beside the reference. bench: time "
-    "checked kernels beside their peers. tune: search the settings of a kernel. The last two want "
-    "a GPU.",
+    "decode",
+    ["decode", "parity", "bench", "tune", "train"],
+    "What to do. decode: continue prompts with a language model. train: make a small one from a "
+    "text. parity: run a small case of every operation beside the reference. bench: time checked "
+    "kernels beside their peers. tune: search the settings of a kernel. The last two want a GPU.",
 )
 _IMPLEMENTATION = flags.DEFINE_enum(
     "implementation",
@@ -31,7 +34,11 @@ _IMPLEMENTATION = flags.DEFINE_enum(
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Of all random inputs.", lower_bound=0)
 _DTYPE = flags.DEFINE_enum(
-    "dtype", "bfloat16", ["bfloat16", "float16", "float32"], "parity: the type of the inputs."
+    "dtype",
+    None,
+    ["bfloat16", "float16", "float32"],
+    "The type of what is computed with. Default: bfloat16; without a GPU decode takes float32, and "
+    "train always does.",
 )
 _OP = flags.DEFINE_enum("op", "forward", OPS, "bench: which operation.")
 _CASES = flags.DEFINE_string(
@@ -45,10 +52,78 @@ _PEERS = flags.DEFINE_string(
 )
 _TURNS = flags.DEFINE_integer("turns", 5, "bench: how often everybody has a turn.", lower_bound=1)
 _COLD = flags.DEFINE_bool("cold", False, "bench: empty the L2 cache before each timed call.")
-_OUT = flags.DEFINE_string("out", None, "bench: a .jsonl file to add rows to.")
+_OUT = flags.DEFINE_string(
+    "out", None, "bench: a .jsonl file to add rows to. train: the folder that the model goes to."
+)
 _PLOT = flags.DEFINE_string("plot", None, "bench: a .png file to draw (needs matplotlib).")
 _COMMIT = flags.DEFINE_string("commit", None, "bench, tune: the commit, where git cannot say.")
 _KERNEL = flags.DEFINE_string("kernel", "flash_fwd_sm90", "tune: which kernel module.")
+_TEXT = flags.DEFINE_string("text", None, "train: a file; the model learns its bytes.")
+_BATCH = flags.DEFINE_integer(
+    "batch",
+    32,
+    "train: windows of the text a step. decode: sequences at a time.",
+    lower_bound=1,
+)
+_STEPS = flags.DEFINE_integer("steps", 3000, "train: how many steps.", lower_bound=1)
+_CONTEXT = flags.DEFINE_integer("context", 512, "train: bytes of a window of the text.")
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "train: its peak, for AdamW.")
+
+
+_MODEL = flags.DEFINE_string(
+    "model",
+    "tiny",
+    "decode: tiny, which is in the package, or llama2_7b, llama3_8b, llama3.1_8b, mistral_7b, "
+    "qwen2_7b, qwen3_8b with random weights.",
+)
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", None, "decode: a folder in Hugging Face's layout, instead of --model."
+)
+_PROMPT = flags.DEFINE_multi_string(
+    "prompt", [], r"decode: a prompt; may be repeated. \n is a new line."
+)
+_PROMPT_FILE = flags.DEFINE_string(
+    "prompt_file", None, "decode: a file with a prompt a line; - is standard input."
+)
+_RANDOM_PROMPTS = flags.DEFINE_integer(
+    "random_prompts", 0, "decode: this many prompts of random tokens instead.", lower_bound=0
+)
+_PROMPT_LENGTH = flags.DEFINE_integer(
+    "prompt_length", 128, "decode: tokens of a random prompt.", lower_bound=1
+)
+_MAX_NEW_TOKENS = flags.DEFINE_integer(
+    "max_new_tokens", 200, "decode: tokens after each prompt, at most."
+)
+_CACHE = flags.DEFINE_enum(
+    "cache", "per_sequence", ["per_sequence", "stacked", "paged"], "decode: which KV cache."
+)
+_CAPACITY = flags.DEFINE_integer(
+    "capacity",
+    None,
+    "decode: rows that a sequence can hold. Default: what the prompts need.",
+    lower_bound=1,
+)
+_PAGE_SIZE = flags.DEFINE_integer("page_size", 64, "decode, --cache=paged: rows of a page.")
+_PAGES = flags.DEFINE_integer(
+    "pages",
+    None,
+    "decode, --cache=paged: pages of the pool. Default: enough for all; with fewer, prompts wait.",
+    lower_bound=1,
+)
+_CHUNK = flags.DEFINE_integer("chunk", 16, "decode: steps inside one jit.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "decode: 0 takes the likeliest token.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "decode: sample from this many; 0: from all.")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "decode: sample from the likeliest that make up this.")
+_STOP_IDS = flags.DEFINE_list(
+    "stop_ids", None, "decode: tokens that end a sequence. Default: what the checkpoint says."
+)
+_CHECK = flags.DEFINE_bool(
+    "check", False, "decode: compare every step with the reference path, and print the table."
+)
+_JSON = flags.DEFINE_bool("json", False, "decode: one JSON object a line, for machines.")
+_REPORT = flags.DEFINE_string(
+    "report", None, "decode: a folder for report.json and report.png: where a step's time goes."
+)
 
 
 def main(argv: list[str]) -> int:
@@ -58,10 +133,63 @@ def main(argv: list[str]) -> int:
         logging.set_verbosity(logging.WARNING)  # jax reports each platform that it does not find
     # Peers and kernels share the GPU's memory: nobody may take it all at the start.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    tasks = {"decode": _decode, "train": _train, "parity": _parity, "bench": _bench, "tune": _tune}
     try:
-        return {"parity": _parity, "bench": _bench, "tune": _tune}[_TASK.value]()
+        return tasks[_TASK.value]()
     except ValueError as error:
         return _refuse(str(error))
+
+
+def _decode() -> int:
+    from pallas_attn.lm import sampling, session
+
+    settings = session.Settings(
+        model=_MODEL.value,
+        checkpoint=_CHECKPOINT.value,
+        prompts=_prompts(),
+        random_prompts=_RANDOM_PROMPTS.value,
+        prompt_length=_PROMPT_LENGTH.value,
+        max_new_tokens=_MAX_NEW_TOKENS.value,
+        batch=_BATCH.value,
+        cache=_CACHE.value,
+        capacity=_CAPACITY.value,
+        page_size=_PAGE_SIZE.value,
+        pages=_PAGES.value,
+        chunk=_CHUNK.value,
+        sampling=sampling.Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value),
+        stop=_stop_ids(),
+        dtype=_DTYPE.value,
+        implementation=_IMPLEMENTATION.value,
+        seed=_SEED.value,
+        check=_CHECK.value,
+        json=_JSON.value,
+        report=_REPORT.value,
+        commit=_COMMIT.value,
+    )
+    return session.decode(settings, sys.stdout, sys.stderr)
+
+
+def _prompts() -> tuple[str, ...]:
+    """The prompts of --prompt, or else the lines of --prompt_file."""
+    lines, path = list(_PROMPT.value), _PROMPT_FILE.value
+    if not lines and path is not None:
+        try:
+            text = sys.stdin.read() if path == "-" else pathlib.Path(path).read_text("utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"prompt_file: {path}: {error}") from None
+        lines = [line for line in text.splitlines() if line]
+        if not lines:
+            raise ValueError(f"prompt_file: {path} has no prompt")
+    return tuple(line.replace("\\n", "\n") for line in lines)
+
+
+def _stop_ids() -> tuple[int, ...] | None:
+    if _STOP_IDS.value is None:
+        return None
+    try:
+        return tuple(int(one) for one in _STOP_IDS.value)
+    except ValueError:
+        raise ValueError(f"stop_ids: expected numbers, got {_STOP_IDS.value}") from None
 
 
 def _parity() -> int:
@@ -75,7 +203,7 @@ def _parity() -> int:
     _say(f"implementation: {_IMPLEMENTATION.value or 'the fastest that takes each problem'}")
     _say(f"{'operation':<18}{'case':<40}{'runs on':<12}{'error':>9}{'budget':>9}")
     failed = 0
-    for row in parity.rows(_IMPLEMENTATION.value, _DTYPE.value, _SEED.value):
+    for row in parity.rows(_IMPLEMENTATION.value, _DTYPE.value or "bfloat16", _SEED.value):
         failed += not row.held
         start = f"{row.operation:<18}{row.case:<40}{row.implementation:<12}"
         if row.error is None:
@@ -111,6 +239,26 @@ def _tune() -> int:
     return bench.run_tune(_KERNEL.value, _CASES.value, commit=_COMMIT.value)
 
 
+def _train() -> int:
+    from pallas_attn.lm import train
+
+    if _TEXT.value is None or _OUT.value is None:
+        return _refuse("--task=train needs --text=FILE and --out=FOLDER")
+    recipe = train.Recipe(
+        steps=_STEPS.value,
+        batch=_BATCH.value,
+        context=_CONTEXT.value,
+        learning_rate=_LEARNING_RATE.value,
+        dtype=_DTYPE.value or "float32",
+        implementation=_IMPLEMENTATION.value,
+    )
+    _say(f"{'step':>6}{'nats a byte':>13}{'held out':>10}{'seconds':>9}")
+    for line in train.train(train.read_text(_TEXT.value), _OUT.value, recipe, _SEED.value):
+        _say(f"{line.step:>6}{line.loss:>13.3f}{line.held_out:>10.3f}{line.seconds:>9.1f}")
+    _say(f"the model is in {_OUT.value}: python run.py --checkpoint={_OUT.value}")
+    return 0
+
+
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -122,7 +270,9 @@ def _refuse(line: str) -> int:
 
 
 def _parse(argv: list[str]) -> list[str]:
-    """Flags, or one line that says what is wrong with them."""
+    """Flags, or one line that says what is wrong with them; without any, those of the demo."""
+    if not argv[1:]:
+        argv = [*argv, f"--flagfile={pathlib.Path(__file__).parent / 'configs' / 'demo.cfg'}"]
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:

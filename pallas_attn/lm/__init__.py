@@ -1,0 +1,1 @@
+"""The demo: a Llama-family decoder, its checkpoints, the batch decode loop."""

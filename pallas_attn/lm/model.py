@@ -1,0 +1,335 @@
+"""A decoder of the Llama family in jax.numpy and this package's operations.
+
+Llama 2 and 3, Mistral, Qwen2 and Qwen3 are one model with a few choices: x plus attention of the
+norm of x, plus a gated MLP of the norm of that. Three ways to run it share every layer:
+
+    forward(config, params, tokens)               all positions at once, no cache: training, checks
+    prefill(config, params, cache, ...)           prompts through `flash_attention` into the cache
+    decode(config, params, cache, tokens)         one token a sequence over the cache
+
+Layers are stacked and scanned. Layers in a row with the same window form a run, which is one scan:
+a mask is static, and a model with one kind of layer is one run. Weights are `[out, in]`, as
+checkpoints have them; q, k and v are one matrix and so are gate and up, since at a few rows a
+matmul costs what its weights take to read, and a launch.
+
+Axes: M sequences, t rows of each, D hidden, N query heads, K kv heads, H head dim.
+"""
+
+import dataclasses
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_attn.append import write_kv
+from pallas_attn.attention import flash_attention
+from pallas_attn.decode import decode_attention
+from pallas_attn.masks import CAUSAL, Mask, sliding_window
+
+Array = jax.Array
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary positions: the base, and how its frequencies are stretched for longer contexts."""
+
+    theta: float = 10000.0
+    kind: str = "default"  # or linear, llama3, yarn
+    factor: float = 1.0
+    original_positions: int = 0  # what the model saw before it was stretched: llama3, yarn
+    low_freq_factor: float = 1.0  # llama3: slower than this many turns in that context: stretched
+    high_freq_factor: float = 4.0  # llama3: faster than this: left alone
+    beta_fast: float = 32.0  # yarn: the same two bounds
+    beta_slow: float = 1.0
+    truncate: bool = True  # yarn: bounds at whole dimensions
+    attention_factor: float = 1.0  # yarn: multiplies cos and sin
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """float32[H / 2]: radians a position."""
+        plain = self.theta ** -(np.arange(0, head_dim, 2) / head_dim)
+        if self.kind == "default":
+            keep = np.ones_like(plain)
+        elif self.kind == "linear":
+            keep = np.zeros_like(plain)
+        elif self.kind == "llama3":
+            turns = self.original_positions * plain / (2 * math.pi)
+            low, high = self.low_freq_factor, self.high_freq_factor
+            keep = np.clip((turns - low) / (high - low), 0, 1)
+        elif self.kind == "yarn":
+            low, high = self._bounds(head_dim)
+            keep = 1 - np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+        else:
+            raise ValueError(f"rope: expected default, linear, llama3 or yarn, got {self.kind!r}")
+        return (keep * plain + (1 - keep) * plain / self.factor).astype(np.float32)
+
+    def _bounds(self, head_dim: int) -> tuple[float, float]:
+        """The dimensions between which yarn goes from keeping a frequency to stretching it."""
+
+        def dimension(turns: float) -> float:
+            positions = self.original_positions / (turns * 2 * math.pi)
+            return head_dim * math.log(positions) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        return max(low, 0), min(high, head_dim - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The sizes and choices of one model. Hashable: a jit key."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    positions: int  # the longest context that the model was made for
+    rope: Rope = Rope()
+    norm_eps: float = 1e-6
+    qkv_bias: bool = False  # Qwen2
+    qk_norm: bool = False  # Qwen3
+    tied: bool = False  # the head is the embedding
+    windows: tuple[int | None, ...] = ()  # keys that each layer sees, its own counted; None: all
+
+    @property
+    def runs(self) -> tuple[tuple[int, Mask], ...]:
+        """Layers in a row with the same mask: (how many, the mask)."""
+        windows = self.windows or (None,) * self.layers
+        found = []
+        for window, group in itertools.groupby(windows):
+            mask = CAUSAL if window is None else sliding_window(window)
+            found.append((len(list(group)), mask))
+        return tuple(found)
+
+    def kv_bytes(self, dtype: Any) -> int:
+        """Bytes of cache that one token takes."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * jnp.dtype(dtype).itemsize
+
+    def shapes(self) -> Params:
+        """The shape of every parameter, in the tree that the parameters form."""
+        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
+        one: dict[str, tuple[int, ...]] = {
+            "attn_norm": (self.hidden,),
+            "qkv": (qkv, self.hidden),
+            "out": (self.hidden, self.heads * self.head_dim),
+            "mlp_norm": (self.hidden,),
+            "gate_up": (2 * self.mlp, self.hidden),
+            "down": (self.hidden, self.mlp),
+        }
+        if self.qkv_bias:
+            one["qkv_bias"] = (qkv,)
+        if self.qk_norm:
+            one |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
+        params: Params = {"embed": (self.vocab, self.hidden), "norm": (self.hidden,)}
+        if not self.tied:
+            params["head"] = (self.vocab, self.hidden)
+        params["runs"] = tuple(
+            {name: (count, *shape) for name, shape in one.items()} for count, _ in self.runs
+        )
+        return params
+
+
+def random_params(config: Config, seed: int, dtype: Any) -> Params:
+    """Random weights: what training starts from, and what throughput is measured with."""
+    shapes = config.shapes()
+    leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=_is_shape)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    made = []
+    for (path, shape), key in zip(leaves, keys, strict=True):
+        name = path[-1].key
+        if name.endswith("norm"):
+            made.append(jnp.ones(shape, dtype))
+        elif name == "qkv_bias":
+            made.append(jnp.zeros(shape, dtype))
+        else:  # what adds to the residual stream is small where there are many to add
+            spread = 0.02 / math.sqrt(2 * config.layers) if name in ("out", "down") else 0.02
+            made.append(_normal(key, spread, shape, jnp.dtype(dtype).name))
+    return jax.tree.unflatten(tree, made)
+
+
+@jax.jit(static_argnums=(2, 3))
+def _normal(key: Array, spread: float, shape: tuple[int, ...], dtype: str) -> Array:
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(spread, dtype)
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, tuple) and all(isinstance(n, int) for n in x)
+
+
+def num_bytes(params: Params) -> int:
+    """Bytes of all parameters."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+
+
+# ---- one layer ----------------------------------------------------------------------------------
+
+
+def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """x [M, t, in] by a weight [out, in]."""
+    y = lax.dot_general(x, weight, (((2,), (1,)), ((), ())))
+    return y if bias is None else y + bias[None, None]
+
+
+def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    wide = x.astype(jnp.float32)
+    wide *= lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+
+
+class _Angles(NamedTuple):
+    """cos and sin of every row's position, [M, t, 1, H / 2] in float32."""
+
+    cos: Array
+    sin: Array
+
+
+def _angles(config: Config, positions: Array) -> _Angles:
+    radians = config.rope.frequencies(config.head_dim)[None, None, None]
+    turned = positions.astype(jnp.float32)[:, :, None, None] * radians
+    factor = config.rope.attention_factor
+    return _Angles(jnp.cos(turned) * factor, jnp.sin(turned) * factor)
+
+
+def _rotate(x: Array, angles: _Angles) -> Array:
+    """Turns each pair (i, i + H / 2) of a head by its angle: checkpoints are laid out so."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = (
+        first * angles.cos - second * angles.sin,
+        second * angles.cos + first * angles.sin,
+    )
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def _qkv(config: Config, weights: Params, x: Array, angles: _Angles) -> tuple[Array, ...]:
+    """q [M, t, N, H], k and v [M, t, K, H] of x, normed and turned."""
+    sizes = (config.heads, config.kv_heads, config.kv_heads)
+    rows = _linear(x, weights["qkv"], weights.get("qkv_bias"))
+    rows = rows.reshape(*x.shape[:2], sum(sizes), config.head_dim)
+    q, k, v = jnp.split(rows, np.cumsum(sizes)[:2], axis=2)
+    if config.qk_norm:
+        q = _rms_norm(q, weights["q_norm"], config.norm_eps)
+        k = _rms_norm(k, weights["k_norm"], config.norm_eps)
+    return _rotate(q, angles), _rotate(k, angles), v
+
+
+def _mlp(weights: Params, x: Array) -> Array:
+    gate, up = jnp.split(_linear(x, weights["gate_up"]), 2, axis=-1)
+    return _linear(jax.nn.silu(gate) * up, weights["down"])
+
+
+def _layers(config: Config, params: Params, tokens: Array, positions: Array, attend, cache=None):
+    """x [M, t, D] after all layers, and the cache that `attend` passed from layer to layer.
+
+    attend(q, k, v, mask, layer, cache) -> (out [M, t, N, H], cache)
+    """
+    x = jnp.take(params["embed"], tokens, axis=0, mode="clip")
+    angles, eps, first = _angles(config, positions), config.norm_eps, 0
+    for weights, (count, mask) in zip(params["runs"], config.runs, strict=True):
+
+        def layer(carry, item, mask=mask):
+            (x, cache), (weights, number) = carry, item
+            q, k, v = _qkv(config, weights, _rms_norm(x, weights["attn_norm"], eps), angles)
+            out, cache = attend(q, k, v, mask, number, cache)
+            x += _linear(out.reshape(*x.shape[:2], -1), weights["out"])
+            x += _mlp(weights, _rms_norm(x, weights["mlp_norm"], eps))
+            return (x, cache), None
+
+        numbers = jnp.arange(first, first + count, dtype=jnp.int32)
+        (x, cache), _ = lax.scan(layer, (x, cache), (weights, numbers))
+        first += count
+    return x, cache
+
+
+def _logits(config: Config, params: Params, x: Array) -> Array:
+    """float32[..., vocab] of x [..., D]."""
+    x = _rms_norm(x, params["norm"], config.norm_eps)
+    head = params["embed" if config.tied else "head"]
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, head, dims, preferred_element_type=jnp.float32)
+
+
+# ---- the three ways to run it -------------------------------------------------------------------
+
+
+def forward(
+    config: Config, params: Params, tokens: Array, *, implementation: str | None = None
+) -> Array:
+    """Logits float32[M, t, vocab] of tokens int32[M, t], without a cache. Differentiable."""
+
+    def attend(q, k, v, mask, layer, cache):
+        del layer
+        return flash_attention(q, k, v, mask=mask, implementation=implementation), cache
+
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    x, _ = _layers(config, params, tokens, positions, attend)
+    return _logits(config, params, x)
+
+
+class Prompts(NamedTuple):
+    """n prompts on their way into a cache of M sequences."""
+
+    tokens: Array  # int32[n, t], padded with anything
+    lengths: Array  # int32[n]
+    slots: Array  # int32[n]: the sequence that each fills; M for a row that is no prompt
+
+
+def prefill(
+    config: Config, params: Params, cache: Any, prompts: Prompts, implementation: str | None = None
+) -> tuple[Array, Any]:
+    """Prompts into the empty sequences of a cache: logits float32[n, vocab] after each, the cache.
+
+    The sequences that get no prompt take no rows.
+    """
+    sequences, (n, t) = cache.num_sequences, prompts.tokens.shape
+    rows = jnp.zeros(sequences, jnp.int32).at[prompts.slots].set(prompts.lengths, mode="drop")
+    # Which prompt a sequence gets; those that get none take no rows of the one named here.
+    source = jnp.zeros(sequences, jnp.int32).at[prompts.slots].set(jnp.arange(n), mode="drop")
+
+    def attend(q, k, v, mask, layer, cache):
+        out = flash_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            q_lengths=prompts.lengths,
+            kv_lengths=prompts.lengths,
+            implementation=implementation,
+        )
+        k, v = (jnp.take(x, source, axis=0) for x in (k, v))
+        return out, write_kv(cache, k, v, layer=layer, implementation=implementation)
+
+    positions = jnp.arange(t, dtype=jnp.int32)[None]
+    x, cache = _layers(config, params, prompts.tokens, positions, attend, cache.extend(rows))
+    last = jnp.maximum(prompts.lengths - 1, 0)[:, None, None]
+    return _logits(config, params, jnp.take_along_axis(x, last, axis=1)[:, 0]), cache
+
+
+def decode(
+    config: Config,
+    params: Params,
+    cache: Any,
+    tokens: Array,
+    rows: Array,
+    implementation: str | None = None,
+) -> tuple[Array, Any]:
+    """One token int32[M] into the sequences whose `rows` int32[M] is 1, not 0: logits
+    float32[M, vocab] after it, the cache.
+    """
+    cache = cache.extend(rows)
+
+    def attend(q, k, v, mask, layer, cache):
+        cache = write_kv(cache, k, v, layer=layer, implementation=implementation)
+        out = decode_attention(q, cache, mask=mask, layer=layer, implementation=implementation)
+        return out, cache
+
+    positions = jnp.maximum(cache.lengths - 1, 0)[:, None]
+    x, cache = _layers(config, params, tokens[:, None], positions, attend, cache)
+    return _logits(config, params, x[:, 0]), cache

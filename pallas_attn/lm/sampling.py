@@ -1,0 +1,53 @@
+"""The next token from logits: greedy, temperature, top-k, top-p, with a key a sequence."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How to choose. Temperature divides the logits, top_k keeps the largest, and of those top_p
+    keeps the fewest whose probabilities reach it.
+    """
+
+    temperature: float = 0.0  # 0: the largest logit
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k: expected at least 0 (0: all), got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: expected above 0 and at most 1, got {self.top_p}")
+
+
+def sample(logits: Array, keys: Array, sampling: Sampling) -> Array:
+    """int32[M] from float32[M, vocab] and M keys. A sequence's token depends on its own row and key
+    alone, so it is the same whatever else is in the batch.
+    """
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    kept = _truncated(logits / sampling.temperature, sampling)
+    return jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+
+
+def _truncated(logits: Array, sampling: Sampling) -> Array:
+    """The logits with -inf for those that top_k and top_p leave out; equals stay together."""
+    vocab = logits.shape[-1]
+    count = min(sampling.top_k, vocab) if sampling.top_k else vocab
+    if count == vocab and sampling.top_p == 1:
+        return logits
+    # Largest first; top-k of a large vocabulary is far cheaper than its sort.
+    ordered = lax.top_k(logits, count)[0] if count < vocab else -jnp.sort(-logits, axis=-1)
+    weights = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(weights, axis=-1) - weights
+    # The first always stays: nothing comes before it.
+    least = jnp.where(before < sampling.top_p, ordered, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(logits >= least, logits, -jnp.inf)

@@ -1,0 +1,319 @@
+"""`--task=decode`: from what the flags say to text, JSON lines, tables and a report."""
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+
+from pallas_attn.lm import check, checkpoint, model, report, text
+from pallas_attn.lm.decode import Options, Run, Status
+from pallas_attn.lm.model import Config, Params
+from pallas_attn.lm.presets import PRESETS
+from pallas_attn.lm.sampling import Sampling
+
+EMBEDDED = "tiny"
+DEMO_PROMPTS = (
+    "ROMEO:\n",
+    "First Citizen:\nWe have no bread, and",
+    "KING HENRY:\nMy lords, ",
+    "The sea was",
+    "Nurse:\n",
+    "DUKE OF YORK:\nTell me, good cousin,",
+)
+INTERRUPTED = 130  # the exit status that a shell gives for Ctrl-C
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What was asked for."""
+
+    model: str = EMBEDDED
+    checkpoint: str | None = None
+    prompts: tuple[str, ...] = ()
+    random_prompts: int = 0
+    prompt_length: int = 128  # tokens of a random prompt
+    max_new_tokens: int = 200
+    batch: int = 8
+    cache: str = "per_sequence"
+    capacity: int | None = None
+    page_size: int = 64
+    pages: int | None = None
+    chunk: int = 16
+    sampling: Sampling = Sampling()
+    stop: tuple[int, ...] | None = None  # None: what the checkpoint says
+    dtype: str | None = None
+    implementation: str | None = None
+    seed: int = 0
+    check: bool = False
+    json: bool = False
+    report: str | None = None
+    commit: str | None = None
+
+
+def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
+    """Decodes, shows it, checks it, reports on it; the exit status."""
+    dtype = settings.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
+    config, params, tokenizer, stop = _model(settings, dtype)
+    prompts = _prompts(settings, config, tokenizer)
+    options = _options(settings, config, prompts, dtype, stop)
+    run = Run(config, params, options, prompts, settings.max_new_tokens, settings.seed)
+    view: _View = (_Json if settings.json else _Text)(run, tokenizer, out, err)
+    view.quiet = bool(settings.random_prompts)
+    start = time.perf_counter()
+    try:
+        for status in run:
+            view.show(status)
+    except KeyboardInterrupt:
+        view.finish(time.perf_counter() - start)
+        return INTERRUPTED
+    summary = view.finish(time.perf_counter() - start)
+    held = _check(run, params, view) if settings.check else True
+    if settings.report is not None:
+        view.say(*_report(settings, run, params, summary))
+    return int(not held)
+
+
+def _model(
+    settings: Settings, dtype: str
+) -> tuple[Config, Params, text.Tokenizer, tuple[int, ...]]:
+    """The model, its tokenizer and the tokens that end a text."""
+    folder = settings.checkpoint
+    if folder is None and settings.model == EMBEDDED:
+        folder = str(checkpoint.EMBEDDED)
+    if folder is None:
+        if settings.model not in PRESETS:
+            names = ", ".join((EMBEDDED, *PRESETS))
+            raise ValueError(f"model: expected one of {names}, got {settings.model!r}")
+        config = checkpoint.config_from(PRESETS[settings.model])
+        params = model.random_params(config, settings.seed, dtype)
+        return config, params, text.Numbers(), settings.stop or ()
+    tokenizer = text.tokenizer_of(folder)
+    config, params = checkpoint.load(folder, dtype)
+    stop = checkpoint.stop_tokens(folder) if settings.stop is None else settings.stop
+    return config, params, tokenizer, stop
+
+
+def _prompts(settings: Settings, config: Config, tokenizer: text.Tokenizer) -> list[list[int]]:
+    if settings.random_prompts:
+        shape = (settings.random_prompts, settings.prompt_length)
+        drawn = np.random.default_rng(settings.seed).integers(0, config.vocab, shape)
+        return drawn.tolist()
+    given = settings.prompts
+    if not given and settings.checkpoint is None and settings.model == EMBEDDED:
+        given = DEMO_PROMPTS
+    return [tokenizer.encode(one) for one in given]
+
+
+def _options(
+    settings: Settings,
+    config: Config,
+    prompts: Sequence[Sequence[int]],
+    dtype: str,
+    stop: tuple[int, ...],
+) -> Options:
+    rows = max(map(len, prompts), default=0) + settings.max_new_tokens
+    capacity = settings.capacity or max(min(-(-rows // 64) * 64, config.positions), 1)
+    return Options(
+        cache=settings.cache,
+        slots=min(settings.batch, max(len(prompts), 1)),
+        capacity=capacity,
+        page_size=settings.page_size,
+        pages=settings.pages,
+        chunk=settings.chunk,
+        dtype=dtype,
+        sampling=settings.sampling,
+        stop=stop,
+        implementation=settings.implementation,
+        keep_logits=settings.check,
+    )
+
+
+def _check(run: Run, params: Params, view: "_View") -> bool:
+    """The parity table; whether every row held."""
+    header = f"{'sequence':>8}{'steps':>7}{'same token':>12}{'ties':>6}"
+    view.say(f"{header}{'worst logit':>13}{'at step':>9}{'budget':>9}")
+    held = True
+    for row in check.rows(run, params):
+        held &= row.held
+        line = f"{row.sequence:>8}{row.steps:>7}{row.same:>12}{row.ties:>6}{row.error:>13.1e}"
+        verdict = "" if row.held else "  WRONG"
+        view.say(f"{line}{row.at:>9}{row.budget:>9.1e}{verdict}")
+        view.record("check", dataclasses.asdict(row) | {"held": row.held})
+    view.say(
+        "every step is the reference's: greedy tokens, and logits within the budget"
+        if held
+        else "the decode is not what the reference computes"
+    )
+    return held
+
+
+def _report(settings: Settings, run: Run, params: Params, summary: dict[str, Any]) -> list[str]:
+    slots, context = run.options.slots, run.options.capacity * 3 // 4
+    batches = sorted({1, min(8, slots), slots})
+    found = report.measure(run.config, params, run.options, context, batches, settings.commit)
+    lines = [f"{'sequences':>9}{'ms a step':>11}" + "".join(f"{x:>11}" for x in report.PARTS)]
+    for row in found:
+        parts = "".join(f"{row['ms'][part]:>11.3f}" for part in report.PARTS)
+        share = f"{row['tokens_per_second']:>10.0f} tokens/s, {row['roofline']:.0%} of memory's"
+        lines.append(f"{row['batch']:>9}{row['ms_step']:>11.3f}{parts}{share}")
+    lines += [f"wrote {path}" for path in report.write(str(settings.report), found, summary)]
+    return lines
+
+
+# ---- showing ------------------------------------------------------------------------------------
+
+
+class _View:
+    """What a run looks like from outside."""
+
+    quiet = False  # no text: it would be noise
+
+    def __init__(self, run: Run, tokenizer: text.Tokenizer, out: TextIO, err: TextIO):
+        self._run, self._tokenizer, self._out, self._err = run, tokenizer, out, err
+        self._first: float | None = None
+
+    def show(self, status: Status) -> None:
+        """After every chunk."""
+        if self._first is None:
+            self._first = status.seconds
+
+    def finish(self, seconds: float) -> dict[str, Any]:
+        """After the last, also when it was interrupted: the summary."""
+        summary = self._run.summary(seconds)
+        peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        return summary | {"first_token_seconds": self._first, "peak_bytes": peak}
+
+    def say(self, *lines: str) -> None:
+        """Lines of a table."""
+
+    def record(self, kind: str, facts: dict[str, Any]) -> None:
+        """The same for machines."""
+
+
+class _Json(_View):
+    """A line a sequence as it ends, then the tables, then the summary is the last of the run."""
+
+    def __init__(self, *everything: Any):
+        super().__init__(*everything)
+        self._told: set[int] = set()
+
+    def show(self, status: Status) -> None:
+        super().show(status)
+        self._tell(interrupted=False)
+
+    def finish(self, seconds: float) -> dict[str, Any]:
+        self._tell(interrupted=True)
+        summary = super().finish(seconds)
+        self.record("summary", summary)
+        return summary
+
+    def _tell(self, interrupted: bool) -> None:
+        for one in self._run.sequences:
+            if one.number in self._told or not (one.ended or interrupted):
+                continue
+            self._told.add(one.number)
+            facts = {
+                "number": one.number,
+                "prompt": self._tokenizer.decode(one.prompt),
+                "text": self._tokenizer.decode(one.tokens),
+                "tokens": one.tokens,
+                "ended": one.ended or "interrupted",
+            }
+            self.record("sequence", facts)
+
+    def record(self, kind: str, facts: dict[str, Any]) -> None:
+        self._out.write(json.dumps({kind: facts}) + "\n")
+        self._out.flush()
+
+
+class _Text(_View):
+    """Text in the order of the prompts, as it comes; beneath it, on a terminal, a status line."""
+
+    def __init__(self, *everything: Any):
+        super().__init__(*everything)
+        self._streams = [text.Stream(self._tokenizer) for _ in self._run.sequences]
+        self._given = [0] * len(self._streams)
+        self._front = 0  # the sequence that is being written
+        self._live = self._err.isatty()
+        self._both = self._live and self._out.isatty()
+        self._held = ""  # of a line that is not full, where the status line takes its place
+
+    def show(self, status: Status) -> None:
+        super().show(status)
+        self._erase()
+        self._stream(over=False)
+        if self._live:
+            self._err.write(_status_line(status))
+            self._err.flush()
+
+    def finish(self, seconds: float) -> dict[str, Any]:
+        self._erase()
+        self._stream(over=True)
+        summary = super().finish(seconds)
+        rates = f"{summary['tokens_per_second']:,.0f} tokens/s"
+        if summary["tb_per_second"]:
+            rates += f", {_rate(summary['tb_per_second'])}"
+        left = summary["sequences"] - summary["ended"]
+        self.say(
+            f"{summary['sequences']} sequences, {summary['tokens']} tokens in "
+            f"{summary['seconds']:.1f} s ({rates} once compiled)"
+            + (f"; interrupted, {left} not ended" if left else "")
+        )
+        return summary
+
+    def say(self, *lines: str) -> None:
+        self._out.writelines(f"{line}\n" for line in lines)
+        self._out.flush()
+
+    def _stream(self, over: bool) -> None:
+        """What is new, of the first sequence that has not ended, and of those that follow."""
+        while not self.quiet and self._front < len(self._streams):
+            n, one = self._front, self._run.sequences[self._front]
+            last = bool(one.ended) or over
+            if not one.tokens and not last:
+                break
+            if not self._given[n]:
+                self._write(f"--- {n + 1} of {len(self._streams)} ---\n")
+                self._write(self._tokenizer.decode(one.prompt))
+            self._write(self._streams[n].add(one.tokens[self._given[n] :], last))
+            self._given[n] = max(len(one.tokens), 1)
+            if not last:
+                break
+            self._write("\n\n")
+            self._front += 1
+        self._out.flush()
+
+    def _write(self, piece: str) -> None:
+        if not self._both:
+            self._out.write(piece)
+            return
+        width = shutil.get_terminal_size().columns - 1
+        *whole, self._held = (self._held + piece).split("\n")
+        while len(self._held) > width:
+            cut = self._held.rfind(" ", 0, width) + 1 or width
+            whole.append(self._held[:cut])
+            self._held = self._held[cut:]
+        self._out.writelines(f"{line}\n" for line in whole)
+
+    def _erase(self) -> None:
+        if self._live:
+            self._err.write("\r\x1b[K")
+            self._err.flush()
+
+
+def _status_line(status: Status) -> str:
+    line = (
+        f"{status.running} running, {status.waiting} waiting, {status.ended} done | step "
+        f"{status.step} | {status.tokens_per_second:,.0f} tokens/s | "
+        f"{status.live_kv_bytes / 2**20:,.1f} MiB of live KV | {_rate(status.tb_per_second)}"
+    )
+    return line[: shutil.get_terminal_size().columns - 1]
+
+
+def _rate(tb: float) -> str:
+    return f"{tb:.2f} TB/s" if tb >= 0.1 else f"{tb * 1e3:.1f} GB/s"

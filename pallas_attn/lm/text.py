@@ -1,0 +1,96 @@
+"""Text to tokens and back, whole and as it comes."""
+
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from pallas_attn.lm.checkpoint import read_json
+
+
+class Tokenizer(Protocol):
+    """What the loop needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Bytes:
+    """A token a byte of UTF-8."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", "surrogateescape"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i & 255 for i in ids).decode("utf-8", "replace")
+
+
+class Numbers:
+    """Tokens as numbers: for random weights, which have nothing to say."""
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return [int(word) for word in text.split()]
+        except ValueError:
+            raise ValueError(
+                f"prompt: without a tokenizer a prompt is token numbers, got {text!r}"
+            ) from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(f"{i} " for i in ids)
+
+
+class _HuggingFace:
+    """A tokenizer.json, by the extra `tokenizers`."""
+
+    def __init__(self, path: pathlib.Path):
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError(
+                f"{path}: reading it takes the package tokenizers: pip install 'pallas_attn[lm]'"
+            ) from None
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises nothing narrower
+            raise ValueError(f"{path}: {error}") from None
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids))
+
+
+def tokenizer_of(folder: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a checkpoint's folder."""
+    folder = pathlib.Path(folder)
+    path = folder / "tokenizer.json"
+    if path.exists():
+        return _HuggingFace(path)
+    if read_json(folder / "config.json").get("tokenizer") == "bytes":
+        return Bytes()
+    raise ValueError(f"{path}: not there; without it prompts cannot become tokens")
+
+
+class Stream:
+    """Text of one sequence as its tokens come: a token may end within a character, and a tokenizer
+    may treat the start of a text in its own way, so that pieces cannot be decoded alone.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = 0  # what is decoded starts here,
+        self._read = 0  # and the text of what lies before this has been given
+
+    def add(self, ids: Sequence[int], last: bool = False) -> str:
+        """The text that these tokens finish; with `last`, also what is left unfinished."""
+        self._ids += ids
+        before = self._tokenizer.decode(self._ids[self._start : self._read])
+        now = self._tokenizer.decode(self._ids[self._start :])
+        if now.endswith("\ufffd") and not last:
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return now[len(before) :]

@@ -1,0 +1,180 @@
+"""Trains a small model on the bytes of a text, with this package's own forward and backward.
+
+It is here so that the demo has something to say: AdamW, a cosine schedule, random windows of the
+text, and the loss on its last tenth, which is never trained on.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn.lm import checkpoint
+from pallas_attn.lm.model import Config, Params, forward, random_params
+
+Array = jax.Array
+
+# A model of bytes: 1.8 million parameters, 3.6 MB as bfloat16.
+TINY: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "tokenizer": "bytes",
+    "vocab_size": 256,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How to train. A jit key."""
+
+    steps: int = 3000
+    batch: int = 32
+    context: int = 512
+    learning_rate: float = 3e-3
+    warmup: int = 100
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.98
+    clip: float = 1.0
+    every: int = 100  # steps inside one jit, between two lines of the log
+    dtype: str = "float32"
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "context", "every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+
+class Moment(NamedTuple):
+    """What AdamW carries from step to step."""
+
+    params: Params  # float32
+    mean: Params
+    square: Params
+    step: Array
+
+
+class Line(NamedTuple):
+    """One line of the log: losses in nats a byte."""
+
+    step: int
+    loss: float
+    held_out: float
+    seconds: float
+
+
+def train(text: bytes, folder: str, recipe: Recipe, seed: int = 0) -> Iterator[Line]:
+    """Trains on `text` and leaves the model in `folder`; a line each `recipe.every` steps."""
+    config = checkpoint.config_from(TINY)
+    ids = np.frombuffer(text, np.uint8)
+    cut = len(ids) * 9 // 10
+    if len(ids) - cut < recipe.context + 1:
+        needed = 10 * (recipe.context + 2)
+        raise ValueError(f"text: expected at least {needed} bytes, got {len(ids)}")
+    learnt, held_out = jnp.asarray(ids[:cut]), ids[cut:]
+    params = random_params(config, seed, jnp.float32)
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+    moment = Moment(params, zeros(params), zeros(params), jnp.asarray(0, jnp.int32))
+    key, start, done = jax.random.key(seed + 1), time.perf_counter(), 0
+    while done < recipe.steps:
+        count = min(recipe.every, recipe.steps - done)
+        moment, loss = _steps(config, recipe, count, moment, learnt, key)
+        done += count
+        other = evaluate(config, recipe, moment.params, held_out)
+        yield Line(done, float(loss), other, time.perf_counter() - start)
+    checkpoint.save(folder, TINY, moment.params, jnp.bfloat16)
+
+
+def evaluate(config: Config, recipe: Recipe, params: Params, ids: np.ndarray) -> float:
+    """Mean nats a byte over whole windows of `ids`, at most 64 of them."""
+    width = recipe.context + 1
+    count = min(len(ids) // width, 64)
+    windows = jnp.asarray(ids[: count * width].reshape(count, width))
+    return float(_evaluate(config, recipe, params, windows))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _evaluate(config: Config, recipe: Recipe, params: Params, windows: Array) -> Array:
+    rows = jax.lax.map(lambda row: _loss(params, config, recipe, row[None]), windows)
+    return rows.mean()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def _steps(
+    config: Config, recipe: Recipe, count: int, moment: Moment, ids: Array, key: Array
+) -> tuple[Moment, Array]:
+    """`count` steps; the mean of their losses."""
+
+    def one(moment: Moment, _: None) -> tuple[Moment, Array]:
+        drawn = jax.random.fold_in(key, moment.step)
+        last = ids.size - recipe.context
+        starts = jax.random.randint(drawn, (recipe.batch, 1), 0, last)
+        windows = jnp.take(ids, starts + jnp.arange(recipe.context + 1)[None], axis=0)
+        loss, gradients = jax.value_and_grad(_loss)(moment.params, config, recipe, windows)
+        return _adamw(recipe, moment, gradients), loss
+
+    moment, losses = jax.lax.scan(one, moment, None, length=count)
+    return moment, losses.mean()
+
+
+def _loss(params: Params, config: Config, recipe: Recipe, windows: Array) -> Array:
+    """Mean nats a byte of windows uint8[b, t + 1]."""
+    params = jax.tree.map(lambda x: x.astype(recipe.dtype), params)
+    tokens = windows.astype(jnp.int32)
+    logits = forward(config, params, tokens[:, :-1], implementation=recipe.implementation)
+    target = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    return (jax.nn.logsumexp(logits, axis=-1) - target).mean()
+
+
+def _adamw(recipe: Recipe, moment: Moment, gradients: Params) -> Moment:
+    """One step of AdamW: gradients clipped by their norm, decay for matrices only."""
+    step = moment.step + 1
+    now = step.astype(jnp.float32)
+    warm = jnp.minimum(now / recipe.warmup, 1.0)
+    done = jnp.minimum(now / recipe.steps, 1.0)
+    rate = recipe.learning_rate * warm * (0.55 + 0.45 * jnp.cos(jnp.pi * done))
+    squares = [jnp.sum(x * x) for x in jax.tree.leaves(gradients)]
+    shrink = jnp.minimum(1.0, recipe.clip / (jnp.sqrt(sum(squares[1:], squares[0])) + 1e-6))
+    first = 1 - recipe.beta1**now
+    second = 1 - recipe.beta2**now
+
+    def update(path: Any, param: Array, gradient: Array, mean: Array, square: Array):
+        gradient = gradient * shrink
+        mean = recipe.beta1 * mean + (1 - recipe.beta1) * gradient
+        square = recipe.beta2 * square + (1 - recipe.beta2) * gradient * gradient
+        move = mean / first / (jnp.sqrt(square / second) + 1e-8)
+        if not path[-1].key.endswith(("norm", "bias")):
+            move = move + recipe.weight_decay * param
+        return param - rate * move, mean, square
+
+    paths, tree = jax.tree.flatten_with_path(moment.params)
+    others = (jax.tree.leaves(x) for x in (gradients, moment.mean, moment.square))
+    moved = [update(*one, *rest) for one, *rest in zip(paths, *others, strict=True)]
+    params, mean, square = (jax.tree.unflatten(tree, x) for x in zip(*moved, strict=True))
+    return Moment(params, mean, square, step)
+
+
+def read_text(path: str) -> bytes:
+    """The bytes of a file."""
+    try:
+        return pathlib.Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"text: {path}: {error.strerror or error}") from None

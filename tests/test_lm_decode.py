@@ -1,0 +1,424 @@
+"""The loop: continuous batching, sampling, stops, pools, what it refuses, and how it looks."""
+
+import functools
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn.lm import check, checkpoint, decode, model, sampling, session, text
+from tests import lm_witness
+
+every_cache = pytest.mark.parametrize("kind", decode.CACHES)
+LENGTHS = (5, 12, 1, 16, 9, 3, 14)  # all padded to 16: programs are what takes time here
+
+
+@functools.cache
+def small():
+    """A Qwen3 with weights that make it say different things."""
+    config = checkpoint.config_from(lm_witness.CONFIGS["qwen3"])
+    params = model.random_params(config, 0, jnp.float32)
+    return config, jax.tree.map(lambda x: x * 4 if x.ndim > 2 else x, params)
+
+
+def prompts(lengths=LENGTHS):
+    rng = np.random.default_rng(1)
+    return tuple(tuple(rng.integers(0, 96, n).tolist()) for n in lengths)
+
+
+def options(**changes):
+    sizes = {"slots": 3, "capacity": 48, "page_size": 8, "chunk": 4, "dtype": "float32"}
+    return decode.Options(**sizes | changes)
+
+
+@functools.cache
+def run(what, how, wanted=10, seed=0):
+    made = decode.Run(*small(), how, what, wanted, seed)
+    return made, list(made)
+
+
+forward = jax.jit(model.forward, static_argnums=0)
+
+
+@functools.cache
+def greedy_by_the_full_forward(prompt, wanted):
+    """Without cache and loop: the whole text through the model for every token."""
+    config, params = small()
+    ids = list(prompt)
+    for _ in range(wanted):
+        padded = jnp.asarray([ids + [0] * (48 - len(ids))], jnp.int32)
+        ids.append(int(forward(config, params, padded)[0, len(ids) - 1].argmax()))
+    return ids[len(prompt) :]
+
+
+# ---- what it computes ---------------------------------------------------------------------------
+
+
+@every_cache
+def test_a_sequence_in_a_batch_is_the_sequence_alone(kind):
+    """Seven prompts through three slots: each takes the place of one that has ended."""
+    made, _ = run(prompts(), options(cache=kind))
+    for one, prompt in zip(made.sequences, prompts(), strict=True):
+        alone, _ = run((prompt,), options(cache=kind, slots=1))
+        assert one.tokens == alone.sequences[0].tokens
+        assert one.tokens == greedy_by_the_full_forward(prompt, 10)
+        assert (one.ended, len(one.tokens)) == ("length", 10)
+    assert len({tuple(one.tokens) for one in made.sequences}) > 3
+
+
+@every_cache
+def test_sampled_tokens_do_not_depend_on_the_batch(kind):
+    how = sampling.Sampling(1.0, top_k=40, top_p=0.95)
+    found = [
+        [
+            one.tokens
+            for one in run(prompts(), options(slots=n, sampling=how, cache=kind))[0].sequences
+        ]
+        for n in (1, 3)
+    ]
+    assert found[0] == found[1]
+    assert found[0] != [one.tokens for one in run(prompts(), options())[0].sequences]
+    again, _ = run(prompts(), options(sampling=how, cache=kind), seed=1)
+    assert found[0] != [one.tokens for one in again.sequences]
+
+
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_chunks_only_change_when_the_host_looks(chunk):
+    made, plain = run(prompts(), options(chunk=chunk))[0], run(prompts(), options())[0]
+    assert [one.tokens for one in made.sequences] == [one.tokens for one in plain.sequences]
+
+
+def test_a_stop_token_ends_a_sequence_and_is_its_last():
+    whole, _ = run(prompts(), options())
+    stop = whole.sequences[3].tokens[4]
+    made, _ = run(prompts(), options(stop=(stop, 95)))
+    for one, other in zip(made.sequences, whole.sequences, strict=True):
+        ends = [n for n, token in enumerate(other.tokens) if token in (stop, 95)]
+        wanted = other.tokens[: ends[0] + 1] if ends else other.tokens
+        assert (one.tokens, one.ended) == (wanted, "stop" if ends else "length")
+    assert made.sequences[3].ended == "stop"
+
+
+def test_a_first_token_may_be_the_last():
+    made, _ = run(prompts(), options(), wanted=1)
+    whole, _ = run(prompts(), options())
+    assert [one.tokens for one in made.sequences] == [one.tokens[:1] for one in whole.sequences]
+    assert made._step == 0  # nothing but prefills
+
+
+@every_cache
+def test_capacity_ends_a_sequence(kind):
+    """The last token needs no row: a prompt as long as the capacity still gets one."""
+    made, _ = run(prompts((48, 45)), options(cache=kind))
+    assert [(len(one.tokens), one.ended) for one in made.sequences] == [
+        (1, "capacity"),
+        (4, "capacity"),
+    ]
+    for one, prompt in zip(made.sequences, prompts((48, 45)), strict=True):
+        assert one.tokens[:1] == greedy_by_the_full_forward(prompt, 1)
+
+
+def test_prompts_wait_for_pages_and_nobody_loses_a_row():
+    """Four pages of eight rows: 16 + 9 rows take them all, so the longest prompts run alone."""
+    made, statuses = run(prompts(), options(cache="paged", pages=4))
+    full, _ = run(prompts(), options(cache="paged"))
+    assert [one.tokens for one in made.sequences] == [one.tokens for one in full.sequences]
+    assert not made.cache.overflowed.any()
+    assert min(status.running for status in statuses if status.waiting) <= 1
+
+
+def test_long_prompts_are_prefilled_a_few_at_a_time():
+    made, statuses = run(prompts(), options(prefill=32))
+    whole, at_once = run(prompts(), options())
+    assert [one.tokens for one in made.sequences] == [one.tokens for one in whole.sequences]
+    assert len(statuses) > len(at_once)
+
+
+def test_status_says_what_is_going_on():
+    made, statuses = run(prompts(), options())
+    assert [status.step for status in statuses] == sorted(status.step for status in statuses)
+    assert {status.running for status in statuses} >= {0, 3}
+    last = statuses[-1]
+    assert (last.waiting, last.ended, last.tokens) == (0, 7, 70)
+    prefilled = statuses[0]
+    assert prefilled.live_kv_bytes == (5 + 12 + 1) * 2 * 3 * 2 * 16 * 4
+    summary = made.summary(2.0)
+    assert (summary["sequences"], summary["tokens"], summary["seconds"]) == (7, 70, 2.0)
+    assert summary["tokens_per_second"] > 0
+
+
+# ---- sampling -----------------------------------------------------------------------------------
+
+
+def test_top_k_and_top_p_leave_out_what_they_say(rng):
+    logits = rng.standard_normal((1, 20)).astype(np.float32) * 2
+    order = np.argsort(-logits[0])
+    weights = np.exp(logits[0][order])
+
+    def seen(**how):
+        draw = functools.partial(sampling.sample, sampling=sampling.Sampling(1.0, **how))
+        keys = jax.random.split(jax.random.key(0), 4000)
+        tokens = draw(jnp.broadcast_to(jnp.asarray(logits), (4000, 20)), keys)
+        return np.bincount(np.asarray(tokens), minlength=20)[order] / 4000
+
+    def reach(count, share):
+        return 1 + int((np.cumsum(weights[:count] / weights[:count].sum()) < share).sum())
+
+    for how, kept in (
+        ({}, 20),
+        ({"top_k": 5}, 5),
+        ({"top_p": 0.8}, reach(20, 0.8)),
+        ({"top_k": 5, "top_p": 0.5}, reach(5, 0.5)),
+        ({"top_k": 99, "top_p": 1e-6}, 1),
+    ):
+        wanted = np.where(np.arange(20) < kept, weights, 0)
+        np.testing.assert_allclose(seen(**how), wanted / wanted.sum(), atol=0.03)
+        assert (seen(**how)[kept:] == 0).all()
+
+
+def test_temperature_flattens_and_zero_is_the_largest(rng):
+    logits = jnp.asarray(rng.standard_normal((500, 30)), jnp.float32)
+    keys = jax.random.split(jax.random.key(0), 500)
+    cold, warm, hot = (
+        sampling.sample(logits, keys, sampling.Sampling(t)) == logits.argmax(-1)
+        for t in (0.0, 0.3, 5.0)
+    )
+    assert cold.all() and not warm.all() and warm.mean() > 2 * hot.mean()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"temperature": -1.0}, "temperature: expected at least 0, got -1.0"),
+        ({"top_k": -1}, "top_k: expected at least 0 (0: all), got -1"),
+        ({"top_p": 0.0}, "top_p: expected above 0 and at most 1, got 0.0"),
+    ],
+)
+def test_sampling_refuses(how, message):
+    with pytest.raises(ValueError) as caught:
+        sampling.Sampling(**how)
+    assert str(caught.value) == message
+
+
+# ---- what it refuses ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "how", "wanted", "message"),
+    [
+        ([], {}, 4, "prompt: expected at least one, got none"),
+        ([[1], []], {}, 4, "prompt 1 is empty"),
+        ([[1] * 49], {}, 4, "prompt 0: 49 tokens do not fit in a capacity of 48"),
+        ([[1, 96]], {}, 4, "prompt 0: expected tokens from 0 to 95, got 1 to 96"),
+        ([[1]], {}, 0, "max_new_tokens: expected at least 1, got 0"),
+        (
+            [[1]],
+            {"capacity": 257},
+            4,
+            "capacity: the model was made for 256 positions, got 257; ask for fewer tokens, or "
+            "give a smaller capacity",
+        ),
+        (
+            [[1] * 20],
+            {"cache": "paged", "pages": 2},
+            9,
+            "prompt 0: 4 pages do not fit in a pool of 2",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_said_before_it_starts(what, how, wanted, message):
+    with pytest.raises(ValueError) as caught:
+        decode.Run(*small(), options(**how), what, wanted)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            {"cache": "ring"},
+            "cache: expected one of ('per_sequence', 'stacked', 'paged'), got 'ring'",
+        ),
+        ({"chunk": 0}, "chunk: expected at least 1, got 0"),
+    ],
+)
+def test_options_refuse(how, message):
+    with pytest.raises(ValueError) as caught:
+        options(**how)
+    assert str(caught.value) == message
+
+
+# ---- the check ----------------------------------------------------------------------------------
+
+
+@every_cache
+def test_the_check_holds_and_sees_a_wrong_logit_and_a_wrong_token(kind):
+    config, params = small()
+    made = decode.Run(config, params, options(cache=kind, keep_logits=True), prompts(), 10)
+    assert list(made)
+    rows = list(check.rows(made, params))
+    assert [(row.steps, row.same, row.ties, row.held) for row in rows] == [(10, 10, 0, True)] * 7
+    made.sequences[2].logits[4] = made.sequences[2].logits[4] + 0.01
+    other = made.sequences[5].logits[7].copy()
+    made.sequences[5].logits[7] = -other
+    broken = list(check.rows(made, params))
+    assert [row.held for row in broken] == [True, True, False, True, True, False, True]
+    assert (broken[2].same, broken[2].at) == (10, 4)
+    assert (broken[5].same, broken[5].at) == (9, 7)
+
+
+def test_the_check_of_bfloat16_has_the_budget_of_bfloat16():
+    config, params = small()
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    how = options(dtype="bfloat16", keep_logits=True)
+    made = decode.Run(config, params, how, prompts(), 10)
+    for _ in made:
+        pass
+    rows = list(check.rows(made, params))
+    assert all(row.held for row in rows)
+    rms = np.sqrt(np.mean(np.square(made.sequences[0].logits)))
+    assert all(0.001 * rms < row.budget for row in rows)
+
+
+# ---- text ---------------------------------------------------------------------------------------
+
+
+def test_bytes_go_both_ways():
+    line = "héllo €\n"
+    assert text.Bytes().decode(text.Bytes().encode(line)) == line
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_a_stream_gives_whole_characters_only(size):
+    line = "aé€😀 end"
+    ids = text.Bytes().encode(line)
+    stream = text.Stream(text.Bytes())
+    pieces = [stream.add(ids[n : n + size]) for n in range(0, len(ids), size)]
+    assert "".join(pieces) == line and not any("\ufffd" in piece for piece in pieces)
+    cut = text.Stream(text.Bytes())
+    assert cut.add(ids[:2]) == ""
+    assert cut.add([], last=True) == "a\ufffd"
+
+
+def test_a_tokenizer_json_is_read_by_its_package(tmp_path):
+    import tokenizers
+
+    words = {"<s>": 0, "the": 1, "sea": 2, "was": 3, "[UNK]": 4}
+    built = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    built.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    built.add_special_tokens(["<s>"])
+    built.save(str(tmp_path / "tokenizer.json"))
+    found = text.tokenizer_of(tmp_path)
+    assert found.encode("the sea was") == [0, 1, 2, 3]
+    assert found.decode([0, 1, 2]) == "the sea"
+    stream = text.Stream(found)
+    assert "".join(stream.add([one]) for one in (1, 2, 3)) == "the sea was"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"^{tmp_path}/tokenizer.json: "):
+        text.tokenizer_of(tmp_path)
+
+
+def test_no_tokenizer_is_said(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="tokenizer.json: not there; without it prompts cannot"):
+        text.tokenizer_of(tmp_path)
+
+
+# ---- how it looks -------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def shown(out, err, **changes):
+    settings = {"prompts": ("ROMEO:\n", "The sea"), "max_new_tokens": 20, "chunk": 4}
+    return session.decode(session.Settings(**settings | changes), out, err)
+
+
+def test_text_comes_in_the_order_of_the_prompts():
+    out, err = io.StringIO(), io.StringIO()
+    assert shown(out, err, batch=1) == 0
+    first, second = out.getvalue().split("--- 2 of 2 ---\n")
+    assert first.startswith("--- 1 of 2 ---\nROMEO:\n") and second.startswith("The sea")
+    assert "2 sequences, 40 tokens in " in second and err.getvalue() == ""
+
+
+def test_a_terminal_gets_a_status_line_beneath_the_text():
+    out, err = Terminal(), Terminal()
+    assert shown(out, err) == 0
+    plain = io.StringIO()
+    shown(plain, io.StringIO())
+    wanted = plain.getvalue().rsplit("\n", 2)[0]  # all but the line with the rates
+    assert out.getvalue().rsplit("\n", 2)[0] == wanted
+    line = err.getvalue().split("\r\x1b[K")[2]
+    assert line.startswith("2 running, 0 waiting, 0 done | step ") and "tokens/s" in line
+    assert err.getvalue().endswith("\r\x1b[K")  # and leaves nothing behind
+
+
+def test_json_is_an_object_a_line():
+    out = io.StringIO()
+    assert shown(out, io.StringIO(), json=True, check=True) == 0
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    kinds = [next(iter(line)) for line in lines]
+    assert sorted(kinds) == ["check"] * 2 + ["sequence"] * 2 + ["summary"]
+    for line in lines:
+        if "sequence" in line:
+            one = line["sequence"]
+            assert one["text"] == bytes(one["tokens"]).decode() and one["ended"] == "length"
+    assert all(line["check"]["held"] for line in lines if "check" in line)
+
+
+def test_random_prompts_show_no_text():
+    out = io.StringIO()
+    assert shown(out, io.StringIO(), random_prompts=3, prompt_length=9, check=True) == 0
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("3 sequences, 60 tokens in ") and "---" not in lines[0]
+    assert len(lines) == 6 and lines[-1].startswith("every step is the reference's")
+
+
+def test_a_report_says_where_the_time_goes(tmp_path):
+    out = io.StringIO()
+    assert shown(out, io.StringIO(), report=str(tmp_path / "out"), commit="abc") == 0
+    found = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [row["batch"] for row in found["steps"]] == [1, 2]
+    for row in found["steps"]:
+        assert set(row["ms"]) == {"append", "attention", "matmuls", "sampling", "host"}
+        assert sum(row["ms"].values()) >= row["ms_step"] * 0.999
+        assert 0 < row["roofline"] < 1.5 and row["commit"] == "abc"
+    assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert f"wrote {tmp_path}/out/report.png" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model": "gpt"},
+            "model: expected one of tiny, llama2_7b, llama3_8b, llama3.1_8b, mistral_7b, qwen2_7b, "
+            "qwen3_8b, got 'gpt'",
+        ),
+        ({"prompts": ("",)}, "prompt 0 is empty"),
+        (
+            {"prompts": ("a" * 600,)},
+            "prompt 0: 600 tokens do not fit in a capacity of 512",
+        ),
+    ],
+)
+def test_a_session_refuses(changes, message):
+    with pytest.raises(ValueError) as caught:
+        shown(io.StringIO(), io.StringIO(), **changes)
+    assert str(caught.value) == message
+
+
+def test_numbers_are_the_tokens_of_random_weights():
+    assert text.Numbers().encode("3 1 4") == [3, 1, 4]
+    with pytest.raises(ValueError, match="without a tokenizer a prompt is token numbers, got 'a'"):
+        text.Numbers().encode("a")
