@@ -176,13 +176,18 @@ class DecodeCase:
     mask: Mask = CAUSAL
     softcap: float | None = None
     sinks: bool = False
+    cache_dtype: str | None = None  # of a quantised cache; None: rows lie in `dtype`
+    shared_kv: bool = False  # V is the first columns of K
     labels: tuple[str, ...] = ()
 
     @functools.cached_property
     def tags(self) -> frozenset[str]:
         """The labels, and what the fields imply."""
         implied = {self.dtype, f"h{self.head_dim}", _heads(self.q_heads, self.kv_heads), self.kind}
+        implied |= {self.cache_dtype} if self.cache_dtype else set()
         flags = {
+            "quantized": self.cache_dtype,
+            "shared_kv": self.shared_kv,
             "ragged": len(set(self.lengths)) > 1,
             "chunk": self.q_len > 1,
             "window": self.mask.left is not None,
@@ -203,11 +208,16 @@ class DecodeCase:
         return {"mask": self.mask, "softcap": self.softcap}
 
     def arrays(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:
-        """q `[M, t, N, H]`, k and v dense and head-major `[M, K, capacity, H]`, lengths, sinks."""
+        """q `[M, t, N, H]`, k and v dense and head-major `[M, K, capacity, H]`, lengths, sinks. A
+        quantised cache is still to quantise k and v.
+        """
         m, k_heads = self.sequences, self.kv_heads
         draw = functools.partial(_normal, seed, self.dtype)
         k = draw("k", (m, k_heads, self.capacity, self.head_dim))
-        v = draw("v", (m, k_heads, self.capacity, self.v_head_dim))
+        if self.shared_kv:
+            v = k[..., : self.v_head_dim]
+        else:
+            v = draw("v", (m, k_heads, self.capacity, self.v_head_dim))
         if poison:
             k, v = (_poison(x, self.lengths, axis=2) for x in (k, v))
         arrays = {
@@ -221,12 +231,15 @@ class DecodeCase:
         return arrays
 
     def live_bytes(self) -> int:
-        """Bytes of K and V that must be read: the rows that the mask and the lengths leave."""
+        """Bytes of K and V, and of their scales, that must be read: the rows that the mask and the
+        lengths leave.
+        """
         rows = 0
         for length in self.lengths:
             low, high = self.mask.kv_range(length - self.q_len, length, length)
             rows += max(high - low, 0)
-        return rows * self.kv_heads * (self.head_dim + self.v_head_dim) * _itemsize(self.dtype)
+        dims = (self.head_dim,) if self.shared_kv else (self.head_dim, self.v_head_dim)
+        return rows * self.kv_heads * _row_bytes(dims, self.dtype, self.cache_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,18 +257,21 @@ class AppendCase:
     dtype: str = "bfloat16"
     kind: str = "per_sequence"
     page_size: int | None = None
+    cache_dtype: str | None = None  # of a quantised cache; None: rows lie in `dtype`
     labels: tuple[str, ...] = ()
 
     @functools.cached_property
     def tags(self) -> frozenset[str]:
         """The labels, and what the fields imply."""
         flags = {
+            "quantized": self.cache_dtype,
             "ragged": len(set(self.lengths)) > 1 or self.new_lengths is not None,
             "chunk": self.new_rows > 1,
             "hv": self.head_dim != self.v_head_dim,
             "small": self.sequences * self.kv_heads * max(self.capacities) * self.head_dim <= SMALL,
         }
         implied = {self.dtype, f"h{self.head_dim}", self.kind, f"m{self.sequences}"}
+        implied |= {self.cache_dtype} if self.cache_dtype else set()
         return frozenset(self.labels) | implied | {name for name, on in flags.items() if on}
 
     @property
@@ -276,13 +292,15 @@ class AppendCase:
         return arrays
 
     def moved_bytes(self) -> int:
-        """Bytes that must move: the new rows, read once and written once."""
+        """Bytes that must move: the new rows, read once and written once, with their scales."""
         rows = (
             sum(self.new_lengths)
             if self.new_lengths is not None
             else self.sequences * self.new_rows
         )
-        return 2 * rows * self.kv_heads * (self.head_dim + self.v_head_dim) * _itemsize(self.dtype)
+        dims = (self.head_dim, self.v_head_dim)
+        read = _row_bytes(dims, self.dtype, None)
+        return rows * self.kv_heads * (read + _row_bytes(dims, self.dtype, self.cache_dtype))
 
 
 def _heads(q_heads: int, kv_heads: int) -> str:
@@ -297,8 +315,10 @@ def _kind(mask: Mask) -> str:
     return "window" if mask.left is not None else "band"
 
 
-def _itemsize(dtype: str) -> int:
-    return jnp.dtype(dtype).itemsize
+def _row_bytes(dims: tuple[int, ...], dtype: str, cache_dtype: str | None) -> int:
+    """Of one row of a kv head, K and V, in a cache: quantised ones have a float32 each beside."""
+    scales = 4 * len(dims) if cache_dtype else 0
+    return sum(dims) * jnp.dtype(cache_dtype or dtype).itemsize + scales
 
 
 def _normal(

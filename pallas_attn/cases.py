@@ -185,6 +185,9 @@ def _uniform(sequences: int, high: int) -> tuple[int, ...]:
     return tuple(generator.randint(1, high) for _ in range(sequences))
 
 
+_KINDS = (("per_sequence", None), ("stacked", None), ("paged", 16))
+
+
 def _decode() -> list[DecodeCase]:
     # Each row: batch, rows in the cache, query heads, kv heads, head dim.
     dense = (
@@ -205,10 +208,15 @@ def _decode() -> list[DecodeCase]:
             heads, dims = (q_heads, kv_heads), (dim, dim)
             lengths = _uniform(batch, length) if label == "uneven" else (length,) * batch
             suffix = "_uneven" if label == "uneven" else ""
-            for kind, page in (("per_sequence", None), ("stacked", None), ("paged", 16)):
+            for kind, page in _KINDS:
                 name = f"decode_{kind}_b{batch}_s{length}_n{q_heads}k{kv_heads}_h{dim}{suffix}"
                 fields: dict[str, Any] = {"kind": kind, "page_size": page, "labels": (label,)}
                 rows.append(DecodeCase(name, lengths, *heads, *dims, length, **fields))
+    for kind, page in _KINDS:
+        rows += _quantized_and_latent(kind, page)
+    rows.append(_dense_decode("paged", 64, 64, 8192, "pages"))
+    rows.append(_dense_decode("paged", 128, 64, 8192, "pages"))
+    rows.append(_dense_decode("per_sequence", None, 256, 1024, "many"))
     small = functools.partial(
         DecodeCase,
         q_heads=8,
@@ -218,7 +226,7 @@ def _decode() -> list[DecodeCase]:
         capacity=256,
         labels=("edge",),
     )
-    for kind, page in (("per_sequence", None), ("stacked", None), ("paged", 16)):
+    for kind, page in _KINDS:
         make = functools.partial(small, kind=kind, page_size=page)
         rows += [
             make(f"decode_{kind}_edges", (1, 2, 63, 64, 65, 128, 255, 256)),
@@ -232,24 +240,70 @@ def _decode() -> list[DecodeCase]:
             make(f"decode_{kind}_dims_128_64", (33, 256), head_dim=128, v_head_dim=64),
             make(f"decode_{kind}_float16", (33, 256), dtype="float16"),
             make(f"decode_{kind}_float32", (33, 256), dtype="float32"),
+            make(f"decode_{kind}_float8_e4m3fn", (0, 33, 256), cache_dtype="float8_e4m3fn"),
+            make(f"decode_{kind}_int8", (64, 1, 200), cache_dtype="int8", q_len=3),
+            make(
+                f"decode_{kind}_latent",
+                (0, 100, 256),
+                kv_heads=1,
+                head_dim=576,
+                v_head_dim=512,
+                shared_kv=True,
+            ),
         ]
+    return rows
+
+
+def _dense_decode(
+    kind: str, page: int | None, batch: int, length: int, label: str, **fields: Any
+) -> DecodeCase:
+    """Sequences of one length, 32 query heads on 8 kv heads of 128."""
+    tail = "".join(f"_{value}" for value in fields.values())
+    tail += f"_page{page}" if page not in (None, 16) else ""
+    name = f"decode_{kind}_b{batch}_s{length}_n32k8_h128{tail}"
+    sizes = ((length,) * batch, 32, 8, 128, 128, length)
+    return DecodeCase(name, *sizes, kind=kind, page_size=page, labels=(label,), **fields)
+
+
+def _quantized_and_latent(kind: str, page: int | None) -> list[DecodeCase]:
+    """Caches of one byte a number, and the latent cache of multi-head latent attention."""
+    rows = [
+        _dense_decode(kind, page, 64, 8192, "narrow", cache_dtype=dtype)
+        for dtype in ("float8_e4m3fn", "float8_e5m2", "int8")
+    ]
+    rows.append(_dense_decode(kind, page, 1, 8192, "narrow", cache_dtype="float8_e4m3fn"))
+    fields: dict[str, Any] = {"kind": kind, "page_size": page, "shared_kv": True}
+    for batch, length, heads in ((64, 4096, 16), (32, 8192, 128)):
+        name = f"decode_{kind}_b{batch}_s{length}_n{heads}_latent"
+        sizes = ((length,) * batch, heads, 1, 576, 512, length)
+        rows.append(DecodeCase(name, *sizes, labels=("latent",), **fields))
+    return rows
+
+
+def _appends(
+    name: str, lengths: tuple[int, ...], capacity: int, label: str, narrow: bool = True, **more: Any
+) -> list[AppendCase]:
+    """An append of 8 heads of 128 to caches of every kind; `narrow`: and to quantised ones."""
+    rows = []
+    for kind, page in _KINDS:
+        capacities = (capacity,) * (len(lengths) if kind == "per_sequence" else 1)
+        fields: dict[str, Any] = more | {"kind": kind, "page_size": page, "capacities": capacities}
+        for dtype in (None, "float8_e4m3fn", "int8") if narrow else (None,):
+            tail, labels = (f"_{dtype}", ("narrow",)) if dtype else ("", (label,))
+            fields |= {"cache_dtype": dtype, "labels": labels}
+            rows.append(AppendCase(f"append_{kind}_{name}{tail}", lengths, 8, 128, 128, **fields))
     return rows
 
 
 def _append() -> list[AppendCase]:
     rows = []
     for m in (1, 32, 128, 256):
-        lengths = _uniform(m, 1023)
-        for kind, page in (("per_sequence", None), ("stacked", None), ("paged", 16)):
-            capacities = (1024,) * m if kind == "per_sequence" else (1024,)
-            fields: dict[str, Any] = {"kind": kind, "page_size": page, "labels": ("grid",)}
-            rows.append(
-                AppendCase(f"append_{kind}_m{m}", lengths, 8, 128, 128, capacities, **fields)
-            )
+        rows += _appends(f"m{m}", _uniform(m, 1023), 1024, "grid", narrow=m in (1, 128))
+    rows += _appends("m8_t2048", _uniform(8, 512), 2560, "long", new_rows=2048)
     edges: dict[str, Any] = {"kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
     edges["labels"] = ("edge",)
     lengths, mixed = (0, 1, 63, 4, 31), (64, 72, 64, 80, 128)
-    for kind, page in (("per_sequence", None), ("stacked", None), ("paged", 16)):
+    for kind, page in _KINDS:
         make: Any = functools.partial(AppendCase, kind=kind, page_size=page, **edges)
         sizes = mixed if kind == "per_sequence" else (64,)
         rows += [
@@ -266,6 +320,13 @@ def _append() -> list[AppendCase]:
                 capacities=sizes,
                 new_rows=5,
                 new_lengths=(5, 0, 1, 3, 4),
+            ),
+            make(
+                f"append_{kind}_float8_e4m3fn",
+                (0, 1, 59, 4, 31),
+                capacities=sizes,
+                new_rows=5,
+                cache_dtype="float8_e4m3fn",
             ),
         ]
     make = functools.partial(

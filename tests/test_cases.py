@@ -17,8 +17,9 @@ from pallas_attn import PagedCache, PerSequenceCache, StackedCache, cases
 from tests import budget, subjects
 
 EDGES = cases.select(cases.ATTENTION, "edge")
-DECODES = cases.select(cases.DECODE, "edge")
-APPENDS = cases.select(cases.APPEND, "edge")
+# Quantised caches, and those with V within K: tests/test_quantized.py.
+DECODES = cases.select(cases.DECODE, "edge,-quantized,-shared_kv")
+APPENDS = cases.select(cases.APPEND, "edge,-quantized")
 DRAWN = tuple(cases.draw_attention(seed) for seed in range(20))
 GRADIENTS = ("q", "k", "v", "bias", "sinks")
 

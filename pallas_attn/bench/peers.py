@@ -227,7 +227,7 @@ def _dense_decode(name: str, call: Call) -> list[Subject]:
     for feature in ("window", "softcap", "sinks", "chunk"):
         if feature in case.tags:
             raise Unavailable(f"no {feature}")
-    k, v = (jnp.swapaxes(call.arrays[side], 1, 2) for side in ("k", "v"))
+    k, v = (x.astype(case.dtype) for x in subjects.held_rows(case, call.arrays))
     lengths = call.arrays["lengths"] if "ragged" in case.tags else None
 
     @jax.jit
@@ -238,6 +238,24 @@ def _dense_decode(name: str, call: Call) -> list[Subject]:
     return [Subject(name, lambda: (step(call.arrays["q"], k, v, lengths),))]
 
 
+def case_of(case: Any) -> Any:
+    """What a peer does for a case: it reads rows as wide as they came, where ours are quantised."""
+    if isinstance(case, DecodeCase) and case.cache_dtype:
+        return dataclasses.replace(case, cache_dtype=None)
+    return case
+
+
+def wide_cache(call: Call) -> list[Subject]:
+    """Ours over rows that are not quantised: what a narrow cache is measured by."""
+    case: DecodeCase = call.case
+    if not case.cache_dtype:
+        raise Unavailable("for quantised caches only")
+    k, v = (jnp.swapaxes(x, 1, 2) for x in subjects.held_rows(case, call.arrays))
+    arrays = call.arrays | {"k": k.astype(case.dtype), "v": v.astype(case.dtype)}
+    launch = subjects.decode(case_of(case), arrays, None)
+    return [Subject("wide_cache", launch)]
+
+
 class _Scatter:
     """The same append by XLA alone: what a program without a kernel for it would write."""
 
@@ -245,10 +263,16 @@ class _Scatter:
         # The cache of ours, so that both write the same places; donated from call to call.
         cache = subjects.noisy(subjects.empty_cache(case)).extend(arrays["lengths"])
         cache = cache.extend(arrays.get("new_lengths", case.new_rows))
-        self.buffers = cache.k, cache.v
+        self.buffers = {"k": cache.k, "v": cache.v}
         self.rest = arrays["k"], arrays["v"], arrays["lengths"], cache.page_table
         write = {"per_sequence": _update_slices, "stacked": _scatter, "paged": _scatter_pages}
-        self.step = jax.jit(write[case.kind], donate_argnums=0)
+
+        def step(buffers, *rest):
+            return dict(
+                zip(("k", "v"), write[case.kind](tuple(buffers.values()), *rest), strict=True)
+            )
+
+        self.step = jax.jit(step, donate_argnums=0)
 
     def __call__(self) -> Any:
         self.buffers = self.step(self.buffers, *self.rest)
@@ -282,7 +306,9 @@ def _scatter_pages(buffers: Any, k: Any, v: Any, start: Any, table: Any) -> Any:
 
 
 def xla_append(call: Call) -> list[Subject]:
-    """XLA's updates of every cache."""
+    """XLA's updates of every cache; where they are quantised, the reference, which is XLA's too."""
+    if call.case.cache_dtype:
+        return [Subject("xla", subjects.Append(call.case, call.arrays, "reference"))]
     if "new_lengths" in call.arrays:
         raise Unavailable("no ragged chunks")
     return [Subject("xla", _Scatter(call.case, call.arrays))]
@@ -303,6 +329,9 @@ PEERS: dict[str, dict[str, Peer]] = {
     "forward": _ATTENTION,
     "forward+backward": _ATTENTION,
     "backward": _ATTENTION,
-    "decode": {name: functools.partial(_dense_decode, name) for name in ("cudnn", "xla")},
+    "decode": {
+        **{name: functools.partial(_dense_decode, name) for name in ("cudnn", "xla")},
+        "wide_cache": wide_cache,
+    },
     "append": {"xla": xla_append},
 }

@@ -16,6 +16,7 @@ _COLOURS = {
     "torch_cudnn": "#CC79A7",
     "torch_flash2": "#D55E00",
     "xla": "#BBBBBB",
+    "wide_cache": "#0072B2",
 }
 _OTHERS = "#F0E442"
 _WIDE = 16  # cases a row of bars can hold

@@ -1,6 +1,7 @@
 """The benchmark: for each case, check everybody, then time those who are right, in turns."""
 
 import dataclasses
+import functools
 import gc
 import sys
 import time
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_attn import _tuning
 from pallas_attn import cases as known
@@ -159,7 +161,10 @@ def measure(bench: Bench, case: Any) -> list[Row]:
     turns: dict[str, Any] = {"turns": options.turns, "times": options.times, "flush": bench.flush}
     timings = timing.interleave(bench.timer, [subject, *others], **turns)
     found = [
-        rows.measured(case, bench.op, name, taken, bench.provenance)
+        rows.measured(
+            case if name == subject.name else peers.case_of(case),
+            *(bench.op, name, taken, bench.provenance),
+        )
         | {"l2": "cold" if options.cold else "warm"}
         for name, taken in timings.items()
     ]
@@ -239,7 +244,7 @@ def judge_of(call: peers.Call) -> Judge:
         return _AppendJudge(call)
     options = case.options()
     if isinstance(case, DecodeCase):
-        k, v = (jnp.swapaxes(arrays[name], 1, 2) for name in ("k", "v"))
+        k, v = subjects.held_rows(case, arrays)
         lengths = arrays["lengths"]
         place = {"kv_lengths": lengths, "q_offset": lengths - case.q_len}
         arrays = {"q": arrays["q"], "k": k, "v": v, "sinks": arrays.get("sinks"), **place}
@@ -255,50 +260,61 @@ def judge_of(call: peers.Call) -> Judge:
 
 
 class _AppendJudge:
-    """Every element of every buffer, bit for bit, beside the same rows written one at a time."""
+    """Every element of every buffer, bit for bit, beside the same rows looked up one by one."""
 
     def __init__(self, call: peers.Call):
         case, arrays = call.case, call.arrays
         cache = subjects.noisy(subjects.empty_cache(case)).extend(arrays["lengths"])
         cache = cache.extend(arrays.get("new_lengths", case.new_rows))
-        write = jax.jit(_write_rows, static_argnums=0, donate_argnums=1)
-        buffers = cache.k, cache.v
-        rest = (arrays["k"], arrays["v"]), arrays["lengths"], cache.new_lengths, cache.page_table
-        self.expected = write(case.kind, buffers, *rest)
+        new = {"k": arrays["k"], "v": arrays["v"]}
+        if case.cache_dtype:
+            for side in ("k", "v"):
+                pair = verify.quantized(new[side], case.cache_dtype)
+                new[side], new[f"{side}_scale"] = (jnp.asarray(x) for x in pair)
+        owners = None if cache.page_table is None else _owners(cache)
+        place = jax.jit(functools.partial(_placed, case.kind))
+        rest = arrays["lengths"], cache.new_lengths, owners
+        buffers = subjects.buffers(cache)
+        self.expected = {name: place(x, new[name], *rest) for name, x in buffers.items()}
 
     def __call__(self, subject: Subject, produced: Any) -> str | None:
-        got = produced if isinstance(produced, tuple) else (produced.k, produced.v)
+        got = produced if isinstance(produced, dict) else subjects.buffers(produced)
         same = jax.jit(lambda a, b: jax.tree.map(lambda x, y: (x == y).all(), a, b))
         if all(bool(x) for x in jax.tree.leaves(same(got, self.expected))):
             return None
         return "a buffer differs from the same rows written one at a time"
 
 
-def _write_rows(kind: str, buffers: Any, new: Any, start: Any, count: Any, table: Any) -> Any:
-    """Row by row and sequence by sequence, each by a mask over the whole buffer: slow and plain."""
-    written = []
-    for cache, fresh in zip(buffers, new, strict=True):
-        if kind == "paged":
-            written.append(_write_paged(cache, fresh, start, count, table))
-            continue
-        done = []
-        for m in range(fresh.shape[0]):
-            one = cache[m]
-            position = jnp.arange(one.shape[1], dtype=jnp.int32)[None, :, None]
-            for i in range(fresh.shape[1]):
-                here = (position == start[m] + i) & (i < count[m])
-                one = jnp.where(here, fresh[m, i][:, None, :], one)
-            done.append(one)
-        written.append(tuple(done) if kind == "per_sequence" else jnp.stack(done))
-    return tuple(written)
+def _owners(cache: Any) -> Any:
+    """(sequence, position of its first row) of each page; sequence -1 where it has none."""
+    table = np.asarray(cache.page_table)
+    found = np.full((cache.pages, 2), -1, np.int32)
+    for m, slot in zip(*np.nonzero(table >= 0), strict=True):
+        found[table[m, slot]] = m, slot * cache.page_size
+    return jnp.asarray(found)
 
 
-def _write_paged(pool: Any, fresh: Any, start: Any, count: Any, table: Any) -> Any:
-    size = pool.shape[2]
-    for i in range(fresh.shape[1]):
-        at = start + i
-        slot = jnp.clip(at // size, 0, table.shape[1] - 1)
-        page = jnp.take_along_axis(table, slot[:, None], axis=1)[:, 0]
-        page = jnp.where((i < count) & (at < table.shape[1] * size), page, pool.shape[0])
-        pool = pool.at[page, :, at % size].set(fresh[:, i], mode="drop")
-    return pool
+def _placed(kind: str, cache: Any, new: Any, start: Any, count: Any, owners: Any) -> Any:
+    """A buffer with the new rows in, each place asking whether there is a row for it: no scatter,
+    which is what XLA's own append is made of.
+    """
+    if kind == "per_sequence":
+        rows = zip(cache, new, start, count, strict=True)
+        return tuple(_looked_up(*one) for one in rows)
+    if kind == "stacked":
+        return jax.lax.map(lambda one: _looked_up(*one), (cache, new, start, count))
+
+    def page(one):
+        held, (m, first) = one
+        rows = jnp.where(m >= 0, count[m], 0)
+        return _looked_up(held, new[m], start[m] - first, rows)
+
+    return jax.lax.map(page, (cache, owners))
+
+
+def _looked_up(cache: Any, new: Any, start: Any, count: Any) -> Any:
+    """[K, rows, ...] with new [t, K, ...] at start, start + 1, ..."""
+    row = jnp.arange(cache.shape[1], dtype=jnp.int32) - start
+    here = ((row >= 0) & (row < count)).reshape(1, -1, *[1] * (cache.ndim - 2))
+    fresh = jnp.swapaxes(new[jnp.clip(row, 0, new.shape[0] - 1)], 0, 1)
+    return jnp.where(here, fresh, cache)

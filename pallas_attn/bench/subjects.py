@@ -54,7 +54,9 @@ def attention(
 
 def empty_cache(case: DecodeCase | AppendCase) -> Any:
     """A cache of the case's kind with room for all its rows; pages will be given out shuffled."""
-    dims: dict[str, Any] = {"v_head_dim": case.v_head_dim, "dtype": case.dtype}
+    dims: dict[str, Any] = {"v_head_dim": case.v_head_dim, "dtype": case.cache_dtype or case.dtype}
+    if isinstance(case, DecodeCase):
+        dims["shared_kv"] = case.shared_kv
     sizes = (case.kv_heads, case.head_dim)
     capacities = (case.capacity,) if isinstance(case, DecodeCase) else case.capacities
     if case.kind == "per_sequence":
@@ -75,12 +77,29 @@ def filled_cache(case: DecodeCase, arrays: dict[str, Any]) -> Any:
     """The case's dense, head-major k and v as a cache that holds `lengths` rows a sequence."""
     cache = empty_cache(case).extend(arrays["lengths"])
     k, v = arrays["k"], arrays["v"]
+    if case.cache_dtype or case.shared_kv:
+        new = [jnp.swapaxes(x, 1, 2) for x in ((k,) if case.shared_kv else (k, v))]
+        return jax.jit(pallas_attn.write_kv, donate_argnums=0)(cache, *new)
     if case.kind == "per_sequence":
         return dataclasses.replace(cache, k=tuple(k), v=tuple(v))
     if case.kind == "stacked":
         return dataclasses.replace(cache, k=k, v=v)
     pools = [_into_pages(x, cache.page_table, cache.pages) for x in (k, v)]
     return dataclasses.replace(cache, k=pools[0], v=pools[1])
+
+
+def held_rows(case: DecodeCase, arrays: dict[str, Any]) -> tuple[Any, Any]:
+    """k and v as `[M, S, K, H]`, as the case's cache gives them back: what was lost when they were
+    quantised is no error of whoever reads them.
+    """
+    k, v = arrays["k"], arrays["v"]
+    if case.cache_dtype:
+        cache = filled_cache(dataclasses.replace(case, kind="stacked", page_size=None), arrays)
+        k = cache.k.astype(jnp.float32) * cache.k_scale[..., None]
+        v = k[..., : case.v_head_dim]
+        if not case.shared_kv:
+            v = cache.v.astype(jnp.float32) * cache.v_scale[..., None]
+    return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
 
 def _into_pages(dense: Any, table: Any, pages: int) -> Any:
@@ -130,12 +149,17 @@ class Append:
 
 def noisy(cache: Any) -> Any:
     """The cache with random rows in place of zeros, so that a stray write cannot hide."""
-    leaves, structure = jax.tree.flatten((cache.k, cache.v))
+    leaves, structure = jax.tree.flatten(buffers(cache))
     keys = jax.random.split(jax.random.key(2), len(leaves))
     pairs = zip(keys, leaves, strict=True)
     filled = [jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype) for key, x in pairs]
-    k, v = jax.tree.unflatten(structure, filled)
-    return dataclasses.replace(cache, k=k, v=v)
+    return dataclasses.replace(cache, **jax.tree.unflatten(structure, filled))
+
+
+def buffers(cache: Any) -> dict[str, Any]:
+    """What an append writes to, by field: k and v, and the scales of a quantised cache."""
+    held = {name: getattr(cache, name) for name in ("k", "v", "k_scale", "v_scale")}
+    return {name: x for name, x in held.items() if x is not None}
 
 
 def as_subject(name: str, launch: Callable[[], Any]) -> Subject:

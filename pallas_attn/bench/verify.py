@@ -302,3 +302,19 @@ def _complaint(figures: list[np.ndarray], eps: float, *, banded: bool) -> str | 
 
 def _rms(squares: np.ndarray) -> float:
     return math.sqrt(float(squares.mean()))
+
+
+_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+
+
+def quantized(rows: Any, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Finite rows [..., H] as a quantised cache must hold them, in NumPy: numbers and scales.
+
+    XLA would not do: its float32 division is not correctly rounded on a GPU.
+    """
+    rows = np.asarray(rows).astype(np.float32)
+    largest = np.float32(1) / np.float32(_LARGEST[dtype])
+    scales = np.maximum(np.abs(rows).max(axis=-1) * largest, np.float32(2.0**-100))
+    numbers = rows * (np.float32(1) / scales)[..., None]
+    numbers = np.rint(numbers) if dtype == "int8" else numbers
+    return numbers.astype(jnp.dtype(dtype)), scales

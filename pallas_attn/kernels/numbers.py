@@ -64,8 +64,8 @@ def total(a: Value, b: Value | float) -> Value:
 
 
 def reciprocal(a: Value) -> Value:
-    """1 / a for a from 2**-126 to 2**125: what ptxas makes of `rcp.rn` there, without the branch for
-    all others that it would stand behind.
+    """1 / a for a from 2**-126 to 2**125: what ptxas makes of `rcp.rn` there, without the branch
+    for all others that it would stand behind.
     """
     code = (
         "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; fma.rn.f32 e, $1, r, 0fBF800000; "
