@@ -99,14 +99,21 @@ def available() -> bool:
     return importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
-def compile_for(f: Any, *shapes: Any, target: str = "h100", donate_argnums: Any = ()) -> Report:
+def compile_for(
+    f: Any,
+    *shapes: Any,
+    target: str = "h100",
+    donate_argnums: Any = (),
+    compiler_options: dict[str, Any] | None = None,
+) -> Report:
     """Compiles `jax.jit(f)` for "h100", "a100" or "b200" at `shapes`: a tree of anything with a
     shape and a dtype.
     """
     import jax
 
     try:
-        request = pickle.dumps((f, jax.tree.map(_shape, shapes), donate_argnums))
+        shapes = jax.tree.map(_shape, shapes)
+        request = pickle.dumps((f, shapes, donate_argnums, compiler_options))
     except (pickle.PicklingError, AttributeError) as e:
         raise TypeError(
             f"compile_for wants a function of a module, or a partial of one: {e}"
@@ -212,7 +219,9 @@ _dumps: dict[
 ] = {}  # by kernel: compiled once, it comes out of a cache and leaves no dump
 
 
-def _compile(device: Any, f: Any, shapes: Any, donate_argnums: Any) -> tuple[Any, ...]:
+def _compile(
+    device: Any, f: Any, shapes: Any, donate_argnums: Any, compiler_options: Any
+) -> tuple[Any, ...]:
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -225,7 +234,7 @@ def _compile(device: Any, f: Any, shapes: Any, donate_argnums: Any) -> tuple[Any
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), shapes)
     with jax.default_device(device):  # tells what is traced which GPU it is for
         lowered = jax.jit(f, out_shardings=there, donate_argnums=donate_argnums).lower(*shapes)
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options)
     kernels = list(
         dict.fromkeys(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', lowered.as_text()))
     )

@@ -1,0 +1,75 @@
+"""The demo's loop compiled for a GPU that is not here: what is launched, and that neither a cache
+nor a layer's weights are copied.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn.lm import decode, model
+from tests import mosaic
+
+pytestmark = [
+    pytest.mark.guards,
+    pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed"),
+]
+
+CONFIG = model.Config(
+    vocab=1024,
+    hidden=1024,
+    layers=4,
+    heads=8,
+    kv_heads=2,
+    head_dim=128,
+    mlp=2048,
+    positions=1024,
+    tied=True,
+)
+# One layer's matrices as they would lie outside of the stack.
+LAYER = (
+    r"= bf16\[(?:1,)?(?:1536,1024|1024,1024|4096,1024|1024,2048)\]\S* (?:fusion|fusion-done|copy)\("
+)
+
+
+def chunk(options, params, cache, state):
+    """The loop's own function, without its jit."""
+    return decode.steps.__wrapped__(CONFIG, options, params, cache, state)
+
+
+def shapes(options):
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        CONFIG.shapes(),
+        is_leaf=model._is_shape,
+    )
+    cache = jax.eval_shape(lambda: options.create_cache(CONFIG))
+    return params, cache, jax.eval_shape(lambda: decode.State.create(options.slots))
+
+
+@pytest.mark.parametrize("kind", decode.CACHES)
+def test_a_chunk_copies_neither_caches_nor_weights(kind):
+    options = decode.Options(cache=kind, slots=4, capacity=512, chunk=8)
+    params, cache, state = shapes(options)
+    report = mosaic.compile_for(
+        functools.partial(chunk, options),
+        *(params, cache, state),
+        donate_argnums=(1, 2),
+        compiler_options=decode._COMPILER,
+    )
+    # Lengths and page tables, which are kept as they were before the step, are integers.
+    assert not re.findall(r"= bf16\[\d\S* copy", report.hlo)
+    assert report.aliases >= len(jax.tree.leaves((cache.k, cache.v)))
+    assert report.launches >= 2  # the append and the attention of the one layer that is compiled
+    assert not re.findall(LAYER, report.hlo)
+
+
+def test_triton_matmuls_would_copy_the_weights():
+    """The guard above sees them, and the option is still needed."""
+    options = decode.Options(cache="stacked", slots=4, capacity=512, chunk=8)
+    report = mosaic.compile_for(
+        functools.partial(chunk, options), *shapes(options), donate_argnums=(1, 2)
+    )
+    assert re.findall(LAYER, report.hlo)
