@@ -53,7 +53,9 @@ _PEERS = flags.DEFINE_string(
 _TURNS = flags.DEFINE_integer("turns", 5, "bench: how often everybody has a turn.", lower_bound=1)
 _COLD = flags.DEFINE_bool("cold", False, "bench: empty the L2 cache before each timed call.")
 _OUT = flags.DEFINE_string(
-    "out", None, "bench: a .jsonl file to add rows to. train: the folder that the model goes to."
+    "out",
+    None,
+    "bench, decode --report: a .jsonl file to add rows to. train: the folder of the model.",
 )
 _PLOT = flags.DEFINE_string("plot", None, "bench: a .png file to draw (needs matplotlib).")
 _COMMIT = flags.DEFINE_string("commit", None, "bench, tune: the commit, where git cannot say.")
@@ -164,6 +166,7 @@ def _decode() -> int:
         check=_CHECK.value,
         json=_JSON.value,
         report=_REPORT.value,
+        out=_OUT.value,
         commit=_COMMIT.value,
     )
     return session.decode(settings, sys.stdout, sys.stderr)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.lm import check, checkpoint, decode, model, sampling, session, text
+from pallas_attn.bench import rows
+from pallas_attn.lm import check, checkpoint, decode, model, peer, sampling, session, text
 from tests import lm_witness
 
 every_cache = pytest.mark.parametrize("kind", decode.CACHES)
@@ -259,8 +260,8 @@ def test_the_check_holds_and_sees_a_wrong_logit_and_a_wrong_token(kind):
     config, params = small()
     made = decode.Run(config, params, options(cache=kind, keep_logits=True), prompts(), 10)
     assert list(made)
-    rows = list(check.rows(made, params))
-    assert [(row.steps, row.same, row.ties, row.held) for row in rows] == [(10, 10, 0, True)] * 7
+    found = list(check.rows(made, params))
+    assert [(row.steps, row.same, row.ties, row.held) for row in found] == [(10, 10, 0, True)] * 7
     made.sequences[2].logits[4] = made.sequences[2].logits[4] + 0.01
     other = made.sequences[5].logits[7].copy()
     made.sequences[5].logits[7] = -other
@@ -277,10 +278,10 @@ def test_the_check_of_bfloat16_has_the_budget_of_bfloat16():
     made = decode.Run(config, params, how, prompts(), 10)
     for _ in made:
         pass
-    rows = list(check.rows(made, params))
-    assert all(row.held for row in rows)
+    found = list(check.rows(made, params))
+    assert all(row.held for row in found)
     rms = np.sqrt(np.mean(np.square(made.sequences[0].logits)))
-    assert all(0.001 * rms < row.budget for row in rows)
+    assert all(0.001 * rms < row.budget for row in found)
 
 
 # ---- text ---------------------------------------------------------------------------------------
@@ -338,9 +339,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(out, err, **changes):
+def shown(stdout, stderr, **changes):
     settings = {"prompts": ("ROMEO:\n", "The sea"), "max_new_tokens": 20, "chunk": 4}
-    return session.decode(session.Settings(**settings | changes), out, err)
+    return session.decode(session.Settings(**settings | changes), stdout, stderr)
 
 
 def test_text_comes_in_the_order_of_the_prompts():
@@ -386,15 +387,33 @@ def test_random_prompts_show_no_text():
 
 def test_a_report_says_where_the_time_goes(tmp_path):
     out = io.StringIO()
-    assert shown(out, io.StringIO(), report=str(tmp_path / "out"), commit="abc") == 0
-    found = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [row["batch"] for row in found["steps"]] == [1, 2]
-    for row in found["steps"]:
-        assert set(row["ms"]) == {"append", "attention", "matmuls", "sampling", "host"}
-        assert sum(row["ms"].values()) >= row["ms_step"] * 0.999
-        assert 0 < row["roofline"] < 1.5 and row["commit"] == "abc"
+    paths = {"report": str(tmp_path / "out"), "out": str(tmp_path / "rows.jsonl")}
+    assert shown(out, io.StringIO(), commit="abc", **paths) == 0
+    found = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
+    assert rows.read(tmp_path / "rows.jsonl") == found
+    steps = [row for row in found if row["op"] == "decode_loop"]
+    assert [row["case"] for row in steps] == [
+        f"tiny_{kind}_b{n}_s26" for n in (1, 2) for kind in ("per_sequence", "stacked")
+    ]
+    for row in steps:
+        assert not set(rows.REQUIRED) - row.keys()
+        assert set(row["parts"]) == {"append", "attention", "matmuls", "sampling", "host"}
+        assert sum(row["parts"].values()) >= row["ms"] * 0.99
+        assert 0 < row["roofline"] < 1.5 and row["commit"] == "abc" and row["checked"]
     assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
     assert f"wrote {tmp_path}/out/report.png" in out.getvalue()
+
+
+def test_the_peer_of_the_report_computes_the_same_tokens():
+    """From one token each, over caches that are full of something else."""
+    config, params = small()
+    how = options(chunk=10)
+    tokens = jnp.asarray([3, 50, 7], jnp.int32)
+    carry = (peer.create(config, how, 0), jnp.zeros(3, jnp.int32), tokens)
+    program = jax.jit(functools.partial(peer.steps, config, how, "xla"))
+    (_, lengths, _), got = program(params, carry)
+    wanted = [greedy_by_the_full_forward((token,), 10) for token in tokens.tolist()]
+    assert got.T.tolist() == wanted and lengths.tolist() == [10] * 3
 
 
 @pytest.mark.parametrize(

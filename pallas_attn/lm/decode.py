@@ -25,7 +25,7 @@ Array = jax.Array
 # XLA's Triton matmuls cannot read a layer's weights where they lie in the stack that is scanned:
 # each is copied out first, three times the traffic (2.69 ms for 8 layers of an 8B model's matmuls
 # on an H200, against 0.98 ms by cuBLAS and 0.94 ms unrolled over separate arrays).
-_COMPILER = {"xla_gpu_enable_triton_gemm": False}
+COMPILER = {"xla_gpu_enable_triton_gemm": False}
 CACHES = ("per_sequence", "stacked", "paged")
 NOTHING = -1  # in place of a token, where a sequence was not running
 
@@ -104,7 +104,7 @@ class Arrivals:
     vacant: Array  # bool[M]: slots to be emptied before
 
 
-@jax.jit(static_argnums=(0, 1), donate_argnums=(3, 4), compiler_options=_COMPILER)
+@jax.jit(static_argnums=(0, 1), donate_argnums=(3, 4), compiler_options=COMPILER)
 def admit(
     config: Config, options: Options, params: Params, cache: Any, state: State, new: Arrivals
 ) -> tuple[Any, State, Array, Array | None]:
@@ -121,7 +121,7 @@ def admit(
     return cache, state, token, logits if options.keep_logits else None
 
 
-@jax.jit(static_argnums=(0, 1), donate_argnums=(3, 4), compiler_options=_COMPILER)
+@jax.jit(static_argnums=(0, 1), donate_argnums=(3, 4), compiler_options=COMPILER)
 def steps(
     config: Config, options: Options, params: Params, cache: Any, state: State
 ) -> tuple[Any, State, Array, Array | None]:
@@ -200,7 +200,6 @@ class _Flight:
     logits: Array | None
     whose: tuple[Generation | None, ...]  # of each column
     steps: int
-    steady: bool = False  # no prompt came and no program was compiled since the last
 
 
 class Run:
@@ -231,12 +230,13 @@ class Run:
         self._weights = model.num_bytes(params)
         self._step = 0
         self._steady: list[tuple[int, float, int]] = []  # tokens, seconds, bytes of a chunk
+        self._undisturbed = 0  # chunks read since a prompt came
 
     def __iter__(self) -> Iterator[Status]:
         start = last = time.perf_counter()
         while True:
-            admitted = self._admit()
-            started = self._launch(steady=not admitted and self._step > 0) or admitted
+            started = self._admit()
+            started |= self._launch()
             if not self._flights:
                 return
             # One chunk stays with the device while the last one is read; when nothing is left to
@@ -261,6 +261,7 @@ class Run:
             "tokens": tokens,
             "steps": self._step,
             "seconds": round(seconds, 3),
+            "steady": bool(self._steady),
             "tokens_per_second": round(made / took, 1) if took else 0.0,
             "tb_per_second": round(moved / took / 1e12, 4) if took else 0.0,
             "cache_bytes": self._cache.num_bytes,
@@ -289,6 +290,7 @@ class Run:
             taken.append((int(slot), sequence))
         if not taken:
             return False
+        self._undisturbed = 0
         new = self._arrivals(taken, np.array(vacant))
         self._cache, self._state, tokens, logits = admit(
             self.config, self.options, self._params, self._cache, self._state, new
@@ -326,7 +328,7 @@ class Run:
         prompts = model.Prompts(*map(jnp.asarray, (tokens, lengths, slots)))
         return Arrivals(prompts, jnp.asarray(wanted), keys, jnp.asarray(vacant))
 
-    def _launch(self, steady: bool) -> bool:
+    def _launch(self) -> bool:
         """The next chunk, if a sequence wants more tokens than were planned."""
         if not any(one is not None and one.planned < one.wanted for one in self._slots):
             return False
@@ -337,7 +339,7 @@ class Run:
         for one in whose:
             if one is not None:
                 one.planned += self.options.chunk
-        self._fly(_Flight(tokens, logits, whose, self.options.chunk, steady))
+        self._fly(_Flight(tokens, logits, whose, self.options.chunk))
         return True
 
     def _fly(self, flight: _Flight) -> None:
@@ -380,7 +382,9 @@ class Run:
         per_row = self.config.kv_bytes(self.options.dtype)
         kv = per_row * sum(one.rows for one in live)
         moved = (self._weights + kv) * flight.steps
-        if flight.steady:
+        # The first read after a prompt came waited for its prefill, and for compilations.
+        self._undisturbed += 1
+        if flight.steps and self._undisturbed > 1:
             self._steady.append((made, took, moved))
         return Status(
             running=sum(not one.ended for one in live),

@@ -1,25 +1,29 @@
-"""Where the time of a step goes, over batch sizes: a JSON file and a plot.
+"""Where the time of a step goes, over batch sizes: rows, a JSON file and a plot.
 
 Parts are timed as programs of their own at the sizes of the step: append and attention over all
 layers, sampling over the vocabulary. Matmuls are what the whole step takes beyond these (norms and
 rotations ride along), the host is wall time that the device did not work in. On a GPU the time of
-kernels is CUPTI's; elsewhere it is the wall's, and the host cannot be told apart.
+kernels is CUPTI's, and the same loop as people write it today is timed beside ours; elsewhere time
+is the wall's, and the host cannot be told apart.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_attn.append import write_kv
 from pallas_attn.bench import rows, timing
 from pallas_attn.decode import decode_attention
-from pallas_attn.lm import decode, model
+from pallas_attn.lm import check, decode, model, peer
 from pallas_attn.lm.decode import Options
 from pallas_attn.lm.model import Config, Params
 from pallas_attn.lm.sampling import sample
@@ -28,50 +32,167 @@ Array = jax.Array
 Row = dict[str, Any]
 PARTS = ("append", "attention", "matmuls", "sampling", "host")
 _TURNS = 3
+_PROMPTS = (8, 2048)  # of the first token: how many, how long
 
 
-def measure(
-    config: Config,
-    params: Params,
-    options: Options,
-    context: int,
-    batches: Sequence[int],
-    commit: str | None = None,
-) -> list[Row]:
-    """A row a batch size: a step with `context` rows in every sequence."""
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is measured: a model at a context."""
+
+    name: str
+    config: Config
+    params: Params
+    options: Options
+    context: int  # rows in every sequence
+
+    def at(self, cache: str, batch: int) -> Options:
+        """The options of a step of `batch` sequences, with room for the steps that are timed."""
+        rows = self.context + (3 * _TURNS + 2) * self.options.chunk
+        return dataclasses.replace(
+            self.options,
+            cache=cache,
+            slots=batch,
+            capacity=-(-rows // 64) * 64,
+            keep_logits=False,
+            stop=(),
+            pages=None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """ms of a call, of several that were timed."""
+
+    ms: float
+    ms_min: float
+    n: int
+    kernels: int = 0
+
+    @classmethod
+    def of(cls, found: Sequence[float], kernels: int = 0) -> "Rate":
+        return cls(statistics.median(found), min(found), len(found), kernels)
+
+
+def measure(subject: Subject, batches: Sequence[int], commit: str | None = None) -> list[Row]:
+    """A row a cache and batch size, beside the peer's on a GPU; the cache asked for, and the
+    stacked one.
+    """
     provenance = dataclasses.asdict(rows.Provenance.here(commit))
     read = read_rate()
-    found = []
+    found = [{"op": "ceiling", "case": "read", "impl": "xla", "tbps": round(read, 4)}]
+    caches = dict.fromkeys((subject.options.cache, "stacked"))
+    for cache in caches:
+        _must_hold(subject, cache)
     for batch in batches:
-        chosen = dataclasses.replace(options, slots=batch, keep_logits=False, stop=(), pages=None)
-        row = _row(config, params, chosen, context, read)
-        found.append(row | {"read_tbps": round(read, 4)} | provenance)
-    return found
+        ours = [_row(subject, subject.at(cache, batch), read) for cache in caches]
+        found += ours
+        if _on_gpu() and not subject.config.windows:
+            theirs = _peer_row(subject, subject.at("stacked", batch), read)
+            found += [theirs | {"case": row["case"]} for row in ours]
+    if _on_gpu() and subject.config.positions > _PROMPTS[1]:
+        found.append(_first_token(subject))
+    return [row | provenance for row in found]
 
 
-def _row(config: Config, params: Params, options: Options, context: int, read: float) -> Row:
-    wall, device = _step(config, params, options, context)
-    ms = {"append": _append(config, options, context)}
-    ms["attention"] = _attention(config, options, context)
+def _must_hold(subject: Subject, cache: str) -> None:
+    """Nothing is timed that is wrong: two layers of the model, beside the reference."""
+    config, params = subject.config, subject.params
+    if not config.windows:
+        count = min(2, config.layers)
+        config = dataclasses.replace(config, layers=count)
+        params = params | {"runs": (jax.tree.map(lambda x: x[:count], params["runs"][0]),)}
+    options = dataclasses.replace(subject.at(cache, 2), capacity=128, chunk=4, keep_logits=True)
+    prompts = np.random.default_rng(0).integers(0, config.vocab, (3, 33)).tolist()
+    run = decode.Run(config, params, options, prompts, 9)
+    for _ in run:
+        pass
+    for row in check.rows(run, params):
+        if not row.held:
+            raise ValueError(f"report: the {cache} cache decodes wrongly, nothing is timed: {row}")
+
+
+def _row(subject: Subject, options: Options, read: float) -> Row:
+    config = subject.config
+    wall, device = _step(subject, options)
+    ms = {"append": _append(config, options, subject.context)}
+    ms["attention"] = _attention(config, options, subject.context)
     ms["sampling"] = _sampling(config, options)
     ms["matmuls"] = max(device - sum(ms.values()), 0.0)
-    ms["host"] = max(wall - device, 0.0)
-    kv = config.kv_bytes(options.dtype) * context * options.slots
-    weights = _weights_read(config, params)
-    best = (weights + kv) / read / 1e9
+    ms["host"] = max(wall.ms - device, 0.0)
+    row = _facts(subject, options, wall, read)
+    kv = row["live_kv_bytes"]
+    return row | {
+        "impl": f"pallas_attn/{options.cache}",
+        "parts": {name: round(ms[name], 4) for name in PARTS},
+        "kv_roofline": round(kv / read / 1e9 / (ms["append"] + ms["attention"]), 4),
+    }
+
+
+def _facts(subject: Subject, options: Options, wall: Rate, read: float) -> Row:
+    """What a row says of any implementation of the step."""
+    config, batch = subject.config, options.slots
+    kv = config.kv_bytes(options.dtype) * subject.context * batch
+    weights = _weights_read(config, subject.params)
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    sizes = {"batch": batch, "context": subject.context, "dtype": options.dtype}
     return {
         "op": "decode_loop",
-        "impl": f"pallas_attn/{options.cache}",
-        "batch": options.slots,
-        "context": context,
-        "ms_step": round(wall, 4),
-        "ms": {name: round(ms[name], 4) for name in PARTS},
-        "tokens_per_second": round(options.slots / wall * 1e3, 1),
+        "case": f"{subject.name}_{options.cache}_b{batch}_s{subject.context}",
+        "problem": {"model": subject.name, **sizes, "chunk": options.chunk},
+        **{name: round(x, 5) for name, x in dataclasses.asdict(wall).items()},
+        "tbps": round((weights + kv) / wall.ms / 1e9, 4),
+        "checked": True,
+        "tokens_per_second": round(batch / wall.ms * 1e3, 1),
         "weight_bytes": weights,
         "live_kv_bytes": kv,
-        "roofline": round(best / wall, 4),
-        "kv_roofline": round(kv / read / 1e9 / (ms["append"] + ms["attention"]), 4),
-        "problem": {"model": dataclasses.asdict(config), "dtype": options.dtype},
+        "roofline": round((weights + kv) / read / 1e9 / wall.ms, 4),
+        "peak_bytes": peak,
+    }
+
+
+def _peer_row(subject: Subject, options: Options, read: float) -> Row:
+    """`dynamic_update_slice` and cuDNN."""
+    program = jax.jit(
+        functools.partial(peer.steps, subject.config, options, "cudnn"),
+        donate_argnums=1,
+        compiler_options=decode.COMPILER,
+    )
+    lengths = jnp.full(options.slots, _before(subject, options), jnp.int32)
+    tokens = jnp.zeros(options.slots, jnp.int32)
+    carry = [(peer.create(subject.config, options, 7), lengths, tokens)]
+
+    def chunk() -> Array:
+        state, tokens = program(subject.params, carry.pop())
+        carry.append(state)
+        return tokens
+
+    chunk().block_until_ready()
+    wall = _wall(chunk, options.chunk)
+    return _facts(subject, options, wall, read) | {"impl": "cudnn"}
+
+
+def _first_token(subject: Subject) -> Row:
+    """From prompts to the first token of each: one prefill."""
+    count, length = _PROMPTS
+    options = dataclasses.replace(subject.at(subject.options.cache, count), capacity=length + 64)
+    drawn = np.random.default_rng(0).integers(0, subject.config.vocab, (count, length))
+    found = []
+    for _ in range(_TURNS):
+        run = decode.Run(subject.config, subject.params, options, drawn.tolist(), 1)
+        start = time.perf_counter()
+        for _ in run:
+            pass
+        found.append((time.perf_counter() - start) * 1e3)
+    rate = Rate.of(found[1:])
+    work = 2 * count * length * sum(x.size for x in jax.tree.leaves(subject.params["runs"]))
+    return {
+        "op": "first_token",
+        "case": f"{subject.name}_b{count}_s{length}",
+        "impl": f"pallas_attn/{options.cache}",
+        "problem": {"model": subject.name, "batch": count, "length": length},
+        **{name: round(x, 5) for name, x in dataclasses.asdict(rate).items()},
+        "tflops": round(work / rate.ms / 1e9, 1),
+        "checked": True,
     }
 
 
@@ -83,23 +204,20 @@ def _weights_read(config: Config, params: Params) -> int:
 
 def read_rate() -> float:
     """TB/s that a sum over a large array reads."""
-    on_gpu = jax.default_backend() == "gpu"
-    nbytes = 2**32 if on_gpu else 2**27
+    nbytes = 2**32 if _on_gpu() else 2**27
     block = jax.random.normal(jax.random.key(0), (nbytes // 4,), jnp.float32)
     total = jax.jit(lambda x: x.reshape(4096, -1).sum(axis=1))
     return nbytes / _device_ms(lambda: total(block)) / 1e9
 
 
-def filled(config: Config, options: Options, context: int) -> Any:
-    """A cache with `context` rows of random numbers in every sequence."""
-    if not 0 < context < options.capacity:
-        raise ValueError(f"context: expected 1 to {options.capacity - 1} rows, got {context}")
+def filled(config: Config, options: Options, rows: int) -> Any:
+    """A cache with `rows` rows of random numbers in every sequence."""
     cache = options.create_cache(config)
     leaves, tree = jax.tree.flatten((cache.k, cache.v))
     keys = jax.random.split(jax.random.key(1), len(leaves))
     drawn = [_normal_like(x, key) for x, key in zip(leaves, keys, strict=True)]
     k, v = jax.tree.unflatten(tree, drawn)
-    return jax.jit(lambda x: x.extend(context))(dataclasses.replace(cache, k=k, v=v))
+    return jax.jit(lambda x: x.extend(rows))(dataclasses.replace(cache, k=k, v=v))
 
 
 @jax.jit(donate_argnums=0)
@@ -110,22 +228,32 @@ def _normal_like(x: Array, key: Array) -> Array:
 # ---- the parts ----------------------------------------------------------------------------------
 
 
-def _step(config: Config, params: Params, options: Options, context: int) -> tuple[float, float]:
-    """ms of a step: (wall, device)."""
-    cache = filled(config, options, context - options.chunk * (2 * _TURNS + 1) // 2)
+def _before(subject: Subject, options: Options) -> int:
+    """Rows at the start, so that the chunks that are timed lie around the context."""
+    return max(subject.context - (1 + _TURNS // 2) * options.chunk, 1)
+
+
+def _step(subject: Subject, options: Options) -> tuple[Rate, float]:
+    """A step's wall time, and ms of it that the device works."""
+    config = subject.config
+    cache = filled(config, options, _before(subject, options))
     state = decode.State.create(options.slots)
     many = jnp.full(options.slots, 2**30, jnp.int32)
     carry = [(cache, dataclasses.replace(state, left=many))]
 
     def chunk() -> Array:
-        cache, state, tokens, _ = decode.steps(config, options, params, *carry.pop())
+        cache, state, tokens, _ = decode.steps(config, options, subject.params, *carry.pop())
         carry.append((cache, state))
         return tokens
 
     chunk().block_until_ready()
-    wall = min(_wall_ms(chunk) for _ in range(_TURNS))
-    device = _device_ms(chunk) if jax.default_backend() == "gpu" else wall
-    return wall / options.chunk, device / options.chunk
+    wall = _wall(chunk, options.chunk)
+    if not _on_gpu():
+        return wall, wall.ms
+    found = timing.CuptiTimer()(timing.Subject("step", chunk), _TURNS)
+    kernels = round(statistics.median(sample.kernels for sample in found) / options.chunk)
+    device = statistics.median(sample.ms for sample in found) / options.chunk
+    return dataclasses.replace(wall, kernels=kernels), device
 
 
 def _append(config: Config, options: Options, context: int) -> float:
@@ -141,7 +269,7 @@ def _append(config: Config, options: Options, context: int) -> float:
         layers = jnp.arange(config.layers, dtype=jnp.int32)
         return jax.lax.scan(one, cache.extend(1), layers)[0]
 
-    carry = [filled(config, options, context - _TURNS - 2)]
+    carry = [filled(config, options, context)]
 
     def append() -> Array:
         carry.append(all_layers(carry.pop(), k, v))
@@ -154,7 +282,6 @@ def _attention(config: Config, options: Options, context: int) -> float:
     shape = (options.slots, config.heads, config.head_dim)
     q = jax.random.normal(jax.random.key(4), shape, options.dtype)
     cache = filled(config, options, context)
-    masks = [mask for count, mask in config.runs for _ in range(count)]
 
     @jax.jit
     def all_layers(cache: Any, q: Array) -> Array:
@@ -170,7 +297,6 @@ def _attention(config: Config, options: Options, context: int) -> float:
             q, first = jax.lax.scan(one, q, layers)[0], first + count
         return q
 
-    assert len(masks) == config.layers
     return _device_ms(lambda: all_layers(cache, q))
 
 
@@ -181,29 +307,59 @@ def _sampling(config: Config, options: Options) -> float:
     return _device_ms(lambda: choose(logits, keys))
 
 
-def _wall_ms(call: Callable[[], Array]) -> float:
-    start = time.perf_counter()
-    call().block_until_ready()
-    return (time.perf_counter() - start) * 1e3
+def _on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def _wall(call: Callable[[], Array], parts: int) -> Rate:
+    """The wall's ms of one of the equal parts of a call."""
+    found = []
+    for _ in range(_TURNS):
+        start = time.perf_counter()
+        call().block_until_ready()
+        found.append((time.perf_counter() - start) * 1e3 / parts)
+    return Rate.of(found)
 
 
 def _device_ms(call: Callable[[], Array]) -> float:
     """ms that the device takes for a call, after one that is not counted."""
     call().block_until_ready()
-    if jax.default_backend() != "gpu":
-        return min(_wall_ms(call) for _ in range(_TURNS))
-    subject = timing.Subject("part", call)
-    return min(sample.ms for sample in timing.CuptiTimer()(subject, _TURNS))
+    if not _on_gpu():
+        return _wall(call, 1).ms
+    found = timing.CuptiTimer()(timing.Subject("part", call), _TURNS)
+    return statistics.median(sample.ms for sample in found)
 
 
 # ---- what is left behind ------------------------------------------------------------------------
 
 
-def write(folder: str, found: Sequence[Row], run: Row) -> list[str]:
+def steps_of(found: Sequence[Row], cache: str) -> list[Row]:
+    """The rows of our steps over one kind of cache."""
+    return [row for row in found if row["impl"] == f"pallas_attn/{cache}" and "parts" in row]
+
+
+def table(found: Sequence[Row]) -> list[str]:
+    """What was measured, for people."""
+    head = f"{'impl':<26}{'batch':>6}{'ms a step':>11}{'tokens/s':>10}{'of memory':>11}"
+    lines = [head + "".join(f"{part:>11}" for part in PARTS)]
+    for row in found:
+        if row["op"] != "decode_loop":
+            continue
+        start = f"{row['impl']:<26}{row['problem']['batch']:>6}{row['ms']:>11.3f}"
+        rate = f"{row['tokens_per_second']:>10.0f}{row['roofline']:>11.1%}"
+        parts = "".join(f"{ms:>11.3f}" for ms in row.get("parts", {}).values())
+        lines.append(start + rate + parts)
+    for row in found:
+        if row["op"] == "first_token":
+            lines.append(f"{row['case']}: {row['ms']:.1f} ms to the first tokens")
+    return lines
+
+
+def write(folder: str, found: Sequence[Row], cache: str, run: Row) -> list[str]:
     """report.json, and report.png where matplotlib is there: their paths."""
     path = pathlib.Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"run": run, "steps": list(found)}, indent=2)
+    text = json.dumps({"run": run, "rows": list(found)}, indent=2)
     (path / "report.json").write_text(text + "\n", "utf-8")
     try:
         import matplotlib.figure
@@ -211,11 +367,13 @@ def write(folder: str, found: Sequence[Row], run: Row) -> list[str]:
         return [str(path / "report.json")]
     figure = matplotlib.figure.Figure((10, 4.2), layout="constrained", dpi=150)
     left, right = figure.subplots(1, 2)
-    _draw_parts(left, found)
-    _draw_rates(right, found)
-    facts = found[0]
+    ours = steps_of(found, cache)
+    _draw_parts(left, ours)
+    _draw_rates(right, ours)
+    facts = ours[0]
     figure.suptitle(
-        f"A decode step: {facts['gpu']}, JAX {facts['jax']}, context {facts['context']}",
+        f"{facts['problem']['model']}, {cache} cache, context {facts['problem']['context']}: "
+        f"{facts['gpu']}, JAX {facts['jax']}",
         fontsize=11,
     )
     figure.savefig(path / "report.png")
@@ -227,31 +385,36 @@ _COLOURS = ("#E69F00", "#003f5c", "#56B4E9", "#CC79A7", "#BBBBBB")  # Okabe and 
 
 def _draw_parts(axis: Any, found: Sequence[Row]) -> None:
     """Shares of a step, a bar a batch size, the step's time above it."""
-    names = [str(row["batch"]) for row in found]
+    names = [str(row["problem"]["batch"]) for row in found]
     base = [0.0] * len(found)
     for part, colour in zip(PARTS, _COLOURS, strict=True):
-        shares = [row["ms"][part] / sum(row["ms"].values()) for row in found]
-        axis.bar(names, shares, bottom=base, color=colour, label=part)
+        shares = [row["parts"][part] / sum(row["parts"].values()) for row in found]
+        axis.bar(names, shares, 0.6, bottom=base, color=colour, label=part)
         base = [a + b for a, b in zip(base, shares, strict=True)]
     for n, row in enumerate(found):
-        axis.text(n, 1.01, f"{row['ms_step']:.2f} ms", ha="center", fontsize=8)
+        axis.text(n, 1.01, f"{row['ms']:.2f} ms", ha="center", fontsize=8)
+    axis.set_xlim(-0.6, len(found) - 0.4)
     axis.set_ylim(0, 1.08)
     axis.set_xlabel("sequences")
     axis.set_ylabel("share of a step")
-    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
 
 
 def _draw_rates(axis: Any, found: Sequence[Row]) -> None:
     """Tokens a second, and what reading weights and live rows alone would allow."""
-    batches = [row["batch"] for row in found]
+    batches = [row["problem"]["batch"] for row in found]
     rates = [row["tokens_per_second"] for row in found]
     bounds = [row["tokens_per_second"] / row["roofline"] for row in found]
-    axis.loglog(batches, bounds, "--", color="#444444", label="memory's bound")
+    axis.loglog(batches, bounds, "_--", color="#444444", markersize=12, label="memory's bound")
     axis.loglog(batches, rates, "o-", color="#003f5c", label="measured")
     for row in found:
-        share = f"{100 * row['roofline']:.0f} %"
-        axis.annotate(share, (row["batch"], row["tokens_per_second"]), (4, -12),
+        share = f"{row['roofline']:.0%}"
+        axis.annotate(share, (row["problem"]["batch"], row["tokens_per_second"]), (4, -12),
                       textcoords="offset points", fontsize=8)  # fmt: skip
+    axis.set_xticks(batches, [str(batch) for batch in batches], minor=False)
+    axis.minorticks_off()
+    axis.set_xlim(batches[0] / 1.6, batches[-1] * 1.6)
+    axis.set_ylim(min(rates) / 1.6, max(bounds) * 1.6)
     axis.set_xlabel("sequences")
     axis.set_ylabel("tokens/s")
     axis.legend(frameon=False, fontsize=8)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import shutil
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
+from pallas_attn.bench import rows
 from pallas_attn.lm import check, checkpoint, model, report, text
 from pallas_attn.lm.decode import Options, Run, Status
 from pallas_attn.lm.model import Config, Params
@@ -52,6 +54,7 @@ class Settings:
     check: bool = False
     json: bool = False
     report: str | None = None
+    out: str | None = None  # a .jsonl file for the report's rows
     commit: str | None = None
 
 
@@ -116,8 +119,8 @@ def _options(
     dtype: str,
     stop: tuple[int, ...],
 ) -> Options:
-    rows = max(map(len, prompts), default=0) + settings.max_new_tokens
-    capacity = settings.capacity or max(min(-(-rows // 64) * 64, config.positions), 1)
+    longest = max(map(len, prompts), default=0) + settings.max_new_tokens
+    capacity = settings.capacity or max(min(-(-longest // 64) * 64, config.positions), 1)
     return Options(
         cache=settings.cache,
         slots=min(settings.batch, max(len(prompts), 1)),
@@ -153,16 +156,18 @@ def _check(run: Run, params: Params, view: "_View") -> bool:
 
 
 def _report(settings: Settings, run: Run, params: Params, summary: dict[str, Any]) -> list[str]:
-    slots, context = run.options.slots, run.options.capacity * 3 // 4
-    batches = sorted({1, min(8, slots), slots})
-    found = report.measure(run.config, params, run.options, context, batches, settings.commit)
-    lines = [f"{'sequences':>9}{'ms a step':>11}" + "".join(f"{x:>11}" for x in report.PARTS)]
-    for row in found:
-        parts = "".join(f"{row['ms'][part]:>11.3f}" for part in report.PARTS)
-        share = f"{row['tokens_per_second']:>10.0f} tokens/s, {row['roofline']:.0%} of memory's"
-        lines.append(f"{row['batch']:>9}{row['ms_step']:>11.3f}{parts}{share}")
-    lines += [f"wrote {path}" for path in report.write(str(settings.report), found, summary)]
-    return lines
+    """Measures the model where this run ended; the lines to show."""
+    context = max(len(one.prompt) + one.wanted for one in run.sequences) - 1
+    name = settings.model
+    if settings.checkpoint is not None:
+        name = pathlib.Path(settings.checkpoint).resolve().name
+    subject = report.Subject(name, run.config, params, run.options, context)
+    slots = run.options.slots
+    found = report.measure(subject, sorted({1, min(8, slots), slots}), settings.commit)
+    if settings.out is not None:
+        rows.append(settings.out, found)
+    written = report.write(str(settings.report), found, run.options.cache, summary)
+    return [*report.table(found), *(f"wrote {path}" for path in written)]
 
 
 # ---- showing ------------------------------------------------------------------------------------
@@ -261,7 +266,7 @@ class _Text(_View):
         left = summary["sequences"] - summary["ended"]
         self.say(
             f"{summary['sequences']} sequences, {summary['tokens']} tokens in "
-            f"{summary['seconds']:.1f} s ({rates} once compiled)"
+            f"{summary['seconds']:.1f} s ({rates}{' once compiled' if summary['steady'] else ''})"
             + (f"; interrupted, {left} not ended" if left else "")
         )
         return summary
