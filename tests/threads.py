@@ -95,6 +95,17 @@ class BlockOfThreads:
     def running_sum(self, x):
         return np.cumsum(np.broadcast_to(x, 128).reshape(4, 32), axis=1, dtype=np.int32).reshape(-1)
 
+    def of_lane(self, x, lane):
+        each = np.broadcast_to(x, 128).reshape(4, 32)
+        lane = np.broadcast_to(lane, 128).reshape(4, 32)
+        return np.take_along_axis(each, lane, axis=1).reshape(-1)
+
+    def warp_highest(self, x):
+        return np.repeat(np.broadcast_to(x, 128).reshape(4, 32).max(axis=1), 32)
+
+    def warp_sum(self, x):
+        return np.repeat(np.broadcast_to(x, 128).reshape(4, 32).sum(axis=1), 32)
+
     def exp2(self, x):
         return np.exp2(x, dtype=np.float32)
 

@@ -7,7 +7,7 @@ part to global memory and arrives at the row's counter, and who arrives last mer
 their order: the bits do not depend on who that is.
 
 These are programs for one thread (`warps.each_thread`), which takes 4 neighbouring columns of a row
-at a time.
+at a time. They are loops, not straight code: what is run once is fetched once, from far away.
 """
 
 import functools
@@ -18,14 +18,15 @@ from pallas_attn.kernels.decode_plan import Plan
 
 Ref = Any
 
-AHEAD = 8  # parts that a thread asks for at once
+LANES = 32
+AHEAD = 16  # parts that a warp asks for at once: each batch is a trip to memory
 
 
 class Spilled(NamedTuple):
     """What the warps leave: in shared memory."""
 
-    out: Ref  # float32[64, Hv + padding]
-    top: Ref  # float32[64]
+    out: Ref  # float32[4 * plan.spilled_rows, Hv + padding]
+    top: Ref  # float32[4 * plan.spilled_rows]
     total: Ref
 
 
@@ -64,11 +65,10 @@ def whole(thread: warps.Thread, refs: tuple[Spilled, Results], at: Where, *, pla
     spilled, results = refs
     thread.sync()
 
-    def group(g: Any) -> None:
-        place = _place(thread, g, at, plan)
+    def place(place: tuple) -> None:
         _write(thread, results, place, _of_warps(thread, spilled, place, at, plan), at, plan)
 
-    _each_group(thread, group, plan)
+    _each_place(thread, place, at, plan)
 
 
 def publish(
@@ -78,73 +78,96 @@ def publish(
     spilled, results, last = refs
     thread.sync()
 
-    def group(g: Any) -> None:
-        place = row, column, there = _place(thread, g, at, plan)
+    def place(place: tuple) -> None:
+        row, column, there = place
         part = _of_warps(thread, spilled, place, at, plan)
-        line = thread.wide(at.mine) * plan.chunk_rows + thread.wide(row)
+        line = at.mine * plan.chunk_rows + row
         words = plan.problem.v_head_dim // 4
-        thread.store_floats(results.parts, line * words + thread.wide(column), part.out, there)
+        index = thread.wide(line) * words + thread.wide(column)
+        thread.store_floats(results.parts, index, part.out, there)
         first = there & (column < 1)
         thread.store_floats(results.tops, line, [part.top], first)
         thread.store_floats(results.totals, line, [part.total], first)
 
-    _each_group(thread, group, plan)
+    _each_place(thread, place, at, plan)
     thread.arrive(results.counters, at.m * plan.heads + at.head, at.count, last)
 
 
 def merge(thread: warps.Thread, refs: Results, at: Where, *, plan: Plan) -> None:
-    """The last block: everybody's parts -> the result."""
-    trips = (at.count + (AHEAD - 1)) // AHEAD
+    """The last block: everybody's parts -> the result.
 
-    def group(g: Any) -> None:
-        row, column, there = _place(thread, g, at, plan)
+    A warp has a row. Each lane looks up one part's top and total; then the warp adds up the parts,
+    lanes side by side, `AHEAD` reads on their way.
+    """
+    trips = (at.count + (LANES - 1)) // LANES
+    words = plan.problem.v_head_dim // 4
+    lane = thread.index % LANES
+    zero, nothing = thread.number(0.0), thread.number(float("-inf"))
+
+    def place(place: tuple) -> None:
+        row, column, _ = place
 
         def some(trip: Any, carry: list) -> list:
-            part = _Part(carry[0], carry[1], carry[2:])
-            parts = [trip * AHEAD + i for i in range(AHEAD)]
-            read = [_read(thread, refs, p, (row, column), at, plan) for p in parts]
-            merged = _merged(thread, [part, *read])
-            return [merged.top, merged.total, *merged.out]
+            top, total, *out = carry
+            p = trip * LANES + lane
+            exists = p < at.count
+            slot = thread.choose(p < 1, at.first, at.later + p * plan.slots_a_block)
+            line = thread.choose(exists, slot, at.first) * plan.chunk_rows + row
+            (own,) = thread.load_floats(refs.tops, line, 1)
+            (owned,) = thread.load_floats(refs.totals, line, 1)
+            own, owned = thread.choose(exists, own, nothing), thread.choose(exists, owned, zero)
+            higher = thread.highest(top, thread.warp_highest(own))
+            base = thread.choose(thread.nothing_yet(higher), zero, higher)
+            shrink, weight = thread.exp2(top - base), thread.exp2(own - base)
+            total = total * shrink + thread.warp_sum(weight * owned)
 
-        zero = thread.number(0.0)
-        start = [thread.number(float("-inf")), zero, *[zero] * 4]
-        top, total, *out = thread.loop(trips, start, some)
-        _write(thread, refs, (row, column, there), _Part(top, total, out), at, plan)
+            def add(batch: Any, out: list) -> list:
+                lanes = [batch * AHEAD + i for i in range(AHEAD)]
+                lines = [thread.wide(thread.of_lane(line, n)) for n in lanes]
+                read = [
+                    thread.load_floats(refs.parts, n * words + thread.wide(column), 4)
+                    for n in lines
+                ]
+                for n, numbers in zip(lanes, read, strict=True):
+                    w = thread.of_lane(weight, n)
+                    out = [x + w * y for x, y in zip(out, numbers, strict=True)]
+                return out
 
-    _each_group(thread, group, plan)
+            left = thread.minimum(at.count - trip * LANES, LANES)
+            batches = (left + (AHEAD - 1)) // AHEAD
+            out = thread.loop(batches, [x * shrink for x in out], add)
+            return [higher, total, *out]
+
+        top, total, *out = thread.loop(trips, [nothing, zero, *[zero] * 4], some)
+        _write(thread, refs, place, _Part(top, total, out), at, plan)
+
+    _each_place(thread, place, at, plan)
 
 
-def _each_group(thread: warps.Thread, body: Any, plan: Plan) -> None:
-    """`body(g)` for every group of 4 columns that this thread has: its g-th."""
-    groups = -(-plan_rows(plan) * (plan.problem.v_head_dim // 4) // 128)
-    if groups <= 4:
-        for g in range(groups):
-            body(g)
-        return
+def _each_place(thread: warps.Thread, body: Any, at: Where, plan: Plan) -> None:
+    """`body((row of the chunk, group of 4 columns, whether it exists))`, for all that this thread
+    has: rows go to warps and columns to lanes.
+    """
+    words = plan.problem.v_head_dim // 4
+    across = -(-words // LANES)
+    turns = -(-plan.most_rows // warps.WARPS) * across
 
-    def one(g: Any, carry: list) -> list:
-        body(g)
+    def one(turn: Any, carry: list) -> list:
+        row = turn // across * warps.WARPS + thread.index // LANES
+        column = thread.index % LANES
+        if across > 1:
+            column = column + turn % across * LANES
+        there = (row < plan.most_rows) & (column < words)
+        if plan.chunks > 1:
+            there = there & (at.head % plan.chunks * plan.chunk_rows + row < plan.rows)
+        row = thread.minimum(row, plan.most_rows - 1)
+        body((row, thread.minimum(column, words - 1), there))
         return carry
 
-    thread.loop(groups, [], one)
-
-
-def plan_rows(plan: Plan) -> int:
-    """Rows that a chunk may have."""
-    return min(plan.rows, plan.chunk_rows)
-
-
-def _place(thread: warps.Thread, g: Any, at: Where, plan: Plan) -> tuple[Any, Any, Any]:
-    """(row of the chunk, group of columns, whether it exists) of this thread's g-th group."""
-    words = plan.problem.v_head_dim // 4
-    index = thread.index + g * 128
-    row, column = index // words, index % words
-    rows = plan_rows(plan)
-    there = row < rows
-    if plan.chunks > 1:
-        chunk = at.head % plan.chunks
-        there = there & (chunk * plan.chunk_rows + row < plan.rows)
-    return thread.minimum(row, rows - 1), column, there
+    if turns == 1:
+        one(thread.index * 0, [])
+    else:
+        thread.loop(turns, [], one)
 
 
 def _of_warps(thread: warps.Thread, spilled: Spilled, place: tuple, at: Where, plan: Plan) -> _Part:
@@ -152,7 +175,10 @@ def _of_warps(thread: warps.Thread, spilled: Spilled, place: tuple, at: Where, p
     pitch = (plan.problem.v_head_dim + SPARE) // 4
     parts = []
     for group in range(plan.split.groups):
-        line = row + group * plan.chunk_rows
+        line = row  # of the warp that has it: a warp's row block, then its group of keys
+        if plan.row_blocks > 1:
+            line = row // warps.ROWS * plan.spilled_rows + row % warps.ROWS
+        line = line + group * plan.row_blocks * plan.spilled_rows
         (top,) = thread.shared_floats(spilled.top, line, 1)
         (total,) = thread.shared_floats(spilled.total, line, 1)
         parts.append(_Part(top, total, thread.shared_floats(spilled.out, line * pitch + column, 4)))
@@ -175,24 +201,6 @@ def _merged(thread: warps.Thread, parts: list[_Part]) -> _Part:
         for i in range(4)
     ]
     return _Part(top, total, out)
-
-
-def _read(
-    thread: warps.Thread, refs: Results, p: Any, place: tuple, at: Where, plan: Plan
-) -> _Part:
-    """Part p, or one that weighs nothing where there is no such part."""
-    row, column = place
-    exists = p < at.count
-    slot = thread.choose(p < 1, at.first, at.later + p * plan.slots_a_block)
-    line = thread.wide(thread.choose(exists, slot, at.first)) * plan.chunk_rows + thread.wide(row)
-    (top,) = thread.load_floats(refs.tops, line, 1)
-    (total,) = thread.load_floats(refs.totals, line, 1)
-    words = plan.problem.v_head_dim // 4
-    out = thread.load_floats(refs.parts, line * words + thread.wide(column), 4)
-    zero = thread.number(0.0)
-    drop = lambda x: thread.choose(exists, x, zero)  # noqa: E731
-    nothing = thread.number(float("-inf"))
-    return _Part(thread.choose(exists, top, nothing), drop(total), [drop(x) for x in out])
 
 
 def _write(

@@ -64,6 +64,16 @@ class Plan:
         return min(4 * warps.ROWS, self.row_blocks * warps.ROWS)
 
     @property
+    def most_rows(self) -> int:
+        """Rows that a chunk may have."""
+        return min(self.rows, self.chunk_rows)
+
+    @property
+    def spilled_rows(self) -> int:
+        """Rows that a warp may have."""
+        return min(self.rows, warps.ROWS)
+
+    @property
     def row_blocks(self) -> int:
         blocks = -(-self.rows // warps.ROWS)
         return 1 if blocks == 1 else 2 if blocks == 2 else 4
@@ -178,21 +188,26 @@ class Lengths(NamedTuple):
     capacities: Ref | None  # where they differ
 
 
-def lay_out(thread: warps.Thread, refs: tuple[Lengths, Table], usable: Any, plan: Plan) -> None:
-    """Fills the table. `usable`: whether the cache has the layer."""
+def lay_out(
+    thread: warps.Thread, refs: tuple[Lengths, Table], usable: Any, plan: Plan, meanwhile: Any
+) -> None:
+    """Fills the table. `usable`: whether the cache has the layer. `meanwhile` is done while the
+    lengths are on their way.
+    """
     given, table = refs
     lane, last = thread.index % 32, plan.problem.sequences - 1
     mine = thread.index < 32
     sums, lengths, total = [], [], None
-    for i in range(plan.lane_sequences):
-        m = lane * plan.lane_sequences + i
-        at = thread.minimum(m, last)
-        length = thread.load(given.lengths, at, 4)
-        if plan.capacity is None:
-            fits = length <= thread.load(given.capacities, at, 4)
-        else:
-            fits = length <= plan.capacity
-        lengths.append(thread.select(fits & (usable >= 1), _at_least(length, 0), -1))
+    places = [lane * plan.lane_sequences + i for i in range(plan.lane_sequences)]
+    within = [thread.minimum(m, last) for m in places]
+    asked = [thread.load(given.lengths, at, 4) for at in within]
+    room: list[Any] = [plan.capacity] * len(asked)
+    if plan.capacity is None:
+        room = [thread.load(given.capacities, at, 4) for at in within]
+    meanwhile()
+    for m, length, most in zip(places, asked, room, strict=True):
+        usable_too = (length <= most) & (usable >= 1)
+        lengths.append(thread.select(usable_too, _at_least(length, 0), -1))
         first, end = plan.tiles_of(lengths[-1], lambda x, y: x // y)
         units = _at_least(end - first, 1)
         if plan.unit > 1:
@@ -201,8 +216,7 @@ def lay_out(thread: warps.Thread, refs: tuple[Lengths, Table], usable: Any, plan
         total = units if total is None else total + units
         sums.append(total)
     before = thread.running_sum(total) - total
-    for i in range(plan.lane_sequences):
-        m = lane * plan.lane_sequences + i
+    for i, m in enumerate(places):
         thread.shared_store(table.sums, m + 1, before + sums[i], mine)
         thread.shared_store(table.lengths, m, lengths[i], mine)
     thread.shared_store(table.sums, thread.index * 0, thread.index * 0, thread.index < 1)

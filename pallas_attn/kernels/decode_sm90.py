@@ -26,6 +26,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_attn._problem import DecodeInputs, DecodeProblem
@@ -140,11 +141,12 @@ def scratch(plan: Plan) -> Smem:
     def numbers(count, dtype=jnp.int32):
         return plgpu.SMEM((count,), dtype)
 
-    out = plgpu.SMEM((ROWS, problem.v_head_dim + decode_merge.SPARE), jnp.float32)
+    rows = warps.WARPS * plan.spilled_rows
+    out = plgpu.SMEM((rows, problem.v_head_dim + decode_merge.SPARE), jnp.float32)
     return Smem(
         k=ring(problem.head_dim),
         v=ring(problem.v_head_dim),
-        spilled=decode_merge.Spilled(out, numbers(ROWS, jnp.float32), numbers(ROWS, jnp.float32)),
+        spilled=decode_merge.Spilled(out, numbers(rows, jnp.float32), numbers(rows, jnp.float32)),
         table=Table(numbers(plan.sums), numbers(plan.sums)),
         barriers=plgpu.SMEM((config.stages, 2), jnp.int32),
         lost=plgpu.SMEM((config.stages, warps.BLOCKS), jnp.int32),
@@ -194,7 +196,9 @@ def _fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: _Fetch, plan: Plan
             lost = bad if lost is None else lost | bad
         for cache, ring, size in zip(caches, (smem.k, smem.v), row_bytes, strict=True):
             words = size // 16
-            to = ((at.slot * warps.BLOCKS + block) * (height * words + 1)) + part * words
+            to = (
+                (at.slot * warps.BLOCKS + block) * (height * words + warps.PAD // 16)
+            ) + part * words
             thread.copy(
                 (ring, to), (cache, line * words), rows * size, (smem.barriers, at.slot), there
             )
@@ -222,6 +226,9 @@ def _source(
         width = problem.capacities[0] // rows
         row = thread.select(there, row, 0)
         entry = thread.wide(at.m) * width + thread.wide(row // rows)
+        # A line of the table serves 32 pages; the next one is asked for before it is needed.
+        ahead = thread.minimum(row // rows + 32, width - 1)
+        thread.prefetch(refs.page_table, thread.wide(at.m) * width + thread.wide(ahead), 4)
         slab = thread.load(refs.page_table, entry, 4)
         good = (slab >= 0) & (slab < slabs)
         slab = thread.select(good, slab, 0)  # some page's rows: the result will be NaN
@@ -327,7 +334,8 @@ def _clear(thread: warps.Thread, ring: Ref, at: tuple[Any, Any], plan: Plan) -> 
     def some(i: Any, carry: list) -> list:
         index = thread.index + i * 128
         row = index // words
-        to = (slot * warps.BLOCKS + row // height) * (height * words + 1) + index % (height * words)
+        pitch = height * words + warps.PAD // 16
+        to = (slot * warps.BLOCKS + row // height) * pitch + index % (height * words)
         key = row // height * height + row % height
         thread.shared_clear(ring, to, (row < plan.tile) & (key >= live))
         return carry
@@ -360,6 +368,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
     def one_piece(carry):
         unit, m, count, ahead = carry
         piece = decode_plan.piece_at(plan, smem.table, share, unit, m)
+        parts = decode_plan.parts_of(plan, share, piece, cta)
         q = _queries(plan, refs, piece)
         state = State(
             tiles.filled((ROWS, plan.problem.v_head_dim), 0.0),
@@ -386,7 +395,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
 
         carry = (state, count, ahead, piece.lost)
         state, count, ahead, lost = lax.fori_loop(piece.tile, piece.end, one_tile, carry)
-        _finish(plan, smem, results, (piece, state, lost), (share, cta))
+        _finish(plan, smem, results, (piece, state, lost), parts)
         return piece.following, piece.m, count, ahead
 
     lax.while_loop(
@@ -403,9 +412,8 @@ def _queries(plan: Plan, refs: Refs, piece: Piece) -> Array:
     return warps.queries(refs.q, (first, chunk), plan.rows, plan.split, stride)
 
 
-def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, place: tuple[Share, Scalar]) -> None:
-    (piece, state, lost), (share, cta) = done, place
-    parts = decode_plan.parts_of(plan, share, piece, cta)
+def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, parts: decode_plan.Parts) -> None:
+    piece, state, lost = done
     at = decode_merge.Where(
         m=piece.m,
         head=piece.head,
@@ -415,7 +423,8 @@ def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, place: tuple[Shar
         first=parts.first,
         later=parts.later,
     )
-    warps.spill(state.acc, state.top, state.total.sum(axis=1), smem.spilled)
+    total = state.total.sum(axis=1)
+    warps.spill(state.acc, state.top, total, smem.spilled, plan.spilled_rows)
 
     @pl.when(parts.count == 1)
     def _():
@@ -435,8 +444,8 @@ def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, place: tuple[Shar
 
 def _start(thread: warps.Thread, refs: Any, usable: Any, plan: Plan) -> None:
     given, smem = refs
-    thread.make_barriers(smem.barriers, plan.config.stages)
-    decode_plan.lay_out(thread, (given, smem.table), usable, plan)
+    barriers = functools.partial(thread.make_barriers, smem.barriers, plan.config.stages)
+    decode_plan.lay_out(thread, (given, smem.table), usable, plan, barriers)
 
 
 def _kernel(refs: Refs, out: Ref, lse: Ref, parts: tuple, smem: Smem, *, plan: Plan) -> None:
@@ -473,6 +482,7 @@ def _launch(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tup
     """Jitted, so that a model of many layers traces it once."""
     plan = Plan(problem, config)
     separate = problem.kind == "per_sequence"
+    count = problem.sequences * plan.heads
     caches = [x if separate else (x,) for x in (inputs.k_cache, inputs.v_cache)]
     refs = Refs(
         q=inputs.q,
@@ -484,7 +494,7 @@ def _launch(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tup
         page_table=inputs.page_table,
         layer=None if inputs.layer is None else jnp.asarray(inputs.layer, jnp.int32).reshape(1),
         sinks=inputs.sinks,
-        counters=jnp.zeros(problem.sequences * plan.heads, jnp.int32),
+        counters=jnp.asarray(np.arange(count + 1, dtype=np.int32) // count),
     )
     rows = (problem.sequences, problem.q_len, problem.q_heads)
     of = jax.ShapeDtypeStruct

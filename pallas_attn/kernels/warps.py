@@ -90,6 +90,14 @@ class Thread(tiles.Thread):
             x = Int(llvm.inline_asm(_i32(), [x.value], ptx, "=r,r", has_side_effects=True))
         return x
 
+    def of_lane(self, x: Any, lane: Int) -> Any:
+        """x, an Int or a Float, as `lane` of the warp has it."""
+        word = x.value if isinstance(x, Int) else arith.bitcast(_i32(), x.value)
+        ptx = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+        operands = [word, lane.value]
+        word = llvm.inline_asm(_i32(), operands, ptx, "=r,r,r", has_side_effects=True)
+        return Int(word) if isinstance(x, Int) else Float(arith.bitcast(ir.F32Type.get(), word))
+
     # ---- floating point --------------------------------------------------------------------------
 
     def exp2(self, x: Float) -> Float:
@@ -105,6 +113,18 @@ class Thread(tiles.Thread):
     def highest(self, a: Float, b: Any) -> Float:
         """The larger of two; NaN where one of them is."""
         return a._with(arith.maximumf, b)
+
+    def warp_highest(self, x: Float) -> Float:
+        """Over the lanes of the warp."""
+        return self._over_warp(self.highest, x)
+
+    def warp_sum(self, x: Float) -> Float:
+        return self._over_warp(lambda a, b: a + b, x)
+
+    def _over_warp(self, op: Callable[..., Any], x: Float) -> Float:
+        for distance in (16, 8, 4, 2, 1):
+            x = op(x, Float(utils.shfl_bfly(x.value, distance)))
+        return x
 
     def is_zero(self, x: Float) -> Int:
         return x._compare(arith.CmpFPredicate.OEQ, 0.0)
@@ -237,14 +257,14 @@ class Thread(tiles.Thread):
         """Counts the block in: `last[0]` becomes 1 in the block that is the last of `count`, else
         0. What the others wrote before they arrived, the last one sees.
 
-        The counter goes back to 0 with the last arrival: atom.inc wraps.
+        The counter goes back to 0 with the last arrival: atom.inc wraps. One thread fences for all,
+        whom it met before and meets after.
         """
-        _do("fence.acq_rel.gpu;", [], "")
         self.sync()
         ptx = (
-            "{ .reg .pred p, q; .reg .b32 old; setp.ne.b32 p, $0, 0; "
-            "@p atom.global.inc.u32 old, [$1], $2; setp.eq.u32 q, old, $2; "
-            "selp.b32 old, 1, 0, q; @p st.shared.b32 [$3], old; }"
+            "{ .reg .pred p, q; .reg .b32 old; setp.ne.b32 p, $0, 0; @!p bra done; "
+            "fence.acq_rel.gpu; atom.global.inc.u32 old, [$1], $2; fence.acq_rel.gpu; "
+            "setp.eq.u32 q, old, $2; selp.b32 old, 1, 0, q; st.shared.b32 [$3], old; done: }"
         )
         operands = [
             arith.extui(_i32(), (self.index < 1).value),
@@ -254,7 +274,6 @@ class Thread(tiles.Thread):
         ]
         _do(ptx, operands, "r,l,r,r")
         self.sync()
-        _do("fence.acq_rel.gpu;", [], "")
 
 
 def each_thread(program: Callable[..., None], refs: Any, scalars: Any) -> None:
@@ -527,26 +546,33 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
     return _inline(code, twin, (acc, p, ref, slot), types, _tile_of(shape, jnp.float32))
 
 
-def spill(acc: Array, top: Array, total: Array, to: tuple[Ref, Ref, Ref]) -> None:
-    """A tile and what belongs to its rows, to shared memory: [64, at least Hv], [64] and [64]."""
+def spill(acc: Array, top: Array, total: Array, to: tuple[Ref, Ref, Ref], rows: int) -> None:
+    """The first `rows` rows of each warp's tile, and what belongs to them, to shared memory:
+    [WARPS * rows, at least Hv], and twice [WARPS * rows].
+    """
     dim, pitch = acc.shape[1], to[0].shape[1]
 
     def code(acc, top, total, refs):
         warp, lane = (Int(x) for x in _lane())
-        for half in range(2):
-            row = warp * ROWS + lane // 4 + 8 * half
-            at = row * (pitch // 2) + lane % 4
-            for j in range(dim // 8):
-                address = tiles._address(refs[0], at + 4 * j, 8)
-                llvm.store(acc.registers.flat[2 * j + half], address, alignment=8)
-            for ref, numbers in zip(refs[1:], (top, total), strict=True):
-                register = numbers.registers.flat[half]
-                if isinstance(register.type, ir.VectorType):
-                    register = vector.extract(register, [], [0])
-                llvm.store(register, tiles._address(ref, row, 4), alignment=4)
+        for half in range(0, -(-rows // 8)):
+            row = lane // 4 + 8 * half
+            line = warp * rows + row
+            branch = scf.IfOp((row < rows).value)
+            with ir.InsertionPoint(branch.then_block):
+                for j in range(dim // 8):
+                    address = tiles._address(refs[0], line * (pitch // 2) + lane % 4 + 4 * j, 8)
+                    llvm.store(acc.registers.flat[2 * j + half], address, alignment=8)
+                for ref, numbers in zip(refs[1:], (top, total), strict=True):
+                    register = numbers.registers.flat[half]
+                    if isinstance(register.type, ir.VectorType):
+                        register = vector.extract(register, [], [0])
+                    llvm.store(register, tiles._address(ref, line, 4), alignment=4)
+                scf.yield_([])
 
     def twin(acc, top, total, refs):
-        refs[0][:, :dim], refs[1][:], refs[2][:] = acc, top, total
+        for ref, tile in zip(refs, (acc, top, total), strict=True):
+            mine = tile.reshape(WARPS, ROWS, *tile.shape[1:])[:, :rows]
+            ref.reshape(WARPS, rows, *ref.shape[1:])[..., : mine.shape[-1]] = mine
 
     types = (tiles.TILE, tiles.ROW, tiles.ROW, (REF, REF, REF))
     _inline(code, twin, (acc, top, total, tuple(to)), types, None)
