@@ -160,15 +160,20 @@ def test_an_axis_that_cannot_be_split_is_gathered_and_right():
 
 M, CAPACITY = 4, 24
 CACHES = {
-    "per_sequence": lambda layers: pallas_attn.PerSequenceCache.create(
-        [CAPACITY, 8, 16, CAPACITY], K, H, v_head_dim=HV, layers=layers, dtype=jnp.float32
+    "per_sequence": lambda **options: pallas_attn.PerSequenceCache.create(
+        [CAPACITY, 8, 16, CAPACITY], K, H, **options
     ),
-    "stacked": lambda layers: pallas_attn.StackedCache.create(
-        M, CAPACITY, K, H, v_head_dim=HV, layers=layers, dtype=jnp.float32
+    "stacked": lambda **options: pallas_attn.StackedCache.create(M, CAPACITY, K, H, **options),
+    "paged": lambda **options: pallas_attn.PagedCache.create(
+        M, 12, 8, K, H, capacity=CAPACITY, **options
     ),
-    "paged": lambda layers: pallas_attn.PagedCache.create(
-        M, 12, 8, K, H, capacity=CAPACITY, v_head_dim=HV, layers=layers, dtype=jnp.float32
-    ),
+}
+# What a cache holds: plain rows, rows with scales, and rows of K that V is a part of.
+HELD = {
+    "float32": {"dtype": jnp.float32, "v_head_dim": HV},
+    "int8": {"dtype": jnp.int8, "v_head_dim": HV},
+    "shared": {"dtype": jnp.float32, "shared_kv": True, "v_head_dim": 10},
+    "shared_float8": {"dtype": jnp.float8_e4m3fn, "shared_kv": True, "v_head_dim": 10},
 }
 
 
@@ -191,7 +196,7 @@ def as_kernels(monkeypatch):
 
 def step(cache, k, v, q, layer):
     cache = cache.extend(jnp.asarray([2, 0, 3, 1], jnp.int32))
-    cache = pallas_attn.write_kv(cache, k, v, layer=layer)
+    cache = pallas_attn.write_kv(cache, k, None if cache.shared_kv else v, layer=layer)
     return cache, pallas_attn.decode_attention_with_lse(q, cache, layer=layer)
 
 
@@ -206,31 +211,37 @@ def cache_spec(kind, layered):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layers", "axis_type"),
+    ("kind", "layers", "axis_type", "held"),
     [
-        ("per_sequence", None, AxisType.Auto),
-        ("per_sequence", 2, AxisType.Explicit),
-        ("stacked", 2, AxisType.Auto),
-        ("paged", None, AxisType.Explicit),
-        ("paged", 2, AxisType.Auto),
+        ("per_sequence", None, AxisType.Auto, "float32"),
+        ("per_sequence", 2, AxisType.Explicit, "float32"),
+        ("stacked", 2, AxisType.Auto, "float32"),
+        ("paged", None, AxisType.Explicit, "float32"),
+        ("paged", 2, AxisType.Auto, "float32"),
+        ("per_sequence", 2, AxisType.Auto, "int8"),
+        ("stacked", None, AxisType.Explicit, "int8"),
+        ("paged", 2, AxisType.Auto, "int8"),
+        ("per_sequence", None, AxisType.Explicit, "shared"),
+        ("stacked", 2, AxisType.Auto, "shared_float8"),
+        ("paged", None, AxisType.Auto, "shared_float8"),
     ],
 )
-def test_sharded_caches_need_no_communication(monkeypatch, kind, layers, axis_type):
+def test_sharded_caches_need_no_communication(monkeypatch, kind, layers, axis_type, held):
     layer = 0 if layers is None else jnp.asarray(1, jnp.int32)
     k, v, q = step_arrays()
-    want_cache, want = step(CACHES[kind](layers), k, v, q, layer)
+    want_cache, want = step(CACHES[kind](layers=layers, **HELD[held]), k, v, q, layer)
     as_kernels(monkeypatch)
     mesh = mesh_of(axis_type)
 
     def place(x, spec):
         return jax.device_put(x, NamedSharding(mesh, spec))
 
-    cache = CACHES[kind](layers)
+    cache = CACHES[kind](layers=layers, **HELD[held])
     sharded = {
         name: jax.tree.map(
             lambda x: place(x, cache_spec(kind, layers is not None)), getattr(cache, name)
         )
-        for name in ("k", "v")
+        for name in ("k", "v", "k_scale", "v_scale")
     }
     cache = dataclasses.replace(cache, **sharded)
     heads = P(None, None, "y")
@@ -246,9 +257,10 @@ def test_sharded_caches_need_no_communication(monkeypatch, kind, layers, axis_ty
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_vmap_of_cache_operations(monkeypatch, kind):
+@pytest.mark.parametrize("held", HELD)
+def test_vmap_of_cache_operations(monkeypatch, kind, held):
     k, v, q = (jnp.stack([x, 2 * x]) for x in step_arrays())
-    many = jax.tree.map(lambda x: jnp.stack([x, x]), CACHES[kind](None))
+    many = jax.tree.map(lambda x: jnp.stack([x, x]), CACHES[kind](**HELD[held]))
     batched = jax.vmap(lambda *args: step(*args, 0))
     want = batched(many, k, v, q)
     as_kernels(monkeypatch)
