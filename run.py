@@ -7,7 +7,7 @@ python run.py --task=parity                 every operation here, beside the ref
 python run.py --task=bench --op=forward --cases=grid --out=results/mine.jsonl --plot=mine.png
 python run.py --task=tune --kernel=flash_fwd_sm90 --cases=h128*
 
-Exit status: 0 all is well, 1 something did not hold, 2 the flags are wrong.
+Exit status: 0 all is well, 1 something did not hold, 2 what was asked is wrong, 130 Ctrl-C.
 """
 
 import os
@@ -30,7 +30,8 @@ _IMPLEMENTATION = flags.DEFINE_enum(
     "implementation",
     None,
     ["sm90", "sm80", "reference"],
-    "Which implementation to run. Default: the fastest that takes each problem on this machine.",
+    "Which implementation to run. Default: the fastest that takes each problem on this machine. "
+    "decode takes reference only, and train.",
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Of all random inputs.", lower_bound=0)
 _DTYPE = flags.DEFINE_enum(
@@ -140,6 +141,11 @@ def main(argv: list[str]) -> int:
         return tasks[_TASK.value]()
     except ValueError as error:
         return _refuse(str(error))
+    except NotImplementedError as error:  # pallas_attn.UnsupportedError: who, why, what to do
+        sys.stderr.write(f"{error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _decode() -> int:

@@ -426,6 +426,11 @@ def test_the_peer_of_the_report_computes_the_same_tokens():
         ),
         ({"prompts": ("",)}, "prompt 0 is empty"),
         (
+            {"implementation": "sm90"},
+            "implementation: a model runs several operations, which no kernel does alone; expected "
+            "reference or nothing, got 'sm90'",
+        ),
+        (
             {"prompts": ("a" * 600,)},
             "prompt 0: 600 tokens do not fit in a capacity of 512",
         ),

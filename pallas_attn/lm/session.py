@@ -60,6 +60,11 @@ class Settings:
 
 def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
     """Decodes, shows it, checks it, reports on it; the exit status."""
+    if settings.implementation not in (None, "reference"):
+        raise ValueError(
+            "implementation: a model runs several operations, which no kernel does alone; expected "
+            f"reference or nothing, got {settings.implementation!r}"
+        )
     dtype = settings.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
     config, params, tokenizer, stop = _model(settings, dtype)
     prompts = _prompts(settings, config, tokenizer)
