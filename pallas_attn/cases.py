@@ -96,6 +96,8 @@ def _large_attention() -> list[AttentionCase]:
         # Promises: 8 packed documents cost what 8 batch rows do; keys past a length cost nothing.
         causal("documents_8x1024", (1, 8192), (16, 16), 128, "cost", segments=(1024,) * 8),
         causal("rows_8x1024", (8, 1024), (16, 16), 128, "cost"),
+        causal("documents_8x4096", (1, 32768), (16, 16), 128, "cost", segments=(4096,) * 8),
+        causal("rows_8x4096", (8, 4096), (16, 16), 128, "cost"),
         _attention("lengths_half_of_8192", (4, 8192), (16, 16), 128, "cost", kv_lengths=half),
         _attention("lengths_none_of_8192", (4, 8192), (16, 16), 128, "cost"),
     ]
@@ -411,3 +413,44 @@ def draw_attention(seed: int) -> AttentionCase:
         sinks=pick.random() < 0.25,
         labels=("drawn",),
     )  # fmt: skip
+
+
+def draw_decode(seed: int) -> DecodeCase:
+    """One small problem from the argument space of `decode_attention`; fixed by its seed."""
+    pick = random.Random(seed)
+
+    def maybe(value):
+        return value if pick.random() < 0.25 else None
+
+    kind, page = pick.choice((*_KINDS, ("paged", 8), ("paged", 24), ("paged", 128)))
+    kv_heads, group = pick.randint(1, 3), pick.choice((1, 1, 2, 4, 7, 8, 20))
+    head_dim = pick.choice((8, 64, 64, 72, 96, 128, 128, 192, 256))
+    v_head_dim = pick.choice((head_dim, head_dim, head_dim, 64, 128))
+    if shared := pick.random() < 0.1:
+        kv_heads, head_dim, v_head_dim = 1, 576, 512
+    capacity = pick.choice((1, 64, 65, 200, 300, 520))
+    capacity = capacity if page is None else -(-capacity // page) * page
+    near = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, capacity - 1, capacity)
+    most = pick.choice((1, 2, 5, 9, 40))
+    lengths = [
+        pick.choice((*near, pick.randint(0, capacity))) for _ in range(pick.randint(1, most))
+    ]
+    left, right = pick.randint(0, 200), pick.randint(-3, 3)
+    mask = pick.choice((CAUSAL, CAUSAL, FULL, sliding_window(left + 1), Mask(left + 3, right)))
+    return DecodeCase(
+        f"drawn_decode_{seed}",
+        tuple(max(min(n, capacity), 0) for n in lengths),
+        *(group * kv_heads, kv_heads, head_dim, v_head_dim, capacity),
+        q_len=pick.choice((1, 1, 1, 2, 3, 5, 16)),
+        dtype=pick.choice(("bfloat16", "bfloat16", "float16")),
+        kind=kind,
+        page_size=page,
+        mask=mask,
+        scale=maybe(pick.choice((0.3, 0.05, -0.1, 0.0))),
+        softcap=maybe(pick.uniform(2.0, 50.0)),
+        sinks=pick.random() < 0.25,
+        cache_dtype=maybe(pick.choice(("float8_e4m3fn", "float8_e5m2", "int8"))),
+        shared_kv=shared,
+        batch_invariant=pick.random() < 0.25,
+        labels=("drawn",),
+    )

@@ -113,20 +113,6 @@ def deal(work: np.ndarray, costs: np.ndarray, hands: int) -> np.ndarray:
     return table
 
 
-def deal_by_rank(work: np.ndarray, hands: int) -> np.ndarray:
-    """`deal`, of work of which only the order is known, most first: there and back again, so that
-    who was last, and got least, is first in the next round.
-    """
-    rounds = -(-len(work) // hands)
-    table = np.zeros((hands, 2 + rounds), np.int32)
-    for i, piece in enumerate(work.tolist()):
-        turn, place = divmod(i, hands)
-        hand = place if turn % 2 == 0 else hands - 1 - place
-        table[hand, 0] += 1
-        table[hand, 1 + turn] = piece
-    return table
-
-
 def _extremes(q_ids: Any, kv_ids: Any, rows: int, block: int) -> list[Any]:
     """Least and greatest id of each tile: of `rows` queries, then of `block` keys."""
     unit = math.gcd(rows, block)
