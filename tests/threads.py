@@ -282,14 +282,19 @@ class Memory:
         words = self._words(ref, index, nbytes, "written" if writes else "read")
         block = int(threads[0]) // 128 * 128 if len(threads) else 0
         touched = self.since_meeting.setdefault(block, {})
-        for thread, word in zip(threads.tolist(), np.ravel(index).tolist(), strict=True):
+        values = np.broadcast_to(value, len(threads)) if writes else threads
+        for thread, word, new in zip(
+            threads.tolist(), np.ravel(index).tolist(), values, strict=True
+        ):
             place = (ref.ctypes.data, word * nbytes // 4)
             who, wrote = touched.get(place, (set(), False))
-            if (writes or wrote) and who - {thread}:
+            agreed = writes and wrote and words[word] == new  # all of them write the same
+            if (writes or wrote) and who - {thread} and not agreed:
                 raise RuntimeError("RACE DETECTED: threads meet in a word of shared memory")
             touched[place] = (who | {thread}, wrote or writes)
+            if writes:
+                words[word] = new
         if writes:
-            words[index] = value
             return None
         return words[index].copy()
 

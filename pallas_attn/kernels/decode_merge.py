@@ -115,28 +115,33 @@ def merge(thread: warps.Thread, refs: Results, at: Where, *, plan: Plan) -> None
             line = thread.choose(exists, slot, at.first) * plan.chunk_rows + row
             (own,) = thread.load_floats(refs.tops, line, 1)
             (owned,) = thread.load_floats(refs.totals, line, 1)
+
+            def read(batch: Any) -> list:
+                lines = [thread.wide(thread.of_lane(line, batch + i)) for i in range(AHEAD)]
+                places = [n * words + thread.wide(column) for n in lines]
+                return [thread.load_floats(refs.parts, n, 4) for n in places]
+
+            def added(out: list, batch: Any, numbers: list) -> list:
+                for i, four in enumerate(numbers):
+                    w = thread.of_lane(weight, batch + i)
+                    out = [x + w * y for x, y in zip(out, four, strict=True)]
+                return out
+
+            first = read(lane * 0)  # on its way before anybody knows its weight
             own, owned = thread.choose(exists, own, nothing), thread.choose(exists, owned, zero)
             higher = thread.highest(top, thread.warp_highest(own))
             base = thread.choose(thread.nothing_yet(higher), zero, higher)
             shrink, weight = thread.exp2(top - base), thread.exp2(own - base)
             total = total * shrink + thread.warp_sum(weight * owned)
+            out = added([x * shrink for x in out], lane * 0, first)
 
-            def add(batch: Any, out: list) -> list:
-                lanes = [batch * AHEAD + i for i in range(AHEAD)]
-                lines = [thread.wide(thread.of_lane(line, n)) for n in lanes]
-                read = [
-                    thread.load_floats(refs.parts, n * words + thread.wide(column), 4)
-                    for n in lines
-                ]
-                for n, numbers in zip(lanes, read, strict=True):
-                    w = thread.of_lane(weight, n)
-                    out = [x + w * y for x, y in zip(out, numbers, strict=True)]
-                return out
+            def later(batch: Any, out: list) -> list:
+                batch = (batch + 1) * AHEAD
+                return added(out, batch, read(batch))
 
             left = thread.minimum(at.count - trip * LANES, LANES)
-            batches = (left + (AHEAD - 1)) // AHEAD
-            out = thread.loop(batches, [x * shrink for x in out], add)
-            return [higher, total, *out]
+            batches = (left + (AHEAD - 1)) // AHEAD - 1
+            return [higher, total, *thread.loop(batches, out, later)]
 
         top, total, *out = thread.loop(trips, [nothing, zero, *[zero] * 4], some)
         _write(thread, refs, place, _Part(top, total, out), at, plan)
@@ -172,7 +177,7 @@ def _each_place(thread: warps.Thread, body: Any, at: Where, plan: Plan) -> None:
 
 def _of_warps(thread: warps.Thread, spilled: Spilled, place: tuple, at: Where, plan: Plan) -> _Part:
     row, column, _ = place
-    pitch = (plan.problem.v_head_dim + SPARE) // 4
+    pitch = (plan.problem.v_head_dim + warps.SPARE) // 4
     parts = []
     for group in range(plan.split.groups):
         line = row  # of the warp that has it: a warp's row block, then its group of keys
@@ -185,9 +190,6 @@ def _of_warps(thread: warps.Thread, spilled: Spilled, place: tuple, at: Where, p
     part = _merged(thread, parts)
     lost = thread.choose(at.lost >= 1, thread.number(float("nan")), thread.number(0.0))
     return part._replace(total=part.total + lost)
-
-
-SPARE = 8  # floats behind a spilled row: without, 8 rows would meet in the same banks
 
 
 def _merged(thread: warps.Thread, parts: list[_Part]) -> _Part:

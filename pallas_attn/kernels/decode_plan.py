@@ -38,7 +38,6 @@ class Piece(NamedTuple):
     begin: Scalar  # the unit where this one begins
     of_head: Scalar  # the first unit of its head
     units: Scalar  # of its head
-    lost: Scalar  # 1: rows were dropped, the result is NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +88,12 @@ class Plan:
 
     @functools.cached_property
     def split(self) -> warps.Split:
-        return warps.Split(self.row_blocks, self.config.height)
+        return warps.Split(self.row_blocks, self.tile)
 
     @property
     def tile(self) -> int:
         """Keys of a tile."""
-        return warps.BLOCKS * self.config.height
+        return self.config.tile
 
     @property
     def unit(self) -> int:
@@ -151,10 +150,10 @@ class Plan:
 
     @property
     def page_rows(self) -> int:
-        """Rows that lie together in memory, of those of a block of a tile."""
+        """Rows of a tile that lie together in memory, wherever it begins."""
         if self.problem.page_size is None:
-            return self.config.height
-        return math.gcd(self.problem.page_size, self.config.height)
+            return self.tile
+        return math.gcd(self.problem.page_size, self.tile)
 
     def tiles_of(self, length: Any, div: Any) -> tuple[Any, Any]:
         """Tiles [first, end) that hold all keys which some row sees; `length` may be any kind of
@@ -180,7 +179,8 @@ class Table(NamedTuple):
     """What the blocks know of the lengths: in shared memory."""
 
     sums: Ref  # int32[plan.sums]: units of a head in the sequences before this one
-    lengths: Ref  # int32[plan.sums]: keys that exist; -1 where rows were lost
+    lengths: Ref  # int32[plan.sums]: keys that exist; 0 where rows were lost
+    lost: Ref  # int32[plan.sums]: 1 where rows were dropped and the result is NaN
 
 
 class Lengths(NamedTuple):
@@ -197,7 +197,7 @@ def lay_out(
     given, table = refs
     lane, last = thread.index % 32, plan.problem.sequences - 1
     mine = thread.index < 32
-    sums, lengths, total = [], [], None
+    sums, lengths, lost, total = [], [], [], None
     places = [lane * plan.lane_sequences + i for i in range(plan.lane_sequences)]
     within = [thread.minimum(m, last) for m in places]
     asked = [thread.load(given.lengths, at, 4) for at in within]
@@ -207,7 +207,8 @@ def lay_out(
     meanwhile()
     for m, length, most in zip(places, asked, room, strict=True):
         usable_too = (length <= most) & (usable >= 1)
-        lengths.append(thread.select(usable_too, _at_least(length, 0), -1))
+        lengths.append(thread.select(usable_too, _at_least(length, 0), 0))
+        lost.append(thread.select(usable_too, m * 0, 1))
         first, end = plan.tiles_of(lengths[-1], lambda x, y: x // y)
         units = _at_least(end - first, 1)
         if plan.unit > 1:
@@ -219,6 +220,7 @@ def lay_out(
     for i, m in enumerate(places):
         thread.shared_store(table.sums, m + 1, before + sums[i], mine)
         thread.shared_store(table.lengths, m, lengths[i], mine)
+        thread.shared_store(table.lost, m, lost[i], mine)
     thread.shared_store(table.sums, thread.index * 0, thread.index * 0, thread.index < 1)
     thread.sync()
 
@@ -270,8 +272,7 @@ def piece_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) ->
     taken = jnp.minimum(share.end - unit, units - skipped)
     if plan.problem.batch_invariant:
         taken = jnp.minimum(taken, 1)
-    held = table.lengths[m]
-    length = jnp.maximum(held, 0)
+    length = table.lengths[m]
     first, end = plan.tiles_of(length, _div)
     end = jnp.maximum(end, first + 1)
     tile = first + skipped * plan.unit
@@ -285,7 +286,6 @@ def piece_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) ->
         begin=unit,
         of_head=unit - skipped,
         units=units,
-        lost=(held < 0).astype(jnp.int32),
     )
 
 

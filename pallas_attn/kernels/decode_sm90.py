@@ -6,11 +6,10 @@ live keys, not by sequences (`decode_plan`), to blocks that stay: one warpgroup 
 share out the keys of a tile and keep an online softmax of their own. Parts of a row are merged in
 shared memory, and between blocks by the last to arrive (`decode_merge`): one launch.
 
-All three caches are read alike: by bulk copies from plain pointers, one a block of 8 or 16 rows.
-There is no tensor map, which separate arrays would need one each of, and rows lie in shared memory
-as in the cache; `warps` says how tensor cores read them without bank conflicts. Only where a block
-of rows begins differs between caches (`_source`): in the sequence's own array, in the one array, or
-in a page.
+All three caches are read alike: by bulk copies from plain pointers, one a tile, or one a page of
+it. There is no tensor map, which separate arrays would need one each of, and rows lie in shared
+memory as in the cache; `warps` says how tensor cores read them so. Only where rows begin differs
+between caches (`_source`): in the sequence's own array, in the one array, or in a page.
 
 The ring has `stages` slots. A slot's barrier completes when the bytes announced for it are there;
 the block meets once a tile, after which the slot of the tile before is filled anew. Nobody else
@@ -45,18 +44,18 @@ MULTIPROCESSORS = 132
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """`height`: rows of a block of a tile, which has 8 blocks. `stages`: tiles of K and V in the
-    ring. `ctas`: blocks that stay. `fixed`: tiles of a part where `batch_invariant` is asked for.
+    """`tile`: keys of a tile. `stages`: tiles of K and V in the ring. `ctas`: blocks that stay.
+    `fixed`: tiles of a part where `batch_invariant` is asked for.
     """
 
-    height: int = 8
+    tile: int = 64
     stages: int = 6
     ctas: int = MULTIPROCESSORS
     fixed: int = 16
 
     def __post_init__(self):
         wants = {
-            "height": (self.height in (8, 16), "8 or 16"),
+            "tile": (self.tile in (64, 128), "64 or 128"),
             "stages": (self.stages >= 2, "at least 2"),
             "ctas": (self.ctas >= 1, "at least 1"),
             "fixed": (self.fixed >= 1, "at least 1"),
@@ -68,10 +67,9 @@ class Config:
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
         """What serves a problem that nobody tuned: as many bytes in flight as there is room for."""
-        config = cls(height=8, stages=2)
+        config = cls(stages=2)
         left = SMEM_LIMIT - smem_bytes(problem, config)
-        stage = 2 * warps.BLOCKS * config.height * (problem.head_dim + problem.v_head_dim)
-        stage += 2 * warps.BLOCKS * warps.PAD
+        stage = 2 * config.tile * (problem.head_dim + problem.v_head_dim)
         return dataclasses.replace(config, stages=min(8, 2 + max(0, left // stage)))
 
 
@@ -108,12 +106,11 @@ MOST_SEQUENCES = 2000  # a launch has parameters for as many arrays of K and of 
 
 
 class Smem(NamedTuple):
-    k: Any  # [stages, BLOCKS, height * H + padding]
-    v: Any
+    k: Any  # [stages, tile, H]
+    v: Any  # [stages, tile, Hv]
     spilled: decode_merge.Spilled
     table: Table
     barriers: Any  # [stages] of 8 bytes
-    lost: Any  # int32[stages, BLOCKS]: whether a page was missing
     last: Any  # int32[1]: whether this block is the last of its row's
 
 
@@ -135,21 +132,19 @@ def scratch(plan: Plan) -> Smem:
     dtype = jnp.dtype(problem.cache_dtype)
 
     def ring(dim):
-        pitch = config.height * dim + warps.PAD // dtype.itemsize
-        return plgpu.SMEM((config.stages, warps.BLOCKS, pitch), dtype)
+        return plgpu.SMEM((config.stages, config.tile, dim), dtype)
 
     def numbers(count, dtype=jnp.int32):
         return plgpu.SMEM((count,), dtype)
 
     rows = warps.WARPS * plan.spilled_rows
-    out = plgpu.SMEM((rows, problem.v_head_dim + decode_merge.SPARE), jnp.float32)
+    out = plgpu.SMEM((rows, problem.v_head_dim + warps.SPARE), jnp.float32)
     return Smem(
         k=ring(problem.head_dim),
         v=ring(problem.v_head_dim),
         spilled=decode_merge.Spilled(out, numbers(rows, jnp.float32), numbers(rows, jnp.float32)),
-        table=Table(numbers(plan.sums), numbers(plan.sums)),
+        table=Table(numbers(plan.sums), numbers(plan.sums), numbers(plan.sums)),
         barriers=plgpu.SMEM((config.stages, 2), jnp.int32),
-        lost=plgpu.SMEM((config.stages, warps.BLOCKS), jnp.int32),
         last=numbers(1),
     )
 
@@ -175,72 +170,81 @@ class _Fetch(NamedTuple):
 
 
 def _fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: _Fetch, plan: Plan) -> None:
-    """Asks for a tile: two blocks of rows a warp, of K and of V. Only rows that exist are read."""
+    """Asks for a tile: a copy of K and one of V for what lies together. Only rows that exist are
+    read.
+    """
     given, smem = refs
-    problem, height = plan.problem, plan.config.height
+    problem, rows = plan.problem, plan.page_rows
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
     live = _at_least(live, 0)
     row_bytes = [2 * problem.head_dim, 2 * problem.v_head_dim]
-    thread.announce(
-        smem.barriers, at.slot, live * sum(row_bytes), (thread.index < 1) & (at.wanted >= 1)
-    )
-    lane, block = thread.index % 32, thread.index % 32 + thread.index // 32 * 2
+    first = thread.index < 1
+    thread.announce(smem.barriers, at.slot, live * sum(row_bytes), first & (at.wanted >= 1))
     caches = thread.pick(at.m, given.caches) if len(given.caches) > 1 else given.caches[0]
-    lost = None
-    for part in range(0, height, plan.page_rows):
-        first = block * height + part
-        rows = thread.minimum(live - first, plan.page_rows)
-        there = (lane < 2) & (rows >= 1)
-        line, bad = _source(thread, given, at, first, there, plan)
-        if bad is not None:
-            lost = bad if lost is None else lost | bad
-        for cache, ring, size in zip(caches, (smem.k, smem.v), row_bytes, strict=True):
-            words = size // 16
-            to = (
-                (at.slot * warps.BLOCKS + block) * (height * words + warps.PAD // 16)
-            ) + part * words
-            thread.copy(
-                (ring, to), (cache, line * words), rows * size, (smem.barriers, at.slot), there
-            )
-    if lost is not None:
-        thread.shared_store(
-            smem.lost, at.slot * warps.BLOCKS + block, lost, (lane < 2) & (at.wanted >= 1)
-        )
+    # Piece p is asked for by warp p % 4: a warp's lanes would wait for each other.
+    piece = thread.index % 32 * warps.WARPS + thread.index // 32
+    skipped = piece * rows
+    here = thread.minimum(live - skipped, rows)
+    there = here >= 1
+    line = _source(thread, (given, smem.table), at, skipped, there, plan)
+    for cache, ring, size in zip(caches, (smem.k, smem.v), row_bytes, strict=True):
+        words = size // 16
+        to = (at.slot * plan.tile + skipped) * words
+        done = (smem.barriers, at.slot)
+        thread.copy((ring, to), (cache, line * words), here * size, done, there)
 
 
 def _source(
-    thread: warps.Thread, refs: Refs, at: _Fetch, first: Any, there: Any, plan: Plan
-) -> tuple[Any, Any]:
-    """(the row of the cache's array where key `first` of the tile lies, in 64 bits; 1 where its
-    page is missing, or None where there are no pages).
+    thread: warps.Thread, refs: tuple[Refs, Table], at: _Fetch, skipped: Any, there: Any, plan: Plan
+) -> Any:
+    """The row of the cache's array where key `skipped` of the tile lies, in 64 bits. A page that is
+    missing makes its sequence a lost one.
     """
-    problem = plan.problem
-    row, bad, slab, slabs = at.row + first, None, None, 1
+    (given, table), problem = refs, plan.problem
+    row, slab, slabs = at.row + skipped, None, 1
     rows: Any = plan.capacity
     if rows is None:
-        rows = thread.wide(thread.load(refs.given.capacities, at.m, 4))
+        rows = thread.wide(thread.load(given.given.capacities, at.m, 4))
     if problem.kind == "stacked":
         slab, slabs = at.m, problem.sequences
     if problem.kind == "paged":
         rows, slabs = problem.page_size, problem.pages
-        width = problem.capacities[0] // rows
         row = thread.select(there, row, 0)
-        entry = thread.wide(at.m) * width + thread.wide(row // rows)
-        # A line of the table serves 32 pages; the next one is asked for before it is needed.
-        ahead = thread.minimum(row // rows + 32, width - 1)
-        thread.prefetch(refs.page_table, thread.wide(at.m) * width + thread.wide(ahead), 4)
-        slab = thread.load(refs.page_table, entry, 4)
-        good = (slab >= 0) & (slab < slabs)
-        slab = thread.select(good, slab, 0)  # some page's rows: the result will be NaN
-        bad = thread.select(good, thread.index * 0, 1)
-        bad = thread.select(there, bad, 0)
+        slab, good = _page(thread, given, at.m, row // rows, plan)
+        thread.shared_store(table.lost, at.m, thread.index * 0 + 1, there & (good < 1))
         row = row % rows
     if at.layer is not None:
         slab = at.layer if slab is None else at.layer * slabs + slab
     line = thread.wide(at.head)
     if slab is not None:
         line = thread.wide(slab) * problem.kv_heads + line
-    return line * rows + thread.wide(row), bad
+    return line * rows + thread.wide(row)
+
+
+def _page(thread: warps.Thread, refs: Refs, m: Any, slot: Any, plan: Plan) -> tuple[Any, Any]:
+    """(page id, 1) of a slot of a sequence; (some page, 0) where there is none."""
+    width = plan.problem.capacities[0] // plan.problem.page_size
+    entries = thread.wide(m) * width
+    # A line of the table serves 32 pages; the next one is asked for before it is needed.
+    ahead = thread.minimum(slot + 32, width - 1)
+    thread.prefetch(refs.page_table, entries + thread.wide(ahead), 4)
+    page = thread.load(refs.page_table, entries + thread.wide(slot), 4)
+    good = (page >= 0) & (page < plan.problem.pages)
+    return thread.select(good, page, 0), thread.select(good, thread.index * 0 + 1, 0)
+
+
+def _check_pages(thread: warps.Thread, refs: tuple[Refs, Table], at: Any, plan: Plan) -> None:
+    """Pages before the first that is read: a window does not excuse a hole."""
+    (given, table), (m, pages) = refs, at
+
+    def some(i: Any, carry: list) -> list:
+        slot = i * 128 + thread.index
+        there = slot < pages
+        _, good = _page(thread, given, m, thread.minimum(slot, pages - 1), plan)
+        thread.shared_store(table.lost, m, thread.index * 0 + 1, there & (good < 1))
+        return carry
+
+    thread.loop((pages + 127) // 128, [], some)
 
 
 def _at_least(x: Any, bound: int) -> Any:
@@ -287,7 +291,7 @@ def _positions(plan: Plan, piece: Piece, tile: Scalar) -> tuple[Any, Any]:
     shape = (ROWS, split.columns)
     row, column = tiles.positions(shape, 0, 0), tiles.positions(shape, 1, 0)
     warp = row // warps.ROWS
-    key = tile * plan.tile + column % 8 * split.height + split.first(warp) + column // 8
+    key = tile * plan.tile + split.first(warp) + column
     query = split.row_block(warp) * warps.ROWS + row % warps.ROWS
     query = query + lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
     return piece.length - problem.q_len + query // plan.group, key
@@ -329,18 +333,16 @@ def _attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> 
 def _clear(thread: warps.Thread, ring: Ref, at: tuple[Any, Any], plan: Plan) -> None:
     """Zeros over the values past the last key: whatever lies there, NaN too, has a weight of 0."""
     live, slot = at
-    words, height = plan.problem.v_head_dim // 8, plan.config.height
+    words = plan.problem.v_head_dim // 8
+    total = plan.tile * words
 
     def some(i: Any, carry: list) -> list:
         index = thread.index + i * 128
-        row = index // words
-        pitch = height * words + warps.PAD // 16
-        to = (slot * warps.BLOCKS + row // height) * pitch + index % (height * words)
-        key = row // height * height + row % height
-        thread.shared_clear(ring, to, (row < plan.tile) & (key >= live))
+        there = (index < total) & (index >= live * words)
+        thread.shared_clear(ring, slot * total + index, there)
         return carry
 
-    thread.loop(-(-plan.tile * words // 128), [], some)
+    thread.loop(-(-total // 128), [], some)
     thread.sync()
 
 
@@ -360,7 +362,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
     first = decode_plan.piece_at(plan, smem.table, share, share.first, m)
     ahead = lax.fori_loop(
         0,
-        stages - 1,
+        jnp.minimum(stages - 1, (share.end - share.first) * plan.unit),
         lambda slot, piece: _next_fetch(plan, refs, smem, share, piece, slot),
         first,
     )
@@ -370,14 +372,18 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
         piece = decode_plan.piece_at(plan, smem.table, share, unit, m)
         parts = decode_plan.parts_of(plan, share, piece, cta)
         q = _queries(plan, refs, piece)
+        if plan.problem.kind == "paged" and plan.problem.mask.left is not None:
+            before = lax.div(piece.tile * plan.tile, jnp.int32(plan.problem.page_size))
+            check = functools.partial(_check_pages, plan=plan)
+            warps.each_thread(check, (refs, smem.table), (piece.m, before))
         state = State(
-            tiles.filled((ROWS, plan.problem.v_head_dim), 0.0),
+            tiles.filled((ROWS, warps.width_of(plan.problem.v_head_dim)), 0.0),
             tiles.filled((ROWS, softmax.PARTS), 0.0),
             tiles.filled((ROWS,), -jnp.inf),
         )
 
         def one_tile(tile, carry):
-            state, count, ahead, lost = carry
+            state, count, ahead = carry
             slot = lax.rem(count, jnp.int32(stages))
             parity = lax.rem(lax.div(count, jnp.int32(stages)), jnp.int32(2))
             warps.each_thread(_sync, (), ())  # all have read the tile before
@@ -388,14 +394,10 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             clear = functools.partial(_clear, plan=plan)
             pl.when(live < plan.tile)(lambda: warps.each_thread(clear, smem.v, (live, slot)))
             state = _attend(plan, smem, piece, (tile, slot), (q, state))
-            if plan.problem.kind == "paged":
-                for block in range(warps.BLOCKS):
-                    lost = lost | smem.lost[slot, block]
-            return state, count + 1, ahead, lost
+            return state, count + 1, ahead
 
-        carry = (state, count, ahead, piece.lost)
-        state, count, ahead, lost = lax.fori_loop(piece.tile, piece.end, one_tile, carry)
-        _finish(plan, smem, results, (piece, state, lost), parts)
+        state, count, ahead = lax.fori_loop(piece.tile, piece.end, one_tile, (state, count, ahead))
+        _finish(plan, smem, results, (piece, state), parts)
         return piece.following, piece.m, count, ahead
 
     lax.while_loop(
@@ -413,11 +415,11 @@ def _queries(plan: Plan, refs: Refs, piece: Piece) -> Array:
 
 
 def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, parts: decode_plan.Parts) -> None:
-    piece, state, lost = done
+    piece, state = done
     at = decode_merge.Where(
         m=piece.m,
         head=piece.head,
-        lost=lost,
+        lost=smem.table.lost[piece.m],
         count=parts.count,
         mine=parts.mine,
         first=parts.first,
