@@ -178,6 +178,8 @@ class DecodeCase:
     sinks: bool = False
     cache_dtype: str | None = None  # of a quantised cache; None: rows lie in `dtype`
     shared_kv: bool = False  # V is the first columns of K
+    scale: float | None = None
+    batch_invariant: bool = False
     labels: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -205,7 +207,8 @@ class DecodeCase:
 
     def options(self) -> dict[str, Any]:
         """The static keyword arguments of `decode_attention`."""
-        return {"mask": self.mask, "softcap": self.softcap}
+        names = ("mask", "scale", "softcap", "batch_invariant")
+        return {name: getattr(self, name) for name in names}
 
     def arrays(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:
         """q `[M, t, N, H]`, k and v dense and head-major `[M, K, capacity, H]`, lengths, sinks. A

@@ -14,6 +14,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import PagedCache, PerSequenceCache, StackedCache, cases
+from pallas_attn.bench import subjects as bench_subjects
 from tests import budget, subjects
 
 EDGES = cases.select(cases.ATTENTION, "edge")
@@ -21,6 +22,7 @@ EDGES = cases.select(cases.ATTENTION, "edge")
 DECODES = cases.select(cases.DECODE, "edge,-quantized,-shared_kv")
 APPENDS = cases.select(cases.APPEND, "edge,-quantized")
 DRAWN = tuple(cases.draw_attention(seed) for seed in range(20))
+DRAWN_DECODES = tuple(cases.draw_decode(seed) for seed in range(20))
 GRADIENTS = ("q", "k", "v", "bias", "sinks")
 
 
@@ -142,6 +144,35 @@ def test_decode(subject, case):
     plain |= {name: jnp.swapaxes(arrays[name], 1, 2) for name in ("k", "v")}
     plain |= case.options() | ({"sinks": arrays["sinks"]} if case.sinks else {})
     budget.check({"out": out, "lse": lse}, budget.attention(plain))
+
+
+def drawn_decode_arguments(case):
+    """As the benchmark fills a cache, and NaN past the lengths."""
+    arrays = case.arrays(poison=True)
+    cache = bench_subjects.filled_cache(case, arrays)
+    arguments = {"q": arrays["q"], "cache": cache} | case.options()
+    return pa.decode_attention_with_lse, arguments | (
+        {"sinks": arrays["sinks"]} if case.sinks else {}
+    )
+
+
+@pytest.mark.parametrize(
+    "subject, case", subjects.pairs("decode", DRAWN_DECODES, drawn_decode_arguments)
+)
+def test_drawn_decodes(subject, case):
+    function, arguments = drawn_decode_arguments(case)
+    out, lse = subject.call(function, **arguments)
+    arrays = case.arrays()
+    lengths = np.asarray(case.lengths, np.int32)
+    plain = {"q": arrays["q"], "kv_lengths": lengths, "q_offset": lengths - case.q_len}
+    plain |= dict(zip(("k", "v"), bench_subjects.held_rows(case, arrays), strict=True))
+    plain |= {name: x for name, x in case.options().items() if name != "batch_invariant"}
+    plain |= {"sinks": arrays["sinks"]} if case.sinks else {}
+    wanted = budget.attention(plain)
+    if case.cache_dtype:  # whoever reads rows may round them to q's dtype
+        rounded = {name: plain[name].astype(case.dtype) for name in ("k", "v")}
+        wanted = wanted._replace(naive=budget.attention(plain | rounded).naive)
+    budget.check({"out": out, "lse": lse}, wanted)
 
 
 def append_arguments(case):

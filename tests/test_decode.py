@@ -89,6 +89,8 @@ OPTIONS = {
     "window": {"mask": sliding_window(5)},
     "band": {"mask": Mask(7, -1)},
     "softcap_scale": {"softcap": 3.0, "scale": 0.3},
+    "scale_negative": {"scale": -0.1},
+    "scale_zero": {"scale": 0.0, "mask": sliding_window(3)},
     "sinks": {"sinks": np.linspace(-1, 2, KV_HEADS * GROUP, dtype=np.float32)},
 }
 LENGTHS = (0, 1, 3, 4, 5, CAPACITY - 1, CAPACITY)

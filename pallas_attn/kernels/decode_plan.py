@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._problem import DecodeProblem
-from pallas_attn.kernels import softmax, warps
+from pallas_attn.kernels import fragments, softmax, warps
 
 Ref = Any
 Scalar = Any
@@ -60,7 +60,7 @@ class Plan:
     @property
     def chunk_rows(self) -> int:
         """Of them, how many a block takes at once; each chunk reads the keys anew."""
-        return min(4 * warps.ROWS, self.row_blocks * warps.ROWS)
+        return min(4 * fragments.ROWS, self.row_blocks * fragments.ROWS)
 
     @property
     def most_rows(self) -> int:
@@ -70,11 +70,11 @@ class Plan:
     @property
     def spilled_rows(self) -> int:
         """Rows that a warp may have."""
-        return min(self.rows, warps.ROWS)
+        return min(self.rows, fragments.ROWS)
 
     @property
     def row_blocks(self) -> int:
-        blocks = -(-self.rows // warps.ROWS)
+        blocks = -(-self.rows // fragments.ROWS)
         return 1 if blocks == 1 else 2 if blocks == 2 else 4
 
     @property
@@ -87,8 +87,8 @@ class Plan:
         return self.problem.kv_heads * self.chunks
 
     @functools.cached_property
-    def split(self) -> warps.Split:
-        return warps.Split(self.row_blocks, self.tile)
+    def split(self) -> fragments.Split:
+        return fragments.Split(self.row_blocks, self.tile)
 
     @property
     def tile(self) -> int:
@@ -145,8 +145,12 @@ class Plan:
 
     @property
     def unit_of_logits(self) -> float | None:
-        """What turns scores into log2 units; None where softcap stands between."""
-        return None if self.problem.softcap else self.problem.scale * softmax.LOG2_E
+        """What turns scores into log2 units; None where that is done before the softmax, whose
+        largest score must be the largest logit.
+        """
+        if self.problem.softcap is not None or self.problem.scale <= 0:
+            return None
+        return self.problem.scale * softmax.LOG2_E
 
     @property
     def page_rows(self) -> int:
@@ -161,10 +165,10 @@ class Plan:
         """
         lo, hi = self.problem.mask.kv_range(length - self.problem.q_len, length, length)
         first = 0 if isinstance(lo, int) else div(lo, self.tile)
-        return first, div(_at_least(hi, 0) + (self.tile - 1), self.tile)
+        return first, div(at_least(hi, 0) + (self.tile - 1), self.tile)
 
 
-def _at_least(x: Any, bound: int) -> Any:
+def at_least(x: Any, bound: int) -> Any:
     return (jnp if isinstance(x, jax.Array) else np).maximum(x, bound)
 
 
@@ -207,10 +211,10 @@ def lay_out(
     meanwhile()
     for m, length, most in zip(places, asked, room, strict=True):
         usable_too = (length <= most) & (usable >= 1)
-        lengths.append(thread.select(usable_too, _at_least(length, 0), 0))
+        lengths.append(thread.select(usable_too, at_least(length, 0), 0))
         lost.append(thread.select(usable_too, m * 0, 1))
         first, end = plan.tiles_of(lengths[-1], lambda x, y: x // y)
-        units = _at_least(end - first, 1)
+        units = at_least(end - first, 1)
         if plan.unit > 1:
             units = (units + (plan.unit - 1)) // plan.unit
         units = thread.select(m < plan.problem.sequences, units, 0)

@@ -30,7 +30,16 @@ from jax import lax
 
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels import decode_merge, decode_plan, softmax, tiles, warps
+from pallas_attn.kernels import (
+    decode_load,
+    decode_merge,
+    decode_plan,
+    fragments,
+    softmax,
+    tiles,
+    warps,
+)
+from pallas_attn.kernels.decode_load import Refs, Smem, Tile
 from pallas_attn.kernels.decode_plan import Piece, Plan, Share, Table
 
 Array = Any
@@ -38,7 +47,7 @@ Ref = Any
 Scalar = Any
 
 SMEM_LIMIT = 232_448
-ROWS = warps.WARPS * warps.ROWS
+ROWS = warps.WARPS * fragments.ROWS
 MULTIPROCESSORS = 132
 
 
@@ -105,27 +114,6 @@ def limit(problem: DecodeProblem) -> Limit | None:
 MOST_SEQUENCES = 2000  # a launch has parameters for as many arrays of K and of V
 
 
-class Smem(NamedTuple):
-    k: Any  # [stages, tile, H]
-    v: Any  # [stages, tile, Hv]
-    spilled: decode_merge.Spilled
-    table: Table
-    barriers: Any  # [stages] of 8 bytes
-    last: Any  # int32[1]: whether this block is the last of its row's
-
-
-class Refs(NamedTuple):
-    """Global memory that is read."""
-
-    q: Ref  # [M, t, N, H]
-    caches: tuple[tuple[Ref, Ref], ...]  # K and V: of a sequence each, or of all
-    given: decode_plan.Lengths
-    page_table: Ref | None
-    layer: Ref | None
-    sinks: Ref | None
-    counters: Ref
-
-
 def scratch(plan: Plan) -> Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
     problem, config = plan.problem, plan.config
@@ -138,7 +126,7 @@ def scratch(plan: Plan) -> Smem:
         return plgpu.SMEM((count,), dtype)
 
     rows = warps.WARPS * plan.spilled_rows
-    out = plgpu.SMEM((rows, problem.v_head_dim + warps.SPARE), jnp.float32)
+    out = plgpu.SMEM((rows, problem.v_head_dim + fragments.SPARE), jnp.float32)
     return Smem(
         k=ring(problem.head_dim),
         v=ring(problem.v_head_dim),
@@ -157,100 +145,6 @@ def smem_bytes(problem: DecodeProblem, config: Config) -> int:
 # ---- loading -------------------------------------------------------------------------------------
 
 
-class _Fetch(NamedTuple):
-    """A tile to be loaded, as int32 scalars."""
-
-    m: Scalar
-    head: Scalar
-    row: Scalar  # its first key
-    live: Scalar  # keys that exist, of those from `row` on; 0 or less: nothing to load
-    slot: Scalar
-    wanted: Scalar  # 0: no tile is left
-    layer: Scalar | None
-
-
-def _fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: _Fetch, plan: Plan) -> None:
-    """Asks for a tile: a copy of K and one of V for what lies together. Only rows that exist are
-    read.
-    """
-    given, smem = refs
-    problem, rows = plan.problem, plan.page_rows
-    live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
-    live = _at_least(live, 0)
-    row_bytes = [2 * problem.head_dim, 2 * problem.v_head_dim]
-    first = thread.index < 1
-    thread.announce(smem.barriers, at.slot, live * sum(row_bytes), first & (at.wanted >= 1))
-    caches = thread.pick(at.m, given.caches) if len(given.caches) > 1 else given.caches[0]
-    # Piece p is asked for by warp p % 4: a warp's lanes would wait for each other.
-    piece = thread.index % 32 * warps.WARPS + thread.index // 32
-    skipped = piece * rows
-    here = thread.minimum(live - skipped, rows)
-    there = here >= 1
-    line = _source(thread, (given, smem.table), at, skipped, there, plan)
-    for cache, ring, size in zip(caches, (smem.k, smem.v), row_bytes, strict=True):
-        words = size // 16
-        to = (at.slot * plan.tile + skipped) * words
-        done = (smem.barriers, at.slot)
-        thread.copy((ring, to), (cache, line * words), here * size, done, there)
-
-
-def _source(
-    thread: warps.Thread, refs: tuple[Refs, Table], at: _Fetch, skipped: Any, there: Any, plan: Plan
-) -> Any:
-    """The row of the cache's array where key `skipped` of the tile lies, in 64 bits. A page that is
-    missing makes its sequence a lost one.
-    """
-    (given, table), problem = refs, plan.problem
-    row, slab, slabs = at.row + skipped, None, 1
-    rows: Any = plan.capacity
-    if rows is None:
-        rows = thread.wide(thread.load(given.given.capacities, at.m, 4))
-    if problem.kind == "stacked":
-        slab, slabs = at.m, problem.sequences
-    if problem.kind == "paged":
-        rows, slabs = problem.page_size, problem.pages
-        row = thread.select(there, row, 0)
-        slab, good = _page(thread, given, at.m, row // rows, plan)
-        thread.shared_store(table.lost, at.m, thread.index * 0 + 1, there & (good < 1))
-        row = row % rows
-    if at.layer is not None:
-        slab = at.layer if slab is None else at.layer * slabs + slab
-    line = thread.wide(at.head)
-    if slab is not None:
-        line = thread.wide(slab) * problem.kv_heads + line
-    return line * rows + thread.wide(row)
-
-
-def _page(thread: warps.Thread, refs: Refs, m: Any, slot: Any, plan: Plan) -> tuple[Any, Any]:
-    """(page id, 1) of a slot of a sequence; (some page, 0) where there is none."""
-    width = plan.problem.capacities[0] // plan.problem.page_size
-    entries = thread.wide(m) * width
-    # A line of the table serves 32 pages; the next one is asked for before it is needed.
-    ahead = thread.minimum(slot + 32, width - 1)
-    thread.prefetch(refs.page_table, entries + thread.wide(ahead), 4)
-    page = thread.load(refs.page_table, entries + thread.wide(slot), 4)
-    good = (page >= 0) & (page < plan.problem.pages)
-    return thread.select(good, page, 0), thread.select(good, thread.index * 0 + 1, 0)
-
-
-def _check_pages(thread: warps.Thread, refs: tuple[Refs, Table], at: Any, plan: Plan) -> None:
-    """Pages before the first that is read: a window does not excuse a hole."""
-    (given, table), (m, pages) = refs, at
-
-    def some(i: Any, carry: list) -> list:
-        slot = i * 128 + thread.index
-        there = slot < pages
-        _, good = _page(thread, given, m, thread.minimum(slot, pages - 1), plan)
-        thread.shared_store(table.lost, m, thread.index * 0 + 1, there & (good < 1))
-        return carry
-
-    thread.loop((pages + 127) // 128, [], some)
-
-
-def _at_least(x: Any, bound: int) -> Any:
-    return decode_plan._at_least(x, bound)
-
-
 def _next_fetch(plan: Plan, refs: Refs, smem: Smem, share: Share, piece: Piece, slot: Any) -> Piece:
     """Asks for the next tile of the block's line, if there is one; where loading stands then."""
     more = (piece.tile >= piece.end) & (piece.following < share.end)
@@ -260,7 +154,7 @@ def _next_fetch(plan: Plan, refs: Refs, smem: Smem, share: Share, piece: Piece, 
 
     piece = lax.cond(more, opened, lambda: piece)
     row = piece.tile * plan.tile
-    fetch = _Fetch(
+    fetch = Tile(
         m=piece.m,
         head=lax.div(piece.head, jnp.int32(plan.chunks)),
         row=row,
@@ -269,7 +163,7 @@ def _next_fetch(plan: Plan, refs: Refs, smem: Smem, share: Share, piece: Piece, 
         wanted=(piece.tile < piece.end).astype(jnp.int32),
         layer=None if refs.layer is None else refs.layer[0],
     )
-    program = functools.partial(_fetch, plan=plan)
+    program = functools.partial(decode_load.fetch, plan=plan)
     warps.each_thread(program, (refs, smem), fetch)
     return piece._replace(tile=jnp.minimum(piece.tile + 1, piece.end))
 
@@ -290,9 +184,9 @@ def _positions(plan: Plan, piece: Piece, tile: Scalar) -> tuple[Any, Any]:
     split, problem = plan.split, plan.problem
     shape = (ROWS, split.columns)
     row, column = tiles.positions(shape, 0, 0), tiles.positions(shape, 1, 0)
-    warp = row // warps.ROWS
+    warp = row // fragments.ROWS
     key = tile * plan.tile + split.first(warp) + column
-    query = split.row_block(warp) * warps.ROWS + row % warps.ROWS
+    query = split.row_block(warp) * fragments.ROWS + row % fragments.ROWS
     query = query + lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
     return piece.length - problem.q_len + query // plan.group, key
 
@@ -301,7 +195,10 @@ def _logits(plan: Plan, piece: Piece, tile: Scalar, s: Array) -> Array:
     """Scores -> logits, in log2 units if `plan.unit_of_logits` is None."""
     problem = plan.problem
     if plan.unit_of_logits is None:
-        s = softmax.capped(s * problem.scale, problem.softcap) * softmax.LOG2_E
+        s = s * problem.scale
+        if problem.softcap is not None:
+            s = softmax.capped(s, problem.softcap)
+        s = s * softmax.LOG2_E
     lo, hi = problem.mask.kv_full_range(piece.length - problem.q_len, piece.length, piece.length)
     start = tile * plan.tile
     full = (start >= lo) & (start + plan.tile <= hi)
@@ -316,7 +213,7 @@ def _logits(plan: Plan, piece: Piece, tile: Scalar, s: Array) -> Array:
 def _attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> State:
     """One tile of keys."""
     (tile, slot), (q, state) = at, carried
-    s = warps.scores(q, smem.k, slot, plan.split)
+    s = fragments.scores(q, smem.k, slot, plan.split)
     new = softmax.step(_logits(plan, piece, tile, s), plan.unit_of_logits, state.top, guarded=True)
 
     def scaled():
@@ -327,32 +224,7 @@ def _attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> 
 
     acc, total = lax.cond(new.moved != 0, scaled, lambda: (state.acc, state.total))
     p = new.p.astype(plan.problem.dtype)
-    return State(warps.weigh(acc, p, smem.v, slot, plan.split), total + new.total, new.top)
-
-
-def _clear(thread: warps.Thread, ring: Ref, at: tuple[Any, Any], plan: Plan) -> None:
-    """Zeros over the values past the last key: whatever lies there, NaN too, has a weight of 0."""
-    live, slot = at
-    words = plan.problem.v_head_dim // 8
-    total = plan.tile * words
-
-    def some(i: Any, carry: list) -> list:
-        index = thread.index + i * 128
-        there = (index < total) & (index >= live * words)
-        thread.shared_clear(ring, slot * total + index, there)
-        return carry
-
-    thread.loop(-(-total // 128), [], some)
-    thread.sync()
-
-
-def _wait(thread: warps.Thread, barriers: Ref, at: tuple[Any, Any]) -> None:
-    thread.wait(barriers, *at)
-
-
-def _sync(thread: warps.Thread, refs: Any, at: Any) -> None:
-    del refs, at
-    thread.sync()
+    return State(fragments.weigh(acc, p, smem.v, slot, plan.split), total + new.total, new.top)
 
 
 def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta: Scalar) -> None:
@@ -374,10 +246,10 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
         q = _queries(plan, refs, piece)
         if plan.problem.kind == "paged" and plan.problem.mask.left is not None:
             before = lax.div(piece.tile * plan.tile, jnp.int32(plan.problem.page_size))
-            check = functools.partial(_check_pages, plan=plan)
+            check = functools.partial(decode_load.check_pages, plan=plan)
             warps.each_thread(check, (refs, smem.table), (piece.m, before))
         state = State(
-            tiles.filled((ROWS, warps.width_of(plan.problem.v_head_dim)), 0.0),
+            tiles.filled((ROWS, fragments.width_of(plan.problem.v_head_dim)), 0.0),
             tiles.filled((ROWS, softmax.PARTS), 0.0),
             tiles.filled((ROWS,), -jnp.inf),
         )
@@ -386,12 +258,12 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             state, count, ahead = carry
             slot = lax.rem(count, jnp.int32(stages))
             parity = lax.rem(lax.div(count, jnp.int32(stages)), jnp.int32(2))
-            warps.each_thread(_sync, (), ())  # all have read the tile before
+            warps.each_thread(decode_load.sync, (), ())  # all have read the tile before
             before = jnp.where(slot == 0, stages - 1, slot - 1)
             ahead = _next_fetch(plan, refs, smem, share, ahead, before)
-            warps.each_thread(_wait, smem.barriers, (slot, parity))
+            warps.each_thread(decode_load.wait, smem.barriers, (slot, parity))
             live = piece.length - tile * plan.tile
-            clear = functools.partial(_clear, plan=plan)
+            clear = functools.partial(decode_load.clear, plan=plan)
             pl.when(live < plan.tile)(lambda: warps.each_thread(clear, smem.v, (live, slot)))
             state = _attend(plan, smem, piece, (tile, slot), (q, state))
             return state, count + 1, ahead
@@ -411,7 +283,7 @@ def _queries(plan: Plan, refs: Refs, piece: Piece) -> Array:
     first = piece.m * (problem.q_len * problem.q_heads) + head
     stride = (problem.q_heads, plan.group, problem.head_dim)
     chunk = lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
-    return warps.queries(refs.q, (first, chunk), plan.rows, plan.split, stride)
+    return fragments.queries(refs.q, (first, chunk), plan.rows, plan.split, stride)
 
 
 def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, parts: decode_plan.Parts) -> None:
@@ -426,7 +298,7 @@ def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, parts: decode_pla
         later=parts.later,
     )
     total = state.total.sum(axis=1)
-    warps.spill(state.acc, state.top, total, smem.spilled, plan.spilled_rows)
+    fragments.spill(state.acc, state.top, total, smem.spilled, plan.spilled_rows)
 
     @pl.when(parts.count == 1)
     def _():
