@@ -13,7 +13,7 @@ at a time. They are loops, not straight code: what is run once is fetched once, 
 import functools
 from typing import Any, NamedTuple
 
-from pallas_attn.kernels import softmax, warps
+from pallas_attn.kernels import fragments, softmax, warps
 from pallas_attn.kernels.decode_plan import Plan
 
 Ref = Any
@@ -177,12 +177,12 @@ def _each_place(thread: warps.Thread, body: Any, at: Where, plan: Plan) -> None:
 
 def _of_warps(thread: warps.Thread, spilled: Spilled, place: tuple, at: Where, plan: Plan) -> _Part:
     row, column, _ = place
-    pitch = (plan.problem.v_head_dim + warps.SPARE) // 4
+    pitch = (plan.problem.v_head_dim + fragments.SPARE) // 4
     parts = []
     for group in range(plan.split.groups):
         line = row  # of the warp that has it: a warp's row block, then its group of keys
         if plan.row_blocks > 1:
-            line = row // warps.ROWS * plan.spilled_rows + row % warps.ROWS
+            line = row // fragments.ROWS * plan.spilled_rows + row % fragments.ROWS
         line = line + group * plan.row_blocks * plan.spilled_rows
         (top,) = thread.shared_floats(spilled.top, line, 1)
         (total,) = thread.shared_floats(spilled.total, line, 1)

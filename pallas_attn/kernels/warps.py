@@ -1,38 +1,25 @@
-"""What kernels say to a thread and to a warp where tiles are too coarse: bulk copies from any
-pointer, tensor cores fed from rows as they lie in memory, and arithmetic thread by thread.
+"""What kernels say to a thread where tiles are too coarse: shared memory, barriers, bulk copies
+from any pointer, atomics, and floating point.
 
-`Thread` is `tiles.Thread` with shared memory, barriers, atomics and floating point: its programs
-run on the GPU as they stand and in NumPy under the tests. The functions below it (`queries`,
-`scores`, `weigh`, `spill`) work on register tiles; each carries a twin that says in NumPy what it
-means, which is what the interpreter runs.
-
-Rows of K and V reach shared memory as they lie in the cache, without a swizzle: no tensor map
-takes part. `ldmatrix` would meet 8 rows in the same banks. Padding between rows keeps them apart,
-but bulk copies to places that are not multiples of 128 bytes read 4.3 TB/s where others read 4.53.
-So lanes load 16 bytes of a row each, in an order of the columns that suits them, and tensor cores
-are told the same order of both operands.
+`Thread` is `tiles.Thread` with all that: its programs run on the GPU as they stand and in NumPy
+under the tests.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-import jax.experimental.mosaic.gpu as mgpu
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from pallas_attn.kernels import tiles
 from pallas_attn.kernels.tiles import Int
 
 Ref = Any
-Array = Any
 
-SPARE = 8  # floats behind a spilled row: without, 8 rows would meet in the same banks
-WARPS = 4
-ROWS = 16  # query rows of a warp
+WARPS = 4  # of a block
 
 
 class Float:
@@ -87,15 +74,15 @@ class Thread(tiles.Thread):
                 "{ .reg .pred p; .reg .b32 t; shfl.sync.up.b32 t|p, $1, "
                 f"{distance}, 0, 0xffffffff; @!p mov.b32 t, 0; add.s32 $0, $1, t; }}"
             )
-            x = Int(llvm.inline_asm(_i32(), [x.value], ptx, "=r,r", has_side_effects=True))
+            x = Int(llvm.inline_asm(i32(), [x.value], ptx, "=r,r", has_side_effects=True))
         return x
 
     def of_lane(self, x: Any, lane: Int) -> Any:
         """x, an Int or a Float, as `lane` of the warp has it."""
-        word = x.value if isinstance(x, Int) else arith.bitcast(_i32(), x.value)
+        word = x.value if isinstance(x, Int) else arith.bitcast(i32(), x.value)
         ptx = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
         operands = [word, lane.value]
-        word = llvm.inline_asm(_i32(), operands, ptx, "=r,r,r", has_side_effects=True)
+        word = llvm.inline_asm(i32(), operands, ptx, "=r,r,r", has_side_effects=True)
         return Int(word) if isinstance(x, Int) else Float(arith.bitcast(ir.F32Type.get(), word))
 
     # ---- floating point --------------------------------------------------------------------------
@@ -139,8 +126,8 @@ class Thread(tiles.Thread):
     def loop(self, count: Any, carry: list, body: Callable[[Int, list], list]) -> list:
         """`for i in range(count): carry = body(i, carry)`; count is the block's or a Python int."""
         kinds = [type(x) for x in carry]
-        stop = utils.c(count, _i32()) if isinstance(count, int) else count.value
-        loop = scf.ForOp(utils.c(0, _i32()), stop, utils.c(1, _i32()), [x.value for x in carry])
+        stop = utils.c(count, i32()) if isinstance(count, int) else count.value
+        loop = scf.ForOp(utils.c(0, i32()), stop, utils.c(1, i32()), [x.value for x in carry])
         with ir.InsertionPoint(loop.body):
             inside = [kind(x) for kind, x in zip(kinds, loop.inner_iter_args, strict=True)]
             scf.yield_([x.value for x in body(Int(loop.induction_variable), inside)])
@@ -153,11 +140,11 @@ class Thread(tiles.Thread):
         return _floats(ref, index, count)
 
     def store_floats(self, ref: Ref, index: Int, values: list[Float], where: Int) -> None:
-        words = [Int(arith.bitcast(_i32(), x.value)) for x in values]
+        words = [Int(arith.bitcast(i32(), x.value)) for x in values]
         if len(words) == 1:
             self.store(ref, index, words[0], 4, where)
             return
-        packed = llvm.mlir_undef(ir.VectorType.get((4,), _i32()))
+        packed = llvm.mlir_undef(ir.VectorType.get((4,), i32()))
         for i, word in enumerate(words):
             packed = vector.insert(word.value, packed, [], [i])
         self.store(ref, index, Int(packed), 16, where)
@@ -182,11 +169,11 @@ class Thread(tiles.Thread):
     def shared_store(self, ref: Ref, index: Int, value: Any, where: Int) -> None:
         """An Int or a Float into a word of 4 bytes."""
         value = value.value
-        if value.type != _i32():
-            value = arith.bitcast(_i32(), value)
+        if value.type != i32():
+            value = arith.bitcast(i32(), value)
         ptx = "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.shared.b32 [$1], $2; }"
-        operands = [arith.extui(_i32(), where.value), _shared_address(ref, index, 4), value]
-        _do(ptx, operands, "r,r,r")
+        operands = [arith.extui(i32(), where.value), shared_address(ref, index, 4), value]
+        do(ptx, operands, "r,r,r")
 
     def shared_clear(self, ref: Ref, index: Int, where: Int) -> None:
         """Zeros into a word of 16 bytes, which a bulk copy may overwrite after the next `sync`."""
@@ -194,8 +181,8 @@ class Thread(tiles.Thread):
             "{ .reg .pred p; .reg .b32 z; mov.b32 z, 0; setp.ne.b32 p, $0, 0; "
             "@p st.shared.v4.b32 [$1], {z, z, z, z}; fence.proxy.async.shared::cta; }"
         )
-        operands = [arith.extui(_i32(), where.value), _shared_address(ref, index, 16)]
-        _do(ptx, operands, "r,r")
+        operands = [arith.extui(i32(), where.value), shared_address(ref, index, 16)]
+        do(ptx, operands, "r,r")
 
     def sync(self) -> None:
         """The block's threads meet, and see what the others wrote to shared memory."""
@@ -207,12 +194,12 @@ class Thread(tiles.Thread):
         """Barriers that one arrival a phase completes, and the bytes that it announced."""
         first = self.index < 1
         for i in range(count):
-            address = _shared_address(ref, i, 8)
+            address = shared_address(ref, i, 8)
             ptx = (
                 "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p mbarrier.init.shared::cta.b64 [$1], 1; }"
             )
-            _do(ptx, [arith.extui(_i32(), first.value), address], "r,r")
-        _do("fence.mbarrier_init.release.cluster;", [], "")
+            do(ptx, [arith.extui(i32(), first.value), address], "r,r")
+        do("fence.mbarrier_init.release.cluster;", [], "")
         self.sync()
 
     def announce(self, barriers: Ref, slot: Int, nbytes: Int, where: Int) -> None:
@@ -222,9 +209,9 @@ class Thread(tiles.Thread):
             "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], $2; }"
         )
         operands = [
-            arith.extui(_i32(), where.value), _shared_address(barriers, slot, 8), nbytes.value
+            arith.extui(i32(), where.value), shared_address(barriers, slot, 8), nbytes.value
         ]  # fmt: skip
-        _do(ptx, operands, "r,r,r")
+        do(ptx, operands, "r,r,r")
 
     def copy(self, to: tuple, source: tuple, nbytes: Int, done: tuple, where: Int) -> None:
         """Has `nbytes` copied to shared memory. `to` and `source`: (ref, word of 16 bytes); `done`:
@@ -235,13 +222,13 @@ class Thread(tiles.Thread):
             ".mbarrier::complete_tx::bytes [$1], [$2], $3, [$4]; }"
         )
         operands = [
-            arith.extui(_i32(), where.value),
-            _shared_address(*to, 16),
+            arith.extui(i32(), where.value),
+            shared_address(*to, 16),
             tiles._address(*source, 16),
             nbytes.value,
-            _shared_address(*done, 8),
+            shared_address(*done, 8),
         ]
-        _do(ptx, operands, "r,r,l,r,r")
+        do(ptx, operands, "r,r,l,r,r")
 
     def wait(self, barriers: Ref, slot: Int, parity: Int) -> None:
         """Until what was announced for this phase is there."""
@@ -249,7 +236,7 @@ class Thread(tiles.Thread):
             "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
             "@!p bra again; }"
         )
-        _do(ptx, [_shared_address(barriers, slot, 8), parity.value], "r,r")
+        do(ptx, [shared_address(barriers, slot, 8), parity.value], "r,r")
 
     # ---- between blocks --------------------------------------------------------------------------
 
@@ -267,12 +254,12 @@ class Thread(tiles.Thread):
             "setp.eq.u32 q, old, $2; selp.b32 old, 1, 0, q; st.shared.b32 [$3], old; done: }"
         )
         operands = [
-            arith.extui(_i32(), (self.index < 1).value),
+            arith.extui(i32(), (self.index < 1).value),
             tiles._address(counters, index, 4),
             (count - 1).value,
-            _shared_address(last, 0, 4),
+            shared_address(last, 0, 4),
         ]
-        _do(ptx, operands, "r,l,r,r")
+        do(ptx, operands, "r,l,r,r")
         self.sync()
 
 
@@ -281,21 +268,21 @@ def each_thread(program: Callable[..., None], refs: Any, scalars: Any) -> None:
     tiles.each_thread(program, refs, scalars, Thread())
 
 
-def _i32() -> ir.Type:
+def i32() -> ir.Type:
     return ir.IntegerType.get_signless(32)
 
 
-def _do(ptx: str, operands: list, constraints: str) -> None:
+def do(ptx: str, operands: list, constraints: str) -> None:
     clobbers = ",".join(filter(None, (constraints, "~{memory}")))
     llvm.inline_asm(
         ir.Type.parse("!llvm.void"), operands, ptx, clobbers, has_side_effects=True
     )  # fmt: skip
 
 
-def _shared_address(ref: Ref, index: Any, nbytes: int) -> ir.Value:
+def shared_address(ref: Ref, index: Any, nbytes: int) -> ir.Value:
     """The 32-bit address of a word of shared memory."""
-    index = Int(utils.c(index, _i32())) if isinstance(index, int) else index
-    return llvm.ptrtoint(_i32(), tiles._address(ref, index, nbytes))
+    index = Int(utils.c(index, i32())) if isinstance(index, int) else index
+    return llvm.ptrtoint(i32(), tiles._address(ref, index, nbytes))
 
 
 def _floats(ref: Ref, index: Int, count: int) -> list[Float]:
@@ -305,295 +292,3 @@ def _floats(ref: Ref, index: Int, count: int) -> list[Float]:
         return [Float(llvm.load(kind, address, alignment=4))]
     loaded = llvm.load(ir.VectorType.get((count,), kind), address, alignment=4 * count)
     return [Float(vector.extract(loaded, [], [i])) for i in range(count)]
-
-
-# ---- register tiles ------------------------------------------------------------------------------
-
-
-def _inline(code: Callable, twin: Callable, args: tuple, types: tuple, result: Any) -> Any:
-    """`code(context, *args)` on the GPU, `twin(*args)` in NumPy under the interpreter."""
-
-    def run(context, *values):
-        del context
-        return code(*values)
-
-    inline: Any = run
-    inline.twin = twin
-    return plgpu.inline_mgpu(arg_types=types, return_type=result)(inline)(*args)
-
-
-SCALAR = plgpu.Layout.WG_SPLAT
-REF = plgpu.RefType()
-
-
-def _tile_of(shape: tuple[int, int], dtype: Any) -> Any:
-    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=tiles.TILE)
-
-
-def _lane() -> tuple[ir.Value, ir.Value]:
-    """(warp of the block, lane of the warp)."""
-    thread = arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x))
-    return arith.divui(thread, utils.c(32, _i32())), arith.remui(thread, utils.c(32, _i32()))
-
-
-class Split:
-    """Who takes what of a tile of `keys` keys.
-
-    `row_blocks` (1, 2 or 4) groups of 16 query rows go to as many warps; what warps are left over
-    share out the keys. Column c of a warp's scores is key `first(warp) + c` of the tile.
-    """
-
-    def __init__(self, row_blocks: int, keys: int):
-        self.row_blocks, self.keys = row_blocks, keys
-        self.groups = WARPS // row_blocks  # of keys
-        self.columns = keys // self.groups
-
-    def row_block(self, warp: Any) -> Any:
-        return warp % self.row_blocks
-
-    def first(self, warp: Any) -> Any:
-        return warp // self.row_blocks * self.columns
-
-
-def queries(ref: Ref, first: tuple, rows: int, split: Split, stride: tuple) -> Array:
-    """The query rows of every warp, [64, H up to a multiple of 32]: row r of warp w is query
-    row_block(w) * 16 + r, from the first on. For `scores` alone: it lies as `_words_of_row` says.
-
-    `first` is (where query 0 lies, in rows of H; the query of row 0). Query n of `rows` lies at
-    n // group * step + n % group from there; `stride` is (step, group, H). Rows past the last
-    repeat it.
-    """
-    step, group, dim = stride
-    dtype, groups = ref.dtype, -(-dim // 32)
-    shape = (WARPS * ROWS, 32 * groups)
-
-    def where(n):
-        return n // group * step + n % group
-
-    def code(ref, first):
-        warp, lane = (Int(x) for x in _lane())
-        start, skipped = (Int(x.registers.item()) for x in first)
-        pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
-        halves = []
-        for half in (0, 8):
-            n = skipped + split.row_block(warp) * ROWS + lane // 4 + half
-            row = start + where(n._with(arith.minsi, rows - 1))
-            halves.append(_words_of_row(tiles._pointer(ref), _wide(row) * (dim // 8), lane, dim))
-        registers = [llvm.bitcast(pair, words[i]) for i in range(4 * groups) for words in halves]
-        return _tile(registers, shape)
-
-    def twin(ref, first):
-        n = np.arange(WARPS * ROWS)
-        n = np.minimum(first[1] + split.row_block(n // ROWS) * ROWS + n % ROWS, rows - 1)
-        q = ref.reshape(-1, dim)[first[0] + where(n)]
-        return np.pad(q, ((0, 0), (0, 32 * groups - dim)))
-
-    return _inline(code, twin, (ref, first), (REF, (SCALAR, SCALAR)), _tile_of(shape, dtype))
-
-
-def _wide(x: Int) -> Int:
-    return Int(arith.extsi(ir.IntegerType.get_signless(64), x.value))
-
-
-def _words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: int = 0) -> list:
-    """What a lane holds of a row of `dim` numbers of 16 bits that begins `start` + `offset` words
-    of 16 bytes from `pointer`: 4 words of 32 bits from each group of 32 numbers.
-
-    The lanes of a row take 8 neighbouring numbers each. A matmul sums over numbers in any order, as
-    long as both operands agree; so nothing has to be rearranged. 0 past the row's end.
-    """
-    words, chunks = [], dim // 8
-    column = lane % 4
-    column = column if isinstance(start.value.type, ir.IntegerType) and (
-        start.value.type.width == 32
-    ) else _wide(column)  # fmt: skip
-    for group in range(-(-chunks // 4)):
-        left = chunks - 4 * group
-        mine = column if left >= 4 else column._with(arith.minsi, left - 1)
-        four = _four_words(pointer, start + mine, offset + 4 * group)
-        if left < 4:
-            there = lane % 4 < left
-            zero = utils.c(0, _i32())
-            four = [arith.select(there.value, word, zero) for word in four]
-        words += four
-    return words
-
-
-def _four_words(pointer: ir.Value, index: Int, offset: int) -> list[ir.Value]:
-    kind = ir.VectorType.get((4,), _i32())
-    address = utils.getelementptr(pointer, [index.value], kind)
-    address = utils.getelementptr(address, [offset], kind)
-    loaded = llvm.load(kind, address, alignment=16)
-    return [vector.extract(loaded, [], [i]) for i in range(4)]
-
-
-def _tile(registers: list, shape: tuple[int, int]) -> Any:
-    layout = tiles.TILE.to_mgpu()
-    filled = np.empty(len(registers), object)
-    filled[:] = registers
-    return mgpu.FragmentedArray(
-        _registers=filled.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
-    )
-
-
-def _words(array: Any) -> list[ir.Value]:
-    """A 16-bit tile's registers as words: [column of 8][upper or lower 8 rows], flat."""
-    return [llvm.bitcast(_i32(), r) for r in array.registers.flat]
-
-
-def _mma(c: list, a: list, b: list, dtype: Any) -> list[ir.Value]:
-    """c + a @ b: m16 n8 k16, 4 words of a and 2 of b."""
-    kind = {"bfloat16": "bf16", "float16": "f16"}[str(jnp.dtype(dtype))]
-    ptx = (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$0, $1, $2, $3};"
-    )
-    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["0", "1", "2", "3"])
-    struct = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
-    four = llvm.inline_asm(struct, [*a, *b, *c], ptx, constraints)
-    return [llvm.extractvalue(ir.F32Type.get(), four, [i]) for i in range(4)]
-
-
-def _pair(a: ir.Value, b: ir.Value) -> ir.Value:
-    packed = llvm.mlir_undef(ir.VectorType.get((2,), ir.F32Type.get()))
-    return vector.insert(b, vector.insert(a, packed, [], [0]), [], [1])
-
-
-def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
-    """q @ K^T of each warp's own rows and keys, [64, columns], from slot `slot` of the ring `ref`
-    [slots, keys, H].
-
-    Two sums a column, of every other matmul, halve the chain of those that wait for each other.
-    """
-    dim, dtype = ref.shape[2], q.dtype
-    shape = (WARPS * ROWS, split.columns)
-
-    def code(q, ref, slot):
-        warp, lane = (Int(x) for x in _lane())
-        a, pointer, words = _words(q), tiles._pointer(ref), dim // 8
-        start = Int(slot.registers.item()) * (split.keys * words)
-        start = start + (split.first(warp) + lane // 4) * words
-        zero = utils.c(0.0, ir.F32Type.get())
-        registers: list[Any] = []
-        for column in range(0, split.columns, 8):
-            b = _words_of_row(pointer, start, lane, dim, column * words)
-            sums = [[zero] * 4 for _ in range(2)]
-            for n in range(len(b) // 2):
-                sums[n % 2] = _mma(sums[n % 2], a[4 * n : 4 * n + 4], b[2 * n : 2 * n + 2], dtype)
-            s = [arith.addf(x, y) for x, y in zip(*sums, strict=True)]
-            registers += [_pair(s[0], s[1]), _pair(s[2], s[3])]
-        return _tile(registers, shape)
-
-    def twin(q, ref, slot):
-        out = np.zeros(shape, np.float32)
-        for warp in range(WARPS):
-            here = slice(ROWS * warp, ROWS * (warp + 1))
-            keys = ref[slot][split.first(warp) :][: split.columns]
-            out[here] = q[here, :dim].astype(np.float32) @ keys.astype(np.float32).T
-        return out
-
-    types = (tiles.TILE, REF, SCALAR)
-    return _inline(code, twin, (q, ref, slot), types, _tile_of(shape, jnp.float32))
-
-
-def width_of(v_head_dim: int) -> int:
-    """Columns of the accumulator of `weigh`."""
-    return -(-v_head_dim // 64) * 64
-
-
-def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
-    """acc + p @ V of each warp's own keys, [64, width_of(Hv)]: V from slot `slot` of the ring `ref`
-    [slots, keys, at least Hv].
-
-    Lane 4 * g + t takes chunk 8 * u + g (8 neighbouring columns) of the keys that its part of p
-    stands for. Accumulator u * 8 + i of 8 columns has column i of 8 chunks: `spill` puts them in
-    order.
-    """
-    pitch, dtype = ref.shape[2], p.dtype
-    shape = acc.shape
-    chunks = pitch // 8
-
-    def code(acc, p, ref, slot):
-        warp, lane = (Int(x) for x in _lane())
-        a, pointer = _words(p), tiles._pointer(ref)
-        start = Int(slot.registers.item()) * (split.keys * chunks)
-        start = start + (split.first(warp) + lane % 4 * 2) * chunks
-        sums = []
-        for pairs in acc.registers.reshape(-1, 2):
-            sums.append([vector.extract(pair, [], [i]) for pair in pairs for i in range(2)])
-        for key in range(0, split.columns, 16):
-            of_a = a[key // 4 : key // 4 + 4]
-            for u in range(shape[1] // 64):
-                chunk = (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
-                rows = [
-                    _four_words(pointer, start + chunk, (key + n) * chunks) for n in (0, 1, 8, 9)
-                ]
-                for i in range(8):
-                    low, high = ([row[i // 2] for row in rows[n : n + 2]] for n in (0, 2))
-                    b = [_halves(low, i % 2), _halves(high, i % 2)]
-                    sums[8 * u + i] = _mma(sums[8 * u + i], of_a, b, dtype)
-        registers = []
-        for s in sums:
-            registers += [_pair(s[0], s[1]), _pair(s[2], s[3])]
-        return _tile(registers, shape)
-
-    def twin(acc, p, ref, slot):
-        out = np.array(acc)
-        for warp in range(WARPS):
-            here = slice(ROWS * warp, ROWS * (warp + 1))
-            values = ref[slot][split.first(warp) :][: split.columns, : shape[1]]
-            out[here, : values.shape[1]] += p[here].astype(np.float32) @ values.astype(np.float32)
-        return out
-
-    types = (tiles.TILE, tiles.TILE, REF, SCALAR)
-    return _inline(code, twin, (acc, p, ref, slot), types, _tile_of(shape, jnp.float32))
-
-
-def _halves(words: list, upper: int) -> ir.Value:
-    """The lower (or upper) halves of two words, side by side."""
-    code = f"prmt.b32 $0, $1, $2, {'0x7632' if upper else '0x5410'};"
-    return llvm.inline_asm(_i32(), words, code, "=r,r,r")
-
-
-def spill(acc: Array, top: Array, total: Array, to: tuple[Ref, Ref, Ref], rows: int) -> None:
-    """The first `rows` rows of each warp's accumulator, and what belongs to them, to shared memory:
-    [WARPS * rows, Hv + SPARE], and twice [WARPS * rows].
-    """
-    chunks, words = (to[0].shape[1] - SPARE) // 8, to[0].shape[1] // 4
-
-    def row_of(half, acc, numbers, refs):
-        warp, lane = (Int(x) for x in _lane())
-        line, row = warp * rows + lane // 4 + 8 * half, lane // 4 + 8 * half
-        for u in range(acc.shape[1] // 64):
-            for n in range(2):
-                chunk = lane % 4 * 2 + (8 * u + n)
-                there = ((row < rows) & (chunk < chunks)).value
-                eight = [acc.registers.flat[2 * (8 * u + i) + half] for i in range(8)]
-                eight = [vector.extract(pair, [], [n]) for pair in eight]
-                for k in range(2):
-                    index = line * words + chunk * 2 + k
-                    _store_four(refs[0], index, eight[4 * k : 4 * k + 4], there)
-        for ref, given in zip(refs[1:], numbers, strict=True):
-            number = given.registers.flat[half]
-            if isinstance(number.type, ir.VectorType):
-                number = vector.extract(number, [], [0])
-            Thread().shared_store(ref, line, Float(number), row < rows)
-
-    def code(acc, top, total, refs):
-        for half in range(-(-rows // 8)):
-            row_of(half, acc, (top, total), refs)
-
-    def twin(acc, top, total, refs):
-        for ref, tile in zip(refs, (acc[:, : 8 * chunks], top, total), strict=True):
-            mine = tile.reshape(WARPS, ROWS, *tile.shape[1:])[:, :rows]
-            ref.reshape(WARPS, rows, *ref.shape[1:])[..., : mine.shape[-1]] = mine
-
-    types = (tiles.TILE, tiles.ROW, tiles.ROW, (REF, REF, REF))
-    _inline(code, twin, (acc, top, total, tuple(to)), types, None)
-
-
-def _store_four(ref: Ref, index: Int, values: list, there: ir.Value) -> None:
-    ptx = "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.shared.v4.b32 [$1], {$2, $3, $4, $5}; }"
-    words = [arith.bitcast(_i32(), x) for x in values]
-    operands = [arith.extui(_i32(), there), _shared_address(ref, index, 16), *words]
-    _do(ptx, operands, "r,r,r,r,r,r")

@@ -1,0 +1,145 @@
+"""How a block asks for tiles of keys and values: programs for one thread (`warps.each_thread`)."""
+
+from typing import Any, NamedTuple
+
+from pallas_attn.kernels import decode_merge, decode_plan, warps
+from pallas_attn.kernels.decode_plan import Plan, Table
+
+Ref = Any
+Scalar = Any
+
+
+class Smem(NamedTuple):
+    k: Any  # [stages, tile, H]
+    v: Any  # [stages, tile, Hv]
+    spilled: decode_merge.Spilled
+    table: Table
+    barriers: Any  # [stages] of 8 bytes
+    last: Any  # int32[1]: whether this block is the last of its row's
+
+
+class Refs(NamedTuple):
+    """Global memory that is read."""
+
+    q: Ref  # [M, t, N, H]
+    caches: tuple[tuple[Ref, Ref], ...]  # K and V: of a sequence each, or of all
+    given: decode_plan.Lengths
+    page_table: Ref | None
+    layer: Ref | None
+    sinks: Ref | None
+    counters: Ref
+
+
+class Tile(NamedTuple):
+    """A tile to be loaded, as int32 scalars."""
+
+    m: Scalar
+    head: Scalar
+    row: Scalar  # its first key
+    live: Scalar  # keys that exist, of those from `row` on; 0 or less: nothing to load
+    slot: Scalar
+    wanted: Scalar  # 0: no tile is left
+    layer: Scalar | None
+
+
+def fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -> None:
+    """Asks for a tile: a copy of K and one of V for what lies together. Only rows that exist are
+    read.
+    """
+    given, smem = refs
+    problem, rows = plan.problem, plan.page_rows
+    live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
+    live = decode_plan.at_least(live, 0)
+    row_bytes = [2 * problem.head_dim, 2 * problem.v_head_dim]
+    first = thread.index < 1
+    thread.announce(smem.barriers, at.slot, live * sum(row_bytes), first & (at.wanted >= 1))
+    caches = thread.pick(at.m, given.caches) if len(given.caches) > 1 else given.caches[0]
+    # Piece p is asked for by warp p % 4: a warp's lanes would wait for each other.
+    piece = thread.index % 32 * warps.WARPS + thread.index // 32
+    skipped = piece * rows
+    here = thread.minimum(live - skipped, rows)
+    there = here >= 1
+    line = _source(thread, (given, smem.table), at, skipped, there, plan)
+    for cache, ring, size in zip(caches, (smem.k, smem.v), row_bytes, strict=True):
+        words = size // 16
+        to = (at.slot * plan.tile + skipped) * words
+        done = (smem.barriers, at.slot)
+        thread.copy((ring, to), (cache, line * words), here * size, done, there)
+
+
+def _source(
+    thread: warps.Thread, refs: tuple[Refs, Table], at: Tile, skipped: Any, there: Any, plan: Plan
+) -> Any:
+    """The row of the cache's array where key `skipped` of the tile lies, in 64 bits. A page that is
+    missing makes its sequence a lost one.
+    """
+    (given, table), problem = refs, plan.problem
+    row, slab, slabs = at.row + skipped, None, 1
+    rows: Any = plan.capacity
+    if rows is None:
+        rows = thread.wide(thread.load(given.given.capacities, at.m, 4))
+    if problem.kind == "stacked":
+        slab, slabs = at.m, problem.sequences
+    if problem.kind == "paged":
+        rows, slabs = problem.page_size, problem.pages
+        row = thread.select(there, row, 0)
+        slab, good = _page(thread, given, at.m, row // rows, plan)
+        thread.shared_store(table.lost, at.m, thread.index * 0 + 1, there & (good < 1))
+        row = row % rows
+    if at.layer is not None:
+        slab = at.layer if slab is None else at.layer * slabs + slab
+    line = thread.wide(at.head)
+    if slab is not None:
+        line = thread.wide(slab) * problem.kv_heads + line
+    return line * rows + thread.wide(row)
+
+
+def _page(thread: warps.Thread, refs: Refs, m: Any, slot: Any, plan: Plan) -> tuple[Any, Any]:
+    """(page id, 1) of a slot of a sequence; (some page, 0) where there is none."""
+    width = plan.problem.capacities[0] // plan.problem.page_size
+    entries = thread.wide(m) * width
+    # A line of the table serves 32 pages; the next one is asked for before it is needed.
+    ahead = thread.minimum(slot + 32, width - 1)
+    thread.prefetch(refs.page_table, entries + thread.wide(ahead), 4)
+    page = thread.load(refs.page_table, entries + thread.wide(slot), 4)
+    good = (page >= 0) & (page < plan.problem.pages)
+    return thread.select(good, page, 0), thread.select(good, thread.index * 0 + 1, 0)
+
+
+def check_pages(thread: warps.Thread, refs: tuple[Refs, Table], at: Any, plan: Plan) -> None:
+    """Pages before the first that is read: a window does not excuse a hole."""
+    (given, table), (m, pages) = refs, at
+
+    def some(i: Any, carry: list) -> list:
+        slot = i * 128 + thread.index
+        there = slot < pages
+        _, good = _page(thread, given, m, thread.minimum(slot, pages - 1), plan)
+        thread.shared_store(table.lost, m, thread.index * 0 + 1, there & (good < 1))
+        return carry
+
+    thread.loop((pages + 127) // 128, [], some)
+
+
+def clear(thread: warps.Thread, ring: Ref, at: tuple[Any, Any], plan: Plan) -> None:
+    """Zeros over the values past the last key: whatever lies there, NaN too, has a weight of 0."""
+    live, slot = at
+    words = plan.problem.v_head_dim // 8
+    total = plan.tile * words
+
+    def some(i: Any, carry: list) -> list:
+        index = thread.index + i * 128
+        there = (index < total) & (index >= live * words)
+        thread.shared_clear(ring, slot * total + index, there)
+        return carry
+
+    thread.loop(-(-total // 128), [], some)
+    thread.sync()
+
+
+def wait(thread: warps.Thread, barriers: Ref, at: tuple[Any, Any]) -> None:
+    thread.wait(barriers, *at)
+
+
+def sync(thread: warps.Thread, refs: Any, at: Any) -> None:
+    del refs, at
+    thread.sync()

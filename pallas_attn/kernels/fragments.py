@@ -1,0 +1,321 @@
+"""Tensor cores fed from rows as they lie in memory, a warp at a time: `queries`, `scores`, `weigh`
+and `spill` work on register tiles. Each carries a twin that says in NumPy what it means, which is
+what the interpreter runs.
+
+Rows of K and V reach shared memory as they lie in the cache, without a swizzle: no tensor map takes
+part. `ldmatrix` would meet 8 rows in the same banks. Padding between rows keeps them apart, but
+bulk copies to places that are not multiples of 128 bytes read 4.3 TB/s where others read 4.53. So
+lanes load 16 bytes of a row each, in an order of the columns that suits them, and tensor cores are
+told the same order of both operands.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, vector
+
+from pallas_attn.kernels import tiles, warps
+from pallas_attn.kernels.tiles import Int
+
+Ref = Any
+Array = Any
+
+SPARE = 8  # floats behind a spilled row: without, 8 rows would meet in the same banks
+ROWS = 16  # query rows of a warp
+
+
+def _inline(code: Callable, twin: Callable, args: tuple, types: tuple, result: Any) -> Any:
+    """`code(context, *args)` on the GPU, `twin(*args)` in NumPy under the interpreter."""
+
+    def run(context, *values):
+        del context
+        return code(*values)
+
+    inline: Any = run
+    inline.twin = twin
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(inline)(*args)
+
+
+SCALAR = plgpu.Layout.WG_SPLAT
+REF = plgpu.RefType()
+
+
+def _tile_of(shape: tuple[int, int], dtype: Any) -> Any:
+    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=tiles.TILE)
+
+
+def _lane() -> tuple[ir.Value, ir.Value]:
+    """(warp of the block, lane of the warp)."""
+    thread = arith.index_cast(warps.i32(), gpu.thread_id(gpu.Dimension.x))
+    return arith.divui(thread, utils.c(32, warps.i32())), arith.remui(
+        thread, utils.c(32, warps.i32())
+    )
+
+
+class Split:
+    """Who takes what of a tile of `keys` keys.
+
+    `row_blocks` (1, 2 or 4) groups of 16 query rows go to as many warps; what warps are left over
+    share out the keys. Column c of a warp's scores is key `first(warp) + c` of the tile.
+    """
+
+    def __init__(self, row_blocks: int, keys: int):
+        self.row_blocks, self.keys = row_blocks, keys
+        self.groups = warps.WARPS // row_blocks  # of keys
+        self.columns = keys // self.groups
+
+    def row_block(self, warp: Any) -> Any:
+        return warp % self.row_blocks
+
+    def first(self, warp: Any) -> Any:
+        return warp // self.row_blocks * self.columns
+
+
+def queries(ref: Ref, first: tuple, rows: int, split: Split, stride: tuple) -> Array:
+    """The query rows of every warp, [64, H up to a multiple of 32]: row r of warp w is query
+    row_block(w) * 16 + r, from the first on. For `scores` alone: it lies as `_words_of_row` says.
+
+    `first` is (where query 0 lies, in rows of H; the query of row 0). Query n of `rows` lies at
+    n // group * step + n % group from there; `stride` is (step, group, H). Rows past the last
+    repeat it.
+    """
+    step, group, dim = stride
+    dtype, groups = ref.dtype, -(-dim // 32)
+    shape = (warps.WARPS * ROWS, 32 * groups)
+
+    def where(n):
+        return n // group * step + n % group
+
+    def code(ref, first):
+        warp, lane = (Int(x) for x in _lane())
+        start, skipped = (Int(x.registers.item()) for x in first)
+        pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
+        halves = []
+        for half in (0, 8):
+            n = skipped + split.row_block(warp) * ROWS + lane // 4 + half
+            row = start + where(n._with(arith.minsi, rows - 1))
+            halves.append(_words_of_row(tiles._pointer(ref), _wide(row) * (dim // 8), lane, dim))
+        registers = [llvm.bitcast(pair, words[i]) for i in range(4 * groups) for words in halves]
+        return _tile(registers, shape)
+
+    def twin(ref, first):
+        n = np.arange(warps.WARPS * ROWS)
+        n = np.minimum(first[1] + split.row_block(n // ROWS) * ROWS + n % ROWS, rows - 1)
+        q = ref.reshape(-1, dim)[first[0] + where(n)]
+        return np.pad(q, ((0, 0), (0, 32 * groups - dim)))
+
+    return _inline(code, twin, (ref, first), (REF, (SCALAR, SCALAR)), _tile_of(shape, dtype))
+
+
+def _wide(x: Int) -> Int:
+    return Int(arith.extsi(ir.IntegerType.get_signless(64), x.value))
+
+
+def _words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: int = 0) -> list:
+    """What a lane holds of a row of `dim` numbers of 16 bits that begins `start` + `offset` words
+    of 16 bytes from `pointer`: 4 words of 32 bits from each group of 32 numbers.
+
+    The lanes of a row take 8 neighbouring numbers each. A matmul sums over numbers in any order, as
+    long as both operands agree; so nothing has to be rearranged. 0 past the row's end.
+    """
+    words, chunks = [], dim // 8
+    column = lane % 4
+    column = column if isinstance(start.value.type, ir.IntegerType) and (
+        start.value.type.width == 32
+    ) else _wide(column)  # fmt: skip
+    for group in range(-(-chunks // 4)):
+        left = chunks - 4 * group
+        mine = column if left >= 4 else column._with(arith.minsi, left - 1)
+        four = _four_words(pointer, start + mine, offset + 4 * group)
+        if left < 4:
+            there = lane % 4 < left
+            zero = utils.c(0, warps.i32())
+            four = [arith.select(there.value, word, zero) for word in four]
+        words += four
+    return words
+
+
+def _four_words(pointer: ir.Value, index: Int, offset: int) -> list[ir.Value]:
+    kind = ir.VectorType.get((4,), warps.i32())
+    address = utils.getelementptr(pointer, [index.value], kind)
+    address = utils.getelementptr(address, [offset], kind)
+    loaded = llvm.load(kind, address, alignment=16)
+    return [vector.extract(loaded, [], [i]) for i in range(4)]
+
+
+def _tile(registers: list, shape: tuple[int, int]) -> Any:
+    layout = tiles.TILE.to_mgpu()
+    filled = np.empty(len(registers), object)
+    filled[:] = registers
+    return mgpu.FragmentedArray(
+        _registers=filled.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
+    )
+
+
+def _words(array: Any) -> list[ir.Value]:
+    """A 16-bit tile's registers as words: [column of 8][upper or lower 8 rows], flat."""
+    return [llvm.bitcast(warps.i32(), r) for r in array.registers.flat]
+
+
+def _mma(c: list, a: list, b: list, dtype: Any) -> list[ir.Value]:
+    """c + a @ b: m16 n8 k16, 4 words of a and 2 of b."""
+    kind = {"bfloat16": "bf16", "float16": "f16"}[str(jnp.dtype(dtype))]
+    ptx = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$0, $1, $2, $3};"
+    )
+    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["0", "1", "2", "3"])
+    struct = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
+    four = llvm.inline_asm(struct, [*a, *b, *c], ptx, constraints)
+    return [llvm.extractvalue(ir.F32Type.get(), four, [i]) for i in range(4)]
+
+
+def _pair(a: ir.Value, b: ir.Value) -> ir.Value:
+    packed = llvm.mlir_undef(ir.VectorType.get((2,), ir.F32Type.get()))
+    return vector.insert(b, vector.insert(a, packed, [], [0]), [], [1])
+
+
+def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
+    """q @ K^T of each warp's own rows and keys, [64, columns], from slot `slot` of the ring `ref`
+    [slots, keys, H].
+
+    Two sums a column, of every other matmul, halve the chain of those that wait for each other.
+    """
+    dim, dtype = ref.shape[2], q.dtype
+    shape = (warps.WARPS * ROWS, split.columns)
+
+    def code(q, ref, slot):
+        warp, lane = (Int(x) for x in _lane())
+        a, pointer, words = _words(q), tiles._pointer(ref), dim // 8
+        start = Int(slot.registers.item()) * (split.keys * words)
+        start = start + (split.first(warp) + lane // 4) * words
+        zero = utils.c(0.0, ir.F32Type.get())
+        registers: list[Any] = []
+        for column in range(0, split.columns, 8):
+            b = _words_of_row(pointer, start, lane, dim, column * words)
+            sums = [[zero] * 4 for _ in range(2)]
+            for n in range(len(b) // 2):
+                sums[n % 2] = _mma(sums[n % 2], a[4 * n : 4 * n + 4], b[2 * n : 2 * n + 2], dtype)
+            s = [arith.addf(x, y) for x, y in zip(*sums, strict=True)]
+            registers += [_pair(s[0], s[1]), _pair(s[2], s[3])]
+        return _tile(registers, shape)
+
+    def twin(q, ref, slot):
+        out = np.zeros(shape, np.float32)
+        for warp in range(warps.WARPS):
+            here = slice(ROWS * warp, ROWS * (warp + 1))
+            keys = ref[slot][split.first(warp) :][: split.columns]
+            out[here] = q[here, :dim].astype(np.float32) @ keys.astype(np.float32).T
+        return out
+
+    types = (tiles.TILE, REF, SCALAR)
+    return _inline(code, twin, (q, ref, slot), types, _tile_of(shape, jnp.float32))
+
+
+def width_of(v_head_dim: int) -> int:
+    """Columns of the accumulator of `weigh`."""
+    return -(-v_head_dim // 64) * 64
+
+
+def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
+    """acc + p @ V of each warp's own keys, [64, width_of(Hv)]: V from slot `slot` of the ring `ref`
+    [slots, keys, at least Hv].
+
+    Lane 4 * g + t takes chunk 8 * u + g (8 neighbouring columns) of the keys that its part of p
+    stands for. Accumulator u * 8 + i of 8 columns has column i of 8 chunks: `spill` puts them in
+    order.
+    """
+    pitch, dtype = ref.shape[2], p.dtype
+    shape = acc.shape
+    chunks = pitch // 8
+
+    def code(acc, p, ref, slot):
+        warp, lane = (Int(x) for x in _lane())
+        a, pointer = _words(p), tiles._pointer(ref)
+        start = Int(slot.registers.item()) * (split.keys * chunks)
+        start = start + (split.first(warp) + lane % 4 * 2) * chunks
+        sums = []
+        for pairs in acc.registers.reshape(-1, 2):
+            sums.append([vector.extract(pair, [], [i]) for pair in pairs for i in range(2)])
+        for key in range(0, split.columns, 16):
+            of_a = a[key // 4 : key // 4 + 4]
+            for u in range(shape[1] // 64):
+                chunk = (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
+                rows = [
+                    _four_words(pointer, start + chunk, (key + n) * chunks) for n in (0, 1, 8, 9)
+                ]
+                for i in range(8):
+                    low, high = ([row[i // 2] for row in rows[n : n + 2]] for n in (0, 2))
+                    b = [_halves(low, i % 2), _halves(high, i % 2)]
+                    sums[8 * u + i] = _mma(sums[8 * u + i], of_a, b, dtype)
+        registers = []
+        for s in sums:
+            registers += [_pair(s[0], s[1]), _pair(s[2], s[3])]
+        return _tile(registers, shape)
+
+    def twin(acc, p, ref, slot):
+        out = np.array(acc)
+        for warp in range(warps.WARPS):
+            here = slice(ROWS * warp, ROWS * (warp + 1))
+            values = ref[slot][split.first(warp) :][: split.columns, : shape[1]]
+            out[here, : values.shape[1]] += p[here].astype(np.float32) @ values.astype(np.float32)
+        return out
+
+    types = (tiles.TILE, tiles.TILE, REF, SCALAR)
+    return _inline(code, twin, (acc, p, ref, slot), types, _tile_of(shape, jnp.float32))
+
+
+def _halves(words: list, upper: int) -> ir.Value:
+    """The lower (or upper) halves of two words, side by side."""
+    code = f"prmt.b32 $0, $1, $2, {'0x7632' if upper else '0x5410'};"
+    return llvm.inline_asm(warps.i32(), words, code, "=r,r,r")
+
+
+def spill(acc: Array, top: Array, total: Array, to: tuple[Ref, Ref, Ref], rows: int) -> None:
+    """The first `rows` rows of each warp's accumulator, and what belongs to them, to shared memory:
+    [warps.WARPS * rows, Hv + SPARE], and twice [warps.WARPS * rows].
+    """
+    chunks, words = (to[0].shape[1] - SPARE) // 8, to[0].shape[1] // 4
+
+    def row_of(half, acc, numbers, refs):
+        warp, lane = (Int(x) for x in _lane())
+        line, row = warp * rows + lane // 4 + 8 * half, lane // 4 + 8 * half
+        for u in range(acc.shape[1] // 64):
+            for n in range(2):
+                chunk = lane % 4 * 2 + (8 * u + n)
+                there = ((row < rows) & (chunk < chunks)).value
+                eight = [acc.registers.flat[2 * (8 * u + i) + half] for i in range(8)]
+                eight = [vector.extract(pair, [], [n]) for pair in eight]
+                for k in range(2):
+                    index = line * words + chunk * 2 + k
+                    _store_four(refs[0], index, eight[4 * k : 4 * k + 4], there)
+        for ref, given in zip(refs[1:], numbers, strict=True):
+            number = given.registers.flat[half]
+            if isinstance(number.type, ir.VectorType):
+                number = vector.extract(number, [], [0])
+            warps.Thread().shared_store(ref, line, warps.Float(number), row < rows)
+
+    def code(acc, top, total, refs):
+        for half in range(-(-rows // 8)):
+            row_of(half, acc, (top, total), refs)
+
+    def twin(acc, top, total, refs):
+        for ref, tile in zip(refs, (acc[:, : 8 * chunks], top, total), strict=True):
+            mine = tile.reshape(warps.WARPS, ROWS, *tile.shape[1:])[:, :rows]
+            ref.reshape(warps.WARPS, rows, *ref.shape[1:])[..., : mine.shape[-1]] = mine
+
+    types = (tiles.TILE, tiles.ROW, tiles.ROW, (REF, REF, REF))
+    _inline(code, twin, (acc, top, total, tuple(to)), types, None)
+
+
+def _store_four(ref: Ref, index: Int, values: list, there: ir.Value) -> None:
+    ptx = "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.shared.v4.b32 [$1], {$2, $3, $4, $5}; }"
+    words = [arith.bitcast(warps.i32(), x) for x in values]
+    operands = [arith.extui(warps.i32(), there), warps.shared_address(ref, index, 16), *words]
+    warps.do(ptx, operands, "r,r,r,r,r,r")
