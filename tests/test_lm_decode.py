@@ -3,14 +3,15 @@
 import functools
 import io
 import json
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.bench import rows
-from pallas_attn.lm import check, checkpoint, decode, model, peer, sampling, session, text
+from pallas_attn.bench import rows, timing
+from pallas_attn.lm import check, checkpoint, decode, model, peer, report, sampling, session, text
 from tests import lm_witness
 
 every_cache = pytest.mark.parametrize("kind", decode.CACHES)
@@ -402,6 +403,47 @@ def test_a_report_says_where_the_time_goes(tmp_path):
         assert 0 < row["roofline"] < 1.5 and row["commit"] == "abc" and row["checked"]
     assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
     assert f"wrote {tmp_path}/out/report.png" in out.getvalue()
+
+
+class _Wall:
+    """In place of CUPTI."""
+
+    def __call__(self, subject, times):
+        start = time.perf_counter()
+        for _ in range(times):
+            produced = subject.launch()
+        subject.wait(produced)
+        return [timing.Sample((time.perf_counter() - start) * 1e3 / times, 7)] * times
+
+
+def test_on_a_gpu_the_peer_and_the_first_token_are_measured_too(monkeypatch):
+    """The path of a machine with a GPU, with what it lacks here stood in for."""
+    config, params = small()
+    steps = peer.steps
+    monkeypatch.setattr(peer, "steps", lambda a, b, how, *rest: steps(a, b, "xla", *rest))
+    monkeypatch.setattr(timing, "CuptiTimer", _Wall)
+    monkeypatch.setattr(report, "_on_gpu", lambda: True)
+    monkeypatch.setattr(report, "read_rate", lambda: 0.01)
+    monkeypatch.setattr(report, "_PROMPTS", (2, 32))
+    subject = report.Subject("small", config, params, options(cache="stacked"), 20)
+    found = report.measure(subject, [2], "abc")
+    assert [(row["op"], row["impl"]) for row in found] == [
+        ("ceiling", "xla"),
+        ("decode_loop", "pallas_attn/stacked"),
+        ("decode_loop", "cudnn"),
+        ("first_token", "pallas_attn/stacked"),
+    ]
+    assert {row["case"] for row in found[1:3]} == {"small_stacked_b2_s20"}
+    assert all(not set(rows.REQUIRED) - row.keys() for row in found[1:])
+    assert len(report.table(found)) == 4
+
+
+def test_a_wrong_decode_is_not_measured(monkeypatch):
+    config, params = small()
+    monkeypatch.setattr(check, "_ROUNDINGS", 0)
+    subject = report.Subject("small", config, params, options(), 20)
+    with pytest.raises(ValueError, match="report: the per_sequence cache decodes wrongly, nothing"):
+        report.measure(subject, [2], "abc")
 
 
 def test_the_peer_of_the_report_computes_the_same_tokens():

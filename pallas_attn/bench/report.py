@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from pallas_attn.bench.rows import Row, is_ours, rate, read
 
 BEGIN, END = "<!-- performance:begin -->", "<!-- performance:end -->"
-OPS = ("forward", "forward+backward", "backward", "decode", "append")
+OPS = ("forward", "forward+backward", "backward", "decode", "decode_loop", "append")
 TITLES = {
     "forward": "Forward, TFLOP/s",
     "forward+backward": "Forward and backward together, TFLOP/s",
     "backward": "Backward alone, TFLOP/s",
     "decode": "Decode, TB/s of live K and V",
+    "decode_loop": "A decode step of a whole model, TB/s of weights and live K and V (wall time)",
     "append": "Append, microseconds",
 }
 
@@ -120,7 +121,7 @@ def section(rows: Sequence[Row], plots: Sequence[str] = ()) -> str:
 
 def _table(op: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], float]) -> str:
     peers = sorted({row["impl"] for rows in groups for row in rows if not is_ours(row)})
-    unit = "read" if op == "decode" else "matmul"
+    unit = "read" if op.startswith("decode") else "matmul"
     shared = {} if op == "append" else {"share": f"of {unit}"}
     head = ["case", "**ours**", *shared.values(), *peers, "over best peer"]
     lines = [f"### {TITLES[op]}", "", _cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
