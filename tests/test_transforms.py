@@ -27,8 +27,8 @@ def draw(rng, batch=2, q_len=6, kv_len=6, q_heads=4, kv_heads=2, dim=8):  # noqa
     return [jnp.asarray(rng.standard_normal(shapes[i], np.float32)) for i in (0, 1, 1)]
 
 
-def create(kind, sequences=2, layers=None):
-    sizes = {"kv_heads": 2, "head_dim": 8, "layers": layers, "dtype": "float32"}
+def create(kind, sequences=2, layers=None, dtype="float32"):
+    sizes = {"kv_heads": 2, "head_dim": 8, "layers": layers, "dtype": dtype}
     if kind == "per_sequence":
         return PerSequenceCache.create([10 + m % 3 for m in range(sequences)], **sizes)
     if kind == "stacked":
@@ -272,18 +272,23 @@ def cache_specs(cache, over):
     heads = "model" if over != "batch" else None
     batch = "data" if over != "heads" else None
     rows = P(batch)
+    scaled = ("k_scale", "v_scale") if cache.quantized else ()  # they lie as their rows do
     if cache.kind == "per_sequence":
         buffers = (P(heads),) * cache.num_sequences
-        return PerSequenceCache(buffers, buffers, P(), P())
+        return PerSequenceCache(buffers, buffers, P(), P(), **dict.fromkeys(scaled, buffers))
     if cache.kind == "stacked":
         buffers = P(batch, heads)
-        return StackedCache(buffers, buffers, rows, rows)
+        return StackedCache(buffers, buffers, rows, rows, **dict.fromkeys(scaled, buffers))
     shared = {"page_table": P(), "free_list": P(), "num_free": P(), "holders": P()}
+    shared |= dict.fromkeys(scaled, P(None, heads))
     return PagedCache(P(None, heads), P(None, heads), P(), P(), **shared)
 
 
 DECODES = [("per_sequence", "heads"), ("stacked", "heads"), ("paged", "heads")]
 DECODES += [("stacked", "batch"), ("stacked", "both")]
+DECODES = [(*one, "float32") for one in DECODES]
+DECODES += [("per_sequence", "heads", "int8"), ("stacked", "both", "float8_e4m3fn")]
+DECODES += [("paged", "heads", "float8_e4m3fn")]
 
 
 def decode_step(cache, q, k, v):
@@ -291,10 +296,10 @@ def decode_step(cache, q, k, v):
     return cache, pa.decode_attention(q, cache)
 
 
-@pytest.mark.parametrize("kind, over", DECODES)
-def test_sharded_jit_of_append_and_decode(rng, kind, over):
+@pytest.mark.parametrize("kind, over, dtype", DECODES)
+def test_sharded_jit_of_append_and_decode(rng, kind, over, dtype):
     q, k, v = draw(rng, batch=4, q_len=1, kv_len=1)
-    cache = pa.append_kv(create(kind, 4), *draw(rng, batch=4)[1:])
+    cache = pa.append_kv(create(kind, 4, dtype=dtype), *draw(rng, batch=4)[1:])
     wanted = jax.jit(decode_step)(cache, q, k, v)
     where = mesh()
     specs = (cache_specs(cache, over), *(SPECS[over],) * 3)
@@ -309,10 +314,10 @@ def test_sharded_jit_of_append_and_decode(rng, kind, over):
     same(compiled(*placed), wanted)
 
 
-@pytest.mark.parametrize("kind, over", DECODES)
-def test_shard_map_of_append_and_decode(rng, kind, over):
+@pytest.mark.parametrize("kind, over, dtype", DECODES)
+def test_shard_map_of_append_and_decode(rng, kind, over, dtype):
     q, k, v = draw(rng, batch=4, q_len=1, kv_len=1)
-    cache = pa.append_kv(create(kind, 4), *draw(rng, batch=4)[1:])
+    cache = pa.append_kv(create(kind, 4, dtype=dtype), *draw(rng, batch=4)[1:])
     wanted = jax.jit(decode_step)(cache, q, k, v)
     specs = cache_specs(cache, over)
     rows = SPECS[over]
@@ -329,8 +334,8 @@ def test_shard_map_of_append_and_decode(rng, kind, over):
     same(compiled(*placed), wanted)
 
 
-@pytest.mark.parametrize("kind, over", DECODES)
-def test_a_loop_over_steps_inside_shard_map(rng, kind, over):
+@pytest.mark.parametrize("kind, over, dtype", DECODES)
+def test_a_loop_over_steps_inside_shard_map(rng, kind, over, dtype):
     """What a loop carries keeps its type, also where every device takes as many rows."""
     q, k, v = draw(rng, batch=4, q_len=1, kv_len=1)
 
@@ -338,7 +343,7 @@ def test_a_loop_over_steps_inside_shard_map(rng, kind, over):
         step = lambda cache, _: decode_step(cache, q, k, v)  # noqa: E731
         return jax.lax.scan(step, cache, None, length=3)
 
-    cache = create(kind, 4)
+    cache = create(kind, 4, dtype=dtype)
     wanted = jax.jit(loop)(cache, q, k, v)
     specs, rows = cache_specs(cache, over), SPECS[over]
     split = jax.shard_map(

@@ -145,6 +145,17 @@ def _append(kind: str) -> Callable[..., tuple[float, float]]:
     return check
 
 
+def _quantized_append(implementation: str | None, dtype: str, seed: int) -> tuple[float, float]:
+    """Numbers and scales of a quantised cache, beside NumPy's."""
+    rows = _normal(seed, 8, dtype, M, 3, KV_HEADS, DIM)
+    cache = pallas_attn.StackedCache.create(M, 3, KV_HEADS, DIM, dtype=jnp.float8_e4m3fn)
+    write = jax.jit(pallas_attn.append_kv, static_argnames="implementation")
+    got = write(cache, rows, rows, implementation=implementation)
+    wanted = [x.swapaxes(1, 2) for x in verify.quantized(rows, "float8_e4m3fn")]
+    pairs = zip((got.k, got.k_scale, got.v, got.v_scale), wanted * 2, strict=True)
+    return float(sum((np.asarray(a) != b).sum() for a, b in pairs)), 0.0
+
+
 def _placed(
     buffers: list[np.ndarray], rows: np.ndarray, table: np.ndarray | None
 ) -> list[np.ndarray]:
@@ -181,5 +192,6 @@ _CHECKS: tuple[tuple[str, str, Callable[..., tuple[float, float]]], ...] = (
     ("flash_attention", "causal, T 200, N 8 K 2, H 64", _forward),
     ("its gradients", "dq, dk, dv, random dO", _backward),
     *(("append_kv", f"{kind}, elements that differ", _append(kind)) for kind in _KINDS),
+    ("append_kv", "float8_e4m3fn, elements that differ", _quantized_append),
     *(("decode_attention", f"{kind}, lengths 1 to 256", _decode(kind)) for kind in _KINDS),
 )
