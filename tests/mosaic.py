@@ -95,8 +95,8 @@ def _run_program(*, token, mesh_location, thread, keys, scalars, program, trees)
         for tree, leaves in zip(trees, (arrays, spread), strict=True)
     )
     with np.errstate(all="ignore"):  # NaN and infinity are none of an error on a GPU
-        program(block, refs, values)
-    return token
+        result = program(block, refs, values)
+    return token if result is None else (token, [np.asarray(result, np.int32)])
 
 
 @host.fail_on_exception
@@ -139,16 +139,17 @@ def _inline_mgpu(self, eqn, token, get_values):
     refs, scalars = jax.tree.unflatten(eqn.params["pytree_args"], get_values())
     trees = jax.tree.structure(refs), jax.tree.structure(scalars)
     run = functools.partial(_run_program, program=program, trees=trees)
-    token = callback.io_callback(
+    results = [_shape_of(var.aval) for var in eqn.outvars]
+    result = callback.io_callback(
         run,
-        host.TOKEN_SHAPE_DTYPE,
+        (host.TOKEN_SHAPE_DTYPE, results) if results else host.TOKEN_SHAPE_DTYPE,
         token=token,
         mesh_location=self.mesh_location,
         thread=self.thread,
         keys=jax.tree.leaves(refs),
         scalars=jax.tree.leaves(scalars),
     )
-    return token, []
+    return result if results else (result, [])
 
 
 _jax_inline_mgpu = jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p

@@ -40,6 +40,26 @@ class Tile(NamedTuple):
     slot: Scalar
     wanted: Scalar  # 0: no tile is left
     layer: Scalar | None
+    page: Any = None  # int32[128]: what `look_up` gave
+
+
+def _piece(thread: warps.Thread, at: Tile, plan: Plan) -> tuple[Any, Any]:
+    """(its first key in the tile, how many of its keys exist) of this thread's piece of a tile,
+    which lies together in memory.
+
+    Piece p is that of warp p % 4: lanes that ask for copies wait for each other.
+    """
+    live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
+    piece = thread.index % 32 * warps.WARPS + thread.index // 32
+    skipped = piece * plan.page_rows
+    return skipped, thread.minimum(live - skipped, plan.page_rows)
+
+
+def look_up(thread: warps.Thread, refs: Refs, at: Tile, plan: Plan) -> Any:
+    """The page of this thread's piece; asked for well before `fetch` wants to know."""
+    skipped, here = _piece(thread, at, plan)
+    row = thread.select(here >= 1, at.row + skipped, 0)
+    return _entry(thread, refs, at.m, row // plan.problem.page_size, plan)
 
 
 def fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -> None:
@@ -47,17 +67,12 @@ def fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -
     read.
     """
     given, smem = refs
-    problem, rows = plan.problem, plan.page_rows
+    row_bytes = [2 * plan.problem.head_dim, 2 * plan.problem.v_head_dim]
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
-    live = decode_plan.at_least(live, 0)
-    row_bytes = [2 * problem.head_dim, 2 * problem.v_head_dim]
-    first = thread.index < 1
-    thread.announce(smem.barriers, at.slot, live * sum(row_bytes), first & (at.wanted >= 1))
+    nbytes = decode_plan.at_least(live, 0) * sum(row_bytes)
+    thread.announce(smem.barriers, at.slot, nbytes, (thread.index < 1) & (at.wanted >= 1))
     caches = thread.pick(at.m, given.caches) if len(given.caches) > 1 else given.caches[0]
-    # Piece p is asked for by warp p % 4: a warp's lanes would wait for each other.
-    piece = thread.index % 32 * warps.WARPS + thread.index // 32
-    skipped = piece * rows
-    here = thread.minimum(live - skipped, rows)
+    skipped, here = _piece(thread, at, plan)
     there = here >= 1
     line = _source(thread, (given, smem.table), at, skipped, there, plan)
     for cache, ring, size in zip(caches, (smem.k, smem.v), row_bytes, strict=True):
@@ -83,8 +98,10 @@ def _source(
     if problem.kind == "paged":
         rows, slabs = problem.page_size, problem.pages
         row = thread.select(there, row, 0)
-        slab, good = _page(thread, given, at.m, row // rows, plan)
-        thread.shared_store(table.lost, at.m, thread.index * 0 + 1, there & (good < 1))
+        good = (at.page >= 0) & (at.page < slabs)
+        slab = thread.select(good, at.page, 0)  # some page's rows: the result will be NaN
+        bad = thread.select(good, thread.index * 0, 1)
+        thread.shared_store(table.lost, at.m, bad, there & (bad >= 1))
         row = row % rows
     if at.layer is not None:
         slab = at.layer if slab is None else at.layer * slabs + slab
@@ -94,16 +111,10 @@ def _source(
     return line * rows + thread.wide(row)
 
 
-def _page(thread: warps.Thread, refs: Refs, m: Any, slot: Any, plan: Plan) -> tuple[Any, Any]:
-    """(page id, 1) of a slot of a sequence; (some page, 0) where there is none."""
+def _entry(thread: warps.Thread, refs: Refs, m: Any, slot: Any, plan: Plan) -> Any:
+    """A sequence's entry in the page table."""
     width = plan.problem.capacities[0] // plan.problem.page_size
-    entries = thread.wide(m) * width
-    # A line of the table serves 32 pages; the next one is asked for before it is needed.
-    ahead = thread.minimum(slot + 32, width - 1)
-    thread.prefetch(refs.page_table, entries + thread.wide(ahead), 4)
-    page = thread.load(refs.page_table, entries + thread.wide(slot), 4)
-    good = (page >= 0) & (page < plan.problem.pages)
-    return thread.select(good, page, 0), thread.select(good, thread.index * 0 + 1, 0)
+    return thread.load(refs.page_table, thread.wide(m) * width + thread.wide(slot), 4)
 
 
 def check_pages(thread: warps.Thread, refs: tuple[Refs, Table], at: Any, plan: Plan) -> None:
@@ -113,8 +124,10 @@ def check_pages(thread: warps.Thread, refs: tuple[Refs, Table], at: Any, plan: P
     def some(i: Any, carry: list) -> list:
         slot = i * 128 + thread.index
         there = slot < pages
-        _, good = _page(thread, given, m, thread.minimum(slot, pages - 1), plan)
-        thread.shared_store(table.lost, m, thread.index * 0 + 1, there & (good < 1))
+        page = _entry(thread, given, m, thread.select(there, slot, 0), plan)
+        good = (page >= 0) & (page < plan.problem.pages)
+        bad = thread.select(good, thread.index * 0, 1)
+        thread.shared_store(table.lost, m, bad, there & (bad >= 1))
         return carry
 
     thread.loop((pages + 127) // 128, [], some)

@@ -145,8 +145,13 @@ def smem_bytes(problem: DecodeProblem, config: Config) -> int:
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def _next_fetch(plan: Plan, refs: Refs, smem: Smem, share: Share, piece: Piece, slot: Any) -> Piece:
-    """Asks for the next tile of the block's line, if there is one; where loading stands then."""
+def _next_tile(
+    plan: Plan, refs: Refs, smem: Smem, share: Share, place: tuple[Piece, Any]
+) -> tuple[Piece, Tile]:
+    """The next tile of the block's line, if there is one, for a slot of the ring; and the piece
+    that it belongs to.
+    """
+    piece, slot = place
     more = (piece.tile >= piece.end) & (piece.following < share.end)
 
     def opened():
@@ -154,7 +159,7 @@ def _next_fetch(plan: Plan, refs: Refs, smem: Smem, share: Share, piece: Piece, 
 
     piece = lax.cond(more, opened, lambda: piece)
     row = piece.tile * plan.tile
-    fetch = Tile(
+    tile = Tile(
         m=piece.m,
         head=lax.div(piece.head, jnp.int32(plan.chunks)),
         row=row,
@@ -163,8 +168,16 @@ def _next_fetch(plan: Plan, refs: Refs, smem: Smem, share: Share, piece: Piece, 
         wanted=(piece.tile < piece.end).astype(jnp.int32),
         layer=None if refs.layer is None else refs.layer[0],
     )
-    program = functools.partial(decode_load.fetch, plan=plan)
-    warps.each_thread(program, (refs, smem), fetch)
+    if plan.problem.kind == "paged":
+        look_up = functools.partial(decode_load.look_up, plan=plan)
+        tile = tile._replace(page=warps.each_thread(look_up, refs, tile, returns=True))
+    return piece, tile
+
+
+def _fetch(plan: Plan, refs: Refs, smem: Smem, ahead: tuple[Piece, Tile]) -> Piece:
+    """Asks for a tile; where loading stands then."""
+    piece, tile = ahead
+    warps.each_thread(functools.partial(decode_load.fetch, plan=plan), (refs, smem), tile)
     return piece._replace(tile=jnp.minimum(piece.tile + 1, piece.end))
 
 
@@ -211,9 +224,8 @@ def _logits(plan: Plan, piece: Piece, tile: Scalar, s: Array) -> Array:
 
 
 def _attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> State:
-    """One tile of keys."""
-    (tile, slot), (q, state) = at, carried
-    s = fragments.scores(q, smem.k, slot, plan.split)
+    """One tile of keys, from its scores on."""
+    (tile, slot), (s, state) = at, carried
     new = softmax.step(_logits(plan, piece, tile, s), plan.unit_of_logits, state.top, guarded=True)
 
     def scaled():
@@ -235,7 +247,9 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
     ahead = lax.fori_loop(
         0,
         jnp.minimum(stages - 1, (share.end - share.first) * plan.unit),
-        lambda slot, piece: _next_fetch(plan, refs, smem, share, piece, slot),
+        lambda slot, piece: _fetch(
+            plan, refs, smem, _next_tile(plan, refs, smem, share, (piece, slot))
+        ),
         first,
     )
 
@@ -260,12 +274,14 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             parity = lax.rem(lax.div(count, jnp.int32(stages)), jnp.int32(2))
             warps.each_thread(decode_load.sync, (), ())  # all have read the tile before
             before = jnp.where(slot == 0, stages - 1, slot - 1)
-            ahead = _next_fetch(plan, refs, smem, share, ahead, before)
+            following = _next_tile(plan, refs, smem, share, (ahead, before))
             warps.each_thread(decode_load.wait, smem.barriers, (slot, parity))
             live = piece.length - tile * plan.tile
             clear = functools.partial(decode_load.clear, plan=plan)
             pl.when(live < plan.tile)(lambda: warps.each_thread(clear, smem.v, (live, slot)))
-            state = _attend(plan, smem, piece, (tile, slot), (q, state))
+            s = fragments.scores(q, smem.k, slot, plan.split)
+            ahead = _fetch(plan, refs, smem, following)  # while the matmuls are under way
+            state = _attend(plan, smem, piece, (tile, slot), (s, state))
             return state, count + 1, ahead
 
         state, count, ahead = lax.fori_loop(piece.tile, piece.end, one_tile, (state, count, ahead))

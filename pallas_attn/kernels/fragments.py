@@ -123,30 +123,51 @@ def _words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: in
 
     The lanes of a row take 8 neighbouring numbers each. A matmul sums over numbers in any order, as
     long as both operands agree; so nothing has to be rearranged. 0 past the row's end.
+
+    Rows of 128 bytes and more begin in the same bank: of two rows that 8 lanes read at a time, the
+    odd one takes the second group of two first.
     """
     words, chunks = [], dim // 8
-    column = lane % 4
-    column = column if isinstance(start.value.type, ir.IntegerType) and (
-        start.value.type.width == 32
-    ) else _wide(column)  # fmt: skip
-    for group in range(-(-chunks // 4)):
+    like = (lambda x: x) if start.value.type == warps.i32() else _wide
+    column, odd, zero = lane % 4, lane // 4 % 2, utils.c(0, warps.i32())
+    swapped = (odd >= 1).value
+    early, late = (start + like(column + n) for n in (odd * 4, odd * -4 + 4))
+    for group in range(0, chunks // 8 * 2, 2):
+        one = _four_words(pointer, early, offset + 4 * group)
+        two = _four_words(pointer, late, offset + 4 * group)
+        for pair in ((two, one), (one, two)):
+            words += [arith.select(swapped, x, y) for x, y in zip(*pair, strict=True)]
+    for group in range(chunks // 8 * 2, -(-chunks // 4)):
         left = chunks - 4 * group
         mine = column if left >= 4 else column._with(arith.minsi, left - 1)
-        four = _four_words(pointer, start + mine, offset + 4 * group)
+        four = _four_words(pointer, start + like(mine), offset + 4 * group)
         if left < 4:
-            there = lane % 4 < left
-            zero = utils.c(0, warps.i32())
-            four = [arith.select(there.value, word, zero) for word in four]
+            there = (column < left).value
+            four = [arith.select(there, word, zero) for word in four]
         words += four
     return words
 
 
-def _four_words(pointer: ir.Value, index: Int, offset: int) -> list[ir.Value]:
-    kind = ir.VectorType.get((4,), warps.i32())
+def _four_words(pointer: ir.Value, index: Int, offset: int, count: int = 4) -> list[ir.Value]:
+    """Word `index` + `offset`, of 4 * count bytes, from `pointer`."""
+    kind = ir.VectorType.get((count,), warps.i32())
     address = utils.getelementptr(pointer, [index.value], kind)
     address = utils.getelementptr(address, [offset], kind)
-    loaded = llvm.load(kind, address, alignment=16)
-    return [vector.extract(loaded, [], [i]) for i in range(4)]
+    loaded = llvm.load(kind, address, alignment=4 * count)
+    return [vector.extract(loaded, [], [i]) for i in range(count)]
+
+
+def _chunk(pointer: ir.Value, start: Int, offset: int, odd: Int) -> list[ir.Value]:
+    """The 4 words of a chunk of 16 bytes, `start` + `offset` chunks from `pointer`.
+
+    16 lanes read at a time: the same chunk of 4 rows, which begin in the same bank, for each of 4
+    chunks. `odd` lanes take the second half of theirs first: 2 wait for each other, not 4.
+    """
+    early, late = start * 2 + odd, start * 2 + (odd * -1 + 1)
+    one, two = (_four_words(pointer, half, 2 * offset, 2) for half in (early, late))
+    swapped = (odd >= 1).value
+    pairs = [*zip(two, one, strict=True), *zip(one, two, strict=True)]
+    return [arith.select(swapped, x, y) for x, y in pairs]
 
 
 def _tile(registers: list, shape: tuple[int, int]) -> Any:
@@ -246,10 +267,9 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
         for key in range(0, split.columns, 16):
             of_a = a[key // 4 : key // 4 + 4]
             for u in range(shape[1] // 64):
-                chunk = (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
-                rows = [
-                    _four_words(pointer, start + chunk, (key + n) * chunks) for n in (0, 1, 8, 9)
-                ]
+                chunk = start + (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
+                ahead = [(key + n) * chunks for n in (0, 1, 8, 9)]
+                rows = [_chunk(pointer, chunk, offset, lane % 2) for offset in ahead]
                 for i in range(8):
                     low, high = ([row[i // 2] for row in rows[n : n + 2]] for n in (0, 2))
                     b = [_halves(low, i % 2), _halves(high, i % 2)]

@@ -16,6 +16,7 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
@@ -177,27 +178,46 @@ def lane_kernel(body: Callable[..., None], *, grid: int, name: str) -> Callable[
 
 
 def each_thread(
-    program: Callable[..., None], refs: Any, scalars: Any, thread: Any = None
-) -> None:
+    program: Callable[..., Any],
+    refs: Any,
+    scalars: Any,
+    thread: Any = None,
+    returns: bool = False,
+) -> Any:
     """Runs `program(thread, refs, scalars)` in every thread of the block: `Thread` says what a
     program can do.
 
     `refs` is a tree of whole refs in global or shared memory, `scalars` a tree of int32 scalars,
-    which arrive as `Int`s. `thread`: a `Thread` that can do more.
+    which arrive as `Int`s; or of int32[128], a number a thread. `thread`: a `Thread` that can do
+    more. `returns`: the program gives an Int, and the call all of them as int32[128].
     """
+    number = plgpu.Layout.WG_STRIDED((THREADS,), 1)
     types = (
         jax.tree.map(lambda _: plgpu.RefType(), refs),
-        jax.tree.map(lambda _: plgpu.Layout.WG_SPLAT, scalars),
+        jax.tree.map(lambda x: number if jnp.ndim(x) else plgpu.Layout.WG_SPLAT, scalars),
     )
 
     def code(_, refs, scalars):
-        values = [Int(x.registers.item()) for x in jax.tree.leaves(scalars, is_leaf=_is_array)]
+        values = [_one(x.registers.item()) for x in jax.tree.leaves(scalars, is_leaf=_is_array)]
         scalars = jax.tree.unflatten(jax.tree.structure(types[1]), values)
-        program(thread or Thread(), refs, scalars)
+        result = program(thread or Thread(), refs, scalars)
+        if not returns:
+            return None
+        register = vector.broadcast(ir.VectorType.get((1,), _int(32)), result.value)
+        return mgpu.FragmentedArray(
+            _registers=np.array([register], object), _layout=number.to_mgpu(), _is_signed=True
+        )
 
     inline: Any = code
     inline.program = program  # the interpreter in tests/ runs this
-    plgpu.inline_mgpu(arg_types=types)(inline)(refs, scalars)
+    result = plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=number) if returns else None
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(inline)(refs, scalars)
+
+
+def _one(register: ir.Value) -> Any:
+    if isinstance(register.type, ir.VectorType):
+        register = vector.extract(register, [], [0])
+    return Int(register)
 
 
 def _is_array(x: Any) -> bool:

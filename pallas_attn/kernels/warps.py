@@ -244,13 +244,13 @@ class Thread(tiles.Thread):
         """Counts the block in: `last[0]` becomes 1 in the block that is the last of `count`, else
         0. What the others wrote before they arrived, the last one sees.
 
-        The counter goes back to 0 with the last arrival: atom.inc wraps. One thread fences for all,
+        The counter goes back to 0 with the last arrival: atom.inc wraps. One thread speaks for all,
         whom it met before and meets after.
         """
         self.sync()
         ptx = (
             "{ .reg .pred p, q; .reg .b32 old; setp.ne.b32 p, $0, 0; @!p bra done; "
-            "fence.acq_rel.gpu; atom.global.inc.u32 old, [$1], $2; fence.acq_rel.gpu; "
+            "atom.acq_rel.gpu.global.inc.u32 old, [$1], $2; "
             "setp.eq.u32 q, old, $2; selp.b32 old, 1, 0, q; st.shared.b32 [$3], old; done: }"
         )
         operands = [
@@ -263,9 +263,9 @@ class Thread(tiles.Thread):
         self.sync()
 
 
-def each_thread(program: Callable[..., None], refs: Any, scalars: Any) -> None:
+def each_thread(program: Callable[..., Any], refs: Any, scalars: Any, returns: bool = False) -> Any:
     """`tiles.each_thread` with this file's `Thread`."""
-    tiles.each_thread(program, refs, scalars, Thread())
+    return tiles.each_thread(program, refs, scalars, Thread(), returns)
 
 
 def i32() -> ir.Type:
