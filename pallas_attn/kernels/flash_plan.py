@@ -163,9 +163,9 @@ def ranked(plan: Plan, segment_spans: Any) -> Any:
     )
     units = range(config.warpgroups)  # not a reduction, which would be a launch of its own
     firsts, lasts = ([segment_spans[:, i, n :: len(units)] for n in units] for i in (0, 3))
-    lo = jnp.maximum(lo, functools.reduce(jnp.minimum, firsts))
-    hi = jnp.minimum(hi, functools.reduce(jnp.maximum, lasts))
-    order = jnp.argsort(lo - hi, axis=1).astype(jnp.int32)
+    begin = jnp.maximum(lo, functools.reduce(jnp.minimum, firsts))
+    end = jnp.minimum(hi, functools.reduce(jnp.maximum, lasts))
+    order = jnp.argsort(begin - end, axis=1).astype(jnp.int32)
     low_bits = (1 << plan.code_bits) - 1
     batch = (table >> plan.code_bits) // problem.q_heads
     codes = (table & ~low_bits) | order[batch, table & low_bits]
