@@ -88,6 +88,7 @@ def attention(
         arrays=tuple(n for n in AttentionInputs._fields[3:] if getattr(inputs, n) is not None),
         bias_shape=None if inputs.bias is None else inputs.bias.shape,
         mask_shape=None if inputs.mask_array is None else inputs.mask_array.shape,
+        deterministic=boolean("deterministic", options.get("deterministic", False)),
     ), inputs
 
 
@@ -165,6 +166,13 @@ _PRECISIONS: dict[Any, str | None] = {
     **dict.fromkeys((lax.Precision.DEFAULT, lax.Precision.HIGH)),
     lax.Precision.HIGHEST: "highest",
 }
+
+
+def boolean(name: str, value: Any) -> bool:
+    """A static switch."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected True or False, got {value!r}; it is static")
+    return value
 
 
 def precision(value: Any, dtype: Any) -> str | None:

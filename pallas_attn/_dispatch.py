@@ -172,6 +172,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Reference(_attention, _score_matrix),
     ),
     "flash_backward": (
+        Kernel("sm90", "flash_bwd_sm90", (90, 90)),
         Refused(
             "reference",
             Limit(

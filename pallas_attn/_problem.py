@@ -49,6 +49,7 @@ class AttentionProblem:
     arrays: tuple[str, ...] = ()  # the optional fields of AttentionInputs that are given, in order
     bias_shape: tuple[int, ...] | None = None
     mask_shape: tuple[int, ...] | None = None
+    deterministic: bool = False  # of a backward: the same bits each time
 
     @property
     def group(self) -> int:
@@ -68,6 +69,8 @@ class AttentionProblem:
             facts.append(f"softcap {self.softcap:g}")
         if self.precision is not None:
             facts.append(f"precision {self.precision}")
+        if self.deterministic:
+            facts.append("deterministic")
         return f"{self.op} on {self.gpu or 'a machine without a GPU'}: " + ", ".join(facts)
 
 

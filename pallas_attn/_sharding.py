@@ -6,6 +6,7 @@ be split over devices, every device then runs the same kernel on its own part; a
 on every device. Inside `jax.shard_map` and on one device none of this leaves a trace.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,16 +23,19 @@ def over_devices(
     inputs: Sequence[Axes],
     outputs: Sequence[Axes],
     free: Sequence[str],
+    sums: Sequence[Sequence[str]] = (),
 ) -> tuple[jax.Array, ...]:
     """`run(*arrays)`, split over devices along the free factors where the arrays are.
 
-    `run` must take its sizes from the arrays it is handed.
+    `run` must take its sizes from the arrays it is handed. `sums`: factors, for each output, that
+    it is a sum over; what the devices have of it is added up along those that are split.
     """
     types = [jax.typeof(array) for array in arrays]
     explicit = [each for each in types if any(name is not None for name in each.sharding.spec)]
     varying = frozenset().union(*(_varying(array) for array in arrays))
     if varying:  # inside jax.shard_map: the arrays are this device's part already
         return tuple(_as_varying(result, varying) for result in run(*arrays))
+    added = functools.partial(_added, run, sums or [()] * len(outputs))
     if explicit:
         # Explicit mesh axes: the shardings are part of the types, so the split is known already.
         mesh = explicit[0].sharding.mesh
@@ -41,7 +45,9 @@ def over_devices(
             jax.sharding.reshard(array, NamedSharding(mesh, spec))
             for array, spec in zip(arrays, ins, strict=True)
         ]
-        return jax.shard_map(run, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(*parts)
+        local = functools.partial(added, places)
+        specs: dict[str, Any] = {"in_specs": ins, "out_specs": outs}
+        return jax.shard_map(local, mesh=mesh, **specs, check_vma=False)(*parts)
     call = custom_partitioning(jax.jit(run))  # jit keeps the constants that run makes inside of it
 
     def partition(mesh: Any, shapes: Any, results: Any) -> Any:
@@ -51,7 +57,7 @@ def over_devices(
             tuple(NamedSharding(mesh, _spec(axes, places)) for axes in many)
             for many in (inputs, outputs)
         )
-        return mesh, run, outs, ins
+        return mesh, functools.partial(added, places), outs, ins
 
     sizes = _factor_sizes(arrays, inputs)
     every = [axis for axes in (*inputs, *outputs) for axis in axes]
@@ -65,6 +71,20 @@ def over_devices(
         **{factor: sizes[factor] for factor in within},
     )
     return call(*arrays)
+
+
+def _added(
+    run: Callable[..., tuple[jax.Array, ...]],
+    sums: Sequence[Sequence[str]],
+    places: dict[str, tuple[str, ...]],
+    *arrays: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """One device's part of `run`, its sums added up over the devices."""
+    results = []
+    for result, factors in zip(run(*arrays), sums, strict=True):
+        names = tuple(name for factor in factors for name in places.get(factor, ()))
+        results.append(jax.lax.psum(result, names) if names else result)
+    return tuple(results)
 
 
 def _rule(inputs: Sequence[Axes], outputs: Sequence[Axes]) -> str:
@@ -125,6 +145,18 @@ def _varying(array: jax.Array) -> frozenset[str]:
 def varying_like(array: jax.Array, other: jax.Array) -> jax.Array:
     """The array, said to differ along the mesh axes that the other one differs along."""
     return _as_varying(array, _varying(other))
+
+
+def gradient_of(array: jax.Array, gradient: jax.Array) -> jax.Array:
+    """The gradient, with the type that jax wants for this array's: added up over the mesh axes
+    along which the array is the same everywhere, and split as the array is.
+    """
+    alike = tuple(sorted(_varying(gradient) - _varying(array)))
+    gradient = jax.lax.psum(gradient, alike) if alike else gradient
+    sharding = jax.typeof(array).sharding
+    if jax.typeof(gradient).sharding.spec == sharding.spec:
+        return gradient
+    return jax.sharding.reshard(gradient, NamedSharding(sharding.mesh, sharding.spec))
 
 
 def _as_varying(array: jax.Array, axes: frozenset[str]) -> jax.Array:

@@ -86,6 +86,14 @@ def _fold_into_heads(kernel, problem, inputs, size: int):
 
 def _fold_into_batch(kernel, problem, inputs, mapped, size: int):
     batch = problem.batch
+    folded = _folded(dict(zip(AttentionInputs._fields, inputs, strict=True)), mapped, size, batch)
+    inputs = AttentionInputs(**folded)
+    results = attention(kernel, resized(problem, inputs), inputs)
+    return tuple(x.reshape(size, batch, *x.shape[1:]) for x in results)
+
+
+def _folded(arrays: dict[str, Any], mapped: list[str], size: int, batch: int) -> dict[str, Any]:
+    """The mapped axis made a part of the batch axis, in every array; None stays None."""
 
     def fold(name: str, x: Array | None):
         if x is None or name == "sinks":
@@ -101,10 +109,7 @@ def _fold_into_batch(kernel, problem, inputs, mapped, size: int):
             x = jnp.broadcast_to(x[None], (size, batch, *rest))
         return x.reshape(size * batch, *rest)
 
-    fields = zip(AttentionInputs._fields, inputs, strict=True)
-    folded = AttentionInputs(*(fold(name, x) for name, x in fields))
-    results = attention(kernel, resized(problem, folded), folded)
-    return tuple(x.reshape(size, batch, *x.shape[1:]) for x in results)
+    return {name: fold(name, x) for name, x in arrays.items()}
 
 
 def _one_by_one(kernel, problem, inputs, mapped):
@@ -114,19 +119,21 @@ def _one_by_one(kernel, problem, inputs, mapped):
     return jax.lax.map(one, {name: getattr(inputs, name) for name in mapped})
 
 
-def _attention_over_devices(kernel, problem: AttentionProblem, inputs: AttentionInputs):
-    given = [name for name in AttentionInputs._fields if getattr(inputs, name) is not None]
+def _attention_axes(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, Any]:
+    """Axes of the arrays of an attention call, by factors; and which of those are "free"."""
     heads = {"q": "k" if problem.group == 1 else "k g", "kv": "k"}
     if problem.kv_heads == 1:
         heads["q"] = "g"  # every query head reads the one kv head: they split freely
     score_axes = ("b", heads["q"], "t", "s")
 
     def broadcast_axes(name: str) -> tuple[str, ...]:
-        shape = getattr(inputs, name).shape
-        named = zip(shape, score_axes, range(4), strict=True)
+        array = getattr(inputs, name)
+        if array is None:
+            return ()
+        named = zip(array.shape, score_axes, range(4), strict=True)
         return tuple(f"{name[0]}one{i}" if size == 1 else axis for size, axis, i in named)
 
-    axes: dict[str, tuple[str, ...]] = {
+    return {
         "q": ("b", "t", heads["q"], "h"),
         "k": ("b", "s", "k", "h"),
         "v": ("b", "s", "k", "e"),
@@ -134,8 +141,15 @@ def _attention_over_devices(kernel, problem: AttentionProblem, inputs: Attention
         "kv_segment_ids": ("b", "s"),
         "sinks": (heads["q"],),
         **dict.fromkeys(("q_offset", "q_lengths", "kv_lengths"), ("b",)),
-        **{name: broadcast_axes(name) for name in ("bias", "mask_array") if name in given},
+        **{name: broadcast_axes(name) for name in ("bias", "mask_array")},
+        "out": ("b", "t", heads["q"], "e"),
+        "lse": ("b", heads["q"], "t"),
     }
+
+
+def _attention_over_devices(kernel, problem: AttentionProblem, inputs: AttentionInputs):
+    given = [name for name in AttentionInputs._fields if getattr(inputs, name) is not None]
+    axes = _attention_axes(problem, inputs)
 
     def run(*arrays: Array):
         local = AttentionInputs(**dict(zip(given, arrays, strict=True)))
@@ -145,8 +159,85 @@ def _attention_over_devices(kernel, problem: AttentionProblem, inputs: Attention
         run,
         [getattr(inputs, name) for name in given],
         [axes[name] for name in given],
-        [("b", "t", heads["q"], "e"), ("b", heads["q"], "t")],
+        [axes["out"], axes["lse"]],
         free=("b", "k", "g") if problem.kv_heads == 1 else ("b", "k"),
+    )
+
+
+RESIDUALS = ("out", "lse", "d_out", "d_lse")  # what a backward pass has beside the inputs
+FLOATS = ("q", "k", "v", "bias", "sinks")  # the inputs that have gradients
+
+
+def attention_backward(kernel: Any, problem: AttentionProblem, residuals: Any) -> AttentionInputs:
+    """`kernel.run((inputs, out, lse, d_out, d_lse), problem)` -> the inputs' cotangents, for any
+    batching and sharding. None for inputs that have none.
+    """
+    inputs, *rest = residuals
+    arrays = {name: x for name, x in inputs._asdict().items() if x is not None}
+    arrays |= dict(zip(RESIDUALS, rest, strict=True))
+    given, floats = list(arrays), [name for name in FLOATS if name in arrays]
+
+    @custom_vmap
+    def call(*values: Array):
+        named = dict(zip(given, values, strict=True))
+        return _backward_over_devices(kernel, problem, named, floats)
+
+    @call.def_vmap
+    def rule(axis_size: int, batched: list[bool], *values: Array):
+        named = dict(zip(given, values, strict=True))
+        mapped = [name for name, is_mapped in zip(given, batched, strict=True) if is_mapped]
+
+        def run(named: dict[str, Array], problem: AttentionProblem) -> tuple[Array, ...]:
+            results = attention_backward(kernel, problem, _residuals(named))
+            return tuple(getattr(results, name) for name in floats)
+
+        if floats != ["q", "k", "v"]:  # the others' gradients are sums over the batch
+            results = jax.lax.map(
+                lambda fields: run(named | fields, problem), {name: named[name] for name in mapped}
+            )
+        else:
+            folded = _folded(named, mapped, axis_size, problem.batch)
+            results = run(folded, resized(problem, _residuals(folded)[0]))
+            shape = (axis_size, problem.batch)
+            results = tuple(x.reshape(*shape, *x.shape[1:]) for x in results)
+        return results, (True,) * len(floats)
+
+    gradients = {
+        name: _sharding.gradient_of(arrays[name], gradient)
+        for name, gradient in zip(floats, call(*arrays.values()), strict=True)
+    }
+    return AttentionInputs(**dict.fromkeys(("q", "k", "v")) | gradients)
+
+
+def _residuals(named: dict[str, Array]) -> tuple[Any, ...]:
+    inputs = {name: x for name, x in named.items() if name not in RESIDUALS}
+    return AttentionInputs(**inputs), *(named[name] for name in RESIDUALS)
+
+
+def _backward_over_devices(
+    kernel: Any, problem: AttentionProblem, named: dict[str, Array], floats: list[str]
+):
+    axes = _attention_axes(problem, _residuals(named)[0])
+    axes |= {"d_out": axes["out"], "d_lse": axes["lse"]}
+    free = ("b", "k", "g") if problem.kv_heads == 1 else ("b", "k")
+
+    def run(*arrays: Array):
+        local = _residuals(dict(zip(named, arrays, strict=True)))
+        results = kernel.run(local, resized(problem, local[0]))
+        return tuple(getattr(results, name) for name in floats)
+
+    def summed(name: str) -> tuple[str, ...]:
+        """What a gradient is a sum over, of what may be split."""
+        own = {factor for axis in axes[name] for factor in axis.split()}
+        return tuple(factor for factor in free if factor not in own)
+
+    return _sharding.over_devices(
+        run,
+        list(named.values()),
+        [axes[name] for name in named],
+        [axes[name] for name in floats],
+        free=free,
+        sums=[summed(name) for name in floats],
     )
 
 

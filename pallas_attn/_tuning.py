@@ -47,6 +47,7 @@ _OPTIONS = (
     "sinks",
     "ragged",
     "batch_invariant",
+    "deterministic",
 )  # there or not there: what their value is costs nothing
 _NARROW = ("bfloat16", "float16")
 

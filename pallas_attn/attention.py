@@ -33,6 +33,7 @@ def flash_attention(  # noqa: PLR0913
     softcap: float | None = None,
     sinks: Array | None = None,
     precision: Any = None,
+    deterministic: bool = False,
     implementation: str | None = None,
 ) -> Array:
     """Attention of every query to the keys it may see.
@@ -65,6 +66,9 @@ def flash_attention(  # noqa: PLR0913
         Differentiable.
       precision: for float32 inputs, as in JAX: the default is JAX's default for float32 matmuls on
         the device; "highest" (or "float32") is float32-accurate.
+      deterministic: whether gradients must have the same bits each time. The fastest kernel adds
+        what many blocks contribute to dq in the order in which they come, so its last bits vary;
+        True has dq computed by a kernel of its own. All other results never vary. Static.
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs.
 
@@ -90,6 +94,7 @@ def flash_attention(  # noqa: PLR0913
         softcap=softcap,
         sinks=sinks,
         precision=precision,
+        deterministic=deterministic,
         implementation=implementation,
     )[0]
 
@@ -110,6 +115,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
     softcap: float | None = None,
     sinks: Array | None = None,
     precision: Any = None,
+    deterministic: bool = False,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """`flash_attention`, with the same arguments, and the log of each row's softmax denominator.
@@ -134,6 +140,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
             "softcap": softcap,
             "sinks": sinks,
             "precision": precision,
+            "deterministic": deterministic,
         },
     )
     return _attend(problem, inputs, implementation)
@@ -177,7 +184,7 @@ def _kernel_forward(problem, implementation, inputs):
 def _kernel_backward(problem, implementation, residuals, cotangents):
     backward = dataclasses.replace(problem, op="flash_backward")
     chosen = _dispatch.select(backward, implementation)
-    return (chosen.run((*residuals, *cotangents), backward),)
+    return (_transforms.attention_backward(chosen, backward, (*residuals, *cotangents)),)
 
 
 _kernel_attention.defvjp(_kernel_forward, _kernel_backward)

@@ -68,6 +68,11 @@ class Mask:
         """Whether the mask itself hides nothing (lengths and segments may still)."""
         return self.left is None and self.right is None
 
+    @property
+    def transposed(self) -> "Mask":
+        """The same band seen from the keys: the key at position p meets the queries of this one."""
+        return Mask(left=self.right, right=self.left)
+
     def __and__(self, other: "Mask") -> "Mask":
         """The keys that both masks show."""
         tighter = [

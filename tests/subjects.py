@@ -130,8 +130,8 @@ def _kernels(operation: str) -> list[Any]:
     return [x for x in _dispatch.TABLES[operation] if isinstance(x, _dispatch.Kernel)]
 
 
-def _on_one_device(run, arrays, inputs, outputs, free):
-    del inputs, outputs, free
+def _on_one_device(run, arrays, inputs, outputs, free, sums=()):
+    del inputs, outputs, free, sums
     return run(*arrays)
 
 

@@ -116,6 +116,7 @@ ATTENTION = {
     "'high', 'highest', 'tensorfloat32', a jax.lax.Precision or None, got ['highest']": attend(
         precision=["highest"]
     ),
+    "deterministic: expected True or False, got 1; it is static": attend(deterministic=1),
     # A wrong name is wrong also where there is nothing to compute.
     "implementation: expected one of 'sm90', 'sm80', 'reference' or None (the fastest), got "
     "'triton'": attend(k=z(2, 0, 2, 8), v=z(2, 0, 2, 8), implementation="triton"),

@@ -6,6 +6,7 @@ jnp code and, for the shardings, with the collectives of the compiled program.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn
-from pallas_attn import CAUSAL, _checks, _device, _dispatch, _transforms
+from pallas_attn import CAUSAL, _checks, _device, _dispatch, _sharding, _transforms
+from pallas_attn._problem import AttentionInputs
 from tests import mosaic
 
 REFERENCE = _dispatch.TABLES["flash_forward"][-1]
@@ -156,6 +158,139 @@ def test_an_axis_that_cannot_be_split_is_gathered_and_right():
     q, k, v = qkv(B)
     args = [jax.device_put(x, NamedSharding(mesh, P(None, "y"))) for x in (q, k, v)]
     assert_same(jax.jit(through_layer)(*args), native(q, k, v))
+
+
+# ---- backward -----------------------------------------------------------------------------------
+
+
+class BackwardInPlaceOfAKernel:
+    """The derivative of the reference, handed over as a backward kernel does it."""
+
+    name = "kernel"
+
+    def limit(self, problem):
+        del problem
+
+    def run(self, residuals, problem):
+        inputs, _, _, *cotangents = residuals
+        assert problem.batch == inputs.q.shape[0]
+        floats = {
+            name: _sharding.varying_like(x, inputs.q)  # or vjp adds up over devices by itself
+            for name in _transforms.FLOATS
+            if (x := getattr(inputs, name)) is not None
+        }
+
+        def forward(floats):
+            return REFERENCE.run(inputs._replace(**floats), problem)
+
+        (gradients,) = jax.vjp(forward, floats)[1](tuple(cotangents))
+        return AttentionInputs(**dict.fromkeys(("q", "k", "v")) | gradients)
+
+
+@pytest.fixture
+def kernels_that_differentiate(monkeypatch):
+    monkeypatch.setitem(_dispatch.TABLES, "flash_forward", (InPlaceOfAKernel("flash_forward"),))
+    monkeypatch.setitem(_dispatch.TABLES, "flash_backward", (BackwardInPlaceOfAKernel(),))
+
+
+def gradients_of(function, floats, **fixed):
+    """Of a random sum over out and lse."""
+
+    def loss(floats):
+        out, lse = function(**floats, mask=CAUSAL, **fixed)
+        seen = jnp.where(jnp.isfinite(lse), lse, 0)
+        return (normal(8, *out.shape) * out).sum() + (normal(9, *lse.shape) * seen).sum()
+
+    return jax.grad(loss)(floats)
+
+
+ours = functools.partial(gradients_of, pallas_attn.flash_attention_with_lse)
+theirs = functools.partial(
+    gradients_of,
+    functools.partial(pallas_attn.flash_attention_with_lse, implementation="reference"),
+)
+
+
+def theirs_of_the_reference(function, *args, **kwargs):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_dispatch.TABLES, "flash_forward", (REFERENCE,))
+        return function(*args, **kwargs)
+
+
+def assert_same_trees(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert_same(jax.tree.leaves(got), jax.tree.leaves(want))
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, 0), (2, None, None)])
+def test_vmap_of_gradients(kernels_that_differentiate, axes):
+    arrays = [x if axis is not None else x[0] for x, axis in zip(qkv(X, B), axes, strict=True)]
+    arrays[0] = jnp.moveaxis(arrays[0], 0, 2) if axes[0] == 2 else arrays[0]
+    lengths = jnp.asarray([3, 0, S, 7], jnp.int32)
+
+    def over(gradients):
+        return jax.vmap(
+            lambda q, k, v: gradients({"q": q, "k": k, "v": v}, kv_lengths=lengths), axes
+        )(*arrays)
+
+    assert_same_trees(over(ours), theirs_of_the_reference(over, theirs))
+
+
+@pytest.mark.parametrize("mapped", [("q", "k", "v", "bias", "sinks"), ("q",), ("bias",)])
+def test_vmap_of_gradients_that_are_sums(kernels_that_differentiate, mapped):
+    q, k, v = qkv(X, B)
+    floats = {"q": q, "k": k, "v": v, "bias": normal(3, X, 1, N, 1, S), "sinks": normal(4, X, N)}
+    fixed = {name: x[1] for name, x in floats.items() if name not in mapped}
+    moving = {name: floats[name] for name in mapped}
+
+    def over(gradients):
+        return jax.vmap(lambda some: gradients({**fixed, **some}))(moving)
+
+    assert_same_trees(over(ours), theirs_of_the_reference(over, theirs))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(("kv_heads", "spec"), [(K, P("x", None, "y")), (1, P("x", None, "y"))])
+def test_sharded_gradients(kernels_that_differentiate, kind, kv_heads, spec):
+    """Only what is a sum over batch or heads is added up between devices."""
+    mesh = mesh_of(kind)
+    kv_spec = P(*(spec if kv_heads > 1 else spec[:1]))
+    where = {"q": spec, "k": kv_spec, "v": kv_spec, "bias": P(None, "y"), "sinks": P("y")}
+    floats = {
+        "q": normal(0, B, T, N, H),
+        "k": normal(1, B, S, kv_heads, H),
+        "v": normal(2, B, S, kv_heads, HV),
+        "bias": normal(3, 1, N, T, S),
+        "sinks": normal(4, N),
+    }
+    want = theirs_of_the_reference(theirs, floats)
+    for names in (("q", "k", "v"), tuple(floats)):
+        some = {
+            name: jax.device_put(floats[name], NamedSharding(mesh, where[name])) for name in names
+        }
+        rest = {name: x for name, x in floats.items() if name not in names}
+        rest = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P())), rest)
+        got = jax.jit(lambda some, rest=rest: ours(some, **rest))(some)
+        assert_same_trees(got, {name: want[name] for name in names})
+
+
+def test_gradients_in_a_shard_map(kernels_that_differentiate):
+    """A bias and sinks that are whole on each device get the sum over the devices."""
+    spec = P("x", None, "y")
+    floats = dict(zip("qkv", qkv(B), strict=True))
+    floats |= {"bias": normal(3, 1, N, T, S), "sinks": normal(4, N)}
+    specs = {"q": spec, "k": spec, "v": spec, "bias": P(None, "y"), "sinks": P("y")}
+    mesh = mesh_of(AxisType.Auto)
+
+    def gradients(floats, implementation=None):
+        def loss(floats):
+            out = pallas_attn.flash_attention(**floats, mask=CAUSAL, implementation=implementation)
+            return (out * jnp.cos(out)).sum()
+
+        return jax.grad(loss)(floats)
+
+    got = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=(specs,), out_specs=specs))(floats)
+    assert_same_trees(got, theirs_of_the_reference(gradients, floats, "reference"))
 
 
 M, CAPACITY = 4, 24
@@ -316,18 +451,17 @@ def test_the_hopper_kernel_lowers_on_a_mesh_with_explicit_axes():
         assert "mosaic_gpu" in mosaic.lower_for_cuda(causal, *sharded(AxisType.Explicit))
 
 
-def test_no_backward_yet_is_said_when_differentiated():
+@pytest.mark.guards
+def test_the_backward_lowers_under_transforms():
     def loss(q, k, v):
         return causal(q, k, v).astype(jnp.float32).sum()
 
-    with _device.assume("sm90"), pytest.raises(pallas_attn.UnsupportedError) as refused:
-        jax.jit(jax.grad(loss)).trace(Q, KV, KV)
-    assert str(refused.value) == (
-        "No implementation takes flash_backward on sm90: bfloat16 q[8,256,8,64], k[8,256,4,64], "
-        "v[...,64], mask causal\n"
-        "  reference: it differentiates only what it computed itself\n"
-        '    -> pass implementation="reference" to the forward call: it stores all T*S scores'
-    )
+    gradients = jax.grad(loss, (0, 1, 2))
+    mapped = jax.vmap(gradients, (0, None, None)), (half(3, *Q.shape), KV, KV)
+    explicit = gradients, sharded(AxisType.Explicit)
+    with _device.assume("sm90"):
+        for function, shapes in (mapped, explicit):
+            assert mosaic.lower_for_cuda(function, *shapes).count("@mosaic_gpu") >= 2
 
 
 @pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])

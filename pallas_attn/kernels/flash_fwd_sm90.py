@@ -159,23 +159,6 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 # ---- which work ---------------------------------------------------------------------------------
 
 
-def _tile(plan: Plan, refs: Refs, code: Any) -> Tile:
-    problem = plan.problem
-    head = lax.shift_right_logical(code, jnp.int32(plan.code_bits))
-    batch = lax.div(head, jnp.int32(problem.q_heads))
-    kv_len: Any = problem.kv_len
-    if plan.has("kv_lengths"):
-        kv_len = jnp.clip(refs.kv_lengths[batch], 0, kv_len)
-    return Tile(
-        batch=batch,
-        head=lax.rem(head, jnp.int32(problem.q_heads)),
-        row=(code & ((1 << plan.code_bits) - 1)) * plan.tile_rows,
-        q_offset=refs.q_offset[batch] if plan.has("q_offset") else problem.q_offset,
-        q_len=jnp.clip(refs.q_lengths[batch], 0, problem.q_len) if plan.has("q_lengths") else None,
-        kv_len=kv_len,
-    )
-
-
 def _own_span(plan: Plan, refs: Refs, tile: Tile, wg: Any) -> Span:
     """The key tiles of one warpgroup's rows; lo == hi == 0 where there is none."""
     row: Any = tile.row + wg * ROWS
@@ -225,7 +208,7 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
     def one_tile(i, carry):
         count, code = carry
         following = refs.dealt[cta, i + 2]
-        tile = _tile(plan, refs, code)
+        tile = logits.tile_of(plan, refs, code)
         lo, hi = _block_span(plan, refs, tile)
 
         def entry(e, count):
@@ -366,12 +349,12 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, An
     """A computing warpgroup: every tile of work of its block."""
     cta, wg = place
     count, first = refs.dealt[cta, 0], refs.dealt[cta, 1]
-    _load_q(plan, refs, smem, _tile(plan, refs, first), wg)
+    _load_q(plan, refs, smem, logits.tile_of(plan, refs, first), wg)
 
     def one_tile(i, carry):
         slot, code = carry
         following = refs.dealt[cta, i + 2]  # asked for long before it is needed
-        tile = _tile(plan, refs, code)
+        tile = logits.tile_of(plan, refs, code)
         rows = Rows(tile, tile.row + wg * ROWS, wg, _own_span(plan, refs, tile, wg))
         lo, hi = _block_span(plan, refs, tile)
         plgpu.barrier_wait(smem.q_ready.at[wg])
@@ -395,7 +378,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, An
 
         @pl.when(i + 1 < count)
         def _():
-            _load_q(plan, refs, smem, _tile(plan, refs, following), wg)
+            _load_q(plan, refs, smem, logits.tile_of(plan, refs, following), wg)
 
         _finish(plan, refs, smem, outs, rows, result)
         return slot, following

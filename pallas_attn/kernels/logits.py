@@ -52,50 +52,130 @@ class Rows(NamedTuple):
     span: Span
 
 
+def tile_of(plan: Plan, refs: Any, code: Any) -> Tile:
+    """The tile of work that a code of `flash_plan.dealt` stands for."""
+    problem = plan.problem
+    head = lax.shift_right_logical(code, jnp.int32(plan.code_bits))
+    batch = lax.div(head, jnp.int32(problem.q_heads))
+    kv_len: Any = problem.kv_len
+    if plan.has("kv_lengths"):
+        kv_len = jnp.clip(refs.kv_lengths[batch], 0, kv_len)
+    return Tile(
+        batch=batch,
+        head=lax.rem(head, jnp.int32(problem.q_heads)),
+        row=(code & ((1 << plan.code_bits) - 1)) * plan.tile_rows,
+        q_offset=refs.q_offset[batch] if plan.has("q_offset") else problem.q_offset,
+        q_len=jnp.clip(refs.q_lengths[batch], 0, problem.q_len) if plan.has("q_lengths") else None,
+        kv_len=kv_len,
+    )
+
+
+class Place(NamedTuple):
+    """Where a tile of logits stands. Its rows are queries and its columns keys (`q_axis` 0), or the
+    other way round (1).
+    """
+
+    batch: Any
+    head: Any
+    query: Any  # the first query row
+    key: Any  # the first key
+    q_offset: Any
+    kv_len: Any
+    q_axis: int
+    numbers: Any = None  # 0, 1, .. of the tile's queries, in shared memory: see `hidden`
+
+
 def of_scores(plan: Plan, refs: Refs, rows: Rows, t: Any, s: Any, masked: bool) -> Any:
     """Scores of key tile t -> logits, in log2 units if `plan.unit` is None."""
-    problem, start = plan.problem, t * plan.config.block_kv
+    tile = rows.tile
+    start = t * plan.config.block_kv
+    place = Place(tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, 0)
+    return of_tile(plan, refs, place, s, masked)[0]
+
+
+def of_tile(plan: Any, refs: Any, place: Place, s: Any, masked: bool) -> tuple[Any, Any]:
+    """(logits, in log2 units if `plan.unit` is None; what softcap's slope is there, or None)."""
+    problem, slope = plan.problem, None
     if plan.unit is None:
         s = s * problem.scale
         if problem.softcap is not None:
             s = softmax.capped(s, problem.softcap)
+            slope = 1.0 - s * s * (1.0 / problem.softcap**2)
         if plan.has("bias"):
-            s = s + _read(refs.bias, rows, start, s.shape).astype(jnp.float32)
+            s = s + _read(refs.bias, place, s.shape).astype(jnp.float32)
         s = s * softmax.LOG2_E
-    if not masked:
-        return s
+    return hidden(plan, refs, place, s) if masked else s, slope
+
+
+def hidden(plan: Any, refs: Any, place: Place, s: Any) -> Any:
+    """A tile of logits with -inf wherever a query does not see a key.
+
+    Positions that are computed would be computed once, before the loop around the tiles, and be
+    held in 32 registers; `place.numbers` are read where they are wanted.
+    """
+    problem, q_axis = plan.problem, place.q_axis
+    if place.numbers is None:
+        q_pos = tiles.positions(s.shape, q_axis, place.q_offset + place.query)
+    else:
+        q_pos = _along(place.numbers, q_axis, s.shape) + (place.q_offset + place.query)
     seen = problem.mask.allows(
-        tiles.positions(s.shape, 0, rows.tile.q_offset + rows.row),
-        tiles.positions(s.shape, 1, start),
-        rows.tile.kv_len if plan.ragged_keys else None,
-        *_segments(plan, refs, rows, start, s.shape),
+        q_pos,
+        tiles.positions(s.shape, 1 - q_axis, place.key),
+        place.kv_len if plan.ragged_keys else None,
+        *_segments(plan, refs, place, s.shape),
     )
     if plan.has("mask_array"):
-        given = _read(refs.mask_array, rows, start, s.shape) != 0
+        given = _read(refs.mask_array, place, s.shape) != 0
         seen = given if seen is True else seen & given
     return s if seen is True else jnp.where(seen, s, -jnp.inf)
 
 
-def _segments(plan: Plan, refs: Refs, rows: Rows, start: Any, shape: Any) -> tuple[Any, Any]:
+def probabilities(
+    plan: Any, refs: Any, place: Place, s: Any, lse: Any, masked: Any
+) -> tuple[Any, Any]:
+    """Scores -> (exp(logits - lse), softcap's slope or None). `lse` is in log2 units, one a query,
+    inf for one that has no key; `masked` may be traced: a branch around the mask costs less than a
+    second copy of a loop, whose addresses alone spilled 300 bytes a thread.
+    """
+    given, slope = of_tile(plan, refs, place, s, masked is True)
+    if not isinstance(masked, bool):
+        given = lax.cond(masked, lambda s: hidden(plan, refs, place, s), lambda s: s, given)
+    if plan.unit is not None:
+        given = given * plan.unit
+    return jnp.exp2(given - lax.broadcast_in_dim(lse, s.shape, [place.q_axis])), slope
+
+
+def _segments(plan: Any, refs: Any, place: Place, shape: Any) -> tuple[Any, Any]:
     if not plan.has("q_segment_ids"):
         return None, None
-    q_ids = refs.q_segment_ids.at[rows.tile.batch, pl.ds(rows.row, shape[0])]
-    kv_ids = refs.kv_segment_ids.at[rows.tile.batch, pl.ds(start, shape[1])]
-    return (
-        lax.broadcast_in_dim(tiles.load(q_ids, tiles.ROW), shape, [0]),
-        lax.broadcast_in_dim(tiles.load(kv_ids, tiles.COLUMN), shape, [1]),
+    q_ids, kv_ids = (
+        _along(ids.at[place.batch, pl.ds(start, shape[axis])], axis, shape)
+        for ids, start, axis in (
+            (refs.q_segment_ids, place.query, place.q_axis),
+            (refs.kv_segment_ids, place.key, 1 - place.q_axis),
+        )
     )
+    return q_ids, kv_ids
 
 
-def _read(ref: Any, rows: Rows, start: Any, shape: tuple[int, int]) -> Any:
-    """The part of a [B|1, N|1, T|1, S|1] array that a tile meets."""
-    batch, heads, queries, keys = ref.shape
-    where = (rows.tile.batch if batch > 1 else 0, rows.tile.head if heads > 1 else 0)
-    down, across = pl.ds(rows.row, shape[0]), pl.ds(start, shape[1])
-    if queries > 1 and keys > 1:
+def _along(ref: Any, axis: int, shape: tuple[int, int]) -> Any:
+    """A vector that lies along one axis of a tile, spread over the other."""
+    layout = tiles.COLUMN if axis else tiles.ROW
+    return lax.broadcast_in_dim(tiles.load(ref, layout), shape, [axis])
+
+
+def _read(ref: Any, place: Place, shape: tuple[int, int]) -> Any:
+    """The part of a [B|1, N|1, T|1, S|1] array that a tile meets ([B|1, N|1, S|1, T|1] where the
+    tile's rows are keys: Mosaic loads no transposed tile).
+    """
+    batch, heads, *sizes = ref.shape
+    where = (place.batch if batch > 1 else 0, place.head if heads > 1 else 0)
+    starts = (place.key, place.query) if place.q_axis else (place.query, place.key)
+    down, across = (pl.ds(start, size) for start, size in zip(starts, shape, strict=True))
+    if min(sizes) > 1:
         return tiles.load(ref.at[*where, down, across], tiles.TILE)
-    if queries > 1:
-        return lax.broadcast_in_dim(tiles.load(ref.at[*where, down, 0], tiles.ROW), shape, [0])
-    if keys > 1:
-        return lax.broadcast_in_dim(tiles.load(ref.at[*where, 0, across], tiles.COLUMN), shape, [1])
+    if sizes[0] > 1:
+        return _along(ref.at[*where, down, 0], 0, shape)
+    if sizes[1] > 1:
+        return _along(ref.at[*where, 0, across], 1, shape)
     return tiles.spread(ref[*where, 0, 0], shape)

@@ -1,0 +1,326 @@
+"""dQ of the Hopper backward, by a kernel of its own: no sum in global memory, so the same bits each
+time, and nothing to set to zero before or to round after. It computes S and dP a second time: seven
+matmuls in all where the fused kernel has five.
+
+The forward's grid and orientation: a tile of work is 64 query rows a warpgroup, `flash_plan.dealt`
+says who takes which, keys pass by in a ring. What is in flight under what, in a step:
+  S of this key tile, then dQ of the tile before it, then dP of this one
+  P = exp(S - lse)  under dQ and dP
+
+Shared memory, and who owns it when:
+  q, do [warpgroup]  filled by TMA at the warpgroup's own request for each tile of work; dq leaves
+                     through q
+  k [stages]         a ring; a key tile is let go of when its part of dQ is done, a step later
+  v [stages - 1]     a ring; let go of when dP is done
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._problem import AttentionInputs
+from pallas_attn.kernels import flash_plan, logits, operands, spans, tiles
+from pallas_attn.kernels.flash_bwd_plan import Refs
+from pallas_attn.kernels.flash_plan import ROWS, Plan
+from pallas_attn.kernels.logits import Place, Tile
+
+WARPGROUPS = 2  # that compute
+
+
+class Smem(NamedTuple):
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    q_ready: Any
+    k_ready: Any
+    v_ready: Any
+    k_free: Any
+    v_free: Any
+
+
+def scratch(plan: Plan) -> Smem:
+    config, dtype = plan.config, jnp.dtype(plan.problem.dtype)
+    k_swizzle, v_swizzle = (
+        operands.swizzle(n) for n in (plan.problem.head_dim, plan.problem.v_head_dim)
+    )
+    barrier = plgpu.Barrier
+    stages, v_stages = config.stages, config.stages - 1
+    return Smem(
+        q=tiles.swizzled((WARPGROUPS, ROWS, plan.k_width), dtype, k_swizzle),
+        do=tiles.swizzled((WARPGROUPS, ROWS, plan.v_width), dtype, v_swizzle),
+        k=tiles.swizzled((stages, config.block_kv, plan.k_width), dtype, k_swizzle),
+        v=tiles.swizzled((v_stages, config.block_kv, plan.v_width), dtype, v_swizzle),
+        q_ready=barrier(num_barriers=WARPGROUPS, num_arrivals=2),
+        k_ready=barrier(num_barriers=stages),
+        v_ready=barrier(num_barriers=v_stages),
+        k_free=barrier(num_barriers=stages, num_arrivals=WARPGROUPS),
+        v_free=barrier(num_barriers=v_stages, num_arrivals=WARPGROUPS),
+    )
+
+
+def buffer_bytes(plan: Plan) -> int:
+    buffers = scratch(plan)[:4]
+    return sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
+
+
+def _span(plan: Plan, refs: Refs, tile: Tile) -> Any:
+    """The key tiles of a tile of work, ordered lo <= full_lo <= full_hi <= hi."""
+    rows: Any = plan.tile_rows
+    if tile.q_len is not None:
+        rows = jnp.minimum(rows, tile.q_len - tile.row)
+    span = plan.span(tile.q_offset + tile.row, plan.tile_rows, tile.kv_len)
+    if plan.has("q_segment_ids"):
+        unit = lax.div(tile.row, jnp.int32(plan.tile_rows))
+        fields = (refs.segment_spans[tile.batch, i, unit] for i in range(4))
+        span = span.within(type(span)(*fields))
+    if plan.has("mask_array"):
+        span = span._replace(full_hi=span.full_lo)
+    hi = jnp.maximum(span.lo, jnp.where(rows > 0, span.hi, span.lo))
+    full_lo = jnp.clip(span.full_lo, span.lo, hi)
+    return type(span)(span.lo, full_lo, jnp.clip(span.full_hi, full_lo, hi), hi)
+
+
+# ---- loading ------------------------------------------------------------------------------------
+
+
+def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
+    """The loading warpgroup: K and V of every tile of work, in the order in which they are used."""
+    block = plan.config.block_kv
+
+    def one_tile(n, carry):
+        count, code = carry
+        following = refs.dealt[cta, n + 2]
+        tile = logits.tile_of(plan, refs, code)
+        span = _span(plan, refs, tile)
+        head = lax.div(tile.head, jnp.int32(plan.problem.group))
+
+        def step(t, count):
+            for name, to, ready, free in (
+                ("k", smem.k, smem.k_ready, smem.k_free),
+                ("v", smem.v, smem.v_ready, smem.v_free),
+            ):
+                stages = to.shape[0]
+                slot = lax.rem(count, jnp.int32(stages))
+                wait = functools.partial(plgpu.barrier_wait, free.at[slot])
+                pl.when(count >= stages)(wait)
+
+                def copy(ref, first, to=to.at[slot], ready=ready.at[slot]):
+                    columns = tiles.columns(ref, 0, to.shape[-1], head)
+                    there = ref.at[tile.batch, pl.ds(first, block), head, columns]
+                    plgpu.copy_gmem_to_smem(there, to, ready)
+
+                whole = functools.partial(copy, getattr(refs, name), t * block)
+                if not plan.has("kv_lengths"):
+                    whole()
+                    continue
+                cut = (t + 1) * block > tile.kv_len  # only the last tile may be
+                pl.when(cut)(functools.partial(copy, getattr(refs, f"{name}_edge"), 0))
+                pl.when(jnp.logical_not(cut))(whole)
+            return count + 1
+
+        return lax.fori_loop(span.lo, span.hi, step, count), following
+
+    lax.fori_loop(0, refs.dealt[cta, 0], one_tile, (jnp.int32(0), refs.dealt[cta, 1]))
+
+
+def _load_rows(plan: Plan, refs: Refs, smem: Smem, tile: Tile, wg: Any) -> None:
+    rows = pl.ds(tile.row + wg * ROWS, ROWS)
+    for ref, to in ((refs.q, smem.q), (refs.do, smem.do)):
+        columns = tiles.columns(ref, 0, to.shape[-1], tile.head)
+        there = ref.at[tile.batch, rows, tile.head, columns]
+        plgpu.copy_gmem_to_smem(there, to.at[wg], smem.q_ready.at[wg])
+
+
+# ---- computing ----------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """A warpgroup's rows of a tile of work."""
+
+    tile: Tile
+    row: Any
+    wg: Any
+    lse: Any
+    delta: Any
+
+
+def _ds(plan: Plan, refs: Refs, smem: Smem, rows: Rows, at: Any, dp: Any) -> Any:
+    """dS of a key tile, float32; at is (t, masked, S), dp gives dP when P is done."""
+    t, masked, s = at
+    tile, shape = rows.tile, s.shape
+    place = Place(
+        tile.batch, tile.head, rows.row, t * plan.config.block_kv, tile.q_offset, tile.kv_len, 0
+    )
+    p, slope = logits.probabilities(plan, refs, place, s, rows.lse, masked)
+    ds = p * (dp() - tiles.down_rows(rows.delta, shape))
+    return ds if slope is None else ds * slope
+
+
+def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
+    """All keys of a warpgroup's rows; carry is (span, count). Gives (dq, count)."""
+    span, count = carry
+    config, dtype = plan.config, jnp.dtype(plan.problem.dtype)
+    shape = (ROWS, config.block_kv)
+    k_slot = lambda n: lax.rem(n, jnp.int32(config.stages))  # noqa: E731
+    v_slot = lambda n: lax.rem(n, jnp.int32(config.stages - 1))  # noqa: E731
+    q, do = smem.q.at[rows.wg], smem.do.at[rows.wg]
+
+    def masked(t):
+        return (t < span.full_lo) | (t >= span.full_hi)
+
+    def tile(t, count, before):
+        """dS of key tile t; `before` issues what comes between S and dP."""
+
+        def run(s_acc, dp_acc):
+            plgpu.barrier_wait(smem.k_ready.at[k_slot(count)])
+            plgpu.wgmma(s_acc, q, smem.k.at[k_slot(count)].transpose((1, 0)))
+            issued = before()
+            plgpu.barrier_wait(smem.v_ready.at[v_slot(count)])
+            plgpu.wgmma(dp_acc, do, smem.v.at[v_slot(count)].transpose((1, 0)))
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1 + issued)
+
+            def dp():
+                value = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+                plgpu.barrier_arrive(smem.v_free.at[v_slot(count)])
+                return value
+
+            return _ds(plan, refs, smem, rows, (t, masked(t), s), dp)
+
+        both = plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
+        return pl.run_scoped(run, *both)
+
+    def everything(dq):
+        def step(t, carry):
+            count, ds = carry
+
+            def before():
+                plgpu.wgmma(dq, ds, smem.k.at[k_slot(count - 1)])
+                return 1
+
+            new = tile(t, count, before)
+            plgpu.barrier_arrive(smem.k_free.at[k_slot(count - 1)])
+            return count + 1, new.astype(dtype)
+
+        first = tile(span.lo, count, lambda: 0).astype(dtype)
+        end, ds = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first))
+        plgpu.wgmma(dq, ds, smem.k.at[k_slot(end - 1)])
+        value = dq[...]
+        plgpu.barrier_arrive(smem.k_free.at[k_slot(end - 1)])
+        return value, end
+
+    return pl.run_scoped(everything, plgpu.ACC((ROWS, smem.q.shape[-1]), jnp.float32))
+
+
+def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, Any]) -> None:
+    """A computing warpgroup: every tile of work of its block."""
+    cta, wg = place
+    count, first = refs.dealt[cta, 0], refs.dealt[cta, 1]
+    _load_rows(plan, refs, smem, logits.tile_of(plan, refs, first), wg)
+
+    def one_tile(n, carry):
+        entries, code = carry
+        following = refs.dealt[cta, n + 2]
+        tile = logits.tile_of(plan, refs, code)
+        row = tile.row + wg * ROWS
+        numbers = [
+            tiles.load(ref.at[tile.batch, tile.head, pl.ds(row, ROWS)], tiles.ROW)
+            for ref in (refs.lse, refs.delta)
+        ]
+        rows = Rows(tile, row, wg, *numbers)
+        span = _span(plan, refs, tile)
+        plgpu.barrier_wait(smem.q_ready.at[wg])
+
+        def some(entries):
+            return _attend(plan, refs, smem, rows, (span, entries))
+
+        def none(entries):
+            return tiles.filled((ROWS, smem.q.shape[-1]), 0.0), entries
+
+        dq, entries = lax.cond(span.hi > span.lo, some, none, entries)
+        _finish(plan, smem, dq_ref, rows, dq)
+
+        @pl.when(n + 1 < count)
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            _load_rows(plan, refs, smem, logits.tile_of(plan, refs, following), wg)
+
+        return entries, following
+
+    lax.fori_loop(0, count, one_tile, (jnp.int32(0), first))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _finish(plan: Plan, smem: Smem, dq_ref: Any, rows: Rows, dq: Any) -> None:
+    """What lies past a query length may have met NaN: it is selected away."""
+    tile, staged = rows.tile, smem.q.at[rows.wg]
+    dq = dq * plan.problem.scale
+    if tile.q_len is not None:
+        inside = tiles.positions((ROWS,), 0, rows.row) < tile.q_len
+        dq = jnp.where(tiles.down_rows(inside, dq.shape), dq, 0.0)
+    staged[...] = dq.astype(staged.dtype)
+    plgpu.commit_smem()
+    columns = tiles.columns(dq_ref, 0, staged.shape[-1], tile.head)
+    there = dq_ref.at[tile.batch, pl.ds(rows.row, ROWS), tile.head, columns]
+    plgpu.copy_smem_to_gmem(staged, there)
+
+
+def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: Plan) -> None:
+    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+
+    @pl.when(wg == WARPGROUPS)
+    def _():
+        plgpu.set_max_registers(24, action="decrease")
+        _load(plan, refs, smem, cta)
+
+    @pl.when(wg < WARPGROUPS)
+    def _():
+        plgpu.set_max_registers(240, action="increase")
+        _compute(plan, refs, smem, dq_ref, (cta, wg))
+
+
+# ---- the call -----------------------------------------------------------------------------------
+
+
+def operands_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
+    """The operands of a kernel over key tiles, made those of this one."""
+    problem, block = plan.problem, plan.config.block_kv
+    rows, keys = plan.padded_rows, operands.round_up(problem.kv_len, block)
+    fields: dict[str, Any] = {"dealt": jnp.asarray(flash_plan.dealt(plan))}
+    for name in ("bias", "mask_array"):
+        if (array := getattr(inputs, name)) is not None:
+            array = array.astype(jnp.int8) if name == "mask_array" else array
+            fields[name] = operands.padded(array, {2: rows, 3: keys})
+    if plan.has("q_segment_ids"):
+        q_ids = operands.extended(inputs.q_segment_ids, rows)
+        kv_ids = operands.extended(inputs.kv_segment_ids, keys)
+        fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
+        fields["segment_spans"] = spans.of_segments(q_ids, kv_ids, plan.tile_rows, block)
+    if plan.has("kv_lengths"):
+        for name in ("k", "v"):
+            fields[f"{name}_edge"] = operands.edge(getattr(refs, name), inputs.kv_lengths, block)
+    return refs._replace(**fields)
+
+
+def dq_of(plan: Plan, refs: Refs) -> Any:
+    """dq, padded as refs.q is, from the operands of a plan by rows."""
+    problem = plan.problem
+    padded = (*refs.q.shape[:3], operands.width_in_tma(problem.head_dim))
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=jax.ShapeDtypeStruct(padded, problem.dtype),
+        scratch_types=(scratch(plan),),
+        grid=(plan.ctas,),
+        grid_names=("cta",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="flash_bwd_dq_sm90",
+    )
+    return kernel(refs)[:, : problem.q_len, :, : problem.head_dim]

@@ -1,0 +1,466 @@
+"""Flash attention backward for Hopper, bfloat16 and float16.
+
+Five matmuls a tile, as FlashAttention-2 (arXiv 2307.08691) orders them: a block owns 128 keys and
+walks over the query tiles that meet them, dK and dV stay in registers, and what the tile adds to dQ
+goes to a float32 array in global memory by bulk reduce-add. XLA makes `delta` before and rounds dQ
+after.
+
+Grid: one block a multiprocessor, which takes the tiles of work that `flash_bwd_plan.dealt` gave it.
+A tile of work is 128 keys of one kv head, over the query heads of its group: dk and dv are summed
+over the group where they are. Two warpgroups compute, 64 keys each, and one loads.
+
+A step is one query tile. Tiles of scores have keys down and queries across, so P^T and dS^T are
+register operands of the matmuls for dV and dK; for dQ both warpgroups put their half of dS in
+shared memory, meet, and each takes a half of dQ. What is in flight under what:
+  dQ of the last step, S of this one  |  dQ to shared memory and off, under S
+  dP                                  |  P = exp(S - lse), under dP
+  dV                                  |  dS = P (dP - delta), to shared memory, under dV
+  dK                                  |  the meeting, under dV and dK
+
+Shared memory, and who owns it when:
+  k, v [warpgroup]   filled for a tile of work; `keys_free` when both warpgroups have sent off dk
+                     and dv, which leave through the same place
+  q, do [stages]     rings of query tiles with their lse and delta; `q_ready`, `do_ready` when they
+                     have landed, `q_free`, `do_free` when both warpgroups have let go of them
+  ds [2, warpgroup]  by turns, so that one meeting a step is enough
+  dq [warpgroup]     on its way to global memory
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels import (
+    flash_bwd_dbias,
+    flash_bwd_dq,
+    flash_bwd_wide,
+    flash_fwd_sm90,
+    flash_plan,
+    logits,
+    operands,
+    tiles,
+)
+from pallas_attn.kernels import flash_bwd_plan as shared
+from pallas_attn.kernels.flash_bwd_plan import ROWS, Item, Plan, Refs, across
+
+WARPGROUPS = 2  # that compute
+SMEM_LIMIT = flash_fwd_sm90.SMEM_LIMIT
+BARRIERS = flash_fwd_sm90.BARRIERS
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tuning only: the result is the same up to rounding."""
+
+    block_q: int = 64
+    stages: int = 2
+    fused: bool = True  # dq is added up in global memory; else, and if dims are wide, see `_dq`
+    section: int = 0  # heads whose tiles of work are taken together; 0: see Plan.section
+    ctas: int = 132  # blocks; 0: one a tile of work
+    dq_block_kv: int = 64  # of the kernel for dq alone
+    dq_stages: int = 2
+
+    def __post_init__(self):
+        wants = {
+            "block_q": (self.block_q in (64, 128), "64 or 128"),
+            "stages": (self.stages >= 2, "at least 2"),
+            "section": (self.section >= 0, "at least 0"),
+            "ctas": (self.ctas >= 0, "at least 0"),
+            "dq_block_kv": (self.dq_block_kv in (64, 128), "64 or 128"),
+            "dq_stages": (self.dq_stages >= 2, "at least 2"),
+        }
+        for name, (good, want) in wants.items():
+            if not good:
+                raise ValueError(f"Config.{name} must be {want}, got {getattr(self, name)}")
+
+    @classmethod
+    def default(cls, problem: AttentionProblem) -> "Config":
+        """What serves a problem that nobody tuned."""
+        if is_wide(problem):
+            return cls(block_q=64, fused=False)
+        return cls(block_q=128 if max(problem.head_dim, problem.v_head_dim) <= 64 else 64)
+
+
+def is_wide(problem: AttentionProblem) -> bool:
+    """Whether dK and dV of 64 keys are too much for one warpgroup."""
+    return max(problem.head_dim, problem.v_head_dim) > 128
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    return flash_fwd_sm90.limit(problem)
+
+
+class Smem(NamedTuple):
+    k: Any
+    v: Any
+    q: Any
+    do: Any
+    ds: Any
+    dq: Any
+    lse: Any
+    delta: Any
+    numbers: Any
+    keys_ready: Any
+    keys_free: Any
+    q_ready: Any
+    do_ready: Any
+    q_free: Any
+    do_free: Any
+    met: Any
+
+
+def scratch(plan: Plan) -> Smem:
+    """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
+    config, dtype = plan.config, jnp.dtype(plan.problem.dtype)
+    k_width, barrier = _k_width(plan), plgpu.Barrier
+    stages, block = config.stages, config.block_q
+    numbers = plgpu.SMEM((stages, block), jnp.float32)
+    ring = {"num_barriers": stages}
+    half = _half(plan)
+    half_swizzle = next(size for size in (128, 64, 32) if 4 * half[1] % size == 0)
+    return Smem(
+        k=tiles.swizzled((WARPGROUPS, ROWS, k_width), dtype, plan.k_swizzle),
+        v=tiles.swizzled((WARPGROUPS, ROWS, plan.v_width), dtype, plan.v_swizzle),
+        q=tiles.swizzled((stages, block, k_width), dtype, plan.k_swizzle),
+        do=tiles.swizzled((stages, block, plan.v_width), dtype, plan.v_swizzle),
+        ds=tiles.swizzled((2, WARPGROUPS, ROWS, block), dtype, plan.k_swizzle),  # as k: one matmul
+        dq=tiles.swizzled((WARPGROUPS, *half), jnp.float32, half_swizzle),
+        lse=numbers,
+        delta=numbers,
+        numbers=plgpu.SMEM((WARPGROUPS, block), jnp.int32),
+        keys_ready=barrier(num_arrivals=2 * WARPGROUPS),
+        keys_free=barrier(num_arrivals=WARPGROUPS),
+        q_ready=barrier(num_arrivals=2, **ring),
+        do_ready=barrier(num_arrivals=2, **ring),
+        q_free=barrier(num_arrivals=WARPGROUPS, **ring),
+        do_free=barrier(num_arrivals=WARPGROUPS, **ring),
+        met=barrier(num_arrivals=WARPGROUPS),
+    )
+
+
+def _k_width(plan: Plan) -> int:
+    """The head dim of q and k in shared memory; where warpgroups share the columns of dQ, both
+    halves are whole swizzles.
+    """
+    if plan.config.block_q == 2 * ROWS:
+        return plan.k_width
+    return operands.round_up(plan.k_width, plan.k_swizzle)
+
+
+def _half(plan: Plan) -> tuple[int, int]:
+    """A warpgroup's part of a query tile's dQ: 64 of 128 rows, or half of the columns of 64."""
+    columns = _k_width(plan)
+    return ROWS, columns if plan.config.block_q == 2 * ROWS else columns // 2
+
+
+def smem_bytes(problem: AttentionProblem, config: Config) -> int:
+    """Of the kernel that needs most."""
+    plan = plan_of(problem, config)
+    if is_wide(problem):
+        most = flash_bwd_wide.buffer_bytes(plan)
+    else:
+        buffers = scratch(plan)[:9]
+        most = sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
+    if not _is_fused(problem, config):
+        most = max(most, flash_bwd_dq.buffer_bytes(_dq_plan(problem, config)))
+    return most + BARRIERS
+
+
+def plan_of(problem: AttentionProblem, config: Config) -> Plan:
+    return Plan(problem, config, flash_bwd_wide.KEYS if is_wide(problem) else WARPGROUPS * ROWS)
+
+
+def _dq_plan(problem: AttentionProblem, config: Config) -> Any:
+    by_rows = flash_fwd_sm90.Config(
+        flash_bwd_dq.WARPGROUPS, config.dq_block_kv, config.dq_stages, 0, config.ctas
+    )
+    return flash_plan.Plan(problem, by_rows)
+
+
+def _is_fused(problem: AttentionProblem, config: Config) -> bool:
+    return config.fused and not is_wide(problem) and not problem.deterministic
+
+
+# ---- loading ------------------------------------------------------------------------------------
+
+
+def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
+    """The loading warpgroup: keys and query tiles of every tile of work, in order."""
+
+    def keys(n, item):
+        pl.when(n > 0)(lambda: plgpu.barrier_wait(smem.keys_free))
+        for wg in range(WARPGROUPS):
+            for name, to in (("k", smem.k), ("v", smem.v)):
+                place = (wg * ROWS, to.at[wg], smem.keys_ready)
+                shared.load_keys(plan, refs, item, name, place)
+
+    shared.load_all(plan, refs, smem, cta, keys)
+
+
+# ---- computing ----------------------------------------------------------------------------------
+
+
+class Last(NamedTuple):
+    """The step before: its dQ is still to come."""
+
+    there: Any  # int32: whether there is one
+    count: Any  # its number, over all tiles of work
+    head: Any
+    t: Any
+
+
+def _step(plan: Plan, refs: Refs, smem: Smem, at: Any, last: Last, new: Last, accs: Any) -> None:
+    """One query tile: at is (item, wg, masked)."""
+    (item, wg, masked), (dk, dv) = at, accs
+    dtype, block = jnp.dtype(plan.problem.dtype), plan.config.block_q
+    slot, shape = shared.ring(new.count, plan.config.stages), (ROWS, block)
+    q, do = smem.q.at[slot], smem.do.at[slot]
+    turn = shared.ring(new.count, 2)
+    # 0, which only we know: or else what follows from wg alone, all addresses in k and v, would be
+    # computed before the loop and spilled.
+    wg = wg + lax.shift_right_logical(new.count, jnp.int32(31))
+
+    def first(s_acc, dq_acc):
+        pl.when(last.there != 0)(lambda: plgpu.barrier_wait(smem.met))
+        _dq_matmuls(plan, smem, dq_acc, 1 - turn, wg)
+        plgpu.barrier_wait(smem.q_ready.at[slot])
+        plgpu.wgmma(s_acc, smem.k.at[wg], q.transpose((1, 0)))
+        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)  # and dK of the last step is done
+
+        @pl.when(last.there != 0)
+        def _():
+            plgpu.barrier_arrive(smem.q_free.at[shared.ring(last.count, plan.config.stages)])
+
+        _send_dq(plan, refs, smem, item, last, (wg, dq))
+
+    def second(s_acc, dp_acc):
+        plgpu.barrier_wait(smem.do_ready.at[slot])
+        plgpu.wgmma(dp_acc, smem.v.at[wg], do.transpose((1, 0)))
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        place = shared.place_of(item, new.head, new.t, item.key + wg * ROWS, block)
+        place = place._replace(numbers=smem.numbers.at[wg])
+        lse = tiles.load(smem.lse.at[slot], tiles.COLUMN)
+        p, slope = logits.probabilities(plan, refs, place, s, lse, masked)
+        plgpu.wgmma(dv, p.astype(dtype), do)
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+        delta = tiles.load(smem.delta.at[slot], tiles.COLUMN)
+        ds = p * (dp - across(delta, shape))
+        ds = (ds if slope is None else ds * slope).astype(dtype)
+        if refs.dq is not None:
+            smem.ds[turn, wg] = ds
+        plgpu.commit_smem()  # lse and delta have been read, too, and TMA will write there
+        if refs.dq is not None:
+            plgpu.barrier_arrive(smem.met)
+        plgpu.wgmma(dk, ds, q)
+        plgpu.wgmma_wait(1)
+        plgpu.barrier_arrive(smem.do_free.at[slot])
+
+    def alone(s_acc):
+        plgpu.barrier_wait(smem.q_ready.at[slot])
+        plgpu.wgmma(s_acc, smem.k.at[wg], q.transpose((1, 0)))
+        plgpu.wgmma_wait(1)
+
+        @pl.when(last.there != 0)
+        def _():
+            plgpu.barrier_arrive(smem.q_free.at[shared.ring(last.count, plan.config.stages)])
+
+    def both(s_acc):
+        if refs.dq is None:
+            alone(s_acc)
+        else:
+            half = plgpu.ACC(_half(plan), jnp.float32)
+            pl.run_scoped(functools.partial(first, s_acc), half)
+        pl.run_scoped(functools.partial(second, s_acc), plgpu.ACC(shape, jnp.float32))
+
+    pl.run_scoped(both, plgpu.ACC(shape, jnp.float32))
+
+
+def _dq_matmuls(plan: Plan, smem: Smem, acc: Any, turn: Any, wg: Any) -> None:
+    """A warpgroup's half of dS K."""
+    rows, columns = _half(plan)
+    for u in range(WARPGROUPS):
+        if plan.config.block_q == 2 * ROWS:
+            ds, k = smem.ds.at[turn, u, :, pl.ds(wg * rows, rows)], smem.k.at[u]
+        else:
+            ds, k = smem.ds.at[turn, u], smem.k.at[u, :, pl.ds(wg * columns, columns)]
+        plgpu.wgmma(acc, ds.transpose((1, 0)), k)
+
+
+def _send_dq(plan: Plan, refs: Refs, smem: Smem, item: Item, last: Last, half: Any) -> None:
+    wg, dq = half
+    rows, columns = _half(plan)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    smem.dq[wg] = dq
+    plgpu.commit_smem()
+    row, column = last.t * plan.config.block_q, wg * columns
+    if plan.config.block_q == 2 * ROWS:
+        row, column = row + wg * rows, 0 * wg
+    there = refs.dq.at[item.batch, pl.ds(row, rows), last.head, pl.ds(column, columns)]
+    plgpu.copy_smem_to_gmem(smem.dq.at[wg], there, last.there != 0, reduction_op="add")
+
+
+def _attend(plan: Plan, refs: Refs, smem: Smem, at: Any, count: Any) -> Any:
+    """All query tiles of a warpgroup's keys; at is (item, wg). Gives (dk, dv, count)."""
+    item, wg = at
+    group, span = plan.problem.group, item.span
+    first_head = item.kv_head * group
+
+    def everything(dk_acc, dv_acc):
+        def step(masked, head, t, last):
+            new = Last(jnp.int32(1), last.count + 1, head, t)
+            _step(plan, refs, smem, (item, wg, masked), last, new, (dk_acc, dv_acc))
+            return new
+
+        def one_head(g, last):
+            def one_tile(t, last):
+                return step(shared.masked(plan, item, t), first_head + g, t, last)
+
+            return lax.fori_loop(span.lo, span.hi, one_tile, last)
+
+        nothing = Last(jnp.int32(0), count - 1, first_head, jnp.int32(0))
+        last = lax.fori_loop(0, group, one_head, nothing)
+
+        def rest(dq_acc):
+            _dq_matmuls(plan, smem, dq_acc, shared.ring(last.count, 2), wg)
+            return dq_acc[...]
+
+        @pl.when(last.there != 0)
+        def _():
+            if refs.dq is not None:
+                plgpu.barrier_wait(smem.met)
+                dq = pl.run_scoped(rest, plgpu.ACC(_half(plan), jnp.float32))
+                _send_dq(plan, refs, smem, item, last, (wg, dq))
+
+        results = dk_acc[...], dv_acc[...]
+
+        @pl.when(last.there != 0)
+        def _():
+            plgpu.barrier_arrive(smem.q_free.at[shared.ring(last.count, plan.config.stages)])
+
+        return *results, last.count + 1
+
+    widths = (_k_width(plan), plan.v_width)
+    return pl.run_scoped(everything, *(plgpu.ACC((ROWS, n), jnp.float32) for n in widths))
+
+
+def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, Any]) -> None:
+    """A computing warpgroup: every tile of work of its block."""
+    cta, wg = place
+    smem.numbers[wg] = plgpu.broadcasted_iota(
+        jnp.int32, (plan.config.block_q,), 0, layout=tiles.COLUMN
+    )
+    plgpu.commit_smem()
+
+    def one_item(n, carry):
+        count, code = carry
+        following = refs.dealt[cta, n + 2]  # asked for long before it is needed
+        item = shared.item_of(plan, refs, code)
+        plgpu.barrier_wait(smem.keys_ready)
+        dk, dv, count = _attend(plan, refs, smem, (item, wg), count)
+        _finish(plan, smem, outs, (item, wg), (dk * plan.problem.scale, dv))
+        return count, following
+
+    lax.fori_loop(0, refs.dealt[cta, 0], one_item, (jnp.int32(0), refs.dealt[cta, 1]))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _finish(plan: Plan, smem: Smem, outs: Any, at: Any, results: Any) -> None:
+    """dk and dv leave through k and v, when the other warpgroup has no more use for k."""
+    item, wg = at
+    plgpu.barrier_arrive(smem.met)
+    plgpu.barrier_wait(smem.met)
+    for value, staged, out in zip(results, (smem.k, smem.v), outs, strict=True):
+        staged[wg] = value.astype(staged.dtype)
+        plgpu.commit_smem()
+        columns = tiles.columns(out, 0, staged.shape[-1], wg)
+        there = out.at[item.batch, pl.ds(item.key + wg * ROWS, ROWS), item.kv_head, columns]
+        plgpu.copy_smem_to_gmem(staged.at[wg], there)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(smem.keys_free)
+
+
+def _kernel(refs: Refs, dk_ref: Any, dv_ref: Any, smem: Smem, *, plan: Plan) -> None:
+    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+
+    @pl.when(wg == WARPGROUPS)
+    def _():
+        plgpu.set_max_registers(24, action="decrease")
+        _load(plan, refs, smem, cta)
+
+    @pl.when(wg < WARPGROUPS)
+    def _():
+        plgpu.set_max_registers(240, action="increase")
+        _compute(plan, refs, smem, (dk_ref, dv_ref), (cta, wg))
+
+
+# ---- the call -----------------------------------------------------------------------------------
+
+
+def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionInputs:
+    """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
+    inputs, *rest = residuals
+    plan = plan_of(problem, config)
+    rows = operands.round_up(problem.q_len, 2 * ROWS)
+    stats = shared.row_numbers(problem, rows, inputs, rest)
+    refs = shared.operands_of(plan, inputs, rest[2], stats)
+    dq = None
+    if is_wide(problem):
+        dk, dv = flash_bwd_wide.dk_dv(plan, refs)
+    elif _is_fused(problem, config):
+        dq = jnp.zeros((*refs.q.shape[:1], rows, problem.q_heads, _k_width(plan)))
+        dq, dk, dv = _dq_dk_dv(plan, refs._replace(dq=jax.new_ref(dq)))
+    else:
+        _, dk, dv = _dq_dk_dv(plan, refs)
+    if dq is None:
+        by_rows, refs = _dq_plan(problem, config), _after(refs, dk)
+        dq = flash_bwd_dq.dq_of(by_rows, flash_bwd_dq.operands_of(by_rows, inputs, refs))
+    dk = dk[:, : problem.kv_len, :, : problem.head_dim]
+    dv = dv[:, : problem.kv_len, :, : problem.v_head_dim]
+    others = {}
+    if inputs.bias is not None:
+        by_tiles = flash_bwd_dbias.plan_of(problem, flash_fwd_sm90.Config)
+        by_tiles_refs = flash_bwd_dq.operands_of(by_tiles, inputs, _after(refs, dq))
+        others["bias"] = flash_bwd_dbias.dbias_of(by_tiles, inputs, by_tiles_refs)
+    if inputs.sinks is not None:
+        others["sinks"] = shared.dsinks(inputs.sinks, rest[1], stats[1][:, :, : problem.q_len])
+    return AttentionInputs(q=dq, k=dk, v=dv, **others)
+
+
+def _after(refs: Refs, result: Any) -> Refs:
+    """Operands that are there when another kernel's result is: each kernel fills the GPU, and the
+    interpreter simulates one at a time.
+    """
+    return refs._replace(delta=lax.optimization_barrier((refs.delta, result))[0])
+
+
+def _dq_dk_dv(plan: Plan, refs: Refs) -> tuple[Any, Any, Any]:
+    """dq (None where refs.dq is), and dk and dv, padded as refs.k and refs.v are."""
+    problem = plan.problem
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=tuple(
+            jax.ShapeDtypeStruct((*x.shape[:3], operands.width_in_tma(x.shape[3])), x.dtype)
+            for x in (refs.k, refs.v)
+        ),
+        scratch_types=(scratch(plan),),
+        grid=(plan.ctas,),
+        grid_names=("cta",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="flash_bwd_sm90",
+    )
+    dk, dv = kernel(refs)
+    if refs.dq is None:
+        return None, dk, dv
+    dq = jax.freeze(refs.dq)[:, : problem.q_len, :, : problem.head_dim]
+    return (dq * problem.scale).astype(problem.dtype), dk, dv

@@ -1,0 +1,293 @@
+"""dK and dV of the Hopper backward where dK and dV of 64 keys do not fit in one warpgroup's
+registers together: head dims above 128. dQ is a kernel of its own there, `flash_bwd_dq`.
+
+A block owns 64 keys. Its two computing warpgroups share the matmuls instead of the keys: the first
+makes S^T, P^T and dV, the second dP^T, dS^T and dK. All that passes between them is P, through
+shared memory, one way: they drift apart by up to two query tiles, so that one is busy with
+exponents while the other's matmuls run. In each, the matmul for its gradient is a query tile
+behind and runs under the arithmetic on the next.
+
+Grid, tiles of work and rings of query tiles are those of `flash_bwd_sm90`.
+
+Shared memory, and who owns it when:
+  k, v               k is read by the first warpgroup and then carries dv off, v by the second and
+                     then carries dk; each is `free` when it has
+  q, do [stages]     rings of query tiles; both warpgroups let go of each
+  p [2]              P^T in float32, as the threads of the one hold it and the other's want it
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels import flash_bwd_plan as shared
+from pallas_attn.kernels import logits, operands, tiles
+from pallas_attn.kernels.flash_bwd_plan import ROWS, Item, Plan, Refs, across
+
+KEYS = ROWS  # of a tile of work
+TURNS = 2
+
+
+class Smem(NamedTuple):
+    k: Any
+    v: Any
+    q: Any
+    do: Any
+    p: Any
+    lse: Any
+    delta: Any
+    k_ready: Any
+    v_ready: Any
+    k_free: Any
+    v_free: Any
+    q_ready: Any
+    do_ready: Any
+    q_free: Any
+    do_free: Any
+    p_ready: Any
+    p_free: Any
+
+
+def scratch(plan: Plan) -> Smem:
+    config, dtype = plan.config, jnp.dtype(plan.problem.dtype)
+    barrier = plgpu.Barrier
+    stages, block = config.stages, config.block_q
+    numbers = plgpu.SMEM((stages, block), jnp.float32)
+    return Smem(
+        k=tiles.swizzled((KEYS, plan.k_width), dtype, plan.k_swizzle),
+        v=tiles.swizzled((KEYS, plan.v_width), dtype, plan.v_swizzle),
+        q=tiles.swizzled((stages, block, plan.k_width), dtype, plan.k_swizzle),
+        do=tiles.swizzled((stages, block, plan.v_width), dtype, plan.v_swizzle),
+        p=tiles.swizzled((TURNS, KEYS, block), jnp.float32, 128),
+        lse=numbers,
+        delta=numbers,
+        k_ready=barrier(),
+        v_ready=barrier(),
+        k_free=barrier(),
+        v_free=barrier(),
+        q_ready=barrier(num_barriers=stages, num_arrivals=2),
+        do_ready=barrier(num_barriers=stages, num_arrivals=2),
+        q_free=barrier(num_barriers=stages, num_arrivals=2),
+        do_free=barrier(num_barriers=stages, num_arrivals=2),
+        p_ready=barrier(num_barriers=TURNS),
+        p_free=barrier(num_barriers=TURNS),
+    )
+
+
+def buffer_bytes(plan: Plan) -> int:
+    buffers = scratch(plan)[:7]
+    return sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
+
+
+# ---- loading ------------------------------------------------------------------------------------
+
+
+def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
+    """The loading warpgroup: keys and query tiles of every tile of work, in order."""
+
+    def keys(n, item):
+        for name, to, ready, free in (
+            ("k", smem.k, smem.k_ready, smem.k_free),
+            ("v", smem.v, smem.v_ready, smem.v_free),
+        ):
+            pl.when(n > 0)(functools.partial(plgpu.barrier_wait, free))
+            shared.load_keys(plan, refs, item, name, (0, to, ready))
+
+    shared.load_all(plan, refs, smem, cta, keys)
+
+
+# ---- computing ----------------------------------------------------------------------------------
+
+
+class Side(NamedTuple):
+    """What one of the two warpgroups works with."""
+
+    keys: Any  # k or v
+    first: Any  # the ring whose tiles meet the keys: q or dO
+    first_ready: Any
+    first_free: Any
+    second: Any  # the ring whose tiles the gradient is made of: dO or q
+    second_ready: Any
+    second_free: Any
+    numbers: Any  # that come with the first ring: lse or delta
+
+
+def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[Any, Any]:
+    """Gradient of the keys over all query tiles; work((head, t, number), product, numbers) makes
+    the left operand of its matmul, float32.
+    """
+    group, dtype = plan.problem.group, jnp.dtype(plan.problem.dtype)
+    shape, columns = (KEYS, plan.config.block_q), side.second.shape[-1]
+
+    def slot_of(number):
+        return lax.rem(number, jnp.int32(plan.config.stages))
+
+    def arithmetic(i, number, value):
+        g = lax.div(i, item.steps)
+        slot = slot_of(number)
+        numbers = tiles.load(side.numbers.at[slot], tiles.COLUMN)
+        at = item.kv_head * group + g, item.span.lo + i - g * item.steps, number
+        left = work(at, value, numbers)
+        plgpu.barrier_arrive(side.first_free.at[slot])
+        return left
+
+    def product(slot):
+        plgpu.barrier_wait(side.first_ready.at[slot])
+        return side.first.at[slot].transpose((1, 0))
+
+    def gradient(slot):
+        plgpu.barrier_wait(side.second_ready.at[slot])
+        return side.second.at[slot]
+
+    def some(count):
+        slot = slot_of(count)
+        first = tiles.matmul(shape, side.keys, product(slot))
+        left = arithmetic(0, count, first).astype(dtype)
+        acc = tiles.filled((KEYS, columns), 0.0)
+
+        def step(i, carry):
+            acc, left, number = carry
+            slot, before = slot_of(number), slot_of(number - 1)
+
+            def start(product_acc, acc_ref):
+                plgpu.wgmma(product_acc, side.keys, product(slot))
+                plgpu.wgmma(acc_ref, left, gradient(before))
+
+            finish = functools.partial(arithmetic, i, number)
+            acc, left = tiles.overlapped(acc, tiles.filled(shape, 0.0), start, finish)
+            plgpu.barrier_arrive(side.second_free.at[before])
+            return acc, left.astype(dtype), number + 1
+
+        acc, left, end = lax.fori_loop(1, group * item.steps, step, (acc, left, count + 1))
+        last = slot_of(end - 1)
+        acc = tiles.matmul_add(acc, left, gradient(last))
+        plgpu.barrier_arrive(side.second_free.at[last])
+        return acc, end
+
+    def none(count):
+        return tiles.filled((KEYS, columns), 0.0), count
+
+    return lax.cond(item.steps > 0, some, none, count)
+
+
+def _values(plan: Plan, refs: Refs, smem: Smem, item: Item, count: Any) -> tuple[Any, Any]:
+    """The first warpgroup: P, for the other too, and dV."""
+    side = Side(
+        *(smem.k, smem.q, smem.q_ready, smem.q_free, smem.do, smem.do_ready, smem.do_free),
+        numbers=smem.lse,
+    )
+
+    def work(at, s, lse):
+        head, t, number = at
+        turn = lax.rem(number, jnp.int32(TURNS))
+        place = shared.place_of(item, head, t, item.key, plan.config.block_q)
+        p, slope = logits.probabilities(plan, refs, place, s, lse, shared.masked(plan, item, t))
+        pl.when(number >= TURNS)(lambda: plgpu.barrier_wait(smem.p_free.at[turn]))
+        smem.p[turn] = p if slope is None else p * slope
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.p_ready.at[turn])
+        return p
+
+    return _walk(plan, side, item, count, work)
+
+
+def _keys(plan: Plan, refs: Refs, smem: Smem, item: Item, count: Any) -> tuple[Any, Any]:
+    """The second warpgroup: dS and dK."""
+    side = Side(
+        *(smem.v, smem.do, smem.do_ready, smem.do_free, smem.q, smem.q_ready, smem.q_free),
+        numbers=smem.delta,
+    )
+
+    def work(at, dp, delta):
+        _, _, number = at
+        turn = lax.rem(number, jnp.int32(TURNS))
+        plgpu.barrier_wait(smem.p_ready.at[turn])
+        p = tiles.load(smem.p.at[turn], tiles.TILE)
+        plgpu.commit_smem()  # delta has been read, and TMA will write there
+        plgpu.barrier_arrive(smem.p_free.at[turn])
+        return p * (dp - across(delta, dp.shape))
+
+    dk, count = _walk(plan, side, item, count, work)
+    return dk * plan.problem.scale, count
+
+
+def _compute(plan: Plan, refs: Refs, smem: Smem, cta: Any, role: Any) -> None:
+    """A computing warpgroup: every tile of work of its block."""
+    gradient, ready, staged, free, out = role
+
+    def one_item(n, carry):
+        count, code = carry
+        following = refs.dealt[cta, n + 2]  # asked for long before it is needed
+        item = shared.item_of(plan, refs, code)
+        plgpu.barrier_wait(ready)
+        value, count = gradient(plan, refs, smem, item, count)
+        columns = staged.shape[1]  # the other head dim: parts are made as wide
+        for column in range(0, value.shape[1], columns):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            part = lax.slice(value, (0, column), (KEYS, min(column + columns, value.shape[1])))
+            if part.shape[1] < columns:
+                nothing = tiles.filled((KEYS, columns - part.shape[1]), 0.0)
+                part = lax.concatenate([part, nothing], 1)
+            staged[...] = part.astype(staged.dtype)
+            plgpu.commit_smem()
+            where = tiles.columns(out, column, columns, item.kv_head)
+            there = out.at[item.batch, pl.ds(item.key, KEYS), item.kv_head, where]
+            plgpu.copy_smem_to_gmem(staged, there)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(free)
+        return count, following
+
+    lax.fori_loop(0, refs.dealt[cta, 0], one_item, (jnp.int32(0), refs.dealt[cta, 1]))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _kernel(refs: Refs, dk_ref: Any, dv_ref: Any, smem: Smem, *, plan: Plan) -> None:
+    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+
+    @pl.when(wg == 2)
+    def _():
+        plgpu.set_max_registers(24, action="decrease")
+        _load(plan, refs, smem, cta)
+
+    @pl.when(wg == 0)
+    def _():
+        plgpu.set_max_registers(240, action="increase")
+        role = (_values, smem.k_ready, smem.k, smem.k_free, dv_ref)
+        _compute(plan, refs, smem, cta, role)
+
+    @pl.when(wg == 1)
+    def _():
+        plgpu.set_max_registers(240, action="increase")
+        role = (_keys, smem.v_ready, smem.v, smem.v_free, dk_ref)
+        _compute(plan, refs, smem, cta, role)
+
+
+# ---- the call -----------------------------------------------------------------------------------
+
+
+def dk_dv(plan: Plan, refs: Refs) -> tuple[Any, Any]:
+    """dk and dv, padded as refs.k and refs.v are."""
+    outs = []
+    for x, swizzle in ((refs.k, plan.v_swizzle), (refs.v, plan.k_swizzle)):
+        columns = x.shape[3]
+        if columns > swizzle // 2:  # they leave by tiles of the other array's
+            columns = operands.round_up(columns, swizzle // 2)
+        outs.append(jax.ShapeDtypeStruct((*x.shape[:3], columns), x.dtype))
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=tuple(outs),
+        scratch_types=(scratch(plan),),
+        grid=(plan.ctas,),
+        grid_names=("cta",),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="flash_bwd_wide_sm90",
+    )
+    return kernel(refs)

@@ -1,0 +1,373 @@
+"""The Hopper backward kernels: right in the interpreter with their races watched, compiled ahead of
+time with what they may spill, and, with `-m gpu`, right on the real thing over the whole argument
+space, with gradients that arrive through out and through the lse.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import cases
+from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.kernels import flash_bwd_dbias, flash_fwd_sm90
+from pallas_attn.kernels import flash_bwd_plan as plans
+from pallas_attn.kernels import flash_bwd_sm90 as kernel
+from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
+from tests import budget, mosaic
+from tests.test_flash_fwd_kernel import given, one, shape_of
+from tests.test_flash_fwd_kernel import problem_of as forward_problem_of
+
+needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
+SMALL = kernel.Config(ctas=3)
+
+
+def problem_of(case: cases.AttentionCase, **changes) -> AttentionProblem:
+    return dataclasses.replace(forward_problem_of(case), op="flash_backward", **changes)
+
+
+def residuals_of(case: cases.AttentionCase, seed: int = 0) -> tuple[tuple, budget.Expected]:
+    """What the kernel is handed, NaN past every length, and what it should give. out and lse are
+    the naive ones: the forward kernel is not needed here.
+    """
+    do = case.cotangent(seed + 1)
+    rng = np.random.default_rng(seed)
+    shape = (case.batch, case.q_heads, case.q_len)
+    dlse = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    expected = budget.attention(case.arguments(seed), do, dlse)
+    inputs = AttentionInputs(**given(case, seed, poison=True))
+    out = jnp.asarray(expected.naive["out"]).astype(case.dtype)
+    lse = jnp.asarray(expected.naive["lse"], jnp.float32)
+    if case.q_lengths is not None:
+        live = np.arange(case.q_len)[None] < np.array(case.q_lengths)[:, None]
+        do = jnp.where(live[..., None, None], do, jnp.nan).astype(do.dtype)
+    return (inputs, out, lse, do, dlse), expected
+
+
+def run(residuals, *, problem, config):
+    return kernel.run(residuals, problem, config)
+
+
+def check(case, config=None, seed=0, **changes):
+    """What the kernel gives, against its budget."""
+    problem = problem_of(case, **changes)
+    config = config or kernel.Config.default(problem)
+    residuals, expected = residuals_of(case, seed)
+    got = jax.jit(functools.partial(run, problem=problem, config=config))(residuals)
+    names = [name for name in ("q", "k", "v", "bias", "sinks") if name in given(case)]
+    assert [name for name, x in got._asdict().items() if x is not None] == names
+    for name in names:
+        assert getattr(got, name).dtype == getattr(residuals[0], name).dtype
+    budget.check(
+        {f"d{name}": np.asarray(getattr(got, name), np.float32) for name in names}, expected
+    )
+    return got
+
+
+INTERPRETED = {
+    "t_equals_s": {"config": SMALL},
+    "t_above_s": {"config": dataclasses.replace(SMALL, block_q=128)},
+    "band": {"deterministic": True},
+    "window_t_above_s": {"config": dataclasses.replace(SMALL, block_q=128, section=2)},
+    "q_lengths": {},
+    "documents": {},
+    "everything": {"config": dataclasses.replace(SMALL, block_q=128)},
+    "bias": {"deterministic": True},
+    "dim72_24": {"config": dataclasses.replace(SMALL, stages=3)},
+    "dim192_128": {},
+    "dim40_256": {},
+    "float16_causal": {"config": dataclasses.replace(SMALL, block_q=128)},
+    "group7_kv1": {"config": dataclasses.replace(SMALL, section=1, block_q=128)},
+}
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name):
+    with mosaic.interpret():
+        check(one(name), **INTERPRETED[name])
+
+
+@pytest.mark.guards
+def test_wide_with_everything_interpreted():
+    case = dataclasses.replace(one("everything"), batch=2, q_heads=2, kv_heads=1, head_dim=136,
+                               v_head_dim=72, q_offset=(70, 199), kv_lengths=(150, 200),
+                               bias_shape=(1, 2, 1, 200), mask_shape=(2, 1, 130, 1))  # fmt: skip
+    with mosaic.interpret():
+        check(case)
+
+
+EDGE = [
+    case
+    for case in cases.ATTENTION
+    if "edge" in case.tags and case.dtype != "float32" and case.batch * case.q_len * case.kv_len
+]
+# Their budgets prove nothing: gradients of a saturated softmax are what its rounding leaves.
+VAGUE = ("saturated", "softcap_huge_logits")
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", ["everything", "kv_lengths_causal", "bias_by_row", "dim40_256"])
+def test_lowers(name):
+    problem = problem_of(one(name))
+    config = kernel.Config.default(problem)
+    shapes = jax.tree.map(shape_of, shapes_of(one(name)))
+    text = mosaic.lower_for_cuda(functools.partial(run, problem=problem, config=config), shapes)
+    assert "mosaic_gpu" in text
+
+
+def shapes_of(case):
+    """Residuals of a case that may be large: of the dtypes and sizes that count."""
+    out = jax.ShapeDtypeStruct(
+        (case.batch, case.q_len, case.q_heads, case.v_head_dim), jnp.dtype(case.dtype)
+    )
+    lse = jax.ShapeDtypeStruct((case.batch, case.q_heads, case.q_len), jnp.float32)
+    small = (
+        dataclasses.replace(case, batch=1, q_len=8, kv_len=8) if "edge" not in case.tags else case
+    )
+    arrays = given(small)
+    if small is not case:
+        heads = {"q": case.q_heads, "k": case.kv_heads, "v": case.kv_heads}
+        lengths = {"q": case.q_len, "k": case.kv_len, "v": case.kv_len}
+        arrays = {
+            name: jax.ShapeDtypeStruct(
+                (case.batch, lengths[name], heads[name], x.shape[3]), x.dtype
+            )
+            for name, x in arrays.items()
+        }
+    return AttentionInputs(**arrays), out, lse, out, lse
+
+
+GRID = [case for case in cases.ATTENTION if "grid" in case.tags]
+COMPILED = [case.name for case in GRID if case.q_len == 8192] + [
+    "h64_window128_t8192",
+    "h80_causal_t4096",
+    "h96_causal_t4096",
+    "h192_hv128_causal_t4096",
+    "h128_causal_t3000_n28k4",
+]
+
+
+@needs_aot
+@pytest.mark.guards
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_without_serialised_matmuls(name):
+    case = one(name)
+    problem = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8))
+    problem = dataclasses.replace(problem, batch=case.batch, q_len=case.q_len, kv_len=case.kv_len)
+    config = kernel.Config.default(problem)
+    call = functools.partial(run, problem=problem, config=config)
+    report = mosaic.compile_for(call, shapes_of(case))
+    assert report.launches == 1 + kernel.is_wide(problem)
+    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
+    for one_kernel in report.kernels:  # dq at head dim 256: addresses, between tiles of work
+        wide_dq = kernel.is_wide(problem) and "dq" in one_kernel.name
+        assert one_kernel.spill_bytes <= (1200 if wide_dq else 400)
+
+
+# ---- what it refuses ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "want"),
+    [
+        ("block_q", 96, "64 or 128"),
+        ("stages", 1, "at least 2"),
+        ("section", -1, "at least 0"),
+        ("ctas", -1, "at least 0"),
+        ("dq_block_kv", 32, "64 or 128"),
+        ("dq_stages", 1, "at least 2"),
+    ],
+)
+def test_config_checks_itself(field, value, want):
+    with pytest.raises(ValueError, match=rf"Config\.{field} must be {want}, got {value}"):
+        kernel.Config(**{field: value})
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_shared_memory_is_what_it_says(deterministic):
+    for case in (*GRID, *EDGE):
+        small = dataclasses.replace(
+            one("one_row"), head_dim=case.head_dim, v_head_dim=case.v_head_dim
+        )
+        problem = problem_of(small, deterministic=deterministic)
+        config = kernel.Config.default(problem)
+        assert kernel.smem_bytes(problem, config) <= kernel.SMEM_LIMIT
+
+
+# ---- the schedule -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spans_hold_what_the_mask_says(seed):
+    """The query tiles of a key tile, against the dense mask."""
+    rng = np.random.default_rng(seed)
+    left, right = int(rng.integers(0, 90)), int(rng.integers(0, 90))
+    mask = [FULL, CAUSAL, sliding_window(left + 1), Mask(left, right), Mask(right=-5)][seed % 5]
+    rows, keys = int(rng.integers(1, 400)), int(rng.integers(1, 400))
+    offset, kv_len = int(rng.integers(-100, 300)), int(rng.integers(0, keys + 1))
+    case = dataclasses.replace(one("one_row"), q_len=rows, kv_len=keys, mask=mask)
+    plan = plans.Plan(problem_of(case), kernel.Config(block_q=64))
+    seen = np.zeros((plan.padded_rows, plan.padded_keys), bool)
+    seen[:rows, :kv_len] = mask.dense(rows, kv_len, q_offset=offset)
+    for first in range(0, keys, plan.keys):
+        span = plan.q_span(first, offset, plan.padded_rows, kv_len)
+        traced = plan.q_span(jnp.int32(first), jnp.int32(offset), plan.padded_rows, kv_len)
+        assert [int(x) for x in traced] == list(span)
+        assert span.lo <= span.full_lo <= span.full_hi <= span.hi
+        for t in range(plan.q_tiles):
+            tile = seen[t * 64 : min(t * 64 + 64, rows), first : first + plan.keys]
+            if tile.any():
+                assert span.lo <= t < span.hi
+            if span.full_lo <= t < span.full_hi:
+                assert tile.all()
+
+
+def test_every_tile_of_work_is_dealt_once():
+    for case in map(one, ("h128_causal_t3000_n28k4", "h64_window128_t8192", "documents_8x1024")):
+        arrays = ("q_segment_ids", "kv_segment_ids") if case.segments else ()
+        small = dataclasses.replace(case, segments=None, batch=1, q_len=8, kv_len=8)
+        problem = dataclasses.replace(
+            problem_of(small), batch=case.batch, q_len=case.q_len, kv_len=case.kv_len, arrays=arrays
+        )
+        plan = plans.Plan(problem, kernel.Config.default(problem))
+        table = plans.dealt(plan)
+        dealt = np.sort(np.concatenate([row[1 : 1 + row[0]] for row in table]))
+        tiles = np.arange(plan.heads)[:, None] << plan.code_bits | np.arange(plan.kv_tiles)
+        np.testing.assert_array_equal(dealt, np.sort(tiles.ravel()))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 130, 200), (1, 4, 1, 200), (2, 1, 130, 1), (1, 1, 1, 1)])
+def test_every_tile_of_scores_is_summed_once(shape):
+    """The walks of the kernel for dbias, all of them together."""
+    case = dataclasses.replace(one("bias"), bias_shape=shape)
+    plan = flash_bwd_dbias.plan_of(problem_of(case), flash_fwd_sm90.Config)
+    walk = flash_bwd_dbias.walk_of(plan)
+    found = []
+    for cell in range(int(np.prod(walk.cells))):
+        for n in range(walk.parts * walk.steps):
+            step = flash_bwd_dbias._step(plan, None, walk, jnp.int32(cell), jnp.int32(n))
+            if step.live:
+                found.append(tuple(int(x) for x in step[:4]))
+    wanted = np.ndindex(2, 4, 3, 4)
+    assert sorted(found) == sorted((b, h, q * 64, k * 64) for b, h, q, k in wanted)
+
+
+# ---- on the GPU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "case", [case for case in EDGE if case.name not in VAGUE], ids=lambda case: case.name
+)
+def test_edges_on_the_gpu(case, deterministic):
+    check(case, deterministic=deterministic)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [SMALL, kernel.Config(128, 2, True, 2, 7)], ids=str)
+@pytest.mark.parametrize("name", ["t_equals_s", "band", "everything", "q_lengths"])
+def test_configurations_on_the_gpu(name, config):
+    check(one(name), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draw", range(200))
+def test_drawn_on_the_gpu(draw, seed):
+    case = cases.draw_attention(1000 * seed + draw)
+    try:
+        check(case, seed=seed, deterministic=draw % 4 == 0)
+    except AssertionError as error:
+        if "proves nothing" not in str(error):
+            raise
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["h64_causal_b2_t8192_n32", "h256_causal_b8_t2048_n8"])
+def test_same_bits_twice(name):
+    case = one(name)
+    arrays, do = case.arrays(), case.cotangent()
+
+    @jax.jit
+    def gradients(arrays):
+        def attend(arrays):
+            return pa.flash_attention(**arrays, mask=case.mask, deterministic=True)
+
+        return jax.vjp(attend, arrays)[1](do)
+
+    first = jax.tree.map(np.asarray, gradients(arrays))
+    for _ in range(3):
+        again = jax.tree.map(np.asarray, gradients(arrays))
+        jax.tree.map(np.testing.assert_array_equal, again, first)
+
+
+@pytest.mark.gpu
+def test_far_below_zero_and_half_a_tile():
+    """T % 128 == 64 and every lse below -88: where exp(0 - lse) is infinite."""
+    case = dataclasses.replace(one("t_equals_s"), q_len=192, kv_len=192, magnitude=0.05)
+    arrays = case.arrays()
+    arrays["q"], arrays["k"] = arrays["q"] - 4, arrays["k"] + 4
+    residuals, _ = residuals_of(case)
+    arguments = arrays | case.options()
+    expected = budget.attention(arguments, residuals[3], residuals[4])
+    assert expected.oracle["lse"].max() < -88
+    out = jnp.asarray(expected.naive["out"]).astype(case.dtype)
+    lse = jnp.asarray(expected.naive["lse"], jnp.float32)
+    problem = problem_of(case)
+    for deterministic in (False, True):
+        problem = dataclasses.replace(problem, deterministic=deterministic)
+        config = kernel.Config.default(problem)
+        inputs = residuals[0]._replace(q=arrays["q"], k=arrays["k"])
+        got = run((inputs, out, lse, *residuals[3:]), problem=problem, config=config)
+        for gradient in got[:3]:
+            assert np.isfinite(np.asarray(gradient, np.float32)).all()
+
+
+def train(implementation: str | None, steps: int = 50) -> list[float]:
+    """Losses of a language model of two layers on a cyclic text."""
+    width, heads, length, words = 128, 2, 256, 64
+    keys = iter(jax.random.split(jax.random.key(0), 20))
+    matrix = lambda m, n: jax.random.normal(next(keys), (m, n)) * m**-0.5  # noqa: E731
+    layer = lambda: {"qkv": matrix(width, 3 * width), "out": matrix(width, width),  # noqa: E731
+                     "up": matrix(width, 2 * width), "down": matrix(2 * width, width)}  # fmt: skip
+    weights = {"embed": matrix(words, width) * 8, "layers": [layer(), layer()]}
+    text = jax.random.randint(next(keys), (8, length // 4), 0, words)
+    text = jnp.tile(text, (1, 5))[:, : length + 1]
+
+    def norm(x):
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+    def loss(weights):
+        x = weights["embed"][text[:, :-1]]
+        for one_layer in weights["layers"]:
+            qkv = (norm(x) @ one_layer["qkv"]).astype(jnp.bfloat16)
+            q, k, v = jnp.split(qkv.reshape(*x.shape[:2], 3 * heads, -1), 3, axis=2)
+            attended = pa.flash_attention(q, k, v, mask=CAUSAL, implementation=implementation)
+            x = x + attended.reshape(x.shape).astype(x.dtype) @ one_layer["out"]
+            x = x + jax.nn.gelu(norm(x) @ one_layer["up"]) @ one_layer["down"]
+        logits = norm(x) @ weights["embed"].T
+        logs = jax.nn.log_softmax(logits.astype(jnp.float32))
+        return -jnp.take_along_axis(logs, text[:, 1:, None], axis=-1).mean()
+
+    @jax.jit
+    def step(weights):
+        value, gradient = jax.value_and_grad(loss)(weights)
+        return value, jax.tree.map(lambda w, g: w - 0.3 * g, weights, gradient)
+
+    losses = []
+    for _ in range(steps):
+        value, weights = step(weights)
+        losses.append(float(value))
+    return losses
+
+
+@pytest.mark.gpu
+def test_a_model_trains_as_with_the_reference():
+    ours, theirs = train(None), train("reference")
+    assert theirs[-1] < 0.8 * theirs[0]  # it learns something
+    np.testing.assert_allclose(ours, theirs, rtol=0.02)
