@@ -351,7 +351,7 @@ def test_limits(fields, reason):
 @pytest.mark.parametrize(
     "field, value, want",
     [
-        ("tile", 32, "64 or 128"),
+        ("tile", 32, "64, 128 or 256"),
         ("stages", 1, "at least 2"),
         ("ctas", 0, "at least 1"),
         ("fixed", 0, "at least 1"),

@@ -167,6 +167,9 @@ class BlockOfThreads:
         index = np.broadcast_to(index, 128)[where]
         self.memory.shared(ref, index, 16, self.ids[where], True, np.zeros(1, "V16"))
 
+    def before_copies(self):
+        pass
+
     def sync(self):
         self.memory.meet(int(self.ids[0]))
 

@@ -146,6 +146,7 @@ def clear(thread: warps.Thread, ring: Ref, at: tuple[Any, Any], plan: Plan) -> N
         return carry
 
     thread.loop(-(-total // 128), [], some)
+    thread.before_copies()
     thread.sync()
 
 

@@ -64,7 +64,7 @@ class Config:
 
     def __post_init__(self):
         wants = {
-            "tile": (self.tile in (64, 128), "64 or 128"),
+            "tile": (self.tile in (64, 128, 256), "64, 128 or 256"),
             "stages": (self.stages >= 2, "at least 2"),
             "ctas": (self.ctas >= 1, "at least 1"),
             "fixed": (self.fixed >= 1, "at least 1"),
@@ -77,20 +77,29 @@ class Config:
     def default(cls, problem: DecodeProblem) -> "Config":
         """What serves a problem that nobody tuned: as many bytes in flight as there is room for.
 
-        A tile of 128 keys costs a block less than two of 64 (8192 keys of one sequence take 11.3
-        us against 13.0), where a block gets a few of them. Where few heads share all
-        multiprocessors evenly but for a handful, these stay idle: fewer parts to merge.
+        A tile of twice the keys costs a block less than two (8192 keys of one sequence take 9.5 us
+        by 128 against 11.2 by 64), where a block gets a few of them. Where the heads can be shared
+        out evenly over all multiprocessors but a few, these stay idle: there is nothing to merge.
         """
         plan = Plan(problem, cls())
         heads = problem.sequences * plan.heads
-        even = MULTIPROCESSORS // heads * heads
-        ctas = even if MULTIPROCESSORS - even <= 4 else MULTIPROCESSORS
+        even = [n for n in range(MULTIPROCESSORS, MULTIPROCESSORS - 9, -1) if heads % n == 0]
+        most = MULTIPROCESSORS // heads * heads
+        even += [most] if most > MULTIPROCESSORS - 9 else []
+        ctas = even[0] if even else MULTIPROCESSORS
         row = 2 * (problem.head_dim + problem.v_head_dim)
-        many = max(problem.capacities) * heads >= 4 * 128 * ctas
-        tile = 128 if many and 128 * row <= 2**16 and plan.row_blocks == 1 else 64
-        config = cls(tile=tile, stages=2, ctas=ctas)
-        left = SMEM_LIMIT - smem_bytes(problem, config)
-        return dataclasses.replace(config, stages=min(8, 2 + max(0, left // (tile * row))))
+        keys = max(problem.capacities) * heads // ctas  # of a block
+        tile, most_bytes = 64, 2**16 if plan.row_blocks == 1 else 0
+        while tile < 256 and 2 * tile * row <= most_bytes and keys >= 8 * tile:
+            tile *= 2
+        choices = []
+        while tile >= 64:
+            config = cls(tile=tile, stages=2, ctas=ctas)
+            left = SMEM_LIMIT - smem_bytes(problem, config)
+            stages = min(8, 2 + max(0, left // (tile * row)))
+            choices.append(dataclasses.replace(config, stages=stages))
+            tile //= 2
+        return next((config for config in choices if config.stages >= 3), choices[-1])
 
 
 def limit(problem: DecodeProblem) -> Limit | None:

@@ -176,13 +176,20 @@ class Thread(tiles.Thread):
         do(ptx, operands, "r,r,r")
 
     def shared_clear(self, ref: Ref, index: Int, where: Int) -> None:
-        """Zeros into a word of 16 bytes, which a bulk copy may overwrite after the next `sync`."""
+        """Zeros into a word of 16 bytes."""
         ptx = (
             "{ .reg .pred p; .reg .b32 z; mov.b32 z, 0; setp.ne.b32 p, $0, 0; "
-            "@p st.shared.v4.b32 [$1], {z, z, z, z}; fence.proxy.async.shared::cta; }"
+            "@p st.shared.v4.b32 [$1], {z, z, z, z}; }"
         )
         operands = [arith.extui(i32(), where.value), shared_address(ref, index, 16)]
         do(ptx, operands, "r,r")
+
+    def before_copies(self) -> None:
+        """What this thread stored in shared memory a bulk copy may overwrite, after the next `sync`.
+
+        Once for many stores: it takes its time while copies are in flight.
+        """
+        do("fence.proxy.async.shared::cta;", [], "")
 
     def sync(self) -> None:
         """The block's threads meet, and see what the others wrote to shared memory."""
