@@ -16,13 +16,16 @@ class Smem(NamedTuple):
     table: Table
     barriers: Any  # [stages] of 8 bytes
     last: Any  # int32[1]: whether this block is the last of its row's
+    k_scale: Any = None  # float32[stages, tile], of a quantised cache
+    v_scale: Any = None
 
 
 class Refs(NamedTuple):
     """Global memory that is read."""
 
     q: Ref  # [M, t, N, H]
-    caches: tuple[tuple[Ref, Ref], ...]  # K and V: of a sequence each, or of all
+    # K and V, and their scales if they have any: of a sequence each, or of all.
+    caches: tuple[tuple[Ref, ...], ...]
     given: decode_plan.Lengths
     page_table: Ref | None
     layer: Ref | None
@@ -67,19 +70,31 @@ def fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -
     read.
     """
     given, smem = refs
-    row_bytes = [2 * plan.problem.head_dim, 2 * plan.problem.v_head_dim]
+    row_bytes = [plan.itemsize * dim for dim in (plan.problem.head_dim, plan.problem.v_head_dim)]
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
-    nbytes = decode_plan.at_least(live, 0) * sum(row_bytes)
+    live = decode_plan.at_least(live, 0)
+    nbytes = live * sum(row_bytes)
+    if plan.problem.quantized:
+        nbytes = nbytes + _scale_bytes(live) * 2
     thread.announce(smem.barriers, at.slot, nbytes, (thread.index < 1) & (at.wanted >= 1))
     caches = thread.pick(at.m, given.caches) if len(given.caches) > 1 else given.caches[0]
     skipped, here = _piece(thread, at, plan)
     there = here >= 1
     line = _source(thread, (given, smem.table), at, skipped, there, plan)
-    for cache, ring, size in zip(caches, (smem.k, smem.v), row_bytes, strict=True):
+    row = at.slot * plan.tile + skipped
+    done = (smem.barriers, at.slot)
+    for cache, ring, size in zip(caches[:2], (smem.k, smem.v), row_bytes, strict=True):
         words = size // 16
-        to = (at.slot * plan.tile + skipped) * words
-        done = (smem.barriers, at.slot)
-        thread.copy((ring, to), (cache, line * words), here * size, done, there)
+        thread.copy((ring, row * words), (cache, line * words), here * size, done, there)
+    if plan.problem.quantized:  # 4 scales a word: capacities, pages and pieces are multiples of 4
+        nbytes = _scale_bytes(decode_plan.at_least(here, 0))
+        for cache, ring in zip(caches[2:], (smem.k_scale, smem.v_scale), strict=True):
+            thread.copy((ring, row // 4), (cache, line // 4), nbytes, done, there)
+
+
+def _scale_bytes(rows: Any) -> Any:
+    """Of the scales of so many rows, in whole words."""
+    return (rows + 3) // 4 * 16
 
 
 def _source(
@@ -133,10 +148,14 @@ def check_pages(thread: warps.Thread, refs: tuple[Refs, Table], at: Any, plan: P
     thread.loop((pages + 127) // 128, [], some)
 
 
-def clear(thread: warps.Thread, ring: Ref, at: tuple[Any, Any], plan: Plan) -> None:
+def clear(thread: warps.Thread, rings: tuple, at: tuple[Any, Any], plan: Plan) -> None:
     """Zeros over the values past the last key: whatever lies there, NaN too, has a weight of 0."""
-    live, slot = at
-    words = plan.problem.v_head_dim // 8
+    (ring, scales), (live, slot) = rings, at
+    words = plan.problem.v_head_dim * plan.itemsize // 16
+    for start in range(0, plan.tile, 128) if scales is not None else ():
+        key = thread.index + start
+        past = (key < plan.tile) & (key >= live)
+        thread.shared_store(scales, slot * plan.tile + key, thread.number(0.0), past)
     total = plan.tile * words
 
     def some(i: Any, carry: list) -> list:

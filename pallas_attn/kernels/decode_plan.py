@@ -96,6 +96,11 @@ class Plan:
         return self.config.tile
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the cache."""
+        return jnp.dtype(self.problem.cache_dtype).itemsize
+
+    @property
     def unit(self) -> int:
         """Tiles of a unit."""
         return self.config.fixed if self.problem.batch_invariant else 1

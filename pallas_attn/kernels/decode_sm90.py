@@ -87,7 +87,8 @@ class Config:
         most = MULTIPROCESSORS // heads * heads
         even += [most] if most > MULTIPROCESSORS - 9 else []
         ctas = even[0] if even else MULTIPROCESSORS
-        row = 2 * (problem.head_dim + problem.v_head_dim)
+        size = jnp.dtype(problem.cache_dtype).itemsize
+        row = size * (problem.head_dim + problem.v_head_dim) + (8 if problem.quantized else 0)
         keys = max(problem.capacities) * heads // ctas  # of a block
         tile, most_bytes = 64, 2**16 if plan.row_blocks == 1 else 0
         while tile < 256 and 2 * tile * row <= most_bytes and keys >= 8 * tile:
@@ -106,10 +107,11 @@ def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
     if problem.dtype not in ("bfloat16", "float16"):
         return Limit(f"it takes bfloat16 and float16 q, not {problem.dtype}", "cast q")
-    if problem.quantized or problem.shared_kv:
-        what = "a quantised cache" if problem.quantized else "V within K"
-        return Limit(f"it does not take {what} yet", 'say implementation="reference"')
-    if problem.cache_dtype != problem.dtype:
+    if problem.shared_kv:
+        return Limit("it does not take V within K yet", 'say implementation="reference"')
+    if problem.quantized and (refused := _narrow_limit(problem)) is not None:
+        return refused
+    if problem.cache_dtype != problem.dtype and not problem.quantized:
         return Limit(
             f"a {problem.cache_dtype} cache under {problem.dtype} queries",
             "create the cache with q's dtype, or cast q",
@@ -123,15 +125,33 @@ def limit(problem: DecodeProblem) -> Limit | None:
     most = sum(capacity // 64 + 1 for capacity in problem.capacities)
     if most * problem.q_heads * problem.q_len >= 2**31 or max(problem.capacities) >= 2**30:
         return Limit("it counts tiles of keys in 32 bits", "split the sequences over several calls")
-    if problem.sequences > MOST_SEQUENCES:
+    most = MOST_SEQUENCES // (2 if problem.quantized else 1)
+    if problem.sequences > most:
         return Limit(
-            f"{problem.sequences} sequences; it takes up to {MOST_SEQUENCES}",
+            f"{problem.sequences} sequences; it takes up to {most}",
             "split them over several calls",
         )
     return None
 
 
 MOST_SEQUENCES = 2000  # a launch has parameters for as many arrays of K and of V
+
+
+def _narrow_limit(problem: DecodeProblem) -> Limit | None:
+    if problem.dtype != "bfloat16":
+        return Limit(f"a quantised cache under {problem.dtype} queries", "cast q to bfloat16")
+    if problem.head_dim % 64 or problem.v_head_dim % 8:
+        return Limit(
+            f"a quantised cache of head dim {problem.head_dim}; it takes multiples of 64",
+            "pad it with zeros",
+        )
+    sizes = problem.capacities if problem.page_size is None else (problem.page_size,)
+    if any(size % 4 for size in sizes) or problem.v_head_dim % 16:
+        return Limit(
+            "rows are copied 16 bytes at a time, scales too",
+            "make capacities (or the page size) a multiple of 4 and v_head_dim one of 16",
+        )
+    return None
 
 
 def scratch(plan: Plan) -> Smem:
@@ -145,6 +165,9 @@ def scratch(plan: Plan) -> Smem:
     def numbers(count, dtype=jnp.int32):
         return plgpu.SMEM((count,), dtype)
 
+    scales = None
+    if problem.quantized:
+        scales = plgpu.SMEM((config.stages, config.tile), jnp.float32)
     rows = warps.WARPS * plan.spilled_rows
     out = plgpu.SMEM((rows, problem.v_head_dim + fragments.SPARE), jnp.float32)
     return Smem(
@@ -154,6 +177,7 @@ def scratch(plan: Plan) -> Smem:
         table=Table(numbers(plan.sums), numbers(plan.sums), numbers(plan.sums)),
         barriers=plgpu.SMEM((config.stages, 2), jnp.int32),
         last=numbers(1),
+        **dict.fromkeys(("k_scale", "v_scale"), scales),
     )
 
 
@@ -255,7 +279,10 @@ def _attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> 
         )
 
     acc, total = lax.cond(new.moved != 0, scaled, lambda: (state.acc, state.total))
-    p = new.p.astype(plan.problem.dtype)
+    p = new.p
+    if plan.problem.quantized:
+        p = fragments.by_key(p, smem.v_scale, slot, plan.split)
+    p = p.astype(plan.problem.dtype)
     return State(fragments.weigh(acc, p, smem.v, slot, plan.split), total + new.total, new.top)
 
 
@@ -298,8 +325,11 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             warps.each_thread(decode_load.wait, smem.barriers, (slot, parity))
             live = piece.length - tile * plan.tile
             clear = functools.partial(decode_load.clear, plan=plan)
-            pl.when(live < plan.tile)(lambda: warps.each_thread(clear, smem.v, (live, slot)))
+            values = (smem.v, smem.v_scale)
+            pl.when(live < plan.tile)(lambda: warps.each_thread(clear, values, (live, slot)))
             s = fragments.scores(q, smem.k, slot, plan.split)
+            if plan.problem.quantized:
+                s = fragments.by_key(s, smem.k_scale, slot, plan.split)
             ahead = _fetch(plan, refs, smem, following)  # while the matmuls are under way
             state = _attend(plan, smem, piece, (tile, slot), (s, state))
             return state, count + 1, ahead
@@ -319,7 +349,9 @@ def _queries(plan: Plan, refs: Refs, piece: Piece) -> Array:
     first = piece.m * (problem.q_len * problem.q_heads) + head
     stride = (problem.q_heads, plan.group, problem.head_dim)
     chunk = lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
-    return fragments.queries(refs.q, (first, chunk), plan.rows, plan.split, stride)
+    return fragments.queries(
+        refs.q, (first, chunk), plan.rows, plan.split, stride, narrow=problem.quantized
+    )
 
 
 def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, parts: decode_plan.Parts) -> None:
@@ -393,7 +425,8 @@ def _launch(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tup
     plan = Plan(problem, config)
     separate = problem.kind == "per_sequence"
     count = problem.sequences * plan.heads
-    caches = [x if separate else (x,) for x in (inputs.k_cache, inputs.v_cache)]
+    given = (inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale)
+    caches = [x if separate else (x,) for x in given if x is not None]
     refs = Refs(
         q=inputs.q,
         caches=tuple(zip(*caches, strict=True)),

@@ -20,7 +20,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 
-from pallas_attn.kernels import tiles, warps
+from pallas_attn.kernels import tiles, warps, widen
 from pallas_attn.kernels.tiles import Int
 
 Ref = Any
@@ -77,13 +77,15 @@ class Split:
         return warp // self.row_blocks * self.columns
 
 
-def queries(ref: Ref, first: tuple, rows: int, split: Split, stride: tuple) -> Array:
+def queries(  # noqa: PLR0913
+    ref: Ref, first: tuple, rows: int, split: Split, stride: tuple, narrow: bool = False
+) -> Array:
     """The query rows of every warp, [64, H up to a multiple of 32]: row r of warp w is query
     row_block(w) * 16 + r, from the first on. For `scores` alone: it lies as `_words_of_row` says.
 
     `first` is (where query 0 lies, in rows of H; the query of row 0). Query n of `rows` lies at
     n // group * step + n % group from there; `stride` is (step, group, H). Rows past the last
-    repeat it.
+    repeat it. `narrow`: they meet keys of 8 bits.
     """
     step, group, dim = stride
     dtype, groups = ref.dtype, -(-dim // 32)
@@ -100,7 +102,11 @@ def queries(ref: Ref, first: tuple, rows: int, split: Split, stride: tuple) -> A
         for half in (0, 8):
             n = skipped + split.row_block(warp) * ROWS + lane // 4 + half
             row = start + where(n._with(arith.minsi, rows - 1))
-            halves.append(_words_of_row(tiles._pointer(ref), _wide(row) * (dim // 8), lane, dim))
+            start_of_row = _wide(row) * (dim // 8)
+            if narrow:
+                halves.append(_as_narrow_lies(tiles._pointer(ref), start_of_row, lane, dim))
+            else:
+                halves.append(_words_of_row(tiles._pointer(ref), start_of_row, lane, dim))
         registers = [llvm.bitcast(pair, words[i]) for i in range(4 * groups) for words in halves]
         return _tile(registers, shape)
 
@@ -146,6 +152,13 @@ def _words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: in
             four = [arith.select(there, word, zero) for word in four]
         words += four
     return words
+
+
+def _as_narrow_lies(pointer: ir.Value, start: Int, lane: Int, dim: int) -> list:
+    """`_words_of_row` in the order of a row of 8 bits: 16 neighbouring numbers a lane, of 64."""
+    first = start + _wide(lane % 4 * 2)
+    chunks = range(0, dim // 8, 8)
+    return [w for n in chunks for i in range(2) for w in _four_words(pointer, first, n + i)]
 
 
 def _four_words(pointer: ir.Value, index: Int, offset: int, count: int = 4) -> list[ir.Value]:
@@ -204,22 +217,23 @@ def _pair(a: ir.Value, b: ir.Value) -> ir.Value:
 
 def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
     """q @ K^T of each warp's own rows and keys, [64, columns], from slot `slot` of the ring `ref`
-    [slots, keys, H].
+    [slots, keys, H]. Keys of 8 bits are made 16 on the way.
 
     Two sums a column, of every other matmul, halve the chain of those that wait for each other.
     """
-    dim, dtype = ref.shape[2], q.dtype
-    shape = (warps.WARPS * ROWS, split.columns)
+    dim, dtype, ref_dtype = ref.shape[2], q.dtype, ref.dtype
+    shape, size = (warps.WARPS * ROWS, split.columns), jnp.dtype(ref_dtype).itemsize
 
     def code(q, ref, slot):
         warp, lane = (Int(x) for x in _lane())
-        a, pointer, words = _words(q), tiles._pointer(ref), dim // 8
+        a, pointer, words = _words(q), tiles._pointer(ref), dim * size // 16
         start = Int(slot.registers.item()) * (split.keys * words)
         start = start + (split.first(warp) + lane // 4) * words
         zero = utils.c(0.0, ir.F32Type.get())
         registers: list[Any] = []
         for column in range(0, split.columns, 8):
-            b = _words_of_row(pointer, start, lane, dim, column * words)
+            b = _words_of_row(pointer, start, lane, dim * size // 2, column * words)
+            b = b if size == 2 else widen.widened(b, str(jnp.dtype(ref_dtype)))
             sums = [[zero] * 4 for _ in range(2)]
             for n in range(len(b) // 2):
                 sums[n % 2] = _mma(sums[n % 2], a[4 * n : 4 * n + 4], b[2 * n : 2 * n + 2], dtype)
@@ -239,6 +253,31 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
     return _inline(code, twin, (q, ref, slot), types, _tile_of(shape, jnp.float32))
 
 
+def by_key(tile: Array, ref: Ref, slot: Array, split: Split) -> Array:
+    """A tile [64, columns] in the order of `scores`, each column times its key's number in slot
+    `slot` of the ring `ref` [slots, keys], float32.
+    """
+
+    def code(tile, ref, slot):
+        warp, lane = (Int(x) for x in _lane())
+        at = Int(slot.registers.item()) * split.keys + split.first(warp) + lane % 4 * 2
+        registers, pairs = [], tile.registers.flat
+        for n in range(split.columns // 8):
+            numbers = widen.pair_of_floats(tiles._pointer(ref), at + 8 * n)
+            registers += [arith.mulf(pairs[2 * n + half], numbers) for half in range(2)]
+        return _tile(registers, tile.shape)
+
+    def twin(tile, ref, slot):
+        out = np.array(tile)
+        for warp in range(warps.WARPS):
+            keys = slice(split.first(warp), split.first(warp) + split.columns)
+            out[ROWS * warp : ROWS * (warp + 1)] *= ref[slot][keys]
+        return out
+
+    types = (tiles.TILE, REF, SCALAR)
+    return _inline(code, twin, (tile, ref, slot), types, _tile_of(tile.shape, jnp.float32))
+
+
 def width_of(v_head_dim: int) -> int:
     """Columns of the accumulator of `weigh`."""
     return -(-v_head_dim // 64) * 64
@@ -252,7 +291,7 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
     stands for. Accumulator u * 8 + i of 8 columns has column i of 8 chunks: `spill` puts them in
     order.
     """
-    pitch, dtype = ref.shape[2], p.dtype
+    pitch, dtype, ref_dtype = ref.shape[2], p.dtype, ref.dtype
     shape = acc.shape
     chunks = pitch // 8
 
@@ -269,7 +308,15 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
             for u in range(shape[1] // 64):
                 chunk = start + (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
                 ahead = [(key + n) * chunks for n in (0, 1, 8, 9)]
-                rows = [_chunk(pointer, chunk, offset, lane % 2) for offset in ahead]
+                if jnp.dtype(ref_dtype).itemsize == 1:
+                    rows = [
+                        widen.widened(
+                            _four_words(pointer, chunk, offset, 2), str(jnp.dtype(ref_dtype))
+                        )
+                        for offset in ahead
+                    ]
+                else:
+                    rows = [_chunk(pointer, chunk, offset, lane % 2) for offset in ahead]
                 for i in range(8):
                     low, high = ([row[i // 2] for row in rows[n : n + 2]] for n in (0, 2))
                     b = [_halves(low, i % 2), _halves(high, i % 2)]
