@@ -245,7 +245,18 @@ def _positions(plan: Plan, piece: Piece, tile: Scalar) -> tuple[Any, Any]:
     key = tile * plan.tile + split.first(warp) + column
     query = split.row_block(warp) * fragments.ROWS + row % fragments.ROWS
     query = query + lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
-    return piece.length - problem.q_len + query // plan.group, key
+    return piece.length - problem.q_len + _divided(plan, query), key
+
+
+def _divided(plan: Plan, query: Array) -> Array:
+    """query // group, by multiplication: LLVM makes a division of small numbers one of 16 bits,
+    which that of JAX 0.12 then does not know for this GPU.
+    """
+    group, bits, rows = plan.group, 20, plan.chunks * plan.chunk_rows
+    factor = -(-(2**bits) // group)
+    if group & (group - 1) == 0 or rows * group >= 2**bits or rows * factor >= 2**31:
+        return query // group
+    return query * factor // 2**bits
 
 
 def _logits(plan: Plan, piece: Piece, tile: Scalar, s: Array) -> Array:

@@ -185,7 +185,7 @@ class Thread(tiles.Thread):
         do(ptx, operands, "r,r")
 
     def before_copies(self) -> None:
-        """What this thread stored in shared memory a bulk copy may overwrite, after the next `sync`.
+        """A bulk copy may overwrite, after the next `sync`, what this thread stored until now.
 
         Once for many stores: it takes its time while copies are in flight.
         """
