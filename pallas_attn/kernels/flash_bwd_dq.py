@@ -3,14 +3,13 @@ time, and nothing to set to zero before or to round after. It computes S and dP 
 matmuls in all where the fused kernel has five.
 
 The forward's grid and orientation: a tile of work is 64 query rows a warpgroup, `flash_plan.dealt`
-says who takes which, keys pass by in a ring. What is in flight under what, in a step:
-  S of this key tile, then dQ of the tile before it, then dP of this one
-  P = exp(S - lse)  under dQ and dP
+says who takes which, keys pass by in a ring. A step issues dQ of the key tile before, S and dP of
+its own; P = exp(S - lse) is computed under dP.
 
 Shared memory, and who owns it when:
   q, do [warpgroup]  filled by TMA at the warpgroup's own request for each tile of work; dq leaves
                      through q
-  k [stages]         a ring; a key tile is let go of when its part of dQ is done, a step later
+  k [stages]         a ring; a key tile is let go of when its part of dQ is done, in the next step
   v [stages - 1]     a ring; let go of when dP is done
 """
 
@@ -26,7 +25,7 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs
 from pallas_attn.kernels import flash_plan, logits, operands, spans, tiles
-from pallas_attn.kernels.flash_bwd_plan import Refs
+from pallas_attn.kernels.flash_bwd_plan import Refs, ring
 from pallas_attn.kernels.flash_plan import ROWS, Plan
 from pallas_attn.kernels.logits import Place, Tile
 
@@ -107,7 +106,7 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
                 ("v", smem.v, smem.v_ready, smem.v_free),
             ):
                 stages = to.shape[0]
-                slot = lax.rem(count, jnp.int32(stages))
+                slot = ring(count, stages)
                 wait = functools.partial(plgpu.barrier_wait, free.at[slot])
                 pl.when(count >= stages)(wait)
 
@@ -168,23 +167,26 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
     span, count = carry
     config, dtype = plan.config, jnp.dtype(plan.problem.dtype)
     shape = (ROWS, config.block_kv)
-    k_slot = lambda n: lax.rem(n, jnp.int32(config.stages))  # noqa: E731
-    v_slot = lambda n: lax.rem(n, jnp.int32(config.stages - 1))  # noqa: E731
-    q, do = smem.q.at[rows.wg], smem.do.at[rows.wg]
+    k_slot = functools.partial(ring, size=config.stages)
+    v_slot = functools.partial(ring, size=config.stages - 1)
 
     def masked(t):
         return (t < span.full_lo) | (t >= span.full_hi)
 
-    def tile(t, count, before):
-        """dS of key tile t; `before` issues what comes between S and dP."""
+    def tile(t, count, before, after):
+        """dS of key tile t; `before` issues what comes before S, `after` it is done."""
 
         def run(s_acc, dp_acc):
+            # 0, which only we know: or else addresses would be computed before the loop and spilled
+            wg = rows.wg + lax.shift_right_logical(count, jnp.int32(31))
+            q, do = smem.q.at[wg], smem.do.at[wg]
+            before()
             plgpu.barrier_wait(smem.k_ready.at[k_slot(count)])
             plgpu.wgmma(s_acc, q, smem.k.at[k_slot(count)].transpose((1, 0)))
-            issued = before()
             plgpu.barrier_wait(smem.v_ready.at[v_slot(count)])
             plgpu.wgmma(dp_acc, do, smem.v.at[v_slot(count)].transpose((1, 0)))
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1 + issued)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+            after()
 
             def dp():
                 value = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
@@ -200,15 +202,12 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
         def step(t, carry):
             count, ds = carry
 
-            def before():
-                plgpu.wgmma(dq, ds, smem.k.at[k_slot(count - 1)])
-                return 1
+            last = k_slot(count - 1)
+            before = functools.partial(plgpu.wgmma, dq, ds, smem.k.at[last])
+            after = functools.partial(plgpu.barrier_arrive, smem.k_free.at[last])
+            return count + 1, tile(t, count, before, after).astype(dtype)
 
-            new = tile(t, count, before)
-            plgpu.barrier_arrive(smem.k_free.at[k_slot(count - 1)])
-            return count + 1, new.astype(dtype)
-
-        first = tile(span.lo, count, lambda: 0).astype(dtype)
+        first = tile(span.lo, count, lambda: None, lambda: None).astype(dtype)
         end, ds = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first))
         plgpu.wgmma(dq, ds, smem.k.at[k_slot(end - 1)])
         value = dq[...]

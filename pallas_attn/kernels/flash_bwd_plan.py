@@ -69,11 +69,16 @@ class Plan(flash_plan.Plan):
 
     @property
     def k_swizzle(self) -> int:
-        return operands.swizzle(self.problem.head_dim)
+        return self._swizzle(self.problem.head_dim)
 
     @property
     def v_swizzle(self) -> int:
-        return operands.swizzle(self.problem.v_head_dim)
+        return self._swizzle(self.problem.v_head_dim)
+
+    def _swizzle(self, dim: int) -> int:
+        """Matmuls take query tiles by whole swizzles too."""
+        fits = [size for size in (128, 64, 32) if 2 * self.config.block_q % size == 0]
+        return min(operands.swizzle(dim), fits[0])
 
     @property
     def padded_keys(self) -> int:

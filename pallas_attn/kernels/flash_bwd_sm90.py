@@ -87,7 +87,12 @@ class Config:
         """What serves a problem that nobody tuned."""
         if is_wide(problem):
             return cls(block_q=64, fused=False)
-        return cls(block_q=128 if max(problem.head_dim, problem.v_head_dim) <= 64 else 64)
+        # What comes before and after a float32 dq, 0.11 ms for 2**25 elements, pays from about 768
+        # keys on: 0.51 against 0.59 ms at T 512, head dim 64, causal.
+        fused = problem.kv_len > 768
+        if max(problem.head_dim, problem.v_head_dim) <= 64:
+            return cls(block_q=128, fused=fused, dq_block_kv=128)
+        return cls(block_q=64, fused=fused)
 
 
 def is_wide(problem: AttentionProblem) -> bool:
@@ -409,7 +414,7 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     inputs, *rest = residuals
     plan = plan_of(problem, config)
-    rows = operands.round_up(problem.q_len, 2 * ROWS)
+    rows = operands.round_up(problem.q_len, 2 * ROWS)  # whole tiles, of either size
     stats = shared.row_numbers(problem, rows, inputs, rest)
     refs = shared.operands_of(plan, inputs, rest[2], stats)
     dq = None

@@ -3,7 +3,7 @@ registers together: head dims above 128. dQ is a kernel of its own there, `flash
 
 A block owns 64 keys. Its two computing warpgroups share the matmuls instead of the keys: the first
 makes S^T, P^T and dV, the second dP^T, dS^T and dK. All that passes between them is P, through
-shared memory, one way: they drift apart by up to two query tiles, so that one is busy with
+shared memory, one way: they drift apart by up to a query tile or two, so that one is busy with
 exponents while the other's matmuls run. In each, the matmul for its gradient is a query tile
 behind and runs under the arithmetic on the next.
 
@@ -13,7 +13,7 @@ Shared memory, and who owns it when:
   k, v               k is read by the first warpgroup and then carries dv off, v by the second and
                      then carries dk; each is `free` when it has
   q, do [stages]     rings of query tiles; both warpgroups let go of each
-  p [2]              P^T in float32, as the threads of the one hold it and the other's want it
+  p [1 or 2]         P^T in float32, as the threads of the one hold it and the other's want it
 """
 
 import functools
@@ -31,7 +31,7 @@ from pallas_attn.kernels import logits, operands, tiles
 from pallas_attn.kernels.flash_bwd_plan import ROWS, Item, Plan, Refs, across
 
 KEYS = ROWS  # of a tile of work
-TURNS = 2
+ROOM = 228 * 1024  # of shared memory, but for what is small
 
 
 class Smem(NamedTuple):
@@ -59,12 +59,14 @@ def scratch(plan: Plan) -> Smem:
     barrier = plgpu.Barrier
     stages, block = config.stages, config.block_q
     numbers = plgpu.SMEM((stages, block), jnp.float32)
+    rest = ROOM - 2 * (KEYS + stages * block) * (plan.k_width + plan.v_width)
+    turns = 2 if 2 * 4 * KEYS * block <= rest else 1
     return Smem(
         k=tiles.swizzled((KEYS, plan.k_width), dtype, plan.k_swizzle),
         v=tiles.swizzled((KEYS, plan.v_width), dtype, plan.v_swizzle),
         q=tiles.swizzled((stages, block, plan.k_width), dtype, plan.k_swizzle),
         do=tiles.swizzled((stages, block, plan.v_width), dtype, plan.v_swizzle),
-        p=tiles.swizzled((TURNS, KEYS, block), jnp.float32, 128),
+        p=tiles.swizzled((turns, KEYS, block), jnp.float32, 128 if block % 32 == 0 else 64),
         lse=numbers,
         delta=numbers,
         k_ready=barrier(),
@@ -75,8 +77,8 @@ def scratch(plan: Plan) -> Smem:
         do_ready=barrier(num_barriers=stages, num_arrivals=2),
         q_free=barrier(num_barriers=stages, num_arrivals=2),
         do_free=barrier(num_barriers=stages, num_arrivals=2),
-        p_ready=barrier(num_barriers=TURNS),
-        p_free=barrier(num_barriers=TURNS),
+        p_ready=barrier(num_barriers=turns),
+        p_free=barrier(num_barriers=turns),
     )
 
 
@@ -126,7 +128,7 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
     shape, columns = (KEYS, plan.config.block_q), side.second.shape[-1]
 
     def slot_of(number):
-        return lax.rem(number, jnp.int32(plan.config.stages))
+        return shared.ring(number, plan.config.stages)
 
     def arithmetic(i, number, value):
         g = lax.div(i, item.steps)
@@ -185,10 +187,11 @@ def _values(plan: Plan, refs: Refs, smem: Smem, item: Item, count: Any) -> tuple
 
     def work(at, s, lse):
         head, t, number = at
-        turn = lax.rem(number, jnp.int32(TURNS))
+        turns = smem.p.shape[0]
+        turn = shared.ring(number, turns)
         place = shared.place_of(item, head, t, item.key, plan.config.block_q)
         p, slope = logits.probabilities(plan, refs, place, s, lse, shared.masked(plan, item, t))
-        pl.when(number >= TURNS)(lambda: plgpu.barrier_wait(smem.p_free.at[turn]))
+        pl.when(number >= turns)(lambda: plgpu.barrier_wait(smem.p_free.at[turn]))
         smem.p[turn] = p if slope is None else p * slope
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.p_ready.at[turn])
@@ -206,7 +209,8 @@ def _keys(plan: Plan, refs: Refs, smem: Smem, item: Item, count: Any) -> tuple[A
 
     def work(at, dp, delta):
         _, _, number = at
-        turn = lax.rem(number, jnp.int32(TURNS))
+        turns = smem.p.shape[0]
+        turn = shared.ring(number, turns)
         plgpu.barrier_wait(smem.p_ready.at[turn])
         p = tiles.load(smem.p.at[turn], tiles.TILE)
         plgpu.commit_smem()  # delta has been read, and TMA will write there
