@@ -35,6 +35,15 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
         "section": (0, 1, 4, 12, 32),
         "ctas": (132, 0),
     },
+    "flash_bwd_sm90": {
+        "fused": (True, False),
+        "block_q": (64, 128),
+        "section": (0, 1, 4, 12, 32),
+        "stages": (2, 3),
+        "dq_block_kv": (64, 128),
+        "dq_stages": (2, 3),
+        "ctas": (132, 0),
+    },
 }
 WIN = 0.99  # of the incumbent's time: less is noise, and rows that move with noise say nothing
 FINALISTS = 3

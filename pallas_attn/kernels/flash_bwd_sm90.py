@@ -87,12 +87,12 @@ class Config:
         """What serves a problem that nobody tuned."""
         if is_wide(problem):
             return cls(block_q=64, fused=False)
-        # What comes before and after a float32 dq, 0.11 ms for 2**25 elements, pays from about 768
-        # keys on: 0.51 against 0.59 ms at T 512, head dim 64, causal.
-        fused = problem.kv_len > 768
-        if max(problem.head_dim, problem.v_head_dim) <= 64:
-            return cls(block_q=128, fused=fused, dq_block_kv=128)
-        return cls(block_q=64, fused=fused)
+        narrow = max(problem.head_dim, problem.v_head_dim) <= 64
+        config = cls(block_q=128 if narrow else 64, dq_block_kv=128 if narrow else 64)
+        # A float32 dq is set to 0 before and rounded after, 0.11 ms for 2**25 elements, which few
+        # query rows a key do not pay for: 0.51 against 0.59 ms at head dim 64, T 512, causal.
+        fused = plan_of(problem, config).reach > 512
+        return dataclasses.replace(config, fused=fused)
 
 
 def is_wide(problem: AttentionProblem) -> bool:
