@@ -373,6 +373,16 @@ def test_shared_memory_is_what_there_is(dim, rows):
     assert kernel.smem_bytes(problem, kernel.Config.default(problem)) <= kernel.SMEM_LIMIT
 
 
+@pytest.mark.guards
+@pytest.mark.parametrize("number", [37, 124, 160, 194])
+def test_what_fits_by_our_sum_fits_by_mosaics(number):
+    """Drawn problems that ask for nearly all of it."""
+    case = draw(number)
+    config = kernel.Config.default(case.problem)
+    call = functools.partial(run, problem=case.problem, config=config)
+    assert "mosaic_gpu" in mosaic.lower_for_cuda(call, shapes_of(case))
+
+
 @every_kind
 def test_nothing_to_read(kind):
     case = Case(kind, (0, 3), capacity=0)

@@ -47,6 +47,8 @@ Ref = Any
 Scalar = Any
 
 SMEM_LIMIT = 232_448
+SMEM_ALIGNMENT = 1024  # of every buffer
+RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
 ROWS = warps.WARPS * fragments.ROWS
 MULTIPROCESSORS = 132
 
@@ -183,7 +185,8 @@ def scratch(plan: Plan) -> Smem:
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
     buffers = jax.tree.leaves(scratch(Plan(problem, config)), is_leaf=lambda x: hasattr(x, "dtype"))
-    return sum(-(-math.prod(b.shape) * jnp.dtype(b.dtype).itemsize // 128) * 128 for b in buffers)
+    sizes = (math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
+    return RESERVED + sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes)
 
 
 # ---- loading -------------------------------------------------------------------------------------
