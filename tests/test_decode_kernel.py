@@ -8,6 +8,7 @@ how work is dealt, how parts are merged, its limits, and how long many arrays ta
 import dataclasses
 import functools
 import random
+import re
 import time
 
 import jax
@@ -303,6 +304,23 @@ def test_machine_code(name):
     for instruction in ("UBLKCP", "HMMA.16816.F32", "LDS.128"):
         assert instruction in report.sass
     assert "LDSM" not in report.sass
+
+
+def two_calls(problem, config, inputs):
+    again = inputs._replace(q=inputs.q * 2)
+    return [run(x, problem=problem, config=config) for x in (inputs, again)]
+
+
+@needs_aot
+@pytest.mark.guards
+def test_calls_do_not_share_counters():
+    """They count in a constant; two calls have two, and nobody copies or clears them."""
+    case = large(sequences=3, rows=1024)
+    call = functools.partial(two_calls, case.problem, kernel.Config.default(case.problem))
+    report = mosaic.compile_for(call, shapes_of(case))
+    assert report.launches == 2
+    assert len(re.findall(r"= s32\[25\]\{0\} constant\(", report.hlo)) == 2
+    assert not re.search(r"s32\[25\]\{0\} (copy|fusion|broadcast)", report.hlo)
 
 
 @pytest.mark.guards
