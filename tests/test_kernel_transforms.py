@@ -459,8 +459,9 @@ def test_the_backward_lowers_under_transforms():
     gradients = jax.grad(loss, (0, 1, 2))
     mapped = jax.vmap(gradients, (0, None, None)), (half(3, *Q.shape), KV, KV)
     explicit = gradients, sharded(AxisType.Explicit)
+    again = jax.value_and_grad(jax.checkpoint(loss), (0, 1, 2)), (Q, KV, KV)
     with _device.assume("sm90"):
-        for function, shapes in (mapped, explicit):
+        for function, shapes in (mapped, explicit, again):
             assert mosaic.lower_for_cuda(function, *shapes).count("@mosaic_gpu") >= 2
 
 

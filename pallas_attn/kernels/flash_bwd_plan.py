@@ -281,7 +281,9 @@ def dsinks(sinks: Any, lse: Any, delta: Any) -> Any:
 
 
 def operands_of(plan: Plan, inputs: AttentionInputs, d_out: Any, stats: Any) -> Refs:
-    """What a kernel over key tiles reads, but for dq; copied where `operands` says it must be."""
+    """What a kernel over key tiles reads, but for dq. Copied where `operands` says it must be; bias
+    and mask_array always, to lie with keys down, since Mosaic loads no transposed tile.
+    """
     problem, config = plan.problem, plan.config
     rows, keys = plan.padded_rows, plan.padded_keys
     fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
