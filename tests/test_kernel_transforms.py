@@ -414,7 +414,7 @@ def half(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
-Q, KV = half(8, 256, 8, 64), half(8, 256, 4, 64)
+Q, KV = half(8, 2048, 8, 64), half(8, 2048, 4, 64)
 BY_BATCH_AND_HEAD = P("x", None, "y")
 
 
