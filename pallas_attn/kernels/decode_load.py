@@ -104,7 +104,8 @@ def _source(
     missing makes its sequence a lost one.
     """
     (given, table), problem = refs, plan.problem
-    row, slab, slabs = at.row + skipped, None, 1
+    row, slab = at.row + skipped, None
+    slabs: Any = 1
     rows: Any = plan.capacity
     if rows is None:
         rows = thread.wide(thread.load(given.given.capacities, at.m, 4))
@@ -128,7 +129,8 @@ def _source(
 
 def _entry(thread: warps.Thread, refs: Refs, m: Any, slot: Any, plan: Plan) -> Any:
     """A sequence's entry in the page table."""
-    width = plan.problem.capacities[0] // plan.problem.page_size
+    size: Any = plan.problem.page_size
+    width = plan.problem.capacities[0] // size
     return thread.load(refs.page_table, thread.wide(m) * width + thread.wide(slot), 4)
 
 

@@ -206,7 +206,8 @@ def lay_out(
     given, table = refs
     lane, last = thread.index % 32, plan.problem.sequences - 1
     mine = thread.index < 32
-    sums, lengths, lost, total = [], [], [], None
+    sums, lengths, lost = [], [], []
+    total: Any = None
     places = [lane * plan.lane_sequences + i for i in range(plan.lane_sequences)]
     within = [thread.minimum(m, last) for m in places]
     asked = [thread.load(given.lengths, at, 4) for at in within]

@@ -405,7 +405,7 @@ def _start(thread: warps.Thread, refs: Any, usable: Any, plan: Plan) -> None:
     decode_plan.lay_out(thread, (given, smem.table), usable, plan, barriers)
 
 
-def _kernel(refs: Refs, out: Ref, lse: Ref, parts: tuple, smem: Smem, *, plan: Plan) -> None:
+def _kernel(refs: Refs, out: Ref, lse: Ref, parts: Any, smem: Smem, *, plan: Plan) -> None:
     cta = lax.axis_index("cta")
     usable = jnp.int32(1)
     if refs.layer is not None:
@@ -413,7 +413,8 @@ def _kernel(refs: Refs, out: Ref, lse: Ref, parts: tuple, smem: Smem, *, plan: P
         usable = ((layer >= 0) & (layer < plan.problem.layers)).astype(jnp.int32)
     warps.each_thread(functools.partial(_start, plan=plan), (refs.given, smem), usable)
     share = decode_plan.share_of(plan, smem.table, cta)
-    results = decode_merge.Results(out, lse, *parts, refs.counters, refs.sinks)
+    outs, tops, totals = parts
+    results = decode_merge.Results(out, lse, outs, tops, totals, refs.counters, refs.sinks)
 
     @pl.when(share.first < share.end)
     def _():

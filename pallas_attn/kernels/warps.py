@@ -127,7 +127,8 @@ class Thread(tiles.Thread):
         """`for i in range(count): carry = body(i, carry)`; count is the block's or a Python int."""
         kinds = [type(x) for x in carry]
         stop = utils.c(count, i32()) if isinstance(count, int) else count.value
-        loop = scf.ForOp(utils.c(0, i32()), stop, utils.c(1, i32()), [x.value for x in carry])
+        for_op: Any = scf.ForOp  # mypy knows the generated class only
+        loop = for_op(utils.c(0, i32()), stop, utils.c(1, i32()), [x.value for x in carry])
         with ir.InsertionPoint(loop.body):
             inside = [kind(x) for kind, x in zip(kinds, loop.inner_iter_args, strict=True)]
             scf.yield_([x.value for x in body(Int(loop.induction_variable), inside)])
@@ -228,12 +229,13 @@ class Thread(tiles.Thread):
             "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p cp.async.bulk.shared::cluster.global"
             ".mbarrier::complete_tx::bytes [$1], [$2], $3, [$4]; }"
         )
+        (ring, at), (array, index), (barriers, slot) = to, source, done
         operands = [
             arith.extui(i32(), where.value),
-            shared_address(*to, 16),
-            tiles._address(*source, 16),
+            shared_address(ring, at, 16),
+            tiles._address(array, index, 16),
             nbytes.value,
-            shared_address(*done, 8),
+            shared_address(barriers, slot, 8),
         ]
         do(ptx, operands, "r,r,l,r,r")
 
