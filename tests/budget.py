@@ -29,7 +29,7 @@ from pallas_attn import reference
 from pallas_attn.masks import FULL
 
 VACUOUS = 0.1
-FEW = 512  # numbers that prove little together
+FEW = 128  # rows of numbers, each with one rounding in common, that prove little together
 # lse is float32 whatever the inputs are; GPUs' ex2 and lg2 are good to 2**-22, a sum of them to:
 LSE_ROUNDING = 2.0**-20
 
@@ -121,7 +121,7 @@ def _worst(name: str, error: np.ndarray, finite: np.ndarray, live: np.ndarray) -
     noise = 16 * float(np.finfo(np.float32).eps)
     if name == "dbias":
         return np.broadcast_to(error.max(axis=-1, keepdims=True) + noise, error.shape)[finite]
-    band = _bands(live.reshape(finite.shape).sum(axis=(0, 2, 3)))
+    band = _bands(live.reshape(finite.shape).any(axis=3).sum(axis=(0, 2)))
     worst = np.zeros(band.max() + 1)
     np.maximum.at(worst, band, error.max(axis=(0, 2, 3)))
     spread = (worst[band] + noise)[None, :, None, None]
@@ -129,8 +129,8 @@ def _worst(name: str, error: np.ndarray, finite: np.ndarray, live: np.ndarray) -
 
 
 def _bands(live: np.ndarray) -> np.ndarray:
-    """The band of each position: 0, 1, 2-3, 4-7, ..., together where they hold few live numbers,
-    which may all happen to be near.
+    """The band of each position: 0, 1, 2-3, 4-7, ..., together where they hold few live rows, which
+    may all happen to be near.
     """
     doubling = np.frexp(np.arange(len(live)))[1]
     counts = np.bincount(doubling, live)
