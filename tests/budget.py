@@ -13,8 +13,8 @@ The oracle is `pallas_attn.reference` in float64. The naive one does what every 
 tensor cores must: it multiplies operands of the inputs' dtype (so the probabilities are rounded to
 it before they meet v, and so is dS before it meets q and k), adds up in float32, and keeps the
 result unrounded, since rounding has its own term; but the gradient works with the out that the
-forward pass stored, in the inputs' dtype. A budget above 10 % of the oracle's RMS proves
-nothing, and fails. Both are computed on the CPU, wherever the subject runs: one budget everywhere,
+forward pass stored, in the inputs' dtype. A budget above 10 % of the oracle's RMS proves nothing,
+and fails; for a gradient above 20 %: that stored out is most of it where few keys count. Both are computed on the CPU, wherever the subject runs: one budget everywhere,
 and a GPU would spend most of a test on compiling float64 code that runs once.
 """
 
@@ -28,7 +28,8 @@ import numpy as np
 from pallas_attn import reference
 from pallas_attn.masks import FULL
 
-VACUOUS = 0.1
+VACUOUS = {"out": 0.1, "lse": 0.1}
+VACUOUS_GRADIENT = 0.2
 FEW = 128  # rows of numbers, each with one rounding in common, that prove little together
 # lse is float32 whatever the inputs are; GPUs' ex2 and lg2 are good to 2**-22, a sum of them to:
 LSE_ROUNDING = 2.0**-20
@@ -101,7 +102,7 @@ def _compare(name: str, got: Any, oracle: Any, naive: Any, dtype: str) -> tuple[
     error = np.abs(got - oracle)
     rms = np.sqrt(np.mean(oracle[live] ** 2)) if live.any() else 0.0
     vague = np.sqrt(np.mean(allowed**2))
-    assert rms == 0 or vague <= VACUOUS * rms, (
+    assert rms == 0 or vague <= VACUOUS.get(name, VACUOUS_GRADIENT) * rms, (
         f"{name}: a budget of {vague:.2e} proves nothing about values of RMS {rms:.2e}"
     )
     assert np.all(error <= allowed), (  # a NaN is no <= either
