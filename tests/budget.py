@@ -14,8 +14,9 @@ tensor cores must: it multiplies operands of the inputs' dtype (so the probabili
 it before they meet v, and so is dS before it meets q and k), adds up in float32, and keeps the
 result unrounded, since rounding has its own term; but the gradient works with the out that the
 forward pass stored, in the inputs' dtype. A budget above 10 % of the oracle's RMS proves nothing,
-and fails; for a gradient above 20 %: that stored out is most of it where few keys count. Both are computed on the CPU, wherever the subject runs: one budget everywhere,
-and a GPU would spend most of a test on compiling float64 code that runs once.
+and fails; for a gradient above 20 %: that stored out is most of it where few keys count. Both are
+computed on the CPU, wherever the subject runs: one budget everywhere, and a GPU would spend most of
+a test on compiling float64 code that runs once.
 """
 
 import functools
