@@ -22,7 +22,7 @@ EDGES = cases.select(cases.ATTENTION, "edge")
 DECODES = cases.select(cases.DECODE, "edge,-quantized,-shared_kv")
 APPENDS = cases.select(cases.APPEND, "edge,-quantized")
 DRAWN = tuple(cases.draw_attention(seed) for seed in range(20))
-DRAWN_DECODES = tuple(cases.draw_decode(seed) for seed in range(20))
+DRAWN_DECODES = tuple(cases.draw_decode(seed) for seed in range(8))
 GRADIENTS = ("q", "k", "v", "bias", "sinks")
 
 
@@ -134,7 +134,10 @@ def decode_arguments(case):
     )
 
 
-@pytest.mark.parametrize("subject, case", subjects.pairs("decode", DECODES, decode_arguments))
+# The kernel interpreted, which takes seconds a case, has its own file and test_decode.py.
+@pytest.mark.parametrize(
+    "subject, case", subjects.pairs("decode", DECODES, decode_arguments, but=("interpreted",))
+)
 def test_decode(subject, case):
     function, arguments = decode_arguments(case)
     out, lse = subject.call(function, **arguments)
@@ -158,7 +161,8 @@ def drawn_decode_arguments(case):
 
 
 @pytest.mark.parametrize(
-    "subject, case", subjects.pairs("decode", DRAWN_DECODES, drawn_decode_arguments)
+    "subject, case",
+    subjects.pairs("decode", DRAWN_DECODES, drawn_decode_arguments, but=("interpreted",)),
 )
 def test_drawn_decodes(subject, case):
     function, arguments = drawn_decode_arguments(case)
