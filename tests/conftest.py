@@ -85,3 +85,12 @@ def seed(request) -> int:
 @pytest.fixture
 def rng(seed) -> np.random.Generator:
     return np.random.default_rng(seed)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_compiled_code():
+    """Every program compiled for the CPU holds memory maps, of which a process may have 65,530: the
+    whole suite in one process died of them.
+    """
+    yield
+    jax.clear_caches()

@@ -75,7 +75,7 @@ def test_control_c_ends_with_what_was_generated():
         process.send_signal(signal.SIGINT)
         out, error = process.stdout.read(), process.stderr.read()
     assert (process.returncode, error) == (130, "")
-    assert out.startswith("ROMEO:") and out.splitlines()[-1].endswith("interrupted, 1 not ended")
+    assert "ROMEO:" in out and out.splitlines()[-1].endswith("interrupted, 1 not ended")
 
 
 def test_a_checkpoint_that_a_stranger_wrote_is_decoded_and_checked(tmp_path):
