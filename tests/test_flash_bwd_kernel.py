@@ -19,7 +19,7 @@ from pallas_attn.kernels import flash_bwd_plan as plans
 from pallas_attn.kernels import flash_bwd_sm90 as kernel
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests import budget, mosaic
-from tests.test_flash_fwd_kernel import given, one, shape_of
+from tests.test_flash_fwd_kernel import COMPILED, EDGE, GRID, given, one, shape_of
 from tests.test_flash_fwd_kernel import problem_of as forward_problem_of
 
 needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
@@ -102,11 +102,6 @@ def test_wide_with_everything_interpreted():
         check(case)
 
 
-EDGE = [
-    case
-    for case in cases.ATTENTION
-    if "edge" in case.tags and case.dtype != "float32" and case.batch * case.q_len * case.kv_len
-]
 # Their budgets prove nothing: gradients of a saturated softmax are what its rounding leaves.
 VAGUE = ("saturated", "softcap_huge_logits")
 
@@ -141,16 +136,6 @@ def shapes_of(case):
             for name, x in arrays.items()
         }
     return AttentionInputs(**arrays), out, lse, out, lse
-
-
-GRID = [case for case in cases.ATTENTION if "grid" in case.tags]
-COMPILED = [case.name for case in GRID if case.q_len == 8192] + [
-    "h64_window128_t8192",
-    "h80_causal_t4096",
-    "h96_causal_t4096",
-    "h192_hv128_causal_t4096",
-    "h128_causal_t3000_n28k4",
-]
 
 
 @needs_aot
