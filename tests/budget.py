@@ -5,9 +5,12 @@ dtype, and by the rounding of the result itself:
 
     |got - oracle| <= 2 max|naive - oracle| + rounding
 
-For dq, dk and dv the maximum is over a band of positions (0, 1, 2-3, 4-7, ...), for dbias over a
-row of scores: under a causal mask the first rows have the largest errors by far, and would excuse
-any in the rest.
+For gradients of q, k, v and bias the maximum is over a band of positions (0, 1, 2-3, 4-7, ...; of
+query rows for dbias): under a causal mask the first rows have the largest errors by far, and would
+excuse any in the rest. A row's error is mostly that of its delta, one number, made from out as it
+was stored: one draw, which may happen to be near 0. So rows are held together, and dbias and
+dsinks, which may be few numbers in all, to the worst of several naive runs, whose roundings fall on
+different grids.
 
 The oracle is `pallas_attn.reference` in float64. The naive one does what every implementation for
 tensor cores must: it multiplies operands of the inputs' dtype (so the probabilities are rounded to
@@ -31,12 +34,17 @@ from pallas_attn.masks import FULL
 
 VACUOUS = 0.1
 VACUOUS_GRADIENT = 0.2
+GRIDS = (1.0, 1.19, 1.41, 1.68)  # a number is rounded as so many times itself: one draw each
 FEW = 128  # rows of numbers, each with one rounding in common, that prove little together
 # lse is float32 whatever the inputs are; GPUs' ex2 and lg2 are good to 2**-22, a sum of them to:
 LSE_ROUNDING = 2.0**-20
 
 _STATIC = ("mask", "scale", "softcap", "precision")
 _GRADIENTS = ("q", "k", "v", "bias", "sinks")
+
+
+class VacuousError(AssertionError):
+    """The budget is too wide to prove anything."""
 
 
 class Expected(NamedTuple):
@@ -72,8 +80,22 @@ def attention(arguments: dict[str, Any], do: Any = None, dlse: Any = None) -> Ex
             wide = _cast(arrays, "float64"), _cast(cotangents, "float64")
             oracle = _results(*wide, function=_oracle, rounded=None, **static)
         flat = _cast(arrays, "float32"), _cast(cotangents, "float32")
-        naive = _results(*flat, function=_naive, rounded=narrow, precision=highest, **static)
-    return Expected(_numpy(oracle), _numpy(naive), dtype)
+        static |= {"function": _naive, "rounded": narrow, "precision": highest}
+        few = narrow and cotangents and {"bias", "sinks"} & set(arrays)
+        grids = GRIDS if few else GRIDS[:1]
+        draws = [_numpy(_results(*flat, grid=np.float32(grid), **static)) for grid in grids]
+    oracle = _numpy(oracle)
+    return Expected(oracle, _worst_of(oracle, draws), dtype)
+
+
+def _worst_of(oracle: dict[str, Any], draws: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first draw, but dbias and dsinks each number from the draw that is farthest off."""
+    naive = dict(draws[0])
+    for name in {"dbias", "dsinks"} & set(naive):
+        for other in draws[1:]:
+            farther = np.abs(other[name] - oracle[name]) > np.abs(naive[name] - oracle[name])
+            naive[name] = np.where(farther, other[name], naive[name])
+    return naive
 
 
 def check(got: dict[str, Any], expected: Expected) -> dict[str, tuple[float, float]]:
@@ -104,9 +126,10 @@ def _compare(name: str, got: Any, oracle: Any, naive: Any, dtype: str) -> tuple[
     rms = np.sqrt(np.mean(oracle[live] ** 2)) if live.any() else 0.0
     vague = np.sqrt(np.mean(allowed**2))
     share = VACUOUS_GRADIENT if name.startswith("d") else VACUOUS
-    assert rms == 0 or vague <= share * rms, (
-        f"{name}: a budget of {vague:.2e} proves nothing about values of RMS {rms:.2e}"
-    )
+    if rms != 0 and not vague <= share * rms:
+        raise VacuousError(
+            f"{name}: a budget of {vague:.2e} proves nothing about values of RMS {rms:.2e}"
+        )
     assert np.all(error <= allowed), (  # a NaN is no <= either
         f"{name}: off by {np.max(error):.3e} at worst, allowed {np.min(allowed):.3e} to "
         f"{np.max(allowed):.3e}, RMS of the oracle {rms:.3e}, {np.sum(~(error <= allowed))} of "
@@ -119,15 +142,14 @@ def _worst(name: str, error: np.ndarray, finite: np.ndarray, live: np.ndarray) -
     """The naive error that each element is held to; `error` is of those that are `finite`."""
     if name not in ("dq", "dk", "dv", "dbias") or not finite.all():
         return error.max()
-    error = error.reshape(finite.shape)
+    error, live = error.reshape(finite.shape), live.reshape(finite.shape)
+    axis = 2 if name == "dbias" else 1  # of positions: [B, N, T, S], else [B, T, N, H]
     # What cancels to 0 has been added up in float32 by everybody.
     noise = 16 * float(np.finfo(np.float32).eps)
-    if name == "dbias":
-        return np.broadcast_to(error.max(axis=-1, keepdims=True) + noise, error.shape)[finite]
-    band = _bands(live.reshape(finite.shape).any(axis=3).sum(axis=(0, 2)))
+    band = _bands(live.any(axis=3).sum(axis=(0, 3 - axis)))
     worst = np.zeros(band.max() + 1)
-    np.maximum.at(worst, band, error.max(axis=(0, 2, 3)))
-    spread = (worst[band] + noise)[None, :, None, None]
+    np.maximum.at(worst, band, error.max(axis=(0, 3 - axis, 3)))
+    spread = np.expand_dims(worst[band] + noise, [n for n in range(4) if n != axis])
     return np.broadcast_to(spread, error.shape)[finite]
 
 
@@ -164,13 +186,13 @@ def _numpy(results: dict[str, Any]) -> dict[str, np.ndarray]:
     jax.jit,
     static_argnames=("function", "rounded", "mask", "scale", "softcap", "precision", "q_offset"),
 )
-def _results(arrays, cotangents, *, function, **static):
+def _results(arrays, cotangents, *, function, grid=None, **static):
     if cotangents is None:
-        return dict(zip(("out", "lse"), function(arrays, **static), strict=True))
+        return dict(zip(("out", "lse"), function(arrays, grid, **static), strict=True))
     wanted = {name: arrays[name] for name in _GRADIENTS if name in arrays}
 
     def run(some):
-        return function(arrays | some, **static)
+        return function(arrays | some, grid, **static)
 
     (out, lse), pullback = jax.vjp(run, wanted)
     do, dlse = cotangents
@@ -180,16 +202,16 @@ def _results(arrays, cotangents, *, function, **static):
     return {"out": out, "lse": lse} | {f"d{name}": x for name, x in gradients.items()}
 
 
-def _oracle(arrays, *, rounded, **static):
-    del rounded
+def _oracle(arrays, grid, *, rounded, **static):
+    del grid, rounded
     return reference.attention(**arrays, **static)
 
 
-def _naive(arrays, *, mask, scale, rounded, softcap=None, precision=None, q_offset=0):  # noqa: PLR0913
+def _naive(arrays, grid, *, mask, scale, rounded, softcap=None, precision=None, q_offset=0):  # noqa: PLR0913
     q, k, v = (arrays[name] for name in ("q", "k", "v"))
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    logits = _operand(jnp.einsum("btnh,bsnh->bnts", q, k, precision=precision), rounded)
+    logits = _operand(jnp.einsum("btnh,bsnh->bnts", q, k, precision=precision), grid, rounded)
     logits = logits * jnp.float32(scale)
     if softcap is not None:
         logits = jnp.float32(softcap) * jnp.tanh(logits / jnp.float32(softcap))
@@ -210,9 +232,10 @@ def _naive(arrays, *, mask, scale, rounded, softcap=None, precision=None, q_offs
     probs = jnp.exp(logits - jnp.where(empty, 0, lse))
     out, unrounded = (
         jnp.einsum("bnts,bsnh->btnh", x, v, precision=precision)
-        for x in (_rounded(probs, rounded), jax.lax.stop_gradient(probs))
+        for x in (_rounded(probs, grid, rounded), jax.lax.stop_gradient(probs))
     )
-    off = None if rounded is None else jax.lax.stop_gradient(_rounded(out, rounded) - unrounded)
+    stored = _rounded(out, grid, rounded)
+    off = None if rounded is None else jax.lax.stop_gradient(stored - unrounded)
     return _stored(out, lse[..., 0], off)
 
 
@@ -236,36 +259,36 @@ def _seen(arrays, shape, mask, q_offset):
     return seen & arrays["mask_array"] if "mask_array" in arrays else seen
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _rounded(x, dtype):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _rounded(x, grid, dtype):
     """`x` as an operand of a matmul in `dtype`; its derivative knows nothing of it. Not a cast
     there and back: XLA is free to leave that out, and on a GPU it does.
     """
     if dtype is None:
         return x
     info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    return jax.lax.reduce_precision(x * grid, info.nexp, info.nmant) / grid
 
 
 @_rounded.defjvp
 def _rounded_jvp(dtype, primals, tangents):
-    return _rounded(primals[0], dtype), tangents[0]
+    return _rounded(*primals, dtype), tangents[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _operand(logits, dtype):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _operand(logits, grid, dtype):
     """The logits as they are; their cotangent dS is the operand of the matmuls for dq and dk."""
-    del dtype
+    del grid, dtype
     return logits
 
 
-def _operand_forward(logits, dtype):
+def _operand_forward(logits, grid, dtype):
     del dtype
-    return logits, None
+    return logits, grid
 
 
-def _operand_backward(dtype, _, cotangent):
-    return (_rounded(cotangent, dtype),)
+def _operand_backward(dtype, grid, cotangent):
+    return _rounded(cotangent, grid, dtype), None
 
 
 _operand.defvjp(_operand_forward, _operand_backward)

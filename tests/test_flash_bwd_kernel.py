@@ -3,6 +3,7 @@ time with what they may spill, and, with `-m gpu`, right on the real thing over 
 space, with gradients that arrive through out and through the lse.
 """
 
+import contextlib
 import dataclasses
 import functools
 
@@ -266,13 +267,13 @@ def test_configurations_on_the_gpu(name, config):
 @pytest.mark.gpu
 @pytest.mark.parametrize("draw", range(200))
 def test_drawn_on_the_gpu(draw, seed):
-    case = cases.draw_attention(1000 * seed + draw)
-    default = kernel.Config.default(problem_of(case))
-    try:
-        check(case, dataclasses.replace(default, fused=draw % 4 != 0), seed=seed)
-    except AssertionError as error:
-        if "proves nothing" not in str(error):  # few keys, or only a few that count
-            raise
+    for again in range(5):  # where few keys count, a budget may prove nothing
+        case = cases.draw_attention(1000 * seed + 200 * again + draw)
+        default = kernel.Config.default(problem_of(case))
+        with contextlib.suppress(budget.VacuousError):
+            check(case, dataclasses.replace(default, fused=draw % 4 != 0), seed=seed)
+            return
+    pytest.fail("five draws whose budgets prove nothing")
 
 
 @pytest.mark.gpu
@@ -315,15 +316,20 @@ def test_far_below_zero_and_half_a_tile():
             assert np.isfinite(np.asarray(gradient, np.float32)).all()
 
 
-def train(implementation: str | None, steps: int = 50) -> list[float]:
-    """Losses of a language model of two layers on a cyclic text."""
-    width, heads, length, words = 128, 2, 256, 64
+def train(implementation: str | None, k_gradient: float = 1.0, steps: int = 50) -> np.ndarray:
+    """Losses of a language model of two layers on a cyclic text, the gradient of k times a factor.
+
+    At this rate rounding is not amplified: the reference in bfloat16 stays within 5e-5 of itself in
+    float32, all the way.
+    """
+    width, heads, length, words, rate = 128, 2, 256, 64, 0.1
     keys = iter(jax.random.split(jax.random.key(0), 20))
     matrix = lambda m, n: jax.random.normal(next(keys), (m, n)) * m**-0.5  # noqa: E731
     layer = lambda: {"qkv": matrix(width, 3 * width), "out": matrix(width, width),  # noqa: E731
                      "up": matrix(width, 2 * width), "down": matrix(2 * width, width)}  # fmt: skip
-    weights = {"embed": matrix(words, width) * 8, "layers": [layer(), layer()]}
-    text = jax.random.randint(next(keys), (8, length // 4), 0, words)
+    weights = {"embed": matrix(words, width) * 8, "layers": [layer(), layer()],
+               "head": matrix(width, words)}  # fmt: skip
+    text = jax.random.randint(next(keys), (4, length // 4), 0, words)
     text = jnp.tile(text, (1, 5))[:, : length + 1]
 
     def norm(x):
@@ -334,27 +340,29 @@ def train(implementation: str | None, steps: int = 50) -> list[float]:
         for one_layer in weights["layers"]:
             qkv = (norm(x) @ one_layer["qkv"]).astype(jnp.bfloat16)
             q, k, v = jnp.split(qkv.reshape(*x.shape[:2], 3 * heads, -1), 3, axis=2)
+            k = k * k_gradient + jax.lax.stop_gradient(k * (1 - k_gradient))
             attended = pa.flash_attention(q, k, v, mask=CAUSAL, implementation=implementation)
             x = x + attended.reshape(x.shape).astype(x.dtype) @ one_layer["out"]
             x = x + jax.nn.gelu(norm(x) @ one_layer["up"]) @ one_layer["down"]
-        logits = norm(x) @ weights["embed"].T
-        logs = jax.nn.log_softmax(logits.astype(jnp.float32))
+        logs = jax.nn.log_softmax(norm(x) @ weights["head"])
         return -jnp.take_along_axis(logs, text[:, 1:, None], axis=-1).mean()
 
     @jax.jit
     def step(weights):
         value, gradient = jax.value_and_grad(loss)(weights)
-        return value, jax.tree.map(lambda w, g: w - 0.3 * g, weights, gradient)
+        return value, jax.tree.map(lambda w, g: w - rate * g, weights, gradient)
 
     losses = []
     for _ in range(steps):
         value, weights = step(weights)
-        losses.append(float(value))
-    return losses
+        losses.append(value)
+    return np.asarray(losses)
 
 
 @pytest.mark.gpu
 def test_a_model_trains_as_with_the_reference():
-    ours, theirs = train(None), train("reference")
-    assert theirs[-1] < 0.8 * theirs[0]  # it learns something
-    np.testing.assert_allclose(ours, theirs, rtol=0.02)
+    """And not as with a gradient of k that is a twentieth too small."""
+    ours, theirs, wrong = train(None), train("reference"), train("reference", 0.95)
+    assert theirs[-1] < 0.4 * theirs[0]  # it learns
+    np.testing.assert_allclose(ours, theirs, rtol=1e-3)
+    assert np.abs(wrong / theirs - 1).max() > 2e-3
