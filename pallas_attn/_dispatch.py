@@ -169,6 +169,7 @@ def _score_matrix(problem: AttentionProblem) -> str:
 TABLES: dict[str, tuple[Implementation, ...]] = {
     "flash_forward": (
         Kernel("sm90", "flash_fwd_sm90", (90, 90)),
+        Kernel("sm80", "flash_fwd_sm80", (80, NEWEST)),
         Reference(_attention, _score_matrix),
     ),
     "flash_backward": (

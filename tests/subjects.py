@@ -27,6 +27,7 @@ class Subject:
     generation: str | None = None  # of the GPU that is pretended: kernels run interpreted
     marks: tuple[str, ...] = ()
     dtype: str = "float32"  # for tests that do not care: one that the implementation takes
+    but: tuple[str, ...] = ()  # operations that another row runs the same way
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -70,14 +71,20 @@ class Subject:
             stack.enter_context(contextlib.suppress(_AskedError))
             jax.eval_shape(lambda arrays: call(**arrays), arrays)
         return all(
-            any(row.limit(dataclasses.replace(problem, op=op)) is None for row in _kernels(op))
+            any(row.limit(dataclasses.replace(problem, op=op)) is None for row in self._kernels(op))
             for problem in asked
             for op in {problem.op, operation}
         )
 
     def exists(self, operation: str) -> bool:
         """Whether the operation has an implementation in this row by now."""
-        return self.implementation == "reference" or bool(_kernels(operation))
+        if self.implementation == "reference":
+            return True
+        return operation not in self.but and bool(self._kernels(operation))
+
+    def _kernels(self, operation: str) -> list[Any]:
+        rows = [x for x in _dispatch.TABLES[operation] if isinstance(x, _dispatch.Kernel)]
+        return [x for x in rows if self.implementation in (None, x.name)]
 
     def somewhere(self) -> bool:
         """Whether this machine can run it, or pretend to."""
@@ -93,8 +100,10 @@ class Subject:
 ROWS = (
     Subject("reference", "reference"),
     Subject("interpreted", None, generation="sm90", marks=("guards",), dtype="bfloat16"),
+    Subject("portable", "sm80", "sm90", ("guards",), "bfloat16", but=("append",)),
     Subject("reference_on_gpu", "reference", marks=("gpu",)),
     Subject("kernels", None, marks=("gpu",), dtype="bfloat16"),
+    Subject("portable_kernels", "sm80", None, ("gpu",), "bfloat16", but=("append",)),
 )
 
 
@@ -124,10 +133,6 @@ def pairs(
 
 class _AskedError(Exception):
     """The dispatch was reached."""
-
-
-def _kernels(operation: str) -> list[Any]:
-    return [x for x in _dispatch.TABLES[operation] if isinstance(x, _dispatch.Kernel)]
 
 
 def _on_one_device(run, arrays, inputs, outputs, free, sums=()):

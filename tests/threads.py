@@ -200,6 +200,25 @@ class BlockOfThreads:
         ((slot, parity),) = set(self._each(True, slot, parity))
         self.memory.barriers[int(self.ids[0]), slot].wait(parity)
 
+    def copy_async(self, to, source, there, where=None):
+        """Nothing arrives before its reader waits and all meet; until then there are NaNs."""
+        (to, to_index), (source, index) = to, source
+        where = np.broadcast_to(True if where is None else where, 128)
+        there = np.broadcast_to(there, 128)[where]
+        to_index, index = (np.broadcast_to(x, 128)[where] for x in (to_index, index))
+        into = self.memory._words(to, to_index, 16, "written")
+        given = self.memory._words(source, index[there], 16, "read")
+        arrived = np.zeros(len(there), "V16")
+        arrived[there] = given[index[there]]
+        into[to_index] = np.full(16, 255, np.uint8).view("V16")
+        self.memory.copies_of(int(self.ids[0])).asked.append((into, to_index, arrived))
+
+    def commit_copies(self):
+        self.memory.copies_of(int(self.ids[0])).commit()
+
+    def wait_copies(self, left):
+        self.memory.copies_of(int(self.ids[0])).wait(left)
+
     def _each(self, where, *values):
         """One tuple of numbers a thread for which the condition holds."""
         where = np.broadcast_to(where, 128)
@@ -232,6 +251,26 @@ class Barrier:
         self.phase, self.announced, self.coming = self.phase + 1, None, []
 
 
+class Copies:
+    """Those of a block's threads, in groups."""
+
+    def __init__(self):
+        self.asked, self.groups, self.awaited = [], [], []
+
+    def commit(self):
+        self.groups.append(self.asked)
+        self.asked = []
+
+    def wait(self, left):
+        while len(self.groups) > left:
+            self.awaited += self.groups.pop(0)
+
+    def meet(self):
+        for into, index, arrived in self.awaited:
+            into[index] = arrived
+        self.awaited = []
+
+
 class Memory:
     """The arrays of one launch as bytes. Who wrote and who read each byte is kept: nobody may meet
     another there.
@@ -244,6 +283,7 @@ class Memory:
         self.touched: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.blocks: dict[Any, int] = {}
         self.barriers: dict[tuple[int, int], Barrier] = {}
+        self.copies: dict[int, Copies] = {}  # by block
         self.since_meeting: dict[int, dict[Any, tuple[set, bool]]] = {}  # by block and byte
         self.arrived: dict[tuple[int, int], set[int]] = {}
 
@@ -301,8 +341,12 @@ class Memory:
             return None
         return words[index].copy()
 
+    def copies_of(self, block):
+        return self.copies.setdefault(block, Copies())
+
     def meet(self, block):
         self.since_meeting.pop(block, None)
+        self.copies_of(block).meet()
 
     def arrive(self, counters, index, count, block) -> bool:
         """Whether all have arrived; what they wrote until then is anybody's to read."""

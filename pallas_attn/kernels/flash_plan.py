@@ -37,13 +37,18 @@ class Plan:
         return pl.cdiv(self.problem.q_len, self.tile_rows)
 
     @property
+    def span_rows(self) -> int:
+        """Rows that have one span of key tiles."""
+        return ROWS
+
+    @property
     def padded_rows(self) -> int:
         return self.q_tiles * self.tile_rows
 
     @property
     def idle_rows(self) -> bool:
-        """Whether some warpgroup has rows past T only."""
-        return self.padded_rows - self.problem.q_len >= ROWS
+        """Whether some span is of rows past T only."""
+        return self.padded_rows - self.problem.q_len >= self.span_rows
 
     @property
     def heads(self) -> int:
@@ -100,8 +105,9 @@ class Plan:
         if dynamic & set(self.problem.arrays):
             return spans.PARTS
         found: set[str] = set()
-        for row in range(0, self.problem.q_len, ROWS):
-            found |= self.span(self.problem.q_offset + row, ROWS, self.problem.kv_len).parts()
+        rows = self.span_rows
+        for row in range(0, self.problem.q_len, rows):
+            found |= self.span(self.problem.q_offset + row, rows, self.problem.kv_len).parts()
         if self.idle_rows:
             last = self.problem.q_offset + self.problem.q_len - 1
             found |= self.span(last, 1, self.problem.kv_len).parts()
@@ -152,7 +158,7 @@ def ranked(plan: Plan, segment_spans: Any) -> Any:
     r-th most key tiles. Packed documents repeat, and dealt in order of rows a block met the same
     place of every document: 8 documents of 1024 rows took 1.77 times what 8 batch rows do.
     """
-    problem, config = plan.problem, plan.config
+    problem = plan.problem
     table = jnp.asarray(dealt(plan))
     by_mask = [
         plan.span(problem.q_offset + tile * plan.tile_rows, plan.tile_rows, problem.kv_len)
@@ -161,7 +167,8 @@ def ranked(plan: Plan, segment_spans: Any) -> Any:
     lo, hi = (
         np.array([[getattr(span, end) for span in by_mask]], np.int32) for end in ("lo", "hi")
     )
-    units = range(config.warpgroups)  # not a reduction, which would be a launch of its own
+    # Units one by one, not a reduction, which would be a launch of its own.
+    units = range(plan.tile_rows // plan.span_rows)
     firsts, lasts = ([segment_spans[:, i, n :: len(units)] for n in units] for i in (0, 3))
     begin = jnp.maximum(lo, functools.reduce(jnp.minimum, firsts))
     end = jnp.minimum(hi, functools.reduce(jnp.maximum, lasts))

@@ -247,6 +247,34 @@ class Thread(tiles.Thread):
         )
         do(ptx, [shared_address(barriers, slot, 8), parity.value], "r,r")
 
+    # ---- copies by threads -----------------------------------------------------------------------
+
+    def copy_async(self, to: tuple, source: tuple, there: Int, where: Int | None = None) -> None:
+        """Has 16 bytes copied to shared memory, or zeros put there instead. `to` and `source`:
+        (ref, word of 16 bytes); the source is read where `there` holds, else it may be anything.
+        """
+        (shared, at), (array, index) = to, source
+        nbytes = self.select(there, self.index * 0 + 16, 0)
+        operands = [
+            shared_address(shared, at, 16), tiles._address(array, index, 16), nbytes.value
+        ]  # fmt: skip
+        copy = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+        if where is None:
+            do(copy, operands, "r,l,r")
+            return
+        ptx = f"{{ .reg .pred p; setp.ne.b32 p, $3, 0; @p {copy} }}"
+        do(ptx, [*operands, arith.extui(i32(), where.value)], "r,l,r,r")
+
+    def commit_copies(self) -> None:
+        """What this thread asked for since the last time is a group."""
+        do("cp.async.commit_group;", [], "")
+
+    def wait_copies(self, left: int) -> None:
+        """Until all of this thread's groups but the last `left` are there; the others' are after
+        the next `sync`.
+        """
+        do(f"cp.async.wait_group {left};", [], "")
+
     # ---- between blocks --------------------------------------------------------------------------
 
     def arrive(self, counters: Ref, index: Int, count: Int, last: Ref) -> None:

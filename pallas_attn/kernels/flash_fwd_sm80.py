@@ -1,0 +1,386 @@
+"""Flash attention forward for every GPU from Ampere on: bfloat16, float16 and float32.
+
+FlashAttention-2 (arXiv 2307.08691) by mma.sync and cp.async, which all of them have. Grid: one
+block of 4 warps a tile of work (`flash_plan.dealt`, longest first), which is `64 * row_blocks`
+query rows of one head; a warp has 16 rows of each 64 and all keys of a tile, so that warps meet
+only where shared memory changes hands. Several blocks live on a multiprocessor: the softmax of one
+runs while another has the tensor cores.
+
+Keys are taken from the last tile to the first, as in `flash_fwd_sm90`, and masks, softmax and
+schedule are the same code. Shared memory holds q, then `stages` tiles of K and of V:
+
+  stages 1   V of a tile is asked for when its scores begin, and the next K when they are done: the
+             block meets twice a tile
+  stages n   K and V of n - 1 tiles are under way; one meeting a tile
+
+Rows past a length and columns past a head dim are zeros that cp.async puts there: nothing is padded
+beforehand, and V past a length is never read.
+
+float32 is computed by bfloat16 parts (`matrices`): 3 products good to 2**-16 by default, better
+than TF32's 2**-10, and 6 for precision "highest".
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels import logits, matrices, operands, softmax, spans, tiles, warps
+from pallas_attn.kernels.flash_plan import Plan, dealt, ranked
+from pallas_attn.kernels.logits import Refs, Rows, Tile
+from pallas_attn.kernels.spans import Span
+
+SMEM_LIMITS = {"sm80": 166_912, "sm87": 166_912, "sm90": 232_448, "sm100": 232_448}
+SMALLEST = 101_376  # of one block: Ada, the smaller Amperes and the smaller Blackwells
+RESERVED = 1024  # bytes of a block's shared memory that are CUDA's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tuning only: the result is the same up to rounding."""
+
+    row_blocks: int = 2  # of 64 query rows
+    block_kv: int = 64
+    stages: int = 1  # tiles of K and V in shared memory
+    hold_q: bool = False  # in registers
+    section: int = 0  # heads whose tiles of work are taken together; 0: see Plan.section
+
+    ctas = 0  # one block a tile of work
+
+    def __post_init__(self):
+        wants = {
+            "row_blocks": (self.row_blocks in (1, 2), "1 or 2"),
+            "block_kv": (16 <= self.block_kv <= 128 and self.block_kv % 16 == 0, "16, 32, .. 128"),
+            "stages": (self.stages >= 1, "at least 1"),
+            "section": (self.section >= 0, "at least 0"),
+        }
+        for name, (good, want) in wants.items():
+            if not good:
+                raise ValueError(f"Config.{name} must be {want}, got {getattr(self, name)}")
+
+    @property
+    def warpgroups(self) -> int:
+        return self.row_blocks
+
+    @classmethod
+    def default(cls, problem: AttentionProblem) -> "Config":
+        """What serves a problem that nobody tuned: the first that has room."""
+        dim = max(problem.head_dim, problem.v_head_dim)
+        choices = [cls(1, 64), cls(1, 32), cls(1, 16)]
+        if dim <= 128:
+            choices.insert(0, cls(2, 64))
+        if dim <= 64 and problem.dtype != "float32":
+            choices.insert(0, cls(2, 64, 2, True))
+        return next((one for one in choices if _fits(problem, one)), choices[-1])
+
+
+class WholePlan(Plan):
+    """All rows of a block take the same key tiles."""
+
+    @property
+    def span_rows(self) -> int:
+        return self.tile_rows
+
+    @property
+    def parts_of_numbers(self) -> int:
+        """In how many 16-bit parts a number is multiplied."""
+        if self.problem.dtype != "float32":
+            return 1
+        return 3 if self.problem.precision == "highest" else 2
+
+    @property
+    def k_width(self) -> int:
+        return operands.round_up(self.problem.head_dim, 16)
+
+    @property
+    def v_width(self) -> int:
+        return operands.round_up(self.problem.v_head_dim, 16)
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    if problem.dtype not in ("bfloat16", "float16", "float32"):
+        return Limit(
+            f"it takes bfloat16, float16 and float32, not {problem.dtype}", "cast q, k and v"
+        )
+    for name in ("head_dim", "v_head_dim"):
+        size = getattr(problem, name)
+        if size % 8 or not 8 <= size <= 256:
+            return Limit(
+                f"{name} is {size}; it takes multiples of 8 up to 256", "pad it with zeros"
+            )
+    if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
+        return Limit("it counts query rows of all heads in 32 bits", "split the batch")
+    if not _fits(problem, Config.default(problem)):
+        return Limit(
+            "such rows of float32 do not fit in the shared memory of this GPU",
+            "leave the precision to its default, or use smaller head dims",
+        )
+    return None
+
+
+class Smem(NamedTuple):
+    q: Any  # [64 * row_blocks, ..]
+    k: Any  # [stages * block_kv, ..]
+    v: Any  # [stages * block_kv, ..]
+
+
+def scratch(plan: WholePlan) -> Smem:
+    """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
+    config, parts = plan.config, plan.parts_of_numbers
+    dtype = jnp.bfloat16 if parts > 1 else jnp.dtype(plan.problem.dtype)
+
+    def buffer(rows, width):
+        return plgpu.SMEM((rows, matrices.pitch(parts * width)), dtype)
+
+    keys = config.stages * config.block_kv
+    return Smem(
+        q=buffer(plan.tile_rows, plan.k_width),
+        k=buffer(keys, plan.k_width),
+        v=buffer(keys, plan.v_width),
+    )
+
+
+def smem_bytes(problem: AttentionProblem, config: Config) -> int:
+    buffers = scratch(WholePlan(problem, config))
+    sizes = (math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
+    return RESERVED + sum(operands.round_up(size, 1024) for size in sizes)
+
+
+def _fits(problem: AttentionProblem, config: Config) -> bool:
+    limit = SMEM_LIMITS.get(problem.gpu or "", SMALLEST)
+    return smem_bytes(problem, config) <= limit
+
+
+# ---- loading ------------------------------------------------------------------------------------
+
+
+def _load(thread: warps.Thread, refs: Any, at: Any, *, wait: int | None, shapes: Any) -> None:
+    """Waits for copies that were asked for before, and asks for others: `refs` and `at` hold one
+    `matrices.fetch` each, and `shapes` what it wants to know besides.
+    """
+    if wait is not None:
+        thread.wait_copies(wait)
+        thread.sync()
+    for ref, where, (rows, *like) in zip(refs, at, shapes, strict=True):
+        matrices.fetch(thread, ref, where, rows, tuple(like))
+    thread.commit_copies()
+
+
+def _turn(*copies: Any, wait: int | None) -> None:
+    refs, at, shapes = zip(*copies, strict=True) if copies else ((), (), ())
+    warps.each_thread(functools.partial(_load, wait=wait, shapes=shapes), refs, at)
+
+
+def _rows_of_q(plan: WholePlan, refs: Refs, smem: Smem, tile: Tile) -> tuple[Any, ...]:
+    live = plan.problem.q_len - tile.row
+    at = (tile.batch, tile.head, tile.row, live, jnp.int32(0))
+    width = plan.parts_of_numbers * plan.k_width
+    return (smem.q, refs.q), at, (plan.tile_rows, refs.q.shape, width)
+
+
+def _keys(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows, t: Any, which: str) -> Any:
+    """The copy of key tile t of K or V; of nothing but zeros where there is no such tile."""
+    block, stages = plan.config.block_kv, plan.config.stages
+    ref, tile = getattr(refs, which), rows.tile
+    live = jnp.where(t >= rows.span.lo, tile.kv_len - t * block, 0)
+    head = lax.div(tile.head, jnp.int32(plan.problem.group))
+    at = (tile.batch, head, t * block, live, _slot(plan, rows, t))
+    width = plan.k_width if which == "k" else plan.v_width
+    width *= plan.parts_of_numbers
+    to = getattr(smem, which)
+    del stages
+    return (to, ref), at, (block, ref.shape, width)
+
+
+def _slot(plan: WholePlan, rows: Rows, t: Any) -> Any:
+    """The row of shared memory at which key tile t begins."""
+    config = plan.config
+    if config.stages == 1:
+        return jnp.int32(0)
+    return lax.rem(rows.span.hi - 1 - t, jnp.int32(config.stages)) * config.block_kv
+
+
+# ---- computing ----------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """What is carried from key tile to key tile."""
+
+    acc: Any  # [rows, v_width]: the output before it is divided
+    total: Any  # [rows, PARTS]
+    top: Any  # [rows]
+
+
+def _nothing(plan: WholePlan) -> State:
+    rows = plan.tile_rows
+    return State(
+        tiles.filled((rows, plan.v_width), 0.0),
+        tiles.filled((rows, softmax.PARTS), 0.0),
+        tiles.filled((rows,), -jnp.inf),
+    )
+
+
+def _attend(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows) -> State:
+    """All keys of the block's rows, from the last tile to the first."""
+    config, span, parts = plan.config, rows.span, plan.parts_of_numbers
+    sizes = (plan.tile_rows, config.block_kv, plan.k_width)
+    keys = functools.partial(_keys, plan, refs, smem, rows)
+
+    def both(t):
+        return keys(t, "k"), keys(t, "v")
+
+    q_rows = _rows_of_q(plan, refs, smem, rows.tile)
+    _turn(q_rows, keys(span.hi - 1, "k"), wait=None)
+    if config.stages > 1:
+        _turn(keys(span.hi - 1, "v"), wait=None)
+        for e in range(1, config.stages - 1):
+            _turn(*both(span.hi - 1 - e), wait=None)
+    q: Any = smem.q
+    if config.hold_q:
+        _turn(wait=config.stages - 1)
+        q = matrices.held(smem.q, plan.tile_rows, parts * plan.k_width)
+
+    def step(masked, i, state):
+        t = -1 - i  # loops count up
+        if config.stages == 1:
+            _turn(keys(t, "v"), wait=0)
+        else:
+            _turn(*both(t - config.stages + 1), wait=config.stages - 2)
+        s = matrices.scores(q, smem.k, _slot(plan, rows, t), sizes, parts)
+        if config.stages == 1:
+            _turn(keys(t - 1, "k"), wait=0)
+        given = logits.of_scores(plan, refs, rows, t, s, masked)
+        guarded = masked or plan.has("bias")
+        new = softmax.step(given, plan.unit, state.top, guarded=guarded)
+        acc, total = _rescale(state, new)
+        p = matrices.parts_of(new.p, parts, smem.v.dtype)
+        acc = matrices.weigh(acc, p, smem.v, _slot(plan, rows, t), plan.v_width)
+        return State(acc, total + new.total, new.top)
+
+    high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), span.hi)  # full tiles end here
+    low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)  # and begin here
+    state = _nothing(plan)
+    if {"first_masked", "high"} & plan.parts:
+        state = lax.fori_loop(-span.hi, -high, functools.partial(step, True), state)
+    state = lax.fori_loop(-high, -low, functools.partial(step, False), state)
+    if "low" in plan.parts:
+        state = lax.fori_loop(-low, -span.lo, functools.partial(step, True), state)
+    return state
+
+
+def _rescale(state: State, new: softmax.Step) -> tuple[Any, Any]:
+    """Output and sums so far, in terms of the new tops."""
+
+    def scaled():
+        return (
+            state.acc * tiles.down_rows(new.shrink, state.acc.shape),
+            state.total * tiles.down_rows(new.shrink, state.total.shape),
+        )
+
+    return lax.cond(new.moved != 0, scaled, lambda: (state.acc, state.total))
+
+
+def _span(plan: WholePlan, refs: Refs, tile: Tile) -> Span:
+    """The key tiles of the block's rows; lo == hi == 0 where there is none."""
+    rows: Any = plan.tile_rows
+    if tile.q_len is not None:
+        rows = jnp.minimum(rows, tile.q_len - tile.row)
+    span = plan.span(tile.q_offset + tile.row, rows, tile.kv_len)
+    if plan.has("q_segment_ids"):
+        unit = lax.div(tile.row, jnp.int32(plan.tile_rows))
+        span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
+    if plan.has("mask_array"):
+        span = span._replace(full_hi=span.full_lo)
+    if "empty" not in plan.parts:
+        return span
+    none = span.hi <= span.lo
+    if tile.q_len is not None:
+        none = none | (rows <= 0)
+    return span._replace(lo=jnp.where(none, 0, span.lo), hi=jnp.where(none, 0, span.hi))
+
+
+def _finish(plan: WholePlan, refs: Refs, outs: Any, rows: Rows, state: State) -> None:
+    (out_ref, lse_ref), tile = outs, rows.tile
+    sink = refs.sinks[tile.head] if plan.has("sinks") else None
+    factor, lse = softmax.finish(state.top, state.total, sink)
+    acc = state.acc * tiles.down_rows(factor, state.acc.shape)
+    if tile.q_len is not None:
+        inside = tiles.positions(lse.shape, 0, tile.row) < tile.q_len
+        lse = jnp.where(inside, lse, -jnp.inf)
+        acc = jnp.where(tiles.down_rows(inside, acc.shape), acc, 0.0)
+    tiles.store(lse_ref.at[tile.batch, tile.head, pl.ds(tile.row, plan.tile_rows)], lse)
+    live = jnp.int32(plan.problem.q_len) - tile.row
+    matrices.write(acc.astype(out_ref.dtype), out_ref, (tile.batch, tile.head, tile.row, live))
+
+
+def _kernel(refs: Refs, out_ref: Any, lse_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
+    tile = logits.tile_of(plan, refs, refs.dealt[lax.axis_index("cta"), 1])
+    rows = Rows(tile, tile.row, 0, _span(plan, refs, tile))
+    attend = functools.partial(_attend, plan, refs, smem, rows)
+    if "empty" in plan.parts:
+        none = functools.partial(_nothing, plan)
+        state = lax.cond(rows.span.hi > rows.span.lo, attend, none)
+    else:
+        state = attend()
+    _finish(plan, refs, (out_ref, lse_ref), rows, state)
+
+
+# ---- the call -----------------------------------------------------------------------------------
+
+
+def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> tuple[Any, Any]:
+    """out [B, T, N, Hv] in q's dtype, log-sum-exp float32 [B, N, T]."""
+    batch, q_len = problem.batch, problem.q_len
+    out_shape = (batch, q_len, problem.q_heads, problem.v_head_dim)
+    if 0 in (batch, q_len, problem.kv_len, problem.q_heads):
+        lse = jnp.full((batch, problem.q_heads, q_len), -jnp.inf, jnp.float32)
+        return jnp.zeros(out_shape, problem.dtype), lse
+    plan = WholePlan(problem, config)
+    refs = _operands(plan, inputs)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=(
+            jax.ShapeDtypeStruct(out_shape, problem.dtype),
+            jax.ShapeDtypeStruct((batch, problem.q_heads, plan.padded_rows), jnp.float32),
+        ),
+        scratch_types=(scratch(plan),),
+        grid=(plan.ctas,),
+        grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="flash_fwd_sm80",
+    )
+    out, lse = kernel(refs)
+    return out, lse[:, :, :q_len]
+
+
+def _operands(plan: WholePlan, inputs: AttentionInputs) -> Refs:
+    """What the kernel reads. Copied are: q, k and v where they are float32, into parts; bias and
+    mask_array where T or S is no multiple of a tile; segment ids.
+    """
+    problem, block, parts = plan.problem, plan.config.block_kv, plan.parts_of_numbers
+    rows, keys = plan.padded_rows, operands.round_up(problem.kv_len, block)
+    fields = {name: getattr(inputs, name) for name in problem.arrays}
+    for name, width in (("q", plan.k_width), ("k", plan.k_width), ("v", plan.v_width)):
+        fields[name] = getattr(inputs, name)
+        if parts > 1:
+            fields[name] = matrices.split(operands.padded(fields[name], {3: width}), parts)
+    for name in ("bias", "mask_array"):
+        if (array := fields.get(name)) is not None:
+            array = array.astype(jnp.int8) if name == "mask_array" else array
+            fields[name] = operands.padded(array, {2: rows, 3: keys})
+    fields["dealt"] = jnp.asarray(dealt(plan))
+    if plan.has("q_segment_ids"):
+        q_ids = operands.extended(inputs.q_segment_ids, rows)
+        kv_ids = operands.extended(inputs.kv_segment_ids, keys)
+        fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
+        fields["segment_spans"] = spans.of_segments(q_ids, kv_ids, plan.tile_rows, block)
+        fields["dealt"] = ranked(plan, fields["segment_spans"])
+    return Refs(**{name: fields.get(name) for name in Refs._fields})

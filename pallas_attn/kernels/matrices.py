@@ -1,0 +1,292 @@
+"""Matmuls of any GPU from Ampere on: rows that cp.async brought to shared memory are read by
+`ldmatrix` and multiplied by `mma.sync`, a warp at a time, on register tiles. Each step carries a
+twin that says in NumPy what it means, which is what the interpreter runs.
+
+A row in shared memory takes an odd number of chunks of 16 bytes. So 8 rows lie in different banks
+at any one column, as `ldmatrix` reads them, and all that a thread addresses is one register and a
+constant, where a swizzle would want a register a column.
+
+A tile of `64 * m` rows is m blocks of 64, of which each of 4 warps has 16 rows. What a warp loads
+of the right operand serves all m.
+
+A float32 operand is a sum of parts in bfloat16, which lie side by side in its rows: 2 are good to
+2**-16, 3 to 2**-24. `PAIRS` says which parts of both operands meet: the others are smaller than
+what is lost anyway.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from pallas_attn.kernels import fragments, tiles, warps
+from pallas_attn.kernels.fragments import REF, SCALAR
+from pallas_attn.kernels.tiles import Int
+
+Ref = Any
+Array = Any
+
+BLOCK = 64  # rows of the 4 warps
+CHUNK = 8  # 16-bit numbers that are copied together
+PAIRS = {  # by number of parts; small products first
+    1: ((0, 0),),
+    2: ((1, 0), (0, 1), (0, 0)),
+    3: ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)),
+}
+
+
+def pitch(width: int) -> int:
+    """Numbers from one row of `width` 16-bit numbers to the next in shared memory."""
+    return CHUNK * (width // CHUNK | 1)
+
+
+def split(x: Array, parts: int, axis: int = -1) -> Array:
+    """float32 -> `parts` bfloat16 arrays side by side, that add up to it. All but the last are cut
+    off, not rounded: XLA drops casts to bfloat16 and back, and nothing overflows.
+    """
+    pieces = []
+    for n in range(parts):
+        top = x
+        if n < parts - 1:
+            bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+            top = lax.bitcast_convert_type(bits, jnp.float32)
+        pieces.append(top.astype(jnp.bfloat16))
+        x = jnp.where(jnp.isfinite(x), x - top, 0.0)
+    return jnp.concatenate(pieces, axis=axis)
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+def fetch(thread: warps.Thread, refs: tuple[Ref, Ref], at: Any, rows: int, like: tuple) -> None:
+    """Asks for `rows` rows of one head, [B, rows, heads, dim], in shared memory; zeros past the
+    `live` ones and past `dim`.
+
+    `at`: (batch, head, first row, how many live, the row of shared memory). `like`: (the array's
+    shape, the width of a row in shared memory).
+    """
+    (to, source), (batch, head, first, live, where) = refs, at
+    (_, length, heads, dim), width = like
+    chunks, wide = width // CHUNK, dim // CHUNK
+    line = thread.wide(batch) * length + thread.wide(first)
+    line = (line * heads + thread.wide(head)) * wide
+    step = pitch(width) // CHUNK
+    for start in range(0, rows * chunks, 128):
+        if 128 % chunks:
+            index = thread.index + start
+            row, chunk = index // chunks, index % chunks
+        else:  # the same chunk of rows 128 // chunks apart
+            row, chunk = thread.index // chunks + start // chunks, thread.index % chunks
+        there = row < live
+        if wide < chunks:
+            there = there & (chunk < wide)
+        inside = None if start + 128 <= rows * chunks else row < rows
+        begin = line + thread.wide(thread.index // chunks * (heads * wide) + thread.index % chunks)
+        if 128 % chunks:
+            begin = line + thread.wide(row * (heads * wide) + chunk)
+        else:
+            begin = begin + start // chunks * heads * wide
+        thread.copy_async((to, (where + row) * step + chunk), (source, begin), there, inside)
+
+
+# ---- tensor cores --------------------------------------------------------------------------------
+
+
+def _ldmatrix(address: ir.Value, offset: int, transposed: bool = False) -> list[ir.Value]:
+    """4 matrices of 8 by 8; lane 8 * i + j has the address of row j of matrix i."""
+    kind = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+    how = ".trans" if transposed else ""
+    ptx = f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    four = llvm.inline_asm(kind, [address], ptx, "=r,=r,=r,=r,r,~{memory}", has_side_effects=True)
+    return [llvm.extractvalue(warps.i32(), four, [i]) for i in range(4)]
+
+
+def _address(ref: Ref, row: Int, chunk: Int, step: int) -> ir.Value:
+    return warps.shared_address(ref, row * (step // CHUNK) + chunk, 16)
+
+
+def _left_address(ref: Ref, step: int) -> ir.Value:
+    """Of 16 rows of this warp and 16 numbers, as the left operand of a matmul."""
+    warp, lane = (Int(x) for x in fragments._lane())
+    return _address(ref, warp * 16 + lane % 16, lane // 16, step)
+
+
+def held(ref: Ref, rows: int, width: int) -> Array:
+    """The rows of every warp in registers, [rows, width], as `scores` wants them."""
+    step, dtype = ref.shape[1], ref.dtype
+    shape = (rows, width)
+
+    def code(ref):
+        base = _left_address(ref, step)
+        pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
+        registers = []
+        for block in range(rows // BLOCK):
+            for column in range(0, width, 16):
+                words = _ldmatrix(base, 2 * (block * BLOCK * step + column))
+                registers += [llvm.bitcast(pair, word) for word in words]
+        return fragments._tile(registers, shape)
+
+    def twin(ref):
+        return ref[:rows, :width].copy()
+
+    return fragments._inline(code, twin, (ref,), (REF,), fragments._tile_of(shape, dtype))
+
+
+def scores(q: Array, k: Ref, first: Array, sizes: tuple[int, int, int], parts: int) -> Array:
+    """q @ K^T, [rows, keys]: q in registers (`held`) or in shared memory, K from row `first` of
+    `k` on. `sizes`: (rows, keys, the width of a part).
+    """
+    (rows, keys, width), dtype, step = sizes, k.dtype, k.shape[1]
+    shape, blocks = (rows, keys), rows // BLOCK
+    in_registers = not isinstance(jax.typeof(q), jax._src.state.AbstractRef)
+    q_step = q.shape[1]
+
+    def left(q, base, column):
+        """[part][block] -> 4 words."""
+        if in_registers:
+            words = fragments._words(q)
+            starts = [
+                [(b * parts * width + p * width + column) // 4 for b in range(blocks)]
+                for p in range(parts)
+            ]
+            return [[words[start : start + 4] for start in part] for part in starts]
+        return [
+            [_ldmatrix(base, 2 * (b * BLOCK * q_step + p * width + column)) for b in range(blocks)]
+            for p in range(parts)
+        ]
+
+    def code(q, k, first):
+        _, lane = (Int(x) for x in fragments._lane())
+        row = Int(first.registers.item()) + lane % 8 + lane // 16 * 8
+        right = _address(k, row, lane // 8 % 2, step)
+        base = None if in_registers else _left_address(q, q_step)
+        zero = utils.c(0.0, ir.F32Type.get())
+        sums = [[[zero] * 4 for _ in range(keys // 8)] for _ in range(blocks)]
+        for column in range(0, width, 16):
+            a = left(q, base, column)
+            for key in range(0, keys, 16):
+                b = [
+                    _ldmatrix(right, 2 * (key * step + p * width + column)) for p in range(parts)
+                ]
+                _multiply(sums, key // 8, a, b, dtype)
+        return _rows(sums, shape)
+
+    def twin(q, k, first):
+        out = np.zeros(shape, np.float32)
+        for i, j in PAIRS[parts]:
+            mine, theirs = slice(i * width, i * width + width), slice(j * width, j * width + width)
+            of_k = k[int(first) : int(first) + keys, theirs]
+            out += q[:rows, mine].astype(np.float32) @ of_k.astype(np.float32).T
+        return out
+
+    types = (tiles.TILE if in_registers else REF, REF, SCALAR)
+    return fragments._inline(
+        code, twin, (q, k, first), types, fragments._tile_of(shape, jnp.float32)
+    )
+
+
+def weigh(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int) -> Array:
+    """acc + p @ V, [rows, width], V from row `first` of `v` on; p in as many parts as V has."""
+    (rows, keys), dtype, step, parts = p[0].shape, v.dtype, v.shape[1], len(p)
+    shape, blocks = (rows, width), rows // BLOCK
+
+    def code(acc, p, v, first):
+        _, lane = (Int(x) for x in fragments._lane())
+        right = _address(v, Int(first.registers.item()) + lane % 16, lane // 16, step)
+        sums = []
+        for pairs in acc.registers.reshape(blocks, -1, 2):
+            one = [[vector.extract(x, [], [i]) for x in pair for i in range(2)] for pair in pairs]
+            sums.append(one)
+        words = [fragments._words(part) for part in p]
+        for key in range(0, keys, 16):
+            starts = [(block * keys + key) // 4 for block in range(blocks)]
+            a = [[part[start : start + 4] for start in starts] for part in words]
+            for column in range(0, width, 16):
+                b = [
+                    _ldmatrix(right, 2 * (key * step + n * width + column), transposed=True)
+                    for n in range(parts)
+                ]
+                _multiply(sums, column // 8, a, b, dtype)
+        return _rows(sums, shape)
+
+    def twin(acc, p, v, first):
+        out = np.array(acc)
+        for i, j in PAIRS[parts]:
+            of_v = v[int(first) : int(first) + keys, j * width : j * width + width]
+            out += p[i].astype(np.float32) @ of_v.astype(np.float32)
+        return out
+
+    types = (tiles.TILE, (tiles.TILE,) * parts, REF, SCALAR)
+    return fragments._inline(
+        code, twin, (acc, tuple(p), v, first), types, fragments._tile_of(shape, jnp.float32)
+    )
+
+
+def _multiply(sums: list, n: int, a: list, b: list, dtype: Any) -> None:
+    """Two columns of 8, from the n-th on, of every block: a [part][block], b [part], 4 words each."""
+    for i, j in PAIRS[len(b)]:
+        for block, of_block in enumerate(sums):
+            for half in range(2):
+                pair = b[j][2 * half : 2 * half + 2]
+                of_block[n + half] = fragments._mma(of_block[n + half], a[i][block], pair, dtype)
+
+
+def _rows(sums: list, shape: tuple[int, int]) -> Any:
+    registers = []
+    for of_block in sums:
+        for s in of_block:
+            registers += [fragments._pair(s[0], s[1]), fragments._pair(s[2], s[3])]
+    return fragments._tile(registers, shape)
+
+
+def parts_of(p: Array, parts: int, dtype: Any) -> tuple[Array, ...]:
+    """A tile of float32 in registers as its parts."""
+    pieces = []
+    for n in range(parts):
+        pieces.append(p.astype(dtype))
+        if n < parts - 1:
+            p = p - pieces[-1].astype(jnp.float32)
+    return tuple(pieces)
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+def write(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
+    """The first `live` rows of a tile, and as many columns as there are, to [B, rows, heads, dim].
+
+    `at`: (batch, head, first row, live), int32 scalars.
+    """
+    _, length, heads, dim = to.shape
+    dtype, shape = tile.dtype, tile.shape
+    bits = 2 * 8 * jnp.dtype(dtype).itemsize
+
+    def code(tile, to, at):
+        thread = warps.Thread()
+        warp, lane = (Int(x) for x in fragments._lane())
+        batch, head, first, live = (Int(x.registers.item()) for x in at)
+        start = thread.wide(batch) * length + thread.wide(first)
+        row = warp * 16 + lane // 4
+        start = (start * heads + thread.wide(head)) * (dim // 2)
+        start = start + thread.wide(row * (heads * dim // 2) + lane % 4)
+        for n, register in enumerate(tile.registers.flat):
+            half, column = n % 2, n // 2 % (shape[1] // 8) * 8
+            down = n // 2 // (shape[1] // 8) * BLOCK + 8 * half
+            if column < dim:
+                word = Int(llvm.bitcast(ir.IntegerType.get_signless(bits), register))
+                index = start + (down * (heads * dim // 2) + column // 2)
+                thread.store(to, index, word, bits // 8, row + down < live)
+
+    def twin(tile, to, at):
+        batch, head, first, live = map(int, at)
+        live = min(live, shape[0])
+        to[batch, first : first + live, head] = tile[:live, :dim]
+
+    types = (tiles.TILE, REF, (SCALAR,) * 4)
+    fragments._inline(code, twin, (tile, to, tuple(at)), types, None)
