@@ -174,6 +174,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     ),
     "flash_backward": (
         Kernel("sm90", "flash_bwd_sm90", (90, 90)),
+        Kernel("sm80", "flash_bwd_sm80", (80, NEWEST)),
         Refused(
             "reference",
             Limit(

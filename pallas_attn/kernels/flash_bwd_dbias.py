@@ -97,7 +97,7 @@ class Step(NamedTuple):
     live: Any  # whether there is anything to see
 
 
-def _step(plan: Plan, refs: Refs, walk: Walk, cell: Any, n: Any) -> Step:
+def step_of(plan: Plan, refs: Refs, walk: Walk, cell: Any, n: Any) -> Step:
     """Tile of scores n of a tile of the bias."""
     problem, where, rest = plan.problem, [], cell
     for count in reversed(walk.cells):
@@ -127,7 +127,7 @@ def _load(plan: Plan, refs: Refs, smem: Smem, walk: Walk, place: tuple[Any, Any]
     stages = smem.q.shape[0]
 
     def one(i, count):
-        step = _step(plan, refs, walk, cell, part * walk.steps + i)
+        step = step_of(plan, refs, walk, cell, part * walk.steps + i)
 
         @pl.when(step.live)
         def _():
@@ -172,7 +172,7 @@ def _compute(
     shape = (ROWS, plan.config.block_kv)
 
     def one(i, carry):
-        step = _step(plan, refs, walk, cell, part * walk.steps + i)
+        step = step_of(plan, refs, walk, cell, part * walk.steps + i)
 
         def some(carry):
             acc, count = carry
@@ -185,12 +185,17 @@ def _compute(
         return lax.cond(step.live, some, lambda carry: carry, carry)
 
     acc, _ = lax.fori_loop(0, walk.steps, one, (tiles.filled(shape, 0.0), jnp.int32(0)))
+    batch, head, row, key = corner_of(walk, cell, shape)
+    tiles.store(out.at[part, batch, head, pl.ds(row, ROWS), pl.ds(key, shape[1])], acc)
+
+
+def corner_of(walk: Walk, cell: Any, shape: tuple[int, int]) -> tuple[Any, ...]:
+    """(batch row, head, row, key) at which a tile of the bias begins."""
     where, rest = [], cell
     for count, size in zip(reversed(walk.cells), (*reversed(shape), 1, 1), strict=True):
         where.append(lax.rem(rest, jnp.int32(count)) * size)
         rest = lax.div(rest, jnp.int32(count))
-    key, row, head, batch = where
-    tiles.store(out.at[part, batch, head, pl.ds(row, ROWS), pl.ds(key, shape[1])], acc)
+    return tuple(reversed(where))
 
 
 def _kernel(refs: Refs, out: Any, smem: Smem, *, plan: Plan, walk: Walk) -> None:
@@ -222,8 +227,12 @@ def dbias_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Any:
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_bwd_dbias_sm90",
     )
-    dbias = kernel(refs)
-    dbias = dbias[0] if walk.parts == 1 else dbias.sum(axis=0)
+    return folded(kernel(refs), bias)
+
+
+def folded(dbias: Any, bias: Any) -> Any:
+    """The parts, and the rows or columns that stand for one element, added up."""
+    dbias = dbias[0] if dbias.shape[0] == 1 else dbias.sum(axis=0)
     for axis in (2, 3):
         if bias.shape[axis] == 1:
             dbias = dbias.sum(axis=axis, keepdims=True)

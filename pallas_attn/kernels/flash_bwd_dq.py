@@ -69,7 +69,7 @@ def buffer_bytes(plan: Plan) -> int:
     return sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
 
 
-def _span(plan: Plan, refs: Refs, tile: Tile) -> Any:
+def span_of(plan: Plan, refs: Refs, tile: Tile) -> Any:
     """The key tiles of a tile of work, ordered lo <= full_lo <= full_hi <= hi."""
     rows: Any = plan.tile_rows
     if tile.q_len is not None:
@@ -97,7 +97,7 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
         count, code = carry
         following = refs.dealt[cta, n + 2]
         tile = logits.tile_of(plan, refs, code)
-        span = _span(plan, refs, tile)
+        span = span_of(plan, refs, tile)
         head = lax.div(tile.head, jnp.int32(plan.problem.group))
 
         def step(t, count):
@@ -233,7 +233,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, 
             for ref in (refs.lse, refs.delta)
         ]
         rows = Rows(tile, row, wg, *numbers)
-        span = _span(plan, refs, tile)
+        span = span_of(plan, refs, tile)
         plgpu.barrier_wait(smem.q_ready.at[wg])
 
         def some(entries):

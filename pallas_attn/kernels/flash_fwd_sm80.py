@@ -23,6 +23,7 @@ than TF32's 2**-10, and 6 for precision "highest".
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -79,15 +80,13 @@ class Config:
             choices.insert(0, cls(2, 64))
         if dim <= 64 and problem.dtype != "float32":
             choices.insert(0, cls(2, 64, 2, True))
-        return next((one for one in choices if _fits(problem, one)), choices[-1])
+        return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
 
 
-class WholePlan(Plan):
-    """All rows of a block take the same key tiles."""
+class Widths:
+    """What a plan says of numbers and rows in shared memory."""
 
-    @property
-    def span_rows(self) -> int:
-        return self.tile_rows
+    problem: AttentionProblem
 
     @property
     def parts_of_numbers(self) -> int:
@@ -104,8 +103,30 @@ class WholePlan(Plan):
     def v_width(self) -> int:
         return operands.round_up(self.problem.v_head_dim, 16)
 
+    @property
+    def operand_dtype(self) -> Any:
+        """Of what tensor cores multiply."""
+        return jnp.dtype("bfloat16" if self.parts_of_numbers > 1 else self.problem.dtype)
 
-def limit(problem: AttentionProblem) -> Limit | None:
+    def operand(self, x: Any) -> Any:
+        """q, k, v or dO as the kernel reads it: float32 in parts of whole widths."""
+        if self.parts_of_numbers == 1:
+            return x
+        wide = operands.padded(x, {3: operands.round_up(x.shape[3], 16)})
+        return matrices.split(wide, self.parts_of_numbers)
+
+
+class WholePlan(Widths, Plan):
+    """All rows of a block take the same key tiles."""
+
+    @property
+    def span_rows(self) -> int:
+        return self.tile_rows
+
+
+def limit(
+    problem: AttentionProblem, config: Any = None, need: Callable[..., int] | None = None
+) -> Limit | None:
     if problem.dtype not in ("bfloat16", "float16", "float32"):
         return Limit(
             f"it takes bfloat16, float16 and float32, not {problem.dtype}", "cast q, k and v"
@@ -118,7 +139,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
             )
     if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
         return Limit("it counts query rows of all heads in 32 bits", "split the batch")
-    if not _fits(problem, Config.default(problem)):
+    if not fits(problem, need or smem_bytes, config or Config.default(problem)):
         return Limit(
             "such rows of float32 do not fit in the shared memory of this GPU",
             "leave the precision to its default, or use smaller head dims",
@@ -135,10 +156,9 @@ class Smem(NamedTuple):
 def scratch(plan: WholePlan) -> Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
     config, parts = plan.config, plan.parts_of_numbers
-    dtype = jnp.bfloat16 if parts > 1 else jnp.dtype(plan.problem.dtype)
 
     def buffer(rows, width):
-        return plgpu.SMEM((rows, matrices.pitch(parts * width)), dtype)
+        return plgpu.SMEM((rows, matrices.pitch(parts * width)), plan.operand_dtype)
 
     keys = config.stages * config.block_kv
     return Smem(
@@ -149,34 +169,40 @@ def scratch(plan: WholePlan) -> Smem:
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    buffers = scratch(WholePlan(problem, config))
-    sizes = (math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
+    return buffer_bytes(scratch(WholePlan(problem, config)))
+
+
+def buffer_bytes(buffers: Any) -> int:
+    """Of shared memory, as Mosaic lays it out: every buffer on a line of 1024 bytes."""
+    sizes = [math.prod(b.shape) * b.dtype.itemsize for b in buffers if b is not None]
     return RESERVED + sum(operands.round_up(size, 1024) for size in sizes)
 
 
-def _fits(problem: AttentionProblem, config: Config) -> bool:
-    limit = SMEM_LIMITS.get(problem.gpu or "", SMALLEST)
-    return smem_bytes(problem, config) <= limit
+def fits(problem: AttentionProblem, need: Callable[..., int], config: Any) -> bool:
+    return need(problem, config) <= SMEM_LIMITS.get(problem.gpu or "", SMALLEST)
 
 
 # ---- loading ------------------------------------------------------------------------------------
 
 
-def _load(thread: warps.Thread, refs: Any, at: Any, *, wait: int | None, shapes: Any) -> None:
-    """Waits for copies that were asked for before, and asks for others: `refs` and `at` hold one
-    `matrices.fetch` each, and `shapes` what it wants to know besides.
-    """
+def _load(thread: warps.Thread, refs: Any, at: Any, *, when: Any, shapes: Any) -> None:
+    wait, meet = when
     if wait is not None:
         thread.wait_copies(wait)
+    if wait is not None or meet:
         thread.sync()
     for ref, where, (rows, *like) in zip(refs, at, shapes, strict=True):
         matrices.fetch(thread, ref, where, rows, tuple(like))
     thread.commit_copies()
 
 
-def _turn(*copies: Any, wait: int | None) -> None:
+def turn(*copies: Any, wait: int | None, meet: bool = False) -> None:
+    """Asks for copies, a group, when all but the last `wait` groups are there; `meet`: when all
+    threads are here. A copy is (refs, at, (rows, *like)) of `matrices.fetch`.
+    """
     refs, at, shapes = zip(*copies, strict=True) if copies else ((), (), ())
-    warps.each_thread(functools.partial(_load, wait=wait, shapes=shapes), refs, at)
+    load = functools.partial(_load, when=(wait, meet), shapes=shapes)
+    warps.each_thread(load, refs, at)
 
 
 def _rows_of_q(plan: WholePlan, refs: Refs, smem: Smem, tile: Tile) -> tuple[Any, ...]:
@@ -188,7 +214,7 @@ def _rows_of_q(plan: WholePlan, refs: Refs, smem: Smem, tile: Tile) -> tuple[Any
 
 def _keys(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows, t: Any, which: str) -> Any:
     """The copy of key tile t of K or V; of nothing but zeros where there is no such tile."""
-    block, stages = plan.config.block_kv, plan.config.stages
+    block = plan.config.block_kv
     ref, tile = getattr(refs, which), rows.tile
     live = jnp.where(t >= rows.span.lo, tile.kv_len - t * block, 0)
     head = lax.div(tile.head, jnp.int32(plan.problem.group))
@@ -196,7 +222,6 @@ def _keys(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows, t: Any, which: st
     width = plan.k_width if which == "k" else plan.v_width
     width *= plan.parts_of_numbers
     to = getattr(smem, which)
-    del stages
     return (to, ref), at, (block, ref.shape, width)
 
 
@@ -238,25 +263,25 @@ def _attend(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows) -> State:
         return keys(t, "k"), keys(t, "v")
 
     q_rows = _rows_of_q(plan, refs, smem, rows.tile)
-    _turn(q_rows, keys(span.hi - 1, "k"), wait=None)
+    turn(q_rows, keys(span.hi - 1, "k"), wait=None)
     if config.stages > 1:
-        _turn(keys(span.hi - 1, "v"), wait=None)
+        turn(keys(span.hi - 1, "v"), wait=None)
         for e in range(1, config.stages - 1):
-            _turn(*both(span.hi - 1 - e), wait=None)
+            turn(*both(span.hi - 1 - e), wait=None)
     q: Any = smem.q
     if config.hold_q:
-        _turn(wait=config.stages - 1)
+        turn(wait=config.stages - 1)
         q = matrices.held(smem.q, plan.tile_rows, parts * plan.k_width)
 
     def step(masked, i, state):
         t = -1 - i  # loops count up
         if config.stages == 1:
-            _turn(keys(t, "v"), wait=0)
+            turn(keys(t, "v"), wait=0)
         else:
-            _turn(*both(t - config.stages + 1), wait=config.stages - 2)
+            turn(*both(t - config.stages + 1), wait=config.stages - 2)
         s = matrices.scores(q, smem.k, _slot(plan, rows, t), sizes, parts)
         if config.stages == 1:
-            _turn(keys(t - 1, "k"), wait=0)
+            turn(keys(t - 1, "k"), wait=0)
         given = logits.of_scores(plan, refs, rows, t, s, masked)
         guarded = masked or plan.has("bias")
         new = softmax.step(given, plan.unit, state.top, guarded=guarded)
@@ -365,13 +390,10 @@ def _operands(plan: WholePlan, inputs: AttentionInputs) -> Refs:
     """What the kernel reads. Copied are: q, k and v where they are float32, into parts; bias and
     mask_array where T or S is no multiple of a tile; segment ids.
     """
-    problem, block, parts = plan.problem, plan.config.block_kv, plan.parts_of_numbers
+    problem, block = plan.problem, plan.config.block_kv
     rows, keys = plan.padded_rows, operands.round_up(problem.kv_len, block)
     fields = {name: getattr(inputs, name) for name in problem.arrays}
-    for name, width in (("q", plan.k_width), ("k", plan.k_width), ("v", plan.v_width)):
-        fields[name] = getattr(inputs, name)
-        if parts > 1:
-            fields[name] = matrices.split(operands.padded(fields[name], {3: width}), parts)
+    fields |= {name: plan.operand(getattr(inputs, name)) for name in ("q", "k", "v")}
     for name in ("bias", "mask_array"):
         if (array := fields.get(name)) is not None:
             array = array.astype(jnp.int8) if name == "mask_array" else array

@@ -14,6 +14,7 @@ A float32 operand is a sum of parts in bfloat16, which lie side by side in its r
 what is lost anyway.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -255,7 +256,113 @@ def parts_of(p: Array, parts: int, dtype: Any) -> tuple[Array, ...]:
     return tuple(pieces)
 
 
+# ---- operands that lie the other way round -------------------------------------------------------
+
+
+def put(tile: Sequence[Array], to: Ref) -> None:
+    """A tile in its parts, side by side, to shared memory."""
+    (rows, columns), dtype, step = tile[0].shape, to.dtype, to.shape[1]
+
+    def code(tile, to):
+        warp, lane = (Int(x) for x in fragments._lane())
+        row = warp * 16 + lane // 4
+        base = warps.shared_address(to, row * (step // 2) + lane % 4, 4)
+        for n, part in enumerate(tile):
+            for i, word in enumerate(fragments._words(part)):
+                down = i // (columns // 4) * BLOCK + i % 2 * 8
+                across = n * columns + i // 2 % (columns // 8) * 8
+                ptx = f"st.shared.b32 [$0+{2 * (down * step + across)}], $1;"
+                warps.do(ptx, [base, word], "r,r")
+
+    def twin(tile, to):
+        for n, part in enumerate(tile):
+            to[:rows, n * columns : (n + 1) * columns] = part
+
+    types = ((tiles.TILE,) * len(tile), REF)
+    fragments._inline(code, twin, (tuple(tile), to), types, None)
+    assert dtype == tile[0].dtype
+
+
+def transposed_product(left: Ref, right: Ref, sizes: tuple[int, int, int], parts: int) -> Array:
+    """left^T @ right, [rows, width]: `left` holds [keys, rows] as `put` left it, `right` [keys,
+    width]. `sizes`: (rows, keys, width).
+    """
+    (rows, keys, width), dtype, steps = sizes, right.dtype, (left.shape[1], right.shape[1])
+    shape, blocks = (rows, width), rows // BLOCK
+
+    def code(left, right):
+        warp, lane = (Int(x) for x in fragments._lane())
+        # Matrices in the order (rows, keys): (0, 0), (8, 0), (0, 8), (8, 8).
+        a_row = lane % 8 + lane // 16 * 8
+        a_base = _address(left, a_row, warp * 2 + lane // 8 % 2, steps[0])
+        b_base = _address(right, lane % 16, lane // 16, steps[1])
+        zero = utils.c(0.0, ir.F32Type.get())
+        sums = [[[zero] * 4 for _ in range(width // 8)] for _ in range(blocks)]
+        for key in range(0, keys, 16):
+            a = [
+                [
+                    _ldmatrix(a_base, 2 * (key * steps[0] + p * rows + b * BLOCK), transposed=True)
+                    for b in range(blocks)
+                ]
+                for p in range(parts)
+            ]
+            for column in range(0, width, 16):
+                b = [
+                    _ldmatrix(b_base, 2 * (key * steps[1] + p * width + column), transposed=True)
+                    for p in range(parts)
+                ]
+                _multiply(sums, column // 8, a, b, dtype)
+        return _rows(sums, shape)
+
+    def twin(left, right):
+        out = np.zeros(shape, np.float32)
+        for i, j in PAIRS[parts]:
+            a = left[:keys, i * rows : (i + 1) * rows].astype(np.float32)
+            out += a.T @ right[:keys, j * width : (j + 1) * width].astype(np.float32)
+        return out
+
+    return fragments._inline(
+        code, twin, (left, right), (REF, REF), fragments._tile_of(shape, jnp.float32)
+    )
+
+
 # ---- results -------------------------------------------------------------------------------------
+
+
+def add(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
+    """Adds a tile of float32 to rows of [B, rows, heads, dim], all of which exist; the order in
+    which blocks meet there is anybody's guess. `at`: (batch, head, first row), int32 scalars.
+    """
+    _, length, heads, dim = to.shape
+    shape = tile.shape
+
+    def code(tile, to, at):
+        thread = warps.Thread()
+        warp, lane = (Int(x) for x in fragments._lane())
+        batch, head, first = (Int(x.registers.item()) for x in at)
+        start = thread.wide(batch) * length + thread.wide(first)
+        row = warp * 16 + lane // 4
+        start = (start * heads + thread.wide(head)) * dim
+        start = start + thread.wide(row * (heads * dim) + lane % 4 * 2)
+        address = tiles._address(to, start, 4)
+        for n, register in enumerate(tile.registers.flat):
+            column = n // 2 % (shape[1] // 8) * 8
+            down = n // 2 // (shape[1] // 8) * BLOCK + 8 * (n % 2)
+            for i in range(2):
+                offset = 4 * (down * heads * dim + column + i)
+                value = vector.extract(register, [], [i])
+                warps.do(f"red.global.add.f32 [$0+{offset}], $1;", [address, value], "l,f")
+
+    def twin(tile, to, at):
+        batch, head, first = map(int, at)
+        with _ADDING:
+            to[batch, first : first + shape[0], head] += tile[:, :dim]
+
+    types = (tiles.TILE, REF, (SCALAR,) * 3)
+    fragments._inline(code, twin, (tile, to, tuple(at)), types, None)
+
+
+_ADDING = threading.Lock()  # the interpreter's blocks are threads
 
 
 def write(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:

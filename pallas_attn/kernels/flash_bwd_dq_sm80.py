@@ -1,0 +1,204 @@
+"""dQ of the portable backward by a kernel of its own, and the gradient of a bias.
+
+dQ has the forward's grid and orientation: a block owns 64 query rows (or 128) and walks over the
+key tiles that meet them; the next K and V arrive under this tile's arithmetic. Nothing is added up
+in global memory: the same bits each time.
+
+A bias's gradient is dS, summed over what the bias was broadcast over: the walk of
+`flash_bwd_dbias`, by tiles of 64 queries by `block_kv` keys.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.kernels import flash_bwd_dbias, flash_bwd_dq, flash_fwd_sm80, flash_plan
+from pallas_attn.kernels import logits, matrices, operands, spans, tiles
+from pallas_attn.kernels.flash_bwd_dbias import Step, Walk
+from pallas_attn.kernels.flash_bwd_plan import Refs
+from pallas_attn.kernels.flash_fwd_sm80 import WholePlan, turn
+from pallas_attn.kernels.logits import Place
+
+ROWS = flash_plan.ROWS
+
+
+class Smem(NamedTuple):
+    q: Any  # [rows, ..]
+    do: Any
+    k: Any  # [2 * block_kv, ..]
+    v: Any
+
+
+def plan_of(problem: AttentionProblem, config: Any) -> WholePlan:
+    by_rows = flash_fwd_sm80.Config(config.dq_row_blocks, config.dq_block_kv)
+    return WholePlan(problem, by_rows)
+
+
+def scratch(plan: WholePlan, slots: int = 2) -> Smem:
+    parts, keys = plan.parts_of_numbers, slots * plan.config.block_kv
+
+    def buffer(rows, width):
+        return plgpu.SMEM((rows, matrices.pitch(parts * width)), plan.operand_dtype)
+
+    q, do = (buffer(plan.tile_rows, width) for width in (plan.k_width, plan.v_width))
+    return Smem(q, do, buffer(keys, plan.k_width), buffer(keys, plan.v_width))
+
+
+class Cell(NamedTuple):
+    """Where a tile of scores stands."""
+
+    batch: Any
+    head: Any
+    row: Any
+    q_offset: Any
+    q_len: Any  # rows from here on are not there
+    kv_len: Any
+
+
+def _copies(plan: WholePlan, refs: Refs, smem: Smem, cell: Cell, key: Any, slot: Any) -> Any:
+    """(of q and dO, of K and V from `key` on); `key` is at or past the last: zeros."""
+    parts, block = plan.parts_of_numbers, plan.config.block_kv
+    kv_head = lax.div(cell.head, jnp.int32(plan.problem.group))
+    rows, keys = [], []
+    for name, width in (("q", plan.k_width), ("do", plan.v_width)):
+        ref = getattr(refs, name)
+        at = (cell.batch, cell.head, cell.row, cell.q_len - cell.row, jnp.int32(0))
+        rows.append(((getattr(smem, name), ref), at, (plan.tile_rows, ref.shape, parts * width)))
+    for name, width in (("k", plan.k_width), ("v", plan.v_width)):
+        ref = getattr(refs, name)
+        at = (cell.batch, kv_head, key, cell.kv_len - key, slot * block)
+        keys.append(((getattr(smem, name), ref), at, (block, ref.shape, parts * width)))
+    return rows, keys
+
+
+def _ds(plan: WholePlan, refs: Refs, smem: Smem, cell: Cell, at: Any) -> Any:
+    """dS of a tile in shared memory, float32; at is (key, slot, masked, lse, delta)."""
+    key, slot, masked, lse, delta = at
+    parts, first = plan.parts_of_numbers, slot * plan.config.block_kv
+    shape = (plan.tile_rows, plan.config.block_kv)
+    s = matrices.scores(smem.q, smem.k, first, (*shape, plan.k_width), parts)
+    place = Place(cell.batch, cell.head, cell.row, key, cell.q_offset, cell.kv_len, 0)
+    p, slope = logits.probabilities(plan, refs, place, s, lse, masked)
+    dp = matrices.scores(smem.do, smem.v, first, (*shape, plan.v_width), parts)
+    ds = p * (dp - tiles.down_rows(delta, shape))
+    return ds, slope
+
+
+def _numbers(plan: WholePlan, refs: Refs, cell: Cell) -> list[Any]:
+    rows = pl.ds(cell.row, plan.tile_rows)
+    return [
+        tiles.load(ref.at[cell.batch, cell.head, rows], tiles.ROW)
+        for ref in (refs.lse, refs.delta)
+    ]
+
+
+def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
+    tile = logits.tile_of(plan, refs, refs.dealt[lax.axis_index("cta"), 1])
+    length = jnp.int32(plan.problem.q_len)
+    q_len = length if tile.q_len is None else tile.q_len
+    cell = Cell(tile.batch, tile.head, tile.row, tile.q_offset, q_len, tile.kv_len)
+    span, block = flash_bwd_dq.span_of(plan, refs, tile), plan.config.block_kv
+    copies = functools.partial(_copies, plan, refs, smem, cell)
+    numbers = _numbers(plan, refs, cell)
+    rows, keys = copies(span.lo * block, jnp.int32(0))
+    turn(*rows, *keys, wait=None)
+
+    def step(t, dq):
+        slot = (t - span.lo) & 1
+        following = jnp.where(t + 1 < span.hi, (t + 1) * block, cell.kv_len)
+        turn(*copies(following, 1 - slot)[1], wait=0)
+        masked = (t < span.full_lo) | (t >= span.full_hi)
+        at = (t * block, slot, masked, *numbers)
+        ds, slope = _ds(plan, refs, smem, cell, at)
+        ds = ds if slope is None else ds * slope
+        ds = matrices.parts_of(ds, plan.parts_of_numbers, plan.operand_dtype)
+        return matrices.weigh(dq, ds, smem.k, slot * block, plan.k_width)
+
+    nothing = tiles.filled((plan.tile_rows, plan.k_width), 0.0)
+    dq = lax.fori_loop(span.lo, span.hi, step, nothing) * plan.problem.scale
+    at = (tile.batch, tile.head, tile.row, length - tile.row)
+    matrices.write(dq.astype(dq_ref.dtype), dq_ref, at)
+
+
+def dq_of(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Any:
+    """dq, of the operands of a kernel over key tiles."""
+    problem = plan.problem
+    sizes = (problem.batch, problem.q_len, problem.q_heads, problem.head_dim)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=jax.ShapeDtypeStruct(sizes, problem.dtype),
+        scratch_types=(scratch(plan),),
+        grid=(plan.ctas,),
+        grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="flash_bwd_dq_sm80",
+    )
+    return kernel(_by_rows(plan, inputs, refs))
+
+
+def _by_rows(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Refs:
+    """The operands of a kernel over key tiles, made those of one over query tiles."""
+    problem, block = plan.problem, plan.config.block_kv
+    rows, keys = plan.padded_rows, operands.round_up(problem.kv_len, block)
+    fields: dict[str, Any] = {"dealt": jnp.asarray(flash_plan.dealt(plan)), "dq": None}
+    for name in ("bias", "mask_array"):
+        if (array := getattr(inputs, name)) is not None:
+            array = array.astype(jnp.int8) if name == "mask_array" else array
+            fields[name] = operands.padded(array, {2: rows, 3: keys})
+    if plan.has("q_segment_ids"):
+        q_ids = operands.extended(inputs.q_segment_ids, rows)
+        kv_ids = operands.extended(inputs.kv_segment_ids, keys)
+        fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
+        fields["segment_spans"] = spans.of_segments(q_ids, kv_ids, plan.tile_rows, block)
+    return refs._replace(**fields)
+
+
+# ---- the gradient of a bias ---------------------------------------------------------------------
+
+
+def _bias_kernel(refs: Refs, out: Any, smem: Smem, *, plan: WholePlan, walk: Walk) -> None:
+    number, part = lax.axis_index("cell"), lax.axis_index("part")
+    shape = (ROWS, plan.config.block_kv)
+
+    def one(i, acc):
+        step = flash_bwd_dbias.step_of(plan, refs, walk, number, part * walk.steps + i)
+        return lax.cond(step.live, lambda: acc + _of_step(plan, refs, smem, step), lambda: acc)
+
+    acc = lax.fori_loop(0, walk.steps, one, tiles.filled(shape, 0.0))
+    batch, head, row, key = flash_bwd_dbias.corner_of(walk, number, shape)
+    tiles.store(out.at[part, batch, head, pl.ds(row, ROWS), pl.ds(key, shape[1])], acc)
+
+
+def _of_step(plan: WholePlan, refs: Refs, smem: Smem, step: Step) -> Any:
+    q_len = jnp.int32(0) + step.q_len
+    cell = Cell(step.batch, step.head, step.row, step.q_offset, q_len, step.kv_len)
+    rows, keys = _copies(plan, refs, smem, cell, step.key, jnp.int32(0))
+    turn(*rows, *keys, wait=None, meet=True)
+    turn(wait=0)
+    at = (step.key, jnp.int32(0), True, *_numbers(plan, refs, cell))
+    return _ds(plan, refs, smem, cell, at)[0]
+
+
+def dbias_of(problem: AttentionProblem, config: Any, inputs: AttentionInputs, refs: Refs) -> Any:
+    """The cotangent of inputs.bias."""
+    plan = WholePlan(problem, flash_fwd_sm80.Config(1, config.dq_block_kv))
+    walk = flash_bwd_dbias.walk_of(plan)
+    q_tiles, key_tiles = walk.cells[2:]
+    sizes = (walk.parts, *walk.cells[:2], q_tiles * ROWS, key_tiles * plan.config.block_kv)
+    kernel = plgpu.kernel(
+        functools.partial(_bias_kernel, plan=plan, walk=walk),
+        out_type=jax.ShapeDtypeStruct(sizes, jnp.float32),
+        scratch_types=(scratch(plan, 1),),
+        grid=(math.prod(walk.cells), walk.parts),
+        grid_names=("cell", "part"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="flash_bwd_dbias_sm80",
+    )
+    return flash_bwd_dbias.folded(kernel(_by_rows(plan, inputs, refs)), inputs.bias)
