@@ -83,10 +83,12 @@ def _ds(plan: WholePlan, refs: Refs, smem: Smem, cell: Cell, at: Any) -> Any:
     key, slot, masked, lse, delta = at
     parts, first = plan.parts_of_numbers, slot * plan.config.block_kv
     shape = (plan.tile_rows, plan.config.block_kv)
-    s = matrices.scores(smem.q, smem.k, first, (*shape, plan.k_width), parts)
+    none, sizes = jnp.int32(0), (*shape, plan.k_width)
+    s = matrices.scores((smem.q, none), (smem.k, first), sizes, parts)
     place = Place(cell.batch, cell.head, cell.row, key, cell.q_offset, cell.kv_len, 0)
     p, slope = logits.probabilities(plan, refs, place, s, lse, masked)
-    dp = matrices.scores(smem.do, smem.v, first, (*shape, plan.v_width), parts)
+    sizes = (*shape, plan.v_width)
+    dp = matrices.scores((smem.do, none), (smem.v, first), sizes, parts)
     ds = p * (dp - tiles.down_rows(delta, shape))
     return ds, slope
 

@@ -189,7 +189,8 @@ def _attend(plan: KeyPlan, refs: Refs, smem: Smem, item: Item, which: str) -> tu
             tiles.load(ref.at[item.batch, step.head, rows], tiles.COLUMN)
             for ref in (refs.lse, refs.delta)
         )
-        s = matrices.scores(smem.k, smem.q, slot * block, (*shape, plan.k_width), parts)
+        rows_of_q = (smem.q, slot * block)
+        s = matrices.scores((smem.k, none), rows_of_q, (*shape, plan.k_width), parts)
         place = shared.place_of(item, step.head, step.t, item.key, block)
         masked = shared.masked(plan, item, step.t)
         p, slope = logits.probabilities(plan, refs, place, s, lse, masked)
@@ -197,7 +198,8 @@ def _attend(plan: KeyPlan, refs: Refs, smem: Smem, item: Item, which: str) -> tu
             weights = matrices.parts_of(p, parts, dtype)
             grads["v"] = matrices.weigh(grads["v"], weights, smem.do, none, plan.v_width)
         if "k" in which:
-            dp = matrices.scores(smem.v, smem.do, none, (*shape, plan.v_width), parts)
+            sizes = (*shape, plan.v_width)
+            dp = matrices.scores((smem.v, none), (smem.do, none), sizes, parts)
             ds = p * (dp - across(delta, shape))
             ds = matrices.parts_of(ds if slope is None else ds * slope, parts, dtype)
         if plan.fused:

@@ -48,10 +48,11 @@ RESERVED = 1024  # bytes of a block's shared memory that are CUDA's own
 class Config:
     """Tuning only: the result is the same up to rounding."""
 
-    row_blocks: int = 2  # of 64 query rows
+    row_blocks: int = 2  # of 64 query rows, of a group of 4 warps
     block_kv: int = 64
     stages: int = 1  # tiles of K and V in shared memory
     hold_q: bool = False  # in registers
+    groups: int = 1  # of warps in a block, which share K and V
     section: int = 0  # heads whose tiles of work are taken together; 0: see Plan.section
 
     ctas = 0  # one block a tile of work
@@ -61,6 +62,7 @@ class Config:
             "row_blocks": (self.row_blocks in (1, 2), "1 or 2"),
             "block_kv": (16 <= self.block_kv <= 128 and self.block_kv % 16 == 0, "16, 32, .. 128"),
             "stages": (self.stages >= 1, "at least 1"),
+            "groups": (self.groups in (1, 2), "1 or 2"),
             "section": (self.section >= 0, "at least 0"),
         }
         for name, (good, want) in wants.items():
@@ -69,7 +71,7 @@ class Config:
 
     @property
     def warpgroups(self) -> int:
-        return self.row_blocks
+        return self.row_blocks * self.groups
 
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
@@ -122,6 +124,10 @@ class WholePlan(Widths, Plan):
     @property
     def span_rows(self) -> int:
         return self.tile_rows
+
+    @property
+    def group_rows(self) -> int:
+        return self.tile_rows // self.config.groups
 
 
 def limit(
@@ -186,39 +192,40 @@ def fits(problem: AttentionProblem, need: Callable[..., int], config: Any) -> bo
 
 
 def _load(thread: warps.Thread, refs: Any, at: Any, *, when: Any, shapes: Any) -> None:
-    wait, meet = when
+    wait, meet, groups = when
     if wait is not None:
         thread.wait_copies(wait)
     if wait is not None or meet:
-        thread.sync()
+        thread.sync_groups(groups)
     for ref, where, (rows, *like) in zip(refs, at, shapes, strict=True):
         matrices.fetch(thread, ref, where, rows, tuple(like))
     thread.commit_copies()
 
 
-def turn(*copies: Any, wait: int | None, meet: bool = False) -> None:
-    """Asks for copies, a group, when all but the last `wait` groups are there; `meet`: when all
-    threads are here. A copy is (refs, at, (rows, *like)) of `matrices.fetch`.
+def turn(*copies: Any, wait: int | None, meet: bool = False, groups: int = 1) -> None:
+    """Asks for copies when all but the last `wait` turns' are there; `meet`: when all threads are
+    here. A copy is (refs, at, (rows, *like)) of `matrices.fetch`.
     """
     refs, at, shapes = zip(*copies, strict=True) if copies else ((), (), ())
-    load = functools.partial(_load, when=(wait, meet), shapes=shapes)
+    load = functools.partial(_load, when=(wait, meet, groups), shapes=shapes)
     warps.each_thread(load, refs, at)
 
 
-def _rows_of_q(plan: WholePlan, refs: Refs, smem: Smem, tile: Tile) -> tuple[Any, ...]:
-    live = plan.problem.q_len - tile.row
-    at = (tile.batch, tile.head, tile.row, live, jnp.int32(0))
+def _rows_of_q(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows) -> tuple[Any, ...]:
+    live = plan.problem.q_len - rows.row
+    at = (rows.tile.batch, rows.tile.head, rows.row, live, rows.wg * plan.group_rows)
     width = plan.parts_of_numbers * plan.k_width
-    return (smem.q, refs.q), at, (plan.tile_rows, refs.q.shape, width)
+    return (smem.q, refs.q), at, (plan.group_rows, refs.q.shape, width)
 
 
 def _keys(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows, t: Any, which: str) -> Any:
-    """The copy of key tile t of K or V; of nothing but zeros where there is no such tile."""
-    block = plan.config.block_kv
-    ref, tile = getattr(refs, which), rows.tile
-    live = jnp.where(t >= rows.span.lo, tile.kv_len - t * block, 0)
+    """The copy of a group's share of key tile t of K or V; of zeros where there is no such tile."""
+    block = plan.config.block_kv // plan.config.groups
+    ref, tile, skipped = getattr(refs, which), rows.tile, rows.wg * block
+    first = t * plan.config.block_kv + skipped
+    live = jnp.where(t >= rows.span.lo, tile.kv_len - first, 0)
     head = lax.div(tile.head, jnp.int32(plan.problem.group))
-    at = (tile.batch, head, t * block, live, _slot(plan, rows, t))
+    at = (tile.batch, head, first, live, _slot(plan, rows, t) + skipped)
     width = plan.k_width if which == "k" else plan.v_width
     width *= plan.parts_of_numbers
     to = getattr(smem, which)
@@ -245,7 +252,7 @@ class State(NamedTuple):
 
 
 def _nothing(plan: WholePlan) -> State:
-    rows = plan.tile_rows
+    rows = plan.group_rows
     return State(
         tiles.filled((rows, plan.v_width), 0.0),
         tiles.filled((rows, softmax.PARTS), 0.0),
@@ -256,38 +263,41 @@ def _nothing(plan: WholePlan) -> State:
 def _attend(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows) -> State:
     """All keys of the block's rows, from the last tile to the first."""
     config, span, parts = plan.config, rows.span, plan.parts_of_numbers
-    sizes = (plan.tile_rows, config.block_kv, plan.k_width)
+    sizes = (plan.group_rows, config.block_kv, plan.k_width)
     keys = functools.partial(_keys, plan, refs, smem, rows)
+    next_turn = functools.partial(turn, groups=config.groups)
 
     def both(t):
         return keys(t, "k"), keys(t, "v")
 
-    q_rows = _rows_of_q(plan, refs, smem, rows.tile)
-    turn(q_rows, keys(span.hi - 1, "k"), wait=None)
+    q_rows = _rows_of_q(plan, refs, smem, rows)
+    next_turn(q_rows, keys(span.hi - 1, "k"), wait=None)
     if config.stages > 1:
-        turn(keys(span.hi - 1, "v"), wait=None)
+        next_turn(keys(span.hi - 1, "v"), wait=None)
         for e in range(1, config.stages - 1):
-            turn(*both(span.hi - 1 - e), wait=None)
+            next_turn(*both(span.hi - 1 - e), wait=None)
     q: Any = smem.q
+    q_first = rows.wg * plan.group_rows
     if config.hold_q:
-        turn(wait=config.stages - 1)
-        q = matrices.held(smem.q, plan.tile_rows, parts * plan.k_width)
+        next_turn(wait=config.stages - 1)
+        q = matrices.held(smem.q, q_first, plan.group_rows, parts * plan.k_width)
 
     def step(masked, i, state):
         t = -1 - i  # loops count up
         if config.stages == 1:
-            turn(keys(t, "v"), wait=0)
+            next_turn(keys(t, "v"), wait=0)
         else:
-            turn(*both(t - config.stages + 1), wait=config.stages - 2)
-        s = matrices.scores(q, smem.k, _slot(plan, rows, t), sizes, parts)
+            next_turn(*both(t - config.stages + 1), wait=config.stages - 2)
+        slot = _slot(plan, rows, t)
+        s = matrices.scores((q, q_first), (smem.k, slot), sizes, parts)
         if config.stages == 1:
-            turn(keys(t - 1, "k"), wait=0)
+            next_turn(keys(t - 1, "k"), wait=0)
         given = logits.of_scores(plan, refs, rows, t, s, masked)
         guarded = masked or plan.has("bias")
         new = softmax.step(given, plan.unit, state.top, guarded=guarded)
         acc, total = _rescale(state, new)
         p = matrices.parts_of(new.p, parts, smem.v.dtype)
-        acc = matrices.weigh(acc, p, smem.v, _slot(plan, rows, t), plan.v_width)
+        acc = matrices.weigh(acc, p, smem.v, slot, plan.v_width)
         return State(acc, total + new.total, new.top)
 
     high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), span.hi)  # full tiles end here
@@ -338,17 +348,18 @@ def _finish(plan: WholePlan, refs: Refs, outs: Any, rows: Rows, state: State) ->
     factor, lse = softmax.finish(state.top, state.total, sink)
     acc = state.acc * tiles.down_rows(factor, state.acc.shape)
     if tile.q_len is not None:
-        inside = tiles.positions(lse.shape, 0, tile.row) < tile.q_len
+        inside = tiles.positions(lse.shape, 0, rows.row) < tile.q_len
         lse = jnp.where(inside, lse, -jnp.inf)
         acc = jnp.where(tiles.down_rows(inside, acc.shape), acc, 0.0)
-    tiles.store(lse_ref.at[tile.batch, tile.head, pl.ds(tile.row, plan.tile_rows)], lse)
-    live = jnp.int32(plan.problem.q_len) - tile.row
-    matrices.write(acc.astype(out_ref.dtype), out_ref, (tile.batch, tile.head, tile.row, live))
+    tiles.store(lse_ref.at[tile.batch, tile.head, pl.ds(rows.row, plan.group_rows)], lse)
+    live = plan.problem.q_len - rows.row
+    matrices.write(acc.astype(out_ref.dtype), out_ref, (tile.batch, tile.head, rows.row, live))
 
 
 def _kernel(refs: Refs, out_ref: Any, lse_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
     tile = logits.tile_of(plan, refs, refs.dealt[lax.axis_index("cta"), 1])
-    rows = Rows(tile, tile.row, 0, _span(plan, refs, tile))
+    group = lax.axis_index("group") if plan.config.groups > 1 else jnp.int32(0)
+    rows = Rows(tile, tile.row + group * plan.group_rows, group, _span(plan, refs, tile))
     attend = functools.partial(_attend, plan, refs, smem, rows)
     if "empty" in plan.parts:
         none = functools.partial(_nothing, plan)
@@ -379,6 +390,7 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         scratch_types=(scratch(plan),),
         grid=(plan.ctas,),
         grid_names=("cta",),
+        **({"num_threads": config.groups, "thread_name": "group"} if config.groups > 1 else {}),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_fwd_sm80",
     )

@@ -78,7 +78,7 @@ def fetch(thread: warps.Thread, refs: tuple[Ref, Ref], at: Any, rows: int, like:
     line = thread.wide(batch) * length + thread.wide(first)
     line = (line * heads + thread.wide(head)) * wide
     step = pitch(width) // CHUNK
-    for start in range(0, rows * chunks, 128):
+    for start in range(0, rows * chunks, tiles.THREADS):
         if 128 % chunks:
             index = thread.index + start
             row, chunk = index // chunks, index % chunks
@@ -112,19 +112,26 @@ def _address(ref: Ref, row: Int, chunk: Int, step: int) -> ir.Value:
     return warps.shared_address(ref, row * (step // CHUNK) + chunk, 16)
 
 
-def _left_address(ref: Ref, step: int) -> ir.Value:
+def _left_address(ref: Ref, first: Any, step: int) -> ir.Value:
     """Of 16 rows of this warp and 16 numbers, as the left operand of a matmul."""
+    warp, lane = _lane()
+    row = Int(first.registers.item()) + warp * 16 + lane % 16
+    return _address(ref, row, lane // 16, step)
+
+
+def _lane() -> tuple[Int, Int]:
+    """(warp of its 4, lane of the warp)."""
     warp, lane = (Int(x) for x in fragments._lane())
-    return _address(ref, warp * 16 + lane % 16, lane // 16, step)
+    return warp % 4, lane
 
 
-def held(ref: Ref, rows: int, width: int) -> Array:
-    """The rows of every warp in registers, [rows, width], as `scores` wants them."""
+def held(ref: Ref, first: Array, rows: int, width: int) -> Array:
+    """Rows of shared memory from `first` on in registers, [rows, width], as `scores` wants them."""
     step, dtype = ref.shape[1], ref.dtype
     shape = (rows, width)
 
-    def code(ref):
-        base = _left_address(ref, step)
+    def code(ref, first):
+        base = _left_address(ref, first, step)
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
         registers = []
         for block in range(rows // BLOCK):
@@ -133,19 +140,23 @@ def held(ref: Ref, rows: int, width: int) -> Array:
                 registers += [llvm.bitcast(pair, word) for word in words]
         return fragments._tile(registers, shape)
 
-    def twin(ref):
-        return ref[:rows, :width].copy()
+    def twin(ref, first):
+        return ref[int(first) : int(first) + rows, :width].copy()
 
-    return fragments._inline(code, twin, (ref,), (REF,), fragments._tile_of(shape, dtype))
+    types = (REF, SCALAR)
+    return fragments._inline(code, twin, (ref, first), types, fragments._tile_of(shape, dtype))
 
 
-def scores(q: Array, k: Ref, first: Array, sizes: tuple[int, int, int], parts: int) -> Array:
-    """q @ K^T, [rows, keys]: q in registers (`held`) or in shared memory, K from row `first` of
-    `k` on. `sizes`: (rows, keys, the width of a part).
+def scores(
+    q: tuple[Array, Array], k: tuple[Ref, Array], sizes: tuple[int, int, int], parts: int
+) -> Array:
+    """q @ K^T, [rows, keys]: of (rows, the first of them), in shared memory; q may be in registers
+    (`held`). `sizes`: (rows, keys, the width of a part).
     """
+    (q, q_first), (k, first) = q, k
     (rows, keys, width), dtype, step = sizes, k.dtype, k.shape[1]
     shape, blocks = (rows, keys), rows // BLOCK
-    in_registers = not isinstance(jax.typeof(q), jax._src.state.AbstractRef)
+    in_registers = isinstance(q, jax.Array)
     q_step = q.shape[1]
 
     def left(q, base, column):
@@ -162,11 +173,11 @@ def scores(q: Array, k: Ref, first: Array, sizes: tuple[int, int, int], parts: i
             for p in range(parts)
         ]
 
-    def code(q, k, first):
-        _, lane = (Int(x) for x in fragments._lane())
+    def code(q, q_first, k, first):
+        _, lane = _lane()
         row = Int(first.registers.item()) + lane % 8 + lane // 16 * 8
         right = _address(k, row, lane // 8 % 2, step)
-        base = None if in_registers else _left_address(q, q_step)
+        base = None if in_registers else _left_address(q, q_first, q_step)
         zero = utils.c(0.0, ir.F32Type.get())
         sums = [[[zero] * 4 for _ in range(keys // 8)] for _ in range(blocks)]
         for column in range(0, width, 16):
@@ -178,17 +189,18 @@ def scores(q: Array, k: Ref, first: Array, sizes: tuple[int, int, int], parts: i
                 _multiply(sums, key // 8, a, b, dtype)
         return _rows(sums, shape)
 
-    def twin(q, k, first):
+    def twin(q, q_first, k, first):
         out = np.zeros(shape, np.float32)
+        q = q if in_registers else q[int(q_first) : int(q_first) + rows]
         for i, j in PAIRS[parts]:
             mine, theirs = slice(i * width, i * width + width), slice(j * width, j * width + width)
             of_k = k[int(first) : int(first) + keys, theirs]
-            out += q[:rows, mine].astype(np.float32) @ of_k.astype(np.float32).T
+            out += q[:, mine].astype(np.float32) @ of_k.astype(np.float32).T
         return out
 
-    types = (tiles.TILE if in_registers else REF, REF, SCALAR)
+    types = (tiles.TILE if in_registers else REF, SCALAR, REF, SCALAR)
     return fragments._inline(
-        code, twin, (q, k, first), types, fragments._tile_of(shape, jnp.float32)
+        code, twin, (q, q_first, k, first), types, fragments._tile_of(shape, jnp.float32)
     )
 
 
@@ -198,7 +210,7 @@ def weigh(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int) -> A
     shape, blocks = (rows, width), rows // BLOCK
 
     def code(acc, p, v, first):
-        _, lane = (Int(x) for x in fragments._lane())
+        _, lane = _lane()
         right = _address(v, Int(first.registers.item()) + lane % 16, lane // 16, step)
         sums = []
         for pairs in acc.registers.reshape(blocks, -1, 2):
@@ -264,7 +276,7 @@ def put(tile: Sequence[Array], to: Ref) -> None:
     (rows, columns), dtype, step = tile[0].shape, to.dtype, to.shape[1]
 
     def code(tile, to):
-        warp, lane = (Int(x) for x in fragments._lane())
+        warp, lane = _lane()
         row = warp * 16 + lane // 4
         base = warps.shared_address(to, row * (step // 2) + lane % 4, 4)
         for n, part in enumerate(tile):
@@ -291,7 +303,7 @@ def transposed_product(left: Ref, right: Ref, sizes: tuple[int, int, int], parts
     shape, blocks = (rows, width), rows // BLOCK
 
     def code(left, right):
-        warp, lane = (Int(x) for x in fragments._lane())
+        warp, lane = _lane()
         # Matrices in the order (rows, keys): (0, 0), (8, 0), (0, 8), (8, 8).
         a_row = lane % 8 + lane // 16 * 8
         a_base = _address(left, a_row, warp * 2 + lane // 8 % 2, steps[0])
@@ -338,7 +350,7 @@ def add(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
 
     def code(tile, to, at):
         thread = warps.Thread()
-        warp, lane = (Int(x) for x in fragments._lane())
+        warp, lane = _lane()
         batch, head, first = (Int(x.registers.item()) for x in at)
         start = thread.wide(batch) * length + thread.wide(first)
         row = warp * 16 + lane // 4
@@ -376,7 +388,7 @@ def write(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
 
     def code(tile, to, at):
         thread = warps.Thread()
-        warp, lane = (Int(x) for x in fragments._lane())
+        warp, lane = _lane()
         batch, head, first, live = (Int(x.registers.item()) for x in at)
         start = thread.wide(batch) * length + thread.wide(first)
         row = warp * 16 + lane // 4
@@ -392,7 +404,7 @@ def write(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
 
     def twin(tile, to, at):
         batch, head, first, live = map(int, at)
-        live = min(live, shape[0])
+        live = max(0, min(live, shape[0]))
         to[batch, first : first + live, head] = tile[:live, :dim]
 
     types = (tiles.TILE, REF, (SCALAR,) * 4)
