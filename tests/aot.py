@@ -31,6 +31,8 @@ _GPUS = {
         "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES",
         *(132, 228, 227, 50, 1.98, 80, 3.35, "NVIDIA H100 80GB HBM3"),
     ),
+    "sm86": ("major: 8 minor: 6", 84, 100, 99, 6, 1.8, 48, 0.77, "NVIDIA RTX A6000"),
+    "sm89": ("major: 8 minor: 9", 142, 100, 99, 96, 2.5, 48, 0.86, "NVIDIA L40S"),
     "b200": (
         "major: 10 minor: 0 feature_extension: ACCELERATED_FEATURES",
         *(148, 228, 227, 126, 1.97, 180, 7.7, "NVIDIA B200"),
@@ -106,8 +108,8 @@ def compile_for(
     donate_argnums: Any = (),
     compiler_options: dict[str, Any] | None = None,
 ) -> Report:
-    """Compiles `jax.jit(f)` for "h100", "a100" or "b200" at `shapes`: a tree of anything with a
-    shape and a dtype.
+    """Compiles `jax.jit(f)` for one of `_GPUS` at `shapes`: a tree of anything with a shape and a
+    dtype.
     """
     import jax
 

@@ -1,4 +1,4 @@
-"""The Hopper backward kernels: right in the interpreter with their races watched, compiled ahead of
+"""The backward kernels: right in the interpreter with their races watched, compiled ahead of
 time with what they may spill, and, with `-m gpu`, right on the real thing over the whole argument
 space, with gradients that arrive through out and through the lse.
 """
@@ -6,6 +6,7 @@ space, with gradients that arrive through out and through the lse.
 import contextlib
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import cases
 from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels import flash_bwd_dbias, flash_fwd_sm90
+from pallas_attn.kernels import flash_bwd_dbias, flash_bwd_sm80, flash_fwd_sm90
 from pallas_attn.kernels import flash_bwd_plan as plans
 from pallas_attn.kernels import flash_bwd_sm90 as kernel
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
@@ -25,6 +26,7 @@ from tests.test_flash_fwd_kernel import problem_of as forward_problem_of
 
 needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
 SMALL = kernel.Config(ctas=3)
+PORTABLE = flash_bwd_sm80.Config
 
 
 def problem_of(case: cases.AttentionCase, **changes) -> AttentionProblem:
@@ -50,7 +52,8 @@ def residuals_of(case: cases.AttentionCase, seed: int = 0) -> tuple[tuple, budge
 
 
 def run(residuals, *, problem, config):
-    return kernel.run(residuals, problem, config)
+    """By the kernel whose configuration it is."""
+    return sys.modules[type(config).__module__].run(residuals, problem, config)
 
 
 def check(case, config=None, seed=0, **changes):
@@ -87,11 +90,23 @@ INTERPRETED = {
 }
 
 
+PORTABLE_INTERPRETED = {
+    "t_above_s": {"config": PORTABLE()},
+    "q_lengths": {"config": PORTABLE(fused=False, block_q=32, dq_row_blocks=2, dq_block_kv=32)},
+    "documents": {"config": PORTABLE(row_blocks=2, block_q=32, fused=False)},
+    "bias_by_row": {"config": PORTABLE()},
+    "dim72_24": {"config": PORTABLE(fused=False, block_q=16, dq_block_kv=16)},
+    "float32_highest": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
+}
+
+
 @pytest.mark.guards
-@pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted(name):
+@pytest.mark.parametrize(
+    "name, changes", [*INTERPRETED.items(), *PORTABLE_INTERPRETED.items()], ids=str
+)
+def test_interpreted(name, changes):
     with mosaic.interpret():
-        check(one(name), **INTERPRETED[name])
+        check(one(name), **changes)
 
 
 @pytest.mark.guards
@@ -154,6 +169,19 @@ def test_compiles_without_serialised_matmuls(name):
     for one_kernel in report.kernels:  # dq at head dim 256: addresses, between tiles of work
         wide_dq = kernel.is_wide(problem) and "dq" in one_kernel.name
         assert one_kernel.spill_bytes <= (1200 if wide_dq else 400)
+
+
+@needs_aot
+@pytest.mark.guards
+@pytest.mark.parametrize("name, target", [("h128_full_b2_t8192_n16", "a100")])
+def test_the_portable_kernel_compiles_for_every_gpu(name, target):
+    case = one(name)
+    problem = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8), gpu="sm80")
+    problem = dataclasses.replace(problem, batch=case.batch, q_len=case.q_len, kv_len=case.kv_len)
+    call = functools.partial(run, problem=problem, config=PORTABLE.default(problem))
+    report = mosaic.compile_for(call, shapes_of(case), target=target)
+    assert report.launches == 1
+    assert report.spill_bytes <= 64  # dK and dV take 128 of 255 registers
 
 
 # ---- what it refuses ----------------------------------------------------------------------------

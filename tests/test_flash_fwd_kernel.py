@@ -1,12 +1,13 @@
-"""The Hopper forward kernel: right in the interpreter with its races watched, compiled without
-spills ahead of time, and, with `-m gpu`, right on the real thing over the whole argument space.
+"""The forward kernels: right in the interpreter with their races watched, compiled without spills
+ahead of time, and, with `-m gpu`, right on the real thing over the whole argument space.
 
-tests/test_attention.py asks every implementation what attention means. Here is what only this one
-has: its configurations, its schedule, and what TMA and registers make of awkward sizes.
+tests/test_attention.py asks every implementation what attention means. Here is what only these
+have: configurations, schedules, and what TMA and registers make of awkward sizes.
 """
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,14 @@ import pytest
 
 from pallas_attn import cases, reference
 from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.kernels import flash_fwd_sm80, flash_plan, matrices, operands, softmax, spans
 from pallas_attn.kernels import flash_fwd_sm90 as kernel
-from pallas_attn.kernels import flash_plan, operands, softmax, spans
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests import budget, mosaic
 
 needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
 SMALL = kernel.Config(warpgroups=2, block_kv=64, stages=2, ctas=3)
+PORTABLE = flash_fwd_sm80.Config
 
 
 def problem_of(case: cases.AttentionCase) -> AttentionProblem:
@@ -44,6 +46,7 @@ def problem_of(case: cases.AttentionCase) -> AttentionProblem:
         arrays=tuple(arrays),
         bias_shape=case.bias_shape,
         mask_shape=case.mask_shape,
+        precision=case.precision,
     )
 
 
@@ -55,7 +58,8 @@ def given(case: cases.AttentionCase, seed: int = 0, poison: bool = False) -> dic
 
 
 def run(inputs, *, problem, config):
-    return kernel.run(inputs, problem, config)
+    """By the kernel whose configuration it is."""
+    return sys.modules[type(config).__module__].run(inputs, problem, config)
 
 
 def check(case, config, seed=0):
@@ -82,11 +86,22 @@ INTERPRETED = {
 }
 
 
+PORTABLE_INTERPRETED = {
+    "band": PORTABLE(row_blocks=1, block_kv=32, stages=3),
+    "window_t_above_s": PORTABLE(row_blocks=1, block_kv=32, stages=2, hold_q=True),
+    "everything": PORTABLE(row_blocks=1, groups=2),
+    "dim72_24": PORTABLE(row_blocks=2, block_kv=64),
+    "float32_highest": PORTABLE(row_blocks=1, block_kv=32),
+}
+
+
 @pytest.mark.guards
-@pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted(name):
+@pytest.mark.parametrize(
+    "name, config", [*INTERPRETED.items(), *PORTABLE_INTERPRETED.items()], ids=str
+)
+def test_interpreted(name, config):
     with mosaic.interpret():
-        check(one(name), INTERPRETED[name])
+        check(one(name), config)
 
 
 EDGE = [
@@ -120,13 +135,13 @@ COMPILED = [case.name for case in GRID if case.q_len == 8192] + [
 ]
 
 
-@needs_aot
-@pytest.mark.guards
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiles_without_spills_or_serialised_matmuls(name):
+def compiled(name, target="h100", chooser=kernel.Config):
+    """(the case, the configuration, what became of it)"""
     case = one(name)
     problem = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8))
-    problem = dataclasses.replace(problem, batch=case.batch, q_len=case.q_len, kv_len=case.kv_len)
+    sizes = {"batch": case.batch, "q_len": case.q_len, "kv_len": case.kv_len}
+    gpu = {"h100": "sm90", "a100": "sm80", "b200": "sm100"}.get(target, target)
+    problem = dataclasses.replace(problem, gpu=gpu, **sizes)
     sizes = {
         "q": (case.batch, case.q_len, case.q_heads, case.head_dim),
         "k": (case.batch, case.kv_len, case.kv_heads, case.head_dim),
@@ -135,14 +150,50 @@ def test_compiles_without_spills_or_serialised_matmuls(name):
     inputs = AttentionInputs(
         **{name: jax.ShapeDtypeStruct(size, jnp.dtype(case.dtype)) for name, size in sizes.items()}
     )
-    config = kernel.Config.default(problem)
-    report = mosaic.compile_for(functools.partial(run, problem=problem, config=config), inputs)
+    config = chooser.default(problem)
+    call = functools.partial(run, problem=problem, config=config)
+    return case, config, mosaic.compile_for(call, inputs, target=target)
+
+
+@needs_aot
+@pytest.mark.guards
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_without_spills_or_serialised_matmuls(name):
+    case, config, report = compiled(name)
     assert report.launches == 1
     assert report.copies == 0
     # Three warpgroups have 160 registers a thread each, and 17 numbers too many while the first,
     # masked tile of a tile of work is taken: outside of the loop over key tiles.
     assert report.spill_bytes <= (200 if config.warpgroups == 3 and case.mask != FULL else 0)
     assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
+
+
+@needs_aot
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "name, target",
+    [
+        ("h128_causal_b2_t8192_n16", "h100"),
+        ("h64_causal_b2_t8192_n32", "a100"),
+        ("h256_full_b2_t8192_n8", "sm89"),
+        ("h128_causal_b2_t8192_n16", "b200"),
+        ("f32_h128_full_t2048", "b200"),
+    ],
+)
+def test_the_portable_kernel_compiles_for_every_gpu(name, target):
+    _, _, report = compiled(name, target, PORTABLE)
+    assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_float32_is_the_sum_of_its_parts(parts):
+    x = np.random.default_rng(0).standard_normal((2, 3, 1, 16)).astype(np.float32)
+    x.flat[:4] = np.inf, -np.inf, np.nan, np.finfo(np.float32).max
+    pieces = np.asarray(matrices.split(jnp.asarray(x), parts), np.float64)
+    got = pieces.reshape(2, 3, 1, parts, 16).sum(3)
+    live = np.abs(x) < 1e30
+    np.testing.assert_allclose(got[live], x[live], rtol=2.0 ** (-8 * parts), atol=0)
+    np.testing.assert_array_equal(got.flat[:3], x.flat[:3])
 
 
 # ---- what it refuses ----------------------------------------------------------------------------

@@ -19,8 +19,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels import flash_bwd_dbias, flash_bwd_dq, flash_fwd_sm80, flash_plan
-from pallas_attn.kernels import logits, matrices, operands, spans, tiles
+from pallas_attn.kernels import (
+    flash_bwd_dbias,
+    flash_bwd_dq,
+    flash_fwd_sm80,
+    flash_plan,
+    logits,
+    matrices,
+    operands,
+    spans,
+    tiles,
+)
 from pallas_attn.kernels.flash_bwd_dbias import Step, Walk
 from pallas_attn.kernels.flash_bwd_plan import Refs
 from pallas_attn.kernels.flash_fwd_sm80 import WholePlan, turn
@@ -96,8 +105,7 @@ def _ds(plan: WholePlan, refs: Refs, smem: Smem, cell: Cell, at: Any) -> Any:
 def _numbers(plan: WholePlan, refs: Refs, cell: Cell) -> list[Any]:
     rows = pl.ds(cell.row, plan.tile_rows)
     return [
-        tiles.load(ref.at[cell.batch, cell.head, rows], tiles.ROW)
-        for ref in (refs.lse, refs.delta)
+        tiles.load(ref.at[cell.batch, cell.head, rows], tiles.ROW) for ref in (refs.lse, refs.delta)
     ]
 
 

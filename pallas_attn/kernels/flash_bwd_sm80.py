@@ -17,7 +17,6 @@ when dV is done; dS^T. A block meets twice a step.
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -28,9 +27,17 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels import flash_bwd_dq, flash_bwd_dq_sm80, flash_fwd_sm80, flash_plan
+from pallas_attn.kernels import (
+    flash_bwd_dq_sm80,
+    flash_fwd_sm80,
+    flash_plan,
+    logits,
+    matrices,
+    operands,
+    spans,
+    tiles,
+)
 from pallas_attn.kernels import flash_bwd_plan as shared
-from pallas_attn.kernels import logits, matrices, operands, spans, tiles
 from pallas_attn.kernels.flash_bwd_plan import Item, Refs, across
 from pallas_attn.kernels.flash_fwd_sm80 import Widths, fits, turn
 
@@ -278,9 +285,7 @@ def _launch(plan: KeyPlan, refs: Refs, which: str) -> dict[str, Any]:
     dims = {"k": problem.head_dim, "v": problem.v_head_dim}
     kernel = plgpu.kernel(
         functools.partial(_kernel_of, plan=plan, which=which),
-        out_type=tuple(
-            jax.ShapeDtypeStruct((*sizes, dims[name]), problem.dtype) for name in which
-        ),
+        out_type=tuple(jax.ShapeDtypeStruct((*sizes, dims[name]), problem.dtype) for name in which),
         scratch_types=(scratch(plan, which),),
         grid=(plan.ctas,),
         grid_names=("cta",),

@@ -76,12 +76,16 @@ class Config:
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
         """What serves a problem that nobody tuned: the first that has room."""
-        dim = max(problem.head_dim, problem.v_head_dim)
-        choices = [cls(1, 64), cls(1, 32), cls(1, 16)]
-        if dim <= 128:
+        dim, wide = max(problem.head_dim, problem.v_head_dim), problem.dtype == "float32"
+        choices = [cls(1, 32), cls(1, 16)]
+        if wide and problem.precision != "highest":
+            choices.insert(0, cls(2 if dim <= 64 else 1, 64))
+        elif not wide and (dim > 128 or (dim > 64 and problem.gpu == "sm100")):
+            choices.insert(0, cls(1, 64, groups=2))  # K and V of 64 rows alone ask too much of L2
+        elif not wide and dim > 64:
             choices.insert(0, cls(2, 64))
-        if dim <= 64 and problem.dtype != "float32":
-            choices.insert(0, cls(2, 64, 2, True))
+        elif not wide:
+            choices.insert(0, cls(2, 64, 2 if problem.kv_len <= 1024 else 1, hold_q=True))
         return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
 
 
@@ -381,6 +385,7 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         return jnp.zeros(out_shape, problem.dtype), lse
     plan = WholePlan(problem, config)
     refs = _operands(plan, inputs)
+    threads: dict[str, Any] = {"num_threads": config.groups, "thread_name": "group"}
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(
@@ -390,7 +395,7 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         scratch_types=(scratch(plan),),
         grid=(plan.ctas,),
         grid_names=("cta",),
-        **({"num_threads": config.groups, "thread_name": "group"} if config.groups > 1 else {}),
+        **(threads if config.groups > 1 else {}),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_fwd_sm80",
     )

@@ -153,11 +153,11 @@ def scores(
     """q @ K^T, [rows, keys]: of (rows, the first of them), in shared memory; q may be in registers
     (`held`). `sizes`: (rows, keys, the width of a part).
     """
-    (q, q_first), (k, first) = q, k
-    (rows, keys, width), dtype, step = sizes, k.dtype, k.shape[1]
+    (left_rows, q_first), (k_rows, first) = q, k
+    (rows, keys, width), dtype, step = sizes, k_rows.dtype, k_rows.shape[1]
     shape, blocks = (rows, keys), rows // BLOCK
-    in_registers = isinstance(q, jax.Array)
-    q_step = q.shape[1]
+    in_registers = isinstance(left_rows, jax.Array)
+    q_step = left_rows.shape[1]
 
     def left(q, base, column):
         """[part][block] -> 4 words."""
@@ -183,9 +183,7 @@ def scores(
         for column in range(0, width, 16):
             a = left(q, base, column)
             for key in range(0, keys, 16):
-                b = [
-                    _ldmatrix(right, 2 * (key * step + p * width + column)) for p in range(parts)
-                ]
+                b = [_ldmatrix(right, 2 * (key * step + p * width + column)) for p in range(parts)]
                 _multiply(sums, key // 8, a, b, dtype)
         return _rows(sums, shape)
 
@@ -200,7 +198,11 @@ def scores(
 
     types = (tiles.TILE if in_registers else REF, SCALAR, REF, SCALAR)
     return fragments._inline(
-        code, twin, (q, q_first, k, first), types, fragments._tile_of(shape, jnp.float32)
+        code,
+        twin,
+        (left_rows, q_first, k_rows, first),
+        types,
+        fragments._tile_of(shape, jnp.float32),
     )
 
 
@@ -242,7 +244,7 @@ def weigh(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int) -> A
 
 
 def _multiply(sums: list, n: int, a: list, b: list, dtype: Any) -> None:
-    """Two columns of 8, from the n-th on, of every block: a [part][block], b [part], 4 words each."""
+    """Two columns of 8, the n-th and next, of every block: a [part][block], b [part], 4 words."""
     for i, j in PAIRS[len(b)]:
         for block, of_block in enumerate(sums):
             for half in range(2):
