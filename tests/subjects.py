@@ -107,9 +107,16 @@ ROWS = (
 )
 
 
-def rows(*operations: str) -> list[Any]:
-    """For `pytest.mark.parametrize("subject", ...)`: who has all of these operations."""
-    return [row.param() for row in ROWS if all(row.exists(name) for name in operations)]
+def rows(*operations: str, but: tuple[str, ...] = ()) -> list[Any]:
+    """For `pytest.mark.parametrize("subject", ...)`: who has all of these operations.
+
+    `but`: rows that another test serves.
+    """
+    return [
+        row.param()
+        for row in ROWS
+        if row.name not in but and all(row.exists(name) for name in operations)
+    ]
 
 
 def pairs(
@@ -117,16 +124,19 @@ def pairs(
     cases: Iterable[Any],
     call: Callable[[Any], tuple[Any, dict[str, Any]]],
     but: tuple[str, ...] = (),
+    interpreted: Iterable[Any] | None = None,
 ) -> list[Any]:
     """For `parametrize("subject, case", ...)`; `call(case)` is the function and its arguments.
 
-    `but`: rows that another test serves.
+    `but`: rows that another test serves. `interpreted`: the cases that the interpreter runs, where
+    all of them would take it minutes and say the same.
     """
     chosen = [row for row in ROWS if row.exists(operation) and row.name not in but]
+    few = cases if interpreted is None else interpreted
     return [
         row.param(case, id=case.name)
         for row in chosen
-        for case in (cases if row.somewhere() else ())
+        for case in ((few if row.generation else cases) if row.somewhere() else ())
         if row.implementation == "reference" or row.takes(operation, call(case)[0], **call(case)[1])
     ]
 

@@ -1,4 +1,8 @@
-"""Decoding over the three caches: the same as attention over the whole sequence, token by token."""
+"""Decoding over the three caches: the same as attention over the whole sequence, token by token.
+
+Kernels in the interpreter have the same options and lengths in tests/test_decode_kernel.py and
+test_cases.py, so most tests here leave them out.
+"""
 
 import dataclasses
 
@@ -21,7 +25,8 @@ from tests import budget, subjects
 
 KINDS = ("per_sequence", "stacked", "paged")
 every_kind = pytest.mark.parametrize("kind", KINDS)
-each_subject = pytest.mark.parametrize("subject", subjects.rows("decode"))
+each_subject = pytest.mark.parametrize("subject", subjects.rows("decode", but=("interpreted",)))
+each_subject_interpreted_too = pytest.mark.parametrize("subject", subjects.rows("decode"))
 CAPACITY, KV_HEADS, GROUP, DIM, V_DIM, PAGE = 24, 2, 2, 64, 64, 4
 
 
@@ -231,7 +236,7 @@ def test_layers(rng, subject, kind, traced):
         np.testing.assert_array_equal(have, want)
 
 
-@each_subject
+@each_subject_interpreted_too
 @every_kind
 @pytest.mark.parametrize("layer", [-1, 2, 2**31 - 1])
 def test_a_traced_layer_that_is_none_of_the_caches_gives_nan(rng, subject, kind, layer):

@@ -89,7 +89,17 @@ def draw(rng, subject, steps):
     return [jnp.asarray(rng.standard_normal((M, *s, DIM)).astype(dtype)) for s in shapes]
 
 
-@pytest.mark.parametrize("subject, case", subjects.pairs("decode", CASES, Case.call))
+FEW = [
+    Case("per_sequence"),
+    Case("stacked", "float8_e4m3fn"),
+    Case("paged", window=70),
+    Case("paged", "int8"),
+]
+
+
+@pytest.mark.parametrize(
+    "subject, case", subjects.pairs("decode", CASES, Case.call, interpreted=FEW)
+)
 def test_step_by_step(rng, subject, case):
     """What lies past a length is NaN; rows past the capacity are lost, and only those steps see it.
     Twice the same bits.
@@ -179,7 +189,10 @@ class Shared:
 SHARED = [Shared(page) for page in (8, 16, 24, 64, 128)] + [Shared(16, x) for x in NARROW]
 
 
-@pytest.mark.parametrize("subject, case", subjects.pairs("decode", SHARED, Shared.call))
+@pytest.mark.parametrize(
+    "subject, case",
+    subjects.pairs("decode", SHARED, Shared.call, interpreted=[Shared(24), Shared(16, "int8")]),
+)
 def test_shared_pages_are_the_same_rows(rng, subject, case):
     """A fork goes on by itself: as a cache that shares nothing, to the rounding of the result."""
     k, v = (jnp.asarray(rng.standard_normal((6, 250, HEADS, DIM)), subject.dtype) for _ in "kv")

@@ -408,7 +408,16 @@ DECODES = [
 ]
 
 
-@pytest.mark.parametrize("subject, case", subjects.pairs("decode", DECODES, Decode.call))
+INTERPRETED = [
+    *(Decode(kind, dtype) for kind, dtype in zip(KINDS, LARGEST, strict=True)),
+    Decode("per_sequence", t=4, window=20, layers=2),
+    Decode("paged", page=64),
+]
+
+
+@pytest.mark.parametrize(
+    "subject, case", subjects.pairs("decode", DECODES, Decode.call, interpreted=INTERPRETED)
+)
 def test_decode_against_float64(rng, subject, case):
     """The oracle multiplies numbers by scales in float64. A kernel may round a row to q's dtype, as
     if the cache had held it in that dtype; and no more.

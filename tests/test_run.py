@@ -70,7 +70,13 @@ def test_control_c_ends_with_what_was_generated():
     command = [sys.executable, "-u", "run.py", "--prompt=ROMEO:", "--max_new_tokens=500"]
     command += ["--chunk=2", "--batch=1"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=CPU, **pipes) as process:
+    # What a shell starts in the background ignores Ctrl-C, and so would what we start from there.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        started = subprocess.Popen(command, cwd=ROOT, env=CPU, **pipes)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with started as process:
         assert process.stdout.readline() == "--- 1 of 1 ---\n"
         process.send_signal(signal.SIGINT)
         out, error = process.stdout.read(), process.stderr.read()
