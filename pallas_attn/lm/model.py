@@ -18,6 +18,7 @@ Axes: M sequences, t rows of each, D hidden, N query heads, K kv heads, H head d
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,10 +29,12 @@ from jax import lax
 from pallas_attn.append import write_kv
 from pallas_attn.attention import flash_attention
 from pallas_attn.decode import decode_attention
+from pallas_attn.lm.linear import Layer, linear, streams
 from pallas_attn.masks import CAUSAL, Mask, sliding_window
 
 Array = jax.Array
 Params = dict[str, Any]
+MATRICES = ("qkv", "out", "gate_up", "down")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,12 +175,6 @@ def num_bytes(params: Params) -> int:
 # ---- one layer ----------------------------------------------------------------------------------
 
 
-def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """x [M, t, in] by a weight [out, in]."""
-    y = lax.dot_general(x, weight, (((2,), (1,)), ((), ())))
-    return y if bias is None else y + bias[None, None]
-
-
 def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
     wide = x.astype(jnp.float32)
     wide *= lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -211,7 +208,9 @@ def _rotate(x: Array, angles: _Angles) -> Array:
 def _qkv(config: Config, weights: Params, x: Array, angles: _Angles) -> tuple[Array, ...]:
     """q [M, t, N, H], k and v [M, t, K, H] of x, normed and turned."""
     sizes = (config.heads, config.kv_heads, config.kv_heads)
-    rows = _linear(x, weights["qkv"], weights.get("qkv_bias"))
+    rows = linear(x, weights["qkv"])
+    if config.qkv_bias:
+        rows += weights["qkv_bias"][None, None]
     rows = rows.reshape(*x.shape[:2], sum(sizes), config.head_dim)
     q, k, v = jnp.split(rows, np.cumsum(sizes)[:2], axis=2)
     if config.qk_norm:
@@ -221,39 +220,46 @@ def _qkv(config: Config, weights: Params, x: Array, angles: _Angles) -> tuple[Ar
 
 
 def _mlp(weights: Params, x: Array) -> Array:
-    gate, up = jnp.split(_linear(x, weights["gate_up"]), 2, axis=-1)
-    return _linear(jax.nn.silu(gate) * up, weights["down"])
+    gate, up = jnp.split(linear(x, weights["gate_up"]), 2, axis=-1)
+    return linear(jax.nn.silu(gate) * up, weights["down"])
 
 
-def _layers(config: Config, params: Params, tokens: Array, positions: Array, attend, cache=None):
-    """x [M, t, D] after all layers, and the cache that `attend` passed from layer to layer.
+class _Pass(NamedTuple):
+    """What the three ways to run a model differ in."""
 
-    attend(q, k, v, mask, layer, cache) -> (out [M, t, N, H], cache)
-    """
+    positions: Array  # int32[M, t]
+    attend: Callable[..., tuple[Array, Any]]  # (q, k, v, mask, layer, cache) -> (out, cache)
+    stream: bool = False  # matrices are read where they lie, in the stack of all layers
+
+
+def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: Any = None):
+    """x [M, t, D] after all layers, and the cache that `attend` passed from layer to layer."""
     x = jnp.take(params["embed"], tokens, axis=0, mode="clip")
-    angles, eps, first = _angles(config, positions), config.norm_eps, 0
+    angles, eps, first = _angles(config, how.positions), config.norm_eps, 0
     for weights, (count, mask) in zip(params["runs"], config.runs, strict=True):
+        stacks = {name: weights[name] for name in MATRICES if how.stream}
+        sliced = {name: x for name, x in weights.items() if name not in stacks}
 
-        def layer(carry, item, mask=mask):
+        def layer(carry, item, mask=mask, stacks=stacks, first=first):
             (x, cache), (weights, number) = carry, item
+            weights |= {name: Layer(stack, number - first) for name, stack in stacks.items()}
             q, k, v = _qkv(config, weights, _rms_norm(x, weights["attn_norm"], eps), angles)
-            out, cache = attend(q, k, v, mask, number, cache)
-            x += _linear(out.reshape(*x.shape[:2], -1), weights["out"])
+            out, cache = how.attend(q, k, v, mask, number, cache)
+            x += linear(out.reshape(*x.shape[:2], -1), weights["out"])
             x += _mlp(weights, _rms_norm(x, weights["mlp_norm"], eps))
             return (x, cache), None
 
         numbers = jnp.arange(first, first + count, dtype=jnp.int32)
-        (x, cache), _ = lax.scan(layer, (x, cache), (weights, numbers))
+        (x, cache), _ = lax.scan(layer, (x, cache), (sliced, numbers))
         first += count
     return x, cache
 
 
-def _logits(config: Config, params: Params, x: Array) -> Array:
+def _logits(config: Config, params: Params, x: Array, stream: bool = False) -> Array:
     """float32[..., vocab] of x [..., D]."""
     x = _rms_norm(x, params["norm"], config.norm_eps)
     head = params["embed" if config.tied else "head"]
-    dims = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, head, dims, preferred_element_type=jnp.float32)
+    return linear(x, Layer(head[None], 0) if stream else head, jnp.float32)
 
 
 # ---- the three ways to run it -------------------------------------------------------------------
@@ -269,7 +275,7 @@ def forward(
         return flash_attention(q, k, v, mask=mask, implementation=implementation), cache
 
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    x, _ = _layers(config, params, tokens, positions, attend)
+    x, _ = _layers(config, params, tokens, _Pass(positions, attend))
     return _logits(config, params, x)
 
 
@@ -307,7 +313,8 @@ def prefill(
         return out, write_kv(cache, k, v, layer=layer, implementation=implementation)
 
     positions = jnp.arange(t, dtype=jnp.int32)[None]
-    x, cache = _layers(config, params, prompts.tokens, positions, attend, cache.extend(rows))
+    how = _Pass(positions, attend)
+    x, cache = _layers(config, params, prompts.tokens, how, cache.extend(rows))
     last = jnp.maximum(prompts.lengths - 1, 0)[:, None, None]
     return _logits(config, params, jnp.take_along_axis(x, last, axis=1)[:, 0]), cache
 
@@ -331,5 +338,6 @@ def decode(
         return out, cache
 
     positions = jnp.maximum(cache.lengths - 1, 0)[:, None]
-    x, cache = _layers(config, params, tokens[:, None], positions, attend, cache)
-    return _logits(config, params, x[:, 0]), cache
+    stream = streams(tokens.shape[0], implementation)
+    x, cache = _layers(config, params, tokens[:, None], _Pass(positions, attend, stream), cache)
+    return _logits(config, params, x[:, 0], stream), cache

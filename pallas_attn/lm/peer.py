@@ -13,6 +13,7 @@ from jax import lax
 
 from pallas_attn.lm import model
 from pallas_attn.lm.decode import Options
+from pallas_attn.lm.linear import linear
 from pallas_attn.lm.model import Config, Params
 
 Array = jax.Array
@@ -68,7 +69,7 @@ def _decode(
             key_value_seq_lengths=lengths + 1,
             implementation=implementation,
         )
-        x += model._linear(out.reshape(*x.shape[:2], -1), weights["out"])
+        x += linear(out.reshape(*x.shape[:2], -1), weights["out"])
         x += model._mlp(weights, model._rms_norm(x, weights["mlp_norm"], config.norm_eps))
         new.append((k_cache, v_cache))
     return model._logits(config, params, x[:, 0]), tuple(new)

@@ -1,0 +1,254 @@
+"""A few rows by a weight [out, in] on Hopper, at the speed at which the weight is read: what a step
+of decoding spends most of its time on.
+
+The rows stand on the M side of the matmul, with padding up to 64, and 8 to 256 of the weight's own
+rows on its N side: so the weight is cut into almost equal parts for every SM whatever its size, and
+what is computed for padding costs nothing that memory does not wait for. A unit of work is
+`block_out` rows of the weight over one of `splits` parts of its columns; what splits give is summed
+by XLA, in order, in the kernel that uses it. Few rows of a weight a unit mean the rows of x come
+from L2 again and again, many splits mean partial sums: `Config.default` weighs the two.
+
+A weight may be one layer of a stack, so that a loop over layers copies none of them.
+
+Shared memory, and who owns it when:
+  w, x [stages]  a ring, filled by TMA in the order of use, a part of a unit at a time; let go of
+                 when the matmul that read it is done
+  out            a unit's result on its way out, between one unit's end and the next one's
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels import operands, tiles
+
+ROWS = 64  # of x, in one matmul
+SMS = 132
+_SMEM = 227 * 1024 - 2048  # less what barriers and alignment take
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """y[rows, out] = x[rows, inner] @ w[layer, out, inner].T"""
+
+    rows: int
+    out: int
+    inner: int
+    dtype: str
+    out_dtype: str
+
+
+def limit(problem: Problem) -> str | None:
+    """Why the kernel does not take it, if it does not."""
+    if problem.dtype not in ("bfloat16", "float16"):
+        return "linear: rows and weight are bfloat16 or float16"
+    if not 1 <= problem.rows <= ROWS:
+        return f"linear: 1 to {ROWS} rows"
+    if problem.inner % 64 or problem.out % 64:
+        return "linear: rows and columns of the weight in multiples of 64"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    block_out: int  # rows of the weight in a unit
+    splits: int
+    block_in: int = 64  # columns that pass by at a time
+    stages: int = 0  # 0: as many as fit
+    ctas: int = SMS
+
+    @classmethod
+    def default(cls, problem: Problem) -> "Config":
+        """The least time by a count of bytes: the slowest SM's share of the weight; x, which comes
+        from L2, at half the price; partial sums.
+        """
+        return min(_candidates(problem), key=lambda config: _cost(problem, config))
+
+
+def _candidates(problem: Problem) -> list[Config]:
+    wide = 256 if problem.inner % 256 == 0 else 128 if problem.inner % 128 == 0 else 64
+    found = [
+        Config(block, splits, block_in)
+        for block in range(8, 257, 8)
+        for splits in (1, 2, 4, 8)
+        for block_in in (64, 128, 256)
+        if block_in <= wide and (splits == 1 or problem.inner // block_in >= 4 * splits)
+    ]
+    return [config for config in found if _stages(problem, config) >= 4]
+
+
+def _cost(problem: Problem, config: Config) -> float:
+    units = -(-problem.out // config.block_out) * config.splits
+    steps = -(-problem.inner // (config.block_in * config.splits))
+    shared = 2 * steps * config.block_in * (config.block_out + _padded(problem) / 2)
+    partial = 4 * problem.rows * problem.out * config.splits * (config.splits > 1) / SMS
+    filling = 2 * config.block_out * config.block_in  # until the first matmul
+    return -(-units // config.ctas) * shared + partial + filling
+
+
+def _padded(problem: Problem) -> int:
+    """Rows of x that TMA brings; what the others hold in shared memory ends in rows that nobody
+    stores.
+    """
+    return operands.round_up(problem.rows, 8)
+
+
+def _stages(problem: Problem, config: Config) -> int:
+    left = _SMEM - ROWS * config.block_out * _out_dtype(problem, config).itemsize
+    return min(left // (2 * config.block_in * (config.block_out + ROWS)), 16)
+
+
+def _out_dtype(problem: Problem, config: Config) -> Any:
+    return jnp.dtype(problem.out_dtype if config.splits == 1 else jnp.float32)
+
+
+class Smem(NamedTuple):
+    w: Any
+    x: Any
+    out: Any
+    ready: Any
+    free: Any
+
+
+class Refs(NamedTuple):
+    x: Any
+    w: Any
+    layer: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    problem: Problem
+    config: Config
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.problem.out // self.config.block_out)
+
+    @property
+    def steps(self) -> int:
+        """Parts of a unit: whole ones; what lies past the last column is zeros."""
+        return -(-self.problem.inner // (self.config.block_in * self.config.splits))
+
+    def scratch(self) -> Smem:
+        config, dtype = self.config, jnp.dtype(self.problem.dtype)
+        stages = config.stages or _stages(self.problem, config)
+        out_dtype = _out_dtype(self.problem, config)
+        return Smem(
+            w=tiles.swizzled((stages, config.block_out, config.block_in), dtype, 128),
+            x=tiles.swizzled((stages, ROWS, config.block_in), dtype, 128),
+            out=plgpu.SMEM((ROWS, config.block_out), out_dtype),
+            ready=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+            free=plgpu.Barrier(num_barriers=stages),
+        )
+
+
+def _units(plan: Plan, cta: Any) -> Any:
+    """How many units a block has: cta, cta + ctas, ..."""
+    return lax.div(plan.tiles * plan.config.splits - cta + plan.config.ctas - 1, plan.config.ctas)
+
+
+def _unit(plan: Plan, cta: Any, n: Any) -> tuple[Any, Any]:
+    """(first row of the weight, split)."""
+    unit, splits = cta + n * plan.config.ctas, jnp.int32(plan.config.splits)
+    return lax.div(unit, splits) * plan.config.block_out, lax.rem(unit, splits)
+
+
+def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
+    config, stages, rows = plan.config, smem.w.shape[0], _padded(plan.problem)
+    layer = refs.layer[0]
+
+    def one_unit(n, count):
+        row, split = _unit(plan, cta, n)
+
+        def step(i, count):
+            slot = lax.rem(count, jnp.int32(stages))
+            wait = functools.partial(plgpu.barrier_wait, smem.free.at[slot])
+            pl.when(count >= stages)(wait)
+            columns = pl.ds((split * plan.steps + i) * config.block_in, config.block_in)
+            w = refs.w.at[layer, pl.ds(row, config.block_out), columns]
+            x = refs.x.at[pl.ds(0 * cta, rows), columns]
+            plgpu.copy_gmem_to_smem(w, smem.w.at[slot], smem.ready.at[slot])
+            plgpu.copy_gmem_to_smem(x, smem.x.at[slot, pl.ds(0, rows)], smem.ready.at[slot])
+            return count + 1
+
+        return lax.fori_loop(0, plan.steps, step, count)
+
+    lax.fori_loop(0, _units(plan, cta), one_unit, jnp.int32(0))
+
+
+def _compute(plan: Plan, smem: Smem, out_ref: Any, cta: Any) -> None:
+    stages = jnp.int32(smem.w.shape[0])
+
+    def one_unit(n, count):
+        row, split = _unit(plan, cta, n)
+
+        def matmuls(acc):
+            def step(i, count):
+                slot = lax.rem(count, stages)
+                plgpu.barrier_wait(smem.ready.at[slot])
+                plgpu.wgmma(acc, smem.x.at[slot], smem.w.at[slot].transpose((1, 0)))
+
+                @pl.when(i > 0)
+                def _():
+                    plgpu.wgmma_wait(1)
+                    plgpu.barrier_arrive(smem.free.at[lax.rem(count - 1, stages)])
+
+                return count + 1
+
+            end = lax.fori_loop(0, plan.steps, step, count)
+            value = acc[...]
+            plgpu.barrier_arrive(smem.free.at[lax.rem(end - 1, stages)])
+            return value, end
+
+        shape = (ROWS, plan.config.block_out)
+        value, count = pl.run_scoped(matmuls, plgpu.ACC(shape, jnp.float32))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        smem.out[...] = value.astype(smem.out.dtype)
+        plgpu.commit_smem()
+        there = out_ref.at[split, pl.ds(0 * cta, ROWS), pl.ds(row, plan.config.block_out)]
+        plgpu.copy_smem_to_gmem(smem.out, there)
+        return count
+
+    lax.fori_loop(0, _units(plan, cta), one_unit, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _kernel(refs: Refs, out_ref: Any, smem: Smem, *, plan: Plan) -> None:
+    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+    pl.when(wg == 1)(functools.partial(_load, plan, refs, smem, cta))
+    pl.when(wg == 0)(functools.partial(_compute, plan, smem, out_ref, cta))
+
+
+def run(x: Any, w: Any, layer: Any, problem: Problem, config: Config) -> Any:
+    """[splits, rows, out]: parts of the result that are still to be added, in float32, or with one
+    split the result.
+    """
+    plan = Plan(problem, config)
+    rows = operands.rows_in_tma(problem.rows)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=jax.ShapeDtypeStruct(
+            (config.splits, rows, problem.out), _out_dtype(problem, config)
+        ),
+        scratch_types=(plan.scratch(),),
+        grid=(min(config.ctas, plan.tiles * config.splits),),
+        grid_names=("cta",),
+        num_threads=2,
+        thread_name="wg",
+        kernel_name="linear_sm90",
+    )
+    x = operands.padded(x, {0: rows})
+    return kernel(Refs(x, w, jnp.asarray(layer, jnp.int32).reshape(1)))[:, : problem.rows]
+
+
+def smem_bytes(plan: Plan) -> int:
+    buffers = plan.scratch()[:3]
+    return sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
