@@ -68,8 +68,8 @@ def test_a_chunk_copies_neither_caches_nor_weights(kind):
 
 
 def test_triton_matmuls_would_copy_the_weights():
-    """The guard above sees them, and the option is still needed: of more than 64 sequences."""
-    options = decode.Options(cache="stacked", slots=72, capacity=512, chunk=8)
+    """The guard above sees them, and the option is still needed: of more than 32 sequences."""
+    options = decode.Options(cache="stacked", slots=40, capacity=512, chunk=8)
     report = mosaic.compile_for(
         functools.partial(chunk, options), *shapes(options), donate_argnums=(1, 2)
     )

@@ -26,10 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._linear import Layer, linear, streams
 from pallas_attn.append import write_kv
 from pallas_attn.attention import flash_attention
 from pallas_attn.decode import decode_attention
-from pallas_attn.lm.linear import Layer, linear, streams
 from pallas_attn.masks import CAUSAL, Mask, sliding_window
 
 Array = jax.Array

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._linear import linear
 from pallas_attn.lm import model
 from pallas_attn.lm.decode import Options
-from pallas_attn.lm.linear import linear
 from pallas_attn.lm.model import Config, Params
 
 Array = jax.Array

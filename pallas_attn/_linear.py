@@ -12,6 +12,10 @@ from pallas_attn import _device, _sharding
 
 Array = jax.Array
 
+# One row of a model of 8B costs 3.85 ms where XLA takes 4.92 on an H200; 64 rows 4.23 where it
+# takes 4.14: x then comes through L2 half as often as the weight.
+FEW = 32
+
 
 class Layer(NamedTuple):
     """One weight of a stack [layers, out, in], not taken out of it."""
@@ -22,19 +26,19 @@ class Layer(NamedTuple):
 
 def streams(rows: int, implementation: str | None) -> bool:
     """Whether so many rows are few enough for the kernel, on this machine."""
-    return implementation in (None, "sm90") and _device.gpu_generation() == "sm90" and rows <= 64
+    return implementation in (None, "sm90") and _device.gpu_generation() == "sm90" and rows <= FEW
 
 
 def linear(x: Array, weight: Array | Layer, dtype: Any = None) -> Array:
     """x [..., in] by a weight [out, in]: [..., out] in `dtype`, or x's."""
-    dtype = dtype or x.dtype
+    dtype = jnp.dtype(dtype or x.dtype)
     if not isinstance(weight, Layer):
         dims = (((x.ndim - 1,), (1,)), ((), ()))
         return lax.dot_general(x, weight, dims, preferred_element_type=dtype)
     number = jnp.asarray(weight.number, jnp.int32).reshape(1)
 
     def run(x: Array, stack: Array, number: Array) -> tuple[Array]:
-        return (_of_layer(x, stack, number, jnp.dtype(dtype).name),)
+        return (_of_layer(x, stack, number, dtype.name),)
 
     rows = x.reshape(-1, x.shape[-1])
     (out,) = _sharding.over_devices(
