@@ -112,11 +112,7 @@ def rows(*operations: str, but: tuple[str, ...] = ()) -> list[Any]:
 
     `but`: rows that another test serves.
     """
-    return [
-        row.param()
-        for row in ROWS
-        if row.name not in but and all(row.exists(name) for name in operations)
-    ]
+    return [row.param() for row in _chosen(but) if all(row.exists(name) for name in operations)]
 
 
 def pairs(
@@ -128,10 +124,10 @@ def pairs(
 ) -> list[Any]:
     """For `parametrize("subject, case", ...)`; `call(case)` is the function and its arguments.
 
-    `but`: rows that another test serves. `interpreted`: the cases that the interpreter runs, where
-    all of them would take it minutes and say the same.
+    `but`: rows that another test serves; "interpreted" is every row that is. `interpreted`: the
+    cases that the interpreter runs, where all of them would take it minutes and say the same.
     """
-    chosen = [row for row in ROWS if row.exists(operation) and row.name not in but]
+    chosen = [row for row in _chosen(but) if row.exists(operation)]
     few = cases if interpreted is None else interpreted
     return [
         row.param(case, id=case.name)
@@ -139,6 +135,11 @@ def pairs(
         for case in ((few if row.generation else cases) if row.somewhere() else ())
         if row.implementation == "reference" or row.takes(operation, call(case)[0], **call(case)[1])
     ]
+
+
+def _chosen(but: tuple[str, ...]) -> list[Subject]:
+    interpreted = "interpreted" not in but
+    return [row for row in ROWS if row.name not in but and (interpreted or not row.generation)]
 
 
 class _AskedError(Exception):
