@@ -87,7 +87,6 @@ def _run_program(*, token, mesh_location, thread, keys, scalars, program, trees)
     block = BlockOfThreads(
         ours.launch_memory.block(*map(int, coordinates), int(mesh_location.thread_id)),
         ours.launch_memory,
-        tuple(map(int, coordinates)),
     )
     arrays = [ours.mem[shared_memory.HostAllocationKey.from_array(key)].content for key in keys]
     spread = [np.full(128, scalar, np.int32) for scalar in scalars]

@@ -12,9 +12,9 @@ class BlockOfThreads:
     thread.
     """
 
-    def __init__(self, first: int, memory: "Memory", block: Any = None):
+    def __init__(self, first: int, memory: "Memory"):
         self.index = np.arange(128, dtype=np.int32)
-        self.memory, self.block = memory, block
+        self.memory = memory
         self.ids = first + self.index.astype(np.int64)
 
     def wide(self, x):
@@ -173,11 +173,6 @@ class BlockOfThreads:
     def sync(self):
         self.memory.meet(int(self.ids[0]))
 
-    def sync_groups(self, count):
-        self.sync()
-        if count > 1:
-            self.memory.meeting(self.block, count).wait()
-
     def make_barriers(self, ref, count):
         block = int(self.ids[0])
         self.memory.barriers.update({(block, slot): Barrier() for slot in range(count)})
@@ -289,7 +284,6 @@ class Memory:
         self.blocks: dict[Any, int] = {}
         self.barriers: dict[tuple[int, int], Barrier] = {}
         self.copies: dict[int, Copies] = {}  # by block
-        self.meetings: dict[Any, threading.Barrier] = {}  # by block, of its groups of threads
         self.since_meeting: dict[int, dict[Any, tuple[set, bool]]] = {}  # by block and byte
         self.arrived: dict[tuple[int, int], set[int]] = {}
 
@@ -346,10 +340,6 @@ class Memory:
         if writes:
             return None
         return words[index].copy()
-
-    def meeting(self, block, count):
-        with self.lock:
-            return self.meetings.setdefault(block, threading.Barrier(count))
 
     def copies_of(self, block):
         return self.copies.setdefault(block, Copies())

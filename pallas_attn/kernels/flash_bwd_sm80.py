@@ -217,7 +217,8 @@ def _attend(plan: KeyPlan, refs: Refs, smem: Smem, item: Item, which: str) -> tu
         if plan.fused:
             sizes = (block, plan.keys, plan.k_width)
             dq = matrices.transposed_product(smem.ds, smem.k, sizes, parts)
-            matrices.add(dq, refs.dq, (item.batch, step.head, step.t * block))
+            of_head = (item.batch * plan.problem.q_heads + step.head) * plan.q_tiles
+            matrices.add(dq, refs.dq, of_head + step.t)
         return tuple(grads[name] for name in which)
 
     first = _step_of(plan, item, none)
@@ -233,10 +234,9 @@ def _attend(plan: KeyPlan, refs: Refs, smem: Smem, item: Item, which: str) -> tu
 def _kernel(refs: Refs, outs: Any, smem: Smem, *, plan: KeyPlan, which: str) -> None:
     item = shared.item_of(plan, refs, refs.dealt[lax.axis_index("cta"), 1])
     grads = _attend(plan, refs, smem, item, which)
-    live = jnp.int32(plan.problem.kv_len) - item.key
     for name, grad, out in zip(which, grads, outs, strict=True):
         grad = grad * plan.problem.scale if name == "k" else grad
-        at = (item.batch, item.kv_head, item.key, live)
+        at = (item.batch, item.kv_head, item.key, plan.problem.kv_len - item.key)
         matrices.write(grad.astype(out.dtype), out, at)
 
 
@@ -252,14 +252,14 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
     refs = _operands(plan, inputs, rest[2], stats)
     grads: dict[str, Any] = {}
     if plan.fused:
-        dq = jnp.zeros((problem.batch, rows, problem.q_heads, plan.k_width), jnp.float32)
-        refs = refs._replace(dq=jax.new_ref(dq))
+        heads = problem.batch * problem.q_heads
+        sizes = (heads * plan.q_tiles, config.block_q * plan.k_width)
+        refs = refs._replace(dq=jax.new_ref(jnp.zeros(sizes, jnp.float32)))
     for which in _launches(plan):
         grads |= _launch(plan, refs, which)
         refs = _after(refs, grads[which[0]])
     if plan.fused:
-        dq = jax.freeze(refs.dq)[:, : problem.q_len, :, : problem.head_dim]
-        dq = (dq * problem.scale).astype(problem.dtype)
+        dq = _dq_of(plan, jax.freeze(refs.dq))
     else:
         dq = flash_bwd_dq_sm80.dq_of(flash_bwd_dq_sm80.plan_of(problem, config), inputs, refs)
     if inputs.bias is not None:
@@ -269,6 +269,16 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
         lse = stats[1][:, :, : problem.q_len]
         grads["sinks"] = shared.dsinks(inputs.sinks, rest[1], lse)
     return AttentionInputs(q=dq, **grads)
+
+
+def _dq_of(plan: KeyPlan, parts: Any) -> Any:
+    """What has been added up, in q's layout and dtype."""
+    problem = plan.problem
+    sizes = (problem.batch, problem.q_heads, plan.q_tiles)
+    dq = matrices.in_rows(parts.reshape(*sizes, -1)).transpose(0, 2, 3, 1, 4)
+    dq = dq.reshape(problem.batch, plan.padded_rows, problem.q_heads, plan.k_width)
+    dq = dq[:, : problem.q_len, :, : problem.head_dim]
+    return (dq * problem.scale).astype(problem.dtype)
 
 
 def _after(refs: Refs, result: Any) -> Refs:

@@ -48,11 +48,10 @@ RESERVED = 1024  # bytes of a block's shared memory that are CUDA's own
 class Config:
     """Tuning only: the result is the same up to rounding."""
 
-    row_blocks: int = 2  # of 64 query rows, of a group of 4 warps
+    row_blocks: int = 2  # of 64 query rows
     block_kv: int = 64
     stages: int = 1  # tiles of K and V in shared memory
     hold_q: bool = False  # in registers
-    groups: int = 1  # of warps in a block, which share K and V
     section: int = 0  # heads whose tiles of work are taken together; 0: see Plan.section
 
     ctas = 0  # one block a tile of work
@@ -62,7 +61,6 @@ class Config:
             "row_blocks": (self.row_blocks in (1, 2), "1 or 2"),
             "block_kv": (16 <= self.block_kv <= 128 and self.block_kv % 16 == 0, "16, 32, .. 128"),
             "stages": (self.stages >= 1, "at least 1"),
-            "groups": (self.groups in (1, 2), "1 or 2"),
             "section": (self.section >= 0, "at least 0"),
         }
         for name, (good, want) in wants.items():
@@ -71,7 +69,7 @@ class Config:
 
     @property
     def warpgroups(self) -> int:
-        return self.row_blocks * self.groups
+        return self.row_blocks
 
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
@@ -81,11 +79,11 @@ class Config:
         if wide and problem.precision != "highest":
             choices.insert(0, cls(2 if dim <= 64 else 1, 64))
         elif not wide and (dim > 128 or (dim > 64 and problem.gpu == "sm100")):
-            choices.insert(0, cls(1, 64, groups=2))  # K and V of 64 rows alone ask too much of L2
+            choices.insert(0, cls(1, 64))
         elif not wide and dim > 64:
             choices.insert(0, cls(2, 64))
         elif not wide:
-            choices.insert(0, cls(2, 64, 2 if problem.kv_len <= 1024 else 1, hold_q=True))
+            choices.insert(0, cls(2, 64, 2 if problem.kv_len <= 2048 else 1, hold_q=True))
         return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
 
 
@@ -128,10 +126,6 @@ class WholePlan(Widths, Plan):
     @property
     def span_rows(self) -> int:
         return self.tile_rows
-
-    @property
-    def group_rows(self) -> int:
-        return self.tile_rows // self.config.groups
 
 
 def limit(
@@ -188,7 +182,7 @@ def buffer_bytes(buffers: Any) -> int:
     return RESERVED + sum(operands.round_up(size, 1024) for size in sizes)
 
 
-def fits(problem: AttentionProblem, need: Callable[..., int], config: Any) -> bool:
+def fits(problem: Any, need: Callable[..., int], config: Any) -> bool:
     return need(problem, config) <= SMEM_LIMITS.get(problem.gpu or "", SMALLEST)
 
 
@@ -196,40 +190,39 @@ def fits(problem: AttentionProblem, need: Callable[..., int], config: Any) -> bo
 
 
 def _load(thread: warps.Thread, refs: Any, at: Any, *, when: Any, shapes: Any) -> None:
-    wait, meet, groups = when
+    wait, meet = when
     if wait is not None:
         thread.wait_copies(wait)
     if wait is not None or meet:
-        thread.sync_groups(groups)
+        thread.sync()
     for ref, where, (rows, *like) in zip(refs, at, shapes, strict=True):
         matrices.fetch(thread, ref, where, rows, tuple(like))
     thread.commit_copies()
 
 
-def turn(*copies: Any, wait: int | None, meet: bool = False, groups: int = 1) -> None:
+def turn(*copies: Any, wait: int | None, meet: bool = False) -> None:
     """Asks for copies when all but the last `wait` turns' are there; `meet`: when all threads are
     here. A copy is (refs, at, (rows, *like)) of `matrices.fetch`.
     """
     refs, at, shapes = zip(*copies, strict=True) if copies else ((), (), ())
-    load = functools.partial(_load, when=(wait, meet, groups), shapes=shapes)
+    load = functools.partial(_load, when=(wait, meet), shapes=shapes)
     warps.each_thread(load, refs, at)
 
 
 def _rows_of_q(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows) -> tuple[Any, ...]:
     live = plan.problem.q_len - rows.row
-    at = (rows.tile.batch, rows.tile.head, rows.row, live, rows.wg * plan.group_rows)
+    at = (rows.tile.batch, rows.tile.head, rows.row, live, jnp.int32(0))
     width = plan.parts_of_numbers * plan.k_width
-    return (smem.q, refs.q), at, (plan.group_rows, refs.q.shape, width)
+    return (smem.q, refs.q), at, (plan.tile_rows, refs.q.shape, width)
 
 
 def _keys(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows, t: Any, which: str) -> Any:
-    """The copy of a group's share of key tile t of K or V; of zeros where there is no such tile."""
-    block = plan.config.block_kv // plan.config.groups
-    ref, tile, skipped = getattr(refs, which), rows.tile, rows.wg * block
-    first = t * plan.config.block_kv + skipped
-    live = jnp.where(t >= rows.span.lo, tile.kv_len - first, 0)
+    """The copy of key tile t of K or V; of nothing but zeros where there is no such tile."""
+    block = plan.config.block_kv
+    ref, tile = getattr(refs, which), rows.tile
+    live = jnp.where(t >= rows.span.lo, tile.kv_len - t * block, 0)
     head = lax.div(tile.head, jnp.int32(plan.problem.group))
-    at = (tile.batch, head, first, live, _slot(plan, rows, t) + skipped)
+    at = (tile.batch, head, t * block, live, _slot(plan, rows, t))
     width = plan.k_width if which == "k" else plan.v_width
     width *= plan.parts_of_numbers
     to = getattr(smem, which)
@@ -256,7 +249,7 @@ class State(NamedTuple):
 
 
 def _nothing(plan: WholePlan) -> State:
-    rows = plan.group_rows
+    rows = plan.tile_rows
     return State(
         tiles.filled((rows, plan.v_width), 0.0),
         tiles.filled((rows, softmax.PARTS), 0.0),
@@ -267,35 +260,34 @@ def _nothing(plan: WholePlan) -> State:
 def _attend(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows) -> State:
     """All keys of the block's rows, from the last tile to the first."""
     config, span, parts = plan.config, rows.span, plan.parts_of_numbers
-    sizes = (plan.group_rows, config.block_kv, plan.k_width)
+    sizes = (plan.tile_rows, config.block_kv, plan.k_width)
     keys = functools.partial(_keys, plan, refs, smem, rows)
-    next_turn = functools.partial(turn, groups=config.groups)
 
     def both(t):
         return keys(t, "k"), keys(t, "v")
 
     q_rows = _rows_of_q(plan, refs, smem, rows)
-    next_turn(q_rows, keys(span.hi - 1, "k"), wait=None)
+    turn(q_rows, keys(span.hi - 1, "k"), wait=None)
     if config.stages > 1:
-        next_turn(keys(span.hi - 1, "v"), wait=None)
+        turn(keys(span.hi - 1, "v"), wait=None)
         for e in range(1, config.stages - 1):
-            next_turn(*both(span.hi - 1 - e), wait=None)
+            turn(*both(span.hi - 1 - e), wait=None)
     q: Any = smem.q
-    q_first = rows.wg * plan.group_rows
+    none = jnp.int32(0)
     if config.hold_q:
-        next_turn(wait=config.stages - 1)
-        q = matrices.held(smem.q, q_first, plan.group_rows, parts * plan.k_width)
+        turn(wait=config.stages - 1)
+        q = matrices.held(smem.q, none, plan.tile_rows, parts * plan.k_width)
 
     def step(masked, i, state):
         t = -1 - i  # loops count up
         if config.stages == 1:
-            next_turn(keys(t, "v"), wait=0)
+            turn(keys(t, "v"), wait=0)
         else:
-            next_turn(*both(t - config.stages + 1), wait=config.stages - 2)
+            turn(*both(t - config.stages + 1), wait=config.stages - 2)
         slot = _slot(plan, rows, t)
-        s = matrices.scores((q, q_first), (smem.k, slot), sizes, parts)
+        s = matrices.scores((q, none), (smem.k, slot), sizes, parts)
         if config.stages == 1:
-            next_turn(keys(t - 1, "k"), wait=0)
+            turn(keys(t - 1, "k"), wait=0)
         given = logits.of_scores(plan, refs, rows, t, s, masked)
         guarded = masked or plan.has("bias")
         new = softmax.step(given, plan.unit, state.top, guarded=guarded)
@@ -355,15 +347,14 @@ def _finish(plan: WholePlan, refs: Refs, outs: Any, rows: Rows, state: State) ->
         inside = tiles.positions(lse.shape, 0, rows.row) < tile.q_len
         lse = jnp.where(inside, lse, -jnp.inf)
         acc = jnp.where(tiles.down_rows(inside, acc.shape), acc, 0.0)
-    tiles.store(lse_ref.at[tile.batch, tile.head, pl.ds(rows.row, plan.group_rows)], lse)
+    tiles.store(lse_ref.at[tile.batch, tile.head, pl.ds(rows.row, plan.tile_rows)], lse)
     live = plan.problem.q_len - rows.row
     matrices.write(acc.astype(out_ref.dtype), out_ref, (tile.batch, tile.head, rows.row, live))
 
 
 def _kernel(refs: Refs, out_ref: Any, lse_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
     tile = logits.tile_of(plan, refs, refs.dealt[lax.axis_index("cta"), 1])
-    group = lax.axis_index("group") if plan.config.groups > 1 else jnp.int32(0)
-    rows = Rows(tile, tile.row + group * plan.group_rows, group, _span(plan, refs, tile))
+    rows = Rows(tile, tile.row, 0, _span(plan, refs, tile))
     attend = functools.partial(_attend, plan, refs, smem, rows)
     if "empty" in plan.parts:
         none = functools.partial(_nothing, plan)
@@ -385,7 +376,6 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         return jnp.zeros(out_shape, problem.dtype), lse
     plan = WholePlan(problem, config)
     refs = _operands(plan, inputs)
-    threads: dict[str, Any] = {"num_threads": config.groups, "thread_name": "group"}
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(
@@ -395,7 +385,6 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         scratch_types=(scratch(plan),),
         grid=(plan.ctas,),
         grid_names=("cta",),
-        **(threads if config.groups > 1 else {}),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_fwd_sm80",
     )

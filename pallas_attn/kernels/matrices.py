@@ -78,21 +78,19 @@ def fetch(thread: warps.Thread, refs: tuple[Ref, Ref], at: Any, rows: int, like:
     line = thread.wide(batch) * length + thread.wide(first)
     line = (line * heads + thread.wide(head)) * wide
     step = pitch(width) // CHUNK
+    mine = thread.index
     for start in range(0, rows * chunks, tiles.THREADS):
-        if 128 % chunks:
-            index = thread.index + start
-            row, chunk = index // chunks, index % chunks
-        else:  # the same chunk of rows 128 // chunks apart
-            row, chunk = thread.index // chunks + start // chunks, thread.index % chunks
+        if tiles.THREADS % chunks:
+            row, chunk = (mine + start) // chunks, (mine + start) % chunks
+            begin = line + thread.wide(row * (heads * wide) + chunk)
+        else:  # the same chunk of rows THREADS // chunks apart
+            row, chunk = mine // chunks + start // chunks, mine % chunks
+            begin = line + thread.wide(mine // chunks * (heads * wide) + chunk)
+            begin = begin + start // chunks * heads * wide
         there = row < live
         if wide < chunks:
             there = there & (chunk < wide)
-        inside = None if start + 128 <= rows * chunks else row < rows
-        begin = line + thread.wide(thread.index // chunks * (heads * wide) + thread.index % chunks)
-        if 128 % chunks:
-            begin = line + thread.wide(row * (heads * wide) + chunk)
-        else:
-            begin = begin + start // chunks * heads * wide
+        inside = None if start + tiles.THREADS <= rows * chunks else row < rows
         thread.copy_async((to, (where + row) * step + chunk), (source, begin), there, inside)
 
 
@@ -120,9 +118,9 @@ def _left_address(ref: Ref, first: Any, step: int) -> ir.Value:
 
 
 def _lane() -> tuple[Int, Int]:
-    """(warp of its 4, lane of the warp)."""
+    """(warp of the block, lane of the warp)."""
     warp, lane = (Int(x) for x in fragments._lane())
-    return warp % 4, lane
+    return warp, lane
 
 
 def held(ref: Ref, first: Array, rows: int, width: int) -> Array:
@@ -343,37 +341,39 @@ def transposed_product(left: Ref, right: Ref, sizes: tuple[int, int, int], parts
 # ---- results -------------------------------------------------------------------------------------
 
 
-def add(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
-    """Adds a tile of float32 to rows of [B, rows, heads, dim], all of which exist; the order in
-    which blocks meet there is anybody's guess. `at`: (batch, head, first row), int32 scalars.
+def add(tile: Array, to: Ref, index: Array) -> None:
+    """Adds a tile [64, columns] of float32 to row `index` of `to` [tiles, 64 * columns], as threads
+    hold it: `in_rows` tells. So a warp adds to 128 bytes at a time: 10.1 ms for a backward pass
+    that took 18.1 by rows. In which order blocks meet there is anybody's guess.
     """
-    _, length, heads, dim = to.shape
-    shape = tile.shape
 
-    def code(tile, to, at):
+    def code(tile, to, index):
         thread = warps.Thread()
-        warp, lane = _lane()
-        batch, head, first = (Int(x.registers.item()) for x in at)
-        start = thread.wide(batch) * length + thread.wide(first)
-        row = warp * 16 + lane // 4
-        start = (start * heads + thread.wide(head)) * dim
-        start = start + thread.wide(row * (heads * dim) + lane % 4 * 2)
-        address = tiles._address(to, start, 4)
+        start = thread.wide(Int(index.registers.item())) * to_size
+        address = tiles._address(to, start + thread.wide(thread.index), 4)
         for n, register in enumerate(tile.registers.flat):
-            column = n // 2 % (shape[1] // 8) * 8
-            down = n // 2 // (shape[1] // 8) * BLOCK + 8 * (n % 2)
             for i in range(2):
-                offset = 4 * (down * heads * dim + column + i)
+                offset = 4 * tiles.THREADS * (2 * n + i)
                 value = vector.extract(register, [], [i])
                 warps.do(f"red.global.add.f32 [$0+{offset}], $1;", [address, value], "l,f")
 
-    def twin(tile, to, at):
-        batch, head, first = map(int, at)
+    def twin(tile, to, index):
+        order = tile.reshape(4, 2, 8, -1, 4, 2).transpose(3, 1, 5, 0, 2, 4)
         with _ADDING:
-            to[batch, first : first + shape[0], head] += tile[:, :dim]
+            to[int(index)] += order.reshape(-1)
 
-    types = (tiles.TILE, REF, (SCALAR,) * 3)
-    fragments._inline(code, twin, (tile, to, tuple(at)), types, None)
+    to_size = to.shape[1]
+    fragments._inline(code, twin, (tile, to, index), (tiles.TILE, REF, SCALAR), None)
+
+
+def in_rows(x: Array) -> Array:
+    """[..., 64 * columns] as `add` leaves it -> [..., 64, columns]."""
+    *rest, size = x.shape
+    n = len(rest)
+    x = x.reshape(*rest, size // 512, 2, 2, 4, 8, 4)
+    return x.transpose(*range(n), n + 3, n + 1, n + 4, n, n + 5, n + 2).reshape(
+        *rest, BLOCK, size // BLOCK
+    )
 
 
 _ADDING = threading.Lock()  # the interpreter's blocks are threads

@@ -196,13 +196,6 @@ class Thread(tiles.Thread):
         """The block's threads meet, and see what the others wrote to shared memory."""
         utils.warpgroup_barrier()
 
-    def sync_groups(self, count: int) -> None:
-        """`sync`, of all `count` groups of 4 warps that a block has."""
-        if count == 1:
-            self.sync()
-        else:
-            do("bar.sync 0;", [], "")
-
     # ---- bulk copies -----------------------------------------------------------------------------
 
     def make_barriers(self, ref: Ref, count: int) -> None:
