@@ -109,7 +109,7 @@ def _run_twin(*, token, args, twin, is_ref, results):
     ]
     with np.errstate(all="ignore"):
         result = twin(*jax.tree.unflatten(tree, values))
-    return token, [result] if results else []
+    return token, jax.tree.leaves(result) if results else []
 
 
 def _shape_of(aval):

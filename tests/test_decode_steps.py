@@ -129,9 +129,6 @@ def test_step_by_step(rng, subject, case):
     wanted = {"q": q, "k": k, "v": v, "mask": case.options()["mask"]}
     wanted |= {"kv_lengths": starts + steps, "q_offset": starts}
     expected = budget.attention(wanted)
-    if case.cache_dtype and subject.dtype != "float32":
-        rounded = {name: wanted[name].astype(subject.dtype) for name in ("k", "v")}
-        expected = expected._replace(naive=budget.attention(wanted | rounded).naive)
     out, lse = np.swapaxes(np.asarray(out), 0, 1), np.moveaxis(np.asarray(lse), 0, 2)
     fits = at < CAPACITY
     assert np.isnan(out[~fits].astype(np.float32)).all()

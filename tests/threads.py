@@ -162,14 +162,6 @@ class BlockOfThreads:
         index = np.broadcast_to(index, 128)[where]
         self.memory.shared(ref, index, 4, self.ids[where], True, value)
 
-    def shared_clear(self, ref, index, where):
-        where = np.broadcast_to(where, 128)
-        index = np.broadcast_to(index, 128)[where]
-        self.memory.shared(ref, index, 16, self.ids[where], True, np.zeros(1, "V16"))
-
-    def before_copies(self):
-        pass
-
     def sync(self):
         self.memory.meet(int(self.ids[0]))
 

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from pallas_attn.kernels import decode_merge, decode_plan, warps
-from pallas_attn.kernels.decode_plan import Plan, Table
+from pallas_attn.kernels.decode_plan import BLANK, Plan, Table
 
 Ref = Any
 Scalar = Any
@@ -30,7 +30,7 @@ class Refs(NamedTuple):
     page_table: Ref | None
     layer: Ref | None
     sinks: Ref | None
-    counters: Ref
+    counters: Ref  # behind `BLANK` bytes of zeros
 
 
 class Tile(NamedTuple):
@@ -46,6 +46,19 @@ class Tile(NamedTuple):
     page: Any = None  # int32[128]: what `look_up` gave
 
 
+def _number(thread: warps.Thread) -> Any:
+    """Which of a tile's copies is this thread's: lanes that ask for copies wait for each other, so
+    neighbours are in different warps. The last warp has none: it speaks to other blocks
+    (`warps.Thread.arrive`), and should not have copies to wait for.
+    """
+    warp = thread.index // 32
+    return thread.select(warp < COPYING, thread.index % 32 * COPYING + warp, MANY)
+
+
+COPYING = warps.WARPS - 1
+MANY = 2**15  # more than there are
+
+
 def _piece(thread: warps.Thread, at: Tile, plan: Plan) -> tuple[Any, Any]:
     """(its first key in the tile, how many of its keys exist) of this thread's piece of a tile,
     which lies together in memory.
@@ -53,7 +66,7 @@ def _piece(thread: warps.Thread, at: Tile, plan: Plan) -> tuple[Any, Any]:
     Piece p is that of warp p % 4: lanes that ask for copies wait for each other.
     """
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
-    piece = thread.index % 32 * warps.WARPS + thread.index // 32
+    piece = _number(thread)
     skipped = piece * plan.page_rows
     return skipped, thread.minimum(live - skipped, plan.page_rows)
 
@@ -67,13 +80,15 @@ def look_up(thread: warps.Thread, refs: Refs, at: Tile, plan: Plan) -> Any:
 
 def fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -> None:
     """Asks for a tile: a copy of K and one of V for what lies together. Only rows that exist are
-    read.
+    read. Behind them V gets zeros, by copies too: whatever lay there, NaN too, has a weight of 0,
+    and a store would have to wait for all copies under way before it lets others follow.
     """
     given, smem = refs
     row_bytes = [plan.itemsize * dim for dim in (plan.problem.head_dim, plan.problem.v_head_dim)]
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
     live = decode_plan.at_least(live, 0)
-    nbytes = live * sum(row_bytes)
+    missing = (live * -1 + plan.tile) * row_bytes[1]
+    nbytes = live * row_bytes[0] + plan.tile * row_bytes[1]
     if plan.problem.quantized:
         nbytes = nbytes + _scale_bytes(live) * 2
     thread.announce(smem.barriers, at.slot, nbytes, (thread.index < 1) & (at.wanted >= 1))
@@ -86,6 +101,11 @@ def fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -
     for cache, ring, size in zip(caches[:2], (smem.k, smem.v), row_bytes, strict=True):
         words = size // 16
         thread.copy((ring, row * words), (cache, line * words), here * size, done, there)
+    chunk = _number(thread) * BLANK
+    blank = thread.minimum(missing - chunk, BLANK)
+    to = (at.slot + 1) * (plan.tile * row_bytes[1] // 16) + chunk // 16 - missing // 16
+    some = (blank >= 1) & (at.wanted >= 1)
+    thread.copy((smem.v, to), (given.counters, thread.wide(chunk * 0)), blank, done, some)
     if plan.problem.quantized:  # 4 scales a word: capacities, pages and pieces are multiples of 4
         nbytes = _scale_bytes(decode_plan.at_least(here, 0))
         for cache, ring in zip(caches[2:], (smem.k_scale, smem.v_scale), strict=True):
@@ -148,27 +168,6 @@ def check_pages(thread: warps.Thread, refs: tuple[Refs, Table], at: Any, plan: P
         return carry
 
     thread.loop((pages + 127) // 128, [], some)
-
-
-def clear(thread: warps.Thread, rings: tuple, at: tuple[Any, Any], plan: Plan) -> None:
-    """Zeros over the values past the last key: whatever lies there, NaN too, has a weight of 0."""
-    (ring, scales), (live, slot) = rings, at
-    words = plan.problem.v_head_dim * plan.itemsize // 16
-    for start in range(0, plan.tile, 128) if scales is not None else ():
-        key = thread.index + start
-        past = (key < plan.tile) & (key >= live)
-        thread.shared_store(scales, slot * plan.tile + key, thread.number(0.0), past)
-    total = plan.tile * words
-
-    def some(i: Any, carry: list) -> list:
-        index = thread.index + i * 128
-        there = (index < total) & (index >= live * words)
-        thread.shared_clear(ring, slot * total + index, there)
-        return carry
-
-    thread.loop(-(-total // 128), [], some)
-    thread.before_copies()
-    thread.sync()
 
 
 def wait(thread: warps.Thread, barriers: Ref, at: tuple[Any, Any]) -> None:

@@ -14,7 +14,7 @@ import functools
 from typing import Any, NamedTuple
 
 from pallas_attn.kernels import fragments, softmax, warps
-from pallas_attn.kernels.decode_plan import Plan
+from pallas_attn.kernels.decode_plan import BLANK, Plan
 
 Ref = Any
 
@@ -38,7 +38,7 @@ class Results(NamedTuple):
     parts: Ref  # float32[slots, chunk_rows, Hv]
     tops: Ref  # float32[slots, chunk_rows]
     totals: Ref
-    counters: Ref  # int32[M * heads], 0 before a launch and after it
+    counters: Ref  # int32[M * heads] behind `BLANK` bytes, 0 before a launch and after it
     sinks: Ref | None
 
 
@@ -90,7 +90,14 @@ def publish(
         thread.store_floats(results.totals, line, [part.total], first)
 
     _each_place(thread, place, at, plan)
-    thread.arrive(results.counters, at.m * plan.heads + at.head, at.count, last)
+    arrive(thread, (results.counters, last), at, plan=plan)
+
+
+def arrive(thread: warps.Thread, refs: tuple[Ref, Ref], at: Where, *, plan: Plan) -> None:
+    """Counts the block's part in: `last[0]` becomes 1 where all others are there."""
+    counters, last = refs
+    counter = at.m * plan.heads + at.head + BLANK // 4
+    thread.arrive(counters, counter, at.count, last)
 
 
 def merge(thread: warps.Thread, refs: Results, at: Where, *, plan: Plan) -> None:
@@ -124,9 +131,12 @@ def merge(thread: warps.Thread, refs: Results, at: Where, *, plan: Plan) -> None
             def added(out: list, batch: Any, numbers: list) -> list:
                 for i, four in enumerate(numbers):
                     w = thread.of_lane(weight, batch + i)
+                    there = batch + i < left  # else it is the first part: no 0 * inf of it
+                    four = [thread.choose(there, y, zero) for y in four]
                     out = [x + w * y for x, y in zip(out, four, strict=True)]
                 return out
 
+            left = thread.minimum(at.count - trip * LANES, LANES)
             first = read(lane * 0)  # on its way before anybody knows its weight
             own, owned = thread.choose(exists, own, nothing), thread.choose(exists, owned, zero)
             higher = thread.highest(top, thread.warp_highest(own))
@@ -139,7 +149,6 @@ def merge(thread: warps.Thread, refs: Results, at: Where, *, plan: Plan) -> None
                 batch = (batch + 1) * AHEAD
                 return added(out, batch, read(batch))
 
-            left = thread.minimum(at.count - trip * LANES, LANES)
             batches = (left + (AHEAD - 1)) // AHEAD - 1
             return [higher, total, *thread.loop(batches, out, later)]
 

@@ -26,6 +26,9 @@ Ref = Any
 Scalar = Any
 
 
+BLANK = 2048  # bytes of zeros that lie before the counters
+
+
 class Piece(NamedTuple):
     """Consecutive units of one head of one sequence, that one block takes."""
 
@@ -99,6 +102,11 @@ class Plan:
     def itemsize(self) -> int:
         """Bytes of a number in the cache."""
         return jnp.dtype(self.problem.cache_dtype).itemsize
+
+    @property
+    def operands(self) -> str:
+        """What tensor cores multiply: numbers of 8 bits are made float16."""
+        return "float16" if self.problem.quantized else self.problem.dtype
 
     @property
     def unit(self) -> int:

@@ -32,7 +32,9 @@ from jax import lax
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels import (
+    decode_latent,
     decode_load,
+    decode_logits,
     decode_merge,
     decode_plan,
     fragments,
@@ -41,6 +43,7 @@ from pallas_attn.kernels import (
     warps,
 )
 from pallas_attn.kernels.decode_load import Refs, Smem, Tile
+from pallas_attn.kernels.decode_logits import ROWS
 from pallas_attn.kernels.decode_plan import Piece, Plan, Share, Table
 
 Array = Any
@@ -48,9 +51,9 @@ Ref = Any
 Scalar = Any
 
 SMEM_LIMIT = 232_448
+SMEM_OF_TWO = 233_472 // 2 - 1024  # of each of two blocks on a multiprocessor
 SMEM_ALIGNMENT = 1024  # of every buffer
 RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
-ROWS = warps.WARPS * fragments.ROWS
 MULTIPROCESSORS = 132
 
 
@@ -83,35 +86,46 @@ class Config:
         A tile of twice the keys costs a block less than two (8192 keys of one sequence take 9.5 us
         by 128 against 11.2 by 64), where a block gets a few of them. Where the heads can be shared
         out evenly over all multiprocessors but a few, these stay idle: there is nothing to merge.
+        Keys of 8 bits keep a warp busy for longer than their bytes take to come: two blocks a
+        multiprocessor, each of which waits while the other computes.
         """
+        if problem.shared_kv:
+            return _deepest(problem, cls(ctas=MULTIPROCESSORS), SMEM_LIMIT)
         plan = Plan(problem, cls())
         heads = problem.sequences * plan.heads
+        keys = max(problem.capacities) * heads
+        if problem.quantized and keys >= 2 * MULTIPROCESSORS * 8 * 128:
+            for tile in (128, 64):
+                config = cls(tile=tile, stages=2, ctas=2 * MULTIPROCESSORS)
+                if smem_bytes(problem, config) <= SMEM_OF_TWO:
+                    return _deepest(problem, config, SMEM_OF_TWO)
         even = [n for n in range(MULTIPROCESSORS, MULTIPROCESSORS - 9, -1) if heads % n == 0]
         most = MULTIPROCESSORS // heads * heads
         even += [most] if most > MULTIPROCESSORS - 9 else []
         ctas = even[0] if even else MULTIPROCESSORS
         size = jnp.dtype(problem.cache_dtype).itemsize
         row = size * (problem.head_dim + problem.v_head_dim) + (8 if problem.quantized else 0)
-        keys = max(problem.capacities) * heads // ctas  # of a block
         tile, most_bytes = 64, 2**16 if plan.row_blocks == 1 else 0
-        while tile < 256 and 2 * tile * row <= most_bytes and keys >= 8 * tile:
+        while tile < 256 and 2 * tile * row <= most_bytes and keys // ctas >= 8 * tile:
             tile *= 2
         choices = []
         while tile >= 64:
-            config = cls(tile=tile, stages=2, ctas=ctas)
-            left = SMEM_LIMIT - smem_bytes(problem, config)
-            stages = min(8, 2 + max(0, left // (tile * row)))
-            choices.append(dataclasses.replace(config, stages=stages))
+            choices.append(_deepest(problem, cls(tile=tile, stages=2, ctas=ctas), SMEM_LIMIT))
             tile //= 2
         return next((config for config in choices if config.stages >= 3), choices[-1])
+
+
+def _deepest(problem: DecodeProblem, config: Config, room: int) -> Config:
+    """The config with as many stages, up to 8, as there is room for; but at least 2."""
+    deeper = [dataclasses.replace(config, stages=stages) for stages in range(8, 2, -1)]
+    fitting = (one for one in deeper if smem_bytes(problem, one) <= room)
+    return next(fitting, dataclasses.replace(config, stages=2))
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
     if problem.dtype not in ("bfloat16", "float16"):
         return Limit(f"it takes bfloat16 and float16 q, not {problem.dtype}", "cast q")
-    if problem.shared_kv:
-        return Limit("it does not take V within K yet", 'say implementation="reference"')
     if problem.quantized and (refused := _narrow_limit(problem)) is not None:
         return refused
     if problem.cache_dtype != problem.dtype and not problem.quantized:
@@ -119,7 +133,9 @@ def limit(problem: DecodeProblem) -> Limit | None:
             f"a {problem.cache_dtype} cache under {problem.dtype} queries",
             "create the cache with q's dtype, or cast q",
         )
-    for name in ("head_dim", "v_head_dim"):
+    if problem.shared_kv and (refused := decode_latent.limit(problem)) is not None:
+        return refused
+    for name in ("head_dim", "v_head_dim") if not problem.shared_kv else ():
         size = getattr(problem, name)
         if size % 8 or not 8 <= size <= 256:
             return Limit(
@@ -128,6 +144,10 @@ def limit(problem: DecodeProblem) -> Limit | None:
     most = sum(capacity // 64 + 1 for capacity in problem.capacities)
     if most * problem.q_heads * problem.q_len >= 2**31 or max(problem.capacities) >= 2**30:
         return Limit("it counts tiles of keys in 32 bits", "split the sequences over several calls")
+    slabs = (problem.layers or 1) * (problem.pages or problem.sequences)
+    if slabs >= 2**31:
+        what = "sequences" if problem.pages is None else "pages"
+        return Limit(f"{slabs} {what} of all layers; it counts them in 32 bits", "split the layers")
     most = MOST_SEQUENCES // (2 if problem.quantized else 1)
     if problem.sequences > most:
         return Limit(
@@ -141,8 +161,6 @@ MOST_SEQUENCES = 2000  # a launch has parameters for as many arrays of K and of 
 
 
 def _narrow_limit(problem: DecodeProblem) -> Limit | None:
-    if problem.dtype != "bfloat16":
-        return Limit(f"a quantised cache under {problem.dtype} queries", "cast q to bfloat16")
     if problem.head_dim % 64 or problem.v_head_dim % 8:
         return Limit(
             f"a quantised cache of head dim {problem.head_dim}; it takes multiples of 64",
@@ -185,6 +203,8 @@ def scratch(plan: Plan) -> Smem:
 
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
+    if problem.shared_kv:
+        return decode_latent.smem_bytes(problem, config)
     buffers = jax.tree.leaves(scratch(Plan(problem, config)), is_leaf=lambda x: hasattr(x, "dtype"))
     sizes = (math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
     return RESERVED + sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes)
@@ -233,72 +253,47 @@ def _fetch(plan: Plan, refs: Refs, smem: Smem, ahead: tuple[Piece, Tile]) -> Pie
 
 
 class State(NamedTuple):
-    """An online softmax of every warp, carried from tile to tile."""
+    """An online softmax of every warp, carried from tile to tile.
+
+    Over a quantised cache `acc` is a sum of values that are not multiplied by their scales. Their
+    weights, probabilities times scales, have a top of their own, so that float16 holds them.
+    """
 
     acc: Array  # [64, Hv]
     total: Array  # [64, PARTS]
     top: Array  # [64]
-
-
-def _positions(plan: Plan, piece: Piece, tile: Scalar) -> tuple[Any, Any]:
-    """Of the queries and the keys of all warps' logits."""
-    split, problem = plan.split, plan.problem
-    shape = (ROWS, split.columns)
-    row, column = tiles.positions(shape, 0, 0), tiles.positions(shape, 1, 0)
-    warp = row // fragments.ROWS
-    key = tile * plan.tile + split.first(warp) + column
-    query = split.row_block(warp) * fragments.ROWS + row % fragments.ROWS
-    query = query + lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
-    return piece.length - problem.q_len + _divided(plan, query), key
-
-
-def _divided(plan: Plan, query: Array) -> Array:
-    """query // group, by multiplication: LLVM makes a division of small numbers one of 16 bits,
-    which that of JAX 0.12 then does not know for this GPU.
-    """
-    group, bits, rows = plan.group, 20, plan.chunks * plan.chunk_rows
-    factor = -(-(2**bits) // group)
-    if group & (group - 1) == 0 or rows * group >= 2**bits or rows * factor >= 2**31:
-        return query // group
-    return query * factor // 2**bits
-
-
-def _logits(plan: Plan, piece: Piece, tile: Scalar, s: Array) -> Array:
-    """Scores -> logits, in log2 units if `plan.unit_of_logits` is None."""
-    problem = plan.problem
-    if plan.unit_of_logits is None:
-        s = s * problem.scale
-        if problem.softcap is not None:
-            s = softmax.capped(s, problem.softcap)
-        s = s * softmax.LOG2_E
-    lo, hi = problem.mask.kv_full_range(piece.length - problem.q_len, piece.length, piece.length)
-    start = tile * plan.tile
-    full = (start >= lo) & (start + plan.tile <= hi)
-
-    def masked():
-        query, key = _positions(plan, piece, tile)
-        return jnp.where(problem.mask.allows(query, key, piece.length), s, -jnp.inf)
-
-    return lax.cond(full, lambda: s, masked)
+    peak: Array | None  # [64]: what acc is relative to; None: to top
 
 
 def _attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> State:
     """One tile of keys, from its scores on."""
     (tile, slot), (s, state) = at, carried
-    new = softmax.step(_logits(plan, piece, tile, s), plan.unit_of_logits, state.top, guarded=True)
+    scales = fragments.of_keys(smem.v_scale, slot, plan.split) if plan.problem.quantized else None
+    logits, weights = decode_logits.logits(plan, piece, tile, (s, scales))
+    unit = None if plan.problem.quantized else plan.unit_of_logits
+    new = softmax.step(logits, unit, state.top, guarded=True)
+    if weights is None:
 
-    def scaled():
-        return (
-            state.acc * tiles.down_rows(new.shrink, state.acc.shape),
-            state.total * tiles.down_rows(new.shrink, state.total.shape),
+        def scaled():
+            return (
+                state.acc * tiles.down_rows(new.shrink, state.acc.shape),
+                state.total * tiles.down_rows(new.shrink, state.total.shape),
+            )
+
+        acc, total = lax.cond(new.moved != 0, scaled, lambda: (state.acc, state.total))
+        p, peak = new.p, None
+    else:
+        total = state.total * tiles.down_rows(new.shrink, state.total.shape)
+        heavy = softmax.step(weights, None, state.peak, guarded=True)
+        acc = lax.cond(
+            heavy.moved != 0,
+            lambda: state.acc * tiles.down_rows(heavy.shrink, state.acc.shape),
+            lambda: state.acc,
         )
-
-    acc, total = lax.cond(new.moved != 0, scaled, lambda: (state.acc, state.total))
-    p = new.p
-    if plan.problem.quantized:
-        p = fragments.by_key(p, smem.v_scale, slot, plan.split)
-    p = p.astype(plan.problem.dtype)
-    return State(fragments.weigh(acc, p, smem.v, slot, plan.split), total + new.total, new.top)
+        p, peak = heavy.p, heavy.top
+    p = p.astype(plan.operands)
+    acc = fragments.weigh(acc, p, smem.v, slot, plan.split)
+    return State(acc, total + new.total, new.top, peak)
 
 
 def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta: Scalar) -> None:
@@ -319,7 +314,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
         unit, m, count, ahead = carry
         piece = decode_plan.piece_at(plan, smem.table, share, unit, m)
         parts = decode_plan.parts_of(plan, share, piece, cta)
-        q = _queries(plan, refs, piece)
+        q, units = _queries(plan, refs, piece)
         if plan.problem.kind == "paged" and plan.problem.mask.left is not None:
             before = lax.div(piece.tile * plan.tile, jnp.int32(plan.problem.page_size))
             check = functools.partial(decode_load.check_pages, plan=plan)
@@ -328,6 +323,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             tiles.filled((ROWS, fragments.width_of(plan.problem.v_head_dim)), 0.0),
             tiles.filled((ROWS, softmax.PARTS), 0.0),
             tiles.filled((ROWS,), -jnp.inf),
+            tiles.filled((ROWS,), -jnp.inf) if plan.problem.quantized else None,
         )
 
         def one_tile(tile, carry):
@@ -338,13 +334,10 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             before = jnp.where(slot == 0, stages - 1, slot - 1)
             following = _next_tile(plan, refs, smem, share, (ahead, before))
             warps.each_thread(decode_load.wait, smem.barriers, (slot, parity))
-            live = piece.length - tile * plan.tile
-            clear = functools.partial(decode_load.clear, plan=plan)
-            values = (smem.v, smem.v_scale)
-            pl.when(live < plan.tile)(lambda: warps.each_thread(clear, values, (live, slot)))
             s = fragments.scores(q, smem.k, slot, plan.split)
-            if plan.problem.quantized:
-                s = fragments.by_key(s, smem.k_scale, slot, plan.split)
+            if units is not None:
+                s = s * fragments.of_keys(smem.k_scale, slot, plan.split)
+                s = s * tiles.down_rows(units, s.shape)
             ahead = _fetch(plan, refs, smem, following)  # while the matmuls are under way
             state = _attend(plan, smem, piece, (tile, slot), (s, state))
             return state, count + 1, ahead
@@ -358,15 +351,17 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
     )
 
 
-def _queries(plan: Plan, refs: Refs, piece: Piece) -> Array:
+def _queries(plan: Plan, refs: Refs, piece: Piece) -> tuple[Array, Array | None]:
+    """The query rows, and what their scores are to be multiplied by, if anything."""
     problem = plan.problem
     head = lax.div(piece.head, jnp.int32(plan.chunks)) * plan.group
     first = piece.m * (problem.q_len * problem.q_heads) + head
     stride = (problem.q_heads, plan.group, problem.head_dim)
     chunk = lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
-    return fragments.queries(
-        refs.q, (first, chunk), plan.rows, plan.split, stride, narrow=problem.quantized
-    )
+    place = (refs.q, (first, chunk), plan.rows, plan.split, stride)
+    if problem.quantized:
+        return fragments.narrow_queries(*place)
+    return fragments.queries(*place), None
 
 
 def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, parts: decode_plan.Parts) -> None:
@@ -380,8 +375,12 @@ def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, parts: decode_pla
         first=parts.first,
         later=parts.later,
     )
-    total = state.total.sum(axis=1)
-    fragments.spill(state.acc, state.top, total, smem.spilled, plan.spilled_rows)
+    total, acc = state.total.sum(axis=1), state.acc
+    if state.peak is not None:
+        none = state.peak == -jnp.inf
+        unit = jnp.where(none, 0.0, jnp.exp2(state.peak - jnp.where(none, 0.0, state.top)))
+        acc = acc * tiles.down_rows(unit, acc.shape)
+    fragments.spill(acc, state.top, total, smem.spilled, plan.spilled_rows)
 
     @pl.when(parts.count == 1)
     def _():
@@ -432,22 +431,25 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
         out = jnp.where(lost[..., None], jnp.nan, jnp.zeros((*rows, problem.v_head_dim)))
         lse = jnp.where(lost, jnp.nan, jnp.full((rows[0], rows[2], rows[1]), -jnp.inf))
         return out.astype(problem.dtype), lse.astype(jnp.float32)
-    return _launch(inputs, _counters(problem, config), problem, config)
+    launch = decode_latent.launch if problem.shared_kv else _launch
+    plan = (decode_latent.LatentPlan if problem.shared_kv else Plan)(problem, config)
+    return launch(inputs, _counters(plan), problem, config)
 
 
 _calls = itertools.count(1)
 
 
-def _counters(problem: DecodeProblem, config: Config) -> np.ndarray:
-    """A zero for every head of every sequence, where its parts are counted in.
+def _counters(plan: Plan) -> np.ndarray:
+    """A zero for every head of every sequence, where its parts are counted in, behind `BLANK` bytes
+    of zeros that are only read (`decode_load.fetch`).
 
     Each launch leaves them as it found them, so they are a constant: XLA has nothing to clear,
     which would be a launch of its own (0.7 us of 5.5). The number behind them is that of this call:
     two calls in a program would otherwise share one constant, and must not if XLA ever ran them
     side by side. It also keeps XLA from making the zeros itself.
     """
-    heads = problem.sequences * Plan(problem, config).heads
-    return np.append(np.zeros(heads, np.int32), np.int32(next(_calls) % 2**31 or 1))
+    zeros = decode_plan.BLANK // 4 + plan.problem.sequences * plan.heads
+    return np.append(np.zeros(zeros, np.int32), np.int32(next(_calls) % 2**31 or 1))
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))

@@ -77,46 +77,86 @@ class Split:
         return warp // self.row_blocks * self.columns
 
 
-def queries(  # noqa: PLR0913
-    ref: Ref, first: tuple, rows: int, split: Split, stride: tuple, narrow: bool = False
-) -> Array:
+def queries(ref: Ref, first: tuple, rows: int, split: Split, stride: tuple) -> Array:
     """The query rows of every warp, [64, H up to a multiple of 32]: row r of warp w is query
     row_block(w) * 16 + r, from the first on. For `scores` alone: it lies as `_words_of_row` says.
 
     `first` is (where query 0 lies, in rows of H; the query of row 0). Query n of `rows` lies at
     n // group * step + n % group from there; `stride` is (step, group, H). Rows past the last
-    repeat it. `narrow`: they meet keys of 8 bits.
+    repeat it.
     """
     step, group, dim = stride
-    dtype, groups = ref.dtype, -(-dim // 32)
-    shape = (warps.WARPS * ROWS, 32 * groups)
-
-    def where(n):
-        return n // group * step + n % group
+    shape, dtype = (warps.WARPS * ROWS, 32 * -(-dim // 32)), ref.dtype
 
     def code(ref, first):
-        warp, lane = (Int(x) for x in _lane())
-        start, skipped = (Int(x.registers.item()) for x in first)
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
-        halves = []
-        for half in (0, 8):
-            n = skipped + split.row_block(warp) * ROWS + lane // 4 + half
-            row = start + where(n._with(arith.minsi, rows - 1))
-            start_of_row = _wide(row) * (dim // 8)
-            if narrow:
-                halves.append(_as_narrow_lies(tiles._pointer(ref), start_of_row, lane, dim))
-            else:
-                halves.append(_words_of_row(tiles._pointer(ref), start_of_row, lane, dim))
-        registers = [llvm.bitcast(pair, words[i]) for i in range(4 * groups) for words in halves]
-        return _tile(registers, shape)
+        lane, starts = _rows_of_lane(first, rows, split, stride)
+        halves = [_words_of_row(tiles._pointer(ref), start, lane, dim) for start in starts]
+        return _tile(
+            [llvm.bitcast(pair, w) for both in zip(*halves, strict=True) for w in both], shape
+        )
 
     def twin(ref, first):
-        n = np.arange(warps.WARPS * ROWS)
-        n = np.minimum(first[1] + split.row_block(n // ROWS) * ROWS + n % ROWS, rows - 1)
-        q = ref.reshape(-1, dim)[first[0] + where(n)]
-        return np.pad(q, ((0, 0), (0, 32 * groups - dim)))
+        q = ref.reshape(-1, dim)[_rows_of_twin(first, rows, split, (step, group))]
+        return np.pad(q, ((0, 0), (0, shape[1] - dim)))
 
     return _inline(code, twin, (ref, first), (REF, (SCALAR, SCALAR)), _tile_of(shape, dtype))
+
+
+def narrow_queries(
+    ref: Ref, first: tuple, rows: int, split: Split, stride: tuple
+) -> tuple[Array, Array]:
+    """`queries` in float16, for keys of 8 bits made float16; and what each row is to be multiplied
+    by, [64]: the power of two that its largest number was divided by, so that none overflows.
+    """
+    step, group, dim = stride
+    shape, dtype = (warps.WARPS * ROWS, dim), ref.dtype
+    kind = jnp.dtype(jnp.float16)
+
+    def code(ref, first):
+        pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(kind))
+        lane, starts = _rows_of_lane(first, rows, split, stride)
+        halves, units = [], []
+        for start in starts:
+            words = _as_narrow_lies(tiles._pointer(ref), start, lane, dim)
+            words, unit = widen.normalised(words, str(jnp.dtype(dtype)))
+            halves.append(words)
+            units.append(unit)
+        words = [llvm.bitcast(pair, w) for both in zip(*halves, strict=True) for w in both]
+        return _tile(words, shape), _row(units)
+
+    def twin(ref, first):
+        q = ref.reshape(-1, dim)[_rows_of_twin(first, rows, split, (step, group))]
+        q = q.astype(np.float32)
+        bits = np.abs(q).max(axis=1).view(np.int32) & 0x7F800000
+        bits = np.minimum(bits, widen.MOST)
+        inverse = (widen.HIGH - bits).view(np.float32)
+        return (q * inverse[:, None]).astype(np.float16), bits.view(np.float32)
+
+    result = (
+        _tile_of(shape, kind),
+        plgpu.ShapeDtypeStruct((shape[0],), jnp.float32, layout=tiles.ROW),
+    )
+    return _inline(code, twin, (ref, first), (REF, (SCALAR, SCALAR)), result)
+
+
+def _rows_of_lane(first: tuple, rows: int, split: Split, stride: tuple) -> tuple[Int, list[Int]]:
+    """The lane, and where its two rows begin, in words of 16 bytes."""
+    step, group, dim = stride
+    warp, lane = (Int(x) for x in _lane())
+    start, skipped = (Int(x.registers.item()) for x in first)
+    starts = []
+    for half in (0, 8):
+        n = skipped + split.row_block(warp) * ROWS + lane // 4 + half
+        n = n._with(arith.minsi, rows - 1)
+        starts.append(_wide(start + n // group * step + n % group) * (dim // 8))
+    return lane, starts
+
+
+def _rows_of_twin(first: tuple, rows: int, split: Split, stride: tuple) -> np.ndarray:
+    (step, group), n = stride, np.arange(warps.WARPS * ROWS)
+    n = np.minimum(first[1] + split.row_block(n // ROWS) * ROWS + n % ROWS, rows - 1)
+    return first[0] + n // group * step + n % group
 
 
 def _wide(x: Int) -> Int:
@@ -192,6 +232,16 @@ def _tile(registers: list, shape: tuple[int, int]) -> Any:
     )
 
 
+def _row(halves: list) -> Any:
+    """One number for each of a lane's two rows -> [64]."""
+    layout = tiles.ROW.to_mgpu()
+    like = layout.registers_shape((warps.WARPS * ROWS,))
+    vectors = [vector.broadcast(ir.VectorType.get((1,), x.type), x) for x in halves]
+    filled = np.empty(len(vectors), object)
+    filled[:] = vectors
+    return mgpu.FragmentedArray(_registers=filled.reshape(like), _layout=layout, _is_signed=None)
+
+
 def _words(array: Any) -> list[ir.Value]:
     """A 16-bit tile's registers as words: [column of 8][upper or lower 8 rows], flat."""
     return [llvm.bitcast(warps.i32(), r) for r in array.registers.flat]
@@ -253,29 +303,25 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
     return _inline(code, twin, (q, ref, slot), types, _tile_of(shape, jnp.float32))
 
 
-def by_key(tile: Array, ref: Ref, slot: Array, split: Split) -> Array:
-    """A tile [64, columns] in the order of `scores`, each column times its key's number in slot
-    `slot` of the ring `ref` [slots, keys], float32.
+def of_keys(ref: Ref, slot: Array, split: Split) -> Array:
+    """A tile [64, columns] in the order of `scores`: each key's number in slot `slot` of the ring
+    `ref` [slots, keys], float32, in every row.
     """
+    shape = (warps.WARPS * ROWS, split.columns)
 
-    def code(tile, ref, slot):
+    def code(ref, slot):
         warp, lane = (Int(x) for x in _lane())
         at = Int(slot.registers.item()) * split.keys + split.first(warp) + lane % 4 * 2
-        registers, pairs = [], tile.registers.flat
-        for n in range(split.columns // 8):
-            numbers = widen.pair_of_floats(tiles._pointer(ref), at + 8 * n)
-            registers += [arith.mulf(pairs[2 * n + half], numbers) for half in range(2)]
-        return _tile(registers, tile.shape)
+        pairs = [
+            widen.pair_of_floats(tiles._pointer(ref), at + n) for n in range(0, split.columns, 8)
+        ]
+        return _tile([pair for pair in pairs for _ in range(2)], shape)
 
-    def twin(tile, ref, slot):
-        out = np.array(tile)
-        for warp in range(warps.WARPS):
-            keys = slice(split.first(warp), split.first(warp) + split.columns)
-            out[ROWS * warp : ROWS * (warp + 1)] *= ref[slot][keys]
-        return out
+    def twin(ref, slot):
+        first = split.first(np.arange(warps.WARPS).repeat(ROWS))[:, None]
+        return ref[slot][first + np.arange(split.columns)]
 
-    types = (tiles.TILE, REF, SCALAR)
-    return _inline(code, twin, (tile, ref, slot), types, _tile_of(tile.shape, jnp.float32))
+    return _inline(code, twin, (ref, slot), (REF, SCALAR), _tile_of(shape, jnp.float32))
 
 
 def width_of(v_head_dim: int) -> int:
@@ -291,8 +337,8 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
     stands for. Accumulator u * 8 + i of 8 columns has column i of 8 chunks: `spill` puts them in
     order.
     """
-    pitch, dtype, ref_dtype = ref.shape[2], p.dtype, ref.dtype
-    shape = acc.shape
+    pitch, dtype, shape = ref.shape[2], p.dtype, acc.shape
+    narrow = str(jnp.dtype(ref.dtype)) if jnp.dtype(ref.dtype).itemsize == 1 else None
     chunks = pitch // 8
 
     def code(acc, p, ref, slot):
@@ -308,18 +354,16 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
             for u in range(shape[1] // 64):
                 chunk = start + (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
                 ahead = [(key + n) * chunks for n in (0, 1, 8, 9)]
-                if jnp.dtype(ref_dtype).itemsize == 1:
-                    rows = [
-                        widen.widened(
-                            _four_words(pointer, chunk, offset, 2), str(jnp.dtype(ref_dtype))
-                        )
-                        for offset in ahead
-                    ]
+                if narrow is not None:
+                    rows = [_four_words(pointer, chunk, offset, 2) for offset in ahead]
+                    low, high = (
+                        widen.widened(widen.interleaved(*rows[n : n + 2]), narrow) for n in (0, 2)
+                    )
                 else:
                     rows = [_chunk(pointer, chunk, offset, lane % 2) for offset in ahead]
+                    low, high = (_columns(*rows[n : n + 2]) for n in (0, 2))
                 for i in range(8):
-                    low, high = ([row[i // 2] for row in rows[n : n + 2]] for n in (0, 2))
-                    b = [_halves(low, i % 2), _halves(high, i % 2)]
+                    b = [low[i], high[i]]
                     sums[8 * u + i] = _mma(sums[8 * u + i], of_a, b, dtype)
         registers = []
         for s in sums:
@@ -338,10 +382,13 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
     return _inline(code, twin, (acc, p, ref, slot), types, _tile_of(shape, jnp.float32))
 
 
-def _halves(words: list, upper: int) -> ir.Value:
-    """The lower (or upper) halves of two words, side by side."""
-    code = f"prmt.b32 $0, $1, $2, {'0x7632' if upper else '0x5410'};"
-    return llvm.inline_asm(warps.i32(), words, code, "=r,r,r")
+def _columns(one: list, two: list) -> list[ir.Value]:
+    """Words of two rows -> for each column, the number of the one beside that of the other."""
+    return [
+        llvm.inline_asm(warps.i32(), [a, b], f"prmt.b32 $0, $1, $2, {order};", "=r,r,r")
+        for a, b in zip(one, two, strict=True)
+        for order in ("0x5410", "0x7632")
+    ]
 
 
 def spill(acc: Array, top: Array, total: Array, to: tuple[Ref, Ref, Ref], rows: int) -> None:

@@ -176,22 +176,6 @@ class Thread(tiles.Thread):
         operands = [arith.extui(i32(), where.value), shared_address(ref, index, 4), value]
         do(ptx, operands, "r,r,r")
 
-    def shared_clear(self, ref: Ref, index: Int, where: Int) -> None:
-        """Zeros into a word of 16 bytes."""
-        ptx = (
-            "{ .reg .pred p; .reg .b32 z; mov.b32 z, 0; setp.ne.b32 p, $0, 0; "
-            "@p st.shared.v4.b32 [$1], {z, z, z, z}; }"
-        )
-        operands = [arith.extui(i32(), where.value), shared_address(ref, index, 16)]
-        do(ptx, operands, "r,r")
-
-    def before_copies(self) -> None:
-        """A bulk copy may overwrite, after the next `sync`, what this thread stored until now.
-
-        Once for many stores: it takes its time while copies are in flight.
-        """
-        do("fence.proxy.async.shared::cta;", [], "")
-
     def sync(self) -> None:
         """The block's threads meet, and see what the others wrote to shared memory."""
         utils.warpgroup_barrier()
@@ -282,16 +266,19 @@ class Thread(tiles.Thread):
         0. What the others wrote before they arrived, the last one sees.
 
         The counter goes back to 0 with the last arrival: atom.inc wraps. One thread speaks for all,
-        whom it met before and meets after.
+        whom it met before and meets after. It is of the last warp: what waits for memory here had
+        better not be of a warp that asked for copies.
         """
         self.sync()
+        speaker = 32 * (WARPS - 1)
+        speaks = (self.index >= speaker) & (self.index <= speaker)
         ptx = (
             "{ .reg .pred p, q; .reg .b32 old; setp.ne.b32 p, $0, 0; @!p bra done; "
             "atom.acq_rel.gpu.global.inc.u32 old, [$1], $2; "
             "setp.eq.u32 q, old, $2; selp.b32 old, 1, 0, q; st.shared.b32 [$3], old; done: }"
         )
         operands = [
-            arith.extui(i32(), (self.index < 1).value),
+            arith.extui(i32(), speaks.value),
             tiles._address(counters, index, 4),
             (count - 1).value,
             shared_address(last, 0, 4),

@@ -1,60 +1,74 @@
-"""Numbers of 8 bits made bfloat16 in registers: 4 of them, a word, become 2 words.
+"""Numbers of 8 bits made float16 in registers, exactly: 4 of them, a word, become 2 words.
 
-A float8 is a bfloat16 with fewer bits: its bits, shifted to where a bfloat16 has them, are the
-number but for the exponent's bias, which one exact multiplication mends, subnormals included. NaN
-is not kept: a quantised row that holds one has it in its scale.
+float8_e4m3fn has an instruction, which converts two. float8_e5m2 is the upper half of a float16.
+int8 is what lies behind the exponent of 2**10, less 1024 + 128.
 """
 
+import functools
 from typing import Any
 
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_attn.kernels import warps
+from pallas_attn.kernels import numbers, warps
 
 Value = Any
 
-# How far right the bits go, and the bfloat16 (twice) that the result is multiplied by.
-_SHIFT = {"float8_e4m3fn": 4, "float8_e5m2": 3}
-_BIAS = {"float8_e4m3fn": 0x7B807B80, "float8_e5m2": 0x77807780}  # 2**120, 2**112
-DTYPES = (*_SHIFT, "int8")
+_CODE = {
+    "float8_e4m3fn": (
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
+        "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+    ),
+    "float8_e5m2": "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
+    "int8": (
+        "{ .reg .b32 u, c; xor.b32 u, $2, 0x80808080; mov.b32 c, 0x64806480; "
+        "prmt.b32 $0, u, 0x64646464, 0x4140; prmt.b32 $1, u, 0x64646464, 0x4342; "
+        "sub.f16x2 $0, $0, c; sub.f16x2 $1, $1, c; }"
+    ),
+}
+DTYPES = tuple(_CODE)
 
 
 def widened(words: list[Value], dtype: str) -> list[Value]:
     """Words of 4 numbers -> words of 2, in the order in which they lie."""
-    one = _int8 if dtype == "int8" else _float8
-    return [pair for word in words for pair in one(word, dtype)]
+    two = ir.Type.parse("!llvm.struct<(i32, i32)>")
+    made = [llvm.inline_asm(two, [word], _CODE[dtype], "=&r,=&r,r") for word in words]
+    return [llvm.extractvalue(warps.i32(), pair, [i]) for pair in made for i in range(2)]
 
 
-def _float8(word: Value, dtype: str) -> list[Value]:
-    shift, bias = _SHIFT[dtype], utils.c(_BIAS[dtype], warps.i32())
-    kept = 0x7F007F00 >> shift
-    pairs = []
-    for selector in (0x1100, 0x3322):  # each number in the upper half of 16 bits
-        ptx = (
-            "{ .reg .b32 w, m; "
-            f"prmt.b32 w, $1, 0, {selector:#x}; shr.b32 m, w, {shift}; and.b32 m, m, {kept:#x}; "
-            "and.b32 w, w, 0x80008000; or.b32 w, w, m; mul.bf16x2 $0, w, $2; }"
-        )
-        pairs.append(llvm.inline_asm(warps.i32(), [word, bias], ptx, "=r,r,r"))
-    return pairs
+def interleaved(one: list[Value], two: list[Value]) -> list[Value]:
+    """Words of 4 numbers each, of two rows -> words of a0 b0 a1 b1 and a2 b2 a3 b3."""
+    return [
+        llvm.inline_asm(warps.i32(), [a, b], f"prmt.b32 $0, $1, $2, {order};", "=r,r,r")
+        for a, b in zip(one, two, strict=True)
+        for order in ("0x5140", "0x7362")
+    ]
 
 
-def _int8(word: Value, dtype: str) -> list[Value]:
-    """Behind the exponent of 2**23 lies number + 128."""
-    del dtype
-    kind, pairs = warps.i32(), []
-    for low in (0, 2):
-        ptx = (
-            "{ .reg .b32 u, a, b; .reg .f32 x, y; xor.b32 u, $1, 0x80808080; "
-            f"prmt.b32 a, u, 0x4B000000, {0x7440 + low:#x}; "
-            f"prmt.b32 b, u, 0x4B000000, {0x7441 + low:#x}; "
-            "mov.b32 x, a; mov.b32 y, b; sub.f32 x, x, 0f4B000080; sub.f32 y, y, 0f4B000080; "
-            "cvt.rn.bf16x2.f32 $0, y, x; }"
-        )
-        pairs.append(llvm.inline_asm(kind, [word], ptx, "=r,r"))
-    return pairs
+# Of a float32: the exponent of the largest power of two that has an inverse, and that of 2**127.
+MOST, HIGH = 253 << 23, 254 << 23
+
+
+def normalised(words: list[Value], dtype: str) -> tuple[list[Value], Value]:
+    """A row of 16-bit numbers, spread over 4 lanes -> the row in float16, divided by a power of two
+    that leaves its largest number below 4; and that power.
+    """
+    floats = [x for word in words for x in numbers.from_word(word, 4, dtype)]
+    kind = warps.i32()
+    of = lambda bits: utils.c(bits, kind)  # noqa: E731
+    sizes = [arith.andi(numbers.as_bits(x), of(0x7FFFFFFF)) for x in floats]
+    while len(sizes) > 1:
+        sizes = [functools.reduce(arith.maxsi, sizes[i : i + 2]) for i in range(0, len(sizes), 2)]
+    size = numbers.most_of_lanes(sizes[0], 4)
+    unit = arith.minsi(arith.andi(size, of(0x7F800000)), of(MOST))
+    inverse = numbers.as_float(arith.subi(of(HIGH), unit))
+    scaled = [arith.mulf(x, inverse) for x in floats]
+    pairs = zip(scaled[::2], scaled[1::2], strict=True)
+    code = "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return [llvm.inline_asm(kind, list(pair), code, "=r,f,f") for pair in pairs], numbers.as_float(
+        unit
+    )
 
 
 def pair_of_floats(pointer: Value, index: Any) -> Value:

@@ -1,0 +1,64 @@
+"""Scores made logits, and the mask, for rows that are packed as `fragments.Split` says."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels import fragments, softmax, tiles, warps
+from pallas_attn.kernels.decode_plan import Piece, Plan
+
+Array = Any
+Scalar = Any
+
+ROWS = warps.WARPS * fragments.ROWS
+
+
+def _positions(plan: Plan, piece: Piece, tile: Scalar) -> tuple[Any, Any]:
+    """Of the queries and the keys of all warps' logits."""
+    split, problem = plan.split, plan.problem
+    shape = (ROWS, split.columns)
+    row, column = tiles.positions(shape, 0, 0), tiles.positions(shape, 1, 0)
+    warp = row // fragments.ROWS
+    key = tile * plan.tile + split.first(warp) + column
+    query = split.row_block(warp) * fragments.ROWS + row % fragments.ROWS
+    query = query + lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
+    return piece.length - problem.q_len + _divided(plan, query), key
+
+
+def _divided(plan: Plan, query: Array) -> Array:
+    """query // group, by multiplication: LLVM makes a division of small numbers one of 16 bits,
+    which that of JAX 0.12 then does not know for this GPU.
+    """
+    group, bits, rows = plan.group, 20, plan.chunks * plan.chunk_rows
+    factor = -(-(2**bits) // group)
+    if group & (group - 1) == 0 or rows * group >= 2**bits or rows * factor >= 2**31:
+        return query // group
+    return query * factor // 2**bits
+
+
+def logits(plan: Plan, piece: Piece, tile: Scalar, given: tuple) -> tuple[Array, Array | None]:
+    """(scores, the scales of the values or None) -> logits, in log2 units if `plan.unit_of_logits`
+    is None; and the same of probabilities times scales, in log2 units.
+    """
+    problem, (s, scales) = plan.problem, given
+    if plan.unit_of_logits is None:
+        s = s * problem.scale
+        if problem.softcap is not None:
+            s = softmax.capped(s, problem.softcap)
+        s = s * softmax.LOG2_E
+    weights = None
+    if scales is not None:
+        s = s if plan.unit_of_logits is None else s * plan.unit_of_logits
+        weights = s + jnp.log2(scales)
+    lo, hi = problem.mask.kv_full_range(piece.length - problem.q_len, piece.length, piece.length)
+    start = tile * plan.tile
+    full = (start >= lo) & (start + plan.tile <= hi)
+
+    def masked():
+        query, key = _positions(plan, piece, tile)
+        seen = problem.mask.allows(query, key, piece.length)
+        return jax.tree.map(lambda x: jnp.where(seen, x, -jnp.inf), (s, weights))
+
+    return lax.cond(full, lambda: (s, weights), masked)

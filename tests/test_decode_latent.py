@@ -1,0 +1,244 @@
+"""The decode kernel over latent caches: right in the interpreter and, with `-m gpu`, on the real
+thing; what it refuses; its machine code.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import CAUSAL, FULL, Mask, reference, sliding_window
+from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn.kernels import decode_sm90 as kernel
+from tests import mosaic
+
+needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A decode call over rows of 192, of which 128 are V."""
+
+    kind: str = "stacked"
+    lengths: tuple[int, ...] = (0, 1, 64, 65, 200)
+    q_len: int = 1
+    heads: int = 8
+    head_dim: int = 192
+    v_head_dim: int = 128
+    page_size: int = 16
+    capacity: int = 208
+    layers: int | None = None
+    dtype: str = "bfloat16"
+    mask: Mask = CAUSAL
+    softcap: float | None = None
+    sinks: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def pages(self) -> int | None:
+        if self.kind != "paged":
+            return None
+        return len(self.lengths) * self.capacity // self.page_size + 3
+
+    @property
+    def problem(self) -> DecodeProblem:
+        return DecodeProblem(
+            gpu="sm90",
+            kind=self.kind,
+            dtype=self.dtype,
+            cache_dtype=self.dtype,
+            sequences=len(self.lengths),
+            q_len=self.q_len,
+            q_heads=self.heads,
+            kv_heads=1,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            capacities=(self.capacity,) * len(self.lengths),
+            mask=self.mask,
+            scale=self.head_dim**-0.5,
+            softcap=self.softcap,
+            page_size=self.page_size if self.kind == "paged" else None,
+            pages=self.pages,
+            layers=self.layers,
+            sinks=self.sinks,
+            batch_invariant=self.batch_invariant,
+            shared_kv=True,
+        )
+
+    def inputs(self, fill: float, seed: int = 0) -> DecodeInputs:
+        """Arrays; `fill` is what lies past the lengths, and in layers that are not asked for."""
+        rng = np.random.default_rng(seed)
+        m, table = len(self.lengths), None
+        shape = (m, 1, self.capacity, self.head_dim)
+        place = [(i, 0, row) for i, n in enumerate(self.lengths) for row in range(n)]
+        if self.kind == "paged":
+            shape = (self.pages, 1, self.page_size, self.head_dim)
+            width = self.capacity // self.page_size
+            table = rng.permutation(self.pages)[: m * width].reshape(m, width).astype(np.int32)
+            place = [
+                (table[i, row // self.page_size], 0, row % self.page_size) for i, _, row in place
+            ]
+        if self.layers is not None:
+            shape, place = (self.layers, *shape), [(self.layers - 1, *at) for at in place]
+        cache = np.full(shape, fill)
+        for at in place:
+            if all(0 <= i < n for i, n in zip(at, shape, strict=False)):
+                cache[at] = rng.standard_normal(self.head_dim)
+        q = rng.standard_normal((m, self.q_len, self.heads, self.head_dim))
+        return DecodeInputs(
+            jnp.asarray(q, self.dtype),
+            jnp.asarray(cache, self.dtype),
+            None,
+            jnp.asarray(self.lengths, jnp.int32),
+            None if table is None else jnp.asarray(table),
+            None if self.layers is None else jnp.int32(self.layers - 1),
+            jnp.asarray(rng.standard_normal(self.heads), jnp.float32) if self.sinks else None,
+        )
+
+
+def launched(case, inputs, config=None):
+    config = config or kernel.Config.default(case.problem)
+    return jax.jit(functools.partial(kernel.run, problem=case.problem, config=config))(inputs)
+
+
+def check(case, config=None, seed=0):
+    """What the kernel gives against the oracle; what lies past a length is NaN."""
+    got = launched(case, case.inputs(np.nan, seed), config)
+    inputs = case.inputs(0.0, seed)
+    want = reference.decode(
+        inputs.q,
+        inputs.k_cache,
+        case.v_head_dim,
+        inputs.lengths,
+        sinks=inputs.sinks,
+        page_table=inputs.page_table,
+        layer=inputs.layer,
+        mask=case.mask,
+        scale=case.head_dim**-0.5,
+        softcap=case.softcap,
+    )
+    step = 2 * float(jnp.finfo(case.dtype).eps)
+    for have, wanted, tolerance in zip(got, want, (step, 1e-5), strict=True):
+        assert have.shape == wanted.shape and have.dtype == wanted.dtype
+        have, wanted = (np.asarray(x, np.float64) for x in (have, wanted))
+        np.testing.assert_allclose(have, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+SMALL = kernel.Config(stages=2, ctas=3)
+CASES = {
+    "stacked": (Case(), SMALL),
+    "paged": (Case("paged"), SMALL),
+    "two_chunks_window": (
+        Case("paged", (70, 208), q_len=5, heads=16, mask=sliding_window(50), page_size=8),
+        kernel.Config(stages=3, ctas=5),
+    ),
+    "layers_softcap_sinks_float16": (
+        Case(layers=2, q_len=2, mask=FULL, softcap=3.0, sinks=True, dtype="float16"), SMALL
+    ),
+    "overflow_no_rest": (Case(lengths=(5, 500, 7), head_dim=128), SMALL),
+    "batch_invariant": (
+        Case(lengths=(200, 3), batch_invariant=True), kernel.Config(stages=2, ctas=4, fixed=1)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(name):
+    with mosaic.interpret():
+        check(*CASES[name])
+
+
+@pytest.mark.guards
+def test_pages_that_are_missing():
+    case = Case("paged", (200, 200), mask=sliding_window(20))
+    inputs = case.inputs(0.0)
+    inputs = inputs._replace(page_table=inputs.page_table.at[1, 2].set(-1))
+    with mosaic.interpret():
+        out, lse = launched(case, inputs, SMALL)
+    for x in (out, lse):
+        assert np.isnan(np.asarray(x[1], np.float32)).all()
+        assert np.isfinite(np.asarray(x[0], np.float32)).all()
+
+
+def compiled(q, cache):
+    return pa.decode_attention_with_lse(q, cache)
+
+
+@needs_aot
+@pytest.mark.guards
+@pytest.mark.parametrize("kind", ["stacked", "paged"])
+def test_machine_code(kind):
+    """One launch, no copies; a few scalars are spilled, and no matmul waits for another."""
+    sizes = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shared_kv": True}
+    create = {
+        "stacked": lambda: pa.StackedCache.create(32, 8192, **sizes),
+        "paged": lambda: pa.PagedCache.create(32, 128 * 32, 64, capacity=8192, **sizes),
+    }
+    q = jax.ShapeDtypeStruct((32, 1, 128, 576), jnp.bfloat16)
+    report = mosaic.compile_for(compiled, q, jax.eval_shape(create[kind]))
+    assert (report.launches, report.copies) == (1, 0)
+    assert report.spill_bytes <= 256
+    assert not {"C7510", "C7511", "C7512", "C7513"} & set(report.notes)
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"kind": "per_sequence"}, "separate arrays of latent rows"),
+        ({"quantized": True, "cache_dtype": "int8"}, "a int8 cache with V within K"),
+        ({"kv_heads": 2, "q_heads": 8}, "V within K of 2 kv heads"),
+        ({"head_dim": 160}, "V within K of head dims 160 and 128"),
+        ({"capacities": (204,) * 5}, "V within K by 204 rows"),
+    ],
+)
+def test_limits(fields, reason):
+    problem = Case().problem
+    assert kernel.limit(problem) is None
+    assert kernel.limit(dataclasses.replace(problem, **fields)).reason.startswith(reason)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+LARGE = {
+    kind: Case(kind, (0, 1, 63, 64, 1000, 2048), heads=heads, head_dim=576, v_head_dim=512,
+               capacity=2048, page_size=page)
+    for kind, heads, page in (("stacked", 128, 16), ("paged", 16, 64))
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*CASES, *LARGE])
+def test_on_the_gpu(name):
+    case, *config = CASES[name] if name in CASES else (LARGE[name],)
+    check(case, *config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_on_the_gpu(seed):
+    """Any lengths, rows, pages, windows and numbers of blocks; twice the same bits."""
+    rng = np.random.default_rng(seed)
+    pick = lambda *of: of[rng.integers(len(of))]  # noqa: E731
+    case = Case(
+        kind=pick("stacked", "paged"),
+        lengths=tuple(rng.integers(0, 640, rng.integers(1, 9)).tolist()),
+        q_len=pick(1, 1, 2, 5),
+        heads=pick(1, 8, 16, 64, 128),
+        head_dim=576,
+        v_head_dim=512,
+        capacity=640,
+        page_size=pick(8, 16, 64, 128),
+        layers=pick(None, 3),
+        mask=pick(CAUSAL, sliding_window(100)),
+        batch_invariant=pick(False, True),
+    )
+    config = dataclasses.replace(kernel.Config.default(case.problem), ctas=pick(7, 132), fixed=2)
+    check(case, config, seed)
+    inputs = case.inputs(0.0, seed)
+    one, two = (launched(case, inputs, config) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, one, two)
