@@ -107,7 +107,7 @@ def _run_twin(*, token, args, twin, is_ref, results):
         memory[key(leaf)].content if ref else np.asarray(leaf)
         for leaf, ref in zip(leaves, is_ref, strict=True)
     ]
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), _one_update_at_a_time:
         result = twin(*jax.tree.unflatten(tree, values))
     return token, jax.tree.leaves(result) if results else []
 

@@ -73,7 +73,7 @@ def check(case, config=None, seed=0, **changes):
 
 
 INTERPRETED = {
-    "t_equals_s": {"config": SMALL},
+    "t_equals_s": {"config": dataclasses.replace(SMALL, lag=2)},
     "t_above_s": {"config": dataclasses.replace(SMALL, block_q=128)},
     "band": {"deterministic": True},
     "window_t_above_s": {"config": dataclasses.replace(SMALL, block_q=128, section=2)},
@@ -82,7 +82,7 @@ INTERPRETED = {
     "documents": {"config": dataclasses.replace(SMALL, fused=False, dq_block_kv=128, dq_stages=3)},
     "everything": {"config": dataclasses.replace(SMALL, block_q=128)},
     "bias": {"deterministic": True},
-    "dim72_24": {"config": dataclasses.replace(SMALL, stages=3)},
+    "dim72_24": {"config": dataclasses.replace(SMALL, stages=3, lag=2)},
     "dim192_128": {},
     "dim40_256": {},
     "float16_causal": {"config": dataclasses.replace(SMALL, block_q=128)},
@@ -196,6 +196,7 @@ def test_the_portable_kernel_compiles_for_every_gpu(name, target):
         ("ctas", -1, "at least 0"),
         ("dq_block_kv", 32, "64 or 128"),
         ("dq_stages", 1, "at least 2"),
+        ("lag", 3, "1 or 2"),
     ],
 )
 def test_config_checks_itself(field, value, want):
@@ -286,7 +287,9 @@ def test_edges_on_the_gpu(case, fused):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [SMALL, kernel.Config(128, 2, True, 2, 7)], ids=str)
+@pytest.mark.parametrize(
+    "config", [SMALL, kernel.Config(128, 2, True, 2, 7), kernel.Config(ctas=7, lag=2)], ids=str
+)
 @pytest.mark.parametrize("name", ["t_equals_s", "band", "everything", "q_lengths"])
 def test_configurations_on_the_gpu(name, config):
     check(one(name), config)

@@ -38,6 +38,7 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
     "flash_bwd_sm90": {
         "fused": (True, False),
         "block_q": (64, 128),
+        "lag": (1, 2),
         "section": (0, 1, 4, 12, 32),
         "stages": (2, 3),
         "dq_block_kv": (64, 128),

@@ -127,6 +127,13 @@ class Plan(flash_plan.Plan):
         """Where tiles that need no mask are few, or not known."""
         return self.has("mask_array") or self.has("q_segment_ids")
 
+    @property
+    def in_step(self) -> bool:
+        """Whether all tiles of work meet all query tiles. Those of one head are taken at one time:
+        each begins elsewhere, or all would add to the same dQ.
+        """
+        return self.problem.mask.is_full and not (self.has("q_lengths") or self.always_masked)
+
     @functools.cached_property
     def parts(self) -> frozenset[str]:
         """Which parts of a key tile's queries occur: "low" and "high" need a mask, "full" none."""
@@ -181,11 +188,17 @@ class Item(NamedTuple):
     q_len: Any  # None: all rows count
     kv_len: Any
     span: Span
+    turn: Any  # how far into its query tiles a walk begins
 
     @property
     def steps(self) -> Any:
         """Query tiles of one head."""
         return self.span.hi - self.span.lo
+
+    def tile(self, i: Any) -> Any:
+        """The query tile of step i of a head."""
+        t = self.span.lo + i + self.turn
+        return t if isinstance(self.turn, int) else jnp.where(t < self.span.hi, t, t - self.steps)
 
 
 def across(columns: Any, shape: tuple[int, int]) -> Any:
@@ -222,7 +235,10 @@ def item_of(plan: Plan, refs: Refs, code: Any) -> Item:
     if plan.has("mask_array"):
         span = span._replace(full_lo=span.hi, full_hi=span.hi)
     kv_head = lax.rem(head, jnp.int32(problem.kv_heads))
-    return Item(batch, kv_head, key, q_offset, q_len, kv_len, span)
+    turn: Any = 0
+    if plan.in_step:
+        turn = lax.div(tile * plan.q_tiles, jnp.int32(plan.kv_tiles))
+    return Item(batch, kv_head, key, q_offset, q_len, kv_len, span, turn)
 
 
 def place_of(item: Item, head: Any, t: Any, key: Any, block_q: int) -> Place:
@@ -324,7 +340,7 @@ def load_all(plan: Plan, refs: Refs, smem: Any, cta: Any, keys: Any) -> None:
 
         def step(i, count):
             g = lax.div(i, item.steps)
-            head, t = item.kv_head * group + g, item.span.lo + i - g * item.steps
+            head, t = item.kv_head * group + g, item.tile(i - g * item.steps)
             slot = ring(count, stages)
             for name, to, numbers, ready, free in (
                 ("q", smem.q, smem.lse, smem.q_ready, smem.q_free),

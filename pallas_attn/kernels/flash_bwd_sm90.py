@@ -2,8 +2,8 @@
 
 Five matmuls a tile, as FlashAttention-2 (arXiv 2307.08691) orders them: a block owns 128 keys and
 walks over the query tiles that meet them, dK and dV stay in registers, and what the tile adds to dQ
-goes to a float32 array in global memory by bulk reduce-add. XLA makes `delta` before and rounds dQ
-after.
+goes to a float32 array in global memory, see `flash_bwd_sums`. XLA makes `delta` before and rounds
+dQ after.
 
 Grid: one block a multiprocessor, which takes the tiles of work that `flash_bwd_plan.dealt` gave it.
 A tile of work is 128 keys of one kv head, over the query heads of its group: dk and dv are summed
@@ -11,8 +11,10 @@ over the group where they are. Two warpgroups compute, 64 keys each, and one loa
 
 A step is one query tile. Tiles of scores have keys down and queries across, so P^T and dS^T are
 register operands of the matmuls for dV and dK; for dQ both warpgroups put their half of dS in
-shared memory, meet, and each takes a half of dQ. What is in flight under what:
-  dQ of the last step, S of this one  |  dQ to shared memory and off, under S
+shared memory, meet, and each takes a half of dQ, one step later or, where shared memory has room,
+two: then the one may be almost a step ahead of the other, and one's matmuls run under the other's
+arithmetic. What is in flight under what:
+  dQ of a step before, S of this one  |  dQ off, under S
   dP                                  |  P = exp(S - lse), under dP
   dV                                  |  dS = P (dP - delta), to shared memory, under dV
   dK                                  |  the meeting, under dV and dK
@@ -22,8 +24,8 @@ Shared memory, and who owns it when:
                      and dv, which leave through the same place
   q, do [stages]     rings of query tiles with their lse and delta; `q_ready`, `do_ready` when they
                      have landed, `q_free`, `do_free` when both warpgroups have let go of them
-  ds [2, warpgroup]  by turns, so that one meeting a step is enough
-  dq [warpgroup]     on its way to global memory
+  ds [2 lag, warpgroup]  by turns, so that one meeting a step is enough
+  dq [warpgroup]     on its way to global memory, of query tiles of 64
 """
 
 import dataclasses
@@ -50,7 +52,8 @@ from pallas_attn.kernels import (
     tiles,
 )
 from pallas_attn.kernels import flash_bwd_plan as shared
-from pallas_attn.kernels.flash_bwd_plan import ROWS, Item, Plan, Refs, across
+from pallas_attn.kernels import flash_bwd_sums as sums
+from pallas_attn.kernels.flash_bwd_plan import ROWS, Plan, Refs, across
 
 WARPGROUPS = 2  # that compute
 SMEM_LIMIT = flash_fwd_sm90.SMEM_LIMIT
@@ -68,6 +71,7 @@ class Config:
     ctas: int = 132  # blocks; 0: one a tile of work
     dq_block_kv: int = 64  # of the kernel for dq alone
     dq_stages: int = 2
+    lag: int = 1  # steps between dS and its dQ: 2 let the warpgroups drift apart
 
     def __post_init__(self):
         wants = {
@@ -77,6 +81,7 @@ class Config:
             "ctas": (self.ctas >= 0, "at least 0"),
             "dq_block_kv": (self.dq_block_kv in (64, 128), "64 or 128"),
             "dq_stages": (self.dq_stages >= 2, "at least 2"),
+            "lag": (self.lag in (1, 2), "1 or 2"),
         }
         for name, (good, want) in wants.items():
             if not good:
@@ -88,9 +93,10 @@ class Config:
         if is_wide(problem):
             return cls(block_q=64, fused=False)
         narrow = max(problem.head_dim, problem.v_head_dim) <= 64
-        config = cls(block_q=128 if narrow else 64, dq_block_kv=128 if narrow else 64)
-        # A float32 dq is set to 0 before and rounded after, 0.11 ms for 2**25 elements, which few
-        # query rows a key do not pay for: 0.51 against 0.59 ms at head dim 64, T 512, causal.
+        block = 128 if narrow else 64
+        config = cls(block_q=block, dq_block_kv=block, lag=1 if narrow else 2)
+        # A float32 dq is set to 0 before and rounded after, which few query rows a key do not pay
+        # for.
         fused = plan_of(problem, config).reach > 512
         return dataclasses.replace(config, fused=fused)
 
@@ -111,8 +117,7 @@ class Smem(NamedTuple):
     do: Any
     ds: Any
     dq: Any
-    lse: Any
-    delta: Any
+    rows: Any
     numbers: Any
     keys_ready: Any
     keys_free: Any
@@ -122,49 +127,38 @@ class Smem(NamedTuple):
     do_free: Any
     met: Any
 
+    @property
+    def lse(self) -> Any:
+        return self.rows.at[0]
+
+    @property
+    def delta(self) -> Any:
+        return self.rows.at[1]
+
 
 def scratch(plan: Plan) -> Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
     config, dtype = plan.config, jnp.dtype(plan.problem.dtype)
-    k_width, barrier = _k_width(plan), plgpu.Barrier
-    stages, block = config.stages, config.block_q
-    numbers = plgpu.SMEM((stages, block), jnp.float32)
+    k_width, barrier = sums.k_width(plan), plgpu.Barrier
+    stages, block, turns = config.stages, config.block_q, 2 * config.lag
     ring = {"num_barriers": stages}
-    half = _half(plan)
-    half_swizzle = next(size for size in (128, 64, 32) if 4 * half[1] % size == 0)
     return Smem(
         k=tiles.swizzled((WARPGROUPS, ROWS, k_width), dtype, plan.k_swizzle),
         v=tiles.swizzled((WARPGROUPS, ROWS, plan.v_width), dtype, plan.v_swizzle),
         q=tiles.swizzled((stages, block, k_width), dtype, plan.k_swizzle),
         do=tiles.swizzled((stages, block, plan.v_width), dtype, plan.v_swizzle),
-        ds=tiles.swizzled((2, WARPGROUPS, ROWS, block), dtype, plan.k_swizzle),  # as k: one matmul
-        dq=tiles.swizzled((WARPGROUPS, *half), jnp.float32, half_swizzle),
-        lse=numbers,
-        delta=numbers,
-        numbers=plgpu.SMEM((WARPGROUPS, block), jnp.int32),
+        ds=tiles.swizzled((turns, WARPGROUPS, ROWS, block), dtype, plan.k_swizzle),  # as k's
+        dq=sums.staged(plan),
+        rows=plgpu.SMEM((2, stages, block), jnp.float32),
+        numbers=plgpu.SMEM((block,), jnp.int32),
         keys_ready=barrier(num_arrivals=2 * WARPGROUPS),
         keys_free=barrier(num_arrivals=WARPGROUPS),
         q_ready=barrier(num_arrivals=2, **ring),
         do_ready=barrier(num_arrivals=2, **ring),
         q_free=barrier(num_arrivals=WARPGROUPS, **ring),
         do_free=barrier(num_arrivals=WARPGROUPS, **ring),
-        met=barrier(num_arrivals=WARPGROUPS),
+        met=barrier(num_arrivals=WARPGROUPS, num_barriers=config.lag),
     )
-
-
-def _k_width(plan: Plan) -> int:
-    """The head dim of q and k in shared memory; where warpgroups share the columns of dQ, both
-    halves are whole swizzles.
-    """
-    if plan.config.block_q == 2 * ROWS:
-        return plan.k_width
-    return operands.round_up(plan.k_width, plan.k_swizzle)
-
-
-def _half(plan: Plan) -> tuple[int, int]:
-    """A warpgroup's part of a query tile's dQ: 64 of 128 rows, or half of the columns of 64."""
-    columns = _k_width(plan)
-    return ROWS, columns if plan.config.block_q == 2 * ROWS else columns // 2
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
@@ -173,7 +167,7 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     if is_wide(problem):
         most = flash_bwd_wide.buffer_bytes(plan)
     else:
-        buffers = scratch(plan)[:9]
+        buffers = [buffer for buffer in scratch(plan)[:8] if buffer is not None]
         most = sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
     if not _is_fused(problem, config):
         most = max(most, flash_bwd_dq.buffer_bytes(_dq_plan(problem, config)))
@@ -223,20 +217,20 @@ class Last(NamedTuple):
     t: Any
 
 
-def _step(plan: Plan, refs: Refs, smem: Smem, at: Any, last: Last, new: Last, accs: Any) -> None:
-    """One query tile: at is (item, wg, masked)."""
-    (item, wg, masked), (dk, dv) = at, accs
+def _step(plan: Plan, refs: Refs, smem: Smem, at: Any, lasts: Any, new: Last, accs: Any) -> None:
+    """One query tile: at is (item, wg, masked), lasts the steps whose dQ is to come, in order."""
+    (item, wg, masked), (dk, dv), due, last = at, accs, lasts[0], lasts[-1]
     dtype, block = jnp.dtype(plan.problem.dtype), plan.config.block_q
     slot, shape = shared.ring(new.count, plan.config.stages), (ROWS, block)
     q, do = smem.q.at[slot], smem.do.at[slot]
-    turn = shared.ring(new.count, 2)
+    turn, met = _turn(plan, smem, new.count)
     # 0, which only we know: or else what follows from wg alone, all addresses in k and v, would be
     # computed before the loop and spilled.
     wg = wg + lax.shift_right_logical(new.count, jnp.int32(31))
 
     def first(s_acc, dq_acc):
-        pl.when(last.there != 0)(lambda: plgpu.barrier_wait(smem.met))
-        _dq_matmuls(plan, smem, dq_acc, 1 - turn, wg)
+        pl.when(due.there != 0)(lambda: plgpu.barrier_wait(met))
+        sums.matmuls(plan, smem, dq_acc, _turn(plan, smem, new.count - plan.config.lag)[0], wg)
         plgpu.barrier_wait(smem.q_ready.at[slot])
         plgpu.wgmma(s_acc, smem.k.at[wg], q.transpose((1, 0)))
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)  # and dK of the last step is done
@@ -245,14 +239,14 @@ def _step(plan: Plan, refs: Refs, smem: Smem, at: Any, last: Last, new: Last, ac
         def _():
             plgpu.barrier_arrive(smem.q_free.at[shared.ring(last.count, plan.config.stages)])
 
-        _send_dq(plan, refs, smem, item, last, (wg, dq))
+        sums.add(plan, refs, smem, item, (wg, due.head, due.t, due.there), dq)
 
     def second(s_acc, dp_acc):
         plgpu.barrier_wait(smem.do_ready.at[slot])
         plgpu.wgmma(dp_acc, smem.v.at[wg], do.transpose((1, 0)))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         place = shared.place_of(item, new.head, new.t, item.key + wg * ROWS, block)
-        place = place._replace(numbers=smem.numbers.at[wg])
+        place = place._replace(numbers=smem.numbers)
         lse = tiles.load(smem.lse.at[slot], tiles.COLUMN)
         p, slope = logits.probabilities(plan, refs, place, s, lse, masked)
         plgpu.wgmma(dv, p.astype(dtype), do)
@@ -264,7 +258,7 @@ def _step(plan: Plan, refs: Refs, smem: Smem, at: Any, last: Last, new: Last, ac
             smem.ds[turn, wg] = ds
         plgpu.commit_smem()  # lse and delta have been read, too, and TMA will write there
         if refs.dq is not None:
-            plgpu.barrier_arrive(smem.met)
+            plgpu.barrier_arrive(met)
         plgpu.wgmma(dk, ds, q)
         plgpu.wgmma_wait(1)
         plgpu.barrier_arrive(smem.do_free.at[slot])
@@ -282,69 +276,42 @@ def _step(plan: Plan, refs: Refs, smem: Smem, at: Any, last: Last, new: Last, ac
         if refs.dq is None:
             alone(s_acc)
         else:
-            half = plgpu.ACC(_half(plan), jnp.float32)
+            half = plgpu.ACC(sums.share(plan), jnp.float32)
             pl.run_scoped(functools.partial(first, s_acc), half)
         pl.run_scoped(functools.partial(second, s_acc), plgpu.ACC(shape, jnp.float32))
 
     pl.run_scoped(both, plgpu.ACC(shape, jnp.float32))
 
 
-def _dq_matmuls(plan: Plan, smem: Smem, acc: Any, turn: Any, wg: Any) -> None:
-    """A warpgroup's half of dS K."""
-    rows, columns = _half(plan)
-    for u in range(WARPGROUPS):
-        if plan.config.block_q == 2 * ROWS:
-            ds, k = smem.ds.at[turn, u, :, pl.ds(wg * rows, rows)], smem.k.at[u]
-        else:
-            ds, k = smem.ds.at[turn, u], smem.k.at[u, :, pl.ds(wg * columns, columns)]
-        plgpu.wgmma(acc, ds.transpose((1, 0)), k)
-
-
-def _send_dq(plan: Plan, refs: Refs, smem: Smem, item: Item, last: Last, half: Any) -> None:
-    wg, dq = half
-    rows, columns = _half(plan)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    smem.dq[wg] = dq
-    plgpu.commit_smem()
-    row, column = last.t * plan.config.block_q, wg * columns
-    if plan.config.block_q == 2 * ROWS:
-        row, column = row + wg * rows, 0 * wg
-    there = refs.dq.at[item.batch, pl.ds(row, rows), last.head, pl.ds(column, columns)]
-    plgpu.copy_smem_to_gmem(smem.dq.at[wg], there, last.there != 0, reduction_op="add")
+def _turn(plan: Plan, smem: Smem, count: Any) -> tuple[Any, Any]:
+    """(the place of a step's dS, the barrier at which both warpgroups have put it there)"""
+    lag = plan.config.lag
+    return shared.ring(count, 2 * lag), smem.met.at[shared.ring(count, lag)]
 
 
 def _attend(plan: Plan, refs: Refs, smem: Smem, at: Any, count: Any) -> Any:
     """All query tiles of a warpgroup's keys; at is (item, wg). Gives (dk, dv, count)."""
     item, wg = at
-    group, span = plan.problem.group, item.span
+    group, lag = plan.problem.group, plan.config.lag
     first_head = item.kv_head * group
 
     def everything(dk_acc, dv_acc):
-        def step(masked, head, t, last):
-            new = Last(jnp.int32(1), last.count + 1, head, t)
-            _step(plan, refs, smem, (item, wg, masked), last, new, (dk_acc, dv_acc))
-            return new
+        def one_head(g, lasts):
+            def one_tile(i, lasts):
+                t = item.tile(i)
+                new = Last(jnp.int32(1), lasts[-1].count + 1, first_head + g, t)
+                at = item, wg, shared.masked(plan, item, t)
+                _step(plan, refs, smem, at, lasts, new, (dk_acc, dv_acc))
+                return (*lasts[1:], new)
 
-        def one_head(g, last):
-            def one_tile(t, last):
-                return step(shared.masked(plan, item, t), first_head + g, t, last)
-
-            return lax.fori_loop(span.lo, span.hi, one_tile, last)
+            return lax.fori_loop(0, item.steps, one_tile, lasts)
 
         nothing = Last(jnp.int32(0), count - 1, first_head, jnp.int32(0))
-        last = lax.fori_loop(0, group, one_head, nothing)
-
-        def rest(dq_acc):
-            _dq_matmuls(plan, smem, dq_acc, shared.ring(last.count, 2), wg)
-            return dq_acc[...]
-
-        @pl.when(last.there != 0)
-        def _():
-            if refs.dq is not None:
-                plgpu.barrier_wait(smem.met)
-                dq = pl.run_scoped(rest, plgpu.ACC(_half(plan), jnp.float32))
-                _send_dq(plan, refs, smem, item, last, (wg, dq))
-
+        lasts = lax.fori_loop(0, group, one_head, (nothing,) * lag)
+        last = lasts[-1]
+        if refs.dq is not None:
+            for n, due in enumerate(lasts, 1 - lag):
+                _late_dq(plan, refs, smem, at, due, last.count + n)
         results = dk_acc[...], dv_acc[...]
 
         @pl.when(last.there != 0)
@@ -353,17 +320,37 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, at: Any, count: Any) -> Any:
 
         return *results, last.count + 1
 
-    widths = (_k_width(plan), plan.v_width)
+    widths = (sums.k_width(plan), plan.v_width)
     return pl.run_scoped(everything, *(plgpu.ACC((ROWS, n), jnp.float32) for n in widths))
+
+
+def _late_dq(plan: Plan, refs: Refs, smem: Smem, at: Any, due: Last, count: Any) -> None:
+    """After a tile of work's last step."""
+    item, wg = at
+    turn, met = _turn(plan, smem, count)
+
+    def matmuls(acc):
+        sums.matmuls(plan, smem, acc, turn, wg)
+        return acc[...]
+
+    @pl.when(due.there != 0)
+    def _():
+        plgpu.barrier_wait(met)
+        dq = pl.run_scoped(matmuls, plgpu.ACC(sums.share(plan), jnp.float32))
+        sums.add(plan, refs, smem, item, (wg, due.head, due.t, due.there), dq)
 
 
 def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, Any]) -> None:
     """A computing warpgroup: every tile of work of its block."""
     cta, wg = place
-    smem.numbers[wg] = plgpu.broadcasted_iota(
-        jnp.int32, (plan.config.block_q,), 0, layout=tiles.COLUMN
-    )
-    plgpu.commit_smem()
+
+    @pl.when(wg == 0)
+    def _():
+        block = (plan.config.block_q,)
+        smem.numbers[...] = plgpu.broadcasted_iota(jnp.int32, block, 0, layout=tiles.COLUMN)
+        plgpu.commit_smem()
+
+    _meet(smem)
 
     def one_item(n, carry):
         count, code = carry
@@ -378,11 +365,15 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, An
     plgpu.wait_smem_to_gmem(0)
 
 
+def _meet(smem: Smem) -> None:
+    plgpu.barrier_arrive(smem.met.at[0])
+    plgpu.barrier_wait(smem.met.at[0])
+
+
 def _finish(plan: Plan, smem: Smem, outs: Any, at: Any, results: Any) -> None:
     """dk and dv leave through k and v, when the other warpgroup has no more use for k."""
     item, wg = at
-    plgpu.barrier_arrive(smem.met)
-    plgpu.barrier_wait(smem.met)
+    _meet(smem)
     for value, staged, out in zip(results, (smem.k, smem.v), outs, strict=True):
         staged[wg] = value.astype(staged.dtype)
         plgpu.commit_smem()
@@ -421,8 +412,8 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
     if is_wide(problem):
         dk, dv = flash_bwd_wide.dk_dv(plan, refs)
     elif _is_fused(problem, config):
-        dq = jnp.zeros((*refs.q.shape[:1], rows, problem.q_heads, _k_width(plan)))
-        dq, dk, dv = _dq_dk_dv(plan, refs._replace(dq=jax.new_ref(dq)))
+        sum_of_dq = jax.new_ref(sums.zeros(plan, refs.q.shape[0]))
+        dq, dk, dv = _dq_dk_dv(plan, refs._replace(dq=sum_of_dq))
     else:
         _, dk, dv = _dq_dk_dv(plan, refs)
     if dq is None:
@@ -449,7 +440,6 @@ def _after(refs: Refs, result: Any) -> Refs:
 
 def _dq_dk_dv(plan: Plan, refs: Refs) -> tuple[Any, Any, Any]:
     """dq (None where refs.dq is), and dk and dv, padded as refs.k and refs.v are."""
-    problem = plan.problem
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=tuple(
@@ -461,11 +451,10 @@ def _dq_dk_dv(plan: Plan, refs: Refs) -> tuple[Any, Any, Any]:
         grid_names=("cta",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=tiles.without_barriers(),
         kernel_name="flash_bwd_sm90",
     )
     dk, dv = kernel(refs)
     if refs.dq is None:
         return None, dk, dv
-    dq = jax.freeze(refs.dq)[:, : problem.q_len, :, : problem.head_dim]
-    return (dq * problem.scale).astype(problem.dtype), dk, dv
+    return sums.rounded(plan, jax.freeze(refs.dq)), dk, dv

@@ -134,7 +134,7 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
         g = lax.div(i, item.steps)
         slot = slot_of(number)
         numbers = tiles.load(side.numbers.at[slot], tiles.COLUMN)
-        at = item.kv_head * group + g, item.span.lo + i - g * item.steps, number
+        at = item.kv_head * group + g, item.tile(i - g * item.steps), number
         left = work(at, value, numbers)
         plgpu.barrier_arrive(side.first_free.at[slot])
         return left
@@ -291,7 +291,7 @@ def dk_dv(plan: Plan, refs: Refs) -> tuple[Any, Any]:
         grid_names=("cta",),
         num_threads=3,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=tiles.without_barriers(),
         kernel_name="flash_bwd_wide_sm90",
     )
     return kernel(refs)

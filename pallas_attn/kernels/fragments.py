@@ -433,3 +433,42 @@ def _store_four(ref: Ref, index: Int, values: list, there: ir.Value) -> None:
     words = [arith.bitcast(warps.i32(), x) for x in values]
     operands = [arith.extui(warps.i32(), there), warps.shared_address(ref, index, 16), *words]
     warps.do(ptx, operands, "r,r,r,r,r,r")
+
+
+def add(ref: Any, number: Any, tile: Any, where: Any) -> None:
+    """Adds a tile, float32 in registers, to part `number` of a vector in global memory, in an order
+    that suits the threads; nothing where `where` is 0.
+    """
+    slots = tile.size // 4  # of 16 bytes: two columns, and the two 8 columns on
+
+    def code(ref, number, tile, where):
+        registers = list(tile.registers.flat)  # by 8 columns, then rows 0-7 and 8-15 of a warp
+        i64 = ir.IntegerType.get_signless(64)
+        thread = arith.index_cast(warps.i32(), gpu.thread_id(gpu.Dimension.x))
+        thread = arith.remui(thread, utils.c(tiles.THREADS, warps.i32()))
+        number, where = (x.registers.item() for x in (number, where))
+        begin = arith.muli(arith.extsi(i64, number), utils.c(slots, i64))
+        slot = arith.addi(begin, arith.extui(i64, thread))
+        sixteen_bytes = ir.VectorType.get((4,), ir.F32Type.get())
+        address = utils.getelementptr(utils.memref_ptr(ref), [slot], sixteen_bytes)
+        for n in range(len(registers) // 2):
+            first = n // 2 * 4 + n % 2
+            pair = registers[first], registers[first + 2]
+            four = [vector.extract(x, [], [i]) for x in pair for i in range(2)]
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"),
+                [where, address, *four],
+                "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p red.global.add.v4.f32 "
+                f"[$1+{16 * tiles.THREADS * n}], {{$2, $3, $4, $5}}; }}",
+                "r,l,f,f,f,f,~{memory}",
+                has_side_effects=True,
+            )
+
+    def twin(ref, number, tile, where):
+        if where:
+            # warp, row / 8, row, 16 columns, 8 columns, 2 columns, column
+            parts = tile.reshape(4, 2, 8, -1, 2, 4, 2).transpose(3, 1, 0, 2, 5, 4, 6)
+            ref[int(number) * tile.size :][: tile.size] += parts.ravel()
+
+    types = (REF, SCALAR, tiles.TILE, SCALAR)
+    _inline(code, twin, (ref, number, tile, where), types, None)

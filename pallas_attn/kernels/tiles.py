@@ -69,6 +69,14 @@ def columns(ref: Ref, start: int, width: int, traced: Any) -> Any:
     return pl.ds(start if start + width <= ref.shape[-1] else start + 0 * traced, width)
 
 
+def without_barriers() -> Any:
+    """Parameters of a kernel whose warpgroups read what they write to shared memory by TMA or
+    matmuls only, after `commit_smem`, or after a barrier. Else Mosaic puts each store between two
+    barriers of its warpgroup.
+    """
+    return plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+
+
 def filled(shape: Sequence[int], value: float, dtype: Any = jnp.float32) -> jax.Array:
     """A tile (2-D), or one number a row of it (1-D), of equal values in registers."""
     return plgpu.layout_cast(jnp.full(shape, value, dtype), TILE if len(shape) == 2 else ROW)

@@ -1,0 +1,99 @@
+"""dQ of the fused Hopper backward: its matmul, and its way into a float32 array in global memory,
+where the blocks that meet a query add it up.
+
+The two warpgroups share a query tile's dQ. Of 64 rows each takes half of the columns, stages them
+in shared memory and has TMA add them. Of 128 rows each takes 64, and adds them from registers, 16
+bytes a thread: the array then holds every half tile in the order in which threads hold it, and what
+rounds dQ puts it in order. At head dim 64 that is the faster way, at 128 the slower.
+"""
+
+import math
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_attn.kernels import fragments, operands, tiles
+from pallas_attn.kernels.flash_bwd_plan import ROWS, Item, Plan, Refs
+
+SHARES = 2  # warpgroups
+
+
+def from_registers(plan: Plan) -> bool:
+    return plan.config.block_q == SHARES * ROWS
+
+
+def k_width(plan: Plan) -> int:
+    """The head dim of q and k in shared memory; where warpgroups share the columns of dQ, both
+    halves are whole swizzles.
+    """
+    if from_registers(plan):
+        return plan.k_width
+    return operands.round_up(plan.k_width, plan.k_swizzle)
+
+
+def share(plan: Plan) -> tuple[int, int]:
+    """A warpgroup's part of a query tile's dQ."""
+    return ROWS, k_width(plan) if from_registers(plan) else k_width(plan) // SHARES
+
+
+def staged(plan: Plan) -> Any:
+    """Shared memory for `add`, or None."""
+    if from_registers(plan):
+        return None
+    swizzle = next(size for size in (128, 64, 32) if 4 * share(plan)[1] % size == 0)
+    return tiles.swizzled((SHARES, *share(plan)), jnp.float32, swizzle)
+
+
+def matmuls(plan: Plan, smem: Any, acc: Any, turn: Any, wg: Any) -> None:
+    """A warpgroup's share of dS K; `turn`: which of the places for dS."""
+    rows, columns = share(plan)
+    for u in range(SHARES):
+        if from_registers(plan):
+            ds, k = smem.ds.at[turn, u, :, pl.ds(wg * rows, rows)], smem.k.at[u]
+        else:
+            ds, k = smem.ds.at[turn, u], smem.k.at[u, :, pl.ds(wg * columns, columns)]
+        plgpu.wgmma(acc, ds.transpose((1, 0)), k)
+
+
+def add(plan: Plan, refs: Refs, smem: Any, item: Item, place: tuple[Any, ...], dq: Any) -> None:
+    """Sends a warpgroup's share off; place is (wg, head, query tile, whether there is one)."""
+    wg, head, t, there = place
+    rows, columns = share(plan)
+    if from_registers(plan):
+        problem = plan.problem
+        number = (item.batch * problem.q_heads + head) * _tiles(plan) + t
+        fragments.add(refs.dq, number * SHARES + wg, dq, there)
+        return
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    smem.dq[wg] = dq
+    plgpu.commit_smem()
+    where = pl.ds(t * plan.config.block_q, rows), head, pl.ds(wg * columns, columns)
+    there_in_gmem = refs.dq.at[item.batch, *where]
+    plgpu.copy_smem_to_gmem(smem.dq.at[wg], there_in_gmem, there != 0, reduction_op="add")
+
+
+def zeros(plan: Plan, batch: int) -> Any:
+    """What `add` adds into."""
+    rows = _tiles(plan) * plan.config.block_q
+    shape = (batch, rows, plan.problem.q_heads, k_width(plan))
+    return jnp.zeros(math.prod(shape) if from_registers(plan) else shape)
+
+
+def rounded(plan: Plan, dq: Any) -> Any:
+    """The sums as dq, [B, T, N, H]."""
+    problem = plan.problem
+    if from_registers(plan):
+        # batch, head, tile, share, 16 columns, row / 8, warp, row, 2 columns, 8 columns, column
+        parts = (problem.batch, problem.q_heads, _tiles(plan), SHARES)
+        dq = dq.reshape(*parts, k_width(plan) // 16, 2, 4, 8, 4, 2, 2)
+        dq = dq.transpose((0, 2, 3, 6, 5, 7, 1, 4, 9, 8, 10))
+        dq = dq.reshape(problem.batch, -1, problem.q_heads, k_width(plan))
+    dq = dq[:, : problem.q_len, :, : problem.head_dim]
+    return (dq * problem.scale).astype(problem.dtype)
+
+
+def _tiles(plan: Plan) -> int:
+    """Query tiles of a head: whole ones, of either size."""
+    return operands.round_up(plan.problem.q_len, SHARES * ROWS) // plan.config.block_q
