@@ -108,9 +108,9 @@ class Plan(flash_plan.Plan):
         blocks = config.ctas or 132
         if self.heads * self.kv_tiles < 4 * blocks:
             # Few tiles of work a block: long ones that begin late, in a later section, leave the
-            # others idle. T 3000, 28 heads over 4: blocks are busy for 91 % of the time, not 71.
-            return self.heads
-        if problem.mask.right is None:
+            # others idle. About as many as there are blocks at a time.
+            fit = 3 * blocks // (4 * self.kv_tiles)
+        elif problem.mask.right is None:
             fit = blocks // self.kv_tiles
         else:
             one = problem.q_len * (6 * problem.head_dim + 2 * problem.v_head_dim) * problem.group
