@@ -189,6 +189,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     ),
     "decode": (
         Kernel("sm90", "decode_sm90", (90, 90)),
+        Kernel("sm80", "decode_sm80", (80, NEWEST)),
         Reference(_decode, lambda problem: "it would copy every cache to a dense array"),
     ),
 }

@@ -100,7 +100,7 @@ class Subject:
 ROWS = (
     Subject("reference", "reference"),
     Subject("interpreted", None, generation="sm90", marks=("guards",), dtype="bfloat16"),
-    Subject("portable", "sm80", "sm90", ("guards",), "bfloat16", but=("append",)),
+    Subject("portable", "sm80", "sm90", ("guards",), "bfloat16", but=("append", "decode")),
     Subject("reference_on_gpu", "reference", marks=("gpu",)),
     Subject("kernels", None, marks=("gpu",), dtype="bfloat16"),
     Subject("portable_kernels", "sm80", None, ("gpu",), "bfloat16", but=("append",)),

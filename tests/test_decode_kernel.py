@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import random
 import re
+import sys
 import time
 
 import jax
@@ -19,7 +20,7 @@ import pytest
 import pallas_attn
 from pallas_attn import CAUSAL, FULL, Mask, reference, sliding_window
 from pallas_attn._problem import DecodeInputs, DecodeProblem
-from pallas_attn.kernels import decode_plan
+from pallas_attn.kernels import decode_plan, decode_sm80
 from pallas_attn.kernels import decode_sm90 as kernel
 from tests import budget, mosaic
 
@@ -140,7 +141,8 @@ class Case:
 
 
 def run(inputs, *, problem, config):
-    return kernel.run(inputs, problem, config)
+    """By the kernel whose configuration it is."""
+    return sys.modules[type(config).__module__].run(inputs, problem, config)
 
 
 def of_reference(case: Case, inputs: DecodeInputs):
@@ -225,6 +227,24 @@ def test_interpreted(name, kind):
     case, config = INTERPRETED[name]
     with mosaic.interpret():
         check(dataclasses.replace(case, kind=kind), config)
+
+
+PORTABLE = decode_sm80.Config
+SHORT = (5, 130, 64)
+OF_THREADS = {  # what differs where threads copy: how rows are found, and how many copies wait
+    "separate": (Case("per_sequence", SHORT, 3, mask=Mask(20, -2)), PORTABLE(stages=4, ctas=5)),
+    "pages": (
+        Case("paged", SHORT, page_size=8, head_dim=72, v_head_dim=40), PORTABLE(stages=3, ctas=3)
+    ),
+    "pages_of_one": (Case("paged", (5, 70), page_size=1, capacity=80), PORTABLE(stages=2, ctas=2)),
+}  # fmt: skip
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", OF_THREADS)
+def test_copies_by_threads_interpreted(name):
+    with mosaic.interpret():
+        check(*OF_THREADS[name])
 
 
 @pytest.mark.guards
@@ -326,6 +346,18 @@ def test_machine_code(name):
     for instruction in ("UBLKCP", "HMMA.16816.F32", "LDS.128"):
         assert instruction in report.sass
     assert "LDSM" not in report.sass
+
+
+@needs_aot
+@pytest.mark.guards
+def test_machine_code_of_copies_by_threads():
+    case = COMPILED["float16_chunk"]
+    problem = dataclasses.replace(case.problem, gpu="sm80")
+    config = PORTABLE.default(problem)
+    call = functools.partial(run, problem=problem, config=config)
+    report = mosaic.compile_for(call, shapes_of(case), target="a100")
+    assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
+    assert "LDGSTS" in report.sass
 
 
 def two_calls(problem, config, inputs):

@@ -192,17 +192,17 @@ class BlockOfThreads:
         ((slot, parity),) = set(self._each(True, slot, parity))
         self.memory.barriers[int(self.ids[0]), slot].wait(parity)
 
-    def copy_async(self, to, source, there, where=None):
+    def copy_async(self, to, source, there, where=None, size=16):
         """Nothing arrives before its reader waits and all meet; until then there are NaNs."""
         (to, to_index), (source, index) = to, source
         where = np.broadcast_to(True if where is None else where, 128)
         there = np.broadcast_to(there, 128)[where]
         to_index, index = (np.broadcast_to(x, 128)[where] for x in (to_index, index))
-        into = self.memory._words(to, to_index, 16, "written")
-        given = self.memory._words(source, index[there], 16, "read")
-        arrived = np.zeros(len(there), "V16")
+        into = self.memory._words(to, to_index, size, "written")
+        given = self.memory._words(source, index[there], size, "read")
+        arrived = np.zeros(len(there), into.dtype)
         arrived[there] = given[index[there]]
-        into[to_index] = np.full(16, 255, np.uint8).view("V16")
+        into[to_index] = np.full(size, 255, np.uint8).view(into.dtype)
         self.memory.copies_of(int(self.ids[0])).asked.append((into, to_index, arrived))
 
     def commit_copies(self):

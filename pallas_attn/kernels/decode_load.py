@@ -72,8 +72,14 @@ def _piece(thread: warps.Thread, at: Tile, plan: Plan) -> tuple[Any, Any]:
 
 
 def look_up(thread: warps.Thread, refs: Refs, at: Tile, plan: Plan) -> Any:
-    """The page of this thread's piece; asked for well before `fetch` wants to know."""
+    """The page of this thread's piece; asked for well before `fetch` wants to know. Where threads
+    copy, every warp looks up all pieces, a lane each.
+    """
     skipped, here = _piece(thread, at, plan)
+    if not plan.bulk:
+        live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
+        skipped = thread.index % 32 * plan.page_rows
+        here = live - skipped
     row = thread.select(here >= 1, at.row + skipped, 0)
     return _entry(thread, refs, at.m, row // plan.problem.page_size, plan)
 
@@ -110,6 +116,56 @@ def fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -
         nbytes = _scale_bytes(decode_plan.at_least(here, 0))
         for cache, ring in zip(caches[2:], (smem.k_scale, smem.v_scale), strict=True):
             thread.copy((ring, row // 4), (cache, line // 4), nbytes, done, there)
+
+
+def fetch_by_threads(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -> None:
+    """`fetch` where there are no bulk copies: 16 bytes a thread at a time, zeros where there is no
+    row.
+    """
+    given, smem = refs
+    live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
+    caches = thread.pick(at.m, given.caches) if len(given.caches) > 1 else given.caches[0]
+    start = at.slot * plan.tile
+    if plan.problem.kind != "paged":
+        begin = _source(thread, (given, smem.table), at, thread.index * 0, live >= 1, plan)
+
+    def line_of(row: Any) -> Any:
+        if plan.problem.kind != "paged":
+            return begin + thread.wide(row)
+        piece = row // plan.page_rows
+        if plan.tile // plan.page_rows <= 32:
+            page = thread.of_lane(at.page, piece)
+        else:
+            slot = thread.select(row < live, at.row + row, 0) // plan.problem.page_size
+            page = _entry(thread, given, at.m, slot, plan)
+        place = at._replace(page=page)
+        return _source(thread, (given, smem.table), place, row, row < live, plan)
+
+    dims = (plan.problem.head_dim, plan.problem.v_head_dim)
+    for cache, ring, dim in zip(caches[:2], (smem.k, smem.v), dims, strict=True):
+        words = plan.itemsize * dim // 16
+        for first in range(0, plan.tile * words, 128):
+            index = thread.index + first
+            row, word = index // words, index % words
+            inside = None if first + 128 <= plan.tile * words else row < plan.tile
+            source = line_of(thread.minimum(row, plan.tile - 1)) * words + thread.wide(word)
+            to = (ring, (start + row) * words + word)
+            thread.copy_async(to, (cache, source), row < live, inside)
+    scales = (smem.k_scale, smem.v_scale) if plan.problem.quantized else ()
+    for cache, ring in zip(caches[2:], scales, strict=True):
+        for first in range(0, plan.tile, 128):
+            row = thread.index + first
+            inside = None if first + 128 <= plan.tile else row < plan.tile
+            source = line_of(thread.minimum(row, plan.tile - 1))
+            thread.copy_async((ring, start + row), (cache, source), row < live, inside, 4)
+    thread.commit_copies()
+
+
+def arrived(thread: warps.Thread, refs: Any, at: Any, left: int) -> None:
+    """All threads have met, and what they asked for is there, but for the last `left` tiles."""
+    del refs, at
+    thread.wait_copies(left)
+    thread.sync()
 
 
 def _scale_bytes(rows: Any) -> Any:

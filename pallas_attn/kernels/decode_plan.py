@@ -51,6 +51,11 @@ class Plan:
     config: Any
 
     @property
+    def bulk(self) -> bool:
+        """Whether tiles are loaded by bulk copies; else by the threads."""
+        return self.config.bulk
+
+    @property
     def group(self) -> int:
         """Query heads a kv head."""
         return self.problem.q_heads // self.problem.kv_heads

@@ -233,16 +233,20 @@ class Thread(tiles.Thread):
 
     # ---- copies by threads -----------------------------------------------------------------------
 
-    def copy_async(self, to: tuple, source: tuple, there: Int, where: Int | None = None) -> None:
-        """Has 16 bytes copied to shared memory, or zeros put there instead. `to` and `source`:
-        (ref, word of 16 bytes); the source is read where `there` holds, else it may be anything.
+    def copy_async(
+        self, to: tuple, source: tuple, there: Int, where: Int | None = None, size: int = 16
+    ) -> None:
+        """Has 16 (or 4) bytes copied to shared memory, or zeros put there instead. `to`, `source`:
+        (ref, word of so many bytes); the source is read where `there` holds, else it may be
+        anything.
         """
         (shared, at), (array, index) = to, source
-        nbytes = self.select(there, self.index * 0 + 16, 0)
+        nbytes = self.select(there, self.index * 0 + size, 0)
         operands = [
-            shared_address(shared, at, 16), tiles._address(array, index, 16), nbytes.value
+            shared_address(shared, at, size), tiles._address(array, index, size), nbytes.value
         ]  # fmt: skip
-        copy = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+        level = "cg" if size == 16 else "ca"
+        copy = f"cp.async.{level}.shared.global [$0], [$1], {size}, $2;"
         if where is None:
             do(copy, operands, "r,l,r")
             return

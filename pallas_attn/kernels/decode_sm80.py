@@ -1,0 +1,55 @@
+"""Decode attention for every GPU from Ampere on: `decode_sm90`, whose tiles of keys are brought by
+the threads themselves (cp.async) where Hopper has bulk copies. All else, the dealing of work, the
+matmuls (mma.sync), the softmax and the merge of parts, is that kernel's.
+
+A tile is there when each thread's own copies are and all have met, which they do once a tile
+anyway. Rows that do not exist are zeros that cp.async puts there.
+"""
+
+import dataclasses
+from typing import Any
+
+from pallas_attn._problem import DecodeProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels import decode_sm90
+from pallas_attn.kernels.flash_fwd_sm80 import fits
+
+MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 128, "sm90": 132, "sm100": 148}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(decode_sm90.Config):
+    """Tuning only: the result is the same up to rounding."""
+
+    bulk = False
+
+    @classmethod
+    def default(cls, problem: DecodeProblem) -> "Config":
+        """What serves a problem that nobody tuned: as many bytes in flight as there is room for."""
+        ctas = MULTIPROCESSORS.get(problem.gpu or "", 132)
+        choices = [cls(tile=64, stages=stages, ctas=ctas) for stages in (6, 5, 4, 3, 2)]
+        return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
+
+
+def limit(problem: DecodeProblem) -> Limit | None:
+    """Why this kernel cannot take the problem, or None."""
+    if problem.shared_kv:
+        return Limit("it does not take V within K", 'say implementation="reference"')
+    if (refused := decode_sm90.limit(problem)) is not None:
+        return refused
+    generation = int((problem.gpu or "sm80").removeprefix("sm"))
+    if problem.quantized and problem.cache_dtype == "float8_e4m3fn" and generation < 89:
+        return Limit("float8_e4m3fn wants a GPU of sm89 or later", "create the cache as int8")
+    if not fits(problem, smem_bytes, Config.default(problem)):
+        return Limit(
+            "such rows do not fit in the shared memory of this GPU",
+            "decode fewer tokens at once, or use smaller head dims",
+        )
+    return None
+
+
+def smem_bytes(problem: DecodeProblem, config: Any) -> int:
+    return decode_sm90.smem_bytes(problem, config)
+
+
+run = decode_sm90.run
