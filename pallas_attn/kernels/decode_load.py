@@ -89,6 +89,9 @@ def fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -
     read. Behind them V gets zeros, by copies too: whatever lay there, NaN too, has a weight of 0,
     and a store would have to wait for all copies under way before it lets others follow.
     """
+    if not plan.bulk:
+        _fetch_by_threads(thread, refs, at, plan)
+        return
     given, smem = refs
     row_bytes = [plan.itemsize * dim for dim in (plan.problem.head_dim, plan.problem.v_head_dim)]
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
@@ -118,7 +121,7 @@ def fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -
             thread.copy((ring, row // 4), (cache, line // 4), nbytes, done, there)
 
 
-def fetch_by_threads(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -> None:
+def _fetch_by_threads(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -> None:
     """`fetch` where there are no bulk copies: 16 bytes a thread at a time, zeros where there is no
     row.
     """
@@ -159,13 +162,6 @@ def fetch_by_threads(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, pl
             source = line_of(thread.minimum(row, plan.tile - 1))
             thread.copy_async((ring, start + row), (cache, source), row < live, inside, 4)
     thread.commit_copies()
-
-
-def arrived(thread: warps.Thread, refs: Any, at: Any, left: int) -> None:
-    """All threads have met, and what they asked for is there, but for the last `left` tiles."""
-    del refs, at
-    thread.wait_copies(left)
-    thread.sync()
 
 
 def _scale_bytes(rows: Any) -> Any:
@@ -226,10 +222,20 @@ def check_pages(thread: warps.Thread, refs: tuple[Refs, Table], at: Any, plan: P
     thread.loop((pages + 127) // 128, [], some)
 
 
-def wait(thread: warps.Thread, barriers: Ref, at: tuple[Any, Any]) -> None:
-    thread.wait(barriers, *at)
+def make_barriers(thread: warps.Thread, barriers: Ref, plan: Plan) -> None:
+    if plan.bulk:
+        thread.make_barriers(barriers, plan.config.stages)
 
 
-def sync(thread: warps.Thread, refs: Any, at: Any) -> None:
+def sync(thread: warps.Thread, refs: Any, at: Any, plan: Plan) -> None:
+    """All have read the tile before; where threads copy, the next tile is there."""
     del refs, at
+    if not plan.bulk:
+        thread.wait_copies(plan.config.stages - 2)
     thread.sync()
+
+
+def wait(thread: warps.Thread, barriers: Ref, at: tuple[Any, Any], plan: Plan) -> None:
+    """Until a bulk copy is there."""
+    if plan.bulk:
+        thread.wait(barriers, *at)

@@ -67,7 +67,6 @@ class Config:
     stages: int = 6
     ctas: int = MULTIPROCESSORS
     fixed: int = 16
-
     bulk = True  # copies of whole tiles; see `decode_sm80`
 
     def __post_init__(self):
@@ -247,8 +246,7 @@ def _next_tile(
 def _fetch(plan: Plan, refs: Refs, smem: Smem, ahead: tuple[Piece, Tile]) -> Piece:
     """Asks for a tile; where loading stands then."""
     piece, tile = ahead
-    load = decode_load.fetch if plan.bulk else decode_load.fetch_by_threads
-    warps.each_thread(functools.partial(load, plan=plan), (refs, smem), tile)
+    warps.each_thread(functools.partial(decode_load.fetch, plan=plan), (refs, smem), tile)
     return piece._replace(tile=jnp.minimum(piece.tile + 1, piece.end))
 
 
@@ -304,16 +302,13 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
     stages = plan.config.stages
     m = decode_plan.sequence_of(plan, smem.table, share.first)
     first = decode_plan.piece_at(plan, smem.table, share, share.first, m)
-    # Groups of copies by threads are counted: there are always as many.
-    tiles_ahead = jnp.minimum(stages - 1, (share.end - share.first) * plan.unit)
-    ahead = lax.fori_loop(
-        0,
-        tiles_ahead if plan.bulk else stages - 1,
-        lambda slot, piece: _fetch(
-            plan, refs, smem, _next_tile(plan, refs, smem, share, (piece, slot))
-        ),
-        first,
-    )
+    sync, wait = (functools.partial(f, plan=plan) for f in (decode_load.sync, decode_load.wait))
+    tiles_ahead = (share.end - share.first) * plan.unit if plan.bulk else stages
+
+    def begin(slot, piece):
+        return _fetch(plan, refs, smem, _next_tile(plan, refs, smem, share, (piece, slot)))
+
+    ahead = lax.fori_loop(0, jnp.minimum(stages - 1, tiles_ahead), begin, first)
 
     def one_piece(carry):
         unit, m, count, ahead = carry
@@ -335,15 +330,10 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             state, count, ahead = carry
             slot = lax.rem(count, jnp.int32(stages))
             parity = lax.rem(lax.div(count, jnp.int32(stages)), jnp.int32(2))
-            if plan.bulk:
-                warps.each_thread(decode_load.sync, (), ())  # all have read the tile before
-            else:
-                arrived = functools.partial(decode_load.arrived, left=stages - 2)
-                warps.each_thread(arrived, (), ())
+            warps.each_thread(sync, (), ())
             before = jnp.where(slot == 0, stages - 1, slot - 1)
             following = _next_tile(plan, refs, smem, share, (ahead, before))
-            if plan.bulk:
-                warps.each_thread(decode_load.wait, smem.barriers, (slot, parity))
+            warps.each_thread(wait, smem.barriers, (slot, parity))
             s = fragments.scores(q, smem.k, slot, plan.split)
             if units is not None:
                 s = s * fragments.of_keys(smem.k_scale, slot, plan.split)
@@ -410,12 +400,8 @@ def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, parts: decode_pla
 
 def _start(thread: warps.Thread, refs: Any, usable: Any, plan: Plan) -> None:
     given, smem = refs
-
-    def meanwhile() -> None:
-        if plan.bulk:
-            thread.make_barriers(smem.barriers, plan.config.stages)
-
-    decode_plan.lay_out(thread, (given, smem.table), usable, plan, meanwhile)
+    barriers = functools.partial(decode_load.make_barriers, thread, smem.barriers, plan)
+    decode_plan.lay_out(thread, (given, smem.table), usable, plan, barriers)
 
 
 def _kernel(refs: Refs, out: Ref, lse: Ref, parts: Any, smem: Smem, *, plan: Plan) -> None:
