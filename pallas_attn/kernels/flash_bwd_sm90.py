@@ -386,16 +386,9 @@ def _finish(plan: Plan, smem: Smem, outs: Any, at: Any, results: Any) -> None:
 
 def _kernel(refs: Refs, dk_ref: Any, dv_ref: Any, smem: Smem, *, plan: Plan) -> None:
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
-
-    @pl.when(wg == WARPGROUPS)
-    def _():
-        plgpu.set_max_registers(24, action="decrease")
-        _load(plan, refs, smem, cta)
-
-    @pl.when(wg < WARPGROUPS)
-    def _():
-        plgpu.set_max_registers(240, action="increase")
-        _compute(plan, refs, smem, (dk_ref, dv_ref), (cta, wg))
+    load = functools.partial(_load, plan, refs, smem, cta)
+    compute = functools.partial(_compute, plan, refs, smem, (dk_ref, dv_ref), (cta, wg))
+    tiles.share_registers(wg, WARPGROUPS, load, compute, 240)
 
 
 # ---- the call -----------------------------------------------------------------------------------

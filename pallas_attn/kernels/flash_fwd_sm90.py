@@ -412,18 +412,10 @@ def _finish(plan: Plan, refs: Refs, smem: Smem, outs: Any, rows: Rows, result: A
 def _kernel(refs: Refs, out_ref: Any, lse_ref: Any, smem: Smem, *, plan: Plan) -> None:
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
     computing = plan.config.warpgroups
-    # Registers a thread: 512 in all, shared by the warpgroups of 128 threads in multiples of 8.
     ours = {1: 240, 2: 240, 3: 160}[computing]
-
-    @pl.when(wg == computing)
-    def _():
-        plgpu.set_max_registers(24, action="decrease")
-        _load(plan, refs, smem, cta)
-
-    @pl.when(wg < computing)
-    def _():
-        plgpu.set_max_registers(ours, action="increase")
-        _compute(plan, refs, smem, (out_ref, lse_ref), (cta, wg))
+    load = functools.partial(_load, plan, refs, smem, cta)
+    compute = functools.partial(_compute, plan, refs, smem, (out_ref, lse_ref), (cta, wg))
+    tiles.share_registers(wg, computing, load, compute, ours)
 
 
 # ---- the call -----------------------------------------------------------------------------------

@@ -69,6 +69,24 @@ def columns(ref: Ref, start: int, width: int, traced: Any) -> Any:
     return pl.ds(start if start + width <= ref.shape[-1] else start + 0 * traced, width)
 
 
+def share_registers(
+    wg: jax.Array, workers: int, load: Callable[[], None], compute: Callable[[], None], ours: int
+) -> None:
+    """Warpgroup `workers` loads, those below it compute, with `ours` registers a thread. There are
+    512 for one thread of each, in multiples of 8.
+    """
+
+    @pl.when(wg == workers)
+    def _():
+        plgpu.set_max_registers(24, action="decrease")
+        load()
+
+    @pl.when(wg < workers)
+    def _():
+        plgpu.set_max_registers(ours, action="increase")
+        compute()
+
+
 def without_barriers() -> Any:
     """Parameters of a kernel whose warpgroups read what they write to shared memory by TMA or
     matmuls only, after `commit_smem`, or after a barrier. Else Mosaic puts each store between two
