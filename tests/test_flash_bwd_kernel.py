@@ -95,7 +95,7 @@ PORTABLE_INTERPRETED = {
     "q_lengths": {"config": PORTABLE(fused=False, block_q=32, dq_row_blocks=2, dq_block_kv=32)},
     "documents": {"config": PORTABLE(row_blocks=2, block_q=32, fused=False)},
     "bias_by_row": {"config": PORTABLE()},
-    "dim72_24": {"config": PORTABLE(fused=False, block_q=16, dq_block_kv=16)},
+    "dim72_24": {"config": PORTABLE(fused=False, block_q=16, dq_block_kv=16, dq_stages=1)},
     "float32_highest": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
 }
 

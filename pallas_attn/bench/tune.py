@@ -45,6 +45,21 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
         "dq_stages": (2, 3),
         "ctas": (132, 0),
     },
+    "flash_fwd_sm80": {
+        "row_blocks": (1, 2),
+        "block_kv": (32, 64, 128),
+        "stages": (1, 2, 3),
+        "hold_q": (False, True),
+        "section": (0, 1, 4, 12, 32),
+    },
+    "flash_bwd_sm80": {
+        "fused": (True, False),
+        "row_blocks": (1, 2),
+        "block_q": (16, 32, 64),
+        "dq_row_blocks": (1, 2),
+        "dq_block_kv": (16, 32, 64),
+        "section": (0, 1, 4, 12, 32),
+    },
 }
 WIN = 0.99  # of the incumbent's time: less is noise, and rows that move with noise say nothing
 FINALISTS = 3

@@ -1,8 +1,8 @@
 """dQ of the portable backward by a kernel of its own, and the gradient of a bias.
 
 dQ has the forward's grid and orientation: a block owns 64 query rows (or 128) and walks over the
-key tiles that meet them; the next K and V arrive under this tile's arithmetic. Nothing is added up
-in global memory: the same bits each time.
+key tiles that meet them; the next K and V arrive under this tile's arithmetic, where there is room
+for them. Nothing is added up in global memory: the same bits each time.
 
 A bias's gradient is dS, summed over what the bias was broadcast over: the walk of
 `flash_bwd_dbias`, by tiles of 64 queries by `block_kv` keys.
@@ -46,12 +46,12 @@ class Smem(NamedTuple):
 
 
 def plan_of(problem: AttentionProblem, config: Any) -> WholePlan:
-    by_rows = flash_fwd_sm80.Config(config.dq_row_blocks, config.dq_block_kv)
+    by_rows = flash_fwd_sm80.Config(config.dq_row_blocks, config.dq_block_kv, config.dq_stages)
     return WholePlan(problem, by_rows)
 
 
-def scratch(plan: WholePlan, slots: int = 2) -> Smem:
-    parts, keys = plan.parts_of_numbers, slots * plan.config.block_kv
+def scratch(plan: WholePlan) -> Smem:
+    parts, keys = plan.parts_of_numbers, plan.config.stages * plan.config.block_kv
 
     def buffer(rows, width):
         return plgpu.SMEM((rows, matrices.pitch(parts * width)), plan.operand_dtype)
@@ -118,12 +118,17 @@ def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
     copies = functools.partial(_copies, plan, refs, smem, cell)
     numbers = _numbers(plan, refs, cell)
     rows, keys = copies(span.lo * block, jnp.int32(0))
-    turn(*rows, *keys, wait=None)
+    ahead = plan.config.stages > 1
+    turn(*rows, *(keys if ahead else ()), wait=None)
 
     def step(t, dq):
-        slot = (t - span.lo) & 1
+        slot = (t - span.lo) & 1 if ahead else jnp.int32(0)
         following = jnp.where(t + 1 < span.hi, (t + 1) * block, cell.kv_len)
-        turn(*copies(following, 1 - slot)[1], wait=0)
+        if ahead:
+            turn(*copies(following, 1 - slot)[1], wait=0)
+        else:
+            turn(*copies(t * block, slot)[1], wait=None, meet=True)
+            turn(wait=0)
         masked = (t < span.full_lo) | (t >= span.full_hi)
         at = (t * block, slot, masked, *numbers)
         ds, slope = _ds(plan, refs, smem, cell, at)
@@ -198,14 +203,14 @@ def _of_step(plan: WholePlan, refs: Refs, smem: Smem, step: Step) -> Any:
 
 def dbias_of(problem: AttentionProblem, config: Any, inputs: AttentionInputs, refs: Refs) -> Any:
     """The cotangent of inputs.bias."""
-    plan = WholePlan(problem, flash_fwd_sm80.Config(1, config.dq_block_kv))
+    plan = WholePlan(problem, flash_fwd_sm80.Config(1, config.dq_block_kv, 1))
     walk = flash_bwd_dbias.walk_of(plan)
     q_tiles, key_tiles = walk.cells[2:]
     sizes = (walk.parts, *walk.cells[:2], q_tiles * ROWS, key_tiles * plan.config.block_kv)
     kernel = plgpu.kernel(
         functools.partial(_bias_kernel, plan=plan, walk=walk),
         out_type=jax.ShapeDtypeStruct(sizes, jnp.float32),
-        scratch_types=(scratch(plan, 1),),
+        scratch_types=(scratch(plan),),
         grid=(math.prod(walk.cells), walk.parts),
         grid_names=("cell", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -54,6 +54,7 @@ class Config:
     section: int = 0  # heads whose tiles of work are taken together; 0: see Plan.section
     dq_row_blocks: int = 1  # of the kernel for dq alone: its tiles
     dq_block_kv: int = 64
+    dq_stages: int = 2
 
     ctas = 0  # one block a tile of work
 
@@ -64,6 +65,7 @@ class Config:
             "section": (self.section >= 0, "at least 0"),
             "dq_row_blocks": (self.dq_row_blocks in (1, 2), "1 or 2"),
             "dq_block_kv": (self.dq_block_kv in (16, 32, 64), "16, 32 or 64"),
+            "dq_stages": (self.dq_stages in (1, 2), "1 or 2"),
         }
         for name, (good, want) in wants.items():
             if not good:
@@ -73,8 +75,12 @@ class Config:
     def default(cls, problem: AttentionProblem) -> "Config":
         """What serves a problem that nobody tuned: the first that has room."""
         wide = max(problem.head_dim, problem.v_head_dim) > 128
-        choices = [cls(1, block, False, dq_block_kv=keys) for block in (64, 32, 16)
-                   for keys in (64, 32, 16)]  # fmt: skip
+        tiles_of_dq = ((64, 2), (32, 2), (16, 2), (32, 1), (16, 1))
+        choices = [
+            cls(1, block, False, dq_block_kv=keys, dq_stages=stages)
+            for block in (64, 32, 16)
+            for keys, stages in tiles_of_dq
+        ]
         if not (wide or problem.deterministic):
             choices.insert(0, cls(1, 64, True))
         return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])

@@ -41,7 +41,6 @@ from pallas_attn.kernels.spans import Span
 
 SMEM_LIMITS = {"sm80": 166_912, "sm87": 166_912, "sm90": 232_448, "sm100": 232_448}
 SMALLEST = 101_376  # of one block: Ada, the smaller Amperes and the smaller Blackwells
-RESERVED = 1024  # bytes of a block's shared memory that are CUDA's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +178,7 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 def buffer_bytes(buffers: Any) -> int:
     """Of shared memory, as Mosaic lays it out: every buffer on a line of 1024 bytes."""
     sizes = [math.prod(b.shape) * b.dtype.itemsize for b in buffers if b is not None]
-    return RESERVED + sum(operands.round_up(size, 1024) for size in sizes)
+    return sum(operands.round_up(size, 1024) for size in sizes)
 
 
 def fits(problem: Any, need: Callable[..., int], config: Any) -> bool:
