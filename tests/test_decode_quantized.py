@@ -51,6 +51,14 @@ def test_limits(fields, reason):
     assert decode_sm90.limit(dataclasses.replace(PROBLEM, **fields)).reason == reason
 
 
+def test_two_blocks_share_a_multiprocessor():
+    """Where there is work for them."""
+    many = dataclasses.replace(PROBLEM, sequences=64, capacities=(8192,) * 64)
+    two, one = (decode_sm90.Config.default(x) for x in (many, PROBLEM))
+    assert (two.ctas, one.ctas) == (2 * decode_sm90.MULTIPROCESSORS, 128)
+    assert decode_sm90.smem_bytes(many, two) <= decode_sm90.SMEM_OF_TWO
+
+
 def permuted(low, high, selector):
     """PTX's prmt."""
     both = np.concatenate([low.view(np.uint8), np.full_like(low, high).view(np.uint8)])

@@ -4,7 +4,7 @@ All query heads share the one kv head: up to 64 rows of query are a block's, and
 cache is 1152 bytes that serve as key and as value. With 128 heads that is work for tensor cores
 rather than for memory, so tiles come by TMA, swizzled for wgmma. An output of 64 x 512 is too much
 for one warpgroup's registers: two share it by columns. Each computes all scores, which spares
-them an exchange of maxima and probabilities (a third more of matmuls, none of waiting).
+them an exchange of maxima and probabilities: half as many matmuls more, and no waiting.
 
 Grid, dealing and merging are those of `decode_plan` and `decode_merge`; every part of a row goes
 to global memory, and the last block to arrive makes the result of them.

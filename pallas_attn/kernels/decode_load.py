@@ -48,15 +48,9 @@ class Tile(NamedTuple):
 
 def _number(thread: warps.Thread) -> Any:
     """Which of a tile's copies is this thread's: lanes that ask for copies wait for each other, so
-    neighbours are in different warps. The last warp has none: it speaks to other blocks
-    (`warps.Thread.arrive`), and should not have copies to wait for.
+    neighbours are in different warps.
     """
-    warp = thread.index // 32
-    return thread.select(warp < COPYING, thread.index % 32 * COPYING + warp, MANY)
-
-
-COPYING = warps.WARPS - 1
-MANY = 2**15  # more than there are
+    return thread.index % 32 * warps.WARPS + thread.index // 32
 
 
 def _piece(thread: warps.Thread, at: Tile, plan: Plan) -> tuple[Any, Any]:

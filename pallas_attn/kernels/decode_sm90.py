@@ -84,9 +84,9 @@ class Config:
     def default(cls, problem: DecodeProblem) -> "Config":
         """What serves a problem that nobody tuned: as many bytes in flight as there is room for.
 
-        A tile of twice the keys costs a block less than two (8192 keys of one sequence take 9.5 us
-        by 128 against 11.2 by 64), where a block gets a few of them. Where the heads can be shared
-        out evenly over all multiprocessors but a few, these stay idle: there is nothing to merge.
+        A tile of twice the keys costs a block less than two, where a block gets a few of them.
+        Where the heads can be shared out evenly over all multiprocessors but a few, these stay
+        idle: there is nothing to merge.
         Keys of 8 bits keep a warp busy for longer than their bytes take to come: two blocks a
         multiprocessor, each of which waits while the other computes.
         """
@@ -444,7 +444,7 @@ def _counters(plan: Plan) -> np.ndarray:
     of zeros that are only read (`decode_load.fetch`).
 
     Each launch leaves them as it found them, so they are a constant: XLA has nothing to clear,
-    which would be a launch of its own (0.7 us of 5.5). The number behind them is that of this call:
+    which would be a launch of its own. The number behind them is that of this call:
     two calls in a program would otherwise share one constant, and must not if XLA ever ran them
     side by side. It also keeps XLA from making the zeros itself.
     """

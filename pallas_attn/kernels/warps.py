@@ -270,19 +270,16 @@ class Thread(tiles.Thread):
         0. What the others wrote before they arrived, the last one sees.
 
         The counter goes back to 0 with the last arrival: atom.inc wraps. One thread speaks for all,
-        whom it met before and meets after. It is of the last warp: what waits for memory here had
-        better not be of a warp that asked for copies.
+        whom it met before and meets after.
         """
         self.sync()
-        speaker = 32 * (WARPS - 1)
-        speaks = (self.index >= speaker) & (self.index <= speaker)
         ptx = (
             "{ .reg .pred p, q; .reg .b32 old; setp.ne.b32 p, $0, 0; @!p bra done; "
             "atom.acq_rel.gpu.global.inc.u32 old, [$1], $2; "
             "setp.eq.u32 q, old, $2; selp.b32 old, 1, 0, q; st.shared.b32 [$3], old; done: }"
         )
         operands = [
-            arith.extui(i32(), speaks.value),
+            arith.extui(i32(), (self.index < 1).value),
             tiles._address(counters, index, 4),
             (count - 1).value,
             shared_address(last, 0, 4),
