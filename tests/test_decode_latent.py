@@ -205,10 +205,17 @@ def test_limits(fields, reason):
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 LARGE = {
-    f"{kind}_{heads}_heads": Case(kind, (0, 1, 63, 64, 1000, 2048), heads=heads, head_dim=576, v_head_dim=512,
-               capacity=2048, page_size=page)
+    f"{kind}_{heads}_heads": Case(
+        kind,
+        (0, 1, 63, 64, 1000, 2048),
+        heads=heads,
+        head_dim=576,
+        v_head_dim=512,
+        capacity=2048,
+        page_size=page,
+    )
     for kind, heads, page in (("stacked", 128, 16), ("paged", 16, 64))
-}  # fmt: skip
+}
 
 
 @pytest.mark.gpu
