@@ -69,6 +69,7 @@ def _grid(dtype: str, label: str) -> list[AttentionCase]:
 def _large_attention() -> list[AttentionCase]:
     causal = functools.partial(_attention, mask=CAUSAL)
     half = tuple([4096] * 4)
+    exact: Any = {"dtype": "float32", "precision": "highest"}
     return [
         *_grid("bfloat16", "grid"),
         *_grid("float16", "twin"),
@@ -93,6 +94,9 @@ def _large_attention() -> list[AttentionCase]:
         causal("f32_h64_causal_t2048", (4, 2048), (16, 16), 64, "corner", dtype="float32"),
         _attention("f32_h128_full_t2048", (4, 2048), (16, 16), 128, "corner", dtype="float32"),
         causal("f32_h128_causal_t4096", (2, 4096), (16, 16), 128, "corner", dtype="float32"),
+        causal("f32_h64_causal_t2048_highest", (4, 2048), (16, 16), 64, "corner", **exact),
+        _attention("f32_h128_full_t2048_highest", (4, 2048), (16, 16), 128, "corner", **exact),
+        causal("f32_h128_causal_t4096_highest", (2, 4096), (16, 16), 128, "corner", **exact),
         # Promises: 8 packed documents cost what 8 batch rows do; keys past a length cost nothing.
         causal("documents_8x1024", (1, 8192), (16, 16), 128, "cost", segments=(1024,) * 8),
         causal("rows_8x1024", (8, 1024), (16, 16), 128, "cost"),

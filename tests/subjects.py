@@ -76,6 +76,11 @@ class Subject:
             for op in {problem.op, operation}
         )
 
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether float32 is multiplied on them: see `budget.attention`."""
+        return self.implementation != "reference"
+
     def exists(self, operation: str) -> bool:
         """Whether the operation has an implementation in this row by now."""
         if self.implementation == "reference":
@@ -104,6 +109,7 @@ ROWS = (
     Subject("reference_on_gpu", "reference", marks=("gpu",)),
     Subject("kernels", None, marks=("gpu",), dtype="bfloat16"),
     Subject("portable_kernels", "sm80", None, ("gpu",), "bfloat16", but=("append",)),
+    Subject("kernels_float32", None, marks=("gpu",), dtype="float32"),
 )
 
 

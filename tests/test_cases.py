@@ -37,8 +37,8 @@ def cotangents(case, seed=0):
 
 
 @functools.lru_cache(maxsize=1)  # subjects of one case run one after the other
-def expected(case):
-    return budget.attention(case.arguments(), *cotangents(case))
+def expected(case, tensor_cores):
+    return budget.attention(case.arguments(), *cotangents(case), tensor_cores=tensor_cores)
 
 
 def forward_and_backward(*, do, dlse, implementation, **arguments):
@@ -77,7 +77,7 @@ def test_forward(subject, case):
     """On a GPU: elsewhere the reference does both ways below, the interpreter in its own file."""
     function, arguments = attention_arguments(case)
     out, lse = subject.call(function, **arguments)
-    budget.check({"out": out, "lse": lse}, expected(case))
+    budget.check({"out": out, "lse": lse}, expected(case, subject.tensor_cores))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,8 @@ def test_forward(subject, case):
 def test_forward_and_backward(subject, case):
     function, arguments = backward_arguments(case)
     got = subject.call(function, **arguments)
-    budget.check(live(case, got, expected(case)), expected(case))
+    wanted = expected(case, subject.tensor_cores)
+    budget.check(live(case, got, wanted), wanted)
 
 
 # ---- caches ---------------------------------------------------------------------------------

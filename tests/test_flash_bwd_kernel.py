@@ -21,7 +21,16 @@ from pallas_attn.kernels import flash_bwd_plan as plans
 from pallas_attn.kernels import flash_bwd_sm90 as kernel
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests import budget, mosaic
-from tests.test_flash_fwd_kernel import COMPILED, EDGE, GRID, given, one, shape_of
+from tests.test_flash_fwd_kernel import (
+    COMPILED,
+    EDGE,
+    FLOAT32,
+    GRID,
+    given,
+    in_float32,
+    one,
+    shape_of,
+)
 from tests.test_flash_fwd_kernel import problem_of as forward_problem_of
 
 needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
@@ -41,7 +50,7 @@ def residuals_of(case: cases.AttentionCase, seed: int = 0) -> tuple[tuple, budge
     rng = np.random.default_rng(seed)
     shape = (case.batch, case.q_heads, case.q_len)
     dlse = jnp.asarray(rng.standard_normal(shape), jnp.float32)
-    expected = budget.attention(case.arguments(seed), do, dlse)
+    expected = budget.attention(case.arguments(seed), do, dlse, tensor_cores=True)
     inputs = AttentionInputs(**given(case, seed, poison=True))
     out = jnp.asarray(expected.naive["out"]).astype(case.dtype)
     lse = jnp.asarray(expected.naive["lse"], jnp.float32)
@@ -87,6 +96,8 @@ INTERPRETED = {
     "dim40_256": {},
     "float16_causal": {"config": dataclasses.replace(SMALL, block_q=128)},
     "group7_kv1": {"config": dataclasses.replace(SMALL, section=1, block_q=128)},
+    "dim72_24_float32": {},
+    "dim72_24_float32_highest": {},
 }
 
 
@@ -190,13 +201,14 @@ def test_the_portable_kernel_compiles_for_every_gpu(name, target):
 @pytest.mark.parametrize(
     ("field", "value", "want"),
     [
-        ("block_q", 96, "64 or 128"),
+        ("block_q", 96, "32, 64 or 128"),
         ("stages", 1, "at least 2"),
         ("section", -1, "at least 0"),
         ("ctas", -1, "at least 0"),
-        ("dq_block_kv", 32, "64 or 128"),
+        ("dq_block_kv", 48, "32, 64 or 128"),
         ("dq_stages", 1, "at least 2"),
         ("lag", 3, "1 or 2"),
+        ("dq_warpgroups", 3, "1 or 2"),
     ],
 )
 def test_config_checks_itself(field, value, want):
@@ -288,6 +300,20 @@ def test_edges_on_the_gpu(case, fused):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in FLOAT32
+        if not case.name.startswith(VAGUE) and kernel.limit(problem_of(case)) is None
+    ],
+    ids=lambda case: case.name,
+)
+def test_float32_on_the_gpu(case):
+    check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
     "config", [SMALL, kernel.Config(128, 2, True, 2, 7), kernel.Config(ctas=7, lag=2)], ids=str
 )
 @pytest.mark.parametrize("name", ["t_equals_s", "band", "everything", "q_lengths"])
@@ -300,6 +326,8 @@ def test_configurations_on_the_gpu(name, config):
 def test_drawn_on_the_gpu(draw, seed):
     for again in range(5):  # where few keys count, a budget may prove nothing
         case = cases.draw_attention(1000 * seed + 200 * again + draw)
+        if draw % 4 == 1:
+            case = in_float32(case, None)
         default = kernel.Config.default(problem_of(case))
         with contextlib.suppress(budget.VacuousError):
             check(case, dataclasses.replace(default, fused=draw % 4 != 0), seed=seed)

@@ -146,7 +146,7 @@ def _torch(name: str, backend: str, call: Call) -> list[Subject]:
     from torch.nn import functional
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    _require(call)
+    _require(call, "precision")  # its float32 is float32
     case = call.case
     if (case.dtype == "float32") != (backend == "EFFICIENT_ATTENTION"):
         raise Unavailable("float32 is for torch_efficient, which is slow at everything else")

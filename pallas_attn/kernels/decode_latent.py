@@ -336,7 +336,8 @@ def _compute(  # noqa: PLR0913
                 )
 
             acc, total = lax.cond(new.moved != 0, scaled, lambda: (state.acc, state.total))
-            acc = tiles.matmul_add(acc, new.p.astype(plan.problem.dtype), smem.kv.at[wg, slot])
+            p = new.p.astype(plan.problem.dtype)
+            acc = tiles.added(acc, (p,), (smem.kv.at[wg, slot],))
             plgpu.barrier_arrive(smem.free.at[slot])
             return State(acc, total + new.total, new.top), count + 1
 

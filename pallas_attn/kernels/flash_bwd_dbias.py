@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels import flash_plan, logits, operands, tiles
+from pallas_attn.kernels import flash_plan, logits, terms, tiles
 from pallas_attn.kernels.flash_bwd_plan import Refs
 from pallas_attn.kernels.flash_plan import ROWS, Plan
 from pallas_attn.kernels.logits import Place
@@ -65,23 +65,32 @@ def walk_of(plan: Plan) -> Walk:
 
 
 def scratch(plan: Plan) -> Smem:
-    dtype = jnp.dtype(plan.problem.dtype)
-    k_swizzle, v_swizzle = (
-        operands.swizzle(n) for n in (plan.problem.head_dim, plan.problem.v_head_dim)
+    kind, block = plan.values, plan.config.block_kv
+    stages = 2 if 2 * _tile_bytes(plan) <= ROOM else 1
+    swizzles = plan.k_swizzle, plan.v_swizzle
+    widths = kind.terms * plan.k_width, kind.terms * plan.v_width
+    (q, do), (k, v) = (
+        [
+            tiles.swizzled((stages, rows, width), kind.dtype, swizzle)
+            for width, swizzle in zip(widths, swizzles, strict=True)
+        ]
+        for rows in (ROWS, block)
     )
-    one = 2 * 2 * ROWS * (plan.k_width + plan.v_width)
-    stages = 2 if 2 * one <= ROOM else 1
-    q = tiles.swizzled((stages, ROWS, plan.k_width), dtype, k_swizzle)
-    v = tiles.swizzled((stages, ROWS, plan.v_width), dtype, v_swizzle)
     barrier = plgpu.Barrier
     return Smem(
         q=q,
-        do=v,
-        k=q,
+        do=do,
+        k=k,
         v=v,
         ready=barrier(num_barriers=stages, num_arrivals=4),
         free=barrier(num_barriers=stages),
     )
+
+
+def _tile_bytes(plan: Plan) -> int:
+    """Of the four tiles that a tile of scores is made of."""
+    rows = ROWS + plan.config.block_kv
+    return rows * plan.values.bytes * (plan.k_width + plan.v_width)
 
 
 class Step(NamedTuple):
@@ -141,7 +150,8 @@ def _load(plan: Plan, refs: Refs, smem: Smem, walk: Walk, place: tuple[Any, Any]
                 (refs.v, smem.v, step.key, kv_head),
             ):
                 columns = tiles.columns(ref, 0, to.shape[-1], head)
-                there = ref.at[step.batch, pl.ds(first, ROWS), head, columns]
+                rows = pl.ds(first, to.shape[1])
+                there = ref.at[step.batch, rows, head, columns]
                 plgpu.copy_gmem_to_smem(there, to.at[slot], smem.ready.at[slot])
 
         return count + step.live.astype(jnp.int32)
@@ -151,8 +161,9 @@ def _load(plan: Plan, refs: Refs, smem: Smem, walk: Walk, place: tuple[Any, Any]
 
 def _ds(plan: Plan, refs: Refs, smem: Smem, step: Step, slot: Any) -> Any:
     shape = (ROWS, plan.config.block_kv)
-    s = tiles.matmul(shape, smem.q.at[slot], smem.k.at[slot].transpose((1, 0)))
-    dp = tiles.matmul(shape, smem.do.at[slot], smem.v.at[slot].transpose((1, 0)))
+    q, do, k, v = (terms.of_memory(ref.at[slot], plan.values) for ref in smem[:4])
+    s = tiles.matmul(shape, q, terms.transposed(k))
+    dp = tiles.matmul(shape, do, terms.transposed(v))
     place = Place(step.batch, step.head, step.row, step.key, step.q_offset, step.kv_len, 0)
     lse, delta = (
         tiles.load(ref.at[step.batch, step.head, pl.ds(step.row, ROWS)], tiles.ROW)

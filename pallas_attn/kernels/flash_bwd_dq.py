@@ -8,7 +8,7 @@ its own; P = exp(S - lse) is computed under dP.
 
 Shared memory, and who owns it when:
   q, do [warpgroup]  filled by TMA at the warpgroup's own request for each tile of work; dq leaves
-                     through q
+                     through q, but in float32, where it goes from registers to global memory
   k [stages]         a ring; a key tile is let go of when its part of dQ is done, in the next step
   v [stages - 1]     a ring; let go of when dP is done
 """
@@ -24,12 +24,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._problem import AttentionInputs
-from pallas_attn.kernels import flash_plan, logits, operands, spans, tiles
+from pallas_attn.kernels import flash_plan, logits, operands, spans, terms, tiles
 from pallas_attn.kernels.flash_bwd_plan import Refs, ring
 from pallas_attn.kernels.flash_plan import ROWS, Plan
 from pallas_attn.kernels.logits import Place, Tile
-
-WARPGROUPS = 2  # that compute
 
 
 class Smem(NamedTuple):
@@ -45,23 +43,29 @@ class Smem(NamedTuple):
 
 
 def scratch(plan: Plan) -> Smem:
-    config, dtype = plan.config, jnp.dtype(plan.problem.dtype)
-    k_swizzle, v_swizzle = (
-        operands.swizzle(n) for n in (plan.problem.head_dim, plan.problem.v_head_dim)
-    )
-    barrier = plgpu.Barrier
+    config, kind = plan.config, plan.values
+    barrier, computing = plgpu.Barrier, config.warpgroups
     stages, v_stages = config.stages, config.stages - 1
+    k_columns, v_columns = kind.terms * plan.k_width, kind.terms * plan.v_width
+    k_swizzle, v_swizzle = k_swizzle_of(plan), plan.v_swizzle
     return Smem(
-        q=tiles.swizzled((WARPGROUPS, ROWS, plan.k_width), dtype, k_swizzle),
-        do=tiles.swizzled((WARPGROUPS, ROWS, plan.v_width), dtype, v_swizzle),
-        k=tiles.swizzled((stages, config.block_kv, plan.k_width), dtype, k_swizzle),
-        v=tiles.swizzled((v_stages, config.block_kv, plan.v_width), dtype, v_swizzle),
-        q_ready=barrier(num_barriers=WARPGROUPS, num_arrivals=2),
+        q=tiles.swizzled((computing, ROWS, k_columns), kind.dtype, k_swizzle),
+        do=tiles.swizzled((computing, ROWS, v_columns), kind.dtype, v_swizzle),
+        k=tiles.swizzled((stages, config.block_kv, k_columns), kind.dtype, k_swizzle),
+        v=tiles.swizzled((v_stages, config.block_kv, v_columns), kind.dtype, v_swizzle),
+        q_ready=barrier(num_barriers=computing, num_arrivals=2),
         k_ready=barrier(num_barriers=stages),
         v_ready=barrier(num_barriers=v_stages),
-        k_free=barrier(num_barriers=stages, num_arrivals=WARPGROUPS),
-        v_free=barrier(num_barriers=v_stages, num_arrivals=WARPGROUPS),
+        k_free=barrier(num_barriers=stages, num_arrivals=computing),
+        v_free=barrier(num_barriers=v_stages, num_arrivals=computing),
     )
+
+
+def k_swizzle_of(plan: Plan) -> int:
+    """Matmuls take dS by whole swizzles."""
+    if plan.problem.dtype != "float32":
+        return plan.k_swizzle
+    return min(plan.k_swizzle, operands.swizzle_of(plan.config.block_kv * plan.values.itemsize))
 
 
 def buffer_bytes(plan: Plan) -> int:
@@ -165,8 +169,10 @@ def _ds(plan: Plan, refs: Refs, smem: Smem, rows: Rows, at: Any, dp: Any) -> Any
 def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
     """All keys of a warpgroup's rows; carry is (span, count). Gives (dq, count)."""
     span, count = carry
-    config, dtype = plan.config, jnp.dtype(plan.problem.dtype)
+    config, kind = plan.config, plan.values
     shape = (ROWS, config.block_kv)
+    memory = functools.partial(terms.of_memory, kind=kind)
+    width = smem.q.shape[-1] // kind.terms
     k_slot = functools.partial(ring, size=config.stages)
     v_slot = functools.partial(ring, size=config.stages - 1)
 
@@ -179,13 +185,13 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
         def run(s_acc, dp_acc):
             # 0, which only we know: or else addresses would be computed before the loop and spilled
             wg = rows.wg + lax.shift_right_logical(count, jnp.int32(31))
-            q, do = smem.q.at[wg], smem.do.at[wg]
+            q, do = memory(smem.q.at[wg]), memory(smem.do.at[wg])
             before()
             plgpu.barrier_wait(smem.k_ready.at[k_slot(count)])
-            plgpu.wgmma(s_acc, q, smem.k.at[k_slot(count)].transpose((1, 0)))
+            terms.multiply(s_acc, q, terms.transposed(memory(smem.k.at[k_slot(count)])))
             plgpu.barrier_wait(smem.v_ready.at[v_slot(count)])
-            plgpu.wgmma(dp_acc, do, smem.v.at[v_slot(count)].transpose((1, 0)))
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+            terms.multiply(dp_acc, do, terms.transposed(memory(smem.v.at[v_slot(count)])))
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(terms.PRODUCTS[kind.terms]))
             after()
 
             def dp():
@@ -198,23 +204,43 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
         both = plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
         return pl.run_scoped(run, *both)
 
+    def in_registers(_):
+        """As `everything`, with tiles of dQ added up in registers: see `tiles.added`."""
+
+        def step(t, carry):
+            count, ds, dq = carry
+            last = k_slot(count - 1)
+            dq = tiles.added(dq, ds, memory(smem.k.at[last]))
+            plgpu.barrier_arrive(smem.k_free.at[last])
+            ds = tile(t, count, lambda: None, lambda: None)
+            return count + 1, terms.of_registers(ds, kind), dq
+
+        first = terms.of_registers(tile(span.lo, count, lambda: None, lambda: None), kind)
+        dq = tiles.filled((ROWS, width), 0.0)
+        end, ds, dq = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first, dq))
+        dq = tiles.added(dq, ds, memory(smem.k.at[k_slot(end - 1)]))
+        plgpu.barrier_arrive(smem.k_free.at[k_slot(end - 1)])
+        return dq, end
+
     def everything(dq):
         def step(t, carry):
             count, ds = carry
 
             last = k_slot(count - 1)
-            before = functools.partial(plgpu.wgmma, dq, ds, smem.k.at[last])
+            before = functools.partial(terms.multiply, dq, ds, memory(smem.k.at[last]))
             after = functools.partial(plgpu.barrier_arrive, smem.k_free.at[last])
-            return count + 1, tile(t, count, before, after).astype(dtype)
+            return count + 1, terms.of_registers(tile(t, count, before, after), kind)
 
-        first = tile(span.lo, count, lambda: None, lambda: None).astype(dtype)
+        first = terms.of_registers(tile(span.lo, count, lambda: None, lambda: None), kind)
         end, ds = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first))
-        plgpu.wgmma(dq, ds, smem.k.at[k_slot(end - 1)])
+        terms.multiply(dq, ds, memory(smem.k.at[k_slot(end - 1)]))
         value = dq[...]
         plgpu.barrier_arrive(smem.k_free.at[k_slot(end - 1)])
         return value, end
 
-    return pl.run_scoped(everything, plgpu.ACC((ROWS, smem.q.shape[-1]), jnp.float32))
+    if kind.terms == 3:
+        return in_registers(None)
+    return pl.run_scoped(everything, plgpu.ACC((ROWS, width), jnp.float32))
 
 
 def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, Any]) -> None:
@@ -240,7 +266,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, 
             return _attend(plan, refs, smem, rows, (span, entries))
 
         def none(entries):
-            return tiles.filled((ROWS, smem.q.shape[-1]), 0.0), entries
+            return tiles.filled((ROWS, smem.q.shape[-1] // plan.values.terms), 0.0), entries
 
         dq, entries = lax.cond(span.hi > span.lo, some, none, entries)
         _finish(plan, smem, dq_ref, rows, dq)
@@ -263,18 +289,22 @@ def _finish(plan: Plan, smem: Smem, dq_ref: Any, rows: Rows, dq: Any) -> None:
     if tile.q_len is not None:
         inside = tiles.positions((ROWS,), 0, rows.row) < tile.q_len
         dq = jnp.where(tiles.down_rows(inside, dq.shape), dq, 0.0)
+    if plan.problem.dtype == "float32":
+        plgpu.commit_smem()  # q and dO have been read, and TMA will write there
+        where = (tile.batch, pl.ds(rows.row, ROWS), tile.head, pl.ds(0, dq.shape[1]))
+        return tiles.store(dq_ref.at[where], dq)
     staged[...] = dq.astype(staged.dtype)
     plgpu.commit_smem()
     columns = tiles.columns(dq_ref, 0, staged.shape[-1], tile.head)
     there = dq_ref.at[tile.batch, pl.ds(rows.row, ROWS), tile.head, columns]
-    plgpu.copy_smem_to_gmem(staged, there)
+    return plgpu.copy_smem_to_gmem(staged, there)
 
 
 def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: Plan) -> None:
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
     load = functools.partial(_load, plan, refs, smem, cta)
     compute = functools.partial(_compute, plan, refs, smem, dq_ref, (cta, wg))
-    tiles.share_registers(wg, WARPGROUPS, load, compute, 240)
+    tiles.share_registers(wg, plan.config.warpgroups, load, compute, 240)
 
 
 # ---- the call -----------------------------------------------------------------------------------
@@ -304,13 +334,15 @@ def dq_of(plan: Plan, refs: Refs) -> Any:
     """dq, padded as refs.q is, from the operands of a plan by rows."""
     problem = plan.problem
     padded = (*refs.q.shape[:3], operands.width_in_tma(problem.head_dim))
+    if problem.dtype == "float32":
+        padded = (padded[0], plan.padded_rows, padded[2], plan.k_width)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct(padded, problem.dtype),
         scratch_types=(scratch(plan),),
         grid=(plan.ctas,),
         grid_names=("cta",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=plan.config.warpgroups + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_bwd_dq_sm90",

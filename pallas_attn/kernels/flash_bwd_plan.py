@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels import flash_plan, operands, softmax, spans, tiles
+from pallas_attn._problem import AttentionInputs
+from pallas_attn.kernels import flash_plan, operands, softmax, spans, terms, tiles
 from pallas_attn.kernels.logits import Place
 from pallas_attn.kernels.spans import Span
 
@@ -31,7 +31,7 @@ class Refs(NamedTuple):
     k: Any
     v: Any
     do: Any
-    lse: Any  # [B, N, padded rows]: log2 units; inf for a row that has no key, or is none
+    lse: Any  # [B, N, padded rows]: log2 units (see Plan.natural); inf for a row without a key
     delta: Any  # [B, N, padded rows]: rowsum(dO * O) - dLSE, 0 where lse is inf
     q_edge: Any  # [B, block_q, N, H]: the query tile that q_lengths cuts, 0 past the length
     do_edge: Any
@@ -77,8 +77,10 @@ class Plan(flash_plan.Plan):
 
     def _swizzle(self, dim: int) -> int:
         """Matmuls take query tiles by whole swizzles too."""
-        fits = [size for size in (128, 64, 32) if 2 * self.config.block_q % size == 0]
-        return min(operands.swizzle(dim), fits[0])
+        whole = operands.swizzle(dim)
+        if self.problem.dtype == "float32":
+            whole = operands.swizzle_of(2 * operands.width_in_smem(dim, "float32"))
+        return min(whole, operands.swizzle_of(2 * self.config.block_q))
 
     @property
     def padded_keys(self) -> int:
@@ -271,12 +273,13 @@ def masked(plan: Plan, item: Item, t: Any) -> Any:
     return (t < item.span.full_lo) | (t >= item.span.full_hi)
 
 
-def row_numbers(problem: AttentionProblem, rows: int, arrays: Any, residuals: Any) -> Any:
+def row_numbers(plan: Plan, rows: int, arrays: Any, residuals: Any) -> Any:
     """(lse, delta) as in `Refs`, for `rows` rows: what XLA makes of out, lse and their cotangents.
 
     P = exp(S - lse) and dS = P * (dP - delta); a gradient that arrives through the lse adds itself
     to all logits' gradients alike, by delta.
     """
+    problem, unit = plan.problem, 1.0 if plan.natural else softmax.LOG2_E
     out, lse, d_out, d_lse = residuals
     delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse
     dead = lse == -jnp.inf
@@ -284,7 +287,7 @@ def row_numbers(problem: AttentionProblem, rows: int, arrays: Any, residuals: An
         row = jnp.arange(problem.q_len, dtype=jnp.int32)
         dead |= row[None, None] >= arrays.q_lengths[:, None, None]
     pad = ((0, 0), (0, 0), (0, rows - problem.q_len))
-    lse = jnp.pad(jnp.where(dead, jnp.inf, lse * softmax.LOG2_E), pad, constant_values=jnp.inf)
+    lse = jnp.pad(jnp.where(dead, jnp.inf, lse * unit), pad, constant_values=jnp.inf)
     return lse, jnp.pad(jnp.where(dead, 0.0, delta), pad)
 
 
@@ -303,8 +306,10 @@ def operands_of(plan: Plan, inputs: AttentionInputs, d_out: Any, stats: Any) -> 
     problem, config = plan.problem, plan.config
     rows, keys = plan.padded_rows, plan.padded_keys
     fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
-    fields |= {name: operands.for_tma(getattr(inputs, name)) for name in ("q", "k", "v")}
-    fields["do"] = operands.for_tma(d_out)
+    for name, x in (("q", inputs.q), ("k", inputs.k)):
+        fields[name] = operands.stored(terms.as_forward(x, problem), plan.values, plan.k_width)
+    for name, x in (("v", inputs.v), ("do", d_out)):
+        fields[name] = operands.stored(x, plan.values, plan.v_width)
     fields["lse"], fields["delta"] = stats
     for name in ("bias", "mask_array"):
         if (array := fields.get(name)) is not None:
@@ -325,6 +330,13 @@ def operands_of(plan: Plan, inputs: AttentionInputs, d_out: Any, stats: Any) -> 
         if plan.has(lengths):
             fields[f"{name}_edge"] = operands.edge(fields[name], getattr(inputs, lengths), block)
     return Refs(**{name: fields.get(name) for name in Refs._fields})
+
+
+def after(refs: Refs, result: Any) -> Refs:
+    """Operands that are there when another kernel's result is: each kernel fills the GPU, and the
+    interpreter simulates one at a time.
+    """
+    return refs._replace(delta=lax.optimization_barrier((refs.delta, result))[0])
 
 
 def load_all(plan: Plan, refs: Refs, smem: Any, cta: Any, keys: Any) -> None:

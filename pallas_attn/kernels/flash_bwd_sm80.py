@@ -254,7 +254,7 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
     inputs, *rest = residuals
     plan = plan_of(problem, config)
     rows = operands.round_up(problem.q_len, 2 * ROWS)  # whole tiles, of any size
-    stats = shared.row_numbers(problem, rows, inputs, rest)
+    stats = shared.row_numbers(plan, rows, inputs, rest)
     refs = _operands(plan, inputs, rest[2], stats)
     grads: dict[str, Any] = {}
     if plan.fused:
@@ -263,13 +263,13 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
         refs = refs._replace(dq=jax.new_ref(jnp.zeros(sizes, jnp.float32)))
     for which in _launches(plan):
         grads |= _launch(plan, refs, which)
-        refs = _after(refs, grads[which[0]])
+        refs = shared.after(refs, grads[which[0]])
     if plan.fused:
         dq = _dq_of(plan, jax.freeze(refs.dq))
     else:
         dq = flash_bwd_dq_sm80.dq_of(flash_bwd_dq_sm80.plan_of(problem, config), inputs, refs)
     if inputs.bias is not None:
-        dbias = flash_bwd_dq_sm80.dbias_of(problem, config, inputs, _after(refs, dq))
+        dbias = flash_bwd_dq_sm80.dbias_of(problem, config, inputs, shared.after(refs, dq))
         grads["bias"] = dbias
     if inputs.sinks is not None:
         lse = stats[1][:, :, : problem.q_len]
@@ -285,13 +285,6 @@ def _dq_of(plan: KeyPlan, parts: Any) -> Any:
     dq = dq.reshape(problem.batch, plan.padded_rows, problem.q_heads, plan.k_width)
     dq = dq[:, : problem.q_len, :, : problem.head_dim]
     return (dq * problem.scale).astype(problem.dtype)
-
-
-def _after(refs: Refs, result: Any) -> Refs:
-    """Operands that are there when another kernel's result is: each kernel fills the GPU, and the
-    interpreter simulates one at a time.
-    """
-    return refs._replace(delta=lax.optimization_barrier((refs.delta, result))[0])
 
 
 def _launch(plan: KeyPlan, refs: Refs, which: str) -> dict[str, Any]:

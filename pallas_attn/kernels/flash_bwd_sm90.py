@@ -1,4 +1,4 @@
-"""Flash attention backward for Hopper, bfloat16 and float16.
+"""Flash attention backward for Hopper, bfloat16, float16 and float32.
 
 Five matmuls a tile, as FlashAttention-2 (arXiv 2307.08691) orders them: a block owns 128 keys and
 walks over the query tiles that meet them, dK and dV stay in registers, and what the tile adds to dQ
@@ -72,16 +72,18 @@ class Config:
     dq_block_kv: int = 64  # of the kernel for dq alone
     dq_stages: int = 2
     lag: int = 1  # steps between dS and its dQ: 2 let the warpgroups drift apart
+    dq_warpgroups: int = 2
 
     def __post_init__(self):
         wants = {
-            "block_q": (self.block_q in (64, 128), "64 or 128"),
+            "block_q": (self.block_q in (32, 64, 128), "32, 64 or 128"),
             "stages": (self.stages >= 2, "at least 2"),
             "section": (self.section >= 0, "at least 0"),
             "ctas": (self.ctas >= 0, "at least 0"),
-            "dq_block_kv": (self.dq_block_kv in (64, 128), "64 or 128"),
+            "dq_block_kv": (self.dq_block_kv in (32, 64, 128), "32, 64 or 128"),
             "dq_stages": (self.dq_stages >= 2, "at least 2"),
             "lag": (self.lag in (1, 2), "1 or 2"),
+            "dq_warpgroups": (self.dq_warpgroups in (1, 2), "1 or 2"),
         }
         for name, (good, want) in wants.items():
             if not good:
@@ -90,6 +92,8 @@ class Config:
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
         """What serves a problem that nobody tuned."""
+        if problem.dtype == "float32":
+            return _float32(problem) or cls()
         if is_wide(problem):
             return cls(block_q=64, fused=False)
         narrow = max(problem.head_dim, problem.v_head_dim) <= 64
@@ -102,12 +106,42 @@ class Config:
 
 
 def is_wide(problem: AttentionProblem) -> bool:
-    """Whether dK and dV of 64 keys are too much for one warpgroup."""
-    return max(problem.head_dim, problem.v_head_dim) > 128
+    """Whether dK and dV of 64 keys are too much for one warpgroup, or k and v of 128 for shared
+    memory.
+    """
+    return max(problem.head_dim, problem.v_head_dim) > 128 or problem.dtype == "float32"
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
-    return flash_fwd_sm90.limit(problem)
+    if (refused := flash_fwd_sm90.limit(problem)) is not None or problem.dtype != "float32":
+        return refused
+    if _float32(problem) is None:
+        return Limit(
+            f"tiles of float32 of head dims {problem.head_dim} and {problem.v_head_dim} do not fit "
+            "in shared memory",
+            "leave implementation=None, and precision where no other takes them",
+        )
+    return None
+
+
+def _float32(problem: AttentionProblem) -> Config | None:
+    """The largest tiles that fit, of each kernel."""
+    found = []
+    for block_q, stages in ((64, 3), (128, 2), (64, 2), (32, 2)):
+        config = Config(block_q=block_q, stages=stages, fused=False)
+        if flash_bwd_wide.buffer_bytes(plan_of(problem, config)) + BARRIERS <= SMEM_LIMIT:
+            found.append(config)
+    for warpgroups, block_kv, stages in ((2, 64, 3), (2, 64, 2), (1, 32, 2)):
+        changes: dict[str, Any] = {
+            "dq_block_kv": block_kv,
+            "dq_stages": stages,
+            "dq_warpgroups": warpgroups,
+        }
+        config = dataclasses.replace(found[0] if found else Config(), **changes)
+        fits = flash_bwd_dq.buffer_bytes(_dq_plan(problem, config)) + BARRIERS <= SMEM_LIMIT
+        if found and fits:
+            return config
+    return None
 
 
 class Smem(NamedTuple):
@@ -180,7 +214,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> Plan:
 
 def _dq_plan(problem: AttentionProblem, config: Config) -> Any:
     by_rows = flash_fwd_sm90.Config(
-        flash_bwd_dq.WARPGROUPS, config.dq_block_kv, config.dq_stages, 0, config.ctas
+        config.dq_warpgroups, config.dq_block_kv, config.dq_stages, 0, config.ctas
     )
     return flash_plan.Plan(problem, by_rows)
 
@@ -399,7 +433,7 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
     inputs, *rest = residuals
     plan = plan_of(problem, config)
     rows = operands.round_up(problem.q_len, 2 * ROWS)  # whole tiles, of either size
-    stats = shared.row_numbers(problem, rows, inputs, rest)
+    stats = shared.row_numbers(plan, rows, inputs, rest)
     refs = shared.operands_of(plan, inputs, rest[2], stats)
     dq = None
     if is_wide(problem):
@@ -410,25 +444,18 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
     else:
         _, dk, dv = _dq_dk_dv(plan, refs)
     if dq is None:
-        by_rows, refs = _dq_plan(problem, config), _after(refs, dk)
+        by_rows, refs = _dq_plan(problem, config), shared.after(refs, dk)
         dq = flash_bwd_dq.dq_of(by_rows, flash_bwd_dq.operands_of(by_rows, inputs, refs))
     dk = dk[:, : problem.kv_len, :, : problem.head_dim]
     dv = dv[:, : problem.kv_len, :, : problem.v_head_dim]
     others = {}
     if inputs.bias is not None:
         by_tiles = flash_bwd_dbias.plan_of(problem, flash_fwd_sm90.Config)
-        by_tiles_refs = flash_bwd_dq.operands_of(by_tiles, inputs, _after(refs, dq))
+        by_tiles_refs = flash_bwd_dq.operands_of(by_tiles, inputs, shared.after(refs, dq))
         others["bias"] = flash_bwd_dbias.dbias_of(by_tiles, inputs, by_tiles_refs)
     if inputs.sinks is not None:
         others["sinks"] = shared.dsinks(inputs.sinks, rest[1], stats[1][:, :, : problem.q_len])
     return AttentionInputs(q=dq, k=dk, v=dv, **others)
-
-
-def _after(refs: Refs, result: Any) -> Refs:
-    """Operands that are there when another kernel's result is: each kernel fills the GPU, and the
-    interpreter simulates one at a time.
-    """
-    return refs._replace(delta=lax.optimization_barrier((refs.delta, result))[0])
 
 
 def _dq_dk_dv(plan: Plan, refs: Refs) -> tuple[Any, Any, Any]:

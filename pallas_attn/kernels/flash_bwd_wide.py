@@ -1,5 +1,6 @@
 """dK and dV of the Hopper backward where dK and dV of 64 keys do not fit in one warpgroup's
-registers together: head dims above 128. dQ is a kernel of its own there, `flash_bwd_dq`.
+registers together: head dims above 128, and float32, where 128 keys would not fit in shared memory
+either. dQ is a kernel of its own there, `flash_bwd_dq`.
 
 A block owns 64 keys. Its two computing warpgroups share the matmuls instead of the keys: the first
 makes S^T, P^T and dV, the second dP^T, dS^T and dK. All that passes between them is P, through
@@ -11,7 +12,8 @@ Grid, tiles of work and rings of query tiles are those of `flash_bwd_sm90`.
 
 Shared memory, and who owns it when:
   k, v               k is read by the first warpgroup and then carries dv off, v by the second and
-                     then carries dk; each is `free` when it has
+                     then carries dk; each is `free` when it has. In float32 dk and dv go straight
+                     from registers to global memory
   q, do [stages]     rings of query tiles; both warpgroups let go of each
   p [1 or 2]         P^T in float32, as the threads of the one hold it and the other's want it
 """
@@ -27,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels import flash_bwd_plan as shared
-from pallas_attn.kernels import logits, operands, tiles
+from pallas_attn.kernels import logits, operands, terms, tiles
 from pallas_attn.kernels.flash_bwd_plan import ROWS, Item, Plan, Refs, across
 
 KEYS = ROWS  # of a tile of work
@@ -55,17 +57,18 @@ class Smem(NamedTuple):
 
 
 def scratch(plan: Plan) -> Smem:
-    config, dtype = plan.config, jnp.dtype(plan.problem.dtype)
+    config, kind = plan.config, plan.values
     barrier = plgpu.Barrier
     stages, block = config.stages, config.block_q
-    numbers = plgpu.SMEM((stages, block), jnp.float32)
-    rest = ROOM - 2 * (KEYS + stages * block) * (plan.k_width + plan.v_width)
+    numbers = plgpu.SMEM((stages, block), jnp.float32)  # TMA writes to whole 128 bytes: 32 or more
+    rest = ROOM - kind.bytes * (KEYS + stages * block) * (plan.k_width + plan.v_width)
     turns = 2 if 2 * 4 * KEYS * block <= rest else 1
+    k_columns, v_columns = kind.terms * plan.k_width, kind.terms * plan.v_width
     return Smem(
-        k=tiles.swizzled((KEYS, plan.k_width), dtype, plan.k_swizzle),
-        v=tiles.swizzled((KEYS, plan.v_width), dtype, plan.v_swizzle),
-        q=tiles.swizzled((stages, block, plan.k_width), dtype, plan.k_swizzle),
-        do=tiles.swizzled((stages, block, plan.v_width), dtype, plan.v_swizzle),
+        k=tiles.swizzled((KEYS, k_columns), kind.dtype, plan.k_swizzle),
+        v=tiles.swizzled((KEYS, v_columns), kind.dtype, plan.v_swizzle),
+        q=tiles.swizzled((stages, block, k_columns), kind.dtype, plan.k_swizzle),
+        do=tiles.swizzled((stages, block, v_columns), kind.dtype, plan.v_swizzle),
         p=tiles.swizzled((turns, KEYS, block), jnp.float32, 128 if block % 32 == 0 else 64),
         lse=numbers,
         delta=numbers,
@@ -124,8 +127,9 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
     """Gradient of the keys over all query tiles; work((head, t, number), product, numbers) makes
     the left operand of its matmul, float32.
     """
-    group, dtype = plan.problem.group, jnp.dtype(plan.problem.dtype)
-    shape, columns = (KEYS, plan.config.block_q), side.second.shape[-1]
+    group, kind = plan.problem.group, plan.values
+    shape, columns = (KEYS, plan.config.block_q), side.second.shape[-1] // kind.terms
+    keys = terms.of_memory(side.keys, kind)
 
     def slot_of(number):
         return shared.ring(number, plan.config.stages)
@@ -141,16 +145,16 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
 
     def product(slot):
         plgpu.barrier_wait(side.first_ready.at[slot])
-        return side.first.at[slot].transpose((1, 0))
+        return terms.transposed(terms.of_memory(side.first.at[slot], kind))
 
     def gradient(slot):
         plgpu.barrier_wait(side.second_ready.at[slot])
-        return side.second.at[slot]
+        return terms.of_memory(side.second.at[slot], kind)
 
     def some(count):
         slot = slot_of(count)
-        first = tiles.matmul(shape, side.keys, product(slot))
-        left = arithmetic(0, count, first).astype(dtype)
+        first = tiles.matmul(shape, keys, product(slot))
+        left = terms.of_registers(arithmetic(0, count, first), kind)
         acc = tiles.filled((KEYS, columns), 0.0)
 
         def step(i, carry):
@@ -158,17 +162,22 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
             slot, before = slot_of(number), slot_of(number - 1)
 
             def start(product_acc, acc_ref):
-                plgpu.wgmma(product_acc, side.keys, product(slot))
-                plgpu.wgmma(acc_ref, left, gradient(before))
+                terms.multiply(product_acc, keys, product(slot))
+                terms.multiply(acc_ref, left, gradient(before))
 
             finish = functools.partial(arithmetic, i, number)
-            acc, left = tiles.overlapped(acc, tiles.filled(shape, 0.0), start, finish)
+            if kind.terms == 3:
+                acc = tiles.added(acc, left, gradient(before))
+                left = finish(tiles.matmul(shape, keys, product(slot)))
+            else:
+                behind = len(terms.PRODUCTS[kind.terms])
+                acc, left = tiles.overlapped(acc, tiles.filled(shape, 0.0), start, finish, behind)
             plgpu.barrier_arrive(side.second_free.at[before])
-            return acc, left.astype(dtype), number + 1
+            return acc, terms.of_registers(left, kind), number + 1
 
         acc, left, end = lax.fori_loop(1, group * item.steps, step, (acc, left, count + 1))
         last = slot_of(end - 1)
-        acc = tiles.matmul_add(acc, left, gradient(last))
+        acc = tiles.added(acc, left, gradient(last))
         plgpu.barrier_arrive(side.second_free.at[last])
         return acc, end
 
@@ -231,6 +240,11 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, cta: Any, role: Any) -> None:
         item = shared.item_of(plan, refs, code)
         plgpu.barrier_wait(ready)
         value, count = gradient(plan, refs, smem, item, count)
+        if plan.problem.dtype == "float32":
+            plgpu.barrier_arrive(free)
+            where = (item.batch, pl.ds(item.key, KEYS), item.kv_head, pl.ds(0, value.shape[1]))
+            tiles.store(out.at[where], value)
+            return count, following
         columns = staged.shape[1]  # the other head dim: parts are made as wide
         for column in range(0, value.shape[1], columns):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -276,13 +290,23 @@ def _kernel(refs: Refs, dk_ref: Any, dv_ref: Any, smem: Smem, *, plan: Plan) -> 
 
 
 def dk_dv(plan: Plan, refs: Refs) -> tuple[Any, Any]:
-    """dk and dv, padded as refs.k and refs.v are."""
-    outs = []
-    for x, swizzle in ((refs.k, plan.v_swizzle), (refs.v, plan.k_swizzle)):
+    """dk and dv, padded as refs.k and refs.v are; in float32 to whole tiles."""
+    outs: list[Any] = []
+    for x, width, swizzle in (
+        (refs.k, plan.k_width, plan.v_swizzle),
+        (refs.v, plan.v_width, plan.k_swizzle),
+    ):
         columns = x.shape[3]
+        if plan.problem.dtype == "float32":
+            sizes = (x.shape[0], plan.padded_keys, x.shape[2], width)
+            outs.append(jax.ShapeDtypeStruct(sizes, jnp.float32))
+            continue
         if columns > swizzle // 2:  # they leave by tiles of the other array's
             columns = operands.round_up(columns, swizzle // 2)
         outs.append(jax.ShapeDtypeStruct((*x.shape[:3], columns), x.dtype))
+    params = plgpu.CompilerParams(approx_math=True)
+    if plan.problem.dtype != "float32":
+        params = tiles.without_barriers()
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=tuple(outs),
@@ -291,7 +315,7 @@ def dk_dv(plan: Plan, refs: Refs) -> tuple[Any, Any]:
         grid_names=("cta",),
         num_threads=3,
         thread_name="wg",
-        compiler_params=tiles.without_barriers(),
+        compiler_params=params,
         kernel_name="flash_bwd_wide_sm90",
     )
     return kernel(refs)

@@ -1,4 +1,4 @@
-"""Flash attention forward for Hopper, bfloat16 and float16.
+"""Flash attention forward for Hopper, bfloat16, float16 and float32.
 
 FlashAttention-3 (arXiv 2407.08608), its overlap inside a warpgroup: the scores of a key tile are
 issued before the values of the tile before it, and the softmax runs while the values' matmul is
@@ -35,10 +35,9 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels import logits, operands, softmax, spans, tiles
+from pallas_attn.kernels import flash_work, logits, operands, softmax, spans, terms, tiles
 from pallas_attn.kernels.flash_plan import ROWS, Plan, dealt, ranked
 from pallas_attn.kernels.logits import Refs, Rows, Tile
-from pallas_attn.kernels.spans import Span
 
 SMEM_LIMIT = 232_448
 BARRIERS = 1024  # bytes kept for them and for alignment
@@ -70,6 +69,8 @@ class Config:
     def default(cls, problem: AttentionProblem) -> "Config":
         """What serves a problem that nobody tuned."""
         dim = max(problem.head_dim, problem.v_head_dim)
+        if problem.dtype == "float32":
+            return _float32(problem)
         if dim <= 64:
             return cls(warpgroups=3, block_kv=128, stages=4)
         if dim <= 128:
@@ -77,10 +78,31 @@ class Config:
         return cls(warpgroups=2, block_kv=64, stages=2)
 
 
+# The first that fits in shared memory, and its three warpgroups in registers.
+_FLOAT32 = (
+    Config(warpgroups=3, block_kv=64, stages=3),
+    Config(warpgroups=2, block_kv=64, stages=3),
+    Config(warpgroups=2, block_kv=64, stages=2),
+    Config(warpgroups=2, block_kv=32, stages=2),
+    Config(warpgroups=1, block_kv=32, stages=2),
+    Config(warpgroups=1, block_kv=16, stages=2),
+)
+
+
+def _float32(problem: AttentionProblem) -> Config:
+    few = max(problem.head_dim, problem.v_head_dim) <= 64 and problem.precision is None
+    return next(
+        config
+        for config in _FLOAT32
+        if (few or config.warpgroups < 3) and smem_bytes(problem, config) <= SMEM_LIMIT
+    )
+
+
 def limit(problem: AttentionProblem) -> Limit | None:
-    if problem.dtype not in ("bfloat16", "float16"):
+    if problem.dtype not in ("bfloat16", "float16", "float32"):
         return Limit(
-            f"it takes bfloat16 and float16, not {problem.dtype}", "cast q, k and v, or another one"
+            f"it takes bfloat16, float16 and float32, not {problem.dtype}",
+            "cast q, k and v, or another one",
         )
     for name in ("head_dim", "v_head_dim"):
         size = getattr(problem, name)
@@ -88,6 +110,12 @@ def limit(problem: AttentionProblem) -> Limit | None:
             return Limit(
                 f"{name} is {size}; it takes multiples of 8 up to 256", "pad it with zeros"
             )
+    if terms.of_scores(problem).dtype == "float32" and problem.head_dim + problem.v_head_dim >= 432:
+        return Limit(
+            f"the gradient of float32 with head dims {problem.head_dim} and {problem.v_head_dim} "
+            "is another implementation's, which would not know its scores by TF32",
+            'leave implementation=None, or say precision="highest"',
+        )
     if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
         return Limit("it counts query rows of all heads in 32 bits", "split the batch")
     return None
@@ -105,8 +133,8 @@ class Smem(NamedTuple):
 
 def scratch(plan: Plan) -> Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
-    config, dtype = plan.config, jnp.dtype(plan.problem.dtype)
-    whole = operands.swizzle(plan.problem.v_head_dim) // 2
+    config, out = plan.config, plan.problem.dtype
+    whole = plan.v_swizzle // plan.values.itemsize
     if config.block_kv % whole:
         raise ValueError(
             f"Config.block_kv must be a multiple of {whole} where v_head_dim is "
@@ -114,39 +142,37 @@ def scratch(plan: Plan) -> Smem:
             f"Got {config.block_kv}"
         )
     barrier = plgpu.Barrier
+    k_columns, v_columns = plan.scores.terms * plan.k_width, plan.values.terms * plan.v_width
     return Smem(
-        q=tiles.swizzled(
-            (config.warpgroups, ROWS, plan.k_width), dtype, operands.swizzle(plan.problem.head_dim)
-        ),
+        q=tiles.swizzled((config.warpgroups, ROWS, k_columns), plan.scores.dtype, plan.k_swizzle),
         k=tiles.swizzled(
-            (config.stages, config.block_kv, plan.k_width),
-            dtype,
-            operands.swizzle(plan.problem.head_dim),
+            (config.stages, config.block_kv, k_columns), plan.scores.dtype, plan.k_swizzle
         ),
         v=tiles.swizzled(
-            (config.stages, config.block_kv, plan.v_width),
-            dtype,
-            operands.swizzle(plan.problem.v_head_dim),
+            (config.stages, config.block_kv, v_columns), plan.values.dtype, plan.v_swizzle
         ),
-        out=tiles.swizzled(
-            (config.warpgroups, ROWS, _out_width(plan)),
-            dtype,
-            operands.swizzle(plan.problem.v_head_dim),
-        ),
+        out=tiles.swizzled((config.warpgroups, ROWS, _out_width(plan)), out, _out_swizzle(plan)),
         q_ready=barrier(num_barriers=config.warpgroups),
         ready=barrier(num_barriers=config.stages, num_arrivals=2),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
     )
 
 
+def _out_swizzle(plan: Plan) -> int:
+    if plan.problem.dtype != "float32":
+        return plan.v_swizzle
+    return operands.swizzle_of(plan.v_width * 4)
+
+
 def _out_width(plan: Plan) -> int:
     """Columns of the output that leave at once: as many as there is room for."""
-    config = plan.config
-    rest = SMEM_LIMIT - BARRIERS - 2 * config.warpgroups * ROWS * plan.k_width
-    rest -= 2 * config.stages * config.block_kv * (plan.k_width + plan.v_width)
-    swizzle = operands.swizzle(plan.problem.v_head_dim) // 2
+    config, itemsize = plan.config, jnp.dtype(plan.problem.dtype).itemsize
+    k_row, v_row = plan.k_width * plan.scores.bytes, plan.v_width * plan.values.bytes
+    rest = SMEM_LIMIT - BARRIERS - config.warpgroups * ROWS * k_row
+    rest -= config.stages * config.block_kv * (k_row + v_row)
+    swizzle = _out_swizzle(plan) // itemsize
     for width in range(plan.v_width, 0, -swizzle):
-        if plan.v_width % width == 0 and 2 * config.warpgroups * ROWS * width <= rest:
+        if plan.v_width % width == 0 and itemsize * config.warpgroups * ROWS * width <= rest:
             return width
     return swizzle
 
@@ -154,45 +180,6 @@ def _out_width(plan: Plan) -> int:
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     buffers = scratch(Plan(problem, config))[:4]
     return sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers) + BARRIERS
-
-
-# ---- which work ---------------------------------------------------------------------------------
-
-
-def _own_span(plan: Plan, refs: Refs, tile: Tile, wg: Any) -> Span:
-    """The key tiles of one warpgroup's rows; lo == hi == 0 where there is none."""
-    row: Any = tile.row + wg * ROWS
-    rows: Any = ROWS
-    if plan.idle_rows:  # all of them past T: as if they were the last one, and of one key tile only
-        idle = row >= plan.problem.q_len
-        row, rows = jnp.where(idle, plan.problem.q_len - 1, row), jnp.where(idle, 1, ROWS)
-    if tile.q_len is not None:
-        rows = jnp.minimum(rows, tile.q_len - row)
-    span = plan.span(tile.q_offset + row, rows, tile.kv_len)
-    if plan.has("q_segment_ids"):
-        unit = lax.div(row, jnp.int32(ROWS))
-        span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
-    if plan.has("mask_array"):
-        span = span._replace(full_hi=span.full_lo)
-    if plan.idle_rows:
-        span = span._replace(lo=jnp.where(idle, jnp.maximum(span.hi - 1, span.lo), span.lo))
-    if "empty" not in plan.parts:
-        return span
-    none = span.hi <= span.lo
-    if tile.q_len is not None:
-        none = none | (rows <= 0)
-    return span._replace(lo=jnp.where(none, 0, span.lo), hi=jnp.where(none, 0, span.hi))
-
-
-def _block_span(plan: Plan, refs: Refs, tile: Tile) -> tuple[Any, Any]:
-    """Key tiles [lo, hi) that the block loads: all that some warpgroup wants."""
-    spans = [_own_span(plan, refs, tile, wg) for wg in range(plan.config.warpgroups)]
-    if "empty" not in plan.parts:
-        lo = functools.reduce(jnp.minimum, [span.lo for span in spans])
-        return lo, functools.reduce(jnp.maximum, [span.hi for span in spans])
-    lows = [jnp.where(span.hi > span.lo, span.lo, 2**30) for span in spans]
-    hi = functools.reduce(jnp.maximum, [span.hi for span in spans])
-    return jnp.minimum(functools.reduce(jnp.minimum, lows), hi), hi
 
 
 def _next(plan: Plan, slot: Any) -> Any:
@@ -209,7 +196,7 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
         count, code = carry
         following = refs.dealt[cta, i + 2]
         tile = logits.tile_of(plan, refs, code)
-        lo, hi = _block_span(plan, refs, tile)
+        lo, hi = flash_work.block_span(plan, refs, tile)
 
         def entry(e, count):
             slot = lax.rem(count, jnp.int32(plan.config.stages))
@@ -233,16 +220,18 @@ def _load_entry(plan: Plan, refs: Refs, smem: Smem, tile: Tile, entry: tuple[Any
         src = ref.at[tile.batch, pl.ds(first, block), head, tiles.columns(ref, 0, width, head)]
         plgpu.copy_gmem_to_smem(src, to, ready)
 
+    k_columns, v_columns = (ref.shape[-1] for ref in (smem.k, smem.v))
+
     def values():
         if not plan.has("kv_lengths"):
-            return copy(refs.v, (t + 1) * block, plan.v_width, smem.v.at[slot])
+            return copy(refs.v, (t + 1) * block, v_columns, smem.v.at[slot])
         cut = (t + 2) * block > tile.kv_len  # only the last tile may be
-        pl.when(cut)(lambda: copy(refs.v_edge, 0, plan.v_width, smem.v.at[slot]))
-        whole = functools.partial(copy, refs.v, (t + 1) * block, plan.v_width, smem.v.at[slot])
+        pl.when(cut)(lambda: copy(refs.v_edge, 0, v_columns, smem.v.at[slot]))
+        whole = functools.partial(copy, refs.v, (t + 1) * block, v_columns, smem.v.at[slot])
         return pl.when(jnp.logical_not(cut))(whole)
 
     nothing = functools.partial(plgpu.barrier_arrive, ready)
-    pl.when(e < last)(lambda: copy(refs.k, t * block, plan.k_width, smem.k.at[slot]))
+    pl.when(e < last)(lambda: copy(refs.k, t * block, k_columns, smem.k.at[slot]))
     pl.when(e == last)(nothing)
     pl.when(e > 0)(values)
     pl.when(e == 0)(nothing)
@@ -250,7 +239,7 @@ def _load_entry(plan: Plan, refs: Refs, smem: Smem, tile: Tile, entry: tuple[Any
 
 def _load_q(plan: Plan, refs: Refs, smem: Smem, tile: Tile, wg: Any) -> None:
     rows = pl.ds(tile.row + wg * ROWS, ROWS)
-    columns = tiles.columns(refs.q, 0, plan.k_width, tile.head)
+    columns = tiles.columns(refs.q, 0, smem.q.shape[-1], tile.head)
     src = refs.q.at[tile.batch, rows, tile.head, columns]
     plgpu.copy_gmem_to_smem(src, smem.q.at[wg], smem.q_ready.at[wg])
 
@@ -264,32 +253,44 @@ class State(NamedTuple):
     acc: Any  # [ROWS, v_width]: the output before it is divided
     total: Any  # [ROWS, PARTS]
     top: Any  # [ROWS]
-    p: Any  # [ROWS, block_kv]: of the tile whose values are still to come
+    p: Any  # [ROWS, block_kv], its terms: of the tile whose values are still to come
+
+
+def _q_and_k(plan: Plan, smem: Smem, rows: Rows, slot: Any) -> tuple[Any, Any]:
+    """The operands of a tile of scores."""
+    wg = rows.wg
+    if plan.k_width * plan.scores.bytes > 512:
+        # 0, which only we know: or else addresses in q would be computed early and spilled.
+        wg = wg + lax.shift_right_logical(slot, jnp.int32(31))
+    q = terms.of_memory(smem.q.at[wg], plan.scores)
+    return q, terms.transposed(terms.of_memory(smem.k.at[slot], plan.scores))
 
 
 def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[State, Any]:
     """All keys of a warpgroup's rows, from the last tile to the first."""
     span, config = rows.span, plan.config
     shape = (ROWS, config.block_kv)
-    dtype, guarded = jnp.dtype(plan.problem.dtype), plan.has("bias")
+    guarded = plan.has("bias")
 
     plgpu.barrier_wait(smem.ready.at[slot])
-    s = tiles.matmul(shape, smem.q.at[rows.wg], smem.k.at[slot].transpose((1, 0)))
+    s = tiles.matmul(shape, *_q_and_k(plan, smem, rows, slot))
     plgpu.barrier_arrive(smem.free.at[slot])
     given = logits.of_scores(plan, refs, rows, span.hi - 1, s, "first_masked" in plan.parts)
     top = tiles.filled((ROWS,), -jnp.inf)
     new = softmax.step(given, plan.unit, top, guarded=True)
     acc = tiles.filled((ROWS, plan.v_width), 0.0)
-    state = State(acc, new.total, new.top, new.p.astype(dtype))
+    state = State(acc, new.total, new.top, terms.of_registers(new.p, plan.values))
 
     def step(masked, i, carry):
         t = -1 - i  # loops count up
         state, slot = carry
         plgpu.barrier_wait(smem.ready.at[slot])
 
+        values = terms.of_memory(smem.v.at[slot], plan.values)
+
         def matmuls(scores, out):
-            plgpu.wgmma(scores, smem.q.at[rows.wg], smem.k.at[slot].transpose((1, 0)))
-            plgpu.wgmma(out, state.p, smem.v.at[slot])
+            terms.multiply(scores, *_q_and_k(plan, smem, rows, slot))
+            terms.multiply(out, state.p, values)
 
         def work(s):
             given = logits.of_scores(plan, refs, rows, t, s, masked)
@@ -298,12 +299,18 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[
         like = softmax.Step(
             tiles.filled(shape, 0.0), state.top, state.top, state.total, jnp.int32(0) + slot
         )
-        acc, new = tiles.overlapped(state.acc, like, matmuls, work)
+        if plan.values.terms == 3:
+            acc = tiles.added(state.acc, state.p, values)
+            new = work(tiles.matmul(shape, *_q_and_k(plan, smem, rows, slot)))
+        else:
+            behind = len(terms.PRODUCTS[plan.values.terms])
+            acc, new = tiles.overlapped(state.acc, like, matmuls, work, behind)
         plgpu.barrier_arrive(smem.free.at[slot])
         acc, total = _rescale(acc, state.total, new)
         # p is rounded after the wait: before it, ptxas takes the registers for operands of the
         # matmul in flight and serialises both (C7513)
-        new_state = State(acc, total + new.total, new.top, new.p.astype(dtype))
+        p = terms.of_registers(new.p, plan.values)
+        new_state = State(acc, total + new.total, new.top, p)
         return new_state, _next(plan, slot)
 
     carry, first = (state, _next(plan, slot)), span.hi - 1
@@ -317,7 +324,8 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[
 
     state, slot = carry
     plgpu.barrier_wait(smem.ready.at[slot])
-    acc = tiles.matmul_add(state.acc, state.p, smem.v.at[slot])
+    values = terms.of_memory(smem.v.at[slot], plan.values)
+    acc = tiles.added(state.acc, state.p, values)
     plgpu.barrier_arrive(smem.free.at[slot])
     return state._replace(acc=acc), _next(plan, slot)
 
@@ -355,8 +363,8 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, An
         slot, code = carry
         following = refs.dealt[cta, i + 2]  # asked for long before it is needed
         tile = logits.tile_of(plan, refs, code)
-        rows = Rows(tile, tile.row + wg * ROWS, wg, _own_span(plan, refs, tile, wg))
-        lo, hi = _block_span(plan, refs, tile)
+        rows = Rows(tile, tile.row + wg * ROWS, wg, flash_work.own_span(plan, refs, tile, wg))
+        lo, hi = flash_work.block_span(plan, refs, tile)
         plgpu.barrier_wait(smem.q_ready.at[wg])
 
         def some(slot):
@@ -430,7 +438,8 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         return jnp.zeros(out_shape, problem.dtype), lse
     plan = Plan(problem, config)
     refs = _operands(plan, inputs)
-    padded_shape = (*refs.q.shape[:3], operands.width_in_tma(problem.v_head_dim))
+    width = plan.v_width if problem.dtype == "float32" else problem.v_head_dim
+    padded_shape = (*refs.q.shape[:3], operands.width_in_tma(width))
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(
@@ -458,7 +467,10 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
     problem, block = plan.problem, plan.config.block_kv
     rows, keys = plan.padded_rows, operands.round_up(problem.kv_len, block)
     fields = {name: getattr(inputs, name) for name in problem.arrays}
-    fields |= {name: operands.for_tma(getattr(inputs, name)) for name in ("q", "k", "v")}
+    fields |= {
+        name: operands.stored(getattr(inputs, name), plan.scores, plan.k_width) for name in "qk"
+    }
+    fields["v"] = operands.stored(inputs.v, plan.values, plan.v_width)
     for name in ("bias", "mask_array"):
         if (array := fields.get(name)) is not None:
             array = array.astype(jnp.int8) if name == "mask_array" else array

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._problem import AttentionProblem
-from pallas_attn.kernels import operands, softmax, spans
+from pallas_attn.kernels import operands, softmax, spans, terms
 from pallas_attn.kernels.spans import Span
 
 ROWS = 64  # of a warpgroup: what one wgmma takes
@@ -68,7 +68,8 @@ class Plan:
         1024 rows and 16 heads took 129 us in one section of 64 MiB, 97 us in four of 16.
         """
         problem, config = self.problem, self.config
-        one = 2 * problem.kv_len * (problem.head_dim + problem.v_head_dim)
+        k_bytes = problem.head_dim * self.scores.bytes
+        one = problem.kv_len * (k_bytes + problem.v_head_dim * self.values.bytes)
         if self.has("q_segment_ids"):
             fit = RANKED_SECTION_BYTES // one * problem.group
         elif config.section:
@@ -86,10 +87,17 @@ class Plan:
         return min(self.config.ctas or work, work)
 
     @property
+    def natural(self) -> bool:
+        """Whether a backward subtracts the lse in natural units: two numbers multiplied by log2(e)
+        first would each lose a rounding of their own size, half of what float32 loses in all.
+        """
+        return self.problem.op == "flash_backward" and self.values.terms == 3
+
+    @property
     def unit(self) -> float | None:
         """What turns a raw score into log2 units; None where logits need more than a factor."""
         problem = self.problem
-        if problem.softcap is not None or self.has("bias") or problem.scale <= 0:
+        if problem.softcap is not None or self.has("bias") or problem.scale <= 0 or self.natural:
             return None
         return problem.scale * softmax.LOG2_E
 
@@ -117,12 +125,38 @@ class Plan:
         return spans.of_rows(self.problem.mask, position, rows, kv_len, self.config.block_kv)
 
     @property
+    def scores(self) -> terms.Kind:
+        """What q and k are stored as."""
+        return terms.of_scores(self.problem)
+
+    @property
+    def values(self) -> terms.Kind:
+        return terms.of_values(self.problem)
+
+    @property
     def k_width(self) -> int:
-        return operands.width_in_smem(self.problem.head_dim)
+        """Columns of q and k in shared memory, of one term."""
+        return operands.width_in_smem(self.problem.head_dim, self.problem.dtype)
 
     @property
     def v_width(self) -> int:
-        return operands.width_in_smem(self.problem.v_head_dim)
+        return operands.width_in_smem(self.problem.v_head_dim, self.problem.dtype)
+
+    @property
+    def k_swizzle(self) -> int:
+        if self.problem.dtype != "float32":
+            return operands.swizzle(self.problem.head_dim)
+        return operands.swizzle_of(self.k_width * self.scores.itemsize)
+
+    @property
+    def v_swizzle(self) -> int:
+        """Matmuls take probabilities by whole swizzles."""
+        if self.problem.dtype != "float32":
+            return operands.swizzle(self.problem.v_head_dim)
+        rows = self.config.block_kv * self.values.itemsize
+        return min(
+            operands.swizzle_of(self.v_width * self.values.itemsize), operands.swizzle_of(rows)
+        )
 
     def has(self, name: str) -> bool:
         return name in self.problem.arrays

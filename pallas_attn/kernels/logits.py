@@ -94,7 +94,9 @@ def of_scores(plan: Plan, refs: Refs, rows: Rows, t: Any, s: Any, masked: bool) 
 
 
 def of_tile(plan: Any, refs: Any, place: Place, s: Any, masked: bool) -> tuple[Any, Any]:
-    """(logits, in log2 units if `plan.unit` is None; what softcap's slope is there, or None)."""
+    """(logits, in log2 units if `plan.unit` is None and not `plan.natural`; what softcap's slope is
+    there, or None).
+    """
     problem, slope = plan.problem, None
     if plan.unit is None:
         s = s * problem.scale
@@ -103,7 +105,8 @@ def of_tile(plan: Any, refs: Any, place: Place, s: Any, masked: bool) -> tuple[A
             slope = 1.0 - s * s * (1.0 / problem.softcap**2)
         if plan.has("bias"):
             s = s + _read(refs.bias, place, s.shape).astype(jnp.float32)
-        s = s * softmax.LOG2_E
+        if not plan.natural:
+            s = s * softmax.LOG2_E
     return hidden(plan, refs, place, s) if masked else s, slope
 
 
@@ -133,16 +136,17 @@ def hidden(plan: Any, refs: Any, place: Place, s: Any) -> Any:
 def probabilities(
     plan: Any, refs: Any, place: Place, s: Any, lse: Any, masked: Any
 ) -> tuple[Any, Any]:
-    """Scores -> (exp(logits - lse), softcap's slope or None). `lse` is in log2 units, one a query,
-    inf for one that has no key; `masked` may be traced: a branch around the mask costs less than a
-    second copy of a loop, whose addresses alone spilled 300 bytes a thread.
+    """Scores -> (exp(logits - lse), softcap's slope or None). `lse` is in the logits' units, one a
+    query, inf for one that has no key; `masked` may be traced: a branch around the mask costs less
+    than a second copy of a loop, whose addresses alone spilled 300 bytes a thread.
     """
     given, slope = of_tile(plan, refs, place, s, masked is True)
     if not isinstance(masked, bool):
         given = lax.cond(masked, lambda s: hidden(plan, refs, place, s), lambda s: s, given)
     if plan.unit is not None:
         given = given * plan.unit
-    return jnp.exp2(given - lax.broadcast_in_dim(lse, s.shape, [place.q_axis])), slope
+    given = given - lax.broadcast_in_dim(lse, s.shape, [place.q_axis])
+    return jnp.exp2(given * softmax.LOG2_E if plan.natural else given), slope
 
 
 def _segments(plan: Any, refs: Any, place: Place, shape: Any) -> tuple[Any, Any]:

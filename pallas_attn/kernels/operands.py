@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn.kernels.terms import Kind, split
+
 
 def round_up(n: int, to: int) -> int:
     return -(-n // to) * to
@@ -31,9 +33,27 @@ def swizzle(dim: int) -> int:
     return next(size for size in (128, 64, 32) if width_in_tma(dim) * 2 % size == 0)
 
 
-def width_in_smem(dim: int) -> int:
-    """The head dim in shared memory, in whole swizzles."""
-    return round_up(width_in_tma(dim), swizzle(dim) // 2)
+def swizzle_of(row: int) -> int:
+    """Bytes: the widest that divides a row of so many."""
+    return next(size for size in (128, 64, 32) if row % size == 0)
+
+
+def width_in_smem(dim: int, dtype: str = "bfloat16") -> int:
+    """The head dim in shared memory, in whole swizzles. float32 is padded on its way there: see
+    `terms`.
+    """
+    return (
+        round_up(dim, 16) if dtype == "float32" else round_up(width_in_tma(dim), swizzle(dim) // 2)
+    )
+
+
+def stored(x: Any, kind: Kind, width: int) -> Any:
+    """[B, rows, heads, dim] as kernels read it; float32 in columns of `width` for each term."""
+    if x.dtype != jnp.float32:
+        return for_tma(x)
+    if kind.terms == 1:
+        return padded(x, {1: rows_in_tma(x.shape[1]), 3: width})
+    return padded(split(x, kind.terms, width), {1: rows_in_tma(x.shape[1])})
 
 
 def for_tma(x: Any) -> Any:

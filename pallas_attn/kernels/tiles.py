@@ -22,7 +22,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
 
-from pallas_attn.kernels import numbers
+from pallas_attn.kernels import numbers, terms
 
 Ref = Any
 
@@ -146,29 +146,46 @@ def any_in_warp(rows: jax.Array, bound: float) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(ROW,), return_type=result)(inline)(rows)
 
 
-def matmul(shape: Sequence[int], a: Any, b: Ref) -> jax.Array:
-    """a @ b, b in shared memory."""
+def matmul(shape: Sequence[int], a: Sequence[Any], b: Sequence[Ref]) -> jax.Array:
+    """a @ b, of the terms of both, b in shared memory."""
 
     def body(acc):
-        plgpu.wgmma(acc, a, b)
+        terms.multiply(acc, a, b)
         return acc[...]
 
     return pl.run_scoped(body, plgpu.ACC((shape[0], shape[1]), jnp.float32))
 
 
-def matmul_add(acc: jax.Array, a: Any, b: Ref) -> jax.Array:
-    """acc + a @ b, b in shared memory."""
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+def added(acc: jax.Array, a: Sequence[Any], b: Sequence[Ref]) -> jax.Array:
+    """acc + a @ b, of the terms of both, b in shared memory.
+
+    A tensor core adds up with fewer bits and rounds towards 0, which many tiles on would be seen.
+    Of three terms it adds up one tile alone, in parts of 64 columns for want of registers.
+    """
+    if len(a) < 3:
+        return pl.run_state(lambda ref: terms.multiply(ref, a, b))(plgpu.ACC.init(acc))
+    parts = []
+    for start in range(0, acc.shape[1], 64):
+        width = min(64, acc.shape[1] - start)
+        some = [term.at[:, pl.ds(start, width)] for term in b]
+        part = lax.slice(acc, (0, start), (acc.shape[0], start + width))
+        parts.append(part + matmul((acc.shape[0], width), a, some))
+    return lax.concatenate(parts, 1)
 
 
 def overlapped(
-    acc: jax.Array, like: Any, start: Callable[[Ref, Ref], None], work: Callable[..., Any]
+    acc: jax.Array,
+    like: Any,
+    start: Callable[[Ref, Ref], None],
+    work: Callable[..., Any],
+    behind: int = 1,
 ) -> tuple[jax.Array, Any]:
     """Two matmuls in flight, and arithmetic on the result of the first under the second.
 
-    `start(first, second)` issues one matmul into each accumulator: the first starts from 0 and has
-    the shape of the first leaf of `like`, the second from `acc`. `work(first)` gives values like
-    the tree `like`. Comes back, when both are done, with the second's result and those values.
+    `start(first, second)` issues matmuls into the accumulators, the last `behind` of them into the
+    second: the first starts from 0 and has the shape of the first leaf of `like`, the second from
+    `acc`. `work(first)` gives values like the tree `like`. Comes back, when all are done, with the
+    second's result and those values.
     """
     shape = jax.tree.leaves(like)[0].shape
 
@@ -177,7 +194,7 @@ def overlapped(
 
         def matmuls(first):
             start(first, second)
-            return plgpu.wgmma_accumulator_load(first, wait_n=1)
+            return plgpu.wgmma_accumulator_load(first, wait_n=behind)
 
         value = pl.run_scoped(matmuls, plgpu.ACC(shape, jnp.float32))
         for out, result in zip(jax.tree.leaves(outs), jax.tree.leaves(work(value)), strict=True):

@@ -1,0 +1,47 @@
+"""Which key tiles a forward kernel's warpgroups, and so its block, take of a tile of work."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels.flash_plan import ROWS, Plan
+from pallas_attn.kernels.logits import Refs, Tile
+from pallas_attn.kernels.spans import Span
+
+
+def own_span(plan: Plan, refs: Refs, tile: Tile, wg: Any) -> Span:
+    """The key tiles of one warpgroup's rows; lo == hi == 0 where there is none."""
+    row: Any = tile.row + wg * ROWS
+    rows: Any = ROWS
+    if plan.idle_rows:  # all of them past T: as if they were the last one, and of one key tile only
+        idle = row >= plan.problem.q_len
+        row, rows = jnp.where(idle, plan.problem.q_len - 1, row), jnp.where(idle, 1, ROWS)
+    if tile.q_len is not None:
+        rows = jnp.minimum(rows, tile.q_len - row)
+    span = plan.span(tile.q_offset + row, rows, tile.kv_len)
+    if plan.has("q_segment_ids"):
+        unit = lax.div(row, jnp.int32(ROWS))
+        span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
+    if plan.has("mask_array"):
+        span = span._replace(full_hi=span.full_lo)
+    if plan.idle_rows:
+        span = span._replace(lo=jnp.where(idle, jnp.maximum(span.hi - 1, span.lo), span.lo))
+    if "empty" not in plan.parts:
+        return span
+    none = span.hi <= span.lo
+    if tile.q_len is not None:
+        none = none | (rows <= 0)
+    return span._replace(lo=jnp.where(none, 0, span.lo), hi=jnp.where(none, 0, span.hi))
+
+
+def block_span(plan: Plan, refs: Refs, tile: Tile) -> tuple[Any, Any]:
+    """Key tiles [lo, hi) that the block loads: all that some warpgroup wants."""
+    spans = [own_span(plan, refs, tile, wg) for wg in range(plan.config.warpgroups)]
+    if "empty" not in plan.parts:
+        lo = functools.reduce(jnp.minimum, [span.lo for span in spans])
+        return lo, functools.reduce(jnp.maximum, [span.hi for span in spans])
+    lows = [jnp.where(span.hi > span.lo, span.lo, 2**30) for span in spans]
+    hi = functools.reduce(jnp.maximum, [span.hi for span in spans])
+    return jnp.minimum(functools.reduce(jnp.minimum, lows), hi), hi
