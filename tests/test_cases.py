@@ -21,7 +21,7 @@ EDGES = cases.select(cases.ATTENTION, "edge")
 # Quantised caches, and those with V within K: tests/test_quantized.py.
 DECODES = cases.select(cases.DECODE, "edge,-quantized,-shared_kv")
 APPENDS = cases.select(cases.APPEND, "edge,-quantized")
-DRAWN = tuple(cases.draw_attention(seed) for seed in range(12))
+DRAWN = tuple(cases.draw_attention(seed) for seed in range(8))
 DRAWN_DECODES = tuple(cases.draw_decode(seed) for seed in range(8))
 GRADIENTS = ("q", "k", "v", "bias", "sinks")
 

@@ -274,6 +274,19 @@ def test_infinity_in_a_value_is_no_nan():
     close(out, want, 2**-7, 2**-7)
 
 
+@pytest.mark.parametrize("page_size, widest", [(1, 128), (3, 128), (6, 256), (16, 256)])
+def test_a_tile_has_as_many_pieces_as_there_are_threads(page_size, widest):
+    """One more would never be copied, and waited for."""
+    case = large("paged", sequences=64, head_dim=64, v_head_dim=64, page_size=page_size)
+    case = dataclasses.replace(case, capacity=8190, lengths=(8190,) * 64)
+    assert kernel.Config.default(case.problem).tile == widest
+    if widest < 256:
+        with pytest.raises(
+            ValueError, match=f"at most 128 over pages of {page_size} rows, got 256"
+        ):
+            kernel.Plan(case.problem, kernel.Config(tile=256))
+
+
 @pytest.mark.guards
 @pytest.mark.parametrize("hole", [(-1,), (-2, 10**6), (-(2**31), -1, -1)])
 @pytest.mark.parametrize("mask", [CAUSAL, sliding_window(20)], ids=str)
@@ -447,7 +460,9 @@ def test_config_checks_itself(field, value, want):
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_shared_memory_is_what_there_is(dim, rows):
     problem = large(head_dim=dim, v_head_dim=dim, q_heads=8 * rows).problem
-    assert kernel.smem_bytes(problem, kernel.Config.default(problem)) <= kernel.SMEM_LIMIT
+    assert (
+        kernel.smem_bytes(problem, kernel.Config.default(problem)) <= kernel.decode_plan.SMEM_LIMIT
+    )
 
 
 @pytest.mark.guards

@@ -89,12 +89,7 @@ def draw(rng, subject, steps):
     return [jnp.asarray(rng.standard_normal((M, *s, DIM)).astype(dtype)) for s in shapes]
 
 
-FEW = [
-    Case("per_sequence"),
-    Case("stacked", "float8_e4m3fn"),
-    Case("paged", window=70),
-    Case("paged", "int8"),
-]
+FEW = [Case("per_sequence"), Case("paged", "int8")]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from pallas_attn.kernels import (
     decode_logits,
     decode_merge,
     decode_plan,
+    operands,
     softmax,
     tiles,
     warps,
@@ -48,8 +49,8 @@ TILE = 64  # keys
 WIDE = 64  # columns of a swizzle of 128 bytes
 
 
-def limit(problem: DecodeProblem) -> Limit | None:
-    """Why this kernel cannot take the problem, or None."""
+def limit(problem: DecodeProblem, least: Any) -> Limit | None:
+    """Why this kernel cannot take the problem even with the `least` Config, or None."""
     reference = 'say implementation="reference"'
     if problem.kind == "per_sequence":
         return Limit(
@@ -73,6 +74,9 @@ def limit(problem: DecodeProblem) -> Limit | None:
             f"V within K by {rows} rows; TMA copies 8 at a time",
             "make capacities (or the page size) a multiple of 8",
         )
+    if smem_bytes(problem, least) > decode_plan.SMEM_LIMIT:
+        reason = f"V within K of {problem.sequences} sequences: no room for their lengths"
+        return Limit(reason, "split the sequences over several calls")
     return None
 
 
@@ -82,6 +86,11 @@ class LatentPlan(Plan):
     @property
     def row_blocks(self) -> int:
         return ROWS // 16
+
+    @property
+    def padded(self) -> int:
+        """Query rows of a sequence as they lie in memory: TMA reads from a multiple of 8 only."""
+        return operands.round_up(self.rows, 8)
 
     @property
     def half(self) -> int:
@@ -115,7 +124,7 @@ class Smem(NamedTuple):
 
 
 class Refs(NamedTuple):
-    q: Ref  # [M * t * N up to a multiple of 8, H]
+    q: Ref  # [M * padded, H]
     kv: Ref  # [layers * sequences or pages, rows, H]
     given: decode_plan.Lengths
     page_table: Ref | None
@@ -151,7 +160,7 @@ def scratch(plan: LatentPlan) -> Smem:
 def smem_bytes(problem: DecodeProblem, config: Any) -> int:
     buffers = jax.tree.leaves(scratch(LatentPlan(problem, config))[:6], is_leaf=_is_buffer)
     sizes = (math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
-    return 2048 + sum(-(-size // 1024) * 1024 for size in sizes)
+    return 3072 + sum(operands.round_up(size, 1024) for size in sizes)
 
 
 def _is_buffer(x: Any) -> bool:
@@ -223,7 +232,7 @@ def _pages(plan: LatentPlan, refs: Refs, piece: Piece, tile: Scalar) -> list[Sca
 
 def _load_q(plan: LatentPlan, refs: Refs, smem: Smem, piece: Piece) -> None:
     chunk = lax.rem(piece.head, jnp.int32(plan.chunks)) * ROWS
-    rows = pl.ds(piece.m * plan.rows + chunk, ROWS)
+    rows = pl.ds(piece.m * plan.padded + chunk, ROWS)
     for wg in range(COMPUTING):
         columns = pl.ds(wg * plan.half, plan.half)
         plgpu.copy_gmem_to_smem(refs.q.at[rows, columns], smem.q.at[wg], smem.q_ready)
@@ -424,8 +433,8 @@ def launch(
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
     plan = LatentPlan(problem, config)
     rows = (problem.sequences, problem.q_len, problem.q_heads)
-    q = inputs.q.reshape(-1, problem.head_dim)
-    q = jnp.pad(q, ((0, -q.shape[0] % 8), (0, 0)))
+    q = inputs.q.reshape(problem.sequences, -1, problem.head_dim)
+    q = operands.padded(q, {1: plan.padded}).reshape(-1, problem.head_dim)
     refs = Refs(
         q=q,
         kv=inputs.k_cache.reshape(-1, *inputs.k_cache.shape[-2:]),

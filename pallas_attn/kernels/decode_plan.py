@@ -20,12 +20,12 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._problem import DecodeProblem
-from pallas_attn.kernels import fragments, softmax, warps
+from pallas_attn.kernels import fragments, softmax, tiles, warps
 
 Ref = Any
 Scalar = Any
 
-
+SMEM_LIMIT = 232_448  # bytes of a block's shared memory
 BLANK = 2048  # bytes of zeros that lie before the counters
 
 
@@ -43,12 +43,25 @@ class Piece(NamedTuple):
     units: Scalar  # of its head
 
 
+def widest(problem: DecodeProblem) -> int:
+    """Keys of the widest tile: a thread copies what lies together in memory, 128 pieces in all."""
+    page = problem.page_size or 256
+    return next(tile for tile in (256, 128) if tile // math.gcd(page, tile) <= tiles.THREADS)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What is static in one launch."""
 
     problem: DecodeProblem
     config: Any
+
+    def __post_init__(self):
+        if self.bulk and self.tile > (most := widest(self.problem)):
+            rows = self.problem.page_size
+            raise ValueError(
+                f"Config.tile must be at most {most} over pages of {rows} rows, got {self.tile}"
+            )
 
     @property
     def bulk(self) -> bool:

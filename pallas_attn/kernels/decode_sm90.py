@@ -50,7 +50,6 @@ Array = Any
 Ref = Any
 Scalar = Any
 
-SMEM_LIMIT = 232_448
 SMEM_OF_TWO = 233_472 // 2 - 1024  # of each of two blocks on a multiprocessor
 SMEM_ALIGNMENT = 1024  # of every buffer
 RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
@@ -91,7 +90,7 @@ class Config:
         multiprocessor, each of which waits while the other computes.
         """
         if problem.shared_kv:
-            return _deepest(problem, cls(ctas=MULTIPROCESSORS), SMEM_LIMIT)
+            return _deepest(problem, cls(ctas=MULTIPROCESSORS), decode_plan.SMEM_LIMIT)
         plan = Plan(problem, cls())
         heads = problem.sequences * plan.heads
         keys = max(problem.capacities) * heads
@@ -107,11 +106,12 @@ class Config:
         size = jnp.dtype(problem.cache_dtype).itemsize
         row = size * (problem.head_dim + problem.v_head_dim) + (8 if problem.quantized else 0)
         tile, most_bytes = 64, 2**16 if plan.row_blocks == 1 else 0
-        while tile < 256 and 2 * tile * row <= most_bytes and keys // ctas >= 8 * tile:
+        most = min(decode_plan.widest(problem), keys // ctas // 4, most_bytes // row)
+        while 2 * tile <= most:
             tile *= 2
-        choices = []
+        choices, room = [], decode_plan.SMEM_LIMIT
         while tile >= 64:
-            choices.append(_deepest(problem, cls(tile=tile, stages=2, ctas=ctas), SMEM_LIMIT))
+            choices.append(_deepest(problem, cls(tile=tile, stages=2, ctas=ctas), room))
             tile //= 2
         return next((config for config in choices if config.stages >= 3), choices[-1])
 
@@ -134,7 +134,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
             f"a {problem.cache_dtype} cache under {problem.dtype} queries",
             "create the cache with q's dtype, or cast q",
         )
-    if problem.shared_kv and (refused := decode_latent.limit(problem)) is not None:
+    if problem.shared_kv and (refused := decode_latent.limit(problem, Config(stages=2))):
         return refused
     for name in ("head_dim", "v_head_dim") if not problem.shared_kv else ():
         size = getattr(problem, name)

@@ -59,9 +59,10 @@ class Config:
     ctas = 0  # one block a tile of work
 
     def __post_init__(self):
+        blocks = (64,) if self.fused else (16, 32, 64)
         wants = {
             "row_blocks": (self.row_blocks in (1, 2), "1 or 2"),
-            "block_q": (self.block_q in (16, 32, 64), "16, 32 or 64"),
+            "block_q": (self.block_q in blocks, "64, or, if it is not fused, 16 or 32"),
             "section": (self.section >= 0, "at least 0"),
             "dq_row_blocks": (self.dq_row_blocks in (1, 2), "1 or 2"),
             "dq_block_kv": (self.dq_block_kv in (16, 32, 64), "16, 32 or 64"),

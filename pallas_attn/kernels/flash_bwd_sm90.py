@@ -75,8 +75,9 @@ class Config:
     dq_warpgroups: int = 2
 
     def __post_init__(self):
+        blocks = (64, 128) if self.fused else (32, 64, 128)
         wants = {
-            "block_q": (self.block_q in (32, 64, 128), "32, 64 or 128"),
+            "block_q": (self.block_q in blocks, "64 or 128, or, if it is not fused, 32"),
             "stages": (self.stages >= 2, "at least 2"),
             "section": (self.section >= 0, "at least 0"),
             "ctas": (self.ctas >= 0, "at least 0"),
@@ -202,7 +203,8 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         most = flash_bwd_wide.buffer_bytes(plan)
     else:
         buffers = [buffer for buffer in scratch(plan)[:8] if buffer is not None]
-        most = sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
+        sizes = (math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
+        most = sum(operands.round_up(size, 1024) for size in sizes)  # as Mosaic lays them out
     if not _is_fused(problem, config):
         most = max(most, flash_bwd_dq.buffer_bytes(_dq_plan(problem, config)))
     return most + BARRIERS

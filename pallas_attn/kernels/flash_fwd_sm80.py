@@ -171,8 +171,11 @@ def scratch(plan: WholePlan) -> Smem:
     )
 
 
+REDUCED = 2048  # bytes in which Mosaic reduces over the columns of a tile
+
+
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    return buffer_bytes(scratch(WholePlan(problem, config)))
+    return buffer_bytes(scratch(WholePlan(problem, config))) + REDUCED
 
 
 def buffer_bytes(buffers: Any) -> int:
