@@ -194,6 +194,10 @@ def test_machine_code(kind):
         ({"kv_heads": 2, "q_heads": 8}, "V within K of 2 kv heads"),
         ({"head_dim": 160}, "V within K of head dims 160 and 128"),
         ({"capacities": (204,) * 5}, "V within K by 204 rows"),
+        (
+            {"sequences": 20000, "capacities": (208,) * 20000},
+            "V within K of 20000 sequences: no room for their lengths",
+        ),
     ],
 )
 def test_limits(fields, reason):

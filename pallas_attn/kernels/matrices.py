@@ -343,8 +343,8 @@ def transposed_product(left: Ref, right: Ref, sizes: tuple[int, int, int], parts
 
 def add(tile: Array, to: Ref, index: Array) -> None:
     """Adds a tile [64, columns] of float32 to row `index` of `to` [tiles, 64 * columns], as threads
-    hold it: `in_rows` tells. So a warp adds to 128 bytes at a time: 10.1 ms for a backward pass
-    that took 18.1 by rows. In which order blocks meet there is anybody's guess.
+    hold it: `in_rows` tells. So a warp adds to 128 bytes at a time, where by rows it would add to
+    many lines. In which order blocks meet there is anybody's guess.
     """
 
     def code(tile, to, index):
