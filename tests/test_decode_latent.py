@@ -140,6 +140,7 @@ CASES = {
         Case(layers=2, q_len=2, mask=FULL, softcap=3.0, sinks=True, dtype="float16"), SMALL
     ),
     "overflow_no_rest": (Case(lengths=(5, 500, 7), head_dim=128), SMALL),
+    "one_head": (Case("paged", (70, 132), heads=1, layers=2), SMALL),
     "batch_invariant": (
         Case(lengths=(200, 3), batch_invariant=True), kernel.Config(stages=2, ctas=4, fixed=1)
     ),

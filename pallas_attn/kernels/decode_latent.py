@@ -434,7 +434,7 @@ def launch(
     plan = LatentPlan(problem, config)
     rows = (problem.sequences, problem.q_len, problem.q_heads)
     q = inputs.q.reshape(problem.sequences, -1, problem.head_dim)
-    q = operands.padded(q, {1: plan.padded}).reshape(-1, problem.head_dim)
+    q = jnp.pad(q, ((0, 0), (0, plan.padded - plan.rows), (0, 0))).reshape(-1, problem.head_dim)
     refs = Refs(
         q=q,
         kv=inputs.k_cache.reshape(-1, *inputs.k_cache.shape[-2:]),
