@@ -511,3 +511,79 @@ def test_vmap_of_the_kernel_is_the_kernel_mapped(axes):
         np.testing.assert_allclose(
             np.asarray(got[i], np.float32), np.asarray(want, np.float32), atol=2e-2
         )
+
+
+# ---- over every GPU of the machine: a mesh of one says little, one of two all --------------------
+
+
+def every_gpu(spec, axis_type=AxisType.Auto):
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(axis_type,))
+    return NamedSharding(mesh, spec)
+
+
+def assert_near(got, want):
+    """Shards are other problems, whose tiles may be others: ulps of bfloat16, not the bits."""
+
+    def near(x, wanted):
+        x, wanted = (np.asarray(y, np.float64) for y in (x, wanted))
+        np.testing.assert_allclose(x, wanted, rtol=2e-2, atol=2e-2)
+
+    jax.tree.map(near, got, want)
+
+
+def value_and_gradients(q, k, v):
+    def loss(*qkv):
+        out = causal(*qkv)
+        return out.astype(jnp.float32).sum(), out
+
+    gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+    return out, *gradients
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["shard_map", AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["batch", "heads"])
+def test_attention_over_every_gpu(how, spec):
+    shapes = ((8, 200, 16, 64), (8, 300, 8, 64), (8, 300, 8, 64))
+    arrays = tuple(normal(n, *shape).astype(jnp.bfloat16) for n, shape in enumerate(shapes))
+    want = jax.jit(value_and_gradients)(*arrays)
+    if how == "shard_map":
+        mesh = every_gpu(spec).mesh
+        function = jax.shard_map(
+            value_and_gradients, mesh=mesh, in_specs=spec, out_specs=(spec,) * 4
+        )
+        got = jax.jit(function)(*arrays)
+    else:
+        where = every_gpu(spec, how)
+        got = jax.jit(value_and_gradients)(*jax.device_put(arrays, where))
+        assert all(x.sharding.is_equivalent_to(where, x.ndim) for x in got)
+    assert_near(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["per_sequence", "stacked", "paged"])
+def test_steps_over_every_gpu(kind):
+    """The kv heads dealt out: rows appended, then attended over, twice, as on one GPU."""
+    sizes = {"kv_heads": 8, "head_dim": 64, "dtype": jnp.bfloat16}
+    create = {
+        "per_sequence": lambda: pallas_attn.PerSequenceCache.create((40,) * M, **sizes),
+        "stacked": lambda: pallas_attn.StackedCache.create(M, 40, **sizes),
+        "paged": lambda: pallas_attn.PagedCache.create(M, 12, 16, capacity=48, **sizes),
+    }[kind]
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def both(cache, q, k, v):
+        outs = []
+        for _ in range(2):
+            cache = pallas_attn.append_kv(cache, k, v)
+            outs.append(pallas_attn.decode_attention_with_lse(q, cache))
+        return cache, outs
+
+    rows = [normal(n, M, 3, heads, 64).astype(jnp.bfloat16) for n, heads in enumerate((16, 8, 8))]
+    want = both(create(), *rows)
+    heads = every_gpu(P(*(() if kind == "per_sequence" else (None,)), "x"))
+    cache = create()
+    spread = {name: jax.device_put(getattr(cache, name), heads) for name in ("k", "v")}
+    cache = dataclasses.replace(cache, **spread)
+    got = both(cache, *jax.device_put(rows, every_gpu(P(None, None, "x"))))
+    assert_near(got, want)
