@@ -328,9 +328,9 @@ def _normal(
     seed: int, dtype: str, name: str, shape: tuple[int, ...], magnitude: float = 1.0
 ) -> jax.Array:
     tag = zlib.crc32(name.encode())
-    if math.prod(shape) <= 2**20:  # NumPy: a jitted draw compiles for every shape, 0.1 s each
+    if math.prod(shape) <= 2**20:  # in NumPy: XLA compiles for every shape, 0.1 s each
         values = np.random.default_rng((seed, tag)).standard_normal(shape, np.float32)
-        return jnp.array(values * np.float32(magnitude)).astype(dtype)
+        return jnp.array((values * np.float32(magnitude)).astype(jnp.dtype(dtype)))
     return _draw_on_device(jax.random.fold_in(jax.random.key(seed), tag), shape, dtype, magnitude)
 
 
@@ -346,9 +346,11 @@ def _poison(rows: jax.Array, lengths: tuple[int, ...] | None, axis: int) -> jax.
         return rows
     shape = [1] * rows.ndim
     shape[axis] = rows.shape[axis]
-    position = jnp.arange(rows.shape[axis]).reshape(shape)
-    live = jnp.array(lengths, jnp.int32).reshape((-1,) + (1,) * (rows.ndim - 1))
-    return jnp.where(position < live, rows, jnp.array(math.nan, rows.dtype))
+    position = np.arange(rows.shape[axis]).reshape(shape)
+    past = position >= np.reshape(lengths, (-1,) + (1,) * (rows.ndim - 1))
+    if rows.size > 2**20:
+        return jnp.where(past, jnp.array(math.nan, rows.dtype), rows)
+    return jnp.array(np.where(past, np.array(math.nan, rows.dtype), rows))
 
 
 def _segment_ids(seed: int, segments: tuple[int, ...] | int, batch: int, length: int) -> np.ndarray:

@@ -12,25 +12,23 @@ was stored: one draw, which may happen to be near 0. So rows are held together, 
 dsinks, which may be few numbers in all, to the worst of several naive runs, whose roundings fall on
 different grids.
 
-The oracle is `pallas_attn.reference` in float64. The naive one does what every implementation for
-tensor cores must: it multiplies operands of the inputs' dtype (so the probabilities are rounded to
-it before they meet v, and so is dS before it meets q and k), adds up in float32, and keeps the
-result unrounded, since rounding has its own term; but the gradient works with the out that the
-forward pass stored, in the inputs' dtype. A budget above 10 % of the oracle's RMS proves nothing,
-and fails; for a gradient above 20 %: that stored out is most of it where few keys count. Both are
-computed on the CPU, wherever the subject runs: one budget everywhere, and a GPU would spend most of
-a test on compiling float64 code that runs once.
+The oracle is `definition` in float64. The naive one does what every implementation for tensor cores
+must: it multiplies operands of the inputs' dtype (so the probabilities are rounded to it before
+they meet v, and so is dS before it meets q and k), adds up in float32, and keeps the result
+unrounded, since rounding has its own term; but the gradient works with the out that the forward
+pass stored, in the inputs' dtype. A budget above 10 % of the oracle's RMS proves nothing, and
+fails; for a gradient above 20 %: that stored out is most of it where few keys count. Both are
+computed in NumPy, wherever the subject runs: one budget everywhere, and no minutes of compiling
+float64 code that runs once.
 """
 
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import reference
-from pallas_attn.masks import FULL
+from tests import definition
 
 VACUOUS = 0.1
 VACUOUS_GRADIENT = 0.2
@@ -40,8 +38,7 @@ FEW = 128  # rows of numbers, each with one rounding in common, that prove littl
 LSE_ROUNDING = 2.0**-20
 EX2 = 2.0**-22
 
-_STATIC = ("mask", "scale", "softcap", "precision")
-_GRADIENTS = ("q", "k", "v", "bias", "sinks")
+_STATIC = ("mask", "scale", "softcap")
 
 
 class VacuousError(AssertionError):
@@ -74,29 +71,19 @@ def attention(
     arrays = {
         name: value
         for name, value in arguments.items()
-        if name not in static and name != "implementation" and value is not None
+        if name not in static and name not in ("implementation", "precision") and value is not None
     }
     dtype = str(arrays["q"].dtype)
-    static["mask"] = static.get("mask", FULL)
-    static["scale"] = static.get("scale", arrays["q"].shape[-1] ** -0.5)
-    highest = static.pop("precision", None)
-    cotangents = None
-    if do is not None or dlse is not None:
-        cotangents = (do, dlse)
     narrow = dtype if dtype in ("bfloat16", "float16") else None
     slack = EX2 if tensor_cores and dtype == "float32" else 0.0
-    if slack and highest is None:
+    if slack and arguments.get("precision") is None:
         narrow = "tf32"
-    with jax.default_device(jax.devices("cpu")[0]):
-        with jax.enable_x64(True):
-            wide = _cast(arrays, "float64"), _cast(cotangents, "float64")
-            oracle = _results(*wide, function=_oracle, rounded=None, **static)
-        flat = _cast(arrays, "float32"), _cast(cotangents, "float32")
-        static |= {"function": _naive, "rounded": narrow, "precision": highest}
-        few = narrow and cotangents and {"bias", "sinks"} & set(arrays)
-        grids = GRIDS if few else GRIDS[:1]
-        draws = [_numpy(_results(*flat, grid=np.float32(grid), **static)) for grid in grids]
-    oracle = _numpy(oracle)
+    results = functools.partial(definition.attention, arrays, do, dlse, **static)
+    oracle = results()
+    few = narrow and {"dbias", "dsinks"} & set(oracle)
+    draws = [
+        results(arithmetic=definition.naive(narrow, grid)) for grid in (GRIDS if few else GRIDS[:1])
+    ]
     expected = Expected(oracle, _worst_of(oracle, draws), dtype)
     return expected._replace(slack=slack, noise=2.0**-16 if narrow == "tf32" else expected.noise)
 
@@ -188,173 +175,3 @@ def _bands(live: np.ndarray) -> np.ndarray:
     if held < FEW and group:  # what is left at the end
         groups = [min(each, group - 1) for each in groups]
     return np.array(groups)[doubling]
-
-
-def _cast(tree: Any, dtype: str) -> Any:
-    def one(x):
-        x = np.asarray(x)
-        return jnp.asarray(x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x)
-
-    return jax.tree.map(one, tree)
-
-
-def _numpy(results: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {name: np.asarray(x, np.float64) for name, x in results.items()}
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=("function", "rounded", "mask", "scale", "softcap", "precision", "q_offset"),
-)
-def _results(arrays, cotangents, *, function, grid=None, **static):
-    if cotangents is None:
-        return dict(zip(("out", "lse"), function(arrays, grid, **static), strict=True))
-    wanted = {name: arrays[name] for name in _GRADIENTS if name in arrays}
-
-    def run(some):
-        return function(arrays | some, grid, **static)
-
-    (out, lse), pullback = jax.vjp(run, wanted)
-    do, dlse = (
-        jnp.zeros_like(x) if given is None else given
-        for x, given in zip((out, lse), cotangents, strict=True)
-    )
-    if static["rounded"] == "tf32":  # matmuls multiply less of dO than delta is made of
-        cut = _cut(do, 0xFF)
-        do, dlse = cut, dlse - ((do - cut) * out).sum(axis=-1).swapaxes(1, 2)
-    (gradients,) = pullback((do, dlse))
-    return {"out": out, "lse": lse} | {f"d{name}": x for name, x in gradients.items()}
-
-
-def _oracle(arrays, grid, *, rounded, **static):
-    del grid, rounded
-    return reference.attention(**arrays, **static)
-
-
-def _naive(arrays, grid, *, mask, scale, rounded, softcap=None, precision=None, q_offset=0):  # noqa: PLR0913
-    q, k, v = (arrays[name] for name in ("q", "k", "v"))
-    if rounded == "tf32":  # narrow ones are what they are
-        q, k = (_cut(x, 0x1FFF) for x in (q, k))
-        v = _cut(v, 0xFF)
-    group = q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    logits = _operand(jnp.einsum("btnh,bsnh->bnts", q, k, precision=precision), grid, rounded)
-    logits = logits * jnp.float32(scale)
-    if softcap is not None:
-        logits = jnp.float32(softcap) * jnp.tanh(logits / jnp.float32(softcap))
-    if "bias" in arrays:
-        logits = logits + arrays["bias"]
-    seen = _seen(arrays, logits.shape, mask, arrays.get("q_offset", q_offset))
-    logits = jnp.where(seen, logits, -jnp.inf)
-    top = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True, initial=-jnp.inf))
-    empty = top == -jnp.inf
-    top = jnp.where(empty, 0, top)
-    total = jnp.exp(logits - top).sum(axis=-1, keepdims=True)
-    if "sinks" in arrays:
-        sinks = arrays["sinks"][None, :, None, None]
-        higher = jnp.maximum(top, jax.lax.stop_gradient(sinks))
-        total = total * jnp.exp(top - higher) + jnp.exp(sinks - higher)
-        top = higher
-    lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
-    probs = jnp.exp(logits - jnp.where(empty, 0, lse))
-    out, unrounded = (
-        jnp.einsum("bnts,bsnh->btnh", x, v, precision=precision)
-        for x in (_rounded(probs, grid, rounded), jax.lax.stop_gradient(probs))
-    )
-    stored = _rounded(out, grid, rounded)
-    if rounded == "tf32":
-        stored = out
-    off = None if rounded is None else jax.lax.stop_gradient(stored - unrounded)
-    return _stored(out, lse[..., 0], off)
-
-
-def _seen(arrays, shape, mask, q_offset):
-    batch, _, q_len, kv_len = shape
-
-    def column(name):
-        return None if name not in arrays else arrays[name][:, None, None, None]
-
-    rows = jnp.arange(q_len, dtype=jnp.int32)[None, None, :, None]
-    offset = jnp.asarray(q_offset, jnp.int32).reshape((-1, 1, 1, 1))
-    keys = jnp.arange(kv_len, dtype=jnp.int32)[None, None, None]
-    q_ids, kv_ids = arrays.get("segment_ids", (None, None))
-    q_ids = None if q_ids is None else q_ids[:, None, :, None]
-    kv_ids = None if kv_ids is None else kv_ids[:, None, None, :]
-    seen = jnp.broadcast_to(
-        mask.allows(offset + rows, keys, column("kv_lengths"), q_ids, kv_ids), shape
-    )
-    if "q_lengths" in arrays:
-        seen &= rows < column("q_lengths")
-    return seen & arrays["mask_array"] if "mask_array" in arrays else seen
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _cut(x, bits):
-    """float32 without its last bits; its derivative knows nothing of it."""
-    kept = jax.lax.bitcast_convert_type(x, jnp.int32) & ~bits
-    return jax.lax.bitcast_convert_type(kept, jnp.float32)
-
-
-@_cut.defjvp
-def _cut_jvp(bits, primals, tangents):
-    return _cut(*primals, bits), tangents[0]
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _rounded(x, grid, dtype):
-    """`x` as an operand of a matmul in `dtype`; its derivative knows nothing of it. Not a cast
-    there and back: XLA is free to leave that out, and on a GPU it does.
-    """
-    if dtype is None:
-        return x
-    if dtype == "tf32":
-        return _cut(x * grid, 0xFF) / grid
-    info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x * grid, info.nexp, info.nmant) / grid
-
-
-@_rounded.defjvp
-def _rounded_jvp(dtype, primals, tangents):
-    return _rounded(*primals, dtype), tangents[0]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _operand(logits, grid, dtype):
-    """The logits as they are; their cotangent dS is the operand of the matmuls for dq and dk."""
-    del grid, dtype
-    return logits
-
-
-def _operand_forward(logits, grid, dtype):
-    del dtype
-    return logits, grid
-
-
-def _operand_backward(dtype, grid, cotangent):
-    return _rounded(cotangent, grid, dtype), None
-
-
-_operand.defvjp(_operand_forward, _operand_backward)
-
-
-@jax.custom_vjp
-def _stored(out, lse, off):
-    """(out, lse); the gradient has delta = rowsum(dO * out) from out as it is stored, which is
-    `off`: that reaches every logit of a row alike, as a gradient of its lse does.
-    """
-    del off
-    return out, lse
-
-
-def _stored_forward(out, lse, off):
-    return (out, lse), off
-
-
-def _stored_backward(off, cotangents):
-    do, dlse = cotangents
-    if off is None:
-        return do, dlse, None
-    return do, dlse - (do * off).sum(axis=-1).swapaxes(1, 2), jnp.zeros_like(off)
-
-
-_stored.defvjp(_stored_forward, _stored_backward)

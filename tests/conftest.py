@@ -19,6 +19,8 @@ _FLAGS = {
 _given = os.environ.get("XLA_FLAGS", "")
 _flags = (f"{flag}={value}" for flag, value in _FLAGS.items() if flag not in _given)
 os.environ["XLA_FLAGS"] = " ".join([_given, *_flags]).strip()
+# NumPy's matmuls are small here: threads of their own take 20 times as long.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # The CUDA plugin may be installed for ahead-of-time compilation where there is no GPU; its check of
 # the driver would then fail at import.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

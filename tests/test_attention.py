@@ -104,12 +104,15 @@ NAMES = tuple(options(np.random.default_rng(0), SHAPES["t_below_s"]))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_oracle_is_the_definition(rng, shape, name):
+    """The reference, and what budgets are made with."""
     chosen = options(rng, SHAPES[shape])[name]
     arrays = qkv(rng, SHAPES[shape])
-    got = in_float64(*arrays, **chosen)
-    for have, want in zip(got, by_loops(*arrays, **chosen), strict=True):
-        assert have.dtype == np.float64
-        np.testing.assert_allclose(have, want, rtol=1e-12, atol=1e-13)
+    wanted = by_loops(*arrays, **chosen)
+    in_numpy = budget.attention(dict(zip("qkv", arrays, strict=True)) | chosen).oracle
+    for got in (in_float64(*arrays, **chosen), (in_numpy["out"], in_numpy["lse"])):
+        for have, want in zip(got, wanted, strict=True):
+            assert have.dtype == np.float64
+            np.testing.assert_allclose(have, want, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("shape", GROUPS)

@@ -9,7 +9,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import CAUSAL, Mask, sliding_window
-from tests import subjects, witness
+from tests import budget, subjects, witness
 
 SIZES = {"t_below_s": (5, 7), "t_above_s": (6, 4)}
 FLOATS = ("q", "k", "v", "bias", "sinks")
@@ -101,17 +101,22 @@ def gradients(arguments, do, dlse, implementation=None):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_finite_differences(rng, sizes, name):
-    """Along random directions, in float64, for one input at a time."""
+    """Along random directions, in float64, for one input at a time: the reference's autodiff, and
+    the derivatives by hand that budgets are made with.
+    """
     q_len, kv_len = SIZES[sizes]
     arguments = draw(rng, q_len, kv_len) | options(rng, q_len, kv_len)[name]
     do, dlse = rng.standard_normal((2, q_len, 4, 4)), rng.standard_normal((2, 4, q_len))
     with jax.enable_x64(True):
         got = jax.tree.map(np.asarray, gradients(arguments, do, dlse))
     assert set(got) == {x for x in FLOATS if x in arguments}
+    in_numpy = budget.attention(arguments, do, dlse).oracle
+    assert {name for name in in_numpy if name[0] == "d"} == {f"d{wrt}" for wrt in got}
     for wrt, gradient in got.items():
         value = arguments[wrt]
         assert gradient.shape == value.shape and gradient.dtype == np.float64
         assert np.isfinite(gradient).all()
+        np.testing.assert_allclose(in_numpy[f"d{wrt}"], gradient, rtol=1e-11, atol=1e-13)
         for _ in range(3):
             direction = rng.standard_normal(value.shape)
             low, high = (
