@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 Axes = tuple[str, ...]  # a factor an axis; ("k g") is an axis made of two, the major one first
@@ -35,7 +37,7 @@ def over_devices(
     varying = frozenset().union(*(_varying(array) for array in arrays))
     if varying:  # inside jax.shard_map: the arrays are this device's part already
         return tuple(_as_varying(result, varying) for result in run(*arrays))
-    added = functools.partial(_added, run, sums or [()] * len(outputs))
+    sums = sums or [()] * len(outputs)
     if explicit:
         # Explicit mesh axes: the shardings are part of the types, so the split is known already.
         mesh = explicit[0].sharding.mesh
@@ -45,10 +47,12 @@ def over_devices(
             jax.sharding.reshard(array, NamedSharding(mesh, spec))
             for array, spec in zip(arrays, ins, strict=True)
         ]
-        local = functools.partial(added, places)
+        local = functools.partial(_added, run, sums, places)
         specs: dict[str, Any] = {"in_specs": ins, "out_specs": outs}
         return jax.shard_map(local, mesh=mesh, **specs, check_vma=False)(*parts)
-    call = custom_partitioning(jax.jit(run))  # jit keeps the constants that run makes inside of it
+    run = jax.jit(run)  # which keeps the constants that it makes inside of it
+    call = custom_partitioning(run)
+    sealed = functools.partial(_sealed.bind, run=run)
 
     def partition(mesh: Any, shapes: Any, results: Any) -> Any:
         del results
@@ -57,7 +61,7 @@ def over_devices(
             tuple(NamedSharding(mesh, _spec(axes, places)) for axes in many)
             for many in (inputs, outputs)
         )
-        return mesh, functools.partial(added, places), outs, ins
+        return mesh, functools.partial(_added, sealed, sums, places), outs, ins
 
     sizes = _factor_sizes(arrays, inputs)
     every = [axis for axes in (*inputs, *outputs) for axis in axes]
@@ -71,6 +75,18 @@ def over_devices(
         **{factor: sizes[factor] for factor in within},
     )
     return call(*arrays)
+
+
+# `run(*arrays)` that shows nothing of the refs in it: a kernel may hold what it writes as refs,
+# which custom_partitioning does not lower by itself.
+_sealed = Primitive("pallas_attn_sealed")
+_sealed.multiple_results = True
+mlir.register_lowering(_sealed, mlir.lower_fun(lambda *arrays, run: run(*arrays)))
+
+
+@_sealed.def_abstract_eval
+def _(*arrays: Any, run: Callable[..., Any]) -> Any:
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(run, *arrays)]
 
 
 def _added(
