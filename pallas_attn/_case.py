@@ -179,6 +179,7 @@ class DecodeCase:
     cache_dtype: str | None = None  # of a quantised cache; None: rows lie in `dtype`
     shared_kv: bool = False  # V is the first columns of K
     scale: float | None = None
+    precision: str | None = None
     batch_invariant: bool = False
     labels: tuple[str, ...] = ()
 
@@ -194,6 +195,7 @@ class DecodeCase:
             "chunk": self.q_len > 1,
             "window": self.mask.left is not None,
             "softcap": self.softcap,
+            "precision": self.precision,
             "sinks": self.sinks,
             "hv": self.head_dim != self.v_head_dim,
             "small": len(self.lengths) * self.q_heads * self.q_len * self.capacity <= SMALL,
@@ -207,7 +209,7 @@ class DecodeCase:
 
     def options(self) -> dict[str, Any]:
         """The static keyword arguments of `decode_attention`."""
-        names = ("mask", "scale", "softcap", "batch_invariant")
+        names = ("mask", "scale", "softcap", "precision", "batch_invariant")
         return {name: getattr(self, name) for name in names}
 
     def arrays(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:

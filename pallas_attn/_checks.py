@@ -160,12 +160,22 @@ def _static_float(name: str, value: Any, remedy: str) -> float:
     return number
 
 
+# "high" is TF32 on a GPU, says JAX, as the default is: what we do by default is that, or better.
 _PRECISIONS: dict[Any, str | None] = {
     **dict.fromkeys(("default", "bfloat16", "fastest", "high", "tensorfloat32", "bfloat16_3x")),
     **dict.fromkeys(("highest", "float32"), "highest"),
     **dict.fromkeys((lax.Precision.DEFAULT, lax.Precision.HIGH)),
     lax.Precision.HIGHEST: "highest",
 }
+# What jax.default_matmul_precision may ask for by name that is more than TF32.
+_MORE_THAN_TF32 = frozenset(
+    f"{name}_F32{times}"
+    for name, times in (
+        ("F32_F32", ""),
+        ("TF32_TF32", "_X3"),
+        *(("BF16_BF16", f"_X{n}") for n in (3, 6, 9)),
+    )
+) | {"F64_F64_F64"}
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -184,7 +194,7 @@ def precision(value: Any, dtype: Any) -> str | None:
     if value is None:
         value = jax.config.jax_default_matmul_precision
         if value not in _PRECISIONS:
-            value = "default"
+            value = "highest" if value in _MORE_THAN_TF32 else "default"
     if not isinstance(value, Hashable) or value not in _PRECISIONS:
         names = ", ".join(sorted(repr(p) for p in _PRECISIONS if isinstance(p, str)))
         raise ValueError(

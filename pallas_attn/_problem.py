@@ -171,6 +171,7 @@ class DecodeProblem:
     pages: int | None = None
     layers: int | None = None
     sinks: bool = False
+    precision: str | None = None  # None or "highest"
     batch_invariant: bool = False
     quantized: bool = False
     shared_kv: bool = False  # V is the first columns of K (a latent cache): there is no v_cache
@@ -189,6 +190,7 @@ class DecodeProblem:
         return (
             f"decode on {self.gpu or 'a machine without a GPU'}: {q} over {over}, "
             f"{self.kv_heads} kv heads, mask {self.mask}"
+            + (f", precision {self.precision}" if self.precision else "")
         )
 
 

@@ -118,6 +118,9 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
         "dtype": tuple(
             {"dtype": name, "cache_dtype": name} for name in ("bfloat16", "float16", "float32")
         ),
+        'float32, precision="highest"': (
+            {"dtype": "float32", "cache_dtype": "float32", "precision": "highest"},
+        ),
         "quantised cache": tuple(
             {"cache_dtype": name, "quantized": True}
             for name in ("int8", "float8_e4m3fn", "float8_e5m2")

@@ -65,7 +65,8 @@ def flash_attention(  # noqa: PLR0913
       sinks: float[N], one learned logit a head that takes part in the denominator only.
         Differentiable.
       precision: for float32 inputs, as in JAX: the default is JAX's default for float32 matmuls on
-        the device (TF32 on Hopper), or better; "highest" (or "float32") is float32-accurate.
+        the device (TF32 on Hopper), or better, and so is "high", which JAX takes for TF32 on GPUs;
+        "highest" (or "float32") is float32-accurate.
       deterministic: whether gradients must have the same bits each time. The fastest kernel adds
         what many blocks contribute to dq in the order in which they come, so its last bits vary;
         True has dq computed by a kernel of its own. All other results never vary. Static.

@@ -220,6 +220,10 @@ def _decode() -> list[DecodeCase]:
                 rows.append(DecodeCase(name, lengths, *heads, *dims, length, **fields))
     for kind, page in _KINDS:
         rows += _quantized_and_latent(kind, page)
+        rows.append(_dense_decode(kind, page, 64, 4096, "wide", dtype="float32"))
+    exact: Any = {"dtype": "float32", "precision": "highest"}
+    rows.append(_dense_decode("stacked", None, 64, 4096, "wide", **exact))
+    rows.append(_dense_decode("stacked", None, 1, 8192, "wide", dtype="float32"))
     rows.append(_dense_decode("paged", 64, 64, 8192, "pages"))
     rows.append(_dense_decode("paged", 128, 64, 8192, "pages"))
     rows.append(_dense_decode("per_sequence", None, 256, 1024, "many"))
@@ -246,6 +250,7 @@ def _decode() -> list[DecodeCase]:
             make(f"decode_{kind}_dims_128_64", (33, 256), head_dim=128, v_head_dim=64),
             make(f"decode_{kind}_float16", (33, 256), dtype="float16"),
             make(f"decode_{kind}_float32", (33, 256), dtype="float32"),
+            make(f"decode_{kind}_float32_highest", (33, 256), dtype="float32", precision="highest"),
             make(f"decode_{kind}_float8_e4m3fn", (0, 33, 256), cache_dtype="float8_e4m3fn"),
             make(f"decode_{kind}_int8", (64, 1, 200), cache_dtype="int8", q_len=3),
             make(

@@ -1,5 +1,7 @@
 """Decode attention: a few new query rows a sequence over its KV cache."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -20,6 +22,7 @@ def decode_attention(  # noqa: PLR0913
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
+    precision: Any = None,
     batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> Array:
@@ -39,7 +42,7 @@ def decode_attention(  # noqa: PLR0913
       layer: which layer of a cache that holds several: an int or a traced int32 (one that the cache
         does not have gives NaN).
       mask: `CAUSAL`, `sliding_window(n)` or any `Mask`; positions are those of the sequence.
-      scale, softcap, sinks: as in `flash_attention`.
+      scale, softcap, sinks, precision: as in `flash_attention`.
       batch_invariant: the bits of a sequence's result do not depend on what else is in the batch.
       implementation: as in `flash_attention`.
 
@@ -55,6 +58,7 @@ def decode_attention(  # noqa: PLR0913
         scale=scale,
         softcap=softcap,
         sinks=sinks,
+        precision=precision,
         batch_invariant=batch_invariant,
         implementation=implementation,
     )[0]
@@ -69,6 +73,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
+    precision: Any = None,
     batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
@@ -115,6 +120,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
         pages=cache.pages,
         layers=cache.layers,
         sinks=inputs.sinks is not None,
+        precision=_checks.precision(precision, rows.dtype),
         batch_invariant=bool(batch_invariant),
         quantized=cache.quantized,
         shared_kv=cache.shared_kv,

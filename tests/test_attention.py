@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import pallas_attn as pa
-from pallas_attn import CAUSAL, FULL, Mask, sliding_window
+from pallas_attn import CAUSAL, FULL, Mask, _checks, sliding_window
 from tests import budget, subjects, witness
 
 
@@ -476,6 +477,21 @@ def test_precision_is_read_as_jax_reads_it(rng, value):
     np.testing.assert_array_equal(pa.flash_attention(*arrays, precision=value), wanted)
     with jax.default_matmul_precision("highest"):
         np.testing.assert_array_equal(pa.flash_attention(*arrays, precision=value), wanted)
+
+
+def test_precision_means_what_jax_means_by_it():
+    """On a GPU "high" is TF32 there, as the default is; a name of jax's for more bits has more."""
+    wanted = {name: lax.Precision(name) for name in ("default", "high", "bfloat16_3x", "highest")}
+    wanted |= {one: one for one in lax.Precision}
+    for given, meant in wanted.items():
+        want = "highest" if meant is lax.Precision.HIGHEST else None
+        assert _checks.precision(given, jnp.float32) == want
+        assert _checks.precision(given, jnp.bfloat16) is None
+    more = ("F32_F32_F32", "TF32_TF32_F32_X3", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6")
+    for name, want in {**dict.fromkeys(more, "highest"), "TF32_TF32_F32": None}.items():
+        with jax.default_matmul_precision(name):
+            assert _checks.precision(None, jnp.float32) == want
+            assert _checks.precision("default", jnp.float32) is None
 
 
 def test_same_inputs_same_bits(rng):

@@ -82,11 +82,12 @@ def holding(rng, kind, k, v, lengths, *, layers=None, layer=None, fill=0.0):
     return dataclasses.replace(cache, **changes)
 
 
-def expected(q, k, v, lengths, mask=CAUSAL, **options):
+def expected(q, k, v, lengths, mask=CAUSAL, *, tensor_cores=False, **options):  # noqa: PLR0913
     """Attention over each whole sequence, the last rows of it; see budget."""
     lengths = np.asarray(lengths, np.int32)
     arguments = {"q": q, "k": k, "v": v, "kv_lengths": lengths, "mask": mask}
-    return budget.attention(arguments | {"q_offset": lengths - q.shape[1]} | options)
+    arguments |= {"q_offset": lengths - q.shape[1]} | options
+    return budget.attention(arguments, tensor_cores=tensor_cores)
 
 
 OPTIONS = {
@@ -114,7 +115,8 @@ def test_lengths_and_options(rng, subject, kind, name, count):
     cache = holding(rng, kind, k, v, LENGTHS, fill=np.nan)
     out, lse = subject.call(pa.decode_attention_with_lse, q, cache, **OPTIONS[name])
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
-    budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **OPTIONS[name]))
+    options = OPTIONS[name] | {"tensor_cores": subject.tensor_cores}
+    budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **options))
     assert not np.asarray(out[0]).any() and (np.asarray(lse[0]) == -np.inf).all()
 
 
@@ -126,7 +128,8 @@ def test_token_by_token_and_in_chunks(rng, subject, kind, name):
     q, k, v = rows(rng, 2, 16, subject.dtype)
     options = OPTIONS[name]
     mask = options.get("mask", CAUSAL)
-    wanted = budget.attention({"q": q, "k": k, "v": v, "mask": mask})
+    arguments = {"q": q, "k": k, "v": v, "mask": mask}
+    wanted = budget.attention(arguments, tensor_cores=subject.tensor_cores)
 
     def step(cache, q, k, v, *, implementation):
         cache = pa.append_kv(cache, k, v, implementation=implementation)

@@ -465,10 +465,12 @@ def test_append_and_decode_refuse_too():
         "6 rows\n"
     )
     assert error.limits["reference"].reason == "it is one scatter a cache"
-    error = refusal("sm75", lambda: pa.decode_attention(z(2, 1, 4, 8), paged()))
+    error = refusal(
+        "sm75", lambda: pa.decode_attention(z(2, 1, 4, 8), paged(), precision="float32")
+    )
     assert str(error).startswith(
         "No implementation takes decode on sm75: float32 q[2,1,4,8] over paged float32 caches of 6 "
-        "rows, 2 kv heads, mask causal\n"
+        "rows, 2 kv heads, mask causal, precision highest\n"
     )
     assert error.limits["reference"].reason == "it would copy every cache to a dense array"
 

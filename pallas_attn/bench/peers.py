@@ -233,7 +233,8 @@ def _dense_decode(name: str, call: Call) -> list[Subject]:
     @jax.jit
     def step(q, k, v, lengths):
         static = {"implementation": name, "key_value_seq_lengths": lengths}
-        return jax.nn.dot_product_attention(q, k, v, **static)
+        with jax.default_matmul_precision(case.precision):
+            return jax.nn.dot_product_attention(q, k, v, **static)
 
     return [Subject(name, lambda: (step(call.arrays["q"], k, v, lengths),))]
 

@@ -1,9 +1,15 @@
-"""How a block asks for tiles of keys and values: programs for one thread (`warps.each_thread`)."""
+"""How a block asks for tiles of keys and values: programs for one thread (`warps.each_thread`), and
+which tile is next.
+"""
 
+import functools
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+from jax import lax
+
 from pallas_attn.kernels import decode_merge, decode_plan, warps
-from pallas_attn.kernels.decode_plan import BLANK, Plan, Table
+from pallas_attn.kernels.decode_plan import BLANK, Piece, Plan, Share, Table
 
 Ref = Any
 Scalar = Any
@@ -18,6 +24,7 @@ class Smem(NamedTuple):
     last: Any  # int32[1]: whether this block is the last of its row's
     k_scale: Any = None  # float32[stages, tile], of a quantised cache
     v_scale: Any = None
+    q: Any = None  # of float32: `decode_terms.queries_shape`
 
 
 class Refs(NamedTuple):
@@ -44,6 +51,42 @@ class Tile(NamedTuple):
     wanted: Scalar  # 0: no tile is left
     layer: Scalar | None
     page: Any = None  # int32[128]: what `look_up` gave
+
+
+def next_tile(
+    plan: Plan, refs: Refs, smem: Smem, share: Share, place: tuple[Piece, Any]
+) -> tuple[Piece, Tile]:
+    """The next tile of the block's line, if there is one, for a slot of the ring; and the piece
+    that it belongs to.
+    """
+    piece, slot = place
+    more = (piece.tile >= piece.end) & (piece.following < share.end)
+
+    def opened():
+        return decode_plan.piece_at(plan, smem.table, share, piece.following, piece.m)
+
+    piece = lax.cond(more, opened, lambda: piece)
+    row = piece.tile * plan.tile
+    tile = Tile(
+        m=piece.m,
+        head=lax.div(piece.head, jnp.int32(plan.chunks)),
+        row=row,
+        live=piece.length - row,
+        slot=slot,
+        wanted=(piece.tile < piece.end).astype(jnp.int32),
+        layer=None if refs.layer is None else refs.layer[0],
+    )
+    if plan.problem.kind == "paged":
+        page = functools.partial(look_up, plan=plan)
+        tile = tile._replace(page=warps.each_thread(page, refs, tile, returns=True))
+    return piece, tile
+
+
+def ask(plan: Plan, refs: Refs, smem: Smem, ahead: tuple[Piece, Tile]) -> Piece:
+    """Asks for a tile; where loading stands then."""
+    piece, tile = ahead
+    warps.each_thread(functools.partial(fetch, plan=plan), (refs, smem), tile)
+    return piece._replace(tile=jnp.minimum(piece.tile + 1, piece.end))
 
 
 def _number(thread: warps.Thread) -> Any:

@@ -242,6 +242,9 @@ def _write(
     words = problem.v_head_dim // 4
     values = [x * factor for x in part.out]
     index = line * words + thread.wide(column)
-    thread.store_narrow(results.out, index, values, problem.dtype, there)
+    if problem.dtype == "float32":
+        thread.store_floats(results.out, index, values, there)
+    else:
+        thread.store_narrow(results.out, index, values, problem.dtype, there)
     line = (thread.wide(at.m) * problem.q_heads + thread.wide(head)) * problem.q_len
     thread.store_floats(results.lse, line + thread.wide(token), [lse], there & (column < 1))

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._problem import DecodeProblem
-from pallas_attn.kernels import fragments, softmax, tiles, warps
+from pallas_attn.kernels import fragments, softmax, terms, tiles, warps
 
 Ref = Any
 Scalar = Any
@@ -62,6 +62,8 @@ class Plan:
             raise ValueError(
                 f"Config.tile must be at most {most} over pages of {rows} rows, got {self.tile}"
             )
+        if self.tile < 64 and self.problem.dtype != "float32":
+            raise ValueError(f"Config.tile must be at least 64 of 16-bit numbers, got {self.tile}")
 
     @property
     def bulk(self) -> bool:
@@ -95,6 +97,11 @@ class Plan:
 
     @property
     def row_blocks(self) -> int:
+        if (
+            self.problem.dtype == "float32"
+            and self.problem.head_dim + self.problem.v_head_dim > 256
+        ):
+            return 1  # more queries would leave no room for keys
         blocks = -(-self.rows // fragments.ROWS)
         return 1 if blocks == 1 else 2 if blocks == 2 else 4
 
@@ -125,6 +132,11 @@ class Plan:
     def operands(self) -> str:
         """What tensor cores multiply: numbers of 8 bits are made float16."""
         return "float16" if self.problem.quantized else self.problem.dtype
+
+    @property
+    def terms(self) -> int:
+        """Of a number: what float32 is multiplied as a sum of."""
+        return terms.of_values(self.problem).terms
 
     @property
     def unit(self) -> int:

@@ -27,7 +27,10 @@ class Config(decode_sm90.Config):
     def default(cls, problem: DecodeProblem) -> "Config":
         """What serves a problem that nobody tuned: as many bytes in flight as there is room for."""
         ctas = MULTIPROCESSORS.get(problem.gpu or "", 132)
-        choices = [cls(tile=64, stages=stages, ctas=ctas) for stages in (6, 5, 4, 3, 2)]
+        wide = problem.dtype == "float32"
+        deep = [(64, stages) for stages in ((6, 5, 4, 3) if wide else (6, 5, 4, 3, 2))]
+        deep += [(32, stages) for stages in (6, 5, 4, 3, 2)] if wide else []
+        choices = [cls(tile=tile, stages=stages, ctas=ctas) for tile, stages in deep]
         return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
 
 

@@ -37,12 +37,14 @@ from pallas_attn.kernels import (
     decode_logits,
     decode_merge,
     decode_plan,
+    decode_terms,
     fragments,
     softmax,
+    terms,
     tiles,
     warps,
 )
-from pallas_attn.kernels.decode_load import Refs, Smem, Tile
+from pallas_attn.kernels.decode_load import Refs, Smem
 from pallas_attn.kernels.decode_logits import ROWS
 from pallas_attn.kernels.decode_plan import Piece, Plan, Share, Table
 
@@ -58,8 +60,8 @@ MULTIPROCESSORS = 132
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """`tile`: keys of a tile. `stages`: tiles of K and V in the ring. `ctas`: blocks that stay.
-    `fixed`: tiles of a part where `batch_invariant` is asked for.
+    """`tile`: keys of a tile; 32 of float32 only. `stages`: tiles of K and V in the ring. `ctas`:
+    blocks that stay. `fixed`: tiles of a part where `batch_invariant` is asked for.
     """
 
     tile: int = 64
@@ -70,7 +72,7 @@ class Config:
 
     def __post_init__(self):
         wants = {
-            "tile": (self.tile in (64, 128, 256), "64, 128 or 256"),
+            "tile": (self.tile in (32, 64, 128, 256), "32, 64, 128 or 256"),
             "stages": (self.stages >= 2, "at least 2"),
             "ctas": (self.ctas >= 1, "at least 1"),
             "fixed": (self.fixed >= 1, "at least 1"),
@@ -110,7 +112,7 @@ class Config:
         while 2 * tile <= most:
             tile *= 2
         choices, room = [], decode_plan.SMEM_LIMIT
-        while tile >= 64:
+        while tile >= (32 if problem.dtype == "float32" else 64):
             choices.append(_deepest(problem, cls(tile=tile, stages=2, ctas=ctas), room))
             tile //= 2
         return next((config for config in choices if config.stages >= 3), choices[-1])
@@ -125,8 +127,8 @@ def _deepest(problem: DecodeProblem, config: Config, room: int) -> Config:
 
 def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
-    if problem.dtype not in ("bfloat16", "float16"):
-        return Limit(f"it takes bfloat16 and float16 q, not {problem.dtype}", "cast q")
+    if problem.dtype not in ("bfloat16", "float16", "float32"):
+        return Limit(f"it takes bfloat16, float16 and float32 q, not {problem.dtype}", "cast q")
     if problem.quantized and (refused := _narrow_limit(problem)) is not None:
         return refused
     if problem.cache_dtype != problem.dtype and not problem.quantized:
@@ -134,6 +136,9 @@ def limit(problem: DecodeProblem) -> Limit | None:
             f"a {problem.cache_dtype} cache under {problem.dtype} queries",
             "create the cache with q's dtype, or cast q",
         )
+    if problem.dtype == "float32" and (problem.quantized or problem.shared_kv):
+        what = "a quantised cache" if problem.quantized else "V within K"
+        return Limit(f"float32 queries over {what}; it takes bfloat16 and float16", "cast q")
     if problem.shared_kv and (refused := decode_latent.limit(problem, Config(stages=2))):
         return refused
     for name in ("head_dim", "v_head_dim") if not problem.shared_kv else ():
@@ -154,6 +159,12 @@ def limit(problem: DecodeProblem) -> Limit | None:
         return Limit(
             f"{problem.sequences} sequences; it takes up to {most}",
             "split them over several calls",
+        )
+    wide = problem.dtype == "float32"
+    if wide and smem_bytes(problem, Config.default(problem)) > decode_plan.SMEM_LIMIT:
+        return Limit(
+            f"such rows do not fit in shared memory beside {problem.sequences} lengths",
+            "decode fewer tokens at once, or split the sequences over several calls",
         )
     return None
 
@@ -192,6 +203,7 @@ def scratch(plan: Plan) -> Smem:
         scales = plgpu.SMEM((config.stages, config.tile), jnp.float32)
     rows = warps.WARPS * plan.spilled_rows
     out = plgpu.SMEM((rows, problem.v_head_dim + fragments.SPARE), jnp.float32)
+    queries = decode_terms.queries_shape(problem.head_dim, plan.most_rows, plan.terms)
     return Smem(
         k=ring(problem.head_dim),
         v=ring(problem.v_head_dim),
@@ -199,6 +211,7 @@ def scratch(plan: Plan) -> Smem:
         table=Table(numbers(plan.sums), numbers(plan.sums), numbers(plan.sums)),
         barriers=plgpu.SMEM((config.stages, 2), jnp.int32),
         last=numbers(1),
+        q=plgpu.SMEM(queries, jnp.bfloat16) if problem.dtype == "float32" else None,
         **dict.fromkeys(("k_scale", "v_scale"), scales),
     )
 
@@ -209,45 +222,6 @@ def smem_bytes(problem: DecodeProblem, config: Config) -> int:
     buffers = jax.tree.leaves(scratch(Plan(problem, config)), is_leaf=lambda x: hasattr(x, "dtype"))
     sizes = (math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
     return RESERVED + sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes)
-
-
-# ---- loading -------------------------------------------------------------------------------------
-
-
-def _next_tile(
-    plan: Plan, refs: Refs, smem: Smem, share: Share, place: tuple[Piece, Any]
-) -> tuple[Piece, Tile]:
-    """The next tile of the block's line, if there is one, for a slot of the ring; and the piece
-    that it belongs to.
-    """
-    piece, slot = place
-    more = (piece.tile >= piece.end) & (piece.following < share.end)
-
-    def opened():
-        return decode_plan.piece_at(plan, smem.table, share, piece.following, piece.m)
-
-    piece = lax.cond(more, opened, lambda: piece)
-    row = piece.tile * plan.tile
-    tile = Tile(
-        m=piece.m,
-        head=lax.div(piece.head, jnp.int32(plan.chunks)),
-        row=row,
-        live=piece.length - row,
-        slot=slot,
-        wanted=(piece.tile < piece.end).astype(jnp.int32),
-        layer=None if refs.layer is None else refs.layer[0],
-    )
-    if plan.problem.kind == "paged":
-        look_up = functools.partial(decode_load.look_up, plan=plan)
-        tile = tile._replace(page=warps.each_thread(look_up, refs, tile, returns=True))
-    return piece, tile
-
-
-def _fetch(plan: Plan, refs: Refs, smem: Smem, ahead: tuple[Piece, Tile]) -> Piece:
-    """Asks for a tile; where loading stands then."""
-    piece, tile = ahead
-    warps.each_thread(functools.partial(decode_load.fetch, plan=plan), (refs, smem), tile)
-    return piece._replace(tile=jnp.minimum(piece.tile + 1, piece.end))
 
 
 # ---- computing -----------------------------------------------------------------------------------
@@ -292,8 +266,11 @@ def _attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> 
             lambda: state.acc,
         )
         p, peak = heavy.p, heavy.top
-    p = p.astype(plan.operands)
-    acc = fragments.weigh(acc, p, smem.v, slot, plan.split)
+    if plan.terms > 1:
+        parts = terms.of_registers(p, terms.of_values(plan.problem))
+        acc = decode_terms.weigh(acc, parts, smem.v, slot, plan.split)
+    else:
+        acc = fragments.weigh(acc, p.astype(plan.operands), smem.v, slot, plan.split)
     return State(acc, total + new.total, new.top, peak)
 
 
@@ -306,7 +283,8 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
     tiles_ahead = (share.end - share.first) * plan.unit if plan.bulk else stages
 
     def begin(slot, piece):
-        return _fetch(plan, refs, smem, _next_tile(plan, refs, smem, share, (piece, slot)))
+        ahead = decode_load.next_tile(plan, refs, smem, share, (piece, slot))
+        return decode_load.ask(plan, refs, smem, ahead)
 
     ahead = lax.fori_loop(0, jnp.minimum(stages - 1, tiles_ahead), begin, first)
 
@@ -314,7 +292,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
         unit, m, count, ahead = carry
         piece = decode_plan.piece_at(plan, smem.table, share, unit, m)
         parts = decode_plan.parts_of(plan, share, piece, cta)
-        q, units = _queries(plan, refs, piece)
+        q, units = _queries(plan, refs, smem, piece)
         if plan.problem.kind == "paged" and plan.problem.mask.left is not None:
             before = lax.div(piece.tile * plan.tile, jnp.int32(plan.problem.page_size))
             check = functools.partial(decode_load.check_pages, plan=plan)
@@ -332,13 +310,16 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             parity = lax.rem(lax.div(count, jnp.int32(stages)), jnp.int32(2))
             warps.each_thread(sync, (), ())
             before = jnp.where(slot == 0, stages - 1, slot - 1)
-            following = _next_tile(plan, refs, smem, share, (ahead, before))
+            following = decode_load.next_tile(plan, refs, smem, share, (ahead, before))
             warps.each_thread(wait, smem.barriers, (slot, parity))
-            s = fragments.scores(q, smem.k, slot, plan.split)
+            if plan.terms > 1:
+                s = decode_terms.scores(q, smem.k, slot, plan.split, plan.terms)
+            else:
+                s = fragments.scores(q, smem.k, slot, plan.split)
             if units is not None:
                 s = s * fragments.of_keys(smem.k_scale, slot, plan.split)
                 s = s * tiles.down_rows(units, s.shape)
-            ahead = _fetch(plan, refs, smem, following)  # while the matmuls are under way
+            ahead = decode_load.ask(plan, refs, smem, following)  # while the matmuls are under way
             state = _attend(plan, smem, piece, (tile, slot), (s, state))
             return state, count + 1, ahead
 
@@ -351,8 +332,12 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
     )
 
 
-def _queries(plan: Plan, refs: Refs, piece: Piece) -> tuple[Array, Array | None]:
-    """The query rows, and what their scores are to be multiplied by, if anything."""
+def _queries(plan: Plan, refs: Refs, smem: Smem, piece: Piece) -> tuple[Any, Array | None]:
+    """The query rows, and what their scores are to be multiplied by, if anything.
+
+    Those in shared memory are written when all have met after the last piece, and read when all
+    have met before a tile.
+    """
     problem = plan.problem
     head = lax.div(piece.head, jnp.int32(plan.chunks)) * plan.group
     first = piece.m * (problem.q_len * problem.q_heads) + head
@@ -361,6 +346,9 @@ def _queries(plan: Plan, refs: Refs, piece: Piece) -> tuple[Array, Array | None]
     place = (refs.q, (first, chunk), plan.rows, plan.split, stride)
     if problem.quantized:
         return fragments.narrow_queries(*place)
+    if plan.terms > 1:
+        decode_terms.put_queries(place, smem.q, plan.terms)
+        return smem.q, None
     return fragments.queries(*place), None
 
 
