@@ -289,6 +289,7 @@ def test_paged_caches_hold_what_the_dense_arrays_say():
 def fake_rows():
     here = rows.Provenance("run1", "NVIDIA H200", "0.11.2", "abc", "2026-11-20T20:00:00Z")
     later = dataclasses.replace(here, run="run2", date="2026-11-21T20:00:00Z")
+    latest = dataclasses.replace(here, run="run3", date="2026-11-22T20:00:00Z")
     case = next(case for case in known.ATTENTION if case.name == "h128_causal_b2_t8192_n16")
     decode = next(case for case in known.DECODE if "paged" in case.tags)
     append = known.APPEND[0]
@@ -303,6 +304,8 @@ def fake_rows():
         row(case, "forward", "cudnn", 1.0),
         row(case, "forward", "pallas_attn/sm90", 0.8, later),
         row(case, "forward", "cudnn", 0.9, later),
+        row(case, "forward", "pallas_attn/flash_fwd_sm80", 1.6, latest),
+        row(case, "forward", "torch_flash2", 2.0, latest),
         row(decode, "decode", "pallas_attn/sm90", 0.01),
         row(append, "append", "pallas_attn/sm80", 0.001),
         row(append, "append", "xla", 0.005),
@@ -315,6 +318,8 @@ def test_a_section_shows_the_newest_run_and_ratios_within_it():
     assert line == "| `h128_causal_b2_t8192_n16` | **687** | 86 % | 611 | 1.12 |"
     assert "| `append_per_sequence_m1` | **1.00** | 5.00 | 5.00 |" in text
     assert "Geomean: 1.12 of cudnn. Worst cell: 1.12" in text
+    assert f"### Forward, TFLOP/s{report.PORTABLE}\n" in text
+    assert "| `h128_causal_b2_t8192_n16` | **344** |  | 275 | 1.25 |" in text
     assert report.section([]) == "Nothing is measured yet."
 
 

@@ -148,8 +148,8 @@ def _torch(name: str, backend: str, call: Call) -> list[Subject]:
 
     _require(call, "precision")  # its float32 is float32
     case = call.case
-    if (case.dtype == "float32") != (backend == "EFFICIENT_ATTENTION"):
-        raise Unavailable("float32 is for torch_efficient, which is slow at everything else")
+    if (case.dtype == "float32") != (backend in ("EFFICIENT_ATTENTION", "MATH")):
+        raise Unavailable("float32 is for torch_efficient and torch_math, and nothing else is")
     if not torch.cuda.is_available():
         raise Unavailable("torch sees no GPU")
     if case.mask != CAUSAL and not case.mask.is_full or case.q_len != case.kv_len:
@@ -326,6 +326,7 @@ _ATTENTION: dict[str, Peer] = {
     "torch_cudnn": functools.partial(_torch, "torch_cudnn", "CUDNN_ATTENTION"),
     "torch_flash2": functools.partial(_torch, "torch_flash2", "FLASH_ATTENTION"),
     "torch_efficient": functools.partial(_torch, "torch_efficient", "EFFICIENT_ATTENTION"),
+    "torch_math": functools.partial(_torch, "torch_math", "MATH"),
     "xla": xla,
 }
 PEERS: dict[str, dict[str, Peer]] = {

@@ -8,6 +8,7 @@ from pallas_attn.bench.rows import Row, is_ours, rate, read
 
 BEGIN, END = "<!-- performance:begin -->", "<!-- performance:end -->"
 OPS = ("forward", "forward+backward", "backward", "decode", "decode_loop", "append")
+PORTABLE = ", by the kernels for every GPU from Ampere on"  # of an op, where those of sm80 ran
 TITLES = {
     "forward": "Forward, TFLOP/s",
     "forward+backward": "Forward and backward together, TFLOP/s",
@@ -85,19 +86,25 @@ def geomean(values: Iterable[float]) -> float:
 
 
 def latest(rows: Sequence[Row]) -> dict[str, list[list[Row]]]:
-    """{op: one group of rows a case}: of each case the newest run that holds ours, whole."""
+    """{op: one group of rows a case}: of each case the newest run that holds ours, whole. What the
+    portable kernels did has ops of its own: they are no newer version of the others.
+    """
     newest: dict[tuple[str, str], Row] = {}
     for row in rows:
-        key = row["op"], row["case"]
+        key = _table_of(row), row["case"]
         counts = row["op"] != "ceiling" and is_ours(row)
         if counts and (key not in newest or row["date"] >= newest[key]["date"]):
             newest[key] = row
     groups: dict[str, list[list[Row]]] = {}
-    for (op, case), ours in newest.items():
-        same = (ours["run"], op, case)
+    for (table, case), ours in newest.items():
+        same = (ours["run"], ours["op"], case)
         mates = [row for row in rows if (row["run"], row["op"], row["case"]) == same]
-        groups.setdefault(op, []).append([ours, *(row for row in mates if not is_ours(row))])
+        groups.setdefault(table, []).append([ours, *(row for row in mates if not is_ours(row))])
     return groups
+
+
+def _table_of(row: Row) -> str:
+    return row["op"] + PORTABLE * ("_sm80" in row["impl"])
 
 
 def section(rows: Sequence[Row], plots: Sequence[str] = ()) -> str:
@@ -112,19 +119,20 @@ def section(rows: Sequence[Row], plots: Sequence[str] = ()) -> str:
         "operations a pair and head dim forward, 3.5 times that with the backward. Made by "
         "`python run.py --task=bench` (see `configs/`) from `results/`."
     ]
-    for op in OPS:
-        if op in groups:
-            parts.append(_table(op, groups[op], ceilings))
+    for table in (op + family for family in ("", PORTABLE) for op in OPS):
+        if table in groups:
+            parts.append(_table(table, groups[table], ceilings))
     parts += [f"![{pathlib.Path(plot).stem}]({plot})" for plot in plots]
     return "\n\n".join(parts)
 
 
-def _table(op: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], float]) -> str:
+def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], float]) -> str:
     peers = sorted({row["impl"] for rows in groups for row in rows if not is_ours(row)})
-    unit = "read" if op.startswith("decode") else "matmul"
+    op, unit = groups[0][0]["op"], "read" if table.startswith("decode") else "matmul"
     shared = {} if op == "append" else {"share": f"of {unit}"}
     head = ["case", "**ours**", *shared.values(), *peers, "over best peer"]
-    lines = [f"### {TITLES[op]}", "", _cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
+    title = TITLES[op] + table.removeprefix(op)
+    lines = [f"### {title}", "", _cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
     for rows in groups:
         ours = rows[0]
         cells = [f"`{ours['case']}`", f"**{_number(ours)}**"]
