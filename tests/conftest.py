@@ -5,6 +5,7 @@ on the command line in `pytest_configure`, before jax looks for its devices.
 """
 
 import os
+import pathlib
 import re
 
 # Eight devices on one CPU: shard_map and sharded jit are tested on any machine. The next two leave
@@ -95,4 +96,6 @@ def forget_compiled_code():
     whole suite in one process died of them.
     """
     yield
-    jax.clear_caches()
+    maps = pathlib.Path("/proc/self/maps")
+    if not maps.exists() or maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()

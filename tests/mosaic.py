@@ -12,6 +12,7 @@ both JAX versions alike:
 - cp.async (a copy without a barrier), stores with a predicate, reductions and atomics in global
   memory
 - programmatic dependent launch, which means nothing here
+- arguments of its callbacks in NumPy, as they come
 - JAX 0.11.2 only: a producer need not see the last time its slots were freed (0.12 allows it too)
 """
 
@@ -26,6 +27,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jax import lax
 from jax._src import callback
+from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives as prims
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as host
@@ -435,8 +437,29 @@ def _but_in_registers(check):
     return checked
 
 
+def _call_on_host(*args, callback, **params):
+    """JAX puts what the simulation is told on a device, from where NumPy fetches it: most of the
+    time of an interpreted kernel. Not so for what starts the threads, which computes with jax.
+    """
+    if getattr(callback.callback_func, "func", None) is thread_map._thread_map_callback:
+        return _jax_call_on_host(*args, callback=callback, **params)
+    return [np.asarray(x) for x in callback(*map(np.array, args))]  # copies: some of it is kept
+
+
+_jax_call_on_host = callback.io_callback_impl
+
+
+def _to_int(x):
+    return x.item() if isinstance(x, np.ndarray) else _jax_to_int(x)
+
+
+_jax_to_int = shared_memory._to_int
+
+
 @functools.cache
 def _teach() -> None:
+    callback.io_callback_impl = _call_on_host
+    shared_memory._to_int = _to_int
     jaxpr_interpret.JaxprInterpreter.interpret = _interpret
     jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p = _inline_mgpu
     races = race_detection_state.GPURaceDetectionState

@@ -133,13 +133,19 @@ def pairs(
     `but`: rows that another test serves; "interpreted" is every row that is. `interpreted`: the
     cases that the interpreter runs, where all of them would take it minutes and say the same.
     """
-    chosen = [row for row in _chosen(but) if row.exists(operation)]
+    chosen = [row for row in _chosen(but) if row.exists(operation) and row.somewhere()]
     few = cases if interpreted is None else interpreted
+    call = functools.cache(call)  # rows share what is drawn
+
+    def takes(row, case):
+        function, arguments = call(case)
+        return row.takes(operation, function, **arguments)
+
     return [
         row.param(case, id=case.name)
         for row in chosen
-        for case in ((few if row.generation else cases) if row.somewhere() else ())
-        if row.implementation == "reference" or row.takes(operation, call(case)[0], **call(case)[1])
+        for case in (few if row.generation else cases)
+        if row.implementation == "reference" or takes(row, case)
     ]
 
 

@@ -27,7 +27,8 @@ PORTABLE = flash_fwd_sm80.Config
 
 
 def problem_of(case: cases.AttentionCase) -> AttentionProblem:
-    arrays = [name for name in AttentionInputs._fields[3:] if name in given(case)]
+    there = given(case)
+    arrays = [name for name in AttentionInputs._fields[3:] if name in there]
     return AttentionProblem(
         op="flash_forward",
         gpu="sm90",
