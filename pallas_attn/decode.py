@@ -42,7 +42,8 @@ def decode_attention(  # noqa: PLR0913
       layer: which layer of a cache that holds several: an int or a traced int32 (one that the cache
         does not have gives NaN).
       mask: `CAUSAL`, `sliding_window(n)` or any `Mask`; positions are those of the sequence.
-      scale, softcap, sinks, precision: as in `flash_attention`.
+      scale, softcap, sinks: as in `flash_attention`.
+      precision: as in `flash_attention`; kernels are float32-accurate at any.
       batch_invariant: the bits of a sequence's result do not depend on what else is in the batch.
       implementation: as in `flash_attention`.
 

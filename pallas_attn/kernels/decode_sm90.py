@@ -32,15 +32,14 @@ from jax import lax
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels import (
+    decode_float32,
     decode_latent,
     decode_load,
     decode_logits,
     decode_merge,
     decode_plan,
-    decode_terms,
     fragments,
     softmax,
-    terms,
     tiles,
     warps,
 )
@@ -112,10 +111,15 @@ class Config:
         while 2 * tile <= most:
             tile *= 2
         choices, room = [], decode_plan.SMEM_LIMIT
-        while tile >= (32 if problem.dtype == "float32" else 64):
+        while tile >= (32 if plan.wide else 64):
             choices.append(_deepest(problem, cls(tile=tile, stages=2, ctas=ctas), room))
             tile //= 2
-        return next((config for config in choices if config.stages >= 3), choices[-1])
+        # 8 keys a warp, of tiles of 32, are few to hide latency behind: 3.63 against 3.46 TB/s.
+        least = 2 if plan.wide and plan.row_blocks == 1 else 3
+        enough = (
+            one for one in choices if one.stages >= least and smem_bytes(problem, one) <= room
+        )
+        return next(enough, choices[-1])
 
 
 def _deepest(problem: DecodeProblem, config: Config, room: int) -> Config:
@@ -203,7 +207,7 @@ def scratch(plan: Plan) -> Smem:
         scales = plgpu.SMEM((config.stages, config.tile), jnp.float32)
     rows = warps.WARPS * plan.spilled_rows
     out = plgpu.SMEM((rows, problem.v_head_dim + fragments.SPARE), jnp.float32)
-    queries = decode_terms.queries_shape(problem.head_dim, plan.most_rows, plan.terms)
+    queries = decode_float32.queries_shape(problem.head_dim, plan.most_rows)
     return Smem(
         k=ring(problem.head_dim),
         v=ring(problem.v_head_dim),
@@ -211,7 +215,7 @@ def scratch(plan: Plan) -> Smem:
         table=Table(numbers(plan.sums), numbers(plan.sums), numbers(plan.sums)),
         barriers=plgpu.SMEM((config.stages, 2), jnp.int32),
         last=numbers(1),
-        q=plgpu.SMEM(queries, jnp.bfloat16) if problem.dtype == "float32" else None,
+        q=plgpu.SMEM(queries, jnp.float32) if plan.wide else None,
         **dict.fromkeys(("k_scale", "v_scale"), scales),
     )
 
@@ -266,9 +270,8 @@ def _attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> 
             lambda: state.acc,
         )
         p, peak = heavy.p, heavy.top
-    if plan.terms > 1:
-        parts = terms.of_registers(p, terms.of_values(plan.problem))
-        acc = decode_terms.weigh(acc, parts, smem.v, slot, plan.split)
+    if plan.wide:
+        acc = decode_float32.weigh(acc, p, smem.v, slot, plan.split)
     else:
         acc = fragments.weigh(acc, p.astype(plan.operands), smem.v, slot, plan.split)
     return State(acc, total + new.total, new.top, peak)
@@ -312,8 +315,8 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             before = jnp.where(slot == 0, stages - 1, slot - 1)
             following = decode_load.next_tile(plan, refs, smem, share, (ahead, before))
             warps.each_thread(wait, smem.barriers, (slot, parity))
-            if plan.terms > 1:
-                s = decode_terms.scores(q, smem.k, slot, plan.split, plan.terms)
+            if plan.wide:
+                s = decode_float32.scores(q, smem.k, slot, plan.split)
             else:
                 s = fragments.scores(q, smem.k, slot, plan.split)
             if units is not None:
@@ -346,8 +349,8 @@ def _queries(plan: Plan, refs: Refs, smem: Smem, piece: Piece) -> tuple[Any, Arr
     place = (refs.q, (first, chunk), plan.rows, plan.split, stride)
     if problem.quantized:
         return fragments.narrow_queries(*place)
-    if plan.terms > 1:
-        decode_terms.put_queries(place, smem.q, plan.terms)
+    if plan.wide:
+        decode_float32.put_queries(place, smem.q)
         return smem.q, None
     return fragments.queries(*place), None
 

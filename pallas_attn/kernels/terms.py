@@ -17,7 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._problem import AttentionProblem, DecodeProblem
+from pallas_attn._problem import AttentionProblem
 
 # Which terms meet, smallest products first: a tensor core rounds each sum towards 0.
 PRODUCTS = {
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
         return self.terms * self.itemsize
 
 
-def of_values(problem: AttentionProblem | DecodeProblem) -> Kind:
+def of_values(problem: AttentionProblem) -> Kind:
     """Operands of matmuls over keys (or, backward, over queries)."""
     if problem.dtype != "float32":
         return Kind(problem.dtype, 1)
