@@ -5,6 +5,7 @@ tests/test_attention.py asks every implementation what attention means. Here is 
 have: configurations, schedules, and what TMA and registers make of awkward sizes.
 """
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -16,7 +17,15 @@ import pytest
 
 from pallas_attn import cases, reference
 from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels import flash_fwd_sm80, flash_plan, matrices, operands, softmax, spans
+from pallas_attn.kernels import (
+    flash_fwd_sm80,
+    flash_plan,
+    matrices,
+    operands,
+    segments,
+    softmax,
+    spans,
+)
 from pallas_attn.kernels import flash_fwd_sm90 as kernel
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests import budget, mosaic
@@ -24,6 +33,7 @@ from tests import budget, mosaic
 needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
 SMALL = kernel.Config(warpgroups=2, block_kv=64, stages=2, ctas=3)
 PORTABLE = flash_fwd_sm80.Config
+SEGMENTS = ("q_segment_ids", "kv_segment_ids")
 
 
 def problem_of(case: cases.AttentionCase) -> AttentionProblem:
@@ -180,13 +190,10 @@ def compiled(name, target="h100", chooser=kernel.Config):
 @pytest.mark.guards
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_without_spills_or_serialised_matmuls(name):
-    case, config, report = compiled(name)
+    case, _, report = compiled(name)
     assert report.launches == 1
     assert report.copies == 0
-    # Three warpgroups have 160 registers a thread each, and 17 numbers too many while the first,
-    # masked tile of a tile of work is taken: outside of the loop over key tiles.
-    few = 8 if case.precision else 0  # one number, on JAX 0.12
-    assert report.spill_bytes <= (200 if config.warpgroups == 3 and case.mask != FULL else few)
+    assert report.spill_bytes <= (8 if case.precision else 0)  # one number, on JAX 0.12
     assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
 
 
@@ -224,11 +231,12 @@ def test_float32_is_the_sum_of_its_parts(parts):
 @pytest.mark.parametrize(
     ("field", "value", "want"),
     [
-        ("warpgroups", 4, "1, 2 or 3"),
+        ("warpgroups", 5, "1, 2, 3 or 4"),
         ("block_kv", 72, r"16, 32, \.\. 256"),
         ("stages", 1, "at least 2"),
         ("section", -1, "at least 0"),
         ("ctas", -1, "at least 0"),
+        ("q_slots", 3, "1 or 2"),
     ],
 )
 def test_config_checks_itself(field, value, want):
@@ -295,9 +303,8 @@ def test_spans_hold_what_the_mask_says(seed):
 def test_documents_are_dealt_once_and_evenly():
     """By what the segment ids leave of each tile of work, which is known on the device alone."""
     sizes = {"q_len": 8192, "kv_len": 8192, "q_heads": 16, "kv_heads": 16, "batch": 1}
-    arrays = ("q_segment_ids", "kv_segment_ids")
     small = problem_of(one("t_equals_s"))
-    problem = dataclasses.replace(small, mask=CAUSAL, arrays=arrays, head_dim=128, **sizes)
+    problem = dataclasses.replace(small, mask=CAUSAL, arrays=SEGMENTS, head_dim=128, **sizes)
     plan = flash_plan.Plan(problem, kernel.Config(ctas=132))
     ids = jnp.repeat(jnp.arange(8, dtype=jnp.int32), 1024)[None]
     found = spans.of_segments(ids, ids, flash_plan.ROWS, plan.config.block_kv)
@@ -308,6 +315,42 @@ def test_documents_are_dealt_once_and_evenly():
     # A tile of 128 rows meets the key tiles of its document up to its own.
     loads = [(codes % 8 + 1 + flash_plan.TILE_OVERHEAD).sum() for codes in dealt]
     assert max(loads) <= 1.1 * np.mean(loads), (max(loads), np.mean(loads))
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "where", [pytest.param("here", id=""), pytest.param("gpu", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize(
+    "sizes, config, mask",
+    [
+        ((2, 260, 200, 3), SMALL, CAUSAL),
+        ((1, 130, 1000, 2), kernel.Config(3, 32, 2, 0, 0), FULL),
+        ((2, 700, 700, 40), kernel.Config(1, 16, 2, 0, 7), sliding_window(100)),
+    ],
+    ids=str,
+)
+def test_segments_are_prepared_as_jax_numpy_says(sizes, config, mask, where):
+    """Ids of packed documents, and ids in no order at all."""
+    batch, q_len, kv_len, heads = sizes
+    changes = {"q_len": q_len, "kv_len": kv_len, "q_heads": heads, "kv_heads": heads}
+    problem = dataclasses.replace(
+        problem_of(one("t_equals_s")), batch=batch, mask=mask, arrays=SEGMENTS, **changes
+    )
+    plan = flash_plan.Plan(problem, config)
+    rng = np.random.default_rng(q_len)
+    given = [
+        rng.integers(-(2**31), 2**31 - 1, 5)[rng.integers(0, 5, (batch, n))] for n in sizes[1:3]
+    ]
+    given[0][0], given[1][0] = np.arange(q_len) // 50, np.arange(kv_len) // 70
+    ids = [jnp.asarray(x, jnp.int32) for x in given]
+    with mosaic.interpret() if where == "here" else contextlib.nullcontext():
+        records, codes = jax.jit(functools.partial(segments.prepare, plan))(*ids)
+    lengths = plan.padded_rows, operands.round_up(kv_len, config.block_kv)
+    padded = map(operands.extended, ids, lengths)
+    want_records, want_codes = segments.by_xla(plan, *padded)
+    np.testing.assert_array_equal(records, want_records)
+    np.testing.assert_array_equal(codes, want_codes)
 
 
 @pytest.mark.parametrize("seed", range(6))

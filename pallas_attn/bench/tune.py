@@ -30,10 +30,11 @@ Settings = dict[str, Any]
 SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
     "flash_fwd_sm90": {
         "block_kv": (64, 128, 192, 256),
-        "warpgroups": (2, 3),
+        "warpgroups": (2, 3, 4),
         "stages": (2, 3, 4, 6),
         "section": (0, 1, 4, 12, 32),
         "ctas": (132, 0),
+        "q_slots": (1, 2),
     },
     "flash_bwd_sm90": {
         "fused": (True, False),

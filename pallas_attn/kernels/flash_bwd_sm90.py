@@ -46,6 +46,7 @@ from pallas_attn.kernels import (
     flash_bwd_dq,
     flash_bwd_wide,
     flash_fwd_sm90,
+    flash_memory,
     flash_plan,
     logits,
     operands,
@@ -56,8 +57,8 @@ from pallas_attn.kernels import flash_bwd_sums as sums
 from pallas_attn.kernels.flash_bwd_plan import ROWS, Plan, Refs, across
 
 WARPGROUPS = 2  # that compute
-SMEM_LIMIT = flash_fwd_sm90.SMEM_LIMIT
-BARRIERS = flash_fwd_sm90.BARRIERS
+SMEM_LIMIT = flash_memory.SMEM_LIMIT
+BARRIERS = flash_memory.BARRIERS
 
 
 @dataclasses.dataclass(frozen=True)

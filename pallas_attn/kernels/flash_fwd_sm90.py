@@ -14,8 +14,16 @@ Keys are taken from the last tile to the first: what the diagonal, a length or t
 off lies at the end, so the masked tile is the first, whose softmax overlaps with nothing anyway,
 and the loop over the rest needs no mask. A window's left edge is masked in the last tiles.
 
+Where there are segments, tiles that one id fills need no mask either. Which those are is prepared
+by a small kernel of its own, `segments`; the ids of what needs one come with q and with the keys.
+
+What bounds it: the loop's machine code has 6 instructions a score, among them 1.0 ex2, 1.1 max, 1.0
+multiply-add, 1.1 adds and 0.5 conversions. At head dim 64 the ex2 alone (16 a cycle) take as long
+as the matmuls at their peak; at 128 half of that, at 256 a quarter.
+
 Shared memory, and who owns it when:
-  q [warpgroup]   filled by TMA at the warpgroup's own request, when it is done with the last q
+  q [warpgroup]   filled by TMA at the warpgroup's own request. Two of them, where there is room:
+                  the next q then arrives under this tile of work. Else when it is done with q
   k, v [stages]   a ring of entries; entry e of a tile of work holds the e-th key tile and the
                   value tile before it, which is what one step needs: one wait, one release a step.
                   `ready` when both have landed, `free` when every warpgroup has let go of them
@@ -24,7 +32,6 @@ Shared memory, and who owns it when:
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -35,12 +42,26 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels import flash_work, logits, operands, softmax, spans, terms, tiles
-from pallas_attn.kernels.flash_plan import ROWS, Plan, dealt, ranked
-from pallas_attn.kernels.logits import Refs, Rows, Tile
-
-SMEM_LIMIT = 232_448
-BARRIERS = 1024  # bytes kept for them and for alignment
+from pallas_attn.kernels import (
+    flash_memory,
+    flash_work,
+    logits,
+    operands,
+    segments,
+    softmax,
+    terms,
+    tiles,
+)
+from pallas_attn.kernels.flash_memory import (
+    SMEM_LIMIT,
+    Smem,
+    load_q,
+    next_slot,
+    scratch,
+    smem_bytes,
+)
+from pallas_attn.kernels.flash_plan import ROWS, Plan, dealt
+from pallas_attn.kernels.logits import Refs, Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +73,16 @@ class Config:
     stages: int = 2
     section: int = 0  # heads whose tiles of work are taken together; 0: see Plan.section
     ctas: int = 132  # blocks; 0: one a tile of work
+    q_slots: int = 2  # 2: the next q arrives under this tile of work, where there is room for it
 
     def __post_init__(self):
         wants = {
-            "warpgroups": (self.warpgroups in (1, 2, 3), "1, 2 or 3"),
+            "warpgroups": (self.warpgroups in (1, 2, 3, 4), "1, 2, 3 or 4"),
             "block_kv": (16 <= self.block_kv <= 256 and self.block_kv % 16 == 0, "16, 32, .. 256"),
             "stages": (self.stages >= 2, "at least 2"),
             "section": (self.section >= 0, "at least 0"),
             "ctas": (self.ctas >= 0, "at least 0"),
+            "q_slots": (self.q_slots in (1, 2), "1 or 2"),
         }
         for name, (good, want) in wants.items():
             if not good:
@@ -71,8 +94,13 @@ class Config:
         dim = max(problem.head_dim, problem.v_head_dim)
         if problem.dtype == "float32":
             return _float32(problem)
+        plain = not problem.arrays and problem.softcap is None  # and so few registers
+        if dim <= 64 and plain and not problem.mask.is_full:
+            return cls(warpgroups=4, block_kv=64, stages=6)
         if dim <= 64:
-            return cls(warpgroups=3, block_kv=128, stages=4)
+            return cls(warpgroups=3, block_kv=128, stages=4, q_slots=1)
+        if dim <= 128 and plain:
+            return cls(warpgroups=3, block_kv=64, stages=3)
         if dim <= 128:
             return cls(warpgroups=2, block_kv=128, stages=2)
         return cls(warpgroups=2, block_kv=64, stages=2)
@@ -121,129 +149,6 @@ def limit(problem: AttentionProblem) -> Limit | None:
     return None
 
 
-class Smem(NamedTuple):
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    q_ready: Any
-    ready: Any
-    free: Any
-
-
-def scratch(plan: Plan) -> Smem:
-    """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
-    config, out = plan.config, plan.problem.dtype
-    whole = plan.v_swizzle // plan.values.itemsize
-    if config.block_kv % whole:
-        raise ValueError(
-            f"Config.block_kv must be a multiple of {whole} where v_head_dim is "
-            f"{plan.problem.v_head_dim}: matmuls take probabilities by whole swizzles. "
-            f"Got {config.block_kv}"
-        )
-    barrier = plgpu.Barrier
-    k_columns, v_columns = plan.scores.terms * plan.k_width, plan.values.terms * plan.v_width
-    return Smem(
-        q=tiles.swizzled((config.warpgroups, ROWS, k_columns), plan.scores.dtype, plan.k_swizzle),
-        k=tiles.swizzled(
-            (config.stages, config.block_kv, k_columns), plan.scores.dtype, plan.k_swizzle
-        ),
-        v=tiles.swizzled(
-            (config.stages, config.block_kv, v_columns), plan.values.dtype, plan.v_swizzle
-        ),
-        out=tiles.swizzled((config.warpgroups, ROWS, _out_width(plan)), out, _out_swizzle(plan)),
-        q_ready=barrier(num_barriers=config.warpgroups),
-        ready=barrier(num_barriers=config.stages, num_arrivals=2),
-        free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
-    )
-
-
-def _out_swizzle(plan: Plan) -> int:
-    if plan.problem.dtype != "float32":
-        return plan.v_swizzle
-    return operands.swizzle_of(plan.v_width * 4)
-
-
-def _out_width(plan: Plan) -> int:
-    """Columns of the output that leave at once: as many as there is room for."""
-    config, itemsize = plan.config, jnp.dtype(plan.problem.dtype).itemsize
-    k_row, v_row = plan.k_width * plan.scores.bytes, plan.v_width * plan.values.bytes
-    rest = SMEM_LIMIT - BARRIERS - config.warpgroups * ROWS * k_row
-    rest -= config.stages * config.block_kv * (k_row + v_row)
-    swizzle = _out_swizzle(plan) // itemsize
-    for width in range(plan.v_width, 0, -swizzle):
-        if plan.v_width % width == 0 and itemsize * config.warpgroups * ROWS * width <= rest:
-            return width
-    return swizzle
-
-
-def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    buffers = scratch(Plan(problem, config))[:4]
-    return sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers) + BARRIERS
-
-
-def _next(plan: Plan, slot: Any) -> Any:
-    return jnp.where(slot == plan.config.stages - 1, 0, slot + 1)
-
-
-# ---- loading ------------------------------------------------------------------------------------
-
-
-def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
-    """The loading warpgroup: K and V of every tile of work, in the order in which they are used."""
-
-    def one_tile(i, carry):
-        count, code = carry
-        following = refs.dealt[cta, i + 2]
-        tile = logits.tile_of(plan, refs, code)
-        lo, hi = flash_work.block_span(plan, refs, tile)
-
-        def entry(e, count):
-            slot = lax.rem(count, jnp.int32(plan.config.stages))
-            pl.when(count >= plan.config.stages)(lambda: plgpu.barrier_wait(smem.free.at[slot]))
-            _load_entry(plan, refs, smem, tile, (e, hi - lo, hi - 1 - e, slot))
-            return count + 1
-
-        count = lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), entry, count)
-        return count, following
-
-    lax.fori_loop(0, refs.dealt[cta, 0], one_tile, (jnp.int32(0), refs.dealt[cta, 1]))
-
-
-def _load_entry(plan: Plan, refs: Refs, smem: Smem, tile: Tile, entry: tuple[Any, ...]) -> None:
-    """Key tile t and the value tile before it; the first entry has no values, the last no keys."""
-    e, last, t, slot = entry
-    block, ready = plan.config.block_kv, smem.ready.at[slot]
-    head = lax.div(tile.head, jnp.int32(plan.problem.group))
-
-    def copy(ref, first, width, to):
-        src = ref.at[tile.batch, pl.ds(first, block), head, tiles.columns(ref, 0, width, head)]
-        plgpu.copy_gmem_to_smem(src, to, ready)
-
-    k_columns, v_columns = (ref.shape[-1] for ref in (smem.k, smem.v))
-
-    def values():
-        if not plan.has("kv_lengths"):
-            return copy(refs.v, (t + 1) * block, v_columns, smem.v.at[slot])
-        cut = (t + 2) * block > tile.kv_len  # only the last tile may be
-        pl.when(cut)(lambda: copy(refs.v_edge, 0, v_columns, smem.v.at[slot]))
-        whole = functools.partial(copy, refs.v, (t + 1) * block, v_columns, smem.v.at[slot])
-        return pl.when(jnp.logical_not(cut))(whole)
-
-    nothing = functools.partial(plgpu.barrier_arrive, ready)
-    pl.when(e < last)(lambda: copy(refs.k, t * block, k_columns, smem.k.at[slot]))
-    pl.when(e == last)(nothing)
-    pl.when(e > 0)(values)
-    pl.when(e == 0)(nothing)
-
-
-def _load_q(plan: Plan, refs: Refs, smem: Smem, tile: Tile, wg: Any) -> None:
-    rows = pl.ds(tile.row + wg * ROWS, ROWS)
-    columns = tiles.columns(refs.q, 0, smem.q.shape[-1], tile.head)
-    src = refs.q.at[tile.batch, rows, tile.head, columns]
-    plgpu.copy_gmem_to_smem(src, smem.q.at[wg], smem.q_ready.at[wg])
-
-
 # ---- computing ----------------------------------------------------------------------------------
 
 
@@ -258,12 +163,16 @@ class State(NamedTuple):
 
 def _q_and_k(plan: Plan, smem: Smem, rows: Rows, slot: Any) -> tuple[Any, Any]:
     """The operands of a tile of scores."""
-    wg = rows.wg
+    at = rows.q
     if plan.k_width * plan.scores.bytes > 512:
         # 0, which only we know: or else addresses in q would be computed early and spilled.
-        wg = wg + lax.shift_right_logical(slot, jnp.int32(31))
-    q = terms.of_memory(smem.q.at[wg], plan.scores)
+        at = at + lax.shift_right_logical(slot, jnp.int32(31))
+    q = terms.of_memory(smem.q.at[at], plan.scores)
     return q, terms.transposed(terms.of_memory(smem.k.at[slot], plan.scores))
+
+
+def _ids_at(smem: Smem, slot: Any) -> Any:
+    return None if smem.kv_ids is None else smem.kv_ids.at[slot]
 
 
 def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[State, Any]:
@@ -274,8 +183,13 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[
 
     plgpu.barrier_wait(smem.ready.at[slot])
     s = tiles.matmul(shape, *_q_and_k(plan, smem, rows, slot))
-    plgpu.barrier_arrive(smem.free.at[slot])
-    given = logits.of_scores(plan, refs, rows, span.hi - 1, s, "first_masked" in plan.parts)
+    release = functools.partial(plgpu.barrier_arrive, smem.free.at[slot])
+    if smem.kv_ids is None:
+        release()
+    masked, ids = "first_masked" in plan.parts, _ids_at(smem, slot)
+    given = logits.of_own_scores(plan, refs, rows, span.hi - 1, s, masked, ids)
+    if smem.kv_ids is not None:
+        release()
     top = tiles.filled((ROWS,), -jnp.inf)
     new = softmax.step(given, plan.unit, top, guarded=True)
     acc = tiles.filled((ROWS, plan.v_width), 0.0)
@@ -293,8 +207,10 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[
             terms.multiply(out, state.p, values)
 
         def work(s):
-            given = logits.of_scores(plan, refs, rows, t, s, masked)
-            return softmax.step(given, plan.unit, state.top, guarded=masked or guarded)
+            given = logits.of_own_scores(
+                plan, refs, rows, t, s, masked, _ids_at(smem, slot), (low, high)
+            )
+            return softmax.step(given, plan.unit, state.top, guarded=masked is not False or guarded)
 
         like = softmax.Step(
             tiles.filled(shape, 0.0), state.top, state.top, state.total, jnp.int32(0) + slot
@@ -311,23 +227,26 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[
         # matmul in flight and serialises both (C7513)
         p = terms.of_registers(new.p, plan.values)
         new_state = State(acc, total + new.total, new.top, p)
-        return new_state, _next(plan, slot)
+        return new_state, next_slot(plan, slot)
 
-    carry, first = (state, _next(plan, slot)), span.hi - 1
+    carry, first = (state, next_slot(plan, slot)), span.hi - 1
     high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), first)  # full tiles end here
     low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)  # and begin here
-    if "high" in plan.parts:
-        carry = lax.fori_loop(-first, -high, functools.partial(step, True), carry)
-    carry = lax.fori_loop(-high, -low, functools.partial(step, False), carry)
-    if "low" in plan.parts:
-        carry = lax.fori_loop(-low, -span.lo, functools.partial(step, True), carry)
+    if plan.one_loop:
+        carry = lax.fori_loop(-first, -span.lo, functools.partial(step, None), carry)
+    else:
+        if "high" in plan.parts:
+            carry = lax.fori_loop(-first, -high, functools.partial(step, True), carry)
+        carry = lax.fori_loop(-high, -low, functools.partial(step, False), carry)
+        if "low" in plan.parts:
+            carry = lax.fori_loop(-low, -span.lo, functools.partial(step, True), carry)
 
     state, slot = carry
     plgpu.barrier_wait(smem.ready.at[slot])
     values = terms.of_memory(smem.v.at[slot], plan.values)
     acc = tiles.added(state.acc, state.p, values)
     plgpu.barrier_arrive(smem.free.at[slot])
-    return state._replace(acc=acc), _next(plan, slot)
+    return state._replace(acc=acc), next_slot(plan, slot)
 
 
 def _rescale(acc: Any, total: Any, new: softmax.Step) -> tuple[Any, Any]:
@@ -348,24 +267,45 @@ def _skip(plan: Plan, smem: Smem, entries: Any, slot: Any) -> Any:
     def one(_, slot):
         plgpu.barrier_wait(smem.ready.at[slot])
         plgpu.barrier_arrive(smem.free.at[slot])
-        return _next(plan, slot)
+        return next_slot(plan, slot)
 
     return lax.fori_loop(0, entries, one, slot)
 
 
-def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, Any]) -> None:
+def _of_record(smem: Smem, q: Any, i: Any) -> Any:
+    return smem.spans[q, i]
+
+
+def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, who: tuple[Any, Any]) -> None:
     """A computing warpgroup: every tile of work of its block."""
-    cta, wg = place
-    count, first = refs.dealt[cta, 0], refs.dealt[cta, 1]
-    _load_q(plan, refs, smem, logits.tile_of(plan, refs, first), wg)
+    cta, wg = who
+    count, first, second = (refs.dealt[cta, i] for i in range(3))
+    slots = smem.q.shape[0] // plan.config.warpgroups
+
+    def place(i):
+        return wg, (wg if slots == 1 else wg + (i & 1) * plan.config.warpgroups)
+
+    load_q(plan, refs, smem, logits.tile_of(plan, refs, first), place(0))
 
     def one_tile(i, carry):
-        slot, code = carry
-        following = refs.dealt[cta, i + 2]  # asked for long before it is needed
+        slot, code, following = carry
+        after = refs.dealt[cta, i + 3]  # asked for long before it is needed
+
+        def load_next():
+            tile = logits.tile_of(plan, refs, following)
+            pl.when(i + 1 < count)(lambda: load_q(plan, refs, smem, tile, place(i + 1)))
+
+        if slots > 1:
+            load_next()
+        q = place(i)[1]
         tile = logits.tile_of(plan, refs, code)
-        rows = Rows(tile, tile.row + wg * ROWS, wg, flash_work.own_span(plan, refs, tile, wg))
-        lo, hi = flash_work.block_span(plan, refs, tile)
-        plgpu.barrier_wait(smem.q_ready.at[wg])
+        plgpu.barrier_wait(smem.q_ready.at[q])
+        ids, record = None, None
+        if smem.q_ids is not None:
+            ids, record = smem.q_ids.at[q], functools.partial(_of_record, smem, q)
+        span = flash_work.own_span(plan, record, tile, wg)
+        rows = Rows(tile, tile.row + wg * ROWS, wg, span, q, ids)
+        lo, hi = flash_work.block_span(plan, record, tile)
 
         def some(slot):
             slot = _skip(plan, smem, hi - rows.span.hi, slot)
@@ -384,14 +324,14 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, An
         else:
             *result, slot = some(slot)
 
-        @pl.when(i + 1 < count)
-        def _():
-            _load_q(plan, refs, smem, logits.tile_of(plan, refs, following), wg)
-
+        if slots == 1:
+            if record is not None:
+                plgpu.commit_smem()  # it has been read, and TMA will write there
+            load_next()
         _finish(plan, refs, smem, outs, rows, result)
-        return slot, following
+        return slot, following, after
 
-    lax.fori_loop(0, count, one_tile, (jnp.int32(0), first))
+    lax.fori_loop(0, count, one_tile, (jnp.int32(0), first, second))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -420,8 +360,8 @@ def _finish(plan: Plan, refs: Refs, smem: Smem, outs: Any, rows: Rows, result: A
 def _kernel(refs: Refs, out_ref: Any, lse_ref: Any, smem: Smem, *, plan: Plan) -> None:
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
     computing = plan.config.warpgroups
-    ours = {1: 240, 2: 240, 3: 160}[computing]
-    load = functools.partial(_load, plan, refs, smem, cta)
+    ours = {1: 240, 2: 240, 3: 160, 4: 112}[computing]
+    load = functools.partial(flash_memory.load, plan, refs, smem, cta)
     compute = functools.partial(_compute, plan, refs, smem, (out_ref, lse_ref), (cta, wg))
     tiles.share_registers(wg, computing, load, compute, ours)
 
@@ -480,8 +420,11 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
         q_ids = operands.extended(inputs.q_segment_ids, rows)
         kv_ids = operands.extended(inputs.kv_segment_ids, keys)
         fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
-        fields["segment_spans"] = spans.of_segments(q_ids, kv_ids, ROWS, block)
-        fields["dealt"] = ranked(plan, fields["segment_spans"])
+        if segments.fits(plan):
+            made = segments.prepare(plan, inputs.q_segment_ids, inputs.kv_segment_ids)
+        else:
+            made = segments.by_xla(plan, q_ids, kv_ids)
+        fields["segment_spans"], fields["dealt"] = made
     if plan.has("kv_lengths"):
         fields["v_edge"] = operands.edge(fields["v"], inputs.kv_lengths, block)
     return Refs(**{name: fields.get(name) for name in Refs._fields})

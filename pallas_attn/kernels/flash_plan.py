@@ -121,6 +121,14 @@ class Plan:
             found |= self.span(last, 1, self.problem.kv_len).parts()
         return frozenset(found)
 
+    @property
+    def one_loop(self) -> bool:
+        """Whether a branch in one loop over the key tiles decides where a mask is wanted, and not a
+        loop each for those that want one and those that do not: where it is not known beforehand
+        and tiles of both kinds may come in any order. Also half the code to compile.
+        """
+        return self.has("q_segment_ids") or self.has("mask_array")
+
     def span(self, position: Any, rows: Any, kv_len: Any) -> Span:
         return spans.of_rows(self.problem.mask, position, rows, kv_len, self.config.block_kv)
 
@@ -187,6 +195,15 @@ def dealt(plan: Plan) -> np.ndarray:
     return spans.deal(order, costs[order & ((1 << plan.code_bits) - 1)], plan.ctas)
 
 
+def mask_bounds(plan: Plan) -> np.ndarray:
+    """int32[2, q_tiles]: a tile of work's first key tile and the one after its last: the mask."""
+    position, rows = plan.problem.q_offset, plan.tile_rows
+    found = [
+        plan.span(position + tile * rows, rows, plan.problem.kv_len) for tile in range(plan.q_tiles)
+    ]
+    return np.array([[span.lo for span in found], [span.hi for span in found]], np.int32)
+
+
 def ranked(plan: Plan, segment_spans: Any) -> Any:
     """`dealt` where there are segments: rank r of a batch row stands for its tile of work with the
     r-th most key tiles. Packed documents repeat, and dealt in order of rows a block met the same
@@ -194,13 +211,7 @@ def ranked(plan: Plan, segment_spans: Any) -> Any:
     """
     problem = plan.problem
     table = jnp.asarray(dealt(plan))
-    by_mask = [
-        plan.span(problem.q_offset + tile * plan.tile_rows, plan.tile_rows, problem.kv_len)
-        for tile in range(plan.q_tiles)
-    ]
-    lo, hi = (
-        np.array([[getattr(span, end) for span in by_mask]], np.int32) for end in ("lo", "hi")
-    )
+    lo, hi = mask_bounds(plan)[:, None]
     # Units one by one, not a reduction, which would be a launch of its own.
     units = range(plan.tile_rows // plan.span_rows)
     firsts, lasts = ([segment_spans[:, i, n :: len(units)] for n in units] for i in (0, 3))

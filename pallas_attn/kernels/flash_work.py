@@ -10,8 +10,27 @@ from pallas_attn.kernels.flash_plan import ROWS, Plan
 from pallas_attn.kernels.logits import Refs, Tile
 from pallas_attn.kernels.spans import Span
 
+RECORD = 32  # int32 a tile of work; TMA writes to whole 128 bytes
 
-def own_span(plan: Plan, refs: Refs, tile: Tile, wg: Any) -> Span:
+
+def records(plan: Plan, segment_spans: Any) -> Any:
+    """What segments leave of each tile of work: int32[B, q_tiles, RECORD], the fields of a Span for
+    the rows of each warpgroup, then zeros. `segment_spans`: `spans.of_segments`.
+    """
+    units = plan.config.warpgroups
+    by_unit = segment_spans.swapaxes(1, 2).reshape(-1, plan.q_tiles, 4 * units)
+    return jnp.pad(by_unit, ((0, 0), (0, 0), (0, RECORD - 4 * units)))
+
+
+def record(plan: Plan, refs: Refs, tile: Tile) -> Any:
+    """Reads a tile's record from global memory, number by number; None where there is none."""
+    if not plan.has("q_segment_ids"):
+        return None
+    at = lax.div(tile.row, jnp.int32(plan.tile_rows))
+    return lambda i: refs.segment_spans[tile.batch, at, i]
+
+
+def own_span(plan: Plan, record: Any, tile: Tile, wg: Any) -> Span:
     """The key tiles of one warpgroup's rows; lo == hi == 0 where there is none."""
     row: Any = tile.row + wg * ROWS
     rows: Any = ROWS
@@ -21,9 +40,8 @@ def own_span(plan: Plan, refs: Refs, tile: Tile, wg: Any) -> Span:
     if tile.q_len is not None:
         rows = jnp.minimum(rows, tile.q_len - row)
     span = plan.span(tile.q_offset + row, rows, tile.kv_len)
-    if plan.has("q_segment_ids"):
-        unit = lax.div(row, jnp.int32(ROWS))
-        span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
+    if record is not None:  # rows past T have the last one's id
+        span = span.within(Span(*(record(4 * wg + i) for i in range(4))))
     if plan.has("mask_array"):
         span = span._replace(full_hi=span.full_lo)
     if plan.idle_rows:
@@ -36,9 +54,9 @@ def own_span(plan: Plan, refs: Refs, tile: Tile, wg: Any) -> Span:
     return span._replace(lo=jnp.where(none, 0, span.lo), hi=jnp.where(none, 0, span.hi))
 
 
-def block_span(plan: Plan, refs: Refs, tile: Tile) -> tuple[Any, Any]:
+def block_span(plan: Plan, record: Any, tile: Tile) -> tuple[Any, Any]:
     """Key tiles [lo, hi) that the block loads: all that some warpgroup wants."""
-    spans = [own_span(plan, refs, tile, wg) for wg in range(plan.config.warpgroups)]
+    spans = [own_span(plan, record, tile, wg) for wg in range(plan.config.warpgroups)]
     if "empty" not in plan.parts:
         lo = functools.reduce(jnp.minimum, [span.lo for span in spans])
         return lo, functools.reduce(jnp.maximum, [span.hi for span in spans])

@@ -1,12 +1,14 @@
 """From scores to logits: scale, softcap, bias and every kind of mask, on a tile in registers."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels import softmax, tiles
+from pallas_attn.kernels import bands, softmax, tiles
 from pallas_attn.kernels.flash_plan import Plan
 from pallas_attn.kernels.spans import Span
 
@@ -23,7 +25,7 @@ class Refs(NamedTuple):
     kv_lengths: Any
     q_segment_ids: Any  # [B, q_tiles * tile_rows]
     kv_segment_ids: Any  # [B, kv_tiles * block_kv]
-    segment_spans: Any  # int32[B, 4, q_tiles * warpgroups]: a Span's fields
+    segment_spans: Any  # int32[B, 4, tiles of queries]: a Span's fields; or `flash_work.records`
     bias: Any
     mask_array: Any
     sinks: Any
@@ -50,6 +52,8 @@ class Rows(NamedTuple):
     row: Any
     wg: Any
     span: Span
+    q: Any = None  # which of the tiles of q in shared memory is theirs
+    ids: Any = None  # int32[64] in shared memory: their segments
 
 
 def tile_of(plan: Plan, refs: Any, code: Any) -> Tile:
@@ -91,6 +95,42 @@ def of_scores(plan: Plan, refs: Refs, rows: Rows, t: Any, s: Any, masked: bool) 
     start = t * plan.config.block_kv
     place = Place(tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, 0)
     return of_tile(plan, refs, place, s, masked)[0]
+
+
+def of_own_scores(
+    plan: Plan, refs: Refs, rows: Rows, t: Any, s: Any, masked: Any, kv_ids: Any, full: Any = None
+) -> Any:
+    """`of_scores` of a warpgroup's 64 rows, masked by bands of columns. `kv_ids`: the key tile's
+    segments in shared memory, where there are any. `masked` None: unless t lies in `full`.
+    """
+    given = of_scores(plan, refs, rows, t, s, False)
+    cut = functools.partial(_banded, plan, refs, rows, t, kv_ids)
+    if masked is None:
+        low, high = full
+        return lax.cond((t < low) | (t >= high), cut, lambda s: s, given)
+    return cut(given) if masked else given
+
+
+def _banded(plan: Plan, refs: Refs, rows: Rows, t: Any, kv_ids: Any, s: Any) -> Any:
+    mask, tile, low, high = plan.problem.mask, rows.tile, None, None
+    start = t * plan.config.block_kv
+    if not mask.is_full:  # what nobody uses sends Mosaic on a search for its layout
+        position = tiles.positions(s.shape[:1], 0, tile.q_offset + rows.row - start)
+        low = None if mask.left is None else position - mask.left
+        high = None if mask.right is None else position + (mask.right + 1)
+    if plan.ragged_keys:
+        end = tiles.filled(s.shape[:1], tile.kv_len - start, jnp.int32)
+        high = end if high is None else jnp.minimum(high, end)
+    ids = None
+    if rows.ids is not None:
+        columns = kv_ids.at[pl.ds(0, s.shape[1])]
+        ids = (tiles.load(rows.ids, tiles.ROW), tiles.load(columns, tiles.COLUMN))
+        plgpu.commit_smem()  # they have been read, and TMA will write there
+    s = bands.within(s, low, high, ids)
+    if plan.has("mask_array"):
+        place = Place(tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, 0)
+        s = jnp.where(_read(refs.mask_array, place, s.shape) != 0, s, -jnp.inf)
+    return s
 
 
 def of_tile(plan: Any, refs: Any, place: Place, s: Any, masked: bool) -> tuple[Any, Any]:

@@ -95,7 +95,7 @@ def without_barriers() -> Any:
     return plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
 
-def filled(shape: Sequence[int], value: float, dtype: Any = jnp.float32) -> jax.Array:
+def filled(shape: Sequence[int], value: Any, dtype: Any = jnp.float32) -> jax.Array:
     """A tile (2-D), or one number a row of it (1-D), of equal values in registers."""
     return plgpu.layout_cast(jnp.full(shape, value, dtype), TILE if len(shape) == 2 else ROW)
 
