@@ -1,4 +1,4 @@
-"""The one place that asks what GPU this is."""
+"""The one place that asks what GPU this is, and how kernels are to be launched there."""
 
 import contextlib
 import contextvars
@@ -28,6 +28,30 @@ def assume(generation: str | None) -> Iterator[None]:
         yield
     finally:
         _assumed.reset(token)
+
+
+_overlapping: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "pallas_attn_overlapping", default=False
+)
+
+
+@contextlib.contextmanager
+def overlapping() -> Iterator[None]:
+    """Kernels traced in this block begin while those before them end, where GPU and kernel can
+    (programmatic dependent launch). A profiler then counts the time that they wait for them, which
+    is why nobody gets it unasked.
+    """
+    token = _overlapping.set(True)
+    try:
+        yield
+    finally:
+        _overlapping.reset(token)
+
+
+def overlaps() -> bool:
+    """Whether `overlapping` holds, on a GPU that can: sm90 and later."""
+    generation = gpu_generation() or "sm0"
+    return _overlapping.get() and int(generation.removeprefix("sm")) >= 90
 
 
 def current() -> jax.Device:

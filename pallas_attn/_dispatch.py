@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from pallas_attn import reference
+from pallas_attn import _device, reference
 from pallas_attn._problem import (
     AppendInputs,
     AppendProblem,
@@ -56,7 +56,10 @@ class Kernel:
         from pallas_attn import _tuning
 
         module = self._module()
-        return module.run(inputs, problem, _tuning.lookup(module, problem))
+        config = _tuning.lookup(module, problem)
+        if _device.overlaps() and hasattr(config, "early"):
+            config = dataclasses.replace(config, early=True)
+        return module.run(inputs, problem, config)
 
     def _module(self) -> Any:
         return importlib.import_module(f"pallas_attn.kernels.{self.module}")

@@ -48,6 +48,7 @@ class Config:
     """
 
     words: int = 2
+    early: bool = False  # begins while the kernel before it ends: `tiles.begin_early`
 
     def __post_init__(self):
         if not 1 <= self.words <= append_plan.IN_FLIGHT_MOST:
@@ -235,5 +236,6 @@ def _launch(
         layer=None if rest.layer is None else jnp.asarray(rest.layer, jnp.int32).reshape(1),
     )
     body = functools.partial(_kernel, plan=plan)
-    tiles.lane_kernel(body, grid=plan.sequences * plan.chunks, name="append")(operands)
+    grid = plan.sequences * plan.chunks
+    tiles.lane_kernel(body, grid=grid, name="append", early=config.early)(operands)
     return {name: tuple(jax.freeze(ref) for ref in held) for name, held in refs.items()}

@@ -67,6 +67,7 @@ class Config:
     stages: int = 6
     ctas: int = MULTIPROCESSORS
     fixed: int = 16
+    early: bool = False  # begins while the kernel before it ends: `tiles.begin_early`
     bulk = True  # copies of whole tiles; see `decode_sm80`
 
     def __post_init__(self):
@@ -397,6 +398,8 @@ def _start(thread: warps.Thread, refs: Any, usable: Any, plan: Plan) -> None:
 
 def _kernel(refs: Refs, out: Ref, lse: Ref, parts: Any, smem: Smem, *, plan: Plan) -> None:
     cta = lax.axis_index("cta")
+    if plan.config.early:
+        tiles.begin_early()
     usable = jnp.int32(1)
     if refs.layer is not None:
         layer = refs.layer[0]

@@ -4,11 +4,16 @@ of decoding spends most of its time on.
 The rows stand on the M side of the matmul, with padding up to 64, and 8 to 256 of the weight's own
 rows on its N side: so the weight is cut into almost equal parts for every SM whatever its size, and
 what is computed for padding costs nothing that memory does not wait for. A unit of work is
-`block_out` rows of the weight over one of `splits` parts of its columns; what splits give is summed
-by XLA, in order, in the kernel that uses it. Few rows of a weight a unit mean the rows of x come
-from L2 again and again, many splits mean partial sums: `Config.default` weighs the two.
+`block_out` rows of the weight over one of `splits` parts of its columns; what splits give is added
+up, in order, by whoever uses it. Few rows of a weight a unit mean the rows of x come from L2 again
+and again, many splits mean partial sums: `Config.default` weighs the two. Bringing x to two blocks
+by one multicast gains nothing on an H200, nor do two smaller blocks an SM.
 
-A weight may be one layer of a stack, so that a loop over layers copies none of them.
+A weight may be one layer of a stack, so that no layer is copied out of it. It may also be two, of
+which one gates the other (`Problem.gated`).
+
+The launch begins while the one before it ends: the ring is filled with the weight, then x is waited
+for.
 
 Shared memory, and who owns it when:
   w, x [stages]  a ring, filled by TMA in the order of use, a part of a unit at a time; let go of
@@ -43,6 +48,9 @@ class Problem:
     inner: int
     dtype: str
     out_dtype: str
+    gated: bool = (
+        False  # y = silu(x @ first.T) * (x @ second.T), halves of a weight of 2 * out rows
+    )
 
 
 def takes(problem: Problem) -> bool:
@@ -60,32 +68,39 @@ class Config:
     ctas: int = SMS
 
     @classmethod
-    def default(cls, problem: Problem) -> "Config":
+    def default(cls, problem: Problem, splits: int | None = None) -> "Config":
         """The least time by a count of bytes: the slowest SM's share of the weight; x, which comes
-        from L2, at half the price; partial sums.
+        from L2 and costs little; partial sums, which are written and read.
         """
-        return min(_candidates(problem), key=lambda config: _cost(problem, config))
+        found = [one for one in _candidates(problem) if splits in (None, one.splits)]
+        return min(found, key=lambda config: _cost(problem, config))
 
 
 def _candidates(problem: Problem) -> list[Config]:
-    wide = 256 if problem.inner % 256 == 0 else 128 if problem.inner % 128 == 0 else 64
-    found = [
+    # 128 columns: memory gives two cache lines of a row faster than one of each of two rows. 48
+    # rows or more: less is there before the wait for it is over.
+    block_in = 64 if problem.inner % 128 else 128
+    unit, most = (16, 1) if problem.gated else (8, 8)
+    return [
         Config(block, splits, block_in)
-        for block in range(8, 257, 8)
+        for block in range(48, 129, unit)
         for splits in (1, 2, 4, 8)
-        for block_in in (64, 128, 256)
-        if block_in <= wide and (splits == 1 or problem.inner // block_in >= 4 * splits)
+        if splits <= most and (splits == 1 or problem.inner // block_in >= 4 * splits)
     ]
-    return [config for config in found if _stages(problem, config) >= 4]
 
 
 def _cost(problem: Problem, config: Config) -> float:
-    units = -(-problem.out // config.block_out) * config.splits
+    units = Plan(problem, config).tiles * config.splits
     steps = -(-problem.inner // (config.block_in * config.splits))
-    shared = 2 * steps * config.block_in * (config.block_out + _padded(problem) / 2)
-    partial = 4 * problem.rows * problem.out * config.splits * (config.splits > 1) / SMS
+    shared = 2 * steps * config.block_in * (config.block_out + _padded(problem) / 16)
+    partial = 8 * problem.rows * problem.out * config.splits * (config.splits > 1) / SMS
     filling = 2 * config.block_out * config.block_in  # until the first matmul
     return -(-units // config.ctas) * shared + partial + filling
+
+
+def _width(problem: Problem, config: Config) -> int:
+    """Columns of the result in a unit."""
+    return config.block_out // (1 + problem.gated)
 
 
 def _padded(problem: Problem) -> int:
@@ -96,7 +111,7 @@ def _padded(problem: Problem) -> int:
 
 
 def _stages(problem: Problem, config: Config) -> int:
-    left = _SMEM - ROWS * config.block_out * _out_dtype(problem, config).itemsize
+    left = _SMEM - ROWS * _width(problem, config) * _out_dtype(problem, config).itemsize
     return min(left // (2 * config.block_in * (config.block_out + ROWS)), 16)
 
 
@@ -125,7 +140,11 @@ class Plan:
 
     @property
     def tiles(self) -> int:
-        return -(-self.problem.out // self.config.block_out)
+        return -(-self.problem.out // self.width)
+
+    @property
+    def width(self) -> int:
+        return _width(self.problem, self.config)
 
     @property
     def steps(self) -> int:
@@ -139,8 +158,8 @@ class Plan:
         return Smem(
             w=tiles.swizzled((stages, config.block_out, config.block_in), dtype, 128),
             x=tiles.swizzled((stages, ROWS, config.block_in), dtype, 128),
-            out=plgpu.SMEM((ROWS, config.block_out), out_dtype),
-            ready=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+            out=plgpu.SMEM((ROWS, self.width), out_dtype),
+            ready=plgpu.Barrier(num_barriers=stages, num_arrivals=2 + self.problem.gated),
             free=plgpu.Barrier(num_barriers=stages),
         )
 
@@ -151,32 +170,47 @@ def _units(plan: Plan, cta: Any) -> Any:
 
 
 def _unit(plan: Plan, cta: Any, n: Any) -> tuple[Any, Any]:
-    """(first row of the weight, split)."""
+    """(first column of the result, split)."""
     unit, splits = cta + n * plan.config.ctas, jnp.int32(plan.config.splits)
-    return lax.div(unit, splits) * plan.config.block_out, lax.rem(unit, splits)
+    return lax.div(unit, splits) * plan.width, lax.rem(unit, splits)
 
 
 def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
-    config, stages, rows = plan.config, smem.w.shape[0], _padded(plan.problem)
-    layer = refs.layer[0]
+    config, stages, rows = plan.config, jnp.int32(smem.w.shape[0]), _padded(plan.problem)
+    layer, parts = refs.layer[0], 1 + plan.problem.gated
+    total = _units(plan, cta) * plan.steps
 
-    def one_unit(n, count):
-        row, split = _unit(plan, cta, n)
+    def where(count):
+        """Of a part: its slot, its first row of the weight, its columns."""
+        row, split = _unit(plan, cta, lax.div(count, jnp.int32(plan.steps)))
+        step = split * plan.steps + lax.rem(count, jnp.int32(plan.steps))
+        columns = pl.ds(step * config.block_in, config.block_in)
+        return lax.rem(count, stages), row, columns
 
-        def step(i, count):
-            slot = lax.rem(count, jnp.int32(stages))
-            wait = functools.partial(plgpu.barrier_wait, smem.free.at[slot])
-            pl.when(count >= stages)(wait)
-            columns = pl.ds((split * plan.steps + i) * config.block_in, config.block_in)
-            w = refs.w.at[layer, pl.ds(row, config.block_out), columns]
-            x = refs.x.at[pl.ds(0 * cta, rows), columns]
-            plgpu.copy_gmem_to_smem(w, smem.w.at[slot], smem.ready.at[slot])
-            plgpu.copy_gmem_to_smem(x, smem.x.at[slot, pl.ds(0, rows)], smem.ready.at[slot])
-            return count + 1
+    def weight(count):
+        slot, row, columns = where(count)
+        for part in range(parts):  # gate, and up
+            w = refs.w.at[layer, pl.ds(row + part * plan.problem.out, plan.width), columns]
+            there = smem.w.at[slot, pl.ds(part * plan.width, plan.width)]
+            plgpu.copy_gmem_to_smem(w, there, smem.ready.at[slot])
 
-        return lax.fori_loop(0, plan.steps, step, count)
+    def step(count, carry):
+        del carry
+        slot, _, columns = where(count)
 
-    lax.fori_loop(0, _units(plan, cta), one_unit, jnp.int32(0))
+        @pl.when(count >= stages)
+        def refill():
+            plgpu.barrier_wait(smem.free.at[slot])
+            weight(count)
+
+        x = refs.x.at[pl.ds(0 * cta, rows), columns]
+        plgpu.copy_gmem_to_smem(x, smem.x.at[slot, pl.ds(0, rows)], smem.ready.at[slot])
+
+    # Only x is made by the kernel before this one.
+    plgpu.griddepcontrol_launch_dependents()
+    lax.fori_loop(0, lax.min(total, stages), lambda count, _: weight(count), None)
+    plgpu.griddepcontrol_wait()
+    lax.fori_loop(0, total, step, None)
 
 
 def _compute(plan: Plan, smem: Smem, out_ref: Any, cta: Any) -> None:
@@ -205,15 +239,18 @@ def _compute(plan: Plan, smem: Smem, out_ref: Any, cta: Any) -> None:
 
         shape = (ROWS, plan.config.block_out)
         value, count = pl.run_scoped(matmuls, plgpu.ACC(shape, jnp.float32))
+        if plan.problem.gated:
+            gate, up = (value[:, n * plan.width : (n + 1) * plan.width] for n in range(2))
+            value = gate / (1 + jnp.exp(-gate)) * up
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         smem.out[...] = value.astype(smem.out.dtype)
         plgpu.commit_smem()
-        there = out_ref.at[split, pl.ds(0 * cta, ROWS), pl.ds(row, plan.config.block_out)]
+        there = out_ref.at[split, pl.ds(0 * cta, ROWS), pl.ds(row, plan.width)]
         plgpu.copy_smem_to_gmem(smem.out, there)
         return count
 
     lax.fori_loop(0, _units(plan, cta), one_unit, jnp.int32(0))
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the launch is over when all is written
 
 
 def _kernel(refs: Refs, out_ref: Any, smem: Smem, *, plan: Plan) -> None:
@@ -222,6 +259,7 @@ def _kernel(refs: Refs, out_ref: Any, smem: Smem, *, plan: Plan) -> None:
     pl.when(wg == 0)(functools.partial(_compute, plan, smem, out_ref, cta))
 
 
+@functools.partial(jax.jit, static_argnames=("problem", "config"))
 def run(x: Any, w: Any, layer: Any, problem: Problem, config: Config) -> Any:
     """[splits, rows, out]: parts of the result that are still to be added, in float32, or with one
     split the result.

@@ -203,15 +203,32 @@ def overlapped(
     return pl.run_state(body)((plgpu.ACC.init(acc), like))
 
 
-def lane_kernel(body: Callable[..., None], *, grid: int, name: str) -> Callable[..., Any]:
+def begin_early() -> None:
+    """From sm90 on: what follows sees all that earlier kernels wrote, but the launch itself began
+    while the one before was ending, if that was told so too (programmatic dependent launch); and
+    the kernel after this one may begin.
+    """
+    plgpu.griddepcontrol_launch_dependents()
+    plgpu.griddepcontrol_wait()
+
+
+def lane_kernel(
+    body: Callable[..., None], *, grid: int, name: str, early: bool = False
+) -> Callable[..., Any]:
     """A kernel of `grid` blocks of `THREADS` threads with no tiles in it, which writes only into
-    the refs it is given.
+    the refs it is given. `early`: see `begin_early`.
 
     Lane semantics: there is no layout to infer, which is a third of the time that lowering takes.
     """
+
+    def kernel(*refs: Any) -> None:
+        if early:
+            begin_early()
+        body(*refs)
+
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     return plgpu.kernel(
-        body,
+        kernel,
         out_type=(),
         grid=(grid,),
         grid_names=("block",),

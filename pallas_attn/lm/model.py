@@ -15,6 +15,7 @@ matmul costs what its weights take to read, and a launch.
 Axes: M sequences, t rows of each, D hidden, N query heads, K kv heads, H head dim.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -26,7 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._linear import Layer, linear, streams
+from pallas_attn import _rows
+from pallas_attn._rows import Angles, Layer, add_norm, gated, linear, parts, rms_norm, rotate
 from pallas_attn.append import write_kv
 from pallas_attn.attention import flash_attention
 from pallas_attn.decode import decode_attention
@@ -34,7 +36,7 @@ from pallas_attn.masks import CAUSAL, Mask, sliding_window
 
 Array = jax.Array
 Params = dict[str, Any]
-MATRICES = ("qkv", "out", "gate_up", "down")
+STREAMED = ("qkv", "out", "gate_up", "down", "attn_norm", "mlp_norm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,53 +177,27 @@ def num_bytes(params: Params) -> int:
 # ---- one layer ----------------------------------------------------------------------------------
 
 
-def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    wide = x.astype(jnp.float32)
-    wide *= lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
-
-
-class _Angles(NamedTuple):
-    """cos and sin of every row's position, [M, t, 1, H / 2] in float32."""
-
-    cos: Array
-    sin: Array
-
-
-def _angles(config: Config, positions: Array) -> _Angles:
+def _angles(config: Config, positions: Array) -> Angles:
     radians = config.rope.frequencies(config.head_dim)[None, None, None]
     turned = positions.astype(jnp.float32)[:, :, None, None] * radians
     factor = config.rope.attention_factor
-    return _Angles(jnp.cos(turned) * factor, jnp.sin(turned) * factor)
+    return Angles(jnp.cos(turned) * factor, jnp.sin(turned) * factor)
 
 
-def _rotate(x: Array, angles: _Angles) -> Array:
-    """Turns each pair (i, i + H / 2) of a head by its angle: checkpoints are laid out so."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = (
-        first * angles.cos - second * angles.sin,
-        second * angles.cos + first * angles.sin,
-    )
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
-def _qkv(config: Config, weights: Params, x: Array, angles: _Angles) -> tuple[Array, ...]:
+def _qkv(config: Config, weights: Params, x: Array, angles: Angles) -> tuple[Array, ...]:
     """q [M, t, N, H], k and v [M, t, K, H] of x, normed and turned."""
     sizes = (config.heads, config.kv_heads, config.kv_heads)
+    if isinstance(weights["qkv"], Layer) and not (config.qkv_bias or config.qk_norm):
+        return _rows.heads(parts(x, weights["qkv"], jnp.float32), angles, sizes[:2], x.dtype)
     rows = linear(x, weights["qkv"])
     if config.qkv_bias:
         rows += weights["qkv_bias"][None, None]
     rows = rows.reshape(*x.shape[:2], sum(sizes), config.head_dim)
     q, k, v = jnp.split(rows, np.cumsum(sizes)[:2], axis=2)
     if config.qk_norm:
-        q = _rms_norm(q, weights["q_norm"], config.norm_eps)
-        k = _rms_norm(k, weights["k_norm"], config.norm_eps)
-    return _rotate(q, angles), _rotate(k, angles), v
-
-
-def _mlp(weights: Params, x: Array) -> Array:
-    gate, up = jnp.split(linear(x, weights["gate_up"]), 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, weights["down"])
+        q = rms_norm(q, weights["q_norm"], config.norm_eps)
+        k = rms_norm(k, weights["k_norm"], config.norm_eps)
+    return rotate(q, angles), rotate(k, angles), v
 
 
 class _Pass(NamedTuple):
@@ -237,27 +213,34 @@ def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: An
     x = jnp.take(params["embed"], tokens, axis=0, mode="clip")
     angles, eps, first = _angles(config, how.positions), config.norm_eps, 0
     for weights, (count, mask) in zip(params["runs"], config.runs, strict=True):
-        stacks = {name: weights[name] for name in MATRICES if how.stream}
+        stacks = {name: weights[name] for name in STREAMED if how.stream}
         sliced = {name: x for name, x in weights.items() if name not in stacks}
 
         def layer(carry, item, mask=mask, stacks=stacks, first=first):
-            (x, cache), (weights, number) = carry, item
+            # What a matmul leaves to be added waits for the norm that follows, which adds it.
+            (x, added, cache, number), weights = carry, dict(item)
             weights |= {name: Layer(stack, number - first) for name, stack in stacks.items()}
-            q, k, v = _qkv(config, weights, _rms_norm(x, weights["attn_norm"], eps), angles)
+            x, normed = add_norm(x, added, weights["attn_norm"], eps)
+            q, k, v = _qkv(config, weights, normed, angles)
             out, cache = how.attend(q, k, v, mask, number, cache)
-            x += linear(out.reshape(*x.shape[:2], -1), weights["out"])
-            x += _mlp(weights, _rms_norm(x, weights["mlp_norm"], eps))
-            return (x, cache), None
+            added = parts(out.reshape(*x.shape[:2], -1), weights["out"])
+            x, normed = add_norm(x, added, weights["mlp_norm"], eps)
+            added = parts(gated(normed, weights["gate_up"]), weights["down"])
+            return (x, added, cache, number + 1), None
 
-        numbers = jnp.arange(first, first + count, dtype=jnp.int32)
-        (x, cache), _ = lax.scan(layer, (x, cache), (sliced, numbers))
-        first += count
+        down = Layer(stacks["down"], 0) if stacks else sliced["down"][0]
+        inner = jax.ShapeDtypeStruct((*x.shape[:2], config.mlp), x.dtype)
+        nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(parts, inner, down))
+        carry = (x, nothing, cache, jnp.asarray(first, jnp.int32))
+        unroll = count if how.stream else 1  # XLA's kernel that counts layers would hold up ours
+        (x, added, cache, _), _ = lax.scan(layer, carry, sliced, count, unroll=unroll)
+        x, first = x + _rows.total(added, x.dtype), first + count
     return x, cache
 
 
 def _logits(config: Config, params: Params, x: Array, stream: bool = False) -> Array:
     """float32[..., vocab] of x [..., D]."""
-    x = _rms_norm(x, params["norm"], config.norm_eps)
+    x = rms_norm(x, params["norm"], config.norm_eps)
     head = params["embed" if config.tied else "head"]
     return linear(x, Layer(head[None], 0) if stream else head, jnp.float32)
 
@@ -331,13 +314,15 @@ def decode(
     float32[M, vocab] after it, the cache.
     """
     cache = cache.extend(rows)
+    stream = _rows.streams(tokens.shape[0], params["embed"].dtype, implementation)
+    launches = _rows.overlapping if stream else contextlib.nullcontext
 
     def attend(q, k, v, mask, layer, cache):
-        cache = write_kv(cache, k, v, layer=layer, implementation=implementation)
-        out = decode_attention(q, cache, mask=mask, layer=layer, implementation=implementation)
+        with launches():
+            cache = write_kv(cache, k, v, layer=layer, implementation=implementation)
+            out = decode_attention(q, cache, mask=mask, layer=layer, implementation=implementation)
         return out, cache
 
     positions = jnp.maximum(cache.lengths - 1, 0)[:, None]
-    stream = streams(tokens.shape[0], implementation)
     x, cache = _layers(config, params, tokens[:, None], _Pass(positions, attend, stream), cache)
     return _logits(config, params, x[:, 0], stream), cache

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._linear import linear
+from pallas_attn._rows import gated, linear, rms_norm
 from pallas_attn.lm import model
 from pallas_attn.lm.decode import Options
 from pallas_attn.lm.model import Config, Params
 
 Array = jax.Array
+COMPILER = {"xla_gpu_enable_triton_gemm": False}  # as ours; and CUDA graphs, which help this one
 Caches = tuple[tuple[Array, Array], ...]  # K and V [M, capacity, K, H] of each layer
 
 
@@ -59,7 +60,7 @@ def _decode(
     put = jax.vmap(lambda cache, row, at: lax.dynamic_update_slice(cache, row, (at, 0, 0)))
     new = []
     for weights, (k_cache, v_cache) in zip(layers, caches, strict=True):
-        h = model._rms_norm(x, weights["attn_norm"], config.norm_eps)
+        h = rms_norm(x, weights["attn_norm"], config.norm_eps)
         q, k, v = model._qkv(config, weights, h, angles)
         k_cache, v_cache = put(k_cache, k, lengths), put(v_cache, v, lengths)
         out = jax.nn.dot_product_attention(
@@ -70,6 +71,7 @@ def _decode(
             implementation=implementation,
         )
         x += linear(out.reshape(*x.shape[:2], -1), weights["out"])
-        x += model._mlp(weights, model._rms_norm(x, weights["mlp_norm"], config.norm_eps))
+        h = rms_norm(x, weights["mlp_norm"], config.norm_eps)
+        x += linear(gated(h, weights["gate_up"]), weights["down"])
         new.append((k_cache, v_cache))
     return model._logits(config, params, x[:, 0]), tuple(new)

@@ -1,0 +1,268 @@
+"""A few rows between two attentions: kernels right in the interpreter, compiled, and right on a
+GPU.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import _rows
+from pallas_attn._rows import Angles, Layer, linear, streams
+from pallas_attn.kernels import linear_sm90 as kernel
+from pallas_attn.kernels import norm_sm90, rotate_sm90
+from tests import mosaic, subjects
+
+needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
+Config = kernel.Config
+KERNELS = next(row for row in subjects.ROWS if row.generation == "sm90")
+
+
+def drawn(rows, out, inner, dtype="bfloat16", layers=3):
+    keys = jax.random.split(jax.random.key(rows))
+    shapes = (rows, inner), (layers, out, inner)  # GPUs draw them faster than NumPy
+    return [jax.random.normal(*both, dtype) for both in zip(keys, shapes, strict=True)]
+
+
+def run(x, w, layer, *, problem, config):
+    return kernel.run(x, w, layer, problem, config)
+
+
+def check(problem, config, layer=1):
+    """Every element, to the roundings of a sum in float32 and of the result."""
+    halves = 1 + problem.gated
+    x, w = drawn(problem.rows, halves * problem.out, problem.inner, problem.dtype)
+    call = functools.partial(run, problem=problem, config=config)
+    parts = jax.jit(call)(x, w, jnp.int32(layer))
+    assert parts.shape == (config.splits, problem.rows, problem.out)
+    got = np.asarray(parts, np.float64).sum(axis=0)
+    x, w = np.asarray(x, np.float64), np.asarray(w[layer], np.float64)
+    want, unsure = x @ w.T, 2.0**-20 * (np.abs(x) @ np.abs(w).T)
+    if problem.gated:
+        (gate, up), (first, second) = (np.split(y, 2, axis=1) for y in (want, unsure))
+        silu = gate * np.exp(-np.logaddexp(0, -gate))
+        want = silu * up
+        # The slope of silu stays below 1.1; exp and the division are of float32.
+        unsure = 1.1 * first * np.abs(up) + second * np.abs(silu) + 2.0**-20 * np.abs(want)
+    allowed = float(jnp.finfo(parts.dtype).eps) * np.abs(want) + unsure
+    assert (np.abs(got - want) <= allowed).all()
+
+
+def problem(rows, out, inner, dtype="bfloat16", out_dtype="bfloat16", gated=False):
+    return kernel.Problem(rows, out, inner, dtype, out_dtype, gated)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "problem, config",
+    [
+        (problem(1, 64, 256), Config(16, 2, stages=4, ctas=3)),
+        (problem(64, 128, 192), Config(48, 1, stages=2, ctas=2)),
+        (problem(13, 192, 320, "float16", "float32"), Config(80, 1, 128, 3, 2)),
+        (problem(40, 64, 448), Config(64, 4, stages=3, ctas=132)),
+        (problem(13, 96, 320, gated=True), Config(64, 1, stages=3, ctas=2)),
+        (problem(64, 128, 256, gated=True), Config(96, 1, 128, stages=2, ctas=2)),
+    ],
+    ids=str,
+)
+def test_interpreted(problem, config):
+    """Last units and last columns that are only partly there, rows that are padding, rings that go
+    on from one unit to the next.
+    """
+    with mosaic.interpret():
+        check(problem, config)
+
+
+LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+
+
+@needs_aot
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "problem",
+    [
+        problem(64, 14336, 4096, gated=True),
+        problem(1, 4096, 14336),
+        problem(8, 128256, 4096, "float16", "float32"),
+    ],
+    ids=str,
+)
+def test_machine_code(problem):
+    config = kernel.Config.default(problem)
+    shapes = (problem.rows, problem.inner), (4, problem.out, problem.inner), ()
+    types = (problem.dtype, problem.dtype, "int32")
+    arrays = [jax.ShapeDtypeStruct(*both) for both in zip(shapes, types, strict=True)]
+    call = functools.partial(run, problem=problem, config=config)
+    report = mosaic.compile_for(call, *arrays)
+    assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
+    assert "HGMMA" in report.sass
+
+
+@pytest.mark.parametrize("rows", [1, 8, 33, 64])
+@pytest.mark.parametrize("out, inner", [*LLAMA, (128256, 4096), (151936, 2048), (64, 64)])
+def test_every_multiprocessor_has_its_share(rows, out, inner):
+    """Whatever the size: the busiest reads at most an eighth more than the mean, and shared memory
+    holds four parts of it.
+    """
+    asked = problem(rows, out, inner)
+    plan = kernel.Plan(asked, kernel.Config.default(asked))
+    config = plan.config
+    units = plan.tiles * config.splits
+    busiest = -(-units // kernel.SMS) * plan.steps * config.block_in * config.block_out
+    if out * inner > 2**20:
+        assert busiest <= 1.125 * out * inner / kernel.SMS
+    assert kernel.smem_bytes(plan) < 227 * 1024
+
+
+@pytest.mark.guards
+def test_a_layer_of_a_stack_is_what_xla_makes_of_it():
+    x, w = drawn(6, 64, 128)
+    x = x.reshape(2, 3, 128)
+    with KERNELS.active():
+        assert streams(64, jnp.bfloat16, None) and not streams(65, jnp.bfloat16, None)
+        assert not streams(6, jnp.float32, None) and not streams(6, jnp.bfloat16, "reference")
+        got = jax.jit(lambda x, w, n: linear(x, Layer(w, n), jnp.float32))(x, w, jnp.int32(2))
+    want = linear(x, w[2], jnp.float32)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    odd = jnp.asarray(np.ones((3, 40, 100)), jnp.bfloat16)  # a size that the kernel does not take
+    got = linear(odd[0, :2, :], Layer(odd, 1))
+    np.testing.assert_array_equal(got, np.full((2, 40), 100))
+    got = _rows.gated(odd[0, :2, :], Layer(odd, 1))
+    np.testing.assert_array_equal(got, np.full((2, 20), jnp.bfloat16(10000)))
+
+
+# ---- between matmuls ----------------------------------------------------------------------------
+
+
+def normal(shape, dtype, seed):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def norm_operands(problem, part_dtype="float32"):
+    shapes = (problem.rows, problem.dim), (problem.parts, problem.rows, problem.dim)
+    dtypes = problem.dtype, part_dtype
+    x, parts = (normal(shape, dtype, 1) for shape, dtype in zip(shapes, dtypes, strict=True))
+    return x, parts, normal((3, problem.dim), problem.dtype, 2), jnp.int32(2)
+
+
+def check_norm(problem, part_dtype="float32"):
+    """x to the bit where there is one part; what is left is the order of sums."""
+    x, parts, weight, layer = norm_operands(problem, part_dtype)
+    got = norm_sm90.run(x, parts, weight, layer, problem)
+    want = _rows.add_norm(x, parts, weight[2], problem.eps)
+    eps = float(jnp.finfo(problem.dtype).eps)
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours.astype(float), theirs.astype(float), rtol=2 * eps, atol=eps)
+    assert problem.parts > 1 or (got[0] == want[0]).all()
+
+
+def rotate_operands(problem):
+    width = problem.every * problem.head_dim
+    angles = normal((problem.rows, problem.head_dim // 2), "float32", 3)
+    parts = normal((problem.parts, problem.rows, width), "float32", 4)
+    return parts, jnp.cos(angles), jnp.sin(angles)
+
+
+def check_rotate(problem):
+    parts, cos, sin = rotate_operands(problem)
+    got = rotate_sm90.run(parts, cos, sin, problem)
+    rows = np.asarray(parts).sum(axis=0).reshape(problem.rows, problem.every, problem.head_dim)
+    angles = Angles(cos[:, None], sin[:, None])
+    eps = float(jnp.finfo(problem.dtype).eps)
+    start = 0
+    for n, ours in enumerate(got):
+        heads = problem.kv_heads if n else problem.heads
+        want = jnp.asarray(rows[:, start : start + heads])
+        want = want if n == 2 else _rows.rotate(want, angles)
+        np.testing.assert_allclose(ours.astype(float), want, rtol=eps, atol=1e-5)
+        start += heads
+
+
+NORMS = [
+    norm_sm90.Problem(3, 1024, 4, "bfloat16", 1e-5),
+    norm_sm90.Problem(1, 3584, 1, "float16", 1e-6),
+]
+ROTATIONS = [
+    rotate_sm90.Problem(3, 4, 2, 64, 2, "bfloat16"),
+    rotate_sm90.Problem(1, 3, 3, 128, 1, "float16"),
+]
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("problem", NORMS, ids=str)
+def test_norm_interpreted(problem):
+    with mosaic.interpret():
+        check_norm(problem)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("problem", ROTATIONS, ids=str)
+def test_rotate_interpreted(problem):
+    with mosaic.interpret():
+        check_rotate(problem)
+
+
+def norm(*operands, problem):
+    return norm_sm90.run(*operands, problem)
+
+
+def rotate(*operands, problem):
+    return rotate_sm90.run(*operands, problem)
+
+
+@needs_aot
+@pytest.mark.guards
+def test_machine_code_between_matmuls():
+    for call, problem, operands in (
+        (norm, norm_sm90.Problem(64, 4096, 8, "bfloat16", 1e-5), norm_operands),
+        (rotate, rotate_sm90.Problem(64, 32, 8, 128, 2, "bfloat16"), rotate_operands),
+    ):
+        arrays = jax.eval_shape(functools.partial(operands, problem))
+        report = mosaic.compile_for(functools.partial(call, problem=problem), *arrays)
+        assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
+        assert "ACQBULK" in report.sass  # waits for the kernel before it
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 9, 33, 64])
+@pytest.mark.parametrize("out, inner", [*LLAMA, (32000, 4096), (128, 64), (3072, 1024)])
+def test_on_the_gpu(rows, out, inner):
+    asked = problem(rows, out, inner, out_dtype="float32" if out == 32000 else "bfloat16")
+    check(asked, kernel.Config.default(asked), layer=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize(
+    "config", [Config(64, 4, 256), Config(224, 8), Config(32, 1, 128, stages=2, ctas=7)], ids=str
+)
+def test_other_settings_on_the_gpu(rows, config):
+    check(problem(rows, 4096, 14336), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 40, 64])
+@pytest.mark.parametrize("out, inner", [(14336, 4096), (18944, 3584), (64, 64)])
+def test_gated_on_the_gpu(rows, out, inner):
+    asked = problem(rows, out, inner, gated=True)
+    check(asked, kernel.Config.default(asked), layer=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("dim, parts", [(4096, 8), (4096, 1), (3584, 4), (512, 2)])
+def test_norm_on_the_gpu(rows, dim, parts):
+    check_norm(norm_sm90.Problem(rows, dim, parts, "bfloat16", 1e-5))
+    check_norm(norm_sm90.Problem(rows, dim, parts, "bfloat16", 1e-5), "bfloat16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("heads, kv_heads, dim", [(32, 8, 128), (5, 1, 64), (4, 4, 96)])
+def test_rotate_on_the_gpu(rows, heads, kv_heads, dim):
+    check_rotate(rotate_sm90.Problem(rows, heads, kv_heads, dim, 3, "bfloat16"))
