@@ -108,11 +108,11 @@ class Case:
             arrays = [rng.standard_normal(shape) for shape in self.shapes(dim)]
             if fill is not None:
                 arrays = self._filled(arrays, table, fill)
-            arrays = tuple(jnp.asarray(x, self.dtype) for x in arrays)
+            arrays = tuple(jnp.asarray(x.astype(jnp.dtype(self.dtype))) for x in arrays)
             caches.append(arrays if self.kind == "per_sequence" else arrays[0])
         q = rng.standard_normal((len(self.lengths), self.q_len, self.q_heads, self.head_dim))
         return DecodeInputs(
-            jnp.asarray(q, self.dtype),
+            jnp.asarray(q.astype(jnp.dtype(self.dtype))),
             *caches,
             jnp.asarray(self.lengths, jnp.int32),
             None if table is None else jnp.asarray(table),
@@ -149,7 +149,7 @@ def run(inputs, *, problem, config):
 
 def of_reference(case: Case, inputs: DecodeInputs):
     options = {"mask": case.mask, "scale": case.head_dim**-0.5, "softcap": case.softcap}
-    return reference.decode(
+    return jax.jit(functools.partial(reference.decode, **options))(
         inputs.q,
         inputs.k_cache,
         inputs.v_cache,
@@ -157,7 +157,6 @@ def of_reference(case: Case, inputs: DecodeInputs):
         sinks=inputs.sinks,
         page_table=inputs.page_table,
         layer=inputs.layer,
-        **options,
     )
 
 
