@@ -127,14 +127,21 @@ def pairs(
     call: Callable[[Any], tuple[Any, dict[str, Any]]],
     but: tuple[str, ...] = (),
     interpreted: Iterable[Any] | None = None,
+    reference: Iterable[Any] | None = None,
 ) -> list[Any]:
     """For `parametrize("subject, case", ...)`; `call(case)` is the function and its arguments.
 
     `but`: rows that another test serves; "interpreted" is every row that is. `interpreted`: the
     cases that the interpreter runs, where all of them would take it minutes and say the same.
+    `reference`: those that the reference runs, which knows no tiles, dims or alignments.
     """
     chosen = [row for row in _chosen(but) if row.exists(operation) and row.somewhere()]
-    few = cases if interpreted is None else interpreted
+
+    def cases_of(row):
+        if row.implementation == "reference":
+            return cases if reference is None else reference
+        return cases if interpreted is None or not row.generation else interpreted
+
     call = functools.cache(call)  # rows share what is drawn
 
     def takes(row, case):
@@ -144,7 +151,7 @@ def pairs(
     return [
         row.param(case, id=case.name)
         for row in chosen
-        for case in (few if row.generation else cases)
+        for case in cases_of(row)
         if row.implementation == "reference" or takes(row, case)
     ]
 

@@ -90,8 +90,8 @@ class Case:
                 cache[at] = rng.standard_normal(self.head_dim)
         q = rng.standard_normal((m, self.q_len, self.heads, self.head_dim))
         return DecodeInputs(
-            jnp.asarray(q, self.dtype),
-            jnp.asarray(cache, self.dtype),
+            jnp.asarray(q.astype(jnp.dtype(self.dtype))),
+            jnp.asarray(cache.astype(jnp.dtype(self.dtype))),
             None,
             jnp.asarray(self.lengths, jnp.int32),
             None if table is None else jnp.asarray(table),
@@ -109,17 +109,14 @@ def check(case, config=None, seed=0):
     """What the kernel gives against the oracle; what lies past a length is NaN."""
     got = launched(case, case.inputs(np.nan, seed), config)
     inputs = case.inputs(0.0, seed)
-    want = reference.decode(
+    options = {"mask": case.mask, "scale": case.head_dim**-0.5, "softcap": case.softcap}
+    want = jax.jit(functools.partial(reference.decode, v=case.v_head_dim, **options))(
         inputs.q,
         inputs.k_cache,
-        case.v_head_dim,
-        inputs.lengths,
+        lengths=inputs.lengths,
         sinks=inputs.sinks,
         page_table=inputs.page_table,
         layer=inputs.layer,
-        mask=case.mask,
-        scale=case.head_dim**-0.5,
-        softcap=case.softcap,
     )
     step = 2 * float(jnp.finfo(case.dtype).eps)
     for have, wanted, tolerance in zip(got, want, (step, 1e-5), strict=True):

@@ -196,7 +196,13 @@ APPENDS = [
 ]
 
 
-@pytest.mark.parametrize("subject, case", subjects.pairs("append", APPENDS, Append.call))
+# The reference quantises before it asks what kind of cache it is: rows' dtypes once.
+FEW = [x for x in APPENDS if x.kind == "paged" or x.dtype == "int8" or x.layers]
+
+
+@pytest.mark.parametrize(
+    "subject, case", subjects.pairs("append", APPENDS, Append.call, reference=FEW)
+)
 def test_every_byte_of_every_buffer(rng, subject, case):
     """Appends of 1 row, of ragged chunks, and past the capacity: what was written, and that nothing
     else was.
@@ -208,7 +214,7 @@ def test_every_byte_of_every_buffer(rng, subject, case):
     }
     layer = {} if case.layers is None else {"layer": jnp.int32(1)}
     lead = () if case.layers is None else (1,)
-    for t, counts in ((1, (1, 1, 1)), (5, (5, 0, 3)), (7, (7, 1, 6)), (2, (2, 2, 2))):
+    for t, counts in ((1, (1, 1, 1)), (7, (5, 0, 3)), (7, (7, 1, 6)), (7, (2, 2, 2))):
         starts = np.asarray(cache.lengths)
         cache = cache.extend(jnp.asarray(counts, jnp.int32))
         new = case.arguments(rng, t)

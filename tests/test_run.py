@@ -16,14 +16,16 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 CPU = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+# As in conftest.py: half of a short run is XLA optimising what runs once.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
-def run(*arguments, given=""):
+def run(*arguments, given="", flags=QUICK):
     """(exit status, standard output, standard error) on a machine without a GPU."""
     done = subprocess.run(
         [sys.executable, "run.py", *arguments],
         cwd=ROOT,
-        env=CPU,
+        env=CPU | {"XLA_FLAGS": flags},
         input=given,
         capture_output=True,
         text=True,
@@ -36,7 +38,7 @@ def run(*arguments, given=""):
 
 
 def test_the_demo_prints_text_and_is_checked():
-    status, out, error = run()
+    status, out, error = run(flags="")
     assert status == 0, error
     text, table = out.split("6 sequences, 1200 tokens in ")
     parts = text.split(" of 6 ---\n")
