@@ -49,6 +49,7 @@ class AttentionCase:
     mask_shape: tuple[int, ...] | None = None
     sinks: bool = False
     magnitude: float = 1.0  # of q: large ones make the softmax saturate
+    deterministic: bool = False
     labels: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -60,7 +61,8 @@ class AttentionCase:
             _heads(self.q_heads, self.kv_heads),
             _kind(self.mask),
         }
-        given = ("q_lengths", "kv_lengths", "segments", "softcap", "precision", "sinks")
+        given: tuple[str, ...] = ("q_lengths", "kv_lengths", "segments", "softcap", "precision")
+        given += ("sinks", "deterministic")
         implied |= {name for name in given if getattr(self, name)}
         flags = {
             "bias": self.bias_shape,
@@ -81,6 +83,8 @@ class AttentionCase:
         }
         if isinstance(self.q_offset, int):
             static["q_offset"] = self.q_offset
+        if self.deterministic:
+            static["deterministic"] = True
         return static
 
     def arrays(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:

@@ -91,6 +91,13 @@ def _large_attention() -> list[AttentionCase]:
         causal("h96_causal_t4096", (4, 4096), (16, 16), 96, "odd"),
         causal("h192_hv128_causal_t4096", (4, 4096), (16, 16), (192, 128), "odd"),
         causal("h128_causal_t3000_n28k4", (4, 3000), (28, 4), 128, "odd"),
+        # What bits that repeat cost: the same without is in the grid.
+        _attention(
+            "h64_full_b2_t8192_n32_bits", (2, 8192), (32, 32), 64, "bits", deterministic=True
+        ),
+        causal(
+            "h128_causal_b2_t8192_n16_bits", (2, 8192), (16, 16), 128, "bits", deterministic=True
+        ),
         causal("f32_h64_causal_t2048", (4, 2048), (16, 16), 64, "corner", dtype="float32"),
         _attention("f32_h128_full_t2048", (4, 2048), (16, 16), 128, "corner", dtype="float32"),
         causal("f32_h128_causal_t4096", (2, 4096), (16, 16), 128, "corner", dtype="float32"),

@@ -264,6 +264,7 @@ def test_verify_catches_a_gradient_of_the_wrong_head():
     oracle, naive = verify.expected(arrays, case.options(), do)
     launch = subjects.attention(case, case.arrays(), do, "forward+backward", None)
     out, dq, dk, dv = launch()
+    assert 0 < launch.memory_mib < 100
     assert verify.judge((out, dq, dk, dv), oracle, naive) is None
     assert verify.judge((out, dq, dk[:, :, ::-1], dv), oracle, naive).startswith("dk: positions")
 

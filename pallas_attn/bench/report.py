@@ -116,7 +116,8 @@ def section(rows: Sequence[Row], plots: Sequence[str] = ()) -> str:
     parts = [
         "Device time by CUPTI, median, random normal inputs, every result checked before it was "
         "timed; peers took turns in the same process. TFLOP/s count the visible pairs: 4 "
-        "operations a pair and head dim forward, 3.5 times that with the backward. Made by "
+        "operations a pair and head dim forward, 3.5 times that with the backward. MiB: what a "
+        "step takes beside its arguments and results. Made by "
         "`python run.py --task=bench` (see `configs/`) from `results/`."
     ]
     for table in (op + family for family in ("", PORTABLE) for op in OPS):
@@ -130,7 +131,8 @@ def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], 
     peers = sorted({row["impl"] for rows in groups for row in rows if not is_ours(row)})
     op, unit = groups[0][0]["op"], "read" if table.startswith("decode") else "matmul"
     shared = {} if op == "append" else {"share": f"of {unit}"}
-    head = ["case", "**ours**", *shared.values(), *peers, "over best peer"]
+    memory = {"memory": "MiB, ours / cudnn"} if any("memory_mib" in r[0] for r in groups) else {}
+    head = ["case", "**ours**", *shared.values(), *peers, "over best peer", *memory.values()]
     title = TITLES[op] + table.removeprefix(op)
     lines = [f"### {title}", "", _cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
     for rows in groups:
@@ -143,6 +145,9 @@ def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], 
         cells += [_number(by_name[name]) if name in by_name else "" for name in peers]
         best = best_peer(rows)
         cells.append(f"{best['ms'] / ours['ms']:.2f}" if best else "")
+        if memory:
+            held = (by_name.get(name, {}).get("memory_mib") for name in (ours["impl"], "cudnn"))
+            cells.append(" / ".join("" if one is None else str(one) for one in held))
         lines.append(_cells(cells))
     means = ratios(groups)
     said = [f"{geomean(means[name].values()):.2f} of {name}" for name in peers if name in means]

@@ -168,6 +168,9 @@ def measure(bench: Bench, case: Any) -> list[Row]:
         | {"l2": "cold" if options.cold else "warm"}
         for name, taken in timings.items()
     ]
+    for row, one in zip(found, (subject, *others), strict=True):
+        if (memory := getattr(one.launch, "memory_mib", None)) is not None:
+            row["memory_mib"] = memory
     found[0]["first_call_s"] = round(first_call, 3)
     found[0]["config"] = {one.kernel: dataclasses.asdict(one.config) for one in ran}
     del subject, others, call

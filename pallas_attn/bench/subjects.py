@@ -1,6 +1,7 @@
 """What is timed as ours: each operation through the public API, on the arrays of a case."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,25 @@ from pallas_attn._case import AppendCase, AttentionCase, DecodeCase
 from pallas_attn.bench.timing import Subject
 
 Function = Callable[[Any, Any, Any, dict[str, Any]], Any]  # (q, k, v, other arrays) -> out
+
+
+class Step:
+    """A jitted function and its arguments, compiled when it is first called."""
+
+    def __init__(self, jitted: Any, arguments: tuple[Any, ...]):
+        self.jitted, self.arguments = jitted, arguments
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        return self.jitted.lower(*self.arguments).compile()
+
+    def __call__(self) -> Any:
+        return self.compiled(*self.arguments)
+
+    @property
+    def memory_mib(self) -> int:
+        """What it takes beside its arguments and results."""
+        return round(self.compiled.memory_analysis().temp_size_in_bytes / 2**20)
 
 
 def attention_launch(
@@ -30,8 +50,7 @@ def attention_launch(
             out, pullback = jax.vjp(lambda q, k, v: function(q, k, v, rest), q, k, v)
             return (out, *pullback(do))
 
-        step = jax.jit(both)
-        return lambda: step(q, k, v, rest, cotangent)
+        return Step(jax.jit(both), (q, k, v, rest, cotangent))
     if op != "backward":
         raise ValueError(f"op: expected forward, forward+backward or backward, got {op!r}")
     forward = jax.jit(function)
