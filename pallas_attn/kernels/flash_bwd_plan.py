@@ -21,6 +21,7 @@ from pallas_attn.kernels.logits import Place
 from pallas_attn.kernels.spans import Span
 
 ROWS = flash_plan.ROWS
+SECTION_BYTES = 32 * 2**20  # of what a section's heads stream and add to: some of L2
 ITEM_OVERHEAD = 1.5  # of a tile of work, in steps of one query tile
 
 
@@ -54,6 +55,7 @@ class Plan(flash_plan.Plan):
     """A problem and a config, and what follows from them, where the tiles of work are keys."""
 
     keys: int = 2 * ROWS  # of a tile of work
+    section_bytes = SECTION_BYTES
 
     @property
     def kv_tiles(self) -> int:
@@ -108,17 +110,44 @@ class Plan(flash_plan.Plan):
         if config.section:
             return min(config.section, self.heads)
         blocks = config.ctas or 132
-        if self.heads * self.kv_tiles < 4 * blocks:
+        if self.few:
             # Few tiles of work a block: long ones that begin late, in a later section, leave the
             # others idle. About as many as there are blocks at a time.
             fit = 3 * blocks // (4 * self.kv_tiles)
         elif problem.mask.right is None:
             fit = blocks // self.kv_tiles
         else:
-            one = problem.q_len * (6 * problem.head_dim + 2 * problem.v_head_dim) * problem.group
-            fit = flash_plan.SECTION_BYTES // one
+            limit = self.section_bytes * (1 if problem.mask.left is None else 2)
+            fit = max(limit // self.head_bytes, blocks // self.kv_tiles)
         sections = pl.cdiv(self.heads, max(fit, 1))
         return pl.cdiv(self.heads, sections)
+
+    @property
+    def head_bytes(self) -> int:
+        """Of what the query heads of one kv head stream and add to."""
+        problem = self.problem
+        return problem.q_len * (6 * problem.head_dim + 2 * problem.v_head_dim) * problem.group
+
+    @property
+    def few(self) -> bool:
+        """Whether tiles of work are so few a block that who is idle at the end depends on how they
+        are dealt.
+        """
+        return self.heads * self.kv_tiles < 4 * (self.config.ctas or 132)
+
+    @property
+    def packed(self) -> bool:
+        """Whether `spans.pack` deals them, in no order of heads. Not where dQ is added up in global
+        memory: what that saves, L2 loses.
+        """
+        alone = not self.config.fused or self.problem.deterministic
+        pieces = self.heads * self.kv_tiles
+        return alone and self.few and not self.config.section and self.ctas < pieces
+
+    @property
+    def scattered(self) -> bool:
+        """Whether blocks cannot all be busy with heads that stay in L2 together."""
+        return self.few and self.heads * self.head_bytes > 8 * SECTION_BYTES
 
     @property
     def ragged_keys(self) -> bool:
@@ -263,7 +292,8 @@ def dealt(plan: Plan) -> np.ndarray:
         heads = np.arange(first, min(first + section, plan.heads))
         codes.append(((heads[None] << plan.code_bits) + order[:, None]).ravel())
     work = np.concatenate(codes)
-    return spans.deal(work, costs[work & ((1 << plan.code_bits) - 1)], plan.ctas)
+    deal = spans.pack if plan.packed else spans.deal
+    return deal(work, costs[work & ((1 << plan.code_bits) - 1)], plan.ctas)
 
 
 def masked(plan: Plan, item: Item, t: Any) -> Any:

@@ -91,6 +91,8 @@ class Config:
 class KeyPlan(Widths, shared.Plan):
     """Tiles of work are keys."""
 
+    section_bytes = flash_plan.SECTION_BYTES
+
     @property
     def fused(self) -> bool:
         return self.config.fused and not self.split and not self.problem.deterministic

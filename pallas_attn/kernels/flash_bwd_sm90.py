@@ -20,11 +20,12 @@ arithmetic. What is in flight under what:
   dK                                  |  the meeting, under dV and dK
 
 Shared memory, and who owns it when:
-  k, v [warpgroup]   filled for a tile of work; `keys_free` when both warpgroups have sent off dk
-                     and dv, which leave through the same place
+  k, v [warpgroup]   filled for a tile of work; `keys_free` when both warpgroups are done, or have
+                     sent off dk and dv, where these leave through the same place
   q, do [stages]     rings of query tiles with their lse and delta; `q_ready`, `do_ready` when they
                      have landed, `q_free`, `do_free` when both warpgroups have let go of them
-  ds [2 lag, warpgroup]  by turns, so that one meeting a step is enough
+  ds [2 lag, warpgroup]  by turns, so that one meeting a step is enough; of 64 query rows each.
+                     dk and dv leave through them where they fit: see `flash_bwd_keys`
   dq [warpgroup]     on its way to global memory, of query tiles of 64
 """
 
@@ -42,6 +43,7 @@ from jax import lax
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels import (
+    flash_bwd_band,
     flash_bwd_dbias,
     flash_bwd_dq,
     flash_bwd_wide,
@@ -52,6 +54,7 @@ from pallas_attn.kernels import (
     operands,
     tiles,
 )
+from pallas_attn.kernels import flash_bwd_keys as keys
 from pallas_attn.kernels import flash_bwd_plan as shared
 from pallas_attn.kernels import flash_bwd_sums as sums
 from pallas_attn.kernels.flash_bwd_plan import ROWS, Plan, Refs, across
@@ -74,6 +77,7 @@ class Config:
     dq_stages: int = 2
     lag: int = 1  # steps between dS and its dQ: 2 let the warpgroups drift apart
     dq_warpgroups: int = 2
+    band: bool = False  # all by one kernel, which takes few problems: see `flash_bwd_band`
 
     def __post_init__(self):
         blocks = (64, 128) if self.fused else (32, 64, 128)
@@ -96,15 +100,19 @@ class Config:
         """What serves a problem that nobody tuned."""
         if problem.dtype == "float32":
             return _float32(problem) or cls()
+        if flash_bwd_band.takes(problem):
+            return cls(band=True)
         if is_wide(problem):
             return cls(block_q=64, fused=False)
         narrow = max(problem.head_dim, problem.v_head_dim) <= 64
         block = 128 if narrow else 64
         config = cls(block_q=block, dq_block_kv=block, lag=1 if narrow else 2)
+        if narrow and problem.mask.is_full:
+            config = dataclasses.replace(config, stages=3)
         # A float32 dq is set to 0 before and rounded after, which few query rows a key do not pay
-        # for.
-        fused = plan_of(problem, config).reach > 512
-        return dataclasses.replace(config, fused=fused)
+        # for. Nor is it for blocks that add to more of it at a time than L2 holds.
+        plan = plan_of(problem, config)
+        return dataclasses.replace(config, fused=plan.reach > 512 and not plan.scattered)
 
 
 def is_wide(problem: AttentionProblem) -> bool:
@@ -183,7 +191,9 @@ def scratch(plan: Plan) -> Smem:
         v=tiles.swizzled((WARPGROUPS, ROWS, plan.v_width), dtype, plan.v_swizzle),
         q=tiles.swizzled((stages, block, k_width), dtype, plan.k_swizzle),
         do=tiles.swizzled((stages, block, plan.v_width), dtype, plan.v_swizzle),
-        ds=tiles.swizzled((turns, WARPGROUPS, ROWS, block), dtype, plan.k_swizzle),  # as k's
+        ds=tiles.swizzled(  # as k's
+            (turns, WARPGROUPS, block // ROWS, ROWS, ROWS), dtype, plan.k_swizzle
+        ),
         dq=sums.staged(plan),
         rows=plgpu.SMEM((2, stages, block), jnp.float32),
         numbers=plgpu.SMEM((block,), jnp.int32),
@@ -200,6 +210,8 @@ def scratch(plan: Plan) -> Smem:
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     """Of the kernel that needs most."""
     plan = plan_of(problem, config)
+    if config.band:
+        return 2 * (flash_bwd_band.buffer_bytes(plan) + flash_bwd_band.RESERVED)
     if is_wide(problem):
         most = flash_bwd_wide.buffer_bytes(plan)
     else:
@@ -212,6 +224,10 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 
 
 def plan_of(problem: AttentionProblem, config: Config) -> Plan:
+    if config.band:
+        if not flash_bwd_band.takes(problem):
+            raise ValueError(f"Config.band: not for {problem}")
+        return Plan(problem, dataclasses.replace(config, block_q=ROWS), ROWS)
     return Plan(problem, config, flash_bwd_wide.KEYS if is_wide(problem) else WARPGROUPS * ROWS)
 
 
@@ -232,14 +248,14 @@ def _is_fused(problem: AttentionProblem, config: Config) -> bool:
 def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
     """The loading warpgroup: keys and query tiles of every tile of work, in order."""
 
-    def keys(n, item):
+    def keys_of(n, item):
         pl.when(n > 0)(lambda: plgpu.barrier_wait(smem.keys_free))
         for wg in range(WARPGROUPS):
             for name, to in (("k", smem.k), ("v", smem.v)):
                 place = (wg * ROWS, to.at[wg], smem.keys_ready)
                 shared.load_keys(plan, refs, item, name, place)
 
-    shared.load_all(plan, refs, smem, cta, keys)
+    shared.load_all(plan, refs, smem, cta, keys_of)
 
 
 # ---- computing ----------------------------------------------------------------------------------
@@ -292,7 +308,9 @@ def _step(plan: Plan, refs: Refs, smem: Smem, at: Any, lasts: Any, new: Last, ac
         ds = p * (dp - across(delta, shape))
         ds = (ds if slope is None else ds * slope).astype(dtype)
         if refs.dq is not None:
-            smem.ds[turn, wg] = ds
+            for half in range(block // ROWS):
+                part = lax.slice(ds, (0, half * ROWS), (ROWS, (half + 1) * ROWS))
+                smem.ds[turn, wg, half] = part
         plgpu.commit_smem()  # lse and delta have been read, too, and TMA will write there
         if refs.dq is not None:
             plgpu.barrier_arrive(met)
@@ -387,7 +405,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, An
         smem.numbers[...] = plgpu.broadcasted_iota(jnp.int32, block, 0, layout=tiles.COLUMN)
         plgpu.commit_smem()
 
-    _meet(smem)
+    keys.meet(smem)
 
     def one_item(n, carry):
         count, code = carry
@@ -395,30 +413,11 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, An
         item = shared.item_of(plan, refs, code)
         plgpu.barrier_wait(smem.keys_ready)
         dk, dv, count = _attend(plan, refs, smem, (item, wg), count)
-        _finish(plan, smem, outs, (item, wg), (dk * plan.problem.scale, dv))
+        keys.leave(plan, smem, outs, (item, wg), (dk * plan.problem.scale, dv))
         return count, following
 
     lax.fori_loop(0, refs.dealt[cta, 0], one_item, (jnp.int32(0), refs.dealt[cta, 1]))
     plgpu.wait_smem_to_gmem(0)
-
-
-def _meet(smem: Smem) -> None:
-    plgpu.barrier_arrive(smem.met.at[0])
-    plgpu.barrier_wait(smem.met.at[0])
-
-
-def _finish(plan: Plan, smem: Smem, outs: Any, at: Any, results: Any) -> None:
-    """dk and dv leave through k and v, when the other warpgroup has no more use for k."""
-    item, wg = at
-    _meet(smem)
-    for value, staged, out in zip(results, (smem.k, smem.v), outs, strict=True):
-        staged[wg] = value.astype(staged.dtype)
-        plgpu.commit_smem()
-        columns = tiles.columns(out, 0, staged.shape[-1], wg)
-        there = out.at[item.batch, pl.ds(item.key + wg * ROWS, ROWS), item.kv_head, columns]
-        plgpu.copy_smem_to_gmem(staged.at[wg], there)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(smem.keys_free)
 
 
 def _kernel(refs: Refs, dk_ref: Any, dv_ref: Any, smem: Smem, *, plan: Plan) -> None:
@@ -436,10 +435,15 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
     inputs, *rest = residuals
     plan = plan_of(problem, config)
     rows = operands.round_up(problem.q_len, 2 * ROWS)  # whole tiles, of either size
+    if config.band:
+        rows = flash_bwd_band.padded_rows(problem)
     stats = shared.row_numbers(plan, rows, inputs, rest)
     refs = shared.operands_of(plan, inputs, rest[2], stats)
     dq = None
-    if is_wide(problem):
+    if config.band:
+        dq, dk, dv = flash_bwd_band.dq_dk_dv(plan, refs)
+        dq = dq[:, : problem.q_len, :, : problem.head_dim]
+    elif is_wide(problem):
         dk, dv = flash_bwd_wide.dk_dv(plan, refs)
     elif _is_fused(problem, config):
         sum_of_dq = jax.new_ref(sums.zeros(plan, refs.q.shape[0]))

@@ -48,12 +48,12 @@ def staged(plan: Plan) -> Any:
 
 def matmuls(plan: Plan, smem: Any, acc: Any, turn: Any, wg: Any) -> None:
     """A warpgroup's share of dS K; `turn`: which of the places for dS."""
-    rows, columns = share(plan)
+    _, columns = share(plan)
     for u in range(SHARES):
         if from_registers(plan):
-            ds, k = smem.ds.at[turn, u, :, pl.ds(wg * rows, rows)], smem.k.at[u]
+            ds, k = smem.ds.at[turn, u, wg], smem.k.at[u]
         else:
-            ds, k = smem.ds.at[turn, u], smem.k.at[u, :, pl.ds(wg * columns, columns)]
+            ds, k = smem.ds.at[turn, u, 0], smem.k.at[u, :, pl.ds(wg * columns, columns)]
         plgpu.wgmma(acc, ds.transpose((1, 0)), k)
 
 

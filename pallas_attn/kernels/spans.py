@@ -108,7 +108,42 @@ def deal(work: np.ndarray, costs: np.ndarray, hands: int) -> np.ndarray:
         when, hand = free[0]
         dealt[hand].append(piece)
         heapq.heapreplace(free, (when + cost, hand))
-    table = np.zeros((hands, 3 + max(map(len, dealt))), np.int32)
+    return _table(dealt)
+
+
+def pack(work: np.ndarray, costs: np.ndarray, hands: int) -> np.ndarray:
+    """As `deal`, in no order but longest first: for so few pieces that what the last ones leave
+    idle is much of all. Each goes to the first hand that has room, and room is as little as will
+    do (Coffman, Garey and Johnson's MULTIFIT).
+    """
+    order = np.argsort(-costs, kind="stable")
+    work, sizes = work[order], costs[order].tolist()
+    least = max(sizes[0], sum(sizes) / hands)
+    enough, dealt = 2 * least, None
+    for _ in range(12):
+        room = (least + enough) / 2
+        found = _first_fit(sizes, hands, room)
+        least, enough, dealt = (least, room, found) if found else (room, enough, dealt)
+    if dealt is None:  # never: twice the least is room for all
+        return deal(work, costs[order], hands)
+    return _table([work[places].tolist() for places in dealt])
+
+
+def _first_fit(sizes: list[float], hands: int, room: float) -> list[list[int]] | None:
+    """Which pieces each hand takes; None where there is no room for all."""
+    rooms = [room] * hands
+    dealt: list[list[int]] = [[] for _ in range(hands)]
+    for piece, size in enumerate(sizes):
+        hand = next((hand for hand, left in enumerate(rooms) if left >= size), None)
+        if hand is None:
+            return None
+        rooms[hand] -= size
+        dealt[hand].append(piece)
+    return dealt
+
+
+def _table(dealt: list[list[int]]) -> np.ndarray:
+    table = np.zeros((len(dealt), 3 + max(map(len, dealt))), np.int32)
     for row, pieces in zip(table, dealt, strict=True):
         row[: len(pieces) + 1] = [len(pieces), *pieces]
     return table
