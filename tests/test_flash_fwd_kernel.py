@@ -183,7 +183,7 @@ def compiled(name, target="h100", chooser=kernel.Config):
     )
     config = chooser.default(problem)
     call = functools.partial(run, problem=problem, config=config)
-    return case, config, mosaic.compile_for(call, inputs, target=target)
+    return case, config, mosaic.compile_for(call, inputs, target=target, sass=False)
 
 
 @needs_aot

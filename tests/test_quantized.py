@@ -196,12 +196,18 @@ APPENDS = [
 ]
 
 
-# The reference quantises before it asks what kind of cache it is: rows' dtypes once.
-FEW = [x for x in APPENDS if x.kind == "paged" or x.dtype == "int8" or x.layers]
+# Rows are quantised before anybody asks what kind of cache it is; the kernel has every kind and
+# dtype interpreted in tests/test_append_quantized.py.
+FEW = [
+    *(Append(kind, dtype) for kind, dtype in zip(KINDS, LARGEST, strict=True)),
+    *(x for x in APPENDS if x.layers or (x.shared and x.kind != "stacked")),
+    *(x for x in APPENDS if x.kind == "paged" and x.rows_dtype != "bfloat16"),
+]
 
 
 @pytest.mark.parametrize(
-    "subject, case", subjects.pairs("append", APPENDS, Append.call, reference=FEW)
+    "subject, case",
+    subjects.pairs("append", APPENDS, Append.call, interpreted=FEW, reference=FEW),
 )
 def test_every_byte_of_every_buffer(rng, subject, case):
     """Appends of 1 row, of ragged chunks, and past the capacity: what was written, and that nothing
@@ -421,8 +427,21 @@ INTERPRETED = [
 ]
 
 
+# The reference reads every cache as the same rows.
+FOR_REFERENCE = [
+    *INTERPRETED,
+    Decode("stacked", dims=(128, 128), heads=(7, 1), q_dtype="float16"),
+    Decode("per_sequence", "int8", heads=(4, 4), q_dtype="float32"),
+    Decode("paged", "bfloat16", shared=True, dims=(576, 512), heads=(16, 1)),
+    Decode("stacked", shared=True, dims=(576, 512), heads=(16, 1)),
+]
+
+
 @pytest.mark.parametrize(
-    "subject, case", subjects.pairs("decode", DECODES, Decode.call, interpreted=INTERPRETED)
+    "subject, case",
+    subjects.pairs(
+        "decode", DECODES, Decode.call, interpreted=INTERPRETED, reference=FOR_REFERENCE
+    ),
 )
 def test_decode_against_float64(rng, subject, case):
     """The oracle multiplies numbers by scales in float64. A kernel may round a row to q's dtype, as
