@@ -99,11 +99,16 @@ class Config:
             return cls(warpgroups=4, block_kv=64, stages=6)
         if dim <= 64:
             return cls(warpgroups=3, block_kv=128, stages=4, q_slots=1)
-        if dim <= 128 and plain:
+        if dim <= 128 and plain and _rows(problem, 3) <= 1.1 * _rows(problem, 2):
             return cls(warpgroups=3, block_kv=64, stages=3)
         if dim <= 128:
             return cls(warpgroups=2, block_kv=128, stages=2)
         return cls(warpgroups=2, block_kv=64, stages=2)
+
+
+def _rows(problem: AttentionProblem, warpgroups: int) -> int:
+    """Query rows of a head in whole tiles of work."""
+    return operands.round_up(problem.q_len, ROWS * warpgroups)
 
 
 # The first that fits in shared memory, and its three warpgroups in registers.
