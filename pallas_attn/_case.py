@@ -207,6 +207,11 @@ class DecodeCase:
         return frozenset(self.labels) | implied | {name for name, on in flags.items() if on}
 
     @property
+    def problem_alone(self) -> "DecodeCase":
+        """The case but for the kind of its cache, which changes neither arrays nor results."""
+        return dataclasses.replace(self, name="", kind="stacked", page_size=None, labels=())
+
+    @property
     def sequences(self) -> int:
         """M."""
         return len(self.lengths)

@@ -115,6 +115,25 @@ def test_the_cases_after_a_failure_still_run(tmp_path, monkeypatch):
     assert {row["case"] for row in written if row["op"] == "decode"} == {"decode_stacked_mha"}
 
 
+def test_caches_of_all_kinds_take_turns_with_the_same_peers(tmp_path, monkeypatch):
+    right = pallas_attn.decode_attention
+
+    def wrong(q, cache, **rest):
+        return right(q, cache, **rest) * (1.1 if cache.kind == "stacked" else 1.0)
+
+    monkeypatch.setattr(pallas_attn, "decode_attention", wrong)
+    kinds = ("per_sequence", "stacked", "paged")
+    names = [f"decode_{kind}_float8_e4m3fn" for kind in kinds]
+    status, written, _, timer = bench("decode", names, tmp_path)
+    assert status == 1
+    found = {kind: [r["impl"] for r in written if r.get("case") == name]
+             for kind, name in zip(kinds, names, strict=True)}  # fmt: skip
+    assert found["stacked"] == []
+    assert found["paged"] == found["per_sequence"] == ["pallas_attn/reference", "wide_cache"]
+    assert len([name for name in timer.calls if "reference" in name]) == 10
+    assert ["first_call_s" in row for row in written if rows.is_ours(row)] == [True, False]
+
+
 def test_a_case_that_breaks_is_reported_and_the_rest_run(tmp_path, monkeypatch):
     right = pallas_attn.flash_attention
 

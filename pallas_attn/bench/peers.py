@@ -227,6 +227,8 @@ def _dense_decode(name: str, call: Call) -> list[Subject]:
     for feature in ("window", "softcap", "sinks", "chunk"):
         if feature in case.tags:
             raise Unavailable(f"no {feature}")
+    if case.shared_kv:
+        return _latent_decode(name, call)
     k, v = (x.astype(case.dtype) for x in subjects.held_rows(case, call.arrays))
     lengths = call.arrays["lengths"] if "ragged" in case.tags else None
 
@@ -237,6 +239,26 @@ def _dense_decode(name: str, call: Call) -> list[Subject]:
             return jax.nn.dot_product_attention(q, k, v, **static)
 
     return [Subject(name, lambda: (step(call.arrays["q"], k, v, lengths),))]
+
+
+def _latent_decode(name: str, call: Call) -> list[Subject]:
+    """Multi-head latent attention as einsums over dense [B, S, H]: jax.nn wants V as wide as K."""
+    case: DecodeCase = call.case
+    if name != "xla" or "ragged" in case.tags:
+        raise Unavailable("no V within K")
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+
+    @jax.jit
+    def step(q, k):
+        wide = {"preferred_element_type": jnp.float32}
+        logits = jnp.einsum("bnh,bsh->bns", q, k, **wide) * jnp.float32(scale)
+        weights = jax.nn.softmax(logits, axis=-1).astype(q.dtype)
+        return jnp.einsum("bns,bsh->bnh", weights, k[..., : case.v_head_dim], **wide).astype(
+            q.dtype
+        )
+
+    k = call.arrays["k"][:, 0]
+    return [Subject(name, lambda: (step(call.arrays["q"][:, 0], k)[:, None],))]
 
 
 def case_of(case: Any) -> Any:
@@ -318,6 +340,7 @@ def xla_append(call: Call) -> list[Subject]:
 
 
 Peer = Callable[[Call], list[Subject]]
+BY_KIND = ("wide_cache",)  # what reads a cache of the case's kind; the others have their own layout
 
 _ATTENTION: dict[str, Peer] = {
     "cudnn": cudnn,

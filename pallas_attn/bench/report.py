@@ -32,6 +32,8 @@ def case_line(number: int, total: int, rows: Sequence[Row], ceilings: dict[str, 
     else:
         ratio = best["ms"] / ours["ms"]
         parts.append(f"{ratio:.2f}x best peer ({best['impl']} {figure(best, short=True)})")
+    if ours["op"] == "decode" and "first_call_s" in ours:
+        parts.append(f"first call {ours['first_call_s']:.1f} s")
     return "  ".join(parts)
 
 

@@ -1,5 +1,6 @@
 """The benchmark: for each case, check everybody, then time those who are right, in turns."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import gc
@@ -99,21 +100,22 @@ def run_bench(
     bench = Bench(OPS[op], options, timer, provenance, ceilings, say, flush)
     if options.out:
         rows.append(options.out, rows.ceiling_rows(ceilings, provenance))
-    groups, failures = [], {}
-    for number, case in enumerate(chosen, 1):
+    groups, failures, number = [], {}, 0
+    for cases_alike in alike(chosen):
         try:
-            found = measure(bench, case)
-        except WrongError as error:
-            failures[case.name] = f"wrong, not timed: {error}"
+            outcomes = measure(bench, cases_alike)
         except Exception as error:  # the cases after it are still worth their time
-            failures[case.name] = f"{type(error).__name__}: {first_line(error)}"
-        else:
+            outcomes = dict.fromkeys((case.name for case in cases_alike), error)
+        for name, found in outcomes.items():
+            number += 1
+            if isinstance(found, Exception):
+                failures[name] = _complaint_of(found)
+                say(f"[{number}/{len(chosen)}] {name:<34}  {failures[name]}")
+                continue
             say(report.case_line(number, len(chosen), found, ceilings))
             groups.append(found)
             if options.out:
                 rows.append(options.out, found)
-            continue
-        say(f"[{number}/{len(chosen)}] {case.name:<34}  {failures[case.name]}")
     for line in report.summary(groups, failures):
         say(line)
     if options.plot and groups:
@@ -131,52 +133,161 @@ def chosen_cases(op: str, wanted: str | Sequence[Any]) -> tuple[Any, ...]:
     return known.select(lists.get(op, known.ATTENTION), wanted)
 
 
+def alike(cases: Sequence[Any]) -> list[list[Any]]:
+    """Cases in groups that have the same arrays and the same results, and so the same peers: a
+    decode over caches of several kinds.
+    """
+    groups: dict[Any, list[Any]] = {}
+    for case in cases:
+        groups.setdefault(getattr(case, "problem_alone", case), []).append(case)
+    return list(groups.values())
+
+
 class WrongError(Exception):
-    """Our own result is not within budget: nothing of the case is timed."""
+    """Our own result is not within budget: it is not timed."""
 
 
-def measure(bench: Bench, case: Any) -> list[Row]:
-    """The rows of one case, ours first."""
-    options = bench.options
-    arrays = case.arrays(options.seed)
-    attention = bench.op not in ("decode", "append")
-    backward = attention and bench.op != "forward"
-    cotangent = case.cotangent(options.seed) if backward else None
-    call = peers.Call(case, arrays, cotangent, bench.op)
+def _complaint_of(error: Exception) -> str:
+    if isinstance(error, WrongError):
+        return f"wrong, not timed: {error}"
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+@dataclasses.dataclass
+class Entry:
+    """Somebody who takes part: what is timed, and what its rows will say."""
+
+    impl: str
+    subject: Subject
+    case: Any  # ours: whose; of a peer: one of those that it serves
+    produced: Any = None  # by the first call, until it is checked
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def measure(bench: Bench, cases: Sequence[Any]) -> dict[str, list[Row] | Exception]:
+    """Of each of several cases that are `alike`, its rows, ours first; or why it has none. All of
+    them take turns with each other and with their peers.
+    """
+    options, first = bench.options, cases[0]
+    arrays = first.arrays(options.seed)
+    backward = bench.op in ("backward", "forward+backward")
+    cotangent = first.cotangent(options.seed) if backward else None
+    calls = [peers.Call(case, arrays, cotangent, bench.op) for case in cases]
+    found: dict[str, list[Row] | Exception] = {}
+    mine, judge, others = _first_calls(bench, calls)
+    for case, entry in zip(cases, list(mine), strict=True):
+        complaint = None if isinstance(entry, Exception) else judge(entry.subject, entry.produced)
+        if isinstance(entry, Exception) or complaint:
+            found[case.name] = entry if isinstance(entry, Exception) else WrongError(complaint)
+            mine.remove(entry)
+        else:
+            entry.produced = None
+    if mine:
+        found |= _timed(bench, mine, _right(bench, others, judge))
+    del mine, others, judge, calls
+    gc.collect()
+    peers.release()
+    return {case.name: found[case.name] for case in cases}
+
+
+def _first_calls(bench: Bench, calls: list[peers.Call]) -> tuple[list, "Judge", list[list[Entry]]]:
+    """(ours for each call or what went wrong, what checks everybody, of each peer what it has), all
+    after their first calls.
+
+    The first of ours is alone, which is when a first call is timed. Decoding takes longer to
+    compile than to run: there, all others start side by side.
+    """
+    try:
+        alone: Any = _started(bench, calls[0])
+    except Exception as error:
+        if len(calls) == 1:
+            raise
+        alone = error
+    jobs = []
+    for name in wanted_peers(bench.op, bench.options.peers):
+        jobs += [(name, call) for call in (calls if name in peers.BY_KIND else calls[:1])]
+    with concurrent.futures.ThreadPoolExecutor(8 if bench.op == "decode" else 1) as pool:
+        rest = [pool.submit(_started, bench, call) for call in calls[1:]]
+        judge = pool.submit(judge_of, calls[0])
+        asked = [pool.submit(_candidates, bench, *job) for job in jobs]
+        mine = [alone, *(one.exception() or one.result() for one in rest)]
+        for entry in mine[1:]:
+            if isinstance(entry, Entry):
+                del entry.facts["first_call_s"]
+        return mine, judge.result(), [one.result() for one in asked]
+
+
+def _started(bench: Bench, call: peers.Call) -> Entry:
+    """Ours, after its first call."""
     subject = ours(bench, call)
     begun = time.perf_counter()
     with _tuning.watched() as ran:
         produced = subject.launch()
         subject.wait(produced)
-    first_call = time.perf_counter() - begun
+    facts: dict[str, Any] = {"first_call_s": round(time.perf_counter() - begun, 3)}
+    facts["config"] = {one.kernel: dataclasses.asdict(one.config) for one in ran}
     kernels = "+".join(dict.fromkeys(one.kernel for one in ran))
-    subject = dataclasses.replace(subject, name=f"{rows.OURS}{kernels}") if kernels else subject
-    judge = judge_of(call)
-    complaint = judge(subject, produced)
-    if complaint:
-        raise WrongError(complaint)
-    del produced
-    others = _peers(bench, call, judge)
-    del judge
-    turns: dict[str, Any] = {"turns": options.turns, "times": options.times, "flush": bench.flush}
-    timings = timing.interleave(bench.timer, [subject, *others], **turns)
-    found = [
-        rows.measured(
-            case if name == subject.name else peers.case_of(case),
-            *(bench.op, name, taken, bench.provenance),
-        )
-        | {"l2": "cold" if options.cold else "warm"}
-        for name, taken in timings.items()
-    ]
-    for row, one in zip(found, (subject, *others), strict=True):
-        if (memory := getattr(one.launch, "memory_mib", None)) is not None:
-            row["memory_mib"] = memory
-    found[0]["first_call_s"] = round(first_call, 3)
-    found[0]["config"] = {one.kernel: dataclasses.asdict(one.config) for one in ran}
-    del subject, others, call
-    gc.collect()
-    peers.release()
+    name = f"{rows.OURS}{kernels}" if kernels else subject.name
+    return Entry(name, dataclasses.replace(subject, name=name), call.case, produced, facts)
+
+
+def _candidates(bench: Bench, name: str, call: peers.Call) -> list[Entry]:
+    """A peer's configurations, each after its first call; why there is none, said in a line."""
+    try:
+        found = []
+        for subject in peers.PEERS[bench.op][name](call):
+            found.append(Entry(subject.name, subject, call.case, subject.launch()))
+            subject.wait(found[-1].produced)
+        return found
+    except Exception as error:  # a peer may fail in any way it likes
+        bench.say_once(f"      {name}: {first_line(error)}")
+        return []
+
+
+def _right(bench: Bench, others: list[list[Entry]], judge: "Judge") -> list[Entry]:
+    """Of each peer that is right, its fastest."""
+    found = []
+    for candidates in others:
+        good = []
+        for entry in candidates:
+            if complaint := judge(entry.subject, entry.produced):
+                bench.say(f"      {entry.impl}: left out, {complaint}")
+            else:
+                good.append(entry)
+            entry.produced = None
+        if good:
+            fastest = timing.quickest(bench.timer, [entry.subject for entry in good])
+            found += [entry for entry in good if entry.subject is fastest]
     return found
+
+
+def _timed(bench: Bench, mine: list[Entry], others: list[Entry]) -> dict[str, list[Row]]:
+    options = bench.options
+    names: dict[str, Entry] = {}
+    for entry in (*mine, *others):
+        name = entry.impl if entry.impl not in names else f"{entry.impl} {entry.case.name}"
+        entry.subject = dataclasses.replace(entry.subject, name=name)
+        names[name] = entry
+    turns: dict[str, Any] = {"turns": options.turns, "times": options.times, "flush": bench.flush}
+    subjects_of_all = [entry.subject for entry in names.values()]
+    timings = timing.interleave(bench.timer, subjects_of_all, **turns)
+
+    def row(entry: Entry, case: Any) -> Row:
+        facts = bench.op, entry.impl, timings[entry.subject.name], bench.provenance
+        l2 = {"l2": "cold" if options.cold else "warm"}
+        memory = getattr(entry.subject.launch, "memory_mib", None)
+        held = {} if memory is None else {"memory_mib": memory}
+        return rows.measured(case, *facts) | l2 | held | entry.facts
+
+    return {
+        entry.case.name: [row(entry, entry.case)]
+        + [
+            row(one, peers.case_of(entry.case))
+            for one in others
+            if one.case is entry.case or one.impl not in peers.BY_KIND
+        ]
+        for entry in mine
+    }
 
 
 def ours(bench: Bench, call: peers.Call) -> Subject:
@@ -206,30 +317,6 @@ def wanted_peers(op: str, names: str) -> list[str]:
         if name not in table:
             raise ValueError(f"peers: expected names of {', '.join(table)}, got {name!r}")
     return wanted
-
-
-def _peers(bench: Bench, call: peers.Call, judge: "Judge") -> list[Subject]:
-    """Those that are here and right, each at its fastest; why not, said in a line."""
-    table = peers.PEERS[bench.op]
-    found = []
-    for name in wanted_peers(bench.op, bench.options.peers):
-        try:
-            candidates = [one for one in table[name](call) if _is_right(bench, one, judge)]
-        except Exception as error:  # a peer may fail in any way it likes
-            bench.say_once(f"      {name}: {first_line(error)}")
-            continue
-        if candidates:
-            found.append(timing.quickest(bench.timer, candidates))
-    return found
-
-
-def _is_right(bench: Bench, candidate: Subject, judge: "Judge") -> bool:
-    produced = candidate.launch()
-    candidate.wait(produced)
-    complaint = judge(candidate, produced)
-    if complaint:
-        bench.say(f"      {candidate.name}: left out, {complaint}")
-    return complaint is None
 
 
 def first_line(error: Exception) -> str:
