@@ -3,8 +3,12 @@
 from typing import Any
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
 
 from pallas_attn.kernels import fragments, softmax, tiles, warps
 from pallas_attn.kernels.decode_plan import Piece, Plan
@@ -18,11 +22,12 @@ ROWS = warps.WARPS * fragments.ROWS
 def _positions(plan: Plan, piece: Piece, tile: Scalar) -> tuple[Any, Any]:
     """Of the queries and the keys of all warps' logits."""
     split, problem = plan.split, plan.problem
-    shape = (ROWS, split.columns)
+    shape = (ROWS, split.width)
     row, column = tiles.positions(shape, 0, 0), tiles.positions(shape, 1, 0)
     warp = row // fragments.ROWS
-    key = tile * plan.tile + split.first(warp) + column
-    query = split.row_block(warp) * fragments.ROWS + row % fragments.ROWS
+    own = row % fragments.ROWS
+    key = tile * plan.tile + split.first(warp) + split.key(own, column)
+    query = split.row_block(warp) * fragments.ROWS + split.query(own)
     query = query + lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
     return piece.length - problem.q_len + _divided(plan, query), key
 
@@ -62,3 +67,23 @@ def logits(plan: Plan, piece: Piece, tile: Scalar, given: tuple) -> tuple[Array,
         return jax.tree.map(lambda x: jnp.where(seen, x, -jnp.inf), (s, weights))
 
     return lax.cond(full, lambda: (s, weights), masked)
+
+
+def of_both(rows: Array, op: str) -> Array:
+    """A number a row of folded scores -> the "maximum" or the "sum" of both halves, in both."""
+    shape, code_of = rows.shape, {"maximum": arith.maximumf, "sum": arith.addf}[op]
+
+    def code(rows):
+        halves = [
+            vector.extract(x, [], [0]) if isinstance(x.type, ir.VectorType) else x
+            for x in rows.registers.flat
+        ]
+        return fragments._row([code_of(*halves)] * 2)
+
+    def twin(rows):
+        parts = rows.reshape(warps.WARPS, 2, 8)
+        both = np.maximum(parts[:, 0], parts[:, 1]) if op == "maximum" else parts.sum(axis=1)
+        return np.repeat(both[:, None], 2, axis=1).reshape(shape).astype(np.float32)
+
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=tiles.ROW)
+    return fragments._inline(code, twin, (rows,), (tiles.ROW,), result)
