@@ -95,20 +95,23 @@ class Config:
         if problem.dtype == "float32":
             return _float32(problem)
         plain = not problem.arrays and problem.softcap is None  # and so few registers
-        if dim <= 64 and plain and not problem.mask.is_full:
+        if dim <= 64 and plain and not problem.mask.is_full and _fits(problem, 4):
             return cls(warpgroups=4, block_kv=64, stages=6)
         if dim <= 64:
             return cls(warpgroups=3, block_kv=128, stages=4, q_slots=1)
-        if dim <= 128 and plain and _rows(problem, 3) <= 1.1 * _rows(problem, 2):
+        if dim <= 128 and plain and _fits(problem, 3):
             return cls(warpgroups=3, block_kv=64, stages=3)
         if dim <= 128:
             return cls(warpgroups=2, block_kv=128, stages=2)
         return cls(warpgroups=2, block_kv=64, stages=2)
 
 
-def _rows(problem: AttentionProblem, warpgroups: int) -> int:
-    """Query rows of a head in whole tiles of work."""
-    return operands.round_up(problem.q_len, ROWS * warpgroups)
+def _fits(problem: AttentionProblem, warpgroups: int) -> bool:
+    """Whether tiles of work of so many leave few rows idle, beside those of one fewer."""
+    wider, narrower = (
+        operands.round_up(problem.q_len, ROWS * n) for n in (warpgroups, warpgroups - 1)
+    )
+    return wider <= 1.1 * narrower
 
 
 # The first that fits in shared memory, and its three warpgroups in registers.
