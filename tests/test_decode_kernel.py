@@ -460,9 +460,9 @@ def test_layers_share_one_kernel():
             {
                 **dict.fromkeys(("dtype", "cache_dtype"), "float32"),
                 **dict.fromkeys(("head_dim", "v_head_dim"), 256),
-                **{"precision": "highest", "q_len": 4, "sequences": 1000},
+                **{"precision": "highest", "q_len": 4, "sequences": 1990},
             },
-            "such rows do not fit in shared memory beside 1000 lengths",
+            "such rows do not fit in shared memory beside 1990 lengths",
         ),
         ({"cache_dtype": "float16"}, "a float16 cache under bfloat16 queries"),
         ({"head_dim": 264}, "head_dim is 264; it takes multiples of 8 up to 256"),
