@@ -38,6 +38,7 @@ from jax._src.pallas.mosaic_gpu.interpret import (
 )
 from jax._src.state import discharge
 from jax._src.state import types as state
+from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
 from tests.aot import Report, available, compile_for
 from tests.threads import BlockOfThreads, Memory
@@ -70,10 +71,15 @@ def interpret() -> Iterator[None]:
         raise AssertionError("RACE DETECTED: the interpreter says where, above")
 
 
-def lower_for_cuda(f: Callable[..., Any], *shapes: Any) -> str:
-    """`f` lowered for an NVIDIA GPU (sm_90): finds layouts and shared memory that do not fit, and
-    missing primitives.
+def lower_for_cuda(f: Callable[..., Any], *shapes: Any, smem_bytes: int | None = None) -> str:
+    """`f` lowered for an NVIDIA GPU (sm_90, or one with less shared memory a block): finds layouts
+    and shared memory that do not fit, and missing primitives.
     """
+    with artificial_shared_memory_limit(smem_bytes):
+        return _lowered(f, *shapes)
+
+
+def _lowered(f: Callable[..., Any], *shapes: Any) -> str:
     return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -86,9 +92,11 @@ def _run_program(*, token, mesh_location, thread, keys, scalars, program, trees)
     if not hasattr(ours, "launch_memory"):
         ours.launch_memory = Memory()
     coordinates = (*np.ravel(mesh_location.cluster_coords), *np.ravel(mesh_location.block_coords))
+    coordinates = tuple(map(int, coordinates))
     block = BlockOfThreads(
-        ours.launch_memory.block(*map(int, coordinates), int(mesh_location.thread_id)),
+        ours.launch_memory.block(*coordinates, int(mesh_location.thread_id)),
         ours.launch_memory,
+        coordinates,
     )
     arrays = [ours.mem[shared_memory.HostAllocationKey.from_array(key)].content for key in keys]
     spread = [np.full(128, scalar, np.int32) for scalar in scalars]

@@ -110,7 +110,7 @@ INTERPRETED = {
 
 
 PORTABLE_INTERPRETED = {
-    "band": PORTABLE(row_blocks=1, block_kv=32, stages=3),
+    "band": PORTABLE(block_kv=32, stages=3, wide=True),
     "window_t_above_s": PORTABLE(row_blocks=1, block_kv=32, stages=2, hold_q=True),
     "everything": PORTABLE(row_blocks=1),
     "dim72_24": PORTABLE(row_blocks=2, block_kv=64),

@@ -12,9 +12,9 @@ class BlockOfThreads:
     thread.
     """
 
-    def __init__(self, first: int, memory: "Memory"):
+    def __init__(self, first: int, memory: "Memory", block: Any = None):
         self.index = np.arange(128, dtype=np.int32)
-        self.memory = memory
+        self.memory, self.block = memory, block
         self.ids = first + self.index.astype(np.int64)
 
     def wide(self, x):
@@ -165,6 +165,12 @@ class BlockOfThreads:
     def sync(self):
         self.memory.meet(int(self.ids[0]))
 
+    def meet(self, groups):
+        """With the block's other warpgroups, each of which is one of these."""
+        self.sync()
+        if groups > 1:
+            self.memory.gate(self.block, groups).wait(timeout=60)
+
     def make_barriers(self, ref, count):
         block = int(self.ids[0])
         self.memory.barriers.update({(block, slot): Barrier() for slot in range(count)})
@@ -194,7 +200,8 @@ class BlockOfThreads:
 
     def copy_async(self, to, source, there, where=None, size=16):
         """Nothing arrives before its reader waits and all meet; until then there are NaNs."""
-        (to, to_index), (source, index) = to, source
+        (to, to_index, *near), (source, index, *far) = to, source
+        to_index, index = to_index + sum(near), index + sum(far)
         where = np.broadcast_to(True if where is None else where, 128)
         there = np.broadcast_to(there, 128)[where]
         to_index, index = (np.broadcast_to(x, 128)[where] for x in (to_index, index))
@@ -296,11 +303,16 @@ class Memory:
         self.copies: dict[int, Copies] = {}  # by block
         self.since_meeting: dict[int, dict[Any, tuple[set, bool]]] = {}  # by block and byte
         self.arrived: dict[tuple[int, int], set[int]] = {}
+        self.gates: dict[Any, threading.Barrier] = {}
 
     def block(self, *coordinates) -> int:
         """The number of a block's first thread."""
         with self.lock:
             return 128 * self.blocks.setdefault(coordinates, len(self.blocks))
+
+    def gate(self, block, groups) -> threading.Barrier:
+        with self.lock:
+            return self.gates.setdefault(block, threading.Barrier(groups))
 
     def prefetch(self, ref, index, nbytes):
         self._words(ref, index, nbytes, "prefetched")

@@ -1,4 +1,5 @@
-"""dQ of the portable backward by a kernel of its own, and the gradient of a bias.
+"""dQ of the portable backward by a kernel of its own, or read out of where another kernel added it
+up; and the gradient of a bias.
 
 dQ has the forward's grid and orientation: a block owns 64 query rows (or 128) and walks over the
 key tiles that meet them; the next K and V arrive under this tile's arithmetic, where there is room
@@ -28,12 +29,14 @@ from pallas_attn.kernels import (
     matrices,
     operands,
     spans,
+    squares,
     tiles,
 )
 from pallas_attn.kernels.flash_bwd_dbias import Step, Walk
 from pallas_attn.kernels.flash_bwd_plan import Refs
 from pallas_attn.kernels.flash_fwd_sm80 import WholePlan, turn
 from pallas_attn.kernels.logits import Place
+from pallas_attn.kernels.squares import Stand
 
 ROWS = flash_plan.ROWS
 
@@ -79,11 +82,13 @@ def _copies(plan: WholePlan, refs: Refs, smem: Smem, cell: Cell, key: Any, slot:
     for name, width in (("q", plan.k_width), ("do", plan.v_width)):
         ref = getattr(refs, name)
         at = (cell.batch, cell.head, cell.row, cell.q_len - cell.row, jnp.int32(0))
-        rows.append(((getattr(smem, name), ref), at, (plan.tile_rows, ref.shape, parts * width)))
+        rows.append(
+            ((getattr(smem, name), ref), at, (plan.tile_rows, ref.shape, parts * width, True))
+        )
     for name, width in (("k", plan.k_width), ("v", plan.v_width)):
         ref = getattr(refs, name)
         at = (cell.batch, kv_head, key, cell.kv_len - key, slot * block)
-        keys.append(((getattr(smem, name), ref), at, (block, ref.shape, parts * width)))
+        keys.append(((getattr(smem, name), ref), at, (block, ref.shape, parts * width, False)))
     return rows, keys
 
 
@@ -173,6 +178,37 @@ def _by_rows(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Refs:
         fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
         fields["segment_spans"] = spans.of_segments(q_ids, kv_ids, plan.tile_rows, block)
     return refs._replace(**fields)
+
+
+# ---- where it was added up ----------------------------------------------------------------------
+
+
+def collected(plan: Any, sums: Any) -> Any:
+    """dq from what a kernel over key tiles has added up."""
+    problem = plan.problem
+    sizes = (problem.batch, problem.q_len, problem.q_heads, problem.head_dim)
+    kernel = plgpu.kernel(
+        functools.partial(_collect, plan=plan),
+        out_type=jax.ShapeDtypeStruct(sizes, problem.dtype),
+        grid=(sums.shape[0],),
+        grid_names=("part",),
+        kernel_name="flash_bwd_dq_collect_sm80",
+    )
+    return kernel(sums)
+
+
+def _collect(sums: Any, out: Any, *, plan: Any) -> None:
+    """A part of a tile of dq."""
+    problem, parts, block = plan.problem, plan.dq_parts, plan.config.block_q
+    number = lax.axis_index("part")
+    tile, part = lax.div(number, jnp.int32(parts)), lax.rem(number, jnp.int32(parts))
+    dq = squares.collected(sums, number, (block, plan.k_width // parts), plan.vectors)
+    head, t = lax.div(tile, jnp.int32(plan.q_tiles)), lax.rem(tile, jnp.int32(plan.q_tiles))
+    heads = jnp.int32(problem.q_heads)
+    batch, head = lax.div(head, heads), lax.rem(head, heads)
+    at = (batch, head, t * block, problem.q_len - t * block)
+    dq = (dq * problem.scale).astype(out.dtype)
+    squares.write(dq, out, at, Stand(2, parts, part))
 
 
 # ---- the gradient of a bias ---------------------------------------------------------------------

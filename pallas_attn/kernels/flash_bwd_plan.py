@@ -272,9 +272,12 @@ def item_of(plan: Plan, refs: Refs, code: Any) -> Item:
     return Item(batch, kv_head, key, q_offset, q_len, kv_len, span, turn)
 
 
-def place_of(item: Item, head: Any, t: Any, key: Any, block_q: int) -> Place:
+def place_of(
+    item: Item, head: Any, t: Any, key: Any, block_q: int, layout: Any = tiles.TILE
+) -> Place:
     """Where the tile of logits of keys from `key` on and query tile t stands."""
-    return Place(item.batch, head, t * block_q, key, item.q_offset, item.kv_len, 1)
+    where = (item.batch, head, t * block_q, key, item.q_offset, item.kv_len)
+    return Place(*where, q_axis=1, layout=layout)
 
 
 @functools.lru_cache(maxsize=64)

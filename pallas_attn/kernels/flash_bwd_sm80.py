@@ -2,17 +2,23 @@
 
 As FlashAttention-2 (arXiv 2307.08691): a block of 4 warps owns 64 keys of one kv head (or 128) and
 walks over the query tiles that meet them, of all query heads of the group. Tiles of scores have
-keys down and queries across, so that P^T and dS^T, as they come out of one matmul, are operands of
-the next, and a warp needs nothing from the others for dV and dK, which stay in registers.
+keys down and queries across. Warps stand in one of two ways (`squares`):
 
-dQ: a step puts dS^T in shared memory, where every warp takes 16 query rows of it, and what they
-make is added to a float32 array in global memory: five matmuls in all (`fused`). Where bits must
-repeat, or registers or shared memory do not suffice, dQ is a kernel of its own with the forward's
-grid, which computes S and dP again. Head dims above 128 leave no registers for dK and dV together:
-each has its own launch. A bias that wants a gradient has a third kernel, `flash_bwd_dbias`'s walk.
+  down 4  each has some keys and all queries of a tile: P^T and dS^T, as they come out of one
+          matmul, are operands of the next; only for dQ dS^T goes through shared memory
+  down 2  two by two, which takes fewer loads for as many matmuls: P^T and dS^T go through shared
+          memory, where all find all of them
 
-Shared memory: k, v; q twice, so that the next tile arrives under this one; dO, which is asked for
-when dV is done; dS^T. A block meets twice a step.
+dQ: every warp takes some query rows of dS^T, and what they make is added to a float32 array in
+global memory: five matmuls in all (`fused`); a small kernel reads dQ out again. Head dims above 128
+take two warpgroups, which share out the queries of a tile for scores and the columns of all
+gradients. Where bits must repeat, or shared memory does not suffice, dQ is a kernel of its own with
+the forward's grid, which computes S and dP again, and wide heads have a launch for dK and one for
+dV. A bias that wants a gradient has a third kernel, `flash_bwd_dbias`'s walk.
+
+Shared memory: k, v; q twice, so that the next tile arrives under this one; dO, twice where there is
+room, else the next is asked for when dV is done; P^T and dS^T. A block meets two to four times a
+step.
 """
 
 import dataclasses
@@ -35,11 +41,13 @@ from pallas_attn.kernels import (
     matrices,
     operands,
     spans,
+    squares,
     tiles,
 )
 from pallas_attn.kernels import flash_bwd_plan as shared
 from pallas_attn.kernels.flash_bwd_plan import Item, Refs, across
-from pallas_attn.kernels.flash_fwd_sm80 import Widths, fits, turn
+from pallas_attn.kernels.flash_fwd_sm80 import Widths, fits, threads, turn
+from pallas_attn.kernels.squares import Stand
 
 ROWS = flash_plan.ROWS
 
@@ -50,6 +58,9 @@ class Config:
 
     row_blocks: int = 1  # of 64 keys
     block_q: int = 64
+    down: int = 4  # warps of a warpgroup one above the other: see above
+    warpgroups: int = 1
+    do_stages: int = 1  # tiles of dO in shared memory
     fused: bool = True  # dq is added up in global memory; else by a kernel of its own
     section: int = 0  # heads whose tiles of work are taken together; 0: see Plan.section
     dq_row_blocks: int = 1  # of the kernel for dq alone: its tiles
@@ -59,10 +70,14 @@ class Config:
     ctas = 0  # one block a tile of work
 
     def __post_init__(self):
-        blocks = (64,) if self.fused else (16, 32, 64)
+        blocks = (32, 64) if self.fused else (16, 32, 64)
+        columns = self.block_q * self.down // (4 * self.warpgroups)  # of scores, a warp's
         wants = {
             "row_blocks": (self.row_blocks in (1, 2), "1 or 2"),
-            "block_q": (self.block_q in blocks, "64, or, if it is not fused, 16 or 32"),
+            "block_q": (self.block_q in blocks, "32 or 64, or, if it is not fused, 16"),
+            "warpgroups": (self.warpgroups in (1, 2), "1 or 2"),
+            "down": (self.down in (2, 4) and columns >= 16, "4, or 2 if a warp gets 16 queries"),
+            "do_stages": (self.do_stages in (1, 2), "1 or 2"),
             "section": (self.section >= 0, "at least 0"),
             "dq_row_blocks": (self.dq_row_blocks in (1, 2), "1 or 2"),
             "dq_block_kv": (self.dq_block_kv in (16, 32, 64), "16, 32 or 64"),
@@ -75,15 +90,21 @@ class Config:
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
         """What serves a problem that nobody tuned: the first that has room."""
-        wide = max(problem.head_dim, problem.v_head_dim) > 128
+        dim = max(problem.head_dim, problem.v_head_dim)
+        choices = []
+        if problem.dtype == "float32":
+            choices = [cls()] if dim <= 128 else []
+        elif dim > 128:
+            choices = [cls(down=2, warpgroups=2, do_stages=2), cls(block_q=32, warpgroups=2)]
+        else:
+            choices = [cls(down=2) if dim > 64 else cls(2, 32), cls()]
+        choices = [] if problem.deterministic else choices
         tiles_of_dq = ((64, 2), (32, 2), (16, 2), (32, 1), (16, 1))
-        choices = [
-            cls(1, block, False, dq_block_kv=keys, dq_stages=stages)
+        choices += [
+            cls(block_q=block, fused=False, dq_block_kv=keys, dq_stages=stages)
             for block in (64, 32, 16)
             for keys, stages in tiles_of_dq
         ]
-        if not (wide or problem.deterministic):
-            choices.insert(0, cls(1, 64, True))
         return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
 
 
@@ -100,7 +121,30 @@ class KeyPlan(Widths, shared.Plan):
     @property
     def split(self) -> bool:
         """Whether dK and dV are made by a launch each."""
-        return max(self.problem.head_dim, self.problem.v_head_dim) > 128
+        wide = max(self.problem.head_dim, self.problem.v_head_dim) > 128
+        return wide and self.config.warpgroups == 1
+
+    @property
+    def unit_of_width(self) -> int:
+        return 16 * self.config.warpgroups
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a tile of scores: a warpgroup's."""
+        return self.config.block_q // self.config.warpgroups
+
+    @property
+    def dq_parts(self) -> int:
+        """Parts of a tile of dq, some columns each. Where two warpgroups share them out, each makes
+        its own in two goes, which leaves registers for loads ahead.
+        """
+        groups = self.config.warpgroups
+        return 2 * groups if groups > 1 and self.k_width % 64 == 0 else groups
+
+    @property
+    def vectors(self) -> bool:
+        """Whether memory adds 4 numbers by one instruction."""
+        return int((self.problem.gpu or "sm80")[2:]) >= 90
 
 
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
@@ -115,13 +159,14 @@ class Smem(NamedTuple):
     k: Any  # [keys, ..]
     v: Any  # [keys, ..]; None where there is no dK
     q: Any  # [2 * block_q, ..]
-    do: Any  # [block_q, ..]
-    ds: Any  # [keys, block_q]; None where dQ is made elsewhere
+    do: Any  # [do_stages * block_q, ..]
+    p: Any  # [keys, block_q]; None where no warp wants another's
+    ds: Any
 
 
 def scratch(plan: KeyPlan, which: str) -> Smem:
     """Shared memory of the launch for `which`: "k", "v" or "kv", what it makes gradients of."""
-    parts, block = plan.parts_of_numbers, plan.config.block_q
+    parts, block, shared = plan.parts_of_numbers, plan.config.block_q, _stand(plan).shares > 1
 
     def buffer(rows, width):
         return plgpu.SMEM((rows, matrices.pitch(parts * width)), plan.operand_dtype)
@@ -130,9 +175,14 @@ def scratch(plan: KeyPlan, which: str) -> Smem:
         k=buffer(plan.keys, plan.k_width),
         v=buffer(plan.keys, plan.v_width) if "k" in which else None,
         q=buffer(2 * block, plan.k_width),
-        do=buffer(block, plan.v_width),
-        ds=buffer(plan.keys, block) if plan.fused else None,
+        do=buffer(plan.config.do_stages * block, plan.v_width),
+        p=buffer(plan.keys, block) if "v" in which and shared else None,
+        ds=buffer(plan.keys, block) if "k" in which and (plan.fused or shared) else None,
     )
+
+
+def _stand(plan: KeyPlan, group: Any = 0) -> Stand:
+    return Stand(plan.config.down, plan.config.warpgroups, group)
 
 
 def _launches(plan: KeyPlan) -> tuple[str, ...]:
@@ -152,12 +202,42 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 # ---- loading ------------------------------------------------------------------------------------
 
 
-def _keys(plan: KeyPlan, refs: Refs, item: Item, to: Any, which: str) -> Any:
-    """The copy of a tile of work's keys."""
-    ref = getattr(refs, which)
-    at = (item.batch, item.kv_head, item.key, item.kv_len - item.key, jnp.int32(0))
-    width = plan.k_width if which == "k" else plan.v_width
-    return (to, ref), at, (plan.keys, ref.shape, plan.parts_of_numbers * width)
+class Copies(NamedTuple):
+    """What a warpgroup asks for: its part of the rows of each tile."""
+
+    plan: KeyPlan
+    refs: Refs
+    smem: Smem
+    item: Item
+    group: Any
+
+    def keys(self, which: str) -> Any:
+        """A tile of work's keys."""
+        item, plan = self.item, self.plan
+        width = plan.k_width if which == "k" else plan.v_width
+        at = (item.batch, item.kv_head, item.key, item.kv_len - item.key, jnp.int32(0))
+        return self._copy(which, at, plan.keys, width)
+
+    def queries(self, which: str, step: "Step", slot: Any) -> Any:
+        """A query tile of q or dO."""
+        plan, block = self.plan, self.plan.config.block_q
+        length: Any = plan.problem.q_len if self.item.q_len is None else self.item.q_len
+        live = jnp.where(step.there, length - step.t * block, 0)
+        width = plan.k_width if which == "q" else plan.v_width
+        at = (self.item.batch, step.head, step.t * block, live, slot * block)
+        return self._copy(which, at, block, width)
+
+    def _copy(self, which: str, at: Any, rows: int, width: int) -> Any:
+        (batch, head, row, live, to), groups = at, self.plan.config.warpgroups
+        rows = rows // groups
+        begin = self.group * rows
+        at = (batch, head, row + begin, live - begin, to + begin)
+        ref = getattr(self.refs, which)
+        width *= self.plan.parts_of_numbers
+        # Whatever is said of addresses: with few registers to spare, constants from one are 5 %
+        # faster at head dims 128 (causal) and 256; at 64 they are 2 % slower.
+        fixed = _stand(self.plan).shares == 1
+        return (getattr(self.smem, which), ref), at, (rows, ref.shape, width, fixed)
 
 
 class Step(NamedTuple):
@@ -169,84 +249,151 @@ class Step(NamedTuple):
 
 
 def _step_of(plan: KeyPlan, item: Item, i: Any) -> Step:
+    if plan.problem.group == 1:
+        return Step(item.kv_head, item.tile(i), i < item.steps)
     g = lax.div(i, jnp.maximum(item.steps, 1))
-    t = item.span.lo + i - g * item.steps
+    t = item.tile(i - g * item.steps)
     return Step(item.kv_head * plan.problem.group + g, t, i < plan.problem.group * item.steps)
-
-
-def _queries(plan: KeyPlan, refs: Refs, item: Item, to: Any, step: Any) -> Any:
-    """The copy of a query tile of q or dO; step is (its name, a Step, the slot)."""
-    which, (head, t, there), slot = step
-    ref, block = getattr(refs, which), plan.config.block_q
-    length: Any = plan.problem.q_len if item.q_len is None else item.q_len
-    live = jnp.where(there, length - t * block, 0)
-    at = (item.batch, head, t * block, live, slot * block)
-    width = plan.k_width if which == "q" else plan.v_width
-    return (to, ref), at, (block, ref.shape, plan.parts_of_numbers * width)
 
 
 # ---- computing ----------------------------------------------------------------------------------
 
 
-def _attend(plan: KeyPlan, refs: Refs, smem: Smem, item: Item, which: str) -> tuple[Any, ...]:
+class Block(NamedTuple):
+    """What a warpgroup knows while it walks."""
+
+    plan: KeyPlan
+    refs: Refs
+    smem: Smem
+    item: Item
+    which: str  # gradients that it makes
+    stand: Stand
+
+    def turn(self, *copies: Any) -> None:
+        turn(*copies, wait=None, meet=True, groups=self.stand.groups)
+
+
+def _attend(block: Block) -> tuple[Any, ...]:
     """The gradients of the block's keys over all query tiles."""
-    block, parts, dtype = plan.config.block_q, plan.parts_of_numbers, plan.operand_dtype
-    shape, none = (plan.keys, block), jnp.int32(0)
-    q_of = functools.partial(_queries, plan, refs, item, smem.q)
-    do_of = functools.partial(_queries, plan, refs, item, smem.do)
+    plan, smem, which = block.plan, block.smem, block.which
+    copies = Copies(plan, block.refs, smem, block.item, block.stand.group)
 
     def one(i, carry):
         grads = dict(zip(which, carry, strict=True))
-        step, slot = _step_of(plan, item, i), i & 1
-        following = _step_of(plan, item, i + 1)
-        turn(q_of(("q", following, 1 - slot)), wait=0)
-        rows = pl.ds(step.t * block, block)
-        lse, delta = (
-            tiles.load(ref.at[item.batch, step.head, rows], tiles.COLUMN)
-            for ref in (refs.lse, refs.delta)
-        )
-        rows_of_q = (smem.q, slot * block)
-        s = matrices.scores((smem.k, none), rows_of_q, (*shape, plan.k_width), parts)
-        place = shared.place_of(item, step.head, step.t, item.key, block)
-        masked = shared.masked(plan, item, step.t)
-        p, slope = logits.probabilities(plan, refs, place, s, lse, masked)
-        if "v" in which:
-            weights = matrices.parts_of(p, parts, dtype)
-            grads["v"] = matrices.weigh(grads["v"], weights, smem.do, none, plan.v_width)
-        if "k" in which:
-            sizes = (*shape, plan.v_width)
-            dp = matrices.scores((smem.v, none), (smem.do, none), sizes, parts)
-            ds = p * (dp - across(delta, shape))
-            ds = matrices.parts_of(ds if slope is None else ds * slope, parts, dtype)
-        if plan.fused:
-            matrices.put(ds, smem.ds)
-        turn(do_of(("do", following, none)), wait=None, meet=True)
-        if "k" in which:
-            grads["k"] = matrices.weigh(grads["k"], ds, smem.q, slot * block, plan.k_width)
-        if plan.fused:
-            sizes = (block, plan.keys, plan.k_width)
-            dq = matrices.transposed_product(smem.ds, smem.k, sizes, parts)
-            of_head = (item.batch * plan.problem.q_heads + step.head) * plan.q_tiles
-            matrices.add(dq, refs.dq, of_head + step.t)
-        return tuple(grads[name] for name in which)
+        step, slot = _step_of(plan, block.item, i), i & 1
+        following = _step_of(plan, block.item, i + 1)
+        soon, later = [copies.queries("q", following, 1 - slot)], []
+        if plan.config.do_stages == 2:
+            soon.append(copies.queries("do", following, 1 - slot))
+        else:
+            later.append(copies.queries("do", following, jnp.int32(0)))
+        turn(*soon, wait=0, groups=block.stand.groups)
+        first_do = (slot if plan.config.do_stages == 2 else jnp.int32(0)) * plan.config.block_q
+        rows = (slot * plan.config.block_q, first_do)
+        return _step(block, step, rows, grads, later)
 
-    first = _step_of(plan, item, none)
-    copies = [_keys(plan, refs, item, smem.k, "k"), q_of(("q", first, none))]
+    first = _step_of(plan, block.item, jnp.int32(0))
+    begin = [copies.keys(name) for name in ("k", "v") if "k" in which or name == "k"]
+    begin += [copies.queries(name, first, jnp.int32(0)) for name in ("q", "do")]
+    turn(*begin, wait=None)
+    nothing = tuple(_nothing(block, name) for name in which)
+    steps = plan.problem.group * block.item.steps
+    return lax.fori_loop(0, steps, one, nothing)
+
+
+def _nothing(block: Block, name: str) -> Any:
+    plan, stand = block.plan, block.stand
+    shape = (plan.keys, (plan.k_width if name == "k" else plan.v_width) // stand.groups)
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), tiles.standing(shape, stand.down))
+
+
+def _step(block: Block, step: Step, rows: Any, grads: dict, later: list) -> tuple[Any, ...]:
+    """One query tile, of q and dO from `rows` of shared memory on; `later` are the copies that want
+    this dO's place.
+    """
+    plan, smem, which, stand = block.plan, block.smem, block.which, block.stand
+    parts = plan.parts_of_numbers
+    shape = (plan.keys, plan.config.block_q, parts)
+    q, do = (smem.q, rows[0], plan.k_width), (smem.do, rows[1], plan.v_width)
+    before = grads if parts == 3 else {}  # tensor cores, which round towards 0, add up one tile
+    grads = {name: _nothing(block, name) for name in before} or grads
+    probabilities, derivative = _scores(block, step, rows)
+    p = matrices.parts_of(probabilities, parts, plan.operand_dtype)
+    ds: Any = ()
+    if smem.p is not None:
+        squares.put(p, smem.p, stand)
+    elif "v" in which:
+        grads["v"] = squares.weigh(grads["v"], p, do, stand.down)
     if "k" in which:
-        copies.append(_keys(plan, refs, item, smem.v, "v"))
-    turn(*copies, do_of(("do", first, none)), wait=None)
-    widths = {"k": plan.k_width, "v": plan.v_width}
-    nothing = tuple(tiles.filled((plan.keys, widths[name]), 0.0) for name in which)
-    return lax.fori_loop(0, plan.problem.group * item.steps, one, nothing)
+        ds = matrices.parts_of(derivative(probabilities), parts, plan.operand_dtype)
+    if smem.ds is not None:
+        squares.put(ds, smem.ds, stand)
+    if smem.p is not None:
+        block.turn()
+        grads["v"] = squares.weigh_shared(grads["v"], smem.p, do, shape, stand)
+    if later or (smem.p is None and smem.ds is not None):
+        block.turn(*later)
+    if "k" in which and stand.shares > 1:
+        grads["k"] = squares.weigh_shared(grads["k"], smem.ds, q, shape, stand)
+    elif "k" in which:
+        grads["k"] = squares.weigh(grads["k"], ds, q, stand.down)
+    if plan.fused:
+        _add_dq(block, step)
+    grads = {name: grads[name] + old for name, old in before.items()} or grads
+    return tuple(grads[name] for name in which)
+
+
+def _add_dq(block: Block, step: Step) -> None:
+    plan, stand, smem = block.plan, block.stand, block.smem
+    sizes = (plan.config.block_q, plan.keys, plan.k_width)
+    of_head = (block.item.batch * plan.problem.q_heads + step.head) * plan.q_tiles
+    each = plan.dq_parts // stand.groups
+    for n in range(each):
+        part = stand._replace(groups=plan.dq_parts, group=stand.group * each + n)
+        dq = squares.transposed_product(smem.ds, smem.k, sizes, plan.parts_of_numbers, part)
+        index = (of_head + step.t) * plan.dq_parts + part.group
+        squares.add(dq, block.refs.dq, index, plan.vectors)
+
+
+def _scores(block: Block, step: Step, first: Any) -> tuple[Any, Any]:
+    """(P of a warpgroup's queries; dS as a function of it)."""
+    plan, refs, smem, stand = block.plan, block.refs, block.smem, block.stand
+    shape, none, begin = (plan.keys, plan.rows), jnp.int32(0), stand.group * plan.rows
+    layout, size = tiles.standing(shape, stand.down), plan.config.block_q
+    rows = pl.ds(step.t * size + begin, plan.rows)
+
+    def of_rows(ref):
+        return tiles.load(ref.at[block.item.batch, step.head, rows], layout.reduce(0))
+
+    lse = of_rows(refs.lse)
+    how = (plan.parts_of_numbers, stand.down)
+    s = squares.product((smem.k, none), (smem.q, first[0] + begin), (*shape, plan.k_width), *how)
+    place = shared.place_of(block.item, step.head, step.t, block.item.key, size, layout)
+    place = place._replace(query=place.query + begin)
+    masked = shared.masked(plan, block.item, step.t)
+    p, slope = logits.probabilities(plan, refs, place, s, lse, masked)
+
+    def derivative(p):
+        delta = of_rows(refs.delta)
+        dp = squares.product(
+            (smem.v, none), (smem.do, first[1] + begin), (*shape, plan.v_width), *how
+        )
+        ds = p * (dp - across(delta, shape))
+        return ds if slope is None else ds * slope
+
+    return p, derivative
 
 
 def _kernel(refs: Refs, outs: Any, smem: Smem, *, plan: KeyPlan, which: str) -> None:
     item = shared.item_of(plan, refs, refs.dealt[lax.axis_index("cta"), 1])
-    grads = _attend(plan, refs, smem, item, which)
+    groups = plan.config.warpgroups
+    group = lax.axis_index("wg") if groups > 1 else jnp.int32(0)
+    stand = _stand(plan, group)
+    grads = _attend(Block(plan, refs, smem, item, which, stand))
     for name, grad, out in zip(which, grads, outs, strict=True):
         grad = grad * plan.problem.scale if name == "k" else grad
         at = (item.batch, item.kv_head, item.key, plan.problem.kv_len - item.key)
-        matrices.write(grad.astype(out.dtype), out, at)
+        squares.write(grad.astype(out.dtype), out, at, stand)
 
 
 # ---- the call -----------------------------------------------------------------------------------
@@ -261,14 +408,14 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
     refs = _operands(plan, inputs, rest[2], stats)
     grads: dict[str, Any] = {}
     if plan.fused:
-        heads = problem.batch * problem.q_heads
-        sizes = (heads * plan.q_tiles, config.block_q * plan.k_width)
+        heads, parts = problem.batch * problem.q_heads, plan.dq_parts
+        sizes = (heads * plan.q_tiles * parts, config.block_q * plan.k_width // parts)
         refs = refs._replace(dq=jax.new_ref(jnp.zeros(sizes, jnp.float32)))
     for which in _launches(plan):
         grads |= _launch(plan, refs, which)
         refs = shared.after(refs, grads[which[0]])
     if plan.fused:
-        dq = _dq_of(plan, jax.freeze(refs.dq))
+        dq = flash_bwd_dq_sm80.collected(plan, jax.freeze(refs.dq))
     else:
         dq = flash_bwd_dq_sm80.dq_of(flash_bwd_dq_sm80.plan_of(problem, config), inputs, refs)
     if inputs.bias is not None:
@@ -278,16 +425,6 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
         lse = stats[1][:, :, : problem.q_len]
         grads["sinks"] = shared.dsinks(inputs.sinks, rest[1], lse)
     return AttentionInputs(q=dq, **grads)
-
-
-def _dq_of(plan: KeyPlan, parts: Any) -> Any:
-    """What has been added up, in q's layout and dtype."""
-    problem = plan.problem
-    sizes = (problem.batch, problem.q_heads, plan.q_tiles)
-    dq = matrices.in_rows(parts.reshape(*sizes, -1)).transpose(0, 2, 3, 1, 4)
-    dq = dq.reshape(problem.batch, plan.padded_rows, problem.q_heads, plan.k_width)
-    dq = dq[:, : problem.q_len, :, : problem.head_dim]
-    return (dq * problem.scale).astype(problem.dtype)
 
 
 def _launch(plan: KeyPlan, refs: Refs, which: str) -> dict[str, Any]:
@@ -303,6 +440,7 @@ def _launch(plan: KeyPlan, refs: Refs, which: str) -> dict[str, Any]:
         grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=f"flash_bwd_{which}_sm80",
+        **threads(plan.config.warpgroups),
     )
     return dict(zip(which, kernel(refs), strict=True))
 

@@ -87,6 +87,7 @@ class Place(NamedTuple):
     kv_len: Any
     q_axis: int
     numbers: Any = None  # 0, 1, .. of the tile's queries, in shared memory: see `hidden`
+    layout: Any = tiles.TILE
 
 
 def of_scores(plan: Plan, refs: Refs, rows: Rows, t: Any, s: Any, masked: bool) -> Any:
@@ -158,12 +159,12 @@ def hidden(plan: Any, refs: Any, place: Place, s: Any) -> Any:
     """
     problem, q_axis = plan.problem, place.q_axis
     if place.numbers is None:
-        q_pos = tiles.positions(s.shape, q_axis, place.q_offset + place.query)
+        q_pos = tiles.positions(s.shape, q_axis, place.q_offset + place.query, place.layout)
     else:
-        q_pos = _along(place.numbers, q_axis, s.shape) + (place.q_offset + place.query)
+        q_pos = _along(place.numbers, place, q_axis, s.shape) + (place.q_offset + place.query)
     seen = problem.mask.allows(
         q_pos,
-        tiles.positions(s.shape, 1 - q_axis, place.key),
+        tiles.positions(s.shape, 1 - q_axis, place.key, place.layout),
         place.kv_len if plan.ragged_keys else None,
         *_segments(plan, refs, place, s.shape),
     )
@@ -193,7 +194,7 @@ def _segments(plan: Any, refs: Any, place: Place, shape: Any) -> tuple[Any, Any]
     if not plan.has("q_segment_ids"):
         return None, None
     q_ids, kv_ids = (
-        _along(ids.at[place.batch, pl.ds(start, shape[axis])], axis, shape)
+        _along(ids.at[place.batch, pl.ds(start, shape[axis])], place, axis, shape)
         for ids, start, axis in (
             (refs.q_segment_ids, place.query, place.q_axis),
             (refs.kv_segment_ids, place.key, 1 - place.q_axis),
@@ -202,10 +203,10 @@ def _segments(plan: Any, refs: Any, place: Place, shape: Any) -> tuple[Any, Any]
     return q_ids, kv_ids
 
 
-def _along(ref: Any, axis: int, shape: tuple[int, int]) -> Any:
+def _along(ref: Any, place: Place, axis: int, shape: tuple[int, int]) -> Any:
     """A vector that lies along one axis of a tile, spread over the other."""
-    layout = tiles.COLUMN if axis else tiles.ROW
-    return lax.broadcast_in_dim(tiles.load(ref, layout), shape, [axis])
+    loaded = tiles.load(ref, place.layout.reduce(1 - axis))
+    return lax.broadcast_in_dim(loaded, shape, [axis])
 
 
 def _read(ref: Any, place: Place, shape: tuple[int, int]) -> Any:
@@ -217,9 +218,9 @@ def _read(ref: Any, place: Place, shape: tuple[int, int]) -> Any:
     starts = (place.key, place.query) if place.q_axis else (place.query, place.key)
     down, across = (pl.ds(start, size) for start, size in zip(starts, shape, strict=True))
     if min(sizes) > 1:
-        return tiles.load(ref.at[*where, down, across], tiles.TILE)
+        return tiles.load(ref.at[*where, down, across], place.layout)
     if sizes[0] > 1:
-        return _along(ref.at[*where, down, 0], 0, shape)
+        return _along(ref.at[*where, down, 0], place, 0, shape)
     if sizes[1] > 1:
-        return _along(ref.at[*where, 0, across], 1, shape)
+        return _along(ref.at[*where, 0, across], place, 1, shape)
     return tiles.spread(ref[*where, 0, 0], shape)

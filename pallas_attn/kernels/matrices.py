@@ -11,10 +11,10 @@ of the right operand serves all m.
 
 A float32 operand is a sum of parts in bfloat16, which lie side by side in its rows: 2 are good to
 2**-16, 3 to 2**-24. `PAIRS` says which parts of both operands meet: the others are smaller than
-what is lost anyway.
+what is lost anyway. Tensor cores round towards 0: of 3 parts they add up one tile alone, and of
+scores small products by themselves.
 """
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels import fragments, tiles, warps
 from pallas_attn.kernels.fragments import REF, SCALAR
@@ -70,20 +70,34 @@ def fetch(thread: warps.Thread, refs: tuple[Ref, Ref], at: Any, rows: int, like:
     `live` ones and past `dim`.
 
     `at`: (batch, head, first row, how many live, the row of shared memory). `like`: (the array's
-    shape, the width of a row in shared memory).
+    shape, the width of a row in shared memory, whether the row of shared memory is a constant).
     """
     (to, source), (batch, head, first, live, where) = refs, at
-    (_, length, heads, dim), width = like
+    (_, length, heads, dim), width, fixed = like
     chunks, wide = width // CHUNK, dim // CHUNK
     line = thread.wide(batch) * length + thread.wide(first)
     line = (line * heads + thread.wide(head)) * wide
     step = pitch(width) // CHUNK
-    mine = thread.index
+    mine = thread.index % tiles.THREADS
+    # The same chunk of rows THREADS // chunks apart: constants from one address, where the compiler
+    # cannot find them. Where it can, it knows better: 60 bytes less are spilled.
+    if tiles.THREADS % chunks == 0 and not fixed:
+        row, chunk = mine // chunks, mine % chunks
+        begin = line + thread.wide(row * (heads * wide) + chunk)
+        place, live = (where + row) * step + chunk, live - row
+        for down in range(0, rows, tiles.THREADS // chunks):
+            there = live > down
+            if wide < chunks:
+                there = there & (chunk < wide)
+            inside = None if down + tiles.THREADS // chunks <= rows else row < rows - down
+            far = down * heads * wide
+            thread.copy_async((to, place, down * step), (source, begin, far), there, inside)
+        return
     for start in range(0, rows * chunks, tiles.THREADS):
         if tiles.THREADS % chunks:
             row, chunk = (mine + start) // chunks, (mine + start) % chunks
             begin = line + thread.wide(row * (heads * wide) + chunk)
-        else:  # the same chunk of rows THREADS // chunks apart
+        else:
             row, chunk = mine // chunks + start // chunks, mine % chunks
             begin = line + thread.wide(mine // chunks * (heads * wide) + chunk)
             begin = begin + start // chunks * heads * wide
@@ -118,9 +132,9 @@ def _left_address(ref: Ref, first: Any, step: int) -> ir.Value:
 
 
 def _lane() -> tuple[Int, Int]:
-    """(warp of the block, lane of the warp)."""
+    """(warp of the warpgroup, lane of the warp)."""
     warp, lane = (Int(x) for x in fragments._lane())
-    return warp, lane
+    return warp % warps.WARPS, lane
 
 
 def held(ref: Ref, first: Array, rows: int, width: int) -> Array:
@@ -176,13 +190,15 @@ def scores(
         row = Int(first.registers.item()) + lane % 8 + lane // 16 * 8
         right = _address(k, row, lane // 8 % 2, step)
         base = None if in_registers else _left_address(q, q_first, q_step)
-        zero = utils.c(0.0, ir.F32Type.get())
-        sums = [[[zero] * 4 for _ in range(keys // 8)] for _ in range(blocks)]
+        sums = nothing(blocks, keys)
+        small = nothing(blocks, keys) if parts == 3 else None
         for column in range(0, width, 16):
             a = left(q, base, column)
             for key in range(0, keys, 16):
                 b = [_ldmatrix(right, 2 * (key * step + p * width + column)) for p in range(parts)]
-                _multiply(sums, key // 8, a, b, dtype)
+                _multiply(sums, key // 8, a, b, dtype, small)
+        if small is not None:
+            plus(sums, small, 0)
         return _rows(sums, shape)
 
     def twin(q, q_first, k, first):
@@ -217,15 +233,24 @@ def weigh(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int) -> A
             one = [[vector.extract(x, [], [i]) for x in pair for i in range(2)] for pair in pairs]
             sums.append(one)
         words = [fragments._words(part) for part in p]
-        for key in range(0, keys, 16):
+
+        def add(sums, at, column, key):
             starts = [(block * keys + key) // 4 for block in range(blocks)]
             a = [[part[start : start + 4] for start in starts] for part in words]
+            b = [
+                _ldmatrix(right, 2 * (key * step + n * width + column), transposed=True)
+                for n in range(parts)
+            ]
+            _multiply(sums, at, a, b, dtype)
+
+        for key in range(0, keys, 16) if parts < 3 else ():
             for column in range(0, width, 16):
-                b = [
-                    _ldmatrix(right, 2 * (key * step + n * width + column), transposed=True)
-                    for n in range(parts)
-                ]
-                _multiply(sums, column // 8, a, b, dtype)
+                add(sums, column // 8, column, key)
+        for column in range(0, width, 16) if parts == 3 else ():
+            alone = nothing(blocks, 16)  # tensor cores round towards 0
+            for key in range(0, keys, 16):
+                add(alone, 0, column, key)
+            plus(sums, alone, column // 8)
         return _rows(sums, shape)
 
     def twin(acc, p, v, first):
@@ -241,13 +266,29 @@ def weigh(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int) -> A
     )
 
 
-def _multiply(sums: list, n: int, a: list, b: list, dtype: Any) -> None:
-    """Two columns of 8, the n-th and next, of every block: a [part][block], b [part], 4 words."""
+def _multiply(sums: list, n: int, a: list, b: list, dtype: Any, small: Any = None) -> None:
+    """Two columns of 8, the n-th and next, of every block: a [part][block], b [part], 4 words (or
+    2, of one column). Products of other parts than the first go to `small`, if it is given.
+    """
     for i, j in PAIRS[len(b)]:
-        for block, of_block in enumerate(sums):
-            for half in range(2):
+        for block, of_block in enumerate(sums if small is None or i + j == 0 else small):
+            for half in range(len(b[j]) // 2):
                 pair = b[j][2 * half : 2 * half + 2]
                 of_block[n + half] = fragments._mma(of_block[n + half], a[i][block], pair, dtype)
+
+
+def nothing(blocks: int, columns: int) -> list:
+    """Sums to begin with: [block][8 columns], 4 numbers each."""
+    zero = utils.c(0.0, ir.F32Type.get())
+    return [[[zero] * 4 for _ in range(columns // 8)] for _ in range(blocks)]
+
+
+def plus(sums: list, others: list, n: int) -> None:
+    """sums += others, whose columns begin at the n-th 8."""
+    for of_block, some in zip(sums, others, strict=True):
+        for i, four in enumerate(some):
+            pairs = zip(of_block[n + i], four, strict=True)
+            of_block[n + i] = [arith.addf(a, b) for a, b in pairs]
 
 
 def _rows(sums: list, shape: tuple[int, int]) -> Any:
@@ -268,115 +309,7 @@ def parts_of(p: Array, parts: int, dtype: Any) -> tuple[Array, ...]:
     return tuple(pieces)
 
 
-# ---- operands that lie the other way round -------------------------------------------------------
-
-
-def put(tile: Sequence[Array], to: Ref) -> None:
-    """A tile in its parts, side by side, to shared memory."""
-    (rows, columns), dtype, step = tile[0].shape, to.dtype, to.shape[1]
-
-    def code(tile, to):
-        warp, lane = _lane()
-        row = warp * 16 + lane // 4
-        base = warps.shared_address(to, row * (step // 2) + lane % 4, 4)
-        for n, part in enumerate(tile):
-            for i, word in enumerate(fragments._words(part)):
-                down = i // (columns // 4) * BLOCK + i % 2 * 8
-                across = n * columns + i // 2 % (columns // 8) * 8
-                ptx = f"st.shared.b32 [$0+{2 * (down * step + across)}], $1;"
-                warps.do(ptx, [base, word], "r,r")
-
-    def twin(tile, to):
-        for n, part in enumerate(tile):
-            to[:rows, n * columns : (n + 1) * columns] = part
-
-    types = ((tiles.TILE,) * len(tile), REF)
-    fragments._inline(code, twin, (tuple(tile), to), types, None)
-    assert dtype == tile[0].dtype
-
-
-def transposed_product(left: Ref, right: Ref, sizes: tuple[int, int, int], parts: int) -> Array:
-    """left^T @ right, [rows, width]: `left` holds [keys, rows] as `put` left it, `right` [keys,
-    width]. `sizes`: (rows, keys, width).
-    """
-    (rows, keys, width), dtype, steps = sizes, right.dtype, (left.shape[1], right.shape[1])
-    shape, blocks = (rows, width), rows // BLOCK
-
-    def code(left, right):
-        warp, lane = _lane()
-        # Matrices in the order (rows, keys): (0, 0), (8, 0), (0, 8), (8, 8).
-        a_row = lane % 8 + lane // 16 * 8
-        a_base = _address(left, a_row, warp * 2 + lane // 8 % 2, steps[0])
-        b_base = _address(right, lane % 16, lane // 16, steps[1])
-        zero = utils.c(0.0, ir.F32Type.get())
-        sums = [[[zero] * 4 for _ in range(width // 8)] for _ in range(blocks)]
-        for key in range(0, keys, 16):
-            a = [
-                [
-                    _ldmatrix(a_base, 2 * (key * steps[0] + p * rows + b * BLOCK), transposed=True)
-                    for b in range(blocks)
-                ]
-                for p in range(parts)
-            ]
-            for column in range(0, width, 16):
-                b = [
-                    _ldmatrix(b_base, 2 * (key * steps[1] + p * width + column), transposed=True)
-                    for p in range(parts)
-                ]
-                _multiply(sums, column // 8, a, b, dtype)
-        return _rows(sums, shape)
-
-    def twin(left, right):
-        out = np.zeros(shape, np.float32)
-        for i, j in PAIRS[parts]:
-            a = left[:keys, i * rows : (i + 1) * rows].astype(np.float32)
-            out += a.T @ right[:keys, j * width : (j + 1) * width].astype(np.float32)
-        return out
-
-    return fragments._inline(
-        code, twin, (left, right), (REF, REF), fragments._tile_of(shape, jnp.float32)
-    )
-
-
 # ---- results -------------------------------------------------------------------------------------
-
-
-def add(tile: Array, to: Ref, index: Array) -> None:
-    """Adds a tile [64, columns] of float32 to row `index` of `to` [tiles, 64 * columns], as threads
-    hold it: `in_rows` tells. So a warp adds to 128 bytes at a time, where by rows it would add to
-    many lines. In which order blocks meet there is anybody's guess.
-    """
-
-    def code(tile, to, index):
-        thread = warps.Thread()
-        start = thread.wide(Int(index.registers.item())) * to_size
-        address = tiles._address(to, start + thread.wide(thread.index), 4)
-        for n, register in enumerate(tile.registers.flat):
-            for i in range(2):
-                offset = 4 * tiles.THREADS * (2 * n + i)
-                value = vector.extract(register, [], [i])
-                warps.do(f"red.global.add.f32 [$0+{offset}], $1;", [address, value], "l,f")
-
-    def twin(tile, to, index):
-        order = tile.reshape(4, 2, 8, -1, 4, 2).transpose(3, 1, 5, 0, 2, 4)
-        with _ADDING:
-            to[int(index)] += order.reshape(-1)
-
-    to_size = to.shape[1]
-    fragments._inline(code, twin, (tile, to, index), (tiles.TILE, REF, SCALAR), None)
-
-
-def in_rows(x: Array) -> Array:
-    """[..., 64 * columns] as `add` leaves it -> [..., 64, columns]."""
-    *rest, size = x.shape
-    n = len(rest)
-    x = x.reshape(*rest, size // 512, 2, 2, 4, 8, 4)
-    return x.transpose(*range(n), n + 3, n + 1, n + 4, n, n + 5, n + 2).reshape(
-        *rest, BLOCK, size // BLOCK
-    )
-
-
-_ADDING = threading.Lock()  # the interpreter's blocks are threads
 
 
 def write(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
 
@@ -100,10 +101,21 @@ def filled(shape: Sequence[int], value: Any, dtype: Any = jnp.float32) -> jax.Ar
     return plgpu.layout_cast(jnp.full(shape, value, dtype), TILE if len(shape) == 2 else ROW)
 
 
-def positions(shape: Sequence[int], axis: int, start: Any) -> jax.Array:
-    """start, start + 1, ... along one axis of a tile, or down its rows alone."""
-    layout = TILE if len(shape) == 2 else ROW
+def positions(shape: Sequence[int], axis: int, start: Any, layout: Any = TILE) -> jax.Array:
+    """start, start + 1, ... along one axis of a tile in `layout`, or down its rows alone."""
+    layout = layout if len(shape) == 2 else layout.reduce(1)
     return plgpu.broadcasted_iota(jnp.int32, tuple(shape), axis, layout=layout) + start
+
+
+def standing(shape: tuple[int, int], down: int) -> Any:
+    """The layout of a warpgroup's tile of which each warp has one piece in whole: `down` of them
+    lie one above the other, 4 // down beside each other.
+    """
+    rows, columns = shape
+    steps = (shape, (rows // down, columns * down // 4), (16, 8), (8, 8), (1, 2))
+    whole = mgpu.TiledLayout(Tiling(steps), (-10, -9), (-4, -3), -1, _check_canonical=False)
+    found = whole.canonicalize()
+    return plgpu.Layout.TILED(found.tiling, found.warp_dims, found.lane_dims, found.vector_dim)
 
 
 def down_rows(rows: jax.Array, shape: Sequence[int]) -> jax.Array:

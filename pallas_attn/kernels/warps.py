@@ -189,6 +189,13 @@ class Thread(tiles.Thread):
         """The block's threads meet, and see what the others wrote to shared memory."""
         utils.warpgroup_barrier()
 
+    def meet(self, groups: int) -> None:
+        """`sync` of all threads of a block of so many warpgroups."""
+        if groups == 1:
+            self.sync()
+        else:
+            do(f"bar.sync 0, {groups * tiles.THREADS};", [], "")
+
     # ---- bulk copies -----------------------------------------------------------------------------
 
     def make_barriers(self, ref: Ref, count: int) -> None:
@@ -246,16 +253,17 @@ class Thread(tiles.Thread):
         self, to: tuple, source: tuple, there: Int, where: Int | None = None, size: int = 16
     ) -> None:
         """Has 16 (or 4) bytes copied to shared memory, or zeros put there instead. `to`, `source`:
-        (ref, word of so many bytes); the source is read where `there` holds, else it may be
-        anything.
+        (ref, word of so many bytes, and, if given, how many words further, a Python int: no
+        arithmetic); the source is read where `there` holds, else it may be anything.
         """
-        (shared, at), (array, index) = to, source
+        (shared, at, *near), (array, index, *far) = to, source
+        places = [f"[${n}+{size * sum(words)}]" for n, words in enumerate((near, far))]
         nbytes = self.select(there, self.index * 0 + size, 0)
         operands = [
             shared_address(shared, at, size), tiles._address(array, index, size), nbytes.value
         ]  # fmt: skip
         level = "cg" if size == 16 else "ca"
-        copy = f"cp.async.{level}.shared.global [$0], [$1], {size}, $2;"
+        copy = f"cp.async.{level}.shared.global {places[0]}, {places[1]}, {size}, $2;"
         if where is None:
             do(copy, operands, "r,l,r")
             return

@@ -1,0 +1,429 @@
+"""Matmuls of a block whose 4 warps stand two by two, for the portable backward: each warp has half
+of the rows of a result and half of its columns, where in `matrices` it has a quarter of the rows
+and all columns. What `ldmatrix` brings then meets more of the other operand: 136 loads for 320
+matmuls of a step of the backward at head dim 128, where quarters take 180.
+
+The price: a tile of P or dS, as it comes out of one matmul, is the left operand of the next for
+half of the sum only. So it goes through shared memory, where a warp finds all of it, which also
+leaves registers for loads ahead of their matmuls: 308 TFLOP/s at head dim 128 on an H200, where 294
+came of taking the own half from registers.
+
+`Stand` says how the warps stand: 4 or 2 of a warpgroup one above the other, and warpgroups beside
+each other: each has a part of the columns. Each step carries a twin in NumPy for the interpreter.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from pallas_attn.kernels import fragments, matrices, tiles, warps
+from pallas_attn.kernels.fragments import REF, SCALAR
+from pallas_attn.kernels.matrices import PAIRS
+from pallas_attn.kernels.tiles import Int
+
+Ref = Any
+Array = Any
+
+
+class Stand(NamedTuple):
+    """How a block's warps stand around a result."""
+
+    down: int  # of a warpgroup one above the other
+    groups: int = 1  # warpgroups, side by side
+    group: Any = 0  # which one this is, an int32 scalar
+
+    @property
+    def across(self) -> int:
+        """Warps of a warpgroup side by side."""
+        return 4 // self.down
+
+    @property
+    def shares(self) -> int:
+        """Into how many parts a result's columns fall."""
+        return self.across * self.groups
+
+
+def _result(shape: tuple[int, int], dtype: Any, down: int) -> Any:
+    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=tiles.standing(shape, down))
+
+
+def _tile(registers: list, shape: tuple[int, int], down: int) -> Any:
+    kind = tiles.standing(shape, down).to_mgpu()
+    filled = np.empty(len(registers), object)
+    filled[:] = registers
+    return mgpu.FragmentedArray(
+        _registers=filled.reshape(kind.registers_shape(shape)), _layout=kind, _is_signed=None
+    )
+
+
+def _rows(sums: list, shape: tuple[int, int], down: int) -> Any:
+    pairs = [
+        fragments._pair(s[2 * half], s[2 * half + 1])
+        for of_block in sums
+        for s in of_block
+        for half in range(2)
+    ]
+    return _tile(pairs, shape, down)
+
+
+def _where(down: int) -> tuple[Int, Int, Int]:
+    """(which of the warps down, which across, lane)."""
+    warp, lane = matrices._lane()
+    return warp // (4 // down), warp % (4 // down), lane
+
+
+def _int(scalar: Any) -> Int:
+    return Int(scalar.registers.item())
+
+
+def _sums(acc: Any, blocks: int) -> list:
+    return [
+        [[vector.extract(x, [], [i]) for x in pair for i in range(2)] for pair in pairs]
+        for pairs in acc.registers.reshape(blocks, -1, 2)
+    ]
+
+
+def _multiply(sums: list, a: list, right: tuple, width: int, dtype: Any) -> None:
+    """sums += a @ 16 rows of the right operand: a [part][block], 4 words. `right`: (a lane's
+    address; columns of a part, of which the warp takes `width`; the first row's offset in numbers).
+    """
+    address, whole, start = right
+    for column in range(0, width, 16):
+        some = min(16, width - column)
+        b = [
+            _ldmatrix(address, 2 * (start + n * whole + column), some // 4, transposed=True)
+            for n in range(len(a))
+        ]
+        matrices._multiply(sums, column // 8, a, b, dtype)
+
+
+def _ldmatrix(address: ir.Value, offset: int, count: int, transposed: bool = False) -> list:
+    """2 or 4 matrices of 8 by 8."""
+    if count == 4:
+        return matrices._ldmatrix(address, offset, transposed)
+    kind = ir.Type.parse("!llvm.struct<(i32, i32)>")
+    how = ".trans" if transposed else ""
+    ptx = f"ldmatrix.sync.aligned.m8n8.x2{how}.shared.b16 {{$0, $1}}, [$2+{offset}];"
+    two = llvm.inline_asm(kind, [address], ptx, "=r,=r,r,~{memory}", has_side_effects=True)
+    return [llvm.extractvalue(warps.i32(), two, [i]) for i in range(2)]
+
+
+# ---- matmuls ------------------------------------------------------------------------------------
+
+
+def product(
+    left: tuple[Ref, Array], right: tuple[Ref, Array], sizes: tuple, parts: int, down: int
+) -> Array:
+    """left @ right^T of rows in shared memory, (ref, the first of them). `sizes`: (rows of the
+    left, rows of the right, the width of a part).
+    """
+    (a_ref, a_first), (b_ref, b_first) = left, right
+    (rows, columns, width), dtype = sizes, a_ref.dtype
+    steps, shape = (a_ref.shape[1], b_ref.shape[1]), (rows, columns)
+    blocks, mine = rows // down // 16, columns * down // 4
+
+    def code(a_ref, a_first, b_ref, b_first):
+        high, wide, lane = _where(down)
+        row = _int(a_first) + high * (16 * blocks) + lane % 16
+        a_base = matrices._address(a_ref, row, lane // 16, steps[0])
+        row = _int(b_first) + wide * mine + lane % 8 + lane // 16 * 8
+        b_base = matrices._address(b_ref, row, lane // 8 % 2, steps[1])
+        sums = matrices.nothing(blocks, mine)
+        small = matrices.nothing(blocks, mine) if parts == 3 else None
+        for column in range(0, width, 16):
+            a = [
+                [
+                    matrices._ldmatrix(a_base, 2 * (b * 16 * steps[0] + p * width + column))
+                    for b in range(blocks)
+                ]
+                for p in range(parts)
+            ]
+            for key in range(0, mine, 16):
+                b = [
+                    matrices._ldmatrix(b_base, 2 * (key * steps[1] + p * width + column))
+                    for p in range(parts)
+                ]
+                matrices._multiply(sums, key // 8, a, b, dtype, small)
+        if small is not None:
+            matrices.plus(sums, small, 0)
+        return _rows(sums, shape, down)
+
+    def twin(a_ref, a_first, b_ref, b_first):
+        a, b = a_ref[int(a_first) :][:rows], b_ref[int(b_first) :][:columns]
+        out = np.zeros(shape, np.float32)
+        for i, j in PAIRS[parts]:
+            of_a, of_b = (x[:, n * width :][:, :width] for x, n in ((a, i), (b, j)))
+            out += of_a.astype(np.float32) @ of_b.astype(np.float32).T
+        return out
+
+    types, args = (REF, SCALAR, REF, SCALAR), (a_ref, a_first, b_ref, b_first)
+    return fragments._inline(code, twin, args, types, _result(shape, jnp.float32, down))
+
+
+def weigh(acc: Array, p: Sequence[Array], x: tuple, down: int) -> Array:
+    """acc + p @ x, p in registers, for warps one above the other: each has all columns of its rows.
+    `x` is (ref, its first row, the width of a part).
+    """
+    assert down == 4
+    (x_ref, first, width), (rows, inner) = x, p[0].shape
+    step, dtype, blocks = x_ref.shape[1], x_ref.dtype, rows // 64
+
+    def code(acc, p, x_ref, first):
+        _, _, lane = _where(down)
+        base = matrices._address(x_ref, _int(first) + lane % 16, lane // 16, step)
+        sums, words = _sums(acc, blocks), [fragments._words(part) for part in p]
+        for key in range(0, inner, 16):
+            starts = [(block * inner + key) // 4 for block in range(blocks)]
+            a = [[part[start : start + 4] for start in starts] for part in words]
+            _multiply(sums, a, (base, width, key * step), width, dtype)
+        return _rows(sums, (rows, width), down)
+
+    def twin(acc, p, x_ref, first):
+        return np.array(acc) + _product(p, x_ref[int(first) :][:inner], width)
+
+    kind = tiles.standing((rows, width), down)
+    types = (kind, (tiles.standing((rows, inner), down),) * len(p), REF, SCALAR)
+    result = _result((rows, width), jnp.float32, down)
+    return fragments._inline(code, twin, (acc, tuple(p), x_ref, first), types, result)
+
+
+def weigh_shared(acc: Array, p: Ref, x: tuple, sizes: tuple[int, int, int], stand: Stand) -> Array:
+    """acc + a warpgroup's columns of p @ x, p as `put` left it in shared memory. `sizes`: (rows and
+    columns of p, its parts).
+    """
+    (x_ref, first, width), (rows, inner, parts) = x, sizes
+    steps, dtype, shape = (p.shape[1], x_ref.shape[1]), x_ref.dtype, acc.shape
+    blocks, wide = rows // stand.down // 16, width // stand.shares
+    mine = inner // stand.shares
+
+    def code(acc, p, x_ref, first, group):
+        high, lane, share = _share(stand, group)
+        sums, row = _sums(acc, blocks), high * (16 * blocks) + lane % 16
+        for other in range(stand.shares):  # each begins with the columns that it put there itself
+            begin = (share + other) % stand.shares * mine
+            a_base = matrices._address(p, row, begin // 8 + lane // 16, steps[0])
+            of_x, chunk = _int(first) + begin + lane % 16, share * (wide // 8)
+            base = matrices._address(x_ref, of_x, chunk + lane // 16, steps[1])
+            for key in range(0, mine, 16):
+                a = [
+                    [
+                        matrices._ldmatrix(a_base, 2 * (b * 16 * steps[0] + n * inner + key))
+                        for b in range(blocks)
+                    ]
+                    for n in range(parts)
+                ]
+                _multiply(sums, a, (base, width, key * steps[1]), wide, dtype)
+        return _rows(sums, shape, stand.down)
+
+    def twin(acc, p, x_ref, first, group):
+        left = [p[:rows, n * inner :][:, :inner] for n in range(parts)]
+        whole = _product(left, x_ref[int(first) :][:inner], width)
+        return np.array(acc) + whole[:, int(group) * shape[1] :][:, : shape[1]]
+
+    types = (tiles.standing(shape, stand.down), REF, REF, SCALAR, SCALAR)
+    args = (acc, p, x_ref, first, jnp.int32(stand.group))
+    return fragments._inline(code, twin, args, types, _result(shape, jnp.float32, stand.down))
+
+
+def _product(p: Any, x: Any, width: int) -> Any:
+    out = np.zeros((p[0].shape[0], width), np.float32)
+    for i, j in PAIRS[len(p)]:
+        of_x = x[:, j * width :][:, :width].astype(np.float32)
+        out += np.asarray(p[i]).astype(np.float32) @ of_x
+    return out
+
+
+def _share(stand: Stand, group: Any) -> tuple[Int, Int, Int]:
+    """(which of the warps down, lane, which share of the columns)."""
+    high, wide, lane = _where(stand.down)
+    return high, lane, wide if stand.groups == 1 else _int(group) * stand.across + wide
+
+
+def transposed_product(
+    left: Ref, right: Ref, sizes: tuple[int, int, int], parts: int, stand: Stand
+) -> Array:
+    """A warpgroup's columns of left^T @ right, [rows, width / groups], its warps two by two: `left`
+    holds [keys, rows] as `put` left it, `right` [keys, width]. `sizes`: (rows, keys, width).
+    """
+    (rows, keys, width), dtype, steps = sizes, right.dtype, (left.shape[1], right.shape[1])
+    shape, blocks, stand = (rows, width // stand.groups), rows // 32, stand._replace(down=2)
+    wide = width // stand.shares
+
+    def code(left, right, group):
+        high, lane, share = _share(stand, group)
+        # Matrices in the order (rows, keys): (0, 0), (8, 0), (0, 8), (8, 8).
+        a_row = lane % 8 + lane // 16 * 8
+        a_base = matrices._address(left, a_row, high * (2 * blocks) + lane // 8 % 2, steps[0])
+        chunk = share * (wide // 8) + lane // 16
+        b_base = matrices._address(right, lane % 16, chunk, steps[1])
+        sums = matrices.nothing(blocks, wide)
+        for key in range(0, keys, 16):
+            a = [
+                [
+                    matrices._ldmatrix(
+                        a_base, 2 * (key * steps[0] + p * rows + b * 16), transposed=True
+                    )
+                    for b in range(blocks)
+                ]
+                for p in range(parts)
+            ]
+            _multiply(sums, a, (b_base, width, key * steps[1]), wide, dtype)
+        return _rows(sums, shape, 2)
+
+    def twin(left, right, group):
+        out = np.zeros(shape, np.float32)
+        for i, j in PAIRS[parts]:
+            a = left[:keys, i * rows : (i + 1) * rows].astype(np.float32)
+            start = j * width + int(group) * shape[1]
+            out += a.T @ right[:keys, start : start + shape[1]].astype(np.float32)
+        return out
+
+    args = (left, right, jnp.int32(stand.group))
+    result = _result(shape, jnp.float32, 2)
+    return fragments._inline(code, twin, args, (REF, REF, SCALAR), result)
+
+
+# ---- shared memory ------------------------------------------------------------------------------
+
+
+def put(tile: Sequence[Array], to: Ref, stand: Stand) -> None:
+    """A warpgroup's part of a tile in its parts, side by side, to shared memory."""
+    (rows, columns), step = tile[0].shape, to.shape[1]
+    whole, mine = columns * stand.groups, columns // stand.across
+
+    def code(tile, to, group):
+        high, lane, share = _share(stand, group)
+        row = high * (rows // stand.down) + lane // 4
+        start = row * (step // 2) + share * (mine // 2) + lane % 4
+        base = warps.shared_address(to, start, 4)
+        for n, part in enumerate(tile):
+            for i, word in enumerate(fragments._words(part)):
+                below = i // (mine // 4) * 16 + i % 2 * 8
+                across = n * whole + i // 2 % (mine // 8) * 8
+                ptx = f"st.shared.b32 [$0+{2 * (below * step + across)}], $1;"
+                warps.do(ptx, [base, word], "r,r")
+
+    def twin(tile, to, group):
+        for n, part in enumerate(tile):
+            start = n * whole + int(group) * columns
+            to[:rows, start : start + columns] = part
+
+    types = ((tiles.standing((rows, columns), stand.down),) * len(tile), REF, SCALAR)
+    args = (tuple(tile), to, jnp.int32(stand.group))
+    fragments._inline(code, twin, args, types, None)
+    assert to.dtype == tile[0].dtype
+
+
+# ---- sums in global memory ----------------------------------------------------------------------
+
+
+def add(tile: Array, to: Ref, index: Array, vectors: bool) -> None:
+    """Adds a tile of float32, warps two by two, to row `index` of `to` [tiles, numbers of a tile],
+    as threads hold it, which `collected` undoes: so a warp adds to whole lines. In which order
+    blocks meet there is anybody's guess. `vectors`: by 4 numbers, which is one instruction from
+    sm90 on.
+    """
+    size = to.shape[1]
+
+    def code(tile, to, index):
+        for address, four in _lines(tile, to, index, size, vectors):
+            if vectors:
+                ptx = "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
+                warps.do(ptx, [address[0], *four], "l,f,f,f,f")
+                continue
+            for one, value in zip(address, four, strict=True):
+                warps.do("red.global.add.f32 [$0], $1;", [one, value], "l,f")
+
+    def twin(tile, to, index):
+        with _ADDING:
+            to[int(index)] += tile.ravel()
+
+    types = (tiles.standing(tile.shape, 2), REF, SCALAR)
+    fragments._inline(code, twin, (tile, to, index), types, None)
+
+
+_ADDING = threading.Lock()  # the interpreter's blocks are threads
+
+
+def _lines(tile: Any, to: Any, index: Any, size: int, vectors: bool) -> Any:
+    thread = warps.Thread()
+    start = thread.wide(_int(index)) * size
+    start = start + thread.wide(thread.index % tiles.THREADS) * (4 if vectors else 1)
+    base = tiles._address(to, start, 4)
+    f32 = ir.F32Type.get()
+    for n, pair in enumerate(tile.registers.reshape(-1, 2)):
+        four = [vector.extract(x, [], [i]) for x in pair for i in range(2)]
+        places = [n * 4 * tiles.THREADS + (0 if vectors else i * tiles.THREADS) for i in range(4)]
+        yield [utils.getelementptr(base, [place], f32) for place in places], four
+
+
+def collected(ref: Ref, index: Array, shape: tuple[int, int], vectors: bool) -> Array:
+    """Row `index` as `add` left it: the tile."""
+    size = ref.shape[1]
+
+    def code(ref, index):
+        thread, f32 = warps.Thread(), ir.F32Type.get()
+        start = thread.wide(_int(index)) * size
+        start = start + thread.wide(thread.index % tiles.THREADS) * (4 if vectors else 1)
+        base = tiles._address(ref, start, 4)
+        registers = []
+        for n in range(size // tiles.THREADS // 4):
+            if vectors:
+                address = utils.getelementptr(base, [n * 4 * tiles.THREADS], f32)
+                loaded = llvm.load(ir.VectorType.get((4,), f32), address, alignment=16)
+                four = [vector.extract(loaded, [], [i]) for i in range(4)]
+            else:
+                places = [(4 * n + i) * tiles.THREADS for i in range(4)]
+                four = [llvm.load(f32, utils.getelementptr(base, [p], f32)) for p in places]
+            registers += [fragments._pair(*four[:2]), fragments._pair(*four[2:])]
+        return _tile(registers, shape, 2)
+
+    def twin(ref, index):
+        return ref[int(index)].reshape(shape).copy()
+
+    result = _result(shape, jnp.float32, 2)
+    return fragments._inline(code, twin, (ref, index), (REF, SCALAR), result)
+
+
+def write(tile: Array, to: Ref, at: tuple[Any, ...], stand: Stand) -> None:
+    """The first `live` rows of a warpgroup's part of a tile, and as many columns as there are, to
+    [B, rows, heads, dim]. `at`: (batch, head, first row, live), int32 scalars.
+    """
+    _, length, heads, dim = to.shape
+    dtype, shape = tile.dtype, tile.shape
+    bits, mine = 2 * 8 * jnp.dtype(dtype).itemsize, shape[1] // stand.across
+
+    def code(tile, to, at, group):
+        thread = warps.Thread()
+        high, lane, share = _share(stand, group)
+        batch, head, first, live = (_int(x) for x in at)
+        start = thread.wide(batch) * length + thread.wide(first)
+        row, column = high * (shape[0] // stand.down) + lane // 4, share * mine
+        start = (start * heads + thread.wide(head)) * (dim // 2)
+        start = start + thread.wide(row * (heads * dim // 2) + column // 2 + lane % 4)
+        for n, register in enumerate(tile.registers.flat):
+            right, below = n // 2 % (mine // 8) * 8, n // (mine // 4) * 16 + n % 2 * 8
+            there = row + below < live
+            if dim < shape[1] * stand.groups:
+                there = there & (column + right < dim)
+            word = Int(llvm.bitcast(ir.IntegerType.get_signless(bits), register))
+            index = start + (below * (heads * dim // 2) + right // 2)
+            thread.store(to, index, word, bits // 8, there)
+
+    def twin(tile, to, at, group):
+        batch, head, first, live = map(int, at)
+        live, start = max(0, min(live, shape[0])), int(group) * shape[1]
+        some = max(0, min(dim - start, shape[1]))
+        to[batch, first : first + live, head, start : start + some] = tile[:live, :some]
+
+    types = (tiles.standing(shape, stand.down), REF, (SCALAR,) * 4, SCALAR)
+    args = (tile, to, tuple(at), jnp.int32(stand.group))
+    fragments._inline(code, twin, args, types, None)
