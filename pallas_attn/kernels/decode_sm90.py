@@ -39,6 +39,7 @@ from pallas_attn.kernels import (
     decode_merge,
     decode_plan,
     fragments,
+    matrices,
     softmax,
     tiles,
     warps,
@@ -256,7 +257,7 @@ def _attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> 
     scales = fragments.of_keys(smem.v_scale, slot, plan.split) if plan.problem.quantized else None
     logits, weights = decode_logits.logits(plan, piece, tile, (s, scales))
     unit = None if plan.problem.quantized else plan.unit_of_logits
-    join = functools.partial(decode_logits.of_both, op="maximum") if plan.split.folded else None
+    join = functools.partial(matrices.of_both, op="maximum") if plan.split.folded else None
     new = softmax.step(logits, unit, state.top, guarded=True, join=join)
     if weights is None:
 
@@ -367,7 +368,7 @@ def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, parts: decode_pla
     at = decode_merge.Where(piece.m, piece.head, smem.table.lost(piece.m), *parts)
     total, acc = state.total.sum(axis=1), state.acc
     if plan.split.folded:
-        total = decode_logits.of_both(total, "sum")
+        total = matrices.of_both(total, "sum")
     if state.peak is not None:
         none = state.peak == -jnp.inf
         unit = jnp.where(none, 0.0, jnp.exp2(state.peak - jnp.where(none, 0.0, state.top)))
