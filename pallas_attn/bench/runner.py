@@ -4,9 +4,11 @@ import concurrent.futures
 import dataclasses
 import functools
 import gc
+import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -101,12 +103,9 @@ def run_bench(
     if options.out:
         rows.append(options.out, rows.ceiling_rows(ceilings, provenance))
     groups, failures, number = [], {}, 0
-    for cases_alike in alike(chosen):
-        try:
-            outcomes = measure(bench, cases_alike)
-        except Exception as error:  # the cases after it are still worth their time
-            outcomes = dict.fromkeys((case.name for case in cases_alike), error)
-        for name, found in outcomes.items():
+    at_once = 4 if op == "decode" else 1
+    for some in itertools.batched(alike(chosen), at_once):
+        for name, found in measure(bench, some):
             number += 1
             if isinstance(found, Exception):
                 failures[name] = _complaint_of(found)
@@ -164,57 +163,96 @@ class Entry:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def measure(bench: Bench, cases: Sequence[Any]) -> dict[str, list[Row] | Exception]:
-    """Of each of several cases that are `alike`, its rows, ours first; or why it has none. All of
-    them take turns with each other and with their peers.
+@dataclasses.dataclass
+class Group:
+    """Cases that are `alike`, while they are made ready to be timed."""
+
+    calls: list[peers.Call]
+    alone: Entry | Exception  # the first of ours, after a first call with nothing beside it
+    rest: list[Future] = dataclasses.field(default_factory=list)  # the others of ours
+    judge: Future | None = None
+    others: list[Future] = dataclasses.field(default_factory=list)  # of each peer what it has
+
+
+def measure(bench: Bench, groups: Sequence[list[Any]]) -> Iterator[tuple[str, Any]]:
+    """(name, its rows, ours first; or why it has none) of each case of several groups of cases that
+    are `alike`. Those of a group take turns with each other and with their peers.
+
+    Decoding takes longer to compile than to run: there, several groups are made ready side by side.
+    Nothing else runs while one is timed, nor during the first call of a group.
     """
-    options, first = bench.options, cases[0]
-    arrays = first.arrays(options.seed)
-    backward = bench.op in ("backward", "forward+backward")
-    cotangent = first.cotangent(options.seed) if backward else None
-    calls = [peers.Call(case, arrays, cotangent, bench.op) for case in cases]
-    found: dict[str, list[Row] | Exception] = {}
-    mine, judge, others = _first_calls(bench, calls)
-    for case, entry in zip(cases, list(mine), strict=True):
-        complaint = None if isinstance(entry, Exception) else judge(entry.subject, entry.produced)
-        if isinstance(entry, Exception) or complaint:
-            found[case.name] = entry if isinstance(entry, Exception) else WrongError(complaint)
-            mine.remove(entry)
-        else:
-            entry.produced = None
-    if mine:
-        found |= _timed(bench, mine, _right(bench, others, judge))
-    del mine, others, judge, calls
-    gc.collect()
-    peers.release()
-    return {case.name: found[case.name] for case in cases}
+    ready = [_begun(bench, cases) for cases in groups]
+    with concurrent.futures.ThreadPoolExecutor(16 if bench.op == "decode" else 1) as pool:
+        for group in ready:
+            _ask(bench, group, pool)
+    while ready:
+        yield from _outcomes(bench, ready.pop(0)).items()
+        gc.collect()
+        peers.release()
 
 
-def _first_calls(bench: Bench, calls: list[peers.Call]) -> tuple[list, "Judge", list[list[Entry]]]:
-    """(ours for each call or what went wrong, what checks everybody, of each peer what it has), all
-    after their first calls.
-
-    The first of ours is alone, which is when a first call is timed. Decoding takes longer to
-    compile than to run: there, all others start side by side.
-    """
+def _begun(bench: Bench, cases: Sequence[Any]) -> Group:
     try:
-        alone: Any = _started(bench, calls[0])
+        arrays = cases[0].arrays(bench.options.seed)
+        backward = bench.op in ("backward", "forward+backward")
+        cotangent = cases[0].cotangent(bench.options.seed) if backward else None
+        calls = [peers.Call(case, arrays, cotangent, bench.op) for case in cases]
     except Exception as error:
-        if len(calls) == 1:
-            raise
-        alone = error
-    jobs = []
+        return Group([peers.Call(case, {}, None, bench.op) for case in cases], error)
+    try:
+        return Group(calls, _started(bench, calls[0]))
+    except Exception as error:
+        return Group(calls, error)
+
+
+def _ask(bench: Bench, group: Group, pool: concurrent.futures.Executor) -> None:
+    """Has everybody else make a first call, and the oracle its own."""
+    calls = group.calls
+    if isinstance(group.alone, Exception) and (len(calls) == 1 or not calls[0].arrays):
+        return
+    group.rest = [pool.submit(_started, bench, call) for call in calls[1:]]
+    group.judge = pool.submit(judge_of, calls[0])
     for name in wanted_peers(bench.op, bench.options.peers):
-        jobs += [(name, call) for call in (calls if name in peers.BY_KIND else calls[:1])]
-    with concurrent.futures.ThreadPoolExecutor(8 if bench.op == "decode" else 1) as pool:
-        rest = [pool.submit(_started, bench, call) for call in calls[1:]]
-        judge = pool.submit(judge_of, calls[0])
-        asked = [pool.submit(_candidates, bench, *job) for job in jobs]
-        mine = [alone, *(one.exception() or one.result() for one in rest)]
-        for entry in mine[1:]:
-            if isinstance(entry, Entry):
+        for call in calls if name in peers.BY_KIND else calls[:1]:
+            group.others.append(pool.submit(_candidates, bench, name, call))
+
+
+def _outcomes(bench: Bench, group: Group) -> dict[str, list[Row] | Exception]:
+    """What came of each case of a group."""
+    names = [call.case.name for call in group.calls]
+    found: dict[str, list[Row] | Exception] = {}
+    if group.judge is None:  # nobody was asked
+        assert isinstance(group.alone, Exception)
+        return found | dict.fromkeys(names, group.alone)
+    try:
+        judge = group.judge.result()
+    except Exception as error:
+        return found | dict.fromkeys(names, error)
+    mine: list[Entry] = []
+    entries = [group.alone, *(_as_exception(x.exception()) or x.result() for x in group.rest)]
+    for name, entry in zip(names, entries, strict=True):
+        if isinstance(entry, Exception):
+            found[name] = entry
+        elif complaint := judge(entry.subject, entry.produced):
+            found[name] = WrongError(complaint)
+        else:
+            mine.append(entry)
+            entry.produced = None
+            if entry is not group.alone:
                 del entry.facts["first_call_s"]
-        return mine, judge.result(), [one.result() for one in asked]
+    try:
+        if mine:
+            others = _right(bench, [one.result() for one in group.others], judge)
+            found |= _timed(bench, mine, others)
+    except Exception as error:  # the cases after it are still worth their time
+        found = {name: found.get(name, error) for name in names}
+    return {name: found[name] for name in names}
+
+
+def _as_exception(error: BaseException | None) -> Exception | None:
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    return error
 
 
 def _started(bench: Bench, call: peers.Call) -> Entry:
