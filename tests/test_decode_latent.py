@@ -11,93 +11,29 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import CAUSAL, FULL, Mask, reference, sliding_window
+from pallas_attn import CAUSAL, FULL, reference, sliding_window
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels import decode_sm90 as kernel
-from tests import mosaic
+from tests import mosaic, test_decode_kernel
 
 needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(test_decode_kernel.Case):
     """A decode call over rows of 192, of which 128 are V."""
 
-    kind: str = "stacked"
     lengths: tuple[int, ...] = (0, 1, 64, 65, 200)
-    q_len: int = 1
-    heads: int = 8
+    kv_heads: int = 1
     head_dim: int = 192
     v_head_dim: int = 128
-    page_size: int = 16
-    capacity: int = 208
-    layers: int | None = None
-    dtype: str = "bfloat16"
-    mask: Mask = CAUSAL
-    softcap: float | None = None
-    sinks: bool = False
-    batch_invariant: bool = False
-
-    @property
-    def pages(self) -> int | None:
-        if self.kind != "paged":
-            return None
-        return len(self.lengths) * self.capacity // self.page_size + 3
 
     @property
     def problem(self) -> DecodeProblem:
-        return DecodeProblem(
-            gpu="sm90",
-            kind=self.kind,
-            dtype=self.dtype,
-            cache_dtype=self.dtype,
-            sequences=len(self.lengths),
-            q_len=self.q_len,
-            q_heads=self.heads,
-            kv_heads=1,
-            head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim,
-            capacities=(self.capacity,) * len(self.lengths),
-            mask=self.mask,
-            scale=self.head_dim**-0.5,
-            softcap=self.softcap,
-            page_size=self.page_size if self.kind == "paged" else None,
-            pages=self.pages,
-            layers=self.layers,
-            sinks=self.sinks,
-            batch_invariant=self.batch_invariant,
-            shared_kv=True,
-        )
+        return dataclasses.replace(super().problem, shared_kv=True)
 
-    def inputs(self, fill: float, seed: int = 0) -> DecodeInputs:
-        """Arrays; `fill` is what lies past the lengths, and in layers that are not asked for."""
-        rng = np.random.default_rng(seed)
-        m, table = len(self.lengths), None
-        shape = (m, 1, self.capacity, self.head_dim)
-        place = [(i, 0, row) for i, n in enumerate(self.lengths) for row in range(n)]
-        if self.kind == "paged":
-            shape = (self.pages, 1, self.page_size, self.head_dim)
-            width = self.capacity // self.page_size
-            table = rng.permutation(self.pages)[: m * width].reshape(m, width).astype(np.int32)
-            place = [
-                (table[i, row // self.page_size], 0, row % self.page_size) for i, _, row in place
-            ]
-        if self.layers is not None:
-            shape, place = (self.layers, *shape), [(self.layers - 1, *at) for at in place]
-        cache = np.full(shape, fill)
-        for at in place:
-            if all(0 <= i < n for i, n in zip(at, shape, strict=False)):
-                cache[at] = rng.standard_normal(self.head_dim)
-        q = rng.standard_normal((m, self.q_len, self.heads, self.head_dim))
-        return DecodeInputs(
-            jnp.asarray(q.astype(jnp.dtype(self.dtype))),
-            jnp.asarray(cache.astype(jnp.dtype(self.dtype))),
-            None,
-            jnp.asarray(self.lengths, jnp.int32),
-            None if table is None else jnp.asarray(table),
-            None if self.layers is None else jnp.int32(self.layers - 1),
-            jnp.asarray(rng.standard_normal(self.heads), jnp.float32) if self.sinks else None,
-        )
+    def inputs(self, seed: int = 0, fill: float | None = None) -> DecodeInputs:
+        return super().inputs(seed, fill)._replace(v_cache=None)
 
 
 def launched(case, inputs, config=None):
@@ -107,8 +43,8 @@ def launched(case, inputs, config=None):
 
 def check(case, config=None, seed=0):
     """What the kernel gives against the oracle; what lies past a length is NaN."""
-    got = launched(case, case.inputs(np.nan, seed), config)
-    inputs = case.inputs(0.0, seed)
+    got = launched(case, case.inputs(seed, np.nan), config)
+    inputs = case.inputs(seed, 0.0)
     options = {"mask": case.mask, "scale": case.head_dim**-0.5, "softcap": case.softcap}
     want = jax.jit(functools.partial(reference.decode, v=case.v_head_dim, **options))(
         inputs.q,
@@ -130,14 +66,14 @@ CASES = {
     "stacked": (Case(), SMALL),
     "paged": (Case("paged"), SMALL),
     "two_chunks_window": (
-        Case("paged", (70, 208), q_len=5, heads=16, mask=sliding_window(50), page_size=8),
+        Case("paged", (70, 208), q_len=5, q_heads=16, mask=sliding_window(50), page_size=8),
         kernel.Config(stages=3, ctas=5),
     ),
     "layers_softcap_sinks_float16": (
         Case(layers=2, q_len=2, mask=FULL, softcap=3.0, sinks=True, dtype="float16"), SMALL
     ),
     "overflow_no_rest": (Case(lengths=(5, 500, 7), head_dim=128), SMALL),
-    "one_head": (Case("paged", (70, 132), heads=1, layers=2), SMALL),
+    "one_head": (Case("paged", (70, 132), q_heads=1, layers=2), SMALL),
     "batch_invariant": (
         Case(lengths=(200, 3), batch_invariant=True), kernel.Config(stages=2, ctas=4, fixed=1)
     ),
@@ -154,7 +90,7 @@ def test_interpreted(name):
 @pytest.mark.guards
 def test_pages_that_are_missing():
     case = Case("paged", (200, 200), mask=sliding_window(20))
-    inputs = case.inputs(0.0)
+    inputs = case.inputs(fill=0.0)
     inputs = inputs._replace(page_table=inputs.page_table.at[1, 2].set(-1))
     with mosaic.interpret():
         out, lse = launched(case, inputs, SMALL)
@@ -210,7 +146,7 @@ LARGE = {
     f"{kind}_{heads}_heads": Case(
         kind,
         (0, 1, 63, 64, 1000, 2048),
-        heads=heads,
+        q_heads=heads,
         head_dim=576,
         v_head_dim=512,
         capacity=2048,
@@ -237,7 +173,7 @@ def test_drawn_on_the_gpu(seed):
         kind=pick("stacked", "paged"),
         lengths=tuple(rng.integers(0, 640, rng.integers(1, 9)).tolist()),
         q_len=pick(1, 1, 2, 5),
-        heads=pick(1, 8, 16, 64, 128),
+        q_heads=pick(1, 8, 16, 64, 128),
         head_dim=576,
         v_head_dim=512,
         capacity=640,
@@ -248,6 +184,6 @@ def test_drawn_on_the_gpu(seed):
     )
     config = dataclasses.replace(kernel.Config.default(case.problem), ctas=pick(7, 132), fixed=2)
     check(case, config, seed)
-    inputs = case.inputs(0.0, seed)
+    inputs = case.inputs(seed, 0.0)
     one, two = (launched(case, inputs, config) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, one, two)
