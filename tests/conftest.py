@@ -30,6 +30,8 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+from tests import aot  # noqa: E402
+
 
 def pytest_addoption(parser):
     group = parser.getgroup("pallas_attn")
@@ -54,13 +56,22 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests for a GPU run when `-m gpu` asks for them, and only then."""
-    if _asks_for_gpu(config):
-        return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    """Tests for a GPU run when `-m gpu` asks for them, and only then; those that compile kernels to
+    machine code when `-m guards` or `-m machine_code` does.
+    """
+    left_out = set() if _asks_for_gpu(config) else {"gpu"}
+    if not re.search("guards|machine_code", config.option.markexpr or ""):
+        left_out.add("machine_code")
+    missing = pytest.mark.skipif(not aot.available(), reason="the aot extra is not installed")
+    kept, rest = [], []
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        (rest if marks & left_out else kept).append(item)
+        if "machine_code" in marks:
+            item.add_marker(missing)
+    if rest:
+        config.hook.pytest_deselected(items=rest)
+        items[:] = kept
 
 
 def _refuse_skip(report, config):

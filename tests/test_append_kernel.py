@@ -20,8 +20,6 @@ from pallas_attn.kernels import append
 from tests import append_cases, mosaic
 from tests.append_cases import CASES, Case, assert_same_bytes
 
-needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
-
 
 def run(problem: AppendProblem, inputs: AppendInputs) -> tuple:
     return append.run(inputs, problem)
@@ -199,7 +197,7 @@ def compiled(f, case: Case, **options) -> mosaic.Report:
     return mosaic.compile_for(functools.partial(f, case.problem), *shapes_of(case), **options)
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize("target", ["h100", "a100", "b200"])
 @pytest.mark.parametrize("kind", ["per_sequence", "stacked", "paged"])
@@ -220,7 +218,7 @@ def test_machine_code(kind, new_rows, target):
         assert not re.search(r"\b(EXIT|BRX|STG)\b", report.sass[: report.sass.rindex("LDG.E.128")])
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize("f", [step, many_steps, all_layers])
 @pytest.mark.parametrize("kind", ["per_sequence", "stacked", "paged"])
@@ -261,7 +259,7 @@ PUBLIC = {
 }
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize("kind", PUBLIC)
 @pytest.mark.parametrize("f", [public_loop, public_layers])
@@ -274,7 +272,7 @@ def test_no_copy_through_the_public_functions(kind, f):
     assert report.aliases >= len(jax.tree.leaves((cache.k, cache.v)))
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 def test_a_copy_would_be_seen():
     """Undonated, each cache is copied once and JAX's semantics hold: the guard above counts those
@@ -284,7 +282,7 @@ def test_a_copy_would_be_seen():
     assert (report.copies, report.aliases) == (2 * LARGE.sequences, 0)
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 def test_as_many_sequences_in_a_launch_as_its_parameters_hold():
     report = compiled(step, dataclasses.replace(LARGE, sequences=256), donate_argnums=(0, 1))

@@ -18,8 +18,6 @@ from tests import mosaic
 from tests.append_cases import assert_same_bytes, random_bits
 from tests.test_quantized import LARGEST, awkward_rows, quantized
 
-needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
-
 
 def problem_of(rows, dtype, gpu="sm90", **fields):
     """Rows [M, t, K, H] into a stacked cache that they fill."""
@@ -124,7 +122,7 @@ def compiled(kind, dtype, *, dims=(128, 128), t=1, target="h100", rows_dtype="bf
     return mosaic.compile_for(pa.write_kv, cache, *new, target=target, donate_argnums=0)
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize(
     ("kind", "dtype", "target"),
@@ -147,7 +145,7 @@ def test_machine_code(kind, dtype, target):
     assert report.sass.count("F2FP.SATFINITE") == (8 if by_itself else 0)
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize("rows_dtype", append_quantized.NEW_DTYPES)
 @pytest.mark.parametrize("dims", [(576, 512), (256, 256), (72, 24), (4096, 1)])

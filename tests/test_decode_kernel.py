@@ -24,7 +24,6 @@ from pallas_attn.kernels import decode_plan, decode_sm80
 from pallas_attn.kernels import decode_sm90 as kernel
 from tests import budget, mosaic
 
-needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
 KINDS = ("per_sequence", "stacked", "paged")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 LENGTHS = (0, 1, 63, 64, 65, 130, 200)
@@ -366,7 +365,7 @@ COMPILED = {
 }
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize("name", COMPILED)
 def test_machine_code(name):
@@ -383,7 +382,7 @@ def test_machine_code(name):
     assert ("LDSM" in report.sass) == (case.dtype == "float32")  # of queries
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 def test_machine_code_of_copies_by_threads():
     case = COMPILED["float16_chunk"]
@@ -400,7 +399,7 @@ def two_calls(problem, config, inputs):
     return [run(x, problem=problem, config=config) for x in (inputs, again)]
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 def test_calls_do_not_share_counters():
     """They count in a constant; two calls have two, and nobody copies or clears them."""

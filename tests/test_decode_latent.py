@@ -16,8 +16,6 @@ from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels import decode_sm90 as kernel
 from tests import mosaic, test_decode_kernel
 
-needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
-
 
 @dataclasses.dataclass(frozen=True)
 class Case(test_decode_kernel.Case):
@@ -103,7 +101,7 @@ def compiled(q, cache):
     return pa.decode_attention_with_lse(q, cache)
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize("kind", ["stacked", "paged"])
 def test_machine_code(kind):

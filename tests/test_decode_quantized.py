@@ -15,7 +15,6 @@ from pallas_attn.kernels import decode_sm90, widen
 from pallas_attn.masks import CAUSAL
 from tests import mosaic
 
-needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
 every_dtype = pytest.mark.parametrize("dtype", widen.DTYPES)
 
 PROBLEM = DecodeProblem(
@@ -96,7 +95,7 @@ CACHES = {
 }
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize("kind, dtype", list(zip(CACHES, widen.DTYPES, strict=True)))
 def test_machine_code(kind, dtype):

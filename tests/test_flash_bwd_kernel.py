@@ -39,7 +39,6 @@ from tests.test_flash_fwd_kernel import (
 )
 from tests.test_flash_fwd_kernel import problem_of as forward_problem_of
 
-needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
 SMALL = kernel.Config(ctas=3)
 PORTABLE = flash_bwd_sm80.Config
 
@@ -194,7 +193,7 @@ def shapes_of(case):
     return AttentionInputs(**arrays), out, lse, out, lse
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_without_serialised_matmuls(name):
@@ -211,7 +210,7 @@ def test_compiles_without_serialised_matmuls(name):
         assert one_kernel.spill_bytes <= (1200 if wide_dq else 400)
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize(
     "name, target", [("h128_full_b2_t8192_n16", "a100"), ("h256_full_b2_t8192_n8", "h100")]

@@ -30,7 +30,6 @@ from pallas_attn.kernels import flash_fwd_sm90 as kernel
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests import budget, mosaic
 
-needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
 SMALL = kernel.Config(warpgroups=2, block_kv=64, stages=2, ctas=3)
 PORTABLE = flash_fwd_sm80.Config
 SEGMENTS = ("q_segment_ids", "kv_segment_ids")
@@ -186,7 +185,7 @@ def compiled(name, target="h100", chooser=kernel.Config):
     return case, config, mosaic.compile_for(call, inputs, target=target, sass=False)
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_without_spills_or_serialised_matmuls(name):
@@ -197,7 +196,7 @@ def test_compiles_without_spills_or_serialised_matmuls(name):
     assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize(
     "name, target",

@@ -14,7 +14,7 @@ from tests import mosaic
 
 pytestmark = [
     pytest.mark.guards,
-    pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed"),
+    pytest.mark.machine_code,
 ]
 
 CONFIG = model.Config(

@@ -15,7 +15,6 @@ from pallas_attn.kernels import linear_sm90 as kernel
 from pallas_attn.kernels import norm_sm90, rotate_sm90
 from tests import mosaic, subjects
 
-needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
 Config = kernel.Config
 KERNELS = next(row for row in subjects.ROWS if row.generation == "sm90")
 
@@ -78,7 +77,7 @@ def test_interpreted(problem, config):
 LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize(
     "problem",
@@ -212,7 +211,7 @@ def rotate(*operands, problem):
     return rotate_sm90.run(*operands, problem)
 
 
-@needs_aot
+@pytest.mark.machine_code
 @pytest.mark.guards
 def test_machine_code_between_matmuls():
     for call, problem, operands in (
