@@ -186,7 +186,13 @@ def drawn_decode_arguments(case):
 
 @pytest.mark.parametrize(
     "subject, case",
-    subjects.pairs("decode", DRAWN_DECODES, drawn_decode_arguments, but=("interpreted",)),
+    subjects.pairs(
+        "decode",
+        DRAWN_DECODES,
+        drawn_decode_arguments,
+        but=("interpreted",),
+        reference=DRAWN_DECODES[:4],
+    ),
 )
 def test_drawn_decodes(subject, case):
     function, arguments = drawn_decode_arguments(case)

@@ -356,12 +356,10 @@ def cache_spec(kind, layered):
     [
         ("per_sequence", None, AxisType.Auto, "float32"),
         ("per_sequence", 2, AxisType.Explicit, "float32"),
-        ("stacked", 2, AxisType.Auto, "float32"),
-        ("paged", None, AxisType.Explicit, "float32"),
         ("paged", 2, AxisType.Auto, "float32"),
         ("per_sequence", 2, AxisType.Auto, "int8"),
         ("stacked", None, AxisType.Explicit, "int8"),
-        ("paged", 2, AxisType.Auto, "int8"),
+        ("paged", None, AxisType.Explicit, "int8"),
         ("per_sequence", None, AxisType.Explicit, "shared"),
         ("stacked", 2, AxisType.Auto, "shared_float8"),
         ("paged", None, AxisType.Auto, "shared_float8"),

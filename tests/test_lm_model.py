@@ -43,8 +43,10 @@ def test_a_checkpoint_computes_what_the_witness_does(tmp_path, rng, family):
     np.testing.assert_allclose(got, wanted, atol=2e-4)
 
 
-@every_cache
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family, kind",
+    [("llama3", "paged"), ("qwen2", "stacked"), *(("qwen3", kind) for kind in decode.CACHES)],
+)
 def test_prefill_then_decode_equals_the_full_forward(tmp_path, rng, family, kind):
     """Two prompts of unlike lengths into a cache of three, then tokens into one and both."""
     config, params = loaded(tmp_path, family)
