@@ -74,6 +74,16 @@ def pytest_collection_modifyitems(config, items):
         items[:] = kept
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Neighbours run in one process, where they share programs and what their file keeps."""
+    if config.option.dist != "load":  # which -n alone means
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 def _refuse_skip(report, config):
     if report.skipped and config.getoption("--no-skips") and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
