@@ -209,7 +209,6 @@ INTERPRETED = {
     ),
     "72_rows": (Case(q_heads=16, q_len=9, page_size=4), SMALL),
     "160_rows": (Case(q_heads=8, kv_heads=1, q_len=20, v_head_dim=128, page_size=24), SMALL),
-    "equal_lengths": (Case(lengths=(200,) * 4), kernel.Config(stages=2, ctas=17)),
     "a_block_a_tile": (Case(q_heads=2, kv_heads=1), kernel.Config(stages=3, ctas=132)),
     "float32": (Case(lengths=(5, 130), dtype="float32", sinks=True, softcap=3.0), SMALL),
     "float32_chunk_window": (
@@ -381,7 +380,7 @@ def test_machine_code(name):
     call = functools.partial(run, problem=case.problem, config=config)
     report = mosaic.compile_for(call, shapes_of(case))
     assert (report.launches, report.copies, report.tensor_maps) == (1, 0, 0)
-    assert report.spill_bytes <= (64 if name == "float32_h256" else 32)  # scalars
+    assert report.spill_bytes <= (64 if name == "float32_h256" else 8)
     assert "fusion(" not in report.hlo  # nothing of XLA's before it: not even zeros for counters
     matmul = "HMMA.1688.F32.TF32" if case.dtype == "float32" else "HMMA.16816.F32"
     for instruction in ("UBLKCP", matmul, "LDS.128"):
@@ -466,9 +465,9 @@ def test_layers_share_one_kernel():
             {
                 **dict.fromkeys(("dtype", "cache_dtype"), "float32"),
                 **dict.fromkeys(("head_dim", "v_head_dim"), 256),
-                **{"precision": "highest", "q_len": 4, "sequences": 1990},
+                **{"precision": "highest", "q_len": 4, "sequences": 1000},
             },
-            "such rows do not fit in shared memory beside 1990 lengths",
+            "such rows do not fit in shared memory beside 1000 lengths",
         ),
         ({"cache_dtype": "float16"}, "a float16 cache under bfloat16 queries"),
         ({"head_dim": 264}, "head_dim is 264; it takes multiples of 8 up to 256"),
@@ -539,8 +538,7 @@ def test_every_unit_is_dealt_once(seed):
     """Shares and pieces, worked out in NumPy for every block."""
     rng = np.random.default_rng(seed)
     m, ctas = int(rng.integers(1, 70)), int(rng.integers(1, 140))
-    lengths = tuple(rng.integers(0, 2000, m).tolist()) if seed < 8 else (1500,) * m
-    case = Case("stacked", lengths, capacity=2000)
+    case = Case("stacked", tuple(rng.integers(0, 2000, m).tolist()), capacity=2000)
     case = dataclasses.replace(case, batch_invariant=bool(seed % 2))
     plan = decode_plan.Plan(case.problem, kernel.Config(ctas=ctas, fixed=3))
     lengths = np.zeros(plan.sums, np.int32)
@@ -549,7 +547,7 @@ def test_every_unit_is_dealt_once(seed):
     sums = np.zeros(plan.sums, np.int32)
     sums[1 : m + 1] = np.cumsum(units)
     sums[m + 1 :] = sums[m]
-    table = decode_plan.Table(jnp.concatenate([sums, lengths, lengths]))
+    table = decode_plan.Table(jnp.asarray(sums), jnp.asarray(lengths), None)
     seen = {}
     parts_at = {}
     for cta in range(plan.ctas):

@@ -223,28 +223,10 @@ class BlockOfThreads:
         where = np.broadcast_to(where, 128)
         return list(zip(*(np.broadcast_to(x, 128)[where].tolist() for x in values), strict=True))
 
-    def when(self, where, body):
-        if np.any(where):
-            body()
-
-    def peek(self, counters, index, where):
-        numbers = np.zeros(128, np.int32)
-        for one in self._each(where, index):
-            numbers[np.broadcast_to(where, 128)] = self.memory.peek(counters, *one)
-        return numbers
-
-    def acquire(self, where):
-        pass
-
-    def adopt(self, counters, index, count):
-        ((index, count),) = set(self._each(True, index, count))
-        self.memory.adopt(counters, index, count)
-
     def arrive(self, counters, index, count, last):
         self.sync()
         ((index, count),) = set(self._each(True, index, count))
-        ref, word = last
-        ref.reshape(-1)[word] = self.memory.arrive(counters, index, count, int(self.ids[0]))
+        last.reshape(-1)[0] = self.memory.arrive(counters, index, count, int(self.ids[0]))
 
 
 class Barrier:
@@ -370,15 +352,6 @@ class Memory:
         self.since_meeting.pop(block, None)
         self.copies_of(block).meet()
 
-    def when(self, where, body):
-        if np.any(where):
-            body()
-
-    def peek(self, counters, index) -> int:
-        """An old number at every other place, as it may be: both ways to be the last are taken."""
-        with self.lock:
-            return counters.reshape(-1)[index] if index % 2 else 0
-
     def arrive(self, counters, index, count, block) -> bool:
         """Whether all have arrived; what they wrote until then is anybody's to read."""
         with self.lock:
@@ -388,22 +361,11 @@ class Memory:
             if flat[index] != count - 1:
                 flat[index] += 1
                 return False
-            self._all_are_there(flat, index, here)
+            flat[index] = 0
+            for wrote, _ in self.touched.values():
+                wrote[np.isin(wrote // 128 * 128, list(here)) & (wrote >= 0)] = self.NOBODY
+            here.clear()
             return True
-
-    def adopt(self, counters, index, count):
-        """A block that saw all others arrive and does not do so itself."""
-        with self.lock:
-            here, flat = self.arrived[id(counters), index], counters.reshape(-1)
-            if flat[index] != count - 1:
-                raise RuntimeError(f"{flat[index]} parts are there, {count - 1} were awaited")
-            self._all_are_there(flat, index, here)
-
-    def _all_are_there(self, flat, index, here):
-        flat[index] = 0
-        for wrote, _ in self.touched.values():
-            wrote[np.isin(wrote // 128 * 128, list(here)) & (wrote >= 0)] = self.NOBODY
-        here.clear()
 
     def _words(self, ref, index, nbytes, verb):
         words = ref.reshape(-1).view(np.dtype("V16" if nbytes == 16 else f"i{nbytes}"))

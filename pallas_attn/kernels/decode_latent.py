@@ -32,7 +32,6 @@ from pallas_attn.kernels import (
     decode_logits,
     decode_merge,
     decode_plan,
-    fragments,
     operands,
     softmax,
     tiles,
@@ -87,10 +86,6 @@ class LatentPlan(Plan):
     @property
     def row_blocks(self) -> int:
         return ROWS // 16
-
-    @functools.cached_property
-    def split(self) -> fragments.Split:
-        return fragments.Split(self.row_blocks, self.tile)
 
     @property
     def padded(self) -> int:
@@ -151,7 +146,7 @@ def scratch(plan: LatentPlan) -> Smem:
         kv=swizzled(COMPUTING, stages, TILE, plan.half),
         q_rest=swizzled(ROWS, plan.rest),
         k_rest=swizzled(stages, TILE, plan.rest),
-        table=Table(numbers(3 * plan.sums)),
+        table=Table(numbers(plan.sums), numbers(plan.sums), numbers(plan.sums)),
         last=numbers(1),
         q_ready=barrier(num_arrivals=COMPUTING + bool(plan.rest)),
         q_free=barrier(num_arrivals=COMPUTING),
@@ -269,9 +264,8 @@ def _load_rows(plan: LatentPlan, refs: Refs, smem: Smem, piece: Piece, place: tu
     @pl.when(row < piece.length)
     def _():
         bad = (page < 0) | (page >= problem.pages)
-        lose = functools.partial(_lose, plan=plan)
         good = jnp.where(bad, 0, page)  # some page's rows: the result will be NaN
-        pl.when(bad)(lambda: _each_thread(lose, smem.table, piece.m))
+        pl.when(bad)(lambda: _each_thread(_lose, smem.table.lost, piece.m))
         copy(layer * problem.pages + good, lax.rem(row, jnp.int32(problem.page_size)))
 
     @pl.when(row >= piece.length)
@@ -282,8 +276,8 @@ def _load_rows(plan: LatentPlan, refs: Refs, smem: Smem, piece: Piece, place: tu
     return None
 
 
-def _lose(thread: warps.Thread, table: Table, m: Any, *, plan: Plan) -> None:
-    decode_plan.lose(thread, table, plan, m, thread.index < 1)
+def _lose(thread: warps.Thread, lost: Ref, m: Any) -> None:
+    thread.shared_store(lost, m, thread.index * 0 + 1, thread.index < 1)
 
 
 # ---- computing -----------------------------------------------------------------------------------
@@ -372,7 +366,7 @@ def _compute(  # noqa: PLR0913
 def _finish(plan: LatentPlan, smem: Smem, results: Any, done: tuple, wg: Scalar) -> None:
     """A part to global memory; the last block's first warpgroup makes the result of all."""
     piece, state, parts = done
-    lost = smem.table.lost(piece.m)
+    lost = smem.table.lost[piece.m]
     columns = pl.ds(wg * plan.half, plan.half)
     _meet(smem)  # the first one may still read the part before, in the same place
     tiles.store(results.parts.at[parts.mine, :, columns], state.acc)
@@ -402,8 +396,7 @@ def _finish(plan: LatentPlan, smem: Smem, results: Any, done: tuple, wg: Scalar)
 
         @pl.when(smem.last[0] == 1)
         def _():
-            merge = functools.partial(decode_merge.merge, plan=plan)
-            _each_thread(merge, (results, None), at)
+            _each_thread(functools.partial(decode_merge.merge, plan=plan), results, at)
 
 
 def _kernel(refs: Refs, results: Any, out: Ref, lse: Ref, parts: Any, smem: Smem, *, plan) -> None:  # noqa: PLR0913

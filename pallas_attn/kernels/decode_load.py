@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels import decode_plan, warps
+from pallas_attn.kernels import decode_merge, decode_plan, warps
 from pallas_attn.kernels.decode_plan import BLANK, Piece, Plan, Share, Table
 
 Ref = Any
@@ -18,10 +18,10 @@ Scalar = Any
 class Smem(NamedTuple):
     k: Any  # [stages, tile, H]
     v: Any  # [stages, tile, Hv]
-    spilled: Ref  # float32[4 * plan.spilled_rows, Hv + fragments.SPARE]: `decode_merge`
+    spilled: decode_merge.Spilled
     table: Table
-    # int32: `stages` of 8 bytes, and a word that says whether this block is its row's last.
-    barriers: Any
+    barriers: Any  # [stages] of 8 bytes
+    last: Any  # int32[1]: whether this block is the last of its row's
     k_scale: Any = None  # float32[stages, tile], of a quantised cache
     v_scale: Any = None
     q: Any = None  # of float32: `decode_float32.queries_shape`
@@ -63,10 +63,7 @@ def next_tile(
     more = (piece.tile >= piece.end) & (piece.following < share.end)
 
     def opened():
-        new = decode_plan.piece_at(plan, smem.table, share, piece.following, piece.m)
-        ask = functools.partial(_ask_for_queries, plan=plan)
-        warps.each_thread(ask, refs.q, decode_plan.first_query(plan, new))
-        return new
+        return decode_plan.piece_at(plan, smem.table, share, piece.following, piece.m)
 
     piece = lax.cond(more, opened, lambda: piece)
     row = piece.tile * plan.tile
@@ -92,19 +89,22 @@ def ask(plan: Plan, refs: Refs, smem: Smem, ahead: tuple[Piece, Tile]) -> Piece:
     return piece._replace(tile=jnp.minimum(piece.tile + 1, piece.end))
 
 
-def _number(thread: warps.Thread, turned: int = 0) -> Any:
+def _number(thread: warps.Thread) -> Any:
     """Which of a tile's copies is this thread's: lanes that ask for copies wait for each other, so
-    neighbours are in different warps; the first is in warp -`turned`.
+    neighbours are in different warps.
     """
-    return thread.index % 32 * warps.WARPS + (thread.index // 32 + turned) % warps.WARPS
+    return thread.index % 32 * warps.WARPS + thread.index // 32
 
 
-def _piece(thread: warps.Thread, at: Tile, plan: Plan, turned: int = 0) -> tuple[Any, Any]:
+def _piece(thread: warps.Thread, at: Tile, plan: Plan) -> tuple[Any, Any]:
     """(its first key in the tile, how many of its keys exist) of this thread's piece of a tile,
     which lies together in memory.
+
+    Piece p is that of warp p % 4: lanes that ask for copies wait for each other.
     """
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
-    skipped = _number(thread, turned) * plan.page_rows
+    piece = _number(thread)
+    skipped = piece * plan.page_rows
     return skipped, thread.minimum(live - skipped, plan.page_rows)
 
 
@@ -137,47 +137,25 @@ def fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -
     nbytes = live * row_bytes[0] + plan.tile * row_bytes[1]
     if plan.problem.quantized:
         nbytes = nbytes + _scale_bytes(live) * 2
-    first = (_number(thread, 1) < 1) & (at.wanted >= 1)
-    thread.when(first, lambda: thread.announce(smem.barriers, at.slot, nbytes, first))
+    thread.announce(smem.barriers, at.slot, nbytes, (thread.index < 1) & (at.wanted >= 1))
+    caches = thread.pick(at.m, given.caches) if len(given.caches) > 1 else given.caches[0]
+    skipped, here = _piece(thread, at, plan)
+    there = here >= 1
+    line = _source(thread, (given, smem.table), at, skipped, there, plan)
+    row = at.slot * plan.tile + skipped
     done = (smem.barriers, at.slot)
-
-    def copy(sides: tuple[int, ...], turned: int) -> None:
-        """The rows of K (0) and V (1), and their scales; in a branch, for warps that ask nothing
-        would follow all steps of those that do.
-        """
-        skipped, here = _piece(thread, at, plan, turned)
-        there = here >= 1
-
-        wanted = [n for n in range(len(given.caches[0])) if n % 2 in sides]
-
-        def ask() -> None:
-            line = _source(thread, (given, smem.table), at, skipped, there, plan)
-            row = at.slot * plan.tile + skipped
-            table = [tuple(arrays[n] for n in wanted) for arrays in given.caches]
-            found = thread.pick(at.m, table) if len(table) > 1 else table[0]
-            caches = dict(zip(wanted, found, strict=True))
-            for n in sides:
-                words = row_bytes[n] // 16
-                to, source = ((smem.k, smem.v)[n], row * words), (caches[n], line * words)
-                thread.copy(to, source, here * row_bytes[n], done, there)
-                if plan.problem.quantized:  # 4 a word: pieces are multiples of 4 rows
-                    scales = ((smem.k_scale, smem.v_scale)[n], row // 4)
-                    source, size = (caches[2 + n], line // 4), _scale_bytes(here)
-                    thread.copy(scales, source, size, done, there)
-
-        thread.when(there, ask)
-
-    if plan.page_rows == plan.tile:  # one copy each, by a warp of its own
-        copy((0,), 0)
-        copy((1,), 2)
-    else:
-        copy((0, 1), 0)
-    chunk = _number(thread, 1) * BLANK
+    for cache, ring, size in zip(caches[:2], (smem.k, smem.v), row_bytes, strict=True):
+        words = size // 16
+        thread.copy((ring, row * words), (cache, line * words), here * size, done, there)
+    chunk = _number(thread) * BLANK
     blank = thread.minimum(missing - chunk, BLANK)
     to = (at.slot + 1) * (plan.tile * row_bytes[1] // 16) + chunk // 16 - missing // 16
     some = (blank >= 1) & (at.wanted >= 1)
-    source = (given.counters, thread.wide(chunk * 0))
-    thread.when(some, lambda: thread.copy((smem.v, to), source, blank, done, some))
+    thread.copy((smem.v, to), (given.counters, thread.wide(chunk * 0)), blank, done, some)
+    if plan.problem.quantized:  # 4 scales a word: capacities, pages and pieces are multiples of 4
+        nbytes = _scale_bytes(decode_plan.at_least(here, 0))
+        for cache, ring in zip(caches[2:], (smem.k_scale, smem.v_scale), strict=True):
+            thread.copy((ring, row // 4), (cache, line // 4), nbytes, done, there)
 
 
 def _fetch_by_threads(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -> None:
@@ -248,7 +226,7 @@ def _source(
         good = (at.page >= 0) & (at.page < slabs)
         slab = thread.select(good, at.page, 0)  # some page's rows: the result will be NaN
         bad = thread.select(good, thread.index * 0, 1)
-        decode_plan.lose(thread, table, plan, at.m, there & (bad >= 1))
+        thread.shared_store(table.lost, at.m, bad, there & (bad >= 1))
         row = row % rows
     if at.layer is not None:
         slab = at.layer if slab is None else at.layer * slabs + slab
@@ -265,18 +243,6 @@ def _entry(thread: warps.Thread, refs: Refs, m: Any, slot: Any, plan: Plan) -> A
     return thread.load(refs.page_table, thread.wide(m) * width + thread.wide(slot), 4)
 
 
-def _ask_for_queries(thread: warps.Thread, q: Ref, at: tuple[Any, Any], plan: Plan) -> None:
-    """Has the queries of a piece to come brought near."""
-    (first, chunk), problem = at, plan.problem
-    row_bytes = plan.problem.head_dim * jnp.dtype(problem.dtype).itemsize
-    lines = -(-row_bytes // 128)
-    n = thread.minimum(thread.index // lines, plan.most_rows - 1) + chunk
-    n = thread.minimum(n, plan.rows - 1)
-    row = thread.wide(first + n // plan.group * problem.q_heads + n % plan.group)
-    word = thread.minimum(thread.index % lines * 8, row_bytes // 16 - 1)
-    thread.prefetch(q, row * (row_bytes // 16) + thread.wide(word), 16)
-
-
 def check_pages(thread: warps.Thread, refs: tuple[Refs, Table], at: Any, plan: Plan) -> None:
     """Pages before the first that is read: a window does not excuse a hole."""
     (given, table), (m, pages) = refs, at
@@ -287,7 +253,7 @@ def check_pages(thread: warps.Thread, refs: tuple[Refs, Table], at: Any, plan: P
         page = _entry(thread, given, m, thread.select(there, slot, 0), plan)
         good = (page >= 0) & (page < plan.problem.pages)
         bad = thread.select(good, thread.index * 0, 1)
-        decode_plan.lose(thread, table, plan, m, there & (bad >= 1))
+        thread.shared_store(table.lost, m, bad, there & (bad >= 1))
         return carry
 
     thread.loop((pages + 127) // 128, [], some)

@@ -13,16 +13,21 @@ at a time. They are loops, not straight code: what is run once is fetched once, 
 import functools
 from typing import Any, NamedTuple
 
-import jax.experimental.pallas as pl
-
 from pallas_attn.kernels import fragments, softmax, warps
 from pallas_attn.kernels.decode_plan import BLANK, Plan
 
-Array = Any
 Ref = Any
 
 LANES = 32
 AHEAD = 16  # parts that a warp asks for at once: each batch is a trip to memory
+
+
+class Spilled(NamedTuple):
+    """What the warps leave: in shared memory."""
+
+    out: Ref  # float32[4 * plan.spilled_rows, Hv + padding]
+    top: Ref  # float32[4 * plan.spilled_rows]
+    total: Ref
 
 
 class Results(NamedTuple):
@@ -42,7 +47,7 @@ class Where(NamedTuple):
 
     m: Any
     head: Any
-    lost: Any  # 1: the result is NaN; known at the end
+    lost: Any  # 1: the result is NaN
     count: Any  # of the parts of this head
     mine: Any  # this block's slot
     first: Any  # the slots of the others: `decode_plan.Parts`
@@ -55,50 +60,10 @@ class _Part(NamedTuple):
     out: list[Any]
 
 
-def _counter(at: Where, plan: Plan) -> Any:
-    return at.m * plan.heads + at.head + BLANK // 4
-
-
-def finish(plan: Plan, smem: tuple[Ref, Ref], results: Results, done: tuple[Where, Any]) -> None:
-    """Of a piece whose warps' parts lie in shared memory, (those, `barriers`)."""
-    (spilled, barriers), word = smem, 2 * plan.config.stages
-    at, _ = done
-
-    def run(program, refs, at):
-        warps.each_thread(functools.partial(program, plan=plan), refs, at)
-
-    run(_look, (results.counters, barriers), done)
-    seen = barriers[word]
-    pl.when(at.count == 1)(lambda: run(whole, (spilled, results), at))
-    pl.when((at.count > 1) & (seen == 1))(lambda: run(adopt, results, at))
-    pl.when((at.count > 1) & (seen == 0))(lambda: run(publish, (spilled, results, barriers), at))
-    last = (at.count > 1) & (barriers[word] == 1)
-    pl.when(last)(lambda: run(merge, (results, spilled), at))
-
-
-def _look(thread: warps.Thread, refs: tuple[Ref, Ref], at: tuple, *, plan: Plan) -> None:
-    """Whether all other parts are there already: then nobody needs to read this one from global
-    memory. Where it begins its row, it is the last piece of its block, and the others are the first
-    of theirs: as good as sure. Else it is not worth the trip to memory.
-    """
-    (counters, barriers), (where, begins) = refs, at
-    first, asked = thread.index < 1, (begins >= 1) & (where.count > 1)
-    others = thread.peek(counters, _counter(where, plan), asked & first)
-    there = others + 1 >= where.count
-    thread.acquire(first & there & asked)
-    last = thread.select(there, others * 0 + 1, 0)
-    thread.shared_store(barriers, others * 0 + 2 * plan.config.stages, last, first)
-    thread.sync()
-
-
-def adopt(thread: warps.Thread, results: Results, at: Where, *, plan: Plan) -> None:
-    """All others were there when the block looked."""
-    thread.adopt(results.counters, _counter(at, plan), at.count)
-
-
-def whole(thread: warps.Thread, refs: tuple[Ref, Results], at: Where, *, plan: Plan) -> None:
+def whole(thread: warps.Thread, refs: tuple[Spilled, Results], at: Where, *, plan: Plan) -> None:
     """The block had all keys: warps' parts -> the result."""
     spilled, results = refs
+    thread.sync()
 
     def place(place: tuple) -> None:
         _write(thread, results, place, _of_warps(thread, spilled, place, at, plan), at, plan)
@@ -106,9 +71,12 @@ def whole(thread: warps.Thread, refs: tuple[Ref, Results], at: Where, *, plan: P
     _each_place(thread, place, at, plan)
 
 
-def publish(thread: warps.Thread, refs: tuple[Ref, Results, Ref], at: Where, *, plan: Plan) -> None:
+def publish(
+    thread: warps.Thread, refs: tuple[Spilled, Results, Ref], at: Where, *, plan: Plan
+) -> None:
     """The block had some of the keys: warps' parts -> a part in global memory; is it the last?"""
-    spilled, results, barriers = refs
+    spilled, results, last = refs
+    thread.sync()
 
     def place(place: tuple) -> None:
         row, column, there = place
@@ -122,25 +90,22 @@ def publish(thread: warps.Thread, refs: tuple[Ref, Results, Ref], at: Where, *, 
         thread.store_floats(results.totals, line, [part.total], first)
 
     _each_place(thread, place, at, plan)
-    arrive(thread, (results.counters, barriers), at, plan=plan, last=2 * plan.config.stages)
+    arrive(thread, (results.counters, last), at, plan=plan)
 
 
-def arrive(
-    thread: warps.Thread, refs: tuple[Ref, Ref], at: Where, *, plan: Plan, last: int = 0
-) -> None:
-    """Counts the block's part in: word `last` becomes 1 where all others are there."""
-    counters, words = refs
-    thread.arrive(counters, _counter(at, plan), at.count, (words, last))
+def arrive(thread: warps.Thread, refs: tuple[Ref, Ref], at: Where, *, plan: Plan) -> None:
+    """Counts the block's part in: `last[0]` becomes 1 where all others are there."""
+    counters, last = refs
+    counter = at.m * plan.heads + at.head + BLANK // 4
+    thread.arrive(counters, counter, at.count, last)
 
 
-def merge(thread: warps.Thread, refs: tuple[Results, Ref | None], at: Where, *, plan: Plan) -> None:
-    """The last block: everybody's parts -> the result. Its own is that of its warps, if they are
-    given: it may not have published it.
+def merge(thread: warps.Thread, refs: Results, at: Where, *, plan: Plan) -> None:
+    """The last block: everybody's parts -> the result.
 
     A warp has a row. Each lane looks up one part's top and total; then the warp adds up the parts,
     lanes side by side, `AHEAD` reads on their way.
     """
-    results, spilled = refs
     trips = (at.count + (LANES - 1)) // LANES
     words = plan.problem.v_head_dim // 4
     lane = thread.index % LANES
@@ -148,37 +113,24 @@ def merge(thread: warps.Thread, refs: tuple[Results, Ref | None], at: Where, *, 
 
     def place(place: tuple) -> None:
         row, column, _ = place
-        part = None if spilled is None else _of_warps(thread, spilled, place, at, plan)
 
         def some(trip: Any, carry: list) -> list:
             top, total, *out = carry
             p = trip * LANES + lane
             exists = p < at.count
             slot = thread.choose(p < 1, at.first, at.later + p * plan.slots_a_block)
-            slot = thread.choose(exists, slot, at.first)
-            line = slot * plan.chunk_rows + row
-            (own,) = thread.load_floats(results.tops, line, 1)
-            (owned,) = thread.load_floats(results.totals, line, 1)
-            if part is not None:
-                mine = slot <= at.mine
-                mine = mine & (slot >= at.mine)
-                own = thread.choose(mine, part.top, own)
-                owned = thread.choose(mine, part.total, owned)
+            line = thread.choose(exists, slot, at.first) * plan.chunk_rows + row
+            (own,) = thread.load_floats(refs.tops, line, 1)
+            (owned,) = thread.load_floats(refs.totals, line, 1)
 
             def read(batch: Any) -> list:
                 lines = [thread.wide(thread.of_lane(line, batch + i)) for i in range(AHEAD)]
                 places = [n * words + thread.wide(column) for n in lines]
-                return [thread.load_floats(results.parts, n, 4) for n in places]
+                return [thread.load_floats(refs.parts, n, 4) for n in places]
 
             def added(out: list, batch: Any, numbers: list) -> list:
                 for i, four in enumerate(numbers):
                     w = thread.of_lane(weight, batch + i)
-                    if part is not None:
-                        here = thread.of_lane(slot, batch + i)
-                        here = (here >= at.mine) & (here <= at.mine)
-                        four = [
-                            thread.choose(here, y, x) for x, y in zip(four, part.out, strict=True)
-                        ]
                     there = batch + i < left  # else it is the first part: no 0 * inf of it
                     four = [thread.choose(there, y, zero) for y in four]
                     out = [x + w * y for x, y in zip(out, four, strict=True)]
@@ -201,7 +153,7 @@ def merge(thread: warps.Thread, refs: tuple[Results, Ref | None], at: Where, *, 
             return [higher, total, *thread.loop(batches, out, later)]
 
         top, total, *out = thread.loop(trips, [nothing, zero, *[zero] * 4], some)
-        _write(thread, results, place, _Part(top, total, out), at, plan)
+        _write(thread, refs, place, _Part(top, total, out), at, plan)
 
     _each_place(thread, place, at, plan)
 
@@ -232,18 +184,18 @@ def _each_place(thread: warps.Thread, body: Any, at: Where, plan: Plan) -> None:
         thread.loop(turns, [], one)
 
 
-def _of_warps(thread: warps.Thread, spilled: Ref, place: tuple, at: Where, plan: Plan) -> _Part:
+def _of_warps(thread: warps.Thread, spilled: Spilled, place: tuple, at: Where, plan: Plan) -> _Part:
     row, column, _ = place
-    dim, pitch = plan.problem.v_head_dim, plan.problem.v_head_dim + fragments.SPARE
+    pitch = (plan.problem.v_head_dim + fragments.SPARE) // 4
     parts = []
     for group in range(plan.split.groups):
         line = row  # of the warp that has it: a warp's row block, then its group of keys
         if plan.row_blocks > 1:
             line = row // fragments.ROWS * plan.spilled_rows + row % fragments.ROWS
         line = line + group * plan.row_blocks * plan.spilled_rows
-        top, total = (thread.shared_floats(spilled, line * pitch + (dim + n), 1)[0] for n in (0, 1))
-        out = thread.shared_floats(spilled, line * (pitch // 4) + column, 4)
-        parts.append(_Part(top, total, out))
+        (top,) = thread.shared_floats(spilled.top, line, 1)
+        (total,) = thread.shared_floats(spilled.total, line, 1)
+        parts.append(_Part(top, total, thread.shared_floats(spilled.out, line * pitch + column, 4)))
     part = _merged(thread, parts)
     lost = thread.choose(at.lost >= 1, thread.number(float("nan")), thread.number(0.0))
     return part._replace(total=part.total + lost)

@@ -113,8 +113,7 @@ class Plan:
 
     @functools.cached_property
     def split(self) -> fragments.Split:
-        of_16_bits = not self.problem.quantized and not self.wide
-        return fragments.Split(self.row_blocks, self.tile, of_16_bits and self.rows <= 8)
+        return fragments.Split(self.row_blocks, self.tile)
 
     @property
     def tile(self) -> int:
@@ -178,15 +177,6 @@ class Plan:
         )
         return min(self.config.ctas, units)
 
-    @functools.cached_property
-    def even(self) -> int:
-        """How many blocks take part where all sequences are equally long: all, or a few less, if
-        these can share out the heads evenly. Then there is nothing to merge, or little.
-        """
-        heads = self.problem.sequences * self.heads
-        few = range(self.ctas, self.ctas - self.ctas // 16 - 1, -1)
-        return next((n for n in few if heads % n == 0 or n % heads == 0), self.ctas)
-
     @property
     def capacity(self) -> int | None:
         """Of every sequence; None where they differ."""
@@ -230,37 +220,11 @@ def _div(x: Scalar, y: Any) -> Scalar:
 
 
 class Table(NamedTuple):
-    """What the blocks know of the lengths: in shared memory, where one buffer takes less than three
-    do. Each row has an entry for every sequence, and more.
-    """
+    """What the blocks know of the lengths: in shared memory."""
 
-    rows: Ref  # int32[3 * plan.sums]
-
-    def _entry(self, row: int, m: Scalar) -> Scalar:
-        return self.rows[row * (self.rows.shape[0] // 3) + m]
-
-    def before(self, m: Scalar) -> Scalar:
-        """Units of a head in the sequences before this one."""
-        return self._entry(0, m)
-
-    def length(self, m: Scalar) -> Scalar:
-        """Keys that exist; 0 where rows were lost."""
-        return self._entry(1, m)
-
-    def lost(self, m: Scalar) -> Scalar:
-        """1 where rows were dropped and the result is NaN."""
-        return self._entry(2, m)
-
-
-def set_entry(thread: warps.Thread, table: Table, plan: "Plan", place: tuple, where: Any) -> None:
-    """Writes an entry; `place`: (row of the table, sequence, value)."""
-    row, m, value = place
-    thread.shared_store(table.rows, m + row * plan.sums, value, where)
-
-
-def lose(thread: warps.Thread, table: Table, plan: "Plan", m: Any, where: Any) -> None:
-    """The result of sequence m is to be NaN."""
-    set_entry(thread, table, plan, (2, m, thread.index * 0 + 1), where)
+    sums: Ref  # int32[plan.sums]: units of a head in the sequences before this one
+    lengths: Ref  # int32[plan.sums]: keys that exist; 0 where rows were lost
+    lost: Ref  # int32[plan.sums]: 1 where rows were dropped and the result is NaN
 
 
 class Lengths(NamedTuple):
@@ -299,16 +263,15 @@ def lay_out(
         sums.append(total)
     before = thread.running_sum(total) - total
     for i, m in enumerate(places):
-        for row, at, value in ((0, m + 1, before + sums[i]), (1, m, lengths[i]), (2, m, lost[i])):
-            set_entry(thread, table, plan, (row, at, value), mine)
-    set_entry(thread, table, plan, (0, thread.index * 0, thread.index * 0), thread.index < 1)
+        thread.shared_store(table.sums, m + 1, before + sums[i], mine)
+        thread.shared_store(table.lengths, m, lengths[i], mine)
+        thread.shared_store(table.lost, m, lost[i], mine)
+    thread.shared_store(table.sums, thread.index * 0, thread.index * 0, thread.index < 1)
     thread.sync()
 
 
 class Share(NamedTuple):
-    """Units [first, end) of a block, and what says which block has a unit: `base` each, one more in
-    the first `rest`.
-    """
+    """Units [first, end) of a block, and what says which block has a unit."""
 
     first: Scalar
     end: Scalar
@@ -324,15 +287,10 @@ class Share(NamedTuple):
 
 
 def share_of(plan: Plan, table: Table, cta: Scalar) -> Share:
-    """Of a block. Where all sequences are as long as the first, some blocks may have none."""
-    sums = table.before(plan.problem.sequences)
-    blocks, total = jnp.int32(plan.ctas), sums * plan.heads
-    if plan.even < plan.ctas:
-        blocks = jnp.where(sums == table.before(1) * plan.problem.sequences, plan.even, blocks)
-    base, rest = lax.div(total, blocks), lax.rem(total, blocks)
+    total = table.sums[plan.problem.sequences] * plan.heads
+    base, rest = lax.div(total, jnp.int32(plan.ctas)), lax.rem(total, jnp.int32(plan.ctas))
     first = cta * base + jnp.minimum(cta, rest)
-    end = first + base + (cta < rest).astype(jnp.int32)
-    return Share(first, jnp.where(cta < blocks, end, first), base, rest)
+    return Share(first, first + base + (cta < rest).astype(jnp.int32), base, rest)
 
 
 def sequence_of(plan: Plan, table: Table, unit: Scalar) -> Scalar:
@@ -341,7 +299,7 @@ def sequence_of(plan: Plan, table: Table, unit: Scalar) -> Scalar:
     last = plan.problem.sequences - 1
     for bit in reversed(range(last.bit_length())):
         at = low + (1 << bit)
-        inside = table.before(jnp.minimum(at, last)) * plan.heads <= unit
+        inside = table.sums[jnp.minimum(at, last)] * plan.heads <= unit
         low = jnp.where((at <= last) & inside, at, low)
     return low
 
@@ -349,38 +307,31 @@ def sequence_of(plan: Plan, table: Table, unit: Scalar) -> Scalar:
 def piece_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) -> Piece:
     """The block's piece that begins at `unit`, in sequence m or the next."""
     m = jnp.minimum(
-        m + (unit >= table.before(m + 1) * plan.heads).astype(jnp.int32), plan.problem.sequences - 1
+        m + (unit >= table.sums[m + 1] * plan.heads).astype(jnp.int32), plan.problem.sequences - 1
     )
-    start = table.before(m)
-    units = jnp.maximum(table.before(m + 1) - start, 1)  # 0 only past the end of the line
+    start = table.sums[m]
+    units = jnp.maximum(table.sums[m + 1] - start, 1)  # 0 only past the end of the line
     within = unit - start * plan.heads
     head = _div(within, units)
     skipped = within - head * units
     taken = jnp.minimum(share.end - unit, units - skipped)
     if plan.problem.batch_invariant:
         taken = jnp.minimum(taken, 1)
-    length = table.length(m)
-    first, last = plan.tiles_of(length, _div)
-    last = jnp.maximum(last, first + 1)
+    length = table.lengths[m]
+    first, end = plan.tiles_of(length, _div)
+    end = jnp.maximum(end, first + 1)
     tile = first + skipped * plan.unit
     return Piece(
         m=m,
         head=head,
         length=length,
         tile=tile,
-        end=jnp.minimum(tile + taken * plan.unit, last),
+        end=jnp.minimum(tile + taken * plan.unit, end),
         following=unit + taken,
         begin=unit,
         of_head=unit - skipped,
         units=units,
     )
-
-
-def first_query(plan: Plan, piece: Piece) -> tuple[Scalar, Scalar]:
-    """Where query 0 of the piece's kv head lies, in rows; and which query the piece begins with."""
-    head = lax.div(piece.head, jnp.int32(plan.chunks)) * plan.group
-    first = piece.m * (plan.problem.q_len * plan.problem.q_heads) + head
-    return first, lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
 
 
 class Parts(NamedTuple):

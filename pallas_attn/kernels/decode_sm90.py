@@ -39,7 +39,6 @@ from pallas_attn.kernels import (
     decode_merge,
     decode_plan,
     fragments,
-    matrices,
     softmax,
     tiles,
     warps,
@@ -54,7 +53,7 @@ Scalar = Any
 
 SMEM_OF_TWO = 233_472 // 2 - 1024  # of each of two blocks on a multiprocessor
 SMEM_ALIGNMENT = 1024  # of every buffer
-RESERVED = 1024  # bytes of a block's shared memory that are CUDA's own
+RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
 MULTIPROCESSORS = 132
 
 
@@ -84,39 +83,37 @@ class Config:
 
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
-        """What serves a problem that nobody tuned.
+        """What serves a problem that nobody tuned: as many bytes in flight as there is room for.
 
-        Two blocks a multiprocessor, with two tiles each, where there is enough for both and the
-        heads are not so few that every one has to be merged: one computes, or is between two
-        sequences, while the other loads. Most of all where lengths differ, which nobody knows
-        beforehand. Keys of 8 bits need it always: they keep a warp busy for longer than their bytes
-        take to come. More tiles than two made it slower.
-
-        Else one block, and as many bytes in flight as there is room for. A tile of twice the keys
-        costs a block less than two, where a block gets a few of them.
+        A tile of twice the keys costs a block less than two, where a block gets a few of them.
+        Where the heads can be shared out evenly over all multiprocessors but a few, these stay
+        idle: there is nothing to merge.
+        Keys of 8 bits keep a warp busy for longer than their bytes take to come: two blocks a
+        multiprocessor, each of which waits while the other computes.
         """
         if problem.shared_kv:
             return _deepest(problem, cls(ctas=MULTIPROCESSORS), decode_plan.SMEM_LIMIT)
         plan = Plan(problem, cls())
         heads = problem.sequences * plan.heads
         keys = max(problem.capacities) * heads
-        size = jnp.dtype(problem.cache_dtype).itemsize
-        row = size * (problem.head_dim + problem.v_head_dim) + (8 if problem.quantized else 0)
-        widest = decode_plan.widest(problem)
-        if _for_two(plan, heads, keys):
+        if problem.quantized and keys >= 2 * MULTIPROCESSORS * 8 * 128:
             for tile in (128, 64):
                 config = cls(tile=tile, stages=2, ctas=2 * MULTIPROCESSORS)
-                narrow = problem.quantized or tile * row <= 2**15
-                if tile <= widest and narrow and smem_bytes(problem, config) <= SMEM_OF_TWO:
-                    return config
+                if smem_bytes(problem, config) <= SMEM_OF_TWO:
+                    return _deepest(problem, config, SMEM_OF_TWO)
+        even = [n for n in range(MULTIPROCESSORS, MULTIPROCESSORS - 9, -1) if heads % n == 0]
+        most = MULTIPROCESSORS // heads * heads
+        even += [most] if most > MULTIPROCESSORS - 9 else []
+        ctas = even[0] if even else MULTIPROCESSORS
+        size = jnp.dtype(problem.cache_dtype).itemsize
+        row = size * (problem.head_dim + problem.v_head_dim) + (8 if problem.quantized else 0)
         tile, most_bytes = 64, 2**16 if plan.row_blocks == 1 else 0
-        most = min(widest, keys // MULTIPROCESSORS // 4, most_bytes // row)
+        most = min(decode_plan.widest(problem), keys // ctas // 4, most_bytes // row)
         while 2 * tile <= most:
             tile *= 2
         choices, room = [], decode_plan.SMEM_LIMIT
         while tile >= (32 if plan.wide else 64):
-            one = cls(tile=tile, stages=2, ctas=MULTIPROCESSORS)
-            choices.append(_deepest(problem, one, room))
+            choices.append(_deepest(problem, cls(tile=tile, stages=2, ctas=ctas), room))
             tile //= 2
         # 8 keys a warp, of tiles of 32, are few to hide latency behind: 3.63 against 3.46 TB/s.
         least = 2 if plan.wide and plan.row_blocks == 1 else 3
@@ -124,14 +121,6 @@ class Config:
             one for one in choices if one.stages >= least and smem_bytes(problem, one) <= room
         )
         return next(enough, choices[-1])
-
-
-def _for_two(plan: Plan, heads: int, keys: int) -> bool:
-    """Whether there is work for two blocks a multiprocessor."""
-    if plan.problem.quantized:
-        return keys >= 2 * MULTIPROCESSORS * 8 * 128
-    fits = not plan.wide and plan.row_blocks == 1
-    return fits and heads >= 128 and 2**12 <= keys // 128 <= 2**14
 
 
 def _deepest(problem: DecodeProblem, config: Config, room: int) -> Config:
@@ -211,17 +200,22 @@ def scratch(plan: Plan) -> Smem:
     def ring(dim):
         return plgpu.SMEM((config.stages, config.tile, dim), dtype)
 
+    def numbers(count, dtype=jnp.int32):
+        return plgpu.SMEM((count,), dtype)
+
     scales = None
     if problem.quantized:
         scales = plgpu.SMEM((config.stages, config.tile), jnp.float32)
-    spilled = (warps.WARPS * plan.spilled_rows, problem.v_head_dim + fragments.SPARE)
+    rows = warps.WARPS * plan.spilled_rows
+    out = plgpu.SMEM((rows, problem.v_head_dim + fragments.SPARE), jnp.float32)
     queries = decode_float32.queries_shape(problem.head_dim, plan.most_rows)
     return Smem(
         k=ring(problem.head_dim),
         v=ring(problem.v_head_dim),
-        spilled=plgpu.SMEM(spilled, jnp.float32),
-        table=Table(plgpu.SMEM((3 * plan.sums,), jnp.int32)),
-        barriers=plgpu.SMEM((2 * config.stages + 1,), jnp.int32),
+        spilled=decode_merge.Spilled(out, numbers(rows, jnp.float32), numbers(rows, jnp.float32)),
+        table=Table(numbers(plan.sums), numbers(plan.sums), numbers(plan.sums)),
+        barriers=plgpu.SMEM((config.stages, 2), jnp.int32),
+        last=numbers(1),
         q=plgpu.SMEM(queries, jnp.float32) if plan.wide else None,
         **dict.fromkeys(("k_scale", "v_scale"), scales),
     )
@@ -257,8 +251,7 @@ def _attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> 
     scales = fragments.of_keys(smem.v_scale, slot, plan.split) if plan.problem.quantized else None
     logits, weights = decode_logits.logits(plan, piece, tile, (s, scales))
     unit = None if plan.problem.quantized else plan.unit_of_logits
-    join = functools.partial(matrices.of_both, op="maximum") if plan.split.folded else None
-    new = softmax.step(logits, unit, state.top, guarded=True, join=join)
+    new = softmax.step(logits, unit, state.top, guarded=True)
     if weights is None:
 
         def scaled():
@@ -302,6 +295,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
     def one_piece(carry):
         unit, m, count, ahead = carry
         piece = decode_plan.piece_at(plan, smem.table, share, unit, m)
+        parts = decode_plan.parts_of(plan, share, piece, cta)
         q, units = _queries(plan, refs, smem, piece)
         if plan.problem.kind == "paged" and plan.problem.mask.left is not None:
             before = lax.div(piece.tile * plan.tile, jnp.int32(plan.problem.page_size))
@@ -334,10 +328,6 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             return state, count + 1, ahead
 
         state, count, ahead = lax.fori_loop(piece.tile, piece.end, one_tile, (state, count, ahead))
-        # Anew: what is kept through the loop takes registers that the matmuls could use.
-        piece = decode_plan.piece_at(plan, smem.table, share, unit, m)
-        whole = decode_plan.share_of(plan, smem.table, cta)
-        parts = decode_plan.parts_of(plan, whole, piece, cta)
         _finish(plan, smem, results, (piece, state), parts)
         return piece.following, piece.m, count, ahead
 
@@ -353,8 +343,11 @@ def _queries(plan: Plan, refs: Refs, smem: Smem, piece: Piece) -> tuple[Any, Arr
     have met before a tile.
     """
     problem = plan.problem
+    head = lax.div(piece.head, jnp.int32(plan.chunks)) * plan.group
+    first = piece.m * (problem.q_len * problem.q_heads) + head
     stride = (problem.q_heads, plan.group, problem.head_dim)
-    place = (refs.q, decode_plan.first_query(plan, piece), plan.rows, plan.split, stride)
+    chunk = lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
+    place = (refs.q, (first, chunk), plan.rows, plan.split, stride)
     if problem.quantized:
         return fragments.narrow_queries(*place)
     if plan.wide:
@@ -365,17 +358,36 @@ def _queries(plan: Plan, refs: Refs, smem: Smem, piece: Piece) -> tuple[Any, Arr
 
 def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, parts: decode_plan.Parts) -> None:
     piece, state = done
-    at = decode_merge.Where(piece.m, piece.head, smem.table.lost(piece.m), *parts)
+    at = decode_merge.Where(
+        m=piece.m,
+        head=piece.head,
+        lost=smem.table.lost[piece.m],
+        count=parts.count,
+        mine=parts.mine,
+        first=parts.first,
+        later=parts.later,
+    )
     total, acc = state.total.sum(axis=1), state.acc
-    if plan.split.folded:
-        total = matrices.of_both(total, "sum")
     if state.peak is not None:
         none = state.peak == -jnp.inf
         unit = jnp.where(none, 0.0, jnp.exp2(state.peak - jnp.where(none, 0.0, state.top)))
         acc = acc * tiles.down_rows(unit, acc.shape)
     fragments.spill(acc, state.top, total, smem.spilled, plan.spilled_rows)
-    begins = (piece.begin == piece.of_head).astype(jnp.int32)
-    decode_merge.finish(plan, (smem.spilled, smem.barriers), results, (at, begins))
+
+    @pl.when(parts.count == 1)
+    def _():
+        program = functools.partial(decode_merge.whole, plan=plan)
+        warps.each_thread(program, (smem.spilled, results), at)
+
+    @pl.when(parts.count > 1)
+    def _():
+        program = functools.partial(decode_merge.publish, plan=plan)
+        warps.each_thread(program, (smem.spilled, results, smem.last), at)
+
+        @pl.when(smem.last[0] == 1)
+        def _():
+            program = functools.partial(decode_merge.merge, plan=plan)
+            warps.each_thread(program, results, at)
 
 
 def _start(thread: warps.Thread, refs: Any, usable: Any, plan: Plan) -> None:
@@ -426,12 +438,9 @@ def _counters(plan: Plan) -> np.ndarray:
     of zeros that are only read (`decode_load.fetch`).
 
     Each launch leaves them as it found them, so they are a constant: XLA has nothing to clear,
-    which would be a launch of its own. The number behind them is that of this call: two calls in a
-    program would otherwise share one constant. It also keeps XLA from making the zeros itself.
-
-    Calls of one jitted function in a program do share theirs, and must not run side by side. XLA
-    runs the kernels of a device one after the other, in command buffers too, unless it is told to
-    do otherwise (xla_gpu_command_buffer_scheduling_mode=CONCURRENT, or streams of one's own).
+    which would be a launch of its own. The number behind them is that of this call:
+    two calls in a program would otherwise share one constant, and must not if XLA ever ran them
+    side by side. It also keeps XLA from making the zeros itself.
     """
     zeros = decode_plan.BLANK // 4 + plan.problem.sequences * plan.heads
     return np.append(np.zeros(zeros, np.int32), np.int32(next(_calls) % 2**31 or 1))
@@ -476,9 +485,7 @@ def _launch(
         grid=(plan.ctas,),
         grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            reduction_scratch_bytes=0,  # rows lie within a warp
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         kernel_name="decode_sm90" if plan.bulk else "decode_sm80",
     )

@@ -63,32 +63,18 @@ class Split:
 
     `row_blocks` (1, 2 or 4) groups of 16 query rows go to as many warps; what warps are left over
     share out the keys. Column c of a warp's scores is key `first(warp) + c` of the tile.
-
-    `folded`: of 8 query rows or less. Where rows 8 to 15 of scores would be, lie those of rows 0 to
-    7 and every second group of 8 keys: half as many numbers for a thread to work on.
     """
 
-    def __init__(self, row_blocks: int, keys: int, folded: bool = False):
-        self.row_blocks, self.keys, self.folded = row_blocks, keys, folded
+    def __init__(self, row_blocks: int, keys: int):
+        self.row_blocks, self.keys = row_blocks, keys
         self.groups = warps.WARPS // row_blocks  # of keys
         self.columns = keys // self.groups
-        self.width = self.columns // 2 if folded else self.columns
 
     def row_block(self, warp: Any) -> Any:
         return warp % self.row_blocks
 
     def first(self, warp: Any) -> Any:
         return warp // self.row_blocks * self.columns
-
-    def key(self, row: Any, column: Any) -> Any:
-        """Of the warp's: which one a score of its row and column is for."""
-        if not self.folded:
-            return column
-        return column // 8 * 16 + row // 8 * 8 + column % 8
-
-    def query(self, row: Any) -> Any:
-        """Of the warp's 16: which one a row of scores is for."""
-        return row % 8 if self.folded else row
 
 
 def queries(ref: Ref, first: tuple, rows: int, split: Split, stride: tuple) -> Array:
@@ -286,7 +272,7 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
     Two sums a column, of every other matmul, halve the chain of those that wait for each other.
     """
     dim, dtype, ref_dtype = ref.shape[2], q.dtype, ref.dtype
-    shape, size = (warps.WARPS * ROWS, split.width), jnp.dtype(ref_dtype).itemsize
+    shape, size = (warps.WARPS * ROWS, split.columns), jnp.dtype(ref_dtype).itemsize
 
     def code(q, ref, slot):
         warp, lane = (Int(x) for x in _lane())
@@ -302,17 +288,15 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
             for n in range(len(b) // 2):
                 sums[n % 2] = _mma(sums[n % 2], a[4 * n : 4 * n + 4], b[2 * n : 2 * n + 2], dtype)
             s = [arith.addf(x, y) for x, y in zip(*sums, strict=True)]
-            registers += [_pair(s[0], s[1])] + [_pair(s[2], s[3])] * (not split.folded)
+            registers += [_pair(s[0], s[1]), _pair(s[2], s[3])]
         return _tile(registers, shape)
 
     def twin(q, ref, slot):
         out = np.zeros(shape, np.float32)
-        row, column = np.arange(ROWS)[:, None], np.arange(split.width)
         for warp in range(warps.WARPS):
             here = slice(ROWS * warp, ROWS * (warp + 1))
             keys = ref[slot][split.first(warp) :][: split.columns]
-            all_scores = q[here, :dim].astype(np.float32) @ keys.astype(np.float32).T
-            out[here] = all_scores[split.query(row), split.key(row, column)]
+            out[here] = q[here, :dim].astype(np.float32) @ keys.astype(np.float32).T
         return out
 
     types = (tiles.TILE, REF, SCALAR)
@@ -367,9 +351,6 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
             sums.append([vector.extract(pair, [], [i]) for pair in pairs for i in range(2)])
         for key in range(0, split.columns, 16):
             of_a = a[key // 4 : key // 4 + 4]
-            if split.folded:
-                zero = utils.c(0, warps.i32())
-                of_a = [a[key // 8], zero, a[key // 8 + 1], zero]
             for u in range(shape[1] // 64):
                 chunk = start + (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
                 ahead = [(key + n) * chunks for n in (0, 1, 8, 9)]
@@ -391,13 +372,10 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
 
     def twin(acc, p, ref, slot):
         out = np.array(acc)
-        row, column = np.arange(ROWS)[:, None], np.arange(split.width)
         for warp in range(warps.WARPS):
             here = slice(ROWS * warp, ROWS * (warp + 1))
             values = ref[slot][split.first(warp) :][: split.columns, : shape[1]]
-            weights = np.zeros((ROWS, split.columns), np.float32)
-            weights[split.query(row), split.key(row, column)] = p[here]
-            out[here, : values.shape[1]] += weights @ values.astype(np.float32)
+            out[here, : values.shape[1]] += p[here].astype(np.float32) @ values.astype(np.float32)
         return out
 
     types = (tiles.TILE, tiles.TILE, REF, SCALAR)
@@ -413,14 +391,13 @@ def _columns(one: list, two: list) -> list[ir.Value]:
     ]
 
 
-def spill(acc: Array, top: Array, total: Array, to: Ref, rows: int) -> None:
-    """The first `rows` rows of each warp's accumulator to shared memory: [warps.WARPS * rows,
-    Hv + SPARE], with top and total behind them.
+def spill(acc: Array, top: Array, total: Array, to: tuple[Ref, Ref, Ref], rows: int) -> None:
+    """The first `rows` rows of each warp's accumulator, and what belongs to them, to shared memory:
+    [warps.WARPS * rows, Hv + SPARE], and twice [warps.WARPS * rows].
     """
-    dim, pitch = to.shape[1] - SPARE, to.shape[1]
-    chunks, words = dim // 8, pitch // 4
+    chunks, words = (to[0].shape[1] - SPARE) // 8, to[0].shape[1] // 4
 
-    def row_of(half, acc, numbers, ref):
+    def row_of(half, acc, numbers, refs):
         warp, lane = (Int(x) for x in _lane())
         line, row = warp * rows + lane // 4 + 8 * half, lane // 4 + 8 * half
         for u in range(acc.shape[1] // 64):
@@ -431,25 +408,24 @@ def spill(acc: Array, top: Array, total: Array, to: Ref, rows: int) -> None:
                 eight = [vector.extract(pair, [], [n]) for pair in eight]
                 for k in range(2):
                     index = line * words + chunk * 2 + k
-                    _store_four(ref, index, eight[4 * k : 4 * k + 4], there)
-        for n, given in enumerate(numbers):
+                    _store_four(refs[0], index, eight[4 * k : 4 * k + 4], there)
+        for ref, given in zip(refs[1:], numbers, strict=True):
             number = given.registers.flat[half]
             if isinstance(number.type, ir.VectorType):
                 number = vector.extract(number, [], [0])
-            at = line * pitch + (dim + n)
-            warps.Thread().shared_store(ref, at, warps.Float(number), row < rows)
+            warps.Thread().shared_store(ref, line, warps.Float(number), row < rows)
 
-    def code(acc, top, total, ref):
+    def code(acc, top, total, refs):
         for half in range(-(-rows // 8)):
-            row_of(half, acc, (top, total), ref)
+            row_of(half, acc, (top, total), refs)
 
-    def twin(acc, top, total, ref):
-        row = np.concatenate([acc[:, :dim], top[:, None], total[:, None]], axis=1)
-        mine = row.reshape(warps.WARPS, ROWS, dim + 2)[:, :rows]
-        ref.reshape(warps.WARPS, rows, pitch)[..., : dim + 2] = mine
+    def twin(acc, top, total, refs):
+        for ref, tile in zip(refs, (acc[:, : 8 * chunks], top, total), strict=True):
+            mine = tile.reshape(warps.WARPS, ROWS, *tile.shape[1:])[:, :rows]
+            ref.reshape(warps.WARPS, rows, *ref.shape[1:])[..., : mine.shape[-1]] = mine
 
-    types = (tiles.TILE, tiles.ROW, tiles.ROW, REF)
-    _inline(code, twin, (acc, top, total, to), types, None)
+    types = (tiles.TILE, tiles.ROW, tiles.ROW, (REF, REF, REF))
+    _inline(code, twin, (acc, top, total, tuple(to)), types, None)
 
 
 def _store_four(ref: Ref, index: Int, values: list, there: ir.Value) -> None:

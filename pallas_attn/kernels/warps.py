@@ -123,15 +123,6 @@ class Thread(tiles.Thread):
     def number(self, x: float) -> Float:
         return Float(_float(x))
 
-    def when(self, where: Int, body: Callable[[], None]) -> None:
-        """A branch: threads for which the condition does not hold may skip the body. What it asks
-        for or stores has to say where, all the same.
-        """
-        if_op: Any = scf.IfOp  # mypy knows the generated class only
-        with ir.InsertionPoint(if_op(where.value).then_block):
-            body()
-            scf.yield_([])
-
     def loop(self, count: Any, carry: list, body: Callable[[Int, list], list]) -> list:
         """`for i in range(count): carry = body(i, carry)`; count is the block's or a Python int."""
         kinds = [type(x) for x in carry]
@@ -282,32 +273,9 @@ class Thread(tiles.Thread):
 
     # ---- between blocks --------------------------------------------------------------------------
 
-    def peek(self, counters: Ref, index: Int, where: Int) -> Int:
-        """What a counter says, or said a moment ago: who acts on it calls `acquire` first. 0 where
-        the condition does not hold.
-        """
-        operands = [tiles._address(counters, index, 4), arith.extui(i32(), where.value)]
-        ptx = (
-            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; "
-            "@p ld.relaxed.gpu.global.b32 $0, [$1]; }"
-        )
-        return Int(llvm.inline_asm(i32(), operands, ptx, "=&r,l,r", has_side_effects=True))
-
-    def acquire(self, where: Int) -> None:
-        """What was written before something that this thread has seen can be read, by all others of
-        the block after they meet.
-        """
-        ptx = "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p fence.acq_rel.gpu; }"
-        do(ptx, [arith.extui(i32(), where.value)], "r")
-
-    def adopt(self, counters: Ref, index: Int, count: Int) -> None:
-        """Leaves a counter, which `peek` found to say `count` - 1, at 0."""
-        del count
-        self.store(counters, index, self.index * 0, 4, self.index < 1)
-
-    def arrive(self, counters: Ref, index: Int, count: Int, last: tuple) -> None:
-        """Counts the block in: `last`, (ref, word of 4 bytes), becomes 1 in the block that is the
-        last of `count`, else 0. What the others wrote before they arrived, the last one sees.
+    def arrive(self, counters: Ref, index: Int, count: Int, last: Ref) -> None:
+        """Counts the block in: `last[0]` becomes 1 in the block that is the last of `count`, else
+        0. What the others wrote before they arrived, the last one sees.
 
         The counter goes back to 0 with the last arrival: atom.inc wraps. One thread speaks for all,
         whom it met before and meets after.
@@ -322,7 +290,7 @@ class Thread(tiles.Thread):
             arith.extui(i32(), (self.index < 1).value),
             tiles._address(counters, index, 4),
             (count - 1).value,
-            shared_address(last[0], last[1], 4),
+            shared_address(last, 0, 4),
         ]
         do(ptx, operands, "r,l,r,r")
         self.sync()
