@@ -150,6 +150,7 @@ class _Worker:
             | {
                 "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # there is no cuDNN here
                 "JAX_PLATFORMS": "cpu",
+                "JAX_ENABLE_COMPILATION_CACHE": "false",  # out of which nothing is dumped
                 "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
             }
         )
