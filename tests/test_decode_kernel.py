@@ -304,6 +304,13 @@ def test_a_tile_has_as_many_pieces_as_there_are_threads(page_size, widest):
             kernel.Plan(case.problem, kernel.Config(tile=256))
 
 
+def test_narrow_tiles_are_for_float32():
+    with pytest.raises(
+        ValueError, match=r"Config\.tile must be at least 64 of 16-bit numbers, got 32"
+    ):
+        kernel.Plan(Case().problem, kernel.Config(tile=32))
+
+
 @pytest.mark.guards
 @pytest.mark.parametrize(
     "mask, hole",

@@ -286,6 +286,13 @@ def test_config_checks_itself(field, value, want):
         kernel.Config(**{field: value})
 
 
+def test_a_band_is_for_short_causal_windows():
+    with pytest.raises(
+        ValueError, match=r"Config\.band: not for flash_backward on sm90: .*mask full"
+    ):
+        kernel.plan_of(problem_of(one("h128_full_b2_t8192_n16")), kernel.Config(band=True))
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_shared_memory_is_what_it_says(deterministic):
     for case in (*GRID, *EDGE):

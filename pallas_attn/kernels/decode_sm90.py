@@ -115,7 +115,7 @@ class Config:
         while tile >= (32 if plan.wide else 64):
             choices.append(_deepest(problem, cls(tile=tile, stages=2, ctas=ctas), room))
             tile //= 2
-        # 8 keys a warp, of tiles of 32, are few to hide latency behind: 3.63 against 3.46 TB/s.
+        # 8 keys a warp, of tiles of 32, are few to hide latency behind: two larger ones are faster.
         least = 2 if plan.wide and plan.row_blocks == 1 else 3
         enough = (
             one for one in choices if one.stages >= least and smem_bytes(problem, one) <= room

@@ -234,8 +234,8 @@ class Copies(NamedTuple):
         at = (batch, head, row + begin, live - begin, to + begin)
         ref = getattr(self.refs, which)
         width *= self.plan.parts_of_numbers
-        # Whatever is said of addresses: with few registers to spare, constants from one are 5 %
-        # faster at head dims 128 (causal) and 256; at 64 they are 2 % slower.
+        # Whatever is said of addresses: with few registers to spare, constants from one are faster
+        # (head dims 128, causal, and 256); at 64 they are slower.
         fixed = _stand(self.plan).shares == 1
         return (getattr(self.smem, which), ref), at, (rows, ref.shape, width, fixed)
 

@@ -36,11 +36,6 @@ class Problem:
         return self.heads + 2 * self.kv_heads
 
 
-def takes(problem: Problem) -> bool:
-    """Whether the kernel serves it; XLA serves the rest."""
-    return problem.dtype in ("bfloat16", "float16") and problem.head_dim % 8 == 0
-
-
 class Refs(NamedTuple):
     parts: Any  # float32[parts, rows, every * head_dim]
     cos: Any  # float32[rows, head_dim / 2]
@@ -49,7 +44,7 @@ class Refs(NamedTuple):
 
 def _program(thread: warps.Thread, every_ref: tuple, block: Any, *, problem: Problem) -> None:
     refs, q, k, v = every_ref
-    quads, every, half = problem.quads, problem.every, problem.quads
+    quads, every = problem.quads, problem.every
     total = problem.rows * every * quads
     own = block * tiles.THREADS + thread.index
     there, own = own < total, thread.minimum(own, total - 1)
@@ -63,7 +58,7 @@ def _program(thread: warps.Thread, every_ref: tuple, block: Any, *, problem: Pro
         ]
         return [functools.reduce(lambda a, b: a + b, column) for column in zip(*found, strict=True)]
 
-    first, second = summed(quad), summed(quad + half)
+    first, second = summed(quad), summed(quad + quads)
     zero, one = thread.number(0.0), thread.number(1.0)
     turns = head < problem.heads + problem.kv_heads
     cos, sin = (thread.load_floats(ref, row * quads + quad, 4) for ref in (refs.cos, refs.sin))
@@ -79,7 +74,7 @@ def _program(thread: warps.Thread, every_ref: tuple, block: Any, *, problem: Pro
         mine = there & (head < start + heads) & (head + (1 - start) > 0)
         place = (row * heads + head - start) * (2 * quads) + quad
         for n, values in enumerate(turned):
-            thread.store_narrow(ref, place + n * half, values, problem.dtype, mine)
+            thread.store_narrow(ref, place + n * quads, values, problem.dtype, mine)
         start += heads
 
 

@@ -5,8 +5,7 @@ matmuls of a step of the backward at head dim 128, where quarters take 180.
 
 The price: a tile of P or dS, as it comes out of one matmul, is the left operand of the next for
 half of the sum only. So it goes through shared memory, where a warp finds all of it, which also
-leaves registers for loads ahead of their matmuls: 308 TFLOP/s at head dim 128 on an H200, where 294
-came of taking the own half from registers.
+leaves registers for loads ahead of their matmuls. Taking the own half from registers was slower.
 
 `Stand` says how the warps stand: 4 or 2 of a warpgroup one above the other, and warpgroups beside
 each other: each has a part of the columns. Each step carries a twin in NumPy for the interpreter.
