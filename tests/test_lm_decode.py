@@ -390,9 +390,9 @@ def test_random_prompts_show_no_text():
 
 
 def test_a_report_says_where_the_time_goes(tmp_path):
-    out = io.StringIO()
+    out, error = io.StringIO(), io.StringIO()
     paths = {"report": str(tmp_path / "out"), "out": str(tmp_path / "rows.jsonl")}
-    assert shown(out, io.StringIO(), commit="abc", batch=1, **paths) == 0
+    assert shown(out, error, commit="abc", batch=1, **paths) == 0
     found = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert rows.read(tmp_path / "rows.jsonl") == found
     steps = [row for row in found if row["op"] == "decode_loop"]
@@ -406,6 +406,8 @@ def test_a_report_says_where_the_time_goes(tmp_path):
         assert 0 < row["roofline"] < 1.5 and row["commit"] == "abc" and row["checked"]
     assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
     assert f"wrote {tmp_path}/out/report.png" in out.getvalue()
+    assert all(line.startswith("report, ") for line in error.getvalue().splitlines())
+    assert error.getvalue().count(" s: pallas_attn/") == len(steps)
 
 
 class _Wall:
@@ -429,7 +431,7 @@ def test_on_a_gpu_the_peer_and_the_first_token_are_measured_too(monkeypatch):
     monkeypatch.setattr(report, "read_rate", lambda: 0.01)
     monkeypatch.setattr(report, "_PROMPTS", (2, 32))
     subject = report.Subject("small", config, params, options(cache="stacked"), 20)
-    found = report.measure(subject, [2], "abc")
+    found = list(report.measure(subject, [2], "abc"))
     assert [(row["op"], row["impl"]) for row in found] == [
         ("ceiling", "xla"),
         ("decode_loop", "pallas_attn/stacked"),
@@ -446,7 +448,7 @@ def test_a_wrong_decode_is_not_measured(monkeypatch):
     monkeypatch.setattr(check, "_ROUNDINGS", 0)
     subject = report.Subject("small", config, params, options(), 20)
     with pytest.raises(ValueError, match="report: the per_sequence cache decodes wrongly, nothing"):
-        report.measure(subject, [2], "abc")
+        list(report.measure(subject, [2], "abc"))
 
 
 def test_the_peer_of_the_report_computes_the_same_tokens():

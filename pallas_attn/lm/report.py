@@ -15,7 +15,7 @@ import json
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ from pallas_attn.lm.sampling import sample
 
 Array = jax.Array
 Row = dict[str, Any]
+Say = Callable[[str], None]
 PARTS = ("append", "attention", "matmuls", "sampling", "host")
 _TURNS = 3
 _PROMPTS = (8, 2048)  # of the first token: how many, how long
@@ -75,37 +76,48 @@ class Rate:
         return cls(statistics.median(found), min(found), len(found), kernels)
 
 
-def measure(subject: Subject, batches: Sequence[int], commit: str | None = None) -> list[Row]:
+def _nothing(line: str) -> None:
+    del line
+
+
+def measure(
+    subject: Subject, batches: Sequence[int], commit: str | None = None, say: Say = _nothing
+) -> Iterator[Row]:
     """A row a cache and batch size, and on a GPU the peer's beside each; the cache asked for, and
-    the stacked one.
+    the stacked one. Rows come as they are measured; `say` hears how far it is.
     """
     provenance = dataclasses.asdict(rows.Provenance.here(commit))
+    for row in _measure(subject, batches, say):
+        yield row | provenance
+
+
+def _measure(subject: Subject, batches: Sequence[int], say: Say) -> Iterator[Row]:
     read = read_rate()
-    found = [{"op": "ceiling", "case": "read", "impl": "xla", "tbps": round(read, 4)}]
+    yield {"op": "ceiling", "case": "read", "impl": "xla", "tbps": round(read, 4)}
     caches = dict.fromkeys((subject.options.cache, "stacked"))
     compare = _on_gpu() and not subject.config.windows
     with concurrent.futures.ThreadPoolExecutor() as pool:
         asked = [subject.at(cache, batch) for batch in batches for cache in caches]
-        jobs = [pool.submit(_compile, subject, options) for options in asked]
+        jobs = [pool.submit(_compile, subject, options, say) for options in asked]
         if compare:
             peers = [subject.at("stacked", batch) for batch in batches]
-            jobs += [pool.submit(_compile_peer, subject, options) for options in peers]
+            jobs += [pool.submit(_compile_peer, subject, options, say) for options in peers]
         for cache in caches:
             _must_hold(subject, cache)
+            say(f"{cache}: two layers are the reference's")
         for job in jobs:
             job.result()
     for options in asked:
-        row = _row(subject, options, read)
-        found.append(row)
+        row = _row(subject, options, read, say)
+        yield row
         if compare:
             theirs = _peer_row(subject, subject.at("stacked", options.slots), read)
-            found.append(theirs | {"case": row["case"]})
+            yield theirs | {"case": row["case"]}
     if _on_gpu() and subject.config.positions > _PROMPTS[1]:
-        found.append(_first_token(subject))
-    return [row | provenance for row in found]
+        yield _first_token(subject)
 
 
-def _compile(subject: Subject, options: Options) -> None:
+def _compile(subject: Subject, options: Options, say: Say) -> None:
     """The programs of a row: side by side in threads that is a third of the time."""
     config = subject.config
     params = jax.eval_shape(lambda: subject.params)
@@ -114,12 +126,14 @@ def _compile(subject: Subject, options: Options) -> None:
     decode.steps.lower(config, options, params, cache, state).compile()
     _all_appends.lower(config, options, cache, *_new_rows(config, options)).compile()
     _all_attentions.lower(config, options, cache, _queries(config, options)).compile()
+    say(f"{options.cache}, {options.slots}: compiled")
 
 
-def _compile_peer(subject: Subject, options: Options) -> None:
+def _compile_peer(subject: Subject, options: Options, say: Say) -> None:
     params = jax.eval_shape(lambda: subject.params)
     carry = jax.eval_shape(lambda: _peer_state(subject, options))
     _peer_program(subject.config, options).lower(params, carry).compile()
+    say(f"cudnn, {options.slots}: compiled")
 
 
 def _must_hold(subject: Subject, cache: str) -> None:
@@ -139,9 +153,10 @@ def _must_hold(subject: Subject, cache: str) -> None:
             raise ValueError(f"report: the {cache} cache decodes wrongly, nothing is timed: {row}")
 
 
-def _row(subject: Subject, options: Options, read: float) -> Row:
+def _row(subject: Subject, options: Options, read: float, say: Say) -> Row:
     config = subject.config
     wall, device = _step(subject, options)
+    say(f"{options.cache}, {options.slots}: {wall.ms:.3f} ms a step, the device {device:.3f}")
     ms = {"append": _append(config, options, subject.context)}
     ms["attention"] = _attention(config, options, subject.context)
     ms["sampling"] = _sampling(config, options)
@@ -381,18 +396,20 @@ def steps_of(found: Sequence[Row], cache: str) -> list[Row]:
 def table(found: Sequence[Row]) -> list[str]:
     """What was measured, for people."""
     head = f"{'impl':<26}{'batch':>6}{'ms a step':>11}{'tokens/s':>10}{'of memory':>11}"
-    lines = [head + "".join(f"{part:>11}" for part in PARTS)]
-    for row in found:
-        if row["op"] != "decode_loop":
-            continue
-        start = f"{row['impl']:<26}{row['problem']['batch']:>6}{row['ms']:>11.3f}"
-        rate = f"{row['tokens_per_second']:>10.0f}{row['roofline']:>11.1%}"
-        parts = "".join(f"{ms:>11.3f}" for ms in row.get("parts", {}).values())
-        lines.append(start + rate + parts)
-    for row in found:
-        if row["op"] == "first_token":
-            lines.append(f"{row['case']}: {row['ms']:.1f} ms to the first tokens")
-    return lines
+    steps = [row for row in found if row["op"] == "decode_loop"]
+    others = [line(row) for row in found if row["op"] == "first_token"]
+    return [head + "".join(f"{part:>11}" for part in PARTS), *map(line, steps), *others]
+
+
+def line(row: Row) -> str:
+    """One row, for people."""
+    if row["op"] == "ceiling":
+        return f"memory is read at {row['tbps']:.2f} TB/s"
+    if row["op"] == "first_token":
+        return f"{row['case']}: {row['ms']:.1f} ms to the first tokens"
+    start = f"{row['impl']:<26}{row['problem']['batch']:>6}{row['ms']:>11.3f}"
+    rate = f"{row['tokens_per_second']:>10.0f}{row['roofline']:>11.1%}"
+    return start + rate + "".join(f"{ms:>11.3f}" for ms in row.get("parts", {}).values())
 
 
 def write(folder: str, found: Sequence[Row], cache: str, run: Row) -> list[str]:

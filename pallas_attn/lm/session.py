@@ -82,7 +82,7 @@ def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
     summary = view.finish(time.perf_counter() - start)
     held = _check(run, params, view) if settings.check else True
     if settings.report is not None:
-        view.say(*_report(settings, run, params, summary))
+        view.say(*_report(settings, run, params, summary, view))
     return int(not held)
 
 
@@ -160,17 +160,27 @@ def _check(run: Run, params: Params, view: "_View") -> bool:
     return held
 
 
-def _report(settings: Settings, run: Run, params: Params, summary: dict[str, Any]) -> list[str]:
-    """Measures the model where this run ended; the lines to show."""
+def _report(
+    settings: Settings, run: Run, params: Params, summary: dict[str, Any], view: "_View"
+) -> list[str]:
+    """Measures the model where this run ended; the lines to show. It takes a while: how far it is
+    goes to standard error, and what is measured to the file at once.
+    """
     context = max(len(one.prompt) + one.wanted for one in run.sequences) - 1
     name = settings.model
     if settings.checkpoint is not None:
         name = pathlib.Path(settings.checkpoint).resolve().name
     subject = report.Subject(name, run.config, params, run.options, context)
-    slots = run.options.slots
-    found = report.measure(subject, sorted({1, min(8, slots), slots}), settings.commit)
-    if settings.out is not None:
-        rows.append(settings.out, found)
+    slots, found, start = run.options.slots, [], time.perf_counter()
+
+    def say(line: str) -> None:
+        view.note(f"report, {time.perf_counter() - start:.0f} s: {line}")
+
+    for row in report.measure(subject, sorted({1, min(8, slots), slots}), settings.commit, say):
+        found.append(row)
+        say(report.line(row))
+        if settings.out is not None:
+            rows.append(settings.out, [row])
     written = report.write(str(settings.report), found, run.options.cache, summary)
     return [*report.table(found), *(f"wrote {path}" for path in written)]
 
@@ -203,6 +213,11 @@ class _View:
 
     def record(self, kind: str, facts: dict[str, Any]) -> None:
         """The same for machines."""
+
+    def note(self, line: str) -> None:
+        """How far it is."""
+        self._err.write(line + "\n")
+        self._err.flush()
 
 
 class _Json(_View):
