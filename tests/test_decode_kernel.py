@@ -426,16 +426,17 @@ def test_calls_do_not_share_counters():
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("sequences, seconds", [(32, 2.0), (128, 5.0), (256, 10.0)])
-def test_many_arrays_lower_in_time(sequences, seconds):
-    """What a first call waits for grows with the number of caches, and may not much."""
-    case = large("per_sequence", sequences, rows=1024)
+def test_many_arrays_lower_in_time():
+    """What a first call waits for grows with the number of caches, and may not much: seconds of
+    this process, which a loaded machine leaves as they are.
+    """
+    case = large("per_sequence", 256, rows=1024)
     config = kernel.Config.default(case.problem)
     call = functools.partial(run, problem=case.problem, config=config)
     mosaic.lower_for_cuda(call, shapes_of(large("per_sequence", 2, rows=1024)))  # warm
-    start = time.perf_counter()
+    start = time.process_time()
     text = mosaic.lower_for_cuda(call, shapes_of(case))
-    assert time.perf_counter() - start < seconds
+    assert time.process_time() - start < 5
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
