@@ -112,8 +112,8 @@ def put_queries(place: tuple, to: Ref) -> None:
     both = pitch > _width(dim) + 4
 
     def code(ref, first, to):
-        lane, starts = fragments._rows_of_lane(first, rows, split, (step, group, 2 * dim))
-        warp, column, pointer = Int(fragments._lane()[0]), lane % 4, tiles._pointer(ref)
+        lane, starts = fragments.rows_of_lane(first, rows, split, (step, group, 2 * dim))
+        warp, column, pointer = Int(fragments.warp_and_lane()[0]), lane % 4, tiles.pointer_of(ref)
         row = split.row_block(warp) * ROWS + lane // 4
         count = -(-steps // split.groups)
         turns = [warp // split.row_blocks + n * split.groups for n in range(count)]
@@ -131,20 +131,20 @@ def put_queries(place: tuple, to: Ref) -> None:
                     _store_word(address, 4 * offset, word, where)
 
     def twin(ref, first, to):
-        taken = fragments._rows_of_twin(first, rows, split, (step, group))
+        taken = fragments.rows_of_twin(first, rows, split, (step, group))
         q = ref.reshape(-1, dim)[taken[:most]]
         to[:] = 0
         for n, part in enumerate(_parts_of_numpy(q) if both else [q]):
             to[:, n * _width(dim) : n * _width(dim) + dim] = part
 
-    fragments._inline(code, twin, (ref, first, to), (REF, (SCALAR, SCALAR), REF), None)
+    fragments.inline(code, twin, (ref, first, to), (REF, (SCALAR, SCALAR), REF), None)
 
 
 def _chunk_of_query(pointer: ir.Value, start: Int, chunk: Int, dim: int) -> Words:
     """4 numbers of a row; 0 past its end."""
-    near = fragments._wide(chunk._with(arith.minsi, dim // 4 - 1))
+    near = fragments.widened(chunk._with(arith.minsi, dim // 4 - 1))
     inside, zero = (chunk < dim // 4).value, utils.c(0, warps.i32())
-    four = fragments._four_words(pointer, start + near, 0)
+    four = fragments.four_words(pointer, start + near, 0)
     return [arith.select(inside, word, zero) for word in four]
 
 
@@ -160,8 +160,8 @@ def scores(q: Ref, ref: Ref, slot: Array, split: Split) -> Array:
     both = pitch > _width(dim) + 4
 
     def code(q, ref, slot):
-        warp, lane = (Int(x) for x in fragments._lane())
-        pointer, words = tiles._pointer(ref), dim // 4
+        warp, lane = (Int(x) for x in fragments.warp_and_lane())
+        pointer, words = tiles.pointer_of(ref), dim // 4
         start = Int(slot.registers.item()) * (split.keys * words)
         start = start + (split.first(warp) + lane // 4) * words
         row = (split.row_block(warp) * ROWS + lane % 16)._with(arith.minsi, most - 1)
@@ -171,15 +171,15 @@ def scores(q: Ref, ref: Ref, slot: Array, split: Split) -> Array:
             if n % 2 == 0:  # the keys' words come for two steps at a time
                 here = 2 * min(32, dim - 16 * n)
                 at = [column * words + 4 * n for column in columns]
-                keys = [fragments._words_of_row(pointer, start, lane, here, x) for x in at]
+                keys = [fragments.words_of_row(pointer, start, lane, here, x) for x in at]
             a = [_query_parts(base, 16 * n + 8 * half, both and _width(dim)) for half in range(2)]
             for of_column, key in zip(sums, keys, strict=True):
                 _add_products(of_column, a, key[n % 2 * 4 :][:4])
         registers = []
         for of_column in sums:
             s = functools.reduce(_sum, of_column[::-1])
-            registers += [fragments._pair(s[0], s[1]), fragments._pair(s[2], s[3])]
-        return fragments._tile(registers, shape)
+            registers += [fragments.pair_of(s[0], s[1]), fragments.pair_of(s[2], s[3])]
+        return fragments.tile_with(registers, shape)
 
     def twin(q, ref, slot):
         out = np.zeros(shape, np.float32)
@@ -190,15 +190,15 @@ def scores(q: Ref, ref: Ref, slot: Array, split: Split) -> Array:
             out[ROWS * warp : ROWS * (warp + 1)] = _product_of_numpy(mine, keys.T)
         return out
 
-    types, result = (REF, REF, SCALAR), fragments._tile_of(shape, np.float32)
-    return fragments._inline(code, twin, (q, ref, slot), types, result)
+    types, result = (REF, REF, SCALAR), fragments.tile_of(shape, np.float32)
+    return fragments.inline(code, twin, (q, ref, slot), types, result)
 
 
 def _query_parts(base: ir.Value, column: int, step: int) -> list[Words]:
     """Both parts of 8 columns of queries; `step`: from the one to the other, or 0."""
-    words = matrices._ldmatrix(base, 4 * column)
+    words = matrices.ldmatrix(base, 4 * column)
     if step:
-        return [words, matrices._ldmatrix(base, 4 * (column + step))]
+        return [words, matrices.ldmatrix(base, 4 * (column + step))]
     return list(zip(*map(_parts, words), strict=True))
 
 
@@ -220,8 +220,8 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
     shape, chunks = acc.shape, ref.shape[2] // 8
 
     def code(acc, p, ref, slot):
-        warp, lane = (Int(x) for x in fragments._lane())
-        pointer, of_p = tiles._pointer(ref), []
+        warp, lane = (Int(x) for x in fragments.warp_and_lane())
+        pointer, of_p = tiles.pointer_of(ref), []
         for column in p.registers.reshape(-1, 2):  # keys 2t and 2t + 1 of rows g and g + 8
             four = [vector.extract(pair, [], [n]) for n in range(2) for pair in column]
             words = [arith.bitcast(warps.i32(), x) for x in four]
@@ -241,8 +241,8 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
                 found = [_weighed(a, column) for column in zip(*rows, strict=True)]
                 sums = [_sum(*both) for both in zip(sums, found, strict=True)]
             for s in sums:
-                registers += [fragments._pair(s[0], s[1]), fragments._pair(s[2], s[3])]
-        return fragments._tile(registers, shape)
+                registers += [fragments.pair_of(s[0], s[1]), fragments.pair_of(s[2], s[3])]
+        return fragments.tile_with(registers, shape)
 
     def twin(acc, p, ref, slot):
         out = np.array(acc)
@@ -253,8 +253,8 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
         return out
 
     types = (tiles.TILE, tiles.TILE, REF, SCALAR)
-    result = fragments._tile_of(shape, np.float32)
-    return fragments._inline(code, twin, (acc, p, ref, slot), types, result)
+    result = fragments.tile_of(shape, np.float32)
+    return fragments.inline(code, twin, (acc, p, ref, slot), types, result)
 
 
 def _weighed(a: list, column: Words) -> list[ir.Value]:
@@ -271,10 +271,10 @@ def _weighed(a: list, column: Words) -> list[ir.Value]:
 
 def _eight_words(pointer: ir.Value, start: Int, offset: int, odd: Int) -> Words:
     """The words of a chunk of 32 bytes, `start` + `offset` chunks from `pointer`; `odd` lanes take
-    the second half first, as in `fragments._chunk`.
+    the second half first, as in `fragments.weigh`.
     """
     early, late = start * 2 + odd, start * 2 + (odd * -1 + 1)
-    one, two = (fragments._four_words(pointer, half, 2 * offset) for half in (early, late))
+    one, two = (fragments.four_words(pointer, half, 2 * offset) for half in (early, late))
     swapped = (odd >= 1).value
     pairs = [*zip(two, one, strict=True), *zip(one, two, strict=True)]
     return [arith.select(swapped, x, y) for x, y in pairs]

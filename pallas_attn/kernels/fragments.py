@@ -30,27 +30,28 @@ SPARE = 8  # floats behind a spilled row: without, 8 rows would meet in the same
 ROWS = 16  # query rows of a warp
 
 
-def _inline(code: Callable, twin: Callable, args: tuple, types: tuple, result: Any) -> Any:
+def inline(code: Callable, twin: Callable, args: tuple, types: tuple, result: Any) -> Any:
     """`code(context, *args)` on the GPU, `twin(*args)` in NumPy under the interpreter."""
 
     def run(context, *values):
         del context
         return code(*values)
 
-    inline: Any = run
-    inline.twin = twin
-    return plgpu.inline_mgpu(arg_types=types, return_type=result)(inline)(*args)
+    known: Any = run
+    known.twin = twin
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(known)(*args)
 
 
 SCALAR = plgpu.Layout.WG_SPLAT
 REF = plgpu.RefType()
 
 
-def _tile_of(shape: tuple[int, int], dtype: Any) -> Any:
+def tile_of(shape: tuple[int, int], dtype: Any) -> Any:
+    """The type of a register tile."""
     return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=tiles.TILE)
 
 
-def _lane() -> tuple[ir.Value, ir.Value]:
+def warp_and_lane() -> tuple[ir.Value, ir.Value]:
     """(warp of the block, lane of the warp)."""
     thread = arith.index_cast(warps.i32(), gpu.thread_id(gpu.Dimension.x))
     return arith.divui(thread, utils.c(32, warps.i32())), arith.remui(
@@ -79,7 +80,7 @@ class Split:
 
 def queries(ref: Ref, first: tuple, rows: int, split: Split, stride: tuple) -> Array:
     """The query rows of every warp, [64, H up to a multiple of 32]: row r of warp w is query
-    row_block(w) * 16 + r, from the first on. For `scores` alone: it lies as `_words_of_row` says.
+    row_block(w) * 16 + r, from the first on. For `scores` alone: it lies as `words_of_row` says.
 
     `first` is (where query 0 lies, in rows of H; the query of row 0). Query n of `rows` lies at
     n // group * step + n % group from there; `stride` is (step, group, H). Rows past the last
@@ -90,17 +91,17 @@ def queries(ref: Ref, first: tuple, rows: int, split: Split, stride: tuple) -> A
 
     def code(ref, first):
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
-        lane, starts = _rows_of_lane(first, rows, split, stride)
-        halves = [_words_of_row(tiles._pointer(ref), start, lane, dim) for start in starts]
-        return _tile(
+        lane, starts = rows_of_lane(first, rows, split, stride)
+        halves = [words_of_row(tiles.pointer_of(ref), start, lane, dim) for start in starts]
+        return tile_with(
             [llvm.bitcast(pair, w) for both in zip(*halves, strict=True) for w in both], shape
         )
 
     def twin(ref, first):
-        q = ref.reshape(-1, dim)[_rows_of_twin(first, rows, split, (step, group))]
+        q = ref.reshape(-1, dim)[rows_of_twin(first, rows, split, (step, group))]
         return np.pad(q, ((0, 0), (0, shape[1] - dim)))
 
-    return _inline(code, twin, (ref, first), (REF, (SCALAR, SCALAR)), _tile_of(shape, dtype))
+    return inline(code, twin, (ref, first), (REF, (SCALAR, SCALAR)), tile_of(shape, dtype))
 
 
 def narrow_queries(
@@ -115,18 +116,18 @@ def narrow_queries(
 
     def code(ref, first):
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(kind))
-        lane, starts = _rows_of_lane(first, rows, split, stride)
+        lane, starts = rows_of_lane(first, rows, split, stride)
         halves, units = [], []
         for start in starts:
-            words = _as_narrow_lies(tiles._pointer(ref), start, lane, dim)
+            words = _as_narrow_lies(tiles.pointer_of(ref), start, lane, dim)
             words, unit = widen.normalised(words, str(jnp.dtype(dtype)))
             halves.append(words)
             units.append(unit)
         words = [llvm.bitcast(pair, w) for both in zip(*halves, strict=True) for w in both]
-        return _tile(words, shape), _row(units)
+        return tile_with(words, shape), _row(units)
 
     def twin(ref, first):
-        q = ref.reshape(-1, dim)[_rows_of_twin(first, rows, split, (step, group))]
+        q = ref.reshape(-1, dim)[rows_of_twin(first, rows, split, (step, group))]
         q = q.astype(np.float32)
         bits = np.abs(q).max(axis=1).view(np.int32) & 0x7F800000
         bits = np.minimum(bits, widen.MOST)
@@ -134,36 +135,37 @@ def narrow_queries(
         return (q * inverse[:, None]).astype(np.float16), bits.view(np.float32)
 
     result = (
-        _tile_of(shape, kind),
+        tile_of(shape, kind),
         plgpu.ShapeDtypeStruct((shape[0],), jnp.float32, layout=tiles.ROW),
     )
-    return _inline(code, twin, (ref, first), (REF, (SCALAR, SCALAR)), result)
+    return inline(code, twin, (ref, first), (REF, (SCALAR, SCALAR)), result)
 
 
-def _rows_of_lane(first: tuple, rows: int, split: Split, stride: tuple) -> tuple[Int, list[Int]]:
+def rows_of_lane(first: tuple, rows: int, split: Split, stride: tuple) -> tuple[Int, list[Int]]:
     """The lane, and where its two rows begin, in words of 16 bytes."""
     step, group, dim = stride
-    warp, lane = (Int(x) for x in _lane())
+    warp, lane = (Int(x) for x in warp_and_lane())
     start, skipped = (Int(x.registers.item()) for x in first)
     starts = []
     for half in (0, 8):
         n = skipped + split.row_block(warp) * ROWS + lane // 4 + half
         n = n._with(arith.minsi, rows - 1)
-        starts.append(_wide(start + n // group * step + n % group) * (dim // 8))
+        starts.append(widened(start + n // group * step + n % group) * (dim // 8))
     return lane, starts
 
 
-def _rows_of_twin(first: tuple, rows: int, split: Split, stride: tuple) -> np.ndarray:
+def rows_of_twin(first: tuple, rows: int, split: Split, stride: tuple) -> np.ndarray:
     (step, group), n = stride, np.arange(warps.WARPS * ROWS)
     n = np.minimum(first[1] + split.row_block(n // ROWS) * ROWS + n % ROWS, rows - 1)
     return first[0] + n // group * step + n % group
 
 
-def _wide(x: Int) -> Int:
+def widened(x: Int) -> Int:
+    """In 64 bits."""
     return Int(arith.extsi(ir.IntegerType.get_signless(64), x.value))
 
 
-def _words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: int = 0) -> list:
+def words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: int = 0) -> list:
     """What a lane holds of a row of `dim` numbers of 16 bits that begins `start` + `offset` words
     of 16 bytes from `pointer`: 4 words of 32 bits from each group of 32 numbers.
 
@@ -174,19 +176,19 @@ def _words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: in
     odd one takes the second group of two first.
     """
     words, chunks = [], dim // 8
-    like = (lambda x: x) if start.value.type == warps.i32() else _wide
+    like = (lambda x: x) if start.value.type == warps.i32() else widened
     column, odd, zero = lane % 4, lane // 4 % 2, utils.c(0, warps.i32())
     swapped = (odd >= 1).value
     early, late = (start + like(column + n) for n in (odd * 4, odd * -4 + 4))
     for group in range(0, chunks // 8 * 2, 2):
-        one = _four_words(pointer, early, offset + 4 * group)
-        two = _four_words(pointer, late, offset + 4 * group)
+        one = four_words(pointer, early, offset + 4 * group)
+        two = four_words(pointer, late, offset + 4 * group)
         for pair in ((two, one), (one, two)):
             words += [arith.select(swapped, x, y) for x, y in zip(*pair, strict=True)]
     for group in range(chunks // 8 * 2, -(-chunks // 4)):
         left = chunks - 4 * group
         mine = column if left >= 4 else column._with(arith.minsi, left - 1)
-        four = _four_words(pointer, start + like(mine), offset + 4 * group)
+        four = four_words(pointer, start + like(mine), offset + 4 * group)
         if left < 4:
             there = (column < left).value
             four = [arith.select(there, word, zero) for word in four]
@@ -195,13 +197,13 @@ def _words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: in
 
 
 def _as_narrow_lies(pointer: ir.Value, start: Int, lane: Int, dim: int) -> list:
-    """`_words_of_row` in the order of a row of 8 bits: 16 neighbouring numbers a lane, of 64."""
-    first = start + _wide(lane % 4 * 2)
+    """`words_of_row` in the order of a row of 8 bits: 16 neighbouring numbers a lane, of 64."""
+    first = start + widened(lane % 4 * 2)
     chunks = range(0, dim // 8, 8)
-    return [w for n in chunks for i in range(2) for w in _four_words(pointer, first, n + i)]
+    return [w for n in chunks for i in range(2) for w in four_words(pointer, first, n + i)]
 
 
-def _four_words(pointer: ir.Value, index: Int, offset: int, count: int = 4) -> list[ir.Value]:
+def four_words(pointer: ir.Value, index: Int, offset: int, count: int = 4) -> list[ir.Value]:
     """Word `index` + `offset`, of 4 * count bytes, from `pointer`."""
     kind = ir.VectorType.get((count,), warps.i32())
     address = utils.getelementptr(pointer, [index.value], kind)
@@ -217,13 +219,14 @@ def _chunk(pointer: ir.Value, start: Int, offset: int, odd: Int) -> list[ir.Valu
     chunks. `odd` lanes take the second half of theirs first: 2 wait for each other, not 4.
     """
     early, late = start * 2 + odd, start * 2 + (odd * -1 + 1)
-    one, two = (_four_words(pointer, half, 2 * offset, 2) for half in (early, late))
+    one, two = (four_words(pointer, half, 2 * offset, 2) for half in (early, late))
     swapped = (odd >= 1).value
     pairs = [*zip(two, one, strict=True), *zip(one, two, strict=True)]
     return [arith.select(swapped, x, y) for x, y in pairs]
 
 
-def _tile(registers: list, shape: tuple[int, int]) -> Any:
+def tile_with(registers: list, shape: tuple[int, int]) -> Any:
+    """A register tile of these registers of a thread."""
     layout = tiles.TILE.to_mgpu()
     filled = np.empty(len(registers), object)
     filled[:] = registers
@@ -242,12 +245,12 @@ def _row(halves: list) -> Any:
     return mgpu.FragmentedArray(_registers=filled.reshape(like), _layout=layout, _is_signed=None)
 
 
-def _words(array: Any) -> list[ir.Value]:
+def words_of(array: Any) -> list[ir.Value]:
     """A 16-bit tile's registers as words: [column of 8][upper or lower 8 rows], flat."""
     return [llvm.bitcast(warps.i32(), r) for r in array.registers.flat]
 
 
-def _mma(c: list, a: list, b: list, dtype: Any) -> list[ir.Value]:
+def mma(c: list, a: list, b: list, dtype: Any) -> list[ir.Value]:
     """c + a @ b: m16 n8 k16, 4 words of a and 2 of b."""
     kind = {"bfloat16": "bf16", "float16": "f16"}[str(jnp.dtype(dtype))]
     ptx = (
@@ -260,7 +263,8 @@ def _mma(c: list, a: list, b: list, dtype: Any) -> list[ir.Value]:
     return [llvm.extractvalue(ir.F32Type.get(), four, [i]) for i in range(4)]
 
 
-def _pair(a: ir.Value, b: ir.Value) -> ir.Value:
+def pair_of(a: ir.Value, b: ir.Value) -> ir.Value:
+    """Two float32 as one register of a tile."""
     packed = llvm.mlir_undef(ir.VectorType.get((2,), ir.F32Type.get()))
     return vector.insert(b, vector.insert(a, packed, [], [0]), [], [1])
 
@@ -275,21 +279,21 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
     shape, size = (warps.WARPS * ROWS, split.columns), jnp.dtype(ref_dtype).itemsize
 
     def code(q, ref, slot):
-        warp, lane = (Int(x) for x in _lane())
-        a, pointer, words = _words(q), tiles._pointer(ref), dim * size // 16
+        warp, lane = (Int(x) for x in warp_and_lane())
+        a, pointer, words = words_of(q), tiles.pointer_of(ref), dim * size // 16
         start = Int(slot.registers.item()) * (split.keys * words)
         start = start + (split.first(warp) + lane // 4) * words
         zero = utils.c(0.0, ir.F32Type.get())
         registers: list[Any] = []
         for column in range(0, split.columns, 8):
-            b = _words_of_row(pointer, start, lane, dim * size // 2, column * words)
+            b = words_of_row(pointer, start, lane, dim * size // 2, column * words)
             b = b if size == 2 else widen.widened(b, str(jnp.dtype(ref_dtype)))
             sums = [[zero] * 4 for _ in range(2)]
             for n in range(len(b) // 2):
-                sums[n % 2] = _mma(sums[n % 2], a[4 * n : 4 * n + 4], b[2 * n : 2 * n + 2], dtype)
+                sums[n % 2] = mma(sums[n % 2], a[4 * n : 4 * n + 4], b[2 * n : 2 * n + 2], dtype)
             s = [arith.addf(x, y) for x, y in zip(*sums, strict=True)]
-            registers += [_pair(s[0], s[1]), _pair(s[2], s[3])]
-        return _tile(registers, shape)
+            registers += [pair_of(s[0], s[1]), pair_of(s[2], s[3])]
+        return tile_with(registers, shape)
 
     def twin(q, ref, slot):
         out = np.zeros(shape, np.float32)
@@ -300,7 +304,7 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
         return out
 
     types = (tiles.TILE, REF, SCALAR)
-    return _inline(code, twin, (q, ref, slot), types, _tile_of(shape, jnp.float32))
+    return inline(code, twin, (q, ref, slot), types, tile_of(shape, jnp.float32))
 
 
 def of_keys(ref: Ref, slot: Array, split: Split) -> Array:
@@ -310,18 +314,18 @@ def of_keys(ref: Ref, slot: Array, split: Split) -> Array:
     shape = (warps.WARPS * ROWS, split.columns)
 
     def code(ref, slot):
-        warp, lane = (Int(x) for x in _lane())
+        warp, lane = (Int(x) for x in warp_and_lane())
         at = Int(slot.registers.item()) * split.keys + split.first(warp) + lane % 4 * 2
         pairs = [
-            widen.pair_of_floats(tiles._pointer(ref), at + n) for n in range(0, split.columns, 8)
+            widen.pair_of_floats(tiles.pointer_of(ref), at + n) for n in range(0, split.columns, 8)
         ]
-        return _tile([pair for pair in pairs for _ in range(2)], shape)
+        return tile_with([pair for pair in pairs for _ in range(2)], shape)
 
     def twin(ref, slot):
         first = split.first(np.arange(warps.WARPS).repeat(ROWS))[:, None]
         return ref[slot][first + np.arange(split.columns)]
 
-    return _inline(code, twin, (ref, slot), (REF, SCALAR), _tile_of(shape, jnp.float32))
+    return inline(code, twin, (ref, slot), (REF, SCALAR), tile_of(shape, jnp.float32))
 
 
 def width_of(v_head_dim: int) -> int:
@@ -342,8 +346,8 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
     chunks = pitch // 8
 
     def code(acc, p, ref, slot):
-        warp, lane = (Int(x) for x in _lane())
-        a, pointer = _words(p), tiles._pointer(ref)
+        warp, lane = (Int(x) for x in warp_and_lane())
+        a, pointer = words_of(p), tiles.pointer_of(ref)
         start = Int(slot.registers.item()) * (split.keys * chunks)
         start = start + (split.first(warp) + lane % 4 * 2) * chunks
         sums = []
@@ -355,7 +359,7 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
                 chunk = start + (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
                 ahead = [(key + n) * chunks for n in (0, 1, 8, 9)]
                 if narrow is not None:
-                    rows = [_four_words(pointer, chunk, offset, 2) for offset in ahead]
+                    rows = [four_words(pointer, chunk, offset, 2) for offset in ahead]
                     low, high = (
                         widen.widened(widen.interleaved(*rows[n : n + 2]), narrow) for n in (0, 2)
                     )
@@ -364,11 +368,11 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
                     low, high = (_columns(*rows[n : n + 2]) for n in (0, 2))
                 for i in range(8):
                     b = [low[i], high[i]]
-                    sums[8 * u + i] = _mma(sums[8 * u + i], of_a, b, dtype)
+                    sums[8 * u + i] = mma(sums[8 * u + i], of_a, b, dtype)
         registers = []
         for s in sums:
-            registers += [_pair(s[0], s[1]), _pair(s[2], s[3])]
-        return _tile(registers, shape)
+            registers += [pair_of(s[0], s[1]), pair_of(s[2], s[3])]
+        return tile_with(registers, shape)
 
     def twin(acc, p, ref, slot):
         out = np.array(acc)
@@ -379,7 +383,7 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
         return out
 
     types = (tiles.TILE, tiles.TILE, REF, SCALAR)
-    return _inline(code, twin, (acc, p, ref, slot), types, _tile_of(shape, jnp.float32))
+    return inline(code, twin, (acc, p, ref, slot), types, tile_of(shape, jnp.float32))
 
 
 def _columns(one: list, two: list) -> list[ir.Value]:
@@ -398,7 +402,7 @@ def spill(acc: Array, top: Array, total: Array, to: tuple[Ref, Ref, Ref], rows: 
     chunks, words = (to[0].shape[1] - SPARE) // 8, to[0].shape[1] // 4
 
     def row_of(half, acc, numbers, refs):
-        warp, lane = (Int(x) for x in _lane())
+        warp, lane = (Int(x) for x in warp_and_lane())
         line, row = warp * rows + lane // 4 + 8 * half, lane // 4 + 8 * half
         for u in range(acc.shape[1] // 64):
             for n in range(2):
@@ -425,7 +429,7 @@ def spill(acc: Array, top: Array, total: Array, to: tuple[Ref, Ref, Ref], rows: 
             ref.reshape(warps.WARPS, rows, *ref.shape[1:])[..., : mine.shape[-1]] = mine
 
     types = (tiles.TILE, tiles.ROW, tiles.ROW, (REF, REF, REF))
-    _inline(code, twin, (acc, top, total, tuple(to)), types, None)
+    inline(code, twin, (acc, top, total, tuple(to)), types, None)
 
 
 def _store_four(ref: Ref, index: Int, values: list, there: ir.Value) -> None:
@@ -471,4 +475,4 @@ def add(ref: Any, number: Any, tile: Any, where: Any) -> None:
             ref[int(number) * tile.size :][: tile.size] += parts.ravel()
 
     types = (REF, SCALAR, tiles.TILE, SCALAR)
-    _inline(code, twin, (ref, number, tile, where), types, None)
+    inline(code, twin, (ref, number, tile, where), types, None)

@@ -111,7 +111,7 @@ def fetch(thread: warps.Thread, refs: tuple[Ref, Ref], at: Any, rows: int, like:
 # ---- tensor cores --------------------------------------------------------------------------------
 
 
-def _ldmatrix(address: ir.Value, offset: int, transposed: bool = False) -> list[ir.Value]:
+def ldmatrix(address: ir.Value, offset: int, transposed: bool = False) -> list[ir.Value]:
     """4 matrices of 8 by 8; lane 8 * i + j has the address of row j of matrix i."""
     kind = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
     how = ".trans" if transposed else ""
@@ -120,20 +120,21 @@ def _ldmatrix(address: ir.Value, offset: int, transposed: bool = False) -> list[
     return [llvm.extractvalue(warps.i32(), four, [i]) for i in range(4)]
 
 
-def _address(ref: Ref, row: Int, chunk: Int, step: int) -> ir.Value:
+def address_of(ref: Ref, row: Int, chunk: Int, step: int) -> ir.Value:
+    """Of a chunk of 16 bytes of a row of shared memory, whose rows are `step` bytes apart."""
     return warps.shared_address(ref, row * (step // CHUNK) + chunk, 16)
 
 
 def _left_address(ref: Ref, first: Any, step: int) -> ir.Value:
     """Of 16 rows of this warp and 16 numbers, as the left operand of a matmul."""
-    warp, lane = _lane()
+    warp, lane = warp_and_lane()
     row = Int(first.registers.item()) + warp * 16 + lane % 16
-    return _address(ref, row, lane // 16, step)
+    return address_of(ref, row, lane // 16, step)
 
 
-def _lane() -> tuple[Int, Int]:
+def warp_and_lane() -> tuple[Int, Int]:
     """(warp of the warpgroup, lane of the warp)."""
-    warp, lane = (Int(x) for x in fragments._lane())
+    warp, lane = (Int(x) for x in fragments.warp_and_lane())
     return warp % warps.WARPS, lane
 
 
@@ -148,15 +149,15 @@ def held(ref: Ref, first: Array, rows: int, width: int) -> Array:
         registers = []
         for block in range(rows // BLOCK):
             for column in range(0, width, 16):
-                words = _ldmatrix(base, 2 * (block * BLOCK * step + column))
+                words = ldmatrix(base, 2 * (block * BLOCK * step + column))
                 registers += [llvm.bitcast(pair, word) for word in words]
-        return fragments._tile(registers, shape)
+        return fragments.tile_with(registers, shape)
 
     def twin(ref, first):
         return ref[int(first) : int(first) + rows, :width].copy()
 
     types = (REF, SCALAR)
-    return fragments._inline(code, twin, (ref, first), types, fragments._tile_of(shape, dtype))
+    return fragments.inline(code, twin, (ref, first), types, fragments.tile_of(shape, dtype))
 
 
 def scores(
@@ -174,29 +175,29 @@ def scores(
     def left(q, base, column):
         """[part][block] -> 4 words."""
         if in_registers:
-            words = fragments._words(q)
+            words = fragments.words_of(q)
             starts = [
                 [(b * parts * width + p * width + column) // 4 for b in range(blocks)]
                 for p in range(parts)
             ]
             return [[words[start : start + 4] for start in part] for part in starts]
         return [
-            [_ldmatrix(base, 2 * (b * BLOCK * q_step + p * width + column)) for b in range(blocks)]
+            [ldmatrix(base, 2 * (b * BLOCK * q_step + p * width + column)) for b in range(blocks)]
             for p in range(parts)
         ]
 
     def code(q, q_first, k, first):
-        _, lane = _lane()
+        _, lane = warp_and_lane()
         row = Int(first.registers.item()) + lane % 8 + lane // 16 * 8
-        right = _address(k, row, lane // 8 % 2, step)
+        right = address_of(k, row, lane // 8 % 2, step)
         base = None if in_registers else _left_address(q, q_first, q_step)
         sums = nothing(blocks, keys)
         small = nothing(blocks, keys) if parts == 3 else None
         for column in range(0, width, 16):
             a = left(q, base, column)
             for key in range(0, keys, 16):
-                b = [_ldmatrix(right, 2 * (key * step + p * width + column)) for p in range(parts)]
-                _multiply(sums, key // 8, a, b, dtype, small)
+                b = [ldmatrix(right, 2 * (key * step + p * width + column)) for p in range(parts)]
+                multiply(sums, key // 8, a, b, dtype, small)
         if small is not None:
             plus(sums, small, 0)
         return _rows(sums, shape)
@@ -211,12 +212,12 @@ def scores(
         return out
 
     types = (tiles.TILE if in_registers else REF, SCALAR, REF, SCALAR)
-    return fragments._inline(
+    return fragments.inline(
         code,
         twin,
         (left_rows, q_first, k_rows, first),
         types,
-        fragments._tile_of(shape, jnp.float32),
+        fragments.tile_of(shape, jnp.float32),
     )
 
 
@@ -226,22 +227,22 @@ def weigh(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int) -> A
     shape, blocks = (rows, width), rows // BLOCK
 
     def code(acc, p, v, first):
-        _, lane = _lane()
-        right = _address(v, Int(first.registers.item()) + lane % 16, lane // 16, step)
+        _, lane = warp_and_lane()
+        right = address_of(v, Int(first.registers.item()) + lane % 16, lane // 16, step)
         sums = []
         for pairs in acc.registers.reshape(blocks, -1, 2):
             one = [[vector.extract(x, [], [i]) for x in pair for i in range(2)] for pair in pairs]
             sums.append(one)
-        words = [fragments._words(part) for part in p]
+        words = [fragments.words_of(part) for part in p]
 
         def add(sums, at, column, key):
             starts = [(block * keys + key) // 4 for block in range(blocks)]
             a = [[part[start : start + 4] for start in starts] for part in words]
             b = [
-                _ldmatrix(right, 2 * (key * step + n * width + column), transposed=True)
+                ldmatrix(right, 2 * (key * step + n * width + column), transposed=True)
                 for n in range(parts)
             ]
-            _multiply(sums, at, a, b, dtype)
+            multiply(sums, at, a, b, dtype)
 
         for key in range(0, keys, 16) if parts < 3 else ():
             for column in range(0, width, 16):
@@ -261,12 +262,12 @@ def weigh(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int) -> A
         return out
 
     types = (tiles.TILE, (tiles.TILE,) * parts, REF, SCALAR)
-    return fragments._inline(
-        code, twin, (acc, tuple(p), v, first), types, fragments._tile_of(shape, jnp.float32)
+    return fragments.inline(
+        code, twin, (acc, tuple(p), v, first), types, fragments.tile_of(shape, jnp.float32)
     )
 
 
-def _multiply(sums: list, n: int, a: list, b: list, dtype: Any, small: Any = None) -> None:
+def multiply(sums: list, n: int, a: list, b: list, dtype: Any, small: Any = None) -> None:
     """Two columns of 8, the n-th and next, of every block: a [part][block], b [part], 4 words (or
     2, of one column). Products of other parts than the first go to `small`, if it is given.
     """
@@ -274,7 +275,7 @@ def _multiply(sums: list, n: int, a: list, b: list, dtype: Any, small: Any = Non
         for block, of_block in enumerate(sums if small is None or i + j == 0 else small):
             for half in range(len(b[j]) // 2):
                 pair = b[j][2 * half : 2 * half + 2]
-                of_block[n + half] = fragments._mma(of_block[n + half], a[i][block], pair, dtype)
+                of_block[n + half] = fragments.mma(of_block[n + half], a[i][block], pair, dtype)
 
 
 def nothing(blocks: int, columns: int) -> list:
@@ -295,8 +296,8 @@ def _rows(sums: list, shape: tuple[int, int]) -> Any:
     registers = []
     for of_block in sums:
         for s in of_block:
-            registers += [fragments._pair(s[0], s[1]), fragments._pair(s[2], s[3])]
-    return fragments._tile(registers, shape)
+            registers += [fragments.pair_of(s[0], s[1]), fragments.pair_of(s[2], s[3])]
+    return fragments.tile_with(registers, shape)
 
 
 def parts_of(p: Array, parts: int, dtype: Any) -> tuple[Array, ...]:
@@ -323,7 +324,7 @@ def write(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
 
     def code(tile, to, at):
         thread = warps.Thread()
-        warp, lane = _lane()
+        warp, lane = warp_and_lane()
         batch, head, first, live = (Int(x.registers.item()) for x in at)
         start = thread.wide(batch) * length + thread.wide(first)
         row = warp * 16 + lane // 4
@@ -343,4 +344,4 @@ def write(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
         to[batch, first : first + live, head] = tile[:live, :dim]
 
     types = (tiles.TILE, REF, (SCALAR,) * 4)
-    fragments._inline(code, twin, (tile, to, tuple(at)), types, None)
+    fragments.inline(code, twin, (tile, to, tuple(at)), types, None)

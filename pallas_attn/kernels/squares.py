@@ -65,7 +65,7 @@ def _tile(registers: list, shape: tuple[int, int], down: int) -> Any:
 
 def _rows(sums: list, shape: tuple[int, int], down: int) -> Any:
     pairs = [
-        fragments._pair(s[2 * half], s[2 * half + 1])
+        fragments.pair_of(s[2 * half], s[2 * half + 1])
         for of_block in sums
         for s in of_block
         for half in range(2)
@@ -75,7 +75,7 @@ def _rows(sums: list, shape: tuple[int, int], down: int) -> Any:
 
 def _where(down: int) -> tuple[Int, Int, Int]:
     """(which of the warps down, which across, lane)."""
-    warp, lane = matrices._lane()
+    warp, lane = matrices.warp_and_lane()
     return warp // (4 // down), warp % (4 // down), lane
 
 
@@ -101,13 +101,13 @@ def _multiply(sums: list, a: list, right: tuple, width: int, dtype: Any) -> None
             _ldmatrix(address, 2 * (start + n * whole + column), some // 4, transposed=True)
             for n in range(len(a))
         ]
-        matrices._multiply(sums, column // 8, a, b, dtype)
+        matrices.multiply(sums, column // 8, a, b, dtype)
 
 
 def _ldmatrix(address: ir.Value, offset: int, count: int, transposed: bool = False) -> list:
     """2 or 4 matrices of 8 by 8."""
     if count == 4:
-        return matrices._ldmatrix(address, offset, transposed)
+        return matrices.ldmatrix(address, offset, transposed)
     kind = ir.Type.parse("!llvm.struct<(i32, i32)>")
     how = ".trans" if transposed else ""
     ptx = f"ldmatrix.sync.aligned.m8n8.x2{how}.shared.b16 {{$0, $1}}, [$2+{offset}];"
@@ -132,25 +132,25 @@ def product(
     def code(a_ref, a_first, b_ref, b_first):
         high, wide, lane = _where(down)
         row = _int(a_first) + high * (16 * blocks) + lane % 16
-        a_base = matrices._address(a_ref, row, lane // 16, steps[0])
+        a_base = matrices.address_of(a_ref, row, lane // 16, steps[0])
         row = _int(b_first) + wide * mine + lane % 8 + lane // 16 * 8
-        b_base = matrices._address(b_ref, row, lane // 8 % 2, steps[1])
+        b_base = matrices.address_of(b_ref, row, lane // 8 % 2, steps[1])
         sums = matrices.nothing(blocks, mine)
         small = matrices.nothing(blocks, mine) if parts == 3 else None
         for column in range(0, width, 16):
             a = [
                 [
-                    matrices._ldmatrix(a_base, 2 * (b * 16 * steps[0] + p * width + column))
+                    matrices.ldmatrix(a_base, 2 * (b * 16 * steps[0] + p * width + column))
                     for b in range(blocks)
                 ]
                 for p in range(parts)
             ]
             for key in range(0, mine, 16):
                 b = [
-                    matrices._ldmatrix(b_base, 2 * (key * steps[1] + p * width + column))
+                    matrices.ldmatrix(b_base, 2 * (key * steps[1] + p * width + column))
                     for p in range(parts)
                 ]
-                matrices._multiply(sums, key // 8, a, b, dtype, small)
+                matrices.multiply(sums, key // 8, a, b, dtype, small)
         if small is not None:
             matrices.plus(sums, small, 0)
         return _rows(sums, shape, down)
@@ -164,7 +164,7 @@ def product(
         return out
 
     types, args = (REF, SCALAR, REF, SCALAR), (a_ref, a_first, b_ref, b_first)
-    return fragments._inline(code, twin, args, types, _result(shape, jnp.float32, down))
+    return fragments.inline(code, twin, args, types, _result(shape, jnp.float32, down))
 
 
 def weigh(acc: Array, p: Sequence[Array], x: tuple, down: int) -> Array:
@@ -177,8 +177,8 @@ def weigh(acc: Array, p: Sequence[Array], x: tuple, down: int) -> Array:
 
     def code(acc, p, x_ref, first):
         _, _, lane = _where(down)
-        base = matrices._address(x_ref, _int(first) + lane % 16, lane // 16, step)
-        sums, words = _sums(acc, blocks), [fragments._words(part) for part in p]
+        base = matrices.address_of(x_ref, _int(first) + lane % 16, lane // 16, step)
+        sums, words = _sums(acc, blocks), [fragments.words_of(part) for part in p]
         for key in range(0, inner, 16):
             starts = [(block * inner + key) // 4 for block in range(blocks)]
             a = [[part[start : start + 4] for start in starts] for part in words]
@@ -191,7 +191,7 @@ def weigh(acc: Array, p: Sequence[Array], x: tuple, down: int) -> Array:
     kind = tiles.standing((rows, width), down)
     types = (kind, (tiles.standing((rows, inner), down),) * len(p), REF, SCALAR)
     result = _result((rows, width), jnp.float32, down)
-    return fragments._inline(code, twin, (acc, tuple(p), x_ref, first), types, result)
+    return fragments.inline(code, twin, (acc, tuple(p), x_ref, first), types, result)
 
 
 def weigh_shared(acc: Array, p: Ref, x: tuple, sizes: tuple[int, int, int], stand: Stand) -> Array:
@@ -208,13 +208,13 @@ def weigh_shared(acc: Array, p: Ref, x: tuple, sizes: tuple[int, int, int], stan
         sums, row = _sums(acc, blocks), high * (16 * blocks) + lane % 16
         for other in range(stand.shares):  # each begins with the columns that it put there itself
             begin = (share + other) % stand.shares * mine
-            a_base = matrices._address(p, row, begin // 8 + lane // 16, steps[0])
+            a_base = matrices.address_of(p, row, begin // 8 + lane // 16, steps[0])
             of_x, chunk = _int(first) + begin + lane % 16, share * (wide // 8)
-            base = matrices._address(x_ref, of_x, chunk + lane // 16, steps[1])
+            base = matrices.address_of(x_ref, of_x, chunk + lane // 16, steps[1])
             for key in range(0, mine, 16):
                 a = [
                     [
-                        matrices._ldmatrix(a_base, 2 * (b * 16 * steps[0] + n * inner + key))
+                        matrices.ldmatrix(a_base, 2 * (b * 16 * steps[0] + n * inner + key))
                         for b in range(blocks)
                     ]
                     for n in range(parts)
@@ -229,7 +229,7 @@ def weigh_shared(acc: Array, p: Ref, x: tuple, sizes: tuple[int, int, int], stan
 
     types = (tiles.standing(shape, stand.down), REF, REF, SCALAR, SCALAR)
     args = (acc, p, x_ref, first, jnp.int32(stand.group))
-    return fragments._inline(code, twin, args, types, _result(shape, jnp.float32, stand.down))
+    return fragments.inline(code, twin, args, types, _result(shape, jnp.float32, stand.down))
 
 
 def _product(p: Any, x: Any, width: int) -> Any:
@@ -260,14 +260,14 @@ def transposed_product(
         high, lane, share = _share(stand, group)
         # Matrices in the order (rows, keys): (0, 0), (8, 0), (0, 8), (8, 8).
         a_row = lane % 8 + lane // 16 * 8
-        a_base = matrices._address(left, a_row, high * (2 * blocks) + lane // 8 % 2, steps[0])
+        a_base = matrices.address_of(left, a_row, high * (2 * blocks) + lane // 8 % 2, steps[0])
         chunk = share * (wide // 8) + lane // 16
-        b_base = matrices._address(right, lane % 16, chunk, steps[1])
+        b_base = matrices.address_of(right, lane % 16, chunk, steps[1])
         sums = matrices.nothing(blocks, wide)
         for key in range(0, keys, 16):
             a = [
                 [
-                    matrices._ldmatrix(
+                    matrices.ldmatrix(
                         a_base, 2 * (key * steps[0] + p * rows + b * 16), transposed=True
                     )
                     for b in range(blocks)
@@ -287,7 +287,7 @@ def transposed_product(
 
     args = (left, right, jnp.int32(stand.group))
     result = _result(shape, jnp.float32, 2)
-    return fragments._inline(code, twin, args, (REF, REF, SCALAR), result)
+    return fragments.inline(code, twin, args, (REF, REF, SCALAR), result)
 
 
 # ---- shared memory ------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def put(tile: Sequence[Array], to: Ref, stand: Stand) -> None:
         start = row * (step // 2) + share * (mine // 2) + lane % 4
         base = warps.shared_address(to, start, 4)
         for n, part in enumerate(tile):
-            for i, word in enumerate(fragments._words(part)):
+            for i, word in enumerate(fragments.words_of(part)):
                 below = i // (mine // 4) * 16 + i % 2 * 8
                 across = n * whole + i // 2 % (mine // 8) * 8
                 ptx = f"st.shared.b32 [$0+{2 * (below * step + across)}], $1;"
@@ -317,7 +317,7 @@ def put(tile: Sequence[Array], to: Ref, stand: Stand) -> None:
 
     types = ((tiles.standing((rows, columns), stand.down),) * len(tile), REF, SCALAR)
     args = (tuple(tile), to, jnp.int32(stand.group))
-    fragments._inline(code, twin, args, types, None)
+    fragments.inline(code, twin, args, types, None)
     assert to.dtype == tile[0].dtype
 
 
@@ -346,7 +346,7 @@ def add(tile: Array, to: Ref, index: Array, vectors: bool) -> None:
             to[int(index)] += tile.ravel()
 
     types = (tiles.standing(tile.shape, 2), REF, SCALAR)
-    fragments._inline(code, twin, (tile, to, index), types, None)
+    fragments.inline(code, twin, (tile, to, index), types, None)
 
 
 _ADDING = threading.Lock()  # the interpreter's blocks are threads
@@ -356,7 +356,7 @@ def _lines(tile: Any, to: Any, index: Any, size: int, vectors: bool) -> Any:
     thread = warps.Thread()
     start = thread.wide(_int(index)) * size
     start = start + thread.wide(thread.index % tiles.THREADS) * (4 if vectors else 1)
-    base = tiles._address(to, start, 4)
+    base = tiles.address_of(to, start, 4)
     f32 = ir.F32Type.get()
     for n, pair in enumerate(tile.registers.reshape(-1, 2)):
         four = [vector.extract(x, [], [i]) for x in pair for i in range(2)]
@@ -372,7 +372,7 @@ def collected(ref: Ref, index: Array, shape: tuple[int, int], vectors: bool) -> 
         thread, f32 = warps.Thread(), ir.F32Type.get()
         start = thread.wide(_int(index)) * size
         start = start + thread.wide(thread.index % tiles.THREADS) * (4 if vectors else 1)
-        base = tiles._address(ref, start, 4)
+        base = tiles.address_of(ref, start, 4)
         registers = []
         for n in range(size // tiles.THREADS // 4):
             if vectors:
@@ -382,14 +382,14 @@ def collected(ref: Ref, index: Array, shape: tuple[int, int], vectors: bool) -> 
             else:
                 places = [(4 * n + i) * tiles.THREADS for i in range(4)]
                 four = [llvm.load(f32, utils.getelementptr(base, [p], f32)) for p in places]
-            registers += [fragments._pair(*four[:2]), fragments._pair(*four[2:])]
+            registers += [fragments.pair_of(*four[:2]), fragments.pair_of(*four[2:])]
         return _tile(registers, shape, 2)
 
     def twin(ref, index):
         return ref[int(index)].reshape(shape).copy()
 
     result = _result(shape, jnp.float32, 2)
-    return fragments._inline(code, twin, (ref, index), (REF, SCALAR), result)
+    return fragments.inline(code, twin, (ref, index), (REF, SCALAR), result)
 
 
 def write(tile: Array, to: Ref, at: tuple[Any, ...], stand: Stand) -> None:
@@ -425,4 +425,4 @@ def write(tile: Array, to: Ref, at: tuple[Any, ...], stand: Stand) -> None:
 
     types = (tiles.standing(shape, stand.down), REF, (SCALAR,) * 4, SCALAR)
     args = (tile, to, tuple(at), jnp.int32(stand.group))
-    fragments._inline(code, twin, args, types, None)
+    fragments.inline(code, twin, args, types, None)

@@ -430,12 +430,12 @@ class Thread:
             with ir.InsertionPoint(
                 region.blocks.append() if not region.blocks else region.blocks[0]
             ):
-                scf.yield_([_pointer(ref) for ref in refs])
+                scf.yield_([pointer_of(ref) for ref in refs])
         return tuple(chosen.results)
 
     def prefetch(self, ref: Ref, index: Int, nbytes: int) -> None:
         """Has the word's cache line brought near, for a `load` that has to wait for its index."""
-        line = [_address(ref, index, nbytes)]
+        line = [address_of(ref, index, nbytes)]
         nothing = ir.Type.parse("!llvm.void")
         llvm.inline_asm(nothing, line, "prefetch.L1 [$0];", "l", has_side_effects=True)
 
@@ -450,8 +450,8 @@ class Thread:
 
     def load(self, ref: Ref, index: Int, nbytes: int) -> Int:
         """The word at `index`. One of 16 bytes is good for `store` and `numbers` only."""
-        address = _address(ref, index, nbytes)
-        return Int(llvm.load(_word(nbytes), address, alignment=nbytes))
+        address = address_of(ref, index, nbytes)
+        return Int(llvm.load(word_type(nbytes), address, alignment=nbytes))
 
     def store(self, ref: Ref, index: Int, value: Int, nbytes: int, where: Int) -> None:
         """Writes the word at `index` where the condition holds; elsewhere the index may be
@@ -468,7 +468,7 @@ class Thread:
         names = ", ".join(f"${n}" for n in range(2, 2 + len(parts)))
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
-            [arith.extui(_int(32), where.value), _address(ref, index, nbytes), *parts],
+            [arith.extui(_int(32), where.value), address_of(ref, index, nbytes), *parts],
             "{ .reg .pred p; setp.ne.b32 p, $0, 0; "
             f"@p st.global.{kind} [$1], " + (f"{{{names}}}" if nbytes == 16 else names) + "; }",
             "r,l," + ",".join("l" if nbytes == 8 else "r" for _ in parts) + ",~{memory}",
@@ -480,13 +480,16 @@ def _int(bits: int) -> ir.Type:
     return ir.IntegerType.get_signless(bits)
 
 
-def _word(nbytes: int) -> ir.Type:
+def word_type(nbytes: int) -> ir.Type:
+    """Of a word that is read at once."""
     return ir.VectorType.get((4,), _int(32)) if nbytes == 16 else _int(8 * nbytes)
 
 
-def _pointer(ref: Any) -> ir.Value:
+def pointer_of(ref: Any) -> ir.Value:
+    """To the first element of an array in memory."""
     return utils.memref_ptr(ref) if isinstance(ref.type, ir.MemRefType) else ref
 
 
-def _address(ref: Any, index: Int, nbytes: int) -> ir.Value:
-    return utils.getelementptr(_pointer(ref), [index.value], _word(nbytes))
+def address_of(ref: Any, index: Int, nbytes: int) -> ir.Value:
+    """Of word `index`, of `nbytes` each."""
+    return utils.getelementptr(pointer_of(ref), [index.value], word_type(nbytes))

@@ -224,7 +224,7 @@ class Thread(tiles.Thread):
         operands = [
             arith.extui(i32(), where.value),
             shared_address(ring, at, 16),
-            tiles._address(array, index, 16),
+            tiles.address_of(array, index, 16),
             nbytes.value,
             shared_address(barriers, slot, 8),
         ]
@@ -251,7 +251,7 @@ class Thread(tiles.Thread):
         places = [f"[${n}+{size * sum(words)}]" for n, words in enumerate((near, far))]
         nbytes = self.select(there, self.index * 0 + size, 0)
         operands = [
-            shared_address(shared, at, size), tiles._address(array, index, size), nbytes.value
+            shared_address(shared, at, size), tiles.address_of(array, index, size), nbytes.value
         ]  # fmt: skip
         level = "cg" if size == 16 else "ca"
         copy = f"cp.async.{level}.shared.global {places[0]}, {places[1]}, {size}, $2;"
@@ -288,7 +288,7 @@ class Thread(tiles.Thread):
         )
         operands = [
             arith.extui(i32(), (self.index < 1).value),
-            tiles._address(counters, index, 4),
+            tiles.address_of(counters, index, 4),
             (count - 1).value,
             shared_address(last, 0, 4),
         ]
@@ -315,11 +315,11 @@ def do(ptx: str, operands: list, constraints: str) -> None:
 def shared_address(ref: Ref, index: Any, nbytes: int) -> ir.Value:
     """The 32-bit address of a word of shared memory."""
     index = Int(utils.c(index, i32())) if isinstance(index, int) else index
-    return llvm.ptrtoint(i32(), tiles._address(ref, index, nbytes))
+    return llvm.ptrtoint(i32(), tiles.address_of(ref, index, nbytes))
 
 
 def _floats(ref: Ref, index: Int, count: int) -> list[Float]:
-    address = utils.getelementptr(tiles._pointer(ref), [index.value], tiles._word(4 * count))
+    address = utils.getelementptr(tiles.pointer_of(ref), [index.value], tiles.word_type(4 * count))
     kind = ir.F32Type.get()
     if count == 1:
         return [Float(llvm.load(kind, address, alignment=4))]
