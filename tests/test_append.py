@@ -86,10 +86,15 @@ def test_every_element_of_separate_arrays(rng, subject, name, v_dim):
 SMALL = [case for case in append_cases.CASES if case.sequences * case.new_rows < 300]
 
 
+# XLA's older way to LLVM, which conftest.py asks for, may change the bits of a NaN of bfloat16.
+NEWER_WAY = {"xla_backend_extra_options": ""}
+
+
 @pytest.mark.parametrize("case", [case for case in SMALL if not case.from_end], ids=str)
 def test_reference_writes_what_the_kernels_must(rng, case):
     inputs = case.draw(rng)
-    got = jax.jit(functools.partial(pa.append_kv_arrays, implementation="reference"))(
+    reference = functools.partial(pa.append_kv_arrays, implementation="reference")
+    got = jax.jit(reference, compiler_options=NEWER_WAY)(
         inputs.k_cache,
         inputs.v_cache,
         inputs.k,

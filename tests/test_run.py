@@ -17,7 +17,10 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 CPU = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 # As in conftest.py: half of a short run is XLA optimising what runs once.
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+QUICK = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
 
 
 def run(*arguments, given="", flags=QUICK):
