@@ -440,7 +440,8 @@ def _counters(plan: Plan) -> np.ndarray:
     Each launch leaves them as it found them, so they are a constant: XLA has nothing to clear,
     which would be a launch of its own. The number behind them is that of this call:
     two calls in a program would otherwise share one constant, and must not if XLA ever ran them
-    side by side. It also keeps XLA from making the zeros itself.
+    side by side. (Calls of one jitted function inside another still do: DESIGN, "Transforms".) It
+    also keeps XLA from making the zeros itself.
     """
     zeros = decode_plan.BLANK // 4 + plan.problem.sequences * plan.heads
     return np.append(np.zeros(zeros, np.int32), np.int32(next(_calls) % 2**31 or 1))
