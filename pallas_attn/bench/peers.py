@@ -22,6 +22,9 @@ from pallas_attn.bench.timing import Subject
 from pallas_attn.masks import CAUSAL
 
 SCORES = 2**33  # bytes of float32 scores up to which a quadratic implementation is asked at all
+# Nothing is recorded as a CUDA graph: recorded before anything else had run, cuDNN's decode at head
+# dims of 64 failed ("capturing stream has unjoined work"). A kernel takes as long without.
+LAUNCHED = {"xla_gpu_graph_min_graph_size": 2**30}
 
 
 class Unavailable(Exception):
@@ -232,7 +235,7 @@ def _dense_decode(name: str, call: Call) -> list[Subject]:
     k, v = (x.astype(case.dtype) for x in subjects.held_rows(case, call.arrays))
     lengths = call.arrays["lengths"] if "ragged" in case.tags else None
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=LAUNCHED)
     def step(q, k, v, lengths):
         static = {"implementation": name, "key_value_seq_lengths": lengths}
         with jax.default_matmul_precision(case.precision):
