@@ -33,6 +33,7 @@ class Arithmetic(NamedTuple):
     value: Callable[[Array], Array] = _as_it_is  # v and dO
     made: Callable[[Array], Array] = _as_it_is  # the probabilities, and dS
     stored: Callable[[Array], Array] = _as_it_is  # out, as the backward pass finds it
+    lse: Any = None  # that the backward pass is handed; None: its own
 
 
 EXACT = Arithmetic(np.float64)
@@ -86,14 +87,16 @@ def attention(  # noqa: PLR0913
     shape = (len(q), q.shape[1] * q.shape[2], *grouped[3:])  # [B, N, T, S]
     logits, slope = _capped(q @ k.swapaxes(-1, -2) * scale, softcap)
     logits = logits.reshape(shape) + arrays.get("bias", 0)
-    probs, lse, sink = _softmax(
-        np.where(_seen(arrays, shape, mask, q_offset), logits, -np.inf), arrays.get("sinks")
-    )
+    logits = np.where(_seen(arrays, shape, mask, q_offset), logits, -np.inf)
+    probs, lse, sink = _softmax(logits, arrays.get("sinks"))
     weights = arithmetic.made(probs).reshape(grouped)
     results = {"out": _by_position(weights @ v), "lse": lse}
     if do is None and dlse is None:
         return results
 
+    if arithmetic.lse is not None:
+        probs = np.exp(logits - np.where(lse == -np.inf, 0, arithmetic.lse)[..., None])
+        weights = arithmetic.made(probs).reshape(grouped)
     do = np.zeros_like(results["out"]) if do is None else do
     delta = (do * arithmetic.stored(results["out"])).sum(axis=-1).swapaxes(1, 2)
     row = (0 if dlse is None else dlse) - delta  # [B, N, T]; d lse / d logit is the probability

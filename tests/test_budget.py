@@ -1,10 +1,12 @@
 """The tolerance itself: it lets honest rounding pass, wherever it falls, and no error."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from pallas_attn import cases
-from tests import budget
+from tests import budget, definition
 from tests.test_cases import cotangents
 
 (CASE,) = cases.select(cases.ATTENTION, "bias_by_row")
@@ -30,3 +32,25 @@ def test_errors_fail(expected, name):
     for wrong in (exact * 1.1, np.roll(exact, 1, axis=2), one_off, exact * np.nan):
         with pytest.raises(AssertionError, match=name):
             budget.check({name: wrong}, expected)
+
+
+def test_a_handed_lse_excuses_nothing_but_its_own_rounding():
+    """Of a gradient in float32 with logits of 20: exact sums pass, fewer bits anywhere do not."""
+    (case,) = cases.select(cases.ATTENTION, "scale")
+    case = dataclasses.replace(case, dtype="float32", precision="highest", q_len=130)
+    arguments, cotangent = case.arguments(), case.cotangent(1)
+    expected = budget.attention(arguments, cotangent, tensor_cores=True, handed=True)
+    arrays = {name: arguments[name] for name in ("q", "k", "v")}
+
+    def gradients(**arithmetic):
+        how = definition.Arithmetic(lse=expected.lse, **arithmetic)
+        found = definition.attention(arrays, cotangent, scale=case.scale, arithmetic=how)
+        return {name: found[name] for name in ("dq", "dk", "dv")}
+
+    budget.check(gradients(dtype=np.float64), expected)
+    budget.check(gradients(dtype=np.float32), expected)
+    terms, tf32 = (lambda x: definition.cut(x, 0xFF)), (lambda x: definition.cut(x, 0x1FFF))
+    for fewer in ({"score": tf32}, {"score": terms}, {"value": terms}, {"made": terms}):
+        wrong = gradients(dtype=np.float32, **fewer)
+        with pytest.raises(AssertionError, match="off by"):
+            budget.check(wrong, expected)

@@ -9,7 +9,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import CAUSAL, Mask, sliding_window
-from tests import budget, subjects, witness
+from tests import budget, definition, subjects, witness
 
 SIZES = {"t_below_s": (5, 7), "t_above_s": (6, 4)}
 FLOATS = ("q", "k", "v", "bias", "sinks")
@@ -292,3 +292,33 @@ def test_gradients_through_a_cache(rng):
     got, wanted = (jax.jit(jax.grad(f))(inputs) for f in (through_cache, plain))
     for name in inputs:
         np.testing.assert_allclose(got[name], wanted[name], rtol=1e-4, atol=1e-5)
+
+
+def _results(q, k, v, do, *, implementation):
+    """out and gradients at the highest precision, and the same rows by a cache, 4 query rows."""
+    how = {"scale": 0.3, "precision": "highest", "implementation": implementation}
+
+    def attend(q, k, v):
+        return pa.flash_attention(q, k, v, mask=CAUSAL, **how)
+
+    out, back = jax.vjp(attend, q, k, v)
+    cache = pa.StackedCache.create(len(q), 256, k.shape[2], q.shape[3], dtype="float32")
+    cache = pa.append_kv(cache, k, v, implementation=implementation and "reference")
+    decoded = pa.decode_attention(q[:, -4:], cache, **how)
+    return dict(zip(("out", "dq", "dk", "dv", "decoded"), (out, *back(do), decoded), strict=True))
+
+
+@pytest.mark.parametrize(
+    "subject",
+    subjects.rows("decode", but=("interpreted", "reference", "reference_on_gpu", "kernels")),
+)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_highest_is_at_worst_twice_as_far_off_as_plain_float32(rng, subject, dim):
+    """Forward, backward and decode, to the letter, with no rounding beside."""
+    q, k, v, do = (np.float32(rng.standard_normal((2, 200, n, dim))) for n in (4, 2, 2, 4))
+    exact = definition.attention({"q": q, "k": k, "v": v}, do, mask=CAUSAL, scale=0.3)
+    exact["decoded"] = exact["out"][:, -4:]
+    plain = jax.jit(functools.partial(_results, implementation="reference"))(q, k, v, do)
+    for name, got in subject.call(_results, q, k, v, do).items():
+        ours, theirs = (np.abs(x - exact[name]).max() for x in (got, plain[name]))
+        assert ours <= 2 * theirs, f"{name}: {ours:.2e}, plain float32 {theirs:.2e}"

@@ -14,7 +14,8 @@ global memory: five matmuls in all (`fused`); a small kernel reads dQ out again.
 take two warpgroups, which share out the queries of a tile for scores and the columns of all
 gradients. Where bits must repeat, or shared memory does not suffice, dQ is a kernel of its own with
 the forward's grid, which computes S and dP again, and wide heads have a launch for dK and one for
-dV. A bias that wants a gradient has a third kernel, `flash_bwd_dbias`'s walk.
+dV; where that is not enough either, V is taken by some columns at a time (`flash_bwd_columns`). A
+bias that wants a gradient has a third kernel, `flash_bwd_dbias`'s walk.
 
 Shared memory: k, v; q twice, so that the next tile arrives under this one; dO, twice where there is
 room, else the next is asked for when dV is done; P^T and dS^T. A block meets two to four times a
@@ -33,6 +34,7 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
+from pallas_attn.kernels import flash_bwd_columns as columns
 from pallas_attn.kernels import (
     flash_bwd_dq_sm80,
     flash_fwd_sm80,
@@ -66,22 +68,24 @@ class Config:
     dq_row_blocks: int = 1  # of the kernel for dq alone: its tiles
     dq_block_kv: int = 64
     dq_stages: int = 2
+    v_parts: int = 1  # of V's columns, one after the other: see `flash_bwd_columns`
 
     ctas = 0  # one block a tile of work
 
     def __post_init__(self):
         blocks = (32, 64) if self.fused else (16, 32, 64)
-        columns = self.block_q * self.down // (4 * self.warpgroups)  # of scores, a warp's
+        queries = self.block_q * self.down // (4 * self.warpgroups)  # a warp's
         wants = {
             "row_blocks": (self.row_blocks in (1, 2), "1 or 2"),
             "block_q": (self.block_q in blocks, "32 or 64, or, if it is not fused, 16"),
             "warpgroups": (self.warpgroups in (1, 2), "1 or 2"),
-            "down": (self.down in (2, 4) and columns >= 16, "4, or 2 if a warp gets 16 queries"),
+            "down": (self.down in (2, 4) and queries >= 16, "4, or 2 if a warp gets 16 queries"),
             "do_stages": (self.do_stages in (1, 2), "1 or 2"),
             "section": (self.section >= 0, "at least 0"),
             "dq_row_blocks": (self.dq_row_blocks in (1, 2), "1 or 2"),
             "dq_block_kv": (self.dq_block_kv in (16, 32, 64), "16, 32 or 64"),
             "dq_stages": (self.dq_stages in (1, 2), "1 or 2"),
+            "v_parts": (self.v_parts >= 1, "at least 1"),
         }
         for name, (good, want) in wants.items():
             if not good:
@@ -105,6 +109,12 @@ class Config:
             for block in (64, 32, 16)
             for keys, stages in tiles_of_dq
         ]
+        if problem.dtype == "float32":
+            choices += [
+                cls(block_q=16, fused=False, dq_block_kv=16, dq_stages=stages, v_parts=n)
+                for n in (2, 4, 8, 16, 32)
+                for stages in (2, 1)
+            ]
         return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
 
 
@@ -191,6 +201,7 @@ def _launches(plan: KeyPlan) -> tuple[str, ...]:
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     """Of the kernel that needs most."""
+    problem = columns.part_of(problem, config.v_parts)
     plan = plan_of(problem, config)
     most = max(flash_fwd_sm80.buffer_bytes(scratch(plan, which)) for which in _launches(plan))
     if plan.fused:
@@ -401,6 +412,9 @@ def _kernel(refs: Refs, outs: Any, smem: Smem, *, plan: KeyPlan, which: str) -> 
 
 def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
+    if (parts := config.v_parts) > 1:
+        one = functools.partial(run, config=dataclasses.replace(config, v_parts=1))
+        return columns.run(residuals, problem, parts, one)
     inputs, *rest = residuals
     plan = plan_of(problem, config)
     rows = operands.round_up(problem.q_len, 2 * ROWS)  # whole tiles, of any size

@@ -129,7 +129,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
         return Limit(
             f"tiles of float32 of head dims {problem.head_dim} and {problem.v_head_dim} do not fit "
             "in shared memory",
-            "leave implementation=None, and precision where no other takes them",
+            "leave implementation=None",
         )
     return None
 
