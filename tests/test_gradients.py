@@ -295,17 +295,18 @@ def test_gradients_through_a_cache(rng):
 
 
 def _results(q, k, v, do, *, implementation):
-    """out and gradients at the highest precision, and the same rows by a cache, 4 query rows."""
+    """At the highest precision: out, lse and gradients, and the last rows of out by a cache."""
     how = {"scale": 0.3, "precision": "highest", "implementation": implementation}
 
     def attend(q, k, v):
-        return pa.flash_attention(q, k, v, mask=CAUSAL, **how)
+        return pa.flash_attention_with_lse(q, k, v, mask=CAUSAL, **how)
 
     out, back = jax.vjp(attend, q, k, v)
     cache = pa.StackedCache.create(len(q), 256, k.shape[2], q.shape[3], dtype="float32")
     cache = pa.append_kv(cache, k, v, implementation=implementation and "reference")
     decoded = pa.decode_attention(q[:, -4:], cache, **how)
-    return dict(zip(("out", "dq", "dk", "dv", "decoded"), (out, *back(do), decoded), strict=True))
+    names = ("out", "lse", "dq", "dk", "dv", "decoded")
+    return dict(zip(names, (*out, *back((do, 0 * out[1])), decoded), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -316,9 +317,12 @@ def _results(q, k, v, do, *, implementation):
 def test_highest_is_at_worst_twice_as_far_off_as_plain_float32(rng, subject, dim):
     """Forward, backward and decode, to the letter, with no rounding beside."""
     q, k, v, do = (np.float32(rng.standard_normal((2, 200, n, dim))) for n in (4, 2, 2, 4))
-    exact = definition.attention({"q": q, "k": k, "v": v}, do, mask=CAUSAL, scale=0.3)
-    exact["decoded"] = exact["out"][:, -4:]
-    plain = jax.jit(functools.partial(_results, implementation="reference"))(q, k, v, do)
+    attend = functools.partial(
+        definition.attention, {"q": q, "k": k, "v": v}, do, mask=CAUSAL, scale=0.3
+    )
+    exact, plain = attend(), attend(arithmetic=definition.naive(None))
+    for results in (exact, plain):
+        results["decoded"] = results["out"][:, -4:]
     for name, got in subject.call(_results, q, k, v, do).items():
         ours, theirs = (np.abs(x - exact[name]).max() for x in (got, plain[name]))
         assert ours <= 2 * theirs, f"{name}: {ours:.2e}, plain float32 {theirs:.2e}"
