@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 
 from pallas_attn.bench import rows, timing
-from pallas_attn.lm import check, checkpoint, decode, model, peer, report, sampling, session, text
+from pallas_attn.lm import (
+    check,
+    checkpoint,
+    decode,
+    findings,
+    model,
+    peer,
+    report,
+    sampling,
+    session,
+    text,
+)
 from tests import lm_witness
 
 every_cache = pytest.mark.parametrize("kind", decode.CACHES)
@@ -431,7 +442,7 @@ def test_on_a_gpu_the_peer_and_the_first_token_are_measured_too(monkeypatch):
     monkeypatch.setattr(report, "read_rate", lambda: 0.01)
     monkeypatch.setattr(report, "_PROMPTS", (2, 32))
     subject = report.Subject("small", config, params, options(cache="stacked"), 20)
-    found = list(report.measure(subject, [2], "abc"))
+    found = list(report.measure(subject, report.prepare(subject, [2]), "abc"))
     assert [(row["op"], row["impl"]) for row in found] == [
         ("ceiling", "xla"),
         ("decode_loop", "pallas_attn/stacked"),
@@ -440,7 +451,7 @@ def test_on_a_gpu_the_peer_and_the_first_token_are_measured_too(monkeypatch):
     ]
     assert {row["case"] for row in found[1:3]} == {"small_stacked_b2_s20"}
     assert all(not set(rows.REQUIRED) - row.keys() for row in found[1:])
-    assert len(report.table(found)) == 4
+    assert len(findings.table(found)) == 4
 
 
 def test_a_wrong_decode_is_not_measured(monkeypatch):
@@ -448,7 +459,7 @@ def test_a_wrong_decode_is_not_measured(monkeypatch):
     monkeypatch.setattr(check, "_ROUNDINGS", 0)
     subject = report.Subject("small", config, params, options(), 20)
     with pytest.raises(ValueError, match="report: the per_sequence cache decodes wrongly, nothing"):
-        list(report.measure(subject, [2], "abc"))
+        report.prepare(subject, [2])
 
 
 def test_the_peer_of_the_report_computes_the_same_tokens():

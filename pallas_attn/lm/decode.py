@@ -8,6 +8,7 @@ chunk before it reads the tokens of the last, so that neither waits for the othe
 
 import collections
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -250,6 +251,13 @@ class Run:
                 yield self._status(flight, made, now - last, now - start)
                 last = now
 
+    def prepare(self) -> None:
+        """Compiles what its first prompts take."""
+        first = list(self._waiting)[: self._together(self.options.slots)]
+        new = self._arrivals(list(enumerate(first)), np.ones(self.options.slots, bool))
+        given = self.config, self.options, self._params, self._cache, self._state
+        admit.lower(*given, new).compile()
+
     def summary(self, seconds: float) -> dict[str, Any]:
         """What a run came to. The rates are of chunks that no prompt and no compilation held up,
         where there was one.
@@ -279,13 +287,8 @@ class Run:
         """Prefills as many waiting prompts as there is room for."""
         taken: list[tuple[int, Generation]] = []
         vacant = [one is None for one in self._slots]
-        longest = 0
-        for slot in np.flatnonzero(vacant):
-            if not self._waiting:
-                break
-            longest = max(longest, len(self._waiting[0].prompt))
-            whole = _at_least(len(taken) + 1) * self._width(longest)
-            if (taken and whole > self.options.prefill) or not self._fits(self._waiting[0]):
+        for slot in np.flatnonzero(vacant)[: self._together(sum(vacant))]:
+            if not self._fits(self._waiting[0]):
                 break
             sequence = self._waiting.popleft()
             sequence.planned, self._slots[slot] = 1, sequence
@@ -301,6 +304,16 @@ class Run:
         kept = None if logits is None else logits[None]
         self._fly(_Flight(tokens[None], kept, whose, 0))
         return True
+
+    def _together(self, free: int) -> int:
+        """How many of those that wait one prefill takes, into so many free slots."""
+        count = longest = 0
+        for one in itertools.islice(self._waiting, free):
+            longest = max(longest, len(one.prompt))
+            if count and _at_least(count + 1) * self._width(longest) > self.options.prefill:
+                break
+            count += 1
+        return count
 
     def _width(self, longest: int) -> int:
         """Prompts are padded to a power of two, so that few programs serve all lengths."""

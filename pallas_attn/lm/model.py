@@ -209,9 +209,12 @@ class _Pass(NamedTuple):
 
 
 def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: Any = None):
-    """x [M, t, D] after all layers, and the cache that `attend` passed from layer to layer."""
+    """Rows [M, t, D] for the head: after all layers and the last norm; and the cache that `attend`
+    passed from layer to layer.
+    """
     x = jnp.take(params["embed"], tokens, axis=0, mode="clip")
     angles, eps, first = _angles(config, how.positions), config.norm_eps, 0
+    added = _nothing(params["runs"][0]["down"], x, how.stream)
     for weights, (count, mask) in zip(params["runs"], config.runs, strict=True):
         stacks = {name: weights[name] for name in STREAMED if how.stream}
         sliced = {name: x for name, x in weights.items() if name not in stacks}
@@ -228,19 +231,23 @@ def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: An
             added = parts(gated(normed, weights["gate_up"]), weights["down"])
             return (x, added, cache, number + 1), None
 
-        down = Layer(stacks["down"], 0) if stacks else sliced["down"][0]
-        inner = jax.ShapeDtypeStruct((*x.shape[:2], config.mlp), x.dtype)
-        nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(parts, inner, down))
-        carry = (x, nothing, cache, jnp.asarray(first, jnp.int32))
+        carry = (x, added, cache, jnp.asarray(first, jnp.int32))
         unroll = count if how.stream else 1  # XLA's kernel that counts layers would hold up ours
         (x, added, cache, _), _ = lax.scan(layer, carry, sliced, count, unroll=unroll)
-        x, first = x + _rows.total(added, x.dtype), first + count
-    return x, cache
+        first += count
+    norm = params["norm"]
+    return add_norm(x, added, Layer(norm[None], 0) if how.stream else norm, eps)[1], cache
+
+
+def _nothing(down: Array, x: Array, stream: bool) -> Array:
+    """Zeros of the shape of what a layer's last matmul leaves to be added to x."""
+    inner = jax.ShapeDtypeStruct((*x.shape[:2], down.shape[2]), x.dtype)
+    left = jax.eval_shape(lambda rows: parts(rows, Layer(down, 0) if stream else down[0]), inner)
+    return jnp.zeros(left.shape, left.dtype)
 
 
 def _logits(config: Config, params: Params, x: Array, stream: bool = False) -> Array:
-    """float32[..., vocab] of x [..., D]."""
-    x = rms_norm(x, params["norm"], config.norm_eps)
+    """float32[..., vocab] of normed rows [..., D]."""
     head = params["embed" if config.tied else "head"]
     return linear(x, Layer(head[None], 0) if stream else head, jnp.float32)
 

@@ -25,8 +25,14 @@ def create(config: Config, options: Options, seed: int) -> Caches:
     """Caches full of random numbers."""
     shape = (options.slots, options.capacity, config.kv_heads, config.head_dim)
     keys = jax.random.split(jax.random.key(seed), (config.layers, 2))
-    draw = jax.jit(lambda key: jax.random.normal(key, shape, options.dtype))
-    return tuple((draw(pair[0]), draw(pair[1])) for pair in keys)
+    return tuple(
+        (_normal(shape, options.dtype, k), _normal(shape, options.dtype, v)) for k, v in keys
+    )
+
+
+@jax.jit(static_argnums=(0, 1))
+def _normal(shape: tuple[int, ...], dtype: str, key: Array) -> Array:
+    return jax.random.normal(key, shape, dtype)
 
 
 def steps(
@@ -74,4 +80,5 @@ def _decode(
         h = rms_norm(x, weights["mlp_norm"], config.norm_eps)
         x += linear(gated(h, weights["gate_up"]), weights["down"])
         new.append((k_cache, v_cache))
+    x = rms_norm(x, params["norm"], config.norm_eps)
     return model._logits(config, params, x[:, 0]), tuple(new)

@@ -11,8 +11,7 @@ step's, and then the device is said to have worked all of it.
 import concurrent.futures
 import dataclasses
 import functools
-import json
-import pathlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from pallas_attn.decode import decode_attention
 from pallas_attn.lm import check, decode, model, peer
 from pallas_attn.lm.decode import Options
 from pallas_attn.lm.model import Config, Params
-from pallas_attn.lm.sampling import sample
+from pallas_attn.lm.sampling import Sampling, sample
 
 Array = jax.Array
 Row = dict[str, Any]
@@ -49,17 +48,21 @@ class Subject:
     context: int  # rows in every sequence
 
     def at(self, cache: str, batch: int) -> Options:
-        """The options of a step of `batch` sequences, with room for the steps that are timed."""
-        rows = self.context + (3 * _TURNS + 2) * self.options.chunk
+        """The options of a step of `batch` sequences."""
         return dataclasses.replace(
             self.options,
             cache=cache,
             slots=batch,
-            capacity=-(-rows // 64) * 64,
+            capacity=room(self.context, self.options.chunk),
             keep_logits=False,
             stop=(),
             pages=None,
         )
+
+
+def room(context: int, chunk: int) -> int:
+    """The capacity that a context takes, with the steps that are timed."""
+    return -(-(context + (2 * _TURNS + 2) * chunk) // 64) * 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,52 +83,73 @@ def _nothing(line: str) -> None:
     del line
 
 
+def prepare(
+    subject: Subject,
+    batches: Sequence[int],
+    say: Say = _nothing,
+    others: Sequence[Callable[[], Any]] = (),
+) -> list[Options]:
+    """Compiles what `measure` times, beside `others`, and looks whether it is right: the steps that
+    it is to measure, of each batch size with the cache asked for, and with the stacked one.
+
+    Side by side in threads it takes a third of the time.
+    """
+    caches = dict.fromkeys((subject.options.cache, "stacked"))
+    asked = [subject.at(cache, batch) for batch in batches for cache in caches]
+    jobs: list[Callable[[], Any]] = [
+        functools.partial(_compile, subject, options, say) for options in reversed(asked)
+    ]
+    if _compared(subject):
+        peers = [subject.at("stacked", batch) for batch in batches]
+        jobs += [functools.partial(_compile_peer, subject, options, say) for options in peers]
+    if _on_gpu() and subject.config.positions > _PROMPTS[1]:
+        jobs.append(functools.partial(_prompted, subject))
+    jobs += [*(functools.partial(_must_hold, subject, cache, say) for cache in caches), *others]
+    with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+        for job in [pool.submit(job) for job in jobs]:
+            job.result()
+    return asked
+
+
 def measure(
-    subject: Subject, batches: Sequence[int], commit: str | None = None, say: Say = _nothing
+    subject: Subject, asked: Sequence[Options], commit: str | None = None, say: Say = _nothing
 ) -> Iterator[Row]:
-    """A row a cache and batch size, and on a GPU the peer's beside each; the cache asked for, and
-    the stacked one. Rows come as they are measured; `say` hears how far it is.
+    """A row a step, and on a GPU the peer's beside each. Rows come as they are measured; `say`
+    hears how far it is.
     """
     provenance = dataclasses.asdict(rows.Provenance.here(commit))
-    for row in _measure(subject, batches, say):
+    for row in _measure(subject, asked, say):
         yield row | provenance
 
 
-def _measure(subject: Subject, batches: Sequence[int], say: Say) -> Iterator[Row]:
+def _measure(subject: Subject, asked: Sequence[Options], say: Say) -> Iterator[Row]:
     read = read_rate()
     yield {"op": "ceiling", "case": "read", "impl": "xla", "tbps": round(read, 4)}
-    caches = dict.fromkeys((subject.options.cache, "stacked"))
-    compare = _on_gpu() and not subject.config.windows
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        asked = [subject.at(cache, batch) for batch in batches for cache in caches]
-        jobs = [pool.submit(_compile, subject, options, say) for options in asked]
-        if compare:
-            peers = [subject.at("stacked", batch) for batch in batches]
-            jobs += [pool.submit(_compile_peer, subject, options, say) for options in peers]
-        for cache in caches:
-            _must_hold(subject, cache)
-            say(f"{cache}: two layers are the reference's")
-        for job in jobs:
-            job.result()
     for options in asked:
         row = _row(subject, options, read, say)
         yield row
-        if compare:
+        if _compared(subject):
             theirs = _peer_row(subject, subject.at("stacked", options.slots), read)
             yield theirs | {"case": row["case"]}
     if _on_gpu() and subject.config.positions > _PROMPTS[1]:
         yield _first_token(subject)
 
 
+def _compared(subject: Subject) -> bool:
+    return _on_gpu() and not subject.config.windows
+
+
 def _compile(subject: Subject, options: Options, say: Say) -> None:
-    """The programs of a row: side by side in threads that is a third of the time."""
     config = subject.config
     params = jax.eval_shape(lambda: subject.params)
     cache = jax.eval_shape(lambda: options.create_cache(config))
     state = jax.eval_shape(lambda: decode.State.create(options.slots))
+    lengths = jax.ShapeDtypeStruct((options.slots,), jnp.int32)
     decode.steps.lower(config, options, params, cache, state).compile()
     _all_appends.lower(config, options, cache, *_new_rows(config, options)).compile()
     _all_attentions.lower(config, options, cache, _queries(config, options)).compile()
+    _holding.lower(cache, lengths).compile()
+    _chosen.lower(options.sampling, *jax.eval_shape(lambda: _logits(config, options))).compile()
     say(f"{options.cache}, {options.slots}: compiled")
 
 
@@ -136,7 +160,7 @@ def _compile_peer(subject: Subject, options: Options, say: Say) -> None:
     say(f"cudnn, {options.slots}: compiled")
 
 
-def _must_hold(subject: Subject, cache: str) -> None:
+def _must_hold(subject: Subject, cache: str, say: Say) -> None:
     """Nothing is timed that is wrong: two layers of the model, beside the reference."""
     config, params = subject.config, subject.params
     if not config.windows:
@@ -151,14 +175,16 @@ def _must_hold(subject: Subject, cache: str) -> None:
     for row in check.rows(run, params):
         if not row.held:
             raise ValueError(f"report: the {cache} cache decodes wrongly, nothing is timed: {row}")
+    say(f"{cache}: two layers are the reference's")
 
 
 def _row(subject: Subject, options: Options, read: float, say: Say) -> Row:
     config = subject.config
-    wall, device = _step(subject, options)
-    say(f"{options.cache}, {options.slots}: {wall.ms:.3f} ms a step, the device {device:.3f}")
-    ms = {"append": _append(config, options, subject.context)}
-    ms["attention"] = _attention(config, options, subject.context)
+    cache, wall, device = _step(subject, options, filled(config, options))
+    say(f"{options.cache}, {options.slots}: {wall.ms:.3f} ms a step, kernels {device:.3f}")
+    cache = _hold(cache, subject.context)
+    ms = {"attention": _attention(config, options, cache)}
+    ms["append"] = _append(config, options, cache)
     ms["sampling"] = _sampling(config, options)
     ms["matmuls"] = max(device - sum(ms.values()), 0.0)
     ms["host"] = max(wall.ms - device, 0.0)
@@ -203,8 +229,7 @@ def _peer_row(subject: Subject, options: Options, read: float) -> Row:
         carry.append(state)
         return tokens
 
-    chunk().block_until_ready()
-    wall = _wall(chunk, options.chunk)
+    wall = _pace(chunk, options.chunk)
     return _facts(subject, options, wall, read) | {"impl": "cudnn"}
 
 
@@ -220,24 +245,27 @@ def _peer_state(subject: Subject, options: Options) -> Any:
     return peer.create(subject.config, options, 7), lengths, tokens
 
 
-def _first_token(subject: Subject) -> Row:
-    """From prompts to the first token of each: one prefill."""
+def _prompted(subject: Subject) -> float:
+    """ms from prompts to the first token of each: one prefill."""
     count, length = _PROMPTS
     options = dataclasses.replace(subject.at(subject.options.cache, count), capacity=length + 64)
     drawn = np.random.default_rng(0).integers(0, subject.config.vocab, (count, length))
-    found = []
-    for _ in range(_TURNS):
-        run = decode.Run(subject.config, subject.params, options, drawn.tolist(), 1)
-        start = time.perf_counter()
-        for _ in run:
-            pass
-        found.append((time.perf_counter() - start) * 1e3)
+    run = decode.Run(subject.config, subject.params, options, drawn.tolist(), 1)
+    start = time.perf_counter()
+    for _ in run:
+        pass
+    return (time.perf_counter() - start) * 1e3
+
+
+def _first_token(subject: Subject) -> Row:
+    count, length = _PROMPTS
+    found = [_prompted(subject) for _ in range(_TURNS + 1)]
     rate = Rate.of(found[1:])
     work = 2 * count * length * sum(x.size for x in jax.tree.leaves(subject.params["runs"]))
     return {
         "op": "first_token",
         "case": f"{subject.name}_b{count}_s{length}",
-        "impl": f"pallas_attn/{options.cache}",
+        "impl": f"pallas_attn/{subject.options.cache}",
         "problem": {"model": subject.name, "batch": count, "length": length},
         **{name: round(x, 5) for name, x in dataclasses.asdict(rate).items()},
         "tflops": round(work / rate.ms / 1e9, 1),
@@ -259,14 +287,24 @@ def read_rate() -> float:
     return nbytes / _device_ms(lambda: total(block)) / 1e9
 
 
-def filled(config: Config, options: Options, rows: int) -> Any:
-    """A cache with `rows` rows of random numbers in every sequence."""
+def filled(config: Config, options: Options) -> Any:
+    """An empty cache whose buffers are full of random numbers."""
     cache = options.create_cache(config)
     leaves, tree = jax.tree.flatten((cache.k, cache.v))
     keys = jax.random.split(jax.random.key(1), len(leaves))
     drawn = [_normal_like(x, key) for x, key in zip(leaves, keys, strict=True)]
     k, v = jax.tree.unflatten(tree, drawn)
-    return jax.jit(lambda x: x.extend(rows))(dataclasses.replace(cache, k=k, v=v))
+    return dataclasses.replace(cache, k=k, v=v)
+
+
+def _hold(cache: Any, rows: int) -> Any:
+    """The cache with `rows` rows in every sequence, whatever it held."""
+    return _holding(cache, jnp.full(cache.num_sequences, rows, jnp.int32))
+
+
+@jax.jit(donate_argnums=0)
+def _holding(cache: Any, lengths: Array) -> Any:
+    return cache.reset(jnp.ones(lengths.shape, bool)).extend(lengths)
 
 
 @jax.jit(donate_argnums=0)
@@ -279,35 +317,34 @@ def _normal_like(x: Array, key: Array) -> Array:
 
 def _before(subject: Subject, options: Options) -> int:
     """Rows at the start, so that the chunks that are timed lie around the context."""
-    return max(subject.context - (1 + _TURNS // 2) * options.chunk, 1)
+    return max(subject.context - (2 + _TURNS // 2) * options.chunk, 1)
 
 
-def _step(subject: Subject, options: Options) -> tuple[Rate, float]:
-    """A step's wall time, and ms of it that the device works."""
+def _step(subject: Subject, options: Options, cache: Any) -> tuple[Any, Rate, float]:
+    """The cache on, a step's wall time, and ms of it that the device works."""
     config = subject.config
-    cache = filled(config, options, _before(subject, options))
     state = decode.State.create(options.slots)
     many = jnp.full(options.slots, 2**30, jnp.int32)
-    carry = [(cache, dataclasses.replace(state, left=many))]
+    carry = [(_hold(cache, _before(subject, options)), dataclasses.replace(state, left=many))]
+    del cache
 
     def chunk() -> Array:
         cache, state, tokens, _ = decode.steps(config, options, subject.params, *carry.pop())
         carry.append((cache, state))
         return tokens
 
-    chunk().block_until_ready()
-    wall = _wall(chunk, options.chunk)
+    wall = _pace(chunk, options.chunk)
     if not _on_gpu():
-        return wall, wall.ms
+        return carry.pop()[0], wall, wall.ms
     found = timing.CuptiTimer()(timing.Subject("step", chunk), _TURNS)
     kernels = round(statistics.median(sample.kernels for sample in found) / options.chunk)
     device = statistics.median(sample.ms for sample in found) / options.chunk
-    return dataclasses.replace(wall, kernels=kernels), min(device, wall.ms)
+    return carry.pop()[0], dataclasses.replace(wall, kernels=kernels), min(device, wall.ms)
 
 
-def _append(config: Config, options: Options, context: int) -> float:
+def _append(config: Config, options: Options, cache: Any) -> float:
     k, v = _new_rows(config, options)
-    carry = [filled(config, options, context)]
+    carry = [cache]
 
     def append() -> Array:
         carry.append(_all_appends(config, options, carry.pop(), k, v))
@@ -330,8 +367,8 @@ def _all_appends(config: Config, options: Options, cache: Any, k: Array, v: Arra
     return jax.lax.scan(one, cache.extend(1), layers)[0]
 
 
-def _attention(config: Config, options: Options, context: int) -> float:
-    q, cache = _queries(config, options), filled(config, options, context)
+def _attention(config: Config, options: Options, cache: Any) -> float:
+    q = _queries(config, options)
     return _device_ms(lambda: _all_attentions(config, options, cache, q))
 
 
@@ -356,10 +393,18 @@ def _all_attentions(config: Config, options: Options, cache: Any, q: Array) -> A
 
 
 def _sampling(config: Config, options: Options) -> float:
+    logits, keys = _logits(config, options)
+    return _device_ms(lambda: _chosen(options.sampling, logits, keys))
+
+
+def _logits(config: Config, options: Options) -> tuple[Array, Array]:
     logits = jax.random.normal(jax.random.key(5), (options.slots, config.vocab), jnp.float32)
-    keys = jax.random.split(jax.random.key(6), options.slots)
-    choose = jax.jit(lambda x, keys: sample(x, keys, options.sampling))
-    return _device_ms(lambda: choose(logits, keys))
+    return logits, jax.random.split(jax.random.key(6), options.slots)
+
+
+@jax.jit(static_argnums=0)
+def _chosen(sampling: Sampling, logits: Array, keys: Array) -> Array:
+    return sample(logits, keys, sampling)
 
 
 def _on_gpu() -> bool:
@@ -376,6 +421,20 @@ def _wall(call: Callable[[], Array], parts: int) -> Rate:
     return Rate.of(found)
 
 
+def _pace(chunk: Callable[[], Array], steps: int) -> Rate:
+    """The wall's ms of a step in chunks, each of which is launched while the one before it runs, as
+    the loop does.
+    """
+    chunk().block_until_ready()
+    ahead, ends = chunk(), []
+    for _ in range(_TURNS + 1):
+        now, ahead = ahead, chunk()
+        now.block_until_ready()
+        ends.append(time.perf_counter() * 1e3 / steps)
+    ahead.block_until_ready()
+    return Rate.of([after - before for before, after in itertools.pairwise(ends)])
+
+
 def _device_ms(call: Callable[[], Array]) -> float:
     """ms that the device takes for a call, after one that is not counted."""
     call().block_until_ready()
@@ -383,95 +442,3 @@ def _device_ms(call: Callable[[], Array]) -> float:
         return _wall(call, 1).ms
     found = timing.CuptiTimer()(timing.Subject("part", call), _TURNS)
     return statistics.median(sample.ms for sample in found)
-
-
-# ---- what is left behind ------------------------------------------------------------------------
-
-
-def steps_of(found: Sequence[Row], cache: str) -> list[Row]:
-    """The rows of our steps over one kind of cache."""
-    return [row for row in found if row["impl"] == f"pallas_attn/{cache}" and "parts" in row]
-
-
-def table(found: Sequence[Row]) -> list[str]:
-    """What was measured, for people."""
-    head = f"{'impl':<26}{'batch':>6}{'ms a step':>11}{'tokens/s':>10}{'of memory':>11}"
-    steps = [row for row in found if row["op"] == "decode_loop"]
-    others = [line(row) for row in found if row["op"] == "first_token"]
-    return [head + "".join(f"{part:>11}" for part in PARTS), *map(line, steps), *others]
-
-
-def line(row: Row) -> str:
-    """One row, for people."""
-    if row["op"] == "ceiling":
-        return f"memory is read at {row['tbps']:.2f} TB/s"
-    if row["op"] == "first_token":
-        return f"{row['case']}: {row['ms']:.1f} ms to the first tokens"
-    start = f"{row['impl']:<26}{row['problem']['batch']:>6}{row['ms']:>11.3f}"
-    rate = f"{row['tokens_per_second']:>10.0f}{row['roofline']:>11.1%}"
-    return start + rate + "".join(f"{ms:>11.3f}" for ms in row.get("parts", {}).values())
-
-
-def write(folder: str, found: Sequence[Row], cache: str, run: Row) -> list[str]:
-    """report.json, and report.png where matplotlib is there: their paths."""
-    path = pathlib.Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"run": run, "rows": list(found)}, indent=2)
-    (path / "report.json").write_text(text + "\n", "utf-8")
-    try:
-        import matplotlib.figure
-    except ImportError:
-        return [str(path / "report.json")]
-    figure = matplotlib.figure.Figure((10, 4.2), layout="constrained", dpi=150)
-    left, right = figure.subplots(1, 2)
-    ours = steps_of(found, cache)
-    _draw_parts(left, ours)
-    _draw_rates(right, ours)
-    facts = ours[0]
-    figure.suptitle(
-        f"{facts['problem']['model']}, {cache} cache, context {facts['problem']['context']}: "
-        f"{facts['gpu']}, JAX {facts['jax']}",
-        fontsize=11,
-    )
-    figure.savefig(path / "report.png")
-    return [str(path / "report.json"), str(path / "report.png")]
-
-
-_COLOURS = ("#E69F00", "#003f5c", "#56B4E9", "#CC79A7", "#BBBBBB")  # Okabe and Ito's, as in bench
-
-
-def _draw_parts(axis: Any, found: Sequence[Row]) -> None:
-    """Shares of a step, a bar a batch size, the step's time above it."""
-    names = [str(row["problem"]["batch"]) for row in found]
-    base = [0.0] * len(found)
-    for part, colour in zip(PARTS, _COLOURS, strict=True):
-        shares = [row["parts"][part] / sum(row["parts"].values()) for row in found]
-        axis.bar(names, shares, 0.6, bottom=base, color=colour, label=part)
-        base = [a + b for a, b in zip(base, shares, strict=True)]
-    for n, row in enumerate(found):
-        axis.text(n, 1.01, f"{row['ms']:.2f} ms", ha="center", fontsize=8)
-    axis.set_xlim(-0.6, len(found) - 0.4)
-    axis.set_ylim(0, 1.08)
-    axis.set_xlabel("sequences")
-    axis.set_ylabel("share of a step")
-    axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
-
-
-def _draw_rates(axis: Any, found: Sequence[Row]) -> None:
-    """Tokens a second, and what reading weights and live rows alone would allow."""
-    batches = [row["problem"]["batch"] for row in found]
-    rates = [row["tokens_per_second"] for row in found]
-    bounds = [row["tokens_per_second"] / row["roofline"] for row in found]
-    axis.loglog(batches, bounds, "_--", color="#444444", markersize=12, label="memory's bound")
-    axis.loglog(batches, rates, "o-", color="#003f5c", label="measured")
-    for row in found:
-        share = f"{row['roofline']:.0%}"
-        axis.annotate(share, (row["problem"]["batch"], row["tokens_per_second"]), (4, -12),
-                      textcoords="offset points", fontsize=8)  # fmt: skip
-    axis.set_xticks(batches, [str(batch) for batch in batches], minor=False)
-    axis.minorticks_off()
-    axis.set_xlim(batches[0] / 1.6, batches[-1] * 1.6)
-    axis.set_ylim(min(rates) / 1.6, max(bounds) * 1.6)
-    axis.set_xlabel("sequences")
-    axis.set_ylabel("tokens/s")
-    axis.legend(frameon=False, fontsize=8)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from pallas_attn.bench import rows
-from pallas_attn.lm import check, checkpoint, model, report, text
+from pallas_attn.lm import check, checkpoint, findings, model, report, text
 from pallas_attn.lm.decode import Options, Run, Status
 from pallas_attn.lm.model import Config, Params
 from pallas_attn.lm.presets import PRESETS
@@ -72,6 +72,7 @@ def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
     run = Run(config, params, options, prompts, settings.max_new_tokens, settings.seed)
     view: _View = (_Json if settings.json else _Text)(run, tokenizer, out, err)
     view.quiet = bool(settings.random_prompts)
+    report_on = _Report(settings, run, params, view) if settings.report is not None else None
     start = time.perf_counter()
     try:
         for status in run:
@@ -81,8 +82,8 @@ def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
         return INTERRUPTED
     summary = view.finish(time.perf_counter() - start)
     held = _check(run, params, view) if settings.check else True
-    if settings.report is not None:
-        view.say(*_report(settings, run, params, summary, view))
+    if report_on is not None:
+        view.say(*report_on.finish(summary))
     return int(not held)
 
 
@@ -125,6 +126,8 @@ def _options(
     stop: tuple[int, ...],
 ) -> Options:
     longest = max(map(len, prompts), default=0) + settings.max_new_tokens
+    if settings.report is not None:  # then its programs are the run's
+        longest = report.room(longest - 1, settings.chunk)
     capacity = settings.capacity or max(min(-(-longest // 64) * 64, config.positions), 1)
     return Options(
         cache=settings.cache,
@@ -160,29 +163,38 @@ def _check(run: Run, params: Params, view: "_View") -> bool:
     return held
 
 
-def _report(
-    settings: Settings, run: Run, params: Params, summary: dict[str, Any], view: "_View"
-) -> list[str]:
-    """Measures the model where this run ended; the lines to show. It takes a while: how far it is
-    goes to standard error, and what is measured to the file at once.
+class _Report:
+    """Measures the model where a run ends. It takes a while: how far it is goes to standard error,
+    and what is measured to the file at once.
     """
-    context = max(len(one.prompt) + one.wanted for one in run.sequences) - 1
-    name = settings.model
-    if settings.checkpoint is not None:
-        name = pathlib.Path(settings.checkpoint).resolve().name
-    subject = report.Subject(name, run.config, params, run.options, context)
-    slots, found, start = run.options.slots, [], time.perf_counter()
 
-    def say(line: str) -> None:
-        view.note(f"report, {time.perf_counter() - start:.0f} s: {line}")
+    def __init__(self, settings: Settings, run: Run, params: Params, view: "_View"):
+        """Compiles all that is to be timed, and what the run begins with."""
+        context = max(len(one.prompt) + one.wanted for one in run.sequences) - 1
+        name = settings.model
+        if settings.checkpoint is not None:
+            name = pathlib.Path(settings.checkpoint).resolve().name
+        self._settings, self._run, self._view = settings, run, view
+        self._subject = report.Subject(name, run.config, params, run.options, context)
+        self._start, slots = time.perf_counter(), run.options.slots
+        batches = sorted({1, min(8, slots), slots})
+        self._asked = report.prepare(self._subject, batches, self._say, [run.prepare])
 
-    for row in report.measure(subject, sorted({1, min(8, slots), slots}), settings.commit, say):
-        found.append(row)
-        say(report.line(row))
-        if settings.out is not None:
-            rows.append(settings.out, [row])
-    written = report.write(str(settings.report), found, run.options.cache, summary)
-    return [*report.table(found), *(f"wrote {path}" for path in written)]
+    def finish(self, summary: dict[str, Any]) -> list[str]:
+        """The lines to show."""
+        found: list[rows.Row] = []
+        out, commit = self._settings.out, self._settings.commit
+        for row in report.measure(self._subject, self._asked, commit, self._say):
+            found.append(row)
+            self._say(findings.line(row))
+            if out is not None:
+                rows.append(out, [row])
+        cache = self._run.options.cache
+        written = findings.write(str(self._settings.report), found, cache, summary)
+        return [*findings.table(found), *(f"wrote {path}" for path in written)]
+
+    def _say(self, line: str) -> None:
+        self._view.note(f"report, {time.perf_counter() - self._start:.0f} s: {line}")
 
 
 # ---- showing ------------------------------------------------------------------------------------

@@ -1,0 +1,97 @@
+"""What a report leaves behind: a table, a JSON file, a plot."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from pallas_attn.lm.report import PARTS, Row
+
+
+def steps_of(found: Sequence[Row], cache: str) -> list[Row]:
+    """The rows of our steps over one kind of cache."""
+    return [row for row in found if row["impl"] == f"pallas_attn/{cache}" and "parts" in row]
+
+
+def table(found: Sequence[Row]) -> list[str]:
+    """What was measured, for people."""
+    head = f"{'impl':<26}{'batch':>6}{'ms a step':>11}{'tokens/s':>10}{'of memory':>11}"
+    steps = [row for row in found if row["op"] == "decode_loop"]
+    others = [line(row) for row in found if row["op"] == "first_token"]
+    return [head + "".join(f"{part:>11}" for part in PARTS), *map(line, steps), *others]
+
+
+def line(row: Row) -> str:
+    """One row, for people."""
+    if row["op"] == "ceiling":
+        return f"memory is read at {row['tbps']:.2f} TB/s"
+    if row["op"] == "first_token":
+        return f"{row['case']}: {row['ms']:.1f} ms to the first tokens"
+    start = f"{row['impl']:<26}{row['problem']['batch']:>6}{row['ms']:>11.3f}"
+    rate = f"{row['tokens_per_second']:>10.0f}{row['roofline']:>11.1%}"
+    return start + rate + "".join(f"{ms:>11.3f}" for ms in row.get("parts", {}).values())
+
+
+def write(folder: str, found: Sequence[Row], cache: str, run: Row) -> list[str]:
+    """report.json, and report.png where matplotlib is there: their paths."""
+    path = pathlib.Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"run": run, "rows": list(found)}, indent=2)
+    (path / "report.json").write_text(text + "\n", "utf-8")
+    try:
+        import matplotlib.figure
+    except ImportError:
+        return [str(path / "report.json")]
+    figure = matplotlib.figure.Figure((10, 4.2), layout="constrained", dpi=150)
+    left, right = figure.subplots(1, 2)
+    ours = steps_of(found, cache)
+    _draw_parts(left, ours)
+    _draw_rates(right, ours)
+    facts = ours[0]
+    figure.suptitle(
+        f"{facts['problem']['model']}, {cache} cache, context {facts['problem']['context']}: "
+        f"{facts['gpu']}, JAX {facts['jax']}",
+        fontsize=11,
+    )
+    figure.savefig(path / "report.png")
+    return [str(path / "report.json"), str(path / "report.png")]
+
+
+_COLOURS = ("#E69F00", "#003f5c", "#56B4E9", "#CC79A7", "#BBBBBB")  # Okabe and Ito's, as in bench
+
+
+def _draw_parts(axis: Any, found: Sequence[Row]) -> None:
+    """Shares of a step, a bar a batch size, the step's time above it."""
+    names = [str(row["problem"]["batch"]) for row in found]
+    base = [0.0] * len(found)
+    for part, colour in zip(PARTS, _COLOURS, strict=True):
+        shares = [row["parts"][part] / sum(row["parts"].values()) for row in found]
+        axis.bar(names, shares, 0.6, bottom=base, color=colour, label=part)
+        base = [a + b for a, b in zip(base, shares, strict=True)]
+    for n, row in enumerate(found):
+        axis.text(n, 1.01, f"{row['ms']:.2f} ms", ha="center", fontsize=8)
+    axis.set_xlim(-0.6, len(found) - 0.4)
+    axis.set_ylim(0, 1.08)
+    axis.set_xlabel("sequences")
+    axis.set_ylabel("share of a step")
+    axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
+
+
+def _draw_rates(axis: Any, found: Sequence[Row]) -> None:
+    """Tokens a second, and what reading weights and live rows alone would allow."""
+    batches = [row["problem"]["batch"] for row in found]
+    rates = [row["tokens_per_second"] for row in found]
+    bounds = [row["tokens_per_second"] / row["roofline"] for row in found]
+    axis.loglog(batches, bounds, "_--", color="#444444", markersize=12, label="memory's bound")
+    axis.loglog(batches, rates, "o-", color="#003f5c", label="measured")
+    for row in found:
+        share = f"{row['roofline']:.0%}"
+        axis.annotate(share, (row["problem"]["batch"], row["tokens_per_second"]), (4, -12),
+                      textcoords="offset points", fontsize=8)  # fmt: skip
+    axis.set_xticks(batches, [str(batch) for batch in batches], minor=False)
+    axis.minorticks_off()
+    axis.set_xlim(batches[0] / 1.6, batches[-1] * 1.6)
+    axis.set_ylim(min(rates) / 1.6, max(bounds) * 1.6)
+    axis.set_xlabel("sequences")
+    axis.set_ylabel("tokens/s")
+    axis.legend(frameon=False, fontsize=8)
