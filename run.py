@@ -7,7 +7,8 @@ python run.py --task=parity                 every operation here, beside the ref
 python run.py --task=bench --op=forward --cases=grid --out=results/mine.jsonl --plot=mine.png
 python run.py --task=tune --kernel=flash_fwd_sm90 --cases=h128*
 
-Exit status: 0 all is well, 1 something did not hold, 2 what was asked is wrong, 130 Ctrl-C.
+Exit status: 0 all is well, 1 something did not hold, 2 what was asked is wrong, 130 Ctrl-C, 141
+nobody reads the output any more.
 """
 
 import os
@@ -146,6 +147,9 @@ def main(argv: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read has enough, as `head` does; nothing is left to flush to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _decode() -> int:
@@ -185,7 +189,8 @@ def _prompts() -> tuple[str, ...]:
         try:
             text = sys.stdin.read() if path == "-" else pathlib.Path(path).read_text("utf-8")
         except (OSError, UnicodeError) as error:
-            raise ValueError(f"prompt_file: {path}: {error}") from None
+            why = getattr(error, "strerror", None) or error
+            raise ValueError(f"prompt_file: {path}: {why}") from None
         lines = [line for line in text.splitlines() if line]
         if not lines:
             raise ValueError(f"prompt_file: {path} has no prompt")

@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import re
 import time
 
 import jax
@@ -498,6 +499,13 @@ def test_a_session_refuses(changes, message):
     with pytest.raises(ValueError) as caught:
         shown(io.StringIO(), io.StringIO(), **changes)
     assert str(caught.value) == message
+
+
+def test_what_does_not_fit_in_memory_is_said_before_it_is_made(monkeypatch):
+    monkeypatch.setattr(session, "_memory", lambda: 10**9)
+    line = "model: weights take 16.1 GB and the cache 0.0 GB as bfloat16, there are 1.0 GB; give"
+    with pytest.raises(ValueError, match=re.escape(line)):
+        shown(io.StringIO(), io.StringIO(), model="llama3_8b", prompts=("1",), dtype="bfloat16")
 
 
 def test_numbers_are_the_tokens_of_random_weights():

@@ -141,7 +141,7 @@ def test_train_tiny_leaves_a_model_that_decodes(tmp_path):
         f"the model is in {tmp_path}/model: python run.py --checkpoint={tmp_path}/model"
     )
     status, out, error = run(f"--checkpoint={tmp_path}/model", "--prompt=To", "--max_new_tokens=3")
-    assert status == 0 and "1 sequences, 3 tokens in " in out, error
+    assert status == 0 and "1 sequence, 3 tokens in " in out, error
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/decode_*.cfg")), ids=lambda p: p.stem)
@@ -187,7 +187,7 @@ def test_a_row_that_cannot_run_is_said_and_fails():
         ("extra", "run.py takes flags only, got 'extra'"),
         ("--prompt=", "prompt 0 is empty"),
         (f"--prompt={'a' * 513}", "prompt 0: 513 tokens do not fit in a capacity of 512"),
-        ("--prompt_file=configs", "prompt_file: configs: [Errno 21] Is a directory: 'configs'"),
+        ("--prompt_file=configs", "prompt_file: configs: Is a directory"),
         ("--stop_ids=a", "stop_ids: expected numbers, got ['a']"),
         ("--temperature=-1", "temperature: expected at least 0, got -1.0"),
         ("--task=train", "--task=train needs --text=FILE and --out=FOLDER"),

@@ -31,11 +31,15 @@ _FIXED = {
 }
 
 
+def config_of(folder: str | os.PathLike[str]) -> Config:
+    """The model that a folder holds."""
+    return config_from(read_json(pathlib.Path(folder) / "config.json"))
+
+
 def load(folder: str | os.PathLike[str], dtype: Any) -> tuple[Config, Params]:
     """A model from a folder, its weights as `dtype` on the default device."""
-    folder = pathlib.Path(folder)
-    config = config_from(read_json(folder / "config.json"))
-    return config, _params(config, _Tensors(folder), dtype)
+    config = config_of(folder)
+    return config, _params(config, _Tensors(pathlib.Path(folder)), dtype)
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -217,7 +217,7 @@ class Run:
         wanted: int,
         seed: int = 0,
     ):
-        _check(config, options, prompts, wanted)
+        refuse(config, options, prompts, wanted)
         self.config, self.options, self._params = config, options, params
         self.sequences = [
             Generation(n, list(prompt), min(wanted, room), cut=wanted > room)
@@ -423,8 +423,8 @@ def _pages(options: Options, prompt: int, wanted: int) -> int:
     return -(-min(prompt + wanted - 1, options.capacity) // options.page_size)
 
 
-def _check(config: Config, options: Options, prompts: Sequence[Sequence[int]], wanted: int) -> None:
-    """What is wrong with a run, before anything is started."""
+def refuse(config: Config, options: Options, prompts: Sequence[Sequence[int]], wanted: int) -> None:
+    """Raises what is wrong with a run, before there are weights, or anything is started."""
     if wanted < 1:
         raise ValueError(f"max_new_tokens: expected at least 1, got {wanted}")
     if options.capacity > config.positions:

@@ -118,6 +118,11 @@ class Config:
         """Bytes of cache that one token takes."""
         return 2 * self.layers * self.kv_heads * self.head_dim * jnp.dtype(dtype).itemsize
 
+    @property
+    def size(self) -> int:
+        """Numbers in all parameters."""
+        return sum(map(math.prod, jax.tree.leaves(self.shapes(), is_leaf=_is_shape)))
+
     def shapes(self) -> Params:
         """The shape of every parameter, in the tree that the parameters form."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim

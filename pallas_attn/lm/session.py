@@ -1,11 +1,13 @@
 """`--task=decode`: from what the flags say to text, JSON lines, tables and a report."""
 
 import dataclasses
+import functools
 import json
+import os
 import pathlib
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -13,7 +15,7 @@ import numpy as np
 
 from pallas_attn.bench import rows
 from pallas_attn.lm import check, checkpoint, findings, model, report, text
-from pallas_attn.lm.decode import Options, Run, Status
+from pallas_attn.lm.decode import Options, Run, Status, refuse
 from pallas_attn.lm.model import Config, Params
 from pallas_attn.lm.presets import PRESETS
 from pallas_attn.lm.sampling import Sampling
@@ -66,9 +68,12 @@ def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
             f"reference or nothing, got {settings.implementation!r}"
         )
     dtype = settings.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
-    config, params, tokenizer, stop = _model(settings, dtype)
+    config, tokenizer, stop, weights = _model(settings)
     prompts = _prompts(settings, config, tokenizer)
     options = _options(settings, config, prompts, dtype, stop)
+    refuse(config, options, prompts, settings.max_new_tokens)
+    _must_fit(config, options, _memory())
+    params = weights(dtype)
     run = Run(config, params, options, prompts, settings.max_new_tokens, settings.seed)
     view: _View = (_Json if settings.json else _Text)(run, tokenizer, out, err)
     view.quiet = bool(settings.random_prompts)
@@ -88,9 +93,11 @@ def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
 
 
 def _model(
-    settings: Settings, dtype: str
-) -> tuple[Config, Params, text.Tokenizer, tuple[int, ...]]:
-    """The model, its tokenizer and the tokens that end a text."""
+    settings: Settings,
+) -> tuple[Config, text.Tokenizer, tuple[int, ...], Callable[[str], Params]]:
+    """The model, its tokenizer, the tokens that end a text, and what makes its weights: gigabytes,
+    before which the rest has to be right.
+    """
     folder = settings.checkpoint
     if folder is None and settings.model == EMBEDDED:
         folder = str(checkpoint.EMBEDDED)
@@ -99,12 +106,11 @@ def _model(
             names = ", ".join((EMBEDDED, *PRESETS))
             raise ValueError(f"model: expected one of {names}, got {settings.model!r}")
         config = checkpoint.config_from(PRESETS[settings.model])
-        params = model.random_params(config, settings.seed, dtype)
-        return config, params, text.Numbers(), settings.stop or ()
-    tokenizer = text.tokenizer_of(folder)
-    config, params = checkpoint.load(folder, dtype)
+        draw = functools.partial(model.random_params, config, settings.seed)
+        return config, text.Numbers(), settings.stop or (), draw
+    tokenizer, config = text.tokenizer_of(folder), checkpoint.config_of(folder)
     stop = checkpoint.stop_tokens(folder) if settings.stop is None else settings.stop
-    return config, params, tokenizer, stop
+    return config, tokenizer, stop, lambda dtype: checkpoint.load(folder, dtype)[1]
 
 
 def _prompts(settings: Settings, config: Config, tokenizer: text.Tokenizer) -> list[list[int]]:
@@ -142,6 +148,25 @@ def _options(
         implementation=settings.implementation,
         keep_logits=settings.check,
     )
+
+
+def _must_fit(config: Config, options: Options, room: int) -> None:
+    """A machine that runs out of memory says nothing that helps, and that late."""
+    weights = config.size * jax.numpy.dtype(options.dtype).itemsize
+    rows = options.pool * options.page_size if options.cache == "paged" else 0
+    cache = config.kv_bytes(options.dtype) * (rows or options.slots * options.capacity)
+    if weights + cache > room:
+        raise ValueError(
+            f"model: weights take {weights / 1e9:.1f} GB and the cache {cache / 1e9:.1f} GB as "
+            f"{options.dtype}, there are {room / 1e9:.1f} GB; give another --model, --dtype, "
+            "--batch or --capacity"
+        )
+
+
+def _memory() -> int:
+    """Bytes that the default device can hold."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _check(run: Run, params: Params, view: "_View") -> bool:
@@ -187,6 +212,7 @@ class _Report:
         for row in report.measure(self._subject, self._asked, commit, self._say):
             found.append(row)
             self._say(findings.line(row))
+            self._view.record("report", row)
             if out is not None:
                 rows.append(out, [row])
         cache = self._run.options.cache
@@ -233,7 +259,7 @@ class _View:
 
 
 class _Json(_View):
-    """A line a sequence as it ends, then the tables, then the summary is the last of the run."""
+    """A line a sequence as it ends, then the summary, then a line a row of each table."""
 
     def __init__(self, *everything: Any):
         super().__init__(*everything)
@@ -295,10 +321,12 @@ class _Text(_View):
         rates = f"{summary['tokens_per_second']:,.0f} tokens/s"
         if summary["tb_per_second"]:
             rates += f", {_rate(summary['tb_per_second'])}"
-        left = summary["sequences"] - summary["ended"]
+        count, left = summary["sequences"], summary["sequences"] - summary["ended"]
+        cut = sum(one.ended == "capacity" for one in self._run.sequences)
         self.say(
-            f"{summary['sequences']} sequences, {summary['tokens']} tokens in "
+            f"{count} sequence{'s' * (count != 1)}, {summary['tokens']} tokens in "
             f"{summary['seconds']:.1f} s ({rates}{' once compiled' if summary['steady'] else ''})"
+            + (f"; {cut} filled the capacity of {self._run.options.capacity}" if cut else "")
             + (f"; interrupted, {left} not ended" if left else "")
         )
         return summary
