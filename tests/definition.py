@@ -54,8 +54,14 @@ def naive(dtype: str | None, grid: float = 1.0) -> Arithmetic:
         return (x * by).astype(jnp.dtype(dtype)).astype(np.float32) / by
 
     if dtype == "tf32":
-        return Arithmetic(np.float32, lambda x: cut(x, 0x1FFF), lambda x: cut(x, 0xFF), terms)
+        return Arithmetic(np.float32, nearest, lambda x: cut(x, 0xFF), terms)
     return Arithmetic(np.float32, made=rounded, stored=rounded)
+
+
+def nearest(x: Array) -> Array:
+    """float32 rounded to TF32's 11 bits."""
+    bits = np.ascontiguousarray(x).view(np.int32)
+    return cut((bits + 0xFFF + (bits >> 13 & 1)).view(np.float32), 0x1FFF)
 
 
 def cut(x: Array, bits: int) -> Array:

@@ -340,7 +340,7 @@ def operands_of(plan: Plan, inputs: AttentionInputs, d_out: Any, stats: Any) -> 
     rows, keys = plan.padded_rows, plan.padded_keys
     fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
     for name, x in (("q", inputs.q), ("k", inputs.k)):
-        fields[name] = operands.stored(terms.as_forward(x, problem), plan.values, plan.k_width)
+        fields[name] = operands.stored(terms.for_scores(x, problem), plan.values, plan.k_width)
     for name, x in (("v", inputs.v), ("do", d_out)):
         fields[name] = operands.stored(x, plan.values, plan.v_width)
     fields["lse"], fields["delta"] = stats

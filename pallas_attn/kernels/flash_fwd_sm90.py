@@ -407,17 +407,17 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
 
 
 def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
-    """What the kernel reads. Copied are: q, k and v (and the output, afterwards) where T or S is
-    above 8 and no multiple of 8, or a head dim above 64 and no multiple of 16, which Mosaic's TMA
-    would clip; bias and mask_array where T or S is no multiple of a tile; segment ids; one value
-    tile a sequence where there are kv_lengths.
+    """What the kernel reads. Copied are: q, k and v where they are float32 (see `terms`); they (and
+    the output, afterwards) where T or S is above 8 and no multiple of 8, or a head dim above 64 and
+    no multiple of 16, which Mosaic's TMA would clip; bias and mask_array where T or S is no
+    multiple of a tile; segment ids; one value tile a sequence where there are kv_lengths.
     """
     problem, block = plan.problem, plan.config.block_kv
     rows, keys = plan.padded_rows, operands.round_up(problem.kv_len, block)
     fields = {name: getattr(inputs, name) for name in problem.arrays}
-    fields |= {
-        name: operands.stored(getattr(inputs, name), plan.scores, plan.k_width) for name in "qk"
-    }
+    for name in "qk":
+        scored = terms.for_scores(getattr(inputs, name), problem)
+        fields[name] = operands.stored(scored, plan.scores, plan.k_width)
     fields["v"] = operands.stored(inputs.v, plan.values, plan.v_width)
     for name in ("bias", "mask_array"):
         if (array := fields.get(name)) is not None:
