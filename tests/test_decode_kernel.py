@@ -188,15 +188,18 @@ def close(got, want, rtol, atol):
 # ---- in the interpreter --------------------------------------------------------------------------
 
 SMALL = kernel.Config(stages=2, ctas=3)
+MANY = dataclasses.replace(SMALL, many=True, turn=32)
 INTERPRETED = {
     "plain": (Case(), SMALL),
     "chunk_window": (
-        Case(q_len=3, mask=sliding_window(37)), dataclasses.replace(SMALL, stages=4, ctas=7)
+        Case(q_len=3, mask=sliding_window(37)), dataclasses.replace(MANY, stages=4, ctas=7, turn=80)
     ),
     "band": (Case(q_len=3, mask=Mask(20, -2)), kernel.Config(stages=3, ctas=5)),
     "full_softcap_sinks": (Case(q_len=2, mask=FULL, softcap=3.0, sinks=True), SMALL),
     "layers": (Case(layers=3), SMALL),
-    "overflow": (Case(lengths=(5, 500, 7, 64, 0, 200, 225)), kernel.Config(stages=3, ctas=4)),
+    "overflow": (
+        Case(lengths=(5, 500, 7, 64, 0, 200, 225)), dataclasses.replace(MANY, stages=3, ctas=17)
+    ),
     "batch_invariant": (Case(batch_invariant=True), kernel.Config(stages=3, ctas=4, fixed=2)),
     "group7_odd_dims": (
         Case(q_len=2, q_heads=7, kv_heads=1, head_dim=72, v_head_dim=40, dtype="float16"), SMALL
@@ -205,9 +208,9 @@ INTERPRETED = {
     "48_rows_wide_tile": (Case(q_heads=24, q_len=4), kernel.Config(tile=128, stages=3, ctas=4)),
     "wider_tile_window": (
         Case(q_heads=8, kv_heads=1, mask=sliding_window(70)),
-        kernel.Config(tile=256, stages=2, ctas=4),
+        dataclasses.replace(MANY, tile=256, ctas=4),
     ),
-    "72_rows": (Case(q_heads=16, q_len=9, page_size=4), SMALL),
+    "72_rows": (Case(q_heads=16, q_len=9, page_size=4), MANY),
     "160_rows": (Case(q_heads=8, kv_heads=1, q_len=20, v_head_dim=128, page_size=24), SMALL),
     "a_block_a_tile": (Case(q_heads=2, kv_heads=1), kernel.Config(stages=3, ctas=132)),
     "float32": (Case(lengths=(5, 130), dtype="float32", sinks=True, softcap=3.0), SMALL),
@@ -501,6 +504,7 @@ def test_limits(fields, reason):
         ("stages", 1, "at least 2"),
         ("ctas", 0, "at least 1"),
         ("fixed", 0, "at least 1"),
+        ("turn", 8, "a multiple of 16"),
     ],
 )
 def test_config_checks_itself(field, value, want):
@@ -548,10 +552,11 @@ def test_every_unit_is_dealt_once(seed):
     m, ctas = int(rng.integers(1, 70)), int(rng.integers(1, 140))
     case = Case("stacked", tuple(rng.integers(0, 2000, m).tolist()), capacity=2000)
     case = dataclasses.replace(case, batch_invariant=bool(seed % 2))
-    plan = decode_plan.Plan(case.problem, kernel.Config(ctas=ctas, fixed=3))
+    config = kernel.Config(ctas=ctas, fixed=3, many=seed % 3 > 0, turn=seed % 3 * 32)
+    plan = decode_plan.Plan(case.problem, config)
     lengths = np.zeros(plan.sums, np.int32)
     lengths[:m] = case.lengths
-    units = -(-np.maximum(-(-lengths[:m] // plan.tile), 1) // plan.unit)
+    units = np.asarray([plan.units_of(int(n), lambda x, y: x // y) for n in lengths[:m]])
     sums = np.zeros(plan.sums, np.int32)
     sums[1 : m + 1] = np.cumsum(units)
     sums[m + 1 :] = sums[m]
@@ -560,7 +565,8 @@ def test_every_unit_is_dealt_once(seed):
     parts_at = {}
     for cta in range(plan.ctas):
         share = decode_plan.share_of(plan, table, jnp.int32(cta))
-        unit, at = share.first, decode_plan.sequence_of(plan, table, share.first)
+        at = decode_plan.sequence_of(plan, table, share.first)
+        unit = decode_plan.begin_of(plan, table, share, at)
         while unit < share.end:
             piece = decode_plan.piece_at(plan, table, share, unit, at)
             parts = decode_plan.parts_of(plan, share, piece, jnp.int32(cta))
@@ -625,7 +631,13 @@ def draw(seed: int) -> Case:
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(200))
 def test_drawn_on_the_gpu(number, seed):
-    check(draw(1000 * seed + number), seed=seed)
+    """By what serves the problem, or a few blocks that each have many heads."""
+    case = draw(1000 * seed + number)
+    config = kernel.Config.default(case.problem)
+    if number % 8 in (1, 2, 6, 7):
+        few = 1 + number % 23
+        config = dataclasses.replace(config, ctas=few, many=True, turn=number % 3 * 32)
+    check(case, config, seed=seed)
 
 
 @pytest.mark.gpu

@@ -63,7 +63,11 @@ def next_tile(
     more = (piece.tile >= piece.end) & (piece.following < share.end)
 
     def opened():
-        return decode_plan.piece_at(plan, smem.table, share, piece.following, piece.m)
+        new = decode_plan.piece_at(plan, smem.table, share, piece.following, piece.m)
+        if plan.config.many:
+            near = functools.partial(bring_queries, plan=plan)
+            warps.each_thread(near, refs.q, decode_plan.first_query(plan, new))
+        return new
 
     piece = lax.cond(more, opened, lambda: piece)
     row = piece.tile * plan.tile
@@ -241,6 +245,18 @@ def _entry(thread: warps.Thread, refs: Refs, m: Any, slot: Any, plan: Plan) -> A
     size: Any = plan.problem.page_size
     width = plan.problem.capacities[0] // size
     return thread.load(refs.page_table, thread.wide(m) * width + thread.wide(slot), 4)
+
+
+def bring_queries(thread: warps.Thread, q: Ref, at: tuple[Any, Any], plan: Plan) -> None:
+    """Has the queries of a piece to come brought near."""
+    (first, chunk), problem = at, plan.problem
+    row_bytes = problem.head_dim * jnp.dtype(problem.dtype).itemsize
+    lines = -(-row_bytes // 128)
+    n = thread.minimum(thread.index // lines, plan.most_rows - 1) + chunk
+    n = thread.minimum(n, plan.rows - 1)
+    row = thread.wide(first + n // plan.group * problem.q_heads + n % plan.group)
+    word = thread.minimum(thread.index % lines * 8, row_bytes // 16 - 1)
+    thread.prefetch(q, row * (row_bytes // 16) + thread.wide(word), 16)
 
 
 def check_pages(thread: warps.Thread, refs: tuple[Refs, Table], at: Any, plan: Plan) -> None:

@@ -18,11 +18,12 @@ ROWS = warps.WARPS * fragments.ROWS
 def _positions(plan: Plan, piece: Piece, tile: Scalar) -> tuple[Any, Any]:
     """Of the queries and the keys of all warps' logits."""
     split, problem = plan.split, plan.problem
-    shape = (ROWS, split.columns)
+    shape = (ROWS, split.width)
     row, column = tiles.positions(shape, 0, 0), tiles.positions(shape, 1, 0)
     warp = row // fragments.ROWS
-    key = tile * plan.tile + split.first(warp) + column
-    query = split.row_block(warp) * fragments.ROWS + row % fragments.ROWS
+    own = row % fragments.ROWS
+    key = tile * plan.tile + split.first(warp) + split.key(own, column)
+    query = split.row_block(warp) * fragments.ROWS + split.query(own)
     query = query + lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
     return piece.length - problem.q_len + _divided(plan, query), key
 

@@ -11,7 +11,10 @@ at a time. They are loops, not straight code: what is run once is fetched once, 
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from pallas_attn.kernels import fragments, softmax, warps
 from pallas_attn.kernels.decode_plan import BLANK, Plan
@@ -58,6 +61,23 @@ class _Part(NamedTuple):
     top: Any
     total: Any
     out: list[Any]
+
+
+_calls = itertools.count(1)
+
+
+def counters(plan: Plan) -> np.ndarray:
+    """A zero for every head of every sequence, where its parts are counted in, behind `BLANK` bytes
+    of zeros that are only read (`decode_load.fetch`).
+
+    Each launch leaves them as it found them, so they are a constant: XLA has nothing to clear,
+    which would be a launch of its own. The number behind them is that of this call:
+    two calls in a program would otherwise share one constant, and must not if XLA ever ran them
+    side by side. (Calls of one jitted function inside another still do: DESIGN, "Transforms".) It
+    also keeps XLA from making the zeros itself.
+    """
+    zeros = BLANK // 4 + plan.problem.sequences * plan.heads
+    return np.append(np.zeros(zeros, np.int32), np.int32(next(_calls) % 2**31 or 1))
 
 
 def whole(thread: warps.Thread, refs: tuple[Spilled, Results], at: Where, *, plan: Plan) -> None:

@@ -6,6 +6,11 @@ gets one empty unit, so that somebody writes its rows. Block c of C takes units 
 of the T there are: all blocks read as much as each other, whatever the lengths. What a block has of
 one head of one sequence is a `Piece`.
 
+Where blocks have many heads, units are finer than tiles (`GRAIN` keys), so that last tiles of a few
+keys count for a few, and each head has some units more than keys, since turning to a head takes a
+block as long as reading some: one with many short heads would finish long after the others. Tiles
+stay whole: one belongs to the block in whose share it begins.
+
 Every block works the line out for itself, from lengths on the device: one running sum over a warp.
 """
 
@@ -27,6 +32,7 @@ Scalar = Any
 
 SMEM_LIMIT = 232_448  # bytes of a block's shared memory
 BLANK = 2048  # bytes of zeros that lie before the counters
+GRAIN = 16  # keys of a unit that is less than a tile
 
 
 class Piece(NamedTuple):
@@ -113,7 +119,25 @@ class Plan:
 
     @functools.cached_property
     def split(self) -> fragments.Split:
-        return fragments.Split(self.row_blocks, self.tile)
+        return fragments.Split(self.row_blocks, self.tile, self.folded)
+
+    @property
+    def folded(self) -> bool:
+        """Whether scores of few rows are folded: `fragments.Split`."""
+        few = self.rows <= 8 and not self.problem.quantized and not self.wide
+        return few and self.config.many
+
+    @property
+    def grains(self) -> int:
+        """Units of a tile, where a unit is less than one: a tile is its block's in whose share it
+        begins, and a head counts for `turn` units more than it has keys.
+        """
+        fine = self.config.many and not self.problem.batch_invariant
+        return self.tile // GRAIN if fine else 1
+
+    @property
+    def turn(self) -> int:
+        return self.config.turn // GRAIN if self.grains > 1 else 0
 
     @property
     def tile(self) -> int:
@@ -207,6 +231,16 @@ class Plan:
         first = 0 if isinstance(lo, int) else div(lo, self.tile)
         return first, div(at_least(hi, 0) + (self.tile - 1), self.tile)
 
+    def units_of(self, length: Any, div: Any) -> Any:
+        """Of a head; for `div` see `tiles_of`."""
+        first, end = self.tiles_of(length, div)
+        if self.grains > 1:
+            _, hi = self.problem.mask.kv_range(length - self.problem.q_len, length, length)
+            keys = at_least(hi - first * self.tile, 0)
+            return at_least(div(keys + (GRAIN - 1), GRAIN), 1) + self.turn
+        units = at_least(end - first, 1)
+        return div(units + (self.unit - 1), self.unit) if self.unit > 1 else units
+
 
 def at_least(x: Any, bound: int) -> Any:
     return (jnp if isinstance(x, jax.Array) else np).maximum(x, bound)
@@ -254,10 +288,7 @@ def lay_out(
         usable_too = (length <= most) & (usable >= 1)
         lengths.append(thread.select(usable_too, at_least(length, 0), 0))
         lost.append(thread.select(usable_too, m * 0, 1))
-        first, end = plan.tiles_of(lengths[-1], lambda x, y: x // y)
-        units = at_least(end - first, 1)
-        if plan.unit > 1:
-            units = (units + (plan.unit - 1)) // plan.unit
+        units = plan.units_of(lengths[-1], lambda x, y: x // y)
         units = thread.select(m < plan.problem.sequences, units, 0)
         total = units if total is None else total + units
         sums.append(total)
@@ -287,10 +318,15 @@ class Share(NamedTuple):
 
 
 def share_of(plan: Plan, table: Table, cta: Scalar) -> Share:
-    total = table.sums[plan.problem.sequences] * plan.heads
-    base, rest = lax.div(total, jnp.int32(plan.ctas)), lax.rem(total, jnp.int32(plan.ctas))
+    total, blocks = table.sums[plan.problem.sequences] * plan.heads, jnp.int32(plan.ctas)
+    if plan.grains > 1:  # a tile begins in every share
+        blocks = jnp.clip(_div(total, plan.grains), 1, blocks)
+    base, rest = lax.div(total, blocks), lax.rem(total, blocks)
     first = cta * base + jnp.minimum(cta, rest)
-    return Share(first, first + base + (cta < rest).astype(jnp.int32), base, rest)
+    end = first + base + (cta < rest).astype(jnp.int32)
+    if plan.grains > 1:
+        end = jnp.where(cta < blocks, end, first)
+    return Share(first, end, base, rest)
 
 
 def sequence_of(plan: Plan, table: Table, unit: Scalar) -> Scalar:
@@ -321,17 +357,38 @@ def piece_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) ->
     first, end = plan.tiles_of(length, _div)
     end = jnp.maximum(end, first + 1)
     tile = first + skipped * plan.unit
+    stop = tile + taken * plan.unit
+    if plan.grains > 1:
+        tile, stop = (
+            first + _div(past + (plan.grains - 1), plan.grains)
+            for past in (skipped, skipped + taken)
+        )
     return Piece(
         m=m,
         head=head,
         length=length,
         tile=tile,
-        end=jnp.minimum(tile + taken * plan.unit, end),
+        end=jnp.minimum(stop, end),
         following=unit + taken,
         begin=unit,
         of_head=unit - skipped,
         units=units,
     )
+
+
+def first_query(plan: Plan, piece: Piece) -> tuple[Scalar, Scalar]:
+    """Where query 0 of the piece's kv head lies, in rows; and which query the piece begins with."""
+    head = lax.div(piece.head, jnp.int32(plan.chunks)) * plan.group
+    first = piece.m * (plan.problem.q_len * plan.problem.q_heads) + head
+    return first, lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
+
+
+def begin_of(plan: Plan, table: Table, share: Share, m: Scalar) -> Scalar:
+    """The unit where a share's first piece begins: not behind a head's last tile. It may be past
+    the end.
+    """
+    first = piece_at(plan, table, share, share.first, m)
+    return jnp.where(first.tile >= first.end, first.following, share.first)
 
 
 class Parts(NamedTuple):
@@ -353,5 +410,9 @@ def parts_of(plan: Plan, share: Share, piece: Piece, cta: Scalar) -> Parts:
         return Parts(piece.units, piece.begin, piece.of_head, piece.of_head)
     begins = (piece.begin == piece.of_head).astype(jnp.int32)
     first = share.block_of(piece.of_head)
-    last = share.block_of(piece.of_head + piece.units - 1)
+    last = piece.units - 1
+    if plan.grains > 1:
+        tiles_before, end = plan.tiles_of(piece.length, _div)
+        last = jnp.maximum(end - tiles_before - 1, 0) * plan.grains
+    last = share.block_of(piece.of_head + last)
     return Parts(last - first + 1, 2 * cta + begins, 2 * first + 1, 2 * first)

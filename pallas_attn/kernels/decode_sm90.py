@@ -18,7 +18,6 @@ touches a slot, so there is no other barrier.
 
 import dataclasses
 import functools
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_attn._problem import DecodeInputs, DecodeProblem
@@ -39,6 +37,7 @@ from pallas_attn.kernels import (
     decode_merge,
     decode_plan,
     fragments,
+    matrices,
     softmax,
     tiles,
     warps,
@@ -55,12 +54,16 @@ SMEM_OF_TWO = 233_472 // 2 - 1024  # of each of two blocks on a multiprocessor
 SMEM_ALIGNMENT = 1024  # of every buffer
 RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
 MULTIPROCESSORS = 132
+TURN = 48 * 1024  # bytes that a block could read while it turns to another head
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """`tile`: keys of a tile; 32 of float32 only. `stages`: tiles of K and V in the ring. `ctas`:
-    blocks that stay. `fixed`: tiles of a part where `batch_invariant` is asked for.
+    blocks that stay. `fixed`: tiles of a part where `batch_invariant` is asked for. `many`: blocks
+    have several heads each, and what a single one would only be slower with: queries are asked for
+    a head ahead, scores of few rows are folded, and keys are dealt finely (`decode_plan`), a head
+    as `turn` keys more than it has: what a block could read while it turns to it.
     """
 
     tile: int = 64
@@ -68,6 +71,8 @@ class Config:
     ctas: int = MULTIPROCESSORS
     fixed: int = 16
     early: bool = False  # begins while the kernel before it ends: `tiles.begin_early`
+    many: bool = False
+    turn: int = 0
     bulk = True  # copies of whole tiles; see `decode_sm80`
 
     def __post_init__(self):
@@ -76,6 +81,7 @@ class Config:
             "stages": (self.stages >= 2, "at least 2"),
             "ctas": (self.ctas >= 1, "at least 1"),
             "fixed": (self.fixed >= 1, "at least 1"),
+            "turn": (self.turn % decode_plan.GRAIN == 0 <= self.turn, "a multiple of 16"),
         }
         for name, (good, want) in wants.items():
             if not good:
@@ -85,9 +91,9 @@ class Config:
     def default(cls, problem: DecodeProblem) -> "Config":
         """What serves a problem that nobody tuned: as many bytes in flight as there is room for.
 
-        A tile of twice the keys costs a block less than two, where a block gets a few of them.
-        Where the heads can be shared out evenly over all multiprocessors but a few, these stay
-        idle: there is nothing to merge.
+        A tile of twice the keys costs a block less than two, where it gets a few. Where the heads
+        can be shared out evenly over all multiprocessors but a few, these stay idle: there is
+        nothing to merge.
         Keys of 8 bits keep a warp busy for longer than their bytes take to come: two blocks a
         multiprocessor, each of which waits while the other computes.
         """
@@ -107,13 +113,17 @@ class Config:
         ctas = even[0] if even else MULTIPROCESSORS
         size = jnp.dtype(problem.cache_dtype).itemsize
         row = size * (problem.head_dim + problem.v_head_dim) + (8 if problem.quantized else 0)
+        narrow = problem.head_dim + problem.v_head_dim <= 256  # else it takes too many registers
+        many = heads >= ctas and narrow and not problem.quantized and not plan.wide
+        turn = TURN // row // decode_plan.GRAIN * decode_plan.GRAIN
         tile, most_bytes = 64, 2**16 if plan.row_blocks == 1 else 0
         most = min(decode_plan.widest(problem), keys // ctas // 4, most_bytes // row)
         while 2 * tile <= most:
             tile *= 2
         choices, room = [], decode_plan.SMEM_LIMIT
         while tile >= (32 if plan.wide else 64):
-            choices.append(_deepest(problem, cls(tile=tile, stages=2, ctas=ctas), room))
+            one = cls(tile=tile, stages=2, ctas=ctas, many=many, turn=turn if many else 0)
+            choices.append(_deepest(problem, one, room))
             tile //= 2
         # 8 keys a warp, of tiles of 32, are few to hide latency behind: two larger ones are faster.
         least = 2 if plan.wide and plan.row_blocks == 1 else 3
@@ -251,7 +261,8 @@ def _attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> 
     scales = fragments.of_keys(smem.v_scale, slot, plan.split) if plan.problem.quantized else None
     logits, weights = decode_logits.logits(plan, piece, tile, (s, scales))
     unit = None if plan.problem.quantized else plan.unit_of_logits
-    new = softmax.step(logits, unit, state.top, guarded=True)
+    join = functools.partial(matrices.of_both, op="maximum") if plan.folded else None
+    new = softmax.step(logits, unit, state.top, guarded=True, join=join)
     if weights is None:
 
         def scaled():
@@ -282,6 +293,8 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
     """All pieces of a block, and the loading that runs ahead of them."""
     stages = plan.config.stages
     m = decode_plan.sequence_of(plan, smem.table, share.first)
+    if plan.grains > 1:
+        share = share._replace(first=decode_plan.begin_of(plan, smem.table, share, m))
     first = decode_plan.piece_at(plan, smem.table, share, share.first, m)
     sync, wait = (functools.partial(f, plan=plan) for f in (decode_load.sync, decode_load.wait))
     tiles_ahead = (share.end - share.first) * plan.unit if plan.bulk else stages
@@ -291,12 +304,18 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
         return decode_load.ask(plan, refs, smem, ahead)
 
     ahead = lax.fori_loop(0, jnp.minimum(stages - 1, tiles_ahead), begin, first)
+    soon = plan.config.many and not plan.wide
+
+    def queries_at(unit, m):
+        unit = jnp.minimum(unit, share.end - 1)
+        piece = decode_plan.piece_at(plan, smem.table, share, unit, m)
+        return _queries(plan, refs, smem, piece)
 
     def one_piece(carry):
-        unit, m, count, ahead = carry
+        unit, m, count, ahead, queries = carry
         piece = decode_plan.piece_at(plan, smem.table, share, unit, m)
         parts = decode_plan.parts_of(plan, share, piece, cta)
-        q, units = _queries(plan, refs, smem, piece)
+        q, units = queries if soon else _queries(plan, refs, smem, piece)
         if plan.problem.kind == "paged" and plan.problem.mask.left is not None:
             before = lax.div(piece.tile * plan.tile, jnp.int32(plan.problem.page_size))
             check = functools.partial(decode_load.check_pages, plan=plan)
@@ -328,12 +347,14 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             return state, count + 1, ahead
 
         state, count, ahead = lax.fori_loop(piece.tile, piece.end, one_tile, (state, count, ahead))
+        # The next ones are on their way while this piece's parts become one.
+        queries = queries_at(piece.following, piece.m) if soon else None
         _finish(plan, smem, results, (piece, state), parts)
-        return piece.following, piece.m, count, ahead
+        return piece.following, piece.m, count, ahead, queries
 
-    lax.while_loop(
-        lambda carry: carry[0] < share.end, one_piece, (share.first, m, jnp.int32(0), ahead)
-    )
+    queries = queries_at(share.first, m) if soon else None
+    start = (share.first, m, jnp.int32(0), ahead, queries)
+    lax.while_loop(lambda carry: carry[0] < share.end, one_piece, start)
 
 
 def _queries(plan: Plan, refs: Refs, smem: Smem, piece: Piece) -> tuple[Any, Array | None]:
@@ -343,11 +364,8 @@ def _queries(plan: Plan, refs: Refs, smem: Smem, piece: Piece) -> tuple[Any, Arr
     have met before a tile.
     """
     problem = plan.problem
-    head = lax.div(piece.head, jnp.int32(plan.chunks)) * plan.group
-    first = piece.m * (problem.q_len * problem.q_heads) + head
     stride = (problem.q_heads, plan.group, problem.head_dim)
-    chunk = lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
-    place = (refs.q, (first, chunk), plan.rows, plan.split, stride)
+    place = (refs.q, decode_plan.first_query(plan, piece), plan.rows, plan.split, stride)
     if problem.quantized:
         return fragments.narrow_queries(*place)
     if plan.wide:
@@ -368,6 +386,8 @@ def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, parts: decode_pla
         later=parts.later,
     )
     total, acc = state.total.sum(axis=1), state.acc
+    if plan.folded:
+        total = matrices.of_both(total, "sum")
     if state.peak is not None:
         none = state.peak == -jnp.inf
         unit = jnp.where(none, 0.0, jnp.exp2(state.peak - jnp.where(none, 0.0, state.top)))
@@ -427,24 +447,7 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
         return out.astype(problem.dtype), lse.astype(jnp.float32)
     launch = decode_latent.launch if problem.shared_kv else _launch
     plan = (decode_latent.LatentPlan if problem.shared_kv else Plan)(problem, config)
-    return launch(inputs, _counters(plan), problem, config)
-
-
-_calls = itertools.count(1)
-
-
-def _counters(plan: Plan) -> np.ndarray:
-    """A zero for every head of every sequence, where its parts are counted in, behind `BLANK` bytes
-    of zeros that are only read (`decode_load.fetch`).
-
-    Each launch leaves them as it found them, so they are a constant: XLA has nothing to clear,
-    which would be a launch of its own. The number behind them is that of this call:
-    two calls in a program would otherwise share one constant, and must not if XLA ever ran them
-    side by side. (Calls of one jitted function inside another still do: DESIGN, "Transforms".) It
-    also keeps XLA from making the zeros itself.
-    """
-    zeros = decode_plan.BLANK // 4 + plan.problem.sequences * plan.heads
-    return np.append(np.zeros(zeros, np.int32), np.int32(next(_calls) % 2**31 or 1))
+    return launch(inputs, decode_merge.counters(plan), problem, config)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))

@@ -64,18 +64,30 @@ class Split:
 
     `row_blocks` (1, 2 or 4) groups of 16 query rows go to as many warps; what warps are left over
     share out the keys. Column c of a warp's scores is key `first(warp) + c` of the tile.
+
+    `folded`: of 8 query rows or less. Where rows 8 to 15 of scores would be, lie those of rows 0 to
+    7 and every second group of 8 keys: half as many numbers for a thread to work on.
     """
 
-    def __init__(self, row_blocks: int, keys: int):
-        self.row_blocks, self.keys = row_blocks, keys
+    def __init__(self, row_blocks: int, keys: int, folded: bool = False):
+        self.row_blocks, self.keys, self.folded = row_blocks, keys, folded
         self.groups = warps.WARPS // row_blocks  # of keys
         self.columns = keys // self.groups
+        self.width = self.columns // 2 if folded else self.columns
 
     def row_block(self, warp: Any) -> Any:
         return warp % self.row_blocks
 
     def first(self, warp: Any) -> Any:
         return warp // self.row_blocks * self.columns
+
+    def key(self, row: Any, column: Any) -> Any:
+        """Of the warp's: which one a score of its row and column is for."""
+        return column // 8 * 16 + row // 8 * 8 + column % 8 if self.folded else column
+
+    def query(self, row: Any) -> Any:
+        """Of the warp's 16: which one a row of scores is for."""
+        return row % 8 if self.folded else row
 
 
 def queries(ref: Ref, first: tuple, rows: int, split: Split, stride: tuple) -> Array:
@@ -124,7 +136,7 @@ def narrow_queries(
             halves.append(words)
             units.append(unit)
         words = [llvm.bitcast(pair, w) for both in zip(*halves, strict=True) for w in both]
-        return tile_with(words, shape), _row(units)
+        return tile_with(words, shape), row_with(units)
 
     def twin(ref, first):
         q = ref.reshape(-1, dim)[rows_of_twin(first, rows, split, (step, group))]
@@ -235,7 +247,7 @@ def tile_with(registers: list, shape: tuple[int, int]) -> Any:
     )
 
 
-def _row(halves: list) -> Any:
+def row_with(halves: list) -> Any:
     """One number for each of a lane's two rows -> [64]."""
     layout = tiles.ROW.to_mgpu()
     like = layout.registers_shape((warps.WARPS * ROWS,))
@@ -276,7 +288,7 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
     Two sums a column, of every other matmul, halve the chain of those that wait for each other.
     """
     dim, dtype, ref_dtype = ref.shape[2], q.dtype, ref.dtype
-    shape, size = (warps.WARPS * ROWS, split.columns), jnp.dtype(ref_dtype).itemsize
+    shape, size = (warps.WARPS * ROWS, split.width), jnp.dtype(ref_dtype).itemsize
 
     def code(q, ref, slot):
         warp, lane = (Int(x) for x in warp_and_lane())
@@ -292,15 +304,17 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
             for n in range(len(b) // 2):
                 sums[n % 2] = mma(sums[n % 2], a[4 * n : 4 * n + 4], b[2 * n : 2 * n + 2], dtype)
             s = [arith.addf(x, y) for x, y in zip(*sums, strict=True)]
-            registers += [pair_of(s[0], s[1]), pair_of(s[2], s[3])]
+            registers += [pair_of(s[0], s[1])] + [pair_of(s[2], s[3])] * (not split.folded)
         return tile_with(registers, shape)
 
     def twin(q, ref, slot):
         out = np.zeros(shape, np.float32)
+        row, column = np.arange(ROWS)[:, None], np.arange(split.width)
         for warp in range(warps.WARPS):
             here = slice(ROWS * warp, ROWS * (warp + 1))
             keys = ref[slot][split.first(warp) :][: split.columns]
-            out[here] = q[here, :dim].astype(np.float32) @ keys.astype(np.float32).T
+            all_scores = q[here, :dim].astype(np.float32) @ keys.astype(np.float32).T
+            out[here] = all_scores[split.query(row), split.key(row, column)]
         return out
 
     types = (tiles.TILE, REF, SCALAR)
@@ -355,6 +369,9 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
             sums.append([vector.extract(pair, [], [i]) for pair in pairs for i in range(2)])
         for key in range(0, split.columns, 16):
             of_a = a[key // 4 : key // 4 + 4]
+            if split.folded:
+                zero = utils.c(0, warps.i32())
+                of_a = [a[key // 8], zero, a[key // 8 + 1], zero]
             for u in range(shape[1] // 64):
                 chunk = start + (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
                 ahead = [(key + n) * chunks for n in (0, 1, 8, 9)]
@@ -376,10 +393,13 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
 
     def twin(acc, p, ref, slot):
         out = np.array(acc)
+        row, column = np.arange(ROWS)[:, None], np.arange(split.width)
         for warp in range(warps.WARPS):
             here = slice(ROWS * warp, ROWS * (warp + 1))
             values = ref[slot][split.first(warp) :][: split.columns, : shape[1]]
-            out[here, : values.shape[1]] += p[here].astype(np.float32) @ values.astype(np.float32)
+            weights = np.zeros((ROWS, split.columns), np.float32)
+            weights[split.query(row), split.key(row, column)] = p[here]
+            out[here, : values.shape[1]] += weights @ values.astype(np.float32)
         return out
 
     types = (tiles.TILE, tiles.TILE, REF, SCALAR)

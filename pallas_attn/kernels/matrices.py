@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -345,3 +346,23 @@ def write(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
 
     types = (tiles.TILE, REF, (SCALAR,) * 4)
     fragments.inline(code, twin, (tile, to, tuple(at)), types, None)
+
+
+def of_both(rows: Array, op: str) -> Array:
+    """A number a row of folded scores -> the "maximum" or the "sum" of both halves, in both."""
+    shape, code_of = rows.shape, {"maximum": arith.maximumf, "sum": arith.addf}[op]
+
+    def code(rows):
+        halves = [
+            vector.extract(x, [], [0]) if isinstance(x.type, ir.VectorType) else x
+            for x in rows.registers.flat
+        ]
+        return fragments.row_with([code_of(*halves)] * 2)
+
+    def twin(rows):
+        parts = rows.reshape(warps.WARPS, 2, 8)
+        both = np.maximum(parts[:, 0], parts[:, 1]) if op == "maximum" else parts.sum(axis=1)
+        return np.repeat(both[:, None], 2, axis=1).reshape(shape).astype(np.float32)
+
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=tiles.ROW)
+    return fragments.inline(code, twin, (rows,), (tiles.ROW,), result)

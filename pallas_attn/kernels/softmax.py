@@ -13,7 +13,7 @@ modulo 8: adding across the threads that share a row waits for `finish`. Shuffle
 import functools
 import math
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,16 +39,18 @@ class Step(NamedTuple):
     moved: Array  # int32: not 0 where a row of this warp has a shrink that is not 1
 
 
-def step(logits: Array, unit: float | None, top: Array, *, guarded: bool) -> Step:
+def step(logits: Array, unit: float | None, top: Array, *, guarded: bool, join: Any = None) -> Step:
     """Takes a tile of logits; `unit` turns them into log2 units (None: they are).
 
     `guarded`: a row may have no key yet, and its tile none either. A row's top moves only when it
     has to move by more than `PATIENCE`: then the output needs no rescaling in most steps, which is
     worth 6 % at head dim 256 and 128. Each row decides for itself and the warp votes at the end,
     off the path from maximum to exponent: 570 TFLOP/s at head dim 64 against 547 with the vote
-    before the exponents.
+    before the exponents. `join`: what makes the largest logits of a tile's rows those of a row that
+    lies in several of them.
     """
     peak = logits.max(axis=1)
+    peak = peak if join is None else join(peak)
     higher = jnp.maximum(top, peak if unit is None else peak * unit)
     higher = jnp.where(higher - top > PATIENCE, higher, top)
     base = jnp.where(higher == -jnp.inf, 0.0, higher) if guarded else higher
