@@ -113,7 +113,10 @@ PORTABLE_INTERPRETED = {
     "documents": {"config": PORTABLE(row_blocks=2, block_q=32, fused=False)},
     "bias_by_row": {"config": PORTABLE(down=2, warpgroups=2, do_stages=2)},
     "dim72_24": {"config": PORTABLE(fused=False, block_q=16, dq_block_kv=16, dq_stages=1)},
-    "float32_highest": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32, v_parts=2)},
+    "float32_highest": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
+    "one_query_many_keys_float32_highest": {
+        "config": PORTABLE(fused=False, block_q=16, dq_block_kv=16, v_parts=2)
+    },
 }
 
 
