@@ -290,10 +290,14 @@ def test_as_many_sequences_in_a_launch_as_its_parameters_hold():
 
 
 @pytest.mark.guards
-def test_more_sequences_take_a_second_launch():
-    case = Case("per_sequence", 2100, kv_heads=1, head_dim=8, capacity=4, spread=0)
+@pytest.mark.parametrize("sequences, launches", [(20, 1), (21, 2), (50, 3)])
+def test_more_sequences_take_a_second_launch(monkeypatch, sequences, launches):
+    """With room for 20: lowering 2100, which are too many for what there is, takes 7 s."""
+    assert append.tiles.PARAMETER_BYTES == 32764
+    monkeypatch.setattr(append.tiles, "PARAMETER_BYTES", 8 * (2 * 20 + 8))
+    case = Case("per_sequence", sequences, kv_heads=1, head_dim=8, capacity=4, spread=0)
     text = mosaic.lower_for_cuda(functools.partial(step, case.problem), *shapes_of(case))
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == launches
 
 
 @pytest.mark.guards

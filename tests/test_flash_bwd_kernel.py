@@ -325,10 +325,8 @@ def test_a_band_is_for_short_causal_windows():
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_shared_memory_is_what_it_says(deterministic):
-    for case in (*GRID, *EDGE):
-        small = dataclasses.replace(
-            one("one_row"), head_dim=case.head_dim, v_head_dim=case.v_head_dim
-        )
+    for k_dim, v_dim in dict.fromkeys((case.head_dim, case.v_head_dim) for case in (*GRID, *EDGE)):
+        small = dataclasses.replace(one("one_row"), head_dim=k_dim, v_head_dim=v_dim)
         problem = problem_of(small, deterministic=deterministic)
         config = kernel.Config.default(problem)
         assert kernel.smem_bytes(problem, config) <= kernel.SMEM_LIMIT

@@ -458,8 +458,9 @@ def test_on_a_gpu_the_peer_and_the_first_token_are_measured_too(monkeypatch):
 def test_a_wrong_decode_is_not_measured(monkeypatch):
     config, params = small()
     monkeypatch.setattr(check, "_ROUNDINGS", 0)
-    subject = report.Subject("small", config, params, options(), 20)
-    with pytest.raises(ValueError, match="report: the per_sequence cache decodes wrongly, nothing"):
+    monkeypatch.setattr(report, "_compile", lambda *_: None)
+    subject = report.Subject("small", config, params, options(cache="stacked"), 20)
+    with pytest.raises(ValueError, match="report: the stacked cache decodes wrongly, nothing"):
         report.prepare(subject, [2])
 
 

@@ -282,7 +282,8 @@ def _weights_read(config: Config, params: Params) -> int:
 def read_rate() -> float:
     """TB/s that a sum over a large array reads."""
     nbytes = 2**32 if _on_gpu() else 2**27
-    block = jax.random.normal(jax.random.key(0), (nbytes // 4,), jnp.float32)
+    drawn = jax.random.normal(jax.random.key(0), (2**20,), jnp.float32)
+    block = jnp.tile(drawn, nbytes // drawn.nbytes)
     total = jax.jit(lambda x: x.reshape(4096, -1).sum(axis=1))
     return nbytes / _device_ms(lambda: total(block)) / 1e9
 
