@@ -150,6 +150,8 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # whoever read has enough, as `head` does; nothing is left to flush to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:  # a folder that cannot be written
+        return _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 
 def _decode() -> int:
@@ -266,8 +268,9 @@ def _train() -> int:
         dtype=_DTYPE.value or "float32",
         implementation=_IMPLEMENTATION.value,
     )
+    text = train.read_text(_TEXT.value)
     _say(f"{'step':>6}{'nats a byte':>13}{'held out':>10}{'seconds':>9}")
-    for line in train.train(train.read_text(_TEXT.value), _OUT.value, recipe, _SEED.value):
+    for line in train.train(text, _OUT.value, recipe, _SEED.value):
         _say(f"{line.step:>6}{line.loss:>13.3f}{line.held_out:>10.3f}{line.seconds:>9.1f}")
     _say(f"the model is in {_OUT.value}: python run.py --checkpoint={_OUT.value}")
     return 0

@@ -33,15 +33,14 @@ def line(row: Row) -> str:
 
 
 def write(folder: str, found: Sequence[Row], cache: str, run: Row) -> list[str]:
-    """report.json, and report.png where matplotlib is there: their paths."""
+    """report.json, and report.png where matplotlib is there, into a folder that is; what to say."""
     path = pathlib.Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"run": run, "rows": list(found)}, indent=2)
     (path / "report.json").write_text(text + "\n", "utf-8")
     try:
         import matplotlib.figure
     except ImportError:
-        return [str(path / "report.json")]
+        return [f"wrote {path / 'report.json'}; a plot takes matplotlib: pip install '.[plot]'"]
     figure = matplotlib.figure.Figure((10, 4.2), layout="constrained", dpi=150)
     left, right = figure.subplots(1, 2)
     ours = steps_of(found, cache)
@@ -54,7 +53,7 @@ def write(folder: str, found: Sequence[Row], cache: str, run: Row) -> list[str]:
         fontsize=11,
     )
     figure.savefig(path / "report.png")
-    return [str(path / "report.json"), str(path / "report.png")]
+    return [f"wrote {path / name}" for name in ("report.json", "report.png")]
 
 
 _COLOURS = ("#E69F00", "#003f5c", "#56B4E9", "#CC79A7", "#BBBBBB")  # Okabe and Ito's, as in bench

@@ -199,6 +199,7 @@ class _Report:
         name = settings.model
         if settings.checkpoint is not None:
             name = pathlib.Path(settings.checkpoint).resolve().name
+        pathlib.Path(str(settings.report)).mkdir(parents=True, exist_ok=True)
         self._settings, self._run, self._view = settings, run, view
         self._subject = report.Subject(name, run.config, params, run.options, context)
         self._start, slots = time.perf_counter(), run.options.slots
@@ -217,7 +218,7 @@ class _Report:
                 rows.append(out, [row])
         cache = self._run.options.cache
         written = findings.write(str(self._settings.report), found, cache, summary)
-        return [*findings.table(found), *(f"wrote {path}" for path in written)]
+        return [*findings.table(found), *written]
 
     def _say(self, line: str) -> None:
         self._view.note(f"report, {time.perf_counter() - self._start:.0f} s: {line}")

@@ -89,6 +89,7 @@ def train(text: bytes, folder: str, recipe: Recipe, seed: int = 0) -> Iterator[L
     if len(ids) - cut < recipe.context + 1:
         needed = 10 * (recipe.context + 2)
         raise ValueError(f"text: expected at least {needed} bytes, got {len(ids)}")
+    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)  # or fails before the work, not after
     learnt, held_out = jnp.asarray(ids[:cut]), ids[cut:]
     params = random_params(config, seed, jnp.float32)
     zeros = functools.partial(jax.tree.map, jnp.zeros_like)
