@@ -302,7 +302,8 @@ class _Text(_View):
         super().__init__(*everything)
         self._streams = [text.Stream(self._tokenizer) for _ in self._run.sequences]
         self._given = [0] * len(self._streams)
-        self._front = 0  # the sequence that is being written
+        self._front = 0  # the sequence that is being written,
+        self._begun = 0  # and how many were begun
         self._live = self._err.isatty()
         self._both = self._live and self._out.isatty()
         self._held = ""  # of a line that is not full, where the status line takes its place
@@ -343,11 +344,13 @@ class _Text(_View):
             last = bool(one.ended) or over
             if not one.tokens and not last:
                 break
-            if not self._given[n]:
+            # Noted before it is written: Ctrl-C between the two must not have it written twice.
+            if self._begun == n:
+                self._begun += 1
                 self._write(f"--- {n + 1} of {len(self._streams)} ---\n")
                 self._write(self._tokenizer.decode(one.prompt))
-            self._write(self._streams[n].add(one.tokens[self._given[n] :], last))
-            self._given[n] = max(len(one.tokens), 1)
+            given, self._given[n] = self._given[n], len(one.tokens)
+            self._write(self._streams[n].add(one.tokens[given:], last))
             if not last:
                 break
             self._write("\n\n")
