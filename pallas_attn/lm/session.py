@@ -1,13 +1,16 @@
 """`--task=decode`: from what the flags say to text, JSON lines, tables and a report."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import pathlib
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -81,7 +84,8 @@ def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
     start = time.perf_counter()
     try:
         for status in run:
-            view.show(status)
+            with _unbroken():
+                view.show(status)
     except KeyboardInterrupt:
         view.finish(time.perf_counter() - start)
         return INTERRUPTED
@@ -90,6 +94,27 @@ def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
     if report_on is not None:
         view.say(*report_on.finish(summary))
     return int(not held)
+
+
+@contextlib.contextmanager
+def _unbroken() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block: half of a text is not written, or written twice."""
+    asked: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or not _is_main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _model(
@@ -302,8 +327,7 @@ class _Text(_View):
         super().__init__(*everything)
         self._streams = [text.Stream(self._tokenizer) for _ in self._run.sequences]
         self._given = [0] * len(self._streams)
-        self._front = 0  # the sequence that is being written,
-        self._begun = 0  # and how many were begun
+        self._front = 0  # the sequence that is being written
         self._live = self._err.isatty()
         self._both = self._live and self._out.isatty()
         self._held = ""  # of a line that is not full, where the status line takes its place
@@ -344,13 +368,11 @@ class _Text(_View):
             last = bool(one.ended) or over
             if not one.tokens and not last:
                 break
-            # Noted before it is written: Ctrl-C between the two must not have it written twice.
-            if self._begun == n:
-                self._begun += 1
+            if not self._given[n]:
                 self._write(f"--- {n + 1} of {len(self._streams)} ---\n")
                 self._write(self._tokenizer.decode(one.prompt))
-            given, self._given[n] = self._given[n], len(one.tokens)
-            self._write(self._streams[n].add(one.tokens[given:], last))
+            self._write(self._streams[n].add(one.tokens[self._given[n] :], last))
+            self._given[n] = max(len(one.tokens), 1)
             if not last:
                 break
             self._write("\n\n")
