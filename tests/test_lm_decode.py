@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import re
+import signal
 import time
 
 import jax
@@ -378,6 +379,20 @@ def test_a_terminal_gets_a_status_line_beneath_the_text():
     line = err.getvalue().split("\r\x1b[K")[2]
     assert line.startswith("2 running, 0 waiting, 0 done | step ") and "tokens/s" in line
     assert err.getvalue().endswith("\r\x1b[K")  # and leaves nothing behind
+
+
+def test_ctrl_c_waits_for_a_chunk_and_the_second_does_not():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with session._asked_to_stop() as stopped:
+            assert not stopped()
+            signal.raise_signal(signal.SIGINT)
+            assert stopped()
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_json_is_an_object_a_line():

@@ -83,9 +83,7 @@ def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
     report_on = _Report(settings, run, params, view) if settings.report is not None else None
     start = time.perf_counter()
     try:
-        for status in run:
-            with _unbroken():
-                view.show(status)
+        _show(run, view)
     except KeyboardInterrupt:
         view.finish(time.perf_counter() - start)
         return INTERRUPTED
@@ -96,25 +94,37 @@ def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
     return int(not held)
 
 
+def _show(run: Run, view: "_View") -> None:
+    with _asked_to_stop() as stopped:
+        for status in run:
+            view.show(status)
+            if stopped():
+                break
+        if stopped():
+            raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
-def _unbroken() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block: half of a text is not written, or written twice."""
-    asked: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or not _is_main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+def _asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C waits until a chunk is there and written: in the midst of jax it may take the process
+    with it, and half of a text would be written, or written twice. A second one does not wait.
+    """
+    found: list[int] = []
+
+    def first(number: int, frame: Any) -> None:
+        del frame
+        found.append(number)
+        signal.signal(number, signal.default_int_handler)
+
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ours &= threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, first)
     try:
-        yield
+        yield lambda: bool(found)
     finally:
-        signal.signal(signal.SIGINT, before)
-    if asked:
-        raise KeyboardInterrupt
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _model(
