@@ -32,7 +32,7 @@ _IMPLEMENTATION = flags.DEFINE_enum(
     None,
     ["sm90", "sm80", "reference"],
     "Which implementation to run. Default: the fastest that takes each problem on this machine. "
-    "decode takes reference only, and train.",
+    "decode takes no other than reference; train takes any that has gradients here.",
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Of all random inputs.", lower_bound=0)
 _DTYPE = flags.DEFINE_enum(

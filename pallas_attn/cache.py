@@ -78,7 +78,18 @@ class PerSequenceCache(KVCache):
         scales: bool | None = None,
         shared_kv: bool = False,
     ) -> "PerSequenceCache":
-        """An empty cache with one sequence for each capacity given."""
+        """An empty cache with one sequence for each capacity given.
+
+        Args:
+          capacities: rows that each sequence can hold.
+          kv_heads, head_dim: K, and H of a row of K.
+          v_head_dim: H of a row of V; default head_dim.
+          layers: how many layers the buffers hold, on an axis before all others; default one
+            layer, without that axis.
+          dtype: of what is stored. float8_e4m3fn, float8_e5m2 and int8 make a quantised cache.
+          scales: False stores their numbers as they come, without scales.
+          shared_kv: V is the first v_head_dim columns of K, and is not stored.
+        """
         if not isinstance(capacities, (Sequence, np.ndarray)) or not len(capacities):
             raise ValueError(
                 "capacities: expected a sequence of ints, one capacity a sequence, got "
@@ -131,7 +142,9 @@ class StackedCache(KVCache):
         scales: bool | None = None,
         shared_kv: bool = False,
     ) -> "StackedCache":
-        """An empty cache."""
+        """An empty cache of sequences that can hold `capacity` rows each. The other arguments are
+        those of `PerSequenceCache.create`.
+        """
         positive(num_sequences=num_sequences, capacity=capacity, kv_heads=kv_heads)
         rows = Rows(head_dim, v_head_dim, layers, dtype, scales, shared_kv)
         fields: dict[str, Any] = rows.arrays(num_sequences, kv_heads, capacity)
@@ -184,8 +197,9 @@ class PagedCache(KVCache):
         scales: bool | None = None,
         shared_kv: bool = False,
     ) -> "PagedCache":
-        """An empty cache. `capacity`: rows that one sequence can hold at most (default: the whole
-        pool).
+        """An empty cache over a pool of `pages` pages of `page_size` rows. `capacity`: rows that one
+        sequence can hold at most (default: the whole pool). The other arguments are those of
+        `PerSequenceCache.create`.
         """
         positive(num_sequences=num_sequences, pages=pages, page_size=page_size, kv_heads=kv_heads)
         positive(capacity=capacity)
