@@ -197,8 +197,8 @@ class PagedCache(KVCache):
         scales: bool | None = None,
         shared_kv: bool = False,
     ) -> "PagedCache":
-        """An empty cache over a pool of `pages` pages of `page_size` rows. `capacity`: rows that one
-        sequence can hold at most (default: the whole pool). The other arguments are those of
+        """An empty cache over a pool of `pages` pages of `page_size` rows. `capacity`: rows that
+        one sequence can hold at most (default: the whole pool). The other arguments are those of
         `PerSequenceCache.create`.
         """
         positive(num_sequences=num_sequences, pages=pages, page_size=page_size, kv_heads=kv_heads)
