@@ -144,6 +144,7 @@ def _edge_attention() -> list[AttentionCase]:
         plain("q_lengths", (8, 130), (2, 2), q_lengths=lengths, kv_lengths=lengths[::-1]),
         plain("documents", (2, 260), (2, 2), mask=CAUSAL, segments=(1, 63, 65, 120)),
         plain("documents_full", (2, 260, 200), (2, 2), segments=(100, 160), kv_segments=(40, 128)),
+        plain("documents_unseen", (2, 260, 200), (2, 2), segments=(100, 160), kv_segments=(200,)),
         plain("segments_mixed", (2, 130, 200), (2, 2), segments=3),
         plain("softcap", (2, 130), (2, 2), mask=CAUSAL, softcap=20.0),
         plain("softcap_huge_logits", (2, 130), (2, 2), softcap=5.0, magnitude=300.0),

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import cases, reference
+from pallas_attn import _tuning, cases, reference
 from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.bench import tune
 from pallas_attn.kernels import (
     flash_fwd_sm80,
     flash_plan,
@@ -96,10 +97,13 @@ def one(name: str) -> cases.AttentionCase:
 INTERPRETED = {
     "t_equals_s": SMALL,  # a block with several tiles of work, T and S no multiple of anything
     "t_above_s": kernel.Config(warpgroups=3, block_kv=64, stages=2, ctas=0),  # rows past T alone
-    "band": dataclasses.replace(SMALL, stages=4, section=1),  # masked tiles on both sides
+    "saturated": dataclasses.replace(SMALL, early=2),  # tops move in most tiles
+    "band": dataclasses.replace(SMALL, stages=4, section=1, early=4),  # masked tiles on both sides
     "window_t_above_s": dataclasses.replace(SMALL, warpgroups=3),  # warpgroups without a key
     "q_lengths": SMALL,
     "everything": SMALL,
+    "documents": SMALL,
+    "documents_unseen": dataclasses.replace(SMALL, warpgroups=3),  # as above, and whole blocks
     "dim72_24": dataclasses.replace(SMALL, warpgroups=1),
     "float16_causal": dataclasses.replace(SMALL, block_kv=128),
     "everything_float32": SMALL,
@@ -196,6 +200,32 @@ def test_compiles_without_spills_or_serialised_matmuls(name):
     assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
 
 
+def _tuned():
+    """Rows of the table whose machine code is not that of a default, which are compiled above."""
+    for row in _tuning.rows("sm90", "flash_fwd_sm90"):
+        problem = tune.problem_of("flash_fwd_sm90", row["problem"], "sm90")
+        config = kernel.Config(**row["config"])
+        if dataclasses.replace(config, section=0, ctas=132) != kernel.Config.default(problem):
+            yield pytest.param(problem, config, id=row["case"])
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("problem, config", list(_tuned()))
+def test_tuned_rows_compile_without_spills_or_serialised_matmuls(problem, config):
+    shape, at = jax.ShapeDtypeStruct, (problem.batch, problem.q_len)
+    q = shape((*at, problem.q_heads, problem.head_dim), jnp.dtype(problem.dtype))
+    k, v = (
+        shape((*at, problem.kv_heads, dim), q.dtype)
+        for dim in (problem.head_dim, problem.v_head_dim)
+    )
+    ids = {name: shape(at, jnp.int32) for name in problem.arrays}  # of segments: all there are
+    call = functools.partial(run, problem=problem, config=config)
+    report = mosaic.compile_for(call, AttentionInputs(q, k, v, **ids), target="h100", sass=False)
+    assert (report.launches, report.copies, report.spill_bytes) == (1 + bool(ids), 0, 0)
+    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
+
+
 @pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize(
@@ -231,6 +261,7 @@ def test_float32_is_the_sum_of_its_parts(parts):
     ("field", "value", "want"),
     [
         ("warpgroups", 5, "1, 2, 3 or 4"),
+        ("early", 5, "0 to 4"),
         ("block_kv", 72, r"16, 32, \.\. 256"),
         ("stages", 1, "at least 2"),
         ("section", -1, "at least 0"),
@@ -421,8 +452,10 @@ def test_edges_on_the_gpu(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [SMALL, kernel.Config(3, 64, 3, 0, 7)], ids=str)
-@pytest.mark.parametrize("name", ["t_equals_s", "band", "everything", "q_lengths"])
+@pytest.mark.parametrize(
+    "config", [SMALL, kernel.Config(3, 64, 3, 0, 7), kernel.Config(2, 64, 2, early=3)], ids=str
+)
+@pytest.mark.parametrize("name", ["t_equals_s", "band", "everything", "q_lengths", "saturated"])
 def test_configurations_on_the_gpu(name, config):
     check(one(name), config)
 

@@ -95,6 +95,9 @@ class BlockOfThreads:
     def running_sum(self, x):
         return np.cumsum(np.broadcast_to(x, 128).reshape(4, 32), axis=1, dtype=np.int32).reshape(-1)
 
+    def total_of_lanes(self, x):
+        return np.repeat(np.broadcast_to(x, 128).reshape(4, 32).sum(axis=1, dtype=np.int32), 32)
+
     def of_lane(self, x, lane):
         each = np.broadcast_to(x, 128).reshape(4, 32)
         lane = np.broadcast_to(lane, 128).reshape(4, 32)

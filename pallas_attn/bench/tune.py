@@ -35,6 +35,7 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
         "section": (0, 1, 4, 12, 32),
         "ctas": (132, 0),
         "q_slots": (1, 2),
+        "early": (0, 2, 4),
     },
     "flash_bwd_sm90": {
         "fused": (True, False),

@@ -17,9 +17,13 @@ and the loop over the rest needs no mask. A window's left edge is masked in the 
 Where there are segments, tiles that one id fills need no mask either. Which those are is prepared
 by a small kernel of its own, `segments`; the ids of what needs one come with q and with the keys.
 
-What bounds it: the loop's machine code has 6 instructions a score, among them 1.0 ex2, 1.1 max, 1.0
-multiply-add, 1.1 adds and 0.5 conversions. At head dim 64 the ex2 alone (16 a cycle) take as long
-as the matmuls at their peak; at 128 half of that, at 256 a quarter.
+What bounds it: the loop's machine code has 5.6 instructions a score, among them 1.0 ex2, 1.0 max,
+1.0 multiply-add, 1.0 adds and 0.5 conversions. At head dim 64 the ex2 alone (16 a cycle; those of
+bfloat16 pairs are two instructions as well) take as long as the matmuls at their peak; at 128 half
+of that, at 256 a quarter. What lies between scores and exponents is latency, which two or three
+warps a scheduler hide in part: see `softmax.next_step`. What lies around a tile of work counts
+where T is small: the next q is asked for under its first matmul, and Mosaic's own barriers, at each
+copy and store, are off. Those that are needed stand in `_finish` and where q is loaded late.
 
 Shared memory, and who owns it when:
   q [warpgroup]   filled by TMA at the warpgroup's own request. Two of them, where there is room:
@@ -74,6 +78,7 @@ class Config:
     section: int = 0  # heads whose tiles of work are taken together; 0: see Plan.section
     ctas: int = 132  # blocks; 0: one a tile of work
     q_slots: int = 2  # 2: the next q arrives under this tile of work, where there is room for it
+    early: int = 0  # quarters of a tile's exponents that are kept before the wait for its values
 
     def __post_init__(self):
         wants = {
@@ -83,6 +88,7 @@ class Config:
             "section": (self.section >= 0, "at least 0"),
             "ctas": (self.ctas >= 0, "at least 0"),
             "q_slots": (self.q_slots in (1, 2), "1 or 2"),
+            "early": (self.early in (0, 1, 2, 3, 4), "0 to 4"),
         }
         for name, (good, want) in wants.items():
             if not good:
@@ -183,14 +189,18 @@ def _ids_at(smem: Smem, slot: Any) -> Any:
     return None if smem.kv_ids is None else smem.kv_ids.at[slot]
 
 
-def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[State, Any]:
-    """All keys of a warpgroup's rows, from the last tile to the first."""
+def _attend(
+    plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any, meanwhile: Any
+) -> tuple[State, Any]:
+    """All keys of a warpgroup's rows, from the last tile to the first. `meanwhile`: what else there
+    is to do, under the first matmul.
+    """
     span, config = rows.span, plan.config
     shape = (ROWS, config.block_kv)
     guarded = plan.has("bias")
 
     plgpu.barrier_wait(smem.ready.at[slot])
-    s = tiles.matmul(shape, *_q_and_k(plan, smem, rows, slot))
+    s = tiles.matmul(shape, *_q_and_k(plan, smem, rows, slot), meanwhile)
     release = functools.partial(plgpu.barrier_arrive, smem.free.at[slot])
     if smem.kv_ids is None:
         release()
@@ -218,7 +228,8 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any) -> tuple[
             given = logits.of_own_scores(
                 plan, refs, rows, t, s, masked, _ids_at(smem, slot), (low, high)
             )
-            return softmax.step(given, plan.unit, state.top, guarded=masked is not False or guarded)
+            top, unsure = state.top, masked is not False or guarded
+            return softmax.next_step(given, plan.unit, top, guarded=unsure, early=config.early)
 
         like = softmax.Step(
             tiles.filled(shape, 0.0), state.top, state.top, state.total, jnp.int32(0) + slot
@@ -303,21 +314,24 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, who: tuple[Any, Any]
             tile = logits.tile_of(plan, refs, following)
             pl.when(i + 1 < count)(lambda: load_q(plan, refs, smem, tile, place(i + 1)))
 
-        if slots > 1:
+        branches = "empty" in plan.parts and not flash_work.fills(plan)
+        if slots > 1 and branches:
             load_next()
         q = place(i)[1]
         tile = logits.tile_of(plan, refs, code)
         plgpu.barrier_wait(smem.q_ready.at[q])
-        ids, record = None, None
+        ids, record, alike = None, None, None
         if smem.q_ids is not None:
             ids, record = smem.q_ids.at[q], functools.partial(_of_record, smem, q)
-        span = flash_work.own_span(plan, record, tile, wg)
-        rows = Rows(tile, tile.row + wg * ROWS, wg, span, q, ids)
+            alike = record(4 * wg + 1), record(4 * wg + 2)
         lo, hi = flash_work.block_span(plan, record, tile)
+        span = flash_work.filled(plan, flash_work.own_span(plan, record, tile, wg), hi)
+        rows = Rows(tile, tile.row + wg * ROWS, wg, span, q, ids, alike)
 
         def some(slot):
             slot = _skip(plan, smem, hi - rows.span.hi, slot)
-            state, slot = _attend(plan, refs, smem, rows, slot)
+            meanwhile = load_next if slots > 1 and not branches else None
+            state, slot = _attend(plan, refs, smem, rows, slot, meanwhile)
             slot = _skip(plan, smem, rows.span.lo - lo, slot)
             return state.acc, state.total, state.top, slot
 
@@ -327,14 +341,13 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, who: tuple[Any, Any]
             total = tiles.filled((ROWS, softmax.PARTS), 0.0)
             return acc, total, tiles.filled((ROWS,), -jnp.inf), slot
 
-        if "empty" in plan.parts:
+        if branches:
             *result, slot = lax.cond(rows.span.hi > rows.span.lo, some, none, slot)
         else:
             *result, slot = some(slot)
 
         if slots == 1:
-            if record is not None:
-                plgpu.commit_smem()  # it has been read, and TMA will write there
+            plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
             load_next()
         _finish(plan, refs, smem, outs, rows, result)
         return slot, following, after
@@ -399,7 +412,7 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         grid_names=("cta",),
         num_threads=config.warpgroups + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=tiles.without_barriers(),
         kernel_name="flash_fwd_sm90",
     )
     out, lse = kernel(refs)

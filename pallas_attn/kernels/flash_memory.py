@@ -115,12 +115,16 @@ def next_slot(plan: Plan, slot: Any) -> Any:
 def load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
     """The loading warpgroup: K and V of every tile of work, in the order in which they are used."""
 
+    def known(code):
+        return flash_work.ends(plan, refs, logits.tile_of(plan, refs, code))
+
     def one_tile(i, carry):
-        count, code = carry
+        count, code, ends = carry
         following = refs.dealt[cta, i + 2]
         tile = logits.tile_of(plan, refs, code)
-        record = flash_work.record(plan, refs, tile)
+        record = None if ends is None else lambda i: ends.get(i, 0)
         lo, hi = flash_work.block_span(plan, record, tile)
+        ends = known(following)  # asked for long before it is needed
 
         def entry(e, count):
             slot = lax.rem(count, jnp.int32(plan.config.stages))
@@ -129,9 +133,10 @@ def load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
             return count + 1
 
         count = lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), entry, count)
-        return count, following
+        return count, following, ends
 
-    lax.fori_loop(0, refs.dealt[cta, 0], one_tile, (jnp.int32(0), refs.dealt[cta, 1]))
+    first = refs.dealt[cta, 1]
+    lax.fori_loop(0, refs.dealt[cta, 0], one_tile, (jnp.int32(0), first, known(first)))
 
 
 def _load_entry(plan: Plan, refs: Refs, smem: Smem, tile: Tile, entry: tuple[Any, ...]) -> None:

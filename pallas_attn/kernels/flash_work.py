@@ -22,12 +22,20 @@ def records(plan: Plan, segment_spans: Any) -> Any:
     return jnp.pad(by_unit, ((0, 0), (0, 0), (0, RECORD - 4 * units)))
 
 
-def record(plan: Plan, refs: Refs, tile: Tile) -> Any:
-    """Reads a tile's record from global memory, number by number; None where there is none."""
+def ends(plan: Plan, refs: Refs, tile: Tile) -> Any:
+    """What `block_span` wants of a tile's record, from global memory; None where there is none."""
     if not plan.has("q_segment_ids"):
         return None
     at = lax.div(tile.row, jnp.int32(plan.tile_rows))
-    return lambda i: refs.segment_spans[tile.batch, at, i]
+    fields = [4 * wg + field for wg in range(plan.config.warpgroups) for field in (0, 3)]
+    return {field: refs.segment_spans[tile.batch, at, field] for field in fields}
+
+
+def fills(plan: Plan) -> bool:
+    """Whether rows without a key take one tile of keys all the same, hidden from them whole: a
+    branch around the rest would cost every tile of work a hundred moves of registers.
+    """
+    return plan.problem.arrays == ("q_segment_ids", "kv_segment_ids")
 
 
 def own_span(plan: Plan, record: Any, tile: Tile, wg: Any) -> Span:
@@ -62,4 +70,16 @@ def block_span(plan: Plan, record: Any, tile: Tile) -> tuple[Any, Any]:
         return lo, functools.reduce(jnp.maximum, [span.hi for span in spans])
     lows = [jnp.where(span.hi > span.lo, span.lo, 2**30) for span in spans]
     hi = functools.reduce(jnp.maximum, [span.hi for span in spans])
+    if fills(plan):
+        hi = jnp.maximum(hi, 1)
+        return jnp.minimum(functools.reduce(jnp.minimum, lows), hi - 1), hi
     return jnp.minimum(functools.reduce(jnp.minimum, lows), hi), hi
+
+
+def filled(plan: Plan, span: Span, hi: Any) -> Span:
+    """`own_span`, or where that is empty and `fills` says so the last tile of those to `hi`."""
+    if not fills(plan):
+        return span
+    none = span.hi <= span.lo
+    picked = (span.lo, hi - 1), (span.full_lo, hi), (span.full_hi, 0), (span.hi, hi)
+    return Span(*(jnp.where(none, there, own) for own, there in picked))

@@ -54,6 +54,7 @@ class Rows(NamedTuple):
     span: Span
     q: Any = None  # which of the tiles of q in shared memory is theirs
     ids: Any = None  # int32[64] in shared memory: their segments
+    alike: Any = None  # key tiles [first, second) that are of one segment, the rows' own
 
 
 def tile_of(plan: Plan, refs: Any, code: Any) -> Tile:
@@ -122,12 +123,17 @@ def _banded(plan: Plan, refs: Refs, rows: Rows, t: Any, kv_ids: Any, s: Any) -> 
     if plan.ragged_keys:
         end = tiles.filled(s.shape[:1], tile.kv_len - start, jnp.int32)
         high = end if high is None else jnp.minimum(high, end)
-    ids = None
+    s = bands.within(s, low, high)
     if rows.ids is not None:
-        columns = kv_ids.at[pl.ds(0, s.shape[1])]
-        ids = (tiles.load(rows.ids, tiles.ROW), tiles.load(columns, tiles.COLUMN))
-        plgpu.commit_smem()  # they have been read, and TMA will write there
-    s = bands.within(s, low, high, ids)
+
+        def within_segments(s):
+            columns = kv_ids.at[pl.ds(0, s.shape[1])]
+            ids = (tiles.load(rows.ids, tiles.ROW), tiles.load(columns, tiles.COLUMN))
+            plgpu.commit_smem()  # they have been read, and TMA will write there
+            return bands.within(s, None, None, ids)
+
+        alike = (t >= rows.alike[0]) & (t < rows.alike[1])
+        s = lax.cond(alike, lambda s: s, within_segments, s)
     if plan.has("mask_array"):
         place = Place(tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, 0)
         s = jnp.where(_read(refs.mask_array, place, s.shape) != 0, s, -jnp.inf)

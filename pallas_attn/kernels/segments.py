@@ -4,8 +4,8 @@
 of. Here a block a batch row does it all, in programs of one thread:
 
   extremes  least and greatest id of each warpgroup's rows and of each key tile, 16 threads a tile
-  pairs     a warp takes the rows of one warpgroup and all key tiles: a `Span`
-  costs     a thread a tile of work: key tiles that are left
+  spans     a warp takes a tile of work and all key tiles: a `Span` for each warpgroup's rows, and
+            how many key tiles are left of all
   ranks     a warp a tile of work: how many cost more
   codes     a thread an entry of `flash_plan.dealt`: a tile of work for a rank
 
@@ -13,6 +13,7 @@ Between them all of the block's threads meet. Each waits for global memory once,
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from pallas_attn.kernels.flash_plan import ROWS, Plan
 
 MOST_PAIRS = 2**18  # of rows and key tiles; from there on many blocks, and so XLA, are faster
 UNROLLED = 8  # turns of a loop
+LINE = 32  # words of memory that come together
 TOGETHER = 4  # things whose loads are under way at one time
 
 
@@ -47,12 +49,8 @@ class _Sizes(NamedTuple):
         return 2 * self.units
 
     @property
-    def spans(self) -> int:
-        return self.key_extremes + 2 * self.keys
-
-    @property
     def costs(self) -> int:
-        return self.spans + 4 * self.units
+        return self.key_extremes + 2 * self.keys
 
     @property
     def order(self) -> int:
@@ -161,6 +159,12 @@ def _inverse(x: Any) -> Any:
 def _extremes(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
     (refs, memory), (batch, wg) = given, at
     problem, lanes = plan.problem, 16
+    mine = thread.index % tiles.THREADS + wg * tiles.THREADS
+    counts = 2 * sizes.tiles, math.prod(flash_plan.dealt(plan).shape)
+    for table, words in zip((refs.bounds, refs.dealt), counts, strict=True):  # wanted by and by
+        for first in range(0, words, LINE * sizes.warpgroups * tiles.THREADS):
+            word = thread.minimum(mine * LINE + first, words - 1)
+            thread.prefetch(table, word, 4)
     for ids, length, size, count, start in (
         (refs.q_ids, problem.q_len, ROWS, sizes.units, 0),
         (refs.kv_ids, problem.kv_len, plan.config.block_kv, sizes.keys, sizes.key_extremes),
@@ -185,76 +189,62 @@ def _extremes(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> No
     thread.sync()
 
 
-def _pairs(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
-    del plan
-    (_, memory), (_, wg) = given, at
-    keys, start, lanes = sizes.keys, sizes.key_extremes, 32
-
-    def one(number, lane, there, _):
-        most = thread.shared_load(memory, number)
-        least = _inverse(thread.shared_load(memory, number + sizes.units))
-        alike = least >= most
-
-        def some(i, carry):
-            lo, full_lo, full_hi, hi, count = carry
-            key = lane + i * lanes
-            inside = thread.minimum(key, keys - 1)
-            key_most = thread.shared_load(memory, inside + start)
-            key_least = _inverse(thread.shared_load(memory, inside + (start + keys)))
-            meet = (key < keys) & (key_most >= least) & (key_least <= most)
-            same = meet & alike & (key_least >= key_most)
-            left = key * -1 + keys
-            return [
-                thread.maximum(lo, thread.select(meet, left, 0)),
-                thread.maximum(full_lo, thread.select(same, left, 0)),
-                thread.maximum(full_hi, thread.select(same, key + 1, 0)),
-                thread.maximum(hi, thread.select(meet, key + 1, 0)),
-                count + thread.select(same, lane * 0 + 1, 0),
-            ]
-
-        nothing = [lane * 0 for _ in range(5)]
-        *ends, count = _loop(thread, -(-keys // lanes), nothing, some)
-        lo, full_lo, full_hi, hi = (thread.most_of_lanes(x, lanes) for x in ends)
-        count = thread.most_of_lanes(thread.running_sum(count), lanes)
-        lo, full_lo = lo * -1 + keys, full_lo * -1 + keys
-        lo = thread.select(lo < hi, lo, hi)
-        full_hi = thread.select(full_hi - full_lo <= count, full_hi, full_lo)
-        full_hi = thread.select(full_hi < full_lo, full_lo, full_hi)
-        later = thread.select(lane < 3, full_hi, hi)
-        field = thread.select(lane < 1, lo, thread.select(lane < 2, full_lo, later))
-        thread.shared_store(memory, number * 4 + lane + sizes.spans, field, there & (lane < 4))
-
-    _each(thread, wg, (sizes.units, lanes), sizes, one)
-    thread.sync()
-
-
-def _costs(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
+def _spans(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
     (refs, memory), (batch, wg) = given, at
     each, lanes = plan.config.warpgroups, 32
 
     def bounds(number, _):
         return [thread.load(refs.bounds, number + n, 4) for n in (0, sizes.tiles)]
 
-    def cost(number, _, there, bounds):
-        first = number * (4 * each) + sizes.spans
-        firsts = [thread.shared_load(memory, first + 4 * i) for i in range(each)]
-        lasts = [thread.shared_load(memory, first + (4 * i + 3)) for i in range(each)]
-        least = _inverse(functools.reduce(thread.maximum, map(_inverse, firsts)))
-        most = functools.reduce(thread.maximum, lasts)
-        begin, end = thread.maximum(least, bounds[0]), bounds[1]
-        end = thread.select(end < most, end, most)
-        thread.shared_store(memory, number + sizes.costs, end - begin, there)
-
-    def record(number, lane, there, _):
-        field = thread.minimum(lane, 4 * each - 1) + number * (4 * each)
-        field = thread.shared_load(memory, field + sizes.spans)
-        field = thread.select(lane < 4 * each, field, 0)
+    def one(number, lane, there, bounds):
+        found = [_span(thread, memory, (number * each + i, lane), sizes) for i in range(each)]
+        fields = [field for span in found for field in span]
+        record = lane * 0
+        for n, field in enumerate(fields):
+            record = thread.select((lane <= n) & (lane >= n), field, record)
         place = (batch * sizes.tiles + number) * flash_work.RECORD + lane
-        thread.store(refs.records, place, field, 4, there)
+        thread.store(refs.records, place, record, 4, there)
+        begin = thread.maximum(functools.reduce(thread.minimum, fields[0::4]), bounds[0])
+        end = thread.minimum(functools.reduce(thread.maximum, fields[3::4]), bounds[1])
+        thread.shared_store(memory, number + sizes.costs, end - begin, there & (lane < 1))
 
-    _each(thread, wg, (sizes.tiles, 1), sizes, cost, bounds)
-    _each(thread, wg, (sizes.tiles, lanes), sizes, record)
+    _each(thread, wg, (sizes.tiles, lanes), sizes, one, bounds)
     thread.sync()
+
+
+def _span(thread: Any, memory: Any, at: tuple[Any, Any], sizes: _Sizes) -> tuple[Any, ...]:
+    """A `Span` of the rows of one warpgroup, by the 32 threads of a warp."""
+    (unit, lane), keys, start, lanes = at, sizes.keys, sizes.key_extremes, 32
+    most = thread.shared_load(memory, unit)
+    least = _inverse(thread.shared_load(memory, unit + sizes.units))
+    alike = least >= most
+
+    def some(i, carry):
+        lo, full_lo, full_hi, hi, count = carry
+        key = lane + i * lanes
+        inside = thread.minimum(key, keys - 1)
+        key_most = thread.shared_load(memory, inside + start)
+        key_least = _inverse(thread.shared_load(memory, inside + (start + keys)))
+        meet = (key < keys) & (key_most >= least) & (key_least <= most)
+        same = meet & alike & (key_least >= key_most)
+        left = key * -1 + keys
+        return [
+            thread.maximum(lo, thread.select(meet, left, 0)),
+            thread.maximum(full_lo, thread.select(same, left, 0)),
+            thread.maximum(full_hi, thread.select(same, key + 1, 0)),
+            thread.maximum(hi, thread.select(meet, key + 1, 0)),
+            count + thread.select(same, lane * 0 + 1, 0),
+        ]
+
+    nothing = [lane * 0 for _ in range(5)]
+    *ends, count = _loop(thread, -(-keys // lanes), nothing, some)
+    lo, full_lo, full_hi, hi = (thread.most_of_lanes(x, lanes) for x in ends)
+    count = thread.total_of_lanes(count)
+    lo, full_lo = lo * -1 + keys, full_lo * -1 + keys
+    lo = thread.select(lo < hi, lo, hi)
+    full_hi = thread.select(full_hi - full_lo <= count, full_hi, full_lo)
+    full_hi = thread.select(full_hi < full_lo, full_lo, full_hi)
+    return lo, full_lo, full_hi, hi
 
 
 def _ranks(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
@@ -274,7 +264,7 @@ def _ranks(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
             return [carry[0] + thread.select(before, lane * 0 + 1, 0)]
 
         (rank,) = _loop(thread, -(-count // lanes), [lane * 0], some)
-        rank = thread.most_of_lanes(thread.running_sum(rank), lanes)
+        rank = thread.total_of_lanes(rank)
         thread.shared_store(memory, rank + sizes.order, number, there & (lane < 1))
 
     _each(thread, wg, (count, lanes), sizes, one)
@@ -305,7 +295,7 @@ def _codes(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
     _each(thread, wg, (rows * width, 1), sizes, finish, load)
 
 
-PROGRAMS = (_extremes, _pairs, _costs, _ranks, _codes)
+PROGRAMS = (_extremes, _spans, _ranks, _codes)
 
 
 def by_xla(plan: Plan, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:

@@ -13,13 +13,14 @@ modulo 8: adding across the threads that share a row waits for `finish`. Shuffle
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels import tiles
+from pallas_attn.kernels import tiles, votes
 
 Array = jax.Array
 
@@ -45,24 +46,67 @@ def step(logits: Array, unit: float | None, top: Array, *, guarded: bool, join: 
     `guarded`: a row may have no key yet, and its tile none either. A row's top moves only when it
     has to move by more than `PATIENCE`: then the output needs no rescaling in most steps, which is
     worth 6 % at head dim 256 and 128. Each row decides for itself and the warp votes at the end,
-    off the path from maximum to exponent: 570 TFLOP/s at head dim 64 against 547 with the vote
-    before the exponents. `join`: what makes the largest logits of a tile's rows those of a row that
-    lies in several of them.
+    off the path from maximum to exponent. `join`: what makes the largest logits of a tile's rows
+    those of a row that lies in several of them.
     """
+    higher = _higher(logits, unit, top, join)
+    base = _base(higher, guarded)
+    p, total = _exponents(logits, unit, base)
+    moved = votes.any_in_warp(higher - top, 0.0)
+    return Step(p, higher, jnp.exp2(top - base), total, moved)
+
+
+def next_step(
+    logits: Array, unit: float | None, top: Array, *, guarded: bool, early: int = 0
+) -> Step:
+    """`step` where few tops move: any tile but a row's first. All that most tiles ask is whether
+    one of a warp's logits lies above its row's top by more than `PATIENCE`, for which no thread has
+    to know what the others of its row hold. Only where one does are maxima shuffled.
+
+    So many quarters of the exponents are `early`: done before whatever comes after this.
+    """
+    peaks = _partials(logits, jnp.maximum)
+    peaks = peaks if unit is None else peaks * unit
+    moved = votes.any_in_warp(peaks - tiles.down_rows(top, peaks.shape), PATIENCE)
+
+    def some():
+        higher = _higher(logits, unit, top)
+        return higher, jnp.exp2(top - _base(higher, guarded))
+
+    higher, shrink = lax.cond(moved != 0, some, lambda: (top, tiles.filled(top.shape, 1.0)))
+    base, cut = _base(higher, guarded), logits.shape[1] * early // 4 // PARTS * PARTS
+    parts = []
+    for start, end in ((0, cut), (cut, logits.shape[1])):
+        if start < end:
+            parts.append(_exponents(_columns(logits, start, end - start), unit, base))
+        if cut and not start:
+            votes.seam(moved)
+    p, totals = zip(*parts, strict=True)
+    total = functools.reduce(operator.add, totals)
+    return Step(lax.concatenate(p, 1), higher, shrink, total, moved)
+
+
+def _higher(logits: Array, unit: float | None, top: Array, join: Any = None) -> Array:
     peak = logits.max(axis=1)
     peak = peak if join is None else join(peak)
     higher = jnp.maximum(top, peak if unit is None else peak * unit)
-    higher = jnp.where(higher - top > PATIENCE, higher, top)
-    base = jnp.where(higher == -jnp.inf, 0.0, higher) if guarded else higher
+    return jnp.where(higher - top > PATIENCE, higher, top)
+
+
+def _base(top: Array, guarded: bool) -> Array:
+    """What exponents are taken relative to."""
+    return jnp.where(top == -jnp.inf, 0.0, top) if guarded else top
+
+
+def _exponents(logits: Array, unit: float | None, base: Array) -> tuple[Array, Array]:
+    """2**(logits - base), and its sums."""
     parts, sums = [], []
     for start in range(0, logits.shape[1], CHUNK):  # by chunks: 724 against 719 at head dim 128
         chunk = _columns(logits, start, min(CHUNK, logits.shape[1] - start))
         chunk = chunk if unit is None else chunk * unit
         parts.append(jnp.exp2(chunk - tiles.down_rows(base, chunk.shape)))
-        sums.append(_partial_sums(parts[-1]))
-    total = functools.reduce(operator.add, sums)
-    moved = tiles.any_in_warp(higher - top, 0.0)
-    return Step(lax.concatenate(parts, 1), higher, jnp.exp2(top - base), total, moved)
+        sums.append(_partials(parts[-1], operator.add))
+    return lax.concatenate(parts, 1), functools.reduce(operator.add, sums)
 
 
 def capped(logits: Array, cap: float) -> Array:
@@ -110,11 +154,11 @@ def merge(outs: Array, lses: Array) -> tuple[Array, Array]:
     return out, jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
 
 
-def _partial_sums(p: Array) -> Array:
-    """[rows, keys] -> [rows, PARTS], within each thread: a tree, so that the adds overlap."""
-    parts = [_columns(p, start, PARTS) for start in range(0, p.shape[1], PARTS)]
+def _partials(x: Array, join: Callable[[Array, Array], Array]) -> Array:
+    """[rows, keys] -> [rows, PARTS], within each thread: a tree, so that the operations overlap."""
+    parts = [_columns(x, start, PARTS) for start in range(0, x.shape[1], PARTS)]
     while len(parts) > 1:
-        pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
+        pairs = [join(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
         parts = pairs + parts[len(parts) & ~1 :]
     return parts[0]
 

@@ -7,7 +7,6 @@ bytes: a program for one thread, written with Python's operators. The GPU runs i
 tests run the same program in NumPy, 128 threads at a time, with every address checked.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -128,41 +127,18 @@ def spread(scalar: jax.Array, shape: Sequence[int]) -> jax.Array:
     return lax.broadcast_in_dim(scalar, tuple(shape), ())
 
 
-def any_in_warp(rows: jax.Array, bound: float) -> jax.Array:
-    """int32: 1 where some row in this warp's part of `rows` lies above `bound`, else 0.
-
-    Each of the four warps has its own answer. Only arithmetic may depend on it: not a barrier, not
-    a matmul. The interpreter, which has no warps, answers for all rows at once.
-    """
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-
-    def vote(_, rows):
-        numbers = [
-            vector.extract(register, [], ir.DenseI64ArrayAttr.get([i]))
-            for register in rows.registers.flat
-            for i in range(ir.VectorType(register.type).shape[0])
-        ]
-        # A row without a key is -inf minus -inf, NaN: it must not silence its thread's others.
-        highest = functools.reduce(arith.maxnumf, numbers)
-        limit = utils.c(float(bound), highest.type)
-        above = arith.extui(_int(32), arith.cmpf(arith.CmpFPredicate.OGT, highest, limit))
-        ptx = (
-            "{ .reg .pred p, q; setp.ne.s32 p, $1, 0;"
-            " vote.sync.any.pred q, p, 0xffffffff; selp.s32 $0, 1, 0, q; }"
-        )
-        answer = llvm.inline_asm(_int(32), [above], ptx, "=r,r", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(answer, (), is_signed=True)
-
-    inline: Any = vote
-    inline.values = lambda rows: (rows > bound).any().astype(jnp.int32)  # what the interpreter runs
-    return plgpu.inline_mgpu(arg_types=(ROW,), return_type=result)(inline)(rows)
-
-
-def matmul(shape: Sequence[int], a: Sequence[Any], b: Sequence[Ref]) -> jax.Array:
-    """a @ b, of the terms of both, b in shared memory."""
+def matmul(
+    shape: Sequence[int],
+    a: Sequence[Any],
+    b: Sequence[Ref],
+    meanwhile: Callable[[], None] | None = None,
+) -> jax.Array:
+    """a @ b, of the terms of both, b in shared memory; `meanwhile` is done while it runs."""
 
     def body(acc):
         terms.multiply(acc, a, b)
+        if meanwhile is not None:
+            meanwhile()
         return acc[...]
 
     return pl.run_scoped(body, plgpu.ACC((shape[0], shape[1]), jnp.float32))

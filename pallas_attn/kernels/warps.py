@@ -14,7 +14,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from pallas_attn.kernels import tiles
+from pallas_attn.kernels import numbers, tiles
 from pallas_attn.kernels.tiles import Int
 
 Ref = Any
@@ -76,6 +76,10 @@ class Thread(tiles.Thread):
             )
             x = Int(llvm.inline_asm(i32(), [x.value], ptx, "=r,r", has_side_effects=True))
         return x
+
+    def total_of_lanes(self, x: Int) -> Int:
+        """The sum of x over the warp."""
+        return Int(numbers.over_warp(x.value, "add"))
 
     def of_lane(self, x: Any, lane: Int) -> Any:
         """x, an Int or a Float, as `lane` of the warp has it."""
