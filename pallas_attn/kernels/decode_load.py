@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._problem import DecodeProblem
+from pallas_attn.errors import Limit
 from pallas_attn.kernels import decode_merge, decode_plan, warps
 from pallas_attn.kernels.decode_plan import BLANK, Piece, Plan, Share, Table
 
@@ -38,6 +40,22 @@ class Refs(NamedTuple):
     layer: Ref | None
     sinks: Ref | None
     counters: Ref  # behind `BLANK` bytes of zeros
+
+
+def narrow_limit(problem: DecodeProblem) -> Limit | None:
+    """Why quantised rows cannot be copied as they lie, or None."""
+    if problem.head_dim % 64 or problem.v_head_dim % 8:
+        return Limit(
+            f"a quantised cache of head dim {problem.head_dim}; it takes multiples of 64",
+            "pad it with zeros",
+        )
+    sizes = problem.capacities if problem.page_size is None else (problem.page_size,)
+    if any(size % 4 for size in sizes) or problem.v_head_dim % 16:
+        return Limit(
+            "rows are copied 16 bytes at a time, scales too",
+            "make capacities (or the page size) a multiple of 4 and v_head_dim one of 16",
+        )
+    return None
 
 
 class Tile(NamedTuple):

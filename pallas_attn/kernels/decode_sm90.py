@@ -55,6 +55,8 @@ SMEM_ALIGNMENT = 1024  # of every buffer
 RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
 MULTIPROCESSORS = 132
 TURN = 48 * 1024  # bytes that a block could read while it turns to another head
+TURN_OF_TWO = 16 * 1024  # of two blocks on a multiprocessor
+LONG = 2048  # keys of a block, from which on it is the stream that counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Config:
     blocks that stay. `fixed`: tiles of a part where `batch_invariant` is asked for. `many`: blocks
     have several heads each, and what a single one would only be slower with: queries are asked for
     a head ahead, scores of few rows are folded, and keys are dealt finely (`decode_plan`), a head
-    as `turn` keys more than it has: what a block could read while it turns to it.
+    as `turn` keys more than it has: what a block could read while it turns to it. `eager`: the next
+    tile is asked for before the wait for this one, not under its matmuls: for long streams.
     """
 
     tile: int = 64
@@ -73,6 +76,7 @@ class Config:
     early: bool = False  # begins while the kernel before it ends: `tiles.begin_early`
     many: bool = False
     turn: int = 0
+    eager: bool = False
     bulk = True  # copies of whole tiles; see `decode_sm80`
 
     def __post_init__(self):
@@ -94,8 +98,8 @@ class Config:
         A tile of twice the keys costs a block less than two, where it gets a few. Where the heads
         can be shared out evenly over all multiprocessors but a few, these stay idle: there is
         nothing to merge.
-        Keys of 8 bits keep a warp busy for longer than their bytes take to come: two blocks a
-        multiprocessor, each of which waits while the other computes.
+        Keys of 8 bits keep a warp busy for longer than their bytes take to come, and heads end
+        often where they are many and short: of two blocks one computes while the other waits.
         """
         if problem.shared_kv:
             return _deepest(problem, cls(ctas=MULTIPROCESSORS), decode_plan.SMEM_LIMIT)
@@ -104,25 +108,27 @@ class Config:
         keys = max(problem.capacities) * heads
         if problem.quantized and keys >= 2 * MULTIPROCESSORS * 8 * 128:
             for tile in (128, 64):
-                config = cls(tile=tile, stages=2, ctas=2 * MULTIPROCESSORS)
+                config = cls(tile=tile, stages=2, ctas=2 * MULTIPROCESSORS, eager=True)
                 if smem_bytes(problem, config) <= SMEM_OF_TWO:
                     return _deepest(problem, config, SMEM_OF_TWO)
+        if (two := _of_two(plan, heads, keys)) is not None:
+            return two
         even = [n for n in range(MULTIPROCESSORS, MULTIPROCESSORS - 9, -1) if heads % n == 0]
         most = MULTIPROCESSORS // heads * heads
         even += [most] if most > MULTIPROCESSORS - 9 else []
         ctas = even[0] if even else MULTIPROCESSORS
-        size = jnp.dtype(problem.cache_dtype).itemsize
-        row = size * (problem.head_dim + problem.v_head_dim) + (8 if problem.quantized else 0)
+        row = plan.itemsize * (problem.head_dim + problem.v_head_dim) + 8 * problem.quantized
         narrow = problem.head_dim + problem.v_head_dim <= 256  # else it takes too many registers
         many = heads >= ctas and narrow and not problem.quantized and not plan.wide
-        turn = TURN // row // decode_plan.GRAIN * decode_plan.GRAIN
+        turn = TURN // row // decode_plan.GRAIN * decode_plan.GRAIN if many else 0
+        eager = keys >= LONG * ctas and not plan.wide
         tile, most_bytes = 64, 2**16 if plan.row_blocks == 1 else 0
         most = min(decode_plan.widest(problem), keys // ctas // 4, most_bytes // row)
         while 2 * tile <= most:
             tile *= 2
         choices, room = [], decode_plan.SMEM_LIMIT
         while tile >= (32 if plan.wide else 64):
-            one = cls(tile=tile, stages=2, ctas=ctas, many=many, turn=turn if many else 0)
+            one = cls(tile=tile, stages=2, ctas=ctas, many=many, turn=turn, eager=eager)
             choices.append(_deepest(problem, one, room))
             tile //= 2
         # 8 keys a warp, of tiles of 32, are few to hide latency behind: two larger ones are faster.
@@ -131,6 +137,22 @@ class Config:
             one for one in choices if one.stages >= least and smem_bytes(problem, one) <= room
         )
         return next(enough, choices[-1])
+
+
+def _of_two(plan: Plan, heads: int, keys: int) -> Config | None:
+    """Two blocks a multiprocessor for 16-bit numbers: where each has several heads, which are not
+    so long that turning to them is nothing, of rows not so narrow that tiles would have many keys.
+    """
+    problem = plan.problem
+    row = 2 * (problem.head_dim + problem.v_head_dim)
+    fits = plan.row_blocks == 1 and not plan.wide and not problem.quantized
+    fits = fits and 2**14 < 64 * row <= 2**15 and LONG * MULTIPROCESSORS <= keys <= 5 * 2**19
+    if not fits or heads < 256:
+        return None
+    ctas = next((n for n in range(264, 247, -1) if heads % n == 0), 264)
+    turn = TURN_OF_TWO // row // decode_plan.GRAIN * decode_plan.GRAIN
+    config = Config(tile=64, stages=2, ctas=ctas, many=True, turn=turn, eager=True)
+    return config if smem_bytes(problem, config) <= SMEM_OF_TWO else None
 
 
 def _deepest(problem: DecodeProblem, config: Config, room: int) -> Config:
@@ -144,7 +166,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
     if problem.dtype not in ("bfloat16", "float16", "float32"):
         return Limit(f"it takes bfloat16, float16 and float32 q, not {problem.dtype}", "cast q")
-    if problem.quantized and (refused := _narrow_limit(problem)) is not None:
+    if problem.quantized and (refused := decode_load.narrow_limit(problem)) is not None:
         return refused
     if problem.cache_dtype != problem.dtype and not problem.quantized:
         return Limit(
@@ -185,21 +207,6 @@ def limit(problem: DecodeProblem) -> Limit | None:
 
 
 MOST_SEQUENCES = 2000  # a launch has parameters for as many arrays of K and of V
-
-
-def _narrow_limit(problem: DecodeProblem) -> Limit | None:
-    if problem.head_dim % 64 or problem.v_head_dim % 8:
-        return Limit(
-            f"a quantised cache of head dim {problem.head_dim}; it takes multiples of 64",
-            "pad it with zeros",
-        )
-    sizes = problem.capacities if problem.page_size is None else (problem.page_size,)
-    if any(size % 4 for size in sizes) or problem.v_head_dim % 16:
-        return Limit(
-            "rows are copied 16 bytes at a time, scales too",
-            "make capacities (or the page size) a multiple of 4 and v_head_dim one of 16",
-        )
-    return None
 
 
 def scratch(plan: Plan) -> Smem:
@@ -334,6 +341,8 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             warps.each_thread(sync, (), ())
             before = jnp.where(slot == 0, stages - 1, slot - 1)
             following = decode_load.next_tile(plan, refs, smem, share, (ahead, before))
+            if plan.config.eager:
+                ahead = decode_load.ask(plan, refs, smem, following)
             warps.each_thread(wait, smem.barriers, (slot, parity))
             if plan.wide:
                 s = decode_float32.scores(q, smem.k, slot, plan.split)
@@ -342,7 +351,8 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             if units is not None:
                 s = s * fragments.of_keys(smem.k_scale, slot, plan.split)
                 s = s * tiles.down_rows(units, s.shape)
-            ahead = decode_load.ask(plan, refs, smem, following)  # while the matmuls are under way
+            if not plan.config.eager:  # while the matmuls are under way
+                ahead = decode_load.ask(plan, refs, smem, following)
             state = _attend(plan, smem, piece, (tile, slot), (s, state))
             return state, count + 1, ahead
 
@@ -376,15 +386,7 @@ def _queries(plan: Plan, refs: Refs, smem: Smem, piece: Piece) -> tuple[Any, Arr
 
 def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, parts: decode_plan.Parts) -> None:
     piece, state = done
-    at = decode_merge.Where(
-        m=piece.m,
-        head=piece.head,
-        lost=smem.table.lost[piece.m],
-        count=parts.count,
-        mine=parts.mine,
-        first=parts.first,
-        later=parts.later,
-    )
+    at = decode_merge.Where(piece.m, piece.head, smem.table.lost[piece.m], *parts)
     total, acc = state.total.sum(axis=1), state.acc
     if plan.folded:
         total = matrices.of_both(total, "sum")
