@@ -75,10 +75,14 @@ def add(plan: Plan, refs: Refs, smem: Any, item: Item, place: tuple[Any, ...], d
 
 
 def zeros(plan: Plan, batch: int) -> Any:
-    """What `add` adds into."""
-    rows = _tiles(plan) * plan.config.block_q
-    shape = (batch, rows, plan.problem.q_heads, k_width(plan))
-    return jnp.zeros(math.prod(shape) if from_registers(plan) else shape)
+    """What `add` adds into. TMA leaves out columns past its last."""
+    rows, heads = _tiles(plan) * plan.config.block_q, plan.problem.q_heads
+    if from_registers(plan):
+        return jnp.zeros(math.prod((batch, rows, heads, k_width(plan))))
+    width = operands.width_in_tma(plan.problem.head_dim)
+    if width <= share(plan)[1]:  # all of the second share
+        width = k_width(plan)
+    return jnp.zeros((batch, rows, heads, width))
 
 
 def rounded(plan: Plan, dq: Any) -> Any:
