@@ -103,12 +103,11 @@ class Config:
         if flash_bwd_band.takes(problem):
             return cls(band=True)
         if is_wide(problem):
-            return cls(block_q=64, fused=False)
-        narrow = max(problem.head_dim, problem.v_head_dim) <= 64
-        block = 128 if narrow else 64
-        config = cls(block_q=block, dq_block_kv=block, lag=1 if narrow else 2)
-        if narrow and problem.mask.is_full:
-            config = dataclasses.replace(config, stages=3)
+            return _wide(problem)
+        config = cls(dq_stages=3, lag=2)
+        if max(problem.head_dim, problem.v_head_dim) <= 64:
+            stages = 3 if problem.mask.is_full else 2
+            config = cls(block_q=128, stages=stages, dq_block_kv=128)
         # A float32 dq is set to 0 before and rounded after, which few query rows a key do not pay
         # for. Nor is it for blocks that add to more of it at a time than L2 holds.
         plan = plan_of(problem, config)
@@ -132,6 +131,18 @@ def limit(problem: AttentionProblem) -> Limit | None:
             "leave implementation=None",
         )
     return None
+
+
+def _wide(problem: AttentionProblem) -> Config:
+    """As many tiles on their way as fit: two warpgroups hold a query tile, one after the other."""
+    best = Config(fused=False)
+    for stages in (3, 4):
+        config = dataclasses.replace(best, stages=stages)
+        if flash_bwd_wide.buffer_bytes(plan_of(problem, config)) + BARRIERS <= SMEM_LIMIT:
+            best = config
+    config = dataclasses.replace(best, dq_stages=3)
+    fits = flash_bwd_dq.buffer_bytes(_dq_plan(problem, config)) + BARRIERS <= SMEM_LIMIT
+    return config if fits else best
 
 
 def _float32(problem: AttentionProblem) -> Config | None:

@@ -6,7 +6,7 @@ A block owns 64 keys. Its two computing warpgroups share the matmuls instead of 
 makes S^T, P^T and dV, the second dP^T, dS^T and dK. All that passes between them is P, through
 shared memory, one way: they drift apart by up to a query tile or two, so that one is busy with
 exponents while the other's matmuls run. In each, the matmul for its gradient is a query tile
-behind and runs under the arithmetic on the next.
+behind, see `_walk`.
 
 Grid, tiles of work and rings of query tiles are those of `flash_bwd_sm90`.
 
@@ -121,11 +121,32 @@ class Side(NamedTuple):
     second_ready: Any
     second_free: Any
     numbers: Any  # that come with the first ring: lse or delta
+    early: bool  # in which order its matmuls are issued: see `_walk`
+
+
+def _both(acc: Any, shape: tuple[int, int], start: Any) -> tuple[Any, Any]:
+    """Two matmuls to their end: acc with one's result added, and the other's; start(other, one)."""
+
+    def body(state):
+        one, out = state
+
+        def matmuls(other):
+            start(other, one)
+            return other[...]
+
+        out[...] = pl.run_scoped(matmuls, plgpu.ACC(shape, jnp.float32))
+
+    return pl.run_state(body)((plgpu.ACC.init(acc), tiles.filled(shape, 0.0)))
 
 
 def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[Any, Any]:
     """Gradient of the keys over all query tiles; work((head, t, number), product, numbers) makes
     the left operand of its matmul, float32.
+
+    `side.early`: the gradient of the tile before is issued ahead of this tile's product, and the
+    query tile that it is made of let go of at once. Else it runs under the arithmetic on this tile,
+    but holds its own until that is done, which in the second warpgroup waits for the first: at head
+    dim 256, with room for two query tiles, the one after next then came late for every step.
     """
     group, kind = plan.problem.group, plan.values
     shape, columns = (KEYS, plan.config.block_q), side.second.shape[-1] // kind.terms
@@ -166,6 +187,16 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
                 terms.multiply(acc_ref, left, gradient(before))
 
             finish = functools.partial(arithmetic, i, number)
+            if side.early:
+
+                def started(product_acc, acc_ref):
+                    terms.multiply(acc_ref, left, gradient(before))
+                    terms.multiply(product_acc, keys, product(slot))
+                    plgpu.wgmma_wait(1)
+                    plgpu.barrier_arrive(side.second_free.at[before])
+
+                acc, value = _both(acc, shape, started)
+                return acc, terms.of_registers(finish(value), kind), number + 1
             if kind.terms == 3:
                 acc = tiles.added(acc, left, gradient(before))
                 left = finish(tiles.matmul(shape, keys, product(slot)))
@@ -192,6 +223,7 @@ def _values(plan: Plan, refs: Refs, smem: Smem, item: Item, count: Any) -> tuple
     side = Side(
         *(smem.k, smem.q, smem.q_ready, smem.q_free, smem.do, smem.do_ready, smem.do_free),
         numbers=smem.lse,
+        early=plan.values.terms == 1 and not plan.problem.mask.is_full,  # by measurement
     )
 
     def work(at, s, lse):
@@ -214,6 +246,7 @@ def _keys(plan: Plan, refs: Refs, smem: Smem, item: Item, count: Any) -> tuple[A
     side = Side(
         *(smem.v, smem.do, smem.do_ready, smem.do_free, smem.q, smem.q_ready, smem.q_free),
         numbers=smem.delta,
+        early=plan.values.terms == 1,
     )
 
     def work(at, dp, delta):
