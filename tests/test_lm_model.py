@@ -109,15 +109,21 @@ def test_a_gradient_is_that_of_finite_differences(tmp_path, rng):
 # ---- nothing is copied --------------------------------------------------------------------------
 
 
+def two_slots(folder, kind):
+    """A run of four prompts, two at a time."""
+    config, params = loaded(folder, "qwen3")
+    options = decode.Options(
+        cache=kind, slots=2, capacity=104, page_size=8, chunk=4, dtype="float32"
+    )
+    return decode.Run(config, params, options, [[1, 2], [3], [4, 5, 6], [7]], 9), params
+
+
 @every_cache
 def test_a_chunk_of_steps_and_a_prefill_copy_no_cache(tmp_path, kind):
-    config, params = loaded(tmp_path, "qwen3")
-    options = decode.Options(
-        cache=kind, slots=3, capacity=104, page_size=8, chunk=4, dtype="float32"
-    )
-    cache, state = options.create_cache(config), decode.State.create(3)
-    run = decode.Run(config, params, options, [[1, 2, 3]], 4)
-    new = run._arrivals([(1, run.sequences[0])], np.array([True, True, True]))
+    run, params = two_slots(tmp_path, kind)
+    config, options = run.config, run.options
+    cache, state = options.create_cache(config), decode.State.create(2)
+    new = run._arrivals([*enumerate(run.sequences[:2])], np.array([True, True]))
     shapes = {",".join(map(str, x.shape)) for x in jax.tree.leaves((cache.k, cache.v))}
     programs = (
         decode.steps.lower(config, options, params, cache, state),
@@ -133,13 +139,12 @@ def test_a_chunk_of_steps_and_a_prefill_copy_no_cache(tmp_path, kind):
 
 @every_cache
 def test_the_buffers_of_a_run_stay_where_they_are(tmp_path, kind):
-    config, params = loaded(tmp_path, "llama3")
-    options = decode.Options(cache=kind, slots=2, capacity=32, page_size=8, dtype="float32")
-    run = decode.Run(config, params, options, [[1, 2], [3], [4, 5, 6]], 9)
+    run, _ = two_slots(tmp_path, kind)
     where = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((run.cache.k, run.cache.v))]
     for _ in run:
         now = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((run.cache.k, run.cache.v))]
         assert now == where
+    assert [len(one.tokens) for one in run.sequences] == [9] * 4
 
 
 # ---- checkpoints --------------------------------------------------------------------------------

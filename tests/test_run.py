@@ -62,13 +62,13 @@ def test_prompts_come_from_flags_before_a_file_and_standard_input(tmp_path):
     for arguments, given in (
         ([f"--prompt_file={path}"], ""),
         (["--prompt_file=-"], path.read_text()),
-        ([f"--prompt_file={path}", "--prompt=Nurse:"], ""),
+        ([f"--prompt_file={path}", "--prompt=Nurse:", "--prompt=ROMEO:"], ""),
     ):
         status, out, error = run("--max_new_tokens=5", "--json", *arguments, given=given)
         assert status == 0, error
         lines = [json.loads(line) for line in out.splitlines()]
         found.append([line["sequence"]["prompt"] for line in lines if "sequence" in line])
-    assert found == [["ROMEO:\nO", "The sea"], ["ROMEO:\nO", "The sea"], ["Nurse:"]]
+    assert found == [["ROMEO:\nO", "The sea"], ["ROMEO:\nO", "The sea"], ["Nurse:", "ROMEO:"]]
 
 
 def test_control_c_ends_with_what_was_generated():
