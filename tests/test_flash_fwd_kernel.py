@@ -97,7 +97,7 @@ def one(name: str) -> cases.AttentionCase:
 INTERPRETED = {
     "t_equals_s": SMALL,  # a block with several tiles of work, T and S no multiple of anything
     "t_above_s": kernel.Config(warpgroups=3, block_kv=64, stages=2, ctas=0),  # rows past T alone
-    "saturated": dataclasses.replace(SMALL, early=2),  # tops move in most tiles
+    "saturated": dataclasses.replace(SMALL, early=2, chunk=16),  # tops move in most tiles
     "band": dataclasses.replace(SMALL, stages=4, section=1, early=4),  # masked tiles on both sides
     "window_t_above_s": dataclasses.replace(SMALL, warpgroups=3),  # warpgroups without a key
     "q_lengths": SMALL,
@@ -262,6 +262,7 @@ def test_float32_is_the_sum_of_its_parts(parts):
     [
         ("warpgroups", 5, "1, 2, 3 or 4"),
         ("early", 5, "0 to 4"),
+        ("chunk", 24, "8, 16, 32, .. 256"),
         ("block_kv", 72, r"16, 32, \.\. 256"),
         ("stages", 1, "at least 2"),
         ("section", -1, "at least 0"),

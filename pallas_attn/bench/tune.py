@@ -36,6 +36,7 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
         "ctas": (132, 0),
         "q_slots": (1, 2),
         "early": (0, 2, 4),
+        "chunk": (16, 32),
     },
     "flash_bwd_sm90": {
         "fused": (True, False),

@@ -79,6 +79,7 @@ class Config:
     ctas: int = 132  # blocks; 0: one a tile of work
     q_slots: int = 2  # 2: the next q arrives under this tile of work, where there is room for it
     early: int = 0  # quarters of a tile's exponents that are kept before the wait for its values
+    chunk: int = 32  # columns of them that are taken together
 
     def __post_init__(self):
         wants = {
@@ -89,6 +90,7 @@ class Config:
             "ctas": (self.ctas >= 0, "at least 0"),
             "q_slots": (self.q_slots in (1, 2), "1 or 2"),
             "early": (self.early in (0, 1, 2, 3, 4), "0 to 4"),
+            "chunk": (self.chunk in (8, 16, 32, 64, 128, 256), "8, 16, 32, .. 256"),
         }
         for name, (good, want) in wants.items():
             if not good:
@@ -104,7 +106,7 @@ class Config:
         if dim <= 64 and plain and not problem.mask.is_full and _fits(problem, 4):
             return cls(warpgroups=4, block_kv=64, stages=6)
         if dim <= 64:
-            return cls(warpgroups=3, block_kv=128, stages=4, q_slots=1)
+            return cls(warpgroups=3, block_kv=128, stages=4, q_slots=2 if plain else 1)
         if dim <= 128 and plain and _fits(problem, 3):
             return cls(warpgroups=3, block_kv=64, stages=3)
         if dim <= 128:

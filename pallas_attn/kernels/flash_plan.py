@@ -17,8 +17,8 @@ from pallas_attn.kernels.spans import Span
 ROWS = 64  # of a warpgroup: what one wgmma takes
 TILE_OVERHEAD = 1.5  # of a tile of work, in steps of one key tile
 SECTION_BYTES = 64 * 2**20  # of K and V of a section: about L2
-RANK_SPREAD = 4.0  # what the first rank is taken to cost, above the last one's 1
-RANKED_SECTION_BYTES = 16 * 2**20  # and where blocks that work side by side share none of it
+RANK_SPREAD = 8.0  # what the first rank is taken to cost, above the last one's 1
+RANKED_SECTION_BYTES = 8 * 2**20  # and where blocks that work side by side share none of it
 
 
 @dataclasses.dataclass(frozen=True)

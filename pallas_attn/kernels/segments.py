@@ -3,7 +3,8 @@
 `spans.of_segments` and `flash_plan.ranked` say the same in jax.numpy, which XLA makes six kernels
 of. Here a block a batch row does it all, in programs of one thread:
 
-  extremes  least and greatest id of each warpgroup's rows and of each key tile, 16 threads a tile
+  extremes  least and greatest id of each warpgroup's rows and of each key tile, 16 threads or
+            fewer a tile
   spans     a warp takes a tile of work and all key tiles: a `Span` for each warpgroup's rows, and
             how many key tiles are left of all
   ranks     a warp a tile of work: how many cost more
@@ -27,7 +28,7 @@ from pallas_attn.kernels.flash_plan import ROWS, Plan
 MOST_PAIRS = 2**18  # of rows and key tiles; from there on many blocks, and so XLA, are faster
 UNROLLED = 8  # turns of a loop
 LINE = 32  # words of memory that come together
-TOGETHER = 4  # things whose loads are under way at one time
+TOGETHER = 2  # things whose loads are under way at one time
 
 
 class _Sizes(NamedTuple):
@@ -158,7 +159,7 @@ def _inverse(x: Any) -> Any:
 
 def _extremes(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
     (refs, memory), (batch, wg) = given, at
-    problem, lanes = plan.problem, 16
+    problem = plan.problem
     mine = thread.index % tiles.THREADS + wg * tiles.THREADS
     counts = 2 * sizes.tiles, math.prod(flash_plan.dealt(plan).shape)
     for table, words in zip((refs.bounds, refs.dealt), counts, strict=True):  # wanted by and by
@@ -169,15 +170,15 @@ def _extremes(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> No
         (refs.q_ids, problem.q_len, ROWS, sizes.units, 0),
         (refs.kv_ids, problem.kv_len, plan.config.block_kv, sizes.keys, sizes.key_extremes),
     ):
+        words = size // 4
+        lanes = min(words & -words, 16)  # a power of two
 
-        def load(number, lane, ids=ids, length=length, size=size):
-            places = (number * size + lane + step for step in range(0, size, lanes))
-            return [
-                thread.load(ids, batch * length + thread.minimum(place, length - 1), 4)
-                for place in places
-            ]
+        def load(number, lane, ids=ids, length=length, size=size, lanes=lanes):
+            places = ((number * size) + (lane * 4 + step) for step in range(0, size, 4 * lanes))
+            found = [_four(thread, (ids, length), (batch, place)) for place in places]
+            return [x for some in found for x in some]
 
-        def finish(number, lane, there, found, count=count, start=start):
+        def finish(number, lane, there, found, count=count, start=start, lanes=lanes):
             most = functools.reduce(thread.maximum, found)
             least = functools.reduce(thread.maximum, map(_inverse, found))
             first = there & (lane < 1)
@@ -187,6 +188,18 @@ def _extremes(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> No
 
         _each(thread, wg, (count, lanes), sizes, finish, load)
     thread.sync()
+
+
+def _four(thread: Any, ids: tuple[Any, int], at: tuple[Any, Any]) -> list[Any]:
+    """Four ids from a place on that is a multiple of four; past the end the last one goes on."""
+    (ref, length), (batch, place) = ids, at
+    if length % 4:
+        places = [thread.minimum(place + i, length - 1) for i in range(4)]
+        return [thread.load(ref, batch * length + place, 4) for place in places]
+    words = length // 4
+    word = thread.load(ref, batch * words + thread.minimum(place // 4, words - 1), 16)
+    four = [thread.bits(x) for x in thread.numbers(word, 16, "float32")]
+    return [thread.select(place < length, x, four[3]) for x in four]
 
 
 def _spans(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:

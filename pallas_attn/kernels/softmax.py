@@ -57,13 +57,20 @@ def step(logits: Array, unit: float | None, top: Array, *, guarded: bool, join: 
 
 
 def next_step(
-    logits: Array, unit: float | None, top: Array, *, guarded: bool, early: int = 0
+    logits: Array,
+    unit: float | None,
+    top: Array,
+    *,
+    guarded: bool,
+    early: int = 0,
+    chunk: int = CHUNK,
 ) -> Step:
     """`step` where few tops move: any tile but a row's first. All that most tiles ask is whether
     one of a warp's logits lies above its row's top by more than `PATIENCE`, for which no thread has
     to know what the others of its row hold. Only where one does are maxima shuffled.
 
-    So many quarters of the exponents are `early`: done before whatever comes after this.
+    So many quarters of the exponents are `early`: done before whatever comes after this. `chunk`:
+    columns that are taken together.
     """
     peaks = _partials(logits, jnp.maximum)
     peaks = peaks if unit is None else peaks * unit
@@ -78,7 +85,8 @@ def next_step(
     parts = []
     for start, end in ((0, cut), (cut, logits.shape[1])):
         if start < end:
-            parts.append(_exponents(_columns(logits, start, end - start), unit, base))
+            columns = _columns(logits, start, end - start)
+            parts.append(_exponents(columns, unit, base, chunk))
         if cut and not start:
             votes.seam(moved)
     p, totals = zip(*parts, strict=True)
@@ -98,13 +106,15 @@ def _base(top: Array, guarded: bool) -> Array:
     return jnp.where(top == -jnp.inf, 0.0, top) if guarded else top
 
 
-def _exponents(logits: Array, unit: float | None, base: Array) -> tuple[Array, Array]:
+def _exponents(
+    logits: Array, unit: float | None, base: Array, chunk: int = CHUNK
+) -> tuple[Array, Array]:
     """2**(logits - base), and its sums."""
     parts, sums = [], []
-    for start in range(0, logits.shape[1], CHUNK):  # by chunks: 724 against 719 at head dim 128
-        chunk = _columns(logits, start, min(CHUNK, logits.shape[1] - start))
-        chunk = chunk if unit is None else chunk * unit
-        parts.append(jnp.exp2(chunk - tiles.down_rows(base, chunk.shape)))
+    for start in range(0, logits.shape[1], chunk):  # by chunks: 724 against 719 at head dim 128
+        some = _columns(logits, start, min(chunk, logits.shape[1] - start))
+        some = some if unit is None else some * unit
+        parts.append(jnp.exp2(some - tiles.down_rows(base, some.shape)))
         sums.append(_partials(parts[-1], operator.add))
     return lax.concatenate(parts, 1), functools.reduce(operator.add, sums)
 
