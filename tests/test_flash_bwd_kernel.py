@@ -138,6 +138,16 @@ def test_wide_with_everything_interpreted():
         check(case)
 
 
+def unmasked(dim: int, **changes) -> cases.AttentionCase:
+    return dataclasses.replace(one(f"dim{dim}"), mask=FULL, **changes)
+
+
+@pytest.mark.guards
+def test_wide_without_a_mask_interpreted():
+    with mosaic.interpret():
+        check(unmasked(160, q_heads=1, kv_len=64))
+
+
 def windowed(window: int, rows: int, **changes) -> cases.AttentionCase:
     sizes = {"mask": sliding_window(window), "q_len": rows, "kv_len": rows}
     return dataclasses.replace(one("t_equals_s"), **sizes, **changes)
@@ -436,6 +446,12 @@ def test_float32_on_the_gpu(case):
 @pytest.mark.parametrize("name", ["t_equals_s", "band", "everything", "q_lengths"])
 def test_configurations_on_the_gpu(name, config):
     check(one(name), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [160, 192, 256])
+def test_wide_without_a_mask_on_the_gpu(dim):
+    check(unmasked(dim, batch=2, q_len=700, kv_len=600, q_heads=6))
 
 
 @pytest.mark.gpu
