@@ -7,7 +7,9 @@ what is computed for padding costs nothing that memory does not wait for. A unit
 `block_out` rows of the weight over one of `splits` parts of its columns; what splits give is added
 up, in order, by whoever uses it. Few rows of a weight a unit mean the rows of x come from L2 again
 and again, many splits mean partial sums: `Config.default` weighs the two. Bringing x to two blocks
-by one multicast gains nothing on an H200, nor do two smaller blocks an SM.
+by one multicast gains nothing on an H200, nor do two smaller blocks an SM. Steps got slower where
+more of the weight was brought to L2 ahead of the ring, where a shorter ring for x left more room
+for the weight, and where the ring was small enough to be there beside decode attention.
 
 A weight may be one layer of a stack, so that no layer is copied out of it. It may also be two, of
 which one gates the other (`Problem.gated`).
