@@ -118,6 +118,14 @@ PORTABLE_INTERPRETED = {
     "everything": PORTABLE(row_blocks=1),
     "dim72_24": PORTABLE(row_blocks=2, block_kv=64),
     "float32_highest": PORTABLE(row_blocks=1, block_kv=32),
+    "q_lengths": PORTABLE(2, 64, 2, wide=True, down=2),
+    "strictly_causal": PORTABLE(1, 64, down=2),
+}
+PORTABLE_ON_THE_GPU = {
+    "t_equals_s": PORTABLE(2, 128, wide=True),
+    "dim192_128": PORTABLE(1, 64, down=2),
+    "everything": PORTABLE(2, 64, 2, wide=True, down=2),
+    "documents": PORTABLE(2, 96, wide=True, down=2),
 }
 
 
@@ -234,6 +242,8 @@ def test_tuned_rows_compile_without_spills_or_serialised_matmuls(problem, config
         ("h128_causal_b2_t8192_n16", "h100"),
         ("h64_causal_b2_t8192_n32", "a100"),
         ("h256_full_b2_t8192_n8", "sm89"),
+        ("h256_full_b2_t8192_n8", "h100"),
+        ("h256_causal_b2_t8192_n8", "h100"),
         ("h128_causal_b2_t8192_n16", "b200"),
         ("f32_h128_full_t2048", "b200"),
     ],
@@ -273,6 +283,18 @@ def test_float32_is_the_sum_of_its_parts(parts):
 def test_config_checks_itself(field, value, want):
     with pytest.raises(ValueError, match=rf"Config\.{field} must be {want}, got {value}"):
         kernel.Config(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        ({"down": 2}, "down must be 4; or 2 if a warpgroup has 64 rows, block_kv is even times 16"),
+        ({"block_kv": 48, "wide": True}, "wide must be False where block_kv is odd times 16"),
+    ],
+)
+def test_the_portable_config_checks_itself(changes, want):
+    with pytest.raises(ValueError, match=rf"Config\.{want}"):
+        PORTABLE(**changes)
 
 
 @pytest.mark.parametrize(
@@ -458,6 +480,13 @@ def test_edges_on_the_gpu(case):
 )
 @pytest.mark.parametrize("name", ["t_equals_s", "band", "everything", "q_lengths", "saturated"])
 def test_configurations_on_the_gpu(name, config):
+    check(one(name), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, config", PORTABLE_ON_THE_GPU.items(), ids=str)
+def test_portable_configurations_on_the_gpu(name, config):
+    """What no default is for problems as small as these."""
     check(one(name), config)
 
 

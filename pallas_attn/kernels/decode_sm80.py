@@ -12,7 +12,7 @@ from typing import Any
 from pallas_attn._problem import DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels import decode_sm90
-from pallas_attn.kernels.flash_fwd_sm80 import fits
+from pallas_attn.kernels.portable import fits
 
 MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 128, "sm90": 132, "sm100": 148}
 

@@ -10,12 +10,15 @@ keys down and queries across. Warps stand in one of two ways (`squares`):
           memory, where all find all of them
 
 dQ: every warp takes some query rows of dS^T, and what they make is added to a float32 array in
-global memory: five matmuls in all (`fused`); a small kernel reads dQ out again. Head dims above 128
-take two warpgroups, which share out the queries of a tile for scores and the columns of all
-gradients. Where bits must repeat, or shared memory does not suffice, dQ is a kernel of its own with
-the forward's grid, which computes S and dP again, and wide heads have a launch for dK and one for
-dV; where that is not enough either, V is taken by some columns at a time (`flash_bwd_columns`). A
-bias that wants a gradient has a third kernel, `flash_bwd_dbias`'s walk.
+global memory: five matmuls in all (`fused`); two small kernels clear that array and read dQ out.
+Head dims above 128 take two warpgroups, each of which makes half of the columns of all gradients;
+of the scores one makes P and the other dS (`apart`), or, where q and v are not equally wide, each
+those of half of the queries. With a mask such a block has several tiles of work, one after the
+other (`ctas`): what the next one reads first arrives while one ends. Where bits must repeat, or
+shared memory does not suffice, dQ is a kernel of its own with the forward's grid, which computes S
+and dP again, and wide heads have a launch for dK and one for dV; where that is not enough either, V
+is taken by some columns at a time (`flash_bwd_columns`). A bias that wants a gradient has a third
+kernel, `flash_bwd_dbias`'s walk.
 
 Shared memory: k, v; q twice, so that the next tile arrives under this one; dO, twice where there is
 room, else the next is asked for when dV is done; P^T and dS^T. A block meets two to four times a
@@ -44,11 +47,13 @@ from pallas_attn.kernels import (
     operands,
     spans,
     squares,
+    sums,
     tiles,
 )
 from pallas_attn.kernels import flash_bwd_plan as shared
+from pallas_attn.kernels.flash_bwd_load_sm80 import Copies, KeyPlan, Step, step_of
 from pallas_attn.kernels.flash_bwd_plan import Item, Refs, across
-from pallas_attn.kernels.flash_fwd_sm80 import Widths, fits, threads, turn
+from pallas_attn.kernels.portable import buffer_bytes, fits, threads, turn
 from pallas_attn.kernels.squares import Stand
 
 ROWS = flash_plan.ROWS
@@ -65,12 +70,12 @@ class Config:
     do_stages: int = 1  # tiles of dO in shared memory
     fused: bool = True  # dq is added up in global memory; else by a kernel of its own
     section: int = 0  # heads whose tiles of work are taken together; 0: see Plan.section
+    apart: bool = False  # one of two warpgroups makes P, the other dS, where both can
     dq_row_blocks: int = 1  # of the kernel for dq alone: its tiles
     dq_block_kv: int = 64
     dq_stages: int = 2
     v_parts: int = 1  # of V's columns, one after the other: see `flash_bwd_columns`
-
-    ctas = 0  # one block a tile of work
+    ctas: int = 0  # blocks, which take their tiles of work one after the other; 0: one a tile
 
     def __post_init__(self):
         blocks = (32, 64) if self.fused else (16, 32, 64)
@@ -80,6 +85,10 @@ class Config:
             "block_q": (self.block_q in blocks, "32 or 64, or, if it is not fused, 16"),
             "warpgroups": (self.warpgroups in (1, 2), "1 or 2"),
             "down": (self.down in (2, 4) and queries >= 16, "4, or 2 if a warp gets 16 queries"),
+            "apart": (
+                not self.apart or self.down == self.warpgroups == 2,
+                "False where not two warpgroups stand two by two",
+            ),
             "do_stages": (self.do_stages in (1, 2), "1 or 2"),
             "section": (self.section >= 0, "at least 0"),
             "dq_row_blocks": (self.dq_row_blocks in (1, 2), "1 or 2"),
@@ -99,7 +108,9 @@ class Config:
         if problem.dtype == "float32":
             choices = [cls()] if dim <= 128 else []
         elif dim > 128:
-            choices = [cls(down=2, warpgroups=2, do_stages=2), cls(block_q=32, warpgroups=2)]
+            ctas = 132 if problem.gpu == "sm90" and not problem.mask.is_full else 0
+            wide = cls(down=2, warpgroups=2, do_stages=2, apart=True, ctas=ctas)
+            choices = [wide, cls(block_q=32, warpgroups=2)]
         else:
             choices = [cls(down=2) if dim > 64 else cls(2, 32), cls()]
         choices = [] if problem.deterministic else choices
@@ -118,45 +129,6 @@ class Config:
         return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
 
 
-@dataclasses.dataclass(frozen=True)
-class KeyPlan(Widths, shared.Plan):
-    """Tiles of work are keys."""
-
-    section_bytes = flash_plan.SECTION_BYTES
-
-    @property
-    def fused(self) -> bool:
-        return self.config.fused and not self.split and not self.problem.deterministic
-
-    @property
-    def split(self) -> bool:
-        """Whether dK and dV are made by a launch each."""
-        wide = max(self.problem.head_dim, self.problem.v_head_dim) > 128
-        return wide and self.config.warpgroups == 1
-
-    @property
-    def unit_of_width(self) -> int:
-        return 16 * self.config.warpgroups
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a tile of scores: a warpgroup's."""
-        return self.config.block_q // self.config.warpgroups
-
-    @property
-    def dq_parts(self) -> int:
-        """Parts of a tile of dq, some columns each. Where two warpgroups share them out, each makes
-        its own in two goes, which leaves registers for loads ahead.
-        """
-        groups = self.config.warpgroups
-        return 2 * groups if groups > 1 and self.k_width % 64 == 0 else groups
-
-    @property
-    def vectors(self) -> bool:
-        """Whether memory adds 4 numbers by one instruction."""
-        return int((self.problem.gpu or "sm80")[2:]) >= 90
-
-
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     return KeyPlan(problem, config, ROWS * config.row_blocks)
 
@@ -172,11 +144,12 @@ class Smem(NamedTuple):
     do: Any  # [do_stages * block_q, ..]
     p: Any  # [keys, block_q]; None where no warp wants another's
     ds: Any
+    low: Any  # [keys, block_q]: what is left of P rounded, where dQ comes late
 
 
 def scratch(plan: KeyPlan, which: str) -> Smem:
     """Shared memory of the launch for `which`: "k", "v" or "kv", what it makes gradients of."""
-    parts, block, shared = plan.parts_of_numbers, plan.config.block_q, _stand(plan).shares > 1
+    parts, block, shared = plan.parts_of_numbers, plan.config.block_q, plan.stand.shares > 1
 
     def buffer(rows, width):
         return plgpu.SMEM((rows, matrices.pitch(parts * width)), plan.operand_dtype)
@@ -188,11 +161,8 @@ def scratch(plan: KeyPlan, which: str) -> Smem:
         do=buffer(plan.config.do_stages * block, plan.v_width),
         p=buffer(plan.keys, block) if "v" in which and shared else None,
         ds=buffer(plan.keys, block) if "k" in which and (plan.fused or shared) else None,
+        low=buffer(plan.keys, block) if plan.late else None,
     )
-
-
-def _stand(plan: KeyPlan, group: Any = 0) -> Stand:
-    return Stand(plan.config.down, plan.config.warpgroups, group)
 
 
 def _launches(plan: KeyPlan) -> tuple[str, ...]:
@@ -203,68 +173,11 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     """Of the kernel that needs most."""
     problem = columns.part_of(problem, config.v_parts)
     plan = plan_of(problem, config)
-    most = max(flash_fwd_sm80.buffer_bytes(scratch(plan, which)) for which in _launches(plan))
+    most = max(buffer_bytes(scratch(plan, which)) for which in _launches(plan))
     if plan.fused:
         return most
     by_rows = flash_bwd_dq_sm80.plan_of(problem, config)
-    return max(most, flash_fwd_sm80.buffer_bytes(flash_bwd_dq_sm80.scratch(by_rows)))
-
-
-# ---- loading ------------------------------------------------------------------------------------
-
-
-class Copies(NamedTuple):
-    """What a warpgroup asks for: its part of the rows of each tile."""
-
-    plan: KeyPlan
-    refs: Refs
-    smem: Smem
-    item: Item
-    group: Any
-
-    def keys(self, which: str) -> Any:
-        """A tile of work's keys."""
-        item, plan = self.item, self.plan
-        width = plan.k_width if which == "k" else plan.v_width
-        at = (item.batch, item.kv_head, item.key, item.kv_len - item.key, jnp.int32(0))
-        return self._copy(which, at, plan.keys, width)
-
-    def queries(self, which: str, step: "Step", slot: Any) -> Any:
-        """A query tile of q or dO."""
-        plan, block = self.plan, self.plan.config.block_q
-        length: Any = plan.problem.q_len if self.item.q_len is None else self.item.q_len
-        live = jnp.where(step.there, length - step.t * block, 0)
-        width = plan.k_width if which == "q" else plan.v_width
-        at = (self.item.batch, step.head, step.t * block, live, slot * block)
-        return self._copy(which, at, block, width)
-
-    def _copy(self, which: str, at: Any, rows: int, width: int) -> Any:
-        (batch, head, row, live, to), groups = at, self.plan.config.warpgroups
-        rows = rows // groups
-        begin = self.group * rows
-        at = (batch, head, row + begin, live - begin, to + begin)
-        ref = getattr(self.refs, which)
-        width *= self.plan.parts_of_numbers
-        # Whatever is said of addresses: with few registers to spare, constants from one are faster
-        # (head dims 128, causal, and 256); at 64 they are slower.
-        fixed = _stand(self.plan).shares == 1
-        return (getattr(self.smem, which), ref), at, (rows, ref.shape, width, fixed)
-
-
-class Step(NamedTuple):
-    """One query tile of one head."""
-
-    head: Any
-    t: Any
-    there: Any  # whether it is one
-
-
-def _step_of(plan: KeyPlan, item: Item, i: Any) -> Step:
-    if plan.problem.group == 1:
-        return Step(item.kv_head, item.tile(i), i < item.steps)
-    g = lax.div(i, jnp.maximum(item.steps, 1))
-    t = item.tile(i - g * item.steps)
-    return Step(item.kv_head * plan.problem.group + g, t, i < plan.problem.group * item.steps)
+    return max(most, buffer_bytes(flash_bwd_dq_sm80.scratch(by_rows)))
 
 
 # ---- computing ----------------------------------------------------------------------------------
@@ -284,32 +197,41 @@ class Block(NamedTuple):
         turn(*copies, wait=None, meet=True, groups=self.stand.groups)
 
 
-def _attend(block: Block) -> tuple[Any, ...]:
-    """The gradients of the block's keys over all query tiles."""
+def _attend(block: Block, chain: Any = None) -> tuple[Any, ...]:
+    """The gradients of the block's keys over all query tiles. `chain`: (steps before these, the
+    next tile of work, whose first query tile comes after the last of this one).
+    """
     plan, smem, which = block.plan, block.smem, block.which
     copies = Copies(plan, block.refs, smem, block.item, block.stand.group)
+    steps = plan.problem.group * block.item.steps
+    base, after = (0, None) if chain is None else chain
 
     def one(i, carry):
         grads = dict(zip(which, carry, strict=True))
-        step, slot = _step_of(plan, block.item, i), i & 1
-        following = _step_of(plan, block.item, i + 1)
-        soon, later = [copies.queries("q", following, 1 - slot)], []
+        step, slot = step_of(plan, block.item, i), (base + i) & 1
+        coming, following = copies, step_of(plan, block.item, i + 1)
+        if after is not None:
+            coming, following = copies.of_next(after, following, i + 1 == steps)
+        soon, later = [coming.queries("q", following, 1 - slot)], []
         if plan.config.do_stages == 2:
-            soon.append(copies.queries("do", following, 1 - slot))
+            soon.append(coming.queries("do", following, 1 - slot))
         else:
-            later.append(copies.queries("do", following, jnp.int32(0)))
+            later.append(coming.queries("do", following, jnp.int32(0)))
         turn(*soon, wait=0, groups=block.stand.groups)
         first_do = (slot if plan.config.do_stages == 2 else jnp.int32(0)) * plan.config.block_q
         rows = (slot * plan.config.block_q, first_do)
+        if plan.apart:
+            return _apart(block, i, rows, grads, later)
         return _step(block, step, rows, grads, later)
 
-    first = _step_of(plan, block.item, jnp.int32(0))
-    begin = [copies.keys(name) for name in ("k", "v") if "k" in which or name == "k"]
-    begin += [copies.queries(name, first, jnp.int32(0)) for name in ("q", "do")]
-    turn(*begin, wait=None)
+    if after is None:
+        turn(*copies.keys_of(which), *copies.first_queries(), wait=None)
     nothing = tuple(_nothing(block, name) for name in which)
-    steps = plan.problem.group * block.item.steps
-    return lax.fori_loop(0, steps, one, nothing)
+    grads = lax.fori_loop(0, steps, one, nothing)
+    if plan.late:
+        last = step_of(plan, block.item, steps - 1)
+        pl.when(steps > 0)(functools.partial(_add_dq, block, last))
+    return grads
 
 
 def _nothing(block: Block, name: str) -> Any:
@@ -354,6 +276,60 @@ def _step(block: Block, step: Step, rows: Any, grads: dict, later: list) -> tupl
     return tuple(grads[name] for name in which)
 
 
+def _apart(block: Block, i: Any, first: Any, grads: dict, later: list) -> tuple[Any, ...]:
+    """`_step` i where one warpgroup makes P and the other dS: scores of whole tiles take two loads
+    for four matmuls, of halves of a tile three. P goes over in two parts, good to 2**-16.
+
+    Where dQ is late, the one makes its half of the last step's when P is done, the other before dP:
+    so tensor cores have work while there is a softmax.
+    """
+    plan, refs, smem, stand = block.plan, block.refs, block.smem, block.stand
+    size, none, step = plan.config.block_q, jnp.int32(0), step_of(plan, block.item, i)
+    shape, whole = (plan.keys, size), Stand(2)
+    layout, second = tiles.standing(shape, 2), stand.group == 1
+    rows = pl.ds(step.t * size, size)
+
+    def of_rows(ref):
+        return tiles.load(ref.at[block.item.batch, step.head, rows], layout.reduce(0))
+
+    def last_dq(where):
+        if plan.late:
+            before = step_of(plan, block.item, jnp.maximum(i - 1, 0))
+            pl.when(where & (i > 0))(functools.partial(_add_dq, block, before))
+
+    numbers = lax.cond(second, lambda: of_rows(refs.delta), lambda: of_rows(refs.lse))
+    q, do = (smem.q, first[0], plan.k_width), (smem.do, first[1], plan.v_width)
+    pairs = ((smem.k, none), q[:2]), ((smem.v, none), do[:2])
+    last_dq(second)
+    product = squares.either_product(pairs, stand.group, (*shape, plan.k_width), 1, 2)
+    place = shared.place_of(block.item, step.head, step.t, block.item.key, size, layout)
+    masked, rest = shared.masked(plan, block.item, step.t), smem.low if plan.late else smem.ds
+
+    @pl.when(jnp.logical_not(second))
+    def _():
+        p, _ = logits.probabilities(plan, refs, place, product, numbers, masked)
+        high, low = matrices.parts_of(p, 2, plan.operand_dtype)
+        squares.put((high,), smem.p, whole)
+        squares.put((low,), rest, whole)
+
+    last_dq(jnp.logical_not(second))
+    block.turn()
+
+    @pl.when(second)
+    def _():
+        high, low = (squares.get(ref, shape, 2).astype(jnp.float32) for ref in (smem.p, rest))
+        ds = (high + low) * (product - across(numbers, shape))
+        squares.put((ds.astype(plan.operand_dtype),), smem.ds, whole)
+
+    sizes = (*shape, 1)
+    grads["v"] = squares.weigh_shared(grads["v"], smem.p, do, sizes, stand)
+    block.turn(*later)
+    grads["k"] = squares.weigh_shared(grads["k"], smem.ds, q, sizes, stand)
+    if not plan.late:
+        _add_dq(block, step)
+    return tuple(grads[name] for name in block.which)
+
+
 def _add_dq(block: Block, step: Step) -> None:
     plan, stand, smem = block.plan, block.stand, block.smem
     sizes = (plan.config.block_q, plan.keys, plan.k_width)
@@ -363,7 +339,7 @@ def _add_dq(block: Block, step: Step) -> None:
         part = stand._replace(groups=plan.dq_parts, group=stand.group * each + n)
         dq = squares.transposed_product(smem.ds, smem.k, sizes, plan.parts_of_numbers, part)
         index = (of_head + step.t) * plan.dq_parts + part.group
-        squares.add(dq, block.refs.dq, index, plan.vectors)
+        sums.add(dq, block.refs.dq, index, plan.vectors)
 
 
 def _scores(block: Block, step: Step, first: Any) -> tuple[Any, Any]:
@@ -396,15 +372,44 @@ def _scores(block: Block, step: Step, first: Any) -> tuple[Any, Any]:
 
 
 def _kernel(refs: Refs, outs: Any, smem: Smem, *, plan: KeyPlan, which: str) -> None:
-    item = shared.item_of(plan, refs, refs.dealt[lax.axis_index("cta"), 1])
-    groups = plan.config.warpgroups
+    cta, groups = lax.axis_index("cta"), plan.config.warpgroups
     group = lax.axis_index("wg") if groups > 1 else jnp.int32(0)
-    stand = _stand(plan, group)
-    grads = _attend(Block(plan, refs, smem, item, which, stand))
-    for name, grad, out in zip(which, grads, outs, strict=True):
+    stand = plan.stand._replace(group=group)
+
+    def block_of(n):
+        item = shared.item_of(plan, refs, refs.dealt[cta, n + 1])
+        return Block(plan, refs, smem, item, which, stand)
+
+    if plan.chained:
+        return _chain(block_of, refs.dealt[cta, 0], outs)
+    return _finish(block_of(0), outs, _attend(block_of(0)))
+
+
+def _chain(block_of: Any, count: Any, outs: Any) -> None:
+    """A block's tiles of work: what the next one reads first arrives while one ends."""
+
+    def copies_of(block):
+        return Copies(block.plan, block.refs, block.smem, block.item, block.stand.group)
+
+    first = copies_of(block_of(0))
+    turn(*first.keys_of(block_of(0).which), *first.first_queries(), wait=None)
+
+    def one(n, base):
+        block, after = block_of(n), block_of(n + 1)
+        grads = _attend(block, (base, after.item))
+        block.turn(*copies_of(after).keys_of(block.which))
+        _finish(block, outs, grads)
+        return base + block.plan.problem.group * block.item.steps
+
+    lax.fori_loop(0, count, one, jnp.int32(0))
+
+
+def _finish(block: Block, outs: Any, grads: tuple[Any, ...]) -> None:
+    plan, item = block.plan, block.item
+    for name, grad, out in zip(block.which, grads, outs, strict=True):
         grad = grad * plan.problem.scale if name == "k" else grad
         at = (item.batch, item.kv_head, item.key, plan.problem.kv_len - item.key)
-        squares.write(grad.astype(out.dtype), out, at, stand)
+        squares.write(grad.astype(out.dtype), out, at, block.stand)
 
 
 # ---- the call -----------------------------------------------------------------------------------
@@ -424,7 +429,7 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
     if plan.fused:
         heads, parts = problem.batch * problem.q_heads, plan.dq_parts
         sizes = (heads * plan.q_tiles * parts, config.block_q * plan.k_width // parts)
-        refs = refs._replace(dq=jax.new_ref(jnp.zeros(sizes, jnp.float32)))
+        refs = refs._replace(dq=jax.new_ref(flash_bwd_dq_sm80.cleared(sizes, refs.delta)))
     for which in _launches(plan):
         grads |= _launch(plan, refs, which)
         refs = shared.after(refs, grads[which[0]])

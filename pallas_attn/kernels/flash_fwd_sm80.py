@@ -6,6 +6,11 @@ query rows of one head; a warp has 16 rows of each 64 and all keys of a tile, so
 only where shared memory changes hands. Several blocks live on a multiprocessor: the softmax of one
 runs while another has the tensor cores.
 
+Where registers do not suffice for 32 rows a warp, at head dims above 128, warps stand two by two
+(`squares`; `Config.down`): 32 rows by half of the keys for scores, by half of the columns for the
+output. That takes 104 loads of shared memory for 256 matmuls, where 16 rows a warp take 144; P and
+the largest numbers of the rows go through shared memory (`pairs`).
+
 Keys are taken from the last tile to the first, as in `flash_fwd_sm90`, and masks, softmax and
 schedule are the same code. Shared memory holds q, then `stages` tiles of K and of V:
 
@@ -22,7 +27,6 @@ than TF32's 2**-10, and 6 for precision "highest".
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,13 +38,21 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels import logits, matrices, operands, softmax, spans, tiles, warps
+from pallas_attn.kernels import (
+    logits,
+    matrices,
+    operands,
+    pairs,
+    softmax,
+    spans,
+    squares,
+    tiles,
+    votes,
+)
 from pallas_attn.kernels.flash_plan import Plan, dealt, ranked
 from pallas_attn.kernels.logits import Refs, Rows, Tile
+from pallas_attn.kernels.portable import Widths, buffer_bytes, fits, threads, turn
 from pallas_attn.kernels.spans import Span
-
-SMEM_LIMITS = {"sm80": 166_912, "sm87": 166_912, "sm90": 232_448, "sm100": 232_448}
-SMALLEST = 101_376  # of one block: Ada, the smaller Amperes and the smaller Blackwells
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +64,22 @@ class Config:
     stages: int = 1  # tiles of K and V in shared memory
     hold_q: bool = False  # in registers
     wide: bool = False  # each 64 query rows have a warpgroup of their own; else one has all
+    down: int = 4  # warps of a warpgroup one above the other; 2: two by two
     section: int = 0  # heads whose tiles of work are taken together; 0: see Plan.section
 
     ctas = 0  # one block a tile of work
 
     def __post_init__(self):
+        even, one_block = self.block_kv % 32 == 0, self.wide or self.row_blocks == 1
         wants = {
             "row_blocks": (self.row_blocks in (1, 2), "1 or 2"),
             "block_kv": (16 <= self.block_kv <= 128 and self.block_kv % 16 == 0, "16, 32, .. 128"),
             "stages": (self.stages >= 1, "at least 1"),
             "section": (self.section >= 0, "at least 0"),
-            "wide": (
-                self.block_kv % 32 == 0 or not self.wide,
-                "False where block_kv is odd times 16",
+            "wide": (even or not self.wide, "False where block_kv is odd times 16"),
+            "down": (
+                self.down == 4 or (self.down == 2 and even and one_block and not self.hold_q),
+                "4; or 2 if a warpgroup has 64 rows, block_kv is even times 16, q is not held",
             ),
         }
         for name, (good, want) in wants.items():
@@ -84,52 +99,23 @@ class Config:
             choices.insert(0, cls(2 if dim <= 64 else 1, 64))
         elif not wide and (dim > 128 or (dim > 64 and problem.gpu == "sm100")):
             choices.insert(0, cls(1, 64))
-            tiles_of_128 = problem.batch * problem.q_heads * problem.q_len // 128
-            full = problem.mask.right is None and tiles_of_128 >= 1024
-            if dim > 128 and full and problem.gpu == "sm90":
-                choices.insert(0, cls(2, 128, wide=True))  # 1.09 times as fast; causal: untimed
+            if dim > 128 and problem.gpu == "sm90":
+                choices[:0] = cls._wide(problem)
         elif not wide and dim > 64:
             choices.insert(0, cls(2, 64))
         elif not wide:
             choices.insert(0, cls(2, 64, 2 if problem.kv_len <= 2048 else 1, hold_q=True))
         return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
 
-
-class Widths:
-    """What a plan says of numbers and rows in shared memory."""
-
-    problem: AttentionProblem
-
-    @property
-    def parts_of_numbers(self) -> int:
-        """In how many 16-bit parts a number is multiplied."""
-        if self.problem.dtype != "float32":
-            return 1
-        return 3 if self.problem.precision == "highest" else 2
-
-    @property
-    def unit_of_width(self) -> int:
-        return 16
-
-    @property
-    def k_width(self) -> int:
-        return operands.round_up(self.problem.head_dim, self.unit_of_width)
-
-    @property
-    def v_width(self) -> int:
-        return operands.round_up(self.problem.v_head_dim, self.unit_of_width)
-
-    @property
-    def operand_dtype(self) -> Any:
-        """Of what tensor cores multiply."""
-        return jnp.dtype("bfloat16" if self.parts_of_numbers > 1 else self.problem.dtype)
-
-    def operand(self, x: Any) -> Any:
-        """q, k, v or dO as the kernel reads it: float32 in parts of whole widths."""
-        if self.parts_of_numbers == 1:
-            return x
-        wide = operands.padded(x, {3: operands.round_up(x.shape[3], 16)})
-        return matrices.split(wide, self.parts_of_numbers)
+    @classmethod
+    def _wide(cls, problem: AttentionProblem) -> "list[Config]":
+        """For 16-bit numbers and head dims above 128, as measured on an H200."""
+        pair = cls(1, 64, down=2)
+        if problem.batch * problem.q_heads * problem.q_len < 2**17:
+            return [pair]
+        if problem.mask.right is None:
+            return [cls(2, 128, wide=True)]
+        return [cls(2, 64, 2, wide=True, down=2), pair] if problem.q_len >= 4096 else [pair]
 
 
 class WholePlan(Widths, Plan):
@@ -177,6 +163,8 @@ class Smem(NamedTuple):
     q: Any  # [64 * row_blocks, ..]
     k: Any  # [stages * block_kv, ..]
     v: Any  # [stages * block_kv, ..]
+    p: Any = None  # [64 * row_blocks, ..]; where warps stand two by two
+    rows: Any = None  # float32[2, 64 * row_blocks]: what either warp of a row says of it
 
 
 def scratch(plan: WholePlan) -> Smem:
@@ -191,6 +179,8 @@ def scratch(plan: WholePlan) -> Smem:
         q=buffer(plan.tile_rows, plan.k_width),
         k=buffer(keys, plan.k_width),
         v=buffer(keys, plan.v_width),
+        p=buffer(plan.tile_rows, config.block_kv) if config.down == 2 else None,
+        rows=plgpu.SMEM((2, plan.tile_rows), jnp.float32) if config.down == 2 else None,
     )
 
 
@@ -201,37 +191,7 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     return buffer_bytes(scratch(WholePlan(problem, config))) + REDUCED
 
 
-def buffer_bytes(buffers: Any) -> int:
-    """Of shared memory, as Mosaic lays it out: every buffer on a line of 1024 bytes."""
-    sizes = [math.prod(b.shape) * b.dtype.itemsize for b in buffers if b is not None]
-    return sum(operands.round_up(size, 1024) for size in sizes)
-
-
-def fits(problem: Any, need: Callable[..., int], config: Any) -> bool:
-    return need(problem, config) <= SMEM_LIMITS.get(problem.gpu or "", SMALLEST)
-
-
 # ---- loading ------------------------------------------------------------------------------------
-
-
-def _load(thread: warps.Thread, refs: Any, at: Any, *, when: Any, shapes: Any) -> None:
-    wait, meet, groups = when
-    if wait is not None:
-        thread.wait_copies(wait)
-    if wait is not None or meet:
-        thread.meet(groups)
-    for ref, where, (rows, *like) in zip(refs, at, shapes, strict=True):
-        matrices.fetch(thread, ref, where, rows, tuple(like))
-    thread.commit_copies()
-
-
-def turn(*copies: Any, wait: int | None, meet: bool = False, groups: int = 1) -> None:
-    """Asks for copies when all but the last `wait` turns' are there; `meet`: when all threads of
-    the block's warpgroups are here. A copy is (refs, at, (rows, *like)) of `matrices.fetch`.
-    """
-    refs, at, shapes = zip(*copies, strict=True) if copies else ((), (), ())
-    load = functools.partial(_load, when=(wait, meet, groups), shapes=shapes)
-    warps.each_thread(load, refs, at)
 
 
 def _rows_of_q(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows) -> tuple[Any, ...]:
@@ -281,6 +241,13 @@ class State(NamedTuple):
 
 def _nothing(plan: WholePlan) -> State:
     rows = plan.own_rows
+    if plan.config.down == 2:
+        acc, total = (
+            plgpu.layout_cast(jnp.zeros(shape, jnp.float32), tiles.standing(shape, 2))
+            for shape in ((rows, plan.v_width), (rows, pairs.PARTS))
+        )
+        top = jnp.full((rows,), -jnp.inf, jnp.float32)
+        return State(acc, total, plgpu.layout_cast(top, pairs.row_layout(rows)))
     return State(
         tiles.filled((rows, plan.v_width), 0.0),
         tiles.filled((rows, softmax.PARTS), 0.0),
@@ -298,12 +265,12 @@ def _attend(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows) -> State:
     def both(t):
         return keys(t, "k"), keys(t, "v")
 
-    q_rows = _rows_of_q(plan, refs, smem, rows)
-    turn(q_rows, keys(span.hi - 1, "k"), wait=None)
+    turn(_rows_of_q(plan, refs, smem, rows), keys(span.hi - 1, "k"), wait=None)
     if config.stages > 1:
         turn(keys(span.hi - 1, "v"), wait=None)
         for e in range(1, config.stages - 1):
             turn(*both(span.hi - 1 - e), wait=None)
+
     q: Any = smem.q
     first = rows.wg * plan.own_rows
     if config.hold_q:
@@ -317,11 +284,21 @@ def _attend(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows) -> State:
         else:
             meet(*both(t - config.stages + 1), wait=config.stages - 2)
         slot = _slot(plan, rows, t)
+        guarded = masked or plan.has("bias")
+        if config.down == 2:
+            s = squares.product((smem.q, first), (smem.k, slot), sizes, parts, 2)
+            layout = tiles.standing(s.shape, 2)
+            given = logits.of_scores(plan, refs, rows, t, s, masked, layout)
+            pairs.put_rows(given, smem.rows, first, "max")
+            if config.stages == 1:
+                meet(keys(t - 1, "k"), wait=0)
+            else:
+                pairs.meet(rows.wg)
+            return _of_pairs(plan, smem, rows, slot, state, (given, guarded))
         s = matrices.scores((q, first), (smem.k, slot), sizes, parts)
         if config.stages == 1:
             meet(keys(t - 1, "k"), wait=0)
         given = logits.of_scores(plan, refs, rows, t, s, masked)
-        guarded = masked or plan.has("bias")
         new = softmax.step(given, plan.unit, state.top, guarded=guarded)
         acc, total = _rescale(state, new)
         p = matrices.parts_of(new.p, parts, smem.v.dtype)
@@ -337,6 +314,25 @@ def _attend(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows) -> State:
     if "low" in plan.parts:
         state = lax.fori_loop(-low, -span.lo, functools.partial(step, True), state)
     return state
+
+
+def _of_pairs(plan: WholePlan, smem: Smem, rows: Rows, slot: Any, state: State, tile: Any) -> State:
+    """A step from (logits, whether a row may have no key) on, whose rows two warps share."""
+    (given, guarded), parts = tile, plan.parts_of_numbers
+    own, first = plan.own_rows, rows.wg * plan.own_rows
+    peak = pairs.rows_of_both(smem.rows, first, own, "max")
+    top, base = softmax.raised(peak, plan.unit, state.top, guarded=guarded)
+    given = given if plan.unit is None else given * plan.unit
+    p = jnp.exp2(given - tiles.down_rows(base, given.shape))
+    moved = votes.any_in_warp(top - state.top, 0.0, pairs.row_layout(own))
+    stand = squares.Stand(2, row=first)
+    squares.put(matrices.parts_of(p, parts, smem.v.dtype), smem.p, stand)
+    step = softmax.Step(p, top, jnp.exp2(state.top - base), pairs.partial_sums(p), moved)
+    acc, total = _rescale(state, step)
+    pairs.meet(rows.wg)
+    sizes = (own, plan.config.block_kv, parts)
+    acc = squares.weigh_shared(acc, smem.p, (smem.v, slot, plan.v_width), sizes, stand)
+    return State(acc, total + step.total, top)
 
 
 def _rescale(state: State, new: softmax.Step) -> tuple[Any, Any]:
@@ -370,18 +366,29 @@ def _span(plan: WholePlan, refs: Refs, tile: Tile) -> Span:
     return span._replace(lo=jnp.where(none, 0, span.lo), hi=jnp.where(none, 0, span.hi))
 
 
-def _finish(plan: WholePlan, refs: Refs, outs: Any, rows: Rows, state: State) -> None:
+def _finish(plan: WholePlan, refs: Refs, outs: Any, smem: Smem, rows: Rows, state: State) -> None:
     (out_ref, lse_ref), tile = outs, rows.tile
     sink = refs.sinks[tile.head] if plan.has("sinks") else None
-    factor, lse = softmax.finish(state.top, state.total, sink)
+    total, stand = state.total, None
+    if plan.config.down == 2:
+        first, stand = rows.wg * plan.own_rows, squares.Stand(2)
+        pairs.put_rows(total, smem.rows, first, "sum")
+        pairs.meet(rows.wg)
+        total = pairs.rows_of_both(smem.rows, first, plan.own_rows, "sum")
+    factor, lse = softmax.finish(state.top, total, sink)
     acc = state.acc * tiles.down_rows(factor, state.acc.shape)
     if tile.q_len is not None:
-        inside = tiles.positions(lse.shape, 0, rows.row) < tile.q_len
+        layout = tiles.TILE if stand is None else tiles.standing(acc.shape, 2)
+        inside = tiles.positions(lse.shape, 0, rows.row, layout) < tile.q_len
         lse = jnp.where(inside, lse, -jnp.inf)
         acc = jnp.where(tiles.down_rows(inside, acc.shape), acc, 0.0)
     tiles.store(lse_ref.at[tile.batch, tile.head, pl.ds(rows.row, plan.own_rows)], lse)
     live = plan.problem.q_len - rows.row
-    matrices.write(acc.astype(out_ref.dtype), out_ref, (tile.batch, tile.head, rows.row, live))
+    at = (tile.batch, tile.head, rows.row, live)
+    if stand is None:
+        matrices.write(acc.astype(out_ref.dtype), out_ref, at)
+    else:
+        squares.write(acc.astype(out_ref.dtype), out_ref, at, stand)
 
 
 def _kernel(refs: Refs, out_ref: Any, lse_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
@@ -394,7 +401,7 @@ def _kernel(refs: Refs, out_ref: Any, lse_ref: Any, smem: Smem, *, plan: WholePl
         state = lax.cond(rows.span.hi > rows.span.lo, attend, none)
     else:
         state = attend()
-    _finish(plan, refs, (out_ref, lse_ref), rows, state)
+    _finish(plan, refs, (out_ref, lse_ref), smem, rows, state)
 
 
 # ---- the call -----------------------------------------------------------------------------------
@@ -424,11 +431,6 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
     )
     out, lse = kernel(refs)
     return out, lse[:, :, :q_len]
-
-
-def threads(groups: int) -> dict[str, Any]:
-    """What a kernel with more than one warpgroup says."""
-    return {"num_threads": groups, "thread_name": "wg"} if groups > 1 else {}
 
 
 def _operands(plan: WholePlan, inputs: AttentionInputs) -> Refs:

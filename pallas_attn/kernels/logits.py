@@ -91,11 +91,14 @@ class Place(NamedTuple):
     layout: Any = tiles.TILE
 
 
-def of_scores(plan: Plan, refs: Refs, rows: Rows, t: Any, s: Any, masked: bool) -> Any:
+def of_scores(
+    plan: Plan, refs: Refs, rows: Rows, t: Any, s: Any, masked: bool, layout: Any = tiles.TILE
+) -> Any:
     """Scores of key tile t -> logits, in log2 units if `plan.unit` is None."""
     tile = rows.tile
     start = t * plan.config.block_kv
-    place = Place(tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, 0)
+    where = (tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len)
+    place = Place(*where, q_axis=0, layout=layout)
     return of_tile(plan, refs, place, s, masked)[0]
 
 

@@ -97,6 +97,10 @@ def next_step(
 def _higher(logits: Array, unit: float | None, top: Array, join: Any = None) -> Array:
     peak = logits.max(axis=1)
     peak = peak if join is None else join(peak)
+    return _raised(peak, unit, top)
+
+
+def _raised(peak: Array, unit: float | None, top: Array) -> Array:
     higher = jnp.maximum(top, peak if unit is None else peak * unit)
     return jnp.where(higher - top > PATIENCE, higher, top)
 
@@ -119,6 +123,12 @@ def _exponents(
     return lax.concatenate(parts, 1), functools.reduce(operator.add, sums)
 
 
+def raised(peak: Array, unit: float | None, top: Array, *, guarded: bool) -> tuple[Array, Array]:
+    """(the new tops, what exponents are taken from), of a tile's largest logits."""
+    higher = _raised(peak, unit, top)
+    return higher, _base(higher, guarded)
+
+
 def capped(logits: Array, cap: float) -> Array:
     """cap * tanh(logits / cap), good to 2e-7 everywhere: tanh.approx is good to 5e-4, and the form
     with ex2 alone loses the small ones.
@@ -131,12 +141,13 @@ def capped(logits: Array, cap: float) -> Array:
 
 
 def finish(top: Array, total: Array, sink: Array | None) -> tuple[Array, Array]:
-    """(factor for the output, log-sum-exp) of rows whose keys have all been taken.
+    """(factor for the output, log-sum-exp) of rows whose keys have all been taken; `total` may have
+    been added up.
 
     `sink`: a logit more in the denominator (one number, in natural units), except in a row that
     has no key: its output stays 0 and its log-sum-exp -inf.
     """
-    total = total.sum(axis=1)
+    total = total.sum(axis=1) if total.ndim == 2 else total
     # A NaN never moves the top: a row of nothing else is not empty, and its total says so.
     empty = jnp.where(total != 0, False, top == -jnp.inf)
     higher = top

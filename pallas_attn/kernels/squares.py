@@ -11,7 +11,6 @@ leaves registers for loads ahead of their matmuls. Taking the own half from regi
 each other: each has a part of the columns. Each step carries a twin in NumPy for the interpreter.
 """
 
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels import fragments, matrices, tiles, warps
 from pallas_attn.kernels.fragments import REF, SCALAR
@@ -38,6 +37,7 @@ class Stand(NamedTuple):
     down: int  # of a warpgroup one above the other
     groups: int = 1  # warpgroups, side by side
     group: Any = 0  # which one this is, an int32 scalar
+    row: Any = 0  # where its rows begin in what a warpgroup puts in shared memory for itself
 
     @property
     def across(self) -> int:
@@ -50,11 +50,11 @@ class Stand(NamedTuple):
         return self.across * self.groups
 
 
-def _result(shape: tuple[int, int], dtype: Any, down: int) -> Any:
+def result_of(shape: tuple[int, int], dtype: Any, down: int) -> Any:
     return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=tiles.standing(shape, down))
 
 
-def _tile(registers: list, shape: tuple[int, int], down: int) -> Any:
+def tile_with(registers: list, shape: tuple[int, int], down: int) -> Any:
     kind = tiles.standing(shape, down).to_mgpu()
     filled = np.empty(len(registers), object)
     filled[:] = registers
@@ -70,16 +70,16 @@ def _rows(sums: list, shape: tuple[int, int], down: int) -> Any:
         for s in of_block
         for half in range(2)
     ]
-    return _tile(pairs, shape, down)
+    return tile_with(pairs, shape, down)
 
 
-def _where(down: int) -> tuple[Int, Int, Int]:
+def place_of_warp(down: int) -> tuple[Int, Int, Int]:
     """(which of the warps down, which across, lane)."""
     warp, lane = matrices.warp_and_lane()
     return warp // (4 // down), warp % (4 // down), lane
 
 
-def _int(scalar: Any) -> Int:
+def int_of(scalar: Any) -> Int:
     return Int(scalar.registers.item())
 
 
@@ -124,17 +124,30 @@ def product(
     """left @ right^T of rows in shared memory, (ref, the first of them). `sizes`: (rows of the
     left, rows of the right, the width of a part).
     """
-    (a_ref, a_first), (b_ref, b_first) = left, right
-    (rows, columns, width), dtype = sizes, a_ref.dtype
-    steps, shape = (a_ref.shape[1], b_ref.shape[1]), (rows, columns)
-    blocks, mine = rows // down // 16, columns * down // 4
+    return either_product(((left, right),), 0, sizes, parts, down)
 
-    def code(a_ref, a_first, b_ref, b_first):
-        high, wide, lane = _where(down)
-        row = _int(a_first) + high * (16 * blocks) + lane % 16
-        a_base = matrices.address_of(a_ref, row, lane // 16, steps[0])
-        row = _int(b_first) + wide * mine + lane % 8 + lane // 16 * 8
-        b_base = matrices.address_of(b_ref, row, lane // 8 % 2, steps[1])
+
+def either_product(pairs: tuple, which: Any, sizes: tuple, parts: int, down: int) -> Array:
+    """`product` of the `which`-th of one or two pairs (left, right), whose rows are alike."""
+    (rows, columns, width), (a_ref, b_ref) = sizes, (x[0] for x in pairs[0])
+    dtype, steps, shape = a_ref.dtype, (a_ref.shape[1], b_ref.shape[1]), (rows, columns)
+    blocks, mine = rows // down // 16, columns * down // 4
+    assert all((a[0].shape[1], b[0].shape[1]) == steps for a, b in pairs)
+
+    def bases(a, b):
+        """A lane's addresses in both operands."""
+        high, wide, lane = place_of_warp(down)
+        row = int_of(a[1]) + high * (16 * blocks) + lane % 16
+        left = matrices.address_of(a[0], row, lane // 16, steps[0])
+        row = int_of(b[1]) + wide * mine + lane % 8 + lane // 16 * 8
+        return left, matrices.address_of(b[0], row, lane // 8 % 2, steps[1])
+
+    def code(pairs, which):
+        found = [bases(*pair) for pair in pairs]
+        if len(found) > 1:
+            second = (int_of(which) >= 1).value
+            found = [[arith.select(second, b, a) for a, b in zip(*found, strict=True)]]
+        a_base, b_base = found[0]
         sums = matrices.nothing(blocks, mine)
         small = matrices.nothing(blocks, mine) if parts == 3 else None
         for column in range(0, width, 16):
@@ -155,7 +168,8 @@ def product(
             matrices.plus(sums, small, 0)
         return _rows(sums, shape, down)
 
-    def twin(a_ref, a_first, b_ref, b_first):
+    def twin(pairs, which):
+        (a_ref, a_first), (b_ref, b_first) = pairs[int(which)]
         a, b = a_ref[int(a_first) :][:rows], b_ref[int(b_first) :][:columns]
         out = np.zeros(shape, np.float32)
         for i, j in PAIRS[parts]:
@@ -163,8 +177,9 @@ def product(
             out += of_a.astype(np.float32) @ of_b.astype(np.float32).T
         return out
 
-    types, args = (REF, SCALAR, REF, SCALAR), (a_ref, a_first, b_ref, b_first)
-    return fragments.inline(code, twin, args, types, _result(shape, jnp.float32, down))
+    types = (((REF, SCALAR), (REF, SCALAR)),) * len(pairs), SCALAR
+    args = (tuple(pairs), jnp.int32(which))
+    return fragments.inline(code, twin, args, types, result_of(shape, jnp.float32, down))
 
 
 def weigh(acc: Array, p: Sequence[Array], x: tuple, down: int) -> Array:
@@ -176,8 +191,8 @@ def weigh(acc: Array, p: Sequence[Array], x: tuple, down: int) -> Array:
     step, dtype, blocks = x_ref.shape[1], x_ref.dtype, rows // 64
 
     def code(acc, p, x_ref, first):
-        _, _, lane = _where(down)
-        base = matrices.address_of(x_ref, _int(first) + lane % 16, lane // 16, step)
+        _, _, lane = place_of_warp(down)
+        base = matrices.address_of(x_ref, int_of(first) + lane % 16, lane // 16, step)
         sums, words = _sums(acc, blocks), [fragments.words_of(part) for part in p]
         for key in range(0, inner, 16):
             starts = [(block * inner + key) // 4 for block in range(blocks)]
@@ -190,7 +205,7 @@ def weigh(acc: Array, p: Sequence[Array], x: tuple, down: int) -> Array:
 
     kind = tiles.standing((rows, width), down)
     types = (kind, (tiles.standing((rows, inner), down),) * len(p), REF, SCALAR)
-    result = _result((rows, width), jnp.float32, down)
+    result = result_of((rows, width), jnp.float32, down)
     return fragments.inline(code, twin, (acc, tuple(p), x_ref, first), types, result)
 
 
@@ -203,13 +218,13 @@ def weigh_shared(acc: Array, p: Ref, x: tuple, sizes: tuple[int, int, int], stan
     blocks, wide = rows // stand.down // 16, width // stand.shares
     mine = inner // stand.shares
 
-    def code(acc, p, x_ref, first, group):
+    def code(acc, p, x_ref, first, group, row):
         high, lane, share = _share(stand, group)
-        sums, row = _sums(acc, blocks), high * (16 * blocks) + lane % 16
+        sums, row = _sums(acc, blocks), int_of(row) + high * (16 * blocks) + lane % 16
         for other in range(stand.shares):  # each begins with the columns that it put there itself
             begin = (share + other) % stand.shares * mine
             a_base = matrices.address_of(p, row, begin // 8 + lane // 16, steps[0])
-            of_x, chunk = _int(first) + begin + lane % 16, share * (wide // 8)
+            of_x, chunk = int_of(first) + begin + lane % 16, share * (wide // 8)
             base = matrices.address_of(x_ref, of_x, chunk + lane // 16, steps[1])
             for key in range(0, mine, 16):
                 a = [
@@ -222,14 +237,14 @@ def weigh_shared(acc: Array, p: Ref, x: tuple, sizes: tuple[int, int, int], stan
                 _multiply(sums, a, (base, width, key * steps[1]), wide, dtype)
         return _rows(sums, shape, stand.down)
 
-    def twin(acc, p, x_ref, first, group):
-        left = [p[:rows, n * inner :][:, :inner] for n in range(parts)]
+    def twin(acc, p, x_ref, first, group, row):
+        left = [p[int(row) :][:rows, n * inner :][:, :inner] for n in range(parts)]
         whole = _product(left, x_ref[int(first) :][:inner], width)
         return np.array(acc) + whole[:, int(group) * shape[1] :][:, : shape[1]]
 
-    types = (tiles.standing(shape, stand.down), REF, REF, SCALAR, SCALAR)
-    args = (acc, p, x_ref, first, jnp.int32(stand.group))
-    return fragments.inline(code, twin, args, types, _result(shape, jnp.float32, stand.down))
+    types = (tiles.standing(shape, stand.down), REF, REF, SCALAR, SCALAR, SCALAR)
+    args = (acc, p, x_ref, first, jnp.int32(stand.group), jnp.int32(stand.row))
+    return fragments.inline(code, twin, args, types, result_of(shape, jnp.float32, stand.down))
 
 
 def _product(p: Any, x: Any, width: int) -> Any:
@@ -242,8 +257,8 @@ def _product(p: Any, x: Any, width: int) -> Any:
 
 def _share(stand: Stand, group: Any) -> tuple[Int, Int, Int]:
     """(which of the warps down, lane, which share of the columns)."""
-    high, wide, lane = _where(stand.down)
-    return high, lane, wide if stand.groups == 1 else _int(group) * stand.across + wide
+    high, wide, lane = place_of_warp(stand.down)
+    return high, lane, wide if stand.groups == 1 else int_of(group) * stand.across + wide
 
 
 def transposed_product(
@@ -286,7 +301,7 @@ def transposed_product(
         return out
 
     args = (left, right, jnp.int32(stand.group))
-    result = _result(shape, jnp.float32, 2)
+    result = result_of(shape, jnp.float32, 2)
     return fragments.inline(code, twin, args, (REF, REF, SCALAR), result)
 
 
@@ -298,9 +313,9 @@ def put(tile: Sequence[Array], to: Ref, stand: Stand) -> None:
     (rows, columns), step = tile[0].shape, to.shape[1]
     whole, mine = columns * stand.groups, columns // stand.across
 
-    def code(tile, to, group):
+    def code(tile, to, group, first):
         high, lane, share = _share(stand, group)
-        row = high * (rows // stand.down) + lane // 4
+        row = int_of(first) + high * (rows // stand.down) + lane // 4
         start = row * (step // 2) + share * (mine // 2) + lane % 4
         base = warps.shared_address(to, start, 4)
         for n, part in enumerate(tile):
@@ -310,86 +325,40 @@ def put(tile: Sequence[Array], to: Ref, stand: Stand) -> None:
                 ptx = f"st.shared.b32 [$0+{2 * (below * step + across)}], $1;"
                 warps.do(ptx, [base, word], "r,r")
 
-    def twin(tile, to, group):
+    def twin(tile, to, group, first):
         for n, part in enumerate(tile):
             start = n * whole + int(group) * columns
-            to[:rows, start : start + columns] = part
+            to[int(first) :][:rows, start : start + columns] = part
 
-    types = ((tiles.standing((rows, columns), stand.down),) * len(tile), REF, SCALAR)
-    args = (tuple(tile), to, jnp.int32(stand.group))
+    types = ((tiles.standing((rows, columns), stand.down),) * len(tile), REF, SCALAR, SCALAR)
+    args = (tuple(tile), to, jnp.int32(stand.group), jnp.int32(stand.row))
     fragments.inline(code, twin, args, types, None)
     assert to.dtype == tile[0].dtype
 
 
-# ---- sums in global memory ----------------------------------------------------------------------
+def get(ref: Ref, shape: tuple[int, int], down: int) -> Array:
+    """What one warpgroup's `put` left of a tile of one part."""
+    (rows, columns), step, dtype = shape, ref.shape[1], ref.dtype
+    mine = columns * down // 4
+
+    def code(ref):
+        high, wide, lane = place_of_warp(down)
+        start = (high * (rows // down) + lane // 4) * (step // 2) + wide * (mine // 2) + lane % 4
+        base, registers = tiles.address_of(ref, start, 4), []
+        pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
+        for i in range(rows // down // 16 * (mine // 8) * 2):
+            below, right = i // (mine // 4) * 16 + i % 2 * 8, i // 2 % (mine // 8) * 8
+            place = utils.getelementptr(base, [(below * step + right) // 2], warps.i32())
+            registers.append(llvm.load(pair, place, alignment=4))
+        return tile_with(registers, shape, down)
+
+    def twin(ref):
+        return ref[:rows, :columns].copy()
+
+    return fragments.inline(code, twin, (ref,), (REF,), result_of(shape, dtype, down))
 
 
-def add(tile: Array, to: Ref, index: Array, vectors: bool) -> None:
-    """Adds a tile of float32, warps two by two, to row `index` of `to` [tiles, numbers of a tile],
-    as threads hold it, which `collected` undoes: so a warp adds to whole lines. In which order
-    blocks meet there is anybody's guess. `vectors`: by 4 numbers, which is one instruction from
-    sm90 on.
-    """
-    size = to.shape[1]
-
-    def code(tile, to, index):
-        for address, four in _lines(tile, to, index, size, vectors):
-            if vectors:
-                ptx = "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
-                warps.do(ptx, [address[0], *four], "l,f,f,f,f")
-                continue
-            for one, value in zip(address, four, strict=True):
-                warps.do("red.global.add.f32 [$0], $1;", [one, value], "l,f")
-
-    def twin(tile, to, index):
-        with _ADDING:
-            to[int(index)] += tile.ravel()
-
-    types = (tiles.standing(tile.shape, 2), REF, SCALAR)
-    fragments.inline(code, twin, (tile, to, index), types, None)
-
-
-_ADDING = threading.Lock()  # the interpreter's blocks are threads
-
-
-def _lines(tile: Any, to: Any, index: Any, size: int, vectors: bool) -> Any:
-    thread = warps.Thread()
-    start = thread.wide(_int(index)) * size
-    start = start + thread.wide(thread.index % tiles.THREADS) * (4 if vectors else 1)
-    base = tiles.address_of(to, start, 4)
-    f32 = ir.F32Type.get()
-    for n, pair in enumerate(tile.registers.reshape(-1, 2)):
-        four = [vector.extract(x, [], [i]) for x in pair for i in range(2)]
-        places = [n * 4 * tiles.THREADS + (0 if vectors else i * tiles.THREADS) for i in range(4)]
-        yield [utils.getelementptr(base, [place], f32) for place in places], four
-
-
-def collected(ref: Ref, index: Array, shape: tuple[int, int], vectors: bool) -> Array:
-    """Row `index` as `add` left it: the tile."""
-    size = ref.shape[1]
-
-    def code(ref, index):
-        thread, f32 = warps.Thread(), ir.F32Type.get()
-        start = thread.wide(_int(index)) * size
-        start = start + thread.wide(thread.index % tiles.THREADS) * (4 if vectors else 1)
-        base = tiles.address_of(ref, start, 4)
-        registers = []
-        for n in range(size // tiles.THREADS // 4):
-            if vectors:
-                address = utils.getelementptr(base, [n * 4 * tiles.THREADS], f32)
-                loaded = llvm.load(ir.VectorType.get((4,), f32), address, alignment=16)
-                four = [vector.extract(loaded, [], [i]) for i in range(4)]
-            else:
-                places = [(4 * n + i) * tiles.THREADS for i in range(4)]
-                four = [llvm.load(f32, utils.getelementptr(base, [p], f32)) for p in places]
-            registers += [fragments.pair_of(*four[:2]), fragments.pair_of(*four[2:])]
-        return _tile(registers, shape, 2)
-
-    def twin(ref, index):
-        return ref[int(index)].reshape(shape).copy()
-
-    result = _result(shape, jnp.float32, 2)
-    return fragments.inline(code, twin, (ref, index), (REF, SCALAR), result)
+# ---- results -------------------------------------------------------------------------------------
 
 
 def write(tile: Array, to: Ref, at: tuple[Any, ...], stand: Stand) -> None:
@@ -403,7 +372,7 @@ def write(tile: Array, to: Ref, at: tuple[Any, ...], stand: Stand) -> None:
     def code(tile, to, at, group):
         thread = warps.Thread()
         high, lane, share = _share(stand, group)
-        batch, head, first, live = (_int(x) for x in at)
+        batch, head, first, live = (int_of(x) for x in at)
         start = thread.wide(batch) * length + thread.wide(first)
         row, column = high * (shape[0] // stand.down) + lane // 4, share * mine
         start = (start * heads + thread.wide(head)) * (dim // 2)

@@ -15,7 +15,7 @@ from pallas_attn.kernels import tiles
 from pallas_attn.kernels.warps import i32
 
 
-def any_in_warp(numbers: jax.Array, bound: float) -> jax.Array:
+def any_in_warp(numbers: jax.Array, bound: float, layout: Any = None) -> jax.Array:
     """int32: 1 where one of this warp's part of a tile, or of one number a row, lies above `bound`,
     else 0.
 
@@ -43,7 +43,7 @@ def any_in_warp(numbers: jax.Array, bound: float) -> jax.Array:
 
     inline: Any = vote
     inline.values = lambda x: (x > bound).any().astype(jnp.int32)  # what the interpreter runs
-    layout = tiles.TILE if numbers.ndim == 2 else tiles.ROW
+    layout = layout or (tiles.TILE if numbers.ndim == 2 else tiles.ROW)
     return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(inline)(numbers)
 
 

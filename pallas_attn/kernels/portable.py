@@ -1,0 +1,94 @@
+"""What the kernels for every GPU from Ampere on share: shared memory and what of it there is, the
+widths of rows in it, and copies that all threads of a block ask for.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_attn._problem import AttentionProblem
+from pallas_attn.kernels import matrices, operands, warps
+
+SMEM_LIMITS = {"sm80": 166_912, "sm87": 166_912, "sm90": 232_448, "sm100": 232_448}
+SMALLEST = 101_376  # of one block: Ada, the smaller Amperes and the smaller Blackwells
+
+
+class Widths:
+    """What a plan says of numbers and rows in shared memory."""
+
+    problem: AttentionProblem
+
+    @property
+    def parts_of_numbers(self) -> int:
+        """In how many 16-bit parts a number is multiplied."""
+        if self.problem.dtype != "float32":
+            return 1
+        return 3 if self.problem.precision == "highest" else 2
+
+    @property
+    def unit_of_width(self) -> int:
+        return 16
+
+    @property
+    def k_width(self) -> int:
+        return operands.round_up(self.problem.head_dim, self.unit_of_width)
+
+    @property
+    def v_width(self) -> int:
+        return operands.round_up(self.problem.v_head_dim, self.unit_of_width)
+
+    @property
+    def operand_dtype(self) -> Any:
+        """Of what tensor cores multiply."""
+        return jnp.dtype("bfloat16" if self.parts_of_numbers > 1 else self.problem.dtype)
+
+    def operand(self, x: Any) -> Any:
+        """q, k, v or dO as the kernel reads it: float32 in parts of whole widths."""
+        if self.parts_of_numbers == 1:
+            return x
+        wide = operands.padded(x, {3: operands.round_up(x.shape[3], 16)})
+        return matrices.split(wide, self.parts_of_numbers)
+
+
+# ---- shared memory ------------------------------------------------------------------------------
+
+
+def buffer_bytes(buffers: Any) -> int:
+    """Of shared memory, as Mosaic lays it out: every buffer on a line of 1024 bytes."""
+    sizes = [math.prod(b.shape) * b.dtype.itemsize for b in buffers if b is not None]
+    return sum(operands.round_up(size, 1024) for size in sizes)
+
+
+def fits(problem: Any, need: Callable[..., int], config: Any) -> bool:
+    return need(problem, config) <= SMEM_LIMITS.get(problem.gpu or "", SMALLEST)
+
+
+# ---- copies -------------------------------------------------------------------------------------
+
+
+def _load(thread: warps.Thread, refs: Any, at: Any, *, when: Any, shapes: Any) -> None:
+    wait, meet, groups = when
+    if wait is not None:
+        thread.wait_copies(wait)
+    if wait is not None or meet:
+        thread.meet(groups)
+    for ref, where, (rows, *like) in zip(refs, at, shapes, strict=True):
+        matrices.fetch(thread, ref, where, rows, tuple(like))
+    thread.commit_copies()
+
+
+def turn(*copies: Any, wait: int | None, meet: bool = False, groups: int = 1) -> None:
+    """Asks for copies when all but the last `wait` turns' are there; `meet`: when all threads of
+    the block's warpgroups are here. A copy is (refs, at, (rows, *like)) of `matrices.fetch`.
+    """
+    refs, at, shapes = zip(*copies, strict=True) if copies else ((), (), ())
+    load = functools.partial(_load, when=(wait, meet, groups), shapes=shapes)
+    warps.each_thread(load, refs, at)
+
+
+def threads(groups: int) -> dict[str, Any]:
+    """What a kernel with more than one warpgroup says."""
+    return {"num_threads": groups, "thread_name": "wg"} if groups > 1 else {}
