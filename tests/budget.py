@@ -117,8 +117,9 @@ def _worst_of(oracle: dict[str, Any], draws: list[dict[str, Any]], names: set[st
     """The first draw, but each number of `names` from the draw that is farthest off."""
     naive = dict(draws[0])
     for name in names:
+        zero = np.where(np.isfinite(oracle[name]), oracle[name], 0)  # `_compare` wants others as is
         for other in draws[1:]:
-            farther = np.abs(other[name] - oracle[name]) > np.abs(naive[name] - oracle[name])
+            farther = np.abs(other[name] - zero) > np.abs(naive[name] - zero)
             naive[name] = np.where(farther, other[name], naive[name])
     return naive
 

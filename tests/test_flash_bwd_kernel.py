@@ -188,6 +188,17 @@ def test_lowers(name):
     assert "mosaic_gpu" in text
 
 
+@pytest.mark.guards
+@pytest.mark.parametrize("dim", [72, 104, 112, 120])
+def test_dq_that_is_no_whole_swizzle_lowers(dim):
+    case = dataclasses.replace(one("t_equals_s"), head_dim=dim, v_head_dim=dim)
+    problem = problem_of(case)
+    config = dataclasses.replace(kernel.Config.default(problem), fused=True)
+    shapes = jax.tree.map(shape_of, shapes_of(case))
+    text = mosaic.lower_for_cuda(functools.partial(run, problem=problem, config=config), shapes)
+    assert "mosaic_gpu" in text
+
+
 def shapes_of(case):
     """Residuals of a case that may be large: of the dtypes and sizes that count."""
     out = jax.ShapeDtypeStruct(

@@ -42,8 +42,12 @@ def staged(plan: Plan) -> Any:
     """Shared memory for `add`, or None."""
     if from_registers(plan):
         return None
-    swizzle = next(size for size in (128, 64, 32) if 4 * share(plan)[1] % size == 0)
-    return tiles.swizzled((SHARES, *share(plan)), jnp.float32, swizzle)
+    return tiles.swizzled((SHARES, *share(plan)), jnp.float32, _swizzle(plan))
+
+
+def _swizzle(plan: Plan) -> int:
+    """Bytes, of what is staged."""
+    return operands.swizzle_of(4 * share(plan)[1])
 
 
 def matmuls(plan: Plan, smem: Any, acc: Any, turn: Any, wg: Any) -> None:
@@ -75,11 +79,11 @@ def add(plan: Plan, refs: Refs, smem: Any, item: Item, place: tuple[Any, ...], d
 
 
 def zeros(plan: Plan, batch: int) -> Any:
-    """What `add` adds into. TMA leaves out columns past its last."""
+    """What `add` adds into: whole swizzles. TMA leaves out columns past its last."""
     rows, heads = _tiles(plan) * plan.config.block_q, plan.problem.q_heads
     if from_registers(plan):
         return jnp.zeros(math.prod((batch, rows, heads, k_width(plan))))
-    width = operands.width_in_tma(plan.problem.head_dim)
+    width = operands.round_up(plan.problem.head_dim, _swizzle(plan) // 4)
     if width <= share(plan)[1]:  # all of the second share
         width = k_width(plan)
     return jnp.zeros((batch, rows, heads, width))
