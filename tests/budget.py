@@ -94,9 +94,9 @@ def attention(
     oracle = results(arrays)
     names, lse = {"dbias", "dsinks"} & set(oracle), None
     if handed and narrow is None:
-        names, lse = set(oracle), oracle["lse"].astype(np.float32)
+        names, lse = oracle.keys() - {"out", "lse"}, oracle["lse"].astype(np.float32)
         plain = definition.naive(None)._replace(lse=lse)
-        draws = [_reordered(arrays, seed, arithmetic=plain, call=results) for seed in range(4)]
+        draws = [_reordered(arrays, do, seed, arithmetic=plain, call=results) for seed in range(4)]
     else:
         grids = GRIDS if narrow and names else GRIDS[:1]
         draws = [results(arrays, arithmetic=definition.naive(narrow, grid)) for grid in grids]
@@ -105,12 +105,17 @@ def attention(
     return expected._replace(slack=slack, noise=2.0**-16 if narrow == "tf32" else expected.noise)
 
 
-def _reordered(arrays: dict[str, Any], seed: int, *, call: Any, **how: Any) -> dict[str, Any]:
-    """With the columns of q and k in an order of its own."""
-    order = np.random.default_rng(seed).permutation(arrays["q"].shape[3])
-    found = call(arrays | {name: np.asarray(arrays[name])[..., order] for name in "qk"}, **how)
-    back = np.argsort(order)
-    return found | {name: found[name][..., back] for name in ("dq", "dk")}
+def _reordered(arrays: dict[str, Any], do: Any, seed: int, *, call: Any, **how: Any) -> Any:
+    """With the columns of q and k in an order of its own, and those of v and do."""
+    rng = np.random.default_rng(seed)
+    scores, values = (rng.permutation(arrays[name].shape[3]) for name in "kv")
+    turned = {name: np.asarray(arrays[name])[..., scores] for name in "qk"}
+    turned["v"] = np.asarray(arrays["v"])[..., values]
+    do = None if do is None else np.asarray(do)[..., values]
+    found = call(arrays | turned, do=do, **how)
+    places = {"dq": scores, "dk": scores, "dv": values, "out": values}
+    back = {name: found[name][..., np.argsort(order)] for name, order in places.items()}
+    return found | back
 
 
 def _worst_of(oracle: dict[str, Any], draws: list[dict[str, Any]], names: set[str]) -> Any:
