@@ -190,8 +190,8 @@ CLEARED = 16 * tiles.THREADS  # words of 16 bytes, by a block
 
 
 def cleared(sizes: tuple[int, int], after: Any) -> Any:
-    """Zeros, float32; XLA's own take 40 us of 134 MB on an H200, these 31. Not before `after` is
-    there: the interpreter simulates one kernel at a time.
+    """Zeros, float32; XLA's own take longer. Not before `after` is there: the interpreter simulates
+    one kernel at a time.
     """
     words = math.prod(sizes) // 4
     kernel = plgpu.kernel(

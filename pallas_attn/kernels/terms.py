@@ -63,7 +63,7 @@ def of_scores(problem: AttentionProblem) -> Kind:
 def for_scores(x: Any, problem: AttentionProblem) -> Any:
     """q or k with the bits that scores are made of where those are TF32: the nearest 11 of each
     number. A tensor core would cut the others off, which is twice as far off, and always towards 0:
-    out was then off by 2.1 to 2.5 times what XLA's own TF32 is. Also in a backward: with any other
+    out was then farther off than XLA's own TF32 is. Also in a backward: with any other
     bits than the forward's no row of probabilities would add up to 1.
     """
     if problem.dtype != "float32" or of_values(problem).terms == 3:
