@@ -88,9 +88,11 @@ def test_a_sequence_in_a_batch_is_the_sequence_alone(kind):
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch():
-    """Over one cache: what is drawn knows of none."""
+    """Over one cache: what is drawn knows of none. So hot that logits hardly count: what makes a
+    sequence's tokens differ from one another is that a token's position is part of its key.
+    """
     kind = "paged"
-    how = sampling.Sampling(1.0, top_k=40, top_p=0.95)
+    how = sampling.Sampling(1e6, top_k=90, top_p=0.95)
     found = [
         [
             one.tokens
@@ -99,7 +101,7 @@ def test_sampled_tokens_do_not_depend_on_the_batch():
         for n in (1, 3)
     ]
     assert found[0] == found[1]
-    assert found[0] != [one.tokens for one in run(prompts(), options())[0].sequences]
+    assert min(len(set(tokens)) for tokens in found[0]) > 5
     again, _ = run(prompts(), options(sampling=how, cache=kind), seed=1)
     assert found[0] != [one.tokens for one in again.sequences]
 
@@ -112,13 +114,19 @@ def test_chunks_only_change_when_the_host_looks(chunk):
 
 def test_a_stop_token_ends_a_sequence_and_is_its_last():
     whole, _ = run(prompts(), options())
-    stop = whole.sequences[3].tokens[4]
-    made, _ = run(prompts(), options(stop=(stop, 95)))
+    stops = whole.sequences[0].tokens[0], whole.sequences[4].tokens[-1]
+    assert 1 < whole.sequences[4].tokens.index(stops[1]) < 8  # in the midst of a chunk
+    made, _ = run(prompts(), options(stop=stops))
     for one, other in zip(made.sequences, whole.sequences, strict=True):
-        ends = [n for n, token in enumerate(other.tokens) if token in (stop, 95)]
+        ends = [n for n, token in enumerate(other.tokens) if token in stops]
         wanted = other.tokens[: ends[0] + 1] if ends else other.tokens
         assert (one.tokens, one.ended) == (wanted, "stop" if ends else "length")
-    assert made.sequences[3].ended == "stop"
+    # The device needs no host to stop: what it drew last is the stop, and nothing is left to do.
+    for n, stop in zip((0, 4), stops, strict=True):
+        assert made.sequences[n].ended == "stop"
+        alone, _ = run(prompts()[n : n + 1], options(stop=stops))
+        assert (alone._state.token[0], alone._state.left[0]) == (stop, 0)
+        assert alone._cache.lengths[0] == LENGTHS[n] + len(alone.sequences[0].tokens) - 1
 
 
 def test_a_first_token_may_be_the_last():
@@ -284,6 +292,8 @@ def test_the_check_holds_and_sees_a_wrong_logit_and_a_wrong_token():
     made.sequences[5].logits[7] = -other
     broken = list(check.rows(made, params))
     assert [row.held for row in broken] == [True, True, False, True, True, False]
+    largest = np.abs(np.stack(made.sequences[0].logits)).max()
+    assert broken[0].budget < 2e-5 * largest  # float32: sums in another order, no more
     assert (broken[2].same, broken[2].at) == (10, 4)
     assert (broken[5].same, broken[5].at) == (9, 7)
 
@@ -299,6 +309,19 @@ def test_the_check_of_bfloat16_has_the_budget_of_bfloat16():
     assert all(row.held for row in found)
     rms = np.sqrt(np.mean(np.square(made.sequences[0].logits)))
     assert all(0.001 * rms < row.budget for row in found)
+
+
+def test_a_tie_is_two_logits_within_twice_the_budget():
+    """What the decode says and what the reference says may each be off by the budget."""
+    truth = np.zeros((3, 8), np.float32)
+    truth[:, 0] = 1.0
+    got = truth.copy()
+    for step, below in enumerate((0.03, 0.05, 0.0)):
+        truth[step, 1], got[step, 1] = 1 - below, 1 + 1e-3 * (step < 2)
+    one = decode.Generation(0, [1], 3, tokens=[1, 1, 0], logits=list(got))
+    row = check._row(one, truth, truth + np.float32(0.01), eps=0.0)
+    assert abs(row.budget - 0.02) < 1e-6
+    assert (row.same, row.ties, row.held) == (1, 1, False)
 
 
 # ---- text ---------------------------------------------------------------------------------------
