@@ -2,8 +2,8 @@
 
 FlashAttention-3 (arXiv 2407.08608), its overlap inside a warpgroup: the scores of a key tile are
 issued before the values of the tile before it, and the softmax runs while the values' matmul is
-still in flight. That overlap alone is worth 15 % at head dim 128 on an H200 (710 against 619
-TFLOP/s); ordering the warpgroups by barriers on top of it lost 4 % and is not done.
+still in flight. That overlap alone was worth a seventh at head dim 128 on an H200; ordering the
+warpgroups by barriers on top of it lost some of that and is not done.
 
 Grid: one block a multiprocessor, which takes the tiles of work that `flash_plan.dealt` gave it. A
 tile is `64 * warpgroups` query rows of one head. Tiles are ordered longest first (causal: last rows

@@ -24,8 +24,8 @@ from pallas_attn.lm.sampling import Sampling, sample
 
 Array = jax.Array
 # XLA's Triton matmuls cannot read a layer's weights where they lie in the stack that is scanned:
-# each is copied out first, three times the traffic (2.69 ms for 8 layers of an 8B model's matmuls
-# on an H200, against 0.98 ms by cuBLAS and 0.94 ms unrolled over separate arrays).
+# each is copied out first, three times the traffic and almost three times the time of cuBLAS on
+# an H200.
 # Kernels that were recorded as a CUDA graph do not begin early (see `_rows`), which costs more than
 # their launches: no part of a program is large enough to be recorded.
 COMPILER = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_graph_min_graph_size": 2**30}
