@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from pallas_attn import _device, reference
+from pallas_attn import _device, _sharding, reference
 from pallas_attn._problem import (
     AppendInputs,
     AppendProblem,
@@ -59,7 +59,7 @@ class Kernel:
         config = _tuning.lookup(module, problem)
         if _device.overlaps() and hasattr(config, "early"):
             config = dataclasses.replace(config, early=True)
-        return module.run(inputs, problem, config)
+        return _sharding.in_32_bits(lambda given: module.run(given, problem, config), inputs)
 
     def _module(self) -> Any:
         return importlib.import_module(f"pallas_attn.kernels.{self.module}")

@@ -81,12 +81,43 @@ def over_devices(
 # which custom_partitioning does not lower by itself.
 _sealed = Primitive("pallas_attn_sealed")
 _sealed.multiple_results = True
-mlir.register_lowering(_sealed, mlir.lower_fun(lambda *arrays, run: run(*arrays)))
+
+
+def _lower_sealed(context: Any, *arrays: Any, run: Callable[..., Any]) -> Any:
+    with jax.enable_x64(False):
+        return mlir.lower_fun(lambda *arrays: run(*arrays))(context, *arrays)
+
+
+mlir.register_lowering(_sealed, _lower_sealed)
 
 
 @_sealed.def_abstract_eval
 def _(*arrays: Any, run: Callable[..., Any]) -> Any:
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(run, *arrays)]
+    with jax.enable_x64(False):
+        results = jax.eval_shape(run, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in results]
+
+
+def in_32_bits(run: Callable[[Any], Any], inputs: Any) -> Any:
+    """`run(inputs)` of a tree of arrays and static ints, where Python's numbers have 32 bits
+    whatever the application has chosen: as it is traced and, since Mosaic asks again, lowered.
+    """
+    if not jax.config.jax_enable_x64:
+        return run(inputs)
+    leaves, tree = jax.tree.flatten(inputs)
+    static = [leaf if isinstance(leaf, int) else None for leaf in leaves]
+    made: list[Any] = []
+
+    def flat(*arrays: jax.Array) -> list[jax.Array]:
+        rest = iter(arrays)
+        full = [next(rest) if leaf is None else leaf for leaf in static]
+        results, structure = jax.tree.flatten(run(jax.tree.unflatten(tree, full)))
+        made.append(structure)
+        return results
+
+    arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
+    results = jax.jit(functools.partial(_sealed.bind, run=flat))(*arrays)
+    return jax.tree.unflatten(made[-1], results)
 
 
 def _added(

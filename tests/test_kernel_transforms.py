@@ -478,6 +478,31 @@ def test_the_backward_lowers_under_transforms():
             assert mosaic.lower_for_cuda(function, *shapes).count("@mosaic_gpu") >= 2
 
 
+@pytest.mark.guards
+def test_kernels_lower_where_jax_counts_in_64_bits():
+    """Python's numbers are 64 bits wide then, and Mosaic adds no two integers of two widths."""
+
+    def loss(q, k, v, lengths, bias):
+        out = pallas_attn.flash_attention(q, k, v, mask=CAUSAL, kv_lengths=lengths, bias=bias)
+        return out.astype(jnp.float32).sum()
+
+    def step(cache, q, k, layer):
+        cache = pallas_attn.write_kv(cache.extend(1), k, k, layer=layer)
+        return cache, pallas_attn.decode_attention(q, cache, layer=layer)
+
+    with jax.enable_x64(True), _device.assume("sm90"):
+        lengths, bias = jnp.zeros(8, jnp.int64), jnp.zeros((1, 2048), jnp.float64)
+        gradients = jax.grad(loss, (0, 1, 2, 4))
+        text = mosaic.lower_for_cuda(gradients, Q, KV, KV, lengths, bias)
+        assert text.count("@mosaic_gpu") >= 3  # forward, backward, dbias
+        cache = pallas_attn.StackedCache.create(8, 64, 2, 64, layers=2, dtype="int8")
+        rows = half(8, 1, 8, 64), half(8, 1, 2, 64)
+        traced = jax.jit(step, donate_argnums=0).trace(cache, *rows, jnp.int64(1))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@mosaic_gpu") == 2 and text.count("tf.aliasing_output") >= 4
+        assert "mosaic_gpu" in mosaic.lower_for_cuda(over_a_mesh(check_vma=True), Q, KV, KV)
+
+
 @pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
 def test_a_cache_operation_that_is_differentiated_says_what_to_do(derivative):
     cache = pallas_attn.StackedCache.create(2, 8, 2, 64)
