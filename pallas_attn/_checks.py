@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_attn import _device
@@ -65,9 +66,9 @@ def attention(
         int_vector("kv_lengths", options["kv_lengths"], batch, "one length a batch row"),
         q_ids,
         kv_ids,
-        _over_scores("bias", options["bias"], scores, jnp.floating),
+        _no_wider(_over_scores("bias", options["bias"], scores, jnp.floating), q),
         _over_scores("mask_array", options["mask_array"], scores, jnp.bool_),
-        sink_logits(options["sinks"], q_heads),
+        sink_logits(options["sinks"], q),
     )
     return AttentionProblem(
         op="flash_forward",
@@ -95,7 +96,12 @@ def attention(
 def array(name: str, x: Any) -> jax.Array:
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise ValueError(f"{name}: expected an array, got {type(x).__name__}")
-    return jnp.asarray(x)
+    try:
+        return jnp.asarray(x)
+    except TypeError:  # of objects or strings, or a shape without an array
+        raise ValueError(
+            f"{name}: expected an array of numbers, got {type(x).__name__} of {x.dtype}"
+        ) from None
 
 
 def _shape(name: str, x: jax.Array, wanted: str) -> tuple[int, ...]:
@@ -142,7 +148,7 @@ def softcap(value: Any) -> float | None:
     if value is None:
         return None
     cap = _static_float("softcap", value, "softcap is part of the compiled kernel")
-    if cap <= 0:
+    if cap < _SMALLEST:  # which float32 would divide by as if it were 0
         raise ValueError(
             f"softcap: expected a positive float or None, got {cap:g}; None turns it off"
         )
@@ -151,13 +157,20 @@ def softcap(value: Any) -> float | None:
 
 def _static_float(name: str, value: Any, remedy: str) -> float:
     try:
+        if isinstance(value, (str, bytes, bool)):
+            raise TypeError
         number = float(value)
+    except OverflowError:
+        number = math.inf
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         kind = "a traced array" if isinstance(value, jax.core.Tracer) else type(value).__name__
         raise ValueError(f"{name}: expected a Python float, got {kind}; {remedy}") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{name}: expected a finite float, got {number}")
+    if not abs(number) <= _LARGEST:  # NaN is not either
+        raise ValueError(f"{name}: expected a finite float32, got {number:g}")
     return number
+
+
+_SMALLEST, _LARGEST = (float(getattr(np.finfo(np.float32), end)) for end in ("tiny", "max"))
 
 
 # "high" is TF32 on a GPU, says JAX, as the default is: what we do by default is that, or better.
@@ -167,7 +180,7 @@ _PRECISIONS: dict[Any, str | None] = {
     **dict.fromkeys((lax.Precision.DEFAULT, lax.Precision.HIGH)),
     lax.Precision.HIGHEST: "highest",
 }
-# What jax.default_matmul_precision may ask for by name that is more than TF32.
+# The dot algorithms that are more than TF32.
 _MORE_THAN_TF32 = frozenset(
     f"{name}_F32{times}"
     for name, times in (
@@ -180,9 +193,9 @@ _MORE_THAN_TF32 = frozenset(
 
 def boolean(name: str, value: Any) -> bool:
     """A static switch."""
-    if not isinstance(value, bool):
+    if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"{name}: expected True or False, got {value!r}; it is static")
-    return value
+    return bool(value)
 
 
 def precision(value: Any, dtype: Any) -> str | None:
@@ -192,9 +205,10 @@ def precision(value: Any, dtype: Any) -> str | None:
     It speaks of float32 inputs only: other types have one way to be multiplied.
     """
     if value is None:
-        value = jax.config.jax_default_matmul_precision
-        if value not in _PRECISIONS:
-            value = "highest" if value in _MORE_THAN_TF32 else "default"
+        value = jax.config.jax_default_matmul_precision or "default"
+    algorithm = value.name if isinstance(value, lax.DotAlgorithmPreset) else value
+    if isinstance(algorithm, str) and algorithm in lax.DotAlgorithmPreset.__members__:
+        value = "highest" if algorithm in _MORE_THAN_TF32 else "default"
     if not isinstance(value, Hashable) or value not in _PRECISIONS:
         names = ", ".join(sorted(repr(p) for p in _PRECISIONS if isinstance(p, str)))
         raise ValueError(
@@ -204,19 +218,37 @@ def precision(value: Any, dtype: Any) -> str | None:
 
 
 def integers(
-    name: str, value: Any, wanted: str, shape: tuple[int | None, ...], remedy: str = ""
+    name: str,
+    value: Any,
+    wanted: str,
+    shape: tuple[int | None, ...],
+    remedy: str = "",
+    saturate: bool = True,
 ) -> jax.Array:
-    """An int32 array of the shape (None: any size) from whatever jax takes for one."""
+    """An int32 array of the shape (None: any size) from whatever jax takes for one. What int32 does
+    not hold becomes a number that lies beyond every row as well; or, of names (not `saturate`), its
+    low bits.
+    """
+    if saturate and isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "iu":
+        value = _saturated(value)  # before jax cuts bits off
     try:
         x = jnp.asarray(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name}: expected {wanted}, got {type(value).__name__}{remedy}") from None
     fits = len(shape) == x.ndim and all(
         want in (None, have) for want, have in zip(shape, x.shape, strict=True)
     )
     if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name}: expected {wanted}, got {x.dtype}{list(x.shape)}{remedy}")
-    return x.astype(jnp.int32)
+    return _saturated(x) if saturate else x.astype(jnp.int32)
+
+
+def _saturated(x: Any) -> Any:
+    """Integers of any type as int32, NumPy's or jax's: those of more bits within 2**30."""
+    held = jnp.iinfo(x.dtype)
+    if held.max > np.iinfo(np.int32).max:
+        x = x.clip(max(held.min, -LONGEST), LONGEST)
+    return x.astype(np.int32)
 
 
 def int_vector(name: str, value: Any, size: int, meaning: str) -> Any:
@@ -224,6 +256,13 @@ def int_vector(name: str, value: Any, size: int, meaning: str) -> Any:
     if value is None:
         return None
     return integers(name, value, f"int32[{size}] ({meaning})", (size,))
+
+
+def one_or_each(name: str, value: Any, size: int, meaning: str) -> jax.Array:
+    """int32[size], of a vector or of a scalar that serves all."""
+    if getattr(value, "shape", None) == ():
+        value = jnp.broadcast_to(value, (size,))
+    return integers(name, value, f"int32[{size}] ({meaning}, or one int)", (size,))
 
 
 def static_int(value: Any) -> int | None:
@@ -244,11 +283,10 @@ def _offset(value: Any, batch: int) -> tuple[int, jax.Array | None]:
                 f"q_offset: expected -2**29 to 2**29, got {static}: positions are int32"
             )
         return static, None
-    if hasattr(value, "shape") and value.shape == ():
-        value = jnp.broadcast_to(value, (batch,))
-    return 0, int_vector(
-        "q_offset", value, batch, "the position of query row 0, one a batch row, or one int"
-    )
+    if value is None:
+        return 0, None
+    where = "the position of query row 0, one a batch row"
+    return 0, one_or_each("q_offset", value, batch, where)
 
 
 def _segments(ids: Any, batch: int, q_len: int, kv_len: int) -> tuple[Any, Any]:
@@ -264,7 +302,7 @@ def _segments(ids: Any, batch: int, q_len: int, kv_len: int) -> tuple[Any, Any]:
     for name, one, size in (("q", pair[0], q_len), ("kv", pair[1], kv_len)):
         wanted = f"int32[{batch}, {size}] for {name}"
         remedy = "; pass a pair (of q, of kv) where T and S differ"
-        checked.append(integers("segment_ids", one, wanted, (batch, size), remedy))
+        checked.append(integers("segment_ids", one, wanted, (batch, size), remedy, False))
     return checked[0], checked[1]
 
 
@@ -289,16 +327,24 @@ def _over_scores(name: str, value: Any, scores: tuple[int, ...], kind: Any) -> j
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-def sink_logits(value: Any, q_heads: int) -> jax.Array | None:
+def _no_wider(bias: jax.Array | None, q: jax.Array) -> jax.Array | None:
+    """float64 is for float64 queries: the logits of all others are float32."""
+    if bias is None or q.dtype == jnp.float64 or bias.dtype != jnp.float64:
+        return bias
+    return bias.astype(jnp.float32)
+
+
+def sink_logits(value: Any, q: jax.Array) -> jax.Array | None:
+    """The sinks in the dtype of the logits, for queries [B, T, N, H]."""
     if value is None:
         return None
-    x = array("sinks", value)
+    x, q_heads = array("sinks", value), q.shape[2]
     if x.shape != (q_heads,) or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
             f"sinks: expected float[{q_heads}] (one logit a query head), got "
             f"{x.dtype}{list(x.shape)}"
         )
-    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+    return x.astype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
 
 
 def layer(value: Any, layers: int | None) -> int | jax.Array | None:
@@ -354,8 +400,18 @@ def scales(name: str, scale: Any, cache_name: str, cache: Any) -> None:
             )
 
 
+def _kept(name: str, value: Any, wanted: str, shape: tuple[int | None, ...]) -> None:
+    """ValueError where a small array of a cache is no int32 of that shape (None: any size)."""
+    found = getattr(value, "shape", None)
+    if found is None:
+        raise ValueError(f"cache.{name}: expected {wanted}, got {type(value).__name__}")
+    sizes = [have if want is None else want for want, have in zip(shape, found, strict=False)]
+    if len(found) != len(shape) or tuple(sizes) != found or value.dtype != jnp.int32:
+        raise ValueError(f"cache.{name}: expected {wanted}, got {value.dtype}{list(found)}")
+
+
 def kv_cache(cache: Any) -> None:
-    """A cache's arrays against each other."""
+    """A cache's arrays against each other: kernels find their way by what is in the small ones."""
     twin_caches("cache.k", cache.k, "cache.v", cache.v)
     if (cache.v is None) != cache.shared_kv:
         raise ValueError(
@@ -366,6 +422,13 @@ def kv_cache(cache: Any) -> None:
     scales("cache.v_scale", cache.v_scale, "cache.v", cache.v)
     if (cache.v_scale is None) != (cache.k_scale is None or cache.v is None):
         raise ValueError("cache.v_scale: expected scales of k and of v, or none of both")
+    if cache.kind == "paged":
+        _kept("page_table", cache.page_table, "int32[M, W]", (None, None))
+        sequences = cache.page_table.shape[0]
+    else:
+        sequences = len(cache.k) if cache.kind == "per_sequence" else cache.k.shape[-4]
+    for name in ("lengths", "new_lengths"):
+        _kept(name, getattr(cache, name), f"int32[{sequences}] (one a sequence)", (sequences,))
 
 
 def decode_query(q: jax.Array, cache: Any) -> None:

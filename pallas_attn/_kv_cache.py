@@ -118,11 +118,7 @@ class KVCache:
     def _rows(self, rows: int | Array) -> Array:
         static = _checks.static_int(rows)
         if static is None:
-            if jnp.shape(rows) == ():  # a traced int
-                rows = jnp.broadcast_to(jnp.asarray(rows), (self.num_sequences,))
-            counts = _checks.int_vector(
-                "rows", rows, self.num_sequences, "one count a sequence, or one int"
-            )
+            counts = _checks.one_or_each("rows", rows, self.num_sequences, "one count a sequence")
             return jnp.maximum(counts, 0)
         if static < 0:
             raise ValueError(f"rows: expected at least 0, got {static}")
@@ -147,9 +143,17 @@ class KVCache:
 
     def _chosen(self, sequences: int | Array) -> Array:
         """bool[M] from an index, an array of indices or bool[M]."""
+        static = _checks.static_int(sequences)
+        if static is not None and not 0 <= static < self.num_sequences:
+            raise ValueError(f"sequences: expected 0 to {self.num_sequences - 1}, got {static}")
         if isinstance(sequences, (list, tuple)) and not sequences:
             sequences = np.zeros(0, np.int32)  # jax would take it for floats
-        index = jnp.asarray(sequences)
+        try:
+            index = jnp.asarray(sequences)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(
+                f"sequences: expected an index, indices or bool[M], got {type(sequences).__name__}"
+            ) from None
         if index.dtype == jnp.bool_:
             if index.shape != (self.num_sequences,):
                 raise ValueError(
@@ -158,9 +162,6 @@ class KVCache:
             return index
         if not jnp.issubdtype(index.dtype, jnp.integer):
             raise ValueError(f"sequences: expected an index, indices or bool[M], got {index.dtype}")
-        static = _checks.static_int(sequences)
-        if static is not None and not 0 <= static < self.num_sequences:
-            raise ValueError(f"sequences: expected 0 to {self.num_sequences - 1}, got {static}")
         here = jnp.arange(self.num_sequences, dtype=jnp.int32)
         return (here[:, None] == index.reshape(1, -1).astype(jnp.int32)).any(axis=1)
 
@@ -182,6 +183,9 @@ class Rows:
             raise ValueError(
                 f"dtype: expected a floating-point or integer dtype, got {self.dtype!r}"
             )
+        _checks.boolean("shared_kv", self.shared_kv)
+        if self.scales is not None:
+            _checks.boolean("scales", self.scales)
         if self.scales and jnp.dtype(self.dtype).name not in QUANTIZED:
             raise ValueError(
                 f"scales: expected a dtype of {', '.join(QUANTIZED)} to go with them, got "
@@ -215,6 +219,8 @@ class Rows:
 
 
 def _is_real(dtype: Any) -> bool:
+    if dtype is None:  # which NumPy takes for float64
+        return False
     try:
         return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     except TypeError:

@@ -285,8 +285,8 @@ def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
 def _cache_call(
     run: Any, leaves: list, axes: list, outputs: list, problem: AppendProblem | DecodeProblem
 ) -> tuple[Array, ...]:
-    """`run` of the leaves that are arrays; a static layer stays what it is."""
-    dynamic = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    """`run` of the leaves that are arrays, NumPy's too; a static layer stays what it is."""
+    dynamic = [n for n, leaf in enumerate(leaves) if not isinstance(leaf, int)]
 
     def given(*arrays: Array):
         full = list(leaves)

@@ -229,7 +229,7 @@ def dot_product_attention(  # noqa: PLR0913
             q,
             k,
             v,
-            mask=band & CAUSAL if is_causal else band,
+            mask=band & CAUSAL if _checks.boolean("is_causal", is_causal) else band,
             scale=scale,
             q_lengths=query_seq_lengths,
             kv_lengths=key_value_seq_lengths,

@@ -98,7 +98,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
         cache.lengths,
         cache.page_table,
         _checks.layer(layer, cache.layers),
-        _checks.sink_logits(sinks, rows.shape[2]),
+        _checks.sink_logits(sinks, rows),
         cache.k_scale,
         cache.v_scale,
     )
@@ -122,7 +122,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
         layers=cache.layers,
         sinks=inputs.sinks is not None,
         precision=_checks.precision(precision, rows.dtype),
-        batch_invariant=bool(batch_invariant),
+        batch_invariant=_checks.boolean("batch_invariant", batch_invariant),
         quantized=cache.quantized,
         shared_kv=cache.shared_kv,
     )

@@ -117,6 +117,15 @@ def test_lengths_of_any_integer_type(rng, dtype):
     np.testing.assert_array_equal(np.asarray(got[0])[1, :, 3], rows[1, 0])
 
 
+def test_a_length_of_more_than_32_bits_writes_nothing(rng):
+    cache, rows = np.zeros((2, 1, 4, 2), np.float32), new_rows(rng, 2, 1, 1, 2)
+    for wide in (np.array([2**32, 2**32 + 1]), np.array([-(2**32), -(2**63)])):
+        assert not pa.append_kv_arrays(cache, None, rows, None, wide)[0].any()
+        with jax.enable_x64(True):
+            append = jax.jit(lambda at: pa.append_kv_arrays(cache, None, rows, None, at)[0])
+            assert not append(wide).any()
+
+
 def create(kind, layers=None, dtype="float32"):
     """Three sequences of capacity 8 (the first of 6 where capacities may differ), all sentinels."""
     cache = {

@@ -481,6 +481,29 @@ def test_dtypes(rng, dtype):
         assert lse.dtype == ("float64" if dtype == "float64" else "float32")
 
 
+def test_numbers_that_are_wider_than_a_kernels(rng):
+    """Lengths past int32 are longer than everything, not what is left of their bits; float64 beside
+    narrower queries is float32, and its gradient float64.
+    """
+    q, k, v = qkv(rng, (2, 4, 5, 2, 1, 8, 4))
+    lengths = np.array([2**40, 2**32 + 1])
+    wanted = pa.flash_attention(q, k, v)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    close(pa.flash_attention(q, k, v, kv_lengths=lengths), wanted)
+    run = lambda q, k, v, bias, sinks, lengths: pa.flash_attention(  # noqa: E731
+        q, k, v, bias=bias, sinks=sinks, kv_lengths=lengths, q_offset=lengths, mask=CAUSAL
+    )
+    bias, sinks = rng.standard_normal((4, 5)), rng.standard_normal(2)
+    narrow = [jnp.asarray(x, jnp.float32) for x in (bias, sinks)]
+    wanted = run(q, k, v, *narrow, jnp.full(2, 9, jnp.int32))
+    with jax.enable_x64(True):
+        close(jax.jit(run)(q, k, v, bias, sinks, lengths), wanted)
+        for unsigned in (np.full(2, 2**32 - 1, np.uint32), np.full(2, 2**64 - 1, np.uint64)):
+            close(jax.jit(run)(q, k, v, bias, sinks, unsigned), wanted)
+        gradient = jax.grad(lambda bias: run(q, k, v, bias, sinks, lengths).sum())(bias)
+        assert gradient.dtype == jnp.float64
+
+
 @pytest.mark.parametrize("value", ["default", "highest", "float32", "tensorfloat32", None])
 def test_precision_is_read_as_jax_reads_it(rng, value):
     arrays = qkv(rng, (1, 4, 5, 2, 1, 8, 4))
@@ -503,6 +526,8 @@ def test_precision_means_what_jax_means_by_it():
         with jax.default_matmul_precision(name):
             assert _checks.precision(None, jnp.float32) == want
             assert _checks.precision("default", jnp.float32) is None
+        for given in (name, lax.DotAlgorithmPreset[name]):
+            assert _checks.precision(given, jnp.float32) == want
 
 
 def test_same_inputs_same_bits(rng):

@@ -58,11 +58,19 @@ def separate(**options):
     return PerSequenceCache.create((6, 8), 2, 8, dtype="float32", **options)
 
 
+def of(cache, **fields):
+    return dataclasses.replace(cache, **fields)
+
+
 CACHE = "expected a PerSequenceCache, StackedCache or PagedCache, got tuple"
 ROW = z(2, 1, 2, 8)
 ATTENTION = {
     # ---- shapes and types of q, k, v
     "q: expected an array, got list": attend(q=[1.0]),
+    "q: expected an array of numbers, got ndarray of object": attend(q=np.array([None])),
+    "q: expected an array of numbers, got ShapeDtypeStruct of float32": (
+        attend(q=jax.ShapeDtypeStruct((2, 5, 4, 8), "float32"))
+    ),
     "q: expected 4 axes [B, T, N, H], got 3 in shape (5, 4, 8); add a batch axis of 1 or use "
     "jax.vmap": attend(q=z(5, 4, 8)),
     "k: expected 4 axes [B, S, K, H], got 2 in shape (7, 8); add a batch axis of 1 or use "
@@ -102,12 +110,17 @@ ATTENTION = {
     "scale: expected a Python float, got a traced array; multiply q by it instead": traced(
         lambda x: attend(scale=x)()
     ),
-    "scale: expected a finite float, got inf": attend(scale=float("inf")),
+    "scale: expected a Python float, got bool; multiply q by it instead": attend(scale=True),
+    "scale: expected a finite float32, got inf": attend(scale=10**400),
+    "scale: expected a finite float32, got -1e+39": attend(scale=-1e39),
     "softcap: expected a Python float, got a traced array; softcap is part of the compiled "
     "kernel": traced(lambda x: attend(softcap=x)()),
     "softcap: expected a positive float or None, got 0; None turns it off": attend(softcap=0.0),
     "softcap: expected a positive float or None, got -2.5; None turns it off": attend(softcap=-2.5),
-    "softcap: expected a finite float, got nan": attend(softcap=float("nan")),
+    "softcap: expected a positive float or None, got 1e-40; None turns it off": (
+        attend(softcap=1e-40)
+    ),
+    "softcap: expected a finite float32, got nan": attend(softcap=float("nan")),
     "precision: expected one of 'bfloat16', 'bfloat16_3x', 'default', 'fastest', 'float32', "
     "'high', 'highest', 'tensorfloat32', a jax.lax.Precision or None, got 'double'": attend(
         precision="double"
@@ -145,6 +158,9 @@ ATTENTION = {
     "segment_ids: expected int32[2, 5] for q, got NoneType; pass a pair (of q, of kv) where T "
     "and S differ": attend(segment_ids=(None, z(2, 7, dtype="int32"))),
     "kv_lengths: expected int32[2] (one length a batch row), got str": attend(kv_lengths="3, 4"),
+    "kv_lengths: expected int32[2] (one length a batch row), got list": (
+        attend(kv_lengths=[2**40, 1])
+    ),
     "segment_ids: expected int32[2, 5] for q, got float32[2, 5]; pass a pair (of q, of kv) where T "
     "and S differ": attend(segment_ids=(z(2, 5), z(2, 7))),
     # ---- arrays over the scores
@@ -176,6 +192,9 @@ ATTENTION = {
     ),
     "mask: expected bool (True: may be seen), got float32; did you mean bias?": (
         lambda: pa.dot_product_attention(ROW, ROW, ROW, mask=z(1, 1))
+    ),
+    "is_causal: expected True or False, got 'yes'; it is static": (
+        lambda: pa.dot_product_attention(ROW, ROW, ROW, is_causal="yes")
     ),
     "local_window_size: expected an int, or a pair of ints (left, right), both of at least 0, got "
     "(1, 2, 3)": lambda: pa.dot_product_attention(ROW, ROW, ROW, local_window_size=(1, 2, 3)),
@@ -210,6 +229,9 @@ CACHES = {
     "dtype: expected a floating-point or integer dtype, got 'bf16'": (
         lambda: StackedCache.create(2, 6, 2, 8, dtype="bf16")
     ),
+    "dtype: expected a floating-point or integer dtype, got None": lambda: paged_of(None),
+    "shared_kv: expected True or False, got 1; it is static": lambda: stacked(shared_kv=1),
+    "scales: expected True or False, got 'no'; it is static": lambda: stacked(scales="no"),
     "dtype: expected a floating-point or integer dtype, got <class 'bool'>": (
         lambda: paged_of(bool)
     ),
@@ -234,12 +256,17 @@ CACHES = {
     "rows: expected int32[2] (one count a sequence, or one int), got int32[3]": (
         lambda: stacked().extend(z(3, dtype="int32"))
     ),
+    "rows: expected int32[2] (one count a sequence, or one int), got NoneType": (
+        lambda: separate().extend(None)
+    ),
     "rows: expected int32[2] (one count a sequence, or one int), got float32[2]": (
         lambda: paged().allocate(z(2))
     ),
     "sequences: expected bool[2], got bool[3]": lambda: stacked().reset(z(3, dtype="bool")),
     "sequences: expected an index, indices or bool[M], got float32": lambda: paged().free(z(2)),
+    "sequences: expected an index, indices or bool[M], got str": lambda: paged().free("0"),
     "sequences: expected 0 to 1, got 2": lambda: separate().reset(2),
+    "sequences: expected 0 to 1, got 1099511627776": lambda: separate().reset(2**40),
     "source: expected 0 to 1, got 5": lambda: paged().fork(5, 0),
     "target: expected 0 to 1, got -1": lambda: paged().fork(0, -1),
     "source: expected the index of a sequence, got float32[]": lambda: paged().fork(0.0, 1),
@@ -317,7 +344,7 @@ APPENDS = {
         lambda: pa.append_kv_arrays([z(2, 6, 8)] * 2, z(2, 2, 6, 8), ROW, ROW, [0, 0])
     ),
     "cache.v: expected float32[2, 2, 6, 8] as in cache.k, but for the last axis, got float32[2, 2, "
-    "5, 8]": lambda: pa.append_kv(dataclasses.replace(stacked(), v=z(2, 2, 5, 8)), ROW, ROW),
+    "5, 8]": lambda: pa.append_kv(of(stacked(), v=z(2, 2, 5, 8)), ROW, ROW),
     "page_table: expected k_caches to be one pool of pages, got separate arrays": (
         lambda: pa.append_kv_arrays(
             [z(2, 6, 8)],
@@ -353,6 +380,22 @@ APPENDS = {
 }
 DECODES = {
     f"cache: {CACHE}": lambda: pa.decode_attention(z(2, 1, 4, 8), ()),
+    "batch_invariant: expected True or False, got 1; it is static": (
+        lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), batch_invariant=1)
+    ),
+    # A kernel would go by these past the end of an array.
+    "cache.lengths: expected int32[2] (one a sequence), got int32[3]": (
+        lambda: pa.decode_attention(z(3, 1, 4, 8), of(stacked(), lengths=z(3, dtype="int32")))
+    ),
+    "cache.lengths: expected int32[2] (one a sequence), got float32[2]": (
+        lambda: pa.decode_attention(z(2, 1, 4, 8), of(separate(), lengths=z(2)))
+    ),
+    "cache.new_lengths: expected int32[2] (one a sequence), got NoneType": (
+        lambda: pa.write_kv(of(paged(), new_lengths=None), ROW, ROW)
+    ),
+    "cache.page_table: expected int32[M, W], got int16[2, 3]": (
+        lambda: pa.decode_attention(z(2, 1, 4, 8), of(paged(), page_table=z(2, 3, dtype="int16")))
+    ),
     "q: expected [M, t, N, H] = [2, t, N, 8] (or without t) for this cache, got [3, 1, 4, 8]": (
         lambda: pa.decode_attention(z(3, 1, 4, 8), stacked())
     ),
