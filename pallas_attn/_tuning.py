@@ -82,11 +82,29 @@ def _choose(kernel: str, module: ModuleType, problem: Any) -> Any:
     forced = (_forced.get() or {}).get(kernel)
     if forced is not None:
         return module.Config(**forced)
+    if getattr(problem, "batch_invariant", False):
+        return _of_one_sequence(kernel, module, problem)
     for row in nearest(rows(problem.gpu, kernel), describe(problem)):
         config = module.Config(**row["config"])
         if fits(module, problem, config):
             return config
     return default(module, problem)
+
+
+# Keys of the sequence whose configuration serves every batch.
+_ROWS_OF_ONE = 8192
+
+
+def _of_one_sequence(kernel: str, module: ModuleType, problem: Any) -> Any:
+    """What a sequence alone would run with: how its keys are cut and summed up may depend neither
+    on the others nor on how many they are. Fewer stages, where the others' lengths leave no room
+    for as many, change no bits.
+    """
+    one = {"sequences": 1, "capacities": (_ROWS_OF_ONE,), "batch_invariant": False}
+    config = _choose(kernel, module, dataclasses.replace(problem, **one))
+    while not fits(module, problem, config) and config.stages > 2:
+        config = dataclasses.replace(config, stages=config.stages - 1)
+    return config
 
 
 def default(module: ModuleType, problem: Any) -> Any:

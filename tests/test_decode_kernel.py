@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import pallas_attn
-from pallas_attn import CAUSAL, FULL, Mask, reference, sliding_window
+from pallas_attn import CAUSAL, FULL, Mask, _tuning, reference, sliding_window
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels import decode_plan, decode_sm80
 from pallas_attn.kernels import decode_sm90 as kernel
@@ -512,6 +512,23 @@ def test_config_checks_itself(field, value, want):
         kernel.Config(**{field: value})
 
 
+@every_kind
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("module", [kernel, decode_sm80], ids=["sm90", "sm80"])
+def test_how_keys_are_cut_does_not_depend_on_the_batch(kind, dtype, module):
+    """With batch_invariant: neither on how many sequences there are nor on what they can hold."""
+    found = set()
+    for sequences, rows in ((1, 512), (1, 131072), (40, 1024), (256, 8192), (900, 128)):
+        problem = large(kind, sequences, rows, batch_invariant=True).problem
+        narrow = {"cache_dtype": dtype, "quantized": dtype == "int8"}
+        wide = {"dtype": dtype, "cache_dtype": dtype}
+        problem = dataclasses.replace(problem, **(narrow if dtype == "int8" else wide))
+        config = _tuning.lookup(module, problem)
+        assert module.limit(problem) is None and _tuning.fits(module, problem, config)
+        found.add(dataclasses.replace(config, stages=2))
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("dim", [8, 64, 72, 128, 192, 256])
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_shared_memory_is_what_there_is(dim, rows):
@@ -664,6 +681,66 @@ def test_bits_do_not_depend_on_the_batch(kind):
     one, two = (launched(c, c.inputs()) for c in (few, many))
     for have, want in zip(one, two, strict=True):
         np.testing.assert_array_equal(np.asarray(have[1]), np.asarray(want[1]))
+
+
+@pytest.mark.gpu
+@every_kind
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("implementation", ["sm90", "sm80"])
+def test_bits_do_not_depend_on_the_size_of_the_batch(kind, dtype, implementation):
+    """One sequence alone, beside two and beside 79, whose caches are larger."""
+    shown = []
+    for others, capacity in ((0, 4096), (2, 4096), (79, 4096 + 512)):
+        case = large(kind, 1, capacity=4096, dtype=dtype, batch_invariant=True)
+        inputs = dataclasses.replace(case, lengths=(4000,)).inputs()
+        more = large(kind, max(others, 1), capacity=capacity, dtype=dtype)
+        rest = dataclasses.replace(more, lengths=tuple(range(max(others, 1)))).inputs(seed=1)
+        run = functools.partial(
+            pallas_attn.decode_attention_with_lse,
+            batch_invariant=True,
+            implementation=implementation,
+        )
+        out, lse = jax.jit(run)(*beside(kind, inputs, rest if others else None))
+        shown.append((np.asarray(out[0], np.float32), np.asarray(lse[0])))
+    for one in shown[1:]:
+        for have, want in zip(one, shown[0], strict=True):
+            np.testing.assert_array_equal(have, want)
+
+
+def beside(kind, one, rest):
+    """Queries and a cache: of one sequence, with those of `rest` after it."""
+    lengths, q = one.lengths, one.q
+    new = {"lengths": lengths, "new_lengths": jnp.zeros_like(lengths)}
+    pools = {"k": one.k_cache, "v": one.v_cache}
+    table = one.page_table
+    if rest is not None:
+        q = jnp.concatenate([q, rest.q])
+        new = {name: jnp.concatenate([x, rest.lengths]) for name, x in new.items()}
+        for name, other in (("k", rest.k_cache), ("v", rest.v_cache)):
+            pools[name] = joined(kind, pools[name], other)
+        if kind == "paged":
+            width = max(table.shape[1], rest.page_table.shape[1])
+            tables = table, rest.page_table + one.k_cache.shape[0]
+            wide = [
+                jnp.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=-1) for x in tables
+            ]
+            table = jnp.concatenate(wide)
+    if kind == "per_sequence":
+        return q, pallas_attn.PerSequenceCache(**pools, **new)
+    if kind == "stacked":
+        return q, pallas_attn.StackedCache(**pools, **new)
+    pages = jnp.zeros(pools["k"].shape[0], jnp.int32)
+    return q, pallas_attn.PagedCache(
+        **pools, **new, page_table=table, free_list=pages, num_free=jnp.int32(0), holders=pages
+    )
+
+
+def joined(kind, one, other):
+    if kind == "per_sequence":
+        return (*one, *other)
+    if kind == "stacked":  # one capacity
+        one = jnp.pad(one, ((0, 0), (0, 0), (0, other.shape[2] - one.shape[2]), (0, 0)))
+    return jnp.concatenate([one, other])
 
 
 @pytest.mark.gpu

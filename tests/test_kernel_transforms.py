@@ -534,6 +534,35 @@ def test_forward_mode_through_a_kernel_says_what_to_use(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [None, "sm80"])
+def test_64_bits_change_nothing(implementation):
+    """Inside jit and outside of it, cache in place or not."""
+    normal = np.random.default_rng(0).standard_normal
+    q, k, v = (jnp.asarray(normal((2, 200, n, 64)), jnp.bfloat16) for n in (8, 2, 2))
+
+    def loss(q, k, v):
+        out = pallas_attn.flash_attention(
+            q, k, v, mask=CAUSAL, deterministic=True, implementation=implementation
+        )
+        return out.astype(jnp.float32).sum()
+
+    def step(q, k, v):
+        cache = pallas_attn.append_kv(pallas_attn.PagedCache.create(2, 40, 16, 2, 64), k, v)
+        return pallas_attn.decode_attention_with_lse(
+            q[:, -3:], cache, mask=pallas_attn.sliding_window(70), implementation=implementation
+        )
+
+    gradients = jax.value_and_grad(loss, (0, 1, 2))
+    want = jax.jit(gradients)(q, k, v), jax.jit(step)(q, k, v)
+    with jax.enable_x64(True):
+        for run in (jax.jit, lambda function: function):
+            got = run(gradients)(q, k, v), run(step)(q, k, v)
+            for have, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                wide = np.asarray(have, np.float32), np.asarray(wanted, np.float32)
+                np.testing.assert_allclose(*wide, rtol=1e-6)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, 0), (0, 0, None)])
 def test_vmap_of_the_kernel_is_the_kernel_mapped(axes):
     def drawn(seed, shape, axis):
