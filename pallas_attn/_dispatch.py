@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax import export
 
 from pallas_attn import _device, _sharding, reference
 from pallas_attn._problem import (
@@ -50,6 +51,11 @@ class Kernel:
         if not first <= int(problem.gpu.removeprefix("sm")) <= last:
             span = f"sm{first}" if first == last else f"sm{first} and later"
             return Limit(f"it is built for {span}", 'say implementation="reference"')
+        if any(export.is_symbolic_dim(size) for size in vars(problem).values()):
+            return Limit(
+                "it is compiled for sizes that are known",
+                'export a program for each size, or say implementation="reference"',
+            )
         return self._module().limit(problem)
 
     def run(self, inputs: Any, problem: Problem) -> Any:

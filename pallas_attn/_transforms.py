@@ -202,9 +202,11 @@ def attention_backward(kernel: Any, problem: AttentionProblem, residuals: Any) -
             results = tuple(x.reshape(*shape, *x.shape[1:]) for x in results)
         return results, (True,) * len(floats)
 
+    remedy = 'pass implementation="reference" to the forward call'
+    once = _underived(problem, Limit("kernels have first derivatives only", remedy))
     gradients = {
         name: _sharding.gradient_of(arrays[name], gradient)
-        for name, gradient in zip(floats, call(*arrays.values()), strict=True)
+        for name, gradient in zip(floats, call(*once(*arrays.values())), strict=True)
     }
     return AttentionInputs(**dict.fromkeys(("q", "k", "v")) | gradients)
 
@@ -299,7 +301,15 @@ def _cache_call(
         free = ("m", "k") if problem.kind == "stacked" else ("k",)
         return _sharding.over_devices(given, arrays, [axes[n] for n in dynamic], outputs, free)
 
-    # Around the arrays, not around the call: jax cannot take references out of a custom_jvp.
+    limit = Limit("kernels over caches have no derivative", 'pass implementation="reference"')
+    return call(*_underived(problem, limit)(*(leaves[n] for n in dynamic)))
+
+
+def _underived(problem: AttentionProblem | AppendProblem | DecodeProblem, limit: Limit) -> Any:
+    """The arrays as they are, and an error where somebody takes a derivative. Around the arrays,
+    not around the call: jax cannot take references out of a custom_jvp.
+    """
+
     @jax.custom_jvp
     def underived(*arrays: Array):
         return arrays
@@ -307,10 +317,9 @@ def _cache_call(
     @underived.defjvp
     def no_derivative(primals: Any, tangents: Any):
         del primals, tangents
-        limit = Limit("kernels over caches have no derivative", 'pass implementation="reference"')
         raise UnsupportedError(f"{problem.op} is differentiated: {problem}", {problem.op: limit})
 
-    return call(*underived(*(leaves[n] for n in dynamic)))
+    return underived
 
 
 def _cache_axes(problem: AppendProblem | DecodeProblem, cache: Any, *dim: str) -> list:

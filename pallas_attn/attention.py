@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_attn import _checks, _dispatch, _transforms
 from pallas_attn._problem import AttentionInputs, AttentionProblem
@@ -78,7 +79,9 @@ def flash_attention(  # noqa: PLR0913
       S == 0.
 
     Reverse-mode differentiation works with every implementation that has a backward; forward mode
-    (jvp) and higher orders need implementation="reference".
+    (jvp) and higher orders need implementation="reference". Under `jax.checkpoint` a kernel's
+    results have the names "flash_attention_out" and "flash_attention_lse": a policy that saves both
+    (`jax.checkpoint_policies.save_only_these_names`) spares the backward pass a second forward.
     """
     return flash_attention_with_lse(
         q,
@@ -179,6 +182,9 @@ def _kernel_attention(problem, implementation, inputs):
 
 def _kernel_forward(problem, implementation, inputs):
     out, lse = _kernel_attention(problem, implementation, inputs)
+    # For policies of jax.checkpoint: with both saved nothing is computed again but q, k and v.
+    out = checkpoint_name(out, "flash_attention_out")
+    lse = checkpoint_name(lse, "flash_attention_lse")
     return (out, lse), (inputs, out, lse)
 
 

@@ -546,6 +546,17 @@ def test_float64_on_a_gpu_is_refused_with_a_remedy():
     assert kernels and all("float64" in limit.reason for limit in kernels.values())
 
 
+def test_who_pads_is_told_of_the_scale():
+    dims = {20: "pad q and k with zeros, and say scale=20**-0.5 where that was the default"}
+    dims[264] = 'say implementation="reference"'
+    for dim, remedy in dims.items():
+        q = z(2, 1, 4, dim, dtype="bfloat16")
+        cache = StackedCache.create(2, 8, 2, dim, v_head_dim=8)
+        for call in (attend(q, q, q), lambda q=q, c=cache: pa.decode_attention(q, c)):
+            limits = refusal("sm90", call).limits
+            assert {limits[name].remedy for name in ("sm90", "sm80")} == {remedy}
+
+
 def test_assume_is_undone_and_stays_in_its_thread():
     seen = []
     with _device.assume("sm90"):

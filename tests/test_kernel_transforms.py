@@ -7,6 +7,7 @@ jnp code and, for the shardings, with the collectives of the compiled program.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -503,6 +504,22 @@ def test_kernels_lower_where_jax_counts_in_64_bits():
         assert "mosaic_gpu" in mosaic.lower_for_cuda(over_a_mesh(check_vma=True), Q, KV, KV)
 
 
+@pytest.mark.guards
+def test_a_policy_of_checkpoint_says_what_is_computed_again():
+    policies = jax.checkpoint_policies
+    both = policies.save_only_these_names("flash_attention_out", "flash_attention_lse")
+    launches = {policies.nothing_saveable: 3, both: 2}
+
+    def loss(q, k, v):
+        return causal(2 * q, k, v).astype(jnp.float32).sum()
+
+    for policy, wanted in launches.items():
+        run = jax.value_and_grad(jax.checkpoint(loss, policy=policy), (0, 1, 2))
+        with _device.assume("sm90"):
+            text = mosaic.lower_for_cuda(run, Q, KV, KV)
+        assert len(re.findall(r"call @run\w*\(", text)) == wanted
+
+
 @pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
 def test_a_cache_operation_that_is_differentiated_says_what_to_do(derivative):
     cache = pallas_attn.StackedCache.create(2, 8, 2, 64)
@@ -517,6 +534,31 @@ def test_a_cache_operation_that_is_differentiated_says_what_to_do(derivative):
         "caches of 8 rows\n"
         "  append: kernels over caches have no derivative\n"
         '    -> pass implementation="reference"'
+    )
+
+
+def test_the_gradient_of_a_gradient_says_what_to_do():
+    def loss(q):
+        return causal(q, q, q).astype(jnp.float32).sum()
+
+    twice = jax.grad(lambda q: jax.grad(loss)(q).astype(jnp.float32).sum())
+    with _device.assume("sm90"), pytest.raises(pallas_attn.UnsupportedError) as refused:
+        jax.jit(twice).trace(half(1, 16, 2, 64))
+    assert str(refused.value) == (
+        "flash_backward is differentiated: flash_backward on sm90: bfloat16 q[1,16,2,64], "
+        "k[1,16,2,64], v[...,64], mask causal\n"
+        "  flash_backward: kernels have first derivatives only\n"
+        '    -> pass implementation="reference" to the forward call'
+    )
+
+
+def test_sizes_that_are_not_known_are_refused():
+    (batch,) = jax.export.symbolic_shape("b")
+    with _device.assume("sm90"), pytest.raises(pallas_attn.UnsupportedError) as refused:
+        jax.export.export(jax.jit(causal), platforms=("cuda",))(*[half(batch, 16, 2, 64)] * 3)
+    assert refused.value.limits["sm90"] == pallas_attn.Limit(
+        "it is compiled for sizes that are known",
+        'export a program for each size, or say implementation="reference"',
     )
 
 

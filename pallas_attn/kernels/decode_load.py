@@ -10,7 +10,7 @@ from jax import lax
 
 from pallas_attn._problem import DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels import decode_merge, decode_plan, warps
+from pallas_attn.kernels import decode_merge, decode_plan, operands, warps
 from pallas_attn.kernels.decode_plan import BLANK, Piece, Plan, Share, Table
 
 Ref = Any
@@ -47,7 +47,7 @@ def narrow_limit(problem: DecodeProblem) -> Limit | None:
     if problem.head_dim % 64 or problem.v_head_dim % 8:
         return Limit(
             f"a quantised cache of head dim {problem.head_dim}; it takes multiples of 64",
-            "pad it with zeros",
+            operands.how_to_pad(problem.head_dim),
         )
     sizes = problem.capacities if problem.page_size is None else (problem.page_size,)
     if any(size % 4 for size in sizes) or problem.v_head_dim % 16:

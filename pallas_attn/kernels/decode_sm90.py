@@ -38,6 +38,7 @@ from pallas_attn.kernels import (
     decode_plan,
     fragments,
     matrices,
+    operands,
     softmax,
     tiles,
     warps,
@@ -178,12 +179,8 @@ def limit(problem: DecodeProblem) -> Limit | None:
         return Limit(f"float32 queries over {what}; it takes bfloat16 and float16", "cast q")
     if problem.shared_kv and (refused := decode_latent.limit(problem, Config(stages=2))):
         return refused
-    for name in ("head_dim", "v_head_dim") if not problem.shared_kv else ():
-        size = getattr(problem, name)
-        if size % 8 or not 8 <= size <= 256:
-            return Limit(
-                f"{name} is {size}; it takes multiples of 8 up to 256", "pad it with zeros"
-            )
+    if not problem.shared_kv and (refused := operands.dims_limit(problem)):
+        return refused
     most = sum(capacity // 64 + 1 for capacity in problem.capacities)
     if most * problem.q_heads * problem.q_len >= 2**31 or max(problem.capacities) >= 2**30:
         return Limit("it counts tiles of keys in 32 bits", "split the sequences over several calls")

@@ -143,12 +143,8 @@ def limit(
         return Limit(
             f"it takes bfloat16, float16 and float32, not {problem.dtype}", "cast q, k and v"
         )
-    for name in ("head_dim", "v_head_dim"):
-        size = getattr(problem, name)
-        if size % 8 or not 8 <= size <= 256:
-            return Limit(
-                f"{name} is {size}; it takes multiples of 8 up to 256", "pad it with zeros"
-            )
+    if (refused := operands.dims_limit(problem)) is not None:
+        return refused
     if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
         return Limit("it counts query rows of all heads in 32 bits", "split the batch")
     if not fits(problem, need or smem_bytes, config or Config.default(problem)):

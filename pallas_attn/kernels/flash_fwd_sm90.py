@@ -148,12 +148,8 @@ def limit(problem: AttentionProblem) -> Limit | None:
             f"it takes bfloat16, float16 and float32, not {problem.dtype}",
             "cast q, k and v, or another one",
         )
-    for name in ("head_dim", "v_head_dim"):
-        size = getattr(problem, name)
-        if size % 8 or not 8 <= size <= 256:
-            return Limit(
-                f"{name} is {size}; it takes multiples of 8 up to 256", "pad it with zeros"
-            )
+    if (refused := operands.dims_limit(problem)) is not None:
+        return refused
     if terms.of_scores(problem).dtype == "float32" and problem.head_dim + problem.v_head_dim >= 432:
         return Limit(
             f"the gradient of float32 with head dims {problem.head_dim} and {problem.v_head_dim} "

@@ -9,11 +9,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn.errors import Limit
 from pallas_attn.kernels.terms import Kind, split
 
 
 def round_up(n: int, to: int) -> int:
     return -(-n // to) * to
+
+
+def dims_limit(problem: Any) -> Limit | None:
+    """Why head dims are none that kernels take, or None."""
+    dims = {"head_dim": problem.head_dim, "v_head_dim": problem.v_head_dim}
+    for name, size in dims.items():
+        reason = f"{name} is {size}; it takes multiples of 8 up to 256"
+        if size > 256:
+            return Limit(reason, 'say implementation="reference"')
+        if size % 8:
+            return Limit(reason, how_to_pad(size) if name == "head_dim" else "pad v with zeros")
+    return None
+
+
+def how_to_pad(dim: int) -> str:
+    return f"pad q and k with zeros, and say scale={dim}**-0.5 where that was the default"
 
 
 def rows_in_tma(rows: int) -> int:
