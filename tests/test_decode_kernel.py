@@ -685,26 +685,23 @@ def test_bits_do_not_depend_on_the_batch(kind):
 
 @pytest.mark.gpu
 @every_kind
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("implementation", ["sm90", "sm80"])
+@pytest.mark.parametrize(
+    "implementation, dtype", [("sm90", "bfloat16"), ("sm90", "float32"), ("sm80", "bfloat16")]
+)
 def test_bits_do_not_depend_on_the_size_of_the_batch(kind, dtype, implementation):
-    """One sequence alone, beside two and beside 79, whose caches are larger."""
-    shown = []
-    for others, capacity in ((0, 4096), (2, 4096), (79, 4096 + 512)):
-        case = large(kind, 1, capacity=4096, dtype=dtype, batch_invariant=True)
-        inputs = dataclasses.replace(case, lengths=(4000,)).inputs()
-        more = large(kind, max(others, 1), capacity=capacity, dtype=dtype)
-        rest = dataclasses.replace(more, lengths=tuple(range(max(others, 1)))).inputs(seed=1)
-        run = functools.partial(
-            pallas_attn.decode_attention_with_lse,
-            batch_invariant=True,
-            implementation=implementation,
-        )
-        out, lse = jax.jit(run)(*beside(kind, inputs, rest if others else None))
-        shown.append((np.asarray(out[0], np.float32), np.asarray(lse[0])))
-    for one in shown[1:]:
-        for have, want in zip(one, shown[0], strict=True):
-            np.testing.assert_array_equal(have, want)
+    """One sequence alone, beside two and beside 39, whose caches are larger."""
+    sizes = {"q_heads": 16, "kv_heads": 4, "head_dim": 64, "v_head_dim": 64, "dtype": dtype}
+    first = Case(kind, (2000,), capacity=2048, **sizes).inputs()
+    run = functools.partial(
+        pallas_attn.decode_attention_with_lse, batch_invariant=True, implementation=implementation
+    )
+    shown = [jax.jit(run)(*beside(kind, first, None))]
+    for lengths in ((0, 2176), tuple(range(1, 40))):
+        others = Case(kind, lengths, capacity=2176, **sizes).inputs(seed=1)
+        shown.append(jax.jit(run)(*beside(kind, first, others)))
+    for more in shown[1:]:
+        for have, want in zip(more, shown[0], strict=True):
+            np.testing.assert_array_equal(np.asarray(have[0]), np.asarray(want[0]))
 
 
 def beside(kind, one, rest):
