@@ -3,6 +3,7 @@ the right thing: tests/test_quantized.py, test_decode_steps.py, the drawn proble
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn._problem import DecodeProblem
-from pallas_attn.kernels import decode_sm90, widen
+from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn.kernels import decode_sm80, decode_sm90, widen
 from pallas_attn.masks import CAUSAL
 from tests import mosaic
 
@@ -66,8 +67,8 @@ def permuted(low, high, selector):
 
 @every_dtype
 def test_what_the_widening_instructions_make_of_every_number(dtype):
-    """`widen`, instruction by instruction, in NumPy: exact. float8_e4m3fn has an instruction of its
-    own; that its numbers are numbers of float16 is all there is to see here.
+    """`widen`, instruction by instruction, in NumPy: exact. float8_e4m3fn by integers: it has an
+    instruction of its own on newer GPUs.
     """
     word = np.arange(256, dtype=np.uint8)
     numbers = word.view(jnp.dtype(dtype)).astype(np.float32)
@@ -82,7 +83,12 @@ def test_what_the_widening_instructions_make_of_every_number(dtype):
         elif dtype == "float8_e5m2":
             pairs = [permuted(word.view(np.uint32), 0, order) for order in (0x1404, 0x3424)]
         else:
-            continue
+            halves = [permuted(word.view(np.uint32), 0, order) for order in (0x1404, 0x3424)]
+            halves = [half.view(np.uint32) for half in halves]
+            small = [(half & 0x7F007F00) >> 1 | half & 0x80008000 for half in halves]
+            with np.errstate(over="ignore", invalid="ignore"):
+                pairs = [half.view(np.float16) for half in small]
+                pairs = [x * np.float16(256) + x * np.float16(36864) * np.float16(0) for x in pairs]
         np.testing.assert_array_equal(np.concatenate(pairs), wanted)
 
 
@@ -109,3 +115,37 @@ def test_machine_code(kind, dtype):
     assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
     assert report.tensor_maps == 0
     assert report.sass.count("HMMA") == made["bfloat16"].sass.count("HMMA") > 0
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+def test_machine_code_of_a_gpu_that_converts_by_integers():
+    q = jax.ShapeDtypeStruct((16, 1, 32, 128), jnp.bfloat16)
+    cache = jax.eval_shape(lambda: CACHES["stacked"]("float8_e4m3fn"))
+    report = mosaic.compile_for(pa.decode_attention_with_lse, q, cache, target="a100", sass=False)
+    assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
+
+
+@pytest.mark.gpu
+def test_integers_and_the_instruction_give_the_same_bits():
+    """Of every number, NaN too, where an older GPU is pretended."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (2, 2, 256, 64)).astype(np.uint8)
+    codes[0] = np.where(codes[0] & 0x7F == 0x7F, 0, codes[0])  # a NaN in a key is one everywhere
+    k, v = (jnp.asarray(x.view(jnp.float8_e4m3fn))[None] for x in codes)
+    ones = jnp.ones((1, 2, 256), jnp.float32)
+    q = jnp.asarray(rng.standard_normal((1, 1, 8, 64)) / 64, jnp.bfloat16)
+    inputs = DecodeInputs(q, k, v, jnp.array([256]), None, None, None, ones, ones)
+    sizes = {"sequences": 1, "q_heads": 8, "kv_heads": 2, "head_dim": 64, "v_head_dim": 64}
+    problem = dataclasses.replace(PROBLEM, **sizes, capacities=(256,), scale=0.125)
+    made = []
+    for gpu in ("sm80", "sm90"):
+        call = functools.partial(
+            decode_sm80.run,
+            problem=dataclasses.replace(problem, gpu=gpu),
+            config=decode_sm80.Config(stages=3, ctas=2),
+        )
+        made.append(jax.jit(call)(inputs))
+    out = np.asarray(made[0][0], np.float32)
+    assert np.isnan(out).any() and np.isfinite(out).any() and np.isfinite(made[0][1]).all()
+    jax.tree.map(np.testing.assert_array_equal, *made)

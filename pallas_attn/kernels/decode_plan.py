@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._problem import DecodeProblem
-from pallas_attn.kernels import fragments, softmax, tiles, warps
+from pallas_attn.kernels import fragments, softmax, tiles, warps, widen
 
 Ref = Any
 Scalar = Any
@@ -119,7 +119,8 @@ class Plan:
 
     @functools.cached_property
     def split(self) -> fragments.Split:
-        return fragments.Split(self.row_blocks, self.tile, self.folded)
+        integers = widen.by_integers(self.problem.cache_dtype, self.problem.gpu)
+        return fragments.Split(self.row_blocks, self.tile, self.folded, integers)
 
     @property
     def folded(self) -> bool:

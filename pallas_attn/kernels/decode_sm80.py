@@ -43,9 +43,6 @@ def limit(problem: DecodeProblem) -> Limit | None:
         return Limit("it does not take V within K", 'say implementation="reference"')
     if (refused := decode_sm90.limit(problem)) is not None:
         return refused
-    generation = int((problem.gpu or "sm80").removeprefix("sm"))
-    if problem.quantized and problem.cache_dtype == "float8_e4m3fn" and generation < 89:
-        return Limit("float8_e4m3fn wants a GPU of sm89 or later", "create the cache as int8")
     if not fits(problem, smem_bytes, Config.default(problem)):
         return Limit(
             "such rows do not fit in the shared memory of this GPU",

@@ -67,10 +67,11 @@ class Split:
 
     `folded`: of 8 query rows or less. Where rows 8 to 15 of scores would be, lie those of rows 0 to
     7 and every second group of 8 keys: half as many numbers for a thread to work on.
+    `integers`: how keys of 8 bits are made 16 (`widen.by_integers`).
     """
 
-    def __init__(self, row_blocks: int, keys: int, folded: bool = False):
-        self.row_blocks, self.keys, self.folded = row_blocks, keys, folded
+    def __init__(self, row_blocks: int, keys: int, folded: bool = False, integers: bool = False):
+        self.row_blocks, self.keys, self.folded, self.integers = row_blocks, keys, folded, integers
         self.groups = warps.WARPS // row_blocks  # of keys
         self.columns = keys // self.groups
         self.width = self.columns // 2 if folded else self.columns
@@ -299,7 +300,7 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
         registers: list[Any] = []
         for column in range(0, split.columns, 8):
             b = words_of_row(pointer, start, lane, dim * size // 2, column * words)
-            b = b if size == 2 else widen.widened(b, str(jnp.dtype(ref_dtype)))
+            b = b if size == 2 else widen.widened(b, str(jnp.dtype(ref_dtype)), split.integers)
             sums = [[zero] * 4 for _ in range(2)]
             for n in range(len(b) // 2):
                 sums[n % 2] = mma(sums[n % 2], a[4 * n : 4 * n + 4], b[2 * n : 2 * n + 2], dtype)
@@ -377,9 +378,8 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
                 ahead = [(key + n) * chunks for n in (0, 1, 8, 9)]
                 if narrow is not None:
                     rows = [four_words(pointer, chunk, offset, 2) for offset in ahead]
-                    low, high = (
-                        widen.widened(widen.interleaved(*rows[n : n + 2]), narrow) for n in (0, 2)
-                    )
+                    pairs_of_rows = [widen.interleaved(*rows[n : n + 2]) for n in (0, 2)]
+                    low, high = (widen.widened(x, narrow, split.integers) for x in pairs_of_rows)
                 else:
                     rows = [_chunk(pointer, chunk, offset, lane % 2) for offset in ahead]
                     low, high = (_columns(*rows[n : n + 2]) for n in (0, 2))

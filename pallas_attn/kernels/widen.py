@@ -1,7 +1,10 @@
 """Numbers of 8 bits made float16 in registers, exactly: 4 of them, a word, become 2 words.
 
-float8_e4m3fn has an instruction, which converts two. float8_e5m2 is the upper half of a float16.
-int8 is what lies behind the exponent of 2**10, less 1024 + 128.
+float8_e4m3fn has an instruction, which converts two, from sm89 on. Before, the bits behind its sign
+go one place down in the upper half of a float16, which is 256 times too small then: exponents of 0
+too. 1.875, which would become 480, stands for NaN: times 36864 it alone overflows, and infinity
+times 0 is what is added. float8_e5m2 is the upper half of a float16. int8 is what lies behind the
+exponent of 2**10, less 1024 + 128.
 """
 
 import functools
@@ -28,12 +31,25 @@ _CODE = {
     ),
 }
 DTYPES = tuple(_CODE)
+_BY_INTEGERS = " ".join(
+    f"{{ .reg .b32 m, c; prmt.b32 {x}, $2, 0, {order}; and.b32 m, {x}, 0x7F007F00; "
+    f"shr.u32 m, m, 1; and.b32 {x}, {x}, 0x80008000; or.b32 {x}, {x}, m; mov.b32 c, 0x78807880; "
+    f"mul.f16x2 m, {x}, c; mov.b32 c, 0; mul.f16x2 m, m, c; mov.b32 c, 0x5C005C00; "
+    f"fma.rn.f16x2 {x}, {x}, c, m; }}"
+    for x, order in (("$0", "0x1404"), ("$1", "0x3424"))
+)
 
 
-def widened(words: list[Value], dtype: str) -> list[Value]:
-    """Words of 4 numbers -> words of 2, in the order in which they lie."""
+def by_integers(dtype: str, gpu: str | None) -> bool:
+    """Whether a GPU of this generation has no instruction for it."""
+    return dtype == "float8_e4m3fn" and int((gpu or "sm80").removeprefix("sm")) < 89
+
+
+def widened(words: list[Value], dtype: str, integers: bool = False) -> list[Value]:
+    """Words of 4 numbers -> words of 2, in their order. `integers`: `by_integers`."""
     two = ir.Type.parse("!llvm.struct<(i32, i32)>")
-    made = [llvm.inline_asm(two, [word], _CODE[dtype], "=&r,=&r,r") for word in words]
+    code = _BY_INTEGERS if integers else _CODE[dtype]
+    made = [llvm.inline_asm(two, [word], code, "=&r,=&r,r") for word in words]
     return [llvm.extractvalue(warps.i32(), pair, [i]) for pair in made for i in range(2)]
 
 
