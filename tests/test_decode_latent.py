@@ -1,5 +1,5 @@
-"""The decode kernel over latent caches: right in the interpreter and, with `-m gpu`, on the real
-thing; what it refuses; its machine code.
+"""The decode kernels over latent caches, Hopper's and the portable one: right in the interpreter
+and, with `-m gpu`, on the real thing; what they refuse; their machine code.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, reference, sliding_window
 from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn.kernels import decode_sm80
 from pallas_attn.kernels import decode_sm90 as kernel
 from tests import mosaic, test_decode_kernel
 
@@ -36,7 +37,8 @@ class Case(test_decode_kernel.Case):
 
 def launched(case, inputs, config=None):
     config = config or kernel.Config.default(case.problem)
-    return jax.jit(functools.partial(kernel.run, problem=case.problem, config=config))(inputs)
+    run = functools.partial(test_decode_kernel.run, problem=case.problem, config=config)
+    return jax.jit(run)(inputs)
 
 
 def check(case, config=None, seed=0):
@@ -78,11 +80,32 @@ CASES = {
 }  # fmt: skip
 
 
+PORTABLE = decode_sm80.Config
+OF_WARPS = {
+    "separate": (
+        Case("per_sequence", (70, 130), q_len=5, q_heads=8, mask=sliding_window(50)),
+        PORTABLE(stages=2, ctas=3),
+    ),
+    "paged_one_stage": (
+        Case("paged", (70, 132), layers=2, softcap=3.0, sinks=True, head_dim=200),
+        PORTABLE(tile=32, stages=1, ctas=3),
+    ),
+    "batch_invariant": (
+        Case(lengths=(200, 3), batch_invariant=True, dtype="float16", v_head_dim=112),
+        PORTABLE(tile=32, stages=3, ctas=4, fixed=2),
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.guards
-@pytest.mark.parametrize("name", CASES)
-def test_interpreted(name):
+@pytest.mark.parametrize(
+    "case, config",
+    [*CASES.values(), *OF_WARPS.values()],
+    ids=[*CASES, *(f"portable-{name}" for name in OF_WARPS)],
+)
+def test_interpreted(case, config):
     with mosaic.interpret():
-        check(*CASES[name])
+        check(case, config)
 
 
 @pytest.mark.guards
@@ -116,6 +139,38 @@ def test_machine_code(kind):
     assert (report.launches, report.copies) == (1, 0)
     assert report.spill_bytes <= 256
     assert not {"C7510", "C7511", "C7512", "C7513"} & set(report.notes)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("target", ["a100", "sm89"])
+def test_machine_code_of_the_portable_kernel(target):
+    sizes = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shared_kv": True}
+    cache = jax.eval_shape(lambda: pa.PagedCache.create(32, 4096, 64, capacity=8192, **sizes))
+    q = jax.ShapeDtypeStruct((32, 1, 16, 576), jnp.bfloat16)
+    report = mosaic.compile_for(compiled, q, cache, target=target, sass=False)
+    assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"quantized": True, "cache_dtype": "int8"}, "a int8 cache with V within K"),
+        ({"dtype": "float32", "cache_dtype": "float32"}, "float32 queries over V within K"),
+        ({"v_head_dim": 120}, "V within K of head dims 192 and 120; it takes multiples of 8"),
+        ({"head_dim": 2048, "gpu": "sm89"}, "such rows do not fit in the shared memory"),
+        ({"sequences": 3000, "capacities": (64,) * 3000}, "3000 sequences; it takes up to 2000"),
+    ],
+)
+def test_limits_of_the_portable_kernel(fields, reason):
+    problem = Case("per_sequence").problem
+    assert decode_sm80.limit(problem) is None
+    assert decode_sm80.limit(dataclasses.replace(problem, **fields)).reason.startswith(reason)
+
+
+def test_tiles_of_the_portable_kernel():
+    with pytest.raises(ValueError, match=r"Config\.tile must be 32 or 64 of V within K, got 128"):
+        launched(Case(), Case().inputs(), PORTABLE(tile=128))
 
 
 @pytest.mark.parametrize(
@@ -162,6 +217,14 @@ def test_on_the_gpu(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("gpu", ["sm80", "sm89", "sm90"])  # whose shared memory is pretended
+@pytest.mark.parametrize("case", [*CASES, *OF_WARPS, *LARGE])
+def test_portable_on_the_gpu(case, gpu):
+    case, *_ = ({**CASES, **OF_WARPS}[case]) if case not in LARGE else (LARGE[case],)
+    check(case, PORTABLE.default(dataclasses.replace(case.problem, gpu=gpu)))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(20))
 def test_drawn_on_the_gpu(seed):
     """Any lengths, rows, pages, windows and numbers of blocks; twice the same bits."""
@@ -180,8 +243,10 @@ def test_drawn_on_the_gpu(seed):
         mask=pick(CAUSAL, sliding_window(100)),
         batch_invariant=pick(False, True),
     )
-    config = dataclasses.replace(kernel.Config.default(case.problem), ctas=pick(7, 132), fixed=2)
-    check(case, config, seed)
-    inputs = case.inputs(seed, 0.0)
-    one, two = (launched(case, inputs, config) for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, one, two)
+    ctas = pick(7, 132)
+    for chooser in (kernel.Config, PORTABLE):
+        config = dataclasses.replace(chooser.default(case.problem), ctas=ctas, fixed=2)
+        check(case, config, seed)
+        inputs = case.inputs(seed, 0.0)
+        one, two = (launched(case, inputs, config) for _ in range(2))
+        jax.tree.map(np.testing.assert_array_equal, one, two)

@@ -3,6 +3,7 @@ which tile is next.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -188,21 +189,7 @@ def _fetch_by_threads(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, p
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
     caches = thread.pick(at.m, given.caches) if len(given.caches) > 1 else given.caches[0]
     start = at.slot * plan.tile
-    if plan.problem.kind != "paged":
-        begin = _source(thread, (given, smem.table), at, thread.index * 0, live >= 1, plan)
-
-    def line_of(row: Any) -> Any:
-        if plan.problem.kind != "paged":
-            return begin + thread.wide(row)
-        piece = row // plan.page_rows
-        if plan.tile // plan.page_rows <= 32:
-            page = thread.of_lane(at.page, piece)
-        else:
-            slot = thread.select(row < live, at.row + row, 0) // plan.problem.page_size
-            page = _entry(thread, given, at.m, slot, plan)
-        place = at._replace(page=page)
-        return _source(thread, (given, smem.table), place, row, row < live, plan)
-
+    line_of = finder(thread, (given, smem.table), at, live, plan)
     dims = (plan.problem.head_dim, plan.problem.v_head_dim)
     for cache, ring, dim in zip(caches[:2], (smem.k, smem.v), dims, strict=True):
         words = plan.itemsize * dim // 16
@@ -221,6 +208,27 @@ def _fetch_by_threads(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, p
             source = line_of(thread.minimum(row, plan.tile - 1))
             thread.copy_async((ring, start + row), (cache, source), row < live, inside, 4)
     thread.commit_copies()
+
+
+def finder(
+    thread: warps.Thread, refs: tuple[Refs, Table], at: Tile, live: Any, plan: Plan
+) -> Callable[[Any], Any]:
+    """Where threads copy: row of the tile, of which `live` exist -> `_source` of it."""
+    given, _ = refs
+    if plan.problem.kind != "paged":
+        begin = _source(thread, refs, at, thread.index * 0, live >= 1, plan)
+        return lambda row: begin + thread.wide(row)
+
+    def line_of(row: Any) -> Any:
+        piece = row // plan.page_rows
+        if plan.tile // plan.page_rows <= 32:
+            page = thread.of_lane(at.page, piece)
+        else:
+            slot = thread.select(row < live, at.row + row, 0) // plan.problem.page_size
+            page = _entry(thread, given, at.m, slot, plan)
+        return _source(thread, refs, at._replace(page=page), row, row < live, plan)
+
+    return line_of
 
 
 def _scale_bytes(rows: Any) -> Any:

@@ -25,10 +25,10 @@ def _positions(plan: Plan, piece: Piece, tile: Scalar) -> tuple[Any, Any]:
     key = tile * plan.tile + split.first(warp) + split.key(own, column)
     query = split.row_block(warp) * fragments.ROWS + split.query(own)
     query = query + lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
-    return piece.length - problem.q_len + _divided(plan, query), key
+    return piece.length - problem.q_len + divided(plan, query), key
 
 
-def _divided(plan: Plan, query: Array) -> Array:
+def divided(plan: Plan, query: Array) -> Array:
     """query // group, by multiplication: LLVM makes a division of small numbers one of 16 bits,
     which that of JAX 0.12 then does not know for this GPU.
     """

@@ -1,6 +1,7 @@
 """Decode attention for every GPU from Ampere on: `decode_sm90`, whose tiles of keys are brought by
 the threads themselves (cp.async) where Hopper has bulk copies. All else, the dealing of work, the
-matmuls (mma.sync), the softmax and the merge of parts, is that kernel's.
+matmuls (mma.sync), the softmax and the merge of parts, is that kernel's. V within K has a kernel of
+its own (`decode_latent_sm80`).
 
 A tile is there when each thread's own copies are and all have met, which they do once a tile
 anyway. Rows that do not exist are zeros that cp.async puts there.
@@ -9,9 +10,9 @@ anyway. Rows that do not exist are zeros that cp.async puts there.
 import dataclasses
 from typing import Any
 
-from pallas_attn._problem import DecodeProblem
+from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels import decode_sm90
+from pallas_attn.kernels import decode_latent_sm80, decode_merge, decode_sm90
 from pallas_attn.kernels.portable import fits
 
 MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 128, "sm90": 132, "sm100": 148}
@@ -21,14 +22,16 @@ MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 128, "sm90": 132, "sm100": 1
 class Config(decode_sm90.Config):
     """Tuning only: the result is the same up to rounding."""
 
-    bulk = False
+    bulk, least = False, 1
 
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
         """What serves a problem that nobody tuned: as many bytes in flight as there is room for."""
         ctas = MULTIPROCESSORS.get(problem.gpu or "", 132)
         choices = [cls(tile=64, stages=stages, ctas=ctas) for stages in (6, 5, 4, 3, 2)]
-        if problem.dtype == "float32":
+        if problem.shared_kv:
+            choices += [cls(tile=32, stages=stages, ctas=ctas) for stages in (3, 2, 1)]
+        elif problem.dtype == "float32":
             # Two blocks a multiprocessor, one of which computes while the other waits.
             pair = [cls(tile=tile, stages=2, ctas=2 * ctas) for tile in (64, 32)]
             pair = [one for one in pair if fits(problem, _bytes_of_two, one)]
@@ -39,9 +42,12 @@ class Config(decode_sm90.Config):
 
 def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
+    own = problem
     if problem.shared_kv:
-        return Limit("it does not take V within K", 'say implementation="reference"')
-    if (refused := decode_sm90.limit(problem)) is not None:
+        if (refused := decode_latent_sm80.limit(problem)) is not None:
+            return refused
+        own = dataclasses.replace(problem, shared_kv=False, head_dim=64, v_head_dim=64)
+    if (refused := decode_sm90.limit(own)) is not None:
         return refused
     if not fits(problem, smem_bytes, Config.default(problem)):
         return Limit(
@@ -52,7 +58,8 @@ def limit(problem: DecodeProblem) -> Limit | None:
 
 
 def smem_bytes(problem: DecodeProblem, config: Any) -> int:
-    return decode_sm90.smem_bytes(problem, config)
+    where = decode_latent_sm80 if problem.shared_kv else decode_sm90
+    return where.smem_bytes(problem, config)
 
 
 def _bytes_of_two(problem: DecodeProblem, config: Any) -> int:
@@ -60,4 +67,9 @@ def _bytes_of_two(problem: DecodeProblem, config: Any) -> int:
     return 2 * smem_bytes(problem, config) + 1024
 
 
-run = decode_sm90.run
+def run(inputs: DecodeInputs, problem: DecodeProblem, config: Any) -> tuple[Any, Any]:
+    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
+    if not problem.shared_kv or not max(problem.capacities) or problem.pages == 0:
+        return decode_sm90.run(inputs, problem, config)
+    counters = decode_merge.counters(decode_latent_sm80.LatentPlan(problem, config))
+    return decode_latent_sm80.launch(inputs, counters, problem, config)

@@ -78,12 +78,12 @@ class Config:
     many: bool = False
     turn: int = 0
     eager: bool = False
-    bulk = True  # copies of whole tiles; see `decode_sm80`
+    bulk, least = True, 2  # copies of whole tiles; the least stages; see `decode_sm80`
 
     def __post_init__(self):
         wants = {
             "tile": (self.tile in (32, 64, 128, 256), "32, 64, 128 or 256"),
-            "stages": (self.stages >= 2, "at least 2"),
+            "stages": (self.stages >= self.least, f"at least {self.least}"),
             "ctas": (self.ctas >= 1, "at least 1"),
             "fixed": (self.fixed >= 1, "at least 1"),
             "turn": (self.turn % decode_plan.GRAIN == 0 <= self.turn, "a multiple of 16"),
