@@ -381,6 +381,8 @@ def select(cases: Iterable[Case], wanted: str) -> tuple[Any, ...]:
             )
         for case in hits:
             chosen.pop(case.name, None) if drop else chosen.setdefault(case.name, case)
+    if not chosen:
+        raise ValueError(f"cases: expected tags or globs that leave a case, got {wanted!r}")
     return tuple(case for case in cases if case.name in chosen)
 
 

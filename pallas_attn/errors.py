@@ -26,3 +26,7 @@ class UnsupportedError(NotImplementedError):
         for name, limit in limits.items():
             lines += [f"  {name}: {limit.reason}", f"    -> {limit.remedy}"]
         super().__init__("\n".join(lines))
+        self._headline = headline
+
+    def __reduce__(self):  # between processes; an exception's own way is by its message alone
+        return type(self), (self._headline, self.limits)

@@ -255,6 +255,17 @@ def test_a_benchmark_without_a_gpu_says_so():
         run_bench("sideways", "grid")
     with pytest.raises(ValueError, match="peers: expected names of cudnn, .*, got 'cudn'"):
         run_bench("forward", "grid", Options(peers="xla,cudn"))
+    with pytest.raises(ValueError, match="cases: expected tags or globs that leave a case, got ''"):
+        run_bench("forward", "")
+
+
+def test_a_plot_that_cannot_be_is_said_before_anything_is_measured(tmp_path):
+    timer = FakeTimer()
+    (tmp_path / "file").touch()
+    for plot, wrong in (("a.gif", ValueError), ("file/a.png", OSError)):
+        with pytest.raises(wrong):
+            run_bench("append", "m1", Options(plot=str(tmp_path / plot)), timer=timer)
+    assert not timer.calls
 
 
 @pytest.mark.parametrize("name", ["kv_lengths_causal", "documents", "offsets_by_row", "sinks"])
@@ -372,6 +383,7 @@ def test_a_plot_is_drawn(tmp_path):
 
     for op, groups in report.latest(fake_rows()).items():
         path = tmp_path / f"{op}.png"
+        plots.ready(str(path))
         plots.bars(groups, CEILINGS, str(path))
         assert path.read_bytes().startswith(b"\x89PNG")
 

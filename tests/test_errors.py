@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import pickle
 import re
 import threading
 
@@ -473,6 +474,8 @@ def test_the_error_is_an_exception_of_its_own():
     assert isinstance(error, NotImplementedError) and not isinstance(error, ValueError)
     assert str(error) == "Nobody does.\n  one: it is Monday\n    -> wait"
     assert error.limits == {"one": Limit("it is Monday", "wait")}
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and again.limits == error.limits
 
 
 def test_no_fallback_on_a_gpu():

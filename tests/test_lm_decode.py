@@ -384,6 +384,19 @@ def shown(stdout, stderr, **changes):
     return session.decode(session.Settings(**settings | changes), stdout, stderr)
 
 
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ({"stop": (-1,)}, "stop_ids: expected tokens from 0 to 255, got [-1]"),
+        ({"out": "x"}, "out: the rows are those of a report; say --report=FOLDER as well"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(flag, message):
+    with pytest.raises(ValueError) as caught:
+        shown(io.StringIO(), io.StringIO(), **flag)
+    assert str(caught.value) == message
+
+
 def test_text_comes_in_the_order_of_the_prompts():
     out, err = io.StringIO(), io.StringIO()
     assert shown(out, err, batch=1) == 0

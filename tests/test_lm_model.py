@@ -345,6 +345,7 @@ def test_training_learns_and_leaves_a_checkpoint(tmp_path, monkeypatch):
     [
         (100, {}, "text: expected at least 5140 bytes, got 100"),
         (9999, {"steps": 0}, "steps: expected at least 1, got 0"),
+        (9999, {"learning_rate": -1.0}, "learning_rate: expected above 0 and below 1, got -1.0"),
     ],
 )
 def test_training_says_what_it_needs(tmp_path, size, options, message):

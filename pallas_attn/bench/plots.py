@@ -1,5 +1,6 @@
 """Bars: ours beside its peers, under the ceiling. Needs matplotlib (the extra `plot`)."""
 
+import importlib.util
 import pathlib
 from collections.abc import Sequence
 
@@ -20,6 +21,17 @@ _COLOURS = {
 }
 _OTHERS = "#F0E442"
 _WIDE = 16  # cases a row of bars can hold
+
+
+def ready(path: str) -> None:
+    """Says what a plot is missing before anything is measured for it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("plot: drawing takes the package matplotlib: pip install '.[plot]'")
+    if not path.endswith(".png"):
+        raise ValueError(f"plot: expected a name that ends with .png, got {path}")
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab"):
+        pass
 
 
 def bars(groups: Sequence[Sequence[Row]], ceilings: dict[str, float], path: str) -> None:
@@ -56,7 +68,6 @@ def bars(groups: Sequence[Sequence[Row]], ceilings: dict[str, float], path: str)
     handles = [matplotlib.patches.Patch(color=_colour(name), label=name) for name in _names(groups)]
     columns = min(len(handles), int(width / 1.7))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
-    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 

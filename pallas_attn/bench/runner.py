@@ -18,7 +18,7 @@ import numpy as np
 from pallas_attn import _tuning
 from pallas_attn import cases as known
 from pallas_attn._case import AppendCase, DecodeCase
-from pallas_attn.bench import peers, report, rows, subjects, timing, verify
+from pallas_attn.bench import peers, plots, report, rows, subjects, timing, verify
 from pallas_attn.bench.rows import Row
 from pallas_attn.bench.timing import Subject, Timer
 
@@ -93,6 +93,8 @@ def run_bench(
         raise ValueError(
             "a benchmark times a GPU and jax found none; see python run.py for what runs here"
         )
+    if options.plot:
+        plots.ready(options.plot)
     timer = timer or timing.CuptiTimer()
     provenance = rows.Provenance.here(options.commit)
     say(f"{provenance.gpu}, jax {provenance.jax}, commit {provenance.commit}")
@@ -118,8 +120,6 @@ def run_bench(
     for line in report.summary(groups, failures):
         say(line)
     if options.plot and groups:
-        from pallas_attn.bench import plots
-
         plots.bars(groups, ceilings, options.plot)
     return int(bool(failures))
 

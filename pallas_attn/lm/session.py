@@ -70,11 +70,16 @@ def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
             "implementation: a model runs several operations, which no kernel does alone; expected "
             f"reference or nothing, got {settings.implementation!r}"
         )
+    if settings.out is not None and settings.report is None:
+        raise ValueError("out: the rows are those of a report; say --report=FOLDER as well")
     dtype = settings.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
     config, tokenizer, stop, weights = _model(settings)
     prompts = _prompts(settings, config, tokenizer)
     options = _options(settings, config, prompts, dtype, stop)
     refuse(config, options, prompts, settings.max_new_tokens)
+    asked = list(settings.stop or ())
+    if any(not 0 <= token < config.vocab for token in asked):
+        raise ValueError(f"stop_ids: expected tokens from 0 to {config.vocab - 1}, got {asked}")
     _must_fit(config, options, _memory())
     params = weights(dtype)
     run = Run(config, params, options, prompts, settings.max_new_tokens, settings.seed)
@@ -235,6 +240,8 @@ class _Report:
         if settings.checkpoint is not None:
             name = pathlib.Path(settings.checkpoint).resolve().name
         pathlib.Path(str(settings.report)).mkdir(parents=True, exist_ok=True)
+        if settings.out is not None:
+            rows.append(settings.out, [])  # what cannot be written is said before a minute's work
         self._settings, self._run, self._view = settings, run, view
         self._subject = report.Subject(name, run.config, params, run.options, context)
         self._start, slots = time.perf_counter(), run.options.slots

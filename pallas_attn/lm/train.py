@@ -61,6 +61,10 @@ class Recipe:
         for name in ("steps", "batch", "context", "every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if not 0 < self.learning_rate < 1:  # nor NaN
+            raise ValueError(
+                f"learning_rate: expected above 0 and below 1, got {self.learning_rate}"
+            )
 
 
 class Moment(NamedTuple):
