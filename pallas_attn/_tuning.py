@@ -102,7 +102,7 @@ def _of_one_sequence(kernel: str, module: ModuleType, problem: Any) -> Any:
     """
     one = {"sequences": 1, "capacities": (_ROWS_OF_ONE,), "batch_invariant": False}
     config = _choose(kernel, module, dataclasses.replace(problem, **one))
-    while not fits(module, problem, config) and config.stages > 2:
+    while not fits(module, problem, config) and config.stages > config.least:
         config = dataclasses.replace(config, stages=config.stages - 1)
     return config
 

@@ -20,7 +20,7 @@ import pytest
 import pallas_attn
 from pallas_attn import CAUSAL, FULL, Mask, _tuning, reference, sliding_window
 from pallas_attn._problem import DecodeInputs, DecodeProblem
-from pallas_attn.kernels import decode_plan, decode_sm80
+from pallas_attn.kernels import decode_plan, decode_sm80, portable
 from pallas_attn.kernels import decode_sm90 as kernel
 from tests import budget, mosaic
 
@@ -256,6 +256,14 @@ OF_THREADS = {  # what differs where threads copy: how rows are found, and how m
         Case("paged", SHORT, page_size=8, head_dim=72, v_head_dim=40), PORTABLE(stages=3, ctas=3)
     ),
     "pages_of_one": (Case("paged", (5, 70), page_size=1, capacity=80), PORTABLE(stages=2, ctas=2)),
+    "one_stage": (
+        Case("paged", SHORT, 3, page_size=8, head_dim=72, v_head_dim=40),
+        PORTABLE(stages=1, ctas=2, eager=True, rows=8),
+    ),
+    "one_stage_float32": (
+        Case(lengths=(70, 5), q_len=3, kv_heads=1, head_dim=256, v_head_dim=128, dtype="float32"),
+        PORTABLE(tile=32, stages=1, ctas=3, eager=True, rows=4),
+    ),
 }  # fmt: skip
 
 
@@ -529,6 +537,18 @@ def test_how_keys_are_cut_does_not_depend_on_the_batch(kind, dtype, module):
     assert len(found) == 1
 
 
+@pytest.mark.parametrize(
+    "fields, want",
+    [
+        ({"rows": 5}, "rows must be 4, 8, 16, 32 or 64, got 5"),
+        ({"stages": 0}, "stages must be at least 1, got 0"),
+    ],
+)
+def test_the_portable_config_checks_itself(fields, want):
+    with pytest.raises(ValueError, match=rf"Config\.{want}"):
+        PORTABLE(**fields)
+
+
 @pytest.mark.parametrize("dim", [8, 64, 72, 128, 192, 256])
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_shared_memory_is_what_there_is(dim, rows):
@@ -536,6 +556,32 @@ def test_shared_memory_is_what_there_is(dim, rows):
     assert (
         kernel.smem_bytes(problem, kernel.Config.default(problem)) <= kernel.decode_plan.SMEM_LIMIT
     )
+
+
+def of_smallest(**changes) -> DecodeProblem:
+    """For a GPU with 99 KiB of shared memory a block."""
+    return dataclasses.replace(large(**changes).problem, gpu="sm86")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_the_smallest_gpus_take_all_head_dims(dtype, rows):
+    for dim in range(8, 257, 8):
+        sizes = {"head_dim": dim, "v_head_dim": dim, "q_heads": 8 * rows}
+        problem = of_smallest(dtype=dtype, **sizes)
+        assert decode_sm80.limit(problem) is None
+        config = PORTABLE.default(problem)
+        assert decode_sm80.smem_bytes(problem, config) <= portable.SMALLEST
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_smallest_gpus_have_the_shared_memory(dtype):
+    """Of what Mosaic lays out."""
+    case = large(dtype=dtype, head_dim=256, v_head_dim=256, q_heads=64)
+    config = PORTABLE.default(dataclasses.replace(case.problem, gpu="sm86"))
+    call = functools.partial(run, problem=case.problem, config=config)
+    mosaic.lower_for_cuda(call, shapes_of(case), smem_bytes=portable.SMALLEST)
 
 
 @pytest.mark.guards
@@ -603,6 +649,22 @@ def test_every_unit_is_dealt_once(seed):
 
 
 # ---- on the GPU ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OF_THREADS)
+def test_copies_by_threads_on_the_gpu(name):
+    check(*OF_THREADS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dim", [128, 192, 256])
+@pytest.mark.parametrize("rows", [3, 16])
+def test_what_the_smallest_gpus_run_on_the_gpu(dtype, dim, rows):
+    case = Case(lengths=(700, 5, 64), capacity=720, q_heads=2 * rows, dtype=dtype, q_len=2,
+                head_dim=dim, v_head_dim=dim)  # fmt: skip
+    check(case, PORTABLE.default(dataclasses.replace(case.problem, gpu="sm86")))
 
 
 @pytest.mark.gpu

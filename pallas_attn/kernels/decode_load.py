@@ -309,12 +309,15 @@ def make_barriers(thread: warps.Thread, barriers: Ref, plan: Plan) -> None:
 def sync(thread: warps.Thread, refs: Any, at: Any, plan: Plan) -> None:
     """All have read the tile before; where threads copy, the next tile is there."""
     del refs, at
-    if not plan.bulk:
+    if not plan.bulk and plan.config.stages > 1:
         thread.wait_copies(plan.config.stages - 2)
     thread.sync()
 
 
 def wait(thread: warps.Thread, barriers: Ref, at: tuple[Any, Any], plan: Plan) -> None:
-    """Until a bulk copy is there."""
+    """Until a bulk copy is there, or the tile that threads have just asked for."""
     if plan.bulk:
         thread.wait(barriers, *at)
+    elif plan.config.stages == 1:
+        thread.wait_copies(0)
+        thread.sync()

@@ -79,6 +79,13 @@ class Plan:
         return self.config.bulk
 
     @property
+    def eager(self) -> bool:
+        """Whether the next tile is asked for before the wait for this one; of a single stage, this
+        one is.
+        """
+        return self.config.eager or self.config.stages == 1
+
+    @property
     def group(self) -> int:
         """Query heads a kv head."""
         return self.problem.q_heads // self.problem.kv_heads
@@ -91,7 +98,7 @@ class Plan:
     @property
     def chunk_rows(self) -> int:
         """Of them, how many a block takes at once; each chunk reads the keys anew."""
-        return min(4 * fragments.ROWS, self.row_blocks * fragments.ROWS)
+        return min(self.config.rows, self.row_blocks * fragments.ROWS)
 
     @property
     def most_rows(self) -> int:
@@ -101,13 +108,13 @@ class Plan:
     @property
     def spilled_rows(self) -> int:
         """Rows that a warp may have."""
-        return min(self.rows, fragments.ROWS)
+        return min(self.most_rows, fragments.ROWS)
 
     @property
     def row_blocks(self) -> int:
         if self.wide and self.problem.head_dim + self.problem.v_head_dim > 256:
             return 1  # more queries would leave no room for keys
-        blocks = -(-self.rows // fragments.ROWS)
+        blocks = -(-min(self.rows, self.config.rows) // fragments.ROWS)
         return 1 if blocks == 1 else 2 if blocks == 2 else 4
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels import decode_latent_sm80, decode_merge, decode_sm90
+from pallas_attn.kernels import decode_latent_sm80, decode_merge, decode_sm90, fragments
 from pallas_attn.kernels.portable import fits
 
 MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 128, "sm90": 132, "sm100": 148}
@@ -20,9 +20,18 @@ MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 128, "sm90": 132, "sm100": 1
 
 @dataclasses.dataclass(frozen=True)
 class Config(decode_sm90.Config):
-    """Tuning only: the result is the same up to rounding."""
+    """Tuning only: the result is the same up to rounding. `rows`: query rows that a block takes at
+    once, at most; where they are fewer than a kv head has, keys are read more than once. Of a single
+    stage nothing arrives under the matmuls of a tile.
+    """
 
+    rows: int = 4 * fragments.ROWS
     bulk, least = False, 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rows not in (4, 8, 16, 32, 64):
+            raise ValueError(f"Config.rows must be 4, 8, 16, 32 or 64, got {self.rows}")
 
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
@@ -37,6 +46,14 @@ class Config(decode_sm90.Config):
             pair = [one for one in pair if fits(problem, _bytes_of_two, one)]
             small = [cls(tile=32, stages=stages, ctas=ctas) for stages in (6, 5, 4, 3, 2)]
             choices = [*pair, *choices[:-1], *small]
+        if not problem.shared_kv:
+            # Where rows are wide and shared memory is little: one tile at a time, or few queries.
+            tile = 32 if problem.dtype == "float32" else 64
+            choices += [
+                cls(tile=tile, stages=stages, ctas=ctas, eager=True, rows=rows)
+                for rows in (16, 8, 4)
+                for stages in (2, 1)
+            ]
         return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
 
 

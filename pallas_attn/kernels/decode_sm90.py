@@ -79,6 +79,7 @@ class Config:
     turn: int = 0
     eager: bool = False
     bulk, least = True, 2  # copies of whole tiles; the least stages; see `decode_sm80`
+    rows = 4 * fragments.ROWS  # of queries, that a block takes at once, at most
 
     def __post_init__(self):
         wants = {
@@ -338,7 +339,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             warps.each_thread(sync, (), ())
             before = jnp.where(slot == 0, stages - 1, slot - 1)
             following = decode_load.next_tile(plan, refs, smem, share, (ahead, before))
-            if plan.config.eager:
+            if plan.eager:
                 ahead = decode_load.ask(plan, refs, smem, following)
             warps.each_thread(wait, smem.barriers, (slot, parity))
             if plan.wide:
@@ -348,7 +349,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             if units is not None:
                 s = s * fragments.of_keys(smem.k_scale, slot, plan.split)
                 s = s * tiles.down_rows(units, s.shape)
-            if not plan.config.eager:  # while the matmuls are under way
+            if not plan.eager:  # while the matmuls are under way
                 ahead = decode_load.ask(plan, refs, smem, following)
             state = _attend(plan, smem, piece, (tile, slot), (s, state))
             return state, count + 1, ahead
@@ -470,8 +471,7 @@ def _launch(
         sinks=inputs.sinks,
         counters=counters,
     )
-    rows = (problem.sequences, problem.q_len, problem.q_heads)
-    of = jax.ShapeDtypeStruct
+    of, rows = jax.ShapeDtypeStruct, (problem.sequences, problem.q_len, problem.q_heads)
     parts = (plan.slots, plan.chunk_rows)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
