@@ -12,7 +12,7 @@ from pallas_attn._problem import AppendProblem, AttentionProblem, DecodeProblem
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
-GENERATIONS = ("sm80", "sm90", "sm100")
+GENERATIONS = ("sm80", "sm86", "sm90", "sm100")
 OPERATIONS = {
     "flash_forward": "attention, forward",
     "flash_backward": "attention, backward",

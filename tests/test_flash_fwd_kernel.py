@@ -120,12 +120,20 @@ PORTABLE_INTERPRETED = {
     "float32_highest": PORTABLE(row_blocks=1, block_kv=32),
     "q_lengths": PORTABLE(2, 64, 2, wide=True, down=2),
     "strictly_causal": PORTABLE(1, 64, down=2),
+    "everything_float32": PORTABLE(1, 32, columns=32),
+    "dim72_24_float32_highest": PORTABLE(1, 32, columns=32),  # an odd number of parts
 }
 PORTABLE_ON_THE_GPU = {
     "t_equals_s": PORTABLE(2, 128, wide=True),
     "dim192_128": PORTABLE(1, 64, down=2),
     "everything": PORTABLE(2, 64, 2, wide=True, down=2),
     "documents": PORTABLE(2, 96, wide=True, down=2),
+    "everything_float32": PORTABLE(1, 32, columns=32),
+    "documents_float32": PORTABLE(1, 64, columns=32),
+    "dim72_24_float32_highest": PORTABLE(1, 32, columns=32),
+    "dim192_128_float32": PORTABLE(1, 32, columns=64),
+    "dim40_256_float32_highest": PORTABLE(1, 32, columns=64),
+    "q_lengths_float32_highest": PORTABLE(1, 32, columns=64),
 }
 
 
@@ -290,6 +298,7 @@ def test_config_checks_itself(field, value, want):
     [
         ({"down": 2}, "down must be 4; or 2 if a warpgroup has 64 rows, block_kv is even times 16"),
         ({"block_kv": 48, "wide": True}, "wide must be False where block_kv is odd times 16"),
+        ({"columns": 64}, "columns must be 0; or a multiple of 16 if row_blocks is 1, down is 4"),
     ],
 )
 def test_the_portable_config_checks_itself(changes, want):

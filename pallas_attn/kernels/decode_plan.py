@@ -70,8 +70,6 @@ class Plan:
             )
         if self.tile < 64 and not self.wide:
             raise ValueError(f"Config.tile must be at least 64 of 16-bit numbers, got {self.tile}")
-        if self.config.stages < 2:
-            raise ValueError(f"Config.stages must be at least 2, got {self.config.stages}")
 
     @property
     def bulk(self) -> bool:

@@ -21,8 +21,8 @@ MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 128, "sm90": 132, "sm100": 1
 @dataclasses.dataclass(frozen=True)
 class Config(decode_sm90.Config):
     """Tuning only: the result is the same up to rounding. `rows`: query rows that a block takes at
-    once, at most; where they are fewer than a kv head has, keys are read more than once. Of a single
-    stage nothing arrives under the matmuls of a tile.
+    once, at most; where they are fewer than a kv head has, keys are read more than once. With a
+    single stage nothing arrives under the matmuls of a tile.
     """
 
     rows: int = 4 * fragments.ROWS

@@ -30,18 +30,19 @@ from pallas_attn.kernels import (
     operands,
     spans,
     squares,
+    streams,
     sums,
     tiles,
     warps,
 )
 from pallas_attn.kernels.flash_bwd_dbias import Step, Walk
 from pallas_attn.kernels.flash_bwd_plan import Refs
-from pallas_attn.kernels.flash_fwd_sm80 import WholePlan
 from pallas_attn.kernels.logits import Place
-from pallas_attn.kernels.portable import turn
+from pallas_attn.kernels.portable import WholePlan, buffer_bytes, fits, turn
 from pallas_attn.kernels.squares import Stand
 
 ROWS = flash_plan.ROWS
+STREAMED = 32  # columns at a time, where nothing else has room
 
 
 class Smem(NamedTuple):
@@ -52,11 +53,15 @@ class Smem(NamedTuple):
 
 
 def plan_of(problem: AttentionProblem, config: Any) -> WholePlan:
-    by_rows = flash_fwd_sm80.Config(config.dq_row_blocks, config.dq_block_kv, config.dq_stages)
+    by_rows = flash_fwd_sm80.Config(
+        config.dq_row_blocks, config.dq_block_kv, config.dq_stages, columns=config.columns
+    )
     return WholePlan(problem, by_rows)
 
 
-def scratch(plan: WholePlan) -> Smem:
+def scratch(plan: WholePlan) -> Smem | streams.Smem:
+    if plan.config.columns:
+        return streams.scratch(plan, plan.config.block_kv)
     parts, keys = plan.parts_of_numbers, plan.config.stages * plan.config.block_kv
 
     def buffer(rows, width):
@@ -95,19 +100,39 @@ def _copies(plan: WholePlan, refs: Refs, smem: Smem, cell: Cell, key: Any, slot:
     return rows, keys
 
 
-def _ds(plan: WholePlan, refs: Refs, smem: Smem, cell: Cell, at: Any) -> Any:
-    """dS of a tile in shared memory, float32; at is (key, slot, masked, lse, delta)."""
-    key, slot, masked, lse, delta = at
-    parts, first = plan.parts_of_numbers, slot * plan.config.block_kv
-    shape = (plan.tile_rows, plan.config.block_kv)
-    none, sizes = jnp.int32(0), (*shape, plan.k_width)
-    s = matrices.scores((smem.q, none), (smem.k, first), sizes, parts)
+def _stream(plan: WholePlan, refs: Refs, smem: Any, cell: Cell, with_dq: bool) -> streams.Stream:
+    """The operands by some columns at a time; a step is said by its first key."""
+    kv_head = lax.div(cell.head, jnp.int32(plan.problem.group))
+
+    def rows_of(name, key):
+        if name in ("q", "do"):
+            return streams.Rows(cell.batch, cell.head, cell.row, cell.q_len - cell.row)
+        return streams.Rows(cell.batch, kv_head, key, cell.kv_len - key)
+
+    products = [
+        streams.Product("q", "k", plan.k_parts), streams.Product("do", "v", plan.v_parts)
+    ]  # fmt: skip
+    if with_dq:
+        products.append(streams.Product(None, "k", plan.k_parts))
+    return streams.Stream(plan, smem, refs, products, rows_of)
+
+
+def _products(plan: WholePlan, smem: Smem, first: Any) -> Any:
+    """S of a tile in shared memory, then dP; `first`: the row of shared memory of its first key."""
+    parts, shape = plan.parts_of_numbers, (plan.tile_rows, plan.config.block_kv)
+    none = jnp.int32(0)
+    yield matrices.scores((smem.q, none), (smem.k, first), (*shape, plan.k_width), parts)
+    yield matrices.scores((smem.do, none), (smem.v, first), (*shape, plan.v_width), parts)
+
+
+def _ds(plan: WholePlan, refs: Refs, products: Any, cell: Cell, at: Any) -> Any:
+    """(dS of a tile, float32; softcap's slope or None). `products`: S, then dP, each made when it
+    is wanted; at is (key, masked, lse, delta).
+    """
+    key, masked, lse, delta = at
     place = Place(cell.batch, cell.head, cell.row, key, cell.q_offset, cell.kv_len, 0)
-    p, slope = logits.probabilities(plan, refs, place, s, lse, masked)
-    sizes = (*shape, plan.v_width)
-    dp = matrices.scores((smem.do, none), (smem.v, first), sizes, parts)
-    ds = p * (dp - tiles.down_rows(delta, shape))
-    return ds, slope
+    p, slope = logits.probabilities(plan, refs, place, next(products), lse, masked)
+    return p * (next(products) - tiles.down_rows(delta, p.shape)), slope
 
 
 def _numbers(plan: WholePlan, refs: Refs, cell: Cell) -> list[Any]:
@@ -122,9 +147,28 @@ def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
     length = jnp.int32(plan.problem.q_len)
     q_len = length if tile.q_len is None else tile.q_len
     cell = Cell(tile.batch, tile.head, tile.row, tile.q_offset, q_len, tile.kv_len)
-    span, block = flash_bwd_dq.span_of(plan, refs, tile), plan.config.block_kv
+    span, numbers = flash_bwd_dq.span_of(plan, refs, tile), _numbers(plan, refs, cell)
+
+    def ds_of(t, products):
+        masked = (t < span.full_lo) | (t >= span.full_hi)
+        at = (t * plan.config.block_kv, masked, *numbers)
+        ds, slope = _ds(plan, refs, products, cell, at)
+        ds = ds if slope is None else ds * slope
+        return matrices.parts_of(ds, plan.parts_of_numbers, plan.operand_dtype)
+
+    walk = _walk_of_streams if plan.config.columns else _walk
+    dq = walk(plan, refs, smem, (cell, span), ds_of)
+    dq = jax.tree.map(lambda x: x * plan.problem.scale, dq)
+    at = (tile.batch, tile.head, tile.row, length - tile.row)
+    if plan.config.columns:
+        streams.write(dq, dq_ref, at)
+    else:
+        matrices.write(dq.astype(dq_ref.dtype), dq_ref, at)
+
+
+def _walk(plan: WholePlan, refs: Refs, smem: Smem, where: Any, ds_of: Any) -> Any:
+    (cell, span), block = where, plan.config.block_kv
     copies = functools.partial(_copies, plan, refs, smem, cell)
-    numbers = _numbers(plan, refs, cell)
     rows, keys = copies(span.lo * block, jnp.int32(0))
     ahead = plan.config.stages > 1
     turn(*rows, *(keys if ahead else ()), wait=None)
@@ -137,23 +181,33 @@ def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
         else:
             turn(*copies(t * block, slot)[1], wait=None, meet=True)
             turn(wait=0)
-        masked = (t < span.full_lo) | (t >= span.full_hi)
-        at = (t * block, slot, masked, *numbers)
-        ds, slope = _ds(plan, refs, smem, cell, at)
-        ds = ds if slope is None else ds * slope
-        ds = matrices.parts_of(ds, plan.parts_of_numbers, plan.operand_dtype)
+        ds = ds_of(t, _products(plan, smem, slot * block))
         return matrices.weigh(dq, ds, smem.k, slot * block, plan.k_width)
 
     nothing = tiles.filled((plan.tile_rows, plan.k_width), 0.0)
-    dq = lax.fori_loop(span.lo, span.hi, step, nothing) * plan.problem.scale
-    at = (tile.batch, tile.head, tile.row, length - tile.row)
-    matrices.write(dq.astype(dq_ref.dtype), dq_ref, at)
+    return lax.fori_loop(span.lo, span.hi, step, nothing)
+
+
+def _walk_of_streams(plan: WholePlan, refs: Refs, smem: Any, where: Any, ds_of: Any) -> Any:
+    (cell, span), block = where, plan.config.block_kv
+    stream = _stream(plan, refs, smem, cell, True)
+    stream.begin(span.lo * block)
+
+    def step(t, dq):
+        following = jnp.where(t + 1 < span.hi, (t + 1) * block, cell.kv_len)
+        walk = stream.step(t - span.lo, t * block, following)
+        ds = ds_of(t, (walk.scores() for _ in range(2)))
+        return walk.weigh(dq, ds)
+
+    return lax.fori_loop(span.lo, span.hi, step, streams.nothing(plan, plan.k_parts))
 
 
 def dq_of(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Any:
     """dq, of the operands of a kernel over key tiles."""
     problem = plan.problem
     sizes = (problem.batch, problem.q_len, problem.q_heads, problem.head_dim)
+    if columns := plan.config.columns:
+        sizes = (*sizes[:2], problem.q_heads * plan.k_parts, columns)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct(sizes, problem.dtype),
@@ -163,7 +217,7 @@ def dq_of(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Any:
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_bwd_dq_sm80",
     )
-    return kernel(_by_rows(plan, inputs, refs))
+    return plan.joined(kernel(_by_rows(plan, inputs, refs)), problem.head_dim)
 
 
 def _by_rows(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Refs:
@@ -264,16 +318,38 @@ def _bias_kernel(refs: Refs, out: Any, smem: Smem, *, plan: WholePlan, walk: Wal
 def _of_step(plan: WholePlan, refs: Refs, smem: Smem, step: Step) -> Any:
     q_len = jnp.int32(0) + step.q_len
     cell = Cell(step.batch, step.head, step.row, step.q_offset, q_len, step.kv_len)
-    rows, keys = _copies(plan, refs, smem, cell, step.key, jnp.int32(0))
-    turn(*rows, *keys, wait=None, meet=True)
-    turn(wait=0)
-    at = (step.key, jnp.int32(0), True, *_numbers(plan, refs, cell))
-    return _ds(plan, refs, smem, cell, at)[0]
+    if plan.config.columns:
+        stream = _stream(plan, refs, smem, cell, False)
+        stream.begin(step.key, meet=True)
+        walk = stream.step(jnp.int32(0), step.key, None)
+        products: Any = (walk.scores() for _ in range(2))
+    else:
+        rows, keys = _copies(plan, refs, smem, cell, step.key, jnp.int32(0))
+        turn(*rows, *keys, wait=None, meet=True)
+        turn(wait=0)
+        products = _products(plan, smem, jnp.int32(0))
+    at = (step.key, True, *_numbers(plan, refs, cell))
+    return _ds(plan, refs, products, cell, at)[0]
+
+
+def _bias_plan(problem: AttentionProblem, config: Any) -> WholePlan:
+    """By the largest tiles that there is room for: a kernel that adds dQ up asks for less."""
+
+    def of(keys: int, columns: int) -> WholePlan:
+        return WholePlan(problem, flash_fwd_sm80.Config(1, keys, 1, columns=columns))
+
+    choices = [of(config.dq_block_kv, config.columns), of(32, 0), of(16, 0), of(32, STREAMED)]
+    return next(one for one in choices if fits(problem, _bytes_of, one))
+
+
+def _bytes_of(problem: AttentionProblem, plan: WholePlan) -> int:
+    del problem
+    return buffer_bytes(scratch(plan))
 
 
 def dbias_of(problem: AttentionProblem, config: Any, inputs: AttentionInputs, refs: Refs) -> Any:
     """The cotangent of inputs.bias."""
-    plan = WholePlan(problem, flash_fwd_sm80.Config(1, config.dq_block_kv, 1))
+    plan = _bias_plan(problem, config)
     walk = flash_bwd_dbias.walk_of(plan)
     q_tiles, key_tiles = walk.cells[2:]
     sizes = (walk.parts, *walk.cells[:2], q_tiles * ROWS, key_tiles * plan.config.block_kv)

@@ -23,7 +23,8 @@ class KeyPlan(Widths, shared.Plan):
 
     @property
     def fused(self) -> bool:
-        return self.config.fused and not self.split and not self.problem.deterministic
+        alone = self.split or self.config.columns or self.problem.deterministic
+        return self.config.fused and not alone
 
     @property
     def split(self) -> bool:
@@ -66,7 +67,7 @@ class KeyPlan(Widths, shared.Plan):
 
     @property
     def unit_of_width(self) -> int:
-        return 16 * self.config.warpgroups
+        return self.config.columns or 16 * self.config.warpgroups
 
     @property
     def rows(self) -> int:

@@ -16,9 +16,9 @@ of the scores one makes P and the other dS (`apart`), or, where q and v are not 
 those of half of the queries. With a mask such a block has several tiles of work, one after the
 other (`ctas`): what the next one reads first arrives while one ends. Where bits must repeat, or
 shared memory does not suffice, dQ is a kernel of its own with the forward's grid, which computes S
-and dP again, and wide heads have a launch for dK and one for dV; where that is not enough either, V
-is taken by some columns at a time (`flash_bwd_columns`). A bias that wants a gradient has a third
-kernel, `flash_bwd_dbias`'s walk.
+and dP again, and wide heads have a launch for dK and one for dV; where that is not enough either,
+all operands come by some columns at a time (`flash_bwd_streams_sm80`). A bias that wants a gradient
+has a third kernel, `flash_bwd_dbias`'s walk.
 
 Shared memory: k, v; q twice, so that the next tile arrives under this one; dO, twice where there is
 room, else the next is asked for when dV is done; P^T and dS^T. A block meets two to four times a
@@ -37,9 +37,9 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels import flash_bwd_columns as columns
 from pallas_attn.kernels import (
     flash_bwd_dq_sm80,
+    flash_bwd_streams_sm80,
     flash_fwd_sm80,
     flash_plan,
     logits,
@@ -47,6 +47,7 @@ from pallas_attn.kernels import (
     operands,
     spans,
     squares,
+    streams,
     sums,
     tiles,
 )
@@ -74,7 +75,7 @@ class Config:
     dq_row_blocks: int = 1  # of the kernel for dq alone: its tiles
     dq_block_kv: int = 64
     dq_stages: int = 2
-    v_parts: int = 1  # of V's columns, one after the other: see `flash_bwd_columns`
+    columns: int = 0  # of q, k, v and dO in shared memory at a time (`streams`); 0: all
     ctas: int = 0  # blocks, which take their tiles of work one after the other; 0: one a tile
 
     def __post_init__(self):
@@ -94,11 +95,18 @@ class Config:
             "dq_row_blocks": (self.dq_row_blocks in (1, 2), "1 or 2"),
             "dq_block_kv": (self.dq_block_kv in (16, 32, 64), "16, 32 or 64"),
             "dq_stages": (self.dq_stages in (1, 2), "1 or 2"),
-            "v_parts": (self.v_parts >= 1, "at least 1"),
+            "columns": (
+                not self.columns or (self.columns % 16 == 0 and self.plain),
+                "0; or a multiple of 16 if it is not fused, of 64 keys and one warpgroup, down 4",
+            ),
         }
         for name, (good, want) in wants.items():
             if not good:
                 raise ValueError(f"Config.{name} must be {want}, got {getattr(self, name)}")
+
+    @property
+    def plain(self) -> bool:
+        return not self.fused and (self.row_blocks, self.warpgroups, self.down) == (1, 1, 4)
 
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
@@ -120,12 +128,7 @@ class Config:
             for block in (64, 32, 16)
             for keys, stages in tiles_of_dq
         ]
-        if problem.dtype == "float32":
-            choices += [
-                cls(block_q=16, fused=False, dq_block_kv=16, dq_stages=stages, v_parts=n)
-                for n in (2, 4, 8, 16, 32)
-                for stages in (2, 1)
-            ]
+        choices.append(cls(block_q=32, fused=False, dq_block_kv=32, columns=64))
         return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
 
 
@@ -134,7 +137,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
-    return flash_fwd_sm80.limit(problem, Config.default(problem), smem_bytes)
+    return flash_fwd_sm80.limit(problem)
 
 
 class Smem(NamedTuple):
@@ -147,8 +150,10 @@ class Smem(NamedTuple):
     low: Any  # [keys, block_q]: what is left of P rounded, where dQ comes late
 
 
-def scratch(plan: KeyPlan, which: str) -> Smem:
+def scratch(plan: KeyPlan, which: str) -> Smem | streams.Smem:
     """Shared memory of the launch for `which`: "k", "v" or "kv", what it makes gradients of."""
+    if plan.config.columns:
+        return streams.scratch(plan, plan.config.block_q)
     parts, block, shared = plan.parts_of_numbers, plan.config.block_q, plan.stand.shares > 1
 
     def buffer(rows, width):
@@ -171,7 +176,6 @@ def _launches(plan: KeyPlan) -> tuple[str, ...]:
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     """Of the kernel that needs most."""
-    problem = columns.part_of(problem, config.v_parts)
     plan = plan_of(problem, config)
     most = max(buffer_bytes(scratch(plan, which)) for which in _launches(plan))
     if plan.fused:
@@ -417,9 +421,6 @@ def _finish(block: Block, outs: Any, grads: tuple[Any, ...]) -> None:
 
 def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
-    if (parts := config.v_parts) > 1:
-        one = functools.partial(run, config=dataclasses.replace(config, v_parts=1))
-        return columns.run(residuals, problem, parts, one)
     inputs, *rest = residuals
     plan = plan_of(problem, config)
     rows = operands.round_up(problem.q_len, 2 * ROWS)  # whole tiles, of any size
@@ -430,8 +431,9 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
         heads, parts = problem.batch * problem.q_heads, plan.dq_parts
         sizes = (heads * plan.q_tiles * parts, config.block_q * plan.k_width // parts)
         refs = refs._replace(dq=jax.new_ref(flash_bwd_dq_sm80.cleared(sizes, refs.delta)))
+    launch = flash_bwd_streams_sm80.launch if config.columns else _launch
     for which in _launches(plan):
-        grads |= _launch(plan, refs, which)
+        grads |= launch(plan, refs, which)
         refs = shared.after(refs, grads[which[0]])
     if plan.fused:
         dq = flash_bwd_dq_sm80.collected(plan, jax.freeze(refs.dq))

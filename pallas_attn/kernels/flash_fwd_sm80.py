@@ -22,12 +22,12 @@ Rows past a length and columns past a head dim are zeros that cp.async puts ther
 beforehand, and V past a length is never read.
 
 float32 is computed by bfloat16 parts (`matrices`): 3 products good to 2**-16 by default, better
-than TF32's 2**-10, and 6 for precision "highest".
+than TF32's 2**-10, and 6 for precision "highest". Where shared memory is too small for 64 such rows
+of q and a tile of K and V, all three come by some columns at a time (`streams`; `Config.columns`).
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -46,12 +46,13 @@ from pallas_attn.kernels import (
     softmax,
     spans,
     squares,
+    streams,
     tiles,
     votes,
 )
-from pallas_attn.kernels.flash_plan import Plan, dealt, ranked
+from pallas_attn.kernels.flash_plan import dealt, ranked
 from pallas_attn.kernels.logits import Refs, Rows, Tile
-from pallas_attn.kernels.portable import Widths, buffer_bytes, fits, threads, turn
+from pallas_attn.kernels.portable import WholePlan, buffer_bytes, fits, threads, turn
 from pallas_attn.kernels.spans import Span
 
 
@@ -66,6 +67,7 @@ class Config:
     wide: bool = False  # each 64 query rows have a warpgroup of their own; else one has all
     down: int = 4  # warps of a warpgroup one above the other; 2: two by two
     section: int = 0  # heads whose tiles of work are taken together; 0: see Plan.section
+    columns: int = 0  # of q, k and v in shared memory at a time (`streams`); 0: all
 
     ctas = 0  # one block a tile of work
 
@@ -81,10 +83,18 @@ class Config:
                 self.down == 4 or (self.down == 2 and even and one_block and not self.hold_q),
                 "4; or 2 if a warpgroup has 64 rows, block_kv is even times 16, q is not held",
             ),
+            "columns": (
+                not self.columns or (self.columns % 16 == 0 and self.plain),
+                "0; or a multiple of 16 if row_blocks is 1, down is 4 and q is not held",
+            ),
         }
         for name, (good, want) in wants.items():
             if not good:
                 raise ValueError(f"Config.{name} must be {want}, got {getattr(self, name)}")
+
+    @property
+    def plain(self) -> bool:
+        return self.row_blocks == 1 and self.down == 4 and not self.hold_q
 
     @property
     def warpgroups(self) -> int:
@@ -94,7 +104,7 @@ class Config:
     def default(cls, problem: AttentionProblem) -> "Config":
         """What serves a problem that nobody tuned: the first that has room."""
         dim, wide = max(problem.head_dim, problem.v_head_dim), problem.dtype == "float32"
-        choices = [cls(1, 32), cls(1, 16)]
+        choices = [cls(1, 32), cls(1, 16), cls(1, 32, columns=64)]
         if wide and problem.precision != "highest":
             choices.insert(0, cls(2 if dim <= 64 else 1, 64))
         elif not wide and (dim > 128 or (dim > 64 and problem.gpu == "sm100")):
@@ -118,27 +128,7 @@ class Config:
         return [cls(2, 64, 2, wide=True, down=2), pair] if problem.q_len >= 4096 else [pair]
 
 
-class WholePlan(Widths, Plan):
-    """All rows of a block take the same key tiles."""
-
-    @property
-    def span_rows(self) -> int:
-        return self.tile_rows
-
-    @property
-    def groups(self) -> int:
-        """Warpgroups of a block, which take the same key tiles at the same time."""
-        return self.config.row_blocks if self.config.wide else 1
-
-    @property
-    def own_rows(self) -> int:
-        """Query rows of a warpgroup."""
-        return self.tile_rows // self.groups
-
-
-def limit(
-    problem: AttentionProblem, config: Any = None, need: Callable[..., int] | None = None
-) -> Limit | None:
+def limit(problem: AttentionProblem) -> Limit | None:
     if problem.dtype not in ("bfloat16", "float16", "float32"):
         return Limit(
             f"it takes bfloat16, float16 and float32, not {problem.dtype}", "cast q, k and v"
@@ -147,11 +137,6 @@ def limit(
         return refused
     if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
         return Limit("it counts query rows of all heads in 32 bits", "split the batch")
-    if not fits(problem, need or smem_bytes, config or Config.default(problem)):
-        return Limit(
-            "such rows of float32 do not fit in the shared memory of this GPU",
-            "leave the precision to its default, or use smaller head dims",
-        )
     return None
 
 
@@ -163,9 +148,11 @@ class Smem(NamedTuple):
     rows: Any = None  # float32[2, 64 * row_blocks]: what either warp of a row says of it
 
 
-def scratch(plan: WholePlan) -> Smem:
+def scratch(plan: WholePlan) -> Smem | streams.Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
     config, parts = plan.config, plan.parts_of_numbers
+    if config.columns:
+        return streams.scratch(plan, config.block_kv)
 
     def buffer(rows, width):
         return plgpu.SMEM((rows, matrices.pitch(parts * width)), plan.operand_dtype)
@@ -230,7 +217,7 @@ def _slot(plan: WholePlan, rows: Rows, t: Any) -> Any:
 class State(NamedTuple):
     """What is carried from key tile to key tile."""
 
-    acc: Any  # [rows, v_width]: the output before it is divided
+    acc: Any  # [rows, v_width]: the output before it is divided; or its parts by columns
     total: Any  # [rows, PARTS]
     top: Any  # [rows]
 
@@ -244,8 +231,9 @@ def _nothing(plan: WholePlan) -> State:
         )
         top = jnp.full((rows,), -jnp.inf, jnp.float32)
         return State(acc, total, plgpu.layout_cast(top, pairs.row_layout(rows)))
+    parts: Any = streams.nothing(plan, plan.v_parts) if plan.config.columns else None
     return State(
-        tiles.filled((rows, plan.v_width), 0.0),
+        tiles.filled((rows, plan.v_width), 0.0) if parts is None else parts,
         tiles.filled((rows, softmax.PARTS), 0.0),
         tiles.filled((rows,), -jnp.inf),
     )
@@ -261,20 +249,27 @@ def _attend(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows) -> State:
     def both(t):
         return keys(t, "k"), keys(t, "v")
 
-    turn(_rows_of_q(plan, refs, smem, rows), keys(span.hi - 1, "k"), wait=None)
-    if config.stages > 1:
+    if config.columns:
+        stream = _stream(plan, refs, smem, rows)
+        stream.begin(span.hi - 1)
+    else:
+        turn(_rows_of_q(plan, refs, smem, rows), keys(span.hi - 1, "k"), wait=None)
+    if config.stages > 1 and not config.columns:
         turn(keys(span.hi - 1, "v"), wait=None)
         for e in range(1, config.stages - 1):
             turn(*both(span.hi - 1 - e), wait=None)
 
-    q: Any = smem.q
     first = rows.wg * plan.own_rows
+    q: Any = None if config.columns else smem.q
     if config.hold_q:
         meet(wait=config.stages - 1)
         q = matrices.held(smem.q, first, plan.own_rows, parts * plan.k_width)
 
     def step(masked, i, state):
         t = -1 - i  # loops count up
+        if config.columns:
+            walk = stream.step(span.hi - 1 - t, t, t - 1)
+            return _of_stream(plan, refs, rows, walk, masked, state)
         if config.stages == 1:
             meet(keys(t, "v"), wait=0)
         else:
@@ -331,14 +326,40 @@ def _of_pairs(plan: WholePlan, smem: Smem, rows: Rows, slot: Any, state: State, 
     return State(acc, total + step.total, top)
 
 
+def _stream(plan: WholePlan, refs: Refs, smem: Any, rows: Rows) -> streams.Stream:
+    """The operands of key tiles, by some columns at a time."""
+    tile, block = rows.tile, plan.config.block_kv
+    kv_head = lax.div(tile.head, jnp.int32(plan.problem.group))
+
+    def rows_of(name, t):
+        if name == "q":
+            return streams.Rows(tile.batch, tile.head, rows.row, plan.problem.q_len - rows.row)
+        live = jnp.where(t >= rows.span.lo, tile.kv_len - t * block, 0)
+        return streams.Rows(tile.batch, kv_head, t * block, live)
+
+    products = (
+        streams.Product("q", "k", plan.k_parts), streams.Product(None, "v", plan.v_parts)
+    )  # fmt: skip
+    return streams.Stream(plan, smem, refs, products, rows_of)
+
+
+def _of_stream(
+    plan: WholePlan, refs: Refs, rows: Rows, walk: streams.Walk, masked: bool, state: State
+) -> State:
+    """A step whose operands come by some columns at a time."""
+    given = logits.of_scores(plan, refs, rows, walk.where, walk.scores(), masked)
+    new = softmax.step(given, plan.unit, state.top, guarded=masked or plan.has("bias"))
+    acc, total = _rescale(state, new)
+    p = matrices.parts_of(new.p, plan.parts_of_numbers, plan.operand_dtype)
+    return State(walk.weigh(acc, p), total + new.total, new.top)
+
+
 def _rescale(state: State, new: softmax.Step) -> tuple[Any, Any]:
     """Output and sums so far, in terms of the new tops."""
 
     def scaled():
-        return (
-            state.acc * tiles.down_rows(new.shrink, state.acc.shape),
-            state.total * tiles.down_rows(new.shrink, state.total.shape),
-        )
+        sums = (state.acc, state.total)
+        return jax.tree.map(lambda x: x * tiles.down_rows(new.shrink, x.shape), sums)
 
     return lax.cond(new.moved != 0, scaled, lambda: (state.acc, state.total))
 
@@ -372,16 +393,18 @@ def _finish(plan: WholePlan, refs: Refs, outs: Any, smem: Smem, rows: Rows, stat
         pairs.meet(rows.wg)
         total = pairs.rows_of_both(smem.rows, first, plan.own_rows, "sum")
     factor, lse = softmax.finish(state.top, total, sink)
-    acc = state.acc * tiles.down_rows(factor, state.acc.shape)
+    acc = jax.tree.map(lambda x: x * tiles.down_rows(factor, x.shape), state.acc)
     if tile.q_len is not None:
         layout = tiles.TILE if stand is None else tiles.standing(acc.shape, 2)
         inside = tiles.positions(lse.shape, 0, rows.row, layout) < tile.q_len
         lse = jnp.where(inside, lse, -jnp.inf)
-        acc = jnp.where(tiles.down_rows(inside, acc.shape), acc, 0.0)
+        acc = jax.tree.map(lambda x: jnp.where(tiles.down_rows(inside, x.shape), x, 0.0), acc)
     tiles.store(lse_ref.at[tile.batch, tile.head, pl.ds(rows.row, plan.own_rows)], lse)
     live = plan.problem.q_len - rows.row
     at = (tile.batch, tile.head, rows.row, live)
-    if stand is None:
+    if plan.config.columns:
+        streams.write(acc, out_ref, at)
+    elif stand is None:
         matrices.write(acc.astype(out_ref.dtype), out_ref, at)
     else:
         squares.write(acc.astype(out_ref.dtype), out_ref, at, stand)
@@ -412,10 +435,11 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         return jnp.zeros(out_shape, problem.dtype), lse
     plan = WholePlan(problem, config)
     refs = _operands(plan, inputs)
+    in_parts = (batch, q_len, problem.q_heads * plan.v_parts, config.columns)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(
-            jax.ShapeDtypeStruct(out_shape, problem.dtype),
+            jax.ShapeDtypeStruct(in_parts if config.columns else out_shape, problem.dtype),
             jax.ShapeDtypeStruct((batch, problem.q_heads, plan.padded_rows), jnp.float32),
         ),
         scratch_types=(scratch(plan),),
@@ -426,7 +450,7 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         **threads(plan.groups),
     )
     out, lse = kernel(refs)
-    return out, lse[:, :, :q_len]
+    return plan.joined(out, problem.v_head_dim), lse[:, :, :q_len]
 
 
 def _operands(plan: WholePlan, inputs: AttentionInputs) -> Refs:

@@ -71,7 +71,8 @@ def fetch(thread: warps.Thread, refs: tuple[Ref, Ref], at: Any, rows: int, like:
     `live` ones and past `dim`.
 
     `at`: (batch, head, first row, how many live, the row of shared memory). `like`: (the array's
-    shape, the width of a row in shared memory, whether the row of shared memory is a constant).
+    shape, the width of a row in shared memory, whether the row of shared memory is a constant;
+    None: constants from one address are wanted whatever the width, since registers are few).
     """
     (to, source), (batch, head, first, live, where) = refs, at
     (_, length, heads, dim), width, fixed = like
@@ -82,15 +83,17 @@ def fetch(thread: warps.Thread, refs: tuple[Ref, Ref], at: Any, rows: int, like:
     mine = thread.index % tiles.THREADS
     # The same chunk of rows THREADS // chunks apart: constants from one address, where the compiler
     # cannot find them. Where it can, it knows better: 60 bytes less are spilled.
-    if tiles.THREADS % chunks == 0 and not fixed:
-        row, chunk = mine // chunks, mine % chunks
+    if (tiles.THREADS % chunks == 0 and not fixed) or fixed is None:
+        row, chunk, at_once = mine // chunks, mine % chunks, tiles.THREADS // chunks
         begin = line + thread.wide(row * (heads * wide) + chunk)
         place, live = (where + row) * step + chunk, live - row
-        for down in range(0, rows, tiles.THREADS // chunks):
+        for down in range(0, rows, at_once):
             there = live > down
             if wide < chunks:
                 there = there & (chunk < wide)
-            inside = None if down + tiles.THREADS // chunks <= rows else row < rows - down
+            inside = None
+            if down + at_once > rows or tiles.THREADS % chunks:
+                inside = row < min(at_once, rows - down)
             far = down * heads * wide
             thread.copy_async((to, place, down * step), (source, begin, far), there, inside)
         return

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_attn._problem import AttentionProblem
-from pallas_attn.kernels import matrices, operands, warps
+from pallas_attn.kernels import flash_plan, matrices, operands, warps
 
 SMEM_LIMITS = {"sm80": 166_912, "sm87": 166_912, "sm90": 232_448, "sm100": 232_448}
 SMALLEST = 101_376  # of one block: Ada, the smaller Amperes and the smaller Blackwells
@@ -20,6 +20,7 @@ class Widths:
     """What a plan says of numbers and rows in shared memory."""
 
     problem: AttentionProblem
+    config: Any
 
     @property
     def parts_of_numbers(self) -> int:
@@ -30,7 +31,7 @@ class Widths:
 
     @property
     def unit_of_width(self) -> int:
-        return 16
+        return self.config.columns or 16
 
     @property
     def k_width(self) -> int:
@@ -41,16 +42,56 @@ class Widths:
         return operands.round_up(self.problem.v_head_dim, self.unit_of_width)
 
     @property
+    def k_parts(self) -> int:
+        """Parts in which the columns of q and k come: see `streams`."""
+        return self.k_width // (self.config.columns or self.k_width)
+
+    @property
+    def v_parts(self) -> int:
+        return self.v_width // (self.config.columns or self.v_width)
+
+    @property
     def operand_dtype(self) -> Any:
         """Of what tensor cores multiply."""
         return jnp.dtype("bfloat16" if self.parts_of_numbers > 1 else self.problem.dtype)
 
     def operand(self, x: Any) -> Any:
-        """q, k, v or dO as the kernel reads it: float32 in parts of whole widths."""
-        if self.parts_of_numbers == 1:
+        """q, k, v or dO as the kernel reads it: float32 in terms of whole widths; where columns
+        come in parts, [B, rows, heads * parts, columns of all terms].
+        """
+        columns = self.config.columns
+        if self.parts_of_numbers == 1 and not columns:
             return x
-        wide = operands.padded(x, {3: operands.round_up(x.shape[3], 16)})
-        return matrices.split(wide, self.parts_of_numbers)
+        x = operands.padded(x, {3: operands.round_up(x.shape[3], columns or 16)})
+        if columns:
+            x = x.reshape(*x.shape[:2], -1, columns)
+        return x if self.parts_of_numbers == 1 else matrices.split(x, self.parts_of_numbers)
+
+    def joined(self, x: Any, dim: int) -> Any:
+        """[B, rows, heads * parts, columns] -> [B, rows, heads, dim]."""
+        columns = self.config.columns
+        if not columns:
+            return x
+        width = operands.round_up(dim, columns)
+        return x.reshape(*x.shape[:2], -1, width)[..., :dim]
+
+
+class WholePlan(Widths, flash_plan.Plan):
+    """Of a block of query rows, all of which take the same key tiles."""
+
+    @property
+    def span_rows(self) -> int:
+        return self.tile_rows
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups of a block, which take the same key tiles at the same time."""
+        return self.config.row_blocks if self.config.wide else 1
+
+    @property
+    def own_rows(self) -> int:
+        """Query rows of a warpgroup."""
+        return self.tile_rows // self.groups
 
 
 # ---- shared memory ------------------------------------------------------------------------------
