@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
@@ -106,9 +107,20 @@ def next_tile(
 
 
 def ask(plan: Plan, refs: Refs, smem: Smem, ahead: tuple[Piece, Tile]) -> Piece:
-    """Asks for a tile; where loading stands then."""
+    """Asks for a tile; where loading stands then.
+
+    Where blocks have few tiles, all have been asked for by the time the first is there: asking for
+    none, instruction by instruction, would be a good part of what each of them takes.
+    """
     piece, tile = ahead
-    warps.each_thread(functools.partial(fetch, plan=plan), (refs, smem), tile)
+
+    def fetching():
+        warps.each_thread(functools.partial(fetch, plan=plan), (refs, smem), tile)
+
+    if plan.bulk and not plan.config.eager:
+        pl.when(tile.wanted >= 1)(fetching)
+    else:  # threads that copy count their groups of copies, empty ones too
+        fetching()
     return piece._replace(tile=jnp.minimum(piece.tile + 1, piece.end))
 
 

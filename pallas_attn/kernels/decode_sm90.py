@@ -125,7 +125,8 @@ class Config:
         turn = TURN // row // decode_plan.GRAIN * decode_plan.GRAIN if many else 0
         eager = keys >= LONG * ctas and not plan.wide
         tile, most_bytes = 64, 2**16 if plan.row_blocks == 1 else 0
-        most = min(decode_plan.widest(problem), keys // ctas // 4, most_bytes // row)
+        share = 4 if problem.quantized or plan.wide else 2
+        most = min(decode_plan.widest(problem), keys // ctas // share, most_bytes // row)
         while 2 * tile <= most:
             tile *= 2
         choices, room = [], decode_plan.SMEM_LIMIT
