@@ -23,6 +23,7 @@ Ref = Any
 
 LANES = 32
 AHEAD = 16  # parts that a warp asks for at once: each batch is a trip to memory
+ABREAST = 2  # rows (or halves of wider ones) that a warp merges in the same trips
 
 
 class Spilled(NamedTuple):
@@ -123,70 +124,98 @@ def arrive(thread: warps.Thread, refs: tuple[Ref, Ref], at: Where, *, plan: Plan
 def merge(thread: warps.Thread, refs: Results, at: Where, *, plan: Plan) -> None:
     """The last block: everybody's parts -> the result.
 
-    A warp has a row. Each lane looks up one part's top and total; then the warp adds up the parts,
-    lanes side by side, `AHEAD` reads on their way.
+    A warp has a row, or `ABREAST` if it has no more. Each lane looks up one part's top and total;
+    then the warp adds up the parts, lanes side by side, `AHEAD` reads on their way.
     """
     trips = (at.count + (LANES - 1)) // LANES
     words = plan.problem.v_head_dim // 4
     lane = thread.index % LANES
     zero, nothing = thread.number(0.0), thread.number(float("-inf"))
 
-    def place(place: tuple) -> None:
-        row, column, _ = place
+    def abreast(places: list[tuple]) -> None:
+        ahead = AHEAD // len(places)
 
         def some(trip: Any, carry: list) -> list:
-            top, total, *out = carry
             p = trip * LANES + lane
             exists = p < at.count
             slot = thread.choose(p < 1, at.first, at.later + p * plan.slots_a_block)
-            line = thread.choose(exists, slot, at.first) * plan.chunk_rows + row
-            (own,) = thread.load_floats(refs.tops, line, 1)
-            (owned,) = thread.load_floats(refs.totals, line, 1)
+            slot = thread.choose(exists, slot, at.first) * plan.chunk_rows
+            left = thread.minimum(at.count - trip * LANES, LANES)
+            lines = [slot + row for row, *_ in places]
+            sums = [
+                [thread.load_floats(ref, line, 1)[0] for ref in (refs.tops, refs.totals)]
+                for line in lines
+            ]
 
             def read(batch: Any) -> list:
-                lines = [thread.wide(thread.of_lane(line, batch + i)) for i in range(AHEAD)]
-                places = [n * words + thread.wide(column) for n in lines]
-                return [thread.load_floats(refs.parts, n, 4) for n in places]
+                found = []
+                for (_, column, _), line in zip(places, lines, strict=True):
+                    at_once = [thread.wide(thread.of_lane(line, batch + i)) for i in range(ahead)]
+                    at_once = [n * words + thread.wide(column) for n in at_once]
+                    found.append([thread.load_floats(refs.parts, n, 4) for n in at_once])
+                return found
 
-            def added(out: list, batch: Any, numbers: list) -> list:
-                for i, four in enumerate(numbers):
-                    w = thread.of_lane(weight, batch + i)
-                    there = batch + i < left  # else it is the first part: no 0 * inf of it
-                    four = [thread.choose(there, y, zero) for y in four]
-                    out = [x + w * y for x, y in zip(out, four, strict=True)]
-                return out
+            def added(outs: list, batch: Any, numbers: list) -> list:
+                result = []
+                for out, weight, mine in zip(outs, weights, numbers, strict=True):
+                    for i, four in enumerate(mine):
+                        w = thread.of_lane(weight, batch + i)
+                        there = batch + i < left  # else it is the first part: no 0 * inf of it
+                        four = [thread.choose(there, y, zero) for y in four]
+                        out = [x + w * y for x, y in zip(out, four, strict=True)]
+                    result.append(out)
+                return result
 
-            left = thread.minimum(at.count - trip * LANES, LANES)
             first = read(lane * 0)  # on its way before anybody knows its weight
-            own, owned = thread.choose(exists, own, nothing), thread.choose(exists, owned, zero)
-            higher = thread.highest(top, thread.warp_highest(own))
-            base = thread.choose(thread.nothing_yet(higher), zero, higher)
-            shrink, weight = thread.exp2(top - base), thread.exp2(own - base)
-            total = total * shrink + thread.warp_sum(weight * owned)
-            out = added([x * shrink for x in out], lane * 0, first)
+            tops, weights, outs = [], [], []
+            for part, (own, owned) in zip(_parts(carry), sums, strict=True):
+                own = thread.choose(exists, own, nothing)
+                owned = thread.choose(exists, owned, zero)
+                higher = thread.highest(part.top, thread.warp_highest(own))
+                base = thread.choose(thread.nothing_yet(higher), zero, higher)
+                shrink, weight = thread.exp2(part.top - base), thread.exp2(own - base)
+                tops.append([higher, part.total * shrink + thread.warp_sum(weight * owned)])
+                weights.append(weight)
+                outs.append([x * shrink for x in part.out])
+            outs = added(outs, lane * 0, first)
 
-            def later(batch: Any, out: list) -> list:
-                batch = (batch + 1) * AHEAD
-                return added(out, batch, read(batch))
+            def later(batch: Any, flat: list) -> list:
+                batch = (batch + 1) * ahead
+                outs = [list(four) for four in itertools.batched(flat, 4)]
+                return sum(added(outs, batch, read(batch)), [])
 
-            batches = (left + (AHEAD - 1)) // AHEAD - 1
-            return [higher, total, *thread.loop(batches, out, later)]
+            batches = (left + (ahead - 1)) // ahead - 1
+            flat = thread.loop(batches, sum(outs, []), later)
+            both = zip(tops, itertools.batched(flat, 4), strict=True)
+            return sum(([*pair, *four] for pair, four in both), [])
 
-        top, total, *out = thread.loop(trips, [nothing, zero, *[zero] * 4], some)
-        _write(thread, refs, place, _Part(top, total, out), at, plan)
+        carry = thread.loop(trips, [nothing, zero, *[zero] * 4] * len(places), some)
+        for place, part in zip(places, _parts(carry), strict=True):
+            _write(thread, refs, place, part, at, plan)
 
-    _each_place(thread, place, at, plan)
+    _each_places(thread, abreast, at, plan)
+
+
+def _parts(flat: list) -> list[_Part]:
+    return [_Part(top, total, out) for top, total, *out in itertools.batched(flat, 6)]
 
 
 def _each_place(thread: warps.Thread, body: Any, at: Where, plan: Plan) -> None:
     """`body((row of the chunk, group of 4 columns, whether it exists))`, for all that this thread
     has: rows go to warps and columns to lanes.
     """
+    _each_places(thread, lambda places: body(*places), at, plan, 1)
+
+
+def _each_places(
+    thread: warps.Thread, body: Any, at: Where, plan: Plan, most: int = ABREAST
+) -> None:
+    """`_each_place` with a list: of all places, if they are no more than `most`, else of one."""
     words = plan.problem.v_head_dim // 4
     across = -(-words // LANES)
     turns = -(-plan.most_rows // warps.WARPS) * across
 
-    def one(turn: Any, carry: list) -> list:
+    def place(turn: Any) -> tuple:
         row = turn // across * warps.WARPS + thread.index // LANES
         column = thread.index % LANES
         if across > 1:
@@ -195,11 +224,14 @@ def _each_place(thread: warps.Thread, body: Any, at: Where, plan: Plan) -> None:
         if plan.chunks > 1:
             there = there & (at.head % plan.chunks * plan.chunk_rows + row < plan.rows)
         row = thread.minimum(row, plan.most_rows - 1)
-        body((row, thread.minimum(column, words - 1), there))
+        return row, thread.minimum(column, words - 1), there
+
+    def one(turn: Any, carry: list) -> list:
+        body([place(turn)])
         return carry
 
-    if turns == 1:
-        one(thread.index * 0, [])
+    if turns <= most:
+        body([place(thread.index * 0 + turn) for turn in range(turns)])
     else:
         thread.loop(turns, [], one)
 
