@@ -43,7 +43,9 @@ def attention(kernel: Any, problem: AttentionProblem, inputs: AttentionInputs):
     @call.def_vmap
     def rule(axis_size: int, batched: list[bool], *arrays: Array):
         mapped = [name for name, is_mapped in zip(given, batched, strict=True) if is_mapped]
-        if mapped == ["q"] and problem.bias_shape is None and problem.mask_shape is None:
+        if _placed(dict(zip(given, arrays, strict=True)), mapped):
+            results = _one_by_one(kernel, problem, named(arrays), mapped)
+        elif mapped == ["q"] and problem.bias_shape is None and problem.mask_shape is None:
             results = _fold_into_heads(kernel, problem, named(arrays), axis_size)
         elif "sinks" in mapped:  # a sink a head is all that the kernels know
             results = _one_by_one(kernel, problem, named(arrays), mapped)
@@ -52,6 +54,14 @@ def attention(kernel: Any, problem: AttentionProblem, inputs: AttentionInputs):
         return results, (True, True)
 
     return call(*(getattr(inputs, name) for name in given))
+
+
+def _placed(arrays: dict[str, Array], mapped: list[str]) -> bool:
+    """Whether an axis but the mapped one is split over devices by the types of the arrays (explicit
+    mesh axes), which a reshape cannot fold another axis into.
+    """
+    specs = {name: jax.typeof(x).sharding.spec for name, x in arrays.items()}
+    return any(axis is not None for name, spec in specs.items() for axis in spec[name in mapped :])
 
 
 def resized(problem: AttentionProblem, inputs: AttentionInputs) -> AttentionProblem:
@@ -191,7 +201,8 @@ def attention_backward(kernel: Any, problem: AttentionProblem, residuals: Any) -
             results = attention_backward(kernel, problem, _residuals(named))
             return tuple(getattr(results, name) for name in floats)
 
-        if floats != ["q", "k", "v"]:  # the others' gradients are sums over the batch
+        # the others' gradients are sums over the batch
+        if floats != ["q", "k", "v"] or _placed(named, mapped):
             results = jax.lax.map(
                 lambda fields: run(named | fields, problem), {name: named[name] for name in mapped}
             )

@@ -155,9 +155,7 @@ def _attend(
 ) -> tuple[Array, Array]:
     _dispatch.check_name(implementation)
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
-        rows = (problem.batch, problem.q_len, problem.q_heads)
-        out = jnp.zeros((*rows, problem.v_head_dim), problem.dtype)
-        return out, jnp.full((rows[0], rows[2], rows[1]), -jnp.inf, problem.lse_dtype)
+        return _nothing_seen(problem, inputs.q)
     chosen = _dispatch.select(problem, implementation)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)
@@ -173,6 +171,14 @@ def _attend(
         raise UnsupportedError(
             f"Forward mode through {problem}", {chosen.name: only_reverse}
         ) from error
+
+
+def _nothing_seen(problem: AttentionProblem, q: Array) -> tuple[Array, Array]:
+    """The results where an axis is empty, placed over devices as q is."""
+    rows = jnp.zeros_like(q[..., :1])
+    out = jnp.broadcast_to(rows, (*rows.shape[:3], problem.v_head_dim))
+    lse = jnp.swapaxes(rows[..., 0], 1, 2).astype(problem.lse_dtype)
+    return out, jnp.full_like(lse, -jnp.inf)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

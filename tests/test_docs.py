@@ -1,12 +1,13 @@
 """README.md: its code runs, its matrix is that of the dispatch table, its links lead somewhere."""
 
+import dataclasses
 import pathlib
 import re
 
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import _support
+from pallas_attn import _dispatch, _support
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -48,9 +49,17 @@ def test_the_support_matrix_is_that_of_the_dispatch_table():
     )
 
 
-def test_the_matrix_knows_every_operation():
-    from pallas_attn import _dispatch
+@pytest.mark.parametrize("operation", ["flash_forward", "flash_backward", "decode"])
+def test_hoppers_kernels_are_for_hopper(operation):
+    """As README says of Ampere, Ada and Blackwell."""
+    chosen = {}
+    for gpu in ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"):
+        problem = dataclasses.replace(_support._BASE[operation], gpu=gpu)
+        chosen[gpu] = _dispatch.select(problem, None).name
+    assert chosen == dict.fromkeys(chosen, "sm80") | {"sm90": "sm90"}
 
+
+def test_the_matrix_knows_every_operation():
     assert set(_support.OPERATIONS) == set(_dispatch.TABLES)
 
 

@@ -161,6 +161,14 @@ def test_an_axis_that_cannot_be_split_is_gathered_and_right():
     assert_same(jax.jit(through_layer)(*args), native(q, k, v))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_query_heads_over_more_devices_than_there_are_kv_heads(kind):
+    q, k, v = normal(0, B, T, N, H), normal(1, B, S, 2, H), normal(2, B, S, 2, HV)
+    split = jax.device_put(q, NamedSharding(mesh_of(kind), P(None, None, "y")))
+    whole = jax.device_put((k, v), NamedSharding(mesh_of(kind), P()))
+    assert_same(jax.jit(through_layer)(split, *whole), native(q, k, v))
+
+
 # ---- backward -----------------------------------------------------------------------------------
 
 
@@ -273,6 +281,18 @@ def test_sharded_gradients(kernels_that_differentiate, kind, kv_heads, spec):
         rest = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P())), rest)
         got = jax.jit(lambda some, rest=rest: ours(some, **rest))(some)
         assert_same_trees(got, {name: want[name] for name in names})
+
+
+@pytest.mark.parametrize("spec", [P(None, "x", None, "y"), P("x")], ids=["inner", "mapped"])
+def test_vmap_over_axes_that_are_placed(kernels_that_differentiate, spec):
+    """By explicit mesh axes; where another than the mapped one is, nothing can be folded."""
+    arrays = dict(zip("qkv", qkv(2, B), strict=True))
+    want = theirs_of_the_reference(jax.vmap(theirs), arrays)
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(arrays, NamedSharding(mesh, spec))
+        got = jax.jit(jax.vmap(ours))(placed)
+    assert_same(jax.tree.leaves(got), jax.tree.leaves(want))
 
 
 def test_gradients_in_a_shard_map(kernels_that_differentiate):

@@ -363,6 +363,21 @@ def test_explicit_sharding(rng):
     close(got, wanted)
 
 
+def test_no_keys_at_all_in_a_loop_over_devices(rng):
+    """What a loop carries keeps its type, also where there is nothing to attend to."""
+    q = draw(rng, batch=4, kv_heads=4)[0]
+
+    def loop(q):
+        step = lambda q, _: (pa.flash_attention(q, q[:, :0], q[:, :0]), None)  # noqa: E731
+        return jax.lax.scan(step, q, None, length=2)[0]
+
+    split = jax.shard_map(loop, mesh=mesh(), in_specs=P("data"), out_specs=P("data"))
+    assert not jax.jit(split)(q).any()
+    typed = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(typed):
+        assert not jax.jit(loop)(jax.device_put(q, NamedSharding(typed, SPECS["both"]))).any()
+
+
 # ---- export --------------------------------------------------------------------------------------
 
 
