@@ -524,6 +524,18 @@ def test_kernels_lower_where_jax_counts_in_64_bits():
         assert "mosaic_gpu" in mosaic.lower_for_cuda(over_a_mesh(check_vma=True), Q, KV, KV)
 
 
+@pytest.mark.parametrize("implementation", ["sm90", "sm80"])
+def test_nothing_but_inputs_and_results_is_kept_for_the_backward(implementation):
+    attend = functools.partial(
+        pallas_attn.flash_attention_with_lse, mask=CAUSAL, implementation=implementation
+    )
+    out, lse = half(*Q.shape), jax.ShapeDtypeStruct((8, 8, 2048), jnp.float32)
+    with _device.assume("sm90"):
+        kept = jax.eval_shape(lambda *qkv: jax.vjp(attend, *qkv)[1], Q, KV, KV)
+    found = [(x.shape, x.dtype) for x in jax.tree.leaves(kept)]
+    assert found == [(x.shape, x.dtype) for x in (Q, KV, KV, out, lse)]
+
+
 @pytest.mark.guards
 def test_a_policy_of_checkpoint_says_what_is_computed_again():
     policies = jax.checkpoint_policies
