@@ -5,6 +5,7 @@ tests/test_decode.py asks every implementation what decoding means. Here is what
 how work is dealt, how parts are merged, its limits, and how long many arrays take to lower.
 """
 
+import contextlib
 import dataclasses
 import functools
 import random
@@ -267,6 +268,33 @@ OF_THREADS = {  # what differs where threads copy: how rows are found, and how m
 }  # fmt: skip
 
 
+FOUR_HEADS = Case("paged", q_heads=8, kv_heads=4)
+SIDE_BY_SIDE = {  # heads of a page, that a block takes at once
+    "four": (FOUR_HEADS, dataclasses.replace(SMALL, abreast=4)),
+    "two_chunk_window": (
+        dataclasses.replace(FOUR_HEADS, q_len=3, mask=sliding_window(37), page_size=32),
+        dataclasses.replace(MANY, tile=128, ctas=7, abreast=2),
+    ),
+    "four_layers_overflow": (
+        dataclasses.replace(
+            FOUR_HEADS, lengths=(5, 500, 7, 64, 0, 200, 225), q_heads=64, layers=2, sinks=True
+        ),
+        dataclasses.replace(MANY, tile=256, ctas=5, abreast=4),
+    ),
+    "four_odd_dims": (
+        dataclasses.replace(FOUR_HEADS, page_size=8, head_dim=72, v_head_dim=40),
+        dataclasses.replace(SMALL, ctas=11, abreast=4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", SIDE_BY_SIDE)
+def test_heads_side_by_side_interpreted(name):
+    with mosaic.interpret():
+        check(*SIDE_BY_SIDE[name])
+
+
 @pytest.mark.guards
 @pytest.mark.parametrize("name", OF_THREADS)
 def test_copies_by_threads_interpreted(name):
@@ -320,6 +348,35 @@ def test_narrow_tiles_are_for_float32():
         ValueError, match=r"Config\.tile must be at least 64 of 16-bit numbers, got 32"
     ):
         kernel.Plan(Case().problem, kernel.Config(tile=32))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "stacked"},
+        {"dtype": "float32"},
+        {"q_heads": 68},
+        {"kv_heads": 2},
+        {"page_size": 32},
+        {"page_size": 4},
+        {"batch_invariant": True},
+    ],
+    ids=str,
+)
+def test_which_heads_go_side_by_side(fields):
+    """64 rows of 4 heads: a page of 16 each."""
+    config = dataclasses.replace(SMALL, abreast=4)
+    assert kernel.Plan(FOUR_HEADS.problem, config).split.lines == 64
+    problem = dataclasses.replace(FOUR_HEADS, **fields).problem
+    with pytest.raises(ValueError, match=r"Config\.abreast is 4: it takes as many kv heads"):
+        kernel.Plan(problem, config)
+
+
+def test_when_heads_go_side_by_side():
+    """Where the blocks have whole ones all the same, and these are long."""
+    pages, few, short = large("paged"), large("paged", 16), large("paged", 128, 1024)
+    taken = [kernel.Config.default(x.problem).abreast for x in (pages, few, short, large())]
+    assert taken == [4, 1, 1, 1]
 
 
 @pytest.mark.guards
@@ -513,6 +570,7 @@ def test_limits(fields, reason):
         ("ctas", 0, "at least 1"),
         ("fixed", 0, "at least 1"),
         ("turn", 8, "a multiple of 16"),
+        ("abreast", 3, "1, 2 or 4"),
     ],
 )
 def test_config_checks_itself(field, value, want):
@@ -677,6 +735,14 @@ def test_cases_on_the_gpu(kind, name):
     check(case)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SIDE_BY_SIDE)
+def test_heads_side_by_side_on_the_gpu(name):
+    case, config = SIDE_BY_SIDE[name]
+    check(case, config)
+    check(case, dataclasses.replace(config, eager=not config.eager, ctas=132))
+
+
 def draw(seed: int) -> Case:
     """One small problem from the whole argument space; fixed by its seed."""
     pick = random.Random(seed)
@@ -718,6 +784,11 @@ def test_drawn_on_the_gpu(number, seed):
         config = dataclasses.replace(
             config, ctas=few, many=True, turn=number % 3 * 32, eager=number % 16 < 8
         )
+    if case.kv_heads == 2 and case.kind == "paged":
+        two = dataclasses.replace(config, abreast=2)
+        with contextlib.suppress(ValueError):
+            kernel.smem_bytes(case.problem, two)
+            config = two
     check(case, config, seed=seed)
 
 

@@ -55,7 +55,7 @@ def test_two_blocks_share_a_multiprocessor():
     """Where there is work for them."""
     many = dataclasses.replace(PROBLEM, sequences=64, capacities=(8192,) * 64)
     two, one = (decode_sm90.Config.default(x) for x in (many, PROBLEM))
-    assert (two.ctas, one.ctas) == (2 * decode_sm90.MULTIPROCESSORS, 128)
+    assert (two.ctas, one.ctas) == (256, 128)  # 512 heads and 64 are shared out evenly
     assert decode_sm90.smem_bytes(many, two) <= decode_sm90.SMEM_OF_TWO
 
 
@@ -150,3 +150,61 @@ def test_integers_and_the_instruction_give_the_same_bits():
     assert np.isnan(out).any() and np.isfinite(out).any() and np.isfinite(made[0][1]).all()
     made = jax.tree.map(lambda x: np.asarray(x, np.float32), made)  # where NaN is equal to NaN
     jax.tree.map(np.testing.assert_array_equal, *made)
+
+
+def heads_side_by_side(dtype, heads, tile):
+    """A pool of NaN but for what is there to be read, in pages of 16."""
+    lengths, dim, page = (37, 64), 128, 16
+    rng = np.random.default_rng(0)
+    cache = pa.PagedCache.create(2, 10, page, 4, dim, capacity=64, dtype=dtype)
+    cache = cache.extend(jnp.asarray(lengths, jnp.int32))
+    table = np.asarray(cache.page_table)
+    there = np.zeros((10, 1, page), bool)
+    for row, length in zip(table, lengths, strict=True):
+        for n in range(length):
+            there[row[n // page], 0, n % page] = True
+    pools = {}
+    for name in "kv":
+        numbers = rng.integers(-100, 100, (10, 4, page, dim)).astype(np.float32)
+        scales = np.where(there, rng.uniform(0.001, 0.02, (10, 4, page)), np.nan)
+        pools[name] = jnp.asarray(numbers).astype(dtype)
+        pools[f"{name}_scale"] = jnp.asarray(scales, jnp.float32)
+    cache = dataclasses.replace(cache, **pools)
+    q = jnp.asarray(rng.standard_normal((2, 2, 8, dim)), jnp.bfloat16)
+    problem = dataclasses.replace(
+        PROBLEM,
+        kind="paged",
+        cache_dtype=dtype,
+        sequences=2,
+        q_len=2,
+        q_heads=8,
+        kv_heads=4,
+        capacities=(64,) * 2,
+        page_size=page,
+        pages=10,
+    )
+    inputs = DecodeInputs(
+        q, cache.k, cache.v, cache.lengths, cache.page_table, None, None, cache.k_scale,
+        cache.v_scale,
+    )  # fmt: skip
+    config = decode_sm90.Config(tile=tile, stages=2, ctas=3, eager=True, abreast=heads)
+    out, _ = jax.jit(lambda inputs: decode_sm90.run(inputs, problem, config))(inputs)
+    want = pa.decode_attention(q, cache, implementation="reference")
+    got, want = (np.asarray(x, np.float32) for x in (out, want))
+    np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-7)
+
+
+SIDE_BY_SIDE = (("float8_e4m3fn", 4, 64), ("int8", 2, 128), ("int8", 4, 128))
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("dtype, heads, tile", SIDE_BY_SIDE[:2])
+def test_heads_side_by_side_interpreted(dtype, heads, tile):
+    with mosaic.interpret():
+        heads_side_by_side(dtype, heads, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, heads, tile", SIDE_BY_SIDE)
+def test_heads_side_by_side_on_the_gpu(dtype, heads, tile):
+    heads_side_by_side(dtype, heads, tile)

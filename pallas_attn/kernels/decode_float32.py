@@ -20,7 +20,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels import fragments, matrices, tiles, warps
-from pallas_attn.kernels.fragments import REF, ROWS, SCALAR, Split
+from pallas_attn.kernels.fragments import REF, ROWS, SCALAR
+from pallas_attn.kernels.splits import Split
 from pallas_attn.kernels.tiles import Int
 
 Ref = Any

@@ -1,5 +1,10 @@
 """How a block asks for tiles of keys and values: programs for one thread (`warps.each_thread`), and
 which tile is next.
+
+Small pages make many copies of a tile. Memory gives pages in any order almost as fast as one long
+row; what they cost is time to look them up and to ask. So where streams are long a tile's pages are
+looked up while the one before it is asked for; and where every block still has whole ones, it takes
+several heads side by side, which lie together in a page (`_fetch_abreast`).
 """
 
 import functools
@@ -131,23 +136,25 @@ def _number(thread: warps.Thread) -> Any:
     return thread.index % 32 * warps.WARPS + thread.index // 32
 
 
-def _piece(thread: warps.Thread, at: Tile, plan: Plan) -> tuple[Any, Any]:
-    """(its first key in the tile, how many of its keys exist) of this thread's piece of a tile,
-    which lies together in memory.
+def _piece(thread: warps.Thread, at: Tile, plan: Plan) -> tuple[Any, Any, Any]:
+    """(its first key in the tile, how many of its keys exist, which head's they are of those side
+    by side) of this thread's piece of a tile, which lies together in memory.
 
     Piece p is that of warp p % 4: lanes that ask for copies wait for each other.
     """
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
-    piece = _number(thread)
+    piece, head = _number(thread), None
+    if plan.abreast > 1:
+        piece, head = piece // plan.abreast, piece % plan.abreast
     skipped = piece * plan.page_rows
-    return skipped, thread.minimum(live - skipped, plan.page_rows)
+    return skipped, thread.minimum(live - skipped, plan.page_rows), head
 
 
 def look_up(thread: warps.Thread, refs: Refs, at: Tile, plan: Plan) -> Any:
     """The page of this thread's piece; asked for well before `fetch` wants to know. Where threads
     copy, every warp looks up all pieces, a lane each.
     """
-    skipped, here = _piece(thread, at, plan)
+    skipped, here, _ = _piece(thread, at, plan)
     if not plan.bulk:
         live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
         skipped = thread.index % 32 * plan.page_rows
@@ -165,6 +172,9 @@ def fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -
         _fetch_by_threads(thread, refs, at, plan)
         return
     given, smem = refs
+    if plan.abreast > 1:
+        _fetch_abreast(thread, refs, at, plan)
+        return
     row_bytes = [plan.itemsize * dim for dim in (plan.problem.head_dim, plan.problem.v_head_dim)]
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
     live = decode_plan.at_least(live, 0)
@@ -174,7 +184,7 @@ def fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -
         nbytes = nbytes + _scale_bytes(live) * 2
     thread.announce(smem.barriers, at.slot, nbytes, (thread.index < 1) & (at.wanted >= 1))
     caches = thread.pick(at.m, given.caches) if len(given.caches) > 1 else given.caches[0]
-    skipped, here = _piece(thread, at, plan)
+    skipped, here, _ = _piece(thread, at, plan)
     there = here >= 1
     line = _source(thread, (given, smem.table), at, skipped, there, plan)
     row = at.slot * plan.tile + skipped
@@ -191,6 +201,51 @@ def fetch(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -
         nbytes = _scale_bytes(decode_plan.at_least(here, 0))
         for cache, ring in zip(caches[2:], (smem.k_scale, smem.v_scale), strict=True):
             thread.copy((ring, row // 4), (cache, line // 4), nbytes, done, there)
+
+
+def _fetch_abreast(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -> None:
+    """`fetch` of heads side by side, which a page holds one behind the other: what a whole page has
+    of them comes by one copy each of K and V, by different warps. Of the page that a sequence ends
+    in, each thread copies a head's.
+    """
+    given, smem = refs
+    (caches,), rows = given.caches, plan.page_rows
+    row_bytes = [plan.itemsize * dim for dim in (plan.problem.head_dim, plan.problem.v_head_dim)]
+    live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
+    live = decode_plan.at_least(live, 0)
+    nbytes = live * (row_bytes[0] * plan.abreast) + plan.lines * row_bytes[1]
+    if plan.problem.quantized:
+        nbytes = nbytes + _scale_bytes(live) * (2 * plan.abreast)
+    thread.announce(smem.barriers, at.slot, nbytes, (thread.index < 1) & (at.wanted >= 1))
+    skipped, here, head = _piece(thread, at, plan)
+    inside = (skipped < plan.tile) & (at.wanted >= 1)
+    here = decode_plan.at_least(here, 0)
+    whole, there = here >= rows, here >= 1
+    first = thread.select(whole, thread.index * 0, head)  # of the heads that this thread brings
+    place = at._replace(head=at.head * plan.abreast + first)
+    line = _source(thread, (given, smem.table), place, skipped, there, plan)
+    row = at.slot * plan.lines + skipped * plan.abreast + first * rows
+    done, count = (smem.barriers, at.slot), thread.select(whole, here * plan.abreast, here)
+
+    def turn_of(n):
+        return there & ((here < rows) | ((head >= n) & (head <= n)))
+
+    rings = [(smem.k, row_bytes[0] // 16), (smem.v, row_bytes[1] // 16)]
+    for n, (cache, (ring, words)) in enumerate(zip(caches[:2], rings, strict=True)):
+        nbytes = count * words * 16
+        thread.copy((ring, row * words), (cache, line * words), nbytes, done, turn_of(n))
+    for start in range(0, rows * row_bytes[1], BLANK):
+        missing = (here * -1 + rows) * row_bytes[1] - start
+        blank = thread.minimum(missing, BLANK)
+        to = (at.slot * plan.lines + skipped * plan.abreast + head * rows + here) * rings[1][1]
+        to = to + start // 16
+        some = inside & (blank >= 1)
+        thread.copy((smem.v, to), (given.counters, thread.wide(head * 0)), blank, done, some)
+    if plan.problem.quantized:
+        nbytes = _scale_bytes(count)
+        for n, cache, ring in zip((-2, -1), caches[2:], (smem.k_scale, smem.v_scale), strict=True):
+            turn = turn_of(n % plan.abreast)
+            thread.copy((ring, row // 4), (cache, line // 4), nbytes, done, turn)
 
 
 def _fetch_by_threads(thread: warps.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -> None:
@@ -291,6 +346,8 @@ def bring_queries(thread: warps.Thread, q: Ref, at: tuple[Any, Any], plan: Plan)
     row_bytes = problem.head_dim * jnp.dtype(problem.dtype).itemsize
     lines = -(-row_bytes // 128)
     n = thread.minimum(thread.index // lines, plan.most_rows - 1) + chunk
+    if plan.abreast > 1:
+        first, n = first + n // plan.rows * plan.group, n % plan.rows
     n = thread.minimum(n, plan.rows - 1)
     row = thread.wide(first + n // plan.group * problem.q_heads + n % plan.group)
     word = thread.minimum(thread.index % lines * 8, row_bytes // 16 - 1)

@@ -1,4 +1,4 @@
-"""Scores made logits, and the mask, for rows that are packed as `fragments.Split` says."""
+"""Scores made logits, and the mask, for rows that are packed as `splits.Split` says."""
 
 from typing import Any
 
@@ -22,8 +22,10 @@ def _positions(plan: Plan, piece: Piece, tile: Scalar) -> tuple[Any, Any]:
     row, column = tiles.positions(shape, 0, 0), tiles.positions(shape, 1, 0)
     warp = row // fragments.ROWS
     own = row % fragments.ROWS
-    key = tile * plan.tile + split.first(warp) + split.key(own, column)
-    query = split.row_block(warp) * fragments.ROWS + split.query(own)
+    key = tile * plan.tile + split.first_key(warp) + split.key(own, column)
+    query = split.query(own)
+    if plan.abreast == 1:
+        query = split.row_block(warp) * fragments.ROWS + query
     query = query + lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
     return piece.length - problem.q_len + divided(plan, query), key
 

@@ -244,7 +244,7 @@ def _of_warps(thread: warps.Thread, spilled: Spilled, place: tuple, at: Where, p
         line = row  # of the warp that has it: a warp's row block, then its group of keys
         if plan.row_blocks > 1:
             line = row // fragments.ROWS * plan.spilled_rows + row % fragments.ROWS
-        line = line + group * plan.row_blocks * plan.spilled_rows
+        line = line + group * plan.split.row_blocks * plan.spilled_rows
         (top,) = thread.shared_floats(spilled.top, line, 1)
         (total,) = thread.shared_floats(spilled.total, line, 1)
         parts.append(_Part(top, total, thread.shared_floats(spilled.out, line * pitch + column, 4)))
@@ -274,6 +274,8 @@ def _write(
     row, column, there = place
     n = at.head % plan.chunks * plan.chunk_rows + row
     kv_head = at.head // plan.chunks
+    if plan.abreast > 1:
+        n, kv_head = row % plan.rows, kv_head * plan.abreast + row // plan.rows
     token, head = n // plan.group, kv_head * plan.group + n % plan.group
     head = thread.minimum(head, problem.q_heads - 1)
     one, zero = thread.number(1.0), thread.number(0.0)

@@ -26,6 +26,7 @@ from jax import lax
 
 from pallas_attn._problem import DecodeProblem
 from pallas_attn.kernels import fragments, softmax, tiles, warps, widen
+from pallas_attn.kernels.splits import Heads, Split
 
 Ref = Any
 Scalar = Any
@@ -63,13 +64,27 @@ class Plan:
     config: Any
 
     def __post_init__(self):
-        if self.bulk and self.tile > (most := widest(self.problem)):
+        if self.abreast > 1 and not self._fits_abreast:
+            raise ValueError(
+                f"Config.abreast is {self.abreast}: it takes as many kv heads or a multiple, of up "
+                f"to {fragments.ROWS} query rows each, over pages of 16 or 8 bits whose rows are a "
+                f"multiple of 8 that divides the {self.tile} keys of a tile"
+            )
+        if self.bulk and self.lines > (most := widest(self.problem)):
             rows = self.problem.page_size
             raise ValueError(
-                f"Config.tile must be at most {most} over pages of {rows} rows, got {self.tile}"
+                f"Config.tile must be at most {most} over pages of {rows} rows, got {self.lines}"
             )
-        if self.tile < 64 and not self.wide:
-            raise ValueError(f"Config.tile must be at least 64 of 16-bit numbers, got {self.tile}")
+        if self.lines < 64 and not self.wide:
+            raise ValueError(f"Config.tile must be at least 64 of 16-bit numbers, got {self.lines}")
+
+    @property
+    def _fits_abreast(self) -> bool:
+        problem, page = self.problem, self.problem.page_size
+        plain = self.bulk and not self.wide and not problem.shared_kv
+        heads = self.rows <= fragments.ROWS and problem.kv_heads % self.abreast == 0
+        whole_pages = page is not None and page % 8 == 0 and self.tile % page == 0
+        return plain and heads and whole_pages and not problem.batch_invariant
 
     @property
     def bulk(self) -> bool:
@@ -95,18 +110,37 @@ class Plan:
 
     @property
     def chunk_rows(self) -> int:
-        """Of them, how many a block takes at once; each chunk reads the keys anew."""
+        """Of them, how many a block takes at once; each chunk reads the keys anew. Those of heads
+        side by side lie head by head.
+        """
+        if self.abreast > 1:
+            return self.abreast * self.rows
         return min(self.config.rows, self.row_blocks * fragments.ROWS)
 
     @property
     def most_rows(self) -> int:
         """Rows that a chunk may have."""
-        return min(self.rows, self.chunk_rows)
+        return min(self.abreast * self.rows, self.chunk_rows)
 
     @property
     def spilled_rows(self) -> int:
         """Rows that a warp may have."""
-        return min(self.most_rows, fragments.ROWS)
+        return min(self.most_rows // self.abreast, fragments.ROWS)
+
+    @property
+    def sooner(self) -> bool:
+        """Whether a tile's pages are looked up while the one before it is asked for: where streams
+        are long.
+        """
+        eager = self.config.eager and (self.config.many or self.problem.quantized)
+        return eager and self.problem.kind == "paged" and self.bulk
+
+    @property
+    def abreast(self) -> int:
+        """kv heads that a block takes side by side, each with warps of its own. In a page they lie
+        one behind the other: a copy brings all of them, and there are so many times fewer.
+        """
+        return self.config.abreast
 
     @property
     def row_blocks(self) -> int:
@@ -117,21 +151,25 @@ class Plan:
 
     @property
     def chunks(self) -> int:
-        return -(-self.rows // self.chunk_rows)
+        return -(-self.abreast * self.rows // self.chunk_rows)
 
     @property
     def heads(self) -> int:
-        """Of the line of units: kv heads, each as often as there are row chunks."""
-        return self.problem.kv_heads * self.chunks
+        """Of the line of units: kv heads, so many side by side, each as often as there are row
+        chunks.
+        """
+        return self.problem.kv_heads // self.abreast * self.chunks
 
     @functools.cached_property
-    def split(self) -> fragments.Split:
+    def split(self) -> Split:
         integers = widen.by_integers(self.problem.cache_dtype, self.problem.gpu)
-        return fragments.Split(self.row_blocks, self.tile, self.folded, integers)
+        heads = Heads(self.abreast, self.page_rows) if self.abreast > 1 else None
+        blocks = self.row_blocks if heads is None else heads.number
+        return Split(blocks, self.tile, self.folded, integers, heads)
 
     @property
     def folded(self) -> bool:
-        """Whether scores of few rows are folded: `fragments.Split`."""
+        """Whether scores of few rows are folded: `splits.Split`."""
         few = self.rows <= 8 and not self.problem.quantized and not self.wide
         return few and self.config.many
 
@@ -149,7 +187,12 @@ class Plan:
 
     @property
     def tile(self) -> int:
-        """Keys of a tile."""
+        """Keys of a tile, of each head."""
+        return self.config.tile // self.abreast
+
+    @property
+    def lines(self) -> int:
+        """Rows of a tile: keys of all its heads."""
         return self.config.tile
 
     @property
@@ -386,7 +429,7 @@ def piece_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) ->
 
 def first_query(plan: Plan, piece: Piece) -> tuple[Scalar, Scalar]:
     """Where query 0 of the piece's kv head lies, in rows; and which query the piece begins with."""
-    head = lax.div(piece.head, jnp.int32(plan.chunks)) * plan.group
+    head = lax.div(piece.head, jnp.int32(plan.chunks)) * (plan.abreast * plan.group)
     first = piece.m * (plan.problem.q_len * plan.problem.q_heads) + head
     return first, lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
 

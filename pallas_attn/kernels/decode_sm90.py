@@ -7,19 +7,20 @@ share out the keys of a tile and keep an online softmax of their own. Parts of a
 shared memory, and between blocks by the last to arrive (`decode_merge`): one launch.
 
 All three caches are read alike: by bulk copies from plain pointers, one a tile, or one a page of
-it. There is no tensor map, which separate arrays would need one each of, and rows lie in shared
-memory as in the cache; `warps` says how tensor cores read them so. Only where rows begin differs
-between caches (`_source`): in the sequence's own array, in the one array, or in a page.
+it (`decode_load`). There is no tensor map, which separate arrays would need one each of, and rows
+lie in shared memory as in the cache; `warps` says how tensor cores read them so. Only where rows
+begin differs between caches (`_source`): in the sequence's own array, in the one array, or a page.
 
 The ring has `stages` slots. A slot's barrier completes when the bytes announced for it are there;
 the block meets once a tile, after which the slot of the tile before is filled anew. Nobody else
 touches a slot, so there is no other barrier.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -30,10 +31,10 @@ from jax import lax
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels import (
+    decode_attend,
     decode_float32,
     decode_latent,
     decode_load,
-    decode_logits,
     decode_merge,
     decode_plan,
     fragments,
@@ -68,6 +69,7 @@ class Config:
     a head ahead, scores of few rows are folded, and keys are dealt finely (`decode_plan`), a head
     as `turn` keys more than it has: what a block could read while it turns to it. `eager`: the next
     tile is asked for before the wait for this one, not under its matmuls: for long streams.
+    `abreast`: kv heads of a page that a block takes at once (1, 2 or 4); `tile` counts all theirs.
     """
 
     tile: int = 64
@@ -78,6 +80,7 @@ class Config:
     many: bool = False
     turn: int = 0
     eager: bool = False
+    abreast: int = 1
     bulk, least = True, 2  # copies of whole tiles; the least stages; see `decode_sm80`
     rows = 4 * fragments.ROWS  # of queries, that a block takes at once, at most
 
@@ -87,6 +90,7 @@ class Config:
             "stages": (self.stages >= self.least, f"at least {self.least}"),
             "ctas": (self.ctas >= 1, "at least 1"),
             "fixed": (self.fixed >= 1, "at least 1"),
+            "abreast": (self.abreast in (1, 2, 4), "1, 2 or 4"),
             "turn": (self.turn % decode_plan.GRAIN == 0 <= self.turn, "a multiple of 16"),
         }
         for name, (good, want) in wants.items():
@@ -103,6 +107,10 @@ class Config:
         Keys of 8 bits keep a warp busy for longer than their bytes take to come, and heads end
         often where they are many and short: of two blocks one computes while the other waits.
         """
+        return _side_by_side(problem, cls._of_single_heads(problem))
+
+    @classmethod
+    def _of_single_heads(cls, problem: DecodeProblem) -> "Config":
         if problem.shared_kv:
             return _deepest(problem, cls(ctas=MULTIPROCESSORS), decode_plan.SMEM_LIMIT)
         plan = Plan(problem, cls())
@@ -110,7 +118,7 @@ class Config:
         keys = max(problem.capacities) * heads
         if problem.quantized and keys >= 2 * MULTIPROCESSORS * 8 * 128:
             for tile in (128, 64):
-                config = cls(tile=tile, stages=2, ctas=2 * MULTIPROCESSORS, eager=True)
+                config = cls(tile=tile, stages=2, ctas=_even_pairs(heads), eager=True)
                 if smem_bytes(problem, config) <= SMEM_OF_TWO:
                     return _deepest(problem, config, SMEM_OF_TWO)
         if (two := _of_two(plan, heads, keys)) is not None:
@@ -152,10 +160,29 @@ def _of_two(plan: Plan, heads: int, keys: int) -> Config | None:
     fits = fits and 2**14 < 64 * row <= 2**15 and LONG * MULTIPROCESSORS <= keys <= 5 * 2**19
     if not fits or heads < 256:
         return None
-    ctas = next((n for n in range(264, 247, -1) if heads % n == 0), 264)
+    ctas = _even_pairs(heads)
     turn = TURN_OF_TWO // row // decode_plan.GRAIN * decode_plan.GRAIN
     config = Config(tile=64, stages=2, ctas=ctas, many=True, turn=turn, eager=True)
     return config if smem_bytes(problem, config) <= SMEM_OF_TWO else None
+
+
+def _even_pairs(heads: int) -> int:
+    """Blocks, two a multiprocessor, that share the heads out evenly if that leaves few idle."""
+    most = 2 * MULTIPROCESSORS
+    return next((n for n in range(most, most - 17, -1) if heads % n == 0), most)
+
+
+def _side_by_side(problem: DecodeProblem, config: Config) -> Config:
+    """The same, with several heads of a page at once where it is faster: blocks still have whole
+    ones if all sequences are full, and heads are long: else there is more to merge.
+    """
+    choices = (4, 2) if problem.quantized else (4,) if config.many else ()
+    for heads in choices if max(problem.capacities) >= 2 * LONG else ():
+        wider = dataclasses.replace(config, abreast=heads)
+        if problem.sequences * problem.kv_heads // heads % config.ctas == 0:
+            with contextlib.suppress(ValueError):
+                return Plan(problem, wider).config
+    return config
 
 
 def _deepest(problem: DecodeProblem, config: Config, room: int) -> Config:
@@ -248,51 +275,26 @@ def smem_bytes(problem: DecodeProblem, config: Config) -> int:
 # ---- computing -----------------------------------------------------------------------------------
 
 
-class State(NamedTuple):
-    """An online softmax of every warp, carried from tile to tile.
-
-    Over a quantised cache `acc` is a sum of values that are not multiplied by their scales. Their
-    weights, probabilities times scales, have a top of their own, so that float16 holds them.
+def _begin(plan: Plan, refs: Refs, smem: Smem, look: Any, start: tuple[Piece, Share]) -> Any:
+    """Asks for tiles until all slots but one are taken; where loading stands then: a piece, and
+    where pages are looked up sooner, the tile after.
     """
+    (first, share), stages = start, plan.config.stages
+    most = (share.end - share.first) * plan.unit if plan.bulk else stages
+    count = jnp.minimum(stages - 1, most)
+    ask = functools.partial(decode_load.ask, plan, refs, smem)
+    if plan.problem.kind != "paged" or not plan.bulk:
+        return lax.fori_loop(0, count, lambda slot, piece: ask(look((piece, slot))), first)
 
-    acc: Array  # [64, Hv]
-    total: Array  # [64, PARTS]
-    top: Array  # [64]
-    peak: Array | None  # [64]: what acc is relative to; None: to top
+    def asked(slot, ahead):
+        piece, _ = ahead
+        after = piece._replace(tile=jnp.minimum(piece.tile + 1, piece.end))
+        later = look((after, slot + 1))  # its pages are on their way while this one's are awaited
+        ask(ahead)
+        return later
 
-
-def _attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> State:
-    """One tile of keys, from its scores on."""
-    (tile, slot), (s, state) = at, carried
-    scales = fragments.of_keys(smem.v_scale, slot, plan.split) if plan.problem.quantized else None
-    logits, weights = decode_logits.logits(plan, piece, tile, (s, scales))
-    unit = None if plan.problem.quantized else plan.unit_of_logits
-    join = functools.partial(matrices.of_both, op="maximum") if plan.folded else None
-    new = softmax.step(logits, unit, state.top, guarded=True, join=join)
-    if weights is None:
-
-        def scaled():
-            return (
-                state.acc * tiles.down_rows(new.shrink, state.acc.shape),
-                state.total * tiles.down_rows(new.shrink, state.total.shape),
-            )
-
-        acc, total = lax.cond(new.moved != 0, scaled, lambda: (state.acc, state.total))
-        p, peak = new.p, None
-    else:
-        total = state.total * tiles.down_rows(new.shrink, state.total.shape)
-        heavy = softmax.step(weights, None, state.peak, guarded=True)
-        acc = lax.cond(
-            heavy.moved != 0,
-            lambda: state.acc * tiles.down_rows(heavy.shrink, state.acc.shape),
-            lambda: state.acc,
-        )
-        p, peak = heavy.p, heavy.top
-    if plan.wide:
-        acc = decode_float32.weigh(acc, p, smem.v, slot, plan.split)
-    else:
-        acc = fragments.weigh(acc, p.astype(plan.operands), smem.v, slot, plan.split)
-    return State(acc, total + new.total, new.top, peak)
+    ahead = lax.fori_loop(0, count, asked, look((first, jnp.int32(0))))
+    return ahead if plan.sooner else ahead[0]
 
 
 def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta: Scalar) -> None:
@@ -303,13 +305,8 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
         share = share._replace(first=decode_plan.begin_of(plan, smem.table, share, m))
     first = decode_plan.piece_at(plan, smem.table, share, share.first, m)
     sync, wait = (functools.partial(f, plan=plan) for f in (decode_load.sync, decode_load.wait))
-    tiles_ahead = (share.end - share.first) * plan.unit if plan.bulk else stages
-
-    def begin(slot, piece):
-        ahead = decode_load.next_tile(plan, refs, smem, share, (piece, slot))
-        return decode_load.ask(plan, refs, smem, ahead)
-
-    ahead = lax.fori_loop(0, jnp.minimum(stages - 1, tiles_ahead), begin, first)
+    look = functools.partial(decode_load.next_tile, plan, refs, smem, share)
+    ahead = _begin(plan, refs, smem, look, (first, share))
     soon = plan.config.many and not plan.wide
 
     def queries_at(unit, m):
@@ -326,7 +323,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             before = lax.div(piece.tile * plan.tile, jnp.int32(plan.problem.page_size))
             check = functools.partial(decode_load.check_pages, plan=plan)
             warps.each_thread(check, (refs, smem.table), (piece.m, before))
-        state = State(
+        state = decode_attend.State(
             tiles.filled((ROWS, fragments.width_of(plan.problem.v_head_dim)), 0.0),
             tiles.filled((ROWS, softmax.PARTS), 0.0),
             tiles.filled((ROWS,), -jnp.inf),
@@ -339,9 +336,14 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             parity = lax.rem(lax.div(count, jnp.int32(stages)), jnp.int32(2))
             warps.each_thread(sync, (), ())
             before = jnp.where(slot == 0, stages - 1, slot - 1)
-            following = decode_load.next_tile(plan, refs, smem, share, (ahead, before))
-            if plan.eager:
+
+            def asked(following):
                 ahead = decode_load.ask(plan, refs, smem, following)
+                return look((ahead, slot)) if plan.sooner else ahead
+
+            following = ahead if plan.sooner else look((ahead, before))
+            if plan.eager:
+                ahead = asked(following)
             warps.each_thread(wait, smem.barriers, (slot, parity))
             if plan.wide:
                 s = decode_float32.scores(q, smem.k, slot, plan.split)
@@ -351,8 +353,8 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
                 s = s * fragments.of_keys(smem.k_scale, slot, plan.split)
                 s = s * tiles.down_rows(units, s.shape)
             if not plan.eager:  # while the matmuls are under way
-                ahead = decode_load.ask(plan, refs, smem, following)
-            state = _attend(plan, smem, piece, (tile, slot), (s, state))
+                ahead = asked(following)
+            state = decode_attend.attend(plan, smem, piece, (tile, slot), (s, state))
             return state, count + 1, ahead
 
         state, count, ahead = lax.fori_loop(piece.tile, piece.end, one_tile, (state, count, ahead))

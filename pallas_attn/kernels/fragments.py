@@ -21,6 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 
 from pallas_attn.kernels import tiles, warps, widen
+from pallas_attn.kernels.splits import Split
 from pallas_attn.kernels.tiles import Int
 
 Ref = Any
@@ -57,38 +58,6 @@ def warp_and_lane() -> tuple[ir.Value, ir.Value]:
     return arith.divui(thread, utils.c(32, warps.i32())), arith.remui(
         thread, utils.c(32, warps.i32())
     )
-
-
-class Split:
-    """Who takes what of a tile of `keys` keys.
-
-    `row_blocks` (1, 2 or 4) groups of 16 query rows go to as many warps; what warps are left over
-    share out the keys. Column c of a warp's scores is key `first(warp) + c` of the tile.
-
-    `folded`: of 8 query rows or less. Where rows 8 to 15 of scores would be, lie those of rows 0 to
-    7 and every second group of 8 keys: half as many numbers for a thread to work on.
-    `integers`: how keys of 8 bits are made 16 (`widen.by_integers`).
-    """
-
-    def __init__(self, row_blocks: int, keys: int, folded: bool = False, integers: bool = False):
-        self.row_blocks, self.keys, self.folded, self.integers = row_blocks, keys, folded, integers
-        self.groups = warps.WARPS // row_blocks  # of keys
-        self.columns = keys // self.groups
-        self.width = self.columns // 2 if folded else self.columns
-
-    def row_block(self, warp: Any) -> Any:
-        return warp % self.row_blocks
-
-    def first(self, warp: Any) -> Any:
-        return warp // self.row_blocks * self.columns
-
-    def key(self, row: Any, column: Any) -> Any:
-        """Of the warp's: which one a score of its row and column is for."""
-        return column // 8 * 16 + row // 8 * 8 + column % 8 if self.folded else column
-
-    def query(self, row: Any) -> Any:
-        """Of the warp's 16: which one a row of scores is for."""
-        return row % 8 if self.folded else row
 
 
 def queries(ref: Ref, first: tuple, rows: int, split: Split, stride: tuple) -> Array:
@@ -161,16 +130,23 @@ def rows_of_lane(first: tuple, rows: int, split: Split, stride: tuple) -> tuple[
     start, skipped = (Int(x.registers.item()) for x in first)
     starts = []
     for half in (0, 8):
-        n = skipped + split.row_block(warp) * ROWS + lane // 4 + half
+        n = skipped + lane // 4 + half
+        if split.heads is None:
+            n = n + split.row_block(warp) * ROWS
         n = n._with(arith.minsi, rows - 1)
-        starts.append(widened(start + n // group * step + n % group) * (dim // 8))
+        row = start + n // group * step + n % group
+        if split.heads is not None:
+            row = row + split.row_block(warp) * group
+        starts.append(widened(row) * (dim // 8))
     return lane, starts
 
 
 def rows_of_twin(first: tuple, rows: int, split: Split, stride: tuple) -> np.ndarray:
     (step, group), n = stride, np.arange(warps.WARPS * ROWS)
-    n = np.minimum(first[1] + split.row_block(n // ROWS) * ROWS + n % ROWS, rows - 1)
-    return first[0] + n // group * step + n % group
+    block, n = split.row_block(n // ROWS), first[1] + n % ROWS
+    head = 0 if split.heads is None else block * group
+    n = np.minimum(n + (block * ROWS if split.heads is None else 0), rows - 1)
+    return first[0] + head + n // group * step + n % group
 
 
 def widened(x: Int) -> Int:
@@ -294,12 +270,12 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
     def code(q, ref, slot):
         warp, lane = (Int(x) for x in warp_and_lane())
         a, pointer, words = words_of(q), tiles.pointer_of(ref), dim * size // 16
-        start = Int(slot.registers.item()) * (split.keys * words)
+        start = Int(slot.registers.item()) * (split.lines * words)
         start = start + (split.first(warp) + lane // 4) * words
         zero = utils.c(0.0, ir.F32Type.get())
         registers: list[Any] = []
         for column in range(0, split.columns, 8):
-            b = words_of_row(pointer, start, lane, dim * size // 2, column * words)
+            b = words_of_row(pointer, start, lane, dim * size // 2, split.line(column) * words)
             b = b if size == 2 else widen.widened(b, str(jnp.dtype(ref_dtype)), split.integers)
             sums = [[zero] * 4 for _ in range(2)]
             for n in range(len(b) // 2):
@@ -313,7 +289,7 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
         row, column = np.arange(ROWS)[:, None], np.arange(split.width)
         for warp in range(warps.WARPS):
             here = slice(ROWS * warp, ROWS * (warp + 1))
-            keys = ref[slot][split.first(warp) :][: split.columns]
+            keys = ref[slot][split.first(warp) + split.line(np.arange(split.columns))]
             all_scores = q[here, :dim].astype(np.float32) @ keys.astype(np.float32).T
             out[here] = all_scores[split.query(row), split.key(row, column)]
         return out
@@ -330,15 +306,16 @@ def of_keys(ref: Ref, slot: Array, split: Split) -> Array:
 
     def code(ref, slot):
         warp, lane = (Int(x) for x in warp_and_lane())
-        at = Int(slot.registers.item()) * split.keys + split.first(warp) + lane % 4 * 2
+        at = Int(slot.registers.item()) * split.lines + split.first(warp) + lane % 4 * 2
         pairs = [
-            widen.pair_of_floats(tiles.pointer_of(ref), at + n) for n in range(0, split.columns, 8)
+            widen.pair_of_floats(tiles.pointer_of(ref), at + split.line(n))
+            for n in range(0, split.columns, 8)
         ]
         return tile_with([pair for pair in pairs for _ in range(2)], shape)
 
     def twin(ref, slot):
         first = split.first(np.arange(warps.WARPS).repeat(ROWS))[:, None]
-        return ref[slot][first + np.arange(split.columns)]
+        return ref[slot][first + split.line(np.arange(split.columns))]
 
     return inline(code, twin, (ref, slot), (REF, SCALAR), tile_of(shape, jnp.float32))
 
@@ -363,7 +340,7 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
     def code(acc, p, ref, slot):
         warp, lane = (Int(x) for x in warp_and_lane())
         a, pointer = words_of(p), tiles.pointer_of(ref)
-        start = Int(slot.registers.item()) * (split.keys * chunks)
+        start = Int(slot.registers.item()) * (split.lines * chunks)
         start = start + (split.first(warp) + lane % 4 * 2) * chunks
         sums = []
         for pairs in acc.registers.reshape(-1, 2):
@@ -375,7 +352,7 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
                 of_a = [a[key // 8], zero, a[key // 8 + 1], zero]
             for u in range(shape[1] // 64):
                 chunk = start + (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
-                ahead = [(key + n) * chunks for n in (0, 1, 8, 9)]
+                ahead = [(split.line(key + n) + i) * chunks for n in (0, 8) for i in range(2)]
                 if narrow is not None:
                     rows = [four_words(pointer, chunk, offset, 2) for offset in ahead]
                     pairs_of_rows = [widen.interleaved(*rows[n : n + 2]) for n in (0, 2)]
@@ -396,7 +373,8 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
         row, column = np.arange(ROWS)[:, None], np.arange(split.width)
         for warp in range(warps.WARPS):
             here = slice(ROWS * warp, ROWS * (warp + 1))
-            values = ref[slot][split.first(warp) :][: split.columns, : shape[1]]
+            values = ref[slot][split.first(warp) + split.line(np.arange(split.columns))]
+            values = values[:, : shape[1]]
             weights = np.zeros((ROWS, split.columns), np.float32)
             weights[split.query(row), split.key(row, column)] = p[here]
             out[here, : values.shape[1]] += weights @ values.astype(np.float32)

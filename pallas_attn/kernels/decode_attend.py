@@ -1,0 +1,66 @@
+"""What a tile of keys adds to the online softmax of a block's warps, from its scores on."""
+
+import functools
+from typing import Any, NamedTuple
+
+from jax import lax
+
+from pallas_attn.kernels import (
+    decode_float32,
+    decode_logits,
+    fragments,
+    matrices,
+    softmax,
+    tiles,
+)
+from pallas_attn.kernels.decode_load import Smem
+from pallas_attn.kernels.decode_plan import Piece, Plan
+
+Array = Any
+
+
+class State(NamedTuple):
+    """An online softmax of every warp, carried from tile to tile.
+
+    Over a quantised cache `acc` is a sum of values that are not multiplied by their scales. Their
+    weights, probabilities times scales, have a top of their own, so that float16 holds them.
+    """
+
+    acc: Array  # [64, Hv]
+    total: Array  # [64, PARTS]
+    top: Array  # [64]
+    peak: Array | None  # [64]: what acc is relative to; None: to top
+
+
+def attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> State:
+    """One tile of keys, from its scores on."""
+    (tile, slot), (s, state) = at, carried
+    scales = fragments.of_keys(smem.v_scale, slot, plan.split) if plan.problem.quantized else None
+    logits, weights = decode_logits.logits(plan, piece, tile, (s, scales))
+    unit = None if plan.problem.quantized else plan.unit_of_logits
+    join = functools.partial(matrices.of_both, op="maximum") if plan.folded else None
+    new = softmax.step(logits, unit, state.top, guarded=True, join=join)
+    if weights is None:
+
+        def scaled():
+            return (
+                state.acc * tiles.down_rows(new.shrink, state.acc.shape),
+                state.total * tiles.down_rows(new.shrink, state.total.shape),
+            )
+
+        acc, total = lax.cond(new.moved != 0, scaled, lambda: (state.acc, state.total))
+        p, peak = new.p, None
+    else:
+        total = state.total * tiles.down_rows(new.shrink, state.total.shape)
+        heavy = softmax.step(weights, None, state.peak, guarded=True)
+        acc = lax.cond(
+            heavy.moved != 0,
+            lambda: state.acc * tiles.down_rows(heavy.shrink, state.acc.shape),
+            lambda: state.acc,
+        )
+        p, peak = heavy.p, heavy.top
+    if plan.wide:
+        acc = decode_float32.weigh(acc, p, smem.v, slot, plan.split)
+    else:
+        acc = fragments.weigh(acc, p.astype(plan.operands), smem.v, slot, plan.split)
+    return State(acc, total + new.total, new.top, peak)
