@@ -144,6 +144,13 @@ def test_interpreted(name, changes):
 
 
 @pytest.mark.guards
+def test_keys_held_in_registers_interpreted():
+    case = dataclasses.replace(one("kv_lengths_causal"), head_dim=128, v_head_dim=128, batch=1)
+    with mosaic.interpret():
+        check(dataclasses.replace(case, kv_lengths=(70,)), dataclasses.replace(SMALL, held=True))
+
+
+@pytest.mark.guards
 def test_wide_with_everything_interpreted():
     case = dataclasses.replace(one("everything"), batch=2, q_heads=2, kv_heads=1, head_dim=136,
                                v_head_dim=72, q_offset=(70, 199), kv_lengths=(150, 200),
@@ -489,6 +496,14 @@ def test_configurations_on_the_gpu(name, config):
 def test_portable_configurations_on_the_gpu(name, columns):
     """What no default is on a GPU with so much shared memory."""
     check(one(name), PORTABLE(fused=False, block_q=32, dq_block_kv=32, columns=columns))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("name", ["q_lengths", "documents", "group7_kv1", "float16_causal"])
+def test_head_dim_128_on_the_gpu(name, held):
+    case = dataclasses.replace(one(name), head_dim=128, v_head_dim=128)
+    check(case, kernel.Config(ctas=7, lag=2, held=held))
 
 
 @pytest.mark.gpu

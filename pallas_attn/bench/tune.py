@@ -42,6 +42,7 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
         "fused": (True, False),
         "block_q": (64, 128),
         "lag": (1, 2),
+        "held": (False, True),
         "section": (0, 1, 4, 12, 32),
         "stages": (2, 3),
         "dq_block_kv": (64, 128),

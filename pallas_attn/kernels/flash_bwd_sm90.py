@@ -9,15 +9,17 @@ Grid: one block a multiprocessor, which takes the tiles of work that `flash_bwd_
 A tile of work is 128 keys of one kv head, over the query heads of its group: dk and dv are summed
 over the group where they are. Two warpgroups compute, 64 keys each, and one loads.
 
-A step is one query tile. Tiles of scores have keys down and queries across, so P^T and dS^T are
-register operands of the matmuls for dV and dK; for dQ both warpgroups put their half of dS in
-shared memory, meet, and each takes a half of dQ, one step later or, where shared memory has room,
-two: then the one may be almost a step ahead of the other, and one's matmuls run under the other's
-arithmetic. What is in flight under what:
+A step (`flash_bwd_step`) is one query tile. Tiles of scores have keys down and queries across, so
+P^T and dS^T are register operands of the matmuls for dV and dK; for dQ both warpgroups put their
+half of dS in shared memory, meet, and each takes a half of dQ, one step later or, where shared
+memory has room, two: then the one may be almost a step ahead of the other, and one's matmuls run
+under the other's arithmetic. What is in flight under what:
   dQ of a step before, S of this one  |  dQ off, under S
   dP                                  |  P = exp(S - lse), under dP
   dV                                  |  dS = P (dP - delta), to shared memory, under dV
-  dK                                  |  the meeting, under dV and dK
+  dK                                  |  the meeting, under dK; of 128 queries a tile before it
+A warpgroup has more to do than the tensor cores and waits for its own instructions, not for them:
+with query tiles of 64 S begins with -lse and dP with -delta, so neither is waited for.
 
 Shared memory, and who owns it when:
   k, v [warpgroup]   filled for a tile of work; `keys_free` when both warpgroups are done, or have
@@ -50,14 +52,14 @@ from pallas_attn.kernels import (
     flash_fwd_sm90,
     flash_memory,
     flash_plan,
-    logits,
     operands,
     tiles,
 )
 from pallas_attn.kernels import flash_bwd_keys as keys
 from pallas_attn.kernels import flash_bwd_plan as shared
+from pallas_attn.kernels import flash_bwd_step as steps
 from pallas_attn.kernels import flash_bwd_sums as sums
-from pallas_attn.kernels.flash_bwd_plan import ROWS, Plan, Refs, across
+from pallas_attn.kernels.flash_bwd_plan import ROWS, Plan, Refs
 
 WARPGROUPS = 2  # that compute
 SMEM_LIMIT = flash_memory.SMEM_LIMIT
@@ -77,6 +79,7 @@ class Config:
     dq_stages: int = 2
     lag: int = 1  # steps between dS and its dQ: 2 let the warpgroups drift apart
     dq_warpgroups: int = 2
+    held: bool = False  # half of K in registers: head dims up to 128, query tiles of 64
     band: bool = False  # all by one kernel, which takes few problems: see `flash_bwd_band`
 
     def __post_init__(self):
@@ -104,7 +107,7 @@ class Config:
             return cls(band=True)
         if is_wide(problem):
             return _wide(problem)
-        config = cls(dq_stages=3, lag=2)
+        config = cls(dq_stages=3, lag=2, held=True)
         if max(problem.head_dim, problem.v_head_dim) <= 64:
             stages = 3 if problem.mask.is_full else 2
             config = cls(block_q=128, stages=stages, dq_block_kv=128)
@@ -272,140 +275,6 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
 # ---- computing ----------------------------------------------------------------------------------
 
 
-class Last(NamedTuple):
-    """The step before: its dQ is still to come."""
-
-    there: Any  # int32: whether there is one
-    count: Any  # its number, over all tiles of work
-    head: Any
-    t: Any
-
-
-def _step(plan: Plan, refs: Refs, smem: Smem, at: Any, lasts: Any, new: Last, accs: Any) -> None:
-    """One query tile: at is (item, wg, masked), lasts the steps whose dQ is to come, in order."""
-    (item, wg, masked), (dk, dv), due, last = at, accs, lasts[0], lasts[-1]
-    dtype, block = jnp.dtype(plan.problem.dtype), plan.config.block_q
-    slot, shape = shared.ring(new.count, plan.config.stages), (ROWS, block)
-    q, do = smem.q.at[slot], smem.do.at[slot]
-    turn, met = _turn(plan, smem, new.count)
-    # 0, which only we know: or else what follows from wg alone, all addresses in k and v, would be
-    # computed before the loop and spilled.
-    wg = wg + lax.shift_right_logical(new.count, jnp.int32(31))
-
-    def first(s_acc, dq_acc):
-        pl.when(due.there != 0)(lambda: plgpu.barrier_wait(met))
-        sums.matmuls(plan, smem, dq_acc, _turn(plan, smem, new.count - plan.config.lag)[0], wg)
-        plgpu.barrier_wait(smem.q_ready.at[slot])
-        plgpu.wgmma(s_acc, smem.k.at[wg], q.transpose((1, 0)))
-        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)  # and dK of the last step is done
-
-        @pl.when(last.there != 0)
-        def _():
-            plgpu.barrier_arrive(smem.q_free.at[shared.ring(last.count, plan.config.stages)])
-
-        sums.add(plan, refs, smem, item, (wg, due.head, due.t, due.there), dq)
-
-    def second(s_acc, dp_acc):
-        plgpu.barrier_wait(smem.do_ready.at[slot])
-        plgpu.wgmma(dp_acc, smem.v.at[wg], do.transpose((1, 0)))
-        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        place = shared.place_of(item, new.head, new.t, item.key + wg * ROWS, block)
-        place = place._replace(numbers=smem.numbers)
-        lse = tiles.load(smem.lse.at[slot], tiles.COLUMN)
-        p, slope = logits.probabilities(plan, refs, place, s, lse, masked)
-        plgpu.wgmma(dv, p.astype(dtype), do)
-        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        delta = tiles.load(smem.delta.at[slot], tiles.COLUMN)
-        ds = p * (dp - across(delta, shape))
-        ds = (ds if slope is None else ds * slope).astype(dtype)
-        if refs.dq is not None:
-            for half in range(block // ROWS):
-                part = lax.slice(ds, (0, half * ROWS), (ROWS, (half + 1) * ROWS))
-                smem.ds[turn, wg, half] = part
-        plgpu.commit_smem()  # lse and delta have been read, too, and TMA will write there
-        if refs.dq is not None:
-            plgpu.barrier_arrive(met)
-        plgpu.wgmma(dk, ds, q)
-        plgpu.wgmma_wait(1)
-        plgpu.barrier_arrive(smem.do_free.at[slot])
-
-    def alone(s_acc):
-        plgpu.barrier_wait(smem.q_ready.at[slot])
-        plgpu.wgmma(s_acc, smem.k.at[wg], q.transpose((1, 0)))
-        plgpu.wgmma_wait(1)
-
-        @pl.when(last.there != 0)
-        def _():
-            plgpu.barrier_arrive(smem.q_free.at[shared.ring(last.count, plan.config.stages)])
-
-    def both(s_acc):
-        if refs.dq is None:
-            alone(s_acc)
-        else:
-            half = plgpu.ACC(sums.share(plan), jnp.float32)
-            pl.run_scoped(functools.partial(first, s_acc), half)
-        pl.run_scoped(functools.partial(second, s_acc), plgpu.ACC(shape, jnp.float32))
-
-    pl.run_scoped(both, plgpu.ACC(shape, jnp.float32))
-
-
-def _turn(plan: Plan, smem: Smem, count: Any) -> tuple[Any, Any]:
-    """(the place of a step's dS, the barrier at which both warpgroups have put it there)"""
-    lag = plan.config.lag
-    return shared.ring(count, 2 * lag), smem.met.at[shared.ring(count, lag)]
-
-
-def _attend(plan: Plan, refs: Refs, smem: Smem, at: Any, count: Any) -> Any:
-    """All query tiles of a warpgroup's keys; at is (item, wg). Gives (dk, dv, count)."""
-    item, wg = at
-    group, lag = plan.problem.group, plan.config.lag
-    first_head = item.kv_head * group
-
-    def everything(dk_acc, dv_acc):
-        def one_head(g, lasts):
-            def one_tile(i, lasts):
-                t = item.tile(i)
-                new = Last(jnp.int32(1), lasts[-1].count + 1, first_head + g, t)
-                at = item, wg, shared.masked(plan, item, t)
-                _step(plan, refs, smem, at, lasts, new, (dk_acc, dv_acc))
-                return (*lasts[1:], new)
-
-            return lax.fori_loop(0, item.steps, one_tile, lasts)
-
-        nothing = Last(jnp.int32(0), count - 1, first_head, jnp.int32(0))
-        lasts = lax.fori_loop(0, group, one_head, (nothing,) * lag)
-        last = lasts[-1]
-        if refs.dq is not None:
-            for n, due in enumerate(lasts, 1 - lag):
-                _late_dq(plan, refs, smem, at, due, last.count + n)
-        results = dk_acc[...], dv_acc[...]
-
-        @pl.when(last.there != 0)
-        def _():
-            plgpu.barrier_arrive(smem.q_free.at[shared.ring(last.count, plan.config.stages)])
-
-        return *results, last.count + 1
-
-    widths = (sums.k_width(plan), plan.v_width)
-    return pl.run_scoped(everything, *(plgpu.ACC((ROWS, n), jnp.float32) for n in widths))
-
-
-def _late_dq(plan: Plan, refs: Refs, smem: Smem, at: Any, due: Last, count: Any) -> None:
-    """After a tile of work's last step."""
-    item, wg = at
-    turn, met = _turn(plan, smem, count)
-
-    def matmuls(acc):
-        sums.matmuls(plan, smem, acc, turn, wg)
-        return acc[...]
-
-    @pl.when(due.there != 0)
-    def _():
-        plgpu.barrier_wait(met)
-        dq = pl.run_scoped(matmuls, plgpu.ACC(sums.share(plan), jnp.float32))
-        sums.add(plan, refs, smem, item, (wg, due.head, due.t, due.there), dq)
-
-
 def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, Any]) -> None:
     """A computing warpgroup: every tile of work of its block."""
     cta, wg = place
@@ -423,7 +292,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, An
         following = refs.dealt[cta, n + 2]  # asked for long before it is needed
         item = shared.item_of(plan, refs, code)
         plgpu.barrier_wait(smem.keys_ready)
-        dk, dv, count = _attend(plan, refs, smem, (item, wg), count)
+        dk, dv, count = steps.attend(plan, refs, smem, (item, wg), count)
         keys.leave(plan, smem, outs, (item, wg), (dk * plan.problem.scale, dv))
         return count, following
 
@@ -458,7 +327,7 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
         dk, dv = flash_bwd_wide.dk_dv(plan, refs)
     elif _is_fused(problem, config):
         sum_of_dq = jax.new_ref(sums.zeros(plan, refs.q.shape[0]))
-        dq, dk, dv = _dq_dk_dv(plan, refs._replace(dq=sum_of_dq))
+        dq, dk, dv = _dq_dk_dv(plan, steps.numbers(plan, refs._replace(dq=sum_of_dq)))
     else:
         _, dk, dv = _dq_dk_dv(plan, refs)
     if dq is None:

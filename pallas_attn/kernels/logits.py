@@ -187,15 +187,17 @@ def probabilities(
     plan: Any, refs: Any, place: Place, s: Any, lse: Any, masked: Any
 ) -> tuple[Any, Any]:
     """Scores -> (exp(logits - lse), softcap's slope or None). `lse` is in the logits' units, one a
-    query, inf for one that has no key; `masked` may be traced: a branch around the mask costs less
-    than a second copy of a loop, whose addresses alone spilled 300 bytes a thread.
+    query, inf for one that has no key, or None where the scores lack it already; `masked` may be
+    traced: a branch around the mask costs less than a second copy of a loop, whose addresses alone
+    spilled 300 bytes a thread.
     """
     given, slope = of_tile(plan, refs, place, s, masked is True)
     if not isinstance(masked, bool):
         given = lax.cond(masked, lambda s: hidden(plan, refs, place, s), lambda s: s, given)
     if plan.unit is not None:
         given = given * plan.unit
-    given = given - lax.broadcast_in_dim(lse, s.shape, [place.q_axis])
+    if lse is not None:
+        given = given - lax.broadcast_in_dim(lse, s.shape, [place.q_axis])
     return jnp.exp2(given * softmax.LOG2_E if plan.natural else given), slope
 
 
