@@ -3,20 +3,24 @@
 All query heads share the one kv head: up to 64 rows of query are a block's, and each row of the
 cache is 1152 bytes that serve as key and as value. With 128 heads that is work for tensor cores
 rather than for memory, so tiles come by TMA, swizzled for wgmma. An output of 64 x 512 is too much
-for one warpgroup's registers: two share it by columns. Each computes all scores, which spares
-them an exchange of maxima and probabilities: half as many matmuls more, and no waiting.
+for one warpgroup's registers: two share it by columns. A third has the scores of all rows: it is a
+tile ahead of them, and leaves its probabilities where the part of the keys lay that is not of V.
+Up to 32 rows are `decode_latent_few`'s.
 
-Grid, dealing and merging are those of `decode_plan` and `decode_merge`; every part of a row goes
-to global memory, and the last block to arrive makes the result of them.
+Dealing is that of `decode_plan`, but blocks that have other rows of the same queries lie beside
+each other and take the same keys: memory is read once, L2 as often as there are chunks of rows.
+Parts of a row are merged by `decode_latent_parts`.
 
 Warpgroups, and what they own of shared memory:
-  0, 1  compute; let go of q when the last scores of a piece are there, of a tile after its values
-  2     loads: `q_ready` for q, `ready` a tile of the ring; and lays out the table of lengths,
-        which all read after `laid`
+  0, 1  multiply values, by columns; let go of theirs of a tile, and of its probabilities
+  2     scores: lets go of q when the last scores of a piece are there; `weights`: a tile's
+        probabilities, with `tops` and `totals`, are there
+  3     loads: `q_ready` for q, `ready` a tile's blocks of columns; and lays out the table of
+        lengths, which all read after `laid`
 """
 
+import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -28,25 +32,27 @@ from jax import lax
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels import (
-    decode_load,
+    decode_latent_few,
+    decode_latent_load,
+    decode_latent_parts,
     decode_logits,
     decode_merge,
     decode_plan,
-    operands,
     softmax,
     tiles,
-    warps,
+    votes,
 )
+from pallas_attn.kernels.decode_latent_load import TILE, WIDE, Block, Refs, each_thread
+from pallas_attn.kernels.decode_latent_parts import base_of
+from pallas_attn.kernels.decode_latent_plan import COMPUTING, LatentPlan, place_of
 from pallas_attn.kernels.decode_logits import ROWS
-from pallas_attn.kernels.decode_plan import Piece, Plan, Share, Table
+from pallas_attn.kernels.decode_plan import Piece, Plan, Table
 
 Array = Any
 Ref = Any
 Scalar = Any
 
-COMPUTING = 2  # warpgroups
-TILE = 64  # keys
-WIDE = 64  # columns of a swizzle of 128 bytes
+SCORING, LOADING = COMPUTING, COMPUTING + 1  # the other warpgroups
 
 
 def limit(problem: DecodeProblem, least: Any) -> Limit | None:
@@ -80,55 +86,23 @@ def limit(problem: DecodeProblem, least: Any) -> Limit | None:
     return None
 
 
-class LatentPlan(Plan):
-    """Rows are always taken 64 at a time: what wgmma multiplies."""
-
-    @property
-    def row_blocks(self) -> int:
-        return ROWS // 16
-
-    @property
-    def padded(self) -> int:
-        """Query rows of a sequence as they lie in memory: TMA reads from a multiple of 8 only."""
-        return operands.round_up(self.rows, 8)
-
-    @property
-    def half(self) -> int:
-        """Columns of V that a warpgroup has."""
-        return self.problem.v_head_dim // COMPUTING
-
-    @property
-    def rest(self) -> int:
-        """Columns of K that are not of V."""
-        return self.problem.head_dim - self.problem.v_head_dim
-
-    @property
-    def copies(self) -> int:
-        """That fill a slot."""
-        return (COMPUTING + bool(self.rest)) * (TILE // self.page_rows)
-
-
 class Smem(NamedTuple):
     q: Any  # [COMPUTING, ROWS, half]
     kv: Any  # [COMPUTING, stages, TILE, half]
     q_rest: Any  # [ROWS, rest]; None where rest is 0
     k_rest: Any  # [stages, TILE, rest]
+    p: Any  # [stages, ROWS, TILE]: probabilities; None where k_rest has room for them
+    tops: Any  # float32[stages, ROWS]: after a tile
+    totals: Any  # likewise, after the last tile of a piece
     table: Table
     last: Any  # int32[1]
     q_ready: Any
     q_free: Any
-    ready: Any
-    free: Any
+    ready: Any  # a tile's pieces
+    free: Any  # of each warpgroup's columns
+    weights: Any  # a tile's probabilities are there
     met: Any  # of the computing warpgroups
     laid: Any
-
-
-class Refs(NamedTuple):
-    q: Ref  # [M * padded, H]
-    kv: Ref  # [layers * sequences or pages, rows, H]
-    given: decode_plan.Lengths
-    page_table: Ref | None
-    layer: Ref | None
 
 
 def scratch(plan: LatentPlan) -> Smem:
@@ -146,88 +120,81 @@ def scratch(plan: LatentPlan) -> Smem:
         kv=swizzled(COMPUTING, stages, TILE, plan.half),
         q_rest=swizzled(ROWS, plan.rest),
         k_rest=swizzled(stages, TILE, plan.rest),
-        table=Table(numbers(plan.sums), numbers(plan.sums), numbers(plan.sums)),
+        p=None if plan.rest else swizzled(stages, ROWS, TILE),
+        tops=plgpu.SMEM((stages, ROWS), jnp.float32),
+        totals=plgpu.SMEM((stages, ROWS), jnp.float32),
+        table=decode_latent_load.table_of(plan),
         last=numbers(1),
-        q_ready=barrier(num_arrivals=COMPUTING + bool(plan.rest)),
-        q_free=barrier(num_arrivals=COMPUTING),
-        ready=barrier(num_barriers=stages, num_arrivals=plan.copies),
-        free=barrier(num_barriers=stages, num_arrivals=COMPUTING),
+        q_ready=barrier(num_arrivals=plan.pieces),
+        q_free=barrier(),
+        ready=barrier(num_barriers=stages * plan.pieces, num_arrivals=TILE // plan.page_rows),
+        free=barrier(num_barriers=stages * COMPUTING),
+        weights=barrier(num_barriers=stages),
         met=barrier(num_arrivals=COMPUTING),
         laid=barrier(),
     )
 
 
+def _few(problem: DecodeProblem) -> bool:
+    return problem.q_len * problem.q_heads <= decode_latent_few.MOST
+
+
+def launch_of(problem: DecodeProblem, config: Any) -> tuple[Any, Plan]:
+    """Which kernel takes the problem, and its plan."""
+    if _few(problem):
+        return decode_latent_few.launch, decode_latent_few.FewPlan(problem, config)
+    return launch, LatentPlan(problem, config)
+
+
+def even(problem: DecodeProblem, config: Any) -> Any:
+    """The config with so many blocks that all have as much to do, where a few less than its own
+    have.
+    """
+    heads, most = problem.sequences * launch_of(problem, config)[1].chunks, config.ctas
+    few = range(most, most - most // 16, -1)
+    ctas = next((n for n in few if heads % n == 0 or n % heads == 0), most)
+    return dataclasses.replace(config, ctas=ctas)
+
+
 def smem_bytes(problem: DecodeProblem, config: Any) -> int:
-    buffers = jax.tree.leaves(scratch(LatentPlan(problem, config))[:6], is_leaf=_is_buffer)
-    sizes = (math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
-    return 3072 + sum(operands.round_up(size, 1024) for size in sizes)
-
-
-def _is_buffer(x: Any) -> bool:
-    return hasattr(x, "dtype")
-
-
-class Thread(warps.Thread):
-    """Of one warpgroup of several."""
-
-    @property
-    def index(self) -> tiles.Int:
-        return super().index % tiles.THREADS
-
-
-def _each_thread(program: Any, refs: Any, scalars: Any) -> None:
-    tiles.each_thread(program, refs, scalars, Thread())
+    if _few(problem):
+        return decode_latent_few.smem_bytes(problem, config)
+    return decode_latent_load.smem_bytes(scratch(LatentPlan(problem, config)))
 
 
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def _pieces(plan: LatentPlan, table: Table, share: Share, body: Any, carry: Any) -> Any:
-    """`body(piece, number, carry)` for each piece of the block."""
+def _pieces(plan: LatentPlan, smem: Smem, cta: Scalar, body: Any) -> None:
+    """`body(piece, number, count)` for each piece of the block; `count` is what it gave before."""
+    place = place_of(plan, cta)
 
-    def one(state):
-        unit, m, number, carry = state
-        piece = decode_plan.piece_at(plan, table, share, unit, m)
-        return piece.following, piece.m, number + 1, body(piece, number, carry)
+    def own(piece, number, count):
+        return body(piece._replace(head=piece.head * plan.beside + place.which), number, count)
 
-    m = decode_plan.sequence_of(plan, table, share.first)
-    start = (share.first, m, jnp.int32(0), carry)
-    return lax.while_loop(lambda state: state[0] < share.end, one, start)[3]
+    share = decode_plan.share_of(plan.line, smem.table, place.cta)
+    decode_latent_load.pieces(plan.line, smem.table, share, own, jnp.int32(0))
 
 
-def _load(plan: LatentPlan, refs: Refs, smem: Smem, share: Share) -> None:
+def _load(plan: LatentPlan, refs: Refs, smem: Smem, cta: Scalar) -> None:
+    stages, half = plan.config.stages, plan.half
+
+    def blocks_of(number):
+        slot, again = lax.rem(number, jnp.int32(stages)), number >= stages
+        for wg in range(COMPUTING):
+            ready, free = smem.ready.at[slot * plan.pieces + wg], smem.free.at[wg * stages + slot]
+            yield Block(pl.ds(wg * half, half), smem.kv.at[wg, slot], ready, free, again)
+        if plan.rest:  # both have let go of the probabilities there
+            columns = pl.ds(plan.problem.v_head_dim, plan.rest)
+            ready = smem.ready.at[slot * plan.pieces + COMPUTING]
+            yield Block(columns, smem.k_rest.at[slot], ready, None, again)
+
     def one_piece(piece, number, count):
         pl.when(number > 0)(lambda: plgpu.barrier_wait(smem.q_free))
         _load_q(plan, refs, smem, piece)
-        if plan.problem.kind == "paged" and plan.problem.mask.left is not None:
-            before = lax.div(piece.tile * TILE, jnp.int32(plan.problem.page_size))
-            check = functools.partial(decode_load.check_pages, plan=plan)
-            _each_thread(check, (refs, smem.table), (piece.m, before))
+        return decode_latent_load.load(plan, refs, smem.table, piece, count, blocks_of)
 
-        def one_tile(tile, carry):
-            count, pages = carry
-            slot = lax.rem(count, jnp.int32(plan.config.stages))
-            pl.when(count >= plan.config.stages)(lambda: plgpu.barrier_wait(smem.free.at[slot]))
-            for n, page in enumerate(pages):
-                first = n * plan.page_rows
-                _load_rows(plan, refs, smem, piece, (tile * TILE + first, first, slot, page))
-            return count + 1, _pages(plan, refs, piece, tile + 1)
-
-        ahead = _pages(plan, refs, piece, piece.tile)
-        return lax.fori_loop(piece.tile, piece.end, one_tile, (count, ahead))[0]
-
-    _pieces(plan, smem.table, share, one_piece, jnp.int32(0))
-
-
-def _pages(plan: LatentPlan, refs: Refs, piece: Piece, tile: Scalar) -> list[Scalar]:
-    """Of each stretch of a tile that lies together in memory; asked for a tile ahead."""
-    rows = [tile * TILE + first for first in range(0, TILE, plan.page_rows)]
-    if plan.problem.kind == "stacked":
-        return [piece.m for _ in rows]
-    table: Any = refs.page_table
-    last = jnp.maximum(piece.length - 1, 0)
-    size = jnp.int32(plan.problem.page_size)
-    return [table[piece.m, lax.div(jnp.minimum(row, last), size)] for row in rows]
+    _pieces(plan, smem, cta, one_piece)
 
 
 def _load_q(plan: LatentPlan, refs: Refs, smem: Smem, piece: Piece) -> None:
@@ -241,63 +208,122 @@ def _load_q(plan: LatentPlan, refs: Refs, smem: Smem, piece: Piece) -> None:
         plgpu.copy_gmem_to_smem(refs.q.at[rows, columns], smem.q_rest, smem.q_ready)
 
 
-def _load_rows(plan: LatentPlan, refs: Refs, smem: Smem, piece: Piece, place: tuple) -> None:
-    """What lies together in memory: of a tile, or of a page of it."""
-    (row, first, slot, page), problem = place, plan.problem
-    ready = smem.ready.at[slot]
-    layer = jnp.int32(0) if refs.layer is None else refs.layer[0]
-    if problem.layers is not None:  # any, where there is no such layer: the result is NaN
-        layer = jnp.clip(layer, 0, problem.layers - 1)
-
-    def copy(slab, row):
-        rows, to = pl.ds(row, plan.page_rows), pl.ds(first, plan.page_rows)
-        for wg in range(COMPUTING):
-            src = refs.kv.at[slab, rows, pl.ds(wg * plan.half, plan.half)]
-            plgpu.copy_gmem_to_smem(src, smem.kv.at[wg, slot, to], ready)
-        if plan.rest:
-            src = refs.kv.at[slab, rows, pl.ds(problem.v_head_dim, plan.rest)]
-            plgpu.copy_gmem_to_smem(src, smem.k_rest.at[slot, to], ready)
-
-    if problem.kind == "stacked":
-        return copy(layer * problem.sequences + page, row)
-
-    @pl.when(row < piece.length)
-    def _():
-        bad = (page < 0) | (page >= problem.pages)
-        good = jnp.where(bad, 0, page)  # some page's rows: the result will be NaN
-        pl.when(bad)(lambda: _each_thread(_lose, smem.table.lost, piece.m))
-        copy(layer * problem.pages + good, lax.rem(row, jnp.int32(problem.page_size)))
-
-    @pl.when(row >= piece.length)
-    def _():
-        for _ in range(COMPUTING + bool(plan.rest)):
-            plgpu.barrier_arrive(ready)
-
-    return None
-
-
-def _lose(thread: warps.Thread, lost: Ref, m: Any) -> None:
-    thread.shared_store(lost, m, thread.index * 0 + 1, thread.index < 1)
-
-
 # ---- computing -----------------------------------------------------------------------------------
 
 
-class State(NamedTuple):
-    acc: Array  # [ROWS, half]
-    total: Array  # [ROWS, PARTS]
-    top: Array  # [ROWS]
+def _probabilities(plan: LatentPlan, smem: Smem, slot: Scalar) -> Ref:
+    """Where a tile's are: in place of the part of its keys that is not of V."""
+    return smem.k_rest.at[slot] if plan.rest else smem.p.at[slot]
 
 
 def _scores(plan: LatentPlan, smem: Smem, slot: Scalar) -> Array:
+    """Begins as soon as the first columns are there."""
+
     def body(acc):
         for wg in range(COMPUTING):
+            plgpu.barrier_wait(smem.ready.at[slot * plan.pieces + wg])
             plgpu.wgmma(acc, smem.q.at[wg], smem.kv.at[wg, slot].transpose((1, 0)))
         if plan.rest:
+            plgpu.barrier_wait(smem.ready.at[slot * plan.pieces + COMPUTING])
             plgpu.wgmma(acc, smem.q_rest, smem.k_rest.at[slot].transpose((1, 0)))
         return acc[...]
 
     return pl.run_scoped(body, plgpu.ACC((ROWS, TILE), jnp.float32))
+
+
+def _put(ref: Ref, numbers: Array) -> None:
+    ref[...] = numbers
+
+
+def _score(plan: LatentPlan, smem: Smem, cta: Scalar) -> None:
+    """Probabilities of all tiles, and what they are relative to."""
+
+    def one_piece(piece, number, count):
+        del number
+        plgpu.barrier_wait(smem.q_ready)
+
+        def one_tile(tile, carry):
+            top, total, count = carry
+            slot = lax.rem(count, jnp.int32(plan.config.stages))
+            s = _scores(plan, smem, slot)
+            pl.when(tile == piece.end - 1)(lambda: plgpu.barrier_arrive(smem.q_free))
+            live = piece.length - tile * TILE
+
+            @pl.when(live < TILE)
+            def _():
+                for wg in range(COMPUTING):
+                    decode_latent_load.clear(smem.kv.at[wg, slot], plan.half, live)
+
+            s, _ = decode_logits.logits(plan, piece, tile, (s, None))
+            new = softmax.next_step(s, plan.unit_of_logits, top, guarded=True)
+            total = lax.cond(
+                new.moved != 0,
+                lambda: total * tiles.down_rows(new.shrink, total.shape),
+                lambda: total,
+            )
+            total = total + new.total
+            # What probabilities are put over were keys: all warps must have their scores.
+            each_thread(decode_latent_load.sync, (), ())
+            _probabilities(plan, smem, slot)[...] = new.p.astype(plan.problem.dtype)
+            smem.tops.at[slot][...] = new.top
+            pl.when(tile == piece.end - 1)(lambda: _put(smem.totals.at[slot], total.sum(axis=1)))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(smem.weights.at[slot])
+            return new.top, total, count + 1
+
+        top = tiles.filled((ROWS,), -jnp.inf)
+        total = tiles.filled((ROWS, softmax.PARTS), 0.0)
+        return lax.fori_loop(piece.tile, piece.end, one_tile, (top, total, count))[2]
+
+    _pieces(plan, smem, cta, one_piece)
+
+
+class State(NamedTuple):
+    accs: tuple[Array, ...]  # [ROWS, part] each
+    top: Array  # [ROWS]: what they are relative to
+    total: Array  # [ROWS]
+
+
+def _weigh(plan: LatentPlan, smem: Smem, results: Any, cta: Scalar, wg: Scalar) -> None:
+    """A warpgroup's columns of the values, of all tiles."""
+    stages = plan.config.stages
+
+    def one_piece(piece, number, count):
+        del number
+
+        def one_tile(tile, carry):
+            del tile
+            state, count = carry
+            slot = lax.rem(count, jnp.int32(stages))
+            plgpu.barrier_wait(smem.ready.at[slot * plan.pieces + wg])
+            plgpu.barrier_wait(smem.weights.at[slot])
+            top = plgpu.load(smem.tops.at[slot], layout=tiles.ROW)
+            total = plgpu.load(smem.totals.at[slot], layout=tiles.ROW)
+            shrink = jnp.exp2(state.top - base_of(top))
+            accs = lax.cond(
+                votes.any_in_warp(top - state.top, 0.0) != 0,
+                lambda: tuple(acc * tiles.down_rows(shrink, acc.shape) for acc in state.accs),
+                lambda: state.accs,
+            )
+
+            def matmuls(refs):
+                p = _probabilities(plan, smem, slot)
+                for n, acc in enumerate(refs):
+                    columns = pl.ds(n * plan.part, plan.part)
+                    plgpu.wgmma(acc, p, smem.kv.at[wg, slot, :, columns])
+
+            accs = pl.run_state(matmuls)(tuple(plgpu.ACC.init(acc) for acc in accs))
+            plgpu.barrier_arrive(smem.free.at[wg * stages + slot])
+            return State(accs, top, total), count + 1
+
+        rows, each = (ROWS,), plan.half // plan.part
+        accs = tuple(tiles.filled((ROWS, plan.part), 0.0) for _ in range(each))
+        state = State(accs, tiles.filled(rows, -jnp.inf), tiles.filled(rows, 0.0))
+        state, count = lax.fori_loop(piece.tile, piece.end, one_tile, (state, count))
+        _finish(plan, smem, results, (piece, state), (cta, wg))
+        return count
+
+    _pieces(plan, smem, cta, one_piece)
 
 
 def _meet(smem: Smem) -> None:
@@ -305,122 +331,110 @@ def _meet(smem: Smem) -> None:
     plgpu.barrier_wait(smem.met)
 
 
-def _clear(plan: LatentPlan, smem: Smem, slot: Scalar, wg: Scalar, live: Scalar) -> None:
-    """Zeros over the warpgroup's values past the last key: whatever lies there, NaN too, has a
-    weight of 0. The other one must have its scores, for which they are keys.
+def _finish(plan: LatentPlan, smem: Smem, results: Any, done: tuple, where: tuple) -> None:
+    """The result, where the block had all keys. Else a part to global memory; the last block makes
+    the result of all.
     """
-    _meet(smem)
-    inside = tiles.positions((TILE, WIDE), 0, 0) < live
-    for column in range(0, plan.half, WIDE):
-        ref = smem.kv.at[wg, slot, :, pl.ds(column, WIDE)]
-        ref[...] = jnp.where(inside, plgpu.load(ref, layout=tiles.TILE), 0)
-    plgpu.commit_smem()
-
-
-def _compute(  # noqa: PLR0913
-    plan: LatentPlan, refs: Refs, smem: Smem, results: Any, share: Share, place: tuple
-) -> None:
-    cta, wg = place
-    stages = plan.config.stages
-
-    def one_piece(piece, number, count):
-        del number
-        plgpu.barrier_wait(smem.q_ready)
-
-        def one_tile(tile, carry):
-            state, count = carry
-            slot = lax.rem(count, jnp.int32(stages))
-            plgpu.barrier_wait(smem.ready.at[slot])
-            s = _scores(plan, smem, slot)
-            pl.when(tile == piece.end - 1)(lambda: plgpu.barrier_arrive(smem.q_free))
-            live = piece.length - tile * TILE
-            pl.when(live < TILE)(lambda: _clear(plan, smem, slot, wg, live))
-            s, _ = decode_logits.logits(plan, piece, tile, (s, None))
-            new = softmax.step(s, plan.unit_of_logits, state.top, guarded=True)
-
-            def scaled():
-                return (
-                    state.acc * tiles.down_rows(new.shrink, state.acc.shape),
-                    state.total * tiles.down_rows(new.shrink, state.total.shape),
-                )
-
-            acc, total = lax.cond(new.moved != 0, scaled, lambda: (state.acc, state.total))
-            p = new.p.astype(plan.problem.dtype)
-            acc = tiles.added(acc, (p,), (smem.kv.at[wg, slot],))
-            plgpu.barrier_arrive(smem.free.at[slot])
-            return State(acc, total + new.total, new.top), count + 1
-
-        state = State(
-            tiles.filled((ROWS, plan.half), 0.0),
-            tiles.filled((ROWS, softmax.PARTS), 0.0),
-            tiles.filled((ROWS,), -jnp.inf),
-        )
-        state, count = lax.fori_loop(piece.tile, piece.end, one_tile, (state, count))
-        parts = decode_plan.parts_of(plan, share, piece, cta)
-        _finish(plan, smem, results, (piece, state, parts), wg)
-        return count
-
-    _pieces(plan, smem.table, share, one_piece, jnp.int32(0))
-
-
-def _finish(plan: LatentPlan, smem: Smem, results: Any, done: tuple, wg: Scalar) -> None:
-    """A part to global memory; the last block's first warpgroup makes the result of all."""
-    piece, state, parts = done
+    (piece, state), (cta, wg) = done, where
+    place = place_of(plan, cta)
+    share = decode_plan.share_of(plan.line, smem.table, place.cta)
+    count, *others = decode_plan.parts_of(plan.line, share, piece, place.cta)
+    mine, first, later = (slot * plan.beside + place.which for slot in others)
+    slots = decode_latent_parts.Slots(count, mine, first, later, plan.slots_a_block)
     lost = smem.table.lost[piece.m]
-    columns = pl.ds(wg * plan.half, plan.half)
-    _meet(smem)  # the first one may still read the part before, in the same place
-    tiles.store(results.parts.at[parts.mine, :, columns], state.acc)
+    total = state.total + tiles.spread(jnp.where(lost == 1, jnp.nan, 0.0), (ROWS,))
 
-    @pl.when(wg == 0)
+    @pl.when(count == 1)
     def _():
-        total = state.total.sum(axis=1)
-        total = total + tiles.spread(jnp.where(lost == 1, jnp.nan, 0.0), total.shape)
-        tiles.store(results.tops.at[parts.mine], state.top)
-        tiles.store(results.totals.at[parts.mine], total)
+        factor = _factor(plan, results, piece, wg, (state.top, total))
+        for n, acc in enumerate(state.accs):
+            _write(plan, results, piece, wg, (n, acc, factor))
 
-    _meet(smem)
-
-    @pl.when(wg == 0)
+    @pl.when(count > 1)
     def _():
-        at = decode_merge.Where(
-            m=piece.m,
-            head=piece.head,
-            lost=lost,
-            count=parts.count,
-            mine=parts.mine,
-            first=parts.first,
-            later=parts.later,
-        )
-        arrive = functools.partial(decode_merge.arrive, plan=plan)
-        _each_thread(arrive, (results.counters, smem.last), at)
+        for n, acc in enumerate(state.accs):
+            decode_latent_parts.leave(results.parts, plan.tile_of(mine, wg, n), acc)
 
-        @pl.when(smem.last[0] == 1)
+        @pl.when(wg == 0)
         def _():
-            _each_thread(functools.partial(decode_merge.merge, plan=plan), results, at)
+            tiles.store(results.tops.at[mine], state.top)
+            tiles.store(results.totals.at[mine], total)
+
+        _meet(smem)
+
+        @pl.when(wg == 0)
+        def _():
+            at = decode_merge.Where(piece.m, piece.head, lost, count, mine, first, later)
+            arrive = functools.partial(decode_merge.arrive, plan=plan)
+            each_thread(arrive, (results.counters, smem.last), at)
+
+        _meet(smem)
+        pl.when(smem.last[0] == 1)(lambda: _merge(plan, results, piece, wg, slots))
+        _meet(smem)  # `last` is read
+
+
+def _merge(plan: LatentPlan, results: Any, piece: Piece, wg: Scalar, slots: Any) -> None:
+    layout, shape = tiles.ROW, (ROWS, plan.part)
+    top = decode_latent_parts.highest(results.tops, slots, layout)
+    total = decode_latent_parts.total((results.tops, results.totals), slots, top, layout)
+    factor = _factor(plan, results, piece, wg, (top, total))
+    for n in range(plan.half // plan.part):
+
+        def weighed(slot, n=n):
+            own = decode_latent_parts.numbers(results.tops, slot, layout)
+            weight = tiles.down_rows(jnp.exp2(own - base_of(top)), shape)
+            tile = plan.tile_of(slot, wg, n)
+            return (weight * decode_latent_parts.fetched(results.parts, tile, shape),)
+
+        zeros = (tiles.filled(shape, 0.0),)
+        (acc,) = decode_latent_parts.added(zeros, slots, weighed)
+        _write(plan, results, piece, wg, (n, acc, factor))
+
+
+def _factor(plan: LatentPlan, results: Any, piece: Piece, wg: Scalar, whole: tuple) -> Array:
+    """What all columns are to be multiplied by; and the log-sum-exp."""
+    (top, total), chunk = whole, lax.rem(piece.head, jnp.int32(plan.chunks))
+    at = pl.ds(chunk * ROWS, ROWS)
+    sinks = None if results.sinks is None else tiles.load(results.sinks.at[at], tiles.ROW)
+    factor, lse = softmax.finish(top, total, sinks)
+    line = piece.m * plan.chunks + chunk
+    pl.when(wg == 0)(lambda: tiles.store(results.lse.at[line], lse))
+    return factor
+
+
+def _write(plan: LatentPlan, results: Any, piece: Piece, wg: Scalar, some: tuple) -> None:
+    """Some columns of the output, by the warps that have rows of it."""
+    n, acc, factor = some
+    line = piece.m * plan.chunks + lax.rem(piece.head, jnp.int32(plan.chunks))
+    row = tiles.positions((ROWS,), 0, 0)
+    wanted = votes.any_in_warp((plan.most_rows - row).astype(jnp.float32), 0.0)
+    out = (acc * tiles.down_rows(factor, acc.shape)).astype(plan.problem.dtype)
+    to = pl.ds(line * ROWS, ROWS), pl.ds(wg * plan.half + n * plan.part, plan.part)
+    pl.when(wanted != 0)(lambda: tiles.store(results.out.at[to], out))
 
 
 def _kernel(refs: Refs, results: Any, out: Ref, lse: Ref, parts: Any, smem: Smem, *, plan) -> None:  # noqa: PLR0913
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
     results = decode_merge.Results(out, lse, *parts, *results)
 
-    @pl.when(wg == COMPUTING)
+    @pl.when(wg == LOADING)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-        usable = jnp.int32(1)
-        if refs.layer is not None:
-            layer = refs.layer[0]
-            usable = ((layer >= 0) & (layer < plan.problem.layers)).astype(jnp.int32)
-        lay_out = functools.partial(decode_plan.lay_out, plan=plan, meanwhile=lambda: None)
-        _each_thread(lay_out, (refs.given, smem.table), usable)
+        decode_latent_load.lay_out(plan, refs, smem.table)
         plgpu.barrier_arrive(smem.laid)
-        _load(plan, refs, smem, decode_plan.share_of(plan, smem.table, cta))
+        _load(plan, refs, smem, cta)
+
+    @pl.when(wg == SCORING)
+    def _():
+        plgpu.set_max_registers(152, action="increase")
+        plgpu.barrier_wait(smem.laid)
+        _score(plan, smem, cta)
 
     @pl.when(wg < COMPUTING)
     def _():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(168, action="increase")
         plgpu.barrier_wait(smem.laid)
-        share = decode_plan.share_of(plan, smem.table, cta)
-        _compute(plan, refs, smem, results, share, (cta, wg))
+        _weigh(plan, smem, results, cta, wg)
 
 
 # ---- the call ------------------------------------------------------------------------------------
@@ -432,24 +446,19 @@ def launch(
 ) -> tuple[Array, Array]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
     plan = LatentPlan(problem, config)
-    rows = (problem.sequences, problem.q_len, problem.q_heads)
-    q = inputs.q.reshape(problem.sequences, -1, problem.head_dim)
-    q = jnp.pad(q, ((0, 0), (0, plan.padded - plan.rows), (0, 0))).reshape(-1, problem.head_dim)
-    refs = Refs(
-        q=q,
-        kv=inputs.k_cache.reshape(-1, *inputs.k_cache.shape[-2:]),
-        given=decode_plan.Lengths(inputs.lengths, None),
-        page_table=inputs.page_table,
-        layer=None if inputs.layer is None else jnp.asarray(inputs.layer, jnp.int32).reshape(1),
-    )
-    of = jax.ShapeDtypeStruct
+    refs = decode_latent_load.refs_of(inputs, plan.padded)
+    sinks, lines = None, problem.sequences * plan.chunks
+    if inputs.sinks is not None:
+        sinks = jnp.tile(inputs.sinks.astype(jnp.float32), problem.q_len)
+        sinks = jnp.pad(sinks, (0, plan.chunks * ROWS - plan.rows))
+    of, kept = jax.ShapeDtypeStruct, plan.tile_of(plan.slots, 0, 0)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(
-            of((*rows, problem.v_head_dim), problem.dtype),
-            of((rows[0], rows[2], rows[1]), jnp.float32),
+            of((lines * ROWS, problem.v_head_dim), problem.dtype),
+            of((lines, ROWS), jnp.float32),
             (
-                of((plan.slots, ROWS, problem.v_head_dim), jnp.float32),
+                of((kept, ROWS * plan.part), jnp.float32),
                 of((plan.slots, ROWS), jnp.float32),
                 of((plan.slots, ROWS), jnp.float32),
             ),
@@ -457,12 +466,17 @@ def launch(
         scratch_types=(scratch(plan),),
         grid=(plan.ctas,),
         grid_names=("cta",),
-        num_threads=COMPUTING + 1,
+        num_threads=COMPUTING + 2,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,  # each store says what makes it seen
         ),
         kernel_name="decode_latent_sm90",
     )
-    out, lse, _ = kernel(refs, (counters, inputs.sinks))
-    return out, lse
+    out, lse, _ = kernel(refs, (counters, sinks))
+    shape = (problem.sequences, problem.q_len, problem.q_heads)
+    out = out.reshape(problem.sequences, plan.chunks * ROWS, -1)[:, : plan.rows]
+    lse = lse.reshape(problem.sequences, -1)[:, : plan.rows].reshape(shape).swapaxes(1, 2)
+    return out.reshape(*shape, -1), lse

@@ -112,7 +112,7 @@ class Config:
     @classmethod
     def _of_single_heads(cls, problem: DecodeProblem) -> "Config":
         if problem.shared_kv:
-            return _deepest(problem, cls(ctas=MULTIPROCESSORS), decode_plan.SMEM_LIMIT)
+            return _deepest(problem, decode_latent.even(problem, cls()), decode_plan.SMEM_LIMIT)
         plan = Plan(problem, cls())
         heads = problem.sequences * plan.heads
         keys = max(problem.capacities) * heads
@@ -448,8 +448,8 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
         out = jnp.where(lost[..., None], jnp.nan, jnp.zeros((*rows, problem.v_head_dim)))
         lse = jnp.where(lost, jnp.nan, jnp.full((rows[0], rows[2], rows[1]), -jnp.inf))
         return out.astype(problem.dtype), lse.astype(jnp.float32)
-    launch = decode_latent.launch if problem.shared_kv else _launch
-    plan = (decode_latent.LatentPlan if problem.shared_kv else Plan)(problem, config)
+    of = decode_latent.launch_of if problem.shared_kv else lambda *of: (_launch, Plan(*of))
+    launch, plan = of(problem, config)
     return launch(inputs, decode_merge.counters(plan), problem, config)
 
 
