@@ -201,6 +201,7 @@ def test_a_missing_page_is_an_overflow(rng, subject, lost):
     cache = holding(rng, "paged", k, v, (10, 10, 10))
     whole = subject.call(pa.decode_attention, q, cache)
     hole = cache.page_table.at[1, 2].set(lost).at[2, 3].set(lost)  # rows 8 to 11; past the end
+    hole = hole.at[1, 3].set(cache.page_table[0, 0])  # as many pages as before make up for nothing
     cache = dataclasses.replace(cache, page_table=hole)
     np.testing.assert_array_equal(cache.overflowed, [False, True, False])
     got = subject.call(pa.decode_attention, q, cache)

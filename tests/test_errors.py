@@ -384,6 +384,19 @@ DECODES = {
     "batch_invariant: expected True or False, got 1; it is static": (
         lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), batch_invariant=1)
     ),
+    "softcap: expected a positive float or None, got -1; None turns it off": (
+        lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), softcap=-1)
+    ),
+    "scale: expected a Python float, got str; multiply q by it instead": (
+        lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), scale="1")
+    ),
+    "mask: expected a Mask (FULL, CAUSAL, sliding_window(n), Mask(left, right)), got int; a "
+    "boolean array goes in as mask_array": (
+        lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), mask=5)
+    ),
+    "sinks: expected float[4] (one logit a query head), got float32[2]": (
+        lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), sinks=z(2))
+    ),
     # A kernel would go by these past the end of an array.
     "cache.lengths: expected int32[2] (one a sequence), got int32[3]": (
         lambda: pa.decode_attention(z(3, 1, 4, 8), of(stacked(), lengths=z(3, dtype="int32")))

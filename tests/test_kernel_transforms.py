@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn
-from pallas_attn import CAUSAL, _checks, _device, _dispatch, _sharding, _transforms
+from pallas_attn import CAUSAL, _checks, _device, _dispatch, _sharding, _transforms, _tuning
 from pallas_attn._problem import AttentionInputs
 from tests import mosaic
 
@@ -534,6 +534,20 @@ def test_nothing_but_inputs_and_results_is_kept_for_the_backward(implementation)
         kept = jax.eval_shape(lambda *qkv: jax.vjp(attend, *qkv)[1], Q, KV, KV)
     found = [(x.shape, x.dtype) for x in jax.tree.leaves(kept)]
     assert found == [(x.shape, x.dtype) for x in (Q, KV, KV, out, lse)]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_backward_is_told_what_the_call_said(deterministic):
+    def loss(q, k, v):
+        options = {"mask": CAUSAL, "softcap": 5.0, "scale": 0.5, "deterministic": deterministic}
+        return pallas_attn.flash_attention(q, k, v, **options).astype(jnp.float32).sum()
+
+    with _device.assume("sm90"), _tuning.watched() as found:
+        jax.eval_shape(jax.grad(loss), Q, KV, KV)
+    forward, backward = (found[0].problem, found[-1].problem)
+    assert backward == dataclasses.replace(forward, op="flash_backward")
+    told = backward.mask, backward.softcap, backward.scale, backward.deterministic
+    assert told == (CAUSAL, 5.0, 0.5, deterministic)
 
 
 @pytest.mark.guards
