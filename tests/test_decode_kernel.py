@@ -793,6 +793,12 @@ def test_drawn_on_the_gpu(number, seed):
 
 
 @pytest.mark.gpu
+def test_hundreds_of_separate_caches():
+    lengths = tuple(int(n) for n in np.random.default_rng(0).permutation(300))
+    check(Case("per_sequence", lengths, q_heads=4, kv_heads=1, capacity=304))
+
+
+@pytest.mark.gpu
 @every_kind
 def test_same_bits_twice(kind):
     rng = np.random.default_rng(0)
