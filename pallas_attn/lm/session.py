@@ -361,7 +361,8 @@ class _Text(_View):
         self._erase()
         self._stream(over=True)
         summary = super().finish(seconds)
-        rates = f"{summary['tokens_per_second']:,.0f} tokens/s"
+        rate = summary["tokens_per_second"]
+        rates = f"{rate:,.{int(rate < 10)}f} tokens/s"
         if summary["tb_per_second"]:
             rates += f", {_rate(summary['tb_per_second'])}"
         count, left = summary["sequences"], summary["sequences"] - summary["ended"]
