@@ -32,8 +32,9 @@ def decode_attention(  # noqa: PLR0913
     Call it after `write_kv` (or `append_kv`): the cache's lengths count the rows just written, and
     query row i of t stands at position length - t + i.
 
-    A row of a quantised cache is its numbers times its scale; numbers without scales are read as
-    they stand. Where V is part of K (`shared_kv`), it is read once.
+    A row of a quantised cache is its numbers times its scale. Numbers of another dtype than q's
+    without scales are read as they stand, by the reference alone. Where V is part of K
+    (`shared_kv`), it is read once.
 
     Args:
       q: `[M, t, N, H]`, or `[M, N, H]` for one token: t = 1 is plain decoding, t > 1 speculative or
