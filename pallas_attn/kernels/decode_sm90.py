@@ -199,10 +199,9 @@ def limit(problem: DecodeProblem) -> Limit | None:
     if problem.quantized and (refused := decode_load.narrow_limit(problem)) is not None:
         return refused
     if problem.cache_dtype != problem.dtype and not problem.quantized:
-        scaled = "with scales, or " if jnp.dtype(problem.cache_dtype).itemsize == 1 else ""
         return Limit(
             f"a {problem.cache_dtype} cache under {problem.dtype} queries",
-            f"create the cache {scaled}with q's dtype, or cast q",
+            "create the cache with q's dtype, or a narrow one with scales; or cast q",
         )
     if problem.dtype == "float32" and (problem.quantized or problem.shared_kv):
         what = "a quantised cache" if problem.quantized else "V within K"
