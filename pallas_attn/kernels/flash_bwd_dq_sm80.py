@@ -25,6 +25,7 @@ from pallas_attn.kernels import (
     flash_bwd_dq,
     flash_fwd_sm80,
     flash_plan,
+    leaving,
     logits,
     matrices,
     operands,
@@ -275,9 +276,14 @@ def collected(plan: Any, dq: Any) -> Any:
     """dq from what a kernel over key tiles has added up."""
     problem = plan.problem
     sizes = (problem.batch, problem.q_len, problem.q_heads, problem.head_dim)
+    stage: tuple[Any, ...] = ()
+    if jnp.dtype(problem.dtype).itemsize == 2:
+        width = matrices.pitch(plan.k_width // plan.dq_parts)
+        stage = (plgpu.SMEM((plan.config.block_q, width), problem.dtype),)
     kernel = plgpu.kernel(
         functools.partial(_collect, plan=plan),
         out_type=jax.ShapeDtypeStruct(sizes, problem.dtype),
+        scratch_types=stage,
         grid=(dq.shape[0],),
         grid_names=("part",),
         kernel_name="flash_bwd_dq_collect_sm80",
@@ -285,7 +291,7 @@ def collected(plan: Any, dq: Any) -> Any:
     return kernel(dq)
 
 
-def _collect(dq: Any, out: Any, *, plan: Any) -> None:
+def _collect(dq: Any, out: Any, *stage: Any, plan: Any) -> None:
     """A part of a tile of dq."""
     problem, parts, block = plan.problem, plan.dq_parts, plan.config.block_q
     number = lax.axis_index("part")
@@ -296,7 +302,11 @@ def _collect(dq: Any, out: Any, *, plan: Any) -> None:
     batch, head = lax.div(head, heads), lax.rem(head, heads)
     at = (batch, head, t * block, problem.q_len - t * block)
     rows = (rows * problem.scale).astype(out.dtype)
-    squares.write(rows, out, at, Stand(2, parts, part))
+    stand = Stand(2, parts, part)
+    if stage:
+        leaving.write(rows, out, at, (stage[0], 0), stand)
+    else:
+        squares.write(rows, out, at, stand)
 
 
 # ---- the gradient of a bias ---------------------------------------------------------------------

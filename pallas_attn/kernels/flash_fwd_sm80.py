@@ -39,6 +39,7 @@ from jax import lax
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels import (
+    leaving,
     logits,
     matrices,
     operands,
@@ -404,6 +405,9 @@ def _finish(plan: WholePlan, refs: Refs, outs: Any, smem: Smem, rows: Rows, stat
     at = (tile.batch, tile.head, rows.row, live)
     if plan.config.columns:
         streams.write(acc, out_ref, at)
+    elif plan.parts_of_numbers == 1 and plan.v_width <= plan.k_width:
+        stage = smem.q, rows.wg * plan.own_rows
+        leaving.write(acc.astype(out_ref.dtype), out_ref, at, stage, stand)
     elif stand is None:
         matrices.write(acc.astype(out_ref.dtype), out_ref, at)
     else:
