@@ -122,6 +122,8 @@ PORTABLE_INTERPRETED = {
     "strictly_causal": PORTABLE(1, 64, down=2),
     "everything_float32": PORTABLE(1, 32, columns=32),
     "dim72_24_float32_highest": PORTABLE(1, 32, columns=32),  # an odd number of parts
+    "bias_by_row": PORTABLE(1, 64, down=2, ahead=True),
+    "window_t_below_s": PORTABLE(1, 32, down=2, ahead=True),
 }
 PORTABLE_ON_THE_GPU = {
     "t_equals_s": PORTABLE(2, 128, wide=True),
@@ -134,6 +136,11 @@ PORTABLE_ON_THE_GPU = {
     "dim192_128_float32": PORTABLE(1, 32, columns=64),
     "dim40_256_float32_highest": PORTABLE(1, 32, columns=64),
     "q_lengths_float32_highest": PORTABLE(1, 32, columns=64),
+    "q_lengths": PORTABLE(1, 64, down=2, ahead=True),
+    "window_t_below_s": PORTABLE(2, 128, wide=True, late=16),
+    "saturated": PORTABLE(2, 64, down=2, wide=True, ahead=True),
+    "band": PORTABLE(1, 32, down=2, ahead=True),
+    "bias_by_row": PORTABLE(1, 64, down=2, ahead=True),
 }
 
 
@@ -299,6 +306,8 @@ def test_config_checks_itself(field, value, want):
         ({"down": 2}, "down must be 4; or 2 if a warpgroup has 64 rows, block_kv is even times 16"),
         ({"block_kv": 48, "wide": True}, "wide must be False where block_kv is odd times 16"),
         ({"columns": 64}, "columns must be 0; or a multiple of 16 if row_blocks is 1, down is 4"),
+        ({"ahead": True}, "ahead must be False unless down is 2 and stages is 1, got True"),
+        ({"late": 8}, "late must be a multiple of 16, got 8"),
     ],
 )
 def test_the_portable_config_checks_itself(changes, want):

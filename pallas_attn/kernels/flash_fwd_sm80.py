@@ -8,14 +8,16 @@ runs while another has the tensor cores.
 
 Where registers do not suffice for 32 rows a warp, at head dims above 128, warps stand two by two
 (`squares`; `Config.down`): 32 rows by half of the keys for scores, by half of the columns for the
-output. That takes 104 loads of shared memory for 256 matmuls, where 16 rows a warp take 144; P and
-the largest numbers of the rows go through shared memory (`pairs`).
+output. That takes 104 loads of shared memory for 256 matmuls, where 16 rows a warp take 144
+(`flash_fwd_pairs_sm80`).
 
 Keys are taken from the last tile to the first, as in `flash_fwd_sm90`, and masks, softmax and
-schedule are the same code. Shared memory holds q, then `stages` tiles of K and of V:
+schedule are the same code. A top that moves takes the output along at once (`softmax.settled`), so
+that nothing but arithmetic stands between exponents and the products of V, and they run together.
+Results leave by way of q's shared memory (`leaving`). That holds q, then `stages` tiles of K and V:
 
-  stages 1   V of a tile is asked for when its scores begin, and the next K when they are done: the
-             block meets twice a tile
+  stages 1   V of a tile is asked for when its scores have begun (`Config.late`: matmuls want their
+             operands first), and the next K when they are done: the block meets twice a tile
   stages n   K and V of n - 1 tiles are under way; one meeting a tile
 
 Rows past a length and columns past a head dim are zeros that cp.async puts there: nothing is padded
@@ -28,7 +30,7 @@ of q and a tile of K and V, all three come by some columns at a time (`streams`;
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -49,7 +51,14 @@ from pallas_attn.kernels import (
     squares,
     streams,
     tiles,
-    votes,
+)
+from pallas_attn.kernels.flash_fwd_load_sm80 import Smem, keys, rows_of_q, slot_of
+from pallas_attn.kernels.flash_fwd_pairs_sm80 import (
+    State,
+    attend_ahead,
+    nothing,
+    of_pairs,
+    rescaled,
 )
 from pallas_attn.kernels.flash_plan import dealt, ranked
 from pallas_attn.kernels.logits import Refs, Rows, Tile
@@ -67,6 +76,8 @@ class Config:
     hold_q: bool = False  # in registers
     wide: bool = False  # each 64 query rows have a warpgroup of their own; else one has all
     down: int = 4  # warps of a warpgroup one above the other; 2: two by two
+    ahead: bool = False  # scores a tile ahead of exponents, of 16-bit numbers, where down is 2
+    late: int = 32  # columns of scores before V is asked for, where stages is 1 and down 4
     section: int = 0  # heads whose tiles of work are taken together; 0: see Plan.section
     columns: int = 0  # of q, k and v in shared memory at a time (`streams`); 0: all
 
@@ -78,11 +89,16 @@ class Config:
             "row_blocks": (self.row_blocks in (1, 2), "1 or 2"),
             "block_kv": (16 <= self.block_kv <= 128 and self.block_kv % 16 == 0, "16, 32, .. 128"),
             "stages": (self.stages >= 1, "at least 1"),
+            "late": (self.late % 16 == 0 <= self.late, "a multiple of 16"),
             "section": (self.section >= 0, "at least 0"),
             "wide": (even or not self.wide, "False where block_kv is odd times 16"),
             "down": (
                 self.down == 4 or (self.down == 2 and even and one_block and not self.hold_q),
                 "4; or 2 if a warpgroup has 64 rows, block_kv is even times 16, q is not held",
+            ),
+            "ahead": (
+                not self.ahead or (self.down == 2 and self.stages == 1),
+                "False unless down is 2 and stages is 1",
             ),
             "columns": (
                 not self.columns or (self.columns % 16 == 0 and self.plain),
@@ -121,12 +137,10 @@ class Config:
     @classmethod
     def _wide(cls, problem: AttentionProblem) -> "list[Config]":
         """For 16-bit numbers and head dims above 128, as measured on an H200."""
-        pair = cls(1, 64, down=2)
-        if problem.batch * problem.q_heads * problem.q_len < 2**17:
-            return [pair]
-        if problem.mask.right is None:
-            return [cls(2, 128, wide=True)]
-        return [cls(2, 64, 2, wide=True, down=2), pair] if problem.q_len >= 4096 else [pair]
+        many = problem.batch * problem.q_heads * problem.q_len >= 2**17
+        if many and problem.mask.right is None:
+            return [cls(2, 128, wide=True, late=16)]
+        return [cls(1, 64, down=2, ahead=True)]
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -139,14 +153,6 @@ def limit(problem: AttentionProblem) -> Limit | None:
     if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
         return Limit("it counts query rows of all heads in 32 bits", "split the batch")
     return None
-
-
-class Smem(NamedTuple):
-    q: Any  # [64 * row_blocks, ..]
-    k: Any  # [stages * block_kv, ..]
-    v: Any  # [stages * block_kv, ..]
-    p: Any = None  # [64 * row_blocks, ..]; where warps stand two by two
-    rows: Any = None  # float32[2, 64 * row_blocks]: what either warp of a row says of it
 
 
 def scratch(plan: WholePlan) -> Smem | streams.Smem:
@@ -175,95 +181,27 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     return buffer_bytes(scratch(WholePlan(problem, config))) + REDUCED
 
 
-# ---- loading ------------------------------------------------------------------------------------
-
-
-def _rows_of_q(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows) -> tuple[Any, ...]:
-    live = plan.problem.q_len - rows.row
-    at = (rows.tile.batch, rows.tile.head, rows.row, live, rows.wg * plan.own_rows)
-    width = plan.parts_of_numbers * plan.k_width
-    return (smem.q, refs.q), at, (plan.own_rows, refs.q.shape, width, plan.groups == 1)
-
-
-def _keys(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows, t: Any, which: str) -> Any:
-    """The copy of a warpgroup's part of key tile t of K or V; of nothing but zeros where there is
-    no such tile.
-    """
-    block = plan.config.block_kv
-    part = block // plan.groups
-    begin = rows.wg * part
-    ref, tile = getattr(refs, which), rows.tile
-    live = jnp.where(t >= rows.span.lo, tile.kv_len - t * block, 0)
-    head = lax.div(tile.head, jnp.int32(plan.problem.group))
-    slot = _slot(plan, rows, t)
-    at = (tile.batch, head, t * block + begin, live - begin, slot + begin)
-    width = plan.k_width if which == "k" else plan.v_width
-    width *= plan.parts_of_numbers
-    to = getattr(smem, which)
-    fixed = plan.groups == plan.config.stages == 1
-    return (to, ref), at, (part, ref.shape, width, fixed)
-
-
-def _slot(plan: WholePlan, rows: Rows, t: Any) -> Any:
-    """The row of shared memory at which key tile t begins."""
-    config = plan.config
-    if config.stages == 1:
-        return jnp.int32(0)
-    return lax.rem(rows.span.hi - 1 - t, jnp.int32(config.stages)) * config.block_kv
-
-
 # ---- computing ----------------------------------------------------------------------------------
-
-
-class State(NamedTuple):
-    """What is carried from key tile to key tile."""
-
-    acc: Any  # [rows, v_width]: the output before it is divided; or its parts by columns
-    total: Any  # [rows, PARTS]
-    top: Any  # [rows]
-
-
-def _nothing(plan: WholePlan) -> State:
-    rows = plan.own_rows
-    if plan.config.down == 2:
-        acc, total = (
-            plgpu.layout_cast(jnp.zeros(shape, jnp.float32), tiles.standing(shape, 2))
-            for shape in ((rows, plan.v_width), (rows, pairs.PARTS))
-        )
-        top = jnp.full((rows,), -jnp.inf, jnp.float32)
-        return State(acc, total, plgpu.layout_cast(top, pairs.row_layout(rows)))
-    parts: Any = streams.nothing(plan, plan.v_parts) if plan.config.columns else None
-    return State(
-        tiles.filled((rows, plan.v_width), 0.0) if parts is None else parts,
-        tiles.filled((rows, softmax.PARTS), 0.0),
-        tiles.filled((rows,), -jnp.inf),
-    )
 
 
 def _attend(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows) -> State:
     """All keys of the block's rows, from the last tile to the first."""
     config, span, parts = plan.config, rows.span, plan.parts_of_numbers
-    sizes = (plan.own_rows, config.block_kv, plan.k_width)
-    keys = functools.partial(_keys, plan, refs, smem, rows)
-    meet = functools.partial(turn, groups=plan.groups)
-
-    def both(t):
-        return keys(t, "k"), keys(t, "v")
-
+    ask = functools.partial(keys, plan, refs, smem, rows)
     if config.columns:
         stream = _stream(plan, refs, smem, rows)
         stream.begin(span.hi - 1)
     else:
-        turn(_rows_of_q(plan, refs, smem, rows), keys(span.hi - 1, "k"), wait=None)
+        turn(rows_of_q(plan, refs, smem, rows), ask(span.hi - 1, "k"), wait=None)
     if config.stages > 1 and not config.columns:
-        turn(keys(span.hi - 1, "v"), wait=None)
+        turn(ask(span.hi - 1, "v"), wait=None)
         for e in range(1, config.stages - 1):
-            turn(*both(span.hi - 1 - e), wait=None)
+            turn(*(ask(span.hi - 1 - e, name) for name in "kv"), wait=None)
 
     first = rows.wg * plan.own_rows
     q: Any = None if config.columns else smem.q
     if config.hold_q:
-        meet(wait=config.stages - 1)
+        turn(wait=config.stages - 1, groups=plan.groups)
         q = matrices.held(smem.q, first, plan.own_rows, parts * plan.k_width)
 
     def step(masked, i, state):
@@ -271,35 +209,13 @@ def _attend(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows) -> State:
         if config.columns:
             walk = stream.step(span.hi - 1 - t, t, t - 1)
             return _of_stream(plan, refs, rows, walk, masked, state)
-        if config.stages == 1:
-            meet(keys(t, "v"), wait=0)
-        else:
-            meet(*both(t - config.stages + 1), wait=config.stages - 2)
-        slot = _slot(plan, rows, t)
-        guarded = masked or plan.has("bias")
         if config.down == 2:
-            s = squares.product((smem.q, first), (smem.k, slot), sizes, parts, 2)
-            layout = tiles.standing(s.shape, 2)
-            given = logits.of_scores(plan, refs, rows, t, s, masked, layout)
-            pairs.put_rows(given, smem.rows, first, "max")
-            if config.stages == 1:
-                meet(keys(t - 1, "k"), wait=0)
-            else:
-                pairs.meet(rows.wg)
-            return _of_pairs(plan, smem, rows, slot, state, (given, guarded))
-        s = matrices.scores((q, first), (smem.k, slot), sizes, parts)
-        if config.stages == 1:
-            meet(keys(t - 1, "k"), wait=0)
-        given = logits.of_scores(plan, refs, rows, t, s, masked)
-        new = softmax.step(given, plan.unit, state.top, guarded=guarded)
-        acc, total = _rescale(state, new)
-        p = matrices.parts_of(new.p, parts, smem.v.dtype)
-        acc = matrices.weigh(acc, p, smem.v, slot, plan.v_width)
-        return State(acc, total + new.total, new.top)
+            return _step_of_pairs(plan, refs, smem, rows, (t, masked), state)
+        return _step(plan, refs, smem, rows, (t, masked, (q, first)), state)
 
     high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), span.hi)  # full tiles end here
     low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)  # and begin here
-    state = _nothing(plan)
+    state = nothing(plan)
     if {"first_masked", "high"} & plan.parts:
         state = lax.fori_loop(-span.hi, -high, functools.partial(step, True), state)
     state = lax.fori_loop(-high, -low, functools.partial(step, False), state)
@@ -308,23 +224,58 @@ def _attend(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows) -> State:
     return state
 
 
-def _of_pairs(plan: WholePlan, smem: Smem, rows: Rows, slot: Any, state: State, tile: Any) -> State:
-    """A step from (logits, whether a row may have no key) on, whose rows two warps share."""
-    (given, guarded), parts = tile, plan.parts_of_numbers
-    own, first = plan.own_rows, rows.wg * plan.own_rows
-    peak = pairs.rows_of_both(smem.rows, first, own, "max")
-    top, base = softmax.raised(peak, plan.unit, state.top, guarded=guarded)
-    given = given if plan.unit is None else given * plan.unit
-    p = jnp.exp2(given - tiles.down_rows(base, given.shape))
-    moved = votes.any_in_warp(top - state.top, 0.0, pairs.row_layout(own))
-    stand = squares.Stand(2, row=first)
-    squares.put(matrices.parts_of(p, parts, smem.v.dtype), smem.p, stand)
-    step = softmax.Step(p, top, jnp.exp2(state.top - base), pairs.partial_sums(p), moved)
-    acc, total = _rescale(state, step)
-    pairs.meet(rows.wg)
-    sizes = (own, plan.config.block_kv, parts)
-    acc = squares.weigh_shared(acc, smem.p, (smem.v, slot, plan.v_width), sizes, stand)
-    return State(acc, total + step.total, top)
+def _step(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows, at: Any, state: State) -> State:
+    """Key tile t, whose rows are of one warp each; `at`: (t, whether masked, q)."""
+    (t, masked, q), config, parts = at, plan.config, plan.parts_of_numbers
+    ask = functools.partial(keys, plan, refs, smem, rows)
+    meet = functools.partial(turn, groups=plan.groups)
+    late = config.late if config.stages == 1 and config.late < plan.k_width and parts < 3 else 0
+    if config.stages == 1:
+        meet(*(() if late else (ask(t, "v"),)), wait=0)
+    else:
+        coming = (ask(t - config.stages + 1, name) for name in "kv")
+        meet(*coming, wait=config.stages - 2)
+    slot = slot_of(plan, rows, t)
+    sizes = (plan.own_rows, config.block_kv, plan.k_width)
+    matrix = q, (smem.k, slot), sizes, parts
+    if late:
+        s = matrices.scores(*matrix, (None, 0, late))
+        turn(ask(t, "v"), wait=None)
+        s = matrices.scores(*matrix, (s, late, sizes[2]))
+    else:
+        s = matrices.scores(*matrix)
+    if config.stages == 1:
+        meet(ask(t - 1, "k"), wait=0)
+    given = logits.of_scores(plan, refs, rows, t, s, masked)
+    guarded = masked or plan.has("bias")
+    new = softmax.settled(given, plan.unit, state.top, state[:2], guarded=guarded)
+    p = matrices.parts_of(new.p, parts, smem.v.dtype)
+    acc = matrices.weigh(new.older[0], p, smem.v, slot, plan.v_width)
+    return State(acc, new.older[1] + new.total, new.top)
+
+
+def _step_of_pairs(
+    plan: WholePlan, refs: Refs, smem: Smem, rows: Rows, at: Any, state: State
+) -> State:
+    """Key tile t, whose rows two warps share; `at`: (t, whether masked)."""
+    (t, masked), config, parts = at, plan.config, plan.parts_of_numbers
+    ask = functools.partial(keys, plan, refs, smem, rows)
+    meet = functools.partial(turn, groups=plan.groups)
+    if config.stages == 1:
+        meet(ask(t, "v"), wait=0)
+    else:
+        coming = (ask(t - config.stages + 1, name) for name in "kv")
+        meet(*coming, wait=config.stages - 2)
+    slot, first = slot_of(plan, rows, t), rows.wg * plan.own_rows
+    sizes = (plan.own_rows, config.block_kv, plan.k_width)
+    s = squares.product((smem.q, first), (smem.k, slot), sizes, parts, 2)
+    given = logits.of_scores(plan, refs, rows, t, s, masked, tiles.standing(s.shape, 2))
+    pairs.put_rows(given, smem.rows, first, "max")
+    if config.stages == 1:
+        meet(ask(t - 1, "k"), wait=0)
+    else:
+        pairs.meet(rows.wg)
+    return of_pairs(plan, smem, rows, slot, state, (given, masked or plan.has("bias")))
 
 
 def _stream(plan: WholePlan, refs: Refs, smem: Any, rows: Rows) -> streams.Stream:
@@ -350,19 +301,9 @@ def _of_stream(
     """A step whose operands come by some columns at a time."""
     given = logits.of_scores(plan, refs, rows, walk.where, walk.scores(), masked)
     new = softmax.step(given, plan.unit, state.top, guarded=masked or plan.has("bias"))
-    acc, total = _rescale(state, new)
+    acc, total = rescaled(state, new)
     p = matrices.parts_of(new.p, plan.parts_of_numbers, plan.operand_dtype)
     return State(walk.weigh(acc, p), total + new.total, new.top)
-
-
-def _rescale(state: State, new: softmax.Step) -> tuple[Any, Any]:
-    """Output and sums so far, in terms of the new tops."""
-
-    def scaled():
-        sums = (state.acc, state.total)
-        return jax.tree.map(lambda x: x * tiles.down_rows(new.shrink, x.shape), sums)
-
-    return lax.cond(new.moved != 0, scaled, lambda: (state.acc, state.total))
 
 
 def _span(plan: WholePlan, refs: Refs, tile: Tile) -> Span:
@@ -404,23 +345,23 @@ def _finish(plan: WholePlan, refs: Refs, outs: Any, smem: Smem, rows: Rows, stat
     live = plan.problem.q_len - rows.row
     at = (tile.batch, tile.head, rows.row, live)
     if plan.config.columns:
-        streams.write(acc, out_ref, at)
-    elif plan.parts_of_numbers == 1 and plan.v_width <= plan.k_width:
-        stage = smem.q, rows.wg * plan.own_rows
-        leaving.write(acc.astype(out_ref.dtype), out_ref, at, stage, stand)
-    elif stand is None:
-        matrices.write(acc.astype(out_ref.dtype), out_ref, at)
-    else:
-        squares.write(acc.astype(out_ref.dtype), out_ref, at, stand)
+        return streams.write(acc, out_ref, at)
+    result = acc.astype(out_ref.dtype)
+    if plan.parts_of_numbers == 1 and plan.v_width <= plan.k_width:
+        return leaving.write(result, out_ref, at, (smem.q, rows.wg * plan.own_rows), stand)
+    if stand is None:
+        return matrices.write(result, out_ref, at)
+    return squares.write(result, out_ref, at, stand)
 
 
 def _kernel(refs: Refs, out_ref: Any, lse_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
     tile = logits.tile_of(plan, refs, refs.dealt[lax.axis_index("cta"), 1])
     wg = lax.axis_index("wg") if plan.groups > 1 else jnp.int32(0)
     rows = Rows(tile, tile.row + wg * plan.own_rows, wg, _span(plan, refs, tile))
-    attend = functools.partial(_attend, plan, refs, smem, rows)
+    ahead = plan.config.ahead and plan.parts_of_numbers == 1
+    attend = functools.partial(attend_ahead if ahead else _attend, plan, refs, smem, rows)
     if "empty" in plan.parts:
-        none = functools.partial(_nothing, plan)
+        none = functools.partial(nothing, plan)
         state = lax.cond(rows.span.hi > rows.span.lo, attend, none)
     else:
         state = attend()

@@ -165,11 +165,18 @@ def held(ref: Ref, first: Array, rows: int, width: int) -> Array:
 
 
 def scores(
-    q: tuple[Array, Array], k: tuple[Ref, Array], sizes: tuple[int, int, int], parts: int
+    q: tuple[Array, Array],
+    k: tuple[Ref, Array],
+    sizes: tuple[int, int, int],
+    parts: int,
+    some: tuple[Array | None, int, int] | None = None,
 ) -> Array:
     """q @ K^T, [rows, keys]: of (rows, the first of them), in shared memory; q may be in registers
-    (`held`). `sizes`: (rows, keys, the width of a part).
+    (`held`). `sizes`: (rows, keys, the width of a part). `some`: (what is to be added to, the
+    first column, the one after the last), where not all columns are taken.
     """
+    before, begin, end = some or (None, 0, sizes[2])
+    assert some is None or parts < 3
     (left_rows, q_first), (k_rows, first) = q, k
     (rows, keys, width), dtype, step = sizes, k_rows.dtype, k_rows.shape[1]
     shape, blocks = (rows, keys), rows // BLOCK
@@ -190,14 +197,14 @@ def scores(
             for p in range(parts)
         ]
 
-    def code(q, q_first, k, first):
+    def code(q, q_first, k, first, *before):
         _, lane = warp_and_lane()
         row = Int(first.registers.item()) + lane % 8 + lane // 16 * 8
         right = address_of(k, row, lane // 8 % 2, step)
         base = None if in_registers else _left_address(q, q_first, q_step)
-        sums = nothing(blocks, keys)
+        sums = numbers_of(before[0], blocks) if before else nothing(blocks, keys)
         small = nothing(blocks, keys) if parts == 3 else None
-        for column in range(0, width, 16):
+        for column in range(begin, end, 16):
             a = left(q, base, column)
             for key in range(0, keys, 16):
                 b = [ldmatrix(right, 2 * (key * step + p * width + column)) for p in range(parts)]
@@ -206,23 +213,20 @@ def scores(
             plus(sums, small, 0)
         return _rows(sums, shape)
 
-    def twin(q, q_first, k, first):
-        out = np.zeros(shape, np.float32)
+    def twin(q, q_first, k, first, *before):
+        out = np.array(before[0]) if before else np.zeros(shape, np.float32)
         q = q if in_registers else q[int(q_first) : int(q_first) + rows]
         for i, j in PAIRS[parts]:
-            mine, theirs = slice(i * width, i * width + width), slice(j * width, j * width + width)
+            mine, theirs = (slice(n * width + begin, n * width + end) for n in (i, j))
             of_k = k[int(first) : int(first) + keys, theirs]
             out += q[:, mine].astype(np.float32) @ of_k.astype(np.float32).T
         return out
 
-    types = (tiles.TILE if in_registers else REF, SCALAR, REF, SCALAR)
-    return fragments.inline(
-        code,
-        twin,
-        (left_rows, q_first, k_rows, first),
-        types,
-        fragments.tile_of(shape, jnp.float32),
-    )
+    types: tuple[Any, ...] = (tiles.TILE if in_registers else REF, SCALAR, REF, SCALAR)
+    args: tuple[Any, ...] = (left_rows, q_first, k_rows, first)
+    if before is not None:
+        types, args = (*types, tiles.TILE), (*args, before)
+    return fragments.inline(code, twin, args, types, fragments.tile_of(shape, jnp.float32))
 
 
 def weigh(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int) -> Array:
@@ -233,10 +237,7 @@ def weigh(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int) -> A
     def code(acc, p, v, first):
         _, lane = warp_and_lane()
         right = address_of(v, Int(first.registers.item()) + lane % 16, lane // 16, step)
-        sums = []
-        for pairs in acc.registers.reshape(blocks, -1, 2):
-            one = [[vector.extract(x, [], [i]) for x in pair for i in range(2)] for pair in pairs]
-            sums.append(one)
+        sums = numbers_of(acc, blocks)
         words = [fragments.words_of(part) for part in p]
 
         def add(sums, at, column, key):
@@ -286,6 +287,14 @@ def nothing(blocks: int, columns: int) -> list:
     """Sums to begin with: [block][8 columns], 4 numbers each."""
     zero = utils.c(0.0, ir.F32Type.get())
     return [[[zero] * 4 for _ in range(columns // 8)] for _ in range(blocks)]
+
+
+def numbers_of(tile: Any, blocks: int) -> list:
+    """A tile of float32 in registers as `nothing` has it."""
+    return [
+        [[vector.extract(x, [], [i]) for x in pair for i in range(2)] for pair in pairs]
+        for pairs in tile.registers.reshape(blocks, -1, 2)
+    ]
 
 
 def plus(sums: list, others: list, n: int) -> None:

@@ -42,7 +42,7 @@ def put_rows(tile: Array, to: Ref, first: Any, op: str) -> None:
         high, wide, lane = squares.place_of_warp(2)
         start = wide * whole + squares.int_of(first) + high * (rows // 2) + lane // 4
         base = warps.shared_address(to, start, 4)
-        for n, pairs in enumerate(_halves(tile, rows)):
+        for n, pairs in enumerate(halves(tile, rows)):
             number = _tree(both, [vector.extract(x, [], [i]) for x in pairs for i in range(2)])
             for distance in (1, 2):
                 number = both(number, utils.shfl_bfly(number, distance))
@@ -104,7 +104,7 @@ def partial_sums(tile: Array) -> Array:
 
     def code(tile):
         return squares.tile_with(
-            [_tree(arith.addf, pairs) for pairs in _halves(tile, rows)], shape, 2
+            [_tree(arith.addf, pairs) for pairs in halves(tile, rows)], shape, 2
         )
 
     def twin(tile):
@@ -114,7 +114,7 @@ def partial_sums(tile: Array) -> Array:
     return fragments.inline(code, twin, (tile,), types, squares.result_of(shape, jnp.float32, 2))
 
 
-def _halves(tile: Any, rows: int) -> list[list[ir.Value]]:
+def halves(tile: Any, rows: int) -> list[list[ir.Value]]:
     """A thread's pairs of numbers of each of its rows: 8 apart, from the top."""
     by_block = tile.registers.reshape(rows // 32, -1, 2)
     return [list(block[:, half]) for block in by_block for half in range(2)]

@@ -94,6 +94,36 @@ def next_step(
     return Step(lax.concatenate(p, 1), higher, shrink, total, moved)
 
 
+class Settled(NamedTuple):
+    """What one tile of logits does to its rows, and to what is older."""
+
+    p: Array  # [rows, keys], float32: 2**(logit - top)
+    top: Array  # [rows]
+    total: Array  # [rows, PARTS]: of this tile alone
+    older: tuple[Array, ...]  # in terms of the new tops
+
+
+def settled(
+    logits: Array, unit: float | None, top: Array, older: tuple[Array, ...], *, guarded: bool
+) -> Settled:
+    """`next_step` with one branch, which few tiles take: in it tops move, and what is `older` is
+    multiplied. After it come exponents, and nothing that keeps them apart from the matmuls that
+    follow.
+    """
+    peaks = _partials(logits, jnp.maximum)
+    peaks = peaks if unit is None else peaks * unit
+    moved = votes.any_in_warp(peaks - tiles.down_rows(top, peaks.shape), PATIENCE)
+
+    def some():
+        higher = _higher(logits, unit, top)
+        shrink = jnp.exp2(top - _base(higher, guarded))
+        return higher, tuple(x * tiles.down_rows(shrink, x.shape) for x in older)
+
+    top, older = lax.cond(moved != 0, some, lambda: (top, older))
+    p, total = _exponents(logits, unit, _base(top, guarded))
+    return Settled(p, top, total, older)
+
+
 def _higher(logits: Array, unit: float | None, top: Array, join: Any = None) -> Array:
     peak = logits.max(axis=1)
     peak = peak if join is None else join(peak)

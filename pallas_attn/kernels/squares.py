@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_attn.kernels import fragments, matrices, tiles, warps
 from pallas_attn.kernels.fragments import REF, SCALAR
@@ -63,7 +63,7 @@ def tile_with(registers: list, shape: tuple[int, int], down: int) -> Any:
     )
 
 
-def _rows(sums: list, shape: tuple[int, int], down: int) -> Any:
+def tile_of_sums(sums: list, shape: tuple[int, int], down: int) -> Any:
     pairs = [
         fragments.pair_of(s[2 * half], s[2 * half + 1])
         for of_block in sums
@@ -83,16 +83,12 @@ def int_of(scalar: Any) -> Int:
     return Int(scalar.registers.item())
 
 
-def _sums(acc: Any, blocks: int) -> list:
-    return [
-        [[vector.extract(x, [], [i]) for x in pair for i in range(2)] for pair in pairs]
-        for pairs in acc.registers.reshape(blocks, -1, 2)
-    ]
-
-
-def _multiply(sums: list, a: list, right: tuple, width: int, dtype: Any) -> None:
+def multiply_rows(
+    sums: list, a: list, right: tuple, width: int, dtype: Any, after: Any = lambda: None
+) -> None:
     """sums += a @ 16 rows of the right operand: a [part][block], 4 words. `right`: (a lane's
     address; columns of a part, of which the warp takes `width`; the first row's offset in numbers).
+    `after` each 16 columns something may be done.
     """
     address, whole, start = right
     for column in range(0, width, 16):
@@ -102,6 +98,7 @@ def _multiply(sums: list, a: list, right: tuple, width: int, dtype: Any) -> None
             for n in range(len(a))
         ]
         matrices.multiply(sums, column // 8, a, b, dtype)
+        after()
 
 
 def _ldmatrix(address: ir.Value, offset: int, count: int, transposed: bool = False) -> list:
@@ -166,7 +163,7 @@ def either_product(pairs: tuple, which: Any, sizes: tuple, parts: int, down: int
                 matrices.multiply(sums, key // 8, a, b, dtype, small)
         if small is not None:
             matrices.plus(sums, small, 0)
-        return _rows(sums, shape, down)
+        return tile_of_sums(sums, shape, down)
 
     def twin(pairs, which):
         (a_ref, a_first), (b_ref, b_first) = pairs[int(which)]
@@ -193,15 +190,15 @@ def weigh(acc: Array, p: Sequence[Array], x: tuple, down: int) -> Array:
     def code(acc, p, x_ref, first):
         _, _, lane = place_of_warp(down)
         base = matrices.address_of(x_ref, int_of(first) + lane % 16, lane // 16, step)
-        sums, words = _sums(acc, blocks), [fragments.words_of(part) for part in p]
+        sums, words = matrices.numbers_of(acc, blocks), [fragments.words_of(part) for part in p]
         for key in range(0, inner, 16):
             starts = [(block * inner + key) // 4 for block in range(blocks)]
             a = [[part[start : start + 4] for start in starts] for part in words]
-            _multiply(sums, a, (base, width, key * step), width, dtype)
-        return _rows(sums, (rows, width), down)
+            multiply_rows(sums, a, (base, width, key * step), width, dtype)
+        return tile_of_sums(sums, (rows, width), down)
 
     def twin(acc, p, x_ref, first):
-        return np.array(acc) + _product(p, x_ref[int(first) :][:inner], width)
+        return np.array(acc) + product_of_numpy(p, x_ref[int(first) :][:inner], width)
 
     kind = tiles.standing((rows, width), down)
     types = (kind, (tiles.standing((rows, inner), down),) * len(p), REF, SCALAR)
@@ -220,7 +217,7 @@ def weigh_shared(acc: Array, p: Ref, x: tuple, sizes: tuple[int, int, int], stan
 
     def code(acc, p, x_ref, first, group, row):
         high, lane, share = _share(stand, group)
-        sums, row = _sums(acc, blocks), int_of(row) + high * (16 * blocks) + lane % 16
+        sums, row = matrices.numbers_of(acc, blocks), int_of(row) + high * (16 * blocks) + lane % 16
         for other in range(stand.shares):  # each begins with the columns that it put there itself
             begin = (share + other) % stand.shares * mine
             a_base = matrices.address_of(p, row, begin // 8 + lane // 16, steps[0])
@@ -234,12 +231,12 @@ def weigh_shared(acc: Array, p: Ref, x: tuple, sizes: tuple[int, int, int], stan
                     ]
                     for n in range(parts)
                 ]
-                _multiply(sums, a, (base, width, key * steps[1]), wide, dtype)
-        return _rows(sums, shape, stand.down)
+                multiply_rows(sums, a, (base, width, key * steps[1]), wide, dtype)
+        return tile_of_sums(sums, shape, stand.down)
 
     def twin(acc, p, x_ref, first, group, row):
         left = [p[int(row) :][:rows, n * inner :][:, :inner] for n in range(parts)]
-        whole = _product(left, x_ref[int(first) :][:inner], width)
+        whole = product_of_numpy(left, x_ref[int(first) :][:inner], width)
         return np.array(acc) + whole[:, int(group) * shape[1] :][:, : shape[1]]
 
     types = (tiles.standing(shape, stand.down), REF, REF, SCALAR, SCALAR, SCALAR)
@@ -247,7 +244,7 @@ def weigh_shared(acc: Array, p: Ref, x: tuple, sizes: tuple[int, int, int], stan
     return fragments.inline(code, twin, args, types, result_of(shape, jnp.float32, stand.down))
 
 
-def _product(p: Any, x: Any, width: int) -> Any:
+def product_of_numpy(p: Any, x: Any, width: int) -> Any:
     out = np.zeros((p[0].shape[0], width), np.float32)
     for i, j in PAIRS[len(p)]:
         of_x = x[:, j * width :][:, :width].astype(np.float32)
@@ -289,8 +286,8 @@ def transposed_product(
                 ]
                 for p in range(parts)
             ]
-            _multiply(sums, a, (b_base, width, key * steps[1]), wide, dtype)
-        return _rows(sums, shape, 2)
+            multiply_rows(sums, a, (b_base, width, key * steps[1]), wide, dtype)
+        return tile_of_sums(sums, shape, 2)
 
     def twin(left, right, group):
         out = np.zeros(shape, np.float32)
