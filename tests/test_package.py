@@ -182,7 +182,17 @@ def test_jax_is_private_in_few_files():
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
             names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
             users |= {named(path) for name in names if name.startswith(private)}
-    names = ("numbers", "bands", "widen", "warps", "fragments", "matrices", "decode_float32")
+    names = (
+        "numbers",
+        "bands",
+        "widen",
+        "warps",
+        "fragments",
+        "matrices",
+        "decode_float32",
+        "beside",
+        "leaving",
+    )
     names += ("squares", "pairs", "sums", "votes", "decode_latent_parts")
     of_instructions = {f"kernels.{name}" for name in names}
     assert users <= {"kernels.tiles", "bench.timing"} | of_instructions
