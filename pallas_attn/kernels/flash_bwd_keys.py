@@ -53,7 +53,7 @@ def leaves_by_ds(plan: Plan) -> bool:
     places = 2 * plan.config.lag * (plan.config.block_q // ROWS)
     whole = plan.k_swizzle == plan.v_swizzle == 128
     fit = sums.k_width(plan) // ROWS + plan.v_width // ROWS <= places
-    return whole and fit and sums.from_registers(plan)
+    return whole and fit and sums.by_rows(plan)
 
 
 def _places(plan: Plan, smem: Any, wg: Any) -> tuple[list[Any], list[Any]]:

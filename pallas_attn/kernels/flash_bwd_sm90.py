@@ -15,6 +15,7 @@ half of dS in shared memory, meet, and each takes a half of dQ, one step later o
 memory has room, two: then the one may be almost a step ahead of the other, and one's matmuls run
 under the other's arithmetic. What is in flight under what:
   dQ of a step before, S of this one  |  dQ off, under S
+                                      |  or S first (`scores_first`): the meeting is under it
   dP                                  |  P = exp(S - lse), under dP
   dV                                  |  dS = P (dP - delta), to shared memory, under dV
   dK                                  |  the meeting, under dK; of 128 queries a tile before it
@@ -28,7 +29,7 @@ Shared memory, and who owns it when:
                      have landed, `q_free`, `do_free` when both warpgroups have let go of them
   ds [2 lag, warpgroup]  by turns, so that one meeting a step is enough; of 64 query rows each.
                      dk and dv leave through them where they fit: see `flash_bwd_keys`
-  dq [warpgroup]     on its way to global memory, of query tiles of 64
+  dq [warpgroup]     on its way to global memory, where it goes by way of TMA
 """
 
 import dataclasses
@@ -80,6 +81,7 @@ class Config:
     lag: int = 1  # steps between dS and its dQ: 2 let the warpgroups drift apart
     dq_warpgroups: int = 2
     held: bool = False  # half of K in registers: head dims up to 128, query tiles of 64
+    scores_first: bool = False  # S is issued before dQ of a step before
     band: bool = False  # all by one kernel, which takes few problems: see `flash_bwd_band`
 
     def __post_init__(self):

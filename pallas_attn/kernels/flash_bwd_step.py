@@ -28,7 +28,9 @@ def starts_with_numbers(plan: Plan, refs: Refs) -> bool:
     read while other matmuls run, and subtracted by none. Where logits are scores times a factor;
     of query tiles of 128 a step has no registers for it.
     """
-    return refs.dq is not None and plan.config.block_q == ROWS and plan.unit is not None
+    config = plan.config
+    alike = config.block_q == ROWS and not config.scores_first
+    return refs.dq is not None and alike and plan.unit is not None
 
 
 def holds_keys(plan: Plan, refs: Refs) -> bool:
@@ -69,6 +71,18 @@ class Step(NamedTuple):
     def starts(self) -> bool:
         return starts_with_numbers(self.plan, self.refs)
 
+    @property
+    def clears(self) -> bool:
+        """Whether accumulators are made just before their first matmul, which then clears them."""
+        return self.refs.dq is None or self.plan.config.scores_first
+
+    @property
+    def place(self) -> Any:
+        """Where the tile of logits stands."""
+        item, new, key = self.item, self.new, self.item.key + self.wg * ROWS
+        place = shared.place_of(item, new.head, new.t, key, self.plan.config.block_q)
+        return place._replace(numbers=self.smem.numbers)
+
     def number(self, column: Any) -> Any:
         """lse or delta of every query."""
         return tiles.load(column.at[self.slot], tiles.COLUMN)
@@ -94,19 +108,54 @@ def _step(now: Step, accs: tuple[Any, Any]) -> None:
     # computed before the loop and spilled.
     now = now._replace(wg=now.wg + lax.shift_right_logical(now.new.count, jnp.int32(31)))
 
-    def both(s_acc):
-        if now.refs.dq is None:
-            plgpu.barrier_wait(now.smem.q_ready.at[now.slot])
-            now.scores(s_acc)
-            plgpu.wgmma_wait(1)
-            now.let_go()
-        else:
-            half = plgpu.ACC(sums.share(now.plan), jnp.float32)
-            pl.run_scoped(functools.partial(_dq_and_scores, now, s_acc), half)
-        rest = functools.partial(_dv_and_dk, now, accs, s_acc)
-        pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
+    way = _dq_first
+    if now.clears:
+        plgpu.barrier_wait(now.smem.q_ready.at[now.slot])
+        way = _without_dq if now.refs.dq is None else _scores_first
+    pl.run_scoped(functools.partial(way, now, accs), plgpu.ACC(now.shape, jnp.float32))
 
-    pl.run_scoped(both, plgpu.ACC(now.shape, jnp.float32))
+
+def _dq_first(now: Step, accs: tuple[Any, Any], s_acc: Any) -> None:
+    half = plgpu.ACC(sums.share(now.plan), jnp.float32)
+    pl.run_scoped(functools.partial(_dq_and_scores, now, s_acc), half)
+    rest = functools.partial(_dv_and_dk, now, accs, s_acc)
+    pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
+
+
+def _without_dq(now: Step, accs: tuple[Any, Any], s_acc: Any) -> None:
+    now.scores(s_acc)
+    plgpu.wgmma_wait(1)
+    now.let_go()
+    plgpu.barrier_wait(now.smem.do_ready.at[now.slot])
+    rest = functools.partial(_dv_and_dk, now, accs, s_acc)
+    pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
+
+
+def _scores_first(now: Step, accs: tuple[Any, Any], s_acc: Any) -> None:
+    """S, then dQ of a step before: nobody waits for the other's dS before it has scores to do."""
+    plan, smem, due, count = now.plan, now.smem, now.lasts[0], now.new.count
+
+    def under_dq(dq_acc):
+        turn, _ = _turn(plan, smem, count - plan.config.lag)
+        sums.matmuls(plan, smem, dq_acc, turn, now.wg)
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=sums.SHARES)
+        now.let_go()  # dK of the last step is done
+        given = logits.of_any_tile(plan, now.refs, now.place, s, now.masked)
+        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+        sums.add(plan, now.refs, smem, now.item, (now.wg, due.head, due.t, due.there), dq)
+        return given
+
+    def under_dp(given, slope, dp_acc):
+        plgpu.wgmma(dp_acc, smem.v.at[now.wg], smem.do.at[now.slot].transpose((1, 0)))
+        p = logits.exponentials(plan, given, across(now.number(smem.lse), now.shape))
+        _from_p(now, accs, dp_acc, (p, slope))
+
+    now.scores(s_acc)
+    pl.when(due.there != 0)(lambda: plgpu.barrier_wait(_turn(plan, smem, count)[1]))
+    given, slope = pl.run_scoped(under_dq, plgpu.ACC(sums.share(plan), jnp.float32))
+    plgpu.barrier_wait(smem.do_ready.at[now.slot])
+    rest = functools.partial(under_dp, given, slope)
+    pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
 
 
 def _dq_and_scores(now: Step, s_acc: Any, dq_acc: Any) -> None:
@@ -129,19 +178,24 @@ def _dq_and_scores(now: Step, s_acc: Any, dq_acc: Any) -> None:
 
 def _dv_and_dk(now: Step, accs: tuple[Any, Any], s_acc: Any, dp_acc: Any) -> None:
     """Adds to dV and dK, which still runs when this returns."""
-    (plan, refs, smem, item, wg, masked, _, new, _), (dk, dv) = now, accs
+    plan, smem = now.plan, now.smem
+    if not now.clears:
+        plgpu.barrier_wait(smem.do_ready.at[now.slot])
+    if now.starts:
+        dp_acc[...] = across(now.number(smem.delta), now.shape)
+    plgpu.wgmma(dp_acc, smem.v.at[now.wg], smem.do.at[now.slot].transpose((1, 0)))
+    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+    lse, place = None if now.starts else now.number(smem.lse), now.place
+    found = logits.probabilities(plan, now.refs, place, s, lse, now.masked)
+    _from_p(now, accs, dp_acc, found)
+
+
+def _from_p(now: Step, accs: tuple[Any, Any], dp_acc: Any, found: tuple[Any, Any]) -> None:
+    """`_dv_and_dk` from P and softcap's slope, or None, on."""
+    (plan, refs, smem, _, wg, _, _, new, _), (dk, dv), (p, slope) = now, accs, found
     dtype, starts = jnp.dtype(plan.problem.dtype), now.starts
     q, do = smem.q.at[now.slot], smem.do.at[now.slot]
     turn, met = _turn(plan, smem, new.count)
-    plgpu.barrier_wait(smem.do_ready.at[now.slot])
-    if starts:
-        dp_acc[...] = across(now.number(smem.delta), now.shape)
-    plgpu.wgmma(dp_acc, smem.v.at[wg], do.transpose((1, 0)))
-    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-    place = shared.place_of(item, new.head, new.t, item.key + wg * ROWS, plan.config.block_q)
-    place = place._replace(numbers=smem.numbers)
-    lse = None if starts else now.number(smem.lse)
-    p, slope = logits.probabilities(plan, refs, place, s, lse, masked)
     plgpu.wgmma(dv, p.astype(dtype), do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
     ds = p * (dp if starts else dp - across(now.number(smem.delta), now.shape))

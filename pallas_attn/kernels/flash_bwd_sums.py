@@ -1,10 +1,11 @@
 """dQ of the fused Hopper backward: its matmul, and its way into a float32 array in global memory,
 where the blocks that meet a query add it up.
 
-The two warpgroups share a query tile's dQ. Of 64 rows each takes half of the columns, stages them
-in shared memory and has TMA add them. Of 128 rows each takes 64, and adds them from registers, 16
-bytes a thread: the array then holds every half tile in the order in which threads hold it, and what
-rounds dQ puts it in order. At head dim 64 that is the faster way, at 128 the slower.
+The two warpgroups share a query tile's dQ. Of 64 rows each takes half of the columns, of 128 rows
+64. They stage them in shared memory and have TMA add them; or, of 128 rows, each adds them from
+registers, 16 bytes a thread: the array then holds every half tile in the order in which threads
+hold it, and what rounds dQ puts it in order. At head dim 64 that is the faster way where dQ of the
+step before comes first, and the slower one where scores do.
 """
 
 import math
@@ -21,6 +22,11 @@ SHARES = 2  # warpgroups
 
 
 def from_registers(plan: Plan) -> bool:
+    return by_rows(plan) and not plan.config.scores_first
+
+
+def by_rows(plan: Plan) -> bool:
+    """Whether warpgroups share a query tile's rows, not the columns of its dQ."""
     return plan.config.block_q == SHARES * ROWS
 
 
@@ -28,14 +34,14 @@ def k_width(plan: Plan) -> int:
     """The head dim of q and k in shared memory; where warpgroups share the columns of dQ, both
     halves are whole swizzles.
     """
-    if from_registers(plan):
+    if by_rows(plan):
         return plan.k_width
     return operands.round_up(plan.k_width, plan.k_swizzle)
 
 
 def share(plan: Plan) -> tuple[int, int]:
     """A warpgroup's part of a query tile's dQ."""
-    return ROWS, k_width(plan) if from_registers(plan) else k_width(plan) // SHARES
+    return ROWS, k_width(plan) if by_rows(plan) else k_width(plan) // SHARES
 
 
 def staged(plan: Plan) -> Any:
@@ -54,7 +60,7 @@ def matmuls(plan: Plan, smem: Any, acc: Any, turn: Any, wg: Any) -> None:
     """A warpgroup's share of dS K; `turn`: which of the places for dS."""
     _, columns = share(plan)
     for u in range(SHARES):
-        if from_registers(plan):
+        if by_rows(plan):
             ds, k = smem.ds.at[turn, u, wg], smem.k.at[u]
         else:
             ds, k = smem.ds.at[turn, u, 0], smem.k.at[u, :, pl.ds(wg * columns, columns)]
@@ -73,7 +79,8 @@ def add(plan: Plan, refs: Refs, smem: Any, item: Item, place: tuple[Any, ...], d
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem.dq[wg] = dq
     plgpu.commit_smem()
-    where = pl.ds(t * plan.config.block_q, rows), head, pl.ds(wg * columns, columns)
+    row, column = (wg * rows, 0) if by_rows(plan) else (0, wg * columns)
+    where = pl.ds(t * plan.config.block_q + row, rows), head, pl.ds(column, columns)
     there_in_gmem = refs.dq.at[item.batch, *where]
     plgpu.copy_smem_to_gmem(smem.dq.at[wg], there_in_gmem, there != 0, reduction_op="add")
 

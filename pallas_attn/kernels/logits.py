@@ -183,6 +183,14 @@ def hidden(plan: Any, refs: Any, place: Place, s: Any) -> Any:
     return s if seen is True else jnp.where(seen, s, -jnp.inf)
 
 
+def of_any_tile(plan: Any, refs: Any, place: Place, s: Any, masked: Any) -> tuple[Any, Any]:
+    """`of_tile`, where `masked` may be traced: see `probabilities`."""
+    given, slope = of_tile(plan, refs, place, s, masked is True)
+    if not isinstance(masked, bool):
+        given = lax.cond(masked, lambda s: hidden(plan, refs, place, s), lambda s: s, given)
+    return given, slope
+
+
 def probabilities(
     plan: Any, refs: Any, place: Place, s: Any, lse: Any, masked: Any
 ) -> tuple[Any, Any]:
@@ -191,14 +199,18 @@ def probabilities(
     traced: a branch around the mask costs less than a second copy of a loop, whose addresses alone
     spilled 300 bytes a thread.
     """
-    given, slope = of_tile(plan, refs, place, s, masked is True)
-    if not isinstance(masked, bool):
-        given = lax.cond(masked, lambda s: hidden(plan, refs, place, s), lambda s: s, given)
+    given, slope = of_any_tile(plan, refs, place, s, masked)
+    across = None if lse is None else lax.broadcast_in_dim(lse, s.shape, [place.q_axis])
+    return exponentials(plan, given, across), slope
+
+
+def exponentials(plan: Any, given: Any, lse: Any) -> Any:
+    """exp(logits - lse)."""
     if plan.unit is not None:
         given = given * plan.unit
     if lse is not None:
-        given = given - lax.broadcast_in_dim(lse, s.shape, [place.q_axis])
-    return jnp.exp2(given * softmax.LOG2_E if plan.natural else given), slope
+        given = given - lse
+    return jnp.exp2(given * softmax.LOG2_E if plan.natural else given)
 
 
 def _segments(plan: Any, refs: Any, place: Place, shape: Any) -> tuple[Any, Any]:
