@@ -357,7 +357,7 @@ def test_the_smallest_gpus_take_all_head_dims(dtype, precision):
         ("dq_block_kv", 48, "32, 64 or 128"),
         ("dq_stages", 1, "at least 2"),
         ("lag", 3, "1 or 2"),
-        ("dq_warpgroups", 3, "1 or 2"),
+        ("dq_warpgroups", 4, "1, 2 or 3"),
     ],
 )
 def test_config_checks_itself(field, value, want):

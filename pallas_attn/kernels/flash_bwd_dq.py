@@ -304,7 +304,8 @@ def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: Plan) -> None:
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
     load = functools.partial(_load, plan, refs, smem, cta)
     compute = functools.partial(_compute, plan, refs, smem, dq_ref, (cta, wg))
-    tiles.share_registers(wg, plan.config.warpgroups, load, compute, 240)
+    ours = 160 if plan.config.warpgroups == 3 else 240
+    tiles.share_registers(wg, plan.config.warpgroups, load, compute, ours)
 
 
 # ---- the call -----------------------------------------------------------------------------------

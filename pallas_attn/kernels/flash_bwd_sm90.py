@@ -94,7 +94,7 @@ class Config:
             "dq_block_kv": (self.dq_block_kv in (32, 64, 128), "32, 64 or 128"),
             "dq_stages": (self.dq_stages >= 2, "at least 2"),
             "lag": (self.lag in (1, 2), "1 or 2"),
-            "dq_warpgroups": (self.dq_warpgroups in (1, 2), "1 or 2"),
+            "dq_warpgroups": (self.dq_warpgroups in (1, 2, 3), "1, 2 or 3"),
         }
         for name, (good, want) in wants.items():
             if not good:
@@ -112,7 +112,7 @@ class Config:
         config = cls(dq_stages=3, lag=2, held=True)
         if max(problem.head_dim, problem.v_head_dim) <= 64:
             stages = 3 if problem.mask.is_full else 2
-            config = cls(block_q=128, stages=stages, dq_block_kv=128)
+            config = cls(block_q=128, stages=stages, dq_stages=4, dq_warpgroups=3)
         # A float32 dq is set to 0 before and rounded after, which few query rows a key do not pay
         # for. Nor is it for blocks that add to more of it at a time than L2 holds.
         plan = plan_of(problem, config)
@@ -317,6 +317,7 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
     inputs, *rest = residuals
     plan = plan_of(problem, config)
     rows = operands.round_up(problem.q_len, 2 * ROWS)  # whole tiles, of either size
+    rows = max(rows, _dq_plan(problem, config).padded_rows)
     if config.band:
         rows = flash_bwd_band.padded_rows(problem)
     stats = shared.row_numbers(plan, rows, inputs, rest)
