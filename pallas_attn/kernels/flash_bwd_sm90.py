@@ -111,8 +111,8 @@ class Config:
             return _wide(problem)
         config = cls(dq_stages=3, lag=2, held=True)
         if max(problem.head_dim, problem.v_head_dim) <= 64:
-            stages = 3 if problem.mask.is_full else 2
-            config = cls(block_q=128, stages=stages, dq_stages=4, dq_warpgroups=3)
+            full = problem.mask.is_full
+            config = cls(128, 3 if full else 2, dq_stages=4, dq_warpgroups=3, scores_first=not full)
         # A float32 dq is set to 0 before and rounded after, which few query rows a key do not pay
         # for. Nor is it for blocks that add to more of it at a time than L2 holds.
         plan = plan_of(problem, config)
