@@ -509,6 +509,12 @@ def test_no_fallback_on_a_gpu():
         assert lines[at + 1] == f"    -> {limit.remedy}"
 
 
+def test_what_a_refusal_says_of_the_problem():
+    q = z(2, 5, 4, 8, dtype="float32")
+    wide = refusal("sm75", attend(q, precision="highest", deterministic=True, sinks=z(4)))
+    assert str(wide).splitlines()[0].endswith(", sinks, precision highest, deterministic")
+
+
 def test_the_oracle_runs_on_a_gpu_when_it_is_named():
     with _device.assume("sm75"):
         got = attend(mask=pa.CAUSAL, implementation="reference")()

@@ -359,7 +359,8 @@ def as_kernels(monkeypatch):
 def step(cache, k, v, q, layer):
     cache = cache.extend(jnp.asarray([2, 0, 3, 1], jnp.int32))
     cache = pallas_attn.write_kv(cache, k, None if cache.shared_kv else v, layer=layer)
-    return cache, pallas_attn.decode_attention_with_lse(q, cache, layer=layer)
+    sinks = np.linspace(-2, 2, q.shape[2], dtype=np.float32)
+    return cache, pallas_attn.decode_attention_with_lse(q, cache, layer=layer, sinks=sinks)
 
 
 def step_arrays():
