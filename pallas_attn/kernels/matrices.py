@@ -176,7 +176,6 @@ def scores(
     first column, the one after the last), where not all columns are taken.
     """
     before, begin, end = some or (None, 0, sizes[2])
-    assert some is None or parts < 3
     (left_rows, q_first), (k_rows, first) = q, k
     (rows, keys, width), dtype, step = sizes, k_rows.dtype, k_rows.shape[1]
     shape, blocks = (rows, keys), rows // BLOCK

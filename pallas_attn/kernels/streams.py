@@ -132,17 +132,21 @@ class Walk:
         return self._slot(n)
 
     def scores(self) -> Array:
-        """The next product of two operands that come, [ROWS, tile]."""
+        """The next product of two operands that come, [ROWS, tile].
+
+        Tensor cores add the parts up, though they round towards 0: so do those of the kernels that
+        hold whole rows, one of which may have made the lse. Scores that are closer to the truth
+        than an lse's own give probabilities that do not add up to 1.
+        """
         stream = self.stream
         part = stream.parts[self.taken]
-        sums: list[Array] = []
-        sizes = (ROWS, stream.tile, stream.plan.config.columns)
+        sums, width, parts = None, stream.plan.config.columns, stream.plan.parts_of_numbers
         for _ in range(stream.counts[part.left, part.right]):
             slot = self._next()
             left, right = (stream.smem.left, slot * ROWS), (stream.smem.right, slot * stream.tile)
-            found = matrices.scores(left, right, sizes, stream.plan.parts_of_numbers)
-            sums = [found if not sums else sums[0] + found]
-        return sums[0]
+            some = (sums, 0, width)
+            sums = matrices.scores(left, right, (ROWS, stream.tile, width), parts, some)
+        return sums
 
     def weigh(self, accs: Sequence[Array], p: Sequence[Array]) -> tuple[Array, ...]:
         """acc + p @ a part of the next right operand, for each acc [ROWS, columns]."""
