@@ -468,11 +468,7 @@ def launch(
         grid_names=("cta",),
         num_threads=COMPUTING + 2,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,  # each store says what makes it seen
-        ),
+        compiler_params=decode_latent_load.COMPILER,
         kernel_name="decode_latent_sm90",
     )
     out, lse, _ = kernel(refs, (counters, sinks))

@@ -171,24 +171,15 @@ def _across(columns: Array, shape: tuple[int, int]) -> Array:
 
 def _logits(plan: FewPlan, piece: Piece, tile: Scalar, s: Array) -> Array:
     """Scores -> logits in log2 units, those of invisible keys -inf."""
-    problem = plan.problem
-    if plan.unit_of_logits is None:
-        s = s * problem.scale
-        if problem.softcap is not None:
-            s = softmax.capped(s, problem.softcap)
-        s = s * softmax.LOG2_E
-    else:
-        s = s * plan.unit_of_logits
-    begin = piece.length - problem.q_len
-    lo, hi = problem.mask.kv_full_range(begin, piece.length, piece.length)
-    start = tile * TILE
+    s, start = decode_logits.of_scores(plan, s), tile * TILE
+    s = s if plan.unit_of_logits is None else s * plan.unit_of_logits
 
-    def masked():
+    def positions():
         key = tiles.positions(s.shape, 0, start)
-        query = decode_logits.divided(plan, tiles.positions(s.shape, 1, 0)) + begin
-        return jnp.where(problem.mask.allows(query, key, piece.length), s, -jnp.inf)
+        query = decode_logits.divided(plan, tiles.positions(s.shape, 1, 0))
+        return query + (piece.length - plan.problem.q_len), key
 
-    return lax.cond((start >= lo) & (start + TILE <= hi), lambda: s, masked)
+    return decode_logits.seen(plan, piece, (start, TILE), s, positions)
 
 
 def _put(p: Ref, numbers: Array) -> None:
@@ -413,11 +404,7 @@ def launch(
         grid_names=("cta",),
         num_threads=2,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,  # each store says what makes it seen
-        ),
+        compiler_params=decode_latent_load.COMPILER,
         kernel_name="decode_latent_few_sm90",
     )
     out, lse, _ = kernel(refs, (counters, sinks))

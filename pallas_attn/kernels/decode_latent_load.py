@@ -16,6 +16,12 @@ from pallas_attn._problem import DecodeInputs
 from pallas_attn.kernels import decode_load, decode_plan, tiles, warps
 from pallas_attn.kernels.decode_plan import Piece, Plan, Share, Table
 
+COMPILER = plgpu.CompilerParams(
+    approx_math=True,
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+    unsafe_no_auto_barriers=True,  # each store says what makes it seen
+)
+
 Array = Any
 Ref = Any
 Scalar = Any

@@ -177,24 +177,16 @@ class State(NamedTuple):
 
 def _logits(plan: LatentPlan, piece: Piece, tile: Scalar, s: Array) -> Array:
     """In log2 units if `plan.unit_of_logits` is None."""
-    problem, layout = plan.problem, tiles.standing(s.shape, 2)
-    if plan.unit_of_logits is None:
-        s = s * problem.scale
-        if problem.softcap is not None:
-            s = softmax.capped(s, problem.softcap)
-        s = s * softmax.LOG2_E
-    first = piece.length - problem.q_len
-    lo, hi = problem.mask.kv_full_range(first, piece.length, piece.length)
-    start = tile * plan.tile
+    layout, start = tiles.standing(s.shape, 2), tile * plan.tile
 
-    def masked():
+    def positions():
         row = tiles.positions(s.shape, 0, 0, layout)
         row = row + lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
-        query = first + decode_logits.divided(plan, row)
-        seen = problem.mask.allows(query, tiles.positions(s.shape, 1, start, layout), piece.length)
-        return jnp.where(seen, s, -jnp.inf)
+        query = piece.length - plan.problem.q_len + decode_logits.divided(plan, row)
+        return query, tiles.positions(s.shape, 1, start, layout)
 
-    return lax.cond((start >= lo) & (start + plan.tile <= hi), lambda: s, masked)
+    given = decode_logits.of_scores(plan, s)
+    return decode_logits.seen(plan, piece, (start, plan.tile), given, positions)
 
 
 def _attend(plan: LatentPlan, smem: Smem, piece: Piece, at: tuple, state: State) -> State:
@@ -332,19 +324,7 @@ def launch(
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
     plan, of = LatentPlan(problem, config), jax.ShapeDtypeStruct
     rows = (problem.sequences, problem.q_len, problem.q_heads)
-    separate = problem.kind == "per_sequence"
-    refs = Refs(
-        q=inputs.q,
-        caches=tuple((x,) for x in (inputs.k_cache if separate else (inputs.k_cache,))),
-        given=decode_plan.Lengths(
-            inputs.lengths,
-            None if plan.capacity is not None else jnp.asarray(problem.capacities, jnp.int32),
-        ),
-        page_table=inputs.page_table,
-        layer=None if inputs.layer is None else jnp.asarray(inputs.layer, jnp.int32).reshape(1),
-        sinks=inputs.sinks,
-        counters=counters,
-    )
+    refs = decode_load.refs_of(inputs, counters, plan)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(

@@ -15,7 +15,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._problem import DecodeProblem
+from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels import decode_merge, decode_plan, operands, warps
 from pallas_attn.kernels.decode_plan import BLANK, Piece, Plan, Share, Table
@@ -47,6 +47,25 @@ class Refs(NamedTuple):
     layer: Ref | None
     sinks: Ref | None
     counters: Ref  # behind `BLANK` bytes of zeros
+
+
+def refs_of(inputs: DecodeInputs, counters: Any, plan: Plan) -> Refs:
+    problem = plan.problem
+    separate = problem.kind == "per_sequence"
+    given = [inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale]
+    caches = [x if separate else (x,) for x in given if x is not None]
+    return Refs(
+        q=inputs.q,
+        caches=tuple(zip(*caches, strict=True)),
+        given=decode_plan.Lengths(
+            inputs.lengths,
+            None if plan.capacity is not None else jnp.asarray(problem.capacities, jnp.int32),
+        ),
+        page_table=inputs.page_table,
+        layer=None if inputs.layer is None else jnp.asarray(inputs.layer, jnp.int32).reshape(1),
+        sinks=inputs.sinks,
+        counters=counters,
+    )
 
 
 def narrow_limit(problem: DecodeProblem) -> Limit | None:

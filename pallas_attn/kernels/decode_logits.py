@@ -41,27 +41,39 @@ def divided(plan: Plan, query: Array) -> Array:
     return query * factor // 2**bits
 
 
+def of_scores(plan: Plan, s: Array) -> Array:
+    """Logits in log2 units if `plan.unit_of_logits` is None; else the scores, of that unit."""
+    if plan.unit_of_logits is not None:
+        return s
+    s = s * plan.problem.scale
+    if plan.problem.softcap is not None:
+        s = softmax.capped(s, plan.problem.softcap)
+    return s * softmax.LOG2_E
+
+
+def seen(plan: Plan, piece: Piece, keys: tuple[Scalar, int], numbers: Any, positions: Any) -> Any:
+    """Tiles of logits with -inf where a query does not see a key. `keys`: (the first, how many);
+    `positions()` of queries and keys are asked for where some are not seen.
+    """
+    mask, begin, (start, count) = plan.problem.mask, piece.length - plan.problem.q_len, keys
+    lo, hi = mask.kv_full_range(begin, piece.length, piece.length)
+
+    def masked():
+        query, key = positions()
+        allowed = mask.allows(query, key, piece.length)
+        return jax.tree.map(lambda x: jnp.where(allowed, x, -jnp.inf), numbers)
+
+    return lax.cond((start >= lo) & (start + count <= hi), lambda: numbers, masked)
+
+
 def logits(plan: Plan, piece: Piece, tile: Scalar, given: tuple) -> tuple[Array, Array | None]:
     """(scores, the scales of the values or None) -> logits, in log2 units if `plan.unit_of_logits`
     is None; and the same of probabilities times scales, in log2 units.
     """
-    problem, (s, scales) = plan.problem, given
-    if plan.unit_of_logits is None:
-        s = s * problem.scale
-        if problem.softcap is not None:
-            s = softmax.capped(s, problem.softcap)
-        s = s * softmax.LOG2_E
-    weights = None
+    s, scales = given
+    s, weights = of_scores(plan, s), None
     if scales is not None:
         s = s if plan.unit_of_logits is None else s * plan.unit_of_logits
         weights = s + jnp.log2(scales)
-    lo, hi = problem.mask.kv_full_range(piece.length - problem.q_len, piece.length, piece.length)
-    start = tile * plan.tile
-    full = (start >= lo) & (start + plan.tile <= hi)
-
-    def masked():
-        query, key = _positions(plan, piece, tile)
-        seen = problem.mask.allows(query, key, piece.length)
-        return jax.tree.map(lambda x: jnp.where(seen, x, -jnp.inf), (s, weights))
-
-    return lax.cond(full, lambda: (s, weights), masked)
+    keys = tile * plan.tile, plan.tile
+    return seen(plan, piece, keys, (s, weights), lambda: _positions(plan, piece, tile))

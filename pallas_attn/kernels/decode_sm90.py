@@ -459,21 +459,7 @@ def _launch(
 ) -> tuple[Array, Array]:
     """Jitted, so that a model of many layers traces it once."""
     plan = Plan(problem, config)
-    separate = problem.kind == "per_sequence"
-    given = (inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale)
-    caches = [x if separate else (x,) for x in given if x is not None]
-    refs = Refs(
-        q=inputs.q,
-        caches=tuple(zip(*caches, strict=True)),
-        given=decode_plan.Lengths(
-            inputs.lengths,
-            None if plan.capacity is not None else jnp.asarray(problem.capacities, jnp.int32),
-        ),
-        page_table=inputs.page_table,
-        layer=None if inputs.layer is None else jnp.asarray(inputs.layer, jnp.int32).reshape(1),
-        sinks=inputs.sinks,
-        counters=counters,
-    )
+    refs = decode_load.refs_of(inputs, counters, plan)
     of, rows = jax.ShapeDtypeStruct, (problem.sequences, problem.q_len, problem.q_heads)
     parts = (plan.slots, plan.chunk_rows)
     kernel = plgpu.kernel(
