@@ -1,10 +1,11 @@
 """Who sees whom: the one definition of visibility.
 
 Everything that masks (the reference, every kernel, the tile schedulers) asks a `Mask` and nothing
-else. `Mask.allows` is the definition; `kv_range`, `kv_full_range` and `q_range` are bounds that
-follow from it and let a kernel skip tiles that nobody sees and leave the mask out of tiles that
-everybody sees. All of it is plain arithmetic: it works on Python integers, NumPy arrays, jax arrays
-and the tiles and scalars inside a Pallas kernel.
+else. `Mask.allows` is the definition; `kv_range` and `kv_full_range` are bounds that follow from it
+and let a kernel skip tiles that nobody sees and leave the mask out of tiles that everybody sees;
+those of the `transposed` mask say the same of the queries that meet some keys. All of it is plain
+arithmetic: it works on Python integers, NumPy arrays, jax arrays and the tiles and scalars inside a
+Pallas kernel.
 """
 
 import dataclasses
@@ -122,16 +123,6 @@ class Mask:
         lo = 0 if self.left is None else q_hi - 1 - self.left
         hi = kv_len if self.right is None else q_lo + self.right + 1
         return _maximum(lo, 0), _minimum(hi, kv_len)
-
-    def q_range(
-        self, kv_lo: Position, kv_hi: Position, q_lo: Position, q_hi: Position
-    ) -> tuple[Any, Any]:
-        """Query positions [lo, hi) within [q_lo, q_hi) that see *some* key in [kv_lo, kv_hi); empty
-        when hi <= lo.
-        """
-        lo = q_lo if self.right is None else _maximum(kv_lo - self.right, q_lo)
-        hi = q_hi if self.left is None else _minimum(kv_hi + self.left, q_hi)
-        return lo, hi
 
     def dense(
         self, q_len: int, kv_len: int, *, q_offset: int = 0, kv_length: int | None = None
