@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import jax
 
+from pallas_attn import _gpus
+
 # Thread-local by construction: a test that pretends does not change what another thread traces.
 _assumed: contextvars.ContextVar[tuple[str | None] | None] = contextvars.ContextVar(
     "pallas_attn_assumed_generation", default=None
@@ -50,8 +52,8 @@ def overlapping() -> Iterator[None]:
 
 def overlaps() -> bool:
     """Whether `overlapping` holds, on a GPU that can: sm90 and later."""
-    generation = gpu_generation() or "sm0"
-    return _overlapping.get() and int(generation.removeprefix("sm")) >= 90
+    generation = gpu_generation()
+    return _overlapping.get() and generation is not None and _gpus.number(generation) >= 90
 
 
 def current() -> jax.Device:

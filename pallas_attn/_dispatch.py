@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax import export
 
-from pallas_attn import _device, _sharding, reference
+from pallas_attn import _device, _gpus, _sharding, reference
 from pallas_attn._problem import (
     AppendInputs,
     AppendProblem,
@@ -30,7 +30,7 @@ from pallas_attn.errors import Limit, UnsupportedError
 Problem = AttentionProblem | AppendProblem | DecodeProblem
 
 NAMES = ("sm90", "sm80", "reference")
-NEWEST = 999  # of the generations that exist or will
+OLDEST, NEWEST = 80, 999  # of the generations that kernels serve, or will
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +48,11 @@ class Kernel:
                 'leave implementation=None, or say "reference"',
             )
         first, last = self.generations
-        if not first <= int(problem.gpu.removeprefix("sm")) <= last:
+        if not first <= _gpus.number(problem.gpu) <= last:
             span = f"sm{first}" if first == last else f"sm{first} and later"
-            return Limit(f"it is built for {span}", 'say implementation="reference"')
+            served = _gpus.number(problem.gpu) >= OLDEST
+            remedy = "leave implementation=None" if served else 'say implementation="reference"'
+            return Limit(f"it is built for {span}", remedy)
         if any(export.is_symbolic_dim(size) for size in vars(problem).values()):
             return Limit(
                 "it is compiled for sizes that are known",
@@ -63,8 +65,8 @@ class Kernel:
 
         module = self._module()
         config = _tuning.lookup(module, problem)
-        if _device.overlaps() and hasattr(config, "early"):
-            config = dataclasses.replace(config, early=True)
+        if _device.overlaps() and hasattr(config, "overlaps"):
+            config = dataclasses.replace(config, overlaps=True)
         return _sharding.in_32_bits(lambda given: module.run(given, problem, config), inputs)
 
     def _module(self) -> Any:
@@ -178,12 +180,12 @@ def _score_matrix(problem: AttentionProblem) -> str:
 TABLES: dict[str, tuple[Implementation, ...]] = {
     "flash_forward": (
         Kernel("sm90", "flash_fwd_sm90", (90, 90)),
-        Kernel("sm80", "flash_fwd_sm80", (80, NEWEST)),
+        Kernel("sm80", "flash_fwd_sm80", (OLDEST, NEWEST)),
         Reference(_attention, _score_matrix),
     ),
     "flash_backward": (
         Kernel("sm90", "flash_bwd_sm90", (90, 90)),
-        Kernel("sm80", "flash_bwd_sm80", (80, NEWEST)),
+        Kernel("sm80", "flash_bwd_sm80", (OLDEST, NEWEST)),
         Refused(
             "reference",
             Limit(
@@ -193,12 +195,12 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         ),
     ),
     "append": (
-        Kernel("sm80", "append", (80, NEWEST)),
+        Kernel("sm80", "append", (OLDEST, NEWEST)),
         Reference(_append, lambda problem: "it is one scatter a cache"),
     ),
     "decode": (
         Kernel("sm90", "decode_sm90", (90, 90)),
-        Kernel("sm80", "decode_sm80", (80, NEWEST)),
+        Kernel("sm80", "decode_sm80", (OLDEST, NEWEST)),
         Reference(_decode, lambda problem: "it would copy every cache to a dense array"),
     ),
 }
@@ -258,7 +260,7 @@ def _select(problem: Problem, implementation: str | None) -> Implementation:
             raise UnsupportedError(
                 f"{implementation} does not take {problem}", {implementation: limit}
             )
-    others = ", ".join(repr(candidate.name) for candidate in table) or "none yet"
+    others = ", ".join(repr(candidate.name) for candidate in table)
     raise UnsupportedError(
         f"{problem.op} has no implementation {implementation!r}",
         {implementation: Limit("it does not exist", f"there is {others}")},

@@ -17,14 +17,11 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from pallas_attn import _gpus
 from pallas_attn.masks import CAUSAL, Mask
 
 Facts = dict[str, Any]
 Row = dict[str, Any]
-
-# Shared memory that one block may have, by generation; the smallest of them where a generation is
-# not listed.
-SMEM_LIMITS = {"sm80": 166_912, "sm86": 101_376, "sm89": 101_376, "sm90": 232_448, "sm100": 232_448}
 
 # What the choice does not depend on. Shapes of bias and mask arrays only move where their tiles are
 # read from.
@@ -119,7 +116,7 @@ def fits(module: ModuleType, problem: Any, config: Any) -> bool:
         need = module.smem_bytes(problem, config)
     except ValueError:
         return False
-    return need <= SMEM_LIMITS.get(problem.gpu, min(SMEM_LIMITS.values()))
+    return need <= _gpus.shared_memory(problem.gpu)
 
 
 @contextlib.contextmanager
@@ -148,7 +145,7 @@ def rows(gpu: str | None, kernel: str) -> tuple[Row, ...]:
     tables = {name: table for name, table in _tables().items() if table.get(kernel)}
     if not tables or gpu is None:
         return ()
-    nearest_name = min(tables, key=lambda name: (abs(_number(name) - _number(gpu)), name))
+    nearest_name = min(tables, key=lambda name: (abs(_gpus.number(name) - _gpus.number(gpu)), name))
     return tuple(tables[nearest_name][kernel])
 
 
@@ -218,10 +215,6 @@ def _width(facts: Facts) -> tuple[Any, Any]:
     names = (facts.get("dtype", ""), facts.get("cache_dtype", facts.get("dtype", "")))
     first, second = ("narrow" if name in _NARROW else str(name) for name in names)
     return first, second
-
-
-def _number(gpu: str) -> int:
-    return int(gpu.removeprefix("sm"))
 
 
 def reload() -> None:

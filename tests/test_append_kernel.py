@@ -322,8 +322,6 @@ def test_layers_share_one_kernel():
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"gpu": None}, "Mosaic GPU serves sm80 and later, this is a machine without a GPU"),
-        ({"gpu": "sm75"}, "Mosaic GPU serves sm80 and later, this is sm75"),
         ({"cache_dtype": "float64"}, "no float64 caches"),
         ({"capacities": (2**31,)}, "capacity 2147483648: positions are int32"),
         ({"layers": 2**31}, "1 x 2147483648 layers: pages and sequences are int32"),

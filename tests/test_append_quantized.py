@@ -165,7 +165,6 @@ def test_no_spills_for_long_rows(dims, rows_dtype):
             {"head_dim": 4097},
             "head dim 4097: a warp holds a row in registers to quantise it",
         ),
-        ({"gpu": "sm75"}, "Mosaic GPU serves sm80 and later, this is sm75"),
     ],
 )
 def test_limits(fields, reason):

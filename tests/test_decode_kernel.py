@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 import pallas_attn
-from pallas_attn import CAUSAL, FULL, Mask, _tuning, reference, sliding_window
+from pallas_attn import CAUSAL, FULL, Mask, _gpus, _tuning, reference, sliding_window
 from pallas_attn._problem import DecodeInputs, DecodeProblem
-from pallas_attn.kernels import decode_plan, decode_sm80, portable
+from pallas_attn.kernels import decode_plan, decode_sm80
 from pallas_attn.kernels import decode_sm90 as kernel
 from tests import budget, mosaic
 
@@ -629,7 +629,7 @@ def test_the_smallest_gpus_take_all_head_dims(dtype, rows):
         problem = of_smallest(dtype=dtype, **sizes)
         assert decode_sm80.limit(problem) is None
         config = PORTABLE.default(problem)
-        assert decode_sm80.smem_bytes(problem, config) <= portable.SMALLEST
+        assert decode_sm80.smem_bytes(problem, config) <= _gpus.shared_memory("sm86")
 
 
 @pytest.mark.guards
@@ -639,7 +639,7 @@ def test_the_smallest_gpus_have_the_shared_memory(dtype):
     case = large(dtype=dtype, head_dim=256, v_head_dim=256, q_heads=64)
     config = PORTABLE.default(dataclasses.replace(case.problem, gpu="sm86"))
     call = functools.partial(run, problem=case.problem, config=config)
-    mosaic.lower_for_cuda(call, shapes_of(case), smem_bytes=portable.SMALLEST)
+    mosaic.lower_for_cuda(call, shapes_of(case), smem_bytes=_gpus.shared_memory("sm86"))
 
 
 @pytest.mark.guards

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import cases
+from pallas_attn import _gpus, cases
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels import (
     flash_bwd_dbias,
     flash_bwd_sm80,
     flash_fwd_sm80,
     flash_fwd_sm90,
-    portable,
     spans,
 )
 from pallas_attn.kernels import flash_bwd_plan as plans
@@ -329,7 +328,7 @@ def test_the_smallest_gpus_have_the_shared_memory(op, dim, dtype, precision):
     if call.keywords["config"].columns:  # whose buffers no head dim makes wider: a small one
         config, problem = call.keywords["config"], small_problem(64, dtype, precision, op)
         call, arguments = call_of(problem, config, bias_shape=(1, 1, 300, 300))
-    mosaic.lower_for_cuda(call, arguments, smem_bytes=portable.SMALLEST)
+    mosaic.lower_for_cuda(call, arguments, smem_bytes=_gpus.shared_memory("sm86"))
 
 
 @pytest.mark.parametrize(
@@ -340,7 +339,7 @@ def test_the_smallest_gpus_take_all_head_dims(dtype, precision):
         for dim in range(8, 257, 8):
             problem = small_problem(dim, dtype, precision, op)
             config = module.Config.default(problem)
-            assert module.smem_bytes(problem, config) <= portable.SMALLEST
+            assert module.smem_bytes(problem, config) <= _gpus.shared_memory("sm86")
             assert module.limit(problem) is None
 
 

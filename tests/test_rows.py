@@ -2,6 +2,7 @@
 GPU.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import _rows
+from pallas_attn import _device, _dispatch, _rows, _support, _tuning
 from pallas_attn._rows import Angles, Layer, linear, streams
 from pallas_attn.kernels import linear_sm90 as kernel
 from pallas_attn.kernels import norm_sm90, rotate_sm90
@@ -265,3 +266,23 @@ def test_norm_on_the_gpu(rows, dim, parts):
 @pytest.mark.parametrize("heads, kv_heads, dim", [(32, 8, 128), (5, 1, 64), (4, 4, 96)])
 def test_rotate_on_the_gpu(rows, heads, kv_heads, dim):
     check_rotate(rotate_sm90.Problem(rows, heads, kv_heads, dim, 3, "bfloat16"))
+
+
+# ---- who begins while the kernel before it ends --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operation", "overlaps"),
+    [("flash_forward", {}), ("append", {"overlaps": True}), ("decode", {"overlaps": True})],
+)
+def test_overlapping_reaches_those_that_know_of_it(monkeypatch, operation, overlaps):
+    """And nobody's other settings."""
+    problem = _support._BASE[operation]
+    taken = _dispatch.select(problem, None)
+    monkeypatch.setattr(taken._module(), "run", lambda inputs, problem, config: config)
+    with _device.assume("sm90"):
+        plain = taken.run(None, problem)
+        with _device.overlapping():
+            found = taken.run(None, problem)
+    assert plain == _tuning.lookup(taken._module(), problem)
+    assert found == dataclasses.replace(plain, **overlaps)

@@ -10,7 +10,7 @@ import types
 import pytest
 
 import pallas_attn
-from pallas_attn import _tuning, cases
+from pallas_attn import _gpus, _tuning, cases
 from pallas_attn._problem import AttentionProblem, DecodeProblem
 from pallas_attn.bench import Options, run_tune, tune
 from pallas_attn.bench.timing import Sample
@@ -121,7 +121,7 @@ def test_precision_separates(tables):
 def test_a_row_that_does_not_fit_gives_way_to_the_next(tables):
     near, far = row(128, attention()), row(64, attention(q_len=512))
     tables(sm90={"flash_fwd_fake": [near, far]})
-    limit = _tuning.SMEM_LIMITS["sm90"]
+    limit = _gpus.shared_memory("sm90")
     assert _tuning.lookup(kernel(limit // 128), attention()).block == 128
     assert _tuning.lookup(kernel(limit // 64), attention()).block == 64
     assert _tuning.lookup(kernel(limit), attention()) == Config()

@@ -48,7 +48,7 @@ class Config:
     """
 
     words: int = 2
-    early: bool = False  # begins while the kernel before it ends: `tiles.begin_early`
+    overlaps: bool = False  # begins while the kernel before it ends: `tiles.begin_early`
 
     def __post_init__(self):
         if not 1 <= self.words <= append_plan.IN_FLIGHT_MOST:
@@ -59,12 +59,6 @@ class Config:
 
 def limit(problem: AppendProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
-    if problem.gpu is None or int(problem.gpu.removeprefix("sm")) < 80:
-        here = problem.gpu or "a machine without a GPU"
-        return Limit(
-            f"Mosaic GPU serves sm80 and later, this is {here}",
-            'ask for implementation="reference"',
-        )
     if problem.quantized and (refused := append_quantized.limit(problem)) is not None:
         return refused
     if problem.cache_dtype not in DTYPES:
@@ -237,5 +231,5 @@ def _launch(
     )
     body = functools.partial(_kernel, plan=plan)
     grid = plan.sequences * plan.chunks
-    tiles.lane_kernel(body, grid=grid, name="append", early=config.early)(operands)
+    tiles.lane_kernel(body, grid=grid, name="append", early=config.overlaps)(operands)
     return {name: tuple(jax.freeze(ref) for ref in held) for name, held in refs.items()}

@@ -10,6 +10,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn import _gpus
 from pallas_attn._problem import AppendProblem
 from pallas_attn.kernels import tiles
 
@@ -80,7 +81,7 @@ class Plan:
             chunks=pl.cdiv(items, at_once * in_flight),
             new_dtype=new_dtype,
             cache_dtype=problem.cache_dtype,
-            float8=problem.gpu is None or int(problem.gpu.removeprefix("sm")) >= 89,
+            float8=problem.gpu is None or _gpus.number(problem.gpu) >= 89,
         )
 
     def total(self, array: int) -> int:

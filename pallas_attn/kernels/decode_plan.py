@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn import _gpus
 from pallas_attn._problem import DecodeProblem
 from pallas_attn.kernels import fragments, softmax, tiles, warps, widen
 from pallas_attn.kernels.splits import Heads, Split
@@ -31,7 +32,7 @@ from pallas_attn.kernels.splits import Heads, Split
 Ref = Any
 Scalar = Any
 
-SMEM_LIMIT = 232_448  # bytes of a block's shared memory
+SMEM_LIMIT = _gpus.shared_memory(_gpus.HOPPER)
 BLANK = 2048  # bytes of zeros that lie before the counters
 GRAIN = 16  # keys of a unit that is less than a tile
 

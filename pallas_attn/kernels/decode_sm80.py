@@ -10,12 +10,11 @@ anyway. Rows that do not exist are zeros that cp.async puts there.
 import dataclasses
 from typing import Any
 
+from pallas_attn import _gpus
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels import decode_latent_sm80, decode_merge, decode_sm90, fragments
 from pallas_attn.kernels.portable import fits
-
-MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 128, "sm90": 132, "sm100": 148}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Config(decode_sm90.Config):
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
         """What serves a problem that nobody tuned: as many bytes in flight as there is room for."""
-        ctas = MULTIPROCESSORS.get(problem.gpu or "", 132)
+        ctas = _gpus.multiprocessors(problem.gpu)
         choices = [cls(tile=64, stages=stages, ctas=ctas) for stages in (6, 5, 4, 3, 2)]
         if problem.shared_kv:
             choices += [cls(tile=32, stages=stages, ctas=ctas) for stages in (3, 2, 1)]

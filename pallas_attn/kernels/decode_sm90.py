@@ -28,6 +28,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn import _gpus
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels import (
@@ -55,7 +56,7 @@ Scalar = Any
 SMEM_OF_TWO = 233_472 // 2 - 1024  # of each of two blocks on a multiprocessor
 SMEM_ALIGNMENT = 1024  # of every buffer
 RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
-MULTIPROCESSORS = 132
+MULTIPROCESSORS = _gpus.multiprocessors(_gpus.HOPPER)
 TURN = 48 * 1024  # bytes that a block could read while it turns to another head
 TURN_OF_TWO = 16 * 1024  # of two blocks on a multiprocessor
 LONG = 2048  # keys of a block, from which on it is the stream that counts
@@ -76,7 +77,7 @@ class Config:
     stages: int = 6
     ctas: int = MULTIPROCESSORS
     fixed: int = 16
-    early: bool = False  # begins while the kernel before it ends: `tiles.begin_early`
+    overlaps: bool = False  # begins while the kernel before it ends: `tiles.begin_early`
     many: bool = False
     turn: int = 0
     eager: bool = False
@@ -421,7 +422,7 @@ def _start(thread: warps.Thread, refs: Any, usable: Any, plan: Plan) -> None:
 
 def _kernel(refs: Refs, out: Ref, lse: Ref, parts: Any, smem: Smem, *, plan: Plan) -> None:
     cta = lax.axis_index("cta")
-    if plan.config.early:
+    if plan.config.overlaps:
         tiles.begin_early()
     usable = jnp.int32(1)
     if refs.layer is not None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn import _gpus
 from pallas_attn.kernels import flash_bwd_plan as shared
 from pallas_attn.kernels import flash_plan
 from pallas_attn.kernels.flash_bwd_plan import Item, Refs
@@ -88,7 +89,7 @@ class KeyPlan(Widths, shared.Plan):
     @property
     def vectors(self) -> bool:
         """Whether memory adds 4 numbers by one instruction."""
-        return int((self.problem.gpu or "sm80")[2:]) >= 90
+        return _gpus.number(self.problem.gpu or "sm80") >= 90
 
 
 class Step(NamedTuple):

@@ -9,12 +9,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn import _gpus
 from pallas_attn._problem import AttentionProblem
 from pallas_attn.kernels import flash_work, logits, operands, tiles
 from pallas_attn.kernels.flash_plan import ROWS, Plan
 from pallas_attn.kernels.logits import Refs, Tile
 
-SMEM_LIMIT = 232_448
+SMEM_LIMIT = _gpus.shared_memory(_gpus.HOPPER)
 BARRIERS = 1024  # bytes kept for them and for alignment
 LINE = 1024  # bytes: every buffer begins at a multiple
 

@@ -34,11 +34,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn import _gpus
 from pallas_attn.kernels import operands, tiles
 
 ROWS = 64  # of x, in one matmul
-SMS = 132
-_SMEM = 227 * 1024 - 2048  # less what barriers and alignment take
+SMS = _gpus.multiprocessors(_gpus.HOPPER)
+_SMEM = _gpus.shared_memory(_gpus.HOPPER) - 2048  # less what barriers and alignment take
 
 
 @dataclasses.dataclass(frozen=True)

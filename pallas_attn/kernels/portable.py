@@ -9,11 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_attn import _gpus
 from pallas_attn._problem import AttentionProblem
 from pallas_attn.kernels import flash_plan, matrices, operands, warps
-
-SMEM_LIMITS = {"sm80": 166_912, "sm87": 166_912, "sm90": 232_448, "sm100": 232_448}
-SMALLEST = 101_376  # of one block: Ada, the smaller Amperes and the smaller Blackwells
 
 
 class Widths:
@@ -104,7 +102,7 @@ def buffer_bytes(buffers: Any) -> int:
 
 
 def fits(problem: Any, need: Callable[..., int], config: Any) -> bool:
-    return need(problem, config) <= SMEM_LIMITS.get(problem.gpu or "", SMALLEST)
+    return need(problem, config) <= _gpus.shared_memory(problem.gpu)
 
 
 # ---- copies -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_attn import _gpus
 from pallas_attn.kernels import numbers, warps
 
 Value = Any
@@ -42,7 +43,7 @@ _BY_INTEGERS = " ".join(
 
 def by_integers(dtype: str, gpu: str | None) -> bool:
     """Whether a GPU of this generation has no instruction for it."""
-    return dtype == "float8_e4m3fn" and int((gpu or "sm80").removeprefix("sm")) < 89
+    return dtype == "float8_e4m3fn" and _gpus.number(gpu or "sm80") < 89
 
 
 def widened(words: list[Value], dtype: str, integers: bool = False) -> list[Value]:
