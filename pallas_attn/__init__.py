@@ -1,4 +1,21 @@
-"""Flash attention, KV-cache append and decode attention for JAX on NVIDIA GPUs."""
+"""Flash attention, KV-cache append and decode attention for JAX on NVIDIA GPUs.
+
+Training, in place of `jax.nn.dot_product_attention`:
+
+    flash_attention, flash_attention_with_lse    attention, differentiable
+    dot_product_attention                        the same with jax.nn's signature
+    Mask, FULL, CAUSAL, sliding_window           who sees whom
+
+Serving, inside a jitted step, caches updated in place:
+
+    PerSequenceCache, StackedCache, PagedCache   KV caches: pytrees, each a KVCache
+    append_kv; or cache.extend and write_kv      new rows into them; the latter for several layers
+    decode_attention, decode_attention_with_lse  attention of the newest rows to all that is held
+    append_kv_arrays                             the append for those who keep their own arrays
+
+What no implementation takes is an UnsupportedError: who refused, why, and what to do (`Limit`).
+Wrong arguments are ValueErrors.
+"""
 
 from pallas_attn.append import append_kv, append_kv_arrays, write_kv
 from pallas_attn.attention import (
@@ -6,14 +23,17 @@ from pallas_attn.attention import (
     flash_attention,
     flash_attention_with_lse,
 )
-from pallas_attn.cache import PagedCache, PerSequenceCache, StackedCache
+from pallas_attn.cache import KVCache, PagedCache, PerSequenceCache, StackedCache
 from pallas_attn.decode import decode_attention, decode_attention_with_lse
 from pallas_attn.errors import Limit, UnsupportedError
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CAUSAL",
     "FULL",
+    "KVCache",
     "Limit",
     "Mask",
     "PagedCache",

@@ -15,7 +15,7 @@ QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")  # dtypes that carry scales
 
 
 class KVCache:
-    """What the three caches share."""
+    """What the three caches share, and what a function that takes any of them says it takes."""
 
     kind: ClassVar[str]
     k: Any

@@ -79,8 +79,11 @@ def decode_attention_with_lse(  # noqa: PLR0913
     batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
-    """`decode_attention`, with the same arguments, and the natural-log denominators `[M, N, t]`
-    (`[M, N]`), float32.
+    """`decode_attention`, with the same arguments, and the log of each row's softmax denominator.
+
+    Returns:
+      out, and lse `[M, N, t]` (`[M, N]`): natural log, float32 (float64 for float64 queries), the
+      sink included; -inf for a row that sees no key.
     """
     if not isinstance(cache, KVCache):
         raise ValueError(

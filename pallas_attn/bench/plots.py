@@ -26,7 +26,7 @@ _WIDE = 16  # cases a row of bars can hold
 def ready(path: str) -> None:
     """Says what a plot is missing before anything is measured for it."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plot: drawing takes the package matplotlib: pip install '.[plot]'")
+        raise ValueError("plot: drawing takes matplotlib: pip install 'pallas_attn[plot]'")
     if not path.endswith(".png"):
         raise ValueError(f"plot: expected a name that ends with .png, got {path}")
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,8 @@ def write(folder: str, found: Sequence[Row], cache: str, run: Row) -> list[str]:
     try:
         import matplotlib.figure
     except ImportError:
-        return [f"wrote {path / 'report.json'}; a plot takes matplotlib: pip install '.[plot]'"]
+        extra = "a plot takes matplotlib: pip install 'pallas_attn[plot]'"
+        return [f"wrote {path / 'report.json'}; {extra}"]
     figure = matplotlib.figure.Figure((10, 4.2), layout="constrained", dpi=150)
     left, right = figure.subplots(1, 2)
     ours = steps_of(found, cache)
