@@ -19,6 +19,7 @@ from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.masks import LONGEST, Mask
 
 Array = Any
+Precision = str | lax.Precision | lax.DotAlgorithmPreset | None
 
 
 def attention(
@@ -89,7 +90,7 @@ def attention(
         arrays=tuple(n for n in AttentionInputs._fields[3:] if getattr(inputs, n) is not None),
         bias_shape=None if inputs.bias is None else inputs.bias.shape,
         mask_shape=None if inputs.mask_array is None else inputs.mask_array.shape,
-        deterministic=boolean("deterministic", options.get("deterministic", False)),
+        deterministic=boolean("deterministic", options["deterministic"]),
     ), inputs
 
 
@@ -198,7 +199,7 @@ def boolean(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def precision(value: Any, dtype: Any) -> str | None:
+def precision(value: Precision, dtype: Any) -> str | None:
     """None or "highest", as jax names precisions; jax.default_matmul_precision holds where the call
     says nothing.
 

@@ -50,8 +50,9 @@ class Kernel:
         first, last = self.generations
         if not first <= _gpus.number(problem.gpu) <= last:
             span = f"sm{first}" if first == last else f"sm{first} and later"
-            served = _gpus.number(problem.gpu) >= OLDEST
-            remedy = "leave implementation=None" if served else 'say implementation="reference"'
+            remedy = 'say implementation="reference"'
+            if _gpus.number(problem.gpu) >= OLDEST:  # another kernel may serve it
+                remedy = 'leave implementation=None, or say "reference"'
             return Limit(f"it is built for {span}", remedy)
         if any(export.is_symbolic_dim(size) for size in vars(problem).values()):
             return Limit(

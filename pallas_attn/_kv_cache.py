@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import _checks, _sharding
+from pallas_attn._problem import QUANTIZED
 
 Array = jax.Array
-
-QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")  # dtypes that carry scales where not told
 
 
 class KVCache:

@@ -10,6 +10,9 @@ from pallas_attn.masks import Mask
 
 Array = Any
 
+# What numbers of a cache may carry scales.
+QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
+
 
 class AttentionInputs(NamedTuple):
     """The arrays of one attention call. None where the caller gave nothing."""

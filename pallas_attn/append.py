@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import _checks, _device, _dispatch, _transforms
-from pallas_attn._kv_cache import QUANTIZED
-from pallas_attn._problem import AppendInputs, AppendProblem, Caches
+from pallas_attn._problem import QUANTIZED, AppendInputs, AppendProblem, Caches
 from pallas_attn.cache import KVCache
 
 Array = jax.Array

@@ -33,7 +33,7 @@ def flash_attention(  # noqa: PLR0913
     mask_array: Array | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
-    precision: Any = None,
+    precision: _checks.Precision = None,
     deterministic: bool = False,
     implementation: str | None = None,
 ) -> Array:
@@ -118,7 +118,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
     mask_array: Array | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
-    precision: Any = None,
+    precision: _checks.Precision = None,
     deterministic: bool = False,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:

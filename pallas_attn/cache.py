@@ -38,6 +38,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from pallas_attn import _checks
 from pallas_attn._kv_cache import KVCache, Rows, no_rows, positive
@@ -74,7 +75,7 @@ class PerSequenceCache(KVCache):
         *,
         v_head_dim: int | None = None,
         layers: int | None = None,
-        dtype: Any = jnp.bfloat16,
+        dtype: DTypeLike = jnp.bfloat16,
         scales: bool | None = None,
         shared_kv: bool = False,
     ) -> "PerSequenceCache":
@@ -138,7 +139,7 @@ class StackedCache(KVCache):
         *,
         v_head_dim: int | None = None,
         layers: int | None = None,
-        dtype: Any = jnp.bfloat16,
+        dtype: DTypeLike = jnp.bfloat16,
         scales: bool | None = None,
         shared_kv: bool = False,
     ) -> "StackedCache":
@@ -193,7 +194,7 @@ class PagedCache(KVCache):
         capacity: int | None = None,
         v_head_dim: int | None = None,
         layers: int | None = None,
-        dtype: Any = jnp.bfloat16,
+        dtype: DTypeLike = jnp.bfloat16,
         scales: bool | None = None,
         shared_kv: bool = False,
     ) -> "PagedCache":

@@ -1,7 +1,5 @@
 """Decode attention: a few new query rows a sequence over its KV cache."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -22,7 +20,7 @@ def decode_attention(  # noqa: PLR0913
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
-    precision: Any = None,
+    precision: _checks.Precision = None,
     batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> Array:
@@ -75,7 +73,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
-    precision: Any = None,
+    precision: _checks.Precision = None,
     batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:

@@ -24,10 +24,11 @@ from tests import mosaic
 REFERENCE = _dispatch.TABLES["flash_forward"][-1]
 X, B, T, S, N, K, H, HV = 3, 4, 8, 12, 8, 4, 16, 24
 ARGUMENTS = ("q_lengths", "kv_lengths", "bias", "mask_array", "softcap", "sinks", "precision")
+PLAIN = {"mask": CAUSAL, "scale": None, "deterministic": False, **dict.fromkeys(ARGUMENTS)}
 
 
 def through_layer(q, k, v, *, segment_ids=None, q_offset=0, **given):
-    options = {"mask": CAUSAL, "scale": None, **dict.fromkeys(ARGUMENTS), **given}
+    options = PLAIN | given
     problem, inputs = _checks.attention(
         q, k, v, q_offset=q_offset, segment_ids=segment_ids, options=options
     )
@@ -90,8 +91,7 @@ def test_vmap_over_q_alone_folds_into_the_heads():
             return REFERENCE.run(inputs, problem)
 
     def spied(one):
-        options = {"mask": CAUSAL, "scale": None, **dict.fromkeys(ARGUMENTS)}
-        options["sinks"] = normal(4, N)
+        options = PLAIN | {"sinks": normal(4, N)}
         problem, inputs = _checks.attention(
             one, k[0], v[0], q_offset=0, segment_ids=None, options=options
         )

@@ -29,7 +29,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._problem import AppendInputs, AppendProblem, Caches
+from pallas_attn._problem import QUANTIZED, AppendInputs, AppendProblem, Caches
 from pallas_attn.errors import Limit
 from pallas_attn.kernels import append_plan, append_quantized, tiles
 from pallas_attn.kernels.append_plan import At, Place, Plan, Refs
@@ -37,7 +37,7 @@ from pallas_attn.kernels.append_plan import At, Place, Plan, Refs
 Array = Any
 Ref = Any
 
-DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
+DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pallas_attn._problem import AppendProblem
+from pallas_attn._problem import QUANTIZED, AppendProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels import append_plan, tiles
 from pallas_attn.kernels.append_plan import At, Place, Plan, Refs
 
 Ref = Any
 
-DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 NEW_DTYPES = ("bfloat16", "float16", "float32")  # what a row may come in; all else is cast first
 HEAD_DIM_MOST = 4096  # a warp holds a row in registers
 
@@ -32,9 +31,9 @@ _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 
 
 def limit(problem: AppendProblem) -> Limit | None:
-    if problem.cache_dtype not in DTYPES:
+    if problem.cache_dtype not in QUANTIZED:
         return Limit(
-            f"no quantised {problem.cache_dtype} caches", f"use one of {', '.join(DTYPES)}"
+            f"no quantised {problem.cache_dtype} caches", f"use one of {', '.join(QUANTIZED)}"
         )
     largest = max(problem.head_dim, problem.v_head_dim or 0)
     if largest > HEAD_DIM_MOST:

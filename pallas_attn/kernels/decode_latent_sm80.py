@@ -39,7 +39,6 @@ from pallas_attn.kernels import (
 )
 from pallas_attn.kernels.decode_load import Refs
 from pallas_attn.kernels.decode_plan import Piece, Plan, Share, Table
-from pallas_attn.kernels.portable import buffer_bytes
 
 Array = Any
 Ref = Any
@@ -47,7 +46,6 @@ Scalar = Any
 
 ROWS = 32  # of query, of a block
 STAND = squares.Stand(2)
-RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
 ABREAST = 8  # threads that copy a row
 
 
@@ -111,10 +109,7 @@ def scratch(plan: LatentPlan) -> Smem:
 
 
 def smem_bytes(problem: DecodeProblem, config: Any) -> int:
-    buffers = jax.tree.leaves(
-        scratch(LatentPlan(problem, config)), is_leaf=lambda x: hasattr(x, "dtype")
-    )
-    return RESERVED + buffer_bytes(buffers)
+    return decode_plan.RESERVED + tiles.bytes_of(scratch(LatentPlan(problem, config)))
 
 
 # ---- loading -------------------------------------------------------------------------------------

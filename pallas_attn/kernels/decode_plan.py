@@ -33,6 +33,7 @@ Ref = Any
 Scalar = Any
 
 SMEM_LIMIT = _gpus.shared_memory(_gpus.HOPPER)
+RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
 BLANK = 2048  # bytes of zeros that lie before the counters
 GRAIN = 16  # keys of a unit that is less than a tile
 

@@ -19,7 +19,6 @@ touches a slot, so there is no other barrier.
 import contextlib
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -54,8 +53,6 @@ Ref = Any
 Scalar = Any
 
 SMEM_OF_TWO = 233_472 // 2 - 1024  # of each of two blocks on a multiprocessor
-SMEM_ALIGNMENT = 1024  # of every buffer
-RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
 MULTIPROCESSORS = _gpus.multiprocessors(_gpus.HOPPER)
 TURN = 48 * 1024  # bytes that a block could read while it turns to another head
 TURN_OF_TWO = 16 * 1024  # of two blocks on a multiprocessor
@@ -268,9 +265,7 @@ def scratch(plan: Plan) -> Smem:
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
     if problem.shared_kv:
         return decode_latent.smem_bytes(problem, config)
-    buffers = jax.tree.leaves(scratch(Plan(problem, config)), is_leaf=lambda x: hasattr(x, "dtype"))
-    sizes = (math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
-    return RESERVED + sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes)
+    return decode_plan.RESERVED + tiles.bytes_of(scratch(Plan(problem, config)))
 
 
 # ---- computing -----------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ Shared memory:
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -32,13 +31,13 @@ from jax import lax
 
 from pallas_attn._problem import AttentionProblem
 from pallas_attn.kernels import flash_bwd_plan as shared
-from pallas_attn.kernels import logits, operands, tiles
+from pallas_attn.kernels import flash_plan, logits, operands, tiles
 from pallas_attn.kernels.flash_bwd_plan import ROWS, Plan, Refs, across
 from pallas_attn.kernels.logits import Place
 
 MOST_PAIRS = 3  # of a key tile: dQ of all but one are held in registers
 STAGES = MOST_PAIRS + 1
-BLOCKS = 2 * 132  # at a time
+BLOCKS = 2 * flash_plan.BLOCKS  # at a time
 RESERVED = 1024 + 512  # bytes of shared memory that a block takes beside its buffers, with barriers
 
 
@@ -98,8 +97,7 @@ def scratch(plan: Plan) -> Smem:
 
 
 def buffer_bytes(plan: Plan) -> int:
-    sizes = (math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in scratch(plan)[:8])
-    return sum(operands.round_up(size, 1024) for size in sizes)
+    return tiles.bytes_of(scratch(plan))
 
 
 class Walk(NamedTuple):

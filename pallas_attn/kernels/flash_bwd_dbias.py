@@ -28,7 +28,7 @@ from pallas_attn.kernels.flash_bwd_plan import Refs
 from pallas_attn.kernels.flash_plan import ROWS, Plan
 from pallas_attn.kernels.logits import Place
 
-BLOCKS = 264  # that fill the GPU: two a multiprocessor
+BLOCKS = 2 * flash_plan.BLOCKS  # that fill the GPU
 ROOM = 200 * 1024  # of shared memory, for the ring
 
 

@@ -14,7 +14,6 @@ Shared memory, and who owns it when:
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -69,8 +68,7 @@ def k_swizzle_of(plan: Plan) -> int:
 
 
 def buffer_bytes(plan: Plan) -> int:
-    buffers = scratch(plan)[:4]
-    return sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
+    return tiles.bytes_of(scratch(plan))
 
 
 def span_of(plan: Plan, refs: Refs, tile: Tile) -> Any:
@@ -133,7 +131,7 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
     lax.fori_loop(0, refs.dealt[cta, 0], one_tile, (jnp.int32(0), refs.dealt[cta, 1]))
 
 
-def _load_rows(plan: Plan, refs: Refs, smem: Smem, tile: Tile, wg: Any) -> None:
+def _load_rows(refs: Refs, smem: Smem, tile: Tile, wg: Any) -> None:
     rows = pl.ds(tile.row + wg * ROWS, ROWS)
     for ref, to in ((refs.q, smem.q), (refs.do, smem.do)):
         columns = tiles.columns(ref, 0, to.shape[-1], tile.head)
@@ -154,7 +152,7 @@ class Rows(NamedTuple):
     delta: Any
 
 
-def _ds(plan: Plan, refs: Refs, smem: Smem, rows: Rows, at: Any, dp: Any) -> Any:
+def _ds(plan: Plan, refs: Refs, rows: Rows, at: Any, dp: Any) -> Any:
     """dS of a key tile, float32; at is (t, masked, S), dp gives dP when P is done."""
     t, masked, s = at
     tile, shape = rows.tile, s.shape
@@ -199,12 +197,12 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
                 plgpu.barrier_arrive(smem.v_free.at[v_slot(count)])
                 return value
 
-            return _ds(plan, refs, smem, rows, (t, masked(t), s), dp)
+            return _ds(plan, refs, rows, (t, masked(t), s), dp)
 
         both = plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
         return pl.run_scoped(run, *both)
 
-    def in_registers(_):
+    def in_registers():
         """As `everything`, with tiles of dQ added up in registers: see `tiles.added`."""
 
         def step(t, carry):
@@ -239,7 +237,7 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
         return value, end
 
     if kind.terms == 3:
-        return in_registers(None)
+        return in_registers()
     return pl.run_scoped(everything, plgpu.ACC((ROWS, width), jnp.float32))
 
 
@@ -247,7 +245,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, 
     """A computing warpgroup: every tile of work of its block."""
     cta, wg = place
     count, first = refs.dealt[cta, 0], refs.dealt[cta, 1]
-    _load_rows(plan, refs, smem, logits.tile_of(plan, refs, first), wg)
+    _load_rows(refs, smem, logits.tile_of(plan, refs, first), wg)
 
     def one_tile(n, carry):
         entries, code = carry
@@ -274,7 +272,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, 
         @pl.when(n + 1 < count)
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _load_rows(plan, refs, smem, logits.tile_of(plan, refs, following), wg)
+            _load_rows(refs, smem, logits.tile_of(plan, refs, following), wg)
 
         return entries, following
 
@@ -316,15 +314,10 @@ def operands_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
     problem, block = plan.problem, plan.config.block_kv
     rows, keys = plan.padded_rows, operands.round_up(problem.kv_len, block)
     fields: dict[str, Any] = {"dealt": jnp.asarray(flash_plan.dealt(plan))}
-    for name in ("bias", "mask_array"):
-        if (array := getattr(inputs, name)) is not None:
-            array = array.astype(jnp.int8) if name == "mask_array" else array
-            fields[name] = operands.padded(array, {2: rows, 3: keys})
+    fields |= operands.over_scores(inputs, rows, keys) | operands.segment_ids(inputs, rows, keys)
     if plan.has("q_segment_ids"):
-        q_ids = operands.extended(inputs.q_segment_ids, rows)
-        kv_ids = operands.extended(inputs.kv_segment_ids, keys)
-        fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
-        fields["segment_spans"] = spans.of_segments(q_ids, kv_ids, plan.tile_rows, block)
+        ids = fields["q_segment_ids"], fields["kv_segment_ids"]
+        fields["segment_spans"] = spans.of_segments(*ids, plan.tile_rows, block)
     if plan.has("kv_lengths"):
         for name in ("k", "v"):
             fields[f"{name}_edge"] = operands.edge(getattr(refs, name), inputs.kv_lengths, block)

@@ -39,7 +39,7 @@ from pallas_attn.kernels import (
 from pallas_attn.kernels.flash_bwd_dbias import Step, Walk
 from pallas_attn.kernels.flash_bwd_plan import Refs
 from pallas_attn.kernels.logits import Place
-from pallas_attn.kernels.portable import WholePlan, buffer_bytes, fits, turn
+from pallas_attn.kernels.portable import WholePlan, fits, turn
 from pallas_attn.kernels.squares import Stand
 
 ROWS = flash_plan.ROWS
@@ -226,15 +226,10 @@ def _by_rows(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Refs:
     problem, block = plan.problem, plan.config.block_kv
     rows, keys = plan.padded_rows, operands.round_up(problem.kv_len, block)
     fields: dict[str, Any] = {"dealt": jnp.asarray(flash_plan.dealt(plan)), "dq": None}
-    for name in ("bias", "mask_array"):
-        if (array := getattr(inputs, name)) is not None:
-            array = array.astype(jnp.int8) if name == "mask_array" else array
-            fields[name] = operands.padded(array, {2: rows, 3: keys})
+    fields |= operands.over_scores(inputs, rows, keys) | operands.segment_ids(inputs, rows, keys)
     if plan.has("q_segment_ids"):
-        q_ids = operands.extended(inputs.q_segment_ids, rows)
-        kv_ids = operands.extended(inputs.kv_segment_ids, keys)
-        fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
-        fields["segment_spans"] = spans.of_segments(q_ids, kv_ids, plan.tile_rows, block)
+        ids = fields["q_segment_ids"], fields["kv_segment_ids"]
+        fields["segment_spans"] = spans.of_segments(*ids, plan.tile_rows, block)
     return refs._replace(**fields)
 
 
@@ -354,7 +349,7 @@ def _bias_plan(problem: AttentionProblem, config: Any) -> WholePlan:
 
 def _bytes_of(problem: AttentionProblem, plan: WholePlan) -> int:
     del problem
-    return buffer_bytes(scratch(plan))
+    return tiles.bytes_of(scratch(plan))
 
 
 def dbias_of(problem: AttentionProblem, config: Any, inputs: AttentionInputs, refs: Refs) -> Any:

@@ -54,7 +54,7 @@ from pallas_attn.kernels import (
 from pallas_attn.kernels import flash_bwd_plan as shared
 from pallas_attn.kernels.flash_bwd_load_sm80 import Copies, KeyPlan, Step, step_of
 from pallas_attn.kernels.flash_bwd_plan import Item, Refs, across
-from pallas_attn.kernels.portable import buffer_bytes, fits, threads, turn
+from pallas_attn.kernels.portable import fits, threads, turn
 from pallas_attn.kernels.squares import Stand
 
 ROWS = flash_plan.ROWS
@@ -116,7 +116,7 @@ class Config:
         if problem.dtype == "float32":
             choices = [cls()] if dim <= 128 else []
         elif dim > 128:
-            ctas = 132 if problem.gpu == "sm90" and not problem.mask.is_full else 0
+            ctas = flash_plan.BLOCKS if problem.gpu == "sm90" and not problem.mask.is_full else 0
             wide = cls(down=2, warpgroups=2, do_stages=2, apart=True, ctas=ctas)
             choices = [wide, cls(block_q=32, warpgroups=2)]
         else:
@@ -177,11 +177,11 @@ def _launches(plan: KeyPlan) -> tuple[str, ...]:
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     """Of the kernel that needs most."""
     plan = plan_of(problem, config)
-    most = max(buffer_bytes(scratch(plan, which)) for which in _launches(plan))
+    most = max(tiles.bytes_of(scratch(plan, which)) for which in _launches(plan))
     if plan.fused:
         return most
     by_rows = flash_bwd_dq_sm80.plan_of(problem, config)
-    return max(most, buffer_bytes(flash_bwd_dq_sm80.scratch(by_rows)))
+    return max(most, tiles.bytes_of(flash_bwd_dq_sm80.scratch(by_rows)))
 
 
 # ---- computing ----------------------------------------------------------------------------------
@@ -481,14 +481,11 @@ def _operands(plan: KeyPlan, inputs: AttentionInputs, d_out: Any, stats: Any) ->
     fields |= {name: plan.operand(getattr(inputs, name)) for name in ("q", "k", "v")}
     fields["do"] = plan.operand(d_out)
     fields["lse"], fields["delta"] = stats
-    for name in ("bias", "mask_array"):
-        if (array := fields.get(name)) is not None:
-            array = array.astype(jnp.int8) if name == "mask_array" else array
-            fields[name] = operands.padded(array, {2: rows, 3: keys}).swapaxes(2, 3)
+    given = operands.over_scores(inputs, rows, keys)
+    fields |= {name: array.swapaxes(2, 3) for name, array in given.items()}
+    fields |= operands.segment_ids(inputs, rows, keys)
     fields["dealt"] = jnp.asarray(shared.dealt(plan))
     if plan.has("q_segment_ids"):
-        q_ids = operands.extended(inputs.q_segment_ids, rows)
-        kv_ids = operands.extended(inputs.kv_segment_ids, keys)
-        fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
-        fields["segment_spans"] = spans.of_segments(kv_ids, q_ids, plan.keys, config.block_q)
+        ids = fields["kv_segment_ids"], fields["q_segment_ids"]
+        fields["segment_spans"] = spans.of_segments(*ids, plan.keys, config.block_q)
     return Refs(**{name: fields.get(name) for name in Refs._fields})

@@ -62,7 +62,7 @@ from pallas_attn.kernels.flash_fwd_pairs_sm80 import (
 )
 from pallas_attn.kernels.flash_plan import dealt, ranked
 from pallas_attn.kernels.logits import Refs, Rows, Tile
-from pallas_attn.kernels.portable import WholePlan, buffer_bytes, fits, threads, turn
+from pallas_attn.kernels.portable import WholePlan, fits, threads, turn
 from pallas_attn.kernels.spans import Span
 
 
@@ -178,7 +178,7 @@ REDUCED = 2048  # bytes in which Mosaic reduces over the columns of a tile
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    return buffer_bytes(scratch(WholePlan(problem, config))) + REDUCED
+    return tiles.bytes_of(scratch(WholePlan(problem, config))) + REDUCED
 
 
 # ---- computing ----------------------------------------------------------------------------------
@@ -406,15 +406,10 @@ def _operands(plan: WholePlan, inputs: AttentionInputs) -> Refs:
     rows, keys = plan.padded_rows, operands.round_up(problem.kv_len, block)
     fields = {name: getattr(inputs, name) for name in problem.arrays}
     fields |= {name: plan.operand(getattr(inputs, name)) for name in ("q", "k", "v")}
-    for name in ("bias", "mask_array"):
-        if (array := fields.get(name)) is not None:
-            array = array.astype(jnp.int8) if name == "mask_array" else array
-            fields[name] = operands.padded(array, {2: rows, 3: keys})
+    fields |= operands.over_scores(inputs, rows, keys) | operands.segment_ids(inputs, rows, keys)
     fields["dealt"] = jnp.asarray(dealt(plan))
     if plan.has("q_segment_ids"):
-        q_ids = operands.extended(inputs.q_segment_ids, rows)
-        kv_ids = operands.extended(inputs.kv_segment_ids, keys)
-        fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
-        fields["segment_spans"] = spans.of_segments(q_ids, kv_ids, plan.tile_rows, block)
+        ids = fields["q_segment_ids"], fields["kv_segment_ids"]
+        fields["segment_spans"] = spans.of_segments(*ids, plan.tile_rows, block)
         fields["dealt"] = ranked(plan, fields["segment_spans"])
     return Refs(**{name: fields.get(name) for name in Refs._fields})

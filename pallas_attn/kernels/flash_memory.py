@@ -1,7 +1,6 @@
 """The forward kernel's shared memory on Hopper, and what fills it."""
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -104,9 +103,7 @@ def _out_width(plan: Plan) -> int:
 
 
 def smem_bytes(problem: AttentionProblem, config: Any) -> int:
-    buffers = [b for b in scratch(Plan(problem, config))[:7] if b is not None]
-    sizes = [math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers]
-    return sum(operands.round_up(size, LINE) for size in sizes) + BARRIERS
+    return tiles.bytes_of(scratch(Plan(problem, config))) + BARRIERS
 
 
 def next_slot(plan: Plan, slot: Any) -> Any:

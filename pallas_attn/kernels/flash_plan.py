@@ -10,11 +10,13 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn import _gpus
 from pallas_attn._problem import AttentionProblem
 from pallas_attn.kernels import operands, softmax, spans, terms
 from pallas_attn.kernels.spans import Span
 
 ROWS = 64  # of a warpgroup: what one wgmma takes
+BLOCKS = _gpus.multiprocessors(_gpus.HOPPER)  # at a time, where Config does not say
 TILE_OVERHEAD = 1.5  # of a tile of work, in steps of one key tile
 SECTION_BYTES = 64 * 2**20  # of K and V of a section: about L2
 RANK_SPREAD = 8.0  # what the first rank is taken to cost, above the last one's 1
@@ -75,7 +77,7 @@ class Plan:
         elif config.section:
             return min(config.section, self.heads)
         elif problem.mask.right is None:
-            fit = (config.ctas or 132) // self.q_tiles
+            fit = (config.ctas or BLOCKS) // self.q_tiles
         else:
             fit = SECTION_BYTES // one * problem.group
         sections = pl.cdiv(self.heads, max(fit, problem.group))

@@ -25,7 +25,6 @@ Shared memory, and who owns it when:
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -286,5 +285,4 @@ def run(x: Any, w: Any, layer: Any, problem: Problem, config: Config) -> Any:
 
 
 def smem_bytes(plan: Plan) -> int:
-    buffers = plan.scratch()[:3]
-    return sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
+    return tiles.bytes_of(plan.scratch())

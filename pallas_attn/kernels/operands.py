@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._problem import AttentionInputs
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.terms import Kind, split
 
@@ -85,6 +86,24 @@ def padded(array: Any, sizes: dict[int, int]) -> Any:
         (0, sizes[axis] - n if axis in sizes and n > 1 else 0) for axis, n in enumerate(array.shape)
     ]
     return jnp.pad(array, widths) if any(after for _, after in widths) else array
+
+
+def over_scores(inputs: AttentionInputs, rows: int, keys: int) -> dict[str, Any]:
+    """Those of bias and mask_array that are there, for so many rows and keys: whole tiles."""
+    found = {}
+    if inputs.bias is not None:
+        found["bias"] = padded(inputs.bias, {2: rows, 3: keys})
+    if inputs.mask_array is not None:
+        found["mask_array"] = padded(inputs.mask_array.astype(jnp.int8), {2: rows, 3: keys})
+    return found
+
+
+def segment_ids(inputs: AttentionInputs, rows: int, keys: int) -> dict[str, Any]:
+    """q_segment_ids [B, rows] and kv_segment_ids [B, keys], if there are any."""
+    q_ids, kv_ids = inputs.q_segment_ids, inputs.kv_segment_ids
+    if q_ids is None:
+        return {}
+    return {"q_segment_ids": extended(q_ids, rows), "kv_segment_ids": extended(kv_ids, keys)}
 
 
 def extended(ids: Any, length: int) -> Any:

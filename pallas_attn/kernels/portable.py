@@ -3,7 +3,6 @@ widths of rows in it, and copies that all threads of a block ask for.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -93,12 +92,6 @@ class WholePlan(Widths, flash_plan.Plan):
 
 
 # ---- shared memory ------------------------------------------------------------------------------
-
-
-def buffer_bytes(buffers: Any) -> int:
-    """Of shared memory, as Mosaic lays it out: every buffer on a line of 1024 bytes."""
-    sizes = [math.prod(b.shape) * b.dtype.itemsize for b in buffers if b is not None]
-    return sum(operands.round_up(size, 1024) for size in sizes)
 
 
 def fits(problem: Any, need: Callable[..., int], config: Any) -> bool:

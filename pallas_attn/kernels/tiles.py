@@ -7,6 +7,7 @@ bytes: a program for one thread, written with Python's operators. The GPU runs i
 tests run the same program in NumPy, 128 threads at a time, with every address checked.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,6 +60,16 @@ def swizzled(shape: Sequence[int], dtype: Any, swizzle: int) -> Any:
     swizzle_by: Any = plgpu.SwizzleTransform
     transforms = (tile((8, width)), swizzle_by(swizzle))
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def bytes_of(scratch: Any) -> int:
+    """Of all buffers of a tree of shared memory, as Mosaic lays them out: each begins on a line of
+    1024 bytes. Its barriers are not counted.
+    """
+    leaves = jax.tree.leaves(scratch, is_leaf=lambda x: isinstance(x, plgpu.Barrier))
+    buffers = [x for x in leaves if not isinstance(x, plgpu.Barrier)]
+    sizes = [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers]
+    return sum(-(-size // 1024) * 1024 for size in sizes)
 
 
 def columns(ref: Ref, start: int, width: int, traced: Any) -> Any:
