@@ -43,7 +43,7 @@ def attention(kernel: Any, problem: AttentionProblem, inputs: AttentionInputs):
     @call.def_vmap
     def rule(axis_size: int, batched: list[bool], *arrays: Array):
         mapped = [name for name, is_mapped in zip(given, batched, strict=True) if is_mapped]
-        if _placed(dict(zip(given, arrays, strict=True)), mapped):
+        if not axis_size or _placed(dict(zip(given, arrays, strict=True)), mapped):
             results = _one_by_one(kernel, problem, named(arrays), mapped)
         elif mapped == ["q"] and problem.bias_shape is None and problem.mask_shape is None:
             results = _fold_into_heads(kernel, problem, named(arrays), axis_size)
@@ -201,8 +201,8 @@ def attention_backward(kernel: Any, problem: AttentionProblem, residuals: Any) -
             results = attention_backward(kernel, problem, _residuals(named))
             return tuple(getattr(results, name) for name in floats)
 
-        # the others' gradients are sums over the batch
-        if floats != ["q", "k", "v"] or _placed(named, mapped):
+        # the others' gradients are sums over the batch; of no rows no kernel is launched
+        if floats != ["q", "k", "v"] or not axis_size or _placed(named, mapped):
             results = jax.lax.map(
                 lambda fields: run(named | fields, problem), {name: named[name] for name in mapped}
             )

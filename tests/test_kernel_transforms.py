@@ -245,6 +245,18 @@ def test_vmap_of_gradients(kernels_that_differentiate, axes):
     assert_same_trees(over(ours), theirs_of_the_reference(over, theirs))
 
 
+@pytest.mark.parametrize("axes", [(0, None, None), (0, 0, 0)])
+def test_vmap_over_nothing(kernels_that_differentiate, axes):
+    """No kernel is asked for a problem of no batch."""
+    arrays = [x[:0] if axis == 0 else x[0] for x, axis in zip(qkv(X, B), axes, strict=True)]
+
+    assert jax.vmap(causal, axes)(*arrays).shape == (0, B, T, N, HV)
+    gradient = jax.grad(lambda *arrays: causal(*arrays).sum(), (0, 1, 2))
+    gradients = jax.vmap(gradient, axes)(*arrays)
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, HV)
+    assert [x.shape for x in gradients] == [(0, *shape) for shape in shapes]
+
+
 @pytest.mark.parametrize("mapped", [("q", "k", "v", "bias", "sinks"), ("q",), ("bias",)])
 def test_vmap_of_gradients_that_are_sums(kernels_that_differentiate, mapped):
     q, k, v = qkv(X, B)
