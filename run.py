@@ -13,6 +13,7 @@ nobody reads the output any more.
 
 import os
 import pathlib
+import re
 import sys
 
 from absl import app, flags, logging
@@ -34,7 +35,9 @@ _IMPLEMENTATION = flags.DEFINE_enum(
     "Which implementation to run. Default: the fastest that takes each problem on this machine. "
     "decode takes no other than reference; train takes any that has gradients here.",
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Of all random inputs.", lower_bound=0)
+_SEED = flags.DEFINE_integer(
+    "seed", 0, "Of all random inputs.", lower_bound=0, upper_bound=2**32 - 1
+)
 _DTYPE = flags.DEFINE_enum(
     "dtype",
     None,
@@ -60,7 +63,9 @@ _OUT = flags.DEFINE_string(
     "bench, decode --report: a .jsonl file to add rows to. train: the folder of the model.",
 )
 _PLOT = flags.DEFINE_string("plot", None, "bench: a .png file to draw (needs matplotlib).")
-_COMMIT = flags.DEFINE_string("commit", None, "bench, tune: the commit, where git cannot say.")
+_COMMIT = flags.DEFINE_string(
+    "commit", None, "bench, tune, decode --report: the commit, where git cannot say."
+)
 _KERNEL = flags.DEFINE_string("kernel", "flash_fwd_sm90", "tune: which kernel module.")
 _TEXT = flags.DEFINE_string("text", None, "train: a file; the model learns its bytes.")
 _BATCH = flags.DEFINE_integer(
@@ -138,6 +143,8 @@ def main(argv: list[str]) -> int:
     # Peers and kernels share the GPU's memory: nobody may take it all at the start.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     tasks = {"decode": _decode, "train": _train, "parity": _parity, "bench": _bench, "tune": _tune}
+    if idle := [flag.name for flag in _given() if _TASK.value not in _tasks_of(flag.help)]:
+        return _refuse(f"{idle[0]}: --task={_TASK.value} does nothing with it")
     try:
         return tasks[_TASK.value]()
     except ValueError as error:
@@ -150,8 +157,30 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # whoever read has enough, as `head` does; nothing is left to flush to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:  # a folder that cannot be written
-        return _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except OSError as error:  # a folder that cannot be read, or not be written
+        return _refuse(_of_path(error) if error.filename else str(error))
+
+
+def _given() -> list[flags.Flag]:
+    """The flags of this file that somebody has set."""
+    own = flags.FLAGS.get_flags_for_module(sys.argv[0])
+    return [flag for flag in own if flag.present and flag.name != "task"]
+
+
+def _tasks_of(text: str) -> set[str]:
+    """The tasks that a flag is for: those that its help names in front of a colon, or else all."""
+    every = "|".join(flags.FLAGS["task"].parser.enum_values)
+    text = text.partition(">: ")[2] or text  # absl puts an enum's values first
+    return set(re.findall(rf"\b({every})\b(?=[^.:]*:)", text)) or set(every.split("|"))
+
+
+def _of_path(error: OSError) -> str:
+    """What is wrong with a file, behind the name of the flag that it came by."""
+    path = str(error.filename)
+    for flag in (_CHECKPOINT, _REPORT, _OUT, _PLOT):
+        if flag.value and (path.startswith(flag.value) or flag.value.startswith(path)):
+            return f"{flag.name}: {path}: {error.strerror}"
+    return f"{path}: {error.strerror}"
 
 
 def _decode() -> int:
