@@ -118,7 +118,8 @@ class KVCache:
         static = _checks.static_int(rows)
         if static is None:
             counts = _checks.one_or_each("rows", rows, self.num_sequences, "one count a sequence")
-            return jnp.maximum(counts, 0)
+            # No more than a length can count: past that it would be negative, and not overflowed.
+            return jnp.clip(counts, 0, jnp.iinfo(jnp.int32).max - self.lengths)
         if static < 0:
             raise ValueError(f"rows: expected at least 0, got {static}")
         for sequence, capacity in enumerate(self.capacities):

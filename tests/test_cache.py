@@ -102,6 +102,10 @@ def test_overflow_is_counted_and_stays(kind):
     cache = cache.extend(jnp.asarray([3, 1, 0], jnp.int32))
     np.testing.assert_array_equal(cache.lengths, [9, 9, 2])
     np.testing.assert_array_equal(cache.overflowed, [True, True, False])
+    for _ in range(2):  # more than an int32 can count
+        cache = cache.extend(jnp.asarray([2**31 - 1, 2**30, 0], jnp.int32))
+    np.testing.assert_array_equal(cache.lengths, [2**31 - 1, 2**31 - 1, 2])
+    np.testing.assert_array_equal(cache.overflowed, [True, True, False])
     cache = cache.reset(jnp.asarray([0, 1]))
     np.testing.assert_array_equal(cache.overflowed, [False] * 3)
 
