@@ -458,6 +458,25 @@ def test_huge_logits_without_one_do_not_overflow(rng, subject):
     np.testing.assert_allclose(lse, logits.max(-1), rtol=1e-5)  # one key takes it all
 
 
+@each_subject
+def test_a_scale_that_float32_does_not_hold(rng, subject):
+    """A GPU takes it for 0, which a hidden key's -inf is not to meet, nor a divisor to be."""
+
+    def attend(q, k, v, **options):
+        run = functools.partial(pa.flash_attention_with_lse, mask=CAUSAL, scale=1e-45, **options)
+        (out, lse), pull = jax.vjp(run, q, k, v)
+        return out, lse, *pull((out, lse))
+
+    q, k, v = small(rng, subject, batch=1, q_heads=1)
+    got = subject.call(attend, q, k, v)
+    out, lse, dq, dk, dv = (np.asarray(x, np.float32) for x in got)
+    seen = np.arange(1, q.shape[1] + 1)
+    means = np.cumsum(np.asarray(v[:, : q.shape[1]], np.float32), axis=1) / seen[:, None, None]
+    np.testing.assert_allclose(lse, np.broadcast_to(np.log(seen), lse.shape), atol=1e-5)
+    np.testing.assert_allclose(out, np.broadcast_to(means, out.shape), atol=2e-2)
+    assert np.abs([dq.max(), dk.max()]).max() < 1e-30 and np.isfinite(dv).all() and dv.any()
+
+
 def test_a_bias_of_minus_infinity_hides_a_key(rng):
     q, k, v = qkv(rng, (2, 5, 7, 4, 2, 8, 6))
     hidden = jnp.asarray(rng.random((2, 4, 5, 7)) < 0.3).at[0, 1, 2].set(True)

@@ -265,9 +265,7 @@ class Plan:
         """What turns scores into log2 units; None where that is done before the softmax, whose
         largest score must be the largest logit.
         """
-        if self.problem.softcap is not None or self.problem.scale <= 0:
-            return None
-        return self.problem.scale * softmax.LOG2_E
+        return None if self.problem.softcap is not None else softmax.unit_of(self.problem.scale)
 
     @property
     def page_rows(self) -> int:

@@ -98,10 +98,9 @@ class Plan:
     @property
     def unit(self) -> float | None:
         """What turns a raw score into log2 units; None where logits need more than a factor."""
-        problem = self.problem
-        if problem.softcap is not None or self.has("bias") or problem.scale <= 0 or self.natural:
+        if self.problem.softcap is not None or self.has("bias") or self.natural:
             return None
-        return problem.scale * softmax.LOG2_E
+        return softmax.unit_of(self.problem.scale)
 
     @property
     def ragged_keys(self) -> bool:

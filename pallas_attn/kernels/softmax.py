@@ -30,6 +30,15 @@ CHUNK = 32  # columns
 PATIENCE = 8.0  # log2 units that a top may lag behind: p reaches 2**8, far from overflow
 
 
+def unit_of(scale: float) -> float | None:
+    """What turns scores into log2 units; None where that is to be done before the softmax: where
+    the largest score is not the largest logit, or the factor, or what a backward divides by it, is
+    no float32 (hidden keys would be -inf times 0).
+    """
+    unit = scale * LOG2_E
+    return unit if 2.0**-64 <= unit <= 2.0**64 else None
+
+
 class Step(NamedTuple):
     """What one tile of logits does to its rows."""
 
