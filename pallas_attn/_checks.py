@@ -28,33 +28,8 @@ def attention(
     """The problem and the arrays of one flash_attention call; `options` are its remaining arguments
     by name.
     """
-    q, k, v = (array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    batch, q_len, q_heads, head_dim = _shape("q", q, "[B, T, N, H]")
-    kv_batch, kv_len, kv_heads, k_dim = _shape("k", k, "[B, S, K, H]")
-    v_dim = _shape("v", v, "[B, S, K, Hv]")[3]
-    if kv_batch != batch:
-        raise ValueError(
-            f"k: expected batch {batch} as in q {q.shape}, got {kv_batch} in k {k.shape}"
-        )
-    if k_dim != head_dim:
-        raise ValueError(
-            f"k: expected head dim {head_dim} as in q {q.shape}, got {k_dim} in k {k.shape}"
-        )
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"v: expected [B, S, K, ...] = {k.shape[:3]} as in k {k.shape}, got {v.shape[:3]} in "
-            f"v {v.shape}"
-        )
-    if head_dim < 1 or v_dim < 1:
-        raise ValueError(f"q, v: head dims must be at least 1, got q {q.shape} and v {v.shape}")
-    grouped_heads(q_heads, kv_heads)
-    float_dtype("q", q)
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ValueError(
-                f"{name}: expected dtype {q.dtype} as in q, got {x.dtype}; cast one of them"
-            )
-
+    q, k, v = _operands(q, k, v)
+    (batch, q_len, q_heads, head_dim), (_, kv_len, kv_heads, v_dim) = q.shape, v.shape
     scores = (batch, q_heads, q_len, kv_len)
     static_offset, offset = _offset(q_offset, batch)
     q_ids, kv_ids = _segments(segment_ids, batch, q_len, kv_len)
@@ -92,6 +67,37 @@ def attention(
         mask_shape=None if inputs.mask_array is None else inputs.mask_array.shape,
         deterministic=boolean("deterministic", options["deterministic"]),
     ), inputs
+
+
+def _operands(q: Array, k: Array, v: Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, k and v against each other."""
+    q, k, v = (array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    batch, _, q_heads, head_dim = _shape("q", q, "[B, T, N, H]")
+    kv_batch, _, kv_heads, k_dim = _shape("k", k, "[B, S, K, H]")
+    v_dim = _shape("v", v, "[B, S, K, Hv]")[3]
+    if kv_batch != batch:
+        raise ValueError(
+            f"k: expected batch {batch} as in q {q.shape}, got {kv_batch} in k {k.shape}"
+        )
+    if k_dim != head_dim:
+        raise ValueError(
+            f"k: expected head dim {head_dim} as in q {q.shape}, got {k_dim} in k {k.shape}"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v: expected [B, S, K, ...] = {k.shape[:3]} as in k {k.shape}, got {v.shape[:3]} in "
+            f"v {v.shape}"
+        )
+    if head_dim < 1 or v_dim < 1:
+        raise ValueError(f"q, v: head dims must be at least 1, got q {q.shape} and v {v.shape}")
+    grouped_heads(q_heads, kv_heads)
+    float_dtype("q", q)
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(
+                f"{name}: expected dtype {q.dtype} as in q, got {x.dtype}; cast one of them"
+            )
+    return q, k, v
 
 
 def array(name: str, x: Any) -> jax.Array:

@@ -12,7 +12,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn._problem import DecodeInputs, DecodeProblem
-from pallas_attn.kernels import decode_sm80, decode_sm90, widen
+from pallas_attn.kernels import decode_plan, decode_sm80, decode_sm90, widen
 from pallas_attn.masks import CAUSAL
 from tests import mosaic
 
@@ -42,13 +42,25 @@ PROBLEM = DecodeProblem(
         ({"head_dim": 96}, "a quantised cache of head dim 96; it takes multiples of 64"),
         ({"v_head_dim": 72}, "rows are copied 16 bytes at a time, scales too"),
         ({"capacities": (1022,) * 8}, "rows are copied 16 bytes at a time, scales too"),
-        ({"sequences": 1001}, "1001 sequences; it takes up to 1000"),
+        (
+            {"kind": "per_sequence", "sequences": 1001, "capacities": (1024,) * 1001},
+            "1001 sequences; it takes up to 1000",
+        ),
         ({"quantized": False}, "a float8_e4m3fn cache under bfloat16 queries"),
     ],
 )
 def test_limits(fields, reason):
     assert decode_sm90.limit(PROBLEM) is None
     assert decode_sm90.limit(dataclasses.replace(PROBLEM, **fields)).reason == reason
+
+
+@pytest.mark.parametrize("dims", [{}, {"head_dim": 256, "v_head_dim": 256}], ids=str)
+def test_many_sequences_of_one_array(dims):
+    """Only separate arrays take parameters of the launch."""
+    many = dataclasses.replace(PROBLEM, sequences=2000, capacities=(8192,) * 2000, **dims)
+    assert decode_sm90.limit(many) is None
+    config = decode_sm90.Config.default(many)
+    assert decode_sm90.smem_bytes(many, config) <= decode_plan.SMEM_LIMIT
 
 
 def test_two_blocks_share_a_multiprocessor():

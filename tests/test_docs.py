@@ -54,6 +54,34 @@ def test_hoppers_kernels_are_for_hopper(operation):
     assert chosen == dict.fromkeys(chosen, "sm80") | {"sm90": "sm90"}
 
 
+_QUANTIZED = {"cache_dtype": "int8", "quantized": True}
+_SEPARATE = _QUANTIZED | {"kind": "per_sequence"}
+_LATENT = {"shared_kv": True, "kv_heads": 1, "q_heads": 16, "head_dim": 576, "v_head_dim": 512}
+
+
+@pytest.mark.parametrize(
+    ("operation", "fields"),
+    [
+        *((name, {"dtype": "float64"}) for name in ("flash_forward", "flash_backward", "decode")),
+        *((name, {"head_dim": 264}) for name in ("flash_forward", "flash_backward", "decode")),
+        *((name, {"v_head_dim": 36}) for name in ("flash_forward", "flash_backward", "decode")),
+        ("decode", {"sequences": 2001, "capacities": (8,) * 2001}),
+        ("decode", _SEPARATE | {"sequences": 1001, "capacities": (8,) * 1001}),
+        ("decode", _QUANTIZED | {"dtype": "float32"}),
+        ("decode", _LATENT | {"dtype": "float32", "cache_dtype": "float32"}),
+        ("decode", _LATENT | _QUANTIZED),
+        ("decode", {"cache_dtype": "float16"}),
+        ("decode", {"cache_dtype": "int8"}),
+        ("decode", _QUANTIZED | {"head_dim": 96, "v_head_dim": 96}),
+    ],
+)
+def test_what_no_kernel_takes(operation, fields):
+    """As README says below the matrix."""
+    for gpu in _support.GENERATIONS:
+        problem = dataclasses.replace(_support._BASE[operation], gpu=gpu, **fields)
+        assert all(kernel.limit(problem) for kernel in _support._kernels(operation)), gpu
+
+
 def test_the_matrix_knows_every_operation():
     assert set(_support.OPERATIONS) == set(_dispatch.TABLES)
 

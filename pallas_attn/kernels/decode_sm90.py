@@ -193,7 +193,10 @@ def _deepest(problem: DecodeProblem, config: Config, room: int) -> Config:
 def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
     if problem.dtype not in ("bfloat16", "float16", "float32"):
-        return Limit(f"it takes bfloat16, float16 and float32 q, not {problem.dtype}", "cast q")
+        return Limit(
+            f"it takes bfloat16, float16 and float32 q, not {problem.dtype}",
+            "cast q to one of them",
+        )
     if problem.quantized and (refused := decode_load.narrow_limit(problem)) is not None:
         return refused
     if problem.cache_dtype != problem.dtype and not problem.quantized:
@@ -203,7 +206,9 @@ def limit(problem: DecodeProblem) -> Limit | None:
         )
     if problem.dtype == "float32" and (problem.quantized or problem.shared_kv):
         what = "a quantised cache" if problem.quantized else "V within K"
-        return Limit(f"float32 queries over {what}; it takes bfloat16 and float16", "cast q")
+        return Limit(
+            f"float32 queries over {what}; it takes bfloat16 and float16", "cast q to one of them"
+        )
     if problem.shared_kv and (refused := decode_latent.limit(problem, Config(stages=2))):
         return refused
     if not problem.shared_kv and (refused := operands.dims_limit(problem)):
@@ -215,7 +220,8 @@ def limit(problem: DecodeProblem) -> Limit | None:
     if slabs >= 2**31:
         what = "sequences" if problem.pages is None else "pages"
         return Limit(f"{slabs} {what} of all layers; it counts them in 32 bits", "split the layers")
-    most = MOST_SEQUENCES // (2 if problem.quantized else 1)
+    scaled = problem.quantized and problem.kind == "per_sequence"
+    most = MOST_SEQUENCES // (2 if scaled else 1)
     if problem.sequences > most:
         return Limit(
             f"{problem.sequences} sequences; it takes up to {most}",
@@ -230,7 +236,8 @@ def limit(problem: DecodeProblem) -> Limit | None:
     return None
 
 
-MOST_SEQUENCES = 2000  # a launch has parameters for as many arrays of K and of V
+# A launch has parameters for as many arrays of K and of V; of the others a thread lays out 63.
+MOST_SEQUENCES = 2000
 
 
 def scratch(plan: Plan) -> Smem:

@@ -25,8 +25,10 @@ def dims_limit(problem: Any) -> Limit | None:
         reason = f"{name} is {size}; it takes multiples of 8 up to 256"
         if size > 256:
             return Limit(reason, 'say implementation="reference"')
+        if size % 8 and name == "head_dim":
+            return Limit(reason, how_to_pad(size))
         if size % 8:
-            return Limit(reason, how_to_pad(size) if name == "head_dim" else "pad v with zeros")
+            return Limit(reason, "pad v with zeros, and cut as many columns off out")
     return None
 
 
