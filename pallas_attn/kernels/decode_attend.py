@@ -1,8 +1,9 @@
-"""What a tile of keys adds to the online softmax of a block's warps, from its scores on."""
+"""What a tile of keys adds to the online softmax of a block's warps."""
 
 import functools
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels import (
@@ -14,6 +15,7 @@ from pallas_attn.kernels import (
     tiles,
 )
 from pallas_attn.kernels.decode_load import Smem
+from pallas_attn.kernels.decode_logits import ROWS
 from pallas_attn.kernels.decode_plan import Piece, Plan
 
 Array = Any
@@ -30,6 +32,28 @@ class State(NamedTuple):
     total: Array  # [64, PARTS]
     top: Array  # [64]
     peak: Array | None  # [64]: what acc is relative to; None: to top
+
+
+def nothing(plan: Plan) -> State:
+    """Of no key yet."""
+    return State(
+        tiles.filled((ROWS, fragments.width_of(plan.problem.v_head_dim)), 0.0),
+        tiles.filled((ROWS, softmax.PARTS), 0.0),
+        tiles.filled((ROWS,), -jnp.inf),
+        tiles.filled((ROWS,), -jnp.inf) if plan.problem.quantized else None,
+    )
+
+
+def scores(plan: Plan, smem: Smem, queries: tuple[Any, Array | None], slot: Any) -> Array:
+    """Of a tile of keys; `queries`: the rows, and what their scores are to be multiplied by."""
+    q, units = queries
+    if plan.wide:
+        return decode_float32.scores(q, smem.k, slot, plan.split)
+    s = fragments.scores(q, smem.k, slot, plan.split)
+    if units is None:
+        return s
+    s = s * fragments.of_keys(smem.k_scale, slot, plan.split)
+    return s * tiles.down_rows(units, s.shape)
 
 
 def attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> State:

@@ -40,12 +40,10 @@ from pallas_attn.kernels import (
     fragments,
     matrices,
     operands,
-    softmax,
     tiles,
     warps,
 )
 from pallas_attn.kernels.decode_load import Refs, Smem
-from pallas_attn.kernels.decode_logits import ROWS
 from pallas_attn.kernels.decode_plan import Piece, Plan, Share, Table
 
 Array = Any
@@ -321,17 +319,12 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
         unit, m, count, ahead, queries = carry
         piece = decode_plan.piece_at(plan, smem.table, share, unit, m)
         parts = decode_plan.parts_of(plan, share, piece, cta)
-        q, units = queries if soon else _queries(plan, refs, smem, piece)
+        own = queries if soon else _queries(plan, refs, smem, piece)
         if plan.problem.kind == "paged" and plan.problem.mask.left is not None:
             before = lax.div(piece.tile * plan.tile, jnp.int32(plan.problem.page_size))
             check = functools.partial(decode_load.check_pages, plan=plan)
             warps.each_thread(check, (refs, smem.table), (piece.m, before))
-        state = decode_attend.State(
-            tiles.filled((ROWS, fragments.width_of(plan.problem.v_head_dim)), 0.0),
-            tiles.filled((ROWS, softmax.PARTS), 0.0),
-            tiles.filled((ROWS,), -jnp.inf),
-            tiles.filled((ROWS,), -jnp.inf) if plan.problem.quantized else None,
-        )
+        state = decode_attend.nothing(plan)
 
         def one_tile(tile, carry):
             state, count, ahead = carry
@@ -348,13 +341,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
             if plan.eager:
                 ahead = asked(following)
             warps.each_thread(wait, smem.barriers, (slot, parity))
-            if plan.wide:
-                s = decode_float32.scores(q, smem.k, slot, plan.split)
-            else:
-                s = fragments.scores(q, smem.k, slot, plan.split)
-            if units is not None:
-                s = s * fragments.of_keys(smem.k_scale, slot, plan.split)
-                s = s * tiles.down_rows(units, s.shape)
+            s = decode_attend.scores(plan, smem, own, slot)
             if not plan.eager:  # while the matmuls are under way
                 ahead = asked(following)
             state = decode_attend.attend(plan, smem, piece, (tile, slot), (s, state))

@@ -164,81 +164,97 @@ def _ds(plan: Plan, refs: Refs, rows: Rows, at: Any, dp: Any) -> Any:
     return ds if slope is None else ds * slope
 
 
-def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
-    """All keys of a warpgroup's rows; carry is (span, count). Gives (dq, count)."""
-    span, count = carry
-    config, kind = plan.config, plan.values
-    shape = (ROWS, config.block_kv)
-    memory = functools.partial(terms.of_memory, kind=kind)
-    width = smem.q.shape[-1] // kind.terms
-    k_slot = functools.partial(ring, size=config.stages)
-    v_slot = functools.partial(ring, size=config.stages - 1)
+class Walk(NamedTuple):
+    """A warpgroup's rows on their way over the key tiles of their span."""
 
-    def masked(t):
-        return (t < span.full_lo) | (t >= span.full_hi)
+    plan: Plan
+    refs: Refs
+    smem: Smem
+    rows: Rows
+    span: Any
 
-    def tile(t, count, before, after):
-        """dS of key tile t; `before` issues what comes before S, `after` it is done."""
+    def memory(self, ref: Any) -> tuple[Any, ...]:
+        return terms.of_memory(ref, self.plan.values)
+
+    def k_slot(self, count: Any) -> Any:
+        return ring(count, self.plan.config.stages)
+
+    def v_slot(self, count: Any) -> Any:
+        return ring(count, self.plan.config.stages - 1)
+
+    def ds(self, t: Any, count: Any, before: Any = None, after: Any = None) -> tuple[Any, ...]:
+        """dS of key tile t, in its terms; `before` issues what comes before S, `after` follows."""
+        plan, smem, span = self.plan, self.smem, self.span
+        k_slot, v_slot = self.k_slot, self.v_slot
 
         def run(s_acc, dp_acc):
             # 0, which only we know: or else addresses would be computed before the loop and spilled
-            wg = rows.wg + lax.shift_right_logical(count, jnp.int32(31))
-            q, do = memory(smem.q.at[wg]), memory(smem.do.at[wg])
-            before()
+            wg = self.rows.wg + lax.shift_right_logical(count, jnp.int32(31))
+            q, do = self.memory(smem.q.at[wg]), self.memory(smem.do.at[wg])
+            if before is not None:
+                before()
             plgpu.barrier_wait(smem.k_ready.at[k_slot(count)])
-            terms.multiply(s_acc, q, terms.transposed(memory(smem.k.at[k_slot(count)])))
+            k = self.memory(smem.k.at[k_slot(count)])
+            terms.multiply(s_acc, q, terms.transposed(k))
             plgpu.barrier_wait(smem.v_ready.at[v_slot(count)])
-            terms.multiply(dp_acc, do, terms.transposed(memory(smem.v.at[v_slot(count)])))
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(terms.PRODUCTS[kind.terms]))
-            after()
+            v = self.memory(smem.v.at[v_slot(count)])
+            terms.multiply(dp_acc, do, terms.transposed(v))
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(terms.PRODUCTS[plan.values.terms]))
+            if after is not None:
+                after()
 
             def dp():
                 value = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                 plgpu.barrier_arrive(smem.v_free.at[v_slot(count)])
                 return value
 
-            return _ds(plan, refs, rows, (t, masked(t), s), dp)
+            masked = (t < span.full_lo) | (t >= span.full_hi)
+            return _ds(plan, self.refs, self.rows, (t, masked, s), dp)
 
-        both = plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
-        return pl.run_scoped(run, *both)
+        shape = (ROWS, plan.config.block_kv)
+        ds = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for _ in range(2)))
+        return terms.of_registers(ds, plan.values)
 
-    def in_registers():
-        """As `everything`, with tiles of dQ added up in registers: see `tiles.added`."""
 
-        def step(t, carry):
-            count, ds, dq = carry
-            last = k_slot(count - 1)
-            dq = tiles.added(dq, ds, memory(smem.k.at[last]))
-            plgpu.barrier_arrive(smem.k_free.at[last])
-            ds = tile(t, count, lambda: None, lambda: None)
-            return count + 1, terms.of_registers(ds, kind), dq
-
-        first = terms.of_registers(tile(span.lo, count, lambda: None, lambda: None), kind)
-        dq = tiles.filled((ROWS, width), 0.0)
-        end, ds, dq = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first, dq))
-        dq = tiles.added(dq, ds, memory(smem.k.at[k_slot(end - 1)]))
-        plgpu.barrier_arrive(smem.k_free.at[k_slot(end - 1)])
-        return dq, end
+def _attend(walk: Walk, count: Any, width: int) -> Any:
+    """All keys of a warpgroup's rows: (dq, count)."""
+    span, smem = walk.span, walk.smem
 
     def everything(dq):
         def step(t, carry):
             count, ds = carry
-
-            last = k_slot(count - 1)
-            before = functools.partial(terms.multiply, dq, ds, memory(smem.k.at[last]))
+            last = walk.k_slot(count - 1)
+            before = functools.partial(terms.multiply, dq, ds, walk.memory(smem.k.at[last]))
             after = functools.partial(plgpu.barrier_arrive, smem.k_free.at[last])
-            return count + 1, terms.of_registers(tile(t, count, before, after), kind)
+            return count + 1, walk.ds(t, count, before, after)
 
-        first = terms.of_registers(tile(span.lo, count, lambda: None, lambda: None), kind)
+        first = walk.ds(span.lo, count)
         end, ds = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first))
-        terms.multiply(dq, ds, memory(smem.k.at[k_slot(end - 1)]))
+        terms.multiply(dq, ds, walk.memory(smem.k.at[walk.k_slot(end - 1)]))
         value = dq[...]
-        plgpu.barrier_arrive(smem.k_free.at[k_slot(end - 1)])
+        plgpu.barrier_arrive(smem.k_free.at[walk.k_slot(end - 1)])
         return value, end
 
-    if kind.terms == 3:
-        return in_registers()
     return pl.run_scoped(everything, plgpu.ACC((ROWS, width), jnp.float32))
+
+
+def _attend_in_registers(walk: Walk, count: Any, width: int) -> Any:
+    """As `_attend`, with tiles of dQ added up in registers: see `tiles.added`."""
+    span, smem = walk.span, walk.smem
+
+    def step(t, carry):
+        count, ds, dq = carry
+        last = walk.k_slot(count - 1)
+        dq = tiles.added(dq, ds, walk.memory(smem.k.at[last]))
+        plgpu.barrier_arrive(smem.k_free.at[last])
+        return count + 1, walk.ds(t, count), dq
+
+    first = walk.ds(span.lo, count)
+    dq = tiles.filled((ROWS, width), 0.0)
+    end, ds, dq = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first, dq))
+    dq = tiles.added(dq, ds, walk.memory(smem.k.at[walk.k_slot(end - 1)]))
+    plgpu.barrier_arrive(smem.k_free.at[walk.k_slot(end - 1)])
+    return dq, end
 
 
 def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, Any]) -> None:
@@ -260,11 +276,12 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, 
         span = span_of(plan, refs, tile)
         plgpu.barrier_wait(smem.q_ready.at[wg])
 
-        def some(entries):
-            return _attend(plan, refs, smem, rows, (span, entries))
+        attend = _attend_in_registers if plan.values.terms == 3 else _attend
+        width = smem.q.shape[-1] // plan.values.terms
+        some = functools.partial(attend, Walk(plan, refs, smem, rows, span), width=width)
 
         def none(entries):
-            return tiles.filled((ROWS, smem.q.shape[-1] // plan.values.terms), 0.0), entries
+            return tiles.filled((ROWS, width), 0.0), entries
 
         dq, entries = lax.cond(span.hi > span.lo, some, none, entries)
         _finish(plan, smem, dq_ref, rows, dq)

@@ -187,29 +187,33 @@ def _ids_at(smem: Smem, slot: Any) -> Any:
     return None if smem.kv_ids is None else smem.kv_ids.at[slot]
 
 
+def _begin(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any, meanwhile: Any) -> State:
+    """The last tile of keys, but for its values."""
+    plgpu.barrier_wait(smem.ready.at[slot])
+    shape = (ROWS, plan.config.block_kv)
+    s = tiles.matmul(shape, *_q_and_k(plan, smem, rows, slot), meanwhile)
+    release = functools.partial(plgpu.barrier_arrive, smem.free.at[slot])
+    if smem.kv_ids is None:
+        release()
+    masked, ids = "first_masked" in plan.parts, _ids_at(smem, slot)
+    given = logits.of_own_scores(plan, refs, rows, rows.span.hi - 1, s, masked, ids)
+    if smem.kv_ids is not None:
+        release()
+    top = tiles.filled((ROWS,), -jnp.inf)
+    new = softmax.step(given, plan.unit, top, guarded=True)
+    acc = tiles.filled((ROWS, plan.v_width), 0.0)
+    return State(acc, new.total, new.top, terms.of_registers(new.p, plan.values))
+
+
 def _attend(
     plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any, meanwhile: Any
 ) -> tuple[State, Any]:
     """All keys of a warpgroup's rows, from the last tile to the first. `meanwhile`: what else there
     is to do, under the first matmul.
     """
-    span, config = rows.span, plan.config
+    span, config, guarded = rows.span, plan.config, plan.has("bias")
     shape = (ROWS, config.block_kv)
-    guarded = plan.has("bias")
-
-    plgpu.barrier_wait(smem.ready.at[slot])
-    s = tiles.matmul(shape, *_q_and_k(plan, smem, rows, slot), meanwhile)
-    release = functools.partial(plgpu.barrier_arrive, smem.free.at[slot])
-    if smem.kv_ids is None:
-        release()
-    masked, ids = "first_masked" in plan.parts, _ids_at(smem, slot)
-    given = logits.of_own_scores(plan, refs, rows, span.hi - 1, s, masked, ids)
-    if smem.kv_ids is not None:
-        release()
-    top = tiles.filled((ROWS,), -jnp.inf)
-    new = softmax.step(given, plan.unit, top, guarded=True)
-    acc = tiles.filled((ROWS, plan.v_width), 0.0)
-    state = State(acc, new.total, new.top, terms.of_registers(new.p, plan.values))
+    state = _begin(plan, refs, smem, rows, slot, meanwhile)
 
     def step(masked, i, carry):
         t = -1 - i  # loops count up
