@@ -14,6 +14,7 @@ Shared memory, and who owns it when:
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +69,8 @@ def k_swizzle_of(plan: Plan) -> int:
 
 
 def buffer_bytes(plan: Plan) -> int:
-    return tiles.bytes_of(scratch(plan))
+    buffers = scratch(plan)[:4]
+    return sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
 
 
 def span_of(plan: Plan, refs: Refs, tile: Tile) -> Any:
@@ -131,7 +133,7 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
     lax.fori_loop(0, refs.dealt[cta, 0], one_tile, (jnp.int32(0), refs.dealt[cta, 1]))
 
 
-def _load_rows(refs: Refs, smem: Smem, tile: Tile, wg: Any) -> None:
+def _load_rows(plan: Plan, refs: Refs, smem: Smem, tile: Tile, wg: Any) -> None:
     rows = pl.ds(tile.row + wg * ROWS, ROWS)
     for ref, to in ((refs.q, smem.q), (refs.do, smem.do)):
         columns = tiles.columns(ref, 0, to.shape[-1], tile.head)
@@ -152,7 +154,7 @@ class Rows(NamedTuple):
     delta: Any
 
 
-def _ds(plan: Plan, refs: Refs, rows: Rows, at: Any, dp: Any) -> Any:
+def _ds(plan: Plan, refs: Refs, smem: Smem, rows: Rows, at: Any, dp: Any) -> Any:
     """dS of a key tile, float32; at is (t, masked, S), dp gives dP when P is done."""
     t, masked, s = at
     tile, shape = rows.tile, s.shape
@@ -164,104 +166,88 @@ def _ds(plan: Plan, refs: Refs, rows: Rows, at: Any, dp: Any) -> Any:
     return ds if slope is None else ds * slope
 
 
-class Walk(NamedTuple):
-    """A warpgroup's rows on their way over the key tiles of their span."""
+def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
+    """All keys of a warpgroup's rows; carry is (span, count). Gives (dq, count)."""
+    span, count = carry
+    config, kind = plan.config, plan.values
+    shape = (ROWS, config.block_kv)
+    memory = functools.partial(terms.of_memory, kind=kind)
+    width = smem.q.shape[-1] // kind.terms
+    k_slot = functools.partial(ring, size=config.stages)
+    v_slot = functools.partial(ring, size=config.stages - 1)
 
-    plan: Plan
-    refs: Refs
-    smem: Smem
-    rows: Rows
-    span: Any
+    def masked(t):
+        return (t < span.full_lo) | (t >= span.full_hi)
 
-    def memory(self, ref: Any) -> tuple[Any, ...]:
-        return terms.of_memory(ref, self.plan.values)
-
-    def k_slot(self, count: Any) -> Any:
-        return ring(count, self.plan.config.stages)
-
-    def v_slot(self, count: Any) -> Any:
-        return ring(count, self.plan.config.stages - 1)
-
-    def ds(self, t: Any, count: Any, before: Any = None, after: Any = None) -> tuple[Any, ...]:
-        """dS of key tile t, in its terms; `before` issues what comes before S, `after` follows."""
-        plan, smem, span = self.plan, self.smem, self.span
-        k_slot, v_slot = self.k_slot, self.v_slot
+    def tile(t, count, before, after):
+        """dS of key tile t; `before` issues what comes before S, `after` it is done."""
 
         def run(s_acc, dp_acc):
             # 0, which only we know: or else addresses would be computed before the loop and spilled
-            wg = self.rows.wg + lax.shift_right_logical(count, jnp.int32(31))
-            q, do = self.memory(smem.q.at[wg]), self.memory(smem.do.at[wg])
-            if before is not None:
-                before()
+            wg = rows.wg + lax.shift_right_logical(count, jnp.int32(31))
+            q, do = memory(smem.q.at[wg]), memory(smem.do.at[wg])
+            before()
             plgpu.barrier_wait(smem.k_ready.at[k_slot(count)])
-            k = self.memory(smem.k.at[k_slot(count)])
-            terms.multiply(s_acc, q, terms.transposed(k))
+            terms.multiply(s_acc, q, terms.transposed(memory(smem.k.at[k_slot(count)])))
             plgpu.barrier_wait(smem.v_ready.at[v_slot(count)])
-            v = self.memory(smem.v.at[v_slot(count)])
-            terms.multiply(dp_acc, do, terms.transposed(v))
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(terms.PRODUCTS[plan.values.terms]))
-            if after is not None:
-                after()
+            terms.multiply(dp_acc, do, terms.transposed(memory(smem.v.at[v_slot(count)])))
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(terms.PRODUCTS[kind.terms]))
+            after()
 
             def dp():
                 value = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                 plgpu.barrier_arrive(smem.v_free.at[v_slot(count)])
                 return value
 
-            masked = (t < span.full_lo) | (t >= span.full_hi)
-            return _ds(plan, self.refs, self.rows, (t, masked, s), dp)
+            return _ds(plan, refs, smem, rows, (t, masked(t), s), dp)
 
-        shape = (ROWS, plan.config.block_kv)
-        ds = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for _ in range(2)))
-        return terms.of_registers(ds, plan.values)
+        both = plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
+        return pl.run_scoped(run, *both)
 
+    def in_registers(_):
+        """As `everything`, with tiles of dQ added up in registers: see `tiles.added`."""
 
-def _attend(walk: Walk, count: Any, width: int) -> Any:
-    """All keys of a warpgroup's rows: (dq, count)."""
-    span, smem = walk.span, walk.smem
+        def step(t, carry):
+            count, ds, dq = carry
+            last = k_slot(count - 1)
+            dq = tiles.added(dq, ds, memory(smem.k.at[last]))
+            plgpu.barrier_arrive(smem.k_free.at[last])
+            ds = tile(t, count, lambda: None, lambda: None)
+            return count + 1, terms.of_registers(ds, kind), dq
+
+        first = terms.of_registers(tile(span.lo, count, lambda: None, lambda: None), kind)
+        dq = tiles.filled((ROWS, width), 0.0)
+        end, ds, dq = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first, dq))
+        dq = tiles.added(dq, ds, memory(smem.k.at[k_slot(end - 1)]))
+        plgpu.barrier_arrive(smem.k_free.at[k_slot(end - 1)])
+        return dq, end
 
     def everything(dq):
         def step(t, carry):
             count, ds = carry
-            last = walk.k_slot(count - 1)
-            before = functools.partial(terms.multiply, dq, ds, walk.memory(smem.k.at[last]))
-            after = functools.partial(plgpu.barrier_arrive, smem.k_free.at[last])
-            return count + 1, walk.ds(t, count, before, after)
 
-        first = walk.ds(span.lo, count)
+            last = k_slot(count - 1)
+            before = functools.partial(terms.multiply, dq, ds, memory(smem.k.at[last]))
+            after = functools.partial(plgpu.barrier_arrive, smem.k_free.at[last])
+            return count + 1, terms.of_registers(tile(t, count, before, after), kind)
+
+        first = terms.of_registers(tile(span.lo, count, lambda: None, lambda: None), kind)
         end, ds = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first))
-        terms.multiply(dq, ds, walk.memory(smem.k.at[walk.k_slot(end - 1)]))
+        terms.multiply(dq, ds, memory(smem.k.at[k_slot(end - 1)]))
         value = dq[...]
-        plgpu.barrier_arrive(smem.k_free.at[walk.k_slot(end - 1)])
+        plgpu.barrier_arrive(smem.k_free.at[k_slot(end - 1)])
         return value, end
 
+    if kind.terms == 3:
+        return in_registers(None)
     return pl.run_scoped(everything, plgpu.ACC((ROWS, width), jnp.float32))
-
-
-def _attend_in_registers(walk: Walk, count: Any, width: int) -> Any:
-    """As `_attend`, with tiles of dQ added up in registers: see `tiles.added`."""
-    span, smem = walk.span, walk.smem
-
-    def step(t, carry):
-        count, ds, dq = carry
-        last = walk.k_slot(count - 1)
-        dq = tiles.added(dq, ds, walk.memory(smem.k.at[last]))
-        plgpu.barrier_arrive(smem.k_free.at[last])
-        return count + 1, walk.ds(t, count), dq
-
-    first = walk.ds(span.lo, count)
-    dq = tiles.filled((ROWS, width), 0.0)
-    end, ds, dq = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first, dq))
-    dq = tiles.added(dq, ds, walk.memory(smem.k.at[walk.k_slot(end - 1)]))
-    plgpu.barrier_arrive(smem.k_free.at[walk.k_slot(end - 1)])
-    return dq, end
 
 
 def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, Any]) -> None:
     """A computing warpgroup: every tile of work of its block."""
     cta, wg = place
     count, first = refs.dealt[cta, 0], refs.dealt[cta, 1]
-    _load_rows(refs, smem, logits.tile_of(plan, refs, first), wg)
+    _load_rows(plan, refs, smem, logits.tile_of(plan, refs, first), wg)
 
     def one_tile(n, carry):
         entries, code = carry
@@ -276,12 +262,11 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, 
         span = span_of(plan, refs, tile)
         plgpu.barrier_wait(smem.q_ready.at[wg])
 
-        attend = _attend_in_registers if plan.values.terms == 3 else _attend
-        width = smem.q.shape[-1] // plan.values.terms
-        some = functools.partial(attend, Walk(plan, refs, smem, rows, span), width=width)
+        def some(entries):
+            return _attend(plan, refs, smem, rows, (span, entries))
 
         def none(entries):
-            return tiles.filled((ROWS, width), 0.0), entries
+            return tiles.filled((ROWS, smem.q.shape[-1] // plan.values.terms), 0.0), entries
 
         dq, entries = lax.cond(span.hi > span.lo, some, none, entries)
         _finish(plan, smem, dq_ref, rows, dq)
@@ -289,7 +274,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, 
         @pl.when(n + 1 < count)
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _load_rows(refs, smem, logits.tile_of(plan, refs, following), wg)
+            _load_rows(plan, refs, smem, logits.tile_of(plan, refs, following), wg)
 
         return entries, following
 
@@ -331,10 +316,15 @@ def operands_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
     problem, block = plan.problem, plan.config.block_kv
     rows, keys = plan.padded_rows, operands.round_up(problem.kv_len, block)
     fields: dict[str, Any] = {"dealt": jnp.asarray(flash_plan.dealt(plan))}
-    fields |= operands.over_scores(inputs, rows, keys) | operands.segment_ids(inputs, rows, keys)
+    for name in ("bias", "mask_array"):
+        if (array := getattr(inputs, name)) is not None:
+            array = array.astype(jnp.int8) if name == "mask_array" else array
+            fields[name] = operands.padded(array, {2: rows, 3: keys})
     if plan.has("q_segment_ids"):
-        ids = fields["q_segment_ids"], fields["kv_segment_ids"]
-        fields["segment_spans"] = spans.of_segments(*ids, plan.tile_rows, block)
+        q_ids = operands.extended(inputs.q_segment_ids, rows)
+        kv_ids = operands.extended(inputs.kv_segment_ids, keys)
+        fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
+        fields["segment_spans"] = spans.of_segments(q_ids, kv_ids, plan.tile_rows, block)
     if plan.has("kv_lengths"):
         for name in ("k", "v"):
             fields[f"{name}_edge"] = operands.edge(getattr(refs, name), inputs.kv_lengths, block)

@@ -146,7 +146,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
     if problem.dtype not in ("bfloat16", "float16", "float32"):
         return Limit(
             f"it takes bfloat16, float16 and float32, not {problem.dtype}",
-            "cast q, k and v to one of them",
+            "cast q, k and v, or another one",
         )
     if (refused := operands.dims_limit(problem)) is not None:
         return refused
@@ -187,33 +187,29 @@ def _ids_at(smem: Smem, slot: Any) -> Any:
     return None if smem.kv_ids is None else smem.kv_ids.at[slot]
 
 
-def _begin(plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any, meanwhile: Any) -> State:
-    """The last tile of keys, but for its values."""
-    plgpu.barrier_wait(smem.ready.at[slot])
-    shape = (ROWS, plan.config.block_kv)
-    s = tiles.matmul(shape, *_q_and_k(plan, smem, rows, slot), meanwhile)
-    release = functools.partial(plgpu.barrier_arrive, smem.free.at[slot])
-    if smem.kv_ids is None:
-        release()
-    masked, ids = "first_masked" in plan.parts, _ids_at(smem, slot)
-    given = logits.of_own_scores(plan, refs, rows, rows.span.hi - 1, s, masked, ids)
-    if smem.kv_ids is not None:
-        release()
-    top = tiles.filled((ROWS,), -jnp.inf)
-    new = softmax.step(given, plan.unit, top, guarded=True)
-    acc = tiles.filled((ROWS, plan.v_width), 0.0)
-    return State(acc, new.total, new.top, terms.of_registers(new.p, plan.values))
-
-
 def _attend(
     plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any, meanwhile: Any
 ) -> tuple[State, Any]:
     """All keys of a warpgroup's rows, from the last tile to the first. `meanwhile`: what else there
     is to do, under the first matmul.
     """
-    span, config, guarded = rows.span, plan.config, plan.has("bias")
+    span, config = rows.span, plan.config
     shape = (ROWS, config.block_kv)
-    state = _begin(plan, refs, smem, rows, slot, meanwhile)
+    guarded = plan.has("bias")
+
+    plgpu.barrier_wait(smem.ready.at[slot])
+    s = tiles.matmul(shape, *_q_and_k(plan, smem, rows, slot), meanwhile)
+    release = functools.partial(plgpu.barrier_arrive, smem.free.at[slot])
+    if smem.kv_ids is None:
+        release()
+    masked, ids = "first_masked" in plan.parts, _ids_at(smem, slot)
+    given = logits.of_own_scores(plan, refs, rows, span.hi - 1, s, masked, ids)
+    if smem.kv_ids is not None:
+        release()
+    top = tiles.filled((ROWS,), -jnp.inf)
+    new = softmax.step(given, plan.unit, top, guarded=True)
+    acc = tiles.filled((ROWS, plan.v_width), 0.0)
+    state = State(acc, new.total, new.top, terms.of_registers(new.p, plan.values))
 
     def step(masked, i, carry):
         t = -1 - i  # loops count up
@@ -434,13 +430,19 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
         scored = terms.for_scores(getattr(inputs, name), problem)
         fields[name] = operands.stored(scored, plan.scores, plan.k_width)
     fields["v"] = operands.stored(inputs.v, plan.values, plan.v_width)
-    fields |= operands.over_scores(inputs, rows, keys) | operands.segment_ids(inputs, rows, keys)
+    for name in ("bias", "mask_array"):
+        if (array := fields.get(name)) is not None:
+            array = array.astype(jnp.int8) if name == "mask_array" else array
+            fields[name] = operands.padded(array, {2: rows, 3: keys})
     fields["dealt"] = jnp.asarray(dealt(plan))
     if plan.has("q_segment_ids"):
+        q_ids = operands.extended(inputs.q_segment_ids, rows)
+        kv_ids = operands.extended(inputs.kv_segment_ids, keys)
+        fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
         if segments.fits(plan):
             made = segments.prepare(plan, inputs.q_segment_ids, inputs.kv_segment_ids)
         else:
-            made = segments.by_xla(plan, fields["q_segment_ids"], fields["kv_segment_ids"])
+            made = segments.by_xla(plan, q_ids, kv_ids)
         fields["segment_spans"], fields["dealt"] = made
     if plan.has("kv_lengths"):
         fields["v_edge"] = operands.edge(fields["v"], inputs.kv_lengths, block)
