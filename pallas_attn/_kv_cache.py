@@ -26,6 +26,27 @@ class KVCache:
     new_lengths: Array  # int32[M]: the rows that the latest extend took, which write_kv fills
     page_table: Any  # int32[M, W] of a PagedCache; None in the others
 
+    def __repr__(self) -> str:
+        """Sizes alone: the numbers may be gigabytes, or not known yet."""
+        try:
+            return f"{type(self).__name__}({', '.join(self._facts())})"
+        except (AttributeError, IndexError, TypeError):  # leaves that are no arrays
+            return f"{type(self).__name__}(...)"
+
+    def _facts(self) -> list[str]:
+        least, most = min(self.capacities), max(self.capacities)
+        rows = f"{most} rows" if least == most else f"{least} to {most} rows"
+        dims = str(self.head_dim)
+        if self.v_head_dim != self.head_dim or self.shared_kv:
+            dims += f", V of {self.v_head_dim}" + (" within K" if self.shared_kv else "")
+        return [
+            f"{self.num_sequences} sequences of {rows}",
+            *([] if self.layers is None else [f"{self.layers} layers"]),
+            f"{self.kv_heads} kv heads of {dims}",
+            str(self.dtype) + (" with scales" if self.quantized else ""),
+            *([] if self.pages is None else [f"{self.pages} pages of {self.page_size} rows"]),
+        ]
+
     @property
     def _k_arrays(self) -> tuple[Array, ...]:
         return self.k if isinstance(self.k, tuple) else (self.k,)

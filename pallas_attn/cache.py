@@ -50,7 +50,7 @@ LOST = -2  # a page was needed here and the pool had none; it sticks until the s
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PerSequenceCache(KVCache):
     """M separate arrays of K and M of V, `[K, capacity_i, H]` each (`[L, K, capacity_i, H]` with
     layers).
@@ -113,7 +113,7 @@ class PerSequenceCache(KVCache):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class StackedCache(KVCache):
     """All sequences in one array of K and one of V, `[M, K, capacity, H]` (`[L, M, K, capacity, H]`
     with layers).
@@ -157,7 +157,7 @@ class StackedCache(KVCache):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PagedCache(KVCache):
     """A pool of pages `[pages, K, page_size, H]` (`[L, pages, ...]` with layers) and a table of who
     holds which.

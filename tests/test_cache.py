@@ -405,3 +405,27 @@ def test_page_operations_in_a_scan():
     for one, other in zip(jax.tree.leaves(scanned), jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(one, other)
     check_invariants(scanned)
+
+
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [
+        (
+            lambda: PerSequenceCache.create([8, 16], 2, 64),
+            "PerSequenceCache(2 sequences of 8 to 16 rows, 2 kv heads of 64, bfloat16)",
+        ),
+        (
+            lambda: StackedCache.create(3, 8, 1, 72, v_head_dim=64, shared_kv=True, layers=4),
+            "StackedCache(3 sequences of 8 rows, 4 layers, 1 kv heads of 72, V of 64 within K, "
+            "bfloat16)",
+        ),
+        (
+            lambda: PagedCache.create(3, 9, 4, 2, 64, dtype=jnp.int8, v_head_dim=128),
+            "PagedCache(3 sequences of 36 rows, 2 kv heads of 64, V of 128, int8 with scales, "
+            "9 pages of 4 rows)",
+        ),
+    ],
+)
+def test_a_cache_is_printed_by_its_sizes(cache, said):
+    assert repr(cache()) == repr(jax.eval_shape(cache)) == said
+    assert repr(jax.tree.map(lambda x: None, cache())).endswith("Cache(...)")
