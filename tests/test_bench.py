@@ -356,6 +356,12 @@ def test_only_the_marked_part_of_the_readme_changes():
         report.readme("no markers", [])
 
 
+def test_cases_that_are_no_more_are_not_in_the_readme():
+    made = [{"op": "append", "case": name} for name in ("append_paged_m1", "append_paged_m1_t1")]
+    loop = {"op": "decode_loop", "case": "some_model"}
+    assert report.current([*made, loop]) == [made[0], loop]
+
+
 def test_the_readme_says_what_the_results_say():
     text = (ROOT / "README.md").read_text("utf-8")
     assert text == report.from_results(ROOT), "run: python -m pallas_attn.bench.report"
