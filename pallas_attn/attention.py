@@ -59,7 +59,7 @@ def flash_attention(  # noqa: PLR0913
       segment_ids: int32[B, T] and int32[B, S] as a pair, or one array for both: a query sees keys
         of its own segment.
       bias: floating point, broadcasts to `[B, N, T, S]`; added to the (scaled, capped) logits.
-        Differentiable.
+        Differentiable. A logit of -inf, or below -2.3e38, hides its key.
       mask_array: bool, broadcasts to `[B, N, T, S]`; False hides. Prefer `mask`, lengths and
         segment ids: they skip work.
       softcap: cap * tanh(logits / cap) after scale, before bias and mask. Static.

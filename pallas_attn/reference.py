@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn.masks import Mask
+from pallas_attn.masks import LONGEST, Mask
 
 Array = jax.Array
+
+HIDDEN = -np.finfo(np.float32).max * np.log(2)  # less is no float32 to base 2: as good as -inf
 
 
 def attention(  # noqa: PLR0913
@@ -62,8 +64,10 @@ def attention(  # noqa: PLR0913
         logits = cap * jnp.tanh(logits / cap)
     if bias is not None:
         logits = logits + bias.astype(acc)
+        logits = jnp.where(logits < HIDDEN, -jnp.inf, logits)
 
-    q_pos = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))[:, None] + q_rows[None]
+    q_offset = jnp.clip(jnp.asarray(q_offset, jnp.int32), -LONGEST, LONGEST)  # no sum may wrap
+    q_pos = jnp.broadcast_to(q_offset, (batch,))[:, None] + q_rows[None]
     q_seg, kv_seg = (None, None) if segment_ids is None else segment_ids
     seen = mask.allows(
         q_pos[:, None, :, None],

@@ -11,7 +11,7 @@ from jax import lax
 
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, Mask, _checks, sliding_window
-from tests import budget, subjects, witness
+from tests import budget, definition, subjects, witness
 
 
 def draw(rng, *shape, dtype="float32", scale=1.0):
@@ -475,6 +475,33 @@ def test_a_scale_that_float32_does_not_hold(rng, subject):
     np.testing.assert_allclose(lse, np.broadcast_to(np.log(seen), lse.shape), atol=1e-5)
     np.testing.assert_allclose(out, np.broadcast_to(means, out.shape), atol=2e-2)
     assert np.abs([dq.max(), dk.max()]).max() < 1e-30 and np.isfinite(dv).all() and dv.any()
+
+
+@each_subject
+def test_rows_that_a_bias_hides_by_its_size(rng, subject):
+    """As padded queries are: beside -1e10 a float32 has no room for a score, nor for log(keys)."""
+
+    def attend(bias, q, k, v, do, **options):
+        run = functools.partial(pa.flash_attention_with_lse, **options)
+        (out, lse), pull = jax.vjp(lambda bias, *qkv: run(*qkv, bias=bias), bias, q, k, v)
+        return out, lse, *pull((do, jnp.zeros_like(lse)))
+
+    q, k, v = small(rng, subject, batch=1, q_heads=1)
+    sizes = jnp.asarray([-1e9, -1e10, -3e37, np.finfo(np.float32).min])
+    bias = jnp.zeros((1, 1, q.shape[1], 1), jnp.float32).at[0, 0, 7:11, 0].set(sizes)
+    do = jnp.asarray(rng.standard_normal(q.shape), q.dtype).at[:, 7:11].set(0)
+    got = subject.call(attend, bias, q, k, v, do)
+    out, lse, *gradients = (np.asarray(x, np.float32) for x in got)
+    mean = np.asarray(v, np.float32).mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(out[:, 7:10], np.broadcast_to(mean, out[:, 7:10].shape), atol=2e-2)
+    np.testing.assert_allclose(lse[..., 7:10], np.broadcast_to(sizes[:3], lse[..., 7:10].shape))
+    assert not out[:, 10].any() and (lse[..., 10] == -np.inf).all()
+    dbias, dq, dk, dv = gradients
+    assert not dq[:, 7:11].any() and not dbias[0, 0, 7:11].any()
+    rest = np.r_[:7, 11 : q.shape[1]]
+    alone = definition.attention({"q": q[:, rest], "k": k, "v": v}, do[:, rest])
+    for have, name in ((dq[:, rest], "dq"), (dk, "dk"), (dv, "dv")):
+        np.testing.assert_allclose(have, alone[name], atol=0.02 * np.abs(alone[name]).max())
 
 
 def test_a_bias_of_minus_infinity_hides_a_key(rng):

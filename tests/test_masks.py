@@ -206,6 +206,11 @@ def test_the_longest_bounds_and_offsets_are_right():
         want = mask.dense(3, 3, q_offset=offset).sum(1)
         np.testing.assert_allclose(np.exp(lse)[0, 0], want, rtol=1e-6)
         np.testing.assert_array_equal(want, sees)
+    for mask, sees in ((pa.CAUSAL, [3, 0]), (Mask(left=5), [0, 3])):  # as arrays of int32
+        ends = jnp.asarray([2**31 - 1, -(2**31)], jnp.int32)
+        both = jnp.broadcast_to(x, (2, *x.shape[1:]))
+        _, lse = pa.flash_attention_with_lse(both, both, both, mask=mask, q_offset=ends, scale=0.0)
+        np.testing.assert_allclose(np.exp(lse)[:, 0], np.tile(np.c_[sees], 3), rtol=1e-6)
 
 
 def test_the_benchmarks_count_pairs_with_the_same_ranges():

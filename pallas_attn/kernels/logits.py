@@ -149,14 +149,17 @@ def of_tile(plan: Any, refs: Any, place: Place, s: Any, masked: bool) -> tuple[A
     """
     problem, slope = plan.problem, None
     if plan.unit is None:
-        s = s * problem.scale
-        if problem.softcap is not None:
-            s = softmax.capped(s, problem.softcap)
+        unit = 1.0 if plan.natural else softmax.LOG2_E
+        if problem.softcap is None:
+            s = s * (problem.scale * unit)
+        else:
+            s = softmax.capped(s * problem.scale, problem.softcap)
             slope = 1.0 - s * s * (1.0 / problem.softcap**2)
+            s = s * unit
         if plan.has("bias"):
-            s = s + _read(refs.bias, place, s.shape).astype(jnp.float32)
-        if not plan.natural:
-            s = s * softmax.LOG2_E
+            # The sum comes last: a product there would be fused with the subtraction of the row's
+            # top, which is rounded. Where all of a row's bias is -1e10 they differ by 2**9.
+            s = s + _read(refs.bias, place, s.shape).astype(jnp.float32) * unit
     return hidden(plan, refs, place, s) if masked else s, slope
 
 
@@ -210,6 +213,8 @@ def exponentials(plan: Any, given: Any, lse: Any) -> Any:
         given = given * plan.unit
     if lse is not None:
         given = given - lse
+    if plan.has("bias"):  # of -1e10, say, beside which the lse is rounded to a multiple of 2**10
+        given = jnp.minimum(given, 0.0)
     return jnp.exp2(given * softmax.LOG2_E if plan.natural else given)
 
 
