@@ -57,7 +57,13 @@ def overlaps() -> bool:
 
 
 def current() -> jax.Device:
-    """The device that a call traced now will run on, as far as jax can tell before it runs."""
+    """The device that a call traced now will run on, as far as jax can tell before it runs: one of
+    the mesh that is set or mapped over, or the default.
+    """
+    of_mesh = jax.sharding.get_abstract_mesh().abstract_device
+    if of_mesh is not None:
+        with contextlib.suppress(RuntimeError):  # a platform that is compiled for, and not here
+            return jax.devices(of_mesh.platform)[0]
     chosen = jax.config.jax_default_device
     if chosen is None:
         return jax.devices()[0]
@@ -65,7 +71,7 @@ def current() -> jax.Device:
 
 
 def gpu_generation() -> str | None:
-    """Like "sm90" for an H100 or H200; None where the default device is not an NVIDIA GPU.
+    """Like "sm90" for an H100 or H200; None where the current device is not an NVIDIA GPU.
 
     What `assume` says goes first.
     """

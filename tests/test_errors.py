@@ -5,6 +5,8 @@ import pathlib
 import pickle
 import re
 import threading
+import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -589,3 +591,24 @@ def test_assume_is_undone_and_stays_in_its_thread():
         thread.start()
         thread.join()
     assert seen == [_device.gpu_generation()]
+
+
+def test_a_mesh_of_cpus_beside_a_gpu():
+    """What runs on it is not compiled for the GPU, which is the default."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    gpu, seen = types.SimpleNamespace(platform="gpu", compute_capability="9.0"), []
+
+    def look(x):
+        seen.append(_device.gpu_generation())
+        return x
+
+    spec = jax.sharding.PartitionSpec("x")
+    mapped = jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec)
+    cpus = jax.devices()
+    with mock.patch.object(jax, "devices", lambda name="gpu": [gpu] if name == "gpu" else cpus):
+        jax.jit(look)(jnp.ones(2))
+        jax.jit(mapped)(jnp.ones(2))
+        with jax.set_mesh(mesh):
+            jax.jit(look)(jnp.ones(2))
+            look(jnp.ones(2))
+    assert seen == ["sm90", None, None, None]
