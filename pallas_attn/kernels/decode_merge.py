@@ -121,6 +121,42 @@ def arrive(thread: warps.Thread, refs: tuple[Ref, Ref], at: Where, *, plan: Plan
     thread.arrive(counters, counter, at.count, last)
 
 
+class _Trip(NamedTuple):
+    """Up to 32 parts of the rows that a warp merges abreast, one a lane."""
+
+    thread: warps.Thread
+    parts: Ref
+    places: list[tuple]
+    lines: list[Any]  # where this lane's part of each row lies
+    left: Any  # how many parts there are
+    words: int  # of a row: 4 columns each
+
+    @property
+    def ahead(self) -> int:
+        return AHEAD // len(self.places)
+
+    def read(self, batch: Any) -> list:
+        """Asks for so many parts of each row from number `batch` on."""
+        thread, found = self.thread, []
+        for (_, column, _), line in zip(self.places, self.lines, strict=True):
+            at = [thread.wide(thread.of_lane(line, batch + i)) for i in range(self.ahead)]
+            at = [n * self.words + thread.wide(column) for n in at]
+            found.append([thread.load_floats(self.parts, n, 4) for n in at])
+        return found
+
+    def added(self, outs: list, weights: list, batch: Any, numbers: list) -> list:
+        """outs and, weighed, what `read` gave for `batch`."""
+        thread, zero, result = self.thread, self.thread.number(0.0), []
+        for out, weight, mine in zip(outs, weights, numbers, strict=True):
+            for i, four in enumerate(mine):
+                w = thread.of_lane(weight, batch + i)
+                there = batch + i < self.left  # else it is the first part: no 0 * inf of it
+                four = [thread.choose(there, y, zero) for y in four]
+                out = [x + w * y for x, y in zip(out, four, strict=True)]
+            result.append(out)
+        return result
+
+
 def merge(thread: warps.Thread, refs: Results, at: Where, *, plan: Plan) -> None:
     """The last block: everybody's parts -> the result.
 
@@ -132,64 +168,44 @@ def merge(thread: warps.Thread, refs: Results, at: Where, *, plan: Plan) -> None
     lane = thread.index % LANES
     zero, nothing = thread.number(0.0), thread.number(float("-inf"))
 
+    def some(trip: Any, carry: list, places: list[tuple]) -> list:
+        p = trip * LANES + lane
+        exists = p < at.count
+        slot = thread.choose(p < 1, at.first, at.later + p * plan.slots_a_block)
+        slot = thread.choose(exists, slot, at.first) * plan.chunk_rows
+        left = thread.minimum(at.count - trip * LANES, LANES)
+        lines = [slot + row for row, *_ in places]
+        sums = [
+            [thread.load_floats(ref, line, 1)[0] for ref in (refs.tops, refs.totals)]
+            for line in lines
+        ]
+        here = _Trip(thread, refs.parts, places, lines, left, words)
+        first = here.read(lane * 0)  # on its way before anybody knows its weight
+        tops, weights, outs = [], [], []
+        for part, (own, owned) in zip(_parts(carry), sums, strict=True):
+            own = thread.choose(exists, own, nothing)
+            owned = thread.choose(exists, owned, zero)
+            higher = thread.highest(part.top, thread.warp_highest(own))
+            base = thread.choose(thread.nothing_yet(higher), zero, higher)
+            shrink, weight = thread.exp2(part.top - base), thread.exp2(own - base)
+            tops.append([higher, part.total * shrink + thread.warp_sum(weight * owned)])
+            weights.append(weight)
+            outs.append([x * shrink for x in part.out])
+        outs = here.added(outs, weights, lane * 0, first)
+
+        def later(batch: Any, flat: list) -> list:
+            batch = (batch + 1) * here.ahead
+            outs = [list(four) for four in itertools.batched(flat, 4)]
+            return sum(here.added(outs, weights, batch, here.read(batch)), [])
+
+        batches = (left + (here.ahead - 1)) // here.ahead - 1
+        flat = thread.loop(batches, sum(outs, []), later)
+        both = zip(tops, itertools.batched(flat, 4), strict=True)
+        return sum(([*pair, *four] for pair, four in both), [])
+
     def abreast(places: list[tuple]) -> None:
-        ahead = AHEAD // len(places)
-
-        def some(trip: Any, carry: list) -> list:
-            p = trip * LANES + lane
-            exists = p < at.count
-            slot = thread.choose(p < 1, at.first, at.later + p * plan.slots_a_block)
-            slot = thread.choose(exists, slot, at.first) * plan.chunk_rows
-            left = thread.minimum(at.count - trip * LANES, LANES)
-            lines = [slot + row for row, *_ in places]
-            sums = [
-                [thread.load_floats(ref, line, 1)[0] for ref in (refs.tops, refs.totals)]
-                for line in lines
-            ]
-
-            def read(batch: Any) -> list:
-                found = []
-                for (_, column, _), line in zip(places, lines, strict=True):
-                    at_once = [thread.wide(thread.of_lane(line, batch + i)) for i in range(ahead)]
-                    at_once = [n * words + thread.wide(column) for n in at_once]
-                    found.append([thread.load_floats(refs.parts, n, 4) for n in at_once])
-                return found
-
-            def added(outs: list, batch: Any, numbers: list) -> list:
-                result = []
-                for out, weight, mine in zip(outs, weights, numbers, strict=True):
-                    for i, four in enumerate(mine):
-                        w = thread.of_lane(weight, batch + i)
-                        there = batch + i < left  # else it is the first part: no 0 * inf of it
-                        four = [thread.choose(there, y, zero) for y in four]
-                        out = [x + w * y for x, y in zip(out, four, strict=True)]
-                    result.append(out)
-                return result
-
-            first = read(lane * 0)  # on its way before anybody knows its weight
-            tops, weights, outs = [], [], []
-            for part, (own, owned) in zip(_parts(carry), sums, strict=True):
-                own = thread.choose(exists, own, nothing)
-                owned = thread.choose(exists, owned, zero)
-                higher = thread.highest(part.top, thread.warp_highest(own))
-                base = thread.choose(thread.nothing_yet(higher), zero, higher)
-                shrink, weight = thread.exp2(part.top - base), thread.exp2(own - base)
-                tops.append([higher, part.total * shrink + thread.warp_sum(weight * owned)])
-                weights.append(weight)
-                outs.append([x * shrink for x in part.out])
-            outs = added(outs, lane * 0, first)
-
-            def later(batch: Any, flat: list) -> list:
-                batch = (batch + 1) * ahead
-                outs = [list(four) for four in itertools.batched(flat, 4)]
-                return sum(added(outs, batch, read(batch)), [])
-
-            batches = (left + (ahead - 1)) // ahead - 1
-            flat = thread.loop(batches, sum(outs, []), later)
-            both = zip(tops, itertools.batched(flat, 4), strict=True)
-            return sum(([*pair, *four] for pair, four in both), [])
-
-        carry = thread.loop(trips, [nothing, zero, *[zero] * 4] * len(places), some)
+        carry = [nothing, zero, *[zero] * 4] * len(places)
+        carry = thread.loop(trips, carry, functools.partial(some, places=places))
         for place, part in zip(places, _parts(carry), strict=True):
             _write(thread, refs, place, part, at, plan)
 
