@@ -14,7 +14,11 @@ Array = jax.Array
 
 
 class KVCache:
-    """What the three caches share, and what a function that takes any of them says it takes."""
+    """What the three caches share, and what a function that takes any of them says it takes.
+
+    A pytree: `lengths` int32[M] are the rows taken in each sequence, `new_lengths` those that the
+    latest `extend` took; `k`, `v` and their scales are the buffers, laid out as each cache says.
+    """
 
     kind: ClassVar[str]
     k: Any

@@ -72,6 +72,10 @@ def append_kv[Cache: KVCache](
       new_lengths: int32[M], how many of the t rows each sequence takes (counts are held to 0 .. t);
         default all t.
       implementation: as in `write_kv`.
+
+    Returns:
+      The cache, its lengths moved and the rows in it, in place as in `write_kv`. Rows past a
+      sequence's capacity are dropped and counted: `cache.overflowed`.
     """
     k_rows, _ = _rows(cache, k, v)
     if cache.layers not in (None, 1):

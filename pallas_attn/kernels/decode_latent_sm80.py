@@ -295,10 +295,7 @@ def _lay_out(thread: warps.Thread, refs: Any, usable: Any, plan: LatentPlan) -> 
 
 
 def _kernel(refs: Refs, out: Ref, lse: Ref, parts: Any, smem: Smem, *, plan: LatentPlan) -> None:
-    cta, usable = lax.axis_index("cta"), jnp.int32(1)
-    if refs.layer is not None:
-        layer = refs.layer[0]
-        usable = ((layer >= 0) & (layer < plan.problem.layers)).astype(jnp.int32)
+    cta, usable = lax.axis_index("cta"), decode_load.usable(plan, refs.layer)
     warps.each_thread(functools.partial(_lay_out, plan=plan), (refs.given, smem.table), usable)
     share = decode_plan.share_of(plan, smem.table, cta)
     outs, tops, totals = parts

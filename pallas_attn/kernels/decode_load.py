@@ -68,6 +68,14 @@ def refs_of(inputs: DecodeInputs, counters: Any, plan: Plan) -> Refs:
     )
 
 
+def usable(plan: Plan, layer: Ref | None) -> Scalar:
+    """1; or 0 where a traced layer is none that the cache has."""
+    if layer is None:
+        return jnp.int32(1)
+    number = layer[0]
+    return ((number >= 0) & (number < plan.problem.layers)).astype(jnp.int32)
+
+
 def narrow_limit(problem: DecodeProblem) -> Limit | None:
     """Why quantised rows cannot be copied as they lie, or None."""
     if problem.head_dim % 64 or problem.v_head_dim % 8:

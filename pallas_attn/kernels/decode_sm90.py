@@ -413,10 +413,7 @@ def _kernel(refs: Refs, out: Ref, lse: Ref, parts: Any, smem: Smem, *, plan: Pla
     cta = lax.axis_index("cta")
     if plan.config.overlaps:
         tiles.begin_early()
-    usable = jnp.int32(1)
-    if refs.layer is not None:
-        layer = refs.layer[0]
-        usable = ((layer >= 0) & (layer < plan.problem.layers)).astype(jnp.int32)
+    usable = decode_load.usable(plan, refs.layer)
     warps.each_thread(functools.partial(_start, plan=plan), (refs.given, smem), usable)
     share = decode_plan.share_of(plan, smem.table, cta)
     outs, tops, totals = parts
