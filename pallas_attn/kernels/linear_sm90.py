@@ -1,7 +1,7 @@
 """A few rows by a weight [out, in] on Hopper, at the speed at which the weight is read: what a step
 of decoding spends most of its time on.
 
-The rows stand on the M side of the matmul, with padding up to 64, and 8 to 256 of the weight's own
+The rows stand on the M side of the matmul, with padding up to 64, and 48 to 128 of the weight's own
 rows on its N side: so the weight is cut into almost equal parts for every SM whatever its size, and
 what is computed for padding costs nothing that memory does not wait for. A unit of work is
 `block_out` rows of the weight over one of `splits` parts of its columns; what splits give is added
