@@ -1,4 +1,4 @@
-"""Matmuls of a block whose 4 warps stand two by two, for the portable kernels: each warp has half of
+"""Matmuls of a block whose 4 warps stand two by two, for portable kernels: each warp has half of
 the rows of a result and half of its columns, where in `matrices` it has a quarter of the rows and
 all columns. What `ldmatrix` brings then meets more of the other operand: 136 loads for 320
 matmuls of a step of the backward at head dim 128, where quarters take 180.
