@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,18 @@ import pytest
 
 import pallas_attn
 from pallas_attn import cases as known
-from pallas_attn.bench import OPS, Options, peers, report, rows, run_bench, subjects, timing, verify
+from pallas_attn.bench import (
+    OPS,
+    Options,
+    peers,
+    report,
+    rows,
+    run_bench,
+    runner,
+    subjects,
+    timing,
+    verify,
+)
 from pallas_attn.bench.timing import Sample, Subject
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -23,7 +35,9 @@ LITTLE = {
 
 
 class FakeTimer:
-    """Every call takes what `ms` says of its subject; remembers who was called when."""
+    """Every call takes what `ms` says of its subject, an error if that is one; remembers who was
+    called when.
+    """
 
     def __init__(self, **ms):
         self.ms, self.calls = ms, []
@@ -31,7 +45,10 @@ class FakeTimer:
     def __call__(self, subject, times):
         self.calls.append(subject.name)
         subject.wait(subject.launch())
-        return [Sample(self.ms.get(subject.name, 1.0), 1)] * times
+        ms = self.ms.get(subject.name, 1.0)
+        if isinstance(ms, Exception):
+            raise ms
+        return [Sample(ms, 1)] * times
 
 
 def bench(op, names, tmp_path, options=None, **ms):
@@ -66,7 +83,7 @@ def test_every_operation_is_checked_timed_and_written(op, name, tmp_path):
     assert ours["op"] == OPS[op]
     assert ours["case"] == name
     assert ours["checked"] is True
-    assert all(field in ours for field in (*rows.REQUIRED, "first_call_s", "l2"))
+    assert all(field in ours for field in (*rows.REQUIRED, *runner.FIRST_CALL, "l2"))
     assert ours["n"] == 15
     assert all(row["run"] == ours["run"] for row in written)
     assert {row["impl"] for row in others} <= set(peers.PEERS[OPS[op]])
@@ -150,6 +167,83 @@ def test_a_case_that_breaks_is_reported_and_the_rest_run(tmp_path, monkeypatch):
     assert "FAILED attention_16x16: NotImplementedError: out of everything" in lines
 
 
+def test_a_result_that_cannot_be_judged_is_one_case_s_failure(tmp_path, monkeypatch):
+    right = verify.judge
+
+    def breaks(got, *rest, **more):
+        if got[0].shape[1] == 16:
+            raise RuntimeError("the result never came")
+        return right(got, *rest, **more)
+
+    monkeypatch.setattr(verify, "judge", breaks)
+    names = ["attention_16x16", "causal_32x32"]
+    status, written, lines, _ = bench("forward", names, tmp_path, Options(peers="none"))
+    assert status == 1
+    assert [row["case"] for row in written if row["op"] == "forward"] == ["causal_32x32"]
+    assert lines[-2:] == [
+        "FAILED attention_16x16: RuntimeError: the result never came",
+        "1 of 2 cases failed, and 0 times a peer",
+    ]
+
+
+def test_a_case_that_fails_in_its_turn_leaves_the_others_theirs(tmp_path):
+    names = [f"decode_{kind}_float8_e4m3fn" for kind in ("stacked", "paged")]
+    late = {f"pallas_attn/reference {names[1]}": RuntimeError("gone")}
+    status, written, lines, timer = bench("decode", names, tmp_path, Options(turns=2), **late)
+    assert status == 1
+    assert {row["case"] for row in written if row["op"] == "decode"} == {names[0]}
+    assert f"FAILED {names[1]}: RuntimeError: gone" in lines
+    assert timer.calls.count("pallas_attn/reference") == 3  # one turn before the failure, two anew
+
+
+def _breaks(*_):
+    raise RuntimeError("stream capture\nat length")
+
+
+def test_a_peer_that_fails_is_said_in_the_row_and_the_run_fails(tmp_path, monkeypatch):
+    here = lambda name, **more: lambda call: [Subject(name, peers.xla(call)[0].launch, **more)]  # noqa: E731
+    table = {
+        "made": _breaks,
+        "called": lambda call: [Subject("called", _breaks)],
+        "read": here("read", outputs=_breaks),
+        "timed": here("timed"),
+        "zeros": lambda call: [Subject("zeros", lambda: (jnp.zeros_like(call.arrays["q"]),))],
+        "xla": peers.xla,
+    }
+    monkeypatch.setitem(peers.PEERS, "forward", table)
+    ms = {"timed": RuntimeError("stream capture"), "xla": 2.0}
+    status, written, lines, _ = bench("forward", ["float32_causal"], tmp_path, **ms)
+    assert status == 1
+    ours, *others = [row for row in written if row["op"] == "forward"]
+    assert [row["impl"] for row in others] == ["xla"]
+    reason = "RuntimeError: stream capture"
+    assert ours["failed"] == dict.fromkeys(("made", "called", "read", "timed"), reason)
+    assert list(ours["wrong"]) == ["zeros"]
+    assert f"FAILED timed at float32_causal: {reason}" in lines
+    assert any(line.startswith("LEFT OUT zeros at float32_causal: wrong, not ") for line in lines)
+    assert lines[-1] == "0 of 1 cases failed, and 4 times a peer"
+
+
+def test_nothing_runs_beside_a_peers_first_call(tmp_path, monkeypatch):
+    beside = []
+
+    def peer(call):
+        (subject,) = peers.wide_cache(call)
+
+        def launch():
+            beside.append([x.name for x in threading.enumerate() if "Pool" in x.name])
+            return subject.launch()
+
+        return [dataclasses.replace(subject, launch=launch)]
+
+    monkeypatch.setitem(peers.PEERS, "decode", {"wide_cache": peer})
+    names = ["decode_per_sequence_float8_e4m3fn", "decode_paged_edges"]
+    status, written, lines, _ = bench("decode", names, tmp_path, Options(turns=1))
+    assert status == 0, lines
+    assert beside == [[]] * 3  # the first call, and one turn
+    assert sum(row["impl"] == "wide_cache" for row in written) == 1
+
+
 def test_an_append_that_touches_another_row_is_wrong(tmp_path, monkeypatch):
     right = pallas_attn.write_kv
 
@@ -176,7 +270,7 @@ def test_a_peer_that_is_wrong_or_missing_is_left_out_and_said(tmp_path, monkeypa
     assert status == 0
     impls = [row["impl"] for row in written if row["op"] == "forward"]
     assert impls == ["pallas_attn/reference", "xla"]
-    assert any("zeros: left out, out: positions" in line for line in lines)
+    assert any("zeros: wrong, not timed: out: positions" in line for line in lines)
     assert any("missing: not for sale" in line for line in lines)
 
 

@@ -34,7 +34,8 @@ def case_line(number: int, total: int, rows: Sequence[Row], ceilings: dict[str, 
         ratio = best["ms"] / ours["ms"]
         parts.append(f"{ratio:.2f}x best peer ({best['impl']} {figure(best, short=True)})")
     if ours["op"] == "decode" and "first_call_s" in ours:
-        parts.append(f"first call {ours['first_call_s']:.1f} s")
+        work = f", {ours['first_call_cpu_s']:.1f} s of CPU" if "first_call_cpu_s" in ours else ""
+        parts.append(f"first call {ours['first_call_s']:.1f} s{work}")
     return "  ".join(parts)
 
 
@@ -73,14 +74,22 @@ def ratios(groups: Iterable[Sequence[Row]]) -> dict[str, dict[str, float]]:
 
 
 def summary(groups: Sequence[Sequence[Row]], failures: dict[str, str]) -> list[str]:
-    """Geomean against every peer, the worst cell, what failed."""
+    """Geomean against every peer, the worst cell, who was wrong, what failed and how many."""
     lines = []
     for name, cells in sorted(ratios(groups).items(), key=lambda item: item[0] != "best"):
         worst = min(cells, key=lambda case: cells[case])
         label = "the best peer" if name == "best" else name
         mean = f"{geomean(cells.values()):.3f}x {label} (geomean of {len(cells)})"
         lines.append(f"{mean}, worst {cells[worst]:.3f}x at {worst}")
+    lost = [(row["case"], row) for rows in groups for row in rows if is_ours(row)]
+    for word, label in (("wrong", "LEFT OUT"), ("failed", "FAILED")):
+        for case, row in lost:
+            lines += [f"{label} {peer} at {case}: {why}" for peer, why in row.get(word, {}).items()]
     lines += [f"FAILED {case}: {reason}" for case, reason in failures.items()]
+    peers = sum(len(row.get("failed", {})) for _, row in lost)
+    if failures or peers:
+        total = len(groups) + len(failures)
+        lines.append(f"{len(failures)} of {total} cases failed, and {peers} times a peer")
     return lines
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,16 +13,16 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from pallas_attn import _tuning
 from pallas_attn import cases as known
 from pallas_attn._case import AppendCase, DecodeCase
-from pallas_attn.bench import peers, plots, report, rows, subjects, timing, verify
+from pallas_attn.bench import judges, peers, plots, report, rows, subjects, timing
 from pallas_attn.bench.rows import Row
 from pallas_attn.bench.timing import Subject, Timer
 
+REFUSALS = (peers.Unavailable, ValueError, TypeError, NotImplementedError)
+FIRST_CALL = ("first_call_s", "first_call_cpu_s")  # of ours: how long it took, and how much work
 # What --op says, and the name that rows carry. "backward" times what a training step does.
 OPS = {
     "forward": "forward",
@@ -80,7 +81,8 @@ def run_bench(
     ceilings: dict[str, float] | None = None,
     say: Callable[[str], None] = say_line,
 ) -> int:
-    """Runs it; 0 where every case was right and timed, 1 where one was not.
+    """Runs it; 0 where every case was right and timed beside every peer that takes it, 1 where
+    something was not. A peer that gives a wrong result is left out, and said; it fails nothing.
 
     `cases`: tags and globs (`cases.select`), or the cases themselves. `timer` and `ceilings` are
     measured with CUPTI on this machine's GPU where they are not given.
@@ -121,7 +123,7 @@ def run_bench(
         say(line)
     if options.plot and groups:
         plots.bars(groups, ceilings, options.plot)
-    return int(bool(failures))
+    return int(bool(failures) or any(row.get("failed") for rows_of in groups for row in rows_of))
 
 
 def chosen_cases(op: str, wanted: str | Sequence[Any]) -> tuple[Any, ...]:
@@ -143,12 +145,14 @@ def alike(cases: Sequence[Any]) -> list[list[Any]]:
 
 
 class WrongError(Exception):
-    """Our own result is not within budget: it is not timed."""
+    """A result is not within budget: it is not timed."""
 
 
-def _complaint_of(error: Exception) -> str:
+def _complaint_of(error: BaseException) -> str:
     if isinstance(error, WrongError):
         return f"wrong, not timed: {error}"
+    if isinstance(error, timing.TimingError) and error.__cause__:
+        error = error.__cause__
     return f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -161,6 +165,10 @@ class Entry:
     case: Any  # ours: whose; of a peer: one of those that it serves
     produced: Any = None  # by the first call, until it is checked
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    lost: Exception | None = None  # why it has no figure
+
+    def serves(self, case: Any) -> bool:
+        return self.case is case or self.impl not in peers.BY_KIND
 
 
 @dataclasses.dataclass
@@ -171,7 +179,7 @@ class Group:
     alone: Entry | Exception  # the first of ours, after a first call with nothing beside it
     rest: list[Future] = dataclasses.field(default_factory=list)  # the others of ours
     judge: Future | None = None
-    others: list[Future] = dataclasses.field(default_factory=list)  # of each peer what it has
+    others: list[Future] = dataclasses.field(default_factory=list)  # of each peer what it compiled
 
 
 def measure(bench: Bench, groups: Sequence[list[Any]]) -> Iterator[tuple[str, Any]]:
@@ -179,7 +187,8 @@ def measure(bench: Bench, groups: Sequence[list[Any]]) -> Iterator[tuple[str, An
     are `alike`. Those of a group take turns with each other and with their peers.
 
     Decoding takes longer to compile than to run: there, several groups are made ready side by side.
-    Nothing else runs while one is timed, nor during the first call of a group.
+    Nothing else runs while one is timed, nor during the first call of a group or of a peer: cuDNN's
+    records, and throws away, whatever anyone launches meanwhile on the stream that all share.
     """
     ready = [_begun(bench, cases) for cases in groups]
     with concurrent.futures.ThreadPoolExecutor(16 if bench.op == "decode" else 1) as pool:
@@ -206,12 +215,12 @@ def _begun(bench: Bench, cases: Sequence[Any]) -> Group:
 
 
 def _ask(bench: Bench, group: Group, pool: concurrent.futures.Executor) -> None:
-    """Has everybody else make a first call, and the oracle its own."""
+    """Has the rest of ours and the oracle make a first call, and peers compile theirs."""
     calls = group.calls
     if isinstance(group.alone, Exception) and (len(calls) == 1 or not calls[0].arrays):
         return
     group.rest = [pool.submit(_started, bench, call) for call in calls[1:]]
-    group.judge = pool.submit(judge_of, calls[0])
+    group.judge = pool.submit(judges.judge_of, calls[0])
     for name in wanted_peers(bench.op, bench.options.peers):
         for call in calls if name in peers.BY_KIND else calls[:1]:
             group.others.append(pool.submit(_candidates, bench, name, call))
@@ -233,20 +242,30 @@ def _outcomes(bench: Bench, group: Group) -> dict[str, list[Row] | Exception]:
     for name, entry in zip(names, entries, strict=True):
         if isinstance(entry, Exception):
             found[name] = entry
-        elif complaint := judge(entry.subject, entry.produced):
-            found[name] = WrongError(complaint)
+        elif lost := _checked(entry, judge):
+            found[name] = lost
         else:
             mine.append(entry)
-            entry.produced = None
             if entry is not group.alone:
-                del entry.facts["first_call_s"]
+                entry.facts = {key: x for key, x in entry.facts.items() if key not in FIRST_CALL}
     try:
         if mine:
-            others = _right(bench, [one.result() for one in group.others], judge)
+            others = [one for each in group.others for one in _right(bench, each.result(), judge)]
             found |= _timed(bench, mine, others)
     except Exception as error:  # the cases after it are still worth their time
         found = {name: found.get(name, error) for name in names}
     return {name: found[name] for name in names}
+
+
+def _checked(entry: Entry, judge: judges.Judge) -> Exception | None:
+    """Why an entry is not to be timed: its result is wrong, or is none."""
+    try:
+        complaint = judge(entry.subject, entry.produced)
+    except Exception as error:
+        return error
+    finally:
+        entry.produced = None
+    return WrongError(complaint) if complaint else None
 
 
 def _as_exception(error: BaseException | None) -> Exception | None:
@@ -258,74 +277,107 @@ def _as_exception(error: BaseException | None) -> Exception | None:
 def _started(bench: Bench, call: peers.Call) -> Entry:
     """Ours, after its first call."""
     subject = ours(bench, call)
-    begun = time.perf_counter()
+    begun, worked = time.perf_counter(), _seconds_of_work()
     with _tuning.watched() as ran:
         produced = subject.launch()
         subject.wait(produced)
-    facts: dict[str, Any] = {"first_call_s": round(time.perf_counter() - begun, 3)}
+    took = time.perf_counter() - begun, _seconds_of_work() - worked
+    facts: dict[str, Any] = dict(zip(FIRST_CALL, (round(s, 3) for s in took), strict=True))
     facts["config"] = {one.kernel: dataclasses.asdict(one.config) for one in ran}
     kernels = "+".join(dict.fromkeys(one.kernel for one in ran))
     name = f"{rows.OURS}{kernels}" if kernels else subject.name
     return Entry(name, dataclasses.replace(subject, name=name), call.case, produced, facts)
 
 
+def _seconds_of_work() -> float:
+    """Of this process on all its CPUs, and of the compilers that it started and that are done."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
 def _candidates(bench: Bench, name: str, call: peers.Call) -> list[Entry]:
-    """A peer's configurations, each after its first call; why there is none, said in a line."""
-    try:
-        found = []
-        for subject in peers.PEERS[bench.op][name](call):
-            found.append(Entry(subject.name, subject, call.case, subject.launch()))
-            subject.wait(found[-1].produced)
-        return found
-    except Exception as error:  # a peer may fail in any way it likes
-        bench.say_once(f"      {name}: {first_line(error)}")
-        return []
-
-
-def _right(bench: Bench, others: list[list[Entry]], judge: "Judge") -> list[Entry]:
-    """Of each peer that is right, its fastest."""
+    """A peer's configurations, compiled where that can be done without a call; a line says why it
+    takes no such case.
+    """
     found = []
-    for candidates in others:
-        good = []
-        for entry in candidates:
-            if complaint := judge(entry.subject, entry.produced):
-                bench.say(f"      {entry.impl}: left out, {complaint}")
-            else:
-                good.append(entry)
-            entry.produced = None
-        if good:
-            fastest = timing.quickest(bench.timer, [entry.subject for entry in good])
-            found += [entry for entry in good if entry.subject is fastest]
+    try:
+        for subject in peers.PEERS[bench.op][name](call):
+            if isinstance(subject.launch, subjects.Step):
+                _ = subject.launch.compiled
+            found.append(Entry(subject.name, subject, call.case))
+    except REFUSALS as error:
+        bench.say_once(f"      {name}: {first_line(error)}")
+    except Exception as error:
+        found.append(Entry(name, Subject(name, tuple), call.case, lost=error))
     return found
 
 
-def _timed(bench: Bench, mine: list[Entry], others: list[Entry]) -> dict[str, list[Row]]:
+def _right(bench: Bench, candidates: list[Entry], judge: judges.Judge) -> list[Entry]:
+    """Of a peer's candidates the fastest that is right, and those that are lost."""
+    for entry in candidates:
+        if entry.lost:
+            continue
+        try:
+            entry.produced = entry.subject.launch()
+            entry.subject.wait(entry.produced)
+            entry.lost = _checked(entry, judge)
+        except Exception as error:
+            entry.lost = error
+    fastest = _time(candidates, functools.partial(timing.quickest, bench.timer))
+    return [entry for entry in candidates if entry.lost or entry.subject is fastest]
+
+
+def _time[Found](entries: list[Entry], by: Callable[[list[Subject]], Found]) -> Found | None:
+    """What `by` finds of the entries that are not lost. Who fails in his turn is; then the others
+    have all of theirs anew.
+    """
+    while there := [entry for entry in entries if not entry.lost]:
+        try:
+            return by([entry.subject for entry in there])
+        except timing.TimingError as error:
+            (failed,) = (entry for entry in there if entry.subject is error.subject)
+            failed.lost = error
+    return None
+
+
+def _timed(bench: Bench, mine: list[Entry], others: list[Entry]) -> dict[str, Any]:
+    """Of each case of ours its rows, or why it has none; ours say whom they could not meet."""
     options = bench.options
     names: dict[str, Entry] = {}
-    for entry in (*mine, *others):
+    for entry in (*mine, *(one for one in others if not one.lost)):
         name = entry.impl if entry.impl not in names else f"{entry.impl} {entry.case.name}"
         entry.subject = dataclasses.replace(entry.subject, name=name)
         names[name] = entry
     turns: dict[str, Any] = {"turns": options.turns, "times": options.times, "flush": bench.flush}
-    subjects_of_all = [entry.subject for entry in names.values()]
-    timings = timing.interleave(bench.timer, subjects_of_all, **turns)
+    by = functools.partial(timing.interleave, bench.timer, **turns)
+    timings = _time(list(names.values()), by) or {}
+    for one in others:
+        if one.lost:
+            bench.say(f"      {one.impl}: {_complaint_of(one.lost)}")
 
     def row(entry: Entry, case: Any) -> Row:
         facts = bench.op, entry.impl, timings[entry.subject.name], bench.provenance
-        l2 = {"l2": "cold" if options.cold else "warm"}
-        memory = getattr(entry.subject.launch, "memory_mib", None)
-        held = {} if memory is None else {"memory_mib": memory}
-        return rows.measured(case, *facts) | l2 | held | entry.facts
+        notes: dict[str, Any] = {"l2": "cold" if options.cold else "warm"}
+        if bench.op == "forward+backward" and isinstance(entry.subject.launch, subjects.Step):
+            notes["memory_mib"] = entry.subject.launch.memory_mib
+        return rows.measured(case, *facts) | notes | entry.facts
 
-    return {
-        entry.case.name: [row(entry, entry.case)]
-        + [
-            row(one, peers.case_of(entry.case))
-            for one in others
-            if one.case is entry.case or one.impl not in peers.BY_KIND
-        ]
-        for entry in mine
-    }
+    def rows_of(entry: Entry) -> list[Row]:
+        met = [one for one in others if one.serves(entry.case)]
+        alone = row(entry, entry.case) | _losses([one for one in met if one.lost])
+        return [alone, *(row(one, peers.case_of(entry.case)) for one in met if not one.lost)]
+
+    return {entry.case.name: entry.lost or rows_of(entry) for entry in mine}
+
+
+def _losses(lost: list[Entry]) -> dict[str, dict[str, str]]:
+    """Which peers were wrong and which failed, as a row says it."""
+    found: dict[str, dict[str, str]] = {}
+    for one in lost:
+        assert one.lost
+        what = "wrong" if isinstance(one.lost, WrongError) else "failed"
+        found.setdefault(what, {})[one.impl] = _complaint_of(one.lost)
+    return found
 
 
 def ours(bench: Bench, call: peers.Call) -> Subject:
@@ -357,92 +409,6 @@ def wanted_peers(op: str, names: str) -> list[str]:
     return wanted
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[0][:160]
-
-
-Judge = Callable[[Subject, Any], str | None]
-
-
-def judge_of(call: peers.Call) -> Judge:
-    """What checks a subject's result for this call; the oracle runs once."""
-    case, arrays = call.case, call.arrays
-    if isinstance(case, AppendCase):
-        return _AppendJudge(call)
-    options = case.options()
-    if isinstance(case, DecodeCase):
-        k, v = subjects.held_rows(case, arrays)
-        lengths = arrays["lengths"]
-        place = {"kv_lengths": lengths, "q_offset": lengths - case.q_len}
-        arrays = {"q": arrays["q"], "k": k, "v": v, "sinks": arrays.get("sinks"), **place}
-    elif "q_offset" in options:
-        arrays = arrays | {"q_offset": options["q_offset"]}
-    oracle, naive = verify.expected(arrays, options, call.cotangent)
-    axis = 0 if isinstance(case, DecodeCase) else 1
-
-    def judge(subject: Subject, produced: Any) -> str | None:
-        return verify.judge(subject.outputs(produced), oracle, naive, axis=axis)
-
-    return judge
-
-
-class _AppendJudge:
-    """Every element of every buffer, bit for bit, beside the same rows looked up one by one."""
-
-    def __init__(self, call: peers.Call):
-        case, arrays = call.case, call.arrays
-        cache = subjects.noisy(subjects.empty_cache(case)).extend(arrays["lengths"])
-        cache = cache.extend(arrays.get("new_lengths", case.new_rows))
-        new = {"k": arrays["k"], "v": arrays["v"]}
-        if case.cache_dtype:
-            for side in ("k", "v"):
-                pair = verify.quantized(new[side], case.cache_dtype)
-                new[side], new[f"{side}_scale"] = (jnp.asarray(x) for x in pair)
-        owners = None if cache.page_table is None else _owners(cache)
-        place = jax.jit(functools.partial(_placed, case.kind))
-        rest = arrays["lengths"], cache.new_lengths, owners
-        buffers = subjects.buffers(cache)
-        self.expected = {name: place(x, new[name], *rest) for name, x in buffers.items()}
-
-    def __call__(self, subject: Subject, produced: Any) -> str | None:
-        got = produced if isinstance(produced, dict) else subjects.buffers(produced)
-        same = jax.jit(lambda a, b: jax.tree.map(lambda x, y: (x == y).all(), a, b))
-        if all(bool(x) for x in jax.tree.leaves(same(got, self.expected))):
-            return None
-        return "a buffer differs from the same rows written one at a time"
-
-
-def _owners(cache: Any) -> Any:
-    """(sequence, position of its first row) of each page; sequence -1 where it has none."""
-    table = np.asarray(cache.page_table)
-    found = np.full((cache.pages, 2), -1, np.int32)
-    for m, slot in zip(*np.nonzero(table >= 0), strict=True):
-        found[table[m, slot]] = m, slot * cache.page_size
-    return jnp.asarray(found)
-
-
-def _placed(kind: str, cache: Any, new: Any, start: Any, count: Any, owners: Any) -> Any:
-    """A buffer with the new rows in, each place asking whether there is a row for it: no scatter,
-    which is what XLA's own append is made of.
-    """
-    if kind == "per_sequence":
-        rows = zip(cache, new, start, count, strict=True)
-        return tuple(_looked_up(*one) for one in rows)
-    if kind == "stacked":
-        return jax.lax.map(lambda one: _looked_up(*one), (cache, new, start, count))
-
-    def page(one):
-        held, (m, first) = one
-        rows = jnp.where(m >= 0, count[m], 0)
-        return _looked_up(held, new[m], start[m] - first, rows)
-
-    return jax.lax.map(page, (cache, owners))
-
-
-def _looked_up(cache: Any, new: Any, start: Any, count: Any) -> Any:
-    """[K, rows, ...] with new [t, K, ...] at start, start + 1, ..."""
-    row = jnp.arange(cache.shape[1], dtype=jnp.int32) - start
-    here = ((row >= 0) & (row < count)).reshape(1, -1, *[1] * (cache.ndim - 2))
-    fresh = jnp.swapaxes(new[jnp.clip(row, 0, new.shape[0] - 1)], 0, 1)
-    return jnp.where(here, fresh, cache)

@@ -42,8 +42,7 @@ def attention_launch(
     q, k, v = (arrays[name] for name in names)
     rest = {name: array for name, array in arrays.items() if name not in names}
     if op == "forward":
-        forward = jax.jit(function)
-        return lambda: (forward(q, k, v, rest),)
+        return Step(jax.jit(lambda *given: (function(*given),)), (q, k, v, rest))
     if op == "forward+backward":
 
         def both(q, k, v, rest, do):
@@ -140,11 +139,10 @@ def decode(
     cache = filled_cache(case, arrays)
     static = case.options() | {"implementation": implementation}
 
-    @jax.jit
     def step(q, cache, sinks):
-        return pallas_attn.decode_attention(q, cache, sinks=sinks, **static)
+        return (pallas_attn.decode_attention(q, cache, sinks=sinks, **static),)
 
-    return lambda: (step(arrays["q"], cache, arrays.get("sinks")),)
+    return Step(jax.jit(step), (arrays["q"], cache, arrays.get("sinks")))
 
 
 class Append:

@@ -49,6 +49,14 @@ class Timing:
         return cls(statistics.median(times), min(times), len(times), kernels)
 
 
+class TimingError(Exception):
+    """One subject could not be timed; the cause says why."""
+
+    def __init__(self, subject: Subject):
+        super().__init__(f"{subject.name} could not be timed")
+        self.subject = subject
+
+
 class Timer(Protocol):
     """Times `times` calls of a subject, back to back."""
 
@@ -108,19 +116,29 @@ def interleave(
 
     Warm: each turn is one untimed call and `times` timed ones. With `flush` (see `cache_flusher`)
     each timed call comes alone, after the L2 cache was overwritten.
+
+    Raises TimingError, which says whose turn it was.
     """
     samples: dict[str, list[Sample]] = {subject.name: [] for subject in subjects}
     for turn in range(turns):
         start = turn % len(subjects)  # nobody always runs in the same one's wake
         for subject in (*subjects[start:], *subjects[:start]):
-            if flush is None:
-                subject.wait(subject.launch())
-                samples[subject.name] += timer(subject, times)
-                continue
-            for _ in range(times):
-                flush()
-                samples[subject.name] += timer(subject, 1)
+            try:
+                samples[subject.name] += _turn(timer, subject, times, flush)
+            except Exception as error:
+                raise TimingError(subject) from error
     return {name: Timing.of(found) for name, found in samples.items()}
+
+
+def _turn(timer: Timer, subject: Subject, times: int, flush: Any) -> list[Sample]:
+    if flush is None:
+        subject.wait(subject.launch())
+        return timer(subject, times)
+    found = []
+    for _ in range(times):
+        flush()
+        found += timer(subject, 1)
+    return found
 
 
 def quickest(timer: Timer, candidates: Sequence[Subject]) -> Subject:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from pallas_attn import _problem, _tuning
-from pallas_attn.bench import peers, rows, runner, timing
+from pallas_attn.bench import judges, peers, rows, runner, timing
 from pallas_attn.bench.timing import Subject, Timer
 from pallas_attn.masks import Mask
 
@@ -139,7 +139,7 @@ def tune(bench: runner.Bench, kernel: str, case: Any) -> dict[str, Any] | None:
     bench.say(
         f"      {len(ranked)} configurations tried, {_ms(ranked[0][1])} to {_ms(ranked[-1][1])}"
     )
-    judge = runner.judge_of(call)
+    judge = judges.judge_of(call)
     finalists: list[tuple[Settings, Subject]] = []
     for settings, ms in ranked:
         subject = subject_of(settings) if math.isfinite(ms) else None
