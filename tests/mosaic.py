@@ -1,9 +1,9 @@
 """Kernels on a machine without a GPU: JAX's Mosaic GPU interpreter, made to run what these kernels
 use.
 
-The one file of the tests that knows JAX's private modules. `interpret()` is what a test uses,
-beside `lower_for_cuda` and, from tests/aot.py, `compile_for`. What is taught to the interpreter, in
-both JAX versions alike:
+The one file of the tests that knows JAX's private modules (tests/watch.py names what waits in
+them). `interpret()` is what a test uses, beside `lower_for_cuda` and, from tests/aot.py,
+`compile_for`. What is taught to the interpreter, in both JAX versions alike:
 
 - programs of `tiles.each_thread`: run in NumPy, 128 threads at a time, with bounds and races
   checked byte by byte; inline code that brings a twin in NumPy, which runs in its place
@@ -40,6 +40,7 @@ from jax._src.state import discharge
 from jax._src.state import types as state
 from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
+from tests import watch
 from tests.aot import Report, available, compile_for
 from tests.threads import BlockOfThreads, Memory
 
@@ -47,17 +48,21 @@ __all__ = ["Report", "available", "compile_for", "interpret", "lower_for_cuda"]
 
 
 @contextlib.contextmanager
-def interpret() -> Iterator[None]:
-    """Kernels traced in here run on the CPU, simulated. A race, a barrier left half-way or a wild
-    access is an error.
-
-    A deadlock hangs: every test has a timeout.
+def interpret(patience: float = 20) -> Iterator[None]:
+    """Kernels traced in here run on the CPU, simulated. A race, a barrier left half-way, a wild
+    access or a deadlock of `patience` seconds is an error.
     """
+    global _watch
     _teach()
     host.reset_gpu_interpret_mode_state()
     params = plgpu.InterpretGPUParams(detect_races=True)
+    _watch = watch.Watch(patience, _end)
     try:
-        with plgpu.force_gpu_interpret_mode(params), jax.default_device(jax.devices("cpu")[0]):
+        with (
+            _watch.watching(),
+            plgpu.force_gpu_interpret_mode(params),
+            jax.default_device(jax.devices("cpu")[0]),
+        ):
             yield
             jax.effects_barrier()
         raced = host._races is not None and host._races.races_found  # 0.11.2 prints it
@@ -69,6 +74,17 @@ def interpret() -> Iterator[None]:
         host.reset_gpu_interpret_mode_state()  # after an exception it would refuse to go on
     if raced:
         raise AssertionError("RACE DETECTED: the interpreter says where, above")
+
+
+_watch = watch.Watch(0, print)
+
+
+def _end(error: Exception) -> None:
+    """Fails the kernel: who waits is woken, and told."""
+    host.fail(error, token=0)
+    ours = host._get_shared_memory()
+    for gate in ours.launch_memory.gates.values() if hasattr(ours, "launch_memory") else ():
+        gate.abort()
 
 
 def lower_for_cuda(f: Callable[..., Any], *shapes: Any, smem_bytes: int | None = None) -> str:
@@ -451,7 +467,10 @@ def _call_on_host(*args, callback, **params):
     """
     if getattr(callback.callback_func, "func", None) is thread_map._thread_map_callback:
         return _jax_call_on_host(*args, callback=callback, **params)
-    return [np.asarray(x) for x in callback(*map(np.array, args))]  # copies: some of it is kept
+    _watch.moved += 1
+    result = [np.asarray(x) for x in callback(*map(np.array, args))]  # copies: some of it is kept
+    _watch.moved += 1
+    return result
 
 
 _jax_call_on_host = callback.io_callback_impl

@@ -4,6 +4,8 @@ Small kernels, each with one fault that can be switched on.
 """
 
 import functools
+import threading
+import time
 
 import jax
 import jax.experimental.pallas as pl
@@ -14,7 +16,7 @@ import pytest
 from jax import lax
 
 from pallas_attn.kernels import tiles
-from tests import aot, mosaic
+from tests import aot, mosaic, watch
 
 pytestmark = pytest.mark.guards
 needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
@@ -63,11 +65,13 @@ def test_a_race_is_found_and_the_next_kernel_runs(fault):
     test_what_is_right_passes()
 
 
-def half_arrived(x):
+def half_arrived(x, *, wait=False):
     """A barrier that is left with one arrival of two."""
 
     def body(x_ref, o_ref, barrier):
         plgpu.barrier_arrive(barrier)
+        if wait:
+            plgpu.barrier_wait(barrier)
         o_ref[...] = x_ref[...]
 
     scratch = [plgpu.Barrier(num_arrivals=2)]
@@ -78,6 +82,25 @@ def test_a_barrier_left_half_way_is_found_and_the_next_kernel_runs():
     with pytest.raises(jax.errors.JaxRuntimeError, match="arrivals pending"), mosaic.interpret():
         jax.block_until_ready(jax.jit(half_arrived)(numbers()))
     test_what_is_right_passes()
+
+
+def test_a_deadlock_is_ended_and_the_next_kernel_runs():
+    told = r"DEADLOCK: 0\.5 s, .*, Warpgroup\(.*\) is in _barrier_wait at .*test_guards\.py"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=told), mosaic.interpret(patience=0.5):
+        jax.block_until_ready(jax.jit(functools.partial(half_arrived, wait=True))(numbers()))
+    test_what_is_right_passes()
+
+
+def test_a_machine_that_is_busy_is_no_deadlock():
+    """A thread that computes, or waits for its turn to, is not asleep."""
+    ended, over = [], threading.Event()
+    busy = threading.Thread(target=lambda: [None for _ in iter(over.is_set, True)])
+    busy.start()
+    with watch.Watch(0.1, ended.append).watching():
+        time.sleep(0.5)
+        over.set()
+    busy.join()
+    assert not ended
 
 
 # ---- what the interpreter was taught -------------------------------------------------------------

@@ -172,7 +172,7 @@ class BlockOfThreads:
         """With the block's other warpgroups, each of which is one of these."""
         self.sync()
         if groups > 1:
-            self.memory.gate(self.block, groups).wait(timeout=60)
+            self.memory.gate(self.block, groups).wait()
 
     def make_barriers(self, ref, count):
         block = int(self.ids[0])

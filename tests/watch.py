@@ -1,0 +1,81 @@
+"""Ends a simulated kernel that stands still, and says what its threads wait for.
+
+Whoever waits at a barrier keeps the thread it runs on, which may be one of XLA's pool. So a kernel
+stands still where a barrier is never completed, and where so many wait that the one they wait for
+(a warpgroup that the error does not name) finds no thread. `THREADS` are enough for the eight
+warpgroups of the largest kernel.
+"""
+
+import contextlib
+import os
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from jax._src import source_info_util
+
+THREADS = 16
+# Read when jax makes its CPU client; a pool has as many threads as CPUs or devices otherwise.
+os.environ.setdefault("NPROC", str(THREADS))
+
+
+class Watch:
+    """Calls `end` with an error once `seconds` have passed in which no callback has begun or ended
+    and every thread slept. A machine that is busy with something else does not count.
+    """
+
+    def __init__(self, seconds: float, end: Callable[[Exception], None]):
+        self.seconds, self.end = seconds, end
+        self.moved = 0  # counts callbacks, more or less: any change will do
+        self._over = threading.Event()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        looking = threading.Thread(target=self._look, daemon=True)
+        looking.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            looking.join()
+
+    def _look(self) -> None:
+        moved, since = -1, 0.0
+        while not self._over.wait(self.seconds / 20):
+            if moved != self.moved or _somebody_runs():
+                moved, since = self.moved, time.monotonic()
+            elif time.monotonic() - since > self.seconds:
+                if waiting := "; ".join(_waiting()):
+                    pool = f"XLA's pool has {os.environ['NPROC']} threads"
+                    self.end(RuntimeError(f"DEADLOCK: {self.seconds:g} s, {pool}, {waiting}"))
+                since = time.monotonic()
+
+
+def _somebody_runs() -> bool:
+    """Whether a thread of this process but the caller is not asleep; True where nobody can tell."""
+    threads = pathlib.Path("/proc/self/task")
+    if not threads.exists():
+        return True
+    for thread in threads.iterdir():
+        with contextlib.suppress(OSError):
+            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            if state != "S" and thread.name != str(threading.get_native_id()):
+                return True
+    return False
+
+
+def _waiting() -> list[str]:
+    """Who is in which callback, and where in the kernel that is."""
+    found = []
+    for frame in sys._current_frames().values():
+        here = frame
+        while here is not None and not {"mesh_location", "thread"} <= here.f_locals.keys():
+            here = here.f_back
+        if here is not None:
+            known = here.f_locals
+            where = known.get("source_info")
+            place = f" at {source_info_util.summarize(where)}" if where else ""
+            found.append(f"{known['thread']} is in {here.f_code.co_name}{place}")
+    return sorted(found)
