@@ -182,14 +182,15 @@ def num_bytes(params: Params) -> int:
 # ---- one layer ----------------------------------------------------------------------------------
 
 
-def _angles(config: Config, positions: Array) -> Angles:
+def angles_of(config: Config, positions: Array) -> Angles:
+    """Of rows at these positions, int32[M, t]."""
     radians = config.rope.frequencies(config.head_dim)[None, None, None]
     turned = positions.astype(jnp.float32)[:, :, None, None] * radians
     factor = config.rope.attention_factor
     return Angles(jnp.cos(turned) * factor, jnp.sin(turned) * factor)
 
 
-def _qkv(config: Config, weights: Params, x: Array, angles: Angles) -> tuple[Array, ...]:
+def qkv_of(config: Config, weights: Params, x: Array, angles: Angles) -> tuple[Array, ...]:
     """q [M, t, N, H], k and v [M, t, K, H] of x, normed and turned."""
     sizes = (config.heads, config.kv_heads, config.kv_heads)
     if isinstance(weights["qkv"], Layer) and not (config.qkv_bias or config.qk_norm):
@@ -218,7 +219,7 @@ def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: An
     passed from layer to layer.
     """
     x = jnp.take(params["embed"], tokens, axis=0, mode="clip")
-    angles, eps, first = _angles(config, how.positions), config.norm_eps, 0
+    angles, eps, first = angles_of(config, how.positions), config.norm_eps, 0
     added = _nothing(params["runs"][0]["down"], x, how.stream)
     for weights, (count, mask) in zip(params["runs"], config.runs, strict=True):
         stacks = {name: weights[name] for name in STREAMED if how.stream}
@@ -229,7 +230,7 @@ def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: An
             (x, added, cache, number), weights = carry, dict(item)
             weights |= {name: Layer(stack, number - first) for name, stack in stacks.items()}
             x, normed = add_norm(x, added, weights["attn_norm"], eps)
-            q, k, v = _qkv(config, weights, normed, angles)
+            q, k, v = qkv_of(config, weights, normed, angles)
             out, cache = how.attend(q, k, v, mask, number, cache)
             added = parts(out.reshape(*x.shape[:2], -1), weights["out"])
             x, normed = add_norm(x, added, weights["mlp_norm"], eps)
@@ -251,7 +252,7 @@ def _nothing(down: Array, x: Array, stream: bool) -> Array:
     return jnp.zeros(left.shape, left.dtype)
 
 
-def _logits(config: Config, params: Params, x: Array, stream: bool = False) -> Array:
+def logits_of(config: Config, params: Params, x: Array, stream: bool = False) -> Array:
     """float32[..., vocab] of normed rows [..., D]."""
     head = params["embed" if config.tied else "head"]
     return linear(x, Layer(head[None], 0) if stream else head, jnp.float32)
@@ -271,7 +272,7 @@ def forward(
 
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     x, _ = _layers(config, params, tokens, _Pass(positions, attend))
-    return _logits(config, params, x)
+    return logits_of(config, params, x)
 
 
 class Prompts(NamedTuple):
@@ -311,7 +312,7 @@ def prefill(
     how = _Pass(positions, attend)
     x, cache = _layers(config, params, prompts.tokens, how, cache.extend(rows))
     last = jnp.maximum(prompts.lengths - 1, 0)[:, None, None]
-    return _logits(config, params, jnp.take_along_axis(x, last, axis=1)[:, 0]), cache
+    return logits_of(config, params, jnp.take_along_axis(x, last, axis=1)[:, 0]), cache
 
 
 def decode(
@@ -337,4 +338,4 @@ def decode(
 
     positions = jnp.maximum(cache.lengths - 1, 0)[:, None]
     x, cache = _layers(config, params, tokens[:, None], _Pass(positions, attend, stream), cache)
-    return _logits(config, params, x[:, 0], stream), cache
+    return logits_of(config, params, x[:, 0], stream), cache

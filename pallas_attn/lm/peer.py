@@ -57,7 +57,7 @@ def _decode(
     config: Config, implementation: Any, params: Params, caches: Any, lengths: Any, tokens: Any
 ) -> tuple[Array, Caches]:
     x = jnp.take(params["embed"], tokens[:, None], axis=0, mode="clip")
-    angles = model._angles(config, lengths[:, None])
+    angles = model.angles_of(config, lengths[:, None])
     layers = [
         jax.tree.map(lambda weight, n=n: weight[n], run)
         for run, (count, _) in zip(params["runs"], config.runs, strict=True)
@@ -67,7 +67,7 @@ def _decode(
     new = []
     for weights, (k_cache, v_cache) in zip(layers, caches, strict=True):
         h = rms_norm(x, weights["attn_norm"], config.norm_eps)
-        q, k, v = model._qkv(config, weights, h, angles)
+        q, k, v = model.qkv_of(config, weights, h, angles)
         k_cache, v_cache = put(k_cache, k, lengths), put(v_cache, v, lengths)
         out = jax.nn.dot_product_attention(
             q,
@@ -81,4 +81,4 @@ def _decode(
         x += linear(gated(h, weights["gate_up"]), weights["down"])
         new.append((k_cache, v_cache))
     x = rms_norm(x, params["norm"], config.norm_eps)
-    return model._logits(config, params, x[:, 0]), tuple(new)
+    return model.logits_of(config, params, x[:, 0]), tuple(new)
