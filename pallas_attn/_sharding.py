@@ -74,7 +74,8 @@ def over_devices(
         need_replication_factors=whole,
         **{factor: sizes[factor] for factor in within},
     )
-    return call(*arrays)
+    with jax.disable_jit(False):  # or the constants would show
+        return call(*arrays)
 
 
 # `run(*arrays)` that shows nothing of the refs in it: a kernel may hold what it writes as refs,

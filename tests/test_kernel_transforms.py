@@ -450,6 +450,17 @@ def test_vmap_of_cache_operations(monkeypatch, kind, held):
     assert_same(jax.tree.leaves(got), jax.tree.leaves(want))
 
 
+def test_a_constant_of_a_kernel_without_jit():
+    """As somebody calls one who looks for a mistake of theirs."""
+
+    def run(x):
+        return (x + jnp.asarray(np.arange(8, dtype=np.float32)),)
+
+    with jax.disable_jit():
+        got = _sharding.over_devices(run, [jnp.ones(8)], [("a",)], [("a",)], free=("a",))
+    assert_same(got, [np.arange(1, 9)])
+
+
 # ---- the real kernels: lowered here, run on a GPU ------------------------------------------------
 
 
