@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 
 import pallas_attn
+from pallas_attn import _support
 from pallas_attn._problem import AppendInputs, AppendProblem
 from pallas_attn.kernels import append
 from tests import append_cases, mosaic
@@ -104,16 +105,10 @@ def test_addresses_past_two_to_the_31(kind):
     more.
     """
     capacity, layer, sequence, page = 2**31 - 16, 77, 1_000, 2**20 + 3
-    problem = AppendProblem(
-        gpu="sm90",
+    problem = dataclasses.replace(
+        _support._BASE["append"],
         kind=kind,
-        dtype="bfloat16",
-        cache_dtype="bfloat16",
         sequences=4096,
-        new_rows=1,
-        kv_heads=8,
-        head_dim=128,
-        v_head_dim=128,
         capacities=(capacity,),
         page_size=16 if kind == "paged" else None,
         pages=2**21 if kind == "paged" else None,

@@ -148,10 +148,13 @@ def cache_of(case, k, v, lengths):
 def decode_arguments(case):
     arrays = case.arrays(poison=True)
     cache = cache_of(case, np.asarray(arrays["k"]), np.asarray(arrays["v"]), case.lengths)
-    arguments = {"q": arrays["q"], "cache": cache} | case.options()
-    return pa.decode_attention_with_lse, arguments | (
-        {"sinks": arrays["sinks"]} if case.sinks else {}
-    )
+    return decoded(case, arrays, cache)
+
+
+def decoded(case, arrays, cache):
+    """The function, and its arguments."""
+    sinks = {"sinks": arrays["sinks"]} if case.sinks else {}
+    return pa.decode_attention_with_lse, {"q": arrays["q"], "cache": cache} | case.options() | sinks
 
 
 # The kernel interpreted, which takes seconds a case, has its own file and test_decode.py.
@@ -177,11 +180,7 @@ def test_decode(subject, case):
 def drawn_decode_arguments(case):
     """As the benchmark fills a cache, and NaN past the lengths."""
     arrays = case.arrays(poison=True)
-    cache = bench_subjects.filled_cache(case, arrays)
-    arguments = {"q": arrays["q"], "cache": cache} | case.options()
-    return pa.decode_attention_with_lse, arguments | (
-        {"sinks": arrays["sinks"]} if case.sinks else {}
-    )
+    return decoded(case, arrays, bench_subjects.filled_cache(case, arrays))
 
 
 @pytest.mark.parametrize(

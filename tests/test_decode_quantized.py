@@ -11,29 +11,14 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn import _support
+from pallas_attn._problem import DecodeInputs
 from pallas_attn.kernels import decode_plan, decode_sm80, decode_sm90, widen
-from pallas_attn.masks import CAUSAL
 from tests import mosaic
 
 every_dtype = pytest.mark.parametrize("dtype", widen.DTYPES)
 
-PROBLEM = DecodeProblem(
-    gpu="sm90",
-    kind="stacked",
-    dtype="bfloat16",
-    cache_dtype="float8_e4m3fn",
-    sequences=8,
-    q_len=1,
-    q_heads=32,
-    kv_heads=8,
-    head_dim=128,
-    v_head_dim=128,
-    capacities=(1024,) * 8,
-    mask=CAUSAL,
-    scale=128**-0.5,
-    quantized=True,
-)
+PROBLEM = dataclasses.replace(_support._BASE["decode"], cache_dtype="float8_e4m3fn", quantized=True)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import types
 import pytest
 
 import pallas_attn
-from pallas_attn import _gpus, _tuning, cases
-from pallas_attn._problem import AttentionProblem, DecodeProblem
+from pallas_attn import _gpus, _support, _tuning, cases
+from pallas_attn._problem import AttentionProblem
 from pallas_attn.bench import Options, run_tune, tune
 from pallas_attn.bench.timing import Sample
 from pallas_attn.masks import CAUSAL, FULL, sliding_window
@@ -169,24 +169,9 @@ def test_describe_leaves_out_what_is_off_and_what_does_not_matter():
 
 
 def test_decode_rows_keep_to_their_kind_of_cache_where_they_can():
-    def decode(kind):
-        return DecodeProblem(
-            gpu="sm90",
-            kind=kind,
-            dtype="bfloat16",
-            cache_dtype="bfloat16",
-            sequences=4,
-            q_len=1,
-            q_heads=32,
-            kv_heads=8,
-            head_dim=128,
-            v_head_dim=128,
-            capacities=(1024,) * 4,
-            mask=CAUSAL,
-            scale=1.0,
-        )
-
-    stacked, paged = (_tuning.describe(decode(kind)) for kind in ("stacked", "paged"))
+    plain = _support._BASE["decode"]
+    kinds = (dataclasses.replace(plain, kind=kind) for kind in ("stacked", "paged"))
+    stacked, paged = map(_tuning.describe, kinds)
     assert stacked["capacity"] == 1024
     assert _tuning.distance(stacked, stacked) == 0 < _tuning.distance(stacked, paged) < math.inf
 

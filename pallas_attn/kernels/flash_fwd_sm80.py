@@ -41,6 +41,7 @@ from jax import lax
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels import (
+    flash_work,
     leaving,
     logits,
     matrices,
@@ -318,12 +319,7 @@ def _span(plan: WholePlan, refs: Refs, tile: Tile) -> Span:
         span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
     if plan.has("mask_array"):
         span = span._replace(full_hi=span.full_lo)
-    if "empty" not in plan.parts:
-        return span
-    none = span.hi <= span.lo
-    if tile.q_len is not None:
-        none = none | (rows <= 0)
-    return span._replace(lo=jnp.where(none, 0, span.lo), hi=jnp.where(none, 0, span.hi))
+    return flash_work.or_none(plan, tile, rows, span)
 
 
 def _finish(plan: WholePlan, refs: Refs, outs: Any, smem: Smem, rows: Rows, state: State) -> None:

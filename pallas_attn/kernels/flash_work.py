@@ -54,6 +54,11 @@ def own_span(plan: Plan, record: Any, tile: Tile, wg: Any) -> Span:
         span = span._replace(full_hi=span.full_lo)
     if plan.idle_rows:
         span = span._replace(lo=jnp.where(idle, jnp.maximum(span.hi - 1, span.lo), span.lo))
+    return or_none(plan, tile, rows, span)
+
+
+def or_none(plan: Plan, tile: Tile, rows: Any, span: Span) -> Span:
+    """The key tiles of some rows of a tile; lo == hi == 0 where there are no such keys or rows."""
     if "empty" not in plan.parts:
         return span
     none = span.hi <= span.lo
