@@ -34,9 +34,9 @@ def tree(path):
 _COST = """
 import sys, time
 import jax, jax.numpy
-start = time.perf_counter()
+start = time.process_time()
 import pallas_attn
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
 _QUIET = """
 import os, sys
