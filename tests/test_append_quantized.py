@@ -106,6 +106,14 @@ def test_a_row_has_threads_of_one_warp():
         assert lanes < 2 * words
 
 
+def test_which_gpus_convert_to_float8_by_hand():
+    found = {}
+    for gpu in ("sm80", "sm86", "sm89", "sm90", "sm120", None):
+        problem = AppendProblem(gpu, "stacked", "bfloat16", "float8_e5m2", 2, 1, 2, 64, 64, (8,))
+        found[gpu] = append_plan.Plan.of(problem, ("k", "v"), 2).float8
+    assert [gpu for gpu, by_itself in found.items() if not by_itself] == ["sm80", "sm86"]
+
+
 # ---- machine code --------------------------------------------------------------------------------
 
 

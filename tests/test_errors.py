@@ -562,6 +562,17 @@ def test_a_name_that_an_operation_does_not_have():
     )
 
 
+def test_a_kernel_of_another_generation_says_who_serves_this_one():
+    x = z(2, 5, 4, 64, dtype="bfloat16")
+    for gpu, remedy in (
+        ("sm75", 'say implementation="reference"'),
+        ("sm80", 'leave implementation=None, or say "reference"'),
+        ("sm100", 'leave implementation=None, or say "reference"'),
+    ):
+        error = refusal(gpu, attend(x, x, x, implementation="sm90"))
+        assert error.limits == {"sm90": Limit("it is built for sm90", remedy)}
+
+
 def test_float64_on_a_gpu_is_refused_with_a_remedy():
     with jax.enable_x64(True):
         wide = z(2, 5, 4, 64, dtype="float64")

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from pallas_attn.kernels import (
     flash_bwd_sm80,
     flash_fwd_sm80,
     flash_fwd_sm90,
+    logits,
     spans,
 )
 from pallas_attn.kernels import flash_bwd_plan as plans
@@ -594,6 +596,13 @@ def far_below_zero(config=None, **sizes):
     got = jax.jit(functools.partial(run, problem=problem, config=config))(residuals)
     named = zip(("dq", "dk", "dv"), got[:3], strict=True)
     budget.check({name: np.asarray(x, np.float32) for name, x in named}, expected)
+
+
+def test_no_probability_is_above_1_whatever_a_bias_rounds_to():
+    plan = types.SimpleNamespace(unit=None, natural=False, has={"bias"}.__contains__)
+    numbers = jnp.asarray([128.0, 0.0, -1.0, -np.inf, np.nan])
+    found = logits.exponentials(plan, numbers - 1e3, jnp.full(5, -1e3))
+    np.testing.assert_array_equal(found, [1.0, 1.0, 0.5, 0.0, np.nan])
 
 
 @pytest.mark.guards

@@ -182,7 +182,7 @@ class BackwardInPlaceOfAKernel:
 
     def run(self, residuals, problem):
         inputs, _, _, *cotangents = residuals
-        assert problem.batch == inputs.q.shape[0]
+        assert problem.batch == inputs.q.shape[0] > 0
         floats = {
             name: _sharding.varying_like(x, inputs.q)  # or vjp adds up over devices by itself
             for name in _transforms.FLOATS
@@ -356,6 +356,7 @@ class InPlaceOfAKernel:
         self.reference = _dispatch.TABLES[table][-1].run
 
     def run(self, inputs, problem):
+        assert getattr(problem, "batch", 1) > 0
         results = self.reference(inputs, problem)
         return jax.tree.map(lambda x: jax.freeze(jax.new_ref(x)), results)
 

@@ -140,6 +140,13 @@ def test_a_kernel_may_refuse_a_combination_or_name_its_own_default(tables):
     assert _tuning.lookup(module, attention()) == Config(8192)
 
 
+def test_what_is_known_of_a_gpu():
+    kib = {"sm80": 163, "sm86": 99, "sm87": 163, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99}
+    assert {gpu: _gpus.shared_memory(gpu) / 1024 for gpu in kib} == kib
+    blocks = {"sm80": 108, "sm86": 84, "sm89": 128, "sm90": 132, "sm100": 148, "sm120": 132}
+    assert {gpu: _gpus.multiprocessors(gpu) for gpu in blocks} == blocks
+
+
 def test_a_generation_without_a_file_uses_the_nearest(tables):
     tables(
         sm80={"flash_fwd_fake": [row(80, attention())]},

@@ -84,8 +84,9 @@ def share_registers(
     wg: jax.Array, workers: int, load: Callable[[], None], compute: Callable[[], None], ours: int
 ) -> None:
     """Warpgroup `workers` loads, those below it compute, with `ours` registers a thread. There are
-    512 for one thread of each, in multiples of 8.
+    512 for one thread of each, in multiples of 8; who asks for more waits for ever.
     """
+    assert workers * ours + 24 <= 512 and ours % 8 == 0
 
     @pl.when(wg == workers)
     def _():
