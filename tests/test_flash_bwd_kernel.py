@@ -91,12 +91,12 @@ def check(case, config=None, seed=0, **changes):
 
 INTERPRETED = {
     "t_equals_s": {"config": dataclasses.replace(SMALL, lag=2)},
-    "t_above_s": {"config": FIRST},
+    "t_above_s": {"config": dataclasses.replace(FIRST, block_q=64, lag=2)},
     "band": {"deterministic": True},
     "window_t_above_s": {"config": dataclasses.replace(SMALL, block_q=128, section=2)},
     "q_lengths": {"config": dataclasses.replace(SMALL, block_q=128)},
     "kv_lengths_causal": {},
-    "softcap": {"config": dataclasses.replace(FIRST, block_q=64, lag=2)},
+    "softcap": {"config": FIRST},
     "documents": {"config": dataclasses.replace(SMALL, fused=False, dq_block_kv=128, dq_stages=3)},
     "everything": {"config": dataclasses.replace(SMALL, block_q=128)},
     "bias": {"deterministic": True},
