@@ -42,7 +42,6 @@ from tests.test_flash_fwd_kernel import (
 from tests.test_flash_fwd_kernel import problem_of as forward_problem_of
 
 SMALL = kernel.Config(ctas=3)
-FIRST = kernel.Config(block_q=128, ctas=3, scores_first=True)
 PORTABLE = flash_bwd_sm80.Config
 
 
@@ -91,12 +90,12 @@ def check(case, config=None, seed=0, **changes):
 
 INTERPRETED = {
     "t_equals_s": {"config": dataclasses.replace(SMALL, lag=2)},
-    "t_above_s": {"config": dataclasses.replace(FIRST, block_q=64, lag=2)},
+    "t_above_s": {"config": dataclasses.replace(SMALL, block_q=128)},
     "band": {"deterministic": True},
     "window_t_above_s": {"config": dataclasses.replace(SMALL, block_q=128, section=2)},
     "q_lengths": {"config": dataclasses.replace(SMALL, block_q=128)},
     "kv_lengths_causal": {},
-    "softcap": {"config": FIRST},
+    "softcap": {"config": dataclasses.replace(SMALL, lag=2)},
     "documents": {"config": dataclasses.replace(SMALL, fused=False, dq_block_kv=128, dq_stages=3)},
     "everything": {"config": dataclasses.replace(SMALL, block_q=128)},
     "bias": {"deterministic": True},
@@ -104,7 +103,7 @@ INTERPRETED = {
     "dim192_128": {},
     "dim40_256": {},
     "float16_causal": {"config": dataclasses.replace(SMALL, block_q=128)},
-    "group7_kv1": {"config": dataclasses.replace(FIRST, section=1)},
+    "group7_kv1": {"config": dataclasses.replace(SMALL, block_q=128, section=1)},
     "dim72_24_float32": {},
     "dim72_24_float32_highest": {},
 }
@@ -492,7 +491,7 @@ def test_float32_on_the_gpu(case):
         SMALL,
         kernel.Config(128, 2, True, 2, 7),
         kernel.Config(ctas=7, lag=2),
-        kernel.Config(128, ctas=7, scores_first=True),
+        kernel.Config(128, 3, ctas=7),
     ],
     ids=str,
 )

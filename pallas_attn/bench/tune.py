@@ -43,7 +43,6 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
         "block_q": (64, 128),
         "lag": (1, 2),
         "held": (False, True),
-        "scores_first": (False, True),
         "section": (0, 1, 4, 12, 32),
         "stages": (2, 3),
         "dq_block_kv": (64, 128),

@@ -26,11 +26,9 @@ class Last(NamedTuple):
 def starts_with_numbers(plan: Plan, refs: Refs) -> bool:
     """Whether S begins with -lse, in its own units, and dP with -delta: what a sum begins with is
     read while other matmuls run, and subtracted by none. Where logits are scores times a factor;
-    of query tiles of 128 a step has no registers for it.
+    query tiles of 128 gain nothing by it.
     """
-    config = plan.config
-    alike = config.block_q == ROWS and not config.scores_first
-    return refs.dq is not None and alike and plan.unit is not None
+    return refs.dq is not None and plan.config.block_q == ROWS and plan.unit is not None
 
 
 def holds_keys(plan: Plan, refs: Refs) -> bool:
@@ -74,7 +72,7 @@ class Step(NamedTuple):
     @property
     def clears(self) -> bool:
         """Whether accumulators are made just before their first matmul, which then clears them."""
-        return self.refs.dq is None or self.plan.config.scores_first
+        return self.refs.dq is None or sums.by_rows(self.plan)
 
     @property
     def place(self) -> Any:
@@ -111,7 +109,7 @@ def _step(now: Step, accs: tuple[Any, Any]) -> None:
     way = _dq_first
     if now.clears:
         plgpu.barrier_wait(now.smem.q_ready.at[now.slot])
-        way = _without_dq if now.refs.dq is None else _scores_first
+        way = _without_dq if now.refs.dq is None else _dq_last
     pl.run_scoped(functools.partial(way, now, accs), plgpu.ACC(now.shape, jnp.float32))
 
 
@@ -131,31 +129,33 @@ def _without_dq(now: Step, accs: tuple[Any, Any], s_acc: Any) -> None:
     pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
 
 
-def _scores_first(now: Step, accs: tuple[Any, Any], s_acc: Any) -> None:
-    """S, then dQ of a step before: nobody waits for the other's dS before it has scores to do."""
-    plan, smem, due, count = now.plan, now.smem, now.lasts[0], now.new.count
+def _dq_last(now: Step, accs: tuple[Any, Any], s_acc: Any) -> None:
+    """S, dP and dS, then dQ of the step before: the other warpgroup has had a step's time for its
+    half of that dS.
+    """
+    plan, refs, smem, due = now.plan, now.refs, now.smem, now.lasts[0]
 
-    def under_dq(dq_acc):
-        turn, _ = _turn(plan, smem, count - plan.config.lag)
-        sums.matmuls(plan, smem, dq_acc, turn, now.wg)
-        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=sums.SHARES)
-        now.let_go()  # dK of the last step is done
-        given = logits.of_any_tile(plan, now.refs, now.place, s, now.masked)
-        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-        sums.add(plan, now.refs, smem, now.item, (now.wg, due.head, due.t, due.there), dq)
-        return given
-
-    def under_dp(given, slope, dp_acc):
+    def to_ds(given, slope, dp_acc):
         plgpu.wgmma(dp_acc, smem.v.at[now.wg], smem.do.at[now.slot].transpose((1, 0)))
         p = logits.exponentials(plan, given, across(now.number(smem.lse), now.shape))
-        _from_p(now, accs, dp_acc, (p, slope))
+        return _ds(now, accs, dp_acc, (p, slope))
+
+    def to_dq(ds, dq_acc):
+        turn, _ = _turn(plan, smem, due.count)
+        sums.matmuls(plan, smem, dq_acc, turn, now.wg)
+        plgpu.wgmma(accs[0], ds, smem.q.at[now.slot])
+        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+        plgpu.barrier_arrive(smem.do_free.at[now.slot])
+        pl.when(due.there != 0)(lambda: plgpu.barrier_arrive(smem.ds_free.at[turn]))
+        sums.add(plan, refs, smem, now.item, (now.wg, due.head, due.t, due.there), dq)
 
     now.scores(s_acc)
-    pl.when(due.there != 0)(lambda: plgpu.barrier_wait(_turn(plan, smem, count)[1]))
-    given, slope = pl.run_scoped(under_dq, plgpu.ACC(sums.share(plan), jnp.float32))
+    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+    now.let_go()
+    given, slope = logits.of_any_tile(plan, refs, now.place, s, now.masked)
     plgpu.barrier_wait(smem.do_ready.at[now.slot])
-    rest = functools.partial(under_dp, given, slope)
-    pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
+    ds = pl.run_scoped(functools.partial(to_ds, given, slope), plgpu.ACC(now.shape, jnp.float32))
+    pl.run_scoped(functools.partial(to_dq, ds), plgpu.ACC(sums.share(plan), jnp.float32))
 
 
 def _dq_and_scores(now: Step, s_acc: Any, dq_acc: Any) -> None:
@@ -192,7 +192,16 @@ def _dv_and_dk(now: Step, accs: tuple[Any, Any], s_acc: Any, dp_acc: Any) -> Non
 
 def _from_p(now: Step, accs: tuple[Any, Any], dp_acc: Any, found: tuple[Any, Any]) -> None:
     """`_dv_and_dk` from P and softcap's slope, or None, on."""
-    (plan, refs, smem, _, wg, _, _, new, _), (dk, dv), (p, slope) = now, accs, found
+    ds, q = _ds(now, accs, dp_acc, found), now.smem.q.at[now.slot]
+    if not now.starts:
+        plgpu.wgmma(accs[0], ds, q)
+    plgpu.wgmma_wait(1)
+    plgpu.barrier_arrive(now.smem.do_free.at[now.slot])
+
+
+def _ds(now: Step, accs: tuple[Any, Any], dp_acc: Any, found: tuple[Any, Any]) -> Any:
+    """dV is on its way when this returns, and dS in shared memory."""
+    (plan, refs, smem, _, wg, _, lasts, new, _), (dk, dv), (p, slope) = now, accs, found
     dtype, starts = jnp.dtype(plan.problem.dtype), now.starts
     q, do = smem.q.at[now.slot], smem.do.at[now.slot]
     turn, met = _turn(plan, smem, new.count)
@@ -201,6 +210,9 @@ def _from_p(now: Step, accs: tuple[Any, Any], dp_acc: Any, found: tuple[Any, Any
     ds = p * (dp if starts else dp - across(now.number(smem.delta), now.shape))
     ds = (ds if slope is None else ds * slope).astype(dtype)
     if refs.dq is not None:
+        if sums.by_rows(plan):
+            pl.when(new.count >= 2)(lambda: plgpu.barrier_wait(smem.ds_free.at[turn]))
+            pl.when(lasts[-1].there != 0)(lambda: plgpu.barrier_wait(met))
         for half in range(plan.config.block_q // ROWS):
             part = lax.slice(ds, (0, half * ROWS), (ROWS, (half + 1) * ROWS))
             smem.ds[turn, wg, half] = part
@@ -209,10 +221,7 @@ def _from_p(now: Step, accs: tuple[Any, Any], dp_acc: Any, found: tuple[Any, Any
     plgpu.commit_smem()  # lse and delta have been read, too, and TMA will write there
     if refs.dq is not None:
         plgpu.barrier_arrive(met)
-    if not starts:
-        plgpu.wgmma(dk, ds, q)
-    plgpu.wgmma_wait(1)
-    plgpu.barrier_arrive(smem.do_free.at[now.slot])
+    return ds
 
 
 def _turn(plan: Plan, smem: Any, count: Any) -> tuple[Any, Any]:
@@ -274,4 +283,6 @@ def _late_dq(plan: Plan, refs: Refs, smem: Any, at: Any, due: Last, count: Any) 
     def _():
         plgpu.barrier_wait(met)
         dq = pl.run_scoped(matmuls, plgpu.ACC(sums.share(plan), jnp.float32))
+        if sums.by_rows(plan):
+            plgpu.barrier_arrive(smem.ds_free.at[turn])
         sums.add(plan, refs, smem, item, (wg, due.head, due.t, due.there), dq)

@@ -1,11 +1,10 @@
 """dQ of the fused Hopper backward: its matmul, and its way into a float32 array in global memory,
 where the blocks that meet a query add it up.
 
-The two warpgroups share a query tile's dQ. Of 64 rows each takes half of the columns, of 128 rows
-64. They stage them in shared memory and have TMA add them; or, of 128 rows, each adds them from
-registers, 16 bytes a thread: the array then holds every half tile in the order in which threads
-hold it, and what rounds dQ puts it in order. At head dim 64 that is the faster way where dQ of the
-step before comes first, and the slower one where scores do.
+The two warpgroups share a query tile's dQ. Of 64 rows each takes half of the columns, stages them
+in shared memory and has TMA add them. Of 128 rows each takes 64 and adds them from registers, 16
+bytes a thread: the array then holds every half tile in the order in which threads hold it, and what
+rounds dQ puts it in order. At head dim 64 staging takes 5 (causal) to 17 % longer.
 """
 
 import math
@@ -14,6 +13,7 @@ from typing import Any
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_attn.kernels import fragments, operands, tiles
 from pallas_attn.kernels.flash_bwd_plan import ROWS, Item, Plan, Refs
@@ -21,12 +21,10 @@ from pallas_attn.kernels.flash_bwd_plan import ROWS, Item, Plan, Refs
 SHARES = 2  # warpgroups
 
 
-def from_registers(plan: Plan) -> bool:
-    return by_rows(plan) and not plan.config.scores_first
-
-
 def by_rows(plan: Plan) -> bool:
-    """Whether warpgroups share a query tile's rows, not the columns of its dQ."""
+    """Whether warpgroups share a query tile's rows, not the columns of its dQ, and each adds from
+    registers.
+    """
     return plan.config.block_q == SHARES * ROWS
 
 
@@ -46,7 +44,7 @@ def share(plan: Plan) -> tuple[int, int]:
 
 def staged(plan: Plan) -> Any:
     """Shared memory for `add`, or None."""
-    if from_registers(plan):
+    if by_rows(plan):
         return None
     return tiles.swizzled((SHARES, *share(plan)), jnp.float32, _swizzle(plan))
 
@@ -59,9 +57,11 @@ def _swizzle(plan: Plan) -> int:
 def matmuls(plan: Plan, smem: Any, acc: Any, turn: Any, wg: Any) -> None:
     """A warpgroup's share of dS K; `turn`: which of the places for dS."""
     _, columns = share(plan)
+    # 0, which only we know: else what tells a matmul of each part of k is kept for all, and spilled
+    zero = lax.shift_right_logical(wg, jnp.int32(1))
     for u in range(SHARES):
         if by_rows(plan):
-            ds, k = smem.ds.at[turn, u, wg], smem.k.at[u]
+            ds, k = smem.ds.at[turn, u, wg], smem.k.at[u + zero]
         else:
             ds, k = smem.ds.at[turn, u, 0], smem.k.at[u, :, pl.ds(wg * columns, columns)]
         plgpu.wgmma(acc, ds.transpose((1, 0)), k)
@@ -71,7 +71,7 @@ def add(plan: Plan, refs: Refs, smem: Any, item: Item, place: tuple[Any, ...], d
     """Sends a warpgroup's share off; place is (wg, head, query tile, whether there is one)."""
     wg, head, t, there = place
     rows, columns = share(plan)
-    if from_registers(plan):
+    if by_rows(plan):
         problem = plan.problem
         number = (item.batch * problem.q_heads + head) * _tiles(plan) + t
         fragments.add(refs.dq, number * SHARES + wg, dq, there)
@@ -79,8 +79,7 @@ def add(plan: Plan, refs: Refs, smem: Any, item: Item, place: tuple[Any, ...], d
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem.dq[wg] = dq
     plgpu.commit_smem()
-    row, column = (wg * rows, 0) if by_rows(plan) else (0, wg * columns)
-    where = pl.ds(t * plan.config.block_q + row, rows), head, pl.ds(column, columns)
+    where = pl.ds(t * rows, rows), head, pl.ds(wg * columns, columns)
     there_in_gmem = refs.dq.at[item.batch, *where]
     plgpu.copy_smem_to_gmem(smem.dq.at[wg], there_in_gmem, there != 0, reduction_op="add")
 
@@ -88,7 +87,7 @@ def add(plan: Plan, refs: Refs, smem: Any, item: Item, place: tuple[Any, ...], d
 def zeros(plan: Plan, batch: int) -> Any:
     """What `add` adds into: whole swizzles. TMA leaves out columns past its last."""
     rows, heads = _tiles(plan) * plan.config.block_q, plan.problem.q_heads
-    if from_registers(plan):
+    if by_rows(plan):
         return jnp.zeros(math.prod((batch, rows, heads, k_width(plan))))
     width = operands.round_up(plan.problem.head_dim, _swizzle(plan) // 4)
     if width <= share(plan)[1]:  # all of the second share
@@ -99,11 +98,11 @@ def zeros(plan: Plan, batch: int) -> Any:
 def rounded(plan: Plan, dq: Any) -> Any:
     """The sums as dq, [B, T, N, H]."""
     problem = plan.problem
-    if from_registers(plan):
-        # batch, head, tile, share, 16 columns, row / 8, warp, row, 2 columns, 8 columns, column
+    if by_rows(plan):
+        # batch, head, tile, share, 8 columns, warp, row, 2 columns, row / 8, column
         parts = (problem.batch, problem.q_heads, _tiles(plan), SHARES)
-        dq = dq.reshape(*parts, k_width(plan) // 16, 2, 4, 8, 4, 2, 2)
-        dq = dq.transpose((0, 2, 3, 6, 5, 7, 1, 4, 9, 8, 10))
+        dq = dq.reshape(*parts, k_width(plan) // 8, 4, 8, 4, 2, 2)
+        dq = dq.transpose((0, 2, 3, 5, 8, 6, 1, 4, 7, 9))
         dq = dq.reshape(problem.batch, -1, problem.q_heads, k_width(plan))
     dq = dq[:, : problem.q_len, :, : problem.head_dim]
     return (dq * problem.scale).astype(problem.dtype)

@@ -441,7 +441,7 @@ def add(ref: Any, number: Any, tile: Any, where: Any) -> None:
     """Adds a tile, float32 in registers, to part `number` of a vector in global memory, in an order
     that suits the threads; nothing where `where` is 0.
     """
-    slots = tile.size // 4  # of 16 bytes: two columns, and the two 8 columns on
+    slots = tile.size // 4  # of 16 bytes: two columns of two rows, neighbouring registers
 
     def code(ref, number, tile, where):
         registers = list(tile.registers.flat)  # by 8 columns, then rows 0-7 and 8-15 of a warp
@@ -454,8 +454,7 @@ def add(ref: Any, number: Any, tile: Any, where: Any) -> None:
         sixteen_bytes = ir.VectorType.get((4,), ir.F32Type.get())
         address = utils.getelementptr(utils.memref_ptr(ref), [slot], sixteen_bytes)
         for n in range(len(registers) // 2):
-            first = n // 2 * 4 + n % 2
-            pair = registers[first], registers[first + 2]
+            pair = registers[2 * n : 2 * n + 2]
             four = [vector.extract(x, [], [i]) for x in pair for i in range(2)]
             llvm.inline_asm(
                 ir.Type.parse("!llvm.void"),
@@ -468,8 +467,8 @@ def add(ref: Any, number: Any, tile: Any, where: Any) -> None:
 
     def twin(ref, number, tile, where):
         if where:
-            # warp, row / 8, row, 16 columns, 8 columns, 2 columns, column
-            parts = tile.reshape(4, 2, 8, -1, 2, 4, 2).transpose(3, 1, 0, 2, 5, 4, 6)
+            # warp, row / 8, row, 8 columns, 2 columns, column
+            parts = tile.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5)
             ref[int(number) * tile.size :][: tile.size] += parts.ravel()
 
     types = (REF, SCALAR, tiles.TILE, SCALAR)
