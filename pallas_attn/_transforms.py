@@ -7,13 +7,15 @@ twice. The cache operations have a batch of their own (sequences); vmap runs the
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap, sequential_vmap
 
-from pallas_attn import _sharding
+from pallas_attn import _device, _sharding
 from pallas_attn._problem import (
     AppendInputs,
     AppendProblem,
@@ -26,6 +28,30 @@ from pallas_attn._problem import (
 from pallas_attn.errors import Limit, UnsupportedError
 
 Array = jax.Array
+
+
+def kept(call: Callable[..., Any], kernel: Any, problem: Any, inputs: Any) -> Any:
+    """`call(kernel, problem, inputs)`, of a function below. Where nothing is traced, outside of
+    jit, by a program that is kept: each such call would trace and compile its kernel anew.
+    """
+    from pallas_attn import _tuning
+
+    leaves, tree = jax.tree.flatten(inputs)
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    if traced or _tuning.observed() or _device.overlaps():  # which no key of jit's knows of
+        return call(kernel, problem, inputs)
+    static = tuple(leaf if isinstance(leaf, int) else None for leaf in leaves)
+    arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
+    return _program(call, kernel, problem, (tree, static), arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _program(
+    call: Callable[..., Any], kernel: Any, problem: Any, how: Any, arrays: list[Array]
+) -> Any:
+    (tree, static), rest = how, iter(arrays)
+    leaves = [next(rest) if leaf is None else leaf for leaf in static]
+    return call(kernel, problem, jax.tree.unflatten(tree, leaves))
 
 
 def attention(kernel: Any, problem: AttentionProblem, inputs: AttentionInputs):

@@ -217,6 +217,11 @@ def _width(facts: Facts) -> tuple[Any, Any]:
     return first, second
 
 
+def observed() -> bool:
+    """Whether, just now, somebody says what runs, or looks at what is chosen."""
+    return bool(_forced.get()) or _watch.get() is not None
+
+
 def reload() -> None:
     """Forget the files as they were read: they have changed."""
     _read.cache_clear()

@@ -316,4 +316,4 @@ def _append(
         return Caches(inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)
-    return _transforms.append(chosen, problem, inputs)
+    return _transforms.kept(_transforms.append, chosen, problem, inputs)

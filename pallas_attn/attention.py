@@ -183,7 +183,8 @@ def _nothing_seen(problem: AttentionProblem, q: Array) -> tuple[Array, Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _kernel_attention(problem, implementation, inputs):
-    return _transforms.attention(_dispatch.select(problem, implementation), problem, inputs)
+    chosen = _dispatch.select(problem, implementation)
+    return _transforms.kept(_transforms.attention, chosen, problem, inputs)
 
 
 def _kernel_forward(problem, implementation, inputs):
@@ -197,7 +198,8 @@ def _kernel_forward(problem, implementation, inputs):
 def _kernel_backward(problem, implementation, residuals, cotangents):
     backward = dataclasses.replace(problem, op="flash_backward")
     chosen = _dispatch.select(backward, implementation)
-    return (_transforms.attention_backward(chosen, backward, (*residuals, *cotangents)),)
+    given = (*residuals, *cotangents)
+    return (_transforms.kept(_transforms.attention_backward, chosen, backward, given),)
 
 
 _kernel_attention.defvjp(_kernel_forward, _kernel_backward)

@@ -143,4 +143,4 @@ def _decode(
     chosen = _dispatch.select(problem, implementation)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)
-    return _transforms.decode(chosen, problem, inputs)
+    return _transforms.kept(_transforms.decode, chosen, problem, inputs)

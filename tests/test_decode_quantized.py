@@ -205,3 +205,20 @@ def test_heads_side_by_side_interpreted(dtype, heads, tile):
 @pytest.mark.parametrize("dtype, heads, tile", SIDE_BY_SIDE)
 def test_heads_side_by_side_on_the_gpu(dtype, heads, tile):
     heads_side_by_side(dtype, heads, tile)
+
+
+@pytest.mark.gpu
+def test_many_sequences_of_one_array_on_the_gpu():
+    """2000 give what their halves give, bit for bit."""
+    rng, capacity = np.random.default_rng(0), 64
+    rows = [jnp.asarray(rng.standard_normal((2000, capacity, 2, 64)), jnp.bfloat16) for _ in "kv"]
+    lengths = jnp.asarray(rng.integers(0, capacity + 1, 2000), jnp.int32)
+    cache = pa.StackedCache.create(2000, capacity, 2, 64, dtype=jnp.int8)
+    cache = jax.jit(pa.append_kv)(cache, *rows, new_lengths=lengths)
+    q = jnp.asarray(rng.standard_normal((2000, 8, 64)), jnp.bfloat16)
+    decode = jax.jit(functools.partial(pa.decode_attention, batch_invariant=True))
+    whole = np.asarray(decode(q, cache), np.float32)
+    assert np.isfinite(whole).all() and whole[np.asarray(lengths) > 0].any(axis=(1, 2)).all()
+    for half in (slice(1000), slice(1000, None)):
+        part = jax.tree.map(lambda x, half=half: x[half], cache)
+        np.testing.assert_array_equal(whole[half], np.asarray(decode(q[half], part), np.float32))

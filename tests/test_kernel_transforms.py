@@ -103,6 +103,29 @@ def test_vmap_over_q_alone_folds_into_the_heads():
     assert seen[-1] == ((B, T, X * N, H), (B, S, K, H), X * N)  # keys and values as they were
 
 
+def test_outside_of_jit_a_program_is_kept():
+    """But where somebody looks at the choice of a configuration, or makes it."""
+    q, k, v = (x[0] for x in qkv(1, B))
+    problem, inputs = _checks.attention(q, k, v, q_offset=0, segment_ids=None, options=PLAIN)
+    traced = []
+
+    class Spy:
+        def run(self, inputs, problem):
+            traced.append(problem)
+            return REFERENCE.run(inputs, problem)
+
+    call = functools.partial(_transforms.kept, _transforms.attention, Spy(), problem)
+    assert_same(call(inputs), native(q, k, v))
+    assert_same(call(inputs._replace(q=q + 1)), native(q + 1, k, v))
+    assert len(traced) == 1
+    with _tuning.forced("flash_fwd_sm90", {}):
+        call(inputs)
+    with _tuning.watched():
+        call(inputs)
+    jax.jit(call)(inputs)
+    assert len(traced) == 4
+
+
 def test_nested_vmap():
     q, k, v = qkv(X, B)
     both = jnp.stack([q, q + 1], axis=1)
