@@ -146,7 +146,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
     if problem.dtype not in ("bfloat16", "float16", "float32"):
         return Limit(
             f"it takes bfloat16, float16 and float32, not {problem.dtype}",
-            "cast q, k and v, or another one",
+            "cast q, k and v to one of them",
         )
     if (refused := operands.dims_limit(problem)) is not None:
         return refused
