@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str, ...]  # a factor an axis; ("k g") is an axis made of two, the major one first
 
@@ -33,14 +34,13 @@ def over_devices(
     it is a sum over; what the devices have of it is added up along those that are split.
     """
     types = [jax.typeof(array) for array in arrays]
-    explicit = [each for each in types if any(name is not None for name in each.sharding.spec)]
+    mesh = _explicit_mesh(types)
     varying = frozenset().union(*(_varying(array) for array in arrays))
     if varying:  # inside jax.shard_map: the arrays are this device's part already
         return tuple(_as_varying(result, varying) for result in run(*arrays))
     sums = sums or [()] * len(outputs)
-    if explicit:
+    if mesh is not None:
         # Explicit mesh axes: the shardings are part of the types, so the split is known already.
-        mesh = explicit[0].sharding.mesh
         places = _places(mesh, types, inputs, free)
         ins, outs = (tuple(_spec(axes, places) for axes in many) for many in (inputs, outputs))
         parts = [
@@ -56,7 +56,11 @@ def over_devices(
 
     def partition(mesh: Any, shapes: Any, results: Any) -> Any:
         del results
-        places = _places(mesh, shapes, inputs, free)
+        if mesh.empty:  # `jax.set_mesh` alone says where: jax gives no names, so nothing is split
+            devices = sorted(shapes[0].sharding.device_set, key=lambda device: device.id)
+            mesh, places = Mesh(np.array(devices), ("device",)), {}
+        else:
+            places = _places(mesh, shapes, inputs, free)
         ins, outs = (
             tuple(NamedSharding(mesh, _spec(axes, places)) for axes in many)
             for many in (inputs, outputs)
@@ -76,6 +80,15 @@ def over_devices(
     )
     with jax.disable_jit(False):  # or the constants would show
         return call(*arrays)
+
+
+def _explicit_mesh(types: Sequence[Any]) -> Any:
+    """The mesh whose explicit axes split one of the arrays, or could; None where there is none."""
+    for each in types:
+        if any(name is not None for name in each.sharding.spec):
+            return each.sharding.mesh
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if set(mesh.axis_types) == {AxisType.Explicit} else None
 
 
 # `run(*arrays)` that shows nothing of the refs in it: a kernel may hold what it writes as refs,
@@ -205,6 +218,23 @@ def gradient_of(array: jax.Array, gradient: jax.Array) -> jax.Array:
     if jax.typeof(gradient).sharding.spec == sharding.spec:
         return gradient
     return jax.sharding.reshard(gradient, NamedSharding(sharding.mesh, sharding.spec))
+
+
+def one_after_another(run: Callable[[Any], Any], arrays: Any) -> Any:
+    """`jax.lax.map`, also over an axis that explicit mesh axes split: it is gathered, and what
+    comes of it split again.
+    """
+    types = [jax.typeof(array).sharding for array in jax.tree.leaves(arrays)]
+    split = next((each for each in types if each.spec and each.spec[0] is not None), None)
+    if split is None:
+        return jax.lax.map(run, arrays)
+
+    def along(names: Any, array: jax.Array) -> jax.Array:
+        rest = jax.typeof(array).sharding.spec[1:]
+        return jax.sharding.reshard(array, NamedSharding(split.mesh, PartitionSpec(names, *rest)))
+
+    whole = jax.tree.map(functools.partial(along, None), arrays)
+    return jax.tree.map(functools.partial(along, split.spec[0]), jax.lax.map(run, whole))
 
 
 def _as_varying(array: jax.Array, axes: frozenset[str]) -> jax.Array:

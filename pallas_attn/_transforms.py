@@ -69,9 +69,10 @@ def attention(kernel: Any, problem: AttentionProblem, inputs: AttentionInputs):
     @call.def_vmap
     def rule(axis_size: int, batched: list[bool], *arrays: Array):
         mapped = [name for name, is_mapped in zip(given, batched, strict=True) if is_mapped]
+        split = jax.typeof(arrays[0]).sharding.spec[:1] != (None,)  # by explicit mesh axes
         if not axis_size or _placed(dict(zip(given, arrays, strict=True)), mapped):
             results = _one_by_one(kernel, problem, named(arrays), mapped)
-        elif mapped == ["q"] and problem.bias_shape is None and problem.mask_shape is None:
+        elif mapped == ["q"] and not (split or problem.bias_shape or problem.mask_shape):
             results = _fold_into_heads(kernel, problem, named(arrays), axis_size)
         elif "sinks" in mapped:  # a sink a head is all that the kernels know
             results = _one_by_one(kernel, problem, named(arrays), mapped)
@@ -152,7 +153,7 @@ def _one_by_one(kernel, problem, inputs, mapped):
     def one(fields: dict[str, Array]):
         return attention(kernel, problem, inputs._replace(**fields))
 
-    return jax.lax.map(one, {name: getattr(inputs, name) for name in mapped})
+    return _sharding.one_after_another(one, {name: getattr(inputs, name) for name in mapped})
 
 
 def _attention_axes(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, Any]:
@@ -229,7 +230,7 @@ def attention_backward(kernel: Any, problem: AttentionProblem, residuals: Any) -
 
         # the others' gradients are sums over the batch; of no rows no kernel is launched
         if floats != ["q", "k", "v"] or not axis_size or _placed(named, mapped):
-            results = jax.lax.map(
+            results = _sharding.one_after_another(
                 lambda fields: run(named | fields, problem), {name: named[name] for name in mapped}
             )
         else:

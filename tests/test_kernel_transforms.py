@@ -330,6 +330,39 @@ def test_vmap_over_axes_that_are_placed(kernels_that_differentiate, spec):
     assert_same(jax.tree.leaves(got), jax.tree.leaves(want))
 
 
+@pytest.mark.parametrize("mapped", [("q",), ("q", "sinks"), ("q", "bias")])
+def test_vmap_over_an_axis_that_is_placed_of_some_arrays(kernels_that_differentiate, mapped):
+    """Heads have no room for it; and what is done one by one is gathered and split again."""
+    floats = dict(zip("qkv", qkv(2, B), strict=True))
+    floats |= {"sinks": normal(4, 2, N), "bias": normal(3, 2, N, 1, S)}
+    moving = {name: floats[name] for name in mapped}
+    fixed = {name: floats[name][0] for name in ("k", "v")}
+
+    def over(gradients):
+        return jax.vmap(lambda some: gradients({**fixed, **some}))(moving)
+
+    want = theirs_of_the_reference(over, theirs)
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        fixed = jax.device_put(fixed, NamedSharding(mesh, P()))
+        moving = jax.device_put(moving, NamedSharding(mesh, P("x")))
+        got = jax.jit(lambda: over(ours))()
+    assert_same_trees(got, want)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_that_nobody_placed_on_the_mesh_that_is_set(kernels_that_differentiate, kind):
+    """As a model's first step has them, or an evaluation."""
+    arrays = qkv(B)
+    floats = dict(zip("qkv", arrays, strict=True))
+    want = theirs_of_the_reference(theirs, floats)
+    with jax.set_mesh(mesh_of(kind)):
+        out = jax.jit(lambda *arrays: through_layer(*arrays))(*arrays)
+        got = jax.jit(lambda floats: ours(floats))(floats)
+    assert_same(out, native(*arrays))
+    assert_same_trees(got, want)
+
+
 def test_gradients_in_a_shard_map(kernels_that_differentiate):
     """A bias and sinks that are whole on each device get the sum over the devices."""
     spec = P("x", None, "y")
