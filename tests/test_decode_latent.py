@@ -78,7 +78,11 @@ CASES = {
         Case(lengths=(65, 0, 130), q_len=2, q_heads=40, sinks=True), kernel.Config(stages=2, ctas=4)
     ),
     "two_chunks_no_rest": (
-        Case("paged", (140, 3), q_heads=80, head_dim=256, v_head_dim=256), SMALL
+        Case("paged", (140, 3), q_heads=80, head_dim=256, v_head_dim=256),
+        kernel.Config(stages=2, ctas=4),
+    ),
+    "three_chunks_wide": (
+        Case(lengths=(130,), q_len=3, q_heads=50, head_dim=448, v_head_dim=384), SMALL
     ),
     "one_head": (Case("paged", (70, 132), q_heads=1, layers=2), SMALL),
     "batch_invariant": (

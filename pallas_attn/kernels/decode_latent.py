@@ -5,6 +5,7 @@ cache is 1152 bytes that serve as key and as value. With 128 heads that is work 
 rather than for memory, so tiles come by TMA, swizzled for wgmma. An output of 64 x 512 is too much
 for one warpgroup's registers: two share it by columns. A third has the scores of all rows: it is a
 tile ahead of them, and leaves its probabilities where the part of the keys lay that is not of V.
+Half of q stays in its registers, which leaves shared memory for half a tile more of keys.
 Up to 32 rows are `decode_latent_few`'s.
 
 Dealing is that of `decode_plan`, but blocks that have other rows of the same queries lie beside
@@ -12,11 +13,12 @@ each other and take the same keys: memory is read once, L2 as often as there are
 Parts of a row are merged by `decode_latent_parts`.
 
 Warpgroups, and what they own of shared memory:
-  0, 1  multiply values, by columns; let go of theirs of a tile, and of its probabilities
-  2     scores: lets go of q when the last scores of a piece are there; `weights`: a tile's
-        probabilities, with `tops` and `totals`, are there
-  3     loads: `q_ready` for q, `ready` a tile's blocks of columns; and lays out the table of
-        lengths, which all read after `laid`
+  0, 1  multiply values, by columns; let go of theirs of a tile (`free`), of its probabilities
+        (`spent`), and of q on its way to registers
+  2     scores: lets go of q in shared memory when the last scores of a piece are there;
+        `weights`: a tile's probabilities, with `tops` and `totals`, are there
+  3     loads: `q_ready` for q, `ready` and `rest_ready` for blocks of columns; and lays out the
+        table of lengths, which all read after `laid`
 """
 
 import dataclasses
@@ -34,6 +36,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels import (
     decode_latent_few,
     decode_latent_load,
+    decode_latent_memory,
     decode_latent_parts,
     decode_logits,
     decode_merge,
@@ -42,11 +45,19 @@ from pallas_attn.kernels import (
     tiles,
     votes,
 )
-from pallas_attn.kernels.decode_latent_load import TILE, WIDE, Block, Refs, each_thread
+from pallas_attn.kernels.decode_latent_load import TILE, WIDE, Refs, each_thread
+from pallas_attn.kernels.decode_latent_memory import (
+    Smem,
+    block_of,
+    entry_of,
+    first_of,
+    pieces,
+    scratch,
+)
 from pallas_attn.kernels.decode_latent_parts import base_of
-from pallas_attn.kernels.decode_latent_plan import COMPUTING, LatentPlan, place_of
+from pallas_attn.kernels.decode_latent_plan import COMPUTING, SLOTS, LatentPlan, place_of
 from pallas_attn.kernels.decode_logits import ROWS
-from pallas_attn.kernels.decode_plan import Piece, Plan, Table
+from pallas_attn.kernels.decode_plan import Piece, Plan
 
 Array = Any
 Ref = Any
@@ -86,55 +97,6 @@ def limit(problem: DecodeProblem, least: Any) -> Limit | None:
     return None
 
 
-class Smem(NamedTuple):
-    q: Any  # [COMPUTING, ROWS, half]
-    kv: Any  # [COMPUTING, stages, TILE, half]
-    q_rest: Any  # [ROWS, rest]; None where rest is 0
-    k_rest: Any  # [stages, TILE, rest]
-    p: Any  # [stages, ROWS, TILE]: probabilities; None where k_rest has room for them
-    tops: Any  # float32[stages, ROWS]: after a tile
-    totals: Any  # likewise, after the last tile of a piece
-    table: Table
-    last: Any  # int32[1]
-    q_ready: Any
-    q_free: Any
-    ready: Any  # a tile's pieces
-    free: Any  # of each warpgroup's columns
-    weights: Any  # a tile's probabilities are there
-    met: Any  # of the computing warpgroups
-    laid: Any
-
-
-def scratch(plan: LatentPlan) -> Smem:
-    dtype, stages = jnp.dtype(plan.problem.dtype), plan.config.stages
-
-    def swizzled(*shape):
-        return tiles.swizzled(shape, dtype, 2 * WIDE) if shape[-1] else None
-
-    def numbers(count):
-        return plgpu.SMEM((count,), jnp.int32)
-
-    barrier = plgpu.Barrier
-    return Smem(
-        q=swizzled(COMPUTING, ROWS, plan.half),
-        kv=swizzled(COMPUTING, stages, TILE, plan.half),
-        q_rest=swizzled(ROWS, plan.rest),
-        k_rest=swizzled(stages, TILE, plan.rest),
-        p=None if plan.rest else swizzled(stages, ROWS, TILE),
-        tops=plgpu.SMEM((stages, ROWS), jnp.float32),
-        totals=plgpu.SMEM((stages, ROWS), jnp.float32),
-        table=decode_latent_load.table_of(plan),
-        last=numbers(1),
-        q_ready=barrier(num_arrivals=plan.pieces),
-        q_free=barrier(),
-        ready=barrier(num_barriers=stages * plan.pieces, num_arrivals=TILE // plan.page_rows),
-        free=barrier(num_barriers=stages * COMPUTING),
-        weights=barrier(num_barriers=stages),
-        met=barrier(num_arrivals=COMPUTING),
-        laid=barrier(),
-    )
-
-
 def _few(problem: DecodeProblem) -> bool:
     return problem.q_len * problem.q_heads <= decode_latent_few.MOST
 
@@ -162,52 +124,6 @@ def smem_bytes(problem: DecodeProblem, config: Any) -> int:
     return decode_latent_load.smem_bytes(scratch(LatentPlan(problem, config)))
 
 
-# ---- loading -------------------------------------------------------------------------------------
-
-
-def _pieces(plan: LatentPlan, smem: Smem, cta: Scalar, body: Any) -> None:
-    """`body(piece, number, count)` for each piece of the block; `count` is what it gave before."""
-    place = place_of(plan, cta)
-
-    def own(piece, number, count):
-        return body(piece._replace(head=piece.head * plan.beside + place.which), number, count)
-
-    share = decode_plan.share_of(plan.line, smem.table, place.cta)
-    decode_latent_load.pieces(plan.line, smem.table, share, own, jnp.int32(0))
-
-
-def _load(plan: LatentPlan, refs: Refs, smem: Smem, cta: Scalar) -> None:
-    stages, half = plan.config.stages, plan.half
-
-    def blocks_of(number):
-        slot, again = lax.rem(number, jnp.int32(stages)), number >= stages
-        for wg in range(COMPUTING):
-            ready, free = smem.ready.at[slot * plan.pieces + wg], smem.free.at[wg * stages + slot]
-            yield Block(pl.ds(wg * half, half), smem.kv.at[wg, slot], ready, free, again)
-        if plan.rest:  # both have let go of the probabilities there
-            columns = pl.ds(plan.problem.v_head_dim, plan.rest)
-            ready = smem.ready.at[slot * plan.pieces + COMPUTING]
-            yield Block(columns, smem.k_rest.at[slot], ready, None, again)
-
-    def one_piece(piece, number, count):
-        pl.when(number > 0)(lambda: plgpu.barrier_wait(smem.q_free))
-        _load_q(plan, refs, smem, piece)
-        return decode_latent_load.load(plan, refs, smem.table, piece, count, blocks_of)
-
-    _pieces(plan, smem, cta, one_piece)
-
-
-def _load_q(plan: LatentPlan, refs: Refs, smem: Smem, piece: Piece) -> None:
-    chunk = lax.rem(piece.head, jnp.int32(plan.chunks)) * ROWS
-    rows = pl.ds(piece.m * plan.padded + chunk, ROWS)
-    for wg in range(COMPUTING):
-        columns = pl.ds(wg * plan.half, plan.half)
-        plgpu.copy_gmem_to_smem(refs.q.at[rows, columns], smem.q.at[wg], smem.q_ready)
-    if plan.rest:
-        columns = pl.ds(plan.problem.v_head_dim, plan.rest)
-        plgpu.copy_gmem_to_smem(refs.q.at[rows, columns], smem.q_rest, smem.q_ready)
-
-
 # ---- computing -----------------------------------------------------------------------------------
 
 
@@ -216,16 +132,37 @@ def _probabilities(plan: LatentPlan, smem: Smem, slot: Scalar) -> Ref:
     return smem.k_rest.at[slot] if plan.rest else smem.p.at[slot]
 
 
-def _scores(plan: LatentPlan, smem: Smem, slot: Scalar) -> Array:
-    """Begins as soon as the first columns are there."""
+def _queries(plan: LatentPlan, smem: Smem, first: Scalar) -> list[Array]:
+    """The columns of q that stay in registers: the first of each warpgroup's."""
+    parts = []
+    for wg in range(COMPUTING):
+        plgpu.barrier_wait(smem.ready.at[entry_of(plan, wg, first)])
+        parts.append(plgpu.load(block_of(plan, smem, wg, first), layout=tiles.TILE))
+    if plan.q_pieces:
+        plgpu.barrier_wait(smem.q_ready)
+    return parts
+
+
+def _scores(  # noqa: PLR0913
+    plan: LatentPlan, smem: Smem, q: list[Array], first: Scalar, slot: Scalar, let_go: Any
+) -> Array:
+    """Begins as soon as the first columns are there; `let_go` of the probabilities of the tile
+    before when all but the last are multiplied.
+    """
 
     def body(acc):
-        for wg in range(COMPUTING):
-            plgpu.barrier_wait(smem.ready.at[slot * plan.pieces + wg])
-            plgpu.wgmma(acc, smem.q.at[wg], smem.kv.at[wg, slot].transpose((1, 0)))
+        for n in range(plan.each):
+            for wg in range(COMPUTING):
+                plgpu.barrier_wait(smem.ready.at[entry_of(plan, wg, first + n)])
+                keys = block_of(plan, smem, wg, first + n).transpose((1, 0))
+                columns = pl.ds((n - 1) * plan.part, plan.part)
+                plgpu.wgmma(acc, smem.q.at[wg, :, columns] if n else q[wg], keys)
         if plan.rest:
-            plgpu.barrier_wait(smem.ready.at[slot * plan.pieces + COMPUTING])
+            plgpu.barrier_wait(smem.rest_ready.at[slot])
             plgpu.wgmma(acc, smem.q_rest, smem.k_rest.at[slot].transpose((1, 0)))
+        if plan.scores_first:
+            plgpu.wgmma_wait(1)
+            let_go()
         return acc[...]
 
     return pl.run_scoped(body, plgpu.ACC((ROWS, TILE), jnp.float32))
@@ -236,23 +173,31 @@ def _put(ref: Ref, numbers: Array) -> None:
 
 
 def _score(plan: LatentPlan, smem: Smem, cta: Scalar) -> None:
-    """Probabilities of all tiles, and what they are relative to."""
+    """Probabilities of all tiles, and what they are relative to.
+
+    Where scores are first, those of a tile are let go of when the scores of the next are all but
+    there: tensor cores do the values of a tile under the softmax of the next.
+    """
 
     def one_piece(piece, number, count):
-        del number
-        plgpu.barrier_wait(smem.q_ready)
+        q = _queries(plan, smem, first_of(plan, number, count))
 
         def one_tile(tile, carry):
             top, total, count = carry
-            slot = lax.rem(count, jnp.int32(plan.config.stages))
-            s = _scores(plan, smem, slot)
-            pl.when(tile == piece.end - 1)(lambda: plgpu.barrier_arrive(smem.q_free))
+            slot, first = lax.rem(count, jnp.int32(SLOTS)), first_of(plan, number, count) + 1
+            before, last = lax.rem(count + (SLOTS - 1), jnp.int32(SLOTS)), tile == piece.end - 1
+            let_go = functools.partial(plgpu.barrier_arrive, smem.weights.at[before])
+            s = _scores(plan, smem, q, first, slot, lambda: pl.when(tile > piece.tile)(let_go))
+            if plan.q_pieces:
+                pl.when(last)(lambda: plgpu.barrier_arrive(smem.q_free))
             live = piece.length - tile * TILE
 
             @pl.when(live < TILE)
             def _():
-                for wg in range(COMPUTING):
-                    decode_latent_load.clear(smem.kv.at[wg, slot], plan.half, live)
+                for n in range(plan.each):
+                    for wg in range(COMPUTING):
+                        block = block_of(plan, smem, wg, first + n)
+                        decode_latent_load.clear(block, plan.part, live)
 
             s, _ = decode_logits.logits(plan, piece, tile, (s, None))
             new = softmax.next_step(s, plan.unit_of_logits, top, guarded=True)
@@ -264,18 +209,22 @@ def _score(plan: LatentPlan, smem: Smem, cta: Scalar) -> None:
             total = total + new.total
             # What probabilities are put over were keys: all warps must have their scores.
             each_thread(decode_latent_load.sync, (), ())
+            if not plan.rest:
+                again = functools.partial(plgpu.barrier_wait, smem.spent.at[slot])
+                pl.when(count >= SLOTS)(again)
             _probabilities(plan, smem, slot)[...] = new.p.astype(plan.problem.dtype)
             smem.tops.at[slot][...] = new.top
-            pl.when(tile == piece.end - 1)(lambda: _put(smem.totals.at[slot], total.sum(axis=1)))
+            pl.when(last)(lambda: _put(smem.totals.at[slot], total.sum(axis=1)))
             plgpu.commit_smem()
-            plgpu.barrier_arrive(smem.weights.at[slot])
+            at_once = last if plan.scores_first else True
+            pl.when(at_once)(lambda: plgpu.barrier_arrive(smem.weights.at[slot]))
             return new.top, total, count + 1
 
         top = tiles.filled((ROWS,), -jnp.inf)
         total = tiles.filled((ROWS, softmax.PARTS), 0.0)
         return lax.fori_loop(piece.tile, piece.end, one_tile, (top, total, count))[2]
 
-    _pieces(plan, smem, cta, one_piece)
+    pieces(plan, smem, cta, one_piece)
 
 
 class State(NamedTuple):
@@ -286,17 +235,21 @@ class State(NamedTuple):
 
 def _weigh(plan: LatentPlan, smem: Smem, results: Any, cta: Scalar, wg: Scalar) -> None:
     """A warpgroup's columns of the values, of all tiles."""
-    stages = plan.config.stages
 
     def one_piece(piece, number, count):
-        del number
+        entry_of_q = entry_of(plan, wg, first_of(plan, number, count))
+        plgpu.barrier_wait(smem.ready.at[entry_of_q])
 
         def one_tile(tile, carry):
-            del tile
             state, count = carry
-            slot = lax.rem(count, jnp.int32(stages))
-            plgpu.barrier_wait(smem.ready.at[slot * plan.pieces + wg])
+            slot, first = lax.rem(count, jnp.int32(SLOTS)), first_of(plan, number, count) + 1
+            entries = [entry_of(plan, wg, first + n) for n in range(plan.each)]
+            for entry in entries:
+                plgpu.barrier_wait(smem.ready.at[entry])
             plgpu.barrier_wait(smem.weights.at[slot])
+            # Where there are scores, q is in registers.
+            free_q = functools.partial(plgpu.barrier_arrive, smem.free.at[entry_of_q])
+            pl.when(tile == piece.tile)(free_q)
             top = plgpu.load(smem.tops.at[slot], layout=tiles.ROW)
             total = plgpu.load(smem.totals.at[slot], layout=tiles.ROW)
             shrink = jnp.exp2(state.top - base_of(top))
@@ -309,21 +262,23 @@ def _weigh(plan: LatentPlan, smem: Smem, results: Any, cta: Scalar, wg: Scalar) 
             def matmuls(refs):
                 p = _probabilities(plan, smem, slot)
                 for n, acc in enumerate(refs):
-                    columns = pl.ds(n * plan.part, plan.part)
-                    plgpu.wgmma(acc, p, smem.kv.at[wg, slot, :, columns])
+                    plgpu.wgmma(acc, p, block_of(plan, smem, wg, first + n))
+                for n, entry in enumerate(entries):
+                    plgpu.wgmma_wait(plan.each - 1 - n)
+                    plgpu.barrier_arrive(smem.free.at[entry])
 
             accs = pl.run_state(matmuls)(tuple(plgpu.ACC.init(acc) for acc in accs))
-            plgpu.barrier_arrive(smem.free.at[wg * stages + slot])
+            plgpu.barrier_arrive(smem.spent.at[slot])
             return State(accs, top, total), count + 1
 
-        rows, each = (ROWS,), plan.half // plan.part
-        accs = tuple(tiles.filled((ROWS, plan.part), 0.0) for _ in range(each))
+        rows = (ROWS,)
+        accs = tuple(tiles.filled((ROWS, plan.part), 0.0) for _ in range(plan.each))
         state = State(accs, tiles.filled(rows, -jnp.inf), tiles.filled(rows, 0.0))
         state, count = lax.fori_loop(piece.tile, piece.end, one_tile, (state, count))
         _finish(plan, smem, results, (piece, state), (cta, wg))
         return count
 
-    _pieces(plan, smem, cta, one_piece)
+    pieces(plan, smem, cta, one_piece)
 
 
 def _meet(smem: Smem) -> None:
@@ -378,7 +333,7 @@ def _merge(plan: LatentPlan, results: Any, piece: Piece, wg: Scalar, slots: Any)
     top = decode_latent_parts.highest(results.tops, slots, layout)
     total = decode_latent_parts.total((results.tops, results.totals), slots, top, layout)
     factor = _factor(plan, results, piece, wg, (top, total))
-    for n in range(plan.half // plan.part):
+    for n in range(plan.each):
 
         def weighed(slot, n=n):
             own = decode_latent_parts.numbers(results.tops, slot, layout)
@@ -422,17 +377,17 @@ def _kernel(refs: Refs, results: Any, out: Ref, lse: Ref, parts: Any, smem: Smem
         plgpu.set_max_registers(24, action="decrease")
         decode_latent_load.lay_out(plan, refs, smem.table)
         plgpu.barrier_arrive(smem.laid)
-        _load(plan, refs, smem, cta)
+        decode_latent_memory.load(plan, refs, smem, cta)
 
     @pl.when(wg == SCORING)
     def _():
-        plgpu.set_max_registers(152, action="increase")
+        plgpu.set_max_registers(168, action="increase")
         plgpu.barrier_wait(smem.laid)
         _score(plan, smem, cta)
 
     @pl.when(wg < COMPUTING)
     def _():
-        plgpu.set_max_registers(168, action="increase")
+        plgpu.set_max_registers(160, action="increase")
         plgpu.barrier_wait(smem.laid)
         _weigh(plan, smem, results, cta, wg)
 

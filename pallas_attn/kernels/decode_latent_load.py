@@ -28,6 +28,7 @@ Scalar = Any
 
 TILE = 64  # keys
 WIDE = 64  # columns of a swizzle of 128 bytes
+AHEAD = 1  # tiles between one that is asked for and the one that is brought to L2
 
 
 class Refs(NamedTuple):
@@ -112,11 +113,18 @@ class Block(NamedTuple):
     again: Any  # has to be asked only where something did
 
 
-def load(
-    plan: Plan, refs: Refs, table: Table, piece: Piece, count: Scalar, blocks_of: Callable
+def load(  # noqa: PLR0913
+    plan: Plan,
+    refs: Refs,
+    table: Table,
+    piece: Piece,
+    count: Scalar,
+    blocks_of: Callable,
+    bring: Callable | None = None,
 ) -> Scalar:
     """All tiles of a piece; `blocks_of(number of the tile)` since the kernel began. Comes back with
-    the number after the last.
+    the number after the last. `bring(tile)`: whether this block has a tile brought to L2 before it
+    is asked for.
     """
     if plan.problem.kind == "paged" and plan.problem.mask.left is not None:
         before = lax.div(piece.tile * TILE, jnp.int32(plan.problem.page_size))
@@ -125,6 +133,10 @@ def load(
 
     def one_tile(tile, carry):
         count, pages = carry
+        if bring is not None:
+            later = tile + AHEAD
+            wanted = bring(later) & (later < piece.end)
+            pl.when(wanted)(functools.partial(_bring, plan, refs, piece, later))
         for number, block in enumerate(blocks_of(count)):
             if block.free is not None:
                 pl.when(block.again)(functools.partial(plgpu.barrier_wait, block.free))
@@ -150,30 +162,53 @@ def _pages(plan: Plan, refs: Refs, piece: Piece, tile: Scalar) -> list[Scalar]:
     return [table[piece.m, lax.div(jnp.minimum(row, last), size)] for row in rows]
 
 
+def _bring(plan: Plan, refs: Refs, piece: Piece, tile: Scalar) -> None:
+    """A tile to L2."""
+    blocks = plan.problem.head_dim // WIDE
+    width = WIDE * next(n for n in (4, 3, 2, 1) if blocks % n == 0)
+    for n, page in enumerate(_pages(plan, refs, piece, tile)):
+        slab, row = _place(plan, refs, tile * TILE + n * plan.page_rows, page)
+        for column in range(0, plan.problem.head_dim, width):
+            columns = pl.ds(column, width)
+            plgpu.async_prefetch(refs.kv.at[slab, pl.ds(row, plan.page_rows), columns])
+
+
+def _place(plan: Plan, refs: Refs, row: Scalar, page: Scalar) -> tuple[Scalar, Scalar]:
+    """Which slab of the cache has a row, and where. `page`: of a stacked cache the sequence."""
+    problem = plan.problem
+    layer = jnp.int32(0) if refs.layer is None else refs.layer[0]
+    if problem.layers is not None:  # any, where there is no such layer: the result is NaN
+        layer = jnp.clip(layer, 0, problem.layers - 1)
+    if problem.kind == "stacked":
+        return layer * problem.sequences + page, row
+    good = jnp.where(_bad(plan, page), 0, page)  # some page's rows: the result will be NaN
+    return layer * problem.pages + good, lax.rem(row, jnp.int32(problem.page_size))
+
+
+def _bad(plan: Plan, page: Scalar) -> Scalar:
+    return (page < 0) | (page >= plan.problem.pages)
+
+
 def _rows(  # noqa: PLR0913
     plan: Plan, refs: Refs, lost: Ref | None, piece: Piece, place: tuple, block: Block
 ) -> None:
     """A block's columns of what lies together in memory: of a tile, or of a page of it."""
-    (row, first, page), problem = place, plan.problem
-    layer = jnp.int32(0) if refs.layer is None else refs.layer[0]
-    if problem.layers is not None:  # any, where there is no such layer: the result is NaN
-        layer = jnp.clip(layer, 0, problem.layers - 1)
+    row, first, page = place
 
-    def copy(slab, row):
-        source = refs.kv.at[slab, pl.ds(row, plan.page_rows), block.columns]
+    def copy():
+        slab, within = _place(plan, refs, row, page)
+        source = refs.kv.at[slab, pl.ds(within, plan.page_rows), block.columns]
         to = block.to.at[pl.ds(first, plan.page_rows)]
         plgpu.copy_gmem_to_smem(source, to, block.ready)
 
-    if problem.kind == "stacked":
-        return copy(layer * problem.sequences + page, row)
+    if plan.problem.kind == "stacked":
+        return copy()
 
     @pl.when(row < piece.length)
     def _():
-        bad = (page < 0) | (page >= problem.pages)
-        good = jnp.where(bad, 0, page)  # some page's rows: the result will be NaN
         if lost is not None:
-            pl.when(bad)(lambda: each_thread(_lose, lost, piece.m))
-        copy(layer * problem.pages + good, lax.rem(row, jnp.int32(problem.page_size)))
+            pl.when(_bad(plan, page))(lambda: each_thread(_lose, lost, piece.m))
+        copy()
 
     pl.when(row >= piece.length)(lambda: plgpu.barrier_arrive(block.ready))
     return None
