@@ -104,6 +104,14 @@ def _large_attention() -> list[AttentionCase]:
         causal("f32_h64_causal_t2048_highest", (4, 2048), (16, 16), 64, "corner", **exact),
         _attention("f32_h128_full_t2048_highest", (4, 2048), (16, 16), 128, "corner", **exact),
         causal("f32_h128_causal_t4096_highest", (2, 4096), (16, 16), 128, "corner", **exact),
+        *(
+            _attention(name, (2, 2048), (16, 16), dim, "wide", mask=mask, **how)
+            for dim, mask in ((192, FULL), (256, FULL), (256, CAUSAL))
+            for name, how in (
+                (f"f32_h{dim}_{mask}_t2048", {"dtype": "float32"}),
+                (f"f32_h{dim}_{mask}_t2048_highest", exact),
+            )
+        ),
         # Promises: 8 packed documents cost what 8 batch rows do; keys past a length cost nothing.
         causal("documents_8x1024", (1, 8192), (16, 16), 128, "cost", segments=(1024,) * 8),
         causal("rows_8x1024", (8, 1024), (16, 16), 128, "cost"),

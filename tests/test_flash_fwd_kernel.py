@@ -15,17 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import _tuning, cases, reference
+from pallas_attn import _dispatch, _tuning, cases, reference
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.bench import tune
 from pallas_attn.kernels import (
+    flash_bwd_sm90,
     flash_fwd_sm80,
+    flash_memory,
     flash_plan,
     matrices,
     operands,
     segments,
     softmax,
     spans,
+    terms,
 )
 from pallas_attn.kernels import flash_fwd_sm90 as kernel
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
@@ -277,6 +280,44 @@ def test_float32_is_the_sum_of_its_parts(parts):
     live = np.abs(x) < 1e30
     np.testing.assert_allclose(got[live], x[live], rtol=2.0 ** (-8 * parts), atol=0)
     np.testing.assert_array_equal(got.flat[:3], x.flat[:3])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_float32_is_a_power_of_two_times_its_terms(rng, count):
+    x = rng.standard_normal((2, 30, 4, 16)).astype(np.float32)
+    x[:, :, 2:] *= 1e-20  # another kv head's numbers do not count
+    x[0, 20:] = 1e30  # nor does what lies past a length
+    odd = np.inf, -np.inf, np.nan
+    x[1, 0, 0, :3] = odd
+    power = terms.power_of_two(terms.largest(jnp.asarray(x), 2, jnp.asarray([20, 30])))
+    live = np.ones(x.shape, bool)
+    live[0, 20:], live[1, 0, 0, :3] = False, False
+    split = terms.split(jnp.asarray(x), power, terms.Kind("float16", count), 24)
+    pieces = np.asarray(split, np.float64).reshape(*x.shape[:3], count, 24)
+    np.testing.assert_array_equal(pieces[1, 0, 0, -1, :3], odd)
+    assert not pieces[..., 16:].any() and not pieces[1, 0, 0, :-1, :3].any()
+    size = np.abs(np.where(live, pieces[..., 0, :16], 0)).max(axis=(1, 3)).reshape(2, 2, 2).max(2)
+    assert np.all((size >= 2.0**terms.TOP) & (size <= 2.0 ** (terms.TOP + 1)))
+    pieces = np.where(live[..., None, :], pieces[..., :16], 0)
+    got = pieces.sum(3) * np.repeat(np.asarray(power), 2, axis=1)[:, None, :, None]
+    largest = np.abs(np.where(live, x, 0)).max(axis=(1, 3)).reshape(2, 2, 2).max(2)
+    lost = np.repeat(largest, 2, axis=1)[:, None, :, None] * 2.0**-39
+    off = np.abs(np.where(live, got - x, 0))
+    assert np.all(off <= np.where(live, np.abs(x), 0) * 2.0 ** (1 - 12 * count) + lost)
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_all_head_dims_of_float32_are_hoppers(precision):
+    """Forward and backward have scores of the same bits."""
+    problem = problem_of(one("one_row"))
+    facts = {"dtype": "float32", "precision": precision, "q_len": 2048, "kv_len": 2048}
+    for dim in range(8, 257, 8):
+        sizes = {"head_dim": dim, "v_head_dim": dim, **facts}
+        for op, module in (("forward", kernel), ("backward", flash_bwd_sm90)):
+            some = dataclasses.replace(problem, op=f"flash_{op}", **sizes)
+            assert _dispatch.select(some, None).name == "sm90"
+            need = module.smem_bytes(some, module.Config.default(some))
+            assert need <= flash_memory.SMEM_LIMIT
 
 
 # ---- what it refuses ----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ doubles the time of a backward pass.
 Shared memory: q, do, k and v of a tile of scores, in a ring of `stages`.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from jax import lax
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels import flash_plan, logits, terms, tiles
 from pallas_attn.kernels.flash_bwd_plan import Refs
+from pallas_attn.kernels.flash_bwd_terms import times, units_of
 from pallas_attn.kernels.flash_plan import ROWS, Plan
 from pallas_attn.kernels.logits import Place
 
@@ -65,14 +67,14 @@ def walk_of(plan: Plan) -> Walk:
 
 
 def scratch(plan: Plan) -> Smem:
-    kind, block = plan.values, plan.config.block_kv
+    block, kinds = plan.config.block_kv, (plan.scores, plan.values)
     stages = 2 if 2 * _tile_bytes(plan) <= ROOM else 1
     swizzles = plan.k_swizzle, plan.v_swizzle
-    widths = kind.terms * plan.k_width, kind.terms * plan.v_width
+    widths = plan.k_width, plan.v_width
     (q, do), (k, v) = (
         [
-            tiles.swizzled((stages, rows, width), kind.dtype, swizzle)
-            for width, swizzle in zip(widths, swizzles, strict=True)
+            tiles.swizzled((stages, rows, kind.terms * width), kind.dtype, swizzle)
+            for kind, width, swizzle in zip(kinds, widths, swizzles, strict=True)
         ]
         for rows in (ROWS, block)
     )
@@ -90,7 +92,7 @@ def scratch(plan: Plan) -> Smem:
 def _tile_bytes(plan: Plan) -> int:
     """Of the four tiles that a tile of scores is made of."""
     rows = ROWS + plan.config.block_kv
-    return rows * plan.values.bytes * (plan.k_width + plan.v_width)
+    return rows * (plan.scores.bytes * plan.k_width + plan.values.bytes * plan.v_width)
 
 
 class Step(NamedTuple):
@@ -161,9 +163,14 @@ def _load(plan: Plan, refs: Refs, smem: Smem, walk: Walk, place: tuple[Any, Any]
 
 def _ds(plan: Plan, refs: Refs, smem: Smem, step: Step, slot: Any) -> Any:
     shape = (ROWS, plan.config.block_kv)
-    q, do, k, v = (terms.of_memory(ref.at[slot], plan.values) for ref in smem[:4])
-    s = tiles.matmul(shape, q, terms.transposed(k))
-    dp = tiles.matmul(shape, do, terms.transposed(v))
+    kinds = (plan.scores, plan.values) * 2
+    q, do, k, v = (
+        terms.of_memory(ref.at[slot], kind) for ref, kind in zip(smem[:4], kinds, strict=True)
+    )
+    head = lax.div(step.head, jnp.int32(plan.problem.group))
+    units = units_of(refs, step.batch, head)
+    s = times(tiles.matmul(shape, q, terms.transposed(k)), units.scores)
+    dp = times(tiles.matmul(shape, do, terms.transposed(v)), units.dp)
     place = Place(step.batch, step.head, step.row, step.key, step.q_offset, step.kv_len, 0)
     lse, delta = (
         tiles.load(ref.at[step.batch, step.head, pl.ds(step.row, ROWS)], tiles.ROW)
@@ -173,7 +180,7 @@ def _ds(plan: Plan, refs: Refs, smem: Smem, step: Step, slot: Any) -> Any:
     ds = p * (dp - tiles.down_rows(delta, shape))
     # What lies past a length may be NaN in s and in dp.
     inside = tiles.positions(shape, 0, step.row) < step.q_len
-    return jnp.where(inside & (p != 0), ds, 0.0)
+    return times(jnp.where(inside & (p != 0), ds, 0.0), units.ds)
 
 
 def _compute(
@@ -217,8 +224,11 @@ def _kernel(refs: Refs, out: Any, smem: Smem, *, plan: Plan, walk: Walk) -> None
 
 
 def plan_of(problem: AttentionProblem, config: Any) -> Plan:
-    """By tiles of 64 by 64; `config` is the forward's class."""
-    return flash_plan.Plan(problem, config(warpgroups=1, block_kv=ROWS))
+    """By tiles of 64 by 64, or 32 where four such do not fit; `config` is the forward's class."""
+    plan = flash_plan.Plan(problem, config(warpgroups=1, block_kv=ROWS))
+    if _tile_bytes(plan) <= ROOM:
+        return plan
+    return dataclasses.replace(plan, config=config(warpgroups=1, block_kv=ROWS // 2))
 
 
 def dbias_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Any:

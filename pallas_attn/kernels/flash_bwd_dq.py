@@ -26,6 +26,7 @@ from jax import lax
 from pallas_attn._problem import AttentionInputs
 from pallas_attn.kernels import flash_plan, logits, operands, spans, terms, tiles
 from pallas_attn.kernels.flash_bwd_plan import Refs, ring
+from pallas_attn.kernels.flash_bwd_terms import Units, added, left, times, units_of
 from pallas_attn.kernels.flash_plan import ROWS, Plan
 from pallas_attn.kernels.logits import Place, Tile
 
@@ -43,16 +44,17 @@ class Smem(NamedTuple):
 
 
 def scratch(plan: Plan) -> Smem:
-    config, kind = plan.config, plan.values
+    config = plan.config
     barrier, computing = plgpu.Barrier, config.warpgroups
     stages, v_stages = config.stages, config.stages - 1
-    k_columns, v_columns = kind.terms * plan.k_width, kind.terms * plan.v_width
+    k_columns, v_columns = plan.scores.terms * plan.k_width, plan.values.terms * plan.v_width
     k_swizzle, v_swizzle = k_swizzle_of(plan), plan.v_swizzle
+    k_dtype, v_dtype = plan.scores.dtype, plan.values.dtype
     return Smem(
-        q=tiles.swizzled((computing, ROWS, k_columns), kind.dtype, k_swizzle),
-        do=tiles.swizzled((computing, ROWS, v_columns), kind.dtype, v_swizzle),
-        k=tiles.swizzled((stages, config.block_kv, k_columns), kind.dtype, k_swizzle),
-        v=tiles.swizzled((v_stages, config.block_kv, v_columns), kind.dtype, v_swizzle),
+        q=tiles.swizzled((computing, ROWS, k_columns), k_dtype, k_swizzle),
+        do=tiles.swizzled((computing, ROWS, v_columns), v_dtype, v_swizzle),
+        k=tiles.swizzled((stages, config.block_kv, k_columns), k_dtype, k_swizzle),
+        v=tiles.swizzled((v_stages, config.block_kv, v_columns), v_dtype, v_swizzle),
         q_ready=barrier(num_barriers=computing, num_arrivals=2),
         k_ready=barrier(num_barriers=stages),
         v_ready=barrier(num_barriers=v_stages),
@@ -65,12 +67,13 @@ def k_swizzle_of(plan: Plan) -> int:
     """Matmuls take dS by whole swizzles."""
     if plan.problem.dtype != "float32":
         return plan.k_swizzle
-    return min(plan.k_swizzle, operands.swizzle_of(plan.config.block_kv * plan.values.itemsize))
+    return min(plan.k_swizzle, operands.swizzle_of(plan.config.block_kv * plan.scores.itemsize))
 
 
 def buffer_bytes(plan: Plan) -> int:
     buffers = scratch(plan)[:4]
-    return sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
+    whole = sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
+    return whole + (tiles.REDUCTION_BYTES if plan.exact else 0)
 
 
 def span_of(plan: Plan, refs: Refs, tile: Tile) -> Any:
@@ -152,6 +155,7 @@ class Rows(NamedTuple):
     wg: Any
     lse: Any
     delta: Any
+    units: Units
 
 
 def _ds(plan: Plan, refs: Refs, smem: Smem, rows: Rows, at: Any, dp: Any) -> Any:
@@ -161,18 +165,37 @@ def _ds(plan: Plan, refs: Refs, smem: Smem, rows: Rows, at: Any, dp: Any) -> Any
     place = Place(
         tile.batch, tile.head, rows.row, t * plan.config.block_kv, tile.q_offset, tile.kv_len, 0
     )
+    s = times(s, rows.units.scores)
     p, slope = logits.probabilities(plan, refs, place, s, rows.lse, masked)
-    ds = p * (dp() - tiles.down_rows(rows.delta, shape))
+    ds = p * (times(dp(), rows.units.dp) - tiles.down_rows(rows.delta, shape))
     return ds if slope is None else ds * slope
+
+
+def _both(plan: Plan, smem: Smem, wg: Any, count: Any, accs: tuple[Any, Any]) -> int:
+    """Issues S and dP of the key tile that comes as number `count`; says how many matmuls."""
+    stages, issued = plan.config.stages, 0
+    for acc, own, passing, ready, size, kind in (
+        (accs[0], smem.q, smem.k, smem.k_ready, stages, plan.scores),
+        (accs[1], smem.do, smem.v, smem.v_ready, stages - 1, plan.values),
+    ):
+        slot, left = ring(count, size), terms.of_memory(own.at[wg], kind)
+        plgpu.barrier_wait(ready.at[slot])
+        terms.multiply(acc, left, terms.transposed(terms.of_memory(passing.at[slot], kind)))
+        issued += terms.products(kind.terms, kind.terms)
+    return issued
+
+
+def _alone(both: Any) -> None:
+    both()
 
 
 def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
     """All keys of a warpgroup's rows; carry is (span, count). Gives (dq, count)."""
     span, count = carry
-    config, kind = plan.config, plan.values
-    shape = (ROWS, config.block_kv)
-    memory = functools.partial(terms.of_memory, kind=kind)
-    width = smem.q.shape[-1] // kind.terms
+    config, scores, values = plan.config, plan.scores, plan.values
+    shape, width = (ROWS, config.block_kv), smem.q.shape[-1] // scores.terms
+    memory = terms.of_memory
+    left_of, add = functools.partial(left, plan), functools.partial(added, plan)
     k_slot = functools.partial(ring, size=config.stages)
     v_slot = functools.partial(ring, size=config.stages - 1)
 
@@ -180,18 +203,17 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
         return (t < span.full_lo) | (t >= span.full_hi)
 
     def tile(t, count, before, after):
-        """dS of key tile t; `before` issues what comes before S, `after` it is done."""
+        """dS of key tile t, and what `before` gives: called with what issues S and dP, and says how
+        many that are, it may issue something first. `after` it is done.
+        """
 
         def run(s_acc, dp_acc):
             # 0, which only we know: or else addresses would be computed before the loop and spilled
             wg = rows.wg + lax.shift_right_logical(count, jnp.int32(31))
-            q, do = memory(smem.q.at[wg]), memory(smem.do.at[wg])
-            before()
-            plgpu.barrier_wait(smem.k_ready.at[k_slot(count)])
-            terms.multiply(s_acc, q, terms.transposed(memory(smem.k.at[k_slot(count)])))
-            plgpu.barrier_wait(smem.v_ready.at[v_slot(count)])
-            terms.multiply(dp_acc, do, terms.transposed(memory(smem.v.at[v_slot(count)])))
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(terms.PRODUCTS[kind.terms]))
+            both = functools.partial(_both, plan, smem, wg, count, (s_acc, dp_acc))
+            first = before(both)
+            behind = terms.products(values.terms, values.terms)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=behind)
             after()
 
             def dp():
@@ -199,26 +221,29 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
                 plgpu.barrier_arrive(smem.v_free.at[v_slot(count)])
                 return value
 
-            return _ds(plan, refs, smem, rows, (t, masked(t), s), dp)
+            return _ds(plan, refs, smem, rows, (t, masked(t), s), dp), first
 
         both = plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
         return pl.run_scoped(run, *both)
 
     def in_registers(_):
-        """As `everything`, with tiles of dQ added up in registers: see `tiles.added`."""
+        """As `everything`, with tiles of dQ added up in registers: see `apart`."""
 
         def step(t, carry):
             count, ds, dq = carry
             last = k_slot(count - 1)
-            dq = tiles.added(dq, ds, memory(smem.k.at[last]))
-            plgpu.barrier_arrive(smem.k_free.at[last])
-            ds = tile(t, count, lambda: None, lambda: None)
-            return count + 1, terms.of_registers(ds, kind), dq
 
-        first = terms.of_registers(tile(span.lo, count, lambda: None, lambda: None), kind)
+            def before(both):
+                return add(dq, ds, memory(smem.k.at[last], scores), both)
+
+            release = functools.partial(plgpu.barrier_arrive, smem.k_free.at[last])
+            ds, dq = tile(t, count, before, release)
+            return count + 1, left_of(ds), dq
+
+        first = left_of(tile(span.lo, count, _alone, lambda: None)[0])
         dq = tiles.filled((ROWS, width), 0.0)
         end, ds, dq = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first, dq))
-        dq = tiles.added(dq, ds, memory(smem.k.at[k_slot(end - 1)]))
+        dq = add(dq, ds, memory(smem.k.at[k_slot(end - 1)], scores))
         plgpu.barrier_arrive(smem.k_free.at[k_slot(end - 1)])
         return dq, end
 
@@ -227,18 +252,22 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
             count, ds = carry
 
             last = k_slot(count - 1)
-            before = functools.partial(terms.multiply, dq, ds, memory(smem.k.at[last]))
-            after = functools.partial(plgpu.barrier_arrive, smem.k_free.at[last])
-            return count + 1, terms.of_registers(tile(t, count, before, after), kind)
 
-        first = terms.of_registers(tile(span.lo, count, lambda: None, lambda: None), kind)
+            def before(both):
+                terms.multiply(dq, ds, memory(smem.k.at[last], scores))
+                both()
+
+            after = functools.partial(plgpu.barrier_arrive, smem.k_free.at[last])
+            return count + 1, left_of(tile(t, count, before, after)[0])
+
+        first = left_of(tile(span.lo, count, _alone, lambda: None)[0])
         end, ds = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first))
-        terms.multiply(dq, ds, memory(smem.k.at[k_slot(end - 1)]))
+        terms.multiply(dq, ds, memory(smem.k.at[k_slot(end - 1)], scores))
         value = dq[...]
         plgpu.barrier_arrive(smem.k_free.at[k_slot(end - 1)])
         return value, end
 
-    if kind.terms == 3:
+    if plan.exact:
         return in_registers(None)
     return pl.run_scoped(everything, plgpu.ACC((ROWS, width), jnp.float32))
 
@@ -254,11 +283,12 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, 
         following = refs.dealt[cta, n + 2]
         tile = logits.tile_of(plan, refs, code)
         row = tile.row + wg * ROWS
-        numbers = [
+        lse, delta = (
             tiles.load(ref.at[tile.batch, tile.head, pl.ds(row, ROWS)], tiles.ROW)
             for ref in (refs.lse, refs.delta)
-        ]
-        rows = Rows(tile, row, wg, *numbers)
+        )
+        kv_head = lax.div(tile.head, jnp.int32(plan.problem.group))
+        rows = Rows(tile, row, wg, lse, delta, units_of(refs, tile.batch, kv_head))
         span = span_of(plan, refs, tile)
         plgpu.barrier_wait(smem.q_ready.at[wg])
 
@@ -266,7 +296,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, 
             return _attend(plan, refs, smem, rows, (span, entries))
 
         def none(entries):
-            return tiles.filled((ROWS, smem.q.shape[-1] // plan.values.terms), 0.0), entries
+            return tiles.filled((ROWS, smem.q.shape[-1] // plan.scores.terms), 0.0), entries
 
         dq, entries = lax.cond(span.hi > span.lo, some, none, entries)
         _finish(plan, smem, dq_ref, rows, dq)
@@ -285,7 +315,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, 
 def _finish(plan: Plan, smem: Smem, dq_ref: Any, rows: Rows, dq: Any) -> None:
     """What lies past a query length may have met NaN: it is selected away."""
     tile, staged = rows.tile, smem.q.at[rows.wg]
-    dq = dq * plan.problem.scale
+    dq = dq * (plan.problem.scale if rows.units.dq is None else rows.units.dq)
     if tile.q_len is not None:
         inside = tiles.positions((ROWS,), 0, rows.row) < tile.q_len
         dq = jnp.where(tiles.down_rows(inside, dq.shape), dq, 0.0)

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._problem import AttentionInputs
-from pallas_attn.kernels import flash_plan, operands, softmax, spans, terms, tiles
+from pallas_attn.kernels import flash_bwd_terms, flash_plan, operands, softmax, spans, terms, tiles
 from pallas_attn.kernels.logits import Place
 from pallas_attn.kernels.spans import Span
 
@@ -48,6 +48,7 @@ class Refs(NamedTuple):
     mask_array: Any
     dealt: Any  # int32[blocks, n]: see `spans.deal`
     dq: Any  # float32[B, padded rows, N, width]: what dQ is added into
+    units: Any = None  # float32[6, B, K]: see `flash_bwd_terms.Units`; delta is in those of dS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,11 +340,20 @@ def operands_of(plan: Plan, inputs: AttentionInputs, d_out: Any, stats: Any) -> 
     problem, config = plan.problem, plan.config
     rows, keys = plan.padded_rows, plan.padded_keys
     fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
-    for name, x in (("q", inputs.q), ("k", inputs.k)):
-        fields[name] = operands.stored(terms.for_scores(x, problem), plan.values, plan.k_width)
-    for name, x in (("v", inputs.v), ("do", d_out)):
-        fields[name] = operands.stored(x, plan.values, plan.v_width)
     fields["lse"], fields["delta"] = stats
+    powers: dict[str, Any] = {}
+    if problem.dtype == "float32":
+        powers = flash_bwd_terms.powers_of(problem, inputs, d_out, stats[1])
+        fields["units"] = flash_bwd_terms.units(plan, powers)
+        by = terms.inverse(jnp.repeat(powers["ds"], problem.group, axis=1))
+        fields["delta"] = stats[1] * by[:, :, None]
+    for name, x, kind, width in (
+        ("q", inputs.q, plan.scores, plan.k_width),
+        ("k", inputs.k, plan.scores, plan.k_width),
+        ("v", inputs.v, plan.values, plan.v_width),
+        ("do", d_out, plan.values, plan.v_width),
+    ):
+        fields[name] = operands.stored(x, kind, width, powers.get(name))
     for name in ("bias", "mask_array"):
         if (array := fields.get(name)) is not None:
             array = array.astype(jnp.int8) if name == "mask_array" else array
@@ -410,7 +420,8 @@ def load_queries(plan: Plan, refs: Refs, item: Item, name: str, place: Any) -> N
     head, t, to, numbers, ready = place
     block = plan.config.block_q
     ref, row = getattr(refs, name), getattr(refs, {"q": "lse", "do": "delta"}[name])
-    plgpu.copy_gmem_to_smem(row.at[item.batch, head, pl.ds(t * block, block)], numbers, ready)
+    some = pl.ds(t * block, numbers.shape[0])
+    plgpu.copy_gmem_to_smem(row.at[item.batch, head, some], numbers, ready)
 
     def copy(ref, first):
         columns = tiles.columns(ref, 0, to.shape[-1], head)

@@ -92,10 +92,10 @@ class Config:
     band: bool = False  # all by one kernel, which takes few problems: see `flash_bwd_band`
 
     def __post_init__(self):
-        blocks = (64, 128) if self.fused else (32, 64, 128)
+        blocks = (64, 128) if self.fused else (16, 32, 64, 128)
         lags = (1,) if self.block_q == 128 else (1, 2)
         wants = {
-            "block_q": (self.block_q in blocks, "64 or 128, or, if it is not fused, 32"),
+            "block_q": (self.block_q in blocks, "64 or 128, or, if it is not fused, 16 or 32"),
             "stages": (self.stages >= 2, "at least 2"),
             "section": (self.section >= 0, "at least 0"),
             "ctas": (self.ctas >= 0, "at least 0"),
@@ -112,7 +112,7 @@ class Config:
     def default(cls, problem: AttentionProblem) -> "Config":
         """What serves a problem that nobody tuned."""
         if problem.dtype == "float32":
-            return _float32(problem) or cls()
+            return _float32(problem)
         if flash_bwd_band.takes(problem):
             return cls(band=True)
         if is_wide(problem):
@@ -134,15 +134,7 @@ def is_wide(problem: AttentionProblem) -> bool:
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
-    if (refused := flash_fwd_sm90.limit(problem)) is not None or problem.dtype != "float32":
-        return refused
-    if _float32(problem) is None:
-        return Limit(
-            f"tiles of float32 of head dims {problem.head_dim} and {problem.v_head_dim} do not fit "
-            "in shared memory",
-            "leave implementation=None",
-        )
-    return None
+    return flash_fwd_sm90.limit(problem)
 
 
 def _wide(problem: AttentionProblem) -> Config:
@@ -157,24 +149,28 @@ def _wide(problem: AttentionProblem) -> Config:
     return config if fits else best
 
 
-def _float32(problem: AttentionProblem) -> Config | None:
+# Of float32, the largest first: warpgroups, keys of a tile, stages.
+_DQ_TILES = ((2, 64, 3), (2, 64, 2), (2, 32, 2), (1, 32, 2))
+
+
+def _float32(problem: AttentionProblem) -> Config:
     """The largest tiles that fit, of each kernel."""
     found = []
-    for block_q, stages in ((64, 3), (128, 2), (64, 2), (32, 2)):
+    for block_q, stages in ((64, 3), (128, 2), (64, 2), (32, 2), (16, 2)):
         config = Config(block_q=block_q, stages=stages, fused=False)
         if flash_bwd_wide.buffer_bytes(plan_of(problem, config)) + BARRIERS <= SMEM_LIMIT:
             found.append(config)
-    for warpgroups, block_kv, stages in ((2, 64, 3), (2, 64, 2), (1, 32, 2)):
+    for warpgroups, block_kv, stages in _DQ_TILES:
         changes: dict[str, Any] = {
             "dq_block_kv": block_kv,
             "dq_stages": stages,
             "dq_warpgroups": warpgroups,
         }
-        config = dataclasses.replace(found[0] if found else Config(), **changes)
+        config = dataclasses.replace(found[0], **changes)
         fits = flash_bwd_dq.buffer_bytes(_dq_plan(problem, config)) + BARRIERS <= SMEM_LIMIT
-        if found and fits:
-            return config
-    return None
+        if fits:
+            break
+    return config
 
 
 class Smem(NamedTuple):
@@ -325,7 +321,8 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     inputs, *rest = residuals
     plan = plan_of(problem, config)
-    rows = operands.round_up(problem.q_len, 2 * ROWS)  # whole tiles, of either size
+    # Whole tiles, of either size, and what is read of numbers beyond the last.
+    rows = operands.round_up(problem.q_len + max(0, 32 - config.block_q), 2 * ROWS)
     rows = max(rows, _dq_plan(problem, config).padded_rows)
     if config.band:
         rows = flash_bwd_band.padded_rows(problem)

@@ -28,9 +28,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn.kernels import apart, flash_bwd_terms, logits, operands, terms, tiles
 from pallas_attn.kernels import flash_bwd_plan as shared
-from pallas_attn.kernels import logits, operands, terms, tiles
 from pallas_attn.kernels.flash_bwd_plan import ROWS, Item, Plan, Refs, across
+from pallas_attn.kernels.flash_bwd_terms import times
 
 KEYS = ROWS  # of a tile of work
 ROOM = 228 * 1024  # of shared memory, but for what is small
@@ -57,18 +58,19 @@ class Smem(NamedTuple):
 
 
 def scratch(plan: Plan) -> Smem:
-    config, kind = plan.config, plan.values
-    barrier = plgpu.Barrier
+    config, barrier = plan.config, plgpu.Barrier
     stages, block = config.stages, config.block_q
-    numbers = plgpu.SMEM((stages, block), jnp.float32)  # TMA writes to whole 128 bytes: 32 or more
-    rest = ROOM - kind.bytes * (KEYS + stages * block) * (plan.k_width + plan.v_width)
-    turns = 2 if 2 * 4 * KEYS * block <= rest else 1
-    k_columns, v_columns = kind.terms * plan.k_width, kind.terms * plan.v_width
+    numbers = plgpu.SMEM((stages, max(block, 32)), jnp.float32)  # TMA writes to whole 128 bytes
+    row = plan.scores.bytes * plan.k_width + plan.values.bytes * plan.v_width
+    room = ROOM - (tiles.REDUCTION_BYTES if plan.exact else 0)
+    turns = 2 if 2 * 4 * KEYS * block <= room - (KEYS + stages * block) * row else 1
+    k_columns, v_columns = plan.scores.terms * plan.k_width, plan.values.terms * plan.v_width
+    k_dtype, v_dtype = plan.scores.dtype, plan.values.dtype
     return Smem(
-        k=tiles.swizzled((KEYS, k_columns), kind.dtype, plan.k_swizzle),
-        v=tiles.swizzled((KEYS, v_columns), kind.dtype, plan.v_swizzle),
-        q=tiles.swizzled((stages, block, k_columns), kind.dtype, plan.k_swizzle),
-        do=tiles.swizzled((stages, block, v_columns), kind.dtype, plan.v_swizzle),
+        k=tiles.swizzled((1, KEYS, k_columns), k_dtype, plan.k_swizzle),
+        v=tiles.swizzled((1, KEYS, v_columns), v_dtype, plan.v_swizzle),
+        q=tiles.swizzled((stages, block, k_columns), k_dtype, plan.k_swizzle),
+        do=tiles.swizzled((stages, block, v_columns), v_dtype, plan.v_swizzle),
         p=tiles.swizzled((turns, KEYS, block), jnp.float32, 128 if block % 32 == 0 else 64),
         lse=numbers,
         delta=numbers,
@@ -87,7 +89,8 @@ def scratch(plan: Plan) -> Smem:
 
 def buffer_bytes(plan: Plan) -> int:
     buffers = scratch(plan)[:7]
-    return sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
+    whole = sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
+    return whole + (tiles.REDUCTION_BYTES if plan.exact else 0)
 
 
 # ---- loading ------------------------------------------------------------------------------------
@@ -98,8 +101,8 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
 
     def keys(n, item):
         for name, to, ready, free in (
-            ("k", smem.k, smem.k_ready, smem.k_free),
-            ("v", smem.v, smem.v_ready, smem.v_free),
+            ("k", smem.k.at[0], smem.k_ready, smem.k_free),
+            ("v", smem.v.at[0], smem.v_ready, smem.v_free),
         ):
             pl.when(n > 0)(functools.partial(plgpu.barrier_wait, free))
             shared.load_keys(plan, refs, item, name, (0, to, ready))
@@ -113,7 +116,7 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
 class Side(NamedTuple):
     """What one of the two warpgroups works with."""
 
-    keys: Any  # k or v
+    keys: Any  # k or v, [1, KEYS, columns]
     first: Any  # the ring whose tiles meet the keys: q or dO
     first_ready: Any
     first_free: Any
@@ -121,6 +124,8 @@ class Side(NamedTuple):
     second_ready: Any
     second_free: Any
     numbers: Any  # that come with the first ring: lse or delta
+    kinds: tuple[terms.Kind, terms.Kind]  # of what the first ring and the second hold
+    spread: float  # of the gradient's left operand
     early: bool  # in which order its matmuls are issued: see `_walk`
 
 
@@ -139,6 +144,14 @@ def _both(acc: Any, shape: tuple[int, int], start: Any) -> tuple[Any, Any]:
     return pl.run_state(body)((plgpu.ACC.init(acc), tiles.filled(shape, 0.0)))
 
 
+def _keys_of(side: Side, number: Any) -> tuple[Any, ...]:
+    at: Any = 0
+    if side.keys.shape[-1] > 256:
+        # 0, which only we know: or else addresses would be computed early and spilled.
+        at = lax.shift_right_logical(number, jnp.int32(31))
+    return terms.of_memory(side.keys.at[at], side.kinds[0])
+
+
 def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[Any, Any]:
     """Gradient of the keys over all query tiles; work((head, t, number), product, numbers) makes
     the left operand of its matmul, float32.
@@ -148,9 +161,11 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
     but holds its own until that is done, which in the second warpgroup waits for the first: at head
     dim 256, with room for two query tiles, the one after next then came late for every step.
     """
-    group, kind = plan.problem.group, plan.values
-    shape, columns = (KEYS, plan.config.block_q), side.second.shape[-1] // kind.terms
-    keys = terms.of_memory(side.keys, kind)
+    group, (kind, gradient_kind) = plan.problem.group, side.kinds
+    shape, columns = (KEYS, plan.config.block_q), side.second.shape[-1] // gradient_kind.terms
+    left_of = functools.partial(flash_bwd_terms.left, plan, spread=side.spread)
+    added = functools.partial(flash_bwd_terms.added, plan)
+    keys = functools.partial(_keys_of, side)
 
     def slot_of(number):
         return shared.ring(number, plan.config.stages)
@@ -158,7 +173,7 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
     def arithmetic(i, number, value):
         g = lax.div(i, item.steps)
         slot = slot_of(number)
-        numbers = tiles.load(side.numbers.at[slot], tiles.COLUMN)
+        numbers = tiles.load(side.numbers.at[slot, pl.ds(0, shape[1])], tiles.COLUMN)
         at = item.kv_head * group + g, item.tile(i - g * item.steps), number
         left = work(at, value, numbers)
         plgpu.barrier_arrive(side.first_free.at[slot])
@@ -170,12 +185,12 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
 
     def gradient(slot):
         plgpu.barrier_wait(side.second_ready.at[slot])
-        return terms.of_memory(side.second.at[slot], kind)
+        return terms.of_memory(side.second.at[slot], gradient_kind)
 
     def some(count):
         slot = slot_of(count)
-        first = tiles.matmul(shape, keys, product(slot))
-        left = terms.of_registers(arithmetic(0, count, first), kind)
+        first = tiles.matmul(shape, keys(count), product(slot))
+        left = left_of(arithmetic(0, count, first))
         acc = tiles.filled((KEYS, columns), 0.0)
 
         def step(i, carry):
@@ -183,7 +198,7 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
             slot, before = slot_of(number), slot_of(number - 1)
 
             def start(product_acc, acc_ref):
-                terms.multiply(product_acc, keys, product(slot))
+                terms.multiply(product_acc, keys(number), product(slot))
                 terms.multiply(acc_ref, left, gradient(before))
 
             finish = functools.partial(arithmetic, i, number)
@@ -191,24 +206,26 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
 
                 def started(product_acc, acc_ref):
                     terms.multiply(acc_ref, left, gradient(before))
-                    terms.multiply(product_acc, keys, product(slot))
+                    terms.multiply(product_acc, keys(number), product(slot))
                     plgpu.wgmma_wait(1)
                     plgpu.barrier_arrive(side.second_free.at[before])
 
                 acc, value = _both(acc, shape, started)
-                return acc, terms.of_registers(finish(value), kind), number + 1
-            if kind.terms == 3:
-                acc = tiles.added(acc, left, gradient(before))
-                left = finish(tiles.matmul(shape, keys, product(slot)))
-            else:
-                behind = len(terms.PRODUCTS[kind.terms])
-                acc, left = tiles.overlapped(acc, tiles.filled(shape, 0.0), start, finish, behind)
+                return acc, left_of(finish(value)), number + 1
+            if plan.exact:
+                (*parts, powers), both = left, lambda: (keys(number), product(slot))
+                some = (acc, parts, gradient(before), (None, powers))
+                acc, value = apart.beside(*some, shape, both)
+                plgpu.barrier_arrive(side.second_free.at[before])
+                return acc, left_of(finish(value)), number + 1
+            behind = terms.products(plan.values.terms, gradient_kind.terms)
+            acc, left = tiles.overlapped(acc, tiles.filled(shape, 0.0), start, finish, behind)
             plgpu.barrier_arrive(side.second_free.at[before])
-            return acc, terms.of_registers(left, kind), number + 1
+            return acc, left_of(left), number + 1
 
         acc, left, end = lax.fori_loop(1, group * item.steps, step, (acc, left, count + 1))
         last = slot_of(end - 1)
-        acc = tiles.added(acc, left, gradient(last))
+        acc = added(acc, left, gradient(last))
         plgpu.barrier_arrive(side.second_free.at[last])
         return acc, end
 
@@ -220,9 +237,12 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
 
 def _values(plan: Plan, refs: Refs, smem: Smem, item: Item, count: Any) -> tuple[Any, Any]:
     """The first warpgroup: P, for the other too, and dV."""
+    units = flash_bwd_terms.units_of(refs, item.batch, item.kv_head)
     side = Side(
         *(smem.k, smem.q, smem.q_ready, smem.q_free, smem.do, smem.do_ready, smem.do_free),
         numbers=smem.lse,
+        kinds=(plan.scores, plan.values),
+        spread=flash_bwd_terms.SPREAD,
         early=plan.values.terms == 1 and not plan.problem.mask.is_full,  # by measurement
     )
 
@@ -231,21 +251,26 @@ def _values(plan: Plan, refs: Refs, smem: Smem, item: Item, count: Any) -> tuple
         turns = smem.p.shape[0]
         turn = shared.ring(number, turns)
         place = shared.place_of(item, head, t, item.key, plan.config.block_q)
-        p, slope = logits.probabilities(plan, refs, place, s, lse, shared.masked(plan, item, t))
+        s, masked = times(s, units.scores), shared.masked(plan, item, t)
+        p, slope = logits.probabilities(plan, refs, place, s, lse, masked)
         pl.when(number >= turns)(lambda: plgpu.barrier_wait(smem.p_free.at[turn]))
         smem.p[turn] = p if slope is None else p * slope
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.p_ready.at[turn])
         return p
 
-    return _walk(plan, side, item, count, work)
+    dv, count = _walk(plan, side, item, count, work)
+    return times(dv, units.dv), count
 
 
 def _keys(plan: Plan, refs: Refs, smem: Smem, item: Item, count: Any) -> tuple[Any, Any]:
     """The second warpgroup: dS and dK."""
+    units = flash_bwd_terms.units_of(refs, item.batch, item.kv_head)
     side = Side(
         *(smem.v, smem.do, smem.do_ready, smem.do_free, smem.q, smem.q_ready, smem.q_free),
         numbers=smem.delta,
+        kinds=(plan.values, plan.scores),
+        spread=1.0,
         early=plan.values.terms == 1,
     )
 
@@ -257,10 +282,10 @@ def _keys(plan: Plan, refs: Refs, smem: Smem, item: Item, count: Any) -> tuple[A
         p = tiles.load(smem.p.at[turn], tiles.TILE)
         plgpu.commit_smem()  # delta has been read, and TMA will write there
         plgpu.barrier_arrive(smem.p_free.at[turn])
-        return p * (dp - across(delta, dp.shape))
+        return p * (times(dp, units.dp) - across(delta, dp.shape))
 
     dk, count = _walk(plan, side, item, count, work)
-    return dk * plan.problem.scale, count
+    return dk * (plan.problem.scale if units.dk is None else units.dk), count
 
 
 def _compute(plan: Plan, refs: Refs, smem: Smem, cta: Any, role: Any) -> None:
@@ -309,13 +334,13 @@ def _kernel(refs: Refs, dk_ref: Any, dv_ref: Any, smem: Smem, *, plan: Plan) -> 
     @pl.when(wg == 0)
     def _():
         plgpu.set_max_registers(240, action="increase")
-        role = (_values, smem.k_ready, smem.k, smem.k_free, dv_ref)
+        role = (_values, smem.k_ready, smem.k.at[0], smem.k_free, dv_ref)
         _compute(plan, refs, smem, cta, role)
 
     @pl.when(wg == 1)
     def _():
         plgpu.set_max_registers(240, action="increase")
-        role = (_keys, smem.v_ready, smem.v, smem.v_free, dk_ref)
+        role = (_keys, smem.v_ready, smem.v.at[0], smem.v_free, dk_ref)
         _compute(plan, refs, smem, cta, role)
 
 

@@ -47,6 +47,7 @@ from jax import lax
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels import (
+    apart,
     flash_memory,
     flash_work,
     logits,
@@ -66,6 +67,9 @@ from pallas_attn.kernels.flash_memory import (
 )
 from pallas_attn.kernels.flash_plan import ROWS, Plan, dealt
 from pallas_attn.kernels.logits import Refs, Rows
+
+# Probabilities of float32 are spread over float16's range. They lie below 2**softmax.PATIENCE.
+SPREAD = 2.0 ** (terms.TOP + 1 - softmax.PATIENCE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,12 +154,6 @@ def limit(problem: AttentionProblem) -> Limit | None:
         )
     if (refused := operands.dims_limit(problem)) is not None:
         return refused
-    if terms.of_scores(problem).dtype == "float32" and problem.head_dim + problem.v_head_dim >= 432:
-        return Limit(
-            f"the gradient of float32 with head dims {problem.head_dim} and {problem.v_head_dim} "
-            "is another implementation's, which would not know its scores by TF32",
-            'leave implementation=None, or say precision="highest"',
-        )
     if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
         return Limit("it counts query rows of all heads in 32 bits", "split the batch")
     return None
@@ -171,6 +169,21 @@ class State(NamedTuple):
     total: Any  # [ROWS, PARTS]
     top: Any  # [ROWS]
     p: Any  # [ROWS, block_kv], its terms: of the tile whose values are still to come
+    shrink: Any = None  # [ROWS]: what acc is still to be multiplied by; None: nothing
+
+
+def _units(plan: Plan, refs: Refs, tile: logits.Tile) -> tuple[Any, Any]:
+    """(what raw scores are multiplied by, what turns logits into log2 units); None: 1."""
+    if refs.units is None:
+        return None, plan.unit
+    by = refs.units[0, tile.batch, lax.div(tile.head, jnp.int32(plan.problem.group))]
+    return (by, None) if plan.unit is None else (None, by * plan.unit)
+
+
+def _left(plan: Plan, p: Any) -> tuple[Any, ...]:
+    """Probabilities as the matmul with the values takes them."""
+    p = p * SPREAD if plan.problem.dtype == "float32" else p
+    return terms.of_registers(p, plan.values)
 
 
 def _q_and_k(plan: Plan, smem: Smem, rows: Rows, slot: Any) -> tuple[Any, Any]:
@@ -187,6 +200,27 @@ def _ids_at(smem: Smem, slot: Any) -> Any:
     return None if smem.kv_ids is None else smem.kv_ids.at[slot]
 
 
+def _first(
+    plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any, more: tuple[Any, Any]
+) -> State:
+    """The last tile of keys; `more` is (`_units`, what to do meanwhile)."""
+    ((by, unit), meanwhile), shape = more, (ROWS, plan.config.block_kv)
+    plgpu.barrier_wait(smem.ready.at[slot])
+    s = tiles.matmul(shape, *_q_and_k(plan, smem, rows, slot), meanwhile)
+    release = functools.partial(plgpu.barrier_arrive, smem.free.at[slot])
+    if smem.kv_ids is None:
+        release()
+    masked, ids = "first_masked" in plan.parts, _ids_at(smem, slot)
+    s = s if by is None else s * by
+    given = logits.of_own_scores(plan, refs, rows, rows.span.hi - 1, s, masked, ids)
+    if smem.kv_ids is not None:
+        release()
+    new = softmax.step(given, unit, tiles.filled((ROWS,), -jnp.inf), guarded=True)
+    acc = tiles.filled((ROWS, plan.v_width), 0.0)
+    shrink = new.shrink if plan.exact else None
+    return State(acc, new.total, new.top, _left(plan, new.p), shrink)
+
+
 def _attend(
     plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any, meanwhile: Any
 ) -> tuple[State, Any]:
@@ -196,20 +230,8 @@ def _attend(
     span, config = rows.span, plan.config
     shape = (ROWS, config.block_kv)
     guarded = plan.has("bias")
-
-    plgpu.barrier_wait(smem.ready.at[slot])
-    s = tiles.matmul(shape, *_q_and_k(plan, smem, rows, slot), meanwhile)
-    release = functools.partial(plgpu.barrier_arrive, smem.free.at[slot])
-    if smem.kv_ids is None:
-        release()
-    masked, ids = "first_masked" in plan.parts, _ids_at(smem, slot)
-    given = logits.of_own_scores(plan, refs, rows, span.hi - 1, s, masked, ids)
-    if smem.kv_ids is not None:
-        release()
-    top = tiles.filled((ROWS,), -jnp.inf)
-    new = softmax.step(given, plan.unit, top, guarded=True)
-    acc = tiles.filled((ROWS, plan.v_width), 0.0)
-    state = State(acc, new.total, new.top, terms.of_registers(new.p, plan.values))
+    by, unit = units = _units(plan, refs, rows.tile)
+    state = _first(plan, refs, smem, rows, slot, (units, meanwhile))
 
     def step(masked, i, carry):
         t = -1 - i  # loops count up
@@ -223,27 +245,33 @@ def _attend(
             terms.multiply(out, state.p, values)
 
         def work(s):
+            s = s if by is None else s * by
             given = logits.of_own_scores(
                 plan, refs, rows, t, s, masked, _ids_at(smem, slot), (low, high)
             )
             top, unsure = state.top, masked is not False or guarded
-            return softmax.next_step(given, plan.unit, top, guarded=unsure, early=config.early)
+            return softmax.next_step(given, unit, top, guarded=unsure, early=config.early)
 
         like = softmax.Step(
             tiles.filled(shape, 0.0), state.top, state.top, state.total, jnp.int32(0) + slot
         )
-        if plan.values.terms == 3:
-            acc = tiles.added(state.acc, state.p, values)
-            new = work(tiles.matmul(shape, *_q_and_k(plan, smem, rows, slot)))
+        if plan.exact:
+            q_and_k = functools.partial(_q_and_k, plan, smem, rows, slot)
+            some = (state.acc, state.p, values, (state.shrink, None))
+            acc, s = apart.beside(*some, shape, q_and_k)
+            new = work(s)
+            total = state.total * tiles.down_rows(new.shrink, state.total.shape)
         else:
-            behind = len(terms.PRODUCTS[plan.values.terms])
+            behind = terms.products(plan.values.terms, plan.values.terms)
             acc, new = tiles.overlapped(state.acc, like, matmuls, work, behind)
         plgpu.barrier_arrive(smem.free.at[slot])
-        acc, total = _rescale(acc, state.total, new)
+        if not plan.exact:
+            acc, total = _rescale(acc, state.total, new)
         # p is rounded after the wait: before it, ptxas takes the registers for operands of the
         # matmul in flight and serialises both (C7513)
-        p = terms.of_registers(new.p, plan.values)
-        new_state = State(acc, total + new.total, new.top, p)
+        p = _left(plan, new.p)
+        shrink = new.shrink if plan.exact else None
+        new_state = State(acc, total + new.total, new.top, p, shrink)
         return new_state, next_slot(plan, slot)
 
     carry, first = (state, next_slot(plan, slot)), span.hi - 1
@@ -261,7 +289,10 @@ def _attend(
     state, slot = carry
     plgpu.barrier_wait(smem.ready.at[slot])
     values = terms.of_memory(smem.v.at[slot], plan.values)
-    acc = tiles.added(state.acc, state.p, values)
+    if plan.exact:
+        acc = apart.added(state.acc, state.p, values, (state.shrink, None))
+    else:
+        acc = tiles.added(state.acc, state.p, values)
     plgpu.barrier_arrive(smem.free.at[slot])
     return state._replace(acc=acc), next_slot(plan, slot)
 
@@ -358,6 +389,9 @@ def _finish(plan: Plan, refs: Refs, smem: Smem, outs: Any, rows: Rows, result: A
     (acc, total, top), (out_ref, lse_ref) = result, outs
     sink = refs.sinks[rows.tile.head] if plan.has("sinks") else None
     factor, lse = softmax.finish(top, total, sink)
+    if refs.units is not None:
+        head = lax.div(rows.tile.head, jnp.int32(plan.problem.group))
+        factor = factor * refs.units[1, rows.tile.batch, head]
     acc = acc * tiles.down_rows(factor, acc.shape)
     if rows.tile.q_len is not None:
         inside = tiles.positions((ROWS,), 0, rows.row) < rows.tile.q_len
@@ -426,10 +460,17 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
     problem, block = plan.problem, plan.config.block_kv
     rows, keys = plan.padded_rows, operands.round_up(problem.kv_len, block)
     fields = {name: getattr(inputs, name) for name in problem.arrays}
-    for name in "qk":
-        scored = terms.for_scores(getattr(inputs, name), problem)
-        fields[name] = operands.stored(scored, plan.scores, plan.k_width)
-    fields["v"] = operands.stored(inputs.v, plan.values, plan.v_width)
+    powers: dict[str, Any] = {}
+    if problem.dtype == "float32":
+        powers = terms.powers(inputs, problem.group)
+        products = (powers["q"] * powers["k"], powers["v"] * (1 / SPREAD))
+        fields["units"] = jnp.stack(products)
+    for name, kind, width in (
+        ("q", plan.scores, plan.k_width),
+        ("k", plan.scores, plan.k_width),
+        ("v", plan.values, plan.v_width),
+    ):
+        fields[name] = operands.stored(getattr(inputs, name), kind, width, powers.get(name))
     for name in ("bias", "mask_array"):
         if (array := fields.get(name)) is not None:
             array = array.astype(jnp.int8) if name == "mask_array" else array

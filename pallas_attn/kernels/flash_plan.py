@@ -93,7 +93,12 @@ class Plan:
         """Whether a backward subtracts the lse in natural units: two numbers multiplied by log2(e)
         first would each lose a rounding of their own size, half of what float32 loses in all.
         """
-        return self.problem.op == "flash_backward" and self.values.terms == 3
+        return self.problem.op == "flash_backward" and self.exact
+
+    @property
+    def exact(self) -> bool:
+        """Whether all that is multiplied owes float32's bits."""
+        return terms.is_exact(self.problem)
 
     @property
     def unit(self) -> float | None:

@@ -32,6 +32,7 @@ class Refs(NamedTuple):
     dealt: (
         Any  # int32[blocks, n]: how many tiles of work a block takes, and which: `flash_plan.dealt`
     )
+    units: Any = None  # float32[2, B, K]: of scores and of outputs, where q, k and v are terms
 
 
 class Tile(NamedTuple):

@@ -67,13 +67,13 @@ def width_in_smem(dim: int, dtype: str = "bfloat16") -> int:
     )
 
 
-def stored(x: Any, kind: Kind, width: int) -> Any:
-    """[B, rows, heads, dim] as kernels read it; float32 in columns of `width` for each term."""
-    if x.dtype != jnp.float32:
+def stored(x: Any, kind: Kind, width: int, power: Any = None) -> Any:
+    """[B, rows, heads, dim] as kernels read it; float32 in columns of `width` for each term, of
+    x / power [B, kv heads].
+    """
+    if power is None:
         return for_tma(x)
-    if kind.terms == 1:
-        return padded(x, {1: rows_in_tma(x.shape[1]), 3: width})
-    return padded(split(x, kind.terms, width), {1: rows_in_tma(x.shape[1])})
+    return padded(split(x, power, kind, width), {1: rows_in_tma(x.shape[1])})
 
 
 def for_tma(x: Any) -> Any:

@@ -1,10 +1,15 @@
-"""float32 on tensor cores: what its matmuls multiply.
+"""float32 on Hopper's tensor cores: what its matmuls multiply.
 
-Tensor cores take float32 as TF32, 11 bits of each number, and only where both operands lie with
-the summed axis innermost: scores, not values. What serves everywhere is a float32 as a sum of
-bfloat16 `terms`, 8 bits each and the same exponents: the product of two sums is a sum of matmuls,
-less those too small to count. Two terms and three matmuls are good to 2**-16, three and six to
-2**-24.
+A float32 becomes a power of 2, one for all rows of a kv head, times one or two float16 `terms` of
+11 bits each. The product of two sums is a sum of matmuls, less that of two small terms. Where all
+terms count that is good to 2**-23, float32 but for its last bit, at three matmuls; bfloat16, which
+needs no powers of 2, would take three terms and six. Scores at the default precision are TF32, as
+JAX multiplies float32: 11 bits of each number, which are one term.
+
+Of a head's numbers all bits count down to 2**-17 of the largest (2**-29 where one term is all there
+is), of smaller ones fewer, down to 2**-39: what is left out is smaller than what a plain float32
+loses by one rounding of the largest. So a head's numbers decide together, hidden keys too, but not
+those past a length.
 
 Terms of an array in memory lie side by side in its last axis.
 """
@@ -19,12 +24,16 @@ from jax import lax
 
 from pallas_attn._problem import AttentionProblem
 
-# Which terms meet, smallest products first: a tensor core rounds each sum towards 0.
+# By how many terms of the one meet how many of the other: which, smallest products first, since a
+# tensor core rounds each sum towards 0.
 PRODUCTS = {
-    1: ((0, 0),),
-    2: ((1, 0), (0, 1), (0, 0)),
-    3: ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0)),
+    (1, 1): ((0, 0),),
+    (2, 1): ((1, 0), (0, 0)),
+    (2, 2): ((1, 0), (0, 1), (0, 0)),
 }
+TOP = 14  # the largest number of an operand lies in [2**TOP, 2**(TOP + 1))
+LOWEST = 40  # the exponent's bits of the smallest number that is scaled in full
+MANTISSA = 23  # bits
 
 
 class Kind(NamedTuple):
@@ -43,65 +52,101 @@ class Kind(NamedTuple):
         return self.terms * self.itemsize
 
 
+def is_exact(problem: AttentionProblem) -> bool:
+    """Whether all that is multiplied owes float32's bits."""
+    return problem.dtype == "float32" and problem.precision == "highest"
+
+
 def of_values(problem: AttentionProblem) -> Kind:
-    """Operands of matmuls over keys (or, backward, over queries)."""
-    if problem.dtype != "float32":
-        return Kind(problem.dtype, 1)
-    return Kind("bfloat16", 3 if problem.precision == "highest" else 2)
+    """v, dO, probabilities and dS."""
+    return Kind("float16", 2) if problem.dtype == "float32" else Kind(problem.dtype, 1)
 
 
 def of_scores(problem: AttentionProblem) -> Kind:
-    """q and k. TF32, which is what JAX multiplies float32 by, costs two matmuls of bfloat16, not
-    three, and neither array has to be split. The backward, which sums over queries and keys too,
-    has terms of what `for_scores` leaves.
-    """
+    """q and k. The backward, which sums over queries and keys too, has the same bits of them."""
     kind = of_values(problem)
-    tf32 = kind.terms == 2 and problem.op == "flash_forward"
-    return Kind("float32", 1) if tf32 else kind
+    return kind if is_exact(problem) else kind._replace(terms=1)
 
 
-def for_scores(x: Any, problem: AttentionProblem) -> Any:
-    """q or k with the bits that scores are made of where those are TF32: the nearest 11 of each
-    number. A tensor core would cut the others off, which is twice as far off, and always towards 0:
-    out was then farther off than XLA's own TF32 is. Also in a backward: with any other
-    bits than the forward's no row of probabilities would add up to 1.
+# ---- arrays, by XLA -----------------------------------------------------------------------------
+
+
+def power_of_two(largest: Any) -> Any:
+    """What a number up to `largest` is to be divided by to end below 2**(TOP + 1); 2**-100 or more,
+    so that neither it nor its inverse is lost.
     """
-    if problem.dtype != "float32" or of_values(problem).terms == 3:
-        return x
-    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
+    exponent = lax.bitcast_convert_type(largest, jnp.int32) >> MANTISSA
+    exponent = jnp.maximum(exponent, LOWEST) - TOP
+    return lax.bitcast_convert_type(exponent << MANTISSA, jnp.float32)
 
 
-def _masked(x: Any, bits: int) -> Any:
-    kept = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(bits)
-    return lax.bitcast_convert_type(kept, jnp.float32)
+def inverse(power: Any) -> Any:
+    """1 / a power of 2."""
+    bits = lax.bitcast_convert_type(power, jnp.int32)
+    return lax.bitcast_convert_type((254 << MANTISSA) - bits, jnp.float32)
 
 
-def split(x: Any, terms: int, width: int) -> Any:
-    """[.., n] float32 -> [.., terms * width] bfloat16, by XLA; columns beyond n are 0.
-
-    By truncation, so that all terms of a number have its sign and add up to it without a rounding
-    between. What is not finite goes to the last term alone, which meets nothing but the first terms
-    of the other operand: elsewhere infinity would meet rests that are 0 or of the other sign.
+def largest(x: Any, group: int, lengths: Any = None) -> Any:
+    """float32[B, kv heads]: of the finite numbers of [B, rows, heads, dim], `group` heads of which
+    belong together; rows past `lengths` do not count.
     """
-    finite = jnp.isfinite(x)
-    rest, parts = jnp.where(finite, x, 0), []
-    for _ in range(terms - 1):
-        parts.append(_masked(rest, 0xFFFF0000))
-        rest = rest - parts[-1]
-    parts = [part.astype(jnp.bfloat16) for part in (*parts, jnp.where(finite, rest, x))]
-    if width > x.shape[-1]:
-        pad = [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]
-        parts = [jnp.pad(part, pad) for part in parts]
+    size = jnp.abs(x)
+    size = jnp.where(jnp.isfinite(size), size, 0).max(axis=3)
+    size = lax.optimization_barrier(size)  # XLA would turn x around to reduce both axes at once
+    if lengths is not None:
+        row = jnp.arange(x.shape[1], dtype=jnp.int32)
+        size = jnp.where((row[None] < lengths[:, None])[..., None], size, 0)
+    size = size.max(axis=1)
+    return size.reshape(size.shape[0], -1, group).max(axis=2)
+
+
+def powers(inputs: Any, group: int) -> dict[str, Any]:
+    """Of q, k and v, what they are divided by, [B, kv heads]."""
+    given = (
+        ("q", inputs.q, group, inputs.q_lengths),
+        ("k", inputs.k, 1, inputs.kv_lengths),
+        ("v", inputs.v, 1, inputs.kv_lengths),
+    )
+    return {name: power_of_two(largest(*of)) for name, *of in given}
+
+
+def split(x: Any, power: Any, kind: Kind, width: int) -> Any:
+    """[B, rows, heads, n] float32 -> [B, rows, heads, terms * width], of x / power [B, kv heads];
+    columns beyond n are 0.
+
+    What is not finite goes to the last term alone, which meets nothing but the first terms of the
+    other operand: elsewhere infinity would meet rests that are 0 or of the other sign.
+    """
+    x = x * jnp.repeat(inverse(power), x.shape[2] // power.shape[1], axis=1)[:, None, :, None]
+    first = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
+    parts = [first]
+    if kind.terms == 2:
+        finite = jnp.isfinite(x)
+        parts = [jnp.where(finite, first, 0), jnp.where(finite, x - first, x)]
+    pad = [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]
+    parts = [part.astype(kind.dtype) for part in parts]
+    parts = [jnp.pad(part, pad) for part in parts] if width > x.shape[-1] else parts
     return jnp.concatenate(parts, axis=-1)
 
 
+# ---- tiles, in a kernel -------------------------------------------------------------------------
+
+
 def of_registers(x: Any, kind: Kind) -> tuple[Any, ...]:
-    """The terms of a tile in registers."""
+    """The terms of a tile in registers, of numbers below 2**(TOP + 1) where there are two."""
     parts = [x.astype(kind.dtype)]
     for _ in range(kind.terms - 1):
         x = x - parts[-1].astype(jnp.float32)
         parts.append(x.astype(kind.dtype))
     return tuple(parts)
+
+
+def of_rows(x: Any, kind: Kind) -> tuple[tuple[Any, ...], Any]:
+    """The terms of a tile in registers, each row of which is divided by a power of 2 of its own,
+    and these powers.
+    """
+    power = power_of_two(jnp.abs(x).max(axis=1))
+    return of_registers(x * lax.broadcast_in_dim(inverse(power), x.shape, [0]), kind), power
 
 
 def of_memory(ref: Any, kind: Kind) -> tuple[Any, ...]:
@@ -116,7 +161,12 @@ def transposed(parts: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(part.transpose((1, 0)) for part in parts)
 
 
+def products(a: int, b: int) -> int:
+    """How many matmuls `multiply` issues, of operands of so many terms."""
+    return len(PRODUCTS[a, b])
+
+
 def multiply(acc: Any, a: Sequence[Any], b: Sequence[Any]) -> None:
     """Issues acc += a @ b, of the terms of both."""
-    for i, j in PRODUCTS[len(a)]:
+    for i, j in PRODUCTS[len(a), len(b)]:
         plgpu.wgmma(acc, a[i], b[j])

@@ -28,6 +28,7 @@ from pallas_attn.kernels import numbers, terms
 Ref = Any
 
 THREADS = 128  # of a block with one warpgroup
+REDUCTION_BYTES = 2048  # of shared memory that Mosaic takes where rows are reduced
 TILE = plgpu.Layout.WGMMA  # a matmul's result, [rows, columns]
 ROW = TILE.reduce(1)  # one number a row of it
 COLUMN = TILE.reduce(0)  # one number a column
@@ -157,20 +158,8 @@ def matmul(
 
 
 def added(acc: jax.Array, a: Sequence[Any], b: Sequence[Ref]) -> jax.Array:
-    """acc + a @ b, of the terms of both, b in shared memory.
-
-    A tensor core adds up with fewer bits and rounds towards 0, which many tiles on would be seen.
-    Of three terms it adds up one tile alone, in parts of 64 columns for want of registers.
-    """
-    if len(a) < 3:
-        return pl.run_state(lambda ref: terms.multiply(ref, a, b))(plgpu.ACC.init(acc))
-    parts = []
-    for start in range(0, acc.shape[1], 64):
-        width = min(64, acc.shape[1] - start)
-        some = [term.at[:, pl.ds(start, width)] for term in b]
-        part = lax.slice(acc, (0, start), (acc.shape[0], start + width))
-        parts.append(part + matmul((acc.shape[0], width), a, some))
-    return lax.concatenate(parts, 1)
+    """acc + a @ b, of the terms of both, b in shared memory."""
+    return pl.run_state(lambda ref: terms.multiply(ref, a, b))(plgpu.ACC.init(acc))
 
 
 def overlapped(
