@@ -222,7 +222,8 @@ def test_compiles_without_spills_or_serialised_matmuls(name):
     case, _, report = compiled(name)
     assert report.launches == 1
     assert report.copies == 0
-    assert report.spill_bytes <= (8 if case.precision else 0)  # one number, on JAX 0.12
+    # At the highest precision 64 keys with spills are faster than 32 without.
+    assert report.spill_bytes <= (128 if case.precision else 0)
     assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
 
 

@@ -182,7 +182,7 @@ def _units(plan: Plan, refs: Refs, tile: logits.Tile) -> tuple[Any, Any]:
 
 def _left(plan: Plan, p: Any) -> tuple[Any, ...]:
     """Probabilities as the matmul with the values takes them."""
-    p = p * SPREAD if plan.problem.dtype == "float32" else p
+    p = p * SPREAD if plan.scaled else p
     return terms.of_registers(p, plan.values)
 
 
@@ -461,7 +461,7 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
     rows, keys = plan.padded_rows, operands.round_up(problem.kv_len, block)
     fields = {name: getattr(inputs, name) for name in problem.arrays}
     powers: dict[str, Any] = {}
-    if problem.dtype == "float32":
+    if plan.scaled:
         powers = terms.powers(inputs, problem.group)
         products = (powers["q"] * powers["k"], powers["v"] * (1 / SPREAD))
         fields["units"] = jnp.stack(products)

@@ -96,6 +96,11 @@ class Plan:
         return self.problem.op == "flash_backward" and self.exact
 
     @property
+    def scaled(self) -> bool:
+        """Whether operands are multiples of powers of 2."""
+        return self.problem.dtype == "float32" and not terms.is_plain(self.problem)
+
+    @property
     def exact(self) -> bool:
         """Whether all that is multiplied owes float32's bits."""
         return terms.is_exact(self.problem)

@@ -69,9 +69,9 @@ def width_in_smem(dim: int, dtype: str = "bfloat16") -> int:
 
 def stored(x: Any, kind: Kind, width: int, power: Any = None) -> Any:
     """[B, rows, heads, dim] as kernels read it; float32 in columns of `width` for each term, of
-    x / power [B, kv heads].
+    x / power [B, kv heads] (None: 1).
     """
-    if power is None:
+    if x.dtype != jnp.float32:
         return for_tma(x)
     return padded(split(x, power, kind, width), {1: rows_in_tma(x.shape[1])})
 

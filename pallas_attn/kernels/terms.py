@@ -57,13 +57,26 @@ def is_exact(problem: AttentionProblem) -> bool:
     return problem.dtype == "float32" and problem.precision == "highest"
 
 
+def is_plain(problem: AttentionProblem) -> bool:
+    """Whether float32 goes without powers of 2: q and k as TF32, twice the work of float16, the
+    rest as bfloat16 terms, good to 2**-16. Where exponents take longer than matmuls anyway, looking
+    for the powers would take a fifth of the time of a forward pass.
+    """
+    few = max(problem.head_dim, problem.v_head_dim) <= 64 and problem.precision is None
+    return problem.dtype == "float32" and problem.op == "flash_forward" and few
+
+
 def of_values(problem: AttentionProblem) -> Kind:
     """v, dO, probabilities and dS."""
-    return Kind("float16", 2) if problem.dtype == "float32" else Kind(problem.dtype, 1)
+    if problem.dtype != "float32":
+        return Kind(problem.dtype, 1)
+    return Kind("bfloat16" if is_plain(problem) else "float16", 2)
 
 
 def of_scores(problem: AttentionProblem) -> Kind:
     """q and k. The backward, which sums over queries and keys too, has the same bits of them."""
+    if is_plain(problem):
+        return Kind("float32", 1)
     kind = of_values(problem)
     return kind if is_exact(problem) else kind._replace(terms=1)
 
@@ -111,14 +124,20 @@ def powers(inputs: Any, group: int) -> dict[str, Any]:
 
 
 def split(x: Any, power: Any, kind: Kind, width: int) -> Any:
-    """[B, rows, heads, n] float32 -> [B, rows, heads, terms * width], of x / power [B, kv heads];
-    columns beyond n are 0.
+    """[B, rows, heads, n] float32 -> [B, rows, heads, terms * width], of x / power [B, kv heads]
+    (None: 1); columns beyond n are 0.
 
     What is not finite goes to the last term alone, which meets nothing but the first terms of the
-    other operand: elsewhere infinity would meet rests that are 0 or of the other sign.
+    other operand: elsewhere infinity would meet rests that are 0 or of the other sign. TF32 is the
+    nearest 11 bits, too: a tensor core would cut the others off, twice as far off and always
+    towards 0.
     """
-    x = x * jnp.repeat(inverse(power), x.shape[2] // power.shape[1], axis=1)[:, None, :, None]
+    if power is not None:
+        x = x * jnp.repeat(inverse(power), x.shape[2] // power.shape[1], axis=1)[:, None, :, None]
     first = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
+    if kind.dtype == "bfloat16":  # cut off: nothing overflows
+        bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+        first = lax.bitcast_convert_type(bits, jnp.float32)
     parts = [first]
     if kind.terms == 2:
         finite = jnp.isfinite(x)
