@@ -159,7 +159,8 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
     `side.early`: the gradient of the tile before is issued ahead of this tile's product, and the
     query tile that it is made of let go of at once. Else it runs under the arithmetic on this tile,
     but holds its own until that is done, which in the second warpgroup waits for the first: at head
-    dim 256, with room for two query tiles, the one after next then came late for every step.
+    dim 256, with room for two query tiles, the one after next then came late for every step. Where
+    float32's bits are owed the gradient comes first, too, and the product behind its last part.
     """
     group, (kind, gradient_kind) = plan.problem.group, side.kinds
     shape, columns = (KEYS, plan.config.block_q), side.second.shape[-1] // gradient_kind.terms
