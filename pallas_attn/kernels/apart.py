@@ -15,10 +15,10 @@ from jax import lax
 
 from pallas_attn.kernels import terms, tiles
 
-# A tile is made in parts of so many columns, for want of registers, and so many parts at a time;
-# the second where a sum has more than so many columns.
-PARTS = ((64, 2), (32, 1))
-FEW = 192
+# Up to how many columns of a sum a tile is made in parts of how many, for want of registers (but of
+# whole swizzles), and how many of these at a time. Forward and backward at head dim 256 took 6.8 ms
+# by (64, 1) and 5.4 by (32, 1), at 224 4.9 and 5.1.
+PARTS = ((192, 64, 2), (224, 64, 1), (256, 32, 1))
 
 Factors = tuple[Any, Any]  # one number a row each, or None: 1
 
@@ -27,13 +27,15 @@ def added(
     acc: jax.Array,
     a: Sequence[Any],
     b: Sequence[Any],
+    swizzle: int,
     factors: Factors = (None, None),
     last: Callable[[], int] = lambda: 0,
 ) -> jax.Array:
-    """acc * factors[0] + (a @ b) * factors[1], of the terms of both, b in shared memory. `last`
-    issues matmuls behind all of these, and says how many.
+    """acc * factors[0] + (a @ b) * factors[1], of the terms of both, b in shared memory, where it
+    has a `swizzle` of so many bytes. `last` issues matmuls behind all of these, and says how many.
     """
-    part, together = PARTS[acc.shape[1] > FEW]
+    part, together = next(how for most, *how in PARTS if acc.shape[1] <= most)
+    part = max(part, swizzle // 2)
     starts, parts = range(0, acc.shape[1], part), []
     for some in (starts[n : n + together] for n in range(0, len(starts), together)):
         widths = [min(part, acc.shape[1] - start) for start in some]
@@ -66,6 +68,7 @@ def beside(
     acc: jax.Array,
     a: Sequence[Any],
     b: Sequence[Any],
+    swizzle: int,
     factors: Factors,
     shape: tuple[int, int],
     product: Callable[[], tuple[Any, Any]],
@@ -78,6 +81,6 @@ def beside(
             terms.multiply(ref, left, right)
             return terms.products(len(left), len(right))
 
-        return added(acc, a, b, factors, last), ref[...]
+        return added(acc, a, b, swizzle, factors, last), ref[...]
 
     return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))

@@ -194,7 +194,7 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
     span, count = carry
     config, scores, values = plan.config, plan.scores, plan.values
     shape, width = (ROWS, config.block_kv), smem.q.shape[-1] // scores.terms
-    memory = terms.of_memory
+    memory, swizzle = terms.of_memory, k_swizzle_of(plan)
     left_of, add = functools.partial(left, plan), functools.partial(added, plan)
     k_slot = functools.partial(ring, size=config.stages)
     v_slot = functools.partial(ring, size=config.stages - 1)
@@ -234,7 +234,7 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
             last = k_slot(count - 1)
 
             def before(both):
-                return add(dq, ds, memory(smem.k.at[last], scores), both)
+                return add(dq, ds, memory(smem.k.at[last], scores), swizzle, both)
 
             release = functools.partial(plgpu.barrier_arrive, smem.k_free.at[last])
             ds, dq = tile(t, count, before, release)
@@ -243,7 +243,7 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
         first = left_of(tile(span.lo, count, _alone, lambda: None)[0])
         dq = tiles.filled((ROWS, width), 0.0)
         end, ds, dq = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first, dq))
-        dq = add(dq, ds, memory(smem.k.at[k_slot(end - 1)], scores))
+        dq = add(dq, ds, memory(smem.k.at[k_slot(end - 1)], scores), swizzle)
         plgpu.barrier_arrive(smem.k_free.at[k_slot(end - 1)])
         return dq, end
 

@@ -68,8 +68,10 @@ def left(plan: Any, x: Any, spread: float = 1.0) -> tuple[Any, ...]:
     return terms.of_registers(x, plan.values)
 
 
-def added(plan: Any, acc: Any, left: tuple[Any, ...], b: Any, last: Any = lambda: 0) -> Any:
-    """acc + left @ b; `last`: see `apart.added`."""
+def added(
+    plan: Any, acc: Any, left: tuple[Any, ...], b: Any, swizzle: int, last: Any = lambda: 0
+) -> Any:
+    """acc + left @ b; `swizzle`, `last`: see `apart.added`."""
     if plan.exact:
-        return apart.added(acc, left[:-1], b, (None, left[-1]), last)
+        return apart.added(acc, left[:-1], b, swizzle, (None, left[-1]), last)
     return tiles.added(acc, left, b)

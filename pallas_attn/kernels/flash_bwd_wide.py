@@ -125,6 +125,7 @@ class Side(NamedTuple):
     second_free: Any
     numbers: Any  # that come with the first ring: lse or delta
     kinds: tuple[terms.Kind, terms.Kind]  # of what the first ring and the second hold
+    swizzle: int  # of the second ring
     spread: float  # of the gradient's left operand
     early: bool  # in which order its matmuls are issued: see `_walk`
 
@@ -215,7 +216,7 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
                 return acc, left_of(finish(value)), number + 1
             if plan.exact:
                 (*parts, powers), both = left, lambda: (keys(number), product(slot))
-                some = (acc, parts, gradient(before), (None, powers))
+                some = (acc, parts, gradient(before), side.swizzle, (None, powers))
                 acc, value = apart.beside(*some, shape, both)
                 plgpu.barrier_arrive(side.second_free.at[before])
                 return acc, left_of(finish(value)), number + 1
@@ -226,7 +227,7 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
 
         acc, left, end = lax.fori_loop(1, group * item.steps, step, (acc, left, count + 1))
         last = slot_of(end - 1)
-        acc = added(acc, left, gradient(last))
+        acc = added(acc, left, gradient(last), side.swizzle)
         plgpu.barrier_arrive(side.second_free.at[last])
         return acc, end
 
@@ -243,6 +244,7 @@ def _values(plan: Plan, refs: Refs, smem: Smem, item: Item, count: Any) -> tuple
         *(smem.k, smem.q, smem.q_ready, smem.q_free, smem.do, smem.do_ready, smem.do_free),
         numbers=smem.lse,
         kinds=(plan.scores, plan.values),
+        swizzle=plan.v_swizzle,
         spread=flash_bwd_terms.SPREAD,
         early=plan.values.terms == 1 and not plan.problem.mask.is_full,  # by measurement
     )
@@ -271,6 +273,7 @@ def _keys(plan: Plan, refs: Refs, smem: Smem, item: Item, count: Any) -> tuple[A
         *(smem.v, smem.do, smem.do_ready, smem.do_free, smem.q, smem.q_ready, smem.q_free),
         numbers=smem.delta,
         kinds=(plan.values, plan.scores),
+        swizzle=plan.k_swizzle,
         spread=1.0,
         early=plan.values.terms == 1,
     )

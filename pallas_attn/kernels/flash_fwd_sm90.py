@@ -257,7 +257,7 @@ def _attend(
         )
         if plan.exact:
             q_and_k = functools.partial(_q_and_k, plan, smem, rows, slot)
-            some = (state.acc, state.p, values, (state.shrink, None))
+            some = (state.acc, state.p, values, plan.v_swizzle, (state.shrink, None))
             acc, s = apart.beside(*some, shape, q_and_k)
             new = work(s)
             total = state.total * tiles.down_rows(new.shrink, state.total.shape)
@@ -290,7 +290,7 @@ def _attend(
     plgpu.barrier_wait(smem.ready.at[slot])
     values = terms.of_memory(smem.v.at[slot], plan.values)
     if plan.exact:
-        acc = apart.added(state.acc, state.p, values, (state.shrink, None))
+        acc = apart.added(state.acc, state.p, values, plan.v_swizzle, (state.shrink, None))
     else:
         acc = tiles.added(state.acc, state.p, values)
     plgpu.barrier_arrive(smem.free.at[slot])
