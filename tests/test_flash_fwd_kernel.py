@@ -184,7 +184,12 @@ def shape_of(array):
 
 
 GRID = [case for case in cases.ATTENTION if "grid" in case.tags]
-IN_FLOAT32 = ["f32_h64_causal_t2048", "f32_h128_causal_t4096_highest"]
+IN_FLOAT32 = [
+    "f32_h64_causal_t2048",
+    "f32_h128_causal_t4096_highest",
+    "f32_h256_full_t2048",
+    "f32_h256_full_t2048_highest",
+]
 COMPILED = [case.name for case in GRID if case.q_len == 8192] + [
     *IN_FLOAT32,
     "h64_window128_t8192",
