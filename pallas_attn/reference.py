@@ -6,6 +6,7 @@ and shares nothing with the kernels but `pallas_attn.masks`. It differentiates b
 forward and reverse, any number of times.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from pallas_attn.masks import LONGEST, Mask
 
 Array = jax.Array
 
-HIDDEN = -np.finfo(np.float32).max * np.log(2)  # less is no float32 to base 2: as good as -inf
+HIDDEN = -float(np.finfo(np.float32).max) * math.log(2)  # less is -inf to base 2
 
 
 def attention(  # noqa: PLR0913
