@@ -121,7 +121,7 @@ def even(problem: DecodeProblem, config: Any) -> Any:
 def smem_bytes(problem: DecodeProblem, config: Any) -> int:
     if _few(problem):
         return decode_latent_few.smem_bytes(problem, config)
-    return decode_latent_load.smem_bytes(scratch(LatentPlan(problem, config)))
+    return decode_plan.RESERVED + tiles.bytes_of(scratch(LatentPlan(problem, config)))
 
 
 # ---- computing -----------------------------------------------------------------------------------
@@ -402,10 +402,8 @@ def launch(
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
     plan = LatentPlan(problem, config)
     refs = decode_latent_load.refs_of(inputs, plan.padded)
-    sinks, lines = None, problem.sequences * plan.chunks
-    if inputs.sinks is not None:
-        sinks = jnp.tile(inputs.sinks.astype(jnp.float32), problem.q_len)
-        sinks = jnp.pad(sinks, (0, plan.chunks * ROWS - plan.rows))
+    sinks = decode_latent_load.sinks_of(inputs, plan.chunks * ROWS)
+    lines = problem.sequences * plan.chunks
     of, kept = jax.ShapeDtypeStruct, plan.tile_of(plan.slots, 0, 0)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),

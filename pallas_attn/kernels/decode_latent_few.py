@@ -123,7 +123,7 @@ def scratch(plan: FewPlan) -> Smem:
 
 
 def smem_bytes(problem: DecodeProblem, config: Any) -> int:
-    return decode_latent_load.smem_bytes(scratch(FewPlan(problem, config)))
+    return decode_plan.RESERVED + tiles.bytes_of(scratch(FewPlan(problem, config)))
 
 
 # ---- loading -------------------------------------------------------------------------------------
@@ -383,10 +383,7 @@ def launch(
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
     plan = FewPlan(problem, config)
     refs = decode_latent_load.refs_of(inputs, plan.chunk_rows)
-    sinks = None
-    if inputs.sinks is not None:
-        sinks = jnp.tile(inputs.sinks.astype(jnp.float32), problem.q_len)
-        sinks = jnp.pad(sinks, (0, plan.chunk_rows - plan.rows))
+    sinks = decode_latent_load.sinks_of(inputs, plan.chunk_rows)
     of, rows = jax.ShapeDtypeStruct, plan.chunk_rows
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -56,6 +55,14 @@ def refs_of(inputs: DecodeInputs, rows: int) -> Refs:
     )
 
 
+def sinks_of(inputs: DecodeInputs, rows: int) -> Array | None:
+    """float32[rows]: of a sequence's rows of query; those past its own are 0."""
+    if inputs.sinks is None:
+        return None
+    sinks = jnp.tile(inputs.sinks.astype(jnp.float32), inputs.q.shape[1])
+    return jnp.pad(sinks, (0, rows - sinks.size))
+
+
 def table_of(plan: Plan) -> Table:
     """Its scratch."""
     return Table(*(plgpu.SMEM((plan.sums,), jnp.int32) for _ in Table._fields))
@@ -82,12 +89,8 @@ def sync(thread: warps.Thread, refs: Any, scalars: Any) -> None:
 
 def lay_out(plan: Plan, refs: Refs, table: Table) -> None:
     """By one warpgroup, for all."""
-    usable = jnp.int32(1)
-    if refs.layer is not None:
-        layer = refs.layer[0]
-        usable = ((layer >= 0) & (layer < plan.problem.layers)).astype(jnp.int32)
     program = functools.partial(decode_plan.lay_out, plan=plan, meanwhile=lambda: None)
-    each_thread(program, (refs.given, table), usable)
+    each_thread(program, (refs.given, table), decode_load.usable(plan, refs.layer))
 
 
 def pieces(plan: Plan, table: Table, share: Share, body: Any, carry: Any) -> Any:
@@ -224,18 +227,3 @@ def clear(tile: Ref, columns: int, live: Scalar) -> None:
     for column in range(0, columns, WIDE):
         ref = tile.at[:, pl.ds(column, WIDE)]
         ref[...] = jnp.where(inside, plgpu.load(ref, layout=tiles.TILE), 0)
-
-
-def smem_bytes(scratch: Any) -> int:
-    """Of all buffers of a tree that holds barriers too."""
-    buffers = [x for x in jax.tree.leaves(scratch, is_leaf=_is_leaf) if hasattr(x, "dtype")]
-    sizes = (functools.reduce(lambda a, b: a * b, b.shape) * _itemsize(b) for b in buffers)
-    return 3072 + sum(-(-size // 1024) * 1024 for size in sizes)
-
-
-def _itemsize(buffer: Any) -> int:
-    return jnp.dtype(buffer.dtype).itemsize
-
-
-def _is_leaf(x: Any) -> bool:
-    return hasattr(x, "dtype") or isinstance(x, plgpu.Barrier)

@@ -70,8 +70,8 @@ class LatentPlan(Plan):
     def scores_first(self) -> bool:
         """Whether the values of a tile wait for the scores of the next, and tiles are brought to L2
         before they are asked for. Faster where tensor cores have most to do and a tile is one copy
-        a block of columns: of 128 heads 128 us, 135 without; of 64 heads 107 and 97, which read
-        as fast as memory gives, and of 128 over pages of 16 149 and 138.
+        a block of columns, as of 128 heads; slower of 64, which wait for memory, and over small
+        pages.
         """
         return self.beside > 1 and self.page_rows == self.tile
 

@@ -346,15 +346,10 @@ def operands_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
     problem, block = plan.problem, plan.config.block_kv
     rows, keys = plan.padded_rows, operands.round_up(problem.kv_len, block)
     fields: dict[str, Any] = {"dealt": jnp.asarray(flash_plan.dealt(plan))}
-    for name in ("bias", "mask_array"):
-        if (array := getattr(inputs, name)) is not None:
-            array = array.astype(jnp.int8) if name == "mask_array" else array
-            fields[name] = operands.padded(array, {2: rows, 3: keys})
+    fields |= operands.over_scores(inputs, rows, keys) | operands.segment_ids(inputs, rows, keys)
     if plan.has("q_segment_ids"):
-        q_ids = operands.extended(inputs.q_segment_ids, rows)
-        kv_ids = operands.extended(inputs.kv_segment_ids, keys)
-        fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
-        fields["segment_spans"] = spans.of_segments(q_ids, kv_ids, plan.tile_rows, block)
+        ids = fields["q_segment_ids"], fields["kv_segment_ids"]
+        fields["segment_spans"] = spans.of_segments(*ids, plan.tile_rows, block)
     if plan.has("kv_lengths"):
         for name in ("k", "v"):
             fields[f"{name}_edge"] = operands.edge(getattr(refs, name), inputs.kv_lengths, block)

@@ -354,16 +354,13 @@ def operands_of(plan: Plan, inputs: AttentionInputs, d_out: Any, stats: Any) -> 
         ("do", d_out, plan.values, plan.v_width),
     ):
         fields[name] = operands.stored(x, kind, width, powers.get(name))
-    for name in ("bias", "mask_array"):
-        if (array := fields.get(name)) is not None:
-            array = array.astype(jnp.int8) if name == "mask_array" else array
-            fields[name] = operands.padded(array, {2: rows, 3: keys}).swapaxes(2, 3)
+    given = operands.over_scores(inputs, rows, keys)
+    fields |= {name: array.swapaxes(2, 3) for name, array in given.items()}
+    fields |= operands.segment_ids(inputs, rows, keys)
     fields["dealt"] = jnp.asarray(dealt(plan))
     if plan.has("q_segment_ids"):
-        q_ids = operands.extended(inputs.q_segment_ids, rows)
-        kv_ids = operands.extended(inputs.kv_segment_ids, keys)
-        fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
-        fields["segment_spans"] = spans.of_segments(kv_ids, q_ids, plan.keys, config.block_q)
+        ids = fields["kv_segment_ids"], fields["q_segment_ids"]
+        fields["segment_spans"] = spans.of_segments(*ids, plan.keys, config.block_q)
     for name, lengths, block in (
         ("q", "q_lengths", config.block_q),
         ("do", "q_lengths", config.block_q),

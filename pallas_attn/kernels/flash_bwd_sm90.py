@@ -22,8 +22,7 @@ of the one after that (`lag`). S begins with -lse and dP with -delta, so neither
   dV                                  |  dS = P (dP - delta), to shared memory, under dV
   dK                                  |  the meeting, under dK
 Query tiles of 128: dQ of a step comes at the end of the next. At the beginning of it warpgroups
-waited for each other after S and did the same at the same time: 9 (causal) to 15 % longer at head
-dim 64.
+waited for each other after S and did the same at the same time.
   S                                   |
   dP                                  |  P = exp(S - lse), under dP
   dV                                  |  dS = P (dP - delta), to shared memory, under dV

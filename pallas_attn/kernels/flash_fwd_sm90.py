@@ -471,19 +471,13 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
         ("v", plan.values, plan.v_width),
     ):
         fields[name] = operands.stored(getattr(inputs, name), kind, width, powers.get(name))
-    for name in ("bias", "mask_array"):
-        if (array := fields.get(name)) is not None:
-            array = array.astype(jnp.int8) if name == "mask_array" else array
-            fields[name] = operands.padded(array, {2: rows, 3: keys})
+    fields |= operands.over_scores(inputs, rows, keys) | operands.segment_ids(inputs, rows, keys)
     fields["dealt"] = jnp.asarray(dealt(plan))
     if plan.has("q_segment_ids"):
-        q_ids = operands.extended(inputs.q_segment_ids, rows)
-        kv_ids = operands.extended(inputs.kv_segment_ids, keys)
-        fields |= {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
         if segments.fits(plan):
             made = segments.prepare(plan, inputs.q_segment_ids, inputs.kv_segment_ids)
         else:
-            made = segments.by_xla(plan, q_ids, kv_ids)
+            made = segments.by_xla(plan, fields["q_segment_ids"], fields["kv_segment_ids"])
         fields["segment_spans"], fields["dealt"] = made
     if plan.has("kv_lengths"):
         fields["v_edge"] = operands.edge(fields["v"], inputs.kv_lengths, block)

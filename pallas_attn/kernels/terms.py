@@ -60,7 +60,7 @@ def is_exact(problem: AttentionProblem) -> bool:
 def is_plain(problem: AttentionProblem) -> bool:
     """Whether float32 goes without powers of 2: q and k as TF32, twice the work of float16, the
     rest as bfloat16 terms, good to 2**-16. Where exponents take longer than matmuls anyway, looking
-    for the powers would take a fifth of the time of a forward pass.
+    for the powers would make a forward pass slower.
     """
     few = max(problem.head_dim, problem.v_head_dim) <= 64 and problem.precision is None
     return problem.dtype == "float32" and problem.op == "flash_forward" and few
