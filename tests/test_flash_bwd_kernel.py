@@ -367,6 +367,11 @@ def test_config_checks_itself(field, value, want):
         kernel.Config(**{field: value})
 
 
+def test_query_tiles_of_128_lag_one_step():
+    with pytest.raises(ValueError, match=r"Config\.lag must be 1, got 2"):
+        kernel.Config(block_q=128, lag=2)
+
+
 def test_the_portable_config_checks_itself():
     want = r"Config\.columns must be 0; or a multiple of 16 if it is not fused, of 64 keys and"
     with pytest.raises(ValueError, match=want):
