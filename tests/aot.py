@@ -5,6 +5,8 @@ on the way.
 lowered for one and compiled for another can abort a process), which lives until the tests end. `f`
 travels by pickle: a function of a module, or a `functools.partial` of one. The worker needs the
 `aot` extra; `available()` says whether it is installed.
+
+`python -m tests.aot --digest [NAME ...]` prints digests of the machine code of tests/builds.py.
 """
 
 import atexit
@@ -294,4 +296,9 @@ def _kernels(ptxas: str) -> list[tuple[Any, ...]]:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    if sys.argv[1] == "--digest":
+        from tests import builds
+
+        builds.write_digests(sys.argv[2:], sys.stdout.write)
+    else:
+        _serve(sys.argv[1])

@@ -16,7 +16,7 @@ import pytest
 from jax import lax
 
 from pallas_attn.kernels import tiles
-from tests import aot, mosaic, watch
+from tests import aot, builds, mosaic, watch
 
 pytestmark = pytest.mark.guards
 needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
@@ -342,3 +342,28 @@ ptxas info    : Used 168 registers, used 16 barriers, 304 bytes cumulative stack
         ("f", 168, 512, 304, ("C7512",)),
         ("g", 168, 512, 304, ("C7512",)),
     ]
+
+
+# ---- digests of machine code ---------------------------------------------------------------------
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+def test_a_digest_repeats_and_tells_programs_apart():
+    """The same program has one digest, however ptxas names its registers; a scale is another."""
+    one, other = (builds.BUILDS[f"append/sm90/{kind}"] for kind in ("stacked", "per_sequence"))
+    assert builds.digest(one) == builds.digest(one) != builds.digest(other)
+
+
+def test_a_digest_forgets_names_and_keeps_constants():
+    line = "        /*01a0*/  @P0 IADD3 R6, P1, R2.reuse, 0x30, RZ ;"
+    renamed = "        /*02b0*/  @P1 IADD3 R7, P2, R9, 0x30, RZ ;"
+    forgets = builds._instructions
+    assert forgets(line) == forgets(renamed) != forgets(line.replace("0x30", "0x31"))
+
+
+def test_builds_cover_every_family_on_both_generations():
+    families = {tuple(name.split("/")[:2]) for name in builds.BUILDS}
+    kinds = ("flash_fwd", "flash_bwd", "decode", "decode_mla", "append")
+    assert {(kind, gpu) for kind in kinds for gpu in ("sm80", "sm90")} <= families
+    assert len(builds.BUILDS) >= 24

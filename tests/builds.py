@@ -1,0 +1,252 @@
+"""A representative set of compiled programs, and a digest of the machine code of each.
+
+`python -m tests.aot --digest [NAME ...]` prints one line a build, or only those whose names contain
+one of the given words. Whoever moves, renames or merges kernel code compares the lines from before
+and after: the same digest is the same machine code.
+
+Builds are said in terms of the public API, so they outlive any move. Numbers of registers and
+predicates, offsets of spilled registers, labels and names are left out of a digest: ptxas assigns
+them differently between builds of one tree. Instructions, their order, their other operands and
+the constants they read all count.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_attn as pa
+from pallas_attn.lm import decode as lm_decode
+from pallas_attn.lm import model as lm_model
+from tests import aot
+
+LM = lm_model.Config(
+    vocab=1024,
+    hidden=1024,
+    layers=2,
+    heads=8,
+    kv_heads=2,
+    head_dim=128,
+    mlp=2048,
+    positions=1024,
+    tied=True,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """One program: `call(*shapes)` compiled for `target`, one of tests/aot.py's GPUs."""
+
+    target: str
+    call: Callable[..., Any]
+    shapes: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+    options: Any = None  # XLA's
+
+
+def _forward(options, arrays):
+    return pa.flash_attention_with_lse(**arrays, **options)
+
+
+def _backward(options, arrays):
+    floats = {name: x for name, x in arrays.items() if name in ("q", "k", "v", "bias", "sinks")}
+    rest = {name: x for name, x in arrays.items() if name not in floats}
+
+    def loss(floats):
+        return pa.flash_attention(**floats, **rest, **options).astype(jnp.float32).sum()
+
+    return jax.grad(loss)(floats)
+
+
+def _shape(dtype: str, *sizes: int) -> Any:
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+
+def _attention(  # noqa: PLR0913
+    target: str,
+    dim: int,
+    *,
+    heads: tuple[int, int] = (4, 4),
+    rows: int = 1024,
+    dtype: str = "bfloat16",
+    given: tuple[str, ...] = (),
+    backward: bool = False,
+    **options: Any,
+) -> Build:
+    q, k = ((2, rows, n, dim) for n in heads)
+    arrays: dict[str, Any] = {
+        "q": _shape(dtype, *q),
+        "k": _shape(dtype, *k),
+        "v": _shape(dtype, *k),
+    }
+    ids = _shape("int32", 2, rows)
+    optional = {
+        "bias": _shape("float32", 1, heads[0], rows, rows),
+        "sinks": _shape("float32", heads[0]),
+        "kv_lengths": _shape("int32", 2),
+        "q_lengths": _shape("int32", 2),
+        "segment_ids": (ids, ids),
+    }
+    arrays |= {name: optional[name] for name in given}
+    call = functools.partial(_backward if backward else _forward, options)
+    return Build(target, call, (arrays,))
+
+
+def _decode_call(options, q, cache):
+    return pa.decode_attention_with_lse(q, cache, **options)
+
+
+_SIZES = {"stacked": (16, 4096), "per_sequence": ([4096] * 16,), "paged": (16, 16 * 256, 16)}
+_KINDS = {
+    "stacked": pa.StackedCache,
+    "per_sequence": pa.PerSequenceCache,
+    "paged": pa.PagedCache,
+}
+
+
+def _cache(kind: str, **sizes: Any) -> Any:
+    more = {"capacity": 4096} if kind == "paged" else {}
+    sizes = {"kv_heads": 8, "head_dim": 128} | sizes
+    return jax.eval_shape(lambda: _KINDS[kind].create(*_SIZES[kind], **more, **sizes))
+
+
+def _decode(
+    target: str, kind: str, *, rows: int = 1, heads: int = 32, options: Any = (), **sizes: Any
+) -> Build:
+    dtype = sizes.get("dtype", "bfloat16")
+    dtype = dtype if dtype in ("bfloat16", "float16", "float32") else "bfloat16"
+    q = _shape(dtype, 16, rows, heads, sizes.get("head_dim", 128))
+    return Build(target, functools.partial(_decode_call, dict(options)), (q, _cache(kind, **sizes)))
+
+
+_LATENT = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shared_kv": True}
+
+
+def _append_call(cache, k, v):
+    return pa.write_kv(cache.extend(k.shape[1]), k, v)
+
+
+def _append(target: str, kind: str, rows: int, **sizes: Any) -> Build:
+    new = _shape("bfloat16", 16, rows, 8, 128)
+    return Build(target, _append_call, (_cache(kind, **sizes), new, new), donate=(0,))
+
+
+def _lm_call(options, params, cache, state):
+    return lm_decode.steps.__wrapped__(LM, options, params, cache, state)
+
+
+def _lm() -> Build:
+    options = lm_decode.Options(cache="stacked", slots=4, capacity=512, chunk=8)
+    params = jax.tree.map(
+        lambda shape: _shape("bfloat16", *shape), LM.shapes(), is_leaf=lm_model._is_shape
+    )
+    cache = jax.eval_shape(lambda: options.create_cache(LM))
+    state = jax.eval_shape(lambda: lm_decode.State.create(options.slots))
+    call = functools.partial(_lm_call, options)
+    return Build("h100", call, (params, cache, state), (1, 2), lm_decode.COMPILER)
+
+
+_attention_sm90 = functools.partial(_attention, "h100")
+_attention_sm80 = functools.partial(_attention, "a100")
+_backward_sm90 = functools.partial(_attention, "h100", backward=True)
+_backward_sm80 = functools.partial(_attention, "a100", backward=True)
+_float32_sm86 = functools.partial(_attention, "sm86", dtype="float32", precision="highest")
+_CAUSAL, _WINDOW = {"mask": pa.CAUSAL}, {"mask": pa.sliding_window(100)}
+
+BUILDS: dict[str, Build] = {
+    "flash_fwd/sm90/h64_causal": _attention_sm90(64, **_CAUSAL),
+    "flash_fwd/sm90/h128_full": _attention_sm90(128),
+    "flash_fwd/sm90/h128_causal_gqa": _attention_sm90(128, heads=(8, 2), **_CAUSAL),
+    "flash_fwd/sm90/h128_segments": _attention_sm90(128, given=("segment_ids",), **_CAUSAL),
+    "flash_fwd/sm90/h128_everything": _attention_sm90(
+        128, given=("bias", "sinks", "kv_lengths", "q_lengths"), softcap=20.0, **_WINDOW
+    ),
+    "flash_fwd/sm90/h256_causal": _attention_sm90(256, **_CAUSAL),
+    "flash_fwd/sm90/h64_float32": _attention_sm90(64, dtype="float32", **_CAUSAL),
+    "flash_fwd/sm90/h128_float32_highest": _attention_sm90(
+        128, dtype="float32", precision="highest"
+    ),
+    "flash_fwd/sm80/h64_causal": _attention_sm80(64, **_CAUSAL),
+    "flash_fwd/sm80/h128_full": _attention_sm80(128),
+    "flash_fwd/sm80/h256_lengths": _attention_sm80(256, given=("kv_lengths",), **_CAUSAL),
+    "flash_fwd/sm80/h128_float32": _attention_sm80(128, dtype="float32", **_CAUSAL),
+    "flash_fwd/sm86/h256_float32_highest": _float32_sm86(256),
+    "flash_bwd/sm90/h64_causal": _backward_sm90(64, **_CAUSAL),
+    "flash_bwd/sm90/h128_full": _backward_sm90(128),
+    "flash_bwd/sm90/h128_deterministic": _backward_sm90(128, deterministic=True, **_CAUSAL),
+    "flash_bwd/sm90/h256_causal": _backward_sm90(256, **_CAUSAL),
+    "flash_bwd/sm90/h64_window": _backward_sm90(64, **_WINDOW),
+    "flash_bwd/sm90/h64_bias": _backward_sm90(64, given=("bias", "sinks", "kv_lengths")),
+    "flash_bwd/sm90/h128_float32_highest": _backward_sm90(
+        128, dtype="float32", precision="highest", **_CAUSAL
+    ),
+    "flash_bwd/sm80/h64_causal": _backward_sm80(64, **_CAUSAL),
+    "flash_bwd/sm80/h128_full": _backward_sm80(128),
+    "flash_bwd/sm80/h64_bias": _backward_sm80(64, given=("bias",)),
+    "flash_bwd/sm80/h128_float32": _backward_sm80(128, dtype="float32"),
+    "flash_bwd/sm86/h256_float32_highest": _float32_sm86(256, backward=True),
+    "decode/sm90/stacked": _decode("h100", "stacked"),
+    "decode/sm90/per_sequence_rows8": _decode("h100", "per_sequence", rows=8),
+    "decode/sm90/paged": _decode("h100", "paged"),
+    "decode/sm90/paged_int8": _decode("h100", "paged", dtype="int8"),
+    "decode/sm90/stacked_float8": _decode("h100", "stacked", dtype="float8_e4m3fn"),
+    "decode/sm90/stacked_float32": _decode("h100", "stacked", dtype="float32"),
+    "decode/sm90/stacked_window_invariant": _decode(
+        "h100", "stacked", options=(("batch_invariant", True), *_WINDOW.items())
+    ),
+    "decode/sm80/stacked": _decode("a100", "stacked"),
+    "decode/sm80/paged_float8": _decode("a100", "paged", dtype="float8_e4m3fn"),
+    "decode_mla/sm90/heads128": _decode("h100", "stacked", heads=128, **_LATENT),
+    "decode_mla/sm90/heads16_paged": _decode("h100", "paged", heads=16, **_LATENT),
+    "decode_mla/sm80/per_sequence": _decode("a100", "per_sequence", heads=16, **_LATENT),
+    "append/sm90/stacked": _append("h100", "stacked", 1),
+    "append/sm90/per_sequence": _append("h100", "per_sequence", 1),
+    "append/sm90/paged_int8": _append("h100", "paged", 7, dtype="int8"),
+    "append/sm80/paged": _append("a100", "paged", 7),
+    "lm/sm90/decode_loop": _lm(),
+}
+
+_NOISE = [
+    (r"/\*.*?\*/", ""),  # addresses, encodings
+    (r"\b(U?R|U?P|B)\d+\b", r"\1"),
+    (r"\.reuse\b", ""),
+    (r"((?:STL|LDL)\S* (?:R, )?)\[\S+\]", r"\1[offset]"),
+    (r"\.L_x_\d+", "label"),
+    (r"[ \t]+", " "),
+]
+
+
+def digest(build: Build) -> str:
+    """Of all Mosaic kernels of the program, in the order in which they were compiled."""
+    report = aot.compile_for(
+        build.call,
+        *build.shapes,
+        target=build.target,
+        donate_argnums=build.donate,
+        compiler_options=build.options,
+    )
+    texts = [_instructions(module) for module in report.sass.split("\f")]
+    return hashlib.sha256("\f".join(sorted(texts)).encode()).hexdigest()[:16]
+
+
+def _instructions(sass: str) -> str:
+    """Of machine code as it is disassembled, the instructions alone, without what is no part of
+    what they do.
+    """
+    lines = [line for line in sass.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/", line)]
+    text = "\n".join(lines)
+    for pattern, instead in _NOISE:
+        text = re.sub(pattern, instead, text)
+    return text
+
+
+def write_digests(words: list[str], write: Callable[[str], Any]) -> None:
+    """A line for each build whose name contains one of the words; for all of them without any."""
+    for name, build in BUILDS.items():
+        if not words or any(word in name for word in words):
+            write(f"{digest(build)}  {name}\n")
