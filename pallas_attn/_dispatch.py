@@ -180,13 +180,13 @@ def _score_matrix(problem: AttentionProblem) -> str:
 
 TABLES: dict[str, tuple[Implementation, ...]] = {
     "flash_forward": (
-        Kernel("sm90", "flash_fwd_sm90", (90, 90)),
-        Kernel("sm80", "flash_fwd_sm80", (OLDEST, NEWEST)),
+        Kernel("sm90", "flash_fwd.sm90", (90, 90)),
+        Kernel("sm80", "flash_fwd.sm80", (OLDEST, NEWEST)),
         Reference(_attention, _score_matrix),
     ),
     "flash_backward": (
-        Kernel("sm90", "flash_bwd_sm90", (90, 90)),
-        Kernel("sm80", "flash_bwd_sm80", (OLDEST, NEWEST)),
+        Kernel("sm90", "flash_bwd.sm90", (90, 90)),
+        Kernel("sm80", "flash_bwd.sm80", (OLDEST, NEWEST)),
         Refused(
             "reference",
             Limit(
@@ -196,12 +196,12 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         ),
     ),
     "append": (
-        Kernel("sm80", "append", (OLDEST, NEWEST)),
+        Kernel("sm80", "append.copy", (OLDEST, NEWEST)),
         Reference(_append, lambda problem: "it is one scatter a cache"),
     ),
     "decode": (
-        Kernel("sm90", "decode_sm90", (90, 90)),
-        Kernel("sm80", "decode_sm80", (OLDEST, NEWEST)),
+        Kernel("sm90", "decode.sm90", (90, 90)),
+        Kernel("sm80", "decode.sm80", (OLDEST, NEWEST)),
         Reference(_decode, lambda problem: "it would copy every cache to a dense array"),
     ),
 }

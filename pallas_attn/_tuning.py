@@ -67,7 +67,7 @@ class Lookup(NamedTuple):
 
 def lookup(module: ModuleType, problem: Any) -> Any:
     """The `module.Config` to run `problem` with."""
-    kernel = module.__name__.rpartition(".")[2]
+    kernel = module.__name__.partition(".kernels.")[2].replace(".", "_")
     config = _choose(kernel, module, problem)
     watch = _watch.get()
     if watch is not None:

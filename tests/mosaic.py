@@ -5,7 +5,7 @@ The one file of the tests that knows JAX's private modules (tests/watch.py names
 them). `interpret()` is what a test uses, beside `lower_for_cuda` and, from tests/aot.py,
 `compile_for`. What is taught to the interpreter, in both JAX versions alike:
 
-- programs of `tiles.each_thread`: run in NumPy, 128 threads at a time, with bounds and races
+- programs of `mosaic.each_thread`: run in NumPy, 128 threads at a time, with bounds and races
   checked byte by byte; inline code that brings a twin in NumPy, which runs in its place
 - `pl.run_state` over accumulators, wgmma with its left operand in registers, values assigned to an
   accumulator, `mma`
@@ -99,7 +99,7 @@ def _lowered(f: Callable[..., Any], *shapes: Any) -> str:
     return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-# ---- programs of tiles.each_thread, run in NumPy -------------------------------------------------
+# ---- programs of mosaic.each_thread, run in NumPy ------------------------------------------------
 
 
 @host.fail_on_exception
@@ -143,8 +143,8 @@ def _shape_of(aval):
 
 
 def _inline_mgpu(self, eqn, token, get_values):
-    """Runs a program of `tiles.each_thread`, or what the code says it means in jax.numpy; any other
-    inline code is refused, as JAX does.
+    """Runs a program of `mosaic.each_thread`, or what the code says it means in jax.numpy; any
+    other inline code is refused, as JAX does.
     """
     if (values := getattr(eqn.params["mgpu_fn"], "values", None)) is not None:
         result = values(*jax.tree.unflatten(eqn.params["pytree_args"], get_values()))

@@ -17,13 +17,13 @@ from jax import lax
 import pallas_attn
 from pallas_attn import _support
 from pallas_attn._problem import AppendInputs, AppendProblem
-from pallas_attn.kernels import append
+from pallas_attn.kernels.append import copy as append_copy
 from tests import append_cases, mosaic
 from tests.append_cases import CASES, Case, assert_same_bytes
 
 
 def run(problem: AppendProblem, inputs: AppendInputs) -> tuple:
-    return append.run(inputs, problem)
+    return append_copy.run(inputs, problem)
 
 
 def on_device(inputs: AppendInputs) -> AppendInputs:
@@ -114,15 +114,15 @@ def test_addresses_past_two_to_the_31(kind):
         pages=2**21 if kind == "paged" else None,
         layers=80,
     )
-    plan = append.Plan.of(problem, ("k", "v"), append.Config().words)
-    refs = append.Refs(
+    plan = append_copy.Plan.of(problem, ("k", "v"), append_copy.Config().words)
+    refs = append_copy.Refs(
         ("k", "v"), (("k cache", "v cache"),), "start", None, None, "page_table", "layer"
     )
     start = capacity - 1
     scalars = dict(sequence=sequence, chunk=0, start=start, rows=1, layer=layer)
-    at = append.At(capacity=None, **{k: np.full(128, v, np.int32) for k, v in scalars.items()})
+    at = append_copy.At(capacity=None, **{k: np.full(128, v, np.int32) for k, v in scalars.items()})
     ledger = Ledger(page)
-    append._append(mosaic.BlockOfThreads(0, ledger), refs, at, plan=plan)
+    append_copy._append(mosaic.BlockOfThreads(0, ledger), refs, at, plan=plan)
     slab = {
         "per_sequence": layer,
         "stacked": layer * 4096 + sequence,
@@ -141,7 +141,7 @@ def test_addresses_past_two_to_the_31(kind):
 
 
 def step(problem, k_cache, v_cache, rest):
-    return append.run(rest._replace(k_cache=k_cache, v_cache=v_cache), problem)[:2]
+    return append_copy.run(rest._replace(k_cache=k_cache, v_cache=v_cache), problem)[:2]
 
 
 def many_steps(problem, k_cache, v_cache, rest):
@@ -288,8 +288,8 @@ def test_as_many_sequences_in_a_launch_as_its_parameters_hold():
 @pytest.mark.parametrize("sequences, launches", [(20, 1), (21, 2), (50, 3)])
 def test_more_sequences_take_a_second_launch(monkeypatch, sequences, launches):
     """With room for 20: lowering 2100, which are too many for what there is, takes 7 s."""
-    assert append.tiles.PARAMETER_BYTES == 32764
-    monkeypatch.setattr(append.tiles, "PARAMETER_BYTES", 8 * (2 * 20 + 8))
+    assert append_copy.mosaic.PARAMETER_BYTES == 32764
+    monkeypatch.setattr(append_copy.mosaic, "PARAMETER_BYTES", 8 * (2 * 20 + 8))
     case = Case("per_sequence", sequences, kv_heads=1, head_dim=8, capacity=4, spread=0)
     text = mosaic.lower_for_cuda(functools.partial(step, case.problem), *shapes_of(case))
     assert text.count("stablehlo.custom_call @mosaic_gpu") == launches
@@ -325,8 +325,8 @@ def test_layers_share_one_kernel():
 )
 def test_limits(fields, reason):
     problem = dataclasses.replace(LARGE.problem, **fields)
-    assert append.limit(problem).reason == reason
-    assert append.limit(LARGE.problem) is None
+    assert append_copy.limit(problem).reason == reason
+    assert append_copy.limit(LARGE.problem) is None
 
 
 @pytest.mark.guards
@@ -334,8 +334,8 @@ def test_config_checks_itself():
     with pytest.raises(
         ValueError, match="append.Config\\(words=0\\): words wants 1 to 16: registers hold them"
     ):
-        append.Config(words=0)
-    assert append.smem_bytes(LARGE.problem, append.Config()) == 0
+        append_copy.Config(words=0)
+    assert append_copy.smem_bytes(LARGE.problem, append_copy.Config()) == 0
 
 
 # ---- on the GPU ----------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ def test_scan_over_layers_in_place_on_the_gpu(kind, rng):
 @pytest.mark.gpu
 def test_more_sequences_than_a_launch_holds_on_the_gpu(rng, monkeypatch):
     """With room for fewer than there is: 2100 of them take 90 s to compile."""
-    monkeypatch.setattr(append.tiles, "PARAMETER_BYTES", 8 * (2 * 20 + 8))
+    monkeypatch.setattr(append_copy.mosaic, "PARAMETER_BYTES", 8 * (2 * 20 + 8))
     case = Case("per_sequence", 50, kv_heads=1, head_dim=8, capacity=4, spread=2)
     inputs = case.draw(rng)
     assert_same_bytes(on_gpu_in_place(case, inputs), case.expected(inputs))

@@ -13,7 +13,9 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import _device
 from pallas_attn._problem import AppendInputs, AppendProblem
-from pallas_attn.kernels import append, append_plan, append_quantized
+from pallas_attn.kernels.append import copy as append_copy
+from pallas_attn.kernels.append import plan as append_plan
+from pallas_attn.kernels.append import quantize as append_quantize
 from tests import mosaic
 from tests.append_cases import assert_same_bytes, random_bits
 from tests.test_quantized import LARGEST, awkward_rows, quantized
@@ -34,7 +36,7 @@ def written(rows, dtype, rng, gpu="sm90", config=None):
     scales = random_bits(rng, (m, heads, t), "float32")
     start = np.zeros(m, np.int32)
     inputs = AppendInputs(cache, None, rows, None, start, None, None, None, scales, None)
-    run = functools.partial(append.run, problem=problem_of(rows, dtype, gpu), config=config)
+    run = functools.partial(append_copy.run, problem=problem_of(rows, dtype, gpu), config=config)
     done = jax.jit(lambda inputs: run(inputs))(jax.tree.map(jnp.asarray, inputs))
     return done.k_cache, done.k_scale
 
@@ -82,7 +84,7 @@ def test_awkward_rows_interpreted(rng, dtype, gpu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", LARGEST)
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("rows_dtype", append_quantized.NEW_DTYPES)
+@pytest.mark.parametrize("rows_dtype", append_quantize.NEW_DTYPES)
 def test_rows_on_the_gpu(rng, dim, dtype, rows_dtype):
     """Both ways to float8, whatever the GPU has."""
     rows = by_head_dim(rng, dim, rows_dtype)
@@ -155,7 +157,7 @@ def test_machine_code(kind, dtype, target):
 
 @pytest.mark.machine_code
 @pytest.mark.guards
-@pytest.mark.parametrize("rows_dtype", append_quantized.NEW_DTYPES)
+@pytest.mark.parametrize("rows_dtype", append_quantize.NEW_DTYPES)
 @pytest.mark.parametrize("dims", [(576, 512), (256, 256), (72, 24), (4096, 1)])
 def test_no_spills_for_long_rows(dims, rows_dtype):
     report = compiled("stacked", "float8_e4m3fn", dims=dims, t=128, rows_dtype=rows_dtype)
@@ -177,5 +179,5 @@ def test_no_spills_for_long_rows(dims, rows_dtype):
 )
 def test_limits(fields, reason):
     problem = problem_of(np.zeros((1, 1, 1, 8), np.float32), "int8")
-    assert append.limit(problem) is None
-    assert append.limit(dataclasses.replace(problem, **fields)).reason == reason
+    assert append_copy.limit(problem) is None
+    assert append_copy.limit(dataclasses.replace(problem, **fields)).reason == reason

@@ -21,8 +21,9 @@ import pytest
 import pallas_attn
 from pallas_attn import CAUSAL, FULL, Mask, _gpus, _tuning, reference, sliding_window
 from pallas_attn._problem import DecodeInputs, DecodeProblem
-from pallas_attn.kernels import decode_plan, decode_sm80
-from pallas_attn.kernels import decode_sm90 as kernel
+from pallas_attn.kernels.decode import scheduler
+from pallas_attn.kernels.decode import sm80 as decode_sm80
+from pallas_attn.kernels.decode import sm90 as kernel
 from tests import budget, mosaic
 
 KINDS = ("per_sequence", "stacked", "paged")
@@ -488,7 +489,7 @@ def test_calls_do_not_share_counters():
     call = functools.partial(two_calls, case.problem, kernel.Config.default(case.problem))
     report = mosaic.compile_for(call, shapes_of(case))
     assert report.launches == 2
-    kind = rf"s32\[{decode_plan.BLANK // 4 + 3 * 8 + 1}\]\{{0\}}"
+    kind = rf"s32\[{scheduler.BLANK // 4 + 3 * 8 + 1}\]\{{0\}}"
     assert len(re.findall(rf"= {kind} constant\(", report.hlo)) == 2
     assert not re.search(rf"{kind} (copy|fusion|broadcast)", report.hlo)
 
@@ -611,9 +612,7 @@ def test_the_portable_config_checks_itself(fields, want):
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_shared_memory_is_what_there_is(dim, rows):
     problem = large(head_dim=dim, v_head_dim=dim, q_heads=8 * rows).problem
-    assert (
-        kernel.smem_bytes(problem, kernel.Config.default(problem)) <= kernel.decode_plan.SMEM_LIMIT
-    )
+    assert kernel.smem_bytes(problem, kernel.Config.default(problem)) <= kernel.scheduler.SMEM_LIMIT
 
 
 def of_smallest(**changes) -> DecodeProblem:
@@ -674,23 +673,23 @@ def test_every_unit_is_dealt_once(seed):
     case = Case("stacked", tuple(rng.integers(0, 2000, m).tolist()), capacity=2000)
     case = dataclasses.replace(case, batch_invariant=bool(seed % 2))
     config = kernel.Config(ctas=ctas, fixed=3, many=seed % 3 > 0, turn=seed % 3 * 32)
-    plan = decode_plan.Plan(case.problem, config)
+    plan = scheduler.Plan(case.problem, config)
     lengths = np.zeros(plan.sums, np.int32)
     lengths[:m] = case.lengths
     units = np.asarray([plan.units_of(int(n), lambda x, y: x // y) for n in lengths[:m]])
     sums = np.zeros(plan.sums, np.int32)
     sums[1 : m + 1] = np.cumsum(units)
     sums[m + 1 :] = sums[m]
-    table = decode_plan.Table(jnp.asarray(sums), jnp.asarray(lengths), None)
+    table = scheduler.Table(jnp.asarray(sums), jnp.asarray(lengths), None)
     seen = {}
     parts_at = {}
     for cta in range(plan.ctas):
-        share = decode_plan.share_of(plan, table, jnp.int32(cta))
-        at = decode_plan.sequence_of(plan, table, share.first)
-        unit = decode_plan.begin_of(plan, table, share, at)
+        share = scheduler.share_of(plan, table, jnp.int32(cta))
+        at = scheduler.sequence_of(plan, table, share.first)
+        unit = scheduler.begin_of(plan, table, share, at)
         while unit < share.end:
-            piece = decode_plan.piece_at(plan, table, share, unit, at)
-            parts = decode_plan.parts_of(plan, share, piece, jnp.int32(cta))
+            piece = scheduler.piece_at(plan, table, share, unit, at)
+            parts = scheduler.parts_of(plan, share, piece, jnp.int32(cta))
             where = int(piece.m), int(piece.head)
             for tile in range(int(piece.tile), int(piece.end)):
                 assert seen.setdefault((*where, tile), cta) == cta

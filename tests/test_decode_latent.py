@@ -13,8 +13,8 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, reference, sliding_window
 from pallas_attn._problem import DecodeInputs, DecodeProblem
-from pallas_attn.kernels import decode_sm80
-from pallas_attn.kernels import decode_sm90 as kernel
+from pallas_attn.kernels.decode import sm80 as decode_sm80
+from pallas_attn.kernels.decode import sm90 as kernel
 from tests import mosaic, test_decode_kernel
 
 

@@ -13,10 +13,13 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import _support
 from pallas_attn._problem import DecodeInputs
-from pallas_attn.kernels import decode_plan, decode_sm80, decode_sm90, widen
+from pallas_attn.kernels.decode import scheduler
+from pallas_attn.kernels.decode import sm80 as decode_sm80
+from pallas_attn.kernels.decode import sm90 as decode_sm90
+from pallas_attn.kernels.mma import dequant
 from tests import mosaic
 
-every_dtype = pytest.mark.parametrize("dtype", widen.DTYPES)
+every_dtype = pytest.mark.parametrize("dtype", dequant.DTYPES)
 
 PROBLEM = dataclasses.replace(_support._BASE["decode"], cache_dtype="float8_e4m3fn", quantized=True)
 
@@ -45,7 +48,7 @@ def test_many_sequences_of_one_array(dims):
     many = dataclasses.replace(PROBLEM, sequences=2000, capacities=(8192,) * 2000, **dims)
     assert decode_sm90.limit(many) is None
     config = decode_sm90.Config.default(many)
-    assert decode_sm90.smem_bytes(many, config) <= decode_plan.SMEM_LIMIT
+    assert decode_sm90.smem_bytes(many, config) <= scheduler.SMEM_LIMIT
 
 
 def test_two_blocks_share_a_multiprocessor():
@@ -100,7 +103,7 @@ CACHES = {
 
 @pytest.mark.machine_code
 @pytest.mark.guards
-@pytest.mark.parametrize("kind, dtype", list(zip(CACHES, widen.DTYPES, strict=True)))
+@pytest.mark.parametrize("kind, dtype", list(zip(CACHES, dequant.DTYPES, strict=True)))
 def test_machine_code(kind, dtype):
     """One launch, no copies, nothing spilled, as many matmuls as over bfloat16."""
     q = jax.ShapeDtypeStruct((16, 1, 32, 128), jnp.bfloat16)

@@ -17,16 +17,13 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import _gpus, cases
 from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels import (
-    flash_bwd_dbias,
-    flash_bwd_sm80,
-    flash_fwd_sm80,
-    flash_fwd_sm90,
-    logits,
-    spans,
-)
-from pallas_attn.kernels import flash_bwd_plan as plans
-from pallas_attn.kernels import flash_bwd_sm90 as kernel
+from pallas_attn.kernels.attention import score_mod, tile_range
+from pallas_attn.kernels.flash_bwd import dbias
+from pallas_attn.kernels.flash_bwd import plan as plans
+from pallas_attn.kernels.flash_bwd import sm80 as flash_bwd_sm80
+from pallas_attn.kernels.flash_bwd import sm90 as kernel
+from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
+from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests import budget, mosaic
 from tests.test_flash_fwd_kernel import (
@@ -442,7 +439,7 @@ def test_few_tiles_of_work_are_packed_well(seed):
     pieces = int(rng.integers(1, 400))
     costs = rng.integers(1, 60, pieces) + 1.5
     work = rng.permutation(1000)[:pieces]
-    table = spans.pack(work, costs, 132)
+    table = tile_range.pack(work, costs, 132)
     hands = [row[1 : 1 + row[0]] for row in table]
     np.testing.assert_array_equal(np.sort(np.concatenate(hands)), np.sort(work))
     cost_of = dict(zip(work.tolist(), costs.tolist(), strict=True))
@@ -454,12 +451,12 @@ def test_few_tiles_of_work_are_packed_well(seed):
 def test_every_tile_of_scores_is_summed_once(shape):
     """The walks of the kernel for dbias, all of them together."""
     case = dataclasses.replace(one("bias"), bias_shape=shape)
-    plan = flash_bwd_dbias.plan_of(problem_of(case), flash_fwd_sm90.Config)
-    walk = flash_bwd_dbias.walk_of(plan)
+    plan = dbias.plan_of(problem_of(case), flash_fwd_sm90.Config)
+    walk = dbias.walk_of(plan)
     found = []
     for cell in range(int(np.prod(walk.cells))):
         for n in range(walk.parts * walk.steps):
-            step = flash_bwd_dbias.step_of(plan, None, walk, jnp.int32(cell), jnp.int32(n))
+            step = dbias.step_of(plan, None, walk, jnp.int32(cell), jnp.int32(n))
             if step.live:
                 found.append(tuple(int(x) for x in step[:4]))
     wanted = np.ndindex(2, 4, 3, 4)
@@ -605,7 +602,7 @@ def far_below_zero(config=None, **sizes):
 def test_no_probability_is_above_1_whatever_a_bias_rounds_to():
     plan = types.SimpleNamespace(unit=None, natural=False, has={"bias"}.__contains__)
     numbers = jnp.asarray([128.0, 0.0, -1.0, -np.inf, np.nan])
-    found = logits.exponentials(plan, numbers - 1e3, jnp.full(5, -1e3))
+    found = score_mod.exponentials(plan, numbers - 1e3, jnp.full(5, -1e3))
     np.testing.assert_array_equal(found, [1.0, 1.0, 0.5, 0.0, np.nan])
 
 

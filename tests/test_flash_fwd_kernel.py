@@ -18,19 +18,14 @@ import pytest
 from pallas_attn import _dispatch, _tuning, cases, reference
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.bench import tune
-from pallas_attn.kernels import (
-    flash_bwd_sm90,
-    flash_fwd_sm80,
-    flash_memory,
-    flash_plan,
-    matrices,
-    operands,
-    segments,
-    softmax,
-    spans,
-    terms,
-)
-from pallas_attn.kernels import flash_fwd_sm90 as kernel
+from pallas_attn.kernels.attention import plan as attention_plan
+from pallas_attn.kernels.attention import softmax, tile_range, tma_operands
+from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
+from pallas_attn.kernels.flash_fwd import segments
+from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
+from pallas_attn.kernels.flash_fwd import sm90 as kernel
+from pallas_attn.kernels.flash_fwd import sm90_memory as flash_fwd_memory
+from pallas_attn.kernels.mma import mma_sync, wgmma
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests import budget, mosaic
 
@@ -281,7 +276,7 @@ def test_the_portable_kernel_compiles_for_every_gpu(name, target):
 def test_float32_is_the_sum_of_its_parts(parts):
     x = np.random.default_rng(0).standard_normal((2, 3, 1, 16)).astype(np.float32)
     x.flat[:4] = np.inf, -np.inf, np.nan, np.finfo(np.float32).max
-    pieces = np.asarray(matrices.split(jnp.asarray(x), parts), np.float64)
+    pieces = np.asarray(mma_sync.split(jnp.asarray(x), parts), np.float64)
     got = pieces.reshape(2, 3, 1, parts, 16).sum(3)
     live = np.abs(x) < 1e30
     np.testing.assert_allclose(got[live], x[live], rtol=2.0 ** (-8 * parts), atol=0)
@@ -295,15 +290,15 @@ def test_float32_is_a_power_of_two_times_its_terms(rng, count):
     x[0, 20:] = 1e30  # nor does what lies past a length
     odd = np.inf, -np.inf, np.nan
     x[1, 0, 0, :3] = odd
-    power = terms.power_of_two(terms.largest(jnp.asarray(x), 2, jnp.asarray([20, 30])))
+    power = wgmma.power_of_two(wgmma.largest(jnp.asarray(x), 2, jnp.asarray([20, 30])))
     live = np.ones(x.shape, bool)
     live[0, 20:], live[1, 0, 0, :3] = False, False
-    split = terms.split(jnp.asarray(x), power, terms.Kind("float16", count), 24)
+    split = wgmma.split(jnp.asarray(x), power, wgmma.Kind("float16", count), 24)
     pieces = np.asarray(split, np.float64).reshape(*x.shape[:3], count, 24)
     np.testing.assert_array_equal(pieces[1, 0, 0, -1, :3], odd)
     assert not pieces[..., 16:].any() and not pieces[1, 0, 0, :-1, :3].any()
     size = np.abs(np.where(live, pieces[..., 0, :16], 0)).max(axis=(1, 3)).reshape(2, 2, 2).max(2)
-    assert np.all((size >= 2.0**terms.TOP) & (size <= 2.0 ** (terms.TOP + 1)))
+    assert np.all((size >= 2.0**wgmma.TOP) & (size <= 2.0 ** (wgmma.TOP + 1)))
     pieces = np.where(live[..., None, :], pieces[..., :16], 0)
     got = pieces.sum(3) * np.repeat(np.asarray(power), 2, axis=1)[:, None, :, None]
     largest = np.abs(np.where(live, x, 0)).max(axis=(1, 3)).reshape(2, 2, 2).max(2)
@@ -323,7 +318,7 @@ def test_all_head_dims_of_float32_are_hoppers(precision):
             some = dataclasses.replace(problem, op=f"flash_{op}", **sizes)
             assert _dispatch.select(some, None).name == "sm90"
             need = module.smem_bytes(some, module.Config.default(some))
-            assert need <= flash_memory.SMEM_LIMIT
+            assert need <= flash_fwd_memory.SMEM_LIMIT
 
 
 # ---- what it refuses ----------------------------------------------------------------------------
@@ -391,7 +386,7 @@ def test_every_tile_of_work_is_dealt_once():
     rng = np.random.default_rng(0)
     for pieces, hands in ((1, 1), (7, 7), (100, 8), (1000, 132)):
         costs = np.sort(rng.uniform(1, 30, pieces))[::-1]
-        table = spans.deal(np.arange(pieces), costs, hands)
+        table = tile_range.deal(np.arange(pieces), costs, hands)
         dealt = [row[1 : 1 + row[0]] for row in table]
         np.testing.assert_array_equal(np.sort(np.concatenate(dealt)), np.arange(pieces))
         loads = [costs[pieces].sum() for pieces in dealt]
@@ -406,7 +401,7 @@ def test_spans_hold_what_the_mask_says(seed):
     mask = [FULL, CAUSAL, sliding_window(left + 1), Mask(left, right), Mask(right=-5)][seed % 5]
     block, rows, kv_len = int(rng.choice((16, 64))), 64, int(rng.integers(1, 400))
     start = int(rng.integers(-100, 400))
-    span = spans.of_rows(mask, start, rows, kv_len, block)
+    span = tile_range.of_rows(mask, start, rows, kv_len, block)
     tiles = -(-kv_len // block)
     seen = np.zeros((rows, tiles * block), bool)
     seen[:, :kv_len] = mask.dense(rows, kv_len, q_offset=start)
@@ -423,15 +418,15 @@ def test_documents_are_dealt_once_and_evenly():
     sizes = {"q_len": 8192, "kv_len": 8192, "q_heads": 16, "kv_heads": 16, "batch": 1}
     small = problem_of(one("t_equals_s"))
     problem = dataclasses.replace(small, mask=CAUSAL, arrays=SEGMENTS, head_dim=128, **sizes)
-    plan = flash_plan.Plan(problem, kernel.Config(ctas=132))
+    plan = attention_plan.Plan(problem, kernel.Config(ctas=132))
     ids = jnp.repeat(jnp.arange(8, dtype=jnp.int32), 1024)[None]
-    found = spans.of_segments(ids, ids, flash_plan.ROWS, plan.config.block_kv)
-    table = np.asarray(flash_plan.ranked(plan, found))
+    found = tile_range.of_segments(ids, ids, attention_plan.ROWS, plan.config.block_kv)
+    table = np.asarray(attention_plan.ranked(plan, found))
     dealt = [row[1 : 1 + row[0]] for row in table]
     tiles = (np.arange(16)[:, None] << plan.code_bits) + np.arange(plan.q_tiles)
     np.testing.assert_array_equal(np.sort(np.concatenate(dealt)), tiles.ravel())
     # A tile of 128 rows meets the key tiles of its document up to its own.
-    loads = [(codes % 8 + 1 + flash_plan.TILE_OVERHEAD).sum() for codes in dealt]
+    loads = [(codes % 8 + 1 + attention_plan.TILE_OVERHEAD).sum() for codes in dealt]
     assert max(loads) <= 1.1 * np.mean(loads), (max(loads), np.mean(loads))
 
 
@@ -455,7 +450,7 @@ def test_segments_are_prepared_as_jax_numpy_says(sizes, config, mask, where):
     problem = dataclasses.replace(
         problem_of(one("t_equals_s")), batch=batch, mask=mask, arrays=SEGMENTS, **changes
     )
-    plan = flash_plan.Plan(problem, config)
+    plan = attention_plan.Plan(problem, config)
     rng = np.random.default_rng(q_len)
     given = [
         rng.integers(-(2**31), 2**31 - 1, 5)[rng.integers(0, 5, (batch, n))] for n in sizes[1:3]
@@ -464,8 +459,8 @@ def test_segments_are_prepared_as_jax_numpy_says(sizes, config, mask, where):
     ids = [jnp.asarray(x, jnp.int32) for x in given]
     with mosaic.interpret() if where == "here" else contextlib.nullcontext():
         records, codes = jax.jit(functools.partial(segments.prepare, plan))(*ids)
-    lengths = plan.padded_rows, operands.round_up(kv_len, config.block_kv)
-    padded = map(operands.extended, ids, lengths)
+    lengths = plan.padded_rows, tma_operands.round_up(kv_len, config.block_kv)
+    padded = map(tma_operands.extended, ids, lengths)
     want_records, want_codes = segments.by_xla(plan, *padded)
     np.testing.assert_array_equal(records, want_records)
     np.testing.assert_array_equal(codes, want_codes)
@@ -477,7 +472,7 @@ def test_spans_of_segments(seed):
     q_ids, kv_ids = rng.integers(0, 5, (2, 256)), rng.integers(0, 5, (2, 192))
     if seed % 2:
         q_ids, kv_ids = np.sort(q_ids), np.sort(kv_ids)
-    found = np.asarray(spans.of_segments(jnp.asarray(q_ids), jnp.asarray(kv_ids), 64, 32))
+    found = np.asarray(tile_range.of_segments(jnp.asarray(q_ids), jnp.asarray(kv_ids), 64, 32))
     same = q_ids.reshape(2, 4, 64, 1, 1) == kv_ids.reshape(2, 1, 1, 6, 32)
     for b, i, t in np.ndindex(2, 4, 6):
         lo, full_lo, full_hi, hi = found[b, :, i]
@@ -488,9 +483,9 @@ def test_spans_of_segments(seed):
 
 
 def test_what_tma_would_clip_is_padded():
-    assert [operands.rows_in_tma(n) for n in (1, 8, 9, 130, 136)] == [1, 8, 16, 136, 136]
-    assert [operands.width_in_tma(n) for n in (8, 64, 72, 80, 200)] == [8, 64, 80, 80, 208]
-    assert [operands.width_in_smem(n) for n in (8, 32, 40, 72, 96, 192)] == [
+    assert [tma_operands.rows_in_tma(n) for n in (1, 8, 9, 130, 136)] == [1, 8, 16, 136, 136]
+    assert [tma_operands.width_in_tma(n) for n in (8, 64, 72, 80, 200)] == [8, 64, 80, 80, 208]
+    assert [tma_operands.width_in_smem(n) for n in (8, 32, 40, 72, 96, 192)] == [
         64,
         32,
         64,
@@ -499,7 +494,7 @@ def test_what_tma_would_clip_is_padded():
         192,
     ]
     x = jnp.ones((1, 16, 2, 64))
-    assert operands.for_tma(x) is x
+    assert tma_operands.for_tma(x) is x
 
 
 # ---- the merge of parts -------------------------------------------------------------------------

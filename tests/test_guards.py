@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_attn.kernels import tiles
+from pallas_attn.kernels.lang import mosaic as lang
 from tests import aot, builds, mosaic, watch
 
 pytestmark = pytest.mark.guards
@@ -173,14 +173,14 @@ def doubled(x, *, step=1, shift=0):
     out = jax.new_ref(jnp.zeros_like(x))
 
     def program(thread, refs, block):
-        index = block * tiles.THREADS + thread.index
+        index = block * lang.THREADS + thread.index
         word = thread.load(refs[0], index, 4)
         thread.store(refs[1], index * step + shift, word + word, 4, index < 200)
 
     def body(x_ref, o_ref):
-        tiles.each_thread(program, (x_ref, o_ref), lax.axis_index("block"))
+        lang.each_thread(program, (x_ref, o_ref), lax.axis_index("block"))
 
-    tiles.lane_kernel(body, grid=2, name="doubled")(x, out)
+    lang.lane_kernel(body, grid=2, name="doubled")(x, out)
     return jax.freeze(out)
 
 
@@ -205,9 +205,9 @@ def in_place(x):
         thread.store(ref, thread.index, word, 4, thread.index >= 0)
 
     def body(ref):
-        tiles.each_thread(program, ref, lax.axis_index("block"))
+        lang.each_thread(program, ref, lax.axis_index("block"))
 
-    tiles.lane_kernel(body, grid=1, name="in_place")(ref)
+    lang.lane_kernel(body, grid=1, name="in_place")(ref)
     return jax.freeze(ref)
 
 

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import _device, _dispatch, _rows, _support, _tuning
-from pallas_attn._rows import Angles, Layer, linear, streams
-from pallas_attn.kernels import linear_sm90 as kernel
-from pallas_attn.kernels import norm_sm90, rotate_sm90
+from pallas_attn import _device, _dispatch, _support, _tuning
+from pallas_attn.lm import rows as lm_rows
+from pallas_attn.lm.kernels import linear as kernel
+from pallas_attn.lm.kernels import norm as norm_kernel
+from pallas_attn.lm.kernels import rotate as rotate_kernel
+from pallas_attn.lm.rows import Angles, Layer, linear, streams
 from tests import mosaic, subjects
 
 Config = kernel.Config
@@ -129,7 +131,7 @@ def test_a_layer_of_a_stack_is_what_xla_makes_of_it():
     odd = jnp.asarray(np.ones((3, 40, 100)), jnp.bfloat16)  # a size that the kernel does not take
     got = linear(odd[0, :2, :], Layer(odd, 1))
     np.testing.assert_array_equal(got, np.full((2, 40), 100))
-    got = _rows.gated(odd[0, :2, :], Layer(odd, 1))
+    got = lm_rows.gated(odd[0, :2, :], Layer(odd, 1))
     np.testing.assert_array_equal(got, np.full((2, 20), jnp.bfloat16(10000)))
 
 
@@ -150,8 +152,8 @@ def norm_operands(problem, part_dtype="float32"):
 def check_norm(problem, part_dtype="float32"):
     """x to the bit where there is one part; what is left is the order of sums."""
     x, parts, weight, layer = norm_operands(problem, part_dtype)
-    got = norm_sm90.run(x, parts, weight, layer, problem)
-    want = _rows.add_norm(x, parts, weight[2], problem.eps)
+    got = norm_kernel.run(x, parts, weight, layer, problem)
+    want = lm_rows.add_norm(x, parts, weight[2], problem.eps)
     eps = float(jnp.finfo(problem.dtype).eps)
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(ours.astype(float), theirs.astype(float), rtol=2 * eps, atol=eps)
@@ -167,7 +169,7 @@ def rotate_operands(problem):
 
 def check_rotate(problem):
     parts, cos, sin = rotate_operands(problem)
-    got = rotate_sm90.run(parts, cos, sin, problem)
+    got = rotate_kernel.run(parts, cos, sin, problem)
     rows = np.asarray(parts).sum(axis=0).reshape(problem.rows, problem.every, problem.head_dim)
     angles = Angles(cos[:, None], sin[:, None])
     eps = float(jnp.finfo(problem.dtype).eps)
@@ -175,18 +177,18 @@ def check_rotate(problem):
     for n, ours in enumerate(got):
         heads = problem.kv_heads if n else problem.heads
         want = jnp.asarray(rows[:, start : start + heads])
-        want = want if n == 2 else _rows.rotate(want, angles)
+        want = want if n == 2 else lm_rows.rotate(want, angles)
         np.testing.assert_allclose(ours.astype(float), want, rtol=eps, atol=1e-5)
         start += heads
 
 
 NORMS = [
-    norm_sm90.Problem(3, 1024, 4, "bfloat16", 1e-5),
-    norm_sm90.Problem(1, 3584, 1, "float16", 1e-6),
+    norm_kernel.Problem(3, 1024, 4, "bfloat16", 1e-5),
+    norm_kernel.Problem(1, 3584, 1, "float16", 1e-6),
 ]
 ROTATIONS = [
-    rotate_sm90.Problem(3, 4, 2, 64, 2, "bfloat16"),
-    rotate_sm90.Problem(1, 3, 3, 128, 1, "float16"),
+    rotate_kernel.Problem(3, 4, 2, 64, 2, "bfloat16"),
+    rotate_kernel.Problem(1, 3, 3, 128, 1, "float16"),
 ]
 
 
@@ -205,19 +207,19 @@ def test_rotate_interpreted(problem):
 
 
 def norm(*operands, problem):
-    return norm_sm90.run(*operands, problem)
+    return norm_kernel.run(*operands, problem)
 
 
 def rotate(*operands, problem):
-    return rotate_sm90.run(*operands, problem)
+    return rotate_kernel.run(*operands, problem)
 
 
 @pytest.mark.machine_code
 @pytest.mark.guards
 def test_machine_code_between_matmuls():
     for call, problem, operands in (
-        (norm, norm_sm90.Problem(64, 4096, 8, "bfloat16", 1e-5), norm_operands),
-        (rotate, rotate_sm90.Problem(64, 32, 8, 128, 2, "bfloat16"), rotate_operands),
+        (norm, norm_kernel.Problem(64, 4096, 8, "bfloat16", 1e-5), norm_operands),
+        (rotate, rotate_kernel.Problem(64, 32, 8, 128, 2, "bfloat16"), rotate_operands),
     ):
         arrays = jax.eval_shape(functools.partial(operands, problem))
         report = mosaic.compile_for(functools.partial(call, problem=problem), *arrays)
@@ -257,15 +259,15 @@ def test_gated_on_the_gpu(rows, out, inner):
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("dim, parts", [(4096, 8), (4096, 1), (3584, 4), (512, 2)])
 def test_norm_on_the_gpu(rows, dim, parts):
-    check_norm(norm_sm90.Problem(rows, dim, parts, "bfloat16", 1e-5))
-    check_norm(norm_sm90.Problem(rows, dim, parts, "bfloat16", 1e-5), "bfloat16")
+    check_norm(norm_kernel.Problem(rows, dim, parts, "bfloat16", 1e-5))
+    check_norm(norm_kernel.Problem(rows, dim, parts, "bfloat16", 1e-5), "bfloat16")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("heads, kv_heads, dim", [(32, 8, 128), (5, 1, 64), (4, 4, 96)])
 def test_rotate_on_the_gpu(rows, heads, kv_heads, dim):
-    check_rotate(rotate_sm90.Problem(rows, heads, kv_heads, dim, 3, "bfloat16"))
+    check_rotate(rotate_kernel.Problem(rows, heads, kv_heads, dim, 3, "bfloat16"))
 
 
 # ---- who begins while the kernel before it ends --------------------------------------------------

@@ -194,7 +194,7 @@ def _rows():
 
 @pytest.mark.parametrize(("gpu", "kernel", "row"), _rows())
 def test_every_row_builds_fits_and_is_reached(gpu, kernel, row):
-    module = importlib.import_module(f"pallas_attn.kernels.{kernel}")
+    module = importlib.import_module(f"pallas_attn.kernels.{kernel.replace('_sm', '.sm')}")
     problem = tune.problem_of(kernel, row["problem"], gpu)
     config = module.Config(**row["config"])
     assert module.limit(problem) is None
@@ -219,7 +219,7 @@ def test_search_walks_to_the_optimum_and_tries_nothing_twice():
 
 @pytest.mark.parametrize("kernel", tune.SPACES)
 def test_what_is_searched_are_settings_of_the_kernel(kernel):
-    module = importlib.import_module(f"pallas_attn.kernels.{kernel}")
+    module = importlib.import_module(f"pallas_attn.kernels.{kernel.replace('_sm', '.sm')}")
     assert set(tune.SPACES[kernel]) <= {field.name for field in dataclasses.fields(module.Config)}
 
 

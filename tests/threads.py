@@ -1,4 +1,4 @@
-"""The twin of `tiles.Thread`: programs of one thread, run in NumPy for a block of 128 at once."""
+"""The twin of `mosaic.Thread`: programs of one thread, run in NumPy for a block of 128 at once."""
 
 import threading
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class BlockOfThreads:
-    """`tiles.Thread` for the 128 threads of a block at once: a value is an array with an element a
+    """`mosaic.Thread` for the 128 threads of a block at once: a value is an array with an element a
     thread.
     """
 
@@ -87,7 +87,7 @@ class BlockOfThreads:
         index = np.broadcast_to(index, 128)[where]
         self.memory.store(ref, index, value[where], nbytes, self.ids[where])
 
-    # ---- kernels.warps.Thread --------------------------------------------------------------------
+    # ---- kernels.lang.threads.Thread --------------------------------------------------------------------
 
     def choose(self, where, a, b):
         return np.where(where, a, b).astype(np.result_type(a))

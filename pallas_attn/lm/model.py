@@ -27,11 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn import _rows
-from pallas_attn._rows import Angles, Layer, add_norm, gated, linear, parts, rms_norm, rotate
 from pallas_attn.append import write_kv
 from pallas_attn.attention import flash_attention
 from pallas_attn.decode import decode_attention
+from pallas_attn.lm import rows as lm_rows
+from pallas_attn.lm.rows import Angles, Layer, add_norm, gated, linear, parts, rms_norm, rotate
 from pallas_attn.masks import CAUSAL, Mask, sliding_window
 
 Array = jax.Array
@@ -194,7 +194,7 @@ def qkv_of(config: Config, weights: Params, x: Array, angles: Angles) -> tuple[A
     """q [M, t, N, H], k and v [M, t, K, H] of x, normed and turned."""
     sizes = (config.heads, config.kv_heads, config.kv_heads)
     if isinstance(weights["qkv"], Layer) and not (config.qkv_bias or config.qk_norm):
-        return _rows.heads(parts(x, weights["qkv"], jnp.float32), angles, sizes[:2], x.dtype)
+        return lm_rows.heads(parts(x, weights["qkv"], jnp.float32), angles, sizes[:2], x.dtype)
     rows = linear(x, weights["qkv"])
     if config.qkv_bias:
         rows += weights["qkv_bias"][None, None]
@@ -327,8 +327,8 @@ def decode(
     float32[M, vocab] after it, the cache.
     """
     cache = cache.extend(rows)
-    stream = _rows.streams(tokens.shape[0], params["embed"].dtype, implementation)
-    launches = _rows.overlapping if stream else contextlib.nullcontext
+    stream = lm_rows.streams(tokens.shape[0], params["embed"].dtype, implementation)
+    launches = lm_rows.overlapping if stream else contextlib.nullcontext
 
     def attend(q, k, v, mask, layer, cache):
         with launches():

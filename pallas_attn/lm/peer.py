@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._rows import gated, linear, rms_norm
 from pallas_attn.lm import model
 from pallas_attn.lm.decode import Options
 from pallas_attn.lm.model import Config, Params
+from pallas_attn.lm.rows import gated, linear, rms_norm
 
 Array = jax.Array
 COMPILER = {"xla_gpu_enable_triton_gemm": False}  # as ours; and CUDA graphs, which help this one

@@ -1,0 +1,237 @@
+"""KV append: one launch writes the new rows of every sequence, K and V, into their caches, in
+place.
+
+New rows arrive item-major, `[M, t, K, H]`; a cache is head-major, `[K, capacity, H]`. Row i of
+sequence m goes to position start[m] + i of every kv head, if i < new_lengths[m] and the position
+exists; whatever has no place is dropped and nothing else is touched. There is no arithmetic on the
+rows (a cast to the cache's dtype is left to XLA, which fuses it into whatever made the rows), so
+the kernel moves words: the widest of 1 to 16 bytes that a head's row divides into, which is also
+what it is aligned to. Any K and H will do, and any dtype.
+
+The grid is flat: sequence x chunk, a chunk being `words` words for each of 128 threads, in the
+order in which the new rows lie. A thread reads its words first (the read is always in bounds, so it
+needs no length), then takes the base pointers of the sequence's own K and V by one jump, then
+writes. A word is written by one thread or by none; threads never wait for each other; there is no
+shared memory. The read, the lengths and the jump overlap, which is what a step of one token costs:
+one trip to memory.
+
+A launch takes 32764 bytes of parameters, 8 for a cache array: about 2040 sequences with arrays of
+their own, K and V. More take as few launches as that allows. Stacked and paged caches always take
+one.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._problem import QUANTIZED, AppendInputs, AppendProblem, Caches
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.append import plan as append_plan
+from pallas_attn.kernels.append import quantize as append_quantize
+from pallas_attn.kernels.append.plan import At, Place, Plan, Refs
+from pallas_attn.kernels.lang import mosaic
+
+Array = Any
+Ref = Any
+
+DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """`words`: how many words of K, and as many of V, a thread keeps in flight (or rows, where it
+    shares them to quantise them); short appends use fewer. On an H200, 8 sequences of 2048 new
+    rows: 1 word 34.0 us, 2 34.1, 4 35.5, 8 34.9; an elementwise pass over as many bytes takes 33.1.
+    """
+
+    words: int = 2
+    overlaps: bool = False  # begins while the kernel before it ends: `mosaic.begin_early`
+
+    def __post_init__(self):
+        if not 1 <= self.words <= append_plan.IN_FLIGHT_MOST:
+            raise ValueError(
+                f"append.Config(words={self.words}): words wants 1 to 16: registers hold them."
+            )
+
+
+def limit(problem: AppendProblem) -> Limit | None:
+    """Why this kernel cannot take the problem, or None."""
+    if problem.quantized and (refused := append_quantize.limit(problem)) is not None:
+        return refused
+    if problem.cache_dtype not in DTYPES:
+        return Limit(f"no {problem.cache_dtype} caches", f"use one of {', '.join(DTYPES)}")
+    capacity = max(problem.capacities, default=0)
+    if capacity >= 2**31:
+        return Limit(
+            f"capacity {capacity}: positions are int32",
+            "split each sequence over several caches of fewer than 2**31 rows",
+        )
+    values = problem.new_rows * problem.kv_heads * max(problem.head_dim, problem.v_head_dim or 0)
+    if values >= 2**31 - append_plan.CHUNK_MOST:
+        return Limit(
+            f"{values} new values of one sequence: they are counted in int32",
+            "append them in several calls",
+        )
+    slabs = append_plan.slabs(problem)
+    if slabs * (problem.layers or 1) >= 2**31:
+        return Limit(
+            f"{slabs} x {problem.layers or 1} layers: pages and sequences are int32",
+            "use several caches",
+        )
+    return None
+
+
+def smem_bytes(problem: AppendProblem, config: Config) -> int:
+    """None: words pass through registers."""
+    del problem, config
+    return 0
+
+
+def _append(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan) -> None:
+    """What one thread does: read all its words, find out where they go, write them."""
+    first = at.chunk * (plan.in_flight * mosaic.THREADS) + thread.index
+    words = [first + i * mosaic.THREADS for i in range(plan.in_flight)]
+    if plan.kind == "paged" and plan.chunks == 1:
+        append_plan.expect_page(thread, refs, at, plan)
+    arrays = range(len(refs.new))
+    held = [[_read(thread, refs, at, word, plan, array) for word in words] for array in arrays]
+    if plan.kind == "paged":
+        thread.in_order()
+    separate = len(refs.caches) > 1
+    caches = thread.pick(at.sequence, refs.caches) if separate else refs.caches[0]
+    # K and V mostly share the shape of a row, and so their places.
+    locate = functools.partial(append_plan.place, thread, refs, at, plan=plan)
+    places = {n: [locate(word, row_words=n) for word in words] for n in plan.row_words}
+    for array in arrays:
+        there = places[plan.row_words[array]]
+        for place, value in zip(there, held[array], strict=True):
+            _write(thread, caches[array], at, place, value, plan, array)
+
+
+def _read(thread: mosaic.Thread, refs: Refs, at: At, word: Any, plan: Plan, array: int) -> Any:
+    total = plan.total(array)
+    if total < plan.chunks * plan.in_flight * mosaic.THREADS:
+        word = thread.minimum(word, total - 1)
+    index = thread.wide(at.sequence) * total + thread.wide(word)
+    return thread.load(refs.new[array], index, plan.word_bytes[array])
+
+
+def _write(
+    thread: mosaic.Thread, cache: Ref, at: At, place: Place, value: Any, plan: Plan, array: int
+) -> None:
+    row = append_plan.row_of(thread, at, place, plan)
+    index = row * plan.row_words[array] + thread.wide(place.column)
+    thread.store(cache, index, value, plan.word_bytes[array], place.exists)
+
+
+def _kernel(refs: Refs, plan: Plan) -> None:
+    at = append_plan.locate(refs, plan)
+    program = functools.partial(append_quantize.quantize if plan.lanes else _append, plan=plan)
+    if refs.new_lengths is None or plan.chunks == 1:
+        mosaic.each_thread(program, refs, at)
+        return
+    # Ragged prefill: a block that lies past its sequence's rows reads nothing. One token must not
+    # wait for its length.
+    items, in_row = plan.chunk_items, plan.row_items
+    first_row = lax.div(at.chunk * items, jnp.int32(in_row))
+
+    @pl.when(first_row < at.rows)
+    def _():
+        mosaic.each_thread(program, refs, at)
+
+
+def run(inputs: AppendInputs, problem: AppendProblem, config: Config | None = None) -> Caches:
+    """The caches with the new rows in: the same buffers where the caller donates them, inside jit
+    without a copy.
+    """
+    caches = {name: getattr(inputs, name) for name in Caches._fields}
+    new = {"k": inputs.k, "v": inputs.v}
+    new = {side: rows for side, rows in new.items() if rows is not None and rows.size}
+    if new and any(problem.capacities) and problem.layers != 0 and problem.pages != 0:
+        if problem.quantized and problem.dtype not in append_quantize.NEW_DTYPES:
+            problem = dataclasses.replace(problem, dtype="float32")
+        bring = [f"{side}_{what}" for what in ("cache", "scale") for side in new]
+        caches |= _write_into(
+            {name: caches[name] for name in bring if caches[name] is not None},
+            new,
+            inputs._replace(**dict.fromkeys((*caches, *new))),
+            problem,
+            config or Config(),
+        )
+    return Caches(**caches)
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "config"))
+def _write_into(
+    caches: dict[str, Array],
+    new: dict[str, Array],
+    rest: AppendInputs,
+    problem: AppendProblem,
+    config: Config,
+) -> dict[str, Array]:
+    """`run` where there is something to write. Jitted, so that a model of many layers traces it
+    once.
+    """
+    if problem.kind != "per_sequence":
+        one = {name: (cache,) for name, cache in caches.items()}
+        done = _launch(one, new, rest, problem, config)
+        return {name: cache for name, (cache,) in done.items()}
+    most = (mosaic.PARAMETER_BYTES // 8 - 8) // len(caches)  # 8: the new rows, lengths and the like
+    live = [m for m, capacity in enumerate(problem.capacities) if capacity]
+    written = {name: list(cache) for name, cache in caches.items()}
+    for some in (live[lo : lo + most] for lo in range(0, len(live), most)):
+        capacities = tuple(problem.capacities[m] for m in some)
+        lengths = None if rest.new_lengths is None else _rows_of(rest.new_lengths, some)
+        done = _launch(
+            {name: tuple(cache[m] for m in some) for name, cache in caches.items()},
+            {side: _rows_of(rows, some) for side, rows in new.items()},
+            rest._replace(start=_rows_of(rest.start, some), new_lengths=lengths),
+            dataclasses.replace(problem, sequences=len(some), capacities=capacities),
+            config,
+        )
+        for name, arrays in done.items():
+            for m, array in zip(some, arrays, strict=True):
+                written[name][m] = array
+    return {name: tuple(arrays) for name, arrays in written.items()}
+
+
+def _rows_of(array: Array, sequences: list[int]) -> Array:
+    """`array` itself where these are all of its sequences, as they mostly are."""
+    if len(sequences) == array.shape[0]:
+        return array
+    return array[jnp.asarray(sequences)]
+
+
+def _launch(
+    caches: dict[str, tuple[Array, ...]],
+    new: dict[str, Array],
+    rest: AppendInputs,
+    problem: AppendProblem,
+    config: Config,
+) -> dict[str, tuple[Array, ...]]:
+    """One launch over all of `caches`, which it holds as refs meanwhile: that is what makes it
+    write in place.
+    """
+    plan = Plan.of(problem, tuple(new), config.words)
+    names = [name for name in Caches._fields if name in caches]  # jit has sorted them
+    refs = {name: [jax.new_ref(array) for array in caches[name]] for name in names}
+    operands = Refs(
+        new=tuple(rows.astype(plan.new_dtype) for rows in new.values()),
+        caches=tuple(zip(*refs.values(), strict=True)),
+        start=rest.start,
+        new_lengths=rest.new_lengths,
+        capacities=None
+        if plan.capacity is not None
+        else jnp.asarray(problem.capacities, jnp.int32),
+        page_table=rest.page_table,
+        layer=None if rest.layer is None else jnp.asarray(rest.layer, jnp.int32).reshape(1),
+    )
+    body = functools.partial(_kernel, plan=plan)
+    grid = plan.sequences * plan.chunks
+    mosaic.lane_kernel(body, grid=grid, name="append", early=config.overlaps)(operands)
+    return {name: tuple(jax.freeze(ref) for ref in held) for name, held in refs.items()}

@@ -1,0 +1,165 @@
+"""The append's program where caches are quantised: rows become narrow numbers and a scale each, on
+their way.
+
+Neighbouring threads share a row of a head: 1 to 32 of them, a power of two, each with every so
+manyth word of it (16 bytes where the head dim allows), so that reads and writes are coalesced. They
+find the row's largest magnitude with shuffles, and then each knows the scale: `reference.quantize`
+says how, and the bytes are the same. The first of them writes it.
+
+Magnitudes are compared as integers, which order as the floats do and put NaN above infinity above
+all numbers. GPUs before sm89 convert to float8 by hand, in integers.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pallas_attn._problem import QUANTIZED, AppendProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.append import plan as append_plan
+from pallas_attn.kernels.append.plan import At, Place, Plan, Refs
+from pallas_attn.kernels.lang import mosaic
+
+Ref = Any
+
+NEW_DTYPES = ("bfloat16", "float16", "float32")  # what a row may come in; all else is cast first
+HEAD_DIM_MOST = 4096  # a warp holds a row in registers
+
+_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+_FLOOR = 27 << 23  # the bits of 2**-100
+_INFINITY, _NAN = 0x7F800000, 0x7FC00000
+
+
+def limit(problem: AppendProblem) -> Limit | None:
+    if problem.cache_dtype not in QUANTIZED:
+        return Limit(
+            f"no quantised {problem.cache_dtype} caches", f"use one of {', '.join(QUANTIZED)}"
+        )
+    largest = max(problem.head_dim, problem.v_head_dim or 0)
+    if largest > HEAD_DIM_MOST:
+        return Limit(
+            f"head dim {largest}: a warp holds a row in registers to quantise it",
+            f"use head dims up to {HEAD_DIM_MOST}, or a cache that is not quantised",
+        )
+    return None
+
+
+class _Row(NamedTuple):
+    """One thread's part of a new row."""
+
+    words: list[Any]
+    columns: list[Any]  # of each word, in the row
+    row_words: int
+
+
+class _Scaled(NamedTuple):
+    """What the threads of a row agree on, and the numbers of one of them."""
+
+    numbers: list[list[Any]]  # float32, a word each
+    finite: Any
+    scale: Any  # its bits
+
+
+def quantize(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan) -> None:
+    """What one thread does: read its words, agree on scales, convert, write."""
+    at_once = mosaic.THREADS // plan.lanes
+    first = at.chunk * plan.chunk_items + thread.index // plan.lanes
+    rows = [first + i * at_once for i in range(plan.in_flight)]
+    if plan.kind == "paged" and plan.chunks == 1:
+        append_plan.expect_page(thread, refs, at, plan)
+    arrays = range(len(refs.new))
+    held = [[_read(thread, refs, at, row, plan, array) for row in rows] for array in arrays]
+    if plan.kind == "paged":
+        thread.in_order()
+    separate = len(refs.caches) > 1
+    caches = thread.pick(at.sequence, refs.caches) if separate else refs.caches[0]
+    # All maxima before anything that needs one: their shuffles then wait together.
+    scaled = [[_scale(thread, row, plan, array) for row in held[array]] for array in arrays]
+    places = [append_plan.place(thread, refs, at, row, plan, 1) for row in rows]
+    for array in arrays:
+        into = caches[array], caches[len(refs.new) + array]
+        for place, row, found in zip(places, held[array], scaled[array], strict=True):
+            at_row = append_plan.row_of(thread, at, place, plan)
+            _write(thread, into, place, at_row, row, found, plan)
+
+
+def _read(thread: mosaic.Thread, refs: Refs, at: At, row: Any, plan: Plan, array: int) -> _Row:
+    """Threads past the end of a row, and of the rows, read what others read: it changes no maximum,
+    and none of it is written.
+    """
+    rows, row_words = plan.new_rows * plan.heads, plan.row_words[array]
+    if rows % plan.chunk_items:
+        row = thread.minimum(row, rows - 1)
+    begin = (thread.wide(at.sequence) * rows + thread.wide(row)) * row_words
+    lane = thread.index % plan.lanes
+    columns = [lane + start for start in range(0, row_words, plan.lanes)]
+    inside = list(columns)
+    if row_words % plan.lanes:
+        inside[-1] = thread.minimum(columns[-1], row_words - 1)
+    nbytes = plan.word_bytes[array]
+    words = [thread.load(refs.new[array], begin + thread.wide(n), nbytes) for n in inside]
+    return _Row(words, columns, row_words)
+
+
+def _scale(thread: mosaic.Thread, row: _Row, plan: Plan, array: int) -> _Scaled:
+    nbytes = plan.word_bytes[array]
+    numbers = [thread.numbers(word, nbytes, plan.new_dtype) for word in row.words]
+    magnitudes = [thread.bits(x) & 0x7FFFFFFF for word in numbers for x in word]
+    top = thread.most_of_lanes(functools.reduce(thread.maximum, magnitudes), plan.lanes)
+    finite = top < _INFINITY
+    inverse_of_largest = float(np.float32(1) / np.float32(_LARGEST[plan.cache_dtype]))
+    scale = thread.times(thread.as_float(thread.select(finite, top, 0)), inverse_of_largest)
+    return _Scaled(numbers, finite, thread.maximum(thread.bits(scale), _FLOOR))
+
+
+def _write(
+    thread: mosaic.Thread,
+    caches: tuple[Ref, Ref],
+    place: Place,
+    at_row: Any,
+    row: _Row,
+    scaled: _Scaled,
+    plan: Plan,
+) -> None:
+    """The numbers of one thread, and the scale from the first of those that share it."""
+    inverse = thread.reciprocal(thread.as_float(scaled.scale))
+    row_words = row.row_words
+    for column, word in zip(row.columns, scaled.numbers, strict=True):
+        values = [thread.times(x, inverse) for x in word]
+        by_hand = plan.cache_dtype != "int8" and not plan.float8
+        packed = (
+            _float8(thread, values, plan.cache_dtype)
+            if by_hand
+            else thread.narrow(values, plan.cache_dtype)
+        )
+        exists = place.exists
+        if row_words % plan.lanes:
+            exists = exists & (column < row_words)
+        index = at_row * row_words + thread.wide(column)
+        packed = thread.select(scaled.finite, packed, 0)
+        thread.store(caches[0], index, packed, len(word), exists)
+    leads = place.exists & (thread.index % plan.lanes < 1)
+    thread.store(caches[1], at_row, thread.select(scaled.finite, scaled.scale, _NAN), 4, leads)
+
+
+_FORMATS = {"float8_e4m3fn": (3, 7), "float8_e5m2": (2, 15)}  # bits of the mantissa, bias
+
+
+def _float8(thread: mosaic.Thread, numbers: list[Any], dtype: str) -> Any:
+    """`thread.narrow` in integers, for numbers within the range of the dtype."""
+    mantissa, bias = _FORMATS[dtype]
+    unit = 2 ** (23 - mantissa)  # of the last place that stays, in the bits of a float32
+    # Added to a number, it leaves whole multiples of the smallest subnormal, rounded, at its end.
+    step = 2.0 ** (24 - bias - mantissa)
+    codes = []
+    for number in numbers:
+        bits = thread.bits(number)
+        magnitude = bits & 0x7FFFFFFF
+        odd = magnitude // unit & 1
+        normal = (magnitude + odd + (unit // 2 - 1)) // unit - (127 - bias) * 2**mantissa
+        small = thread.bits(thread.plus(thread.as_float(magnitude), step))
+        small = small - int(np.float32(step).view(np.int32))
+        code = thread.select(magnitude < (128 - bias) * 2**23, small, normal)
+        codes.append(thread.select(bits < 0, code + 128, code))
+    return thread.packed(codes)

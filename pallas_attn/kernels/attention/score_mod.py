@@ -1,0 +1,256 @@
+"""From scores to logits: scale, softcap, bias and every kind of mask, on a tile in registers."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels.attention import bands, softmax
+from pallas_attn.kernels.attention.plan import Plan
+from pallas_attn.kernels.attention.tile_range import Span
+from pallas_attn.kernels.lang import mosaic
+
+
+class Refs(NamedTuple):
+    """Global memory. None: not in this problem."""
+
+    q: Any
+    k: Any
+    v: Any
+    v_edge: Any  # [B, block_kv, K, Hv]: the value tile that kv_lengths cuts, 0 past the length
+    q_offset: Any
+    q_lengths: Any
+    kv_lengths: Any
+    q_segment_ids: Any  # [B, q_tiles * tile_rows]
+    kv_segment_ids: Any  # [B, kv_tiles * block_kv]
+    segment_spans: Any  # int32[B, 4, q tiles]: a Span's fields; or `tile_scheduler.records`
+    bias: Any
+    mask_array: Any
+    sinks: Any
+    dealt: (
+        Any  # int32[blocks, n]: how many q tiles a block takes, and which: `attention_plan.dealt`
+    )
+    units: Any = None  # float32[2, B, K]: of scores and of outputs, where q, k and v are terms
+
+
+class Tile(NamedTuple):
+    """A tile of work."""
+
+    batch: Any
+    head: Any
+    row: Any  # of the block's first query
+    q_offset: Any  # position of query row 0
+    q_len: Any  # None: all rows count
+    kv_len: Any
+
+
+class Rows(NamedTuple):
+    """Where a warpgroup stands: its tile of work, its rows and its key tiles."""
+
+    tile: Tile
+    row: Any
+    wg: Any
+    span: Span
+    q: Any = None  # which of the tiles of q in shared memory is theirs
+    ids: Any = None  # int32[64] in shared memory: their segments
+    alike: Any = None  # key tiles [first, second) that are of one segment, the rows' own
+
+
+def tile_of(plan: Plan, refs: Any, code: Any) -> Tile:
+    """The tile of work that a code of `attention_plan.dealt` stands for."""
+    problem = plan.problem
+    head = lax.shift_right_logical(code, jnp.int32(plan.code_bits))
+    batch = lax.div(head, jnp.int32(problem.q_heads))
+    kv_len: Any = problem.kv_len
+    if plan.has("kv_lengths"):
+        kv_len = jnp.clip(refs.kv_lengths[batch], 0, kv_len)
+    return Tile(
+        batch=batch,
+        head=lax.rem(head, jnp.int32(problem.q_heads)),
+        row=(code & ((1 << plan.code_bits) - 1)) * plan.tile_rows,
+        q_offset=refs.q_offset[batch] if plan.has("q_offset") else problem.q_offset,
+        q_len=jnp.clip(refs.q_lengths[batch], 0, problem.q_len) if plan.has("q_lengths") else None,
+        kv_len=kv_len,
+    )
+
+
+class Place(NamedTuple):
+    """Where a tile of logits stands. Its rows are queries and its columns keys (`q_axis` 0), or the
+    other way round (1).
+    """
+
+    batch: Any
+    head: Any
+    query: Any  # the first query row
+    key: Any  # the first key
+    q_offset: Any
+    kv_len: Any
+    q_axis: int
+    numbers: Any = None  # 0, 1, .. of the tile's queries, in shared memory: see `hidden`
+    layout: Any = mosaic.TILE
+
+
+def of_scores(
+    plan: Plan, refs: Refs, rows: Rows, t: Any, s: Any, masked: bool, layout: Any = mosaic.TILE
+) -> Any:
+    """Scores of key tile t -> logits, in log2 units if `plan.unit` is None."""
+    tile = rows.tile
+    start = t * plan.config.block_kv
+    where = (tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len)
+    place = Place(*where, q_axis=0, layout=layout)
+    return of_tile(plan, refs, place, s, masked)[0]
+
+
+def of_own_scores(
+    plan: Plan, refs: Refs, rows: Rows, t: Any, s: Any, masked: Any, kv_ids: Any, full: Any = None
+) -> Any:
+    """`of_scores` of a warpgroup's 64 rows, masked by bands of columns. `kv_ids`: the key tile's
+    segments in shared memory, where there are any. `masked` None: unless t lies in `full`.
+    """
+    given = of_scores(plan, refs, rows, t, s, False)
+    cut = functools.partial(_banded, plan, refs, rows, t, kv_ids)
+    if masked is None:
+        low, high = full
+        return lax.cond((t < low) | (t >= high), cut, lambda s: s, given)
+    return cut(given) if masked else given
+
+
+def _banded(plan: Plan, refs: Refs, rows: Rows, t: Any, kv_ids: Any, s: Any) -> Any:
+    mask, tile, low, high = plan.problem.mask, rows.tile, None, None
+    start = t * plan.config.block_kv
+    if not mask.is_full:  # what nobody uses sends Mosaic on a search for its layout
+        position = mosaic.positions(s.shape[:1], 0, tile.q_offset + rows.row - start)
+        low = None if mask.left is None else position - mask.left
+        high = None if mask.right is None else position + (mask.right + 1)
+    if plan.ragged_keys:
+        end = mosaic.filled(s.shape[:1], tile.kv_len - start, jnp.int32)
+        high = end if high is None else jnp.minimum(high, end)
+    s = bands.within(s, low, high)
+    if rows.ids is not None:
+
+        def within_segments(s):
+            columns = kv_ids.at[pl.ds(0, s.shape[1])]
+            ids = (mosaic.load(rows.ids, mosaic.ROW), mosaic.load(columns, mosaic.COLUMN))
+            plgpu.commit_smem()  # they have been read, and TMA will write there
+            return bands.within(s, None, None, ids)
+
+        alike = (t >= rows.alike[0]) & (t < rows.alike[1])
+        s = lax.cond(alike, lambda s: s, within_segments, s)
+    if plan.has("mask_array"):
+        place = Place(tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, 0)
+        s = jnp.where(_read(refs.mask_array, place, s.shape) != 0, s, -jnp.inf)
+    return s
+
+
+def of_tile(plan: Any, refs: Any, place: Place, s: Any, masked: bool) -> tuple[Any, Any]:
+    """(logits, in log2 units if `plan.unit` is None and not `plan.natural`; what softcap's slope is
+    there, or None).
+    """
+    problem, slope = plan.problem, None
+    if plan.unit is None:
+        unit = 1.0 if plan.natural else softmax.LOG2_E
+        if problem.softcap is None:
+            s = s * (problem.scale * unit)
+        else:
+            s = softmax.capped(s * problem.scale, problem.softcap)
+            slope = 1.0 - s * s * (1.0 / problem.softcap**2)
+            s = s * unit
+        if plan.has("bias"):
+            # The sum comes last: a product there would be fused with the subtraction of the row's
+            # top, which is rounded. Where all of a row's bias is -1e10 they differ by 2**9.
+            s = s + _read(refs.bias, place, s.shape).astype(jnp.float32) * unit
+    return hidden(plan, refs, place, s) if masked else s, slope
+
+
+def hidden(plan: Any, refs: Any, place: Place, s: Any) -> Any:
+    """A tile of logits with -inf wherever a query does not see a key.
+
+    Positions that are computed would be computed once, before the loop around the tiles, and be
+    held in 32 registers; `place.numbers` are read where they are wanted.
+    """
+    problem, q_axis = plan.problem, place.q_axis
+    if place.numbers is None:
+        q_pos = mosaic.positions(s.shape, q_axis, place.q_offset + place.query, place.layout)
+    else:
+        q_pos = _along(place.numbers, place, q_axis, s.shape) + (place.q_offset + place.query)
+    seen = problem.mask.allows(
+        q_pos,
+        mosaic.positions(s.shape, 1 - q_axis, place.key, place.layout),
+        place.kv_len if plan.ragged_keys else None,
+        *_segments(plan, refs, place, s.shape),
+    )
+    if plan.has("mask_array"):
+        given = _read(refs.mask_array, place, s.shape) != 0
+        seen = given if seen is True else seen & given
+    return s if seen is True else jnp.where(seen, s, -jnp.inf)
+
+
+def of_any_tile(plan: Any, refs: Any, place: Place, s: Any, masked: Any) -> tuple[Any, Any]:
+    """`of_tile`, where `masked` may be traced: see `probabilities`."""
+    given, slope = of_tile(plan, refs, place, s, masked is True)
+    if not isinstance(masked, bool):
+        given = lax.cond(masked, lambda s: hidden(plan, refs, place, s), lambda s: s, given)
+    return given, slope
+
+
+def probabilities(
+    plan: Any, refs: Any, place: Place, s: Any, lse: Any, masked: Any
+) -> tuple[Any, Any]:
+    """Scores -> (exp(logits - lse), softcap's slope or None). `lse` is in the logits' units, one a
+    query, inf for one that has no key, or None where the scores lack it already; `masked` may be
+    traced: a branch around the mask costs less than a second copy of a loop, whose addresses alone
+    spilled 300 bytes a thread.
+    """
+    given, slope = of_any_tile(plan, refs, place, s, masked)
+    across = None if lse is None else lax.broadcast_in_dim(lse, s.shape, [place.q_axis])
+    return exponentials(plan, given, across), slope
+
+
+def exponentials(plan: Any, given: Any, lse: Any) -> Any:
+    """exp(logits - lse)."""
+    if plan.unit is not None:
+        given = given * plan.unit
+    if lse is not None:
+        given = given - lse
+    if plan.has("bias"):  # of -1e10, say, beside which the lse is rounded to a multiple of 2**10
+        given = jnp.minimum(given, 0.0)
+    return jnp.exp2(given * softmax.LOG2_E if plan.natural else given)
+
+
+def _segments(plan: Any, refs: Any, place: Place, shape: Any) -> tuple[Any, Any]:
+    if not plan.has("q_segment_ids"):
+        return None, None
+    q_ids, kv_ids = (
+        _along(ids.at[place.batch, pl.ds(start, shape[axis])], place, axis, shape)
+        for ids, start, axis in (
+            (refs.q_segment_ids, place.query, place.q_axis),
+            (refs.kv_segment_ids, place.key, 1 - place.q_axis),
+        )
+    )
+    return q_ids, kv_ids
+
+
+def _along(ref: Any, place: Place, axis: int, shape: tuple[int, int]) -> Any:
+    """A vector that lies along one axis of a tile, spread over the other."""
+    loaded = mosaic.load(ref, place.layout.reduce(1 - axis))
+    return lax.broadcast_in_dim(loaded, shape, [axis])
+
+
+def _read(ref: Any, place: Place, shape: tuple[int, int]) -> Any:
+    """The part of a [B|1, N|1, T|1, S|1] array that a tile meets ([B|1, N|1, S|1, T|1] where the
+    tile's rows are keys: Mosaic loads no transposed tile).
+    """
+    batch, heads, *sizes = ref.shape
+    where = (place.batch if batch > 1 else 0, place.head if heads > 1 else 0)
+    starts = (place.key, place.query) if place.q_axis else (place.query, place.key)
+    down, across = (pl.ds(start, size) for start, size in zip(starts, shape, strict=True))
+    if min(sizes) > 1:
+        return mosaic.load(ref.at[*where, down, across], place.layout)
+    if sizes[0] > 1:
+        return _along(ref.at[*where, down, 0], place, 0, shape)
+    if sizes[1] > 1:
+        return _along(ref.at[*where, 0, across], place, 1, shape)
+    return mosaic.spread(ref[*where, 0, 0], shape)

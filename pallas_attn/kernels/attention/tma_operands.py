@@ -1,0 +1,124 @@
+"""What XLA does to arrays before a kernel reads them, so that TMA can; only where it must.
+
+Mosaic's TMA clips at whole tiles of 8 rows and of 16 columns or more, where it could clip anywhere.
+Rows and columns beyond are zeros.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._problem import AttentionInputs
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.mma.wgmma import Kind, split
+
+
+def round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def dims_limit(problem: Any) -> Limit | None:
+    """Why head dims are none that kernels take, or None."""
+    dims = {"head_dim": problem.head_dim, "v_head_dim": problem.v_head_dim}
+    for name, size in dims.items():
+        reason = f"{name} is {size}; it takes multiples of 8 up to 256"
+        if size > 256:
+            return Limit(reason, 'say implementation="reference"')
+        if size % 8 and name == "head_dim":
+            return Limit(reason, how_to_pad(size))
+        if size % 8:
+            return Limit(reason, "pad v with zeros, and cut as many columns off out")
+    return None
+
+
+def how_to_pad(dim: int) -> str:
+    return f"pad q and k with zeros, and say scale={dim}**-0.5 where that was the default"
+
+
+def rows_in_tma(rows: int) -> int:
+    """Rows that an array must have for its last ones to be read."""
+    return rows if rows <= 8 else round_up(rows, 8)
+
+
+def width_in_tma(dim: int) -> int:
+    """The head dim that an array must have for its last columns to be read."""
+    return dim if dim <= 64 else round_up(dim, 16)
+
+
+def swizzle(dim: int) -> int:
+    """Bytes: the widest that divides a row of `dim` 16-bit numbers, or that holds one whole."""
+    if dim <= 64 and dim % 16:
+        return 128
+    return next(size for size in (128, 64, 32) if width_in_tma(dim) * 2 % size == 0)
+
+
+def swizzle_of(row: int) -> int:
+    """Bytes: the widest that divides a row of so many."""
+    return next(size for size in (128, 64, 32) if row % size == 0)
+
+
+def width_in_smem(dim: int, dtype: str = "bfloat16") -> int:
+    """The head dim in shared memory, in whole swizzles. float32 is padded on its way there: see
+    `terms`.
+    """
+    return (
+        round_up(dim, 16) if dtype == "float32" else round_up(width_in_tma(dim), swizzle(dim) // 2)
+    )
+
+
+def stored(x: Any, kind: Kind, width: int, power: Any = None) -> Any:
+    """[B, rows, heads, dim] as kernels read it; float32 in columns of `width` for each term, of
+    x / power [B, kv heads] (None: 1).
+    """
+    if x.dtype != jnp.float32:
+        return for_tma(x)
+    return padded(split(x, power, kind, width), {1: rows_in_tma(x.shape[1])})
+
+
+def for_tma(x: Any) -> Any:
+    """[B, rows, heads, dim], padded with zeros where its sizes ask for it."""
+    sizes = {1: rows_in_tma(x.shape[1]), 3: width_in_tma(x.shape[3])}
+    return padded(x, sizes)
+
+
+def padded(array: Any, sizes: dict[int, int]) -> Any:
+    """Axes as long as `sizes` says, zeros at the end; one of length 1 stays: it broadcasts."""
+    widths = [
+        (0, sizes[axis] - n if axis in sizes and n > 1 else 0) for axis, n in enumerate(array.shape)
+    ]
+    return jnp.pad(array, widths) if any(after for _, after in widths) else array
+
+
+def over_scores(inputs: AttentionInputs, rows: int, keys: int) -> dict[str, Any]:
+    """Those of bias and mask_array that are there, for so many rows and keys: whole tiles."""
+    found = {}
+    if inputs.bias is not None:
+        found["bias"] = padded(inputs.bias, {2: rows, 3: keys})
+    if inputs.mask_array is not None:
+        found["mask_array"] = padded(inputs.mask_array.astype(jnp.int8), {2: rows, 3: keys})
+    return found
+
+
+def segment_ids(inputs: AttentionInputs, rows: int, keys: int) -> dict[str, Any]:
+    """q_segment_ids [B, rows] and kv_segment_ids [B, keys], if there are any."""
+    q_ids, kv_ids = inputs.q_segment_ids, inputs.kv_segment_ids
+    if q_ids is None:
+        return {}
+    return {"q_segment_ids": extended(q_ids, rows), "kv_segment_ids": extended(kv_ids, keys)}
+
+
+def extended(ids: Any, length: int) -> Any:
+    """[B, n] -> [B, length]: the last id goes on."""
+    return jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])), mode="edge")
+
+
+def edge(v: Any, lengths: Any, block: int) -> Any:
+    """[B, block, K, Hv]: the value tile in which each sequence ends, 0 past its length.
+
+    What lies there may be NaN, and a matmul would multiply it by 0.
+    """
+    lengths = jnp.clip(lengths, 0, v.shape[1])
+    where = (lengths // block * block)[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
+    taken = jax.vmap(lambda rows, at: jnp.take(rows, at, axis=0, mode="clip"))(v, where)
+    return jnp.where((where < lengths[:, None])[..., None, None], taken, 0)

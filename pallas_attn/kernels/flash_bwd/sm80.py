@@ -1,0 +1,485 @@
+"""Flash attention backward for every GPU from Ampere on: bfloat16, float16 and float32.
+
+As FlashAttention-2 (arXiv 2307.08691): a block of 4 warps owns 64 keys of one kv head (or 128) and
+walks over the query tiles that meet them, of all query heads of the group. Tiles of scores have
+keys down and queries across. Warps stand in one of two ways (`squares`):
+
+  down 4  each has some keys and all queries of a tile: P^T and dS^T, as they come out of one
+          matmul, are operands of the next; only for dQ dS^T goes through shared memory
+  down 2  two by two, which takes fewer loads for as many matmuls: P^T and dS^T go through shared
+          memory, where all find all of them
+
+dQ: every warp takes some query rows of dS^T, and what they make is added to a float32 array in
+global memory: five matmuls in all (`fused`); two small kernels clear that array and read dQ out.
+Head dims above 128 take two warpgroups, each of which makes half of the columns of all gradients;
+of the scores one makes P and the other dS (`apart`), or, where q and v are not equally wide, each
+those of half of the queries. With a mask such a block has several tiles of work, one after the
+other (`ctas`): what the next one reads first arrives while one ends. Where bits must repeat, or
+shared memory does not suffice, dQ is a kernel of its own with the forward's grid, which computes S
+and dP again, and wide heads have a launch for dK and one for dV; where that is not enough either,
+all operands come by some columns at a time (`sm80_streams`). A bias that wants a gradient
+has a third kernel, `dbias`'s walk.
+
+Shared memory: k, v; q twice, so that the next tile arrives under this one; dO, twice where there is
+room, else the next is asked for when dV is done; P^T and dS^T. A block meets two to four times a
+step.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import plan as attention_plan
+from pallas_attn.kernels.attention import score_mod, sm80_column_stream, tile_range, tma_operands
+from pallas_attn.kernels.attention.sm80_common import fits, turn, warpgroups_of
+from pallas_attn.kernels.flash_bwd import plan as shared
+from pallas_attn.kernels.flash_bwd import sm80_dq, sm80_streams
+from pallas_attn.kernels.flash_bwd.plan import Item, Refs, across
+from pallas_attn.kernels.flash_bwd.sm80_load import Copies, KeyPlan, Step, step_of
+from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.mma import global_accumulate, mma_2x2, mma_sync
+from pallas_attn.kernels.mma.mma_2x2 import Stand
+
+ROWS = attention_plan.ROWS
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tuning only: the result is the same up to rounding."""
+
+    row_blocks: int = 1  # of 64 keys
+    block_q: int = 64
+    down: int = 4  # warps of a warpgroup one above the other: see above
+    warpgroups: int = 1
+    do_stages: int = 1  # tiles of dO in shared memory
+    fused: bool = True  # dq is added up in global memory; else by a kernel of its own
+    section: int = 0  # heads whose tiles of work are taken together; 0: see Plan.section
+    apart: bool = False  # one of two warpgroups makes P, the other dS, where both can
+    dq_row_blocks: int = 1  # of the kernel for dq alone: its tiles
+    dq_block_kv: int = 64
+    dq_stages: int = 2
+    columns: int = 0  # of q, k, v and dO in shared memory at a time (`streams`); 0: all
+    ctas: int = 0  # blocks, which take their tiles of work one after the other; 0: one a tile
+
+    def __post_init__(self):
+        blocks = (32, 64) if self.fused else (16, 32, 64)
+        queries = self.block_q * self.down // (4 * self.warpgroups)  # a warp's
+        wants = {
+            "row_blocks": (self.row_blocks in (1, 2), "1 or 2"),
+            "block_q": (self.block_q in blocks, "32 or 64, or, if it is not fused, 16"),
+            "warpgroups": (self.warpgroups in (1, 2), "1 or 2"),
+            "down": (self.down in (2, 4) and queries >= 16, "4, or 2 if a warp gets 16 queries"),
+            "apart": (
+                not self.apart or self.down == self.warpgroups == 2,
+                "False where not two warpgroups stand two by two",
+            ),
+            "do_stages": (self.do_stages in (1, 2), "1 or 2"),
+            "section": (self.section >= 0, "at least 0"),
+            "dq_row_blocks": (self.dq_row_blocks in (1, 2), "1 or 2"),
+            "dq_block_kv": (self.dq_block_kv in (16, 32, 64), "16, 32 or 64"),
+            "dq_stages": (self.dq_stages in (1, 2), "1 or 2"),
+            "columns": (
+                not self.columns or (self.columns % 16 == 0 and self.plain),
+                "0; or a multiple of 16 if it is not fused, of 64 keys and one warpgroup, down 4",
+            ),
+        }
+        for name, (good, want) in wants.items():
+            if not good:
+                raise ValueError(f"Config.{name} must be {want}, got {getattr(self, name)}")
+
+    @property
+    def plain(self) -> bool:
+        return not self.fused and (self.row_blocks, self.warpgroups, self.down) == (1, 1, 4)
+
+    @classmethod
+    def default(cls, problem: AttentionProblem) -> "Config":
+        """What serves a problem that nobody tuned: the first that has room."""
+        dim = max(problem.head_dim, problem.v_head_dim)
+        choices = []
+        if problem.dtype == "float32":
+            choices = [cls()] if dim <= 128 else []
+        elif dim > 128:
+            ctas = (
+                attention_plan.BLOCKS if problem.gpu == "sm90" and not problem.mask.is_full else 0
+            )
+            wide = cls(down=2, warpgroups=2, do_stages=2, apart=True, ctas=ctas)
+            choices = [wide, cls(block_q=32, warpgroups=2)]
+        else:
+            choices = [cls(down=2) if dim > 64 else cls(2, 32), cls()]
+        choices = [] if problem.deterministic else choices
+        tiles_of_dq = ((64, 2), (32, 2), (16, 2), (32, 1), (16, 1))
+        choices += [
+            cls(block_q=block, fused=False, dq_block_kv=keys, dq_stages=stages)
+            for block in (64, 32, 16)
+            for keys, stages in tiles_of_dq
+        ]
+        choices.append(cls(block_q=32, fused=False, dq_block_kv=32, columns=64))
+        return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
+
+
+def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
+    return KeyPlan(problem, config, ROWS * config.row_blocks)
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    return flash_fwd_sm80.limit(problem)
+
+
+class Smem(NamedTuple):
+    k: Any  # [keys, ..]
+    v: Any  # [keys, ..]; None where there is no dK
+    q: Any  # [2 * block_q, ..]
+    do: Any  # [do_stages * block_q, ..]
+    p: Any  # [keys, block_q]; None where no warp wants another's
+    ds: Any
+    low: Any  # [keys, block_q]: what is left of P rounded, where dQ comes late
+
+
+def scratch(plan: KeyPlan, which: str) -> Smem | sm80_column_stream.Smem:
+    """Shared memory of the launch for `which`: "k", "v" or "kv", what it makes gradients of."""
+    if plan.config.columns:
+        return sm80_column_stream.scratch(plan, plan.config.block_q)
+    parts, block, shared = plan.parts_of_numbers, plan.config.block_q, plan.stand.shares > 1
+
+    def buffer(rows, width):
+        return plgpu.SMEM((rows, mma_sync.pitch(parts * width)), plan.operand_dtype)
+
+    return Smem(
+        k=buffer(plan.keys, plan.k_width),
+        v=buffer(plan.keys, plan.v_width) if "k" in which else None,
+        q=buffer(2 * block, plan.k_width),
+        do=buffer(plan.config.do_stages * block, plan.v_width),
+        p=buffer(plan.keys, block) if "v" in which and shared else None,
+        ds=buffer(plan.keys, block) if "k" in which and (plan.fused or shared) else None,
+        low=buffer(plan.keys, block) if plan.late else None,
+    )
+
+
+def _launches(plan: KeyPlan) -> tuple[str, ...]:
+    return ("v", "k") if plan.split else ("kv",)
+
+
+def smem_bytes(problem: AttentionProblem, config: Config) -> int:
+    """Of the kernel that needs most."""
+    plan = plan_of(problem, config)
+    most = max(mosaic.bytes_of(scratch(plan, which)) for which in _launches(plan))
+    if plan.fused:
+        return most
+    by_rows = sm80_dq.plan_of(problem, config)
+    return max(most, mosaic.bytes_of(sm80_dq.scratch(by_rows)))
+
+
+# ---- computing ----------------------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """What a warpgroup knows while it walks."""
+
+    plan: KeyPlan
+    refs: Refs
+    smem: Smem
+    item: Item
+    which: str  # gradients that it makes
+    stand: Stand
+
+    def turn(self, *copies: Any) -> None:
+        turn(*copies, wait=None, meet=True, groups=self.stand.groups)
+
+
+def _attend(block: Block, chain: Any = None) -> tuple[Any, ...]:
+    """The gradients of the block's keys over all query tiles. `chain`: (steps before these, the
+    next tile of work, whose first query tile comes after the last of this one).
+    """
+    plan, smem, which = block.plan, block.smem, block.which
+    copies = Copies(plan, block.refs, smem, block.item, block.stand.group)
+    steps = plan.problem.group * block.item.steps
+    base, after = (0, None) if chain is None else chain
+
+    def one(i, carry):
+        grads = dict(zip(which, carry, strict=True))
+        step, slot = step_of(plan, block.item, i), (base + i) & 1
+        coming, following = copies, step_of(plan, block.item, i + 1)
+        if after is not None:
+            coming, following = copies.of_next(after, following, i + 1 == steps)
+        soon, later = [coming.queries("q", following, 1 - slot)], []
+        if plan.config.do_stages == 2:
+            soon.append(coming.queries("do", following, 1 - slot))
+        else:
+            later.append(coming.queries("do", following, jnp.int32(0)))
+        turn(*soon, wait=0, groups=block.stand.groups)
+        first_do = (slot if plan.config.do_stages == 2 else jnp.int32(0)) * plan.config.block_q
+        rows = (slot * plan.config.block_q, first_do)
+        if plan.apart:
+            return _apart(block, i, rows, grads, later)
+        return _step(block, step, rows, grads, later)
+
+    if after is None:
+        turn(*copies.keys_of(which), *copies.first_queries(), wait=None)
+    nothing = tuple(_nothing(block, name) for name in which)
+    grads = lax.fori_loop(0, steps, one, nothing)
+    if plan.late:
+        last = step_of(plan, block.item, steps - 1)
+        pl.when(steps > 0)(functools.partial(_add_dq, block, last))
+    return grads
+
+
+def _nothing(block: Block, name: str) -> Any:
+    plan, stand = block.plan, block.stand
+    shape = (plan.keys, (plan.k_width if name == "k" else plan.v_width) // stand.groups)
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.standing(shape, stand.down))
+
+
+def _step(block: Block, step: Step, rows: Any, grads: dict, later: list) -> tuple[Any, ...]:
+    """One query tile, of q and dO from `rows` of shared memory on; `later` are the copies that want
+    this dO's place.
+    """
+    plan, smem, which, stand = block.plan, block.smem, block.which, block.stand
+    parts = plan.parts_of_numbers
+    shape = (plan.keys, plan.config.block_q, parts)
+    q, do = (smem.q, rows[0], plan.k_width), (smem.do, rows[1], plan.v_width)
+    before = grads if parts == 3 else {}  # tensor cores, which round towards 0, add up one tile
+    grads = {name: _nothing(block, name) for name in before} or grads
+    probabilities, derivative = _scores(block, step, rows)
+    p = mma_sync.parts_of(probabilities, parts, plan.operand_dtype)
+    ds: Any = ()
+    if smem.p is not None:
+        mma_2x2.put(p, smem.p, stand)
+    elif "v" in which:
+        grads["v"] = mma_2x2.weigh(grads["v"], p, do, stand.down)
+    if "k" in which:
+        ds = mma_sync.parts_of(derivative(probabilities), parts, plan.operand_dtype)
+    if smem.ds is not None:
+        mma_2x2.put(ds, smem.ds, stand)
+    if smem.p is not None:
+        block.turn()
+        grads["v"] = mma_2x2.weigh_shared(grads["v"], smem.p, do, shape, stand)
+    if later or (smem.p is None and smem.ds is not None):
+        block.turn(*later)
+    if "k" in which and stand.shares > 1:
+        grads["k"] = mma_2x2.weigh_shared(grads["k"], smem.ds, q, shape, stand)
+    elif "k" in which:
+        grads["k"] = mma_2x2.weigh(grads["k"], ds, q, stand.down)
+    if plan.fused:
+        _add_dq(block, step)
+    grads = {name: grads[name] + old for name, old in before.items()} or grads
+    return tuple(grads[name] for name in which)
+
+
+def _apart(block: Block, i: Any, first: Any, grads: dict, later: list) -> tuple[Any, ...]:
+    """`_step` i where one warpgroup makes P and the other dS: scores of whole tiles take two loads
+    for four matmuls, of halves of a tile three. P goes over in two parts, good to 2**-16.
+
+    Where dQ is late, the one makes its half of the last step's when P is done, the other before dP:
+    so tensor cores have work while there is a softmax.
+    """
+    plan, refs, smem, stand = block.plan, block.refs, block.smem, block.stand
+    size, none, step = plan.config.block_q, jnp.int32(0), step_of(plan, block.item, i)
+    shape, whole = (plan.keys, size), Stand(2)
+    layout, second = mosaic.standing(shape, 2), stand.group == 1
+    rows = pl.ds(step.t * size, size)
+
+    def of_rows(ref):
+        return mosaic.load(ref.at[block.item.batch, step.head, rows], layout.reduce(0))
+
+    def last_dq(where):
+        if plan.late:
+            before = step_of(plan, block.item, jnp.maximum(i - 1, 0))
+            pl.when(where & (i > 0))(functools.partial(_add_dq, block, before))
+
+    numbers = lax.cond(second, lambda: of_rows(refs.delta), lambda: of_rows(refs.lse))
+    q, do = (smem.q, first[0], plan.k_width), (smem.do, first[1], plan.v_width)
+    pairs = ((smem.k, none), q[:2]), ((smem.v, none), do[:2])
+    last_dq(second)
+    product = mma_2x2.either_product(pairs, stand.group, (*shape, plan.k_width), 1, 2)
+    place = shared.place_of(block.item, step.head, step.t, block.item.key, size, layout)
+    masked, rest = shared.masked(plan, block.item, step.t), smem.low if plan.late else smem.ds
+
+    @pl.when(jnp.logical_not(second))
+    def _():
+        p, _ = score_mod.probabilities(plan, refs, place, product, numbers, masked)
+        high, low = mma_sync.parts_of(p, 2, plan.operand_dtype)
+        mma_2x2.put((high,), smem.p, whole)
+        mma_2x2.put((low,), rest, whole)
+
+    last_dq(jnp.logical_not(second))
+    block.turn()
+
+    @pl.when(second)
+    def _():
+        high, low = (mma_2x2.get(ref, shape, 2).astype(jnp.float32) for ref in (smem.p, rest))
+        ds = (high + low) * (product - across(numbers, shape))
+        mma_2x2.put((ds.astype(plan.operand_dtype),), smem.ds, whole)
+
+    sizes = (*shape, 1)
+    grads["v"] = mma_2x2.weigh_shared(grads["v"], smem.p, do, sizes, stand)
+    block.turn(*later)
+    grads["k"] = mma_2x2.weigh_shared(grads["k"], smem.ds, q, sizes, stand)
+    if not plan.late:
+        _add_dq(block, step)
+    return tuple(grads[name] for name in block.which)
+
+
+def _add_dq(block: Block, step: Step) -> None:
+    plan, stand, smem = block.plan, block.stand, block.smem
+    sizes = (plan.config.block_q, plan.keys, plan.k_width)
+    of_head = (block.item.batch * plan.problem.q_heads + step.head) * plan.q_tiles
+    each = plan.dq_parts // stand.groups
+    for n in range(each):
+        part = stand._replace(groups=plan.dq_parts, group=stand.group * each + n)
+        dq = mma_2x2.transposed_product(smem.ds, smem.k, sizes, plan.parts_of_numbers, part)
+        index = (of_head + step.t) * plan.dq_parts + part.group
+        global_accumulate.add(dq, block.refs.dq, index, plan.vectors)
+
+
+def _scores(block: Block, step: Step, first: Any) -> tuple[Any, Any]:
+    """(P of a warpgroup's queries; dS as a function of it)."""
+    plan, refs, smem, stand = block.plan, block.refs, block.smem, block.stand
+    shape, none, begin = (plan.keys, plan.rows), jnp.int32(0), stand.group * plan.rows
+    layout, size = mosaic.standing(shape, stand.down), plan.config.block_q
+    rows = pl.ds(step.t * size + begin, plan.rows)
+
+    def of_rows(ref):
+        return mosaic.load(ref.at[block.item.batch, step.head, rows], layout.reduce(0))
+
+    lse = of_rows(refs.lse)
+    how = (plan.parts_of_numbers, stand.down)
+    s = mma_2x2.product((smem.k, none), (smem.q, first[0] + begin), (*shape, plan.k_width), *how)
+    place = shared.place_of(block.item, step.head, step.t, block.item.key, size, layout)
+    place = place._replace(query=place.query + begin)
+    masked = shared.masked(plan, block.item, step.t)
+    p, slope = score_mod.probabilities(plan, refs, place, s, lse, masked)
+
+    def derivative(p):
+        delta = of_rows(refs.delta)
+        dp = mma_2x2.product(
+            (smem.v, none), (smem.do, first[1] + begin), (*shape, plan.v_width), *how
+        )
+        ds = p * (dp - across(delta, shape))
+        return ds if slope is None else ds * slope
+
+    return p, derivative
+
+
+def _kernel(refs: Refs, outs: Any, smem: Smem, *, plan: KeyPlan, which: str) -> None:
+    cta, groups = lax.axis_index("cta"), plan.config.warpgroups
+    group = lax.axis_index("wg") if groups > 1 else jnp.int32(0)
+    stand = plan.stand._replace(group=group)
+
+    def block_of(n):
+        item = shared.item_of(plan, refs, refs.dealt[cta, n + 1])
+        return Block(plan, refs, smem, item, which, stand)
+
+    if plan.chained:
+        return _chain(block_of, refs.dealt[cta, 0], outs)
+    return _finish(block_of(0), outs, _attend(block_of(0)))
+
+
+def _chain(block_of: Any, count: Any, outs: Any) -> None:
+    """A block's tiles of work: what the next one reads first arrives while one ends."""
+
+    def copies_of(block):
+        return Copies(block.plan, block.refs, block.smem, block.item, block.stand.group)
+
+    first = copies_of(block_of(0))
+    turn(*first.keys_of(block_of(0).which), *first.first_queries(), wait=None)
+
+    def one(n, base):
+        block, after = block_of(n), block_of(n + 1)
+        grads = _attend(block, (base, after.item))
+        block.turn(*copies_of(after).keys_of(block.which))
+        _finish(block, outs, grads)
+        return base + block.plan.problem.group * block.item.steps
+
+    lax.fori_loop(0, count, one, jnp.int32(0))
+
+
+def _finish(block: Block, outs: Any, grads: tuple[Any, ...]) -> None:
+    plan, item = block.plan, block.item
+    for name, grad, out in zip(block.which, grads, outs, strict=True):
+        grad = grad * plan.problem.scale if name == "k" else grad
+        at = (item.batch, item.kv_head, item.key, plan.problem.kv_len - item.key)
+        mma_2x2.write(grad.astype(out.dtype), out, at, block.stand)
+
+
+# ---- the call -----------------------------------------------------------------------------------
+
+
+def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionInputs:
+    """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
+    inputs, *rest = residuals
+    plan = plan_of(problem, config)
+    rows = tma_operands.round_up(problem.q_len, 2 * ROWS)  # whole tiles, of any size
+    stats = shared.row_numbers(plan, rows, inputs, rest)
+    refs = _operands(plan, inputs, rest[2], stats)
+    grads: dict[str, Any] = {}
+    if plan.fused:
+        heads, parts = problem.batch * problem.q_heads, plan.dq_parts
+        sizes = (heads * plan.q_tiles * parts, config.block_q * plan.k_width // parts)
+        refs = refs._replace(dq=jax.new_ref(sm80_dq.cleared(sizes, refs.delta)))
+    launch = sm80_streams.launch if config.columns else _launch
+    for which in _launches(plan):
+        grads |= launch(plan, refs, which)
+        refs = shared.after(refs, grads[which[0]])
+    if plan.fused:
+        dq = sm80_dq.collected(plan, jax.freeze(refs.dq))
+    else:
+        dq = sm80_dq.dq_of(sm80_dq.plan_of(problem, config), inputs, refs)
+    if inputs.bias is not None:
+        dbias = sm80_dq.dbias_of(problem, config, inputs, shared.after(refs, dq))
+        grads["bias"] = dbias
+    if inputs.sinks is not None:
+        lse = stats[1][:, :, : problem.q_len]
+        grads["sinks"] = shared.dsinks(inputs.sinks, rest[1], lse)
+    return AttentionInputs(q=dq, **grads)
+
+
+def _launch(plan: KeyPlan, refs: Refs, which: str) -> dict[str, Any]:
+    """dk, dv or both, by name."""
+    problem = plan.problem
+    sizes = (problem.batch, problem.kv_len, problem.kv_heads)
+    dims = {"k": problem.head_dim, "v": problem.v_head_dim}
+    kernel = plgpu.kernel(
+        functools.partial(_kernel_of, plan=plan, which=which),
+        out_type=tuple(jax.ShapeDtypeStruct((*sizes, dims[name]), problem.dtype) for name in which),
+        scratch_types=(scratch(plan, which),),
+        grid=(plan.ctas,),
+        grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name=f"flash_bwd_{which}_sm80",
+        **warpgroups_of(plan.config.warpgroups),
+    )
+    return dict(zip(which, kernel(refs), strict=True))
+
+
+def _kernel_of(refs: Refs, *rest: Any, plan: KeyPlan, which: str) -> None:
+    *outs, smem = rest
+    _kernel(refs, outs, smem, plan=plan, which=which)
+
+
+def _operands(plan: KeyPlan, inputs: AttentionInputs, d_out: Any, stats: Any) -> Refs:
+    """What a kernel over key tiles reads, but for dq. Copied are float32 arrays, into parts; bias
+    and mask_array, to lie with keys down; segment ids.
+    """
+    problem, config = plan.problem, plan.config
+    rows, keys = plan.padded_rows, plan.padded_keys
+    fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
+    fields |= {name: plan.operand(getattr(inputs, name)) for name in ("q", "k", "v")}
+    fields["do"] = plan.operand(d_out)
+    fields["lse"], fields["delta"] = stats
+    given = tma_operands.over_scores(inputs, rows, keys)
+    fields |= {name: array.swapaxes(2, 3) for name, array in given.items()}
+    fields |= tma_operands.segment_ids(inputs, rows, keys)
+    fields["dealt"] = jnp.asarray(shared.dealt(plan))
+    if plan.has("q_segment_ids"):
+        ids = fields["kv_segment_ids"], fields["q_segment_ids"]
+        fields["segment_spans"] = tile_range.of_segments(*ids, plan.keys, config.block_q)
+    return Refs(**{name: fields.get(name) for name in Refs._fields})

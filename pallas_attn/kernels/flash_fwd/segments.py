@@ -1,0 +1,320 @@
+"""What segment ids leave of the forward's tiles of work, and who takes them: one small kernel.
+
+`tile_range.of_segments` and `attention_plan.ranked` say the same in jax.numpy, which XLA makes six
+kernels of. Here a block a batch row does it all, in programs of one thread:
+
+  extremes  least and greatest id of each warpgroup's rows and of each key tile, 16 threads or
+            fewer a tile
+  spans     a warp takes a tile of work and all key tiles: a `Span` for each warpgroup's rows, and
+            how many key tiles are left of all
+  ranks     a warp a tile of work: how many cost more
+  codes     a thread an entry of `attention_plan.dealt`: a tile of work for a rank
+
+Between them all of the block's threads meet. Each waits for global memory once, if it can.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels.attention import plan as attention_plan
+from pallas_attn.kernels.attention import tile_range
+from pallas_attn.kernels.attention.plan import ROWS, Plan
+from pallas_attn.kernels.flash_fwd import tile_scheduler
+from pallas_attn.kernels.lang import mosaic, threads
+
+MOST_PAIRS = 2**18  # of rows and key tiles; from there on many blocks, and so XLA, are faster
+UNROLLED = 8  # turns of a loop
+LINE = 32  # words of memory that come together
+TOGETHER = 2  # things whose loads are under way at one time
+
+
+class _Sizes(NamedTuple):
+    """What there is of each, and where it lies in shared memory."""
+
+    units: int  # of ROWS queries
+    keys: int  # tiles
+    tiles: int  # of work
+    warpgroups: int  # of this kernel
+
+    @classmethod
+    def of(cls, plan: Plan) -> "_Sizes":
+        units = plan.padded_rows // ROWS
+        keys = -(-plan.problem.kv_len // plan.config.block_kv)
+        return cls(units, keys, plan.q_tiles, min(-(-(units + keys) // 32), 8))
+
+    @property
+    def key_extremes(self) -> int:
+        return 2 * self.units
+
+    @property
+    def costs(self) -> int:
+        return self.key_extremes + 2 * self.keys
+
+    @property
+    def order(self) -> int:
+        return self.costs + self.tiles
+
+    @property
+    def words(self) -> int:
+        return self.order + self.tiles
+
+
+class _Refs(NamedTuple):
+    q_ids: Any  # [B, T]
+    kv_ids: Any  # [B, S]
+    bounds: Any  # int32[2, tiles]: where a tile's keys begin and end, as far as the mask says
+    dealt: Any  # as `attention_plan.dealt` gives it, with ranks for rows
+    records: Any  # int32[B, tiles, RECORD], written
+    codes: Any  # like dealt, written
+
+
+def fits(plan: Plan) -> bool:
+    sizes = _Sizes.of(plan)
+    return sizes.units * sizes.keys <= MOST_PAIRS and sizes.words <= 50_000
+
+
+def prepare(plan: Plan, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
+    """(`tile_scheduler.records`, `attention_plan.ranked`) of ids [B, T], [B, S]. Past the end the
+    last id goes on.
+    """
+    sizes, table = _Sizes.of(plan), attention_plan.dealt(plan)
+    batch = plan.problem.batch
+    given = (q_ids, kv_ids, jnp.asarray(attention_plan.mask_bounds(plan)), jnp.asarray(table))
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=(
+            jax.ShapeDtypeStruct((batch, sizes.tiles, tile_scheduler.RECORD), jnp.int32),
+            jax.ShapeDtypeStruct(table.shape, jnp.int32),
+        ),
+        scratch_types=(
+            plgpu.SMEM((sizes.words,), jnp.int32),
+            plgpu.Barrier(num_barriers=len(PROGRAMS) - 1, num_arrivals=sizes.warpgroups),
+        ),
+        grid=(batch,),
+        grid_names=("batch",),
+        num_threads=sizes.warpgroups,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name="segments",
+    )
+    return kernel(given)
+
+
+def _kernel(given: Any, records: Any, codes: Any, *scratch: Any, plan: Plan) -> None:
+    (memory, met), wg = scratch, lax.axis_index("wg")
+    q_ids, kv_ids, bounds, dealt = given
+    refs = _Refs(q_ids, kv_ids, bounds, dealt, records, codes)
+    batch = lax.axis_index("batch")
+    sizes = _Sizes.of(plan)
+    for turn, program in enumerate(PROGRAMS):
+        run = functools.partial(program, plan=plan, sizes=sizes)
+        threads.each_thread(run, (refs, memory), (batch, wg))
+        if turn < len(PROGRAMS) - 1 and sizes.warpgroups > 1:
+            plgpu.barrier_arrive(met.at[turn])
+            plgpu.barrier_wait(met.at[turn])
+
+
+def _each(
+    thread: Any, wg: Any, things: tuple[int, int], sizes: _Sizes, finish: Any, load: Any = None
+) -> None:
+    """finish(number, lane, there, load(number, lane)) for each of `things`: how many, and how many
+    threads each. Some loads are begun before the first is awaited.
+    """
+    count, lanes = things
+    mine = thread.index % mosaic.THREADS + wg * mosaic.THREADS
+    at_once = sizes.warpgroups * mosaic.THREADS // lanes
+    group, lane = mine // lanes, mine % lanes
+    rounds = -(-count // at_once)
+    together = min(rounds, TOGETHER)
+
+    def turn(i, carry):
+        started = []
+        for n in range(together):
+            number = group + (i * together + n) * at_once
+            inside = thread.minimum(number, count - 1)
+            loaded = load(inside, lane) if load is not None else None
+            started.append((inside, lane, number < count, loaded))
+        for one in started:
+            finish(*one)
+        return carry
+
+    _loop(thread, -(-rounds // together), [], turn)
+
+
+def _loop(thread: Any, count: int, carry: list, body: Any) -> list:
+    if count > UNROLLED:
+        return thread.loop(count, carry, body)
+    for i in range(count):
+        carry = body(i, carry)
+    return carry
+
+
+def _inverse(x: Any) -> Any:
+    """Orders the other way round, without overflow."""
+    return x * -1 - 1
+
+
+def _extremes(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
+    (refs, memory), (batch, wg) = given, at
+    problem = plan.problem
+    mine = thread.index % mosaic.THREADS + wg * mosaic.THREADS
+    counts = 2 * sizes.tiles, math.prod(attention_plan.dealt(plan).shape)
+    for table, words in zip((refs.bounds, refs.dealt), counts, strict=True):  # wanted by and by
+        for first in range(0, words, LINE * sizes.warpgroups * mosaic.THREADS):
+            word = thread.minimum(mine * LINE + first, words - 1)
+            thread.prefetch(table, word, 4)
+    for ids, length, size, count, start in (
+        (refs.q_ids, problem.q_len, ROWS, sizes.units, 0),
+        (refs.kv_ids, problem.kv_len, plan.config.block_kv, sizes.keys, sizes.key_extremes),
+    ):
+        words = size // 4
+        lanes = min(words & -words, 16)  # a power of two
+
+        def load(number, lane, ids=ids, length=length, size=size, lanes=lanes):
+            places = ((number * size) + (lane * 4 + step) for step in range(0, size, 4 * lanes))
+            found = [_four(thread, (ids, length), (batch, place)) for place in places]
+            return [x for some in found for x in some]
+
+        def finish(number, lane, there, found, count=count, start=start, lanes=lanes):
+            most = functools.reduce(thread.maximum, found)
+            least = functools.reduce(thread.maximum, map(_inverse, found))
+            first = there & (lane < 1)
+            for offset, x in ((0, most), (count, least)):
+                x = thread.most_of_lanes(x, lanes)
+                thread.shared_store(memory, number + (start + offset), x, first)
+
+        _each(thread, wg, (count, lanes), sizes, finish, load)
+    thread.sync()
+
+
+def _four(thread: Any, ids: tuple[Any, int], at: tuple[Any, Any]) -> list[Any]:
+    """Four ids from a place on that is a multiple of four; past the end the last one goes on."""
+    (ref, length), (batch, place) = ids, at
+    if length % 4:
+        places = [thread.minimum(place + i, length - 1) for i in range(4)]
+        return [thread.load(ref, batch * length + place, 4) for place in places]
+    words = length // 4
+    word = thread.load(ref, batch * words + thread.minimum(place // 4, words - 1), 16)
+    four = [thread.bits(x) for x in thread.numbers(word, 16, "float32")]
+    return [thread.select(place < length, x, four[3]) for x in four]
+
+
+def _spans(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
+    (refs, memory), (batch, wg) = given, at
+    each, lanes = plan.config.warpgroups, 32
+
+    def bounds(number, _):
+        return [thread.load(refs.bounds, number + n, 4) for n in (0, sizes.tiles)]
+
+    def one(number, lane, there, bounds):
+        found = [_span(thread, memory, (number * each + i, lane), sizes) for i in range(each)]
+        fields = [field for span in found for field in span]
+        record = lane * 0
+        for n, field in enumerate(fields):
+            record = thread.select((lane <= n) & (lane >= n), field, record)
+        place = (batch * sizes.tiles + number) * tile_scheduler.RECORD + lane
+        thread.store(refs.records, place, record, 4, there)
+        begin = thread.maximum(functools.reduce(thread.minimum, fields[0::4]), bounds[0])
+        end = thread.minimum(functools.reduce(thread.maximum, fields[3::4]), bounds[1])
+        thread.shared_store(memory, number + sizes.costs, end - begin, there & (lane < 1))
+
+    _each(thread, wg, (sizes.tiles, lanes), sizes, one, bounds)
+    thread.sync()
+
+
+def _span(thread: Any, memory: Any, at: tuple[Any, Any], sizes: _Sizes) -> tuple[Any, ...]:
+    """A `Span` of the rows of one warpgroup, by the 32 threads of a warp."""
+    (unit, lane), keys, start, lanes = at, sizes.keys, sizes.key_extremes, 32
+    most = thread.shared_load(memory, unit)
+    least = _inverse(thread.shared_load(memory, unit + sizes.units))
+    alike = least >= most
+
+    def some(i, carry):
+        lo, full_lo, full_hi, hi, count = carry
+        key = lane + i * lanes
+        inside = thread.minimum(key, keys - 1)
+        key_most = thread.shared_load(memory, inside + start)
+        key_least = _inverse(thread.shared_load(memory, inside + (start + keys)))
+        meet = (key < keys) & (key_most >= least) & (key_least <= most)
+        same = meet & alike & (key_least >= key_most)
+        left = key * -1 + keys
+        return [
+            thread.maximum(lo, thread.select(meet, left, 0)),
+            thread.maximum(full_lo, thread.select(same, left, 0)),
+            thread.maximum(full_hi, thread.select(same, key + 1, 0)),
+            thread.maximum(hi, thread.select(meet, key + 1, 0)),
+            count + thread.select(same, lane * 0 + 1, 0),
+        ]
+
+    nothing = [lane * 0 for _ in range(5)]
+    *ends, count = _loop(thread, -(-keys // lanes), nothing, some)
+    lo, full_lo, full_hi, hi = (thread.most_of_lanes(x, lanes) for x in ends)
+    count = thread.total_of_lanes(count)
+    lo, full_lo = lo * -1 + keys, full_lo * -1 + keys
+    lo = thread.select(lo < hi, lo, hi)
+    full_hi = thread.select(full_hi - full_lo <= count, full_hi, full_lo)
+    full_hi = thread.select(full_hi < full_lo, full_lo, full_hi)
+    return lo, full_lo, full_hi, hi
+
+
+def _ranks(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
+    del plan
+    (_, memory), (_, wg) = given, at
+    count, lanes = sizes.tiles, 32
+
+    def one(number, lane, there, _):
+        cost = thread.shared_load(memory, number + sizes.costs)
+
+        def some(i, carry):
+            other = lane + i * lanes
+            inside = thread.minimum(other, count - 1)
+            more = thread.shared_load(memory, inside + sizes.costs)
+            more = thread.select(other < number, more + 1, more)  # of equals the first
+            before = (other < count) & (more > cost)
+            return [carry[0] + thread.select(before, lane * 0 + 1, 0)]
+
+        (rank,) = _loop(thread, -(-count // lanes), [lane * 0], some)
+        rank = thread.total_of_lanes(rank)
+        thread.shared_store(memory, rank + sizes.order, number, there & (lane < 1))
+
+    _each(thread, wg, (count, lanes), sizes, one)
+    thread.sync()
+
+
+def _codes(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
+    """Each block writes what is of its batch row; the first one the counts, too. What lies behind a
+    row's pieces stands for the first piece of all, and is never taken.
+    """
+    (refs, memory), (batch, wg) = given, at
+    rows, width = attention_plan.dealt(plan).shape
+    unit = 1 << plan.code_bits
+
+    def load(number, _):
+        return thread.load(refs.dealt, number, 4)
+
+    def finish(number, _, there, value):
+        head, rank = value // unit, value % unit
+        tile = thread.shared_load(memory, thread.minimum(rank, sizes.tiles - 1) + sizes.order)
+        owner = head // plan.problem.q_heads
+        counts = number % width < 1
+        ours = thread.select(counts, number * 0, owner - batch)
+        ours = (ours <= 0) & (ours >= 0) & (thread.select(counts, number * 0 + batch, 0) < 1)
+        code = thread.select(counts, value, head * unit + tile)
+        thread.store(refs.codes, number, code, 4, there & ours)
+
+    _each(thread, wg, (rows * width, 1), sizes, finish, load)
+
+
+PROGRAMS = (_extremes, _spans, _ranks, _codes)
+
+
+def by_xla(plan: Plan, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
+    """`prepare` in jax.numpy."""
+    found = tile_range.of_segments(q_ids, kv_ids, ROWS, plan.config.block_kv)
+    return tile_scheduler.records(plan, found), attention_plan.ranked(plan, found)

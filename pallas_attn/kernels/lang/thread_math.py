@@ -1,0 +1,127 @@
+"""Arithmetic of one thread on float32, in MLIR and PTX: what `mosaic.Thread` says about numbers.
+
+Every operation is rounded to nearest even and none is fused with another, so that a program gives
+the same bits here, in NumPy and wherever else IEEE arithmetic is done.
+"""
+
+from typing import Any
+
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+Value = Any
+
+
+def _int(bits: int) -> ir.Type:
+    return ir.IntegerType.get_signless(bits)
+
+
+def _asm(result: ir.Type, operands: list[Value], code: str, constraints: str) -> Value:
+    return llvm.inline_asm(result, operands, code, constraints)
+
+
+def from_word(word: Value, nbytes: int, dtype: str) -> list[Value]:
+    """The float32 numbers in a word of bfloat16, float16 or float32, the first in memory first."""
+    if nbytes == 16:
+        halves = [vector.extract(word, [], [i]) for i in range(4)]
+    elif nbytes == 8:
+        high = arith.shrui(word, utils.c(32, word.type))
+        halves = [arith.trunci(_int(32), x) for x in (word, high)]
+    else:
+        halves = [arith.extui(_int(32), word) if nbytes < 4 else word]
+    if dtype == "float32":
+        return [as_float(x) for x in halves]
+    sixteen = utils.c(16, _int(32))
+    if dtype == "bfloat16":
+        top = utils.c(-(2**16), _int(32))
+        pairs = [(arith.shli(x, sixteen), arith.andi(x, top)) for x in halves]
+        return [as_float(x) for pair in pairs for x in pair][: nbytes // 2]
+    pairs = [(x, arith.shrui(x, sixteen)) for x in halves]
+    narrow = [arith.trunci(_int(16), x) for pair in pairs for x in pair][: nbytes // 2]
+    f16, f32 = ir.F16Type.get(), ir.F32Type.get()
+    return [arith.extf(f32, arith.bitcast(f16, x)) for x in narrow]
+
+
+def as_float(bits: Value) -> Value:
+    return arith.bitcast(ir.F32Type.get(), bits)
+
+
+def as_bits(number: Value) -> Value:
+    return arith.bitcast(_int(32), number)
+
+
+def _operands(a: Value, b: Value | float) -> tuple[Value, Value]:
+    return a, utils.c(b, ir.F32Type.get()) if isinstance(b, float) else b
+
+
+def product(a: Value, b: Value | float) -> Value:
+    return arith.mulf(*_operands(a, b))
+
+
+def total(a: Value, b: Value | float) -> Value:
+    return arith.addf(*_operands(a, b))
+
+
+def reciprocal(a: Value) -> Value:
+    """1 / a for a from 2**-126 to 2**125: what ptxas makes of `rcp.rn` there, without the branch
+    for all others that it would stand behind.
+    """
+    code = (
+        "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; fma.rn.f32 e, $1, r, 0fBF800000; "
+        "neg.f32 e, e; fma.rn.f32 $0, r, e, r; }"
+    )
+    return _asm(ir.F32Type.get(), [a], code, "=f,f")
+
+
+def most_of_lanes(value: Value, lanes: int) -> Value:
+    """The largest of a 32-bit integer over each group of so many neighbouring lanes."""
+    if lanes == 32:
+        return over_warp(value, "max")
+    while lanes > 1:
+        lanes //= 2
+        code = f"shfl.sync.bfly.b32 $0, $1, {lanes}, 0x1f, 0xffffffff;"
+        other = llvm.inline_asm(_int(32), [value], code, "=r,r", has_side_effects=True)
+        value = arith.maxsi(value, other)
+    return value
+
+
+def over_warp(value: Value, operation: str) -> Value:
+    """The sum ("add") or the largest ("max") of a 32-bit integer over the warp: one instruction."""
+    code = f"redux.sync.{operation}.s32 $0, $1, 0xffffffff;"
+    return llvm.inline_asm(_int(32), [value], code, "=r,r", has_side_effects=True)
+
+
+_PAIR = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}
+
+
+def to_word(numbers: list[Value], dtype: str) -> Value:
+    """1, 2, 4 or 8 numbers as int8 or float8 (sm89 and later), rounded to nearest even: a word of
+    as many bytes. They must be within the range of the dtype.
+    """
+    if dtype == "int8":
+        parts = [_asm(_int(32), [x], "cvt.rni.s32.f32 $0, $1;", "=r,f") for x in numbers]
+        return packed(parts, 8)
+    if len(numbers) == 1:
+        numbers = [*numbers, utils.c(0.0, ir.F32Type.get())]
+        return arith.trunci(_int(8), to_word(numbers, dtype))
+    code = f"cvt.rn.satfinite.{_PAIR[dtype]}.f32 $0, $2, $1;"  # the first operand goes on top
+    firsts = zip(numbers[::2], numbers[1::2], strict=True)
+    pairs = [_asm(_int(16), list(pair), code, "=h,f,f") for pair in firsts]
+    return packed([arith.extui(_int(32), pair) for pair in pairs], 16)
+
+
+def packed(parts: list[Value], bits: int) -> Value:
+    """The low `bits` of each 32-bit integer one above the other."""
+    halves = []
+    for lo in range(0, len(parts), 32 // bits):
+        half = utils.c(0, _int(32))
+        for n, part in enumerate(parts[lo : lo + 32 // bits]):
+            low = arith.andi(part, utils.c(2**bits - 1, _int(32)))
+            half = arith.ori(half, arith.shli(low, utils.c(n * bits, _int(32))))
+        halves.append(half)
+    if len(halves) == 2:
+        low, high = (arith.extui(_int(64), half) for half in halves)
+        return arith.ori(low, arith.shli(high, utils.c(32, _int(64))))
+    total_bits = len(parts) * bits
+    return halves[0] if total_bits == 32 else arith.trunci(_int(total_bits), halves[0])

@@ -1,0 +1,333 @@
+"""What kernels say to a thread where tiles are too coarse: shared memory, barriers, bulk copies
+from any pointer, atomics, and floating point.
+
+`Thread` is `mosaic.Thread` with all that: its programs run on the GPU as they stand and in NumPy
+under the tests.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+from pallas_attn.kernels.lang import mosaic, thread_math
+from pallas_attn.kernels.lang.mosaic import Int
+
+Ref = Any
+
+WARPS = 4  # of a block
+
+
+class Float:
+    """A float32 of one thread. Python numbers mix in."""
+
+    def __init__(self, value: ir.Value):
+        self.value = value
+
+    def _with(self, op: Callable[..., Any], other: Any) -> "Float":
+        return Float(op(self.value, _float(other)))
+
+    def _compare(self, predicate: Any, other: Any) -> Int:
+        return Int(arith.cmpf(predicate, self.value, _float(other)))
+
+    def __add__(self, other):
+        return self._with(arith.addf, other)
+
+    def __sub__(self, other):
+        return self._with(arith.subf, other)
+
+    def __mul__(self, other):
+        return self._with(arith.mulf, other)
+
+    def __truediv__(self, other):
+        return self._with(arith.divf, other)
+
+    def __le__(self, other):
+        return self._compare(arith.CmpFPredicate.OLE, other)
+
+
+def _float(x: Any) -> ir.Value:
+    return x.value if isinstance(x, Float) else utils.c(float(x), ir.F32Type.get())
+
+
+class Thread(mosaic.Thread):
+    """`mosaic.Thread`, and what a kernel that computes needs besides.
+
+    Words of shared memory are counted as those of global memory are; `sync` orders them within the
+    block.
+    """
+
+    # ---- integers --------------------------------------------------------------------------------
+
+    def choose(self, where: Int, a: Any, b: Any) -> Any:
+        """a where the condition holds, else b: two Ints or two Floats."""
+        return type(a)(arith.select(where.value, a.value, b.value))
+
+    def running_sum(self, x: Int) -> Int:
+        """The sum of x over this lane and those below it in its warp."""
+        for distance in (1, 2, 4, 8, 16):
+            ptx = (
+                "{ .reg .pred p; .reg .b32 t; shfl.sync.up.b32 t|p, $1, "
+                f"{distance}, 0, 0xffffffff; @!p mov.b32 t, 0; add.s32 $0, $1, t; }}"
+            )
+            x = Int(llvm.inline_asm(i32(), [x.value], ptx, "=r,r", has_side_effects=True))
+        return x
+
+    def total_of_lanes(self, x: Int) -> Int:
+        """The sum of x over the warp."""
+        return Int(thread_math.over_warp(x.value, "add"))
+
+    def of_lane(self, x: Any, lane: Int) -> Any:
+        """x, an Int or a Float, as `lane` of the warp has it."""
+        word = x.value if isinstance(x, Int) else arith.bitcast(i32(), x.value)
+        ptx = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+        operands = [word, lane.value]
+        word = llvm.inline_asm(i32(), operands, ptx, "=r,r,r", has_side_effects=True)
+        return Int(word) if isinstance(x, Int) else Float(arith.bitcast(ir.F32Type.get(), word))
+
+    # ---- floating point --------------------------------------------------------------------------
+
+    def exp2(self, x: Float) -> Float:
+        return self._unary("ex2.approx.ftz.f32", x)
+
+    def log2(self, x: Float) -> Float:
+        return self._unary("lg2.approx.f32", x)
+
+    def _unary(self, name: str, x: Float) -> Float:
+        kind = ir.F32Type.get()
+        return Float(llvm.inline_asm(kind, [x.value], f"{name} $0, $1;", "=f,f"))
+
+    def highest(self, a: Float, b: Any) -> Float:
+        """The larger of two; NaN where one of them is."""
+        return a._with(arith.maximumf, b)
+
+    def warp_highest(self, x: Float) -> Float:
+        """Over the lanes of the warp."""
+        return self._over_warp(self.highest, x)
+
+    def warp_sum(self, x: Float) -> Float:
+        return self._over_warp(lambda a, b: a + b, x)
+
+    def _over_warp(self, op: Callable[..., Any], x: Float) -> Float:
+        for distance in (16, 8, 4, 2, 1):
+            x = op(x, Float(utils.shfl_bfly(x.value, distance)))
+        return x
+
+    def is_zero(self, x: Float) -> Int:
+        return x._compare(arith.CmpFPredicate.OEQ, 0.0)
+
+    def nothing_yet(self, x: Float) -> Int:
+        """Whether x is -inf."""
+        return x._compare(arith.CmpFPredicate.OEQ, -np.inf)
+
+    def number(self, x: float) -> Float:
+        return Float(_float(x))
+
+    def loop(self, count: Any, carry: list, body: Callable[[Int, list], list]) -> list:
+        """`for i in range(count): carry = body(i, carry)`; count is the block's or a Python int."""
+        kinds = [type(x) for x in carry]
+        stop = utils.c(count, i32()) if isinstance(count, int) else count.value
+        for_op: Any = scf.ForOp  # mypy knows the generated class only
+        loop = for_op(utils.c(0, i32()), stop, utils.c(1, i32()), [x.value for x in carry])
+        with ir.InsertionPoint(loop.body):
+            inside = [kind(x) for kind, x in zip(kinds, loop.inner_iter_args, strict=True)]
+            scf.yield_([x.value for x in body(Int(loop.induction_variable), inside)])
+        return [kind(x) for kind, x in zip(kinds, loop.results, strict=True)]
+
+    # ---- memory ----------------------------------------------------------------------------------
+
+    def load_floats(self, ref: Ref, index: Int, count: int) -> list[Float]:
+        """`count` (1 or 4) floats of global memory, from word `index` of so many."""
+        return _floats(ref, index, count)
+
+    def store_floats(self, ref: Ref, index: Int, values: list[Float], where: Int) -> None:
+        words = [Int(arith.bitcast(i32(), x.value)) for x in values]
+        if len(words) == 1:
+            self.store(ref, index, words[0], 4, where)
+            return
+        packed = llvm.mlir_undef(ir.VectorType.get((4,), i32()))
+        for i, word in enumerate(words):
+            packed = vector.insert(word.value, packed, [], [i])
+        self.store(ref, index, Int(packed), 16, where)
+
+    def store_narrow(
+        self, ref: Ref, index: Int, values: list[Float], dtype: Any, where: Int
+    ) -> None:
+        """4 floats as 4 numbers of a 16-bit dtype: a word of 8 bytes."""
+        kind = utils.dtype_to_ir_type(jnp.dtype(dtype))
+        packed = llvm.mlir_undef(ir.VectorType.get((4,), kind))
+        for i, x in enumerate(values):
+            packed = vector.insert(arith.truncf(kind, x.value), packed, [], [i])
+        word = llvm.bitcast(ir.IntegerType.get_signless(64), packed)
+        self.store(ref, index, Int(word), 8, where)
+
+    def shared_floats(self, ref: Ref, index: Int, count: int) -> list[Float]:
+        return _floats(ref, index, count)
+
+    def shared_load(self, ref: Ref, index: Int) -> Int:
+        return self.load(ref, index, 4)
+
+    def shared_store(self, ref: Ref, index: Int, value: Any, where: Int) -> None:
+        """An Int or a Float into a word of 4 bytes."""
+        value = value.value
+        if value.type != i32():
+            value = arith.bitcast(i32(), value)
+        ptx = "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.shared.b32 [$1], $2; }"
+        operands = [arith.extui(i32(), where.value), shared_address(ref, index, 4), value]
+        do(ptx, operands, "r,r,r")
+
+    def sync(self) -> None:
+        """The block's threads meet, and see what the others wrote to shared memory."""
+        utils.warpgroup_barrier()
+
+    def meet(self, groups: int) -> None:
+        """`sync` of all threads of a block of so many warpgroups."""
+        if groups == 1:
+            self.sync()
+        else:
+            do(f"bar.sync 0, {groups * mosaic.THREADS};", [], "")
+
+    # ---- bulk copies -----------------------------------------------------------------------------
+
+    def make_barriers(self, ref: Ref, count: int) -> None:
+        """Barriers that one arrival a phase completes, and the bytes that it announced."""
+        first = self.index < 1
+        for i in range(count):
+            address = shared_address(ref, i, 8)
+            ptx = (
+                "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p mbarrier.init.shared::cta.b64 [$1], 1; }"
+            )
+            do(ptx, [arith.extui(i32(), first.value), address], "r,r")
+        do("fence.mbarrier_init.release.cluster;", [], "")
+        self.sync()
+
+    def announce(self, barriers: Ref, slot: Int, nbytes: Int, where: Int) -> None:
+        """Arrives at a barrier and says how many bytes are to come."""
+        ptx = (
+            "{ .reg .pred p; setp.ne.b32 p, $0, 0; "
+            "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], $2; }"
+        )
+        operands = [
+            arith.extui(i32(), where.value), shared_address(barriers, slot, 8), nbytes.value
+        ]  # fmt: skip
+        do(ptx, operands, "r,r,r")
+
+    def copy(self, to: tuple, source: tuple, nbytes: Int, done: tuple, where: Int) -> None:
+        """Has `nbytes` copied to shared memory. `to` and `source`: (ref, word of 16 bytes); `done`:
+        (barriers, slot). The reader waits at the barrier.
+        """
+        ptx = (
+            "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p cp.async.bulk.shared::cluster.global"
+            ".mbarrier::complete_tx::bytes [$1], [$2], $3, [$4]; }"
+        )
+        (ring, at), (array, index), (barriers, slot) = to, source, done
+        operands = [
+            arith.extui(i32(), where.value),
+            shared_address(ring, at, 16),
+            mosaic.address_of(array, index, 16),
+            nbytes.value,
+            shared_address(barriers, slot, 8),
+        ]
+        do(ptx, operands, "r,r,l,r,r")
+
+    def wait(self, barriers: Ref, slot: Int, parity: Int) -> None:
+        """Until what was announced for this phase is there."""
+        ptx = (
+            "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
+            "@!p bra again; }"
+        )
+        do(ptx, [shared_address(barriers, slot, 8), parity.value], "r,r")
+
+    # ---- copies by threads -----------------------------------------------------------------------
+
+    def copy_async(
+        self, to: tuple, source: tuple, there: Int, where: Int | None = None, size: int = 16
+    ) -> None:
+        """Has 16 (or 4) bytes copied to shared memory, or zeros put there instead. `to`, `source`:
+        (ref, word of so many bytes, and, if given, how many words further, a Python int: no
+        arithmetic); the source is read where `there` holds, else it may be anything.
+        """
+        (shared, at, *near), (array, index, *far) = to, source
+        places = [f"[${n}+{size * sum(words)}]" for n, words in enumerate((near, far))]
+        nbytes = self.select(there, self.index * 0 + size, 0)
+        operands = [
+            shared_address(shared, at, size), mosaic.address_of(array, index, size), nbytes.value
+        ]  # fmt: skip
+        level = "cg" if size == 16 else "ca"
+        copy = f"cp.async.{level}.shared.global {places[0]}, {places[1]}, {size}, $2;"
+        if where is None:
+            do(copy, operands, "r,l,r")
+            return
+        ptx = f"{{ .reg .pred p; setp.ne.b32 p, $3, 0; @p {copy} }}"
+        do(ptx, [*operands, arith.extui(i32(), where.value)], "r,l,r,r")
+
+    def commit_copies(self) -> None:
+        """What this thread asked for since the last time is a group."""
+        do("cp.async.commit_group;", [], "")
+
+    def wait_copies(self, left: int) -> None:
+        """Until all of this thread's groups but the last `left` are there; the others' are after
+        the next `sync`.
+        """
+        do(f"cp.async.wait_group {left};", [], "")
+
+    # ---- between blocks --------------------------------------------------------------------------
+
+    def arrive(self, counters: Ref, index: Int, count: Int, last: Ref) -> None:
+        """Counts the block in: `last[0]` becomes 1 in the block that is the last of `count`, else
+        0. What the others wrote before they arrived, the last one sees.
+
+        The counter goes back to 0 with the last arrival: atom.inc wraps. One thread speaks for all,
+        whom it met before and meets after.
+        """
+        self.sync()
+        ptx = (
+            "{ .reg .pred p, q; .reg .b32 old; setp.ne.b32 p, $0, 0; @!p bra done; "
+            "atom.acq_rel.gpu.global.inc.u32 old, [$1], $2; "
+            "setp.eq.u32 q, old, $2; selp.b32 old, 1, 0, q; st.shared.b32 [$3], old; done: }"
+        )
+        operands = [
+            arith.extui(i32(), (self.index < 1).value),
+            mosaic.address_of(counters, index, 4),
+            (count - 1).value,
+            shared_address(last, 0, 4),
+        ]
+        do(ptx, operands, "r,l,r,r")
+        self.sync()
+
+
+def each_thread(program: Callable[..., Any], refs: Any, scalars: Any, returns: bool = False) -> Any:
+    """`mosaic.each_thread` with this file's `Thread`."""
+    return mosaic.each_thread(program, refs, scalars, Thread(), returns)
+
+
+def i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def do(ptx: str, operands: list, constraints: str) -> None:
+    clobbers = ",".join(filter(None, (constraints, "~{memory}")))
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"), operands, ptx, clobbers, has_side_effects=True
+    )  # fmt: skip
+
+
+def shared_address(ref: Ref, index: Any, nbytes: int) -> ir.Value:
+    """The 32-bit address of a word of shared memory."""
+    index = Int(utils.c(index, i32())) if isinstance(index, int) else index
+    return llvm.ptrtoint(i32(), mosaic.address_of(ref, index, nbytes))
+
+
+def _floats(ref: Ref, index: Int, count: int) -> list[Float]:
+    address = utils.getelementptr(
+        mosaic.pointer_of(ref), [index.value], mosaic.word_type(4 * count)
+    )
+    kind = ir.F32Type.get()
+    if count == 1:
+        return [Float(llvm.load(kind, address, alignment=4))]
+    loaded = llvm.load(ir.VectorType.get((count,), kind), address, alignment=4 * count)
+    return [Float(vector.extract(loaded, [], [i])) for i in range(count)]

@@ -1,0 +1,395 @@
+"""Matmuls of a block whose 4 warps stand two by two, for portable kernels: each warp has half of
+the rows of a result and half of its columns, where in `matrices` it has a quarter of the rows and
+all columns. What `ldmatrix` brings then meets more of the other operand: 136 loads for 320
+matmuls of a step of the backward at head dim 128, where quarters take 180.
+
+The price: a tile of P or dS, as it comes out of one matmul, is the left operand of the next for
+half of the sum only. So it goes through shared memory, where a warp finds all of it, which also
+leaves registers for loads ahead of their matmuls. Taking the own half from registers was slower.
+
+`Stand` says how the warps stand: 4 or 2 of a warpgroup one above the other, and warpgroups beside
+each other: each has a part of the columns. Each step carries a twin in NumPy for the interpreter.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import Int
+from pallas_attn.kernels.mma import mma_rowmajor, mma_sync
+from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
+from pallas_attn.kernels.mma.mma_sync import PAIRS
+
+Ref = Any
+Array = Any
+
+
+class Stand(NamedTuple):
+    """How a block's warps stand around a result."""
+
+    down: int  # of a warpgroup one above the other
+    groups: int = 1  # warpgroups, side by side
+    group: Any = 0  # which one this is, an int32 scalar
+    row: Any = 0  # where its rows begin in what a warpgroup puts in shared memory for itself
+
+    @property
+    def across(self) -> int:
+        """Warps of a warpgroup side by side."""
+        return 4 // self.down
+
+    @property
+    def shares(self) -> int:
+        """Into how many parts a result's columns fall."""
+        return self.across * self.groups
+
+
+def result_of(shape: tuple[int, int], dtype: Any, down: int) -> Any:
+    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=mosaic.standing(shape, down))
+
+
+def tile_with(registers: list, shape: tuple[int, int], down: int) -> Any:
+    kind = mosaic.standing(shape, down).to_mgpu()
+    filled = np.empty(len(registers), object)
+    filled[:] = registers
+    return mgpu.FragmentedArray(
+        _registers=filled.reshape(kind.registers_shape(shape)), _layout=kind, _is_signed=None
+    )
+
+
+def tile_of_sums(sums: list, shape: tuple[int, int], down: int) -> Any:
+    pairs = [
+        mma_rowmajor.pair_of(s[2 * half], s[2 * half + 1])
+        for of_block in sums
+        for s in of_block
+        for half in range(2)
+    ]
+    return tile_with(pairs, shape, down)
+
+
+def place_of_warp(down: int) -> tuple[Int, Int, Int]:
+    """(which of the warps down, which across, lane)."""
+    warp, lane = mma_sync.warp_and_lane()
+    return warp // (4 // down), warp % (4 // down), lane
+
+
+def int_of(scalar: Any) -> Int:
+    return Int(scalar.registers.item())
+
+
+def multiply_rows(
+    sums: list, a: list, right: tuple, width: int, dtype: Any, after: Any = lambda: None
+) -> None:
+    """sums += a @ 16 rows of the right operand: a [part][block], 4 words. `right`: (a lane's
+    address; columns of a part, of which the warp takes `width`; the first row's offset in numbers).
+    `after` each 16 columns something may be done.
+    """
+    address, whole, start = right
+    for column in range(0, width, 16):
+        some = min(16, width - column)
+        b = [
+            _ldmatrix(address, 2 * (start + n * whole + column), some // 4, transposed=True)
+            for n in range(len(a))
+        ]
+        mma_sync.multiply(sums, column // 8, a, b, dtype)
+        after()
+
+
+def _ldmatrix(address: ir.Value, offset: int, count: int, transposed: bool = False) -> list:
+    """2 or 4 matrices of 8 by 8."""
+    if count == 4:
+        return mma_sync.ldmatrix(address, offset, transposed)
+    kind = ir.Type.parse("!llvm.struct<(i32, i32)>")
+    how = ".trans" if transposed else ""
+    ptx = f"ldmatrix.sync.aligned.m8n8.x2{how}.shared.b16 {{$0, $1}}, [$2+{offset}];"
+    two = llvm.inline_asm(kind, [address], ptx, "=r,=r,r,~{memory}", has_side_effects=True)
+    return [llvm.extractvalue(threads.i32(), two, [i]) for i in range(2)]
+
+
+# ---- matmuls ------------------------------------------------------------------------------------
+
+
+def product(
+    left: tuple[Ref, Array], right: tuple[Ref, Array], sizes: tuple, parts: int, down: int
+) -> Array:
+    """left @ right^T of rows in shared memory, (ref, the first of them). `sizes`: (rows of the
+    left, rows of the right, the width of a part).
+    """
+    return either_product(((left, right),), 0, sizes, parts, down)
+
+
+def either_product(pairs: tuple, which: Any, sizes: tuple, parts: int, down: int) -> Array:
+    """`product` of the `which`-th of one or two pairs (left, right), whose rows are alike."""
+    (rows, columns, width), (a_ref, b_ref) = sizes, (x[0] for x in pairs[0])
+    dtype, steps, shape = a_ref.dtype, (a_ref.shape[1], b_ref.shape[1]), (rows, columns)
+    blocks, mine = rows // down // 16, columns * down // 4
+    assert all((a[0].shape[1], b[0].shape[1]) == steps for a, b in pairs)
+
+    def bases(a, b):
+        """A lane's addresses in both operands."""
+        high, wide, lane = place_of_warp(down)
+        row = int_of(a[1]) + high * (16 * blocks) + lane % 16
+        left = mma_sync.address_of(a[0], row, lane // 16, steps[0])
+        row = int_of(b[1]) + wide * mine + lane % 8 + lane // 16 * 8
+        return left, mma_sync.address_of(b[0], row, lane // 8 % 2, steps[1])
+
+    def code(pairs, which):
+        found = [bases(*pair) for pair in pairs]
+        if len(found) > 1:
+            second = (int_of(which) >= 1).value
+            found = [[arith.select(second, b, a) for a, b in zip(*found, strict=True)]]
+        a_base, b_base = found[0]
+        sums = mma_sync.nothing(blocks, mine)
+        small = mma_sync.nothing(blocks, mine) if parts == 3 else None
+        for column in range(0, width, 16):
+            a = [
+                [
+                    mma_sync.ldmatrix(a_base, 2 * (b * 16 * steps[0] + p * width + column))
+                    for b in range(blocks)
+                ]
+                for p in range(parts)
+            ]
+            for key in range(0, mine, 16):
+                b = [
+                    mma_sync.ldmatrix(b_base, 2 * (key * steps[1] + p * width + column))
+                    for p in range(parts)
+                ]
+                mma_sync.multiply(sums, key // 8, a, b, dtype, small)
+        if small is not None:
+            mma_sync.plus(sums, small, 0)
+        return tile_of_sums(sums, shape, down)
+
+    def twin(pairs, which):
+        (a_ref, a_first), (b_ref, b_first) = pairs[int(which)]
+        a, b = a_ref[int(a_first) :][:rows], b_ref[int(b_first) :][:columns]
+        out = np.zeros(shape, np.float32)
+        for i, j in PAIRS[parts]:
+            of_a, of_b = (x[:, n * width :][:, :width] for x, n in ((a, i), (b, j)))
+            out += of_a.astype(np.float32) @ of_b.astype(np.float32).T
+        return out
+
+    types = (((REF, SCALAR), (REF, SCALAR)),) * len(pairs), SCALAR
+    args = (tuple(pairs), jnp.int32(which))
+    return mma_rowmajor.inline(code, twin, args, types, result_of(shape, jnp.float32, down))
+
+
+def weigh(acc: Array, p: Sequence[Array], x: tuple, down: int) -> Array:
+    """acc + p @ x, p in registers, for warps one above the other: each has all columns of its rows.
+    `x` is (ref, its first row, the width of a part).
+    """
+    assert down == 4
+    (x_ref, first, width), (rows, inner) = x, p[0].shape
+    step, dtype, blocks = x_ref.shape[1], x_ref.dtype, rows // 64
+
+    def code(acc, p, x_ref, first):
+        _, _, lane = place_of_warp(down)
+        base = mma_sync.address_of(x_ref, int_of(first) + lane % 16, lane // 16, step)
+        sums, words = mma_sync.numbers_of(acc, blocks), [mma_rowmajor.words_of(part) for part in p]
+        for key in range(0, inner, 16):
+            starts = [(block * inner + key) // 4 for block in range(blocks)]
+            a = [[part[start : start + 4] for start in starts] for part in words]
+            multiply_rows(sums, a, (base, width, key * step), width, dtype)
+        return tile_of_sums(sums, (rows, width), down)
+
+    def twin(acc, p, x_ref, first):
+        return np.array(acc) + product_of_numpy(p, x_ref[int(first) :][:inner], width)
+
+    kind = mosaic.standing((rows, width), down)
+    types = (kind, (mosaic.standing((rows, inner), down),) * len(p), REF, SCALAR)
+    result = result_of((rows, width), jnp.float32, down)
+    return mma_rowmajor.inline(code, twin, (acc, tuple(p), x_ref, first), types, result)
+
+
+def weigh_shared(acc: Array, p: Ref, x: tuple, sizes: tuple[int, int, int], stand: Stand) -> Array:
+    """acc + a warpgroup's columns of p @ x, p as `put` left it in shared memory. `sizes`: (rows and
+    columns of p, its parts).
+    """
+    (x_ref, first, width), (rows, inner, parts) = x, sizes
+    steps, dtype, shape = (p.shape[1], x_ref.shape[1]), x_ref.dtype, acc.shape
+    blocks, wide = rows // stand.down // 16, width // stand.shares
+    mine = inner // stand.shares
+
+    def code(acc, p, x_ref, first, group, row):
+        high, lane, share = _share(stand, group)
+        sums, row = mma_sync.numbers_of(acc, blocks), int_of(row) + high * (16 * blocks) + lane % 16
+        for other in range(stand.shares):  # each begins with the columns that it put there itself
+            begin = (share + other) % stand.shares * mine
+            a_base = mma_sync.address_of(p, row, begin // 8 + lane // 16, steps[0])
+            of_x, chunk = int_of(first) + begin + lane % 16, share * (wide // 8)
+            base = mma_sync.address_of(x_ref, of_x, chunk + lane // 16, steps[1])
+            for key in range(0, mine, 16):
+                a = [
+                    [
+                        mma_sync.ldmatrix(a_base, 2 * (b * 16 * steps[0] + n * inner + key))
+                        for b in range(blocks)
+                    ]
+                    for n in range(parts)
+                ]
+                multiply_rows(sums, a, (base, width, key * steps[1]), wide, dtype)
+        return tile_of_sums(sums, shape, stand.down)
+
+    def twin(acc, p, x_ref, first, group, row):
+        left = [p[int(row) :][:rows, n * inner :][:, :inner] for n in range(parts)]
+        whole = product_of_numpy(left, x_ref[int(first) :][:inner], width)
+        return np.array(acc) + whole[:, int(group) * shape[1] :][:, : shape[1]]
+
+    types = (mosaic.standing(shape, stand.down), REF, REF, SCALAR, SCALAR, SCALAR)
+    args = (acc, p, x_ref, first, jnp.int32(stand.group), jnp.int32(stand.row))
+    return mma_rowmajor.inline(code, twin, args, types, result_of(shape, jnp.float32, stand.down))
+
+
+def product_of_numpy(p: Any, x: Any, width: int) -> Any:
+    out = np.zeros((p[0].shape[0], width), np.float32)
+    for i, j in PAIRS[len(p)]:
+        of_x = x[:, j * width :][:, :width].astype(np.float32)
+        out += np.asarray(p[i]).astype(np.float32) @ of_x
+    return out
+
+
+def _share(stand: Stand, group: Any) -> tuple[Int, Int, Int]:
+    """(which of the warps down, lane, which share of the columns)."""
+    high, wide, lane = place_of_warp(stand.down)
+    return high, lane, wide if stand.groups == 1 else int_of(group) * stand.across + wide
+
+
+def transposed_product(
+    left: Ref, right: Ref, sizes: tuple[int, int, int], parts: int, stand: Stand
+) -> Array:
+    """A warpgroup's columns of left^T @ right, [rows, width / groups], its warps two by two: `left`
+    holds [keys, rows] as `put` left it, `right` [keys, width]. `sizes`: (rows, keys, width).
+    """
+    (rows, keys, width), dtype, steps = sizes, right.dtype, (left.shape[1], right.shape[1])
+    shape, blocks, stand = (rows, width // stand.groups), rows // 32, stand._replace(down=2)
+    wide = width // stand.shares
+
+    def code(left, right, group):
+        high, lane, share = _share(stand, group)
+        # Matrices in the order (rows, keys): (0, 0), (8, 0), (0, 8), (8, 8).
+        a_row = lane % 8 + lane // 16 * 8
+        a_base = mma_sync.address_of(left, a_row, high * (2 * blocks) + lane // 8 % 2, steps[0])
+        chunk = share * (wide // 8) + lane // 16
+        b_base = mma_sync.address_of(right, lane % 16, chunk, steps[1])
+        sums = mma_sync.nothing(blocks, wide)
+        for key in range(0, keys, 16):
+            a = [
+                [
+                    mma_sync.ldmatrix(
+                        a_base, 2 * (key * steps[0] + p * rows + b * 16), transposed=True
+                    )
+                    for b in range(blocks)
+                ]
+                for p in range(parts)
+            ]
+            multiply_rows(sums, a, (b_base, width, key * steps[1]), wide, dtype)
+        return tile_of_sums(sums, shape, 2)
+
+    def twin(left, right, group):
+        out = np.zeros(shape, np.float32)
+        for i, j in PAIRS[parts]:
+            a = left[:keys, i * rows : (i + 1) * rows].astype(np.float32)
+            start = j * width + int(group) * shape[1]
+            out += a.T @ right[:keys, start : start + shape[1]].astype(np.float32)
+        return out
+
+    args = (left, right, jnp.int32(stand.group))
+    result = result_of(shape, jnp.float32, 2)
+    return mma_rowmajor.inline(code, twin, args, (REF, REF, SCALAR), result)
+
+
+# ---- shared memory ------------------------------------------------------------------------------
+
+
+def put(tile: Sequence[Array], to: Ref, stand: Stand) -> None:
+    """A warpgroup's part of a tile in its parts, side by side, to shared memory."""
+    (rows, columns), step = tile[0].shape, to.shape[1]
+    whole, mine = columns * stand.groups, columns // stand.across
+
+    def code(tile, to, group, first):
+        high, lane, share = _share(stand, group)
+        row = int_of(first) + high * (rows // stand.down) + lane // 4
+        start = row * (step // 2) + share * (mine // 2) + lane % 4
+        base = threads.shared_address(to, start, 4)
+        for n, part in enumerate(tile):
+            for i, word in enumerate(mma_rowmajor.words_of(part)):
+                below = i // (mine // 4) * 16 + i % 2 * 8
+                across = n * whole + i // 2 % (mine // 8) * 8
+                ptx = f"st.shared.b32 [$0+{2 * (below * step + across)}], $1;"
+                threads.do(ptx, [base, word], "r,r")
+
+    def twin(tile, to, group, first):
+        for n, part in enumerate(tile):
+            start = n * whole + int(group) * columns
+            to[int(first) :][:rows, start : start + columns] = part
+
+    types = ((mosaic.standing((rows, columns), stand.down),) * len(tile), REF, SCALAR, SCALAR)
+    args = (tuple(tile), to, jnp.int32(stand.group), jnp.int32(stand.row))
+    mma_rowmajor.inline(code, twin, args, types, None)
+    assert to.dtype == tile[0].dtype
+
+
+def get(ref: Ref, shape: tuple[int, int], down: int) -> Array:
+    """What one warpgroup's `put` left of a tile of one part."""
+    (rows, columns), step, dtype = shape, ref.shape[1], ref.dtype
+    mine = columns * down // 4
+
+    def code(ref):
+        high, wide, lane = place_of_warp(down)
+        start = (high * (rows // down) + lane // 4) * (step // 2) + wide * (mine // 2) + lane % 4
+        base, registers = mosaic.address_of(ref, start, 4), []
+        pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
+        for i in range(rows // down // 16 * (mine // 8) * 2):
+            below, right = i // (mine // 4) * 16 + i % 2 * 8, i // 2 % (mine // 8) * 8
+            place = utils.getelementptr(base, [(below * step + right) // 2], threads.i32())
+            registers.append(llvm.load(pair, place, alignment=4))
+        return tile_with(registers, shape, down)
+
+    def twin(ref):
+        return ref[:rows, :columns].copy()
+
+    return mma_rowmajor.inline(code, twin, (ref,), (REF,), result_of(shape, dtype, down))
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+def write(tile: Array, to: Ref, at: tuple[Any, ...], stand: Stand) -> None:
+    """The first `live` rows of a warpgroup's part of a tile, and as many columns as there are, to
+    [B, rows, heads, dim]. `at`: (batch, head, first row, live), int32 scalars.
+    """
+    _, length, heads, dim = to.shape
+    dtype, shape = tile.dtype, tile.shape
+    bits, mine = 2 * 8 * jnp.dtype(dtype).itemsize, shape[1] // stand.across
+
+    def code(tile, to, at, group):
+        thread = threads.Thread()
+        high, lane, share = _share(stand, group)
+        batch, head, first, live = (int_of(x) for x in at)
+        start = thread.wide(batch) * length + thread.wide(first)
+        row, column = high * (shape[0] // stand.down) + lane // 4, share * mine
+        start = (start * heads + thread.wide(head)) * (dim // 2)
+        start = start + thread.wide(row * (heads * dim // 2) + column // 2 + lane % 4)
+        for n, register in enumerate(tile.registers.flat):
+            right, below = n // 2 % (mine // 8) * 8, n // (mine // 4) * 16 + n % 2 * 8
+            there = row + below < live
+            if dim < shape[1] * stand.groups:
+                there = there & (column + right < dim)
+            word = Int(llvm.bitcast(ir.IntegerType.get_signless(bits), register))
+            index = start + (below * (heads * dim // 2) + right // 2)
+            thread.store(to, index, word, bits // 8, there)
+
+    def twin(tile, to, at, group):
+        batch, head, first, live = map(int, at)
+        live, start = max(0, min(live, shape[0])), int(group) * shape[1]
+        some = max(0, min(dim - start, shape[1]))
+        to[batch, first : first + live, head, start : start + some] = tile[:live, :some]
+
+    types = (mosaic.standing(shape, stand.down), REF, (SCALAR,) * 4, SCALAR)
+    args = (tile, to, tuple(at), jnp.int32(stand.group))
+    mma_rowmajor.inline(code, twin, args, types, None)

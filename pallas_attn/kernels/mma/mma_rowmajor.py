@@ -1,0 +1,476 @@
+"""Tensor cores fed from rows as they lie in memory, a warp at a time: `queries`, `scores`, `weigh`
+and `spill` work on register tiles. Each carries a twin that says in NumPy what it means, which is
+what the interpreter runs.
+
+Rows of K and V reach shared memory as they lie in the cache, without a swizzle: no tensor map takes
+part. `ldmatrix` would meet 8 rows in the same banks. Padding between rows keeps them apart, but
+bulk copies to places that are not multiples of 128 bytes are slower than others. So
+lanes load 16 bytes of a row each, in an order of the columns that suits them, and tensor cores are
+told the same order of both operands.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, vector
+
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import Int
+from pallas_attn.kernels.mma import dequant
+from pallas_attn.kernels.mma.row_split import Split
+
+Ref = Any
+Array = Any
+
+SPARE = 8  # floats behind a spilled row: without, 8 rows would meet in the same banks
+ROWS = 16  # query rows of a warp
+
+
+def inline(code: Callable, twin: Callable, args: tuple, types: tuple, result: Any) -> Any:
+    """`code(context, *args)` on the GPU, `twin(*args)` in NumPy under the interpreter."""
+
+    def run(context, *values):
+        del context
+        return code(*values)
+
+    known: Any = run
+    known.twin = twin
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(known)(*args)
+
+
+SCALAR = plgpu.Layout.WG_SPLAT
+REF = plgpu.RefType()
+
+
+def tile_of(shape: tuple[int, int], dtype: Any) -> Any:
+    """The type of a register tile."""
+    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=mosaic.TILE)
+
+
+def warp_and_lane() -> tuple[ir.Value, ir.Value]:
+    """(warp of the block, lane of the warp)."""
+    thread = arith.index_cast(threads.i32(), gpu.thread_id(gpu.Dimension.x))
+    return arith.divui(thread, utils.c(32, threads.i32())), arith.remui(
+        thread, utils.c(32, threads.i32())
+    )
+
+
+def queries(ref: Ref, first: tuple, rows: int, split: Split, stride: tuple) -> Array:
+    """The query rows of every warp, [64, H up to a multiple of 32]: row r of warp w is query
+    row_block(w) * 16 + r, from the first on. For `scores` alone: it lies as `words_of_row` says.
+
+    `first` is (where query 0 lies, in rows of H; the query of row 0). Query n of `rows` lies at
+    n // group * step + n % group from there; `stride` is (step, group, H). Rows past the last
+    repeat it.
+    """
+    step, group, dim = stride
+    shape, dtype = (threads.WARPS * ROWS, 32 * -(-dim // 32)), ref.dtype
+
+    def code(ref, first):
+        pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
+        lane, starts = rows_of_lane(first, rows, split, stride)
+        halves = [words_of_row(mosaic.pointer_of(ref), start, lane, dim) for start in starts]
+        return tile_with(
+            [llvm.bitcast(pair, w) for both in zip(*halves, strict=True) for w in both], shape
+        )
+
+    def twin(ref, first):
+        q = ref.reshape(-1, dim)[rows_of_twin(first, rows, split, (step, group))]
+        return np.pad(q, ((0, 0), (0, shape[1] - dim)))
+
+    return inline(code, twin, (ref, first), (REF, (SCALAR, SCALAR)), tile_of(shape, dtype))
+
+
+def narrow_queries(
+    ref: Ref, first: tuple, rows: int, split: Split, stride: tuple
+) -> tuple[Array, Array]:
+    """`queries` in float16, for keys of 8 bits made float16; and what each row is to be multiplied
+    by, [64]: the power of two that its largest number was divided by, so that none overflows.
+    """
+    step, group, dim = stride
+    shape, dtype = (threads.WARPS * ROWS, dim), ref.dtype
+    kind = jnp.dtype(jnp.float16)
+
+    def code(ref, first):
+        pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(kind))
+        lane, starts = rows_of_lane(first, rows, split, stride)
+        halves, units = [], []
+        for start in starts:
+            words = _as_narrow_lies(mosaic.pointer_of(ref), start, lane, dim)
+            words, unit = dequant.normalised(words, str(jnp.dtype(dtype)))
+            halves.append(words)
+            units.append(unit)
+        words = [llvm.bitcast(pair, w) for both in zip(*halves, strict=True) for w in both]
+        return tile_with(words, shape), row_with(units)
+
+    def twin(ref, first):
+        q = ref.reshape(-1, dim)[rows_of_twin(first, rows, split, (step, group))]
+        q = q.astype(np.float32)
+        bits = np.abs(q).max(axis=1).view(np.int32) & 0x7F800000
+        bits = np.minimum(bits, dequant.MOST)
+        inverse = (dequant.HIGH - bits).view(np.float32)
+        return (q * inverse[:, None]).astype(np.float16), bits.view(np.float32)
+
+    result = (
+        tile_of(shape, kind),
+        plgpu.ShapeDtypeStruct((shape[0],), jnp.float32, layout=mosaic.ROW),
+    )
+    return inline(code, twin, (ref, first), (REF, (SCALAR, SCALAR)), result)
+
+
+def rows_of_lane(first: tuple, rows: int, split: Split, stride: tuple) -> tuple[Int, list[Int]]:
+    """The lane, and where its two rows begin, in words of 16 bytes."""
+    step, group, dim = stride
+    warp, lane = (Int(x) for x in warp_and_lane())
+    start, skipped = (Int(x.registers.item()) for x in first)
+    starts = []
+    for half in (0, 8):
+        n = skipped + lane // 4 + half
+        if split.heads is None:
+            n = n + split.row_block(warp) * ROWS
+        n = n._with(arith.minsi, rows - 1)
+        row = start + n // group * step + n % group
+        if split.heads is not None:
+            row = row + split.row_block(warp) * group
+        starts.append(widened(row) * (dim // 8))
+    return lane, starts
+
+
+def rows_of_twin(first: tuple, rows: int, split: Split, stride: tuple) -> np.ndarray:
+    (step, group), n = stride, np.arange(threads.WARPS * ROWS)
+    block, n = split.row_block(n // ROWS), first[1] + n % ROWS
+    head = 0 if split.heads is None else block * group
+    n = np.minimum(n + (block * ROWS if split.heads is None else 0), rows - 1)
+    return first[0] + head + n // group * step + n % group
+
+
+def widened(x: Int) -> Int:
+    """In 64 bits."""
+    return Int(arith.extsi(ir.IntegerType.get_signless(64), x.value))
+
+
+def words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: int = 0) -> list:
+    """What a lane holds of a row of `dim` numbers of 16 bits that begins `start` + `offset` words
+    of 16 bytes from `pointer`: 4 words of 32 bits from each group of 32 numbers.
+
+    The lanes of a row take 8 neighbouring numbers each. A matmul sums over numbers in any order, as
+    long as both operands agree; so nothing has to be rearranged. 0 past the row's end.
+
+    Rows of 128 bytes and more begin in the same bank: of two rows that 8 lanes read at a time, the
+    odd one takes the second group of two first.
+    """
+    words, chunks = [], dim // 8
+    like = (lambda x: x) if start.value.type == threads.i32() else widened
+    column, odd, zero = lane % 4, lane // 4 % 2, utils.c(0, threads.i32())
+    swapped = (odd >= 1).value
+    early, late = (start + like(column + n) for n in (odd * 4, odd * -4 + 4))
+    for group in range(0, chunks // 8 * 2, 2):
+        one = four_words(pointer, early, offset + 4 * group)
+        two = four_words(pointer, late, offset + 4 * group)
+        for pair in ((two, one), (one, two)):
+            words += [arith.select(swapped, x, y) for x, y in zip(*pair, strict=True)]
+    for group in range(chunks // 8 * 2, -(-chunks // 4)):
+        left = chunks - 4 * group
+        mine = column if left >= 4 else column._with(arith.minsi, left - 1)
+        four = four_words(pointer, start + like(mine), offset + 4 * group)
+        if left < 4:
+            there = (column < left).value
+            four = [arith.select(there, word, zero) for word in four]
+        words += four
+    return words
+
+
+def _as_narrow_lies(pointer: ir.Value, start: Int, lane: Int, dim: int) -> list:
+    """`words_of_row` in the order of a row of 8 bits: 16 neighbouring numbers a lane, of 64."""
+    first = start + widened(lane % 4 * 2)
+    chunks = range(0, dim // 8, 8)
+    return [w for n in chunks for i in range(2) for w in four_words(pointer, first, n + i)]
+
+
+def four_words(pointer: ir.Value, index: Int, offset: int, count: int = 4) -> list[ir.Value]:
+    """Word `index` + `offset`, of 4 * count bytes, from `pointer`."""
+    kind = ir.VectorType.get((count,), threads.i32())
+    address = utils.getelementptr(pointer, [index.value], kind)
+    address = utils.getelementptr(address, [offset], kind)
+    loaded = llvm.load(kind, address, alignment=4 * count)
+    return [vector.extract(loaded, [], [i]) for i in range(count)]
+
+
+def _chunk(pointer: ir.Value, start: Int, offset: int, odd: Int) -> list[ir.Value]:
+    """The 4 words of a chunk of 16 bytes, `start` + `offset` chunks from `pointer`.
+
+    16 lanes read at a time: the same chunk of 4 rows, which begin in the same bank, for each of 4
+    chunks. `odd` lanes take the second half of theirs first: 2 wait for each other, not 4.
+    """
+    early, late = start * 2 + odd, start * 2 + (odd * -1 + 1)
+    one, two = (four_words(pointer, half, 2 * offset, 2) for half in (early, late))
+    swapped = (odd >= 1).value
+    pairs = [*zip(two, one, strict=True), *zip(one, two, strict=True)]
+    return [arith.select(swapped, x, y) for x, y in pairs]
+
+
+def tile_with(registers: list, shape: tuple[int, int]) -> Any:
+    """A register tile of these registers of a thread."""
+    layout = mosaic.TILE.to_mgpu()
+    filled = np.empty(len(registers), object)
+    filled[:] = registers
+    return mgpu.FragmentedArray(
+        _registers=filled.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
+    )
+
+
+def row_with(halves: list) -> Any:
+    """One number for each of a lane's two rows -> [64]."""
+    layout = mosaic.ROW.to_mgpu()
+    like = layout.registers_shape((threads.WARPS * ROWS,))
+    vectors = [vector.broadcast(ir.VectorType.get((1,), x.type), x) for x in halves]
+    filled = np.empty(len(vectors), object)
+    filled[:] = vectors
+    return mgpu.FragmentedArray(_registers=filled.reshape(like), _layout=layout, _is_signed=None)
+
+
+def words_of(array: Any) -> list[ir.Value]:
+    """A 16-bit tile's registers as words: [column of 8][upper or lower 8 rows], flat."""
+    return [llvm.bitcast(threads.i32(), r) for r in array.registers.flat]
+
+
+def mma(c: list, a: list, b: list, dtype: Any) -> list[ir.Value]:
+    """c + a @ b: m16 n8 k16, 4 words of a and 2 of b."""
+    kind = {"bfloat16": "bf16", "float16": "f16"}[str(jnp.dtype(dtype))]
+    ptx = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$0, $1, $2, $3};"
+    )
+    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["0", "1", "2", "3"])
+    struct = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
+    four = llvm.inline_asm(struct, [*a, *b, *c], ptx, constraints)
+    return [llvm.extractvalue(ir.F32Type.get(), four, [i]) for i in range(4)]
+
+
+def pair_of(a: ir.Value, b: ir.Value) -> ir.Value:
+    """Two float32 as one register of a tile."""
+    packed = llvm.mlir_undef(ir.VectorType.get((2,), ir.F32Type.get()))
+    return vector.insert(b, vector.insert(a, packed, [], [0]), [], [1])
+
+
+def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
+    """q @ K^T of each warp's own rows and keys, [64, columns], from slot `slot` of the ring `ref`
+    [slots, keys, H]. Keys of 8 bits are made 16 on the way.
+
+    Two sums a column, of every other matmul, halve the chain of those that wait for each other.
+    """
+    dim, dtype, ref_dtype = ref.shape[2], q.dtype, ref.dtype
+    shape, size = (threads.WARPS * ROWS, split.width), jnp.dtype(ref_dtype).itemsize
+
+    def code(q, ref, slot):
+        warp, lane = (Int(x) for x in warp_and_lane())
+        a, pointer, words = words_of(q), mosaic.pointer_of(ref), dim * size // 16
+        start = Int(slot.registers.item()) * (split.lines * words)
+        start = start + (split.first(warp) + lane // 4) * words
+        zero = utils.c(0.0, ir.F32Type.get())
+        registers: list[Any] = []
+        for column in range(0, split.columns, 8):
+            b = words_of_row(pointer, start, lane, dim * size // 2, split.line(column) * words)
+            b = b if size == 2 else dequant.widened(b, str(jnp.dtype(ref_dtype)), split.integers)
+            sums = [[zero] * 4 for _ in range(2)]
+            for n in range(len(b) // 2):
+                sums[n % 2] = mma(sums[n % 2], a[4 * n : 4 * n + 4], b[2 * n : 2 * n + 2], dtype)
+            s = [arith.addf(x, y) for x, y in zip(*sums, strict=True)]
+            registers += [pair_of(s[0], s[1])] + [pair_of(s[2], s[3])] * (not split.folded)
+        return tile_with(registers, shape)
+
+    def twin(q, ref, slot):
+        out = np.zeros(shape, np.float32)
+        row, column = np.arange(ROWS)[:, None], np.arange(split.width)
+        for warp in range(threads.WARPS):
+            here = slice(ROWS * warp, ROWS * (warp + 1))
+            keys = ref[slot][split.first(warp) + split.line(np.arange(split.columns))]
+            all_scores = q[here, :dim].astype(np.float32) @ keys.astype(np.float32).T
+            out[here] = all_scores[split.query(row), split.key(row, column)]
+        return out
+
+    types = (mosaic.TILE, REF, SCALAR)
+    return inline(code, twin, (q, ref, slot), types, tile_of(shape, jnp.float32))
+
+
+def of_keys(ref: Ref, slot: Array, split: Split) -> Array:
+    """A tile [64, columns] in the order of `scores`: each key's number in slot `slot` of the ring
+    `ref` [slots, keys], float32, in every row.
+    """
+    shape = (threads.WARPS * ROWS, split.columns)
+
+    def code(ref, slot):
+        warp, lane = (Int(x) for x in warp_and_lane())
+        at = Int(slot.registers.item()) * split.lines + split.first(warp) + lane % 4 * 2
+        pairs = [
+            dequant.pair_of_floats(mosaic.pointer_of(ref), at + split.line(n))
+            for n in range(0, split.columns, 8)
+        ]
+        return tile_with([pair for pair in pairs for _ in range(2)], shape)
+
+    def twin(ref, slot):
+        first = split.first(np.arange(threads.WARPS).repeat(ROWS))[:, None]
+        return ref[slot][first + split.line(np.arange(split.columns))]
+
+    return inline(code, twin, (ref, slot), (REF, SCALAR), tile_of(shape, jnp.float32))
+
+
+def width_of(v_head_dim: int) -> int:
+    """Columns of the accumulator of `weigh`."""
+    return -(-v_head_dim // 64) * 64
+
+
+def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
+    """acc + p @ V of each warp's own keys, [64, width_of(Hv)]: V from slot `slot` of the ring `ref`
+    [slots, keys, at least Hv].
+
+    Lane 4 * g + t takes chunk 8 * u + g (8 neighbouring columns) of the keys that its part of p
+    stands for. Accumulator u * 8 + i of 8 columns has column i of 8 chunks: `spill` puts them in
+    order.
+    """
+    pitch, dtype, shape = ref.shape[2], p.dtype, acc.shape
+    narrow = str(jnp.dtype(ref.dtype)) if jnp.dtype(ref.dtype).itemsize == 1 else None
+    chunks = pitch // 8
+
+    def code(acc, p, ref, slot):
+        warp, lane = (Int(x) for x in warp_and_lane())
+        a, pointer = words_of(p), mosaic.pointer_of(ref)
+        start = Int(slot.registers.item()) * (split.lines * chunks)
+        start = start + (split.first(warp) + lane % 4 * 2) * chunks
+        sums = []
+        for pairs in acc.registers.reshape(-1, 2):
+            sums.append([vector.extract(pair, [], [i]) for pair in pairs for i in range(2)])
+        for key in range(0, split.columns, 16):
+            of_a = a[key // 4 : key // 4 + 4]
+            if split.folded:
+                zero = utils.c(0, threads.i32())
+                of_a = [a[key // 8], zero, a[key // 8 + 1], zero]
+            for u in range(shape[1] // 64):
+                chunk = start + (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
+                ahead = [(split.line(key + n) + i) * chunks for n in (0, 8) for i in range(2)]
+                if narrow is not None:
+                    rows = [four_words(pointer, chunk, offset, 2) for offset in ahead]
+                    pairs_of_rows = [dequant.interleaved(*rows[n : n + 2]) for n in (0, 2)]
+                    low, high = (dequant.widened(x, narrow, split.integers) for x in pairs_of_rows)
+                else:
+                    rows = [_chunk(pointer, chunk, offset, lane % 2) for offset in ahead]
+                    low, high = (_columns(*rows[n : n + 2]) for n in (0, 2))
+                for i in range(8):
+                    b = [low[i], high[i]]
+                    sums[8 * u + i] = mma(sums[8 * u + i], of_a, b, dtype)
+        registers = []
+        for s in sums:
+            registers += [pair_of(s[0], s[1]), pair_of(s[2], s[3])]
+        return tile_with(registers, shape)
+
+    def twin(acc, p, ref, slot):
+        out = np.array(acc)
+        row, column = np.arange(ROWS)[:, None], np.arange(split.width)
+        for warp in range(threads.WARPS):
+            here = slice(ROWS * warp, ROWS * (warp + 1))
+            values = ref[slot][split.first(warp) + split.line(np.arange(split.columns))]
+            values = values[:, : shape[1]]
+            weights = np.zeros((ROWS, split.columns), np.float32)
+            weights[split.query(row), split.key(row, column)] = p[here]
+            out[here, : values.shape[1]] += weights @ values.astype(np.float32)
+        return out
+
+    types = (mosaic.TILE, mosaic.TILE, REF, SCALAR)
+    return inline(code, twin, (acc, p, ref, slot), types, tile_of(shape, jnp.float32))
+
+
+def _columns(one: list, two: list) -> list[ir.Value]:
+    """Words of two rows -> for each column, the number of the one beside that of the other."""
+    return [
+        llvm.inline_asm(threads.i32(), [a, b], f"prmt.b32 $0, $1, $2, {order};", "=r,r,r")
+        for a, b in zip(one, two, strict=True)
+        for order in ("0x5410", "0x7632")
+    ]
+
+
+def spill(acc: Array, top: Array, total: Array, to: tuple[Ref, Ref, Ref], rows: int) -> None:
+    """The first `rows` rows of each warp's accumulator, and what belongs to them, to shared memory:
+    [warps.WARPS * rows, Hv + SPARE], and twice [warps.WARPS * rows].
+    """
+    chunks, words = (to[0].shape[1] - SPARE) // 8, to[0].shape[1] // 4
+
+    def row_of(half, acc, numbers, refs):
+        warp, lane = (Int(x) for x in warp_and_lane())
+        line, row = warp * rows + lane // 4 + 8 * half, lane // 4 + 8 * half
+        for u in range(acc.shape[1] // 64):
+            for n in range(2):
+                chunk = lane % 4 * 2 + (8 * u + n)
+                there = ((row < rows) & (chunk < chunks)).value
+                eight = [acc.registers.flat[2 * (8 * u + i) + half] for i in range(8)]
+                eight = [vector.extract(pair, [], [n]) for pair in eight]
+                for k in range(2):
+                    index = line * words + chunk * 2 + k
+                    _store_four(refs[0], index, eight[4 * k : 4 * k + 4], there)
+        for ref, given in zip(refs[1:], numbers, strict=True):
+            number = given.registers.flat[half]
+            if isinstance(number.type, ir.VectorType):
+                number = vector.extract(number, [], [0])
+            threads.Thread().shared_store(ref, line, threads.Float(number), row < rows)
+
+    def code(acc, top, total, refs):
+        for half in range(-(-rows // 8)):
+            row_of(half, acc, (top, total), refs)
+
+    def twin(acc, top, total, refs):
+        for ref, tile in zip(refs, (acc[:, : 8 * chunks], top, total), strict=True):
+            mine = tile.reshape(threads.WARPS, ROWS, *tile.shape[1:])[:, :rows]
+            ref.reshape(threads.WARPS, rows, *ref.shape[1:])[..., : mine.shape[-1]] = mine
+
+    types = (mosaic.TILE, mosaic.ROW, mosaic.ROW, (REF, REF, REF))
+    inline(code, twin, (acc, top, total, tuple(to)), types, None)
+
+
+def _store_four(ref: Ref, index: Int, values: list, there: ir.Value) -> None:
+    ptx = "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.shared.v4.b32 [$1], {$2, $3, $4, $5}; }"
+    words = [arith.bitcast(threads.i32(), x) for x in values]
+    operands = [arith.extui(threads.i32(), there), threads.shared_address(ref, index, 16), *words]
+    threads.do(ptx, operands, "r,r,r,r,r,r")
+
+
+def add(ref: Any, number: Any, tile: Any, where: Any) -> None:
+    """Adds a tile, float32 in registers, to part `number` of a vector in global memory, in an order
+    that suits the threads; nothing where `where` is 0.
+    """
+    slots = tile.size // 4  # of 16 bytes: two columns of two rows, neighbouring registers
+
+    def code(ref, number, tile, where):
+        registers = list(tile.registers.flat)  # by 8 columns, then rows 0-7 and 8-15 of a warp
+        i64 = ir.IntegerType.get_signless(64)
+        thread = arith.index_cast(threads.i32(), gpu.thread_id(gpu.Dimension.x))
+        thread = arith.remui(thread, utils.c(mosaic.THREADS, threads.i32()))
+        number, where = (x.registers.item() for x in (number, where))
+        begin = arith.muli(arith.extsi(i64, number), utils.c(slots, i64))
+        slot = arith.addi(begin, arith.extui(i64, thread))
+        sixteen_bytes = ir.VectorType.get((4,), ir.F32Type.get())
+        address = utils.getelementptr(utils.memref_ptr(ref), [slot], sixteen_bytes)
+        for n in range(len(registers) // 2):
+            pair = registers[2 * n : 2 * n + 2]
+            four = [vector.extract(x, [], [i]) for x in pair for i in range(2)]
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"),
+                [where, address, *four],
+                "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p red.global.add.v4.f32 "
+                f"[$1+{16 * mosaic.THREADS * n}], {{$2, $3, $4, $5}}; }}",
+                "r,l,f,f,f,f,~{memory}",
+                has_side_effects=True,
+            )
+
+    def twin(ref, number, tile, where):
+        if where:
+            # warp, row / 8, row, 8 columns, 2 columns, column
+            parts = tile.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5)
+            ref[int(number) * tile.size :][: tile.size] += parts.ravel()
+
+    types = (REF, SCALAR, mosaic.TILE, SCALAR)
+    inline(code, twin, (ref, number, tile, where), types, None)

@@ -1,0 +1,380 @@
+"""Matmuls of any GPU from Ampere on: rows that cp.async brought to shared memory are read by
+`ldmatrix` and multiplied by `mma.sync`, a warp at a time, on register tiles. Each step carries a
+twin that says in NumPy what it means, which is what the interpreter runs.
+
+A row in shared memory takes an odd number of chunks of 16 bytes. So 8 rows lie in different banks
+at any one column, as `ldmatrix` reads them, and all that a thread addresses is one register and a
+constant, where a swizzle would want a register a column.
+
+A tile of `64 * m` rows is m blocks of 64, of which each of 4 warps has 16 rows. What a warp loads
+of the right operand serves all m.
+
+A float32 operand is a sum of parts in bfloat16, which lie side by side in its rows: 2 are good to
+2**-16, 3 to 2**-24. `PAIRS` says which parts of both operands meet: the others are smaller than
+what is lost anyway. Tensor cores round towards 0: of 3 parts they add up one tile alone, and of
+scores small products by themselves.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import Int
+from pallas_attn.kernels.mma import mma_rowmajor
+from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
+
+Ref = Any
+Array = Any
+
+BLOCK = 64  # rows of the 4 warps
+CHUNK = 8  # 16-bit numbers that are copied together
+PAIRS = {  # by number of parts; small products first
+    1: ((0, 0),),
+    2: ((1, 0), (0, 1), (0, 0)),
+    3: ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)),
+}
+
+
+def pitch(width: int) -> int:
+    """Numbers from one row of `width` 16-bit numbers to the next in shared memory."""
+    return CHUNK * (width // CHUNK | 1)
+
+
+def split(x: Array, parts: int, axis: int = -1) -> Array:
+    """float32 -> `parts` bfloat16 arrays side by side, that add up to it. All but the last are cut
+    off, not rounded: XLA drops casts to bfloat16 and back, and nothing overflows.
+    """
+    pieces = []
+    for n in range(parts):
+        top = x
+        if n < parts - 1:
+            bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+            top = lax.bitcast_convert_type(bits, jnp.float32)
+        pieces.append(top.astype(jnp.bfloat16))
+        x = jnp.where(jnp.isfinite(x), x - top, 0.0)
+    return jnp.concatenate(pieces, axis=axis)
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+def fetch(thread: threads.Thread, refs: tuple[Ref, Ref], at: Any, rows: int, like: tuple) -> None:
+    """Asks for `rows` rows of one head, [B, rows, heads, dim], in shared memory; zeros past the
+    `live` ones and past `dim`.
+
+    `at`: (batch, head, first row, how many live, the row of shared memory). `like`: (the array's
+    shape, the width of a row in shared memory, whether the row of shared memory is a constant;
+    None: constants from one address are wanted whatever the width, since registers are few).
+    """
+    (to, source), (batch, head, first, live, where) = refs, at
+    (_, length, heads, dim), width, fixed = like
+    chunks, wide = width // CHUNK, dim // CHUNK
+    line = thread.wide(batch) * length + thread.wide(first)
+    line = (line * heads + thread.wide(head)) * wide
+    step = pitch(width) // CHUNK
+    mine = thread.index % mosaic.THREADS
+    # The same chunk of rows THREADS // chunks apart: constants from one address, where the compiler
+    # cannot find them. Where it can, it knows better: 60 bytes less are spilled.
+    if (mosaic.THREADS % chunks == 0 and not fixed) or fixed is None:
+        row, chunk, at_once = mine // chunks, mine % chunks, mosaic.THREADS // chunks
+        begin = line + thread.wide(row * (heads * wide) + chunk)
+        place, live = (where + row) * step + chunk, live - row
+        for down in range(0, rows, at_once):
+            there = live > down
+            if wide < chunks:
+                there = there & (chunk < wide)
+            inside = None
+            if down + at_once > rows or mosaic.THREADS % chunks:
+                inside = row < min(at_once, rows - down)
+            far = down * heads * wide
+            thread.copy_async((to, place, down * step), (source, begin, far), there, inside)
+        return
+    for start in range(0, rows * chunks, mosaic.THREADS):
+        if mosaic.THREADS % chunks:
+            row, chunk = (mine + start) // chunks, (mine + start) % chunks
+            begin = line + thread.wide(row * (heads * wide) + chunk)
+        else:
+            row, chunk = mine // chunks + start // chunks, mine % chunks
+            begin = line + thread.wide(mine // chunks * (heads * wide) + chunk)
+            begin = begin + start // chunks * heads * wide
+        there = row < live
+        if wide < chunks:
+            there = there & (chunk < wide)
+        inside = None if start + mosaic.THREADS <= rows * chunks else row < rows
+        thread.copy_async((to, (where + row) * step + chunk), (source, begin), there, inside)
+
+
+# ---- tensor cores --------------------------------------------------------------------------------
+
+
+def ldmatrix(address: ir.Value, offset: int, transposed: bool = False) -> list[ir.Value]:
+    """4 matrices of 8 by 8; lane 8 * i + j has the address of row j of matrix i."""
+    kind = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+    how = ".trans" if transposed else ""
+    ptx = f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    four = llvm.inline_asm(kind, [address], ptx, "=r,=r,=r,=r,r,~{memory}", has_side_effects=True)
+    return [llvm.extractvalue(threads.i32(), four, [i]) for i in range(4)]
+
+
+def address_of(ref: Ref, row: Int, chunk: Int, step: int) -> ir.Value:
+    """Of a chunk of 16 bytes of a row of shared memory, whose rows are `step` bytes apart."""
+    return threads.shared_address(ref, row * (step // CHUNK) + chunk, 16)
+
+
+def _left_address(ref: Ref, first: Any, step: int) -> ir.Value:
+    """Of 16 rows of this warp and 16 numbers, as the left operand of a matmul."""
+    warp, lane = warp_and_lane()
+    row = Int(first.registers.item()) + warp * 16 + lane % 16
+    return address_of(ref, row, lane // 16, step)
+
+
+def warp_and_lane() -> tuple[Int, Int]:
+    """(warp of the warpgroup, lane of the warp)."""
+    warp, lane = (Int(x) for x in mma_rowmajor.warp_and_lane())
+    return warp % threads.WARPS, lane
+
+
+def held(ref: Ref, first: Array, rows: int, width: int) -> Array:
+    """Rows of shared memory from `first` on in registers, [rows, width], as `scores` wants them."""
+    step, dtype = ref.shape[1], ref.dtype
+    shape = (rows, width)
+
+    def code(ref, first):
+        base = _left_address(ref, first, step)
+        pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
+        registers = []
+        for block in range(rows // BLOCK):
+            for column in range(0, width, 16):
+                words = ldmatrix(base, 2 * (block * BLOCK * step + column))
+                registers += [llvm.bitcast(pair, word) for word in words]
+        return mma_rowmajor.tile_with(registers, shape)
+
+    def twin(ref, first):
+        return ref[int(first) : int(first) + rows, :width].copy()
+
+    types = (REF, SCALAR)
+    return mma_rowmajor.inline(code, twin, (ref, first), types, mma_rowmajor.tile_of(shape, dtype))
+
+
+def scores(
+    q: tuple[Array, Array],
+    k: tuple[Ref, Array],
+    sizes: tuple[int, int, int],
+    parts: int,
+    some: tuple[Array | None, int, int] | None = None,
+) -> Array:
+    """q @ K^T, [rows, keys]: of (rows, the first of them), in shared memory; q may be in registers
+    (`held`). `sizes`: (rows, keys, the width of a part). `some`: (what is to be added to, the
+    first column, the one after the last), where not all columns are taken.
+    """
+    before, begin, end = some or (None, 0, sizes[2])
+    (left_rows, q_first), (k_rows, first) = q, k
+    (rows, keys, width), dtype, step = sizes, k_rows.dtype, k_rows.shape[1]
+    shape, blocks = (rows, keys), rows // BLOCK
+    in_registers = isinstance(left_rows, jax.Array)
+    q_step = left_rows.shape[1]
+
+    def left(q, base, column):
+        """[part][block] -> 4 words."""
+        if in_registers:
+            words = mma_rowmajor.words_of(q)
+            starts = [
+                [(b * parts * width + p * width + column) // 4 for b in range(blocks)]
+                for p in range(parts)
+            ]
+            return [[words[start : start + 4] for start in part] for part in starts]
+        return [
+            [ldmatrix(base, 2 * (b * BLOCK * q_step + p * width + column)) for b in range(blocks)]
+            for p in range(parts)
+        ]
+
+    def code(q, q_first, k, first, *before):
+        _, lane = warp_and_lane()
+        row = Int(first.registers.item()) + lane % 8 + lane // 16 * 8
+        right = address_of(k, row, lane // 8 % 2, step)
+        base = None if in_registers else _left_address(q, q_first, q_step)
+        sums = numbers_of(before[0], blocks) if before else nothing(blocks, keys)
+        small = nothing(blocks, keys) if parts == 3 else None
+        for column in range(begin, end, 16):
+            a = left(q, base, column)
+            for key in range(0, keys, 16):
+                b = [ldmatrix(right, 2 * (key * step + p * width + column)) for p in range(parts)]
+                multiply(sums, key // 8, a, b, dtype, small)
+        if small is not None:
+            plus(sums, small, 0)
+        return _rows(sums, shape)
+
+    def twin(q, q_first, k, first, *before):
+        out = np.array(before[0]) if before else np.zeros(shape, np.float32)
+        q = q if in_registers else q[int(q_first) : int(q_first) + rows]
+        for i, j in PAIRS[parts]:
+            mine, theirs = (slice(n * width + begin, n * width + end) for n in (i, j))
+            of_k = k[int(first) : int(first) + keys, theirs]
+            out += q[:, mine].astype(np.float32) @ of_k.astype(np.float32).T
+        return out
+
+    types: tuple[Any, ...] = (mosaic.TILE if in_registers else REF, SCALAR, REF, SCALAR)
+    args: tuple[Any, ...] = (left_rows, q_first, k_rows, first)
+    if before is not None:
+        types, args = (*types, mosaic.TILE), (*args, before)
+    return mma_rowmajor.inline(code, twin, args, types, mma_rowmajor.tile_of(shape, jnp.float32))
+
+
+def weigh(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int) -> Array:
+    """acc + p @ V, [rows, width], V from row `first` of `v` on; p in as many parts as V has."""
+    (rows, keys), dtype, step, parts = p[0].shape, v.dtype, v.shape[1], len(p)
+    shape, blocks = (rows, width), rows // BLOCK
+
+    def code(acc, p, v, first):
+        _, lane = warp_and_lane()
+        right = address_of(v, Int(first.registers.item()) + lane % 16, lane // 16, step)
+        sums = numbers_of(acc, blocks)
+        words = [mma_rowmajor.words_of(part) for part in p]
+
+        def add(sums, at, column, key):
+            starts = [(block * keys + key) // 4 for block in range(blocks)]
+            a = [[part[start : start + 4] for start in starts] for part in words]
+            b = [
+                ldmatrix(right, 2 * (key * step + n * width + column), transposed=True)
+                for n in range(parts)
+            ]
+            multiply(sums, at, a, b, dtype)
+
+        for key in range(0, keys, 16) if parts < 3 else ():
+            for column in range(0, width, 16):
+                add(sums, column // 8, column, key)
+        for column in range(0, width, 16) if parts == 3 else ():
+            alone = nothing(blocks, 16)  # tensor cores round towards 0
+            for key in range(0, keys, 16):
+                add(alone, 0, column, key)
+            plus(sums, alone, column // 8)
+        return _rows(sums, shape)
+
+    def twin(acc, p, v, first):
+        out = np.array(acc)
+        for i, j in PAIRS[parts]:
+            of_v = v[int(first) : int(first) + keys, j * width : j * width + width]
+            out += p[i].astype(np.float32) @ of_v.astype(np.float32)
+        return out
+
+    types = (mosaic.TILE, (mosaic.TILE,) * parts, REF, SCALAR)
+    return mma_rowmajor.inline(
+        code, twin, (acc, tuple(p), v, first), types, mma_rowmajor.tile_of(shape, jnp.float32)
+    )
+
+
+def multiply(sums: list, n: int, a: list, b: list, dtype: Any, small: Any = None) -> None:
+    """Two columns of 8, the n-th and next, of every block: a [part][block], b [part], 4 words (or
+    2, of one column). Products of other parts than the first go to `small`, if it is given.
+    """
+    for i, j in PAIRS[len(b)]:
+        for block, of_block in enumerate(sums if small is None or i + j == 0 else small):
+            for half in range(len(b[j]) // 2):
+                pair = b[j][2 * half : 2 * half + 2]
+                of_block[n + half] = mma_rowmajor.mma(of_block[n + half], a[i][block], pair, dtype)
+
+
+def nothing(blocks: int, columns: int) -> list:
+    """Sums to begin with: [block][8 columns], 4 numbers each."""
+    zero = utils.c(0.0, ir.F32Type.get())
+    return [[[zero] * 4 for _ in range(columns // 8)] for _ in range(blocks)]
+
+
+def numbers_of(tile: Any, blocks: int) -> list:
+    """A tile of float32 in registers as `nothing` has it."""
+    return [
+        [[vector.extract(x, [], [i]) for x in pair for i in range(2)] for pair in pairs]
+        for pairs in tile.registers.reshape(blocks, -1, 2)
+    ]
+
+
+def plus(sums: list, others: list, n: int) -> None:
+    """sums += others, whose columns begin at the n-th 8."""
+    for of_block, some in zip(sums, others, strict=True):
+        for i, four in enumerate(some):
+            pairs = zip(of_block[n + i], four, strict=True)
+            of_block[n + i] = [arith.addf(a, b) for a, b in pairs]
+
+
+def _rows(sums: list, shape: tuple[int, int]) -> Any:
+    registers = []
+    for of_block in sums:
+        for s in of_block:
+            registers += [mma_rowmajor.pair_of(s[0], s[1]), mma_rowmajor.pair_of(s[2], s[3])]
+    return mma_rowmajor.tile_with(registers, shape)
+
+
+def parts_of(p: Array, parts: int, dtype: Any) -> tuple[Array, ...]:
+    """A tile of float32 in registers as its parts."""
+    pieces = []
+    for n in range(parts):
+        pieces.append(p.astype(dtype))
+        if n < parts - 1:
+            p = p - pieces[-1].astype(jnp.float32)
+    return tuple(pieces)
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+def write(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
+    """The first `live` rows of a tile, and as many columns as there are, to [B, rows, heads, dim].
+
+    `at`: (batch, head, first row, live), int32 scalars.
+    """
+    _, length, heads, dim = to.shape
+    dtype, shape = tile.dtype, tile.shape
+    bits = 2 * 8 * jnp.dtype(dtype).itemsize
+
+    def code(tile, to, at):
+        thread = threads.Thread()
+        warp, lane = warp_and_lane()
+        batch, head, first, live = (Int(x.registers.item()) for x in at)
+        start = thread.wide(batch) * length + thread.wide(first)
+        row = warp * 16 + lane // 4
+        start = (start * heads + thread.wide(head)) * (dim // 2)
+        start = start + thread.wide(row * (heads * dim // 2) + lane % 4)
+        for n, register in enumerate(tile.registers.flat):
+            half, column = n % 2, n // 2 % (shape[1] // 8) * 8
+            down = n // 2 // (shape[1] // 8) * BLOCK + 8 * half
+            if column < dim:
+                word = Int(llvm.bitcast(ir.IntegerType.get_signless(bits), register))
+                index = start + (down * (heads * dim // 2) + column // 2)
+                thread.store(to, index, word, bits // 8, row + down < live)
+
+    def twin(tile, to, at):
+        batch, head, first, live = map(int, at)
+        live = max(0, min(live, shape[0]))
+        to[batch, first : first + live, head] = tile[:live, :dim]
+
+    types = (mosaic.TILE, REF, (SCALAR,) * 4)
+    mma_rowmajor.inline(code, twin, (tile, to, tuple(at)), types, None)
+
+
+def of_both(rows: Array, op: str) -> Array:
+    """A number a row of folded scores -> the "maximum" or the "sum" of both halves, in both."""
+    shape, code_of = rows.shape, {"maximum": arith.maximumf, "sum": arith.addf}[op]
+
+    def code(rows):
+        halves = [
+            vector.extract(x, [], [0]) if isinstance(x.type, ir.VectorType) else x
+            for x in rows.registers.flat
+        ]
+        return mma_rowmajor.row_with([code_of(*halves)] * 2)
+
+    def twin(rows):
+        parts = rows.reshape(threads.WARPS, 2, 8)
+        both = np.maximum(parts[:, 0], parts[:, 1]) if op == "maximum" else parts.sum(axis=1)
+        return np.repeat(both[:, None], 2, axis=1).reshape(shape).astype(np.float32)
+
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=mosaic.ROW)
+    return mma_rowmajor.inline(code, twin, (rows,), (mosaic.ROW,), result)

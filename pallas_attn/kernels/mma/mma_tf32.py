@@ -1,0 +1,286 @@
+"""float32 rows for `decode_sm90`: what `fragments` says of rows of 16 bits.
+
+Tensor cores take 11 bits of a float32 (TF32). Each number is its first 11 bits and the rest, and a
+product three matmuls, the rests' own left out: good to 2**-21, which costs nothing where memory is
+what takes time. So float32 is decoded as the highest precision wants it, whatever was asked for.
+
+K and V are cut in registers, on the way from shared memory; queries lie in shared memory, where
+they stay for all tiles: rows of 256 numbers are too much for registers. The largest products are
+added up in registers: a tensor core rounds its sums towards 0.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import Int
+from pallas_attn.kernels.mma import mma_rowmajor, mma_sync
+from pallas_attn.kernels.mma.mma_rowmajor import REF, ROWS, SCALAR
+from pallas_attn.kernels.mma.row_split import Split
+
+Ref = Any
+Array = Any
+Words = Sequence[ir.Value]
+
+KEPT = -(2**13)  # the bits of a float32 that a tensor core takes; it cuts off the others
+# What makes of cutting off a rounding, about: half of the last bit, of numbers from 1 to 2. The
+# rest is then half as large, and as often of the other sign: 1.5e-7 of the values' RMS, not 7e-7.
+UP = 1 + 2.0**-11.5
+
+
+def queries_shape(dim: int, rows: int) -> tuple[int, int]:
+    """Of a block's queries in shared memory, for `put_queries`: both parts beside each other, where
+    they are few. An odd number of chunks of 16 bytes a row, so that `ldmatrix` meets 8 rows in
+    different banks.
+    """
+    parts = 2 if rows <= ROWS and dim <= 128 else 1
+    return rows, parts * _width(dim) + 4
+
+
+def _width(dim: int) -> int:
+    return 16 * -(-dim // 16)
+
+
+def _parts(word: ir.Value, *, whole: bool = False) -> tuple[ir.Value, ir.Value]:
+    """A float32 as the nearest number that a tensor core takes, about, and the rest. `whole`: what
+    is not finite is all rest, so that it meets no rest of 0.
+    """
+    x = _float(word)
+    near = arith.mulf(x, utils.c(UP, x.type))
+    bits = arith.andi(_bits(near), utils.c(KEPT, threads.i32()))
+    if whole:  # x * 0 + 0: no bits at all or, of what is not finite, all but the sign
+        code = "fma.rn.f32 $0, $1, 0f00000000, 0f00000000;"
+        odd = llvm.inline_asm(x.type, [x], code, "=f,f")
+        bits = arith.andi(bits, arith.xori(_bits(odd), utils.c(-1, threads.i32())))
+    return bits, _bits(arith.subf(x, _float(bits)))
+
+
+def _bits(number: ir.Value) -> ir.Value:
+    return arith.bitcast(threads.i32(), number)
+
+
+def _float(word: ir.Value) -> ir.Value:
+    return arith.bitcast(ir.F32Type.get(), word)
+
+
+def _parts_of_numpy(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def kept(x):
+        return (np.ascontiguousarray(x).view(np.int32) & KEPT).view(np.float32)
+
+    first = np.where(np.isfinite(x), kept(x * np.float32(UP)), np.float32(0))
+    return first, kept(x - first)
+
+
+def _product_of_numpy(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    (a, rest_of_a), (b, rest_of_b) = _parts_of_numpy(a), _parts_of_numpy(b)
+    return (rest_of_a @ b + a @ rest_of_b) + a @ b
+
+
+def _mma(c: Words, a: Words, b: Words) -> list[ir.Value]:
+    """c + a @ b: m16 n8 k8, 4 words of a and 2 of b."""
+    ptx = (
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$0, $1, $2, $3};"
+    )
+    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["0", "1", "2", "3"])
+    struct = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
+    four = llvm.inline_asm(struct, [*a, *b, *c], ptx, constraints)
+    return [llvm.extractvalue(ir.F32Type.get(), four, [i]) for i in range(4)]
+
+
+def _zeros() -> list[ir.Value]:
+    return [utils.c(0.0, ir.F32Type.get())] * 4
+
+
+def _sum(a: Words, b: Words) -> list[ir.Value]:
+    return [arith.addf(x, y) for x, y in zip(a, b, strict=True)]
+
+
+def put_queries(place: tuple, to: Ref) -> None:
+    """The query rows of all row blocks to shared memory. `place`: as `mma_rowmajor.queries` has it.
+
+    Lanes take the columns that `scores` has them take of the keys, 4 of 16, and put them where
+    `ldmatrix` gives each its own back. The warps of a row block share out the columns.
+    """
+    ref, first, rows, split, (step, group, dim) = place
+    steps, (most, pitch) = -(-dim // 16), to.shape
+    both = pitch > _width(dim) + 4
+
+    def code(ref, first, to):
+        lane, starts = mma_rowmajor.rows_of_lane(first, rows, split, (step, group, 2 * dim))
+        warp, column, pointer = (
+            Int(mma_rowmajor.warp_and_lane()[0]),
+            lane % 4,
+            mosaic.pointer_of(ref),
+        )
+        row = split.row_block(warp) * ROWS + lane // 4
+        count = -(-steps // split.groups)
+        turns = [warp // split.row_blocks + n * split.groups for n in range(count)]
+        chunks = [  # all are asked for before any is waited for
+            [_chunk_of_query(pointer, start, n * 4 + column, dim) for start in starts]
+            for n in turns
+        ]
+        for n, halves in zip(turns, chunks, strict=True):
+            address = threads.shared_address(to, row * pitch + n * 16 + column, 4)
+            for half, four in enumerate(halves):
+                where = (n < steps) & (row + 8 * half < most)
+                parts = list(zip(*map(_parts, four), strict=True)) if both else [four]
+                for i, word in enumerate(itertools.chain(*parts)):
+                    offset = i // 4 * _width(dim) + i % 4 * 4 + 8 * half * pitch
+                    _store_word(address, 4 * offset, word, where)
+
+    def twin(ref, first, to):
+        taken = mma_rowmajor.rows_of_twin(first, rows, split, (step, group))
+        q = ref.reshape(-1, dim)[taken[:most]]
+        to[:] = 0
+        for n, part in enumerate(_parts_of_numpy(q) if both else [q]):
+            to[:, n * _width(dim) : n * _width(dim) + dim] = part
+
+    mma_rowmajor.inline(code, twin, (ref, first, to), (REF, (SCALAR, SCALAR), REF), None)
+
+
+def _chunk_of_query(pointer: ir.Value, start: Int, chunk: Int, dim: int) -> Words:
+    """4 numbers of a row; 0 past its end."""
+    near = mma_rowmajor.widened(chunk._with(arith.minsi, dim // 4 - 1))
+    inside, zero = (chunk < dim // 4).value, utils.c(0, threads.i32())
+    four = mma_rowmajor.four_words(pointer, start + near, 0)
+    return [arith.select(inside, word, zero) for word in four]
+
+
+def _store_word(address: ir.Value, offset: int, word: ir.Value, where: Int) -> None:
+    ptx = f"{{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.shared.b32 [$1+{offset}], $2; }}"
+    threads.do(ptx, [arith.extui(threads.i32(), where.value), address, word], "r,r,r")
+
+
+def scores(q: Ref, ref: Ref, slot: Array, split: Split) -> Array:
+    """`mma_rowmajor.scores` of the queries that `put_queries` left."""
+    dim, (most, pitch) = ref.shape[2], q.shape
+    shape, columns = (threads.WARPS * ROWS, split.columns), range(0, split.columns, 8)
+    both = pitch > _width(dim) + 4
+
+    def code(q, ref, slot):
+        warp, lane = (Int(x) for x in mma_rowmajor.warp_and_lane())
+        pointer, words = mosaic.pointer_of(ref), dim // 4
+        start = Int(slot.registers.item()) * (split.keys * words)
+        start = start + (split.first(warp) + lane // 4) * words
+        row = (split.row_block(warp) * ROWS + lane % 16)._with(arith.minsi, most - 1)
+        base = threads.shared_address(q, row * (pitch // 4) + lane // 16, 16)
+        sums = [[_zeros() for _ in range(3)] for _ in columns]
+        for n in range(-(-dim // 16)):
+            if n % 2 == 0:  # the keys' words come for two steps at a time
+                here = 2 * min(32, dim - 16 * n)
+                at = [column * words + 4 * n for column in columns]
+                keys = [mma_rowmajor.words_of_row(pointer, start, lane, here, x) for x in at]
+            a = [_query_parts(base, 16 * n + 8 * half, both and _width(dim)) for half in range(2)]
+            for of_column, key in zip(sums, keys, strict=True):
+                _add_products(of_column, a, key[n % 2 * 4 :][:4])
+        registers = []
+        for of_column in sums:
+            s = functools.reduce(_sum, of_column[::-1])
+            registers += [mma_rowmajor.pair_of(s[0], s[1]), mma_rowmajor.pair_of(s[2], s[3])]
+        return mma_rowmajor.tile_with(registers, shape)
+
+    def twin(q, ref, slot):
+        out = np.zeros(shape, np.float32)
+        for warp in range(threads.WARPS):
+            rows = np.minimum(ROWS * split.row_block(warp) + np.arange(ROWS), most - 1)
+            keys = ref[slot][split.first(warp) :][: split.columns]
+            mine = q[rows, :dim] + (q[rows, _width(dim) :][:, :dim] if both else 0)
+            out[ROWS * warp : ROWS * (warp + 1)] = _product_of_numpy(mine, keys.T)
+        return out
+
+    types, result = (REF, REF, SCALAR), mma_rowmajor.tile_of(shape, np.float32)
+    return mma_rowmajor.inline(code, twin, (q, ref, slot), types, result)
+
+
+def _query_parts(base: ir.Value, column: int, step: int) -> list[Words]:
+    """Both parts of 8 columns of queries; `step`: from the one to the other, or 0."""
+    words = mma_sync.ldmatrix(base, 4 * column)
+    if step:
+        return [words, mma_sync.ldmatrix(base, 4 * (column + step))]
+    return list(zip(*map(_parts, words), strict=True))
+
+
+def _add_products(sums: list, a: list, key: Words) -> None:
+    """Products of 16 numbers, the largest to the first of three sums, none of which waits for
+    another.
+    """
+    b = [list(zip(*map(_parts, key[n : n + 2]), strict=True)) for n in (0, 2)]
+    largest = _zeros()
+    for (one, rest_of_one), (other, rest_of_other) in zip(a, b, strict=True):
+        sums[2] = _mma(sums[2], rest_of_one, other)
+        sums[1] = _mma(sums[1], one, rest_of_other)
+        largest = _mma(largest, one, other)
+    sums[0] = _sum(sums[0], largest)
+
+
+def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
+    """`mma_rowmajor.weigh` of float32."""
+    shape, chunks = acc.shape, ref.shape[2] // 8
+
+    def code(acc, p, ref, slot):
+        warp, lane = (Int(x) for x in mma_rowmajor.warp_and_lane())
+        pointer, of_p = mosaic.pointer_of(ref), []
+        for column in p.registers.reshape(-1, 2):  # keys 2t and 2t + 1 of rows g and g + 8
+            four = [vector.extract(pair, [], [n]) for n in range(2) for pair in column]
+            words = [arith.bitcast(threads.i32(), x) for x in four]
+            of_p.append(list(zip(*map(_parts, words), strict=True)))
+        start = Int(slot.registers.item()) * (split.keys * chunks)
+        start = start + (split.first(warp) + lane % 4 * 2) * chunks
+        registers: list[Any] = []
+        for u in range(shape[1] // 64):
+            chunk = start + (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
+            before = acc.registers.flat[16 * u : 16 * u + 16]
+            numbers = [vector.extract(pair, [], [n]) for pair in before for n in range(2)]
+            sums = [numbers[n : n + 4] for n in range(0, 32, 4)]
+            for key in range(0, split.columns, 16):
+                ahead = (0, 1, 8, 9)[: min(4, (split.columns - key) // 4)]
+                rows = [_eight_words(pointer, chunk, (key + n) * chunks, lane % 2) for n in ahead]
+                a = of_p[key // 8 : key // 8 + 2]
+                found = [_weighed(a, column) for column in zip(*rows, strict=True)]
+                sums = [_sum(*both) for both in zip(sums, found, strict=True)]
+            for s in sums:
+                registers += [mma_rowmajor.pair_of(s[0], s[1]), mma_rowmajor.pair_of(s[2], s[3])]
+        return mma_rowmajor.tile_with(registers, shape)
+
+    def twin(acc, p, ref, slot):
+        out = np.array(acc)
+        for warp in range(threads.WARPS):
+            here = slice(ROWS * warp, ROWS * (warp + 1))
+            values = ref[slot][split.first(warp) :][: split.columns, : shape[1]]
+            out[here, : values.shape[1]] += _product_of_numpy(p[here], values)
+        return out
+
+    types = (mosaic.TILE, mosaic.TILE, REF, SCALAR)
+    result = mma_rowmajor.tile_of(shape, np.float32)
+    return mma_rowmajor.inline(code, twin, (acc, p, ref, slot), types, result)
+
+
+def _weighed(a: list, column: Words) -> list[ir.Value]:
+    """a @ b, b a column of 8 or 16 values."""
+    parts = [_parts(word, whole=True) for word in column]
+    b = [list(zip(*parts[n : n + 2], strict=True)) for n in range(0, len(parts), 2)]
+    s = _zeros()
+    for (one, rest_of_one), (other, rest_of_other) in zip(a, b, strict=True):
+        s = _mma(_mma(s, rest_of_one, other), one, rest_of_other)
+    for (one, _), (other, _) in zip(a, b, strict=True):
+        s = _mma(s, one, other)
+    return s
+
+
+def _eight_words(pointer: ir.Value, start: Int, offset: int, odd: Int) -> Words:
+    """The words of a chunk of 32 bytes, `start` + `offset` chunks from `pointer`; `odd` lanes take
+    the second half first, as in `mma_rowmajor.weigh`.
+    """
+    early, late = start * 2 + odd, start * 2 + (odd * -1 + 1)
+    one, two = (mma_rowmajor.four_words(pointer, half, 2 * offset) for half in (early, late))
+    swapped = (odd >= 1).value
+    pairs = [*zip(two, one, strict=True), *zip(one, two, strict=True)]
+    return [arith.select(swapped, x, y) for x, y in pairs]

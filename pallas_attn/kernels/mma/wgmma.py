@@ -1,0 +1,244 @@
+"""float32 on Hopper's tensor cores: what its matmuls multiply.
+
+A float32 becomes a power of 2, one for all rows of a kv head, times one or two float16 `terms` of
+11 bits each. The product of two sums is a sum of matmuls, less that of two small terms. Where all
+terms count that is good to 2**-23, float32 but for its last bit, at three matmuls; bfloat16, which
+needs no powers of 2, would take three terms and six. Scores at the default precision are TF32, as
+JAX multiplies float32: 11 bits of each number, which are one term.
+
+Of a head's numbers all bits count down to 2**-17 of the largest (2**-29 where one term is all there
+is), of smaller ones fewer, down to 2**-39: what is left out is smaller than what a plain float32
+loses by one rounding of the largest. So a head's numbers decide together, hidden keys too, but not
+those past a length.
+
+Terms of an array in memory lie side by side in its last axis.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._problem import AttentionProblem
+
+# By how many terms of the one meet how many of the other: which, smallest products first, since a
+# tensor core rounds each sum towards 0.
+PRODUCTS = {
+    (1, 1): ((0, 0),),
+    (2, 1): ((1, 0), (0, 0)),
+    (2, 2): ((1, 0), (0, 1), (0, 0)),
+}
+TOP = 14  # the largest number of an operand lies in [2**TOP, 2**(TOP + 1))
+LOWEST = 40  # the exponent's bits of the smallest number that is scaled in full
+MANTISSA = 23  # bits
+
+
+class Kind(NamedTuple):
+    """What an operand is stored as."""
+
+    dtype: str
+    terms: int
+
+    @property
+    def itemsize(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def bytes(self) -> int:
+        """Of one number, all terms."""
+        return self.terms * self.itemsize
+
+
+def is_exact(problem: AttentionProblem) -> bool:
+    """Whether all that is multiplied owes float32's bits."""
+    return problem.dtype == "float32" and problem.precision == "highest"
+
+
+def is_plain(problem: AttentionProblem) -> bool:
+    """Whether float32 goes without powers of 2: q and k as TF32, twice the work of float16, the
+    rest as bfloat16 terms, good to 2**-16. Where exponents take longer than matmuls anyway, looking
+    for the powers would make a forward pass slower.
+    """
+    few = max(problem.head_dim, problem.v_head_dim) <= 64 and problem.precision is None
+    return problem.dtype == "float32" and problem.op == "flash_forward" and few
+
+
+def of_values(problem: AttentionProblem) -> Kind:
+    """v, dO, probabilities and dS."""
+    if problem.dtype != "float32":
+        return Kind(problem.dtype, 1)
+    return Kind("bfloat16" if is_plain(problem) else "float16", 2)
+
+
+def of_scores(problem: AttentionProblem) -> Kind:
+    """q and k. The backward, which sums over queries and keys too, has the same bits of them."""
+    if is_plain(problem):
+        return Kind("float32", 1)
+    kind = of_values(problem)
+    return kind if is_exact(problem) else kind._replace(terms=1)
+
+
+# ---- arrays, by XLA -----------------------------------------------------------------------------
+
+
+def power_of_two(largest: Any) -> Any:
+    """What a number up to `largest` is to be divided by to end below 2**(TOP + 1); 2**-100 or more,
+    so that neither it nor its inverse is lost.
+    """
+    exponent = lax.bitcast_convert_type(largest, jnp.int32) >> MANTISSA
+    exponent = jnp.maximum(exponent, LOWEST) - TOP
+    return lax.bitcast_convert_type(exponent << MANTISSA, jnp.float32)
+
+
+def inverse(power: Any) -> Any:
+    """1 / a power of 2."""
+    bits = lax.bitcast_convert_type(power, jnp.int32)
+    return lax.bitcast_convert_type((254 << MANTISSA) - bits, jnp.float32)
+
+
+def largest(x: Any, group: int, lengths: Any = None) -> Any:
+    """float32[B, kv heads]: of the finite numbers of [B, rows, heads, dim], `group` heads of which
+    belong together; rows past `lengths` do not count.
+    """
+    size = jnp.abs(x)
+    size = jnp.where(jnp.isfinite(size), size, 0).max(axis=3)
+    size = lax.optimization_barrier(size)  # XLA would turn x around to reduce both axes at once
+    if lengths is not None:
+        row = jnp.arange(x.shape[1], dtype=jnp.int32)
+        size = jnp.where((row[None] < lengths[:, None])[..., None], size, 0)
+    size = size.max(axis=1)
+    return size.reshape(size.shape[0], -1, group).max(axis=2)
+
+
+def powers(inputs: Any, group: int) -> dict[str, Any]:
+    """Of q, k and v, what they are divided by, [B, kv heads]."""
+    given = (
+        ("q", inputs.q, group, inputs.q_lengths),
+        ("k", inputs.k, 1, inputs.kv_lengths),
+        ("v", inputs.v, 1, inputs.kv_lengths),
+    )
+    return {name: power_of_two(largest(*of)) for name, *of in given}
+
+
+def split(x: Any, power: Any, kind: Kind, width: int) -> Any:
+    """[B, rows, heads, n] float32 -> [B, rows, heads, terms * width], of x / power [B, kv heads]
+    (None: 1); columns beyond n are 0.
+
+    What is not finite goes to the last term alone, which meets nothing but the first terms of the
+    other operand: elsewhere infinity would meet rests that are 0 or of the other sign. TF32 is the
+    nearest 11 bits, too: a tensor core would cut the others off, twice as far off and always
+    towards 0.
+    """
+    if power is not None:
+        x = x * jnp.repeat(inverse(power), x.shape[2] // power.shape[1], axis=1)[:, None, :, None]
+    first = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
+    if kind.dtype == "bfloat16":  # cut off: nothing overflows
+        bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+        first = lax.bitcast_convert_type(bits, jnp.float32)
+    parts = [first]
+    if kind.terms == 2:
+        finite = jnp.isfinite(x)
+        parts = [jnp.where(finite, first, 0), jnp.where(finite, x - first, x)]
+    pad = [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]
+    parts = [part.astype(kind.dtype) for part in parts]
+    parts = [jnp.pad(part, pad) for part in parts] if width > x.shape[-1] else parts
+    return jnp.concatenate(parts, axis=-1)
+
+
+# ---- tiles, in a kernel -------------------------------------------------------------------------
+
+
+def of_registers(x: Any, kind: Kind) -> tuple[Any, ...]:
+    """The terms of a tile in registers, of numbers below 2**(TOP + 1) where there are two."""
+    parts = [x.astype(kind.dtype)]
+    for _ in range(kind.terms - 1):
+        x = x - parts[-1].astype(jnp.float32)
+        parts.append(x.astype(kind.dtype))
+    return tuple(parts)
+
+
+def of_rows(x: Any, kind: Kind) -> tuple[tuple[Any, ...], Any]:
+    """The terms of a tile in registers, each row of which is divided by a power of 2 of its own,
+    and these powers.
+    """
+    power = power_of_two(jnp.abs(x).max(axis=1))
+    return of_registers(x * lax.broadcast_in_dim(inverse(power), x.shape, [0]), kind), power
+
+
+def of_memory(ref: Any, kind: Kind) -> tuple[Any, ...]:
+    """The terms of a tile in shared memory [rows, terms * width]."""
+    if kind.terms == 1:
+        return (ref,)
+    width = ref.shape[-1] // kind.terms
+    return tuple(ref.at[:, pl.ds(n * width, width)] for n in range(kind.terms))
+
+
+def transposed(parts: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(part.transpose((1, 0)) for part in parts)
+
+
+def products(a: int, b: int) -> int:
+    """How many matmuls `multiply` issues, of operands of so many terms."""
+    return len(PRODUCTS[a, b])
+
+
+def multiply(acc: Any, a: Sequence[Any], b: Sequence[Any]) -> None:
+    """Issues acc += a @ b, of the terms of both."""
+    for i, j in PRODUCTS[len(a), len(b)]:
+        plgpu.wgmma(acc, a[i], b[j])
+
+
+def matmul(
+    shape: Sequence[int],
+    a: Sequence[Any],
+    b: Sequence[Any],
+    meanwhile: Callable[[], None] | None = None,
+) -> jax.Array:
+    """a @ b, of the terms of both, b in shared memory; `meanwhile` is done while it runs."""
+
+    def body(acc):
+        multiply(acc, a, b)
+        if meanwhile is not None:
+            meanwhile()
+        return acc[...]
+
+    return pl.run_scoped(body, plgpu.ACC((shape[0], shape[1]), jnp.float32))
+
+
+def added(acc: jax.Array, a: Sequence[Any], b: Sequence[Any]) -> jax.Array:
+    """acc + a @ b, of the terms of both, b in shared memory."""
+    return pl.run_state(lambda ref: multiply(ref, a, b))(plgpu.ACC.init(acc))
+
+
+def overlapped(
+    acc: jax.Array,
+    like: Any,
+    start: Callable[[Any, Any], None],
+    work: Callable[..., Any],
+    behind: int = 1,
+) -> tuple[jax.Array, Any]:
+    """Two matmuls in flight, and arithmetic on the result of the first under the second.
+
+    `start(first, second)` issues matmuls into the accumulators, the last `behind` of them into the
+    second: the first starts from 0 and has the shape of the first leaf of `like`, the second from
+    `acc`. `work(first)` gives values like the tree `like`. Comes back, when all are done, with the
+    second's result and those values.
+    """
+    shape = jax.tree.leaves(like)[0].shape
+
+    def body(state):
+        second, outs = state
+
+        def matmuls(first):
+            start(first, second)
+            return plgpu.wgmma_accumulator_load(first, wait_n=behind)
+
+        value = pl.run_scoped(matmuls, plgpu.ACC(shape, jnp.float32))
+        for out, result in zip(jax.tree.leaves(outs), jax.tree.leaves(work(value)), strict=True):
+            out[...] = result
+
+    return pl.run_state(body)((plgpu.ACC.init(acc), like))

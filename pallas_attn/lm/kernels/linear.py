@@ -1,0 +1,289 @@
+"""A few rows by a weight [out, in] on Hopper, at the speed at which the weight is read: what a step
+of decoding spends most of its time on.
+
+The rows stand on the M side of the matmul, with padding up to 64, and 48 to 128 of the weight's own
+rows on its N side: so the weight is cut into almost equal parts for every SM whatever its size, and
+what is computed for padding costs nothing that memory does not wait for. A unit of work is
+`block_out` rows of the weight over one of `splits` parts of its columns; what splits give is added
+up, in order, by whoever uses it. Few rows of a weight a unit mean the rows of x come from L2 again
+and again, many splits mean partial sums: `Config.default` weighs the two. Bringing x to two blocks
+by one multicast gains nothing on an H200, nor do two smaller blocks an SM. Steps got slower where
+more of the weight was brought to L2 ahead of the ring, where a shorter ring for x left more room
+for the weight, and where the ring was small enough to be there beside decode attention.
+
+A weight may be one layer of a stack, so that no layer is copied out of it. It may also be two, of
+which one gates the other (`Problem.gated`).
+
+The launch begins while the one before it ends: the ring is filled with the weight, then x is waited
+for.
+
+Shared memory, and who owns it when:
+  w, x [stages]  a ring, filled by TMA in the order of use, a part of a unit at a time; let go of
+                 when the matmul that read it is done
+  out            a unit's result on its way out, between one unit's end and the next one's
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn import _gpus
+from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.lang import mosaic
+
+ROWS = 64  # of x, in one matmul
+SMS = _gpus.multiprocessors(_gpus.HOPPER)
+_SMEM = _gpus.shared_memory(_gpus.HOPPER) - 2048  # less what barriers and alignment take
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """y[rows, out] = x[rows, inner] @ w[layer, out, inner].T"""
+
+    rows: int
+    out: int
+    inner: int
+    dtype: str
+    out_dtype: str
+    gated: bool = (
+        False  # y = silu(x @ first.T) * (x @ second.T), halves of a weight of 2 * out rows
+    )
+
+
+def takes(problem: Problem) -> bool:
+    """Whether the kernel serves it; XLA's matmul serves the rest."""
+    narrow = problem.dtype in ("bfloat16", "float16")
+    return narrow and 1 <= problem.rows <= ROWS and not (problem.inner % 64 or problem.out % 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    block_out: int  # rows of the weight in a unit
+    splits: int
+    block_in: int = 64  # columns that pass by at a time
+    stages: int = 0  # 0: as many as fit
+    ctas: int = SMS
+
+    @classmethod
+    def default(cls, problem: Problem, splits: int | None = None) -> "Config":
+        """The least time by a count of bytes: the slowest SM's share of the weight; x, which comes
+        from L2 and costs little; partial sums, which are written and read.
+        """
+        found = [one for one in _candidates(problem) if splits in (None, one.splits)]
+        return min(found, key=lambda config: _cost(problem, config))
+
+
+def _candidates(problem: Problem) -> list[Config]:
+    # 128 columns: memory gives two cache lines of a row faster than one of each of two rows. 48
+    # rows or more: less is there before the wait for it is over.
+    block_in = 64 if problem.inner % 128 else 128
+    unit, most = (16, 1) if problem.gated else (8, 8)
+    return [
+        Config(block, splits, block_in)
+        for block in range(48, 129, unit)
+        for splits in (1, 2, 4, 8)
+        if splits <= most and (splits == 1 or problem.inner // block_in >= 4 * splits)
+    ]
+
+
+def _cost(problem: Problem, config: Config) -> float:
+    units = Plan(problem, config).tiles * config.splits
+    steps = -(-problem.inner // (config.block_in * config.splits))
+    shared = 2 * steps * config.block_in * (config.block_out + _padded(problem) / 16)
+    partial = 8 * problem.rows * problem.out * config.splits * (config.splits > 1) / SMS
+    filling = 2 * config.block_out * config.block_in  # until the first matmul
+    return -(-units // config.ctas) * shared + partial + filling
+
+
+def _width(problem: Problem, config: Config) -> int:
+    """Columns of the result in a unit."""
+    return config.block_out // (1 + problem.gated)
+
+
+def _padded(problem: Problem) -> int:
+    """Rows of x that TMA brings; what the others hold in shared memory ends in rows that nobody
+    stores.
+    """
+    return tma_operands.round_up(problem.rows, 8)
+
+
+def _stages(problem: Problem, config: Config) -> int:
+    left = _SMEM - ROWS * _width(problem, config) * _out_dtype(problem, config).itemsize
+    return min(left // (2 * config.block_in * (config.block_out + ROWS)), 16)
+
+
+def _out_dtype(problem: Problem, config: Config) -> Any:
+    return jnp.dtype(problem.out_dtype if config.splits == 1 else jnp.float32)
+
+
+class Smem(NamedTuple):
+    w: Any
+    x: Any
+    out: Any
+    ready: Any
+    free: Any
+
+
+class Refs(NamedTuple):
+    x: Any
+    w: Any
+    layer: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    problem: Problem
+    config: Config
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.problem.out // self.width)
+
+    @property
+    def width(self) -> int:
+        return _width(self.problem, self.config)
+
+    @property
+    def steps(self) -> int:
+        """Parts of a unit: whole ones; what lies past the last column is zeros."""
+        return -(-self.problem.inner // (self.config.block_in * self.config.splits))
+
+    def scratch(self) -> Smem:
+        config, dtype = self.config, jnp.dtype(self.problem.dtype)
+        stages = config.stages or _stages(self.problem, config)
+        out_dtype = _out_dtype(self.problem, config)
+        return Smem(
+            w=mosaic.swizzled((stages, config.block_out, config.block_in), dtype, 128),
+            x=mosaic.swizzled((stages, ROWS, config.block_in), dtype, 128),
+            out=plgpu.SMEM((ROWS, self.width), out_dtype),
+            ready=plgpu.Barrier(num_barriers=stages, num_arrivals=2 + self.problem.gated),
+            free=plgpu.Barrier(num_barriers=stages),
+        )
+
+
+def _units(plan: Plan, cta: Any) -> Any:
+    """How many units a block has: cta, cta + ctas, ..."""
+    return lax.div(plan.tiles * plan.config.splits - cta + plan.config.ctas - 1, plan.config.ctas)
+
+
+def _unit(plan: Plan, cta: Any, n: Any) -> tuple[Any, Any]:
+    """(first column of the result, split)."""
+    unit, splits = cta + n * plan.config.ctas, jnp.int32(plan.config.splits)
+    return lax.div(unit, splits) * plan.width, lax.rem(unit, splits)
+
+
+def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
+    config, stages, rows = plan.config, jnp.int32(smem.w.shape[0]), _padded(plan.problem)
+    layer, parts = refs.layer[0], 1 + plan.problem.gated
+    total = _units(plan, cta) * plan.steps
+
+    def where(count):
+        """Of a part: its slot, its first row of the weight, its columns."""
+        row, split = _unit(plan, cta, lax.div(count, jnp.int32(plan.steps)))
+        step = split * plan.steps + lax.rem(count, jnp.int32(plan.steps))
+        columns = pl.ds(step * config.block_in, config.block_in)
+        return lax.rem(count, stages), row, columns
+
+    def weight(count):
+        slot, row, columns = where(count)
+        for part in range(parts):  # gate, and up
+            w = refs.w.at[layer, pl.ds(row + part * plan.problem.out, plan.width), columns]
+            there = smem.w.at[slot, pl.ds(part * plan.width, plan.width)]
+            plgpu.copy_gmem_to_smem(w, there, smem.ready.at[slot])
+
+    def step(count, carry):
+        del carry
+        slot, _, columns = where(count)
+
+        @pl.when(count >= stages)
+        def refill():
+            plgpu.barrier_wait(smem.free.at[slot])
+            weight(count)
+
+        x = refs.x.at[pl.ds(0 * cta, rows), columns]
+        plgpu.copy_gmem_to_smem(x, smem.x.at[slot, pl.ds(0, rows)], smem.ready.at[slot])
+
+    # Only x is made by the kernel before this one.
+    plgpu.griddepcontrol_launch_dependents()
+    lax.fori_loop(0, lax.min(total, stages), lambda count, _: weight(count), None)
+    plgpu.griddepcontrol_wait()
+    lax.fori_loop(0, total, step, None)
+
+
+def _compute(plan: Plan, smem: Smem, out_ref: Any, cta: Any) -> None:
+    stages = jnp.int32(smem.w.shape[0])
+
+    def one_unit(n, count):
+        row, split = _unit(plan, cta, n)
+
+        def matmuls(acc):
+            def step(i, count):
+                slot = lax.rem(count, stages)
+                plgpu.barrier_wait(smem.ready.at[slot])
+                plgpu.wgmma(acc, smem.x.at[slot], smem.w.at[slot].transpose((1, 0)))
+
+                @pl.when(i > 0)
+                def _():
+                    plgpu.wgmma_wait(1)
+                    plgpu.barrier_arrive(smem.free.at[lax.rem(count - 1, stages)])
+
+                return count + 1
+
+            end = lax.fori_loop(0, plan.steps, step, count)
+            value = acc[...]
+            plgpu.barrier_arrive(smem.free.at[lax.rem(end - 1, stages)])
+            return value, end
+
+        shape = (ROWS, plan.config.block_out)
+        value, count = pl.run_scoped(matmuls, plgpu.ACC(shape, jnp.float32))
+        if plan.problem.gated:
+            gate, up = (value[:, n * plan.width : (n + 1) * plan.width] for n in range(2))
+            value = gate / (1 + jnp.exp(-gate)) * up
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        smem.out[...] = value.astype(smem.out.dtype)
+        plgpu.commit_smem()
+        there = out_ref.at[split, pl.ds(0 * cta, ROWS), pl.ds(row, plan.width)]
+        plgpu.copy_smem_to_gmem(smem.out, there)
+        return count
+
+    lax.fori_loop(0, _units(plan, cta), one_unit, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the launch is over when all is written
+
+
+def _kernel(refs: Refs, out_ref: Any, smem: Smem, *, plan: Plan) -> None:
+    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+    pl.when(wg == 1)(functools.partial(_load, plan, refs, smem, cta))
+    pl.when(wg == 0)(functools.partial(_compute, plan, smem, out_ref, cta))
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "config"))
+def run(x: Any, w: Any, layer: Any, problem: Problem, config: Config) -> Any:
+    """[splits, rows, out]: parts of the result that are still to be added, in float32, or with one
+    split the result.
+    """
+    plan = Plan(problem, config)
+    rows = tma_operands.rows_in_tma(problem.rows)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=jax.ShapeDtypeStruct(
+            (config.splits, rows, problem.out), _out_dtype(problem, config)
+        ),
+        scratch_types=(plan.scratch(),),
+        grid=(min(config.ctas, plan.tiles * config.splits),),
+        grid_names=("cta",),
+        num_threads=2,
+        thread_name="wg",
+        kernel_name="linear_sm90",
+    )
+    x = tma_operands.padded(x, {0: rows})
+    return kernel(Refs(x, w, jnp.asarray(layer, jnp.int32).reshape(1)))[:, : problem.rows]
+
+
+def smem_bytes(plan: Plan) -> int:
+    return mosaic.bytes_of(plan.scratch())

@@ -1,0 +1,75 @@
+"""Between two matmuls of a decoding step on Hopper: what the last one gave is added to the rows,
+and they are normed for the next.
+
+One block a row. It is a kernel because of what it lets the next one do: XLA's kernels end before
+another begins, while behind this one the next matmul fills its ring (see `linear_kernel`). The
+roundings are those of the model in jax.numpy: parts are added in float32 and rounded, then the sum
+with x, then the normed row, then its product with the weight.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels.lang import mosaic
+
+_STEP = 4 * mosaic.THREADS  # elements that a block reads at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """x + sum of parts, and rms_norm of that by one weight of a stack."""
+
+    rows: int
+    dim: int
+    parts: int
+    dtype: str
+    eps: float
+
+
+def takes(problem: Problem) -> bool:
+    """Whether the kernel serves it; XLA serves the rest."""
+    narrow = problem.dtype in ("bfloat16", "float16")
+    return narrow and problem.dim % _STEP == 0 and problem.dim <= 16 * _STEP
+
+
+class Refs(NamedTuple):
+    x: Any  # [rows, dim]
+    parts: Any  # [parts, rows, dim]
+    weight: Any  # [layers, dim]
+    layer: Any
+
+
+def _kernel(refs: Refs, x_ref: Any, normed_ref: Any, *, problem: Problem) -> None:
+    row = lax.axis_index("row")
+    dtype = jnp.dtype(problem.dtype)
+    plgpu.griddepcontrol_launch_dependents()
+    weight = refs.weight[refs.layer[0]]
+    plgpu.griddepcontrol_wait()  # for x and its parts
+    added = refs.parts[0, row].astype(jnp.float32)
+    for part in range(1, problem.parts):
+        added += refs.parts[part, row].astype(jnp.float32)
+    x = (refs.x[row].astype(jnp.float32) + added.astype(dtype).astype(jnp.float32)).astype(dtype)
+    x_ref[row] = x
+    wide = x.astype(jnp.float32)
+    wide *= lax.rsqrt(jnp.sum(wide * wide) * (1 / problem.dim) + problem.eps)
+    normed_ref[row] = wide.astype(dtype) * weight
+
+
+@functools.partial(jax.jit, static_argnames="problem")
+def run(x: Any, parts: Any, weight: Any, layer: Any, problem: Problem) -> tuple[Any, Any]:
+    """(x [rows, dim], normed [rows, dim])."""
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, problem=problem),
+        out_type=(like, like),
+        grid=(problem.rows,),
+        grid_names=("row",),
+        kernel_name="norm_sm90",
+    )
+    return kernel(Refs(x, parts, weight, jnp.asarray(layer, jnp.int32).reshape(1)))

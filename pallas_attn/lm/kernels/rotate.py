@@ -1,0 +1,102 @@
+"""What a decoding step does between the matmul that makes q, k and v and the append, on Hopper: the
+parts of a row are added up, q and k are turned by the row's position, and each goes its own way.
+
+A program for one thread, which has 4 neighbouring columns of the first half of a head and those
+that they turn with, of its second half. It is a kernel for the reason that `norm_kernel` is one.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+
+from pallas_attn.kernels.lang import mosaic, threads
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    rows: int
+    heads: int  # of q
+    kv_heads: int
+    head_dim: int
+    parts: int
+    dtype: str
+
+    @property
+    def quads(self) -> int:
+        """Groups of 4 columns in half a head."""
+        return self.head_dim // 8
+
+    @property
+    def every(self) -> int:
+        """Heads of q, k and v."""
+        return self.heads + 2 * self.kv_heads
+
+
+class Refs(NamedTuple):
+    parts: Any  # float32[parts, rows, every * head_dim]
+    cos: Any  # float32[rows, head_dim / 2]
+    sin: Any
+
+
+def _program(thread: threads.Thread, every_ref: tuple, block: Any, *, problem: Problem) -> None:
+    refs, q, k, v = every_ref
+    quads, every = problem.quads, problem.every
+    total = problem.rows * every * quads
+    own = block * mosaic.THREADS + thread.index
+    there, own = own < total, thread.minimum(own, total - 1)
+    quad, head, row = own % quads, own // quads % every, own // (quads * every)
+
+    def summed(place: Any) -> list:
+        place = (row * every + head) * (2 * quads) + place
+        found = [
+            thread.load_floats(refs.parts, place + part * (problem.rows * every * 2 * quads), 4)
+            for part in range(problem.parts)
+        ]
+        return [functools.reduce(lambda a, b: a + b, column) for column in zip(*found, strict=True)]
+
+    first, second = summed(quad), summed(quad + quads)
+    zero, one = thread.number(0.0), thread.number(1.0)
+    turns = head < problem.heads + problem.kv_heads
+    cos, sin = (thread.load_floats(ref, row * quads + quad, 4) for ref in (refs.cos, refs.sin))
+    cos = [thread.choose(turns, x, one) for x in cos]
+    sin = [thread.choose(turns, x, zero) for x in sin]
+    columns = list(zip(first, second, cos, sin, strict=True))
+    turned = (
+        [a * c - b * s for a, b, c, s in columns],
+        [b * c + a * s for a, b, c, s in columns],
+    )
+    start = 0
+    for ref, heads in ((q, problem.heads), (k, problem.kv_heads), (v, problem.kv_heads)):
+        mine = there & (head < start + heads) & (head + (1 - start) > 0)
+        place = (row * heads + head - start) * (2 * quads) + quad
+        for n, values in enumerate(turned):
+            thread.store_narrow(ref, place + n * quads, values, problem.dtype, mine)
+        start += heads
+
+
+def _kernel(refs: Refs, q: Any, k: Any, v: Any, *, problem: Problem) -> None:
+    mosaic.begin_early()
+    program = functools.partial(_program, problem=problem)
+    threads.each_thread(program, (refs, q, k, v), lax.axis_index("block"))
+
+
+@functools.partial(jax.jit, static_argnames="problem")
+def run(parts: Any, cos: Any, sin: Any, problem: Problem) -> tuple[Any, ...]:
+    """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]."""
+    heads = (problem.heads, problem.kv_heads, problem.kv_heads)
+    shapes = [(problem.rows, n, problem.head_dim) for n in heads]
+    items = problem.rows * problem.every * problem.quads
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, problem=problem),
+        out_type=tuple(jax.ShapeDtypeStruct(shape, problem.dtype) for shape in shapes),
+        grid=(-(-items // mosaic.THREADS),),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name="rotate_sm90",
+    )
+    flat = (x.reshape(problem.rows, -1) for x in (cos, sin))
+    return kernel(Refs(parts, *flat))

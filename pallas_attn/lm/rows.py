@@ -1,0 +1,214 @@
+"""What the demo's model does with rows between one attention and the next: XLA's matmuls and what
+XLA makes of jax.numpy; and for the few rows of a decoding step on Hopper, kernels.
+
+There each weight is a `Layer`, read where it lies in the stack of all layers, as fast as memory
+gives it. The kernels begin while the one before them ends (programmatic dependent launch): a matmul
+fills its ring with the weight before there is an x. So what stands between two matmuls is a kernel
+of ours too, however small: behind one of XLA's the next would have to wait.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn import _device, _sharding
+
+Array = jax.Array
+overlapping = _device.overlapping  # for the kernels around these
+
+FEW = 64  # rows that kernels serve
+
+
+class Layer(NamedTuple):
+    """One weight of a stack [layers, ...], not taken out of it.
+
+    It is read before the kernel in front is done, so it and its number are to be there before the
+    program starts, or to be made by kernels of XLA's, which are done when another begins.
+    """
+
+    stack: Array
+    number: Array | int
+
+
+class Angles(NamedTuple):
+    """cos and sin of every row's position, [M, t, 1, H / 2] in float32."""
+
+    cos: Array
+    sin: Array
+
+
+def streams(rows: int, dtype: Any, implementation: str | None) -> bool:
+    """Whether the kernels serve so many rows of weights of this dtype, on this machine."""
+    here = implementation in (None, "sm90") and _device.gpu_generation() == "sm90"
+    return here and rows <= FEW and jnp.dtype(dtype).name in ("bfloat16", "float16")
+
+
+# ---- matmuls ------------------------------------------------------------------------------------
+
+
+def linear(x: Array, weight: Array | Layer, dtype: Any = None) -> Array:
+    """x [..., in] by a weight [out, in]: [..., out] in `dtype`, or x's."""
+    dtype = jnp.dtype(dtype or x.dtype)
+    if isinstance(weight, Layer):
+        return total(parts(x, weight, dtype), dtype)
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, weight, dims, preferred_element_type=dtype)
+
+
+def parts(x: Array, weight: Array | Layer, dtype: Any = None) -> Array:
+    """`linear` in parts that are still to be added up, [n, ..., out]; more than one are float32."""
+    dtype = jnp.dtype(dtype or x.dtype)
+    if not isinstance(weight, Layer):
+        return linear(x, weight, dtype)[None]
+    (out,) = _sharding.over_devices(
+        functools.partial(_parts, dtype.name, _splits(x, weight)),
+        _operands(x, weight),
+        inputs=(("m", "d"), ("l", "o", "d"), ("n",)),
+        outputs=(("s", "m", "o"),),
+        free=("o", "d"),
+        sums=(("d",),),
+    )
+    return out.reshape(out.shape[0], *x.shape[:-1], -1)
+
+
+def total(added: Array, dtype: Any) -> Array:
+    """The sum of parts."""
+    return added[0].astype(dtype) if len(added) == 1 else added.sum(axis=0).astype(dtype)
+
+
+def gated(x: Array, weight: Array | Layer) -> Array:
+    """silu(x by the first half of a weight [2 out, in]) times x by the second: [..., out]."""
+    if isinstance(weight, Layer) and _takes(_gated_problem(x, weight.stack), weight.stack):
+        (out,) = _sharding.over_devices(
+            _gated,
+            _operands(x, weight),
+            inputs=(("m", "d"), ("l", "g", "d"), ("n",)),
+            outputs=(("m", "o"),),
+            free=(),
+        )
+        return out.reshape(*x.shape[:-1], -1)
+    gate, up = jnp.split(linear(x, weight), 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def _kernel() -> Any:
+    from pallas_attn.lm.kernels import linear as linear_kernel
+
+    return linear_kernel
+
+
+def _operands(x: Array, weight: Layer) -> tuple[Array, Array, Array]:
+    number = jnp.asarray(weight.number, jnp.int32).reshape(1)
+    return x.reshape(-1, x.shape[-1]), weight.stack, number
+
+
+def _problem(x: Array, stack: Array, dtype: str) -> Any:
+    _, out, inner = stack.shape
+    return _kernel().Problem(x.size // inner, out, inner, str(x.dtype), dtype)
+
+
+def _gated_problem(x: Array, stack: Array) -> Any:
+    problem = _problem(x, stack, str(x.dtype))
+    return dataclasses.replace(problem, out=problem.out // 2, gated=True)
+
+
+def _takes(problem: Any, stack: Array) -> bool:
+    return _kernel().takes(problem) and str(stack.dtype) == problem.dtype
+
+
+def _splits(x: Array, weight: Layer) -> int:
+    """Parts of the result: as many on every device, whatever its share of the weight."""
+    problem = _problem(x, weight.stack, "float32")
+    return _kernel().Config.default(problem).splits if _takes(problem, weight.stack) else 1
+
+
+def _parts(dtype: str, splits: int, x: Array, stack: Array, number: Array) -> tuple[Array]:
+    problem = _problem(x, stack, dtype)
+    if _takes(problem, stack):
+        config = _kernel().Config.default(problem, splits)
+        return (_kernel().run(x, stack, number, problem, config),)
+    weight = lax.dynamic_index_in_dim(stack, number[0], keepdims=False)
+    return (jnp.pad(linear(x, weight, dtype)[None], ((0, splits - 1), (0, 0), (0, 0))),)
+
+
+def _gated(x: Array, stack: Array, number: Array) -> tuple[Array]:
+    problem = _gated_problem(x, stack)
+    config = _kernel().Config.default(problem)
+    return (_kernel().run(x, stack, number, problem, config)[0],)
+
+
+# ---- between matmuls ----------------------------------------------------------------------------
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Of rows [..., D]."""
+    wide = x.astype(jnp.float32)
+    wide *= lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+
+
+def add_norm(x: Array, added: Array, weight: Array | Layer, eps: float) -> tuple[Array, Array]:
+    """x [..., D] with the parts [n, ..., D] added; and the norm of that."""
+    if not isinstance(weight, Layer):
+        x += total(added, x.dtype)
+        return x, rms_norm(x, weight, eps)
+    rows, stack, number = _operands(x, weight)
+    results = _sharding.over_devices(
+        functools.partial(_add_norm, eps),
+        (rows, added.reshape(-1, *rows.shape), stack, number),
+        inputs=(("m", "d"), ("s", "m", "d"), ("l", "d"), ("n",)),
+        outputs=(("m", "d"), ("m", "d")),
+        free=(),
+    )
+    x, normed = (result.reshape(x.shape) for result in results)
+    return x, normed
+
+
+def _add_norm(eps: float, x: Array, added: Array, stack: Array, number: Array) -> Any:
+    from pallas_attn.lm.kernels import norm as kernel
+
+    rows, dim = x.shape
+    problem = kernel.Problem(rows, dim, added.shape[0], str(x.dtype), eps)
+    if kernel.takes(problem) and stack.dtype == x.dtype:
+        return kernel.run(x, added, stack, number, problem)
+    weight = lax.dynamic_index_in_dim(stack, number[0], keepdims=False)
+    return add_norm(x, added, weight, eps)
+
+
+def rotate(x: Array, angles: Angles) -> Array:
+    """Turns each pair (i, i + H / 2) of a head by its angle: checkpoints are laid out so."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = (
+        first * angles.cos - second * angles.sin,
+        second * angles.cos + first * angles.sin,
+    )
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def heads(added: Array, angles: Angles, sizes: tuple[int, int], dtype: Any) -> tuple[Array, ...]:
+    """q [M, t, N, H], k and v [M, t, K, H], q and k turned, of the parts of a row on Hopper,
+    float32[n, M, t, (N + 2 K) H]. `sizes`: N and K.
+    """
+    count, m, t, width = added.shape
+    run = functools.partial(_heads, sizes, jnp.dtype(dtype).name)
+    results = _sharding.over_devices(
+        run,
+        (added.reshape(count, m * t, width), *(x.reshape(m * t, -1) for x in angles)),
+        inputs=(("s", "m", "d"), ("m", "c"), ("m", "c")),
+        outputs=(("m", "n", "h"), ("m", "k", "h"), ("m", "k", "h")),
+        free=(),
+    )
+    return tuple(x.reshape(m, t, *x.shape[1:]) for x in results)
+
+
+def _heads(sizes: tuple[int, int], dtype: str, added: Array, cos: Array, sin: Array) -> Any:
+    from pallas_attn.lm.kernels import rotate as kernel
+
+    parts, rows, _ = added.shape
+    return kernel.run(
+        added, cos, sin, kernel.Problem(rows, *sizes, 2 * cos.shape[-1], parts, dtype)
+    )
