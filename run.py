@@ -4,7 +4,7 @@ python run.py                               a small model continues a few prompt
 python run.py --prompt="ROMEO:"             the same model, your prompt
 python run.py --flagfile=configs/NAME.cfg   flags from a file
 python run.py --task=parity                 every operation here, beside the reference
-python run.py --task=bench --op=forward --cases=grid --out=results/mine.jsonl --plot=mine.png
+python run.py --task=bench --op=forward --cases=grid --out=results/mine.jsonl --plot=mine.svg
 python run.py --task=tune --kernel=flash_fwd_sm90 --cases=h128*
 
 Exit status: 0 all is well, 1 something did not hold, 2 what was asked is wrong, 130 Ctrl-C, 141
@@ -62,7 +62,7 @@ _OUT = flags.DEFINE_string(
     None,
     "bench, decode --report: a .jsonl file to add rows to. train: the folder of the model.",
 )
-_PLOT = flags.DEFINE_string("plot", None, "bench: a .png file to draw (needs matplotlib).")
+_PLOT = flags.DEFINE_string("plot", None, "bench: an .svg file to draw.")
 _COMMIT = flags.DEFINE_string(
     "commit", None, "bench, tune, decode --report: the commit, where git cannot say."
 )

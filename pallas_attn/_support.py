@@ -1,5 +1,5 @@
-"""The support matrix of README.md, from the dispatch table itself: each cell is a kernel's own
-`limit`, asked about a problem that has the property and nothing else.
+"""The support matrix of docs/support.md, from the dispatch table itself: each cell is a
+kernel's own `limit`, asked about a problem that has the property and nothing else.
 """
 
 import dataclasses
@@ -144,9 +144,9 @@ def support_matrix() -> str:
     return "\n\n".join(_table(operation) for operation in OPERATIONS)
 
 
-def rewrite(readme: str) -> None:
-    """Put the matrix of today between the markers of the README."""
-    path = pathlib.Path(readme)
+def rewrite(page: str) -> None:
+    """Put the matrix of today between the markers of a page."""
+    path = pathlib.Path(page)
     before, rest = path.read_text().split(BEGIN)
     _, after = rest.split(END)
     path.write_text(f"{before}{BEGIN}\n{support_matrix()}\n{END}{after}")

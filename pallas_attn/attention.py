@@ -45,7 +45,7 @@ def flash_attention(  # noqa: PLR0913
       v: `[B, S, K, Hv]`; Hv need not be H.
       mask: who sees whom by position: `FULL`, `CAUSAL`, `sliding_window(n)` or any `Mask(left,
         right)`. Query row i stands at position q_offset + i and key j at j; with the default
-        q_offset a causal mask is top-left:
+        q_offset a causal mask is top-left::
 
             T = 2, S = 4, q_offset = 0     q_offset = S - T = 2 (bottom-right)
             1 . . .                        1 1 1 .
@@ -125,8 +125,8 @@ def flash_attention_with_lse(  # noqa: PLR0913
     """`flash_attention`, with the same arguments, and the log of each row's softmax denominator.
 
     Returns:
-      out `[B, T, N, Hv]`, and lse `[B, N, T]`: natural log, float32 (float64 for float64 inputs),
-      differentiable, the sink included; -inf for a row that sees no key.
+      out `[B, T, N, Hv]`, and lse `[B, N, T]`, a natural log in float32 (float64 for float64
+      inputs), differentiable, the sink included; -inf for a row that sees no key.
     """
     problem, inputs = _checks.attention(
         q,

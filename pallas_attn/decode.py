@@ -80,8 +80,8 @@ def decode_attention_with_lse(  # noqa: PLR0913
     """`decode_attention`, with the same arguments, and the log of each row's softmax denominator.
 
     Returns:
-      out, and lse `[M, N, t]` (`[M, N]`): natural log, float32 (float64 for float64 queries), the
-      sink included; -inf for a row that sees no key.
+      out, and lse `[M, N, t]` (`[M, N]`), a natural log in float32 (float64 for float64 queries),
+      the sink included; -inf for a row that sees no key.
     """
     if not isinstance(cache, KVCache):
         raise ValueError(

@@ -31,7 +31,7 @@ class Mask:
     `None` leaves that side unbounded. `Mask(right=0)` is causal, `Mask()` hides nothing. Negative
     bounds are allowed (`Mask(right=-1)` is strictly causal) as long as the band holds at least one
     diagonal. A mask is static: frozen, hashable, a jit key by value, also where it is an argument
-    of a jitted function. Lengths, offsets and segment ids are arrays and stay beside it.
+    of a jitted function. Lengths, offsets and segment ids are arrays and stay beside it::
 
         Mask()          Mask(right=0)    Mask(left=1, right=0)    Mask(left=1, right=1)
         1 1 1 1         1 . . .          1 . . .                  1 1 . .

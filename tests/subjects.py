@@ -2,7 +2,7 @@
 
 `rows` is for tests that run once for every row; `pairs` gives the pairs (row, case)
 that the row does not refuse, decided while tests are collected, so that no test passes or skips by
-a refusal: what is refused is what the support matrix in README.md says.
+a refusal: what is refused is what the support matrix in docs/support.md says.
 """
 
 import contextlib

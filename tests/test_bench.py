@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import threading
+import xml.etree.ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ from pallas_attn import cases as known
 from pallas_attn.bench import (
     OPS,
     Options,
+    pages,
     peers,
+    plots,
     report,
     rows,
     run_bench,
@@ -356,7 +359,7 @@ def test_a_benchmark_without_a_gpu_says_so():
 def test_a_plot_that_cannot_be_is_said_before_anything_is_measured(tmp_path):
     timer = FakeTimer()
     (tmp_path / "file").touch()
-    for plot, wrong in (("a.gif", ValueError), ("file/a.png", OSError)):
+    for plot, wrong in (("a.gif", ValueError), ("file/a.svg", OSError)):
         with pytest.raises(wrong):
             run_bench("append", "m1", Options(plot=str(tmp_path / plot)), timer=timer)
     assert not timer.calls
@@ -432,33 +435,39 @@ def fake_rows():
 
 
 def test_a_section_shows_the_newest_run_and_ratios_within_it():
-    text = report.section(fake_rows())
+    text = pages.section(fake_rows())
     line = next(line for line in text.splitlines() if "h128_causal_b2_t8192_n16`" in line)
     assert line == "| `h128_causal_b2_t8192_n16` | **687** | 86 % | 611 | 1.12 |"
     assert "| `append_per_sequence_m1` | **1.00** | 5.00 | 5.00 |" in text
     assert "Geomean: 1.12 of cudnn. Worst cell: 1.12" in text
-    assert f"### Forward, TFLOP/s{report.PORTABLE}\n" in text
+    assert f"## Forward, TFLOP/s{report.PORTABLE}\n" in text
     assert "| `h128_causal_b2_t8192_n16` | **344** |  | 275 | 1.25 |" in text
-    assert report.section([]) == "Nothing is measured yet."
+    assert pages.section([]) == "Nothing is measured yet."
 
 
-def test_only_the_marked_part_of_the_readme_changes():
-    text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter"
-    made = report.readme(text, [])
-    assert made == f"before\n{report.BEGIN}\nNothing is measured yet.\n{report.END}\nafter"
+def test_only_the_marked_part_of_a_page_changes():
+    text = f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter"
+    made = pages.between_markers(text, "new")
+    assert made == f"before\n{pages.BEGIN}\nnew\n{pages.END}\nafter"
     with pytest.raises(ValueError, match="expected the markers"):
-        report.readme("no markers", [])
+        pages.between_markers("no markers", "new")
 
 
-def test_cases_that_are_no_more_are_not_in_the_readme():
+def test_cases_that_are_no_more_are_on_no_page():
     made = [{"op": "append", "case": name} for name in ("append_paged_m1", "append_paged_m1_t1")]
     loop = {"op": "decode_loop", "case": "some_model"}
-    assert report.current([*made, loop]) == [made[0], loop]
+    assert pages.current([*made, loop]) == [made[0], loop]
 
 
-def test_the_readme_says_what_the_results_say():
-    text = (ROOT / "README.md").read_text("utf-8")
-    assert text == report.from_results(ROOT), "run: python -m pallas_attn.bench.report"
+def test_peers_of_other_processes_enter_no_ratio():
+    case = "h128_causal_b2_t8192_n16"
+    peer = {"op": "forward", "case": case, "impl": "flash_attention_4", "tflops": 613.0}
+    peer |= {"version": "4", "date": "2026-11-20", "method": "events", "ours_tflops": 770}
+    text = pages.section(fake_rows(), [peer])
+    assert "Geomean: 1.12 of cudnn. Worst cell: 1.12" in text
+    assert f"| forward | `{case}` | flash_attention_4 | 4, 2026-11-20 | 613 | 687 | 770 |" in text
+    picture = pages.pictures(fake_rows(), [peer])["forward"]
+    assert "1.12 times the best peer" in picture and "flash_attention_4" in picture
 
 
 def test_rows_on_disk_are_whole():
@@ -467,6 +476,13 @@ def test_rows_on_disk_are_whole():
             continue
         assert not set(rows.REQUIRED) - row.keys(), row
         assert row["checked"] is True
+
+
+def test_rows_of_other_processes_say_how_they_were_taken():
+    for row in rows.read(ROOT / "results" / "separate"):
+        wanted = {"op", "case", "impl", "version", "method", "gpu", "date"}
+        assert not wanted - row.keys() and ("tflops" in row) != ("tbps" in row), row
+        assert not rows.is_ours(row)
 
 
 def test_a_problem_is_flat_enough_to_read(tmp_path):
@@ -478,14 +494,14 @@ def test_a_problem_is_flat_enough_to_read(tmp_path):
 
 
 def test_a_plot_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib", reason="the plot extra is not installed")
-    from pallas_attn.bench import plots
-
     for op, groups in report.latest(fake_rows()).items():
-        path = tmp_path / f"{op}.png"
+        path = tmp_path / f"{op}.svg"
         plots.ready(str(path))
         plots.bars(groups, CEILINGS, str(path))
-        assert path.read_bytes().startswith(b"\x89PNG")
+        drawn = xml.etree.ElementTree.parse(path).getroot().iter("{http://www.w3.org/2000/svg}rect")
+        bars = sum(len(rows_of) for rows_of in groups)
+        kinds = len({row["impl"] for rows_of in groups for row in rows_of})
+        assert len(list(drawn)) == 1 + bars + kinds, op
 
 
 @pytest.mark.parametrize("wanted", ["grid", "windows,odd", "grid+causal,-h256", "h64_*", "twin"])

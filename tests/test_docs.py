@@ -1,4 +1,6 @@
-"""README.md: its code runs, its matrix is that of the dispatch table, its links lead somewhere."""
+"""README.md and docs/: their code runs, their tables are those of the package and of results/, and
+their links lead somewhere.
+"""
 
 import dataclasses
 import pathlib
@@ -8,45 +10,100 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import _dispatch, _support
+from pallas_attn.bench import pages
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PROGRAMS = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SUPPORT = ROOT / "docs" / "support.md"
+SEMANTICS = (ROOT / "docs" / "semantics.md").read_text()
+PROGRAMS = {
+    f"{page.name} {number}": program
+    for page in PAGES
+    for number, program in enumerate(
+        re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)
+    )
+}
 
 
-@pytest.mark.parametrize("number", range(len(PROGRAMS)))
-def test_the_readmes_programs_print_what_they_say(number, capsys):
-    exec(compile(PROGRAMS[number], f"README.md, program {number}", "exec"), {})
-    said = re.search(r"print\(.*?\)\s*# (.*)", PROGRAMS[number]).group(1)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_print_what_they_say(name, capsys):
+    exec(compile(PROGRAMS[name], name, "exec"), {})
+    said = re.search(r"print\(.*?\)\s*# (.*)", PROGRAMS[name]).group(1)
     assert capsys.readouterr().out.strip() == said
 
 
-def test_the_program_is_of_fifteen_lines():
-    lines = [line for line in PROGRAMS[0].splitlines() if line.strip()]
+def test_the_programs_are_found():
+    assert {"README.md 0", "recipes.md 0", "recipes.md 1", "recipes.md 2"} <= PROGRAMS.keys()
+
+
+def test_the_first_program_is_of_fifteen_lines():
+    lines = [line for line in PROGRAMS["README.md 0"].splitlines() if line.strip()]
     assert len(lines) <= 15
 
 
 def test_the_program_updates_its_cache_in_place():
     scope = {}
-    exec(compile(PROGRAMS[0], "README.md", "exec"), scope)
+    exec(compile(PROGRAMS["README.md 0"], "README.md", "exec"), scope)
     cache, q, k, v = (scope[name] for name in ("cache", "q", "k", "v"))
     before = [x.unsafe_buffer_pointer() for x in (*cache.k, *cache.v)]
     cache, _ = scope["step"](cache, q[:, 0], k[:, 0], v[:, 0])
     assert [x.unsafe_buffer_pointer() for x in (*cache.k, *cache.v)] == before
 
 
+def test_the_first_screen_has_two_lines_and_ci_takes_them():
+    """Each sets up all that it needs; .ci/run greps for how they begin, and runs what it finds."""
+    shown = re.search(r"^```bash\n(.*?)^```", README, re.S | re.M).group(1).splitlines()
+    start = "python3 -m venv .venv && .venv/bin/pip install -e "
+    assert len(shown) == 2 and all(line.startswith(start) for line in shown)
+    assert [line for line in README.splitlines() if line.startswith("python3 -m venv")] == shown
+    assert README.splitlines().index(shown[1]) < 25
+    assert "< <(grep '^python3 -m venv' README.md)" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_readme_is_short_and_has_one_picture():
+    assert len(README.splitlines()) <= 180
+    assert len(re.findall(r"!\[", README)) == 1
+
+
+def test_pages_and_pictures_are_what_results_make_of_them():
+    for name, text in pages.from_results(ROOT).items():
+        assert (ROOT / name).read_text("utf-8") == text, (
+            f"{name} is behind results/: python -m pallas_attn.bench.pages"
+        )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_figure_is_written_by_hand(page):
+    """Speeds and times of kernels stand between the markers of what results/ made."""
+    before, _, rest = page.read_text().partition(pages.BEGIN)
+    by_hand = before + rest.partition(pages.END)[2]
+    assert not re.findall(r"[^.\n]*\d\s*(?:TFLOP/s|[TG]B/s|us\b|ms\b|times as fast)", by_hand)
+
+
 def test_the_support_matrix_is_that_of_the_dispatch_table():
-    _, rest = README.split(_support.BEGIN)
+    _, rest = SUPPORT.read_text().split(_support.BEGIN)
     written, _ = rest.split(_support.END)
     assert written.strip() == _support.support_matrix(), (
-        "README.md is behind the dispatch table: "
-        """python -c 'from pallas_attn import _support; _support.rewrite("README.md")'"""
+        "docs/support.md is behind the dispatch table: "
+        """python -c 'from pallas_attn import _support; _support.rewrite("docs/support.md")'"""
     )
+
+
+def test_the_api_page_has_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text()
+    for name in pa.__all__:
+        assert f":: pallas_attn.{name}\n" in text or f"`{name}` is" in text, name
+
+
+def test_the_site_has_every_page():
+    index = (ROOT / "docs" / "index.md").read_text().splitlines()
+    assert {page.stem for page in PAGES[1:]} - {"index"} <= set(index)
 
 
 @pytest.mark.parametrize("operation", ["flash_forward", "flash_backward", "decode"])
 def test_hoppers_kernels_are_for_hopper(operation):
-    """As README says of Ampere, Ada and Blackwell."""
+    """As docs/support.md says of Ampere, Ada and Blackwell."""
     chosen = {}
     for gpu in ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"):
         problem = dataclasses.replace(_support._BASE[operation], gpu=gpu)
@@ -76,7 +133,7 @@ _LATENT = {"shared_kv": True, "kv_heads": 1, "q_heads": 16, "head_dim": 576, "v_
     ],
 )
 def test_what_no_kernel_takes(operation, fields):
-    """As README says below the matrix."""
+    """As docs/support.md says below the matrix."""
     for gpu in _support.GENERATIONS:
         problem = dataclasses.replace(_support._BASE[operation], gpu=gpu, **fields)
         assert all(kernel.limit(problem) for kernel in _support._kernels(operation)), gpu
@@ -86,20 +143,30 @@ def test_the_matrix_knows_every_operation():
     assert set(_support.OPERATIONS) == set(_dispatch.TABLES)
 
 
-def test_links_within_the_repository_lead_somewhere():
-    for name in ("README.md", "DESIGN.md", "CHANGELOG.md"):
-        for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / name).read_text()):
-            assert (ROOT / target).exists(), f"{name} points at {target}"
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_links_within_the_repository_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
 
 
-def test_names_in_the_readme_exist():
-    for name in set(re.findall(r"`(?:pa|pallas_attn)\.(\w+)`", README)):
-        assert hasattr(pa, name), name
+def test_names_in_the_pages_exist():
+    for page in PAGES:
+        for name in set(re.findall(r"`(?:pa|pallas_attn)\.(\w+)", page.read_text())):
+            assert hasattr(pa, name) or (ROOT / "pallas_attn" / name).exists(), f"{page}: {name}"
 
 
-def test_the_semantics_that_the_readme_and_the_docstrings_share():
-    """The table is the contract; what a call says of itself must not contradict it."""
-    assert "a row that sees no key | out 0, lse -inf" in README
+def test_paths_in_the_pages_exist():
+    """What is named by its path from the root, in code style."""
+    for page in PAGES:
+        for name in re.findall(
+            r"`((?:pallas_attn|tests|configs|docs|results)/[\w/.]*)`", page.read_text()
+        ):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_the_semantics_that_the_page_and_the_docstrings_share():
+    """The page is the contract; what a call says of itself must not contradict it."""
+    assert "a row that sees no key | out 0, lse -inf" in SEMANTICS
     assert "row that sees no key is 0" in pa.flash_attention.__doc__
     assert "-inf for a row that sees no key" in pa.flash_attention_with_lse.__doc__
     assert "NaN" in pa.decode_attention.__doc__

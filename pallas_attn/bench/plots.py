@@ -1,6 +1,12 @@
-"""Bars: ours beside its peers, under the ceiling. Needs matplotlib (the extra `plot`)."""
+"""Bars as an SVG file: ours beside its peers, under the ceiling of the machine.
 
-import importlib.util
+The picture is made of the rows alone, by the same arithmetic everywhere, so that a test can compare
+the committed pictures with results/ byte by byte.
+"""
+
+import dataclasses
+import html
+import math
 import pathlib
 from collections.abc import Sequence
 
@@ -8,85 +14,159 @@ from pallas_attn.bench.report import TITLES, geomean, ratios
 from pallas_attn.bench.rows import Row, is_ours, rate
 
 # Okabe and Ito's colours, which stay apart for every kind of colour vision; ours is the darkest, so
-# that a grey print can be read too. A peer has the same colour in every plot.
+# that a grey print can be read too. A peer has the same colour in every picture.
 _OURS = "#003f5c"
 _COLOURS = {
     "cudnn": "#56B4E9",
-    "attention_mgpu": "#E69F00",
-    "tokamax_mosaic": "#009E73",
-    "torch_cudnn": "#CC79A7",
-    "torch_flash2": "#D55E00",
+    "flash_attention_4": "#CC79A7",
+    "flashinfer_tensor_cores": "#E69F00",
+    "flashinfer_cuda_cores": "#F0E442",
+    "attention_mgpu": "#009E73",
+    "tokamax_mosaic": "#D55E00",
+    "torch_flash2": "#0072B2",
     "xla": "#BBBBBB",
-    "wide_cache": "#0072B2",
 }
-_OTHERS = "#F0E442"
-_WIDE = 16  # cases a row of bars can hold
+_OTHERS = "#888888"
+_WIDE = 16  # cases that one row of bars can hold
+_LEFT, _RIGHT, _TOP, _PANEL, _BELOW, _LEGEND = 110, 16, 54, 260, 112, 28  # pixels
 
 
 def ready(path: str) -> None:
-    """Says what a plot is missing before anything is measured for it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plot: drawing takes matplotlib: pip install 'pallas_attn[plot]'")
-    if not path.endswith(".png"):
-        raise ValueError(f"plot: expected a name that ends with .png, got {path}")
+    """Says what is wrong with a name for a picture before anything is measured for it."""
+    if not path.endswith(".svg"):
+        raise ValueError(f"plot: expected a name that ends with .svg, got {path}")
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab"):
         pass
 
 
 def bars(groups: Sequence[Sequence[Row]], ceilings: dict[str, float], path: str) -> None:
-    """Draws the groups of one operation (one group a case, ours first) into a PNG."""
-    import matplotlib.figure
-    import matplotlib.patches
+    """Draws the groups of one operation (one group a case, ours first) into a file."""
+    pathlib.Path(path).write_text(drawing(groups, ceilings), "utf-8")
 
-    groups = list(groups)
-    op = groups[0][0]["op"]
-    lines = -(-len(groups) // _WIDE)
-    each = -(-len(groups) // lines)
-    width = min(16.0, max(8.0, 3.0 + 0.8 * each))
-    figure = matplotlib.figure.Figure((width, 0.9 + 4.0 * lines), layout="constrained", dpi=150)
-    axes = figure.subplots(lines, 1, squeeze=False)[:, 0]
-    top = 1.14 * max(_height(row) for rows in groups for row in rows)
-    ceiling = _ceiling(op, ceilings)
-    for n, axis in enumerate(axes):
-        _panel(axis, groups[n * each : (n + 1) * each], each)
+
+def drawing(
+    groups: Sequence[Sequence[Row]], ceilings: dict[str, float], separate: Sequence[Row] = ()
+) -> str:
+    """The SVG of some groups. `separate`: rows of peers that were measured in processes of their
+    own; they are drawn in outline and enter no ratio.
+    """
+    every = [[*rows, *(r for r in separate if r["case"] == rows[0]["case"])] for rows in groups]
+    names = _names(every)
+    lines = -(-len(every) // _WIDE)
+    each = -(-len(every) // lines)
+    width = _LEFT + _RIGHT + max(660, min(62, 16 + 10 * len(names)) * each)
+    height = _TOP + lines * (_PANEL + _BELOW) + _LEGEND
+    facts, op = groups[0][0], groups[0][0]["op"]
+    where = f"{facts['gpu']}, JAX {facts['jax']}{_claim(groups)}"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family="Verdana, DejaVu Sans, sans-serif" font-size="11">',
+        f"<title>{html.escape(TITLES[op])}</title>",
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        _text(TITLES[op], width / 2, 20, "middle", size=14),
+        _text(where, width / 2, 37, "middle"),
+    ]
+    ceiling = _ceiling(facts, ceilings)
+    high = max(_height(row) for rows in every for row in rows)
+    high = 1.1 * max(high, ceiling[1] if ceiling else 0)
+    for n in range(lines):
+        top = _TOP + n * (_PANEL + _BELOW)
+        slot = (width - _LEFT - _RIGHT) / each
+        panel = _Panel(top, width - _RIGHT, slot, high, logarithmic=op == "append")
+        parts += panel.frame(_unit(facts), ceiling)
+        for position, rows in enumerate(every[n * each : (n + 1) * each]):
+            parts += panel.group(position, sorted(rows, key=lambda r: names.index(_name(r))))
+    parts += _legend(names, {row["impl"] for row in separate}, width, height - 12)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Panel:
+    """One row of bars: where it lies and how large `high` is."""
+
+    top: int
+    right: int
+    slot: float
+    high: float
+    logarithmic: bool
+
+    def y(self, value: float) -> float:
+        share = value / self.high
+        if self.logarithmic:
+            share = max(0.0, math.log(value / 0.5) / math.log(self.high / 0.5))
+        return self.top + _PANEL * (1 - share)
+
+    def frame(self, unit: str, ceiling: tuple[str, float] | None) -> list[str]:
+        """The axis with its lines, and the ceiling."""
+        base, middle = self.top + _PANEL, self.top + _PANEL / 2
+        turned = f'transform="rotate(-90 {_LEFT - 42} {middle})"'
+        parts = [_text(unit, _LEFT - 42, middle, "middle", more=turned)]
+        for value in _ticks(self.high, self.logarithmic):
+            parts.append(_line(self.right, self.y(value), "#dddddd"))
+            parts.append(_text(f"{value:g}", _LEFT - 6, self.y(value) + 4, "end"))
         if ceiling is not None:
-            label = f"{ceiling[0]} {ceiling[1]:.4g}"
-            axis.axhline(ceiling[1], color="#444444", linewidth=1, linestyle="--", zorder=1)
-            axis.annotate(label, (1, ceiling[1]), (-3, 3), ("axes fraction", "data"), fontsize=8,
-                          textcoords="offset points", ha="right", color="#444444")  # fmt: skip
-        if op == "append":  # from one microsecond to a hundred
-            axis.set_yscale("log")
-            axis.set_ylim(0.5, 2 * top)
-            axis.yaxis.set_major_formatter("{x:g}")
-        else:
-            axis.set_ylim(0, max(top, 1.1 * ceiling[1] if ceiling else 0))
-        axis.set_ylabel(_unit(op))
-    facts = groups[0][0]
-    title = f"{TITLES[op].split(',')[0]}: {facts['gpu']}, JAX {facts['jax']}{_claim(groups)}"
-    figure.suptitle(title, fontsize=11)
-    handles = [matplotlib.patches.Patch(color=_colour(name), label=name) for name in _names(groups)]
-    columns = min(len(handles), int(width / 1.7))
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
-    figure.savefig(path)
+            parts.append(
+                _line(self.right, self.y(ceiling[1]), "#444444", ' stroke-dasharray="5 4"')
+            )
+            label = f"{ceiling[0]} {ceiling[1]:.3g}"
+            parts.append(_text(label, self.right - 2, self.y(ceiling[1]) - 4, "end"))
+        return [*parts, _line(self.right, base, "#444444")]
+
+    def group(self, position: int, rows: Sequence[Row]) -> list[str]:
+        """The bars of one case, our figure within ours, its name below."""
+        left, base = _LEFT + self.slot * position, self.top + _PANEL
+        thick = 0.84 * self.slot / max(3, len(rows))
+        start = left + (self.slot - thick * len(rows)) / 2
+        parts = []
+        for n, row in enumerate(rows):
+            x, y, colour = start + n * thick, self.y(_height(row)), _colour(_name(row))
+            outline = f' fill-opacity="0.35" stroke="{colour}"' if "method" in row else ""
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{0.9 * thick:.1f}" '
+                f'height="{base - y:.1f}" fill="{colour}"{outline}/>'
+            )
+            if is_ours(row):
+                middle, inside = x + 0.45 * thick + 4, min(y + 30, base - 4)
+                turned = f'fill="white" transform="rotate(-90 {middle:.1f} {inside:.1f})"'
+                parts.append(_text(_label(row), middle, inside, "start", 10, turned))
+        middle, below = left + self.slot / 2 + 4, base + 14
+        turned = f'transform="rotate(-32 {middle:.1f} {below})"'
+        return [*parts, _text(_short(rows[0]), middle, below, "end", 10, turned)]
 
 
-def _panel(axis, groups, each) -> None:
-    slot = 0.84 / max(map(len, groups))
-    order = _names(groups)
-    for n, rows in enumerate(groups):
-        rows = sorted(rows, key=lambda row: order.index(_name(row)))
-        left = [n + (position - (len(rows) - 1) / 2) * slot for position in range(len(rows))]
-        colours = [_colour(_name(row)) for row in rows]
-        drawn = axis.bar(left, list(map(_height, rows)), slot * 0.92, color=colours, zorder=2)
-        values = [_label(rows[0]), *[""] * (len(rows) - 1)]
-        axis.bar_label(drawn, values, label_type="center", fontsize=7, rotation=90, color="white")
-    names = [_short(rows[0]) for rows in groups]
-    axis.set_xticks(range(len(groups)), names, rotation=25, ha="right", fontsize=8)
-    axis.set_xlim(-0.6, each - 0.4)
-    axis.grid(axis="y", color="#dddddd", linewidth=0.6, zorder=0)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+def _legend(names: Sequence[str], separate: set[str], width: int, y: int) -> list[str]:
+    labels = [f"{name}, its own process" * (name in separate) or name for name in names]
+    x = (width - sum(30 + 6 * len(label) for label in labels)) / 2
+    parts = []
+    for name, label in zip(names, labels, strict=True):
+        opacity = ' fill-opacity="0.35"' if name in separate else ""
+        colour = f'fill="{_colour(name)}" stroke="{_colour(name)}"'
+        parts.append(f'<rect x="{x:.1f}" y="{y - 9}" width="10" height="10" {colour}{opacity}/>')
+        parts.append(_text(label, x + 14, y, "start"))
+        x += 30 + 6 * len(label)
+    return parts
+
+
+def _text(
+    text: str, x: float, y: float, anchor: str, size: int | None = None, more: str = ""
+) -> str:
+    larger = f' font-size="{size}"' if size else ""
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{larger}'
+    return f"<text {place} {more}>{html.escape(text)}</text>"
+
+
+def _line(right: float, y: float, colour: str, more: str = "") -> str:
+    ends = f'x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"'
+    return f'<line {ends} stroke="{colour}"{more}/>'
+
+
+def _ticks(high: float, logarithmic: bool) -> list[float]:
+    if logarithmic:
+        return [x for x in (1, 3, 10, 30, 100, 300, 1000) if x < high]
+    power = 10 ** math.floor(math.log10(high / 4))
+    step = next(n * power for n in (1, 2, 5, 10) if high / (n * power) <= 8)
+    return [round(n * step, 6) for n in range(int(high / step) + 1)]
 
 
 def _name(row: Row) -> str:
@@ -115,14 +195,15 @@ def _label(row: Row) -> str:
     return f"{value:.0f}" if value >= 20 else f"{value:.2f}"
 
 
-def _unit(op: str) -> str:
-    units = {"append": "microseconds (less is better)", "decode": "TB/s of live K and V"}
-    return units.get(op, "TFLOP/s")
+def _unit(row: Row) -> str:
+    if row["op"] == "append":
+        return "microseconds (less is better)"
+    return "TFLOP/s" if "tflops" in row else "TB/s"
 
 
-def _ceiling(op: str, ceilings: dict[str, float]) -> tuple[str, float] | None:
-    name = {"append": "", "decode": "read"}.get(op, "matmul")
-    return (name, ceilings[name]) if name in ceilings else None
+def _ceiling(row: Row, ceilings: dict[str, float]) -> tuple[str, float] | None:
+    name = "matmul" if "tflops" in row else "read"
+    return (name, ceilings[name]) if name in ceilings and row["op"] != "append" else None
 
 
 def _short(row: Row) -> str:
@@ -131,4 +212,6 @@ def _short(row: Row) -> str:
 
 def _claim(groups: Sequence[Sequence[Row]]) -> str:
     means = ratios(groups).get("best")
-    return f"; {geomean(means.values()):.2f}x the best peer of each case" if means else ""
+    return (
+        f"; {geomean(means.values()):.2f} times the best peer of the same process" if means else ""
+    )

@@ -1,13 +1,10 @@
-"""What measurements say: a line a case as it goes, a summary, and the README's tables."""
+"""What measurements say: a line a case as it goes, ratios and a summary."""
 
-import pathlib
 import statistics
 from collections.abc import Iterable, Sequence
 
-from pallas_attn import cases
-from pallas_attn.bench.rows import Row, is_ours, rate, read
+from pallas_attn.bench.rows import Row, is_ours, rate
 
-BEGIN, END = "<!-- performance:begin -->", "<!-- performance:end -->"
 OPS = ("forward", "forward+backward", "backward", "decode", "decode_loop", "append")
 PORTABLE = ", by the kernels for every GPU from Ampere on"  # of an op, where those of sm80 ran
 TITLES = {
@@ -117,103 +114,3 @@ def latest(rows: Sequence[Row]) -> dict[str, list[list[Row]]]:
 
 def _table_of(row: Row) -> str:
     return row["op"] + PORTABLE * ("_sm80" in row["impl"])
-
-
-def section(rows: Sequence[Row], plots: Sequence[str] = ()) -> str:
-    """The README's performance section, from the rows alone."""
-    groups = latest(rows)
-    if not groups:
-        return "Nothing is measured yet."
-    ceilings = {(row["run"], row["case"]): rate(row) for row in rows if row["op"] == "ceiling"}
-    parts = [
-        "Device time by CUPTI, median, random normal inputs, every result checked before it was "
-        "timed; peers took turns in the same process. TFLOP/s count the visible pairs: 4 "
-        "operations a pair and head dim forward, 3.5 times that with the backward. MiB: what a "
-        "step takes beside its arguments and results. Made by "
-        "`python run.py --task=bench` (see `configs/`) from `results/`."
-    ]
-    for table in (op + family for family in ("", PORTABLE) for op in OPS):
-        if table in groups:
-            parts.append(_table(table, groups[table], ceilings))
-    parts += [f"![{pathlib.Path(plot).stem}]({plot})" for plot in plots]
-    return "\n\n".join(parts)
-
-
-def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], float]) -> str:
-    peers = sorted({row["impl"] for rows in groups for row in rows if not is_ours(row)})
-    op, unit = groups[0][0]["op"], "read" if table.startswith("decode") else "matmul"
-    shared = {} if op == "append" else {"share": f"of {unit}"}
-    memory = {"memory": "MiB, ours / cudnn"} if any("memory_mib" in r[0] for r in groups) else {}
-    head = ["case", "**ours**", *shared.values(), *peers, "over best peer", *memory.values()]
-    title = TITLES[op] + table.removeprefix(op)
-    lines = [f"### {title}", "", _cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
-    for rows in groups:
-        ours = rows[0]
-        cells = [f"`{ours['case']}`", f"**{_number(ours)}**"]
-        if shared:
-            top = ceilings.get((ours["run"], unit))
-            cells.append(f"{100 * rate(ours) / top:.0f} %" if top else "")
-        by_name = {row["impl"]: row for row in rows}
-        cells += [_number(by_name[name]) if name in by_name else "" for name in peers]
-        best = best_peer(rows)
-        cells.append(f"{best['ms'] / ours['ms']:.2f}" if best else "")
-        if memory:
-            held = (by_name.get(name, {}).get("memory_mib") for name in (ours["impl"], "cudnn"))
-            cells.append(" / ".join("" if one is None else str(one) for one in held))
-        lines.append(_cells(cells))
-    means = ratios(groups)
-    said = [f"{geomean(means[name].values()):.2f} of {name}" for name in peers if name in means]
-    if said:
-        best_of = means["best"]
-        worst = min(best_of, key=lambda case: best_of[case])
-        lines += ["", f"Geomean: {', '.join(said)}. Worst cell: {best_of[worst]:.2f} at `{worst}`."]
-    return "\n".join([*lines, "", _where(groups)])
-
-
-def _number(row: Row) -> str:
-    if row["op"] == "append":
-        return f"{1e3 * row['ms']:.2f}"
-    value = rate(row)
-    return f"{value:.0f}" if "tflops" in row and value >= 10 else f"{value:.2f}"
-
-
-def _cells(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _where(groups: list[list[Row]]) -> str:
-    facts = {(r[0]["gpu"], r[0]["jax"], r[0]["commit"], r[0]["date"][:10]) for r in groups}
-    said = [
-        f"{gpu}, JAX {jax}, commit {commit}, {date}" for gpu, jax, commit, date in sorted(facts)
-    ]
-    return "Measured on: " + "; ".join(said) + "."
-
-
-def readme(text: str, rows: Sequence[Row], plots: Sequence[str] = ()) -> str:
-    """The README with its performance section made anew."""
-    before, mark, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not mark or not end:
-        raise ValueError(f"README.md: expected the markers {BEGIN} and {END}, each once")
-    return f"{before}{BEGIN}\n{section(rows, plots)}\n{END}{after}"
-
-
-def current(rows: Iterable[Row]) -> list[Row]:
-    """But for cases that `run.py --task=bench` had once and has no more."""
-    lists: dict[str, Sequence[cases.Case]] = {"decode": cases.DECODE, "append": cases.APPEND}
-    lists |= dict.fromkeys(("forward", "forward+backward", "backward"), cases.ATTENTION)
-    names = {op: {case.name for case in listed} for op, listed in lists.items()}
-    return [row for row in rows if row["op"] not in names or row["case"] in names[row["op"]]]
-
-
-def from_results(root: pathlib.Path) -> str:
-    """The README of a checkout as its results make it; plots are those beside them."""
-    folder = root / "results"
-    rows_found = current(read(folder)) if folder.is_dir() else []
-    plots = [str(path.relative_to(root)) for path in sorted(folder.glob("*.png"))]
-    return readme((root / "README.md").read_text("utf-8"), rows_found, plots)
-
-
-if __name__ == "__main__":
-    here = pathlib.Path.cwd()
-    (here / "README.md").write_text(from_results(here), "utf-8")

@@ -45,7 +45,7 @@ class Options:
     cold: bool = False  # empty the L2 cache before each timed call
     commit: str | None = None  # where the tree is no git checkout
     out: str | None = None  # .jsonl to add rows to
-    plot: str | None = None  # .png to draw
+    plot: str | None = None  # .svg to draw
 
 
 @dataclasses.dataclass
