@@ -70,6 +70,26 @@ class Mask:
         return self.left is None and self.right is None
 
     @property
+    def bounds_left(self) -> bool:
+        """Whether it hides keys that lie far enough before the query."""
+        return self.left is not None
+
+    @property
+    def bounds_right(self) -> bool:
+        """Whether it hides keys that lie far enough after the query."""
+        return self.right is not None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the last key that a query sees is the one at its own position."""
+        return self.right == 0
+
+    @property
+    def width(self) -> int | None:
+        """How many positions the band has in each row; None where a side is unbounded."""
+        return None if self.left is None or self.right is None else self.left + self.right + 1
+
+    @property
     def transposed(self) -> "Mask":
         """The same band seen from the keys: the key at position p meets the queries of this one."""
         return Mask(left=self.right, right=self.left)
@@ -109,6 +129,14 @@ class Mask:
         for term in terms:
             seen = term if seen is True else seen & term
         return seen
+
+    def row_bounds(self, q_pos: Position) -> tuple[Any, Any]:
+        """Keys [low, high) that the query at `q_pos` sees; a bound is None where there is none.
+        Neither is clipped: `low` may lie before key 0, and `high` past the last key.
+        """
+        low = None if self.left is None else q_pos - self.left
+        high = None if self.right is None else q_pos + (self.right + 1)
+        return low, high
 
     def kv_range(self, q_lo: Position, q_hi: Position, kv_len: Position) -> tuple[Any, Any]:
         """Keys [lo, hi) that *some* query at a position in [q_lo, q_hi) may see; empty when hi <=

@@ -48,6 +48,30 @@ def test_allows_is_the_definition(mask):
 
 
 @by_mask
+def test_the_bounds_of_a_row_are_the_keys_that_it_sees(mask):
+    keys = range(-12, 12)  # more on either side of a query than any of these masks reaches
+    for q_pos in range(-3, 6):
+        low, high = mask.row_bounds(q_pos)
+        inside = [(low is None or low <= j) and (high is None or j < high) for j in keys]
+        assert inside == [seen(mask, q_pos, j) for j in keys]
+    low, high = mask.row_bounds(np.arange(3))
+    assert (low is None, high is None) == (not mask.bounds_left, not mask.bounds_right)
+    assert [bound.shape for bound in (low, high) if bound is not None] in ([], [(3,)], [(3,)] * 2)
+
+
+@by_mask
+def test_what_a_mask_says_of_itself(mask):
+    keys = range(-12, 12)
+    visible = [j for j in keys if seen(mask, 0, j)]
+    assert mask.bounds_left == (visible[0] != keys[0])
+    assert mask.bounds_right == (visible[-1] != keys[-1])
+    assert mask.is_full == (len(visible) == len(keys))
+    assert mask.is_causal == (visible[-1] == 0)
+    both = mask.bounds_left and mask.bounds_right
+    assert mask.width == (len(visible) if both else None)
+
+
+@by_mask
 def test_allows_is_the_same_in_numpy_and_jax(mask):
     q_pos, kv_pos = np.arange(-2, 5, dtype=np.int32)[:, None], np.arange(6, dtype=np.int32)[None]
     wanted = [[seen(mask, p, j, 4) for j in range(6)] for p in range(-2, 5)]
