@@ -332,7 +332,7 @@ def test_limits(fields, reason):
 @pytest.mark.guards
 def test_config_checks_itself():
     with pytest.raises(
-        ValueError, match="append.Config\\(words=0\\): words wants 1 to 16: registers hold them"
+        ValueError, match=r"Config\.words must be 1 to 16: registers hold them, got 0"
     ):
         append_copy.Config(words=0)
     assert append_copy.smem_bytes(LARGE.problem, append_copy.Config()) == 0

@@ -87,7 +87,7 @@ class BlockOfThreads:
         index = np.broadcast_to(index, 128)[where]
         self.memory.store(ref, index, value[where], nbytes, self.ids[where])
 
-    # ---- kernels.lang.threads.Thread --------------------------------------------------------------------
+    # ---- kernels.lang.threads.Thread ------------------------------------------------------------
 
     def choose(self, where, a, b):
         return np.where(where, a, b).astype(np.result_type(a))

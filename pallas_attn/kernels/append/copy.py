@@ -35,6 +35,7 @@ from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.append import quantize as append_quantize
 from pallas_attn.kernels.append.plan import At, Place, Plan, Refs
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.config import check
 
 Array = Any
 Ref = Any
@@ -53,10 +54,8 @@ class Config:
     overlaps: bool = False  # begins while the kernel before it ends: `mosaic.begin_early`
 
     def __post_init__(self):
-        if not 1 <= self.words <= append_plan.IN_FLIGHT_MOST:
-            raise ValueError(
-                f"append.Config(words={self.words}): words wants 1 to 16: registers hold them."
-            )
+        most = append_plan.IN_FLIGHT_MOST
+        check(self, words=(1 <= self.words <= most, f"1 to {most}: registers hold them"))
 
 
 def limit(problem: AppendProblem) -> Limit | None:

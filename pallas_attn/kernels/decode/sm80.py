@@ -17,6 +17,7 @@ from pallas_attn.kernels.attention.sm80_common import fits
 from pallas_attn.kernels.decode import combine
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
+from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import mma_rowmajor
 
 
@@ -32,8 +33,7 @@ class Config(decode_sm90.Config):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.rows not in (4, 8, 16, 32, 64):
-            raise ValueError(f"Config.rows must be 4, 8, 16, 32 or 64, got {self.rows}")
+        check(self, rows=(self.rows in (4, 8, 16, 32, 64), "4, 8, 16, 32 or 64"))
 
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":

@@ -36,6 +36,7 @@ from pallas_attn.kernels.decode.producer import Refs, Smem
 from pallas_attn.kernels.decode.scheduler import Piece, Plan, Share, Table
 from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
 from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync, mma_tf32
 
 Array = Any
@@ -73,17 +74,15 @@ class Config:
     rows = 4 * mma_rowmajor.ROWS  # of queries, that a block takes at once, at most
 
     def __post_init__(self):
-        wants = {
-            "tile": (self.tile in (32, 64, 128, 256), "32, 64, 128 or 256"),
-            "stages": (self.stages >= self.least, f"at least {self.least}"),
-            "ctas": (self.ctas >= 1, "at least 1"),
-            "fixed": (self.fixed >= 1, "at least 1"),
-            "abreast": (self.abreast in (1, 2, 4), "1, 2 or 4"),
-            "turn": (self.turn % scheduler.GRAIN == 0 <= self.turn, "a multiple of 16"),
-        }
-        for name, (good, want) in wants.items():
-            if not good:
-                raise ValueError(f"Config.{name} must be {want}, got {getattr(self, name)}")
+        check(
+            self,
+            tile=(self.tile in (32, 64, 128, 256), "32, 64, 128 or 256"),
+            stages=(self.stages >= self.least, f"at least {self.least}"),
+            ctas=(self.ctas >= 1, "at least 1"),
+            fixed=(self.fixed >= 1, "at least 1"),
+            abreast=(self.abreast in (1, 2, 4), "1, 2 or 4"),
+            turn=(self.turn % scheduler.GRAIN == 0 <= self.turn, "a multiple of 16"),
+        )
 
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":

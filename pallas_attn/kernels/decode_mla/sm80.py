@@ -29,6 +29,7 @@ from pallas_attn.kernels.decode import logits as decode_logits
 from pallas_attn.kernels.decode.producer import Refs
 from pallas_attn.kernels.decode.scheduler import Piece, Plan, Share, Table
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
+from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import mma_2x2, mma_2x2_rows, mma_sync
 
 Array = Any
@@ -57,8 +58,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
 
 class LatentPlan(Plan):
     def __post_init__(self):
-        if self.tile not in (32, 64):
-            raise ValueError(f"Config.tile must be 32 or 64 of V within K, got {self.tile}")
+        check(self.config, tile=(self.tile in (32, 64), "32 or 64 of V within K"))
 
     @property
     def row_blocks(self) -> int:

@@ -46,6 +46,7 @@ from pallas_attn.kernels.flash_bwd.plan import Item, Refs, across
 from pallas_attn.kernels.flash_bwd.sm80_load import Copies, KeyPlan, Step, step_of
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import global_accumulate, mma_2x2, mma_sync
 from pallas_attn.kernels.mma.mma_2x2 import Stand
 
@@ -73,28 +74,26 @@ class Config:
     def __post_init__(self):
         blocks = (32, 64) if self.fused else (16, 32, 64)
         queries = self.block_q * self.down // (4 * self.warpgroups)  # a warp's
-        wants = {
-            "row_blocks": (self.row_blocks in (1, 2), "1 or 2"),
-            "block_q": (self.block_q in blocks, "32 or 64, or, if it is not fused, 16"),
-            "warpgroups": (self.warpgroups in (1, 2), "1 or 2"),
-            "down": (self.down in (2, 4) and queries >= 16, "4, or 2 if a warp gets 16 queries"),
-            "apart": (
+        check(
+            self,
+            row_blocks=(self.row_blocks in (1, 2), "1 or 2"),
+            block_q=(self.block_q in blocks, "32 or 64, or, if it is not fused, 16"),
+            warpgroups=(self.warpgroups in (1, 2), "1 or 2"),
+            down=(self.down in (2, 4) and queries >= 16, "4, or 2 if a warp gets 16 queries"),
+            apart=(
                 not self.apart or self.down == self.warpgroups == 2,
                 "False where not two warpgroups stand two by two",
             ),
-            "do_stages": (self.do_stages in (1, 2), "1 or 2"),
-            "section": (self.section >= 0, "at least 0"),
-            "dq_row_blocks": (self.dq_row_blocks in (1, 2), "1 or 2"),
-            "dq_block_kv": (self.dq_block_kv in (16, 32, 64), "16, 32 or 64"),
-            "dq_stages": (self.dq_stages in (1, 2), "1 or 2"),
-            "columns": (
+            do_stages=(self.do_stages in (1, 2), "1 or 2"),
+            section=(self.section >= 0, "at least 0"),
+            dq_row_blocks=(self.dq_row_blocks in (1, 2), "1 or 2"),
+            dq_block_kv=(self.dq_block_kv in (16, 32, 64), "16, 32 or 64"),
+            dq_stages=(self.dq_stages in (1, 2), "1 or 2"),
+            columns=(
                 not self.columns or (self.columns % 16 == 0 and self.plain),
                 "0; or a multiple of 16 if it is not fused, of 64 keys and one warpgroup, down 4",
             ),
-        }
-        for name, (good, want) in wants.items():
-            if not good:
-                raise ValueError(f"Config.{name} must be {want}, got {getattr(self, name)}")
+        )
 
     @property
     def plain(self) -> bool:

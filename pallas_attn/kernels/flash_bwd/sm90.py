@@ -63,6 +63,7 @@ from pallas_attn.kernels.flash_bwd.plan import ROWS, Plan, Refs
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.flash_fwd import sm90_memory as flash_fwd_memory
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.config import check
 
 WARPGROUPS = 2  # that compute
 SMEM_LIMIT = flash_fwd_memory.SMEM_LIMIT
@@ -88,19 +89,17 @@ class Config:
     def __post_init__(self):
         blocks = (64, 128) if self.fused else (16, 32, 64, 128)
         lags = (1,) if self.block_q == 128 else (1, 2)
-        wants = {
-            "block_q": (self.block_q in blocks, "64 or 128, or, if it is not fused, 16 or 32"),
-            "stages": (self.stages >= 2, "at least 2"),
-            "section": (self.section >= 0, "at least 0"),
-            "ctas": (self.ctas >= 0, "at least 0"),
-            "dq_block_kv": (self.dq_block_kv in (32, 64, 128), "32, 64 or 128"),
-            "dq_stages": (self.dq_stages >= 2, "at least 2"),
-            "lag": (self.lag in lags, " or ".join(map(str, lags))),
-            "dq_warpgroups": (self.dq_warpgroups in (1, 2, 3), "1, 2 or 3"),
-        }
-        for name, (good, want) in wants.items():
-            if not good:
-                raise ValueError(f"Config.{name} must be {want}, got {getattr(self, name)}")
+        check(
+            self,
+            block_q=(self.block_q in blocks, "64 or 128, or, if it is not fused, 16 or 32"),
+            stages=(self.stages >= 2, "at least 2"),
+            section=(self.section >= 0, "at least 0"),
+            ctas=(self.ctas >= 0, "at least 0"),
+            dq_block_kv=(self.dq_block_kv in (32, 64, 128), "32, 64 or 128"),
+            dq_stages=(self.dq_stages >= 2, "at least 2"),
+            lag=(self.lag in lags, " or ".join(map(str, lags))),
+            dq_warpgroups=(self.dq_warpgroups in (1, 2, 3), "1, 2 or 3"),
+        )
 
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":

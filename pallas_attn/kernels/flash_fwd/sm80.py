@@ -61,6 +61,7 @@ from pallas_attn.kernels.flash_fwd.sm80_ahead import (
 )
 from pallas_attn.kernels.flash_fwd.sm80_load import Smem, keys, rows_of_q, slot_of
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import epilogue, mma_2x2, mma_2x2_rows, mma_sync
 
 
@@ -83,29 +84,27 @@ class Config:
 
     def __post_init__(self):
         even, one_block = self.block_kv % 32 == 0, self.wide or self.row_blocks == 1
-        wants = {
-            "row_blocks": (self.row_blocks in (1, 2), "1 or 2"),
-            "block_kv": (16 <= self.block_kv <= 128 and self.block_kv % 16 == 0, "16, 32, .. 128"),
-            "stages": (self.stages >= 1, "at least 1"),
-            "late": (self.late % 16 == 0 <= self.late, "a multiple of 16"),
-            "section": (self.section >= 0, "at least 0"),
-            "wide": (even or not self.wide, "False where block_kv is odd times 16"),
-            "down": (
+        check(
+            self,
+            row_blocks=(self.row_blocks in (1, 2), "1 or 2"),
+            block_kv=(16 <= self.block_kv <= 128 and self.block_kv % 16 == 0, "16, 32, .. 128"),
+            stages=(self.stages >= 1, "at least 1"),
+            late=(self.late % 16 == 0 <= self.late, "a multiple of 16"),
+            section=(self.section >= 0, "at least 0"),
+            wide=(even or not self.wide, "False where block_kv is odd times 16"),
+            down=(
                 self.down == 4 or (self.down == 2 and even and one_block and not self.hold_q),
                 "4; or 2 if a warpgroup has 64 rows, block_kv is even times 16, q is not held",
             ),
-            "ahead": (
+            ahead=(
                 not self.ahead or (self.down == 2 and self.stages == 1),
                 "False unless down is 2 and stages is 1",
             ),
-            "columns": (
+            columns=(
                 not self.columns or (self.columns % 16 == 0 and self.plain),
                 "0; or a multiple of 16 if row_blocks is 1, down is 4 and q is not held",
             ),
-        }
-        for name, (good, want) in wants.items():
-            if not good:
-                raise ValueError(f"Config.{name} must be {want}, got {getattr(self, name)}")
+        )
 
     @property
     def plain(self) -> bool:

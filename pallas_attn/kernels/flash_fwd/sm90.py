@@ -60,6 +60,7 @@ from pallas_attn.kernels.flash_fwd.sm90_memory import (
     smem_bytes,
 )
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import wgmma, wgmma_exact
 
 # Probabilities of float32 are spread over float16's range. They lie below 2**softmax.PATIENCE.
@@ -80,19 +81,17 @@ class Config:
     chunk: int = 32  # columns of them that are taken together
 
     def __post_init__(self):
-        wants = {
-            "warpgroups": (self.warpgroups in (1, 2, 3, 4), "1, 2, 3 or 4"),
-            "block_kv": (16 <= self.block_kv <= 256 and self.block_kv % 16 == 0, "16, 32, .. 256"),
-            "stages": (self.stages >= 2, "at least 2"),
-            "section": (self.section >= 0, "at least 0"),
-            "ctas": (self.ctas >= 0, "at least 0"),
-            "q_slots": (self.q_slots in (1, 2), "1 or 2"),
-            "early": (self.early in (0, 1, 2, 3, 4), "0 to 4"),
-            "chunk": (self.chunk in (8, 16, 32, 64, 128, 256), "8, 16, 32, .. 256"),
-        }
-        for name, (good, want) in wants.items():
-            if not good:
-                raise ValueError(f"Config.{name} must be {want}, got {getattr(self, name)}")
+        check(
+            self,
+            warpgroups=(self.warpgroups in (1, 2, 3, 4), "1, 2, 3 or 4"),
+            block_kv=(16 <= self.block_kv <= 256 and self.block_kv % 16 == 0, "16, 32, .. 256"),
+            stages=(self.stages >= 2, "at least 2"),
+            section=(self.section >= 0, "at least 0"),
+            ctas=(self.ctas >= 0, "at least 0"),
+            q_slots=(self.q_slots in (1, 2), "1 or 2"),
+            early=(self.early in (0, 1, 2, 3, 4), "0 to 4"),
+            chunk=(self.chunk in (8, 16, 32, 64, 128, 256), "8, 16, 32, .. 256"),
+        )
 
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
