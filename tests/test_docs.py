@@ -11,11 +11,13 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import _dispatch, _support
 from pallas_attn.bench import pages
+from tests.test_package import FLOORS, IMPORTS
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SUPPORT = ROOT / "docs" / "support.md"
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 SEMANTICS = (ROOT / "docs" / "semantics.md").read_text()
 PROGRAMS = {
     f"{page.name} {number}": program
@@ -172,14 +174,34 @@ def test_the_semantics_that_the_page_and_the_docstrings_share():
     assert "NaN" in pa.decode_attention.__doc__
 
 
-def test_the_tree_in_the_design_is_that_of_the_package():
-    """Every file that it names is there; of modules, it names all but kernels by algorithm."""
-    named = set(re.findall(r"[\w]+\.py", (ROOT / "DESIGN.md").read_text()))
-    files = {path.name: path for folder in ("pallas_attn", "tests") for path in _modules(folder)}
-    assert named <= {"run.py", *files}
-    rest = {name for name, path in files.items() if path.parent.name in ("pallas_attn", "lm")}
-    assert rest - {"__init__.py"} <= named
+def test_files_in_the_pages_exist():
+    """In code style: a path from the root, from the package or its kernels/, or a file's name."""
+    roots = [ROOT, ROOT / "pallas_attn", ROOT / "pallas_attn" / "kernels"]
+    folders = ("pallas_attn", "tests", "docs")
+    names = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    for page in PAGES:
+        for name in re.findall(r"`([\w./]*\.py)`", page.read_text()):
+            found = any((root / name).exists() for root in roots)
+            assert found or name in names, f"{page.name}: {name}"
 
 
-def _modules(folder):
-    return (ROOT / folder).rglob("*.py")
+def test_the_map_has_every_module_and_every_folder_of_kernels():
+    top = {path.name for path in (ROOT / "pallas_attn").glob("*.py")} - {"__init__.py"}
+    assert top <= set(re.findall(r"`(\w+\.py)`", ARCHITECTURE))
+    floors = {}
+    for floor, folders in re.findall(r"^\| (\d) \| ([^|]*) \|", ARCHITECTURE, re.M):
+        floors |= dict.fromkeys(re.findall(r"`(\w+)/`", folders), int(floor))
+    assert floors == FLOORS
+
+
+def test_eight_files_are_enough_to_follow_the_hopper_forward():
+    """Those that the page lists, and what they import is listed too or named as not needed."""
+    part = ARCHITECTURE.partition("### One call of the Hopper forward")[2].partition("###")[0]
+    listed = re.findall(r"^\d\. `([\w/]+)\.py`", part, re.M)
+    assert len(listed) <= 8 and listed[0] == "flash_fwd/sm90"
+    named = {name for name in re.findall(r"`([\w/]+)\.py`", part)}
+    for module in listed:
+        for name in IMPORTS["kernels." + module.replace("/", ".")]:
+            folder, _, file = name.removeprefix("kernels.").partition(".")
+            if name.startswith("kernels.") and file and folder != "lang":
+                assert f"{folder}/{file}" in named, f"{module} imports {name}"

@@ -76,7 +76,7 @@ def counters(plan: Plan) -> np.ndarray:
     Each launch leaves them as it found them, so they are a constant: XLA has nothing to clear,
     which would be a launch of its own. The number behind them is that of this call:
     two calls in a program would otherwise share one constant, and must not if XLA ever ran them
-    side by side. (Calls of one jitted function inside another still do: DESIGN, "Transforms".) It
+    side by side. (Calls of one jitted function inside another still do: docs/architecture.) It
     also keeps XLA from making the zeros itself.
     """
     zeros = BLANK // 4 + plan.problem.sequences * plan.heads
