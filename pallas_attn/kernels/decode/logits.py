@@ -1,4 +1,4 @@
-"""Scores made logits, and the mask, for rows that are packed as `row_split.Split` says."""
+"""Scores made logits, and the mask, for rows that are packed as `mma_rowmajor.Split` says."""
 
 from typing import Any
 

@@ -29,7 +29,7 @@ from pallas_attn._problem import DecodeProblem
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.mma import dequant, mma_rowmajor
-from pallas_attn.kernels.mma.row_split import Heads, Split
+from pallas_attn.kernels.mma.mma_rowmajor import Heads, Split
 
 Ref = Any
 Scalar = Any
@@ -173,7 +173,7 @@ class Plan:
 
     @property
     def folded(self) -> bool:
-        """Whether scores of few rows are folded: `row_split.Split`."""
+        """Whether scores of few rows are folded: `mma_rowmajor.Split`."""
         few = self.rows <= 8 and not self.problem.quantized and not self.wide
         return few and self.config.many
 

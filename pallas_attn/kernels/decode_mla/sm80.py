@@ -30,7 +30,7 @@ from pallas_attn.kernels.decode.producer import Refs
 from pallas_attn.kernels.decode.scheduler import Piece, Plan, Share, Table
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.mma import mma_2x2, mma_2x2_rows, mma_sync
+from pallas_attn.kernels.mma import mma_2x2, mma_sync
 
 Array = Any
 Ref = Any
@@ -181,14 +181,14 @@ def _attend(plan: LatentPlan, smem: Smem, piece: Piece, at: tuple, state: State)
     first, sizes = slot * plan.tile, (ROWS, plan.tile, plan.width)
     s = mma_2x2.product((smem.q, none), (smem.kv, first), sizes, 1, 2)
     given = _logits(plan, piece, tile, s)
-    mma_2x2_rows.put_rows(given, smem.rows, 0, "max")
-    mma_2x2_rows.meet(0)
-    peak = mma_2x2_rows.rows_of_both(smem.rows, 0, ROWS, "max")
+    mma_2x2.put_rows(given, smem.rows, 0, "max")
+    mma_2x2.sync_row_pair(0)
+    peak = mma_2x2.rows_of_both(smem.rows, 0, ROWS, "max")
     top, base = softmax.raised(peak, plan.unit_of_logits, state.top, guarded=True)
     given = given if plan.unit_of_logits is None else given * plan.unit_of_logits
     p = jnp.exp2(given - mosaic.down_rows(base, given.shape))
     shrink = jnp.exp2(state.top - base)
-    moved = warp_vote.any_in_warp(top - state.top, 0.0, mma_2x2_rows.row_layout(ROWS))
+    moved = warp_vote.any_in_warp(top - state.top, 0.0, mma_2x2.row_layout(ROWS))
     mma_2x2.put((p.astype(plan.problem.dtype),), smem.p, STAND)
 
     def scaled():
@@ -198,19 +198,19 @@ def _attend(plan: LatentPlan, smem: Smem, piece: Piece, at: tuple, state: State)
         )
 
     acc, total = lax.cond(moved != 0, scaled, lambda: (state.acc, state.total))
-    mma_2x2_rows.meet(0)
+    mma_2x2.sync_row_pair(0)
     values = smem.kv, first, plan.problem.v_head_dim
     acc = mma_2x2.weigh_shared(acc, smem.p, values, (ROWS, plan.tile, 1), STAND)
-    return State(acc, total + mma_2x2_rows.partial_sums(p), top)
+    return State(acc, total + mma_2x2.partial_sums(p), top)
 
 
 def _nothing(plan: LatentPlan) -> State:
     acc, total = (
         plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.standing(shape, 2))
-        for shape in ((ROWS, plan.problem.v_head_dim), (ROWS, mma_2x2_rows.PARTS))
+        for shape in ((ROWS, plan.problem.v_head_dim), (ROWS, mma_2x2.PARTIALS))
     )
     top = jnp.full((ROWS,), -jnp.inf, jnp.float32)
-    return State(acc, total, plgpu.layout_cast(top, mma_2x2_rows.row_layout(ROWS)))
+    return State(acc, total, plgpu.layout_cast(top, mma_2x2.row_layout(ROWS)))
 
 
 def _compute(
@@ -265,9 +265,9 @@ def _finish(plan: LatentPlan, smem: Smem, results: Any, done: tuple, parts: Any)
     """A part to global memory; the last block makes the result of all."""
     piece, state = done
     lost = smem.table.lost[piece.m]
-    mma_2x2_rows.put_rows(state.total, smem.rows, 0, "sum")
-    mma_2x2_rows.meet(0)
-    total = mma_2x2_rows.rows_of_both(smem.rows, 0, ROWS, "sum")
+    mma_2x2.put_rows(state.total, smem.rows, 0, "sum")
+    mma_2x2.sync_row_pair(0)
+    total = mma_2x2.rows_of_both(smem.rows, 0, ROWS, "sum")
     total = total + mosaic.spread(jnp.where(lost == 1, jnp.nan, 0.0), total.shape)
     mosaic.store(results.parts.at[parts.mine], state.acc)
     mosaic.store(results.tops.at[parts.mine], state.top)

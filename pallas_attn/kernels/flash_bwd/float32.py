@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_attn._problem import AttentionInputs
-from pallas_attn.kernels.mma import wgmma, wgmma_exact
+from pallas_attn.kernels.mma import wgmma
 
 SPREAD = 2.0 ** (wgmma.TOP + 1)  # of probabilities, by default
 
@@ -71,7 +71,7 @@ def left(plan: Any, x: Any, spread: float = 1.0) -> tuple[Any, ...]:
 def added(
     plan: Any, acc: Any, left: tuple[Any, ...], b: Any, swizzle: int, last: Any = lambda: 0
 ) -> Any:
-    """acc + left @ b; `swizzle`, `last`: see `wgmma_exact.added`."""
+    """acc + left @ b; `swizzle`, `last`: see `wgmma.exact_matmul_add`."""
     if plan.exact:
-        return wgmma_exact.added(acc, left[:-1], b, swizzle, (None, left[-1]), last)
-    return wgmma.added(acc, left, b)
+        return wgmma.exact_matmul_add(acc, left[:-1], b, swizzle, (None, left[-1]), last)
+    return wgmma.matmul_add(acc, left, b)

@@ -34,7 +34,7 @@ from pallas_attn.kernels.flash_bwd import plan as shared
 from pallas_attn.kernels.flash_bwd.float32 import times
 from pallas_attn.kernels.flash_bwd.plan import ROWS, Item, Plan, Refs, across
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.mma import wgmma, wgmma_exact
+from pallas_attn.kernels.mma import wgmma
 
 KEYS = ROWS  # of a tile of work
 ROOM = 228 * 1024  # of shared memory, but for what is small
@@ -220,7 +220,7 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
             if plan.exact:
                 (*parts, powers), both = left, lambda: (keys(number), product(slot))
                 some = (acc, parts, gradient(before), side.swizzle, (None, powers))
-                acc, value = wgmma_exact.beside(*some, shape, both)
+                acc, value = wgmma.exact_matmul_add_overlapped(*some, shape, both)
                 plgpu.barrier_arrive(side.second_free.at[before])
                 return acc, left_of(finish(value)), number + 1
             behind = wgmma.products(plan.values.terms, gradient_kind.terms)

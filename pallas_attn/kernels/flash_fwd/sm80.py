@@ -62,7 +62,7 @@ from pallas_attn.kernels.flash_fwd.sm80_ahead import (
 from pallas_attn.kernels.flash_fwd.sm80_load import Smem, keys, rows_of_q, slot_of
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.mma import epilogue, mma_2x2, mma_2x2_rows, mma_sync
+from pallas_attn.kernels.mma import epilogue, mma_2x2, mma_sync
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,11 +268,11 @@ def _step_of_pairs(
     sizes = (plan.own_rows, config.block_kv, plan.k_width)
     s = mma_2x2.product((smem.q, first), (smem.k, slot), sizes, parts, 2)
     given = score_mod.of_scores(plan, refs, rows, t, s, masked, mosaic.standing(s.shape, 2))
-    mma_2x2_rows.put_rows(given, smem.rows, first, "max")
+    mma_2x2.put_rows(given, smem.rows, first, "max")
     if config.stages == 1:
         meet(ask(t - 1, "k"), wait=0)
     else:
-        mma_2x2_rows.meet(rows.wg)
+        mma_2x2.sync_row_pair(rows.wg)
     return of_pairs(plan, smem, rows, slot, state, (given, masked or plan.has("bias")))
 
 
@@ -332,9 +332,9 @@ def _finish(plan: WholePlan, refs: Refs, outs: Any, smem: Smem, rows: Rows, stat
     total, stand = state.total, None
     if plan.config.down == 2:
         first, stand = rows.wg * plan.own_rows, mma_2x2.Stand(2)
-        mma_2x2_rows.put_rows(total, smem.rows, first, "sum")
-        mma_2x2_rows.meet(rows.wg)
-        total = mma_2x2_rows.rows_of_both(smem.rows, first, plan.own_rows, "sum")
+        mma_2x2.put_rows(total, smem.rows, first, "sum")
+        mma_2x2.sync_row_pair(rows.wg)
+        total = mma_2x2.rows_of_both(smem.rows, first, plan.own_rows, "sum")
     factor, lse = softmax.finish(state.top, total, sink)
     acc = jax.tree.map(lambda x: x * mosaic.down_rows(factor, x.shape), state.acc)
     if tile.q_len is not None:

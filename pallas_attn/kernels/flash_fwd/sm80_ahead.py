@@ -19,7 +19,7 @@ from pallas_attn.kernels.attention.score_mod import Refs, Rows
 from pallas_attn.kernels.attention.sm80_common import turn
 from pallas_attn.kernels.flash_fwd.sm80_load import Smem, keys, rows_of_q
 from pallas_attn.kernels.lang import mosaic, warp_vote
-from pallas_attn.kernels.mma import mma_2x2, mma_2x2_rows, mma_2x2_softmax, mma_sync
+from pallas_attn.kernels.mma import mma_2x2, mma_sync
 
 
 class State(NamedTuple):
@@ -35,10 +35,10 @@ def nothing(plan: Any) -> State:
     if plan.config.down == 2:
         acc, total = (
             plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.standing(shape, 2))
-            for shape in ((rows, plan.v_width), (rows, mma_2x2_rows.PARTS))
+            for shape in ((rows, plan.v_width), (rows, mma_2x2.PARTIALS))
         )
         top = jnp.full((rows,), -jnp.inf, jnp.float32)
-        return State(acc, total, plgpu.layout_cast(top, mma_2x2_rows.row_layout(rows)))
+        return State(acc, total, plgpu.layout_cast(top, mma_2x2.row_layout(rows)))
     parts: Any = sm80_column_stream.nothing(plan, plan.v_parts) if plan.config.columns else None
     return State(
         mosaic.filled((rows, plan.v_width), 0.0) if parts is None else parts,
@@ -51,16 +51,16 @@ def of_pairs(plan: Any, smem: Smem, rows: Rows, slot: Any, state: State, tile: A
     """A step from (logits, whether a row may have no key) on, whose rows two warps share."""
     (given, guarded), parts = tile, plan.parts_of_numbers
     own, first = plan.own_rows, rows.wg * plan.own_rows
-    peak = mma_2x2_rows.rows_of_both(smem.rows, first, own, "max")
+    peak = mma_2x2.rows_of_both(smem.rows, first, own, "max")
     top, base = softmax.raised(peak, plan.unit, state.top, guarded=guarded)
     given = given if plan.unit is None else given * plan.unit
     p = jnp.exp2(given - mosaic.down_rows(base, given.shape))
-    moved = warp_vote.any_in_warp(top - state.top, 0.0, mma_2x2_rows.row_layout(own))
+    moved = warp_vote.any_in_warp(top - state.top, 0.0, mma_2x2.row_layout(own))
     stand = mma_2x2.Stand(2, row=first)
     mma_2x2.put(mma_sync.parts_of(p, parts, smem.v.dtype), smem.p, stand)
-    step = softmax.Step(p, top, jnp.exp2(state.top - base), mma_2x2_rows.partial_sums(p), moved)
+    step = softmax.Step(p, top, jnp.exp2(state.top - base), mma_2x2.partial_sums(p), moved)
     acc, total = rescaled(state, step)
-    mma_2x2_rows.meet(rows.wg)
+    mma_2x2.sync_row_pair(rows.wg)
     sizes = (own, plan.config.block_kv, parts)
     acc = mma_2x2.weigh_shared(acc, smem.p, (smem.v, slot, plan.v_width), sizes, stand)
     return State(acc, total + step.total, top)
@@ -81,10 +81,10 @@ def attend_ahead(plan: Any, refs: Refs, smem: Smem, rows: Rows) -> State:
     def begun(t, state):
         """What the tile's maxima say, when V of it has been asked for."""
         meet(ask(t, "v"))
-        peak = mma_2x2_rows.rows_of_both(smem.rows, first, own, "max")
+        peak = mma_2x2.rows_of_both(smem.rows, first, own, "max")
         guarded = some_masked or plan.has("bias")
         top, base = softmax.raised(peak, plan.unit, state.top, guarded=guarded)
-        moved = warp_vote.any_in_warp(top - state.top, 0.0, mma_2x2_rows.row_layout(own))
+        moved = warp_vote.any_in_warp(top - state.top, 0.0, mma_2x2.row_layout(own))
         return top, base, moved
 
     def step(masked, i, carry):
@@ -92,14 +92,14 @@ def attend_ahead(plan: Any, refs: Refs, smem: Smem, rows: Rows) -> State:
         t, (state, given) = -i, carry  # loops count up
         top, base, moved = begun(t, state)
         to = base, smem.p, first
-        s, total = mma_2x2_softmax.scores_and_exponents(matrix, sizes, given, plan.unit, to)
+        s, total = mma_2x2.scores_and_exponents(matrix, sizes, given, plan.unit, to)
         coming = score_mod.of_scores(plan, refs, rows, t - 1, s, masked, layout)
         meet(ask(t - 2, "k"))
         shrink = jnp.exp2(state.top - base)
         acc, before = rescaled(state, softmax.Step(s, top, shrink, total, moved))
         values = smem.v, none, plan.v_width
         peaks = coming, smem.rows, first
-        acc = mma_2x2_softmax.weigh_and_peaks(acc, smem.p, values, sizes[:2], stand, peaks)
+        acc = mma_2x2.weigh_and_peaks(acc, smem.p, values, sizes[:2], stand, peaks)
         return State(acc, before + total, top), coming
 
     def last_step(state, given):
@@ -107,7 +107,7 @@ def attend_ahead(plan: Any, refs: Refs, smem: Smem, rows: Rows) -> State:
         given = given if plan.unit is None else given * plan.unit
         p = jnp.exp2(given - mosaic.down_rows(base, given.shape))
         mma_2x2.put((p.astype(smem.v.dtype),), smem.p, stand)
-        total = mma_2x2_rows.partial_sums(p)
+        total = mma_2x2.partial_sums(p)
         meet()
         shrink = jnp.exp2(state.top - base)
         acc, before = rescaled(state, softmax.Step(p, top, shrink, total, moved))
@@ -120,7 +120,7 @@ def attend_ahead(plan: Any, refs: Refs, smem: Smem, rows: Rows) -> State:
     s = mma_2x2.product(*matrix, sizes, 1, 2)
     given = score_mod.of_scores(plan, refs, rows, span.hi - 1, s, some_masked, layout)
     meet(ask(span.hi - 2, "k"))
-    mma_2x2_rows.put_rows(given, smem.rows, first, "max")
+    mma_2x2.put_rows(given, smem.rows, first, "max")
     high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), span.hi)
     low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)
     begin = 1 - span.hi

@@ -61,7 +61,7 @@ from pallas_attn.kernels.flash_fwd.sm90_memory import (
 )
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.mma import wgmma, wgmma_exact
+from pallas_attn.kernels.mma import wgmma
 
 # Probabilities of float32 are spread over float16's range. They lie below 2**softmax.PATIENCE.
 SPREAD = 2.0 ** (wgmma.TOP + 1 - softmax.PATIENCE)
@@ -251,7 +251,7 @@ def _attend(
         if plan.exact:
             q_and_k = functools.partial(_q_and_k, plan, smem, rows, slot)
             some = (state.acc, state.p, values, plan.v_swizzle, (state.shrink, None))
-            acc, s = wgmma_exact.beside(*some, shape, q_and_k)
+            acc, s = wgmma.exact_matmul_add_overlapped(*some, shape, q_and_k)
             new = work(s)
             total = state.total * mosaic.down_rows(new.shrink, state.total.shape)
         else:
@@ -283,9 +283,11 @@ def _attend(
     plgpu.barrier_wait(smem.ready.at[slot])
     values = wgmma.of_memory(smem.v.at[slot], plan.values)
     if plan.exact:
-        acc = wgmma_exact.added(state.acc, state.p, values, plan.v_swizzle, (state.shrink, None))
+        acc = wgmma.exact_matmul_add(
+            state.acc, state.p, values, plan.v_swizzle, (state.shrink, None)
+        )
     else:
-        acc = wgmma.added(state.acc, state.p, values)
+        acc = wgmma.matmul_add(state.acc, state.p, values)
     plgpu.barrier_arrive(smem.free.at[slot])
     return state._replace(acc=acc), next_slot(plan, slot)
 

@@ -22,8 +22,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.mosaic import Int
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync
-from pallas_attn.kernels.mma.mma_rowmajor import REF, ROWS, SCALAR
-from pallas_attn.kernels.mma.row_split import Split
+from pallas_attn.kernels.mma.mma_rowmajor import REF, ROWS, SCALAR, Split
 
 Ref = Any
 Array = Any
