@@ -1,4 +1,4 @@
-"""Who computes what: one table an operation, and `select`.
+"""Who computes what: one table an operation (decoding has a second, for V within K), and `select`.
 
 This is the only module that knows every implementation, and it imports a kernel only when a problem
 reaches it.
@@ -178,6 +178,11 @@ def _score_matrix(problem: AttentionProblem) -> str:
     return f"it would store the whole score matrix (T*S = {problem.q_len * problem.kv_len})"
 
 
+def _dense_copy(problem: DecodeProblem) -> str:
+    del problem
+    return "it would copy every cache to a dense array"
+
+
 TABLES: dict[str, tuple[Implementation, ...]] = {
     "flash_forward": (
         Kernel("sm90", "flash_fwd.sm90", (90, 90)),
@@ -202,7 +207,12 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     "decode": (
         Kernel("sm90", "decode.sm90", (90, 90)),
         Kernel("sm80", "decode.sm80", (OLDEST, NEWEST)),
-        Reference(_decode, lambda problem: "it would copy every cache to a dense array"),
+        Reference(_decode, _dense_copy),
+    ),
+    "decode_mla": (  # V is the first columns of K
+        Kernel("sm90", "decode_mla.sm90", (90, 90)),
+        Kernel("sm80", "decode_mla.sm80", (OLDEST, NEWEST)),
+        Reference(_decode, _dense_copy),
     ),
 }
 
@@ -221,6 +231,12 @@ def recorded() -> Iterator[list[str]]:
         yield names
     finally:
         _record.reset(token)
+
+
+def table_of(problem: Problem) -> tuple[Implementation, ...]:
+    """Who may take the problem, fastest first."""
+    latent = isinstance(problem, DecodeProblem) and problem.shared_kv
+    return TABLES["decode_mla" if latent else problem.op]
 
 
 def check_name(implementation: str | None) -> None:
@@ -243,7 +259,7 @@ def select(problem: Problem, implementation: str | None) -> Implementation:
 
 
 def _select(problem: Problem, implementation: str | None) -> Implementation:
-    table = TABLES[problem.op]
+    table = table_of(problem)
     if implementation is None:
         limits = {}
         for candidate in table:

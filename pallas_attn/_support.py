@@ -163,8 +163,8 @@ def _table(operation: str) -> str:
     return "\n".join(lines)
 
 
-def _kernels(operation: str) -> list[_dispatch.Kernel]:
-    return [x for x in _dispatch.TABLES[operation] if isinstance(x, _dispatch.Kernel)]
+def _kernels(problem: Any) -> list[_dispatch.Kernel]:
+    return [x for x in _dispatch.table_of(problem) if isinstance(x, _dispatch.Kernel)]
 
 
 def _cell(operation: str, generation: str, variants: tuple[dict[str, Any], ...]) -> str:
@@ -179,7 +179,7 @@ def _cell(operation: str, generation: str, variants: tuple[dict[str, Any], ...])
 def _taken(operation: str, generation: str, variants: tuple[dict[str, Any], ...]) -> Iterator[bool]:
     for variant in variants:
         problem: Any = dataclasses.replace(_BASE[operation], gpu=generation, **variant)  # type: ignore[type-var]
-        yield any(kernel.limit(problem) is None for kernel in _kernels(operation))
+        yield any(kernel.limit(problem) is None for kernel in _kernels(problem))
 
 
 def _label(variant: dict[str, Any]) -> str:

@@ -71,9 +71,10 @@ class Subject:
             stack.enter_context(contextlib.suppress(_AskedError))
             jax.eval_shape(lambda arrays: call(**arrays), arrays)
         return all(
-            any(row.limit(dataclasses.replace(problem, op=op)) is None for row in self._kernels(op))
-            for problem in asked
-            for op in {problem.op, operation}
+            any(row.limit(problem) is None for row in self._kernels(_dispatch.table_of(problem)))
+            for problem in (
+                dataclasses.replace(one, op=op) for one in asked for op in {one.op, operation}
+            )
         )
 
     @property
@@ -85,10 +86,10 @@ class Subject:
         """Whether the operation has an implementation in this row by now."""
         if self.implementation == "reference":
             return True
-        return operation not in self.but and bool(self._kernels(operation))
+        return operation not in self.but and bool(self._kernels(_dispatch.TABLES[operation]))
 
-    def _kernels(self, operation: str) -> list[Any]:
-        rows = [x for x in _dispatch.TABLES[operation] if isinstance(x, _dispatch.Kernel)]
+    def _kernels(self, table: tuple[Any, ...]) -> list[Any]:
+        rows = [x for x in table if isinstance(x, _dispatch.Kernel)]
         return [x for x in rows if self.implementation in (None, x.name)]
 
     def somewhere(self) -> bool:

@@ -535,10 +535,6 @@ def test_layers_share_one_kernel():
             "float32 queries over a quantised cache; it takes bfloat16 and float16",
         ),
         (
-            {"dtype": "float32", "cache_dtype": "float32", "shared_kv": True},
-            "float32 queries over V within K; it takes bfloat16 and float16",
-        ),
-        (
             {
                 **dict.fromkeys(("dtype", "cache_dtype"), "float32"),
                 **dict.fromkeys(("head_dim", "v_head_dim"), 256),

@@ -13,8 +13,8 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, reference, sliding_window
 from pallas_attn._problem import DecodeInputs, DecodeProblem
-from pallas_attn.kernels.decode import sm80 as decode_sm80
-from pallas_attn.kernels.decode import sm90 as kernel
+from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
+from pallas_attn.kernels.decode_mla import sm90 as kernel
 from tests import mosaic, test_decode_kernel
 
 
@@ -91,7 +91,7 @@ CASES = {
 }  # fmt: skip
 
 
-PORTABLE = decode_sm80.Config
+PORTABLE = mla_sm80.Config
 OF_WARPS = {
     "separate": (
         Case("per_sequence", (70, 130), q_len=5, q_heads=8, mask=sliding_window(50)),
@@ -176,8 +176,8 @@ def test_machine_code_of_the_portable_kernel(target):
 )
 def test_limits_of_the_portable_kernel(fields, reason):
     problem = Case("per_sequence").problem
-    assert decode_sm80.limit(problem) is None
-    assert decode_sm80.limit(dataclasses.replace(problem, **fields)).reason.startswith(reason)
+    assert mla_sm80.limit(problem) is None
+    assert mla_sm80.limit(dataclasses.replace(problem, **fields)).reason.startswith(reason)
 
 
 def test_tiles_of_the_portable_kernel():
@@ -188,6 +188,10 @@ def test_tiles_of_the_portable_kernel():
 @pytest.mark.parametrize(
     "fields, reason",
     [
+        (
+            {"dtype": "float32", "cache_dtype": "float32"},
+            "float32 queries over V within K; it takes bfloat16 and float16",
+        ),
         ({"kind": "per_sequence"}, "separate arrays of latent rows"),
         ({"quantized": True, "cache_dtype": "int8"}, "a int8 cache with V within K"),
         ({"kv_heads": 2, "q_heads": 8}, "V within K of 2 kv heads"),

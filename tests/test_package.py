@@ -146,10 +146,6 @@ FLOORS = {
 }
 
 
-# Latent decode is still chosen within decode.
-STILL = {("kernels.decode.sm90", "decode_mla"), ("kernels.decode.sm80", "decode_mla")}
-
-
 def _folder(module):
     return module.split(".")[1]
 
@@ -159,7 +155,7 @@ def test_kernels_import_from_their_own_folder_and_lower_floors(module):
     if not module.startswith("kernels."):
         return
     for name in IMPORTS[module]:
-        if name.startswith("kernels.") and (module, _folder(name)) not in STILL:
+        if name.startswith("kernels."):
             there, here = _folder(name), _folder(module)
             assert there == here or FLOORS[there] < FLOORS[here], f"{module} imports {name}"
 

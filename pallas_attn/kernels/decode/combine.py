@@ -14,8 +14,10 @@ import functools
 import itertools
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.decode.scheduler import BLANK, Plan
 from pallas_attn.kernels.lang import threads
@@ -81,6 +83,15 @@ def counters(plan: Plan) -> np.ndarray:
     """
     zeros = BLANK // 4 + plan.problem.sequences * plan.heads
     return np.append(np.zeros(zeros, np.int32), np.int32(next(_calls) % 2**31 or 1))
+
+
+def of_no_rows(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Any, Any]:
+    """out and lse over a cache without rows: NaN for a sequence that should have some."""
+    rows = (problem.sequences, problem.q_len, problem.q_heads)
+    lost = (inputs.lengths > 0)[:, None, None]
+    out = jnp.where(lost[..., None], jnp.nan, jnp.zeros((*rows, problem.v_head_dim)))
+    lse = jnp.where(lost, jnp.nan, jnp.full((rows[0], rows[2], rows[1]), -jnp.inf))
+    return out.astype(problem.dtype), lse.astype(jnp.float32)
 
 
 def whole(thread: threads.Thread, refs: tuple[Spilled, Results], at: Where, *, plan: Plan) -> None:

@@ -17,6 +17,7 @@ Every block works the line out for itself, from lengths on the device: one runni
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ from jax import lax
 
 from pallas_attn import _gpus
 from pallas_attn._problem import DecodeProblem
+from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.mma import dequant, mma_rowmajor
@@ -38,6 +40,8 @@ SMEM_LIMIT = _gpus.shared_memory(_gpus.HOPPER)
 RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
 BLANK = 2048  # bytes of zeros that lie before the counters
 GRAIN = 16  # keys of a unit that is less than a tile
+# A launch has parameters for as many arrays of K and of V; of the others a thread lays out 63.
+MOST_SEQUENCES = 2000
 
 
 class Piece(NamedTuple):
@@ -85,7 +89,7 @@ class Plan:
     @property
     def _fits_abreast(self) -> bool:
         problem, page = self.problem, self.problem.page_size
-        plain = self.bulk and not self.wide and not problem.shared_kv
+        plain = self.bulk and not self.wide
         heads = self.rows <= mma_rowmajor.ROWS and problem.kv_heads % self.abreast == 0
         whole_pages = page is not None and page % 8 == 0 and self.tile % page == 0
         return plain and heads and whole_pages and not problem.batch_invariant
@@ -293,6 +297,52 @@ class Plan:
             return at_least(div(keys + (GRAIN - 1), GRAIN), 1) + self.turn
         units = at_least(end - first, 1)
         return div(units + (self.unit - 1), self.unit) if self.unit > 1 else units
+
+
+def dtype_limit(problem: DecodeProblem) -> Limit | None:
+    """Why no decode kernel takes these dtypes, or None."""
+    if problem.dtype not in ("bfloat16", "float16", "float32"):
+        return Limit(
+            f"it takes bfloat16, float16 and float32 q, not {problem.dtype}",
+            "cast q to one of them",
+        )
+    if problem.cache_dtype != problem.dtype and not problem.quantized:
+        return Limit(
+            f"a {problem.cache_dtype} cache under {problem.dtype} queries",
+            "create the cache with q's dtype, or a narrow one with scales; or cast q",
+        )
+    return None
+
+
+def size_limit(problem: DecodeProblem) -> Limit | None:
+    """Why the scheduler cannot count this problem's tiles, pages or sequences, or None."""
+    most = sum(capacity // 64 + 1 for capacity in problem.capacities)
+    if most * problem.q_heads * problem.q_len >= 2**31 or max(problem.capacities) >= 2**30:
+        return Limit("it counts tiles of keys in 32 bits", "split the sequences over several calls")
+    slabs = (problem.layers or 1) * (problem.pages or problem.sequences)
+    if slabs >= 2**31:
+        what = "sequences" if problem.pages is None else "pages"
+        return Limit(f"{slabs} {what} of all layers; it counts them in 32 bits", "split the layers")
+    scaled = problem.quantized and problem.kind == "per_sequence"
+    most = MOST_SEQUENCES // (2 if scaled else 1)
+    if problem.sequences > most:
+        return Limit(
+            f"{problem.sequences} sequences; it takes up to {most}",
+            "split them over several calls",
+        )
+    return None
+
+
+def has_no_rows(problem: DecodeProblem) -> bool:
+    """Whether the cache has no row at all: there is nothing to launch."""
+    return not max(problem.capacities) or problem.pages == 0
+
+
+def deepest(smem_bytes: Callable, problem: DecodeProblem, config: Any, room: int) -> Any:
+    """The config with as many stages, up to 8, as there is room for; but at least 2."""
+    deeper = [dataclasses.replace(config, stages=stages) for stages in range(8, 2, -1)]
+    fitting = (one for one in deeper if smem_bytes(problem, one) <= room)
+    return next(fitting, dataclasses.replace(config, stages=2))
 
 
 def at_least(x: Any, bound: int) -> Any:

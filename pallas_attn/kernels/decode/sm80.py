@@ -1,7 +1,6 @@
 """Decode attention for every GPU from Ampere on: `decode_sm90`, whose tiles of keys are brought by
 the threads themselves (cp.async) where Hopper has bulk copies. All else, the dealing of work, the
-matmuls (mma.sync), the softmax and the merge of parts, is that kernel's. V within K has a kernel of
-its own (`mla_sm80`).
+matmuls (mma.sync), the softmax and the merge of parts, is that kernel's.
 
 A tile is there when each thread's own copies are and all have met, which they do once a tile
 anyway. Rows that do not exist are zeros that cp.async puts there.
@@ -14,9 +13,7 @@ from pallas_attn import _gpus
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention.sm80_common import fits
-from pallas_attn.kernels.decode import combine
 from pallas_attn.kernels.decode import sm90 as decode_sm90
-from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import mma_rowmajor
 
@@ -40,33 +37,26 @@ class Config(decode_sm90.Config):
         """What serves a problem that nobody tuned: as many bytes in flight as there is room for."""
         ctas = _gpus.multiprocessors(problem.gpu)
         choices = [cls(tile=64, stages=stages, ctas=ctas) for stages in (6, 5, 4, 3, 2)]
-        if problem.shared_kv:
-            choices += [cls(tile=32, stages=stages, ctas=ctas) for stages in (3, 2, 1)]
-        elif problem.dtype == "float32":
+        wide = problem.dtype == "float32"
+        if wide:
             # Two blocks a multiprocessor, one of which computes while the other waits.
             pair = [cls(tile=tile, stages=2, ctas=2 * ctas) for tile in (64, 32)]
             pair = [one for one in pair if fits(problem, _bytes_of_two, one)]
             small = [cls(tile=32, stages=stages, ctas=ctas) for stages in (6, 5, 4, 3, 2)]
             choices = [*pair, *choices[:-1], *small]
-        if not problem.shared_kv:
-            # Where rows are wide and shared memory is little: one tile at a time, or few queries.
-            tile = 32 if problem.dtype == "float32" else 64
-            choices += [
-                cls(tile=tile, stages=stages, ctas=ctas, eager=True, rows=rows)
-                for rows in (16, 8, 4)
-                for stages in (2, 1)
-            ]
+        # Where rows are wide and shared memory is little: one tile at a time, or few queries.
+        tile = 32 if wide else 64
+        choices += [
+            cls(tile=tile, stages=stages, ctas=ctas, eager=True, rows=rows)
+            for rows in (16, 8, 4)
+            for stages in (2, 1)
+        ]
         return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
-    own = problem
-    if problem.shared_kv:
-        if (refused := mla_sm80.limit(problem)) is not None:
-            return refused
-        own = dataclasses.replace(problem, shared_kv=False, head_dim=64, v_head_dim=64)
-    if (refused := decode_sm90.limit(own)) is not None:
+    if (refused := decode_sm90.limit(problem)) is not None:
         return refused
     if not fits(problem, smem_bytes, Config.default(problem)):
         return Limit(
@@ -77,8 +67,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
 
 
 def smem_bytes(problem: DecodeProblem, config: Any) -> int:
-    where = mla_sm80 if problem.shared_kv else decode_sm90
-    return where.smem_bytes(problem, config)
+    return decode_sm90.smem_bytes(problem, config)
 
 
 def _bytes_of_two(problem: DecodeProblem, config: Any) -> int:
@@ -88,7 +77,4 @@ def _bytes_of_two(problem: DecodeProblem, config: Any) -> int:
 
 def run(inputs: DecodeInputs, problem: DecodeProblem, config: Any) -> tuple[Any, Any]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
-    if not problem.shared_kv or not max(problem.capacities) or problem.pages == 0:
-        return decode_sm90.run(inputs, problem, config)
-    counters = combine.counters(mla_sm80.LatentPlan(problem, config))
-    return mla_sm80.launch(inputs, counters, problem, config)
+    return decode_sm90.run(inputs, problem, config)

@@ -34,7 +34,6 @@ from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.decode import combine, mainloop, producer, scheduler
 from pallas_attn.kernels.decode.producer import Refs, Smem
 from pallas_attn.kernels.decode.scheduler import Piece, Plan, Share, Table
-from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync, mma_tf32
@@ -98,8 +97,6 @@ class Config:
 
     @classmethod
     def _of_single_heads(cls, problem: DecodeProblem) -> "Config":
-        if problem.shared_kv:
-            return _deepest(problem, mla_sm90.even(problem, cls()), scheduler.SMEM_LIMIT)
         plan = Plan(problem, cls())
         heads = problem.sequences * plan.heads
         keys = max(problem.capacities) * heads
@@ -107,7 +104,7 @@ class Config:
             for tile in (128, 64):
                 config = cls(tile=tile, stages=2, ctas=_even_pairs(heads), eager=True)
                 if smem_bytes(problem, config) <= SMEM_OF_TWO:
-                    return _deepest(problem, config, SMEM_OF_TWO)
+                    return scheduler.deepest(smem_bytes, problem, config, SMEM_OF_TWO)
         if (two := _of_two(plan, heads, keys)) is not None:
             return two
         even = [n for n in range(MULTIPROCESSORS, MULTIPROCESSORS - 9, -1) if heads % n == 0]
@@ -127,7 +124,7 @@ class Config:
         choices, room = [], scheduler.SMEM_LIMIT
         while tile >= (32 if plan.wide else 64):
             one = cls(tile=tile, stages=2, ctas=ctas, many=many, turn=turn, eager=eager)
-            choices.append(_deepest(problem, one, room))
+            choices.append(scheduler.deepest(smem_bytes, problem, one, room))
             tile //= 2
         # 8 keys a warp, of tiles of 32, are few to hide latency behind: two larger ones are faster.
         least = 2 if plan.wide and plan.row_blocks == 1 else 3
@@ -172,61 +169,26 @@ def _side_by_side(problem: DecodeProblem, config: Config) -> Config:
     return config
 
 
-def _deepest(problem: DecodeProblem, config: Config, room: int) -> Config:
-    """The config with as many stages, up to 8, as there is room for; but at least 2."""
-    deeper = [dataclasses.replace(config, stages=stages) for stages in range(8, 2, -1)]
-    fitting = (one for one in deeper if smem_bytes(problem, one) <= room)
-    return next(fitting, dataclasses.replace(config, stages=2))
-
-
 def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
-    if problem.dtype not in ("bfloat16", "float16", "float32"):
-        return Limit(
-            f"it takes bfloat16, float16 and float32 q, not {problem.dtype}",
-            "cast q to one of them",
-        )
+    if (refused := scheduler.dtype_limit(problem)) is not None:
+        return refused
     if problem.quantized and (refused := producer.narrow_limit(problem)) is not None:
         return refused
-    if problem.cache_dtype != problem.dtype and not problem.quantized:
-        return Limit(
-            f"a {problem.cache_dtype} cache under {problem.dtype} queries",
-            "create the cache with q's dtype, or a narrow one with scales; or cast q",
-        )
-    if problem.dtype == "float32" and (problem.quantized or problem.shared_kv):
-        what = "a quantised cache" if problem.quantized else "V within K"
-        return Limit(
-            f"float32 queries over {what}; it takes bfloat16 and float16", "cast q to one of them"
-        )
-    if problem.shared_kv and (refused := mla_sm90.limit(problem, Config(stages=2))):
-        return refused
-    if not problem.shared_kv and (refused := tma_operands.dims_limit(problem)):
-        return refused
-    most = sum(capacity // 64 + 1 for capacity in problem.capacities)
-    if most * problem.q_heads * problem.q_len >= 2**31 or max(problem.capacities) >= 2**30:
-        return Limit("it counts tiles of keys in 32 bits", "split the sequences over several calls")
-    slabs = (problem.layers or 1) * (problem.pages or problem.sequences)
-    if slabs >= 2**31:
-        what = "sequences" if problem.pages is None else "pages"
-        return Limit(f"{slabs} {what} of all layers; it counts them in 32 bits", "split the layers")
-    scaled = problem.quantized and problem.kind == "per_sequence"
-    most = MOST_SEQUENCES // (2 if scaled else 1)
-    if problem.sequences > most:
-        return Limit(
-            f"{problem.sequences} sequences; it takes up to {most}",
-            "split them over several calls",
-        )
     wide = problem.dtype == "float32"
+    if wide and problem.quantized:
+        return Limit(
+            "float32 queries over a quantised cache; it takes bfloat16 and float16",
+            "cast q to one of them",
+        )
+    if (refused := tma_operands.dims_limit(problem) or scheduler.size_limit(problem)) is not None:
+        return refused
     if wide and smem_bytes(problem, Config.default(problem)) > scheduler.SMEM_LIMIT:
         return Limit(
             f"such rows do not fit in shared memory beside {problem.sequences} lengths",
             "decode fewer tokens at once, or split the sequences over several calls",
         )
     return None
-
-
-# A launch has parameters for as many arrays of K and of V; of the others a thread lays out 63.
-MOST_SEQUENCES = 2000
 
 
 def scratch(plan: Plan) -> Smem:
@@ -259,8 +221,6 @@ def scratch(plan: Plan) -> Smem:
 
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
-    if problem.shared_kv:
-        return mla_sm90.smem_bytes(problem, config)
     return scheduler.RESERVED + mosaic.bytes_of(scratch(Plan(problem, config)))
 
 
@@ -420,15 +380,9 @@ def _kernel(refs: Refs, out: Ref, lse: Ref, parts: Any, smem: Smem, *, plan: Pla
 
 def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
-    rows = (problem.sequences, problem.q_len, problem.q_heads)
-    if not max(problem.capacities) or problem.pages == 0:
-        lost = (inputs.lengths > 0)[:, None, None]
-        out = jnp.where(lost[..., None], jnp.nan, jnp.zeros((*rows, problem.v_head_dim)))
-        lse = jnp.where(lost, jnp.nan, jnp.full((rows[0], rows[2], rows[1]), -jnp.inf))
-        return out.astype(problem.dtype), lse.astype(jnp.float32)
-    of = mla_sm90.launch_of if problem.shared_kv else lambda *of: (_launch, Plan(*of))
-    launch, plan = of(problem, config)
-    return launch(inputs, combine.counters(plan), problem, config)
+    if scheduler.has_no_rows(problem):
+        return combine.of_no_rows(inputs, problem)
+    return _launch(inputs, combine.counters(Plan(problem, config)), problem, config)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))

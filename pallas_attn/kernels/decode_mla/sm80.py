@@ -12,6 +12,7 @@ warps that share rows meet twice more, over the rows' largest logits and over P.
 where shared memory has room for no more, a tile is asked for when it is wanted.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -21,9 +22,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn import _gpus
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tma_operands
+from pallas_attn.kernels.attention.sm80_common import fits
 from pallas_attn.kernels.decode import combine, producer, scheduler
 from pallas_attn.kernels.decode import logits as decode_logits
 from pallas_attn.kernels.decode.producer import Refs
@@ -41,8 +44,53 @@ STAND = mma_2x2.Stand(2)
 ABREAST = 8  # threads that copy a row
 
 
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """`tile`: keys of a tile. `stages`: tiles in the ring; with a single one nothing arrives under
+    the matmuls of a tile. `ctas`: persistent blocks. `fixed`: tiles of a part where
+    `batch_invariant` is asked for.
+    """
+
+    tile: int = 64
+    stages: int = 6
+    ctas: int = _gpus.multiprocessors(_gpus.HOPPER)
+    fixed: int = 16
+    # What `scheduler.Plan` asks of the Config of every decode kernel.
+    least, rows, bulk, many, turn, eager, abreast = 1, 64, False, False, 0, False, 1
+
+    def __post_init__(self):
+        check(
+            self,
+            tile=(self.tile in (32, 64), "32 or 64 of V within K"),
+            stages=(self.stages >= self.least, f"at least {self.least}"),
+            ctas=(self.ctas >= 1, "at least 1"),
+            fixed=(self.fixed >= 1, "at least 1"),
+        )
+
+    @classmethod
+    def default(cls, problem: DecodeProblem) -> "Config":
+        """As many bytes in flight as there is room for."""
+        ctas = _gpus.multiprocessors(problem.gpu)
+        sizes = [(64, n) for n in (6, 5, 4, 3, 2)] + [(32, n) for n in (3, 2, 1)]
+        choices = [cls(tile=tile, stages=stages, ctas=ctas) for tile, stages in sizes]
+        return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
+
+
 def limit(problem: DecodeProblem) -> Limit | None:
-    """Why this kernel cannot take V within K, or None."""
+    """Why this kernel cannot take the problem, or None."""
+    refused = (
+        _rows_limit(problem) or scheduler.dtype_limit(problem) or scheduler.size_limit(problem)
+    )
+    if refused is None and not fits(problem, smem_bytes, Config.default(problem)):
+        return Limit(
+            "such rows do not fit in the shared memory of this GPU",
+            "decode fewer tokens at once, or use smaller head dims",
+        )
+    return refused
+
+
+def _rows_limit(problem: DecodeProblem) -> Limit | None:
+    """Why it cannot take such rows of V within K, or None."""
     if problem.quantized or problem.cache_dtype != problem.dtype:
         return Limit(f"a {problem.cache_dtype} cache with V within K", "keep it in q's dtype")
     if problem.dtype == "float32":
@@ -58,7 +106,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
 
 class LatentPlan(Plan):
     def __post_init__(self):
-        check(self.config, tile=(self.tile in (32, 64), "32 or 64 of V within K"))
+        """Config has checked itself."""
 
     @property
     def row_blocks(self) -> int:
@@ -300,11 +348,18 @@ def _kernel(refs: Refs, out: Ref, lse: Ref, parts: Any, smem: Smem, *, plan: Lat
 # ---- the call ------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("problem", "config"))
-def launch(
-    inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: Any
-) -> tuple[Array, Array]:
+def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
+    if scheduler.has_no_rows(problem):
+        return combine.of_no_rows(inputs, problem)
+    return _launch(inputs, combine.counters(LatentPlan(problem, config)), problem, config)
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "config"))
+def _launch(
+    inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: Config
+) -> tuple[Array, Array]:
+    """Jitted, so that a model of many layers traces it once."""
     plan, of = LatentPlan(problem, config), jax.ShapeDtypeStruct
     rows = (problem.sequences, problem.q_len, problem.q_heads)
     refs = producer.refs_of(inputs, counters, plan)

@@ -31,6 +31,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn import _gpus
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax
@@ -54,6 +55,7 @@ from pallas_attn.kernels.decode_mla.sm90_memory import (
     scratch,
 )
 from pallas_attn.kernels.lang import mosaic, warp_vote
+from pallas_attn.kernels.lang.config import check
 
 Array = Any
 Ref = Any
@@ -62,8 +64,50 @@ Scalar = Any
 SCORING, LOADING = COMPUTING, COMPUTING + 1  # the other warpgroups
 
 
-def limit(problem: DecodeProblem, least: Any) -> Limit | None:
-    """Why this kernel cannot take the problem even with the `least` Config, or None."""
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """`stages`: the ring has room for so many blocks of columns, if not for as many as the kernel
+    needs. `ctas`: persistent blocks. `fixed`: tiles of a part where `batch_invariant` is asked for.
+    """
+
+    stages: int = 6
+    ctas: int = _gpus.multiprocessors(_gpus.HOPPER)
+    fixed: int = 16
+    # What `scheduler.Plan` asks of the Config of every decode kernel.
+    tile, least, rows, bulk, many, turn, eager, abreast = TILE, 2, ROWS, True, False, 0, False, 1
+
+    def __post_init__(self):
+        check(
+            self,
+            stages=(self.stages >= self.least, f"at least {self.least}"),
+            ctas=(self.ctas >= 1, "at least 1"),
+            fixed=(self.fixed >= 1, "at least 1"),
+        )
+
+    @classmethod
+    def default(cls, problem: DecodeProblem) -> "Config":
+        """As many bytes in flight as there is room for; and so many blocks that all have as much to
+        do, where a few less than there are multiprocessors have.
+        """
+        most = cls().ctas
+        heads = problem.sequences * _plan_of(problem, cls()).chunks
+        few = range(most, most - most // 16, -1)
+        ctas = next((n for n in few if heads % n == 0 or n % heads == 0), most)
+        return scheduler.deepest(smem_bytes, problem, cls(ctas=ctas), scheduler.SMEM_LIMIT)
+
+
+def limit(problem: DecodeProblem) -> Limit | None:
+    """Why this kernel cannot take the problem, or None."""
+    return scheduler.dtype_limit(problem) or _rows_limit(problem) or scheduler.size_limit(problem)
+
+
+def _rows_limit(problem: DecodeProblem) -> Limit | None:
+    """Why it cannot take such rows of V within K, or None."""
+    if problem.dtype == "float32":
+        return Limit(
+            "float32 queries over V within K; it takes bfloat16 and float16",
+            "cast q to one of them",
+        )
     reference = 'say implementation="reference"'
     if problem.kind == "per_sequence":
         return Limit(
@@ -87,7 +131,7 @@ def limit(problem: DecodeProblem, least: Any) -> Limit | None:
             f"V within K by {rows} rows; TMA copies 8 at a time",
             "make capacities (or the page size) a multiple of 8",
         )
-    if smem_bytes(problem, least) > scheduler.SMEM_LIMIT:
+    if smem_bytes(problem, Config(stages=2)) > scheduler.SMEM_LIMIT:
         reason = f"V within K of {problem.sequences} sequences: no room for their lengths"
         return Limit(reason, "split the sequences over several calls")
     return None
@@ -97,24 +141,11 @@ def _few(problem: DecodeProblem) -> bool:
     return problem.q_len * problem.q_heads <= sm90_few_rows.MOST
 
 
-def launch_of(problem: DecodeProblem, config: Any) -> tuple[Any, Plan]:
-    """Which kernel takes the problem, and its plan."""
-    if _few(problem):
-        return sm90_few_rows.launch, sm90_few_rows.FewPlan(problem, config)
-    return launch, LatentPlan(problem, config)
+def _plan_of(problem: DecodeProblem, config: Config) -> Plan:
+    return (sm90_few_rows.FewPlan if _few(problem) else LatentPlan)(problem, config)
 
 
-def even(problem: DecodeProblem, config: Any) -> Any:
-    """The config with so many blocks that all have as much to do, where a few less than its own
-    have.
-    """
-    heads, most = problem.sequences * launch_of(problem, config)[1].chunks, config.ctas
-    few = range(most, most - most // 16, -1)
-    ctas = next((n for n in few if heads % n == 0 or n % heads == 0), most)
-    return dataclasses.replace(config, ctas=ctas)
-
-
-def smem_bytes(problem: DecodeProblem, config: Any) -> int:
+def smem_bytes(problem: DecodeProblem, config: Config) -> int:
     if _few(problem):
         return sm90_few_rows.smem_bytes(problem, config)
     return scheduler.RESERVED + mosaic.bytes_of(scratch(LatentPlan(problem, config)))
@@ -391,11 +422,19 @@ def _kernel(refs: Refs, results: Any, out: Ref, lse: Ref, parts: Any, smem: Smem
 # ---- the call ------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("problem", "config"))
-def launch(
-    inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: Any
-) -> tuple[Array, Array]:
+def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
+    if scheduler.has_no_rows(problem):
+        return combine.of_no_rows(inputs, problem)
+    launch = sm90_few_rows.launch if _few(problem) else _launch
+    return launch(inputs, combine.counters(_plan_of(problem, config)), problem, config)
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "config"))
+def _launch(
+    inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: Config
+) -> tuple[Array, Array]:
+    """Jitted, so that a model of many layers traces it once."""
     plan = LatentPlan(problem, config)
     refs = mla_producer.refs_of(inputs, plan.padded)
     sinks = mla_producer.sinks_of(inputs, plan.chunks * ROWS)
