@@ -17,13 +17,14 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import _gpus, cases
 from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import score_mod, tile_range
+from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.flash_bwd import dbias
 from pallas_attn.kernels.flash_bwd import plan as plans
 from pallas_attn.kernels.flash_bwd import sm80 as flash_bwd_sm80
 from pallas_attn.kernels.flash_bwd import sm90 as kernel
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
+from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests import budget, mosaic
 from tests.test_flash_fwd_kernel import (
@@ -439,7 +440,7 @@ def test_few_tiles_of_work_are_packed_well(seed):
     pieces = int(rng.integers(1, 400))
     costs = rng.integers(1, 60, pieces) + 1.5
     work = rng.permutation(1000)[:pieces]
-    table = tile_range.pack(work, costs, 132)
+    table = tile_scheduler.assign_packed(work, costs, 132)
     hands = [row[1 : 1 + row[0]] for row in table]
     np.testing.assert_array_equal(np.sort(np.concatenate(hands)), np.sort(work))
     cost_of = dict(zip(work.tolist(), costs.tolist(), strict=True))

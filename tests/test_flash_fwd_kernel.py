@@ -19,12 +19,11 @@ from pallas_attn import _dispatch, _tuning, cases, reference
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.bench import tune
 from pallas_attn.kernels.attention import plan as attention_plan
-from pallas_attn.kernels.attention import softmax, tile_range, tma_operands
+from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
-from pallas_attn.kernels.flash_fwd import segments
+from pallas_attn.kernels.flash_fwd import segments, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as kernel
-from pallas_attn.kernels.flash_fwd import sm90_memory as flash_fwd_memory
 from pallas_attn.kernels.mma import mma_sync, wgmma
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests import budget, mosaic
@@ -318,7 +317,7 @@ def test_all_head_dims_of_float32_are_hoppers(precision):
             some = dataclasses.replace(problem, op=f"flash_{op}", **sizes)
             assert _dispatch.select(some, None).name == "sm90"
             need = module.smem_bytes(some, module.Config.default(some))
-            assert need <= flash_fwd_memory.SMEM_LIMIT
+            assert need <= kernel.SMEM_LIMIT
 
 
 # ---- what it refuses ----------------------------------------------------------------------------
@@ -386,7 +385,7 @@ def test_every_tile_of_work_is_dealt_once():
     rng = np.random.default_rng(0)
     for pieces, hands in ((1, 1), (7, 7), (100, 8), (1000, 132)):
         costs = np.sort(rng.uniform(1, 30, pieces))[::-1]
-        table = tile_range.deal(np.arange(pieces), costs, hands)
+        table = tile_scheduler.assign(np.arange(pieces), costs, hands)
         dealt = [row[1 : 1 + row[0]] for row in table]
         np.testing.assert_array_equal(np.sort(np.concatenate(dealt)), np.arange(pieces))
         loads = [costs[pieces].sum() for pieces in dealt]
@@ -401,7 +400,7 @@ def test_spans_hold_what_the_mask_says(seed):
     mask = [FULL, CAUSAL, sliding_window(left + 1), Mask(left, right), Mask(right=-5)][seed % 5]
     block, rows, kv_len = int(rng.choice((16, 64))), 64, int(rng.integers(1, 400))
     start = int(rng.integers(-100, 400))
-    span = tile_range.of_rows(mask, start, rows, kv_len, block)
+    span = attention_plan.rows_span(mask, start, rows, kv_len, block)
     tiles = -(-kv_len // block)
     seen = np.zeros((rows, tiles * block), bool)
     seen[:, :kv_len] = mask.dense(rows, kv_len, q_offset=start)
@@ -420,13 +419,13 @@ def test_documents_are_dealt_once_and_evenly():
     problem = dataclasses.replace(small, mask=CAUSAL, arrays=SEGMENTS, head_dim=128, **sizes)
     plan = attention_plan.Plan(problem, kernel.Config(ctas=132))
     ids = jnp.repeat(jnp.arange(8, dtype=jnp.int32), 1024)[None]
-    found = tile_range.of_segments(ids, ids, attention_plan.ROWS, plan.config.block_kv)
-    table = np.asarray(attention_plan.ranked(plan, found))
+    found = attention_plan.segment_spans(ids, ids, attention_plan.ROWS, plan.config.block_kv)
+    table = np.asarray(tile_scheduler.schedule_by_rank(plan, found))
     dealt = [row[1 : 1 + row[0]] for row in table]
     tiles = (np.arange(16)[:, None] << plan.code_bits) + np.arange(plan.q_tiles)
     np.testing.assert_array_equal(np.sort(np.concatenate(dealt)), tiles.ravel())
     # A tile of 128 rows meets the key tiles of its document up to its own.
-    loads = [(codes % 8 + 1 + attention_plan.TILE_OVERHEAD).sum() for codes in dealt]
+    loads = [(codes % 8 + 1 + tile_scheduler.TILE_OVERHEAD).sum() for codes in dealt]
     assert max(loads) <= 1.1 * np.mean(loads), (max(loads), np.mean(loads))
 
 
@@ -472,7 +471,9 @@ def test_spans_of_segments(seed):
     q_ids, kv_ids = rng.integers(0, 5, (2, 256)), rng.integers(0, 5, (2, 192))
     if seed % 2:
         q_ids, kv_ids = np.sort(q_ids), np.sort(kv_ids)
-    found = np.asarray(tile_range.of_segments(jnp.asarray(q_ids), jnp.asarray(kv_ids), 64, 32))
+    found = np.asarray(
+        attention_plan.segment_spans(jnp.asarray(q_ids), jnp.asarray(kv_ids), 64, 32)
+    )
     same = q_ids.reshape(2, 4, 64, 1, 1) == kv_ids.reshape(2, 1, 1, 6, 32)
     for b, i, t in np.ndindex(2, 4, 6):
         lo, full_lo, full_hi, hi = found[b, :, i]

@@ -227,7 +227,7 @@ def test_jax_is_private_in_few_files():
             names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
             users |= {named(path) for name in names if name.startswith(private)}
     of_instructions = {name for name in users if name.startswith(("kernels.lang.", "kernels.mma."))}
-    of_instructions |= {"kernels.attention.bands", "kernels.decode_mla.combine"}
+    of_instructions |= {"kernels.attention.score_mod", "kernels.decode_mla.combine"}
     assert users <= {"kernels.lang.mosaic", "bench.timing"} | of_instructions
 
 

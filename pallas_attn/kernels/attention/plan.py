@@ -4,24 +4,100 @@ what in which order.
 
 import dataclasses
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
 from pallas_attn import _gpus
 from pallas_attn._problem import AttentionProblem
-from pallas_attn.kernels.attention import softmax, tile_range, tma_operands
-from pallas_attn.kernels.attention.tile_range import Span
+from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.mma import wgmma
+from pallas_attn.masks import Mask
 
 ROWS = 64  # of a warpgroup: what one wgmma takes
 BLOCKS = _gpus.multiprocessors(_gpus.HOPPER)  # at a time, where Config does not say
-TILE_OVERHEAD = 1.5  # of a tile of work, in steps of one key tile
 SECTION_BYTES = 64 * 2**20  # of K and V of a section: about L2
-RANK_SPREAD = 8.0  # what the first rank is taken to cost, above the last one's 1
 RANKED_SECTION_BYTES = 8 * 2**20  # and where blocks that work side by side share none of it
+
+
+class Span(NamedTuple):
+    """Key tiles [lo, hi) that some query sees; [full_lo, full_hi) all of them see whole."""
+
+    lo: Any
+    full_lo: Any
+    full_hi: Any
+    hi: Any
+
+    def within(self, other: "Span") -> "Span":
+        """What two spans have in common."""
+        return Span(
+            jnp.maximum(self.lo, other.lo),
+            jnp.maximum(self.full_lo, other.full_lo),
+            jnp.minimum(self.full_hi, other.full_hi),
+            jnp.minimum(self.hi, other.hi),
+        )
+
+    def parts(self) -> set[str]:
+        """Of a span of Python numbers, taken from its last tile to its first: what needs a mask."""
+        if self.hi <= self.lo:
+            return {"empty"}
+        first = self.hi - 1
+        named = {
+            "first_masked": not self.full_lo <= first < self.full_hi,
+            "high": self.full_hi < first,
+            "low": self.lo < self.full_lo,
+        }
+        return {name for name, there in named.items() if there}
+
+
+PARTS = frozenset(("empty", "first_masked", "high", "low"))
+
+
+def rows_span(mask: Mask, position: Any, rows: Any, kv_len: Any, block: int) -> Span:
+    """The key tiles of `rows` queries that start at a position."""
+    lo, hi = mask.kv_range(position, position + rows, kv_len)
+    full_lo, full_hi = mask.kv_full_range(position, position + rows, kv_len)
+    return Span(
+        lo=_floor(lo, block),
+        full_lo=_floor(full_lo + block - 1, block),
+        full_hi=_floor(_at_least(full_hi, 0), block),
+        hi=_floor(_at_least(hi, 0) + block - 1, block),
+    )
+
+
+def segment_spans(q_ids: Any, kv_ids: Any, rows: int, block: int) -> Any:
+    """int32[B, 4, tiles of `rows` queries]: a Span's fields, by segment ids [B, n] in whole tiles.
+
+    A tile's ids lie between its least and its greatest; tiles whose intervals are apart need not
+    meet, tiles that both hold one same id need no mask. Exact for packed documents; safe for any:
+    where the tiles of one id lie apart, none of them counts as whole. As few steps as XLA needs
+    kernels for, since each costs as much as a tile of work: one over the ids, one over pairs of
+    tiles, one to finish.
+    """
+    q_least, q_most, kv_least, kv_most = _extremes(q_ids, kv_ids, rows, block)
+    q_least, q_most = q_least[:, :, None], q_most[:, :, None]
+    kv_least, kv_most = kv_least[:, None, :], kv_most[:, None, :]
+    meet = (q_least <= kv_most) & (kv_least <= q_most)
+    same = (q_least == q_most) & (kv_least == kv_most) & (q_least == kv_least)
+    begins = same & ~jnp.pad(same[..., :-1], ((0, 0), (0, 0), (1, 0)))
+    count = meet.shape[-1]
+    at = jnp.arange(count, dtype=jnp.int32)[None, None]
+    found = jnp.stack(
+        [  # the least of each is what is asked for
+            jnp.where(meet, at, count),
+            jnp.where(same, at, count),
+            jnp.where(begins, -at, 1),
+            jnp.where(same, -1 - at, 0),
+            jnp.where(meet, -1 - at, 0),
+        ]
+    ).min(axis=-1)
+    lo, full_lo, last_begin, full_hi, hi = found[0], found[1], -found[2], -found[3], -found[4]
+    one_run = last_begin == full_lo
+    fields = (jnp.minimum(lo, hi), full_lo, jnp.where(one_run, full_hi, full_lo), hi)
+    return jnp.stack(fields, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +199,7 @@ class Plan:
         """Which parts of a warpgroup's key range occur: "empty", "first_masked", "high", "low"."""
         dynamic = {"q_offset", "q_lengths", "kv_lengths", "q_segment_ids", "mask_array"}
         if dynamic & set(self.problem.arrays):
-            return tile_range.PARTS
+            return PARTS
         found: set[str] = set()
         rows = self.span_rows
         for row in range(0, self.problem.q_len, rows):
@@ -142,7 +218,7 @@ class Plan:
         return self.has("q_segment_ids") or self.has("mask_array")
 
     def span(self, position: Any, rows: Any, kv_len: Any) -> Span:
-        return tile_range.of_rows(self.problem.mask, position, rows, kv_len, self.config.block_kv)
+        return rows_span(self.problem.mask, position, rows, kv_len, self.config.block_kv)
 
     @property
     def scores(self) -> wgmma.Kind:
@@ -183,55 +259,24 @@ class Plan:
         return name in self.problem.arrays
 
 
-@functools.lru_cache(maxsize=64)
-def dealt(plan: Plan) -> np.ndarray:
-    """Which tiles of work each block takes, in codes for `score_mod.tile_of`: by section, then by
-    rows, then by head; see `tile_range.deal`. Lengths and offsets are not known here: as if there
-    were none. Where there are segments a code's rows are a rank, which `ranked` turns into rows.
-    """
-    problem, q_tiles = plan.problem, np.arange(plan.q_tiles)
-    if plan.has("q_segment_ids"):
-        costs = 1 + RANK_SPREAD * (1 - q_tiles / plan.q_tiles)
-    else:
-        if problem.mask.right is not None:
-            q_tiles = q_tiles[::-1]  # the last rows see most
-        costs = np.full(plan.q_tiles, TILE_OVERHEAD)
-        for tile in q_tiles:
-            position = problem.q_offset + int(tile) * plan.tile_rows
-            span = plan.span(position, plan.tile_rows, problem.kv_len)
-            costs[tile] += max(span.hi - span.lo, 0)
-    codes = []
-    for first in range(0, plan.heads, plan.section):
-        heads = np.arange(first, min(first + plan.section, plan.heads))
-        codes.append((heads[None] << plan.code_bits) + q_tiles[:, None])
-    order = np.concatenate([code.ravel() for code in codes])
-    return tile_range.deal(order, costs[order & ((1 << plan.code_bits) - 1)], plan.ctas)
+def _extremes(q_ids: Any, kv_ids: Any, rows: int, block: int) -> list[Any]:
+    """Least and greatest id of each tile: of `rows` queries, then of `block` keys."""
+    unit = math.gcd(rows, block)
+    ids = jnp.concatenate([q_ids, kv_ids], axis=1)
+    ids = ids.reshape(ids.shape[0], -1, unit)
+    queries = q_ids.shape[1] // unit
+    results = []
+    for part, tile in ((slice(queries), rows), (slice(queries, None), block)):
+        for reduce, pick in ((jnp.min, jnp.minimum), (jnp.max, jnp.maximum)):
+            units = reduce(ids, axis=-1)[:, part]
+            step = tile // unit
+            results.append(functools.reduce(pick, [units[:, i::step] for i in range(step)]))
+    return results
 
 
-def mask_bounds(plan: Plan) -> np.ndarray:
-    """int32[2, q_tiles]: a tile of work's first key tile and the one after its last: the mask."""
-    position, rows = plan.problem.q_offset, plan.tile_rows
-    found = [
-        plan.span(position + tile * rows, rows, plan.problem.kv_len) for tile in range(plan.q_tiles)
-    ]
-    return np.array([[span.lo for span in found], [span.hi for span in found]], np.int32)
+def _floor(n: Any, by: int) -> Any:
+    return n // by if isinstance(n, int) else lax.div(n, jnp.int32(by))
 
 
-def ranked(plan: Plan, segment_spans: Any) -> Any:
-    """`dealt` where there are segments: rank r of a batch row stands for its tile of work with the
-    r-th most key tiles. Packed documents repeat, and dealt in order of rows a block met the same
-    place of every document: 8 documents of 1024 rows took 1.77 times what 8 batch rows do.
-    """
-    problem = plan.problem
-    table = jnp.asarray(dealt(plan))
-    lo, hi = mask_bounds(plan)[:, None]
-    # Units one by one, not a reduction, which would be a launch of its own.
-    units = range(plan.tile_rows // plan.span_rows)
-    firsts, lasts = ([segment_spans[:, i, n :: len(units)] for n in units] for i in (0, 3))
-    begin = jnp.maximum(lo, functools.reduce(jnp.minimum, firsts))
-    end = jnp.minimum(hi, functools.reduce(jnp.maximum, lasts))
-    order = jnp.argsort(begin - end, axis=1).astype(jnp.int32)
-    low_bits = (1 << plan.code_bits) - 1
-    batch = (table >> plan.code_bits) // problem.q_heads
-    codes = (table & ~low_bits) | order[batch, table & low_bits]
-    return jnp.concatenate([table[:, :1], codes[:, 1:]], axis=1)
+def _at_least(n: Any, least: int) -> Any:
+    return max(n, least) if isinstance(n, int) else jnp.maximum(n, least)

@@ -3,15 +3,23 @@
 import functools
 from typing import Any, NamedTuple
 
+import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, vector
 
-from pallas_attn.kernels.attention import bands, softmax
-from pallas_attn.kernels.attention.plan import Plan
-from pallas_attn.kernels.attention.tile_range import Span
+from pallas_attn.kernels.attention import softmax
+from pallas_attn.kernels.attention.plan import Plan, Span
 from pallas_attn.kernels.lang import mosaic
+
+Array = jax.Array
+LESS, EQUAL = arith.CmpIPredicate.slt, arith.CmpIPredicate.eq
 
 
 class Refs(NamedTuple):
@@ -30,9 +38,7 @@ class Refs(NamedTuple):
     bias: Any
     mask_array: Any
     sinks: Any
-    dealt: (
-        Any  # int32[blocks, n]: how many q tiles a block takes, and which: `attention_plan.dealt`
-    )
+    schedule: Any  # int32[blocks, n]: see `tile_scheduler.schedule`
     units: Any = None  # float32[2, B, K]: of scores and of outputs, where q, k and v are terms
 
 
@@ -57,24 +63,6 @@ class Rows(NamedTuple):
     q: Any = None  # which of the tiles of q in shared memory is theirs
     ids: Any = None  # int32[64] in shared memory: their segments
     alike: Any = None  # key tiles [first, second) that are of one segment, the rows' own
-
-
-def tile_of(plan: Plan, refs: Any, code: Any) -> Tile:
-    """The tile of work that a code of `attention_plan.dealt` stands for."""
-    problem = plan.problem
-    head = lax.shift_right_logical(code, jnp.int32(plan.code_bits))
-    batch = lax.div(head, jnp.int32(problem.q_heads))
-    kv_len: Any = problem.kv_len
-    if plan.has("kv_lengths"):
-        kv_len = jnp.clip(refs.kv_lengths[batch], 0, kv_len)
-    return Tile(
-        batch=batch,
-        head=lax.rem(head, jnp.int32(problem.q_heads)),
-        row=(code & ((1 << plan.code_bits) - 1)) * plan.tile_rows,
-        q_offset=refs.q_offset[batch] if plan.has("q_offset") else problem.q_offset,
-        q_len=jnp.clip(refs.q_lengths[batch], 0, problem.q_len) if plan.has("q_lengths") else None,
-        kv_len=kv_len,
-    )
 
 
 class Place(NamedTuple):
@@ -128,14 +116,14 @@ def _banded(plan: Plan, refs: Refs, rows: Rows, t: Any, kv_ids: Any, s: Any) -> 
     if plan.ragged_keys:
         end = mosaic.filled(s.shape[:1], tile.kv_len - start, jnp.int32)
         high = end if high is None else jnp.minimum(high, end)
-    s = bands.within(s, low, high)
+    s = mask_columns(s, low, high)
     if rows.ids is not None:
 
         def within_segments(s):
             columns = kv_ids.at[pl.ds(0, s.shape[1])]
             ids = (mosaic.load(rows.ids, mosaic.ROW), mosaic.load(columns, mosaic.COLUMN))
             plgpu.commit_smem()  # they have been read, and TMA will write there
-            return bands.within(s, None, None, ids)
+            return mask_columns(s, None, None, ids)
 
         alike = (t >= rows.alike[0]) & (t < rows.alike[1])
         s = lax.cond(alike, lambda s: s, within_segments, s)
@@ -254,3 +242,78 @@ def _read(ref: Any, place: Place, shape: tuple[int, int]) -> Any:
     if sizes[1] > 1:
         return _along(ref.at[*where, 0, across], place, 1, shape)
     return mosaic.spread(ref[*where, 0, 0], shape)
+
+
+# ---- a mask by a range of columns in each row ---------------------------------------------------
+
+
+def mask_columns(
+    s: Array, low: Array | None, high: Array | None, ids: tuple[Array, Array] | None = None
+) -> Array:
+    """A tile of float32 logits [64, keys] with -inf in columns below `low` and from `high` on (each
+    int32[64], one a row), and where the two `ids`, int32[64] and int32[keys], differ.
+
+    Said in jax.numpy a mask compares two tiles of positions. They do not depend on the kv tile but
+    for one sum, so that LLVM computes them before the loop over kv tiles and holds them: 32
+    registers or more, spilled where there were none left. Here a row's bounds are made relative to
+    the columns of the thread that holds it, and columns are numbers in the instructions: a
+    comparison and a select for each logit and bound, nothing to hold.
+    """
+    given = {"low": low, "high": high, "rows": None, "columns": None}
+    if ids is not None:
+        given["rows"], given["columns"] = ids
+    given = {name: x for name, x in given.items() if x is not None}
+    if not given:
+        return s
+    kinds = {name: mosaic.COLUMN if name == "columns" else mosaic.ROW for name in given}
+    names = tuple(given)
+
+    def code(_, s, *args):
+        return _cut(s, dict(zip(names, args, strict=True)))
+
+    def values(s, *args):  # what the interpreter runs
+        given, column = dict(zip(names, args, strict=True)), jnp.arange(s.shape[1])[None]
+        hidden = jnp.zeros(s.shape, bool)
+        if "low" in given:
+            hidden |= column < given["low"][:, None]
+        if "high" in given:
+            hidden |= column >= given["high"][:, None]
+        if "rows" in given:
+            hidden |= given["rows"][:, None] != given["columns"][None]
+        return jnp.where(hidden, -jnp.inf, s)
+
+    inline: Any = code
+    inline.values = values
+    result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=mosaic.TILE)
+    call = plgpu.inline_mgpu(arg_types=(mosaic.TILE, *kinds.values()), return_type=result)
+    return call(inline)(s, *given.values())
+
+
+def _cut(s: Any, given: dict[str, Any]) -> Any:
+    """A thread holds two neighbouring columns of each 8, of two rows that are 8 apart."""
+    number = ir.IntegerType.get_signless(32)
+    thread = arith.index_cast(number, gpu.thread_id(gpu.Dimension.x))
+    first = arith.muli(arith.remui(thread, utils.c(4, number)), utils.c(2, number))
+    given = {name: [_each(r) for r in x.registers.flat] for name, x in given.items()}
+    for name in {"low", "high"} & set(given):
+        given[name] = [arith.subi(bound, first) for (bound,) in given[name]]
+    registers, nothing = s.registers.copy(), utils.c(float("-inf"), ir.F32Type.get())
+    for at, register in enumerate(s.registers.flat):
+        pair, (block, row) = register, divmod(at, 2)
+        for i, logit in enumerate(_each(register)):
+            column, terms = utils.c(8 * block + i, number), []
+            if "high" in given:
+                terms.append(arith.cmpi(LESS, column, given["high"][row]))
+            if "low" in given:
+                terms.append(arith.cmpi(arith.CmpIPredicate.sge, column, given["low"][row]))
+            if "rows" in given:
+                own, other = given["rows"][row][0], given["columns"][block][i]
+                terms.append(arith.cmpi(EQUAL, own, other))
+            seen = functools.reduce(arith.andi, terms)
+            pair = vector.insert(arith.select(seen, logit, nothing), pair, [], [i])
+        registers[np.unravel_index(at, registers.shape)] = pair
+    return mgpu.FragmentedArray(_registers=registers, _layout=s.layout, _is_signed=None)
+
+
+def _each(register: ir.Value) -> list[ir.Value]:
+    return [vector.extract(register, [], [i]) for i in range(ir.VectorType(register.type).shape[0])]

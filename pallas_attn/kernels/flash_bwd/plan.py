@@ -17,10 +17,11 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs
 from pallas_attn.kernels.attention import plan as attention_plan
-from pallas_attn.kernels.attention import softmax, tile_range, tma_operands
+from pallas_attn.kernels.attention import softmax, tma_operands
+from pallas_attn.kernels.attention.plan import Span
 from pallas_attn.kernels.attention.score_mod import Place
-from pallas_attn.kernels.attention.tile_range import Span
 from pallas_attn.kernels.flash_bwd import float32 as bwd_float32
+from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import wgmma
 
@@ -50,7 +51,7 @@ class Refs(NamedTuple):
     segment_spans: Any  # int32[B, 4, kv_tiles]: a Span's fields, in query tiles
     bias: Any
     mask_array: Any
-    dealt: Any  # int32[blocks, n]: see `tile_range.deal`
+    dealt: Any  # int32[blocks, n]: see `tile_scheduler.assign`
     dq: Any  # float32[B, padded rows, N, width]: what dQ is added into
     units: Any = None  # float32[6, B, K]: see `bwd_float32.Units`; delta is in those of dS
 
@@ -142,8 +143,8 @@ class Plan(attention_plan.Plan):
 
     @property
     def packed(self) -> bool:
-        """Whether `tile_range.pack` deals them, in no order of heads. Not where dQ is added up in
-        global memory: what that saves, L2 loses.
+        """Whether `tile_scheduler.assign_packed` deals them, in no order of heads. Not where dQ is
+        added up in global memory: what that saves, L2 loses.
         """
         alone = not self.config.fused or self.problem.deterministic
         pieces = self.heads * self.kv_tiles
@@ -202,7 +203,7 @@ class Plan(attention_plan.Plan):
         """
         low, high = (min, max) if isinstance(key, int) else (jnp.minimum, jnp.maximum)
         band = self.problem.mask.transposed
-        span = tile_range.of_rows(band, key - q_offset, self.keys, q_len, self.config.block_q)
+        span = attention_plan.rows_span(band, key - q_offset, self.keys, q_len, self.config.block_q)
         live = kv_len > key
         cut = key + self.keys > kv_len
         if isinstance(key, int):
@@ -300,7 +301,7 @@ def dealt(plan: Plan) -> np.ndarray:
         heads = np.arange(first, min(first + section, plan.heads))
         codes.append(((heads[None] << plan.code_bits) + order[:, None]).ravel())
     work = np.concatenate(codes)
-    deal = tile_range.pack if plan.packed else tile_range.deal
+    deal = tile_scheduler.assign_packed if plan.packed else tile_scheduler.assign
     return deal(work, costs[work & ((1 << plan.code_bits) - 1)], plan.ctas)
 
 
@@ -364,7 +365,7 @@ def operands_of(plan: Plan, inputs: AttentionInputs, d_out: Any, stats: Any) -> 
     fields["dealt"] = jnp.asarray(dealt(plan))
     if plan.has("q_segment_ids"):
         ids = fields["kv_segment_ids"], fields["q_segment_ids"]
-        fields["segment_spans"] = tile_range.of_segments(*ids, plan.keys, config.block_q)
+        fields["segment_spans"] = attention_plan.segment_spans(*ids, plan.keys, config.block_q)
     for name, lengths, block in (
         ("q", "q_lengths", config.block_q),
         ("do", "q_lengths", config.block_q),

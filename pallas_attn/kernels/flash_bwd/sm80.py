@@ -38,7 +38,7 @@ from jax import lax
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import plan as attention_plan
-from pallas_attn.kernels.attention import score_mod, sm80_column_stream, tile_range, tma_operands
+from pallas_attn.kernels.attention import score_mod, sm80_column_stream, tma_operands
 from pallas_attn.kernels.attention.sm80_common import fits, turn, warpgroups_of
 from pallas_attn.kernels.flash_bwd import plan as shared
 from pallas_attn.kernels.flash_bwd import sm80_dq, sm80_streams
@@ -480,5 +480,5 @@ def _operands(plan: KeyPlan, inputs: AttentionInputs, d_out: Any, stats: Any) ->
     fields["dealt"] = jnp.asarray(shared.dealt(plan))
     if plan.has("q_segment_ids"):
         ids = fields["kv_segment_ids"], fields["q_segment_ids"]
-        fields["segment_spans"] = tile_range.of_segments(*ids, plan.keys, config.block_q)
+        fields["segment_spans"] = attention_plan.segment_spans(*ids, plan.keys, config.block_q)
     return Refs(**{name: fields.get(name) for name in Refs._fields})

@@ -21,13 +21,14 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import plan as attention_plan
-from pallas_attn.kernels.attention import score_mod, sm80_column_stream, tile_range, tma_operands
+from pallas_attn.kernels.attention import score_mod, sm80_column_stream, tma_operands
 from pallas_attn.kernels.attention.score_mod import Place
 from pallas_attn.kernels.attention.sm80_common import WholePlan, fits, turn
 from pallas_attn.kernels.flash_bwd import dbias, sm90_dq
 from pallas_attn.kernels.flash_bwd.dbias import Step, Walk
 from pallas_attn.kernels.flash_bwd.plan import Refs
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
+from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.mma import epilogue, global_accumulate, mma_2x2, mma_sync
 from pallas_attn.kernels.mma.mma_2x2 import Stand
@@ -138,7 +139,7 @@ def _numbers(plan: WholePlan, refs: Refs, cell: Cell) -> list[Any]:
 
 
 def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
-    tile = score_mod.tile_of(plan, refs, refs.dealt[lax.axis_index("cta"), 1])
+    tile = tile_scheduler.tile_of(plan, refs, refs.dealt[lax.axis_index("cta"), 1])
     length = jnp.int32(plan.problem.q_len)
     q_len = length if tile.q_len is None else tile.q_len
     cell = Cell(tile.batch, tile.head, tile.row, tile.q_offset, q_len, tile.kv_len)
@@ -219,13 +220,13 @@ def _by_rows(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Refs:
     """The operands of a kernel over key tiles, made those of one over query tiles."""
     problem, block = plan.problem, plan.config.block_kv
     rows, keys = plan.padded_rows, tma_operands.round_up(problem.kv_len, block)
-    fields: dict[str, Any] = {"dealt": jnp.asarray(attention_plan.dealt(plan)), "dq": None}
+    fields: dict[str, Any] = {"dealt": jnp.asarray(tile_scheduler.schedule(plan)), "dq": None}
     fields |= tma_operands.over_scores(inputs, rows, keys) | tma_operands.segment_ids(
         inputs, rows, keys
     )
     if plan.has("q_segment_ids"):
         ids = fields["q_segment_ids"], fields["kv_segment_ids"]
-        fields["segment_spans"] = tile_range.of_segments(*ids, plan.tile_rows, block)
+        fields["segment_spans"] = attention_plan.segment_spans(*ids, plan.tile_rows, block)
     return refs._replace(**fields)
 
 

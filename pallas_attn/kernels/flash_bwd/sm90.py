@@ -61,13 +61,12 @@ from pallas_attn.kernels.flash_bwd import sm90_dq_sum as sums
 from pallas_attn.kernels.flash_bwd import sm90_step as steps
 from pallas_attn.kernels.flash_bwd.plan import ROWS, Plan, Refs
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
-from pallas_attn.kernels.flash_fwd import sm90_memory as flash_fwd_memory
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 
 WARPGROUPS = 2  # that compute
-SMEM_LIMIT = flash_fwd_memory.SMEM_LIMIT
-BARRIERS = flash_fwd_memory.BARRIERS
+SMEM_LIMIT = flash_fwd_sm90.SMEM_LIMIT
+BARRIERS = flash_fwd_sm90.BARRIERS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@ time, and nothing to set to zero before or to round after. It computes S and dP 
 matmuls in all where the fused kernel has five.
 
 The forward's grid and orientation: a tile of work is 64 query rows a warpgroup,
-`attention_plan.dealt` says who takes which, keys pass by in a ring. A step issues dQ of the key
+`tile_scheduler.schedule` says who takes which, keys pass by in a ring. A step issues dQ of the key
 tile before, S and dP of its own; P = exp(S - lse) is computed under dP.
 
 Shared memory, and who owns it when:
@@ -25,11 +25,12 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs
 from pallas_attn.kernels.attention import plan as attention_plan
-from pallas_attn.kernels.attention import score_mod, tile_range, tma_operands
+from pallas_attn.kernels.attention import score_mod, tma_operands
 from pallas_attn.kernels.attention.plan import ROWS, Plan
 from pallas_attn.kernels.attention.score_mod import Place, Tile
 from pallas_attn.kernels.flash_bwd.float32 import Units, added, left, times, units_of
 from pallas_attn.kernels.flash_bwd.plan import Refs, ring
+from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import wgmma
 
@@ -106,7 +107,7 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
     def one_tile(n, carry):
         count, code = carry
         following = refs.dealt[cta, n + 2]
-        tile = score_mod.tile_of(plan, refs, code)
+        tile = tile_scheduler.tile_of(plan, refs, code)
         span = span_of(plan, refs, tile)
         head = lax.div(tile.head, jnp.int32(plan.problem.group))
 
@@ -279,12 +280,12 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, 
     """A computing warpgroup: every tile of work of its block."""
     cta, wg = place
     count, first = refs.dealt[cta, 0], refs.dealt[cta, 1]
-    _load_rows(plan, refs, smem, score_mod.tile_of(plan, refs, first), wg)
+    _load_rows(plan, refs, smem, tile_scheduler.tile_of(plan, refs, first), wg)
 
     def one_tile(n, carry):
         entries, code = carry
         following = refs.dealt[cta, n + 2]
-        tile = score_mod.tile_of(plan, refs, code)
+        tile = tile_scheduler.tile_of(plan, refs, code)
         row = tile.row + wg * ROWS
         lse, delta = (
             mosaic.load(ref.at[tile.batch, tile.head, pl.ds(row, ROWS)], mosaic.ROW)
@@ -307,7 +308,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, 
         @pl.when(n + 1 < count)
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _load_rows(plan, refs, smem, score_mod.tile_of(plan, refs, following), wg)
+            _load_rows(plan, refs, smem, tile_scheduler.tile_of(plan, refs, following), wg)
 
         return entries, following
 
@@ -348,13 +349,13 @@ def operands_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
     """The operands of a kernel over key tiles, made those of this one."""
     problem, block = plan.problem, plan.config.block_kv
     rows, keys = plan.padded_rows, tma_operands.round_up(problem.kv_len, block)
-    fields: dict[str, Any] = {"dealt": jnp.asarray(attention_plan.dealt(plan))}
+    fields: dict[str, Any] = {"dealt": jnp.asarray(tile_scheduler.schedule(plan))}
     fields |= tma_operands.over_scores(inputs, rows, keys) | tma_operands.segment_ids(
         inputs, rows, keys
     )
     if plan.has("q_segment_ids"):
         ids = fields["q_segment_ids"], fields["kv_segment_ids"]
-        fields["segment_spans"] = tile_range.of_segments(*ids, plan.tile_rows, block)
+        fields["segment_spans"] = attention_plan.segment_spans(*ids, plan.tile_rows, block)
     if plan.has("kv_lengths"):
         for name in ("k", "v"):
             fields[f"{name}_edge"] = tma_operands.edge(

@@ -1,16 +1,17 @@
-"""What segment ids leave of the forward's tiles of work, and who takes them: one small kernel.
+"""What segment ids leave of the forward's work tiles, and which block takes them: a small kernel.
 
-`tile_range.of_segments` and `attention_plan.ranked` say the same in jax.numpy, which XLA makes six
-kernels of. Here a block a batch row does it all, in programs of one thread:
+`plan.segment_spans` and `tile_scheduler.schedule_by_rank` compute the same in jax.numpy, of which
+XLA makes six kernels. Here one block for each batch row does it all, in four programs of single
+threads, with a barrier for all threads of the block between them:
 
-  extremes  least and greatest id of each warpgroup's rows and of each key tile, 16 threads or
-            fewer a tile
-  spans     a warp takes a tile of work and all key tiles: a `Span` for each warpgroup's rows, and
-            how many key tiles are left of all
-  ranks     a warp a tile of work: how many cost more
-  codes     a thread an entry of `attention_plan.dealt`: a tile of work for a rank
+  extremes  the least and the greatest id of the rows of each warpgroup and of each kv tile; 16
+            threads or fewer a tile
+  spans     a warp for each work tile goes over all kv tiles: a `Span` for the rows of each
+            warpgroup, and how many kv tiles the work tile needs
+  ranks     a warp for each work tile: how many of them cost more
+  codes     a thread for each entry of `tile_scheduler.schedule`: the work tile of a rank
 
-Between them all of the block's threads meet. Each waits for global memory once, if it can.
+Each program loads from global memory before it computes, so that it waits once.
 """
 
 import functools
@@ -23,7 +24,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention import plan as attention_plan
-from pallas_attn.kernels.attention import tile_range
 from pallas_attn.kernels.attention.plan import ROWS, Plan
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang import mosaic, threads
@@ -69,7 +69,7 @@ class _Refs(NamedTuple):
     q_ids: Any  # [B, T]
     kv_ids: Any  # [B, S]
     bounds: Any  # int32[2, tiles]: where a tile's keys begin and end, as far as the mask says
-    dealt: Any  # as `attention_plan.dealt` gives it, with ranks for rows
+    dealt: Any  # as `tile_scheduler.schedule` gives it, with ranks for rows
     records: Any  # int32[B, tiles, RECORD], written
     codes: Any  # like dealt, written
 
@@ -80,12 +80,12 @@ def fits(plan: Plan) -> bool:
 
 
 def prepare(plan: Plan, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
-    """(`tile_scheduler.records`, `attention_plan.ranked`) of ids [B, T], [B, S]. Past the end the
-    last id goes on.
+    """(`tile_scheduler.records`, `tile_scheduler.schedule_by_rank`) of ids [B, T], [B, S]. Past the
+    end the last id counts.
     """
-    sizes, table = _Sizes.of(plan), attention_plan.dealt(plan)
+    sizes, table = _Sizes.of(plan), tile_scheduler.schedule(plan)
     batch = plan.problem.batch
-    given = (q_ids, kv_ids, jnp.asarray(attention_plan.mask_bounds(plan)), jnp.asarray(table))
+    given = (q_ids, kv_ids, jnp.asarray(tile_scheduler.mask_bounds(plan)), jnp.asarray(table))
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(
@@ -164,7 +164,7 @@ def _extremes(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> No
     (refs, memory), (batch, wg) = given, at
     problem = plan.problem
     mine = thread.index % mosaic.THREADS + wg * mosaic.THREADS
-    counts = 2 * sizes.tiles, math.prod(attention_plan.dealt(plan).shape)
+    counts = 2 * sizes.tiles, math.prod(tile_scheduler.schedule(plan).shape)
     for table, words in zip((refs.bounds, refs.dealt), counts, strict=True):  # wanted by and by
         for first in range(0, words, LINE * sizes.warpgroups * mosaic.THREADS):
             word = thread.minimum(mine * LINE + first, words - 1)
@@ -292,7 +292,7 @@ def _codes(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
     row's pieces stands for the first piece of all, and is never taken.
     """
     (refs, memory), (batch, wg) = given, at
-    rows, width = attention_plan.dealt(plan).shape
+    rows, width = tile_scheduler.schedule(plan).shape
     unit = 1 << plan.code_bits
 
     def load(number, _):
@@ -316,5 +316,5 @@ PROGRAMS = (_extremes, _spans, _ranks, _codes)
 
 def by_xla(plan: Plan, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
     """`prepare` in jax.numpy."""
-    found = tile_range.of_segments(q_ids, kv_ids, ROWS, plan.config.block_kv)
-    return tile_scheduler.records(plan, found), attention_plan.ranked(plan, found)
+    found = attention_plan.segment_spans(q_ids, kv_ids, ROWS, plan.config.block_kv)
+    return tile_scheduler.records(plan, found), tile_scheduler.schedule_by_rank(plan, found)

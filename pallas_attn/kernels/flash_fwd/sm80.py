@@ -1,7 +1,7 @@
 """Flash attention forward for every GPU from Ampere on: bfloat16, float16 and float32.
 
 FlashAttention-2 (arXiv 2307.08691) by mma.sync and cp.async, which all of them have. Grid: one
-block of 4 warps a tile of work (`attention_plan.dealt`, longest first), which is `64 * row_blocks`
+block of 4 warps a work tile (`tile_scheduler.schedule`, longest first), which is `64 * row_blocks`
 query rows of one head; a warp has 16 rows of each 64 and all keys of a tile, so that warps meet
 only where shared memory changes hands. Several blocks live on a multiprocessor: the softmax of one
 runs while another has the tensor cores.
@@ -30,7 +30,7 @@ of q and a tile of K and V, all three come by some columns at a time (`streams`;
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -44,23 +44,13 @@ from pallas_attn.kernels.attention import (
     score_mod,
     sm80_column_stream,
     softmax,
-    tile_range,
     tma_operands,
 )
-from pallas_attn.kernels.attention.plan import dealt, ranked
+from pallas_attn.kernels.attention.plan import Span, segment_spans
 from pallas_attn.kernels.attention.score_mod import Refs, Rows, Tile
 from pallas_attn.kernels.attention.sm80_common import WholePlan, fits, turn, warpgroups_of
-from pallas_attn.kernels.attention.tile_range import Span
 from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.sm80_ahead import (
-    State,
-    attend_ahead,
-    nothing,
-    of_pairs,
-    rescaled,
-)
-from pallas_attn.kernels.flash_fwd.sm80_load import Smem, keys, rows_of_q, slot_of
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import mosaic, warp_vote
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import epilogue, mma_2x2, mma_sync
 
@@ -153,6 +143,17 @@ def limit(problem: AttentionProblem) -> Limit | None:
     return None
 
 
+# ---- shared memory ------------------------------------------------------------------------------
+
+
+class Smem(NamedTuple):
+    q: Any  # [64 * row_blocks, ..]
+    k: Any  # [stages * block_kv, ..]
+    v: Any  # [stages * block_kv, ..]
+    p: Any = None  # [64 * row_blocks, ..]; where warps stand two by two
+    rows: Any = None  # float32[2, 64 * row_blocks]: what either warp of a row says of it
+
+
 def scratch(plan: WholePlan) -> Smem | sm80_column_stream.Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
     config, parts = plan.config, plan.parts_of_numbers
@@ -179,7 +180,79 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     return mosaic.bytes_of(scratch(WholePlan(problem, config))) + REDUCED
 
 
-# ---- computing ----------------------------------------------------------------------------------
+# ---- loads, which all threads of a block issue --------------------------------------------------
+
+
+def rows_of_q(plan: Any, refs: Refs, smem: Smem, rows: Rows) -> tuple[Any, ...]:
+    live = plan.problem.q_len - rows.row
+    at = (rows.tile.batch, rows.tile.head, rows.row, live, rows.wg * plan.own_rows)
+    width = plan.parts_of_numbers * plan.k_width
+    return (smem.q, refs.q), at, (plan.own_rows, refs.q.shape, width, plan.groups == 1)
+
+
+def keys(plan: Any, refs: Refs, smem: Smem, rows: Rows, t: Any, which: str) -> Any:
+    """The copy of a warpgroup's part of key tile t of K or V; of nothing but zeros where there is
+    no such tile.
+    """
+    block = plan.config.block_kv
+    part = block // plan.groups
+    begin = rows.wg * part
+    ref, tile = getattr(refs, which), rows.tile
+    live = jnp.where(t >= rows.span.lo, tile.kv_len - t * block, 0)
+    head = lax.div(tile.head, jnp.int32(plan.problem.group))
+    slot = slot_of(plan, rows, t)
+    at = (tile.batch, head, t * block + begin, live - begin, slot + begin)
+    width = plan.k_width if which == "k" else plan.v_width
+    width *= plan.parts_of_numbers
+    to = getattr(smem, which)
+    fixed = plan.groups == plan.config.stages == 1
+    return (to, ref), at, (part, ref.shape, width, fixed)
+
+
+def slot_of(plan: Any, rows: Rows, t: Any) -> Any:
+    """The row of shared memory at which key tile t begins."""
+    config = plan.config
+    if config.stages == 1:
+        return jnp.int32(0)
+    return lax.rem(rows.span.hi - 1 - t, jnp.int32(config.stages)) * config.block_kv
+
+
+# ---- mainloop -----------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """What is carried from key tile to key tile."""
+
+    acc: Any  # [rows, v_width]: the output before it is divided; or its parts by columns
+    total: Any  # [rows, PARTS]
+    top: Any  # [rows]
+
+
+def nothing(plan: Any) -> State:
+    rows = plan.own_rows
+    if plan.config.down == 2:
+        acc, total = (
+            plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.standing(shape, 2))
+            for shape in ((rows, plan.v_width), (rows, mma_2x2.PARTIALS))
+        )
+        top = jnp.full((rows,), -jnp.inf, jnp.float32)
+        return State(acc, total, plgpu.layout_cast(top, mma_2x2.row_layout(rows)))
+    parts: Any = sm80_column_stream.nothing(plan, plan.v_parts) if plan.config.columns else None
+    return State(
+        mosaic.filled((rows, plan.v_width), 0.0) if parts is None else parts,
+        mosaic.filled((rows, softmax.PARTS), 0.0),
+        mosaic.filled((rows,), -jnp.inf),
+    )
+
+
+def rescaled(state: State, new: softmax.Step) -> tuple[Any, Any]:
+    """Output and sums so far, in terms of the new tops."""
+
+    def scaled():
+        sums = (state.acc, state.total)
+        return jax.tree.map(lambda x: x * mosaic.down_rows(new.shrink, x.shape), sums)
+
+    return lax.cond(new.moved != 0, scaled, lambda: (state.acc, state.total))
 
 
 def _attend(plan: WholePlan, refs: Refs, smem: Smem, rows: Rows) -> State:
@@ -276,6 +349,93 @@ def _step_of_pairs(
     return of_pairs(plan, smem, rows, slot, state, (given, masked or plan.has("bias")))
 
 
+def of_pairs(plan: Any, smem: Smem, rows: Rows, slot: Any, state: State, tile: Any) -> State:
+    """A step from (logits, whether a row may have no key) on, whose rows two warps share."""
+    (given, guarded), parts = tile, plan.parts_of_numbers
+    own, first = plan.own_rows, rows.wg * plan.own_rows
+    peak = mma_2x2.rows_of_both(smem.rows, first, own, "max")
+    top, base = softmax.raised(peak, plan.unit, state.top, guarded=guarded)
+    given = given if plan.unit is None else given * plan.unit
+    p = jnp.exp2(given - mosaic.down_rows(base, given.shape))
+    moved = warp_vote.any_in_warp(top - state.top, 0.0, mma_2x2.row_layout(own))
+    stand = mma_2x2.Stand(2, row=first)
+    mma_2x2.put(mma_sync.parts_of(p, parts, smem.v.dtype), smem.p, stand)
+    step = softmax.Step(p, top, jnp.exp2(state.top - base), mma_2x2.partial_sums(p), moved)
+    acc, total = rescaled(state, step)
+    mma_2x2.sync_row_pair(rows.wg)
+    sizes = (own, plan.config.block_kv, parts)
+    acc = mma_2x2.weigh_shared(acc, smem.p, (smem.v, slot, plan.v_width), sizes, stand)
+    return State(acc, total + step.total, top)
+
+
+def attend_ahead(plan: Any, refs: Refs, smem: Smem, rows: Rows) -> State:
+    """`_attend` for `Config.ahead`: scores of a tile are made between the exponents of the one
+    before it, and their maxima found between the products of its values.
+    """
+    span, own, first = rows.span, plan.own_rows, rows.wg * plan.own_rows
+    sizes = (own, plan.config.block_kv, plan.k_width)
+    ask = functools.partial(keys, plan, refs, smem, rows)
+    meet = functools.partial(turn, groups=plan.groups, wait=0)
+    layout, stand = mosaic.standing(sizes[:2], 2), mma_2x2.Stand(2, row=first)
+    some_masked = bool({"first_masked", "high", "low"} & plan.parts)
+    matrix, none = ((smem.q, first), (smem.k, jnp.int32(0))), jnp.int32(0)
+
+    def begun(t, state):
+        """What the tile's maxima say, when V of it has been asked for."""
+        meet(ask(t, "v"))
+        peak = mma_2x2.rows_of_both(smem.rows, first, own, "max")
+        guarded = some_masked or plan.has("bias")
+        top, base = softmax.raised(peak, plan.unit, state.top, guarded=guarded)
+        moved = warp_vote.any_in_warp(top - state.top, 0.0, mma_2x2.row_layout(own))
+        return top, base, moved
+
+    def step(masked, i, carry):
+        """Tile t, and the scores of the next."""
+        t, (state, given) = -i, carry  # loops count up
+        top, base, moved = begun(t, state)
+        to = base, smem.p, first
+        s, total = mma_2x2.scores_and_exponents(matrix, sizes, given, plan.unit, to)
+        coming = score_mod.of_scores(plan, refs, rows, t - 1, s, masked, layout)
+        meet(ask(t - 2, "k"))
+        shrink = jnp.exp2(state.top - base)
+        acc, before = rescaled(state, softmax.Step(s, top, shrink, total, moved))
+        values = smem.v, none, plan.v_width
+        peaks = coming, smem.rows, first
+        acc = mma_2x2.weigh_and_peaks(acc, smem.p, values, sizes[:2], stand, peaks)
+        return State(acc, before + total, top), coming
+
+    def last_step(state, given):
+        top, base, moved = begun(span.lo, state)
+        given = given if plan.unit is None else given * plan.unit
+        p = jnp.exp2(given - mosaic.down_rows(base, given.shape))
+        mma_2x2.put((p.astype(smem.v.dtype),), smem.p, stand)
+        total = mma_2x2.partial_sums(p)
+        meet()
+        shrink = jnp.exp2(state.top - base)
+        acc, before = rescaled(state, softmax.Step(p, top, shrink, total, moved))
+        values, both = (smem.v, none, plan.v_width), (*sizes[:2], 1)
+        acc = mma_2x2.weigh_shared(acc, smem.p, values, both, stand)
+        return State(acc, before + total, top)
+
+    turn(rows_of_q(plan, refs, smem, rows), ask(span.hi - 1, "k"), wait=None)
+    meet()
+    s = mma_2x2.product(*matrix, sizes, 1, 2)
+    given = score_mod.of_scores(plan, refs, rows, span.hi - 1, s, some_masked, layout)
+    meet(ask(span.hi - 2, "k"))
+    mma_2x2.put_rows(given, smem.rows, first, "max")
+    high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), span.hi)
+    low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)
+    begin = 1 - span.hi
+    carry = nothing(plan), given
+    if {"first_masked", "high"} & plan.parts:
+        carry = lax.fori_loop(begin, -high, functools.partial(step, True), carry)
+    begins = [jnp.maximum(begin, -end) for end in (high, low)]
+    carry = lax.fori_loop(begins[0], -low, functools.partial(step, False), carry)
+    if "low" in plan.parts:
+        carry = lax.fori_loop(begins[1], -span.lo, functools.partial(step, True), carry)
+    return last_step(*carry)
+
+
 def _stream(plan: WholePlan, refs: Refs, smem: Any, rows: Rows) -> sm80_column_stream.Stream:
     """The operands of key tiles, by some columns at a time."""
     tile, block = rows.tile, plan.config.block_kv
@@ -323,7 +483,10 @@ def _span(plan: WholePlan, refs: Refs, tile: Tile) -> Span:
         span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
     if plan.has("mask_array"):
         span = span._replace(full_hi=span.full_lo)
-    return tile_scheduler.or_none(plan, tile, rows, span)
+    return tile_scheduler.empty_as_zero(plan, tile, rows, span)
+
+
+# ---- epilogue -----------------------------------------------------------------------------------
 
 
 def _finish(plan: WholePlan, refs: Refs, outs: Any, smem: Smem, rows: Rows, state: State) -> None:
@@ -355,8 +518,11 @@ def _finish(plan: WholePlan, refs: Refs, outs: Any, smem: Smem, rows: Rows, stat
     return mma_2x2.write(result, out_ref, at, stand)
 
 
+# ---- the kernel and its call --------------------------------------------------------------------
+
+
 def _kernel(refs: Refs, out_ref: Any, lse_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
-    tile = score_mod.tile_of(plan, refs, refs.dealt[lax.axis_index("cta"), 1])
+    tile = tile_scheduler.tile_of(plan, refs, refs.schedule[lax.axis_index("cta"), 1])
     wg = lax.axis_index("wg") if plan.groups > 1 else jnp.int32(0)
     rows = Rows(tile, tile.row + wg * plan.own_rows, wg, _span(plan, refs, tile))
     ahead = plan.config.ahead and plan.parts_of_numbers == 1
@@ -367,9 +533,6 @@ def _kernel(refs: Refs, out_ref: Any, lse_ref: Any, smem: Smem, *, plan: WholePl
     else:
         state = attend()
     _finish(plan, refs, (out_ref, lse_ref), smem, rows, state)
-
-
-# ---- the call -----------------------------------------------------------------------------------
 
 
 def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> tuple[Any, Any]:
@@ -410,9 +573,9 @@ def _operands(plan: WholePlan, inputs: AttentionInputs) -> Refs:
     fields |= tma_operands.over_scores(inputs, rows, keys) | tma_operands.segment_ids(
         inputs, rows, keys
     )
-    fields["dealt"] = jnp.asarray(dealt(plan))
+    fields["schedule"] = jnp.asarray(tile_scheduler.schedule(plan))
     if plan.has("q_segment_ids"):
         ids = fields["q_segment_ids"], fields["kv_segment_ids"]
-        fields["segment_spans"] = tile_range.of_segments(*ids, plan.tile_rows, block)
-        fields["dealt"] = ranked(plan, fields["segment_spans"])
+        fields["segment_spans"] = segment_spans(*ids, plan.tile_rows, block)
+        fields["schedule"] = tile_scheduler.schedule_by_rank(plan, fields["segment_spans"])
     return Refs(**{name: fields.get(name) for name in Refs._fields})
