@@ -19,6 +19,9 @@ from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.masks import LONGEST, Mask
 
 Array = Any
+FARTHEST = (
+    LONGEST // 2
+)  # a query's position, either way: with the bound of a mask it stays in int32
 Precision = str | lax.Precision | lax.DotAlgorithmPreset | None
 
 
@@ -38,8 +41,8 @@ def attention(
         k,
         v,
         offset,
-        int_vector("q_lengths", options["q_lengths"], batch, "one length a batch row"),
-        int_vector("kv_lengths", options["kv_lengths"], batch, "one length a batch row"),
+        _lengths("q_lengths", options["q_lengths"], batch, q_len),
+        _lengths("kv_lengths", options["kv_lengths"], batch, kv_len),
         q_ids,
         kv_ids,
         _no_wider(_over_scores("bias", options["bias"], scores, jnp.floating), q),
@@ -236,10 +239,8 @@ def integers(
     not hold becomes a number that lies beyond every row as well; or, of names (not `saturate`), its
     low bits.
     """
-    if saturate and isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "iu":
-        value = _saturated(value)  # before jax cuts bits off
     try:
-        x = jnp.asarray(value)
+        x = jnp.asarray(saturated(value) if saturate else value)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name}: expected {wanted}, got {type(value).__name__}{remedy}") from None
     fits = len(shape) == x.ndim and all(
@@ -247,11 +248,15 @@ def integers(
     )
     if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name}: expected {wanted}, got {x.dtype}{list(x.shape)}{remedy}")
-    return _saturated(x) if saturate else x.astype(jnp.int32)
+    return saturated(x) if saturate else x.astype(jnp.int32)
 
 
-def _saturated(x: Any) -> Any:
-    """Integers of any type as int32, NumPy's or jax's: those of more bits within 2**30."""
+def saturated(x: Any) -> Any:
+    """Integers of any type as int32, NumPy's (before jax cuts bits off) or jax's: those of more
+    bits within 2**30. Anything else as it is.
+    """
+    if not isinstance(x, (np.ndarray, np.generic, jax.Array)) or x.dtype.kind not in "iu":
+        return x
     held = jnp.iinfo(x.dtype)
     if held.max > np.iinfo(np.int32).max:
         x = x.clip(max(held.min, -LONGEST), LONGEST)
@@ -263,6 +268,12 @@ def int_vector(name: str, value: Any, size: int, meaning: str) -> Any:
     if value is None:
         return None
     return integers(name, value, f"int32[{size}] ({meaning})", (size,))
+
+
+def _lengths(name: str, value: Any, batch: int, most: int) -> jax.Array | None:
+    """How many rows count in each batch row, 0 to `most`; None where the caller said nothing."""
+    found = int_vector(name, value, batch, "one length a batch row")
+    return None if found is None else jnp.clip(found, 0, most)
 
 
 def one_or_each(name: str, value: Any, size: int, meaning: str) -> jax.Array:
@@ -285,7 +296,7 @@ def static_int(value: Any) -> int | None:
 def _offset(value: Any, batch: int) -> tuple[int, jax.Array | None]:
     static = static_int(value)
     if static is not None:
-        if not -LONGEST // 2 <= static <= LONGEST // 2:
+        if not -FARTHEST <= static <= FARTHEST:
             raise ValueError(
                 f"q_offset: expected -2**29 to 2**29, got {static}: positions are int32"
             )
@@ -293,7 +304,7 @@ def _offset(value: Any, batch: int) -> tuple[int, jax.Array | None]:
     if value is None:
         return 0, None
     where = "the position of query row 0, one a batch row"
-    return 0, one_or_each("q_offset", value, batch, where)
+    return 0, jnp.clip(one_or_each("q_offset", value, batch, where), -FARTHEST, FARTHEST)
 
 
 def _segments(ids: Any, batch: int, q_len: int, kv_len: int) -> tuple[Any, Any]:

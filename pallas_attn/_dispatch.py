@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import export
 
 from pallas_attn import _device, _gpus, _sharding, reference
@@ -141,7 +142,9 @@ def _attention(inputs: AttentionInputs, problem: AttentionProblem):
 
 
 def _append(inputs: AppendInputs, problem: AppendProblem):
-    start = inputs.start - inputs.new_lengths if problem.from_end else inputs.start
+    start = inputs.start
+    if problem.from_end:  # no sequence has a negative number of rows
+        start = jnp.where(start >= 0, start - inputs.new_lengths, -1)
     written = reference.append(
         inputs.k_cache,
         inputs.v_cache,

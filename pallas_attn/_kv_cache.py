@@ -128,7 +128,7 @@ class KVCache:
 
     def extend(self, rows: int | Array) -> Self:
         """Take `rows` new rows in every sequence: an int, or int32[M] (0 included; a negative count
-        takes none).
+        takes none, and no length passes 2**31 - 1).
 
         An int that no sequence's whole capacity could hold is a ValueError; rows past a length
         known only at run time are dropped by the write, counted by `lengths` and shown by
@@ -142,9 +142,15 @@ class KVCache:
     def _rows(self, rows: int | Array) -> Array:
         static = _checks.static_int(rows)
         if static is None:
-            counts = _checks.one_or_each("rows", rows, self.num_sequences, "one count a sequence")
-            # No more than a length can count: past that it would be negative, and not overflowed.
-            return jnp.clip(counts, 0, jnp.iinfo(jnp.int32).max - self.lengths)
+            rows = _checks.one_or_each("rows", rows, self.num_sequences, "one count a sequence")
+        else:
+            self._fits(static)
+        # No more than a length can count: past that it would be negative, and not overflowed.
+        most = jnp.iinfo(jnp.int32).max - jnp.maximum(self.lengths, 0)
+        return jnp.clip(jnp.broadcast_to(jnp.asarray(rows, jnp.int32), most.shape), 0, most)
+
+    def _fits(self, static: int) -> None:
+        """ValueError where no sequence could ever take so many rows."""
         if static < 0:
             raise ValueError(f"rows: expected at least 0, got {static}")
         for sequence, capacity in enumerate(self.capacities):
@@ -154,7 +160,6 @@ class KVCache:
                     f"is {capacity}; "
                     "create the cache with a larger capacity or append fewer rows"
                 )
-        return jnp.full(self.num_sequences, static, jnp.int32)
 
     def reset(self, sequences: int | Array) -> Self:
         """Empty some sequences: an index (traced or not), an int array of indices (those that are
@@ -174,7 +179,7 @@ class KVCache:
         if isinstance(sequences, (list, tuple)) and not sequences:
             sequences = np.zeros(0, np.int32)  # jax would take it for floats
         try:
-            index = jnp.asarray(sequences)
+            index = jnp.asarray(_checks.saturated(sequences))
         except (TypeError, ValueError, OverflowError):
             raise ValueError(
                 f"sequences: expected an index, indices or bool[M], got {type(sequences).__name__}"
@@ -188,7 +193,7 @@ class KVCache:
         if not jnp.issubdtype(index.dtype, jnp.integer):
             raise ValueError(f"sequences: expected an index, indices or bool[M], got {index.dtype}")
         here = jnp.arange(self.num_sequences, dtype=jnp.int32)
-        return (here[:, None] == index.reshape(1, -1).astype(jnp.int32)).any(axis=1)
+        return (here[:, None] == _checks.saturated(index).reshape(1, -1)).any(axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

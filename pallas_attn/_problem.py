@@ -15,14 +15,17 @@ QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 class AttentionInputs(NamedTuple):
-    """The arrays of one attention call. None where the caller gave nothing."""
+    """The arrays of one attention call. None where the caller gave nothing. `_checks` has clipped
+    offsets and lengths to the ranges below: no kernel clips them again.
+    """
 
     q: Array  # [B, T, N, H]
     k: Array  # [B, S, K, H]
     v: Array  # [B, S, K, Hv]
-    q_offset: Array | None = None  # int32[B]; None: AttentionProblem.q_offset, for every row
-    q_lengths: Array | None = None  # int32[B]
-    kv_lengths: Array | None = None  # int32[B]
+    # int32[B], -2**29 .. 2**29; None: AttentionProblem.q_offset, for every row
+    q_offset: Array | None = None
+    q_lengths: Array | None = None  # int32[B], 0 .. T
+    kv_lengths: Array | None = None  # int32[B], 0 .. S
     q_segment_ids: Array | None = None  # int32[B, T]
     kv_segment_ids: Array | None = None  # int32[B, S]
     bias: Array | None = None  # [B or 1, N or 1, T or 1, S or 1], any float type

@@ -117,7 +117,7 @@ def append_kv_arrays(  # noqa: PLR0913
       k, v: the new rows, `[M, t, K, H]` or `[M, K, H]`.
       lengths_before: int32[M], rows held before the append: row i of sequence m goes to
         lengths_before[m] + i. A negative length drops the sequence's rows.
-      new_lengths: int32[M], how many of the t rows count; default all.
+      new_lengths: int32[M], how many of the t rows count (held to 0 .. t); default all.
       page_table: int32[M, W], page ids; rows whose page is outside of the pool are dropped.
       layer: an int or a traced int32.
       k_scales, v_scales: float32, shaped as the caches without H: rows are then quantised as into a

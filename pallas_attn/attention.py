@@ -52,10 +52,10 @@ def flash_attention(  # noqa: PLR0913
             1 1 . .                        1 1 1 1
 
       scale: multiplies the logits; default H**-0.5. Static.
-      q_offset: position of query row 0: an int, or int32[B].
-      q_lengths: int32[B]; rows at or past it give 0 and take no gradient.
-      kv_lengths: int32[B]; keys and values at or past it do not exist. They may hold anything, NaN
-        included.
+      q_offset: position of query row 0: an int, or int32[B]. Within -2**29 .. 2**29: an int outside
+        is a ValueError, numbers of an array are clipped.
+      q_lengths: int32[B], clipped to 0 .. T; rows at or past it give 0 and take no gradient.
+      kv_lengths: int32[B], clipped to 0 .. S; keys and values at or past it do not exist.
       segment_ids: int32[B, T] and int32[B, S] as a pair, or one array for both: a query sees keys
         of its own segment.
       bias: floating point, broadcasts to `[B, N, T, S]`; added to the (scaled, capped) logits.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn.masks import LONGEST, Mask
+from pallas_attn.masks import Mask
 
 Array = jax.Array
 
@@ -67,8 +67,7 @@ def attention(  # noqa: PLR0913
         logits = logits + bias.astype(acc)
         logits = jnp.where(logits < HIDDEN, -jnp.inf, logits)
 
-    q_offset = jnp.clip(jnp.asarray(q_offset, jnp.int32), -LONGEST, LONGEST)  # no sum may wrap
-    q_pos = jnp.broadcast_to(q_offset, (batch,))[:, None] + q_rows[None]
+    q_pos = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))[:, None] + q_rows[None]
     q_seg, kv_seg = (None, None) if segment_ids is None else segment_ids
     seen = mask.allows(
         q_pos[:, None, :, None],

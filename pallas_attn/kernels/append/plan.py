@@ -145,10 +145,10 @@ class Place(NamedTuple):
 def locate(refs: Refs, plan: Plan) -> At:
     block = lax.axis_index("block")
     sequence = lax.div(block, jnp.int32(plan.chunks))
-    start = refs.start[sequence]
+    start = given = refs.start[sequence]
     if plan.from_end:
         assert refs.new_lengths is not None
-        start = start - refs.new_lengths[sequence]
+        start = given - refs.new_lengths[sequence]  # wraps only where `given` is negative
     capacity = None if refs.capacities is None else refs.capacities[sequence]
     layer = None if refs.layer is None else refs.layer[0]
     # start + row could pass 2**31, this cannot.
@@ -156,7 +156,7 @@ def locate(refs: Refs, plan: Plan) -> At:
     rows = jnp.minimum(rows, plan.new_rows)
     if refs.new_lengths is not None:
         rows = jnp.minimum(rows, refs.new_lengths[sequence])
-    rows = jnp.where(start >= 0, rows, 0)
+    rows = jnp.where(start | given >= 0 if plan.from_end else start >= 0, rows, 0)
     if layer is not None:
         rows = jnp.where((layer >= 0) & (layer < plan.layers), rows, 0)
     return At(sequence, lax.rem(block, jnp.int32(plan.chunks)), start, rows, capacity, layer)

@@ -118,7 +118,6 @@ def edge(v: Any, lengths: Any, block: int) -> Any:
 
     What lies there may be NaN, and a matmul would multiply it by 0.
     """
-    lengths = jnp.clip(lengths, 0, v.shape[1])
     where = (lengths // block * block)[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
     taken = jax.vmap(lambda rows, at: jnp.take(rows, at, axis=0, mode="clip"))(v, where)
     return jnp.where((where < lengths[:, None])[..., None, None], taken, 0)

@@ -125,10 +125,10 @@ def step_of(plan: Plan, refs: Refs, walk: Walk, cell: Any, n: Any) -> Step:
     q_offset: Any = refs.q_offset[batch] if plan.has("q_offset") else problem.q_offset
     kv_len: Any = problem.kv_len
     if plan.has("kv_lengths"):
-        kv_len = jnp.clip(refs.kv_lengths[batch], 0, kv_len)
+        kv_len = refs.kv_lengths[batch]
     q_len: Any = problem.q_len
     if plan.has("q_lengths"):
-        q_len = jnp.clip(refs.q_lengths[batch], 0, q_len)
+        q_len = refs.q_lengths[batch]
     row = q_tile * ROWS
     span = plan.span(q_offset + row, ROWS, kv_len)
     live = (n < math.prod(walk.members)) & (row < q_len)

@@ -256,12 +256,12 @@ def item_of(plan: Plan, refs: Refs, code: Any) -> Item:
     key = tile * plan.keys
     kv_len: Any = problem.kv_len
     if plan.has("kv_lengths"):
-        kv_len = jnp.clip(refs.kv_lengths[batch], 0, kv_len)
+        kv_len = refs.kv_lengths[batch]
     q_offset: Any = refs.q_offset[batch] if plan.has("q_offset") else problem.q_offset
     q_len, rows = None, plan.padded_rows
     if plan.has("q_lengths"):
         block = plan.config.block_q
-        q_len = jnp.clip(refs.q_lengths[batch], 0, problem.q_len)
+        q_len = refs.q_lengths[batch]
         rows = lax.div(q_len + (block - 1), jnp.int32(block)) * block
     span = plan.q_span(key, q_offset, rows, kv_len)
     if plan.has("q_segment_ids"):

@@ -147,13 +147,13 @@ def tile_of(plan: Plan, refs: Any, code: Any) -> Tile:
     batch = lax.div(head, jnp.int32(problem.q_heads))
     kv_len: Any = problem.kv_len
     if plan.has("kv_lengths"):
-        kv_len = jnp.clip(refs.kv_lengths[batch], 0, kv_len)
+        kv_len = refs.kv_lengths[batch]
     return Tile(
         batch=batch,
         head=lax.rem(head, jnp.int32(problem.q_heads)),
         row=(code & ((1 << plan.code_bits) - 1)) * plan.tile_rows,
         q_offset=refs.q_offset[batch] if plan.has("q_offset") else problem.q_offset,
-        q_len=jnp.clip(refs.q_lengths[batch], 0, problem.q_len) if plan.has("q_lengths") else None,
+        q_len=refs.q_lengths[batch] if plan.has("q_lengths") else None,
         kv_len=kv_len,
     )
 
