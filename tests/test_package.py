@@ -254,6 +254,19 @@ def test_nobody_compares_positions_but_masks():
                 assert not ("q_pos" in text and "kv_pos" in text), f"{path}: {text}"
 
 
+def test_kernels_know_kinds_of_caches_from_their_layout():
+    """Where rows lie is said once, in cache_layout.py; other kernels ask it."""
+    kinds = {"per_sequence", "stacked", "paged"}
+    users = {
+        named(path)
+        for path in FILES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Constant) and node.value in kinds
+    }
+    users = {name for name in users if name.startswith("kernels.")}
+    assert users == {"kernels.attention.cache_layout"}
+
+
 def test_every_file_says_what_it_is():
     for path in FILES:
         if path.name != "__init__.py" or path.read_text():

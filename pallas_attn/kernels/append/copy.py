@@ -34,6 +34,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.append import quantize as append_quantize
 from pallas_attn.kernels.append.plan import At, Place, Plan, Refs
+from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 
@@ -76,7 +77,7 @@ def limit(problem: AppendProblem) -> Limit | None:
             f"{values} new values of one sequence: they are counted in int32",
             "append them in several calls",
         )
-    slabs = append_plan.slabs(problem)
+    slabs = cache_layout.layout_of(problem).slabs
     if slabs * (problem.layers or 1) >= 2**31:
         return Limit(
             f"{slabs} x {problem.layers or 1} layers: pages and sequences are int32",
@@ -95,21 +96,20 @@ def _append(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan) -> None:
     """What one thread does: read all its words, find out where they go, write them."""
     first = at.chunk * (plan.in_flight * mosaic.THREADS) + thread.index
     words = [first + i * mosaic.THREADS for i in range(plan.in_flight)]
-    if plan.kind == "paged" and plan.chunks == 1:
+    if plan.layout.paged and plan.chunks == 1:
         append_plan.expect_page(thread, refs, at, plan)
     arrays = range(len(refs.new))
     held = [[_read(thread, refs, at, word, plan, array) for word in words] for array in arrays]
-    if plan.kind == "paged":
+    if plan.layout.paged:
         thread.in_order()
-    separate = len(refs.caches) > 1
-    caches = thread.pick(at.sequence, refs.caches) if separate else refs.caches[0]
+    caches = plan.layout.arrays_of(thread, refs.caches, at.sequence)
     # K and V mostly share the shape of a row, and so their places.
     locate = functools.partial(append_plan.place, thread, refs, at, plan=plan)
     places = {n: [locate(word, row_words=n) for word in words] for n in plan.row_words}
     for array in arrays:
         there = places[plan.row_words[array]]
         for place, value in zip(there, held[array], strict=True):
-            _write(thread, caches[array], at, place, value, plan, array)
+            _write(thread, caches[array], place, value, plan, array)
 
 
 def _read(thread: mosaic.Thread, refs: Refs, at: At, word: Any, plan: Plan, array: int) -> Any:
@@ -121,9 +121,9 @@ def _read(thread: mosaic.Thread, refs: Refs, at: At, word: Any, plan: Plan, arra
 
 
 def _write(
-    thread: mosaic.Thread, cache: Ref, at: At, place: Place, value: Any, plan: Plan, array: int
+    thread: mosaic.Thread, cache: Ref, place: Place, value: Any, plan: Plan, array: int
 ) -> None:
-    row = append_plan.row_of(thread, at, place, plan)
+    row = plan.layout.number(thread, place.row)
     index = row * plan.row_words[array] + thread.wide(place.column)
     thread.store(cache, index, value, plan.word_bytes[array], place.exists)
 
@@ -176,7 +176,7 @@ def _write_into(
     """`run` where there is something to write. Jitted, so that a model of many layers traces it
     once.
     """
-    if problem.kind != "per_sequence":
+    if not cache_layout.layout_of(problem).separate:
         one = {name: (cache,) for name, cache in caches.items()}
         done = _launch(one, new, rest, problem, config)
         return {name: cache for name, (cache,) in done.items()}
@@ -224,11 +224,9 @@ def _launch(
         caches=tuple(zip(*refs.values(), strict=True)),
         start=rest.start,
         new_lengths=rest.new_lengths,
-        capacities=None
-        if plan.capacity is not None
-        else jnp.asarray(problem.capacities, jnp.int32),
+        capacities=plan.layout.capacities_operand(),
         page_table=rest.page_table,
-        layer=None if rest.layer is None else jnp.asarray(rest.layer, jnp.int32).reshape(1),
+        layer=cache_layout.layer_operand(rest.layer),
     )
     body = functools.partial(_kernel, plan=plan)
     grid = plan.sequences * plan.chunks

@@ -12,6 +12,8 @@ from jax import lax
 
 from pallas_attn import _gpus
 from pallas_attn._problem import AppendProblem
+from pallas_attn.kernels.attention import cache_layout
+from pallas_attn.kernels.attention.cache_layout import Row
 from pallas_attn.kernels.lang import mosaic
 
 Ref = Any
@@ -25,17 +27,12 @@ CHUNK_MOST = IN_FLIGHT_MOST * mosaic.THREADS  # words of a chunk: the last may c
 class Plan:
     """What is static in one launch."""
 
-    kind: str
+    layout: Any  # cache_layout.Layout
     sequences: int
     new_rows: int
     heads: int
     row_words: tuple[int, ...]  # words in a head's new row: of K, and of V
     word_bytes: tuple[int, ...]
-    slab_rows: int | None  # of a head in a slab: capacity or page size. None: they differ
-    capacity: int | None  # positions of a sequence. None: they differ
-    slabs: int  # a layer: 1, or sequences, or pages
-    layers: int
-    table_width: int
     from_end: bool  # `start` is where the rows end
     lanes: int  # neighbouring threads that share a row, to quantise it; 0: words are moved
     in_flight: int  # words a thread, or rows where they are shared
@@ -61,20 +58,13 @@ class Plan:
         else:
             items, at_once = problem.new_rows * problem.kv_heads * max(row_words), mosaic.THREADS
         in_flight = min(words, pl.cdiv(items, at_once))
-        capacity = problem.capacities[0] if len(set(problem.capacities)) == 1 else None
-        page_size = problem.page_size or 0
         return cls(
-            kind=problem.kind,
+            layout=cache_layout.layout_of(problem),
             sequences=problem.sequences,
             new_rows=problem.new_rows,
             heads=problem.kv_heads,
             row_words=row_words,
             word_bytes=word_bytes,
-            slab_rows=page_size or capacity,
-            capacity=capacity,
-            slabs=slabs(problem),
-            layers=problem.layers or 1,
-            table_width=problem.capacities[0] // page_size if page_size else 0,
             from_end=problem.from_end,
             lanes=lanes,
             in_flight=in_flight,
@@ -104,12 +94,6 @@ def lanes_of(row_words: int) -> int:
     return min(32, 2 ** (row_words - 1).bit_length())
 
 
-def slabs(problem: AppendProblem) -> int:
-    """How many `[K, rows, H]` there are in one layer of one array."""
-    found = {"per_sequence": 1, "stacked": problem.sequences, "paged": problem.pages or 0}
-    return found[problem.kind]
-
-
 class Refs(NamedTuple):
     new: tuple[Ref, ...]  # K, and V where there is one
     # A sequence each, or one for all: K and V, and the scales of K and of V where they have any.
@@ -136,9 +120,7 @@ class Place(NamedTuple):
     """Where one thread's word goes, within the K or V array."""
 
     exists: Any
-    slab: Any  # None: the only one
-    row: Any
-    head: Any
+    row: Row  # of the cache
     column: Any
 
 
@@ -152,13 +134,13 @@ def locate(refs: Refs, plan: Plan) -> At:
     capacity = None if refs.capacities is None else refs.capacities[sequence]
     layer = None if refs.layer is None else refs.layer[0]
     # start + row could pass 2**31, this cannot.
-    rows = (plan.capacity if capacity is None else capacity) - start
+    rows = (plan.layout.capacity if capacity is None else capacity) - start
     rows = jnp.minimum(rows, plan.new_rows)
     if refs.new_lengths is not None:
         rows = jnp.minimum(rows, refs.new_lengths[sequence])
     rows = jnp.where(start | given >= 0 if plan.from_end else start >= 0, rows, 0)
     if layer is not None:
-        rows = jnp.where((layer >= 0) & (layer < plan.layers), rows, 0)
+        rows = jnp.where(plan.layout.has_layer(layer), rows, 0)
     return At(sequence, lax.rem(block, jnp.int32(plan.chunks)), start, rows, capacity, layer)
 
 
@@ -167,9 +149,9 @@ def expect_page(thread: mosaic.Thread, refs: Refs, at: At, plan: Plan) -> None:
 
     With the rows read first as well, 128 sequences take 1.18 us where they took 1.38.
     """
-    entry = thread.minimum(thread.index * 8, plan.table_width - 1)  # 8 entries a sector of 32 bytes
-    row = thread.wide(at.sequence) * plan.table_width
-    thread.prefetch(refs.page_table, row + thread.wide(entry), 4)
+    # 8 entries a sector of 32 bytes
+    entry = thread.minimum(thread.index * 8, plan.layout.entries - 1)
+    thread.prefetch(refs.page_table, plan.layout.entry_index(thread, at.sequence, entry), 4)
 
 
 def place(
@@ -178,27 +160,11 @@ def place(
     row = word // (plan.heads * row_words)
     head, column = word // row_words % plan.heads, word % row_words
     exists = row < at.rows  # and so the word is one of this sequence's: at.rows <= new_rows
-    position = at.start + row
-    slab = None
-    if plan.kind == "stacked":
-        slab = at.sequence
-    if plan.kind == "paged":
+    position, page = at.start + row, None
+    if plan.layout.paged:
         position = thread.select(exists, position, 0)
-        entry = thread.wide(at.sequence) * plan.table_width + thread.wide(
-            position // plan.slab_rows
-        )
-        slab = thread.load(refs.page_table, entry, 4)
-        exists = exists & (slab >= 0) & (slab < plan.slabs)
-        position = position % plan.slab_rows
-    if at.layer is not None:
-        slab = at.layer if slab is None else at.layer * plan.slabs + slab
-    return Place(exists, slab, position, head, column)
-
-
-def row_of(thread: mosaic.Thread, at: At, place: Place, plan: Plan) -> Any:
-    """The number of the place's row, of all rows of all heads in the array: 64 bits."""
-    slab_rows = plan.slab_rows if at.capacity is None else thread.wide(at.capacity)
-    head = thread.wide(place.head)
-    if place.slab is not None:
-        head = thread.wide(place.slab) * plan.heads + head
-    return head * slab_rows + thread.wide(place.row)
+        entry = plan.layout.entry(position)
+        page = plan.layout.load_page(thread, refs.page_table, at.sequence, entry)
+        exists = exists & plan.layout.has_page(page)
+    row = Row(at.sequence, head, position, at.layer, page, at.capacity)
+    return Place(exists, row, column)

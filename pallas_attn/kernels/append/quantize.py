@@ -66,21 +66,20 @@ def quantize(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan) -> None:
     at_once = mosaic.THREADS // plan.lanes
     first = at.chunk * plan.chunk_items + thread.index // plan.lanes
     rows = [first + i * at_once for i in range(plan.in_flight)]
-    if plan.kind == "paged" and plan.chunks == 1:
+    if plan.layout.paged and plan.chunks == 1:
         append_plan.expect_page(thread, refs, at, plan)
     arrays = range(len(refs.new))
     held = [[_read(thread, refs, at, row, plan, array) for row in rows] for array in arrays]
-    if plan.kind == "paged":
+    if plan.layout.paged:
         thread.in_order()
-    separate = len(refs.caches) > 1
-    caches = thread.pick(at.sequence, refs.caches) if separate else refs.caches[0]
+    caches = plan.layout.arrays_of(thread, refs.caches, at.sequence)
     # All maxima before anything that needs one: their shuffles then wait together.
     scaled = [[_scale(thread, row, plan, array) for row in held[array]] for array in arrays]
     places = [append_plan.place(thread, refs, at, row, plan, 1) for row in rows]
     for array in arrays:
         into = caches[array], caches[len(refs.new) + array]
         for place, row, found in zip(places, held[array], scaled[array], strict=True):
-            at_row = append_plan.row_of(thread, at, place, plan)
+            at_row = plan.layout.number(thread, place.row)
             _write(thread, into, place, at_row, row, found, plan)
 
 

@@ -17,7 +17,8 @@ from jax import lax
 
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.attention import cache_layout, tma_operands
+from pallas_attn.kernels.attention.cache_layout import Row
 from pallas_attn.kernels.decode import combine, scheduler
 from pallas_attn.kernels.decode.scheduler import BLANK, Piece, Plan, Share, Table
 from pallas_attn.kernels.lang import threads
@@ -52,19 +53,12 @@ class Refs(NamedTuple):
 
 
 def refs_of(inputs: DecodeInputs, counters: Any, plan: Plan) -> Refs:
-    problem = plan.problem
-    separate = problem.kind == "per_sequence"
-    given = [inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale]
-    caches = [x if separate else (x,) for x in given if x is not None]
     return Refs(
         q=inputs.q,
-        caches=tuple(zip(*caches, strict=True)),
-        given=scheduler.Lengths(
-            inputs.lengths,
-            None if plan.capacity is not None else jnp.asarray(problem.capacities, jnp.int32),
-        ),
+        caches=plan.layout.tables(inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale),
+        given=scheduler.Lengths(inputs.lengths, plan.layout.capacities_operand()),
         page_table=inputs.page_table,
-        layer=None if inputs.layer is None else jnp.asarray(inputs.layer, jnp.int32).reshape(1),
+        layer=cache_layout.layer_operand(inputs.layer),
         sinks=inputs.sinks,
         counters=counters,
     )
@@ -74,8 +68,7 @@ def usable(plan: Plan, layer: Ref | None) -> Scalar:
     """1; or 0 where a traced layer is none that the cache has."""
     if layer is None:
         return jnp.int32(1)
-    number = layer[0]
-    return ((number >= 0) & (number < plan.problem.layers)).astype(jnp.int32)
+    return plan.layout.has_layer(layer[0]).astype(jnp.int32)
 
 
 def narrow_limit(problem: DecodeProblem) -> Limit | None:
@@ -134,7 +127,7 @@ def next_tile(
         wanted=(piece.tile < piece.end).astype(jnp.int32),
         layer=None if refs.layer is None else refs.layer[0],
     )
-    if plan.problem.kind == "paged":
+    if plan.layout.paged:
         page = functools.partial(look_up, plan=plan)
         tile = tile._replace(page=threads.each_thread(page, refs, tile, returns=True))
     return piece, tile
@@ -189,7 +182,7 @@ def look_up(thread: threads.Thread, refs: Refs, at: Tile, plan: Plan) -> Any:
         skipped = thread.index % 32 * plan.page_rows
         here = live - skipped
     row = thread.select(here >= 1, at.row + skipped, 0)
-    return _entry(thread, refs, at.m, row // plan.problem.page_size, plan)
+    return plan.layout.load_page(thread, refs.page_table, at.m, plan.layout.entry(row))
 
 
 def fetch(thread: threads.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -> None:
@@ -212,7 +205,7 @@ def fetch(thread: threads.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan)
     if plan.problem.quantized:
         nbytes = nbytes + _scale_bytes(live) * 2
     thread.announce(smem.barriers, at.slot, nbytes, (thread.index < 1) & (at.wanted >= 1))
-    caches = thread.pick(at.m, given.caches) if len(given.caches) > 1 else given.caches[0]
+    caches = plan.layout.arrays_of(thread, given.caches, at.m)
     skipped, here, _ = _piece(thread, at, plan)
     there = here >= 1
     line = _source(thread, (given, smem.table), at, skipped, there, plan)
@@ -285,7 +278,7 @@ def _fetch_by_threads(
     """
     given, smem = refs
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
-    caches = thread.pick(at.m, given.caches) if len(given.caches) > 1 else given.caches[0]
+    caches = plan.layout.arrays_of(thread, given.caches, at.m)
     start = at.slot * plan.tile
     line_of = finder(thread, (given, smem.table), at, live, plan)
     dims = (plan.problem.head_dim, plan.problem.v_head_dim)
@@ -313,7 +306,7 @@ def finder(
 ) -> Callable[[Any], Any]:
     """Where threads copy: row of the tile, of which `live` exist -> `_source` of it."""
     given, _ = refs
-    if plan.problem.kind != "paged":
+    if not plan.layout.paged:
         begin = _source(thread, refs, at, thread.index * 0, live >= 1, plan)
         return lambda row: begin + thread.wide(row)
 
@@ -322,8 +315,8 @@ def finder(
         if plan.tile // plan.page_rows <= 32:
             page = thread.of_lane(at.page, piece)
         else:
-            slot = thread.select(row < live, at.row + row, 0) // plan.problem.page_size
-            page = _entry(thread, given, at.m, slot, plan)
+            entry = plan.layout.entry(thread.select(row < live, at.row + row, 0))
+            page = plan.layout.load_page(thread, given.page_table, at.m, entry)
         return _source(thread, refs, at._replace(page=page), row, row < live, plan)
 
     return line_of
@@ -340,35 +333,17 @@ def _source(
     """The row of the cache's array where key `skipped` of the tile lies, in 64 bits. A page that is
     missing makes its sequence a lost one.
     """
-    (given, table), problem = refs, plan.problem
-    row, slab = at.row + skipped, None
-    slabs: Any = 1
-    rows: Any = plan.capacity
-    if rows is None:
-        rows = thread.wide(thread.load(given.given.capacities, at.m, 4))
-    if problem.kind == "stacked":
-        slab, slabs = at.m, problem.sequences
-    if problem.kind == "paged":
-        rows, slabs = problem.page_size, problem.pages
+    (given, table), layout = refs, plan.layout
+    row, page, capacity = at.row + skipped, at.page, None
+    if layout.capacity is None:
+        capacity = thread.load(given.given.capacities, at.m, 4)
+    if layout.paged:
         row = thread.select(there, row, 0)
-        good = (at.page >= 0) & (at.page < slabs)
-        slab = thread.select(good, at.page, 0)  # some page's rows: the result will be NaN
+        good = layout.has_page(page)
+        page = thread.select(good, page, 0)  # some page's rows: the result will be NaN
         bad = thread.select(good, thread.index * 0, 1)
         thread.shared_store(table.lost, at.m, bad, there & (bad >= 1))
-        row = row % rows
-    if at.layer is not None:
-        slab = at.layer if slab is None else at.layer * slabs + slab
-    line = thread.wide(at.head)
-    if slab is not None:
-        line = thread.wide(slab) * problem.kv_heads + line
-    return line * rows + thread.wide(row)
-
-
-def _entry(thread: threads.Thread, refs: Refs, m: Any, slot: Any, plan: Plan) -> Any:
-    """A sequence's entry in the page table."""
-    size: Any = plan.problem.page_size
-    width = plan.problem.capacities[0] // size
-    return thread.load(refs.page_table, thread.wide(m) * width + thread.wide(slot), 4)
+    return layout.number(thread, Row(at.m, at.head, row, at.layer, page, capacity))
 
 
 def bring_queries(thread: threads.Thread, q: Ref, at: tuple[Any, Any], plan: Plan) -> None:
@@ -385,15 +360,25 @@ def bring_queries(thread: threads.Thread, q: Ref, at: tuple[Any, Any], plan: Pla
     thread.prefetch(q, row * (row_bytes // 16) + thread.wide(word), 16)
 
 
-def check_pages(thread: threads.Thread, refs: tuple[Refs, Table], at: Any, plan: Plan) -> None:
-    """Pages before the first that is read: a window does not excuse a hole."""
+def check_skipped_pages(
+    plan: Plan, refs: Any, table: Table, piece: Piece, each_thread: Callable = threads.each_thread
+) -> None:
+    """Pages before the first that is read: a window does not excuse a missing one."""
+    if plan.checks_skipped_pages:
+        before = plan.layout.entry(piece.tile * plan.tile)
+        program = functools.partial(_check_pages, plan=plan)
+        each_thread(program, (refs, table), (piece.m, before))
+
+
+def _check_pages(thread: threads.Thread, refs: tuple[Refs, Table], at: Any, plan: Plan) -> None:
+    """All of a sequence's before some."""
     (given, table), (m, pages) = refs, at
 
     def some(i: Any, carry: list) -> list:
         slot = i * 128 + thread.index
         there = slot < pages
-        page = _entry(thread, given, m, thread.select(there, slot, 0), plan)
-        good = (page >= 0) & (page < plan.problem.pages)
+        entry = thread.select(there, slot, 0)
+        good = plan.layout.has_page(plan.layout.load_page(thread, given.page_table, m, entry))
         bad = thread.select(good, thread.index * 0, 1)
         thread.shared_store(table.lost, m, bad, there & (bad >= 1))
         return carry

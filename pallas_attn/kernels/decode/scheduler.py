@@ -28,7 +28,7 @@ from jax import lax
 from pallas_attn import _gpus
 from pallas_attn._problem import DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import softmax
+from pallas_attn.kernels.attention import cache_layout, softmax
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.mma import dequant, mma_rowmajor
 from pallas_attn.kernels.mma.mma_rowmajor import Heads, Split
@@ -94,6 +94,11 @@ class Plan:
         whole_pages = page is not None and page % 8 == 0 and self.tile % page == 0
         return plain and heads and whole_pages and not problem.batch_invariant
 
+    @functools.cached_property
+    def layout(self) -> Any:
+        """Where rows of the cache lie: `cache_layout.Layout`."""
+        return cache_layout.layout_of(self.problem)
+
     @property
     def bulk(self) -> bool:
         """Whether tiles are loaded by bulk copies; else by the threads."""
@@ -141,7 +146,7 @@ class Plan:
         are long.
         """
         eager = self.config.eager and (self.config.many or self.problem.quantized)
-        return eager and self.problem.kind == "paged" and self.bulk
+        return eager and self.layout.paged and self.bulk
 
     @property
     def abreast(self) -> int:
@@ -261,12 +266,6 @@ class Plan:
         return min(self.config.ctas, units)
 
     @property
-    def capacity(self) -> int | None:
-        """Of every sequence; None where they differ."""
-        all_of_them = set(self.problem.capacities)
-        return next(iter(all_of_them)) if len(all_of_them) == 1 else None
-
-    @property
     def unit_of_logits(self) -> float | None:
         """What turns scores into log2 units; None where that is done before the softmax, whose
         largest score must be the largest logit.
@@ -276,9 +275,14 @@ class Plan:
     @property
     def page_rows(self) -> int:
         """Rows of a tile that lie together in memory, wherever it begins."""
-        if self.problem.page_size is None:
-            return self.tile
-        return math.gcd(self.problem.page_size, self.tile)
+        return self.layout.contiguous_rows(self.tile)
+
+    @property
+    def checks_skipped_pages(self) -> bool:
+        """Whether pages before the first tile, which a mask lets a block skip, are looked up: one
+        that is missing loses the sequence all the same.
+        """
+        return self.layout.paged and self.problem.mask.bounds_left
 
     def tiles_of(self, length: Any, div: Any) -> tuple[Any, Any]:
         """Tiles [first, end) that hold all keys which some row sees; `length` may be any kind of
@@ -323,7 +327,7 @@ def size_limit(problem: DecodeProblem) -> Limit | None:
     if slabs >= 2**31:
         what = "sequences" if problem.pages is None else "pages"
         return Limit(f"{slabs} {what} of all layers; it counts them in 32 bits", "split the layers")
-    scaled = problem.quantized and problem.kind == "per_sequence"
+    scaled = problem.quantized and cache_layout.layout_of(problem).separate
     most = MOST_SEQUENCES // (2 if scaled else 1)
     if problem.sequences > most:
         return Limit(
@@ -383,8 +387,8 @@ def lay_out(
     places = [lane * plan.lane_sequences + i for i in range(plan.lane_sequences)]
     within = [thread.minimum(m, last) for m in places]
     asked = [thread.load(given.lengths, at, 4) for at in within]
-    room: list[Any] = [plan.capacity] * len(asked)
-    if plan.capacity is None:
+    room: list[Any] = [plan.layout.capacity] * len(asked)
+    if plan.layout.capacity is None:
         room = [thread.load(given.capacities, at, 4) for at in within]
     meanwhile()
     for m, length, most in zip(places, asked, room, strict=True):

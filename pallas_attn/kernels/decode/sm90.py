@@ -235,7 +235,7 @@ def _begin(plan: Plan, refs: Refs, smem: Smem, look: Any, start: tuple[Piece, Sh
     most = (share.end - share.first) * plan.unit if plan.bulk else stages
     count = jnp.minimum(stages - 1, most)
     ask = functools.partial(producer.ask, plan, refs, smem)
-    if plan.problem.kind != "paged" or not plan.bulk:
+    if not plan.layout.paged or not plan.bulk:
         return lax.fori_loop(0, count, lambda slot, piece: ask(look((piece, slot))), first)
 
     def asked(slot, ahead):
@@ -271,10 +271,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, results: Any, share: Share, cta
         piece = scheduler.piece_at(plan, smem.table, share, unit, m)
         parts = scheduler.parts_of(plan, share, piece, cta)
         own = queries if soon else _queries(plan, refs, smem, piece)
-        if plan.problem.kind == "paged" and plan.problem.mask.left is not None:
-            before = lax.div(piece.tile * plan.tile, jnp.int32(plan.problem.page_size))
-            check = functools.partial(producer.check_pages, plan=plan)
-            threads.each_thread(check, (refs, smem.table), (piece.m, before))
+        producer.check_skipped_pages(plan, refs, smem.table, piece)
         state = mainloop.nothing(plan)
 
         def one_tile(tile, carry):

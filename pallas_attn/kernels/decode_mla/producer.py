@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._problem import DecodeInputs
+from pallas_attn.kernels.attention import cache_layout
+from pallas_attn.kernels.attention.cache_layout import Layout, Row
 from pallas_attn.kernels.decode import producer, scheduler
 from pallas_attn.kernels.decode.scheduler import Piece, Plan, Share, Table
 from pallas_attn.kernels.lang import mosaic, threads
@@ -41,7 +43,7 @@ class Refs(NamedTuple):
     layer: Ref | None
 
 
-def refs_of(inputs: DecodeInputs, rows: int) -> Refs:
+def refs_of(inputs: DecodeInputs, layout: Layout, rows: int) -> Refs:
     """`rows`: of query that a sequence has in memory; those past its own are zeros."""
     m, *_, width = inputs.q.shape
     q = inputs.q.reshape(m, -1, width)
@@ -49,10 +51,10 @@ def refs_of(inputs: DecodeInputs, rows: int) -> Refs:
         q = jnp.pad(q, ((0, 0), (0, rows - q.shape[1]), (0, 0)))
     return Refs(
         q=q.reshape(-1, width),
-        kv=inputs.k_cache.reshape(-1, *inputs.k_cache.shape[-2:]),
+        kv=layout.view(inputs.k_cache),
         given=scheduler.Lengths(inputs.lengths, None),
         page_table=inputs.page_table,
-        layer=None if inputs.layer is None else jnp.asarray(inputs.layer, jnp.int32).reshape(1),
+        layer=cache_layout.layer_operand(inputs.layer),
     )
 
 
@@ -130,10 +132,7 @@ def load(  # noqa: PLR0913
     the number after the last. `bring(tile)`: whether this block has a tile brought to L2 before it
     is asked for.
     """
-    if plan.problem.kind == "paged" and plan.problem.mask.left is not None:
-        before = lax.div(piece.tile * TILE, jnp.int32(plan.problem.page_size))
-        check = functools.partial(producer.check_pages, plan=plan)
-        each_thread(check, (refs, table), (piece.m, before))
+    producer.check_skipped_pages(plan, refs, table, piece, each_thread)
 
     def one_tile(tile, carry):
         count, pages = carry
@@ -155,15 +154,14 @@ def load(  # noqa: PLR0913
     return lax.fori_loop(piece.tile, piece.end, one_tile, (count, ahead))[0]
 
 
-def _pages(plan: Plan, refs: Refs, piece: Piece, tile: Scalar) -> list[Scalar]:
+def _pages(plan: Plan, refs: Refs, piece: Piece, tile: Scalar) -> list[Scalar | None]:
     """Of each stretch of a tile that lies together in memory; asked for a tile ahead."""
     rows = [tile * TILE + first for first in range(0, TILE, plan.page_rows)]
-    if plan.problem.kind == "stacked":
-        return [piece.m for _ in rows]
+    if not plan.layout.paged:
+        return [None for _ in rows]
     table: Any = refs.page_table
     last = jnp.maximum(piece.length - 1, 0)
-    size = jnp.int32(plan.problem.page_size)
-    return [table[piece.m, lax.div(jnp.minimum(row, last), size)] for row in rows]
+    return [table[piece.m, plan.layout.entry(jnp.minimum(row, last))] for row in rows]
 
 
 def _bring(plan: Plan, refs: Refs, piece: Piece, tile: Scalar) -> None:
@@ -171,26 +169,24 @@ def _bring(plan: Plan, refs: Refs, piece: Piece, tile: Scalar) -> None:
     blocks = plan.problem.head_dim // WIDE
     width = WIDE * next(n for n in (4, 3, 2, 1) if blocks % n == 0)
     for n, page in enumerate(_pages(plan, refs, piece, tile)):
-        slab, row = _place(plan, refs, tile * TILE + n * plan.page_rows, page)
+        slab, row = _place(plan, refs, piece, tile * TILE + n * plan.page_rows, page)
         for column in range(0, plan.problem.head_dim, width):
             columns = pl.ds(column, width)
             plgpu.async_prefetch(refs.kv.at[slab, pl.ds(row, plan.page_rows), columns])
 
 
-def _place(plan: Plan, refs: Refs, row: Scalar, page: Scalar) -> tuple[Scalar, Scalar]:
-    """Which slab of the cache has a row, and where. `page`: of a stacked cache the sequence."""
-    problem = plan.problem
-    layer = jnp.int32(0) if refs.layer is None else refs.layer[0]
-    if problem.layers is not None:  # any, where there is no such layer: the result is NaN
-        layer = jnp.clip(layer, 0, problem.layers - 1)
-    if problem.kind == "stacked":
-        return layer * problem.sequences + page, row
-    good = jnp.where(_bad(plan, page), 0, page)  # some page's rows: the result will be NaN
-    return layer * problem.pages + good, lax.rem(row, jnp.int32(problem.page_size))
-
-
-def _bad(plan: Plan, page: Scalar) -> Scalar:
-    return (page < 0) | (page >= plan.problem.pages)
+def _place(
+    plan: Plan, refs: Refs, piece: Piece, position: Scalar, page: Scalar | None
+) -> tuple[Scalar, Scalar]:
+    """Where a row lies in the view of the cache; if its layer or page is missing, another's: the
+    result will be NaN.
+    """
+    layout, layer = plan.layout, None
+    if refs.layer is not None:
+        layer = jnp.clip(refs.layer[0], 0, layout.layers - 1)
+    if page is not None:
+        page = jnp.where(layout.lacks_page(page), 0, page)
+    return layout.slice_of(Row(piece.m, 0, position, layer, page))
 
 
 def _rows(  # noqa: PLR0913
@@ -200,18 +196,19 @@ def _rows(  # noqa: PLR0913
     row, first, page = place
 
     def copy():
-        slab, within = _place(plan, refs, row, page)
+        slab, within = _place(plan, refs, piece, row, page)
         source = refs.kv.at[slab, pl.ds(within, plan.page_rows), block.columns]
         to = block.to.at[pl.ds(first, plan.page_rows)]
         plgpu.copy_gmem_to_smem(source, to, block.ready)
 
-    if plan.problem.kind == "stacked":
+    if page is None:
         return copy()
 
     @pl.when(row < piece.length)
     def _():
         if lost is not None:
-            pl.when(_bad(plan, page))(lambda: each_thread(_lose, lost, piece.m))
+            missing = plan.layout.lacks_page(page)
+            pl.when(missing)(lambda: each_thread(_lose, lost, piece.m))
         copy()
 
     pl.when(row >= piece.length)(lambda: plgpu.barrier_arrive(block.ready))

@@ -172,7 +172,7 @@ def _copy_row(thread: threads.Thread, refs: tuple, at: tuple, there: Any, plan: 
 def _fetch(thread: threads.Thread, refs: tuple[Refs, Smem], at: Any, plan: LatentPlan) -> None:
     given, smem = refs
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
-    (cache,) = thread.pick(at.m, given.caches) if len(given.caches) > 1 else given.caches[0]
+    (cache,) = plan.layout.arrays_of(thread, given.caches, at.m)
     find = producer.finder(thread, (given, smem.table), at, live, plan)
     for first in range(0, plan.tile, mosaic.THREADS // ABREAST):
         row = thread.index // ABREAST + first
@@ -285,10 +285,7 @@ def _compute(
         meet(None)
         queries = functools.partial(_fetch_queries, plan=plan)
         threads.each_thread(queries, (refs.q, smem.q), scheduler.first_query(plan, piece))
-        if plan.problem.kind == "paged" and plan.problem.mask.left is not None:
-            before = lax.div(piece.tile * plan.tile, jnp.int32(plan.problem.page_size))
-            check = functools.partial(producer.check_pages, plan=plan)
-            threads.each_thread(check, (refs, smem.table), (piece.m, before))
+        producer.check_skipped_pages(plan, refs, smem.table, piece)
         meet(0)
 
         def one_tile(tile, carry):

@@ -34,7 +34,7 @@ from jax import lax
 from pallas_attn import _gpus
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import softmax
+from pallas_attn.kernels.attention import cache_layout, softmax
 from pallas_attn.kernels.decode import combine, scheduler
 from pallas_attn.kernels.decode import logits as decode_logits
 from pallas_attn.kernels.decode.logits import ROWS
@@ -109,7 +109,7 @@ def _rows_limit(problem: DecodeProblem) -> Limit | None:
             "cast q to one of them",
         )
     reference = 'say implementation="reference"'
-    if problem.kind == "per_sequence":
+    if cache_layout.layout_of(problem).separate:
         return Limit(
             "separate arrays of latent rows, which would take a tensor map each",
             "use a StackedCache or a PagedCache",
@@ -436,7 +436,7 @@ def _launch(
 ) -> tuple[Array, Array]:
     """Jitted, so that a model of many layers traces it once."""
     plan = LatentPlan(problem, config)
-    refs = mla_producer.refs_of(inputs, plan.padded)
+    refs = mla_producer.refs_of(inputs, plan.layout, plan.padded)
     sinks = mla_producer.sinks_of(inputs, plan.chunks * ROWS)
     lines = problem.sequences * plan.chunks
     of, kept = jax.ShapeDtypeStruct, plan.tile_of(plan.slots, 0, 0)

@@ -373,7 +373,7 @@ def launch(
 ) -> tuple[Array, Array]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
     plan = FewPlan(problem, config)
-    refs = mla_producer.refs_of(inputs, plan.chunk_rows)
+    refs = mla_producer.refs_of(inputs, plan.layout, plan.chunk_rows)
     sinks = mla_producer.sinks_of(inputs, plan.chunk_rows)
     of, rows = jax.ShapeDtypeStruct, plan.chunk_rows
     kernel = plgpu.kernel(
