@@ -7,8 +7,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-
-from pallas_attn.lm import safetensors
+import safetensors.numpy
 
 BASE = {
     "vocab_size": 96,
@@ -83,13 +82,13 @@ def write(folder, config, tensors, shards=1, dtype=np.float32):
     (folder / "config.json").write_text(json.dumps(config))
     stored = {name: x.astype(jnp.dtype(dtype)) for name, x in tensors.items()}
     if shards == 1:
-        safetensors.write(folder / "model.safetensors", stored, {"format": "pt"})
+        safetensors.numpy.save_file(stored, folder / "model.safetensors", {"format": "pt"})
         return folder
     names, where = list(stored), {}
     for n in range(shards):
         file = f"model-{n + 1:05}-of-{shards:05}.safetensors"
         mine = names[n::shards]
-        safetensors.write(folder / file, {name: stored[name] for name in mine})
+        safetensors.numpy.save_file({name: stored[name] for name in mine}, folder / file)
         where |= dict.fromkeys(mine, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     return folder

@@ -15,7 +15,6 @@ import pytest
 from pallas_attn.bench import rows, timing
 from pallas_attn.lm import (
     check,
-    checkpoint,
     decode,
     findings,
     model,
@@ -25,6 +24,7 @@ from pallas_attn.lm import (
     session,
     text,
 )
+from pallas_attn.lm.hf_config import config_from
 from tests import lm_witness
 
 every_cache = pytest.mark.parametrize("kind", decode.CACHES)
@@ -34,7 +34,7 @@ LENGTHS = (5, 12, 1, 16, 9, 3)  # all padded to 16: programs are what takes time
 @functools.cache
 def small():
     """A Qwen3 with weights that make it say different things."""
-    config = checkpoint.config_from(lm_witness.CONFIGS["qwen3"])
+    config = config_from(lm_witness.CONFIGS["qwen3"])
     params = model.random_params(config, 0, jnp.float32)
     return config, jax.tree.map(lambda x: x * 4 if x.ndim > 2 else x, params)
 
@@ -237,9 +237,9 @@ def test_sampling_refuses(how, message):
     ("what", "how", "wanted", "message"),
     [
         ([], {}, 4, "prompt: expected at least one, got none"),
-        ([[1], []], {}, 4, "prompt 1 is empty"),
-        ([[1] * 49], {}, 4, "prompt 0: 49 tokens do not fit in a capacity of 48"),
-        ([[1, 96]], {}, 4, "prompt 0: expected tokens from 0 to 95, got 1 to 96"),
+        ([[1], []], {}, 4, "prompt 2 is empty"),
+        ([[1] * 49], {}, 4, "prompt 1: 49 tokens do not fit in a capacity of 48"),
+        ([[1, 96]], {}, 4, "prompt 1: expected tokens from 0 to 95, got 1 to 96"),
         ([[1]], {}, 0, "max_new_tokens: expected at least 1, got 0"),
         (
             [[1]],
@@ -252,7 +252,7 @@ def test_sampling_refuses(how, message):
             [[1] * 20],
             {"cache": "paged", "pages": 2},
             9,
-            "prompt 0: 4 pages do not fit in a pool of 2",
+            "prompt 1: 4 pages do not fit in a pool of 2",
         ),
     ],
 )
@@ -535,7 +535,7 @@ def test_the_peer_of_the_report_computes_the_same_tokens():
             "model: expected one of tiny, llama2_7b, llama3_8b, llama3.1_8b, mistral_7b, qwen2_7b, "
             "qwen3_8b, got 'gpt'",
         ),
-        ({"prompts": ("",)}, "prompt 0 is empty"),
+        ({"prompts": ("",)}, "prompt 1 is empty"),
         (
             {"implementation": "sm90"},
             "implementation: a model runs several operations, which no kernel does alone; expected "
@@ -543,7 +543,7 @@ def test_the_peer_of_the_report_computes_the_same_tokens():
         ),
         (
             {"prompts": ("a" * 600,)},
-            "prompt 0: 600 tokens do not fit in a capacity of 512",
+            "prompt 1: 600 tokens do not fit in a capacity of 512",
         ),
     ],
 )
@@ -554,7 +554,7 @@ def test_a_session_refuses(changes, message):
 
 
 def test_what_does_not_fit_in_memory_is_said_before_it_is_made(monkeypatch):
-    monkeypatch.setattr(session, "_memory", lambda: 10**9)
+    monkeypatch.setattr(session, "memory", lambda: 10**9)
     line = "model: weights take 16.1 GB and the cache 0.0 GB as bfloat16, there are 1.0 GB; give"
     with pytest.raises(ValueError, match=re.escape(line)):
         shown(io.StringIO(), io.StringIO(), model="llama3_8b", prompts=("1",), dtype="bfloat16")

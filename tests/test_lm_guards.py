@@ -43,7 +43,7 @@ def shapes(options):
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         CONFIG.shapes(),
-        is_leaf=model._is_shape,
+        is_leaf=model.is_shape,
     )
     cache = jax.eval_shape(lambda: options.create_cache(CONFIG))
     return params, cache, jax.eval_shape(lambda: decode.State.create(options.slots))

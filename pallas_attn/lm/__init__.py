@@ -1,1 +1,91 @@
-"""The demo: a Llama-family decoder, its checkpoints, the batch decode loop."""
+"""The demo: a Llama-family decoder, its checkpoints, the batch decode loop.
+
+    from pallas_attn import lm
+
+    model = lm.load()                                  # the small one inside the package
+    texts = lm.generate(model, ["ROMEO:", "The sea"], max_new_tokens=40)
+
+`lm.load(folder)` reads a checkpoint in Hugging Face's layout, which takes the extra `lm`.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pallas_attn.lm import checkpoint, decode, hf_config, machine, text
+from pallas_attn.lm.decode import Options
+from pallas_attn.lm.folder import Folder
+from pallas_attn.lm.model import Config, Params
+from pallas_attn.lm.sampling import Sampling
+
+__all__ = ["Model", "Options", "Sampling", "generate", "load"]
+
+
+class Model(NamedTuple):
+    """A model as `load` returns it."""
+
+    config: Config
+    params: Params
+    tokenizer: text.Tokenizer
+    stop: tuple[int, ...]  # tokens that end a text
+    dtype: str
+
+
+def load(folder: str | os.PathLike[str] = checkpoint.EMBEDDED, dtype: str | None = None) -> Model:
+    """Reads a model onto the default device.
+
+    Args:
+      folder: config.json, weights, and tokenizer.json. Default: the model inside the package.
+      dtype: of weights, cache and arithmetic: "bfloat16", "float16" or "float32". Default: bfloat16
+        on a GPU, float32 elsewhere.
+
+    Raises:
+      ValueError: a file is missing or not what it has to be; the message names it.
+    """
+    dtype = dtype or machine.default_dtype()
+    config, params = checkpoint.load(folder, dtype)
+    stop = hf_config.stop_tokens(Folder(folder))
+    return Model(config, params, text.tokenizer_of(folder), stop, dtype)
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 200,
+    sampling: Sampling = Sampling(),  # noqa: B008
+    seed: int = 0,
+    **options: Any,
+) -> list[str]:
+    """Continues prompts, side by side; what comes after each, without the prompt.
+
+    Args:
+      model: from `load`.
+      prompts: texts of any lengths.
+      max_new_tokens: after each prompt, at most: a stop token of the model or the cache's capacity
+        may end it before.
+      sampling: how tokens are chosen. Default: the likeliest. `Sampling(0.7, top_k=40)` draws.
+      seed: of what is drawn. A sequence's tokens depend on its prompt's place in `prompts`, and on
+        nothing else in the batch.
+      **options: fields of `Options`: cache ("per_sequence", "stacked" or "paged"), slots (sequences
+        at a time), capacity (rows of each), chunk (steps inside one jit), stop, ...
+
+    Raises:
+      ValueError: a prompt or an option cannot be; the message names it.
+    """
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts: expected a list of texts, got one; did you mean [{prompts!r}]?")
+    ids = [text.encoded(model.tokenizer, one, n) for n, one in enumerate(prompts, 1)]
+    longest = max(map(len, ids), default=0) + max_new_tokens
+    defaults: dict[str, Any] = {
+        "slots": min(len(ids), 8) or 1,
+        "capacity": min(longest, model.config.positions),
+        "dtype": model.dtype,
+        "stop": model.stop,
+    }
+    how = Options(**defaults | {"sampling": sampling} | options)
+    run = decode.Run(model.config, model.params, how, ids, max_new_tokens, seed)
+    with machine.matmul_precision(None, model.dtype):
+        for _ in run:
+            pass
+    return [model.tokenizer.decode(one.tokens) for one in run.sequences]

@@ -1,4 +1,4 @@
-"""A decode beside the reference path: greedy tokens and logits of every step.
+"""A decode beside the reference path: the likeliest token and the logits of every step.
 
 The reference path keeps no cache: the whole text goes through the model at once by the oracle, with
 weights and arithmetic in float32. The budget is twice the error that the same path makes in the
@@ -23,9 +23,9 @@ _ROUNDINGS = 64  # of the largest logit: what sums in another order may differ b
 class Row:
     """One sequence of the parity table."""
 
-    sequence: int
+    sequence: int  # counted from 1
     steps: int
-    same: int  # steps whose greedy token is the reference's
+    same: int  # steps whose likeliest token is the reference's
     ties: int  # steps where it is not, and the reference's two logits lie within the budget
     error: float  # the largest difference of a logit,
     at: int  # the step that it was seen at
@@ -71,7 +71,7 @@ def _row(one: Generation, truth: np.ndarray, plain: np.ndarray, eps: float) -> R
     ties = (mine != theirs) & (margin <= 2 * budget)
     worst = int(np.where(np.isnan(errors), np.inf, errors).argmax())
     return Row(
-        sequence=one.number,
+        sequence=one.number + 1,
         steps=len(got),
         same=int((mine == theirs).sum()),
         ties=int(ties.sum()),

@@ -1,212 +1,123 @@
-"""Checkpoints in Hugging Face's layout: config.json, *.safetensors, tokenizer.json.
+"""A model's folder: its weights beside config.json.
 
-What is read is checked: an architecture, a choice or a tensor that this model does not know is an
-error that names it, never a model that quietly computes something else.
+Weights lie in either of two forms. A checkpoint of Hugging Face has model.safetensors, or several
+files that model.safetensors.index.json names, which the package safetensors reads (the extra `lm`).
+A model that was trained here has model.npy, which NumPy reads: one record with a field a parameter,
+the bits of bfloat16. Names, shapes and types are compared with config.json before anything is
+built, and what was built holds finite numbers only; a ValueError says which file is wrong, and how.
 """
 
 import dataclasses
+import functools
+import itertools
 import json
-import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn.lm import safetensors
-from pallas_attn.lm.model import Config, Params, Rope
+from pallas_attn.lm.folder import Folder, shown
+from pallas_attn.lm.hf_config import config_from
+from pallas_attn.lm.model import Config, Params, is_shape
 
 EMBEDDED = pathlib.Path(__file__).parent / "tiny"
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-# What the families have in common, so that another value would mean another model.
-_FIXED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-}
+_OURS, _THEIRS, _INDEX = "model.npy", "model.safetensors", "model.safetensors.index.json"
+NAMES = ("config.json", _OURS, _THEIRS, _INDEX, "generation_config.json", "tokenizer.json")
+_DTYPES = ("F64", "F32", "F16", "BF16")
+_UNREAD = ("rotary_emb.inv_freq",)  # tensors that old checkpoints hold and no model reads
+
+Loader = Callable[[Any], Params]
 
 
 def config_of(folder: str | os.PathLike[str]) -> Config:
     """The model that a folder holds."""
-    return config_from(read_json(pathlib.Path(folder) / "config.json"))
+    found = Folder(folder)
+    return config_from(found.json("config.json"), str(found.path / "config.json"))
 
 
 def load(folder: str | os.PathLike[str], dtype: Any) -> tuple[Config, Params]:
     """A model from a folder, its weights as `dtype` on the default device."""
     config = config_of(folder)
-    return config, _params(config, _Tensors(pathlib.Path(folder)), dtype)
+    return config, weights_of(folder, config)(dtype)
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """A file that has to hold one JSON object."""
+def weights_of(folder: str | os.PathLike[str], config: Config) -> Loader:
+    """What makes the parameters in a given dtype. That the files hold them is checked at once."""
+    found = Folder(folder)
+    if not found.has(_OURS):
+        return _Tensors(found, config).load
+    if found.has(_THEIRS) or found.has(_INDEX):
+        raise ValueError(f"{found.path}: holds {_OURS} and *.safetensors; remove one of them")
+    path = found.file(_OURS)
+    return functools.partial(_from_record, config, path, _record(config, path))
+
+
+@jax.jit
+def _finite(params: Params) -> Any:
+    return jax.tree.map(lambda x: jnp.isfinite(x).all(), params)
+
+
+def _all_finite(params: Params) -> bool:
+    return all(jax.device_get(jax.tree.leaves(_finite(params))))
+
+
+# ---- model.npy ----------------------------------------------------------------------------------
+
+
+def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter by its name in the tree, "runs.0.qkv"."""
+    leaves = jax.tree.leaves_with_path(config.shapes(), is_leaf=is_shape)
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    return {name(path): shape for path, shape in leaves}
+
+
+def _record(config: Config, path: pathlib.Path) -> np.ndarray:
+    """The record of a file, mapped, with a field of every parameter and no other."""
     try:
-        found = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
-    return found
-
-
-def stop_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
-    """The tokens that end a text, as generation_config.json or config.json name them."""
-    for name in ("generation_config.json", "config.json"):
-        path = pathlib.Path(folder) / name
-        ids = read_json(path).get("eos_token_id") if path.exists() else None
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
-    return ()
-
-
-# ---- config.json --------------------------------------------------------------------------------
-
-
-def config_from(found: Mapping[str, Any]) -> Config:
-    """The model that a config.json describes."""
-    family = found.get("model_type")
-    if family not in _FAMILIES:
-        raise ValueError(f"config.json: expected model_type of {_FAMILIES}, got {family!r}")
-    for name, wanted in _FIXED.items():
-        if found.get(name, wanted) not in (wanted, None):
-            raise ValueError(f"config.json: {name} {found[name]!r} is not supported")
-    try:
-        heads = int(found["num_attention_heads"])
-        layers = int(found["num_hidden_layers"])
-        positions = int(found["max_position_embeddings"])
-        head_dim = found.get("head_dim") or found["hidden_size"] // heads
-        return Config(
-            vocab=int(found["vocab_size"]),
-            hidden=int(found["hidden_size"]),
-            layers=layers,
-            heads=heads,
-            kv_heads=int(found.get("num_key_value_heads") or heads),
-            head_dim=int(head_dim),
-            mlp=int(found["intermediate_size"]),
-            positions=positions,
-            rope=_rope(found, positions),
-            norm_eps=float(found.get("rms_norm_eps", 1e-6)),
-            qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
-            tied=bool(found.get("tie_word_embeddings", False)),
-            windows=_windows(found, family, layers),
-        )
-    except KeyError as error:
-        raise ValueError(f"config.json: {error.args[0]} is missing") from None
-
-
-def _windows(found: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer; () where there is none at all."""
-    window = found.get("sliding_window")
-    if family == "llama" or (family != "mistral" and not found.get("use_sliding_window")):
-        window = None
-    if window is None:
-        return ()
-    first = found.get("max_window_layers", 0) if family != "mistral" else 0
-    kinds = found.get("layer_types")
-    if kinds is None:
-        kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(layers)]
-    sizes = {"sliding_attention": int(window), "full_attention": None}
-    if len(kinds) != layers or not set(kinds) <= set(sizes):
-        raise ValueError(f"config.json: layer_types: expected {layers} of {list(sizes)}")
-    return tuple(sizes[kind] for kind in kinds)
-
-
-def _rope(found: Mapping[str, Any], positions: int) -> Rope:
-    scaling = found.get("rope_parameters") or found.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    theta = float(scaling.get("rope_theta", found.get("rope_theta", 10000.0)))
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("config.json: partial_rotary_factor is not supported")
-    if kind == "dynamic":
-        raise ValueError(
-            "config.json: rope type 'dynamic' turns keys anew as the text grows, which a cache of "
-            "turned keys cannot; use 'yarn' or 'linear'"
-        )
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ValueError(
-            f"config.json: rope type: expected default, linear, llama3 or yarn, got {kind!r}"
-        )
-    if kind == "default":
-        return Rope(theta)
-    names = {"low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"}
-    options = {name: float(scaling[name]) for name in names if scaling.get(name) is not None}
-    return Rope(
-        theta,
-        kind,
-        factor=float(scaling["factor"]),
-        original_positions=int(scaling.get("original_max_position_embeddings") or positions),
-        truncate=bool(scaling.get("truncate", True)),
-        attention_factor=_attention_factor(scaling) if kind == "yarn" else 1.0,
-        **options,
-    )
-
-
-def _attention_factor(scaling: Mapping[str, Any]) -> float:
-    """What yarn multiplies cos and sin by: as given, or growing with the log of the factor."""
-    given = scaling.get("attention_factor")
-    if given is not None:
-        return float(given)
-    grown = math.log(max(float(scaling["factor"]), 1.0)) / 10
-    scale, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if scale and all_dims:
-        return (scale * grown + 1) / (all_dims * grown + 1)
-    return grown + 1
-
-
-# ---- tensors ------------------------------------------------------------------------------------
-
-
-class _Tensors:
-    """The tensors of a folder, whichever file holds them; each is taken once."""
-
-    def __init__(self, folder: pathlib.Path):
-        self._where: dict[str, pathlib.Path] = {}
-        self._left: dict[str, np.ndarray] = {}
-        for path in _files(folder):
-            found = safetensors.read(path)
-            self._left |= found
-            self._where |= dict.fromkeys(found, path)
-
-    def take(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if name not in self._left:
-            raise ValueError(f"{name}: expected shape {list(shape)}, got no such tensor")
-        tensor = self._left.pop(name)
-        if tensor.shape != shape:
+        record = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # of many types: the header is a Python literal
+        raise ValueError(f"{path}: not a model that was saved here: {shown(error)}") from None
+    found = record.dtype.fields if record.shape == (1,) else None
+    found = {name: field[0].subdtype for name, field in (found or {}).items()}
+    wanted = {name: (np.dtype("<u2"), shape) for name, shape in _shapes(config).items()}
+    for name in wanted | found:
+        if found.get(name) != wanted.get(name):
             raise ValueError(
-                f"{name}: expected shape {list(shape)}, got {list(tensor.shape)} in "
-                f"{self._where[name]}"
+                f"{path}: {shown(name)}: expected {shown(wanted.get(name))}, as config.json has "
+                f"it, got {shown(found.get(name))}"
             )
-        return tensor
-
-    def none_left(self, but: tuple[str, ...]) -> None:
-        for name in self._left:
-            if not name.endswith(but):
-                raise ValueError(
-                    f"{self._where[name]}: {name} is no part of the model that config.json "
-                    "describes"
-                )
+    return record
 
 
-def _files(folder: pathlib.Path) -> list[pathlib.Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder}: no *.safetensors file")
-    for path in files:
-        if not path.is_file():
-            raise ValueError(f"{path}: {index.name} names this file and it is not there")
-    return files
+def _from_record(config: Config, path: pathlib.Path, record: np.ndarray, dtype: Any) -> Params:
+    def read(name: str) -> jax.Array:
+        return jnp.asarray(record[0][name].view(jnp.bfloat16), dtype)
+
+    tree = jax.tree.structure(config.shapes(), is_leaf=is_shape)
+    params = jax.tree.unflatten(tree, map(read, _shapes(config)))
+    if not _all_finite(params):
+        raise ValueError(f"{path}: holds numbers that are not finite")
+    return params
+
+
+def save(folder: str | os.PathLike[str], described: Mapping[str, Any], params: Params) -> None:
+    """A model into a folder: `described` is its config.json, the weights go in as bfloat16."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(described), indent=2) + "\n", "utf-8")
+    shapes = _shapes(config_from(described))
+    record = np.zeros(1, [(name, "<u2", shape) for name, shape in shapes.items()])
+    for name, param in zip(shapes, jax.tree.leaves(params), strict=True):
+        record[name][0] = np.asarray(param.astype(jnp.bfloat16)).view(np.uint16)
+    np.save(folder / _OURS, record, allow_pickle=False)
+
+
+# ---- *.safetensors ------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,65 +152,127 @@ def _top(config: Config) -> dict[str, str]:
     return names if config.tied else names | {"head": "lm_head.weight"}
 
 
-def _params(config: Config, tensors: _Tensors, dtype: Any) -> Params:
-    shapes = config.shapes()
-    params: Params = {
-        name: jnp.asarray(tensors.take(tensor, shapes[name]).astype(dtype))
-        for name, tensor in _top(config).items()
-    }
-    runs, first, parts = [], 0, _parts(config)
-    for run in shapes["runs"]:
-        layers = range(first, first + run["qkv"][0])
-        first = layers.stop
-        # One parameter of all layers at a time: the host never holds the model twice.
-        runs.append({name: _stack(tensors, part, layers, run[name][2:], dtype)
-                     for name, part in parts.items()})  # fmt: skip
-    tensors.none_left(("rotary_emb.inv_freq", *(("lm_head.weight",) if config.tied else ())))
-    return params | {"runs": tuple(runs)}
-
-
-def _stack(tensors: _Tensors, part: _Part, layers: range, rest: tuple[int, ...], dtype: Any):
-    stacked = np.empty((len(layers), sum(part.rows), *rest), dtype)
-    for n, layer in enumerate(layers):
-        start = 0
-        for name, rows in zip(part.names, part.rows, strict=True):
-            tensor = tensors.take(f"model.layers.{layer}.{name}", (rows, *rest))
-            stacked[n, start : start + rows] = tensor.astype(dtype)
-            start += rows
-    return jnp.asarray(stacked)
-
-
-# ---- writing ------------------------------------------------------------------------------------
-
-
-def save(
-    folder: str | os.PathLike[str], described: Mapping[str, Any], params: Params, dtype: Any
-) -> None:
-    """A model into a folder: `described` is its config.json, the weights go in as `dtype`."""
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dict(described), indent=2) + "\n", "utf-8")
-    tensors = dict(_named(config_from(described), params, dtype))
-    safetensors.write(folder / "model.safetensors", tensors, {"format": "pt"})
-
-
-def _named(config: Config, params: Params, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _wanted(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors of a model: (name, shape)."""
+    shapes, parts, layers = config.shapes(), _parts(config), itertools.count()
     for name, tensor in _top(config).items():
-        yield tensor, np.asarray(params[name].astype(dtype))
-    layer = 0
-    for run in params["runs"]:
-        stacked = {name: np.asarray(run[name].astype(dtype)) for name in _parts(config)}
-        for n in range(len(stacked["qkv"])):
-            one = {name: whole[n] for name, whole in stacked.items()}
-            yield from _pieces(config, one, f"model.layers.{layer}")
-            layer += 1
+        yield tensor, shapes[name]
+    for run in shapes["runs"]:
+        layer = [
+            (tensor, (rows, *run[name][2:]))
+            for name, part in parts.items()
+            for tensor, rows in zip(part.names, part.rows, strict=True)
+        ]
+        for n in itertools.islice(layers, run["qkv"][0]):
+            yield from ((f"model.layers.{n}.{tensor}", shape) for tensor, shape in layer)
 
 
-def _pieces(
-    config: Config, one: Mapping[str, np.ndarray], prefix: str
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors that the parameters of one layer were put together from."""
-    for name, part in _parts(config).items():
-        pieces = np.split(one[name], np.cumsum(part.rows)[:-1])
-        for tensor, piece in zip(part.names, pieces, strict=True):
-            yield f"{prefix}.{tensor}", piece
+class _Tensors:
+    """The tensors of a folder, whichever file holds them."""
+
+    def __init__(self, folder: Folder, config: Config):
+        self._config = config
+        self._files: dict[pathlib.Path, Any] = {}  # open
+        self._where: dict[str, pathlib.Path] = {}
+        index = self._index(folder)
+        for name in sorted(set(index.values())) or [_THEIRS]:
+            self._open(folder.file(name))
+        for name, file in index.items():
+            if self._where.get(name) != folder.path / file:
+                raise ValueError(
+                    f"{folder.path / _INDEX}: weight_map: {shown(name)} is not in {shown(file)}"
+                )
+        self._check_shapes(folder)
+
+    def _index(self, folder: Folder) -> dict[str, str]:
+        """The file of each tensor; {} where one file has all, which comes first."""
+        if folder.has(_THEIRS):
+            return {}
+        if not folder.has(_INDEX):
+            raise ValueError(f"{folder.path}: holds neither {_THEIRS} nor {_INDEX} nor {_OURS}")
+        where, found = f"{folder.path / _INDEX}: weight_map", folder.json(_INDEX).get("weight_map")
+        if not isinstance(found, dict) or not found:
+            raise ValueError(f"{where}: expected an object, got {shown(found)}")
+        for name, file in found.items():
+            plain = isinstance(file, str) and file.isprintable() and os.path.basename(file) == file
+            if not plain or not file.endswith(".safetensors"):
+                raise ValueError(
+                    f"{where}: {shown(name)}: expected the name of a *.safetensors file in this "
+                    f"folder, got {shown(file)}"
+                )
+        return found
+
+    def _open(self, path: pathlib.Path) -> None:
+        try:
+            import safetensors
+        except ImportError:
+            raise ValueError(
+                f"{path}: reading it takes the package safetensors: pip install 'pallas_attn[lm]'"
+            ) from None
+        try:
+            file = safetensors.safe_open(path, "numpy")
+        except (safetensors.SafetensorError, OSError, ValueError) as error:
+            raise ValueError(f"{path}: {shown(str(error))[1:-1]}") from None
+        self._files[path] = file
+        for name in file.keys():  # noqa: SIM118
+            if name in self._where:
+                raise ValueError(f"{path}: {shown(name)} is also in {self._where[name]}")
+            self._where[name] = path
+
+    def _check_shapes(self, folder: Folder) -> None:
+        left = dict(self._where)
+        for name, shape in _wanted(self._config):
+            path = left.pop(name, None)
+            if path is None:
+                raise ValueError(f"{folder.path}: {name}: expected shape {list(shape)}, as "
+                                 "config.json has it, got no such tensor")  # fmt: skip
+            found = self._files[path].get_slice(name)
+            if tuple(found.get_shape()) != shape:
+                raise ValueError(f"{path}: {name}: expected shape {list(shape)}, as config.json "
+                                 f"has it, got {shown(found.get_shape())}")  # fmt: skip
+            if found.get_dtype() not in _DTYPES:
+                raise ValueError(f"{path}: {name}: expected one of {', '.join(_DTYPES)}, got "
+                                 f"{found.get_dtype()}")  # fmt: skip
+        unread = (*_UNREAD, *(("lm_head.weight",) if self._config.tied else ()))
+        for name, path in left.items():
+            if not name.endswith(unread):
+                raise ValueError(
+                    f"{path}: {shown(name)} is no part of the model that config.json describes"
+                )
+
+    def _take(self, name: str, dtype: Any) -> np.ndarray:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._files[self._where[name]].get_tensor(name).astype(dtype)
+
+    def load(self, dtype: Any) -> Params:
+        """The parameters, on the default device."""
+        shapes = self._config.shapes()
+        params: Params = {
+            name: jnp.asarray(self._take(tensor, dtype))
+            for name, tensor in _top(self._config).items()
+        }
+        runs, first, parts = [], 0, _parts(self._config)
+        for run in shapes["runs"]:
+            layers = range(first, first + run["qkv"][0])
+            first = layers.stop
+            # One parameter of all layers at a time: the host never holds the model twice.
+            runs.append({name: self._stack(part, layers, run[name], dtype)
+                         for name, part in parts.items()})  # fmt: skip
+        params |= {"runs": tuple(runs)}
+        if not _all_finite(params):
+            for name, _ in _wanted(self._config):
+                if not np.isfinite(self._take(name, dtype).astype(np.float32)).all():
+                    where = self._where[name]
+                    raise ValueError(f"{where}: {name}: holds numbers that are not finite as "
+                                     f"{jnp.dtype(dtype).name}")  # fmt: skip
+        return params
+
+    def _stack(self, part: _Part, layers: range, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        stacked = np.empty(shape, dtype)
+        for n, layer in enumerate(layers):
+            start = 0
+            for name, rows in zip(part.names, part.rows, strict=True):
+                tensor = self._take(f"model.layers.{layer}.{name}", dtype)
+                stacked[n, start : start + rows] = tensor
+                start += rows
+        return jnp.asarray(stacked)

@@ -7,6 +7,7 @@ chunk before it reads the tokens of the last, so that neither waits for the othe
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn import _dispatch
 from pallas_attn.cache import PagedCache, PerSequenceCache, StackedCache
 from pallas_attn.lm import model
 from pallas_attn.lm.model import Config, Params
@@ -31,6 +33,7 @@ Array = jax.Array
 COMPILER = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_graph_min_graph_size": 2**30}
 CACHES = ("per_sequence", "stacked", "paged")
 NOTHING = -1  # in place of a token, where a sequence was not running
+NO_NUMBER = -2  # in place of a token whose logit is no finite number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,11 +153,13 @@ def steps(
 
 
 def _choose(options: Options, logits: Array, keys: Array, position: Array) -> Array:
-    return sample(logits, jax.vmap(jax.random.fold_in)(keys, position), options.sampling)
+    token = sample(logits, jax.vmap(jax.random.fold_in)(keys, position), options.sampling)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    return jnp.where(jnp.isfinite(chosen), token, NO_NUMBER)
 
 
 def _stops(options: Options, token: Array) -> Array:
-    stop = jnp.asarray(options.stop, jnp.int32)
+    stop = jnp.asarray((*options.stop, NO_NUMBER), jnp.int32)
     return (token[:, None] == stop[None]).any(axis=1)
 
 
@@ -203,6 +208,10 @@ class _Flight:
     logits: Array | None
     whose: tuple[Generation | None, ...]  # of each column
     steps: int
+
+
+# The implementations that the programs of a run were traced with, whichever run was the first.
+_TRACED: dict[tuple[Config, Options], set[str]] = collections.defaultdict(set)
 
 
 class Run:
@@ -256,7 +265,15 @@ class Run:
         first = list(self._waiting)[: self._together(self.options.slots)]
         new = self._arrivals(list(enumerate(first)), np.ones(self.options.slots, bool))
         given = self.config, self.options, self._params, self._cache, self._state
-        admit.lower(*given, new).compile()
+        with self._noted():
+            admit.lower(*given, new).compile()
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Notes which implementations are traced in this block."""
+        with _dispatch.recorded() as names:
+            yield
+        _TRACED[self.config, self.options].update(names)
 
     def summary(self, seconds: float) -> dict[str, Any]:
         """What a run came to. The rates are of chunks that no prompt and no compilation held up,
@@ -275,9 +292,16 @@ class Run:
             "steady": steady,
             "tokens_per_second": round(made / took, 1) if took else 0.0,
             "tb_per_second": round(moved / took / 1e12, 4) if took else 0.0,
+            "device": jax.devices()[0].device_kind,
+            "implementation": "+".join(sorted(_TRACED[self.config, self.options])),
+            "dtype": self.options.dtype,
             "cache_bytes": self._cache.num_bytes,
             "weight_bytes": self._weights,
         }
+
+    def wait(self) -> None:
+        """Until the device has done what it was told to: a process does not end in the midst."""
+        jax.block_until_ready((self._cache, self._state))
 
     @property
     def cache(self) -> Any:
@@ -298,9 +322,10 @@ class Run:
             return False
         self._undisturbed = 0
         new = self._arrivals(taken, np.array(vacant))
-        self._cache, self._state, tokens, logits = admit(
-            self.config, self.options, self._params, self._cache, self._state, new
-        )
+        with self._noted():
+            self._cache, self._state, tokens, logits = admit(
+                self.config, self.options, self._params, self._cache, self._state, new
+            )
         whose = tuple(sequence for _, sequence in taken)
         kept = None if logits is None else logits[None]
         self._fly(_Flight(tokens[None], kept, whose, 0))
@@ -348,9 +373,10 @@ class Run:
         """The next chunk, if a sequence wants more tokens than were planned."""
         if not any(one is not None and one.planned < one.wanted for one in self._slots):
             return False
-        self._cache, self._state, tokens, logits = steps(
-            self.config, self.options, self._params, self._cache, self._state
-        )
+        with self._noted():
+            self._cache, self._state, tokens, logits = steps(
+                self.config, self.options, self._params, self._cache, self._state
+            )
         whose = tuple(self._slots)
         for one in whose:
             if one is not None:
@@ -376,6 +402,12 @@ class Run:
             if sequence is None or sequence.ended:
                 continue
             (live,) = np.nonzero(tokens[:, column] != NOTHING)
+            if NO_NUMBER in tokens[live, column]:
+                raise ValueError(
+                    f"sequence {sequence.number + 1}: its logits are not finite after "
+                    f"{len(sequence.prompt) + len(sequence.tokens)} tokens: the weights are too "
+                    f"large for {self.options.dtype}, or those of no model"
+                )
             made += len(live)
             sequence.tokens += tokens[live, column].tolist()
             if logits is not None:
@@ -435,7 +467,7 @@ def refuse(config: Config, options: Options, prompts: Sequence[Sequence[int]], w
         )
     if not prompts:
         raise ValueError("prompt: expected at least one, got none")
-    for n, prompt in enumerate(prompts):
+    for n, prompt in enumerate(prompts, 1):
         if not prompt:
             raise ValueError(f"prompt {n} is empty")
         if len(prompt) > options.capacity:

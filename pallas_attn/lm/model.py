@@ -121,7 +121,7 @@ class Config:
     @property
     def size(self) -> int:
         """Numbers in all parameters."""
-        return sum(map(math.prod, jax.tree.leaves(self.shapes(), is_leaf=_is_shape)))
+        return sum(map(math.prod, jax.tree.leaves(self.shapes(), is_leaf=is_shape)))
 
     def shapes(self) -> Params:
         """The shape of every parameter, in the tree that the parameters form."""
@@ -150,7 +150,7 @@ class Config:
 def random_params(config: Config, seed: int, dtype: Any) -> Params:
     """Random weights: what training starts from, and what throughput is measured with."""
     shapes = config.shapes()
-    leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=_is_shape)
+    leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=is_shape)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     made = []
     for (path, shape), key in zip(leaves, keys, strict=True):
@@ -170,7 +170,7 @@ def _normal(key: Array, spread: float, shape: tuple[int, ...], dtype: str) -> Ar
     return jax.random.normal(key, shape, dtype) * jnp.asarray(spread, dtype)
 
 
-def _is_shape(x: Any) -> bool:
+def is_shape(x: Any) -> bool:
     return isinstance(x, tuple) and all(isinstance(n, int) for n in x)
 
 

@@ -15,7 +15,7 @@ class Sampling:
     keeps the fewest whose probabilities reach it.
     """
 
-    temperature: float = 0.0  # 0: the largest logit
+    temperature: float = 0.0  # 0, or what is 0 as a normal float32: the largest logit
     top_k: int = 0  # 0: all
     top_p: float = 1.0
 
@@ -32,8 +32,10 @@ def sample(logits: Array, keys: Array, sampling: Sampling) -> Array:
     """int32[M] from float32[M, vocab] and M keys. A sequence's token depends on its own row and key
     alone, so it is the same whatever else is in the batch.
     """
-    if sampling.temperature == 0:
+    if sampling.temperature < jnp.finfo(jnp.float32).tiny:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    # The largest is 0, so that no division by a small number makes two infinities of two logits.
+    logits = logits - logits.max(axis=-1, keepdims=True)
     kept = _truncated(logits / sampling.temperature, sampling)
     return jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import os
 import pathlib
 import signal
 import threading
@@ -17,6 +16,9 @@ import numpy as np
 from pallas_attn.bench import rows
 from pallas_attn.lm import check, checkpoint, findings, model, report, text
 from pallas_attn.lm.decode import Options, Run, refuse
+from pallas_attn.lm.folder import Folder
+from pallas_attn.lm.hf_config import config_from, stop_tokens
+from pallas_attn.lm.machine import default_dtype, matmul_precision, memory
 from pallas_attn.lm.model import Config, Params
 from pallas_attn.lm.presets import PRESETS
 from pallas_attn.lm.sampling import Sampling
@@ -53,6 +55,7 @@ class Settings:
     sampling: Sampling = Sampling()
     stop: tuple[int, ...] | None = None  # None: what the checkpoint says
     dtype: str | None = None
+    precision: str | None = None  # of matmuls; None: float32 where that is the dtype
     implementation: str | None = None
     seed: int = 0
     check: bool = False
@@ -71,7 +74,12 @@ def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
         )
     if settings.out is not None and settings.report is None:
         raise ValueError("out: the rows are those of a report; say --report=FOLDER as well")
-    dtype = settings.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
+    dtype = settings.dtype or default_dtype()
+    with matmul_precision(settings.precision, dtype):
+        return _decode(settings, dtype, out, err)
+
+
+def _decode(settings: Settings, dtype: str, out: TextIO, err: TextIO) -> int:
     config, tokenizer, stop, weights = _model(settings)
     prompts = _prompts(settings, config, tokenizer)
     options = _options(settings, config, prompts, dtype, stop)
@@ -79,7 +87,7 @@ def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
     asked = list(settings.stop or ())
     if any(not 0 <= token < config.vocab for token in asked):
         raise ValueError(f"stop_ids: expected tokens from 0 to {config.vocab - 1}, got {asked}")
-    _must_fit(config, options, _memory())
+    _must_fit(config, options, memory())
     params = weights(dtype)
     run = Run(config, params, options, prompts, settings.max_new_tokens, settings.seed)
     view: View = (Json if settings.json else Text)(run, tokenizer, out, err)
@@ -91,6 +99,9 @@ def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
     except KeyboardInterrupt:
         view.finish(time.perf_counter() - start)
         return INTERRUPTED
+    except BaseException:
+        run.wait()
+        raise
     summary = view.finish(time.perf_counter() - start)
     held = _check(run, params, view) if settings.check else True
     if report_on is not None:
@@ -144,12 +155,13 @@ def _model(
         if settings.model not in PRESETS:
             names = ", ".join((EMBEDDED, *PRESETS))
             raise ValueError(f"model: expected one of {names}, got {settings.model!r}")
-        config = checkpoint.config_from(PRESETS[settings.model])
+        config = config_from(PRESETS[settings.model])
         draw = functools.partial(model.random_params, config, settings.seed)
         return config, text.Numbers(), settings.stop or (), draw
-    tokenizer, config = text.tokenizer_of(folder), checkpoint.config_of(folder)
-    stop = checkpoint.stop_tokens(folder) if settings.stop is None else settings.stop
-    return config, tokenizer, stop, lambda dtype: checkpoint.load(folder, dtype)[1]
+    config = checkpoint.config_of(folder)
+    stop = stop_tokens(Folder(folder)) if settings.stop is None else settings.stop
+    weights = checkpoint.weights_of(folder, config)
+    return config, text.tokenizer_of(folder), stop, weights
 
 
 def _prompts(settings: Settings, config: Config, tokenizer: text.Tokenizer) -> list[list[int]]:
@@ -160,7 +172,7 @@ def _prompts(settings: Settings, config: Config, tokenizer: text.Tokenizer) -> l
     given = settings.prompts
     if not given and settings.checkpoint is None and settings.model == EMBEDDED:
         given = DEMO_PROMPTS
-    return [tokenizer.encode(one) for one in given]
+    return [text.encoded(tokenizer, one, n) for n, one in enumerate(given, 1)]
 
 
 def _options(
@@ -202,15 +214,9 @@ def _must_fit(config: Config, options: Options, room: int) -> None:
         )
 
 
-def _memory() -> int:
-    """Bytes that the default device can hold."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _check(run: Run, params: Params, view: View) -> bool:
     """The parity table; whether every row held."""
-    header = f"{'sequence':>8}{'steps':>7}{'same token':>12}{'ties':>6}"
+    header = f"{'sequence':>8}{'steps':>7}{'likeliest':>12}{'ties':>6}"
     view.say(f"{header}{'worst logit':>13}{'at step':>9}{'budget':>9}")
     held = True
     for row in check.rows(run, params):
@@ -220,7 +226,7 @@ def _check(run: Run, params: Params, view: View) -> bool:
         view.say(f"{line}{row.at:>9}{row.budget:>9.1e}{verdict}")
         view.record("check", dataclasses.asdict(row) | {"held": row.held})
     view.say(
-        "every step is the reference's: greedy tokens, and logits within the budget"
+        "every step is the reference's: the likeliest token, and logits within the budget"
         if held
         else "the decode is not what the reference computes"
     )

@@ -5,7 +5,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from pallas_attn.lm.checkpoint import read_json
+from pallas_attn.lm.folder import Folder, shown
+from pallas_attn.lm.hf_config import KEYS
 
 
 class Tokenizer(Protocol):
@@ -34,7 +35,7 @@ class Numbers:
             return [int(word) for word in text.split()]
         except ValueError:
             raise ValueError(
-                f"prompt: without a tokenizer a prompt is token numbers, got {text!r}"
+                f"without a tokenizer a prompt is token numbers, got {shown(text)}"
             ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -53,8 +54,12 @@ class _HuggingFace:
             ) from None
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises nothing narrower
-            raise ValueError(f"{path}: {error}") from None
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+        except (KeyboardInterrupt, MemoryError):
+            raise
+        except BaseException as error:  # the package raises nothing narrower, and panics of Rust's
+            raise ValueError(f"{path}: {shown(str(error))[1:-1]}") from None
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
@@ -63,15 +68,32 @@ class _HuggingFace:
         return self._tokenizer.decode(list(ids))
 
 
+def encoded(tokenizer: Tokenizer, text: str, number: int) -> list[int]:
+    """The tokens of prompt `number`, counted from 1."""
+    try:
+        if not isinstance(tokenizer, Bytes):
+            text.encode("utf-8")
+        return tokenizer.encode(text)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"prompt {number}: not UTF-8 at character {error.start + 1}") from None
+    except Exception as error:  # of a tokenizer that somebody wrote
+        raise ValueError(f"prompt {number}: {error}") from None
+
+
 def tokenizer_of(folder: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a checkpoint's folder."""
-    folder = pathlib.Path(folder)
-    path = folder / "tokenizer.json"
-    if path.exists():
-        return _HuggingFace(path)
-    if read_json(folder / "config.json").get("tokenizer") == "bytes":
-        return Bytes()
-    raise ValueError(f"{path}: not there; without it prompts cannot become tokens")
+    found, name = Folder(folder), "tokenizer.json"
+    if found.has(name):
+        return _HuggingFace(found.file(name))
+    kind = found.json("config.json").get("tokenizer")
+    if kind is None:
+        raise ValueError(f"{found.path / name}: not there; without it prompts cannot become tokens")
+    if not KEYS["tokenizer"].holds(kind):
+        wanted = KEYS["tokenizer"].wanted
+        raise ValueError(
+            f"{found.path / 'config.json'}: tokenizer: expected {wanted}, got {shown(kind)}"
+        )
+    return Bytes()
 
 
 class Stream:

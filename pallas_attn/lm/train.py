@@ -16,6 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn.lm import checkpoint
+from pallas_attn.lm.folder import Folder
+from pallas_attn.lm.hf_config import config_from
+from pallas_attn.lm.machine import memory
 from pallas_attn.lm.model import Config, Params, forward, random_params
 
 Array = jax.Array
@@ -85,15 +88,23 @@ class Line(NamedTuple):
     seconds: float
 
 
-def train(text: bytes, folder: str, recipe: Recipe, seed: int = 0) -> Iterator[Line]:
+def train(
+    text: bytes, folder: str, recipe: Recipe, seed: int = 0, overwrite: bool = False
+) -> Iterator[Line]:
     """Trains on `text` and leaves the model in `folder`; a line each `recipe.every` steps."""
-    config = checkpoint.config_from(TINY)
+    described = TINY | {"max_position_embeddings": recipe.context}
+    config = config_from(described)
     ids = np.frombuffer(text, np.uint8)
     cut = len(ids) * 9 // 10
     if len(ids) - cut < recipe.context + 1:
         needed = 10 * (recipe.context + 2)
         raise ValueError(f"text: expected at least {needed} bytes, got {len(ids)}")
-    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)  # or fails before the work, not after
+    _must_fit(config, recipe)
+    # What cannot be written fails before the work, not after.
+    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+    held = [name for name in checkpoint.NAMES if Folder(folder).has(name)]
+    if held and not overwrite:
+        raise ValueError(f"out: {folder} holds {held[0]}; name another folder, or say --overwrite")
     learnt, held_out = jnp.asarray(ids[:cut]), ids[cut:]
     params = random_params(config, seed, jnp.float32)
     zeros = functools.partial(jax.tree.map, jnp.zeros_like)
@@ -105,7 +116,21 @@ def train(text: bytes, folder: str, recipe: Recipe, seed: int = 0) -> Iterator[L
         done += count
         other = evaluate(config, recipe, moment.params, held_out)
         yield Line(done, float(loss), other, time.perf_counter() - start)
-    checkpoint.save(folder, TINY, moment.params, jnp.bfloat16)
+    checkpoint.save(folder, described, moment.params)
+
+
+def _must_fit(config: Config, recipe: Recipe) -> None:
+    """Refuses a batch whose activations alone, which the backward needs, are more than there is."""
+    width = config.heads * config.head_dim
+    layer = 4 * config.hidden + 2 * width + 3 * config.mlp
+    numbers = recipe.batch * recipe.context * (config.layers * layer + config.vocab)
+    needed = numbers * np.dtype(jnp.dtype(recipe.dtype)).itemsize + 16 * config.size
+    if needed > memory():
+        raise ValueError(
+            f"batch: {recipe.batch} windows of {recipe.context} bytes take more than "
+            f"{needed / 1e9:.1f} GB, there are {memory() / 1e9:.1f} GB; give a smaller --batch or "
+            "--context"
+        )
 
 
 def evaluate(config: Config, recipe: Recipe, params: Params, ids: np.ndarray) -> float:

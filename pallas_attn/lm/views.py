@@ -65,7 +65,7 @@ class Json(View):
                 continue
             self._told.add(one.number)
             facts = {
-                "number": one.number,
+                "number": one.number + 1,
                 "prompt": self._tokenizer.decode(one.prompt),
                 "text": self._tokenizer.decode(one.tokens),
                 "tokens": one.tokens,
@@ -111,6 +111,7 @@ class Text(View):
         self.say(
             f"{count} sequence{'s' * (count != 1)}, {summary['tokens']} tokens in "
             f"{summary['seconds']:.1f} s ({rates}{' once compiled' if summary['steady'] else ''})"
+            f" on {summary['device']}, {summary['implementation']}, {summary['dtype']}"
             + (f"; {cut} filled the capacity of {self._run.options.capacity}" if cut else "")
             + (f"; interrupted, {left} not ended" if left else "")
         )

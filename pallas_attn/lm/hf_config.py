@@ -1,0 +1,246 @@
+"""config.json and generation_config.json of a Hugging Face checkpoint: which keys are read, what
+each may hold, and the model that they describe.
+
+What is read is checked against the tables here: a key of another type, a number out of range or a
+choice that this model does not know is an error that names it, never a model that quietly computes
+something else. Keys that are in no table change nothing of what is computed.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pallas_attn.lm.folder import Folder, shown
+from pallas_attn.lm.model import Config, Rope
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+WINDOWED = ("full_attention", "sliding_attention")  # what layer_types names
+REQUIRED = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What a key may hold. Absent and null are the default."""
+
+    kind: type
+    least: float = 1
+    most: float = 2**28
+    choices: tuple[Any, ...] = ()
+    default: Any = None
+
+    @property
+    def wanted(self) -> str:
+        """What it may hold, in words."""
+        if self.choices == (None,):
+            return "null"
+        if self.choices:
+            return f"one of {', '.join(map(str, self.choices))}"
+        words = {bool: "true or false", dict: "an object", list: "a list", str: "a string"}
+        number = "a whole number" if self.kind is int else "a number"
+        return words.get(self.kind) or f"{number} from {self.least:g} to {self.most:g}"
+
+    def holds(self, found: Any) -> bool:
+        """Whether it may hold this, which is not null."""
+        if self.choices:
+            return any(type(found) is type(one) and found == one for one in self.choices)
+        if self.kind in (int, float):
+            taken = (int,) if self.kind is int else (int, float)
+            return type(found) in taken and self.least <= found <= self.most  # so no NaN
+        return type(found) is self.kind
+
+
+def _factor(default: float | None = None) -> Key:
+    return Key(float, 1e-3, 1e6, default=default)
+
+
+# Keys of config.json. The last five have one value that this model computes.
+KEYS: dict[str, Key] = {
+    "model_type": Key(str, choices=FAMILIES, default=REQUIRED),
+    "vocab_size": Key(int, most=2**24, default=REQUIRED),
+    "hidden_size": Key(int, most=2**20, default=REQUIRED),
+    "intermediate_size": Key(int, most=2**20, default=REQUIRED),
+    "num_hidden_layers": Key(int, most=1000, default=REQUIRED),
+    "num_attention_heads": Key(int, most=4096, default=REQUIRED),
+    "num_key_value_heads": Key(int, most=4096),
+    "head_dim": Key(int, least=2, most=1024),
+    "max_position_embeddings": Key(int, default=REQUIRED),
+    "rms_norm_eps": Key(float, least=1e-12, most=1, default=1e-6),
+    "rope_theta": Key(float, least=2, most=1e12, default=10000.0),
+    "rope_scaling": Key(dict),
+    "rope_parameters": Key(dict),
+    "tie_word_embeddings": Key(bool, default=False),
+    "use_sliding_window": Key(bool, default=False),
+    "sliding_window": Key(int),
+    "max_window_layers": Key(int, least=0, default=28),
+    "layer_types": Key(list),
+    "tokenizer": Key(str, choices=("bytes",)),
+    "hidden_act": Key(str, choices=("silu",)),
+    "attention_bias": Key(bool, choices=(False,)),
+    "mlp_bias": Key(bool, choices=(False,)),
+    "partial_rotary_factor": Key(float, choices=(1.0, 1)),
+    "quantization_config": Key(dict, choices=(None,)),
+}
+ROPE_KEYS: dict[str, Key] = {
+    "rope_type": Key(str, choices=("default", "linear", "llama3", "yarn")),
+    "type": Key(str, choices=("default", "linear", "llama3", "yarn")),
+    "rope_theta": KEYS["rope_theta"],
+    "factor": _factor(),
+    "original_max_position_embeddings": Key(int),
+    "low_freq_factor": _factor(1.0),
+    "high_freq_factor": _factor(4.0),
+    "beta_fast": _factor(32.0),
+    "beta_slow": _factor(1.0),
+    "truncate": Key(bool, default=True),
+    "attention_factor": _factor(),
+    "mscale": Key(float, least=0, most=1000),
+    "mscale_all_dim": Key(float, least=0, most=1000),
+    "partial_rotary_factor": KEYS["partial_rotary_factor"],
+}
+_TOKEN = Key(int, least=0, most=2**31 - 1)
+# What a family takes where the key is absent; null is another thing.
+_ABSENT: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096},
+    "qwen2": {"sliding_window": 4096},
+    "qwen3": {"sliding_window": 4096, "head_dim": 128},
+}
+
+
+class _Reader:
+    """The values of one JSON object, checked, by name."""
+
+    def __init__(self, where: str, found: Mapping[str, Any], keys: Mapping[str, Key]):
+        self._where, self._keys = where, keys
+        self._found = {name: self._checked(name, key, found) for name, key in keys.items()}
+
+    def _checked(self, name: str, key: Key, found: Mapping[str, Any]) -> Any:
+        value = found.get(name)
+        if value is None:
+            if key.default is REQUIRED:
+                raise ValueError(f"{self._where}{name}: expected {key.wanted}, got nothing")
+            return key.default
+        if not key.holds(value):
+            raise self.wrong(name, value)
+        return float(value) if key.kind is float else value
+
+    def __getitem__(self, name: str) -> Any:
+        return self._found[name]
+
+    def wrong(self, name: str, value: Any, wanted: str = "") -> ValueError:
+        """The error for a value that cannot be."""
+        wanted = wanted or self._keys[name].wanted
+        return ValueError(f"{self._where}{name}: expected {wanted}, got {shown(value)}")
+
+
+def config_from(found: Mapping[str, Any], where: str = "config.json") -> Config:
+    """The model that a config.json describes; `where` is the file's name in errors."""
+    family = found.get("model_type")
+    absent = _ABSENT.get(family, {}) if isinstance(family, str) else {}
+    read = _Reader(f"{where}: ", {**absent, **found}, KEYS)
+    heads, layers = read["num_attention_heads"], read["num_hidden_layers"]
+    kv_heads = read["num_key_value_heads"] or heads
+    if heads % kv_heads:
+        raise read.wrong("num_key_value_heads", kv_heads, f"a divisor of the {heads} heads")
+    head_dim = read["head_dim"]
+    if head_dim is None and read["hidden_size"] % heads:
+        wanted = f"a multiple of the {heads} heads, or head_dim"
+        raise read.wrong("hidden_size", read["hidden_size"], wanted)
+    head_dim = head_dim or read["hidden_size"] // heads
+    if head_dim % 2:
+        raise read.wrong("head_dim", head_dim, "an even number, for rotary positions")
+    return Config(
+        vocab=read["vocab_size"],
+        hidden=read["hidden_size"],
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp=read["intermediate_size"],
+        positions=read["max_position_embeddings"],
+        rope=_rope(read, where),
+        norm_eps=read["rms_norm_eps"],
+        qkv_bias=read["model_type"] == "qwen2",
+        qk_norm=read["model_type"] == "qwen3",
+        tied=read["tie_word_embeddings"],
+        windows=_windows(read, layers),
+    )
+
+
+def _windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
+    """The window of each layer; () where there is none at all."""
+    family, window = read["model_type"], read["sliding_window"]
+    if family == "llama" or (family != "mistral" and not read["use_sliding_window"]):
+        window = None
+    if window is None:
+        return ()
+    first = 0 if family == "mistral" else read["max_window_layers"]
+    kinds = read["layer_types"]
+    if kinds is None:
+        kinds = [WINDOWED[n >= first] for n in range(layers)]
+    if len(kinds) != layers or not all(kind in WINDOWED for kind in kinds):
+        raise read.wrong("layer_types", kinds, f"{layers} of {', '.join(WINDOWED)}")
+    return tuple(window if kind == WINDOWED[1] else None for kind in kinds)
+
+
+def _rope(outer: _Reader, where: str) -> Rope:
+    name = "rope_parameters" if outer["rope_parameters"] else "rope_scaling"
+    found = outer[name] or {}
+    for key, value in found.items():
+        if key not in ROPE_KEYS and isinstance(value, dict):
+            raise ValueError(f"{where}: {name}: {shown(key)} is an object, which is not supported")
+    if "dynamic" in (found.get("rope_type"), found.get("type")):
+        raise ValueError(
+            f"{where}: {name}: type 'dynamic' turns keys anew as the text grows, which a cache of "
+            "turned keys cannot; use 'yarn' or 'linear'"
+        )
+    read = _Reader(f"{where}: {name}.", found, ROPE_KEYS)
+    theta = outer["rope_theta"] if found.get("rope_theta") is None else read["rope_theta"]
+    kind = read["rope_type"] or read["type"] or "default"
+    if kind == "default":
+        return Rope(theta)
+    if read["factor"] is None:
+        raise read.wrong("factor", None)
+    low, high = read["low_freq_factor"], read["high_freq_factor"]
+    if kind == "llama3" and not low < high:
+        raise read.wrong("high_freq_factor", high, f"more than low_freq_factor {low:g}")
+    return Rope(
+        theta,
+        kind,
+        factor=read["factor"],
+        original_positions=(
+            read["original_max_position_embeddings"] or outer["max_position_embeddings"]
+        ),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=read["beta_fast"],
+        beta_slow=read["beta_slow"],
+        truncate=read["truncate"],
+        attention_factor=_attention_factor(read) if kind == "yarn" else 1.0,
+    )
+
+
+def _attention_factor(read: _Reader) -> float:
+    """What yarn multiplies cos and sin by: as given, or growing with the log of the factor."""
+    if read["attention_factor"] is not None:
+        return read["attention_factor"]
+    grown = math.log(max(read["factor"], 1.0)) / 10
+    scale, all_dims = read["mscale"], read["mscale_all_dim"]
+    if scale and all_dims:
+        return (scale * grown + 1) / (all_dims * grown + 1)
+    return grown + 1
+
+
+def stop_tokens(folder: Folder) -> tuple[int, ...]:
+    """The tokens that end a text: of generation_config.json where there is one, though it name
+    none, else of config.json.
+    """
+    name = "generation_config.json"
+    name = name if folder.has(name) else "config.json"
+    found = folder.json(name).get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    for one in ids:
+        if not _TOKEN.holds(one):
+            wanted = f"{_TOKEN.wanted}, or a list of such"
+            path = folder.path / name
+            raise ValueError(f"{path}: eos_token_id: expected {wanted}, got {shown(one)}")
+    return tuple(ids)
