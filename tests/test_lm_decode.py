@@ -1,5 +1,6 @@
 """The loop: continuous batching, sampling, stops, pools, what it refuses, and how it looks."""
 
+import concurrent.futures
 import functools
 import io
 import json
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_attn import lm
 from pallas_attn.bench import rows, timing
 from pallas_attn.lm import (
     check,
@@ -216,6 +218,15 @@ def test_temperature_flattens_and_zero_is_the_largest(rng):
     assert cold.all() and not warm.all() and warm.mean() > 2 * hot.mean()
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-39, 1.2e-38, 1e-30])
+@pytest.mark.parametrize("how", [{}, {"top_k": 3}, {"top_p": 0.5}])
+def test_next_to_no_temperature_is_greedy(rng, temperature, how):
+    logits = jnp.asarray(rng.standard_normal((50, 30)), jnp.float32) * 100
+    keys = jax.random.split(jax.random.key(0), 50)
+    drawn = sampling.sample(logits, keys, sampling.Sampling(temperature, **how))
+    np.testing.assert_array_equal(drawn, logits.argmax(-1))
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -276,6 +287,78 @@ def test_options_refuse(how, message):
     with pytest.raises(ValueError) as caught:
         options(**how)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("drawn", [{}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
+def test_logits_that_are_no_numbers_are_an_error(drawn):
+    """Of weights that are finite, in a prefill and in a step."""
+    config, params = small()
+    how = options(sampling=sampling.Sampling(**drawn))
+    huge = params | {"norm": params["norm"] * 1e38, "embed": params["embed"] * 1e3}
+    run = decode.Run(config, huge, how, prompts(), 10)
+    line = (
+        "sequence 1: its logits are not finite after 5 tokens: the weights are too large for float"
+    )
+    with pytest.raises(ValueError, match=line):
+        list(run)
+    run = decode.Run(config, params, how, prompts(), 10)
+    run._params, after = params, iter(run)
+    next(after)
+    run._params = huge
+    with pytest.raises(
+        ValueError, match=r"sequence \d: its logits are not finite after \d+ tokens"
+    ):
+        list(after)
+
+
+# ---- generate -----------------------------------------------------------------------------------
+
+
+def test_generate_continues_texts():
+    loaded = lm.load()
+    texts = lm.generate(loaded, ["ROMEO:", "The sea"], max_new_tokens=20)
+    assert texts == ["\nWhat say'st thou? i", "l of the seasons and"]
+    assert lm.generate(loaded, ["The sea"], max_new_tokens=20, cache="paged") == texts[1:]
+    drawn = lm.generate(
+        loaded, ["The sea"], max_new_tokens=20, sampling=lm.Sampling(2.0), seed=3, slots=1
+    )
+    assert drawn != texts[1:] and len(drawn) == 1
+    assert lm.generate(loaded, ["The sea"], max_new_tokens=9, stop=(ord(" "),)) == ["l "]
+
+
+@pytest.mark.parametrize(
+    ("given", "how", "message"),
+    [
+        ("ROMEO:", {}, "prompts: expected a list of texts, got one; did you mean ['ROMEO:']?"),
+        ([], {}, "prompt: expected at least one, got none"),
+        (["a", ""], {}, "prompt 2 is empty"),
+        (
+            ["a"],
+            {"cache": "x"},
+            "cache: expected one of ('per_sequence', 'stacked', 'paged'), got 'x'",
+        ),
+        (["a"], {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
+    ],
+)
+def test_generate_refuses(given, how, message):
+    with pytest.raises(ValueError) as caught:
+        lm.generate(lm.load(), given, **how)
+    assert str(caught.value) == message
+
+
+def test_float32_is_float32_in_every_thread_unless_something_else_is_asked_for(monkeypatch):
+    seen = []
+
+    def stood_in(*_):
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            seen.append(pool.submit(lambda: jax.config.jax_default_matmul_precision).result())
+        return 0
+
+    monkeypatch.setattr(session, "_decode", stood_in)
+    for changes in ({}, {"dtype": "float32"}, {"dtype": "bfloat16"}, {"precision": "high"}):
+        shown(io.StringIO(), io.StringIO(), **changes)
+    assert seen == ["highest", "highest", "default", "high"]
+    assert jax.config.jax_default_matmul_precision is None
 
 
 # ---- the check ----------------------------------------------------------------------------------

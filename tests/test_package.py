@@ -8,6 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -323,6 +324,12 @@ def test_no_skips_makes_a_skip_a_failure(tmp_path):
     plain, strict = done.stdout.split("1 skipped")
     assert "no machine for it" in plain and "no machine for it" in strict
     assert "1 failed" in strict and done.stdout.endswith("[0, 1]\n"), done.stdout + done.stderr
+
+
+def test_the_console_command_is_there():
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["pallas-attn"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_every_module_imports():
