@@ -17,7 +17,7 @@ those of half of the queries. With a mask such a block has several tiles of work
 other (`ctas`): what the next one reads first arrives while one ends. Where bits must repeat, or
 shared memory does not suffice, dQ is a kernel of its own with the forward's grid, which computes S
 and dP again, and wide heads have a launch for dK and one for dV; where that is not enough either,
-all operands come by some columns at a time (`sm80_streams`). A bias that wants a gradient
+all operands come by some columns at a time (`sm80_column_stream`). A bias that wants a gradient
 has a third kernel, `dbias`'s walk.
 
 Shared memory: k, v; q twice, so that the next tile arrives under this one; dO, twice where there is
@@ -35,15 +35,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn import _gpus
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention import score_mod, sm80_column_stream, tma_operands
-from pallas_attn.kernels.attention.sm80_common import fits, turn, warpgroups_of
+from pallas_attn.kernels.attention.sm80_column_stream import Product, Rows, Stream
+from pallas_attn.kernels.attention.sm80_common import Widths, fits, turn, warpgroups_of
 from pallas_attn.kernels.flash_bwd import plan as shared
-from pallas_attn.kernels.flash_bwd import sm80_dq, sm80_streams
+from pallas_attn.kernels.flash_bwd import sm80_dq
 from pallas_attn.kernels.flash_bwd.plan import Item, Refs, across
-from pallas_attn.kernels.flash_bwd.sm80_load import Copies, KeyPlan, Step, step_of
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
@@ -51,6 +52,7 @@ from pallas_attn.kernels.mma import global_accumulate, mma_2x2, mma_sync
 from pallas_attn.kernels.mma.mma_2x2 import Stand
 
 ROWS = attention_plan.ROWS
+FIXED = {"bias", "sinks"}  # arrays that move no tile of work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Config:
     dq_row_blocks: int = 1  # of the kernel for dq alone: its tiles
     dq_block_kv: int = 64
     dq_stages: int = 2
-    columns: int = 0  # of q, k, v and dO in shared memory at a time (`streams`); 0: all
+    columns: int = 0  # of q, k, v and dO in shared memory at a time (`sm80_column_stream`); 0: all
     ctas: int = 0  # blocks, which take their tiles of work one after the other; 0: one a tile
 
     def __post_init__(self):
@@ -125,6 +127,82 @@ class Config:
         return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
 
 
+@dataclasses.dataclass(frozen=True)
+class KeyPlan(Widths, shared.Plan):
+    """Tiles of work are keys."""
+
+    section_bytes = attention_plan.SECTION_BYTES
+
+    @property
+    def fused(self) -> bool:
+        alone = self.split or self.config.columns or self.problem.deterministic
+        return self.config.fused and not alone
+
+    @property
+    def split(self) -> bool:
+        """Whether dK and dV are made by a launch each."""
+        wide = max(self.problem.head_dim, self.problem.v_head_dim) > 128
+        return wide and self.config.warpgroups == 1
+
+    @property
+    def stand(self) -> Stand:
+        """How warps stand around gradients."""
+        return Stand(self.config.down, self.config.warpgroups)
+
+    @property
+    def apart(self) -> bool:
+        """Whether one warpgroup makes P and the other dS."""
+        alike = self.k_width == self.v_width and self.problem.softcap is None
+        return self.config.apart and alike and self.parts_of_numbers == 1 and self.fused
+
+    @property
+    def late(self) -> bool:
+        """Whether warpgroups that work apart make a step's dQ in the next one: faster at head
+        dim 256 under a causal mask, slower without one.
+        """
+        return self.apart and not self.problem.mask.is_full
+
+    @property
+    def chained(self) -> bool:
+        """Whether a block has several tiles of work: all must have query tiles."""
+        if not (self.config.ctas and self.fused) or not set(self.problem.arrays) <= FIXED:
+            return False
+        offset, rows = self.problem.q_offset, self.padded_rows
+        keys = range(0, self.problem.kv_len, self.keys)
+        spans_of = [self.q_span(key, offset, rows, self.problem.kv_len) for key in keys]
+        return all(span.hi > span.lo for span in spans_of)
+
+    @property
+    def ctas(self) -> int:
+        work = self.heads * self.kv_tiles
+        return min(self.config.ctas, work) if self.chained else work
+
+    @property
+    def unit_of_width(self) -> int:
+        return self.config.columns or 16 * self.config.warpgroups
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a tile of scores: a warpgroup's."""
+        return self.config.block_q // self.config.warpgroups
+
+    @property
+    def dq_parts(self) -> int:
+        """Parts of a tile of dq, some columns each. Where two warpgroups share them out, each makes
+        its own in two goes, which leaves registers for loads ahead; not where they work apart and
+        dQ is not late, which is slower so.
+        """
+        groups = self.config.warpgroups
+        if groups == 1 or self.k_width % 64 or (self.apart and not self.late):
+            return groups
+        return 2 * groups
+
+    @property
+    def vectors(self) -> bool:
+        """Whether memory adds 4 numbers by one instruction."""
+        return _gpus.number(self.problem.gpu or "sm80") >= 90
+
+
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     return KeyPlan(problem, config, ROWS * config.row_blocks)
 
@@ -175,6 +253,81 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         return most
     by_rows = sm80_dq.plan_of(problem, config)
     return max(most, mosaic.bytes_of(sm80_dq.scratch(by_rows)))
+
+
+# ---- loading ------------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """One query tile of one head."""
+
+    head: Any
+    t: Any
+    there: Any  # whether it is one
+
+
+def step_of(plan: KeyPlan, item: Item, i: Any) -> Step:
+    if plan.problem.group == 1:
+        return Step(item.kv_head, item.tile(i), i < item.steps)
+    g = lax.div(i, jnp.maximum(item.steps, 1))
+    t = item.tile(i - g * item.steps)
+    return Step(item.kv_head * plan.problem.group + g, t, i < plan.problem.group * item.steps)
+
+
+class Copies(NamedTuple):
+    """What a warpgroup asks for: its part of the rows of each tile."""
+
+    plan: KeyPlan
+    refs: Refs
+    smem: Any
+    item: Item
+    group: Any
+
+    def keys(self, which: str) -> Any:
+        """A tile of work's keys."""
+        item, plan = self.item, self.plan
+        width = plan.k_width if which == "k" else plan.v_width
+        at = (item.batch, item.kv_head, item.key, item.kv_len - item.key, jnp.int32(0))
+        return self._copy(which, at, plan.keys, width)
+
+    def keys_of(self, which: str) -> list[Any]:
+        """K, and V where there is to be a dK."""
+        return [self.keys(name) for name in ("k", "v") if "k" in which or name == "k"]
+
+    def first_queries(self) -> list[Any]:
+        first = step_of(self.plan, self.item, jnp.int32(0))
+        return [self.queries(name, first, jnp.int32(0)) for name in ("q", "do")]
+
+    def of_next(self, after: Item, following: Step, last: Any) -> tuple["Copies", Step]:
+        """(these, the step that follows): where it is the `last`, those of the next tile of work
+        and its first.
+        """
+        first = step_of(self.plan, after, jnp.int32(0))
+        pairs = zip((first.head, first.t), (following.head, following.t), strict=True)
+        head, t = (jnp.where(last, a, b) for a, b in pairs)
+        batch = jnp.where(last, after.batch, self.item.batch)
+        return self._replace(item=self.item._replace(batch=batch)), Step(head, t, True)
+
+    def queries(self, which: str, step: Step, slot: Any) -> Any:
+        """A query tile of q or dO."""
+        plan, block = self.plan, self.plan.config.block_q
+        length: Any = plan.problem.q_len if self.item.q_len is None else self.item.q_len
+        live = jnp.where(step.there, length - step.t * block, 0)
+        width = plan.k_width if which == "q" else plan.v_width
+        at = (self.item.batch, step.head, step.t * block, live, slot * block)
+        return self._copy(which, at, block, width)
+
+    def _copy(self, which: str, at: Any, rows: int, width: int) -> Any:
+        (batch, head, row, live, to), groups = at, self.plan.config.warpgroups
+        rows = rows // groups
+        begin = self.group * rows
+        at = (batch, head, row + begin, live - begin, to + begin)
+        ref = getattr(self.refs, which)
+        width *= self.plan.parts_of_numbers
+        # Whatever is said of addresses: with few registers to spare, constants from one are faster
+        # (head dims 128, causal, and 256); at 64 they are slower.
+        fixed = self.plan.stand.shares == 1
+        return (getattr(self.smem, which), ref), at, (rows, ref.shape, width, fixed)
 
 
 # ---- computing ----------------------------------------------------------------------------------
@@ -409,6 +562,93 @@ def _finish(block: Block, outs: Any, grads: tuple[Any, ...]) -> None:
         mma_2x2.write(grad.astype(out.dtype), out, at, block.stand)
 
 
+# ---- where operands come by some columns at a time ----------------------------------------------
+
+#
+# A block of 4 warps owns 64 keys, which are the left operand of both products of a step, and comes
+# upon their parts again with every query tile. P^T and dS^T stay in registers. What a tile adds to
+# a gradient is added up by itself: tensor cores round towards 0.
+
+
+def _column_stream(plan: KeyPlan, refs: Refs, smem: Any, item: Item, which: str) -> Stream:
+    length: Any = plan.problem.q_len if item.q_len is None else item.q_len
+    block, (k_parts, v_parts) = plan.config.block_q, (plan.k_parts, plan.v_parts)
+
+    def rows_of(name, step):
+        if name in ("k", "v"):
+            live = jnp.where(step.there, item.kv_len - item.key, 0)
+            return Rows(item.batch, item.kv_head, item.key, live)
+        live = jnp.where(step.there, length - step.t * block, 0)
+        return Rows(item.batch, step.head, step.t * block, live)
+
+    products = [Product("k", "q", k_parts)]
+    if "v" in which:
+        products.append(Product(None, "do", v_parts))
+    if "k" in which:
+        products += [Product("v", "do", v_parts), Product(None, "q", k_parts)]
+    return Stream(plan, smem, refs, products, rows_of)
+
+
+def _column_kernel(refs: Refs, *rest: Any, plan: KeyPlan, which: str) -> None:
+    *outs, smem = rest
+    item = shared.item_of(plan, refs, refs.dealt[lax.axis_index("cta"), 1])
+    stream = _column_stream(plan, refs, smem, item, which)
+    shape, parts = (ROWS, plan.config.block_q), plan.parts_of_numbers
+    steps = plan.problem.group * item.steps
+    stream.begin(step_of(plan, item, jnp.int32(0)))
+
+    def one(i, grads):
+        grads, step = dict(zip(which, grads, strict=True)), step_of(plan, item, i)
+        walk = stream.step(i, step, step_of(plan, item, i + 1))
+        rows = pl.ds(step.t * shape[1], shape[1])
+        lse, delta = (
+            mosaic.load(ref.at[item.batch, step.head, rows], mosaic.COLUMN)
+            for ref in (refs.lse, refs.delta)
+        )
+        place = shared.place_of(item, step.head, step.t, item.key, shape[1])
+        masked = shared.masked(plan, item, step.t)
+        p, slope = score_mod.probabilities(plan, refs, place, walk.scores(), lse, masked)
+        if "v" in which:
+            of_p = mma_sync.parts_of(p, parts, plan.operand_dtype)
+            grads["v"] = walk.weigh(grads["v"], of_p)
+        if "k" in which:
+            ds = p * (walk.scores() - across(delta, shape))
+            ds = ds if slope is None else ds * slope
+            of_ds = mma_sync.parts_of(ds, parts, plan.operand_dtype)
+            grads["k"] = walk.weigh(grads["k"], of_ds)
+        return tuple(grads[name] for name in which)
+
+    counts = {"k": plan.k_parts, "v": plan.v_parts}
+    nothing = tuple(sm80_column_stream.nothing(plan, counts[name]) for name in which)
+    found = lax.fori_loop(0, steps, one, nothing)
+    at = (item.batch, item.kv_head, item.key, plan.problem.kv_len - item.key)
+    for name, grad, out in zip(which, found, outs, strict=True):
+        scale = plan.problem.scale if name == "k" else 1.0
+        sm80_column_stream.write([x * scale for x in grad], out, at)
+
+
+def _launch_by_columns(plan: KeyPlan, refs: Refs, which: str) -> dict[str, Any]:
+    """dk, dv or both, by name."""
+    problem = plan.problem
+    counts = {"k": plan.k_parts, "v": plan.v_parts}
+    dims = {"k": problem.head_dim, "v": problem.v_head_dim}
+    shapes = {
+        name: (problem.batch, problem.kv_len, problem.kv_heads * counts[name], plan.config.columns)
+        for name in which
+    }
+    kernel = plgpu.kernel(
+        functools.partial(_column_kernel, plan=plan, which=which),
+        out_type=tuple(jax.ShapeDtypeStruct(shapes[name], problem.dtype) for name in which),
+        scratch_types=(sm80_column_stream.scratch(plan, plan.config.block_q),),
+        grid=(plan.ctas,),
+        grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name=f"flash_bwd_{which}_streams_sm80",
+    )
+    found = zip(which, kernel(refs), strict=True)
+    return {name: plan.joined(x, dims[name]) for name, x in found}
+
+
 # ---- the call -----------------------------------------------------------------------------------
 
 
@@ -424,7 +664,7 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
         heads, parts = problem.batch * problem.q_heads, plan.dq_parts
         sizes = (heads * plan.q_tiles * parts, config.block_q * plan.k_width // parts)
         refs = refs._replace(dq=jax.new_ref(sm80_dq.cleared(sizes, refs.delta)))
-    launch = sm80_streams.launch if config.columns else _launch
+    launch = _launch_by_columns if config.columns else _launch
     for which in _launches(plan):
         grads |= launch(plan, refs, which)
         refs = shared.after(refs, grads[which[0]])
