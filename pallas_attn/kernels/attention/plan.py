@@ -14,6 +14,7 @@ from jax import lax
 from pallas_attn import _gpus
 from pallas_attn._problem import AttentionProblem
 from pallas_attn.kernels.attention import softmax, tma_operands
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import wgmma
 from pallas_attn.masks import Mask
 
@@ -257,6 +258,10 @@ class Plan:
 
     def has(self, name: str) -> bool:
         return name in self.problem.arrays
+
+    def row_positions(self, rows: int, first: Any) -> Any:
+        """Of the rows of a warpgroup, where `first` is the position of the first one."""
+        return mosaic.positions((rows,), 0, first)
 
 
 def _extremes(q_ids: Any, kv_ids: Any, rows: int, block: int) -> list[Any]:

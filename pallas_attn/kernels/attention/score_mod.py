@@ -110,7 +110,7 @@ def _banded(plan: Plan, refs: Refs, rows: Rows, t: Any, kv_ids: Any, s: Any) -> 
     mask, tile, low, high = plan.problem.mask, rows.tile, None, None
     start = t * plan.config.block_kv
     if not mask.is_full:  # what nobody uses sends Mosaic on a search for its layout
-        position = mosaic.positions(s.shape[:1], 0, tile.q_offset + rows.row - start)
+        position = plan.row_positions(s.shape[0], tile.q_offset + rows.row - start)
         low = None if mask.left is None else position - mask.left
         high = None if mask.right is None else position + (mask.right + 1)
     if plan.ragged_keys:

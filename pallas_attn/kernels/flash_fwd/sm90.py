@@ -387,7 +387,7 @@ def _first(
     return State(acc, new.total, new.top, _left(plan, new.p), shrink)
 
 
-def _attend(
+def attend(
     plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any, meanwhile: Any
 ) -> tuple[State, Any]:
     """All keys of a warpgroup's rows, from the last tile to the first. `meanwhile`: what else there
@@ -530,7 +530,7 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, who: tuple[Any, Any]
         def some(slot):
             slot = _skip(plan, smem, hi - rows.span.hi, slot)
             meanwhile = load_next if slots > 1 and not branches else None
-            state, slot = _attend(plan, refs, smem, rows, slot, meanwhile)
+            state, slot = attend(plan, refs, smem, rows, slot, meanwhile)
             slot = _skip(plan, smem, rows.span.lo - lo, slot)
             return state.acc, state.total, state.top, slot
 

@@ -81,17 +81,23 @@ def columns(ref: Ref, start: int, width: int, traced: Any) -> Any:
     return pl.ds(start if start + width <= ref.shape[-1] else start + 0 * traced, width)
 
 
-def share_registers(
-    wg: jax.Array, workers: int, load: Callable[[], None], compute: Callable[[], None], ours: int
+def share_registers(  # noqa: PLR0913
+    wg: jax.Array,
+    workers: int,
+    load: Callable[[], None],
+    compute: Callable[[], None],
+    ours: int,
+    loader: int = 24,
 ) -> None:
-    """Warpgroup `workers` loads, those below it compute, with `ours` registers a thread. There are
-    512 for one thread of each, in multiples of 8; who asks for more waits for ever.
+    """Warpgroup `workers` loads with `loader` registers a thread, those below it compute with
+    `ours`. There are 512 for one thread of each, in multiples of 8; who asks for more waits for
+    ever.
     """
-    assert workers * ours + 24 <= 512 and ours % 8 == 0
+    assert workers * ours + loader <= 512 and ours % 8 == 0 == loader % 8
 
     @pl.when(wg == workers)
     def _():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(loader, action="decrease")
         load()
 
     @pl.when(wg < workers)
