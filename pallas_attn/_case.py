@@ -88,7 +88,9 @@ class AttentionCase:
         return static
 
     def arrays(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:
-        """The array arguments of `flash_attention`. `poison`: NaN in every row past a length."""
+        """The array arguments of `flash_attention`. `poison`: past every length NaN, what would
+        show a key, and the segment of another row.
+        """
         draw = functools.partial(_normal, seed, self.dtype)
         q = draw("q", (self.batch, self.q_len, self.q_heads, self.head_dim), self.magnitude)
         k = draw("k", (self.batch, self.kv_len, self.kv_heads, self.head_dim))
@@ -103,11 +105,19 @@ class AttentionCase:
         if not isinstance(self.q_offset, int):
             arrays["q_offset"] = jnp.array(self.q_offset, jnp.int32)
         if self.segments is not None:
-            arrays["segment_ids"] = tuple(jnp.array(ids) for ids in self.segment_ids(seed))
+            ids = (jnp.array(ids) for ids in self.segment_ids(seed))
+            lengths = (self.q_lengths, self.kv_lengths) if poison else (None, None)
+            arrays["segment_ids"] = tuple(
+                _poison(x, some, axis=1, by=0) for x, some in zip(ids, lengths, strict=True)
+            )
         if self.bias_shape is not None:
             arrays["bias"] = _normal(seed, self.bias_dtype, "bias", self.bias_shape)
         if self.mask_shape is not None:
             arrays["mask_array"] = jnp.array(_mask_array(seed, self.mask_shape))
+        for name, by in (("bias", math.nan), ("mask_array", True)) if poison else ():
+            if name in arrays:
+                for lengths, axis in ((self.q_lengths, 2), (self.kv_lengths, 3)):
+                    arrays[name] = _poison(arrays[name], lengths, axis, by)
         if self.sinks:
             arrays["sinks"] = _normal(seed, "float32", "sinks", (self.q_heads,))
         return arrays
@@ -352,16 +362,21 @@ def _draw_on_device(
     return (jax.random.normal(key, shape, jnp.float32) * magnitude).astype(dtype)
 
 
-def _poison(rows: jax.Array, lengths: tuple[int, ...] | None, axis: int) -> jax.Array:
-    if lengths is None:
+def _poison(
+    rows: jax.Array, lengths: tuple[int, ...] | None, axis: int, by: Any = math.nan
+) -> jax.Array:
+    """`rows` with `by` past the lengths along an axis; one that is broadcast stays as it is."""
+    if lengths is None or rows.shape[axis] == 1:
         return rows
+    if len(rows) == 1:  # serves the longest, too
+        lengths = (max(lengths),)
     shape = [1] * rows.ndim
     shape[axis] = rows.shape[axis]
     position = np.arange(rows.shape[axis]).reshape(shape)
     past = position >= np.reshape(lengths, (-1,) + (1,) * (rows.ndim - 1))
     if rows.size > 2**20:
-        return jnp.where(past, jnp.array(math.nan, rows.dtype), rows)
-    return jnp.array(np.where(past, np.array(math.nan, rows.dtype), rows))
+        return jnp.where(past, jnp.array(by, rows.dtype), rows)
+    return jnp.array(np.where(past, np.array(by, rows.dtype), rows))
 
 
 def _segment_ids(seed: int, segments: tuple[int, ...] | int, batch: int, length: int) -> np.ndarray:

@@ -55,7 +55,9 @@ def flash_attention(  # noqa: PLR0913
       q_offset: position of query row 0: an int, or int32[B]. Within -2**29 .. 2**29: an int outside
         is a ValueError, numbers of an array are clipped.
       q_lengths: int32[B], clipped to 0 .. T; rows at or past it give 0 and take no gradient.
-      kv_lengths: int32[B], clipped to 0 .. S; keys and values at or past it do not exist.
+      kv_lengths: int32[B], clipped to 0 .. S; keys and values at or past it do not exist. Past a
+        length anything may lie, NaN included: in q, k, v, bias, mask_array, segment_ids, and in the
+        cotangents of out and lse.
       segment_ids: int32[B, T] and int32[B, S] as a pair, or one array for both: a query sees keys
         of its own segment.
       bias: floating point, broadcasts to `[B, N, T, S]`; added to the (scaled, capped) logits.

@@ -161,6 +161,36 @@ def test_wide_with_everything_interpreted():
         check(case)
 
 
+def lengths_over_scores() -> cases.AttentionCase:
+    """NaN past a length in what is read by row and by column, in tiles that lengths cut."""
+    return dataclasses.replace(
+        one("q_lengths"),
+        name="lengths_over_scores",
+        batch=2,
+        q_lengths=(70, 129),
+        kv_lengths=(110, 65),
+        bias_shape=(2, 1, 130, 130),
+        mask_shape=(1, 2, 130, 130),
+        segments=(80, 50),
+    )
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        dataclasses.replace(SMALL, fused=False),
+        PORTABLE(),
+        PORTABLE(fused=False, block_q=32, dq_block_kv=32),
+    ],
+    ids=["fused", "apart", "portable", "portable_apart"],
+)
+def test_past_a_length_nothing_is_read_interpreted(config):
+    with mosaic.interpret():
+        check(lengths_over_scores(), config)
+
+
 def unmasked(dim: int, **changes) -> cases.AttentionCase:
     return dataclasses.replace(one(f"dim{dim}"), mask=FULL, **changes)
 

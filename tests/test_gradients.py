@@ -196,36 +196,42 @@ def test_rows_that_see_nothing_have_exactly_zero_gradients(rng, subject):
 
 
 @each_subject
-def test_what_lies_past_a_length_never_reaches_a_gradient(rng, subject):
-    """The same two sequences three times in a batch: as they are, before NaN and before Inf."""
-    dtype = jnp.dtype(subject.dtype)
-    clean = [x.astype(dtype) for x in draw(rng, 40, 70, dim=64, v_dim=64).values()]
-    do = np.tile(np.float32(rng.standard_normal((2, 40, 4, 64))), (3, 1, 1, 1))
-    lengths = {
-        "q_lengths": np.array([40, 7] * 3, np.int32),
-        "kv_lengths": np.array([0, 33] * 3, np.int32),
-    }
+def test_what_lies_past_a_length_is_never_read(rng, subject):
+    """The same two sequences three times in a batch: as they are, before NaN and before Inf; in all
+    that is read by row or by column, cotangents too.
+    """
+    dtype, rows, keys = jnp.dtype(subject.dtype), 40, 70
+    clean = {name: x.astype(dtype) for name, x in draw(rng, rows, keys, dim=64, v_dim=64).items()}
+    clean["bias"] = np.float32(rng.standard_normal((2, 1, rows, keys)))
+    clean["mask_array"] = rng.random((2, 1, rows, keys)) < 0.8
+    clean |= {"q_ids": np.ones((2, rows), np.int32), "kv_ids": np.ones((2, keys), np.int32)}
+    clean["do"] = rng.standard_normal((2, rows, 4, 64)).astype(dtype)
+    clean["dlse"] = np.float32(rng.standard_normal((2, 4, rows)))
+    ends = {"q": np.array([rows, 7] * 3, np.int32), "kv": np.array([0, 33] * 3, np.int32)}
+    of_rows = {"q": 1, "q_ids": 1, "do": 1, "dlse": 2, "bias": 2, "mask_array": 2}
+    of_keys = {"k": 1, "v": 1, "kv_ids": 1, "bias": 3, "mask_array": 3}
+    arrays = {name: np.concatenate([x] * 3) for name, x in clean.items()}
+    for side, axes in (("q", of_rows), ("kv", of_keys)):
+        for name, axis in axes.items():
+            for n, fill in zip(range(2, 6), np.repeat([np.nan, np.inf], 2), strict=True):
+                row = np.moveaxis(arrays[name][n], axis - 1, 0)
+                row[ends[side][n] :] = fill if row.dtype.kind not in "bi" else n % 4
 
-    def grad(*arrays, implementation):
-        def loss(*arrays):
-            out = pa.flash_attention(*arrays, mask=CAUSAL, **lengths, implementation=implementation)
-            return (do * out.astype(jnp.float32)).sum()
+    def call(arrays, *, implementation):
+        def run(q, k, v, bias):
+            options = {"mask_array": arrays["mask_array"], "implementation": implementation}
+            options |= {"segment_ids": (arrays["q_ids"], arrays["kv_ids"]), "bias": bias}
+            lengths = {"q_lengths": ends["q"], "kv_lengths": ends["kv"]}
+            return pa.flash_attention_with_lse(q, k, v, mask=CAUSAL, **options, **lengths)
 
-        return jax.grad(loss, (0, 1, 2))(*arrays)
+        primals = (arrays[name] for name in ("q", "k", "v", "bias"))
+        results, pullback = jax.vjp(run, *primals)
+        return *results, *pullback((arrays["do"], arrays["dlse"]))
 
-    ends = [lengths[name] for name in ("q_lengths", "kv_lengths", "kv_lengths")]
-    arrays = [np.concatenate([x] * 3) for x in clean]
-    for x, of_rows in zip(arrays, ends, strict=True):
-        for row, end, fill in zip(x[2:], of_rows[2:], np.repeat([np.nan, np.inf], 2), strict=True):
-            row[end:] = fill
-    for gradient, of_rows in zip(subject.call(grad, *arrays), ends, strict=True):
-        gradient = np.asarray(gradient, np.float32)
-        assert np.isfinite(gradient).all() and gradient[:2].any()
-        for row, like, end in zip(
-            gradient, np.concatenate([gradient[:2]] * 3), of_rows, strict=True
-        ):
-            np.testing.assert_array_equal(row, like)
-            assert not row[end:].any()
+    for x in subject.call(call, arrays):
+        x = np.asarray(x, np.float32)
+        assert not np.isnan(x).any() and x[:2].any()
+        np.testing.assert_array_equal(x, np.concatenate([x[:2]] * 3))
 
 
 def test_the_lse_alone_has_gradients(rng):

@@ -205,6 +205,8 @@ def exponentials(plan: Any, given: Any, lse: Any) -> Any:
         given = given - lse
     if plan.has("bias"):  # of -1e10, say, beside which the lse is rounded to a multiple of 2**10
         given = jnp.minimum(given, 0.0)
+        if plan.has("q_lengths"):  # past which a bias may hold anything
+            given = jnp.where(lse < jnp.inf, given, -jnp.inf)
     return jnp.exp2(given * softmax.LOG2_E if plan.natural else given)
 
 
