@@ -143,7 +143,7 @@ def _lm_call(options, params, cache, state):
 def _lm() -> Build:
     options = lm_decode.Options(cache="stacked", slots=4, capacity=512, chunk=8)
     params = jax.tree.map(
-        lambda shape: _shape("bfloat16", *shape), LM.shapes(), is_leaf=lm_model._is_shape
+        lambda shape: _shape("bfloat16", *shape), LM.shapes(), is_leaf=lm_model.is_shape
     )
     cache = jax.eval_shape(lambda: options.create_cache(LM))
     state = jax.eval_shape(lambda: lm_decode.State.create(options.slots))
