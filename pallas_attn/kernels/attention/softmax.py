@@ -30,6 +30,15 @@ CHUNK = 32  # columns
 PATIENCE = 8.0  # log2 units that a top may lag behind: p reaches 2**8, far from overflow
 
 
+def to_log2(natural: Any) -> Any:
+    """Natural units in log2 units, of tiles and of numbers of one thread."""
+    return natural * LOG2_E
+
+
+def to_natural(log2: Any) -> Any:
+    return log2 * (1 / LOG2_E)
+
+
 def unit_of(scale: float) -> float | None:
     """What turns scores into log2 units; None where that is to be done before the softmax: where
     the largest score is not the largest logit, or the factor, or what a backward divides by it, is
@@ -198,6 +207,22 @@ def finish(top: Array, total: Array, sink: Array | None) -> tuple[Array, Array]:
     factor = jnp.exp2(base - jnp.where(empty, 0.0, higher)) / jnp.where(empty, 1.0, total)
     lse = (higher + jnp.log2(total)) * (1 / LOG2_E)
     return jnp.where(empty, 0.0, factor), jnp.where(empty, -jnp.inf, lse)
+
+
+def finish_row(thread: Any, top: Any, total: Any, sink: Any | None) -> tuple[Any, Any]:
+    """`finish` of a row that one thread holds (`threads.Thread`)."""
+    one, zero = thread.number(1.0), thread.number(0.0)
+    empty = thread.nothing_yet(top) & thread.is_zero(total)
+    base = thread.choose(empty, zero, top)
+    higher = base
+    if sink is not None:
+        sink = to_log2(sink)
+        higher = thread.highest(base, sink)
+        total = total * thread.exp2(base - higher) + thread.exp2(sink - higher)
+    total = thread.choose(empty, one, total)
+    factor = thread.choose(empty, zero, thread.exp2(base - higher) / total)
+    lse = to_natural(higher + thread.log2(total))
+    return factor, thread.choose(empty, thread.number(float("-inf")), lse)
 
 
 def merge(outs: Array, lses: Array) -> tuple[Array, Array]:

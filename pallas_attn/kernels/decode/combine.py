@@ -300,7 +300,7 @@ def _merged(thread: threads.Thread, parts: list[_Part]) -> _Part:
 def _write(
     thread: threads.Thread, results: Results, place: tuple, part: _Part, at: Where, plan: Plan
 ) -> None:
-    """A whole row's group of columns -> out and lse: `softmax.finish`, thread by thread."""
+    """A whole row's group of columns -> out and lse."""
     problem = plan.problem
     row, column, there = place
     n = at.head % plan.chunks * plan.chunk_rows + row
@@ -309,19 +309,10 @@ def _write(
         n, kv_head = row % plan.rows, kv_head * plan.abreast + row // plan.rows
     token, head = n // plan.group, kv_head * plan.group + n % plan.group
     head = thread.minimum(head, problem.q_heads - 1)
-    one, zero = thread.number(1.0), thread.number(0.0)
-    empty = thread.nothing_yet(part.top) & thread.is_zero(part.total)
-    base = thread.choose(empty, zero, part.top)
-    higher, total = base, part.total
+    sink = None
     if results.sinks is not None:
         (sink,) = thread.load_floats(results.sinks, head, 1)
-        sink = sink * softmax.LOG2_E
-        higher = thread.highest(base, sink)
-        total = total * thread.exp2(base - higher) + thread.exp2(sink - higher)
-    total = thread.choose(empty, one, total)
-    factor = thread.choose(empty, zero, thread.exp2(base - higher) / total)
-    lse = (higher + thread.log2(total)) * (1 / softmax.LOG2_E)
-    lse = thread.choose(empty, thread.number(float("-inf")), lse)
+    factor, lse = softmax.finish_row(thread, part.top, part.total, sink)
     wide = thread.wide(at.m) * problem.q_len
     line = (wide + thread.wide(token)) * problem.q_heads + thread.wide(head)
     words = problem.v_head_dim // 4

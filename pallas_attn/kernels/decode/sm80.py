@@ -19,18 +19,34 @@ from pallas_attn.kernels.mma import mma_rowmajor
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(decode_sm90.Config):
-    """Tuning only: the result is the same up to rounding. `rows`: query rows that a block takes at
-    once, at most; where they are fewer than a kv head has, keys are read more than once. With a
-    single stage nothing arrives under the matmuls of a tile.
+class Config:
+    """Tuning only: the result is the same up to rounding. `tile`: keys of a tile; 32 of float32
+    only. `stages`: tiles of K and V in the ring; with a single one nothing arrives under the
+    matmuls of a tile. `ctas`: persistent blocks. `fixed`: tiles of a part where `batch_invariant`
+    is asked for. `eager`: the next tile is asked for before the wait for this one. `rows`: query
+    rows that a block takes at once, at most; where they are fewer than a kv head has, keys are read
+    more than once.
     """
 
+    tile: int = 64
+    stages: int = 6
+    ctas: int = _gpus.multiprocessors(_gpus.HOPPER)
+    fixed: int = 16
+    overlaps: bool = False  # begins while the kernel before it ends: `mosaic.begin_early`
+    eager: bool = False
     rows: int = 4 * mma_rowmajor.ROWS
-    bulk, least = False, 1
+    # What `scheduler.Plan` asks of the Config of every decode kernel.
+    least, bulk, many, turn, abreast = 1, False, False, 0, 1
 
     def __post_init__(self):
-        super().__post_init__()
-        check(self, rows=(self.rows in (4, 8, 16, 32, 64), "4, 8, 16, 32 or 64"))
+        check(
+            self,
+            tile=(self.tile in (32, 64, 128, 256), "32, 64, 128 or 256"),
+            stages=(self.stages >= self.least, f"at least {self.least}"),
+            ctas=(self.ctas >= 1, "at least 1"),
+            fixed=(self.fixed >= 1, "at least 1"),
+            rows=(self.rows in (4, 8, 16, 32, 64), "4, 8, 16, 32 or 64"),
+        )
 
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":

@@ -27,8 +27,7 @@ from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.attention.sm80_common import fits
-from pallas_attn.kernels.decode import combine, producer, scheduler
-from pallas_attn.kernels.decode import logits as decode_logits
+from pallas_attn.kernels.decode import combine, mainloop, producer, scheduler
 from pallas_attn.kernels.decode.producer import Refs
 from pallas_attn.kernels.decode.scheduler import Piece, Plan, Share, Table
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
@@ -216,11 +215,11 @@ def _logits(plan: LatentPlan, piece: Piece, tile: Scalar, s: Array) -> Array:
     def positions():
         row = mosaic.positions(s.shape, 0, 0, layout)
         row = row + lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
-        query = piece.length - plan.problem.q_len + decode_logits.divided(plan, row)
+        query = piece.length - plan.problem.q_len + mainloop.token_of(plan, row)
         return query, mosaic.positions(s.shape, 1, start, layout)
 
-    given = decode_logits.of_scores(plan, s)
-    return decode_logits.seen(plan, piece, (start, plan.tile), given, positions)
+    given = mainloop.logits_of_scores(plan, s)
+    return mainloop.masked(plan, piece, (start, plan.tile), given, positions)
 
 
 def _attend(plan: LatentPlan, smem: Smem, piece: Piece, at: tuple, state: State) -> State:

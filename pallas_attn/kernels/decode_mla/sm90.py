@@ -12,6 +12,11 @@ Dealing is that of `scheduler`, but blocks that have other rows of the same quer
 each other and take the same keys: memory is read once, L2 as often as there are chunks of rows.
 Parts of a row are merged by `mla_combine`.
 
+A warpgroup that multiplies values has a ring of blocks of columns, two tiles and a half where V has
+512 columns; each block is asked for again as soon as it has been multiplied. Scores take the blocks
+of all rings. The first block of a piece is q's, on its way to registers. Columns of K that are not
+of V have two slots; when a tile's scores are there, its probabilities take their place.
+
 Warpgroups, and what they own of shared memory:
   0, 1  multiply values, by columns; let go of theirs of a tile (`free`), of its probabilities
         (`spent`), and of q on its way to registers
@@ -35,25 +40,15 @@ from pallas_attn import _gpus
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, softmax
-from pallas_attn.kernels.decode import combine, scheduler
-from pallas_attn.kernels.decode import logits as decode_logits
-from pallas_attn.kernels.decode.logits import ROWS
-from pallas_attn.kernels.decode.scheduler import Piece, Plan
+from pallas_attn.kernels.decode import combine, mainloop, scheduler
+from pallas_attn.kernels.decode.mainloop import ROWS
+from pallas_attn.kernels.decode.scheduler import Piece, Plan, Table
 from pallas_attn.kernels.decode_mla import combine as mla_combine
 from pallas_attn.kernels.decode_mla import producer as mla_producer
 from pallas_attn.kernels.decode_mla import sm90_few_rows
-from pallas_attn.kernels.decode_mla import sm90_memory as mla_memory
 from pallas_attn.kernels.decode_mla.combine import base_of
 from pallas_attn.kernels.decode_mla.plan import COMPUTING, SLOTS, LatentPlan, place_of
-from pallas_attn.kernels.decode_mla.producer import TILE, WIDE, Refs, each_thread
-from pallas_attn.kernels.decode_mla.sm90_memory import (
-    Smem,
-    block_of,
-    entry_of,
-    first_of,
-    pieces,
-    scratch,
-)
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDE, Block, Refs, each_thread
 from pallas_attn.kernels.lang import mosaic, warp_vote
 from pallas_attn.kernels.lang.config import check
 
@@ -137,6 +132,60 @@ def _rows_limit(problem: DecodeProblem) -> Limit | None:
     return None
 
 
+class Smem(NamedTuple):
+    q: Any  # [COMPUTING, ROWS, half - part]: what is not in registers; None where all is
+    kv: Any  # [COMPUTING, ring, TILE, part]: each warpgroup's blocks of columns
+    q_rest: Any  # [ROWS, rest]; None where rest is 0
+    k_rest: Any  # [SLOTS, TILE, rest]
+    p: Any  # [SLOTS, ROWS, TILE]: probabilities; None where k_rest has room for them
+    tops: Any  # float32[SLOTS, ROWS]: after a tile
+    totals: Any  # likewise, after the last tile of a piece
+    table: Table
+    last: Any  # int32[1]
+    q_ready: Any
+    q_free: Any
+    ready: Any  # an entry of a ring
+    free: Any
+    rest_ready: Any
+    weights: Any  # a tile's probabilities are there
+    spent: Any  # and not needed any more
+    met: Any  # of the computing warpgroups
+    laid: Any
+
+
+def scratch(plan: LatentPlan) -> Smem:
+    """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
+    dtype, ring = jnp.dtype(plan.problem.dtype), plan.ring
+
+    def swizzled(*shape):
+        return mosaic.swizzled(shape, dtype, 2 * WIDE) if shape[-1] else None
+
+    def numbers(count):
+        return plgpu.SMEM((count,), jnp.int32)
+
+    barrier, stretches = plgpu.Barrier, TILE // plan.page_rows
+    return Smem(
+        q=swizzled(COMPUTING, ROWS, plan.half - plan.part),
+        kv=swizzled(COMPUTING, ring, TILE, plan.part),
+        q_rest=swizzled(ROWS, plan.rest),
+        k_rest=swizzled(SLOTS, TILE, plan.rest),
+        p=None if plan.rest else swizzled(SLOTS, ROWS, TILE),
+        tops=plgpu.SMEM((SLOTS, ROWS), jnp.float32),
+        totals=plgpu.SMEM((SLOTS, ROWS), jnp.float32),
+        table=mla_producer.table_of(plan),
+        last=numbers(1),
+        q_ready=barrier(num_arrivals=max(plan.q_pieces, 1)),
+        q_free=barrier(),
+        ready=barrier(num_barriers=COMPUTING * ring, num_arrivals=stretches),
+        free=barrier(num_barriers=COMPUTING * ring),
+        rest_ready=barrier(num_barriers=SLOTS, num_arrivals=stretches),
+        weights=barrier(num_barriers=SLOTS),
+        spent=barrier(num_barriers=SLOTS, num_arrivals=COMPUTING),
+        met=barrier(num_arrivals=COMPUTING),
+        laid=barrier(),
+    )
+
+
 def _few(problem: DecodeProblem) -> bool:
     return problem.q_len * problem.q_heads <= sm90_few_rows.MOST
 
@@ -151,6 +200,102 @@ def smem_bytes(problem: DecodeProblem, config: Config) -> int:
     return scheduler.RESERVED + mosaic.bytes_of(scratch(LatentPlan(problem, config)))
 
 
+# ---- loading -------------------------------------------------------------------------------------
+
+
+def _pieces(plan: LatentPlan, smem: Smem, cta: Scalar, body: Any) -> None:
+    """`body(piece, number, count)` for each piece of the block; `count` is what it gave before."""
+    place = place_of(plan, cta)
+
+    def own(piece, number, count):
+        return body(piece._replace(head=piece.head * plan.beside + place.which), number, count)
+
+    share = scheduler.share_of(plan.line, smem.table, place.cta)
+    mla_producer.pieces(plan.line, smem.table, share, own, jnp.int32(0))
+
+
+def _entry_of(plan: LatentPlan, wg: Any, number: Scalar) -> Scalar:
+    """Of the number-th block of a warpgroup's columns, since the kernel began, in all rings."""
+    return wg * plan.ring + lax.rem(number, jnp.int32(plan.ring))
+
+
+def _block_of(plan: LatentPlan, smem: Smem, wg: Any, number: Scalar) -> Ref:
+    return smem.kv.at[wg, lax.rem(number, jnp.int32(plan.ring))]
+
+
+def _first_of(plan: LatentPlan, number: Scalar, count: Scalar) -> Scalar:
+    """The number of the block that holds q's, before those of a piece's keys. `count`: tiles before
+    the piece.
+    """
+    return number + count * plan.each
+
+
+def _load(plan: LatentPlan, refs: Refs, smem: Smem, cta: Scalar) -> None:
+    which = place_of(plan, cta).which
+
+    def bring(tile):  # by one of those beside each other
+        return lax.rem(tile, jnp.int32(plan.beside)) == which
+
+    def one_piece(piece, number, count):
+        _load_q(plan, refs, smem, piece, number, count)
+
+        def blocks_of(count):
+            first = _first_of(plan, number, count) + 1
+            for n in range(plan.each):
+                for wg in range(COMPUTING):
+                    entry = _entry_of(plan, wg, first + n)
+                    yield Block(
+                        columns=pl.ds(wg * plan.half + n * plan.part, plan.part),
+                        to=_block_of(plan, smem, wg, first + n),
+                        ready=smem.ready.at[entry],
+                        free=smem.free.at[entry],
+                        again=first + n >= plan.ring,
+                    )
+            if plan.rest:
+                slot = lax.rem(count, jnp.int32(SLOTS))
+                yield Block(
+                    columns=pl.ds(plan.problem.v_head_dim, plan.rest),
+                    to=smem.k_rest.at[slot],
+                    ready=smem.rest_ready.at[slot],
+                    free=smem.spent.at[slot],
+                    again=count >= SLOTS,
+                )
+
+        ahead = bring if plan.scores_first else None
+        return mla_producer.load(plan, refs, smem.table, piece, count, blocks_of, ahead)
+
+    _pieces(plan, smem, cta, one_piece)
+
+
+def _load_q(  # noqa: PLR0913
+    plan: LatentPlan, refs: Refs, smem: Smem, piece: Piece, number: Scalar, count: Scalar
+) -> None:
+    """Columns that go to registers come through the rings."""
+    chunk = lax.rem(piece.head, jnp.int32(plan.chunks)) * ROWS
+    start, first = piece.m * plan.padded + chunk, _first_of(plan, number, count)
+
+    def copy(column, width, to, ready, row=0, rows=ROWS):
+        source = refs.q.at[pl.ds(start + row, rows), pl.ds(column, width)]
+        plgpu.copy_gmem_to_smem(source, to, ready)
+
+    for wg in range(COMPUTING):
+        entry, to = _entry_of(plan, wg, first), _block_of(plan, smem, wg, first)
+        again = functools.partial(plgpu.barrier_wait, smem.free.at[entry])
+        pl.when(first >= plan.ring)(again)
+        for row in range(0, ROWS, plan.page_rows):  # as many copies as keys take
+            some = to.at[pl.ds(row, plan.page_rows)]
+            copy(wg * plan.half, plan.part, some, smem.ready.at[entry], row, plan.page_rows)
+    if not plan.q_pieces:
+        return
+    pl.when(number > 0)(lambda: plgpu.barrier_wait(smem.q_free))
+    for wg in range(COMPUTING):
+        if smem.q is not None:
+            width = plan.half - plan.part
+            copy(wg * plan.half + plan.part, width, smem.q.at[wg], smem.q_ready)
+    if plan.rest:
+        copy(plan.problem.v_head_dim, plan.rest, smem.q_rest, smem.q_ready)
+
+
 # ---- computing -----------------------------------------------------------------------------------
 
 
@@ -163,8 +308,8 @@ def _queries(plan: LatentPlan, smem: Smem, first: Scalar) -> list[Array]:
     """The columns of q that stay in registers: the first of each warpgroup's."""
     parts = []
     for wg in range(COMPUTING):
-        plgpu.barrier_wait(smem.ready.at[entry_of(plan, wg, first)])
-        parts.append(plgpu.load(block_of(plan, smem, wg, first), layout=mosaic.TILE))
+        plgpu.barrier_wait(smem.ready.at[_entry_of(plan, wg, first)])
+        parts.append(plgpu.load(_block_of(plan, smem, wg, first), layout=mosaic.TILE))
     if plan.q_pieces:
         plgpu.barrier_wait(smem.q_ready)
     return parts
@@ -180,8 +325,8 @@ def _scores(  # noqa: PLR0913
     def body(acc):
         for n in range(plan.each):
             for wg in range(COMPUTING):
-                plgpu.barrier_wait(smem.ready.at[entry_of(plan, wg, first + n)])
-                keys = block_of(plan, smem, wg, first + n).transpose((1, 0))
+                plgpu.barrier_wait(smem.ready.at[_entry_of(plan, wg, first + n)])
+                keys = _block_of(plan, smem, wg, first + n).transpose((1, 0))
                 columns = pl.ds((n - 1) * plan.part, plan.part)
                 plgpu.wgmma(acc, smem.q.at[wg, :, columns] if n else q[wg], keys)
         if plan.rest:
@@ -207,11 +352,11 @@ def _score(plan: LatentPlan, smem: Smem, cta: Scalar) -> None:
     """
 
     def one_piece(piece, number, count):
-        q = _queries(plan, smem, first_of(plan, number, count))
+        q = _queries(plan, smem, _first_of(plan, number, count))
 
         def one_tile(tile, carry):
             top, total, count = carry
-            slot, first = lax.rem(count, jnp.int32(SLOTS)), first_of(plan, number, count) + 1
+            slot, first = lax.rem(count, jnp.int32(SLOTS)), _first_of(plan, number, count) + 1
             before, last = lax.rem(count + (SLOTS - 1), jnp.int32(SLOTS)), tile == piece.end - 1
             let_go = functools.partial(plgpu.barrier_arrive, smem.weights.at[before])
             s = _scores(plan, smem, q, first, slot, lambda: pl.when(tile > piece.tile)(let_go))
@@ -223,10 +368,10 @@ def _score(plan: LatentPlan, smem: Smem, cta: Scalar) -> None:
             def _():
                 for n in range(plan.each):
                     for wg in range(COMPUTING):
-                        block = block_of(plan, smem, wg, first + n)
+                        block = _block_of(plan, smem, wg, first + n)
                         mla_producer.clear(block, plan.part, live)
 
-            s, _ = decode_logits.logits(plan, piece, tile, (s, None))
+            s, _ = mainloop.logits(plan, piece, tile, (s, None))
             new = softmax.next_step(s, plan.unit_of_logits, top, guarded=True)
             total = lax.cond(
                 new.moved != 0,
@@ -251,7 +396,7 @@ def _score(plan: LatentPlan, smem: Smem, cta: Scalar) -> None:
         total = mosaic.filled((ROWS, softmax.PARTS), 0.0)
         return lax.fori_loop(piece.tile, piece.end, one_tile, (top, total, count))[2]
 
-    pieces(plan, smem, cta, one_piece)
+    _pieces(plan, smem, cta, one_piece)
 
 
 class State(NamedTuple):
@@ -264,13 +409,13 @@ def _weigh(plan: LatentPlan, smem: Smem, results: Any, cta: Scalar, wg: Scalar) 
     """A warpgroup's columns of the values, of all tiles."""
 
     def one_piece(piece, number, count):
-        entry_of_q = entry_of(plan, wg, first_of(plan, number, count))
+        entry_of_q = _entry_of(plan, wg, _first_of(plan, number, count))
         plgpu.barrier_wait(smem.ready.at[entry_of_q])
 
         def one_tile(tile, carry):
             state, count = carry
-            slot, first = lax.rem(count, jnp.int32(SLOTS)), first_of(plan, number, count) + 1
-            entries = [entry_of(plan, wg, first + n) for n in range(plan.each)]
+            slot, first = lax.rem(count, jnp.int32(SLOTS)), _first_of(plan, number, count) + 1
+            entries = [_entry_of(plan, wg, first + n) for n in range(plan.each)]
             for entry in entries:
                 plgpu.barrier_wait(smem.ready.at[entry])
             plgpu.barrier_wait(smem.weights.at[slot])
@@ -289,7 +434,7 @@ def _weigh(plan: LatentPlan, smem: Smem, results: Any, cta: Scalar, wg: Scalar) 
             def matmuls(refs):
                 p = _probabilities(plan, smem, slot)
                 for n, acc in enumerate(refs):
-                    plgpu.wgmma(acc, p, block_of(plan, smem, wg, first + n))
+                    plgpu.wgmma(acc, p, _block_of(plan, smem, wg, first + n))
                 for n, entry in enumerate(entries):
                     plgpu.wgmma_wait(plan.each - 1 - n)
                     plgpu.barrier_arrive(smem.free.at[entry])
@@ -305,7 +450,7 @@ def _weigh(plan: LatentPlan, smem: Smem, results: Any, cta: Scalar, wg: Scalar) 
         _finish(plan, smem, results, (piece, state), (cta, wg))
         return count
 
-    pieces(plan, smem, cta, one_piece)
+    _pieces(plan, smem, cta, one_piece)
 
 
 def _meet(smem: Smem) -> None:
@@ -404,7 +549,7 @@ def _kernel(refs: Refs, results: Any, out: Ref, lse: Ref, parts: Any, smem: Smem
         plgpu.set_max_registers(24, action="decrease")
         mla_producer.lay_out(plan, refs, smem.table)
         plgpu.barrier_arrive(smem.laid)
-        mla_memory.load(plan, refs, smem, cta)
+        _load(plan, refs, smem, cta)
 
     @pl.when(wg == SCORING)
     def _():

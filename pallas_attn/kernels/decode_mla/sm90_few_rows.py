@@ -23,8 +23,7 @@ from jax import lax
 
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.attention import softmax, tma_operands
-from pallas_attn.kernels.decode import combine, scheduler
-from pallas_attn.kernels.decode import logits as decode_logits
+from pallas_attn.kernels.decode import combine, mainloop, scheduler
 from pallas_attn.kernels.decode.scheduler import Piece, Plan, Share, Table
 from pallas_attn.kernels.decode_mla import combine as mla_combine
 from pallas_attn.kernels.decode_mla import producer as mla_producer
@@ -165,15 +164,15 @@ def _across(columns: Array, shape: tuple[int, int]) -> Array:
 
 def _logits(plan: FewPlan, piece: Piece, tile: Scalar, s: Array) -> Array:
     """Scores -> logits in log2 units, those of invisible keys -inf."""
-    s, start = decode_logits.of_scores(plan, s), tile * TILE
+    s, start = mainloop.logits_of_scores(plan, s), tile * TILE
     s = s if plan.unit_of_logits is None else s * plan.unit_of_logits
 
     def positions():
         key = mosaic.positions(s.shape, 0, start)
-        query = decode_logits.divided(plan, mosaic.positions(s.shape, 1, 0))
+        query = mainloop.token_of(plan, mosaic.positions(s.shape, 1, 0))
         return query + (piece.length - plan.problem.q_len), key
 
-    return decode_logits.seen(plan, piece, (start, TILE), s, positions)
+    return mainloop.masked(plan, piece, (start, TILE), s, positions)
 
 
 def _put(p: Ref, numbers: Array) -> None:
