@@ -85,6 +85,8 @@ def pytest_collection_modifyitems(config, items):
     left_out = set() if _asks_for_gpu(config) else {"gpu"}
     if not re.search("guards|machine_code", config.option.markexpr or ""):
         left_out.add("machine_code")
+    if "recipes" not in (config.option.markexpr or ""):
+        left_out.add("recipes")
     missing = pytest.mark.skipif(not aot.available(), reason="the aot extra is not installed")
     kept, rest = [], []
     for item in items:

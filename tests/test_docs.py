@@ -22,6 +22,7 @@ SEMANTICS = (ROOT / "docs" / "semantics.md").read_text()
 PROGRAMS = {
     f"{page.name} {number}": program
     for page in PAGES
+    if page.name != "libraries.md"  # tests/test_libraries.py runs those, beside the libraries
     for number, program in enumerate(
         re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)
     )
