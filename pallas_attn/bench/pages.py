@@ -95,7 +95,7 @@ def section(rows: Sequence[Row], separate: Sequence[Row] = ()) -> str:
     order = {case.name: number for number, case in enumerate(listed)}
     if not groups:
         return "Nothing is measured yet."
-    parts = [_METHOD]
+    parts = [_METHOD, overview(rows)]
     for table in (op + family for family in ("", PORTABLE) for op in OPS):
         if table in groups:
             op = groups[table][0][0]["op"]
