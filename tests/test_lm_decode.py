@@ -10,6 +10,8 @@ import time
 
 import jax
 import jax.numpy as jnp
+import matplotlib.backends.backend_agg
+import matplotlib.figure
 import numpy as np
 import pytest
 
@@ -554,6 +556,27 @@ def test_a_report_says_where_the_time_goes(tmp_path):
     assert f"wrote {tmp_path}/out/report.png" in out.getvalue()
     assert all(line.startswith("report, ") for line in error.getvalue().splitlines())
     assert error.getvalue().count(" s: pallas_attn/") == len(steps)
+
+
+@pytest.mark.parametrize("batches", [[1], [256], [1, 8, 64], [1, 2, 8, 32, 64]], ids=str)
+def test_the_rates_can_be_read_off_a_report(batches):
+    """There are numbers beside the axis, and all words lie within it and beside one another."""
+    rate = {"roofline": 0.8}
+    found = [{"problem": {"batch": n}, "tokens_per_second": 188.0 * n} | rate for n in batches]
+    figure = matplotlib.figure.Figure((10, 4.2), layout="constrained", dpi=150)
+    _, axis = figure.subplots(1, 2)
+    findings._draw_rates(axis, found)
+    canvas = matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
+    canvas.draw()
+    low, high = axis.get_ylim()
+    seen = [tick.label1.get_text() for tick in axis.yaxis.get_major_ticks()
+            if low <= tick.get_loc() <= high]  # fmt: skip
+    assert seen and all(re.fullmatch(r"[\d,]+", text) for text in seen)
+    within = axis.get_window_extent()
+    boxes = [text.get_window_extent() for text in axis.texts]
+    for n, box in enumerate(boxes):
+        assert within.x0 < box.x0 and box.x1 < within.x1 and within.y0 < box.y0
+        assert not any(box.overlaps(other) for other in boxes[:n])
 
 
 class _Wall:

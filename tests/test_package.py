@@ -187,7 +187,12 @@ def test_only_the_dispatch_knows_the_reference():
 
 def test_who_knows_the_dispatch():
     users = {name for name, found in IMPORTS.items() if "_dispatch" in found}
-    asks = {"_support", "bench.parity", "lm.decode"}  # what there is, and what was taken
+    asks = {
+        "_support",
+        "bench.parity",
+        "lm.decode",
+        "lm.train",
+    }  # what there is, and what was taken
     assert users == {"attention", "append", "decode"} | asks
 
 

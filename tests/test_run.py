@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from absl.testing import flagsaver
@@ -157,6 +158,7 @@ def test_train_tiny_leaves_a_model_that_decodes(called, tmp_path):
     flags.insert(0, "--flagfile=configs/train_tiny.cfg")
     status, out, error = run(*flags)
     assert status == 0, error
+    assert out.splitlines()[-2] == "trained on cpu, reference, float32"
     folder = f"{tmp_path}/model"
     assert out.splitlines()[-1] == f"the model is in {folder}: python run.py --checkpoint={folder}"
     status, out, error = called(f"--checkpoint={folder}", "--prompt=To", "--max_new_tokens=3")
@@ -283,6 +285,33 @@ def test_help_names_every_flag_of_its_own(called):
     for name in driver_flags.USES:
         assert f"--{name}=" in out or f"--[no]{name}" in out
     assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("9 GiB"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 9 GiB\n"),
+    ],
+    ids=repr,
+)
+def test_no_memory_is_one_line(called, monkeypatch, error):
+    def fails():
+        raise error
+
+    monkeypatch.setattr(driver, "_train", fails)
+    status, out, said = called("--task=train")
+    assert (status, out, said.count("\n")) == (2, "", 1)
+    assert said.startswith("out of memory: ") and "a smaller --batch takes less; see" in said
+
+
+def test_what_is_no_fault_of_the_flags_is_a_traceback(called, monkeypatch):
+    def fails():
+        raise jax.errors.JaxRuntimeError("INTERNAL: no such kernel")
+
+    monkeypatch.setattr(driver, "_train", fails)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no such kernel"):
+        called("--task=train")
 
 
 # ---- the process --------------------------------------------------------------------------------

@@ -72,26 +72,32 @@ def _draw_parts(axis: Any, found: Sequence[Row]) -> None:
         axis.text(n, 1.01, f"{row['ms']:.2f} ms", ha="center", fontsize=8)
     axis.set_xlim(-0.6, len(found) - 0.4)
     axis.set_ylim(0, 1.08)
-    axis.set_xlabel("sequences")
+    axis.set_xlabel("sequences at a time")
     axis.set_ylabel("share of a step")
     axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
 
 
 def _draw_rates(axis: Any, found: Sequence[Row]) -> None:
     """Tokens a second, and what reading weights and live rows alone would allow."""
+    from matplotlib import ticker
+
     batches = [row["problem"]["batch"] for row in found]
     rates = [row["tokens_per_second"] for row in found]
     bounds = [row["tokens_per_second"] / row["roofline"] for row in found]
     axis.loglog(batches, bounds, "_--", color="#444444", markersize=12, label="memory's bound")
     axis.loglog(batches, rates, "o-", color="#003f5c", label="measured")
     for row in found:
-        share = f"{row['roofline']:.0%}"
-        axis.annotate(share, (row["problem"]["batch"], row["tokens_per_second"]), (4, -12),
+        words = f"{row['tokens_per_second']:,.0f}: {row['roofline']:.0%}"
+        axis.annotate(words, (row["problem"]["batch"], row["tokens_per_second"]), (4, -12),
                       textcoords="offset points", fontsize=8)  # fmt: skip
+    # 1, 2 and 5 of every power of 10: a single batch size, too, has a number at its side.
+    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     axis.set_xticks(batches, [str(batch) for batch in batches], minor=False)
     axis.minorticks_off()
-    axis.set_xlim(batches[0] / 1.6, batches[-1] * 1.6)
+    room = 2 * (batches[-1] / batches[0]) ** 0.2  # for the words of the last
+    axis.set_xlim(batches[0] / 1.6, batches[-1] * room)
     axis.set_ylim(min(rates) / 1.6, max(bounds) * 1.6)
-    axis.set_xlabel("sequences")
-    axis.set_ylabel("tokens/s")
+    axis.set_xlabel("sequences at a time")
+    axis.set_ylabel("tokens/s, and their share of memory's bound")
     axis.legend(frameon=False, fontsize=8)

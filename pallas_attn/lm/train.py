@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn import _dispatch
 from pallas_attn.lm import checkpoint
 from pallas_attn.lm.folder import Folder
 from pallas_attn.lm.hf_config import config_from
@@ -86,6 +87,7 @@ class Line(NamedTuple):
     loss: float
     held_out: float
     seconds: float
+    implementation: str  # that the steps were traced with
 
 
 def train(
@@ -110,12 +112,16 @@ def train(
     zeros = functools.partial(jax.tree.map, jnp.zeros_like)
     moment = Moment(params, zeros(params), zeros(params), jnp.asarray(0, jnp.int32))
     key, start, done = jax.random.key(seed + 1), time.perf_counter(), 0
+    ran: set[str] = set()
     while done < recipe.steps:
         count = min(recipe.every, recipe.steps - done)
-        moment, loss = _steps(config, recipe, count, moment, learnt, key)
+        with _dispatch.recorded() as names:
+            moment, loss = _steps(config, recipe, count, moment, learnt, key)
+        ran.update(names)
         done += count
         other = evaluate(config, recipe, moment.params, held_out)
-        yield Line(done, float(loss), other, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        yield Line(done, float(loss), other, seconds, "+".join(sorted(ran)))
     checkpoint.save(folder, described, moment.params)
 
 
