@@ -106,9 +106,9 @@ class AttentionCase:
             arrays["q_offset"] = jnp.array(self.q_offset, jnp.int32)
         if self.segments is not None:
             ids = (jnp.array(ids) for ids in self.segment_ids(seed))
-            lengths = (self.q_lengths, self.kv_lengths) if poison else (None, None)
+            ends = (self.q_lengths, self.kv_lengths) if poison else (None, None)
             arrays["segment_ids"] = tuple(
-                _poison(x, some, axis=1, by=0) for x, some in zip(ids, lengths, strict=True)
+                _poison(x, some, axis=1, by=0) for x, some in zip(ids, ends, strict=True)
             )
         if self.bias_shape is not None:
             arrays["bias"] = _normal(seed, self.bias_dtype, "bias", self.bias_shape)

@@ -339,9 +339,14 @@ def _over_scores(name: str, value: Any, scores: tuple[int, ...], kind: Any) -> j
             f"{list(x.shape)}"
         )
     if not jnp.issubdtype(x.dtype, kind):
-        other = "mask_array" if name == "bias" else "bias"
-        wanted = "a floating-point dtype" if name == "bias" else "bool (True: may be seen)"
-        raise ValueError(f"{name}: expected {wanted}, got {x.dtype}; did you mean {other}?")
+        wanted, remedy = "a floating-point dtype", "cast it"
+        if name == "mask_array":
+            wanted, remedy = "bool (True: may be seen)", "pass x != 0 where 1 means that"
+            if jnp.issubdtype(x.dtype, jnp.floating):
+                remedy += "; what is added to the logits (0 and -inf) goes in as bias"
+        elif x.dtype == jnp.bool_:
+            remedy = "did you mean mask_array?"
+        raise ValueError(f"{name}: expected {wanted}, got {x.dtype}; {remedy}")
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_attn import _checks, _dispatch, _transforms
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit, UnsupportedError
-from pallas_attn.masks import CAUSAL, FULL, Mask
+from pallas_attn.masks import CAUSAL, FULL, LONGEST, Mask
 
 Array = jax.Array
 
@@ -232,7 +233,10 @@ def dot_product_attention(  # noqa: PLR0913
     - the residual is float32 and differentiable; jax.nn rounds it to the key's dtype and stops its
       gradient. Its shape is the same, `[B, T, N]`, and it is -inf for a row that sees no key;
     - value's head dim may differ from key's; lengths, masks and windows keep their cost down
-      instead of adding a bias.
+      instead of adding a bias;
+    - a traced scale is multiplied into query, and rounded to its dtype there; a mask or a bias of
+      the wrong kind (numbers for a mask, bool for a bias) is a ValueError; local_window_size is
+      static.
     """
     arrays = [
         _checks.array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
@@ -240,7 +244,11 @@ def dot_product_attention(  # noqa: PLR0913
     unbatched = arrays[0].ndim == 3
     q, k, v = (x[None] if x.ndim == 3 else x for x in arrays)
     band = _band(local_window_size)
-    with _names_of_jax_nn():
+    if isinstance(scale, jax.core.Tracer):
+        q, scale = _scaled(q, scale), 1.0
+    if bias is not None and jnp.issubdtype(_checks.array("bias", bias).dtype, jnp.integer):
+        bias = jnp.asarray(bias, jnp.float32)
+    with _names_of_jax_nn(arrays):
         out, lse = flash_attention_with_lse(
             q,
             k,
@@ -265,30 +273,50 @@ def _band(local_window_size: Any) -> Mask:
     both = local_window_size
     sides = tuple(both) if isinstance(both, (tuple, list)) else (both, both)
     try:
-        left, right = sides
+        left, right = (_unbounded_if_large(side) for side in sides)
         return Mask(left, right)
     except ValueError as error:
+        traced = any(isinstance(side, jax.core.Tracer) for side in sides)
         raise ValueError(
             "local_window_size: expected an int, or a pair of ints (left, right), both of at least "
-            f"0, got {local_window_size!r}"
+            f"0, got {'a traced array; it is static' if traced else repr(local_window_size)}"
         ) from error
 
 
+def _unbounded_if_large(side: Any) -> Any:
+    """None for a bound that lies beyond every key."""
+    static = _checks.static_int(side)
+    return None if static is not None and static >= LONGEST else side
+
+
+def _scaled(q: Array, scale: Array) -> Array:
+    if scale.shape != ():
+        raise ValueError(f"scale: expected a number, got {scale.dtype}{list(scale.shape)}")
+    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    return (q.astype(wide) * scale.astype(wide)).astype(q.dtype)
+
+
+_NAMES_OF_JAX_NN = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "q_lengths": "query_seq_lengths",
+    "kv_lengths": "key_value_seq_lengths",
+    "mask_array": "mask",
+}
+
+
 @contextlib.contextmanager
-def _names_of_jax_nn() -> Iterator[None]:
-    """What is wrong with an argument, under the name that the caller gave it by."""
-    names = {
-        "q": "query",
-        "k": "key",
-        "v": "value",
-        "q_lengths": "query_seq_lengths",
-        "kv_lengths": "key_value_seq_lengths",
-        "mask_array": "mask",
-    }
+def _names_of_jax_nn(arrays: list[Array]) -> Iterator[None]:
+    """What is wrong with an argument, by the names that the caller knows; with the shapes of query,
+    key and value as they came, where a batch axis was added to one of them.
+    """
     try:
         yield
     except ValueError as error:
-        name, colon, rest = str(error).partition(":")
-        if not colon or name not in names:
-            raise
-        raise ValueError(f"{names[name]}:{rest}") from None
+        text = re.sub(r"\b[a-z_]+\b", lambda m: _NAMES_OF_JAX_NN.get(m[0], m[0]), str(error))
+        if any(x.ndim == 3 for x in arrays):
+            shapes = zip(("query", "key", "value"), arrays, strict=True)
+            came = ", ".join(f"{name} {x.shape}" for name, x in shapes)
+            text += f" (a batch axis of 1 was added; what came: {came})"
+        raise ValueError(text) from None

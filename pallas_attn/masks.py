@@ -22,6 +22,15 @@ Position = Any  # int, np.ndarray, jax.Array or an in-kernel value of an integer
 LONGEST = 2**30  # bounds stay below it and offsets below half of it: their sums stay in int32
 
 
+def _not_traced(what: str, value: Any) -> None:
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{what} wants a Python int, got a traced array. A mask is static, a part of the "
+            "compiled kernel: choose between calls with jax.lax.cond or jax.lax.switch, or scan "
+            "over groups of layers whose windows alternate in the same way."
+        )
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Mask:
@@ -47,6 +56,7 @@ class Mask:
             value = getattr(self, side)
             if value is None:
                 continue
+            _not_traced(f"Mask({side}=...)", value)
             if isinstance(value, bool) or not hasattr(value, "__index__") or np.ndim(value):
                 raise ValueError(
                     f"Mask({side}=...) wants an int or None, got {value!r}. A mask is static: "
@@ -96,6 +106,8 @@ class Mask:
 
     def __and__(self, other: "Mask") -> "Mask":
         """The keys that both masks show."""
+        if not isinstance(other, Mask):
+            return NotImplemented
         tighter = [
             min((b for b in pair if b is not None), default=None)
             for pair in ((self.left, other.left), (self.right, other.right))
@@ -177,6 +189,7 @@ def sliding_window(n: int) -> Mask:
     """Causal attention to the last `n` keys, the query's own among them: `Mask(left=n - 1,
     right=0)`.
     """
+    _not_traced("sliding_window(n)", n)
     if isinstance(n, bool) or not hasattr(n, "__index__") or np.ndim(n) or n < 1:
         raise ValueError(
             "sliding_window(n) wants an int of at least 1 (n counts the query's own key), got "

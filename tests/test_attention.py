@@ -225,6 +225,8 @@ def jax_nn_cases(rng):
         "window": {"local_window_size": 2},
         "window_pair": {"local_window_size": (1, 3)},
         "window_causal": {"local_window_size": (2, 3), "is_causal": True},
+        "bias_of_integers": {"bias": jnp.asarray(rng.integers(-3, 3, (5, 7)), jnp.int32)},
+        "traced_scale": {"scale": jnp.float32(0.3)},
         "everything": {
             "bias": bias,
             "mask": mask,
@@ -241,7 +243,9 @@ def jax_nn_cases(rng):
 def test_dot_product_attention_is_jax_nns(rng, dtype, name):
     chosen = jax_nn_cases(rng)[name]
     q, k, v = qkv(rng, (2, 5, 7, 4, 2, 8, 8), dtype)
-    if "bias" in chosen:  # under strict promotion jax.nn wants the bias in the logits' float32
+    if (
+        name.startswith("bias") and name != "bias_of_integers"
+    ):  # under strict promotion jax.nn wants the bias in the logits' float32
         chosen = chosen | {"bias": chosen["bias"].astype("float32")}
     static = {n: x for n, x in chosen.items() if not hasattr(x, "shape")}
     arrays = {n: x for n, x in chosen.items() if n not in static}
@@ -259,6 +263,15 @@ def test_dot_product_attention_is_jax_nns(rng, dtype, name):
     tolerance = {"rtol": 2e-5, "atol": 2e-6} if dtype == "float32" else {"rtol": 2e-2, "atol": 1e-2}
     np.testing.assert_allclose(got[0], wanted[0], **tolerance)
     np.testing.assert_allclose(got[1], np.where(rows, wanted[1], -np.inf), **tolerance)
+
+
+@pytest.mark.parametrize("most", [2**30, 2**31 - 1, np.int64(2**40)])
+def test_a_window_beyond_every_key_is_none(rng, most):
+    q, k, v = qkv(rng, (1, 5, 7, 4, 2, 8, 8))
+    for window, same in ((most, None), ((most, 1), (100, 1)), ((most, most), None)):
+        got = pa.dot_product_attention(q, k, v, local_window_size=window)
+        want = pa.dot_product_attention(q, k, v, local_window_size=same)
+        np.testing.assert_array_equal(got, want)
 
 
 def test_dot_product_attention_without_a_batch(rng):

@@ -176,9 +176,13 @@ ATTENTION = {
         bias=z(5, 7, dtype="bool")
     ),
     "bias: expected an array, got float": attend(bias=1.0),
-    "mask_array: expected bool (True: may be seen), got float32; did you mean bias?": attend(
-        mask_array=z(5, 7)
+    "bias: expected a floating-point dtype, got int32; cast it": attend(
+        bias=z(5, 7, dtype="int32")
     ),
+    "mask_array: expected bool (True: may be seen), got float32; pass x != 0 where 1 means that; "
+    "what is added to the logits (0 and -inf) goes in as bias": attend(mask_array=z(5, 7)),
+    "mask_array: expected bool (True: may be seen), got int32; pass x != 0 where 1 means "
+    "that": attend(mask_array=z(5, 7, dtype="int32")),
     "mask_array: expected a shape that broadcasts to [B, N, T, S] = [2, 4, 5, 7], got [2, 5, "
     "7]": attend(mask_array=z(2, 5, 7, dtype="bool")),
     "sinks: expected float[4] (one logit a query head), got float32[2]": attend(sinks=z(2)),
@@ -187,13 +191,33 @@ ATTENTION = {
     ),
     # ---- dot_product_attention names its own arguments
     "query: expected an array, got float": lambda: pa.dot_product_attention(1.0, ROW, ROW),
-    "key: expected dtype float32 as in q, got bfloat16; cast one of them": (
+    "key: expected dtype float32 as in query, got bfloat16; cast one of them": (
         lambda: pa.dot_product_attention(ROW, ROW.astype("bfloat16"), ROW)
+    ),
+    "key: expected head dim 8 as in query (1, 5, 4, 8), got 6 in key (1, 7, 2, 6) (a batch axis "
+    "of 1 was added; what came: query (5, 4, 8), key (7, 2, 6), value (7, 2, 6))": (
+        lambda: pa.dot_product_attention(z(5, 4, 8), z(7, 2, 6), z(7, 2, 6))
+    ),
+    "query: expected a number of query heads N that is a multiple of the 3 kv heads K, got N = 4": (
+        lambda: pa.dot_product_attention(z(2, 5, 4, 8), z(2, 7, 3, 8), z(2, 7, 3, 8))
+    ),
+    "value: expected [B, S, K, ...] = (2, 7, 2) as in key (2, 7, 2, 8), got (2, 6, 2) in value "
+    "(2, 6, 2, 8)": (lambda: pa.dot_product_attention(z(2, 5, 4, 8), z(2, 7, 2, 8), z(2, 6, 2, 8))),
+    "bias: expected a floating-point dtype, got bool; did you mean mask?": (
+        lambda: pa.dot_product_attention(ROW, ROW, ROW, bias=z(1, 1, dtype="bool"))
+    ),
+    "local_window_size: expected an int, or a pair of ints (left, right), both of at least 0, got "
+    "a traced array; it is static": traced(
+        lambda x: pa.dot_product_attention(ROW, ROW, ROW, local_window_size=x.astype("int32"))
+    ),
+    "scale: expected a number, got float32[3]": traced(
+        lambda x: pa.dot_product_attention(ROW, ROW, ROW, scale=x * z(3))
     ),
     "key_value_seq_lengths: expected int32[2] (one length a batch row), got int32[3]": (
         lambda: pa.dot_product_attention(ROW, ROW, ROW, key_value_seq_lengths=[1, 1, 1])
     ),
-    "mask: expected bool (True: may be seen), got float32; did you mean bias?": (
+    "mask: expected bool (True: may be seen), got float32; pass x != 0 where 1 means that; what is "
+    "added to the logits (0 and -inf) goes in as bias": (
         lambda: pa.dot_product_attention(ROW, ROW, ROW, mask=z(1, 1))
     ),
     "is_causal: expected True or False, got 'yes'; it is static": (
@@ -218,6 +242,16 @@ MASKS = {
     "leaves the side unbounded.": lambda: Mask(right=2**30),
     "Mask(left=...) wants less than 2**30 either way, got -1099511627776: positions are int32. "
     "None leaves the side unbounded.": lambda: Mask(left=-(2**40)),
+    **{
+        f"{what} wants a Python int, got a traced array. A mask is static, a part of the compiled "
+        "kernel: choose between calls with jax.lax.cond or jax.lax.switch, or scan over groups of "
+        "layers whose windows alternate in the same way.": traced(call)
+        for what, call in (
+            ("Mask(left=...)", lambda x: Mask(left=x.astype("int32"))),
+            ("Mask(right=...)", lambda x: Mask(right=x)),
+            ("sliding_window(n)", lambda x: pa.sliding_window(x.astype("int32"))),
+        )
+    },
     "Mask(left=1, right=-2) hides every key from every query: left + right must be at least 0.": (
         lambda: Mask(1, -2)
     ),

@@ -244,3 +244,9 @@ def test_the_benchmarks_count_pairs_with_the_same_ranges():
     np.testing.assert_array_equal(
         np.maximum(high - low, 0), Mask(2, 1).dense(7, 9, kv_length=5).sum(1)
     )
+
+
+@pytest.mark.parametrize("other", [3, None, "causal", 1.0, np.zeros(())])
+def test_a_mask_meets_masks_alone(other):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        pa.CAUSAL & other
