@@ -1,7 +1,8 @@
 """The flags: what each is for, which tasks read it, and which others leave it nothing to do."""
 
+import functools
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -44,271 +45,172 @@ class Use(NamedTuple):
 USES: dict[str, Use] = {}
 
 
+# What defines a flag of each type: its name, its default, the tasks that read it, what it is for.
+
+
 def _flag(define: Callable[..., Any], name: str, default: Any, tasks: Any, text: str, **how: Any):
-    """A flag, and the tasks that read it."""
-    USES[name] = Use(tuple(tasks), text)
+    USES[name] = Use((tasks,) if isinstance(tasks, str) else tasks, text)
     return define(name=name, default=default, help=text, **how)
 
 
-HELP = _flag(flags.DEFINE_bool, "help", False, TASKS, "Print this and end.", short_name="h")
-TASK = _flag(
-    flags.DEFINE_enum,
+def _integer(
+    name: str, default: int | None, tasks: Any, text: str, low: int | None = 0, high: int = 2**28
+):
+    return _flag(
+        flags.DEFINE_integer, name, default, tasks, text, lower_bound=low, upper_bound=high
+    )
+
+
+def _enum(name: str, default: str | None, tasks: Any, values: Sequence[str], text: str):
+    return _flag(flags.DEFINE_enum, name, default, tasks, text, enum_values=values)
+
+
+_bool = functools.partial(_flag, flags.DEFINE_bool)
+_float = functools.partial(_flag, flags.DEFINE_float)
+_list = functools.partial(_flag, flags.DEFINE_list)
+_string = functools.partial(_flag, flags.DEFINE_string)
+_strings = functools.partial(_flag, flags.DEFINE_multi_string)
+
+HELP = _bool("help", False, TASKS, "Print this and end.", short_name="h")
+TASK = _enum(
     "task",
     DECODE,
     TASKS,
-    "What to do. decode: continue prompts with a language model. train: make a small one from a "
-    "text. parity: run a small case of every operation beside the reference. bench: time checked "
-    "kernels beside their peers. tune: search the settings of a kernel. The last two want a GPU.",
-    enum_values=TASKS,
+    TASKS,
+    "What to do. decode: continue prompts with a language model. train: make a small one from"
+    " a text. parity: run a small case of every operation beside the reference. bench: time "
+    "checked kernels beside their peers. tune: search the settings of a kernel. The last two "
+    "want a GPU.",
 )
-IMPLEMENTATION = _flag(
-    flags.DEFINE_enum,
+IMPLEMENTATION = _enum(
     "implementation",
     None,
     (DECODE, TRAIN, PARITY, BENCH),
-    "Which implementation to run. Default: the fastest that takes each problem on this machine. "
-    "decode takes no other than reference; train takes any that has gradients here.",
-    enum_values=["sm90", "sm80", "reference"],
+    ["sm90", "sm80", "reference"],
+    "Which implementation to run. Default: the fastest that takes each problem on this "
+    "machine. decode takes no other than reference; train takes any that has gradients here.",
 )
-SEED = _flag(
-    flags.DEFINE_integer,
-    "seed",
-    0,
-    (DECODE, TRAIN, PARITY, BENCH),
-    "Of all random inputs.",
-    lower_bound=0,
-    upper_bound=2**32 - 1,
-)
-DTYPE = _flag(
-    flags.DEFINE_enum,
+SEED = _integer("seed", 0, (DECODE, TRAIN, PARITY, BENCH), "Of all random inputs.", high=2**32 - 1)
+DTYPE = _enum(
     "dtype",
     None,
     (DECODE, TRAIN, PARITY),
-    "The type of what is computed with. Default: bfloat16; without a GPU decode takes float32, and "
-    "train always does.",
-    enum_values=["bfloat16", "float16", "float32"],
+    ["bfloat16", "float16", "float32"],
+    "The type of what is computed with. Default: bfloat16; without a GPU decode takes "
+    "float32, and train always does.",
 )
-PRECISION = _flag(
-    flags.DEFINE_enum,
+PRECISION = _enum(
     "precision",
     None,
     (DECODE, TRAIN),
-    "Of matmuls, as jax.default_matmul_precision has it. Default: highest with float32, so that "
-    "float32 is no TF32 on a GPU; else default.",
-    enum_values=["default", "high", "highest"],
+    ["default", "high", "highest"],
+    "Of matmuls, as jax.default_matmul_precision has it. Default: highest with float32, so "
+    "that float32 is no TF32 on a GPU; else default.",
 )
-COMPILE_CACHE = _flag(
-    flags.DEFINE_bool,
+COMPILE_CACHE = _bool(
     "compile_cache",
     True,
     (DECODE, TRAIN, PARITY),
-    "Keep compiled programs between runs, in $XDG_CACHE_HOME/pallas_attn or ~/.cache/pallas_attn. "
-    "Where jax has a compilation cache of its own already, that one.",
+    "Keep compiled programs between runs, in $XDG_CACHE_HOME/pallas_attn or "
+    "~/.cache/pallas_attn. Where jax has a compilation cache of its own already, that one.",
 )
-OP = _flag(flags.DEFINE_enum, "op", "forward", (BENCH,), "Which operation.", enum_values=OPS)
-CASES = _flag(
-    flags.DEFINE_string,
+OP = _enum("op", "forward", BENCH, OPS, "Which operation.")
+CASES = _string(
     "cases",
     "grid",
     (BENCH, TUNE),
-    "Which cases, by tags and globs over names, with commas. grid+causal wants both tags; -h256 "
-    "takes away.",
+    "Which cases, by tags and globs over names, with commas. grid+causal wants both tags; "
+    "-h256 takes away.",
 )
-PEERS = _flag(
-    flags.DEFINE_string,
-    "peers",
-    "all",
-    (BENCH,),
-    "Whom to time beside: all, none, or names with commas.",
-)
-TURNS = _flag(
-    flags.DEFINE_integer, "turns", 5, (BENCH,), "How often everybody has a turn.", lower_bound=1
-)
-COLD = _flag(
-    flags.DEFINE_bool, "cold", False, (BENCH,), "Empty the L2 cache before each timed call."
-)
-OUT = _flag(
-    flags.DEFINE_string,
+PEERS = _string("peers", "all", BENCH, "Whom to time beside: all, none, or names with commas.")
+TURNS = _integer("turns", 5, BENCH, "How often everybody has a turn.", 1)
+COLD = _bool("cold", False, BENCH, "Empty the L2 cache before each timed call.")
+OUT = _string(
     "out",
     None,
     (DECODE, TRAIN, BENCH),
     "bench, decode with --report: a .jsonl file to add rows to. train: the folder of the model.",
 )
-PLOT = _flag(flags.DEFINE_string, "plot", None, (BENCH,), "An .svg file to draw.")
-COMMIT = _flag(
-    flags.DEFINE_string,
-    "commit",
-    None,
-    (DECODE, BENCH, TUNE),
-    "The commit that rows name, where git cannot say.",
+PLOT = _string("plot", None, BENCH, "An .svg file to draw.")
+COMMIT = _string(
+    "commit", None, (DECODE, BENCH, TUNE), "The commit that rows name, where git cannot say."
 )
-KERNEL = _flag(flags.DEFINE_string, "kernel", "flash_fwd_sm90", (TUNE,), "Which kernel module.")
-TEXT = _flag(flags.DEFINE_string, "text", None, (TRAIN,), "A file; the model learns its bytes.")
-OVERWRITE = _flag(
-    flags.DEFINE_bool, "overwrite", False, (TRAIN,), "Replace a model that --out holds already."
-)
-BATCH = _flag(
-    flags.DEFINE_integer,
+KERNEL = _string("kernel", "flash_fwd_sm90", TUNE, "Which kernel module.")
+TEXT = _string("text", None, TRAIN, "A file; the model learns its bytes.")
+OVERWRITE = _bool("overwrite", False, TRAIN, "Replace a model that --out holds already.")
+BATCH = _integer(
     "batch",
     32,
     (DECODE, TRAIN),
     "train: windows of the text a step. decode: sequences at a time.",
-    lower_bound=1,
-    upper_bound=2**20,
+    1,
+    2**20,
 )
-STEPS = _flag(
-    flags.DEFINE_integer,
-    "steps",
-    3000,
-    (TRAIN,),
-    "How many steps.",
-    lower_bound=1,
-    upper_bound=2**30,
-)
-CONTEXT = _flag(
-    flags.DEFINE_integer,
+STEPS = _integer("steps", 3000, TRAIN, "How many steps.", 1, 2**30)
+CONTEXT = _integer(
     "context",
     512,
-    (TRAIN,),
+    TRAIN,
     "Bytes of a window of the text; the model is made for as many positions.",
-    lower_bound=1,
-    upper_bound=2**20,
+    1,
+    2**20,
 )
-LEARNING_RATE = _flag(flags.DEFINE_float, "learning_rate", 3e-3, (TRAIN,), "Its peak, for AdamW.")
-MODEL = _flag(
-    flags.DEFINE_string,
+LEARNING_RATE = _float("learning_rate", 0.003, TRAIN, "Its peak, for AdamW.")
+MODEL = _string(
     "model",
     "tiny",
-    (DECODE,),
-    "tiny, which is in the package, or llama2_7b, llama3_8b, llama3.1_8b, mistral_7b, qwen2_7b, "
-    "qwen3_8b with random weights.",
+    DECODE,
+    "tiny, which is in the package, or llama2_7b, llama3_8b, llama3.1_8b, mistral_7b, "
+    "qwen2_7b, qwen3_8b with random weights.",
 )
-CHECKPOINT = _flag(
-    flags.DEFINE_string,
+CHECKPOINT = _string(
     "checkpoint",
     None,
-    (DECODE,),
+    DECODE,
     "A folder in Hugging Face's layout, or one that --task=train made, instead of --model.",
 )
-PROMPT = _flag(
-    flags.DEFINE_multi_string,
-    "prompt",
-    [],
-    (DECODE,),
-    r"A prompt; may be repeated. \n (a backslash and an n) is a new line.",
+PROMPT = _strings(
+    "prompt", [], DECODE, r"A prompt; may be repeated. \n (a backslash and an n) is a new line."
 )
-PROMPT_FILE = _flag(
-    flags.DEFINE_string,
+PROMPT_FILE = _string(
     "prompt_file",
     None,
-    (DECODE,),
-    r"A file of UTF-8 with a prompt a line, in which \n is a new line as in --prompt; empty lines "
-    "are left out; - is standard input.",
+    DECODE,
+    r"A file of UTF-8 with a prompt a line, in which \n is a new line as in --prompt; empty "
+    r"lines are left out; - is standard input.",
 )
-RANDOM_PROMPTS = _flag(
-    flags.DEFINE_integer,
-    "random_prompts",
-    0,
-    (DECODE,),
-    "This many prompts of random tokens instead.",
-    lower_bound=0,
-    upper_bound=2**20,
+RANDOM_PROMPTS = _integer(
+    "random_prompts", 0, DECODE, "This many prompts of random tokens instead.", high=2**20
 )
-PROMPT_LENGTH = _flag(
-    flags.DEFINE_integer,
-    "prompt_length",
-    128,
-    (DECODE,),
-    "Tokens of a random prompt.",
-    lower_bound=1,
-    upper_bound=2**28,
+PROMPT_LENGTH = _integer("prompt_length", 128, DECODE, "Tokens of a random prompt.", 1)
+MAX_NEW_TOKENS = _integer("max_new_tokens", 200, DECODE, "Tokens after each prompt, at most.")
+CACHE = _enum(
+    "cache", "per_sequence", DECODE, ["per_sequence", "stacked", "paged"], "Which KV cache."
 )
-MAX_NEW_TOKENS = _flag(
-    flags.DEFINE_integer,
-    "max_new_tokens",
-    200,
-    (DECODE,),
-    "Tokens after each prompt, at most.",
-    upper_bound=2**28,
+CAPACITY = _integer(
+    "capacity", None, DECODE, "Rows that a sequence can hold. Default: what the prompts need.", 1
 )
-CACHE = _flag(
-    flags.DEFINE_enum,
-    "cache",
-    "per_sequence",
-    (DECODE,),
-    "Which KV cache.",
-    enum_values=["per_sequence", "stacked", "paged"],
-)
-CAPACITY = _flag(
-    flags.DEFINE_integer,
-    "capacity",
-    None,
-    (DECODE,),
-    "Rows that a sequence can hold. Default: what the prompts need.",
-    lower_bound=1,
-)
-PAGE_SIZE = _flag(
-    flags.DEFINE_integer,
-    "page_size",
-    64,
-    (DECODE,),
-    "With --cache=paged: rows of a page.",
-    lower_bound=1,
-    upper_bound=2**20,
-)
-PAGES = _flag(
-    flags.DEFINE_integer,
+PAGE_SIZE = _integer("page_size", 64, DECODE, "With --cache=paged: rows of a page.", 1, 2**20)
+PAGES = _integer(
     "pages",
     None,
-    (DECODE,),
+    DECODE,
     "With --cache=paged: pages of the pool. Default: enough for all; with fewer, prompts wait.",
-    lower_bound=1,
-    upper_bound=2**28,
+    1,
 )
-CHUNK = _flag(
-    flags.DEFINE_integer,
-    "chunk",
-    16,
-    (DECODE,),
-    "Steps inside one jit.",
-    lower_bound=1,
-    upper_bound=2**16,
+CHUNK = _integer("chunk", 16, DECODE, "Steps inside one jit.", 1, 2**16)
+TEMPERATURE = _float("temperature", 0.0, DECODE, "0 takes the likeliest token.")
+TOP_K = _integer("top_k", 0, DECODE, "Sample from this many; 0: from all.", high=2**30)
+TOP_P = _float("top_p", 1.0, DECODE, "Sample from the likeliest that make up this.")
+STOP_IDS = _list(
+    "stop_ids", None, DECODE, "Tokens that end a sequence. Default: what the checkpoint says."
 )
-TEMPERATURE = _flag(
-    flags.DEFINE_float, "temperature", 0.0, (DECODE,), "0 takes the likeliest token."
+CHECK = _bool(
+    "check", False, DECODE, "Compare every step with the reference path, and print the table."
 )
-TOP_K = _flag(
-    flags.DEFINE_integer,
-    "top_k",
-    0,
-    (DECODE,),
-    "Sample from this many; 0: from all.",
-    upper_bound=2**30,
-)
-TOP_P = _flag(
-    flags.DEFINE_float, "top_p", 1.0, (DECODE,), "Sample from the likeliest that make up this."
-)
-STOP_IDS = _flag(
-    flags.DEFINE_list,
-    "stop_ids",
-    None,
-    (DECODE,),
-    "Tokens that end a sequence. Default: what the checkpoint says.",
-)
-CHECK = _flag(
-    flags.DEFINE_bool,
-    "check",
-    False,
-    (DECODE,),
-    "Compare every step with the reference path, and print the table.",
-)
-JSON = _flag(flags.DEFINE_bool, "json", False, (DECODE,), "One JSON object a line, for machines.")
-REPORT = _flag(
-    flags.DEFINE_string,
-    "report",
-    None,
-    (DECODE,),
-    "A folder for report.json and report.png: where a step's time goes.",
+JSON = _bool("json", False, DECODE, "One JSON object a line, for machines.")
+REPORT = _string(
+    "report", None, DECODE, "A folder for report.json and report.png: where a step's time goes."
 )
 
 
