@@ -43,7 +43,8 @@ def flash_attention(  # noqa: PLR0913
     Args:
       q: `[B, T, N, H]`. N query heads share K kv heads: query head n reads kv head n // (N // K).
       k: `[B, S, K, H]`.
-      v: `[B, S, K, Hv]`; Hv need not be H.
+      v: `[B, S, K, Hv]`; Hv need not be H. Kernels take multiples of 8 up to 256: q, k and v of
+        other head dims are copied on their way there, with zeros in the columns that lack.
       mask: who sees whom by position: `FULL`, `CAUSAL`, `sliding_window(n)` or any `Mask(left,
         right)`. Query row i stands at position q_offset + i and key j at j; with the default
         q_offset a causal mask is top-left::
@@ -159,6 +160,11 @@ def _attend(
     _dispatch.check_name(implementation)
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         return _nothing_seen(problem, inputs.q)
+    if problem.gpu is not None and implementation != "reference":
+        whole = [-(-dim // 8) * 8 for dim in (problem.head_dim, problem.v_head_dim)]
+        if whole != [problem.head_dim, problem.v_head_dim]:
+            out, lse = _attend(*_padded(problem, inputs, *whole), implementation)
+            return out[..., : problem.v_head_dim], lse
     chosen = _dispatch.select(problem, implementation)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)
@@ -174,6 +180,19 @@ def _attend(
         raise UnsupportedError(
             f"Forward mode through {problem}", {chosen.name: only_reverse}
         ) from error
+
+
+def _padded(
+    problem: AttentionProblem, inputs: AttentionInputs, head_dim: int, v_head_dim: int
+) -> tuple[AttentionProblem, AttentionInputs]:
+    """Zeros in columns that kernels want and nobody gave; the scale stays that of the true dim."""
+
+    def wide(x: Array, dim: int) -> Array:
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, dim - x.shape[3])))
+
+    q, k, v = wide(inputs.q, head_dim), wide(inputs.k, head_dim), wide(inputs.v, v_head_dim)
+    sizes = {"head_dim": head_dim, "v_head_dim": v_head_dim}
+    return dataclasses.replace(problem, **sizes), inputs._replace(q=q, k=k, v=v)
 
 
 def _nothing_seen(problem: AttentionProblem, q: Array) -> tuple[Array, Array]:

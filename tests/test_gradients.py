@@ -234,6 +234,31 @@ def test_what_lies_past_a_length_is_never_read(rng, subject):
         np.testing.assert_array_equal(x, np.concatenate([x[:2]] * 3))
 
 
+@each_subject
+@pytest.mark.parametrize("dims", [(20, 13), (36, 1)], ids=str)
+def test_head_dims_that_are_no_multiple_of_8(rng, subject, dims):
+    """Columns of zeros are added on the way to a kernel; the scale is that of the true dim."""
+    drawn = draw(rng, 20, 30, dim=dims[0], v_dim=dims[1])
+    arrays = {name: jnp.asarray(x, subject.dtype) for name, x in drawn.items()}
+    do = jnp.asarray(rng.standard_normal((2, 20, 4, dims[1])), subject.dtype)
+    dlse = jnp.asarray(rng.standard_normal((2, 4, 20)), jnp.float32)
+
+    def call(q, k, v, *, implementation):
+        def run(q, k, v):
+            return pa.flash_attention_with_lse(
+                q, k, v, mask=Mask(5, 3), implementation=implementation
+            )
+
+        results, pullback = jax.vjp(run, q, k, v)
+        return *results, *pullback((do, dlse))
+
+    got = dict(zip(("out", "lse", "dq", "dk", "dv"), subject.call(call, **arrays), strict=True))
+    expected = budget.attention(
+        arrays | {"mask": Mask(5, 3)}, do, dlse, tensor_cores=subject.tensor_cores
+    )
+    budget.check(got, expected)
+
+
 def test_the_lse_alone_has_gradients(rng):
     inputs = draw(rng, 5, 7)
     dlse = rng.standard_normal((2, 4, 5))
