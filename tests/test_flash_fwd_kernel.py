@@ -19,7 +19,7 @@ from pallas_attn import _dispatch, _tuning, cases, reference
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.bench import tune
 from pallas_attn.kernels.attention import plan as attention_plan
-from pallas_attn.kernels.attention import softmax, tma_operands
+from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
 from pallas_attn.kernels.flash_fwd import segments, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
@@ -94,8 +94,10 @@ def one(name: str) -> cases.AttentionCase:
 INTERPRETED = {
     "t_equals_s": SMALL,  # a block with several tiles of work, T and S no multiple of anything
     "t_above_s": kernel.Config(warpgroups=3, block_kv=64, stages=2, ctas=0),  # rows past T alone
-    "saturated": dataclasses.replace(SMALL, early=2, chunk=16),  # tops move in most tiles
-    "band": dataclasses.replace(SMALL, stages=4, section=1, early=4),  # masked tiles on both sides
+    "saturated": dataclasses.replace(SMALL, exp_before_wait=2),  # tops move in most tiles
+    "band": dataclasses.replace(
+        SMALL, stages=4, section=1, exp_before_wait=4
+    ),  # masked tiles on both sides
     "window_t_above_s": dataclasses.replace(SMALL, warpgroups=3),  # warpgroups without a key
     "q_lengths": SMALL,
     "everything": SMALL,
@@ -110,34 +112,34 @@ INTERPRETED = {
 
 
 PORTABLE_INTERPRETED = {
-    "band": PORTABLE(block_kv=32, stages=3, wide=True),
-    "window_t_above_s": PORTABLE(row_blocks=1, block_kv=32, stages=2, hold_q=True),
+    "band": PORTABLE(block_kv=32, stages=3, split_rows=True),
+    "window_t_above_s": PORTABLE(row_blocks=1, block_kv=32, stages=2, q_in_registers=True),
     "everything": PORTABLE(row_blocks=1),
     "dim72_24": PORTABLE(row_blocks=2, block_kv=64),
     "float32_highest": PORTABLE(row_blocks=1, block_kv=32),
-    "q_lengths": PORTABLE(2, 64, 2, wide=True, down=2),
-    "strictly_causal": PORTABLE(1, 64, down=2),
+    "q_lengths": PORTABLE(2, 64, 2, split_rows=True, warp_rows=2),
+    "strictly_causal": PORTABLE(1, 64, warp_rows=2),
     "everything_float32": PORTABLE(1, 32, columns=32),
     "dim72_24_float32_highest": PORTABLE(1, 32, columns=32),  # an odd number of parts
-    "bias_by_row": PORTABLE(1, 64, down=2, ahead=True),
-    "window_t_below_s": PORTABLE(1, 32, down=2, ahead=True),
+    "bias_by_row": PORTABLE(1, 64, warp_rows=2, scores_ahead=True),
+    "window_t_below_s": PORTABLE(1, 32, warp_rows=2, scores_ahead=True),
 }
 PORTABLE_ON_THE_GPU = {
-    "t_equals_s": PORTABLE(2, 128, wide=True),
-    "dim192_128": PORTABLE(1, 64, down=2),
-    "everything": PORTABLE(2, 64, 2, wide=True, down=2),
-    "documents": PORTABLE(2, 96, wide=True, down=2),
+    "t_equals_s": PORTABLE(2, 128, split_rows=True),
+    "dim192_128": PORTABLE(1, 64, warp_rows=2),
+    "everything": PORTABLE(2, 64, 2, split_rows=True, warp_rows=2),
+    "documents": PORTABLE(2, 96, split_rows=True, warp_rows=2),
     "everything_float32": PORTABLE(1, 32, columns=32),
     "documents_float32": PORTABLE(1, 64, columns=32),
     "dim72_24_float32_highest": PORTABLE(1, 32, columns=32),
     "dim192_128_float32": PORTABLE(1, 32, columns=64),
     "dim40_256_float32_highest": PORTABLE(1, 32, columns=64),
     "q_lengths_float32_highest": PORTABLE(1, 32, columns=64),
-    "q_lengths": PORTABLE(1, 64, down=2, ahead=True),
-    "window_t_below_s": PORTABLE(2, 128, wide=True, late=16),
-    "saturated": PORTABLE(2, 64, down=2, wide=True, ahead=True),
-    "band": PORTABLE(1, 32, down=2, ahead=True),
-    "bias_by_row": PORTABLE(1, 64, down=2, ahead=True),
+    "q_lengths": PORTABLE(1, 64, warp_rows=2, scores_ahead=True),
+    "window_t_below_s": PORTABLE(2, 128, split_rows=True, columns_before_v=16),
+    "saturated": PORTABLE(2, 64, warp_rows=2, split_rows=True, scores_ahead=True),
+    "band": PORTABLE(1, 32, warp_rows=2, scores_ahead=True),
+    "bias_by_row": PORTABLE(1, 64, warp_rows=2, scores_ahead=True),
 }
 
 
@@ -327,8 +329,7 @@ def test_all_head_dims_of_float32_are_hoppers(precision):
     ("field", "value", "want"),
     [
         ("warpgroups", 5, "1, 2, 3 or 4"),
-        ("early", 5, "0 to 4"),
-        ("chunk", 24, "8, 16, 32, .. 256"),
+        ("exp_before_wait", 5, "0 to 4"),
         ("block_kv", 72, r"16, 32, \.\. 256"),
         ("stages", 1, "at least 2"),
         ("section", -1, "at least 0"),
@@ -344,11 +345,20 @@ def test_config_checks_itself(field, value, want):
 @pytest.mark.parametrize(
     ("changes", "want"),
     [
-        ({"down": 2}, "down must be 4; or 2 if a warpgroup has 64 rows, block_kv is even times 16"),
-        ({"block_kv": 48, "wide": True}, "wide must be False where block_kv is odd times 16"),
-        ({"columns": 64}, "columns must be 0; or a multiple of 16 if row_blocks is 1, down is 4"),
-        ({"ahead": True}, "ahead must be False unless down is 2 and stages is 1, got True"),
-        ({"late": 8}, "late must be a multiple of 16, got 8"),
+        (
+            {"warp_rows": 2},
+            "warp_rows must be 4; or 2 if a warpgroup has 64 rows, block_kv is even",
+        ),
+        ({"block_kv": 48, "split_rows": True}, "split_rows must be False where block_kv is odd"),
+        (
+            {"columns": 64},
+            "columns must be 0; or a multiple of 16 if row_blocks is 1, warp_rows is",
+        ),
+        (
+            {"scores_ahead": True},
+            "scores_ahead must be False unless warp_rows is 2 and stages is 1",
+        ),
+        ({"columns_before_v": 8}, "columns_before_v must be a multiple of 16, got 8"),
     ],
 )
 def test_the_portable_config_checks_itself(changes, want):
@@ -498,34 +508,6 @@ def test_what_tma_would_clip_is_padded():
     assert tma_operands.for_tma(x) is x
 
 
-# ---- the merge of parts -------------------------------------------------------------------------
-
-
-def test_merged_parts_are_the_whole():
-    rng = np.random.default_rng(0)
-    logits, v = rng.normal(0, 5, (4, 30)), rng.normal(0, 1, (30, 8))
-    whole = np.exp(logits - logits.max(1, keepdims=True))
-    want = whole @ v / whole.sum(1, keepdims=True)
-    parts = [slice(0, 1), slice(1, 20), slice(20, 30)]
-    outs, lses = [], []
-    for part in parts:
-        weights = np.exp(logits[:, part])
-        outs.append(weights @ v[part] / weights.sum(1, keepdims=True))
-        lses.append(np.log(weights.sum(1)))
-    outs.append(np.full_like(outs[0], np.nan))  # no key: whatever it holds
-    lses.append(np.full(4, -np.inf))
-    out, lse = softmax.merge(jnp.asarray(outs, jnp.float32), jnp.asarray(lses, jnp.float32))
-    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(lse, np.log(np.exp(logits).sum(1)), rtol=1e-6)
-
-
-def test_merging_nothing_gives_nothing_and_nan_stays():
-    lses = jnp.array([[-jnp.inf, jnp.nan], [-jnp.inf, 0.0]])
-    out, lse = softmax.merge(jnp.ones((2, 2, 3)), lses)
-    np.testing.assert_array_equal(out, [[0] * 3, [np.nan] * 3])
-    np.testing.assert_array_equal(lse, [-np.inf, np.nan])
-
-
 # ---- on the GPU ---------------------------------------------------------------------------------
 
 
@@ -537,7 +519,9 @@ def test_edges_on_the_gpu(case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "config", [SMALL, kernel.Config(3, 64, 3, 0, 7), kernel.Config(2, 64, 2, early=3)], ids=str
+    "config",
+    [SMALL, kernel.Config(3, 64, 3, 0, 7), kernel.Config(2, 64, 2, exp_before_wait=3)],
+    ids=str,
 )
 @pytest.mark.parametrize("name", ["t_equals_s", "band", "everything", "q_lengths", "saturated"])
 def test_configurations_on_the_gpu(name, config):

@@ -154,7 +154,7 @@ class Plan:
             fit = RANKED_SECTION_BYTES // one * problem.group
         elif config.section:
             return min(config.section, self.heads)
-        elif problem.mask.right is None:
+        elif not problem.mask.bounds_right:
             fit = (config.ctas or BLOCKS) // self.q_tiles
         else:
             fit = SECTION_BYTES // one * problem.group
@@ -260,8 +260,16 @@ class Plan:
         return name in self.problem.arrays
 
     def row_positions(self, rows: int, first: Any) -> Any:
-        """Of the rows of a warpgroup, where `first` is the position of the first one."""
+        """The positions of a warpgroup's rows, the first of which is at position `first`."""
         return mosaic.positions((rows,), 0, first)
+
+
+class Context(NamedTuple):
+    """What every function of a kernel is given, as `ctx`."""
+
+    plan: Any
+    refs: Any  # global memory
+    smem: Any = None  # shared memory
 
 
 def _extremes(q_ids: Any, kv_ids: Any, rows: int, block: int) -> list[Any]:

@@ -15,7 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, vector
 
 from pallas_attn.kernels.attention import softmax
-from pallas_attn.kernels.attention.plan import Plan, Span
+from pallas_attn.kernels.attention.plan import Context, Span
 from pallas_attn.kernels.lang import mosaic
 
 Array = jax.Array
@@ -40,29 +40,31 @@ class Refs(NamedTuple):
     sinks: Any
     schedule: Any  # int32[blocks, n]: see `tile_scheduler.schedule`
     units: Any = None  # float32[2, B, K]: of scores and of outputs, where q, k and v are terms
+    out: Any = None  # written
+    lse: Any = None  # written
 
 
 class Tile(NamedTuple):
-    """A tile of work."""
+    """A work tile: query rows of one head."""
 
     batch: Any
     head: Any
-    row: Any  # of the block's first query
+    row: Any  # the block's first query row
     q_offset: Any  # position of query row 0
     q_len: Any  # None: all rows count
     kv_len: Any
 
 
 class Rows(NamedTuple):
-    """Where a warpgroup stands: its tile of work, its rows and its key tiles."""
+    """The query rows of a warpgroup, and the kv tiles that they need."""
 
     tile: Tile
-    row: Any
+    row: Any  # the first of them
     wg: Any
     span: Span
-    q: Any = None  # which of the tiles of q in shared memory is theirs
+    q_slot: Any = None  # which q tile in shared memory is theirs
     ids: Any = None  # int32[64] in shared memory: their segments
-    alike: Any = None  # key tiles [first, second) that are of one segment, the rows' own
+    same_segment: Any = None  # kv tiles [first, second) all of whose keys are of the rows' segment
 
 
 class Place(NamedTuple):
@@ -81,38 +83,39 @@ class Place(NamedTuple):
     layout: Any = mosaic.TILE
 
 
-def of_scores(
-    plan: Plan, refs: Refs, rows: Rows, t: Any, s: Any, masked: bool, layout: Any = mosaic.TILE
+def logits(
+    ctx: Context, rows: Rows, t: Any, s: Any, masked: bool, layout: Any = mosaic.TILE
 ) -> Any:
-    """Scores of key tile t -> logits, in log2 units if `plan.unit` is None."""
+    """The scores of kv tile t -> logits, in log2 units if `plan.unit` is None."""
     tile = rows.tile
-    start = t * plan.config.block_kv
+    start = t * ctx.plan.config.block_kv
     where = (tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len)
     place = Place(*where, q_axis=0, layout=layout)
-    return of_tile(plan, refs, place, s, masked)[0]
+    return of_tile(ctx.plan, ctx.refs, place, s, masked)[0]
 
 
-def of_own_scores(
-    plan: Plan, refs: Refs, rows: Rows, t: Any, s: Any, masked: Any, kv_ids: Any, full: Any = None
+def logits_by_row_bounds(
+    ctx: Context, rows: Rows, t: Any, s: Any, masked: Any, kv_ids: Any, full: Any = None
 ) -> Any:
-    """`of_scores` of a warpgroup's 64 rows, masked by bands of columns. `kv_ids`: the key tile's
-    segments in shared memory, where there are any. `masked` None: unless t lies in `full`.
+    """`logits` of a warpgroup's 64 rows, where the mask is a range of columns in each row.
+
+    `kv_ids`: the kv tile's segments in shared memory, where there are any. `masked` None: a branch
+    masks the tile unless t lies in `full`, which is (first, one after the last).
     """
-    given = of_scores(plan, refs, rows, t, s, False)
-    cut = functools.partial(_banded, plan, refs, rows, t, kv_ids)
+    given = logits(ctx, rows, t, s, False)
+    cut = functools.partial(_mask_rows, ctx, rows, t, kv_ids)
     if masked is None:
         low, high = full
         return lax.cond((t < low) | (t >= high), cut, lambda s: s, given)
     return cut(given) if masked else given
 
 
-def _banded(plan: Plan, refs: Refs, rows: Rows, t: Any, kv_ids: Any, s: Any) -> Any:
-    mask, tile, low, high = plan.problem.mask, rows.tile, None, None
+def _mask_rows(ctx: Context, rows: Rows, t: Any, kv_ids: Any, s: Any) -> Any:
+    plan, tile, low, high = ctx.plan, rows.tile, None, None
     start = t * plan.config.block_kv
-    if not mask.is_full:  # what nobody uses sends Mosaic on a search for its layout
+    if not plan.problem.mask.is_full:  # what nobody uses sends Mosaic on a search for its layout
         position = plan.row_positions(s.shape[0], tile.q_offset + rows.row - start)
-        low = None if mask.left is None else position - mask.left
-        high = None if mask.right is None else position + (mask.right + 1)
+        low, high = plan.problem.mask.row_bounds(position)
     if plan.ragged_keys:
         end = mosaic.filled(s.shape[:1], tile.kv_len - start, jnp.int32)
         high = end if high is None else jnp.minimum(high, end)
@@ -125,11 +128,11 @@ def _banded(plan: Plan, refs: Refs, rows: Rows, t: Any, kv_ids: Any, s: Any) -> 
             plgpu.commit_smem()  # they have been read, and TMA will write there
             return mask_columns(s, None, None, ids)
 
-        alike = (t >= rows.alike[0]) & (t < rows.alike[1])
-        s = lax.cond(alike, lambda s: s, within_segments, s)
+        same = (t >= rows.same_segment[0]) & (t < rows.same_segment[1])
+        s = lax.cond(same, lambda s: s, within_segments, s)
     if plan.has("mask_array"):
         place = Place(tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, 0)
-        s = jnp.where(_read(refs.mask_array, place, s.shape) != 0, s, -jnp.inf)
+        s = jnp.where(_read(ctx.refs.mask_array, place, s.shape) != 0, s, -jnp.inf)
     return s
 
 
@@ -139,11 +142,11 @@ def of_tile(plan: Any, refs: Any, place: Place, s: Any, masked: bool) -> tuple[A
     """
     problem, slope = plan.problem, None
     if plan.unit is None:
-        unit = 1.0 if plan.natural else softmax.LOG2_E
+        unit = 1.0 if plan.natural else softmax.to_log2(1.0)
         if problem.softcap is None:
             s = s * (problem.scale * unit)
         else:
-            s = softmax.capped(s * problem.scale, problem.softcap)
+            s = softmax.softcap(s * problem.scale, problem.softcap)
             slope = 1.0 - s * s * (1.0 / problem.softcap**2)
             s = s * unit
         if plan.has("bias"):
@@ -207,7 +210,7 @@ def exponentials(plan: Any, given: Any, lse: Any) -> Any:
         given = jnp.minimum(given, 0.0)
         if plan.has("q_lengths"):  # past which a bias may hold anything
             given = jnp.where(lse < jnp.inf, given, -jnp.inf)
-    return jnp.exp2(given * softmax.LOG2_E if plan.natural else given)
+    return jnp.exp2(softmax.to_log2(given) if plan.natural else given)
 
 
 def _segments(plan: Any, refs: Any, place: Place, shape: Any) -> tuple[Any, Any]:

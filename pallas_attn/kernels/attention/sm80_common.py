@@ -86,7 +86,7 @@ class WholePlan(Widths, attention_plan.Plan):
     @property
     def groups(self) -> int:
         """Warpgroups of a block, which take the same key tiles at the same time."""
-        return self.config.row_blocks if self.config.wide else 1
+        return self.config.row_blocks if self.config.split_rows else 1
 
     @property
     def own_rows(self) -> int:

@@ -38,7 +38,7 @@ def nothing(plan: Plan) -> State:
     """Of no key yet."""
     return State(
         mosaic.filled((ROWS, mma_rowmajor.width_of(plan.problem.v_head_dim)), 0.0),
-        mosaic.filled((ROWS, softmax.PARTS), 0.0),
+        mosaic.filled((ROWS, softmax.PARTIALS), 0.0),
         mosaic.filled((ROWS,), -jnp.inf),
         mosaic.filled((ROWS,), -jnp.inf) if plan.problem.quantized else None,
     )
@@ -88,7 +88,7 @@ def logits_of_scores(plan: Plan, s: Array) -> Array:
         return s
     s = s * plan.problem.scale
     if plan.problem.softcap is not None:
-        s = softmax.capped(s, plan.problem.softcap)
+        s = softmax.softcap(s, plan.problem.softcap)
     return softmax.to_log2(s)
 
 
@@ -131,26 +131,15 @@ def attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> S
     join = functools.partial(mma_sync.of_both, op="maximum") if plan.folded else None
     new = softmax.step(given, unit, state.top, guarded=True, join=join)
     if weights is None:
-
-        def scaled():
-            return (
-                state.acc * mosaic.down_rows(new.shrink, state.acc.shape),
-                state.total * mosaic.down_rows(new.shrink, state.total.shape),
-            )
-
-        acc, total = lax.cond(new.moved != 0, scaled, lambda: (state.acc, state.total))
+        acc, total = softmax.rescaled(new, (state.acc, state.total))
         p, peak = new.p, None
     else:
-        total = state.total * mosaic.down_rows(new.shrink, state.total.shape)
+        total = state.total * mosaic.down_rows(new.rescale, state.total.shape)
         heavy = softmax.step(weights, None, state.peak, guarded=True)
-        acc = lax.cond(
-            heavy.moved != 0,
-            lambda: state.acc * mosaic.down_rows(heavy.shrink, state.acc.shape),
-            lambda: state.acc,
-        )
-        p, peak = heavy.p, heavy.top
+        acc = softmax.rescaled(heavy, state.acc)
+        p, peak = heavy.p, heavy.row_max
     if plan.wide:
         acc = mma_tf32.weigh(acc, p, smem.v, slot, plan.split)
     else:
         acc = mma_rowmajor.weigh(acc, p.astype(plan.operands), smem.v, slot, plan.split)
-    return State(acc, total + new.total, new.top, peak)
+    return State(acc, total + new.row_sum, new.row_max, peak)

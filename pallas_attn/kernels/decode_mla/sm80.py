@@ -231,7 +231,7 @@ def _attend(plan: LatentPlan, smem: Smem, piece: Piece, at: tuple, state: State)
     mma_2x2.put_rows(given, smem.rows, 0, "max")
     mma_2x2.sync_row_pair(0)
     peak = mma_2x2.rows_of_both(smem.rows, 0, ROWS, "max")
-    top, base = softmax.raised(peak, plan.unit_of_logits, state.top, guarded=True)
+    top, base = softmax.raise_max(peak, plan.unit_of_logits, state.top, guarded=True)
     given = given if plan.unit_of_logits is None else given * plan.unit_of_logits
     p = jnp.exp2(given - mosaic.down_rows(base, given.shape))
     shrink = jnp.exp2(state.top - base)

@@ -373,27 +373,22 @@ def _score(plan: LatentPlan, smem: Smem, cta: Scalar) -> None:
 
             s, _ = mainloop.logits(plan, piece, tile, (s, None))
             new = softmax.next_step(s, plan.unit_of_logits, top, guarded=True)
-            total = lax.cond(
-                new.moved != 0,
-                lambda: total * mosaic.down_rows(new.shrink, total.shape),
-                lambda: total,
-            )
-            total = total + new.total
+            total = softmax.rescaled(new, total) + new.row_sum
             # What probabilities are put over were keys: all warps must have their scores.
             each_thread(mla_producer.sync, (), ())
             if not plan.rest:
                 again = functools.partial(plgpu.barrier_wait, smem.spent.at[slot])
                 pl.when(count >= SLOTS)(again)
             _probabilities(plan, smem, slot)[...] = new.p.astype(plan.problem.dtype)
-            smem.tops.at[slot][...] = new.top
+            smem.tops.at[slot][...] = new.row_max
             pl.when(last)(lambda: _put(smem.totals.at[slot], total.sum(axis=1)))
             plgpu.commit_smem()
             at_once = last if plan.scores_first else True
             pl.when(at_once)(lambda: plgpu.barrier_arrive(smem.weights.at[slot]))
-            return new.top, total, count + 1
+            return new.row_max, total, count + 1
 
         top = mosaic.filled((ROWS,), -jnp.inf)
-        total = mosaic.filled((ROWS, softmax.PARTS), 0.0)
+        total = mosaic.filled((ROWS, softmax.PARTIALS), 0.0)
         return lax.fori_loop(piece.tile, piece.end, one_tile, (top, total, count))[2]
 
     _pieces(plan, smem, cta, one_piece)

@@ -6,8 +6,9 @@ S' = K q' and O' = V' P': what tensor cores read is the tile of keys, twice, and
 else. One warpgroup computes; the other fills a ring of column blocks of tiles, each of which is let
 go of as soon as it has been multiplied.
 
-Tops are those of before as long as no logit of a tile lies above by more than `softmax.PATIENCE`;
-whether one does, the warps learn when they meet over the probabilities in shared memory.
+A row's max is raised only where a logit of a tile lies above it by more than
+`softmax.RESCALE_THRESHOLD`; whether one does, the warps learn at the barrier over the probabilities
+in shared memory.
 
 Grid and dealing are those of `scheduler`, merging that of `mla_combine`.
 """
@@ -234,7 +235,7 @@ def _one_tile(plan: FewPlan, smem: Smem, piece: Piece, tile: Scalar, carry: tupl
 
     s = _logits(plan, piece, tile, s)
     above = s - _across(state.top, s.shape)
-    moved = warp_vote.any_in_warp(above, softmax.PATIENCE)
+    moved = warp_vote.any_in_warp(above, softmax.RESCALE_THRESHOLD)
     p = jnp.exp2(s - _across(base_of(state.top), s.shape))
     parity = lax.rem(count, jnp.int32(2))
     ref = smem.p.at[parity]
@@ -247,7 +248,7 @@ def _one_tile(plan: FewPlan, smem: Smem, piece: Piece, tile: Scalar, carry: tupl
 
     def raised():
         higher = jnp.maximum(state.top, s.max(axis=0))
-        higher = jnp.where(higher - state.top > softmax.PATIENCE, higher, state.top)
+        higher = jnp.where(higher - state.top > softmax.RESCALE_THRESHOLD, higher, state.top)
         p = jnp.exp2(s - _across(base_of(higher), s.shape))
         _put(ref, p)
         plgpu.commit_smem()

@@ -318,7 +318,7 @@ def row_numbers(plan: Plan, rows: int, arrays: Any, residuals: Any) -> Any:
     P = exp(S - lse) and dS = P * (dP - delta); a gradient that arrives through the lse adds itself
     to all logits' gradients alike, by delta.
     """
-    problem, unit = plan.problem, 1.0 if plan.natural else softmax.LOG2_E
+    problem, unit = plan.problem, 1.0 if plan.natural else softmax.to_log2(1.0)
     out, lse, d_out, d_lse = residuals
     delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse
     dead = lse == -jnp.inf

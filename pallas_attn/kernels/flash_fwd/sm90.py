@@ -1,37 +1,48 @@
-"""Flash attention forward for Hopper, bfloat16, float16 and float32.
+"""Flash attention forward for Hopper: bfloat16, float16 and float32.
 
-FlashAttention-3 (arXiv 2407.08608), its overlap inside a warpgroup: the scores of a key tile are
-issued before the values of the tile before it, and the softmax runs while the values' matmul is
-still in flight. That overlap alone was worth a seventh at head dim 128 on an H200; ordering the
-warpgroups by barriers on top of it lost some of that and is not done.
+Algorithm: an online softmax over kv tiles, with FlashAttention-3's overlap inside a warpgroup
+(arXiv 2407.08608). A step of the mainloop issues two matmuls, the scores S = Q K^T of a kv tile and
+then O += P V of the tile before it, and computes the softmax of S while the second is in flight.
+That overlap alone was worth a seventh at head dim 128 on an H200; the paper's other one, barriers
+that order the warpgroups, lost some of that and is not done.
 
-Grid: one block a multiprocessor, which takes the work tiles that `tile_scheduler.schedule` gave it.
-A tile is `64 * warpgroups` query rows of one head. Tiles are ordered longest first (causal: last
-rows first) within sections of heads, so that K and V are read from L2; the query heads of a kv head
-are neighbours. A block has `warpgroups` warpgroups that compute, 64 rows each, and one that loads.
+Grid: one persistent block a multiprocessor. It takes the work tiles that `tile_scheduler.schedule`
+lists for it, each of which is `64 * warpgroups` query rows of one head. They are ordered longest
+first (causal: last rows first) within sections of heads whose K and V fit in L2; the query heads of
+a kv head are neighbours.
 
-Keys are taken from the last tile to the first: what the diagonal, a length or the end of S cuts
-off lies at the end, so the masked tile is the first, whose softmax overlaps with nothing anyway,
-and the loop over the rest needs no mask. A window's left edge is masked in the last tiles.
-
-Where there are segments, tiles that one id fills need no mask either. Which those are is prepared
-by a small kernel of its own, `segments`; the ids of what needs one come with q and with the keys.
-
-What bounds it: the loop's machine code has 5.6 instructions a score, among them 1.0 ex2, 1.0 max,
-1.0 multiply-add, 1.0 adds and 0.5 conversions. At head dim 64 the ex2 alone (16 a cycle; those of
-bfloat16 pairs are two instructions as well) take as long as the matmuls at their peak; at 128 half
-of that, at 256 a quarter. What lies between scores and exponents is latency, which two or three
-warps a scheduler hide in part: see `softmax.next_step`. What lies around a tile of work counts
-where T is small: the next q is asked for under its first matmul, and Mosaic's own barriers, at each
-copy and store, are off. Those that are needed stand in `_finish` and where q is loaded late.
+Warpgroups: one producer, which loads K and V by TMA for all work tiles of the block, and
+`Config.warpgroups` consumers of 64 query rows each. A consumer loads its own rows of Q, computes
+them and stores the result. Consumers meet only at the ring of K and V, and are not ordered among
+themselves.
 
 Shared memory, and who owns it when:
-  q [warpgroup]   filled by TMA at the warpgroup's own request. Two of them, where there is room:
-                  the next q then arrives under this tile of work. Else when it is done with q
-  k, v [stages]   a ring of entries; entry e of a tile of work holds the e-th key tile and the
-                  value tile before it, which is what one step needs: one wait, one release a step.
-                  `ready` when both have landed, `free` when every warpgroup has let go of them
-  out [warpgroup] a slice of columns at a time on its way to global memory
+  q [warpgroup]   the consumer's own: it loads its rows by TMA and waits for `q_ready`. Where there
+                  is room there are two a consumer, and the rows of the next work tile arrive during
+                  this one; else they are loaded when all kv tiles of this one are done
+  k, v [stages]   a ring of entries. Entry e of a work tile holds K of its e-th kv tile and V of the
+                  kv tile before that, which is what one step reads: one wait, one release a step.
+                  The producer owns an entry from when all consumers have released it (`free`) until
+                  both of its copies have landed (`ready`), the consumers until they release it
+  out [warpgroup] the consumer's own: some columns of the output on their way to global memory
+
+Kv tiles are taken from the last to the first. What the diagonal, a length or the end of S cuts off
+lies at the end, so that the tile which needs a mask is the first, whose softmax overlaps with
+nothing anyway, and the loop over the others needs none. A window's left edge is masked in the last
+tiles. Where there are segment ids, tiles that one id fills need no mask either; which those are is
+computed by a small kernel before this one (`segments`).
+
+What bounds it: the mainloop has 5.6 instructions a score, among them 1.0 ex2, 1.0 max, 1.0
+multiply-add, 1.0 adds and 0.5 conversions. At head dim 64 the ex2 alone (16 a cycle; of bfloat16
+pairs they are two instructions as well) take as long as the matmuls at their peak; at 128 half of
+that, at 256 a quarter. Between scores and exponents lies latency, which two or three warps a
+scheduler hide in part: see `softmax.next_step`. Where T is small, what lies around a work tile
+counts: the next q is loaded under the first matmul, and the barriers that Mosaic puts at each copy
+and store are off. Those that are needed are written out (`plgpu.commit_smem`).
+
+To follow a call, read `run`, `_kernel`, `_produce` and `_consume` here; then attention/plan.py
+(sizes, and the kv tiles of query rows), attention/tma_operands.py (arrays in sizes that TMA takes),
+tile_scheduler.py, mma/wgmma.py, attention/score_mod.py and attention/softmax.py.
 """
 
 import dataclasses
@@ -48,7 +59,7 @@ from pallas_attn import _gpus
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_mod, softmax, tma_operands
-from pallas_attn.kernels.attention.plan import ROWS, Plan
+from pallas_attn.kernels.attention.plan import ROWS, Context, Plan
 from pallas_attn.kernels.attention.score_mod import Refs, Rows, Tile
 from pallas_attn.kernels.flash_fwd import segments, tile_scheduler
 from pallas_attn.kernels.lang import mosaic
@@ -57,23 +68,23 @@ from pallas_attn.kernels.mma import wgmma
 
 SMEM_LIMIT = _gpus.shared_memory(_gpus.HOPPER)
 BARRIERS = 1024  # bytes kept for them and for alignment
-LINE = 1024  # bytes: every buffer begins at a multiple
-# Probabilities of float32 are spread over float16's range. They lie below 2**softmax.PATIENCE.
-SPREAD = 2.0 ** (wgmma.TOP + 1 - softmax.PATIENCE)
+# Registers of a consumer's thread, by how many consumers there are.
+REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
+# Probabilities of float32 are spread over float16's range; they lie below 2**RESCALE_THRESHOLD.
+SPREAD = 2.0 ** (wgmma.TOP + 1 - softmax.RESCALE_THRESHOLD)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Tuning only: the result is the same up to rounding."""
 
-    warpgroups: int = 2  # that compute
-    block_kv: int = 128
-    stages: int = 2
-    section: int = 0  # heads whose tiles of work are taken together; 0: see Plan.section
-    ctas: int = 132  # blocks; 0: one a tile of work
-    q_slots: int = 2  # 2: the next q arrives under this tile of work, where there is room for it
-    early: int = 0  # quarters of a tile's exponents that are kept before the wait for its values
-    chunk: int = 32  # columns of them that are taken together
+    warpgroups: int = 2  # consumers
+    block_kv: int = 128  # keys of a kv tile
+    stages: int = 2  # entries of the ring of K and V
+    section: int = 0  # heads whose work tiles are taken together; 0: see Plan.section
+    ctas: int = 132  # blocks; 0: one a work tile
+    q_slots: int = 2  # q tiles of a consumer; 2: the next is loaded early, where there is room
+    exp_before_wait: int = 0  # quarters of a tile's exponents, computed before the wait for P V
 
     def __post_init__(self):
         check(
@@ -84,8 +95,7 @@ class Config:
             section=(self.section >= 0, "at least 0"),
             ctas=(self.ctas >= 0, "at least 0"),
             q_slots=(self.q_slots in (1, 2), "1 or 2"),
-            early=(self.early in (0, 1, 2, 3, 4), "0 to 4"),
-            chunk=(self.chunk in (8, 16, 32, 64, 128, 256), "8, 16, 32, .. 256"),
+            exp_before_wait=(self.exp_before_wait in (0, 1, 2, 3, 4), "0 to 4"),
         )
 
     @classmethod
@@ -107,7 +117,7 @@ class Config:
 
 
 def _fits(problem: AttentionProblem, warpgroups: int) -> bool:
-    """Whether tiles of work of so many leave few rows idle, beside those of one fewer."""
+    """Whether work tiles of so many consumers leave few rows idle, beside those of one fewer."""
     wider, narrower = (
         tma_operands.round_up(problem.q_len, ROWS * n) for n in (warpgroups, warpgroups - 1)
     )
@@ -151,31 +161,38 @@ def limit(problem: AttentionProblem) -> Limit | None:
 
 
 class Smem(NamedTuple):
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    q_ids: Any  # segments of the queries, None where there are none
-    kv_ids: Any
-    spans: Any  # of a tile of work: see `tile_scheduler.record`
-    q_ready: Any
-    ready: Any
+    """Shared memory; at the top of this file, who owns it when."""
+
+    q: Any  # [q tiles, ROWS, ..]
+    k: Any  # [stages, block_kv, ..]
+    v: Any  # [stages, block_kv, ..]
+    out: Any  # [warpgroups, ROWS, ..]
+    q_ids: Any  # [q tiles, ROWS]: segments of the queries; None where there are none
+    kv_ids: Any  # [stages, ..]
+    spans: Any  # [q tiles, RECORD]: see `tile_scheduler.records`
+    q_ready: Any  # barriers, one a q tile
+    ready: Any  # barriers, one an entry of the ring: see `Ring`
     free: Any
 
 
 def scratch(plan: Plan) -> Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
-    config, out = plan.config, plan.problem.dtype
     whole = plan.v_swizzle // plan.values.itemsize
-    if config.block_kv % whole:
+    if plan.config.block_kv % whole:
         raise ValueError(
             f"Config.block_kv must be a multiple of {whole} where v_head_dim is "
             f"{plan.problem.v_head_dim}: matmuls take probabilities by whole swizzles. "
-            f"Got {config.block_kv}"
+            f"Got {plan.config.block_kv}"
         )
+    q_slots = _q_slots(plan)
+    return _scratch(plan, q_slots, _out_width(plan, q_slots))
+
+
+def _scratch(plan: Plan, q_slots: int, out_width: int) -> Smem:
+    config, out = plan.config, (plan.config.warpgroups, ROWS, out_width)
     barrier = plgpu.Barrier
     k_columns, v_columns = plan.scores.terms * plan.k_width, plan.values.terms * plan.v_width
-    q_tiles, ids = _q_slots(plan) * config.warpgroups, plan.has("q_segment_ids")
+    q_tiles, ids = q_slots * config.warpgroups, plan.has("q_segment_ids")
     return Smem(
         q=mosaic.swizzled((q_tiles, ROWS, k_columns), plan.scores.dtype, plan.k_swizzle),
         k=mosaic.swizzled(
@@ -184,7 +201,7 @@ def scratch(plan: Plan) -> Smem:
         v=mosaic.swizzled(
             (config.stages, config.block_kv, v_columns), plan.values.dtype, plan.v_swizzle
         ),
-        out=mosaic.swizzled((config.warpgroups, ROWS, _out_width(plan)), out, _out_swizzle(plan)),
+        out=mosaic.swizzled(out, plan.problem.dtype, _out_swizzle(plan)) if out_width else None,
         q_ids=plgpu.SMEM((q_tiles, ROWS), jnp.int32) if ids else None,
         kv_ids=plgpu.SMEM((config.stages, _ids_loaded(plan)), jnp.int32) if ids else None,
         spans=plgpu.SMEM((q_tiles, tile_scheduler.RECORD), jnp.int32) if ids else None,
@@ -201,20 +218,13 @@ def _out_swizzle(plan: Plan) -> int:
 
 
 def _ids_loaded(plan: Plan) -> int:
-    """Of a key tile: TMA writes to whole 128 bytes."""
+    """Of a kv tile: TMA writes to whole 128 bytes."""
     return max(plan.config.block_kv, 32)
 
 
 def _room(plan: Plan, q_slots: int) -> int:
-    """Bytes of shared memory that q, k, v, segments and barriers leave for the output."""
-    config = plan.config
-    q_tiles = q_slots * config.warpgroups
-    k_row, v_row = plan.k_width * plan.scores.bytes, plan.v_width * plan.values.bytes
-    taken = [q_tiles * ROWS * k_row, *(config.stages * config.block_kv * n for n in (k_row, v_row))]
-    if plan.has("q_segment_ids"):
-        ids = q_tiles * ROWS, config.stages * _ids_loaded(plan), q_tiles * tile_scheduler.RECORD
-        taken += [4 * n for n in ids]
-    return SMEM_LIMIT - BARRIERS - sum(tma_operands.round_up(n, LINE) for n in taken)
+    """Bytes of shared memory that are left for the output."""
+    return SMEM_LIMIT - BARRIERS - mosaic.bytes_of(_scratch(plan, q_slots, 0))
 
 
 def _q_slots(plan: Plan) -> int:
@@ -223,31 +233,52 @@ def _q_slots(plan: Plan) -> int:
     return plan.config.q_slots if _room(plan, 2) >= whole // 2 else 1
 
 
-def _out_width(plan: Plan) -> int:
-    """Columns of the output that leave at once: as many as there is room for."""
-    config, itemsize = plan.config, jnp.dtype(plan.problem.dtype).itemsize
-    rest, swizzle = _room(plan, _q_slots(plan)), _out_swizzle(plan) // itemsize
-    for width in range(plan.v_width, 0, -swizzle):
-        if plan.v_width % width == 0 and itemsize * config.warpgroups * ROWS * width <= rest:
-            return width
-    return swizzle
+def _out_width(plan: Plan, q_slots: int) -> int:
+    """Columns of the output that are stored at a time: as many as there is room for."""
+    itemsize = jnp.dtype(plan.problem.dtype).itemsize
+    row, room = itemsize * plan.config.warpgroups * ROWS, _room(plan, q_slots)
+    swizzle = _out_swizzle(plan) // itemsize
+    widths = [n for n in range(plan.v_width, 0, -swizzle) if plan.v_width % n == 0]
+    return next((n for n in widths if row * n <= room), swizzle)
 
 
 def smem_bytes(problem: AttentionProblem, config: Any) -> int:
     return mosaic.bytes_of(scratch(Plan(problem, config))) + BARRIERS
 
 
-# ---- producer: one warpgroup, which loads k and v -----------------------------------------------
+# ---- producer: one warpgroup, which loads K and V -----------------------------------------------
 
 
-def next_slot(plan: Plan, slot: Any) -> Any:
-    return jnp.where(slot == plan.config.stages - 1, 0, slot + 1)
+class Ring(NamedTuple):
+    """The ring of K and V."""
+
+    ready: Any  # barriers, one an entry: it is filled
+    free: Any  # barriers, one an entry: all consumers have released it
+    stages: int
+
+    @classmethod
+    def of(cls, ctx: Context) -> "Ring":
+        return cls(ctx.smem.ready, ctx.smem.free, ctx.plan.config.stages)
+
+    def wait(self, slot: Any) -> None:
+        plgpu.barrier_wait(self.ready.at[slot])
+
+    def release(self, slot: Any) -> None:
+        plgpu.barrier_arrive(self.free.at[slot])
+
+    def wait_released(self, slot: Any) -> None:
+        plgpu.barrier_wait(self.free.at[slot])
+
+    def after(self, slot: Any) -> Any:
+        return jnp.where(slot == self.stages - 1, 0, slot + 1)
 
 
-def load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
-    """The loading warpgroup: K and V of every tile of work, in the order in which they are used."""
+def _produce(ctx: Context, cta: Any) -> None:
+    """K and V of all work tiles of a block, in the order in which consumers use them."""
+    plan, refs, _ = ctx
+    ring = Ring.of(ctx)
 
-    def known(code):
+    def ends_of(code):
         return tile_scheduler.record_ends(plan, refs, tile_scheduler.tile_of(plan, refs, code))
 
     def one_tile(i, carry):
@@ -256,23 +287,32 @@ def load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
         tile = tile_scheduler.tile_of(plan, refs, code)
         record = None if ends is None else lambda i: ends.get(i, 0)
         lo, hi = tile_scheduler.block_span(plan, record, tile)
-        ends = known(following)  # asked for long before it is needed
+        ends = ends_of(following)  # read long before it is used
 
-        def entry(e, count):
-            slot = lax.rem(count, jnp.int32(plan.config.stages))
-            pl.when(count >= plan.config.stages)(lambda: plgpu.barrier_wait(smem.free.at[slot]))
-            _load_entry(plan, refs, smem, tile, (e, hi - lo, hi - 1 - e, slot))
+        def one_entry(e, count):
+            slot = lax.rem(count, jnp.int32(ring.stages))
+            pl.when(count >= ring.stages)(lambda: ring.wait_released(slot))
+            _load_entry(ctx, tile, _Entry(e, hi - lo, hi - 1 - e, slot))
             return count + 1
 
-        count = lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), entry, count)
+        count = lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), one_entry, count)
         return count, following, ends
 
     first = refs.schedule[cta, 1]
-    lax.fori_loop(0, refs.schedule[cta, 0], one_tile, (jnp.int32(0), first, known(first)))
+    lax.fori_loop(0, refs.schedule[cta, 0], one_tile, (jnp.int32(0), first, ends_of(first)))
 
 
-def _load_entry(plan: Plan, refs: Refs, smem: Smem, tile: Tile, entry: tuple[Any, ...]) -> None:
-    """Key tile t and the value tile before it; the first entry has no values, the last no keys."""
+class _Entry(NamedTuple):
+    """An entry of the ring, of a work tile: K of kv tile t and V of the tile before it, t + 1."""
+
+    number: Any  # the first entry has no V
+    last: Any  # the number of the last, which has no K
+    t: Any
+    slot: Any
+
+
+def _load_entry(ctx: Context, tile: Tile, entry: _Entry) -> None:
+    plan, refs, smem = ctx
     e, last, t, slot = entry
     block, ready = plan.config.block_kv, smem.ready.at[slot]
     head = lax.div(tile.head, jnp.int32(plan.problem.group))
@@ -310,9 +350,76 @@ def _load_entry(plan: Plan, refs: Refs, smem: Smem, tile: Tile, entry: tuple[Any
     pl.when(e == 0)(nothing)
 
 
-def load_q(plan: Plan, refs: Refs, smem: Smem, tile: Tile, to: tuple[Any, Any]) -> None:
-    """The rows of a warpgroup, and what is known of them."""
-    wg, slot = to
+# ---- consumers: a warpgroup each, 64 query rows of every work tile -------------------------------
+
+
+def _consume(ctx: Context, cta: Any, wg: Any) -> None:
+    """All work tiles of a block."""
+    plan, refs, smem = ctx
+    count, first, second = (refs.schedule[cta, i] for i in range(3))
+    q_tiles = smem.q.shape[0] // plan.config.warpgroups
+
+    def q_slot(i):
+        return wg if q_tiles == 1 else wg + (i & 1) * plan.config.warpgroups
+
+    _load_q(ctx, tile_scheduler.tile_of(plan, refs, first), wg, q_slot(0))
+
+    def one_tile(i, carry):
+        slot, code, following = carry
+        after = refs.schedule[cta, i + 3]  # read long before it is used
+
+        def load_next():
+            tile = tile_scheduler.tile_of(plan, refs, following)
+            pl.when(i + 1 < count)(lambda: _load_q(ctx, tile, wg, q_slot(i + 1)))
+
+        branches = "empty" in plan.parts and not tile_scheduler.never_empty(plan)
+        if q_tiles > 1 and branches:
+            load_next()
+        q = q_slot(i)
+        tile = tile_scheduler.tile_of(plan, refs, code)
+        plgpu.barrier_wait(smem.q_ready.at[q])
+        ids, record, same_segment = None, None, None
+        if smem.q_ids is not None:
+            ids, record = smem.q_ids.at[q], functools.partial(_read_record, smem, q)
+            same_segment = record(4 * wg + 1), record(4 * wg + 2)
+        lo, hi = tile_scheduler.block_span(plan, record, tile)
+        own = tile_scheduler.rows_span(plan, record, tile, wg)
+        span = tile_scheduler.at_least_one(plan, own, hi)
+        rows = Rows(tile, tile.row + wg * ROWS, wg, span, q, ids, same_segment)
+
+        def some(slot):
+            slot = _release_unused(ctx, hi - rows.span.hi, slot)
+            meanwhile = load_next if q_tiles > 1 and not branches else None
+            state, slot = mainloop(ctx, rows, slot, meanwhile)
+            slot = _release_unused(ctx, rows.span.lo - lo, slot)
+            return Result(state.acc, state.row_sum, state.row_max), slot
+
+        def none(slot):
+            slot = _release_unused(ctx, jnp.where(hi > lo, hi - lo + 1, 0), slot)
+            return no_keys(plan), slot
+
+        if branches:
+            result, slot = lax.cond(rows.span.hi > rows.span.lo, some, none, slot)
+        else:
+            result, slot = some(slot)
+
+        if q_tiles == 1:
+            plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
+            load_next()
+        _epilogue(ctx, rows, result)
+        return slot, following, after
+
+    lax.fori_loop(0, count, one_tile, (jnp.int32(0), first, second))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _read_record(smem: Smem, q: Any, i: Any) -> Any:
+    return smem.spans[q, i]
+
+
+def _load_q(ctx: Context, tile: Tile, wg: Any, slot: Any) -> None:
+    """The rows of a consumer, and where there are segments what `segments` has found of them."""
+    plan, refs, smem = ctx
     at, ready = smem.q.at[slot], smem.q_ready.at[slot]
     rows = pl.ds(tile.row + wg * ROWS, ROWS)
     columns = mosaic.columns(refs.q, 0, smem.q.shape[-1], tile.head)
@@ -325,38 +432,74 @@ def load_q(plan: Plan, refs: Refs, smem: Smem, tile: Tile, to: tuple[Any, Any]) 
         plgpu.copy_gmem_to_smem(record, smem.spans.at[slot], ready)
 
 
-# ---- mainloop: each consumer warpgroup, over the kv tiles of its 64 query rows ------------------
+def _release_unused(ctx: Context, entries: Any, slot: Any) -> Any:
+    """Releases entries of the ring that only other consumers need; the slot after them."""
+    ring = Ring.of(ctx)
+
+    def one(_, slot):
+        ring.wait(slot)
+        ring.release(slot)
+        return ring.after(slot)
+
+    return lax.fori_loop(0, entries, one, slot)
+
+
+# ---- mainloop -----------------------------------------------------------------------------------
 
 
 class State(NamedTuple):
-    """What is carried from key tile to key tile."""
+    """What is carried from kv tile to kv tile."""
 
     acc: Any  # [ROWS, v_width]: the output before it is divided
-    total: Any  # [ROWS, PARTS]
-    top: Any  # [ROWS]
+    row_sum: Any  # [ROWS, PARTIALS]
+    row_max: Any  # [ROWS]
     p: Any  # [ROWS, block_kv], its terms: of the tile whose values are still to come
-    shrink: Any = None  # [ROWS]: what acc is still to be multiplied by; None: nothing
+    rescale: Any = None  # [ROWS]: what acc is still to be multiplied by; None: nothing
 
 
-def _units(plan: Plan, refs: Refs, tile: score_mod.Tile) -> tuple[Any, Any]:
-    """(what raw scores are multiplied by, what turns logits into log2 units); None: 1."""
+class Result(NamedTuple):
+    """What is known of rows when all of their keys have been taken."""
+
+    acc: Any  # [ROWS, v_width]
+    row_sum: Any  # [ROWS, PARTIALS]
+    row_max: Any  # [ROWS]
+
+
+def no_keys(plan: Any) -> Result:
+    """Of rows that need no kv tile."""
+    acc = mosaic.filled((ROWS, plan.v_width), 0.0)
+    row_sum = mosaic.filled((ROWS, softmax.PARTIALS), 0.0)
+    return Result(acc, row_sum, mosaic.filled((ROWS,), -jnp.inf))
+
+
+class _Scale(NamedTuple):
+    """How scores become logits in log2 units."""
+
+    raw: Any  # what they are multiplied by first, or None: 1
+    unit: Any  # what turns logits into log2 units; None: they are
+
+
+def _scale_of(ctx: Context, tile: Tile) -> _Scale:
+    plan, refs = ctx.plan, ctx.refs
     if refs.units is None:
-        return None, plan.unit
+        return _Scale(None, plan.unit)
     by = refs.units[0, tile.batch, lax.div(tile.head, jnp.int32(plan.problem.group))]
-    return (by, None) if plan.unit is None else (None, by * plan.unit)
+    return _Scale(by, None) if plan.unit is None else _Scale(None, by * plan.unit)
 
 
-def _left(plan: Plan, p: Any) -> tuple[Any, ...]:
-    """Probabilities as the matmul with the values takes them."""
+def _p_operand(plan: Plan, p: Any) -> tuple[Any, ...]:
+    """Probabilities, as the left operand of the matmul with the values."""
     p = p * SPREAD if plan.scaled else p
     return wgmma.of_registers(p, plan.values)
 
 
-def _q_and_k(plan: Plan, smem: Smem, rows: Rows, slot: Any) -> tuple[Any, Any]:
-    """The operands of a tile of scores."""
-    at = rows.q
+def _score_operands(ctx: Context, rows: Rows, slot: Any) -> tuple[Any, Any]:
+    """Q and K^T of a tile of scores."""
+    plan, smem = ctx.plan, ctx.smem
+    at = rows.q_slot
     if plan.k_width * plan.scores.bytes > 512:
-        # 0, which only we know: or else addresses in q would be computed early and spilled.
+        # Plus 0, which the compiler does not know: else addresses in q would be computed before the
+        # loop and spilled.
         at = at + lax.shift_right_logical(slot, jnp.int32(31))
     q = wgmma.of_memory(smem.q.at[at], plan.scores)
     return q, wgmma.transposed(wgmma.of_memory(smem.k.at[slot], plan.scores))
@@ -366,81 +509,83 @@ def _ids_at(smem: Smem, slot: Any) -> Any:
     return None if smem.kv_ids is None else smem.kv_ids.at[slot]
 
 
-def _first(
-    plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any, more: tuple[Any, Any]
-) -> State:
-    """The last tile of keys; `more` is (`_units`, what to do meanwhile)."""
-    ((by, unit), meanwhile), shape = more, (ROWS, plan.config.block_kv)
-    plgpu.barrier_wait(smem.ready.at[slot])
-    s = wgmma.matmul(shape, *_q_and_k(plan, smem, rows, slot), meanwhile)
-    release = functools.partial(plgpu.barrier_arrive, smem.free.at[slot])
+def _prologue(ctx: Context, rows: Rows, slot: Any, scale: _Scale, meanwhile: Any) -> State:
+    """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
+    plan, smem = ctx.plan, ctx.smem
+    ring, shape = Ring.of(ctx), (ROWS, plan.config.block_kv)
+    ring.wait(slot)
+    s = wgmma.matmul(shape, *_score_operands(ctx, rows, slot), meanwhile)
     if smem.kv_ids is None:
-        release()
+        ring.release(slot)
     masked, ids = "first_masked" in plan.parts, _ids_at(smem, slot)
-    s = s if by is None else s * by
-    given = score_mod.of_own_scores(plan, refs, rows, rows.span.hi - 1, s, masked, ids)
+    s = s if scale.raw is None else s * scale.raw
+    given = score_mod.logits_by_row_bounds(ctx, rows, rows.span.hi - 1, s, masked, ids)
     if smem.kv_ids is not None:
-        release()
-    new = softmax.step(given, unit, mosaic.filled((ROWS,), -jnp.inf), guarded=True)
+        ring.release(slot)
+    new = softmax.step(given, scale.unit, mosaic.filled((ROWS,), -jnp.inf), guarded=True)
     acc = mosaic.filled((ROWS, plan.v_width), 0.0)
-    shrink = new.shrink if plan.exact else None
-    return State(acc, new.total, new.top, _left(plan, new.p), shrink)
+    rescale = new.rescale if plan.exact else None
+    return State(acc, new.row_sum, new.row_max, _p_operand(plan, new.p), rescale)
 
 
-def attend(
-    plan: Plan, refs: Refs, smem: Smem, rows: Rows, slot: Any, meanwhile: Any
-) -> tuple[State, Any]:
-    """All keys of a warpgroup's rows, from the last tile to the first. `meanwhile`: what else there
-    is to do, under the first matmul.
+def mainloop(ctx: Context, rows: Rows, slot: Any, meanwhile: Any) -> tuple[State, Any]:
+    """All kv tiles of a consumer's rows, from the last to the first, and the slot after them.
+    `meanwhile`: what else there is to do, under the first matmul.
     """
-    span, config = rows.span, plan.config
+    plan, smem = ctx.plan, ctx.smem
+    span, config, ring = rows.span, plan.config, Ring.of(ctx)
     shape = (ROWS, config.block_kv)
     guarded = plan.has("bias")
-    by, unit = units = _units(plan, refs, rows.tile)
-    state = _first(plan, refs, smem, rows, slot, (units, meanwhile))
+    scale = _scale_of(ctx, rows.tile)
+    state = _prologue(ctx, rows, slot, scale, meanwhile)
 
     def step(masked, i, carry):
         t = -1 - i  # loops count up
         state, slot = carry
-        plgpu.barrier_wait(smem.ready.at[slot])
-
+        ring.wait(slot)
         values = wgmma.of_memory(smem.v.at[slot], plan.values)
 
         def matmuls(scores, out):
-            wgmma.multiply(scores, *_q_and_k(plan, smem, rows, slot))
+            wgmma.multiply(scores, *_score_operands(ctx, rows, slot))
             wgmma.multiply(out, state.p, values)
 
-        def work(s):
-            s = s if by is None else s * by
-            given = score_mod.of_own_scores(
-                plan, refs, rows, t, s, masked, _ids_at(smem, slot), (low, high)
+        def softmax_step(s):
+            s = s if scale.raw is None else s * scale.raw
+            given = score_mod.logits_by_row_bounds(
+                ctx, rows, t, s, masked, _ids_at(smem, slot), (low, high)
             )
-            top, unsure = state.top, masked is not False or guarded
-            return softmax.next_step(given, unit, top, guarded=unsure, early=config.early)
+            unsure, before_wait = masked is not False or guarded, config.exp_before_wait
+            return softmax.next_step(
+                given, scale.unit, state.row_max, guarded=unsure, before_wait=before_wait
+            )
 
-        like = softmax.Step(
-            mosaic.filled(shape, 0.0), state.top, state.top, state.total, jnp.int32(0) + slot
-        )
         if plan.exact:
-            q_and_k = functools.partial(_q_and_k, plan, smem, rows, slot)
-            some = (state.acc, state.p, values, plan.v_swizzle, (state.shrink, None))
-            acc, s = wgmma.exact_matmul_add_overlapped(*some, shape, q_and_k)
-            new = work(s)
-            total = state.total * mosaic.down_rows(new.shrink, state.total.shape)
+            operands = functools.partial(_score_operands, ctx, rows, slot)
+            some = (state.acc, state.p, values, plan.v_swizzle, (state.rescale, None))
+            acc, s = wgmma.exact_matmul_add_overlapped(*some, shape, operands)
+            new = softmax_step(s)
+            row_sum = state.row_sum * mosaic.down_rows(new.rescale, state.row_sum.shape)
         else:
             behind = wgmma.products(plan.values.terms, plan.values.terms)
-            acc, new = wgmma.overlapped(state.acc, like, matmuls, work, behind)
-        plgpu.barrier_arrive(smem.free.at[slot])
+            like = softmax.Step(
+                mosaic.filled(shape, 0.0),
+                state.row_max,
+                state.row_max,
+                state.row_sum,
+                jnp.int32(0) + slot,
+            )
+            acc, new = wgmma.overlapped(state.acc, like, matmuls, softmax_step, behind)
+        ring.release(slot)
         if not plan.exact:
-            acc, total = _rescale(acc, state.total, new)
-        # p is rounded after the wait: before it, ptxas takes the registers for operands of the
+            acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
+        # P is rounded after the wait: before it, ptxas takes the registers for operands of the
         # matmul in flight and serialises both (C7513)
-        p = _left(plan, new.p)
-        shrink = new.shrink if plan.exact else None
-        new_state = State(acc, total + new.total, new.top, p, shrink)
-        return new_state, next_slot(plan, slot)
+        p = _p_operand(plan, new.p)
+        rescale = new.rescale if plan.exact else None
+        new_state = State(acc, row_sum + new.row_sum, new.row_max, p, rescale)
+        return new_state, ring.after(slot)
 
-    carry, first = (state, next_slot(plan, slot)), span.hi - 1
+    carry, first = (state, ring.after(slot)), span.hi - 1
     high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), first)  # full tiles end here
     low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)  # and begin here
     if plan.one_loop:
@@ -453,146 +598,56 @@ def attend(
             carry = lax.fori_loop(-low, -span.lo, functools.partial(step, True), carry)
 
     state, slot = carry
-    plgpu.barrier_wait(smem.ready.at[slot])
+    ring.wait(slot)
     values = wgmma.of_memory(smem.v.at[slot], plan.values)
     if plan.exact:
-        acc = wgmma.exact_matmul_add(
-            state.acc, state.p, values, plan.v_swizzle, (state.shrink, None)
-        )
+        factors = (state.rescale, None)
+        acc = wgmma.exact_matmul_add(state.acc, state.p, values, plan.v_swizzle, factors)
     else:
         acc = wgmma.matmul_add(state.acc, state.p, values)
-    plgpu.barrier_arrive(smem.free.at[slot])
-    return state._replace(acc=acc), next_slot(plan, slot)
-
-
-def _rescale(acc: Any, total: Any, new: softmax.Step) -> tuple[Any, Any]:
-    """Sums and outputs so far, in terms of the new tops."""
-
-    def scaled():
-        return (
-            acc * mosaic.down_rows(new.shrink, acc.shape),
-            total * mosaic.down_rows(new.shrink, total.shape),
-        )
-
-    return lax.cond(new.moved != 0, scaled, lambda: (acc, total))
-
-
-def _skip(plan: Plan, smem: Smem, entries: Any, slot: Any) -> Any:
-    """Lets go of entries of the ring that only other warpgroups want."""
-
-    def one(_, slot):
-        plgpu.barrier_wait(smem.ready.at[slot])
-        plgpu.barrier_arrive(smem.free.at[slot])
-        return next_slot(plan, slot)
-
-    return lax.fori_loop(0, entries, one, slot)
-
-
-def _of_record(smem: Smem, q: Any, i: Any) -> Any:
-    return smem.spans[q, i]
-
-
-def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, who: tuple[Any, Any]) -> None:
-    """A computing warpgroup: every tile of work of its block."""
-    cta, wg = who
-    count, first, second = (refs.schedule[cta, i] for i in range(3))
-    slots = smem.q.shape[0] // plan.config.warpgroups
-
-    def place(i):
-        return wg, (wg if slots == 1 else wg + (i & 1) * plan.config.warpgroups)
-
-    load_q(plan, refs, smem, tile_scheduler.tile_of(plan, refs, first), place(0))
-
-    def one_tile(i, carry):
-        slot, code, following = carry
-        after = refs.schedule[cta, i + 3]  # asked for long before it is needed
-
-        def load_next():
-            tile = tile_scheduler.tile_of(plan, refs, following)
-            pl.when(i + 1 < count)(lambda: load_q(plan, refs, smem, tile, place(i + 1)))
-
-        branches = "empty" in plan.parts and not tile_scheduler.never_empty(plan)
-        if slots > 1 and branches:
-            load_next()
-        q = place(i)[1]
-        tile = tile_scheduler.tile_of(plan, refs, code)
-        plgpu.barrier_wait(smem.q_ready.at[q])
-        ids, record, alike = None, None, None
-        if smem.q_ids is not None:
-            ids, record = smem.q_ids.at[q], functools.partial(_of_record, smem, q)
-            alike = record(4 * wg + 1), record(4 * wg + 2)
-        lo, hi = tile_scheduler.block_span(plan, record, tile)
-        span = tile_scheduler.at_least_one(
-            plan, tile_scheduler.rows_span(plan, record, tile, wg), hi
-        )
-        rows = Rows(tile, tile.row + wg * ROWS, wg, span, q, ids, alike)
-
-        def some(slot):
-            slot = _skip(plan, smem, hi - rows.span.hi, slot)
-            meanwhile = load_next if slots > 1 and not branches else None
-            state, slot = attend(plan, refs, smem, rows, slot, meanwhile)
-            slot = _skip(plan, smem, rows.span.lo - lo, slot)
-            return state.acc, state.total, state.top, slot
-
-        def none(slot):
-            slot = _skip(plan, smem, jnp.where(hi > lo, hi - lo + 1, 0), slot)
-            acc = mosaic.filled((ROWS, plan.v_width), 0.0)
-            total = mosaic.filled((ROWS, softmax.PARTS), 0.0)
-            return acc, total, mosaic.filled((ROWS,), -jnp.inf), slot
-
-        if branches:
-            *result, slot = lax.cond(rows.span.hi > rows.span.lo, some, none, slot)
-        else:
-            *result, slot = some(slot)
-
-        if slots == 1:
-            plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
-            load_next()
-        _finish(plan, refs, smem, outs, rows, result)
-        return slot, following, after
-
-    lax.fori_loop(0, count, one_tile, (jnp.int32(0), first, second))
-    plgpu.wait_smem_to_gmem(0)
+    ring.release(slot)
+    return state._replace(acc=acc), ring.after(slot)
 
 
 # ---- epilogue -----------------------------------------------------------------------------------
 
 
-def _finish(plan: Plan, refs: Refs, smem: Smem, outs: Any, rows: Rows, result: Any) -> None:
-    (acc, total, top), (out_ref, lse_ref) = result, outs
-    sink = refs.sinks[rows.tile.head] if plan.has("sinks") else None
-    factor, lse = softmax.finish(top, total, sink)
+def _epilogue(ctx: Context, rows: Rows, result: Result) -> None:
+    """Divides by the row sums, and stores the output and the log-sum-exp."""
+    plan, refs, smem = ctx
+    acc, tile = result.acc, rows.tile
+    sink = refs.sinks[tile.head] if plan.has("sinks") else None
+    factor, lse = softmax.finish(result.row_max, result.row_sum, sink)
     if refs.units is not None:
-        head = lax.div(rows.tile.head, jnp.int32(plan.problem.group))
-        factor = factor * refs.units[1, rows.tile.batch, head]
+        head = lax.div(tile.head, jnp.int32(plan.problem.group))
+        factor = factor * refs.units[1, tile.batch, head]
     acc = acc * mosaic.down_rows(factor, acc.shape)
-    if rows.tile.q_len is not None:
-        inside = mosaic.positions((ROWS,), 0, rows.row) < rows.tile.q_len
+    if tile.q_len is not None:
+        inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
         lse = jnp.where(inside, lse, -jnp.inf)
         acc = jnp.where(mosaic.down_rows(inside, acc.shape), acc, 0.0)
-    mosaic.store(lse_ref.at[rows.tile.batch, rows.tile.head, pl.ds(rows.row, ROWS)], lse)
+    mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], lse)
     width, staged = smem.out.shape[-1], smem.out.at[rows.wg]
     for column in range(0, plan.v_width, width):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         part = lax.slice(acc, (0, column), (ROWS, column + width))
         staged[...] = part.astype(staged.dtype)
         plgpu.commit_smem()
-        head = rows.tile.head
-        columns = mosaic.columns(out_ref, column, width, head)
-        where = (rows.tile.batch, pl.ds(rows.row, ROWS), head, columns)
-        plgpu.copy_smem_to_gmem(staged, out_ref.at[where])
+        columns = mosaic.columns(refs.out, column, width, tile.head)
+        where = (tile.batch, pl.ds(rows.row, ROWS), tile.head, columns)
+        plgpu.copy_smem_to_gmem(staged, refs.out.at[where])
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
-def _kernel(refs: Refs, out_ref: Any, lse_ref: Any, smem: Smem, *, plan: Plan) -> None:
+def _kernel(refs: Refs, out: Any, lse: Any, smem: Smem, *, plan: Plan) -> None:
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
-    computing = plan.config.warpgroups
-    ours = {1: 240, 2: 240, 3: 160, 4: 112}[computing]
-    load_all = functools.partial(load, plan, refs, smem, cta)
-    compute = functools.partial(_compute, plan, refs, smem, (out_ref, lse_ref), (cta, wg))
-    mosaic.share_registers(wg, computing, load_all, compute, ours)
+    ctx = Context(plan, refs._replace(out=out, lse=lse), smem)
+    produce = functools.partial(_produce, ctx, cta)
+    consume = functools.partial(_consume, ctx, cta, wg)
+    consumers = plan.config.warpgroups
+    mosaic.share_registers(wg, consumers, produce, consume, REGISTERS[consumers])
 
 
 def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> tuple[Any, Any]:
@@ -625,9 +680,9 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
 
 
 def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
-    """What the kernel reads. Copied are: q, k and v where they are float32 (see `terms`); they (and
-    the output, afterwards) where T or S is above 8 and no multiple of 8, or a head dim above 64 and
-    no multiple of 16, which Mosaic's TMA would clip; bias and mask_array where T or S is no
+    """What the kernel reads. XLA copies: q, k and v where they are float32 (see mma/wgmma.py); they
+    (and the output, afterwards) where T or S is above 8 and no multiple of 8, or a head dim above
+    64 and no multiple of 16, which Mosaic's TMA would clip; bias and mask_array where T or S is no
     multiple of a tile; segment ids; one value tile a sequence where there are kv_lengths.
     """
     problem, block = plan.problem, plan.config.block_kv
