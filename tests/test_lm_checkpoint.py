@@ -108,7 +108,7 @@ def test_where_a_text_ends(tmp_path, config, generation, stops):
 def test_stop_tokens_are_token_numbers(tmp_path, value):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     line = refusal(hf_config.stop_tokens, Folder(tmp_path))
-    wanted = "eos_token_id: expected a whole number from 0 to 2.14748e+09, or a list of such, got "
+    wanted = "eos_token_id: expected a whole number from 0 to 2147483647, or a list of such, got "
     assert line.startswith(f"{tmp_path}/generation_config.json: {wanted}")
 
 

@@ -37,8 +37,9 @@ class Key:
         if self.choices:
             return f"one of {', '.join(map(str, self.choices))}"
         words = {bool: "true or false", dict: "an object", list: "a list", str: "a string"}
-        number = "a whole number" if self.kind is int else "a number"
-        return words.get(self.kind) or f"{number} from {self.least:g} to {self.most:g}"
+        if self.kind is int:
+            return f"a whole number from {self.least:.0f} to {self.most:.0f}"
+        return words.get(self.kind) or f"a number from {self.least:g} to {self.most:g}"
 
     def holds(self, found: Any) -> bool:
         """Whether it may hold this, which is not null."""
