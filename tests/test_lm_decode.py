@@ -439,6 +439,8 @@ def test_a_tokenizer_json_is_read_by_its_package(tmp_path):
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
     built.add_special_tokens(["<s>"])
+    built.enable_padding(length=500)  # for batches of others: not for a prompt
+    built.enable_truncation(2)
     built.save(str(tmp_path / "tokenizer.json"))
     found = text.tokenizer_of(tmp_path)
     assert found.encode("the sea was") == [0, 1, 2, 3]
@@ -448,6 +450,20 @@ def test_a_tokenizer_json_is_read_by_its_package(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=f"^{tmp_path}/tokenizer.json: "):
         text.tokenizer_of(tmp_path)
+
+
+def test_a_prompt_that_is_no_text_is_named(tmp_path):
+    """As a shell hands over bytes that are no UTF-8; a tokenizer of bytes takes them as they are."""
+    import tokenizers
+
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    with pytest.raises(ValueError, match="^prompt 3: not UTF-8 at character 2$"):
+        text.encoded(text.tokenizer_of(tmp_path), "a\udcff", 3)
+    with pytest.raises(ValueError, match="^prompt 1: without a tokenizer a prompt is token numb"):
+        text.encoded(text.Numbers(), "one", 1)
+    assert text.encoded(text.Bytes(), "a\udcff", 3) == [97, 255]
 
 
 def test_no_tokenizer_is_said(tmp_path):
