@@ -453,7 +453,7 @@ def test_a_tokenizer_json_is_read_by_its_package(tmp_path):
 
 
 def test_a_prompt_that_is_no_text_is_named(tmp_path):
-    """As a shell hands over bytes that are no UTF-8; a tokenizer of bytes takes them as they are."""
+    """As a shell hands over bytes that are no UTF-8; a tokenizer of bytes takes them."""
     import tokenizers
 
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).save(
