@@ -116,8 +116,8 @@ class AttentionCase:
             arrays["mask_array"] = jnp.array(_mask_array(seed, self.mask_shape))
         for name, by in (("bias", math.nan), ("mask_array", True)) if poison else ():
             if name in arrays:
-                for lengths, axis in ((self.q_lengths, 2), (self.kv_lengths, 3)):
-                    arrays[name] = _poison(arrays[name], lengths, axis, by)
+                for live, axis in ((self.q_lengths, 2), (self.kv_lengths, 3)):
+                    arrays[name] = _poison(arrays[name], live, axis, by)
         if self.sinks:
             arrays["sinks"] = _normal(seed, "float32", "sinks", (self.q_heads,))
         return arrays

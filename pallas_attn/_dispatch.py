@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from pallas_attn import _device, _gpus, _sharding, reference
+from pallas_attn import _config, _device, _gpus, _sharding, reference
 from pallas_attn._problem import (
     AppendInputs,
     AppendProblem,
@@ -63,10 +63,8 @@ class Kernel:
         return self._module().limit(problem)
 
     def run(self, inputs: Any, problem: Problem) -> Any:
-        from pallas_attn import _tuning
-
         module = self._module()
-        config = _tuning.lookup(module, problem)
+        config = _config.choose(module, problem)
         if _device.overlaps() and hasattr(config, "overlaps"):
             config = dataclasses.replace(config, overlaps=True)
         return _sharding.in_32_bits(lambda given: module.run(given, problem, config), inputs)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap, sequential_vmap
 
-from pallas_attn import _device, _sharding
+from pallas_attn import _config, _device, _sharding
 from pallas_attn._problem import (
     AppendInputs,
     AppendProblem,
@@ -34,11 +34,9 @@ def kept(call: Callable[..., Any], kernel: Any, problem: Any, inputs: Any) -> An
     """`call(kernel, problem, inputs)`, of a function below. Where nothing is traced, outside of
     jit, by a program that is kept: each such call would trace and compile its kernel anew.
     """
-    from pallas_attn import _tuning
-
     leaves, tree = jax.tree.flatten(inputs)
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-    if traced or _tuning.observed() or _device.overlaps():  # which no key of jit's knows of
+    if traced or _config.observed() or _device.overlaps():  # which no key of jit's knows of
         return call(kernel, problem, inputs)
     static = tuple(leaf if isinstance(leaf, int) else None for leaf in leaves)
     arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]

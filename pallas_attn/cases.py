@@ -1,4 +1,4 @@
-"""Named problems. Tests, benchmarks and tuning draw from here: what is fast is also what is proven.
+"""Named problems. Tests and benchmarks draw from here: what is fast is also what is proven.
 
 A case is a frozen record of one call: its sizes, its options, and how to draw its arrays from a
 seed (random normal: zeros and ones hide permutations, and some hardware runs them faster).

@@ -9,7 +9,7 @@ import jax
 from absl import flags, logging
 
 from pallas_attn import driver_flags as given
-from pallas_attn.driver_flags import BENCH, DECODE, PARITY, TRAIN, TUNE
+from pallas_attn.driver_flags import BENCH, DECODE, PARITY, TRAIN
 
 
 def command() -> int:
@@ -58,7 +58,7 @@ def _main(argv: list[str]) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if given.TASK.value in (DECODE, TRAIN, PARITY) and given.COMPILE_CACHE.value:
         _keep_programs()
-    run = {DECODE: _decode, TRAIN: _train, PARITY: _parity, BENCH: _bench, TUNE: _tune}
+    run = {DECODE: _decode, TRAIN: _train, PARITY: _parity, BENCH: _bench}
     return run[given.TASK.value]()
 
 
@@ -224,12 +224,6 @@ def _bench() -> int:
         plot=given.PLOT.value,
     )
     return bench.run_bench(given.OP.value, given.CASES.value, options)
-
-
-def _tune() -> int:
-    from pallas_attn import bench
-
-    return bench.run_tune(given.KERNEL.value, given.CASES.value, commit=given.COMMIT.value)
 
 
 def _train() -> int:

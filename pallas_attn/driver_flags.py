@@ -14,7 +14,6 @@ USAGE = """\
 {0} --flagfile=configs/NAME.cfg   flags from a file
 {0} --task=parity                 every operation here, beside the reference
 {0} --task=bench --op=forward --cases=grid --out=results/mine.jsonl --plot=mine.svg
-{0} --task=tune --kernel=flash_fwd_sm90 --cases=h128*
 
 Exit status: 0 all is well, 1 something did not hold, 2 what was asked is wrong, 130 Ctrl-C, 141
 nobody reads the output any more.
@@ -32,7 +31,7 @@ DEMO = (
     "--check",
 )
 OPS = ("forward", "backward", "backward_alone", "decode", "append")
-DECODE, TRAIN, PARITY, BENCH, TUNE = TASKS = ("decode", "train", "parity", "bench", "tune")
+DECODE, TRAIN, PARITY, BENCH = TASKS = ("decode", "train", "parity", "bench")
 
 
 class Use(NamedTuple):
@@ -79,8 +78,7 @@ TASK = _enum(
     TASKS,
     "What to do. decode: continue prompts with a language model. train: make a small one from"
     " a text. parity: run a small case of every operation beside the reference. bench: time "
-    "checked kernels beside their peers. tune: search the settings of a kernel. The last two "
-    "want a GPU.",
+    "checked kernels beside their peers, on a GPU.",
 )
 IMPLEMENTATION = _enum(
     "implementation",
@@ -118,7 +116,7 @@ OP = _enum("op", "forward", BENCH, OPS, "Which operation.")
 CASES = _string(
     "cases",
     "grid",
-    (BENCH, TUNE),
+    BENCH,
     "Which cases, by tags and globs over names, with commas. grid+causal wants both tags; "
     "-h256 takes away.",
 )
@@ -133,9 +131,8 @@ OUT = _string(
 )
 PLOT = _string("plot", None, BENCH, "An .svg file to draw.")
 COMMIT = _string(
-    "commit", None, (DECODE, BENCH, TUNE), "The commit that rows name, where git cannot say."
+    "commit", None, (DECODE, BENCH), "The commit that rows name, where git cannot say."
 )
-KERNEL = _string("kernel", "flash_fwd_sm90", TUNE, "Which kernel module.")
 TEXT = _string("text", None, TRAIN, "A file; the model learns its bytes.")
 OVERWRITE = _bool("overwrite", False, TRAIN, "Replace a model that --out holds already.")
 BATCH = _integer(

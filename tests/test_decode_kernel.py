@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import pallas_attn
-from pallas_attn import CAUSAL, FULL, Mask, _gpus, _tuning, reference, sliding_window
+from pallas_attn import CAUSAL, FULL, Mask, _config, _gpus, reference, sliding_window
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode import sm80 as decode_sm80
@@ -586,8 +586,8 @@ def test_how_keys_are_cut_does_not_depend_on_the_batch(kind, dtype, module):
         narrow = {"cache_dtype": dtype, "quantized": dtype == "int8"}
         wide = {"dtype": dtype, "cache_dtype": dtype}
         problem = dataclasses.replace(problem, **(narrow if dtype == "int8" else wide))
-        config = _tuning.lookup(module, problem)
-        assert module.limit(problem) is None and _tuning.fits(module, problem, config)
+        config = _config.choose(module, problem)
+        assert module.limit(problem) is None and _config.fits(module, problem, config)
         found.add(dataclasses.replace(config, stages=2))
     assert len(found) == 1
 

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn
-from pallas_attn import CAUSAL, _checks, _device, _dispatch, _sharding, _transforms, _tuning
+from pallas_attn import CAUSAL, _checks, _config, _device, _dispatch, _sharding, _transforms
 from pallas_attn._problem import AttentionInputs
 from tests import mosaic
 
@@ -118,9 +118,9 @@ def test_outside_of_jit_a_program_is_kept():
     assert_same(call(inputs), native(q, k, v))
     assert_same(call(inputs._replace(q=q + 1)), native(q + 1, k, v))
     assert len(traced) == 1
-    with _tuning.forced("flash_fwd_sm90", {}):
+    with _config.forced("flash_fwd_sm90", {}):
         call(inputs)
-    with _tuning.watched():
+    with _config.watched():
         call(inputs)
     jax.jit(call)(inputs)
     assert len(traced) == 4
@@ -623,7 +623,7 @@ def test_the_backward_is_told_what_the_call_said(deterministic):
         options = {"mask": CAUSAL, "softcap": 5.0, "scale": 0.5, "deterministic": deterministic}
         return pallas_attn.flash_attention(q, k, v, **options).astype(jnp.float32).sum()
 
-    with _device.assume("sm90"), _tuning.watched() as found:
+    with _device.assume("sm90"), _config.watched() as found:
         jax.eval_shape(jax.grad(loss), Q, KV, KV)
     forward, backward = (found[0].problem, found[-1].problem)
     assert backward == dataclasses.replace(forward, op="flash_backward")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import _device, _dispatch, _support, _tuning
+from pallas_attn import _config, _device, _dispatch, _support
 from pallas_attn.lm import rows as lm_rows
 from pallas_attn.lm.kernels import linear as kernel
 from pallas_attn.lm.kernels import norm as norm_kernel
@@ -286,5 +286,5 @@ def test_overlapping_reaches_those_that_know_of_it(monkeypatch, operation, overl
         plain = taken.run(None, problem)
         with _device.overlapping():
             found = taken.run(None, problem)
-    assert plain == _tuning.lookup(taken._module(), problem)
+    assert plain == _config.choose(taken._module(), problem)
     assert found == dataclasses.replace(plain, **overlaps)

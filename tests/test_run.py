@@ -201,7 +201,7 @@ def test_a_row_that_cannot_run_is_said_and_fails():
 
 
 WRONG = [
-    ("--task=dance", "flag --task=dance: value should be one of <decode|train|parity|bench|tune>"),
+    ("--task=dance", "flag --task=dance: value should be one of <decode|train|parity|bench>"),
     (
         "--implementation=cudnn",
         "flag --implementation=cudnn: value should be one of <sm90|sm80|reference>",
@@ -269,7 +269,7 @@ def test_a_flagfile_may_say_more_than_is_used(called, tmp_path):
     assert status == 0 and "1 sequence, 2 tokens in " in out, error
 
 
-FOR_A_GPU = [*ROOT.glob("configs/bench_*.cfg"), *ROOT.glob("configs/tune_*.cfg")]
+FOR_A_GPU = [*ROOT.glob("configs/bench_*.cfg")]
 
 
 @pytest.mark.parametrize("path", FOR_A_GPU, ids=lambda path: path.stem)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from pallas_attn import _tuning
+from pallas_attn import _config
 from pallas_attn import cases as known
 from pallas_attn._case import AppendCase, DecodeCase
 from pallas_attn.bench import judges, peers, plots, report, rows, subjects, timing
@@ -278,7 +278,7 @@ def _started(bench: Bench, call: peers.Call) -> Entry:
     """Ours, after its first call."""
     subject = ours(bench, call)
     begun, worked = time.perf_counter(), _seconds_of_work()
-    with _tuning.watched() as ran:
+    with _config.watched() as ran:
         produced = subject.launch()
         subject.wait(produced)
     took = time.perf_counter() - begun, _seconds_of_work() - worked

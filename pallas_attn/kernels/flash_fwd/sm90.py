@@ -100,20 +100,60 @@ class Config:
 
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
-        """What serves a problem that nobody tuned."""
-        dim = max(problem.head_dim, problem.v_head_dim)
+        """What was fastest on an H200, of what fits in registers and shared memory."""
         if problem.dtype == "float32":
             return _float32(problem)
-        plain = not problem.arrays and problem.softcap is None  # and so few registers
-        if dim <= 64 and plain and not problem.mask.is_full and _fits(problem, 4):
-            return cls(warpgroups=4, block_kv=64, stages=6)
+        mask, dim = problem.mask, max(problem.head_dim, problem.v_head_dim)
+        section = _section(problem, dim)
+        early = 4 if mask.is_causal and not mask.bounds_left and problem.q_len >= 4096 else 0
+        if dim <= 64 and _fits(problem, 4) and not _takes_wide_tiles(problem):
+            return cls(4, block_kv=64, stages=6, section=section, exp_before_wait=early)
         if dim <= 64:
-            return cls(warpgroups=3, block_kv=128, stages=4, q_slots=2 if plain else 1)
-        if dim <= 128 and plain and _fits(problem, 3):
-            return cls(warpgroups=3, block_kv=64, stages=3)
-        if dim <= 128:
-            return cls(warpgroups=2, block_kv=128, stages=2)
-        return cls(warpgroups=2, block_kv=64, stages=2)
+            return cls(3, block_kv=128, stages=4, section=section)
+        segments = "q_segment_ids" in problem.arrays
+        bias = problem.bias_shape is not None and problem.bias_shape[:2] != (1, 1)
+        if dim <= 128 and not (segments or bias) and _fits(problem, 3):
+            stages, early = (4, 0) if dim <= 96 else (3, early)
+            return cls(3, block_kv=64, stages=stages, section=section, exp_before_wait=early)
+        narrow = problem.head_dim <= 192 and problem.v_head_dim <= 128 and not segments
+        if dim <= 128 or narrow:
+            return cls(2, block_kv=128, stages=2, section=section)
+        config = cls(2, block_kv=64, stages=2, section=section)
+        fits = smem_bytes(problem, config) <= SMEM_LIMIT
+        return config if fits else dataclasses.replace(config, q_slots=1)
+
+
+def _takes_wide_tiles(problem: AttentionProblem) -> bool:
+    """Whether tiles of 128 keys are faster than more warpgroups, up to head dim 64: where every
+    tile is whole and there is little else to do, or where rows past `q_lengths` end in whole tiles.
+    """
+    arrays = set(problem.arrays)
+    if problem.softcap is not None or arrays - {"q_lengths", "kv_lengths"}:
+        return False
+    return "q_lengths" in arrays or (problem.mask.is_full and not arrays)
+
+
+# Heads of a section, by mask and widest head dim, from a query length on; 0: see Plan.section.
+_SECTIONS = {
+    ("causal", 64): ((0, 32), (1024, 16), (4096, 8)),
+    ("causal", 80): ((0, 16),),
+    ("causal", 128): ((0, 16), (1536, 32), (3584, 8), (6144, 0)),
+    ("causal", 256): ((0, 8), (4096, 0)),
+    ("window", 64): ((0, 64),),
+    ("full", 64): ((0, 48), (4096, 12)),
+    ("full", 128): ((0, 1), (4096, 0)),
+    ("full", 256): ((0, 4), (4096, 3)),
+}
+
+
+def _section(problem: AttentionProblem, dim: int) -> int:
+    mask, widths = problem.mask, (64, 80, 96, 128, 256)
+    kind = "full" if mask.is_full else "window" if mask.bounds_left else "causal"
+    dim = next((width for width in widths if dim <= width), 0)
+    found = _SECTIONS.get((kind, dim), ((0, 0),))
+    section = next(heads for start, heads in reversed(found) if problem.q_len >= start)
+    group = problem.q_heads // problem.kv_heads  # whole ones: their heads share K and V
+    return max(section // group, 1) * group if section else 0
 
 
 def _fits(problem: AttentionProblem, warpgroups: int) -> bool:
