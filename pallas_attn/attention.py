@@ -191,8 +191,8 @@ def _padded(
         return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, dim - x.shape[3])))
 
     q, k, v = wide(inputs.q, head_dim), wide(inputs.k, head_dim), wide(inputs.v, v_head_dim)
-    sizes = {"head_dim": head_dim, "v_head_dim": v_head_dim}
-    return dataclasses.replace(problem, **sizes), inputs._replace(q=q, k=k, v=v)
+    problem = dataclasses.replace(problem, head_dim=head_dim, v_head_dim=v_head_dim)
+    return problem, inputs._replace(q=q, k=k, v=v)
 
 
 def _nothing_seen(problem: AttentionProblem, q: Array) -> tuple[Array, Array]:
