@@ -370,6 +370,12 @@ def sink_logits(value: Any, q: jax.Array) -> jax.Array | None:
     return x.astype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
 
 
+def widened(x: jax.Array, dim: int) -> jax.Array:
+    """[B, rows, heads, H] with columns of zeros up to `dim`."""
+    lacking = dim - x.shape[3]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, lacking))) if lacking else x
+
+
 def layer(value: Any, layers: int | None) -> int | jax.Array | None:
     """The layer as an int or an int32 scalar; None where the cache has no layer axis."""
     static = static_int(value)

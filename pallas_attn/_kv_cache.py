@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import _checks, _sharding
+from pallas_attn import _checks, _device, _sharding
 from pallas_attn._problem import QUANTIZED
 
 Array = jax.Array
@@ -26,6 +26,7 @@ class KVCache:
     k_scale: Any  # float32, as k without its last axis: a row is its numbers times its scale;
     v_scale: Any  # None where numbers are stored as they come (and v_scale where v is)
     v_columns: int | None
+    dims: tuple[int, int] | None  # head dims of K and V where the buffers are wider, else None
     lengths: Array  # int32[M]: the rows taken in each sequence now, written or not
     new_lengths: Array  # int32[M]: the rows that the latest extend took, which write_kv fills
     page_table: Any  # int32[M, W] of a PagedCache; None in the others
@@ -85,13 +86,21 @@ class KVCache:
 
     @property
     def head_dim(self) -> int:
-        return self._k_arrays[0].shape[-1]
+        return self.stored_dims[0] if self.dims is None else self.dims[0]
 
     @property
     def v_head_dim(self) -> int:
+        return self.stored_dims[1] if self.dims is None else self.dims[1]
+
+    @property
+    def stored_dims(self) -> tuple[int, int]:
+        """Columns of the buffers of K and V: `create` may make more than head_dim and v_head_dim,
+        which then hold zeros.
+        """
+        k_dim = self._k_arrays[0].shape[-1]
         if self.v_columns is not None:
-            return self.v_columns
-        return (self.v[0] if isinstance(self.v, tuple) else self.v).shape[-1]
+            return k_dim, self.v_columns
+        return k_dim, (self.v[0] if isinstance(self.v, tuple) else self.v).shape[-1]
 
     @property
     def shared_kv(self) -> bool:
@@ -232,20 +241,45 @@ class Rows:
         return jnp.dtype(self.dtype).name in QUANTIZED if self.scales is None else self.scales
 
     @property
-    def v_columns(self) -> int | None:
-        return (self.v_head_dim or self.head_dim) if self.shared_kv else None
+    def static(self) -> dict[str, Any]:
+        """The fields v_columns and dims."""
+        dims = self.head_dim, self.v_head_dim or self.head_dim
+        return {
+            "v_columns": dims[1] if self.shared_kv else None,
+            "dims": None if dims == self._stored else dims,
+        }
+
+    @property
+    def _stored(self) -> tuple[int, int]:
+        """Columns of K and of V, and as the kernels that read them on a GPU want them."""
+        dims = self.head_dim, self.v_head_dim or self.head_dim
+        if self.shared_kv or _device.gpu_generation() is None:
+            return dims
+        k_unit, v_unit = (64, 16) if self.quantized else (8, 8)
+        return _round_up(dims[0], k_unit), _round_up(dims[1], v_unit)
+
+    def rows(self, wanted: int) -> int:
+        """Rows that lie together: what one sequence or one page holds, if so many are wanted."""
+        if _device.gpu_generation() is None:
+            return wanted
+        return _round_up(wanted, 8 if self.shared_kv else 4 if self.quantized else 1)
 
     def arrays(self, *shape: int) -> dict[str, Array]:
         """Zeros for the fields k, v, k_scale and v_scale, or those of them that the cache has, of
         arrays `shape` but for layers and head dim.
         """
         shape = shape if self.layers is None else (self.layers, *shape)
-        made = {"k": jnp.zeros((*shape, self.head_dim), self.dtype)}
+        k_dim, v_dim = self._stored
+        made = {"k": jnp.zeros((*shape, k_dim), self.dtype)}
         if not self.shared_kv:
-            made["v"] = jnp.zeros((*shape, self.v_head_dim or self.head_dim), self.dtype)
+            made["v"] = jnp.zeros((*shape, v_dim), self.dtype)
         if self.quantized:
             made |= {f"{side}_scale": jnp.zeros(shape, jnp.float32) for side in tuple(made)}
         return made
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 def _is_real(dtype: Any) -> bool:

@@ -234,10 +234,13 @@ def _rows(cache: KVCache, k: Array, v: Array | None) -> tuple[Array, Array | Non
             else "v: expected rows of V: leave v out only where the cache keeps V within K "
             "(create(shared_kv=True))"
         )
-    k_rows = _new_rows("k", k, cache.num_sequences, _sample(cache.k), cache.quantized)
+    dims, stored, given = (cache.head_dim, cache.v_head_dim), cache.stored_dims, cache.quantized
+    k_rows = _new_rows("k", k, cache.num_sequences, _sample(cache.k), given, dims[0])
+    k_rows = _checks.widened(k_rows, stored[0])
     if v is None:
         return k_rows, None
-    v_rows = _new_rows("v", v, cache.num_sequences, _sample(cache.v), cache.quantized)
+    v_rows = _new_rows("v", v, cache.num_sequences, _sample(cache.v), given, dims[1])
+    v_rows = _checks.widened(v_rows, stored[1])
     if v_rows.shape[1] != k_rows.shape[1]:
         raise ValueError(
             f"v: expected {k_rows.shape[1]} rows a sequence as in k, got {v_rows.shape[1]}"
@@ -246,12 +249,19 @@ def _rows(cache: KVCache, k: Array, v: Array | None) -> tuple[Array, Array | Non
 
 
 def _new_rows(
-    name: str, new: Array, sequences: int, cache: Array, quantized: bool = False
+    name: str,
+    new: Array,
+    sequences: int,
+    cache: Array,
+    quantized: bool = False,
+    dim: int | None = None,
 ) -> Array:
-    """[M, t, K, H] from rows with or without t, checked against the cache they go to."""
+    """[M, t, K, H] from rows with or without t, checked against the cache they go to; `dim`: H,
+    where the cache is wider.
+    """
     rows = _checks.array(name, new)
     rows = rows[:, None] if rows.ndim == 3 else rows
-    wanted = (sequences, cache.shape[-3], cache.shape[-1])
+    wanted = (sequences, cache.shape[-3], cache.shape[-1] if dim is None else dim)
     if rows.ndim != 4 or (rows.shape[0], *rows.shape[2:]) != wanted:
         raise ValueError(
             f"{name}: expected [M, t, K, H] = [{wanted[0]}, t, {wanted[1]}, {wanted[2]}] (or "

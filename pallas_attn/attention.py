@@ -186,13 +186,10 @@ def _padded(
     problem: AttentionProblem, inputs: AttentionInputs, head_dim: int, v_head_dim: int
 ) -> tuple[AttentionProblem, AttentionInputs]:
     """Zeros in columns that kernels want and nobody gave; the scale stays that of the true dim."""
-
-    def wide(x: Array, dim: int) -> Array:
-        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, dim - x.shape[3])))
-
-    q, k, v = wide(inputs.q, head_dim), wide(inputs.k, head_dim), wide(inputs.v, v_head_dim)
-    problem = dataclasses.replace(problem, head_dim=head_dim, v_head_dim=v_head_dim)
-    return problem, inputs._replace(q=q, k=k, v=v)
+    q, k = (_checks.widened(x, head_dim) for x in (inputs.q, inputs.k))
+    v = _checks.widened(inputs.v, v_head_dim)
+    padded = dataclasses.replace(problem, head_dim=head_dim, v_head_dim=v_head_dim)
+    return padded, inputs._replace(q=q, k=k, v=v)
 
 
 def _nothing_seen(problem: AttentionProblem, q: Array) -> tuple[Array, Array]:

@@ -18,6 +18,11 @@ Each step takes rows once and fills them once a layer:
 capacity is dropped: nothing else is touched, the length still counts it, `cache.overflowed` says
 so, and decoding that sequence gives NaN.
 
+On a GPU `create` makes buffers that the kernels can read: head dims are padded to a multiple of 8
+(of a quantised cache, K to 64 and V to 16) with columns of zeros, which nobody sees: `head_dim` and
+`v_head_dim` are those that were asked for. Capacities and page sizes of a quantised cache are
+rounded up to a multiple of 4, those of one with V within K to 8.
+
 Two options of every `create`:
 
 - `dtype=jnp.float8_e4m3fn` (or float8_e5m2, int8) makes a quantised cache, half of bfloat16's
@@ -65,6 +70,7 @@ class PerSequenceCache(KVCache):
     k_scale: tuple[Array, ...] | None = None  # [K, capacity_i] each
     v_scale: tuple[Array, ...] | None = None
     v_columns: int | None = dataclasses.field(default=None, metadata={"static": True})
+    dims: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def create(  # noqa: PLR0913
@@ -100,11 +106,11 @@ class PerSequenceCache(KVCache):
             positive(capacities=capacity)
         positive(kv_heads=kv_heads)
         rows = Rows(head_dim, v_head_dim, layers, dtype, scales, shared_kv)
-        each = [rows.arrays(kv_heads, capacity) for capacity in capacities]
+        each = [rows.arrays(kv_heads, rows.rows(capacity)) for capacity in capacities]
         fields: dict[str, Any] = {name: tuple(one[name] for one in each) for name in each[0]}
         return cls(
             **{"v": None} | fields | no_rows(len(capacities)),
-            v_columns=rows.v_columns,
+            **rows.static,
         )
 
     @property
@@ -128,6 +134,7 @@ class StackedCache(KVCache):
     k_scale: Array | None = None  # [M, K, capacity]
     v_scale: Array | None = None
     v_columns: int | None = dataclasses.field(default=None, metadata={"static": True})
+    dims: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def create(  # noqa: PLR0913
@@ -148,8 +155,8 @@ class StackedCache(KVCache):
         """
         positive(num_sequences=num_sequences, capacity=capacity, kv_heads=kv_heads)
         rows = Rows(head_dim, v_head_dim, layers, dtype, scales, shared_kv)
-        fields: dict[str, Any] = rows.arrays(num_sequences, kv_heads, capacity)
-        return cls(**{"v": None} | fields | no_rows(num_sequences), v_columns=rows.v_columns)
+        fields: dict[str, Any] = rows.arrays(num_sequences, kv_heads, rows.rows(capacity))
+        return cls(**{"v": None} | fields | no_rows(num_sequences), **rows.static)
 
     @property
     def capacities(self) -> tuple[int, ...]:
@@ -181,6 +188,7 @@ class PagedCache(KVCache):
     k_scale: Array | None = None  # [pages, K, page_size]
     v_scale: Array | None = None
     v_columns: int | None = dataclasses.field(default=None, metadata={"static": True})
+    dims: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def create(  # noqa: PLR0913
@@ -205,11 +213,12 @@ class PagedCache(KVCache):
         positive(num_sequences=num_sequences, pages=pages, page_size=page_size, kv_heads=kv_heads)
         positive(capacity=capacity)
         rows = Rows(head_dim, v_head_dim, layers, dtype, scales, shared_kv)
+        page_size = rows.rows(page_size)
         fields: dict[str, Any] = rows.arrays(pages, kv_heads, page_size)
         width = pages if capacity is None else -(-capacity // page_size)
         return cls(
             **{"v": None} | fields | no_rows(num_sequences),
-            v_columns=rows.v_columns,
+            **rows.static,
             page_table=jnp.full((num_sequences, width), NO_PAGE, jnp.int32),
             free_list=jnp.arange(pages - 1, -1, -1, dtype=jnp.int32),
             num_free=jnp.asarray(pages, jnp.int32),

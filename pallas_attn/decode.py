@@ -93,8 +93,9 @@ def decode_attention_with_lse(  # noqa: PLR0913
     rows = rows[:, None] if one_token else rows
     _checks.kv_cache(cache)
     _checks.decode_query(rows, cache)
+    k_dim, v_dim = cache.stored_dims
     inputs = DecodeInputs(
-        rows,
+        _checks.widened(rows, k_dim),
         cache.k,
         cache.v,
         cache.lengths,
@@ -113,8 +114,8 @@ def decode_attention_with_lse(  # noqa: PLR0913
         q_len=rows.shape[1],
         q_heads=rows.shape[2],
         kv_heads=cache.kv_heads,
-        head_dim=cache.head_dim,
-        v_head_dim=cache.v_head_dim,
+        head_dim=k_dim,
+        v_head_dim=v_dim,
         capacities=cache.capacities,
         mask=_checks.mask(mask),
         scale=_checks.scale(scale, cache.head_dim),
@@ -129,6 +130,8 @@ def decode_attention_with_lse(  # noqa: PLR0913
         shared_kv=cache.shared_kv,
     )
     out, lse = _decode(problem, inputs, implementation)
+    if v_dim != cache.v_head_dim:
+        out = out[..., : cache.v_head_dim]
     return (out[:, 0], lse[..., 0]) if one_token else (out, lse)
 
 

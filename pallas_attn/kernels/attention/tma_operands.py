@@ -13,6 +13,9 @@ from pallas_attn._problem import AttentionInputs
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.mma.wgmma import Kind, split
 
+# Attention pads what it is given; what still comes with such dims are buffers of a cache.
+HOW_TO_PAD = "make the cache by create() where a GPU is the default device: it pads its buffers"
+
 
 def round_up(n: int, to: int) -> int:
     return -(-n // to) * to
@@ -25,15 +28,9 @@ def dims_limit(problem: Any) -> Limit | None:
         reason = f"{name} is {size}; it takes multiples of 8 up to 256"
         if size > 256:
             return Limit(reason, 'say implementation="reference"')
-        if size % 8 and name == "head_dim":
-            return Limit(reason, how_to_pad(size))
         if size % 8:
-            return Limit(reason, "pad v with zeros, and cut as many columns off out")
+            return Limit(reason, HOW_TO_PAD)
     return None
-
-
-def how_to_pad(dim: int) -> str:
-    return f"pad q and k with zeros, and say scale={dim}**-0.5 where that was the default"
 
 
 def rows_in_tma(rows: int) -> int:

@@ -76,7 +76,7 @@ def narrow_limit(problem: DecodeProblem) -> Limit | None:
     if problem.head_dim % 64 or problem.v_head_dim % 8:
         return Limit(
             f"a quantised cache of head dim {problem.head_dim}; it takes multiples of 64",
-            tma_operands.how_to_pad(problem.head_dim),
+            tma_operands.HOW_TO_PAD,
         )
     sizes = problem.capacities if problem.page_size is None else (problem.page_size,)
     if any(size % 4 for size in sizes) or problem.v_head_dim % 16:
