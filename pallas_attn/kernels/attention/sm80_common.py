@@ -1,10 +1,10 @@
-"""What the kernels for every GPU from Ampere on share: shared memory and what of it there is, the
-widths of rows in it, and copies that all threads of a block ask for.
+"""What the kernels for every GPU from Ampere on share: the widths of rows in shared memory, and
+copies into it, which all threads of a block issue.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -23,52 +23,52 @@ class Widths:
     config: Any
 
     @property
-    def parts_of_numbers(self) -> int:
-        """In how many 16-bit parts a number is multiplied."""
+    def terms(self) -> int:
+        """How many 16-bit terms of a number are multiplied."""
         if self.problem.dtype != "float32":
             return 1
         return 3 if self.problem.precision == "highest" else 2
 
     @property
-    def unit_of_width(self) -> int:
+    def width_unit(self) -> int:
         return self.config.columns or 16
 
     @property
     def k_width(self) -> int:
-        return tma_operands.round_up(self.problem.head_dim, self.unit_of_width)
+        return tma_operands.round_up(self.problem.head_dim, self.width_unit)
 
     @property
     def v_width(self) -> int:
-        return tma_operands.round_up(self.problem.v_head_dim, self.unit_of_width)
+        return tma_operands.round_up(self.problem.v_head_dim, self.width_unit)
 
     @property
-    def k_parts(self) -> int:
-        """Parts in which the columns of q and k come: see `streams`."""
+    def k_chunks(self) -> int:
+        """Of columns of q and k: see sm80_column_stream.py."""
         return self.k_width // (self.config.columns or self.k_width)
 
     @property
-    def v_parts(self) -> int:
+    def v_chunks(self) -> int:
         return self.v_width // (self.config.columns or self.v_width)
 
     @property
     def operand_dtype(self) -> Any:
         """Of what tensor cores multiply."""
-        return jnp.dtype("bfloat16" if self.parts_of_numbers > 1 else self.problem.dtype)
+        return jnp.dtype("bfloat16" if self.terms > 1 else self.problem.dtype)
 
     def operand(self, x: Any) -> Any:
         """q, k, v or dO as the kernel reads it: float32 in terms of whole widths; where columns
-        come in parts, [B, rows, heads * parts, columns of all terms].
+        come in chunks, [B, rows, heads * chunks, columns of all terms].
         """
         columns = self.config.columns
-        if self.parts_of_numbers == 1 and not columns:
+        if self.terms == 1 and not columns:
             return x
         x = tma_operands.padded(x, {3: tma_operands.round_up(x.shape[3], columns or 16)})
         if columns:
             x = x.reshape(*x.shape[:2], -1, columns)
-        return x if self.parts_of_numbers == 1 else mma_sync.split(x, self.parts_of_numbers)
+        return x if self.terms == 1 else mma_sync.split(x, self.terms)
 
-    def joined(self, x: Any, dim: int) -> Any:
-        """[B, rows, heads * parts, columns] -> [B, rows, heads, dim]."""
+    def whole_rows(self, x: Any, dim: int) -> Any:
+        """[B, rows, heads * chunks, columns] -> [B, rows, heads, dim]."""
         columns = self.config.columns
         if not columns:
             return x
@@ -94,36 +94,45 @@ class WholePlan(Widths, attention_plan.Plan):
         return self.tile_rows // self.groups
 
 
-# ---- shared memory ------------------------------------------------------------------------------
-
-
 def fits(problem: Any, need: Callable[..., int], config: Any) -> bool:
+    """Whether the GPU has the shared memory that `need(problem, config)` says."""
     return need(problem, config) <= _gpus.shared_memory(problem.gpu)
 
 
 # ---- copies -------------------------------------------------------------------------------------
 
 
-def _load(thread: threads.Thread, refs: Any, at: Any, *, when: Any, shapes: Any) -> None:
-    wait, meet, groups = when
-    if wait is not None:
-        thread.wait_copies(wait)
-    if wait is not None or meet:
+class Copy(NamedTuple):
+    """A copy of rows from global to shared memory by cp.async; see `mma_sync.fetch`."""
+
+    refs: Any  # (to, from)
+    at: Any  # (batch, head, first row, rows that exist, row of shared memory), traced
+    shape: Any  # (rows, shape of what is copied from, columns, whether the last of `at` is fixed)
+
+
+def copy_async(*copies: Copy, pending: int | None, sync: bool = False, groups: int = 1) -> None:
+    """Issues copies, all of one call as one group.
+
+    `pending`: first waits until at most so many of the groups before it are under way, and for all
+    threads of the block's `groups` warpgroups; None: does not wait. `sync`: waits for all threads
+    in any case.
+    """
+    refs, at, shapes = zip(*copies, strict=True) if copies else ((), (), ())
+    issue = functools.partial(_issue, when=(pending, sync, groups), shapes=shapes)
+    threads.each_thread(issue, refs, at)
+
+
+def _issue(thread: threads.Thread, refs: Any, at: Any, *, when: Any, shapes: Any) -> None:
+    pending, sync, groups = when
+    if pending is not None:
+        thread.wait_copies(pending)
+    if pending is not None or sync:
         thread.meet(groups)
     for ref, where, (rows, *like) in zip(refs, at, shapes, strict=True):
         mma_sync.fetch(thread, ref, where, rows, tuple(like))
     thread.commit_copies()
 
 
-def turn(*copies: Any, wait: int | None, meet: bool = False, groups: int = 1) -> None:
-    """Asks for copies when all but the last `wait` turns' are there; `meet`: when all threads of
-    the block's warpgroups are here. A copy is (refs, at, (rows, *like)) of `mma_sync.fetch`.
-    """
-    refs, at, shapes = zip(*copies, strict=True) if copies else ((), (), ())
-    load = functools.partial(_load, when=(wait, meet, groups), shapes=shapes)
-    threads.each_thread(load, refs, at)
-
-
-def warpgroups_of(groups: int) -> dict[str, Any]:
-    """What a kernel with more than one warpgroup says."""
+def warpgroup_arguments(groups: int) -> dict[str, Any]:
+    """The arguments of `plgpu.kernel` for a block of several warpgroups."""
     return {"num_threads": groups, "thread_name": "wg"} if groups > 1 else {}

@@ -41,7 +41,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention import score_mod, sm80_column_stream, tma_operands
 from pallas_attn.kernels.attention.sm80_column_stream import Product, Rows, Stream
-from pallas_attn.kernels.attention.sm80_common import Widths, fits, turn, warpgroups_of
+from pallas_attn.kernels.attention.sm80_common import Widths, copy_async, fits, warpgroup_arguments
 from pallas_attn.kernels.flash_bwd import plan as shared
 from pallas_attn.kernels.flash_bwd import sm80_dq
 from pallas_attn.kernels.flash_bwd.plan import Item, Refs, across
@@ -153,7 +153,7 @@ class KeyPlan(Widths, shared.Plan):
     def apart(self) -> bool:
         """Whether one warpgroup makes P and the other dS."""
         alike = self.k_width == self.v_width and self.problem.softcap is None
-        return self.config.apart and alike and self.parts_of_numbers == 1 and self.fused
+        return self.config.apart and alike and self.terms == 1 and self.fused
 
     @property
     def late(self) -> bool:
@@ -178,7 +178,7 @@ class KeyPlan(Widths, shared.Plan):
         return min(self.config.ctas, work) if self.chained else work
 
     @property
-    def unit_of_width(self) -> int:
+    def width_unit(self) -> int:
         return self.config.columns or 16 * self.config.warpgroups
 
     @property
@@ -225,7 +225,7 @@ def scratch(plan: KeyPlan, which: str) -> Smem | sm80_column_stream.Smem:
     """Shared memory of the launch for `which`: "k", "v" or "kv", what it makes gradients of."""
     if plan.config.columns:
         return sm80_column_stream.scratch(plan, plan.config.block_q)
-    parts, block, shared = plan.parts_of_numbers, plan.config.block_q, plan.stand.shares > 1
+    parts, block, shared = plan.terms, plan.config.block_q, plan.stand.shares > 1
 
     def buffer(rows, width):
         return plgpu.SMEM((rows, mma_sync.pitch(parts * width)), plan.operand_dtype)
@@ -323,7 +323,7 @@ class Copies(NamedTuple):
         begin = self.group * rows
         at = (batch, head, row + begin, live - begin, to + begin)
         ref = getattr(self.refs, which)
-        width *= self.plan.parts_of_numbers
+        width *= self.plan.terms
         # Whatever is said of addresses: with few registers to spare, constants from one are faster
         # (head dims 128, causal, and 256); at 64 they are slower.
         fixed = self.plan.stand.shares == 1
@@ -343,8 +343,8 @@ class Block(NamedTuple):
     which: str  # gradients that it makes
     stand: Stand
 
-    def turn(self, *copies: Any) -> None:
-        turn(*copies, wait=None, meet=True, groups=self.stand.groups)
+    def copy_async(self, *copies: Any) -> None:
+        copy_async(*copies, pending=None, sync=True, groups=self.stand.groups)
 
 
 def _attend(block: Block, chain: Any = None) -> tuple[Any, ...]:
@@ -367,7 +367,7 @@ def _attend(block: Block, chain: Any = None) -> tuple[Any, ...]:
             soon.append(coming.queries("do", following, 1 - slot))
         else:
             later.append(coming.queries("do", following, jnp.int32(0)))
-        turn(*soon, wait=0, groups=block.stand.groups)
+        copy_async(*soon, pending=0, groups=block.stand.groups)
         first_do = (slot if plan.config.do_stages == 2 else jnp.int32(0)) * plan.config.block_q
         rows = (slot * plan.config.block_q, first_do)
         if plan.apart:
@@ -375,7 +375,7 @@ def _attend(block: Block, chain: Any = None) -> tuple[Any, ...]:
         return _step(block, step, rows, grads, later)
 
     if after is None:
-        turn(*copies.keys_of(which), *copies.first_queries(), wait=None)
+        copy_async(*copies.keys_of(which), *copies.first_queries(), pending=None)
     nothing = tuple(_nothing(block, name) for name in which)
     grads = lax.fori_loop(0, steps, one, nothing)
     if plan.late:
@@ -395,7 +395,7 @@ def _step(block: Block, step: Step, rows: Any, grads: dict, later: list) -> tupl
     this dO's place.
     """
     plan, smem, which, stand = block.plan, block.smem, block.which, block.stand
-    parts = plan.parts_of_numbers
+    parts = plan.terms
     shape = (plan.keys, plan.config.block_q, parts)
     q, do = (smem.q, rows[0], plan.k_width), (smem.do, rows[1], plan.v_width)
     before = grads if parts == 3 else {}  # tensor cores, which round towards 0, add up one tile
@@ -412,10 +412,10 @@ def _step(block: Block, step: Step, rows: Any, grads: dict, later: list) -> tupl
     if smem.ds is not None:
         mma_2x2.put(ds, smem.ds, stand)
     if smem.p is not None:
-        block.turn()
+        block.copy_async()
         grads["v"] = mma_2x2.weigh_shared(grads["v"], smem.p, do, shape, stand)
     if later or (smem.p is None and smem.ds is not None):
-        block.turn(*later)
+        block.copy_async(*later)
     if "k" in which and stand.shares > 1:
         grads["k"] = mma_2x2.weigh_shared(grads["k"], smem.ds, q, shape, stand)
     elif "k" in which:
@@ -463,7 +463,7 @@ def _apart(block: Block, i: Any, first: Any, grads: dict, later: list) -> tuple[
         mma_2x2.put((low,), rest, whole)
 
     last_dq(jnp.logical_not(second))
-    block.turn()
+    block.copy_async()
 
     @pl.when(second)
     def _():
@@ -473,7 +473,7 @@ def _apart(block: Block, i: Any, first: Any, grads: dict, later: list) -> tuple[
 
     sizes = (*shape, 1)
     grads["v"] = mma_2x2.weigh_shared(grads["v"], smem.p, do, sizes, stand)
-    block.turn(*later)
+    block.copy_async(*later)
     grads["k"] = mma_2x2.weigh_shared(grads["k"], smem.ds, q, sizes, stand)
     if not plan.late:
         _add_dq(block, step)
@@ -487,7 +487,7 @@ def _add_dq(block: Block, step: Step) -> None:
     each = plan.dq_parts // stand.groups
     for n in range(each):
         part = stand._replace(groups=plan.dq_parts, group=stand.group * each + n)
-        dq = mma_2x2.transposed_product(smem.ds, smem.k, sizes, plan.parts_of_numbers, part)
+        dq = mma_2x2.transposed_product(smem.ds, smem.k, sizes, plan.terms, part)
         index = (of_head + step.t) * plan.dq_parts + part.group
         global_accumulate.add(dq, block.refs.dq, index, plan.vectors)
 
@@ -503,7 +503,7 @@ def _scores(block: Block, step: Step, first: Any) -> tuple[Any, Any]:
         return mosaic.load(ref.at[block.item.batch, step.head, rows], layout.reduce(0))
 
     lse = of_rows(refs.lse)
-    how = (plan.parts_of_numbers, stand.down)
+    how = (plan.terms, stand.down)
     s = mma_2x2.product((smem.k, none), (smem.q, first[0] + begin), (*shape, plan.k_width), *how)
     place = shared.place_of(block.item, step.head, step.t, block.item.key, size, layout)
     place = place._replace(query=place.query + begin)
@@ -542,12 +542,12 @@ def _chain(block_of: Any, count: Any, outs: Any) -> None:
         return Copies(block.plan, block.refs, block.smem, block.item, block.stand.group)
 
     first = copies_of(block_of(0))
-    turn(*first.keys_of(block_of(0).which), *first.first_queries(), wait=None)
+    copy_async(*first.keys_of(block_of(0).which), *first.first_queries(), pending=None)
 
     def one(n, base):
         block, after = block_of(n), block_of(n + 1)
         grads = _attend(block, (base, after.item))
-        block.turn(*copies_of(after).keys_of(block.which))
+        block.copy_async(*copies_of(after).keys_of(block.which))
         _finish(block, outs, grads)
         return base + block.plan.problem.group * block.item.steps
 
@@ -572,7 +572,7 @@ def _finish(block: Block, outs: Any, grads: tuple[Any, ...]) -> None:
 
 def _column_stream(plan: KeyPlan, refs: Refs, smem: Any, item: Item, which: str) -> Stream:
     length: Any = plan.problem.q_len if item.q_len is None else item.q_len
-    block, (k_parts, v_parts) = plan.config.block_q, (plan.k_parts, plan.v_parts)
+    block, (k_chunks, v_chunks) = plan.config.block_q, (plan.k_chunks, plan.v_chunks)
 
     def rows_of(name, step):
         if name in ("k", "v"):
@@ -581,11 +581,11 @@ def _column_stream(plan: KeyPlan, refs: Refs, smem: Any, item: Item, which: str)
         live = jnp.where(step.there, length - step.t * block, 0)
         return Rows(item.batch, step.head, step.t * block, live)
 
-    products = [Product("k", "q", k_parts)]
+    products = [Product("k", "q", k_chunks)]
     if "v" in which:
-        products.append(Product(None, "do", v_parts))
+        products.append(Product(None, "do", v_chunks))
     if "k" in which:
-        products += [Product("v", "do", v_parts), Product(None, "q", k_parts)]
+        products += [Product("v", "do", v_chunks), Product(None, "q", k_chunks)]
     return Stream(plan, smem, refs, products, rows_of)
 
 
@@ -593,7 +593,7 @@ def _column_kernel(refs: Refs, *rest: Any, plan: KeyPlan, which: str) -> None:
     *outs, smem = rest
     item = shared.item_of(plan, refs, refs.dealt[lax.axis_index("cta"), 1])
     stream = _column_stream(plan, refs, smem, item, which)
-    shape, parts = (ROWS, plan.config.block_q), plan.parts_of_numbers
+    shape, parts = (ROWS, plan.config.block_q), plan.terms
     steps = plan.problem.group * item.steps
     stream.begin(step_of(plan, item, jnp.int32(0)))
 
@@ -618,8 +618,8 @@ def _column_kernel(refs: Refs, *rest: Any, plan: KeyPlan, which: str) -> None:
             grads["k"] = walk.weigh(grads["k"], of_ds)
         return tuple(grads[name] for name in which)
 
-    counts = {"k": plan.k_parts, "v": plan.v_parts}
-    nothing = tuple(sm80_column_stream.nothing(plan, counts[name]) for name in which)
+    counts = {"k": plan.k_chunks, "v": plan.v_chunks}
+    nothing = tuple(sm80_column_stream.zeros(plan, counts[name]) for name in which)
     found = lax.fori_loop(0, steps, one, nothing)
     at = (item.batch, item.kv_head, item.key, plan.problem.kv_len - item.key)
     for name, grad, out in zip(which, found, outs, strict=True):
@@ -630,7 +630,7 @@ def _column_kernel(refs: Refs, *rest: Any, plan: KeyPlan, which: str) -> None:
 def _launch_by_columns(plan: KeyPlan, refs: Refs, which: str) -> dict[str, Any]:
     """dk, dv or both, by name."""
     problem = plan.problem
-    counts = {"k": plan.k_parts, "v": plan.v_parts}
+    counts = {"k": plan.k_chunks, "v": plan.v_chunks}
     dims = {"k": problem.head_dim, "v": problem.v_head_dim}
     shapes = {
         name: (problem.batch, problem.kv_len, problem.kv_heads * counts[name], plan.config.columns)
@@ -646,7 +646,7 @@ def _launch_by_columns(plan: KeyPlan, refs: Refs, which: str) -> dict[str, Any]:
         kernel_name=f"flash_bwd_{which}_streams_sm80",
     )
     found = zip(which, kernel(refs), strict=True)
-    return {name: plan.joined(x, dims[name]) for name, x in found}
+    return {name: plan.whole_rows(x, dims[name]) for name, x in found}
 
 
 # ---- the call -----------------------------------------------------------------------------------
@@ -694,7 +694,7 @@ def _launch(plan: KeyPlan, refs: Refs, which: str) -> dict[str, Any]:
         grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=f"flash_bwd_{which}_sm80",
-        **warpgroups_of(plan.config.warpgroups),
+        **warpgroup_arguments(plan.config.warpgroups),
     )
     return dict(zip(which, kernel(refs), strict=True))
 

@@ -23,7 +23,7 @@ from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention import score_mod, sm80_column_stream, tma_operands
 from pallas_attn.kernels.attention.score_mod import Place
-from pallas_attn.kernels.attention.sm80_common import WholePlan, fits, turn
+from pallas_attn.kernels.attention.sm80_common import WholePlan, copy_async, fits
 from pallas_attn.kernels.flash_bwd import dbias, sm90_dq
 from pallas_attn.kernels.flash_bwd.dbias import Step, Walk
 from pallas_attn.kernels.flash_bwd.plan import Refs
@@ -54,7 +54,7 @@ def plan_of(problem: AttentionProblem, config: Any) -> WholePlan:
 def scratch(plan: WholePlan) -> Smem | sm80_column_stream.Smem:
     if plan.config.columns:
         return sm80_column_stream.scratch(plan, plan.config.block_kv)
-    parts, keys = plan.parts_of_numbers, plan.config.stages * plan.config.block_kv
+    parts, keys = plan.terms, plan.config.stages * plan.config.block_kv
 
     def buffer(rows, width):
         return plgpu.SMEM((rows, mma_sync.pitch(parts * width)), plan.operand_dtype)
@@ -76,7 +76,7 @@ class Cell(NamedTuple):
 
 def _copies(plan: WholePlan, refs: Refs, smem: Smem, cell: Cell, key: Any, slot: Any) -> Any:
     """(of q and dO, of K and V from `key` on); `key` is at or past the last: zeros."""
-    parts, block = plan.parts_of_numbers, plan.config.block_kv
+    parts, block = plan.terms, plan.config.block_kv
     kv_head = lax.div(cell.head, jnp.int32(plan.problem.group))
     rows, keys = [], []
     for name, width in (("q", plan.k_width), ("do", plan.v_width)):
@@ -104,17 +104,17 @@ def _stream(
         return sm80_column_stream.Rows(cell.batch, kv_head, key, cell.kv_len - key)
 
     products = [
-        sm80_column_stream.Product("q", "k", plan.k_parts),
-        sm80_column_stream.Product("do", "v", plan.v_parts),
+        sm80_column_stream.Product("q", "k", plan.k_chunks),
+        sm80_column_stream.Product("do", "v", plan.v_chunks),
     ]
     if with_dq:
-        products.append(sm80_column_stream.Product(None, "k", plan.k_parts))
+        products.append(sm80_column_stream.Product(None, "k", plan.k_chunks))
     return sm80_column_stream.Stream(plan, smem, refs, products, rows_of)
 
 
 def _products(plan: WholePlan, smem: Smem, first: Any) -> Any:
     """S of a tile in shared memory, then dP; `first`: the row of shared memory of its first key."""
-    parts, shape = plan.parts_of_numbers, (plan.tile_rows, plan.config.block_kv)
+    parts, shape = plan.terms, (plan.tile_rows, plan.config.block_kv)
     none = jnp.int32(0)
     yield mma_sync.scores((smem.q, none), (smem.k, first), (*shape, plan.k_width), parts)
     yield mma_sync.scores((smem.do, none), (smem.v, first), (*shape, plan.v_width), parts)
@@ -150,7 +150,7 @@ def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
         at = (t * plan.config.block_kv, masked, *numbers)
         ds, slope = _ds(plan, refs, products, cell, at)
         ds = ds if slope is None else ds * slope
-        return mma_sync.parts_of(ds, plan.parts_of_numbers, plan.operand_dtype)
+        return mma_sync.parts_of(ds, plan.terms, plan.operand_dtype)
 
     walk = _walk_of_streams if plan.config.columns else _walk
     dq = walk(plan, refs, smem, (cell, span), ds_of)
@@ -167,16 +167,16 @@ def _walk(plan: WholePlan, refs: Refs, smem: Smem, where: Any, ds_of: Any) -> An
     copies = functools.partial(_copies, plan, refs, smem, cell)
     rows, keys = copies(span.lo * block, jnp.int32(0))
     ahead = plan.config.stages > 1
-    turn(*rows, *(keys if ahead else ()), wait=None)
+    copy_async(*rows, *(keys if ahead else ()), pending=None)
 
     def step(t, dq):
         slot = (t - span.lo) & 1 if ahead else jnp.int32(0)
         following = jnp.where(t + 1 < span.hi, (t + 1) * block, cell.kv_len)
         if ahead:
-            turn(*copies(following, 1 - slot)[1], wait=0)
+            copy_async(*copies(following, 1 - slot)[1], pending=0)
         else:
-            turn(*copies(t * block, slot)[1], wait=None, meet=True)
-            turn(wait=0)
+            copy_async(*copies(t * block, slot)[1], pending=None, sync=True)
+            copy_async(pending=0)
         ds = ds_of(t, _products(plan, smem, slot * block))
         return mma_sync.weigh(dq, ds, smem.k, slot * block, plan.k_width)
 
@@ -195,7 +195,7 @@ def _walk_of_streams(plan: WholePlan, refs: Refs, smem: Any, where: Any, ds_of: 
         ds = ds_of(t, (walk.scores() for _ in range(2)))
         return walk.weigh(dq, ds)
 
-    return lax.fori_loop(span.lo, span.hi, step, sm80_column_stream.nothing(plan, plan.k_parts))
+    return lax.fori_loop(span.lo, span.hi, step, sm80_column_stream.zeros(plan, plan.k_chunks))
 
 
 def dq_of(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Any:
@@ -203,7 +203,7 @@ def dq_of(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Any:
     problem = plan.problem
     sizes = (problem.batch, problem.q_len, problem.q_heads, problem.head_dim)
     if columns := plan.config.columns:
-        sizes = (*sizes[:2], problem.q_heads * plan.k_parts, columns)
+        sizes = (*sizes[:2], problem.q_heads * plan.k_chunks, columns)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct(sizes, problem.dtype),
@@ -213,7 +213,7 @@ def dq_of(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Any:
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_bwd_dq_sm80",
     )
-    return plan.joined(kernel(_by_rows(plan, inputs, refs)), problem.head_dim)
+    return plan.whole_rows(kernel(_by_rows(plan, inputs, refs)), problem.head_dim)
 
 
 def _by_rows(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Refs:
@@ -322,13 +322,13 @@ def _of_step(plan: WholePlan, refs: Refs, smem: Smem, step: Step) -> Any:
     cell = Cell(step.batch, step.head, step.row, step.q_offset, q_len, step.kv_len)
     if plan.config.columns:
         stream = _stream(plan, refs, smem, cell, False)
-        stream.begin(step.key, meet=True)
+        stream.begin(step.key, sync=True)
         walk = stream.step(jnp.int32(0), step.key, None)
         products: Any = (walk.scores() for _ in range(2))
     else:
         rows, keys = _copies(plan, refs, smem, cell, step.key, jnp.int32(0))
-        turn(*rows, *keys, wait=None, meet=True)
-        turn(wait=0)
+        copy_async(*rows, *keys, pending=None, sync=True)
+        copy_async(pending=0)
         products = _products(plan, smem, jnp.int32(0))
     at = (step.key, True, *_numbers(plan, refs, cell))
     return _ds(plan, refs, products, cell, at)[0]

@@ -28,7 +28,7 @@ tiles of K and V, which all threads of a block fill by cp.async:
 Rows past a length and columns past a head dim are zeros that cp.async puts there: nothing is padded
 beforehand, and V past a length is never read.
 
-float32 is multiplied in bfloat16 parts (mma/mma_sync.py): 3 products good to 2**-16 by default,
+float32 is multiplied in bfloat16 terms (mma/mma_sync.py): 3 products good to 2**-16 by default,
 better than TF32's 2**-10, and 6 for precision "highest". Where shared memory is too small for 64
 such rows of q and a tile of K and V, all three come by some columns at a time
 (attention/sm80_column_stream.py; `Config.columns`).
@@ -54,7 +54,13 @@ from pallas_attn.kernels.attention import (
 )
 from pallas_attn.kernels.attention.plan import Context, Span, segment_spans
 from pallas_attn.kernels.attention.score_mod import Refs, Rows, Tile
-from pallas_attn.kernels.attention.sm80_common import WholePlan, fits, turn, warpgroups_of
+from pallas_attn.kernels.attention.sm80_common import (
+    Copy,
+    WholePlan,
+    copy_async,
+    fits,
+    warpgroup_arguments,
+)
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang import mosaic, warp_vote
 from pallas_attn.kernels.lang.config import check
@@ -165,12 +171,12 @@ class Smem(NamedTuple):
 
 def scratch(plan: WholePlan) -> Smem | sm80_column_stream.Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
-    config, parts = plan.config, plan.parts_of_numbers
+    config, terms = plan.config, plan.terms
     if config.columns:
         return sm80_column_stream.scratch(plan, config.block_kv)
 
     def buffer(rows, width):
-        return plgpu.SMEM((rows, mma_sync.pitch(parts * width)), plan.operand_dtype)
+        return plgpu.SMEM((rows, mma_sync.pitch(terms * width)), plan.operand_dtype)
 
     keys = config.stages * config.block_kv
     return Smem(
@@ -192,19 +198,17 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 # ---- copies to shared memory, which all threads of a block issue --------------------------------
 
 
-def _q_copy(ctx: Context, rows: Rows) -> tuple[Any, ...]:
-    """The copy of a warpgroup's rows of Q, for `turn`."""
+def _q_copy(ctx: Context, rows: Rows) -> Copy:
+    """Of a warpgroup's rows of Q."""
     plan, refs, smem = ctx
     live = plan.problem.q_len - rows.row
     at = (rows.tile.batch, rows.tile.head, rows.row, live, rows.wg * plan.own_rows)
-    width = plan.parts_of_numbers * plan.k_width
-    return (smem.q, refs.q), at, (plan.own_rows, refs.q.shape, width, plan.groups == 1)
+    width = plan.terms * plan.k_width
+    return Copy((smem.q, refs.q), at, (plan.own_rows, refs.q.shape, width, plan.groups == 1))
 
 
-def _kv_copy(ctx: Context, rows: Rows, t: Any, which: str) -> tuple[Any, ...]:
-    """The copy of a warpgroup's part of kv tile t of "k" or "v"; of zeros where there is no such
-    tile.
-    """
+def _kv_copy(ctx: Context, rows: Rows, t: Any, which: str) -> Copy:
+    """Of a warpgroup's part of kv tile t of "k" or "v"; zeros where there is no such tile."""
     plan, refs, smem = ctx
     block = plan.config.block_kv
     part = block // plan.groups
@@ -215,10 +219,10 @@ def _kv_copy(ctx: Context, rows: Rows, t: Any, which: str) -> tuple[Any, ...]:
     slot = _smem_row(plan, rows, t)
     at = (tile.batch, head, t * block + begin, live - begin, slot + begin)
     width = plan.k_width if which == "k" else plan.v_width
-    width *= plan.parts_of_numbers
+    width *= plan.terms
     to = getattr(smem, which)
     fixed = plan.groups == plan.config.stages == 1
-    return (to, ref), at, (part, ref.shape, width, fixed)
+    return Copy((to, ref), at, (part, ref.shape, width, fixed))
 
 
 def _smem_row(plan: WholePlan, rows: Rows, t: Any) -> Any:
@@ -235,7 +239,7 @@ def _smem_row(plan: WholePlan, rows: Rows, t: Any) -> Any:
 class State(NamedTuple):
     """What is carried from kv tile to kv tile."""
 
-    acc: Any  # [rows, v_width]: the output before it is divided; or its parts by columns
+    acc: Any  # [rows, v_width]: the output before it is divided; or its chunks of columns
     row_sum: Any  # [rows, PARTIALS]
     row_max: Any  # [rows]
 
@@ -250,34 +254,34 @@ def _no_keys(plan: WholePlan) -> State:
         )
         row_max = jnp.full((rows,), -jnp.inf, jnp.float32)
         return State(acc, row_sum, plgpu.layout_cast(row_max, mma_2x2.row_layout(rows)))
-    parts: Any = sm80_column_stream.nothing(plan, plan.v_parts) if plan.config.columns else None
-    return State(
-        mosaic.filled((rows, plan.v_width), 0.0) if parts is None else parts,
-        mosaic.filled((rows, softmax.PARTIALS), 0.0),
-        mosaic.filled((rows,), -jnp.inf),
-    )
+    if plan.config.columns:
+        acc = sm80_column_stream.zeros(plan, plan.v_chunks)
+    else:
+        acc = mosaic.filled((rows, plan.v_width), 0.0)
+    row_sum = mosaic.filled((rows, softmax.PARTIALS), 0.0)
+    return State(acc, row_sum, mosaic.filled((rows,), -jnp.inf))
 
 
 def _mainloop(ctx: Context, rows: Rows) -> State:
     """All kv tiles of the block's rows, from the last to the first."""
     plan, _, smem = ctx
-    config, span, parts = plan.config, rows.span, plan.parts_of_numbers
+    config, span, terms = plan.config, rows.span, plan.terms
     copy = functools.partial(_kv_copy, ctx, rows)
     if config.columns:
         stream = _stream(ctx, rows)
         stream.begin(span.hi - 1)
     else:
-        turn(_q_copy(ctx, rows), copy(span.hi - 1, "k"), wait=None)
+        copy_async(_q_copy(ctx, rows), copy(span.hi - 1, "k"), pending=None)
     if config.stages > 1 and not config.columns:
-        turn(copy(span.hi - 1, "v"), wait=None)
+        copy_async(copy(span.hi - 1, "v"), pending=None)
         for e in range(1, config.stages - 1):
-            turn(*(copy(span.hi - 1 - e, name) for name in "kv"), wait=None)
+            copy_async(*(copy(span.hi - 1 - e, name) for name in "kv"), pending=None)
 
     first = rows.wg * plan.own_rows
     q: Any = None if config.columns else smem.q
     if config.q_in_registers:
-        turn(wait=config.stages - 1, groups=plan.groups)
-        q = mma_sync.held(smem.q, first, plan.own_rows, parts * plan.k_width)
+        copy_async(pending=config.stages - 1, groups=plan.groups)
+        q = mma_sync.held(smem.q, first, plan.own_rows, terms * plan.k_width)
 
     def step(masked, i, state):
         t = -1 - i  # loops count up
@@ -302,34 +306,34 @@ def _mainloop(ctx: Context, rows: Rows) -> State:
 def _step(ctx: Context, rows: Rows, q: Any, t: Any, masked: bool, state: State) -> State:
     """Kv tile t, where each row is one warp's. `q`: the left operand of `mma_sync.scores`."""
     plan, _, smem = ctx
-    config, parts = plan.config, plan.parts_of_numbers
+    config, terms = plan.config, plan.terms
     copy = functools.partial(_kv_copy, ctx, rows)
-    meet = functools.partial(turn, groups=plan.groups)
+    sync_and_copy = functools.partial(copy_async, groups=plan.groups)
     late = 0  # columns of the head dim that are multiplied before V is asked for
-    if config.stages == 1 and config.columns_before_v < plan.k_width and parts < 3:
+    if config.stages == 1 and config.columns_before_v < plan.k_width and terms < 3:
         late = config.columns_before_v
     if config.stages == 1:
-        meet(*(() if late else (copy(t, "v"),)), wait=0)
+        sync_and_copy(*(() if late else (copy(t, "v"),)), pending=0)
     else:
         coming = (copy(t - config.stages + 1, name) for name in "kv")
-        meet(*coming, wait=config.stages - 2)
+        sync_and_copy(*coming, pending=config.stages - 2)
     slot = _smem_row(plan, rows, t)
     sizes = (plan.own_rows, config.block_kv, plan.k_width)
-    matrix = q, (smem.k, slot), sizes, parts
+    matrix = q, (smem.k, slot), sizes, terms
     if late:
         s = mma_sync.scores(*matrix, (None, 0, late))
-        turn(copy(t, "v"), wait=None)
+        copy_async(copy(t, "v"), pending=None)
         s = mma_sync.scores(*matrix, (s, late, sizes[2]))
     else:
         s = mma_sync.scores(*matrix)
     if config.stages == 1:
-        meet(copy(t - 1, "k"), wait=0)
+        sync_and_copy(copy(t - 1, "k"), pending=0)
     given = score_mod.logits(ctx, rows, t, s, masked)
     guarded = masked or plan.has("bias")
     new, (acc, row_sum) = softmax.step_and_rescale(
         given, plan.unit, state.row_max, (state.acc, state.row_sum), guarded=guarded
     )
-    p = mma_sync.parts_of(new.p, parts, smem.v.dtype)
+    p = mma_sync.parts_of(new.p, terms, smem.v.dtype)
     acc = mma_sync.weigh(acc, p, smem.v, slot, plan.v_width)
     return State(acc, row_sum + new.row_sum, new.row_max)
 
@@ -352,14 +356,14 @@ def _stream(ctx: Context, rows: Rows) -> sm80_column_stream.Stream:
         return sm80_column_stream.Rows(tile.batch, kv_head, t * block, live)
 
     products = (
-        sm80_column_stream.Product("q", "k", plan.k_parts),
-        sm80_column_stream.Product(None, "v", plan.v_parts),
+        sm80_column_stream.Product("q", "k", plan.k_chunks),
+        sm80_column_stream.Product(None, "v", plan.v_chunks),
     )
     return sm80_column_stream.Stream(plan, smem, refs, products, rows_of)
 
 
 def _step_by_columns(
-    ctx: Context, rows: Rows, walk: sm80_column_stream.Walk, masked: bool, state: State
+    ctx: Context, rows: Rows, walk: sm80_column_stream.Step, masked: bool, state: State
 ) -> State:
     """`_step`, whose operands come by some columns at a time."""
     plan = ctx.plan
@@ -367,7 +371,7 @@ def _step_by_columns(
     guarded = masked or plan.has("bias")
     new = softmax.step(given, plan.unit, state.row_max, guarded=guarded)
     acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
-    p = mma_sync.parts_of(new.p, plan.parts_of_numbers, plan.operand_dtype)
+    p = mma_sync.parts_of(new.p, plan.terms, plan.operand_dtype)
     return State(walk.weigh(acc, p), row_sum + new.row_sum, new.row_max)
 
 
@@ -379,33 +383,33 @@ def _step_of_warp_pairs(ctx: Context, rows: Rows, t: Any, masked: bool, state: S
     memory.
     """
     plan, _, smem = ctx
-    config, parts = plan.config, plan.parts_of_numbers
+    config, terms = plan.config, plan.terms
     copy = functools.partial(_kv_copy, ctx, rows)
-    meet = functools.partial(turn, groups=plan.groups)
+    sync_and_copy = functools.partial(copy_async, groups=plan.groups)
     if config.stages == 1:
-        meet(copy(t, "v"), wait=0)
+        sync_and_copy(copy(t, "v"), pending=0)
     else:
         coming = (copy(t - config.stages + 1, name) for name in "kv")
-        meet(*coming, wait=config.stages - 2)
+        sync_and_copy(*coming, pending=config.stages - 2)
     slot, own, first = _smem_row(plan, rows, t), plan.own_rows, rows.wg * plan.own_rows
     sizes = (own, config.block_kv, plan.k_width)
-    s = mma_2x2.product((smem.q, first), (smem.k, slot), sizes, parts, 2)
+    s = mma_2x2.product((smem.q, first), (smem.k, slot), sizes, terms, 2)
     given = score_mod.logits(ctx, rows, t, s, masked, mosaic.standing(s.shape, 2))
     mma_2x2.put_rows(given, smem.rows, first, "max")
     if config.stages == 1:
-        meet(copy(t - 1, "k"), wait=0)
+        sync_and_copy(copy(t - 1, "k"), pending=0)
     else:
         mma_2x2.sync_row_pair(rows.wg)
     row_max, base = _raise_shared_max(ctx, rows, state, masked or plan.has("bias"))
     p = _probabilities(plan, given, base)
     moved = _any_moved(plan, state, row_max)
     stand = mma_2x2.Stand(2, row=first)
-    mma_2x2.put(mma_sync.parts_of(p, parts, smem.v.dtype), smem.p, stand)
+    mma_2x2.put(mma_sync.parts_of(p, terms, smem.v.dtype), smem.p, stand)
     rescale = jnp.exp2(state.row_max - base)
     new = softmax.Step(p, row_max, rescale, mma_2x2.partial_sums(p), moved)
     acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
     mma_2x2.sync_row_pair(rows.wg)
-    sizes = (own, config.block_kv, parts)
+    sizes = (own, config.block_kv, terms)
     acc = mma_2x2.weigh_shared(acc, smem.p, (smem.v, slot, plan.v_width), sizes, stand)
     return State(acc, row_sum + new.row_sum, row_max)
 
@@ -435,13 +439,13 @@ def _mainloop_scores_ahead(ctx: Context, rows: Rows) -> State:
     span, own, first = rows.span, plan.own_rows, rows.wg * plan.own_rows
     sizes = (own, plan.config.block_kv, plan.k_width)
     copy = functools.partial(_kv_copy, ctx, rows)
-    meet = functools.partial(turn, groups=plan.groups, wait=0)
+    sync_and_copy = functools.partial(copy_async, groups=plan.groups, pending=0)
     layout, stand = mosaic.standing(sizes[:2], 2), mma_2x2.Stand(2, row=first)
     some_masked = bool({"first_masked", "high", "low"} & plan.parts)
     matrix, none = ((smem.q, first), (smem.k, jnp.int32(0))), jnp.int32(0)
 
     def raise_max(t, state):
-        meet(copy(t, "v"))
+        sync_and_copy(copy(t, "v"))
         row_max, base = _raise_shared_max(ctx, rows, state, some_masked or plan.has("bias"))
         return row_max, base, _any_moved(plan, state, row_max)
 
@@ -452,7 +456,7 @@ def _mainloop_scores_ahead(ctx: Context, rows: Rows) -> State:
         to = base, smem.p, first
         s, row_sum = mma_2x2.scores_and_exponents(matrix, sizes, given, plan.unit, to)
         coming = score_mod.logits(ctx, rows, t - 1, s, masked, layout)
-        meet(copy(t - 2, "k"))
+        sync_and_copy(copy(t - 2, "k"))
         new = softmax.Step(s, row_max, jnp.exp2(state.row_max - base), row_sum, moved)
         acc, before = softmax.rescaled(new, (state.acc, state.row_sum))
         values = smem.v, none, plan.v_width
@@ -465,18 +469,18 @@ def _mainloop_scores_ahead(ctx: Context, rows: Rows) -> State:
         p = _probabilities(plan, given, base)
         mma_2x2.put((p.astype(smem.v.dtype),), smem.p, stand)
         row_sum = mma_2x2.partial_sums(p)
-        meet()
+        sync_and_copy()
         new = softmax.Step(p, row_max, jnp.exp2(state.row_max - base), row_sum, moved)
         acc, before = softmax.rescaled(new, (state.acc, state.row_sum))
         values, both = (smem.v, none, plan.v_width), (*sizes[:2], 1)
         acc = mma_2x2.weigh_shared(acc, smem.p, values, both, stand)
         return State(acc, before + row_sum, row_max)
 
-    turn(_q_copy(ctx, rows), copy(span.hi - 1, "k"), wait=None)
-    meet()
+    copy_async(_q_copy(ctx, rows), copy(span.hi - 1, "k"), pending=None)
+    sync_and_copy()
     s = mma_2x2.product(*matrix, sizes, 1, 2)
     given = score_mod.logits(ctx, rows, span.hi - 1, s, some_masked, layout)
-    meet(copy(span.hi - 2, "k"))
+    sync_and_copy(copy(span.hi - 2, "k"))
     mma_2x2.put_rows(given, smem.rows, first, "max")
     high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), span.hi)
     low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)
@@ -517,7 +521,7 @@ def _epilogue(ctx: Context, rows: Rows, state: State) -> None:
     if plan.config.columns:
         return sm80_column_stream.write(acc, refs.out, at)
     result = acc.astype(refs.out.dtype)
-    if plan.parts_of_numbers == 1 and plan.v_width <= plan.k_width:
+    if plan.terms == 1 and plan.v_width <= plan.k_width:
         return epilogue.write(result, refs.out, at, (smem.q, rows.wg * plan.own_rows), stand)
     if stand is None:
         return mma_sync.write(result, refs.out, at)
@@ -532,7 +536,7 @@ def _kernel(refs: Refs, out: Any, lse: Any, smem: Smem, *, plan: WholePlan) -> N
     tile = tile_scheduler.tile_of(plan, refs, refs.schedule[lax.axis_index("cta"), 1])
     wg = lax.axis_index("wg") if plan.groups > 1 else jnp.int32(0)
     rows = Rows(tile, tile.row + wg * plan.own_rows, wg, _span(plan, refs, tile))
-    ahead = plan.config.scores_ahead and plan.parts_of_numbers == 1
+    ahead = plan.config.scores_ahead and plan.terms == 1
     loop = functools.partial(_mainloop_scores_ahead if ahead else _mainloop, ctx, rows)
     if "empty" in plan.parts:
         none = functools.partial(_no_keys, plan)
@@ -565,11 +569,11 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         return jnp.zeros(out_shape, problem.dtype), lse
     plan = WholePlan(problem, config)
     refs = _operands(plan, inputs)
-    in_parts = (batch, q_len, problem.q_heads * plan.v_parts, config.columns)
+    in_chunks = (batch, q_len, problem.q_heads * plan.v_chunks, config.columns)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(
-            jax.ShapeDtypeStruct(in_parts if config.columns else out_shape, problem.dtype),
+            jax.ShapeDtypeStruct(in_chunks if config.columns else out_shape, problem.dtype),
             jax.ShapeDtypeStruct((batch, problem.q_heads, plan.padded_rows), jnp.float32),
         ),
         scratch_types=(scratch(plan),),
@@ -577,14 +581,14 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_fwd_sm80",
-        **warpgroups_of(plan.groups),
+        **warpgroup_arguments(plan.groups),
     )
     out, lse = kernel(refs)
-    return plan.joined(out, problem.v_head_dim), lse[:, :, :q_len]
+    return plan.whole_rows(out, problem.v_head_dim), lse[:, :, :q_len]
 
 
 def _operands(plan: WholePlan, inputs: AttentionInputs) -> Refs:
-    """What the kernel reads. Copied are: q, k and v where they are float32, into parts; bias and
+    """What the kernel reads. Copied are: q, k and v where they are float32, into terms; bias and
     mask_array where T or S is no multiple of a tile; segment ids.
     """
     problem, block = plan.problem, plan.config.block_kv
