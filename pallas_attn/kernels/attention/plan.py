@@ -1,5 +1,6 @@
-"""What follows from a problem and a configuration before a forward kernel runs: sizes, and who does
-what in which order.
+"""What follows from a problem and a Config before a kernel runs: sizes, and which kv tiles query
+rows need. Who sees whom is `Mask`'s to say; here it becomes tiles, in plain arithmetic on Python
+numbers or on traced ones.
 """
 
 import dataclasses
@@ -21,11 +22,11 @@ from pallas_attn.masks import Mask
 ROWS = 64  # of a warpgroup: what one wgmma takes
 BLOCKS = _gpus.multiprocessors(_gpus.HOPPER)  # at a time, where Config does not say
 SECTION_BYTES = 64 * 2**20  # of K and V of a section: about L2
-RANKED_SECTION_BYTES = 8 * 2**20  # and where blocks that work side by side share none of it
+RANKED_SECTION_BYTES = 8 * 2**20  # the same where blocks at work at one time share no K and V
 
 
 class Span(NamedTuple):
-    """Key tiles [lo, hi) that some query sees; [full_lo, full_hi) all of them see whole."""
+    """Kv tiles [lo, hi) that some row sees; [full_lo, full_hi) every row sees whole."""
 
     lo: Any
     full_lo: Any
@@ -33,7 +34,7 @@ class Span(NamedTuple):
     hi: Any
 
     def within(self, other: "Span") -> "Span":
-        """What two spans have in common."""
+        """The intersection of two spans."""
         return Span(
             jnp.maximum(self.lo, other.lo),
             jnp.maximum(self.full_lo, other.full_lo),
@@ -42,7 +43,7 @@ class Span(NamedTuple):
         )
 
     def parts(self) -> set[str]:
-        """Of a span of Python numbers, taken from its last tile to its first: what needs a mask."""
+        """Which of `PARTS` a span of Python numbers has; kv tiles are taken from last to first."""
         if self.hi <= self.lo:
             return {"empty"}
         first = self.hi - 1
@@ -54,11 +55,13 @@ class Span(NamedTuple):
         return {name for name, there in named.items() if there}
 
 
+# Of a span: it has no tile; its first tile, which is the one at the end, needs a mask; others after
+# the full tiles do; and tiles before them.
 PARTS = frozenset(("empty", "first_masked", "high", "low"))
 
 
 def rows_span(mask: Mask, position: Any, rows: Any, kv_len: Any, block: int) -> Span:
-    """The key tiles of `rows` queries that start at a position."""
+    """The kv tiles of `block` keys that `rows` queries from a position on need."""
     lo, hi = mask.kv_range(position, position + rows, kv_len)
     full_lo, full_hi = mask.kv_full_range(position, position + rows, kv_len)
     return Span(
@@ -72,27 +75,27 @@ def rows_span(mask: Mask, position: Any, rows: Any, kv_len: Any, block: int) -> 
 def segment_spans(q_ids: Any, kv_ids: Any, rows: int, block: int) -> Any:
     """int32[B, 4, tiles of `rows` queries]: a Span's fields, by segment ids [B, n] in whole tiles.
 
-    A tile's ids lie between its least and its greatest; tiles whose intervals are apart need not
-    meet, tiles that both hold one same id need no mask. Exact for packed documents; safe for any:
-    where the tiles of one id lie apart, none of them counts as whole. As few steps as XLA needs
-    kernels for, since each costs as much as a tile of work: one over the ids, one over pairs of
-    tiles, one to finish.
+    A tile's ids lie between its least and its greatest: a kv tile is needed where the two intervals
+    intersect, and needs no mask where both tiles hold a single id, the same. Exact for packed
+    documents, and safe for any ids: where the full tiles are not contiguous, none counts as full.
+    In as few steps as XLA needs kernels for, since each costs as much as a work tile: one over the
+    ids, one over pairs of tiles, one to finish.
     """
     q_least, q_most, kv_least, kv_most = _extremes(q_ids, kv_ids, rows, block)
     q_least, q_most = q_least[:, :, None], q_most[:, :, None]
     kv_least, kv_most = kv_least[:, None, :], kv_most[:, None, :]
-    meet = (q_least <= kv_most) & (kv_least <= q_most)
+    common = (q_least <= kv_most) & (kv_least <= q_most)
     same = (q_least == q_most) & (kv_least == kv_most) & (q_least == kv_least)
     begins = same & ~jnp.pad(same[..., :-1], ((0, 0), (0, 0), (1, 0)))
-    count = meet.shape[-1]
+    count = common.shape[-1]
     at = jnp.arange(count, dtype=jnp.int32)[None, None]
     found = jnp.stack(
         [  # the least of each is what is asked for
-            jnp.where(meet, at, count),
+            jnp.where(common, at, count),
             jnp.where(same, at, count),
             jnp.where(begins, -at, 1),
             jnp.where(same, -1 - at, 0),
-            jnp.where(meet, -1 - at, 0),
+            jnp.where(common, -1 - at, 0),
         ]
     ).min(axis=-1)
     lo, full_lo, last_begin, full_hi, hi = found[0], found[1], -found[2], -found[3], -found[4]
@@ -118,7 +121,7 @@ class Plan:
 
     @property
     def span_rows(self) -> int:
-        """Rows that have one span of key tiles."""
+        """Rows that share one span of kv tiles."""
         return ROWS
 
     @property
@@ -136,16 +139,16 @@ class Plan:
 
     @property
     def code_bits(self) -> int:
-        """Of a tile's code in `dealt`: the low ones say which rows, those above which head."""
+        """Bits of a code in the schedule that say which rows; those above say which head."""
         return (self.q_tiles - 1).bit_length()
 
     @property
     def section(self) -> int:
-        """Heads whose tiles of work are taken together. Where all tiles cost the same, as many as
-        fill the blocks once: they walk down the same keys side by side. Else as many as keep their
+        """How many heads' work tiles are taken together. Where all tiles cost the same, as many as
+        fill the blocks once: those read the same keys at the same time. Else as many as keep their
         K and V in L2, in sections of one size: a short last one would begin with long tiles again.
-        Tiles in order of rank lie in one document each, all of them different ones: 8 documents of
-        1024 rows and 16 heads took 129 us in one section of 64 MiB, 97 us in four of 16.
+        Tiles in order of rank are of one document each, all of different ones: 8 documents of 1024
+        rows and 16 heads took 129 us in one section of 64 MiB, 97 us in four of 16.
         """
         problem, config = self.problem, self.config
         k_bytes = problem.head_dim * self.scores.bytes
@@ -180,7 +183,7 @@ class Plan:
 
     @property
     def exact(self) -> bool:
-        """Whether all that is multiplied owes float32's bits."""
+        """Whether all products are to have float32's accuracy."""
         return wgmma.is_exact(self.problem)
 
     @property
@@ -197,7 +200,7 @@ class Plan:
 
     @functools.cached_property
     def parts(self) -> frozenset[str]:
-        """Which parts of a warpgroup's key range occur: "empty", "first_masked", "high", "low"."""
+        """Which of `PARTS` occur among the spans of all rows."""
         dynamic = {"q_offset", "q_lengths", "kv_lengths", "q_segment_ids", "mask_array"}
         if dynamic & set(self.problem.arrays):
             return PARTS
@@ -212,9 +215,9 @@ class Plan:
 
     @property
     def one_loop(self) -> bool:
-        """Whether a branch in one loop over the key tiles decides where a mask is wanted, and not a
-        loop each for those that want one and those that do not: where it is not known beforehand
-        and tiles of both kinds may come in any order. Also half the code to compile.
+        """Whether one loop goes over all kv tiles, with a branch for those that need a mask; not a
+        loop each for those that do and those that do not. So where it is not known beforehand and
+        tiles of both kinds come in any order. It is also half the code to compile.
         """
         return self.has("q_segment_ids") or self.has("mask_array")
 

@@ -28,18 +28,18 @@ from pallas_attn.kernels.attention.plan import ROWS, Plan
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang import mosaic, threads
 
-MOST_PAIRS = 2**18  # of rows and key tiles; from there on many blocks, and so XLA, are faster
-UNROLLED = 8  # turns of a loop
-LINE = 32  # words of memory that come together
-TOGETHER = 2  # things whose loads are under way at one time
+MOST_PAIRS = 2**18  # of rows and kv tiles; from there on many blocks, and so XLA, are faster
+UNROLLED = 8  # up to so many iterations of a loop
+LINE = 32  # words of memory that arrive together
+IN_FLIGHT = 2  # items whose loads are issued before the first is waited for
 
 
 class _Sizes(NamedTuple):
-    """What there is of each, and where it lies in shared memory."""
+    """How many there are of each, and where they lie in shared memory."""
 
     units: int  # of ROWS queries
-    keys: int  # tiles
-    tiles: int  # of work
+    keys: int  # kv tiles
+    tiles: int  # work tiles
     warpgroups: int  # of this kernel
 
     @classmethod
@@ -68,10 +68,18 @@ class _Sizes(NamedTuple):
 class _Refs(NamedTuple):
     q_ids: Any  # [B, T]
     kv_ids: Any  # [B, S]
-    bounds: Any  # int32[2, tiles]: where a tile's keys begin and end, as far as the mask says
-    dealt: Any  # as `tile_scheduler.schedule` gives it, with ranks for rows
-    records: Any  # int32[B, tiles, RECORD], written
-    codes: Any  # like dealt, written
+    bounds: Any  # int32[2, tiles]: `tile_scheduler.mask_bounds`
+    schedule: Any  # `tile_scheduler.schedule`, with ranks for rows
+    records: Any = None  # int32[B, tiles, RECORD], written
+    codes: Any = None  # like schedule, written
+    memory: Any = None  # shared: see `_Sizes`
+
+
+class _Block(NamedTuple):
+    """Who runs a program."""
+
+    batch: Any
+    wg: Any
 
 
 def fits(plan: Plan) -> bool:
@@ -85,7 +93,7 @@ def prepare(plan: Plan, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
     """
     sizes, table = _Sizes.of(plan), tile_scheduler.schedule(plan)
     batch = plan.problem.batch
-    given = (q_ids, kv_ids, jnp.asarray(tile_scheduler.mask_bounds(plan)), jnp.asarray(table))
+    bounds = jnp.asarray(tile_scheduler.mask_bounds(plan))
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(
@@ -103,40 +111,38 @@ def prepare(plan: Plan, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="segments",
     )
-    return kernel(given)
+    return kernel(_Refs(q_ids, kv_ids, bounds, jnp.asarray(table)))
 
 
-def _kernel(given: Any, records: Any, codes: Any, *scratch: Any, plan: Plan) -> None:
-    (memory, met), wg = scratch, lax.axis_index("wg")
-    q_ids, kv_ids, bounds, dealt = given
-    refs = _Refs(q_ids, kv_ids, bounds, dealt, records, codes)
+def _kernel(refs: _Refs, records: Any, codes: Any, *scratch: Any, plan: Plan) -> None:
+    (memory, barriers), wg = scratch, lax.axis_index("wg")
+    refs = refs._replace(records=records, codes=codes, memory=memory)
     batch = lax.axis_index("batch")
     sizes = _Sizes.of(plan)
-    for turn, program in enumerate(PROGRAMS):
+    for number, program in enumerate(PROGRAMS):
         run = functools.partial(program, plan=plan, sizes=sizes)
-        threads.each_thread(run, (refs, memory), (batch, wg))
-        if turn < len(PROGRAMS) - 1 and sizes.warpgroups > 1:
-            plgpu.barrier_arrive(met.at[turn])
-            plgpu.barrier_wait(met.at[turn])
+        threads.each_thread(run, refs, _Block(batch, wg))
+        if number < len(PROGRAMS) - 1 and sizes.warpgroups > 1:
+            plgpu.barrier_arrive(barriers.at[number])
+            plgpu.barrier_wait(barriers.at[number])
 
 
 def _each(
-    thread: Any, wg: Any, things: tuple[int, int], sizes: _Sizes, finish: Any, load: Any = None
+    thread: Any, wg: Any, count: int, lanes: int, sizes: _Sizes, finish: Any, load: Any = None
 ) -> None:
-    """finish(number, lane, there, load(number, lane)) for each of `things`: how many, and how many
-    threads each. Some loads are begun before the first is awaited.
+    """finish(number, lane, there, load(number, lane)) for each of `count` items, by `lanes` threads
+    each; `there`: whether there is such an item.
     """
-    count, lanes = things
     mine = thread.index % mosaic.THREADS + wg * mosaic.THREADS
     at_once = sizes.warpgroups * mosaic.THREADS // lanes
     group, lane = mine // lanes, mine % lanes
     rounds = -(-count // at_once)
-    together = min(rounds, TOGETHER)
+    in_flight = min(rounds, IN_FLIGHT)
 
-    def turn(i, carry):
+    def body(i, carry):
         started = []
-        for n in range(together):
-            number = group + (i * together + n) * at_once
+        for n in range(in_flight):
+            number = group + (i * in_flight + n) * at_once
             inside = thread.minimum(number, count - 1)
             loaded = load(inside, lane) if load is not None else None
             started.append((inside, lane, number < count, loaded))
@@ -144,7 +150,7 @@ def _each(
             finish(*one)
         return carry
 
-    _loop(thread, -(-rounds // together), [], turn)
+    _loop(thread, -(-rounds // in_flight), [], body)
 
 
 def _loop(thread: Any, count: int, carry: list, body: Any) -> list:
@@ -160,12 +166,11 @@ def _inverse(x: Any) -> Any:
     return x * -1 - 1
 
 
-def _extremes(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
-    (refs, memory), (batch, wg) = given, at
-    problem = plan.problem
+def _extremes(thread: Any, refs: _Refs, block: _Block, plan: Plan, sizes: _Sizes) -> None:
+    (batch, wg), problem = block, plan.problem
     mine = thread.index % mosaic.THREADS + wg * mosaic.THREADS
     counts = 2 * sizes.tiles, math.prod(tile_scheduler.schedule(plan).shape)
-    for table, words in zip((refs.bounds, refs.dealt), counts, strict=True):  # wanted by and by
+    for table, words in zip((refs.bounds, refs.schedule), counts, strict=True):  # read later
         for first in range(0, words, LINE * sizes.warpgroups * mosaic.THREADS):
             word = thread.minimum(mine * LINE + first, words - 1)
             thread.prefetch(table, word, 4)
@@ -178,7 +183,7 @@ def _extremes(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> No
 
         def load(number, lane, ids=ids, length=length, size=size, lanes=lanes):
             places = ((number * size) + (lane * 4 + step) for step in range(0, size, 4 * lanes))
-            found = [_four(thread, (ids, length), (batch, place)) for place in places]
+            found = [_four(thread, ids, length, batch, place) for place in places]
             return [x for some in found for x in some]
 
         def finish(number, lane, there, found, count=count, start=start, lanes=lanes):
@@ -187,15 +192,14 @@ def _extremes(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> No
             first = there & (lane < 1)
             for offset, x in ((0, most), (count, least)):
                 x = thread.most_of_lanes(x, lanes)
-                thread.shared_store(memory, number + (start + offset), x, first)
+                thread.shared_store(refs.memory, number + (start + offset), x, first)
 
-        _each(thread, wg, (count, lanes), sizes, finish, load)
+        _each(thread, wg, count, lanes, sizes, finish, load)
     thread.sync()
 
 
-def _four(thread: Any, ids: tuple[Any, int], at: tuple[Any, Any]) -> list[Any]:
-    """Four ids from a place on that is a multiple of four; past the end the last one goes on."""
-    (ref, length), (batch, place) = ids, at
+def _four(thread: Any, ref: Any, length: int, batch: Any, place: Any) -> list[Any]:
+    """Four ids of [B, length] from a place on that is a multiple of four; past the end the last."""
     if length % 4:
         places = [thread.minimum(place + i, length - 1) for i in range(4)]
         return [thread.load(ref, batch * length + place, 4) for place in places]
@@ -205,15 +209,15 @@ def _four(thread: Any, ids: tuple[Any, int], at: tuple[Any, Any]) -> list[Any]:
     return [thread.select(place < length, x, four[3]) for x in four]
 
 
-def _spans(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
-    (refs, memory), (batch, wg) = given, at
+def _spans(thread: Any, refs: _Refs, block: _Block, plan: Plan, sizes: _Sizes) -> None:
+    (batch, wg), memory = block, refs.memory
     each, lanes = plan.config.warpgroups, 32
 
     def bounds(number, _):
         return [thread.load(refs.bounds, number + n, 4) for n in (0, sizes.tiles)]
 
     def one(number, lane, there, bounds):
-        found = [_span(thread, memory, (number * each + i, lane), sizes) for i in range(each)]
+        found = [_span(thread, memory, number * each + i, lane, sizes) for i in range(each)]
         fields = [field for span in found for field in span]
         record = lane * 0
         for n, field in enumerate(fields):
@@ -224,13 +228,13 @@ def _spans(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
         end = thread.minimum(functools.reduce(thread.maximum, fields[3::4]), bounds[1])
         thread.shared_store(memory, number + sizes.costs, end - begin, there & (lane < 1))
 
-    _each(thread, wg, (sizes.tiles, lanes), sizes, one, bounds)
+    _each(thread, wg, sizes.tiles, lanes, sizes, one, bounds)
     thread.sync()
 
 
-def _span(thread: Any, memory: Any, at: tuple[Any, Any], sizes: _Sizes) -> tuple[Any, ...]:
+def _span(thread: Any, memory: Any, unit: Any, lane: Any, sizes: _Sizes) -> tuple[Any, ...]:
     """A `Span` of the rows of one warpgroup, by the 32 threads of a warp."""
-    (unit, lane), keys, start, lanes = at, sizes.keys, sizes.key_extremes, 32
+    keys, start, lanes = sizes.keys, sizes.key_extremes, 32
     most = thread.shared_load(memory, unit)
     least = _inverse(thread.shared_load(memory, unit + sizes.units))
     alike = least >= most
@@ -241,14 +245,14 @@ def _span(thread: Any, memory: Any, at: tuple[Any, Any], sizes: _Sizes) -> tuple
         inside = thread.minimum(key, keys - 1)
         key_most = thread.shared_load(memory, inside + start)
         key_least = _inverse(thread.shared_load(memory, inside + (start + keys)))
-        meet = (key < keys) & (key_most >= least) & (key_least <= most)
-        same = meet & alike & (key_least >= key_most)
+        common = (key < keys) & (key_most >= least) & (key_least <= most)
+        same = common & alike & (key_least >= key_most)
         left = key * -1 + keys
         return [
-            thread.maximum(lo, thread.select(meet, left, 0)),
+            thread.maximum(lo, thread.select(common, left, 0)),
             thread.maximum(full_lo, thread.select(same, left, 0)),
             thread.maximum(full_hi, thread.select(same, key + 1, 0)),
-            thread.maximum(hi, thread.select(meet, key + 1, 0)),
+            thread.maximum(hi, thread.select(common, key + 1, 0)),
             count + thread.select(same, lane * 0 + 1, 0),
         ]
 
@@ -263,9 +267,9 @@ def _span(thread: Any, memory: Any, at: tuple[Any, Any], sizes: _Sizes) -> tuple
     return lo, full_lo, full_hi, hi
 
 
-def _ranks(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
+def _ranks(thread: Any, refs: _Refs, block: _Block, plan: Plan, sizes: _Sizes) -> None:
     del plan
-    (_, memory), (_, wg) = given, at
+    memory, wg = refs.memory, block.wg
     count, lanes = sizes.tiles, 32
 
     def one(number, lane, there, _):
@@ -283,20 +287,20 @@ def _ranks(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
         rank = thread.total_of_lanes(rank)
         thread.shared_store(memory, rank + sizes.order, number, there & (lane < 1))
 
-    _each(thread, wg, (count, lanes), sizes, one)
+    _each(thread, wg, count, lanes, sizes, one)
     thread.sync()
 
 
-def _codes(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
-    """Each block writes what is of its batch row; the first one the counts, too. What lies behind a
-    row's pieces stands for the first piece of all, and is never taken.
+def _codes(thread: Any, refs: _Refs, block: _Block, plan: Plan, sizes: _Sizes) -> None:
+    """Each block writes the entries of its batch row; the first one the counts, too. What lies
+    behind a block's work tiles stands for the first of all, and is never taken.
     """
-    (refs, memory), (batch, wg) = given, at
+    (batch, wg), memory = block, refs.memory
     rows, width = tile_scheduler.schedule(plan).shape
     unit = 1 << plan.code_bits
 
     def load(number, _):
-        return thread.load(refs.dealt, number, 4)
+        return thread.load(refs.schedule, number, 4)
 
     def finish(number, _, there, value):
         head, rank = value // unit, value % unit
@@ -308,7 +312,7 @@ def _codes(thread: Any, given: Any, at: Any, plan: Plan, sizes: _Sizes) -> None:
         code = thread.select(counts, value, head * unit + tile)
         thread.store(refs.codes, number, code, 4, there & ours)
 
-    _each(thread, wg, (rows * width, 1), sizes, finish, load)
+    _each(thread, wg, rows * width, 1, sizes, finish, load)
 
 
 PROGRAMS = (_extremes, _spans, _ranks, _codes)
