@@ -41,10 +41,10 @@ from jax._src.state import types as state
 from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
 from tests import watch
-from tests.aot import Report, available, compile_for
+from tests.aot import Report, compile_for
 from tests.threads import BlockOfThreads, Memory
 
-__all__ = ["Report", "available", "compile_for", "interpret", "lower_for_cuda"]
+__all__ = ["Report", "compile_for", "interpret", "lower_for_cuda"]
 
 
 @contextlib.contextmanager

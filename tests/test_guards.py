@@ -19,7 +19,6 @@ from pallas_attn.kernels.lang import mosaic as lang
 from tests import aot, builds, mosaic, watch
 
 pytestmark = pytest.mark.guards
-needs_aot = pytest.mark.skipif(not mosaic.available(), reason="the aot extra is not installed")
 
 TILE = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 HALF = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
@@ -280,7 +279,7 @@ def two_accumulators(a, b):
     return plgpu.kernel(body, out_type=out, scratch_types=scratch)(a, b)
 
 
-@needs_aot
+@pytest.mark.machine_code
 def test_machine_code_of_what_is_right():
     report = mosaic.compile_for(through_shared_memory, TILE)
     assert (report.spill_bytes, report.notes, report.launches) == (0, (), 1)
@@ -291,26 +290,26 @@ def test_machine_code_of_what_is_right():
     assert "HGMMA" in report.sass
 
 
-@needs_aot
+@pytest.mark.machine_code
 def test_spills_are_seen():
     row = jax.ShapeDtypeStruct((200 * 128,), jnp.float32)
     assert mosaic.compile_for(crowded, row, row).spill_bytes > 0
 
 
-@needs_aot
+@pytest.mark.machine_code
 def test_serialised_wgmma_is_seen():
     wide = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)
     report = mosaic.compile_for(two_accumulators, HALF, wide)
     assert "C7511" in report.notes
 
 
-@needs_aot
+@pytest.mark.machine_code
 def test_a_kernel_of_hopper_does_not_compile_for_an_a100():
     with pytest.raises(RuntimeError, match="wgmma|sm_90|arch|Hopper|not supported"):
         mosaic.compile_for(matmuls, HALF, HALF, target="a100")
 
 
-@needs_aot
+@pytest.mark.machine_code
 def test_donated_buffers_are_counted():
     start = [TILE, TILE]
     assert mosaic.compile_for(added_up, *start, donate_argnums=1).aliases == 1
@@ -318,13 +317,13 @@ def test_donated_buffers_are_counted():
     assert (report.aliases, report.copies) == (0, 2)
 
 
-@needs_aot
+@pytest.mark.machine_code
 def test_a_function_that_cannot_travel_is_refused():
     with pytest.raises(TypeError, match="compile_for wants a function of a module"):
         mosaic.compile_for(lambda x: x, TILE)
 
 
-@needs_aot
+@pytest.mark.machine_code
 def test_an_error_of_the_function_comes_back_and_the_next_compiles():
     with pytest.raises(RuntimeError, match="exceeds available shared memory"):
         mosaic.compile_for(too_much_shared_memory, TILE)
