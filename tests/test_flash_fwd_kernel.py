@@ -272,7 +272,7 @@ def test_float32_is_a_power_of_two_times_its_terms(rng, count):
     np.testing.assert_array_equal(pieces[1, 0, 0, -1, :3], odd)
     assert not pieces[..., 16:].any() and not pieces[1, 0, 0, :-1, :3].any()
     size = np.abs(np.where(live, pieces[..., 0, :16], 0)).max(axis=(1, 3)).reshape(2, 2, 2).max(2)
-    assert np.all((size >= 2.0**wgmma.TOP) & (size <= 2.0 ** (wgmma.TOP + 1)))
+    assert np.all((size >= 2.0**wgmma.EXPONENT) & (size <= 2.0 ** (wgmma.EXPONENT + 1)))
     pieces = np.where(live[..., None, :], pieces[..., :16], 0)
     got = pieces.sum(3) * np.repeat(np.asarray(power), 2, axis=1)[:, None, :, None]
     largest = np.abs(np.where(live, x, 0)).max(axis=(1, 3)).reshape(2, 2, 2).max(2)

@@ -165,12 +165,9 @@ class BlockOfThreads:
         index = np.broadcast_to(index, 128)[where]
         self.memory.shared(ref, index, 4, self.ids[where], True, value)
 
-    def sync(self):
-        self.memory.meet(int(self.ids[0]))
-
-    def meet(self, groups):
+    def sync(self, groups=1):
         """With the block's other warpgroups, each of which is one of these."""
-        self.sync()
+        self.memory.meet(int(self.ids[0]))
         if groups > 1:
             self.memory.gate(self.block, groups).wait()
 

@@ -52,7 +52,7 @@ class Config:
     """
 
     words: int = 2
-    overlaps: bool = False  # begins while the kernel before it ends: `mosaic.begin_early`
+    overlaps: bool = False  # begins while the kernel before it ends: `mosaic.overlap_launches`
 
     def __post_init__(self):
         most = append_plan.IN_FLIGHT_MOST

@@ -179,7 +179,7 @@ class Plan:
     @property
     def scaled(self) -> bool:
         """Whether operands are multiples of powers of 2."""
-        return self.problem.dtype == "float32" and not wgmma.is_plain(self.problem)
+        return self.problem.dtype == "float32" and not wgmma.is_unscaled(self.problem)
 
     @property
     def exact(self) -> bool:
@@ -227,11 +227,11 @@ class Plan:
     @property
     def scores(self) -> wgmma.Kind:
         """What q and k are stored as."""
-        return wgmma.of_scores(self.problem)
+        return wgmma.score_kind(self.problem)
 
     @property
     def values(self) -> wgmma.Kind:
-        return wgmma.of_values(self.problem)
+        return wgmma.value_kind(self.problem)
 
     @property
     def k_width(self) -> int:

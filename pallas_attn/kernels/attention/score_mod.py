@@ -246,7 +246,7 @@ def _read(ref: Any, place: Place, shape: tuple[int, int]) -> Any:
         return _along(ref.at[*where, down, 0], place, 0, shape)
     if sizes[1] > 1:
         return _along(ref.at[*where, 0, across], place, 1, shape)
-    return mosaic.spread(ref[*where, 0, 0], shape)
+    return mosaic.broadcast_scalar(ref[*where, 0, 0], shape)
 
 
 # ---- a mask by a range of columns in each row ---------------------------------------------------

@@ -154,7 +154,7 @@ class Step:
         """acc + p @ a chunk of the next right operand, for each acc [ROWS, columns]."""
         to, width, found = self.stream.smem.rhs, self.stream.plan.config.columns, []
         for acc in accs:
-            found.append(mma_sync.weigh(acc, p, to, self._next() * self.stream.tile, width))
+            found.append(mma_sync.matmul_add(acc, p, to, self._next() * self.stream.tile, width))
         return tuple(found)
 
 

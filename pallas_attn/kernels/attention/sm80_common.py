@@ -103,7 +103,7 @@ def fits(problem: Any, need: Callable[..., int], config: Any) -> bool:
 
 
 class Copy(NamedTuple):
-    """A copy of rows from global to shared memory by cp.async; see `mma_sync.fetch`."""
+    """A copy of rows from global to shared memory by cp.async; see `mma_sync.load_rows_async`."""
 
     refs: Any  # (to, from)
     at: Any  # (batch, head, first row, rows that exist, row of shared memory), traced
@@ -127,9 +127,9 @@ def _issue(thread: threads.Thread, refs: Any, at: Any, *, when: Any, shapes: Any
     if pending is not None:
         thread.wait_copies(pending)
     if pending is not None or sync:
-        thread.meet(groups)
+        thread.sync(groups)
     for ref, where, (rows, *like) in zip(refs, at, shapes, strict=True):
-        mma_sync.fetch(thread, ref, where, rows, tuple(like))
+        mma_sync.load_rows_async(thread, ref, where, rows, tuple(like))
     thread.commit_copies()
 
 

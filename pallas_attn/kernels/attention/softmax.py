@@ -112,7 +112,7 @@ def next_step(
             columns = _columns(logits, start, end - start)
             parts.append(_exponents(columns, unit, base))
         if cut and not start:
-            warp_vote.seam(moved)
+            warp_vote.scheduling_fence(moved)
     p, sums = zip(*parts, strict=True)
     row_sum = functools.reduce(operator.add, sums)
     return Step(lax.concatenate(p, 1), higher, rescale, row_sum, moved)
@@ -122,7 +122,7 @@ def rescaled(new: Step, older: Any) -> Any:
     """Sums and outputs of the tiles before, a tree of [rows, ..], in terms of the new row max."""
 
     def scaled():
-        return jax.tree.map(lambda x: x * mosaic.down_rows(new.rescale, x.shape), older)
+        return jax.tree.map(lambda x: x * mosaic.broadcast_rows(new.rescale, x.shape), older)
 
     return lax.cond(new.moved != 0, scaled, lambda: older)
 
@@ -139,7 +139,7 @@ def step_and_rescale(
     def raised():
         higher = _higher(logits, unit, row_max)
         rescale = jnp.exp2(row_max - _base(higher, guarded))
-        return higher, jax.tree.map(lambda x: x * mosaic.down_rows(rescale, x.shape), older)
+        return higher, jax.tree.map(lambda x: x * mosaic.broadcast_rows(rescale, x.shape), older)
 
     row_max, older = lax.cond(moved != 0, raised, lambda: (row_max, older))
     p, row_sum = _exponents(logits, unit, _base(row_max, guarded))
@@ -160,7 +160,7 @@ def _any_above(logits: Array, unit: float | None, row_max: Array) -> Array:
     """int32: not 0 where one of this warp's logits asks for a rescaling."""
     peaks = _partials(logits, jnp.maximum)
     peaks = peaks if unit is None else peaks * unit
-    above = peaks - mosaic.down_rows(row_max, peaks.shape)
+    above = peaks - mosaic.broadcast_rows(row_max, peaks.shape)
     return warp_vote.any_in_warp(above, RESCALE_THRESHOLD)
 
 
@@ -186,7 +186,7 @@ def _exponents(logits: Array, unit: float | None, base: Array) -> tuple[Array, A
     for start in range(0, logits.shape[1], CHUNK):
         some = _columns(logits, start, min(CHUNK, logits.shape[1] - start))
         some = some if unit is None else some * unit
-        parts.append(jnp.exp2(some - mosaic.down_rows(base, some.shape)))
+        parts.append(jnp.exp2(some - mosaic.broadcast_rows(base, some.shape)))
         sums.append(_partials(parts[-1], operator.add))
     return lax.concatenate(parts, 1), functools.reduce(operator.add, sums)
 

@@ -269,7 +269,7 @@ def _of_warps(
     thread: threads.Thread, spilled: Spilled, place: tuple, at: Where, plan: Plan
 ) -> _Part:
     row, column, _ = place
-    pitch = (plan.problem.v_head_dim + mma_rowmajor.SPARE) // 4
+    pitch = (plan.problem.v_head_dim + mma_rowmajor.ROW_PADDING) // 4
     parts = []
     for group in range(plan.split.groups):
         line = row  # of the warp that has it: a warp's row block, then its group of keys

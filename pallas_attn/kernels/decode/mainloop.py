@@ -37,7 +37,7 @@ class State(NamedTuple):
 def nothing(plan: Plan) -> State:
     """Of no key yet."""
     return State(
-        mosaic.filled((ROWS, mma_rowmajor.width_of(plan.problem.v_head_dim)), 0.0),
+        mosaic.filled((ROWS, mma_rowmajor.accumulator_width(plan.problem.v_head_dim)), 0.0),
         mosaic.filled((ROWS, softmax.PARTIALS), 0.0),
         mosaic.filled((ROWS,), -jnp.inf),
         mosaic.filled((ROWS,), -jnp.inf) if plan.problem.quantized else None,
@@ -52,8 +52,8 @@ def scores(plan: Plan, smem: Smem, queries: tuple[Any, Array | None], slot: Any)
     s = mma_rowmajor.scores(q, smem.k, slot, plan.split)
     if units is None:
         return s
-    s = s * mma_rowmajor.of_keys(smem.k_scale, slot, plan.split)
-    return s * mosaic.down_rows(units, s.shape)
+    s = s * mma_rowmajor.number_of_each_key(smem.k_scale, slot, plan.split)
+    return s * mosaic.broadcast_rows(units, s.shape)
 
 
 def _positions(plan: Plan, piece: Piece, tile: Scalar) -> tuple[Any, Any]:
@@ -124,22 +124,24 @@ def attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> S
     """One tile of keys, from its scores on."""
     (tile, slot), (s, state) = at, carried
     scales = (
-        mma_rowmajor.of_keys(smem.v_scale, slot, plan.split) if plan.problem.quantized else None
+        mma_rowmajor.number_of_each_key(smem.v_scale, slot, plan.split)
+        if plan.problem.quantized
+        else None
     )
     given, weights = logits(plan, piece, tile, (s, scales))
     unit = None if plan.problem.quantized else plan.unit_of_logits
-    join = functools.partial(mma_sync.of_both, op="maximum") if plan.folded else None
+    join = functools.partial(mma_sync.reduce_folded, op="maximum") if plan.folded else None
     new = softmax.step(given, unit, state.top, guarded=True, join=join)
     if weights is None:
         acc, total = softmax.rescaled(new, (state.acc, state.total))
         p, peak = new.p, None
     else:
-        total = state.total * mosaic.down_rows(new.rescale, state.total.shape)
+        total = state.total * mosaic.broadcast_rows(new.rescale, state.total.shape)
         heavy = softmax.step(weights, None, state.peak, guarded=True)
         acc = softmax.rescaled(heavy, state.acc)
         p, peak = heavy.p, heavy.row_max
     if plan.wide:
-        acc = mma_tf32.weigh(acc, p, smem.v, slot, plan.split)
+        acc = mma_tf32.matmul_add(acc, p, smem.v, slot, plan.split)
     else:
-        acc = mma_rowmajor.weigh(acc, p.astype(plan.operands), smem.v, slot, plan.split)
+        acc = mma_rowmajor.matmul_add(acc, p.astype(plan.operands), smem.v, slot, plan.split)
     return State(acc, total + new.row_sum, new.row_max, peak)

@@ -32,7 +32,7 @@ class Config:
     stages: int = 6
     ctas: int = _gpus.multiprocessors(_gpus.HOPPER)
     fixed: int = 16
-    overlaps: bool = False  # begins while the kernel before it ends: `mosaic.begin_early`
+    overlaps: bool = False  # begins while the kernel before it ends: `mosaic.overlap_launches`
     eager: bool = False
     rows: int = 4 * mma_rowmajor.ROWS
     # What `scheduler.Plan` asks of the Config of every decode kernel.

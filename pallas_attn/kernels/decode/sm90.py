@@ -64,7 +64,7 @@ class Config:
     stages: int = 6
     ctas: int = MULTIPROCESSORS
     fixed: int = 16
-    overlaps: bool = False  # begins while the kernel before it ends: `mosaic.begin_early`
+    overlaps: bool = False  # begins while the kernel before it ends: `mosaic.overlap_launches`
     many: bool = False
     turn: int = 0
     eager: bool = False
@@ -206,7 +206,7 @@ def scratch(plan: Plan) -> Smem:
     if problem.quantized:
         scales = plgpu.SMEM((config.stages, config.tile), jnp.float32)
     rows = threads.WARPS * plan.spilled_rows
-    out = plgpu.SMEM((rows, problem.v_head_dim + mma_rowmajor.SPARE), jnp.float32)
+    out = plgpu.SMEM((rows, problem.v_head_dim + mma_rowmajor.ROW_PADDING), jnp.float32)
     queries = mma_tf32.queries_shape(problem.head_dim, plan.most_rows)
     return Smem(
         k=ring(problem.head_dim),
@@ -316,9 +316,9 @@ def _queries(plan: Plan, refs: Refs, smem: Smem, piece: Piece) -> tuple[Any, Arr
     stride = (problem.q_heads, plan.group, problem.head_dim)
     place = (refs.q, scheduler.first_query(plan, piece), plan.rows, plan.split, stride)
     if problem.quantized:
-        return mma_rowmajor.narrow_queries(*place)
+        return mma_rowmajor.float16_queries(*place)
     if plan.wide:
-        mma_tf32.put_queries(place, smem.q)
+        mma_tf32.store_queries(place, smem.q)
         return smem.q, None
     return mma_rowmajor.queries(*place), None
 
@@ -328,12 +328,12 @@ def _finish(plan: Plan, smem: Smem, results: Any, done: tuple, parts: scheduler.
     at = combine.Where(piece.m, piece.head, smem.table.lost[piece.m], *parts)
     total, acc = state.total.sum(axis=1), state.acc
     if plan.folded:
-        total = mma_sync.of_both(total, "sum")
+        total = mma_sync.reduce_folded(total, "sum")
     if state.peak is not None:
         none = state.peak == -jnp.inf
         unit = jnp.where(none, 0.0, jnp.exp2(state.peak - jnp.where(none, 0.0, state.top)))
-        acc = acc * mosaic.down_rows(unit, acc.shape)
-    mma_rowmajor.spill(acc, state.top, total, smem.spilled, plan.spilled_rows)
+        acc = acc * mosaic.broadcast_rows(unit, acc.shape)
+    mma_rowmajor.store_accumulators(acc, state.top, total, smem.spilled, plan.spilled_rows)
 
     @pl.when(parts.count == 1)
     def _():
@@ -360,7 +360,7 @@ def _start(thread: threads.Thread, refs: Any, usable: Any, plan: Plan) -> None:
 def _kernel(refs: Refs, out: Ref, lse: Ref, parts: Any, smem: Smem, *, plan: Plan) -> None:
     cta = lax.axis_index("cta")
     if plan.config.overlaps:
-        mosaic.begin_early()
+        mosaic.overlap_launches()
     usable = producer.usable(plan, refs.layer)
     threads.each_thread(functools.partial(_start, plan=plan), (refs.given, smem), usable)
     share = scheduler.share_of(plan, smem.table, cta)

@@ -39,7 +39,7 @@ Ref = Any
 Scalar = Any
 
 ROWS = 32  # of query, of a block
-STAND = mma_2x2.Stand(2)
+STAND = mma_2x2.WarpGrid(2)
 ABREAST = 8  # threads that copy a row
 
 
@@ -210,7 +210,7 @@ class State(NamedTuple):
 
 def _logits(plan: LatentPlan, piece: Piece, tile: Scalar, s: Array) -> Array:
     """In log2 units if `plan.unit_of_logits` is None."""
-    layout, start = mosaic.standing(s.shape, 2), tile * plan.tile
+    layout, start = mosaic.warp_layout(s.shape, 2), tile * plan.tile
 
     def positions():
         row = mosaic.positions(s.shape, 0, 0, layout)
@@ -228,32 +228,32 @@ def _attend(plan: LatentPlan, smem: Smem, piece: Piece, at: tuple, state: State)
     first, sizes = slot * plan.tile, (ROWS, plan.tile, plan.width)
     s = mma_2x2.product((smem.q, none), (smem.kv, first), sizes, 1, 2)
     given = _logits(plan, piece, tile, s)
-    mma_2x2.put_rows(given, smem.rows, 0, "max")
+    mma_2x2.store_row_partials(given, smem.rows, 0, "max")
     mma_2x2.sync_row_pair(0)
-    peak = mma_2x2.rows_of_both(smem.rows, 0, ROWS, "max")
+    peak = mma_2x2.load_row_totals(smem.rows, 0, ROWS, "max")
     top, base = softmax.raise_max(peak, plan.unit_of_logits, state.top, guarded=True)
     given = given if plan.unit_of_logits is None else given * plan.unit_of_logits
-    p = jnp.exp2(given - mosaic.down_rows(base, given.shape))
+    p = jnp.exp2(given - mosaic.broadcast_rows(base, given.shape))
     shrink = jnp.exp2(state.top - base)
     moved = warp_vote.any_in_warp(top - state.top, 0.0, mma_2x2.row_layout(ROWS))
-    mma_2x2.put((p.astype(plan.problem.dtype),), smem.p, STAND)
+    mma_2x2.store_tile((p.astype(plan.problem.dtype),), smem.p, STAND)
 
     def scaled():
         return (
-            state.acc * mosaic.down_rows(shrink, state.acc.shape),
-            state.total * mosaic.down_rows(shrink, state.total.shape),
+            state.acc * mosaic.broadcast_rows(shrink, state.acc.shape),
+            state.total * mosaic.broadcast_rows(shrink, state.total.shape),
         )
 
     acc, total = lax.cond(moved != 0, scaled, lambda: (state.acc, state.total))
     mma_2x2.sync_row_pair(0)
     values = smem.kv, first, plan.problem.v_head_dim
-    acc = mma_2x2.weigh_shared(acc, smem.p, values, (ROWS, plan.tile, 1), STAND)
+    acc = mma_2x2.matmul_add_shared(acc, smem.p, values, (ROWS, plan.tile, 1), STAND)
     return State(acc, total + mma_2x2.partial_sums(p), top)
 
 
 def _nothing(plan: LatentPlan) -> State:
     acc, total = (
-        plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.standing(shape, 2))
+        plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.warp_layout(shape, 2))
         for shape in ((ROWS, plan.problem.v_head_dim), (ROWS, mma_2x2.PARTIALS))
     )
     top = jnp.full((ROWS,), -jnp.inf, jnp.float32)
@@ -309,10 +309,10 @@ def _finish(plan: LatentPlan, smem: Smem, results: Any, done: tuple, parts: Any)
     """A part to global memory; the last block makes the result of all."""
     piece, state = done
     lost = smem.table.lost[piece.m]
-    mma_2x2.put_rows(state.total, smem.rows, 0, "sum")
+    mma_2x2.store_row_partials(state.total, smem.rows, 0, "sum")
     mma_2x2.sync_row_pair(0)
-    total = mma_2x2.rows_of_both(smem.rows, 0, ROWS, "sum")
-    total = total + mosaic.spread(jnp.where(lost == 1, jnp.nan, 0.0), total.shape)
+    total = mma_2x2.load_row_totals(smem.rows, 0, ROWS, "sum")
+    total = total + mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), total.shape)
     mosaic.store(results.parts.at[parts.mine], state.acc)
     mosaic.store(results.tops.at[parts.mine], state.top)
     mosaic.store(results.totals.at[parts.mine], total)

@@ -422,7 +422,7 @@ def _weigh(plan: LatentPlan, smem: Smem, results: Any, cta: Scalar, wg: Scalar) 
             shrink = jnp.exp2(state.top - base_of(top))
             accs = lax.cond(
                 warp_vote.any_in_warp(top - state.top, 0.0) != 0,
-                lambda: tuple(acc * mosaic.down_rows(shrink, acc.shape) for acc in state.accs),
+                lambda: tuple(acc * mosaic.broadcast_rows(shrink, acc.shape) for acc in state.accs),
                 lambda: state.accs,
             )
 
@@ -464,7 +464,7 @@ def _finish(plan: LatentPlan, smem: Smem, results: Any, done: tuple, where: tupl
     mine, first, later = (slot * plan.beside + place.which for slot in others)
     slots = mla_combine.Slots(count, mine, first, later, plan.slots_a_block)
     lost = smem.table.lost[piece.m]
-    total = state.total + mosaic.spread(jnp.where(lost == 1, jnp.nan, 0.0), (ROWS,))
+    total = state.total + mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), (ROWS,))
 
     @pl.when(count == 1)
     def _():
@@ -504,7 +504,7 @@ def _merge(plan: LatentPlan, results: Any, piece: Piece, wg: Scalar, slots: Any)
 
         def weighed(slot, n=n):
             own = mla_combine.numbers(results.tops, slot, layout)
-            weight = mosaic.down_rows(jnp.exp2(own - base_of(top)), shape)
+            weight = mosaic.broadcast_rows(jnp.exp2(own - base_of(top)), shape)
             tile = plan.tile_of(slot, wg, n)
             return (weight * mla_combine.fetched(results.parts, tile, shape),)
 
@@ -530,7 +530,7 @@ def _write(plan: LatentPlan, results: Any, piece: Piece, wg: Scalar, some: tuple
     line = piece.m * plan.chunks + lax.rem(piece.head, jnp.int32(plan.chunks))
     row = mosaic.positions((ROWS,), 0, 0)
     wanted = warp_vote.any_in_warp((plan.most_rows - row).astype(jnp.float32), 0.0)
-    out = (acc * mosaic.down_rows(factor, acc.shape)).astype(plan.problem.dtype)
+    out = (acc * mosaic.broadcast_rows(factor, acc.shape)).astype(plan.problem.dtype)
     to = pl.ds(line * ROWS, ROWS), pl.ds(wg * plan.half + n * plan.part, plan.part)
     pl.when(wanted != 0)(lambda: mosaic.store(results.out.at[to], out))
 

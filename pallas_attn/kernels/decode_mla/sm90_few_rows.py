@@ -289,7 +289,7 @@ def _finish(plan: FewPlan, results: Any, smem: Smem, done: tuple) -> None:
     piece, state, parts = done
     lost = smem.table.lost[piece.m]
     total = state.total.sum(axis=0)
-    total = total + mosaic.spread(jnp.where(lost == 1, jnp.nan, 0.0), total.shape)
+    total = total + mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), total.shape)
     slots = mla_combine.Slots(parts.count, parts.mine, parts.first, parts.later, plan.slots_a_block)
 
     @pl.when(slots.count == 1)

@@ -168,7 +168,7 @@ def _ds(plan: Plan, refs: Refs, smem: Smem, step: Step, slot: Any) -> Any:
     shape = (ROWS, plan.config.block_kv)
     kinds = (plan.scores, plan.values) * 2
     q, do, k, v = (
-        wgmma.of_memory(ref.at[slot], kind) for ref, kind in zip(smem[:4], kinds, strict=True)
+        wgmma.terms_of_smem(ref.at[slot], kind) for ref, kind in zip(smem[:4], kinds, strict=True)
     )
     head = lax.div(step.head, jnp.int32(plan.problem.group))
     units = units_of(refs, step.batch, head)
@@ -180,7 +180,7 @@ def _ds(plan: Plan, refs: Refs, smem: Smem, step: Step, slot: Any) -> Any:
         for ref in (refs.lse, refs.delta)
     )
     p, _ = score_mod.probabilities(plan, refs, place, s, lse, True)
-    ds = p * (dp - mosaic.down_rows(delta, shape))
+    ds = p * (dp - mosaic.broadcast_rows(delta, shape))
     # What lies past a length may be NaN in s and in dp.
     inside = mosaic.positions(shape, 0, step.row) < step.q_len
     return times(jnp.where(inside & (p != 0), ds, 0.0), units.ds)

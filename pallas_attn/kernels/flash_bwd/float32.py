@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_attn._problem import AttentionInputs
 from pallas_attn.kernels.mma import wgmma
 
-SPREAD = 2.0 ** (wgmma.TOP + 1)  # of probabilities, by default
+SPREAD = 2.0 ** (wgmma.EXPONENT + 1)  # of probabilities, by default
 
 
 class Units(NamedTuple):
@@ -62,10 +62,10 @@ def left(plan: Any, x: Any, spread: float = 1.0) -> tuple[Any, ...]:
     them one number a row.
     """
     if plan.exact:
-        parts, power = wgmma.of_rows(x, plan.values)
+        parts, power = wgmma.terms_of_rows(x, plan.values)
         return (*parts, power)
     x = x * spread if plan.problem.dtype == "float32" else x
-    return wgmma.of_registers(x, plan.values)
+    return wgmma.terms_of_registers(x, plan.values)
 
 
 def added(

@@ -49,7 +49,7 @@ from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import global_accumulate, mma_2x2, mma_sync
-from pallas_attn.kernels.mma.mma_2x2 import Stand
+from pallas_attn.kernels.mma.mma_2x2 import WarpGrid
 
 ROWS = attention_plan.ROWS
 FIXED = {"bias", "sinks"}  # arrays that move no tile of work
@@ -145,9 +145,9 @@ class KeyPlan(Widths, shared.Plan):
         return wide and self.config.warpgroups == 1
 
     @property
-    def stand(self) -> Stand:
+    def stand(self) -> WarpGrid:
         """How warps stand around gradients."""
-        return Stand(self.config.down, self.config.warpgroups)
+        return WarpGrid(self.config.down, self.config.warpgroups)
 
     @property
     def apart(self) -> bool:
@@ -341,7 +341,7 @@ class Block(NamedTuple):
     smem: Smem
     item: Item
     which: str  # gradients that it makes
-    stand: Stand
+    stand: WarpGrid
 
     def copy_async(self, *copies: Any) -> None:
         copy_async(*copies, pending=None, sync=True, groups=self.stand.groups)
@@ -387,7 +387,7 @@ def _attend(block: Block, chain: Any = None) -> tuple[Any, ...]:
 def _nothing(block: Block, name: str) -> Any:
     plan, stand = block.plan, block.stand
     shape = (plan.keys, (plan.k_width if name == "k" else plan.v_width) // stand.groups)
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.standing(shape, stand.down))
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.warp_layout(shape, stand.down))
 
 
 def _step(block: Block, step: Step, rows: Any, grads: dict, later: list) -> tuple[Any, ...]:
@@ -404,22 +404,22 @@ def _step(block: Block, step: Step, rows: Any, grads: dict, later: list) -> tupl
     p = mma_sync.parts_of(probabilities, parts, plan.operand_dtype)
     ds: Any = ()
     if smem.p is not None:
-        mma_2x2.put(p, smem.p, stand)
+        mma_2x2.store_tile(p, smem.p, stand)
     elif "v" in which:
-        grads["v"] = mma_2x2.weigh(grads["v"], p, do, stand.down)
+        grads["v"] = mma_2x2.matmul_add(grads["v"], p, do, stand.down)
     if "k" in which:
         ds = mma_sync.parts_of(derivative(probabilities), parts, plan.operand_dtype)
     if smem.ds is not None:
-        mma_2x2.put(ds, smem.ds, stand)
+        mma_2x2.store_tile(ds, smem.ds, stand)
     if smem.p is not None:
         block.copy_async()
-        grads["v"] = mma_2x2.weigh_shared(grads["v"], smem.p, do, shape, stand)
+        grads["v"] = mma_2x2.matmul_add_shared(grads["v"], smem.p, do, shape, stand)
     if later or (smem.p is None and smem.ds is not None):
         block.copy_async(*later)
     if "k" in which and stand.shares > 1:
-        grads["k"] = mma_2x2.weigh_shared(grads["k"], smem.ds, q, shape, stand)
+        grads["k"] = mma_2x2.matmul_add_shared(grads["k"], smem.ds, q, shape, stand)
     elif "k" in which:
-        grads["k"] = mma_2x2.weigh(grads["k"], ds, q, stand.down)
+        grads["k"] = mma_2x2.matmul_add(grads["k"], ds, q, stand.down)
     if plan.fused:
         _add_dq(block, step)
     grads = {name: grads[name] + old for name, old in before.items()} or grads
@@ -435,8 +435,8 @@ def _apart(block: Block, i: Any, first: Any, grads: dict, later: list) -> tuple[
     """
     plan, refs, smem, stand = block.plan, block.refs, block.smem, block.stand
     size, none, step = plan.config.block_q, jnp.int32(0), step_of(plan, block.item, i)
-    shape, whole = (plan.keys, size), Stand(2)
-    layout, second = mosaic.standing(shape, 2), stand.group == 1
+    shape, whole = (plan.keys, size), WarpGrid(2)
+    layout, second = mosaic.warp_layout(shape, 2), stand.group == 1
     rows = pl.ds(step.t * size, size)
 
     def of_rows(ref):
@@ -459,22 +459,22 @@ def _apart(block: Block, i: Any, first: Any, grads: dict, later: list) -> tuple[
     def _():
         p, _ = score_mod.probabilities(plan, refs, place, product, numbers, masked)
         high, low = mma_sync.parts_of(p, 2, plan.operand_dtype)
-        mma_2x2.put((high,), smem.p, whole)
-        mma_2x2.put((low,), rest, whole)
+        mma_2x2.store_tile((high,), smem.p, whole)
+        mma_2x2.store_tile((low,), rest, whole)
 
     last_dq(jnp.logical_not(second))
     block.copy_async()
 
     @pl.when(second)
     def _():
-        high, low = (mma_2x2.get(ref, shape, 2).astype(jnp.float32) for ref in (smem.p, rest))
+        high, low = (mma_2x2.load_tile(ref, shape, 2).astype(jnp.float32) for ref in (smem.p, rest))
         ds = (high + low) * (product - across(numbers, shape))
-        mma_2x2.put((ds.astype(plan.operand_dtype),), smem.ds, whole)
+        mma_2x2.store_tile((ds.astype(plan.operand_dtype),), smem.ds, whole)
 
     sizes = (*shape, 1)
-    grads["v"] = mma_2x2.weigh_shared(grads["v"], smem.p, do, sizes, stand)
+    grads["v"] = mma_2x2.matmul_add_shared(grads["v"], smem.p, do, sizes, stand)
     block.copy_async(*later)
-    grads["k"] = mma_2x2.weigh_shared(grads["k"], smem.ds, q, sizes, stand)
+    grads["k"] = mma_2x2.matmul_add_shared(grads["k"], smem.ds, q, sizes, stand)
     if not plan.late:
         _add_dq(block, step)
     return tuple(grads[name] for name in block.which)
@@ -496,7 +496,7 @@ def _scores(block: Block, step: Step, first: Any) -> tuple[Any, Any]:
     """(P of a warpgroup's queries; dS as a function of it)."""
     plan, refs, smem, stand = block.plan, block.refs, block.smem, block.stand
     shape, none, begin = (plan.keys, plan.rows), jnp.int32(0), stand.group * plan.rows
-    layout, size = mosaic.standing(shape, stand.down), plan.config.block_q
+    layout, size = mosaic.warp_layout(shape, stand.down), plan.config.block_q
     rows = pl.ds(step.t * size + begin, plan.rows)
 
     def of_rows(ref):

@@ -31,7 +31,7 @@ from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.mma import epilogue, global_accumulate, mma_2x2, mma_sync
-from pallas_attn.kernels.mma.mma_2x2 import Stand
+from pallas_attn.kernels.mma.mma_2x2 import WarpGrid
 
 ROWS = attention_plan.ROWS
 STREAMED = 32  # columns at a time, where nothing else has room
@@ -127,7 +127,7 @@ def _ds(plan: WholePlan, refs: Refs, products: Any, cell: Cell, at: Any) -> Any:
     key, masked, lse, delta = at
     place = Place(cell.batch, cell.head, cell.row, key, cell.q_offset, cell.kv_len, 0)
     p, slope = score_mod.probabilities(plan, refs, place, next(products), lse, masked)
-    return p * (next(products) - mosaic.down_rows(delta, p.shape)), slope
+    return p * (next(products) - mosaic.broadcast_rows(delta, p.shape)), slope
 
 
 def _numbers(plan: WholePlan, refs: Refs, cell: Cell) -> list[Any]:
@@ -178,7 +178,7 @@ def _walk(plan: WholePlan, refs: Refs, smem: Smem, where: Any, ds_of: Any) -> An
             copy_async(*copies(t * block, slot)[1], pending=None, sync=True)
             copy_async(pending=0)
         ds = ds_of(t, _products(plan, smem, slot * block))
-        return mma_sync.weigh(dq, ds, smem.k, slot * block, plan.k_width)
+        return mma_sync.matmul_add(dq, ds, smem.k, slot * block, plan.k_width)
 
     nothing = mosaic.filled((plan.tile_rows, plan.k_width), 0.0)
     return lax.fori_loop(span.lo, span.hi, step, nothing)
@@ -288,13 +288,13 @@ def _collect(dq: Any, out: Any, *stage: Any, plan: Any) -> None:
     problem, parts, block = plan.problem, plan.dq_parts, plan.config.block_q
     number = lax.axis_index("part")
     tile, part = lax.div(number, jnp.int32(parts)), lax.rem(number, jnp.int32(parts))
-    rows = global_accumulate.collected(dq, number, (block, plan.k_width // parts), plan.vectors)
+    rows = global_accumulate.load(dq, number, (block, plan.k_width // parts), plan.vectors)
     head, t = lax.div(tile, jnp.int32(plan.q_tiles)), lax.rem(tile, jnp.int32(plan.q_tiles))
     heads = jnp.int32(problem.q_heads)
     batch, head = lax.div(head, heads), lax.rem(head, heads)
     at = (batch, head, t * block, problem.q_len - t * block)
     rows = (rows * problem.scale).astype(out.dtype)
-    stand = Stand(2, parts, part)
+    stand = WarpGrid(2, parts, part)
     if stage:
         epilogue.write(rows, out, at, (stage[0], 0), stand)
     else:

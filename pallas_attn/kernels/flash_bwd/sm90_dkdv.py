@@ -153,7 +153,7 @@ def _keys_of(side: Side, number: Any) -> tuple[Any, ...]:
     if side.keys.shape[-1] > 256:
         # 0, which only we know: or else addresses would be computed early and spilled.
         at = lax.shift_right_logical(number, jnp.int32(31))
-    return wgmma.of_memory(side.keys.at[at], side.kinds[0])
+    return wgmma.terms_of_smem(side.keys.at[at], side.kinds[0])
 
 
 def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[Any, Any]:
@@ -186,11 +186,11 @@ def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[An
 
     def product(slot):
         plgpu.barrier_wait(side.first_ready.at[slot])
-        return wgmma.transposed(wgmma.of_memory(side.first.at[slot], kind))
+        return wgmma.transposed(wgmma.terms_of_smem(side.first.at[slot], kind))
 
     def gradient(slot):
         plgpu.barrier_wait(side.second_ready.at[slot])
-        return wgmma.of_memory(side.second.at[slot], gradient_kind)
+        return wgmma.terms_of_smem(side.second.at[slot], gradient_kind)
 
     def some(count):
         slot = slot_of(count)

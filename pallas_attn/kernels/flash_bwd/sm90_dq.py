@@ -171,7 +171,7 @@ def _ds(plan: Plan, refs: Refs, smem: Smem, rows: Rows, at: Any, dp: Any) -> Any
     )
     s = times(s, rows.units.scores)
     p, slope = score_mod.probabilities(plan, refs, place, s, rows.lse, masked)
-    ds = p * (times(dp(), rows.units.dp) - mosaic.down_rows(rows.delta, shape))
+    ds = p * (times(dp(), rows.units.dp) - mosaic.broadcast_rows(rows.delta, shape))
     return ds if slope is None else ds * slope
 
 
@@ -182,9 +182,9 @@ def _both(plan: Plan, smem: Smem, wg: Any, count: Any, accs: tuple[Any, Any]) ->
         (accs[0], smem.q, smem.k, smem.k_ready, stages, plan.scores),
         (accs[1], smem.do, smem.v, smem.v_ready, stages - 1, plan.values),
     ):
-        slot, left = ring(count, size), wgmma.of_memory(own.at[wg], kind)
+        slot, left = ring(count, size), wgmma.terms_of_smem(own.at[wg], kind)
         plgpu.barrier_wait(ready.at[slot])
-        wgmma.multiply(acc, left, wgmma.transposed(wgmma.of_memory(passing.at[slot], kind)))
+        wgmma.multiply(acc, left, wgmma.transposed(wgmma.terms_of_smem(passing.at[slot], kind)))
         issued += wgmma.products(kind.terms, kind.terms)
     return issued
 
@@ -198,7 +198,7 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
     span, count = carry
     config, scores, values = plan.config, plan.scores, plan.values
     shape, width = (ROWS, config.block_kv), smem.q.shape[-1] // scores.terms
-    memory, swizzle = wgmma.of_memory, k_swizzle_of(plan)
+    memory, swizzle = wgmma.terms_of_smem, k_swizzle_of(plan)
     left_of, add = functools.partial(left, plan), functools.partial(added, plan)
     k_slot = functools.partial(ring, size=config.stages)
     v_slot = functools.partial(ring, size=config.stages - 1)
@@ -322,7 +322,7 @@ def _finish(plan: Plan, smem: Smem, dq_ref: Any, rows: Rows, dq: Any) -> None:
     dq = dq * (plan.problem.scale if rows.units.dq is None else rows.units.dq)
     if tile.q_len is not None:
         inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
-        dq = jnp.where(mosaic.down_rows(inside, dq.shape), dq, 0.0)
+        dq = jnp.where(mosaic.broadcast_rows(inside, dq.shape), dq, 0.0)
     if plan.problem.dtype == "float32":
         plgpu.commit_smem()  # q and dO have been read, and TMA will write there
         where = (tile.batch, pl.ds(rows.row, ROWS), tile.head, pl.ds(0, dq.shape[1]))

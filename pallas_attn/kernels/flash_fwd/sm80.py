@@ -249,7 +249,7 @@ def _no_keys(plan: WholePlan) -> State:
     rows = plan.own_rows
     if plan.config.warp_rows == 2:
         acc, row_sum = (
-            plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.standing(shape, 2))
+            plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.warp_layout(shape, 2))
             for shape in ((rows, plan.v_width), (rows, mma_2x2.PARTIALS))
         )
         row_max = jnp.full((rows,), -jnp.inf, jnp.float32)
@@ -281,7 +281,7 @@ def _mainloop(ctx: Context, rows: Rows) -> State:
     q: Any = None if config.columns else smem.q
     if config.q_in_registers:
         copy_async(pending=config.stages - 1, groups=plan.groups)
-        q = mma_sync.held(smem.q, first, plan.own_rows, terms * plan.k_width)
+        q = mma_sync.load_fragments(smem.q, first, plan.own_rows, terms * plan.k_width)
 
     def step(masked, i, state):
         t = -1 - i  # loops count up
@@ -334,7 +334,7 @@ def _step(ctx: Context, rows: Rows, q: Any, t: Any, masked: bool, state: State) 
         given, plan.unit, state.row_max, (state.acc, state.row_sum), guarded=guarded
     )
     p = mma_sync.parts_of(new.p, terms, smem.v.dtype)
-    acc = mma_sync.weigh(acc, p, smem.v, slot, plan.v_width)
+    acc = mma_sync.matmul_add(acc, p, smem.v, slot, plan.v_width)
     return State(acc, row_sum + new.row_sum, new.row_max)
 
 
@@ -394,8 +394,8 @@ def _step_of_warp_pairs(ctx: Context, rows: Rows, t: Any, masked: bool, state: S
     slot, own, first = _smem_row(plan, rows, t), plan.own_rows, rows.wg * plan.own_rows
     sizes = (own, config.block_kv, plan.k_width)
     s = mma_2x2.product((smem.q, first), (smem.k, slot), sizes, terms, 2)
-    given = score_mod.logits(ctx, rows, t, s, masked, mosaic.standing(s.shape, 2))
-    mma_2x2.put_rows(given, smem.rows, first, "max")
+    given = score_mod.logits(ctx, rows, t, s, masked, mosaic.warp_layout(s.shape, 2))
+    mma_2x2.store_row_partials(given, smem.rows, first, "max")
     if config.stages == 1:
         sync_and_copy(copy(t - 1, "k"), pending=0)
     else:
@@ -403,21 +403,21 @@ def _step_of_warp_pairs(ctx: Context, rows: Rows, t: Any, masked: bool, state: S
     row_max, base = _raise_shared_max(ctx, rows, state, masked or plan.has("bias"))
     p = _probabilities(plan, given, base)
     moved = _any_moved(plan, state, row_max)
-    stand = mma_2x2.Stand(2, row=first)
-    mma_2x2.put(mma_sync.parts_of(p, terms, smem.v.dtype), smem.p, stand)
+    stand = mma_2x2.WarpGrid(2, row=first)
+    mma_2x2.store_tile(mma_sync.parts_of(p, terms, smem.v.dtype), smem.p, stand)
     rescale = jnp.exp2(state.row_max - base)
     new = softmax.Step(p, row_max, rescale, mma_2x2.partial_sums(p), moved)
     acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
     mma_2x2.sync_row_pair(rows.wg)
     sizes = (own, config.block_kv, terms)
-    acc = mma_2x2.weigh_shared(acc, smem.p, (smem.v, slot, plan.v_width), sizes, stand)
+    acc = mma_2x2.matmul_add_shared(acc, smem.p, (smem.v, slot, plan.v_width), sizes, stand)
     return State(acc, row_sum + new.row_sum, row_max)
 
 
 def _raise_shared_max(ctx: Context, rows: Rows, state: State, guarded: bool) -> tuple[Any, Any]:
     """`softmax.raise_max` by the maxima that both warps of a row have put into shared memory."""
     plan, own = ctx.plan, ctx.plan.own_rows
-    peak = mma_2x2.rows_of_both(ctx.smem.rows, rows.wg * own, own, "max")
+    peak = mma_2x2.load_row_totals(ctx.smem.rows, rows.wg * own, own, "max")
     return softmax.raise_max(peak, plan.unit, state.row_max, guarded=guarded)
 
 
@@ -428,7 +428,7 @@ def _any_moved(plan: WholePlan, state: State, row_max: Any) -> Any:
 
 def _probabilities(plan: WholePlan, given: Any, base: Any) -> Any:
     given = given if plan.unit is None else given * plan.unit
-    return jnp.exp2(given - mosaic.down_rows(base, given.shape))
+    return jnp.exp2(given - mosaic.broadcast_rows(base, given.shape))
 
 
 def _mainloop_scores_ahead(ctx: Context, rows: Rows) -> State:
@@ -440,7 +440,7 @@ def _mainloop_scores_ahead(ctx: Context, rows: Rows) -> State:
     sizes = (own, plan.config.block_kv, plan.k_width)
     copy = functools.partial(_kv_copy, ctx, rows)
     sync_and_copy = functools.partial(copy_async, groups=plan.groups, pending=0)
-    layout, stand = mosaic.standing(sizes[:2], 2), mma_2x2.Stand(2, row=first)
+    layout, stand = mosaic.warp_layout(sizes[:2], 2), mma_2x2.WarpGrid(2, row=first)
     some_masked = bool({"first_masked", "high", "low"} & plan.parts)
     matrix, none = ((smem.q, first), (smem.k, jnp.int32(0))), jnp.int32(0)
 
@@ -461,19 +461,19 @@ def _mainloop_scores_ahead(ctx: Context, rows: Rows) -> State:
         acc, before = softmax.rescaled(new, (state.acc, state.row_sum))
         values = smem.v, none, plan.v_width
         peaks = coming, smem.rows, first
-        acc = mma_2x2.weigh_and_peaks(acc, smem.p, values, sizes[:2], stand, peaks)
+        acc = mma_2x2.matmul_add_and_row_max(acc, smem.p, values, sizes[:2], stand, peaks)
         return State(acc, before + row_sum, row_max), coming
 
     def last_step(state, given):
         row_max, base, moved = raise_max(span.lo, state)
         p = _probabilities(plan, given, base)
-        mma_2x2.put((p.astype(smem.v.dtype),), smem.p, stand)
+        mma_2x2.store_tile((p.astype(smem.v.dtype),), smem.p, stand)
         row_sum = mma_2x2.partial_sums(p)
         sync_and_copy()
         new = softmax.Step(p, row_max, jnp.exp2(state.row_max - base), row_sum, moved)
         acc, before = softmax.rescaled(new, (state.acc, state.row_sum))
         values, both = (smem.v, none, plan.v_width), (*sizes[:2], 1)
-        acc = mma_2x2.weigh_shared(acc, smem.p, values, both, stand)
+        acc = mma_2x2.matmul_add_shared(acc, smem.p, values, both, stand)
         return State(acc, before + row_sum, row_max)
 
     copy_async(_q_copy(ctx, rows), copy(span.hi - 1, "k"), pending=None)
@@ -481,7 +481,7 @@ def _mainloop_scores_ahead(ctx: Context, rows: Rows) -> State:
     s = mma_2x2.product(*matrix, sizes, 1, 2)
     given = score_mod.logits(ctx, rows, span.hi - 1, s, some_masked, layout)
     sync_and_copy(copy(span.hi - 2, "k"))
-    mma_2x2.put_rows(given, smem.rows, first, "max")
+    mma_2x2.store_row_partials(given, smem.rows, first, "max")
     high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), span.hi)
     low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)
     begin = 1 - span.hi
@@ -504,17 +504,17 @@ def _epilogue(ctx: Context, rows: Rows, state: State) -> None:
     tile, row_sum, stand = rows.tile, state.row_sum, None
     sink = refs.sinks[tile.head] if plan.has("sinks") else None
     if plan.config.warp_rows == 2:
-        first, stand = rows.wg * plan.own_rows, mma_2x2.Stand(2)
-        mma_2x2.put_rows(row_sum, smem.rows, first, "sum")
+        first, stand = rows.wg * plan.own_rows, mma_2x2.WarpGrid(2)
+        mma_2x2.store_row_partials(row_sum, smem.rows, first, "sum")
         mma_2x2.sync_row_pair(rows.wg)
-        row_sum = mma_2x2.rows_of_both(smem.rows, first, plan.own_rows, "sum")
+        row_sum = mma_2x2.load_row_totals(smem.rows, first, plan.own_rows, "sum")
     factor, lse = softmax.finish(state.row_max, row_sum, sink)
-    acc = jax.tree.map(lambda x: x * mosaic.down_rows(factor, x.shape), state.acc)
+    acc = jax.tree.map(lambda x: x * mosaic.broadcast_rows(factor, x.shape), state.acc)
     if tile.q_len is not None:
-        layout = mosaic.TILE if stand is None else mosaic.standing(acc.shape, 2)
+        layout = mosaic.TILE if stand is None else mosaic.warp_layout(acc.shape, 2)
         inside = mosaic.positions(lse.shape, 0, rows.row, layout) < tile.q_len
         lse = jnp.where(inside, lse, -jnp.inf)
-        acc = jax.tree.map(lambda x: jnp.where(mosaic.down_rows(inside, x.shape), x, 0.0), acc)
+        acc = jax.tree.map(lambda x: jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc)
     mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, plan.own_rows)], lse)
     live = plan.problem.q_len - rows.row
     at = (tile.batch, tile.head, rows.row, live)

@@ -71,7 +71,7 @@ BARRIERS = 1024  # bytes kept for them and for alignment
 # Registers of a consumer's thread, by how many consumers there are.
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 # Probabilities of float32 are spread over float16's range; they lie below 2**RESCALE_THRESHOLD.
-SPREAD = 2.0 ** (wgmma.TOP + 1 - softmax.RESCALE_THRESHOLD)
+SPREAD = 2.0 ** (wgmma.EXPONENT + 1 - softmax.RESCALE_THRESHOLD)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -530,7 +530,7 @@ def _scale_of(ctx: Context, tile: Tile) -> _Scale:
 def _p_operand(plan: Plan, p: Any) -> tuple[Any, ...]:
     """Probabilities, as the left operand of the matmul with the values."""
     p = p * SPREAD if plan.scaled else p
-    return wgmma.of_registers(p, plan.values)
+    return wgmma.terms_of_registers(p, plan.values)
 
 
 def _score_operands(ctx: Context, rows: Rows, slot: Any) -> tuple[Any, Any]:
@@ -541,8 +541,8 @@ def _score_operands(ctx: Context, rows: Rows, slot: Any) -> tuple[Any, Any]:
         # Plus 0, which the compiler does not know: else addresses in q would be computed before the
         # loop and spilled.
         at = at + lax.shift_right_logical(slot, jnp.int32(31))
-    q = wgmma.of_memory(smem.q.at[at], plan.scores)
-    return q, wgmma.transposed(wgmma.of_memory(smem.k.at[slot], plan.scores))
+    q = wgmma.terms_of_smem(smem.q.at[at], plan.scores)
+    return q, wgmma.transposed(wgmma.terms_of_smem(smem.k.at[slot], plan.scores))
 
 
 def _ids_at(smem: Smem, slot: Any) -> Any:
@@ -583,7 +583,7 @@ def mainloop(ctx: Context, rows: Rows, slot: Any, meanwhile: Any) -> tuple[State
         t = -1 - i  # loops count up
         state, slot = carry
         ring.wait(slot)
-        values = wgmma.of_memory(smem.v.at[slot], plan.values)
+        values = wgmma.terms_of_smem(smem.v.at[slot], plan.values)
 
         def matmuls(scores, out):
             wgmma.multiply(scores, *_score_operands(ctx, rows, slot))
@@ -604,7 +604,7 @@ def mainloop(ctx: Context, rows: Rows, slot: Any, meanwhile: Any) -> tuple[State
             some = (state.acc, state.p, values, plan.v_swizzle, (state.rescale, None))
             acc, s = wgmma.exact_matmul_add_overlapped(*some, shape, operands)
             new = softmax_step(s)
-            row_sum = state.row_sum * mosaic.down_rows(new.rescale, state.row_sum.shape)
+            row_sum = state.row_sum * mosaic.broadcast_rows(new.rescale, state.row_sum.shape)
         else:
             behind = wgmma.products(plan.values.terms, plan.values.terms)
             like = softmax.Step(
@@ -639,7 +639,7 @@ def mainloop(ctx: Context, rows: Rows, slot: Any, meanwhile: Any) -> tuple[State
 
     state, slot = carry
     ring.wait(slot)
-    values = wgmma.of_memory(smem.v.at[slot], plan.values)
+    values = wgmma.terms_of_smem(smem.v.at[slot], plan.values)
     if plan.exact:
         factors = (state.rescale, None)
         acc = wgmma.exact_matmul_add(state.acc, state.p, values, plan.v_swizzle, factors)
@@ -661,11 +661,11 @@ def _epilogue(ctx: Context, rows: Rows, result: Result) -> None:
     if refs.units is not None:
         head = lax.div(tile.head, jnp.int32(plan.problem.group))
         factor = factor * refs.units[1, tile.batch, head]
-    acc = acc * mosaic.down_rows(factor, acc.shape)
+    acc = acc * mosaic.broadcast_rows(factor, acc.shape)
     if tile.q_len is not None:
         inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
         lse = jnp.where(inside, lse, -jnp.inf)
-        acc = jnp.where(mosaic.down_rows(inside, acc.shape), acc, 0.0)
+        acc = jnp.where(mosaic.broadcast_rows(inside, acc.shape), acc, 0.0)
     mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], lse)
     width, staged = smem.out.shape[-1], smem.out.at[rows.wg]
     for column in range(0, plan.v_width, width):

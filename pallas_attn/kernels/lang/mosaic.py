@@ -125,7 +125,7 @@ def positions(shape: Sequence[int], axis: int, start: Any, layout: Any = TILE) -
     return plgpu.broadcasted_iota(jnp.int32, tuple(shape), axis, layout=layout) + start
 
 
-def standing(shape: tuple[int, int], down: int) -> Any:
+def warp_layout(shape: tuple[int, int], down: int) -> Any:
     """The layout of a warpgroup's tile of which each warp has one piece in whole: `down` of them
     lie one above the other, 4 // down beside each other.
     """
@@ -136,17 +136,17 @@ def standing(shape: tuple[int, int], down: int) -> Any:
     return plgpu.Layout.TILED(found.tiling, found.warp_dims, found.lane_dims, found.vector_dim)
 
 
-def down_rows(rows: jax.Array, shape: Sequence[int]) -> jax.Array:
+def broadcast_rows(rows: jax.Array, shape: Sequence[int]) -> jax.Array:
     """One number a row, spread over the columns."""
     return lax.broadcast_in_dim(rows, tuple(shape), [0])
 
 
-def spread(scalar: jax.Array, shape: Sequence[int]) -> jax.Array:
+def broadcast_scalar(scalar: jax.Array, shape: Sequence[int]) -> jax.Array:
     """One number, everywhere: Mosaic does not broadcast the operands of a select by itself."""
     return lax.broadcast_in_dim(scalar, tuple(shape), ())
 
 
-def begin_early() -> None:
+def overlap_launches() -> None:
     """From sm90 on: what follows sees all that earlier kernels wrote, but the launch itself began
     while the one before was ending, if that was told so too (programmatic dependent launch); and
     the kernel after this one may begin.
@@ -159,14 +159,14 @@ def lane_kernel(
     body: Callable[..., None], *, grid: int, name: str, early: bool = False
 ) -> Callable[..., Any]:
     """A kernel of `grid` blocks of `THREADS` threads with no tiles in it, which writes only into
-    the refs it is given. `early`: see `begin_early`.
+    the refs it is given. `early`: see `overlap_launches`.
 
     Lane semantics: there is no layout to infer, which is a third of the time that lowering takes.
     """
 
     def kernel(*refs: Any) -> None:
         if early:
-            begin_early()
+            overlap_launches()
         body(*refs)
 
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)

@@ -180,14 +180,12 @@ class Thread(mosaic.Thread):
         operands = [arith.extui(i32(), where.value), shared_address(ref, index, 4), value]
         do(ptx, operands, "r,r,r")
 
-    def sync(self) -> None:
-        """The block's threads meet, and see what the others wrote to shared memory."""
-        utils.warpgroup_barrier()
-
-    def meet(self, groups: int) -> None:
-        """`sync` of all threads of a block of so many warpgroups."""
+    def sync(self, groups: int = 1) -> None:
+        """A barrier of all threads of a block of so many warpgroups, behind which each sees what
+        the others wrote to shared memory before it.
+        """
         if groups == 1:
-            self.sync()
+            utils.warpgroup_barrier()
         else:
             do(f"bar.sync 0, {groups * mosaic.THREADS};", [], "")
 

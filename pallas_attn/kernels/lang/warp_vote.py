@@ -47,7 +47,7 @@ def any_in_warp(numbers: jax.Array, bound: float, layout: Any = None) -> jax.Arr
     return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(inline)(numbers)
 
 
-def seam(where: jax.Array) -> None:
+def scheduling_fence(where: jax.Array) -> None:
     """ptxas schedules nothing across this: a branch, which is hardly ever taken if `where`, an
     int32 that each warp has for itself, is hardly ever not 0.
 

@@ -46,7 +46,7 @@ def by_integers(dtype: str, gpu: str | None) -> bool:
     return dtype == "float8_e4m3fn" and _gpus.number(gpu or "sm80") < 89
 
 
-def widened(words: list[Value], dtype: str, integers: bool = False) -> list[Value]:
+def to_16_bits(words: list[Value], dtype: str, integers: bool = False) -> list[Value]:
     """Words of 4 numbers -> words of 2, in their order. `integers`: `by_integers`."""
     two = ir.Type.parse("!llvm.struct<(i32, i32)>")
     code = _BY_INTEGERS if integers else _CODE[dtype]

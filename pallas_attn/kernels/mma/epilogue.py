@@ -19,16 +19,16 @@ Array = Any
 
 
 def write(
-    tile: Array, to: Ref, at: tuple[Any, ...], stage: tuple[Ref, Any], stand: Any = None
+    tile: Array, to: Ref, at: tuple[Any, ...], stage: tuple[Ref, Any], grid: Any = None
 ) -> None:
-    """`mma_sync.write` or, if it is said how warps stand, `mma_2x2.write`, by way of `stage`:
+    """`mma_sync.write` or, if it is said how warps grid, `mma_2x2.write`, by way of `stage`:
     (shared memory, the first of the warpgroup's rows there), where nobody else reads or writes any
     more what lies in a warp's rows and columns.
     """
     (_, length, heads, dim), (rows, width), (room, first) = to.shape, tile.shape, stage
-    down = 4 if stand is None else 2
-    pitch, mine, group = room.shape[1], width * down // 4, 0 if stand is None else stand.group
-    whole = width * (1 if stand is None else stand.groups)
+    down = 4 if grid is None else 2
+    pitch, mine, group = room.shape[1], width * down // 4, 0 if grid is None else grid.group
+    whole = width * (1 if grid is None else grid.groups)
     step, chunks, count = 64 if down == 4 else 16, mine // 8, rows // down // 16
     assert pitch >= width and tile.dtype.itemsize == 2 == room.dtype.itemsize
 
@@ -72,7 +72,7 @@ def write(
         room[int(first) :][:rows, :width] = tile
         to[batch, start : start + live, head, begin : begin + some] = tile[:live, :some]
 
-    layout = mosaic.TILE if stand is None else mosaic.standing((rows, width), down)
+    layout = mosaic.TILE if grid is None else mosaic.warp_layout((rows, width), down)
     types = (layout, REF, (SCALAR,) * 4, REF, SCALAR, SCALAR)
     args = (tile, to, tuple(at), room, jnp.int32(first), jnp.int32(group))
     mma_rowmajor.inline(code, twin, args, types, None)

@@ -22,7 +22,7 @@ Array = jax.Array
 
 def add(tile: Array, to: Ref, index: Array, vectors: bool) -> None:
     """Adds a tile of float32, warps two by two, to row `index` of `to` [tiles, numbers of a tile],
-    as threads hold it, which `collected` undoes: so a warp adds to whole lines. In which order
+    as threads hold it, which `load` undoes: so a warp adds to whole lines. In which order
     blocks meet there is anybody's guess. `vectors`: by 4 numbers, which is one instruction from
     sm90 on.
     """
@@ -41,7 +41,7 @@ def add(tile: Array, to: Ref, index: Array, vectors: bool) -> None:
         with _ADDING:
             to[int(index)] += tile.ravel()
 
-    types = (mosaic.standing((rows, columns), 2), REF, SCALAR)
+    types = (mosaic.warp_layout((rows, columns), 2), REF, SCALAR)
     mma_rowmajor.inline(code, twin, (tile, to, index), types, None)
 
 
@@ -60,7 +60,7 @@ def _lines(tile: Any, to: Any, index: Any, size: int, vectors: bool) -> Any:
         yield [utils.getelementptr(base, [place], f32) for place in places], four
 
 
-def collected(ref: Ref, index: Array, shape: tuple[int, int], vectors: bool) -> Array:
+def load(ref: Ref, index: Array, shape: tuple[int, int], vectors: bool) -> Array:
     """Row `index` as `add` left it: the tile."""
     size = ref.shape[1]
 

@@ -1,14 +1,15 @@
-"""Matmuls of a block whose 4 warps stand two by two, for portable kernels: each warp has half of
-the rows of a result and half of its columns, where in `matrices` it has a quarter of the rows and
-all columns. What `ldmatrix` brings then meets more of the other operand: 136 loads for 320
-matmuls of a step of the backward at head dim 128, where quarters take 180.
+"""Matmuls by mma.sync of a block whose 4 warps share a result two by two: each warp has half of its
+rows and half of its columns, where in mma_sync.py it has a quarter of the rows and all columns.
+Each fragment that `ldmatrix` loads then meets more of the other operand: 136 loads for 320 matmuls
+of a step of the backward at head dim 128, where quarters take 180.
 
 The price: a tile of P or dS, as it comes out of one matmul, is the left operand of the next for
 half of the sum only. So it goes through shared memory, where a warp finds all of it, which also
 leaves registers for loads ahead of their matmuls. Taking the own half from registers was slower.
 
-`Stand` says how the warps stand: 4 or 2 of a warpgroup one above the other, and warpgroups beside
-each other: each has a part of the columns. Each step carries a twin in NumPy for the interpreter.
+`WarpGrid` says which warp has which part: 4 or 2 warps of a warpgroup one above the other, and
+warpgroups side by side, each with a part of the columns. Each function has a twin in NumPy, which
+the interpreter runs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,10 +40,10 @@ _BOTH: dict[str, tuple[Any, Any]] = {  # of two numbers on the GPU, and of an ax
 }
 
 
-class Stand(NamedTuple):
-    """How a block's warps stand around a result."""
+class WarpGrid(NamedTuple):
+    """Which warp of a block has which part of a result."""
 
-    down: int  # of a warpgroup one above the other
+    down: int  # warps of a warpgroup one above the other
     groups: int = 1  # warpgroups, side by side
     group: Any = 0  # which one this is, an int32 scalar
     row: Any = 0  # where its rows begin in what a warpgroup puts in shared memory for itself
@@ -59,11 +60,11 @@ class Stand(NamedTuple):
 
 
 def result_of(shape: tuple[int, int], dtype: Any, down: int) -> Any:
-    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=mosaic.standing(shape, down))
+    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=mosaic.warp_layout(shape, down))
 
 
 def tile_with(registers: list, shape: tuple[int, int], down: int) -> Any:
-    kind = mosaic.standing(shape, down).to_mgpu()
+    kind = mosaic.warp_layout(shape, down).to_mgpu()
     filled = np.empty(len(registers), object)
     filled[:] = registers
     return mgpu.FragmentedArray(
@@ -187,7 +188,7 @@ def either_product(pairs: tuple, which: Any, sizes: tuple, parts: int, down: int
     return mma_rowmajor.inline(code, twin, args, types, result_of(shape, jnp.float32, down))
 
 
-def weigh(acc: Array, p: Sequence[Array], x: tuple, down: int) -> Array:
+def matmul_add(acc: Array, p: Sequence[Array], x: tuple, down: int) -> Array:
     """acc + p @ x, p in registers, for warps one above the other: each has all columns of its rows.
     `x` is (ref, its first row, the width of a part).
     """
@@ -208,26 +209,28 @@ def weigh(acc: Array, p: Sequence[Array], x: tuple, down: int) -> Array:
     def twin(acc, p, x_ref, first):
         return np.array(acc) + product_of_numpy(p, x_ref[int(first) :][:inner], width)
 
-    kind = mosaic.standing((rows, width), down)
-    types = (kind, (mosaic.standing((rows, inner), down),) * len(p), REF, SCALAR)
+    kind = mosaic.warp_layout((rows, width), down)
+    types = (kind, (mosaic.warp_layout((rows, inner), down),) * len(p), REF, SCALAR)
     result = result_of((rows, width), jnp.float32, down)
     return mma_rowmajor.inline(code, twin, (acc, tuple(p), x_ref, first), types, result)
 
 
-def weigh_shared(acc: Array, p: Ref, x: tuple, sizes: tuple[int, int, int], stand: Stand) -> Array:
-    """acc + a warpgroup's columns of p @ x, p as `put` left it in shared memory. `sizes`: (rows and
-    columns of p, its parts).
+def matmul_add_shared(
+    acc: Array, p: Ref, x: tuple, sizes: tuple[int, int, int], grid: WarpGrid
+) -> Array:
+    """acc + a warpgroup's columns of p @ x, p as `store_tile` left it in shared memory. `sizes`:
+    (rows and columns of p, its parts).
     """
     (x_ref, first, width), (rows, inner, parts) = x, sizes
     steps, dtype, shape = (p.shape[1], x_ref.shape[1]), x_ref.dtype, acc.shape
-    blocks, wide = rows // stand.down // 16, width // stand.shares
-    mine = inner // stand.shares
+    blocks, wide = rows // grid.down // 16, width // grid.shares
+    mine = inner // grid.shares
 
     def code(acc, p, x_ref, first, group, row):
-        high, lane, share = _share(stand, group)
+        high, lane, share = _share(grid, group)
         sums, row = mma_sync.numbers_of(acc, blocks), int_of(row) + high * (16 * blocks) + lane % 16
-        for other in range(stand.shares):  # each begins with the columns that it put there itself
-            begin = (share + other) % stand.shares * mine
+        for other in range(grid.shares):  # each begins with the columns that it put there itself
+            begin = (share + other) % grid.shares * mine
             a_base = mma_sync.address_of(p, row, begin // 8 + lane // 16, steps[0])
             of_x, chunk = int_of(first) + begin + lane % 16, share * (wide // 8)
             base = mma_sync.address_of(x_ref, of_x, chunk + lane // 16, steps[1])
@@ -240,16 +243,16 @@ def weigh_shared(acc: Array, p: Ref, x: tuple, sizes: tuple[int, int, int], stan
                     for n in range(parts)
                 ]
                 multiply_rows(sums, a, (base, width, key * steps[1]), wide, dtype)
-        return tile_of_sums(sums, shape, stand.down)
+        return tile_of_sums(sums, shape, grid.down)
 
     def twin(acc, p, x_ref, first, group, row):
         left = [p[int(row) :][:rows, n * inner :][:, :inner] for n in range(parts)]
         whole = product_of_numpy(left, x_ref[int(first) :][:inner], width)
         return np.array(acc) + whole[:, int(group) * shape[1] :][:, : shape[1]]
 
-    types = (mosaic.standing(shape, stand.down), REF, REF, SCALAR, SCALAR, SCALAR)
-    args = (acc, p, x_ref, first, jnp.int32(stand.group), jnp.int32(stand.row))
-    return mma_rowmajor.inline(code, twin, args, types, result_of(shape, jnp.float32, stand.down))
+    types = (mosaic.warp_layout(shape, grid.down), REF, REF, SCALAR, SCALAR, SCALAR)
+    args = (acc, p, x_ref, first, jnp.int32(grid.group), jnp.int32(grid.row))
+    return mma_rowmajor.inline(code, twin, args, types, result_of(shape, jnp.float32, grid.down))
 
 
 def product_of_numpy(p: Any, x: Any, width: int) -> Any:
@@ -260,24 +263,24 @@ def product_of_numpy(p: Any, x: Any, width: int) -> Any:
     return out
 
 
-def _share(stand: Stand, group: Any) -> tuple[Int, Int, Int]:
+def _share(grid: WarpGrid, group: Any) -> tuple[Int, Int, Int]:
     """(which of the warps down, lane, which share of the columns)."""
-    high, wide, lane = place_of_warp(stand.down)
-    return high, lane, wide if stand.groups == 1 else int_of(group) * stand.across + wide
+    high, wide, lane = place_of_warp(grid.down)
+    return high, lane, wide if grid.groups == 1 else int_of(group) * grid.across + wide
 
 
 def transposed_product(
-    left: Ref, right: Ref, sizes: tuple[int, int, int], parts: int, stand: Stand
+    left: Ref, right: Ref, sizes: tuple[int, int, int], parts: int, grid: WarpGrid
 ) -> Array:
     """A warpgroup's columns of left^T @ right, [rows, width / groups], its warps two by two: `left`
-    holds [keys, rows] as `put` left it, `right` [keys, width]. `sizes`: (rows, keys, width).
+    holds [keys, rows] as `store_tile` left it, `right` [keys, width]. `sizes`: (rows, keys, width).
     """
     (rows, keys, width), dtype, steps = sizes, right.dtype, (left.shape[1], right.shape[1])
-    shape, blocks, stand = (rows, width // stand.groups), rows // 32, stand._replace(down=2)
-    wide = width // stand.shares
+    shape, blocks, grid = (rows, width // grid.groups), rows // 32, grid._replace(down=2)
+    wide = width // grid.shares
 
     def code(left, right, group):
-        high, lane, share = _share(stand, group)
+        high, lane, share = _share(grid, group)
         # Matrices in the order (rows, keys): (0, 0), (8, 0), (0, 8), (8, 8).
         a_row = lane % 8 + lane // 16 * 8
         a_base = mma_sync.address_of(left, a_row, high * (2 * blocks) + lane // 8 % 2, steps[0])
@@ -305,7 +308,7 @@ def transposed_product(
             out += a.T @ right[:keys, start : start + shape[1]].astype(np.float32)
         return out
 
-    args = (left, right, jnp.int32(stand.group))
+    args = (left, right, jnp.int32(grid.group))
     result = result_of(shape, jnp.float32, 2)
     return mma_rowmajor.inline(code, twin, args, (REF, REF, SCALAR), result)
 
@@ -313,14 +316,14 @@ def transposed_product(
 # ---- shared memory ------------------------------------------------------------------------------
 
 
-def put(tile: Sequence[Array], to: Ref, stand: Stand) -> None:
+def store_tile(tile: Sequence[Array], to: Ref, grid: WarpGrid) -> None:
     """A warpgroup's part of a tile in its parts, side by side, to shared memory."""
     (rows, columns), step = tile[0].shape, to.shape[1]
-    whole, mine = columns * stand.groups, columns // stand.across
+    whole, mine = columns * grid.groups, columns // grid.across
 
     def code(tile, to, group, first):
-        high, lane, share = _share(stand, group)
-        row = int_of(first) + high * (rows // stand.down) + lane // 4
+        high, lane, share = _share(grid, group)
+        row = int_of(first) + high * (rows // grid.down) + lane // 4
         start = row * (step // 2) + share * (mine // 2) + lane % 4
         base = threads.shared_address(to, start, 4)
         for n, part in enumerate(tile):
@@ -335,14 +338,14 @@ def put(tile: Sequence[Array], to: Ref, stand: Stand) -> None:
             start = n * whole + int(group) * columns
             to[int(first) :][:rows, start : start + columns] = part
 
-    types = ((mosaic.standing((rows, columns), stand.down),) * len(tile), REF, SCALAR, SCALAR)
-    args = (tuple(tile), to, jnp.int32(stand.group), jnp.int32(stand.row))
+    types = ((mosaic.warp_layout((rows, columns), grid.down),) * len(tile), REF, SCALAR, SCALAR)
+    args = (tuple(tile), to, jnp.int32(grid.group), jnp.int32(grid.row))
     mma_rowmajor.inline(code, twin, args, types, None)
     assert to.dtype == tile[0].dtype
 
 
-def get(ref: Ref, shape: tuple[int, int], down: int) -> Array:
-    """What one warpgroup's `put` left of a tile of one part."""
+def load_tile(ref: Ref, shape: tuple[int, int], down: int) -> Array:
+    """What one warpgroup's `store_tile` left of a tile of one part."""
     (rows, columns), step, dtype = shape, ref.shape[1], ref.dtype
     mine = columns * down // 4
 
@@ -366,26 +369,26 @@ def get(ref: Ref, shape: tuple[int, int], down: int) -> Array:
 # ---- results -------------------------------------------------------------------------------------
 
 
-def write(tile: Array, to: Ref, at: tuple[Any, ...], stand: Stand) -> None:
+def write(tile: Array, to: Ref, at: tuple[Any, ...], grid: WarpGrid) -> None:
     """The first `live` rows of a warpgroup's part of a tile, and as many columns as there are, to
     [B, rows, heads, dim]. `at`: (batch, head, first row, live), int32 scalars.
     """
     _, length, heads, dim = to.shape
     dtype, shape = tile.dtype, tile.shape
-    bits, mine = 2 * 8 * jnp.dtype(dtype).itemsize, shape[1] // stand.across
+    bits, mine = 2 * 8 * jnp.dtype(dtype).itemsize, shape[1] // grid.across
 
     def code(tile, to, at, group):
         thread = threads.Thread()
-        high, lane, share = _share(stand, group)
+        high, lane, share = _share(grid, group)
         batch, head, first, live = (int_of(x) for x in at)
         start = thread.wide(batch) * length + thread.wide(first)
-        row, column = high * (shape[0] // stand.down) + lane // 4, share * mine
+        row, column = high * (shape[0] // grid.down) + lane // 4, share * mine
         start = (start * heads + thread.wide(head)) * (dim // 2)
         start = start + thread.wide(row * (heads * dim // 2) + column // 2 + lane % 4)
         for n, register in enumerate(tile.registers.flat):
             right, below = n // 2 % (mine // 8) * 8, n // (mine // 4) * 16 + n % 2 * 8
             there = row + below < live
-            if dim < shape[1] * stand.groups:
+            if dim < shape[1] * grid.groups:
                 there = there & (column + right < dim)
             word = Int(llvm.bitcast(ir.IntegerType.get_signless(bits), register))
             index = start + (below * (heads * dim // 2) + right // 2)
@@ -397,8 +400,8 @@ def write(tile: Array, to: Ref, at: tuple[Any, ...], stand: Stand) -> None:
         some = max(0, min(dim - start, shape[1]))
         to[batch, first : first + live, head, start : start + some] = tile[:live, :some]
 
-    types = (mosaic.standing(shape, stand.down), REF, (SCALAR,) * 4, SCALAR)
-    args = (tile, to, tuple(at), jnp.int32(stand.group))
+    types = (mosaic.warp_layout(shape, grid.down), REF, (SCALAR,) * 4, SCALAR)
+    args = (tile, to, tuple(at), jnp.int32(grid.group))
     mma_rowmajor.inline(code, twin, args, types, None)
 
 
@@ -408,11 +411,11 @@ def write(tile: Array, to: Ref, at: tuple[Any, ...], stand: Stand) -> None:
 
 
 def row_layout(rows: int) -> Any:
-    """Of one number a row of tiles whose warps stand two by two: both of a row have it."""
-    return mosaic.standing((rows, PARTIALS), 2).reduce(1)
+    """Of one number a row of tiles whose warps grid two by two: both of a row have it."""
+    return mosaic.warp_layout((rows, PARTIALS), 2).reduce(1)
 
 
-def put_rows(tile: Array, to: Ref, first: Any, op: str) -> None:
+def store_row_partials(tile: Array, to: Ref, first: Any, op: str) -> None:
     """The largest ("max") or the sum ("sum") of each row, over the columns that one warp has, to
     shared memory: row r of warp w across to `to[w, first + r]`.
     """
@@ -432,12 +435,12 @@ def put_rows(tile: Array, to: Ref, first: Any, op: str) -> None:
         of_warps = numpy(np.asarray(tile).reshape(rows, 2, columns // 2), axis=2)
         to[:, int(first) : int(first) + rows] = of_warps.T
 
-    types = (mosaic.standing((rows, columns), 2), REF, SCALAR)
+    types = (mosaic.warp_layout((rows, columns), 2), REF, SCALAR)
     mma_rowmajor.inline(code, twin, (tile, to, jnp.int32(first)), types, None)
 
 
-def rows_of_both(ref: Ref, first: Any, rows: int, op: str) -> Array:
-    """What `put_rows` left of both warps of a row, as one: [rows]."""
+def load_row_totals(ref: Ref, first: Any, rows: int, op: str) -> Array:
+    """What `store_row_partials` left of both warps of a row, as one: [rows]."""
     whole, (both, numpy) = ref.shape[1], _BOTH[op]
     layout = row_layout(rows)
 
@@ -485,7 +488,7 @@ def partial_sums(tile: Array) -> Array:
     def twin(tile):
         return np.asarray(tile).reshape(rows, 2, columns // PARTIALS, 8).sum(2).reshape(shape)
 
-    types = (mosaic.standing((rows, columns), 2),)
+    types = (mosaic.warp_layout((rows, columns), 2),)
     return mma_rowmajor.inline(code, twin, (tile,), types, result_of(shape, jnp.float32, 2))
 
 
@@ -519,7 +522,7 @@ def scores_and_exponents(
     matrix: tuple, sizes: tuple, given: Array, unit: float | None, to: tuple
 ) -> tuple[Array, Array]:
     """`product` of the next tile, and 2**(given * unit - base) of this one: to shared
-    memory as `put` leaves it, and its `partial_sums`. `matrix`: (left, right)
+    memory as `store_tile` leaves it, and its `partial_sums`. `matrix`: (left, right)
     of `product`; `to`: (base, P in shared memory, its first row).
     """
     ((a_ref, a_first), (b_ref, b_first)), (base, p_ref, p_first) = matrix, to
@@ -563,7 +566,7 @@ def scores_and_exponents(
         total = p.reshape(rows, 2, columns // PARTIALS, 8).sum(2).reshape(rows, PARTIALS)
         return a.astype(np.float32) @ b.astype(np.float32).T, total
 
-    tile = mosaic.standing(shape, 2)
+    tile = mosaic.warp_layout(shape, 2)
     types = (REF, SCALAR, REF, SCALAR, tile, row_layout(rows), REF, SCALAR)
     args = (a_ref, a_first, b_ref, b_first, given, base, p_ref, jnp.int32(p_first))
     results = (
@@ -600,8 +603,10 @@ def _exponents(tile: tuple, place: tuple, mine: int, totals: dict, dtype: str) -
         yield
 
 
-def weigh_and_peaks(acc: Array, p: Ref, x: tuple, sizes: tuple, stand: Any, coming: tuple) -> Array:
-    """`weigh_shared`, and `put_rows` of the maxima of another tile: `coming`
+def matmul_add_and_row_max(
+    acc: Array, p: Ref, x: tuple, sizes: tuple, grid: Any, coming: tuple
+) -> Array:
+    """`matmul_add_shared`, and `store_row_partials` of the maxima of another tile: `coming`
     is (the tile, where to, the first of its rows).
     """
     (x_ref, first, width), (rows, inner), (tile, to, to_first) = x, sizes, coming
@@ -639,9 +644,9 @@ def weigh_and_peaks(acc: Array, p: Ref, x: tuple, sizes: tuple, stand: Any, comi
         to[:, int(to_first) : int(to_first) + rows] = peaks.T
         return out
 
-    layout = mosaic.standing((rows, inner), 2)
-    types = (mosaic.standing(shape, 2), REF, REF, SCALAR, SCALAR, layout, REF, SCALAR)
-    args = (acc, p, x_ref, first, jnp.int32(stand.row), tile, to, jnp.int32(to_first))
+    layout = mosaic.warp_layout((rows, inner), 2)
+    types = (mosaic.warp_layout(shape, 2), REF, REF, SCALAR, SCALAR, layout, REF, SCALAR)
+    args = (acc, p, x_ref, first, jnp.int32(grid.row), tile, to, jnp.int32(to_first))
     return mma_rowmajor.inline(code, twin, args, types, result_of(shape, jnp.float32, 2))
 
 

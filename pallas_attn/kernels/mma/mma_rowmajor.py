@@ -1,6 +1,6 @@
-"""Tensor cores fed from rows as they lie in memory, a warp at a time: `queries`, `scores`, `weigh`
-and `spill` work on register tiles. Each carries a twin that says in NumPy what it means, which is
-what the interpreter runs.
+"""Matmuls by mma.sync, a warp at a time, whose operands are rows in shared memory as they lie in
+a cache: `queries`, `scores`, `matmul_add` and `store_accumulators` work on register tiles. Each
+function has a twin in NumPy, which the interpreter runs.
 
 Rows of K and V reach shared memory as they lie in the cache, without a swizzle: no tensor map takes
 part. `ldmatrix` would meet 8 rows in the same banks. Padding between rows keeps them apart, but
@@ -27,7 +27,7 @@ from pallas_attn.kernels.mma import dequant
 Ref = Any
 Array = Any
 
-SPARE = 8  # floats behind a spilled row: without, 8 rows would meet in the same banks
+ROW_PADDING = 8  # floats behind a spilled row: without, 8 rows would meet in the same banks
 ROWS = 16  # query rows of a warp
 
 
@@ -157,7 +157,7 @@ def queries(ref: Ref, first: tuple, rows: int, split: Split, stride: tuple) -> A
     return inline(code, twin, (ref, first), (REF, (SCALAR, SCALAR)), tile_of(shape, dtype))
 
 
-def narrow_queries(
+def float16_queries(
     ref: Ref, first: tuple, rows: int, split: Split, stride: tuple
 ) -> tuple[Array, Array]:
     """`queries` in float16, for keys of 8 bits made float16; and what each row is to be multiplied
@@ -208,7 +208,7 @@ def rows_of_lane(first: tuple, rows: int, split: Split, stride: tuple) -> tuple[
         row = start + n // group * step + n % group
         if split.heads is not None:
             row = row + split.row_block(warp) * group
-        starts.append(widened(row) * (dim // 8))
+        starts.append(in_64_bits(row) * (dim // 8))
     return lane, starts
 
 
@@ -220,7 +220,7 @@ def rows_of_twin(first: tuple, rows: int, split: Split, stride: tuple) -> np.nda
     return first[0] + head + n // group * step + n % group
 
 
-def widened(x: Int) -> Int:
+def in_64_bits(x: Int) -> Int:
     """In 64 bits."""
     return Int(arith.extsi(ir.IntegerType.get_signless(64), x.value))
 
@@ -236,7 +236,7 @@ def words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: int
     odd one takes the second group of two first.
     """
     words, chunks = [], dim // 8
-    like = (lambda x: x) if start.value.type == threads.i32() else widened
+    like = (lambda x: x) if start.value.type == threads.i32() else in_64_bits
     column, odd, zero = lane % 4, lane // 4 % 2, utils.c(0, threads.i32())
     swapped = (odd >= 1).value
     early, late = (start + like(column + n) for n in (odd * 4, odd * -4 + 4))
@@ -258,7 +258,7 @@ def words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: int
 
 def _as_narrow_lies(pointer: ir.Value, start: Int, lane: Int, dim: int) -> list:
     """`words_of_row` in the order of a row of 8 bits: 16 neighbouring numbers a lane, of 64."""
-    first = start + widened(lane % 4 * 2)
+    first = start + in_64_bits(lane % 4 * 2)
     chunks = range(0, dim // 8, 8)
     return [w for n in chunks for i in range(2) for w in four_words(pointer, first, n + i)]
 
@@ -347,7 +347,7 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
         registers: list[Any] = []
         for column in range(0, split.columns, 8):
             b = words_of_row(pointer, start, lane, dim * size // 2, split.line(column) * words)
-            b = b if size == 2 else dequant.widened(b, str(jnp.dtype(ref_dtype)), split.integers)
+            b = b if size == 2 else dequant.to_16_bits(b, str(jnp.dtype(ref_dtype)), split.integers)
             sums = [[zero] * 4 for _ in range(2)]
             for n in range(len(b) // 2):
                 sums[n % 2] = mma(sums[n % 2], a[4 * n : 4 * n + 4], b[2 * n : 2 * n + 2], dtype)
@@ -369,7 +369,7 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
     return inline(code, twin, (q, ref, slot), types, tile_of(shape, jnp.float32))
 
 
-def of_keys(ref: Ref, slot: Array, split: Split) -> Array:
+def number_of_each_key(ref: Ref, slot: Array, split: Split) -> Array:
     """A tile [64, columns] in the order of `scores`: each key's number in slot `slot` of the ring
     `ref` [slots, keys], float32, in every row.
     """
@@ -391,18 +391,18 @@ def of_keys(ref: Ref, slot: Array, split: Split) -> Array:
     return inline(code, twin, (ref, slot), (REF, SCALAR), tile_of(shape, jnp.float32))
 
 
-def width_of(v_head_dim: int) -> int:
-    """Columns of the accumulator of `weigh`."""
+def accumulator_width(v_head_dim: int) -> int:
+    """Columns of the accumulator of `matmul_add`."""
     return -(-v_head_dim // 64) * 64
 
 
-def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
-    """acc + p @ V of each warp's own keys, [64, width_of(Hv)]: V from slot `slot` of the ring `ref`
-    [slots, keys, at least Hv].
+def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
+    """acc + p @ V of each warp's own keys, [64, accumulator_width(Hv)]: V from slot `slot` of the
+    ring `ref` [slots, keys, at least Hv].
 
     Lane 4 * g + t takes chunk 8 * u + g (8 neighbouring columns) of the keys that its part of p
-    stands for. Accumulator u * 8 + i of 8 columns has column i of 8 chunks: `spill` puts them in
-    order.
+    stands for. Accumulator u * 8 + i of 8 columns has column i of 8 chunks: `store_accumulators`
+    puts them in order.
     """
     pitch, dtype, shape = ref.shape[2], p.dtype, acc.shape
     narrow = str(jnp.dtype(ref.dtype)) if jnp.dtype(ref.dtype).itemsize == 1 else None
@@ -427,7 +427,9 @@ def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
                 if narrow is not None:
                     rows = [four_words(pointer, chunk, offset, 2) for offset in ahead]
                     pairs_of_rows = [dequant.interleaved(*rows[n : n + 2]) for n in (0, 2)]
-                    low, high = (dequant.widened(x, narrow, split.integers) for x in pairs_of_rows)
+                    low, high = (
+                        dequant.to_16_bits(x, narrow, split.integers) for x in pairs_of_rows
+                    )
                 else:
                     rows = [_chunk(pointer, chunk, offset, lane % 2) for offset in ahead]
                     low, high = (_columns(*rows[n : n + 2]) for n in (0, 2))
@@ -464,11 +466,13 @@ def _columns(one: list, two: list) -> list[ir.Value]:
     ]
 
 
-def spill(acc: Array, top: Array, total: Array, to: tuple[Ref, Ref, Ref], rows: int) -> None:
+def store_accumulators(
+    acc: Array, top: Array, total: Array, to: tuple[Ref, Ref, Ref], rows: int
+) -> None:
     """The first `rows` rows of each warp's accumulator, and what belongs to them, to shared memory:
-    [warps.WARPS * rows, Hv + SPARE], and twice [warps.WARPS * rows].
+    [warps.WARPS * rows, Hv + ROW_PADDING], and twice [warps.WARPS * rows].
     """
-    chunks, words = (to[0].shape[1] - SPARE) // 8, to[0].shape[1] // 4
+    chunks, words = (to[0].shape[1] - ROW_PADDING) // 8, to[0].shape[1] // 4
 
     def row_of(half, acc, numbers, refs):
         warp, lane = (Int(x) for x in warp_and_lane())

@@ -67,7 +67,9 @@ def split(x: Array, parts: int, axis: int = -1) -> Array:
 # ---- copies --------------------------------------------------------------------------------------
 
 
-def fetch(thread: threads.Thread, refs: tuple[Ref, Ref], at: Any, rows: int, like: tuple) -> None:
+def load_rows_async(
+    thread: threads.Thread, refs: tuple[Ref, Ref], at: Any, rows: int, like: tuple
+) -> None:
     """Asks for `rows` rows of one head, [B, rows, heads, dim], in shared memory; zeros past the
     `live` ones and past `dim`.
 
@@ -143,7 +145,7 @@ def warp_and_lane() -> tuple[Int, Int]:
     return warp % threads.WARPS, lane
 
 
-def held(ref: Ref, first: Array, rows: int, width: int) -> Array:
+def load_fragments(ref: Ref, first: Array, rows: int, width: int) -> Array:
     """Rows of shared memory from `first` on in registers, [rows, width], as `scores` wants them."""
     step, dtype = ref.shape[1], ref.dtype
     shape = (rows, width)
@@ -173,8 +175,8 @@ def scores(
     some: tuple[Array | None, int, int] | None = None,
 ) -> Array:
     """q @ K^T, [rows, keys]: of (rows, the first of them), in shared memory; q may be in registers
-    (`held`). `sizes`: (rows, keys, the width of a part). `some`: (what is to be added to, the
-    first column, the one after the last), where not all columns are taken.
+    (`load_fragments`). `sizes`: (rows, keys, the width of a part). `some`: (what is to be added to,
+    the first column, the one after the last), where not all columns are taken.
     """
     before, begin, end = some or (None, 0, sizes[2])
     (left_rows, q_first), (k_rows, first) = q, k
@@ -229,7 +231,7 @@ def scores(
     return mma_rowmajor.inline(code, twin, args, types, mma_rowmajor.tile_of(shape, jnp.float32))
 
 
-def weigh(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int) -> Array:
+def matmul_add(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int) -> Array:
     """acc + p @ V, [rows, width], V from row `first` of `v` on; p in as many parts as V has."""
     (rows, keys), dtype, step, parts = p[0].shape, v.dtype, v.shape[1], len(p)
     shape, blocks = (rows, width), rows // BLOCK
@@ -360,7 +362,7 @@ def write(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
     mma_rowmajor.inline(code, twin, (tile, to, tuple(at)), types, None)
 
 
-def of_both(rows: Array, op: str) -> Array:
+def reduce_folded(rows: Array, op: str) -> Array:
     """A number a row of folded scores -> the "maximum" or the "sum" of both halves, in both."""
     shape, code_of = rows.shape, {"maximum": arith.maximumf, "sum": arith.addf}[op]
 

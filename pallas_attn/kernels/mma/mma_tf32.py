@@ -35,7 +35,7 @@ UP = 1 + 2.0**-11.5
 
 
 def queries_shape(dim: int, rows: int) -> tuple[int, int]:
-    """Of a block's queries in shared memory, for `put_queries`: both parts beside each other, where
+    """Of a block's queries in shared memory, for `store_queries`: both parts side by side, where
     they are few. An odd number of chunks of 16 bytes a row, so that `ldmatrix` meets 8 rows in
     different banks.
     """
@@ -102,7 +102,7 @@ def _sum(a: Words, b: Words) -> list[ir.Value]:
     return [arith.addf(x, y) for x, y in zip(a, b, strict=True)]
 
 
-def put_queries(place: tuple, to: Ref) -> None:
+def store_queries(place: tuple, to: Ref) -> None:
     """The query rows of all row blocks to shared memory. `place`: as `mma_rowmajor.queries` has it.
 
     Lanes take the columns that `scores` has them take of the keys, 4 of 16, and put them where
@@ -147,7 +147,7 @@ def put_queries(place: tuple, to: Ref) -> None:
 
 def _chunk_of_query(pointer: ir.Value, start: Int, chunk: Int, dim: int) -> Words:
     """4 numbers of a row; 0 past its end."""
-    near = mma_rowmajor.widened(chunk._with(arith.minsi, dim // 4 - 1))
+    near = mma_rowmajor.in_64_bits(chunk._with(arith.minsi, dim // 4 - 1))
     inside, zero = (chunk < dim // 4).value, utils.c(0, threads.i32())
     four = mma_rowmajor.four_words(pointer, start + near, 0)
     return [arith.select(inside, word, zero) for word in four]
@@ -159,7 +159,7 @@ def _store_word(address: ir.Value, offset: int, word: ir.Value, where: Int) -> N
 
 
 def scores(q: Ref, ref: Ref, slot: Array, split: Split) -> Array:
-    """`mma_rowmajor.scores` of the queries that `put_queries` left."""
+    """`mma_rowmajor.scores` of the queries that `store_queries` left."""
     dim, (most, pitch) = ref.shape[2], q.shape
     shape, columns = (threads.WARPS * ROWS, split.columns), range(0, split.columns, 8)
     both = pitch > _width(dim) + 4
@@ -220,8 +220,8 @@ def _add_products(sums: list, a: list, key: Words) -> None:
     sums[0] = _sum(sums[0], largest)
 
 
-def weigh(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
-    """`mma_rowmajor.weigh` of float32."""
+def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
+    """`mma_rowmajor.matmul_add` of float32."""
     shape, chunks = acc.shape, ref.shape[2] // 8
 
     def code(acc, p, ref, slot):
@@ -276,7 +276,7 @@ def _weighed(a: list, column: Words) -> list[ir.Value]:
 
 def _eight_words(pointer: ir.Value, start: Int, offset: int, odd: Int) -> Words:
     """The words of a chunk of 32 bytes, `start` + `offset` chunks from `pointer`; `odd` lanes take
-    the second half first, as in `mma_rowmajor.weigh`.
+    the second half first, as in `mma_rowmajor.matmul_add`.
     """
     early, late = start * 2 + odd, start * 2 + (odd * -1 + 1)
     one, two = (mma_rowmajor.four_words(pointer, half, 2 * offset) for half in (early, late))

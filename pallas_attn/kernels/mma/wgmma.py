@@ -33,7 +33,7 @@ PRODUCTS = {
     (2, 1): ((1, 0), (0, 0)),
     (2, 2): ((1, 0), (0, 1), (0, 0)),
 }
-TOP = 14  # the largest number of an operand lies in [2**TOP, 2**(TOP + 1))
+EXPONENT = 14  # the largest number of an operand lies in [2**EXPONENT, 2**(EXPONENT + 1))
 LOWEST = 40  # the exponent's bits of the smallest number that is scaled in full
 MANTISSA = 23  # bits
 
@@ -59,7 +59,7 @@ def is_exact(problem: AttentionProblem) -> bool:
     return problem.dtype == "float32" and problem.precision == "highest"
 
 
-def is_plain(problem: AttentionProblem) -> bool:
+def is_unscaled(problem: AttentionProblem) -> bool:
     """Whether float32 goes without powers of 2: q and k as TF32, twice the work of float16, the
     rest as bfloat16 terms, good to 2**-16. Where exponents take longer than matmuls anyway, looking
     for the powers would make a forward pass slower.
@@ -68,18 +68,18 @@ def is_plain(problem: AttentionProblem) -> bool:
     return problem.dtype == "float32" and problem.op == "flash_forward" and few
 
 
-def of_values(problem: AttentionProblem) -> Kind:
+def value_kind(problem: AttentionProblem) -> Kind:
     """v, dO, probabilities and dS."""
     if problem.dtype != "float32":
         return Kind(problem.dtype, 1)
-    return Kind("bfloat16" if is_plain(problem) else "float16", 2)
+    return Kind("bfloat16" if is_unscaled(problem) else "float16", 2)
 
 
-def of_scores(problem: AttentionProblem) -> Kind:
+def score_kind(problem: AttentionProblem) -> Kind:
     """q and k. The backward, which sums over queries and keys too, has the same bits of them."""
-    if is_plain(problem):
+    if is_unscaled(problem):
         return Kind("float32", 1)
-    kind = of_values(problem)
+    kind = value_kind(problem)
     return kind if is_exact(problem) else kind._replace(terms=1)
 
 
@@ -87,11 +87,11 @@ def of_scores(problem: AttentionProblem) -> Kind:
 
 
 def power_of_two(largest: Any) -> Any:
-    """What a number up to `largest` is to be divided by to end below 2**(TOP + 1); 2**-100 or more,
-    so that neither it nor its inverse is lost.
+    """What a number up to `largest` is to be divided by to end below 2**(EXPONENT + 1); 2**-100 or
+    more, so that neither it nor its inverse is lost.
     """
     exponent = lax.bitcast_convert_type(largest, jnp.int32) >> MANTISSA
-    exponent = jnp.maximum(exponent, LOWEST) - TOP
+    exponent = jnp.maximum(exponent, LOWEST) - EXPONENT
     return lax.bitcast_convert_type(exponent << MANTISSA, jnp.float32)
 
 
@@ -153,8 +153,8 @@ def split(x: Any, power: Any, kind: Kind, width: int) -> Any:
 # ---- tiles, in a kernel -------------------------------------------------------------------------
 
 
-def of_registers(x: Any, kind: Kind) -> tuple[Any, ...]:
-    """The terms of a tile in registers, of numbers below 2**(TOP + 1) where there are two."""
+def terms_of_registers(x: Any, kind: Kind) -> tuple[Any, ...]:
+    """The terms of a tile in registers, of numbers below 2**(EXPONENT + 1) where there are two."""
     parts = [x.astype(kind.dtype)]
     for _ in range(kind.terms - 1):
         x = x - parts[-1].astype(jnp.float32)
@@ -162,15 +162,15 @@ def of_registers(x: Any, kind: Kind) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def of_rows(x: Any, kind: Kind) -> tuple[tuple[Any, ...], Any]:
+def terms_of_rows(x: Any, kind: Kind) -> tuple[tuple[Any, ...], Any]:
     """The terms of a tile in registers, each row of which is divided by a power of 2 of its own,
     and these powers.
     """
     power = power_of_two(jnp.abs(x).max(axis=1))
-    return of_registers(x * lax.broadcast_in_dim(inverse(power), x.shape, [0]), kind), power
+    return terms_of_registers(x * lax.broadcast_in_dim(inverse(power), x.shape, [0]), kind), power
 
 
-def of_memory(ref: Any, kind: Kind) -> tuple[Any, ...]:
+def terms_of_smem(ref: Any, kind: Kind) -> tuple[Any, ...]:
     """The terms of a tile in shared memory [rows, terms * width]."""
     if kind.terms == 1:
         return (ref,)
@@ -294,7 +294,9 @@ def exact_matmul_add(
 def _sum(both: tuple[Any, Any], factors: Factors) -> jax.Array:
     """Here and now: LLVM would add behind the next branch, and hold twice as many registers."""
     pairs = zip(both, factors, strict=True)
-    older, product = (x if by is None else x * mosaic.down_rows(by, x.shape) for x, by in pairs)
+    older, product = (
+        x if by is None else x * mosaic.broadcast_rows(by, x.shape) for x, by in pairs
+    )
     return lax.optimization_barrier(older + product)
 
 

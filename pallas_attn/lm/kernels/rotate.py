@@ -79,7 +79,7 @@ def _program(thread: threads.Thread, every_ref: tuple, block: Any, *, problem: P
 
 
 def _kernel(refs: Refs, q: Any, k: Any, v: Any, *, problem: Problem) -> None:
-    mosaic.begin_early()
+    mosaic.overlap_launches()
     program = functools.partial(_program, problem=problem)
     threads.each_thread(program, (refs, q, k, v), lax.axis_index("block"))
 
