@@ -151,8 +151,7 @@ def _both(acc: Any, shape: tuple[int, int], start: Any) -> tuple[Any, Any]:
 def _keys_of(side: Side, number: Any) -> tuple[Any, ...]:
     at: Any = 0
     if side.keys.shape[-1] > 256:
-        # 0, which only we know: or else addresses would be computed early and spilled.
-        at = lax.shift_right_logical(number, jnp.int32(31))
+        at = mosaic.opaque_zero(number)  # else addresses are computed early and spilled
     return wgmma.terms_of_smem(side.keys.at[at], side.kinds[0])
 
 

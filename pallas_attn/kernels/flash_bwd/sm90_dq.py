@@ -212,8 +212,8 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
         """
 
         def run(s_acc, dp_acc):
-            # 0, which only we know: or else addresses would be computed before the loop and spilled
-            wg = rows.wg + lax.shift_right_logical(count, jnp.int32(31))
+            # Else addresses are computed before the loop and spilled.
+            wg = rows.wg + mosaic.opaque_zero(count)
             both = functools.partial(_both, plan, smem, wg, count, (s_acc, dp_acc))
             first = before(both)
             behind = wgmma.products(values.terms, values.terms)

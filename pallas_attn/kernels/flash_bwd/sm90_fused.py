@@ -175,8 +175,8 @@ def _dq_swizzle(plan: Plan) -> int:
 def dq_matmuls(plan: Plan, smem: Any, acc: Any, turn: Any, wg: Any) -> None:
     """A warpgroup's share of dS K; `turn`: which of the places for dS."""
     _, columns = dq_share(plan)
-    # 0, which only we know: else what tells a matmul of each part of k is kept for all, and spilled
-    zero = lax.shift_right_logical(wg, jnp.int32(1))
+    # Else what describes a matmul of each part of k is kept for all of them, and spilled.
+    zero = mosaic.opaque_zero(wg, 1)
     for u in range(WARPGROUPS):
         if dq_by_rows(plan):
             ds, k = smem.ds.at[turn, u, wg], smem.k.at[u + zero]
@@ -322,9 +322,9 @@ class Step(NamedTuple):
 
 
 def _step(now: Step, accs: tuple[Any, Any]) -> None:
-    # 0, which only we know: or else what follows from wg alone, all addresses in k and v, would be
-    # computed before the loop and spilled.
-    now = now._replace(wg=now.wg + lax.shift_right_logical(now.new.count, jnp.int32(31)))
+    # Else what follows from wg alone, all addresses in k and v, is computed before the loop and
+    # spilled.
+    now = now._replace(wg=now.wg + mosaic.opaque_zero(now.new.count))
 
     way = _dq_first
     if now.clears:

@@ -538,9 +538,8 @@ def _score_operands(ctx: Context, rows: Rows, slot: Any) -> tuple[Any, Any]:
     plan, smem = ctx.plan, ctx.smem
     at = rows.q_slot
     if plan.k_width * plan.scores.bytes > 512:
-        # Plus 0, which the compiler does not know: else addresses in q would be computed before the
-        # loop and spilled.
-        at = at + lax.shift_right_logical(slot, jnp.int32(31))
+        # Else addresses in q are computed before the loop and spilled.
+        at = at + mosaic.opaque_zero(slot)
     q = wgmma.terms_of_smem(smem.q.at[at], plan.scores)
     return q, wgmma.transposed(wgmma.terms_of_smem(smem.k.at[slot], plan.scores))
 

@@ -146,6 +146,13 @@ def broadcast_scalar(scalar: jax.Array, shape: Sequence[int]) -> jax.Array:
     return lax.broadcast_in_dim(scalar, tuple(shape), ())
 
 
+def opaque_zero(number: jax.Array, bits: int = 31) -> jax.Array:
+    """0, which the compiler does not know: of an int32 from 0 to below 2**bits. What is computed
+    with it is computed here, not ahead of a loop and kept in registers, of which there are too few.
+    """
+    return lax.shift_right_logical(number, jnp.int32(bits))
+
+
 def overlap_launches() -> None:
     """From sm90 on: what follows sees all that earlier kernels wrote, but the launch itself began
     while the one before was ending, if that was told so too (programmatic dependent launch); and
