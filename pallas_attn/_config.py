@@ -53,7 +53,7 @@ def _of_one_sequence(module: ModuleType, problem: Any) -> Any:
     """
     one = {"sequences": 1, "capacities": (_ROWS_OF_ONE,), "batch_invariant": False}
     config = default(module, dataclasses.replace(problem, **one))
-    while not fits(module, problem, config) and config.stages > config.least:
+    while not fits(module, problem, config) and config.stages > config.fewest_stages:
         config = dataclasses.replace(config, stages=config.stages - 1)
     return config
 

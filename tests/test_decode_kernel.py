@@ -190,11 +190,12 @@ def close(got, want, rtol, atol):
 # ---- in the interpreter --------------------------------------------------------------------------
 
 SMALL = kernel.Config(stages=2, ctas=3)
-MANY = dataclasses.replace(SMALL, many=True, turn=32, eager=True)
+MANY = dataclasses.replace(SMALL, many_heads=True, head_overhead=32, load_first=True)
 INTERPRETED = {
     "plain": (Case(), SMALL),
     "chunk_window": (
-        Case(q_len=3, mask=sliding_window(37)), dataclasses.replace(MANY, stages=4, ctas=7, turn=80)
+        Case(q_len=3, mask=sliding_window(37)),
+        dataclasses.replace(MANY, stages=4, ctas=7, head_overhead=80),
     ),
     "band": (Case(q_len=3, mask=Mask(20, -2)), kernel.Config(stages=3, ctas=5)),
     "full_softcap_sinks": (Case(q_len=2, mask=FULL, softcap=3.0, sinks=True), SMALL),
@@ -202,7 +203,7 @@ INTERPRETED = {
     "overflow": (
         Case(lengths=(5, 500, 7, 64, 0, 200, 225)), dataclasses.replace(MANY, stages=3, ctas=17)
     ),
-    "batch_invariant": (Case(batch_invariant=True), kernel.Config(stages=3, ctas=4, fixed=2)),
+    "batch_invariant": (Case(batch_invariant=True), kernel.Config(stages=3, ctas=4, split_tiles=2)),
     "group7_odd_dims": (
         Case(q_len=2, q_heads=7, kv_heads=1, head_dim=72, v_head_dim=40, dtype="float16"), SMALL
     ),
@@ -260,31 +261,31 @@ OF_THREADS = {  # what differs where threads copy: how rows are found, and how m
     "pages_of_one": (Case("paged", (5, 70), page_size=1, capacity=80), PORTABLE(stages=2, ctas=2)),
     "one_stage": (
         Case("paged", SHORT, 3, page_size=8, head_dim=72, v_head_dim=40),
-        PORTABLE(stages=1, ctas=2, eager=True, rows=8),
+        PORTABLE(stages=1, ctas=2, load_first=True, q_rows=8),
     ),
     "one_stage_float32": (
         Case(lengths=(70, 5), q_len=3, kv_heads=1, head_dim=256, v_head_dim=128, dtype="float32"),
-        PORTABLE(tile=32, stages=1, ctas=3, eager=True, rows=4),
+        PORTABLE(tile=32, stages=1, ctas=3, load_first=True, q_rows=4),
     ),
 }  # fmt: skip
 
 
 FOUR_HEADS = Case("paged", q_heads=8, kv_heads=4)
 SIDE_BY_SIDE = {  # heads of a page, that a block takes at once
-    "four": (FOUR_HEADS, dataclasses.replace(SMALL, abreast=4)),
+    "four": (FOUR_HEADS, dataclasses.replace(SMALL, heads_at_once=4)),
     "two_chunk_window": (
         dataclasses.replace(FOUR_HEADS, q_len=3, mask=sliding_window(37), page_size=32),
-        dataclasses.replace(MANY, tile=128, ctas=7, abreast=2),
+        dataclasses.replace(MANY, tile=128, ctas=7, heads_at_once=2),
     ),
     "four_layers_overflow": (
         dataclasses.replace(
             FOUR_HEADS, lengths=(5, 500, 7, 64, 0, 200, 225), q_heads=64, layers=2, sinks=True
         ),
-        dataclasses.replace(MANY, tile=256, ctas=5, abreast=4),
+        dataclasses.replace(MANY, tile=256, ctas=5, heads_at_once=4),
     ),
     "four_odd_dims": (
         dataclasses.replace(FOUR_HEADS, page_size=8, head_dim=72, v_head_dim=40),
-        dataclasses.replace(SMALL, ctas=11, abreast=4),
+        dataclasses.replace(SMALL, ctas=11, heads_at_once=4),
     ),
 }  # fmt: skip
 
@@ -307,7 +308,7 @@ def test_copies_by_threads_interpreted(name):
 @every_kind
 def test_parts_and_splits_do_not_depend_on_the_rest_of_the_batch(kind):
     case = Case(kind, (5, 130, 7), batch_invariant=True)
-    config = kernel.Config(stages=2, ctas=2, fixed=1)
+    config = kernel.Config(stages=2, ctas=2, split_tiles=1)
     other = dataclasses.replace(case, lengths=(200, 130, 190))
     with mosaic.interpret():
         one = launched(case, case.inputs(), config)
@@ -366,17 +367,17 @@ def test_narrow_tiles_are_for_float32():
 )
 def test_which_heads_go_side_by_side(fields):
     """64 rows of 4 heads: a page of 16 each."""
-    config = dataclasses.replace(SMALL, abreast=4)
+    config = dataclasses.replace(SMALL, heads_at_once=4)
     assert kernel.Plan(FOUR_HEADS.problem, config).split.lines == 64
     problem = dataclasses.replace(FOUR_HEADS, **fields).problem
-    with pytest.raises(ValueError, match=r"Config\.abreast is 4: it takes as many kv heads"):
+    with pytest.raises(ValueError, match=r"Config.heads_at_once is 4: it takes as many kv heads"):
         kernel.Plan(problem, config)
 
 
 def test_when_heads_go_side_by_side():
     """Where the blocks have whole ones all the same, and these are long."""
     pages, few, short = large("paged"), large("paged", 16), large("paged", 128, 1024)
-    taken = [kernel.Config.default(x.problem).abreast for x in (pages, few, short, large())]
+    taken = [kernel.Config.default(x.problem).heads_at_once for x in (pages, few, short, large())]
     assert taken == [4, 1, 1, 1]
 
 
@@ -489,7 +490,7 @@ def test_calls_do_not_share_counters():
     call = functools.partial(two_calls, case.problem, kernel.Config.default(case.problem))
     report = mosaic.compile_for(call, shapes_of(case))
     assert report.launches == 2
-    kind = rf"s32\[{scheduler.BLANK // 4 + 3 * 8 + 1}\]\{{0\}}"
+    kind = rf"s32\[{scheduler.ZERO_BYTES // 4 + 3 * 8 + 1}\]\{{0\}}"
     assert len(re.findall(rf"= {kind} constant\(", report.hlo)) == 2
     assert not re.search(rf"{kind} (copy|fusion|broadcast)", report.hlo)
 
@@ -565,9 +566,9 @@ def test_limits(fields, reason):
         ("tile", 16, "32, 64, 128 or 256"),
         ("stages", 1, "at least 2"),
         ("ctas", 0, "at least 1"),
-        ("fixed", 0, "at least 1"),
-        ("turn", 8, "a multiple of 16"),
-        ("abreast", 3, "1, 2 or 4"),
+        ("split_tiles", 0, "at least 1"),
+        ("head_overhead", 8, "a multiple of 16"),
+        ("heads_at_once", 3, "1, 2 or 4"),
     ],
 )
 def test_config_checks_itself(field, value, want):
@@ -595,7 +596,7 @@ def test_how_keys_are_cut_does_not_depend_on_the_batch(kind, dtype, module):
 @pytest.mark.parametrize(
     "fields, want",
     [
-        ({"rows": 5}, "rows must be 4, 8, 16, 32 or 64, got 5"),
+        ({"q_rows": 5}, "q_rows must be 4, 8, 16, 32 or 64, got 5"),
         ({"stages": 0}, "stages must be at least 1, got 0"),
     ],
 )
@@ -662,42 +663,44 @@ def test_nothing_to_read(kind):
 
 
 @pytest.mark.parametrize("seed", range(3, 9))
-def test_every_unit_is_dealt_once(seed):
-    """Shares and pieces, worked out in NumPy for every block."""
+def test_every_unit_is_taken_once(seed):
+    """Shares and works, computed in NumPy for every block."""
     rng = np.random.default_rng(seed)
     m, ctas = int(rng.integers(1, 70)), int(rng.integers(1, 140))
     case = Case("stacked", tuple(rng.integers(0, 2000, m).tolist()), capacity=2000)
     case = dataclasses.replace(case, batch_invariant=bool(seed % 2))
-    config = kernel.Config(ctas=ctas, fixed=3, many=seed % 3 > 0, turn=seed % 3 * 32)
+    config = kernel.Config(
+        ctas=ctas, split_tiles=3, many_heads=seed % 3 > 0, head_overhead=seed % 3 * 32
+    )
     plan = scheduler.Plan(case.problem, config)
-    lengths = np.zeros(plan.sums, np.int32)
+    lengths = np.zeros(plan.table_size, np.int32)
     lengths[:m] = case.lengths
     units = np.asarray([plan.units_of(int(n), lambda x, y: x // y) for n in lengths[:m]])
-    sums = np.zeros(plan.sums, np.int32)
+    sums = np.zeros(plan.table_size, np.int32)
     sums[1 : m + 1] = np.cumsum(units)
     sums[m + 1 :] = sums[m]
     table = scheduler.Table(jnp.asarray(sums), jnp.asarray(lengths), None)
     seen = {}
-    parts_at = {}
+    found = {}
     for cta in range(plan.ctas):
         share = scheduler.share_of(plan, table, jnp.int32(cta))
         at = scheduler.sequence_of(plan, table, share.first)
-        unit = scheduler.begin_of(plan, table, share, at)
+        unit = scheduler.first_unit_of(plan, table, share, at)
         while unit < share.end:
-            piece = scheduler.piece_at(plan, table, share, unit, at)
-            parts = scheduler.parts_of(plan, share, piece, jnp.int32(cta))
-            where = int(piece.m), int(piece.head)
-            for tile in range(int(piece.tile), int(piece.end)):
+            work = scheduler.work_at(plan, table, share, unit, at)
+            partials = scheduler.partials_of(plan, share, work, jnp.int32(cta))
+            where = int(work.sequence), int(work.head)
+            for tile in range(int(work.tile), int(work.end)):
                 assert seen.setdefault((*where, tile), cta) == cta
-            slots = parts_at.setdefault(where, [int(parts.count), []])
-            assert slots[0] == parts.count
-            slots[1].append(int(parts.mine))
-            unit, at = piece.following, piece.m
+            slots = found.setdefault(where, [int(partials.count), []])
+            assert slots[0] == partials.count
+            slots[1].append(int(partials.own))
+            unit, at = work.next_unit, work.sequence
     for i, length in enumerate(case.lengths):
         for head in range(plan.heads):
             tiles = [tile for n, h, tile in seen if (n, h) == (i, head)]
             assert sorted(tiles) == list(range(max(1, -(-length // plan.tile))))
-            count, slots = parts_at[i, head]
+            count, slots = found[i, head]
             assert count == len(slots) == len(set(slots))
 
 
@@ -735,7 +738,7 @@ def test_cases_on_the_gpu(kind, name):
 def test_heads_side_by_side_on_the_gpu(name):
     case, config = SIDE_BY_SIDE[name]
     check(case, config)
-    check(case, dataclasses.replace(config, eager=not config.eager, ctas=132))
+    check(case, dataclasses.replace(config, load_first=not config.load_first, ctas=132))
 
 
 def draw(seed: int) -> Case:
@@ -777,10 +780,14 @@ def test_drawn_on_the_gpu(number, seed):
     if number % 8 in (1, 2, 6, 7):
         few = 1 + number % 23
         config = dataclasses.replace(
-            config, ctas=few, many=True, turn=number % 3 * 32, eager=number % 16 < 8
+            config,
+            ctas=few,
+            many_heads=True,
+            head_overhead=number % 3 * 32,
+            load_first=number % 16 < 8,
         )
     if case.kv_heads == 2 and case.kind == "paged":
-        two = dataclasses.replace(config, abreast=2)
+        two = dataclasses.replace(config, heads_at_once=2)
         with contextlib.suppress(ValueError):
             kernel.smem_bytes(case.problem, two)
             config = two

@@ -86,7 +86,7 @@ CASES = {
     ),
     "one_head": (Case("paged", (70, 132), q_heads=1, layers=2), SMALL),
     "batch_invariant": (
-        Case(lengths=(200, 3), batch_invariant=True), kernel.Config(stages=2, ctas=4, fixed=1)
+        Case(lengths=(200, 3), batch_invariant=True), kernel.Config(stages=2, ctas=4, split_tiles=1)
     ),
 }  # fmt: skip
 
@@ -103,7 +103,7 @@ OF_WARPS = {
     ),
     "batch_invariant": (
         Case(lengths=(200, 3), batch_invariant=True, dtype="float16", v_head_dim=112),
-        PORTABLE(tile=32, stages=3, ctas=4, fixed=2),
+        PORTABLE(tile=32, stages=3, ctas=4, split_tiles=2),
     ),
 }  # fmt: skip
 
@@ -261,7 +261,7 @@ def test_drawn_on_the_gpu(seed):
     )
     ctas = pick(7, 132)
     for chooser in (kernel.Config, PORTABLE):
-        config = dataclasses.replace(chooser.default(case.problem), ctas=ctas, fixed=2)
+        config = dataclasses.replace(chooser.default(case.problem), ctas=ctas, split_tiles=2)
         check(case, config, seed)
         inputs = case.inputs(seed, 0.0)
         one, two = (launched(case, inputs, config) for _ in range(2))

@@ -187,7 +187,7 @@ def heads_side_by_side(dtype, heads, tile):
         q, cache.k, cache.v, cache.lengths, cache.page_table, None, None, cache.k_scale,
         cache.v_scale,
     )  # fmt: skip
-    config = decode_sm90.Config(tile=tile, stages=2, ctas=3, eager=True, abreast=heads)
+    config = decode_sm90.Config(tile=tile, stages=2, ctas=3, load_first=True, heads_at_once=heads)
     out, _ = jax.jit(lambda inputs: decode_sm90.run(inputs, problem, config))(inputs)
     want = pa.decode_attention(q, cache, implementation="reference")
     got, want = (np.asarray(x, np.float32) for x in (out, want))

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention import softmax
-from pallas_attn.kernels.decode.producer import Smem
-from pallas_attn.kernels.decode.scheduler import Piece, Plan
+from pallas_attn.kernels.decode.producer import Context
+from pallas_attn.kernels.decode.scheduler import Plan, Work
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync, mma_tf32
 
@@ -25,16 +25,37 @@ class State(NamedTuple):
     """An online softmax of every warp, carried from tile to tile.
 
     Over a quantised cache `acc` is a sum of values that are not multiplied by their scales. Their
-    weights, probabilities times scales, have a top of their own, so that float16 holds them.
+    weights, probabilities times scales, have a maximum of their own, so that float16 holds them.
     """
 
     acc: Array  # [64, Hv]
-    total: Array  # [64, PARTS]
-    top: Array  # [64]
-    peak: Array | None  # [64]: what acc is relative to; None: to top
+    row_sum: Array  # [64, PARTS]
+    row_max: Array  # [64]
+    weight_max: Array | None  # [64]: what acc is relative to; None: to row_max
 
 
-def nothing(plan: Plan) -> State:
+class Queries(NamedTuple):
+    """The query rows of all warps."""
+
+    q: Any  # in registers; of float32 in shared memory
+    units: Array | None  # what their scores are to be multiplied by
+
+
+class TileAt(NamedTuple):
+    """A kv tile that has been loaded."""
+
+    tile: Scalar  # its number in the sequence
+    slot: Scalar  # of the ring
+
+
+class Logits(NamedTuple):
+    """In log2 units if `plan.unit_of_logits` is None, else in that unit."""
+
+    logits: Array
+    weights: Array | None  # of probabilities times the scales of values, in log2 units
+
+
+def initial(plan: Plan) -> State:
     """Of no key yet."""
     return State(
         mosaic.filled((ROWS, mma_rowmajor.accumulator_width(plan.problem.v_head_dim)), 0.0),
@@ -44,10 +65,10 @@ def nothing(plan: Plan) -> State:
     )
 
 
-def scores(plan: Plan, smem: Smem, queries: tuple[Any, Array | None], slot: Any) -> Array:
-    """Of a tile of keys; `queries`: the rows, and what their scores are to be multiplied by."""
-    q, units = queries
-    if plan.wide:
+def scores(ctx: Context, queries: Queries, slot: Scalar) -> Array:
+    """Of the kv tile in a slot."""
+    (plan, _, smem), (q, units) = ctx, queries
+    if plan.is_float32:
         return mma_tf32.scores(q, smem.k, slot, plan.split)
     s = mma_rowmajor.scores(q, smem.k, slot, plan.split)
     if units is None:
@@ -56,7 +77,7 @@ def scores(plan: Plan, smem: Smem, queries: tuple[Any, Array | None], slot: Any)
     return s * mosaic.broadcast_rows(units, s.shape)
 
 
-def _positions(plan: Plan, piece: Piece, tile: Scalar) -> tuple[Any, Any]:
+def _positions(plan: Plan, work: Work, tile: Scalar) -> tuple[Any, Any]:
     """Of the queries and the keys of all warps' logits."""
     split, problem = plan.split, plan.problem
     shape = (ROWS, split.width)
@@ -65,10 +86,10 @@ def _positions(plan: Plan, piece: Piece, tile: Scalar) -> tuple[Any, Any]:
     own = row % mma_rowmajor.ROWS
     key = tile * plan.tile + split.first_key(warp) + split.key(own, column)
     query = split.query(own)
-    if plan.abreast == 1:
+    if plan.heads_at_once == 1:
         query = split.row_block(warp) * mma_rowmajor.ROWS + query
-    query = query + lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
-    return piece.length - problem.q_len + token_of(plan, query), key
+    query = query + lax.rem(work.head, jnp.int32(plan.chunks)) * plan.chunk_rows
+    return work.length - problem.q_len + token_of(plan, query), key
 
 
 def token_of(plan: Plan, query: Array) -> Array:
@@ -92,56 +113,54 @@ def logits_of_scores(plan: Plan, s: Array) -> Array:
     return softmax.to_log2(s)
 
 
-def masked(plan: Plan, piece: Piece, keys: tuple[Scalar, int], numbers: Any, positions: Any) -> Any:
-    """Tiles of logits with -inf where a query does not see a key. `keys`: (the first, how many);
-    `positions()` of queries and keys are asked for where some are not seen.
+def masked(plan: Plan, work: Work, start: Scalar, given: Any, positions: Any) -> Any:
+    """Tiles of logits with -inf where a query does not see a key. `start`: the first key of the
+    tile; `positions()` gives those of queries and keys, where some are not seen.
     """
-    mask, begin, (start, count) = plan.problem.mask, piece.length - plan.problem.q_len, keys
-    lo, hi = mask.kv_full_range(begin, piece.length, piece.length)
+    mask, begin, count = plan.problem.mask, work.length - plan.problem.q_len, plan.tile
+    lo, hi = mask.kv_full_range(begin, work.length, work.length)
 
     def hidden():
         query, key = positions()
-        allowed = mask.allows(query, key, piece.length)
-        return jax.tree.map(lambda x: jnp.where(allowed, x, -jnp.inf), numbers)
+        allowed = mask.allows(query, key, work.length)
+        return jax.tree.map(lambda x: jnp.where(allowed, x, -jnp.inf), given)
 
-    return lax.cond((start >= lo) & (start + count <= hi), lambda: numbers, hidden)
+    return lax.cond((start >= lo) & (start + count <= hi), lambda: given, hidden)
 
 
-def logits(plan: Plan, piece: Piece, tile: Scalar, given: tuple) -> tuple[Array, Array | None]:
-    """(scores, the scales of the values or None) -> logits, in log2 units if `plan.unit_of_logits`
-    is None; and the same of probabilities times scales, in log2 units.
-    """
-    s, scales = given
+def logits(plan: Plan, work: Work, tile: Scalar, s: Array, scales: Array | None) -> Logits:
+    """Scores, and the scales of the values over a quantised cache, made logits and masked."""
     s, weights = logits_of_scores(plan, s), None
     if scales is not None:
         s = s if plan.unit_of_logits is None else s * plan.unit_of_logits
         weights = s + jnp.log2(scales)
-    keys = tile * plan.tile, plan.tile
-    return masked(plan, piece, keys, (s, weights), lambda: _positions(plan, piece, tile))
+    start = tile * plan.tile
+    return masked(plan, work, start, Logits(s, weights), lambda: _positions(plan, work, tile))
 
 
-def attend(plan: Plan, smem: Smem, piece: Piece, at: tuple, carried: tuple) -> State:
-    """One tile of keys, from its scores on."""
-    (tile, slot), (s, state) = at, carried
+def attend(ctx: Context, work: Work, at: TileAt, s: Array, state: State) -> State:
+    """One kv tile, from its scores on."""
+    (plan, _, smem), (tile, slot) = ctx, at
     scales = (
         mma_rowmajor.number_of_each_key(smem.v_scale, slot, plan.split)
         if plan.problem.quantized
         else None
     )
-    given, weights = logits(plan, piece, tile, (s, scales))
+    given, weights = logits(plan, work, tile, s, scales)
     unit = None if plan.problem.quantized else plan.unit_of_logits
     join = functools.partial(mma_sync.reduce_folded, op="maximum") if plan.folded else None
-    new = softmax.step(given, unit, state.top, guarded=True, join=join)
+    new = softmax.step(given, unit, state.row_max, guarded=True, join=join)
     if weights is None:
-        acc, total = softmax.rescaled(new, (state.acc, state.total))
-        p, peak = new.p, None
+        acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
+        p, weight_max = new.p, None
     else:
-        total = state.total * mosaic.broadcast_rows(new.rescale, state.total.shape)
-        heavy = softmax.step(weights, None, state.peak, guarded=True)
+        row_sum = state.row_sum * mosaic.broadcast_rows(new.rescale, state.row_sum.shape)
+        assert state.weight_max is not None
+        heavy = softmax.step(weights, None, state.weight_max, guarded=True)
         acc = softmax.rescaled(heavy, state.acc)
-        p, peak = heavy.p, heavy.row_max
-    if plan.wide:
+        p, weight_max = heavy.p, heavy.row_max
+    if plan.is_float32:
         acc = mma_tf32.matmul_add(acc, p, smem.v, slot, plan.split)
     else:
         acc = mma_rowmajor.matmul_add(acc, p.astype(plan.operands), smem.v, slot, plan.split)
-    return State(acc, total + new.row_sum, new.row_max, peak)
+    return State(acc, row_sum + new.row_sum, new.row_max, weight_max)

@@ -1,10 +1,10 @@
-"""How a block asks for tiles of keys and values: programs for one thread (`threads.each_thread`),
-and which tile is next.
+"""How a block loads kv tiles: which tile is next, and programs for one thread
+(`threads.each_thread`) that copy it to shared memory.
 
 Small pages make many copies of a tile. Memory gives pages in any order almost as fast as one long
-row; what they cost is time to look them up and to ask. So where streams are long a tile's pages are
-looked up while the one before it is asked for; and where every block still has whole ones, it takes
-several heads side by side, which lie together in a page (`_fetch_abreast`).
+row; what they cost is time to look them up and to issue copies. So where a block reads many keys, a
+tile's pages are looked up while the tile before it is loaded; and where every block still has whole
+heads, it takes several at once, which lie together in a page (`_copy_heads`).
 """
 
 import functools
@@ -20,7 +20,14 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, tma_operands
 from pallas_attn.kernels.attention.cache_layout import Row
 from pallas_attn.kernels.decode import combine, scheduler
-from pallas_attn.kernels.decode.scheduler import BLANK, Piece, Plan, Share, Table
+from pallas_attn.kernels.decode.scheduler import (
+    ZERO_BYTES,
+    FirstQuery,
+    Plan,
+    Share,
+    Table,
+    Work,
+)
 from pallas_attn.kernels.lang import threads
 
 Ref = Any
@@ -30,7 +37,7 @@ Scalar = Any
 class Smem(NamedTuple):
     k: Any  # [stages, tile, H]
     v: Any  # [stages, tile, Hv]
-    spilled: combine.Spilled
+    warp_partials: combine.WarpPartials
     table: Table
     barriers: Any  # [stages] of 8 bytes
     last: Any  # int32[1]: whether this block is the last of its row's
@@ -43,13 +50,27 @@ class Refs(NamedTuple):
     """Global memory that is read."""
 
     q: Ref  # [M, t, N, H]
-    # K and V, and their scales if they have any: of a sequence each, or of all.
-    caches: tuple[tuple[Ref, ...], ...]
+    caches: tuple[tuple[Ref, ...], ...]  # K and V, and their scales if any: `Layout.tables`
     given: scheduler.Lengths
     page_table: Ref | None
     layer: Ref | None
     sinks: Ref | None
-    counters: Ref  # behind `BLANK` bytes of zeros
+    counters: Ref  # behind `ZERO_BYTES` of zeros
+
+
+class Context(NamedTuple):
+    """What every part of the kernel works with."""
+
+    plan: Any  # Plan, or a kind of it
+    refs: Refs
+    smem: Any  # Smem, or another kernel's that has a table
+
+
+class Memory(NamedTuple):
+    """A context's memory, as programs of one thread are handed it."""
+
+    refs: Refs
+    smem: Any
 
 
 def refs_of(inputs: DecodeInputs, counters: Any, plan: Plan) -> Refs:
@@ -88,115 +109,132 @@ def narrow_limit(problem: DecodeProblem) -> Limit | None:
 
 
 class Tile(NamedTuple):
-    """A tile to be loaded, as int32 scalars."""
+    """A kv tile to be loaded, as int32 scalars."""
 
-    m: Scalar
+    sequence: Scalar
     head: Scalar
     row: Scalar  # its first key
     live: Scalar  # keys that exist, of those from `row` on; 0 or less: nothing to load
-    slot: Scalar
+    slot: Scalar  # of the ring
     wanted: Scalar  # 0: no tile is left
     layer: Scalar | None
-    page: Any = None  # int32[128]: what `look_up` gave
+    page: Any = None  # int32[128]: what `load_pages` gave
 
 
-def next_tile(
-    plan: Plan, refs: Refs, smem: Smem, share: Share, place: tuple[Piece, Any]
-) -> tuple[Piece, Tile]:
-    """The next tile of the block's line, if there is one, for a slot of the ring; and the piece
-    that it belongs to.
-    """
-    piece, slot = place
-    more = (piece.tile >= piece.end) & (piece.following < share.end)
+class Position(NamedTuple):
+    """Where loading stands: the work, whose `tile` is the next, and a slot of the ring for it."""
 
-    def opened():
-        new = scheduler.piece_at(plan, smem.table, share, piece.following, piece.m)
-        if plan.config.many:
-            near = functools.partial(bring_queries, plan=plan)
-            threads.each_thread(near, refs.q, scheduler.first_query(plan, new))
+    work: Work
+    slot: Scalar
+
+
+class NextTile(NamedTuple):
+    """A tile that `load` is to copy, and the work that it belongs to."""
+
+    work: Work
+    tile: Tile
+
+
+def next_tile(ctx: Context, share: Share, position: Position) -> NextTile:
+    """The next tile of the block's share, if there is one."""
+    plan, refs, smem = ctx
+    work, slot = position
+    more = (work.tile >= work.end) & (work.next_unit < share.end)
+
+    def begun():
+        new = scheduler.work_at(plan, smem.table, share, work.next_unit, work.sequence)
+        if plan.config.many_heads:
+            program = functools.partial(prefetch_queries, plan=plan)
+            threads.each_thread(program, refs.q, scheduler.first_query(plan, new))
         return new
 
-    piece = lax.cond(more, opened, lambda: piece)
-    row = piece.tile * plan.tile
+    work = lax.cond(more, begun, lambda: work)
+    row = work.tile * plan.tile
     tile = Tile(
-        m=piece.m,
-        head=lax.div(piece.head, jnp.int32(plan.chunks)),
+        sequence=work.sequence,
+        head=lax.div(work.head, jnp.int32(plan.chunks)),
         row=row,
-        live=piece.length - row,
+        live=work.length - row,
         slot=slot,
-        wanted=(piece.tile < piece.end).astype(jnp.int32),
+        wanted=(work.tile < work.end).astype(jnp.int32),
         layer=None if refs.layer is None else refs.layer[0],
     )
     if plan.layout.paged:
-        page = functools.partial(look_up, plan=plan)
-        tile = tile._replace(page=threads.each_thread(page, refs, tile, returns=True))
-    return piece, tile
+        program = functools.partial(load_pages, plan=plan)
+        tile = tile._replace(page=threads.each_thread(program, refs, tile, returns=True))
+    return NextTile(work, tile)
 
 
-def ask(plan: Plan, refs: Refs, smem: Smem, ahead: tuple[Piece, Tile]) -> Piece:
-    """Asks for a tile; where loading stands then.
+def load(ctx: Context, following: NextTile) -> Work:
+    """Issues the copies of a tile; comes back with the work where loading stands then.
 
-    Where blocks have few tiles, all have been asked for by the time the first is there: asking for
-    none, instruction by instruction, would be a good part of what each of them takes.
+    Where blocks have few tiles, all have been issued by the time the first is there: to go through
+    the instructions for none would be a good part of what each of them takes.
     """
-    piece, tile = ahead
+    plan, (work, tile) = ctx.plan, following
 
-    def fetching():
-        threads.each_thread(functools.partial(fetch, plan=plan), (refs, smem), tile)
+    def copied():
+        program = functools.partial(copy_tile, plan=plan)
+        threads.each_thread(program, Memory(ctx.refs, ctx.smem), tile)
 
-    if plan.bulk and not plan.config.eager:
-        pl.when(tile.wanted >= 1)(fetching)
+    if plan.bulk and not plan.config.load_first:
+        pl.when(tile.wanted >= 1)(copied)
     else:  # threads that copy count their groups of copies, empty ones too
-        fetching()
-    return piece._replace(tile=jnp.minimum(piece.tile + 1, piece.end))
+        copied()
+    return work._replace(tile=jnp.minimum(work.tile + 1, work.end))
 
 
-def _number(thread: threads.Thread) -> Any:
-    """Which of a tile's copies is this thread's: lanes that ask for copies wait for each other, so
+def _copy_number(thread: threads.Thread) -> Any:
+    """Which of a tile's copies is this thread's: lanes that issue copies wait for each other, so
     neighbours are in different warps.
     """
     return thread.index % 32 * threads.WARPS + thread.index // 32
 
 
-def _piece(thread: threads.Thread, at: Tile, plan: Plan) -> tuple[Any, Any, Any]:
-    """(its first key in the tile, how many of its keys exist, which head's they are of those side
-    by side) of this thread's piece of a tile, which lies together in memory.
+class _Stretch(NamedTuple):
+    """Rows of a tile that lie together in memory and are copied by one thread."""
 
-    Piece p is that of warp p % 4: lanes that ask for copies wait for each other.
-    """
+    skipped: Any  # the first of its keys, in the tile
+    live: Any  # how many of its keys exist
+    head: Any  # of heads that are taken at once: whose they are
+
+
+def _stretch(thread: threads.Thread, at: Tile, plan: Plan) -> _Stretch:
+    """This thread's. Number n is that of warp n % 4: see `_copy_number`."""
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
-    piece, head = _number(thread), None
-    if plan.abreast > 1:
-        piece, head = piece // plan.abreast, piece % plan.abreast
-    skipped = piece * plan.page_rows
-    return skipped, thread.minimum(live - skipped, plan.page_rows), head
+    number, head = _copy_number(thread), None
+    if plan.heads_at_once > 1:
+        number, head = number // plan.heads_at_once, number % plan.heads_at_once
+    skipped = number * plan.page_rows
+    return _Stretch(skipped, thread.minimum(live - skipped, plan.page_rows), head)
 
 
-def look_up(thread: threads.Thread, refs: Refs, at: Tile, plan: Plan) -> Any:
-    """The page of this thread's piece; asked for well before `fetch` wants to know. Where threads
-    copy, every warp looks up all pieces, a lane each.
+def load_pages(thread: threads.Thread, refs: Refs, at: Tile, plan: Plan) -> Any:
+    """The page of this thread's stretch of a tile, well before `copy_tile` needs it. Where threads
+    copy, every warp looks up all pages, a lane each.
     """
-    skipped, here, _ = _piece(thread, at, plan)
+    skipped, here, _ = _stretch(thread, at, plan)
     if not plan.bulk:
         live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
         skipped = thread.index % 32 * plan.page_rows
         here = live - skipped
     row = thread.select(here >= 1, at.row + skipped, 0)
-    return plan.layout.load_page(thread, refs.page_table, at.m, plan.layout.entry(row))
+    return plan.layout.load_page(thread, refs.page_table, at.sequence, plan.layout.entry(row))
 
 
-def fetch(thread: threads.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -> None:
-    """Asks for a tile: a copy of K and one of V for what lies together. Only rows that exist are
-    read. Behind them V gets zeros, by copies too: whatever lay there, NaN too, has a weight of 0,
-    and a store would have to wait for all copies under way before it lets others follow.
+def copy_tile(thread: threads.Thread, memory: Memory, at: Tile, plan: Plan) -> None:
+    """Issues the copies of a tile: one of K and one of V for what lies together. Only rows that
+    exist are read. Rows of V behind them are filled with zeros, by copies too: whatever lay there,
+    NaN too, has a weight of 0, and a store would have to wait for all copies under way before it
+    lets others follow.
     """
     if not plan.bulk:
-        _fetch_by_threads(thread, refs, at, plan)
+        _copy_by_threads(thread, memory, at, plan)
         return
-    given, smem = refs
-    if plan.abreast > 1:
-        _fetch_abreast(thread, refs, at, plan)
+    if plan.heads_at_once > 1:
+        _copy_heads(thread, memory, at, plan)
         return
+    given, smem = memory
     row_bytes = [plan.itemsize * dim for dim in (plan.problem.head_dim, plan.problem.v_head_dim)]
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
     live = scheduler.at_least(live, 0)
@@ -205,82 +243,80 @@ def fetch(thread: threads.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan)
     if plan.problem.quantized:
         nbytes = nbytes + _scale_bytes(live) * 2
     thread.announce(smem.barriers, at.slot, nbytes, (thread.index < 1) & (at.wanted >= 1))
-    caches = plan.layout.arrays_of(thread, given.caches, at.m)
-    skipped, here, _ = _piece(thread, at, plan)
-    there = here >= 1
-    line = _source(thread, (given, smem.table), at, skipped, there, plan)
+    caches = plan.layout.arrays_of(thread, given.caches, at.sequence)
+    skipped, here, _ = _stretch(thread, at, plan)
+    exists = here >= 1
+    line = _row_number(thread, memory, at, skipped, exists, plan)
     row = at.slot * plan.tile + skipped
     done = (smem.barriers, at.slot)
     for cache, ring, size in zip(caches[:2], (smem.k, smem.v), row_bytes, strict=True):
         words = size // 16
-        thread.copy((ring, row * words), (cache, line * words), here * size, done, there)
-    chunk = _number(thread) * BLANK
-    blank = thread.minimum(missing - chunk, BLANK)
+        thread.copy((ring, row * words), (cache, line * words), here * size, done, exists)
+    chunk = _copy_number(thread) * ZERO_BYTES
+    zeros = thread.minimum(missing - chunk, ZERO_BYTES)
     to = (at.slot + 1) * (plan.tile * row_bytes[1] // 16) + chunk // 16 - missing // 16
-    some = (blank >= 1) & (at.wanted >= 1)
-    thread.copy((smem.v, to), (given.counters, thread.wide(chunk * 0)), blank, done, some)
-    if plan.problem.quantized:  # 4 scales a word: capacities, pages and pieces are multiples of 4
+    some = (zeros >= 1) & (at.wanted >= 1)
+    thread.copy((smem.v, to), (given.counters, thread.wide(chunk * 0)), zeros, done, some)
+    if plan.problem.quantized:  # 4 scales a word: capacities, pages and tiles are multiples of 4
         nbytes = _scale_bytes(scheduler.at_least(here, 0))
         for cache, ring in zip(caches[2:], (smem.k_scale, smem.v_scale), strict=True):
-            thread.copy((ring, row // 4), (cache, line // 4), nbytes, done, there)
+            thread.copy((ring, row // 4), (cache, line // 4), nbytes, done, exists)
 
 
-def _fetch_abreast(thread: threads.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan) -> None:
-    """`fetch` of heads side by side, which a page holds one behind the other: what a whole page has
-    of them comes by one copy each of K and V, by different warps. Of the page that a sequence ends
-    in, each thread copies a head's.
+def _copy_heads(thread: threads.Thread, memory: Memory, at: Tile, plan: Plan) -> None:
+    """`copy_tile` of several heads at once, which a page holds one behind the other: what a whole
+    page has of them comes by one copy each of K and V, by different warps. Of the page that a
+    sequence ends in, each thread copies a head's rows.
     """
-    given, smem = refs
+    given, smem = memory
     (caches,), rows = given.caches, plan.page_rows
     row_bytes = [plan.itemsize * dim for dim in (plan.problem.head_dim, plan.problem.v_head_dim)]
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
     live = scheduler.at_least(live, 0)
-    nbytes = live * (row_bytes[0] * plan.abreast) + plan.lines * row_bytes[1]
+    nbytes = live * (row_bytes[0] * plan.heads_at_once) + plan.tile_rows * row_bytes[1]
     if plan.problem.quantized:
-        nbytes = nbytes + _scale_bytes(live) * (2 * plan.abreast)
+        nbytes = nbytes + _scale_bytes(live) * (2 * plan.heads_at_once)
     thread.announce(smem.barriers, at.slot, nbytes, (thread.index < 1) & (at.wanted >= 1))
-    skipped, here, head = _piece(thread, at, plan)
+    skipped, here, head = _stretch(thread, at, plan)
     inside = (skipped < plan.tile) & (at.wanted >= 1)
     here = scheduler.at_least(here, 0)
-    whole, there = here >= rows, here >= 1
-    first = thread.select(whole, thread.index * 0, head)  # of the heads that this thread brings
-    place = at._replace(head=at.head * plan.abreast + first)
-    line = _source(thread, (given, smem.table), place, skipped, there, plan)
-    row = at.slot * plan.lines + skipped * plan.abreast + first * rows
-    done, count = (smem.barriers, at.slot), thread.select(whole, here * plan.abreast, here)
+    whole, exists = here >= rows, here >= 1
+    first = thread.select(whole, thread.index * 0, head)  # of the heads that this thread copies
+    place = at._replace(head=at.head * plan.heads_at_once + first)
+    line = _row_number(thread, memory, place, skipped, exists, plan)
+    row = at.slot * plan.tile_rows + skipped * plan.heads_at_once + first * rows
+    done, count = (smem.barriers, at.slot), thread.select(whole, here * plan.heads_at_once, here)
 
-    def turn_of(n):
-        return there & ((here < rows) | ((head >= n) & (head <= n)))
+    def is_copied_here(n):  # of a whole page, array n by the n-th of its threads
+        return exists & ((here < rows) | ((head >= n) & (head <= n)))
 
     rings = [(smem.k, row_bytes[0] // 16), (smem.v, row_bytes[1] // 16)]
     for n, (cache, (ring, words)) in enumerate(zip(caches[:2], rings, strict=True)):
         nbytes = count * words * 16
-        thread.copy((ring, row * words), (cache, line * words), nbytes, done, turn_of(n))
-    for start in range(0, rows * row_bytes[1], BLANK):
+        thread.copy((ring, row * words), (cache, line * words), nbytes, done, is_copied_here(n))
+    for start in range(0, rows * row_bytes[1], ZERO_BYTES):
         missing = (here * -1 + rows) * row_bytes[1] - start
-        blank = thread.minimum(missing, BLANK)
-        to = (at.slot * plan.lines + skipped * plan.abreast + head * rows + here) * rings[1][1]
-        to = to + start // 16
-        some = inside & (blank >= 1)
-        thread.copy((smem.v, to), (given.counters, thread.wide(head * 0)), blank, done, some)
+        zeros = thread.minimum(missing, ZERO_BYTES)
+        to = at.slot * plan.tile_rows + skipped * plan.heads_at_once + head * rows + here
+        to = to * rings[1][1] + start // 16
+        some = inside & (zeros >= 1)
+        thread.copy((smem.v, to), (given.counters, thread.wide(head * 0)), zeros, done, some)
     if plan.problem.quantized:
         nbytes = _scale_bytes(count)
         for n, cache, ring in zip((-2, -1), caches[2:], (smem.k_scale, smem.v_scale), strict=True):
-            turn = turn_of(n % plan.abreast)
-            thread.copy((ring, row // 4), (cache, line // 4), nbytes, done, turn)
+            here_too = is_copied_here(n % plan.heads_at_once)
+            thread.copy((ring, row // 4), (cache, line // 4), nbytes, done, here_too)
 
 
-def _fetch_by_threads(
-    thread: threads.Thread, refs: tuple[Refs, Smem], at: Tile, plan: Plan
-) -> None:
-    """`fetch` where there are no bulk copies: 16 bytes a thread at a time, zeros where there is no
-    row.
+def _copy_by_threads(thread: threads.Thread, memory: Memory, at: Tile, plan: Plan) -> None:
+    """`copy_tile` where there are no bulk copies: 16 bytes a thread at a time, zeros where there is
+    no row.
     """
-    given, smem = refs
+    given, smem = memory
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
-    caches = plan.layout.arrays_of(thread, given.caches, at.m)
+    caches = plan.layout.arrays_of(thread, given.caches, at.sequence)
     start = at.slot * plan.tile
-    line_of = finder(thread, (given, smem.table), at, live, plan)
+    number_of = row_numbers(thread, memory, at, live, plan)
     dims = (plan.problem.head_dim, plan.problem.v_head_dim)
     for cache, ring, dim in zip(caches[:2], (smem.k, smem.v), dims, strict=True):
         words = plan.itemsize * dim // 16
@@ -288,7 +324,7 @@ def _fetch_by_threads(
             index = thread.index + first
             row, word = index // words, index % words
             inside = None if first + 128 <= plan.tile * words else row < plan.tile
-            source = line_of(thread.minimum(row, plan.tile - 1)) * words + thread.wide(word)
+            source = number_of(thread.minimum(row, plan.tile - 1)) * words + thread.wide(word)
             to = (ring, (start + row) * words + word)
             thread.copy_async(to, (cache, source), row < live, inside)
     scales = (smem.k_scale, smem.v_scale) if plan.problem.quantized else ()
@@ -296,30 +332,29 @@ def _fetch_by_threads(
         for first in range(0, plan.tile, 128):
             row = thread.index + first
             inside = None if first + 128 <= plan.tile else row < plan.tile
-            source = line_of(thread.minimum(row, plan.tile - 1))
+            source = number_of(thread.minimum(row, plan.tile - 1))
             thread.copy_async((ring, start + row), (cache, source), row < live, inside, 4)
     thread.commit_copies()
 
 
-def finder(
-    thread: threads.Thread, refs: tuple[Refs, Table], at: Tile, live: Any, plan: Plan
+def row_numbers(
+    thread: threads.Thread, memory: Memory, at: Tile, live: Any, plan: Plan
 ) -> Callable[[Any], Any]:
-    """Where threads copy: row of the tile, of which `live` exist -> `_source` of it."""
-    given, _ = refs
+    """Where threads copy: row of the tile, of which `live` exist -> its number in the array."""
     if not plan.layout.paged:
-        begin = _source(thread, refs, at, thread.index * 0, live >= 1, plan)
+        begin = _row_number(thread, memory, at, thread.index * 0, live >= 1, plan)
         return lambda row: begin + thread.wide(row)
 
-    def line_of(row: Any) -> Any:
-        piece = row // plan.page_rows
+    def number_of(row: Any) -> Any:
+        stretch = row // plan.page_rows
         if plan.tile // plan.page_rows <= 32:
-            page = thread.of_lane(at.page, piece)
+            page = thread.of_lane(at.page, stretch)
         else:
             entry = plan.layout.entry(thread.select(row < live, at.row + row, 0))
-            page = plan.layout.load_page(thread, given.page_table, at.m, entry)
-        return _source(thread, refs, at._replace(page=page), row, row < live, plan)
+            page = plan.layout.load_page(thread, memory.refs.page_table, at.sequence, entry)
+        return _row_number(thread, memory, at._replace(page=page), row, row < live, plan)
 
-    return line_of
+    return number_of
 
 
 def _scale_bytes(rows: Any) -> Any:
@@ -327,32 +362,32 @@ def _scale_bytes(rows: Any) -> Any:
     return (rows + 3) // 4 * 16
 
 
-def _source(
-    thread: threads.Thread, refs: tuple[Refs, Table], at: Tile, skipped: Any, there: Any, plan: Plan
+def _row_number(
+    thread: threads.Thread, memory: Memory, at: Tile, skipped: Any, exists: Any, plan: Plan
 ) -> Any:
-    """The row of the cache's array where key `skipped` of the tile lies, in 64 bits. A page that is
+    """Which row of the cache's array key `skipped` of the tile is, in 64 bits. A page that is
     missing makes its sequence a lost one.
     """
-    (given, table), layout = refs, plan.layout
+    layout, table = plan.layout, memory.smem.table
     row, page, capacity = at.row + skipped, at.page, None
     if layout.capacity is None:
-        capacity = thread.load(given.given.capacities, at.m, 4)
+        capacity = thread.load(memory.refs.given.capacities, at.sequence, 4)
     if layout.paged:
-        row = thread.select(there, row, 0)
+        row = thread.select(exists, row, 0)
         good = layout.has_page(page)
         page = thread.select(good, page, 0)  # some page's rows: the result will be NaN
         bad = thread.select(good, thread.index * 0, 1)
-        thread.shared_store(table.lost, at.m, bad, there & (bad >= 1))
-    return layout.number(thread, Row(at.m, at.head, row, at.layer, page, capacity))
+        thread.shared_store(table.lost, at.sequence, bad, exists & (bad >= 1))
+    return layout.number(thread, Row(at.sequence, at.head, row, at.layer, page, capacity))
 
 
-def bring_queries(thread: threads.Thread, q: Ref, at: tuple[Any, Any], plan: Plan) -> None:
-    """Has the queries of a piece to come brought near."""
+def prefetch_queries(thread: threads.Thread, q: Ref, at: FirstQuery, plan: Plan) -> None:
+    """Has the query rows of a coming work brought into the cache of the multiprocessor."""
     (first, chunk), problem = at, plan.problem
     row_bytes = problem.head_dim * jnp.dtype(problem.dtype).itemsize
     lines = -(-row_bytes // 128)
     n = thread.minimum(thread.index // lines, plan.most_rows - 1) + chunk
-    if plan.abreast > 1:
+    if plan.heads_at_once > 1:
         first, n = first + n // plan.rows * plan.group, n % plan.rows
     n = thread.minimum(n, plan.rows - 1)
     row = thread.wide(first + n // plan.group * problem.q_heads + n % plan.group)
@@ -360,30 +395,45 @@ def bring_queries(thread: threads.Thread, q: Ref, at: tuple[Any, Any], plan: Pla
     thread.prefetch(q, row * (row_bytes // 16) + thread.wide(word), 16)
 
 
-def check_skipped_pages(
-    plan: Plan, refs: Any, table: Table, piece: Piece, each_thread: Callable = threads.each_thread
-) -> None:
-    """Pages before the first that is read: a window does not excuse a missing one."""
+class _Pages(NamedTuple):
+    page_table: Ref
+    lost: Ref  # of the table in shared memory
+
+
+class _Skipped(NamedTuple):
+    sequence: Scalar
+    pages: Scalar  # how many lie before the first that is read
+
+
+def check_skipped_pages(ctx: Any, work: Work, each_thread: Callable = threads.each_thread) -> None:
+    """Looks up the pages before the first that is read: a mask that lets the block skip them does
+    not excuse a missing one.
+    """
+    plan = ctx.plan
     if plan.checks_skipped_pages:
-        before = plan.layout.entry(piece.tile * plan.tile)
+        skipped = _Skipped(work.sequence, plan.layout.entry(work.tile * plan.tile))
         program = functools.partial(_check_pages, plan=plan)
-        each_thread(program, (refs, table), (piece.m, before))
+        each_thread(program, _Pages(ctx.refs.page_table, ctx.smem.table.lost), skipped)
 
 
-def _check_pages(thread: threads.Thread, refs: tuple[Refs, Table], at: Any, plan: Plan) -> None:
-    """All of a sequence's before some."""
-    (given, table), (m, pages) = refs, at
-
+def _check_pages(thread: threads.Thread, refs: _Pages, at: _Skipped, plan: Plan) -> None:
     def some(i: Any, carry: list) -> list:
-        slot = i * 128 + thread.index
-        there = slot < pages
-        entry = thread.select(there, slot, 0)
-        good = plan.layout.has_page(plan.layout.load_page(thread, given.page_table, m, entry))
-        bad = thread.select(good, thread.index * 0, 1)
-        thread.shared_store(table.lost, m, bad, there & (bad >= 1))
+        number = i * 128 + thread.index
+        inside = number < at.pages
+        entry = thread.select(inside, number, 0)
+        page = plan.layout.load_page(thread, refs.page_table, at.sequence, entry)
+        bad = thread.select(plan.layout.has_page(page), thread.index * 0, 1)
+        thread.shared_store(refs.lost, at.sequence, bad, inside & (bad >= 1))
         return carry
 
-    thread.loop((pages + 127) // 128, [], some)
+    thread.loop((at.pages + 127) // 128, [], some)
+
+
+class Phase(NamedTuple):
+    """A slot of the ring, and the parity of the phase in which its barrier completes."""
+
+    slot: Scalar
+    parity: Scalar
 
 
 def make_barriers(thread: threads.Thread, barriers: Ref, plan: Plan) -> None:
@@ -392,15 +442,15 @@ def make_barriers(thread: threads.Thread, barriers: Ref, plan: Plan) -> None:
 
 
 def sync(thread: threads.Thread, refs: Any, at: Any, plan: Plan) -> None:
-    """All have read the tile before; where threads copy, the next tile is there."""
+    """All threads have read the tile before; where threads copy, the next tile is there."""
     del refs, at
     if not plan.bulk and plan.config.stages > 1:
         thread.wait_copies(plan.config.stages - 2)
     thread.sync()
 
 
-def wait(thread: threads.Thread, barriers: Ref, at: tuple[Any, Any], plan: Plan) -> None:
-    """Until a bulk copy is there, or the tile that threads have just asked for."""
+def wait(thread: threads.Thread, barriers: Ref, at: Phase, plan: Plan) -> None:
+    """Until a bulk copy is there, or the tile that threads have just begun to copy."""
     if plan.bulk:
         thread.wait(barriers, *at)
     elif plan.config.stages == 1:

@@ -1,17 +1,17 @@
-"""Who decodes what: the static facts of a launch, and how the live keys are dealt to its blocks.
+"""The static facts of a decode launch, and its scheduler: which persistent block takes which keys.
 
-The work of a launch is a line of units. Sequence after sequence, kv head after kv head (row chunk
-after row chunk), a unit is `unit` tiles of keys that some query row sees; a sequence that has none
-gets one empty unit, so that somebody writes its rows. Block c of C takes units [c*T/C, (c+1)*T/C)
-of the T there are: all blocks read as much as each other, whatever the lengths. What a block has of
-one head of one sequence is a `Piece`.
+The work of a launch is numbered in units. Sequence after sequence, kv head after kv head (q chunk
+after q chunk), a unit is `tiles_a_unit` kv tiles that some query row sees; a sequence that has none
+gets one empty unit, so that some block writes its rows. Block c of C takes units
+[c*T/C, (c+1)*T/C) of the T that there are: all blocks read the same amount, whatever the lengths
+(split-KV). What a block has of one head of one sequence is a `Work`.
 
-Where blocks have many heads, units are finer than tiles (`GRAIN` keys), so that last tiles of a few
-keys count for a few, and each head has some units more than keys, since turning to a head takes a
-block as long as reading some: one with many short heads would finish long after the others. Tiles
-stay whole: one belongs to the block in whose share it begins.
+Where blocks have many heads, units are finer than kv tiles (`FINE_UNIT` keys), so that a last tile
+of a few keys counts for a few. Each head then has some units more than it has keys, because a block
+that begins a head takes as long as it takes to read some: a block with many short heads would
+finish long after the others. Tiles stay whole: one belongs to the block in whose share it begins.
 
-Every block works the line out for itself, from lengths on the device: one running sum over a warp.
+Every block computes this for itself from the lengths on the device, by one running sum over a warp.
 """
 
 import dataclasses
@@ -38,28 +38,28 @@ Scalar = Any
 
 SMEM_LIMIT = _gpus.shared_memory(_gpus.HOPPER)
 RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
-BLANK = 2048  # bytes of zeros that lie before the counters
-GRAIN = 16  # keys of a unit that is less than a tile
+ZERO_BYTES = 2048  # that lie before the counters in global memory
+FINE_UNIT = 16  # keys of a unit that is finer than a kv tile
 # A launch has parameters for as many arrays of K and of V; of the others a thread lays out 63.
 MOST_SEQUENCES = 2000
 
 
-class Piece(NamedTuple):
-    """Consecutive units of one head of one sequence, that one block takes."""
+class Work(NamedTuple):
+    """Consecutive units of one head of one sequence, which one block takes."""
 
-    m: Scalar  # the sequence
-    head: Scalar  # kv head * chunks + row chunk
+    sequence: Scalar
+    head: Scalar  # kv head * chunks + q chunk
     length: Scalar  # keys that exist; 0 where rows were lost
-    tile: Scalar  # the next tile of keys
-    end: Scalar  # past the last one
-    following: Scalar  # the unit where the block's next piece begins
-    begin: Scalar  # the unit where this one begins
-    of_head: Scalar  # the first unit of its head
-    units: Scalar  # of its head
+    tile: Scalar  # the next kv tile
+    end: Scalar  # past the last kv tile
+    first_unit: Scalar
+    next_unit: Scalar  # where the block's next work begins
+    head_first_unit: Scalar
+    head_units: Scalar
 
 
-def widest(problem: DecodeProblem) -> int:
-    """Keys of the widest tile: a thread copies what lies together in memory, 128 pieces in all."""
+def widest_tile(problem: DecodeProblem) -> int:
+    """Keys of the widest kv tile: each of 128 threads copies rows that lie together in memory."""
     page = problem.page_size or 256
     return next(tile for tile in (256, 128) if tile // math.gcd(page, tile) <= mosaic.THREADS)
 
@@ -72,25 +72,24 @@ class Plan:
     config: Any
 
     def __post_init__(self):
-        if self.abreast > 1 and not self._fits_abreast:
+        if self.heads_at_once > 1 and not self._fits_heads_at_once:
             raise ValueError(
-                f"Config.abreast is {self.abreast}: it takes as many kv heads or a multiple, of up "
-                f"to {mma_rowmajor.ROWS} query rows each, over pages of 16 or 8 bits whose rows "
-                f"are a multiple of 8 that divides the {self.tile} keys of a tile"
+                f"Config.heads_at_once is {self.heads_at_once}: it takes as many kv heads or a "
+                f"multiple, of up to {mma_rowmajor.ROWS} query rows each, over pages of 16 or 8 "
+                f"bits whose rows are a multiple of 8 that divides the {self.tile} keys of a tile"
             )
-        if self.bulk and self.lines > (most := widest(self.problem)):
-            rows = self.problem.page_size
-            raise ValueError(
-                f"Config.tile must be at most {most} over pages of {rows} rows, got {self.lines}"
-            )
-        if self.lines < 64 and not self.wide:
-            raise ValueError(f"Config.tile must be at least 64 of 16-bit numbers, got {self.lines}")
+        if self.bulk and self.tile_rows > (most := widest_tile(self.problem)):
+            want = f"at most {most} over pages of {self.problem.page_size} rows"
+            raise ValueError(f"Config.tile must be {want}, got {self.tile_rows}")
+        if self.tile_rows < 64 and not self.is_float32:
+            want = "at least 64 of 16-bit numbers"
+            raise ValueError(f"Config.tile must be {want}, got {self.tile_rows}")
 
     @property
-    def _fits_abreast(self) -> bool:
+    def _fits_heads_at_once(self) -> bool:
         problem, page = self.problem, self.problem.page_size
-        plain = self.bulk and not self.wide
-        heads = self.rows <= mma_rowmajor.ROWS and problem.kv_heads % self.abreast == 0
+        plain = self.bulk and not self.is_float32
+        heads = self.rows <= mma_rowmajor.ROWS and problem.kv_heads % self.heads_at_once == 0
         whole_pages = page is not None and page % 8 == 0 and self.tile % page == 0
         return plain and heads and whole_pages and not problem.batch_invariant
 
@@ -105,11 +104,11 @@ class Plan:
         return self.config.bulk
 
     @property
-    def eager(self) -> bool:
-        """Whether the next tile is asked for before the wait for this one; of a single stage, this
-        one is.
+    def load_first(self) -> bool:
+        """Whether the load of the next tile begins before the wait for this one; with a single
+        stage, it is the load of this one.
         """
-        return self.config.eager or self.config.stages == 1
+        return self.config.load_first or self.config.stages == 1
 
     @property
     def group(self) -> int:
@@ -123,89 +122,91 @@ class Plan:
 
     @property
     def chunk_rows(self) -> int:
-        """Of them, how many a block takes at once; each chunk reads the keys anew. Those of heads
-        side by side lie head by head.
+        """Of them, how many a block takes at once: a q chunk. Each chunk reads the keys again.
+        Where a block takes several heads at once, the rows of one head lie after those of another.
         """
-        if self.abreast > 1:
-            return self.abreast * self.rows
-        return min(self.config.rows, self.row_blocks * mma_rowmajor.ROWS)
+        if self.heads_at_once > 1:
+            return self.heads_at_once * self.rows
+        return min(self.config.q_rows, self.row_blocks * mma_rowmajor.ROWS)
 
     @property
     def most_rows(self) -> int:
         """Rows that a chunk may have."""
-        return min(self.abreast * self.rows, self.chunk_rows)
+        return min(self.heads_at_once * self.rows, self.chunk_rows)
 
     @property
-    def spilled_rows(self) -> int:
-        """Rows that a warp may have."""
-        return min(self.most_rows // self.abreast, mma_rowmajor.ROWS)
+    def warp_rows(self) -> int:
+        """Query rows that a warp may have."""
+        return min(self.most_rows // self.heads_at_once, mma_rowmajor.ROWS)
 
     @property
-    def sooner(self) -> bool:
-        """Whether a tile's pages are looked up while the one before it is asked for: where streams
-        are long.
+    def pages_ahead(self) -> bool:
+        """Whether a tile's pages are looked up while the tile before it is loaded: where a block
+        reads many keys.
         """
-        eager = self.config.eager and (self.config.many or self.problem.quantized)
-        return eager and self.layout.paged and self.bulk
+        first = self.config.load_first and (self.config.many_heads or self.problem.quantized)
+        return first and self.layout.paged and self.bulk
 
     @property
-    def abreast(self) -> int:
-        """kv heads that a block takes side by side, each with warps of its own. In a page they lie
-        one behind the other: a copy brings all of them, and there are so many times fewer.
+    def heads_at_once(self) -> int:
+        """kv heads that a block takes at once, each with warps of its own. In a page they lie one
+        behind the other, so that one copy brings all of them.
         """
-        return self.config.abreast
+        return self.config.heads_at_once
 
     @property
     def row_blocks(self) -> int:
-        if self.wide and self.problem.head_dim + self.problem.v_head_dim > 256:
+        if self.is_float32 and self.problem.head_dim + self.problem.v_head_dim > 256:
             return 1  # more queries would leave no room for keys
-        blocks = -(-min(self.rows, self.config.rows) // mma_rowmajor.ROWS)
+        blocks = -(-min(self.rows, self.config.q_rows) // mma_rowmajor.ROWS)
         return 1 if blocks == 1 else 2 if blocks == 2 else 4
 
     @property
     def chunks(self) -> int:
-        return -(-self.abreast * self.rows // self.chunk_rows)
+        return -(-self.heads_at_once * self.rows // self.chunk_rows)
 
     @property
     def heads(self) -> int:
-        """Of the line of units: kv heads, so many side by side, each as often as there are row
-        chunks.
+        """Heads that the scheduler counts: kv heads, or groups of `heads_at_once` of them, each as
+        often as there are q chunks.
         """
-        return self.problem.kv_heads // self.abreast * self.chunks
+        return self.problem.kv_heads // self.heads_at_once * self.chunks
 
     @functools.cached_property
     def split(self) -> Split:
         integers = dequant.by_integers(self.problem.cache_dtype, self.problem.gpu)
-        heads = Heads(self.abreast, self.page_rows) if self.abreast > 1 else None
+        heads = Heads(self.heads_at_once, self.page_rows) if self.heads_at_once > 1 else None
         blocks = self.row_blocks if heads is None else heads.number
         return Split(blocks, self.tile, self.folded, integers, heads)
 
     @property
     def folded(self) -> bool:
         """Whether scores of few rows are folded: `mma_rowmajor.Split`."""
-        few = self.rows <= 8 and not self.problem.quantized and not self.wide
-        return few and self.config.many
+        few = self.rows <= 8 and not self.problem.quantized and not self.is_float32
+        return few and self.config.many_heads
 
     @property
-    def grains(self) -> int:
-        """Units of a tile, where a unit is less than one: a tile is its block's in whose share it
-        begins, and a head counts for `turn` units more than it has keys.
+    def units_a_tile(self) -> int:
+        """Units of a kv tile, where a unit is finer than a tile; else 1. A tile belongs to the
+        block in whose share it begins, and a head counts for `head_overhead` units more than it has
+        keys.
         """
-        fine = self.config.many and not self.problem.batch_invariant
-        return self.tile // GRAIN if fine else 1
+        fine = self.config.many_heads and not self.problem.batch_invariant
+        return self.tile // FINE_UNIT if fine else 1
 
     @property
-    def turn(self) -> int:
-        return self.config.turn // GRAIN if self.grains > 1 else 0
+    def head_overhead(self) -> int:
+        """Units that a head counts for in addition to those of its keys."""
+        return self.config.head_overhead // FINE_UNIT if self.units_a_tile > 1 else 0
 
     @property
     def tile(self) -> int:
-        """Keys of a tile, of each head."""
-        return self.config.tile // self.abreast
+        """Keys of a kv tile, of each head."""
+        return self.config.tile // self.heads_at_once
 
     @property
-    def lines(self) -> int:
-        """Rows of a tile: keys of all its heads."""
+    def tile_rows(self) -> int:
+        """Rows of a tile: the keys of all its heads."""
         return self.config.tile
 
     @property
@@ -219,17 +220,17 @@ class Plan:
         return "float16" if self.problem.quantized else self.problem.dtype
 
     @property
-    def wide(self) -> bool:
+    def is_float32(self) -> bool:
         """Whether numbers are float32: `mma_tf32`."""
         return self.problem.dtype == "float32"
 
     @property
-    def unit(self) -> int:
-        """Tiles of a unit."""
-        return self.config.fixed if self.problem.batch_invariant else 1
+    def tiles_a_unit(self) -> int:
+        """kv tiles of a unit."""
+        return self.config.split_tiles if self.problem.batch_invariant else 1
 
     @property
-    def sums(self) -> int:
+    def table_size(self) -> int:
         """Entries of the table of running sums, the first of which is 0."""
         return 32 * self.lane_sequences + 1
 
@@ -245,24 +246,25 @@ class Plan:
     @property
     def most_units(self) -> int:
         """Of a head of the longest sequence."""
-        return -(-self.most_tiles // self.unit)
+        return -(-self.most_tiles // self.tiles_a_unit)
 
     @property
-    def slots_a_block(self) -> int:
-        """Places for partial results: one a unit where units are fixed, else two a block."""
+    def partials_a_block(self) -> int:
+        """How many partials a block may write: one a unit where splits are fixed, else two a
+        block.
+        """
         return 1 if self.problem.batch_invariant else 2
 
     @property
-    def slots(self) -> int:
+    def partials(self) -> int:
         if self.problem.batch_invariant:
             return self.problem.sequences * self.heads * self.most_units
-        return self.slots_a_block * self.ctas
+        return self.partials_a_block * self.ctas
 
     @property
     def ctas(self) -> int:
-        units = self.heads * sum(
-            max(1, -(-capacity // (self.tile * self.unit))) for capacity in self.problem.capacities
-        )
+        unit = self.tile * self.tiles_a_unit
+        units = self.heads * sum(max(1, -(-rows // unit)) for rows in self.problem.capacities)
         return min(self.config.ctas, units)
 
     @property
@@ -293,14 +295,18 @@ class Plan:
         return first, div(at_least(hi, 0) + (self.tile - 1), self.tile)
 
     def units_of(self, length: Any, div: Any) -> Any:
-        """Of a head; for `div` see `tiles_of`."""
+        """Units of a head; for `div` see `tiles_of`."""
         first, end = self.tiles_of(length, div)
-        if self.grains > 1:
+        if self.units_a_tile > 1:
             _, hi = self.problem.mask.kv_range(length - self.problem.q_len, length, length)
             keys = at_least(hi - first * self.tile, 0)
-            return at_least(div(keys + (GRAIN - 1), GRAIN), 1) + self.turn
+            return at_least(div(keys + (FINE_UNIT - 1), FINE_UNIT), 1) + self.head_overhead
         units = at_least(end - first, 1)
-        return div(units + (self.unit - 1), self.unit) if self.unit > 1 else units
+        return (
+            div(units + (self.tiles_a_unit - 1), self.tiles_a_unit)
+            if self.tiles_a_unit > 1
+            else units
+        )
 
 
 def dtype_limit(problem: DecodeProblem) -> Limit | None:
@@ -357,15 +363,15 @@ def _div(x: Scalar, y: Any) -> Scalar:
     return lax.div(x, jnp.int32(y) if isinstance(y, int) else y)
 
 
-# ---- the line of units ---------------------------------------------------------------------------
+# ---- units and blocks ----------------------------------------------------------------------------
 
 
 class Table(NamedTuple):
-    """What the blocks know of the lengths: in shared memory."""
+    """What a block knows of the lengths, in shared memory."""
 
-    sums: Ref  # int32[plan.sums]: units of a head in the sequences before this one
-    lengths: Ref  # int32[plan.sums]: keys that exist; 0 where rows were lost
-    lost: Ref  # int32[plan.sums]: 1 where rows were dropped and the result is NaN
+    sums: Ref  # int32[plan.table_size]: units of a head in the sequences before this one
+    lengths: Ref  # int32[plan.table_size]: keys that exist; 0 where rows were lost
+    lost: Ref  # int32[plan.table_size]: 1 where rows were dropped and the result is NaN
 
 
 class Lengths(NamedTuple):
@@ -373,11 +379,18 @@ class Lengths(NamedTuple):
     capacities: Ref | None  # where they differ
 
 
-def lay_out(
-    thread: threads.Thread, refs: tuple[Lengths, Table], usable: Any, plan: Plan, meanwhile: Any
+class TableRefs(NamedTuple):
+    """What `fill_table` reads and what it writes."""
+
+    given: Lengths
+    table: Table
+
+
+def fill_table(
+    thread: threads.Thread, refs: TableRefs, usable: Any, plan: Plan, meanwhile: Any
 ) -> None:
-    """Fills the table. `usable`: whether the cache has the layer. `meanwhile` is done while the
-    lengths are on their way.
+    """`usable`: whether the cache has the layer. `meanwhile` is called while the loads of the
+    lengths are under way.
     """
     given, table = refs
     lane, last = thread.index % 32, plan.problem.sequences - 1
@@ -409,7 +422,7 @@ def lay_out(
 
 
 class Share(NamedTuple):
-    """Units [first, end) of a block, and what says which block has a unit."""
+    """Units [first, end) of a block, and what `block_of` needs to know."""
 
     first: Scalar
     end: Scalar
@@ -417,6 +430,7 @@ class Share(NamedTuple):
     rest: Scalar
 
     def block_of(self, unit: Scalar) -> Scalar:
+        """Which block takes a unit."""
         large = self.base + 1
         within = self.rest * large
         # base is 0 only where all units lie within the larger shares
@@ -426,12 +440,12 @@ class Share(NamedTuple):
 
 def share_of(plan: Plan, table: Table, cta: Scalar) -> Share:
     total, blocks = table.sums[plan.problem.sequences] * plan.heads, jnp.int32(plan.ctas)
-    if plan.grains > 1:  # a tile begins in every share
-        blocks = jnp.clip(_div(total, plan.grains), 1, blocks)
+    if plan.units_a_tile > 1:  # a tile begins in every share
+        blocks = jnp.clip(_div(total, plan.units_a_tile), 1, blocks)
     base, rest = lax.div(total, blocks), lax.rem(total, blocks)
     first = cta * base + jnp.minimum(cta, rest)
     end = first + base + (cta < rest).astype(jnp.int32)
-    if plan.grains > 1:
+    if plan.units_a_tile > 1:
         end = jnp.where(cta < blocks, end, first)
     return Share(first, end, base, rest)
 
@@ -447,8 +461,8 @@ def sequence_of(plan: Plan, table: Table, unit: Scalar) -> Scalar:
     return low
 
 
-def piece_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) -> Piece:
-    """The block's piece that begins at `unit`, in sequence m or the next."""
+def work_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) -> Work:
+    """The block's work that begins at `unit`, which is one of sequence m or of the next."""
     m = jnp.minimum(
         m + (unit >= table.sums[m + 1] * plan.heads).astype(jnp.int32), plan.problem.sequences - 1
     )
@@ -463,63 +477,71 @@ def piece_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) ->
     length = table.lengths[m]
     first, end = plan.tiles_of(length, _div)
     end = jnp.maximum(end, first + 1)
-    tile = first + skipped * plan.unit
-    stop = tile + taken * plan.unit
-    if plan.grains > 1:
+    tile = first + skipped * plan.tiles_a_unit
+    stop = tile + taken * plan.tiles_a_unit
+    if plan.units_a_tile > 1:
         tile, stop = (
-            first + _div(past + (plan.grains - 1), plan.grains)
+            first + _div(past + (plan.units_a_tile - 1), plan.units_a_tile)
             for past in (skipped, skipped + taken)
         )
-    return Piece(
-        m=m,
+    return Work(
+        sequence=m,
         head=head,
         length=length,
         tile=tile,
         end=jnp.minimum(stop, end),
-        following=unit + taken,
-        begin=unit,
-        of_head=unit - skipped,
-        units=units,
+        first_unit=unit,
+        next_unit=unit + taken,
+        head_first_unit=unit - skipped,
+        head_units=units,
     )
 
 
-def first_query(plan: Plan, piece: Piece) -> tuple[Scalar, Scalar]:
-    """Where query 0 of the piece's kv head lies, in rows; and which query the piece begins with."""
-    head = lax.div(piece.head, jnp.int32(plan.chunks)) * (plan.abreast * plan.group)
-    first = piece.m * (plan.problem.q_len * plan.problem.q_heads) + head
-    return first, lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
+class FirstQuery(NamedTuple):
+    """Where the query rows of a block's work begin."""
+
+    row: Scalar  # of q [M * t * N, H]: that of query 0 of its kv head
+    chunk: Scalar  # the query that its chunk begins with
 
 
-def begin_of(plan: Plan, table: Table, share: Share, m: Scalar) -> Scalar:
-    """The unit where a share's first piece begins: not behind a head's last tile. It may be past
-    the end.
+def first_query(plan: Plan, work: Work) -> FirstQuery:
+    head = lax.div(work.head, jnp.int32(plan.chunks)) * (plan.heads_at_once * plan.group)
+    first = work.sequence * (plan.problem.q_len * plan.problem.q_heads) + head
+    return FirstQuery(first, lax.rem(work.head, jnp.int32(plan.chunks)) * plan.chunk_rows)
+
+
+def first_unit_of(plan: Plan, table: Table, share: Share, m: Scalar) -> Scalar:
+    """The unit where a share's first work begins, which is not past the last tile of a head. It
+    may be past the end of the share.
     """
-    first = piece_at(plan, table, share, share.first, m)
-    return jnp.where(first.tile >= first.end, first.following, share.first)
+    first = work_at(plan, table, share, share.first, m)
+    return jnp.where(first.tile >= first.end, first.next_unit, share.first)
 
 
-class Parts(NamedTuple):
-    """The partial results that make up one head of a sequence: part p has slot `first` where p is
-    0, else `later + p * plan.slots_a_block`.
+class Partials(NamedTuple):
+    """Where the partials of one head of a sequence lie: partial p at `first` where p is 0, else at
+    `later + p * plan.partials_a_block`.
     """
 
     count: Scalar
-    mine: Scalar  # this block's own slot
+    own: Scalar  # where this block's lies
     first: Scalar
     later: Scalar
 
 
-def parts_of(plan: Plan, share: Share, piece: Piece, cta: Scalar) -> Parts:
-    """A block has at most two pieces that are not whole: its first, which does not begin its head,
-    and its last, which does.
+def partials_of(plan: Plan, share: Share, work: Work, cta: Scalar) -> Partials:
+    """A block has at most two works that are not a whole head: its first, which does not begin its
+    head, and its last, which does.
     """
     if plan.problem.batch_invariant:
-        return Parts(piece.units, piece.begin, piece.of_head, piece.of_head)
-    begins = (piece.begin == piece.of_head).astype(jnp.int32)
-    first = share.block_of(piece.of_head)
-    last = piece.units - 1
-    if plan.grains > 1:
-        tiles_before, end = plan.tiles_of(piece.length, _div)
-        last = jnp.maximum(end - tiles_before - 1, 0) * plan.grains
-    last = share.block_of(piece.of_head + last)
-    return Parts(last - first + 1, 2 * cta + begins, 2 * first + 1, 2 * first)
+        return Partials(
+            work.head_units, work.first_unit, work.head_first_unit, work.head_first_unit
+        )
+    begins = (work.first_unit == work.head_first_unit).astype(jnp.int32)
+    first = share.block_of(work.head_first_unit)
+    last = work.head_units - 1
+    if plan.units_a_tile > 1:
+        tiles_before, end = plan.tiles_of(work.length, _div)
+        last = jnp.maximum(end - tiles_before - 1, 0) * plan.units_a_tile
+    last = share.block_of(work.head_first_unit + last)
+    return Partials(last - first + 1, 2 * cta + begins, 2 * first + 1, 2 * first)

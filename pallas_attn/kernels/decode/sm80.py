@@ -1,9 +1,9 @@
-"""Decode attention for every GPU from Ampere on: `decode_sm90`, whose tiles of keys are brought by
-the threads themselves (cp.async) where Hopper has bulk copies. All else, the dealing of work, the
-matmuls (mma.sync), the softmax and the merge of parts, is that kernel's.
+"""Decode attention for every GPU from Ampere on: the kernel of `decode.sm90`, whose kv tiles are
+copied by the threads themselves (cp.async) where Hopper has bulk copies. All else is that kernel's:
+the scheduler, the matmuls (mma.sync), the softmax and how partials are combined.
 
-A tile is there when each thread's own copies are and all have met, which they do once a tile
-anyway. Rows that do not exist are zeros that cp.async puts there.
+A tile is there when each thread's own copies are and all threads have met, which they do once a
+tile anyway. Rows that do not exist are zeros that cp.async puts there.
 """
 
 import dataclasses
@@ -20,32 +20,32 @@ from pallas_attn.kernels.mma import mma_rowmajor
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tuning only: the result is the same up to rounding. `tile`: keys of a tile; 32 of float32
+    """Tuning only: the result is the same up to rounding. `tile`: keys of a kv tile; 32 of float32
     only. `stages`: tiles of K and V in the ring; with a single one nothing arrives under the
-    matmuls of a tile. `ctas`: persistent blocks. `fixed`: tiles of a part where `batch_invariant`
-    is asked for. `eager`: the next tile is asked for before the wait for this one. `rows`: query
-    rows that a block takes at once, at most; where they are fewer than a kv head has, keys are read
-    more than once.
+    matmuls of a tile. `ctas`: persistent blocks. `split_tiles`: kv tiles of a split where
+    `batch_invariant` is asked for. `load_first`: the load of the next tile begins before the wait
+    for this one. `q_rows`: query rows that a block takes at once, at most; where they are fewer
+    than a kv head has, keys are read more than once.
     """
 
     tile: int = 64
     stages: int = 6
     ctas: int = _gpus.multiprocessors(_gpus.HOPPER)
-    fixed: int = 16
+    split_tiles: int = 16
     overlaps: bool = False  # begins while the kernel before it ends: `mosaic.overlap_launches`
-    eager: bool = False
-    rows: int = 4 * mma_rowmajor.ROWS
+    load_first: bool = False
+    q_rows: int = 4 * mma_rowmajor.ROWS
     # What `scheduler.Plan` asks of the Config of every decode kernel.
-    least, bulk, many, turn, abreast = 1, False, False, 0, 1
+    fewest_stages, bulk, many_heads, head_overhead, heads_at_once = 1, False, False, 0, 1
 
     def __post_init__(self):
         check(
             self,
             tile=(self.tile in (32, 64, 128, 256), "32, 64, 128 or 256"),
-            stages=(self.stages >= self.least, f"at least {self.least}"),
+            stages=(self.stages >= self.fewest_stages, f"at least {self.fewest_stages}"),
             ctas=(self.ctas >= 1, "at least 1"),
-            fixed=(self.fixed >= 1, "at least 1"),
-            rows=(self.rows in (4, 8, 16, 32, 64), "4, 8, 16, 32 or 64"),
+            split_tiles=(self.split_tiles >= 1, "at least 1"),
+            q_rows=(self.q_rows in (4, 8, 16, 32, 64), "4, 8, 16, 32 or 64"),
         )
 
     @classmethod
@@ -63,7 +63,7 @@ class Config:
         # Where rows are wide and shared memory is little: one tile at a time, or few queries.
         tile = 32 if wide else 64
         choices += [
-            cls(tile=tile, stages=stages, ctas=ctas, eager=True, rows=rows)
+            cls(tile=tile, stages=stages, ctas=ctas, load_first=True, q_rows=rows)
             for rows in (16, 8, 4)
             for stages in (2, 1)
         ]

@@ -1,13 +1,13 @@
-"""Parts of a row of blocks of `mla_sm90` and `sm90_few_rows`: `combine` for outputs
-that are tiles of a matmul. A part lies in global memory as the threads hold it, which take 16 bytes
-each at a time; whoever arrives last adds up all parts, in their order.
+"""How partials of a row become one in `decode_mla.sm90` and `sm90_few_rows`: `decode.combine` for
+outputs that are tiles of a matmul. A partial lies in global memory as the threads hold it, in words
+of 16 bytes. The block that arrives last adds up all partials, in their order.
 
-Other blocks wrote their parts before they arrived. The interpreter knows that of programs only, so
-parts are written and read by inline code, each with a twin in NumPy.
+Other blocks wrote their partials before they arrived. The interpreter knows that of programs only,
+so partials are written and read by inline code, each with a twin in NumPy.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -26,35 +26,42 @@ Array = Any
 Ref = Any
 Scalar = Any
 
-ALIGNED = 4  # parts whose tops are asked for at once
+LOADS_AT_ONCE = 4  # partials whose row maxima are loaded together
 
 
-def worth(plan: Plan, times: int) -> int:
-    """In how many parts a row is done soonest: one block merges them, one after the other. `times`:
-    how often a part could be merged while one block took all keys.
+def best_splits(plan: Plan, times: int) -> int:
+    """In how many splits a row is done soonest: one block combines their partials, one after the
+    other. `times`: how often a partial could be added while one block took all keys.
     """
     return plan.most_units if plan.problem.batch_invariant else max(1, math.isqrt(times))
 
 
-class Slots(NamedTuple):
-    """Where the parts of a row are: part p at `first` where p is 0, else `later + p * apart`."""
+class Partials(NamedTuple):
+    """Where the partials of a row lie: p at `first` where p is 0, else `later + p * stride`."""
 
     count: Scalar
-    mine: Scalar
+    own: Scalar
     first: Scalar
     later: Scalar
-    apart: int
+    stride: int
 
-    def of(self, p: Scalar) -> Scalar:
-        return jnp.where(p < 1, self.first, self.later + p * self.apart)
+    def place(self, p: Scalar) -> Scalar:
+        return jnp.where(p < 1, self.first, self.later + p * self.stride)
 
 
-def leave(ref: Ref, index: Scalar, tile: Array) -> None:
+class Sums(NamedTuple):
+    """Of the partials in global memory, [plan.partials, rows]."""
+
+    row_max: Ref
+    row_sum: Ref
+
+
+def store(ref: Ref, index: Scalar, tile: Array) -> None:
     """Writes a tile of float32 to row `index` of `ref` [tiles, numbers of a tile]."""
     size = ref.shape[1]
 
     def code(tile, ref, index):
-        base, kind = _place(ref, index, size), ir.VectorType.get((4,), ir.F32Type.get())
+        base, kind = _address(ref, index, size), ir.VectorType.get((4,), ir.F32Type.get())
         for n, pair in enumerate(tile.registers.reshape(-1, 2)):
             four = llvm.mlir_undef(kind)
             for i in range(4):
@@ -70,12 +77,12 @@ def leave(ref: Ref, index: Scalar, tile: Array) -> None:
     mma_rowmajor.inline(code, twin, (tile, ref, index), types, None)
 
 
-def fetched(ref: Ref, index: Scalar, shape: tuple[int, int]) -> Array:
-    """Row `index` as `leave` left it: the tile."""
+def load(ref: Ref, index: Scalar, shape: tuple[int, int]) -> Array:
+    """The tile that `store` wrote to row `index`."""
     size = ref.shape[1]
 
     def code(ref, index):
-        base, kind = _place(ref, index, size), ir.VectorType.get((4,), ir.F32Type.get())
+        base, kind = _address(ref, index, size), ir.VectorType.get((4,), ir.F32Type.get())
         registers = []
         for n in range(size // mosaic.THREADS // 4):
             address = utils.getelementptr(base, [n * 4 * mosaic.THREADS], ir.F32Type.get())
@@ -92,16 +99,17 @@ def fetched(ref: Ref, index: Scalar, shape: tuple[int, int]) -> Array:
     return mma_rowmajor.inline(code, twin, (ref, index), types, result)
 
 
-def _place(ref: Ref, index: Any, size: int) -> ir.Value:
-    """Of the thread's first four numbers."""
+def _address(ref: Ref, index: Any, size: int) -> ir.Value:
+    """Of the first four numbers that the thread holds."""
     thread = threads.Thread()
     start = thread.wide(mosaic.Int(index.registers.item())) * size
     start = start + thread.wide(thread.index % mosaic.THREADS) * 4
     return mosaic.address_of(ref, start, 4)
 
 
-def numbers(ref: Ref, index: Scalar, layout: Any) -> Array:
-    """Row `index` of `ref` [.., rows of query]: one number a row or, with keys down, a column."""
+def load_rows(ref: Ref, index: Scalar, layout: Any) -> Array:
+    """Row `index` of `ref` [.., rows of query]: one number a row of a tile or, where its
+    rows are keys, a column."""
     count = ref.shape[1]
 
     def code(ref, index):
@@ -118,42 +126,43 @@ def numbers(ref: Ref, index: Scalar, layout: Any) -> Array:
     return mma_rowmajor.inline(code, twin, (ref, index), types, result)
 
 
-def base_of(top: Array) -> Array:
+def base_of(row_max: Array) -> Array:
     """What exponents are taken relative to."""
-    return jnp.where(top == -jnp.inf, 0.0, top)
+    return jnp.where(row_max == -jnp.inf, 0.0, row_max)
 
 
-def highest(tops: Ref, slots: Slots, layout: Any) -> Array:
-    """Of all parts."""
+def row_max_of(sums: Sums, partials: Partials, layout: Any) -> Array:
+    """Of all partials."""
 
-    def four(n, top):
-        for i in range(ALIGNED):
-            p = jnp.minimum(n * ALIGNED + i, slots.count - 1)
-            top = jnp.maximum(top, numbers(tops, slots.of(p), layout))
-        return top
+    def some(n, row_max):
+        for i in range(LOADS_AT_ONCE):
+            p = jnp.minimum(n * LOADS_AT_ONCE + i, partials.count - 1)
+            row_max = jnp.maximum(row_max, load_rows(sums.row_max, partials.place(p), layout))
+        return row_max
 
-    start = numbers(tops, slots.mine, layout)
-    batches = lax.div(slots.count + (ALIGNED - 1), jnp.int32(ALIGNED))
-    return lax.fori_loop(0, batches, four, start)
+    start = load_rows(sums.row_max, partials.own, layout)
+    batches = lax.div(partials.count + (LOADS_AT_ONCE - 1), jnp.int32(LOADS_AT_ONCE))
+    return lax.fori_loop(0, batches, some, start)
 
 
-def total(refs: tuple[Ref, Ref], slots: Slots, top: Array, layout: Any) -> Array:
-    """The sum of all weights, relative to `top`; refs: tops and totals."""
+def row_sum_of(sums: Sums, partials: Partials, row_max: Array, layout: Any) -> Array:
+    """Of all partials, relative to `row_max`."""
 
-    def one(p, total):
-        slot = slots.of(p)
-        weight = jnp.exp2(numbers(refs[0], slot, layout) - base_of(top))
-        return total + weight * numbers(refs[1], slot, layout)
+    def one(p, row_sum):
+        index = partials.place(p)
+        weight = jnp.exp2(load_rows(sums.row_max, index, layout) - base_of(row_max))
+        return row_sum + weight * load_rows(sums.row_sum, index, layout)
 
-    return lax.fori_loop(0, slots.count, one, plgpu.layout_cast(jnp.zeros_like(top), layout))
+    zeros = plgpu.layout_cast(jnp.zeros_like(row_max), layout)
+    return lax.fori_loop(0, partials.count, one, zeros)
 
 
 def added(
-    accs: tuple[Array, ...], slots: Slots, weighed: Callable[[Scalar], tuple[Array, ...]]
+    accs: Sequence[Array], partials: Partials, weighed: Callable[[Scalar], Sequence[Array]]
 ) -> tuple[Array, ...]:
-    """accs and, of all parts in their order, `weighed(slot)`: like accs."""
+    """accs and, of all partials in their order, `weighed(index)`: as many tiles as accs."""
 
     def plus(p, accs):
-        return tuple(a + b for a, b in zip(accs, weighed(slots.of(p)), strict=True))
+        return tuple(a + b for a, b in zip(accs, weighed(partials.place(p)), strict=True))
 
-    return lax.fori_loop(0, slots.count, plus, accs)
+    return lax.fori_loop(0, partials.count, plus, tuple(accs))

@@ -1,5 +1,5 @@
-"""What is static in a launch of `mla_sm90`, and how its blocks share the work: those that have
-other rows of the same queries lie beside each other and take the same keys.
+"""What is static in a launch of `decode_mla.sm90`, and how its blocks share the work: neighbouring
+blocks have different rows of the same queries and read the same keys.
 """
 
 import math
@@ -12,124 +12,122 @@ from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.decode.mainloop import ROWS
 from pallas_attn.kernels.decode.scheduler import Plan
 from pallas_attn.kernels.decode_mla import combine as mla_combine
-from pallas_attn.kernels.decode_mla.producer import WIDE
+from pallas_attn.kernels.decode_mla.producer import WIDTH
 
 Scalar = Any
 
-COMPUTING = 2  # warpgroups that have columns of the output
-SLOTS = 2  # tiles whose probabilities there is room for
+V_WARPGROUPS = 2  # that have columns of the output
+P_SLOTS = 2  # tiles whose probabilities there is room for
 
 
 class LatentPlan(Plan):
-    """Rows are always taken 64 at a time: what wgmma multiplies."""
+    """Query rows are always taken 64 at a time: what wgmma multiplies."""
 
     @property
     def row_blocks(self) -> int:
         return ROWS // 16
 
     @property
-    def padded(self) -> int:
+    def padded_rows(self) -> int:
         """Query rows of a sequence as they lie in memory: TMA reads from a multiple of 8 only."""
         return tma_operands.round_up(self.rows, 8)
 
     @property
-    def half(self) -> int:
+    def v_columns(self) -> int:
         """Columns of V that a warpgroup has."""
-        return self.problem.v_head_dim // COMPUTING
+        return self.problem.v_head_dim // V_WARPGROUPS
 
     @property
-    def part(self) -> int:
+    def block_columns(self) -> int:
         """Of them, those of one matmul: ptxas gives one no more than 128 registers in all."""
-        return min(self.half, 2 * WIDE) if self.half % (2 * WIDE) == 0 else WIDE
+        return min(self.v_columns, 2 * WIDTH) if self.v_columns % (2 * WIDTH) == 0 else WIDTH
 
     @property
-    def rest(self) -> int:
+    def rope_columns(self) -> int:
         """Columns of K that are not of V."""
         return self.problem.head_dim - self.problem.v_head_dim
 
     @property
-    def each(self) -> int:
+    def blocks_a_tile(self) -> int:
         """Blocks of a tile's columns that a warpgroup has."""
-        return self.half // self.part
+        return self.v_columns // self.block_columns
 
     @property
     def ring(self) -> int:
         """Blocks that a warpgroup has room for: at least two tiles', and the queries'."""
-        return max(self.config.stages, 2 * self.each + 1)
+        return max(self.config.stages, 2 * self.blocks_a_tile + 1)
 
     @property
-    def q_pieces(self) -> int:
-        """Of a row of q, what lies in shared memory: columns of each warpgroup, and the rest."""
-        return COMPUTING * (self.each > 1) + bool(self.rest)
+    def q_copies(self) -> int:
+        """Of q to shared memory where it stays: columns of each warpgroup, and those of rope."""
+        return V_WARPGROUPS * (self.blocks_a_tile > 1) + bool(self.rope_columns)
 
     @property
-    def beside(self) -> int:
-        """Blocks that read the same keys at the same time, each for other rows of query."""
+    def neighbours(self) -> int:
+        """Blocks that read the same keys at the same time, each for other query rows."""
         return math.gcd(self.chunks, self.config.ctas)
 
     @property
     def scores_first(self) -> bool:
-        """Whether the values of a tile wait for the scores of the next, and tiles are brought to L2
-        before they are asked for. Faster where tensor cores have most to do and a tile is one copy
-        a block of columns, as of 128 heads; slower of 64, which wait for memory, and over small
-        pages.
+        """Whether the values of a tile wait for the scores of the next, and tiles are prefetched to
+        L2. Faster where tensor cores have most to do and a tile is one copy a block of columns, as
+        with 128 heads; slower with 64, which wait for memory, and over small pages.
         """
-        return self.beside > 1 and self.page_rows == self.tile
+        return self.neighbours > 1 and self.page_rows == self.tile
 
     @property
-    def line(self) -> "Line":
-        return Line(self.problem, self.config)
+    def groups(self) -> "GroupPlan":
+        return GroupPlan(self.problem, self.config)
 
     @property
     def ctas(self) -> int:
-        return self.line.ctas * self.beside
+        return self.groups.ctas * self.neighbours
 
     @property
-    def slots_a_block(self) -> int:
-        """As far as parts of a row lie apart."""
-        return (1 if self.problem.batch_invariant else 2) * self.beside
+    def partials_a_block(self) -> int:
+        """How far apart the partials of a row lie."""
+        return (1 if self.problem.batch_invariant else 2) * self.neighbours
 
     @property
-    def slots(self) -> int:
+    def partials(self) -> int:
         if self.problem.batch_invariant:
-            return super().slots
-        return self.slots_a_block * self.line.ctas
+            return super().partials
+        return self.partials_a_block * self.groups.ctas
 
-    def tile_of(self, slot: Scalar, wg: Scalar, n: Scalar) -> Scalar:
-        """Where a part's tile lies: the n-th of those of a warpgroup."""
-        return (slot * COMPUTING + wg) * self.each + n
+    def partial_block(self, partial: Scalar, wg: Scalar, n: Scalar) -> Scalar:
+        """Where a block of columns of a partial lies: the n-th of those of a warpgroup."""
+        return (partial * V_WARPGROUPS + wg) * self.blocks_a_tile + n
 
 
-class Line(Plan):
-    """How units are dealt: a block stands for all that lie beside it."""
+class GroupPlan(Plan):
+    """What the scheduler works with: one of its blocks stands for a group of neighbours."""
 
     row_blocks = ROWS // 16
 
     @property
-    def beside(self) -> int:
+    def neighbours(self) -> int:
         return math.gcd(self.chunks, self.config.ctas)
 
     @property
     def heads(self) -> int:
-        return self.chunks // self.beside
+        return self.chunks // self.neighbours
 
     @property
     def ctas(self) -> int:
-        units = self.heads * sum(
-            max(1, -(-capacity // (self.tile * self.unit))) for capacity in self.problem.capacities
-        )
-        splits = mla_combine.worth(self, self.most_tiles)
+        unit = self.tile * self.tiles_a_unit
+        units = self.heads * sum(max(1, -(-rows // unit)) for rows in self.problem.capacities)
+        splits = mla_combine.best_splits(self, self.most_tiles)
         most = min(units, self.problem.sequences * self.heads * splits)
-        return max(1, min(self.config.ctas // self.beside, most))
+        return max(1, min(self.config.ctas // self.neighbours, most))
 
 
-class Place(NamedTuple):
-    """Which of the line's blocks this is, and which of those beside each other."""
+class Member(NamedTuple):
+    """Which of the groups a block belongs to, and its number among the neighbours."""
 
-    cta: Scalar
-    which: Scalar
+    group: Scalar
+    number: Scalar
 
 
-def place_of(plan: LatentPlan, cta: Scalar) -> Place:
-    beside = jnp.int32(plan.beside)
-    return Place(lax.div(cta, beside), lax.rem(cta, beside))
+def member_of(plan: LatentPlan, cta: Scalar) -> Member:
+    neighbours = jnp.int32(plan.neighbours)
+    return Member(lax.div(cta, neighbours), lax.rem(cta, neighbours))

@@ -1,9 +1,9 @@
-"""How rows of a latent cache come to shared memory: by TMA, swizzled for wgmma, a tile of keys in
-blocks of columns, each of which can be waited for and is let go of by itself.
+"""How rows of a latent cache come to shared memory: by TMA, swizzled for wgmma, a kv tile in blocks
+of columns, each of which has barriers of its own.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -15,7 +15,7 @@ from pallas_attn._problem import DecodeInputs
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Layout, Row
 from pallas_attn.kernels.decode import producer, scheduler
-from pallas_attn.kernels.decode.scheduler import Piece, Plan, Share, Table
+from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, Work
 from pallas_attn.kernels.lang import mosaic, threads
 
 COMPILER = plgpu.CompilerParams(
@@ -29,8 +29,8 @@ Ref = Any
 Scalar = Any
 
 TILE = 64  # keys
-WIDE = 64  # columns of a swizzle of 128 bytes
-AHEAD = 1  # tiles between one that is asked for and the one that is brought to L2
+WIDTH = 64  # columns of a swizzle of 128 bytes
+PREFETCH = 1  # tiles between the one that is copied and the one that is prefetched to L2
 
 
 class Refs(NamedTuple):
@@ -44,7 +44,7 @@ class Refs(NamedTuple):
 
 
 def refs_of(inputs: DecodeInputs, layout: Layout, rows: int) -> Refs:
-    """`rows`: of query that a sequence has in memory; those past its own are zeros."""
+    """`rows`: query rows that a sequence has in memory; those past its own are zeros."""
     m, *_, width = inputs.q.shape
     q = inputs.q.reshape(m, -1, width)
     if rows > q.shape[1]:
@@ -59,7 +59,7 @@ def refs_of(inputs: DecodeInputs, layout: Layout, rows: int) -> Refs:
 
 
 def sinks_of(inputs: DecodeInputs, rows: int) -> Array | None:
-    """float32[rows]: of a sequence's rows of query; those past its own are 0."""
+    """float32[rows]: of a sequence's query rows; those past its own are 0."""
     if inputs.sinks is None:
         return None
     sinks = jnp.tile(inputs.sinks.astype(jnp.float32), inputs.q.shape[1])
@@ -68,11 +68,11 @@ def sinks_of(inputs: DecodeInputs, rows: int) -> Array | None:
 
 def table_of(plan: Plan) -> Table:
     """Its scratch."""
-    return Table(*(plgpu.SMEM((plan.sums,), jnp.int32) for _ in Table._fields))
+    return Table(*(plgpu.SMEM((plan.table_size,), jnp.int32) for _ in Table._fields))
 
 
 class Thread(threads.Thread):
-    """Of one warpgroup of several."""
+    """A thread of one warpgroup of several."""
 
     @property
     def index(self) -> mosaic.Int:
@@ -90,19 +90,28 @@ def sync(thread: threads.Thread, refs: Any, scalars: Any) -> None:
     thread.sync()
 
 
-def lay_out(plan: Plan, refs: Refs, table: Table) -> None:
+class Context(NamedTuple):
+    """What every part of a kernel works with."""
+
+    plan: Any
+    refs: Refs
+    smem: Any  # the kernel's own, which has a table
+
+
+def fill_table(ctx: Context) -> None:
     """By one warpgroup, for all."""
-    program = functools.partial(scheduler.lay_out, plan=plan, meanwhile=lambda: None)
-    each_thread(program, (refs.given, table), producer.usable(plan, refs.layer))
+    program = functools.partial(scheduler.fill_table, plan=ctx.plan, meanwhile=lambda: None)
+    refs = scheduler.TableRefs(ctx.refs.given, ctx.smem.table)
+    each_thread(program, refs, producer.usable(ctx.plan, ctx.refs.layer))
 
 
-def pieces(plan: Plan, table: Table, share: Share, body: Any, carry: Any) -> Any:
-    """`body(piece, number, carry)` for each piece of the block."""
+def each_work(plan: Plan, table: Table, share: Share, body: Callable, carry: Any) -> Any:
+    """`body(work, number, carry)` for each work of the block."""
 
     def one(state):
         unit, m, number, carry = state
-        piece = scheduler.piece_at(plan, table, share, unit, m)
-        return piece.following, piece.m, number + 1, body(piece, number, carry)
+        work = scheduler.work_at(plan, table, share, unit, m)
+        return work.next_unit, work.sequence, number + 1, body(work, number, carry)
 
     m = scheduler.sequence_of(plan, table, share.first)
     start = (share.first, m, jnp.int32(0), carry)
@@ -114,104 +123,113 @@ class Block(NamedTuple):
 
     columns: Any  # of K
     to: Ref  # [TILE, columns]
-    ready: Ref  # the barrier that says they are there
-    free: Ref | None  # and the one that says that what lay there is not needed any more, which
-    again: Any  # has to be asked only where something did
+    ready: Ref  # the barrier that completes when they are there
+    free: Ref | None  # the one that completes when what lay there before is not needed any more
+    reused: Any  # whether something lay there before: else `free` is not waited for
 
 
-def load(  # noqa: PLR0913
-    plan: Plan,
-    refs: Refs,
-    table: Table,
-    piece: Piece,
+def load(
+    ctx: Context,
+    work: Work,
     count: Scalar,
-    blocks_of: Callable,
-    bring: Callable | None = None,
+    blocks_of: Callable[[Scalar], Iterable[Block]],
+    prefetches: Callable[[Scalar], Scalar] | None = None,
 ) -> Scalar:
-    """All tiles of a piece; `blocks_of(number of the tile)` since the kernel began. Comes back with
-    the number after the last. `bring(tile)`: whether this block has a tile brought to L2 before it
-    is asked for.
+    """Issues the copies of all tiles of a work. `count`: tiles since the kernel began, which comes
+    back with those of this work added; `blocks_of(count)`: where those of a tile go.
+    `prefetches(tile)`: whether this block prefetches a tile to L2 before it is copied.
     """
-    producer.check_skipped_pages(plan, refs, table, piece, each_thread)
+    plan = ctx.plan
+    producer.check_skipped_pages(ctx, work, each_thread)
 
     def one_tile(tile, carry):
         count, pages = carry
-        if bring is not None:
-            later = tile + AHEAD
-            wanted = bring(later) & (later < piece.end)
-            pl.when(wanted)(functools.partial(_bring, plan, refs, piece, later))
+        if prefetches is not None:
+            later = tile + PREFETCH
+            wanted = prefetches(later) & (later < work.end)
+            pl.when(wanted)(functools.partial(_prefetch, ctx, work, later))
         for number, block in enumerate(blocks_of(count)):
             if block.free is not None:
-                pl.when(block.again)(functools.partial(plgpu.barrier_wait, block.free))
+                pl.when(block.reused)(functools.partial(plgpu.barrier_wait, block.free))
             for n, page in enumerate(pages):
                 first = n * plan.page_rows
-                place = (tile * TILE + first, first, page)
-                lost = table.lost if number == 0 else None
-                _rows(plan, refs, lost, piece, place, block)
-        return count + 1, _pages(plan, refs, piece, tile + 1)
+                stretch = _Stretch(tile * TILE + first, first, page)
+                _copy_rows(ctx, work, stretch, block, finds_missing=number == 0)
+        return count + 1, _pages(ctx, work, tile + 1)
 
-    ahead = _pages(plan, refs, piece, piece.tile)
-    return lax.fori_loop(piece.tile, piece.end, one_tile, (count, ahead))[0]
+    ahead = _pages(ctx, work, work.tile)
+    return lax.fori_loop(work.tile, work.end, one_tile, (count, ahead))[0]
 
 
-def _pages(plan: Plan, refs: Refs, piece: Piece, tile: Scalar) -> list[Scalar | None]:
-    """Of each stretch of a tile that lies together in memory; asked for a tile ahead."""
+class _Stretch(NamedTuple):
+    """Rows of a tile that lie together in memory: all, or those of a page."""
+
+    position: Scalar  # of the first, in the sequence
+    first: int  # in the tile
+    page: Scalar | None
+
+
+def _pages(ctx: Context, work: Work, tile: Scalar) -> list[Scalar | None]:
+    """Of each stretch of a tile; they are loaded a tile ahead."""
+    plan = ctx.plan
     rows = [tile * TILE + first for first in range(0, TILE, plan.page_rows)]
     if not plan.layout.paged:
         return [None for _ in rows]
-    table: Any = refs.page_table
-    last = jnp.maximum(piece.length - 1, 0)
-    return [table[piece.m, plan.layout.entry(jnp.minimum(row, last))] for row in rows]
+    table: Any = ctx.refs.page_table
+    last = jnp.maximum(work.length - 1, 0)
+    return [table[work.sequence, plan.layout.entry(jnp.minimum(row, last))] for row in rows]
 
 
-def _bring(plan: Plan, refs: Refs, piece: Piece, tile: Scalar) -> None:
+def _prefetch(ctx: Context, work: Work, tile: Scalar) -> None:
     """A tile to L2."""
-    blocks = plan.problem.head_dim // WIDE
-    width = WIDE * next(n for n in (4, 3, 2, 1) if blocks % n == 0)
-    for n, page in enumerate(_pages(plan, refs, piece, tile)):
-        slab, row = _place(plan, refs, piece, tile * TILE + n * plan.page_rows, page)
+    plan = ctx.plan
+    blocks = plan.problem.head_dim // WIDTH
+    width = WIDTH * next(n for n in (4, 3, 2, 1) if blocks % n == 0)
+    for n, page in enumerate(_pages(ctx, work, tile)):
+        slab, row = _slice_of(ctx, work, tile * TILE + n * plan.page_rows, page)
         for column in range(0, plan.problem.head_dim, width):
             columns = pl.ds(column, width)
-            plgpu.async_prefetch(refs.kv.at[slab, pl.ds(row, plan.page_rows), columns])
+            plgpu.async_prefetch(ctx.refs.kv.at[slab, pl.ds(row, plan.page_rows), columns])
 
 
-def _place(
-    plan: Plan, refs: Refs, piece: Piece, position: Scalar, page: Scalar | None
+def _slice_of(
+    ctx: Context, work: Work, position: Scalar, page: Scalar | None
 ) -> tuple[Scalar, Scalar]:
     """Where a row lies in the view of the cache; if its layer or page is missing, another's: the
     result will be NaN.
     """
-    layout, layer = plan.layout, None
-    if refs.layer is not None:
-        layer = jnp.clip(refs.layer[0], 0, layout.layers - 1)
+    layout, layer = ctx.plan.layout, None
+    if ctx.refs.layer is not None:
+        layer = jnp.clip(ctx.refs.layer[0], 0, layout.layers - 1)
     if page is not None:
         page = jnp.where(layout.lacks_page(page), 0, page)
-    return layout.slice_of(Row(piece.m, 0, position, layer, page))
+    return layout.slice_of(Row(work.sequence, 0, position, layer, page))
 
 
-def _rows(  # noqa: PLR0913
-    plan: Plan, refs: Refs, lost: Ref | None, piece: Piece, place: tuple, block: Block
+def _copy_rows(
+    ctx: Context, work: Work, stretch: _Stretch, block: Block, finds_missing: bool
 ) -> None:
-    """A block's columns of what lies together in memory: of a tile, or of a page of it."""
-    row, first, page = place
+    """A block's columns of a stretch. `finds_missing`: a missing page is noted in the table."""
+    plan, (position, first, page) = ctx.plan, stretch
 
     def copy():
-        slab, within = _place(plan, refs, piece, row, page)
-        source = refs.kv.at[slab, pl.ds(within, plan.page_rows), block.columns]
+        slab, row = _slice_of(ctx, work, position, page)
+        source = ctx.refs.kv.at[slab, pl.ds(row, plan.page_rows), block.columns]
         to = block.to.at[pl.ds(first, plan.page_rows)]
         plgpu.copy_gmem_to_smem(source, to, block.ready)
 
     if page is None:
         return copy()
 
-    @pl.when(row < piece.length)
+    @pl.when(position < work.length)
     def _():
-        if lost is not None:
+        if finds_missing:
             missing = plan.layout.lacks_page(page)
-            pl.when(missing)(lambda: each_thread(_lose, lost, piece.m))
+            lost = ctx.smem.table.lost
+            pl.when(missing)(lambda: each_thread(_lose, lost, work.sequence))
         copy()
 
-    pl.when(row >= piece.length)(lambda: plgpu.barrier_arrive(block.ready))
+    pl.when(position >= work.length)(lambda: plgpu.barrier_arrive(block.ready))
     return None
 
 
@@ -221,7 +239,7 @@ def _lose(thread: threads.Thread, lost: Ref, m: Any) -> None:
 
 def clear(tile: Ref, columns: int, live: Scalar) -> None:
     """Zeros over values past the last key: whatever lies there, NaN too, has a weight of 0."""
-    inside = mosaic.positions((TILE, WIDE), 0, 0) < live
-    for column in range(0, columns, WIDE):
-        ref = tile.at[:, pl.ds(column, WIDE)]
+    inside = mosaic.positions((TILE, WIDTH), 0, 0) < live
+    for column in range(0, columns, WIDTH):
+        ref = tile.at[:, pl.ds(column, WIDTH)]
         ref[...] = jnp.where(inside, plgpu.load(ref, layout=mosaic.TILE), 0)

@@ -1,15 +1,15 @@
 """Decode attention over a latent cache, whose V is the first columns of K (MLA), for every GPU from
-Ampere on: `mla_sm90` with copies by threads and matmuls of warps.
+Ampere on: copies by threads and matmuls of warps where `decode_mla.sm90` has TMA and wgmma.
 
-A block of 4 warps takes 32 rows of query of one kv head. Warps stand two by two (`squares`): 16
-rows each, by half of the keys for scores and half of the columns for the output, which is 128
-numbers a thread where V has 512 columns. A row of the cache lies in shared memory once and is read
-as key and as value. Grid, dealing and merging are those of `scheduler` and `combine`; every
-part of a row goes to global memory, and the last block to arrive makes the result of them.
+A block of 4 warps takes 32 query rows of one kv head. Warps stand two by two (`mma_2x2`): 16 rows
+each, by half of the keys for scores and half of the columns for the output, which is 128 numbers a
+thread where V has 512 columns. A row of the cache lies in shared memory once and is read as key and
+as value. The scheduler is that of decode. Every partial of a row goes to global memory, and the
+last block to arrive combines them (`decode.combine`).
 
-A tile is there when each thread's own copies are and all have met, which they do once a tile; two
-warps that share rows meet twice more, over the rows' largest logits and over P. With one stage,
-where shared memory has room for no more, a tile is asked for when it is wanted.
+A tile is there when each thread's own copies are and all threads have met, which they do once a
+tile; two warps that share rows meet twice more, over the row maxima and over P. With one stage,
+where shared memory has room for no more, a tile is loaded when it is needed.
 """
 
 import dataclasses
@@ -28,8 +28,10 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.attention.sm80_common import fits
 from pallas_attn.kernels.decode import combine, mainloop, producer, scheduler
-from pallas_attn.kernels.decode.producer import Refs
-from pallas_attn.kernels.decode.scheduler import Piece, Plan, Share, Table
+from pallas_attn.kernels.decode.combine import Results
+from pallas_attn.kernels.decode.mainloop import TileAt
+from pallas_attn.kernels.decode.producer import Context, Memory, Position, Refs
+from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, Work
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import mma_2x2, mma_sync
@@ -39,31 +41,32 @@ Ref = Any
 Scalar = Any
 
 ROWS = 32  # of query, of a block
-STAND = mma_2x2.WarpGrid(2)
-ABREAST = 8  # threads that copy a row
+WARPS_2X2 = mma_2x2.WarpGrid(2)
+COPYING = 8  # threads that copy a row
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """`tile`: keys of a tile. `stages`: tiles in the ring; with a single one nothing arrives under
-    the matmuls of a tile. `ctas`: persistent blocks. `fixed`: tiles of a part where
+    the matmuls of a tile. `ctas`: persistent blocks. `split_tiles`: kv tiles of a split where
     `batch_invariant` is asked for.
     """
 
     tile: int = 64
     stages: int = 6
     ctas: int = _gpus.multiprocessors(_gpus.HOPPER)
-    fixed: int = 16
+    split_tiles: int = 16
     # What `scheduler.Plan` asks of the Config of every decode kernel.
-    least, rows, bulk, many, turn, eager, abreast = 1, 64, False, False, 0, False, 1
+    fewest_stages, q_rows, bulk, many_heads = 1, 64, False, False
+    head_overhead, load_first, heads_at_once = 0, False, 1
 
     def __post_init__(self):
         check(
             self,
             tile=(self.tile in (32, 64), "32 or 64 of V within K"),
-            stages=(self.stages >= self.least, f"at least {self.least}"),
+            stages=(self.stages >= self.fewest_stages, f"at least {self.fewest_stages}"),
             ctas=(self.ctas >= 1, "at least 1"),
-            fixed=(self.fixed >= 1, "at least 1"),
+            split_tiles=(self.split_tiles >= 1, "at least 1"),
         )
 
     @classmethod
@@ -121,7 +124,7 @@ class Smem(NamedTuple):
     q: Any  # [ROWS, ..]
     kv: Any  # [stages * tile, ..]
     p: Any  # [ROWS, ..]
-    rows: Any  # float32[2, ROWS]: what either warp of a row says of it
+    rows: Any  # float32[2, ROWS]: the maximum or the sum of a row in each of its two warps
     table: Table
     last: Any  # int32[1]
 
@@ -141,7 +144,7 @@ def scratch(plan: LatentPlan) -> Smem:
         kv=buffer(config.stages * config.tile, plan.width),
         p=buffer(ROWS, config.tile),
         rows=plgpu.SMEM((2, ROWS), jnp.float32),
-        table=Table(numbers(plan.sums), numbers(plan.sums), numbers(plan.sums)),
+        table=Table(numbers(plan.table_size), numbers(plan.table_size), numbers(plan.table_size)),
         last=numbers(1),
     )
 
@@ -153,41 +156,55 @@ def smem_bytes(problem: DecodeProblem, config: Any) -> int:
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def _copy_row(thread: threads.Thread, refs: tuple, at: tuple, there: Any, plan: LatentPlan) -> None:
-    """This thread's share of a row: each eighth chunk of 16 bytes. `at`: (the row of shared memory,
-    the row in global memory); zeros where it is not `there`, and past its end.
+class _Copy(NamedTuple):
+    """A row to be copied."""
+
+    to: Ref  # in shared memory
+    row: Any  # of it
+    source: Ref
+    line: Any  # the row of it, in 64 bits
+
+
+def _copy_row(thread: threads.Thread, copy: _Copy, exists: Any, plan: LatentPlan) -> None:
+    """This thread's share of a row: each eighth chunk of 16 bytes. Zeros where the row does not
+    exist, and past its end.
     """
-    (to, source), (row, line) = refs, at
-    column = thread.index % ABREAST
+    column = thread.index % COPYING
     chunks, whole = plan.problem.head_dim // 8, plan.width // 8
-    place = row * (mma_sync.pitch(plan.width) // 8) + column
-    begin = line * chunks + thread.wide(column)
-    for n in range(0, whole, ABREAST):
-        inside = None if n + ABREAST <= whole else column < whole - n
-        live = there if n + ABREAST <= chunks else there & (column < chunks - n)
-        thread.copy_async((to, place, n), (source, begin, n), live, inside)
+    place = copy.row * (mma_sync.pitch(plan.width) // 8) + column
+    begin = copy.line * chunks + thread.wide(column)
+    for n in range(0, whole, COPYING):
+        inside = None if n + COPYING <= whole else column < whole - n
+        live = exists if n + COPYING <= chunks else exists & (column < chunks - n)
+        thread.copy_async((copy.to, place, n), (copy.source, begin, n), live, inside)
 
 
-def _fetch(thread: threads.Thread, refs: tuple[Refs, Smem], at: Any, plan: LatentPlan) -> None:
-    given, smem = refs
+def _copy_tile(thread: threads.Thread, memory: Memory, at: Any, plan: LatentPlan) -> None:
     live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
-    (cache,) = plan.layout.arrays_of(thread, given.caches, at.m)
-    find = producer.finder(thread, (given, smem.table), at, live, plan)
-    for first in range(0, plan.tile, mosaic.THREADS // ABREAST):
-        row = thread.index // ABREAST + first
-        place = at.slot * plan.tile + row, find(row)
-        _copy_row(thread, (smem.kv, cache), place, row < live, plan)
+    (cache,) = plan.layout.arrays_of(thread, memory.refs.caches, at.sequence)
+    number_of = producer.row_numbers(thread, memory, at, live, plan)
+    for first in range(0, plan.tile, mosaic.THREADS // COPYING):
+        row = thread.index // COPYING + first
+        copy = _Copy(memory.smem.kv, at.slot * plan.tile + row, cache, number_of(row))
+        _copy_row(thread, copy, row < live, plan)
     thread.commit_copies()
 
 
-def _fetch_queries(thread: threads.Thread, refs: tuple[Ref, Ref], at: tuple, plan: LatentPlan):
-    """The queries of a piece; all have met after the last one's."""
-    (q, to), (first, chunk) = refs, at
-    for down in range(0, ROWS, mosaic.THREADS // ABREAST):
-        row = thread.index // ABREAST + down
-        n = thread.minimum(chunk + row, plan.rows - 1)
-        line = first + n // plan.group * plan.problem.q_heads + n % plan.group
-        _copy_row(thread, (to, q), (row, thread.wide(line)), chunk + row < plan.rows, plan)
+class _QueryRefs(NamedTuple):
+    q: Ref
+    to: Ref
+
+
+def _copy_queries(
+    thread: threads.Thread, refs: _QueryRefs, at: scheduler.FirstQuery, plan: LatentPlan
+) -> None:
+    """The query rows of a work; all threads have met after the last one's."""
+    for down in range(0, ROWS, mosaic.THREADS // COPYING):
+        row = thread.index // COPYING + down
+        n = thread.minimum(at.chunk + row, plan.rows - 1)
+        line = at.row + n // plan.group * plan.problem.q_heads + n % plan.group
+        copy = _Copy(refs.to, row, refs.q, thread.wide(line))
+        _copy_row(thread, copy, at.chunk + row < plan.rows, plan)
     thread.commit_copies()
 
 
@@ -204,141 +221,143 @@ def _meet(thread: threads.Thread, refs: Any, at: Any, *, left: int | None) -> No
 
 class State(NamedTuple):
     acc: Array  # [ROWS, Hv]
-    total: Array  # [ROWS, pairs.PARTS]
-    top: Array  # [ROWS]
+    row_sum: Array  # [ROWS, mma_2x2.PARTIALS]
+    row_max: Array  # [ROWS]
 
 
-def _logits(plan: LatentPlan, piece: Piece, tile: Scalar, s: Array) -> Array:
+def _logits(plan: LatentPlan, work: Work, tile: Scalar, s: Array) -> Array:
     """In log2 units if `plan.unit_of_logits` is None."""
     layout, start = mosaic.warp_layout(s.shape, 2), tile * plan.tile
 
     def positions():
         row = mosaic.positions(s.shape, 0, 0, layout)
-        row = row + lax.rem(piece.head, jnp.int32(plan.chunks)) * plan.chunk_rows
-        query = piece.length - plan.problem.q_len + mainloop.token_of(plan, row)
+        row = row + lax.rem(work.head, jnp.int32(plan.chunks)) * plan.chunk_rows
+        query = work.length - plan.problem.q_len + mainloop.token_of(plan, row)
         return query, mosaic.positions(s.shape, 1, start, layout)
 
-    given = mainloop.logits_of_scores(plan, s)
-    return mainloop.masked(plan, piece, (start, plan.tile), given, positions)
+    return mainloop.masked(plan, work, start, mainloop.logits_of_scores(plan, s), positions)
 
 
-def _attend(plan: LatentPlan, smem: Smem, piece: Piece, at: tuple, state: State) -> State:
-    """One tile of keys."""
-    (tile, slot), none = at, jnp.int32(0)
-    first, sizes = slot * plan.tile, (ROWS, plan.tile, plan.width)
+def _attend(ctx: Context, work: Work, at: TileAt, state: State) -> State:
+    """One kv tile."""
+    plan, smem, none = ctx.plan, ctx.smem, jnp.int32(0)
+    first, sizes = at.slot * plan.tile, (ROWS, plan.tile, plan.width)
     s = mma_2x2.product((smem.q, none), (smem.kv, first), sizes, 1, 2)
-    given = _logits(plan, piece, tile, s)
+    given = _logits(plan, work, at.tile, s)
     mma_2x2.store_row_partials(given, smem.rows, 0, "max")
     mma_2x2.sync_row_pair(0)
     peak = mma_2x2.load_row_totals(smem.rows, 0, ROWS, "max")
-    top, base = softmax.raise_max(peak, plan.unit_of_logits, state.top, guarded=True)
+    row_max, base = softmax.raise_max(peak, plan.unit_of_logits, state.row_max, guarded=True)
     given = given if plan.unit_of_logits is None else given * plan.unit_of_logits
     p = jnp.exp2(given - mosaic.broadcast_rows(base, given.shape))
-    shrink = jnp.exp2(state.top - base)
-    moved = warp_vote.any_in_warp(top - state.top, 0.0, mma_2x2.row_layout(ROWS))
-    mma_2x2.store_tile((p.astype(plan.problem.dtype),), smem.p, STAND)
+    rescale = jnp.exp2(state.row_max - base)
+    moved = warp_vote.any_in_warp(row_max - state.row_max, 0.0, mma_2x2.row_layout(ROWS))
+    mma_2x2.store_tile((p.astype(plan.problem.dtype),), smem.p, WARPS_2X2)
 
-    def scaled():
-        return (
-            state.acc * mosaic.broadcast_rows(shrink, state.acc.shape),
-            state.total * mosaic.broadcast_rows(shrink, state.total.shape),
-        )
+    def rescaled():
+        older = state.acc, state.row_sum
+        return tuple(x * mosaic.broadcast_rows(rescale, x.shape) for x in older)
 
-    acc, total = lax.cond(moved != 0, scaled, lambda: (state.acc, state.total))
+    acc, row_sum = lax.cond(moved != 0, rescaled, lambda: (state.acc, state.row_sum))
     mma_2x2.sync_row_pair(0)
     values = smem.kv, first, plan.problem.v_head_dim
-    acc = mma_2x2.matmul_add_shared(acc, smem.p, values, (ROWS, plan.tile, 1), STAND)
-    return State(acc, total + mma_2x2.partial_sums(p), top)
+    acc = mma_2x2.matmul_add_shared(acc, smem.p, values, (ROWS, plan.tile, 1), WARPS_2X2)
+    return State(acc, row_sum + mma_2x2.partial_sums(p), row_max)
 
 
-def _nothing(plan: LatentPlan) -> State:
-    acc, total = (
+def _initial(plan: LatentPlan) -> State:
+    """Of no key yet."""
+    acc, row_sum = (
         plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.warp_layout(shape, 2))
         for shape in ((ROWS, plan.problem.v_head_dim), (ROWS, mma_2x2.PARTIALS))
     )
-    top = jnp.full((ROWS,), -jnp.inf, jnp.float32)
-    return State(acc, total, plgpu.layout_cast(top, mma_2x2.row_layout(ROWS)))
+    row_max = jnp.full((ROWS,), -jnp.inf, jnp.float32)
+    return State(acc, row_sum, plgpu.layout_cast(row_max, mma_2x2.row_layout(ROWS)))
 
 
-def _compute(
-    plan: LatentPlan, refs: Refs, smem: Any, results: Any, share: Share, cta: Scalar
-) -> None:
-    """All pieces of a block, and the loading that runs ahead of them."""
+def _mainloop(ctx: Context, results: Results, share: Share, cta: Scalar) -> None:
+    """All work of a block, and the loads that run ahead of it."""
+    plan, refs, smem = ctx
     stages = plan.config.stages
     m = scheduler.sequence_of(plan, smem.table, share.first)
-    first = scheduler.piece_at(plan, smem.table, share, share.first, m)
+    first = scheduler.work_at(plan, smem.table, share, share.first, m)
 
-    def ask(slot, piece):
-        piece, tile = producer.next_tile(plan, refs, smem, share, (piece, slot))
-        threads.each_thread(functools.partial(_fetch, plan=plan), (refs, smem), tile)
-        return piece._replace(tile=jnp.minimum(piece.tile + 1, piece.end))
+    def load(slot, work):
+        work, tile = producer.next_tile(ctx, share, Position(work, slot))
+        program = functools.partial(_copy_tile, plan=plan)
+        threads.each_thread(program, Memory(refs, smem), tile)
+        return work._replace(tile=jnp.minimum(work.tile + 1, work.end))
 
     def meet(left):
         threads.each_thread(functools.partial(_meet, left=left), (), ())
 
-    ahead = lax.fori_loop(0, stages - 1, ask, first)
+    ahead = lax.fori_loop(0, stages - 1, load, first)
 
-    def one_piece(carry):
+    def one_work(carry):
         unit, m, count, ahead = carry
-        piece = scheduler.piece_at(plan, smem.table, share, unit, m)
+        work = scheduler.work_at(plan, smem.table, share, unit, m)
         meet(None)
-        queries = functools.partial(_fetch_queries, plan=plan)
-        threads.each_thread(queries, (refs.q, smem.q), scheduler.first_query(plan, piece))
-        producer.check_skipped_pages(plan, refs, smem.table, piece)
+        queries = functools.partial(_copy_queries, plan=plan)
+        place = scheduler.first_query(plan, work)
+        threads.each_thread(queries, _QueryRefs(refs.q, smem.q), place)
+        producer.check_skipped_pages(ctx, work)
         meet(0)
 
         def one_tile(tile, carry):
             state, count, ahead = carry
             slot = lax.rem(count, jnp.int32(stages))
             meet(max(stages - 2, 0))
-            ahead = ask(jnp.where(slot == 0, stages - 1, slot - 1), ahead)
+            ahead = load(jnp.where(slot == 0, stages - 1, slot - 1), ahead)
             if stages == 1:
                 meet(0)
-            return _attend(plan, smem, piece, (tile, slot), state), count + 1, ahead
+            return _attend(ctx, work, TileAt(tile, slot), state), count + 1, ahead
 
-        carry = _nothing(plan), count, ahead
-        state, count, ahead = lax.fori_loop(piece.tile, piece.end, one_tile, carry)
-        _finish(plan, smem, results, (piece, state), scheduler.parts_of(plan, share, piece, cta))
-        return piece.following, piece.m, count, ahead
+        carry = _initial(plan), count, ahead
+        state, count, ahead = lax.fori_loop(work.tile, work.end, one_tile, carry)
+        _epilogue(ctx, results, work, state, scheduler.partials_of(plan, share, work, cta))
+        return work.next_unit, work.sequence, count, ahead
 
     start = (share.first, m, jnp.int32(0), ahead)
-    lax.while_loop(lambda carry: carry[0] < share.end, one_piece, start)
+    lax.while_loop(lambda carry: carry[0] < share.end, one_work, start)
 
 
-def _finish(plan: LatentPlan, smem: Smem, results: Any, done: tuple, parts: Any) -> None:
-    """A part to global memory; the last block makes the result of all."""
-    piece, state = done
-    lost = smem.table.lost[piece.m]
-    mma_2x2.store_row_partials(state.total, smem.rows, 0, "sum")
+def _epilogue(
+    ctx: Context, results: Results, work: Work, state: State, partials: scheduler.Partials
+) -> None:
+    """A partial to global memory; the last block makes the result of all."""
+    plan, smem = ctx.plan, ctx.smem
+    lost = smem.table.lost[work.sequence]
+    mma_2x2.store_row_partials(state.row_sum, smem.rows, 0, "sum")
     mma_2x2.sync_row_pair(0)
-    total = mma_2x2.load_row_totals(smem.rows, 0, ROWS, "sum")
-    total = total + mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), total.shape)
-    mosaic.store(results.parts.at[parts.mine], state.acc)
-    mosaic.store(results.tops.at[parts.mine], state.top)
-    mosaic.store(results.totals.at[parts.mine], total)
-    at = combine.Where(piece.m, piece.head, lost, *parts)
+    row_sum = mma_2x2.load_row_totals(smem.rows, 0, ROWS, "sum")
+    row_sum = row_sum + mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), row_sum.shape)
+    mosaic.store(results.partial_out.at[partials.own], state.acc)
+    mosaic.store(results.partial_max.at[partials.own], state.row_max)
+    mosaic.store(results.partial_sum.at[partials.own], row_sum)
+    at = combine.Head(work.sequence, work.head, lost, *partials)
     arrive = functools.partial(combine.arrive, plan=plan)
-    threads.each_thread(arrive, (results.counters, smem.last), at)
+    threads.each_thread(arrive, combine.CounterRefs(results.counters, smem.last), at)
 
     @pl.when(smem.last[0] == 1)
     def _():
-        threads.each_thread(functools.partial(combine.merge, plan=plan), results, at)
+        threads.each_thread(functools.partial(combine.combine, plan=plan), results, at)
 
 
-def _lay_out(thread: threads.Thread, refs: Any, usable: Any, plan: LatentPlan) -> None:
-    scheduler.lay_out(thread, refs, usable, plan, lambda: None)
+def _fill_table(thread: threads.Thread, refs: Any, usable: Any, plan: LatentPlan) -> None:
+    scheduler.fill_table(thread, refs, usable, plan, lambda: None)
 
 
-def _kernel(refs: Refs, out: Ref, lse: Ref, parts: Any, smem: Smem, *, plan: LatentPlan) -> None:
+def _kernel(refs: Refs, out: Ref, lse: Ref, partials: Any, smem: Smem, *, plan: LatentPlan) -> None:
     cta, usable = lax.axis_index("cta"), producer.usable(plan, refs.layer)
-    threads.each_thread(functools.partial(_lay_out, plan=plan), (refs.given, smem.table), usable)
+    program = functools.partial(_fill_table, plan=plan)
+    threads.each_thread(program, scheduler.TableRefs(refs.given, smem.table), usable)
     share = scheduler.share_of(plan, smem.table, cta)
-    outs, tops, totals = parts
-    results = combine.Results(out, lse, outs, tops, totals, refs.counters, refs.sinks)
+    partial_out, partial_max, partial_sum = partials
+    results = Results(out, lse, partial_out, partial_max, partial_sum, refs.counters, refs.sinks)
 
     @pl.when(share.first < share.end)
     def _():
-        _compute(plan, refs, smem, results, share, cta)
+        _mainloop(Context(plan, refs, smem), results, share, cta)
 
 
 # ---- the call ------------------------------------------------------------------------------------
@@ -365,9 +384,9 @@ def _launch(
             of((*rows, problem.v_head_dim), problem.dtype),
             of((rows[0], rows[2], rows[1]), jnp.float32),
             (
-                of((plan.slots, ROWS, problem.v_head_dim), jnp.float32),
-                of((plan.slots, ROWS), jnp.float32),
-                of((plan.slots, ROWS), jnp.float32),
+                of((plan.partials, ROWS, problem.v_head_dim), jnp.float32),
+                of((plan.partials, ROWS), jnp.float32),
+                of((plan.partials, ROWS), jnp.float32),
             ),
         ),
         scratch_types=(scratch(plan),),

@@ -1,33 +1,34 @@
 """Decode attention over a latent cache, whose V is the first columns of K (MLA), for Hopper.
 
-All query heads share the one kv head: up to 64 rows of query are a block's, and each row of the
-cache is 1152 bytes that serve as key and as value. With 128 heads that is work for tensor cores
-rather than for memory, so tiles come by TMA, swizzled for wgmma. An output of 64 x 512 is too much
-for one warpgroup's registers: two share it by columns. A third has the scores of all rows: it is a
-tile ahead of them, and leaves its probabilities where the part of the keys lay that is not of V.
-Half of q stays in its registers, which leaves shared memory for half a tile more of keys.
-Up to 32 rows are `sm90_few_rows`'s.
+All query heads share the one kv head: a block takes up to 64 query rows, and each row of the cache
+is 1152 bytes that serve as key and as value. With 128 heads that is work for tensor cores rather
+than for memory, so kv tiles come by TMA, swizzled for wgmma. An output of 64 x 512 is too much for
+the registers of one warpgroup: two share it by columns. A third computes the scores of all rows. It
+is a tile ahead of them, and writes its probabilities to where the columns of K lay that are not of
+V (those of rope). Half of q stays in its registers, which leaves shared memory for half a tile more
+of keys. Up to 32 query rows are for `sm90_few_rows`.
 
-Dealing is that of `scheduler`, but blocks that have other rows of the same queries lie beside
-each other and take the same keys: memory is read once, L2 as often as there are chunks of rows.
-Parts of a row are merged by `mla_combine`.
+The scheduler is that of decode, but neighbouring blocks have other rows of the same queries and
+read the same keys: memory is read once, L2 as often as there are q chunks. Partials of a row are
+combined by `decode_mla.combine`.
 
-A warpgroup that multiplies values has a ring of blocks of columns, two tiles and a half where V has
-512 columns; each block is asked for again as soon as it has been multiplied. Scores take the blocks
-of all rings. The first block of a piece is q's, on its way to registers. Columns of K that are not
-of V have two slots; when a tile's scores are there, its probabilities take their place.
+A warpgroup that multiplies values has a ring of blocks of columns: two tiles and a half where V has
+512 columns. Each block is loaded anew as soon as it has been multiplied. Scores take the blocks of
+all rings. The first block of a work is q's, on its way to registers. The columns of rope have two
+slots; when a tile's scores are there, its probabilities take their place.
 
-Warpgroups, and what they own of shared memory:
-  0, 1  multiply values, by columns; let go of theirs of a tile (`free`), of its probabilities
-        (`spent`), and of q on its way to registers
-  2     scores: lets go of q in shared memory when the last scores of a piece are there;
-        `weights`: a tile's probabilities, with `tops` and `totals`, are there
-  3     loads: `q_ready` for q, `ready` and `rest_ready` for blocks of columns; and lays out the
-        table of lengths, which all read after `laid`
+Warpgroups, and the barriers that they arrive at:
+  0, 1  multiply values, by columns; `free` when a block of columns has been multiplied, also the
+        block of q on its way to registers; `p_free` for a tile's probabilities
+  2     scores; `q_free` when the last scores of a work are there; `p_ready` when a tile's
+        probabilities are, with `row_max` and `row_sum`
+  3     the producer: `q_ready`, `ready` and `rope_ready`; it fills the table of lengths first, for
+        which all others wait at `table_ready`
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -41,14 +42,15 @@ from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, softmax
 from pallas_attn.kernels.decode import combine, mainloop, scheduler
+from pallas_attn.kernels.decode.combine import Results
 from pallas_attn.kernels.decode.mainloop import ROWS
-from pallas_attn.kernels.decode.scheduler import Piece, Plan, Table
+from pallas_attn.kernels.decode.scheduler import Plan, Table, Work
 from pallas_attn.kernels.decode_mla import combine as mla_combine
 from pallas_attn.kernels.decode_mla import producer as mla_producer
 from pallas_attn.kernels.decode_mla import sm90_few_rows
 from pallas_attn.kernels.decode_mla.combine import base_of
-from pallas_attn.kernels.decode_mla.plan import COMPUTING, SLOTS, LatentPlan, place_of
-from pallas_attn.kernels.decode_mla.producer import TILE, WIDE, Block, Refs, each_thread
+from pallas_attn.kernels.decode_mla.plan import P_SLOTS, V_WARPGROUPS, LatentPlan, member_of
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, Context, Refs, each_thread
 from pallas_attn.kernels.lang import mosaic, warp_vote
 from pallas_attn.kernels.lang.config import check
 
@@ -56,27 +58,29 @@ Array = Any
 Ref = Any
 Scalar = Any
 
-SCORING, LOADING = COMPUTING, COMPUTING + 1  # the other warpgroups
+SCORES, PRODUCER = V_WARPGROUPS, V_WARPGROUPS + 1  # the other warpgroups
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """`stages`: the ring has room for so many blocks of columns, if not for as many as the kernel
-    needs. `ctas`: persistent blocks. `fixed`: tiles of a part where `batch_invariant` is asked for.
+    needs. `ctas`: persistent blocks. `split_tiles`: kv tiles of a split where `batch_invariant` is
+    asked for.
     """
 
     stages: int = 6
     ctas: int = _gpus.multiprocessors(_gpus.HOPPER)
-    fixed: int = 16
+    split_tiles: int = 16
     # What `scheduler.Plan` asks of the Config of every decode kernel.
-    tile, least, rows, bulk, many, turn, eager, abreast = TILE, 2, ROWS, True, False, 0, False, 1
+    tile, fewest_stages, q_rows, bulk, many_heads = TILE, 2, ROWS, True, False
+    head_overhead, load_first, heads_at_once = 0, False, 1
 
     def __post_init__(self):
         check(
             self,
-            stages=(self.stages >= self.least, f"at least {self.least}"),
+            stages=(self.stages >= self.fewest_stages, f"at least {self.fewest_stages}"),
             ctas=(self.ctas >= 1, "at least 1"),
-            fixed=(self.fixed >= 1, "at least 1"),
+            split_tiles=(self.split_tiles >= 1, "at least 1"),
         )
 
     @classmethod
@@ -114,7 +118,7 @@ def _rows_limit(problem: DecodeProblem) -> Limit | None:
     if problem.kv_heads != 1:
         return Limit(f"V within K of {problem.kv_heads} kv heads; it takes one", reference)
     rest = problem.head_dim - problem.v_head_dim
-    if problem.v_head_dim % (2 * WIDE) or problem.v_head_dim > 512 or rest not in (0, WIDE):
+    if problem.v_head_dim % (2 * WIDTH) or problem.v_head_dim > 512 or rest not in (0, WIDTH):
         return Limit(
             f"V within K of head dims {problem.head_dim} and {problem.v_head_dim}; it takes "
             "v_head_dim 128, 256, 384 or 512, and head_dim as large or larger by 64",
@@ -133,56 +137,56 @@ def _rows_limit(problem: DecodeProblem) -> Limit | None:
 
 
 class Smem(NamedTuple):
-    q: Any  # [COMPUTING, ROWS, half - part]: what is not in registers; None where all is
-    kv: Any  # [COMPUTING, ring, TILE, part]: each warpgroup's blocks of columns
-    q_rest: Any  # [ROWS, rest]; None where rest is 0
-    k_rest: Any  # [SLOTS, TILE, rest]
-    p: Any  # [SLOTS, ROWS, TILE]: probabilities; None where k_rest has room for them
-    tops: Any  # float32[SLOTS, ROWS]: after a tile
-    totals: Any  # likewise, after the last tile of a piece
+    q: Any  # [V_WARPGROUPS, ROWS, v_columns - block_columns]: what is not in registers, if anything
+    kv: Any  # [V_WARPGROUPS, ring, TILE, block_columns]: each warpgroup's blocks of columns
+    q_rope: Any  # [ROWS, rope_columns]; None where there are none
+    k_rope: Any  # [P_SLOTS, TILE, rope_columns]
+    p: Any  # [P_SLOTS, ROWS, TILE]: probabilities; None where k_rope has room for them
+    row_max: Any  # float32[P_SLOTS, ROWS]: after a tile
+    row_sum: Any  # likewise, after the last tile of a work
     table: Table
     last: Any  # int32[1]
     q_ready: Any
     q_free: Any
-    ready: Any  # an entry of a ring
+    ready: Any  # of the blocks of both rings
     free: Any
-    rest_ready: Any
-    weights: Any  # a tile's probabilities are there
-    spent: Any  # and not needed any more
-    met: Any  # of the computing warpgroups
-    laid: Any
+    rope_ready: Any
+    p_ready: Any
+    p_free: Any
+    joined: Any  # all warpgroups that multiply values are there
+    table_ready: Any
 
 
 def scratch(plan: LatentPlan) -> Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
-    dtype, ring = jnp.dtype(plan.problem.dtype), plan.ring
+    dtype, ring, rope = jnp.dtype(plan.problem.dtype), plan.ring, plan.rope_columns
 
     def swizzled(*shape):
-        return mosaic.swizzled(shape, dtype, 2 * WIDE) if shape[-1] else None
+        return mosaic.swizzled(shape, dtype, 2 * WIDTH) if shape[-1] else None
 
     def numbers(count):
         return plgpu.SMEM((count,), jnp.int32)
 
     barrier, stretches = plgpu.Barrier, TILE // plan.page_rows
     return Smem(
-        q=swizzled(COMPUTING, ROWS, plan.half - plan.part),
-        kv=swizzled(COMPUTING, ring, TILE, plan.part),
-        q_rest=swizzled(ROWS, plan.rest),
-        k_rest=swizzled(SLOTS, TILE, plan.rest),
-        p=None if plan.rest else swizzled(SLOTS, ROWS, TILE),
-        tops=plgpu.SMEM((SLOTS, ROWS), jnp.float32),
-        totals=plgpu.SMEM((SLOTS, ROWS), jnp.float32),
+        q=swizzled(V_WARPGROUPS, ROWS, plan.v_columns - plan.block_columns),
+        kv=swizzled(V_WARPGROUPS, ring, TILE, plan.block_columns),
+        q_rope=swizzled(ROWS, rope),
+        k_rope=swizzled(P_SLOTS, TILE, rope),
+        p=None if rope else swizzled(P_SLOTS, ROWS, TILE),
+        row_max=plgpu.SMEM((P_SLOTS, ROWS), jnp.float32),
+        row_sum=plgpu.SMEM((P_SLOTS, ROWS), jnp.float32),
         table=mla_producer.table_of(plan),
         last=numbers(1),
-        q_ready=barrier(num_arrivals=max(plan.q_pieces, 1)),
+        q_ready=barrier(num_arrivals=max(plan.q_copies, 1)),
         q_free=barrier(),
-        ready=barrier(num_barriers=COMPUTING * ring, num_arrivals=stretches),
-        free=barrier(num_barriers=COMPUTING * ring),
-        rest_ready=barrier(num_barriers=SLOTS, num_arrivals=stretches),
-        weights=barrier(num_barriers=SLOTS),
-        spent=barrier(num_barriers=SLOTS, num_arrivals=COMPUTING),
-        met=barrier(num_arrivals=COMPUTING),
-        laid=barrier(),
+        ready=barrier(num_barriers=V_WARPGROUPS * ring, num_arrivals=stretches),
+        free=barrier(num_barriers=V_WARPGROUPS * ring),
+        rope_ready=barrier(num_barriers=P_SLOTS, num_arrivals=stretches),
+        p_ready=barrier(num_barriers=P_SLOTS),
+        p_free=barrier(num_barriers=P_SLOTS, num_arrivals=V_WARPGROUPS),
+        joined=barrier(num_arrivals=V_WARPGROUPS),
+        table_ready=barrier(),
     )
 
 
@@ -203,138 +207,153 @@ def smem_bytes(problem: DecodeProblem, config: Config) -> int:
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def _pieces(plan: LatentPlan, smem: Smem, cta: Scalar, body: Any) -> None:
-    """`body(piece, number, count)` for each piece of the block; `count` is what it gave before."""
-    place = place_of(plan, cta)
+class _RingBlock(NamedTuple):
+    """A block of columns in the ring of a warpgroup."""
 
-    def own(piece, number, count):
-        return body(piece._replace(head=piece.head * plan.beside + place.which), number, count)
-
-    share = scheduler.share_of(plan.line, smem.table, place.cta)
-    mla_producer.pieces(plan.line, smem.table, share, own, jnp.int32(0))
+    ref: Ref  # [TILE, block_columns]
+    ready: Ref  # the barrier that the producer's copies complete
+    free: Ref  # the one that the warpgroup arrives at when it has multiplied the block
 
 
-def _entry_of(plan: LatentPlan, wg: Any, number: Scalar) -> Scalar:
-    """Of the number-th block of a warpgroup's columns, since the kernel began, in all rings."""
-    return wg * plan.ring + lax.rem(number, jnp.int32(plan.ring))
+def _ring_block(ctx: Context, wg: Any, number: Scalar) -> _RingBlock:
+    """The one that holds the number-th block of the warpgroup's columns since the kernel began."""
+    plan, smem = ctx.plan, ctx.smem
+    slot = lax.rem(number, jnp.int32(plan.ring))
+    entry = wg * plan.ring + slot
+    return _RingBlock(smem.kv.at[wg, slot], smem.ready.at[entry], smem.free.at[entry])
 
 
-def _block_of(plan: LatentPlan, smem: Smem, wg: Any, number: Scalar) -> Ref:
-    return smem.kv.at[wg, lax.rem(number, jnp.int32(plan.ring))]
-
-
-def _first_of(plan: LatentPlan, number: Scalar, count: Scalar) -> Scalar:
-    """The number of the block that holds q's, before those of a piece's keys. `count`: tiles before
-    the piece.
+def _each_work(ctx: Context, cta: Scalar, body: Callable) -> None:
+    """`body(work, number, count)` for each work of the block; `count`: the tiles before, which it
+    comes back with, those of this work added.
     """
-    return number + count * plan.each
+    plan, table = ctx.plan, ctx.smem.table
+    member = member_of(plan, cta)
+
+    def own(work, number, count):
+        head = work.head * plan.neighbours + member.number
+        return body(work._replace(head=head), number, count)
+
+    share = scheduler.share_of(plan.groups, table, member.group)
+    mla_producer.each_work(plan.groups, table, share, own, jnp.int32(0))
 
 
-def _load(plan: LatentPlan, refs: Refs, smem: Smem, cta: Scalar) -> None:
-    which = place_of(plan, cta).which
+def _q_block(plan: LatentPlan, number: Scalar, count: Scalar) -> Scalar:
+    """The number of the ring's block that holds q's, before those of the work's keys: of work
+    `number`, before which there were `count` tiles.
+    """
+    return number + count * plan.blocks_a_tile
 
-    def bring(tile):  # by one of those beside each other
-        return lax.rem(tile, jnp.int32(plan.beside)) == which
 
-    def one_piece(piece, number, count):
-        _load_q(plan, refs, smem, piece, number, count)
+def _load(ctx: Context, cta: Scalar) -> None:
+    """The producer."""
+    plan, smem = ctx.plan, ctx.smem
+    own = member_of(plan, cta).number
+
+    def prefetches(tile):  # one of the neighbours does
+        return lax.rem(tile, jnp.int32(plan.neighbours)) == own
+
+    def one_work(work, number, count):
+        _load_q(ctx, work, number, count)
 
         def blocks_of(count):
-            first = _first_of(plan, number, count) + 1
-            for n in range(plan.each):
-                for wg in range(COMPUTING):
-                    entry = _entry_of(plan, wg, first + n)
+            first = _q_block(plan, number, count) + 1
+            for n in range(plan.blocks_a_tile):
+                for wg in range(V_WARPGROUPS):
+                    block = _ring_block(ctx, wg, first + n)
+                    start = wg * plan.v_columns + n * plan.block_columns
                     yield Block(
-                        columns=pl.ds(wg * plan.half + n * plan.part, plan.part),
-                        to=_block_of(plan, smem, wg, first + n),
-                        ready=smem.ready.at[entry],
-                        free=smem.free.at[entry],
-                        again=first + n >= plan.ring,
+                        columns=pl.ds(start, plan.block_columns),
+                        to=block.ref,
+                        ready=block.ready,
+                        free=block.free,
+                        reused=first + n >= plan.ring,
                     )
-            if plan.rest:
-                slot = lax.rem(count, jnp.int32(SLOTS))
+            if plan.rope_columns:
+                slot = lax.rem(count, jnp.int32(P_SLOTS))
                 yield Block(
-                    columns=pl.ds(plan.problem.v_head_dim, plan.rest),
-                    to=smem.k_rest.at[slot],
-                    ready=smem.rest_ready.at[slot],
-                    free=smem.spent.at[slot],
-                    again=count >= SLOTS,
+                    columns=pl.ds(plan.problem.v_head_dim, plan.rope_columns),
+                    to=smem.k_rope.at[slot],
+                    ready=smem.rope_ready.at[slot],
+                    free=smem.p_free.at[slot],
+                    reused=count >= P_SLOTS,
                 )
 
-        ahead = bring if plan.scores_first else None
-        return mla_producer.load(plan, refs, smem.table, piece, count, blocks_of, ahead)
+        ahead = prefetches if plan.scores_first else None
+        return mla_producer.load(ctx, work, count, blocks_of, ahead)
 
-    _pieces(plan, smem, cta, one_piece)
+    _each_work(ctx, cta, one_work)
 
 
-def _load_q(  # noqa: PLR0913
-    plan: LatentPlan, refs: Refs, smem: Smem, piece: Piece, number: Scalar, count: Scalar
-) -> None:
+def _load_q(ctx: Context, work: Work, number: Scalar, count: Scalar) -> None:
     """Columns that go to registers come through the rings."""
-    chunk = lax.rem(piece.head, jnp.int32(plan.chunks)) * ROWS
-    start, first = piece.m * plan.padded + chunk, _first_of(plan, number, count)
+    plan, refs, smem = ctx.plan, ctx.refs, ctx.smem
+    chunk = lax.rem(work.head, jnp.int32(plan.chunks)) * ROWS
+    start, first = work.sequence * plan.padded_rows + chunk, _q_block(plan, number, count)
 
     def copy(column, width, to, ready, row=0, rows=ROWS):
         source = refs.q.at[pl.ds(start + row, rows), pl.ds(column, width)]
         plgpu.copy_gmem_to_smem(source, to, ready)
 
-    for wg in range(COMPUTING):
-        entry, to = _entry_of(plan, wg, first), _block_of(plan, smem, wg, first)
-        again = functools.partial(plgpu.barrier_wait, smem.free.at[entry])
-        pl.when(first >= plan.ring)(again)
+    for wg in range(V_WARPGROUPS):
+        block = _ring_block(ctx, wg, first)
+        pl.when(first >= plan.ring)(functools.partial(plgpu.barrier_wait, block.free))
         for row in range(0, ROWS, plan.page_rows):  # as many copies as keys take
-            some = to.at[pl.ds(row, plan.page_rows)]
-            copy(wg * plan.half, plan.part, some, smem.ready.at[entry], row, plan.page_rows)
-    if not plan.q_pieces:
+            some = block.ref.at[pl.ds(row, plan.page_rows)]
+            copy(wg * plan.v_columns, plan.block_columns, some, block.ready, row, plan.page_rows)
+    if not plan.q_copies:
         return
     pl.when(number > 0)(lambda: plgpu.barrier_wait(smem.q_free))
-    for wg in range(COMPUTING):
+    for wg in range(V_WARPGROUPS):
         if smem.q is not None:
-            width = plan.half - plan.part
-            copy(wg * plan.half + plan.part, width, smem.q.at[wg], smem.q_ready)
-    if plan.rest:
-        copy(plan.problem.v_head_dim, plan.rest, smem.q_rest, smem.q_ready)
+            width = plan.v_columns - plan.block_columns
+            copy(wg * plan.v_columns + plan.block_columns, width, smem.q.at[wg], smem.q_ready)
+    if plan.rope_columns:
+        copy(plan.problem.v_head_dim, plan.rope_columns, smem.q_rope, smem.q_ready)
 
 
 # ---- computing -----------------------------------------------------------------------------------
 
 
-def _probabilities(plan: LatentPlan, smem: Smem, slot: Scalar) -> Ref:
-    """Where a tile's are: in place of the part of its keys that is not of V."""
-    return smem.k_rest.at[slot] if plan.rest else smem.p.at[slot]
+def _probabilities(ctx: Context, slot: Scalar) -> Ref:
+    """Where a tile's are: in place of its columns of rope."""
+    return ctx.smem.k_rope.at[slot] if ctx.plan.rope_columns else ctx.smem.p.at[slot]
 
 
-def _queries(plan: LatentPlan, smem: Smem, first: Scalar) -> list[Array]:
+def _queries(ctx: Context, first: Scalar) -> list[Array]:
     """The columns of q that stay in registers: the first of each warpgroup's."""
     parts = []
-    for wg in range(COMPUTING):
-        plgpu.barrier_wait(smem.ready.at[_entry_of(plan, wg, first)])
-        parts.append(plgpu.load(_block_of(plan, smem, wg, first), layout=mosaic.TILE))
-    if plan.q_pieces:
-        plgpu.barrier_wait(smem.q_ready)
+    for wg in range(V_WARPGROUPS):
+        block = _ring_block(ctx, wg, first)
+        plgpu.barrier_wait(block.ready)
+        parts.append(plgpu.load(block.ref, layout=mosaic.TILE))
+    if ctx.plan.q_copies:
+        plgpu.barrier_wait(ctx.smem.q_ready)
     return parts
 
 
-def _scores(  # noqa: PLR0913
-    plan: LatentPlan, smem: Smem, q: list[Array], first: Scalar, slot: Scalar, let_go: Any
+def _scores(
+    ctx: Context, q: list[Array], first: Scalar, slot: Scalar, release: Callable[[], None]
 ) -> Array:
-    """Begins as soon as the first columns are there; `let_go` of the probabilities of the tile
-    before when all but the last are multiplied.
+    """Begins as soon as the first columns are there; `release` of the probabilities of the tile
+    before is called when all but the last are multiplied.
     """
+    plan, smem = ctx.plan, ctx.smem
 
     def body(acc):
-        for n in range(plan.each):
-            for wg in range(COMPUTING):
-                plgpu.barrier_wait(smem.ready.at[_entry_of(plan, wg, first + n)])
-                keys = _block_of(plan, smem, wg, first + n).transpose((1, 0))
-                columns = pl.ds((n - 1) * plan.part, plan.part)
-                plgpu.wgmma(acc, smem.q.at[wg, :, columns] if n else q[wg], keys)
-        if plan.rest:
-            plgpu.barrier_wait(smem.rest_ready.at[slot])
-            plgpu.wgmma(acc, smem.q_rest, smem.k_rest.at[slot].transpose((1, 0)))
+        for n in range(plan.blocks_a_tile):
+            for wg in range(V_WARPGROUPS):
+                block = _ring_block(ctx, wg, first + n)
+                plgpu.barrier_wait(block.ready)
+                columns = pl.ds((n - 1) * plan.block_columns, plan.block_columns)
+                rows = smem.q.at[wg, :, columns] if n else q[wg]
+                plgpu.wgmma(acc, rows, block.ref.transpose((1, 0)))
+        if plan.rope_columns:
+            plgpu.barrier_wait(smem.rope_ready.at[slot])
+            plgpu.wgmma(acc, smem.q_rope, smem.k_rope.at[slot].transpose((1, 0)))
         if plan.scores_first:
             plgpu.wgmma_wait(1)
-            let_go()
+            release()
         return acc[...]
 
     return pl.run_scoped(body, plgpu.ACC((ROWS, TILE), jnp.float32))
@@ -344,219 +363,247 @@ def _put(ref: Ref, numbers: Array) -> None:
     ref[...] = numbers
 
 
-def _score(plan: LatentPlan, smem: Smem, cta: Scalar) -> None:
+def _score(ctx: Context, cta: Scalar) -> None:
     """Probabilities of all tiles, and what they are relative to.
 
-    Where scores are first, those of a tile are let go of when the scores of the next are all but
+    Where scores are first, those of a tile are released when the scores of the next are all but
     there: tensor cores do the values of a tile under the softmax of the next.
     """
+    plan, smem = ctx.plan, ctx.smem
 
-    def one_piece(piece, number, count):
-        q = _queries(plan, smem, _first_of(plan, number, count))
+    def one_work(work, number, count):
+        q = _queries(ctx, _q_block(plan, number, count))
 
         def one_tile(tile, carry):
-            top, total, count = carry
-            slot, first = lax.rem(count, jnp.int32(SLOTS)), _first_of(plan, number, count) + 1
-            before, last = lax.rem(count + (SLOTS - 1), jnp.int32(SLOTS)), tile == piece.end - 1
-            let_go = functools.partial(plgpu.barrier_arrive, smem.weights.at[before])
-            s = _scores(plan, smem, q, first, slot, lambda: pl.when(tile > piece.tile)(let_go))
-            if plan.q_pieces:
+            row_max, row_sum, count = carry
+            slot, first = lax.rem(count, jnp.int32(P_SLOTS)), _q_block(plan, number, count) + 1
+            before, last = lax.rem(count + (P_SLOTS - 1), jnp.int32(P_SLOTS)), tile == work.end - 1
+            release = functools.partial(plgpu.barrier_arrive, smem.p_ready.at[before])
+            s = _scores(ctx, q, first, slot, lambda: pl.when(tile > work.tile)(release))
+            if plan.q_copies:
                 pl.when(last)(lambda: plgpu.barrier_arrive(smem.q_free))
-            live = piece.length - tile * TILE
+            live = work.length - tile * TILE
 
             @pl.when(live < TILE)
             def _():
-                for n in range(plan.each):
-                    for wg in range(COMPUTING):
-                        block = _block_of(plan, smem, wg, first + n)
-                        mla_producer.clear(block, plan.part, live)
+                for n in range(plan.blocks_a_tile):
+                    for wg in range(V_WARPGROUPS):
+                        block = _ring_block(ctx, wg, first + n)
+                        mla_producer.clear(block.ref, plan.block_columns, live)
 
-            s, _ = mainloop.logits(plan, piece, tile, (s, None))
-            new = softmax.next_step(s, plan.unit_of_logits, top, guarded=True)
-            total = softmax.rescaled(new, total) + new.row_sum
+            s, _ = mainloop.logits(plan, work, tile, s, None)
+            new = softmax.next_step(s, plan.unit_of_logits, row_max, guarded=True)
+            row_sum = softmax.rescaled(new, row_sum) + new.row_sum
             # What probabilities are put over were keys: all warps must have their scores.
             each_thread(mla_producer.sync, (), ())
-            if not plan.rest:
-                again = functools.partial(plgpu.barrier_wait, smem.spent.at[slot])
-                pl.when(count >= SLOTS)(again)
-            _probabilities(plan, smem, slot)[...] = new.p.astype(plan.problem.dtype)
-            smem.tops.at[slot][...] = new.row_max
-            pl.when(last)(lambda: _put(smem.totals.at[slot], total.sum(axis=1)))
+            if not plan.rope_columns:
+                wait = functools.partial(plgpu.barrier_wait, smem.p_free.at[slot])
+                pl.when(count >= P_SLOTS)(wait)
+            _probabilities(ctx, slot)[...] = new.p.astype(plan.problem.dtype)
+            smem.row_max.at[slot][...] = new.row_max
+            pl.when(last)(lambda: _put(smem.row_sum.at[slot], row_sum.sum(axis=1)))
             plgpu.commit_smem()
             at_once = last if plan.scores_first else True
-            pl.when(at_once)(lambda: plgpu.barrier_arrive(smem.weights.at[slot]))
-            return new.row_max, total, count + 1
+            pl.when(at_once)(lambda: plgpu.barrier_arrive(smem.p_ready.at[slot]))
+            return new.row_max, row_sum, count + 1
 
-        top = mosaic.filled((ROWS,), -jnp.inf)
-        total = mosaic.filled((ROWS, softmax.PARTIALS), 0.0)
-        return lax.fori_loop(piece.tile, piece.end, one_tile, (top, total, count))[2]
+        row_max = mosaic.filled((ROWS,), -jnp.inf)
+        row_sum = mosaic.filled((ROWS, softmax.PARTIALS), 0.0)
+        return lax.fori_loop(work.tile, work.end, one_tile, (row_max, row_sum, count))[2]
 
-    _pieces(plan, smem, cta, one_piece)
+    _each_work(ctx, cta, one_work)
 
 
 class State(NamedTuple):
-    accs: tuple[Array, ...]  # [ROWS, part] each
-    top: Array  # [ROWS]: what they are relative to
-    total: Array  # [ROWS]
+    accs: tuple[Array, ...]  # [ROWS, block_columns] each
+    row_max: Array  # [ROWS]: what they are relative to
+    row_sum: Array  # [ROWS]
 
 
-def _weigh(plan: LatentPlan, smem: Smem, results: Any, cta: Scalar, wg: Scalar) -> None:
+class _Own(NamedTuple):
+    """Which block and which warpgroup this is."""
+
+    cta: Scalar
+    wg: Scalar
+
+
+def _weigh(ctx: Context, results: Results, own: _Own) -> None:
     """A warpgroup's columns of the values, of all tiles."""
+    plan, smem, wg = ctx.plan, ctx.smem, own.wg
 
-    def one_piece(piece, number, count):
-        entry_of_q = _entry_of(plan, wg, _first_of(plan, number, count))
-        plgpu.barrier_wait(smem.ready.at[entry_of_q])
+    def one_work(work, number, count):
+        q_block = _ring_block(ctx, wg, _q_block(plan, number, count))
+        plgpu.barrier_wait(q_block.ready)
 
         def one_tile(tile, carry):
             state, count = carry
-            slot, first = lax.rem(count, jnp.int32(SLOTS)), _first_of(plan, number, count) + 1
-            entries = [_entry_of(plan, wg, first + n) for n in range(plan.each)]
-            for entry in entries:
-                plgpu.barrier_wait(smem.ready.at[entry])
-            plgpu.barrier_wait(smem.weights.at[slot])
+            slot, first = lax.rem(count, jnp.int32(P_SLOTS)), _q_block(plan, number, count) + 1
+            blocks = [_ring_block(ctx, wg, first + n) for n in range(plan.blocks_a_tile)]
+            for block in blocks:
+                plgpu.barrier_wait(block.ready)
+            plgpu.barrier_wait(smem.p_ready.at[slot])
             # Where there are scores, q is in registers.
-            free_q = functools.partial(plgpu.barrier_arrive, smem.free.at[entry_of_q])
-            pl.when(tile == piece.tile)(free_q)
-            top = plgpu.load(smem.tops.at[slot], layout=mosaic.ROW)
-            total = plgpu.load(smem.totals.at[slot], layout=mosaic.ROW)
-            shrink = jnp.exp2(state.top - base_of(top))
+            free_q = functools.partial(plgpu.barrier_arrive, q_block.free)
+            pl.when(tile == work.tile)(free_q)
+            row_max = plgpu.load(smem.row_max.at[slot], layout=mosaic.ROW)
+            row_sum = plgpu.load(smem.row_sum.at[slot], layout=mosaic.ROW)
+            rescale = jnp.exp2(state.row_max - base_of(row_max))
             accs = lax.cond(
-                warp_vote.any_in_warp(top - state.top, 0.0) != 0,
-                lambda: tuple(acc * mosaic.broadcast_rows(shrink, acc.shape) for acc in state.accs),
+                warp_vote.any_in_warp(row_max - state.row_max, 0.0) != 0,
+                lambda: tuple(
+                    acc * mosaic.broadcast_rows(rescale, acc.shape) for acc in state.accs
+                ),
                 lambda: state.accs,
             )
 
             def matmuls(refs):
-                p = _probabilities(plan, smem, slot)
-                for n, acc in enumerate(refs):
-                    plgpu.wgmma(acc, p, _block_of(plan, smem, wg, first + n))
-                for n, entry in enumerate(entries):
-                    plgpu.wgmma_wait(plan.each - 1 - n)
-                    plgpu.barrier_arrive(smem.free.at[entry])
+                p = _probabilities(ctx, slot)
+                for acc, block in zip(refs, blocks, strict=True):
+                    plgpu.wgmma(acc, p, block.ref)
+                for n, block in enumerate(blocks):
+                    plgpu.wgmma_wait(plan.blocks_a_tile - 1 - n)
+                    plgpu.barrier_arrive(block.free)
 
             accs = pl.run_state(matmuls)(tuple(plgpu.ACC.init(acc) for acc in accs))
-            plgpu.barrier_arrive(smem.spent.at[slot])
-            return State(accs, top, total), count + 1
+            plgpu.barrier_arrive(smem.p_free.at[slot])
+            return State(accs, row_max, row_sum), count + 1
 
-        rows = (ROWS,)
-        accs = tuple(mosaic.filled((ROWS, plan.part), 0.0) for _ in range(plan.each))
-        state = State(accs, mosaic.filled(rows, -jnp.inf), mosaic.filled(rows, 0.0))
-        state, count = lax.fori_loop(piece.tile, piece.end, one_tile, (state, count))
-        _finish(plan, smem, results, (piece, state), (cta, wg))
+        shape = (ROWS, plan.block_columns)
+        accs = tuple(mosaic.filled(shape, 0.0) for _ in range(plan.blocks_a_tile))
+        state = State(accs, mosaic.filled((ROWS,), -jnp.inf), mosaic.filled((ROWS,), 0.0))
+        state, count = lax.fori_loop(work.tile, work.end, one_tile, (state, count))
+        _epilogue(ctx, results, work, state, own)
         return count
 
-    _pieces(plan, smem, cta, one_piece)
+    _each_work(ctx, own.cta, one_work)
 
 
-def _meet(smem: Smem) -> None:
-    plgpu.barrier_arrive(smem.met)
-    plgpu.barrier_wait(smem.met)
+def _join(smem: Smem) -> None:
+    plgpu.barrier_arrive(smem.joined)
+    plgpu.barrier_wait(smem.joined)
 
 
-def _finish(plan: LatentPlan, smem: Smem, results: Any, done: tuple, where: tuple) -> None:
-    """The result, where the block had all keys. Else a part to global memory; the last block makes
-    the result of all.
+def _epilogue(ctx: Context, results: Results, work: Work, state: State, own: _Own) -> None:
+    """The result, where the block had all keys. Else a partial to global memory; the last block
+    makes the result of all.
     """
-    (piece, state), (cta, wg) = done, where
-    place = place_of(plan, cta)
-    share = scheduler.share_of(plan.line, smem.table, place.cta)
-    count, *others = scheduler.parts_of(plan.line, share, piece, place.cta)
-    mine, first, later = (slot * plan.beside + place.which for slot in others)
-    slots = mla_combine.Slots(count, mine, first, later, plan.slots_a_block)
-    lost = smem.table.lost[piece.m]
-    total = state.total + mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), (ROWS,))
+    plan, smem, wg = ctx.plan, ctx.smem, own.wg
+    member = member_of(plan, own.cta)
+    share = scheduler.share_of(plan.groups, smem.table, member.group)
+    count, *others = scheduler.partials_of(plan.groups, share, work, member.group)
+    index, first, later = (n * plan.neighbours + member.number for n in others)
+    partials = mla_combine.Partials(count, index, first, later, plan.partials_a_block)
+    lost = smem.table.lost[work.sequence]
+    row_sum = state.row_sum + mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), (ROWS,))
 
     @pl.when(count == 1)
     def _():
-        factor = _factor(plan, results, piece, wg, (state.top, total))
+        factor = _factor(plan, results, work, wg, state._replace(row_sum=row_sum))
         for n, acc in enumerate(state.accs):
-            _write(plan, results, piece, wg, (n, acc, factor))
+            _write(plan, results, work, _Columns(wg, n, acc), factor)
 
     @pl.when(count > 1)
     def _():
         for n, acc in enumerate(state.accs):
-            mla_combine.leave(results.parts, plan.tile_of(mine, wg, n), acc)
+            mla_combine.store(results.partial_out, plan.partial_block(index, wg, n), acc)
 
         @pl.when(wg == 0)
         def _():
-            mosaic.store(results.tops.at[mine], state.top)
-            mosaic.store(results.totals.at[mine], total)
+            mosaic.store(results.partial_max.at[index], state.row_max)
+            mosaic.store(results.partial_sum.at[index], row_sum)
 
-        _meet(smem)
+        _join(smem)
 
         @pl.when(wg == 0)
         def _():
-            at = combine.Where(piece.m, piece.head, lost, count, mine, first, later)
+            at = combine.Head(work.sequence, work.head, lost, count, index, first, later)
             arrive = functools.partial(combine.arrive, plan=plan)
-            each_thread(arrive, (results.counters, smem.last), at)
+            each_thread(arrive, combine.CounterRefs(results.counters, smem.last), at)
 
-        _meet(smem)
-        pl.when(smem.last[0] == 1)(lambda: _merge(plan, results, piece, wg, slots))
-        _meet(smem)  # `last` is read
+        _join(smem)
+        pl.when(smem.last[0] == 1)(lambda: _combine(plan, results, work, wg, partials))
+        _join(smem)  # `last` is read
 
 
-def _merge(plan: LatentPlan, results: Any, piece: Piece, wg: Scalar, slots: Any) -> None:
-    layout, shape = mosaic.ROW, (ROWS, plan.part)
-    top = mla_combine.highest(results.tops, slots, layout)
-    total = mla_combine.total((results.tops, results.totals), slots, top, layout)
-    factor = _factor(plan, results, piece, wg, (top, total))
-    for n in range(plan.each):
+def _combine(
+    plan: LatentPlan, results: Results, work: Work, wg: Scalar, partials: mla_combine.Partials
+) -> None:
+    """The partials of all blocks -> the result."""
+    layout, shape = mosaic.ROW, (ROWS, plan.block_columns)
+    sums = mla_combine.Sums(results.partial_max, results.partial_sum)
+    row_max = mla_combine.row_max_of(sums, partials, layout)
+    row_sum = mla_combine.row_sum_of(sums, partials, row_max, layout)
+    factor = _factor(plan, results, work, wg, State((), row_max, row_sum))
+    for n in range(plan.blocks_a_tile):
 
-        def weighed(slot, n=n):
-            own = mla_combine.numbers(results.tops, slot, layout)
-            weight = mosaic.broadcast_rows(jnp.exp2(own - base_of(top)), shape)
-            tile = plan.tile_of(slot, wg, n)
-            return (weight * mla_combine.fetched(results.parts, tile, shape),)
+        def weighed(index, n=n):
+            own = mla_combine.load_rows(results.partial_max, index, layout)
+            weight = mosaic.broadcast_rows(jnp.exp2(own - base_of(row_max)), shape)
+            tile = plan.partial_block(index, wg, n)
+            return (weight * mla_combine.load(results.partial_out, tile, shape),)
 
         zeros = (mosaic.filled(shape, 0.0),)
-        (acc,) = mla_combine.added(zeros, slots, weighed)
-        _write(plan, results, piece, wg, (n, acc, factor))
+        (acc,) = mla_combine.added(zeros, partials, weighed)
+        _write(plan, results, work, _Columns(wg, n, acc), factor)
 
 
-def _factor(plan: LatentPlan, results: Any, piece: Piece, wg: Scalar, whole: tuple) -> Array:
-    """What all columns are to be multiplied by; and the log-sum-exp."""
-    (top, total), chunk = whole, lax.rem(piece.head, jnp.int32(plan.chunks))
+def _factor(plan: LatentPlan, results: Results, work: Work, wg: Scalar, whole: State) -> Array:
+    """What all columns are to be multiplied by; it writes the log-sum-exp."""
+    chunk = lax.rem(work.head, jnp.int32(plan.chunks))
     at = pl.ds(chunk * ROWS, ROWS)
     sinks = None if results.sinks is None else mosaic.load(results.sinks.at[at], mosaic.ROW)
-    factor, lse = softmax.finish(top, total, sinks)
-    line = piece.m * plan.chunks + chunk
+    factor, lse = softmax.finish(whole.row_max, whole.row_sum, sinks)
+    line = work.sequence * plan.chunks + chunk
     pl.when(wg == 0)(lambda: mosaic.store(results.lse.at[line], lse))
     return factor
 
 
-def _write(plan: LatentPlan, results: Any, piece: Piece, wg: Scalar, some: tuple) -> None:
-    """Some columns of the output, by the warps that have rows of it."""
-    n, acc, factor = some
-    line = piece.m * plan.chunks + lax.rem(piece.head, jnp.int32(plan.chunks))
+class _Columns(NamedTuple):
+    """Columns of the output."""
+
+    wg: Scalar  # whose
+    n: int  # which of its blocks
+    acc: Array  # [ROWS, block_columns]
+
+
+def _write(
+    plan: LatentPlan, results: Results, work: Work, columns: _Columns, factor: Array
+) -> None:
+    """By the warps that have rows of the output."""
+    wg, n, acc = columns
+    line = work.sequence * plan.chunks + lax.rem(work.head, jnp.int32(plan.chunks))
     row = mosaic.positions((ROWS,), 0, 0)
     wanted = warp_vote.any_in_warp((plan.most_rows - row).astype(jnp.float32), 0.0)
     out = (acc * mosaic.broadcast_rows(factor, acc.shape)).astype(plan.problem.dtype)
-    to = pl.ds(line * ROWS, ROWS), pl.ds(wg * plan.half + n * plan.part, plan.part)
+    start = wg * plan.v_columns + n * plan.block_columns
+    to = pl.ds(line * ROWS, ROWS), pl.ds(start, plan.block_columns)
     pl.when(wanted != 0)(lambda: mosaic.store(results.out.at[to], out))
 
 
-def _kernel(refs: Refs, results: Any, out: Ref, lse: Ref, parts: Any, smem: Smem, *, plan) -> None:  # noqa: PLR0913
+def _kernel(  # noqa: PLR0913
+    refs: Refs, given: Any, out: Ref, lse: Ref, partials: Any, smem: Smem, *, plan: LatentPlan
+) -> None:
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
-    results = combine.Results(out, lse, *parts, *results)
+    results, ctx = Results(out, lse, *partials, *given), Context(plan, refs, smem)
 
-    @pl.when(wg == LOADING)
+    @pl.when(wg == PRODUCER)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-        mla_producer.lay_out(plan, refs, smem.table)
-        plgpu.barrier_arrive(smem.laid)
-        _load(plan, refs, smem, cta)
+        mla_producer.fill_table(ctx)
+        plgpu.barrier_arrive(smem.table_ready)
+        _load(ctx, cta)
 
-    @pl.when(wg == SCORING)
+    @pl.when(wg == SCORES)
     def _():
         plgpu.set_max_registers(168, action="increase")
-        plgpu.barrier_wait(smem.laid)
-        _score(plan, smem, cta)
+        plgpu.barrier_wait(smem.table_ready)
+        _score(ctx, cta)
 
-    @pl.when(wg < COMPUTING)
+    @pl.when(wg < V_WARPGROUPS)
     def _():
         plgpu.set_max_registers(160, action="increase")
-        plgpu.barrier_wait(smem.laid)
-        _weigh(plan, smem, results, cta, wg)
+        plgpu.barrier_wait(smem.table_ready)
+        _weigh(ctx, results, _Own(cta, wg))
 
 
 # ---- the call ------------------------------------------------------------------------------------
@@ -576,25 +623,25 @@ def _launch(
 ) -> tuple[Array, Array]:
     """Jitted, so that a model of many layers traces it once."""
     plan = LatentPlan(problem, config)
-    refs = mla_producer.refs_of(inputs, plan.layout, plan.padded)
+    refs = mla_producer.refs_of(inputs, plan.layout, plan.padded_rows)
     sinks = mla_producer.sinks_of(inputs, plan.chunks * ROWS)
     lines = problem.sequences * plan.chunks
-    of, kept = jax.ShapeDtypeStruct, plan.tile_of(plan.slots, 0, 0)
+    of, kept = jax.ShapeDtypeStruct, plan.partial_block(plan.partials, 0, 0)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(
             of((lines * ROWS, problem.v_head_dim), problem.dtype),
             of((lines, ROWS), jnp.float32),
             (
-                of((kept, ROWS * plan.part), jnp.float32),
-                of((plan.slots, ROWS), jnp.float32),
-                of((plan.slots, ROWS), jnp.float32),
+                of((kept, ROWS * plan.block_columns), jnp.float32),
+                of((plan.partials, ROWS), jnp.float32),
+                of((plan.partials, ROWS), jnp.float32),
             ),
         ),
         scratch_types=(scratch(plan),),
         grid=(plan.ctas,),
         grid_names=("cta",),
-        num_threads=COMPUTING + 2,
+        num_threads=V_WARPGROUPS + 2,
         thread_name="wg",
         compiler_params=mla_producer.COMPILER,
         kernel_name="decode_latent_sm90",
