@@ -206,6 +206,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Reference(_append, lambda problem: "it is one scatter a cache"),
     ),
     "decode": (
+        Kernel("sm90", "prefill.sm90", (90, 90)),  # many query rows
         Kernel("sm90", "decode.sm90", (90, 90)),
         Kernel("sm80", "decode.sm80", (OLDEST, NEWEST)),
         Reference(_decode, _dense_copy),
@@ -270,11 +271,12 @@ def _select(problem: Problem, implementation: str | None) -> Implementation:
             limits[candidate.name] = limit
         raise UnsupportedError(f"No implementation takes {problem}", limits)
     check_name(implementation)
-    for candidate in table:
-        if candidate.name == implementation:
-            limit = None if isinstance(candidate, Reference) else candidate.limit(problem)
-            if limit is None:
-                return candidate
+    named = [candidate for candidate in table if candidate.name == implementation]
+    for candidate in named:
+        limit = None if isinstance(candidate, Reference) else candidate.limit(problem)
+        if limit is None:
+            return candidate
+        if candidate is named[-1]:
             raise UnsupportedError(
                 f"{implementation} does not take {problem}", {implementation: limit}
             )

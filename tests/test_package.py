@@ -143,6 +143,7 @@ FLOORS = {
     "append": 3,
     "decode": 3,
     "flash_bwd": 4,
+    "prefill": 4,
     "decode_mla": 4,
 }
 

@@ -90,10 +90,11 @@ def share_registers(  # noqa: PLR0913
     loader: int = 24,
 ) -> None:
     """Warpgroup `workers` loads with `loader` registers a thread, those below it compute with
-    `ours`. There are 512 for one thread of each, in multiples of 8; who asks for more waits for
-    ever.
+    `ours`. A block begins with an equal number for each, a multiple of 8: whoever asks for more
+    than all of them have together waits for ever.
     """
-    assert workers * ours + loader <= 512 and ours % 8 == 0 == loader % 8
+    equal = min(65536 // (THREADS * (workers + 1)) // 8 * 8, 240)
+    assert workers * ours + loader <= (workers + 1) * equal and ours % 8 == 0 == loader % 8
 
     @pl.when(wg == workers)
     def _():

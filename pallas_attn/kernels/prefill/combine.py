@@ -1,0 +1,101 @@
+"""The partial results of split keys combined: one warp a query row, lanes over its columns.
+
+A partial of a row is an accumulator that is not yet divided, the row max that it is relative to (in
+log2 units) and the row sum. Each lane reads the maxima and sums of one split; the weights go around
+the warp; then all splits' accumulators are read, which are independent loads, and added.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels.attention import softmax
+from pallas_attn.kernels.attention.plan import ROWS
+from pallas_attn.kernels.lang import threads
+from pallas_attn.kernels.prefill.plan import Plan
+
+LANES = 32
+FOUR = 4  # columns of a lane
+
+
+def _row(thread: threads.Thread, refs: Any, block: Any, plan: Plan) -> None:
+    """The partials of one query row and head -> that row of the result."""
+    (accs, row_maxes, row_sums, out, lse, sinks), problem = refs, plan.problem
+    zero, nothing = thread.number(0.0), thread.number(float("-inf"))
+    lane = thread.index % LANES
+    row = thread.minimum(block * threads.WARPS + thread.index // LANES, plan.rows - 1)
+    q_head, row = row % problem.q_heads, row // problem.q_heads
+    token, m = row % problem.q_len, row // problem.q_len
+    kv_head, within = q_head // problem.group, q_head % problem.group
+    tile = token // plan.head_rows * plan.head_chunks + within // plan.tile_heads
+    line = (m * problem.kv_heads + kv_head) * plan.padded_wg_tiles + tile
+    line = line * ROWS + within % plan.tile_heads * plan.head_rows + token % plan.head_rows
+
+    splits = plan.config.splits
+    lines = problem.batch * problem.kv_heads * plan.padded_wg_tiles * ROWS
+    exists = lane < splits
+    place = thread.wide(thread.minimum(lane, splits - 1)) * lines + thread.wide(line)
+    (row_max,) = thread.load_floats(row_maxes, place, 1)
+    (row_sum,) = thread.load_floats(row_sums, place, 1)
+    row_max = thread.choose(exists, row_max, nothing)
+    row_sum = thread.choose(exists, row_sum, zero)
+    highest = thread.warp_highest(row_max)
+    base = thread.choose(thread.nothing_yet(highest), zero, highest)
+    weight = thread.exp2(row_max - base)
+    sink = None
+    if sinks is not None:
+        (sink,) = thread.load_floats(sinks, q_head, 1)
+    factor, value = softmax.finish_row(thread, highest, thread.warp_sum(weight * row_sum), sink)
+    to = (thread.wide(m) * problem.q_heads + thread.wide(q_head)) * problem.q_len
+    thread.store_floats(lse, to + thread.wide(token), [value], lane < 1)
+
+    to = (thread.wide(m) * problem.q_len + thread.wide(token)) * problem.q_heads
+    to = to + thread.wide(q_head)
+    for first in range(0, problem.v_head_dim, LANES * FOUR):
+        column = lane + first // FOUR
+        inside = column < problem.v_head_dim // FOUR
+        column = thread.minimum(column, problem.v_head_dim // FOUR - 1)
+        sums = [zero] * FOUR
+        for split in range(splits):
+            start = (thread.wide(thread.index * 0 + split) * lines + thread.wide(line)) * (
+                plan.v_width // FOUR
+            )
+            part = thread.load_floats(accs, start + thread.wide(column), FOUR)
+            w = thread.of_lane(weight, thread.index * 0 + split)
+            none = thread.is_zero(w)  # what a split without a key left may be anything
+            part = [thread.choose(none, zero, x) for x in part]
+            sums = [x + w * y for x, y in zip(sums, part, strict=True)]
+        values = [x * factor for x in sums]
+        index = to * (problem.v_head_dim // FOUR) + thread.wide(column)
+        thread.store_narrow(out, index, values, problem.dtype, inside)
+
+
+def _kernel(refs: Any, out: Any, lse: Any, *, plan: Plan) -> None:
+    *partial, sinks = refs
+    program = functools.partial(_row, plan=plan)
+    threads.each_thread(program, (*partial, out, lse, sinks), lax.axis_index("block"))
+
+
+def run(plan: Plan, partial: Any, sinks: Any) -> tuple[Any, Any]:
+    """partial: accumulators [splits, M, K, warpgroup tiles, 64, Hv], row maxima and row sums
+    without the last axis. Gives out [M, t, N, Hv], and lse [M, N, t].
+    """
+    problem, of = plan.problem, jax.ShapeDtypeStruct
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=(
+            of((problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim), problem.dtype),
+            of((problem.batch, problem.q_heads, problem.q_len), jnp.float32),
+        ),
+        grid=(-(-plan.rows // threads.WARPS),),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        kernel_name="prefill_combine",
+    )
+    return kernel((*partial, sinks))

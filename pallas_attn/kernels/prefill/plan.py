@@ -1,0 +1,121 @@
+"""What follows from a prefill problem and a configuration before the kernel runs: which rows a q
+tile holds, how many work units there are, and how many parts the keys of a q tile are split into.
+
+A warpgroup has 64 rows of a q tile. They are pairs (query head, query row): `tile_heads` query
+heads of one kv head, each with `head_rows` consecutive query rows, so that all of them share one
+pass over K and V. Row r is query head r // head_rows and query row r % head_rows. `head_rows` is a
+multiple of 8, since TMA writes 8 rows of a swizzled tile at a time: groups of 5, 6 and 7 heads
+leave rows idle.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+
+from pallas_attn import _gpus
+from pallas_attn._problem import AttentionProblem, DecodeProblem
+from pallas_attn.kernels.attention import cache_layout
+from pallas_attn.kernels.attention import plan as attention_plan
+from pallas_attn.kernels.attention.plan import ROWS
+from pallas_attn.kernels.lang import mosaic
+
+BLOCKS = _gpus.multiprocessors(_gpus.HOPPER)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(attention_plan.Plan):
+    """`problem` is the same attention over contiguous keys, whose mainloop computes it."""
+
+    cache: DecodeProblem
+
+    @classmethod
+    def of(cls, problem: DecodeProblem, config: Any) -> "Plan":
+        arrays = ("q_offset", "kv_lengths", *(("sinks",) if problem.sinks else ()))
+        dense = AttentionProblem(
+            op="flash_forward",
+            gpu=problem.gpu,
+            dtype=problem.dtype,
+            batch=problem.sequences,
+            q_len=problem.q_len,
+            kv_len=max(problem.capacities),
+            q_heads=problem.q_heads,
+            kv_heads=problem.kv_heads,
+            head_dim=problem.head_dim,
+            v_head_dim=problem.v_head_dim,
+            mask=problem.mask,
+            scale=problem.scale,
+            softcap=problem.softcap,
+            arrays=arrays,
+        )
+        return cls(dense, config, problem)
+
+    @functools.cached_property
+    def layout(self) -> cache_layout.Layout:
+        return cache_layout.layout_of(self.cache)
+
+    @property
+    def tile_heads(self) -> int:
+        """Query heads of a warpgroup's rows."""
+        return min(self.problem.group, 8)
+
+    @property
+    def head_rows(self) -> int:
+        """Query rows of each of them."""
+        return ROWS // self.tile_heads // 8 * 8
+
+    @property
+    def head_chunks(self) -> int:
+        """Warpgroup tiles that share query rows: one where a tile holds the whole head group."""
+        return pl.cdiv(self.problem.group, self.tile_heads)
+
+    @property
+    def wg_tiles(self) -> int:
+        """Warpgroup tiles of a kv head of a sequence."""
+        return self.head_chunks * pl.cdiv(self.problem.q_len, self.head_rows)
+
+    @property
+    def q_tiles(self) -> int:
+        """Of a kv head of a sequence: what a block works on at a time."""
+        return pl.cdiv(self.wg_tiles, self.config.warpgroups)
+
+    @property
+    def padded_wg_tiles(self) -> int:
+        return self.q_tiles * self.config.warpgroups
+
+    @property
+    def rows(self) -> int:
+        """Of the result: query rows of all heads."""
+        return self.problem.batch * self.problem.q_len * self.problem.q_heads
+
+    @property
+    def units(self) -> int:
+        """Work units: a q tile and one part of its keys."""
+        problem = self.problem
+        return problem.batch * problem.kv_heads * self.q_tiles * self.config.splits
+
+    @property
+    def ctas(self) -> int:
+        return min(self.config.ctas, self.units)
+
+    @functools.cached_property
+    def parts(self) -> frozenset[str]:
+        """Lengths are known at run time only: all parts occur that the mask has."""
+        low = {"low"} if self.problem.mask.bounds_left else set()
+        return frozenset({"empty", "first_masked", "high"} | low)
+
+    @property
+    def page_rows(self) -> int:
+        """Rows of a kv tile that lie together in memory."""
+        return self.layout.contiguous_rows(self.config.block_kv)
+
+    @property
+    def copies(self) -> int:
+        """Copies that bring a tile of K, and as many for V."""
+        return self.config.block_kv // self.page_rows
+
+    def row_positions(self, rows: int, first: Any) -> Any:
+        within = mosaic.filled((rows,), self.head_rows - 1, jnp.int32)  # of a power of 2
+        return (mosaic.positions((rows,), 0, 0) & within) + first

@@ -1,0 +1,626 @@
+"""Attention of many new rows to a KV cache, for Hopper: chunked prefill and speculative decoding.
+
+The mainloop is the dense forward's (`flash_fwd.sm90.mainloop`): wgmma, with the softmax of one kv
+tile under the value matmul of the one before. What differs is where tiles come from and which rows
+they hold. Rows of a q tile are pairs of query heads and query rows that share a kv head (`plan`),
+so K and V are read once for the whole head group. K and V come by TMA from the cache as it lies:
+one copy a kv tile, or one a page of it.
+
+Grid: persistent blocks, `warpgroups` consumers of 64 rows each and one producer. A work unit is a q
+tile and one of `splits` parts of the kv tiles that it sees; the number of units is known
+statically, where they begin and end is known from the lengths. Block i takes units i, i + blocks,
+and so on: q tiles of one kv head run side by side and read K and V from L2. With one part the block
+writes the result. With more it writes a partial (accumulator, row max, row sum), and `combine`
+merges them.
+
+Shared memory, and who owns it when:
+  q [warpgroup]   loaded by the warpgroup itself, for its next unit under this one's first matmul k,
+  v [stages]   the dense forward's ring: entry e of a unit holds its e-th kv tile from the end and
+                  the value tile before it; `ready` when all copies have landed, `free` when every
+                  warpgroup has released it
+  out [warpgroup] a slice of columns at a time on its way to global memory
+A kv tile that the length cuts holds rows that do not exist. Scores of such keys are masked. For the
+values the producer waits, puts zeros in their place and only then says that the entry is ready.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import cache_layout, softmax, tma_operands
+from pallas_attn.kernels.attention.plan import ROWS, Context, Span
+from pallas_attn.kernels.attention.score_mod import Rows, Tile
+from pallas_attn.kernels.flash_fwd.sm90 import (
+    BARRIERS,
+    SMEM_LIMIT,
+    Result,
+    Ring,
+    mainloop,
+    no_keys,
+)
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.prefill import combine
+from pallas_attn.kernels.prefill.plan import BLOCKS, Plan
+
+# Of a thread, by consumer warpgroups: (consumer, producer). A producer that looks up pages, or
+# chooses between arrays, needs more.
+REGISTERS = {1: (240, 32), 2: (232, 40), 3: (160, 32)}
+REGISTERS_OF_TABLES = {1: (240, 64), 2: (224, 56), 3: (152, 56)}
+MOST_SPLITS = 32  # a lane of `combine` has one
+MOST_ARRAYS = 32  # separate caches: each takes two tensor maps, which compile slowly
+FEW_ROWS = 16  # rows of a kv head up to which decoding by mma.sync is faster
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tuning only: the result is the same up to rounding."""
+
+    warpgroups: int = 2  # consumers
+    block_kv: int = 128  # keys of a kv tile
+    stages: int = 2  # entries of the ring of K and V
+    q_slots: int = 2  # q tiles of a consumer; 2: the next unit's is loaded early
+    splits: int = 1  # parts that the kv tiles of a q tile are split into
+    ctas: int = BLOCKS  # persistent blocks
+    exp_before_wait: int = 0  # as in the dense forward
+
+    def __post_init__(self):
+        check(
+            self,
+            warpgroups=(self.warpgroups in (1, 2, 3), "1, 2 or 3"),
+            block_kv=(self.block_kv in (64, 128), "64 or 128"),
+            stages=(self.stages >= 2, "at least 2"),
+            q_slots=(self.q_slots in (1, 2), "1 or 2"),
+            splits=(1 <= self.splits <= MOST_SPLITS, f"1 to {MOST_SPLITS}"),
+            ctas=(self.ctas >= 1, "at least 1"),
+            exp_before_wait=(self.exp_before_wait in (0, 1, 2, 3, 4), "0 to 4"),
+        )
+
+    @classmethod
+    def default(cls, problem: DecodeProblem) -> "Config":
+        """The number of consumers and of splits that should take the least time where all sequences
+        are full, and as many stages as there is room for.
+        """
+        dim = max(problem.head_dim, problem.v_head_dim)
+        choices = [cls(1, 128 if dim <= 128 else 64, q_slots=1), cls(2, 128 if dim <= 128 else 64)]
+        if dim <= 128:
+            choices.append(cls(3, 128 if dim <= 64 else 64))
+        splits = [
+            dataclasses.replace(config, splits=n)
+            for config in choices
+            for n in range(1, 1 + min(MOST_SPLITS, pl.cdiv(max(problem.capacities), 128)))
+        ]
+        config = min(splits, key=functools.partial(_cost, problem))
+        fewer = (dataclasses.replace(config, q_slots=n) for n in (config.q_slots, 1))
+        config = next((one for one in fewer if _fits(problem, one)), config)
+        deeper = (dataclasses.replace(config, stages=n) for n in range(6, 1, -1))
+        return next((one for one in deeper if _fits(problem, one)), config)
+
+
+def _fits(problem: DecodeProblem, config: Config) -> bool:
+    return smem_bytes(problem, config) <= SMEM_LIMIT
+
+
+def _cost(problem: DecodeProblem, config: Config) -> float:
+    """An estimate of the time, in multiples of what a kv tile of 128 keys takes one consumer of
+    several. Three consumers were 8 % faster a row than two on an H200; a single one has nobody to
+    compute while it waits. A unit costs a tile and a half more than it has tiles, a launch of
+    `combine` three, and partials what it takes to read them once.
+    """
+    plan = Plan.of(problem, config)
+    waves, tiles = pl.cdiv(plan.units, config.ctas), pl.cdiv(max(problem.capacities), 128)
+    speed = {1: 0.75, 2: 1.0, 3: 1.08}[config.warpgroups]
+    cost = waves * config.warpgroups / speed * (pl.cdiv(tiles, config.splits) + 1.5)
+    if config.splits > 1:
+        cost += 3 + config.splits * plan.rows * plan.v_width * 4 / 2**21
+    return cost
+
+
+def limit(problem: DecodeProblem) -> Limit | None:
+    """Why this kernel cannot take the problem, or None."""
+    if problem.dtype not in ("bfloat16", "float16") or problem.cache_dtype != problem.dtype:
+        return Limit(
+            f"{problem.dtype} queries over a {problem.cache_dtype} cache; it takes bfloat16 or "
+            "float16 for both",
+            "leave implementation=None",
+        )
+    if problem.shared_kv or problem.batch_invariant:
+        return Limit("it takes no latent cache and no batch_invariant", "leave implementation=None")
+    if problem.q_len * (problem.q_heads // problem.kv_heads) <= FEW_ROWS:
+        return Limit("few query rows are faster without it", "leave implementation=None")
+    if (refused := tma_operands.dims_limit(problem)) is not None:
+        return refused
+    for name, dim in (("head_dim", problem.head_dim), ("v_head_dim", problem.v_head_dim)):
+        if tma_operands.width_in_tma(dim) != dim:
+            return Limit(
+                f"{name} is {dim}: TMA wants a multiple of 16", "leave implementation=None"
+            )
+    if problem.kind == "per_sequence" and problem.sequences > MOST_ARRAYS:
+        return Limit(
+            f"{problem.sequences} separate caches; it takes up to {MOST_ARRAYS}",
+            "leave implementation=None",
+        )
+    sizes = problem.capacities if problem.page_size is None else (problem.page_size,)
+    block = 128 if max(problem.head_dim, problem.v_head_dim) <= 128 else 64
+    if problem.page_size is not None and (
+        problem.page_size % 8 or (block % problem.page_size and problem.page_size % block)
+    ):
+        return Limit(
+            f"pages of {problem.page_size} rows; it takes 8, 16, 32, .. and multiples of 128",
+            "leave implementation=None",
+        )
+    if any(tma_operands.rows_in_tma(size) != size for size in sizes):
+        return Limit("TMA wants capacities that are a multiple of 8", "leave implementation=None")
+    if max(problem.capacities) >= 2**30 or min(problem.capacities) == 0 or problem.pages == 0:
+        return Limit("it wants caches of 1 to 2**30 rows", "leave implementation=None")
+    return None
+
+
+class Smem(NamedTuple):
+    """Shared memory; at the top of this file, who owns it when."""
+
+    q: Any  # [q tiles, ROWS, ..]
+    k: Any  # [stages, block_kv, ..]
+    v: Any  # [stages, block_kv, ..]
+    out: Any  # [warpgroups, ROWS, ..]
+    lost: Any  # int32[warpgroups]: 1 where a page of the unit's sequence is missing
+    q_ready: Any  # barriers, one a q tile
+    ready: Any  # barriers, one an entry of the ring
+    free: Any
+    landed: Any  # a barrier: the value tile that the length cuts is there
+    kv_ids: Any = None  # segments, which the mainloop asks for
+
+
+def scratch(plan: Plan) -> Smem:
+    """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
+    config, dtype, barrier = plan.config, plan.problem.dtype, plgpu.Barrier
+    q_tiles, ring = config.q_slots * config.warpgroups, (config.stages, config.block_kv)
+    out = (config.warpgroups, ROWS, plan.v_swizzle // 2)
+    return Smem(
+        q=mosaic.swizzled((q_tiles, ROWS, plan.k_width), dtype, plan.k_swizzle),
+        k=mosaic.swizzled((*ring, plan.k_width), dtype, plan.k_swizzle),
+        v=mosaic.swizzled((*ring, plan.v_width), dtype, plan.v_swizzle),
+        out=mosaic.swizzled(out, dtype, plan.v_swizzle),
+        lost=plgpu.SMEM((config.warpgroups,), jnp.int32),
+        q_ready=barrier(num_barriers=q_tiles, num_arrivals=plan.tile_heads),
+        ready=barrier(num_barriers=config.stages, num_arrivals=2 * plan.copies),
+        free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
+        landed=barrier(num_barriers=1, num_arrivals=plan.copies),
+    )
+
+
+def smem_bytes(problem: DecodeProblem, config: Config) -> int:
+    return mosaic.bytes_of(scratch(Plan.of(problem, config))) + BARRIERS
+
+
+class Refs(NamedTuple):
+    """Global memory."""
+
+    q: Any  # [M, t, N, H]
+    k: tuple[Any, ...]  # in the form of `Layout.view`: of each sequence, or one of all
+    v: tuple[Any, ...]
+    lengths: Any  # int32[M]
+    capacities: Any  # int32[M], where they differ
+    page_table: Any
+    layer: Any  # int32[1]
+    sinks: Any  # float32[N]
+    results: tuple[Any, ...] = ()  # written: out and lse, or partials
+    units: Any = None  # powers of 2, which the mainloop asks for
+
+
+# ---- work units ---------------------------------------------------------------------------------
+
+
+class Unit(NamedTuple):
+    """A q tile and a part of its kv tiles."""
+
+    m: Any  # the sequence
+    kv_head: Any
+    q_tile: Any
+    split: Any
+    tile: Tile
+    span: Span  # kv tiles; lo == hi where there is none
+    bad: Any  # whether the result is NaN: a length past the capacity, or no such layer
+
+
+def _divided(n: Any, by: int) -> tuple[Any, Any]:
+    return lax.div(n, jnp.int32(by)), lax.rem(n, jnp.int32(by))
+
+
+def _unit_of(ctx: Context, number: Any) -> Unit:
+    plan, refs = ctx.plan, ctx.refs
+    problem, config = plan.problem, plan.config
+    head, rest = _divided(number, plan.q_tiles * config.splits)
+    split, q_tile = _divided(rest, plan.q_tiles)
+    q_tile = plan.q_tiles - 1 - q_tile  # the last rows see most
+    m, kv_head = _divided(head, problem.kv_heads)
+    capacity: Any = problem.kv_len if refs.capacities is None else refs.capacities[m]
+    length = refs.lengths[m]
+    bad = length > capacity
+    if refs.layer is not None:
+        bad = bad | ~plan.layout.has_layer(refs.layer[0])
+    length = jnp.where(bad, 0, jnp.maximum(length, 0))
+    first = lax.div(q_tile * config.warpgroups, jnp.int32(plan.head_chunks))
+    last = jnp.minimum((q_tile + 1) * config.warpgroups, plan.wg_tiles) - 1
+    last = lax.div(last, jnp.int32(plan.head_chunks))
+    row = first * plan.head_rows
+    rows = jnp.minimum((last + 1) * plan.head_rows, problem.q_len) - row
+    offset = length - problem.q_len
+    span = plan.span(offset + row, rows, length)
+    span = span._replace(hi=jnp.maximum(span.hi, span.lo))
+    if config.splits > 1:
+        part = lax.div(span.hi - span.lo + (config.splits - 1), jnp.int32(config.splits))
+        lo = jnp.minimum(span.lo + split * part, span.hi)
+        span = span._replace(lo=lo, hi=jnp.minimum(lo + part, span.hi))
+    tile = Tile(m, kv_head, row, offset, None, length)
+    return Unit(m, kv_head, q_tile, split, tile, span, bad)
+
+
+def _units_of(plan: Plan, cta: Any) -> Any:
+    """How many units a block has."""
+    return lax.div(plan.units - cta + (plan.ctas - 1), jnp.int32(plan.ctas))
+
+
+class WgTile(NamedTuple):
+    """The rows of one consumer."""
+
+    number: Any  # of the warpgroup tiles of its kv head
+    there: Any  # whether there are such rows
+    head: Any  # its first query head
+    heads_left: Any  # query heads from that one to the end of the group
+    row: Any  # its first query row
+
+
+def _wg_tile_of(plan: Plan, unit: Unit, wg: Any) -> WgTile:
+    number = unit.q_tile * plan.config.warpgroups + wg
+    row_block, chunk = _divided(jnp.minimum(number, plan.wg_tiles - 1), plan.head_chunks)
+    first, group = chunk * plan.tile_heads, plan.problem.group
+    head = unit.kv_head * group + first
+    return WgTile(number, number < plan.wg_tiles, head, group - first, row_block * plan.head_rows)
+
+
+# ---- producer: one warpgroup, which loads K and V -----------------------------------------------
+
+
+class Target(NamedTuple):
+    """What is copied, where to, and which barrier counts the copies."""
+
+    arrays: tuple[Any, ...]  # K or V
+    to: Any  # [block_kv, columns] of shared memory
+    landed: Any
+
+
+def _produce(ctx: Context, cta: Any) -> None:
+    """K and V of every unit of the block, in the order in which consumers use them."""
+    plan, refs, smem = ctx
+    stages, block, ring = plan.config.stages, plan.config.block_kv, Ring.of(ctx)
+
+    def one_unit(i, count):
+        unit = _unit_of(ctx, cta + i * plan.ctas)
+        tiles = unit.span.hi - unit.span.lo
+
+        def entry(e, carry):
+            count, pages, pages_above = carry
+            slot, t = lax.rem(count, jnp.int32(stages)), unit.span.hi - 1 - e
+            pages_below = _pages(ctx, unit, t - 1)  # read a tile before they are used
+            pl.when(count >= stages)(lambda: ring.wait_released(slot))
+            ready = ring.ready.at[slot]
+            nothing = functools.partial(_arrive, ready, plan.copies)
+            keys = Target(refs.k, smem.k.at[slot], ready)
+            pl.when(e < tiles)(lambda: _copy_tile(ctx, unit, keys, t, pages))
+            pl.when(e == tiles)(nothing)
+            values = Target(refs.v, smem.v.at[slot], ready)
+            cut = (e == 1) & ((t + 2) * block > unit.tile.kv_len)
+            pl.when((e > 0) & ~cut)(lambda: _copy_tile(ctx, unit, values, t + 1, pages_above))
+            pl.when(cut)(lambda: _copy_cut_values(ctx, unit, values, t + 1, pages_above))
+            pl.when(e == 0)(nothing)
+            return count + 1, pages_below, pages
+
+        entries = jnp.where(tiles > 0, tiles + 1, 0)
+        pages = _pages(ctx, unit, unit.span.hi - 1)
+        return lax.fori_loop(0, entries, entry, (count, pages, pages))[0]
+
+    lax.fori_loop(0, _units_of(plan, cta), one_unit, jnp.int32(0))
+
+
+def _arrive(barrier: Any, times: int) -> None:
+    for _ in range(times):
+        plgpu.barrier_arrive(barrier)
+
+
+def _pages(ctx: Context, unit: Unit, t: Any) -> list[Any]:
+    """The pages of kv tile t, or of the nearest one that exists; of other caches nothing."""
+    plan, layout = ctx.plan, ctx.plan.layout
+    if not isinstance(layout, cache_layout.Paged):
+        return []
+    last = jnp.maximum(unit.tile.kv_len - 1, 0)
+    rows = (t * plan.config.block_kv + n * plan.page_rows for n in range(plan.copies))
+    entries = (layout.entry(jnp.clip(row, 0, last)) for row in rows)
+    return [ctx.refs.page_table[unit.m, entry] for entry in entries]
+
+
+def _copy_tile(ctx: Context, unit: Unit, target: Target, t: Any, pages: list[Any]) -> None:
+    """Asks for kv tile t of K or of V. A page of which no row exists is not read."""
+    plan, layout = ctx.plan, ctx.plan.layout
+    first, layer = t * plan.config.block_kv, None
+    if ctx.refs.layer is not None:
+        layer = jnp.clip(ctx.refs.layer[0], 0, plan.cache.layers - 1)
+    row = cache_layout.Row(unit.m, unit.kv_head, first, layer)
+
+    def copy(array, row, to):
+        index, start = layout.slice_of(row)
+        columns = mosaic.columns(array, 0, to.shape[-1], start)
+        source = array.at[index, pl.ds(start, to.shape[0]), columns]
+        plgpu.copy_gmem_to_smem(source, to, target.landed)
+
+    if layout.separate:
+        copies = [functools.partial(copy, array, row, target.to) for array in target.arrays]
+        lax.switch(unit.m, copies)
+    elif not isinstance(layout, cache_layout.Paged):
+        copy(target.arrays[0], row, target.to)
+    for n, page in enumerate(pages):
+        start = first + n * plan.page_rows
+        page = jnp.where(layout.lacks_page(page), 0, page)  # any: the result will be NaN
+        one = row._replace(position=start, page=page)
+        part = target.to.at[pl.ds(n * plan.page_rows, plan.page_rows)]
+        there = start < unit.tile.kv_len
+        pl.when(there)(functools.partial(copy, target.arrays[0], one, part))
+        pl.when(~there)(functools.partial(plgpu.barrier_arrive, target.landed))
+
+
+def _copy_cut_values(ctx: Context, unit: Unit, target: Target, t: Any, pages: list[Any]) -> None:
+    """`_copy_tile` of the value tile that the length cuts, with zeros in place of rows past it:
+    whatever lies there, NaN too, has a probability of 0.
+    """
+    plan, landed = ctx.plan, ctx.smem.landed
+    _copy_tile(ctx, unit, target._replace(landed=landed), t, pages)
+    plgpu.barrier_wait(landed)
+    wide = plan.v_swizzle // 2
+    for row in range(0, plan.config.block_kv, ROWS):
+        live = unit.tile.kv_len - t * plan.config.block_kv - row
+        for column in range(0, plan.v_width, wide):
+            part = target.to.at[pl.ds(row, ROWS), pl.ds(column, wide)]
+            inside = mosaic.positions((ROWS, wide), 0, 0) < live
+            part[...] = jnp.where(inside, plgpu.load(part, layout=mosaic.TILE), 0)
+    plgpu.commit_smem()
+    _arrive(target.landed, plan.copies)
+
+
+# ---- consumers ----------------------------------------------------------------------------------
+
+
+class Thread(threads.Thread):
+    """Of one warpgroup of several."""
+
+    @property
+    def index(self) -> mosaic.Int:
+        return super().index % mosaic.THREADS
+
+
+def _find_lost(thread: Thread, refs: Any, at: Any, plan: Plan) -> None:
+    """lost[wg] becomes 1 where one of the sequence's first `pages` pages is missing, else 0."""
+    (table, lost), (m, wg, pages), layout = refs, at, plan.layout
+    assert isinstance(layout, cache_layout.Paged)
+    thread.shared_store(lost, wg, thread.index * 0, thread.index < 1)
+    thread.sync()
+
+    def some(i: Any, carry: list) -> list:
+        entry = i * mosaic.THREADS + thread.index
+        there = entry < pages
+        page = layout.load_page(thread, table, m, thread.select(there, entry, 0))
+        bad = thread.select(layout.has_page(page), thread.index * 0, 1)
+        thread.shared_store(lost, wg, bad, there & (bad >= 1))
+        return carry
+
+    thread.loop((pages + (mosaic.THREADS - 1)) // mosaic.THREADS, [], some)
+    thread.sync()
+
+
+def _is_lost(ctx: Context, unit: Unit, wg: Any) -> Any:
+    """Whether the unit's sequence has no valid result, which is NaN then."""
+    plan, refs, smem = ctx
+    if not isinstance(layout := plan.layout, cache_layout.Paged):
+        return unit.bad
+    pages = layout.entry(unit.tile.kv_len + (layout.page_size - 1))
+    find = functools.partial(_find_lost, plan=plan)
+    mosaic.each_thread(find, (refs.page_table, smem.lost), (unit.m, wg, pages), Thread())
+    return unit.bad | (smem.lost[wg] == 1)
+
+
+def _load_q(ctx: Context, unit: Unit, wg: Any, slot: Any) -> None:
+    """The rows of a consumer: of each of its query heads, so many query rows."""
+    plan, refs, smem = ctx
+    own, rows = _wg_tile_of(plan, unit, wg), plan.head_rows
+    for n in range(plan.tile_heads):
+        head = jnp.minimum(own.head + n, plan.problem.q_heads - 1)
+        columns = mosaic.columns(refs.q, 0, plan.k_width, head)
+        source = refs.q.at[unit.m, pl.ds(own.row, rows), head, columns]
+        to = smem.q.at[slot, pl.ds(n * rows, rows)]
+        plgpu.copy_gmem_to_smem(source, to, smem.q_ready.at[slot])
+
+
+def _consume(ctx: Context, cta: Any, wg: Any) -> None:
+    """A consumer warpgroup: every unit of its block."""
+    plan, smem = ctx.plan, ctx.smem
+    config, units = plan.config, _units_of(plan, cta)
+
+    def q_slot(i):
+        return wg if config.q_slots == 1 else wg + (i & 1) * config.warpgroups
+
+    def load_q(i):
+        unit = _unit_of(ctx, jnp.minimum(cta + i * plan.ctas, plan.units - 1))
+        pl.when(i < units)(lambda: _load_q(ctx, unit, wg, q_slot(i)))
+
+    load_q(jnp.int32(0))
+
+    def one_unit(i, slot):
+        unit = _unit_of(ctx, cta + i * plan.ctas)
+        own, lost = _wg_tile_of(plan, unit, wg), _is_lost(ctx, unit, wg)
+        if config.q_slots > 1:
+            load_q(i + 1)
+        q = q_slot(i)
+        plgpu.barrier_wait(smem.q_ready.at[q])
+        rows = Rows(unit.tile, own.row, wg, unit.span, q)
+
+        def some(slot):
+            state, slot = mainloop(ctx, rows, slot, None)
+            return Result(state.acc, state.row_sum, state.row_max), slot
+
+        result, slot = lax.cond(
+            unit.span.hi > unit.span.lo, some, lambda slot: (no_keys(plan), slot), slot
+        )
+        if config.q_slots == 1:
+            plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
+            load_q(i + 1)
+        epilogue = _store_partial if config.splits > 1 else _store
+        end = Ending(unit, own, wg, jnp.where(lost, jnp.nan, 0.0))
+        pl.when(own.there)(lambda: epilogue(ctx, end, result))
+        return slot
+
+    lax.fori_loop(0, units, one_unit, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+# ---- epilogue -----------------------------------------------------------------------------------
+
+
+class Ending(NamedTuple):
+    """Whose result is stored."""
+
+    unit: Unit
+    own: WgTile
+    wg: Any
+    spoil: Any  # NaN where the sequence is lost, else 0: is added to what is stored
+
+
+def _store_partial(ctx: Context, end: Ending, result: Result) -> None:
+    """The accumulator, the row max and the row sum, for `combine`."""
+    accs, row_maxes, row_sums = ctx.refs.results
+    at = (end.unit.split, end.unit.m, end.unit.kv_head, end.own.number)
+    mosaic.store(accs.at[at], result.acc)
+    mosaic.store(row_maxes.at[at], result.row_max)
+    mosaic.store(row_sums.at[at], result.row_sum.sum(axis=1) + end.spoil)
+
+
+def _row_sinks(ctx: Context, own: WgTile) -> Any:
+    """float32[64]: the sink of each row's query head."""
+    plan, sinks = ctx.plan, ctx.refs.sinks
+    rows = mosaic.filled((ROWS,), plan.head_rows, jnp.int32)
+    head, found = lax.div(mosaic.positions((ROWS,), 0, 0), rows), mosaic.filled((ROWS,), 0.0)
+    for n in range(plan.tile_heads):
+        sink = sinks[jnp.minimum(own.head + n, plan.problem.q_heads - 1)]
+        found = jnp.where(head == n, mosaic.broadcast_scalar(sink, (ROWS,)), found)
+    return found
+
+
+def _store(ctx: Context, end: Ending, result: Result) -> None:
+    """The output, divided by the row sums, and the log-sum-exp."""
+    plan, smem, (out, lse_of_tiles) = ctx.plan, ctx.smem, ctx.refs.results
+    unit, own = end.unit, end.own
+    sink = None if ctx.refs.sinks is None else _row_sinks(ctx, own)
+    factor, lse = softmax.finish(result.row_max, result.row_sum, sink)
+    mosaic.store(lse_of_tiles.at[unit.m, unit.kv_head, own.number], lse + end.spoil)
+    acc = result.acc * mosaic.broadcast_rows(factor + end.spoil, result.acc.shape)
+    width, staged, rows = smem.out.shape[-1], smem.out.at[end.wg], plan.head_rows
+    for column in range(0, plan.v_width, width):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        part = lax.slice(acc, (0, column), (ROWS, column + width))
+        staged[...] = part.astype(staged.dtype)
+        plgpu.commit_smem()
+        for n in range(plan.tile_heads):
+            columns = mosaic.columns(out, column, width, unit.m)
+            to = out.at[unit.m, pl.ds(own.row, rows), own.head + n, columns]
+            copy = functools.partial(plgpu.copy_smem_to_gmem, staged.at[pl.ds(n * rows, rows)], to)
+            if plan.problem.group % plan.tile_heads == 0:
+                copy()
+            else:  # the last chunk of a group has fewer heads
+                pl.when(n < own.heads_left)(copy)
+
+
+# ---- the kernel and its call --------------------------------------------------------------------
+
+
+def _kernel(refs: Refs, *rest: Any, plan: Plan) -> None:
+    *results, smem = rest
+    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+    ctx = Context(plan, refs._replace(results=tuple(results)), smem)
+    produce = functools.partial(_produce, ctx, cta)
+    consume = functools.partial(_consume, ctx, cta, wg)
+    consumers = plan.config.warpgroups
+    simple = not plan.layout.paged and not plan.layout.separate
+    registers = (REGISTERS if simple else REGISTERS_OF_TABLES)[consumers]
+    mosaic.share_registers(wg, consumers, produce, consume, *registers)
+
+
+def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Any, Any]:
+    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
+    return _launch(inputs, problem, config)
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "config"))
+def _launch(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Any, Any]:
+    """Jitted, so that a model of many layers traces it once."""
+    plan = Plan.of(problem, config)
+    refs = _refs(plan, inputs)
+    of, tiles = jax.ShapeDtypeStruct, (problem.sequences, problem.kv_heads, plan.padded_wg_tiles)
+    if config.splits > 1:
+        slots = (config.splits, *tiles, ROWS)
+        shapes = ((*slots, plan.v_width), slots, slots)
+        results = tuple(of(shape, jnp.float32) for shape in shapes)
+    else:
+        out = of((*refs.q.shape[:3], problem.v_head_dim), problem.dtype)
+        results = (out, of((*tiles, ROWS), jnp.float32))
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=results,
+        scratch_types=(scratch(plan),),
+        grid=(plan.ctas,),
+        grid_names=("cta",),
+        num_threads=config.warpgroups + 1,
+        thread_name="wg",
+        compiler_params=mosaic.without_barriers(),
+        kernel_name="prefill_sm90",
+    )
+    if config.splits > 1:
+        return combine.run(plan, kernel(refs), refs.sinks)
+    out, lse = kernel(refs)
+    return out[:, : problem.q_len], _in_rows(plan, lse)
+
+
+def _in_rows(plan: Plan, lse: Any) -> Any:
+    """[M, K, warpgroup tiles, 64] -> [M, N, t]."""
+    (m, kv_heads), heads, rows = lse.shape[:2], plan.tile_heads, plan.head_rows
+    lse = lse[:, :, : plan.wg_tiles, : heads * rows]
+    lse = lse.reshape(m, kv_heads, -1, plan.head_chunks, heads, rows).transpose(0, 1, 3, 4, 2, 5)
+    lse = lse.reshape(m, kv_heads, plan.head_chunks * heads, -1)
+    lse = lse[:, :, : plan.problem.group, : plan.problem.q_len]
+    return lse.reshape(m, -1, plan.problem.q_len)
+
+
+def _refs(plan: Plan, inputs: DecodeInputs) -> Refs:
+    """What the kernel reads. q is copied where t is above 8 and no multiple of 8, which Mosaic's
+    TMA would clip.
+    """
+    layout = plan.layout
+
+    def views(arrays):
+        return tuple(layout.view(x) for x in (arrays if layout.separate else (arrays,)))
+
+    return Refs(
+        q=tma_operands.for_tma(inputs.q),
+        k=views(inputs.k_cache),
+        v=views(inputs.v_cache),
+        lengths=inputs.lengths,
+        capacities=layout.capacities_operand(),
+        page_table=inputs.page_table,
+        layer=cache_layout.layer_operand(inputs.layer),
+        sinks=None if inputs.sinks is None else inputs.sinks.astype(jnp.float32),
+    )

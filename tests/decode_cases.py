@@ -1,0 +1,174 @@
+"""Decode calls for kernels over caches: a case, its arrays, and the comparison with the oracle."""
+
+import dataclasses
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import CAUSAL, Mask, reference
+from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn.kernels.decode import sm90 as decode_sm90
+
+KINDS = ("per_sequence", "stacked", "paged")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+LENGTHS = (0, 1, 63, 64, 65, 130, 200)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A decode call; `capacity` is rounded up to pages, and differs by sequence where it may."""
+
+    kind: str = "stacked"
+    lengths: tuple[int, ...] = LENGTHS
+    q_len: int = 1
+    q_heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    v_head_dim: int = 64
+    capacity: int = 208
+    page_size: int = 16
+    layers: int | None = None
+    dtype: str = "bfloat16"
+    mask: Mask = CAUSAL
+    softcap: float | None = None
+    sinks: bool = False
+    precision: str | None = None
+    batch_invariant: bool = False
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        if self.kind == "per_sequence":
+            return tuple(self.capacity + 8 * (m % 3) for m in range(len(self.lengths)))
+        if self.kind == "paged":
+            return (-(-self.capacity // self.page_size) * self.page_size,) * len(self.lengths)
+        return (self.capacity,) * len(self.lengths)
+
+    @property
+    def pages(self) -> int | None:
+        if self.kind != "paged":
+            return None
+        return sum(self.capacities) // self.page_size + 3
+
+    @property
+    def problem(self) -> DecodeProblem:
+        return DecodeProblem(
+            gpu="sm90",
+            kind=self.kind,
+            dtype=self.dtype,
+            cache_dtype=self.dtype,
+            sequences=len(self.lengths),
+            q_len=self.q_len,
+            q_heads=self.q_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            capacities=self.capacities,
+            mask=self.mask,
+            scale=self.head_dim**-0.5,
+            softcap=self.softcap,
+            page_size=self.page_size if self.kind == "paged" else None,
+            pages=self.pages,
+            layers=self.layers,
+            sinks=self.sinks,
+            precision=self.precision,
+            batch_invariant=self.batch_invariant,
+        )
+
+    def shapes(self, dim: int) -> tuple[tuple[int, ...], ...]:
+        layers = () if self.layers is None else (self.layers,)
+        if self.kind == "per_sequence":
+            return tuple((*layers, self.kv_heads, c, dim) for c in self.capacities)
+        rows = (len(self.lengths), self.kv_heads, self.capacity)
+        if self.kind == "paged":
+            rows = (self.pages, self.kv_heads, self.page_size)
+        return ((*layers, *rows, dim),)
+
+    def inputs(self, seed: int = 0, fill: float | None = None) -> DecodeInputs:
+        """Arrays; `fill` is what lies past the lengths, and in layers that are not asked for."""
+        rng = np.random.default_rng(seed)
+        table = self._table(rng)
+        caches = []
+        for dim in (self.head_dim, self.v_head_dim):
+            arrays = [rng.standard_normal(shape) for shape in self.shapes(dim)]
+            if fill is not None:
+                arrays = self._filled(arrays, table, fill)
+            arrays = tuple(jnp.asarray(x.astype(jnp.dtype(self.dtype))) for x in arrays)
+            caches.append(arrays if self.kind == "per_sequence" else arrays[0])
+        q = rng.standard_normal((len(self.lengths), self.q_len, self.q_heads, self.head_dim))
+        return DecodeInputs(
+            jnp.asarray(q.astype(jnp.dtype(self.dtype))),
+            *caches,
+            jnp.asarray(self.lengths, jnp.int32),
+            None if table is None else jnp.asarray(table),
+            None if self.layers is None else jnp.int32(self.layers - 1),
+            jnp.asarray(rng.standard_normal(self.q_heads), jnp.float32) if self.sinks else None,
+        )
+
+    def _table(self, rng):
+        if self.kind != "paged":
+            return None
+        width = self.capacities[0] // self.page_size
+        order = rng.permutation(self.pages)[: width * len(self.lengths)]
+        return order.reshape(len(self.lengths), width).astype(np.int32)
+
+    def _filled(self, arrays, table, fill):
+        kept = [np.full_like(x, fill) for x in arrays]
+        lead = () if self.layers is None else (self.layers - 1,)
+        for m, length in enumerate(self.lengths):
+            for row in range(min(length, self.capacities[m])):
+                which, where = 0, (m, slice(None), row)
+                if self.kind == "per_sequence":
+                    which, where = m, (slice(None), row)
+                if self.kind == "paged":
+                    slot, row = divmod(row, self.page_size)
+                    where = (table[m, slot], slice(None), row)
+                kept[which][(*lead, *where)] = arrays[which][(*lead, *where)]
+        return kept
+
+
+def run(inputs, *, problem, config):
+    """By the kernel whose configuration it is."""
+    return sys.modules[type(config).__module__].run(inputs, problem, config)
+
+
+def of_reference(case: Case, inputs: DecodeInputs):
+    options = {"mask": case.mask, "scale": case.head_dim**-0.5, "softcap": case.softcap}
+    return jax.jit(functools.partial(reference.decode, **options))(
+        inputs.q,
+        inputs.k_cache,
+        inputs.v_cache,
+        inputs.lengths,
+        sinks=inputs.sinks,
+        page_table=inputs.page_table,
+        layer=inputs.layer,
+    )
+
+
+def launched(case: Case, inputs: DecodeInputs, config=None):
+    config = config or decode_sm90.Config.default(case.problem)
+    return jax.jit(functools.partial(run, problem=case.problem, config=config))(inputs)
+
+
+def check(case: Case, config=None, seed: int = 0):
+    """What the kernel gives against the oracle; what lies past a length is NaN.
+
+    The oracle computes in float32 what the kernel does in 16 bits: an output is off by a rounding
+    of p (a share of the values' size) and one of its own. float32 it takes as it is.
+    """
+    out, lse = launched(case, case.inputs(seed, fill=np.nan), config)
+    want, want_lse = of_reference(case, case.inputs(seed, fill=0.0))
+    assert out.dtype == want.dtype and lse.dtype == jnp.float32
+    step = float(jnp.finfo(case.dtype).eps)
+    if case.dtype == "float32":
+        step = 2.0**-20
+    close(out, want, 2 * step, 2 * step)
+    close(lse, want_lse, 1e-5, 1e-5)
+
+
+def close(got, want, rtol, atol):
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    np.testing.assert_allclose(got, want, rtol=rtol, atol=atol, equal_nan=True)

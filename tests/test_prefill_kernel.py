@@ -1,0 +1,258 @@
+"""The Hopper prefill kernel: right in the interpreter with its races watched, compiled ahead of
+time without spills, and, with `-m gpu`, right on the real thing.
+
+tests/test_decode.py asks every implementation what attention over a cache means. Here is what only
+this kernel has: rows of several query heads in one tile, split keys and their combine, its limits.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import FULL, Mask, sliding_window
+from pallas_attn.kernels.prefill import sm90 as kernel
+from pallas_attn.kernels.prefill.plan import Plan
+from tests import mosaic
+from tests.decode_cases import KINDS, Case, check, launched, of_reference, run
+
+Config = kernel.Config
+SHORT = (0, 1, 70, 130, 200)
+SMALL = Config(2, block_kv=64, ctas=3)
+ONE = Config(1, block_kv=64, ctas=3)
+WIDE = Config(3, block_kv=64, q_slots=1, ctas=2)
+SPLIT = dataclasses.replace(SMALL, splits=2)
+
+
+def case(**changes) -> Case:
+    return Case(**({"lengths": SHORT, "capacity": 208, "q_len": 40, "kv_heads": 2} | changes))
+
+
+INTERPRETED = {
+    "plain": (case(), SMALL),
+    "splits": (case(q_len=19), dataclasses.replace(SPLIT, splits=3)),
+    "window_sinks": (case(mask=sliding_window(50), sinks=True), SMALL),
+    "window_splits_sinks": (case(q_len=9, mask=sliding_window(90), sinks=True), SPLIT),
+    "band": (case(q_len=7, mask=Mask(20, -2)), ONE),
+    "full_softcap": (case(q_len=5, mask=FULL, softcap=3.0, q_heads=32), ONE),
+    "layers": (case(layers=3, q_len=8), ONE),
+    "overflow": (case(lengths=(5, 500, 64, 225), q_len=17), SPLIT),
+    "group3": (case(q_heads=3, kv_heads=1, q_len=65), WIDE),
+    "group7_float16": (case(q_heads=7, kv_heads=1, q_len=19, dtype="float16"), SMALL),
+    "group12_two_chunks": (case(q_heads=24, q_len=9, sinks=True), SMALL),
+    "group16_of_one_head": (case(q_heads=16, kv_heads=1, q_len=3), ONE),
+    "one_head_a_group": (case(q_heads=2, q_len=70), WIDE),
+    "v_of_another_width": (case(v_head_dim=128, q_len=8), ONE),
+    "wide_tiles": (case(q_len=17), Config(2, block_kv=128, ctas=2)),
+}
+OF_EVERY_KIND = ("plain", "layers", "overflow", "splits")
+TURNS = [
+    (name, kind)
+    for n, name in enumerate(INTERPRETED)
+    for kind in (KINDS if name in OF_EVERY_KIND else (KINDS[n % 3],))
+]
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name, kind", TURNS)
+def test_interpreted(name, kind):
+    one, config = INTERPRETED[name]
+    with mosaic.interpret():
+        check(dataclasses.replace(one, kind=kind), config)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("config", [SMALL, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("entry", [-1, 17, 2**31 - 1, -(2**31)])
+def test_a_missing_page_spoils_its_sequence_alone(config, entry):
+    """Also one that the window hides, and not one past the length."""
+    one = case(kind="paged", lengths=(100, 100, 100), q_len=17, mask=sliding_window(20))
+    inputs = one.inputs(fill=np.nan)
+    entry = one.pages if entry == 17 else entry
+    table = inputs.page_table.at[1, 0].set(entry).at[2, 7].set(entry)
+    with mosaic.interpret():
+        out, lse = launched(one, inputs._replace(page_table=table), config)
+    want, want_lse = of_reference(one, one.inputs(fill=0.0))
+    assert np.isnan(np.asarray(out[1], np.float32)).all() and np.isnan(lse[1]).all()
+    for m in (0, 2):
+        np.testing.assert_allclose(
+            np.asarray(out[m], np.float32), np.asarray(want[m], np.float32), atol=0.02
+        )
+        np.testing.assert_allclose(lse[m], want_lse[m], atol=1e-5)
+
+
+@pytest.mark.guards
+def test_layers_and_lengths_out_of_range():
+    """A layer that the cache does not have gives NaN, a negative length is 0."""
+    one = case(layers=2, lengths=(70, 130), q_len=9)
+    inputs = one.inputs()
+    for layer in (-1, 2, 2**31 - 1, -(2**31)):
+        with mosaic.interpret():
+            out, lse = launched(one, inputs._replace(layer=jnp.int32(layer)), ONE)
+        assert np.isnan(np.asarray(out, np.float32)).all() and np.isnan(lse).all()
+    lengths = jnp.asarray([-(2**31), 2**31 - 1], jnp.int32)
+    with mosaic.interpret():
+        out, lse = launched(one, inputs._replace(lengths=lengths), ONE)
+    assert not np.asarray(out[0], np.float32).any() and np.isneginf(lse[0]).all()
+    assert np.isnan(np.asarray(out[1], np.float32)).all() and np.isnan(lse[1]).all()
+
+
+# ---- lowered and compiled ------------------------------------------------------------------------
+
+
+def large(**changes) -> Case:
+    sizes = {"lengths": (8192,) * 8, "capacity": 8192, "q_heads": 32, "kv_heads": 8, "q_len": 1024}
+    return Case(**(sizes | {"head_dim": 128, "v_head_dim": 128} | changes))
+
+
+def shapes_of(one: Case):
+    dtype, m = jnp.dtype(one.dtype), len(one.lengths)
+    of = jax.ShapeDtypeStruct
+    caches = []
+    for dim in (one.head_dim, one.v_head_dim):
+        arrays = tuple(of(shape, dtype) for shape in one.shapes(dim))
+        caches.append(arrays if one.kind == "per_sequence" else arrays[0])
+    table = None
+    if one.kind == "paged":
+        table = of((m, one.capacities[0] // one.page_size), jnp.int32)
+    return kernel.DecodeInputs(
+        of((m, one.q_len, one.q_heads, one.head_dim), dtype),
+        *caches,
+        of((m,), jnp.int32),
+        table,
+        None if one.layers is None else of((), jnp.int32),
+        of((one.q_heads,), jnp.float32) if one.sinks else None,
+    )
+
+
+LOWERED = {
+    f"{kind}_t{q_len}_h{dim}": large(kind=kind, q_len=q_len, head_dim=dim, v_head_dim=dim)
+    for n, kind in enumerate(KINDS)
+    for q_len, dim in ((8, 128), (63, 64), (300, 256), (1024, 48 + 32 * n))
+} | {
+    "layers_sinks": large(q_len=20, layers=4, sinks=True, softcap=30.0, dtype="float16"),
+    "group7_pages8": large(kind="paged", q_heads=28, kv_heads=4, q_len=65, page_size=8),
+    "pages256": large(kind="paged", q_len=7, page_size=256, mask=sliding_window(1000)),
+}
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", LOWERED)
+def test_lowers(name):
+    """In the configuration that dispatch would choose."""
+    problem = LOWERED[name].problem
+    assert kernel.limit(problem) is None
+    call = functools.partial(run, problem=problem, config=Config.default(problem))
+    assert "mosaic_gpu" in mosaic.lower_for_cuda(call, shapes_of(LOWERED[name]))
+
+
+COMPILED = {  # bytes spilled: a few scalars of the producer
+    "stacked": (large(), 0),
+    "per_sequence": (large(kind="per_sequence", q_len=64), 0),
+    "pages16": (large(kind="paged", q_len=256), 0),
+    "few_rows": (large(q_len=8), 0),
+    "h256": (large(q_len=256, head_dim=256, v_head_dim=256), 96),
+}
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("name", COMPILED)
+def test_machine_code(name):
+    """No copy of a cache, one launch, or two where keys are split; no matmul waits for another."""
+    one, spilled = COMPILED[name]
+    config = Config.default(one.problem)
+    call = functools.partial(run, problem=one.problem, config=config)
+    report = mosaic.compile_for(call, shapes_of(one), sass=False)
+    assert (report.launches, report.copies) == (1 + (config.splits > 1), 0)
+    assert report.spill_bytes <= spilled
+    assert not {"C7510", "C7511", "C7512", "C7513"} & set(report.notes)
+
+
+# ---- what it takes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"q_len": 1}, "few query rows are faster without it"),
+        ({"dtype": "float32"}, "float32 queries over a float32 cache"),
+        ({"batch_invariant": True}, "it takes no latent cache and no batch_invariant"),
+        ({"kind": "paged", "page_size": 4}, "pages of 4 rows; it takes"),
+        ({"kind": "paged", "page_size": 24}, "pages of 24 rows; it takes"),
+        ({"capacity": 206}, "TMA wants capacities that are a multiple of 8"),
+        ({"kind": "per_sequence", "lengths": (1,) * 33}, "33 separate caches; it takes up to 32"),
+        ({"head_dim": 72}, "head_dim is 72: TMA wants a multiple of 16"),
+    ],
+)
+def test_limits(changes, reason):
+    assert kernel.limit(case().problem) is None
+    assert kernel.limit(case(**changes).problem).reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "field, value, want",
+    [
+        ("warpgroups", 4, "1, 2 or 3"),
+        ("block_kv", 32, "64 or 128"),
+        ("stages", 1, "at least 2"),
+        ("q_slots", 3, "1 or 2"),
+        ("splits", 33, "1 to 32"),
+        ("ctas", 0, "at least 1"),
+        ("exp_before_wait", 5, "0 to 4"),
+    ],
+)
+def test_config_checks_itself(field, value, want):
+    with pytest.raises(ValueError, match=f"Config.{field} must be {want}, got {value}"):
+        Config(**{field: value})
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 64])
+@pytest.mark.parametrize("q_len", [1, 7, 8, 63, 65, 300])
+def test_every_row_has_one_place(group, q_len):
+    """Warpgroup tiles hold each pair of a query head and a query row once."""
+    plan = Plan.of(case(q_heads=group, kv_heads=1, q_len=q_len).problem, SMALL)
+    found = []
+    for number in range(plan.wg_tiles):
+        row_block, chunk = divmod(number, plan.head_chunks)
+        for row in range(plan.tile_heads * plan.head_rows):
+            head = chunk * plan.tile_heads + row // plan.head_rows
+            found.append((head, row_block * plan.head_rows + row % plan.head_rows))
+    real = [(head, row) for head, row in found if head < group and row < q_len]
+    assert sorted(real) == [(head, row) for head in range(group) for row in range(q_len)]
+    assert plan.tile_heads * plan.head_rows <= 64 and plan.head_rows % 8 == 0
+
+
+def test_keys_are_split_where_query_rows_do_not_fill_the_gpu():
+    def splits(m, q_len):
+        return Config.default(large(lengths=(8192,) * m, q_len=q_len).problem).splits
+
+    assert splits(8, 1024) == splits(8, 64) == 1
+    assert splits(1, 16) >= 12 and splits(1, 64) >= 6 and splits(8, 16) == 2
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("q_len", [5, 7, 8, 16, 63, 64, 65, 128, 300, 1024])
+def test_on_a_gpu(kind, q_len):
+    """Lengths that end inside, at and past a tile and a page; NaN past all of them."""
+    lengths = (0, 3, 64, 127, 128, 129, 1000, 1024)
+    one = Case(kind, lengths, q_len, 28, 4, 128, 128, capacity=1088)
+    other = {"q_heads": 8, "head_dim": 64, "v_head_dim": 64, "softcap": 20.0}
+    for changes in ({}, {"mask": sliding_window(200), "sinks": True, "layers": 2}, other):
+        changed = dataclasses.replace(one, **changes)
+        check(changed, Config.default(changed.problem))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_interpreted_cases_on_a_gpu(name, kind):
+    one, config = INTERPRETED[name]
+    check(dataclasses.replace(one, kind=kind), config)
