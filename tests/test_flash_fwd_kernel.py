@@ -91,12 +91,11 @@ def one(name: str) -> cases.AttentionCase:
 
 
 INTERPRETED = {
-    "t_equals_s": SMALL,  # a block with several tiles of work, T and S no multiple of anything
+    "t_equals_s": SMALL,  # a block with several work tiles, T and S no multiple of anything
     "t_above_s": kernel.Config(warpgroups=3, block_kv=64, stages=2, ctas=0),  # rows past T alone
-    "saturated": dataclasses.replace(SMALL, exp_before_wait=2),  # tops move in most tiles
-    "band": dataclasses.replace(
-        SMALL, stages=4, section=1, exp_before_wait=4
-    ),  # masked tiles on both sides
+    "saturated": dataclasses.replace(SMALL, exp_before_wait=2),  # row maxima rise in most tiles
+    # Masked tiles on both sides.
+    "band": dataclasses.replace(SMALL, stages=4, section=1, exp_before_wait=4),
     "window_t_above_s": dataclasses.replace(SMALL, warpgroups=3),  # warpgroups without a key
     "q_lengths": SMALL,
     "everything": SMALL,
@@ -364,14 +363,14 @@ def test_shared_memory_is_what_it_says():
 # ---- the schedule -------------------------------------------------------------------------------
 
 
-def test_every_tile_of_work_is_dealt_once():
+def test_every_work_tile_is_assigned_once():
     rng = np.random.default_rng(0)
     for pieces, hands in ((1, 1), (7, 7), (100, 8), (1000, 132)):
         costs = np.sort(rng.uniform(1, 30, pieces))[::-1]
         table = tile_scheduler.assign(np.arange(pieces), costs, hands)
-        dealt = [row[1 : 1 + row[0]] for row in table]
-        np.testing.assert_array_equal(np.sort(np.concatenate(dealt)), np.arange(pieces))
-        loads = [costs[pieces].sum() for pieces in dealt]
+        assigned = [row[1 : 1 + row[0]] for row in table]
+        np.testing.assert_array_equal(np.sort(np.concatenate(assigned)), np.arange(pieces))
+        loads = [costs[pieces].sum() for pieces in assigned]
         assert max(loads) <= costs.sum() / hands + costs.max()
         assert table.shape[1] >= 2 + table[:, 0].max()  # a block reads one ahead
 
@@ -395,8 +394,8 @@ def test_spans_hold_what_the_mask_says(seed):
             assert seen[:, t].all()
 
 
-def test_documents_are_dealt_once_and_evenly():
-    """By what the segment ids leave of each tile of work, which is known on the device alone."""
+def test_documents_are_assigned_once_and_evenly():
+    """By what the segment ids leave of each work tile, which is known on the device alone."""
     sizes = {"q_len": 8192, "kv_len": 8192, "q_heads": 16, "kv_heads": 16, "batch": 1}
     small = problem_of(one("t_equals_s"))
     problem = dataclasses.replace(small, mask=CAUSAL, arrays=SEGMENTS, head_dim=128, **sizes)
@@ -404,11 +403,11 @@ def test_documents_are_dealt_once_and_evenly():
     ids = jnp.repeat(jnp.arange(8, dtype=jnp.int32), 1024)[None]
     found = attention_plan.segment_spans(ids, ids, attention_plan.ROWS, plan.config.block_kv)
     table = np.asarray(tile_scheduler.schedule_by_rank(plan, found))
-    dealt = [row[1 : 1 + row[0]] for row in table]
+    assigned = [row[1 : 1 + row[0]] for row in table]
     tiles = (np.arange(16)[:, None] << plan.code_bits) + np.arange(plan.q_tiles)
-    np.testing.assert_array_equal(np.sort(np.concatenate(dealt)), tiles.ravel())
-    # A tile of 128 rows meets the key tiles of its document up to its own.
-    loads = [(codes % 8 + 1 + tile_scheduler.TILE_OVERHEAD).sum() for codes in dealt]
+    np.testing.assert_array_equal(np.sort(np.concatenate(assigned)), tiles.ravel())
+    # A tile of 128 rows needs the kv tiles of its document up to its own.
+    loads = [(codes % 8 + 1 + tile_scheduler.TILE_OVERHEAD).sum() for codes in assigned]
     assert max(loads) <= 1.1 * np.mean(loads), (max(loads), np.mean(loads))
 
 

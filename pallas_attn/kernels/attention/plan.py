@@ -195,7 +195,7 @@ class Plan:
 
     @property
     def ragged_keys(self) -> bool:
-        """Whether the last key tile may hold rows that are no keys."""
+        """Whether the last kv tile may hold rows that are no keys."""
         return self.has("kv_lengths") or self.problem.kv_len % self.config.block_kv != 0
 
     @functools.cached_property

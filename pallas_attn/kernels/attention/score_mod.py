@@ -68,7 +68,7 @@ class Rows(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tile of logits stands. Its rows are queries and its columns keys (`q_axis` 0), or the
+    """Which logits a tile holds. Its rows are queries and its columns keys (`q_axis` 0), or the
     other way round (1).
     """
 
@@ -79,7 +79,7 @@ class Place(NamedTuple):
     q_offset: Any
     kv_len: Any
     q_axis: int
-    numbers: Any = None  # 0, 1, .. of the tile's queries, in shared memory: see `hidden`
+    numbers: Any = None  # 0, 1, .. of the tile's queries, in shared memory: see `apply_mask`
     layout: Any = mosaic.TILE
 
 
@@ -91,7 +91,7 @@ def logits(
     start = t * ctx.plan.config.block_kv
     where = (tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len)
     place = Place(*where, q_axis=0, layout=layout)
-    return of_tile(ctx.plan, ctx.refs, place, s, masked)[0]
+    return logits_and_slope(ctx.plan, ctx.refs, place, s, masked)[0]
 
 
 def logits_by_row_bounds(
@@ -132,13 +132,14 @@ def _mask_rows(ctx: Context, rows: Rows, t: Any, kv_ids: Any, s: Any) -> Any:
         s = lax.cond(same, lambda s: s, within_segments, s)
     if plan.has("mask_array"):
         place = Place(tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, 0)
-        s = jnp.where(_read(ctx.refs.mask_array, place, s.shape) != 0, s, -jnp.inf)
+        s = jnp.where(_load_tile(ctx.refs.mask_array, place, s.shape) != 0, s, -jnp.inf)
     return s
 
 
-def of_tile(plan: Any, refs: Any, place: Place, s: Any, masked: bool) -> tuple[Any, Any]:
-    """(logits, in log2 units if `plan.unit` is None and not `plan.natural`; what softcap's slope is
-    there, or None).
+def logits_and_slope(plan: Any, refs: Any, place: Place, s: Any, masked: Any) -> tuple[Any, Any]:
+    """(logits, in log2 units if `plan.unit` is None and not `plan.natural`; softcap's derivative
+    there, or None). `masked` may be traced: a branch around the mask costs less than a second copy
+    of a loop, whose addresses alone spilled 300 bytes a thread.
     """
     problem, slope = plan.problem, None
     if plan.unit is None:
@@ -151,22 +152,24 @@ def of_tile(plan: Any, refs: Any, place: Place, s: Any, masked: bool) -> tuple[A
             s = s * unit
         if plan.has("bias"):
             # The sum comes last: a product there would be fused with the subtraction of the row's
-            # top, which is rounded. Where all of a row's bias is -1e10 they differ by 2**9.
-            s = s + _read(refs.bias, place, s.shape).astype(jnp.float32) * unit
-    return hidden(plan, refs, place, s) if masked else s, slope
+            # max, which is rounded. Where all of a row's bias is -1e10 they differ by 2**9.
+            s = s + _load_tile(refs.bias, place, s.shape).astype(jnp.float32) * unit
+    if isinstance(masked, bool):
+        return apply_mask(plan, refs, place, s) if masked else s, slope
+    return lax.cond(masked, lambda s: apply_mask(plan, refs, place, s), lambda s: s, s), slope
 
 
-def hidden(plan: Any, refs: Any, place: Place, s: Any) -> Any:
+def apply_mask(plan: Any, refs: Any, place: Place, s: Any) -> Any:
     """A tile of logits with -inf wherever a query does not see a key.
 
-    Positions that are computed would be computed once, before the loop around the tiles, and be
-    held in 32 registers; `place.numbers` are read where they are wanted.
+    Positions that are computed would be computed once, before the loop over the tiles, and held in
+    32 registers; `place.numbers` are loaded where they are used.
     """
     problem, q_axis = plan.problem, place.q_axis
     if place.numbers is None:
         q_pos = mosaic.positions(s.shape, q_axis, place.q_offset + place.query, place.layout)
     else:
-        q_pos = _along(place.numbers, place, q_axis, s.shape) + (place.q_offset + place.query)
+        q_pos = _load_vector(place.numbers, place, q_axis, s.shape) + (place.q_offset + place.query)
     seen = problem.mask.allows(
         q_pos,
         mosaic.positions(s.shape, 1 - q_axis, place.key, place.layout),
@@ -174,28 +177,19 @@ def hidden(plan: Any, refs: Any, place: Place, s: Any) -> Any:
         *_segments(plan, refs, place, s.shape),
     )
     if plan.has("mask_array"):
-        given = _read(refs.mask_array, place, s.shape) != 0
+        given = _load_tile(refs.mask_array, place, s.shape) != 0
         seen = given if seen is True else seen & given
     return s if seen is True else jnp.where(seen, s, -jnp.inf)
-
-
-def of_any_tile(plan: Any, refs: Any, place: Place, s: Any, masked: Any) -> tuple[Any, Any]:
-    """`of_tile`, where `masked` may be traced: see `probabilities`."""
-    given, slope = of_tile(plan, refs, place, s, masked is True)
-    if not isinstance(masked, bool):
-        given = lax.cond(masked, lambda s: hidden(plan, refs, place, s), lambda s: s, given)
-    return given, slope
 
 
 def probabilities(
     plan: Any, refs: Any, place: Place, s: Any, lse: Any, masked: Any
 ) -> tuple[Any, Any]:
-    """Scores -> (exp(logits - lse), softcap's slope or None). `lse` is in the logits' units, one a
-    query, inf for one that has no key, or None where the scores lack it already; `masked` may be
-    traced: a branch around the mask costs less than a second copy of a loop, whose addresses alone
-    spilled 300 bytes a thread.
+    """Scores -> (exp(logits - lse), softcap's derivative or None). `lse` is in the logits' units,
+    one a query, inf for one that has no key, or None where it has been subtracted from the scores;
+    `masked`: see `logits_and_slope`.
     """
-    given, slope = of_any_tile(plan, refs, place, s, masked)
+    given, slope = logits_and_slope(plan, refs, place, s, masked)
     across = None if lse is None else lax.broadcast_in_dim(lse, s.shape, [place.q_axis])
     return exponentials(plan, given, across), slope
 
@@ -217,7 +211,7 @@ def _segments(plan: Any, refs: Any, place: Place, shape: Any) -> tuple[Any, Any]
     if not plan.has("q_segment_ids"):
         return None, None
     q_ids, kv_ids = (
-        _along(ids.at[place.batch, pl.ds(start, shape[axis])], place, axis, shape)
+        _load_vector(ids.at[place.batch, pl.ds(start, shape[axis])], place, axis, shape)
         for ids, start, axis in (
             (refs.q_segment_ids, place.query, place.q_axis),
             (refs.kv_segment_ids, place.key, 1 - place.q_axis),
@@ -226,15 +220,15 @@ def _segments(plan: Any, refs: Any, place: Place, shape: Any) -> tuple[Any, Any]
     return q_ids, kv_ids
 
 
-def _along(ref: Any, place: Place, axis: int, shape: tuple[int, int]) -> Any:
-    """A vector that lies along one axis of a tile, spread over the other."""
+def _load_vector(ref: Any, place: Place, axis: int, shape: tuple[int, int]) -> Any:
+    """A vector along one axis of a tile, broadcast over the other."""
     loaded = mosaic.load(ref, place.layout.reduce(1 - axis))
     return lax.broadcast_in_dim(loaded, shape, [axis])
 
 
-def _read(ref: Any, place: Place, shape: tuple[int, int]) -> Any:
-    """The part of a [B|1, N|1, T|1, S|1] array that a tile meets ([B|1, N|1, S|1, T|1] where the
-    tile's rows are keys: Mosaic loads no transposed tile).
+def _load_tile(ref: Any, place: Place, shape: tuple[int, int]) -> Any:
+    """The part of a [B|1, N|1, T|1, S|1] array that belongs to a tile of logits ([B|1, N|1, S|1,
+    T|1] where the tile's rows are keys: Mosaic loads no transposed tile).
     """
     batch, heads, *sizes = ref.shape
     where = (place.batch if batch > 1 else 0, place.head if heads > 1 else 0)
@@ -243,9 +237,9 @@ def _read(ref: Any, place: Place, shape: tuple[int, int]) -> Any:
     if min(sizes) > 1:
         return mosaic.load(ref.at[*where, down, across], place.layout)
     if sizes[0] > 1:
-        return _along(ref.at[*where, down, 0], place, 0, shape)
+        return _load_vector(ref.at[*where, down, 0], place, 0, shape)
     if sizes[1] > 1:
-        return _along(ref.at[*where, 0, across], place, 1, shape)
+        return _load_vector(ref.at[*where, 0, across], place, 1, shape)
     return mosaic.broadcast_scalar(ref[*where, 0, 0], shape)
 
 

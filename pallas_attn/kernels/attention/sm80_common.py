@@ -77,7 +77,7 @@ class Widths:
 
 
 class WholePlan(Widths, attention_plan.Plan):
-    """Of a block of query rows, all of which take the same key tiles."""
+    """Of a block of query rows, all of which take the same kv tiles."""
 
     @property
     def span_rows(self) -> int:
@@ -85,7 +85,7 @@ class WholePlan(Widths, attention_plan.Plan):
 
     @property
     def groups(self) -> int:
-        """Warpgroups of a block, which take the same key tiles at the same time."""
+        """Warpgroups of a block, which take the same kv tiles at the same time."""
         return self.config.row_blocks if self.config.split_rows else 1
 
     @property

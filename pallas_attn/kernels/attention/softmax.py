@@ -74,7 +74,7 @@ def step(
     """
     higher = _higher(logits, unit, row_max, join)
     base = _base(higher, guarded)
-    p, row_sum = _exponents(logits, unit, base)
+    p, row_sum = _exponentials_and_sums(logits, unit, base)
     moved = warp_vote.any_in_warp(higher - row_max, 0.0)
     return Step(p, higher, jnp.exp2(row_max - base), row_sum, moved)
 
@@ -110,7 +110,7 @@ def next_step(
     for start, end in ((0, cut), (cut, logits.shape[1])):
         if start < end:
             columns = _columns(logits, start, end - start)
-            parts.append(_exponents(columns, unit, base))
+            parts.append(_exponentials_and_sums(columns, unit, base))
         if cut and not start:
             warp_vote.scheduling_fence(moved)
     p, sums = zip(*parts, strict=True)
@@ -142,7 +142,7 @@ def step_and_rescale(
         return higher, jax.tree.map(lambda x: x * mosaic.broadcast_rows(rescale, x.shape), older)
 
     row_max, older = lax.cond(moved != 0, raised, lambda: (row_max, older))
-    p, row_sum = _exponents(logits, unit, _base(row_max, guarded))
+    p, row_sum = _exponentials_and_sums(logits, unit, _base(row_max, guarded))
     return Step(p, row_max, None, row_sum, moved), older
 
 
@@ -154,6 +154,12 @@ def raise_max(
     """
     higher = _raise(peak, unit, row_max)
     return higher, _base(higher, guarded)
+
+
+def exponentials(logits: Array, unit: float | None, base: Array) -> Array:
+    """[rows, keys], float32: 2**(logit - base), of one base a row."""
+    logits = logits if unit is None else logits * unit
+    return jnp.exp2(logits - mosaic.broadcast_rows(base, logits.shape))
 
 
 def _any_above(logits: Array, unit: float | None, row_max: Array) -> Array:
@@ -180,13 +186,12 @@ def _base(row_max: Array, guarded: bool) -> Array:
     return jnp.where(row_max == -jnp.inf, 0.0, row_max) if guarded else row_max
 
 
-def _exponents(logits: Array, unit: float | None, base: Array) -> tuple[Array, Array]:
+def _exponentials_and_sums(logits: Array, unit: float | None, base: Array) -> tuple[Array, Array]:
     """2**(logits - base), and its sums."""
     parts, sums = [], []
     for start in range(0, logits.shape[1], CHUNK):
         some = _columns(logits, start, min(CHUNK, logits.shape[1] - start))
-        some = some if unit is None else some * unit
-        parts.append(jnp.exp2(some - mosaic.broadcast_rows(base, some.shape)))
+        parts.append(exponentials(some, unit, base))
         sums.append(_partials(parts[-1], operator.add))
     return lax.concatenate(parts, 1), functools.reduce(operator.add, sums)
 

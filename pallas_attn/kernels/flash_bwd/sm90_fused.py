@@ -372,7 +372,7 @@ def _dq_last(now: Step, accs: tuple[Any, Any], s_acc: Any) -> None:
     now.scores(s_acc)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
     now.let_go()
-    given, slope = score_mod.of_any_tile(plan, refs, now.place, s, now.masked)
+    given, slope = score_mod.logits_and_slope(plan, refs, now.place, s, now.masked)
     plgpu.barrier_wait(smem.do_ready.at[now.slot])
     ds = pl.run_scoped(functools.partial(to_ds, given, slope), plgpu.ACC(now.shape, jnp.float32))
     pl.run_scoped(functools.partial(to_dq, ds), plgpu.ACC(dq_share(plan), jnp.float32))

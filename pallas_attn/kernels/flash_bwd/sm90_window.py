@@ -179,7 +179,7 @@ def _pair(plan: Plan, refs: Refs, smem: Smem, at: Any, sums: Any, under: Any) ->
             under()
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         place = Place(walk.batch, walk.head, (t + n) * ROWS, t * ROWS, 0, plan.problem.kv_len, 1)
-        s, slope = score_mod.of_tile(plan, refs, place, s, False)
+        s, slope = score_mod.logits_and_slope(plan, refs, place, s, False)
         s = s if plan.unit is None else s * plan.unit
         s = s - across(mosaic.load(smem.lse.at[slot], mosaic.COLUMN), shape)
         p = jnp.exp2(_hidden(plan, smem, n, s))
@@ -197,10 +197,9 @@ def _pair(plan: Plan, refs: Refs, smem: Smem, at: Any, sums: Any, under: Any) ->
 
 
 def _hidden(plan: Plan, smem: Smem, n: int, s: Any) -> Any:
-    """What `score_mod.hidden` says, where only the places within two tiles matter: one comparison.
-    No key is past the end: those who would see it are.
+    """`score_mod.apply_mask`, where only the places within two tiles matter: one comparison. No key
+    is past the end: those who would see it are.
     """
-    left, apart = plan.problem.mask.left, n * ROWS  # from the first query back to the first key
     assert left is not None
     q = across(mosaic.load(smem.numbers, mosaic.COLUMN), s.shape)
     if apart < ROWS - 1:

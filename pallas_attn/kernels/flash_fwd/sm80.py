@@ -401,16 +401,16 @@ def _step_of_warp_pairs(ctx: Context, rows: Rows, t: Any, masked: bool, state: S
     else:
         mma_2x2.sync_row_pair(rows.wg)
     row_max, base = _raise_shared_max(ctx, rows, state, masked or plan.has("bias"))
-    p = _probabilities(plan, given, base)
+    p = softmax.exponentials(given, plan.unit, base)
     moved = _any_moved(plan, state, row_max)
-    stand = mma_2x2.WarpGrid(2, row=first)
-    mma_2x2.store_tile(mma_sync.parts_of(p, terms, smem.v.dtype), smem.p, stand)
+    grid = mma_2x2.WarpGrid(2, row=first)
+    mma_2x2.store_tile(mma_sync.parts_of(p, terms, smem.v.dtype), smem.p, grid)
     rescale = jnp.exp2(state.row_max - base)
     new = softmax.Step(p, row_max, rescale, mma_2x2.partial_sums(p), moved)
     acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
     mma_2x2.sync_row_pair(rows.wg)
     sizes = (own, config.block_kv, terms)
-    acc = mma_2x2.matmul_add_shared(acc, smem.p, (smem.v, slot, plan.v_width), sizes, stand)
+    acc = mma_2x2.matmul_add_shared(acc, smem.p, (smem.v, slot, plan.v_width), sizes, grid)
     return State(acc, row_sum + new.row_sum, row_max)
 
 
@@ -426,11 +426,6 @@ def _any_moved(plan: WholePlan, state: State, row_max: Any) -> Any:
     return warp_vote.any_in_warp(row_max - state.row_max, 0.0, layout)
 
 
-def _probabilities(plan: WholePlan, given: Any, base: Any) -> Any:
-    given = given if plan.unit is None else given * plan.unit
-    return jnp.exp2(given - mosaic.broadcast_rows(base, given.shape))
-
-
 def _mainloop_scores_ahead(ctx: Context, rows: Rows) -> State:
     """`_mainloop` for `Config.scores_ahead`: the exponents of a tile are computed between the
     matmuls for the scores of the next, and the maxima of those between the matmuls for the values.
@@ -440,7 +435,7 @@ def _mainloop_scores_ahead(ctx: Context, rows: Rows) -> State:
     sizes = (own, plan.config.block_kv, plan.k_width)
     copy = functools.partial(_kv_copy, ctx, rows)
     sync_and_copy = functools.partial(copy_async, groups=plan.groups, pending=0)
-    layout, stand = mosaic.warp_layout(sizes[:2], 2), mma_2x2.WarpGrid(2, row=first)
+    layout, grid = mosaic.warp_layout(sizes[:2], 2), mma_2x2.WarpGrid(2, row=first)
     some_masked = bool({"first_masked", "high", "low"} & plan.parts)
     matrix, none = ((smem.q, first), (smem.k, jnp.int32(0))), jnp.int32(0)
 
@@ -461,19 +456,19 @@ def _mainloop_scores_ahead(ctx: Context, rows: Rows) -> State:
         acc, before = softmax.rescaled(new, (state.acc, state.row_sum))
         values = smem.v, none, plan.v_width
         peaks = coming, smem.rows, first
-        acc = mma_2x2.matmul_add_and_row_max(acc, smem.p, values, sizes[:2], stand, peaks)
+        acc = mma_2x2.matmul_add_and_row_max(acc, smem.p, values, sizes[:2], grid, peaks)
         return State(acc, before + row_sum, row_max), coming
 
     def last_step(state, given):
         row_max, base, moved = raise_max(span.lo, state)
-        p = _probabilities(plan, given, base)
-        mma_2x2.store_tile((p.astype(smem.v.dtype),), smem.p, stand)
+        p = softmax.exponentials(given, plan.unit, base)
+        mma_2x2.store_tile((p.astype(smem.v.dtype),), smem.p, grid)
         row_sum = mma_2x2.partial_sums(p)
         sync_and_copy()
         new = softmax.Step(p, row_max, jnp.exp2(state.row_max - base), row_sum, moved)
         acc, before = softmax.rescaled(new, (state.acc, state.row_sum))
         values, both = (smem.v, none, plan.v_width), (*sizes[:2], 1)
-        acc = mma_2x2.matmul_add_shared(acc, smem.p, values, both, stand)
+        acc = mma_2x2.matmul_add_shared(acc, smem.p, values, both, grid)
         return State(acc, before + row_sum, row_max)
 
     copy_async(_q_copy(ctx, rows), copy(span.hi - 1, "k"), pending=None)
@@ -501,17 +496,17 @@ def _mainloop_scores_ahead(ctx: Context, rows: Rows) -> State:
 def _epilogue(ctx: Context, rows: Rows, state: State) -> None:
     """Divides by the row sums, and stores the output and the log-sum-exp."""
     plan, refs, smem = ctx
-    tile, row_sum, stand = rows.tile, state.row_sum, None
+    tile, row_sum, grid = rows.tile, state.row_sum, None
     sink = refs.sinks[tile.head] if plan.has("sinks") else None
     if plan.config.warp_rows == 2:
-        first, stand = rows.wg * plan.own_rows, mma_2x2.WarpGrid(2)
+        first, grid = rows.wg * plan.own_rows, mma_2x2.WarpGrid(2)
         mma_2x2.store_row_partials(row_sum, smem.rows, first, "sum")
         mma_2x2.sync_row_pair(rows.wg)
         row_sum = mma_2x2.load_row_totals(smem.rows, first, plan.own_rows, "sum")
     factor, lse = softmax.finish(state.row_max, row_sum, sink)
     acc = jax.tree.map(lambda x: x * mosaic.broadcast_rows(factor, x.shape), state.acc)
     if tile.q_len is not None:
-        layout = mosaic.TILE if stand is None else mosaic.warp_layout(acc.shape, 2)
+        layout = mosaic.TILE if grid is None else mosaic.warp_layout(acc.shape, 2)
         inside = mosaic.positions(lse.shape, 0, rows.row, layout) < tile.q_len
         lse = jnp.where(inside, lse, -jnp.inf)
         acc = jax.tree.map(lambda x: jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc)
@@ -522,10 +517,10 @@ def _epilogue(ctx: Context, rows: Rows, state: State) -> None:
         return sm80_column_stream.write(acc, refs.out, at)
     result = acc.astype(refs.out.dtype)
     if plan.terms == 1 and plan.v_width <= plan.k_width:
-        return epilogue.write(result, refs.out, at, (smem.q, rows.wg * plan.own_rows), stand)
-    if stand is None:
+        return epilogue.write(result, refs.out, at, (smem.q, rows.wg * plan.own_rows), grid)
+    if grid is None:
         return mma_sync.write(result, refs.out, at)
-    return mma_2x2.write(result, refs.out, at, stand)
+    return mma_2x2.write(result, refs.out, at, grid)
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
