@@ -200,6 +200,7 @@ def _hidden(plan: Plan, smem: Smem, n: int, s: Any) -> Any:
     """`score_mod.apply_mask`, where only the places within two tiles matter: one comparison. No key
     is past the end: those who would see it are.
     """
+    left, apart = plan.problem.mask.left, n * ROWS  # from the first query back to the first key
     assert left is not None
     q = across(mosaic.load(smem.numbers, mosaic.COLUMN), s.shape)
     if apart < ROWS - 1:
