@@ -460,6 +460,20 @@ def kv_cache(cache: Any) -> None:
         _kept(name, getattr(cache, name), f"int32[{sequences}] (one a sequence)", (sequences,))
 
 
+def extended(cache: Any) -> None:
+    """ValueError where write_kv would fill no rows of a sequence, if that is known already."""
+    new = cache.new_lengths
+    if isinstance(new, jax.core.Tracer) or not getattr(new, "is_fully_addressable", True):
+        return
+    without = np.flatnonzero(np.asarray(new) < 0).tolist()
+    if without:
+        raise ValueError(
+            "cache: write_kv fills the rows that extend took, and since they were made, emptied or "
+            f"forked into it took none in sequences {without}; say cache.extend(rows) first (0 "
+            "rows count)"
+        )
+
+
 def decode_query(q: jax.Array, cache: Any) -> None:
     """q [M, t, N, H] against the cache it reads."""
     if q.ndim != 4 or q.shape[0] != cache.num_sequences or q.shape[3] != cache.head_dim:

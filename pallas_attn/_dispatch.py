@@ -172,6 +172,7 @@ def _decode(inputs: DecodeInputs, problem: DecodeProblem):
         layer=inputs.layer,
         k_scale=inputs.k_scale,
         v_scale=inputs.v_scale,
+        new_lengths=inputs.new_lengths,
     )
 
 

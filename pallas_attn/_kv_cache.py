@@ -12,6 +12,8 @@ from pallas_attn._problem import QUANTIZED
 
 Array = jax.Array
 
+NOT_EXTENDED = -1  # in new_lengths
+
 
 class KVCache:
     """What the three caches share, and what a function that takes any of them says it takes.
@@ -28,7 +30,9 @@ class KVCache:
     v_columns: int | None
     dims: tuple[int, int] | None  # head dims of K and V where the buffers are wider, else None
     lengths: Array  # int32[M]: the rows taken in each sequence now, written or not
-    new_lengths: Array  # int32[M]: the rows that the latest extend took, which write_kv fills
+    # int32[M]: the rows that the latest extend took, which write_kv fills; NOT_EXTENDED where no
+    # extend has been since the sequence was made or emptied
+    new_lengths: Array
     page_table: Any  # int32[M, W] of a PagedCache; None in the others
 
     def __repr__(self) -> str:
@@ -177,7 +181,7 @@ class KVCache:
         chosen = self._chosen(sequences)
         return self._with(
             lengths=jnp.where(chosen, 0, self.lengths),
-            new_lengths=jnp.where(chosen, 0, self.new_lengths),
+            new_lengths=jnp.where(chosen, NOT_EXTENDED, self.new_lengths),
         )
 
     def _chosen(self, sequences: int | Array) -> Array:
@@ -293,7 +297,10 @@ def _is_real(dtype: Any) -> bool:
 
 def no_rows(size: int) -> dict[str, Array]:
     """The fields lengths and new_lengths of an empty cache."""
-    return {name: jnp.zeros(size, jnp.int32) for name in ("lengths", "new_lengths")}
+    return {
+        "lengths": jnp.zeros(size, jnp.int32),
+        "new_lengths": jnp.full(size, NOT_EXTENDED, jnp.int32),
+    }
 
 
 def positive(**sizes: int | None) -> None:

@@ -153,6 +153,7 @@ class DecodeInputs(NamedTuple):
     sinks: Array | None = None  # float32[N]
     k_scale: Array | None = None  # float32, given where DecodeProblem.quantized: a row is
     v_scale: Array | None = None  # cache * scale[..., None]. None where v_cache is: V has K's scale
+    new_lengths: Array | None = None  # int32[M]: an empty sequence where it is negative gives NaN
 
 
 @dataclasses.dataclass(frozen=True)

@@ -316,6 +316,7 @@ def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
     axes += _state_axes(None, inputs.page_table, inputs.layer)
     axes += [] if inputs.sinks is None else [(heads,)]
     axes += _cache_axes(problem, inputs.k_scale) + _cache_axes(problem, inputs.v_scale)
+    axes += [] if inputs.new_lengths is None else [("m",)]
     outputs = [("m", "t", heads, "e"), ("m", heads, "t")]
     return _cache_call(run, leaves, axes, outputs, problem)
 

@@ -24,7 +24,9 @@ def write_kv[Cache: KVCache](
     """Fill the rows that the latest `extend` took, in one layer.
 
     Args:
-      cache: the cache after `extend`.
+      cache: the cache after `extend`. Where no `extend` has been since a sequence was made, emptied
+        or forked into, nothing is written: a ValueError outside of jit; inside it, decoding that
+        sequence while it is empty gives NaN.
       k, v: `[M, t, K, H]` and `[M, t, K, Hv]`, or without t for one token. Where `extend` took
         fewer than t rows in a sequence, its first rows count and the rest is ignored; where it took
         more, the last ones stay as they are. Another float type is cast to the cache's; a quantised
@@ -52,6 +54,8 @@ def write_kv[Cache: KVCache](
         cache.k_scale,
         cache.v_scale,
     )
+    if k_rows.shape[1]:
+        _checks.extended(cache)
     new = _append(inputs, cache.kind, implementation, from_end=True)
     return cache._with(k=new.k_cache, v=new.v_cache, k_scale=new.k_scale, v_scale=new.v_scale)
 

@@ -14,6 +14,9 @@ Each step takes rows once and fills them once a layer:
         cache = write_kv(cache, k, v, layer=layer)  # one launch, K and V of all sequences, in place
         out = decode_attention(q, cache, layer=layer)
 
+`write_kv` fills what the latest `extend` took, and without one nothing: outside of jit that is a
+ValueError, inside it decoding a sequence that is still empty gives NaN.
+
 `append_kv` is extend and write_kv in one, for a cache of one layer. A row past a sequence's
 capacity is dropped: nothing else is touched, the length still counts it, `cache.overflowed` says
 so, and decoding that sequence gives NaN.
@@ -46,7 +49,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_attn import _checks
-from pallas_attn._kv_cache import KVCache, Rows, no_rows, positive
+from pallas_attn._kv_cache import NOT_EXTENDED, KVCache, Rows, no_rows, positive
 
 Array = jax.Array
 
@@ -364,7 +367,7 @@ class PagedCache(KVCache):
             num_free=cache.num_free - granted.astype(jnp.int32),
             holders=cache.holders.at[into_page].add(1, mode="drop"),
             lengths=cache.lengths.at[target].set(length, mode="drop"),
-            new_lengths=cache.new_lengths.at[target].set(0, mode="drop"),
+            new_lengths=cache.new_lengths.at[target].set(NOT_EXTENDED, mode="drop"),
         )
 
     def _index(self, name: str, value: int | Array) -> Array:

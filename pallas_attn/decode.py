@@ -48,7 +48,8 @@ def decode_attention(  # noqa: PLR0913
 
     Returns:
       `[M, t, N, Hv]` (`[M, N, Hv]`) in q's dtype. An empty sequence gives 0; one that overflowed
-      gives NaN, and only it.
+      gives NaN, and only it, and so does one that `extend` has not reached since it was made or
+      emptied, where `write_kv` has no rows to fill.
     """
     return decode_attention_with_lse(
         q,
@@ -104,6 +105,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
         _checks.sink_logits(sinks, rows),
         cache.k_scale,
         cache.v_scale,
+        cache.new_lengths,
     )
     problem = DecodeProblem(
         gpu=_device.gpu_generation(),

@@ -130,13 +130,15 @@ def decode(  # noqa: PLR0913
     layer: int | Array | None = None,
     k_scale: Array | Sequence[Array] | None = None,
     v_scale: Array | Sequence[Array] | None = None,
+    new_lengths: Array | None = None,
 ) -> tuple[Array, Array]:
     """Attention of q [M, t, N, H] over M caches: row i of a sequence stands at position length - t
     + i.
 
     v: as k, or an int where V is the first so many columns of K. With scales, a row is its numbers
     times its scale, in float32. A sequence whose length does not fit in its cache (or whose pages
-    are missing) gives NaN: rows were lost there. So does everything where a traced layer is none of
+    are missing) gives NaN: rows were lost there. So does an empty sequence whose `new_lengths` is
+    negative, which nobody has extended, and everything where a traced layer is none of
     the cache's.
     """
     layers = 1 if layer is None else jax.tree.leaves(k)[0].shape[0]
@@ -164,6 +166,8 @@ def decode(  # noqa: PLR0913
         sinks=sinks,
     )
     lost = lengths > held
+    if new_lengths is not None:
+        lost = lost | ((lengths < 1) & (new_lengths < 0))
     if layer is not None:
         lost = lost | (layer < 0) | (layer >= layers)
     return (

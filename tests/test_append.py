@@ -221,7 +221,7 @@ def test_rows_are_cast_to_the_caches_dtype(rng, subject, kind):
 
 @every_kind
 def test_no_rows_no_change(kind):
-    cache = create(kind)
+    cache = create(kind).extend(0)
     got = pa.append_kv(cache, jnp.zeros((3, 0, 2, 4)), jnp.zeros((3, 0, 2, 6)))
     same(got, cache)
 

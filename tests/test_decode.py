@@ -57,6 +57,7 @@ def holding(rng, kind, k, v, lengths, *, layers=None, layer=None, fill=0.0):
     cache = empty(kind, len(lengths), k.dtype, layers)
     wanted = np.minimum(lengths, CAPACITY)
     changes = {"lengths": jnp.asarray(lengths, jnp.int32)}
+    changes["new_lengths"] = jnp.zeros(len(lengths), jnp.int32)
     if kind == "paged":
         order = rng.permutation(cache.pages).reshape(len(lengths), -1).astype(np.int32)
         needed = np.arange(order.shape[1])[None] * PAGE < wanted[:, None]
@@ -191,6 +192,26 @@ def test_overflow_gives_nan_and_only_there(rng, subject, kind):
     for have, want in zip(got, wanted, strict=True):
         assert np.isnan(np.asarray(have[1], np.float32)).all()
         np.testing.assert_array_equal(np.delete(have, 1, 0), np.delete(want, 1, 0))
+
+
+@each_subject_interpreted_too
+@every_kind
+def test_rows_written_without_extend_show(rng, subject, kind):
+    """Inside jit, where no error can: NaN, in the sequences that extend has not reached."""
+    q, k, v = rows(rng, 3, 2, subject.dtype)
+
+    def write_and_decode(cache, *, implementation):
+        cache = pa.write_kv(cache, k, v, implementation=implementation)
+        return pa.decode_attention_with_lse(q, cache, implementation=implementation)
+
+    fresh = empty(kind, 3, subject.dtype)
+    emptied = fresh.extend(jnp.asarray([2, 0, 2], jnp.int32)).reset(2)
+    for cache, reached in ((fresh, [False] * 3), (emptied, [True, True, False])):
+        for x in subject.call(write_and_decode, cache):
+            x = np.asarray(x, np.float32)
+            lost = np.isnan(x).all(axis=tuple(range(1, x.ndim)))
+            np.testing.assert_array_equal(lost, np.logical_not(reached))
+            assert not np.isnan(x[np.array(reached)]).any()
 
 
 @each_subject

@@ -335,6 +335,15 @@ APPENDS = {
     "new_lengths: expected int32[2] (rows of each sequence), got int32[1]": (
         lambda: pa.append_kv(stacked(), ROW, ROW, new_lengths=z(1, dtype="int32"))
     ),
+    **{
+        "cache: write_kv fills the rows that extend took, and since they were made, emptied or "
+        f"forked into it took none in sequences {which}; say cache.extend(rows) first (0 rows "
+        "count)": lambda change=change: pa.write_kv(change(stacked()), ROW, ROW)
+        for which, change in (
+            ([0, 1], lambda cache: cache),
+            ([1], lambda cache: cache.extend(1).reset(1)),
+        )
+    },
     "layer: expected 0 to 2 for a cache of 3 layers, got 3": (
         lambda: pa.write_kv(stacked(layers=3), ROW, ROW, layer=3)
     ),

@@ -90,7 +90,7 @@ def filled(rng, cache):
         numbers["page_table"] = jnp.arange(cache.pages, dtype=jnp.int32).reshape(
             cache.page_table.shape
         )
-    return dataclasses.replace(cache, **numbers)
+    return dataclasses.replace(cache, **numbers).extend(0)
 
 
 @decoding

@@ -97,7 +97,10 @@ def counters(plan: Plan) -> np.ndarray:
 def of_no_rows(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Any, Any]:
     """out and lse over a cache without rows: NaN for a sequence that should have some."""
     rows = (problem.sequences, problem.q_len, problem.q_heads)
-    lost = (inputs.lengths > 0)[:, None, None]
+    lost = inputs.lengths > 0
+    if inputs.new_lengths is not None:
+        lost |= inputs.new_lengths < 0
+    lost = lost[:, None, None]
     out = jnp.where(lost[..., None], jnp.nan, jnp.zeros((*rows, problem.v_head_dim)))
     lse = jnp.where(lost, jnp.nan, jnp.full((rows[0], rows[2], rows[1]), -jnp.inf))
     return out.astype(problem.dtype), lse.astype(jnp.float32)

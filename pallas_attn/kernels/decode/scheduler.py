@@ -376,6 +376,7 @@ class Table(NamedTuple):
 
 class Lengths(NamedTuple):
     lengths: Ref  # int32[M]
+    new_lengths: Ref | None  # int32[M]: negative where `extend` has not been
     capacities: Ref | None  # where they differ
 
 
@@ -400,12 +401,17 @@ def fill_table(
     places = [lane * plan.lane_sequences + i for i in range(plan.lane_sequences)]
     within = [thread.minimum(m, last) for m in places]
     asked = [thread.load(given.lengths, at, 4) for at in within]
+    taken: list[Any] = [None] * len(asked)
+    if given.new_lengths is not None:
+        taken = [thread.load(given.new_lengths, at, 4) for at in within]
     room: list[Any] = [plan.layout.capacity] * len(asked)
     if plan.layout.capacity is None:
         room = [thread.load(given.capacities, at, 4) for at in within]
     meanwhile()
-    for m, length, most in zip(places, asked, room, strict=True):
+    for m, length, new, most in zip(places, asked, taken, room, strict=True):
         usable_too = (length <= most) & (usable >= 1)
+        if new is not None:
+            usable_too = usable_too & (thread.select(length >= 1, length, new) >= 0)
         lengths.append(thread.select(usable_too, at_least(length, 0), 0))
         lost.append(thread.select(usable_too, m * 0, 1))
         units = plan.units_of(lengths[-1], lambda x, y: x // y)

@@ -52,7 +52,7 @@ def refs_of(inputs: DecodeInputs, layout: Layout, rows: int) -> Refs:
     return Refs(
         q=q.reshape(-1, width),
         kv=layout.view(inputs.k_cache),
-        given=scheduler.Lengths(inputs.lengths, None),
+        given=scheduler.Lengths(inputs.lengths, inputs.new_lengths, None),
         page_table=inputs.page_table,
         layer=cache_layout.layer_operand(inputs.layer),
     )
