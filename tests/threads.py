@@ -181,7 +181,8 @@ class BlockOfThreads:
 
     def copy(self, to, source, nbytes, done, where):
         """Nothing arrives before its reader waits; until then there are NaNs."""
-        (to, to_index), (source, index), (_, slot) = to, source, done
+        to, to_index, source, index = to.ref, to.index, source.ref, source.index
+        slot = done.index
         into = self.memory._words(to, np.asarray(to_index)[where], 1, "written")
         given = self.memory._words(source, np.asarray(index)[where], 1, "read")
         for at, first, count, one in self._each(where, to_index, index, nbytes, slot):
@@ -200,8 +201,8 @@ class BlockOfThreads:
 
     def copy_async(self, to, source, there, where=None, size=16):
         """Nothing arrives before its reader waits and all meet; until then there are NaNs."""
-        (to, to_index, *near), (source, index, *far) = to, source
-        to_index, index = to_index + sum(near), index + sum(far)
+        to_index, index = to.index + to.offset, source.index + source.offset
+        to, source = to.ref, source.ref
         where = np.broadcast_to(True if where is None else where, 128)
         there = np.broadcast_to(there, 128)[where]
         to_index, index = (np.broadcast_to(x, 128)[where] for x in (to_index, index))

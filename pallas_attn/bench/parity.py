@@ -4,7 +4,7 @@ It answers "does this work on my machine" in seconds. The proof is the test suit
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -64,7 +64,9 @@ def _normal(seed: int, name: int, dtype: str, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed + 1000 * name), shape, dtype)
 
 
-def _compare(got: tuple, arrays: dict[str, Any], options: dict[str, Any], cotangent: Any = None):
+def _compare(
+    got: Sequence[Any], arrays: dict[str, Any], options: dict[str, Any], cotangent: Any = None
+):
     """The worst ratio of error to budget over the results, as (error, budget) of that result."""
     worst = (0.0, 1.0)
     oracle, naive = verify.expected(arrays, options, cotangent)

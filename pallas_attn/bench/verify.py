@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -244,7 +245,9 @@ def _results(rules: Rules, arrays: dict[str, Any], cotangent: Any) -> tuple[Any,
     return (out, *pullback(cotangent.astype(rules.compute)))
 
 
-def judge(got: tuple, oracle: tuple, naive: tuple, *, axis: int = 1) -> str | None:
+def judge(
+    got: Sequence[Any], oracle: Sequence[Any], naive: Sequence[Any], *, axis: int = 1
+) -> str | None:
     """None where every array is within budget, else a line: which is not, where and by how much.
 
     `axis`: the positions that bands are made of; 0 makes every index a band of its own (sequences

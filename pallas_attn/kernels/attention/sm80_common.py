@@ -128,8 +128,8 @@ def _issue(thread: threads.Thread, refs: Any, at: Any, *, when: Any, shapes: Any
         thread.wait_copies(pending)
     if pending is not None or sync:
         thread.sync(groups)
-    for ref, where, (rows, *like) in zip(refs, at, shapes, strict=True):
-        mma_sync.load_rows_async(thread, ref, where, rows, tuple(like))
+    for ref, where, shape in zip(refs, at, shapes, strict=True):
+        mma_sync.load_rows_async(thread, ref, where, mma_sync.RowsCopy(*shape))
     thread.commit_copies()
 
 

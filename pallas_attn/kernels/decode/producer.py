@@ -29,6 +29,7 @@ from pallas_attn.kernels.decode.scheduler import (
     Work,
 )
 from pallas_attn.kernels.lang import threads
+from pallas_attn.kernels.lang.threads import Word
 
 Ref = Any
 Scalar = Any
@@ -250,19 +251,19 @@ def copy_tile(thread: threads.Thread, memory: Memory, at: Tile, plan: Plan) -> N
     exists = here >= 1
     line = _row_number(thread, memory, at, skipped, exists, plan)
     row = at.slot * plan.tile + skipped
-    done = (smem.barriers, at.slot)
+    done = Word(smem.barriers, at.slot)
     for cache, ring, size in zip(caches[:2], (smem.k, smem.v), row_bytes, strict=True):
         words = size // 16
-        thread.copy((ring, row * words), (cache, line * words), here * size, done, exists)
+        thread.copy(Word(ring, row * words), Word(cache, line * words), here * size, done, exists)
     chunk = _copy_number(thread) * ZERO_BYTES
     zeros = thread.minimum(missing - chunk, ZERO_BYTES)
     to = (at.slot + 1) * (plan.tile * row_bytes[1] // 16) + chunk // 16 - missing // 16
     some = (zeros >= 1) & (at.wanted >= 1)
-    thread.copy((smem.v, to), (given.counters, thread.wide(chunk * 0)), zeros, done, some)
+    thread.copy(Word(smem.v, to), Word(given.counters, thread.wide(chunk * 0)), zeros, done, some)
     if plan.problem.quantized:  # 4 scales a word: capacities, pages and tiles are multiples of 4
         nbytes = _scale_bytes(scheduler.at_least(here, 0))
         for cache, ring in zip(caches[2:], (smem.k_scale, smem.v_scale), strict=True):
-            thread.copy((ring, row // 4), (cache, line // 4), nbytes, done, exists)
+            thread.copy(Word(ring, row // 4), Word(cache, line // 4), nbytes, done, exists)
 
 
 def _copy_heads(thread: threads.Thread, memory: Memory, at: Tile, plan: Plan) -> None:
@@ -287,7 +288,10 @@ def _copy_heads(thread: threads.Thread, memory: Memory, at: Tile, plan: Plan) ->
     place = at._replace(head=at.head * plan.heads_at_once + first)
     line = _row_number(thread, memory, place, skipped, exists, plan)
     row = at.slot * plan.tile_rows + skipped * plan.heads_at_once + first * rows
-    done, count = (smem.barriers, at.slot), thread.select(whole, here * plan.heads_at_once, here)
+    done, count = (
+        Word(smem.barriers, at.slot),
+        thread.select(whole, here * plan.heads_at_once, here),
+    )
 
     def is_copied_here(n):  # of a whole page, array n by the n-th of its threads
         return exists & ((here < rows) | ((head >= n) & (head <= n)))
@@ -295,19 +299,23 @@ def _copy_heads(thread: threads.Thread, memory: Memory, at: Tile, plan: Plan) ->
     rings = [(smem.k, row_bytes[0] // 16), (smem.v, row_bytes[1] // 16)]
     for n, (cache, (ring, words)) in enumerate(zip(caches[:2], rings, strict=True)):
         nbytes = count * words * 16
-        thread.copy((ring, row * words), (cache, line * words), nbytes, done, is_copied_here(n))
+        thread.copy(
+            Word(ring, row * words), Word(cache, line * words), nbytes, done, is_copied_here(n)
+        )
     for start in range(0, rows * row_bytes[1], ZERO_BYTES):
         missing = (here * -1 + rows) * row_bytes[1] - start
         zeros = thread.minimum(missing, ZERO_BYTES)
         to = at.slot * plan.tile_rows + skipped * plan.heads_at_once + head * rows + here
         to = to * rings[1][1] + start // 16
         some = inside & (zeros >= 1)
-        thread.copy((smem.v, to), (given.counters, thread.wide(head * 0)), zeros, done, some)
+        thread.copy(
+            Word(smem.v, to), Word(given.counters, thread.wide(head * 0)), zeros, done, some
+        )
     if plan.problem.quantized:
         nbytes = _scale_bytes(count)
         for n, cache, ring in zip((-2, -1), caches[2:], (smem.k_scale, smem.v_scale), strict=True):
             here_too = is_copied_here(n % plan.heads_at_once)
-            thread.copy((ring, row // 4), (cache, line // 4), nbytes, done, here_too)
+            thread.copy(Word(ring, row // 4), Word(cache, line // 4), nbytes, done, here_too)
 
 
 def _copy_by_threads(thread: threads.Thread, memory: Memory, at: Tile, plan: Plan) -> None:
@@ -327,15 +335,15 @@ def _copy_by_threads(thread: threads.Thread, memory: Memory, at: Tile, plan: Pla
             row, word = index // words, index % words
             inside = None if first + 128 <= plan.tile * words else row < plan.tile
             source = number_of(thread.minimum(row, plan.tile - 1)) * words + thread.wide(word)
-            to = (ring, (start + row) * words + word)
-            thread.copy_async(to, (cache, source), row < live, inside)
+            to = Word(ring, (start + row) * words + word)
+            thread.copy_async(to, Word(cache, source), row < live, inside)
     scales = (smem.k_scale, smem.v_scale) if plan.problem.quantized else ()
     for cache, ring in zip(caches[2:], scales, strict=True):
         for first in range(0, plan.tile, 128):
             row = thread.index + first
             inside = None if first + 128 <= plan.tile else row < plan.tile
             source = number_of(thread.minimum(row, plan.tile - 1))
-            thread.copy_async((ring, start + row), (cache, source), row < live, inside, 4)
+            thread.copy_async(Word(ring, start + row), Word(cache, source), row < live, inside, 4)
     thread.commit_copies()
 
 

@@ -343,14 +343,14 @@ def _queries(ctx: Context, work: Work) -> Queries:
     all have met before a tile.
     """
     plan, problem = ctx.plan, ctx.plan.problem
-    stride = (problem.q_heads, plan.group, problem.head_dim)
-    place = (ctx.refs.q, tuple(scheduler.first_query(plan, work)), plan.rows, plan.split, stride)
+    first, sizes = scheduler.first_query(plan, work), (problem.q_heads, plan.group)
+    rows = mma_rowmajor.Queries(ctx.refs.q, *first, plan.rows, *sizes, problem.head_dim)
     if problem.quantized:
-        return Queries(*mma_rowmajor.float16_queries(*place))
+        return Queries(*mma_rowmajor.float16_queries(rows, plan.split))
     if plan.is_float32:
-        mma_tf32.store_queries(place, ctx.smem.q)
+        mma_tf32.store_queries(rows, plan.split, ctx.smem.q)
         return Queries(ctx.smem.q, None)
-    return Queries(mma_rowmajor.queries(*place), None)
+    return Queries(mma_rowmajor.queries(rows, plan.split), None)
 
 
 def _epilogue(

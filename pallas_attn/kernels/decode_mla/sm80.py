@@ -34,6 +34,7 @@ from pallas_attn.kernels.decode.producer import Context, Memory, Position, Refs
 from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, Work
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.threads import Word
 from pallas_attn.kernels.mma import mma_2x2, mma_sync
 
 Array = Any
@@ -176,7 +177,7 @@ def _copy_row(thread: threads.Thread, copy: _Copy, exists: Any, plan: LatentPlan
     for n in range(0, whole, COPYING):
         inside = None if n + COPYING <= whole else column < whole - n
         live = exists if n + COPYING <= chunks else exists & (column < chunks - n)
-        thread.copy_async((copy.to, place, n), (copy.source, begin, n), live, inside)
+        thread.copy_async(Word(copy.to, place, n), Word(copy.source, begin, n), live, inside)
 
 
 def _copy_tile(thread: threads.Thread, memory: Memory, at: Any, plan: LatentPlan) -> None:
@@ -260,7 +261,7 @@ def _attend(ctx: Context, work: Work, at: TileAt, state: State) -> State:
 
     acc, row_sum = lax.cond(moved != 0, rescaled, lambda: (state.acc, state.row_sum))
     mma_2x2.sync_row_pair(0)
-    values = smem.kv, first, plan.problem.v_head_dim
+    values = mma_2x2.RightOperand(smem.kv, first, plan.problem.v_head_dim)
     acc = mma_2x2.matmul_add_shared(acc, smem.p, values, (ROWS, plan.tile, 1), WARPS_2X2)
     return State(acc, row_sum + mma_2x2.partial_sums(p), row_max)
 

@@ -49,7 +49,7 @@ from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import global_accumulate, mma_2x2, mma_sync
-from pallas_attn.kernels.mma.mma_2x2 import WarpGrid
+from pallas_attn.kernels.mma.mma_2x2 import RightOperand, WarpGrid
 
 ROWS = attention_plan.ROWS
 FIXED = {"bias", "sinks"}  # arrays that move no tile of work
@@ -397,7 +397,8 @@ def _step(block: Block, step: Step, rows: Any, grads: dict, later: list) -> tupl
     plan, smem, which, stand = block.plan, block.smem, block.which, block.stand
     parts = plan.terms
     shape = (plan.keys, plan.config.block_q, parts)
-    q, do = (smem.q, rows[0], plan.k_width), (smem.do, rows[1], plan.v_width)
+    q = RightOperand(smem.q, rows[0], plan.k_width)
+    do = RightOperand(smem.do, rows[1], plan.v_width)
     before = grads if parts == 3 else {}  # tensor cores, which round towards 0, add up one tile
     grads = {name: _nothing(block, name) for name in before} or grads
     probabilities, derivative = _scores(block, step, rows)
@@ -448,7 +449,8 @@ def _apart(block: Block, i: Any, first: Any, grads: dict, later: list) -> tuple[
             pl.when(where & (i > 0))(functools.partial(_add_dq, block, before))
 
     numbers = lax.cond(second, lambda: of_rows(refs.delta), lambda: of_rows(refs.lse))
-    q, do = (smem.q, first[0], plan.k_width), (smem.do, first[1], plan.v_width)
+    q = RightOperand(smem.q, first[0], plan.k_width)
+    do = RightOperand(smem.do, first[1], plan.v_width)
     pairs = ((smem.k, none), q[:2]), ((smem.v, none), do[:2])
     last_dq(second)
     product = mma_2x2.either_product(pairs, stand.group, (*shape, plan.k_width), 1, 2)

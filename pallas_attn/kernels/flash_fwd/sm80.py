@@ -410,7 +410,8 @@ def _step_of_warp_pairs(ctx: Context, rows: Rows, t: Any, masked: bool, state: S
     acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
     mma_2x2.sync_row_pair(rows.wg)
     sizes = (own, config.block_kv, terms)
-    acc = mma_2x2.matmul_add_shared(acc, smem.p, (smem.v, slot, plan.v_width), sizes, grid)
+    values = mma_2x2.RightOperand(smem.v, slot, plan.v_width)
+    acc = mma_2x2.matmul_add_shared(acc, smem.p, values, sizes, grid)
     return State(acc, row_sum + new.row_sum, row_max)
 
 
@@ -448,14 +449,14 @@ def _mainloop_scores_ahead(ctx: Context, rows: Rows) -> State:
         """Tile t, and the scores of the next."""
         t, (state, given) = -i, carry  # loops count up
         row_max, base, moved = raise_max(t, state)
-        to = base, smem.p, first
-        s, row_sum = mma_2x2.scores_and_exponents(matrix, sizes, given, plan.unit, to)
+        work = mma_2x2.Exponents(given, plan.unit, base, smem.p, first)
+        s, row_sum = mma_2x2.scores_and_exponents(*matrix, sizes, work)
         coming = score_mod.logits(ctx, rows, t - 1, s, masked, layout)
         sync_and_copy(copy(t - 2, "k"))
         new = softmax.Step(s, row_max, jnp.exp2(state.row_max - base), row_sum, moved)
         acc, before = softmax.rescaled(new, (state.acc, state.row_sum))
-        values = smem.v, none, plan.v_width
-        peaks = coming, smem.rows, first
+        values = mma_2x2.RightOperand(smem.v, none, plan.v_width)
+        peaks = mma_2x2.RowMax(coming, smem.rows, first)
         acc = mma_2x2.matmul_add_and_row_max(acc, smem.p, values, sizes[:2], grid, peaks)
         return State(acc, before + row_sum, row_max), coming
 
@@ -467,7 +468,7 @@ def _mainloop_scores_ahead(ctx: Context, rows: Rows) -> State:
         sync_and_copy()
         new = softmax.Step(p, row_max, jnp.exp2(state.row_max - base), row_sum, moved)
         acc, before = softmax.rescaled(new, (state.acc, state.row_sum))
-        values, both = (smem.v, none, plan.v_width), (*sizes[:2], 1)
+        values, both = mma_2x2.RightOperand(smem.v, none, plan.v_width), (*sizes[:2], 1)
         acc = mma_2x2.matmul_add_shared(acc, smem.p, values, both, grid)
         return State(acc, before + row_sum, row_max)
 

@@ -6,7 +6,7 @@ under the tests.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +20,16 @@ from pallas_attn.kernels.lang.mosaic import Int
 Ref = Any
 
 WARPS = 4  # of a block
+
+
+class Word(NamedTuple):
+    """Where a copy begins: word `index` of `ref`, of as many bytes as a copy moves at once, and
+    `offset` words, a Python int, further on: which takes no arithmetic.
+    """
+
+    ref: Ref
+    index: Any
+    offset: int = 0
 
 
 class Float:
@@ -214,21 +224,20 @@ class Thread(mosaic.Thread):
         ]  # fmt: skip
         do(ptx, operands, "r,r,r")
 
-    def copy(self, to: tuple, source: tuple, nbytes: Int, done: tuple, where: Int) -> None:
-        """Has `nbytes` copied to shared memory. `to` and `source`: (ref, word of 16 bytes); `done`:
-        (barriers, slot). The reader waits at the barrier.
+    def copy(self, to: Word, source: Word, nbytes: Int, done: Word, where: Int) -> None:
+        """Has `nbytes` copied from global to shared memory, from and to words of 16 bytes. `done`
+        is the barrier where the reader waits.
         """
         ptx = (
             "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p cp.async.bulk.shared::cluster.global"
             ".mbarrier::complete_tx::bytes [$1], [$2], $3, [$4]; }"
         )
-        (ring, at), (array, index), (barriers, slot) = to, source, done
         operands = [
             arith.extui(i32(), where.value),
-            shared_address(ring, at, 16),
-            mosaic.address_of(array, index, 16),
+            shared_address(to.ref, to.index, 16),
+            mosaic.address_of(source.ref, source.index, 16),
             nbytes.value,
-            shared_address(barriers, slot, 8),
+            shared_address(done.ref, done.index, 8),
         ]
         do(ptx, operands, "r,r,l,r,r")
 
@@ -243,18 +252,18 @@ class Thread(mosaic.Thread):
     # ---- copies by threads -----------------------------------------------------------------------
 
     def copy_async(
-        self, to: tuple, source: tuple, there: Int, where: Int | None = None, size: int = 16
+        self, to: Word, source: Word, there: Int, where: Int | None = None, size: int = 16
     ) -> None:
-        """Has 16 (or 4) bytes copied to shared memory, or zeros put there instead. `to`, `source`:
-        (ref, word of so many bytes, and, if given, how many words further, a Python int: no
-        arithmetic); the source is read where `there` holds, else it may be anything.
+        """Has 16 (or 4) bytes, a word, copied from global to shared memory, or zeros put there
+        instead. The source is read where `there` holds, else it may be anything.
         """
-        (shared, at, *near), (array, index, *far) = to, source
-        places = [f"[${n}+{size * sum(words)}]" for n, words in enumerate((near, far))]
+        places = [f"[${n}+{size * word.offset}]" for n, word in enumerate((to, source))]
         nbytes = self.select(there, self.index * 0 + size, 0)
         operands = [
-            shared_address(shared, at, size), mosaic.address_of(array, index, size), nbytes.value
-        ]  # fmt: skip
+            shared_address(to.ref, to.index, size),
+            mosaic.address_of(source.ref, source.index, size),
+            nbytes.value,
+        ]
         level = "cg" if size == 16 else "ca"
         copy = f"cp.async.{level}.shared.global {places[0]}, {places[1]}, {size}, $2;"
         if where is None:

@@ -40,6 +40,40 @@ _BOTH: dict[str, tuple[Any, Any]] = {  # of two numbers on the GPU, and of an ax
 }
 
 
+class RightOperand(NamedTuple):
+    """Rows of a right operand in shared memory, whose terms lie side by side."""
+
+    ref: Ref
+    first: Any  # row, an int32 scalar
+    width: int  # of a term
+
+
+class RowMax(NamedTuple):
+    """The maxima of a tile's rows on their way to shared memory: see `store_row_partials`."""
+
+    tile: Array
+    to: Ref
+    first: Any
+
+
+class Exponents(NamedTuple):
+    """2**(given * unit - base) of a tile, on its way to shared memory."""
+
+    given: Array
+    unit: float | None  # None: 1
+    base: Array  # one number a row
+    to: Ref
+    first: Any  # row of `to`
+
+
+class _RightRows(NamedTuple):
+    """16 rows of a right operand, as one lane loads them."""
+
+    address: ir.Value
+    width: int  # of a term
+    start: int  # where the first row lies, in numbers
+
+
 class WarpGrid(NamedTuple):
     """Which warp of a block has which part of a result."""
 
@@ -93,11 +127,10 @@ def int_of(scalar: Any) -> Int:
 
 
 def multiply_rows(
-    sums: list, a: list, right: tuple, width: int, dtype: Any, after: Any = lambda: None
+    sums: list, a: list, right: _RightRows, width: int, dtype: Any, after: Any = lambda: None
 ) -> None:
-    """sums += a @ 16 rows of the right operand: a [part][block], 4 words. `right`: (a lane's
-    address; columns of a part, of which the warp takes `width`; the first row's offset in numbers).
-    `after` each 16 columns something may be done.
+    """sums += a @ `width` columns of 16 rows of the right operand: a [part][block], 4 words.
+    `after` is called after each 16 columns.
     """
     address, whole, start = right
     for column in range(0, width, 16):
@@ -125,7 +158,11 @@ def _ldmatrix(address: ir.Value, offset: int, count: int, transposed: bool = Fal
 
 
 def product(
-    left: tuple[Ref, Array], right: tuple[Ref, Array], sizes: tuple, parts: int, down: int
+    left: tuple[Ref, Array],
+    right: tuple[Ref, Array],
+    sizes: Sequence[int],
+    parts: int,
+    down: int,
 ) -> Array:
     """left @ right^T of rows in shared memory, (ref, the first of them). `sizes`: (rows of the
     left, rows of the right, the width of a part).
@@ -133,7 +170,9 @@ def product(
     return either_product(((left, right),), 0, sizes, parts, down)
 
 
-def either_product(pairs: tuple, which: Any, sizes: tuple, parts: int, down: int) -> Array:
+def either_product(
+    pairs: Sequence[Any], which: Any, sizes: Sequence[int], parts: int, down: int
+) -> Array:
     """`product` of the `which`-th of one or two pairs (left, right), whose rows are alike."""
     (rows, columns, width), (a_ref, b_ref) = sizes, (x[0] for x in pairs[0])
     dtype, steps, shape = a_ref.dtype, (a_ref.shape[1], b_ref.shape[1]), (rows, columns)
@@ -188,10 +227,8 @@ def either_product(pairs: tuple, which: Any, sizes: tuple, parts: int, down: int
     return mma_rowmajor.inline(code, twin, args, types, result_of(shape, jnp.float32, down))
 
 
-def matmul_add(acc: Array, p: Sequence[Array], x: tuple, down: int) -> Array:
-    """acc + p @ x, p in registers, for warps one above the other: each has all columns of its rows.
-    `x` is (ref, its first row, the width of a part).
-    """
+def matmul_add(acc: Array, p: Sequence[Array], x: RightOperand, down: int) -> Array:
+    """acc + p @ x, p in registers, for warps one above the other: each has whole rows."""
     assert down == 4
     (x_ref, first, width), (rows, inner) = x, p[0].shape
     step, dtype, blocks = x_ref.shape[1], x_ref.dtype, rows // 64
@@ -203,7 +240,7 @@ def matmul_add(acc: Array, p: Sequence[Array], x: tuple, down: int) -> Array:
         for key in range(0, inner, 16):
             starts = [(block * inner + key) // 4 for block in range(blocks)]
             a = [[part[start : start + 4] for start in starts] for part in words]
-            multiply_rows(sums, a, (base, width, key * step), width, dtype)
+            multiply_rows(sums, a, _RightRows(base, width, key * step), width, dtype)
         return tile_of_sums(sums, (rows, width), down)
 
     def twin(acc, p, x_ref, first):
@@ -216,7 +253,7 @@ def matmul_add(acc: Array, p: Sequence[Array], x: tuple, down: int) -> Array:
 
 
 def matmul_add_shared(
-    acc: Array, p: Ref, x: tuple, sizes: tuple[int, int, int], grid: WarpGrid
+    acc: Array, p: Ref, x: RightOperand, sizes: tuple[int, int, int], grid: WarpGrid
 ) -> Array:
     """acc + a warpgroup's columns of p @ x, p as `store_tile` left it in shared memory. `sizes`:
     (rows and columns of p, its parts).
@@ -242,7 +279,8 @@ def matmul_add_shared(
                     ]
                     for n in range(parts)
                 ]
-                multiply_rows(sums, a, (base, width, key * steps[1]), wide, dtype)
+                right = _RightRows(base, width, key * steps[1])
+                multiply_rows(sums, a, right, wide, dtype)
         return tile_of_sums(sums, shape, grid.down)
 
     def twin(acc, p, x_ref, first, group, row):
@@ -297,7 +335,8 @@ def transposed_product(
                 ]
                 for p in range(parts)
             ]
-            multiply_rows(sums, a, (b_base, width, key * steps[1]), wide, dtype)
+            right_rows = _RightRows(b_base, width, key * steps[1])
+            multiply_rows(sums, a, right_rows, wide, dtype)
         return tile_of_sums(sums, shape, 2)
 
     def twin(left, right, group):
@@ -519,14 +558,15 @@ def _few(work: Iterator, count: int) -> None:
 
 
 def scores_and_exponents(
-    matrix: tuple, sizes: tuple, given: Array, unit: float | None, to: tuple
+    left: tuple[Ref, Array], right: tuple[Ref, Array], sizes: Sequence[int], work: Exponents
 ) -> tuple[Array, Array]:
-    """`product` of the next tile, and 2**(given * unit - base) of this one: to shared
-    memory as `store_tile` leaves it, and its `partial_sums`. `matrix`: (left, right)
-    of `product`; `to`: (base, P in shared memory, its first row).
+    """`product` of the next tile, and the exponents of this one: to shared memory as `store_tile`
+    leaves them; and their `partial_sums`.
     """
-    ((a_ref, a_first), (b_ref, b_first)), (base, p_ref, p_first) = matrix, to
-    (rows, columns, width), dtype, shape = sizes, a_ref.dtype, sizes[:2]
+    (a_ref, a_first), (b_ref, b_first), exponents = left, right, work
+    given, unit, base, p_ref, p_first = exponents
+    (rows, columns, width), dtype = sizes, a_ref.dtype
+    shape = (rows, columns)
     steps, blocks, mine = (a_ref.shape[1], b_ref.shape[1]), rows // 32, columns // 2
     assert p_ref.dtype == dtype
     p_step = p_ref.shape[1]
@@ -540,8 +580,8 @@ def scores_and_exponents(
         totals: dict[int, list] = {}
         row = int_of(p_first) + high * (rows // 2) + lane // 4
         start = row * (p_step // 2) + wide * (mine // 2) + lane % 4
-        place = threads.shared_address(p_ref, start, 4), p_step
-        work = _exponents((given, base, unit), place, mine, totals, str(jnp.dtype(dtype)))
+        inside = Exponents(given, unit, base, threads.shared_address(p_ref, start, 4), p_step)
+        work = _exponents(inside, mine, totals, str(jnp.dtype(dtype)))
         sums, count = mma_sync.nothing(blocks, mine), len(given.registers.flat)
         slots = width // 16 * (mine // 16)
         done = 0
@@ -576,9 +616,11 @@ def scores_and_exponents(
     return mma_rowmajor.inline(code, twin, args, types, results)
 
 
-def _exponents(tile: tuple, place: tuple, mine: int, totals: dict, dtype: str) -> Iterator:
-    """A register's pair of numbers at a time, and its word to shared memory."""
-    (given, base, unit), (address, step) = tile, place
+def _exponents(of_thread: Exponents, mine: int, totals: dict, dtype: str) -> Iterator:
+    """A register's pair of numbers at a time, and its word to shared memory: `to` is a thread's
+    address there, `first` the numbers from one row to the next.
+    """
+    given, unit, base, address, step = of_thread
     f32 = ir.F32Type.get()
     bases = [vector.extract(x, [], [0]) for x in base.registers.flat]
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
@@ -604,10 +646,10 @@ def _exponents(tile: tuple, place: tuple, mine: int, totals: dict, dtype: str) -
 
 
 def matmul_add_and_row_max(
-    acc: Array, p: Ref, x: tuple, sizes: tuple, grid: Any, coming: tuple
+    acc: Array, p: Ref, x: RightOperand, sizes: Sequence[int], grid: WarpGrid, coming: RowMax
 ) -> Array:
-    """`matmul_add_shared`, and `store_row_partials` of the maxima of another tile: `coming`
-    is (the tile, where to, the first of its rows).
+    """`matmul_add_shared`, and `store_row_partials` of the maxima of another tile. `sizes`: (rows
+    and columns of p).
     """
     (x_ref, first, width), (rows, inner), (tile, to, to_first) = x, sizes, coming
     steps, dtype, shape = (p.shape[1], x_ref.shape[1]), x_ref.dtype, (rows, width)
@@ -631,7 +673,7 @@ def matmul_add_and_row_max(
                         for b in range(blocks)
                     ]
                 ]
-                right = base, width, key * steps[1]
+                right = _RightRows(base, width, key * steps[1])
                 multiply_rows(sums, a, right, wide, dtype, lambda: _few(work, 2))
         for _ in work:
             pass

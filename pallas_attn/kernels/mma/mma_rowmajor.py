@@ -9,7 +9,7 @@ lanes load 16 bytes of a row each, in an order of the columns that suits them, a
 told the same order of both operands.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -102,7 +102,9 @@ class Split:
         return row % 8 if self.folded else row
 
 
-def inline(code: Callable, twin: Callable, args: tuple, types: tuple, result: Any) -> Any:
+def inline(
+    code: Callable, twin: Callable, args: Sequence[Any], types: Sequence[Any], result: Any
+) -> Any:
     """`code(context, *args)` on the GPU, `twin(*args)` in NumPy under the interpreter."""
 
     def run(context, *values):
@@ -111,7 +113,7 @@ def inline(code: Callable, twin: Callable, args: tuple, types: tuple, result: An
 
     known: Any = run
     known.twin = twin
-    return plgpu.inline_mgpu(arg_types=types, return_type=result)(known)(*args)
+    return plgpu.inline_mgpu(arg_types=tuple(types), return_type=result)(known)(*args)
 
 
 SCALAR = plgpu.Layout.WG_SPLAT
@@ -131,45 +133,56 @@ def warp_and_lane() -> tuple[ir.Value, ir.Value]:
     )
 
 
-def queries(ref: Ref, first: tuple, rows: int, split: Split, stride: tuple) -> Array:
+class Queries(NamedTuple):
+    """Where a block's query rows lie in global memory: query n of `rows` at row
+    start + n // group * step + n % group, of `dim` numbers.
+    """
+
+    ref: Ref
+    start: Any  # of query 0, in rows
+    first: Any  # the query of the block's row 0
+    rows: int
+    step: int
+    group: int
+    dim: int
+
+
+def queries(at: Queries, split: Split) -> Array:
     """The query rows of every warp, [64, H up to a multiple of 32]: row r of warp w is query
     row_block(w) * 16 + r, from the first on. For `scores` alone: it lies as `words_of_row` says.
-
-    `first` is (where query 0 lies, in rows of H; the query of row 0). Query n of `rows` lies at
-    n // group * step + n % group from there; `stride` is (step, group, H). Rows past the last
-    repeat it.
+    Rows past the last repeat it.
     """
-    step, group, dim = stride
+    ref, dim = at.ref, at.dim
     shape, dtype = (threads.WARPS * ROWS, 32 * -(-dim // 32)), ref.dtype
 
     def code(ref, first):
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
-        lane, starts = rows_of_lane(first, rows, split, stride)
+        lane, starts = rows_of_lane(first, at, split)
         halves = [words_of_row(mosaic.pointer_of(ref), start, lane, dim) for start in starts]
         return tile_with(
             [llvm.bitcast(pair, w) for both in zip(*halves, strict=True) for w in both], shape
         )
 
     def twin(ref, first):
-        q = ref.reshape(-1, dim)[rows_of_twin(first, rows, split, (step, group))]
+        q = ref.reshape(-1, dim)[rows_of_twin(first, at, split)]
         return np.pad(q, ((0, 0), (0, shape[1] - dim)))
 
-    return inline(code, twin, (ref, first), (REF, (SCALAR, SCALAR)), tile_of(shape, dtype))
+    return inline(
+        code, twin, (ref, (at.start, at.first)), (REF, (SCALAR, SCALAR)), tile_of(shape, dtype)
+    )
 
 
-def float16_queries(
-    ref: Ref, first: tuple, rows: int, split: Split, stride: tuple
-) -> tuple[Array, Array]:
+def float16_queries(at: Queries, split: Split) -> tuple[Array, Array]:
     """`queries` in float16, for keys of 8 bits made float16; and what each row is to be multiplied
     by, [64]: the power of two that its largest number was divided by, so that none overflows.
     """
-    step, group, dim = stride
+    ref, dim = at.ref, at.dim
     shape, dtype = (threads.WARPS * ROWS, dim), ref.dtype
     kind = jnp.dtype(jnp.float16)
 
     def code(ref, first):
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(kind))
-        lane, starts = rows_of_lane(first, rows, split, stride)
+        lane, starts = rows_of_lane(first, at, split)
         halves, units = [], []
         for start in starts:
             words = _as_narrow_lies(mosaic.pointer_of(ref), start, lane, dim)
@@ -180,7 +193,7 @@ def float16_queries(
         return tile_with(words, shape), row_with(units)
 
     def twin(ref, first):
-        q = ref.reshape(-1, dim)[rows_of_twin(first, rows, split, (step, group))]
+        q = ref.reshape(-1, dim)[rows_of_twin(first, at, split)]
         q = q.astype(np.float32)
         bits = np.abs(q).max(axis=1).view(np.int32) & 0x7F800000
         bits = np.minimum(bits, dequant.MOST)
@@ -191,12 +204,16 @@ def float16_queries(
         tile_of(shape, kind),
         plgpu.ShapeDtypeStruct((shape[0],), jnp.float32, layout=mosaic.ROW),
     )
-    return inline(code, twin, (ref, first), (REF, (SCALAR, SCALAR)), result)
+    return inline(code, twin, (ref, (at.start, at.first)), (REF, (SCALAR, SCALAR)), result)
 
 
-def rows_of_lane(first: tuple, rows: int, split: Split, stride: tuple) -> tuple[Int, list[Int]]:
-    """The lane, and where its two rows begin, in words of 16 bytes."""
-    step, group, dim = stride
+def rows_of_lane(
+    first: Sequence[Any], at: Queries, split: Split, itemsize: int = 2
+) -> tuple[Int, list[Int]]:
+    """The lane, and where its two rows begin, in words of 16 bytes. `first`: `at.start` and
+    `at.first`, as inlined code has them.
+    """
+    rows, step, group = at.rows, at.step, at.group
     warp, lane = (Int(x) for x in warp_and_lane())
     start, skipped = (Int(x.registers.item()) for x in first)
     starts = []
@@ -208,12 +225,13 @@ def rows_of_lane(first: tuple, rows: int, split: Split, stride: tuple) -> tuple[
         row = start + n // group * step + n % group
         if split.heads is not None:
             row = row + split.row_block(warp) * group
-        starts.append(in_64_bits(row) * (dim // 8))
+        starts.append(in_64_bits(row) * (at.dim * itemsize // 16))
     return lane, starts
 
 
-def rows_of_twin(first: tuple, rows: int, split: Split, stride: tuple) -> np.ndarray:
-    (step, group), n = stride, np.arange(threads.WARPS * ROWS)
+def rows_of_twin(first: Sequence[Any], at: Queries, split: Split) -> np.ndarray:
+    rows, step, group = at.rows, at.step, at.group
+    n = np.arange(threads.WARPS * ROWS)
     block, n = split.row_block(n // ROWS), first[1] + n % ROWS
     head = 0 if split.heads is None else block * group
     n = np.minimum(n + (block * ROWS if split.heads is None else 0), rows - 1)

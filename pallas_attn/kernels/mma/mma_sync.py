@@ -16,7 +16,7 @@ scores small products by themselves.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -29,6 +29,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.mosaic import Int
+from pallas_attn.kernels.lang.threads import Word
 from pallas_attn.kernels.mma import mma_rowmajor
 from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
@@ -67,18 +68,24 @@ def split(x: Array, parts: int, axis: int = -1) -> Array:
 # ---- copies --------------------------------------------------------------------------------------
 
 
-def load_rows_async(
-    thread: threads.Thread, refs: tuple[Ref, Ref], at: Any, rows: int, like: tuple
-) -> None:
-    """Asks for `rows` rows of one head, [B, rows, heads, dim], in shared memory; zeros past the
-    `live` ones and past `dim`.
+class RowsCopy(NamedTuple):
+    """What is static of a copy of rows of one head to shared memory."""
 
-    `at`: (batch, head, first row, how many live, the row of shared memory). `like`: (the array's
-    shape, the width of a row in shared memory, whether the row of shared memory is a constant;
-    None: constants from one address are wanted whatever the width, since registers are few).
+    rows: int
+    shape: Sequence[int]  # of the array in global memory, [B, rows, heads, dim]
+    width: int  # of a row in shared memory
+    # Whether the row of shared memory is a constant; None: constants from one address are wanted
+    # whatever the width, since registers are few.
+    fixed: bool | None = False
+
+
+def load_rows_async(thread: threads.Thread, refs: tuple[Ref, Ref], at: Any, copy: RowsCopy) -> None:
+    """Issues the copies of rows of one head to shared memory; zeros past the `live` ones and past
+    `dim`. `refs`: (to, from); `at`: (batch, head, first row, how many live, the row of shared
+    memory).
     """
     (to, source), (batch, head, first, live, where) = refs, at
-    (_, length, heads, dim), width, fixed = like
+    rows, (_, length, heads, dim), width, fixed = copy
     chunks, wide = width // CHUNK, dim // CHUNK
     line = thread.wide(batch) * length + thread.wide(first)
     line = (line * heads + thread.wide(head)) * wide
@@ -98,7 +105,7 @@ def load_rows_async(
             if down + at_once > rows or mosaic.THREADS % chunks:
                 inside = row < min(at_once, rows - down)
             far = down * heads * wide
-            thread.copy_async((to, place, down * step), (source, begin, far), there, inside)
+            thread.copy_async(Word(to, place, down * step), Word(source, begin, far), there, inside)
         return
     for start in range(0, rows * chunks, mosaic.THREADS):
         if mosaic.THREADS % chunks:
@@ -112,7 +119,9 @@ def load_rows_async(
         if wide < chunks:
             there = there & (chunk < wide)
         inside = None if start + mosaic.THREADS <= rows * chunks else row < rows
-        thread.copy_async((to, (where + row) * step + chunk), (source, begin), there, inside)
+        thread.copy_async(
+            Word(to, (where + row) * step + chunk), Word(source, begin), there, inside
+        )
 
 
 # ---- tensor cores --------------------------------------------------------------------------------

@@ -102,18 +102,18 @@ def _sum(a: Words, b: Words) -> list[ir.Value]:
     return [arith.addf(x, y) for x, y in zip(a, b, strict=True)]
 
 
-def store_queries(place: tuple, to: Ref) -> None:
-    """The query rows of all row blocks to shared memory. `place`: as `mma_rowmajor.queries` has it.
+def store_queries(at: mma_rowmajor.Queries, split: Split, to: Ref) -> None:
+    """The query rows of all row blocks to shared memory.
 
     Lanes take the columns that `scores` has them take of the keys, 4 of 16, and put them where
     `ldmatrix` gives each its own back. The warps of a row block share out the columns.
     """
-    ref, first, rows, split, (step, group, dim) = place
+    ref, dim = at.ref, at.dim
     steps, (most, pitch) = -(-dim // 16), to.shape
     both = pitch > _width(dim) + 4
 
     def code(ref, first, to):
-        lane, starts = mma_rowmajor.rows_of_lane(first, rows, split, (step, group, 2 * dim))
+        lane, starts = mma_rowmajor.rows_of_lane(first, at, split, itemsize=4)
         warp, column, pointer = (
             Int(mma_rowmajor.warp_and_lane()[0]),
             lane % 4,
@@ -136,13 +136,14 @@ def store_queries(place: tuple, to: Ref) -> None:
                     _store_word(address, 4 * offset, word, where)
 
     def twin(ref, first, to):
-        taken = mma_rowmajor.rows_of_twin(first, rows, split, (step, group))
+        taken = mma_rowmajor.rows_of_twin(first, at, split)
         q = ref.reshape(-1, dim)[taken[:most]]
         to[:] = 0
         for n, part in enumerate(_parts_of_numpy(q) if both else [q]):
             to[:, n * _width(dim) : n * _width(dim) + dim] = part
 
-    mma_rowmajor.inline(code, twin, (ref, first, to), (REF, (SCALAR, SCALAR), REF), None)
+    args = (ref, (at.start, at.first), to)
+    mma_rowmajor.inline(code, twin, args, (REF, (SCALAR, SCALAR), REF), None)
 
 
 def _chunk_of_query(pointer: ir.Value, start: Int, chunk: Int, dim: int) -> Words:

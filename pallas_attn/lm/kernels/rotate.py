@@ -7,6 +7,7 @@ that they turn with, of its second half. It is a kernel for the reason that `nor
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +43,9 @@ class Refs(NamedTuple):
     sin: Any
 
 
-def _program(thread: threads.Thread, every_ref: tuple, block: Any, *, problem: Problem) -> None:
+def _program(
+    thread: threads.Thread, every_ref: Sequence[Any], block: Any, *, problem: Problem
+) -> None:
     refs, q, k, v = every_ref
     quads, every = problem.quads, problem.every
     total = problem.rows * every * quads
