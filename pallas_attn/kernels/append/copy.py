@@ -97,9 +97,11 @@ def _append(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan) -> None:
     first = at.chunk * (plan.in_flight * mosaic.THREADS) + thread.index
     words = [first + i * mosaic.THREADS for i in range(plan.in_flight)]
     if plan.layout.paged and plan.chunks == 1:
-        append_plan.expect_page(thread, refs, at, plan)
+        append_plan.prefetch_page_table(thread, refs, at, plan)
     arrays = range(len(refs.new))
-    held = [[_read(thread, refs, at, word, plan, array) for word in words] for array in arrays]
+    words_read = [
+        [_read(thread, refs, at, word, plan, array) for word in words] for array in arrays
+    ]
     if plan.layout.paged:
         thread.in_order()
     caches = plan.layout.arrays_of(thread, refs.caches, at.sequence)
@@ -108,7 +110,7 @@ def _append(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan) -> None:
     places = {n: [locate(word, row_words=n) for word in words] for n in plan.row_words}
     for array in arrays:
         there = places[plan.row_words[array]]
-        for place, value in zip(there, held[array], strict=True):
+        for place, value in zip(there, words_read[array], strict=True):
             _write(thread, caches[array], place, value, plan, array)
 
 
@@ -129,7 +131,7 @@ def _write(
 
 
 def _kernel(refs: Refs, plan: Plan) -> None:
-    at = append_plan.locate(refs, plan)
+    at = append_plan.block_at(refs, plan)
     program = functools.partial(append_quantize.quantize if plan.lanes else _append, plan=plan)
     if refs.new_lengths is None or plan.chunks == 1:
         mosaic.each_thread(program, refs, at)
@@ -231,4 +233,4 @@ def _launch(
     body = functools.partial(_kernel, plan=plan)
     grid = plan.sequences * plan.chunks
     mosaic.lane_kernel(body, grid=grid, name="append", early=config.overlaps)(operands)
-    return {name: tuple(jax.freeze(ref) for ref in held) for name, held in refs.items()}
+    return {name: tuple(jax.freeze(ref) for ref in each) for name, each in refs.items()}

@@ -124,7 +124,7 @@ class Place(NamedTuple):
     column: Any
 
 
-def locate(refs: Refs, plan: Plan) -> At:
+def block_at(refs: Refs, plan: Plan) -> At:
     block = lax.axis_index("block")
     sequence = lax.div(block, jnp.int32(plan.chunks))
     start = given = refs.start[sequence]
@@ -144,7 +144,7 @@ def locate(refs: Refs, plan: Plan) -> At:
     return At(sequence, lax.rem(block, jnp.int32(plan.chunks)), start, rows, capacity, layer)
 
 
-def expect_page(thread: mosaic.Thread, refs: Refs, at: At, plan: Plan) -> None:
+def prefetch_page_table(thread: mosaic.Thread, refs: Refs, at: At, plan: Plan) -> None:
     """Which entry of the table it is waits for the length; the lines it may be in need not.
 
     With the rows read first as well, 128 sequences take 1.18 us where they took 1.38.

@@ -67,18 +67,18 @@ def quantize(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan) -> None:
     first = at.chunk * plan.chunk_items + thread.index // plan.lanes
     rows = [first + i * at_once for i in range(plan.in_flight)]
     if plan.layout.paged and plan.chunks == 1:
-        append_plan.expect_page(thread, refs, at, plan)
+        append_plan.prefetch_page_table(thread, refs, at, plan)
     arrays = range(len(refs.new))
-    held = [[_read(thread, refs, at, row, plan, array) for row in rows] for array in arrays]
+    found_rows = [[_read(thread, refs, at, row, plan, array) for row in rows] for array in arrays]
     if plan.layout.paged:
         thread.in_order()
     caches = plan.layout.arrays_of(thread, refs.caches, at.sequence)
     # All maxima before anything that needs one: their shuffles then wait together.
-    scaled = [[_scale(thread, row, plan, array) for row in held[array]] for array in arrays]
+    scaled = [[_scale(thread, row, plan, array) for row in found_rows[array]] for array in arrays]
     places = [append_plan.place(thread, refs, at, row, plan, 1) for row in rows]
     for array in arrays:
-        into = caches[array], caches[len(refs.new) + array]
-        for place, row, found in zip(places, held[array], scaled[array], strict=True):
+        into = _Into(caches[array], caches[len(refs.new) + array])
+        for place, row, found in zip(places, found_rows[array], scaled[array], strict=True):
             at_row = plan.layout.number(thread, place.row)
             _write(thread, into, place, at_row, row, found, plan)
 
@@ -112,9 +112,16 @@ def _scale(thread: mosaic.Thread, row: _Row, plan: Plan, array: int) -> _Scaled:
     return _Scaled(numbers, finite, thread.maximum(thread.bits(scale), _FLOOR))
 
 
+class _Into(NamedTuple):
+    """An array of a cache."""
+
+    numbers: Ref
+    scales: Ref
+
+
 def _write(
     thread: mosaic.Thread,
-    caches: tuple[Ref, Ref],
+    into: _Into,
     place: Place,
     at_row: Any,
     row: _Row,
@@ -137,9 +144,9 @@ def _write(
             exists = exists & (column < row_words)
         index = at_row * row_words + thread.wide(column)
         packed = thread.select(scaled.finite, packed, 0)
-        thread.store(caches[0], index, packed, len(word), exists)
+        thread.store(into.numbers, index, packed, len(word), exists)
     leads = place.exists & (thread.index % plan.lanes < 1)
-    thread.store(caches[1], at_row, thread.select(scaled.finite, scaled.scale, _NAN), 4, leads)
+    thread.store(into.scales, at_row, thread.select(scaled.finite, scaled.scale, _NAN), 4, leads)
 
 
 _FORMATS = {"float8_e4m3fn": (3, 7), "float8_e5m2": (2, 15)}  # bits of the mantissa, bias

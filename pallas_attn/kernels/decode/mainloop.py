@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.decode.producer import Context
-from pallas_attn.kernels.decode.scheduler import Plan, Work
+from pallas_attn.kernels.decode.scheduler import Plan, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync, mma_tf32
 
@@ -77,7 +77,7 @@ def scores(ctx: Context, queries: Queries, slot: Scalar) -> Array:
     return s * mosaic.broadcast_rows(units, s.shape)
 
 
-def _positions(plan: Plan, work: Work, tile: Scalar) -> tuple[Any, Any]:
+def _positions(plan: Plan, work: WorkTile, tile: Scalar) -> tuple[Any, Any]:
     """Of the queries and the keys of all warps' logits."""
     split, problem = plan.split, plan.problem
     shape = (ROWS, split.width)
@@ -113,7 +113,7 @@ def logits_of_scores(plan: Plan, s: Array) -> Array:
     return softmax.to_log2(s)
 
 
-def masked(plan: Plan, work: Work, start: Scalar, given: Any, positions: Any) -> Any:
+def masked(plan: Plan, work: WorkTile, start: Scalar, given: Any, positions: Any) -> Any:
     """Tiles of logits with -inf where a query does not see a key. `start`: the first key of the
     tile; `positions()` gives those of queries and keys, where some are not seen.
     """
@@ -128,7 +128,7 @@ def masked(plan: Plan, work: Work, start: Scalar, given: Any, positions: Any) ->
     return lax.cond((start >= lo) & (start + count <= hi), lambda: given, hidden)
 
 
-def logits(plan: Plan, work: Work, tile: Scalar, s: Array, scales: Array | None) -> Logits:
+def logits(plan: Plan, work: WorkTile, tile: Scalar, s: Array, scales: Array | None) -> Logits:
     """Scores, and the scales of the values over a quantised cache, made logits and masked."""
     s, weights = logits_of_scores(plan, s), None
     if scales is not None:
@@ -138,7 +138,7 @@ def logits(plan: Plan, work: Work, tile: Scalar, s: Array, scales: Array | None)
     return masked(plan, work, start, Logits(s, weights), lambda: _positions(plan, work, tile))
 
 
-def attend(ctx: Context, work: Work, at: TileAt, s: Array, state: State) -> State:
+def attend(ctx: Context, work: WorkTile, at: TileAt, s: Array, state: State) -> State:
     """One kv tile, from its scores on."""
     (plan, _, smem), (tile, slot) = ctx, at
     scales = (

@@ -26,7 +26,7 @@ from pallas_attn.kernels.decode.scheduler import (
     Plan,
     Share,
     Table,
-    Work,
+    WorkTile,
 )
 from pallas_attn.kernels.lang import threads
 from pallas_attn.kernels.lang.threads import Word
@@ -63,7 +63,7 @@ class Context(NamedTuple):
     """What every part of the kernel works with."""
 
     plan: Any  # Plan, or a kind of it
-    refs: Refs
+    refs: Any  # Refs, or another kernel's that have a page table and a layer
     smem: Any  # Smem, or another kernel's that has a table
 
 
@@ -125,16 +125,16 @@ class Tile(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where loading stands: the work, whose `tile` is the next, and a slot of the ring for it."""
+    """Where loading stands: the work tile, whose `tile` is the next, and a slot of the ring."""
 
-    work: Work
+    work: WorkTile
     slot: Scalar
 
 
 class NextTile(NamedTuple):
-    """A tile that `load` is to copy, and the work that it belongs to."""
+    """A kv tile that `load` is to copy, and the work tile that it belongs to."""
 
-    work: Work
+    work: WorkTile
     tile: Tile
 
 
@@ -168,8 +168,8 @@ def next_tile(ctx: Context, share: Share, position: Position) -> NextTile:
     return NextTile(work, tile)
 
 
-def load(ctx: Context, following: NextTile) -> Work:
-    """Issues the copies of a tile; comes back with the work where loading stands then.
+def load(ctx: Context, following: NextTile) -> WorkTile:
+    """Issues the copies of a kv tile; comes back with the work tile where loading stands then.
 
     Where blocks have few tiles, all have been issued by the time the first is there: to go through
     the instructions for none would be a good part of what each of them takes.
@@ -415,7 +415,9 @@ class _Skipped(NamedTuple):
     pages: Scalar  # how many lie before the first that is read
 
 
-def check_skipped_pages(ctx: Any, work: Work, each_thread: Callable = threads.each_thread) -> None:
+def check_skipped_pages(
+    ctx: Context, work: WorkTile, each_thread: Callable = threads.each_thread
+) -> None:
     """Looks up the pages before the first that is read: a mask that lets the block skip them does
     not excuse a missing one.
     """

@@ -4,7 +4,7 @@ The work of a launch is numbered in units. Sequence after sequence, kv head afte
 after q chunk), a unit is `tiles_a_unit` kv tiles that some query row sees; a sequence that has none
 gets one empty unit, so that some block writes its rows. Block c of C takes units
 [c*T/C, (c+1)*T/C) of the T that there are: all blocks read the same amount, whatever the lengths
-(split-KV). What a block has of one head of one sequence is a `Work`.
+(split-KV). What a block has of one head of one sequence is a `WorkTile`.
 
 Where blocks have many heads, units are finer than kv tiles (`FINE_UNIT` keys), so that a last tile
 of a few keys counts for a few. Each head then has some units more than it has keys, because a block
@@ -44,7 +44,7 @@ FINE_UNIT = 16  # keys of a unit that is finer than a kv tile
 MOST_SEQUENCES = 2000
 
 
-class Work(NamedTuple):
+class WorkTile(NamedTuple):
     """Consecutive units of one head of one sequence, which one block takes."""
 
     sequence: Scalar
@@ -467,7 +467,7 @@ def sequence_of(plan: Plan, table: Table, unit: Scalar) -> Scalar:
     return low
 
 
-def work_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) -> Work:
+def work_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) -> WorkTile:
     """The block's work that begins at `unit`, which is one of sequence m or of the next."""
     m = jnp.minimum(
         m + (unit >= table.sums[m + 1] * plan.heads).astype(jnp.int32), plan.problem.sequences - 1
@@ -490,7 +490,7 @@ def work_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) -> 
             first + _div(past + (plan.units_a_tile - 1), plan.units_a_tile)
             for past in (skipped, skipped + taken)
         )
-    return Work(
+    return WorkTile(
         sequence=m,
         head=head,
         length=length,
@@ -510,7 +510,7 @@ class FirstQuery(NamedTuple):
     chunk: Scalar  # the query that its chunk begins with
 
 
-def first_query(plan: Plan, work: Work) -> FirstQuery:
+def first_query(plan: Plan, work: WorkTile) -> FirstQuery:
     head = lax.div(work.head, jnp.int32(plan.chunks)) * (plan.heads_at_once * plan.group)
     first = work.sequence * (plan.problem.q_len * plan.problem.q_heads) + head
     return FirstQuery(first, lax.rem(work.head, jnp.int32(plan.chunks)) * plan.chunk_rows)
@@ -535,9 +535,9 @@ class Partials(NamedTuple):
     later: Scalar
 
 
-def partials_of(plan: Plan, share: Share, work: Work, cta: Scalar) -> Partials:
-    """A block has at most two works that are not a whole head: its first, which does not begin its
-    head, and its last, which does.
+def partials_of(plan: Plan, share: Share, work: WorkTile, cta: Scalar) -> Partials:
+    """A block has at most two work tiles that are not a whole head: its first, which does not begin
+    its head, and its last, which does.
     """
     if plan.problem.batch_invariant:
         return Partials(

@@ -1,9 +1,9 @@
 """Decode attention for Hopper: t query rows a sequence over its cache, each live key read once.
 
 The G query heads of a kv head and their t rows are packed into the 16 rows of a tensor core's
-matrix (32 or 64 where they are more), as flash-decoding does (Dao et al., 2023). Work is shared out
-by live keys, not by sequences (`scheduler`), to persistent blocks of one warpgroup each, whose 4
-warps share out the keys of a tile and keep an online softmax of their own. Partials of a row are
+matrix (32 or 64 where they are more), as flash-decoding does (Dao et al., 2023). Live keys, not
+sequences, are shared out (`scheduler`) to persistent blocks of one warpgroup each, whose 4 warps
+share out the keys of a tile and keep an online softmax of their own. Partials of a row are
 combined in shared memory, and between blocks by the last to arrive (`combine`): one launch.
 
 All three caches are read alike: by bulk copies from plain pointers, one a kv tile, or one a page of
@@ -36,7 +36,7 @@ from pallas_attn.kernels.decode import combine, mainloop, producer, scheduler
 from pallas_attn.kernels.decode.combine import Results
 from pallas_attn.kernels.decode.mainloop import Queries, State, TileAt
 from pallas_attn.kernels.decode.producer import Context, Phase, Position, Refs, Smem
-from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, Work
+from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync, mma_tf32
@@ -250,13 +250,15 @@ def smem_bytes(problem: DecodeProblem, config: Config) -> int:
 
 
 class _Ahead(NamedTuple):
-    """Where loading stands: the work, and where pages are looked up ahead also the next tile."""
+    """Where loading stands: the work tile, and where pages are looked up ahead also the kv tile
+    that is next.
+    """
 
-    work: Work
+    work: WorkTile
     tile: producer.Tile | None
 
 
-def _prologue(ctx: Context, look: Callable, first: Work, share: Share) -> _Ahead:
+def _prologue(ctx: Context, look: Callable, first: WorkTile, share: Share) -> _Ahead:
     """Loads tiles until all slots but one are taken. `look(position)` gives the next tile."""
     plan, stages = ctx.plan, ctx.plan.config.stages
     most = (share.end - share.first) * plan.tiles_a_unit if plan.bulk else stages
@@ -326,7 +328,7 @@ def _mainloop(ctx: Context, results: Results, share: Share, cta: Scalar) -> None
             return state, count + 1, ahead
 
         state, count, ahead = lax.fori_loop(work.tile, work.end, one_tile, (state, count, ahead))
-        # The next ones are on their way while this work's partials are combined.
+        # The next ones are on their way while the partials of this work tile are combined.
         queries = queries_at(work.next_unit, work.sequence) if queries_ahead else None
         _epilogue(ctx, results, work, state, partials)
         return work.next_unit, work.sequence, count, ahead, queries
@@ -336,7 +338,7 @@ def _mainloop(ctx: Context, results: Results, share: Share, cta: Scalar) -> None
     lax.while_loop(lambda carry: carry[0] < share.end, one_work, start)
 
 
-def _queries(ctx: Context, work: Work) -> Queries:
+def _queries(ctx: Context, work: WorkTile) -> Queries:
     """The query rows of a work.
 
     Those in shared memory are written when all threads have met after the last work, and read when
@@ -354,7 +356,7 @@ def _queries(ctx: Context, work: Work) -> Queries:
 
 
 def _epilogue(
-    ctx: Context, results: Results, work: Work, state: State, partials: scheduler.Partials
+    ctx: Context, results: Results, work: WorkTile, state: State, partials: scheduler.Partials
 ) -> None:
     """The warps' partials -> the result, or a partial in global memory."""
     plan, smem = ctx.plan, ctx.smem

@@ -15,7 +15,8 @@ from pallas_attn._problem import DecodeInputs
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Layout, Row
 from pallas_attn.kernels.decode import producer, scheduler
-from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, Work
+from pallas_attn.kernels.decode.producer import Context
+from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
 
 COMPILER = plgpu.CompilerParams(
@@ -90,14 +91,6 @@ def sync(thread: threads.Thread, refs: Any, scalars: Any) -> None:
     thread.sync()
 
 
-class Context(NamedTuple):
-    """What every part of a kernel works with."""
-
-    plan: Any
-    refs: Refs
-    smem: Any  # the kernel's own, which has a table
-
-
 def fill_table(ctx: Context) -> None:
     """By one warpgroup, for all."""
     program = functools.partial(scheduler.fill_table, plan=ctx.plan, meanwhile=lambda: None)
@@ -130,7 +123,7 @@ class Block(NamedTuple):
 
 def load(
     ctx: Context,
-    work: Work,
+    work: WorkTile,
     count: Scalar,
     blocks_of: Callable[[Scalar], Iterable[Block]],
     prefetches: Callable[[Scalar], Scalar] | None = None,
@@ -169,7 +162,7 @@ class _Stretch(NamedTuple):
     page: Scalar | None
 
 
-def _pages(ctx: Context, work: Work, tile: Scalar) -> list[Scalar | None]:
+def _pages(ctx: Context, work: WorkTile, tile: Scalar) -> list[Scalar | None]:
     """Of each stretch of a tile; they are loaded a tile ahead."""
     plan = ctx.plan
     rows = [tile * TILE + first for first in range(0, TILE, plan.page_rows)]
@@ -180,7 +173,7 @@ def _pages(ctx: Context, work: Work, tile: Scalar) -> list[Scalar | None]:
     return [table[work.sequence, plan.layout.entry(jnp.minimum(row, last))] for row in rows]
 
 
-def _prefetch(ctx: Context, work: Work, tile: Scalar) -> None:
+def _prefetch(ctx: Context, work: WorkTile, tile: Scalar) -> None:
     """A tile to L2."""
     plan = ctx.plan
     blocks = plan.problem.head_dim // WIDTH
@@ -193,7 +186,7 @@ def _prefetch(ctx: Context, work: Work, tile: Scalar) -> None:
 
 
 def _slice_of(
-    ctx: Context, work: Work, position: Scalar, page: Scalar | None
+    ctx: Context, work: WorkTile, position: Scalar, page: Scalar | None
 ) -> tuple[Scalar, Scalar]:
     """Where a row lies in the view of the cache; if its layer or page is missing, another's: the
     result will be NaN.
@@ -207,7 +200,7 @@ def _slice_of(
 
 
 def _copy_rows(
-    ctx: Context, work: Work, stretch: _Stretch, block: Block, finds_missing: bool
+    ctx: Context, work: WorkTile, stretch: _Stretch, block: Block, finds_missing: bool
 ) -> None:
     """A block's columns of a stretch. `finds_missing`: a missing page is noted in the table."""
     plan, (position, first, page) = ctx.plan, stretch

@@ -31,7 +31,7 @@ from pallas_attn.kernels.decode import combine, mainloop, producer, scheduler
 from pallas_attn.kernels.decode.combine import Results
 from pallas_attn.kernels.decode.mainloop import TileAt
 from pallas_attn.kernels.decode.producer import Context, Memory, Position, Refs
-from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, Work
+from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.threads import Word
@@ -226,7 +226,7 @@ class State(NamedTuple):
     row_max: Array  # [ROWS]
 
 
-def _logits(plan: LatentPlan, work: Work, tile: Scalar, s: Array) -> Array:
+def _logits(plan: LatentPlan, work: WorkTile, tile: Scalar, s: Array) -> Array:
     """In log2 units if `plan.unit_of_logits` is None."""
     layout, start = mosaic.warp_layout(s.shape, 2), tile * plan.tile
 
@@ -239,7 +239,7 @@ def _logits(plan: LatentPlan, work: Work, tile: Scalar, s: Array) -> Array:
     return mainloop.masked(plan, work, start, mainloop.logits_of_scores(plan, s), positions)
 
 
-def _attend(ctx: Context, work: Work, at: TileAt, state: State) -> State:
+def _attend(ctx: Context, work: WorkTile, at: TileAt, state: State) -> State:
     """One kv tile."""
     plan, smem, none = ctx.plan, ctx.smem, jnp.int32(0)
     first, sizes = at.slot * plan.tile, (ROWS, plan.tile, plan.width)
@@ -323,7 +323,7 @@ def _mainloop(ctx: Context, results: Results, share: Share, cta: Scalar) -> None
 
 
 def _epilogue(
-    ctx: Context, results: Results, work: Work, state: State, partials: scheduler.Partials
+    ctx: Context, results: Results, work: WorkTile, state: State, partials: scheduler.Partials
 ) -> None:
     """A partial to global memory; the last block makes the result of all."""
     plan, smem = ctx.plan, ctx.smem

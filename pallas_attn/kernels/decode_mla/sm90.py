@@ -44,13 +44,14 @@ from pallas_attn.kernels.attention import cache_layout, softmax
 from pallas_attn.kernels.decode import combine, mainloop, scheduler
 from pallas_attn.kernels.decode.combine import Results
 from pallas_attn.kernels.decode.mainloop import ROWS
-from pallas_attn.kernels.decode.scheduler import Plan, Table, Work
+from pallas_attn.kernels.decode.producer import Context
+from pallas_attn.kernels.decode.scheduler import Plan, Table, WorkTile
 from pallas_attn.kernels.decode_mla import combine as mla_combine
 from pallas_attn.kernels.decode_mla import producer as mla_producer
 from pallas_attn.kernels.decode_mla import sm90_few_rows
 from pallas_attn.kernels.decode_mla.combine import base_of
 from pallas_attn.kernels.decode_mla.plan import P_SLOTS, V_WARPGROUPS, LatentPlan, member_of
-from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, Context, Refs, each_thread
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, Refs, each_thread
 from pallas_attn.kernels.lang import mosaic, warp_vote
 from pallas_attn.kernels.lang.config import check
 
@@ -239,7 +240,7 @@ def _each_work(ctx: Context, cta: Scalar, body: Callable) -> None:
 
 
 def _q_block(plan: LatentPlan, number: Scalar, count: Scalar) -> Scalar:
-    """The number of the ring's block that holds q's, before those of the work's keys: of work
+    """The number of the ring's block that holds q's, before those of the keys: of work tile
     `number`, before which there were `count` tiles.
     """
     return number + count * plan.blocks_a_tile
@@ -285,7 +286,7 @@ def _load(ctx: Context, cta: Scalar) -> None:
     _each_work(ctx, cta, one_work)
 
 
-def _load_q(ctx: Context, work: Work, number: Scalar, count: Scalar) -> None:
+def _load_q(ctx: Context, work: WorkTile, number: Scalar, count: Scalar) -> None:
     """Columns that go to registers come through the rings."""
     plan, refs, smem = ctx.plan, ctx.refs, ctx.smem
     chunk = lax.rem(work.head, jnp.int32(plan.chunks)) * ROWS
@@ -483,7 +484,7 @@ def _join(smem: Smem) -> None:
     plgpu.barrier_wait(smem.joined)
 
 
-def _epilogue(ctx: Context, results: Results, work: Work, state: State, own: _Own) -> None:
+def _epilogue(ctx: Context, results: Results, work: WorkTile, state: State, own: _Own) -> None:
     """The result, where the block had all keys. Else a partial to global memory; the last block
     makes the result of all.
     """
@@ -526,7 +527,7 @@ def _epilogue(ctx: Context, results: Results, work: Work, state: State, own: _Ow
 
 
 def _combine(
-    plan: LatentPlan, results: Results, work: Work, wg: Scalar, partials: mla_combine.Partials
+    plan: LatentPlan, results: Results, work: WorkTile, wg: Scalar, partials: mla_combine.Partials
 ) -> None:
     """The partials of all blocks -> the result."""
     layout, shape = mosaic.ROW, (ROWS, plan.block_columns)
@@ -547,7 +548,7 @@ def _combine(
         _write(plan, results, work, _Columns(wg, n, acc), factor)
 
 
-def _factor(plan: LatentPlan, results: Results, work: Work, wg: Scalar, whole: State) -> Array:
+def _factor(plan: LatentPlan, results: Results, work: WorkTile, wg: Scalar, whole: State) -> Array:
     """What all columns are to be multiplied by; it writes the log-sum-exp."""
     chunk = lax.rem(work.head, jnp.int32(plan.chunks))
     at = pl.ds(chunk * ROWS, ROWS)
@@ -567,7 +568,7 @@ class _Columns(NamedTuple):
 
 
 def _write(
-    plan: LatentPlan, results: Results, work: Work, columns: _Columns, factor: Array
+    plan: LatentPlan, results: Results, work: WorkTile, columns: _Columns, factor: Array
 ) -> None:
     """By the warps that have rows of the output."""
     wg, n, acc = columns

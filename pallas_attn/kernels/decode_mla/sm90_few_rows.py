@@ -27,18 +27,12 @@ from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.decode import combine, mainloop, scheduler
 from pallas_attn.kernels.decode.combine import Results
-from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, Work
+from pallas_attn.kernels.decode.producer import Context
+from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, WorkTile
 from pallas_attn.kernels.decode_mla import combine as mla_combine
 from pallas_attn.kernels.decode_mla import producer as mla_producer
 from pallas_attn.kernels.decode_mla.combine import base_of
-from pallas_attn.kernels.decode_mla.producer import (
-    TILE,
-    WIDTH,
-    Block,
-    Context,
-    Refs,
-    each_thread,
-)
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, Refs, each_thread
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
 
 Array = Any
@@ -186,7 +180,7 @@ def _down_columns(columns: Array, shape: Sequence[int]) -> Array:
     return lax.broadcast_in_dim(columns, tuple(shape), [1])
 
 
-def _logits(plan: FewPlan, work: Work, tile: Scalar, s: Array) -> Array:
+def _logits(plan: FewPlan, work: WorkTile, tile: Scalar, s: Array) -> Array:
     """Scores -> logits in log2 units, those of invisible keys -inf."""
     s, start = mainloop.logits_of_scores(plan, s), tile * TILE
     s = s if plan.unit_of_logits is None else s * plan.unit_of_logits
@@ -251,7 +245,7 @@ class _Carry(NamedTuple):
     count: Scalar  # tiles since the kernel began
 
 
-def _one_tile(ctx: Context, work: Work, tile: Scalar, carry: _Carry) -> _Carry:
+def _one_tile(ctx: Context, work: WorkTile, tile: Scalar, carry: _Carry) -> _Carry:
     (plan, _, smem), (state, count) = ctx, carry
     blocks = [_ring_block(ctx, count, n) for n in range(plan.blocks_a_tile)]
     s = _scores(ctx, blocks)
@@ -315,7 +309,7 @@ def _compute(ctx: Context, results: Results, share: Share, cta: Scalar) -> None:
 
 
 def _epilogue(
-    ctx: Context, results: Results, work: Work, state: State, found: scheduler.Partials
+    ctx: Context, results: Results, work: WorkTile, state: State, found: scheduler.Partials
 ) -> None:
     """The result, where the block had all keys. Else a partial to global memory; the last block
     makes the result of all.

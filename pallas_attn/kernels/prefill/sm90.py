@@ -143,7 +143,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
             return Limit(
                 f"{name} is {dim}: TMA wants a multiple of 16", "leave implementation=None"
             )
-    if problem.kind == "per_sequence" and problem.sequences > MOST_ARRAYS:
+    if cache_layout.layout_of(problem).separate and problem.sequences > MOST_ARRAYS:
         return Limit(
             f"{problem.sequences} separate caches; it takes up to {MOST_ARRAYS}",
             "leave implementation=None",
