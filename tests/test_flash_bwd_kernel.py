@@ -41,6 +41,7 @@ from tests.test_flash_fwd_kernel import problem_of as forward_problem_of
 
 SMALL = kernel.Config(ctas=3)
 PORTABLE = flash_bwd_sm80.Config
+SPLIT = PORTABLE(warp_rows=2, warpgroups=2, do_stages=2, split_products=True, ctas=3)
 
 
 def problem_of(case: cases.AttentionCase, **changes) -> AttentionProblem:
@@ -87,17 +88,17 @@ def check(case, config=None, seed=0, **changes):
 
 
 INTERPRETED = {
-    "t_equals_s": {"config": dataclasses.replace(SMALL, lag=2)},
+    "t_equals_s": {"config": dataclasses.replace(SMALL, dq_lag=2)},
     "t_above_s": {"config": dataclasses.replace(SMALL, block_q=128)},
     "band": {"deterministic": True},
     "window_t_above_s": {"config": dataclasses.replace(SMALL, block_q=128, section=2)},
     "q_lengths": {"config": dataclasses.replace(SMALL, block_q=128)},
     "kv_lengths_causal": {},
-    "softcap": {"config": dataclasses.replace(SMALL, lag=2)},
+    "softcap": {"config": dataclasses.replace(SMALL, dq_lag=2)},
     "documents": {"config": dataclasses.replace(SMALL, fused=False, dq_block_kv=128, dq_stages=3)},
     "everything": {"config": dataclasses.replace(SMALL, block_q=128)},
     "bias": {"deterministic": True},
-    "dim72_24": {"config": dataclasses.replace(SMALL, stages=3, lag=2)},
+    "dim72_24": {"config": dataclasses.replace(SMALL, stages=3, dq_lag=2)},
     "dim192_128": {},
     "dim40_256": {},
     "float16_causal": {"config": dataclasses.replace(SMALL, block_q=128)},
@@ -110,12 +111,12 @@ INTERPRETED = {
 
 
 PORTABLE_INTERPRETED = {
-    "t_above_s": {"config": PORTABLE(down=2)},
+    "t_above_s": {"config": PORTABLE(warp_rows=2)},
     "q_lengths": {"config": PORTABLE(fused=False, block_q=32, dq_row_blocks=2, dq_block_kv=32)},
-    "documents": {"config": PORTABLE(row_blocks=2, block_q=32, fused=False)},
-    "bias_by_row": {"config": PORTABLE(down=2, warpgroups=2, do_stages=2)},
-    "t_equals_s": {"config": PORTABLE(down=2, warpgroups=2, do_stages=2, apart=True, ctas=3)},
-    "strictly_causal": {"config": PORTABLE(down=2, warpgroups=2, do_stages=2, apart=True, ctas=3)},
+    "documents": {"config": PORTABLE(kv_blocks=2, block_q=32, fused=False)},
+    "bias_by_row": {"config": PORTABLE(warp_rows=2, warpgroups=2, do_stages=2)},
+    "t_equals_s": {"config": SPLIT},
+    "strictly_causal": {"config": SPLIT},
     "dim72_24": {"config": PORTABLE(fused=False, block_q=16, dq_block_kv=16, dq_stages=1)},
     "float32_highest": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
     "dim72_24_float32_highest": {
@@ -149,7 +150,10 @@ def test_interpreted(name, changes):
 def test_keys_held_in_registers_interpreted():
     case = dataclasses.replace(one("kv_lengths_causal"), head_dim=128, v_head_dim=128, batch=1)
     with mosaic.interpret():
-        check(dataclasses.replace(case, kv_lengths=(70,)), dataclasses.replace(SMALL, held=True))
+        check(
+            dataclasses.replace(case, kv_lengths=(70,)),
+            dataclasses.replace(SMALL, k_in_registers=True),
+        )
 
 
 @pytest.mark.guards
@@ -219,7 +223,7 @@ ONE = {"batch": 1, "q_heads": 1, "kv_heads": 1}
     ids=["three_tiles", "one_tile"],
 )
 def test_short_windows_interpreted(case):
-    assert kernel.Config.default(problem_of(case)).band
+    assert kernel.Config.default(problem_of(case)).window
     with mosaic.interpret():
         check(case)
 
@@ -386,7 +390,7 @@ def test_the_smallest_gpus_take_all_head_dims(dtype, precision):
         ("ctas", -1, "at least 0"),
         ("dq_block_kv", 48, "32, 64 or 128"),
         ("dq_stages", 1, "at least 2"),
-        ("lag", 3, "1 or 2"),
+        ("dq_lag", 3, "1 or 2"),
         ("dq_warpgroups", 4, "1, 2 or 3"),
     ],
 )
@@ -396,21 +400,21 @@ def test_config_checks_itself(field, value, want):
 
 
 def test_query_tiles_of_128_lag_one_step():
-    with pytest.raises(ValueError, match=r"Config\.lag must be 1, got 2"):
-        kernel.Config(block_q=128, lag=2)
+    with pytest.raises(ValueError, match=r"Config\.dq_lag must be 1, got 2"):
+        kernel.Config(block_q=128, dq_lag=2)
 
 
 def test_the_portable_config_checks_itself():
-    want = r"Config\.columns must be 0; or a multiple of 16 if it is not fused, of 64 keys and"
+    want = r"Config\.columns must be 0; or a multiple of 16 if it is not fused, kv_blocks and"
     with pytest.raises(ValueError, match=want):
         PORTABLE(columns=64)
 
 
-def test_a_band_is_for_short_causal_windows():
+def test_the_window_kernel_is_for_short_causal_windows():
     with pytest.raises(
-        ValueError, match=r"Config\.band: not for flash_backward on sm90: .*mask full"
+        ValueError, match=r"Config\.window must be False for flash_backward on sm90: .*mask full"
     ):
-        kernel.plan_of(problem_of(one("h128_full_b2_t8192_n16")), kernel.Config(band=True))
+        kernel.plan_of(problem_of(one("h128_full_b2_t8192_n16")), kernel.Config(window=True))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -437,13 +441,13 @@ def test_spans_hold_what_the_mask_says(seed):
     plan = plans.Plan(problem_of(case), kernel.Config(block_q=64))
     seen = np.zeros((plan.padded_rows, plan.padded_keys), bool)
     seen[:rows, :kv_len] = mask.dense(rows, kv_len, q_offset=offset)
-    for first in range(0, keys, plan.keys):
+    for first in range(0, keys, plan.block_kv):
         span = plan.q_span(first, offset, plan.padded_rows, kv_len)
         traced = plan.q_span(jnp.int32(first), jnp.int32(offset), plan.padded_rows, kv_len)
         assert [int(x) for x in traced] == list(span)
         assert span.lo <= span.full_lo <= span.full_hi <= span.hi
         for t in range(plan.q_tiles):
-            tile = seen[t * 64 : min(t * 64 + 64, rows), first : first + plan.keys]
+            tile = seen[t * 64 : min(t * 64 + 64, rows), first : first + plan.block_kv]
             if tile.any():
                 assert span.lo <= t < span.hi
             if span.full_lo <= t < span.full_hi:
@@ -458,7 +462,7 @@ def test_every_tile_of_work_is_dealt_once():
             problem_of(small), batch=case.batch, q_len=case.q_len, kv_len=case.kv_len, arrays=arrays
         )
         plan = plans.Plan(problem, kernel.Config.default(problem))
-        table = plans.dealt(plan)
+        table = plans.schedule(plan)
         dealt = np.sort(np.concatenate([row[1 : 1 + row[0]] for row in table]))
         tiles = np.arange(plan.heads)[:, None] << plan.code_bits | np.arange(plan.kv_tiles)
         np.testing.assert_array_equal(dealt, np.sort(tiles.ravel()))
@@ -485,7 +489,7 @@ def test_every_tile_of_scores_is_summed_once(shape):
     plan = dbias.plan_of(problem_of(case), flash_fwd_sm90.Config)
     walk = dbias.walk_of(plan)
     found = []
-    for cell in range(int(np.prod(walk.cells))):
+    for cell in range(int(np.prod(walk.bias_tiles))):
         for n in range(walk.parts * walk.steps):
             step = dbias.step_of(plan, None, walk, jnp.int32(cell), jnp.int32(n))
             if step.live:
@@ -523,7 +527,7 @@ def test_float32_on_the_gpu(case):
     [
         SMALL,
         kernel.Config(128, 2, True, 2, 7),
-        kernel.Config(ctas=7, lag=2),
+        kernel.Config(ctas=7, dq_lag=2),
         kernel.Config(128, 3, ctas=7),
     ],
     ids=str,
@@ -545,7 +549,7 @@ def test_portable_configurations_on_the_gpu(name, columns):
 @pytest.mark.parametrize("name", ["q_lengths", "documents", "group7_kv1", "float16_causal"])
 def test_head_dim_128_on_the_gpu(name, held):
     case = dataclasses.replace(one(name), head_dim=128, v_head_dim=128)
-    check(case, kernel.Config(ctas=7, lag=2, held=held))
+    check(case, kernel.Config(ctas=7, dq_lag=2, k_in_registers=held))
 
 
 @pytest.mark.gpu
@@ -569,7 +573,7 @@ def test_wide_without_a_mask_on_the_gpu(dim):
     ids=lambda case: f"{case.mask}_{case.q_len}",
 )
 def test_short_windows_on_the_gpu(case):
-    assert kernel.Config.default(problem_of(case)).band
+    assert kernel.Config.default(problem_of(case)).window
     check(case)
 
 

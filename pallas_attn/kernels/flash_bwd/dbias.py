@@ -1,13 +1,13 @@
 """The gradient of a bias, for the Hopper backward: dS, summed over what the bias is broadcast over.
 
-A kernel of its own that computes S and dP once more, since the tiles that share a tile of the bias
-are far apart in the other kernels' schedules. A block owns one tile of 64 queries by 64 keys of the
-bias and walks over the tiles of scores that read it: all batch rows, heads, query tiles or key
-tiles along which the bias has one element. Their dS add up in registers in float32, in one order.
-Where the bias has too few tiles to fill the GPU, the walk is cut into parts, which XLA adds up,
-as it does the 64 rows or columns of a tile that stand for one element. Nothing else quadratic is
-stored. It is not fast: each tile of scores loads four tiles, so a bias that wants a gradient about
-doubles the time of a backward pass.
+A kernel of its own that computes S and dP once more, since the tiles of scores that read the same
+tile of the bias are far apart in the schedules of the other kernels. A block owns one tile of 64
+queries by 64 keys of the bias and walks over the tiles of scores that read it: all batch rows,
+heads, query tiles or kv tiles along which the bias has one element. Their dS add up in registers in
+float32, in one order. Where the bias has too few tiles to fill the GPU, the walk is split into
+parts, which XLA adds up, as it does the 64 rows or columns of a tile that stand for one element.
+Nothing else quadratic is stored. It is not fast: each tile of scores loads four tiles, so a bias
+that wants a gradient about doubles the time of a backward pass.
 
 Shared memory: q, do, k and v of a tile of scores, in a ring of `stages`.
 """
@@ -26,15 +26,15 @@ from jax import lax
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention import score_mod
-from pallas_attn.kernels.attention.plan import ROWS, Plan
+from pallas_attn.kernels.attention.plan import ROWS, Context, Plan
 from pallas_attn.kernels.attention.score_mod import Place
-from pallas_attn.kernels.flash_bwd.float32 import times, units_of
+from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
 from pallas_attn.kernels.flash_bwd.plan import Refs
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import wgmma
 
 BLOCKS = 2 * attention_plan.BLOCKS  # that fill the GPU
-ROOM = 200 * 1024  # of shared memory, for the ring
+RING_BYTES = 200 * 1024  # of shared memory
 
 
 class Smem(NamedTuple):
@@ -49,13 +49,14 @@ class Smem(NamedTuple):
 class Walk(NamedTuple):
     """Over which tiles of scores each tile of the bias is summed."""
 
-    cells: tuple[int, int, int, int]  # batch rows, heads, query tiles, key tiles of the bias
-    members: tuple[int, int, int, int]  # of the scores, that share a tile of it
+    bias_tiles: tuple[int, ...]  # batch rows, heads, query tiles, kv tiles of the bias
+    readers: tuple[int, ...]  # tiles of scores along each axis that read one tile of the bias
     parts: int
 
     @property
     def steps(self) -> int:
-        return pl.cdiv(math.prod(self.members), self.parts)
+        """Tiles of scores of a part."""
+        return pl.cdiv(math.prod(self.readers), self.parts)
 
 
 def walk_of(plan: Plan) -> Walk:
@@ -63,15 +64,15 @@ def walk_of(plan: Plan) -> Walk:
     assert problem.bias_shape is not None
     key_tiles = pl.cdiv(problem.kv_len, plan.config.block_kv)
     scores = (problem.batch, problem.q_heads, plan.q_tiles, key_tiles)
-    cells = tuple(1 if n == 1 else m for n, m in zip(problem.bias_shape, scores, strict=True))
-    members = tuple(m // n for n, m in zip(cells, scores, strict=True))
-    parts = min(math.prod(members), pl.cdiv(BLOCKS, math.prod(cells)))
-    return Walk(cells, members, parts)  # type: ignore[arg-type]
+    tiles = tuple(1 if n == 1 else m for n, m in zip(problem.bias_shape, scores, strict=True))
+    readers = tuple(m // n for n, m in zip(tiles, scores, strict=True))
+    parts = min(math.prod(readers), pl.cdiv(BLOCKS, math.prod(tiles)))
+    return Walk(tiles, readers, parts)
 
 
 def scratch(plan: Plan) -> Smem:
     block, kinds = plan.config.block_kv, (plan.scores, plan.values)
-    stages = 2 if 2 * _tile_bytes(plan) <= ROOM else 1
+    stages = 2 if 2 * _tile_bytes(plan) <= RING_BYTES else 1
     swizzles = plan.k_swizzle, plan.v_swizzle
     widths = plan.k_width, plan.v_width
     (q, do), (k, v) = (
@@ -98,6 +99,13 @@ def _tile_bytes(plan: Plan) -> int:
     return rows * (plan.scores.bytes * plan.k_width + plan.values.bytes * plan.v_width)
 
 
+class Block(NamedTuple):
+    """A block's tile of the bias, as a number, and its part of the walk."""
+
+    bias_tile: Any
+    part: Any
+
+
 class Step(NamedTuple):
     """A tile of scores on a block's walk."""
 
@@ -111,14 +119,14 @@ class Step(NamedTuple):
     live: Any  # whether there is anything to see
 
 
-def step_of(plan: Plan, refs: Refs, walk: Walk, cell: Any, n: Any) -> Step:
+def step_of(plan: Plan, refs: Refs, walk: Walk, bias_tile: Any, n: Any) -> Step:
     """Tile of scores n of a tile of the bias."""
-    problem, where, rest = plan.problem, [], cell
-    for count in reversed(walk.cells):
+    problem, where, rest = plan.problem, [], bias_tile
+    for count in reversed(walk.bias_tiles):
         where.append(lax.rem(rest, jnp.int32(count)))
         rest = lax.div(rest, jnp.int32(count))
     rest = n
-    for axis, count in enumerate(reversed(walk.members)):
+    for axis, count in enumerate(reversed(walk.readers)):
         where[axis] = where[axis] * 1 if count == 1 else lax.rem(rest, jnp.int32(count))
         rest = lax.div(rest, jnp.int32(count))
     key_tile, q_tile, head, batch = where
@@ -131,17 +139,17 @@ def step_of(plan: Plan, refs: Refs, walk: Walk, cell: Any, n: Any) -> Step:
         q_len = refs.q_lengths[batch]
     row = q_tile * ROWS
     span = plan.span(q_offset + row, ROWS, kv_len)
-    live = (n < math.prod(walk.members)) & (row < q_len)
+    live = (n < math.prod(walk.readers)) & (row < q_len)
     live = live & (key_tile >= span.lo) & (key_tile < span.hi)
     return Step(batch, head, row, key_tile * plan.config.block_kv, q_offset, q_len, kv_len, live)
 
 
-def _load(plan: Plan, refs: Refs, smem: Smem, walk: Walk, place: tuple[Any, Any]) -> None:
-    cell, part = place
+def _produce(ctx: Context, walk: Walk, block: Block) -> None:
+    plan, refs, smem = ctx
     stages = smem.q.shape[0]
 
     def one(i, count):
-        step = step_of(plan, refs, walk, cell, part * walk.steps + i)
+        step = step_of(plan, refs, walk, block.bias_tile, block.part * walk.steps + i)
 
         @pl.when(step.live)
         def _():
@@ -164,7 +172,8 @@ def _load(plan: Plan, refs: Refs, smem: Smem, walk: Walk, place: tuple[Any, Any]
     lax.fori_loop(0, walk.steps, one, jnp.int32(0))
 
 
-def _ds(plan: Plan, refs: Refs, smem: Smem, step: Step, slot: Any) -> Any:
+def _ds(ctx: Context, step: Step, slot: Any) -> Any:
+    plan, refs, smem = ctx
     shape = (ROWS, plan.config.block_kv)
     kinds = (plan.scores, plan.values) * 2
     q, do, k, v = (
@@ -172,8 +181,8 @@ def _ds(plan: Plan, refs: Refs, smem: Smem, step: Step, slot: Any) -> Any:
     )
     head = lax.div(step.head, jnp.int32(plan.problem.group))
     units = units_of(refs, step.batch, head)
-    s = times(wgmma.matmul(shape, q, wgmma.transposed(k)), units.scores)
-    dp = times(wgmma.matmul(shape, do, wgmma.transposed(v)), units.dp)
+    s = scaled(wgmma.matmul(shape, q, wgmma.transposed(k)), units.scores)
+    dp = scaled(wgmma.matmul(shape, do, wgmma.transposed(v)), units.dp)
     place = Place(step.batch, step.head, step.row, step.key, step.q_offset, step.kv_len, 0)
     lse, delta = (
         mosaic.load(ref.at[step.batch, step.head, pl.ds(step.row, ROWS)], mosaic.ROW)
@@ -183,53 +192,51 @@ def _ds(plan: Plan, refs: Refs, smem: Smem, step: Step, slot: Any) -> Any:
     ds = p * (dp - mosaic.broadcast_rows(delta, shape))
     # What lies past a length may be NaN in s and in dp.
     inside = mosaic.positions(shape, 0, step.row) < step.q_len
-    return times(jnp.where(inside & (p != 0), ds, 0.0), units.ds)
+    return scaled(jnp.where(inside & (p != 0), ds, 0.0), units.ds)
 
 
-def _compute(
-    plan: Plan, refs: Refs, smem: Smem, out: Any, at: tuple[Walk, tuple[Any, Any]]
-) -> None:
-    walk, (cell, part) = at
+def _consume(ctx: Context, out: Any, walk: Walk, block: Block) -> None:
+    plan, refs, smem = ctx
     shape = (ROWS, plan.config.block_kv)
 
     def one(i, carry):
-        step = step_of(plan, refs, walk, cell, part * walk.steps + i)
+        step = step_of(plan, refs, walk, block.bias_tile, block.part * walk.steps + i)
 
         def some(carry):
             acc, count = carry
             slot = lax.rem(count, jnp.int32(smem.q.shape[0]))
             plgpu.barrier_wait(smem.ready.at[slot])
-            ds = _ds(plan, refs, smem, step, slot)
+            ds = _ds(ctx, step, slot)
             plgpu.barrier_arrive(smem.free.at[slot])
             return acc + ds, count + 1
 
         return lax.cond(step.live, some, lambda carry: carry, carry)
 
     acc, _ = lax.fori_loop(0, walk.steps, one, (mosaic.filled(shape, 0.0), jnp.int32(0)))
-    batch, head, row, key = corner_of(walk, cell, shape)
-    mosaic.store(out.at[part, batch, head, pl.ds(row, ROWS), pl.ds(key, shape[1])], acc)
+    mosaic.store(out.at[store_place(walk, block, shape)], acc)
 
 
-def corner_of(walk: Walk, cell: Any, shape: tuple[int, int]) -> tuple[Any, ...]:
-    """(batch row, head, row, key) at which a tile of the bias begins."""
-    where, rest = [], cell
-    for count, size in zip(reversed(walk.cells), (*reversed(shape), 1, 1), strict=True):
+def store_place(walk: Walk, block: Block, shape: tuple[int, int]) -> tuple[Any, ...]:
+    """Where a block's sum lies in [parts, batch rows, heads, rows, keys]."""
+    where, rest = [], block.bias_tile
+    for count, size in zip(reversed(walk.bias_tiles), (*reversed(shape), 1, 1), strict=True):
         where.append(lax.rem(rest, jnp.int32(count)) * size)
         rest = lax.div(rest, jnp.int32(count))
-    return tuple(reversed(where))
+    key, row, head, batch = where
+    return block.part, batch, head, pl.ds(row, shape[0]), pl.ds(key, shape[1])
 
 
 def _kernel(refs: Refs, out: Any, smem: Smem, *, plan: Plan, walk: Walk) -> None:
-    place = lax.axis_index("cell"), lax.axis_index("part")
+    ctx, block = Context(plan, refs, smem), Block(lax.axis_index("tile"), lax.axis_index("part"))
     wg = lax.axis_index("wg")
-    pl.when(wg == 1)(lambda: _load(plan, refs, smem, walk, place))
-    pl.when(wg == 0)(lambda: _compute(plan, refs, smem, out, (walk, place)))
+    pl.when(wg == 1)(lambda: _produce(ctx, walk, block))
+    pl.when(wg == 0)(lambda: _consume(ctx, out, walk, block))
 
 
 def plan_of(problem: AttentionProblem, config: Any) -> Plan:
     """By tiles of 64 by 64, or 32 where four such do not fit; `config` is the forward's class."""
     plan = attention_plan.Plan(problem, config(warpgroups=1, block_kv=ROWS))
-    if _tile_bytes(plan) <= ROOM:
+    if _tile_bytes(plan) <= RING_BYTES:
         return plan
     return dataclasses.replace(plan, config=config(warpgroups=1, block_kv=ROWS // 2))
 
@@ -238,20 +245,24 @@ def dbias_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Any:
     """The cotangent of inputs.bias."""
     walk, bias = walk_of(plan), inputs.bias
     assert bias is not None
-    q_tiles, key_tiles = walk.cells[2:]
-    sizes = (walk.parts, *walk.cells[:2], q_tiles * ROWS, key_tiles * plan.config.block_kv)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan, walk=walk),
-        out_type=jax.ShapeDtypeStruct(sizes, jnp.float32),
+        out_type=jax.ShapeDtypeStruct(sums_shape(plan, walk), jnp.float32),
         scratch_types=(scratch(plan),),
-        grid=(math.prod(walk.cells), walk.parts),
-        grid_names=("cell", "part"),
+        grid=(math.prod(walk.bias_tiles), walk.parts),
+        grid_names=("tile", "part"),
         num_threads=2,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_bwd_dbias_sm90",
     )
     return folded(kernel(refs), bias)
+
+
+def sums_shape(plan: Plan, walk: Walk) -> tuple[int, ...]:
+    """Of what the blocks store."""
+    *heads, q_tiles, key_tiles = walk.bias_tiles
+    return walk.parts, *heads, q_tiles * ROWS, key_tiles * plan.config.block_kv
 
 
 def folded(dbias: Any, bias: Any) -> Any:

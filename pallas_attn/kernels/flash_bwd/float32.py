@@ -1,12 +1,13 @@
-"""What the Hopper backward does about float32: powers of 2 of what is multiplied, and left operands
-of gradients (see `terms`). Of other dtypes nothing is said here, and all goes through as it is.
+"""Float32 in the Hopper backward: powers of 2 of what is multiplied, and the left operands of
+gradients, in terms (see `wgmma`). Other dtypes pass through unchanged.
 
-P lies below 1, and dS = P (dP - delta) below a bound that is known beforehand, of which most of it
-stays far: by default, where 16 bits count, both are spread over float16's range once and for all.
-At the highest precision each row of a tile has a power of 2 of its own, which its sum is multiplied
-by.
+P lies below 1, and dS = P (dP - delta) below a bound that is known beforehand; most of dS stays far
+below it. By default, where 16 bits count, both are multiplied by one power of 2 to use float16's
+range. At the highest precision each row of a tile has a power of 2 of its own, by which its sum is
+multiplied.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from pallas_attn._problem import AttentionInputs
 from pallas_attn.kernels.mma import wgmma
 
-SPREAD = 2.0 ** (wgmma.EXPONENT + 1)  # of probabilities, by default
+SPREAD = 2.0 ** (wgmma.EXPONENT + 1)  # what probabilities are multiplied by, by default
 
 
 class Units(NamedTuple):
@@ -34,7 +35,7 @@ def units_of(refs: Any, batch: Any, kv_head: Any) -> Units:
     return Units(*(refs.units[n, batch, kv_head] for n in range(len(Units._fields))))
 
 
-def times(x: Any, unit: Any) -> Any:
+def scaled(x: Any, unit: Any) -> Any:
     return x if unit is None else x * unit
 
 
@@ -57,19 +58,19 @@ def units(plan: Any, powers: dict[str, Any]) -> Any:
     return jnp.stack(Units(q * k, dp, dv, dk=q * ds * scale, dq=k * ds * scale, ds=ds))
 
 
-def left(plan: Any, x: Any, spread: float = 1.0) -> tuple[Any, ...]:
-    """P or dS as the matmul of its gradient takes it: terms and, at the highest precision, behind
-    them one number a row.
+def left_operand(plan: Any, x: Any, by: float = 1.0) -> tuple[Any, ...]:
+    """P or dS, times `by`, as the matmul of its gradient takes it: terms and, at the highest
+    precision, after them one number a row.
     """
     if plan.exact:
         parts, power = wgmma.terms_of_rows(x, plan.values)
         return (*parts, power)
-    x = x * spread if plan.problem.dtype == "float32" else x
+    x = x * by if plan.problem.dtype == "float32" else x
     return wgmma.terms_of_registers(x, plan.values)
 
 
-def added(
-    plan: Any, acc: Any, left: tuple[Any, ...], b: Any, swizzle: int, last: Any = lambda: 0
+def matmul_add(
+    plan: Any, acc: Any, left: Sequence[Any], b: Any, swizzle: int, last: Any = lambda: 0
 ) -> Any:
     """acc + left @ b; `swizzle`, `last`: see `wgmma.exact_matmul_add`."""
     if plan.exact:

@@ -1,12 +1,14 @@
-"""What the backward kernels over key tiles share: sizes, who does what in which order, what they
-read, and the arithmetic from scores to dS.
+"""What the backward kernels over kv tiles share: sizes, the schedule of work tiles, operands, the
+producer's loop, and where a tile of scores stands.
 
-Tiles of scores lie with keys down and queries across, S^T = K Q^T: so the probabilities come out of
-one matmul in the registers from which the matmul for dV takes its left operand, and dS likewise.
+Tiles of scores have keys as rows and queries as columns, S^T = K Q^T: so P^T comes out of one
+matmul in the registers from which the matmul for dV takes its left operand, and dS^T likewise that
+for dK.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -18,7 +20,7 @@ from jax import lax
 from pallas_attn._problem import AttentionInputs
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention import softmax, tma_operands
-from pallas_attn.kernels.attention.plan import Span
+from pallas_attn.kernels.attention.plan import Context, Span
 from pallas_attn.kernels.attention.score_mod import Place
 from pallas_attn.kernels.flash_bwd import float32 as bwd_float32
 from pallas_attn.kernels.flash_fwd import tile_scheduler
@@ -26,8 +28,8 @@ from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import wgmma
 
 ROWS = attention_plan.ROWS
-SECTION_BYTES = 32 * 2**20  # of what a section's heads stream and add to: some of L2
-ITEM_OVERHEAD = 1.5  # of a tile of work, in steps of one query tile
+SECTION_BYTES = 32 * 2**20  # of what the heads of a section read and add to: a part of L2
+WORK_TILE_OVERHEAD = 1.5  # of a work tile, in steps of one query tile
 
 
 class Refs(NamedTuple):
@@ -37,11 +39,11 @@ class Refs(NamedTuple):
     k: Any
     v: Any
     do: Any
-    lse: Any  # [B, N, padded rows]: log2 units (see Plan.natural); inf for a row without a key
-    delta: Any  # [B, N, padded rows]: rowsum(dO * O) - dLSE, 0 where lse is inf
+    lse: Any  # [B, N, padded rows]: see `RowStatistics`
+    delta: Any  # [B, N, padded rows]
     q_edge: Any  # [B, block_q, N, H]: the query tile that q_lengths cuts, 0 past the length
     do_edge: Any
-    k_edge: Any  # [B, keys of a tile, K, H]: the key tile that kv_lengths cuts
+    k_edge: Any  # [B, block_kv, K, H]: the kv tile that kv_lengths cuts
     v_edge: Any
     q_offset: Any
     q_lengths: Any
@@ -51,21 +53,77 @@ class Refs(NamedTuple):
     segment_spans: Any  # int32[B, 4, kv_tiles]: a Span's fields, in query tiles
     bias: Any
     mask_array: Any
-    dealt: Any  # int32[blocks, n]: see `tile_scheduler.assign`
-    dq: Any  # float32[B, padded rows, N, width]: what dQ is added into
+    schedule: Any  # int32[blocks, n]: see `tile_scheduler.assign`
+    dq: Any  # float32: what dQ is added to, in the kernel's own layout
     units: Any = None  # float32[6, B, K]: see `bwd_float32.Units`; delta is in those of dS
+
+
+class Residuals(NamedTuple):
+    """What a backward pass starts from."""
+
+    inputs: AttentionInputs
+    out: Any
+    lse: Any
+    d_out: Any
+    d_lse: Any
+
+
+class RowStatistics(NamedTuple):
+    """Two numbers a query row, float32[B, N, rows]: P = exp(S - lse) and dS = P (dP - delta)."""
+
+    lse: Any  # log2 units (natural ones: Plan.natural); inf for a row without a key
+    delta: Any  # rowsum(dO * O) - dLSE; 0 where lse is inf
+
+
+class KeyGradients(NamedTuple):
+    """Of the keys of a work tile, or of all: values, accumulators or arrays."""
+
+    dk: Any
+    dv: Any
+
+
+class Gradients(NamedTuple):
+    """Accumulators or arrays."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+class Ring(NamedTuple):
+    """Stages of shared memory by which tiles get from the producer to the consumers."""
+
+    tiles: Any  # [stages, rows, columns]
+    ready: Any  # barriers, one a stage: the tile has arrived
+    free: Any  # barriers, one a stage: all consumers have released it
+    row_stats: Any = None  # [stages, rows]: a number for each query, which arrives with the tile
+
+    def slot(self, count: Any) -> Any:
+        """The stage of tile number `count` of a block."""
+        return ring_slot(count, self.tiles.shape[0])
+
+    def acquire(self, count: Any, slot: Any) -> None:
+        """The producer waits until tile number `count` may be loaded."""
+        wait = functools.partial(plgpu.barrier_wait, self.free.at[slot])
+        pl.when(count >= self.tiles.shape[0])(wait)
+
+    def wait(self, slot: Any) -> None:
+        plgpu.barrier_wait(self.ready.at[slot])
+
+    def release(self, slot: Any) -> None:
+        plgpu.barrier_arrive(self.free.at[slot])
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(attention_plan.Plan):
-    """A problem and a config, and what follows from them, where the tiles of work are keys."""
+    """A problem and a config, and what follows from them, where work tiles are keys."""
 
-    keys: int = 2 * ROWS  # of a tile of work
+    block_kv: int = 2 * ROWS  # keys of a work tile
     section_bytes = SECTION_BYTES
 
     @property
     def kv_tiles(self) -> int:
-        return pl.cdiv(self.problem.kv_len, self.keys)
+        return pl.cdiv(self.problem.kv_len, self.block_kv)
 
     @property
     def q_tiles(self) -> int:
@@ -92,7 +150,7 @@ class Plan(attention_plan.Plan):
 
     @property
     def padded_keys(self) -> int:
-        return self.kv_tiles * self.keys
+        return self.kv_tiles * self.block_kv
 
     @property
     def heads(self) -> int:
@@ -109,55 +167,53 @@ class Plan(attention_plan.Plan):
 
     @property
     def section(self) -> int:
-        """Heads whose tiles of work are taken together: see `attention_plan.Plan.section`. Here
-        they stream q and dO, and add into a float32 dq.
+        """Heads whose work tiles are scheduled together: see `attention_plan.Plan.section`. Here
+        they read q and dO, and add to a float32 dq.
         """
         problem, config = self.problem, self.config
         if config.section:
             return min(config.section, self.heads)
         blocks = config.ctas or 132
-        if self.few:
-            # Few tiles of work a block: long ones that begin late, in a later section, leave the
-            # others idle. About as many as there are blocks at a time.
+        if self.has_few_work_tiles:
+            # Long ones that begin late, in a later section, leave other blocks idle. About as many
+            # as there are blocks at a time.
             fit = 3 * blocks // (4 * self.kv_tiles)
-        elif problem.mask.right is None:
+        elif not problem.mask.bounds_right:
             fit = blocks // self.kv_tiles
         else:
-            limit = self.section_bytes * (1 if problem.mask.left is None else 2)
+            limit = self.section_bytes * (2 if problem.mask.bounds_left else 1)
             fit = max(limit // self.head_bytes, blocks // self.kv_tiles)
         sections = pl.cdiv(self.heads, max(fit, 1))
         return pl.cdiv(self.heads, sections)
 
     @property
     def head_bytes(self) -> int:
-        """Of what the query heads of one kv head stream and add to."""
+        """Of what the query heads of one kv head read and add to."""
         problem = self.problem
         return problem.q_len * (6 * problem.head_dim + 2 * problem.v_head_dim) * problem.group
 
     @property
-    def few(self) -> bool:
-        """Whether tiles of work are so few a block that who is idle at the end depends on how they
-        are dealt.
-        """
+    def has_few_work_tiles(self) -> bool:
+        """Whether a block has so few that its idle time at the end depends on the schedule."""
         return self.heads * self.kv_tiles < 4 * (self.config.ctas or 132)
 
     @property
-    def packed(self) -> bool:
-        """Whether `tile_scheduler.assign_packed` deals them, in no order of heads. Not where dQ is
-        added up in global memory: what that saves, L2 loses.
+    def is_packed(self) -> bool:
+        """Whether the schedule is `tile_scheduler.assign_packed`'s, in no order of heads. Not where
+        dQ is added up in global memory: that gains time at the end, but loses L2.
         """
-        alone = not self.config.fused or self.problem.deterministic
-        pieces = self.heads * self.kv_tiles
-        return alone and self.few and not self.config.section and self.ctas < pieces
+        no_sum = not self.config.fused or self.problem.deterministic
+        work = self.heads * self.kv_tiles
+        return no_sum and self.has_few_work_tiles and not self.config.section and self.ctas < work
 
     @property
-    def scattered(self) -> bool:
+    def exceeds_l2(self) -> bool:
         """Whether blocks cannot all be busy with heads that stay in L2 together."""
-        return self.few and self.heads * self.head_bytes > 8 * SECTION_BYTES
+        return self.has_few_work_tiles and self.heads * self.head_bytes > 8 * SECTION_BYTES
 
     @property
     def ragged_keys(self) -> bool:
-        return self.has("kv_lengths") or self.problem.kv_len % self.keys != 0
+        return self.has("kv_lengths") or self.problem.kv_len % self.block_kv != 0
 
     @property
     def always_masked(self) -> bool:
@@ -165,36 +221,42 @@ class Plan(attention_plan.Plan):
         return self.has("mask_array") or self.has("q_segment_ids")
 
     @property
-    def in_step(self) -> bool:
-        """Whether all tiles of work meet all query tiles. Those of one head are taken at one time:
-        each begins elsewhere, or all would add to the same dQ.
+    def rotates(self) -> bool:
+        """Whether the work tiles of a head begin at different query tiles. Where all of them meet
+        all query tiles they run at one time, and would add to the same part of dQ.
         """
         return self.problem.mask.is_full and not (self.has("q_lengths") or self.always_masked)
 
     @functools.cached_property
     def parts(self) -> frozenset[str]:
-        """Which parts of a key tile's queries occur: "low" and "high" need a mask, "full" none."""
+        """Which parts of a work tile's span of query tiles occur: "low" and "high" need a mask,
+        "full" needs none.
+        """
         if self.always_masked:
             return frozenset(("low",))
         if {"q_offset", "q_lengths", "kv_lengths"} & set(self.problem.arrays):
             return frozenset(("low", "full", "high"))
         found: set[str] = set()
-        for key in range(0, self.problem.kv_len, self.keys):
-            lo, full_lo, full_hi, hi = self.q_span(
-                key, self.problem.q_offset, self.padded_rows, self.problem.kv_len
-            )
-            named = {"low": lo < full_lo, "full": full_lo < full_hi, "high": full_hi < hi}
+        for span in self.static_spans():
+            named = {
+                "low": span.lo < span.full_lo,
+                "full": span.full_lo < span.full_hi,
+                "high": span.full_hi < span.hi,
+            }
             found |= {name for name, there in named.items() if there}
         return frozenset(found)
 
     @property
-    def reach(self) -> float:
-        """Query rows that meet a key, on average, as far as the mask says."""
-        rows, spans_of = self.padded_rows, range(0, self.problem.kv_len, self.keys)
-        found = [
-            self.q_span(key, self.problem.q_offset, rows, self.problem.kv_len) for key in spans_of
-        ]
+    def mean_q_rows(self) -> float:
+        """Query rows that a work tile meets, on average, by the mask alone."""
+        found = self.static_spans()
         return self.config.block_q * sum(span.hi - span.lo for span in found) / len(found)
+
+    def static_spans(self) -> list[Span]:
+        """Of each kv tile, without lengths and offsets that are arrays."""
+        problem, rows = self.problem, self.padded_rows
+        keys = range(0, problem.kv_len, self.block_kv)
+        return [self.q_span(key, problem.q_offset, rows, problem.kv_len) for key in keys]
 
     def q_span(self, key: Any, q_offset: Any, q_len: Any, kv_len: Any) -> Span:
         """The query tiles that meet the keys from `key` on, ordered lo <= full_lo <= full_hi <= hi.
@@ -202,10 +264,10 @@ class Plan(attention_plan.Plan):
         Rows past T carry an lse of inf: the end of the queries needs no mask.
         """
         low, high = (min, max) if isinstance(key, int) else (jnp.minimum, jnp.maximum)
-        band = self.problem.mask.transposed
-        span = attention_plan.rows_span(band, key - q_offset, self.keys, q_len, self.config.block_q)
+        mask, block_q = self.problem.mask.transposed, self.config.block_q
+        span = attention_plan.rows_span(mask, key - q_offset, self.block_kv, q_len, block_q)
         live = kv_len > key
-        cut = key + self.keys > kv_len
+        cut = key + self.block_kv > kv_len
         if isinstance(key, int):
             hi = max(span.lo, span.hi) if live else span.lo
             full_lo = hi if cut else low(high(span.full_lo, span.lo), hi)
@@ -215,8 +277,8 @@ class Plan(attention_plan.Plan):
         return Span(span.lo, full_lo, low(high(span.full_hi, full_lo), hi), hi)
 
 
-class Item(NamedTuple):
-    """A tile of work: the keys of one kv head, and the query tiles of each of its heads."""
+class WorkTile(NamedTuple):
+    """The keys of a kv tile, of one kv head, and the query tiles of each of its query heads."""
 
     batch: Any
     kv_head: Any
@@ -224,36 +286,38 @@ class Item(NamedTuple):
     q_offset: Any
     q_len: Any  # None: all rows count
     kv_len: Any
-    span: Span
-    turn: Any  # how far into its query tiles a walk begins
+    span: Span  # of query tiles
+    rotation: Any  # at which query tile of the span a head begins
 
     @property
     def steps(self) -> Any:
         """Query tiles of one head."""
         return self.span.hi - self.span.lo
 
-    def tile(self, i: Any) -> Any:
+    def q_tile(self, i: Any) -> Any:
         """The query tile of step i of a head."""
-        t = self.span.lo + i + self.turn
-        return t if isinstance(self.turn, int) else jnp.where(t < self.span.hi, t, t - self.steps)
+        t = self.span.lo + i + self.rotation
+        static = isinstance(self.rotation, int)
+        return t if static else jnp.where(t < self.span.hi, t, t - self.steps)
 
 
-def across(columns: Any, shape: tuple[int, int]) -> Any:
-    """One number a column, spread over the rows."""
-    return lax.broadcast_in_dim(columns, shape, [1])
+def per_column(numbers: Any, shape: tuple[int, int]) -> Any:
+    """One number a column, the same in all rows of a tile."""
+    return lax.broadcast_in_dim(numbers, shape, [1])
 
 
-def ring(count: Any, size: int) -> Any:
+def ring_slot(count: Any, size: int) -> Any:
     """count modulo size."""
     return count & (size - 1) if size & (size - 1) == 0 else lax.rem(count, jnp.int32(size))
 
 
-def item_of(plan: Plan, refs: Refs, code: Any) -> Item:
+def work_tile(plan: Plan, refs: Refs, code: Any) -> WorkTile:
+    """The work tile that a number in `schedule` stands for."""
     problem = plan.problem
     head = lax.shift_right_logical(code, jnp.int32(plan.code_bits))
     batch = lax.div(head, jnp.int32(problem.kv_heads))
     tile = code & ((1 << plan.code_bits) - 1)
-    key = tile * plan.keys
+    key = tile * plan.block_kv
     kv_len: Any = problem.kv_len
     if plan.has("kv_lengths"):
         kv_len = refs.kv_lengths[batch]
@@ -272,27 +336,29 @@ def item_of(plan: Plan, refs: Refs, code: Any) -> Item:
     if plan.has("mask_array"):
         span = span._replace(full_lo=span.hi, full_hi=span.hi)
     kv_head = lax.rem(head, jnp.int32(problem.kv_heads))
-    turn: Any = 0
-    if plan.in_step:
-        turn = lax.div(tile * plan.q_tiles, jnp.int32(plan.kv_tiles))
-    return Item(batch, kv_head, key, q_offset, q_len, kv_len, span, turn)
+    rotation: Any = 0
+    if plan.rotates:
+        rotation = lax.div(tile * plan.q_tiles, jnp.int32(plan.kv_tiles))
+    return WorkTile(batch, kv_head, key, q_offset, q_len, kv_len, span, rotation)
 
 
 def place_of(
-    item: Item, head: Any, t: Any, key: Any, block_q: int, layout: Any = mosaic.TILE
+    work: WorkTile, head: Any, t: Any, key: Any, block_q: int, layout: Any = mosaic.TILE
 ) -> Place:
     """Where the tile of logits of keys from `key` on and query tile t stands."""
-    where = (item.batch, head, t * block_q, key, item.q_offset, item.kv_len)
+    where = (work.batch, head, t * block_q, key, work.q_offset, work.kv_len)
     return Place(*where, q_axis=1, layout=layout)
 
 
 @functools.lru_cache(maxsize=64)
-def dealt(plan: Plan) -> np.ndarray:
-    """Which tiles of work each block takes: by section of heads, then longest first."""
-    costs = np.full(plan.kv_tiles, ITEM_OVERHEAD)
+def schedule(plan: Plan) -> np.ndarray:
+    """int32[blocks, n]: for each block how many work tiles it takes, and their codes for
+    `work_tile`: by section of heads, then longest first.
+    """
+    costs = np.full(plan.kv_tiles, WORK_TILE_OVERHEAD)
     problem = plan.problem
     for tile in range(0 if plan.has("q_segment_ids") else plan.kv_tiles):
-        span = plan.q_span(tile * plan.keys, problem.q_offset, plan.padded_rows, problem.kv_len)
+        span = plan.q_span(tile * plan.block_kv, problem.q_offset, plan.padded_rows, problem.kv_len)
         costs[tile] += problem.group * (span.hi - span.lo)
     order = np.argsort(-costs, kind="stable")
     section = plan.section
@@ -301,76 +367,77 @@ def dealt(plan: Plan) -> np.ndarray:
         heads = np.arange(first, min(first + section, plan.heads))
         codes.append(((heads[None] << plan.code_bits) + order[:, None]).ravel())
     work = np.concatenate(codes)
-    deal = tile_scheduler.assign_packed if plan.packed else tile_scheduler.assign
-    return deal(work, costs[work & ((1 << plan.code_bits) - 1)], plan.ctas)
+    assign = tile_scheduler.assign_packed if plan.is_packed else tile_scheduler.assign
+    return assign(work, costs[work & ((1 << plan.code_bits) - 1)], plan.ctas)
 
 
-def masked(plan: Plan, item: Item, t: Any) -> Any:
+def needs_mask(plan: Plan, work: WorkTile, t: Any) -> Any:
     """Whether a query tile needs a mask: True, False, or traced where it depends on the tile."""
     if "full" not in plan.parts or len(plan.parts) == 1:
         return "full" not in plan.parts
-    return (t < item.span.full_lo) | (t >= item.span.full_hi)
+    return (t < work.span.full_lo) | (t >= work.span.full_hi)
 
 
-def row_numbers(plan: Plan, rows: int, arrays: Any, residuals: Any) -> Any:
-    """(lse, delta) as in `Refs`, for `rows` rows: what XLA makes of out, lse and their cotangents.
-
-    P = exp(S - lse) and dS = P * (dP - delta); a gradient that arrives through the lse adds itself
-    to all logits' gradients alike, by delta.
+def row_statistics(plan: Plan, rows: int, residuals: Residuals) -> RowStatistics:
+    """Of `rows` rows, which are more than there are queries: by XLA, of out, lse and their
+    cotangents. A gradient that arrives through the lse adds itself to the gradients of all logits
+    of a row alike, by delta.
     """
+    inputs, out, lse, d_out, d_lse = residuals
     problem, unit = plan.problem, 1.0 if plan.natural else softmax.to_log2(1.0)
-    out, lse, d_out, d_lse = residuals
     delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse
     dead = lse == -jnp.inf
-    if arrays.q_lengths is not None:
+    if inputs.q_lengths is not None:
         row = jnp.arange(problem.q_len, dtype=jnp.int32)
-        dead |= row[None, None] >= arrays.q_lengths[:, None, None]
+        dead |= row[None, None] >= inputs.q_lengths[:, None, None]
     pad = ((0, 0), (0, 0), (0, rows - problem.q_len))
     lse = jnp.pad(jnp.where(dead, jnp.inf, lse * unit), pad, constant_values=jnp.inf)
-    return lse, jnp.pad(jnp.where(dead, 0.0, delta), pad)
+    return RowStatistics(lse, jnp.pad(jnp.where(dead, 0.0, delta), pad))
 
 
-def dsinks(sinks: Any, lse: Any, delta: Any) -> Any:
-    """A sink is one more logit with a probability of its own and no value: its dS is P (0 - delta),
-    in every row that sees a key.
+def dsinks(residuals: Residuals, stats: RowStatistics) -> Any:
+    """The gradient of the sinks. A sink is one more logit with a probability of its own and no
+    value: its dS is P (0 - delta), in every row that sees a key.
     """
+    sinks, lse = jnp.asarray(residuals.inputs.sinks), residuals.lse
+    delta = stats.delta[:, :, : lse.shape[2]]
     p = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sinks.astype(jnp.float32)[None, :, None] - lse))
     return -(p * delta).sum(axis=(0, 2)).astype(sinks.dtype)
 
 
-def operands_of(plan: Plan, inputs: AttentionInputs, d_out: Any, stats: Any) -> Refs:
-    """What a kernel over key tiles reads, but for dq. Copied where `operands` says it must be; bias
-    and mask_array always, to lie with keys down, since Mosaic loads no transposed tile.
+def operands(plan: Plan, residuals: Residuals, stats: RowStatistics) -> Refs:
+    """What a kernel over kv tiles reads, but for dq. Copied where `tma_operands` says it must be;
+    bias and mask_array always, transposed, since Mosaic loads no transposed tile.
     """
-    problem, config = plan.problem, plan.config
+    problem, config, inputs = plan.problem, plan.config, residuals.inputs
     rows, keys = plan.padded_rows, plan.padded_keys
     fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
-    fields["lse"], fields["delta"] = stats
+    fields |= stats._asdict()
     powers: dict[str, Any] = {}
     if problem.dtype == "float32":
-        powers = bwd_float32.powers_of(problem, inputs, d_out, stats[1])
+        powers = bwd_float32.powers_of(problem, inputs, residuals.d_out, stats.delta)
         fields["units"] = bwd_float32.units(plan, powers)
         by = wgmma.inverse(jnp.repeat(powers["ds"], problem.group, axis=1))
-        fields["delta"] = stats[1] * by[:, :, None]
+        fields["delta"] = stats.delta * by[:, :, None]
     for name, x, kind, width in (
         ("q", inputs.q, plan.scores, plan.k_width),
         ("k", inputs.k, plan.scores, plan.k_width),
         ("v", inputs.v, plan.values, plan.v_width),
-        ("do", d_out, plan.values, plan.v_width),
+        ("do", residuals.d_out, plan.values, plan.v_width),
     ):
         fields[name] = tma_operands.stored(x, kind, width, powers.get(name))
     given = tma_operands.over_scores(inputs, rows, keys)
     fields |= {name: array.swapaxes(2, 3) for name, array in given.items()}
     fields |= tma_operands.segment_ids(inputs, rows, keys)
-    fields["dealt"] = jnp.asarray(dealt(plan))
+    fields["schedule"] = jnp.asarray(schedule(plan))
     if plan.has("q_segment_ids"):
         ids = fields["kv_segment_ids"], fields["q_segment_ids"]
-        fields["segment_spans"] = attention_plan.segment_spans(*ids, plan.keys, config.block_q)
+        fields["segment_spans"] = attention_plan.segment_spans(*ids, plan.block_kv, config.block_q)
     for name, lengths, block in (
         ("q", "q_lengths", config.block_q),
         ("do", "q_lengths", config.block_q),
-        ("k", "kv_lengths", plan.keys),
-        ("v", "kv_lengths", plan.keys),
+        ("k", "kv_lengths", plan.block_kv),
+        ("v", "kv_lengths", plan.block_kv),
     ):
         if plan.has(lengths):
             fields[f"{name}_edge"] = tma_operands.edge(
@@ -379,76 +446,78 @@ def operands_of(plan: Plan, inputs: AttentionInputs, d_out: Any, stats: Any) -> 
     return Refs(**{name: fields.get(name) for name in Refs._fields})
 
 
-def after(refs: Refs, result: Any) -> Refs:
+def ordered_after(refs: Refs, result: Any) -> Refs:
     """Operands that are there when another kernel's result is: each kernel fills the GPU, and the
     interpreter simulates one at a time.
     """
     return refs._replace(delta=lax.optimization_barrier((refs.delta, result))[0])
 
 
-def load_all(plan: Plan, refs: Refs, smem: Any, cta: Any, keys: Any) -> None:
-    """A loading warpgroup: query tiles of every tile of work, in order, and after the first of them
-    its keys, by keys(n, item): their place is still taken when the rings have room again.
-    """
-    group, stages = plan.problem.group, plan.config.stages
+# ---- the producer -------------------------------------------------------------------------------
 
-    def one_item(n, carry):
+
+def produce(ctx: Context, cta: Any, load_keys: Callable[[Any, WorkTile], None]) -> None:
+    """The producer warpgroup loads the query tiles of every work tile, in order, by the rings
+    `smem.q_ring` and `smem.do_ring`. load_keys(n, work) loads the keys of work tile n; it is called
+    after the first query tile, since the keys before them are in use for longer.
+    """
+    plan, refs, smem = ctx
+    group = plan.problem.group
+
+    def one_work_tile(n, carry):
         count, code = carry
-        following = refs.dealt[cta, n + 2]
-        item = item_of(plan, refs, code)
+        following = refs.schedule[cta, n + 2]
+        work = work_tile(plan, refs, code)
 
         def step(i, count):
-            g = lax.div(i, item.steps)
-            head, t = item.kv_head * group + g, item.tile(i - g * item.steps)
-            slot = ring(count, stages)
-            for name, to, numbers, ready, free in (
-                ("q", smem.q, smem.lse, smem.q_ready, smem.q_free),
-                ("do", smem.do, smem.delta, smem.do_ready, smem.do_free),
-            ):
-                wait = functools.partial(plgpu.barrier_wait, free.at[slot])
-                pl.when(count >= stages)(wait)
-                place = (head, t, to.at[slot], numbers.at[slot], ready.at[slot])
-                load_queries(plan, refs, item, name, place)
-            pl.when(i == 0)(functools.partial(keys, n, item))
+            g = lax.div(i, work.steps)
+            head, t = work.kv_head * group + g, work.q_tile(i - g * work.steps)
+            slot = smem.q_ring.slot(count)
+            for name, ring in (("q", smem.q_ring), ("do", smem.do_ring)):
+                ring.acquire(count, slot)
+                _load_q_tile(ctx, work, name, ring, slot, head, t)
+            pl.when(i == 0)(functools.partial(load_keys, n, work))
             return count + 1
 
-        count = lax.fori_loop(0, group * item.steps, step, count)
-        pl.when(item.steps == 0)(functools.partial(keys, n, item))
+        count = lax.fori_loop(0, group * work.steps, step, count)
+        pl.when(work.steps == 0)(functools.partial(load_keys, n, work))
         return count, following
 
-    lax.fori_loop(0, refs.dealt[cta, 0], one_item, (jnp.int32(0), refs.dealt[cta, 1]))
+    count, first = refs.schedule[cta, 0], refs.schedule[cta, 1]
+    lax.fori_loop(0, count, one_work_tile, (jnp.int32(0), first))
 
 
-def load_queries(plan: Plan, refs: Refs, item: Item, name: str, place: Any) -> None:
-    """One query tile of q or dO, and its numbers: place is (head, t, to, numbers to, ready)."""
-    head, t, to, numbers, ready = place
-    block = plan.config.block_q
-    ref, row = getattr(refs, name), getattr(refs, {"q": "lse", "do": "delta"}[name])
-    some = pl.ds(t * block, numbers.shape[0])
-    plgpu.copy_gmem_to_smem(row.at[item.batch, head, some], numbers, ready)
+def _load_q_tile(
+    ctx: Context, work: WorkTile, name: str, ring: Ring, slot: Any, head: Any, t: Any
+) -> None:
+    """Query tile t of q or dO, and with it the lse or the delta of its rows."""
+    block, to, ready = ctx.plan.config.block_q, ring.tiles.at[slot], ring.ready.at[slot]
+    ref, stats = getattr(ctx.refs, name), getattr(ctx.refs, {"q": "lse", "do": "delta"}[name])
+    some = pl.ds(t * block, ring.row_stats.shape[1])
+    plgpu.copy_gmem_to_smem(stats.at[work.batch, head, some], ring.row_stats.at[slot], ready)
 
     def copy(ref, first):
         columns = mosaic.columns(ref, 0, to.shape[-1], head)
-        plgpu.copy_gmem_to_smem(ref.at[item.batch, pl.ds(first, block), head, columns], to, ready)
+        plgpu.copy_gmem_to_smem(ref.at[work.batch, pl.ds(first, block), head, columns], to, ready)
 
-    if item.q_len is None:
+    if work.q_len is None:
         return copy(ref, t * block)
-    cut = (t + 1) * block > item.q_len  # only the last tile may be
-    pl.when(cut)(lambda: copy(getattr(refs, f"{name}_edge"), 0))
+    cut = (t + 1) * block > work.q_len  # only the last tile may be
+    pl.when(cut)(lambda: copy(getattr(ctx.refs, f"{name}_edge"), 0))
     return pl.when(jnp.logical_not(cut))(lambda: copy(ref, t * block))
 
 
-def load_keys(plan: Plan, refs: Refs, item: Item, name: str, place: Any) -> None:
-    """The keys of k or v from `first` on within a tile of work: place is (first, to, ready)."""
-    first, to, ready = place
+def load_kv_tile(ctx: Context, work: WorkTile, name: str, first: int, to: Any, ready: Any) -> None:
+    """The keys of k or v from number `first` of a work tile on, as many as `to` has rows."""
+    plan, refs, _ = ctx
 
     def copy(ref, start):
         rows = pl.ds(start + first, to.shape[0])
-        columns = mosaic.columns(ref, 0, to.shape[-1], item.kv_head)
-        plgpu.copy_gmem_to_smem(ref.at[item.batch, rows, item.kv_head, columns], to, ready)
+        columns = mosaic.columns(ref, 0, to.shape[-1], work.kv_head)
+        plgpu.copy_gmem_to_smem(ref.at[work.batch, rows, work.kv_head, columns], to, ready)
 
     if not plan.has("kv_lengths"):
-        return copy(getattr(refs, name), item.key)
-    cut = item.key + plan.keys > item.kv_len
+        return copy(getattr(refs, name), work.key)
+    cut = work.key + plan.block_kv > work.kv_len
     pl.when(cut)(lambda: copy(getattr(refs, f"{name}_edge"), 0))
-    return pl.when(jnp.logical_not(cut))(lambda: copy(getattr(refs, name), item.key))
+    return pl.when(jnp.logical_not(cut))(lambda: copy(getattr(refs, name), work.key))

@@ -1,16 +1,17 @@
 """dQ of the portable backward by a kernel of its own, or read out of where another kernel added it
 up; and the gradient of a bias.
 
-dQ has the forward's grid and orientation: a block owns 64 query rows (or 128) and walks over the
-key tiles that meet them; the next K and V arrive under this tile's arithmetic, where there is room
+dQ has the forward's grid and orientation: a block owns 64 query rows (or 128) and walks over the kv
+tiles that meet them; the next K and V are loaded under this tile's arithmetic, where there is room
 for them. Nothing is added up in global memory: the same bits each time.
 
-A bias's gradient is dS, summed over what the bias was broadcast over: the walk of
-`dbias`, by tiles of 64 queries by `block_kv` keys.
+A bias's gradient is dS, summed over what the bias was broadcast over: the walk of `dbias`, by tiles
+of 64 queries by `block_kv` keys.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,11 +23,12 @@ from jax import lax
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention import score_mod, sm80_column_stream, tma_operands
+from pallas_attn.kernels.attention.plan import Context, Span
 from pallas_attn.kernels.attention.score_mod import Place
-from pallas_attn.kernels.attention.sm80_common import WholePlan, copy_async, fits
+from pallas_attn.kernels.attention.sm80_common import Copy, WholePlan, copy_async, fits
 from pallas_attn.kernels.flash_bwd import dbias, sm90_dq
 from pallas_attn.kernels.flash_bwd.dbias import Step, Walk
-from pallas_attn.kernels.flash_bwd.plan import Refs
+from pallas_attn.kernels.flash_bwd.plan import Refs, RowStatistics
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang import mosaic, threads
@@ -34,7 +36,7 @@ from pallas_attn.kernels.mma import epilogue, global_accumulate, mma_2x2, mma_sy
 from pallas_attn.kernels.mma.mma_2x2 import WarpGrid
 
 ROWS = attention_plan.ROWS
-STREAMED = 32  # columns at a time, where nothing else has room
+FEWEST_COLUMNS = 32  # at a time, where nothing else has room
 
 
 class Smem(NamedTuple):
@@ -63,8 +65,8 @@ def scratch(plan: WholePlan) -> Smem | sm80_column_stream.Smem:
     return Smem(q, do, buffer(keys, plan.k_width), buffer(keys, plan.v_width))
 
 
-class Cell(NamedTuple):
-    """Where a tile of scores stands."""
+class Rows(NamedTuple):
+    """The query rows of a tile of scores."""
 
     batch: Any
     head: Any
@@ -74,34 +76,48 @@ class Cell(NamedTuple):
     kv_len: Any
 
 
-def _copies(plan: WholePlan, refs: Refs, smem: Smem, cell: Cell, key: Any, slot: Any) -> Any:
-    """(of q and dO, of K and V from `key` on); `key` is at or past the last: zeros."""
-    parts, block = plan.terms, plan.config.block_kv
-    kv_head = lax.div(cell.head, jnp.int32(plan.problem.group))
-    rows, keys = [], []
+class Tile(NamedTuple):
+    """The keys of a tile of scores, and what its rows need."""
+
+    key: Any  # the first
+    needs_mask: Any
+    lse: Any
+    delta: Any
+
+
+def _copies_of_rows(ctx: Context, rows: Rows) -> list[Copy]:
+    """Of q and dO."""
+    plan, refs, smem = ctx
+    copies = []
     for name, width in (("q", plan.k_width), ("do", plan.v_width)):
-        ref = getattr(refs, name)
-        at = (cell.batch, cell.head, cell.row, cell.q_len - cell.row, jnp.int32(0))
-        rows.append(
-            ((getattr(smem, name), ref), at, (plan.tile_rows, ref.shape, parts * width, True))
-        )
+        ref, columns = getattr(refs, name), plan.terms * width
+        at = (rows.batch, rows.head, rows.row, rows.q_len - rows.row, jnp.int32(0))
+        shape = (plan.tile_rows, ref.shape, columns, True)
+        copies.append(Copy((getattr(smem, name), ref), at, shape))
+    return copies
+
+
+def _copies_of_keys(ctx: Context, rows: Rows, key: Any, slot: Any) -> list[Copy]:
+    """Of K and V from `key` on; at or past the last key, zeros."""
+    plan, refs, smem = ctx
+    block, kv_head = plan.config.block_kv, lax.div(rows.head, jnp.int32(plan.problem.group))
+    copies = []
     for name, width in (("k", plan.k_width), ("v", plan.v_width)):
-        ref = getattr(refs, name)
-        at = (cell.batch, kv_head, key, cell.kv_len - key, slot * block)
-        keys.append(((getattr(smem, name), ref), at, (block, ref.shape, parts * width, False)))
-    return rows, keys
+        ref, columns = getattr(refs, name), plan.terms * width
+        at = (rows.batch, kv_head, key, rows.kv_len - key, slot * block)
+        copies.append(Copy((getattr(smem, name), ref), at, (block, ref.shape, columns, False)))
+    return copies
 
 
-def _stream(
-    plan: WholePlan, refs: Refs, smem: Any, cell: Cell, with_dq: bool
-) -> sm80_column_stream.Stream:
+def _stream(ctx: Context, rows: Rows, with_dq: bool) -> sm80_column_stream.Stream:
     """The operands by some columns at a time; a step is said by its first key."""
-    kv_head = lax.div(cell.head, jnp.int32(plan.problem.group))
+    plan, refs, smem = ctx
+    kv_head = lax.div(rows.head, jnp.int32(plan.problem.group))
 
     def rows_of(name, key):
         if name in ("q", "do"):
-            return sm80_column_stream.Rows(cell.batch, cell.head, cell.row, cell.q_len - cell.row)
-        return sm80_column_stream.Rows(cell.batch, kv_head, key, cell.kv_len - key)
+            return sm80_column_stream.Rows(rows.batch, rows.head, rows.row, rows.q_len - rows.row)
+        return sm80_column_stream.Rows(rows.batch, kv_head, key, rows.kv_len - key)
 
     products = [
         sm80_column_stream.Product("q", "k", plan.k_chunks),
@@ -120,40 +136,43 @@ def _products(plan: WholePlan, smem: Smem, first: Any) -> Any:
     yield mma_sync.scores((smem.do, none), (smem.v, first), (*shape, plan.v_width), parts)
 
 
-def _ds(plan: WholePlan, refs: Refs, products: Any, cell: Cell, at: Any) -> Any:
+def _ds(ctx: Context, products: Any, rows: Rows, tile: Tile) -> tuple[Any, Any]:
     """(dS of a tile, float32; softcap's slope or None). `products`: S, then dP, each made when it
-    is wanted; at is (key, masked, lse, delta).
+    is wanted.
     """
-    key, masked, lse, delta = at
-    place = Place(cell.batch, cell.head, cell.row, key, cell.q_offset, cell.kv_len, 0)
-    p, slope = score_mod.probabilities(plan, refs, place, next(products), lse, masked)
-    return p * (next(products) - mosaic.broadcast_rows(delta, p.shape)), slope
+    plan, refs, _ = ctx
+    place = Place(rows.batch, rows.head, rows.row, tile.key, rows.q_offset, rows.kv_len, 0)
+    s, masked = next(products), tile.needs_mask
+    p, slope = score_mod.probabilities(plan, refs, place, s, tile.lse, masked)
+    return p * (next(products) - mosaic.broadcast_rows(tile.delta, p.shape)), slope
 
 
-def _numbers(plan: WholePlan, refs: Refs, cell: Cell) -> list[Any]:
-    rows = pl.ds(cell.row, plan.tile_rows)
-    return [
-        mosaic.load(ref.at[cell.batch, cell.head, rows], mosaic.ROW)
-        for ref in (refs.lse, refs.delta)
+def _row_statistics(ctx: Context, rows: Rows) -> RowStatistics:
+    where = pl.ds(rows.row, ctx.plan.tile_rows)
+    found = [
+        mosaic.load(ref.at[rows.batch, rows.head, where], mosaic.ROW)
+        for ref in (ctx.refs.lse, ctx.refs.delta)
     ]
+    return RowStatistics(*found)
 
 
 def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
-    tile = tile_scheduler.tile_of(plan, refs, refs.dealt[lax.axis_index("cta"), 1])
+    ctx = Context(plan, refs, smem)
+    tile = tile_scheduler.tile_of(plan, refs, refs.schedule[lax.axis_index("cta"), 1])
     length = jnp.int32(plan.problem.q_len)
     q_len = length if tile.q_len is None else tile.q_len
-    cell = Cell(tile.batch, tile.head, tile.row, tile.q_offset, q_len, tile.kv_len)
-    span, numbers = sm90_dq.span_of(plan, refs, tile), _numbers(plan, refs, cell)
+    rows = Rows(tile.batch, tile.head, tile.row, tile.q_offset, q_len, tile.kv_len)
+    span, stats = sm90_dq.span_of(plan, refs, tile), _row_statistics(ctx, rows)
 
     def ds_of(t, products):
         masked = (t < span.full_lo) | (t >= span.full_hi)
-        at = (t * plan.config.block_kv, masked, *numbers)
-        ds, slope = _ds(plan, refs, products, cell, at)
+        tile = Tile(t * plan.config.block_kv, masked, *stats)
+        ds, slope = _ds(ctx, products, rows, tile)
         ds = ds if slope is None else ds * slope
         return mma_sync.parts_of(ds, plan.terms, plan.operand_dtype)
 
-    walk = _walk_of_streams if plan.config.columns else _walk
-    dq = walk(plan, refs, smem, (cell, span), ds_of)
+    mainloop = _mainloop_by_columns if plan.config.columns else _mainloop
+    dq = mainloop(ctx, rows, span, ds_of)
     dq = jax.tree.map(lambda x: x * plan.problem.scale, dq)
     at = (tile.batch, tile.head, tile.row, length - tile.row)
     if plan.config.columns:
@@ -162,20 +181,21 @@ def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
         mma_sync.write(dq.astype(dq_ref.dtype), dq_ref, at)
 
 
-def _walk(plan: WholePlan, refs: Refs, smem: Smem, where: Any, ds_of: Any) -> Any:
-    (cell, span), block = where, plan.config.block_kv
-    copies = functools.partial(_copies, plan, refs, smem, cell)
-    rows, keys = copies(span.lo * block, jnp.int32(0))
-    ahead = plan.config.stages > 1
-    copy_async(*rows, *(keys if ahead else ()), pending=None)
+def _mainloop(ctx: Context, rows: Rows, span: Span, ds_of: Callable[..., Any]) -> Any:
+    """dQ of a block's rows; ds_of(t, products) gives dS of kv tile t."""
+    plan, _, smem = ctx
+    block, ahead = plan.config.block_kv, plan.config.stages > 1
+    copies = functools.partial(_copies_of_keys, ctx, rows)
+    first = [*_copies_of_rows(ctx, rows), *(copies(span.lo * block, jnp.int32(0)) if ahead else ())]
+    copy_async(*first, pending=None)
 
     def step(t, dq):
         slot = (t - span.lo) & 1 if ahead else jnp.int32(0)
-        following = jnp.where(t + 1 < span.hi, (t + 1) * block, cell.kv_len)
+        following = jnp.where(t + 1 < span.hi, (t + 1) * block, rows.kv_len)
         if ahead:
-            copy_async(*copies(following, 1 - slot)[1], pending=0)
+            copy_async(*copies(following, 1 - slot), pending=0)
         else:
-            copy_async(*copies(t * block, slot)[1], pending=None, sync=True)
+            copy_async(*copies(t * block, slot), pending=None, sync=True)
             copy_async(pending=0)
         ds = ds_of(t, _products(plan, smem, slot * block))
         return mma_sync.matmul_add(dq, ds, smem.k, slot * block, plan.k_width)
@@ -184,13 +204,14 @@ def _walk(plan: WholePlan, refs: Refs, smem: Smem, where: Any, ds_of: Any) -> An
     return lax.fori_loop(span.lo, span.hi, step, nothing)
 
 
-def _walk_of_streams(plan: WholePlan, refs: Refs, smem: Any, where: Any, ds_of: Any) -> Any:
-    (cell, span), block = where, plan.config.block_kv
-    stream = _stream(plan, refs, smem, cell, True)
+def _mainloop_by_columns(ctx: Context, rows: Rows, span: Span, ds_of: Callable[..., Any]) -> Any:
+    """`_mainloop`, where operands come by some columns at a time."""
+    plan, block = ctx.plan, ctx.plan.config.block_kv
+    stream = _stream(ctx, rows, True)
     stream.begin(span.lo * block)
 
     def step(t, dq):
-        following = jnp.where(t + 1 < span.hi, (t + 1) * block, cell.kv_len)
+        following = jnp.where(t + 1 < span.hi, (t + 1) * block, rows.kv_len)
         walk = stream.step(t - span.lo, t * block, following)
         ds = ds_of(t, (walk.scores() for _ in range(2)))
         return walk.weigh(dq, ds)
@@ -199,7 +220,7 @@ def _walk_of_streams(plan: WholePlan, refs: Refs, smem: Any, where: Any, ds_of: 
 
 
 def dq_of(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Any:
-    """dq, of the operands of a kernel over key tiles."""
+    """dq, of the operands of a kernel over kv tiles."""
     problem = plan.problem
     sizes = (problem.batch, problem.q_len, problem.q_heads, problem.head_dim)
     if columns := plan.config.columns:
@@ -217,10 +238,10 @@ def dq_of(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Any:
 
 
 def _by_rows(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Refs:
-    """The operands of a kernel over key tiles, made those of one over query tiles."""
+    """The operands of a kernel over kv tiles, made those of one over query tiles."""
     problem, block = plan.problem, plan.config.block_kv
     rows, keys = plan.padded_rows, tma_operands.round_up(problem.kv_len, block)
-    fields: dict[str, Any] = {"dealt": jnp.asarray(tile_scheduler.schedule(plan)), "dq": None}
+    fields: dict[str, Any] = {"schedule": jnp.asarray(tile_scheduler.schedule(plan)), "dq": None}
     fields |= tma_operands.over_scores(inputs, rows, keys) | tma_operands.segment_ids(
         inputs, rows, keys
     )
@@ -265,7 +286,7 @@ def _clear(after: Any, out: Any, *, words: int) -> None:
 
 
 def collected(plan: Any, dq: Any) -> Any:
-    """dq from what a kernel over key tiles has added up."""
+    """dq from what a kernel over kv tiles added up."""
     problem = plan.problem
     sizes = (problem.batch, problem.q_len, problem.q_heads, problem.head_dim)
     stage: tuple[Any, ...] = ()
@@ -305,33 +326,33 @@ def _collect(dq: Any, out: Any, *stage: Any, plan: Any) -> None:
 
 
 def _bias_kernel(refs: Refs, out: Any, smem: Smem, *, plan: WholePlan, walk: Walk) -> None:
-    number, part = lax.axis_index("cell"), lax.axis_index("part")
+    ctx = Context(plan, refs, smem)
+    block = dbias.Block(lax.axis_index("tile"), lax.axis_index("part"))
     shape = (ROWS, plan.config.block_kv)
 
     def one(i, acc):
-        step = dbias.step_of(plan, refs, walk, number, part * walk.steps + i)
-        return lax.cond(step.live, lambda: acc + _of_step(plan, refs, smem, step), lambda: acc)
+        step = dbias.step_of(plan, refs, walk, block.bias_tile, block.part * walk.steps + i)
+        return lax.cond(step.live, lambda: acc + _ds_of_step(ctx, step), lambda: acc)
 
     acc = lax.fori_loop(0, walk.steps, one, mosaic.filled(shape, 0.0))
-    batch, head, row, key = dbias.corner_of(walk, number, shape)
-    mosaic.store(out.at[part, batch, head, pl.ds(row, ROWS), pl.ds(key, shape[1])], acc)
+    mosaic.store(out.at[dbias.store_place(walk, block, shape)], acc)
 
 
-def _of_step(plan: WholePlan, refs: Refs, smem: Smem, step: Step) -> Any:
+def _ds_of_step(ctx: Context, step: Step) -> Any:
+    plan, _, smem = ctx
     q_len = jnp.int32(0) + step.q_len
-    cell = Cell(step.batch, step.head, step.row, step.q_offset, q_len, step.kv_len)
+    rows = Rows(step.batch, step.head, step.row, step.q_offset, q_len, step.kv_len)
     if plan.config.columns:
-        stream = _stream(plan, refs, smem, cell, False)
+        stream = _stream(ctx, rows, False)
         stream.begin(step.key, sync=True)
         walk = stream.step(jnp.int32(0), step.key, None)
         products: Any = (walk.scores() for _ in range(2))
     else:
-        rows, keys = _copies(plan, refs, smem, cell, step.key, jnp.int32(0))
-        copy_async(*rows, *keys, pending=None, sync=True)
+        keys = _copies_of_keys(ctx, rows, step.key, jnp.int32(0))
+        copy_async(*_copies_of_rows(ctx, rows), *keys, pending=None, sync=True)
         copy_async(pending=0)
         products = _products(plan, smem, jnp.int32(0))
-    at = (step.key, True, *_numbers(plan, refs, cell))
-    return _ds(plan, refs, products, cell, at)[0]
+    return _ds(ctx, products, rows, Tile(step.key, True, *_row_statistics(ctx, rows)))[0]
 
 
 def _bias_plan(problem: AttentionProblem, config: Any) -> WholePlan:
@@ -340,7 +361,7 @@ def _bias_plan(problem: AttentionProblem, config: Any) -> WholePlan:
     def of(keys: int, columns: int) -> WholePlan:
         return WholePlan(problem, flash_fwd_sm80.Config(1, keys, 1, columns=columns))
 
-    choices = [of(config.dq_block_kv, config.columns), of(32, 0), of(16, 0), of(32, STREAMED)]
+    choices = [of(config.dq_block_kv, config.columns), of(32, 0), of(16, 0), of(32, FEWEST_COLUMNS)]
     return next(one for one in choices if fits(problem, _bytes_of, one))
 
 
@@ -353,14 +374,12 @@ def dbias_of(problem: AttentionProblem, config: Any, inputs: AttentionInputs, re
     """The cotangent of inputs.bias."""
     plan = _bias_plan(problem, config)
     walk = dbias.walk_of(plan)
-    q_tiles, key_tiles = walk.cells[2:]
-    sizes = (walk.parts, *walk.cells[:2], q_tiles * ROWS, key_tiles * plan.config.block_kv)
     kernel = plgpu.kernel(
         functools.partial(_bias_kernel, plan=plan, walk=walk),
-        out_type=jax.ShapeDtypeStruct(sizes, jnp.float32),
+        out_type=jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32),
         scratch_types=(scratch(plan),),
-        grid=(math.prod(walk.cells), walk.parts),
-        grid_names=("cell", "part"),
+        grid=(math.prod(walk.bias_tiles), walk.parts),
+        grid_names=("tile", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_bwd_dbias_sm80",
     )

@@ -1,14 +1,13 @@
-"""Flash attention backward for Hopper, bfloat16, float16 and float32: the choice of kernels.
+"""Flash attention backward for Hopper, bfloat16, float16 and float32: the choice between kernels.
 
-  sm90_fused   dq, dk and dv by one kernel with five matmuls a tile, which adds dq up in global
-               memory
-  sm90_dkdv, sm90_dq   dk and dv by one kernel and dq by another, seven matmuls a tile: head dims
-               above 128, float32, short sequences, and where bits must repeat. dk and dv of head
-               dims up to 128 come from `sm90_fused`, which then makes no dq
-  sm90_window  dq, dk and dv by one kernel that adds nothing up in global memory: short windows
-  dbias        the gradient of a bias, by a kernel of its own, beside any of these
-
-XLA makes `delta` before them, and reads their results out.
+sm90_fused   dq, dk and dv by one kernel with five matmuls a tile, which adds dq up in global
+             memory
+sm90_dkdv, sm90_dq   dk and dv by one kernel and dq by another, seven matmuls a tile: head dims
+             above 128, float32, short sequences, and where bits must repeat. For bfloat16 and
+             float16 of head dims up to 128 `sm90_fused` makes dk and dv, and no dq
+sm90_window  dq, dk and dv by one kernel that adds nothing up in global memory: short causal
+             windows
+dbias        the gradient of a bias, by a kernel of its own, after any of these
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.flash_bwd import dbias, sm90_dkdv, sm90_dq, sm90_fused, sm90_window
 from pallas_attn.kernels.flash_bwd import plan as shared
-from pallas_attn.kernels.flash_bwd.plan import ROWS, Plan
+from pallas_attn.kernels.flash_bwd.plan import ROWS, Plan, Residuals
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.lang.config import check
 
@@ -34,15 +33,15 @@ class Config:
 
     block_q: int = 64
     stages: int = 2
-    fused: bool = True  # dq is added up in global memory; else, and if dims are wide, see `_dq`
-    section: int = 0  # heads whose tiles of work are taken together; 0: see Plan.section
-    ctas: int = 132  # blocks; 0: one a tile of work
-    dq_block_kv: int = 64  # of the kernel for dq alone
-    dq_stages: int = 2
-    lag: int = 1  # steps between dS and its dQ: 2, of query tiles of 64, let warpgroups drift apart
-    dq_warpgroups: int = 2
-    held: bool = False  # half of K in registers: head dims up to 128, query tiles of 64
-    band: bool = False  # all by one kernel, which takes few problems: see `sm90_window`
+    fused: bool = True  # dq is added up in global memory, where `sm90_fused` can
+    section: int = 0  # heads whose work tiles are scheduled together; 0: see Plan.section
+    ctas: int = 132  # blocks; 0: one a work tile
+    dq_block_kv: int = 64  # of `sm90_dq`
+    dq_stages: int = 2  # of `sm90_dq`
+    dq_lag: int = 1  # steps between dS and its dQ: with 2, warpgroups wait less for each other
+    dq_warpgroups: int = 2  # of `sm90_dq`
+    k_in_registers: bool = False  # half of K, where head dims are above 64, query tiles of 64
+    window: bool = False  # all by `sm90_window`, which takes few problems
 
     def __post_init__(self):
         blocks = (64, 128) if self.fused else (16, 32, 64, 128)
@@ -55,7 +54,7 @@ class Config:
             ctas=(self.ctas >= 0, "at least 0"),
             dq_block_kv=(self.dq_block_kv in (32, 64, 128), "32, 64 or 128"),
             dq_stages=(self.dq_stages >= 2, "at least 2"),
-            lag=(self.lag in lags, " or ".join(map(str, lags))),
+            dq_lag=(self.dq_lag in lags, " or ".join(map(str, lags))),
             dq_warpgroups=(self.dq_warpgroups in (1, 2, 3), "1, 2 or 3"),
         )
 
@@ -65,16 +64,16 @@ class Config:
         if problem.dtype == "float32":
             return _float32(problem)
         if sm90_window.takes(problem):
-            return cls(band=True)
+            return cls(window=True)
         if is_wide(problem):
             return _wide(problem)
-        config = cls(dq_stages=3, lag=2, held=True)
+        config = cls(dq_stages=3, dq_lag=2, k_in_registers=True)
         if max(problem.head_dim, problem.v_head_dim) <= 64:
             config = cls(128, dq_stages=4, dq_warpgroups=3)
-        # A float32 dq is set to 0 before and rounded after, which few query rows a key do not pay
-        # for. Nor is it for blocks that add to more of it at a time than L2 holds.
+        # A float32 dq is set to 0 before and rounded after, which costs more than it saves where
+        # keys meet few query rows, or blocks add to more of it at a time than L2 holds.
         plan = plan_of(problem, config)
-        return dataclasses.replace(config, fused=plan.reach > 512 and not plan.scattered)
+        return dataclasses.replace(config, fused=plan.mean_q_rows > 512 and not plan.exceeds_l2)
 
 
 def is_wide(problem: AttentionProblem) -> bool:
@@ -89,7 +88,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
 
 
 def _wide(problem: AttentionProblem) -> Config:
-    """As many tiles on their way as fit: two warpgroups hold a query tile, one after the other."""
+    """As many stages as fit: both warpgroups use a query tile, one after the other."""
     best = Config(fused=False)
     for stages in (3, 4):
         config = dataclasses.replace(best, stages=stages)
@@ -100,7 +99,7 @@ def _wide(problem: AttentionProblem) -> Config:
     return config if fits else best
 
 
-# Of float32, the largest first: warpgroups, keys of a tile, stages.
+# Of `sm90_dq` in float32, the largest first: warpgroups, keys of a tile, stages.
 _DQ_TILES = ((2, 64, 3), (2, 64, 2), (2, 32, 2), (1, 32, 2))
 
 
@@ -127,7 +126,7 @@ def _float32(problem: AttentionProblem) -> Config:
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     """Of the kernel that needs most."""
     plan = plan_of(problem, config)
-    if config.band:
+    if config.window:
         return 2 * (sm90_window.buffer_bytes(plan) + sm90_window.RESERVED)
     most = (sm90_dkdv if is_wide(problem) else sm90_fused).buffer_bytes(plan)
     if not _is_fused(problem, config):
@@ -136,9 +135,9 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 
 
 def plan_of(problem: AttentionProblem, config: Config) -> Plan:
-    if config.band:
+    if config.window:
         if not sm90_window.takes(problem):
-            raise ValueError(f"Config.band: not for {problem}")
+            raise ValueError(f"Config.window must be False for {problem}")
         return Plan(problem, dataclasses.replace(config, block_q=ROWS), ROWS)
     return Plan(problem, config, sm90_dkdv.KEYS if is_wide(problem) else sm90_fused.KEYS)
 
@@ -159,17 +158,17 @@ def _is_fused(problem: AttentionProblem, config: Config) -> bool:
 
 def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
-    inputs, *rest = residuals
-    plan = plan_of(problem, config)
-    # Whole tiles, of either size, and what is read of numbers beyond the last.
+    residuals, plan = Residuals(*residuals), plan_of(problem, config)
+    inputs, dq_plan = residuals.inputs, _dq_plan(problem, config)
+    # Whole tiles, of either size, and what is read of row statistics beyond the last.
     rows = tma_operands.round_up(problem.q_len + max(0, 32 - config.block_q), 2 * ROWS)
-    rows = max(rows, _dq_plan(problem, config).padded_rows)
-    if config.band:
+    rows = max(rows, dq_plan.padded_rows)
+    if config.window:
         rows = sm90_window.padded_rows(problem)
-    stats = shared.row_numbers(plan, rows, inputs, rest)
-    refs = shared.operands_of(plan, inputs, rest[2], stats)
+    stats = shared.row_statistics(plan, rows, residuals)
+    refs = shared.operands(plan, residuals, stats)
     dq = None
-    if config.band:
+    if config.window:
         dq, dk, dv = sm90_window.dq_dk_dv(plan, refs)
         dq = dq[:, : problem.q_len, :, : problem.head_dim]
     elif is_wide(problem):
@@ -179,15 +178,15 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
     else:
         dk, dv = sm90_fused.dk_dv(plan, refs)
     if dq is None:
-        by_rows, refs = _dq_plan(problem, config), shared.after(refs, dk)
-        dq = sm90_dq.dq_of(by_rows, sm90_dq.operands_of(by_rows, inputs, refs))
+        refs = shared.ordered_after(refs, dk)
+        dq = sm90_dq.dq_of(dq_plan, sm90_dq.operands_of(dq_plan, inputs, refs))
     dk = dk[:, : problem.kv_len, :, : problem.head_dim]
     dv = dv[:, : problem.kv_len, :, : problem.v_head_dim]
     others = {}
     if inputs.bias is not None:
-        by_tiles = dbias.plan_of(problem, flash_fwd_sm90.Config)
-        by_tiles_refs = sm90_dq.operands_of(by_tiles, inputs, shared.after(refs, dq))
-        others["bias"] = dbias.dbias_of(by_tiles, inputs, by_tiles_refs)
+        bias_plan = dbias.plan_of(problem, flash_fwd_sm90.Config)
+        bias_refs = sm90_dq.operands_of(bias_plan, inputs, shared.ordered_after(refs, dq))
+        others["bias"] = dbias.dbias_of(bias_plan, inputs, bias_refs)
     if inputs.sinks is not None:
-        others["sinks"] = shared.dsinks(inputs.sinks, rest[1], stats[1][:, :, : problem.q_len])
+        others["sinks"] = shared.dsinks(residuals, stats)
     return AttentionInputs(q=dq, k=dk, v=dv, **others)

@@ -2,24 +2,25 @@
 registers together: head dims above 128, and float32, where 128 keys would not fit in shared memory
 either. dQ is a kernel of its own there, `sm90_dq`.
 
-A block owns 64 keys. Its two computing warpgroups share the matmuls instead of the keys: the first
-makes S^T, P^T and dV, the second dP^T, dS^T and dK. All that passes between them is P, through
-shared memory, one way: they drift apart by up to a query tile or two, so that one is busy with
-exponents while the other's matmuls run. In each, the matmul for its gradient is a query tile
-behind, see `_walk`.
+A block owns 64 keys. Its two consumer warpgroups share the matmuls instead of the keys: the first
+computes S^T, P^T and dV, the second dP^T, dS^T and dK. All that passes between them is P, through
+shared memory, one way: the first may be ahead by up to a query tile or two, so that one is busy
+with exponents while the matmuls of the other run. In each, the matmul for its gradient is a query
+tile behind, see `_mainloop`.
 
-Grid, tiles of work and rings of query tiles are those of `flash_bwd_sm90`.
+Grid, work tiles and rings of query tiles are those of `sm90_fused`.
 
 Shared memory, and who owns it when:
-  k, v               k is read by the first warpgroup and then carries dv off, v by the second and
-                     then carries dk; each is `free` when it has. In float32 dk and dv go straight
-                     from registers to global memory
-  q, do [stages]     rings of query tiles; both warpgroups let go of each
-  p [1 or 2]         P^T in float32, as the threads of the one hold it and the other's want it
+  k, v               k is read by the first warpgroup, which then stores dv from there; v by the
+                     second, which then stores dk. In float32 dk and dv go straight from registers
+                     to global memory
+  q, do [stages]     rings of query tiles, released by both warpgroups
+  p [1 or 2]         a ring of P^T in float32, from the first warpgroup to the second, in the order
+                     in which threads hold it
 """
 
 import functools
-import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,15 +30,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention import score_mod, tma_operands
+from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.flash_bwd import float32 as bwd_float32
 from pallas_attn.kernels.flash_bwd import plan as shared
-from pallas_attn.kernels.flash_bwd.float32 import times
-from pallas_attn.kernels.flash_bwd.plan import ROWS, Item, Plan, Refs, across
+from pallas_attn.kernels.flash_bwd.float32 import scaled
+from pallas_attn.kernels.flash_bwd.plan import (
+    ROWS,
+    KeyGradients,
+    Plan,
+    Refs,
+    Ring,
+    WorkTile,
+    per_column,
+)
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import wgmma
 
-KEYS = ROWS  # of a tile of work
-ROOM = 228 * 1024  # of shared memory, but for what is small
+KEYS = ROWS  # of a work tile
+ROOM = 228 * 1024  # bytes of shared memory for k, v, q, do and p
 
 
 class Smem(NamedTuple):
@@ -59,14 +69,27 @@ class Smem(NamedTuple):
     p_ready: Any
     p_free: Any
 
+    @property
+    def q_ring(self) -> Ring:
+        return Ring(self.q, self.q_ready, self.q_free, self.lse)
+
+    @property
+    def do_ring(self) -> Ring:
+        return Ring(self.do, self.do_ready, self.do_free, self.delta)
+
+    @property
+    def p_ring(self) -> Ring:
+        return Ring(self.p, self.p_ready, self.p_free)
+
 
 def scratch(plan: Plan) -> Smem:
+    """Shared memory, described once: `dk_dv` launches it, `smem_bytes` adds it up."""
     config, barrier = plan.config, plgpu.Barrier
     stages, block = config.stages, config.block_q
-    numbers = plgpu.SMEM((stages, max(block, 32)), jnp.float32)  # TMA writes to whole 128 bytes
+    row_stats = plgpu.SMEM((stages, max(block, 32)), jnp.float32)  # TMA writes to whole 128 bytes
     row = plan.scores.bytes * plan.k_width + plan.values.bytes * plan.v_width
     room = ROOM - (mosaic.REDUCTION_BYTES if plan.exact else 0)
-    turns = 2 if 2 * 4 * KEYS * block <= room - (KEYS + stages * block) * row else 1
+    p_stages = 2 if 2 * 4 * KEYS * block <= room - (KEYS + stages * block) * row else 1
     k_columns, v_columns = plan.scores.terms * plan.k_width, plan.values.terms * plan.v_width
     k_dtype, v_dtype = plan.scores.dtype, plan.values.dtype
     return Smem(
@@ -74,9 +97,9 @@ def scratch(plan: Plan) -> Smem:
         v=mosaic.swizzled((1, KEYS, v_columns), v_dtype, plan.v_swizzle),
         q=mosaic.swizzled((stages, block, k_columns), k_dtype, plan.k_swizzle),
         do=mosaic.swizzled((stages, block, v_columns), v_dtype, plan.v_swizzle),
-        p=mosaic.swizzled((turns, KEYS, block), jnp.float32, 128 if block % 32 == 0 else 64),
-        lse=numbers,
-        delta=numbers,
+        p=mosaic.swizzled((p_stages, KEYS, block), jnp.float32, 128 if block % 32 == 0 else 64),
+        lse=row_stats,
+        delta=row_stats,
         k_ready=barrier(),
         v_ready=barrier(),
         k_free=barrier(),
@@ -85,56 +108,63 @@ def scratch(plan: Plan) -> Smem:
         do_ready=barrier(num_barriers=stages, num_arrivals=2),
         q_free=barrier(num_barriers=stages, num_arrivals=2),
         do_free=barrier(num_barriers=stages, num_arrivals=2),
-        p_ready=barrier(num_barriers=turns),
-        p_free=barrier(num_barriers=turns),
+        p_ready=barrier(num_barriers=p_stages),
+        p_free=barrier(num_barriers=p_stages),
     )
 
 
 def buffer_bytes(plan: Plan) -> int:
-    buffers = scratch(plan)[:7]
-    whole = sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
-    return whole + (mosaic.REDUCTION_BYTES if plan.exact else 0)
+    return mosaic.bytes_of(scratch(plan)) + (mosaic.REDUCTION_BYTES if plan.exact else 0)
 
 
-# ---- loading ------------------------------------------------------------------------------------
+# ---- the producer -------------------------------------------------------------------------------
 
 
-def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
-    """The loading warpgroup: keys and query tiles of every tile of work, in order."""
+def _produce(ctx: Context, cta: Any) -> None:
+    """The producer warpgroup: keys and query tiles of every work tile, in order."""
+    smem = ctx.smem
 
-    def keys(n, item):
+    def load_keys(n, work):
         for name, to, ready, free in (
             ("k", smem.k.at[0], smem.k_ready, smem.k_free),
             ("v", smem.v.at[0], smem.v_ready, smem.v_free),
         ):
             pl.when(n > 0)(functools.partial(plgpu.barrier_wait, free))
-            shared.load_keys(plan, refs, item, name, (0, to, ready))
+            shared.load_kv_tile(ctx, work, name, 0, to, ready)
 
-    shared.load_all(plan, refs, smem, cta, keys)
-
-
-# ---- computing ----------------------------------------------------------------------------------
+    shared.produce(ctx, cta, load_keys)
 
 
-class Side(NamedTuple):
-    """What one of the two warpgroups works with."""
+# ---- the consumers ------------------------------------------------------------------------------
+
+
+class Role(NamedTuple):
+    """What one of the two consumer warpgroups works with: it multiplies its keys with the tiles of
+    one ring, and what it makes of the product with the tiles of the other, for its gradient.
+    """
 
     keys: Any  # k or v, [1, KEYS, columns]
-    first: Any  # the ring whose tiles meet the keys: q or dO
-    first_ready: Any
-    first_free: Any
-    second: Any  # the ring whose tiles the gradient is made of: dO or q
-    second_ready: Any
-    second_free: Any
-    numbers: Any  # that come with the first ring: lse or delta
-    kinds: tuple[wgmma.Kind, wgmma.Kind]  # of what the first ring and the second hold
-    swizzle: int  # of the second ring
-    spread: float  # of the gradient's left operand
-    early: bool  # in which order its matmuls are issued: see `_walk`
+    product: Ring  # q or dO
+    product_kind: wgmma.Kind
+    gradient: Ring  # dO or q
+    gradient_kind: wgmma.Kind
+    gradient_swizzle: int
+    left_scale: float  # of the left operand of the gradient's matmul
+    gradient_first: bool  # in which order matmuls are issued: see `_mainloop`
 
 
-def _both(acc: Any, shape: tuple[int, int], start: Any) -> tuple[Any, Any]:
-    """Two matmuls to their end: acc with one's result added, and the other's; start(other, one)."""
+class QTile(NamedTuple):
+    """A query tile of a work tile."""
+
+    head: Any
+    t: Any
+    count: Any  # its number, over all work tiles
+
+
+def _two_matmuls(acc: Any, shape: tuple[int, int], start: Any) -> tuple[Any, Any]:
+    """Two matmuls to their end: acc with the result of one added, and the result of the other;
+    start(other, one) issues them.
+    """
 
     def body(state):
         one, out = state
@@ -148,212 +178,230 @@ def _both(acc: Any, shape: tuple[int, int], start: Any) -> tuple[Any, Any]:
     return pl.run_state(body)((plgpu.ACC.init(acc), mosaic.filled(shape, 0.0)))
 
 
-def _keys_of(side: Side, number: Any) -> tuple[Any, ...]:
+def _keys_of(role: Role, count: Any) -> tuple[Any, ...]:
     at: Any = 0
-    if side.keys.shape[-1] > 256:
-        at = mosaic.opaque_zero(number)  # else addresses are computed early and spilled
-    return wgmma.terms_of_smem(side.keys.at[at], side.kinds[0])
+    if role.keys.shape[-1] > 256:
+        at = mosaic.opaque_zero(count)  # else addresses are computed early and spilled
+    return wgmma.terms_of_smem(role.keys.at[at], role.product_kind)
 
 
-def _walk(plan: Plan, side: Side, item: Item, count: Any, work: Any) -> tuple[Any, Any]:
-    """Gradient of the keys over all query tiles; work((head, t, number), product, numbers) makes
-    the left operand of its matmul, float32.
+def _mainloop(
+    plan: Plan, role: Role, work: WorkTile, count: Any, make_left: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """The gradient of the keys over all query tiles, and the new count of query tiles.
+    make_left(q_tile, product, row_stats) makes the left operand of its matmul, float32.
 
-    `side.early`: the gradient of the tile before is issued ahead of this tile's product, and the
-    query tile that it is made of let go of at once. Else it runs under the arithmetic on this tile,
-    but holds its own until that is done, which in the second warpgroup waits for the first: at head
-    dim 256, with room for two query tiles, the one after next then came late for every step. Where
-    float32's bits are owed the gradient comes first, too, and the product behind its last part.
+    `role.gradient_first`: the gradient of the tile before is issued ahead of this tile's product,
+    and the tile that it is made of released at once. Else it runs under the arithmetic on this
+    tile, but is in use until that is done, which in the second warpgroup waits for the first: at
+    head dim 256, with room for two query tiles, the one after next then came late for every step.
+    Where float32's bits are owed the gradient comes first, too, and the product behind its last
+    part.
     """
-    group, (kind, gradient_kind) = plan.problem.group, side.kinds
-    shape, columns = (KEYS, plan.config.block_q), side.second.shape[-1] // gradient_kind.terms
-    left_of = functools.partial(bwd_float32.left, plan, spread=side.spread)
-    added = functools.partial(bwd_float32.added, plan)
-    keys = functools.partial(_keys_of, side)
+    group, kind, gradient_kind = plan.problem.group, role.product_kind, role.gradient_kind
+    shape = KEYS, plan.config.block_q
+    columns = role.gradient.tiles.shape[-1] // gradient_kind.terms
+    to_left = functools.partial(bwd_float32.left_operand, plan, by=role.left_scale)
+    keys = functools.partial(_keys_of, role)
+    slot_of, release = role.product.slot, role.gradient.release
 
-    def slot_of(number):
-        return shared.ring(number, plan.config.stages)
-
-    def arithmetic(i, number, value):
-        g = lax.div(i, item.steps)
-        slot = slot_of(number)
-        numbers = mosaic.load(side.numbers.at[slot, pl.ds(0, shape[1])], mosaic.COLUMN)
-        at = item.kv_head * group + g, item.tile(i - g * item.steps), number
-        left = work(at, value, numbers)
-        plgpu.barrier_arrive(side.first_free.at[slot])
+    def left_of(i, count, value):
+        g = lax.div(i, work.steps)
+        slot = slot_of(count)
+        stats = role.product.row_stats.at[slot, pl.ds(0, shape[1])]
+        row_stats = mosaic.load(stats, mosaic.COLUMN)
+        q_tile = QTile(work.kv_head * group + g, work.q_tile(i - g * work.steps), count)
+        left = make_left(q_tile, value, row_stats)
+        role.product.release(slot)
         return left
 
     def product(slot):
-        plgpu.barrier_wait(side.first_ready.at[slot])
-        return wgmma.transposed(wgmma.terms_of_smem(side.first.at[slot], kind))
+        role.product.wait(slot)
+        return wgmma.transposed(wgmma.terms_of_smem(role.product.tiles.at[slot], kind))
 
     def gradient(slot):
-        plgpu.barrier_wait(side.second_ready.at[slot])
-        return wgmma.terms_of_smem(side.second.at[slot], gradient_kind)
+        role.gradient.wait(slot)
+        return wgmma.terms_of_smem(role.gradient.tiles.at[slot], gradient_kind)
 
     def some(count):
         slot = slot_of(count)
         first = wgmma.matmul(shape, keys(count), product(slot))
-        left = left_of(arithmetic(0, count, first))
+        left = to_left(left_of(0, count, first))
         acc = mosaic.filled((KEYS, columns), 0.0)
 
         def step(i, carry):
-            acc, left, number = carry
-            slot, before = slot_of(number), slot_of(number - 1)
+            acc, left, count = carry
+            slot, before = slot_of(count), slot_of(count - 1)
 
-            def start(product_acc, acc_ref):
-                wgmma.multiply(product_acc, keys(number), product(slot))
+            def product_first(product_acc, acc_ref):
+                wgmma.multiply(product_acc, keys(count), product(slot))
                 wgmma.multiply(acc_ref, left, gradient(before))
 
-            finish = functools.partial(arithmetic, i, number)
-            if side.early:
+            def gradient_first(product_acc, acc_ref):
+                wgmma.multiply(acc_ref, left, gradient(before))
+                wgmma.multiply(product_acc, keys(count), product(slot))
+                plgpu.wgmma_wait(1)
+                release(before)
 
-                def started(product_acc, acc_ref):
-                    wgmma.multiply(acc_ref, left, gradient(before))
-                    wgmma.multiply(product_acc, keys(number), product(slot))
-                    plgpu.wgmma_wait(1)
-                    plgpu.barrier_arrive(side.second_free.at[before])
-
-                acc, value = _both(acc, shape, started)
-                return acc, left_of(finish(value)), number + 1
+            finish = functools.partial(left_of, i, count)
+            if role.gradient_first:
+                acc, value = _two_matmuls(acc, shape, gradient_first)
+                return acc, to_left(finish(value)), count + 1
             if plan.exact:
-                (*parts, powers), both = left, lambda: (keys(number), product(slot))
-                some = (acc, parts, gradient(before), side.swizzle, (None, powers))
+                (*parts, powers), both = left, lambda: (keys(count), product(slot))
+                some = (acc, parts, gradient(before), role.gradient_swizzle, (None, powers))
                 acc, value = wgmma.exact_matmul_add_overlapped(*some, shape, both)
-                plgpu.barrier_arrive(side.second_free.at[before])
-                return acc, left_of(finish(value)), number + 1
+                release(before)
+                return acc, to_left(finish(value)), count + 1
             behind = wgmma.products(plan.values.terms, gradient_kind.terms)
-            acc, left = wgmma.overlapped(acc, mosaic.filled(shape, 0.0), start, finish, behind)
-            plgpu.barrier_arrive(side.second_free.at[before])
-            return acc, left_of(left), number + 1
+            zeros = mosaic.filled(shape, 0.0)
+            acc, left = wgmma.overlapped(acc, zeros, product_first, finish, behind)
+            release(before)
+            return acc, to_left(left), count + 1
 
-        acc, left, end = lax.fori_loop(1, group * item.steps, step, (acc, left, count + 1))
+        acc, left, end = lax.fori_loop(1, group * work.steps, step, (acc, left, count + 1))
         last = slot_of(end - 1)
-        acc = added(acc, left, gradient(last), side.swizzle)
-        plgpu.barrier_arrive(side.second_free.at[last])
+        acc = bwd_float32.matmul_add(plan, acc, left, gradient(last), role.gradient_swizzle)
+        release(last)
         return acc, end
 
     def none(count):
         return mosaic.filled((KEYS, columns), 0.0), count
 
-    return lax.cond(item.steps > 0, some, none, count)
+    return lax.cond(work.steps > 0, some, none, count)
 
 
-def _values(plan: Plan, refs: Refs, smem: Smem, item: Item, count: Any) -> tuple[Any, Any]:
+def _make_dv(ctx: Context, work: WorkTile, count: Any) -> tuple[Any, Any]:
     """The first warpgroup: P, for the other too, and dV."""
-    units = bwd_float32.units_of(refs, item.batch, item.kv_head)
-    side = Side(
-        *(smem.k, smem.q, smem.q_ready, smem.q_free, smem.do, smem.do_ready, smem.do_free),
-        numbers=smem.lse,
-        kinds=(plan.scores, plan.values),
-        swizzle=plan.v_swizzle,
-        spread=bwd_float32.SPREAD,
-        early=plan.values.terms == 1 and not plan.problem.mask.is_full,  # by measurement
+    plan, refs, smem = ctx
+    units, ring = bwd_float32.units_of(refs, work.batch, work.kv_head), smem.p_ring
+    role = Role(
+        keys=smem.k,
+        product=smem.q_ring,
+        product_kind=plan.scores,
+        gradient=smem.do_ring,
+        gradient_kind=plan.values,
+        gradient_swizzle=plan.v_swizzle,
+        left_scale=bwd_float32.SPREAD,
+        gradient_first=plan.values.terms == 1 and not plan.problem.mask.is_full,  # by measurement
     )
 
-    def work(at, s, lse):
-        head, t, number = at
-        turns = smem.p.shape[0]
-        turn = shared.ring(number, turns)
-        place = shared.place_of(item, head, t, item.key, plan.config.block_q)
-        s, masked = times(s, units.scores), shared.masked(plan, item, t)
+    def make_p(q_tile, s, lse):
+        slot = ring.slot(q_tile.count)
+        place = shared.place_of(work, q_tile.head, q_tile.t, work.key, plan.config.block_q)
+        s, masked = scaled(s, units.scores), shared.needs_mask(plan, work, q_tile.t)
         p, slope = score_mod.probabilities(plan, refs, place, s, lse, masked)
-        pl.when(number >= turns)(lambda: plgpu.barrier_wait(smem.p_free.at[turn]))
-        smem.p[turn] = p if slope is None else p * slope
+        ring.acquire(q_tile.count, slot)
+        smem.p[slot] = p if slope is None else p * slope
         plgpu.commit_smem()
-        plgpu.barrier_arrive(smem.p_ready.at[turn])
+        plgpu.barrier_arrive(smem.p_ready.at[slot])
         return p
 
-    dv, count = _walk(plan, side, item, count, work)
-    return times(dv, units.dv), count
+    dv, count = _mainloop(plan, role, work, count, make_p)
+    return scaled(dv, units.dv), count
 
 
-def _keys(plan: Plan, refs: Refs, smem: Smem, item: Item, count: Any) -> tuple[Any, Any]:
+def _make_dk(ctx: Context, work: WorkTile, count: Any) -> tuple[Any, Any]:
     """The second warpgroup: dS and dK."""
-    units = bwd_float32.units_of(refs, item.batch, item.kv_head)
-    side = Side(
-        *(smem.v, smem.do, smem.do_ready, smem.do_free, smem.q, smem.q_ready, smem.q_free),
-        numbers=smem.delta,
-        kinds=(plan.values, plan.scores),
-        swizzle=plan.k_swizzle,
-        spread=1.0,
-        early=plan.values.terms == 1,
+    plan, refs, smem = ctx
+    units, ring = bwd_float32.units_of(refs, work.batch, work.kv_head), smem.p_ring
+    role = Role(
+        keys=smem.v,
+        product=smem.do_ring,
+        product_kind=plan.values,
+        gradient=smem.q_ring,
+        gradient_kind=plan.scores,
+        gradient_swizzle=plan.k_swizzle,
+        left_scale=1.0,
+        gradient_first=plan.values.terms == 1,
     )
 
-    def work(at, dp, delta):
-        _, _, number = at
-        turns = smem.p.shape[0]
-        turn = shared.ring(number, turns)
-        plgpu.barrier_wait(smem.p_ready.at[turn])
-        p = mosaic.load(smem.p.at[turn], mosaic.TILE)
+    def make_ds(q_tile, dp, delta):
+        slot = ring.slot(q_tile.count)
+        ring.wait(slot)
+        p = mosaic.load(smem.p.at[slot], mosaic.TILE)
         plgpu.commit_smem()  # delta has been read, and TMA will write there
-        plgpu.barrier_arrive(smem.p_free.at[turn])
-        return p * (times(dp, units.dp) - across(delta, dp.shape))
+        ring.release(slot)
+        return p * (scaled(dp, units.dp) - per_column(delta, dp.shape))
 
-    dk, count = _walk(plan, side, item, count, work)
+    dk, count = _mainloop(plan, role, work, count, make_ds)
     return dk * (plan.problem.scale if units.dk is None else units.dk), count
 
 
-def _compute(plan: Plan, refs: Refs, smem: Smem, cta: Any, role: Any) -> None:
-    """A computing warpgroup: every tile of work of its block."""
-    gradient, ready, staged, free, out = role
+class Consumer(NamedTuple):
+    """A consumer warpgroup: what it computes, and where its gradient goes."""
 
-    def one_item(n, carry):
+    make: Callable[..., tuple[Any, Any]]
+    keys: Any  # in shared memory, from where the gradient is stored
+    ready: Any
+    free: Any
+    out: Any
+
+
+def _consume(ctx: Context, cta: Any, consumer: Consumer) -> None:
+    """Every work tile of a block."""
+    plan, refs, _ = ctx
+
+    def one_work_tile(n, carry):
         count, code = carry
-        following = refs.dealt[cta, n + 2]  # asked for long before it is needed
-        item = shared.item_of(plan, refs, code)
-        plgpu.barrier_wait(ready)
-        value, count = gradient(plan, refs, smem, item, count)
+        following = refs.schedule[cta, n + 2]  # read long before it is needed
+        work = shared.work_tile(plan, refs, code)
+        plgpu.barrier_wait(consumer.ready)
+        value, count = consumer.make(ctx, work, count)
         if plan.problem.dtype == "float32":
-            plgpu.barrier_arrive(free)
-            where = (item.batch, pl.ds(item.key, KEYS), item.kv_head, pl.ds(0, value.shape[1]))
-            mosaic.store(out.at[where], value)
-            return count, following
-        columns = staged.shape[1]  # the other head dim: parts are made as wide
-        for column in range(0, value.shape[1], columns):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            part = lax.slice(value, (0, column), (KEYS, min(column + columns, value.shape[1])))
-            if part.shape[1] < columns:
-                nothing = mosaic.filled((KEYS, columns - part.shape[1]), 0.0)
-                part = lax.concatenate([part, nothing], 1)
-            staged[...] = part.astype(staged.dtype)
-            plgpu.commit_smem()
-            where = mosaic.columns(out, column, columns, item.kv_head)
-            there = out.at[item.batch, pl.ds(item.key, KEYS), item.kv_head, where]
-            plgpu.copy_smem_to_gmem(staged, there)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(free)
+            plgpu.barrier_arrive(consumer.free)
+            where = (work.batch, pl.ds(work.key, KEYS), work.kv_head, pl.ds(0, value.shape[1]))
+            mosaic.store(consumer.out.at[where], value)
+        else:
+            _store(consumer, work, value)
         return count, following
 
-    lax.fori_loop(0, refs.dealt[cta, 0], one_item, (jnp.int32(0), refs.dealt[cta, 1]))
+    count, first = refs.schedule[cta, 0], refs.schedule[cta, 1]
+    lax.fori_loop(0, count, one_work_tile, (jnp.int32(0), first))
     plgpu.wait_smem_to_gmem(0)
 
 
+def _store(consumer: Consumer, work: WorkTile, value: Any) -> None:
+    staged, out = consumer.keys, consumer.out
+    columns = staged.shape[1]  # the other head dim: parts are made as wide
+    for column in range(0, value.shape[1], columns):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        part = lax.slice(value, (0, column), (KEYS, min(column + columns, value.shape[1])))
+        if part.shape[1] < columns:
+            nothing = mosaic.filled((KEYS, columns - part.shape[1]), 0.0)
+            part = lax.concatenate([part, nothing], 1)
+        staged[...] = part.astype(staged.dtype)
+        plgpu.commit_smem()
+        where = mosaic.columns(out, column, columns, work.kv_head)
+        there = out.at[work.batch, pl.ds(work.key, KEYS), work.kv_head, where]
+        plgpu.copy_smem_to_gmem(staged, there)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(consumer.free)
+
+
 def _kernel(refs: Refs, dk_ref: Any, dv_ref: Any, smem: Smem, *, plan: Plan) -> None:
-    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+    ctx, cta, wg = Context(plan, refs, smem), lax.axis_index("cta"), lax.axis_index("wg")
 
     @pl.when(wg == 2)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-        _load(plan, refs, smem, cta)
+        _produce(ctx, cta)
 
     @pl.when(wg == 0)
     def _():
         plgpu.set_max_registers(240, action="increase")
-        role = (_values, smem.k_ready, smem.k.at[0], smem.k_free, dv_ref)
-        _compute(plan, refs, smem, cta, role)
+        _consume(ctx, cta, Consumer(_make_dv, smem.k.at[0], smem.k_ready, smem.k_free, dv_ref))
 
     @pl.when(wg == 1)
     def _():
         plgpu.set_max_registers(240, action="increase")
-        role = (_keys, smem.v_ready, smem.v.at[0], smem.v_free, dk_ref)
-        _compute(plan, refs, smem, cta, role)
+        _consume(ctx, cta, Consumer(_make_dk, smem.v.at[0], smem.v_ready, smem.v_free, dk_ref))
 
 
 # ---- the call -----------------------------------------------------------------------------------
 
 
-def dk_dv(plan: Plan, refs: Refs) -> tuple[Any, Any]:
+def dk_dv(plan: Plan, refs: Refs) -> KeyGradients:
     """dk and dv, padded as refs.k and refs.v are; in float32 to whole tiles."""
     outs: list[Any] = []
     for x, width, swizzle in (
@@ -365,7 +413,7 @@ def dk_dv(plan: Plan, refs: Refs) -> tuple[Any, Any]:
             sizes = (x.shape[0], plan.padded_keys, x.shape[2], width)
             outs.append(jax.ShapeDtypeStruct(sizes, jnp.float32))
             continue
-        if columns > swizzle // 2:  # they leave by tiles of the other array's
+        if columns > swizzle // 2:  # stored by tiles of the other array's
             columns = tma_operands.round_up(columns, swizzle // 2)
         outs.append(jax.ShapeDtypeStruct((*x.shape[:3], columns), x.dtype))
     params = plgpu.CompilerParams(approx_math=True)
@@ -380,6 +428,6 @@ def dk_dv(plan: Plan, refs: Refs) -> tuple[Any, Any]:
         num_threads=3,
         thread_name="wg",
         compiler_params=params,
-        kernel_name="flash_bwd_wide_sm90",
+        kernel_name="flash_bwd_dkdv_sm90",
     )
-    return kernel(refs)
+    return KeyGradients(*kernel(refs))

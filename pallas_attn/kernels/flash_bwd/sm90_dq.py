@@ -2,19 +2,19 @@
 time, and nothing to set to zero before or to round after. It computes S and dP a second time: seven
 matmuls in all where the fused kernel has five.
 
-The forward's grid and orientation: a tile of work is 64 query rows a warpgroup,
-`tile_scheduler.schedule` says who takes which, keys pass by in a ring. A step issues dQ of the key
-tile before, S and dP of its own; P = exp(S - lse) is computed under dP.
+The forward's grid and orientation: a work tile is 64 query rows a consumer warpgroup,
+`tile_scheduler.schedule` says which block takes which, and kv tiles pass by in rings. A step issues
+dQ of the kv tile before, then S and dP of its own; P = exp(S - lse) is computed under dP.
 
 Shared memory, and who owns it when:
-  q, do [warpgroup]  filled by TMA at the warpgroup's own request for each tile of work; dq leaves
-                     through q, but in float32, where it goes from registers to global memory
-  k [stages]         a ring; a key tile is let go of when its part of dQ is done, in the next step
-  v [stages - 1]     a ring; let go of when dP is done
+  q, do [warpgroup]  loaded by TMA at the warpgroup's own request for each work tile; dq is stored
+                     from q, but float32, which goes from registers to global memory
+  k [stages]         a ring; a tile is released when its part of dQ is done, in the next step
+  v [stages - 1]     a ring; a tile is released when dP is done
 """
 
 import functools
-import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,10 +26,10 @@ from jax import lax
 from pallas_attn._problem import AttentionInputs
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention import score_mod, tma_operands
-from pallas_attn.kernels.attention.plan import ROWS, Plan
+from pallas_attn.kernels.attention.plan import ROWS, Context, Plan
 from pallas_attn.kernels.attention.score_mod import Place, Tile
-from pallas_attn.kernels.flash_bwd.float32 import Units, added, left, times, units_of
-from pallas_attn.kernels.flash_bwd.plan import Refs, ring
+from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
+from pallas_attn.kernels.flash_bwd.plan import Refs, Ring
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import wgmma
@@ -46,24 +46,33 @@ class Smem(NamedTuple):
     k_free: Any
     v_free: Any
 
+    @property
+    def k_ring(self) -> Ring:
+        return Ring(self.k, self.k_ready, self.k_free)
+
+    @property
+    def v_ring(self) -> Ring:
+        return Ring(self.v, self.v_ready, self.v_free)
+
 
 def scratch(plan: Plan) -> Smem:
+    """Shared memory, described once: `dq_of` launches it, `smem_bytes` adds it up."""
     config = plan.config
-    barrier, computing = plgpu.Barrier, config.warpgroups
+    barrier, consumers = plgpu.Barrier, config.warpgroups
     stages, v_stages = config.stages, config.stages - 1
     k_columns, v_columns = plan.scores.terms * plan.k_width, plan.values.terms * plan.v_width
     k_swizzle, v_swizzle = k_swizzle_of(plan), plan.v_swizzle
     k_dtype, v_dtype = plan.scores.dtype, plan.values.dtype
     return Smem(
-        q=mosaic.swizzled((computing, ROWS, k_columns), k_dtype, k_swizzle),
-        do=mosaic.swizzled((computing, ROWS, v_columns), v_dtype, v_swizzle),
+        q=mosaic.swizzled((consumers, ROWS, k_columns), k_dtype, k_swizzle),
+        do=mosaic.swizzled((consumers, ROWS, v_columns), v_dtype, v_swizzle),
         k=mosaic.swizzled((stages, config.block_kv, k_columns), k_dtype, k_swizzle),
         v=mosaic.swizzled((v_stages, config.block_kv, v_columns), v_dtype, v_swizzle),
-        q_ready=barrier(num_barriers=computing, num_arrivals=2),
+        q_ready=barrier(num_barriers=consumers, num_arrivals=2),
         k_ready=barrier(num_barriers=stages),
         v_ready=barrier(num_barriers=v_stages),
-        k_free=barrier(num_barriers=stages, num_arrivals=computing),
-        v_free=barrier(num_barriers=v_stages, num_arrivals=computing),
+        k_free=barrier(num_barriers=stages, num_arrivals=consumers),
+        v_free=barrier(num_barriers=v_stages, num_arrivals=consumers),
     )
 
 
@@ -75,13 +84,11 @@ def k_swizzle_of(plan: Plan) -> int:
 
 
 def buffer_bytes(plan: Plan) -> int:
-    buffers = scratch(plan)[:4]
-    whole = sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
-    return whole + (mosaic.REDUCTION_BYTES if plan.exact else 0)
+    return mosaic.bytes_of(scratch(plan)) + (mosaic.REDUCTION_BYTES if plan.exact else 0)
 
 
 def span_of(plan: Plan, refs: Refs, tile: Tile) -> Any:
-    """The key tiles of a tile of work, ordered lo <= full_lo <= full_hi <= hi."""
+    """The kv tiles of a work tile, ordered lo <= full_lo <= full_hi <= hi."""
     rows: Any = plan.tile_rows
     if tile.q_len is not None:
         rows = jnp.minimum(rows, tile.q_len - tile.row)
@@ -97,31 +104,27 @@ def span_of(plan: Plan, refs: Refs, tile: Tile) -> Any:
     return type(span)(span.lo, full_lo, jnp.clip(span.full_hi, full_lo, hi), hi)
 
 
-# ---- loading ------------------------------------------------------------------------------------
+# ---- the producer -------------------------------------------------------------------------------
 
 
-def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
-    """The loading warpgroup: K and V of every tile of work, in the order in which they are used."""
+def _produce(ctx: Context, cta: Any) -> None:
+    """The producer warpgroup: K and V of every work tile, in the order in which they are used."""
+    plan, refs, smem = ctx
     block = plan.config.block_kv
 
-    def one_tile(n, carry):
+    def one_work_tile(n, carry):
         count, code = carry
-        following = refs.dealt[cta, n + 2]
+        following = refs.schedule[cta, n + 2]
         tile = tile_scheduler.tile_of(plan, refs, code)
         span = span_of(plan, refs, tile)
         head = lax.div(tile.head, jnp.int32(plan.problem.group))
 
         def step(t, count):
-            for name, to, ready, free in (
-                ("k", smem.k, smem.k_ready, smem.k_free),
-                ("v", smem.v, smem.v_ready, smem.v_free),
-            ):
-                stages = to.shape[0]
-                slot = ring(count, stages)
-                wait = functools.partial(plgpu.barrier_wait, free.at[slot])
-                pl.when(count >= stages)(wait)
+            for name, ring in (("k", smem.k_ring), ("v", smem.v_ring)):
+                slot = ring.slot(count)
+                ring.acquire(count, slot)
 
-                def copy(ref, first, to=to.at[slot], ready=ready.at[slot]):
+                def copy(ref, first, to=ring.tiles.at[slot], ready=ring.ready.at[slot]):
                     columns = mosaic.columns(ref, 0, to.shape[-1], head)
                     there = ref.at[tile.batch, pl.ds(first, block), head, columns]
                     plgpu.copy_gmem_to_smem(there, to, ready)
@@ -137,10 +140,13 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
 
         return lax.fori_loop(span.lo, span.hi, step, count), following
 
-    lax.fori_loop(0, refs.dealt[cta, 0], one_tile, (jnp.int32(0), refs.dealt[cta, 1]))
+    count, first = refs.schedule[cta, 0], refs.schedule[cta, 1]
+    lax.fori_loop(0, count, one_work_tile, (jnp.int32(0), first))
 
 
-def _load_rows(plan: Plan, refs: Refs, smem: Smem, tile: Tile, wg: Any) -> None:
+def _load_rows(ctx: Context, tile: Tile, wg: Any) -> None:
+    """q and dO of a consumer warpgroup's rows."""
+    _, refs, smem = ctx
     rows = pl.ds(tile.row + wg * ROWS, ROWS)
     for ref, to in ((refs.q, smem.q), (refs.do, smem.do)):
         columns = mosaic.columns(ref, 0, to.shape[-1], tile.head)
@@ -148,73 +154,81 @@ def _load_rows(plan: Plan, refs: Refs, smem: Smem, tile: Tile, wg: Any) -> None:
         plgpu.copy_gmem_to_smem(there, to.at[wg], smem.q_ready.at[wg])
 
 
-# ---- computing ----------------------------------------------------------------------------------
+# ---- the consumers ------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
-    """A warpgroup's rows of a tile of work."""
+    """A warpgroup's rows of a work tile."""
 
     tile: Tile
+    span: Any
     row: Any
     wg: Any
     lse: Any
     delta: Any
     units: Units
 
+    def needs_mask(self, t: Any) -> Any:
+        return (t < self.span.full_lo) | (t >= self.span.full_hi)
 
-def _ds(plan: Plan, refs: Refs, smem: Smem, rows: Rows, at: Any, dp: Any) -> Any:
-    """dS of a key tile, float32; at is (t, masked, S), dp gives dP when P is done."""
-    t, masked, s = at
-    tile, shape = rows.tile, s.shape
+
+class Products(NamedTuple):
+    """Accumulators of a kv tile."""
+
+    s: Any
+    dp: Any
+
+
+def _ds(ctx: Context, rows: Rows, t: Any, s: Any, dp: Callable[[], Any]) -> Any:
+    """dS of kv tile t, float32; `dp` gives dP, and is called when P is done."""
+    plan, refs, _ = ctx
+    tile, shape, masked = rows.tile, s.shape, rows.needs_mask(t)
     place = Place(
         tile.batch, tile.head, rows.row, t * plan.config.block_kv, tile.q_offset, tile.kv_len, 0
     )
-    s = times(s, rows.units.scores)
+    s = scaled(s, rows.units.scores)
     p, slope = score_mod.probabilities(plan, refs, place, s, rows.lse, masked)
-    ds = p * (times(dp(), rows.units.dp) - mosaic.broadcast_rows(rows.delta, shape))
+    ds = p * (scaled(dp(), rows.units.dp) - mosaic.broadcast_rows(rows.delta, shape))
     return ds if slope is None else ds * slope
 
 
-def _both(plan: Plan, smem: Smem, wg: Any, count: Any, accs: tuple[Any, Any]) -> int:
-    """Issues S and dP of the key tile that comes as number `count`; says how many matmuls."""
-    stages, issued = plan.config.stages, 0
-    for acc, own, passing, ready, size, kind in (
-        (accs[0], smem.q, smem.k, smem.k_ready, stages, plan.scores),
-        (accs[1], smem.do, smem.v, smem.v_ready, stages - 1, plan.values),
+def _multiply(ctx: Context, wg: Any, count: Any, accs: Products) -> int:
+    """Issues S and dP of the kv tile that comes as number `count`; says how many matmuls."""
+    (plan, _, smem), issued = ctx, 0
+    for acc, rows, ring, kind in (
+        (accs.s, smem.q, smem.k_ring, plan.scores),
+        (accs.dp, smem.do, smem.v_ring, plan.values),
     ):
-        slot, left = ring(count, size), wgmma.terms_of_smem(own.at[wg], kind)
-        plgpu.barrier_wait(ready.at[slot])
-        wgmma.multiply(acc, left, wgmma.transposed(wgmma.terms_of_smem(passing.at[slot], kind)))
+        slot, left = ring.slot(count), wgmma.terms_of_smem(rows.at[wg], kind)
+        ring.wait(slot)
+        right = wgmma.transposed(wgmma.terms_of_smem(ring.tiles.at[slot], kind))
+        wgmma.multiply(acc, left, right)
         issued += wgmma.products(kind.terms, kind.terms)
     return issued
 
 
-def _alone(both: Any) -> None:
-    both()
-
-
-def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
-    """All keys of a warpgroup's rows; carry is (span, count). Gives (dq, count)."""
-    span, count = carry
+def _mainloop(ctx: Context, rows: Rows, count: Any) -> tuple[Any, Any]:
+    """dQ of a warpgroup's rows over all kv tiles, of which there is one at least, and the new count
+    of kv tiles.
+    """
+    (plan, _, smem), span = ctx, rows.span
     config, scores, values = plan.config, plan.scores, plan.values
     shape, width = (ROWS, config.block_kv), smem.q.shape[-1] // scores.terms
-    memory, swizzle = wgmma.terms_of_smem, k_swizzle_of(plan)
-    left_of, add = functools.partial(left, plan), functools.partial(added, plan)
-    k_slot = functools.partial(ring, size=config.stages)
-    v_slot = functools.partial(ring, size=config.stages - 1)
+    k_ring, v_ring, swizzle = smem.k_ring, smem.v_ring, k_swizzle_of(plan)
+    to_left = functools.partial(left_operand, plan)
 
-    def masked(t):
-        return (t < span.full_lo) | (t >= span.full_hi)
+    def keys(slot):
+        return wgmma.terms_of_smem(k_ring.tiles.at[slot], scores)
 
     def tile(t, count, before, after):
-        """dS of key tile t, and what `before` gives: called with what issues S and dP, and says how
-        many that are, it may issue something first. `after` it is done.
+        """dS of kv tile t, and what `before` gives: it is called with what issues S and dP, and may
+        issue something first. `after` is called when S is done.
         """
 
         def run(s_acc, dp_acc):
             # Else addresses are computed before the loop and spilled.
             wg = rows.wg + mosaic.opaque_zero(count)
-            both = functools.partial(_both, plan, smem, wg, count, (s_acc, dp_acc))
+            both = functools.partial(_multiply, ctx, wg, count, Products(s_acc, dp_acc))
             first = before(both)
             behind = wgmma.products(values.terms, values.terms)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=behind)
@@ -222,69 +236,73 @@ def _attend(plan: Plan, refs: Refs, smem: Smem, rows: Rows, carry: Any) -> Any:
 
             def dp():
                 value = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                plgpu.barrier_arrive(smem.v_free.at[v_slot(count)])
+                v_ring.release(v_ring.slot(count))
                 return value
 
-            return _ds(plan, refs, smem, rows, (t, masked(t), s), dp), first
+            return _ds(ctx, rows, t, s, dp), first
 
         both = plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
         return pl.run_scoped(run, *both)
 
-    def in_registers(_):
-        """As `everything`, with tiles of dQ added up in registers: see `apart`."""
+    def first_tile():
+        def alone(both):
+            both()
+
+        return to_left(tile(span.lo, count, alone, lambda: None)[0])
+
+    def in_registers():
+        """Tiles of dQ are added up in registers: see `wgmma.exact_matmul_add`."""
 
         def step(t, carry):
             count, ds, dq = carry
-            last = k_slot(count - 1)
+            last = k_ring.slot(count - 1)
 
             def before(both):
-                return add(dq, ds, memory(smem.k.at[last], scores), swizzle, both)
+                return matmul_add(plan, dq, ds, keys(last), swizzle, both)
 
-            release = functools.partial(plgpu.barrier_arrive, smem.k_free.at[last])
-            ds, dq = tile(t, count, before, release)
-            return count + 1, left_of(ds), dq
+            ds, dq = tile(t, count, before, functools.partial(k_ring.release, last))
+            return count + 1, to_left(ds), dq
 
-        first = left_of(tile(span.lo, count, _alone, lambda: None)[0])
+        first = first_tile()
         dq = mosaic.filled((ROWS, width), 0.0)
         end, ds, dq = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first, dq))
-        dq = add(dq, ds, memory(smem.k.at[k_slot(end - 1)], scores), swizzle)
-        plgpu.barrier_arrive(smem.k_free.at[k_slot(end - 1)])
+        dq = matmul_add(plan, dq, ds, keys(k_ring.slot(end - 1)), swizzle)
+        k_ring.release(k_ring.slot(end - 1))
         return dq, end
 
-    def everything(dq):
+    def in_accumulator(dq):
         def step(t, carry):
             count, ds = carry
-
-            last = k_slot(count - 1)
+            last = k_ring.slot(count - 1)
 
             def before(both):
-                wgmma.multiply(dq, ds, memory(smem.k.at[last], scores))
+                wgmma.multiply(dq, ds, keys(last))
                 both()
 
-            after = functools.partial(plgpu.barrier_arrive, smem.k_free.at[last])
-            return count + 1, left_of(tile(t, count, before, after)[0])
+            after = functools.partial(k_ring.release, last)
+            return count + 1, to_left(tile(t, count, before, after)[0])
 
-        first = left_of(tile(span.lo, count, _alone, lambda: None)[0])
+        first = first_tile()
         end, ds = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first))
-        wgmma.multiply(dq, ds, memory(smem.k.at[k_slot(end - 1)], scores))
+        wgmma.multiply(dq, ds, keys(k_ring.slot(end - 1)))
         value = dq[...]
-        plgpu.barrier_arrive(smem.k_free.at[k_slot(end - 1)])
+        k_ring.release(k_ring.slot(end - 1))
         return value, end
 
     if plan.exact:
-        return in_registers(None)
-    return pl.run_scoped(everything, plgpu.ACC((ROWS, width), jnp.float32))
+        return in_registers()
+    return pl.run_scoped(in_accumulator, plgpu.ACC((ROWS, width), jnp.float32))
 
 
-def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, Any]) -> None:
-    """A computing warpgroup: every tile of work of its block."""
-    cta, wg = place
-    count, first = refs.dealt[cta, 0], refs.dealt[cta, 1]
-    _load_rows(plan, refs, smem, tile_scheduler.tile_of(plan, refs, first), wg)
+def _consume(ctx: Context, dq_ref: Any, cta: Any, wg: Any) -> None:
+    """A consumer warpgroup: every work tile of its block."""
+    plan, refs, smem = ctx
+    count, first = refs.schedule[cta, 0], refs.schedule[cta, 1]
+    _load_rows(ctx, tile_scheduler.tile_of(plan, refs, first), wg)
 
-    def one_tile(n, carry):
-        entries, code = carry
-        following = refs.dealt[cta, n + 2]
+    def one_work_tile(n, carry):
+        kv_count, code = carry
+        following = refs.schedule[cta, n + 2]
         tile = tile_scheduler.tile_of(plan, refs, code)
         row = tile.row + wg * ROWS
         lse, delta = (
@@ -292,32 +310,33 @@ def _compute(plan: Plan, refs: Refs, smem: Smem, dq_ref: Any, place: tuple[Any, 
             for ref in (refs.lse, refs.delta)
         )
         kv_head = lax.div(tile.head, jnp.int32(plan.problem.group))
-        rows = Rows(tile, row, wg, lse, delta, units_of(refs, tile.batch, kv_head))
-        span = span_of(plan, refs, tile)
+        units = units_of(refs, tile.batch, kv_head)
+        rows = Rows(tile, span_of(plan, refs, tile), row, wg, lse, delta, units)
         plgpu.barrier_wait(smem.q_ready.at[wg])
 
-        def some(entries):
-            return _attend(plan, refs, smem, rows, (span, entries))
+        def some(kv_count):
+            return _mainloop(ctx, rows, kv_count)
 
-        def none(entries):
-            return mosaic.filled((ROWS, smem.q.shape[-1] // plan.scores.terms), 0.0), entries
+        def none(kv_count):
+            return mosaic.filled((ROWS, smem.q.shape[-1] // plan.scores.terms), 0.0), kv_count
 
-        dq, entries = lax.cond(span.hi > span.lo, some, none, entries)
-        _finish(plan, smem, dq_ref, rows, dq)
+        dq, kv_count = lax.cond(rows.span.hi > rows.span.lo, some, none, kv_count)
+        _store(ctx, dq_ref, rows, dq)
 
         @pl.when(n + 1 < count)
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _load_rows(plan, refs, smem, tile_scheduler.tile_of(plan, refs, following), wg)
+            _load_rows(ctx, tile_scheduler.tile_of(plan, refs, following), wg)
 
-        return entries, following
+        return kv_count, following
 
-    lax.fori_loop(0, count, one_tile, (jnp.int32(0), first))
+    lax.fori_loop(0, count, one_work_tile, (jnp.int32(0), first))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _finish(plan: Plan, smem: Smem, dq_ref: Any, rows: Rows, dq: Any) -> None:
-    """What lies past a query length may have met NaN: it is selected away."""
+def _store(ctx: Context, dq_ref: Any, rows: Rows, dq: Any) -> None:
+    """Rows past a query length may have met NaN: they are selected away."""
+    plan, _, smem = ctx
     tile, staged = rows.tile, smem.q.at[rows.wg]
     dq = dq * (plan.problem.scale if rows.units.dq is None else rows.units.dq)
     if tile.q_len is not None:
@@ -335,21 +354,21 @@ def _finish(plan: Plan, smem: Smem, dq_ref: Any, rows: Rows, dq: Any) -> None:
 
 
 def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: Plan) -> None:
-    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
-    load = functools.partial(_load, plan, refs, smem, cta)
-    compute = functools.partial(_compute, plan, refs, smem, dq_ref, (cta, wg))
-    ours = 160 if plan.config.warpgroups == 3 else 240
-    mosaic.share_registers(wg, plan.config.warpgroups, load, compute, ours)
+    ctx, cta, wg = Context(plan, refs, smem), lax.axis_index("cta"), lax.axis_index("wg")
+    produce = functools.partial(_produce, ctx, cta)
+    consume = functools.partial(_consume, ctx, dq_ref, cta, wg)
+    registers = 160 if plan.config.warpgroups == 3 else 240
+    mosaic.share_registers(wg, plan.config.warpgroups, produce, consume, registers)
 
 
 # ---- the call -----------------------------------------------------------------------------------
 
 
 def operands_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
-    """The operands of a kernel over key tiles, made those of this one."""
+    """The operands of a kernel over kv tiles, made those of this one."""
     problem, block = plan.problem, plan.config.block_kv
     rows, keys = plan.padded_rows, tma_operands.round_up(problem.kv_len, block)
-    fields: dict[str, Any] = {"dealt": jnp.asarray(tile_scheduler.schedule(plan))}
+    fields: dict[str, Any] = {"schedule": jnp.asarray(tile_scheduler.schedule(plan))}
     fields |= tma_operands.over_scores(inputs, rows, keys) | tma_operands.segment_ids(
         inputs, rows, keys
     )
@@ -365,7 +384,7 @@ def operands_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
 
 
 def dq_of(plan: Plan, refs: Refs) -> Any:
-    """dq, padded as refs.q is, from the operands of a plan by rows."""
+    """dq, from the operands that `operands_of` gives."""
     problem = plan.problem
     padded = (*refs.q.shape[:3], tma_operands.width_in_tma(problem.head_dim))
     if problem.dtype == "float32":

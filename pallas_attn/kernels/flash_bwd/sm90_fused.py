@@ -1,42 +1,44 @@
-"""Flash attention backward for Hopper, bfloat16, float16 and float32.
+"""The fused Hopper backward: dq, dk and dv by one kernel; 16-bit floats, head dims up to 128.
 
 Five matmuls a tile, as FlashAttention-2 (arXiv 2307.08691) orders them: a block owns 128 keys and
-walks over the query tiles that meet them, dK and dV stay in registers, and what the tile adds to dQ
-goes to a float32 array in global memory, see `add_dq`. XLA makes `delta` before and rounds
-dQ after.
+walks over the query tiles that meet them, dK and dV stay in registers, and what a tile adds to dQ
+goes to a float32 array in global memory, where the blocks that meet a query add it up. XLA sets
+that array to zero before, and rounds it after. Without such an array (`refs.dq` is None) the kernel
+makes dk and dv alone.
 
-Grid: one block a multiprocessor, which takes the tiles of work that `plan.dealt` gave it.
-A tile of work is 128 keys of one kv head, over the query heads of its group: dk and dv are summed
-over the group where they are. Two warpgroups compute, 64 keys each, and one loads.
+Grid: one block a multiprocessor, which takes the work tiles that `plan.schedule` gives it. A work
+tile is 128 keys of one kv head, over the query heads of its group: dk and dv are summed over the
+group where they are. Two consumer warpgroups have 64 keys each, one producer warpgroup loads.
 
-A step is one query tile. Tiles of scores have keys down and queries across, so
-P^T and dS^T are register operands of the matmuls for dV and dK; for dQ both warpgroups put their
-half of dS in shared memory, and each takes a half of dQ when the other has. A warpgroup has more to
-do than the tensor cores and waits for its own instructions, not for them: one's matmuls have to run
-under the other's arithmetic, so each may be almost a step ahead of the other.
+A step is one query tile. Tiles of scores have keys as rows and queries as columns, so P^T and dS^T
+are register operands of the matmuls for dV and dK; for dQ both warpgroups put their half of dS in
+shared memory, and each takes a half of dQ when the other has. A warpgroup has more to do than the
+tensor cores and waits for its own instructions, not for them: the matmuls of one have to run under
+the arithmetic of the other, so each may be almost a step ahead of the other.
 
 Query tiles of 64: dQ of a step comes at the beginning of the next or, where shared memory has room,
-of the one after that (`lag`). S begins with -lse and dP with -delta, so neither is waited for.
-  dQ of a step before, S of this one  |  dQ off, under S
+of the one after that (`dq_lag`). S begins with -lse and dP with -delta, so neither is waited for.
+  issued to the tensor core           |  arithmetic
+  dQ of a step before, S of this one  |  dQ added to global memory, under S
   dP                                  |  P = exp(S - lse), under dP
   dV                                  |  dS = P (dP - delta), to shared memory, under dV
-  dK                                  |  the meeting, under dK
-Query tiles of 128: dQ of a step comes at the end of the next. At the beginning of it warpgroups
-waited for each other after S and did the same at the same time.
+  dK                                  |  the wait for the other's dS, under dK
+Query tiles of 128: dQ of a step comes at the end of the next. At the beginning of it both
+warpgroups waited for each other after S, and did the same at the same time.
   S                                   |
   dP                                  |  P = exp(S - lse), under dP
   dV                                  |  dS = P (dP - delta), to shared memory, under dV
-  dQ of the step before, dK           |  dQ off, under dK
+  dQ of the step before, dK           |  dQ added to global memory, under dK
 
 Shared memory, and who owns it when:
-  k, v [warpgroup]   filled for a tile of work; `keys_free` when both warpgroups are done, or have
-                     sent off dk and dv, where these leave through the same place
-  q, do [stages]     rings of query tiles with their lse and delta; `q_ready`, `do_ready` when they
-                     have landed, `q_free`, `do_free` when both warpgroups have let go of them
-  ds [2 lag, warpgroup]  by turns, so that one meeting a step is enough, but where dQ comes at the
-                     end: there `ds_free` says that both warpgroups have read it. Of 64 query rows
-                     each. dk and dv leave through them where they fit: see `_store_dk_dv`
-  dq [warpgroup]     on its way to global memory, where it goes by way of TMA
+  k, v [warpgroup]   loaded for a work tile; `kv_free` when both warpgroups are done, or have stored
+                     dk and dv from there
+  q, do [stages]     rings of query tiles with their lse and delta, released by both warpgroups
+  ds [2 dq_lag, warpgroup]  a ring by steps, so that one wait a step is enough: `ds_ready` says that
+                     both warpgroups have written theirs. Where dQ comes at the end `ds_free` says
+                     that both have read it. Parts are of 64 query rows. dk and dv are stored from
+                     there where they fit: see `_store_dk_dv`
+  dq [warpgroup]     on its way to global memory, where TMA adds it
 """
 
 import functools
@@ -50,13 +52,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention import score_mod, tma_operands
+from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.flash_bwd import plan as shared
-from pallas_attn.kernels.flash_bwd.plan import ROWS, Item, Plan, Refs, across
+from pallas_attn.kernels.flash_bwd.plan import (
+    ROWS,
+    Gradients,
+    KeyGradients,
+    Plan,
+    Refs,
+    Ring,
+    WorkTile,
+    per_column,
+)
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import mma_rowmajor
 
-WARPGROUPS = 2  # that compute
-KEYS = WARPGROUPS * ROWS  # of a tile of work
+WARPGROUPS = 2  # consumers
+KEYS = WARPGROUPS * ROWS  # of a work tile
 
 
 class Smem(NamedTuple):
@@ -66,31 +78,39 @@ class Smem(NamedTuple):
     do: Any
     ds: Any
     dq: Any
-    rows: Any
-    numbers: Any
-    keys_ready: Any
-    keys_free: Any
+    row_stats: Any  # lse and delta of the tiles of q and dO
+    row_numbers: Any  # 0, 1, .. of a query tile
+    kv_ready: Any
+    kv_free: Any
     q_ready: Any
     do_ready: Any
     q_free: Any
     do_free: Any
-    met: Any
+    ds_ready: Any
     ds_free: Any
 
     @property
     def lse(self) -> Any:
-        return self.rows.at[0]
+        return self.row_stats.at[0]
 
     @property
     def delta(self) -> Any:
-        return self.rows.at[1]
+        return self.row_stats.at[1]
+
+    @property
+    def q_ring(self) -> Ring:
+        return Ring(self.q, self.q_ready, self.q_free, self.lse)
+
+    @property
+    def do_ring(self) -> Ring:
+        return Ring(self.do, self.do_ready, self.do_free, self.delta)
 
 
 def scratch(plan: Plan) -> Smem:
-    """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
+    """Shared memory, described once: `dk_dv` launches it, `smem_bytes` adds it up."""
     config, dtype = plan.config, jnp.dtype(plan.problem.dtype)
     k_width, barrier = qk_width(plan), plgpu.Barrier
-    stages, block, turns = config.stages, config.block_q, 2 * config.lag
+    stages, block, ds_stages = config.stages, config.block_q, 2 * config.dq_lag
     ring = {"num_barriers": stages}
     return Smem(
         k=mosaic.swizzled((WARPGROUPS, ROWS, k_width), dtype, plan.k_swizzle),
@@ -98,51 +118,61 @@ def scratch(plan: Plan) -> Smem:
         q=mosaic.swizzled((stages, block, k_width), dtype, plan.k_swizzle),
         do=mosaic.swizzled((stages, block, plan.v_width), dtype, plan.v_swizzle),
         ds=mosaic.swizzled(  # as k's
-            (turns, WARPGROUPS, block // ROWS, ROWS, ROWS), dtype, plan.k_swizzle
+            (ds_stages, WARPGROUPS, block // ROWS, ROWS, ROWS), dtype, plan.k_swizzle
         ),
-        dq=dq_staging(plan),
-        rows=plgpu.SMEM((2, stages, block), jnp.float32),
-        numbers=plgpu.SMEM((block,), jnp.int32),
-        keys_ready=barrier(num_arrivals=2 * WARPGROUPS),
-        keys_free=barrier(num_arrivals=WARPGROUPS),
+        dq=_dq_staging(plan),
+        row_stats=plgpu.SMEM((2, stages, block), jnp.float32),
+        row_numbers=plgpu.SMEM((block,), jnp.int32),
+        kv_ready=barrier(num_arrivals=2 * WARPGROUPS),
+        kv_free=barrier(num_arrivals=WARPGROUPS),
         q_ready=barrier(num_arrivals=2, **ring),
         do_ready=barrier(num_arrivals=2, **ring),
         q_free=barrier(num_arrivals=WARPGROUPS, **ring),
         do_free=barrier(num_arrivals=WARPGROUPS, **ring),
-        met=barrier(num_arrivals=WARPGROUPS, num_barriers=config.lag),
+        ds_ready=barrier(num_arrivals=WARPGROUPS, num_barriers=config.dq_lag),
         ds_free=barrier(num_arrivals=WARPGROUPS, num_barriers=2),
     )
 
 
 def buffer_bytes(plan: Plan) -> int:
-    buffers = [buffer for buffer in scratch(plan)[:8] if buffer is not None]
-    sizes = (math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
-    return sum(tma_operands.round_up(size, 1024) for size in sizes)  # as Mosaic lays them out
+    return mosaic.bytes_of(scratch(plan))
 
 
-# ---- loading ------------------------------------------------------------------------------------
+# ---- the producer -------------------------------------------------------------------------------
 
 
-def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
-    """The loading warpgroup: keys and query tiles of every tile of work, in order."""
+def _produce(ctx: Context, cta: Any) -> None:
+    """The producer warpgroup: keys and query tiles of every work tile, in order."""
+    smem = ctx.smem
 
-    def keys_of(n, item):
-        pl.when(n > 0)(lambda: plgpu.barrier_wait(smem.keys_free))
+    def load_keys(n, work):
+        pl.when(n > 0)(lambda: plgpu.barrier_wait(smem.kv_free))
         for wg in range(WARPGROUPS):
             for name, to in (("k", smem.k), ("v", smem.v)):
-                place = (wg * ROWS, to.at[wg], smem.keys_ready)
-                shared.load_keys(plan, refs, item, name, place)
+                shared.load_kv_tile(ctx, work, name, wg * ROWS, to.at[wg], smem.kv_ready)
 
-    shared.load_all(plan, refs, smem, cta, keys_of)
-
-
-# ---- dQ, and its way into global memory ---------------------------------------------------------
+    shared.produce(ctx, cta, load_keys)
 
 
-def dq_by_rows(plan: Plan) -> bool:
-    """Whether warpgroups share a query tile's rows, not the columns of its dQ, and each adds from
-    registers.
-    """
+# ---- dQ, and its sum in global memory -----------------------------------------------------------
+#
+# The two warpgroups share the dQ of a query tile. Of 64 rows each takes half of the columns, puts
+# them in shared memory and has TMA add them. Of 128 rows each takes 64 and adds them from
+# registers, 16 bytes a thread: the array then holds every half tile in the order in which threads
+# hold it, and `rounded_dq` puts it in order. At head dim 64 the way by shared memory takes longer.
+
+
+class PendingDq(NamedTuple):
+    """A step whose dQ is still to be computed."""
+
+    exists: Any  # int32: whether there is such a step
+    count: Any  # its number, over all work tiles
+    head: Any
+    t: Any  # its query tile
+
+
+def dq_is_split_by_rows(plan: Plan) -> bool:
+    """Whether warpgroups share the rows of a dQ, not its columns, and each adds from registers."""
     return plan.config.block_q == WARPGROUPS * ROWS
 
 
@@ -150,65 +180,76 @@ def qk_width(plan: Plan) -> int:
     """The head dim of q and k in shared memory; where warpgroups share the columns of dQ, both
     halves are whole swizzles.
     """
-    if dq_by_rows(plan):
+    if dq_is_split_by_rows(plan):
         return plan.k_width
     return tma_operands.round_up(plan.k_width, plan.k_swizzle)
 
 
-def dq_share(plan: Plan) -> tuple[int, int]:
-    """A warpgroup's part of a query tile's dQ."""
-    return ROWS, qk_width(plan) if dq_by_rows(plan) else qk_width(plan) // WARPGROUPS
+def _dq_shape(plan: Plan) -> tuple[int, int]:
+    """Of a warpgroup's share of the dQ of a query tile."""
+    width = qk_width(plan)
+    return ROWS, width if dq_is_split_by_rows(plan) else width // WARPGROUPS
 
 
-def dq_staging(plan: Plan) -> Any:
-    """Shared memory for `add_dq`, or None."""
-    if dq_by_rows(plan):
+def _dq_staging(plan: Plan) -> Any:
+    """Shared memory for `_add_dq`, or None."""
+    if dq_is_split_by_rows(plan):
         return None
-    return mosaic.swizzled((WARPGROUPS, *dq_share(plan)), jnp.float32, _dq_swizzle(plan))
+    return mosaic.swizzled((WARPGROUPS, *_dq_shape(plan)), jnp.float32, _dq_swizzle(plan))
 
 
 def _dq_swizzle(plan: Plan) -> int:
-    """Bytes, of what is staged."""
-    return tma_operands.swizzle_of(4 * dq_share(plan)[1])
+    return tma_operands.swizzle_of(4 * _dq_shape(plan)[1])
 
 
-def dq_matmuls(plan: Plan, smem: Any, acc: Any, turn: Any, wg: Any) -> None:
-    """A warpgroup's share of dS K; `turn`: which of the places for dS."""
-    _, columns = dq_share(plan)
+def _ds_slot(plan: Plan, count: Any) -> Any:
+    """Where the dS of step `count` is."""
+    return shared.ring_slot(count, 2 * plan.config.dq_lag)
+
+
+def _ds_ready(ctx: Context, count: Any) -> Any:
+    """The barrier at which both warpgroups have put the dS of step `count` there."""
+    return ctx.smem.ds_ready.at[shared.ring_slot(count, ctx.plan.config.dq_lag)]
+
+
+def _multiply_dq(ctx: Context, acc: Any, slot: Any, wg: Any) -> None:
+    """A warpgroup's share of dS K."""
+    plan, _, smem = ctx
+    _, columns = _dq_shape(plan)
     # Else what describes a matmul of each part of k is kept for all of them, and spilled.
     zero = mosaic.opaque_zero(wg, 1)
     for u in range(WARPGROUPS):
-        if dq_by_rows(plan):
-            ds, k = smem.ds.at[turn, u, wg], smem.k.at[u + zero]
+        if dq_is_split_by_rows(plan):
+            ds, k = smem.ds.at[slot, u, wg], smem.k.at[u + zero]
         else:
-            ds, k = smem.ds.at[turn, u, 0], smem.k.at[u, :, pl.ds(wg * columns, columns)]
+            ds, k = smem.ds.at[slot, u, 0], smem.k.at[u, :, pl.ds(wg * columns, columns)]
         plgpu.wgmma(acc, ds.transpose((1, 0)), k)
 
 
-def add_dq(plan: Plan, refs: Refs, smem: Any, item: Item, place: tuple[Any, ...], dq: Any) -> None:
-    """Sends a warpgroup's share off; place is (wg, head, query tile, whether there is one)."""
-    wg, head, t, there = place
-    rows, columns = dq_share(plan)
-    if dq_by_rows(plan):
-        problem = plan.problem
-        number = (item.batch * problem.q_heads + head) * _dq_tiles(plan) + t
-        mma_rowmajor.add(refs.dq, number * WARPGROUPS + wg, dq, there)
+def _add_dq(ctx: Context, work: WorkTile, wg: Any, step: PendingDq, dq: Any) -> None:
+    """Adds a warpgroup's share to global memory."""
+    plan, refs, smem = ctx
+    rows, columns = _dq_shape(plan)
+    if dq_is_split_by_rows(plan):
+        head = work.batch * plan.problem.q_heads + step.head
+        number = head * _q_tiles(plan) + step.t
+        mma_rowmajor.add(refs.dq, number * WARPGROUPS + wg, dq, step.exists)
         return
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem.dq[wg] = dq
     plgpu.commit_smem()
-    where = pl.ds(t * rows, rows), head, pl.ds(wg * columns, columns)
-    there_in_gmem = refs.dq.at[item.batch, *where]
-    plgpu.copy_smem_to_gmem(smem.dq.at[wg], there_in_gmem, there != 0, reduction_op="add")
+    where = pl.ds(step.t * rows, rows), step.head, pl.ds(wg * columns, columns)
+    to = refs.dq.at[work.batch, *where]
+    plgpu.copy_smem_to_gmem(smem.dq.at[wg], to, step.exists != 0, reduction_op="add")
 
 
-def dq_zeros(plan: Plan, batch: int) -> Any:
-    """What `add_dq` adds into: whole swizzles. TMA leaves out columns past its last."""
-    rows, heads = _dq_tiles(plan) * plan.config.block_q, plan.problem.q_heads
-    if dq_by_rows(plan):
+def _dq_zeros(plan: Plan, batch: int) -> Any:
+    """What `_add_dq` adds to: whole swizzles. TMA leaves out columns past its last."""
+    rows, heads = _q_tiles(plan) * plan.config.block_q, plan.problem.q_heads
+    if dq_is_split_by_rows(plan):
         return jnp.zeros(math.prod((batch, rows, heads, qk_width(plan))))
     width = tma_operands.round_up(plan.problem.head_dim, _dq_swizzle(plan) // 4)
-    if width <= dq_share(plan)[1]:  # all of the second share
+    if width <= _dq_shape(plan)[1]:  # all of the second share
         width = qk_width(plan)
     return jnp.zeros((batch, rows, heads, width))
 
@@ -216,9 +257,9 @@ def dq_zeros(plan: Plan, batch: int) -> Any:
 def rounded_dq(plan: Plan, dq: Any) -> Any:
     """The sums as dq, [B, T, N, H]."""
     problem = plan.problem
-    if dq_by_rows(plan):
+    if dq_is_split_by_rows(plan):
         # batch, head, tile, share, 8 columns, warp, row, 2 columns, row / 8, column
-        parts = (problem.batch, problem.q_heads, _dq_tiles(plan), WARPGROUPS)
+        parts = (problem.batch, problem.q_heads, _q_tiles(plan), WARPGROUPS)
         dq = dq.reshape(*parts, qk_width(plan) // 8, 4, 8, 4, 2, 2)
         dq = dq.transpose((0, 2, 3, 5, 8, 6, 1, 4, 7, 9))
         dq = dq.reshape(problem.batch, -1, problem.q_heads, qk_width(plan))
@@ -226,40 +267,31 @@ def rounded_dq(plan: Plan, dq: Any) -> Any:
     return (dq * problem.scale).astype(problem.dtype)
 
 
-def _dq_tiles(plan: Plan) -> int:
+def _q_tiles(plan: Plan) -> int:
     """Query tiles of a head: whole ones, of either size."""
     return tma_operands.round_up(plan.problem.q_len, WARPGROUPS * ROWS) // plan.config.block_q
 
 
-# ---- one query tile -----------------------------------------------------------------------------
+# ---- a step: one query tile ---------------------------------------------------------------------
 
 
-class Last(NamedTuple):
-    """The step before: its dQ is still to come."""
-
-    there: Any  # int32: whether there is one
-    count: Any  # its number, over all tiles of work
-    head: Any
-    t: Any
-
-
-def starts_with_numbers(plan: Plan, refs: Refs) -> bool:
-    """Whether S begins with -lse, in its own units, and dP with -delta: what a sum begins with is
-    read while other matmuls run, and subtracted by none. Where logits are scores times a factor;
-    query tiles of 128 gain nothing by it.
+def presets_accumulators(plan: Plan, refs: Refs) -> bool:
+    """Whether S begins with -lse, in its own units, and dP with -delta: what an accumulator begins
+    with is read while other matmuls run, and subtracted by no instruction. Where logits are scores
+    times a factor; query tiles of 128 gain nothing by it.
     """
     return refs.dq is not None and plan.config.block_q == ROWS and plan.unit is not None
 
 
-def holds_keys(plan: Plan, refs: Refs) -> bool:
-    """Whether half of k is read out of shared memory once a tile of work, not once a step."""
+def has_k_in_registers(plan: Plan, refs: Refs) -> bool:
+    """Whether half of k is read out of shared memory once a work tile, not once a step."""
     whole = qk_width(plan) == 2 * ROWS and plan.k_swizzle == 128
-    return plan.config.held and whole and starts_with_numbers(plan, refs)
+    return plan.config.k_in_registers and whole and presets_accumulators(plan, refs)
 
 
-def start_values(plan: Plan, refs: Refs) -> Refs:
-    """lse and delta as `_attend` wants them."""
-    if plan.unit is None or not starts_with_numbers(plan, refs):
+def _with_presets(plan: Plan, refs: Refs) -> Refs:
+    """lse and delta as accumulators begin with them, where they do."""
+    if plan.unit is None or not presets_accumulators(plan, refs):
         return refs
     return refs._replace(lse=refs.lse * (-1 / plan.unit), delta=-refs.delta)
 
@@ -267,265 +299,288 @@ def start_values(plan: Plan, refs: Refs) -> Refs:
 class Step(NamedTuple):
     """One query tile of a warpgroup."""
 
-    plan: Plan
-    refs: Refs
-    smem: Any
-    item: Any
+    ctx: Context
+    work: WorkTile
     wg: Any
-    masked: Any
-    lasts: tuple[Last, ...]  # the steps whose dQ is to come, in order
-    new: Last
-    held: Any  # columns of k in registers, or None
+    needs_mask: Any
+    pending: tuple[PendingDq, ...]  # the steps whose dQ is to come, in order
+    own: PendingDq
+    k_part: Any  # columns of k in registers, or None
+
+    @property
+    def plan(self) -> Plan:
+        return self.ctx.plan
+
+    @property
+    def smem(self) -> Any:
+        return self.ctx.smem
 
     @property
     def slot(self) -> Any:
-        return shared.ring(self.new.count, self.plan.config.stages)
+        """The stage of q and dO."""
+        return self.smem.q_ring.slot(self.own.count)
 
     @property
     def shape(self) -> tuple[int, int]:
         return ROWS, self.plan.config.block_q
 
     @property
-    def starts(self) -> bool:
-        return starts_with_numbers(self.plan, self.refs)
+    def presets(self) -> bool:
+        return presets_accumulators(self.plan, self.ctx.refs)
 
     @property
-    def clears(self) -> bool:
-        """Whether accumulators are made just before their first matmul, which then clears them."""
-        return self.refs.dq is None or dq_by_rows(self.plan)
+    def dq_comes_first(self) -> bool:
+        """Before this step's S; then no accumulator is made just before its first matmul."""
+        return self.ctx.refs.dq is not None and not dq_is_split_by_rows(self.plan)
 
     @property
     def place(self) -> Any:
         """Where the tile of logits stands."""
-        item, new, key = self.item, self.new, self.item.key + self.wg * ROWS
-        place = shared.place_of(item, new.head, new.t, key, self.plan.config.block_q)
-        return place._replace(numbers=self.smem.numbers)
+        work, own, key = self.work, self.own, self.work.key + self.wg * ROWS
+        place = shared.place_of(work, own.head, own.t, key, self.plan.config.block_q)
+        return place._replace(numbers=self.smem.row_numbers)
 
-    def number(self, column: Any) -> Any:
-        """lse or delta of every query."""
-        return mosaic.load(column.at[self.slot], mosaic.COLUMN)
+    def row_statistic(self, numbers: Any) -> Any:
+        """lse or delta of every query, over the rows of the tile."""
+        return per_column(mosaic.load(numbers.at[self.slot], mosaic.COLUMN), self.shape)
 
-    def let_go(self) -> None:
-        """The last step's matmuls have read its q."""
-        q_free = self.smem.q_free.at[shared.ring(self.lasts[-1].count, self.plan.config.stages)]
-        pl.when(self.lasts[-1].there != 0)(lambda: plgpu.barrier_arrive(q_free))
+    def release_last_q(self) -> None:
+        """The matmuls of the step before have read its q."""
+        last, ring = self.pending[-1], self.smem.q_ring
+        slot = ring.slot(last.count)
+        pl.when(last.exists != 0)(lambda: ring.release(slot))
 
-    def scores(self, acc: Any) -> int:
+    def multiply_scores(self, acc: Any) -> int:
         """S = K Q^T, as so many groups of matmuls."""
         q, n = self.smem.q.at[self.slot], 0
-        if self.held is not None:
-            n = self.held.shape[1]
-            plgpu.wgmma(acc, self.held, q.at[:, pl.ds(0, n)].transpose((1, 0)))
+        if self.k_part is not None:
+            n = self.k_part.shape[1]
+            plgpu.wgmma(acc, self.k_part, q.at[:, pl.ds(0, n)].transpose((1, 0)))
         rest = pl.ds(n, q.shape[1] - n)
         plgpu.wgmma(acc, self.smem.k.at[self.wg, :, rest], q.at[:, rest].transpose((1, 0)))
-        return 1 if self.held is None else 2
+        return 1 if self.k_part is None else 2
+
+    def multiply_dp(self, acc: Any) -> None:
+        """dP = V dO^T."""
+        plgpu.wgmma(acc, self.smem.v.at[self.wg], self.smem.do.at[self.slot].transpose((1, 0)))
 
 
-def _step(now: Step, accs: tuple[Any, Any]) -> None:
+def _step(now: Step, sums: KeyGradients) -> None:
+    """Adds to `sums`, the accumulators of dK and dV, and adds a dQ to global memory."""
     # Else what follows from wg alone, all addresses in k and v, is computed before the loop and
     # spilled.
-    now = now._replace(wg=now.wg + mosaic.opaque_zero(now.new.count))
+    now = now._replace(wg=now.wg + mosaic.opaque_zero(now.own.count))
 
-    way = _dq_first
-    if now.clears:
-        plgpu.barrier_wait(now.smem.q_ready.at[now.slot])
-        way = _without_dq if now.refs.dq is None else _dq_last
-    pl.run_scoped(functools.partial(way, now, accs), plgpu.ACC(now.shape, jnp.float32))
+    order = _step_dq_first
+    if not now.dq_comes_first:
+        now.smem.q_ring.wait(now.slot)
+        order = _step_without_dq if now.ctx.refs.dq is None else _step_dq_last
+    pl.run_scoped(functools.partial(order, now, sums), plgpu.ACC(now.shape, jnp.float32))
 
 
-def _dq_first(now: Step, accs: tuple[Any, Any], s_acc: Any) -> None:
-    half = plgpu.ACC(dq_share(now.plan), jnp.float32)
-    pl.run_scoped(functools.partial(_dq_and_scores, now, s_acc), half)
-    rest = functools.partial(_dv_and_dk, now, accs, s_acc)
+def _step_dq_first(now: Step, sums: KeyGradients, s_acc: Any) -> None:
+    dq_acc = plgpu.ACC(_dq_shape(now.plan), jnp.float32)
+    pl.run_scoped(functools.partial(_dq_and_scores, now, s_acc), dq_acc)
+    rest = functools.partial(_dv_and_dk, now, sums, s_acc)
     pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
 
 
-def _without_dq(now: Step, accs: tuple[Any, Any], s_acc: Any) -> None:
-    now.scores(s_acc)
+def _step_without_dq(now: Step, sums: KeyGradients, s_acc: Any) -> None:
+    now.multiply_scores(s_acc)
     plgpu.wgmma_wait(1)
-    now.let_go()
-    plgpu.barrier_wait(now.smem.do_ready.at[now.slot])
-    rest = functools.partial(_dv_and_dk, now, accs, s_acc)
+    now.release_last_q()
+    now.smem.do_ring.wait(now.slot)
+    rest = functools.partial(_dv_and_dk, now, sums, s_acc)
     pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
 
 
-def _dq_last(now: Step, accs: tuple[Any, Any], s_acc: Any) -> None:
-    """S, dP and dS, then dQ of the step before: the other warpgroup has had a step's time for its
-    half of that dS.
+def _step_dq_last(now: Step, sums: KeyGradients, s_acc: Any) -> None:
+    """S, dP and dS, then dQ of the step before: the other warpgroup has had the time of a step for
+    its half of that dS.
     """
-    plan, refs, smem, due = now.plan, now.refs, now.smem, now.lasts[0]
+    ctx, due = now.ctx, now.pending[0]
+    plan, refs, smem = ctx
 
-    def to_ds(given, slope, dp_acc):
-        plgpu.wgmma(dp_acc, smem.v.at[now.wg], smem.do.at[now.slot].transpose((1, 0)))
-        p = score_mod.exponentials(plan, given, across(now.number(smem.lse), now.shape))
-        return _ds(now, accs, dp_acc, (p, slope))
+    def to_ds(logits, slope, dp_acc):
+        now.multiply_dp(dp_acc)
+        p = score_mod.exponentials(plan, logits, now.row_statistic(smem.lse))
+        return _ds(now, sums, dp_acc, p, slope)
 
     def to_dq(ds, dq_acc):
-        turn, _ = _turn(plan, smem, due.count)
-        dq_matmuls(plan, smem, dq_acc, turn, now.wg)
-        plgpu.wgmma(accs[0], ds, smem.q.at[now.slot])
+        slot = _ds_slot(plan, due.count)
+        _multiply_dq(ctx, dq_acc, slot, now.wg)
+        plgpu.wgmma(sums.dk, ds, smem.q.at[now.slot])
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-        plgpu.barrier_arrive(smem.do_free.at[now.slot])
-        pl.when(due.there != 0)(lambda: plgpu.barrier_arrive(smem.ds_free.at[turn]))
-        add_dq(plan, refs, smem, now.item, (now.wg, due.head, due.t, due.there), dq)
+        smem.do_ring.release(now.slot)
+        pl.when(due.exists != 0)(lambda: plgpu.barrier_arrive(smem.ds_free.at[slot]))
+        _add_dq(ctx, now.work, now.wg, due, dq)
 
-    now.scores(s_acc)
+    now.multiply_scores(s_acc)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-    now.let_go()
-    given, slope = score_mod.logits_and_slope(plan, refs, now.place, s, now.masked)
-    plgpu.barrier_wait(smem.do_ready.at[now.slot])
-    ds = pl.run_scoped(functools.partial(to_ds, given, slope), plgpu.ACC(now.shape, jnp.float32))
-    pl.run_scoped(functools.partial(to_dq, ds), plgpu.ACC(dq_share(plan), jnp.float32))
+    now.release_last_q()
+    logits, slope = score_mod.logits_and_slope(plan, refs, now.place, s, now.needs_mask)
+    smem.do_ring.wait(now.slot)
+    ds = pl.run_scoped(functools.partial(to_ds, logits, slope), plgpu.ACC(now.shape, jnp.float32))
+    pl.run_scoped(functools.partial(to_dq, ds), plgpu.ACC(_dq_shape(plan), jnp.float32))
 
 
 def _dq_and_scores(now: Step, s_acc: Any, dq_acc: Any) -> None:
-    """dQ of a step before, on its way when this returns, and S of this one, which still runs."""
-    plan, smem, wg, due = now.plan, now.smem, now.wg, now.lasts[0]
-    pl.when(due.there != 0)(lambda: plgpu.barrier_wait(_turn(plan, smem, now.new.count)[1]))
-    dq_matmuls(plan, smem, dq_acc, _turn(plan, smem, now.new.count - plan.config.lag)[0], wg)
-    if now.starts:  # S begins in registers out of which dK was made
-        plgpu.wgmma_wait(WARPGROUPS)
-        now.let_go()
-    plgpu.barrier_wait(smem.q_ready.at[now.slot])
-    if now.starts:
-        s_acc[...] = across(now.number(smem.lse), now.shape)
-    groups = now.scores(s_acc)
-    dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=groups)  # and dK of the last step is done
-    if not now.starts:
-        now.let_go()
-    add_dq(plan, now.refs, smem, now.item, (wg, due.head, due.t, due.there), dq)
-
-
-def _dv_and_dk(now: Step, accs: tuple[Any, Any], s_acc: Any, dp_acc: Any) -> None:
-    """Adds to dV and dK, which still runs when this returns."""
+    """dQ of a step before, which is being added when this returns, and S of this one, which still
+    runs.
+    """
+    ctx, wg, due, count = now.ctx, now.wg, now.pending[0], now.own.count
     plan, smem = now.plan, now.smem
-    if not now.clears:
-        plgpu.barrier_wait(smem.do_ready.at[now.slot])
-    if now.starts:
-        dp_acc[...] = across(now.number(smem.delta), now.shape)
-    plgpu.wgmma(dp_acc, smem.v.at[now.wg], smem.do.at[now.slot].transpose((1, 0)))
+    pl.when(due.exists != 0)(lambda: plgpu.barrier_wait(_ds_ready(ctx, count)))
+    _multiply_dq(ctx, dq_acc, _ds_slot(plan, count - plan.config.dq_lag), wg)
+    if now.presets:  # S begins in registers out of which dK was made
+        plgpu.wgmma_wait(WARPGROUPS)
+        now.release_last_q()
+    smem.q_ring.wait(now.slot)
+    if now.presets:
+        s_acc[...] = now.row_statistic(smem.lse)
+    groups = now.multiply_scores(s_acc)
+    dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=groups)  # and dK of the last step is done
+    if not now.presets:
+        now.release_last_q()
+    _add_dq(ctx, now.work, wg, due, dq)
+
+
+def _dv_and_dk(now: Step, sums: KeyGradients, s_acc: Any, dp_acc: Any) -> None:
+    """Adds to dV and dK, which still runs when this returns."""
+    smem = now.smem
+    if now.dq_comes_first:
+        smem.do_ring.wait(now.slot)
+    if now.presets:
+        dp_acc[...] = now.row_statistic(smem.delta)
+    now.multiply_dp(dp_acc)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-    lse, place = None if now.starts else now.number(smem.lse), now.place
-    found = score_mod.probabilities(plan, now.refs, place, s, lse, now.masked)
-    _from_p(now, accs, dp_acc, found)
-
-
-def _from_p(now: Step, accs: tuple[Any, Any], dp_acc: Any, found: tuple[Any, Any]) -> None:
-    """`_dv_and_dk` from P and softcap's slope, or None, on."""
-    ds, q = _ds(now, accs, dp_acc, found), now.smem.q.at[now.slot]
-    if not now.starts:
-        plgpu.wgmma(accs[0], ds, q)
+    lse = None
+    if not now.presets:
+        lse = mosaic.load(smem.lse.at[now.slot], mosaic.COLUMN)
+    p, slope = score_mod.probabilities(now.plan, now.ctx.refs, now.place, s, lse, now.needs_mask)
+    ds = _ds(now, sums, dp_acc, p, slope)
+    if not now.presets:
+        plgpu.wgmma(sums.dk, ds, smem.q.at[now.slot])
     plgpu.wgmma_wait(1)
-    plgpu.barrier_arrive(now.smem.do_free.at[now.slot])
+    smem.do_ring.release(now.slot)
 
 
-def _ds(now: Step, accs: tuple[Any, Any], dp_acc: Any, found: tuple[Any, Any]) -> Any:
-    """dV is on its way when this returns, and dS in shared memory."""
-    (plan, refs, smem, _, wg, _, lasts, new, _), (dk, dv), (p, slope) = now, accs, found
-    dtype, starts = jnp.dtype(plan.problem.dtype), now.starts
+def _ds(now: Step, sums: KeyGradients, dp_acc: Any, p: Any, slope: Any) -> Any:
+    """dS, which is also in shared memory when this returns, while dV still runs. `slope`: that of
+    softcap, or None.
+    """
+    plan, refs, smem = now.ctx
+    dtype = jnp.dtype(plan.problem.dtype)
     q, do = smem.q.at[now.slot], smem.do.at[now.slot]
-    turn, met = _turn(plan, smem, new.count)
-    plgpu.wgmma(dv, p.astype(dtype), do)
+    slot, ready = _ds_slot(plan, now.own.count), _ds_ready(now.ctx, now.own.count)
+    plgpu.wgmma(sums.dv, p.astype(dtype), do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-    ds = p * (dp if starts else dp - across(now.number(smem.delta), now.shape))
+    ds = p * (dp if now.presets else dp - now.row_statistic(smem.delta))
     ds = (ds if slope is None else ds * slope).astype(dtype)
     if refs.dq is not None:
-        if dq_by_rows(plan):
-            pl.when(new.count >= 2)(lambda: plgpu.barrier_wait(smem.ds_free.at[turn]))
-            pl.when(lasts[-1].there != 0)(lambda: plgpu.barrier_wait(met))
+        if dq_is_split_by_rows(plan):
+            pl.when(now.own.count >= 2)(lambda: plgpu.barrier_wait(smem.ds_free.at[slot]))
+            pl.when(now.pending[-1].exists != 0)(lambda: plgpu.barrier_wait(ready))
         for half in range(plan.config.block_q // ROWS):
             part = lax.slice(ds, (0, half * ROWS), (ROWS, (half + 1) * ROWS))
-            smem.ds[turn, wg, half] = part
-    if starts:
-        plgpu.wgmma(dk, ds, q)
+            smem.ds[slot, now.wg, half] = part
+    if now.presets:
+        plgpu.wgmma(sums.dk, ds, q)
     plgpu.commit_smem()  # lse and delta have been read, too, and TMA will write there
     if refs.dq is not None:
-        plgpu.barrier_arrive(met)
+        plgpu.barrier_arrive(ready)
     return ds
 
 
-def _turn(plan: Plan, smem: Any, count: Any) -> tuple[Any, Any]:
-    """(the place of a step's dS, the barrier at which both warpgroups have put it there)"""
-    lag = plan.config.lag
-    return shared.ring(count, 2 * lag), smem.met.at[shared.ring(count, lag)]
+# ---- the mainloop -------------------------------------------------------------------------------
 
 
-def _attend(plan: Plan, refs: Refs, smem: Any, at: Any, count: Any) -> Any:
-    """All query tiles of a warpgroup's keys; at is (item, wg). Gives (dk, dv, count)."""
-    item, wg = at
-    group, lag, held = plan.problem.group, plan.config.lag, None
-    if holds_keys(plan, refs):
-        held = mosaic.load(smem.k.at[wg, :, pl.ds(0, ROWS)], mosaic.TILE)
-    first_head = item.kv_head * group
+def _mainloop(ctx: Context, work: WorkTile, wg: Any, count: Any) -> tuple[KeyGradients, Any]:
+    """All query tiles of a warpgroup's keys, `count` steps having been done for other work tiles:
+    the gradients of the keys, and the new count.
+    """
+    plan, refs, smem = ctx
+    group, lag, k_part = plan.problem.group, plan.config.dq_lag, None
+    if has_k_in_registers(plan, refs):
+        k_part = mosaic.load(smem.k.at[wg, :, pl.ds(0, ROWS)], mosaic.TILE)
+    first_head = work.kv_head * group
 
-    def everything(dk_acc, dv_acc):
-        def one_tile(n, carry):
-            (g, i), lasts = carry
-            t = item.tile(i)
-            new = Last(jnp.int32(1), lasts[-1].count + 1, first_head + g, t)
-            masked = shared.masked(plan, item, t)
-            now = Step(plan, refs, smem, item, wg, masked, lasts, new, held)
-            _step(now, (dk_acc, dv_acc))
+    def all_steps(dk_acc, dv_acc):
+        def step(n, carry):
+            (g, i), pending = carry
+            t = work.q_tile(i)
+            own = PendingDq(jnp.int32(1), pending[-1].count + 1, first_head + g, t)
+            masked = shared.needs_mask(plan, work, t)
+            now = Step(ctx, work, wg, masked, pending, own, k_part)
+            _step(now, KeyGradients(dk_acc, dv_acc))
             if group == 1:
-                return (g, i + 1), (*lasts[1:], new)
-            over = i + 1 == item.steps
-            return (g + over.astype(jnp.int32), jnp.where(over, 0, i + 1)), (*lasts[1:], new)
+                return (g, i + 1), (*pending[1:], own)
+            over = i + 1 == work.steps
+            return (g + over.astype(jnp.int32), jnp.where(over, 0, i + 1)), (*pending[1:], own)
 
-        nothing = Last(jnp.int32(0), count - 1, first_head, jnp.int32(0))
+        nothing = PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0))
         start = (jnp.int32(0), jnp.int32(0)), (nothing,) * lag
-        lasts = lax.fori_loop(0, group * item.steps, one_tile, start)[1]
-        last = lasts[-1]
+        pending = lax.fori_loop(0, group * work.steps, step, start)[1]
+        last = pending[-1]
         if refs.dq is not None:
-            for n, due in enumerate(lasts, 1 - lag):
-                _late_dq(plan, refs, smem, at, due, last.count + n)
+            for n, due in enumerate(pending, 1 - lag):
+                _last_dq(ctx, work, wg, due, last.count + n)
         results = dk_acc[...], dv_acc[...]
 
-        @pl.when(last.there != 0)
+        @pl.when(last.exists != 0)
         def _():
-            plgpu.barrier_arrive(smem.q_free.at[shared.ring(last.count, plan.config.stages)])
+            smem.q_ring.release(smem.q_ring.slot(last.count))
 
-        return *results, last.count + 1
+        return KeyGradients(*results), last.count + 1
 
     widths = (qk_width(plan), plan.v_width)
-    return pl.run_scoped(everything, *(plgpu.ACC((ROWS, n), jnp.float32) for n in widths))
+    return pl.run_scoped(all_steps, *(plgpu.ACC((ROWS, n), jnp.float32) for n in widths))
 
 
-def _late_dq(plan: Plan, refs: Refs, smem: Any, at: Any, due: Last, count: Any) -> None:
-    """After a tile of work's last step."""
-    item, wg = at
-    turn, met = _turn(plan, smem, count)
+def _last_dq(ctx: Context, work: WorkTile, wg: Any, due: PendingDq, count: Any) -> None:
+    """dQ of step `count`, after the last step of a work tile."""
+    plan, smem = ctx.plan, ctx.smem
+    slot, ready = _ds_slot(plan, count), _ds_ready(ctx, count)
 
     def matmuls(acc):
-        dq_matmuls(plan, smem, acc, turn, wg)
+        _multiply_dq(ctx, acc, slot, wg)
         return acc[...]
 
-    @pl.when(due.there != 0)
+    @pl.when(due.exists != 0)
     def _():
-        plgpu.barrier_wait(met)
-        dq = pl.run_scoped(matmuls, plgpu.ACC(dq_share(plan), jnp.float32))
-        if dq_by_rows(plan):
-            plgpu.barrier_arrive(smem.ds_free.at[turn])
-        add_dq(plan, refs, smem, item, (wg, due.head, due.t, due.there), dq)
+        plgpu.barrier_wait(ready)
+        dq = pl.run_scoped(matmuls, plgpu.ACC(_dq_shape(plan), jnp.float32))
+        if dq_is_split_by_rows(plan):
+            plgpu.barrier_arrive(smem.ds_free.at[slot])
+        _add_dq(ctx, work, wg, due, dq)
 
 
-# ---- dk and dv leave ----------------------------------------------------------------------------
+# ---- the epilogue: dk and dv --------------------------------------------------------------------
+#
+# Stored from k and v, they have to wait for the last step of both warpgroups, and TMA must have
+# read them before the next keys are loaded. Where dS takes as much room they are stored from there:
+# it is free by then and not needed before the first dS of the next work tile, and the next keys are
+# loaded at once.
 
 
-def _meet(smem: Any) -> None:
-    """Both warpgroups are here."""
-    plgpu.barrier_arrive(smem.met.at[0])
-    plgpu.barrier_wait(smem.met.at[0])
+def _sync_warpgroups(smem: Smem) -> None:
+    plgpu.barrier_arrive(smem.ds_ready.at[0])
+    plgpu.barrier_wait(smem.ds_ready.at[0])
 
 
-def _store_dk_dv(plan: Plan, smem: Any, outs: Any, at: Any, results: Any) -> None:
-    """dk and dv of a warpgroup's keys; at is (item, wg)."""
-    item, wg = at
-    _meet(smem)  # the other has no more use for k, nor for dS
-    by_ds = _leaves_by_ds(plan)
-    if by_ds:
-        plgpu.barrier_arrive(smem.keys_free)
-    places = _ds_places(plan, smem, wg) if by_ds else ([smem.k.at[wg]], [smem.v.at[wg]])
-    for value, staged, out in zip(results, places, outs, strict=True):
+def _store_dk_dv(
+    ctx: Context, outs: KeyGradients, work: WorkTile, wg: Any, grads: KeyGradients
+) -> None:
+    """dk and dv of a warpgroup's keys."""
+    plan, _, smem = ctx
+    _sync_warpgroups(smem)  # the other has no more use for k, nor for dS
+    from_ds = stores_from_ds(plan)
+    if from_ds:
+        plgpu.barrier_arrive(smem.kv_free)
+    staging = KeyGradients([smem.k.at[wg]], [smem.v.at[wg]])
+    if from_ds:
+        staging = _ds_staging(plan, smem, wg)
+    for value, staged, out in zip(grads, staging, outs, strict=True):
         columns = value.shape[1] // len(staged)
         for n, to in enumerate(staged):
             part = lax.slice(value, (0, n * columns), (ROWS, (n + 1) * columns))
@@ -533,77 +588,76 @@ def _store_dk_dv(plan: Plan, smem: Any, outs: Any, at: Any, results: Any) -> Non
         plgpu.commit_smem()
         for n, to in enumerate(staged):
             where = mosaic.columns(out, n * columns, columns, wg)
-            there = out.at[item.batch, pl.ds(item.key + wg * ROWS, ROWS), item.kv_head, where]
+            there = out.at[work.batch, pl.ds(work.key + wg * ROWS, ROWS), work.kv_head, where]
             plgpu.copy_smem_to_gmem(to, there)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    if not by_ds:
-        plgpu.barrier_arrive(smem.keys_free)
+    if not from_ds:
+        plgpu.barrier_arrive(smem.kv_free)
 
 
-def _leaves_by_ds(plan: Plan) -> bool:
+def stores_from_ds(plan: Plan) -> bool:
     """Whether dk and dv fit where dS is, by swizzles of 64 columns. Query tiles of 64 rows, at head
     dim 128, gain nothing by it; there k may be wider than dk, too, and TMA would wrap around.
     """
-    places = 2 * plan.config.lag * (plan.config.block_q // ROWS)
+    places = 2 * plan.config.dq_lag * (plan.config.block_q // ROWS)
     whole = plan.k_swizzle == plan.v_swizzle == 128
     fit = qk_width(plan) // ROWS + plan.v_width // ROWS <= places
-    return whole and fit and dq_by_rows(plan)
+    return whole and fit and dq_is_split_by_rows(plan)
 
 
-def _ds_places(plan: Plan, smem: Any, wg: Any) -> tuple[list[Any], list[Any]]:
-    """Parts of ds of 64 columns: for dk, and for dv."""
+def _ds_staging(plan: Plan, smem: Smem, wg: Any) -> KeyGradients:
+    """Parts of ds of 64 columns: lists of them for dk and for dv."""
     halves, wanted = plan.config.block_q // ROWS, qk_width(plan) // ROWS
     numbers = range(wanted + plan.v_width // ROWS)
     found = [smem.ds.at[n // halves, wg, n % halves] for n in numbers]
-    return found[:wanted], found[wanted:]
+    return KeyGradients(found[:wanted], found[wanted:])
 
 
-# ---- computing ----------------------------------------------------------------------------------
-
-
-def _compute(plan: Plan, refs: Refs, smem: Smem, outs: Any, place: tuple[Any, Any]) -> None:
-    """A computing warpgroup: every tile of work of its block."""
-    cta, wg = place
+def _consume(ctx: Context, outs: KeyGradients, cta: Any, wg: Any) -> None:
+    """A consumer warpgroup: every work tile of its block."""
+    plan, refs, smem = ctx
 
     @pl.when(wg == 0)
     def _():
         block = (plan.config.block_q,)
-        smem.numbers[...] = plgpu.broadcasted_iota(jnp.int32, block, 0, layout=mosaic.COLUMN)
+        smem.row_numbers[...] = plgpu.broadcasted_iota(jnp.int32, block, 0, layout=mosaic.COLUMN)
         plgpu.commit_smem()
 
-    _meet(smem)
+    _sync_warpgroups(smem)
 
-    def one_item(n, carry):
+    def one_work_tile(n, carry):
         count, code = carry
-        following = refs.dealt[cta, n + 2]  # asked for long before it is needed
-        item = shared.item_of(plan, refs, code)
-        plgpu.barrier_wait(smem.keys_ready)
-        dk, dv, count = _attend(plan, refs, smem, (item, wg), count)
-        _store_dk_dv(plan, smem, outs, (item, wg), (dk * plan.problem.scale, dv))
+        following = refs.schedule[cta, n + 2]  # read long before it is needed
+        work = shared.work_tile(plan, refs, code)
+        plgpu.barrier_wait(smem.kv_ready)
+        grads, count = _mainloop(ctx, work, wg, count)
+        grads = grads._replace(dk=grads.dk * plan.problem.scale)
+        _store_dk_dv(ctx, outs, work, wg, grads)
         return count, following
 
-    lax.fori_loop(0, refs.dealt[cta, 0], one_item, (jnp.int32(0), refs.dealt[cta, 1]))
+    count, first = refs.schedule[cta, 0], refs.schedule[cta, 1]
+    lax.fori_loop(0, count, one_work_tile, (jnp.int32(0), first))
     plgpu.wait_smem_to_gmem(0)
 
 
 def _kernel(refs: Refs, dk_ref: Any, dv_ref: Any, smem: Smem, *, plan: Plan) -> None:
-    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
-    load = functools.partial(_load, plan, refs, smem, cta)
-    compute = functools.partial(_compute, plan, refs, smem, (dk_ref, dv_ref), (cta, wg))
-    mosaic.share_registers(wg, WARPGROUPS, load, compute, 240)
+    ctx, cta, wg = Context(plan, refs, smem), lax.axis_index("cta"), lax.axis_index("wg")
+    produce = functools.partial(_produce, ctx, cta)
+    consume = functools.partial(_consume, ctx, KeyGradients(dk_ref, dv_ref), cta, wg)
+    mosaic.share_registers(wg, WARPGROUPS, produce, consume, 240)
 
 
 # ---- the call -----------------------------------------------------------------------------------
 
 
-def dq_dk_dv(plan: Plan, refs: Refs) -> tuple[Any, Any, Any]:
+def dq_dk_dv(plan: Plan, refs: Refs) -> Gradients:
     """dq, and dk and dv padded as refs.k and refs.v are."""
-    refs = refs._replace(dq=jax.new_ref(dq_zeros(plan, refs.q.shape[0])))
-    dk, dv = dk_dv(plan, start_values(plan, refs))
-    return rounded_dq(plan, jax.freeze(refs.dq)), dk, dv
+    refs = refs._replace(dq=jax.new_ref(_dq_zeros(plan, refs.q.shape[0])))
+    grads = dk_dv(plan, _with_presets(plan, refs))
+    return Gradients(rounded_dq(plan, jax.freeze(refs.dq)), *grads)
 
 
-def dk_dv(plan: Plan, refs: Refs) -> tuple[Any, Any]:
+def dk_dv(plan: Plan, refs: Refs) -> KeyGradients:
     """dk and dv, padded as refs.k and refs.v are; adds to refs.dq, if there is one."""
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
@@ -619,4 +673,4 @@ def dk_dv(plan: Plan, refs: Refs) -> tuple[Any, Any]:
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_sm90",
     )
-    return kernel(refs)
+    return KeyGradients(*kernel(refs))

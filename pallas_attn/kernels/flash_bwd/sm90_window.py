@@ -2,21 +2,21 @@
 global memory, so the same bits each time.
 
 Where a tile of 64 keys meets few tiles of 64 queries, a warpgroup can walk down the diagonal and
-hold all sums that are under way in registers: dK and dV of its key tile, and dQ of the query tiles
-that the next key tiles meet too. Each of q, k, v, dO is read once, each gradient written once, and
-there are five matmuls a pair of tiles.
+hold all unfinished sums in registers: dK and dV of its kv tile, and dQ of the query tiles that the
+next kv tiles meet too. Each of q, k, v, dO is read once, each gradient written once, and there are
+five matmuls a pair of tiles.
 
-Grid: a block is one warpgroup, and two of them share a multiprocessor: the one computes while the
-other waits. It walks a stretch of one head's tiles. The first key tiles of a walk belong to the
-stretch before: they are there for what they add to the stretch's dQ.
+Grid: a block is one warpgroup, and two blocks share a multiprocessor: one computes while the other
+waits. A block walks over a chunk of one head's tiles. The first kv tiles of a walk belong to the
+chunk before: they are there for what they add to the dQ of this one.
 
-A step is a key tile; its pairs are taken from the diagonal on, so that the first pair completes a
-dQ. Tiles of scores have keys down, see `flash_bwd_plan`.
+A step is a kv tile. Its pairs are taken from the diagonal on, so that the first pair completes a
+dQ. Tiles of scores have keys as rows, see `plan`.
 
-Shared memory:
-  k, v [2]           key tiles; dk and dv leave through the same places
-  q, do [4]          rings of query tiles with their lse and delta: those that a step meets, and one
-                     that is on its way. dq leaves through q
+Shared memory, which the one warpgroup loads itself:
+  k, v [2]           kv tiles; dk and dv are stored from the same places
+  q, do [4]          rings of query tiles with their lse and delta: those that a step meets, and the
+                     next one, which is being loaded. dq is stored from q
   ds                 of one pair: the left operand of its dQ
 """
 
@@ -32,15 +32,16 @@ from jax import lax
 from pallas_attn._problem import AttentionProblem
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention import score_mod, tma_operands
+from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.attention.score_mod import Place
 from pallas_attn.kernels.flash_bwd import plan as shared
-from pallas_attn.kernels.flash_bwd.plan import ROWS, Plan, Refs, across
+from pallas_attn.kernels.flash_bwd.plan import ROWS, Gradients, Plan, Refs, per_column
 from pallas_attn.kernels.lang import mosaic
 
-MOST_PAIRS = 3  # of a key tile: dQ of all but one are held in registers
+MOST_PAIRS = 3  # of a kv tile: dQ of all but one of them is in registers
 STAGES = MOST_PAIRS + 1
 BLOCKS = 2 * attention_plan.BLOCKS  # at a time
-RESERVED = 1024 + 512  # bytes of shared memory that a block takes beside its buffers, with barriers
+RESERVED = 1024 + 512  # bytes of shared memory of a block beside its buffers, with barriers
 
 
 class Smem(NamedTuple):
@@ -51,22 +52,24 @@ class Smem(NamedTuple):
     ds: Any
     lse: Any
     delta: Any
-    numbers: Any
-    keys_ready: Any
-    queries_ready: Any
+    row_numbers: Any  # 0, 1, .. 63
+    kv_ready: Any
+    q_ready: Any
 
 
 def pairs(problem: AttentionProblem) -> int:
-    """Query tiles that meet a key tile."""
-    assert problem.mask.left is not None
-    return (problem.mask.left + ROWS - 1) // ROWS + 1
+    """Query tiles that meet a kv tile, where the mask is causal with a window."""
+    width = problem.mask.width
+    assert width is not None
+    return pl.cdiv(ROWS + width - 1, ROWS)
 
 
 def takes(problem: AttentionProblem) -> bool:
+    """Whether this kernel serves a problem."""
     mask, arrays = problem.mask, set(problem.arrays)
     return (
-        mask.right == 0
-        and mask.left is not None
+        mask.is_causal
+        and mask.bounds_left
         and pairs(problem) <= MOST_PAIRS
         and problem.q_len == problem.kv_len > 0
         and problem.q_offset == 0
@@ -92,9 +95,9 @@ def scratch(plan: Plan) -> Smem:
         ds=mosaic.swizzled((ROWS, ROWS), dtype, plan.k_swizzle),  # as k's
         lse=plgpu.SMEM((STAGES, ROWS), jnp.float32),
         delta=plgpu.SMEM((STAGES, ROWS), jnp.float32),
-        numbers=plgpu.SMEM((ROWS,), jnp.int32),
-        keys_ready=barrier(num_arrivals=2, num_barriers=2),
-        queries_ready=barrier(num_arrivals=4, num_barriers=STAGES),
+        row_numbers=plgpu.SMEM((ROWS,), jnp.int32),
+        kv_ready=barrier(num_arrivals=2, num_barriers=2),
+        q_ready=barrier(num_arrivals=4, num_barriers=STAGES),
     )
 
 
@@ -103,16 +106,32 @@ def buffer_bytes(plan: Plan) -> int:
 
 
 class Walk(NamedTuple):
-    """A block's part of a head, in tiles."""
+    """A block's chunk of a head, in tiles."""
 
     batch: Any
     head: Any
-    begin: Any  # its own
+    begin: Any  # the chunk's
     end: Any
-    first: Any  # key tile
+    first: Any  # kv tile that the walk begins with
 
 
-def stretches(plan: Plan) -> int:
+class Pair(NamedTuple):
+    """A tile of keys, and query tile n after the one of the same rows."""
+
+    walk: Walk
+    t: Any  # the kv tile
+    n: int
+
+    @property
+    def q_slot(self) -> Any:
+        return shared.ring_slot(self.t + self.n, STAGES)
+
+    @property
+    def kv_slot(self) -> Any:
+        return shared.ring_slot(self.t, 2)
+
+
+def chunks(plan: Plan) -> int:
     """Into how many each head is cut: blocks come in waves, and a walk costs some tiles more than
     its own.
     """
@@ -126,7 +145,7 @@ def stretches(plan: Plan) -> int:
 
 
 def _walk(plan: Plan, cta: Any) -> Walk:
-    parts = stretches(plan)
+    parts = chunks(plan)
     length = pl.cdiv(plan.kv_tiles, parts)
     row, part = lax.div(cta, jnp.int32(parts)), lax.rem(cta, jnp.int32(parts))
     batch, head = (f(row, jnp.int32(plan.problem.q_heads)) for f in (lax.div, lax.rem))
@@ -136,21 +155,23 @@ def _walk(plan: Plan, cta: Any) -> Walk:
     return Walk(batch, head, begin, end, jnp.where(begin < end, first, end))
 
 
-# ---- loading ------------------------------------------------------------------------------------
+# ---- loads --------------------------------------------------------------------------------------
 
 
-def _load_keys(refs: Refs, smem: Smem, walk: Walk, t: Any) -> None:
-    slot = shared.ring(t, 2)
+def _load_kv(ctx: Context, walk: Walk, t: Any) -> None:
+    _, refs, smem = ctx
+    slot = shared.ring_slot(t, 2)
     for ref, to in ((refs.k, smem.k), (refs.v, smem.v)):
         columns = mosaic.columns(ref, 0, to.shape[-1], walk.head)
         there = ref.at[walk.batch, pl.ds(t * ROWS, ROWS), walk.head, columns]
-        plgpu.copy_gmem_to_smem(there, to.at[slot], smem.keys_ready.at[slot])
+        plgpu.copy_gmem_to_smem(there, to.at[slot], smem.kv_ready.at[slot])
 
 
-def _load_queries(plan: Plan, refs: Refs, smem: Smem, walk: Walk, t: Any) -> None:
+def _load_q(ctx: Context, walk: Walk, t: Any) -> None:
     """Past the last tile, the last one again, whose probabilities an lse of inf makes 0."""
-    slot = shared.ring(t, STAGES)
-    ready, last = smem.queries_ready.at[slot], jnp.minimum(t, plan.q_tiles - 1)
+    plan, refs, smem = ctx
+    slot = shared.ring_slot(t, STAGES)
+    ready, last = smem.q_ready.at[slot], jnp.minimum(t, plan.q_tiles - 1)
     for ref, to in ((refs.q, smem.q), (refs.do, smem.do)):
         columns = mosaic.columns(ref, 0, to.shape[-1], walk.head)
         there = ref.at[walk.batch, pl.ds(last * ROWS, ROWS), walk.head, columns]
@@ -160,66 +181,68 @@ def _load_queries(plan: Plan, refs: Refs, smem: Smem, walk: Walk, t: Any) -> Non
         plgpu.copy_gmem_to_smem(there, to.at[slot], ready)
 
 
-# ---- computing ----------------------------------------------------------------------------------
+# ---- the mainloop -------------------------------------------------------------------------------
 
 
-def _pair(plan: Plan, refs: Refs, smem: Smem, at: Any, sums: Any, under: Any) -> None:
-    """One pair of tiles: at is (walk, key tile, n), for query tile n after the key tile's own; sums
-    are accumulators of dK, dV, dQ; `under` is done under the first matmuls.
+def _pair(ctx: Context, pair: Pair, sums: Gradients, overlapped: Any) -> None:
+    """Adds one pair of tiles to the accumulators `sums`; `overlapped` is called after the first
+    matmuls are issued.
     """
-    (walk, t, n), (dk, dv, dq) = at, sums
+    (plan, refs, smem), (walk, t, n) = ctx, pair
     dtype, shape = jnp.dtype(plan.problem.dtype), (ROWS, ROWS)
-    slot, keys = shared.ring(t + n, STAGES), shared.ring(t, 2)
+    slot, keys = pair.q_slot, pair.kv_slot
     q, do, k, v = smem.q.at[slot], smem.do.at[slot], smem.k.at[keys], smem.v.at[keys]
 
-    def pair(s_acc, dp_acc):
+    def of_row(numbers):
+        return per_column(mosaic.load(numbers.at[slot], mosaic.COLUMN), shape)
+
+    def matmuls(s_acc, dp_acc):
         plgpu.wgmma(s_acc, k, q.transpose((1, 0)))
         plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
-        if under is not None:
-            under()
+        if overlapped is not None:
+            overlapped()
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         place = Place(walk.batch, walk.head, (t + n) * ROWS, t * ROWS, 0, plan.problem.kv_len, 1)
         s, slope = score_mod.logits_and_slope(plan, refs, place, s, False)
-        s = s if plan.unit is None else s * plan.unit
-        s = s - across(mosaic.load(smem.lse.at[slot], mosaic.COLUMN), shape)
-        p = jnp.exp2(_hidden(plan, smem, n, s))
-        plgpu.wgmma(dv, p.astype(dtype), do)
+        p = score_mod.exponentials(plan, _masked(plan, smem, n, s), of_row(smem.lse))
+        plgpu.wgmma(sums.dv, p.astype(dtype), do)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        ds = p * (dp - across(mosaic.load(smem.delta.at[slot], mosaic.COLUMN), shape))
+        ds = p * (dp - of_row(smem.delta))
         ds = (ds if slope is None else ds * slope).astype(dtype)
-        plgpu.commit_smem()  # all warps are done with the last pair's
+        plgpu.commit_smem()  # all warps have read the dS of the pair before
         smem.ds[...] = ds
         plgpu.commit_smem()
-        plgpu.wgmma(dk, ds, q)
-        plgpu.wgmma(dq, smem.ds.transpose((1, 0)), k)
+        plgpu.wgmma(sums.dk, ds, q)
+        plgpu.wgmma(sums.dq, smem.ds.transpose((1, 0)), k)
 
-    pl.run_scoped(pair, *(plgpu.ACC(shape, jnp.float32) for _ in range(2)))
+    pl.run_scoped(matmuls, *(plgpu.ACC(shape, jnp.float32) for _ in range(2)))
 
 
-def _hidden(plan: Plan, smem: Smem, n: int, s: Any) -> Any:
-    """`score_mod.apply_mask`, where only the places within two tiles matter: one comparison. No key
-    is past the end: those who would see it are.
+def _masked(plan: Plan, smem: Smem, n: int, s: Any) -> Any:
+    """`score_mod.apply_mask` of a pair, where only the places within two tiles matter: one
+    comparison. Query rows are numbered from 0 and keys from -64 n. No key is past the end: rows
+    that would see it are.
     """
-    left, apart = plan.problem.mask.left, n * ROWS  # from the first query back to the first key
-    assert left is not None
-    q = across(mosaic.load(smem.numbers, mosaic.COLUMN), s.shape)
-    if apart < ROWS - 1:
-        s = jnp.where(mosaic.positions(s.shape, 0, -apart) <= q, s, -jnp.inf)
-    if apart + ROWS - 1 > left:
-        s = jnp.where(q <= mosaic.positions(s.shape, 0, left - apart), s, -jnp.inf)
+    queries_of, first = plan.problem.mask.transposed.row_bounds, -n * ROWS
+    rows = per_column(mosaic.load(smem.row_numbers, mosaic.COLUMN), s.shape)
+    low, high = queries_of(mosaic.positions(s.shape, 0, first))
+    if queries_of(first + ROWS - 1)[0] > 0:  # a query before the first that sees the last key
+        s = jnp.where(low <= rows, s, -jnp.inf)
+    if queries_of(first)[1] < ROWS:  # a query after the last that sees the first key
+        s = jnp.where(rows < high, s, -jnp.inf)
     return s
 
 
-def _step(plan: Plan, refs: Refs, smem: Smem, outs: Any, at: Any, due: Any) -> Any:
-    """One key tile: at is (walk, t), due what there is of dQ of its query tiles but the last. Gives
-    that of the next key tile's.
+def _step(ctx: Context, outs: Gradients, walk: Walk, t: Any, open_dq: Any) -> Any:
+    """One kv tile. `open_dq`: what there is of dQ of its query tiles but the last. Gives that of
+    the next kv tile.
     """
-    walk, t = at
-    dq_ref, dk_ref, dv_ref = outs
+    plan, _, smem = ctx
     count, scale = pairs(plan.problem), plan.problem.scale
     own = t >= walk.begin
+    q_slot, kv_slot = shared.ring_slot(t, STAGES), shared.ring_slot(t, 2)
 
-    def leave(*gradients):
+    def store(*gradients):
         """Tile t of each, (value, place in shared memory, ref), which no matmul reads any more."""
         plgpu.commit_smem()  # in no warp
         for value, staged, _ in gradients:
@@ -230,70 +253,69 @@ def _step(plan: Plan, refs: Refs, smem: Smem, outs: Any, at: Any, due: Any) -> A
             there = ref.at[walk.batch, pl.ds(t * ROWS, ROWS), walk.head, columns]
             plgpu.copy_smem_to_gmem(staged, there, own)
 
-    def following():
+    def load_next():
         """What the next step meets first, into the places of the step before."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(t + 1 < walk.end)
         def _():
-            _load_keys(refs, smem, walk, t + 1)
-            _load_queries(plan, refs, smem, walk, t + count)
+            _load_kv(ctx, walk, t + 1)
+            _load_q(ctx, walk, t + count)
 
-    def everything(state):
-        dk, dv, *sums = state
+    def all_pairs(state):
+        dk, dv, *dqs = state
 
-        def later():
-            following()
-            dq = plgpu.wgmma_accumulator_load(sums[0], wait_n=2)
-            leave((dq * scale, smem.q.at[shared.ring(t, STAGES)], dq_ref))
+        def store_dq():
+            load_next()
+            dq = plgpu.wgmma_accumulator_load(dqs[0], wait_n=2)
+            store((dq * scale, smem.q.at[q_slot], outs.dq))
 
-        plgpu.barrier_wait(smem.keys_ready.at[shared.ring(t, 2)])
-        for n, dq in enumerate(sums):
+        plgpu.barrier_wait(smem.kv_ready.at[kv_slot])
+        for n, dq in enumerate(dqs):
+            pair = Pair(walk, t, n)
             if n == count - 1:
-                plgpu.barrier_wait(smem.queries_ready.at[shared.ring(t + n, STAGES)])
-            _pair(plan, refs, smem, (walk, t, n), (dk, dv, dq), later if n == 1 else None)
+                plgpu.barrier_wait(smem.q_ready.at[pair.q_slot])
+            _pair(ctx, pair, Gradients(dq, dk, dv), store_dq if n == 1 else None)
         if count == 1:
             plgpu.wgmma_wait(0)
-            later()
+            store_dq()
 
     widths = (plan.k_width, plan.v_width)
     zeros = [mosaic.filled((ROWS, width), 0.0) for width in (*widths, plan.k_width)]
-    fresh = [plgpu.ACC.init(value) for value in (*zeros[:2], *due, zeros[2])]
-    dk, dv, _, *due = pl.run_state(everything)(fresh)
-    slot = shared.ring(t, 2)
-    leave((dk * scale, smem.k.at[slot], dk_ref), (dv, smem.v.at[slot], dv_ref))
+    fresh = [plgpu.ACC.init(value) for value in (*zeros[:2], *open_dq, zeros[2])]
+    dk, dv, _, *open_dq = pl.run_state(all_pairs)(fresh)
+    store((dk * scale, smem.k.at[kv_slot], outs.dk), (dv, smem.v.at[kv_slot], outs.dv))
     # A sum that changes places: were it copied as it is, ptxas would do so between matmuls in
     # flight, and have them wait for each other. To add 0 is no copy.
-    return [dq + 0.0 for dq in due]
+    return [dq + 0.0 for dq in open_dq]
 
 
 def _kernel(refs: Refs, dq_ref: Any, dk_ref: Any, dv_ref: Any, smem: Smem, *, plan: Plan) -> None:
+    ctx, outs = Context(plan, refs, smem), Gradients(dq_ref, dk_ref, dv_ref)
     walk = _walk(plan, lax.axis_index("cta"))
     count = pairs(plan.problem)
-    smem.numbers[...] = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=mosaic.COLUMN)
+    smem.row_numbers[...] = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=mosaic.COLUMN)
     plgpu.commit_smem()
 
     @pl.when(walk.first < walk.end)
     def _():
-        _load_keys(refs, smem, walk, walk.first)
+        _load_kv(ctx, walk, walk.first)
         for n in range(count):
-            _load_queries(plan, refs, smem, walk, walk.first + n)
+            _load_q(ctx, walk, walk.first + n)
         for n in range(count - 1):
-            plgpu.barrier_wait(smem.queries_ready.at[shared.ring(walk.first + n, STAGES)])
+            plgpu.barrier_wait(smem.q_ready.at[shared.ring_slot(walk.first + n, STAGES)])
 
-    def step(t, due):
-        return _step(plan, refs, smem, (dq_ref, dk_ref, dv_ref), (walk, t), due)
-
-    due = [mosaic.filled((ROWS, plan.k_width), 0.0)] * (count - 1)
-    lax.fori_loop(walk.first, walk.end, step, due)
+    step = functools.partial(_step, ctx, outs, walk)
+    open_dq = [mosaic.filled((ROWS, plan.k_width), 0.0)] * (count - 1)
+    lax.fori_loop(walk.first, walk.end, step, open_dq)
     plgpu.wait_smem_to_gmem(0)
 
 
 # ---- the call -----------------------------------------------------------------------------------
 
 
-def dq_dk_dv(plan: Plan, refs: Refs) -> tuple[Any, Any, Any]:
-    """Padded as refs.q, refs.k and refs.v are."""
+def dq_dk_dv(plan: Plan, refs: Refs) -> Gradients:
+    """dq, dk and dv, padded as refs.q, refs.k and refs.v are."""
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=tuple(
@@ -301,9 +323,9 @@ def dq_dk_dv(plan: Plan, refs: Refs) -> tuple[Any, Any, Any]:
             for x in (refs.q, refs.k, refs.v)
         ),
         scratch_types=(scratch(plan),),
-        grid=(plan.heads * stretches(plan),),
+        grid=(plan.heads * chunks(plan),),
         grid_names=("cta",),
         compiler_params=mosaic.without_barriers(),
-        kernel_name="flash_bwd_band_sm90",
+        kernel_name="flash_bwd_window_sm90",
     )
-    return kernel(refs)
+    return Gradients(*kernel(refs))
