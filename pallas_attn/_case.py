@@ -254,6 +254,19 @@ class DecodeCase:
             arrays["sinks"] = _normal(seed, "float32", "sinks", (self.q_heads,))
         return arrays
 
+    def dense(self) -> AttentionCase:
+        """The same as one call of `flash_attention`, over K and V of `capacity` rows."""
+        offsets = tuple(length - self.q_len for length in self.lengths)
+        full = all(length == self.capacity for length in self.lengths)
+        names = ("dtype", "mask", "scale", "softcap", "precision", "sinks")
+        return AttentionCase(
+            *(self.name, self.sequences, self.q_len, self.capacity),
+            *(self.q_heads, self.kv_heads, self.head_dim, self.v_head_dim),
+            q_offset=offsets[0] if full and offsets else offsets,
+            kv_lengths=None if full else self.lengths,
+            **{name: getattr(self, name) for name in names},
+        )
+
     def live_bytes(self) -> int:
         """Bytes of K and V, and of their scales, that must be read: the rows that the mask and the
         lengths leave.

@@ -281,6 +281,25 @@ def _decode() -> list[DecodeCase]:
     return rows
 
 
+def _prefill() -> list[DecodeCase]:
+    """Many new rows a sequence over caches that are full: what a chunk of a prompt costs."""
+    caches = (("stacked", None), ("per_sequence", None), ("paged", 16), ("paged", 64))
+    sizes = [(8, rows) for rows in (4096, 1024, 256, 64, 16, 8)]
+    sizes += [(1, rows) for rows in (1024, 256, 64, 16)]
+    return [
+        DecodeCase(
+            f"prefill_{kind}{page or ''}_m{batch}_t{rows}",
+            *((8192,) * batch, 32, 8, 128, 128, 8192),
+            q_len=rows,
+            kind=kind,
+            page_size=page,
+            labels=("grid",),
+        )
+        for batch, rows in sizes
+        for kind, page in caches
+    ]
+
+
 def _dense_decode(
     kind: str, page: int | None, batch: int, length: int, label: str, **fields: Any
 ) -> DecodeCase:
@@ -370,7 +389,10 @@ def _append() -> list[AppendCase]:
 
 ATTENTION: tuple[AttentionCase, ...] = (*_large_attention(), *_edge_attention())
 DECODE: tuple[DecodeCase, ...] = tuple(_decode())
+PREFILL: tuple[DecodeCase, ...] = tuple(_prefill())
 APPEND: tuple[AppendCase, ...] = tuple(_append())
+# Of the operations over caches; those of attention draw from ATTENTION.
+LISTS: dict[str, tuple[Case, ...]] = {"decode": DECODE, "prefill": PREFILL, "append": APPEND}
 
 
 def select(cases: Iterable[Case], wanted: str) -> tuple[Any, ...]:

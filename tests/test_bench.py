@@ -12,6 +12,7 @@ import pytest
 
 import pallas_attn
 from pallas_attn import cases as known
+from pallas_attn._case import DecodeCase
 from pallas_attn.bench import (
     OPS,
     Options,
@@ -35,6 +36,11 @@ LITTLE = {
     for case in known.ATTENTION + known.DECODE + known.APPEND
     if "small" in case.tags and "edge" in case.tags
 }
+for kind, page in (("stacked", None), ("paged", 16)):
+    name = f"prefill_{kind}_little"
+    sizes = ((256,) * 2, 8, 2, 64, 64, 256)
+    fields = {"q_len": 40, "kind": kind, "page_size": page}
+    LITTLE[name] = DecodeCase(name, *sizes, **fields, dtype="float32")  # jax.nn mixes other dtypes
 
 
 class FakeTimer:
@@ -73,6 +79,7 @@ def bench(op, names, tmp_path, options=None, **ms):
         ("decode", "decode_per_sequence_edges"),
         ("decode", "decode_paged_float8_e4m3fn"),
         ("decode", "decode_stacked_latent"),
+        ("prefill", "prefill_paged_little"),
         ("append", "append_per_sequence_distinct"),
         ("append", "append_stacked_ragged_chunk"),
         ("append", "append_paged_float8_e4m3fn"),
@@ -152,6 +159,26 @@ def test_caches_of_all_kinds_take_turns_with_the_same_peers(tmp_path, monkeypatc
     assert found["paged"] == found["per_sequence"] == ["pallas_attn/reference", "wide_cache"]
     assert len([name for name in timer.calls if "reference" in name]) == 10
     assert ["first_call_s" in row for row in written if rows.is_ours(row)] == [True, False]
+
+
+def test_prefill_over_several_caches_meets_attention_without_one(tmp_path):
+    names = [f"prefill_{kind}_little" for kind in ("stacked", "paged")]
+    status, written, lines, timer = bench("prefill", names, tmp_path, Options(turns=1), dense=0.5)
+    assert status == 0, lines
+    impls = ("pallas_attn/reference", "dense", "xla")
+    found = [(row["case"], row["impl"]) for row in written if row["op"] == "prefill"]
+    assert found == [(name, impl) for name in names for impl in impls]
+    assert len(timer.calls) == 4  # both caches, and each peer once
+    pairs = 2 * 8 * sum(range(256 - 40 + 1, 256 + 1))
+    dense = next(row for row in written if row["impl"] == "dense")
+    assert dense["tflops"] == round(4 * 64 * pairs / 0.5e-3 / 1e12, 4)
+
+
+def test_prefill_peers_want_full_caches():
+    case = LITTLE["decode_stacked_chunk"]
+    for peer in peers.PEERS["prefill"].values():
+        with pytest.raises(peers.Unavailable, match="full caches only"):
+            peer(peers.Call(case, case.arrays(), None, "prefill"))
 
 
 def test_a_case_that_breaks_is_reported_and_the_rest_run(tmp_path, monkeypatch):
@@ -518,8 +545,14 @@ def test_a_tag_that_nothing_has_lists_those_that_are():
 
 
 def test_names_are_unique():
-    everything = known.ATTENTION + known.DECODE + known.APPEND
+    everything = known.ATTENTION + known.DECODE + known.PREFILL + known.APPEND
     assert len({case.name for case in everything}) == len(everything)
+
+
+def test_prefill_counts_the_pairs_that_its_rows_see():
+    rows_of = {case.name: rows.work(case, "prefill") for case in known.PREFILL}
+    assert rows_of["prefill_stacked_m8_t4096"] == ("tflops", pytest.approx(3.2989, rel=1e-4))
+    assert len(rows_of) == 40 and len(runner.alike(known.PREFILL)) == 10
 
 
 def test_work_is_counted_as_published():

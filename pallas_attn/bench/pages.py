@@ -3,6 +3,7 @@
 `python -m pallas_attn.bench.pages` writes them anew; a test compares them with results/.
 """
 
+import itertools
 import pathlib
 from collections.abc import Iterable, Sequence
 
@@ -22,6 +23,9 @@ _METHOD = """\
 Device time by CUPTI, median, random normal inputs, every result checked before it was timed; peers
 took turns in the same process. TFLOP/s count the visible pairs: 4 operations a pair and head dim
 forward, 3.5 times that with the backward. MiB: what a step takes beside its arguments and results.
+Prefill is `decode_attention` of many query rows a sequence over a full cache. There, `dense` is our
+`flash_attention` over contiguous K and V, and `xla` has a boolean mask; cuDNN is left out, because
+`jax.nn` cannot give it a causal mask whose last query sees the last key of a longer K.
 Measured by `python run.py --task=bench` (see `configs/`). The pictures show the shapes that other
 implementations publish too; decode is drawn over pages of 16 rows."""
 _SEPARATE = """\
@@ -52,7 +56,7 @@ def between_markers(text: str, made: str) -> str:
 
 def current(rows: Iterable[Row]) -> list[Row]:
     """But for cases that `run.py --task=bench` had once and has no more."""
-    lists: dict[str, Sequence[cases.Case]] = {"decode": cases.DECODE, "append": cases.APPEND}
+    lists: dict[str, Sequence[cases.Case]] = dict(cases.LISTS)
     lists |= dict.fromkeys(("forward", "forward+backward", "backward"), cases.ATTENTION)
     names = {op: {case.name for case in listed} for op, listed in lists.items()}
     return [row for row in rows if row["op"] not in names or row["case"] in names[row["op"]]]
@@ -91,7 +95,7 @@ def pictures(rows: Sequence[Row], separate: Sequence[Row] = ()) -> dict[str, str
 def section(rows: Sequence[Row], separate: Sequence[Row] = ()) -> str:
     """What docs/benchmarks.md says, from the rows alone."""
     groups, ceilings = latest(rows), _ceilings(rows)
-    listed: list[cases.Case] = [*cases.ATTENTION, *cases.DECODE, *cases.APPEND]
+    listed: list[cases.Case] = [*cases.ATTENTION, *itertools.chain(*cases.LISTS.values())]
     order = {case.name: number for number, case in enumerate(listed)}
     if not groups:
         return "Nothing is measured yet."

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._case import AppendCase, DecodeCase
+from pallas_attn._case import AppendCase, AttentionCase, DecodeCase
 from pallas_attn.bench import subjects
 from pallas_attn.bench.timing import Subject
-from pallas_attn.masks import CAUSAL
+from pallas_attn.masks import CAUSAL, FULL
 
 SCORES = 2**33  # bytes of float32 scores up to which a quadratic implementation is asked at all
 # Nothing is recorded as a CUDA graph: a kernel takes as long without.
@@ -38,6 +38,9 @@ class Call:
     arrays: dict[str, Any]
     cotangent: Any
     op: str
+
+
+Peer = Callable[[Call], list[Subject]]
 
 
 def _require(call: Call, *features: str) -> None:
@@ -250,6 +253,31 @@ def _dense_decode(name: str, call: Call) -> list[Subject]:
     return [Subject(name, subjects.Step(step, (call.arrays["q"], k, v, lengths)))]
 
 
+def _over_dense(peer: Peer, call: Call) -> list[Subject]:
+    """A peer of attention over contiguous K and V in place of a cache."""
+    case: DecodeCase = call.case
+    if any(length < case.capacity for length in case.lengths):
+        raise Unavailable("full caches only")
+    k, v = (x.astype(case.dtype) for x in subjects.held_rows(case, call.arrays))
+    arrays = {name: x for name, x in call.arrays.items() if name != "lengths"}
+    return peer(Call(case.dense(), arrays | {"k": k, "v": v}, None, "forward"))
+
+
+def _flash_attention(call: Call) -> list[Subject]:
+    """Ours without a cache: what reading a cache is measured by."""
+    return [Subject("dense", subjects.attention(call.case, call.arrays, None, call.op, None))]
+
+
+def _xla_masked(call: Call) -> list[Subject]:
+    """`xla` with a boolean mask: its causal one lets query 0 see key 0 alone."""
+    case: AttentionCase = call.case
+    assert isinstance(case.q_offset, int)  # of a full cache
+    rows = jnp.arange(case.q_len, dtype=jnp.int32)[:, None] + case.q_offset
+    seen = case.mask.allows(rows, jnp.arange(case.kv_len, dtype=jnp.int32)[None], case.kv_len)
+    arrays = call.arrays | {"mask_array": seen[None, None]}
+    return xla(Call(dataclasses.replace(case, mask=FULL, q_offset=0), arrays, None, call.op))
+
+
 def _latent_decode(name: str, call: Call) -> list[Subject]:
     """Multi-head latent attention as einsums over dense [B, S, H]: jax.nn wants V as wide as K."""
     case: DecodeCase = call.case
@@ -346,7 +374,6 @@ def xla_append(call: Call) -> list[Subject]:
     return [Subject("xla", _Scatter(call.case, call.arrays))]
 
 
-Peer = Callable[[Call], list[Subject]]
 BY_KIND = ("wide_cache",)  # what reads a cache of the case's kind; the others have their own layout
 
 _ATTENTION: dict[str, Peer] = {
@@ -366,6 +393,10 @@ PEERS: dict[str, dict[str, Peer]] = {
     "decode": {
         **{name: functools.partial(_dense_decode, name) for name in ("cudnn", "xla")},
         "wide_cache": wide_cache,
+    },
+    "prefill": {
+        "dense": functools.partial(_over_dense, _flash_attention),
+        "xla": functools.partial(_over_dense, _xla_masked),
     },
     "append": {"xla": xla_append},
 }

@@ -5,13 +5,14 @@ from collections.abc import Iterable, Sequence
 
 from pallas_attn.bench.rows import Row, is_ours, rate
 
-OPS = ("forward", "forward+backward", "backward", "decode", "decode_loop", "append")
+OPS = ("forward", "forward+backward", "backward", "decode", "prefill", "decode_loop", "append")
 PORTABLE = ", by the kernels for every GPU from Ampere on"  # of an op, where those of sm80 ran
 TITLES = {
     "forward": "Forward, TFLOP/s",
     "forward+backward": "Forward and backward together, TFLOP/s",
     "backward": "Backward alone, TFLOP/s",
     "decode": "Decode, TB/s of live K and V",
+    "prefill": "Prefill over a cache, TFLOP/s",
     "decode_loop": "A decode step of a whole model, TB/s of weights and live K and V (wall time)",
     "append": "Append, microseconds",
 }
@@ -30,7 +31,7 @@ def case_line(number: int, total: int, rows: Sequence[Row], ceilings: dict[str, 
     else:
         ratio = best["ms"] / ours["ms"]
         parts.append(f"{ratio:.2f}x best peer ({best['impl']} {figure(best, short=True)})")
-    if ours["op"] == "decode" and "first_call_s" in ours:
+    if ours["op"] in ("decode", "prefill") and "first_call_s" in ours:
         work = f", {ours['first_call_cpu_s']:.1f} s of CPU" if "first_call_cpu_s" in ours else ""
         parts.append(f"first call {ours['first_call_s']:.1f} s{work}")
     return "  ".join(parts)

@@ -29,8 +29,10 @@ OPS = {
     "backward": "forward+backward",
     "backward_alone": "backward",
     "decode": "decode",
+    "prefill": "prefill",
     "append": "append",
 }
+OVER_CACHES = ("decode", "prefill")  # one problem over caches of several kinds, in one group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +109,7 @@ def run_bench(
     if options.out:
         rows.append(options.out, rows.ceiling_rows(ceilings, provenance))
     groups, failures, number = [], {}, 0
-    at_once = 4 if op == "decode" else 1
+    at_once = 4 if op in OVER_CACHES else 1
     for some in itertools.batched(alike(chosen), at_once):
         for name, found in measure(bench, some):
             number += 1
@@ -130,13 +132,12 @@ def chosen_cases(op: str, wanted: str | Sequence[Any]) -> tuple[Any, ...]:
     """The cases that an operation has, as tags and globs select them."""
     if not isinstance(wanted, str):
         return tuple(wanted)
-    lists: dict[str, tuple[known.Case, ...]] = {"decode": known.DECODE, "append": known.APPEND}
-    return known.select(lists.get(op, known.ATTENTION), wanted)
+    return known.select(known.LISTS.get(op, known.ATTENTION), wanted)
 
 
 def alike(cases: Sequence[Any]) -> list[list[Any]]:
     """Cases in groups that have the same arrays and the same results, and so the same peers: a
-    decode over caches of several kinds.
+    decode or a prefill over caches of several kinds.
     """
     groups: dict[Any, list[Any]] = {}
     for case in cases:
@@ -186,12 +187,13 @@ def measure(bench: Bench, groups: Sequence[list[Any]]) -> Iterator[tuple[str, An
     """(name, its rows, ours first; or why it has none) of each case of several groups of cases that
     are `alike`. Those of a group take turns with each other and with their peers.
 
-    Decoding takes longer to compile than to run: there, several groups are made ready side by side.
+    Over caches it takes longer to compile than to run: there, several groups are made ready side by
+    side.
     Nothing else runs while one is timed, nor during the first call of a group or of a peer: cuDNN's
     records, and throws away, whatever anyone launches meanwhile on the stream that all share.
     """
     ready = [_begun(bench, cases) for cases in groups]
-    with concurrent.futures.ThreadPoolExecutor(16 if bench.op == "decode" else 1) as pool:
+    with concurrent.futures.ThreadPoolExecutor(16 if bench.op in OVER_CACHES else 1) as pool:
         for group in ready:
             _ask(bench, group, pool)
     while ready:
