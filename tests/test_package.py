@@ -1,6 +1,7 @@
 """The package as a whole: what importing it costs, who imports whom, how large things are."""
 
 import ast
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -248,6 +249,23 @@ def test_files_and_functions_are_of_a_size_to_be_read(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             inner = [n for n in ast.walk(node) if isinstance(n, ast.stmt)]
             assert len(inner) - 1 <= 60, f"{node.name} has {len(inner) - 1} statements"
+
+
+def test_kernels_read_none_of_a_masks_fields():
+    """They ask `Mask.allows`, `row_bounds`, `kv_range` and the like: what a mask means is said in
+    masks.py alone. By name, so that none is read by way of another variable: no attribute of
+    anything in kernels/ bears a field's name, but what a class says of itself.
+    """
+    fields = {field.name for field in dataclasses.fields(pa.Mask)}
+    found = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path in (ROOT / "kernels").rglob("*.py")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute)
+        and node.attr in fields
+        and ast.unparse(node.value) != "self"
+    ]
+    assert not found
 
 
 def test_nobody_compares_positions_but_masks():
