@@ -292,6 +292,21 @@ def test_kernels_know_kinds_of_caches_from_their_layout():
     assert users == {"kernels.attention.cache_layout"}
 
 
+def _bare_tuples(annotation):
+    nodes = list(ast.walk(annotation))
+    held = [node.value for node in nodes if isinstance(node, ast.Subscript)]
+    names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "tuple"]
+    return [name for name in names if name not in held]
+
+
+def test_no_parameter_is_a_bare_tuple():
+    """What always travels together is a record with names, or says what it holds."""
+    for path in FILES:
+        typed = [x for x in ast.walk(tree(path)) if isinstance(x, ast.arg) and x.annotation]
+        found = [f"{path}:{x.lineno} {x.arg}" for x in typed if _bare_tuples(x.annotation)]
+        assert not found
+
+
 def test_every_file_says_what_it_is():
     for path in FILES:
         if path.name != "__init__.py" or path.read_text():

@@ -17,6 +17,7 @@ in the form of `view`.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -94,7 +95,9 @@ class Layout:
         """Whether the cache has a layer of this number."""
         return (layer >= 0) & (layer < (1 if self.layers is None else self.layers))
 
-    def arrays_of(self, thread: mosaic.Thread, tables: tuple, sequence: Scalar) -> tuple[Ref, ...]:
+    def arrays_of(
+        self, thread: mosaic.Thread, tables: Sequence[tuple[Ref, ...]], sequence: Scalar
+    ) -> tuple[Ref, ...]:
         """Of an operand made by `tables`: the arrays that hold the sequence."""
         return thread.pick(sequence, tables) if len(tables) > 1 else tables[0]
 

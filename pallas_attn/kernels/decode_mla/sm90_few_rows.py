@@ -356,7 +356,7 @@ def _combined(plan: FewPlan, results: Results, partials: mla_combine.Partials) -
 
     both = list(zip(results.partial_out, shapes, strict=True))
     at_once = len(both) if plan.chunk_rows <= 16 else 1  # more would not fit into registers
-    accs: tuple = ()
+    accs: tuple[Array, ...] = ()
     for start in range(0, len(both), at_once):
         some = both[start : start + at_once]
         zeros = tuple(mosaic.filled(shape, 0.0) for _, shape in some)
