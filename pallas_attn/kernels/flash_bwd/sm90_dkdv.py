@@ -225,9 +225,8 @@ def _mainloop(
 
     def some(count):
         slot = slot_of(count)
-        first = wgmma.matmul(shape, keys(count), product(slot))
-        left = to_left(left_of(0, count, first))
-        acc = mosaic.filled((KEYS, columns), 0.0)
+        left = left_of(0, count, wgmma.matmul(shape, keys(count), product(slot)))
+        left, acc = to_left(left), mosaic.filled((KEYS, columns), 0.0)
 
         def step(i, carry):
             acc, left, count = carry

@@ -207,6 +207,10 @@ def _multiply(ctx: Context, wg: Any, count: Any, accs: Products) -> int:
     return issued
 
 
+def _without_dq(both: Callable[[], int]) -> None:
+    both()
+
+
 def _mainloop(ctx: Context, rows: Rows, count: Any) -> tuple[Any, Any]:
     """dQ of a warpgroup's rows over all kv tiles, of which there is one at least, and the new count
     of kv tiles.
@@ -245,10 +249,7 @@ def _mainloop(ctx: Context, rows: Rows, count: Any) -> tuple[Any, Any]:
         return pl.run_scoped(run, *both)
 
     def first_tile():
-        def alone(both):
-            both()
-
-        return to_left(tile(span.lo, count, alone, lambda: None)[0])
+        return to_left(tile(span.lo, count, _without_dq, lambda: None)[0])
 
     def in_registers():
         """Tiles of dQ are added up in registers: see `wgmma.exact_matmul_add`."""
