@@ -204,7 +204,7 @@ def _pair(ctx: Context, pair: Pair, sums: Gradients, overlapped: Any) -> None:
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         place = Place(walk.batch, walk.head, (t + n) * ROWS, t * ROWS, 0, plan.problem.kv_len, 1)
         s, slope = score_mod.logits_and_slope(plan, refs, place, s, False)
-        p = score_mod.exponentials(plan, _masked(plan, smem, n, s), of_row(smem.lse))
+        p = _masked(plan, smem, n, score_mod.exponentials(plan, s, of_row(smem.lse)))
         plgpu.wgmma(sums.dv, p.astype(dtype), do)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
         ds = p * (dp - of_row(smem.delta))
@@ -218,19 +218,20 @@ def _pair(ctx: Context, pair: Pair, sums: Gradients, overlapped: Any) -> None:
     pl.run_scoped(matmuls, *(plgpu.ACC(shape, jnp.float32) for _ in range(2)))
 
 
-def _masked(plan: Plan, smem: Smem, n: int, s: Any) -> Any:
-    """`score_mod.apply_mask` of a pair, where only the places within two tiles matter: one
-    comparison. Query rows are numbered from 0 and keys from -64 n. No key is past the end: rows
+def _masked(plan: Plan, smem: Smem, n: int, p: Any) -> Any:
+    """P of a pair with 0 where `Mask` hides a key. Only the places within two tiles matter: one
+    comparison. A mask of the logits would stand between the factor and the lse, which are one
+    multiply-add. Query rows are numbered from 0 and keys from -64 n. No key is past the end: rows
     that would see it are.
     """
     queries_of, first = plan.problem.mask.transposed.row_bounds, -n * ROWS
-    rows = per_column(mosaic.load(smem.row_numbers, mosaic.COLUMN), s.shape)
-    low, high = queries_of(mosaic.positions(s.shape, 0, first))
+    rows = per_column(mosaic.load(smem.row_numbers, mosaic.COLUMN), p.shape)
+    low, high = queries_of(mosaic.positions(p.shape, 0, first))
     if queries_of(first + ROWS - 1)[0] > 0:  # a query before the first that sees the last key
-        s = jnp.where(low <= rows, s, -jnp.inf)
+        p = jnp.where(low <= rows, p, 0.0)
     if queries_of(first)[1] < ROWS:  # a query after the last that sees the first key
-        s = jnp.where(rows < high, s, -jnp.inf)
-    return s
+        p = jnp.where(rows < high, p, 0.0)
+    return p
 
 
 def _step(ctx: Context, outs: Gradients, walk: Walk, t: Any, open_dq: Any) -> Any:
