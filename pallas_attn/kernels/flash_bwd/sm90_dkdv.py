@@ -206,8 +206,7 @@ def _mainloop(
     slot_of, release = role.product.slot, role.gradient.release
 
     def left_of(i, count, value):
-        g = lax.div(i, work.steps)
-        slot = slot_of(count)
+        g, slot = lax.div(i, work.steps), slot_of(count)
         stats = role.product.row_stats.at[slot, pl.ds(0, shape[1])]
         row_stats = mosaic.load(stats, mosaic.COLUMN)
         q_tile = QTile(work.kv_head * group + g, work.q_tile(i - g * work.steps), count)

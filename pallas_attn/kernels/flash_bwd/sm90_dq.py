@@ -216,10 +216,9 @@ def _mainloop(ctx: Context, rows: Rows, count: Any) -> tuple[Any, Any]:
     of kv tiles.
     """
     (plan, _, smem), span = ctx, rows.span
-    config, scores, values = plan.config, plan.scores, plan.values
-    shape, width = (ROWS, config.block_kv), smem.q.shape[-1] // scores.terms
-    k_ring, v_ring, swizzle = smem.k_ring, smem.v_ring, k_swizzle_of(plan)
-    to_left = functools.partial(left_operand, plan)
+    scores, values, swizzle = plan.scores, plan.values, k_swizzle_of(plan)
+    shape, width = (ROWS, plan.config.block_kv), smem.q.shape[-1] // scores.terms
+    k_ring, v_ring, to_left = smem.k_ring, smem.v_ring, functools.partial(left_operand, plan)
 
     def keys(slot):
         return wgmma.terms_of_smem(k_ring.tiles.at[slot], scores)
