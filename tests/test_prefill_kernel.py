@@ -93,6 +93,12 @@ def test_layers_and_lengths_out_of_range():
         with mosaic.interpret():
             out, lse = launched(one, inputs._replace(layer=jnp.int32(layer)), ONE)
         assert np.isnan(np.asarray(out, np.float32)).all() and np.isnan(lse).all()
+    with mosaic.interpret():  # `extend` has been for neither, and the second has rows all the same
+        never = jnp.asarray([-1, -1], jnp.int32)
+        lengths = jnp.asarray([0, 70], jnp.int32)
+        out, _ = launched(one, inputs._replace(lengths=lengths, new_lengths=never), ONE)
+    assert np.isnan(np.asarray(out[0], np.float32)).all()
+    assert np.isfinite(np.asarray(out[1], np.float32)).all()
     lengths = jnp.asarray([-(2**31), 2**31 - 1], jnp.int32)
     with mosaic.interpret():
         out, lse = launched(one, inputs._replace(lengths=lengths), ONE)

@@ -208,6 +208,7 @@ class Refs(NamedTuple):
     k: tuple[Any, ...]  # in the form of `Layout.view`: of each sequence, or one of all
     v: tuple[Any, ...]
     lengths: Any  # int32[M]
+    new_lengths: Any  # int32[M]: negative where `extend` has not been
     capacities: Any  # int32[M], where they differ
     page_table: Any
     layer: Any  # int32[1]
@@ -228,7 +229,7 @@ class Unit(NamedTuple):
     split: Any
     tile: Tile
     span: Span  # kv tiles; lo == hi where there is none
-    bad: Any  # whether the result is NaN: a length past the capacity, or no such layer
+    bad: Any  # whether the result is NaN: too long, never extended, or no such layer
 
 
 def _divided(n: Any, by: int) -> tuple[Any, Any]:
@@ -245,6 +246,8 @@ def _unit_of(ctx: Context, number: Any) -> Unit:
     capacity: Any = problem.kv_len if refs.capacities is None else refs.capacities[m]
     length = refs.lengths[m]
     bad = length > capacity
+    if refs.new_lengths is not None:
+        bad = bad | ((length <= 0) & (refs.new_lengths[m] < 0))
     if refs.layer is not None:
         bad = bad | ~plan.layout.has_layer(refs.layer[0])
     length = jnp.where(bad, 0, jnp.maximum(length, 0))
@@ -307,47 +310,35 @@ def _produce(ctx: Context, cta: Any) -> None:
         unit = _unit_of(ctx, cta + i * plan.ctas)
         tiles = unit.span.hi - unit.span.lo
 
-        def entry(e, carry):
-            count, pages, pages_above = carry
+        def entry(e, count):
             slot, t = lax.rem(count, jnp.int32(stages)), unit.span.hi - 1 - e
-            pages_below = _pages(ctx, unit, t - 1)  # read a tile before they are used
             pl.when(count >= stages)(lambda: ring.wait_released(slot))
             ready = ring.ready.at[slot]
             nothing = functools.partial(_arrive, ready, plan.copies)
             keys = Target(refs.k, smem.k.at[slot], ready)
-            pl.when(e < tiles)(lambda: _copy_tile(ctx, unit, keys, t, pages))
+            pl.when(e < tiles)(lambda: _copy_tile(ctx, unit, keys, t))
             pl.when(e == tiles)(nothing)
             values = Target(refs.v, smem.v.at[slot], ready)
             cut = (e == 1) & ((t + 2) * block > unit.tile.kv_len)
-            pl.when((e > 0) & ~cut)(lambda: _copy_tile(ctx, unit, values, t + 1, pages_above))
-            pl.when(cut)(lambda: _copy_cut_values(ctx, unit, values, t + 1, pages_above))
+            pl.when((e > 0) & ~cut)(lambda: _copy_tile(ctx, unit, values, t + 1))
+            pl.when(cut)(lambda: _copy_cut_values(ctx, unit, values, t + 1))
             pl.when(e == 0)(nothing)
-            return count + 1, pages_below, pages
+            return count + 1
 
-        entries = jnp.where(tiles > 0, tiles + 1, 0)
-        pages = _pages(ctx, unit, unit.span.hi - 1)
-        return lax.fori_loop(0, entries, entry, (count, pages, pages))[0]
+        return lax.fori_loop(0, jnp.where(tiles > 0, tiles + 1, 0), entry, count)
 
     lax.fori_loop(0, _units_of(plan, cta), one_unit, jnp.int32(0))
 
 
 def _arrive(barrier: Any, times: int) -> None:
-    for _ in range(times):
+    def one(_, carry):
         plgpu.barrier_arrive(barrier)
+        return carry
+
+    lax.fori_loop(0, times, one, None)
 
 
-def _pages(ctx: Context, unit: Unit, t: Any) -> list[Any]:
-    """The pages of kv tile t, or of the nearest one that exists; of other caches nothing."""
-    plan, layout = ctx.plan, ctx.plan.layout
-    if not isinstance(layout, cache_layout.Paged):
-        return []
-    last = jnp.maximum(unit.tile.kv_len - 1, 0)
-    rows = (t * plan.config.block_kv + n * plan.page_rows for n in range(plan.copies))
-    entries = (layout.entry(jnp.clip(row, 0, last)) for row in rows)
-    return [ctx.refs.page_table[unit.m, entry] for entry in entries]
-
-
-def _copy_tile(ctx: Context, unit: Unit, target: Target, t: Any, pages: list[Any]) -> None:
+def _copy_tile(ctx: Context, unit: Unit, target: Target, t: Any) -> None:
     """Asks for kv tile t of K or of V. A page of which no row exists is not read."""
     plan, layout = ctx.plan, ctx.plan.layout
     first, layer = t * plan.config.block_kv, None
@@ -364,24 +355,46 @@ def _copy_tile(ctx: Context, unit: Unit, target: Target, t: Any, pages: list[Any
     if layout.separate:
         copies = [functools.partial(copy, array, row, target.to) for array in target.arrays]
         lax.switch(unit.m, copies)
-    elif not isinstance(layout, cache_layout.Paged):
+    elif isinstance(layout, cache_layout.Paged):
+        _copy_pages(ctx, unit, target, row, copy)
+    else:
         copy(target.arrays[0], row, target.to)
-    for n, page in enumerate(pages):
-        start = first + n * plan.page_rows
-        page = jnp.where(layout.lacks_page(page), 0, page)  # any: the result will be NaN
-        one = row._replace(position=start, page=page)
-        part = target.to.at[pl.ds(n * plan.page_rows, plan.page_rows)]
-        there = start < unit.tile.kv_len
-        pl.when(there)(functools.partial(copy, target.arrays[0], one, part))
-        pl.when(~there)(functools.partial(plgpu.barrier_arrive, target.landed))
 
 
-def _copy_cut_values(ctx: Context, unit: Unit, target: Target, t: Any, pages: list[Any]) -> None:
+def _copy_pages(ctx: Context, unit: Unit, target: Target, row: Any, copy: Any) -> None:
+    """A kv tile, page by page, which the producer's warps share out: a copy costs each warp that
+    asks for it some 45 instructions and an arrival of every thread.
+    """
+    plan, layout, size = ctx.plan, ctx.plan.layout, ctx.plan.page_rows
+    last = jnp.maximum(unit.tile.kv_len - 1, 0)
+
+    @pl.kernel(out_type=(), mesh=plgpu.WarpMesh(axis_name="warp"))
+    def copies():
+        warp = lax.axis_index("warp")
+        numbers = [warp + n for n in range(0, plan.copies, threads.WARPS)]
+        starts = [row.position + n * size for n in numbers]
+        entries = [layout.entry(jnp.clip(start, 0, last)) for start in starts]
+        pages = [ctx.refs.page_table[unit.m, entry] for entry in entries]
+        for n, start, page in zip(numbers, starts, pages, strict=True):
+            page = jnp.where(layout.lacks_page(page), 0, page)  # any: the result will be NaN
+            to = target.to.at[pl.ds(n * size, size)]
+            one = row._replace(position=start, page=page)
+
+            @pl.when(n < plan.copies)
+            def _(start=start, one=one, to=to):
+                length, nothing = unit.tile.kv_len, plgpu.barrier_arrive
+                pl.when(start < length)(functools.partial(copy, target.arrays[0], one, to))
+                pl.when(start >= length)(functools.partial(nothing, target.landed))
+
+    copies()
+
+
+def _copy_cut_values(ctx: Context, unit: Unit, target: Target, t: Any) -> None:
     """`_copy_tile` of the value tile that the length cuts, with zeros in place of rows past it:
     whatever lies there, NaN too, has a probability of 0.
     """
     plan, landed = ctx.plan, ctx.smem.landed
-    _copy_tile(ctx, unit, target._replace(landed=landed), t, pages)
+    _copy_tile(ctx, unit, target._replace(landed=landed), t)
     plgpu.barrier_wait(landed)
     wide = plan.v_swizzle // 2
     for row in range(0, plan.config.block_kv, ROWS):
@@ -619,6 +632,7 @@ def _refs(plan: Plan, inputs: DecodeInputs) -> Refs:
         k=views(inputs.k_cache),
         v=views(inputs.v_cache),
         lengths=inputs.lengths,
+        new_lengths=inputs.new_lengths,
         capacities=layout.capacities_operand(),
         page_table=inputs.page_table,
         layer=cache_layout.layer_operand(inputs.layer),
