@@ -172,3 +172,21 @@ def check(case: Case, config=None, seed: int = 0):
 def close(got, want, rtol, atol):
     got, want = (np.asarray(x, np.float64) for x in (got, want))
     np.testing.assert_allclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def shapes_of(case: Case) -> DecodeInputs:
+    of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # noqa: E731
+    caches = []
+    for dim in (case.head_dim, case.v_head_dim):
+        arrays = tuple(of(shape, case.dtype) for shape in case.shapes(dim))
+        caches.append(arrays if case.kind == "per_sequence" else arrays[0])
+    m = len(case.lengths)
+    table = of((m, case.capacities[0] // case.page_size), "int32")
+    return DecodeInputs(
+        of((m, case.q_len, case.q_heads, case.head_dim), case.dtype),
+        *caches,
+        of((m,), "int32"),
+        table if case.kind == "paged" else None,
+        None if case.layers is None else of((), "int32"),
+        of((case.q_heads,), "float32") if case.sinks else None,
+    )

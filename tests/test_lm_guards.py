@@ -11,23 +11,13 @@ import pytest
 
 from pallas_attn.lm import decode, model
 from tests import mosaic
+from tests.builds import LM as CONFIG
 
 pytestmark = [
     pytest.mark.guards,
     pytest.mark.machine_code,
 ]
 
-CONFIG = model.Config(
-    vocab=1024,
-    hidden=1024,
-    layers=2,
-    heads=8,
-    kv_heads=2,
-    head_dim=128,
-    mlp=2048,
-    positions=1024,
-    tied=True,
-)
 # One layer's matrices as they would lie outside of the stack.
 LAYER = (
     r"= bf16\[(?:1,)?(?:1536,1024|1024,1024|4096,1024|1024,2048)\]\S* (?:fusion|fusion-done|copy)\("

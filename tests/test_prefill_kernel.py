@@ -8,7 +8,6 @@ this kernel has: rows of several query heads in one tile, split keys and their c
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from pallas_attn import FULL, Mask, sliding_window
 from pallas_attn.kernels.prefill import sm90 as kernel
 from pallas_attn.kernels.prefill.plan import Plan
 from tests import mosaic
-from tests.decode_cases import KINDS, Case, check, launched, of_reference, run
+from tests.decode_cases import KINDS, Case, check, launched, of_reference, run, shapes_of
 
 Config = kernel.Config
 SHORT = (0, 1, 70, 130, 200)
@@ -112,26 +111,6 @@ def test_layers_and_lengths_out_of_range():
 def large(**changes) -> Case:
     sizes = {"lengths": (8192,) * 8, "capacity": 8192, "q_heads": 32, "kv_heads": 8, "q_len": 1024}
     return Case(**(sizes | {"head_dim": 128, "v_head_dim": 128} | changes))
-
-
-def shapes_of(one: Case):
-    dtype, m = jnp.dtype(one.dtype), len(one.lengths)
-    of = jax.ShapeDtypeStruct
-    caches = []
-    for dim in (one.head_dim, one.v_head_dim):
-        arrays = tuple(of(shape, dtype) for shape in one.shapes(dim))
-        caches.append(arrays if one.kind == "per_sequence" else arrays[0])
-    table = None
-    if one.kind == "paged":
-        table = of((m, one.capacities[0] // one.page_size), jnp.int32)
-    return kernel.DecodeInputs(
-        of((m, one.q_len, one.q_heads, one.head_dim), dtype),
-        *caches,
-        of((m,), jnp.int32),
-        table,
-        None if one.layers is None else of((), jnp.int32),
-        of((one.q_heads,), jnp.float32) if one.sinks else None,
-    )
 
 
 LOWERED = {

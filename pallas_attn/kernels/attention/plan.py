@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_attn import _gpus
 from pallas_attn._problem import AttentionProblem
+from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import wgmma
@@ -265,6 +266,20 @@ class Plan:
     def row_positions(self, rows: int, first: Any) -> Any:
         """The positions of a warpgroup's rows, the first of which is at position `first`."""
         return mosaic.positions((rows,), 0, first)
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    """Why the forward kernels, and so the backward ones, cannot take a problem, or None."""
+    if problem.dtype not in ("bfloat16", "float16", "float32"):
+        return Limit(
+            f"it takes bfloat16, float16 and float32, not {problem.dtype}",
+            "cast q, k and v to one of them",
+        )
+    if (refused := tma_operands.dims_limit(problem)) is not None:
+        return refused
+    if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
+        return Limit("it counts query rows of all heads in 32 bits", "split the batch")
+    return None
 
 
 class Context(NamedTuple):

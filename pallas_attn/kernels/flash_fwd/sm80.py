@@ -45,7 +45,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import (
     score_mod,
     sm80_column_stream,
@@ -53,6 +52,7 @@ from pallas_attn.kernels.attention import (
     tma_operands,
 )
 from pallas_attn.kernels.attention.plan import Context, Span, segment_spans
+from pallas_attn.kernels.attention.plan import limit as limit
 from pallas_attn.kernels.attention.score_mod import Refs, Rows, Tile
 from pallas_attn.kernels.attention.sm80_common import (
     Copy,
@@ -141,19 +141,6 @@ class Config:
         if many and not problem.mask.bounds_right:
             return [cls(2, 128, split_rows=True, columns_before_v=16)]
         return [cls(1, 64, warp_rows=2, scores_ahead=True)]
-
-
-def limit(problem: AttentionProblem) -> Limit | None:
-    if problem.dtype not in ("bfloat16", "float16", "float32"):
-        return Limit(
-            f"it takes bfloat16, float16 and float32, not {problem.dtype}",
-            "cast q, k and v to one of them",
-        )
-    if (refused := tma_operands.dims_limit(problem)) is not None:
-        return refused
-    if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
-        return Limit("it counts query rows of all heads in 32 bits", "split the batch")
-    return None
 
 
 # ---- shared memory ------------------------------------------------------------------------------

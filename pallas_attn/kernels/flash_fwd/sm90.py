@@ -57,9 +57,9 @@ from jax import lax
 
 from pallas_attn import _gpus
 from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_mod, softmax, tma_operands
 from pallas_attn.kernels.attention.plan import ROWS, Context, Plan
+from pallas_attn.kernels.attention.plan import limit as limit
 from pallas_attn.kernels.attention.score_mod import Refs, Rows, Tile
 from pallas_attn.kernels.flash_fwd import segments, tile_scheduler
 from pallas_attn.kernels.lang import mosaic
@@ -182,19 +182,6 @@ def _float32(problem: AttentionProblem) -> Config:
         for config in _FLOAT32
         if (few or config.warpgroups < 3) and smem_bytes(problem, config) <= SMEM_LIMIT
     )
-
-
-def limit(problem: AttentionProblem) -> Limit | None:
-    if problem.dtype not in ("bfloat16", "float16", "float32"):
-        return Limit(
-            f"it takes bfloat16, float16 and float32, not {problem.dtype}",
-            "cast q, k and v to one of them",
-        )
-    if (refused := tma_operands.dims_limit(problem)) is not None:
-        return refused
-    if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
-        return Limit("it counts query rows of all heads in 32 bits", "split the batch")
-    return None
 
 
 # ---- shared memory ------------------------------------------------------------------------------
