@@ -97,6 +97,7 @@ def _decode(settings: Settings, dtype: str, out: TextIO, err: TextIO) -> int:
     try:
         _show(run, view)
     except KeyboardInterrupt:
+        run.wait()  # jax ends a process by force that leaves while a chunk is being computed
         view.finish(time.perf_counter() - start)
         return INTERRUPTED
     except BaseException:
