@@ -1,4 +1,4 @@
-"""Decode attention: a few new query rows a sequence over its KV cache."""
+"""Attention over KV caches: one new query row a sequence, or any number of them."""
 
 import jax
 import jax.numpy as jnp
