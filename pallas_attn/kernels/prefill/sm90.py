@@ -111,9 +111,9 @@ def _fits(problem: DecodeProblem, config: Config) -> bool:
 
 def _cost(problem: DecodeProblem, config: Config) -> float:
     """An estimate of the time, in multiples of what a kv tile of 128 keys takes one consumer of
-    several. Three consumers were 8 % faster a row than two on an H200; a single one has nobody to
-    compute while it waits. A unit costs a tile and a half more than it has tiles, a launch of
-    `combine` three, and partials what it takes to read them once.
+    several. Three consumers are faster a row than two, as measured on an H200; a single one has
+    nobody to compute while it waits. A unit costs a tile and a half more than it has tiles, a
+    launch of `combine` three, and partials what it takes to read them once.
     """
     plan = Plan.of(problem, config)
     waves, tiles = pl.cdiv(plan.units, config.ctas), pl.cdiv(max(problem.capacities), 128)
