@@ -45,6 +45,8 @@ INTERPRETED = {
     "group16_of_one_head": (case(q_heads=16, kv_heads=1, q_len=3), ONE),
     "one_head_a_group": (case(q_heads=2, q_len=70), WIDE),
     "v_of_another_width": (case(v_head_dim=128, q_len=8), ONE),
+    "odd_head_dims": (case(head_dim=40, v_head_dim=80, q_len=9), SMALL),
+    "odd_head_dims_splits": (case(head_dim=80, v_head_dim=40, q_len=9), SPLIT),
     "wide_tiles": (case(q_len=17), Config(2, block_kv=128, ctas=2)),
 }
 OF_EVERY_KIND = ("plain", "layers", "overflow", "splits")

@@ -72,17 +72,9 @@ def table_of(plan: Plan) -> Table:
     return Table(*(plgpu.SMEM((plan.table_size,), jnp.int32) for _ in Table._fields))
 
 
-class Thread(threads.Thread):
-    """A thread of one warpgroup of several."""
-
-    @property
-    def index(self) -> mosaic.Int:
-        return super().index % mosaic.THREADS
-
-
 def each_thread(program: Any, refs: Any, scalars: Any) -> None:
     """`mosaic.each_thread`, of one warpgroup."""
-    mosaic.each_thread(program, refs, scalars, Thread())
+    mosaic.each_thread(program, refs, scalars, threads.WarpgroupThread())
 
 
 def sync(thread: threads.Thread, refs: Any, scalars: Any) -> None:

@@ -307,6 +307,16 @@ class Thread(mosaic.Thread):
         self.sync()
 
 
+class WarpgroupThread(Thread):
+    """`Thread` in a block of several warpgroups: numbered within its own, with whose threads alone
+    it is synchronised.
+    """
+
+    @property
+    def index(self) -> Int:
+        return super().index % mosaic.THREADS
+
+
 def each_thread(program: Callable[..., Any], refs: Any, scalars: Any, returns: bool = False) -> Any:
     """`mosaic.each_thread` with this file's `Thread`."""
     return mosaic.each_thread(program, refs, scalars, Thread(), returns)

@@ -14,11 +14,13 @@ writes the result. With more it writes a partial (accumulator, row max, row sum)
 merges them.
 
 Shared memory, and who owns it when:
-  q [warpgroup]   loaded by the warpgroup itself, for its next unit under this one's first matmul k,
-  v [stages]   the dense forward's ring: entry e of a unit holds its e-th kv tile from the end and
-                  the value tile before it; `ready` when all copies have landed, `free` when every
-                  warpgroup has released it
+  q [warpgroup]   the consumer's own: it loads its rows, where there are two slots those of the next
+                  unit before it computes this one
+  k, v [stages]   the dense forward's ring: entry e of a unit holds its e-th kv tile from the end
+                  and the value tile before it; `ready` when all copies have landed, `free` when
+                  every consumer has released it
   out [warpgroup] a slice of columns at a time on its way to global memory
+
 A kv tile that the length cuts holds rows that do not exist. Scores of such keys are masked. For the
 values the producer waits, puts zeros in their place and only then says that the entry is ready.
 """
@@ -410,15 +412,7 @@ def _copy_cut_values(ctx: Context, unit: Unit, target: Target, t: Any) -> None:
 # ---- consumers ----------------------------------------------------------------------------------
 
 
-class Thread(threads.Thread):
-    """Of one warpgroup of several."""
-
-    @property
-    def index(self) -> mosaic.Int:
-        return super().index % mosaic.THREADS
-
-
-def _find_lost(thread: Thread, refs: Any, at: Any, plan: Plan) -> None:
+def _find_lost(thread: threads.Thread, refs: Any, at: Any, plan: Plan) -> None:
     """lost[wg] becomes 1 where one of the sequence's first `pages` pages is missing, else 0."""
     (table, lost), (m, wg, pages), layout = refs, at, plan.layout
     assert isinstance(layout, cache_layout.Paged)
@@ -444,7 +438,8 @@ def _is_lost(ctx: Context, unit: Unit, wg: Any) -> Any:
         return unit.bad
     pages = layout.entry(unit.tile.kv_len + (layout.page_size - 1))
     find = functools.partial(_find_lost, plan=plan)
-    mosaic.each_thread(find, (refs.page_table, smem.lost), (unit.m, wg, pages), Thread())
+    thread, at = threads.WarpgroupThread(), (unit.m, wg, pages)
+    mosaic.each_thread(find, (refs.page_table, smem.lost), at, thread)
     return unit.bad | (smem.lost[wg] == 1)
 
 
