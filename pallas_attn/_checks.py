@@ -276,6 +276,31 @@ def _lengths(name: str, value: Any, batch: int, most: int) -> jax.Array | None:
     return None if found is None else jnp.clip(found, 0, most)
 
 
+def row_starts(name: str, value: Any, rows: int, sequences: int | None = None) -> jax.Array:
+    """int32[M + 1] of packed rows, of which there are `rows`: sequence i owns rows starts[i] to
+    starts[i + 1]. Clipped to 0 .. rows and then never below an earlier one, so that whatever comes
+    gives each row to one sequence at most; rows before the first and from the last on belong to
+    none.
+    """
+    size = "M + 1" if sequences is None else str(sequences + 1)
+    wanted = f"int32[{size}] (where each sequence's rows start, and where the last one's end)"
+    found = integers(name, value, wanted, (None if sequences is None else sequences + 1,))
+    if not found.size:
+        raise ValueError(f"{name}: expected {wanted}, got {found.dtype}{list(found.shape)}")
+    found = jnp.clip(found, 0, rows)
+    at = jnp.arange(found.size, dtype=jnp.int32)
+    earlier = jnp.where(at[None] <= at[:, None], found[None], 0)
+    return earlier.max(axis=1)  # a cummax, in one kernel
+
+
+def owner_of_rows(starts: jax.Array, rows: int) -> jax.Array:
+    """int32[rows]: which sequence owns each packed row, by `row_starts`; -1 before the first, and M
+    from the last on.
+    """
+    at = jnp.arange(rows, dtype=jnp.int32)
+    return (starts[None] <= at[:, None]).sum(axis=1, dtype=jnp.int32) - 1
+
+
 def one_or_each(name: str, value: Any, size: int, meaning: str) -> jax.Array:
     """int32[size], of a vector or of a scalar that serves all."""
     if getattr(value, "shape", None) == ():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import CAUSAL, PagedCache, PerSequenceCache, StackedCache
+from pallas_attn import CAUSAL, PagedCache, PerSequenceCache, StackedCache, _checks
 from tests import budget, definition, subjects
 
 LEAST, MOST = -(2**31), 2**31 - 1
@@ -208,3 +208,21 @@ def test_an_index_of_more_bits_is_no_other_one(integer):
     cache = cache_of("stacked", 3, 16, "float32").extend(2)
     np.testing.assert_array_equal(cache.reset(np.array([integer])).lengths, [2, 2, 2])
     np.testing.assert_array_equal(cache.reset(np.array([integer, 1])).lengths, [2, 0, 2])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [(0, 3, 3, 9), (2, 0, 5, 4), (LEAST, MOST, 1), (MOST,), (-1, 9, 10, LEAST), (4, 6, 6, 8)],
+)
+def test_starts_give_each_row_one_owner(given):
+    """Clipped, then never below an earlier one; rows before the first and past the last are free."""
+    rows = 9
+    starts = _checks.row_starts("q_starts", np.array(given, np.int32), rows, len(given) - 1)
+    want = np.maximum.accumulate(np.clip(given, 0, rows))
+    np.testing.assert_array_equal(starts, want)
+    owners = np.asarray(_checks.owner_of_rows(starts, rows))
+    for row, owner in enumerate(owners):
+        if 0 <= owner < len(given) - 1:
+            assert want[owner] <= row < want[owner + 1]
+        else:
+            assert row < want[0] and owner == -1 or row >= want[-1] and owner == len(given) - 1
