@@ -215,7 +215,7 @@ def test_an_index_of_more_bits_is_no_other_one(integer):
     [(0, 3, 3, 9), (2, 0, 5, 4), (LEAST, MOST, 1), (MOST,), (-1, 9, 10, LEAST), (4, 6, 6, 8)],
 )
 def test_starts_give_each_row_one_owner(given):
-    """Clipped, then never below an earlier one; rows before the first and past the last are free."""
+    """Clipped, then never below an earlier one; rows before the first belong to none."""
     rows = 9
     starts = _checks.row_starts("q_starts", np.array(given, np.int32), rows, len(given) - 1)
     want = np.maximum.accumulate(np.clip(given, 0, rows))
