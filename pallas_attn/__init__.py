@@ -5,6 +5,7 @@ Training, in place of `jax.nn.dot_product_attention`:
     flash_attention, flash_attention_with_lse    attention, differentiable
     dot_product_attention                        the same with jax.nn's signature
     Mask, FULL, CAUSAL, sliding_window           who sees whom
+    merge_attention                              results of some keys each, combined
 
 Serving, inside a jitted step, caches updated in place:
 
@@ -27,6 +28,7 @@ from pallas_attn.cache import KVCache, PagedCache, PerSequenceCache, StackedCach
 from pallas_attn.decode import decode_attention, decode_attention_with_lse
 from pallas_attn.errors import Limit, UnsupportedError
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
+from pallas_attn.merge import merge_attention
 
 __version__ = "0.1.0"
 
@@ -47,6 +49,7 @@ __all__ = [
     "dot_product_attention",
     "flash_attention",
     "flash_attention_with_lse",
+    "merge_attention",
     "sliding_window",
     "write_kv",
 ]

@@ -1,0 +1,75 @@
+"""Partial results of attention, each of some of the keys, combined by their log-sum-exp."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn import _checks
+
+Array = jax.Array
+
+
+def merge_attention(
+    outs: Sequence[Array] | Array, lses: Sequence[Array] | Array
+) -> tuple[Array, Array]:
+    """The attention of the same queries to all the keys of several calls together.
+
+    Args:
+      outs: what the calls returned, `[B, T, N, Hv]` each (`[B, N, Hv]` for one token a sequence):
+        a sequence of at least one, or one array with the parts along its first axis.
+      lses: their log-sum-exps, `[B, N, T]` each (`[B, N]`), as many and in the same order.
+
+    Returns:
+      out in the dtype of `outs`, and lse in that of `lses`; as one call would give them, whose keys
+      are all those of the parts. A row that no part has a key for is 0, its lse -inf. A part whose
+      lse is -inf in a row counts for nothing there, whatever its out holds, NaN included.
+
+    The sums are made in the dtype of `lses` (float32), one multiplication a part: XLA makes one
+    pass over the parts of it. Differentiable in both, in either mode and any number of times. A
+    sink must be in one of the parts only, and in one that sees a key in each row that any sees.
+    """
+    parts = [_checks.array("outs", x) for x in outs]
+    stats = [_checks.array("lses", x) for x in lses]
+    _check(parts, stats)
+    dtype = stats[0].dtype
+    # Not `top == -inf`: XLA's maximum of nothing but NaN is -inf on a CPU.
+    unseen = [lse == -jnp.inf for lse in stats]
+    empty = jnp.stack(unseen).all(axis=0)
+    top = jnp.where(empty, 0, lax.stop_gradient(jnp.stack(stats).max(axis=0)))
+    weights = [jnp.exp(lse - top) for lse in stats]
+    total = jnp.where(empty, 1, sum(weights[1:], weights[0]))
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
+    out = jnp.zeros(parts[0].shape, dtype)
+    for part, weight, none in zip(parts, weights, unseen, strict=True):
+        seen = jnp.where(_by_row(none), 0, part.astype(dtype))
+        out = out + seen * _by_row(weight / total)
+    return out.astype(parts[0].dtype), lse
+
+
+def _by_row(x: Array) -> Array:
+    """[B, N, T] (or [B, N]) as it meets [B, T, N, Hv] (or [B, N, Hv])."""
+    return (x.swapaxes(1, 2) if x.ndim == 3 else x)[..., None]
+
+
+def _check(outs: list[Array], lses: list[Array]) -> None:
+    if not outs or len(outs) != len(lses):
+        raise ValueError(
+            f"lses: expected one of each of the outs, and at least one, got {len(outs)} outs and "
+            f"{len(lses)} lses"
+        )
+    first = outs[0]
+    if first.ndim not in (3, 4):
+        raise ValueError(
+            f"outs: expected [B, T, N, Hv] or [B, N, Hv] each, got shape {first.shape}"
+        )
+    rows = first.shape[:-1] if first.ndim == 3 else tuple(first.shape[i] for i in (0, 2, 1))
+    for name, arrays, shape in (("outs", outs, first.shape), ("lses", lses, rows)):
+        for x in arrays:
+            _checks.float_dtype(name, x)
+            if x.shape != shape or x.dtype != arrays[0].dtype:
+                raise ValueError(
+                    f"{name}: expected {arrays[0].dtype}{list(shape)} each, as outs[0] "
+                    f"{first.shape} says, got {x.dtype}{list(x.shape)}"
+                )
