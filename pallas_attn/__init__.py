@@ -5,6 +5,7 @@ Training, in place of `jax.nn.dot_product_attention`:
     flash_attention, flash_attention_with_lse    attention, differentiable
     dot_product_attention                        the same with jax.nn's signature
     Mask, FULL, CAUSAL, sliding_window           who sees whom
+    mask_fn, score_fn                            the same, and what becomes of scores, by functions
     merge_attention                              results of some keys each, combined
 
 Serving, inside a jitted step, caches updated in place:
@@ -27,8 +28,9 @@ from pallas_attn.attention import (
 from pallas_attn.cache import KVCache, PagedCache, PerSequenceCache, StackedCache
 from pallas_attn.decode import decode_attention, decode_attention_with_lse
 from pallas_attn.errors import Limit, UnsupportedError
-from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
+from pallas_attn.masks import CAUSAL, FULL, Mask, MaskFunction, mask_fn, sliding_window
 from pallas_attn.merge import merge_attention
+from pallas_attn.scores import ScoreFunction, score_fn
 
 __version__ = "0.1.0"
 
@@ -38,8 +40,10 @@ __all__ = [
     "KVCache",
     "Limit",
     "Mask",
+    "MaskFunction",
     "PagedCache",
     "PerSequenceCache",
+    "ScoreFunction",
     "StackedCache",
     "UnsupportedError",
     "append_kv",
@@ -49,7 +53,9 @@ __all__ = [
     "dot_product_attention",
     "flash_attention",
     "flash_attention_with_lse",
+    "mask_fn",
     "merge_attention",
+    "score_fn",
     "sliding_window",
     "write_kv",
 ]

@@ -16,7 +16,8 @@ from jax import lax
 
 from pallas_attn import _device
 from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.masks import LONGEST, Mask
+from pallas_attn.masks import FULL, LONGEST, Mask, MaskFunction, mask_fn
+from pallas_attn.scores import ScoreFunction
 
 Array = Any
 FARTHEST = (
@@ -36,6 +37,13 @@ def attention(
     scores = (batch, q_heads, q_len, kv_len)
     static_offset, offset = _offset(q_offset, batch)
     q_ids, kv_ids = _segments(segment_ids, batch, q_len, kv_len)
+    band, score = options["mask"], _score(options["score"])
+    function: MaskFunction | None = None
+    if isinstance(band, MaskFunction):
+        function, band = band, FULL
+        if q_ids is not None:
+            ids, q_ids, kv_ids = (q_ids, kv_ids), None, None
+            function = function & _of_segments(*ids, static_offset if offset is None else offset)
     inputs = AttentionInputs(
         q,
         k,
@@ -48,6 +56,8 @@ def attention(
         _no_wider(_over_scores("bias", options["bias"], scores, jnp.floating), q),
         _over_scores("mask_array", options["mask_array"], scores, jnp.bool_),
         sink_logits(options["sinks"], q),
+        () if function is None else tuple(map(lax.stop_gradient, function.aux)),
+        () if score is None else score.aux,
     )
     return AttentionProblem(
         op="flash_forward",
@@ -60,16 +70,34 @@ def attention(
         kv_heads=kv_heads,
         head_dim=head_dim,
         v_head_dim=v_dim,
-        mask=mask(options["mask"]),
+        mask=mask(band),
         scale=scale(options["scale"], head_dim),
         softcap=softcap(options["softcap"]),
         q_offset=static_offset,
         precision=precision(options["precision"], q.dtype),
-        arrays=tuple(n for n in AttentionInputs._fields[3:] if getattr(inputs, n) is not None),
+        arrays=tuple(n for n in AttentionInputs._fields[3:-2] if getattr(inputs, n) is not None),
         bias_shape=None if inputs.bias is None else inputs.bias.shape,
         mask_shape=None if inputs.mask_array is None else inputs.mask_array.shape,
         deterministic=boolean("deterministic", options["deterministic"]),
+        mask_program=None if function is None else function.program,
+        score_program=None if score is None else score.program,
     ), inputs
+
+
+def _score(value: Any) -> ScoreFunction | None:
+    if value is not None and not isinstance(value, ScoreFunction):
+        kind = type(value).__name__
+        raise ValueError(f"score: expected what score_fn(f, *aux) makes, or None, got {kind}")
+    return value
+
+
+def _of_segments(q_ids: Any, kv_ids: Any, offset: Any) -> MaskFunction:
+    """Segment ids as a function of positions."""
+    if isinstance(offset, int):
+        return mask_fn(lambda b, h, q, kv, i, j: i[b, q - offset] == j[b, kv], q_ids, kv_ids)
+    return mask_fn(
+        lambda b, h, q, kv, i, j, first: i[b, q - first[b]] == j[b, kv], q_ids, kv_ids, offset
+    )
 
 
 def _operands(q: Array, k: Array, v: Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -122,6 +122,13 @@ Implementation = Kernel | Reference | Refused
 
 def _attention(inputs: AttentionInputs, problem: AttentionProblem):
     ids: Any = (inputs.q_segment_ids, inputs.kv_segment_ids)
+    functions = {
+        name: None if program is None else (program, aux)
+        for name, program, aux in (
+            ("mask_function", problem.mask_program, inputs.mask_aux),
+            ("score_function", problem.score_program, inputs.score_aux),
+        )
+    }
     return reference.attention(
         inputs.q,
         inputs.k,
@@ -136,6 +143,7 @@ def _attention(inputs: AttentionInputs, problem: AttentionProblem):
         bias=inputs.bias,
         mask_array=inputs.mask_array,
         sinks=inputs.sinks,
+        **functions,
     )
 
 

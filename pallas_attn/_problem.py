@@ -6,6 +6,7 @@ handed).
 import dataclasses
 from typing import Any, NamedTuple
 
+from pallas_attn._program import Program
 from pallas_attn.masks import Mask
 
 Array = Any
@@ -31,6 +32,27 @@ class AttentionInputs(NamedTuple):
     bias: Array | None = None  # [B or 1, N or 1, T or 1, S or 1], any float type
     mask_array: Array | None = None  # bool[B or 1, N or 1, T or 1, S or 1]
     sinks: Array | None = None  # float32[N]
+    mask_aux: tuple[Array, ...] = ()  # what AttentionProblem.mask_program reads
+    score_aux: tuple[Array, ...] = ()  # what AttentionProblem.score_program reads
+
+    def named(self) -> dict[str, Array]:
+        """The arrays that are there, by the names of their fields; those of functions numbered."""
+        found = {name: getattr(self, name) for name in self._fields[:-2]}
+        for side in ("mask_aux", "score_aux"):
+            found |= {f"{side}{n}": x for n, x in enumerate(getattr(self, side))}
+        return {name: x for name, x in found.items() if x is not None}
+
+    @classmethod
+    def of(cls, named: dict[str, Array]) -> "AttentionInputs":
+        """What `named` takes apart."""
+        fields: dict[str, Any] = {"q": None, "k": None, "v": None}
+        for name, x in named.items():
+            side = name.rstrip("0123456789")
+            if side in ("mask_aux", "score_aux"):
+                fields[side] = (*fields.get(side, ()), x)
+            else:
+                fields[name] = x
+        return cls(**fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +78,23 @@ class AttentionProblem:
     bias_shape: tuple[int, ...] | None = None
     mask_shape: tuple[int, ...] | None = None
     deterministic: bool = False  # of a backward: the same bits each time
+    mask_program: Program | None = None  # hides keys beside `mask`: of b, h, q, kv
+    score_program: Program | None = None  # of a score, b, h, q, kv
+
+    @property
+    def uses_batch(self) -> bool:
+        """Whether a function asks which batch row it is."""
+        return self._functions_use(0)
+
+    @property
+    def uses_head(self) -> bool:
+        """Whether a function asks which query head it is."""
+        return self._functions_use(1)
+
+    def _functions_use(self, which: int) -> bool:
+        mask, score = self.mask_program, self.score_program
+        by_mask = mask is not None and mask.depends_on(which)
+        return by_mask or (score is not None and score.depends_on(which + 1))
 
     @property
     def group(self) -> int:
@@ -71,6 +110,8 @@ class AttentionProblem:
         q = f"{self.dtype} q[{self.batch},{self.q_len},{self.q_heads},{self.head_dim}]"
         k = f"k[{self.batch},{self.kv_len},{self.kv_heads},{self.head_dim}]"
         facts = [q, k, f"v[...,{self.v_head_dim}]", f"mask {self.mask}", *self.arrays]
+        facts += ["a mask function"] if self.mask_program is not None else []
+        facts += ["a score function"] if self.score_program is not None else []
         if self.softcap is not None:
             facts.append(f"softcap {self.softcap:g}")
         if self.precision is not None:

@@ -55,10 +55,11 @@ def _program(
 def attention(kernel: Any, problem: AttentionProblem, inputs: AttentionInputs):
     """`kernel.run(inputs, problem)` -> (out, lse), for any batching and sharding of the inputs."""
 
-    given = [name for name, x in zip(inputs._fields, inputs, strict=True) if x is not None]
+    held = inputs.named()
+    given = list(held)
 
     def named(arrays: tuple[Array, ...]) -> AttentionInputs:
-        return AttentionInputs(**dict(zip(given, arrays, strict=True)))
+        return AttentionInputs.of(dict(zip(given, arrays, strict=True)))
 
     @custom_vmap
     def call(*arrays: Array):
@@ -68,17 +69,23 @@ def attention(kernel: Any, problem: AttentionProblem, inputs: AttentionInputs):
     def rule(axis_size: int, batched: list[bool], *arrays: Array):
         mapped = [name for name, is_mapped in zip(given, batched, strict=True) if is_mapped]
         split = jax.typeof(arrays[0]).sharding.spec[:1] != (None,)  # by explicit mesh axes
-        if not axis_size or _placed(dict(zip(given, arrays, strict=True)), mapped):
+        placed = _placed(dict(zip(given, arrays, strict=True)), mapped)
+        foldable = axis_size and not placed and _is_foldable(problem, mapped)
+        over_scores = problem.bias_shape or problem.mask_shape or problem.uses_head
+        if not foldable or "sinks" in mapped:  # a sink a head is all that the kernels know
             results = _one_by_one(kernel, problem, named(arrays), mapped)
-        elif mapped == ["q"] and not (split or problem.bias_shape or problem.mask_shape):
+        elif mapped == ["q"] and not (split or over_scores):
             results = _fold_into_heads(kernel, problem, named(arrays), axis_size)
-        elif "sinks" in mapped:  # a sink a head is all that the kernels know
-            results = _one_by_one(kernel, problem, named(arrays), mapped)
         else:
             results = _fold_into_batch(kernel, problem, named(arrays), mapped, axis_size)
         return results, (True, True)
 
-    return call(*(getattr(inputs, name) for name in given))
+    return call(*held.values())
+
+
+def _is_foldable(problem: AttentionProblem, mapped: list[str]) -> bool:
+    """Whether functions of positions mean the same where the mapped axis is a part of the batch."""
+    return not problem.uses_batch and not any("_aux" in name for name in mapped)
 
 
 def _placed(arrays: dict[str, Array], mapped: list[str]) -> bool:
@@ -121,17 +128,16 @@ def _fold_into_heads(kernel, problem, inputs, size: int):
 
 def _fold_into_batch(kernel, problem, inputs, mapped, size: int):
     batch = problem.batch
-    folded = _folded(dict(zip(AttentionInputs._fields, inputs, strict=True)), mapped, size, batch)
-    inputs = AttentionInputs(**folded)
+    inputs = AttentionInputs.of(_folded(inputs.named(), mapped, size, batch))
     results = attention(kernel, resized(problem, inputs), inputs)
     return tuple(x.reshape(size, batch, *x.shape[1:]) for x in results)
 
 
 def _folded(arrays: dict[str, Any], mapped: list[str], size: int, batch: int) -> dict[str, Any]:
-    """The mapped axis made a part of the batch axis, in every array; None stays None."""
+    """The mapped axis made a part of the batch axis, in every array that has one."""
 
-    def fold(name: str, x: Array | None):
-        if x is None or name == "sinks":
+    def fold(name: str, x: Array):
+        if name == "sinks" or "_aux" in name:
             return x
         if name in mapped:
             rest = x.shape[2:]
@@ -148,10 +154,12 @@ def _folded(arrays: dict[str, Any], mapped: list[str], size: int, batch: int) ->
 
 
 def _one_by_one(kernel, problem, inputs, mapped):
-    def one(fields: dict[str, Array]):
-        return attention(kernel, problem, inputs._replace(**fields))
+    held = inputs.named()
 
-    return _sharding.one_after_another(one, {name: getattr(inputs, name) for name in mapped})
+    def one(fields: dict[str, Array]):
+        return attention(kernel, problem, AttentionInputs.of(held | fields))
+
+    return _sharding.one_after_another(one, {name: held[name] for name in mapped})
 
 
 def _attention_axes(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, Any]:
@@ -177,26 +185,42 @@ def _attention_axes(problem: AttentionProblem, inputs: AttentionInputs) -> dict[
         "sinks": (heads["q"],),
         **dict.fromkeys(("q_offset", "q_lengths", "kv_lengths"), ("b",)),
         **{name: broadcast_axes(name) for name in ("bias", "mask_array")},
+        **{
+            name: tuple(f"{name}_{axis}" for axis in range(x.ndim))
+            for name, x in inputs.named().items()
+            if "_aux" in name
+        },
         "out": ("b", "t", heads["q"], "e"),
         "lse": ("b", heads["q"], "t"),
     }
 
 
 def _attention_over_devices(kernel, problem: AttentionProblem, inputs: AttentionInputs):
-    given = [name for name in AttentionInputs._fields if getattr(inputs, name) is not None]
+    held = inputs.named()
+    given = list(held)
     axes = _attention_axes(problem, inputs)
 
     def run(*arrays: Array):
-        local = AttentionInputs(**dict(zip(given, arrays, strict=True)))
+        local = AttentionInputs.of(dict(zip(given, arrays, strict=True)))
         return kernel.run(local, resized(problem, local))
 
     return _sharding.over_devices(
         run,
-        [getattr(inputs, name) for name in given],
+        list(held.values()),
         [axes[name] for name in given],
         [axes["out"], axes["lse"]],
-        free=("b", "k", "g") if problem.kv_heads == 1 else ("b", "k"),
+        free=_free(problem),
     )
+
+
+def _free(problem: AttentionProblem) -> tuple[str, ...]:
+    """The factors that split over devices. A function of positions that asks for a batch row or a
+    head means those of the whole array.
+    """
+    batch = () if problem.uses_batch else ("b",)
+    if problem.uses_head:
+        return batch
+    return (*batch, "k", "g") if problem.kv_heads == 1 else (*batch, "k")
 
 
 RESIDUALS = ("out", "lse", "d_out", "d_lse")  # what a backward pass has beside the inputs
@@ -208,7 +232,7 @@ def attention_backward(kernel: Any, problem: AttentionProblem, residuals: Any) -
     batching and sharding. None for inputs that have none.
     """
     inputs, *rest = residuals
-    arrays = {name: x for name, x in inputs._asdict().items() if x is not None}
+    arrays = inputs.named()
     arrays |= dict(zip(RESIDUALS, rest, strict=True))
     given, floats = list(arrays), [name for name in FLOATS if name in arrays]
 
@@ -227,7 +251,8 @@ def attention_backward(kernel: Any, problem: AttentionProblem, residuals: Any) -
             return tuple(getattr(results, name) for name in floats)
 
         # the others' gradients are sums over the batch; of no rows no kernel is launched
-        if floats != ["q", "k", "v"] or not axis_size or _placed(named, mapped):
+        alone = floats != ["q", "k", "v"] or not _is_foldable(problem, mapped)
+        if alone or not axis_size or _placed(named, mapped):
             results = _sharding.one_after_another(
                 lambda fields: run(named | fields, problem), {name: named[name] for name in mapped}
             )
@@ -244,12 +269,15 @@ def attention_backward(kernel: Any, problem: AttentionProblem, residuals: Any) -
         name: _sharding.gradient_of(arrays[name], gradient)
         for name, gradient in zip(floats, call(*once(*arrays.values())), strict=True)
     }
-    return AttentionInputs(**dict.fromkeys(("q", "k", "v")) | gradients)
+    nothing: Any = None
+    aux = (nothing,) * len(inputs.mask_aux), (nothing,) * len(inputs.score_aux)
+    fields: dict[str, Any] = dict.fromkeys(("q", "k", "v")) | gradients
+    return AttentionInputs(**fields, mask_aux=aux[0], score_aux=aux[1])
 
 
 def _residuals(named: dict[str, Array]) -> tuple[Any, ...]:
-    inputs = {name: x for name, x in named.items() if name not in RESIDUALS}
-    return AttentionInputs(**inputs), *(named[name] for name in RESIDUALS)
+    inputs: dict[str, Any] = {name: x for name, x in named.items() if name not in RESIDUALS}
+    return AttentionInputs.of(inputs), *(named[name] for name in RESIDUALS)
 
 
 def _backward_over_devices(
@@ -257,7 +285,7 @@ def _backward_over_devices(
 ):
     axes = _attention_axes(problem, _residuals(named)[0])
     axes |= {"d_out": axes["out"], "d_lse": axes["lse"]}
-    free = ("b", "k", "g") if problem.kv_heads == 1 else ("b", "k")
+    free = _free(problem)
 
     def run(*arrays: Array):
         local = _residuals(dict(zip(named, arrays, strict=True)))

@@ -14,7 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_attn import _checks, _dispatch, _transforms
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit, UnsupportedError
-from pallas_attn.masks import CAUSAL, FULL, LONGEST, Mask
+from pallas_attn.masks import CAUSAL, FULL, LONGEST, Mask, MaskFunction
+from pallas_attn.scores import ScoreFunction
 
 Array = jax.Array
 
@@ -24,7 +25,8 @@ def flash_attention(  # noqa: PLR0913
     k: Array,
     v: Array,
     *,
-    mask: Mask = FULL,
+    mask: Mask | MaskFunction = FULL,
+    score: ScoreFunction | None = None,
     scale: float | None = None,
     q_offset: int | Array = 0,
     q_lengths: Array | None = None,
@@ -53,6 +55,10 @@ def flash_attention(  # noqa: PLR0913
             1 . . .                        1 1 1 .
             1 1 . .                        1 1 1 1
 
+        Or by a function of positions: `mask_fn(f, *aux)`, which combines with these by &, | and ~.
+        Tiles of keys that it hides from all of some queries are not computed.
+      score: what becomes of the scaled, capped scores: `score_fn(f, *aux)`. Differentiable; in its
+        aux by implementation="reference".
       scale: multiplies the logits; default H**-0.5. Static.
       q_offset: position of query row 0: an int, or int32[B]. Within -2**29 .. 2**29: an int outside
         is a ValueError, numbers of an array are clipped.
@@ -92,6 +98,7 @@ def flash_attention(  # noqa: PLR0913
         k,
         v,
         mask=mask,
+        score=score,
         scale=scale,
         q_offset=q_offset,
         q_lengths=q_lengths,
@@ -112,7 +119,8 @@ def flash_attention_with_lse(  # noqa: PLR0913
     k: Array,
     v: Array,
     *,
-    mask: Mask = FULL,
+    mask: Mask | MaskFunction = FULL,
+    score: ScoreFunction | None = None,
     scale: float | None = None,
     q_offset: int | Array = 0,
     q_lengths: Array | None = None,
@@ -140,6 +148,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
         segment_ids=segment_ids,
         options={
             "mask": mask,
+            "score": score,
             "scale": scale,
             "q_lengths": q_lengths,
             "kv_lengths": kv_lengths,

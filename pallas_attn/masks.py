@@ -6,15 +6,21 @@ and let a kernel skip tiles that nobody sees and leave the mask out of tiles tha
 those of the `transposed` mask say the same of the queries that meet some keys. All of it is plain
 arithmetic: it works on Python integers, NumPy arrays, jax arrays and the tiles and scalars inside a
 Pallas kernel.
+
+What no band says, a function of positions does: `mask_fn` makes a `MaskFunction` of it.
 """
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_attn import _program
+from pallas_attn._program import Program
 
 Position = Any  # int, np.ndarray, jax.Array or an in-kernel value of an integer type
 
@@ -114,6 +120,16 @@ class Mask:
         ]
         return Mask(*tighter)
 
+    def __or__(self, other: "Mask") -> "MaskFunction":
+        """The keys that one of two masks shows."""
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return as_function(self) | other
+
+    def __invert__(self) -> "MaskFunction":
+        """The keys that the mask hides."""
+        return ~as_function(self)
+
     def allows(
         self,
         q_pos: Position,
@@ -196,6 +212,111 @@ def sliding_window(n: int) -> Mask:
             f"{n!r}."
         )
     return Mask(left=operator.index(n) - 1, right=0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MaskFunction:
+    """A mask by a function of positions, and the arrays that it reads: what `mask_fn` makes.
+
+    It goes where a `Mask` goes in `flash_attention`, and is a pytree: its arrays are its leaves,
+    what it computes is static. Masks of both kinds combine by `&`, `|` and `~`.
+    """
+
+    program: Program  # of a batch row, a query head, a query's position and a key's
+    aux: tuple[jax.Array, ...] = ()
+
+    def __and__(self, other: "Mask | MaskFunction") -> "MaskFunction":
+        return _combined("and", self, other)
+
+    def __or__(self, other: "Mask | MaskFunction") -> "MaskFunction":
+        return _combined("or", self, other)
+
+    __rand__, __ror__ = __and__, __or__
+
+    def __invert__(self) -> "MaskFunction":
+        return MaskFunction(_program.joined("not", self.program), self.aux)
+
+    def __bool__(self) -> bool:
+        raise ValueError("mask: a mask function is neither true nor false; say &, | and ~ for and, "
+                         "or and not")  # fmt: skip
+
+    def allows(self, batch: Any, head: Any, q_pos: Position, kv_pos: Position) -> Any:
+        """Whether a query head's query at `q_pos` sees the key at `kv_pos`; the arguments broadcast
+        against each other.
+        """
+        where = (batch, head, q_pos, kv_pos)
+        return _program.evaluate(self.program, where, self.aux, _program.Broadcasting())
+
+    def dense(
+        self, q_len: int, kv_len: int, *, q_offset: int = 0, batch: int = 1, heads: int = 1
+    ) -> np.ndarray:
+        """The mask as bool[batch, heads, q_len, kv_len], for a look at it and for tests."""
+        sizes = (batch, heads, q_len, kv_len)
+        at = np.ogrid[tuple(map(slice, sizes))]
+        b, h, q, kv = (x.astype(np.int32) for x in at)
+        return np.broadcast_to(np.asarray(self.allows(b, h, q + q_offset, kv)), sizes)
+
+
+jax.tree_util.register_dataclass(MaskFunction, data_fields=["aux"], meta_fields=["program"])
+
+
+def mask_fn(f: Callable[..., Any], *aux: Any) -> MaskFunction:
+    """A mask by a function: `f(b, h, q, kv, *aux)` says whether query head h of batch row b, at
+    position q, sees the key at position kv. Goes where `mask=` goes, and combines with others::
+
+        prefix = pa.mask_fn(lambda b, h, q, kv, n: kv < n[b], lengths) | pa.CAUSAL
+        documents = pa.mask_fn(lambda b, h, q, kv, ids: ids[b, q] == ids[b, kv], ids)
+
+    The four are int32 scalars, positions those of `Mask` (q counts from `q_offset`), under
+    `jax.shard_map` of the device's own part. `aux` are arrays that f reads at scalar positions;
+    positions past an end are clipped to it. f is traced once, here: what it does with numbers of
+    Python is static, an array that it captures is as good as one of `aux`, and a traced one is a
+    ValueError. The result is bool. What it may contain is in the [documentation](recipes.md).
+    """
+    arrays = aux_arrays("mask_fn", f, aux)
+    program, kept = _program.trace("mask_fn", f, (jnp.int32,) * 4, arrays)
+    if program.result_dtype != "bool":
+        raise ValueError(
+            f"mask_fn: expected a function that gives a bool, got {program.result_dtype}; compare "
+            "with something (x != 0), or use score_fn for numbers that are added to scores"
+        )
+    return MaskFunction(program, tuple(kept))
+
+
+def as_function(mask: "Mask | MaskFunction") -> MaskFunction:
+    """A band as a function; a function as it is."""
+    if isinstance(mask, MaskFunction):
+        return mask
+    return mask_fn(lambda b, h, q, kv: jnp.bool_(mask.allows(q, kv)))
+
+
+def _combined(how: str, a: Any, b: Any) -> Any:
+    if not isinstance(b, (Mask, MaskFunction)):
+        return NotImplemented
+    parts = [as_function(x) for x in (a, b)]
+    program = _program.joined(how, *(x.program for x in parts))
+    return MaskFunction(program, parts[0].aux + parts[1].aux)
+
+
+def aux_arrays(what: str, f: Any, aux: tuple[Any, ...]) -> list[jax.Array]:
+    """The arrays that a function reads, as kernels hold them: of at most 32 bits."""
+    if not callable(f):
+        raise ValueError(f"{what}: expected a function, got {type(f).__name__}")
+    found = []
+    for number, value in enumerate(aux):
+        try:
+            x = jnp.asarray(value)
+        except (TypeError, ValueError):
+            kind = type(value).__name__
+            raise ValueError(
+                f"{what}: aux: expected arrays, got {kind} as number {number}"
+            ) from None
+        if 0 in x.shape or not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_):
+            raise ValueError(
+                f"{what}: aux: expected arrays of some numbers, got {x.dtype}{list(x.shape)}"
+            )
+        found.append(x.astype(jnp.int32) if x.dtype in (jnp.int64, jnp.uint64) else x)
+    return found
 
 
 def _minimum(a: Position, b: Position) -> Any:

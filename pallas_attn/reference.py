@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._program import Broadcasting, Program, evaluate
 from pallas_attn.masks import Mask
 
 Array = jax.Array
@@ -37,9 +38,11 @@ def attention(  # noqa: PLR0913
     bias: Array | None = None,
     mask_array: Array | None = None,
     sinks: Array | None = None,
+    mask_function: tuple[Program, Sequence[Array]] | None = None,
+    score_function: tuple[Program, Sequence[Array]] | None = None,
 ) -> tuple[Array, Array]:
-    """softmax(mask(softcap(scale * q k^T) + bias)) v -> out [B, T, N, Hv] in q's dtype, lse [B, N,
-    T].
+    """softmax(mask(score(softcap(scale * q k^T)) + bias)) v -> out [B, T, N, Hv] in q's dtype, lse
+    [B, N, T].
 
     A row that sees no key (or only keys whose logit is -inf) gives out 0 and lse -inf, and every
     gradient through it is 0. Queries, keys and values past their length are selected away before
@@ -63,11 +66,18 @@ def attention(  # noqa: PLR0913
     if softcap is not None:
         cap = jnp.asarray(softcap, acc)
         logits = cap * jnp.tanh(logits / cap)
+    q_pos = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))[:, None] + q_rows[None]
+    row, head = (jnp.arange(n, dtype=jnp.int32) for n in (batch, q_heads))
+    at_rows = row[:, None, None, None], head[None, :, None, None], q_pos[:, None, :, None]
+    where = (*at_rows, kv_pos[None, None, None, :])
+    if score_function is not None:
+        program, aux = score_function
+        logits = evaluate(program, (logits, *where), aux, Broadcasting()).astype(acc)
+        logits = jnp.broadcast_to(logits, (batch, q_heads, q_len, kv_len))
     if bias is not None:
         logits = logits + bias.astype(acc)
+    if bias is not None or score_function is not None:
         logits = jnp.where(logits < HIDDEN, -jnp.inf, logits)
-
-    q_pos = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))[:, None] + q_rows[None]
     q_seg, kv_seg = (None, None) if segment_ids is None else segment_ids
     seen = mask.allows(
         q_pos[:, None, :, None],
@@ -77,6 +87,9 @@ def attention(  # noqa: PLR0913
         None if kv_seg is None else kv_seg[:, None, None, :],
     )
     seen = jnp.broadcast_to(seen, logits.shape) & live_q[:, None, :, None]
+    if mask_function is not None:
+        program, aux = mask_function
+        seen = seen & evaluate(program, where, aux, Broadcasting())
     if mask_array is not None:
         seen = seen & mask_array
 

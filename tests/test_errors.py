@@ -468,6 +468,9 @@ DECODES = {
         lambda: pa.decode_attention(z(2, 1, 4, 8, dtype="int32"), stacked())
     ),
 }
+ATTENTION |= {
+    "score: expected what score_fn(f, *aux) makes, or None, got float": attend(score=1.0),
+}
 DEVICE = {
     "generation: expected None or a name like \"sm90\", got 'h100'": (
         lambda: _device.assume("h100").__enter__()

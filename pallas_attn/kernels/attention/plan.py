@@ -277,6 +277,10 @@ def limit(problem: AttentionProblem) -> Limit | None:
         )
     if (refused := tma_operands.dims_limit(problem)) is not None:
         return refused
+    if problem.mask_program is not None or problem.score_program is not None:
+        return Limit(
+            "it takes no functions of positions", 'say implementation="reference", which stores T*S'
+        )
     if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
         return Limit("it counts query rows of all heads in 32 bits", "split the batch")
     return None
