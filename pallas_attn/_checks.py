@@ -411,10 +411,10 @@ def _no_wider(bias: jax.Array | None, q: jax.Array) -> jax.Array | None:
 
 
 def sink_logits(value: Any, q: jax.Array) -> jax.Array | None:
-    """The sinks in the dtype of the logits, for queries [B, T, N, H]."""
+    """The sinks in the dtype of the logits, for queries [.., N, H]."""
     if value is None:
         return None
-    x, q_heads = array("sinks", value), q.shape[2]
+    x, q_heads = array("sinks", value), q.shape[-2]
     if x.shape != (q_heads,) or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
             f"sinks: expected float[{q_heads}] (one logit a query head), got "
@@ -424,9 +424,9 @@ def sink_logits(value: Any, q: jax.Array) -> jax.Array | None:
 
 
 def widened(x: jax.Array, dim: int) -> jax.Array:
-    """[B, rows, heads, H] with columns of zeros up to `dim`."""
-    lacking = dim - x.shape[3]
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, lacking))) if lacking else x
+    """[.., heads, H] with columns of zeros up to `dim`."""
+    lacking = dim - x.shape[-1]
+    return jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, lacking))) if lacking else x
 
 
 def layer(value: Any, layers: int | None) -> int | jax.Array | None:
@@ -527,13 +527,15 @@ def extended(cache: Any) -> None:
         )
 
 
-def decode_query(q: jax.Array, cache: Any) -> None:
-    """q [M, t, N, H] against the cache it reads."""
-    if q.ndim != 4 or q.shape[0] != cache.num_sequences or q.shape[3] != cache.head_dim:
-        raise ValueError(
-            f"q: expected [M, t, N, H] = [{cache.num_sequences}, t, N, {cache.head_dim}] (or "
-            "without t) for this cache, "
-            f"got {list(q.shape)}"
-        )
-    grouped_heads(q.shape[2], cache.kv_heads)
+def decode_query(q: jax.Array, cache: Any, packed: bool) -> None:
+    """q [M, t, N, H], or packed rows [tokens, N, H], against the cache it reads."""
+    if packed:
+        wanted = f"packed rows [tokens, N, H] = [tokens, N, {cache.head_dim}] to go with starts"
+        fits = q.ndim == 3
+    else:
+        wanted = f"[M, t, N, H] = [{cache.num_sequences}, t, N, {cache.head_dim}] (or without t)"
+        fits = q.ndim == 4 and q.shape[0] == cache.num_sequences
+    if not fits or q.shape[-1] != cache.head_dim:
+        raise ValueError(f"q: expected {wanted} for this cache, got {list(q.shape)}")
+    grouped_heads(q.shape[-2], cache.kv_heads)
     float_dtype("q", q)

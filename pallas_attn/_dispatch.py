@@ -60,6 +60,8 @@ class Kernel:
                 "it is compiled for sizes that are known",
                 'export a program for each size, or say implementation="reference"',
             )
+        if isinstance(problem, DecodeProblem) and problem.packed:
+            return Limit("it takes no packed rows yet", 'say implementation="reference"')
         return self._module().limit(problem)
 
     def run(self, inputs: Any, problem: Problem) -> Any:
@@ -162,6 +164,7 @@ def _append(inputs: AppendInputs, problem: AppendProblem):
         layer=inputs.layer,
         k_scale=inputs.k_scale,
         v_scale=inputs.v_scale,
+        owners=inputs.owners,
     )
     return Caches(*written)
 
@@ -181,6 +184,7 @@ def _decode(inputs: DecodeInputs, problem: DecodeProblem):
         k_scale=inputs.k_scale,
         v_scale=inputs.v_scale,
         new_lengths=inputs.new_lengths,
+        starts=inputs.starts,
     )
 
 

@@ -140,6 +140,9 @@ class AppendInputs(NamedTuple):
     layer: Array | int | None
     k_scale: Array | None = None  # float32; given where AppendProblem.quantized
     v_scale: Array | None = None  # None as well where there is no v_cache
+    # Packed rows: k [tokens, K, H], v [tokens, K, Hv], start int32[tokens] the position of each row
+    # (negative: it is dropped), new_lengths None, and int32[tokens], the sequence of each.
+    owners: Array | None = None
 
 
 class Caches(NamedTuple):
@@ -160,7 +163,7 @@ class AppendProblem:
     dtype: str  # of the new rows
     cache_dtype: str
     sequences: int
-    new_rows: int
+    new_rows: int  # of each sequence; where they are packed, of all
     kv_heads: int
     head_dim: int
     v_head_dim: int | None  # None: one array alone
@@ -173,10 +176,12 @@ class AppendProblem:
     # since an operation of XLA's between extend and the launch would be a launch of its own.
     from_end: bool = False
     quantized: bool = False  # rows are stored as `reference.quantize` says, a scale beside each
+    packed: bool = False  # inputs.owners is given
     op: str = "append"
 
     def __str__(self) -> str:
-        new = f"{self.dtype} k[{self.sequences},{self.new_rows},{self.kv_heads},{self.head_dim}]"
+        rows = f"packed {self.new_rows}" if self.packed else f"{self.sequences},{self.new_rows}"
+        new = f"{self.dtype} k[{rows},{self.kv_heads},{self.head_dim}]"
         dtype = _stored(self.cache_dtype, self.quantized)
         into = f"{self.kind} {dtype} caches of {max(self.capacities, default=0)} rows"
         return f"append on {self.gpu or 'a machine without a GPU'}: {new} into {into}"
@@ -185,7 +190,7 @@ class AppendProblem:
 class DecodeInputs(NamedTuple):
     """The arrays of one decode call; caches as in `AppendInputs`."""
 
-    q: Array  # [M, t, N, H]; row i stands at position lengths - t + i
+    q: Array  # [M, t, N, H]; row i stands at position lengths - t + i. Packed: [tokens, N, H]
     k_cache: Array
     v_cache: Array | None  # None: V is the first DecodeProblem.v_head_dim columns of K
     lengths: Array  # int32[M], the rows just appended included
@@ -195,6 +200,9 @@ class DecodeInputs(NamedTuple):
     k_scale: Array | None = None  # float32, given where DecodeProblem.quantized: a row is
     v_scale: Array | None = None  # cache * scale[..., None]. None where v_cache is: V has K's scale
     new_lengths: Array | None = None  # int32[M]: an empty sequence where it is negative gives NaN
+    # int32[M + 1], by `_checks.row_starts`: sequence m owns the packed rows starts[m] to
+    # starts[m + 1], the last of which stands at position lengths - 1
+    starts: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +214,7 @@ class DecodeProblem:
     dtype: str  # of q
     cache_dtype: str
     sequences: int
-    q_len: int
+    q_len: int  # of each sequence; where rows are packed, at most
     q_heads: int
     kv_heads: int
     head_dim: int
@@ -223,7 +231,28 @@ class DecodeProblem:
     batch_invariant: bool = False
     quantized: bool = False
     shared_kv: bool = False  # V is the first columns of K (a latent cache): there is no v_cache
+    tokens: int | None = None  # packed rows of all sequences; None: rows are not packed
     op: str = "decode"
+
+    @property
+    def packed(self) -> bool:
+        """Whether inputs.starts is given."""
+        return self.tokens is not None
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Of the output but for the head dim: [M, t, N], or [tokens, N] where rows are packed."""
+        return (*self._rows, self.q_heads)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """[M, N, t], or [N, tokens] where rows are packed."""
+        *sequences, rows = self._rows
+        return (*sequences, self.q_heads, rows)
+
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        return (self.sequences, self.q_len) if self.tokens is None else (self.tokens,)
 
     @property
     def lse_dtype(self) -> str:
@@ -231,7 +260,8 @@ class DecodeProblem:
         return "float64" if self.dtype == "float64" else "float32"
 
     def __str__(self) -> str:
-        q = f"{self.dtype} q[{self.sequences},{self.q_len},{self.q_heads},{self.head_dim}]"
+        rows = f"{self.sequences},{self.q_len}" if self.tokens is None else f"packed {self.tokens}"
+        q = f"{self.dtype} q[{rows},{self.q_heads},{self.head_dim}]"
         dtype = _stored(self.cache_dtype, self.quantized)
         over = f"{self.kind} {dtype} caches of {max(self.capacities, default=0)} rows"
         over += ", V within K" if self.shared_kv else ""

@@ -314,14 +314,19 @@ def append(kernel: Any, problem: AppendProblem, inputs: AppendInputs):
 
     def run(*arrays: Array):
         local = jax.tree.unflatten(tree, arrays)
-        sizes = dataclasses.replace(problem, sequences=local.k.shape[0], kv_heads=local.k.shape[2])
+        sequences = problem.sequences if problem.packed else local.k.shape[0]
+        sizes = dataclasses.replace(problem, sequences=sequences, kv_heads=local.k.shape[-2])
         return tuple(jax.tree.leaves(kernel.run(local, sizes)))
 
     caches = _cache_axes(problem, inputs.k_cache, "h") + _cache_axes(problem, inputs.v_cache, "e")
-    new = [("m", "t", "k", "h"), ("m", "t", "k", "e")][: 1 if inputs.v is None else 2]
+    rows = ("t",) if problem.packed else ("m", "t")
+    new = [(*rows, "k", "h"), (*rows, "k", "e")][: 1 if inputs.v is None else 2]
     scales = _cache_axes(problem, inputs.k_scale) + _cache_axes(problem, inputs.v_scale)
     state = _state_axes(inputs.new_lengths, inputs.page_table, inputs.layer)
-    results = _cache_call(run, leaves, caches + new + state + scales, caches + scales, problem)
+    state[0] = rows[:1]  # of inputs.start
+    owners = [("t",)] if problem.packed else []
+    axes = caches + new + state + scales + owners
+    results = _cache_call(run, leaves, axes, caches + scales, problem)
     return jax.tree.unflatten(jax.tree.structure(held), results)
 
 
@@ -333,19 +338,24 @@ def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
 
     def run(*arrays: Array):
         local = jax.tree.unflatten(tree, arrays)
-        kv_heads = local.q.shape[2] // group
+        q_heads = local.q.shape[-2]
         sizes = dataclasses.replace(
-            problem, sequences=local.q.shape[0], q_heads=local.q.shape[2], kv_heads=kv_heads
+            problem,
+            sequences=local.lengths.shape[0],
+            q_heads=q_heads,
+            kv_heads=q_heads // group,
         )
         return kernel.run(local, sizes)
 
-    axes: list[tuple[str, ...]] = [("m", "t", heads, "h")]
+    rows = ("t",) if problem.packed else ("m", "t")
+    axes: list[tuple[str, ...]] = [(*rows, heads, "h")]
     axes += _cache_axes(problem, inputs.k_cache, "h") + _cache_axes(problem, inputs.v_cache, "e")
     axes += _state_axes(None, inputs.page_table, inputs.layer)
     axes += [] if inputs.sinks is None else [(heads,)]
     axes += _cache_axes(problem, inputs.k_scale) + _cache_axes(problem, inputs.v_scale)
     axes += [] if inputs.new_lengths is None else [("m",)]
-    outputs = [("m", "t", heads, "e"), ("m", heads, "t")]
+    axes += [] if inputs.starts is None else [("s",)]
+    outputs = [(*rows, heads, "e"), (*rows[:-1], heads, "t")]
     return _cache_call(run, leaves, axes, outputs, problem)
 
 
@@ -363,7 +373,8 @@ def _cache_call(
 
     @sequential_vmap
     def call(*arrays: Array):
-        free = ("m", "k") if problem.kind == "stacked" else ("k",)
+        by_sequence = problem.kind == "stacked" and not problem.packed
+        free = ("m", "k") if by_sequence else ("k",)
         return _sharding.over_devices(given, arrays, [axes[n] for n in dynamic], outputs, free)
 
     limit = Limit("kernels over caches have no derivative", 'pass implementation="reference"')

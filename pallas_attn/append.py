@@ -18,6 +18,7 @@ def write_kv[Cache: KVCache](
     k: Array,
     v: Array | None = None,
     *,
+    starts: Array | None = None,
     layer: int | Array = 0,
     implementation: str | None = None,
 ) -> Cache:
@@ -32,7 +33,10 @@ def write_kv[Cache: KVCache](
         more, the last ones stay as they are. Another float type is cast to the cache's; a quantised
         cache stores each row of a head as narrow numbers and a float32 scale (a row with a NaN or
         an infinity in it becomes NaN throughout). No v where the cache keeps V within K
-        (`shared_kv`).
+        (`shared_kv`). With `starts`, packed rows `[tokens, K, H]` and `[tokens, K, Hv]`.
+      starts: int32[M + 1], traced or not: sequence i owns rows starts[i] to starts[i + 1], as in
+        `decode_attention`; `cache.extend(jnp.diff(starts))` takes them. Rows that no sequence owns
+        are ignored.
       layer: which layer: an int or a traced int32. Outside of the cache's layers nothing is
         written.
       implementation: "sm80", "reference" or None.
@@ -41,30 +45,52 @@ def write_kv[Cache: KVCache](
       The cache with those rows written and nothing else touched. Inside jit, with the cache donated
       or in a loop's carry, the buffers are updated in place.
     """
-    k_rows, v_rows = _rows(cache, k, v)
+    packed = starts is not None
+    k_rows, v_rows = _rows(cache, k, v, packed)
+    where: tuple[Array, Array | None] = cache.lengths, cache.new_lengths
+    owners = None
+    if starts is not None:
+        starts = _checks.row_starts("starts", starts, k_rows.shape[0], cache.num_sequences)
+        owners, positions = _places(cache, starts, k_rows.shape[0])
+        where = positions, None
     inputs = AppendInputs(
         cache.k,
         cache.v,
         k_rows,
         v_rows,
-        cache.lengths,
-        cache.new_lengths,
+        *where,
         cache.page_table,
         _checks.layer(layer, cache.layers),
         cache.k_scale,
         cache.v_scale,
+        owners,
     )
-    if k_rows.shape[1]:
+    if k_rows.shape[0 if packed else 1]:
         _checks.extended(cache)
-    new = _append(inputs, cache.kind, implementation, from_end=True)
+    new = _append(inputs, cache.kind, implementation, from_end=not packed)
     return cache._with(k=new.k_cache, v=new.v_cache, k_scale=new.k_scale, v_scale=new.v_scale)
 
 
-def append_kv[Cache: KVCache](
+def _places(cache: KVCache, starts: Array, rows: int) -> tuple[Array, Array]:
+    """int32[rows], twice: the sequence of each packed row, and its position there, or -1 where the
+    row is to be dropped. Nothing here depends on the layer, so a program does it once a step.
+    """
+    owners = _checks.owner_of_rows(starts, rows)
+    owned = (owners >= 0) & (owners < cache.num_sequences)
+    owners = jnp.clip(owners, 0, cache.num_sequences - 1)
+    new, end = cache.new_lengths[owners], cache.lengths[owners]
+    within = jnp.arange(rows, dtype=jnp.int32) - starts[owners]
+    begins = jnp.where((end >= 0) & (new >= 0), end - new, -1)
+    exists = owned & (within < new) & (begins >= 0)
+    return owners, jnp.where(exists, begins + within, -1)
+
+
+def append_kv[Cache: KVCache](  # noqa: PLR0913
     cache: Cache,
     k: Array,
     v: Array | None = None,
     *,
+    starts: Array | None = None,
     new_lengths: Array | None = None,
     implementation: str | None = None,
 ) -> Cache:
@@ -73,21 +99,30 @@ def append_kv[Cache: KVCache](
     Args:
       cache: a cache without layers, or of one.
       k, v: `[M, t, K, H]` and `[M, t, K, Hv]`, or without t for one token; as in `write_kv`.
+      starts: as in `write_kv`: each sequence takes the packed rows that it owns.
       new_lengths: int32[M], how many of the t rows each sequence takes (counts are held to 0 .. t);
-        default all t.
+        default all t. Not with `starts`, whose differences are the counts.
       implementation: as in `write_kv`.
 
     Returns:
       The cache, its lengths moved and the rows in it, in place as in `write_kv`. Rows past a
       sequence's capacity are dropped and counted: `cache.overflowed`.
     """
-    k_rows, _ = _rows(cache, k, v)
+    k_rows, _ = _rows(cache, k, v, starts is not None)
     if cache.layers not in (None, 1):
         raise ValueError(
             f"cache: append_kv serves a cache of one layer, got {cache.layers} layers; take the "
             "rows once with "
             "cache.extend(t), then write_kv(cache, k, v, layer=l) for each layer"
         )
+    if starts is not None:
+        if new_lengths is not None:
+            raise ValueError(
+                "new_lengths: expected None beside starts, whose differences are the counts"
+            )
+        starts = _checks.row_starts("starts", starts, k_rows.shape[0], cache.num_sequences)
+        cache = cache.extend(jnp.diff(starts))
+        return write_kv(cache, k, v, starts=starts, implementation=implementation)
     rows: int | Array = k_rows.shape[1]
     if new_lengths is not None:
         counts = _checks.int_vector(
@@ -224,7 +259,7 @@ def _bare(name: str, value: Any, kind: str, layer: Any) -> Any:
     return arrays if separate else arrays[0]
 
 
-def _rows(cache: KVCache, k: Array, v: Array | None) -> tuple[Array, Array | None]:
+def _rows(cache: KVCache, k: Array, v: Array | None, packed: bool) -> tuple[Array, Array | None]:
     if not isinstance(cache, KVCache):
         raise ValueError(
             "cache: expected a PerSequenceCache, StackedCache or PagedCache, got "
@@ -239,15 +274,17 @@ def _rows(cache: KVCache, k: Array, v: Array | None) -> tuple[Array, Array | Non
             "(create(shared_kv=True))"
         )
     dims, stored, given = (cache.head_dim, cache.v_head_dim), cache.stored_dims, cache.quantized
-    k_rows = _new_rows("k", k, cache.num_sequences, _sample(cache.k), given, dims[0])
+    sequences = None if packed else cache.num_sequences
+    k_rows = _new_rows("k", k, sequences, _sample(cache.k), given, dims[0])
     k_rows = _checks.widened(k_rows, stored[0])
     if v is None:
         return k_rows, None
-    v_rows = _new_rows("v", v, cache.num_sequences, _sample(cache.v), given, dims[1])
+    v_rows = _new_rows("v", v, sequences, _sample(cache.v), given, dims[1])
     v_rows = _checks.widened(v_rows, stored[1])
-    if v_rows.shape[1] != k_rows.shape[1]:
+    if v_rows.shape[-3] != k_rows.shape[-3]:
+        each = "" if packed else " a sequence"
         raise ValueError(
-            f"v: expected {k_rows.shape[1]} rows a sequence as in k, got {v_rows.shape[1]}"
+            f"v: expected {k_rows.shape[-3]} rows{each} as in k, got {v_rows.shape[-3]}"
         )
     return k_rows, v_rows
 
@@ -255,23 +292,27 @@ def _rows(cache: KVCache, k: Array, v: Array | None) -> tuple[Array, Array | Non
 def _new_rows(
     name: str,
     new: Array,
-    sequences: int,
+    sequences: int | None,
     cache: Array,
     quantized: bool = False,
     dim: int | None = None,
 ) -> Array:
-    """[M, t, K, H] from rows with or without t, checked against the cache they go to; `dim`: H,
-    where the cache is wider.
+    """[M, t, K, H] from rows with or without t, or [tokens, K, H] of packed rows (`sequences`
+    None), checked against the cache they go to; `dim`: H, where the cache is wider.
     """
     rows = _checks.array(name, new)
-    rows = rows[:, None] if rows.ndim == 3 else rows
-    wanted = (sequences, cache.shape[-3], cache.shape[-1] if dim is None else dim)
-    if rows.ndim != 4 or (rows.shape[0], *rows.shape[2:]) != wanted:
-        raise ValueError(
-            f"{name}: expected [M, t, K, H] = [{wanted[0]}, t, {wanted[1]}, {wanted[2]}] (or "
-            "without t), "
-            f"got {list(jnp.shape(new))}"
+    of_row = (cache.shape[-3], cache.shape[-1] if dim is None else dim)
+    if sequences is None:
+        wanted = (
+            f"packed rows [tokens, K, H] = [tokens, {of_row[0]}, {of_row[1]}] to go with starts"
         )
+        fits = rows.ndim == 3
+    else:
+        rows = rows[:, None] if rows.ndim == 3 else rows
+        wanted = f"[M, t, K, H] = [{sequences}, t, {of_row[0]}, {of_row[1]}] (or without t)"
+        fits = rows.ndim == 4 and rows.shape[0] == sequences
+    if not fits or rows.shape[-2:] != of_row:
+        raise ValueError(f"{name}: expected {wanted}, got {list(jnp.shape(new))}")
     if quantized:
         if cache.dtype.name not in QUANTIZED:
             raise ValueError(
@@ -306,7 +347,12 @@ def _append(
         capacities = (inputs.page_table.shape[1] * sample.shape[-2],)
     else:
         capacities = tuple(x.shape[-2] for x in (inputs.k_cache if separate else (sample,)))
-    sequences, new_rows, kv_heads, head_dim = inputs.k.shape
+    new_rows, kv_heads, head_dim = inputs.k.shape[-3:]
+    packed = inputs.owners is not None
+    if inputs.page_table is not None:
+        sequences = inputs.page_table.shape[0]
+    else:
+        sequences = len(inputs.k_cache) if separate else sample.shape[-4]
     problem = AppendProblem(
         gpu=_device.gpu_generation(),
         kind=kind,
@@ -324,6 +370,7 @@ def _append(
         ragged=inputs.new_lengths is not None,
         from_end=from_end,
         quantized=inputs.k_scale is not None,
+        packed=packed,
     )
     chosen = _dispatch.select(problem, implementation)
     if 0 in (sequences, new_rows):

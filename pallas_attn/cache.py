@@ -17,6 +17,13 @@ Each step takes rows once and fills them once a layer:
 `write_kv` fills what the latest `extend` took, and without one nothing: outside of jit that is a
 ValueError, inside it decoding a sequence that is still empty gives NaN.
 
+Sequences with different numbers of new rows are packed, one behind the other, and `starts` says
+where each begins: a prompt, a chunk of one and single tokens in one step.
+
+    cache = cache.extend(jnp.diff(starts))
+    cache = write_kv(cache, k, v, starts=starts, layer=layer)      # k, v: [tokens, K, H]
+    out = decode_attention(q, cache, starts=starts, layer=layer)   # q: [tokens, N, H]
+
 `append_kv` is extend and write_kv in one, for a cache of one layer. A row past a sequence's
 capacity is dropped: nothing else is touched, the length still counts it, `cache.overflowed` says
 so, and decoding that sequence gives NaN.

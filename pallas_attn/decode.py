@@ -15,6 +15,7 @@ def decode_attention(  # noqa: PLR0913
     q: Array,
     cache: KVCache,
     *,
+    starts: Array | None = None,
     layer: int | Array = 0,
     mask: Mask = CAUSAL,
     scale: float | None = None,
@@ -36,8 +37,13 @@ def decode_attention(  # noqa: PLR0913
 
     Args:
       q: `[M, t, N, H]`, or `[M, N, H]` for one token: t = 1 is plain decoding, t > 1 speculative or
-        chunked.
+        chunked. With `starts`, packed rows `[tokens, N, H]`.
       cache: a `PerSequenceCache`, `StackedCache` or `PagedCache` of M sequences.
+      starts: int32[M + 1], traced or not: sequences have different numbers of rows, packed one
+        behind the other. Sequence i owns rows starts[i] to starts[i + 1] of q, none where they are
+        equal; the last of them stands at position length - 1. One call serves prompts, chunks
+        of prompts and single tokens. Starts are clipped to 0 .. tokens and then never below an
+        earlier one.
       layer: which layer of a cache that holds several: an int or a traced int32 (one that the cache
         does not have gives NaN).
       mask: `CAUSAL`, `sliding_window(n)` or any `Mask`; positions are those of the sequence.
@@ -47,13 +53,15 @@ def decode_attention(  # noqa: PLR0913
       implementation: as in `flash_attention`.
 
     Returns:
-      `[M, t, N, Hv]` (`[M, N, Hv]`) in q's dtype. An empty sequence gives 0; one that overflowed
-      gives NaN, and only it, and so does one that `extend` has not reached since it was made or
-      emptied, where `write_kv` has no rows to fill.
+      `[M, t, N, Hv]` (`[M, N, Hv]`; packed `[tokens, N, Hv]`) in q's dtype. An empty sequence gives
+      0; one that overflowed gives NaN, and only it, and so does one that `extend` has not reached
+      since it was made or emptied, where `write_kv` has no rows to fill. Packed rows that no
+      sequence owns give 0.
     """
     return decode_attention_with_lse(
         q,
         cache,
+        starts=starts,
         layer=layer,
         mask=mask,
         scale=scale,
@@ -69,6 +77,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
     q: Array,
     cache: KVCache,
     *,
+    starts: Array | None = None,
     layer: int | Array = 0,
     mask: Mask = CAUSAL,
     scale: float | None = None,
@@ -81,8 +90,8 @@ def decode_attention_with_lse(  # noqa: PLR0913
     """`decode_attention`, with the same arguments, and the log of each row's softmax denominator.
 
     Returns:
-      out, and lse `[M, N, t]` (`[M, N]`), a natural log in float32 (float64 for float64 queries),
-      the sink included; -inf for a row that sees no key.
+      out, and lse `[M, N, t]` (`[M, N]`; packed `[N, tokens]`), a natural log in float32 (float64
+      for float64 queries), the sink included; -inf for a row that sees no key.
     """
     if not isinstance(cache, KVCache):
         raise ValueError(
@@ -90,10 +99,14 @@ def decode_attention_with_lse(  # noqa: PLR0913
             f"{type(cache).__name__}"
         )
     rows = _checks.array("q", q)
-    one_token = rows.ndim == 3
+    packed = starts is not None
+    one_token = rows.ndim == 3 and not packed
     rows = rows[:, None] if one_token else rows
     _checks.kv_cache(cache)
-    _checks.decode_query(rows, cache)
+    _checks.decode_query(rows, cache, packed)
+    tokens = rows.shape[0] if packed else None
+    if packed:
+        starts = _checks.row_starts("starts", starts, rows.shape[0], cache.num_sequences)
     k_dim, v_dim = cache.stored_dims
     inputs = DecodeInputs(
         _checks.widened(rows, k_dim),
@@ -106,15 +119,16 @@ def decode_attention_with_lse(  # noqa: PLR0913
         cache.k_scale,
         cache.v_scale,
         cache.new_lengths,
+        starts,
     )
     problem = DecodeProblem(
         gpu=_device.gpu_generation(),
         kind=cache.kind,
         dtype=str(rows.dtype),
         cache_dtype=str(cache.dtype),
-        sequences=rows.shape[0],
-        q_len=rows.shape[1],
-        q_heads=rows.shape[2],
+        sequences=cache.num_sequences,
+        q_len=rows.shape[1] if tokens is None else tokens,
+        q_heads=rows.shape[-2],
         kv_heads=cache.kv_heads,
         head_dim=k_dim,
         v_head_dim=v_dim,
@@ -130,6 +144,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
         batch_invariant=_checks.boolean("batch_invariant", batch_invariant),
         quantized=cache.quantized,
         shared_kv=cache.shared_kv,
+        tokens=tokens,
     )
     out, lse = _decode(problem, inputs, implementation)
     if v_dim != cache.v_head_dim:
@@ -140,11 +155,11 @@ def decode_attention_with_lse(  # noqa: PLR0913
 def _decode(
     problem: DecodeProblem, inputs: DecodeInputs, implementation: str | None
 ) -> tuple[Array, Array]:
-    rows = (problem.sequences, problem.q_len, problem.q_heads)
+    rows = problem.out_shape
     _dispatch.check_name(implementation)
     if 0 in rows:
         out = jnp.zeros((*rows, problem.v_head_dim), problem.dtype)
-        return out, jnp.zeros((rows[0], rows[2], rows[1]), problem.lse_dtype)
+        return out, jnp.zeros(problem.lse_shape, problem.lse_dtype)
     chosen = _dispatch.select(problem, implementation)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)

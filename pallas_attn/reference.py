@@ -8,7 +8,7 @@ forward and reverse, any number of times.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -144,9 +144,11 @@ def decode(  # noqa: PLR0913
     k_scale: Array | Sequence[Array] | None = None,
     v_scale: Array | Sequence[Array] | None = None,
     new_lengths: Array | None = None,
+    starts: Array | None = None,
 ) -> tuple[Array, Array]:
     """Attention of q [M, t, N, H] over M caches: row i of a sequence stands at position length - t
-    + i.
+    + i. With `starts` (int32[M + 1], ascending, of 0 .. tokens) q is [tokens, N, H]: sequence m
+    owns rows starts[m] to starts[m + 1]; rows that none owns give 0.
 
     v: as k, or an int where V is the first so many columns of K. With scales, a row is its numbers
     times its scale, in float32. A sequence whose length does not fit in its cache (or whose pages
@@ -167,14 +169,15 @@ def decode(  # noqa: PLR0913
     k_rows = dense(k, k_scale)
     v_rows = k_rows[..., :v] if isinstance(v, int) else dense(v, v_scale)
     held = _rows_held(_select_layer(k, layer), page_table, lengths)
+    packed = None if starts is None else _Packed.of(starts, q.shape[0])
     out, lse = attention(
-        q,
+        q if packed is None else q[packed.rows],
         k_rows,
         v_rows,
         mask=mask,
         scale=scale,
         softcap=softcap,
-        q_offset=lengths - q.shape[1],
+        q_offset=lengths - (q.shape[1] if starts is None else jnp.diff(starts)),
         kv_lengths=lengths,
         sinks=sinks,
     )
@@ -183,10 +186,35 @@ def decode(  # noqa: PLR0913
         lost = lost | ((lengths < 1) & (new_lengths < 0))
     if layer is not None:
         lost = lost | (layer < 0) | (layer >= layers)
-    return (
-        jnp.where(lost[:, None, None, None], jnp.nan, out).astype(q.dtype),
-        jnp.where(lost[:, None, None], jnp.nan, lse),
-    )
+    out = jnp.where(lost[:, None, None, None], jnp.nan, out).astype(q.dtype)
+    lse = jnp.where(lost[:, None, None], jnp.nan, lse)
+    return (out, lse) if packed is None else (packed.taken(out, 0), packed.taken(lse, -jnp.inf).T)
+
+
+class _Packed(NamedTuple):
+    """Packed rows as rows of a batch."""
+
+    rows: Array  # int32[M, tokens]: row t of sequence m among the packed ones, where it has one
+    owner: Array  # int32[tokens]
+    within: Array  # int32[tokens]: which of its sequence's rows it is
+    owned: Array  # bool[tokens]
+
+    @classmethod
+    def of(cls, starts: Array, tokens: int) -> "_Packed":
+        at = jnp.arange(tokens, dtype=jnp.int32)
+        owner = (starts[None] <= at[:, None]).sum(axis=1) - 1
+        owned = (owner >= 0) & (owner < len(starts) - 1)
+        owner = jnp.clip(owner, 0, len(starts) - 2)
+        rows = jnp.clip(starts[:-1, None] + at[None], 0, tokens - 1)
+        return cls(rows, owner, jnp.where(owned, at - starts[owner], 0), owned)
+
+    def taken(self, results: Array, unowned: Any) -> Array:
+        """[tokens, ..] of out [M, tokens, N, Hv] or lse [M, N, tokens]."""
+        if results.ndim == 3:
+            results = jnp.moveaxis(results, 1, 2)
+        found = results[self.owner, self.within]
+        owned = self.owned.reshape(-1, *(1,) * (found.ndim - 1))
+        return jnp.where(owned, found, unowned).astype(found.dtype)
 
 
 def _select_layer(cache, layer):
@@ -280,24 +308,29 @@ def append(  # noqa: PLR0913
     layer: int | Array | None = None,
     k_scale: Array | Sequence[Array] | None = None,
     v_scale: Array | Sequence[Array] | None = None,
+    owners: Array | None = None,
 ):
     """New rows k, v [M, t, K, H] into the caches from position `start` on; returns the new caches,
     and the new scales where the caches have any: rows are then stored as `quantize` says.
 
     Row i of sequence m lands at start[m] + i if i < new_lengths[m], start[m] >= 0 and the position
-    is within the sequence's own rows; otherwise it is dropped and nothing else is touched.
+    is within the sequence's own rows; otherwise it is dropped and nothing else is touched. With
+    `owners`, packed rows k, v [tokens, K, H]: row i lands at start[i] of sequence owners[i].
     """
-    rows = jnp.arange(k.shape[1], dtype=jnp.int32)
-    position = start[:, None] + rows[None]
-    wanted = (start >= 0)[:, None] & (position >= 0)
-    if new_lengths is not None:
-        wanted &= rows[None] < new_lengths[:, None]
-    position = jnp.where(wanted, position, -1)
+    if owners is None:
+        rows = jnp.arange(k.shape[1], dtype=jnp.int32)
+        position = start[:, None] + rows[None]
+        wanted = (start >= 0)[:, None] & (position >= 0)
+        if new_lengths is not None:
+            wanted &= rows[None] < new_lengths[:, None]
+        position = jnp.where(wanted, position, -1)
+    else:
+        position = start
 
     def write(cache, new):
         if cache is None:
             return None
-        if new.ndim == 3:  # scales, as rows of one column
+        if new.ndim == k.ndim - 1:  # scales, as rows of one column
             columns = jax.tree.map(lambda x: x[..., None], cache)
             return jax.tree.map(lambda x: x[..., 0], place(columns, new[..., None]))
         dtype = jax.tree.leaves(cache)[0].dtype
@@ -311,6 +344,8 @@ def append(  # noqa: PLR0913
         return place(cache, new)
 
     def place(cache, new):
+        if owners is not None:
+            return _place_packed(cache, layer, (owners, position), new, page_table)
         if isinstance(cache, (tuple, list)):
             pairs = zip(cache, new, position, strict=True)
             return tuple(_scatter(one, layer, (pos,), row) for one, row, pos in pairs)
@@ -330,6 +365,18 @@ def append(  # noqa: PLR0913
         write(k_scale, scales["k"]),
         write(v_scale, scales.get("v")),
     )
+
+
+def _place_packed(cache, layer, where: tuple[Array, Array], new: Array, page_table: Array | None):
+    """Packed rows, each at its position of its sequence; negative: dropped."""
+    owners, position = where
+    if isinstance(cache, (tuple, list)):
+        own = [jnp.where(owners == m, position, -1) for m in range(len(cache))]
+        return tuple(_scatter(one, layer, (at,), new) for one, at in zip(cache, own, strict=True))
+    if page_table is None:
+        return _scatter(cache, layer, (jnp.where(position < 0, -1, owners), position), new)
+    page, row = _page_and_row(cache, position[:, None], page_table[owners])
+    return _scatter(cache, layer, (page[:, 0], row[:, 0]), new)
 
 
 def _scatter(

@@ -43,6 +43,7 @@ class Case:
     layer: int = 1
     ragged: bool = False
     from_end: bool = False  # what is given is where the rows end; wants `ragged`
+    packed: bool = False  # `new_rows` of all sequences, in any order, each with its position
 
     def __str__(self) -> str:
         default = {f.name: f.default for f in dataclasses.fields(self)}
@@ -82,6 +83,7 @@ class Case:
             layers=self.layers,
             ragged=self.ragged,
             from_end=self.from_end,
+            packed=self.packed,
         )
 
     def cache_shapes(self, dim: int) -> list[tuple[int, ...]]:
@@ -114,14 +116,28 @@ class Case:
         (_, k_cache, k), (_, v_cache, v) = sides
         given = np.asarray(start, np.int64) + (new_lengths if self.from_end else 0)
         starts = given.astype(np.int32)
+        if self.packed:
+            return AppendInputs(k_cache, v_cache, k, v, None, None, table, layer)._replace(
+                **self._places(rng, starts)
+            )
         return AppendInputs(k_cache, v_cache, k, v, starts, new_lengths, table, layer)
+
+    def _places(self, rng: np.random.Generator, starts: np.ndarray) -> dict[str, np.ndarray]:
+        """A sequence and a position for each row, no place twice: from these starts on, and some
+        that do not exist.
+        """
+        owners = rng.integers(0, self.sequences, self.new_rows).astype(np.int32)
+        nth = [(owners[:i] == owner).sum() for i, owner in enumerate(owners)]
+        start = np.where(starts < 0, -1, np.minimum(starts, 2**30))[owners] + nth
+        start = np.where((starts[owners] < 0) | (rng.random(self.new_rows) < 0.1), -(2**31), start)
+        return {"owners": owners, "start": start.astype(np.int32)}
 
     def _caches(self, rng: np.random.Generator, dim: int) -> Any:
         arrays = tuple(random_bits(rng, shape, self.dtype) for shape in self.cache_shapes(dim))
         return arrays if self.kind == "per_sequence" else arrays[0]
 
     def _rows(self, rng: np.random.Generator, dim: int) -> np.ndarray:
-        shape = (self.sequences, self.new_rows, self.kv_heads, dim)
+        shape = (self.sequences, self.new_rows, self.kv_heads, dim)[self.packed :]
         if self.new_dtype is None:
             return random_bits(rng, shape, self.dtype)
         return np.asarray(rng.standard_normal(shape, np.float32)).astype(jnp.dtype(self.new_dtype))
@@ -136,19 +152,23 @@ class Case:
     def _expected(self, inputs: AppendInputs, cache: Any, new: np.ndarray) -> Any:
         separate = isinstance(cache, tuple)
         after = [array.copy() for array in (cache if separate else (cache,))]
-        start = inputs.start - inputs.new_lengths if self.from_end else inputs.start
+        starts = inputs.start - inputs.new_lengths if self.from_end else inputs.start
         rows = np.asarray(jnp.asarray(new).astype(self.dtype))
         layer = [] if self.layers is None else [int(inputs.layer)]
         if layer and not 0 <= layer[0] < self.layers:
             return tuple(after) if separate else after[0]
-        for m in range(self.sequences):
+        wanted = []  # sequence, position, row
+        for m in range(0 if self.packed else self.sequences):
             count = self.new_rows if inputs.new_lengths is None else int(inputs.new_lengths[m])
-            for i in range(min(count, self.new_rows)):
-                position = int(start[m]) + i
-                place = self._place(inputs, m, position) if start[m] >= 0 else None
-                if place is not None:
-                    array, where, row = place
-                    after[array][(*layer, *where)][:, row] = rows[m, i]
+            here = range(min(count, self.new_rows)) if starts[m] >= 0 else ()
+            wanted += [(m, int(starts[m]) + i, rows[m, i]) for i in here]
+        if self.packed:
+            wanted = list(zip(inputs.owners.tolist(), starts.tolist(), rows, strict=True))
+        for m, position, new in wanted:
+            place = self._place(inputs, m, position) if position >= 0 else None
+            if place is not None:
+                array, where, row = place
+                after[array][(*layer, *where)][:, row] = new
         return tuple(after) if separate else after[0]
 
     def _place(self, inputs: AppendInputs, m: int, position: int) -> Any:
@@ -224,6 +244,10 @@ CASES: tuple[Case, ...] = (
     ),
     *(case for layer in (0, 2, 3, -1) for case in _every(layers=3, layer=layer, new_rows=2)),
     *_every(v_head_dim=0, new_rows=2),
+    *_every(9, 40, packed=True, layers=2),
+    *_every(3, 7, 3, 5, packed=True),
+    *_every(1, 1, packed=True),
+    *_every(40, 70, 1, 16, packed=True, v_head_dim=24),
     *_every(sequences=8, spread=0),
     *_every(page_size=1, capacity=3, new_rows=2),
     *_every(page_size=12, capacity=12, new_rows=7),

@@ -1,10 +1,17 @@
 """The twin of `mosaic.Thread`: programs of one thread, run in NumPy for a block of 128 at once."""
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+
+
+class Picked(NamedTuple):
+    """Of several arrays, the one that each thread picked."""
+
+    which: np.ndarray
+    refs: tuple[Any, ...]
 
 
 class BlockOfThreads:
@@ -68,10 +75,14 @@ class BlockOfThreads:
     def pick(self, which, table):
         if len(table) == 1:
             return table[0]
-        (row,) = set(np.broadcast_to(which, 128).tolist())
-        if not 0 <= row < len(table):
-            raise IndexError(f"pick: row {row} of a table of {len(table)}")
-        return table[row]
+        which = np.broadcast_to(which, 128)
+        chosen = set(which.tolist())
+        for row in chosen:
+            if not 0 <= row < len(table):
+                raise IndexError(f"pick: row {row} of a table of {len(table)}")
+        if len(chosen) == 1:
+            return table[chosen.pop()]
+        return tuple(Picked(which, refs) for refs in zip(*table, strict=True))
 
     def in_order(self):
         pass
@@ -84,6 +95,10 @@ class BlockOfThreads:
 
     def store(self, ref, index, value, nbytes, where):
         where = np.broadcast_to(where, 128)
+        if isinstance(ref, Picked):
+            for row, one in enumerate(ref.refs):
+                self.store(one, index, value, nbytes, where & (ref.which == row))
+            return
         index = np.broadcast_to(index, 128)[where]
         self.memory.store(ref, index, value[where], nbytes, self.ids[where])
 

@@ -1,12 +1,13 @@
 """KV append: one launch writes the new rows of every sequence, K and V, into their caches, in
 place.
 
-New rows arrive item-major, `[M, t, K, H]`; a cache is head-major, `[K, capacity, H]`. Row i of
-sequence m goes to position start[m] + i of every kv head, if i < new_lengths[m] and the position
-exists; whatever has no place is dropped and nothing else is touched. There is no arithmetic on the
-rows (a cast to the cache's dtype is left to XLA, which fuses it into whatever made the rows), so
-the kernel moves words: the widest of 1 to 16 bytes that a head's row divides into, which is also
-what it is aligned to. Any K and H will do, and any dtype.
+New rows arrive item-major, `[M, t, K, H]`, or packed, `[tokens, K, H]`, with the sequence and the
+position of each; a cache is head-major, `[K, capacity, H]`. Row i of sequence m goes to position
+start[m] + i of every kv head, if i < new_lengths[m] and the position exists; whatever has no place
+is dropped and nothing else is touched. There is no arithmetic on the rows (a cast to the cache's
+dtype is left to XLA, which fuses it into whatever made the rows), so the kernel moves words: the
+widest of 1 to 16 bytes that a head's row divides into, which is also what it is aligned to. Any K
+and H will do, and any dtype.
 
 The grid is flat: sequence x chunk, a chunk being `words` words for each of 128 threads, in the
 order in which the new rows lie. A thread reads its words first (the read is always in bounds, so it
@@ -71,6 +72,14 @@ def limit(problem: AppendProblem) -> Limit | None:
             f"capacity {capacity}: positions are int32",
             "split each sequence over several caches of fewer than 2**31 rows",
         )
+    separate = cache_layout.layout_of(problem).separate
+    most = _most_arrays(4 if problem.quantized else 2)
+    if problem.packed and separate and (problem.sequences > most or 0 in problem.capacities):
+        return Limit(
+            f"packed rows into {problem.sequences} separate caches; it takes up to {most}, none "
+            "of them without rows",
+            "use a stacked or paged cache, or append to fewer sequences at once",
+        )
     values = problem.new_rows * problem.kv_heads * max(problem.head_dim, problem.v_head_dim or 0)
     if values >= 2**31 - append_plan.CHUNK_MOST:
         return Limit(
@@ -96,7 +105,7 @@ def _append(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan) -> None:
     """What one thread does: read all its words, find out where they go, write them."""
     first = at.chunk * (plan.in_flight * mosaic.THREADS) + thread.index
     words = [first + i * mosaic.THREADS for i in range(plan.in_flight)]
-    if plan.layout.paged and plan.chunks == 1:
+    if plan.layout.paged and plan.chunks == 1 and not plan.packed:
         append_plan.prefetch_page_table(thread, refs, at, plan)
     arrays = range(len(refs.new))
     words_read = [
@@ -104,14 +113,15 @@ def _append(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan) -> None:
     ]
     if plan.layout.paged:
         thread.in_order()
-    caches = plan.layout.arrays_of(thread, refs.caches, at.sequence)
+    caches = append_plan.arrays_of(thread, refs, at, words, plan)
     # K and V mostly share the shape of a row, and so their places.
     locate = functools.partial(append_plan.place, thread, refs, at, plan=plan)
     places = {n: [locate(word, row_words=n) for word in words] for n in plan.row_words}
     for array in arrays:
-        there = places[plan.row_words[array]]
-        for place, value in zip(there, words_read[array], strict=True):
-            _write(thread, caches[array], place, value, plan, array)
+        row_words = plan.row_words[array]
+        each = zip(caches[row_words], places[row_words], words_read[array], strict=True)
+        for into, place, value in each:
+            _write(thread, into[array], place, value, plan, array)
 
 
 def _read(thread: mosaic.Thread, refs: Refs, at: At, word: Any, plan: Plan, array: int) -> Any:
@@ -182,7 +192,10 @@ def _write_into(
         one = {name: (cache,) for name, cache in caches.items()}
         done = _launch(one, new, rest, problem, config)
         return {name: cache for name, (cache,) in done.items()}
-    most = (mosaic.PARAMETER_BYTES // 8 - 8) // len(caches)  # 8: the new rows, lengths and the like
+    most = _most_arrays(len(caches))
+    if problem.packed:
+        done = _launch(caches, new, rest, problem, config)
+        return {name: done[name] for name in caches}
     live = [m for m, capacity in enumerate(problem.capacities) if capacity]
     written = {name: list(cache) for name, cache in caches.items()}
     for some in (live[lo : lo + most] for lo in range(0, len(live), most)):
@@ -199,6 +212,11 @@ def _write_into(
             for m, array in zip(some, arrays, strict=True):
                 written[name][m] = array
     return {name: tuple(arrays) for name, arrays in written.items()}
+
+
+def _most_arrays(each: int) -> int:
+    """Sequences with so many arrays each that a launch has parameters for."""
+    return (mosaic.PARAMETER_BYTES // 8 - 8) // each  # 8: the new rows, lengths and the like
 
 
 def _rows_of(array: Array, sequences: list[int]) -> Array:
@@ -226,6 +244,7 @@ def _launch(
         caches=tuple(zip(*refs.values(), strict=True)),
         start=rest.start,
         new_lengths=rest.new_lengths,
+        owners=rest.owners,
         capacities=plan.layout.capacities_operand(),
         page_table=rest.page_table,
         layer=cache_layout.layer_operand(rest.layer),

@@ -3,6 +3,7 @@ place in a cache.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ class Plan:
     """What is static in one launch."""
 
     layout: Any  # cache_layout.Layout
-    sequences: int
+    sequences: int  # blocks are shared out over them; all packed rows count as one
     new_rows: int
     heads: int
     row_words: tuple[int, ...]  # words in a head's new row: of K, and of V
@@ -40,6 +41,7 @@ class Plan:
     new_dtype: str
     cache_dtype: str
     float8: bool  # whether this GPU converts to float8 by itself
+    packed: bool  # each row has a sequence and a position of its own
 
     @classmethod
     def of(cls, problem: AppendProblem, sides: tuple[str, ...], words: int) -> "Plan":
@@ -60,7 +62,7 @@ class Plan:
         in_flight = min(words, pl.cdiv(items, at_once))
         return cls(
             layout=cache_layout.layout_of(problem),
-            sequences=problem.sequences,
+            sequences=1 if problem.packed else problem.sequences,
             new_rows=problem.new_rows,
             heads=problem.kv_heads,
             row_words=row_words,
@@ -72,6 +74,7 @@ class Plan:
             new_dtype=new_dtype,
             cache_dtype=problem.cache_dtype,
             float8=problem.gpu is None or _gpus.number(problem.gpu) >= 89,
+            packed=problem.packed,
         )
 
     def total(self, array: int) -> int:
@@ -103,6 +106,7 @@ class Refs(NamedTuple):
     capacities: Ref | None  # where they differ
     page_table: Ref | None
     layer: Ref | None
+    owners: Ref | None = None  # where rows are packed
 
 
 class At(NamedTuple):
@@ -110,8 +114,8 @@ class At(NamedTuple):
 
     sequence: Scalar
     chunk: Scalar
-    start: Scalar
-    rows: Scalar  # of the new rows, how many have a place
+    start: Scalar | None  # None where rows are packed, and each has its own
+    rows: Scalar  # of the new rows, how many have a place; packed: may have
     capacity: Scalar | None
     layer: Scalar | None
 
@@ -127,12 +131,16 @@ class Place(NamedTuple):
 def block_at(refs: Refs, plan: Plan) -> At:
     block = lax.axis_index("block")
     sequence = lax.div(block, jnp.int32(plan.chunks))
+    layer = None if refs.layer is None else refs.layer[0]
+    if plan.packed:
+        rows = jnp.int32(plan.new_rows)
+        rows = rows if layer is None else jnp.where(plan.layout.has_layer(layer), rows, 0)
+        return At(sequence, block, None, rows, None, layer)
     start = given = refs.start[sequence]
     if plan.from_end:
         assert refs.new_lengths is not None
         start = given - refs.new_lengths[sequence]  # wraps only where `given` is negative
     capacity = None if refs.capacities is None else refs.capacities[sequence]
-    layer = None if refs.layer is None else refs.layer[0]
     # start + row could pass 2**31, this cannot.
     rows = (plan.layout.capacity if capacity is None else capacity) - start
     rows = jnp.minimum(rows, plan.new_rows)
@@ -160,11 +168,41 @@ def place(
     row = word // (plan.heads * row_words)
     head, column = word // row_words % plan.heads, word % row_words
     exists = row < at.rows  # and so the word is one of this sequence's: at.rows <= new_rows
-    position, page = at.start + row, None
+    sequence, capacity, page = at.sequence, at.capacity, None
+    if plan.packed:
+        sequence = _packed_row(thread, refs.owners, row, plan)
+        position = _packed_row(thread, refs.start, row, plan)
+        if plan.layout.capacity is None:
+            capacity = thread.load(refs.capacities, sequence, 4)
+        most = plan.layout.capacity if capacity is None else capacity
+        exists = exists & (position >= 0) & (position < most)
+    else:
+        position = at.start + row
     if plan.layout.paged:
         position = thread.select(exists, position, 0)
         entry = plan.layout.entry(position)
-        page = plan.layout.load_page(thread, refs.page_table, at.sequence, entry)
+        page = plan.layout.load_page(thread, refs.page_table, sequence, entry)
         exists = exists & plan.layout.has_page(page)
-    row = Row(at.sequence, head, position, at.layer, page, at.capacity)
-    return Place(exists, row, column)
+    return Place(exists, Row(sequence, head, position, at.layer, page, capacity), column)
+
+
+def arrays_of(
+    thread: mosaic.Thread, refs: Refs, at: At, words: list[Any], plan: Plan
+) -> dict[int, list[tuple[Ref, ...]]]:
+    """The caches that each of a thread's words goes to, by the words that a head's row has; of rows
+    that are shared (`Plan.lanes`), which are counted instead, by 1.
+    """
+    of, sizes = functools.partial(plan.layout.arrays_of, thread, refs.caches), plan.row_words
+    sizes = (1,) if plan.lanes else sizes
+    if not plan.packed or len(refs.caches) == 1:
+        return dict.fromkeys(sizes, [of(at.sequence)] * len(words))
+    rows = {size: [word // (plan.heads * size) for word in words] for size in sizes}
+    return {
+        size: [of(_packed_row(thread, refs.owners, row, plan)) for row in each]
+        for size, each in rows.items()
+    }
+
+
+def _packed_row(thread: mosaic.Thread, ref: Ref, row: Any, plan: Plan) -> Any:
+    """What an array has of a packed row, or of the last where there are no more."""
+    return thread.load(ref, thread.minimum(row, plan.new_rows - 1), 4)

@@ -66,19 +66,20 @@ def quantize(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan) -> None:
     at_once = mosaic.THREADS // plan.lanes
     first = at.chunk * plan.chunk_items + thread.index // plan.lanes
     rows = [first + i * at_once for i in range(plan.in_flight)]
-    if plan.layout.paged and plan.chunks == 1:
+    if plan.layout.paged and plan.chunks == 1 and not plan.packed:
         append_plan.prefetch_page_table(thread, refs, at, plan)
     arrays = range(len(refs.new))
     found_rows = [[_read(thread, refs, at, row, plan, array) for row in rows] for array in arrays]
     if plan.layout.paged:
         thread.in_order()
-    caches = plan.layout.arrays_of(thread, refs.caches, at.sequence)
+    caches = append_plan.arrays_of(thread, refs, at, rows, plan)[1]
     # All maxima before anything that needs one: their shuffles then wait together.
     scaled = [[_scale(thread, row, plan, array) for row in found_rows[array]] for array in arrays]
     places = [append_plan.place(thread, refs, at, row, plan, 1) for row in rows]
     for array in arrays:
-        into = _Into(caches[array], caches[len(refs.new) + array])
-        for place, row, found in zip(places, found_rows[array], scaled[array], strict=True):
+        written = zip(caches, places, found_rows[array], scaled[array], strict=True)
+        for some, place, row, found in written:
+            into = _Into(some[array], some[len(refs.new) + array])
             at_row = plan.layout.number(thread, place.row)
             _write(thread, into, place, at_row, row, found, plan)
 

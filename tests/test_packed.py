@@ -1,0 +1,234 @@
+"""Packed rows over caches: sequences with different numbers of new rows in one call. What each must
+be is what it would be alone.
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import CAUSAL, FULL, PagedCache, PerSequenceCache, StackedCache, sliding_window
+from tests import budget, subjects
+
+KINDS = ("per_sequence", "stacked", "paged")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+KV_HEADS, GROUP, DIM, V_DIM = 2, 2, 64, 64
+COUNTS = (1, 0, 2, 7, 8, 16, 63, 64, 65, 128, 0, 300, 1)  # rows of each sequence
+HELD = (130, 9, 0, 60, 1, 0, 70, 0, 63, 5, 0, 20, 0)  # and those that it had before
+FEW_COUNTS, FEW_HELD = (1, 0, 2, 40, 1, 7), (70, 9, 0, 60, 0, 0)  # for the interpreter
+LEAD, REST = 3, 2  # rows that no sequence owns, before the first and after the last
+
+
+def cache_of(kind, capacities, dtype, **options):
+    sizes = {"kv_heads": KV_HEADS, "head_dim": DIM, "v_head_dim": V_DIM, "dtype": dtype} | options
+    if kind == "per_sequence":
+        return PerSequenceCache.create(capacities, **sizes)
+    if kind == "stacked":
+        return StackedCache.create(len(capacities), max(capacities), **sizes)
+    pages = sum(-(-capacity // 16) for capacity in capacities) + 2
+    return PagedCache.create(
+        len(capacities), pages, 16, capacity=-(-max(capacities) // 16) * 16, **sizes
+    )
+
+
+def spoiled(cache):
+    """The same, empty, with NaN wherever nothing was written yet."""
+    nan = {name: jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), getattr(cache, name))
+           for name in ("k", "v") if getattr(cache, name) is not None}  # fmt: skip
+    return dataclasses.replace(cache, **nan)
+
+
+class Mixture:
+    """Sequences that hold `held` rows each and get `counts` new ones."""
+
+    def __init__(self, rng, kind, dtype, counts, held, **options):
+        self.counts, self.held = np.asarray(counts), np.asarray(held)
+        self.lengths = self.counts + self.held
+        self.starts = (LEAD + np.r_[0, np.cumsum(self.counts)]).astype(np.int32)
+        self.tokens, most = int(self.starts[-1]) + REST, int(self.lengths.max())
+
+        def draw(*shape):
+            return rng.standard_normal(shape).astype(jnp.dtype(dtype))
+
+        self.k, self.v = (draw(len(counts), most, KV_HEADS, dim) for dim in (DIM, V_DIM))
+        self.q = np.full((self.tokens, KV_HEADS * GROUP, DIM), np.nan, jnp.dtype(dtype))
+        self.q[LEAD:-REST] = draw(self.tokens - LEAD - REST, KV_HEADS * GROUP, DIM)
+        capacities = [max(int(n), 1) + 16 - max(int(n), 1) % 8 for n in self.lengths]
+        cache = cache_of(kind, capacities, dtype, **options)
+        if not cache.quantized:
+            cache = spoiled(cache)
+        first = jnp.asarray(self.held, jnp.int32)
+        before = (x[:, : max(self.held.max(), 1)] for x in (self.k, self.v))
+        self.before = pa.append_kv(cache, *before, new_lengths=first, implementation="reference")
+
+    def packed(self, x):
+        """The new rows of k or v, NaN where nobody owns them."""
+        rows = np.full((self.tokens, *x.shape[2:]), np.nan, x.dtype)
+        for m, start in enumerate(self.starts[:-1]):
+            rows[start : start + self.counts[m]] = x[m, self.held[m] : self.lengths[m]]
+        return rows
+
+    def expected(self, m, mask, tensor_cores, **options):
+        own = slice(self.starts[m], self.starts[m + 1])
+        k, v = (x[m : m + 1, : self.lengths[m]] for x in (self.k, self.v))
+        arguments = {"q": self.q[None, own], "k": k, "v": v, "mask": mask}
+        arguments |= {"q_offset": np.asarray([self.held[m]], np.int32)} | options
+        return budget.attention(arguments, tensor_cores=tensor_cores)
+
+    def check(self, out, lse, subject, mask=CAUSAL, but=(), **options):
+        """Every sequence against the oracle; NaN for those in `but`, 0 for rows of nobody."""
+        out, lse = np.asarray(out), np.asarray(lse)
+        assert out.shape == self.q.shape and lse.shape == (KV_HEADS * GROUP, self.tokens)
+        owned = np.zeros(self.tokens, bool)
+        owned[self.starts[0] : self.starts[-1]] = True
+        assert not out[~owned].any() and np.isneginf(lse[:, ~owned]).all()
+        for m in np.flatnonzero(self.counts):
+            own = slice(self.starts[m], self.starts[m + 1])
+            if m in but:
+                assert np.isnan(out[own].astype(np.float32)).all() and np.isnan(lse[:, own]).all()
+                continue
+            wanted = self.expected(m, mask, subject.tensor_cores, **options)
+            budget.check({"out": out[None, own], "lse": lse[None, :, own]}, wanted)
+
+
+def append_and_decode(cache, q, k, v, starts, *, implementation, **options):
+    cache = pa.append_kv(cache, k, v, starts=starts, implementation=implementation)
+    results = pa.decode_attention_with_lse(
+        q, cache, starts=starts, implementation=implementation, **options
+    )
+    return cache, *results
+
+
+OPTIONS = {
+    "plain": {},
+    "window": {"mask": sliding_window(40)},
+    "full_sinks": {"mask": FULL, "sinks": np.linspace(-1, 2, KV_HEADS * GROUP, dtype=np.float32)},
+    "softcap": {"softcap": 3.0},
+}
+TURNS = [(kind, name) for kind in KINDS for name in OPTIONS if kind == "paged" or name == "plain"]
+each_subject = pytest.mark.parametrize("subject", subjects.rows("decode"))
+
+
+@each_subject
+@pytest.mark.parametrize("kind, name", TURNS)
+def test_a_mixture(rng, subject, kind, name):
+    """Prompts, chunks, single tokens and sequences without rows, with NaN past every length and in
+    rows that nobody owns.
+    """
+    few = "gpu" not in subject.marks
+    counts, held = (FEW_COUNTS, FEW_HELD) if few else (COUNTS, HELD)
+    one = Mixture(rng, kind, subject.dtype, counts, held)
+    given = one.before, one.q, one.packed(one.k), one.packed(one.v), one.starts
+    cache, out, lse = subject.call(append_and_decode, *given, **OPTIONS[name])
+    np.testing.assert_array_equal(cache.lengths, one.lengths)
+    one.check(out, lse, subject, **OPTIONS[name])
+
+
+# ---- starts of any kind --------------------------------------------------------------------------
+
+
+def owners_of(starts, tokens):
+    """Which sequence owns each row, -1 for none: a loop over the definition."""
+    owners, last = np.full(tokens, -1), 0
+    ends = []
+    for start in starts:
+        last = max(last, min(max(int(start), 0), tokens))
+        ends.append(last)
+    for m, (first, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        owners[first:end] = m
+    return owners
+
+
+LOW, HIGH = -(2**31), 2**31 - 1
+STARTS = ((0, 3, 3, 9), (2, 5, 4, 7), (LOW, HIGH, LOW, HIGH), (5, 0, 0, 9), (HIGH, 0, 1, 2),
+          (-3, 1, LOW, 8), (9, 9, 9, 9), (3, HIGH, 4, 5))  # fmt: skip
+
+
+@pytest.mark.parametrize("subject", subjects.rows("append", "decode"))
+@pytest.mark.parametrize("starts", STARTS, ids=str)
+def test_starts_mean_something_over_all_of_int32(rng, subject, starts):
+    """Rows of a sequence go behind what it has and see what is before them."""
+    tokens, held, kind = 9, (2, 0, 20), KINDS[len(STARTS) % 2 + 1]
+    owners = owners_of(starts, tokens)
+    draw = lambda *shape: rng.standard_normal(shape).astype(jnp.dtype(subject.dtype))  # noqa: E731
+    old_k, old_v = (draw(3, 20, KV_HEADS, dim) for dim in (DIM, V_DIM))
+    q = draw(tokens, KV_HEADS * GROUP, DIM)
+    k, v = (draw(tokens, KV_HEADS, dim) for dim in (DIM, V_DIM))
+    cache = spoiled(cache_of(kind, (40,) * 3, subject.dtype))
+    cache = pa.append_kv(
+        cache, old_k, old_v, new_lengths=jnp.asarray(held), implementation="reference"
+    )
+    given = cache, q, k, v, np.asarray(starts, np.int32)
+    after, out, lse = subject.call(append_and_decode, *given)
+    np.testing.assert_array_equal(
+        after.lengths, [n + (owners == m).sum() for m, n in enumerate(held)]
+    )
+    assert not np.asarray(out)[owners < 0].any()
+    assert np.isneginf(np.asarray(lse)[:, owners < 0]).all()
+    for m, n in enumerate(held):
+        mine = np.flatnonzero(owners == m)
+        if len(mine):
+            keys, values = (np.concatenate([x[m, :n], y[mine]])[None]
+                            for x, y in ((old_k, k), (old_v, v)))  # fmt: skip
+            arguments = {"q": q[None, mine], "k": keys, "v": values, "mask": CAUSAL}
+            arguments["q_offset"] = np.asarray([n], np.int32)
+            wanted = budget.attention(arguments, tensor_cores=subject.tensor_cores)
+            got = {"out": np.asarray(out)[None, mine], "lse": np.asarray(lse)[None, :, mine]}
+            budget.check(got, wanted)
+
+
+def test_rows_that_extend_did_not_take(rng):
+    """`write_kv` fills what `extend` took, the first rows first, and nothing where it has not been;
+    the others stay where they are.
+    """
+    cache = cache_of("stacked", (8,) * 3, "float32")
+    rows = rng.standard_normal((2, 6, KV_HEADS, DIM)).astype("float32")
+    starts = jnp.asarray([0, 3, 5, 6])
+    taken = cache.extend(jnp.asarray([2, 3, 0])).reset(2)
+    with pytest.raises(ValueError, match=r"took none in sequences \[2\]"):
+        pa.write_kv(taken, *rows, starts=starts)
+    got = jax.jit(pa.write_kv)(taken, *rows, starts=starts)
+    for buffer, new in ((got.k, rows[0]), (got.v, rows[1])):
+        wanted = np.zeros(buffer.shape, np.float32)
+        wanted[0, :, :2] = new[:2].swapaxes(0, 1)
+        wanted[1, :, :2] = new[3:5].swapaxes(0, 1)
+        np.testing.assert_array_equal(buffer, wanted)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"starts": jnp.zeros(3, jnp.int32)},
+            "starts: expected int32[4] (where each sequence's rows start, and where the last "
+            "one's end), got int32[3]",
+        ),
+        (
+            {"q": jnp.zeros((3, 2, 4, 64))},
+            "q: expected packed rows [tokens, N, H] = [tokens, N, 64] to go with starts for this "
+            "cache, got [3, 2, 4, 64]",
+        ),
+        (
+            {"k": jnp.zeros((3, 2, 2, 64))},
+            "k: expected packed rows [tokens, K, H] = [tokens, 2, 64] to go with starts, got "
+            "[3, 2, 2, 64]",
+        ),
+        ({"v": jnp.zeros((5, 2, 64))}, "v: expected 6 rows as in k, got 5"),
+        (
+            {"new_lengths": jnp.ones(3, jnp.int32)},
+            "new_lengths: expected None beside starts, whose differences are the counts",
+        ),
+    ],
+)
+def test_messages(change, message):
+    rows = jnp.zeros((6, 2, 64))
+    given = {"q": jnp.zeros((6, 4, 64)), "k": rows, "v": rows, "starts": jnp.arange(4)} | change
+    new_lengths, q = given.pop("new_lengths", None), given.pop("q")
+    cache = cache_of("stacked", (8,) * 3, "float32")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        after = pa.append_kv(cache, **given, new_lengths=new_lengths)
+        pa.decode_attention(q, after, starts=given["starts"])
