@@ -102,8 +102,8 @@ def test_what_is_known_of_a_gpu():
     assert {gpu: _gpus.multiprocessors(gpu) for gpu in blocks} == blocks
 
 
-# (head dims), mask, batch, length, (query heads, kv heads): (warpgroups, block_kv, stages, section)
-# and other fields, as a search on an H200 found them.
+# Of each problem the warpgroups, block_kv, stages, l2_heads and other fields of Config, as a search
+# on an H200 found them.
 _MEASURED = [
     (64, FULL, 8, 2048, 32, 32, (3, 128, 4, 48), {}),
     (64, FULL, 2, 8192, 32, 32, (3, 128, 4, 12), {}),
@@ -147,8 +147,8 @@ def test_the_default_of_the_forward_on_hopper_is_what_was_measured(row):
         v_head_dim=v_dim,
     )
     found = dataclasses.asdict(flash_fwd_sm90.Config.default(problem))
-    names = ("warpgroups", "block_kv", "stages", "section")
-    plain = {"ctas": 132, "q_slots": 2, "exp_before_wait": 0}
+    names = ("warpgroups", "block_kv", "stages", "l2_heads")
+    plain = {"grid": 132, "q_slots": 2, "exp_before_wait": 0}
     assert found == dict(zip(names, settings, strict=True)) | plain | others
 
 

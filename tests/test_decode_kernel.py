@@ -38,39 +38,39 @@ from tests.decode_cases import (
 
 # ---- in the interpreter --------------------------------------------------------------------------
 
-SMALL = kernel.Config(stages=2, ctas=3)
+SMALL = kernel.Config(stages=2, grid=3)
 MANY = dataclasses.replace(SMALL, many_heads=True, head_overhead=32, load_first=True)
 INTERPRETED = {
     "plain": (Case(), SMALL),
     "chunk_window": (
         Case(q_len=3, mask=sliding_window(37)),
-        dataclasses.replace(MANY, stages=4, ctas=7, head_overhead=80),
+        dataclasses.replace(MANY, stages=4, grid=7, head_overhead=80),
     ),
-    "band": (Case(q_len=3, mask=Mask(20, -2)), kernel.Config(stages=3, ctas=5)),
+    "band": (Case(q_len=3, mask=Mask(20, -2)), kernel.Config(stages=3, grid=5)),
     "full_softcap_sinks": (Case(q_len=2, mask=FULL, softcap=3.0, sinks=True), SMALL),
     "layers": (Case(layers=3), SMALL),
     "overflow": (
-        Case(lengths=(5, 500, 7, 64, 0, 200, 225)), dataclasses.replace(MANY, stages=3, ctas=17)
+        Case(lengths=(5, 500, 7, 64, 0, 200, 225)), dataclasses.replace(MANY, stages=3, grid=17)
     ),
-    "batch_invariant": (Case(batch_invariant=True), kernel.Config(stages=3, ctas=4, split_tiles=2)),
+    "batch_invariant": (Case(batch_invariant=True), kernel.Config(stages=3, grid=4, split_tiles=2)),
     "group7_odd_dims": (
         Case(q_len=2, q_heads=7, kv_heads=1, head_dim=72, v_head_dim=40, dtype="float16"), SMALL
     ),
     "32_rows": (Case(q_heads=32, q_len=2), SMALL),
-    "48_rows_wide_tile": (Case(q_heads=24, q_len=4), kernel.Config(tile=128, stages=3, ctas=4)),
+    "48_rows_wide_tile": (Case(q_heads=24, q_len=4), kernel.Config(tile=128, stages=3, grid=4)),
     "wider_tile_window": (
         Case(q_heads=8, kv_heads=1, mask=sliding_window(70)),
-        dataclasses.replace(MANY, tile=256, ctas=4),
+        dataclasses.replace(MANY, tile=256, grid=4),
     ),
     "72_rows": (Case(q_heads=16, q_len=9, page_size=4), MANY),
     "160_rows": (Case(q_heads=8, kv_heads=1, q_len=20, v_head_dim=128, page_size=24), SMALL),
-    "a_block_a_tile": (Case(q_heads=2, kv_heads=1), kernel.Config(stages=3, ctas=132)),
+    "a_block_a_tile": (Case(q_heads=2, kv_heads=1), kernel.Config(stages=3, grid=132)),
     "float32": (Case(lengths=(5, 130), dtype="float32", sinks=True, softcap=3.0), SMALL),
     "float32_chunk_window": (
         Case(
             lengths=(7, 70), q_len=3, dtype="float32", precision="highest", mask=sliding_window(37)
         ),
-        kernel.Config(tile=32, stages=3, ctas=3),
+        kernel.Config(tile=32, stages=3, grid=3),
     ),
     "float32_40_rows_odd_dims": (
         Case(
@@ -103,18 +103,18 @@ def test_interpreted(name, kind):
 PORTABLE = decode_sm80.Config
 SHORT = (5, 130, 64)
 OF_THREADS = {  # what differs where threads copy: how rows are found, and how many copies wait
-    "separate": (Case("per_sequence", SHORT, 3, mask=Mask(20, -2)), PORTABLE(stages=4, ctas=5)),
+    "separate": (Case("per_sequence", SHORT, 3, mask=Mask(20, -2)), PORTABLE(stages=4, grid=5)),
     "pages": (
-        Case("paged", SHORT, page_size=8, head_dim=72, v_head_dim=40), PORTABLE(stages=3, ctas=3)
+        Case("paged", SHORT, page_size=8, head_dim=72, v_head_dim=40), PORTABLE(stages=3, grid=3)
     ),
-    "pages_of_one": (Case("paged", (5, 70), page_size=1, capacity=80), PORTABLE(stages=2, ctas=2)),
+    "pages_of_one": (Case("paged", (5, 70), page_size=1, capacity=80), PORTABLE(stages=2, grid=2)),
     "one_stage": (
         Case("paged", SHORT, 3, page_size=8, head_dim=72, v_head_dim=40),
-        PORTABLE(stages=1, ctas=2, load_first=True, q_rows=8),
+        PORTABLE(stages=1, grid=2, load_first=True, q_rows=8),
     ),
     "one_stage_float32": (
         Case(lengths=(70, 5), q_len=3, kv_heads=1, head_dim=256, v_head_dim=128, dtype="float32"),
-        PORTABLE(tile=32, stages=1, ctas=3, load_first=True, q_rows=4),
+        PORTABLE(tile=32, stages=1, grid=3, load_first=True, q_rows=4),
     ),
 }  # fmt: skip
 
@@ -124,17 +124,17 @@ SIDE_BY_SIDE = {  # heads of a page, that a block takes at once
     "four": (FOUR_HEADS, dataclasses.replace(SMALL, heads_at_once=4)),
     "two_chunk_window": (
         dataclasses.replace(FOUR_HEADS, q_len=3, mask=sliding_window(37), page_size=32),
-        dataclasses.replace(MANY, tile=128, ctas=7, heads_at_once=2),
+        dataclasses.replace(MANY, tile=128, grid=7, heads_at_once=2),
     ),
     "four_layers_overflow": (
         dataclasses.replace(
             FOUR_HEADS, lengths=(5, 500, 7, 64, 0, 200, 225), q_heads=64, layers=2, sinks=True
         ),
-        dataclasses.replace(MANY, tile=256, ctas=5, heads_at_once=4),
+        dataclasses.replace(MANY, tile=256, grid=5, heads_at_once=4),
     ),
     "four_odd_dims": (
         dataclasses.replace(FOUR_HEADS, page_size=8, head_dim=72, v_head_dim=40),
-        dataclasses.replace(SMALL, ctas=11, heads_at_once=4),
+        dataclasses.replace(SMALL, grid=11, heads_at_once=4),
     ),
 }  # fmt: skip
 
@@ -157,7 +157,7 @@ def test_copies_by_threads_interpreted(name):
 @every_kind
 def test_parts_and_splits_do_not_depend_on_the_rest_of_the_batch(kind):
     case = Case(kind, (5, 130, 7), batch_invariant=True)
-    config = kernel.Config(stages=2, ctas=2, split_tiles=1)
+    config = kernel.Config(stages=2, grid=2, split_tiles=1)
     other = dataclasses.replace(case, lengths=(200, 130, 190))
     with mosaic.interpret():
         one = launched(case, case.inputs(), config)
@@ -396,7 +396,7 @@ def test_limits(fields, reason):
     [
         ("tile", 16, "32, 64, 128 or 256"),
         ("stages", 1, "at least 2"),
-        ("ctas", 0, "at least 1"),
+        ("grid", 0, "at least 1"),
         ("split_tiles", 0, "at least 1"),
         ("head_overhead", 8, "a multiple of 16"),
         ("heads_at_once", 3, "1, 2 or 4"),
@@ -497,11 +497,11 @@ def test_nothing_to_read(kind):
 def test_every_unit_is_taken_once(seed):
     """Shares and works, computed in NumPy for every block."""
     rng = np.random.default_rng(seed)
-    m, ctas = int(rng.integers(1, 70)), int(rng.integers(1, 140))
+    m, grid = int(rng.integers(1, 70)), int(rng.integers(1, 140))
     case = Case("stacked", tuple(rng.integers(0, 2000, m).tolist()), capacity=2000)
     case = dataclasses.replace(case, batch_invariant=bool(seed % 2))
     config = kernel.Config(
-        ctas=ctas, split_tiles=3, many_heads=seed % 3 > 0, head_overhead=seed % 3 * 32
+        grid=grid, split_tiles=3, many_heads=seed % 3 > 0, head_overhead=seed % 3 * 32
     )
     plan = scheduler.Plan(case.problem, config)
     lengths = np.zeros(plan.table_size, np.int32)
@@ -513,16 +513,16 @@ def test_every_unit_is_taken_once(seed):
     table = scheduler.Table(jnp.asarray(sums), jnp.asarray(lengths), None)
     seen = {}
     found = {}
-    for cta in range(plan.ctas):
-        share = scheduler.share_of(plan, table, jnp.int32(cta))
+    for block_id in range(plan.grid):
+        share = scheduler.share_of(plan, table, jnp.int32(block_id))
         at = scheduler.sequence_of(plan, table, share.first)
         unit = scheduler.first_unit_of(plan, table, share, at)
         while unit < share.end:
             work = scheduler.work_at(plan, table, share, unit, at)
-            partials = scheduler.partials_of(plan, share, work, jnp.int32(cta))
+            partials = scheduler.partials_of(plan, share, work, jnp.int32(block_id))
             where = int(work.sequence), int(work.head)
             for tile in range(int(work.tile), int(work.end)):
-                assert seen.setdefault((*where, tile), cta) == cta
+                assert seen.setdefault((*where, tile), block_id) == block_id
             slots = found.setdefault(where, [int(partials.count), []])
             assert slots[0] == partials.count
             slots[1].append(int(partials.own))
@@ -569,7 +569,7 @@ def test_cases_on_the_gpu(kind, name):
 def test_heads_side_by_side_on_the_gpu(name):
     case, config = SIDE_BY_SIDE[name]
     check(case, config)
-    check(case, dataclasses.replace(config, load_first=not config.load_first, ctas=132))
+    check(case, dataclasses.replace(config, load_first=not config.load_first, grid=132))
 
 
 def draw(seed: int) -> Case:
@@ -612,7 +612,7 @@ def test_drawn_on_the_gpu(number, seed):
         few = 1 + number % 23
         config = dataclasses.replace(
             config,
-            ctas=few,
+            grid=few,
             many_heads=True,
             head_overhead=number % 3 * 32,
             load_first=number % 16 < 8,

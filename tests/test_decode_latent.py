@@ -61,32 +61,32 @@ def check(case, config=None, seed=0):
         np.testing.assert_allclose(have, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-SMALL = kernel.Config(stages=2, ctas=3)
+SMALL = kernel.Config(stages=2, grid=3)
 CASES = {
     "stacked": (Case(), SMALL),
     "paged": (Case("paged"), SMALL),
     "two_chunks_window": (
         Case("paged", (70, 208), q_len=5, q_heads=16, mask=sliding_window(50), page_size=8),
-        kernel.Config(stages=3, ctas=5),
+        kernel.Config(stages=3, grid=5),
     ),
     "layers_softcap_sinks_float16": (
         Case(layers=2, q_len=2, mask=FULL, softcap=3.0, sinks=True, dtype="float16"), SMALL
     ),
     "overflow_no_rest": (Case(lengths=(5, 500, 7), head_dim=128), SMALL),
-    "many_parts": (Case(lengths=(600, 3), q_len=3, q_heads=2, capacity=640), kernel.Config(ctas=9)),
+    "many_parts": (Case(lengths=(600, 3), q_len=3, q_heads=2, capacity=640), kernel.Config(grid=9)),
     "two_chunks_side_by_side": (
-        Case(lengths=(65, 0, 130), q_len=2, q_heads=40, sinks=True), kernel.Config(stages=2, ctas=4)
+        Case(lengths=(65, 0, 130), q_len=2, q_heads=40, sinks=True), kernel.Config(stages=2, grid=4)
     ),
     "two_chunks_no_rest": (
         Case("paged", (140, 3), q_heads=80, head_dim=256, v_head_dim=256),
-        kernel.Config(stages=2, ctas=4),
+        kernel.Config(stages=2, grid=4),
     ),
     "three_chunks_wide": (
         Case(lengths=(130,), q_len=3, q_heads=50, head_dim=448, v_head_dim=384), SMALL
     ),
     "one_head": (Case("paged", (70, 132), q_heads=1, layers=2), SMALL),
     "batch_invariant": (
-        Case(lengths=(200, 3), batch_invariant=True), kernel.Config(stages=2, ctas=4, split_tiles=1)
+        Case(lengths=(200, 3), batch_invariant=True), kernel.Config(stages=2, grid=4, split_tiles=1)
     ),
 }  # fmt: skip
 
@@ -95,15 +95,15 @@ PORTABLE = mla_sm80.Config
 OF_WARPS = {
     "separate": (
         Case("per_sequence", (70, 130), q_len=5, q_heads=8, mask=sliding_window(50)),
-        PORTABLE(stages=2, ctas=3),
+        PORTABLE(stages=2, grid=3),
     ),
     "paged_one_stage": (
         Case("paged", (70, 132), layers=2, softcap=3.0, sinks=True, head_dim=200),
-        PORTABLE(tile=32, stages=1, ctas=3),
+        PORTABLE(tile=32, stages=1, grid=3),
     ),
     "batch_invariant": (
         Case(lengths=(200, 3), batch_invariant=True, dtype="float16", v_head_dim=112),
-        PORTABLE(tile=32, stages=3, ctas=4, split_tiles=2),
+        PORTABLE(tile=32, stages=3, grid=4, split_tiles=2),
     ),
 }  # fmt: skip
 
@@ -259,9 +259,9 @@ def test_drawn_on_the_gpu(seed):
         mask=pick(CAUSAL, sliding_window(100)),
         batch_invariant=pick(False, True),
     )
-    ctas = pick(7, 132)
+    grid = pick(7, 132)
     for chooser in (kernel.Config, PORTABLE):
-        config = dataclasses.replace(chooser.default(case.problem), ctas=ctas, split_tiles=2)
+        config = dataclasses.replace(chooser.default(case.problem), grid=grid, split_tiles=2)
         check(case, config, seed)
         inputs = case.inputs(seed, 0.0)
         one, two = (launched(case, inputs, config) for _ in range(2))

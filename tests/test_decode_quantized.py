@@ -55,7 +55,7 @@ def test_two_blocks_share_a_multiprocessor():
     """Where there is work for them."""
     many = dataclasses.replace(PROBLEM, sequences=64, capacities=(8192,) * 64)
     two, one = (decode_sm90.Config.default(x) for x in (many, PROBLEM))
-    assert (two.ctas, one.ctas) == (256, 128)  # 512 heads and 64 are shared out evenly
+    assert (two.grid, one.grid) == (256, 128)  # 512 heads and 64 are shared out evenly
     assert decode_sm90.smem_bytes(many, two) <= decode_sm90.SMEM_OF_TWO
 
 
@@ -143,7 +143,7 @@ def test_integers_and_the_instruction_give_the_same_bits():
         call = functools.partial(
             decode_sm80.run,
             problem=dataclasses.replace(problem, gpu=gpu),
-            config=decode_sm80.Config(stages=3, ctas=2),
+            config=decode_sm80.Config(stages=3, grid=2),
         )
         made.append(jax.jit(call)(inputs))
     out = np.asarray(made[0][0], np.float32)
@@ -187,7 +187,7 @@ def heads_side_by_side(dtype, heads, tile):
         q, cache.k, cache.v, cache.lengths, cache.page_table, None, None, cache.k_scale,
         cache.v_scale,
     )  # fmt: skip
-    config = decode_sm90.Config(tile=tile, stages=2, ctas=3, load_first=True, heads_at_once=heads)
+    config = decode_sm90.Config(tile=tile, stages=2, grid=3, load_first=True, heads_at_once=heads)
     out, _ = jax.jit(lambda inputs: decode_sm90.run(inputs, problem, config))(inputs)
     want = pa.decode_attention(q, cache, implementation="reference")
     got, want = (np.asarray(x, np.float32) for x in (out, want))

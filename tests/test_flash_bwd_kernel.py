@@ -39,9 +39,9 @@ from tests.test_flash_fwd_kernel import (
 )
 from tests.test_flash_fwd_kernel import problem_of as forward_problem_of
 
-SMALL = kernel.Config(ctas=3)
+SMALL = kernel.Config(grid=3)
 PORTABLE = flash_bwd_sm80.Config
-SPLIT = PORTABLE(warp_rows=2, warpgroups=2, do_stages=2, split_products=True, ctas=3)
+SPLIT = PORTABLE(warp_rows=2, warpgroups=2, do_stages=2, split_products=True, grid=3)
 
 
 def problem_of(case: cases.AttentionCase, **changes) -> AttentionProblem:
@@ -91,7 +91,7 @@ INTERPRETED = {
     "t_equals_s": {"config": dataclasses.replace(SMALL, dq_lag=2)},
     "t_above_s": {"config": dataclasses.replace(SMALL, block_q=128)},
     "band": {"deterministic": True},
-    "window_t_above_s": {"config": dataclasses.replace(SMALL, block_q=128, section=2)},
+    "window_t_above_s": {"config": dataclasses.replace(SMALL, block_q=128, l2_heads=2)},
     "q_lengths": {"config": dataclasses.replace(SMALL, block_q=128)},
     "kv_lengths_causal": {},
     "softcap": {"config": dataclasses.replace(SMALL, dq_lag=2)},
@@ -102,7 +102,7 @@ INTERPRETED = {
     "dim192_128": {},
     "dim40_256": {},
     "float16_causal": {"config": dataclasses.replace(SMALL, block_q=128)},
-    "group7_kv1": {"config": dataclasses.replace(SMALL, block_q=128, section=1)},
+    "group7_kv1": {"config": dataclasses.replace(SMALL, block_q=128, l2_heads=1)},
     "dim72_24_float32": {},
     "dim72_24_float32_highest": {
         "config": dataclasses.replace(SMALL, fused=False, block_q=16, dq_block_kv=32)
@@ -386,8 +386,8 @@ def test_the_smallest_gpus_take_all_head_dims(dtype, precision):
     [
         ("block_q", 96, "64 or 128, or, if it is not fused, 16 or 32"),
         ("stages", 1, "at least 2"),
-        ("section", -1, "at least 0"),
-        ("ctas", -1, "at least 0"),
+        ("l2_heads", -1, "at least 0"),
+        ("grid", -1, "at least 0"),
         ("dq_block_kv", 48, "32, 64 or 128"),
         ("dq_stages", 1, "at least 2"),
         ("dq_lag", 3, "1 or 2"),
@@ -527,8 +527,8 @@ def test_float32_on_the_gpu(case):
     [
         SMALL,
         kernel.Config(128, 2, True, 2, 7),
-        kernel.Config(ctas=7, dq_lag=2),
-        kernel.Config(128, 3, ctas=7),
+        kernel.Config(grid=7, dq_lag=2),
+        kernel.Config(128, 3, grid=7),
     ],
     ids=str,
 )
@@ -549,7 +549,7 @@ def test_portable_configurations_on_the_gpu(name, columns):
 @pytest.mark.parametrize("name", ["q_lengths", "documents", "group7_kv1", "float16_causal"])
 def test_head_dim_128_on_the_gpu(name, held):
     case = dataclasses.replace(one(name), head_dim=128, v_head_dim=128)
-    check(case, kernel.Config(ctas=7, dq_lag=2, k_in_registers=held))
+    check(case, kernel.Config(grid=7, dq_lag=2, k_in_registers=held))
 
 
 @pytest.mark.gpu
@@ -642,7 +642,7 @@ def test_no_probability_is_above_1_whatever_a_bias_rounds_to():
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("config", [SMALL, PORTABLE(ctas=3)], ids=["sm90", "sm80"])
+@pytest.mark.parametrize("config", [SMALL, PORTABLE(grid=3)], ids=["sm90", "sm80"])
 def test_far_below_zero_and_half_a_tile_interpreted(config):
     with mosaic.interpret():
         far_below_zero(config, **ONE)

@@ -27,7 +27,7 @@ from pallas_attn.kernels.mma import mma_sync, wgmma
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests import budget, mosaic
 
-SMALL = kernel.Config(warpgroups=2, block_kv=64, stages=2, ctas=3)
+SMALL = kernel.Config(warpgroups=2, block_kv=64, stages=2, grid=3)
 PORTABLE = flash_fwd_sm80.Config
 SEGMENTS = ("q_segment_ids", "kv_segment_ids")
 
@@ -92,10 +92,10 @@ def one(name: str) -> cases.AttentionCase:
 
 INTERPRETED = {
     "t_equals_s": SMALL,  # a block with several work tiles, T and S no multiple of anything
-    "t_above_s": kernel.Config(warpgroups=3, block_kv=64, stages=2, ctas=0),  # rows past T alone
+    "t_above_s": kernel.Config(warpgroups=3, block_kv=64, stages=2, grid=0),  # rows past T alone
     "saturated": dataclasses.replace(SMALL, exp_before_wait=2),  # row maxima rise in most tiles
     # Masked tiles on both sides.
-    "band": dataclasses.replace(SMALL, stages=4, section=1, exp_before_wait=4),
+    "band": dataclasses.replace(SMALL, stages=4, l2_heads=1, exp_before_wait=4),
     "window_t_above_s": dataclasses.replace(SMALL, warpgroups=3),  # warpgroups without a key
     "q_lengths": SMALL,
     "everything": SMALL,
@@ -304,8 +304,8 @@ def test_all_head_dims_of_float32_are_hoppers(precision):
         ("exp_before_wait", 5, "0 to 4"),
         ("block_kv", 72, r"16, 32, \.\. 256"),
         ("stages", 1, "at least 2"),
-        ("section", -1, "at least 0"),
-        ("ctas", -1, "at least 0"),
+        ("l2_heads", -1, "at least 0"),
+        ("grid", -1, "at least 0"),
         ("q_slots", 3, "1 or 2"),
     ],
 )
@@ -399,7 +399,7 @@ def test_documents_are_assigned_once_and_evenly():
     sizes = {"q_len": 8192, "kv_len": 8192, "q_heads": 16, "kv_heads": 16, "batch": 1}
     small = problem_of(one("t_equals_s"))
     problem = dataclasses.replace(small, mask=CAUSAL, arrays=SEGMENTS, head_dim=128, **sizes)
-    plan = attention_plan.Plan(problem, kernel.Config(ctas=132))
+    plan = attention_plan.Plan(problem, kernel.Config(grid=132))
     ids = jnp.repeat(jnp.arange(8, dtype=jnp.int32), 1024)[None]
     found = attention_plan.segment_spans(ids, ids, attention_plan.ROWS, plan.config.block_kv)
     table = np.asarray(tile_scheduler.schedule_by_rank(plan, found))

@@ -20,9 +20,9 @@ from tests.decode_cases import KINDS, Case, check, launched, of_reference, run, 
 
 Config = kernel.Config
 SHORT = (0, 1, 70, 130, 200)
-SMALL = Config(2, block_kv=64, ctas=3)
-ONE = Config(1, block_kv=64, ctas=3)
-WIDE = Config(3, block_kv=64, q_slots=1, ctas=2)
+SMALL = Config(2, block_kv=64, grid=3)
+ONE = Config(1, block_kv=64, grid=3)
+WIDE = Config(3, block_kv=64, q_slots=1, grid=2)
 SPLIT = dataclasses.replace(SMALL, splits=2)
 
 
@@ -47,7 +47,7 @@ INTERPRETED = {
     "v_of_another_width": (case(v_head_dim=128, q_len=8), ONE),
     "odd_head_dims": (case(head_dim=40, v_head_dim=80, q_len=9), SMALL),
     "odd_head_dims_splits": (case(head_dim=80, v_head_dim=40, q_len=9), SPLIT),
-    "wide_tiles": (case(q_len=17), Config(2, block_kv=128, ctas=2)),
+    "wide_tiles": (case(q_len=17), Config(2, block_kv=128, grid=2)),
 }
 OF_EVERY_KIND = ("plain", "layers", "overflow", "splits")
 TURNS = [
@@ -188,7 +188,7 @@ def test_limits(changes, reason):
         ("stages", 1, "at least 2"),
         ("q_slots", 3, "1 or 2"),
         ("splits", 33, "1 to 32"),
-        ("ctas", 0, "at least 1"),
+        ("grid", 0, "at least 1"),
         ("exp_before_wait", 5, "0 to 4"),
     ],
 )

@@ -60,12 +60,12 @@ def problem(rows, out, inner, dtype="bfloat16", out_dtype="bfloat16", gated=Fals
 @pytest.mark.parametrize(
     "problem, config",
     [
-        (problem(1, 64, 256), Config(16, 2, stages=4, ctas=3)),
-        (problem(64, 128, 192), Config(48, 1, stages=2, ctas=2)),
+        (problem(1, 64, 256), Config(16, 2, stages=4, grid=3)),
+        (problem(64, 128, 192), Config(48, 1, stages=2, grid=2)),
         (problem(13, 192, 320, "float16", "float32"), Config(80, 1, 128, 3, 2)),
-        (problem(40, 64, 448), Config(64, 4, stages=3, ctas=132)),
-        (problem(13, 96, 320, gated=True), Config(64, 1, stages=3, ctas=2)),
-        (problem(64, 128, 256, gated=True), Config(96, 1, 128, stages=2, ctas=2)),
+        (problem(40, 64, 448), Config(64, 4, stages=3, grid=132)),
+        (problem(13, 96, 320, gated=True), Config(64, 1, stages=3, grid=2)),
+        (problem(64, 128, 256, gated=True), Config(96, 1, 128, stages=2, grid=2)),
     ],
     ids=str,
 )
@@ -241,7 +241,9 @@ def test_on_the_gpu(rows, out, inner):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize(
-    "config", [Config(64, 4, 256), Config(224, 8), Config(32, 1, 128, stages=2, ctas=7)], ids=str
+    "config",
+    [Config(64, 4, 256), Config(224, 8), Config(32, 1, 128, stages=2, grid=7)],
+    ids=str,
 )
 def test_other_settings_on_the_gpu(rows, config):
     check(problem(rows, 4096, 14336), config)

@@ -22,8 +22,8 @@ from pallas_attn.masks import Mask
 
 ROWS = 64  # of a warpgroup: what one wgmma takes
 BLOCKS = _gpus.multiprocessors(_gpus.HOPPER)  # at a time, where Config does not say
-SECTION_BYTES = 64 * 2**20  # of K and V of a section: about L2
-RANKED_SECTION_BYTES = 8 * 2**20  # the same where blocks at work at one time share no K and V
+L2_BYTES = 64 * 2**20  # of K and V of the heads of an L2 group: about L2
+RANKED_L2_BYTES = 8 * 2**20  # the same where blocks at work at one time share no K and V
 
 
 class Span(NamedTuple):
@@ -144,31 +144,31 @@ class Plan:
         return (self.q_tiles - 1).bit_length()
 
     @property
-    def section(self) -> int:
-        """How many heads' work tiles are taken together. Where all tiles cost the same, as many as
-        fill the blocks once: those read the same keys at the same time. Else as many as keep their
-        K and V in L2, in sections of one size: a short last one would begin with long tiles again.
-        Tiles in order of rank are of one document each, all of different ones: 8 documents of 1024
-        rows and 16 heads took 129 us in one section of 64 MiB, 97 us in four of 16.
+    def l2_heads(self) -> int:
+        """Heads of an L2 group, whose work tiles are taken together. Where all tiles cost the same,
+        as many as fill the blocks once: those read the same keys at the same time. Else as many as
+        keep their K and V in L2, in groups of one size: a short last one would begin with long
+        tiles again. Work tiles in order of rank (segments) share no K and V with their neighbours,
+        so there L2 holds fewer heads.
         """
         problem, config = self.problem, self.config
         k_bytes = problem.head_dim * self.scores.bytes
         one = problem.kv_len * (k_bytes + problem.v_head_dim * self.values.bytes)
         if self.has("q_segment_ids"):
-            fit = RANKED_SECTION_BYTES // one * problem.group
-        elif config.section:
-            return min(config.section, self.heads)
+            fit = RANKED_L2_BYTES // one * problem.group
+        elif config.l2_heads:
+            return min(config.l2_heads, self.heads)
         elif not problem.mask.bounds_right:
-            fit = (config.ctas or BLOCKS) // self.q_tiles
+            fit = (config.grid or BLOCKS) // self.q_tiles
         else:
-            fit = SECTION_BYTES // one * problem.group
-        sections = pl.cdiv(self.heads, max(fit, problem.group))
-        return pl.cdiv(self.heads, sections)
+            fit = L2_BYTES // one * problem.group
+        groups = pl.cdiv(self.heads, max(fit, problem.group))
+        return pl.cdiv(self.heads, groups)
 
     @property
-    def ctas(self) -> int:
+    def grid(self) -> int:
         work = self.heads * self.q_tiles
-        return min(self.config.ctas or work, work)
+        return min(self.config.grid or work, work)
 
     @property
     def natural(self) -> bool:

@@ -63,17 +63,18 @@ class Step(NamedTuple):
 
 
 def step(
-    logits: Array, unit: float | None, row_max: Array, *, guarded: bool, join: Any = None
+    logits: Array, unit: float | None, row_max: Array, *, empty_ok: bool, join: Any = None
 ) -> Step:
     """The step of any tile; `unit` turns its logits into log2 units (None: they are).
 
-    `guarded`: a row may have no key yet, and its tile none either. Each row decides for itself
-    whether its max is raised, and the warp votes at the end, off the path from maximum to exponent.
+    `empty_ok`: a row may have no key yet, and its tile none either; False saves a select a row.
+    Each row decides for itself whether its max is raised, and the warp votes at the end, off the
+    path from maximum to exponent.
     `join`: where a row lies in several rows of the tile, what makes their maxima those of the whole
     row.
     """
     higher = _higher(logits, unit, row_max, join)
-    base = _base(higher, guarded)
+    base = _base(higher, empty_ok)
     p, row_sum = _exponentials_and_sums(logits, unit, base)
     moved = warp_vote.any_in_warp(higher - row_max, 0.0)
     return Step(p, higher, jnp.exp2(row_max - base), row_sum, moved)
@@ -84,7 +85,7 @@ def next_step(
     unit: float | None,
     row_max: Array,
     *,
-    guarded: bool,
+    empty_ok: bool,
     before_wait: int = 0,
 ) -> Step:
     """`step` where few maxima are raised: any tile but a row's first. All that most tiles ask is
@@ -99,12 +100,12 @@ def next_step(
 
     def raised():
         higher = _higher(logits, unit, row_max)
-        return higher, jnp.exp2(row_max - _base(higher, guarded))
+        return higher, jnp.exp2(row_max - _base(higher, empty_ok))
 
     higher, rescale = lax.cond(
         moved != 0, raised, lambda: (row_max, mosaic.filled(row_max.shape, 1.0))
     )
-    base = _base(higher, guarded)
+    base = _base(higher, empty_ok)
     cut = logits.shape[1] * before_wait // 4 // PARTIALS * PARTIALS
     parts = []
     for start, end in ((0, cut), (cut, logits.shape[1])):
@@ -128,7 +129,7 @@ def rescaled(new: Step, older: Any) -> Any:
 
 
 def step_and_rescale(
-    logits: Array, unit: float | None, row_max: Array, older: Any, *, guarded: bool
+    logits: Array, unit: float | None, row_max: Array, older: Any, *, empty_ok: bool
 ) -> tuple[Step, Any]:
     """`next_step` and `rescaled` in one branch, which few tiles take. After it come exponents, and
     nothing that separates them from the matmuls that follow. Nothing is left to rescale: the step's
@@ -138,22 +139,22 @@ def step_and_rescale(
 
     def raised():
         higher = _higher(logits, unit, row_max)
-        rescale = jnp.exp2(row_max - _base(higher, guarded))
+        rescale = jnp.exp2(row_max - _base(higher, empty_ok))
         return higher, jax.tree.map(lambda x: x * mosaic.broadcast_rows(rescale, x.shape), older)
 
     row_max, older = lax.cond(moved != 0, raised, lambda: (row_max, older))
-    p, row_sum = _exponentials_and_sums(logits, unit, _base(row_max, guarded))
+    p, row_sum = _exponentials_and_sums(logits, unit, _base(row_max, empty_ok))
     return Step(p, row_max, None, row_sum, moved), older
 
 
 def raise_max(
-    peak: Array, unit: float | None, row_max: Array, *, guarded: bool
+    peak: Array, unit: float | None, row_max: Array, *, empty_ok: bool
 ) -> tuple[Array, Array]:
     """(the new row max, what exponents are taken relative to), of the largest logit of each row of
     a tile.
     """
     higher = _raise(peak, unit, row_max)
-    return higher, _base(higher, guarded)
+    return higher, _base(higher, empty_ok)
 
 
 def exponentials(logits: Array, unit: float | None, base: Array) -> Array:
@@ -181,9 +182,9 @@ def _raise(peak: Array, unit: float | None, row_max: Array) -> Array:
     return jnp.where(higher - row_max > RESCALE_THRESHOLD, higher, row_max)
 
 
-def _base(row_max: Array, guarded: bool) -> Array:
+def _base(row_max: Array, empty_ok: bool) -> Array:
     """What exponents are taken relative to."""
-    return jnp.where(row_max == -jnp.inf, 0.0, row_max) if guarded else row_max
+    return jnp.where(row_max == -jnp.inf, 0.0, row_max) if empty_ok else row_max
 
 
 def _exponentials_and_sums(logits: Array, unit: float | None, base: Array) -> tuple[Array, Array]:

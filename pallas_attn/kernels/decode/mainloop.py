@@ -149,14 +149,14 @@ def attend(ctx: Context, work: WorkTile, at: TileAt, s: Array, state: State) -> 
     given, weights = logits(plan, work, tile, s, scales)
     unit = None if plan.problem.quantized else plan.unit_of_logits
     join = functools.partial(mma_sync.reduce_folded, op="maximum") if plan.folded else None
-    new = softmax.step(given, unit, state.row_max, guarded=True, join=join)
+    new = softmax.step(given, unit, state.row_max, empty_ok=True, join=join)
     if weights is None:
         acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
         p, weight_max = new.p, None
     else:
         row_sum = state.row_sum * mosaic.broadcast_rows(new.rescale, state.row_sum.shape)
         assert state.weight_max is not None
-        heavy = softmax.step(weights, None, state.weight_max, guarded=True)
+        heavy = softmax.step(weights, None, state.weight_max, empty_ok=True)
         acc = softmax.rescaled(heavy, state.acc)
         p, weight_max = heavy.p, heavy.row_max
     if plan.is_float32:

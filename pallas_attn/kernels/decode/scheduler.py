@@ -259,13 +259,13 @@ class Plan:
     def partials(self) -> int:
         if self.problem.batch_invariant:
             return self.problem.sequences * self.heads * self.most_units
-        return self.partials_a_block * self.ctas
+        return self.partials_a_block * self.grid
 
     @property
-    def ctas(self) -> int:
+    def grid(self) -> int:
         unit = self.tile * self.tiles_a_unit
         units = self.heads * sum(max(1, -(-rows // unit)) for rows in self.problem.capacities)
-        return min(self.config.ctas, units)
+        return min(self.config.grid, units)
 
     @property
     def unit_of_logits(self) -> float | None:
@@ -444,15 +444,15 @@ class Share(NamedTuple):
         return jnp.where(unit < within, lax.div(unit, large), later)
 
 
-def share_of(plan: Plan, table: Table, cta: Scalar) -> Share:
-    total, blocks = table.sums[plan.problem.sequences] * plan.heads, jnp.int32(plan.ctas)
+def share_of(plan: Plan, table: Table, block_id: Scalar) -> Share:
+    total, blocks = table.sums[plan.problem.sequences] * plan.heads, jnp.int32(plan.grid)
     if plan.units_a_tile > 1:  # a tile begins in every share
         blocks = jnp.clip(_div(total, plan.units_a_tile), 1, blocks)
     base, rest = lax.div(total, blocks), lax.rem(total, blocks)
-    first = cta * base + jnp.minimum(cta, rest)
-    end = first + base + (cta < rest).astype(jnp.int32)
+    first = block_id * base + jnp.minimum(block_id, rest)
+    end = first + base + (block_id < rest).astype(jnp.int32)
     if plan.units_a_tile > 1:
-        end = jnp.where(cta < blocks, end, first)
+        end = jnp.where(block_id < blocks, end, first)
     return Share(first, end, base, rest)
 
 
@@ -535,7 +535,7 @@ class Partials(NamedTuple):
     later: Scalar
 
 
-def partials_of(plan: Plan, share: Share, work: WorkTile, cta: Scalar) -> Partials:
+def partials_of(plan: Plan, share: Share, work: WorkTile, block_id: Scalar) -> Partials:
     """A block has at most two work tiles that are not a whole head: its first, which does not begin
     its head, and its last, which does.
     """
@@ -550,4 +550,4 @@ def partials_of(plan: Plan, share: Share, work: WorkTile, cta: Scalar) -> Partia
         tiles_before, end = plan.tiles_of(work.length, _div)
         last = jnp.maximum(end - tiles_before - 1, 0) * plan.units_a_tile
     last = share.block_of(work.head_first_unit + last)
-    return Partials(last - first + 1, 2 * cta + begins, 2 * first + 1, 2 * first)
+    return Partials(last - first + 1, 2 * block_id + begins, 2 * first + 1, 2 * first)

@@ -22,7 +22,7 @@ from pallas_attn.kernels.mma import mma_rowmajor
 class Config:
     """Tuning only: the result is the same up to rounding. `tile`: keys of a kv tile; 32 of float32
     only. `stages`: tiles of K and V in the ring; with a single one nothing arrives under the
-    matmuls of a tile. `ctas`: persistent blocks. `split_tiles`: kv tiles of a split where
+    matmuls of a tile. `grid`: persistent blocks. `split_tiles`: kv tiles of a split where
     `batch_invariant` is asked for. `load_first`: the load of the next tile begins before the wait
     for this one. `q_rows`: query rows that a block takes at once, at most; where they are fewer
     than a kv head has, keys are read more than once.
@@ -30,7 +30,7 @@ class Config:
 
     tile: int = 64
     stages: int = 6
-    ctas: int = _gpus.multiprocessors(_gpus.HOPPER)
+    grid: int = _gpus.multiprocessors(_gpus.HOPPER)
     split_tiles: int = 16
     overlaps: bool = False  # begins while the kernel before it ends: `mosaic.overlap_launches`
     load_first: bool = False
@@ -43,7 +43,7 @@ class Config:
             self,
             tile=(self.tile in (32, 64, 128, 256), "32, 64, 128 or 256"),
             stages=(self.stages >= self.fewest_stages, f"at least {self.fewest_stages}"),
-            ctas=(self.ctas >= 1, "at least 1"),
+            grid=(self.grid >= 1, "at least 1"),
             split_tiles=(self.split_tiles >= 1, "at least 1"),
             q_rows=(self.q_rows in (4, 8, 16, 32, 64), "4, 8, 16, 32 or 64"),
         )
@@ -51,19 +51,19 @@ class Config:
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
         """What serves a problem that nobody tuned: as many bytes in flight as there is room for."""
-        ctas = _gpus.multiprocessors(problem.gpu)
-        choices = [cls(tile=64, stages=stages, ctas=ctas) for stages in (6, 5, 4, 3, 2)]
+        grid = _gpus.multiprocessors(problem.gpu)
+        choices = [cls(tile=64, stages=stages, grid=grid) for stages in (6, 5, 4, 3, 2)]
         wide = problem.dtype == "float32"
         if wide:
             # Two blocks a multiprocessor, one of which computes while the other waits.
-            pair = [cls(tile=tile, stages=2, ctas=2 * ctas) for tile in (64, 32)]
+            pair = [cls(tile=tile, stages=2, grid=2 * grid) for tile in (64, 32)]
             pair = [one for one in pair if fits(problem, _bytes_of_two, one)]
-            small = [cls(tile=32, stages=stages, ctas=ctas) for stages in (6, 5, 4, 3, 2)]
+            small = [cls(tile=32, stages=stages, grid=grid) for stages in (6, 5, 4, 3, 2)]
             choices = [*pair, *choices[:-1], *small]
         # Where rows are wide and shared memory is little: one tile at a time, or few queries.
         tile = 32 if wide else 64
         choices += [
-            cls(tile=tile, stages=stages, ctas=ctas, load_first=True, q_rows=rows)
+            cls(tile=tile, stages=stages, grid=grid, load_first=True, q_rows=rows)
             for rows in (16, 8, 4)
             for stages in (2, 1)
         ]

@@ -55,7 +55,7 @@ LONG = 2048  # keys of a block, from which on memory bandwidth counts more than 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """`tile`: keys of a kv tile; 32 of float32 only. `stages`: tiles of K and V in the ring.
-    `ctas`: persistent blocks. `split_tiles`: kv tiles of a split where `batch_invariant` is asked
+    `grid`: persistent blocks. `split_tiles`: kv tiles of a split where `batch_invariant` is asked
     for. `many_heads`: blocks have several heads each, and do what would slow down a block with one:
     queries are loaded a head ahead, scores of few rows are folded, and keys are shared out in units
     finer than tiles (`scheduler`), a head as `head_overhead` keys more than it has: what a block
@@ -66,7 +66,7 @@ class Config:
 
     tile: int = 64
     stages: int = 6
-    ctas: int = MULTIPROCESSORS
+    grid: int = MULTIPROCESSORS
     split_tiles: int = 16
     overlaps: bool = False  # begins while the kernel before it ends: `mosaic.overlap_launches`
     many_heads: bool = False
@@ -81,7 +81,7 @@ class Config:
             self,
             tile=(self.tile in (32, 64, 128, 256), "32, 64, 128 or 256"),
             stages=(self.stages >= self.fewest_stages, f"at least {self.fewest_stages}"),
-            ctas=(self.ctas >= 1, "at least 1"),
+            grid=(self.grid >= 1, "at least 1"),
             split_tiles=(self.split_tiles >= 1, "at least 1"),
             heads_at_once=(self.heads_at_once in (1, 2, 4), "1, 2 or 4"),
             head_overhead=(
@@ -109,7 +109,7 @@ class Config:
         keys = max(problem.capacities) * heads
         if problem.quantized and keys >= 2 * MULTIPROCESSORS * 8 * 128:
             for tile in (128, 64):
-                config = cls(tile=tile, stages=2, ctas=_even_pairs(heads), load_first=True)
+                config = cls(tile=tile, stages=2, grid=_even_pairs(heads), load_first=True)
                 if smem_bytes(problem, config) <= SMEM_OF_TWO:
                     return scheduler.deepest(smem_bytes, problem, config, SMEM_OF_TWO)
         if (two := _two_blocks(plan, heads, keys)) is not None:
@@ -117,15 +117,15 @@ class Config:
         even = [n for n in range(MULTIPROCESSORS, MULTIPROCESSORS - 9, -1) if heads % n == 0]
         most = MULTIPROCESSORS // heads * heads
         even += [most] if most > MULTIPROCESSORS - 9 else []
-        ctas = even[0] if even else MULTIPROCESSORS
+        grid = even[0] if even else MULTIPROCESSORS
         row = plan.itemsize * (problem.head_dim + problem.v_head_dim) + 8 * problem.quantized
         narrow = problem.head_dim + problem.v_head_dim <= 256  # else it takes too many registers
-        many_heads = heads >= ctas and narrow and not problem.quantized and not plan.is_float32
+        many_heads = heads >= grid and narrow and not problem.quantized and not plan.is_float32
         overhead = _whole_units(HEAD_OVERHEAD // row) if many_heads else 0
-        load_first = keys >= LONG * ctas and not plan.is_float32
+        load_first = keys >= LONG * grid and not plan.is_float32
         tile, most_bytes = 64, 2**16 if plan.row_blocks == 1 else 0
         share = 4 if problem.quantized or plan.is_float32 else 2
-        most = min(scheduler.widest_tile(problem), keys // ctas // share, most_bytes // row)
+        most = min(scheduler.widest_tile(problem), keys // grid // share, most_bytes // row)
         while 2 * tile <= most:
             tile *= 2
         choices, room = [], scheduler.SMEM_LIMIT
@@ -133,7 +133,7 @@ class Config:
             one = cls(
                 tile=tile,
                 stages=2,
-                ctas=ctas,
+                grid=grid,
                 many_heads=many_heads,
                 head_overhead=overhead,
                 load_first=load_first,
@@ -158,10 +158,15 @@ def _two_blocks(plan: Plan, heads: int, keys: int) -> Config | None:
     fits = fits and 2**14 < 64 * row <= 2**15 and LONG * MULTIPROCESSORS <= keys <= 5 * 2**19
     if not fits or heads < 256:
         return None
-    ctas = _even_pairs(heads)
+    grid = _even_pairs(heads)
     overhead = _whole_units(HEAD_OVERHEAD_OF_TWO // row)
     config = Config(
-        tile=64, stages=2, ctas=ctas, many_heads=True, head_overhead=overhead, load_first=True
+        tile=64,
+        stages=2,
+        grid=grid,
+        many_heads=True,
+        head_overhead=overhead,
+        load_first=True,
     )
     return config if smem_bytes(problem, config) <= SMEM_OF_TWO else None
 
@@ -183,7 +188,7 @@ def _with_heads_at_once(problem: DecodeProblem, config: Config) -> Config:
     choices = (4, 2) if problem.quantized else (4,) if config.many_heads else ()
     for heads in choices if max(problem.capacities) >= 2 * LONG else ():
         wider = dataclasses.replace(config, heads_at_once=heads)
-        if problem.sequences * problem.kv_heads // heads % config.ctas == 0:
+        if problem.sequences * problem.kv_heads // heads % config.grid == 0:
             with contextlib.suppress(ValueError):
                 return Plan(problem, wider).config
     return config
@@ -279,7 +284,7 @@ def _prologue(ctx: Context, look: Callable, first: WorkTile, share: Share) -> _A
     return _Ahead(ahead.work, ahead.tile if plan.pages_ahead else None)
 
 
-def _mainloop(ctx: Context, results: Results, share: Share, cta: Scalar) -> None:
+def _mainloop(ctx: Context, results: Results, share: Share, block_id: Scalar) -> None:
     """All work of a block, and the loads that run ahead of it."""
     plan, refs, smem = ctx
     stages = plan.config.stages
@@ -299,7 +304,7 @@ def _mainloop(ctx: Context, results: Results, share: Share, cta: Scalar) -> None
     def one_work(carry):
         unit, m, count, ahead, queries = carry
         work = scheduler.work_at(plan, smem.table, share, unit, m)
-        partials = scheduler.partials_of(plan, share, work, cta)
+        partials = scheduler.partials_of(plan, share, work, block_id)
         own = queries if queries_ahead else _queries(ctx, work)
         producer.check_skipped_pages(ctx, work)
         state = mainloop.initial(plan)
@@ -400,19 +405,19 @@ def _start(thread: threads.Thread, refs: _StartRefs, usable: Any, plan: Plan) ->
 
 
 def _kernel(refs: Refs, out: Ref, lse: Ref, partials: Any, smem: Smem, *, plan: Plan) -> None:
-    cta = lax.axis_index("cta")
+    block_id = lax.axis_index("block")
     if plan.config.overlaps:
         mosaic.overlap_launches()
     usable = producer.usable(plan, refs.layer)
     start = functools.partial(_start, plan=plan)
     threads.each_thread(start, _StartRefs(refs.given, smem), usable)
-    share = scheduler.share_of(plan, smem.table, cta)
+    share = scheduler.share_of(plan, smem.table, block_id)
     partial_out, partial_max, partial_sum = partials
     results = Results(out, lse, partial_out, partial_max, partial_sum, refs.counters, refs.sinks)
 
     @pl.when(share.first < share.end)
     def _():
-        _mainloop(Context(plan, refs, smem), results, share, cta)
+        _mainloop(Context(plan, refs, smem), results, share, block_id)
 
 
 # ---- the call ------------------------------------------------------------------------------------
@@ -446,8 +451,8 @@ def _launch(
             ),
         ),
         scratch_types=(scratch(plan),),
-        grid=(plan.ctas,),
-        grid_names=("cta",),
+        grid=(plan.grid,),
+        grid_names=("block",),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),

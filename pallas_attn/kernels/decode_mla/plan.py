@@ -65,7 +65,7 @@ class LatentPlan(Plan):
     @property
     def neighbours(self) -> int:
         """Blocks that read the same keys at the same time, each for other query rows."""
-        return math.gcd(self.chunks, self.config.ctas)
+        return math.gcd(self.chunks, self.config.grid)
 
     @property
     def scores_first(self) -> bool:
@@ -80,8 +80,8 @@ class LatentPlan(Plan):
         return GroupPlan(self.problem, self.config)
 
     @property
-    def ctas(self) -> int:
-        return self.groups.ctas * self.neighbours
+    def grid(self) -> int:
+        return self.groups.grid * self.neighbours
 
     @property
     def partials_a_block(self) -> int:
@@ -92,7 +92,7 @@ class LatentPlan(Plan):
     def partials(self) -> int:
         if self.problem.batch_invariant:
             return super().partials
-        return self.partials_a_block * self.groups.ctas
+        return self.partials_a_block * self.groups.grid
 
     def partial_block(self, partial: Scalar, wg: Scalar, n: Scalar) -> Scalar:
         """Where a block of columns of a partial lies: the n-th of those of a warpgroup."""
@@ -106,19 +106,19 @@ class GroupPlan(Plan):
 
     @property
     def neighbours(self) -> int:
-        return math.gcd(self.chunks, self.config.ctas)
+        return math.gcd(self.chunks, self.config.grid)
 
     @property
     def heads(self) -> int:
         return self.chunks // self.neighbours
 
     @property
-    def ctas(self) -> int:
+    def grid(self) -> int:
         unit = self.tile * self.tiles_a_unit
         units = self.heads * sum(max(1, -(-rows // unit)) for rows in self.problem.capacities)
         splits = mla_combine.best_splits(self, self.most_tiles)
         most = min(units, self.problem.sequences * self.heads * splits)
-        return max(1, min(self.config.ctas // self.neighbours, most))
+        return max(1, min(self.config.grid // self.neighbours, most))
 
 
 class Member(NamedTuple):
@@ -128,6 +128,6 @@ class Member(NamedTuple):
     number: Scalar
 
 
-def member_of(plan: LatentPlan, cta: Scalar) -> Member:
+def member_of(plan: LatentPlan, block_id: Scalar) -> Member:
     neighbours = jnp.int32(plan.neighbours)
-    return Member(lax.div(cta, neighbours), lax.rem(cta, neighbours))
+    return Member(lax.div(block_id, neighbours), lax.rem(block_id, neighbours))

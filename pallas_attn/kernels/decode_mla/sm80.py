@@ -49,13 +49,13 @@ COPYING = 8  # threads that copy a row
 @dataclasses.dataclass(frozen=True)
 class Config:
     """`tile`: keys of a tile. `stages`: tiles in the ring; with a single one nothing arrives under
-    the matmuls of a tile. `ctas`: persistent blocks. `split_tiles`: kv tiles of a split where
+    the matmuls of a tile. `grid`: persistent blocks. `split_tiles`: kv tiles of a split where
     `batch_invariant` is asked for.
     """
 
     tile: int = 64
     stages: int = 6
-    ctas: int = _gpus.multiprocessors(_gpus.HOPPER)
+    grid: int = _gpus.multiprocessors(_gpus.HOPPER)
     split_tiles: int = 16
     # What `scheduler.Plan` asks of the Config of every decode kernel.
     fewest_stages, q_rows, bulk, many_heads = 1, 64, False, False
@@ -66,16 +66,16 @@ class Config:
             self,
             tile=(self.tile in (32, 64), "32 or 64 of V within K"),
             stages=(self.stages >= self.fewest_stages, f"at least {self.fewest_stages}"),
-            ctas=(self.ctas >= 1, "at least 1"),
+            grid=(self.grid >= 1, "at least 1"),
             split_tiles=(self.split_tiles >= 1, "at least 1"),
         )
 
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
         """As many bytes in flight as there is room for."""
-        ctas = _gpus.multiprocessors(problem.gpu)
+        grid = _gpus.multiprocessors(problem.gpu)
         sizes = [(64, n) for n in (6, 5, 4, 3, 2)] + [(32, n) for n in (3, 2, 1)]
-        choices = [cls(tile=tile, stages=stages, ctas=ctas) for tile, stages in sizes]
+        choices = [cls(tile=tile, stages=stages, grid=grid) for tile, stages in sizes]
         return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
 
 
@@ -248,7 +248,7 @@ def _attend(ctx: Context, work: WorkTile, at: TileAt, state: State) -> State:
     mma_2x2.store_row_partials(given, smem.rows, 0, "max")
     mma_2x2.sync_row_pair(0)
     peak = mma_2x2.load_row_totals(smem.rows, 0, ROWS, "max")
-    row_max, base = softmax.raise_max(peak, plan.unit_of_logits, state.row_max, guarded=True)
+    row_max, base = softmax.raise_max(peak, plan.unit_of_logits, state.row_max, empty_ok=True)
     given = given if plan.unit_of_logits is None else given * plan.unit_of_logits
     p = jnp.exp2(given - mosaic.broadcast_rows(base, given.shape))
     rescale = jnp.exp2(state.row_max - base)
@@ -276,7 +276,7 @@ def _initial(plan: LatentPlan) -> State:
     return State(acc, row_sum, plgpu.layout_cast(row_max, mma_2x2.row_layout(ROWS)))
 
 
-def _mainloop(ctx: Context, results: Results, share: Share, cta: Scalar) -> None:
+def _mainloop(ctx: Context, results: Results, share: Share, block_id: Scalar) -> None:
     """All work of a block, and the loads that run ahead of it."""
     plan, refs, smem = ctx
     stages = plan.config.stages
@@ -315,7 +315,7 @@ def _mainloop(ctx: Context, results: Results, share: Share, cta: Scalar) -> None
 
         carry = _initial(plan), count, ahead
         state, count, ahead = lax.fori_loop(work.tile, work.end, one_tile, carry)
-        _epilogue(ctx, results, work, state, scheduler.partials_of(plan, share, work, cta))
+        _epilogue(ctx, results, work, state, scheduler.partials_of(plan, share, work, block_id))
         return work.next_unit, work.sequence, count, ahead
 
     start = (share.first, m, jnp.int32(0), ahead)
@@ -349,16 +349,16 @@ def _fill_table(thread: threads.Thread, refs: Any, usable: Any, plan: LatentPlan
 
 
 def _kernel(refs: Refs, out: Ref, lse: Ref, partials: Any, smem: Smem, *, plan: LatentPlan) -> None:
-    cta, usable = lax.axis_index("cta"), producer.usable(plan, refs.layer)
+    block_id, usable = lax.axis_index("block"), producer.usable(plan, refs.layer)
     program = functools.partial(_fill_table, plan=plan)
     threads.each_thread(program, scheduler.TableRefs(refs.given, smem.table), usable)
-    share = scheduler.share_of(plan, smem.table, cta)
+    share = scheduler.share_of(plan, smem.table, block_id)
     partial_out, partial_max, partial_sum = partials
     results = Results(out, lse, partial_out, partial_max, partial_sum, refs.counters, refs.sinks)
 
     @pl.when(share.first < share.end)
     def _():
-        _mainloop(Context(plan, refs, smem), results, share, cta)
+        _mainloop(Context(plan, refs, smem), results, share, block_id)
 
 
 # ---- the call ------------------------------------------------------------------------------------
@@ -391,8 +391,8 @@ def _launch(
             ),
         ),
         scratch_types=(scratch(plan),),
-        grid=(plan.ctas,),
-        grid_names=("cta",),
+        grid=(plan.grid,),
+        grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="decode_latent_sm80",
     )

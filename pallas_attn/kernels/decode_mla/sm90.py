@@ -65,12 +65,12 @@ SCORES, PRODUCER = V_WARPGROUPS, V_WARPGROUPS + 1  # the other warpgroups
 @dataclasses.dataclass(frozen=True)
 class Config:
     """`stages`: the ring has room for so many blocks of columns, if not for as many as the kernel
-    needs. `ctas`: persistent blocks. `split_tiles`: kv tiles of a split where `batch_invariant` is
+    needs. `grid`: persistent blocks. `split_tiles`: kv tiles of a split where `batch_invariant` is
     asked for.
     """
 
     stages: int = 6
-    ctas: int = _gpus.multiprocessors(_gpus.HOPPER)
+    grid: int = _gpus.multiprocessors(_gpus.HOPPER)
     split_tiles: int = 16
     # What `scheduler.Plan` asks of the Config of every decode kernel.
     tile, fewest_stages, q_rows, bulk, many_heads = TILE, 2, ROWS, True, False
@@ -80,7 +80,7 @@ class Config:
         check(
             self,
             stages=(self.stages >= self.fewest_stages, f"at least {self.fewest_stages}"),
-            ctas=(self.ctas >= 1, "at least 1"),
+            grid=(self.grid >= 1, "at least 1"),
             split_tiles=(self.split_tiles >= 1, "at least 1"),
         )
 
@@ -89,11 +89,11 @@ class Config:
         """As many bytes in flight as there is room for; and so many blocks that all have as much to
         do, where a few less than there are multiprocessors have.
         """
-        most = cls().ctas
+        most = cls().grid
         heads = problem.sequences * _plan_of(problem, cls()).chunks
         few = range(most, most - most // 16, -1)
-        ctas = next((n for n in few if heads % n == 0 or n % heads == 0), most)
-        return scheduler.deepest(smem_bytes, problem, cls(ctas=ctas), scheduler.SMEM_LIMIT)
+        grid = next((n for n in few if heads % n == 0 or n % heads == 0), most)
+        return scheduler.deepest(smem_bytes, problem, cls(grid=grid), scheduler.SMEM_LIMIT)
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -224,12 +224,12 @@ def _ring_block(ctx: Context, wg: Any, number: Scalar) -> _RingBlock:
     return _RingBlock(smem.kv.at[wg, slot], smem.ready.at[entry], smem.free.at[entry])
 
 
-def _each_work(ctx: Context, cta: Scalar, body: Callable) -> None:
+def _each_work(ctx: Context, block_id: Scalar, body: Callable) -> None:
     """`body(work, number, count)` for each work of the block; `count`: the tiles before, which it
     comes back with, those of this work added.
     """
     plan, table = ctx.plan, ctx.smem.table
-    member = member_of(plan, cta)
+    member = member_of(plan, block_id)
 
     def own(work, number, count):
         head = work.head * plan.neighbours + member.number
@@ -246,10 +246,10 @@ def _q_block(plan: LatentPlan, number: Scalar, count: Scalar) -> Scalar:
     return number + count * plan.blocks_a_tile
 
 
-def _load(ctx: Context, cta: Scalar) -> None:
+def _load(ctx: Context, block_id: Scalar) -> None:
     """The producer."""
     plan, smem = ctx.plan, ctx.smem
-    own = member_of(plan, cta).number
+    own = member_of(plan, block_id).number
 
     def prefetches(tile):  # one of the neighbours does
         return lax.rem(tile, jnp.int32(plan.neighbours)) == own
@@ -283,7 +283,7 @@ def _load(ctx: Context, cta: Scalar) -> None:
         ahead = prefetches if plan.scores_first else None
         return mla_producer.load(ctx, work, count, blocks_of, ahead)
 
-    _each_work(ctx, cta, one_work)
+    _each_work(ctx, block_id, one_work)
 
 
 def _load_q(ctx: Context, work: WorkTile, number: Scalar, count: Scalar) -> None:
@@ -364,7 +364,7 @@ def _put(ref: Ref, numbers: Array) -> None:
     ref[...] = numbers
 
 
-def _score(ctx: Context, cta: Scalar) -> None:
+def _score(ctx: Context, block_id: Scalar) -> None:
     """Probabilities of all tiles, and what they are relative to.
 
     Where scores are first, those of a tile are released when the scores of the next are all but
@@ -393,7 +393,7 @@ def _score(ctx: Context, cta: Scalar) -> None:
                         mla_producer.clear(block.ref, plan.block_columns, live)
 
             s, _ = mainloop.logits(plan, work, tile, s, None)
-            new = softmax.next_step(s, plan.unit_of_logits, row_max, guarded=True)
+            new = softmax.next_step(s, plan.unit_of_logits, row_max, empty_ok=True)
             row_sum = softmax.rescaled(new, row_sum) + new.row_sum
             # What probabilities are put over were keys: all warps must have their scores.
             each_thread(mla_producer.sync, (), ())
@@ -412,7 +412,7 @@ def _score(ctx: Context, cta: Scalar) -> None:
         row_sum = mosaic.filled((ROWS, softmax.PARTIALS), 0.0)
         return lax.fori_loop(work.tile, work.end, one_tile, (row_max, row_sum, count))[2]
 
-    _each_work(ctx, cta, one_work)
+    _each_work(ctx, block_id, one_work)
 
 
 class State(NamedTuple):
@@ -424,7 +424,7 @@ class State(NamedTuple):
 class _Own(NamedTuple):
     """Which block and which warpgroup this is."""
 
-    cta: Scalar
+    block_id: Scalar
     wg: Scalar
 
 
@@ -476,7 +476,7 @@ def _weigh(ctx: Context, results: Results, own: _Own) -> None:
         _epilogue(ctx, results, work, state, own)
         return count
 
-    _each_work(ctx, own.cta, one_work)
+    _each_work(ctx, own.block_id, one_work)
 
 
 def _join(smem: Smem) -> None:
@@ -489,7 +489,7 @@ def _epilogue(ctx: Context, results: Results, work: WorkTile, state: State, own:
     makes the result of all.
     """
     plan, smem, wg = ctx.plan, ctx.smem, own.wg
-    member = member_of(plan, own.cta)
+    member = member_of(plan, own.block_id)
     share = scheduler.share_of(plan.groups, smem.table, member.group)
     count, *others = scheduler.partials_of(plan.groups, share, work, member.group)
     index, first, later = (n * plan.neighbours + member.number for n in others)
@@ -584,7 +584,7 @@ def _write(
 def _kernel(  # noqa: PLR0913
     refs: Refs, given: Any, out: Ref, lse: Ref, partials: Any, smem: Smem, *, plan: LatentPlan
 ) -> None:
-    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+    block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     results, ctx = Results(out, lse, *partials, *given), Context(plan, refs, smem)
 
     @pl.when(wg == PRODUCER)
@@ -592,19 +592,19 @@ def _kernel(  # noqa: PLR0913
         plgpu.set_max_registers(24, action="decrease")
         mla_producer.fill_table(ctx)
         plgpu.barrier_arrive(smem.table_ready)
-        _load(ctx, cta)
+        _load(ctx, block_id)
 
     @pl.when(wg == SCORES)
     def _():
         plgpu.set_max_registers(168, action="increase")
         plgpu.barrier_wait(smem.table_ready)
-        _score(ctx, cta)
+        _score(ctx, block_id)
 
     @pl.when(wg < V_WARPGROUPS)
     def _():
         plgpu.set_max_registers(160, action="increase")
         plgpu.barrier_wait(smem.table_ready)
-        _weigh(ctx, results, _Own(cta, wg))
+        _weigh(ctx, results, _Own(block_id, wg))
 
 
 # ---- the call ------------------------------------------------------------------------------------
@@ -640,8 +640,8 @@ def _launch(
             ),
         ),
         scratch_types=(scratch(plan),),
-        grid=(plan.ctas,),
-        grid_names=("cta",),
+        grid=(plan.grid,),
+        grid_names=("block",),
         num_threads=V_WARPGROUPS + 2,
         thread_name="wg",
         compiler_params=mla_producer.COMPILER,

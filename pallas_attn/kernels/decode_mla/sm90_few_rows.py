@@ -54,9 +54,9 @@ class FewPlan(Plan):
         return 1
 
     @property
-    def ctas(self) -> int:
+    def grid(self) -> int:
         splits = mla_combine.best_splits(self, 2 * self.most_tiles)
-        return min(super().ctas, self.problem.sequences * splits)
+        return min(super().grid, self.problem.sequences * splits)
 
     @property
     def block_columns(self) -> int:
@@ -288,7 +288,7 @@ def _one_tile(ctx: Context, work: WorkTile, tile: Scalar, carry: _Carry) -> _Car
     return _Carry(state._replace(accs=_weigh(plan, blocks, ref, state.accs)), count + 1)
 
 
-def _compute(ctx: Context, results: Results, share: Share, cta: Scalar) -> None:
+def _compute(ctx: Context, results: Results, share: Share, block_id: Scalar) -> None:
     plan, smem, rows = ctx.plan, ctx.smem, ctx.plan.chunk_rows
 
     def one_work(work, number, count):
@@ -302,7 +302,7 @@ def _compute(ctx: Context, results: Results, share: Share, cta: Scalar) -> None:
         )
         step = functools.partial(_one_tile, ctx, work)
         state, count = lax.fori_loop(work.tile, work.end, step, _Carry(state, count))
-        _epilogue(ctx, results, work, state, scheduler.partials_of(plan, share, work, cta))
+        _epilogue(ctx, results, work, state, scheduler.partials_of(plan, share, work, block_id))
         return count
 
     mla_producer.each_work(plan, smem.table, share, one_work, jnp.int32(0))
@@ -381,19 +381,19 @@ def _write(plan: FewPlan, results: Results, m: Scalar, whole: State) -> None:
 def _kernel(  # noqa: PLR0913
     refs: Refs, given: Any, out: Ref, lse: Ref, partials: Any, smem: Smem, *, plan: FewPlan
 ) -> None:
-    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+    block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     results, ctx = Results(out, lse, *partials, *given), Context(plan, refs, smem)
 
     @pl.when(wg == 1)
     def _():
         mla_producer.fill_table(ctx)
         plgpu.barrier_arrive(smem.table_ready)
-        _load(ctx, scheduler.share_of(plan, smem.table, cta))
+        _load(ctx, scheduler.share_of(plan, smem.table, block_id))
 
     @pl.when(wg == 0)
     def _():
         plgpu.barrier_wait(smem.table_ready)
-        _compute(ctx, results, scheduler.share_of(plan, smem.table, cta), cta)
+        _compute(ctx, results, scheduler.share_of(plan, smem.table, block_id), block_id)
 
 
 # ---- the call ------------------------------------------------------------------------------------
@@ -420,8 +420,8 @@ def launch(
             ),
         ),
         scratch_types=(scratch(plan),),
-        grid=(plan.ctas,),
-        grid_names=("cta",),
+        grid=(plan.grid,),
+        grid_names=("block",),
         num_threads=2,
         thread_name="wg",
         compiler_params=mla_producer.COMPILER,

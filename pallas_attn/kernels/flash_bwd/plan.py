@@ -28,7 +28,7 @@ from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import wgmma
 
 ROWS = attention_plan.ROWS
-SECTION_BYTES = 32 * 2**20  # of what the heads of a section read and add to: a part of L2
+L2_BYTES = 32 * 2**20  # of what the heads of an L2 group read and add to: a part of L2
 WORK_TILE_OVERHEAD = 1.5  # of a work tile, in steps of one query tile
 
 
@@ -119,7 +119,7 @@ class Plan(attention_plan.Plan):
     """A problem and a config, and what follows from them, where work tiles are keys."""
 
     block_kv: int = 2 * ROWS  # keys of a work tile
-    section_bytes = SECTION_BYTES
+    l2_bytes = L2_BYTES
 
     @property
     def kv_tiles(self) -> int:
@@ -161,30 +161,30 @@ class Plan(attention_plan.Plan):
         return (self.kv_tiles - 1).bit_length()
 
     @property
-    def ctas(self) -> int:
+    def grid(self) -> int:
         work = self.heads * self.kv_tiles
-        return min(self.config.ctas or work, work)
+        return min(self.config.grid or work, work)
 
     @property
-    def section(self) -> int:
-        """Heads whose work tiles are scheduled together: see `attention_plan.Plan.section`. Here
+    def l2_heads(self) -> int:
+        """Heads whose work tiles are scheduled together: see `attention_plan.Plan.l2_heads`. Here
         they read q and dO, and add to a float32 dq.
         """
         problem, config = self.problem, self.config
-        if config.section:
-            return min(config.section, self.heads)
-        blocks = config.ctas or 132
+        if config.l2_heads:
+            return min(config.l2_heads, self.heads)
+        blocks = config.grid or 132
         if self.has_few_work_tiles:
-            # Long ones that begin late, in a later section, leave other blocks idle. About as many
+            # Long ones that begin late, in a later L2 group, leave other blocks idle. About as many
             # as there are blocks at a time.
             fit = 3 * blocks // (4 * self.kv_tiles)
         elif not problem.mask.bounds_right:
             fit = blocks // self.kv_tiles
         else:
-            limit = self.section_bytes * (2 if problem.mask.bounds_left else 1)
+            limit = self.l2_bytes * (2 if problem.mask.bounds_left else 1)
             fit = max(limit // self.head_bytes, blocks // self.kv_tiles)
-        sections = pl.cdiv(self.heads, max(fit, 1))
-        return pl.cdiv(self.heads, sections)
+        groups = pl.cdiv(self.heads, max(fit, 1))
+        return pl.cdiv(self.heads, groups)
 
     @property
     def head_bytes(self) -> int:
@@ -195,7 +195,7 @@ class Plan(attention_plan.Plan):
     @property
     def has_few_work_tiles(self) -> bool:
         """Whether a block has so few that its idle time at the end depends on the schedule."""
-        return self.heads * self.kv_tiles < 4 * (self.config.ctas or 132)
+        return self.heads * self.kv_tiles < 4 * (self.config.grid or 132)
 
     @property
     def is_packed(self) -> bool:
@@ -204,12 +204,12 @@ class Plan(attention_plan.Plan):
         """
         no_sum = not self.config.fused or self.problem.deterministic
         work = self.heads * self.kv_tiles
-        return no_sum and self.has_few_work_tiles and not self.config.section and self.ctas < work
+        return no_sum and self.has_few_work_tiles and not self.config.l2_heads and self.grid < work
 
     @property
     def exceeds_l2(self) -> bool:
         """Whether blocks cannot all be busy with heads that stay in L2 together."""
-        return self.has_few_work_tiles and self.heads * self.head_bytes > 8 * SECTION_BYTES
+        return self.has_few_work_tiles and self.heads * self.head_bytes > 8 * L2_BYTES
 
     @property
     def ragged_keys(self) -> bool:
@@ -353,7 +353,7 @@ def place_of(
 @functools.lru_cache(maxsize=64)
 def schedule(plan: Plan) -> np.ndarray:
     """int32[blocks, n]: for each block how many work tiles it takes, and their codes for
-    `work_tile`: by section of heads, then longest first.
+    `work_tile`: by L2 group, then longest first.
     """
     costs = np.full(plan.kv_tiles, WORK_TILE_OVERHEAD)
     problem = plan.problem
@@ -361,14 +361,13 @@ def schedule(plan: Plan) -> np.ndarray:
         span = plan.q_span(tile * plan.block_kv, problem.q_offset, plan.padded_rows, problem.kv_len)
         costs[tile] += problem.group * (span.hi - span.lo)
     order = np.argsort(-costs, kind="stable")
-    section = plan.section
     codes = []
-    for first in range(0, plan.heads, section):
-        heads = np.arange(first, min(first + section, plan.heads))
+    for first in range(0, plan.heads, plan.l2_heads):
+        heads = np.arange(first, min(first + plan.l2_heads, plan.heads))
         codes.append(((heads[None] << plan.code_bits) + order[:, None]).ravel())
     work = np.concatenate(codes)
     assign = tile_scheduler.assign_packed if plan.is_packed else tile_scheduler.assign
-    return assign(work, costs[work & ((1 << plan.code_bits) - 1)], plan.ctas)
+    return assign(work, costs[work & ((1 << plan.code_bits) - 1)], plan.grid)
 
 
 def needs_mask(plan: Plan, work: WorkTile, t: Any) -> Any:
@@ -456,7 +455,7 @@ def ordered_after(refs: Refs, result: Any) -> Refs:
 # ---- the producer -------------------------------------------------------------------------------
 
 
-def produce(ctx: Context, cta: Any, load_keys: Callable[[Any, WorkTile], None]) -> None:
+def produce(ctx: Context, block_id: Any, load_keys: Callable[[Any, WorkTile], None]) -> None:
     """The producer warpgroup loads the query tiles of every work tile, in order, by the rings
     `smem.q_ring` and `smem.do_ring`. load_keys(n, work) loads the keys of work tile n; it is called
     after the first query tile, since the keys before them are in use for longer.
@@ -466,7 +465,7 @@ def produce(ctx: Context, cta: Any, load_keys: Callable[[Any, WorkTile], None]) 
 
     def one_work_tile(n, carry):
         count, code = carry
-        following = refs.schedule[cta, n + 2]
+        following = refs.schedule[block_id, n + 2]
         work = work_tile(plan, refs, code)
 
         def step(i, count):
@@ -483,7 +482,7 @@ def produce(ctx: Context, cta: Any, load_keys: Callable[[Any, WorkTile], None]) 
         pl.when(work.steps == 0)(functools.partial(load_keys, n, work))
         return count, following
 
-    count, first = refs.schedule[cta, 0], refs.schedule[cta, 1]
+    count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
     lax.fori_loop(0, count, one_work_tile, (jnp.int32(0), first))
 
 

@@ -15,7 +15,7 @@ global memory: five matmuls in all (`fused`); two small kernels clear that array
 Head dims above 128 take two warpgroups, each of which makes half of the columns of all gradients;
 of the scores one makes P and the other dS (`split_products`) or, where q and v are not equally
 wide, each those of half of the queries. With a mask such a block has several work tiles, one after
-the other (`ctas`): what the next one reads first is loaded while one ends. Where bits must repeat,
+the other (`grid`): what the next one reads first is loaded while one ends. Where bits must repeat,
 or shared memory does not suffice, dQ is a kernel of its own with the forward's grid, which computes
 S and dP again, and wide heads have a launch for dK and one for dV; where that is not enough either,
 all operands come by some columns at a time (`sm80_column_stream`). A bias that wants a gradient has
@@ -80,13 +80,13 @@ class Config:
     warpgroups: int = 1
     do_stages: int = 1  # tiles of dO in shared memory
     fused: bool = True  # dq is added up in global memory; else by a kernel of its own
-    section: int = 0  # heads whose work tiles are scheduled together; 0: see Plan.section
+    l2_heads: int = 0  # heads whose work tiles are scheduled together; 0: see Plan.l2_heads
     split_products: bool = False  # one of two warpgroups makes P, the other dS, where both can
     dq_row_blocks: int = 1  # of 64 query rows, in the kernel for dq alone
     dq_block_kv: int = 64
     dq_stages: int = 2
     columns: int = 0  # of q, k, v and dO in shared memory at a time; 0: all
-    ctas: int = 0  # blocks, which take several work tiles one after the other; 0: one a work tile
+    grid: int = 0  # blocks, which take several work tiles one after the other; 0: one a work tile
 
     def __post_init__(self):
         blocks = (32, 64) if self.fused else (16, 32, 64)
@@ -105,7 +105,7 @@ class Config:
                 "False unless warpgroups and warp_rows are 2",
             ),
             do_stages=(self.do_stages in (1, 2), "1 or 2"),
-            section=(self.section >= 0, "at least 0"),
+            l2_heads=(self.l2_heads >= 0, "at least 0"),
             dq_row_blocks=(self.dq_row_blocks in (1, 2), "1 or 2"),
             dq_block_kv=(self.dq_block_kv in (16, 32, 64), "16, 32 or 64"),
             dq_stages=(self.dq_stages in (1, 2), "1 or 2"),
@@ -128,10 +128,10 @@ class Config:
         if problem.dtype == "float32":
             choices = [cls()] if dim <= 128 else []
         elif dim > 128:
-            ctas = (
+            grid = (
                 attention_plan.BLOCKS if problem.gpu == "sm90" and not problem.mask.is_full else 0
             )
-            wide = cls(warp_rows=2, warpgroups=2, do_stages=2, split_products=True, ctas=ctas)
+            wide = cls(warp_rows=2, warpgroups=2, do_stages=2, split_products=True, grid=grid)
             choices = [wide, cls(block_q=32, warpgroups=2)]
         else:
             choices = [cls(warp_rows=2) if dim > 64 else cls(2, 32), cls()]
@@ -150,7 +150,7 @@ class Config:
 class KeyPlan(Widths, shared.Plan):
     """Of work tiles of keys."""
 
-    section_bytes = attention_plan.SECTION_BYTES
+    l2_bytes = attention_plan.L2_BYTES
 
     @property
     def fused(self) -> bool:
@@ -184,14 +184,14 @@ class KeyPlan(Widths, shared.Plan):
     @property
     def is_persistent(self) -> bool:
         """Whether a block has several work tiles: all must have query tiles."""
-        if not (self.config.ctas and self.fused) or not set(self.problem.arrays) <= FIXED:
+        if not (self.config.grid and self.fused) or not set(self.problem.arrays) <= FIXED:
             return False
         return all(span.hi > span.lo for span in self.static_spans())
 
     @property
-    def ctas(self) -> int:
+    def grid(self) -> int:
         work = self.heads * self.kv_tiles
-        return min(self.config.ctas, work) if self.is_persistent else work
+        return min(self.config.grid, work) if self.is_persistent else work
 
     @property
     def width_unit(self) -> int:
@@ -560,16 +560,16 @@ def _scores(block: Block, step: Step, first: FirstRows) -> tuple[Any, Any]:
 
 def _kernel(ctx: Context, outs: Any, which: str) -> None:
     plan, refs, _ = ctx
-    cta, groups = lax.axis_index("cta"), plan.config.warpgroups
+    block_id, groups = lax.axis_index("block"), plan.config.warpgroups
     group = lax.axis_index("wg") if groups > 1 else jnp.int32(0)
     stand = plan.stand._replace(group=group)
 
     def block_of(n):
-        work = shared.work_tile(plan, refs, refs.schedule[cta, n + 1])
+        work = shared.work_tile(plan, refs, refs.schedule[block_id, n + 1])
         return Block(ctx, work, which, stand)
 
     if plan.is_persistent:
-        return _all_work_tiles(block_of, refs.schedule[cta, 0], outs)
+        return _all_work_tiles(block_of, refs.schedule[block_id, 0], outs)
     return _store(block_of(0), outs, _mainloop(block_of(0)))
 
 
@@ -626,7 +626,7 @@ def _column_stream(ctx: Context, work: WorkTile, which: str) -> Stream:
 
 def _column_kernel(refs: Refs, *rest: Any, plan: KeyPlan, which: str) -> None:
     *outs, smem = rest
-    work = shared.work_tile(plan, refs, refs.schedule[lax.axis_index("cta"), 1])
+    work = shared.work_tile(plan, refs, refs.schedule[lax.axis_index("block"), 1])
     stream = _column_stream(Context(plan, refs, smem), work, which)
     shape, parts = (ROWS, plan.config.block_q), plan.terms
     steps = plan.problem.group * work.steps
@@ -675,8 +675,8 @@ def _launch_by_columns(plan: KeyPlan, refs: Refs, which: str) -> dict[str, Any]:
         functools.partial(_column_kernel, plan=plan, which=which),
         out_type=tuple(jax.ShapeDtypeStruct(shapes[name], problem.dtype) for name in which),
         scratch_types=(sm80_column_stream.scratch(plan, plan.config.block_q),),
-        grid=(plan.ctas,),
-        grid_names=("cta",),
+        grid=(plan.grid,),
+        grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=f"flash_bwd_{which}_streams_sm80",
     )
@@ -724,8 +724,8 @@ def _launch(plan: KeyPlan, refs: Refs, which: str) -> dict[str, Any]:
         functools.partial(_kernel_of, plan=plan, which=which),
         out_type=tuple(jax.ShapeDtypeStruct((*sizes, dims[name]), problem.dtype) for name in which),
         scratch_types=(scratch(plan, which),),
-        grid=(plan.ctas,),
-        grid_names=("cta",),
+        grid=(plan.grid,),
+        grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=f"flash_bwd_{which}_sm80",
         **warpgroup_arguments(plan.config.warpgroups),

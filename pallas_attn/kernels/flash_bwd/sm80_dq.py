@@ -158,7 +158,7 @@ def _row_statistics(ctx: Context, rows: Rows) -> RowStatistics:
 
 def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
     ctx = Context(plan, refs, smem)
-    tile = tile_scheduler.tile_of(plan, refs, refs.schedule[lax.axis_index("cta"), 1])
+    tile = tile_scheduler.tile_of(plan, refs, refs.schedule[lax.axis_index("block"), 1])
     length = jnp.int32(plan.problem.q_len)
     q_len = length if tile.q_len is None else tile.q_len
     rows = Rows(tile.batch, tile.head, tile.row, tile.q_offset, q_len, tile.kv_len)
@@ -229,8 +229,8 @@ def dq_of(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Any:
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct(sizes, problem.dtype),
         scratch_types=(scratch(plan),),
-        grid=(plan.ctas,),
-        grid_names=("cta",),
+        grid=(plan.grid,),
+        grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_bwd_dq_sm80",
     )

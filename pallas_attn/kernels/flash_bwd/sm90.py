@@ -34,8 +34,8 @@ class Config:
     block_q: int = 64
     stages: int = 2
     fused: bool = True  # dq is added up in global memory, where `sm90_fused` can
-    section: int = 0  # heads whose work tiles are scheduled together; 0: see Plan.section
-    ctas: int = 132  # blocks; 0: one a work tile
+    l2_heads: int = 0  # heads whose work tiles are scheduled together; 0: see Plan.l2_heads
+    grid: int = 132  # blocks; 0: one a work tile
     dq_block_kv: int = 64  # of `sm90_dq`
     dq_stages: int = 2  # of `sm90_dq`
     dq_lag: int = 1  # steps between dS and its dQ: with 2, warpgroups wait less for each other
@@ -50,8 +50,8 @@ class Config:
             self,
             block_q=(self.block_q in blocks, "64 or 128, or, if it is not fused, 16 or 32"),
             stages=(self.stages >= 2, "at least 2"),
-            section=(self.section >= 0, "at least 0"),
-            ctas=(self.ctas >= 0, "at least 0"),
+            l2_heads=(self.l2_heads >= 0, "at least 0"),
+            grid=(self.grid >= 0, "at least 0"),
             dq_block_kv=(self.dq_block_kv in (32, 64, 128), "32, 64 or 128"),
             dq_stages=(self.dq_stages >= 2, "at least 2"),
             dq_lag=(self.dq_lag in lags, " or ".join(map(str, lags))),
@@ -144,7 +144,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> Plan:
 
 def _dq_plan(problem: AttentionProblem, config: Config) -> Any:
     by_rows = flash_fwd_sm90.Config(
-        config.dq_warpgroups, config.dq_block_kv, config.dq_stages, 0, config.ctas
+        config.dq_warpgroups, config.dq_block_kv, config.dq_stages, 0, config.grid
     )
     return attention_plan.Plan(problem, by_rows)
 

@@ -120,7 +120,7 @@ def buffer_bytes(plan: Plan) -> int:
 # ---- the producer -------------------------------------------------------------------------------
 
 
-def _produce(ctx: Context, cta: Any) -> None:
+def _produce(ctx: Context, block_id: Any) -> None:
     """The producer warpgroup: keys and query tiles of every work tile, in order."""
     smem = ctx.smem
 
@@ -132,7 +132,7 @@ def _produce(ctx: Context, cta: Any) -> None:
             pl.when(n > 0)(functools.partial(plgpu.barrier_wait, free))
             shared.load_kv_tile(ctx, work, name, 0, to, ready)
 
-    shared.produce(ctx, cta, load_keys)
+    shared.produce(ctx, block_id, load_keys)
 
 
 # ---- the consumers ------------------------------------------------------------------------------
@@ -336,13 +336,13 @@ class Consumer(NamedTuple):
     out: Any
 
 
-def _consume(ctx: Context, cta: Any, consumer: Consumer) -> None:
+def _consume(ctx: Context, block_id: Any, consumer: Consumer) -> None:
     """Every work tile of a block."""
     plan, refs, _ = ctx
 
     def one_work_tile(n, carry):
         count, code = carry
-        following = refs.schedule[cta, n + 2]  # read long before it is needed
+        following = refs.schedule[block_id, n + 2]  # read long before it is needed
         work = shared.work_tile(plan, refs, code)
         plgpu.barrier_wait(consumer.ready)
         value, count = consumer.make(ctx, work, count)
@@ -354,7 +354,7 @@ def _consume(ctx: Context, cta: Any, consumer: Consumer) -> None:
             _store(consumer, work, value)
         return count, following
 
-    count, first = refs.schedule[cta, 0], refs.schedule[cta, 1]
+    count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
     lax.fori_loop(0, count, one_work_tile, (jnp.int32(0), first))
     plgpu.wait_smem_to_gmem(0)
 
@@ -378,22 +378,22 @@ def _store(consumer: Consumer, work: WorkTile, value: Any) -> None:
 
 
 def _kernel(refs: Refs, dk_ref: Any, dv_ref: Any, smem: Smem, *, plan: Plan) -> None:
-    ctx, cta, wg = Context(plan, refs, smem), lax.axis_index("cta"), lax.axis_index("wg")
+    ctx, block_id, wg = Context(plan, refs, smem), lax.axis_index("block"), lax.axis_index("wg")
 
     @pl.when(wg == 2)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-        _produce(ctx, cta)
+        _produce(ctx, block_id)
 
     @pl.when(wg == 0)
     def _():
         plgpu.set_max_registers(240, action="increase")
-        _consume(ctx, cta, Consumer(_make_dv, smem.k.at[0], smem.k_ready, smem.k_free, dv_ref))
+        _consume(ctx, block_id, Consumer(_make_dv, smem.k.at[0], smem.k_ready, smem.k_free, dv_ref))
 
     @pl.when(wg == 1)
     def _():
         plgpu.set_max_registers(240, action="increase")
-        _consume(ctx, cta, Consumer(_make_dk, smem.v.at[0], smem.v_ready, smem.v_free, dk_ref))
+        _consume(ctx, block_id, Consumer(_make_dk, smem.v.at[0], smem.v_ready, smem.v_free, dk_ref))
 
 
 # ---- the call -----------------------------------------------------------------------------------
@@ -421,8 +421,8 @@ def dk_dv(plan: Plan, refs: Refs) -> KeyGradients:
         functools.partial(_kernel, plan=plan),
         out_type=tuple(outs),
         scratch_types=(scratch(plan),),
-        grid=(plan.ctas,),
-        grid_names=("cta",),
+        grid=(plan.grid,),
+        grid_names=("block",),
         num_threads=3,
         thread_name="wg",
         compiler_params=params,

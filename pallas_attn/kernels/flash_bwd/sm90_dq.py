@@ -107,14 +107,14 @@ def span_of(plan: Plan, refs: Refs, tile: Tile) -> Any:
 # ---- the producer -------------------------------------------------------------------------------
 
 
-def _produce(ctx: Context, cta: Any) -> None:
+def _produce(ctx: Context, block_id: Any) -> None:
     """The producer warpgroup: K and V of every work tile, in the order in which they are used."""
     plan, refs, smem = ctx
     block = plan.config.block_kv
 
     def one_work_tile(n, carry):
         count, code = carry
-        following = refs.schedule[cta, n + 2]
+        following = refs.schedule[block_id, n + 2]
         tile = tile_scheduler.tile_of(plan, refs, code)
         span = span_of(plan, refs, tile)
         head = lax.div(tile.head, jnp.int32(plan.problem.group))
@@ -140,7 +140,7 @@ def _produce(ctx: Context, cta: Any) -> None:
 
         return lax.fori_loop(span.lo, span.hi, step, count), following
 
-    count, first = refs.schedule[cta, 0], refs.schedule[cta, 1]
+    count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
     lax.fori_loop(0, count, one_work_tile, (jnp.int32(0), first))
 
 
@@ -294,15 +294,15 @@ def _mainloop(ctx: Context, rows: Rows, count: Any) -> tuple[Any, Any]:
     return pl.run_scoped(in_accumulator, plgpu.ACC((ROWS, width), jnp.float32))
 
 
-def _consume(ctx: Context, dq_ref: Any, cta: Any, wg: Any) -> None:
+def _consume(ctx: Context, dq_ref: Any, block_id: Any, wg: Any) -> None:
     """A consumer warpgroup: every work tile of its block."""
     plan, refs, smem = ctx
-    count, first = refs.schedule[cta, 0], refs.schedule[cta, 1]
+    count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
     _load_rows(ctx, tile_scheduler.tile_of(plan, refs, first), wg)
 
     def one_work_tile(n, carry):
         kv_count, code = carry
-        following = refs.schedule[cta, n + 2]
+        following = refs.schedule[block_id, n + 2]
         tile = tile_scheduler.tile_of(plan, refs, code)
         row = tile.row + wg * ROWS
         lse, delta = (
@@ -354,9 +354,9 @@ def _store(ctx: Context, dq_ref: Any, rows: Rows, dq: Any) -> None:
 
 
 def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: Plan) -> None:
-    ctx, cta, wg = Context(plan, refs, smem), lax.axis_index("cta"), lax.axis_index("wg")
-    produce = functools.partial(_produce, ctx, cta)
-    consume = functools.partial(_consume, ctx, dq_ref, cta, wg)
+    ctx, block_id, wg = Context(plan, refs, smem), lax.axis_index("block"), lax.axis_index("wg")
+    produce = functools.partial(_produce, ctx, block_id)
+    consume = functools.partial(_consume, ctx, dq_ref, block_id, wg)
     registers = 160 if plan.config.warpgroups == 3 else 240
     mosaic.share_registers(wg, plan.config.warpgroups, produce, consume, registers)
 
@@ -393,8 +393,8 @@ def dq_of(plan: Plan, refs: Refs) -> Any:
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct(padded, problem.dtype),
         scratch_types=(scratch(plan),),
-        grid=(plan.ctas,),
-        grid_names=("cta",),
+        grid=(plan.grid,),
+        grid_names=("block",),
         num_threads=plan.config.warpgroups + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),

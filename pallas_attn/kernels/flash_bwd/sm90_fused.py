@@ -141,7 +141,7 @@ def buffer_bytes(plan: Plan) -> int:
 # ---- the producer -------------------------------------------------------------------------------
 
 
-def _produce(ctx: Context, cta: Any) -> None:
+def _produce(ctx: Context, block_id: Any) -> None:
     """The producer warpgroup: keys and query tiles of every work tile, in order."""
     smem = ctx.smem
 
@@ -151,7 +151,7 @@ def _produce(ctx: Context, cta: Any) -> None:
             for name, to in (("k", smem.k), ("v", smem.v)):
                 shared.load_kv_tile(ctx, work, name, wg * ROWS, to.at[wg], smem.kv_ready)
 
-    shared.produce(ctx, cta, load_keys)
+    shared.produce(ctx, block_id, load_keys)
 
 
 # ---- dQ, and its sum in global memory -----------------------------------------------------------
@@ -613,7 +613,7 @@ def _ds_staging(plan: Plan, smem: Smem, wg: Any) -> KeyGradients:
     return KeyGradients(found[:wanted], found[wanted:])
 
 
-def _consume(ctx: Context, outs: KeyGradients, cta: Any, wg: Any) -> None:
+def _consume(ctx: Context, outs: KeyGradients, block_id: Any, wg: Any) -> None:
     """A consumer warpgroup: every work tile of its block."""
     plan, refs, smem = ctx
 
@@ -627,7 +627,7 @@ def _consume(ctx: Context, outs: KeyGradients, cta: Any, wg: Any) -> None:
 
     def one_work_tile(n, carry):
         count, code = carry
-        following = refs.schedule[cta, n + 2]  # read long before it is needed
+        following = refs.schedule[block_id, n + 2]  # read long before it is needed
         work = shared.work_tile(plan, refs, code)
         plgpu.barrier_wait(smem.kv_ready)
         grads, count = _mainloop(ctx, work, wg, count)
@@ -635,15 +635,15 @@ def _consume(ctx: Context, outs: KeyGradients, cta: Any, wg: Any) -> None:
         _store_dk_dv(ctx, outs, work, wg, grads)
         return count, following
 
-    count, first = refs.schedule[cta, 0], refs.schedule[cta, 1]
+    count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
     lax.fori_loop(0, count, one_work_tile, (jnp.int32(0), first))
     plgpu.wait_smem_to_gmem(0)
 
 
 def _kernel(refs: Refs, dk_ref: Any, dv_ref: Any, smem: Smem, *, plan: Plan) -> None:
-    ctx, cta, wg = Context(plan, refs, smem), lax.axis_index("cta"), lax.axis_index("wg")
-    produce = functools.partial(_produce, ctx, cta)
-    consume = functools.partial(_consume, ctx, KeyGradients(dk_ref, dv_ref), cta, wg)
+    ctx, block_id, wg = Context(plan, refs, smem), lax.axis_index("block"), lax.axis_index("wg")
+    produce = functools.partial(_produce, ctx, block_id)
+    consume = functools.partial(_consume, ctx, KeyGradients(dk_ref, dv_ref), block_id, wg)
     mosaic.share_registers(wg, WARPGROUPS, produce, consume, 240)
 
 
@@ -666,8 +666,8 @@ def dk_dv(plan: Plan, refs: Refs) -> KeyGradients:
             for x in (refs.k, refs.v)
         ),
         scratch_types=(scratch(plan),),
-        grid=(plan.ctas,),
-        grid_names=("cta",),
+        grid=(plan.grid,),
+        grid_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         compiler_params=mosaic.without_barriers(),

@@ -144,10 +144,10 @@ def chunks(plan: Plan) -> int:
     return min(range(1, count + 1), key=cost)
 
 
-def _walk(plan: Plan, cta: Any) -> Walk:
+def _walk(plan: Plan, block_id: Any) -> Walk:
     parts = chunks(plan)
     length = pl.cdiv(plan.kv_tiles, parts)
-    row, part = lax.div(cta, jnp.int32(parts)), lax.rem(cta, jnp.int32(parts))
+    row, part = lax.div(block_id, jnp.int32(parts)), lax.rem(block_id, jnp.int32(parts))
     batch, head = (f(row, jnp.int32(plan.problem.q_heads)) for f in (lax.div, lax.rem))
     begin = jnp.minimum(part * length, plan.kv_tiles)
     end = jnp.minimum(begin + length, plan.kv_tiles)
@@ -293,7 +293,7 @@ def _step(ctx: Context, outs: Gradients, walk: Walk, t: Any, open_dq: Any) -> An
 
 def _kernel(refs: Refs, dq_ref: Any, dk_ref: Any, dv_ref: Any, smem: Smem, *, plan: Plan) -> None:
     ctx, outs = Context(plan, refs, smem), Gradients(dq_ref, dk_ref, dv_ref)
-    walk = _walk(plan, lax.axis_index("cta"))
+    walk = _walk(plan, lax.axis_index("block"))
     count = pairs(plan.problem)
     smem.row_numbers[...] = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=mosaic.COLUMN)
     plgpu.commit_smem()
@@ -325,7 +325,7 @@ def dq_dk_dv(plan: Plan, refs: Refs) -> Gradients:
         ),
         scratch_types=(scratch(plan),),
         grid=(plan.heads * chunks(plan),),
-        grid_names=("cta",),
+        grid_names=("block",),
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_window_sm90",
     )

@@ -79,10 +79,10 @@ class Config:
     warp_rows: int = 4  # warps of a warpgroup one above the other; 2: two by two
     scores_ahead: bool = False  # a tile ahead of exponents; 16-bit numbers with warp_rows 2 alone
     columns_before_v: int = 32  # of the head dim, multiplied before V is loaded, where stages is 1
-    section: int = 0  # heads whose work tiles are taken together; 0: see Plan.section
+    l2_heads: int = 0  # heads whose work tiles are taken together; 0: see Plan.l2_heads
     columns: int = 0  # of q, k and v in shared memory at a time; 0: all
 
-    ctas = 0  # one block a work tile
+    grid = 0  # one block a work tile
 
     def __post_init__(self):
         even, one_block = self.block_kv % 32 == 0, self.split_rows or self.row_blocks == 1
@@ -97,7 +97,7 @@ class Config:
                 self.columns_before_v % 16 == 0 <= self.columns_before_v,
                 "a multiple of 16",
             ),
-            section=(self.section >= 0, "at least 0"),
+            l2_heads=(self.l2_heads >= 0, "at least 0"),
             split_rows=(even or not self.split_rows, "False where block_kv is odd times 16"),
             warp_rows=(
                 self.warp_rows == 4 or (self.warp_rows == 2 and by_two),
@@ -316,9 +316,9 @@ def _step(ctx: Context, rows: Rows, q: Any, t: Any, masked: bool, state: State) 
     if config.stages == 1:
         sync_and_copy(copy(t - 1, "k"), pending=0)
     given = score_mod.logits(ctx, rows, t, s, masked)
-    guarded = masked or plan.has("bias")
+    empty_ok = masked or plan.has("bias")
     new, (acc, row_sum) = softmax.step_and_rescale(
-        given, plan.unit, state.row_max, (state.acc, state.row_sum), guarded=guarded
+        given, plan.unit, state.row_max, (state.acc, state.row_sum), empty_ok=empty_ok
     )
     p = mma_sync.parts_of(new.p, terms, smem.v.dtype)
     acc = mma_sync.matmul_add(acc, p, smem.v, slot, plan.v_width)
@@ -355,8 +355,8 @@ def _step_by_columns(
     """`_step`, whose operands come by some columns at a time."""
     plan = ctx.plan
     given = score_mod.logits(ctx, rows, walk.where, walk.scores(), masked)
-    guarded = masked or plan.has("bias")
-    new = softmax.step(given, plan.unit, state.row_max, guarded=guarded)
+    empty_ok = masked or plan.has("bias")
+    new = softmax.step(given, plan.unit, state.row_max, empty_ok=empty_ok)
     acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
     p = mma_sync.parts_of(new.p, plan.terms, plan.operand_dtype)
     return State(walk.weigh(acc, p), row_sum + new.row_sum, new.row_max)
@@ -402,11 +402,11 @@ def _step_of_warp_pairs(ctx: Context, rows: Rows, t: Any, masked: bool, state: S
     return State(acc, row_sum + new.row_sum, row_max)
 
 
-def _raise_shared_max(ctx: Context, rows: Rows, state: State, guarded: bool) -> tuple[Any, Any]:
+def _raise_shared_max(ctx: Context, rows: Rows, state: State, empty_ok: bool) -> tuple[Any, Any]:
     """`softmax.raise_max` by the maxima that both warps of a row have put into shared memory."""
     plan, own = ctx.plan, ctx.plan.own_rows
     peak = mma_2x2.load_row_totals(ctx.smem.rows, rows.wg * own, own, "max")
-    return softmax.raise_max(peak, plan.unit, state.row_max, guarded=guarded)
+    return softmax.raise_max(peak, plan.unit, state.row_max, empty_ok=empty_ok)
 
 
 def _any_moved(plan: WholePlan, state: State, row_max: Any) -> Any:
@@ -516,7 +516,7 @@ def _epilogue(ctx: Context, rows: Rows, state: State) -> None:
 
 def _kernel(refs: Refs, out: Any, lse: Any, smem: Smem, *, plan: WholePlan) -> None:
     ctx = Context(plan, refs._replace(out=out, lse=lse), smem)
-    tile = tile_scheduler.tile_of(plan, refs, refs.schedule[lax.axis_index("cta"), 1])
+    tile = tile_scheduler.tile_of(plan, refs, refs.schedule[lax.axis_index("block"), 1])
     wg = lax.axis_index("wg") if plan.groups > 1 else jnp.int32(0)
     rows = Rows(tile, tile.row + wg * plan.own_rows, wg, _span(plan, refs, tile))
     ahead = plan.config.scores_ahead and plan.terms == 1
@@ -560,8 +560,8 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
             jax.ShapeDtypeStruct((batch, problem.q_heads, plan.padded_rows), jnp.float32),
         ),
         scratch_types=(scratch(plan),),
-        grid=(plan.ctas,),
-        grid_names=("cta",),
+        grid=(plan.grid,),
+        grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_fwd_sm80",
         **warpgroup_arguments(plan.groups),

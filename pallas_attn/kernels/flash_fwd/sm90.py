@@ -8,7 +8,7 @@ that order the warpgroups, lost some of that and is not done.
 
 Grid: one persistent block a multiprocessor. It takes the work tiles that `tile_scheduler.schedule`
 lists for it, each of which is `64 * warpgroups` query rows of one head. They are ordered longest
-first (causal: last rows first) within sections of heads whose K and V fit in L2; the query heads of
+first (causal: last rows first) within L2 groups, heads whose K and V fit in L2; the query heads of
 a kv head are neighbours.
 
 Warpgroups: one producer, which loads K and V by TMA for all work tiles of the block, and
@@ -81,8 +81,8 @@ class Config:
     warpgroups: int = 2  # consumers
     block_kv: int = 128  # keys of a kv tile
     stages: int = 2  # entries of the ring of K and V
-    section: int = 0  # heads whose work tiles are taken together; 0: see Plan.section
-    ctas: int = 132  # blocks; 0: one a work tile
+    l2_heads: int = 0  # heads whose work tiles are taken together; 0: see Plan.l2_heads
+    grid: int = 132  # blocks; 0: one a work tile
     q_slots: int = 2  # q tiles of a consumer; 2: the next is loaded early, where there is room
     exp_before_wait: int = 0  # quarters of a tile's exponents, computed before the wait for P V
 
@@ -92,8 +92,8 @@ class Config:
             warpgroups=(self.warpgroups in (1, 2, 3, 4), "1, 2, 3 or 4"),
             block_kv=(16 <= self.block_kv <= 256 and self.block_kv % 16 == 0, "16, 32, .. 256"),
             stages=(self.stages >= 2, "at least 2"),
-            section=(self.section >= 0, "at least 0"),
-            ctas=(self.ctas >= 0, "at least 0"),
+            l2_heads=(self.l2_heads >= 0, "at least 0"),
+            grid=(self.grid >= 0, "at least 0"),
             q_slots=(self.q_slots in (1, 2), "1 or 2"),
             exp_before_wait=(self.exp_before_wait in (0, 1, 2, 3, 4), "0 to 4"),
         )
@@ -104,21 +104,21 @@ class Config:
         if problem.dtype == "float32":
             return _float32(problem)
         mask, dim = problem.mask, max(problem.head_dim, problem.v_head_dim)
-        section = _section(problem, dim)
+        l2_heads = _l2_heads(problem, dim)
         early = 4 if mask.is_causal and not mask.bounds_left and problem.q_len >= 4096 else 0
         if dim <= 64 and _fits(problem, 4) and not _takes_wide_tiles(problem):
-            return cls(4, block_kv=64, stages=6, section=section, exp_before_wait=early)
+            return cls(4, block_kv=64, stages=6, l2_heads=l2_heads, exp_before_wait=early)
         if dim <= 64:
-            return cls(3, block_kv=128, stages=4, section=section)
+            return cls(3, block_kv=128, stages=4, l2_heads=l2_heads)
         segments = "q_segment_ids" in problem.arrays
         bias = problem.bias_shape is not None and problem.bias_shape[:2] != (1, 1)
         if dim <= 128 and not (segments or bias) and _fits(problem, 3):
             stages, early = (4, 0) if dim <= 96 else (3, early)
-            return cls(3, block_kv=64, stages=stages, section=section, exp_before_wait=early)
+            return cls(3, block_kv=64, stages=stages, l2_heads=l2_heads, exp_before_wait=early)
         narrow = problem.head_dim <= 192 and problem.v_head_dim <= 128 and not segments
         if dim <= 128 or narrow:
-            return cls(2, block_kv=128, stages=2, section=section)
-        config = cls(2, block_kv=64, stages=2, section=section)
+            return cls(2, block_kv=128, stages=2, l2_heads=l2_heads)
+        config = cls(2, block_kv=64, stages=2, l2_heads=l2_heads)
         fits = smem_bytes(problem, config) <= SMEM_LIMIT
         return config if fits else dataclasses.replace(config, q_slots=1)
 
@@ -133,8 +133,8 @@ def _takes_wide_tiles(problem: AttentionProblem) -> bool:
     return "q_lengths" in arrays or (problem.mask.is_full and not arrays)
 
 
-# Heads of a section, by mask and widest head dim, from a query length on; 0: see Plan.section.
-_SECTIONS = {
+# Heads of an L2 group, by mask and widest head dim, from a query length on; 0: see Plan.l2_heads.
+_L2_HEADS = {
     ("causal", 64): ((0, 32), (1024, 16), (4096, 8)),
     ("causal", 80): ((0, 16),),
     ("causal", 128): ((0, 16), (1536, 32), (3584, 8), (6144, 0)),
@@ -146,14 +146,14 @@ _SECTIONS = {
 }
 
 
-def _section(problem: AttentionProblem, dim: int) -> int:
+def _l2_heads(problem: AttentionProblem, dim: int) -> int:
     mask, widths = problem.mask, (64, 80, 96, 128, 256)
     kind = "full" if mask.is_full else "window" if mask.bounds_left else "causal"
     dim = next((width for width in widths if dim <= width), 0)
-    found = _SECTIONS.get((kind, dim), ((0, 0),))
-    section = next(heads for start, heads in reversed(found) if problem.q_len >= start)
+    found = _L2_HEADS.get((kind, dim), ((0, 0),))
+    l2_heads = next(heads for start, heads in reversed(found) if problem.q_len >= start)
     group = problem.q_heads // problem.kv_heads  # whole ones: their heads share K and V
-    return max(section // group, 1) * group if section else 0
+    return max(l2_heads // group, 1) * group if l2_heads else 0
 
 
 def _fits(problem: AttentionProblem, warpgroups: int) -> bool:
@@ -300,7 +300,7 @@ class Ring(NamedTuple):
         return jnp.where(slot == self.stages - 1, 0, slot + 1)
 
 
-def _produce(ctx: Context, cta: Any) -> None:
+def _produce(ctx: Context, block_id: Any) -> None:
     """K and V of all work tiles of a block, in the order in which consumers use them."""
     plan, refs, _ = ctx
     ring = Ring.of(ctx)
@@ -310,7 +310,7 @@ def _produce(ctx: Context, cta: Any) -> None:
 
     def one_tile(i, carry):
         count, code, ends = carry
-        following = refs.schedule[cta, i + 2]
+        following = refs.schedule[block_id, i + 2]
         tile = tile_scheduler.tile_of(plan, refs, code)
         record = None if ends is None else lambda i: ends.get(i, 0)
         lo, hi = tile_scheduler.block_span(plan, record, tile)
@@ -325,8 +325,8 @@ def _produce(ctx: Context, cta: Any) -> None:
         count = lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), one_entry, count)
         return count, following, ends
 
-    first = refs.schedule[cta, 1]
-    lax.fori_loop(0, refs.schedule[cta, 0], one_tile, (jnp.int32(0), first, ends_of(first)))
+    first = refs.schedule[block_id, 1]
+    lax.fori_loop(0, refs.schedule[block_id, 0], one_tile, (jnp.int32(0), first, ends_of(first)))
 
 
 class _Entry(NamedTuple):
@@ -380,10 +380,10 @@ def _load_entry(ctx: Context, tile: Tile, entry: _Entry) -> None:
 # ---- consumers: a warpgroup each, 64 query rows of every work tile -------------------------------
 
 
-def _consume(ctx: Context, cta: Any, wg: Any) -> None:
+def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
     """All work tiles of a block."""
     plan, refs, smem = ctx
-    count, first, second = (refs.schedule[cta, i] for i in range(3))
+    count, first, second = (refs.schedule[block_id, i] for i in range(3))
     q_tiles = smem.q.shape[0] // plan.config.warpgroups
 
     def q_slot(i):
@@ -393,7 +393,7 @@ def _consume(ctx: Context, cta: Any, wg: Any) -> None:
 
     def one_tile(i, carry):
         slot, code, following = carry
-        after = refs.schedule[cta, i + 3]  # read long before it is used
+        after = refs.schedule[block_id, i + 3]  # read long before it is used
 
         def load_next():
             tile = tile_scheduler.tile_of(plan, refs, following)
@@ -548,7 +548,7 @@ def _prologue(ctx: Context, rows: Rows, slot: Any, scale: _Scale, meanwhile: Any
     given = score_mod.logits_by_row_bounds(ctx, rows, rows.span.hi - 1, s, masked, ids)
     if smem.kv_ids is not None:
         ring.release(slot)
-    new = softmax.step(given, scale.unit, mosaic.filled((ROWS,), -jnp.inf), guarded=True)
+    new = softmax.step(given, scale.unit, mosaic.filled((ROWS,), -jnp.inf), empty_ok=True)
     acc = mosaic.filled((ROWS, plan.v_width), 0.0)
     rescale = new.rescale if plan.exact else None
     return State(acc, new.row_sum, new.row_max, _p_operand(plan, new.p), rescale)
@@ -561,7 +561,7 @@ def mainloop(ctx: Context, rows: Rows, slot: Any, meanwhile: Any) -> tuple[State
     plan, smem = ctx.plan, ctx.smem
     span, config, ring = rows.span, plan.config, Ring.of(ctx)
     shape = (ROWS, config.block_kv)
-    guarded = plan.has("bias")
+    empty_ok = plan.has("bias")
     scale = _scale_of(ctx, rows.tile)
     state = _prologue(ctx, rows, slot, scale, meanwhile)
 
@@ -580,9 +580,9 @@ def mainloop(ctx: Context, rows: Rows, slot: Any, meanwhile: Any) -> tuple[State
             given = score_mod.logits_by_row_bounds(
                 ctx, rows, t, s, masked, _ids_at(smem, slot), (low, high)
             )
-            unsure, before_wait = masked is not False or guarded, config.exp_before_wait
+            unsure, before_wait = masked is not False or empty_ok, config.exp_before_wait
             return softmax.next_step(
-                given, scale.unit, state.row_max, guarded=unsure, before_wait=before_wait
+                given, scale.unit, state.row_max, empty_ok=unsure, before_wait=before_wait
             )
 
         if plan.exact:
@@ -668,10 +668,10 @@ def _epilogue(ctx: Context, rows: Rows, result: Result) -> None:
 
 
 def _kernel(refs: Refs, out: Any, lse: Any, smem: Smem, *, plan: Plan) -> None:
-    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+    block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     ctx = Context(plan, refs._replace(out=out, lse=lse), smem)
-    produce = functools.partial(_produce, ctx, cta)
-    consume = functools.partial(_consume, ctx, cta, wg)
+    produce = functools.partial(_produce, ctx, block_id)
+    consume = functools.partial(_consume, ctx, block_id, wg)
     consumers = plan.config.warpgroups
     mosaic.share_registers(wg, consumers, produce, consume, REGISTERS[consumers])
 
@@ -694,8 +694,8 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
             jax.ShapeDtypeStruct((batch, problem.q_heads, plan.padded_rows), jnp.float32),
         ),
         scratch_types=(scratch(plan),),
-        grid=(plan.ctas,),
-        grid_names=("cta",),
+        grid=(plan.grid,),
+        grid_names=("block",),
         num_threads=config.warpgroups + 1,
         thread_name="wg",
         compiler_params=mosaic.without_barriers(),

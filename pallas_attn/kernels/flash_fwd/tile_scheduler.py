@@ -30,7 +30,7 @@ RANK_SPREAD = 8.0  # what the first rank is taken to cost, above the last one's 
 @functools.lru_cache(maxsize=64)
 def schedule(plan: Plan) -> np.ndarray:
     """int32[blocks, n]: for each block how many work tiles it takes, and their codes for `tile_of`;
-    see `assign`. Work tiles are ordered by section of heads, then by rows, then by head. Lengths
+    see `assign`. Work tiles are ordered by L2 group of heads, then by rows, then by head. Lengths
     and offsets that are arrays are not known here: the costs are those of none. Where there are
     segments a code has a rank in place of rows, and `schedule_by_rank` replaces it.
     """
@@ -46,11 +46,11 @@ def schedule(plan: Plan) -> np.ndarray:
             span = plan.span(position, plan.tile_rows, problem.kv_len)
             costs[tile] += max(span.hi - span.lo, 0)
     codes = []
-    for first in range(0, plan.heads, plan.section):
-        heads = np.arange(first, min(first + plan.section, plan.heads))
+    for first in range(0, plan.heads, plan.l2_heads):
+        heads = np.arange(first, min(first + plan.l2_heads, plan.heads))
         codes.append((heads[None] << plan.code_bits) + q_tiles[:, None])
     order = np.concatenate([code.ravel() for code in codes])
-    return assign(order, costs[order & ((1 << plan.code_bits) - 1)], plan.ctas)
+    return assign(order, costs[order & ((1 << plan.code_bits) - 1)], plan.grid)
 
 
 def schedule_by_rank(plan: Plan, segment_spans: Any) -> Any:

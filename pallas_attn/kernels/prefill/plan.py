@@ -97,8 +97,8 @@ class Plan(attention_plan.Plan):
         return problem.batch * problem.kv_heads * self.q_tiles * self.config.splits
 
     @property
-    def ctas(self) -> int:
-        return min(self.config.ctas, self.units)
+    def grid(self) -> int:
+        return min(self.config.grid, self.units)
 
     @functools.cached_property
     def parts(self) -> frozenset[str]:

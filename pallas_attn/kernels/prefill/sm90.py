@@ -71,7 +71,7 @@ class Config:
     stages: int = 2  # entries of the ring of K and V
     q_slots: int = 2  # q tiles of a consumer; 2: the next unit's is loaded early
     splits: int = 1  # parts that the kv tiles of a q tile are split into
-    ctas: int = BLOCKS  # persistent blocks
+    grid: int = BLOCKS  # persistent blocks
     exp_before_wait: int = 0  # as in the dense forward
 
     def __post_init__(self):
@@ -82,7 +82,7 @@ class Config:
             stages=(self.stages >= 2, "at least 2"),
             q_slots=(self.q_slots in (1, 2), "1 or 2"),
             splits=(1 <= self.splits <= MOST_SPLITS, f"1 to {MOST_SPLITS}"),
-            ctas=(self.ctas >= 1, "at least 1"),
+            grid=(self.grid >= 1, "at least 1"),
             exp_before_wait=(self.exp_before_wait in (0, 1, 2, 3, 4), "0 to 4"),
         )
 
@@ -118,7 +118,7 @@ def _cost(problem: DecodeProblem, config: Config) -> float:
     launch of `combine` three, and partials what it takes to read them once.
     """
     plan = Plan.of(problem, config)
-    waves, tiles = pl.cdiv(plan.units, config.ctas), pl.cdiv(max(problem.capacities), 128)
+    waves, tiles = pl.cdiv(plan.units, config.grid), pl.cdiv(max(problem.capacities), 128)
     speed = {1: 0.75, 2: 1.0, 3: 1.08}[config.warpgroups]
     cost = waves * config.warpgroups / speed * (pl.cdiv(tiles, config.splits) + 1.5)
     if config.splits > 1:
@@ -269,9 +269,9 @@ def _unit_of(ctx: Context, number: Any) -> Unit:
     return Unit(m, kv_head, q_tile, split, tile, span, bad)
 
 
-def _units_of(plan: Plan, cta: Any) -> Any:
+def _units_of(plan: Plan, block_id: Any) -> Any:
     """How many units a block has."""
-    return lax.div(plan.units - cta + (plan.ctas - 1), jnp.int32(plan.ctas))
+    return lax.div(plan.units - block_id + (plan.grid - 1), jnp.int32(plan.grid))
 
 
 class WgTile(NamedTuple):
@@ -303,13 +303,13 @@ class Target(NamedTuple):
     landed: Any
 
 
-def _produce(ctx: Context, cta: Any) -> None:
+def _produce(ctx: Context, block_id: Any) -> None:
     """K and V of every unit of the block, in the order in which consumers use them."""
     plan, refs, smem = ctx
     stages, block, ring = plan.config.stages, plan.config.block_kv, Ring.of(ctx)
 
     def one_unit(i, count):
-        unit = _unit_of(ctx, cta + i * plan.ctas)
+        unit = _unit_of(ctx, block_id + i * plan.grid)
         tiles = unit.span.hi - unit.span.lo
 
         def entry(e, count):
@@ -329,7 +329,7 @@ def _produce(ctx: Context, cta: Any) -> None:
 
         return lax.fori_loop(0, jnp.where(tiles > 0, tiles + 1, 0), entry, count)
 
-    lax.fori_loop(0, _units_of(plan, cta), one_unit, jnp.int32(0))
+    lax.fori_loop(0, _units_of(plan, block_id), one_unit, jnp.int32(0))
 
 
 def _arrive(barrier: Any, times: int) -> None:
@@ -455,22 +455,22 @@ def _load_q(ctx: Context, unit: Unit, wg: Any, slot: Any) -> None:
         plgpu.copy_gmem_to_smem(source, to, smem.q_ready.at[slot])
 
 
-def _consume(ctx: Context, cta: Any, wg: Any) -> None:
+def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
     """A consumer warpgroup: every unit of its block."""
     plan, smem = ctx.plan, ctx.smem
-    config, units = plan.config, _units_of(plan, cta)
+    config, units = plan.config, _units_of(plan, block_id)
 
     def q_slot(i):
         return wg if config.q_slots == 1 else wg + (i & 1) * config.warpgroups
 
     def load_q(i):
-        unit = _unit_of(ctx, jnp.minimum(cta + i * plan.ctas, plan.units - 1))
+        unit = _unit_of(ctx, jnp.minimum(block_id + i * plan.grid, plan.units - 1))
         pl.when(i < units)(lambda: _load_q(ctx, unit, wg, q_slot(i)))
 
     load_q(jnp.int32(0))
 
     def one_unit(i, slot):
-        unit = _unit_of(ctx, cta + i * plan.ctas)
+        unit = _unit_of(ctx, block_id + i * plan.grid)
         own, lost = _wg_tile_of(plan, unit, wg), _is_lost(ctx, unit, wg)
         if config.q_slots > 1:
             load_q(i + 1)
@@ -558,10 +558,10 @@ def _store(ctx: Context, end: Ending, result: Result) -> None:
 
 def _kernel(refs: Refs, *rest: Any, plan: Plan) -> None:
     *results, smem = rest
-    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+    block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     ctx = Context(plan, refs._replace(results=tuple(results)), smem)
-    produce = functools.partial(_produce, ctx, cta)
-    consume = functools.partial(_consume, ctx, cta, wg)
+    produce = functools.partial(_produce, ctx, block_id)
+    consume = functools.partial(_consume, ctx, block_id, wg)
     consumers = plan.config.warpgroups
     simple = not plan.layout.paged and not plan.layout.separate
     registers = (REGISTERS if simple else REGISTERS_OF_TABLES)[consumers]
@@ -590,8 +590,8 @@ def _launch(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tup
         functools.partial(_kernel, plan=plan),
         out_type=results,
         scratch_types=(scratch(plan),),
-        grid=(plan.ctas,),
-        grid_names=("cta",),
+        grid=(plan.grid,),
+        grid_names=("block",),
         num_threads=config.warpgroups + 1,
         thread_name="wg",
         compiler_params=mosaic.without_barriers(),

@@ -68,7 +68,7 @@ class Config:
     splits: int
     block_in: int = 64  # columns that pass by at a time
     stages: int = 0  # 0: as many as fit
-    ctas: int = SMS
+    grid: int = SMS
 
     @classmethod
     def default(cls, problem: Problem, splits: int | None = None) -> "Config":
@@ -98,7 +98,7 @@ def _cost(problem: Problem, config: Config) -> float:
     shared = 2 * steps * config.block_in * (config.block_out + _padded(problem) / 16)
     partial = 8 * problem.rows * problem.out * config.splits * (config.splits > 1) / SMS
     filling = 2 * config.block_out * config.block_in  # until the first matmul
-    return -(-units // config.ctas) * shared + partial + filling
+    return -(-units // config.grid) * shared + partial + filling
 
 
 def _width(problem: Problem, config: Config) -> int:
@@ -167,25 +167,28 @@ class Plan:
         )
 
 
-def _units(plan: Plan, cta: Any) -> Any:
-    """How many units a block has: cta, cta + ctas, ..."""
-    return lax.div(plan.tiles * plan.config.splits - cta + plan.config.ctas - 1, plan.config.ctas)
+def _units(plan: Plan, block_id: Any) -> Any:
+    """How many units a block has: block_id, block_id + grid, ..."""
+    return lax.div(
+        plan.tiles * plan.config.splits - block_id + plan.config.grid - 1,
+        plan.config.grid,
+    )
 
 
-def _unit(plan: Plan, cta: Any, n: Any) -> tuple[Any, Any]:
+def _unit(plan: Plan, block_id: Any, n: Any) -> tuple[Any, Any]:
     """(first column of the result, split)."""
-    unit, splits = cta + n * plan.config.ctas, jnp.int32(plan.config.splits)
+    unit, splits = block_id + n * plan.config.grid, jnp.int32(plan.config.splits)
     return lax.div(unit, splits) * plan.width, lax.rem(unit, splits)
 
 
-def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
+def _load(plan: Plan, refs: Refs, smem: Smem, block_id: Any) -> None:
     config, stages, rows = plan.config, jnp.int32(smem.w.shape[0]), _padded(plan.problem)
     layer, parts = refs.layer[0], 1 + plan.problem.gated
-    total = _units(plan, cta) * plan.steps
+    total = _units(plan, block_id) * plan.steps
 
     def where(count):
         """Of a part: its slot, its first row of the weight, its columns."""
-        row, split = _unit(plan, cta, lax.div(count, jnp.int32(plan.steps)))
+        row, split = _unit(plan, block_id, lax.div(count, jnp.int32(plan.steps)))
         step = split * plan.steps + lax.rem(count, jnp.int32(plan.steps))
         columns = pl.ds(step * config.block_in, config.block_in)
         return lax.rem(count, stages), row, columns
@@ -206,7 +209,7 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
             plgpu.barrier_wait(smem.free.at[slot])
             weight(count)
 
-        x = refs.x.at[pl.ds(0 * cta, rows), columns]
+        x = refs.x.at[pl.ds(0 * block_id, rows), columns]
         plgpu.copy_gmem_to_smem(x, smem.x.at[slot, pl.ds(0, rows)], smem.ready.at[slot])
 
     # Only x is made by the kernel before this one.
@@ -216,11 +219,11 @@ def _load(plan: Plan, refs: Refs, smem: Smem, cta: Any) -> None:
     lax.fori_loop(0, total, step, None)
 
 
-def _compute(plan: Plan, smem: Smem, out_ref: Any, cta: Any) -> None:
+def _compute(plan: Plan, smem: Smem, out_ref: Any, block_id: Any) -> None:
     stages = jnp.int32(smem.w.shape[0])
 
     def one_unit(n, count):
-        row, split = _unit(plan, cta, n)
+        row, split = _unit(plan, block_id, n)
 
         def matmuls(acc):
             def step(i, count):
@@ -248,18 +251,18 @@ def _compute(plan: Plan, smem: Smem, out_ref: Any, cta: Any) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         smem.out[...] = value.astype(smem.out.dtype)
         plgpu.commit_smem()
-        there = out_ref.at[split, pl.ds(0 * cta, ROWS), pl.ds(row, plan.width)]
+        there = out_ref.at[split, pl.ds(0 * block_id, ROWS), pl.ds(row, plan.width)]
         plgpu.copy_smem_to_gmem(smem.out, there)
         return count
 
-    lax.fori_loop(0, _units(plan, cta), one_unit, jnp.int32(0))
+    lax.fori_loop(0, _units(plan, block_id), one_unit, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the launch is over when all is written
 
 
 def _kernel(refs: Refs, out_ref: Any, smem: Smem, *, plan: Plan) -> None:
-    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
-    pl.when(wg == 1)(functools.partial(_load, plan, refs, smem, cta))
-    pl.when(wg == 0)(functools.partial(_compute, plan, smem, out_ref, cta))
+    block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
+    pl.when(wg == 1)(functools.partial(_load, plan, refs, smem, block_id))
+    pl.when(wg == 0)(functools.partial(_compute, plan, smem, out_ref, block_id))
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
@@ -275,8 +278,8 @@ def run(x: Any, w: Any, layer: Any, problem: Problem, config: Config) -> Any:
             (config.splits, rows, problem.out), _out_dtype(problem, config)
         ),
         scratch_types=(plan.scratch(),),
-        grid=(min(config.ctas, plan.tiles * config.splits),),
-        grid_names=("cta",),
+        grid=(min(config.grid, plan.tiles * config.splits),),
+        grid_names=("block",),
         num_threads=2,
         thread_name="wg",
         kernel_name="linear_sm90",
