@@ -1,8 +1,7 @@
-"""What kernels say to a thread where tiles are too coarse: shared memory, barriers, bulk copies
-from any pointer, atomics, and floating point.
+"""Programs of single threads that use shared memory, barriers, bulk copies from any pointer,
+atomics and floating point: `Thread` is `mosaic.Thread` with all of these.
 
-`Thread` is `mosaic.Thread` with all that: its programs run on the GPU as they stand and in NumPy
-under the tests.
+A program runs on the GPU as it stands; the interpreter of the tests runs the same program in NumPy.
 """
 
 from collections.abc import Callable
@@ -23,8 +22,8 @@ WARPS = 4  # of a block
 
 
 class Word(NamedTuple):
-    """Where a copy begins: word `index` of `ref`, of as many bytes as a copy moves at once, and
-    `offset` words, a Python int, further on: which takes no arithmetic.
+    """Where a copy begins: at word `index` + `offset` of `ref`, in words of as many bytes as are
+    copied at a time. `offset` is a Python int, which becomes part of the instruction.
     """
 
     ref: Ref
@@ -65,16 +64,16 @@ def _float(x: Any) -> ir.Value:
 
 
 class Thread(mosaic.Thread):
-    """`mosaic.Thread`, and what a kernel that computes needs besides.
+    """`mosaic.Thread` for a kernel that also computes.
 
-    Words of shared memory are counted as those of global memory are; `sync` orders them within the
-    block.
+    Shared memory is addressed in words, as global memory is; `sync` orders accesses to it within
+    the block.
     """
 
     # ---- integers --------------------------------------------------------------------------------
 
     def choose(self, where: Int, a: Any, b: Any) -> Any:
-        """a where the condition holds, else b: two Ints or two Floats."""
+        """`a` where the condition holds, else `b`; both Ints or both Floats."""
         return type(a)(arith.select(where.value, a.value, b.value))
 
     def running_sum(self, x: Int) -> Int:
@@ -92,7 +91,7 @@ class Thread(mosaic.Thread):
         return Int(thread_math.over_warp(x.value, "add"))
 
     def of_lane(self, x: Any, lane: Int) -> Any:
-        """x, an Int or a Float, as `lane` of the warp has it."""
+        """The value of x, an Int or a Float, in lane `lane` of the warp."""
         word = x.value if isinstance(x, Int) else arith.bitcast(i32(), x.value)
         ptx = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
         operands = [word, lane.value]
@@ -112,11 +111,11 @@ class Thread(mosaic.Thread):
         return Float(llvm.inline_asm(kind, [x.value], f"{name} $0, $1;", "=f,f"))
 
     def highest(self, a: Float, b: Any) -> Float:
-        """The larger of two; NaN where one of them is."""
+        """The larger of two; NaN where one of them is NaN."""
         return a._with(arith.maximumf, b)
 
     def warp_highest(self, x: Float) -> Float:
-        """Over the lanes of the warp."""
+        """The largest over the lanes of the warp."""
         return self._over_warp(self.highest, x)
 
     def warp_sum(self, x: Float) -> Float:
@@ -138,7 +137,9 @@ class Thread(mosaic.Thread):
         return Float(_float(x))
 
     def loop(self, count: Any, carry: list, body: Callable[[Int, list], list]) -> list:
-        """`for i in range(count): carry = body(i, carry)`; count is the block's or a Python int."""
+        """`for i in range(count): carry = body(i, carry)`; `count` is a Python int, or the same Int
+        in all threads.
+        """
         kinds = [type(x) for x in carry]
         stop = utils.c(count, i32()) if isinstance(count, int) else count.value
         for_op: Any = scf.ForOp  # mypy knows the generated class only
@@ -151,7 +152,7 @@ class Thread(mosaic.Thread):
     # ---- memory ----------------------------------------------------------------------------------
 
     def load_floats(self, ref: Ref, index: Int, count: int) -> list[Float]:
-        """`count` (1 or 4) floats of global memory, from word `index` of so many."""
+        """`count` (1 or 4) floats of global memory: word `index`, in words of `count` floats."""
         return _floats(ref, index, count)
 
     def store_floats(self, ref: Ref, index: Int, values: list[Float], where: Int) -> None:
@@ -167,7 +168,7 @@ class Thread(mosaic.Thread):
     def store_narrow(
         self, ref: Ref, index: Int, values: list[Float], dtype: Any, where: Int
     ) -> None:
-        """4 floats as 4 numbers of a 16-bit dtype: a word of 8 bytes."""
+        """Stores 4 floats as 4 numbers of a 16-bit dtype, a word of 8 bytes."""
         kind = utils.dtype_to_ir_type(jnp.dtype(dtype))
         packed = llvm.mlir_undef(ir.VectorType.get((4,), kind))
         for i, x in enumerate(values):
@@ -182,7 +183,7 @@ class Thread(mosaic.Thread):
         return self.load(ref, index, 4)
 
     def shared_store(self, ref: Ref, index: Int, value: Any, where: Int) -> None:
-        """An Int or a Float into a word of 4 bytes."""
+        """Stores an Int or a Float in a word of 4 bytes."""
         value = value.value
         if value.type != i32():
             value = arith.bitcast(i32(), value)
@@ -191,8 +192,8 @@ class Thread(mosaic.Thread):
         do(ptx, operands, "r,r,r")
 
     def sync(self, groups: int = 1) -> None:
-        """A barrier of all threads of a block of so many warpgroups, behind which each sees what
-        the others wrote to shared memory before it.
+        """A barrier of all threads of `groups` warpgroups: after it each sees what the others
+        wrote to shared memory before it.
         """
         if groups == 1:
             utils.warpgroup_barrier()
@@ -202,7 +203,9 @@ class Thread(mosaic.Thread):
     # ---- bulk copies -----------------------------------------------------------------------------
 
     def make_barriers(self, ref: Ref, count: int) -> None:
-        """Barriers that one arrival a phase completes, and the bytes that it announced."""
+        """Initialises barriers whose phase completes after one arrival (`announce`) and all bytes
+        that it announced.
+        """
         first = self.index < 1
         for i in range(count):
             address = shared_address(ref, i, 8)
@@ -214,7 +217,7 @@ class Thread(mosaic.Thread):
         self.sync()
 
     def announce(self, barriers: Ref, slot: Int, nbytes: Int, where: Int) -> None:
-        """Arrives at a barrier and says how many bytes are to come."""
+        """Arrives at a barrier and announces how many bytes will be copied."""
         ptx = (
             "{ .reg .pred p; setp.ne.b32 p, $0, 0; "
             "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], $2; }"
@@ -225,8 +228,8 @@ class Thread(mosaic.Thread):
         do(ptx, operands, "r,r,r")
 
     def copy(self, to: Word, source: Word, nbytes: Int, done: Word, where: Int) -> None:
-        """Has `nbytes` copied from global to shared memory, from and to words of 16 bytes. `done`
-        is the barrier where the reader waits.
+        """Issues a bulk copy of `nbytes` from global to shared memory, in words of 16 bytes.
+        `done` is the barrier at which the reader waits.
         """
         ptx = (
             "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p cp.async.bulk.shared::cluster.global"
@@ -242,7 +245,7 @@ class Thread(mosaic.Thread):
         do(ptx, operands, "r,r,l,r,r")
 
     def wait(self, barriers: Ref, slot: Int, parity: Int) -> None:
-        """Until what was announced for this phase is there."""
+        """Waits until all bytes that were announced for the phase are there."""
         ptx = (
             "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
             "@!p bra again; }"
@@ -254,8 +257,9 @@ class Thread(mosaic.Thread):
     def copy_async(
         self, to: Word, source: Word, there: Int, where: Int | None = None, size: int = 16
     ) -> None:
-        """Has 16 (or 4) bytes, a word, copied from global to shared memory, or zeros put there
-        instead. The source is read where `there` holds, else it may be anything.
+        """Issues a copy of a word of 16 (or 4) bytes from global to shared memory where `there`
+        holds; elsewhere zeros are written and the source, which may be any address, is not read.
+        `where`: nothing is done where it does not hold.
         """
         places = [f"[${n}+{size * word.offset}]" for n, word in enumerate((to, source))]
         nbytes = self.select(there, self.index * 0 + size, 0)
@@ -273,23 +277,23 @@ class Thread(mosaic.Thread):
         do(ptx, [*operands, arith.extui(i32(), where.value)], "r,l,r,r")
 
     def commit_copies(self) -> None:
-        """What this thread asked for since the last time is a group."""
+        """Makes a group of the copies that this thread has issued since the last group."""
         do("cp.async.commit_group;", [], "")
 
     def wait_copies(self, left: int) -> None:
-        """Until all of this thread's groups but the last `left` are there; the others' are after
-        the next `sync`.
+        """Waits until all groups of this thread but the last `left` are there. Those of other
+        threads are there after the next `sync`.
         """
         do(f"cp.async.wait_group {left};", [], "")
 
     # ---- between blocks --------------------------------------------------------------------------
 
     def arrive(self, counters: Ref, index: Int, count: Int, last: Ref) -> None:
-        """Counts the block in: `last[0]` becomes 1 in the block that is the last of `count`, else
-        0. What the others wrote before they arrived, the last one sees.
+        """Counts the block's arrival: `last[0]` becomes 1 in the block that arrives last of
+        `count`, else 0. The last block sees what the others wrote before they arrived.
 
-        The counter goes back to 0 with the last arrival: atom.inc wraps. One thread speaks for all,
-        whom it met before and meets after.
+        The last arrival resets the counter to 0, since atom.inc wraps. One thread arrives, between
+        two barriers of all.
         """
         self.sync()
         ptx = (
@@ -308,8 +312,8 @@ class Thread(mosaic.Thread):
 
 
 class WarpgroupThread(Thread):
-    """`Thread` in a block of several warpgroups: numbered within its own, with whose threads alone
-    it is synchronised.
+    """`Thread` in a block of several warpgroups: `index` counts within its warpgroup, and `sync` is
+    a barrier of that warpgroup.
     """
 
     @property

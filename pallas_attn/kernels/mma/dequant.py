@@ -1,10 +1,13 @@
-"""Numbers of 8 bits made float16 in registers, exactly: 4 of them, a word, become 2 words.
+"""Conversion of 8-bit numbers to float16 in registers, without rounding: a word of 4 numbers
+becomes 2 words of 2. How, for each dtype:
 
-float8_e4m3fn has an instruction, which converts two, from sm89 on. Before, the bits behind its sign
-go one place down in the upper half of a float16, which is 256 times too small then: exponents of 0
-too. 1.875, which would become 480, stands for NaN: times 36864 it alone overflows, and infinity
-times 0 is what is added. float8_e5m2 is the upper half of a float16. int8 is what lies behind the
-exponent of 2**10, less 1024 + 128.
+  float8_e4m3fn  from sm89 on one instruction converts two numbers. Before, integer instructions
+                 put its bits into the upper half of a float16, all but the sign one place lower:
+                 that is the number divided by 256, subnormal ones too. NaN becomes 1.875, the only
+                 one that overflows when it is multiplied by 36864; infinity times 0 is then added,
+                 which makes it NaN again
+  float8_e5m2    is the upper half of a float16
+  int8           is put, plus 128, into the mantissa of 1024.0, from which 1024 + 128 is subtracted
 """
 
 import functools
@@ -42,12 +45,14 @@ _BY_INTEGERS = " ".join(
 
 
 def by_integers(dtype: str, gpu: str | None) -> bool:
-    """Whether a GPU of this generation has no instruction for it."""
+    """Whether the GPU has no instruction that converts from this dtype."""
     return dtype == "float8_e4m3fn" and _gpus.number(gpu or "sm80") < 89
 
 
 def to_16_bits(words: list[Value], dtype: str, integers: bool = False) -> list[Value]:
-    """Words of 4 numbers -> words of 2, in their order. `integers`: `by_integers`."""
+    """Words of 4 numbers of 8 bits -> words of 2 float16, in the same order. `integers`: see
+    `by_integers`.
+    """
     two = ir.Type.parse("!llvm.struct<(i32, i32)>")
     code = _BY_INTEGERS if integers else _CODE[dtype]
     made = [llvm.inline_asm(two, [word], code, "=&r,=&r,r") for word in words]
@@ -55,7 +60,7 @@ def to_16_bits(words: list[Value], dtype: str, integers: bool = False) -> list[V
 
 
 def interleaved(one: list[Value], two: list[Value]) -> list[Value]:
-    """Words of 4 numbers each, of two rows -> words of a0 b0 a1 b1 and a2 b2 a3 b3."""
+    """Words of 4 numbers of two rows a and b -> words a0 b0 a1 b1 and a2 b2 a3 b3."""
     return [
         llvm.inline_asm(threads.i32(), [a, b], f"prmt.b32 $0, $1, $2, {order};", "=r,r,r")
         for a, b in zip(one, two, strict=True)
@@ -68,8 +73,8 @@ MOST, HIGH = 253 << 23, 254 << 23
 
 
 def normalised(words: list[Value], dtype: str) -> tuple[list[Value], Value]:
-    """A row of 16-bit numbers, spread over 4 lanes -> the row in float16, divided by a power of two
-    that leaves its largest number below 4; and that power.
+    """(The row in float16, divided by a power of two that leaves its largest number below 4; that
+    power), of a row of 16-bit numbers of which each of 4 lanes holds a quarter.
     """
     floats = [x for word in words for x in thread_math.from_word(word, 4, dtype)]
     kind = threads.i32()

@@ -2,11 +2,11 @@
 a cache: `queries`, `scores`, `matmul_add` and `store_accumulators` work on register tiles. Each
 function has a twin in NumPy, which the interpreter runs.
 
-Rows of K and V reach shared memory as they lie in the cache, without a swizzle: no tensor map takes
-part. `ldmatrix` would meet 8 rows in the same banks. Padding between rows keeps them apart, but
-bulk copies to places that are not multiples of 128 bytes are slower than others. So
-lanes load 16 bytes of a row each, in an order of the columns that suits them, and tensor cores are
-told the same order of both operands.
+Bulk copies bring rows of K and V to shared memory as they lie in the cache, without a swizzle or a
+tensor map. `ldmatrix` would then read 8 rows from the same banks; padding between the rows would
+avoid that, but bulk copies to addresses that are no multiples of 128 bytes are slower. So each lane
+loads 16 bytes of a row. The order of columns that results is not that of memory, but it is the same
+for both operands of a matmul, whose sum does not depend on it.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,15 +41,16 @@ class Heads(NamedTuple):
 
 
 class Split:
-    """Who takes what of a tile of `keys` keys.
+    """Which query rows and which keys of a kv tile of `keys` keys each warp takes.
 
-    `row_blocks` (1, 2 or 4) groups of 16 query rows go to as many warps; what warps are left over
-    share out the keys. Column c of a warp's scores is key `first_key(warp) + c` of the tile.
+    There are `row_blocks` (1, 2 or 4) row blocks of 16 query rows. 4 / row_blocks warps share a row
+    block, each with a part of the keys. Column c of a warp's scores is key `first_key(warp) + c` of
+    the tile.
 
-    `folded`: of 8 query rows or less. Where rows 8 to 15 of scores would be, lie those of rows 0 to
-    7 and every second group of 8 keys: half as many numbers for a thread to work on.
-    `integers`: how keys of 8 bits are made 16 (`dequant.by_integers`). `heads`: each group of query
-    rows is that of a kv head, of so many side by side.
+    `folded`: there are at most 8 query rows. Rows 8 to 15 of the scores then hold the scores of
+    rows 0 to 7 with every second group of 8 keys, which halves the numbers of a thread.
+    `integers`: how keys of 8 bits become float16 (`dequant.by_integers`). `heads`: each row block
+    belongs to another kv head, of so many side by side.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Split:
         return warp // self.row_blocks * self.columns
 
     def first(self, warp: Any) -> Any:
-        """Where that lies: a row of the tile."""
+        """The row of the tile that holds `first_key`."""
         key = self.first_key(warp)
         if self.heads is None:
             return key
@@ -87,18 +88,18 @@ class Split:
         return key // rows * (heads * rows) + self.row_block(warp) * rows + key % rows
 
     def line(self, column: Any) -> Any:
-        """How many rows behind that a column's key lies."""
+        """How many rows of the tile after `first` the key of a column lies."""
         if self.heads is None or self.columns <= self.heads.rows:
             return column
         heads, rows = self.heads
         return column // rows * (heads * rows) + column % rows
 
     def key(self, row: Any, column: Any) -> Any:
-        """Of the warp's: which one a score of its row and column is for."""
+        """Which of the warp's keys a row and a column of its scores stand for."""
         return column // 8 * 16 + row // 8 * 8 + column % 8 if self.folded else column
 
     def query(self, row: Any) -> Any:
-        """Of the warp's 16: which one a row of scores is for."""
+        """Which of the warp's 16 query rows a row of its scores stands for."""
         return row % 8 if self.folded else row
 
 
@@ -148,9 +149,9 @@ class Queries(NamedTuple):
 
 
 def queries(at: Queries, split: Split) -> Array:
-    """The query rows of every warp, [64, H up to a multiple of 32]: row r of warp w is query
-    row_block(w) * 16 + r, from the first on. For `scores` alone: it lies as `words_of_row` says.
-    Rows past the last repeat it.
+    """The query rows of every warp in registers, [64, H rounded up to a multiple of 32]: row r of
+    warp w is query row_block(w) * 16 + r, counted from `at.first`. Rows past the last repeat it.
+    Columns are in the order of `words_of_row`, so that only `scores` can use them.
     """
     ref, dim = at.ref, at.dim
     shape, dtype = (threads.WARPS * ROWS, 32 * -(-dim // 32)), ref.dtype
@@ -173,8 +174,8 @@ def queries(at: Queries, split: Split) -> Array:
 
 
 def float16_queries(at: Queries, split: Split) -> tuple[Array, Array]:
-    """`queries` in float16, for keys of 8 bits made float16; and what each row is to be multiplied
-    by, [64]: the power of two that its largest number was divided by, so that none overflows.
+    """(`queries` in float16, for keys that come from 8 bits; the factor of each row, [64]). A row is
+    divided by this power of two so that no number overflows; its scores are to be multiplied by it.
     """
     ref, dim = at.ref, at.dim
     shape, dtype = (threads.WARPS * ROWS, dim), ref.dtype
@@ -244,14 +245,14 @@ def in_64_bits(x: Int) -> Int:
 
 
 def words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: int = 0) -> list:
-    """What a lane holds of a row of `dim` numbers of 16 bits that begins `start` + `offset` words
-    of 16 bytes from `pointer`: 4 words of 32 bits from each group of 32 numbers.
+    """What a lane loads of a row of `dim` 16-bit numbers that begins `start` + `offset` words of 16
+    bytes from `pointer`: 4 words of 32 bits of each group of 32 numbers, zeros past the row's end.
 
-    The lanes of a row take 8 neighbouring numbers each. A matmul sums over numbers in any order, as
-    long as both operands agree; so nothing has to be rearranged. 0 past the row's end.
+    The 4 lanes of a row load 8 neighbouring numbers each. A matmul may sum over columns in any
+    order that both operands share, so nothing is rearranged.
 
-    Rows of 128 bytes and more begin in the same bank: of two rows that 8 lanes read at a time, the
-    odd one takes the second group of two first.
+    Rows of 128 bytes and more begin in the same bank. 8 lanes read two rows at a time; those of the
+    odd row read the second of two groups first.
     """
     words, chunks = [], dim // 8
     like = (lambda x: x) if start.value.type == threads.i32() else in_64_bits
@@ -275,7 +276,9 @@ def words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: int
 
 
 def _as_narrow_lies(pointer: ir.Value, start: Int, lane: Int, dim: int) -> list:
-    """`words_of_row` in the order of a row of 8 bits: 16 neighbouring numbers a lane, of 64."""
+    """`words_of_row` in the order of columns of a row of 8-bit numbers, of which a lane loads 16
+    neighbouring numbers of each 64.
+    """
     first = start + in_64_bits(lane % 4 * 2)
     chunks = range(0, dim // 8, 8)
     return [w for n in chunks for i in range(2) for w in four_words(pointer, first, n + i)]
@@ -291,10 +294,10 @@ def four_words(pointer: ir.Value, index: Int, offset: int, count: int = 4) -> li
 
 
 def _chunk(pointer: ir.Value, start: Int, offset: int, odd: Int) -> list[ir.Value]:
-    """The 4 words of a chunk of 16 bytes, `start` + `offset` chunks from `pointer`.
+    """The 4 words of a chunk of 16 bytes that lies `start` + `offset` chunks from `pointer`.
 
-    16 lanes read at a time: the same chunk of 4 rows, which begin in the same bank, for each of 4
-    chunks. `odd` lanes take the second half of theirs first: 2 wait for each other, not 4.
+    16 lanes read at a time: 4 chunks of each of 4 rows, which begin in the same bank. `odd` lanes
+    read the second half of their chunk first, which makes 2-way bank conflicts of 4-way ones.
     """
     early, late = start * 2 + odd, start * 2 + (odd * -1 + 1)
     one, two = (four_words(pointer, half, 2 * offset, 2) for half in (early, late))
@@ -348,10 +351,10 @@ def pair_of(a: ir.Value, b: ir.Value) -> ir.Value:
 
 
 def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
-    """q @ K^T of each warp's own rows and keys, [64, columns], from slot `slot` of the ring `ref`
-    [slots, keys, H]. Keys of 8 bits are made 16 on the way.
+    """q @ K^T of each warp's own rows and keys, [64, columns], with K in slot `slot` of the ring
+    `ref` [slots, keys, H]. Keys of 8 bits are converted to float16 in registers.
 
-    Two sums a column, of every other matmul, halve the chain of those that wait for each other.
+    Matmuls add to two sums in turn, so that only every second one waits for the one before.
     """
     dim, dtype, ref_dtype = ref.shape[2], q.dtype, ref.dtype
     shape, size = (threads.WARPS * ROWS, split.width), jnp.dtype(ref_dtype).itemsize
@@ -415,12 +418,12 @@ def accumulator_width(v_head_dim: int) -> int:
 
 
 def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
-    """acc + p @ V of each warp's own keys, [64, accumulator_width(Hv)]: V from slot `slot` of the
-    ring `ref` [slots, keys, at least Hv].
+    """acc + p @ V of each warp's own keys, [64, accumulator_width(Hv)], with V in slot `slot` of
+    the ring `ref` [slots, keys, at least Hv].
 
-    Lane 4 * g + t takes chunk 8 * u + g (8 neighbouring columns) of the keys that its part of p
-    stands for. Accumulator u * 8 + i of 8 columns has column i of 8 chunks: `store_accumulators`
-    puts them in order.
+    Lane 4 * g + t loads chunk 8 * u + g (8 neighbouring columns) of the keys whose probabilities it
+    holds. Accumulator u * 8 + i, of 8 columns, has column i of 8 chunks; `store_accumulators` puts
+    the columns in order.
     """
     pitch, dtype, shape = ref.shape[2], p.dtype, acc.shape
     narrow = str(jnp.dtype(ref.dtype)) if jnp.dtype(ref.dtype).itemsize == 1 else None
@@ -476,7 +479,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
 
 
 def _columns(one: list, two: list) -> list[ir.Value]:
-    """Words of two rows -> for each column, the number of the one beside that of the other."""
+    """Words of two rows -> for each column a word with the numbers of both."""
     return [
         llvm.inline_asm(threads.i32(), [a, b], f"prmt.b32 $0, $1, $2, {order};", "=r,r,r")
         for a, b in zip(one, two, strict=True)
@@ -487,8 +490,8 @@ def _columns(one: list, two: list) -> list[ir.Value]:
 def store_accumulators(
     acc: Array, top: Array, total: Array, to: tuple[Ref, Ref, Ref], rows: int
 ) -> None:
-    """The first `rows` rows of each warp's accumulator, and what belongs to them, to shared memory:
-    [warps.WARPS * rows, Hv + ROW_PADDING], and twice [warps.WARPS * rows].
+    """Stores the first `rows` rows of each warp's accumulator, and their row max and row sum, to
+    shared memory: `to` is [WARPS * rows, Hv + ROW_PADDING] and twice [WARPS * rows].
     """
     chunks, words = (to[0].shape[1] - ROW_PADDING) // 8, to[0].shape[1] // 4
 
@@ -531,8 +534,8 @@ def _store_four(ref: Ref, index: Int, values: list, there: ir.Value) -> None:
 
 
 def add(ref: Any, number: Any, tile: Any, where: Any) -> None:
-    """Adds a tile, float32 in registers, to part `number` of a vector in global memory, in an order
-    that suits the threads; nothing where `where` is 0.
+    """Adds a float32 tile in registers to part `number` of a vector in global memory, by atomic
+    adds of 16 bytes, in the order in which threads hold it; does nothing where `where` is 0.
     """
     slots = tile.size // 4  # of 16 bytes: two columns of two rows, neighbouring registers
 

@@ -1,12 +1,14 @@
-"""float32 rows for `decode_sm90`: what `fragments` says of rows of 16 bits.
+"""Matmuls of float32 rows for the decode kernels: what mma_rowmajor.py does for rows of 16 bits.
 
-Tensor cores take 11 bits of a float32 (TF32). Each number is its first 11 bits and the rest, and a
-product three matmuls, the rests' own left out: good to 2**-21, which costs nothing where memory is
-what takes time. So float32 is decoded as the highest precision wants it, whatever was asked for.
+Tensor cores multiply TF32, the first 11 bits of a float32. Each number is split into two terms, its
+first 11 bits and the rest. A product of two matrices is three matmuls of their terms; that of the
+two rests is left out, which makes a relative error of about 2**-21. Decode waits for memory, under
+which three matmuls take no time: float32 is decoded at this precision whatever was asked for.
 
-K and V are cut in registers, on the way from shared memory; queries lie in shared memory, where
-they stay for all tiles: rows of 256 numbers are too much for registers. The largest products are
-added up in registers: a tensor core rounds its sums towards 0.
+K and V are split in registers, on their way from shared memory to the tensor cores. The queries
+stay in shared memory for all kv tiles of a work tile, since registers cannot hold rows of 256
+numbers. The largest products are added up by float32 additions in registers: a tensor core rounds
+its sums towards 0.
 """
 
 import functools
@@ -29,27 +31,29 @@ Array = Any
 Words = Sequence[ir.Value]
 
 KEPT = -(2**13)  # the bits of a float32 that a tensor core takes; it cuts off the others
-# What makes of cutting off a rounding, about: half of the last bit, of numbers from 1 to 2. The
-# rest is then half as large, and as often of the other sign: 1.5e-7 of the values' RMS, not 7e-7.
+# A number is multiplied by this before its bits are cut off, which makes that nearly a rounding: it
+# adds half of the last bit that is kept. The rest is then half as large, and of either sign: the
+# error of a product is 1.5e-7 of the values' RMS, not 7e-7.
 UP = 1 + 2.0**-11.5
 
 
 def queries_shape(dim: int, rows: int) -> tuple[int, int]:
-    """Of a block's queries in shared memory, for `store_queries`: both parts side by side, where
-    they are few. An odd number of chunks of 16 bytes a row, so that `ldmatrix` meets 8 rows in
-    different banks.
+    """The shape [rows, numbers of a row] of a block's queries in shared memory, for
+    `store_queries`: both terms side by side where rows are few and short, else the float32 numbers.
+    A row has an odd number of chunks of 16 bytes, so that `ldmatrix` finds 8 rows in different
+    banks.
     """
-    parts = 2 if rows <= ROWS and dim <= 128 else 1
-    return rows, parts * _width(dim) + 4
+    terms = 2 if rows <= ROWS and dim <= 128 else 1
+    return rows, terms * _width(dim) + 4
 
 
 def _width(dim: int) -> int:
     return 16 * -(-dim // 16)
 
 
-def _parts(word: ir.Value, *, whole: bool = False) -> tuple[ir.Value, ir.Value]:
-    """A float32 as the nearest number that a tensor core takes, about, and the rest. `whole`: what
-    is not finite is all rest, so that it meets no rest of 0.
+def _terms(word: ir.Value, *, whole: bool = False) -> tuple[ir.Value, ir.Value]:
+    """The two terms of a float32: nearly the nearest number of 11 bits, and the rest. `whole`: a
+    number that is not finite is all rest, so that it is not multiplied by a rest that is 0.
     """
     x = _float(word)
     near = arith.mulf(x, utils.c(UP, x.type))
@@ -69,7 +73,7 @@ def _float(word: ir.Value) -> ir.Value:
     return arith.bitcast(ir.F32Type.get(), word)
 
 
-def _parts_of_numpy(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _terms_of_numpy(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     def kept(x):
         return (np.ascontiguousarray(x).view(np.int32) & KEPT).view(np.float32)
 
@@ -78,7 +82,7 @@ def _parts_of_numpy(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _product_of_numpy(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    (a, rest_of_a), (b, rest_of_b) = _parts_of_numpy(a), _parts_of_numpy(b)
+    (a, rest_of_a), (b, rest_of_b) = _terms_of_numpy(a), _terms_of_numpy(b)
     return (rest_of_a @ b + a @ rest_of_b) + a @ b
 
 
@@ -103,10 +107,11 @@ def _sum(a: Words, b: Words) -> list[ir.Value]:
 
 
 def store_queries(at: mma_rowmajor.Queries, split: Split, to: Ref) -> None:
-    """The query rows of all row blocks to shared memory.
+    """Copies the query rows of all row blocks from global to shared memory, in terms if `to` has
+    room for both.
 
-    Lanes take the columns that `scores` has them take of the keys, 4 of 16, and put them where
-    `ldmatrix` gives each its own back. The warps of a row block share out the columns.
+    A lane loads 4 of each 16 columns, the same that it loads of a key in `scores`, and stores them
+    where `ldmatrix` returns them to it. The warps of a row block share out the columns.
     """
     ref, dim = at.ref, at.dim
     steps, (most, pitch) = -(-dim // 16), to.shape
@@ -122,7 +127,7 @@ def store_queries(at: mma_rowmajor.Queries, split: Split, to: Ref) -> None:
         row = split.row_block(warp) * ROWS + lane // 4
         count = -(-steps // split.groups)
         turns = [warp // split.row_blocks + n * split.groups for n in range(count)]
-        chunks = [  # all are asked for before any is waited for
+        chunks = [  # all loads are issued before the first is waited for
             [_chunk_of_query(pointer, start, n * 4 + column, dim) for start in starts]
             for n in turns
         ]
@@ -130,8 +135,8 @@ def store_queries(at: mma_rowmajor.Queries, split: Split, to: Ref) -> None:
             address = threads.shared_address(to, row * pitch + n * 16 + column, 4)
             for half, four in enumerate(halves):
                 where = (n < steps) & (row + 8 * half < most)
-                parts = list(zip(*map(_parts, four), strict=True)) if both else [four]
-                for i, word in enumerate(itertools.chain(*parts)):
+                terms = list(zip(*map(_terms, four), strict=True)) if both else [four]
+                for i, word in enumerate(itertools.chain(*terms)):
                     offset = i // 4 * _width(dim) + i % 4 * 4 + 8 * half * pitch
                     _store_word(address, 4 * offset, word, where)
 
@@ -139,7 +144,7 @@ def store_queries(at: mma_rowmajor.Queries, split: Split, to: Ref) -> None:
         taken = mma_rowmajor.rows_of_twin(first, at, split)
         q = ref.reshape(-1, dim)[taken[:most]]
         to[:] = 0
-        for n, part in enumerate(_parts_of_numpy(q) if both else [q]):
+        for n, part in enumerate(_terms_of_numpy(q) if both else [q]):
             to[:, n * _width(dim) : n * _width(dim) + dim] = part
 
     args = (ref, (at.start, at.first), to)
@@ -178,7 +183,7 @@ def scores(q: Ref, ref: Ref, slot: Array, split: Split) -> Array:
                 here = 2 * min(32, dim - 16 * n)
                 at = [column * words + 4 * n for column in columns]
                 keys = [mma_rowmajor.words_of_row(pointer, start, lane, here, x) for x in at]
-            a = [_query_parts(base, 16 * n + 8 * half, both and _width(dim)) for half in range(2)]
+            a = [_query_terms(base, 16 * n + 8 * half, both and _width(dim)) for half in range(2)]
             for of_column, key in zip(sums, keys, strict=True):
                 _add_products(of_column, a, key[n % 2 * 4 :][:4])
         registers = []
@@ -200,19 +205,21 @@ def scores(q: Ref, ref: Ref, slot: Array, split: Split) -> Array:
     return mma_rowmajor.inline(code, twin, (q, ref, slot), types, result)
 
 
-def _query_parts(base: ir.Value, column: int, step: int) -> list[Words]:
-    """Both parts of 8 columns of queries; `step`: from the one to the other, or 0."""
+def _query_terms(base: ir.Value, column: int, step: int) -> list[Words]:
+    """Both terms of 8 columns of queries. `step`: columns from the one to the other in shared
+    memory; 0 where it holds float32 numbers.
+    """
     words = mma_sync.ldmatrix(base, 4 * column)
     if step:
         return [words, mma_sync.ldmatrix(base, 4 * (column + step))]
-    return list(zip(*map(_parts, words), strict=True))
+    return list(zip(*map(_terms, words), strict=True))
 
 
 def _add_products(sums: list, a: list, key: Words) -> None:
-    """Products of 16 numbers, the largest to the first of three sums, none of which waits for
-    another.
+    """Adds the products of 16 columns to three sums that do not depend on each other; the largest
+    go to the first.
     """
-    b = [list(zip(*map(_parts, key[n : n + 2]), strict=True)) for n in (0, 2)]
+    b = [list(zip(*map(_terms, key[n : n + 2]), strict=True)) for n in (0, 2)]
     largest = _zeros()
     for (one, rest_of_one), (other, rest_of_other) in zip(a, b, strict=True):
         sums[2] = _mma(sums[2], rest_of_one, other)
@@ -231,7 +238,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
         for column in p.registers.reshape(-1, 2):  # keys 2t and 2t + 1 of rows g and g + 8
             four = [vector.extract(pair, [], [n]) for n in range(2) for pair in column]
             words = [arith.bitcast(threads.i32(), x) for x in four]
-            of_p.append(list(zip(*map(_parts, words), strict=True)))
+            of_p.append(list(zip(*map(_terms, words), strict=True)))
         start = Int(slot.registers.item()) * (split.keys * chunks)
         start = start + (split.first(warp) + lane % 4 * 2) * chunks
         registers: list[Any] = []
@@ -264,9 +271,9 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
 
 
 def _weighed(a: list, column: Words) -> list[ir.Value]:
-    """a @ b, b a column of 8 or 16 values."""
-    parts = [_parts(word, whole=True) for word in column]
-    b = [list(zip(*parts[n : n + 2], strict=True)) for n in range(0, len(parts), 2)]
+    """a @ b, where b is a column of 8 or 16 values."""
+    terms = [_terms(word, whole=True) for word in column]
+    b = [list(zip(*terms[n : n + 2], strict=True)) for n in range(0, len(terms), 2)]
     s = _zeros()
     for (one, rest_of_one), (other, rest_of_other) in zip(a, b, strict=True):
         s = _mma(_mma(s, rest_of_one, other), one, rest_of_other)
@@ -276,8 +283,8 @@ def _weighed(a: list, column: Words) -> list[ir.Value]:
 
 
 def _eight_words(pointer: ir.Value, start: Int, offset: int, odd: Int) -> Words:
-    """The words of a chunk of 32 bytes, `start` + `offset` chunks from `pointer`; `odd` lanes take
-    the second half first, as in `mma_rowmajor.matmul_add`.
+    """The words of a chunk of 32 bytes that lies `start` + `offset` chunks from `pointer`; `odd`
+    lanes load the second half first, as in `mma_rowmajor.matmul_add`.
     """
     early, late = start * 2 + odd, start * 2 + (odd * -1 + 1)
     one, two = (mma_rowmajor.four_words(pointer, half, 2 * offset) for half in (early, late))
