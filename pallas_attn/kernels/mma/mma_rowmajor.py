@@ -174,7 +174,7 @@ def queries(at: Queries, split: Split) -> Array:
 
 
 def float16_queries(at: Queries, split: Split) -> tuple[Array, Array]:
-    """(`queries` in float16, for keys that come from 8 bits; the factor of each row, [64]). A row is
+    """(`queries` in float16, for keys from 8 bits; a factor for each row, [64]). A row is
     divided by this power of two so that no number overflows; its scores are to be multiplied by it.
     """
     ref, dim = at.ref, at.dim
