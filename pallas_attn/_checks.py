@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_attn import _device
 from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.masks import FULL, LONGEST, Mask, MaskFunction, mask_fn
+from pallas_attn.masks import FULL, LONGEST, Mask, MaskFunction, mask_fn, saturated, traced_bound
 from pallas_attn.scores import ScoreFunction
 
 Array = Any
@@ -44,6 +44,8 @@ def attention(
         if q_ids is not None:
             ids, q_ids, kv_ids = (q_ids, kv_ids), None, None
             function = function & _of_segments(*ids, static_offset if offset is None else offset)
+    band = mask(band)
+    bounds = {f"mask_{side}": jnp.broadcast_to(x, batch) for side, x in mask_bounds(band).items()}
     inputs = AttentionInputs(
         q,
         k,
@@ -56,8 +58,9 @@ def attention(
         _no_wider(_over_scores("bias", options["bias"], scores, jnp.floating), q),
         _over_scores("mask_array", options["mask_array"], scores, jnp.bool_),
         sink_logits(options["sinks"], q),
-        () if function is None else tuple(map(lax.stop_gradient, function.aux)),
-        () if score is None else score.aux,
+        mask_aux=() if function is None else tuple(map(lax.stop_gradient, function.aux)),
+        score_aux=() if score is None else score.aux,
+        **bounds,
     )
     return AttentionProblem(
         op="flash_forward",
@@ -70,7 +73,7 @@ def attention(
         kv_heads=kv_heads,
         head_dim=head_dim,
         v_head_dim=v_dim,
-        mask=mask(band),
+        mask=band.static,
         scale=scale(options["scale"], head_dim),
         softcap=softcap(options["softcap"]),
         q_offset=static_offset,
@@ -172,6 +175,11 @@ def mask(value: Any) -> Mask:
             "a boolean array goes in as mask_array"
         )
     return value
+
+
+def mask_bounds(given: Mask) -> dict[str, jax.Array]:
+    """The bounds that arrive at run time, by side: int32 scalars."""
+    return {side: traced_bound(f"mask.{side}", x) for side, x in given.arrays.items()}
 
 
 def scale(value: Any, head_dim: int) -> float:
@@ -277,18 +285,6 @@ def integers(
     if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name}: expected {wanted}, got {x.dtype}{list(x.shape)}{remedy}")
     return saturated(x) if saturate else x.astype(jnp.int32)
-
-
-def saturated(x: Any) -> Any:
-    """Integers of any type as int32, NumPy's (before jax cuts bits off) or jax's: those of more
-    bits within 2**30. Anything else as it is.
-    """
-    if not isinstance(x, (np.ndarray, np.generic, jax.Array)) or x.dtype.kind not in "iu":
-        return x
-    held = jnp.iinfo(x.dtype)
-    if held.max > np.iinfo(np.int32).max:
-        x = x.clip(max(held.min, -LONGEST), LONGEST)
-    return x.astype(np.int32)
 
 
 def int_vector(name: str, value: Any, size: int, meaning: str) -> Any:

@@ -25,6 +25,7 @@ from pallas_attn._problem import (
     Caches,
     DecodeInputs,
     DecodeProblem,
+    bounds_of,
 )
 from pallas_attn.errors import Limit, UnsupportedError
 
@@ -131,11 +132,12 @@ def _attention(inputs: AttentionInputs, problem: AttentionProblem):
             ("score_function", problem.score_program, inputs.score_aux),
         )
     }
+    bounds = {side: x[:, None, None, None] for side, x in bounds_of(inputs).items()}
     return reference.attention(
         inputs.q,
         inputs.k,
         inputs.v,
-        mask=problem.mask,
+        mask=problem.mask.filled(**bounds),
         scale=problem.scale,
         softcap=problem.softcap,
         q_offset=problem.q_offset if inputs.q_offset is None else inputs.q_offset,
@@ -175,7 +177,7 @@ def _decode(inputs: DecodeInputs, problem: DecodeProblem):
         inputs.k_cache,
         problem.v_head_dim if problem.shared_kv else inputs.v_cache,
         inputs.lengths,
-        mask=problem.mask,
+        mask=problem.mask.filled(**bounds_of(inputs)),
         scale=problem.scale,
         softcap=problem.softcap,
         sinks=inputs.sinks,

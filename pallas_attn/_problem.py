@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from pallas_attn._program import Program
-from pallas_attn.masks import Mask
+from pallas_attn.masks import SIDES, Mask
 
 Array = Any
 
@@ -32,6 +32,9 @@ class AttentionInputs(NamedTuple):
     bias: Array | None = None  # [B or 1, N or 1, T or 1, S or 1], any float type
     mask_array: Array | None = None  # bool[B or 1, N or 1, T or 1, S or 1]
     sinks: Array | None = None  # float32[N]
+    # int32[B], within 2**30: the bounds of AttentionProblem.mask that arrive at run time
+    mask_left: Array | None = None
+    mask_right: Array | None = None
     mask_aux: tuple[Array, ...] = ()  # what AttentionProblem.mask_program reads
     score_aux: tuple[Array, ...] = ()  # what AttentionProblem.score_program reads
 
@@ -53,6 +56,12 @@ class AttentionInputs(NamedTuple):
             else:
                 fields[name] = x
         return cls(**fields)
+
+
+def bounds_of(inputs: Any) -> dict[str, Array]:
+    """The bounds of a mask that arrive at run time, by side: of inputs, or of a kernel's refs."""
+    named = {side: getattr(inputs, f"mask_{side}") for side in SIDES}
+    return {side: x for side, x in named.items() if x is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +212,9 @@ class DecodeInputs(NamedTuple):
     # int32[M + 1], by `_checks.row_starts`: sequence m owns the packed rows starts[m] to
     # starts[m + 1], the last of which stands at position lengths - 1
     starts: Array | None = None
+    # int32, within 2**30: the bounds of DecodeProblem.mask that arrive at run time
+    mask_left: Array | None = None
+    mask_right: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pallas_attn import _dispatch
 from pallas_attn._problem import AppendProblem, AttentionProblem, DecodeProblem
-from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
+from pallas_attn.masks import AT_RUN_TIME, CAUSAL, FULL, Mask, sliding_window
 
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 GENERATIONS = ("sm80", "sm86", "sm90", "sm100")
@@ -68,6 +68,7 @@ _DTYPES: tuple[dict[str, Any], ...] = tuple(
     {"dtype": name} for name in ("bfloat16", "float16", "float32", "float64")
 )
 _SCORES = (2, 8, 1024, 1024)
+_BOUNDS = ("mask_left", "mask_right")
 _ARRAYS = ("q_offset", "q_lengths", "kv_lengths", "sinks")
 _ATTENTION_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
     "dtype": _DTYPES,
@@ -81,6 +82,9 @@ _ATTENTION_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "query heads a kv head": tuple({"q_heads": 8 * n} for n in (1, 4, 7, 8)),
     "mask": tuple({"mask": m} for m in (FULL, CAUSAL, sliding_window(128), Mask(64, 32))),
+    "window at run time": (
+        {"mask": FULL.filled(left=AT_RUN_TIME, right=AT_RUN_TIME), "arrays": _BOUNDS},
+    ),
     "softcap": ({"softcap": 30.0},),
     **{name: ({"arrays": (name,)},) for name in _ARRAYS},
     "segment_ids": ({"arrays": ("q_segment_ids", "kv_segment_ids")},),
@@ -132,6 +136,7 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
         "query heads a kv head": tuple({"q_heads": 8 * n} for n in (1, 4, 7, 8)),
         "tokens at once": tuple({"q_len": n} for n in (1, 4, 64)),
         "window": ({"mask": sliding_window(128)},),
+        "window at run time": ({"mask": CAUSAL.filled(left=AT_RUN_TIME)},),
         "softcap": ({"softcap": 30.0},),
         "sinks": ({"sinks": True},),
         "batch_invariant": ({"batch_invariant": True},),

@@ -24,6 +24,7 @@ from pallas_attn._problem import (
     Caches,
     DecodeInputs,
     DecodeProblem,
+    bounds_of,
 )
 from pallas_attn.errors import Limit, UnsupportedError
 
@@ -184,6 +185,7 @@ def _attention_axes(problem: AttentionProblem, inputs: AttentionInputs) -> dict[
         "kv_segment_ids": ("b", "s"),
         "sinks": (heads["q"],),
         **dict.fromkeys(("q_offset", "q_lengths", "kv_lengths"), ("b",)),
+        **dict.fromkeys(("mask_left", "mask_right"), ("b",)),
         **{name: broadcast_axes(name) for name in ("bias", "mask_array")},
         **{
             name: tuple(f"{name}_{axis}" for axis in range(x.ndim))
@@ -355,6 +357,7 @@ def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
     axes += _cache_axes(problem, inputs.k_scale) + _cache_axes(problem, inputs.v_scale)
     axes += [] if inputs.new_lengths is None else [("m",)]
     axes += [] if inputs.starts is None else [("s",)]
+    axes += [()] * len(bounds_of(inputs))
     outputs = [(*rows, heads, "e"), (*rows[:-1], heads, "t")]
     return _cache_call(run, leaves, axes, outputs, problem)
 

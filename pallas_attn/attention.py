@@ -48,8 +48,8 @@ def flash_attention(  # noqa: PLR0913
       v: `[B, S, K, Hv]`; Hv need not be H. Kernels take multiples of 8 up to 256: q, k and v of
         other head dims are copied on their way there, with zeros in the columns that lack.
       mask: who sees whom by position: `FULL`, `CAUSAL`, `sliding_window(n)` or any `Mask(left,
-        right)`. Query row i stands at position q_offset + i and key j at j; with the default
-        q_offset a causal mask is top-left::
+        right)`, whose bounds may be traced. Query row i stands at position q_offset + i and key j
+        at j; with the default q_offset a causal mask is top-left::
 
             T = 2, S = 4, q_offset = 0     q_offset = S - T = 2 (bottom-right)
             1 . . .                        1 1 1 .
@@ -244,7 +244,7 @@ def dot_product_attention(  # noqa: PLR0913
     is_causal: bool = False,
     query_seq_lengths: Array | None = None,
     key_value_seq_lengths: Array | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | Array | tuple[int | Array, int | Array] | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
 ) -> Array | tuple[Array, Array]:
@@ -260,8 +260,8 @@ def dot_product_attention(  # noqa: PLR0913
     - value's head dim may differ from key's; lengths, masks and windows keep their cost down
       instead of adding a bias;
     - a traced scale is multiplied into query, and rounded to its dtype there; a mask or a bias of
-      the wrong kind (numbers for a mask, bool for a bias) is a ValueError; local_window_size is
-      static.
+      the wrong kind (numbers for a mask, bool for a bias) is a ValueError; local_window_size may be
+      traced, and is what the bounds of a `Mask` are then.
     """
     arrays = [
         _checks.array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
@@ -302,9 +302,10 @@ def _band(local_window_size: Any) -> Mask:
         return Mask(left, right)
     except ValueError as error:
         traced = any(isinstance(side, jax.core.Tracer) for side in sides)
+        got = "a traced array that is none" if traced else repr(local_window_size)
         raise ValueError(
             "local_window_size: expected an int, or a pair of ints (left, right), both of at least "
-            f"0, got {'a traced array; it is static' if traced else repr(local_window_size)}"
+            f"0, or traced integer scalars, got {got}"
         ) from error
 
 

@@ -57,6 +57,7 @@ from jax.typing import DTypeLike
 
 from pallas_attn import _checks, _device, _sharding
 from pallas_attn._problem import QUANTIZED
+from pallas_attn.masks import saturated
 
 Array = jax.Array
 
@@ -242,7 +243,7 @@ class KVCache:
         if isinstance(sequences, (list, tuple)) and not sequences:
             sequences = np.zeros(0, np.int32)  # jax would take it for floats
         try:
-            index = jnp.asarray(_checks.saturated(sequences))
+            index = jnp.asarray(saturated(sequences))
         except (TypeError, ValueError, OverflowError):
             raise ValueError(
                 f"sequences: expected an index, indices or bool[M], got {type(sequences).__name__}"
@@ -256,7 +257,7 @@ class KVCache:
         if not jnp.issubdtype(index.dtype, jnp.integer):
             raise ValueError(f"sequences: expected an index, indices or bool[M], got {index.dtype}")
         here = jnp.arange(self.num_sequences, dtype=jnp.int32)
-        return (here[:, None] == _checks.saturated(index).reshape(1, -1)).any(axis=1)
+        return (here[:, None] == saturated(index).reshape(1, -1)).any(axis=1)
 
 
 # ---- how the buffers of a cache are made ---------------------------------------------------------

@@ -107,6 +107,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
     tokens = rows.shape[0] if packed else None
     if packed:
         starts = _checks.row_starts("starts", starts, rows.shape[0], cache.num_sequences)
+    band = _checks.mask(mask)
     k_dim, v_dim = cache.stored_dims
     inputs = DecodeInputs(
         _checks.widened(rows, k_dim),
@@ -120,6 +121,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
         cache.v_scale,
         cache.new_lengths,
         starts,
+        **{f"mask_{side}": x for side, x in _checks.mask_bounds(band).items()},
     )
     problem = DecodeProblem(
         gpu=_device.gpu_generation(),
@@ -133,7 +135,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
         head_dim=k_dim,
         v_head_dim=v_dim,
         capacities=cache.capacities,
-        mask=_checks.mask(mask),
+        mask=band.static,
         scale=_checks.scale(scale, cache.head_dim),
         softcap=_checks.softcap(softcap),
         page_size=cache.page_size,

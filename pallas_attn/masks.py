@@ -8,9 +8,15 @@ arithmetic: it works on Python integers, NumPy arrays, jax arrays and the tiles 
 Pallas kernel.
 
 What no band says, a function of positions does: `mask_fn` makes a `MaskFunction` of it.
+
+Bounds are ints, or int32 scalars that arrive at run time. A problem, which is static, holds
+`Mask.static`: `AT_RUN_TIME` in place of the latter, which come beside it (`Mask.arrays`);
+`Mask.filled` puts both together again, inside a kernel of what it reads.
 """
 
 import dataclasses
+import enum
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -28,16 +34,16 @@ Position = Any  # int, np.ndarray, jax.Array or an in-kernel value of an integer
 LONGEST = 2**30  # bounds stay below it and offsets below half of it: their sums stay in int32
 
 
-def _not_traced(what: str, value: Any) -> None:
-    if isinstance(value, jax.core.Tracer):
-        raise ValueError(
-            f"{what} wants a Python int, got a traced array. A mask is static, a part of the "
-            "compiled kernel: choose between calls with jax.lax.cond or jax.lax.switch, or scan "
-            "over groups of layers whose windows alternate in the same way."
-        )
+class RunTime(enum.Enum):
+    """What stands for a bound in a static mask."""
+
+    BOUND = "at run time"
 
 
-@jax.tree_util.register_static
+AT_RUN_TIME = RunTime.BOUND
+SIDES = ("left", "right")
+
+
 @dataclasses.dataclass(frozen=True)
 class Mask:
     """A band around the diagonal: the query at position p sees the keys p - left .. p + right, both
@@ -45,8 +51,12 @@ class Mask:
 
     `None` leaves that side unbounded. `Mask(right=0)` is causal, `Mask()` hides nothing. Negative
     bounds are allowed (`Mask(right=-1)` is strictly causal) as long as the band holds at least one
-    diagonal. A mask is static: frozen, hashable, a jit key by value, also where it is an argument
-    of a jitted function. Lengths, offsets and segment ids are arrays and stay beside it::
+    diagonal. A mask of ints is static: frozen, hashable, a jit key by value, also where it is an
+    argument of a jitted function. A bound may also be a traced integer scalar, for example a window
+    that a scan over layers reads from an array; kernels then read it at run time. It is clipped to
+    +-(2**30 - 1), which is beyond every key: 2**31 - 1 means unbounded. Where left + right is
+    negative then, no query sees a key. Lengths, offsets and segment ids are arrays and stay beside
+    the mask::
 
         Mask()          Mask(right=0)    Mask(left=1, right=0)    Mask(left=1, right=1)
         1 1 1 1         1 . . .          1 . . .                  1 1 . .
@@ -54,19 +64,21 @@ class Mask:
         1 1 1 1         1 1 1 .          . 1 1 .                  . 1 1 1
     """
 
-    left: int | None = None
-    right: int | None = None
+    left: Any = None
+    right: Any = None
 
     def __post_init__(self):
-        for side in ("left", "right"):
+        for side in SIDES:
             value = getattr(self, side)
             if value is None:
                 continue
-            _not_traced(f"Mask({side}=...)", value)
+            if isinstance(value, jax.core.Tracer):
+                object.__setattr__(self, side, traced_bound(f"Mask({side}=...)", value))
+                continue
             if isinstance(value, bool) or not hasattr(value, "__index__") or np.ndim(value):
                 raise ValueError(
-                    f"Mask({side}=...) wants an int or None, got {value!r}. A mask is static: "
-                    "pass lengths and offsets as arrays beside it."
+                    f"Mask({side}=...) wants an int, a traced integer scalar or None, got "
+                    f"{value!r}. Pass lengths and offsets as arrays beside the mask."
                 )
             if not -LONGEST < value < LONGEST:
                 raise ValueError(
@@ -74,7 +86,7 @@ class Mask:
                     "are int32. None leaves the side unbounded."
                 )
             object.__setattr__(self, side, operator.index(value))
-        if self.left is not None and self.right is not None and self.left + self.right < 0:
+        if self.width is not None and self.width < 1:
             raise ValueError(
                 f"Mask(left={self.left}, right={self.right}) hides every key from every query: "
                 "left + right must be at least 0."
@@ -97,27 +109,58 @@ class Mask:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the last key that a query sees is the one at its own position."""
-        return self.right == 0
+        """Whether the last key that a query sees is known to be the one at its own position."""
+        return isinstance(self.right, int) and self.right == 0
 
     @property
     def width(self) -> int | None:
-        """How many positions the band has in each row; None where a side is unbounded."""
-        return None if self.left is None or self.right is None else self.left + self.right + 1
+        """How many positions the band has in each row; None where a side is unbounded, or known at
+        run time only.
+        """
+        known = isinstance(self.left, int) and isinstance(self.right, int)
+        return self.left + self.right + 1 if known else None
 
     @property
     def transposed(self) -> "Mask":
         """The same band seen from the keys: the key at position p meets the queries of this one."""
-        return Mask(left=self.right, right=self.left)
+        return _unchecked(self.right, self.left)
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The bounds that arrive at run time, by side."""
+        sides = {side: getattr(self, side) for side in SIDES}
+        static = (int, RunTime, type(None))
+        return {side: x for side, x in sides.items() if not isinstance(x, static)}
+
+    @property
+    def static(self) -> "Mask":
+        """The same with `AT_RUN_TIME` in place of bounds that arrive then: hashable."""
+        return self.filled(**dict.fromkeys(self.arrays, AT_RUN_TIME))
+
+    @property
+    def arrives(self) -> tuple[str, ...]:
+        """The sides of a static mask whose bounds arrive at run time."""
+        return tuple(side for side in SIDES if getattr(self, side) is AT_RUN_TIME)
+
+    @property
+    def widest(self) -> "Mask":
+        """The same without the bounds that arrive at run time: what is known before shows all keys
+        that the mask will show.
+        """
+        return self.filled(**dict.fromkeys(self.arrives))
+
+    def filled(self, **bounds: Any) -> "Mask":
+        """The same with other bounds, which may be values inside a kernel: nothing checks them."""
+        return _unchecked(**{side: getattr(self, side) for side in SIDES} | bounds)
 
     def __and__(self, other: "Mask") -> "Mask":
         """The keys that both masks show."""
         if not isinstance(other, Mask):
             return NotImplemented
-        tighter = [
-            min((b for b in pair if b is not None), default=None)
-            for pair in ((self.left, other.left), (self.right, other.right))
-        ]
+        tighter = []
+        for pair in ((self.left, other.left), (self.right, other.right)):
+            given = [bound for bound in pair if bound is not None]
+            tighter.append(functools.reduce(_minimum, given) if given else None)
         return Mask(*tighter)
 
     def __or__(self, other: "Mask") -> "MaskFunction":
@@ -172,6 +215,8 @@ class Mask:
         """
         lo = 0 if self.left is None else q_lo - self.left
         hi = kv_len if self.right is None else q_hi + self.right
+        if not (self.left is None or isinstance(self.left, int) and self.left >= 0):
+            lo = _minimum(lo, kv_len)  # the band may begin after the query
         return _maximum(lo, 0), _minimum(hi, kv_len)
 
     def kv_full_range(self, q_lo: Position, q_hi: Position, kv_len: Position) -> tuple[Any, Any]:
@@ -192,10 +237,35 @@ class Mask:
     def __str__(self) -> str:
         if self.is_full:
             return "full"
-        if self == CAUSAL:
+        if self.left is None and self.is_causal:
             return "causal"
-        return f"left={self.left}, right={self.right}"
+        left, right = (_name(bound) for bound in (self.left, self.right))
+        return f"left={left}, right={right}"
 
+
+def _unchecked(left: Any, right: Any) -> Mask:
+    mask = object.__new__(Mask)
+    object.__setattr__(mask, "left", left)
+    object.__setattr__(mask, "right", right)
+    return mask
+
+
+def _name(bound: Any) -> str:
+    return str(bound) if bound is None or isinstance(bound, int) else AT_RUN_TIME.value
+
+
+def _flatten(mask: Mask) -> tuple[tuple[Any, ...], tuple[Mask, tuple[str, ...]]]:
+    arrays = mask.arrays
+    return tuple(arrays.values()), (mask.static, tuple(arrays))
+
+
+def _unflatten(static: tuple[Mask, tuple[str, ...]], arrays: Any) -> Mask:
+    mask, sides = static
+    return mask.filled(**dict(zip(sides, arrays, strict=True)))
+
+
+# Static but for the bounds that arrive at run time.
+jax.tree_util.register_pytree_node(Mask, _flatten, _unflatten)
 
 FULL = Mask()
 CAUSAL = Mask(right=0)
@@ -203,13 +273,14 @@ CAUSAL = Mask(right=0)
 
 def sliding_window(n: int) -> Mask:
     """Causal attention to the last `n` keys, the query's own among them: `Mask(left=n - 1,
-    right=0)`.
+    right=0)`. A traced `n` below 1 shows nothing.
     """
-    _not_traced("sliding_window(n)", n)
+    if isinstance(n, jax.core.Tracer):
+        return Mask(left=jnp.maximum(traced_bound("sliding_window(n)", n), 0) - 1, right=0)
     if isinstance(n, bool) or not hasattr(n, "__index__") or np.ndim(n) or n < 1:
         raise ValueError(
-            "sliding_window(n) wants an int of at least 1 (n counts the query's own key), got "
-            f"{n!r}."
+            "sliding_window(n) wants an int of at least 1 (n counts the query's own key), or a "
+            f"traced integer scalar, got {n!r}."
         )
     return Mask(left=operator.index(n) - 1, right=0)
 
@@ -287,7 +358,13 @@ def as_function(mask: "Mask | MaskFunction") -> MaskFunction:
     """A band as a function; a function as it is."""
     if isinstance(mask, MaskFunction):
         return mask
-    return mask_fn(lambda b, h, q, kv: jnp.bool_(mask.allows(q, kv)))
+    arrays = mask.arrays
+
+    def seen(b: Any, h: Any, q: Any, kv: Any, *given: Any) -> Any:
+        bounds = dict(zip(arrays, (x[0] for x in given), strict=True))
+        return jnp.bool_(mask.filled(**bounds).allows(q, kv))
+
+    return mask_fn(seen, *(x.reshape(1) for x in arrays.values()))
 
 
 def _combined(how: str, a: Any, b: Any) -> Any:
@@ -317,6 +394,28 @@ def aux_arrays(what: str, f: Any, aux: tuple[Any, ...]) -> list[jax.Array]:
             )
         found.append(x.astype(jnp.int32) if x.dtype in (jnp.int64, jnp.uint64) else x)
     return found
+
+
+def traced_bound(what: str, value: Any) -> Any:
+    """An int32 scalar within +-(2**30 - 1)."""
+    if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != ():
+        raise ValueError(
+            f"{what} wants an int or a traced integer scalar, got a traced "
+            f"{value.dtype}{list(value.shape)}: one bound serves all sequences and heads"
+        )
+    return saturated(value).clip(1 - LONGEST, LONGEST - 1)
+
+
+def saturated(x: Any) -> Any:
+    """Integers of any type as int32, NumPy's (before jax cuts bits off) or jax's: those of more
+    bits within 2**30. Anything else as it is.
+    """
+    if not isinstance(x, (np.ndarray, np.generic, jax.Array)) or x.dtype.kind not in "iu":
+        return x
+    held = jnp.iinfo(x.dtype)
+    if held.max > np.iinfo(np.int32).max:
+        x = x.clip(max(held.min, -LONGEST), LONGEST)
+    return x.astype(np.int32)
 
 
 def _minimum(a: Position, b: Position) -> Any:

@@ -40,6 +40,11 @@ def attend(q=None, k=None, v=None, **options):
     )
 
 
+def band(**bounds):
+    """As a mask may come out of a pytree."""
+    return pa.FULL.filled(**bounds)
+
+
 def traced(call):
     """`call(x)` with x traced."""
     return lambda: jax.jit(call)(jnp.float32(2.0))
@@ -206,9 +211,9 @@ ATTENTION = {
     "bias: expected a floating-point dtype, got bool; did you mean mask?": (
         lambda: pa.dot_product_attention(ROW, ROW, ROW, bias=z(1, 1, dtype="bool"))
     ),
-    "local_window_size: expected an int, or a pair of ints (left, right), both of at least 0, got "
-    "a traced array; it is static": traced(
-        lambda x: pa.dot_product_attention(ROW, ROW, ROW, local_window_size=x.astype("int32"))
+    "local_window_size: expected an int, or a pair of ints (left, right), both of at least 0, or "
+    "traced integer scalars, got a traced array that is none": traced(
+        lambda x: pa.dot_product_attention(ROW, ROW, ROW, local_window_size=x)
     ),
     "scale: expected a number, got float32[3]": traced(
         lambda x: pa.dot_product_attention(ROW, ROW, ROW, scale=x * z(3))
@@ -223,33 +228,34 @@ ATTENTION = {
     "is_causal: expected True or False, got 'yes'; it is static": (
         lambda: pa.dot_product_attention(ROW, ROW, ROW, is_causal="yes")
     ),
-    "local_window_size: expected an int, or a pair of ints (left, right), both of at least 0, got "
-    "(1, 2, 3)": lambda: pa.dot_product_attention(ROW, ROW, ROW, local_window_size=(1, 2, 3)),
-    "local_window_size: expected an int, or a pair of ints (left, right), both of at least 0, got "
-    "1.5": lambda: pa.dot_product_attention(ROW, ROW, ROW, local_window_size=1.5),
+    "local_window_size: expected an int, or a pair of ints (left, right), both of at least 0, or "
+    "traced integer scalars, got (1, 2, 3)": lambda: pa.dot_product_attention(
+        ROW, ROW, ROW, local_window_size=(1, 2, 3)
+    ),
+    "local_window_size: expected an int, or a pair of ints (left, right), both of at least 0, or "
+    "traced integer scalars, got 1.5": lambda: pa.dot_product_attention(
+        ROW, ROW, ROW, local_window_size=1.5
+    ),
 }
 MASKS = {
-    "sliding_window(n) wants an int of at least 1 (n counts the query's own key), got 0.": (
-        lambda: pa.sliding_window(0)
-    ),
-    "sliding_window(n) wants an int of at least 1 (n counts the query's own key), got True.": (
-        lambda: pa.sliding_window(True)
-    ),
-    "sliding_window(n) wants an int of at least 1 (n counts the query's own key), got 2.0.": (
-        lambda: pa.sliding_window(2.0)
-    ),
+    "sliding_window(n) wants an int of at least 1 (n counts the query's own key), or a traced "
+    "integer scalar, got 0.": lambda: pa.sliding_window(0),
+    "sliding_window(n) wants an int of at least 1 (n counts the query's own key), or a traced "
+    "integer scalar, got True.": lambda: pa.sliding_window(True),
+    "sliding_window(n) wants an int of at least 1 (n counts the query's own key), or a traced "
+    "integer scalar, got 2.0.": lambda: pa.sliding_window(2.0),
     "Mask(right=...) wants less than 2**30 either way, got 1073741824: positions are int32. None "
     "leaves the side unbounded.": lambda: Mask(right=2**30),
     "Mask(left=...) wants less than 2**30 either way, got -1099511627776: positions are int32. "
     "None leaves the side unbounded.": lambda: Mask(left=-(2**40)),
     **{
-        f"{what} wants a Python int, got a traced array. A mask is static, a part of the compiled "
-        "kernel: choose between calls with jax.lax.cond or jax.lax.switch, or scan over groups of "
-        "layers whose windows alternate in the same way.": traced(call)
-        for what, call in (
-            ("Mask(left=...)", lambda x: Mask(left=x.astype("int32"))),
-            ("Mask(right=...)", lambda x: Mask(right=x)),
-            ("sliding_window(n)", lambda x: pa.sliding_window(x.astype("int32"))),
+        f"{what} wants an int or a traced integer scalar, got a traced {got}: one bound serves all "
+        "sequences and heads": traced(call)
+        for what, got, call in (
+            ("Mask(left=...)", "int32[1]", lambda x: Mask(left=x.astype("int32").reshape(1))),
+            ("Mask(right=...)", "float32[]", lambda x: Mask(right=x)),
+            ("sliding_window(n)", "bool[]", lambda x: pa.sliding_window(x > 0)),
+            ("mask.right", "float32[1]", lambda x: attend(mask=band(right=x.reshape(1)))()),
         )
     },
     "Mask(left=1, right=-2) hides every key from every query: left + right must be at least 0.": (
@@ -504,9 +510,7 @@ def test_mask_bounds_are_ints(side, value):
     with pytest.raises(ValueError) as caught:
         Mask(**{side: value})
     assert str(caught.value).startswith(f"Mask({side}=") and repr(value) in str(caught.value)
-    assert str(caught.value).endswith(
-        "A mask is static: pass lengths and offsets as arrays beside it."
-    )
+    assert str(caught.value).endswith("Pass lengths and offsets as arrays beside the mask.")
 
 
 def test_every_check_of_the_package_is_in_a_table():

@@ -8,9 +8,9 @@ norm of x, plus a gated MLP of the norm of that. Three ways to run it share ever
     decode(config, params, cache, tokens)         one token a sequence over the cache
 
 Layers are stacked and scanned. Layers in a row with the same window form a run, which is one scan:
-a mask is static, and a model with one kind of layer is one run. Weights are `[out, in]`, as
-checkpoints have them; q, k and v are one matrix and so are gate and up, since at a few rows a
-matmul costs what its weights take to read, and a launch.
+a static window is the fastest, and a model with one kind of layer is one run. Weights are
+`[out, in]`, as checkpoints have them; q, k and v are one matrix and so are gate and up, since at a
+few rows a matmul costs what its weights take to read, and a launch.
 
 Axes: M sequences, t rows of each, D hidden, N query heads, K kv heads, H head dim.
 """

@@ -247,7 +247,7 @@ def _launch(
         owners=rest.owners,
         capacities=plan.layout.capacities_operand(),
         page_table=rest.page_table,
-        layer=cache_layout.layer_operand(rest.layer),
+        layer=cache_layout.scalar_operand(rest.layer),
     )
     body = functools.partial(_kernel, plan=plan)
     grid = plan.sequences * plan.chunks

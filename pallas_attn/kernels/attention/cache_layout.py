@@ -196,6 +196,6 @@ def layout_of(problem: Any) -> Layout:
     return Paged(*facts, problem.pages or 0, problem.page_size)
 
 
-def layer_operand(layer: Any) -> Array | None:
-    """int32[1], or None for a cache of one layer."""
-    return None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1)
+def scalar_operand(number: Any) -> Array | None:
+    """int32[1]: of a layer, or of a bound of a mask; or None where there is none."""
+    return None if number is None else jnp.asarray(number, jnp.int32).reshape(1)

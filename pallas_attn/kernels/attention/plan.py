@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn import _gpus
-from pallas_attn._problem import AttentionProblem
+from pallas_attn._problem import AttentionProblem, bounds_of
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.lang import mosaic
@@ -59,6 +59,10 @@ class Span(NamedTuple):
 # Of a span: it has no tile; its first tile, which is the one at the end, needs a mask; others after
 # the full tiles do; and tiles before them.
 PARTS = frozenset(("empty", "first_masked", "high", "low"))
+# With these arrays nothing of the spans is known before the kernel runs, but that they lie within
+# those of `Mask.widest`.
+DYNAMIC = {"q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right"}
+DYNAMIC |= {"q_segment_ids", "mask_array"}
 
 
 def rows_span(mask: Mask, position: Any, rows: Any, kv_len: Any, block: int) -> Span:
@@ -202,16 +206,16 @@ class Plan:
     @functools.cached_property
     def parts(self) -> frozenset[str]:
         """Which of `PARTS` occur among the spans of all rows."""
-        dynamic = {"q_offset", "q_lengths", "kv_lengths", "q_segment_ids", "mask_array"}
-        if dynamic & set(self.problem.arrays):
+        if DYNAMIC & set(self.problem.arrays):
             return PARTS
         found: set[str] = set()
         rows = self.span_rows
         for row in range(0, self.problem.q_len, rows):
-            found |= self.span(self.problem.q_offset + row, rows, self.problem.kv_len).parts()
+            position = self.problem.q_offset + row
+            found |= self.span(self.problem.mask, position, rows, self.problem.kv_len).parts()
         if self.idle_rows:
             last = self.problem.q_offset + self.problem.q_len - 1
-            found |= self.span(last, 1, self.problem.kv_len).parts()
+            found |= self.span(self.problem.mask, last, 1, self.problem.kv_len).parts()
         return frozenset(found)
 
     @property
@@ -222,8 +226,13 @@ class Plan:
         """
         return self.has("q_segment_ids") or self.has("mask_array")
 
-    def span(self, position: Any, rows: Any, kv_len: Any) -> Span:
-        return rows_span(self.problem.mask, position, rows, kv_len, self.config.block_kv)
+    def span(self, mask: Mask, position: Any, rows: Any, kv_len: Any) -> Span:
+        return rows_span(mask, position, rows, kv_len, self.config.block_kv)
+
+    def mask_of(self, refs: Any, batch: Any) -> Mask:
+        """The mask of a batch row, with the bounds that arrive at run time."""
+        bounds = {side: ref[batch] for side, ref in bounds_of(refs).items()}
+        return self.problem.mask.filled(**bounds)
 
     @property
     def scores(self) -> wgmma.Kind:

@@ -17,6 +17,7 @@ from jaxlib.mlir.dialects import arith, gpu, vector
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.plan import Context, Span
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.masks import Mask
 
 Array = jax.Array
 LESS, EQUAL = arith.CmpIPredicate.slt, arith.CmpIPredicate.eq
@@ -32,6 +33,8 @@ class Refs(NamedTuple):
     q_offset: Any
     q_lengths: Any
     kv_lengths: Any
+    mask_left: Any  # int32[B], where the bound arrives at run time
+    mask_right: Any
     q_segment_ids: Any  # [B, q_tiles * tile_rows]
     kv_segment_ids: Any  # [B, kv_tiles * block_kv]
     segment_spans: Any  # int32[B, 4, q tiles]: a Span's fields; or `tile_scheduler.records`
@@ -53,6 +56,7 @@ class Tile(NamedTuple):
     q_offset: Any  # position of query row 0
     q_len: Any  # None: all rows count
     kv_len: Any
+    mask: Mask
 
 
 class Rows(NamedTuple):
@@ -78,6 +82,7 @@ class Place(NamedTuple):
     key: Any  # the first key
     q_offset: Any
     kv_len: Any
+    mask: Mask
     q_axis: int
     numbers: Any = None  # 0, 1, .. of the tile's queries, in shared memory: see `apply_mask`
     layout: Any = mosaic.TILE
@@ -89,7 +94,7 @@ def logits(
     """The scores of kv tile t -> logits, in log2 units if `plan.unit` is None."""
     tile = rows.tile
     start = t * ctx.plan.config.block_kv
-    where = (tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len)
+    where = (tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, tile.mask)
     place = Place(*where, q_axis=0, layout=layout)
     return logits_and_slope(ctx.plan, ctx.refs, place, s, masked)[0]
 
@@ -113,9 +118,9 @@ def logits_by_row_bounds(
 def _mask_rows(ctx: Context, rows: Rows, t: Any, kv_ids: Any, s: Any) -> Any:
     plan, tile, low, high = ctx.plan, rows.tile, None, None
     start = t * plan.config.block_kv
-    if not plan.problem.mask.is_full:  # what nobody uses sends Mosaic on a search for its layout
+    if not tile.mask.is_full:  # what nobody uses sends Mosaic on a search for its layout
         position = plan.row_positions(s.shape[0], tile.q_offset + rows.row - start)
-        low, high = plan.problem.mask.row_bounds(position)
+        low, high = tile.mask.row_bounds(position)
     if plan.ragged_keys:
         end = mosaic.filled(s.shape[:1], tile.kv_len - start, jnp.int32)
         high = end if high is None else jnp.minimum(high, end)
@@ -131,7 +136,8 @@ def _mask_rows(ctx: Context, rows: Rows, t: Any, kv_ids: Any, s: Any) -> Any:
         same = (t >= rows.same_segment[0]) & (t < rows.same_segment[1])
         s = lax.cond(same, lambda s: s, within_segments, s)
     if plan.has("mask_array"):
-        place = Place(tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, 0)
+        where = (tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, tile.mask)
+        place = Place(*where, q_axis=0)
         s = jnp.where(_load_tile(ctx.refs.mask_array, place, s.shape) != 0, s, -jnp.inf)
     return s
 
@@ -165,12 +171,12 @@ def apply_mask(plan: Any, refs: Any, place: Place, s: Any) -> Any:
     Positions that are computed would be computed once, before the loop over the tiles, and held in
     32 registers; `place.numbers` are loaded where they are used.
     """
-    problem, q_axis = plan.problem, place.q_axis
+    q_axis = place.q_axis
     if place.numbers is None:
         q_pos = mosaic.positions(s.shape, q_axis, place.q_offset + place.query, place.layout)
     else:
         q_pos = _load_vector(place.numbers, place, q_axis, s.shape) + (place.q_offset + place.query)
-    seen = problem.mask.allows(
+    seen = place.mask.allows(
         q_pos,
         mosaic.positions(s.shape, 1 - q_axis, place.key, place.layout),
         place.kv_len if plan.ragged_keys else None,

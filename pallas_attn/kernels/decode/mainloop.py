@@ -117,7 +117,7 @@ def masked(plan: Plan, work: WorkTile, start: Scalar, given: Any, positions: Any
     """Tiles of logits with -inf where a query does not see a key. `start`: the first key of the
     tile; `positions()` gives those of queries and keys, where some are not seen.
     """
-    mask, begin, count = plan.problem.mask, work.length - plan.problem.q_len, plan.tile
+    mask, begin, count = work.mask, work.length - plan.problem.q_len, plan.tile
     lo, hi = mask.kv_full_range(begin, work.length, work.length)
 
     def hidden():

@@ -78,11 +78,9 @@ def refs_of(inputs: DecodeInputs, counters: Any, plan: Plan) -> Refs:
     return Refs(
         q=inputs.q,
         caches=plan.layout.tables(inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale),
-        given=scheduler.Lengths(
-            inputs.lengths, inputs.new_lengths, plan.layout.capacities_operand()
-        ),
+        given=scheduler.lengths_of(inputs, plan.layout.capacities_operand()),
         page_table=inputs.page_table,
-        layer=cache_layout.layer_operand(inputs.layer),
+        layer=cache_layout.scalar_operand(inputs.layer),
         sinks=inputs.sinks,
         counters=counters,
     )

@@ -21,17 +21,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from pallas_attn import _gpus
-from pallas_attn._problem import DecodeProblem
+from pallas_attn._problem import DecodeInputs, DecodeProblem, bounds_of
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, softmax
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.mma import dequant, mma_rowmajor
 from pallas_attn.kernels.mma.mma_rowmajor import Heads, Split
+from pallas_attn.masks import SIDES, Mask
 
 Ref = Any
 Scalar = Any
@@ -56,6 +58,7 @@ class WorkTile(NamedTuple):
     next_unit: Scalar  # where the block's next work begins
     head_first_unit: Scalar
     head_units: Scalar
+    mask: Mask
 
 
 def widest_tile(problem: DecodeProblem) -> int:
@@ -286,19 +289,19 @@ class Plan:
         """
         return self.layout.paged and self.problem.mask.bounds_left
 
-    def tiles_of(self, length: Any, div: Any) -> tuple[Any, Any]:
+    def tiles_of(self, mask: Mask, length: Any, div: Any) -> tuple[Any, Any]:
         """Tiles [first, end) that hold all keys which some row sees; `length` may be any kind of
         integer, `div` divides those that are not negative.
         """
-        lo, hi = self.problem.mask.kv_range(length - self.problem.q_len, length, length)
+        lo, hi = mask.kv_range(length - self.problem.q_len, length, length)
         first = 0 if isinstance(lo, int) else div(lo, self.tile)
         return first, div(at_least(hi, 0) + (self.tile - 1), self.tile)
 
-    def units_of(self, length: Any, div: Any) -> Any:
+    def units_of(self, mask: Mask, length: Any, div: Any) -> Any:
         """Units of a head; for `div` see `tiles_of`."""
-        first, end = self.tiles_of(length, div)
+        first, end = self.tiles_of(mask, length, div)
         if self.units_a_tile > 1:
-            _, hi = self.problem.mask.kv_range(length - self.problem.q_len, length, length)
+            _, hi = mask.kv_range(length - self.problem.q_len, length, length)
             keys = at_least(hi - first * self.tile, 0)
             return at_least(div(keys + (FINE_UNIT - 1), FINE_UNIT), 1) + self.head_overhead
         units = at_least(end - first, 1)
@@ -372,12 +375,34 @@ class Table(NamedTuple):
     sums: Ref  # int32[plan.table_size]: units of a head in the sequences before this one
     lengths: Ref  # int32[plan.table_size]: keys that exist; 0 where rows were lost
     lost: Ref  # int32[plan.table_size]: 1 where rows were dropped and the result is NaN
+    bounds: Any = None  # int32[2]: of the mask, where some arrive at run time
+
+
+def table_scratch(plan: Plan) -> Table:
+    sums, lengths, lost = (plgpu.SMEM((plan.table_size,), jnp.int32) for _ in range(3))
+    bounds = plgpu.SMEM((len(SIDES),), jnp.int32) if plan.problem.mask.arrives else None
+    return Table(sums, lengths, lost, bounds)
+
+
+def mask_of(plan: Plan, table: Table) -> Mask:
+    """The mask, with the bounds that arrive at run time."""
+    mask = plan.problem.mask
+    return mask.filled(**{side: table.bounds[SIDES.index(side)] for side in mask.arrives})
 
 
 class Lengths(NamedTuple):
+    """What a block reads first."""
+
     lengths: Ref  # int32[M]
     new_lengths: Ref | None  # int32[M]: negative where `extend` has not been
     capacities: Ref | None  # where they differ
+    mask_left: Ref | None  # int32[1], where the bound arrives at run time
+    mask_right: Ref | None
+
+
+def lengths_of(inputs: DecodeInputs, capacities: Any) -> Lengths:
+    bounds = (cache_layout.scalar_operand(x) for x in (inputs.mask_left, inputs.mask_right))
+    return Lengths(inputs.lengths, inputs.new_lengths, capacities, *bounds)
 
 
 class TableRefs(NamedTuple):
@@ -407,6 +432,8 @@ def fill_table(
     room: list[Any] = [plan.layout.capacity] * len(asked)
     if plan.layout.capacity is None:
         room = [thread.load(given.capacities, at, 4) for at in within]
+    bounds = {side: thread.load(ref, thread.index * 0, 4) for side, ref in bounds_of(given).items()}
+    mask = plan.problem.mask.filled(**bounds)
     meanwhile()
     for m, length, new, most in zip(places, asked, taken, room, strict=True):
         usable_too = (length <= most) & (usable >= 1)
@@ -414,7 +441,7 @@ def fill_table(
             usable_too = usable_too & (thread.select(length >= 1, length, new) >= 0)
         lengths.append(thread.select(usable_too, at_least(length, 0), 0))
         lost.append(thread.select(usable_too, m * 0, 1))
-        units = plan.units_of(lengths[-1], lambda x, y: x // y)
+        units = plan.units_of(mask, lengths[-1], lambda x, y: x // y)
         units = thread.select(m < plan.problem.sequences, units, 0)
         total = units if total is None else total + units
         sums.append(total)
@@ -424,6 +451,9 @@ def fill_table(
         thread.shared_store(table.lengths, m, lengths[i], mine)
         thread.shared_store(table.lost, m, lost[i], mine)
     thread.shared_store(table.sums, thread.index * 0, thread.index * 0, thread.index < 1)
+    for side, bound in bounds.items():
+        at = thread.index * 0 + SIDES.index(side)
+        thread.shared_store(table.bounds, at, bound, thread.index < 1)
     thread.sync()
 
 
@@ -480,8 +510,8 @@ def work_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) -> 
     taken = jnp.minimum(share.end - unit, units - skipped)
     if plan.problem.batch_invariant:
         taken = jnp.minimum(taken, 1)
-    length = table.lengths[m]
-    first, end = plan.tiles_of(length, _div)
+    length, mask = table.lengths[m], mask_of(plan, table)
+    first, end = plan.tiles_of(mask, length, _div)
     end = jnp.maximum(end, first + 1)
     tile = first + skipped * plan.tiles_a_unit
     stop = tile + taken * plan.tiles_a_unit
@@ -500,6 +530,7 @@ def work_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) -> 
         next_unit=unit + taken,
         head_first_unit=unit - skipped,
         head_units=units,
+        mask=mask,
     )
 
 
@@ -547,7 +578,7 @@ def partials_of(plan: Plan, share: Share, work: WorkTile, block_id: Scalar) -> P
     first = share.block_of(work.head_first_unit)
     last = work.head_units - 1
     if plan.units_a_tile > 1:
-        tiles_before, end = plan.tiles_of(work.length, _div)
+        tiles_before, end = plan.tiles_of(work.mask, work.length, _div)
         last = jnp.maximum(end - tiles_before - 1, 0) * plan.units_a_tile
     last = share.block_of(work.head_first_unit + last)
     return Partials(last - first + 1, 2 * block_id + begins, 2 * first + 1, 2 * first)

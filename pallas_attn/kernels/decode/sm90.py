@@ -36,7 +36,7 @@ from pallas_attn.kernels.decode import combine, mainloop, producer, scheduler
 from pallas_attn.kernels.decode.combine import Results
 from pallas_attn.kernels.decode.mainloop import Queries, State, TileAt
 from pallas_attn.kernels.decode.producer import Context, Phase, Position, Refs, Smem
-from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, WorkTile
+from pallas_attn.kernels.decode.scheduler import Plan, Share, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync, mma_tf32
@@ -239,7 +239,7 @@ def scratch(plan: Plan) -> Smem:
         warp_partials=combine.WarpPartials(
             out, numbers(rows, jnp.float32), numbers(rows, jnp.float32)
         ),
-        table=Table(*(numbers(plan.table_size) for _ in Table._fields)),
+        table=scheduler.table_scratch(plan),
         barriers=plgpu.SMEM((config.stages, 2), jnp.int32),
         last=numbers(1),
         q=plgpu.SMEM(queries, jnp.float32) if plan.is_float32 else None,

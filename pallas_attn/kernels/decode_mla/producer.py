@@ -53,9 +53,9 @@ def refs_of(inputs: DecodeInputs, layout: Layout, rows: int) -> Refs:
     return Refs(
         q=q.reshape(-1, width),
         kv=layout.view(inputs.k_cache),
-        given=scheduler.Lengths(inputs.lengths, inputs.new_lengths, None),
+        given=scheduler.lengths_of(inputs, None),
         page_table=inputs.page_table,
-        layer=cache_layout.layer_operand(inputs.layer),
+        layer=cache_layout.scalar_operand(inputs.layer),
     )
 
 
@@ -65,11 +65,6 @@ def sinks_of(inputs: DecodeInputs, rows: int) -> Array | None:
         return None
     sinks = jnp.tile(inputs.sinks.astype(jnp.float32), inputs.q.shape[1])
     return jnp.pad(sinks, (0, rows - sinks.size))
-
-
-def table_of(plan: Plan) -> Table:
-    """Its scratch."""
-    return Table(*(plgpu.SMEM((plan.table_size,), jnp.int32) for _ in Table._fields))
 
 
 def each_thread(program: Any, refs: Any, scalars: Any) -> None:

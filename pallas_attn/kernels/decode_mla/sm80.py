@@ -145,7 +145,7 @@ def scratch(plan: LatentPlan) -> Smem:
         kv=buffer(config.stages * config.tile, plan.width),
         p=buffer(ROWS, config.tile),
         rows=plgpu.SMEM((2, ROWS), jnp.float32),
-        table=Table(numbers(plan.table_size), numbers(plan.table_size), numbers(plan.table_size)),
+        table=scheduler.table_scratch(plan),
         last=numbers(1),
     )
 

@@ -177,7 +177,7 @@ def scratch(plan: LatentPlan) -> Smem:
         p=None if rope else swizzled(P_SLOTS, ROWS, TILE),
         row_max=plgpu.SMEM((P_SLOTS, ROWS), jnp.float32),
         row_sum=plgpu.SMEM((P_SLOTS, ROWS), jnp.float32),
-        table=mla_producer.table_of(plan),
+        table=scheduler.table_scratch(plan),
         last=numbers(1),
         q_ready=barrier(num_arrivals=max(plan.q_copies, 1)),
         q_free=barrier(),

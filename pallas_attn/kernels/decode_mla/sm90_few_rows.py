@@ -109,7 +109,7 @@ def scratch(plan: FewPlan) -> Smem:
         kv=mosaic.swizzled((plan.ring, TILE, plan.block_columns), dtype, 2 * WIDTH),
         p=mosaic.swizzled((2, rows, TILE), dtype, 2 * WIDTH),
         flags=numbers(2 * threads.WARPS),
-        table=mla_producer.table_of(plan),
+        table=scheduler.table_scratch(plan),
         last=numbers(1),
         q_ready=barrier(),
         q_free=barrier(),

@@ -32,6 +32,7 @@ from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
 from pallas_attn.kernels.flash_bwd.plan import Refs
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import wgmma
+from pallas_attn.masks import Mask
 
 BLOCKS = 2 * attention_plan.BLOCKS  # that fill the GPU
 RING_BYTES = 200 * 1024  # of shared memory
@@ -116,6 +117,7 @@ class Step(NamedTuple):
     q_offset: Any
     q_len: Any
     kv_len: Any
+    mask: Mask
     live: Any  # whether there is anything to see
 
 
@@ -138,10 +140,11 @@ def step_of(plan: Plan, refs: Refs, walk: Walk, bias_tile: Any, n: Any) -> Step:
     if plan.has("q_lengths"):
         q_len = refs.q_lengths[batch]
     row = q_tile * ROWS
-    span = plan.span(q_offset + row, ROWS, kv_len)
+    mask, key = plan.mask_of(refs, batch), key_tile * plan.config.block_kv
+    span = plan.span(mask, q_offset + row, ROWS, kv_len)
     live = (n < math.prod(walk.readers)) & (row < q_len)
     live = live & (key_tile >= span.lo) & (key_tile < span.hi)
-    return Step(batch, head, row, key_tile * plan.config.block_kv, q_offset, q_len, kv_len, live)
+    return Step(batch, head, row, key, q_offset, q_len, kv_len, mask, live)
 
 
 def _produce(ctx: Context, walk: Walk, block: Block) -> None:
@@ -183,7 +186,8 @@ def _ds(ctx: Context, step: Step, slot: Any) -> Any:
     units = units_of(refs, step.batch, head)
     s = scaled(wgmma.matmul(shape, q, wgmma.transposed(k)), units.scores)
     dp = scaled(wgmma.matmul(shape, do, wgmma.transposed(v)), units.dp)
-    place = Place(step.batch, step.head, step.row, step.key, step.q_offset, step.kv_len, 0)
+    where = (step.batch, step.head, step.row, step.key, step.q_offset, step.kv_len, step.mask)
+    place = Place(*where, q_axis=0)
     lse, delta = (
         mosaic.load(ref.at[step.batch, step.head, pl.ds(step.row, ROWS)], mosaic.ROW)
         for ref in (refs.lse, refs.delta)

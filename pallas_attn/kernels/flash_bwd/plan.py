@@ -26,6 +26,7 @@ from pallas_attn.kernels.flash_bwd import float32 as bwd_float32
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import wgmma
+from pallas_attn.masks import Mask
 
 ROWS = attention_plan.ROWS
 L2_BYTES = 32 * 2**20  # of what the heads of an L2 group read and add to: a part of L2
@@ -48,6 +49,8 @@ class Refs(NamedTuple):
     q_offset: Any
     q_lengths: Any
     kv_lengths: Any
+    mask_left: Any  # int32[B], where the bound arrives at run time
+    mask_right: Any
     q_segment_ids: Any
     kv_segment_ids: Any
     segment_spans: Any  # int32[B, 4, kv_tiles]: a Span's fields, in query tiles
@@ -234,7 +237,7 @@ class Plan(attention_plan.Plan):
         """
         if self.always_masked:
             return frozenset(("low",))
-        if {"q_offset", "q_lengths", "kv_lengths"} & set(self.problem.arrays):
+        if attention_plan.DYNAMIC & set(self.problem.arrays):
             return frozenset(("low", "full", "high"))
         found: set[str] = set()
         for span in self.static_spans():
@@ -256,16 +259,17 @@ class Plan(attention_plan.Plan):
         """Of each kv tile, without lengths and offsets that are arrays."""
         problem, rows = self.problem, self.padded_rows
         keys = range(0, problem.kv_len, self.block_kv)
-        return [self.q_span(key, problem.q_offset, rows, problem.kv_len) for key in keys]
+        mask, offset = problem.mask.widest, problem.q_offset
+        return [self.q_span(mask, key, offset, rows, problem.kv_len) for key in keys]
 
-    def q_span(self, key: Any, q_offset: Any, q_len: Any, kv_len: Any) -> Span:
+    def q_span(self, mask: Mask, key: Any, q_offset: Any, q_len: Any, kv_len: Any) -> Span:
         """The query tiles that meet the keys from `key` on, ordered lo <= full_lo <= full_hi <= hi.
 
         Rows past T carry an lse of inf: the end of the queries needs no mask.
         """
         low, high = (min, max) if isinstance(key, int) else (jnp.minimum, jnp.maximum)
-        mask, block_q = self.problem.mask.transposed, self.config.block_q
-        span = attention_plan.rows_span(mask, key - q_offset, self.block_kv, q_len, block_q)
+        position, block_q = key - q_offset, self.config.block_q
+        span = attention_plan.rows_span(mask.transposed, position, self.block_kv, q_len, block_q)
         live = kv_len > key
         cut = key + self.block_kv > kv_len
         if isinstance(key, int):
@@ -286,6 +290,7 @@ class WorkTile(NamedTuple):
     q_offset: Any
     q_len: Any  # None: all rows count
     kv_len: Any
+    mask: Mask
     span: Span  # of query tiles
     rotation: Any  # at which query tile of the span a head begins
 
@@ -327,7 +332,8 @@ def work_tile(plan: Plan, refs: Refs, code: Any) -> WorkTile:
         block = plan.config.block_q
         q_len = refs.q_lengths[batch]
         rows = lax.div(q_len + (block - 1), jnp.int32(block)) * block
-    span = plan.q_span(key, q_offset, rows, kv_len)
+    mask = plan.mask_of(refs, batch)
+    span = plan.q_span(mask, key, q_offset, rows, kv_len)
     if plan.has("q_segment_ids"):
         lo, _, _, hi = (refs.segment_spans[batch, i, tile] for i in range(4))
         lo = jnp.maximum(span.lo, lo)
@@ -339,14 +345,14 @@ def work_tile(plan: Plan, refs: Refs, code: Any) -> WorkTile:
     rotation: Any = 0
     if plan.rotates:
         rotation = lax.div(tile * plan.q_tiles, jnp.int32(plan.kv_tiles))
-    return WorkTile(batch, kv_head, key, q_offset, q_len, kv_len, span, rotation)
+    return WorkTile(batch, kv_head, key, q_offset, q_len, kv_len, mask, span, rotation)
 
 
 def place_of(
     work: WorkTile, head: Any, t: Any, key: Any, block_q: int, layout: Any = mosaic.TILE
 ) -> Place:
     """Where the tile of logits of keys from `key` on and query tile t stands."""
-    where = (work.batch, head, t * block_q, key, work.q_offset, work.kv_len)
+    where = (work.batch, head, t * block_q, key, work.q_offset, work.kv_len, work.mask)
     return Place(*where, q_axis=1, layout=layout)
 
 
@@ -356,10 +362,8 @@ def schedule(plan: Plan) -> np.ndarray:
     `work_tile`: by L2 group, then longest first.
     """
     costs = np.full(plan.kv_tiles, WORK_TILE_OVERHEAD)
-    problem = plan.problem
-    for tile in range(0 if plan.has("q_segment_ids") else plan.kv_tiles):
-        span = plan.q_span(tile * plan.block_kv, problem.q_offset, plan.padded_rows, problem.kv_len)
-        costs[tile] += problem.group * (span.hi - span.lo)
+    if not plan.has("q_segment_ids"):
+        costs += [plan.problem.group * (span.hi - span.lo) for span in plan.static_spans()]
     order = np.argsort(-costs, kind="stable")
     codes = []
     for first in range(0, plan.heads, plan.l2_heads):

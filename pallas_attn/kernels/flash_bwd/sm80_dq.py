@@ -34,6 +34,7 @@ from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.mma import epilogue, global_accumulate, mma_2x2, mma_sync
 from pallas_attn.kernels.mma.mma_2x2 import WarpGrid
+from pallas_attn.masks import Mask
 
 ROWS = attention_plan.ROWS
 FEWEST_COLUMNS = 32  # at a time, where nothing else has room
@@ -74,6 +75,7 @@ class Rows(NamedTuple):
     q_offset: Any
     q_len: Any  # rows from here on are not there
     kv_len: Any
+    mask: Mask
 
 
 class Tile(NamedTuple):
@@ -141,7 +143,8 @@ def _ds(ctx: Context, products: Any, rows: Rows, tile: Tile) -> tuple[Any, Any]:
     is wanted.
     """
     plan, refs, _ = ctx
-    place = Place(rows.batch, rows.head, rows.row, tile.key, rows.q_offset, rows.kv_len, 0)
+    where = (rows.batch, rows.head, rows.row, tile.key, rows.q_offset, rows.kv_len, rows.mask)
+    place = Place(*where, q_axis=0)
     s, masked = next(products), tile.needs_mask
     p, slope = score_mod.probabilities(plan, refs, place, s, tile.lse, masked)
     return p * (next(products) - mosaic.broadcast_rows(tile.delta, p.shape)), slope
@@ -161,7 +164,7 @@ def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
     tile = tile_scheduler.tile_of(plan, refs, refs.schedule[lax.axis_index("block"), 1])
     length = jnp.int32(plan.problem.q_len)
     q_len = length if tile.q_len is None else tile.q_len
-    rows = Rows(tile.batch, tile.head, tile.row, tile.q_offset, q_len, tile.kv_len)
+    rows = Rows(tile.batch, tile.head, tile.row, tile.q_offset, q_len, tile.kv_len, tile.mask)
     span, stats = sm90_dq.span_of(plan, refs, tile), _row_statistics(ctx, rows)
 
     def ds_of(t, products):
@@ -341,7 +344,7 @@ def _bias_kernel(refs: Refs, out: Any, smem: Smem, *, plan: WholePlan, walk: Wal
 def _ds_of_step(ctx: Context, step: Step) -> Any:
     plan, _, smem = ctx
     q_len = jnp.int32(0) + step.q_len
-    rows = Rows(step.batch, step.head, step.row, step.q_offset, q_len, step.kv_len)
+    rows = Rows(step.batch, step.head, step.row, step.q_offset, q_len, step.kv_len, step.mask)
     if plan.config.columns:
         stream = _stream(ctx, rows, False)
         stream.begin(step.key, sync=True)

@@ -92,7 +92,7 @@ def span_of(plan: Plan, refs: Refs, tile: Tile) -> Any:
     rows: Any = plan.tile_rows
     if tile.q_len is not None:
         rows = jnp.minimum(rows, tile.q_len - tile.row)
-    span = plan.span(tile.q_offset + tile.row, plan.tile_rows, tile.kv_len)
+    span = plan.span(tile.mask, tile.q_offset + tile.row, plan.tile_rows, tile.kv_len)
     if plan.has("q_segment_ids"):
         unit = lax.div(tile.row, jnp.int32(plan.tile_rows))
         fields = (refs.segment_spans[tile.batch, i, unit] for i in range(4))
@@ -183,9 +183,9 @@ def _ds(ctx: Context, rows: Rows, t: Any, s: Any, dp: Callable[[], Any]) -> Any:
     """dS of kv tile t, float32; `dp` gives dP, and is called when P is done."""
     plan, refs, _ = ctx
     tile, shape, masked = rows.tile, s.shape, rows.needs_mask(t)
-    place = Place(
-        tile.batch, tile.head, rows.row, t * plan.config.block_kv, tile.q_offset, tile.kv_len, 0
-    )
+    key = t * plan.config.block_kv
+    where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
+    place = Place(*where, q_axis=0)
     s = scaled(s, rows.units.scores)
     p, slope = score_mod.probabilities(plan, refs, place, s, rows.lse, masked)
     ds = p * (scaled(dp(), rows.units.dp) - mosaic.broadcast_rows(rows.delta, shape))

@@ -69,7 +69,7 @@ def takes(problem: AttentionProblem) -> bool:
     mask, arrays = problem.mask, set(problem.arrays)
     return (
         mask.is_causal
-        and mask.bounds_left
+        and mask.width is not None
         and pairs(problem) <= MOST_PAIRS
         and problem.q_len == problem.kv_len > 0
         and problem.q_offset == 0
@@ -202,7 +202,8 @@ def _pair(ctx: Context, pair: Pair, sums: Gradients, overlapped: Any) -> None:
         if overlapped is not None:
             overlapped()
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        place = Place(walk.batch, walk.head, (t + n) * ROWS, t * ROWS, 0, plan.problem.kv_len, 1)
+        where = (walk.batch, walk.head, (t + n) * ROWS, t * ROWS, 0, plan.problem.kv_len)
+        place = Place(*where, plan.problem.mask, q_axis=1)
         s, slope = score_mod.logits_and_slope(plan, refs, place, s, False)
         p = _masked(plan, smem, n, score_mod.exponentials(plan, s, of_row(smem.lse)))
         plgpu.wgmma(sums.dv, p.astype(dtype), do)

@@ -534,7 +534,7 @@ def _span(plan: WholePlan, refs: Refs, tile: Tile) -> Span:
     rows: Any = plan.tile_rows
     if tile.q_len is not None:
         rows = jnp.minimum(rows, tile.q_len - tile.row)
-    span = plan.span(tile.q_offset + tile.row, rows, tile.kv_len)
+    span = plan.span(tile.mask, tile.q_offset + tile.row, rows, tile.kv_len)
     if plan.has("q_segment_ids"):
         unit = lax.div(tile.row, jnp.int32(plan.tile_rows))
         span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))

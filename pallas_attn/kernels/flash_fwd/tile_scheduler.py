@@ -30,9 +30,9 @@ RANK_SPREAD = 8.0  # what the first rank is taken to cost, above the last one's 
 @functools.lru_cache(maxsize=64)
 def schedule(plan: Plan) -> np.ndarray:
     """int32[blocks, n]: for each block how many work tiles it takes, and their codes for `tile_of`;
-    see `assign`. Work tiles are ordered by L2 group of heads, then by rows, then by head. Lengths
-    and offsets that are arrays are not known here: the costs are those of none. Where there are
-    segments a code has a rank in place of rows, and `schedule_by_rank` replaces it.
+    see `assign`. Work tiles are ordered by L2 group of heads, then by rows, then by head. Lengths,
+    offsets and bounds that are arrays are not known here: the costs are those of none. Where there
+    are segments a code has a rank in place of rows, and `schedule_by_rank` replaces it.
     """
     problem, q_tiles = plan.problem, np.arange(plan.q_tiles)
     if plan.has("q_segment_ids"):
@@ -43,7 +43,7 @@ def schedule(plan: Plan) -> np.ndarray:
         costs = np.full(plan.q_tiles, TILE_OVERHEAD)
         for tile in q_tiles:
             position = problem.q_offset + int(tile) * plan.tile_rows
-            span = plan.span(position, plan.tile_rows, problem.kv_len)
+            span = plan.span(problem.mask.widest, position, plan.tile_rows, problem.kv_len)
             costs[tile] += max(span.hi - span.lo, 0)
     codes = []
     for first in range(0, plan.heads, plan.l2_heads):
@@ -77,9 +77,10 @@ def mask_bounds(plan: Plan) -> np.ndarray:
     """int32[2, q_tiles]: the first kv tile of a work tile and the one after its last, by the mask
     alone.
     """
-    position, rows = plan.problem.q_offset, plan.tile_rows
+    problem, rows = plan.problem, plan.tile_rows
     found = [
-        plan.span(position + tile * rows, rows, plan.problem.kv_len) for tile in range(plan.q_tiles)
+        plan.span(problem.mask.widest, problem.q_offset + tile * rows, rows, problem.kv_len)
+        for tile in range(plan.q_tiles)
     ]
     return np.array([[span.lo for span in found], [span.hi for span in found]], np.int32)
 
@@ -155,6 +156,7 @@ def tile_of(plan: Plan, refs: Any, code: Any) -> Tile:
         q_offset=refs.q_offset[batch] if plan.has("q_offset") else problem.q_offset,
         q_len=refs.q_lengths[batch] if plan.has("q_lengths") else None,
         kv_len=kv_len,
+        mask=plan.mask_of(refs, batch),
     )
 
 
@@ -197,7 +199,7 @@ def rows_span(plan: Plan, record: Any, tile: Tile, wg: Any) -> Span:
         row, rows = jnp.where(idle, plan.problem.q_len - 1, row), jnp.where(idle, 1, ROWS)
     if tile.q_len is not None:
         rows = jnp.minimum(rows, tile.q_len - row)
-    span = plan.span(tile.q_offset + row, rows, tile.kv_len)
+    span = plan.span(tile.mask, tile.q_offset + row, rows, tile.kv_len)
     if record is not None:  # rows past T have the last one's id
         span = span.within(Span(*(record(4 * wg + i) for i in range(4))))
     if plan.has("mask_array"):

@@ -215,6 +215,8 @@ class Refs(NamedTuple):
     page_table: Any
     layer: Any  # int32[1]
     sinks: Any  # float32[N]
+    mask_left: Any  # int32[1], where the bound arrives at run time
+    mask_right: Any
     results: tuple[Any, ...] = ()  # written: out and lse, or partials
     units: Any = None  # powers of 2, which the mainloop asks for
 
@@ -259,13 +261,14 @@ def _unit_of(ctx: Context, number: Any) -> Unit:
     row = first * plan.head_rows
     rows = jnp.minimum((last + 1) * plan.head_rows, problem.q_len) - row
     offset = length - problem.q_len
-    span = plan.span(offset + row, rows, length)
+    mask = plan.mask_of(refs, 0)
+    span = plan.span(mask, offset + row, rows, length)
     span = span._replace(hi=jnp.maximum(span.hi, span.lo))
     if config.splits > 1:
         part = lax.div(span.hi - span.lo + (config.splits - 1), jnp.int32(config.splits))
         lo = jnp.minimum(span.lo + split * part, span.hi)
         span = span._replace(lo=lo, hi=jnp.minimum(lo + part, span.hi))
-    tile = Tile(m, kv_head, row, offset, None, length)
+    tile = Tile(m, kv_head, row, offset, None, length, mask)
     return Unit(m, kv_head, q_tile, split, tile, span, bad)
 
 
@@ -630,6 +633,8 @@ def _refs(plan: Plan, inputs: DecodeInputs) -> Refs:
         new_lengths=inputs.new_lengths,
         capacities=layout.capacities_operand(),
         page_table=inputs.page_table,
-        layer=cache_layout.layer_operand(inputs.layer),
+        layer=cache_layout.scalar_operand(inputs.layer),
         sinks=None if inputs.sinks is None else inputs.sinks.astype(jnp.float32),
+        mask_left=cache_layout.scalar_operand(inputs.mask_left),
+        mask_right=cache_layout.scalar_operand(inputs.mask_right),
     )
