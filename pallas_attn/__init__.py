@@ -13,6 +13,7 @@ Serving, inside a jitted step, caches updated in place:
     PerSequenceCache, StackedCache, PagedCache   KV caches: pytrees, each a KVCache
     append_kv; or cache.extend and write_kv      new rows into them; the latter for several layers
     decode_attention, decode_attention_with_lse  attention of the newest rows to all that is held
+    Rotary, RMSNorm                              RoPE and a norm of K and q, on their way
     append_kv_arrays                             the append for those who keep their own arrays
 
 What no implementation takes is an UnsupportedError: who refused, why, and what to do (`Limit`).
@@ -30,6 +31,7 @@ from pallas_attn.decode import decode_attention, decode_attention_with_lse
 from pallas_attn.errors import Limit, UnsupportedError
 from pallas_attn.masks import CAUSAL, FULL, Mask, MaskFunction, mask_fn, sliding_window
 from pallas_attn.merge import merge_attention
+from pallas_attn.rotary import RMSNorm, Rotary
 from pallas_attn.scores import ScoreFunction, score_fn
 
 __version__ = "0.1.0"
@@ -43,6 +45,8 @@ __all__ = [
     "MaskFunction",
     "PagedCache",
     "PerSequenceCache",
+    "RMSNorm",
+    "Rotary",
     "ScoreFunction",
     "StackedCache",
     "UnsupportedError",

@@ -15,8 +15,9 @@ import numpy as np
 from jax import lax
 
 from pallas_attn import _device
-from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn._problem import AttentionInputs, AttentionProblem, Change
 from pallas_attn.masks import FULL, LONGEST, Mask, MaskFunction, mask_fn, saturated, traced_bound
+from pallas_attn.rotary import RMSNorm, Rotary
 from pallas_attn.scores import ScoreFunction
 
 Array = Any
@@ -315,6 +316,50 @@ def row_starts(name: str, value: Any, rows: int, sequences: int | None = None) -
     at = jnp.arange(found.size, dtype=jnp.int32)
     earlier = jnp.where(at[None] <= at[:, None], found[None], 0)
     return earlier.max(axis=1)  # a cummax, in one kernel
+
+
+def change(
+    rotary: Any, norm: Any, dim: int, stored: int, capacity: int
+) -> tuple[Change | None, dict[str, Any]]:
+    """What is done to rows of `dim` columns, which a cache keeps as `stored`, before they are used;
+    and the arrays that it takes, by name.
+    """
+    static: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    if norm is not None:
+        if not isinstance(norm, RMSNorm):
+            raise ValueError(f"norm: expected an RMSNorm or None, got {type(norm).__name__}")
+        weight = array("norm.weight", norm.weight)
+        if weight.shape != (dim,) or not jnp.issubdtype(weight.dtype, jnp.floating):
+            got = f"{weight.dtype}{list(weight.shape)}"
+            raise ValueError(f"norm.weight: expected float[{dim}], a number a column, got {got}")
+        eps = _static_float("norm.eps", norm.eps, "it is part of the compiled kernel")
+        if eps < 0:
+            raise ValueError(f"norm.eps: expected a number of at least 0, got {eps:g}")
+        if weight.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            weight = weight.astype(jnp.float32)
+        arrays["norm_weight"] = jnp.pad(weight, (0, stored - dim)) if stored > dim else weight
+        static |= {"eps": eps, "weight_dtype": str(weight.dtype)}
+    if rotary is not None:
+        if not isinstance(rotary, Rotary):
+            raise ValueError(f"rotary: expected a Rotary or None, got {type(rotary).__name__}")
+        cos, sin = (array(f"rotary.{name}", getattr(rotary, name)) for name in ("cos", "sin"))
+        if cos.ndim != 2 or cos.shape != sin.shape or cos.shape[0] < capacity:
+            raise ValueError(
+                f"rotary.cos, rotary.sin: expected float[positions, pairs], positions at least the "
+                f"{capacity} rows that a sequence of this cache may have, got {list(cos.shape)} "
+                f"and {list(sin.shape)}"
+            )
+        first, pairs = static_int(rotary.first), cos.shape[1]
+        if first is None or first < 0 or pairs < 1 or first + 2 * pairs > dim:
+            raise ValueError(
+                f"rotary: expected columns within the {dim} of a row, got {2 * pairs} from column "
+                f"{rotary.first!r} on"
+            )
+        static |= {"pairs": pairs, "first": first, "positions": cos.shape[0]}
+        static["interleaved"] = boolean("rotary.interleaved", rotary.interleaved)
+        arrays |= {"cos": cos.astype(jnp.float32), "sin": sin.astype(jnp.float32)}
+    return (Change(dim, **static) if static else None), arrays
 
 
 def owner_of_rows(starts: jax.Array, rows: int) -> jax.Array:

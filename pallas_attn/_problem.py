@@ -130,6 +130,19 @@ class AttentionProblem:
         return f"{self.op} on {self.gpu or 'a machine without a GPU'}: " + ", ".join(facts)
 
 
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What is static of a norm and a rotation of rows: `pallas_attn.rotary`."""
+
+    dim: int  # H, without columns that a cache adds
+    eps: float | None = None  # of the norm; None: there is none
+    pairs: int = 0  # that are rotated; 0: nothing is
+    first: int = 0  # column of the first of them
+    interleaved: bool = False
+    positions: int = 0  # rows of the tables
+    weight_dtype: str = "float32"
+
+
 class AppendInputs(NamedTuple):
     """The arrays of one append: new rows into M caches.
 
@@ -152,6 +165,10 @@ class AppendInputs(NamedTuple):
     # Packed rows: k [tokens, K, H], v [tokens, K, Hv], start int32[tokens] the position of each row
     # (negative: it is dropped), new_lengths None, and int32[tokens], the sequence of each.
     owners: Array | None = None
+    # What AppendProblem.change reads: float32[positions, pairs] twice, and [H]
+    cos: Array | None = None
+    sin: Array | None = None
+    norm_weight: Array | None = None
 
 
 class Caches(NamedTuple):
@@ -186,6 +203,7 @@ class AppendProblem:
     from_end: bool = False
     quantized: bool = False  # rows are stored as `reference.quantize` says, a scale beside each
     packed: bool = False  # inputs.owners is given
+    change: Change | None = None  # of the rows of K, before they are stored
     op: str = "append"
 
     def __str__(self) -> str:

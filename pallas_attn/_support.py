@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pallas_attn import _dispatch
-from pallas_attn._problem import AppendProblem, AttentionProblem, DecodeProblem
+from pallas_attn._problem import AppendProblem, AttentionProblem, Change, DecodeProblem
 from pallas_attn.masks import AT_RUN_TIME, CAUSAL, FULL, Mask, sliding_window
 
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
@@ -112,6 +112,7 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
         "rows of several layers": ({"layers": 32},),
         "ragged chunks": ({"new_rows": 64, "ragged": True},),
         "one array alone": ({"v_head_dim": None},),
+        "rotary, norm": ({"change": Change(128, eps=1e-6, pairs=64, positions=1024)},),
     },
     "decode": {
         "cache": (

@@ -327,7 +327,9 @@ def append(kernel: Any, problem: AppendProblem, inputs: AppendInputs):
     state = _state_axes(inputs.new_lengths, inputs.page_table, inputs.layer)
     state[0] = rows[:1]  # of inputs.start
     owners = [("t",)] if problem.packed else []
-    axes = caches + new + state + scales + owners
+    tables: list = [("turn", "pair")] * 2 if inputs.cos is not None else []
+    tables += [("column",)] if inputs.norm_weight is not None else []
+    axes = caches + new + state + scales + owners + tables
     results = _cache_call(run, leaves, axes, caches + scales, problem)
     return jax.tree.unflatten(jax.tree.structure(held), results)
 

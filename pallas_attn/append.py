@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import _checks, _device, _dispatch, _transforms
-from pallas_attn._problem import QUANTIZED, AppendInputs, AppendProblem, Caches
+from pallas_attn._problem import QUANTIZED, AppendInputs, AppendProblem, Caches, Change
 from pallas_attn.cache import KVCache
+from pallas_attn.rotary import RMSNorm, Rotary, changed
 
 Array = jax.Array
 
@@ -20,6 +21,8 @@ def write_kv[Cache: KVCache](
     *,
     starts: Array | None = None,
     layer: int | Array = 0,
+    rotary: Rotary | None = None,
+    norm: RMSNorm | None = None,
     implementation: str | None = None,
 ) -> Cache:
     """Fill the rows that the latest `extend` took, in one layer.
@@ -39,6 +42,9 @@ def write_kv[Cache: KVCache](
         are ignored.
       layer: which layer: an int or a traced int32. Outside of the cache's layers nothing is
         written.
+      rotary, norm: what is done to the rows of K on their way, in the same launch: first the norm,
+        then the rotation by each row's position in its sequence; in float32, and rounded once, to
+        what the cache keeps. `decode_attention` takes the same for q.
       implementation: "sm80", "reference" or None.
 
     Returns:
@@ -47,6 +53,9 @@ def write_kv[Cache: KVCache](
     """
     packed = starts is not None
     k_rows, v_rows = _rows(cache, k, v, packed)
+    change, arrays = _checks.change(
+        rotary, norm, cache.head_dim, cache.stored_dims[0], max(cache.capacities, default=0)
+    )
     where: tuple[Array, Array | None] = cache.lengths, cache.new_lengths
     owners = None
     if starts is not None:
@@ -64,10 +73,11 @@ def write_kv[Cache: KVCache](
         cache.k_scale,
         cache.v_scale,
         owners,
+        **arrays,
     )
     if k_rows.shape[0 if packed else 1]:
         _checks.extended(cache)
-    new = _append(inputs, cache.kind, implementation, from_end=not packed)
+    new = _append(inputs, cache.kind, implementation, from_end=not packed, change=change)
     return cache._with(k=new.k_cache, v=new.v_cache, k_scale=new.k_scale, v_scale=new.v_scale)
 
 
@@ -92,6 +102,8 @@ def append_kv[Cache: KVCache](  # noqa: PLR0913
     *,
     starts: Array | None = None,
     new_lengths: Array | None = None,
+    rotary: Rotary | None = None,
+    norm: RMSNorm | None = None,
     implementation: str | None = None,
 ) -> Cache:
     """`extend` and `write_kv` in one, for a cache of one layer: append rows to every sequence.
@@ -102,13 +114,14 @@ def append_kv[Cache: KVCache](  # noqa: PLR0913
       starts: as in `write_kv`: each sequence takes the packed rows that it owns.
       new_lengths: int32[M], how many of the t rows each sequence takes (counts are held to 0 .. t);
         default all t. Not with `starts`, whose differences are the counts.
-      implementation: as in `write_kv`.
+      rotary, norm, implementation: as in `write_kv`.
 
     Returns:
       The cache, its lengths moved and the rows in it, in place as in `write_kv`. Rows past a
       sequence's capacity are dropped and counted: `cache.overflowed`.
     """
     k_rows, _ = _rows(cache, k, v, starts is not None)
+    options: Any = {"rotary": rotary, "norm": norm, "implementation": implementation}
     if cache.layers not in (None, 1):
         raise ValueError(
             f"cache: append_kv serves a cache of one layer, got {cache.layers} layers; take the "
@@ -122,14 +135,14 @@ def append_kv[Cache: KVCache](  # noqa: PLR0913
             )
         starts = _checks.row_starts("starts", starts, k_rows.shape[0], cache.num_sequences)
         cache = cache.extend(jnp.diff(starts))
-        return write_kv(cache, k, v, starts=starts, implementation=implementation)
+        return write_kv(cache, k, v, starts=starts, **options)
     rows: int | Array = k_rows.shape[1]
     if new_lengths is not None:
         counts = _checks.int_vector(
             "new_lengths", new_lengths, cache.num_sequences, "rows of each sequence"
         )
         rows = jnp.minimum(counts, k_rows.shape[1])
-    return write_kv(cache.extend(rows), k, v, implementation=implementation)
+    return write_kv(cache.extend(rows), k, v, **options)
 
 
 def append_kv_arrays(  # noqa: PLR0913
@@ -338,7 +351,12 @@ def _new_rows(
 
 
 def _append(
-    inputs: AppendInputs, kind: str, implementation: str | None, *, from_end: bool = False
+    inputs: AppendInputs,
+    kind: str,
+    implementation: str | None,
+    *,
+    from_end: bool = False,
+    change: Change | None = None,
 ) -> Caches:
     sample = _sample(inputs.k_cache)
     separate = isinstance(inputs.k_cache, tuple)
@@ -371,10 +389,26 @@ def _append(
         from_end=from_end,
         quantized=inputs.k_scale is not None,
         packed=packed,
+        change=change,
     )
     chosen = _dispatch.select(problem, implementation)
     if 0 in (sequences, new_rows):
         return Caches(inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale)
     if chosen.name == "reference":
-        return chosen.run(inputs, problem)
+        return chosen.run(_with_changed_rows(inputs, problem), problem)
     return _transforms.kept(_transforms.append, chosen, problem, inputs)
+
+
+def _with_changed_rows(inputs: AppendInputs, problem: AppendProblem) -> AppendInputs:
+    """Rows of K normed and rotated already, as the kernels do it on their way."""
+    if problem.change is None:
+        return inputs
+    names = ("cos", "sin", "norm_weight")
+    position = inputs.start
+    if not problem.packed:
+        assert inputs.new_lengths is not None
+        rows = jnp.arange(problem.new_rows, dtype=jnp.int32)
+        position = (position - inputs.new_lengths)[:, None] + rows[None]
+    k = inputs.k if problem.quantized else inputs.k.astype(problem.cache_dtype)
+    k = changed(k, position, problem.change, {name: getattr(inputs, name) for name in names})
+    return inputs._replace(k=k, **dict.fromkeys(names))

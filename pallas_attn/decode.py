@@ -7,6 +7,7 @@ from pallas_attn import _checks, _device, _dispatch, _transforms
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.cache import KVCache
 from pallas_attn.masks import CAUSAL, Mask
+from pallas_attn.rotary import RMSNorm, Rotary, changed
 
 Array = jax.Array
 
@@ -23,6 +24,8 @@ def decode_attention(  # noqa: PLR0913
     sinks: Array | None = None,
     precision: _checks.Precision = None,
     batch_invariant: bool = False,
+    rotary: Rotary | None = None,
+    norm: RMSNorm | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Attention of the newest rows of every sequence to all that its cache holds, those rows
@@ -50,6 +53,8 @@ def decode_attention(  # noqa: PLR0913
       scale, softcap, sinks: as in `flash_attention`.
       precision: as in `flash_attention`; kernels are float32-accurate at any.
       batch_invariant: the bits of a sequence's result do not depend on what else is in the batch.
+      rotary, norm: what is done to the rows of q first, as `write_kv` does it to K: the norm, then
+        the rotation by each row's position; in float32, rounded once, to q's dtype.
       implementation: as in `flash_attention`.
 
     Returns:
@@ -69,6 +74,8 @@ def decode_attention(  # noqa: PLR0913
         sinks=sinks,
         precision=precision,
         batch_invariant=batch_invariant,
+        rotary=rotary,
+        norm=norm,
         implementation=implementation,
     )[0]
 
@@ -85,6 +92,8 @@ def decode_attention_with_lse(  # noqa: PLR0913
     sinks: Array | None = None,
     precision: _checks.Precision = None,
     batch_invariant: bool = False,
+    rotary: Rotary | None = None,
+    norm: RMSNorm | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """`decode_attention`, with the same arguments, and the log of each row's softmax denominator.
@@ -108,6 +117,11 @@ def decode_attention_with_lse(  # noqa: PLR0913
     if packed:
         starts = _checks.row_starts("starts", starts, rows.shape[0], cache.num_sequences)
     band = _checks.mask(mask)
+    longest = max(cache.capacities, default=0)
+    change, arrays = _checks.change(rotary, norm, cache.head_dim, cache.head_dim, longest)
+    if change is not None:
+        positions = _positions(cache.lengths, rows.shape[0 if packed else 1], starts)
+        rows = changed(rows, positions, change, arrays).astype(rows.dtype)
     k_dim, v_dim = cache.stored_dims
     inputs = DecodeInputs(
         _checks.widened(rows, k_dim),
@@ -152,6 +166,15 @@ def decode_attention_with_lse(  # noqa: PLR0913
     if v_dim != cache.v_head_dim:
         out = out[..., : cache.v_head_dim]
     return (out[:, 0], lse[..., 0]) if one_token else (out, lse)
+
+
+def _positions(lengths: Array, rows: int, starts: Array | None) -> Array:
+    """int32[M, t], of packed rows int32[tokens]: where query rows stand."""
+    at = jnp.arange(rows, dtype=jnp.int32)
+    if starts is None:
+        return (lengths - rows)[:, None] + at[None]
+    owners = jnp.clip(_checks.owner_of_rows(starts, rows), 0, lengths.size - 1)
+    return lengths[owners] - starts[owners + 1] + at
 
 
 def _decode(

@@ -131,9 +131,22 @@ def _append_call(cache, k, v):
     return pa.write_kv(cache.extend(k.shape[1]), k, v)
 
 
-def _append(target: str, kind: str, rows: int, **sizes: Any) -> Build:
+def _changed_call(cache, k, v, rotary, norm):
+    return pa.write_kv(cache.extend(k.shape[1]), k, v, rotary=rotary, norm=norm)
+
+
+def _append(
+    target: str, kind: str, rows: int, rotary: pa.Rotary | None = None, **sizes: Any
+) -> Build:
     new = _shape("bfloat16", 16, rows, 8, 128)
-    return Build(target, _append_call, (_cache(kind, **sizes), new, new), donate=(0,))
+    arrays = (_cache(kind, **sizes), new, new)
+    if rotary is None:
+        return Build(target, _append_call, arrays, donate=(0,))
+    norm = pa.RMSNorm(_shape("bfloat16", 128))
+    return Build(target, _changed_call, (*arrays, rotary, norm), donate=(0,))
+
+
+_TABLE = _shape("float32", 4096, 64)
 
 
 def _lm_call(options, params, cache, state):
@@ -211,6 +224,10 @@ BUILDS: dict[str, Build] = {
     "append/sm90/per_sequence": _append("h100", "per_sequence", 1),
     "append/sm90/paged_int8": _append("h100", "paged", 7, dtype="int8"),
     "append/sm80/paged": _append("a100", "paged", 7),
+    "append/sm90/stacked_rotary": _append("h100", "stacked", 1, pa.Rotary(_TABLE, _TABLE)),
+    "append/sm80/paged_int8_interleaved": _append(
+        "a100", "paged", 7, pa.Rotary(_TABLE, _TABLE, interleaved=True), dtype="int8"
+    ),
     "lm/sm90/decode_loop": _lm(),
 }
 

@@ -316,7 +316,27 @@ CACHES = {
     "target: expected the index of a sequence, got int32[2]": lambda: paged().fork(0, [1, 0]),
     "length: expected an int, got float32[]": lambda: paged().fork(0, 1, 1.5),
 }
+
+
+def turned(rotary=None, norm=None):
+    return lambda: pa.append_kv(stacked(v_head_dim=8), ROW, ROW, rotary=rotary, norm=norm)
+
+
 APPENDS = {
+    "norm: expected an RMSNorm or None, got float": turned(norm=1.0),
+    "norm.weight: expected float[8], a number a column, got float32[4]": turned(
+        norm=pa.RMSNorm(z(4))
+    ),
+    "norm.eps: expected a number of at least 0, got -1": turned(norm=pa.RMSNorm(z(8), -1)),
+    "rotary: expected a Rotary or None, got tuple": turned(rotary=(z(9, 4), z(9, 4))),
+    "rotary.cos, rotary.sin: expected float[positions, pairs], positions at least the 6 rows that "
+    "a sequence of this cache may have, got [5, 4] and [5, 4]": turned(pa.Rotary(z(5, 4), z(5, 4))),
+    "rotary: expected columns within the 8 of a row, got 8 from column 1 on": turned(
+        pa.Rotary(z(9, 4), z(9, 4), first=1)
+    ),
+    "rotary.interleaved: expected True or False, got 1; it is static": turned(
+        pa.Rotary(z(9, 4), z(9, 4), interleaved=1)
+    ),
     f"cache: {CACHE}": lambda: pa.append_kv((), ROW, ROW),
     "cache: append_kv serves a cache of one layer, got 3 layers; take the rows once with "
     "cache.extend(t), then write_kv(cache, k, v, layer=l) for each layer": (

@@ -16,7 +16,7 @@ import pytest
 import pallas_attn as pa
 
 ROOT = pathlib.Path(pa.__file__).parent
-PUBLIC = ("attention", "decode", "cache", "append", "masks", "merge", "scores", "errors")
+PUBLIC = ("attention", "decode", "cache", "append", "masks", "merge", "rotary", "scores", "errors")
 FILES = sorted(ROOT.rglob("*.py"))
 
 

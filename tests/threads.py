@@ -72,6 +72,23 @@ class BlockOfThreads:
     def reciprocal(self, a):
         return np.float32(1) / a
 
+    def sum_of_lanes(self, a, lanes):
+        lane = self.index
+        while lanes > 1:
+            lanes //= 2
+            a = a + a[lane ^ lanes]
+        return a
+
+    def rsqrt(self, a):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.float32(1) / np.sqrt(a, dtype=np.float32)
+
+    def rounded(self, values, dtype):
+        with np.errstate(over="ignore", invalid="ignore"):
+            rows = np.ascontiguousarray(np.stack(values, axis=1).astype(jnp.dtype(dtype)))
+        nbytes = rows.shape[1] * rows.itemsize
+        return rows.view("V16" if nbytes == 16 else f"i{nbytes}").reshape(128)
+
     def pick(self, which, table):
         if len(table) == 1:
             return table[0]

@@ -4,10 +4,11 @@ place.
 New rows arrive item-major, `[M, t, K, H]`, or packed, `[tokens, K, H]`, with the sequence and the
 position of each; a cache is head-major, `[K, capacity, H]`. Row i of sequence m goes to position
 start[m] + i of every kv head, if i < new_lengths[m] and the position exists; whatever has no place
-is dropped and nothing else is touched. There is no arithmetic on the rows (a cast to the cache's
-dtype is left to XLA, which fuses it into whatever made the rows), so the kernel moves words: the
-widest of 1 to 16 bytes that a head's row divides into, which is also what it is aligned to. Any K
-and H will do, and any dtype.
+is dropped and nothing else is touched. Where rows are stored as they come there is no arithmetic on
+them (a cast to the cache's dtype is left to XLA, which fuses it into whatever made the rows), so
+the kernel moves words: the widest of 1 to 16 bytes that a head's row divides into, which is also
+what it is aligned to. Any K and H will do, and any dtype. Rows that are quantised, or normed and
+rotated, pass through the registers of threads that share them (`quantize`, `change`).
 
 The grid is flat: sequence x chunk, a chunk being `words` words for each of 128 threads, in the
 order in which the new rows lie. A thread reads its words first (the read is always in bounds, so it
@@ -32,6 +33,7 @@ from jax import lax
 
 from pallas_attn._problem import QUANTIZED, AppendInputs, AppendProblem, Caches
 from pallas_attn.errors import Limit
+from pallas_attn.kernels.append import change as append_change
 from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.append import quantize as append_quantize
 from pallas_attn.kernels.append.plan import At, Place, Plan, Refs
@@ -63,6 +65,8 @@ class Config:
 def limit(problem: AppendProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
     if problem.quantized and (refused := append_quantize.limit(problem)) is not None:
+        return refused
+    if problem.change is not None and (refused := append_change.limit(problem)) is not None:
         return refused
     if problem.cache_dtype not in DTYPES:
         return Limit(f"no {problem.cache_dtype} caches", f"use one of {', '.join(DTYPES)}")
@@ -142,7 +146,7 @@ def _write(
 
 def _kernel(refs: Refs, plan: Plan) -> None:
     at = append_plan.block_at(refs, plan)
-    program = functools.partial(append_quantize.quantize if plan.lanes else _append, plan=plan)
+    program = functools.partial(append_quantize.write_rows if plan.lanes else _append, plan=plan)
     if refs.new_lengths is None or plan.chunks == 1:
         mosaic.each_thread(program, refs, at)
         return
@@ -245,6 +249,9 @@ def _launch(
         start=rest.start,
         new_lengths=rest.new_lengths,
         owners=rest.owners,
+        cos=rest.cos,
+        sin=rest.sin,
+        norm_weight=rest.norm_weight,
         capacities=plan.layout.capacities_operand(),
         page_table=rest.page_table,
         layer=cache_layout.scalar_operand(rest.layer),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn import _gpus
-from pallas_attn._problem import AppendProblem
+from pallas_attn._problem import AppendProblem, Change
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Row
 from pallas_attn.kernels.lang import mosaic
@@ -35,13 +35,15 @@ class Plan:
     row_words: tuple[int, ...]  # words in a head's new row: of K, and of V
     word_bytes: tuple[int, ...]
     from_end: bool  # `start` is where the rows end
-    lanes: int  # neighbouring threads that share a row, to quantise it; 0: words are moved
+    lanes: int  # neighbouring threads that share a row, to compute; 0: words are moved
     in_flight: int  # words a thread, or rows where they are shared
     chunks: int  # a sequence
     new_dtype: str
     cache_dtype: str
     float8: bool  # whether this GPU converts to float8 by itself
+    quantized: bool  # a scale lies beside each row
     packed: bool  # each row has a sequence and a position of its own
+    change: Change | None  # of the rows of K: then rows are shared too
 
     @classmethod
     def of(cls, problem: AppendProblem, sides: tuple[str, ...], words: int) -> "Plan":
@@ -50,11 +52,16 @@ class Plan:
         """
         dims = {"k": problem.head_dim, "v": problem.v_head_dim or 0}
         new_dtype = problem.dtype if problem.quantized else problem.cache_dtype
-        row_bytes = [dims[side] * jnp.dtype(new_dtype).itemsize for side in sides]
-        word_bytes = tuple(math.gcd(n, 16) for n in row_bytes)
+        size = jnp.dtype(new_dtype).itemsize
+        row_bytes = [dims[side] * size for side in sides]
+        word_bytes = tuple(
+            math.gcd(n, 16, *(columns * size for columns in _whole_words(side, problem.change)))
+            for side, n in zip(sides, row_bytes, strict=True)
+        )
         row_words = tuple(n // word for n, word in zip(row_bytes, word_bytes, strict=True))
-        lanes = lanes_of(max(row_words)) if problem.quantized else 0
-        if problem.quantized:  # counted in rows from here on
+        shared = problem.quantized or problem.change is not None
+        lanes = lanes_of(max(row_words)) if shared else 0
+        if shared:  # counted in rows from here on
             items, at_once = problem.new_rows * problem.kv_heads, mosaic.THREADS // lanes
             words = max(words // pl.cdiv(max(row_words), lanes), 1)
         else:
@@ -74,7 +81,9 @@ class Plan:
             new_dtype=new_dtype,
             cache_dtype=problem.cache_dtype,
             float8=problem.gpu is None or _gpus.number(problem.gpu) >= 89,
+            quantized=problem.quantized,
             packed=problem.packed,
+            change=problem.change,
         )
 
     def total(self, array: int) -> int:
@@ -92,6 +101,15 @@ class Plan:
         return self.heads * (1 if self.lanes else max(self.row_words))
 
 
+def _whole_words(side: str, change: Change | None) -> tuple[int, ...]:
+    """Numbers of columns that are whole words: those before the first that is rotated, and those
+    of each half, or of all pairs.
+    """
+    if change is None or side == "v" or not change.pairs:
+        return ()
+    return change.first, (2 if change.interleaved else 1) * change.pairs
+
+
 def lanes_of(row_words: int) -> int:
     """How many threads share a row of so many words: a power of two, of one warp."""
     return min(32, 2 ** (row_words - 1).bit_length())
@@ -107,6 +125,9 @@ class Refs(NamedTuple):
     page_table: Ref | None
     layer: Ref | None
     owners: Ref | None = None  # where rows are packed
+    cos: Ref | None = None  # what `Plan.change` reads
+    sin: Ref | None = None
+    norm_weight: Ref | None = None
 
 
 class At(NamedTuple):
@@ -170,8 +191,8 @@ def place(
     exists = row < at.rows  # and so the word is one of this sequence's: at.rows <= new_rows
     sequence, capacity, page = at.sequence, at.capacity, None
     if plan.packed:
-        sequence = _packed_row(thread, refs.owners, row, plan)
-        position = _packed_row(thread, refs.start, row, plan)
+        sequence = packed_row(thread, refs.owners, row, plan)
+        position = packed_row(thread, refs.start, row, plan)
         if plan.layout.capacity is None:
             capacity = thread.load(refs.capacities, sequence, 4)
         most = plan.layout.capacity if capacity is None else capacity
@@ -198,11 +219,11 @@ def arrays_of(
         return dict.fromkeys(sizes, [of(at.sequence)] * len(words))
     rows = {size: [word // (plan.heads * size) for word in words] for size in sizes}
     return {
-        size: [of(_packed_row(thread, refs.owners, row, plan)) for row in each]
+        size: [of(packed_row(thread, refs.owners, row, plan)) for row in each]
         for size, each in rows.items()
     }
 
 
-def _packed_row(thread: mosaic.Thread, ref: Ref, row: Any, plan: Plan) -> Any:
+def packed_row(thread: mosaic.Thread, ref: Ref, row: Any, plan: Plan) -> Any:
     """What an array has of a packed row, or of the last where there are no more."""
     return thread.load(ref, thread.minimum(row, plan.new_rows - 1), 4)

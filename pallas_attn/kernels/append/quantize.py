@@ -1,5 +1,5 @@
-"""The append's program where caches are quantised: rows become narrow numbers and a scale each, on
-their way.
+"""The append's program where it computes: rows of K are normed and rotated (`change`), and where
+caches are quantised rows become narrow numbers and a scale each, on their way.
 
 Neighbouring threads share a row of a head: 1 to 32 of them, a power of two, each with every so
 manyth word of it (16 bytes where the head dim allows), so that reads and writes are coalesced. They
@@ -17,6 +17,7 @@ import numpy as np
 
 from pallas_attn._problem import QUANTIZED, AppendProblem
 from pallas_attn.errors import Limit
+from pallas_attn.kernels.append import change as append_change
 from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.append.plan import At, Place, Plan, Refs
 from pallas_attn.kernels.lang import mosaic
@@ -48,7 +49,8 @@ def limit(problem: AppendProblem) -> Limit | None:
 class _Row(NamedTuple):
     """One thread's part of a new row."""
 
-    words: list[Any]
+    words: list[Any]  # as they come; none where they are changed
+    changed: list[list[Any]] | None  # float32, a word each; None where they are not
     columns: list[Any]  # of each word, in the row
     row_words: int
 
@@ -61,8 +63,8 @@ class _Scaled(NamedTuple):
     scale: Any  # its bits
 
 
-def quantize(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan) -> None:
-    """What one thread does: read its words, agree on scales, convert, write."""
+def write_rows(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan) -> None:
+    """What one thread does: read its words, change them, agree on scales, convert, write."""
     at_once = mosaic.THREADS // plan.lanes
     first = at.chunk * plan.chunk_items + thread.index // plan.lanes
     rows = [first + i * at_once for i in range(plan.in_flight)]
@@ -74,13 +76,20 @@ def quantize(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan) -> None:
         thread.in_order()
     caches = append_plan.arrays_of(thread, refs, at, rows, plan)[1]
     # All maxima before anything that needs one: their shuffles then wait together.
-    scaled = [[_scale(thread, row, plan, array) for row in found_rows[array]] for array in arrays]
+    scaled: list[list[Any]] = [[None for _ in rows] for _ in arrays]
+    if plan.quantized:
+        scaled = [
+            [_scale(thread, row, plan, array) for row in found_rows[array]] for array in arrays
+        ]
     places = [append_plan.place(thread, refs, at, row, plan, 1) for row in rows]
     for array in arrays:
         written = zip(caches, places, found_rows[array], scaled[array], strict=True)
         for some, place, row, found in written:
-            into = _Into(some[array], some[len(refs.new) + array])
             at_row = plan.layout.number(thread, place.row)
+            if found is None:
+                _write_plain(thread, some[array], place, at_row, row, plan, array)
+                continue
+            into = _Into(some[array], some[len(refs.new) + array])
             _write(thread, into, place, at_row, row, found, plan)
 
 
@@ -94,17 +103,21 @@ def _read(thread: mosaic.Thread, refs: Refs, at: At, row: Any, plan: Plan, array
     begin = (thread.wide(at.sequence) * rows + thread.wide(row)) * row_words
     lane = thread.index % plan.lanes
     columns = [lane + start for start in range(0, row_words, plan.lanes)]
+    if plan.change is not None and array == 0:
+        changed = append_change.changed(thread, refs, (at, row, begin), columns, plan)
+        return _Row([], changed, columns, row_words)
     inside = list(columns)
     if row_words % plan.lanes:
         inside[-1] = thread.minimum(columns[-1], row_words - 1)
     nbytes = plan.word_bytes[array]
     words = [thread.load(refs.new[array], begin + thread.wide(n), nbytes) for n in inside]
-    return _Row(words, columns, row_words)
+    return _Row(words, None, columns, row_words)
 
 
 def _scale(thread: mosaic.Thread, row: _Row, plan: Plan, array: int) -> _Scaled:
-    nbytes = plan.word_bytes[array]
-    numbers = [thread.numbers(word, nbytes, plan.new_dtype) for word in row.words]
+    nbytes, numbers = plan.word_bytes[array], row.changed
+    if numbers is None:
+        numbers = [thread.numbers(word, nbytes, plan.new_dtype) for word in row.words]
     magnitudes = [thread.bits(x) & 0x7FFFFFFF for word in numbers for x in word]
     top = thread.most_of_lanes(functools.reduce(thread.maximum, magnitudes), plan.lanes)
     finite = top < _INFINITY
@@ -148,6 +161,20 @@ def _write(
         thread.store(into.numbers, index, packed, len(word), exists)
     leads = place.exists & (thread.index % plan.lanes < 1)
     thread.store(into.scales, at_row, thread.select(scaled.finite, scaled.scale, _NAN), 4, leads)
+
+
+def _write_plain(
+    thread: mosaic.Thread, into: Ref, place: Place, at_row: Any, row: _Row, plan: Plan, array: int
+) -> None:
+    """The words of one thread, into a cache of numbers as they are."""
+    words, nbytes = row.words, plan.word_bytes[array]
+    if row.changed is not None:
+        words = [thread.rounded(word, plan.cache_dtype) for word in row.changed]
+    for column, word in zip(row.columns, words, strict=True):
+        exists = place.exists
+        if row.row_words % plan.lanes:
+            exists = exists & (column < row.row_words)
+        thread.store(into, at_row * row.row_words + thread.wide(column), word, nbytes, exists)
 
 
 _FORMATS = {"float8_e4m3fn": (3, 7), "float8_e5m2": (2, 15)}  # bits of the mantissa, bias

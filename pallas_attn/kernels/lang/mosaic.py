@@ -350,6 +350,22 @@ class Thread:
         """1 / a, correctly rounded, for a from 2**-126 to 2**125."""
         return thread_math.reciprocal(a)
 
+    def sum_of_lanes(self, a: Any, lanes: int) -> Any:
+        """The sum of a float32 over each group of so many neighbouring threads, a power of two up
+        to 32.
+        """
+        return thread_math.sum_of_lanes(a, lanes)
+
+    def rsqrt(self, a: Any) -> Any:
+        """1 / sqrt(a), good to 2**-22."""
+        return thread_math.rsqrt(a)
+
+    def rounded(self, values: Sequence[Any], dtype: str) -> Int:
+        """float32 as bfloat16, float16 or float32, rounded to nearest even: a word of 2 to 16
+        bytes.
+        """
+        return Int(thread_math.rounded(list(values), dtype))
+
     def pick(self, which: Int, table: Sequence[tuple[Ref, ...]]) -> tuple[Ref, ...]:
         """Row `which` of a table of refs: one jump, however long the table is.
 

@@ -6,6 +6,7 @@ the same bits here, in NumPy and wherever else IEEE arithmetic is done.
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
@@ -84,6 +85,30 @@ def most_of_lanes(value: Value, lanes: int) -> Value:
         other = llvm.inline_asm(_int(32), [value], code, "=r,r", has_side_effects=True)
         value = arith.maxsi(value, other)
     return value
+
+
+def sum_of_lanes(value: Value, lanes: int) -> Value:
+    """The sum of a float32 over each group of so many neighbouring lanes."""
+    while lanes > 1:
+        lanes //= 2
+        value = arith.addf(value, utils.shfl_bfly(value, lanes))
+    return value
+
+
+def rsqrt(value: Value) -> Value:
+    return _asm(ir.F32Type.get(), [value], "rsqrt.approx.f32 $0, $1;", "=f,f")
+
+
+def rounded(numbers: list[Value], dtype: str) -> Value:
+    """float32 numbers as those of a wider dtype than 8 bits, rounded to nearest even: a word."""
+    kind = utils.dtype_to_ir_type(jnp.dtype(dtype))
+    each = [x if dtype == "float32" else arith.truncf(kind, x) for x in numbers]
+    nbits = len(each) * jnp.dtype(dtype).itemsize * 8
+    vectors = llvm.mlir_undef(ir.VectorType.get((len(each),), kind))
+    for i, x in enumerate(each):
+        vectors = vector.insert(x, vectors, [], [i])
+    word = ir.VectorType.get((4,), _int(32)) if nbits == 128 else _int(nbits)
+    return llvm.bitcast(word, vectors)
 
 
 def over_warp(value: Value, operation: str) -> Value:

@@ -1,0 +1,101 @@
+"""What is done to the rows of queries and keys before they meet: an RMS norm, and a rotation by
+position (RoPE). `write_kv` does it to K on its way into a cache, `decode_attention` to q.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn._problem import Change
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rotary:
+    """Pairs of columns of a row are turned by angles that grow with its position: RoPE. A pytree:
+    the tables are its leaves, the rest is static.
+
+    Pair j of the row at position p becomes `(a * cos[p, j] - b * sin[p, j], b * cos[p, j] +
+    a * sin[p, j])`. The pairs are columns `first + j` and `first + j + D / 2` of D rotated columns
+    ("halves", as in Llama), or, `interleaved`, columns `first + 2 * j` and `first + 2 * j + 1`.
+    Columns outside of `first` to `first + D` stay as they are.
+    """
+
+    cos: jax.Array  # float32[positions, D / 2]
+    sin: jax.Array
+    interleaved: bool = False
+    first: int = 0
+
+    @classmethod
+    def create(
+        cls,
+        positions: int,
+        dims: int,
+        *,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        first: int = 0,
+    ) -> "Rotary":
+        """Tables of `positions` rows, for `dims` columns: pair j turns by `base ** (-2 * j / dims)`
+        radians a position.
+        """
+        sizes = {"positions": positions, "dims": dims}
+        for name, value in sizes.items():
+            if not isinstance(value, (int, np.integer)) or value < 1:
+                raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
+        if dims % 2:
+            raise ValueError(f"dims: expected an even number of columns, got {dims}")
+        if not base > 0:
+            raise ValueError(f"base: expected a positive number, got {base!r}")
+        angles = np.arange(positions)[:, None] * float(base) ** (-np.arange(0, dims, 2) / dims)
+        cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+        return cls(cos, sin, interleaved, first)
+
+
+jax.tree_util.register_dataclass(
+    Rotary, data_fields=["cos", "sin"], meta_fields=["interleaved", "first"]
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RMSNorm:
+    """Each row of a head is divided by its root mean square and multiplied by a weight:
+    `x * rsqrt(mean(x * x) + eps) * weight`, before it is rotated. A pytree: the weight is its leaf.
+    """
+
+    weight: jax.Array  # [H]
+    eps: float = 1e-6
+
+
+jax.tree_util.register_dataclass(RMSNorm, data_fields=["weight"], meta_fields=["eps"])
+
+
+def changed(x: Any, position: Any, change: Change, arrays: dict[str, Any]) -> jax.Array:
+    """Rows x [..., heads, H] at positions [...], normed and rotated in float32 (float64 for float64
+    rows), not rounded yet. Positions outside of the tables are clipped to them: no row of a cache
+    stands there.
+    """
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    x = x.astype(wide)
+    if change.eps is not None:
+        squares = jnp.sum(x * x, axis=-1, keepdims=True) * (1 / change.dim)
+        weight = arrays["norm_weight"].astype(wide)
+        x = x * jax.lax.rsqrt(squares + change.eps) * weight.reshape((1,) * (x.ndim - 1) + (-1,))
+    if not change.pairs:
+        return x
+    at = jnp.clip(position, 0, arrays["cos"].shape[0] - 1)
+    cos, sin = (arrays[name][at][..., None, :].astype(wide) for name in ("cos", "sin"))
+    end = change.first + 2 * change.pairs
+    part = x[..., change.first : end]
+    if change.interleaved:
+        a, b = part[..., ::2], part[..., 1::2]
+    else:
+        a, b = part[..., : change.pairs], part[..., change.pairs :]
+    turned = a * cos - b * sin, b * cos + a * sin
+    if change.interleaved:
+        part = jnp.stack(turned, axis=-1).reshape(part.shape)
+    else:
+        part = jnp.concatenate(turned, axis=-1)
+    return jnp.concatenate([x[..., : change.first], part, x[..., end:]], axis=-1)
