@@ -506,20 +506,30 @@ def test_every_unit_is_taken_once(seed):
     plan = scheduler.Plan(case.problem, config)
     lengths = np.zeros(plan.table_size, np.int32)
     lengths[:m] = case.lengths
-    units = np.asarray([plan.units_of(int(n), lambda x, y: x // y) for n in lengths[:m]])
+    mask = case.problem.mask
+    units = [plan.units_of(mask, int(n), lambda x, y: x // y) for n in lengths[:m]]
     sums = np.zeros(plan.table_size, np.int32)
-    sums[1 : m + 1] = np.cumsum(units)
+    sums[1 : m + 1] = np.cumsum(np.asarray(units))
     sums[m + 1 :] = sums[m]
     table = scheduler.Table(jnp.asarray(sums), jnp.asarray(lengths), None)
     seen = {}
     found = {}
-    for block_id in range(plan.grid):
-        share = scheduler.share_of(plan, table, jnp.int32(block_id))
+
+    @jax.jit
+    def begin(block_id):
+        share = scheduler.share_of(plan, table, block_id)
         at = scheduler.sequence_of(plan, table, share.first)
-        unit = scheduler.first_unit_of(plan, table, share, at)
+        return share, scheduler.first_unit_of(plan, table, share, at), at
+
+    @jax.jit
+    def one_work(block_id, share, unit, at):
+        work = scheduler.work_at(plan, table, share, unit, at)
+        return work, scheduler.partials_of(plan, share, work, block_id)
+
+    for block_id in range(plan.grid):
+        share, unit, at = begin(np.int32(block_id))
         while unit < share.end:
-            work = scheduler.work_at(plan, table, share, unit, at)
-            partials = scheduler.partials_of(plan, share, work, jnp.int32(block_id))
+            work, partials = one_work(np.int32(block_id), share, unit, at)
             where = int(work.sequence), int(work.head)
             for tile in range(int(work.tile), int(work.end)):
                 assert seen.setdefault((*where, tile), block_id) == block_id

@@ -300,7 +300,7 @@ def _cut(s: Any, given: dict[str, Any]) -> Any:
     thread = arith.index_cast(number, gpu.thread_id(gpu.Dimension.x))
     first = arith.muli(arith.remui(thread, utils.c(4, number)), utils.c(2, number))
     given = {name: [_each(r) for r in x.registers.flat] for name, x in given.items()}
-    for name in {"low", "high"} & set(given):
+    for name in [name for name in ("low", "high") if name in given]:  # a set has no order
         given[name] = [arith.subi(bound, first) for (bound,) in given[name]]
     registers, nothing = s.registers.copy(), utils.c(float("-inf"), ir.F32Type.get())
     for at, register in enumerate(s.registers.flat):
