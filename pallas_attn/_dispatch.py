@@ -201,6 +201,7 @@ def _dense_copy(problem: DecodeProblem) -> str:
 
 TABLES: dict[str, tuple[Implementation, ...]] = {
     "flash_forward": (
+        Kernel("sm90", "prefill.contiguous_sm90", (90, 90)),  # few query rows, many keys
         Kernel("sm90", "flash_fwd.sm90", (90, 90)),
         Kernel("sm80", "flash_fwd.sm80", (OLDEST, NEWEST)),
         Reference(_attention, _score_matrix),

@@ -12,7 +12,10 @@ all kv heads:
 A kernel asks a layout for addresses in one of two forms. A program for one thread
 (`mosaic.each_thread`) asks for `number`, which of all rows of an array a row is, in 64 bits; the
 word of memory follows by a multiplication. A kernel that copies by TMA asks for `slice_of` an array
-in the form of `view`.
+in the form of `view`, or for `rows_from`.
+
+K and V of `flash_attention`, [M, rows, kv heads, head dim], are no cache; by `Contiguous` a kernel
+that copies by TMA finds their rows all the same.
 """
 
 import dataclasses
@@ -21,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
@@ -115,6 +119,11 @@ class Layout:
         index = row.head if slab is None else slab * self.kv_heads + row.head
         return index, self.row_in_slab(row.position)
 
+    def rows_from(self, row: Row, rows: int) -> tuple[Any, ...]:
+        """So many rows from this one on, as indices of the array's `view` but for the columns."""
+        index, start = self.slice_of(row)
+        return index, pl.ds(start, rows)
+
     def _slab_of_all(self, row: Row) -> Scalar | None:
         slab = self.slab(row)
         if row.layer is None:
@@ -183,6 +192,16 @@ class Paged(Layout):
         self, thread: mosaic.Thread, page_table: Ref, sequence: Scalar, entry: Scalar
     ) -> Any:
         return thread.load(page_table, self.entry_index(thread, sequence, entry), 4)
+
+
+class Contiguous(Layout):
+    """[M, rows, kv heads, H]: no cache."""
+
+    def view(self, array: Array) -> Array:
+        return array
+
+    def rows_from(self, row: Row, rows: int) -> tuple[Any, ...]:
+        return row.sequence, pl.ds(row.position, rows), row.head
 
 
 def layout_of(problem: Any) -> Layout:

@@ -6,6 +6,7 @@ the warp; then all splits' accumulators are read, which are independent loads, a
 """
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -27,7 +28,9 @@ def _row(thread: threads.Thread, refs: Any, block: Any, plan: Plan) -> None:
     (accs, row_maxes, row_sums, out, lse, sinks), problem = refs, plan.problem
     zero, nothing = thread.number(0.0), thread.number(float("-inf"))
     lane = thread.index % LANES
-    row = thread.minimum(block * threads.WARPS + thread.index // LANES, plan.rows - 1)
+    number = block * threads.WARPS + thread.index // LANES
+    row = thread.minimum(number, plan.rows - 1)
+    own = (number < plan.rows,) if plan.rows % threads.WARPS else ()  # else every warp has a row
     q_head, row = row % problem.q_heads, row // problem.q_heads
     token, m = row % problem.q_len, row // problem.q_len
     kv_head, within = q_head // problem.group, q_head % problem.group
@@ -51,13 +54,15 @@ def _row(thread: threads.Thread, refs: Any, block: Any, plan: Plan) -> None:
         (sink,) = thread.load_floats(sinks, q_head, 1)
     factor, value = softmax.finish_row(thread, highest, thread.warp_sum(weight * row_sum), sink)
     to = (thread.wide(m) * problem.q_heads + thread.wide(q_head)) * problem.q_len
-    thread.store_floats(lse, to + thread.wide(token), [value], lane < 1)
+    thread.store_floats(
+        lse, to + thread.wide(token), [value], functools.reduce(operator.and_, own, lane < 1)
+    )
 
     to = (thread.wide(m) * problem.q_len + thread.wide(token)) * problem.q_heads
     to = to + thread.wide(q_head)
     for first in range(0, problem.v_head_dim, LANES * FOUR):
         column = lane + first // FOUR
-        inside = column < problem.v_head_dim // FOUR
+        inside = functools.reduce(operator.and_, own, column < problem.v_head_dim // FOUR)
         column = thread.minimum(column, problem.v_head_dim // FOUR - 1)
         sums = [zero] * FOUR
         for split in range(splits):

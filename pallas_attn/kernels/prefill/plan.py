@@ -29,7 +29,7 @@ BLOCKS = _gpus.multiprocessors(_gpus.HOPPER)
 class Plan(attention_plan.Plan):
     """`problem` is the same attention over contiguous keys, whose mainloop computes it."""
 
-    cache: DecodeProblem
+    cache: DecodeProblem | None = None  # None: the keys are contiguous
 
     @classmethod
     def of(cls, problem: DecodeProblem, config: Any) -> "Plan":
@@ -54,7 +54,11 @@ class Plan(attention_plan.Plan):
 
     @functools.cached_property
     def layout(self) -> cache_layout.Layout:
-        return cache_layout.layout_of(self.cache)
+        if self.cache is not None:
+            return cache_layout.layout_of(self.cache)
+        problem = self.problem
+        sizes = (problem.kv_len,), problem.kv_heads, None, problem.batch, problem.kv_len
+        return cache_layout.Contiguous(*sizes)
 
     @property
     def tile_heads(self) -> int:

@@ -27,6 +27,7 @@ values the producer waits, puts zeros in their place and only then says that the
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -91,39 +92,48 @@ class Config:
         """The number of consumers and of splits that should take the least time where all sequences
         are full, and as many stages as there is room for.
         """
-        dim = max(problem.head_dim, problem.v_head_dim)
-        choices = [cls(1, 128 if dim <= 128 else 64, q_slots=1), cls(2, 128 if dim <= 128 else 64)]
-        if dim <= 128:
-            choices.append(cls(3, 128 if dim <= 64 else 64))
-        splits = [
-            dataclasses.replace(config, splits=n)
-            for config in choices
-            for n in range(1, 1 + min(MOST_SPLITS, pl.cdiv(max(problem.capacities), 128)))
-        ]
-        config = min(splits, key=functools.partial(_cost, problem))
-        fewer = (dataclasses.replace(config, q_slots=n) for n in (config.q_slots, 1))
-        config = next((one for one in fewer if _fits(problem, one)), config)
-        deeper = (dataclasses.replace(config, stages=n) for n in range(6, 1, -1))
-        return next((one for one in deeper if _fits(problem, one)), config)
+        return fastest(functools.partial(Plan.of, problem), max(problem.capacities))
 
 
-def _fits(problem: DecodeProblem, config: Config) -> bool:
-    return smem_bytes(problem, config) <= SMEM_LIMIT
+def fastest(plan_of: Callable[[Config], Plan], keys: int) -> Config:
+    """The configuration that should take the least time where query rows see so many keys."""
+    problem = plan_of(Config()).problem
+    dim = max(problem.head_dim, problem.v_head_dim)
+    choices = [
+        Config(1, 128 if dim <= 128 else 64, q_slots=1),
+        Config(2, 128 if dim <= 128 else 64),
+    ]
+    if dim <= 128:
+        choices.append(Config(3, 128 if dim <= 64 else 64))
+    splits = [
+        dataclasses.replace(config, splits=n)
+        for config in choices
+        for n in range(1, 1 + min(MOST_SPLITS, pl.cdiv(keys, 128)))
+    ]
+
+    def fits(config: Config) -> bool:
+        return bytes_of(plan_of(config)) <= SMEM_LIMIT
+
+    config = min(splits, key=lambda config: cost(plan_of(config), keys))
+    fewer = (dataclasses.replace(config, q_slots=n) for n in (config.q_slots, 1))
+    config = next((one for one in fewer if fits(one)), config)
+    deeper = (dataclasses.replace(config, stages=n) for n in range(6, 1, -1))
+    return next((one for one in deeper if fits(one)), config)
 
 
-def _cost(problem: DecodeProblem, config: Config) -> float:
+def cost(plan: Plan, keys: int) -> float:
     """An estimate of the time, in multiples of what a kv tile of 128 keys takes one consumer of
     several. Three consumers are faster a row than two, as measured on an H200; a single one has
     nobody to compute while it waits. A unit costs a tile and a half more than it has tiles, a
     launch of `combine` three, and partials what it takes to read them once.
     """
-    plan = Plan.of(problem, config)
-    waves, tiles = pl.cdiv(plan.units, config.grid), pl.cdiv(max(problem.capacities), 128)
+    config = plan.config
+    waves, tiles = pl.cdiv(plan.units, config.grid), pl.cdiv(keys, 128)
     speed = {1: 0.75, 2: 1.0, 3: 1.08}[config.warpgroups]
-    cost = waves * config.warpgroups / speed * (pl.cdiv(tiles, config.splits) + 1.5)
+    estimate = waves * config.warpgroups / speed * (pl.cdiv(tiles, config.splits) + 1.5)
     if config.splits > 1:
-        cost += 3 + config.splits * plan.rows * plan.v_width * 4 / 2**21
-    return cost
+        estimate += 3 + config.splits * plan.rows * plan.v_width * 4 / 2**21
+    return estimate
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -200,7 +210,11 @@ def scratch(plan: Plan) -> Smem:
 
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
-    return mosaic.bytes_of(scratch(Plan.of(problem, config))) + BARRIERS
+    return bytes_of(Plan.of(problem, config))
+
+
+def bytes_of(plan: Plan) -> int:
+    return mosaic.bytes_of(scratch(plan)) + BARRIERS
 
 
 class Refs(NamedTuple):
@@ -215,8 +229,10 @@ class Refs(NamedTuple):
     page_table: Any
     layer: Any  # int32[1]
     sinks: Any  # float32[N]
-    mask_left: Any  # int32[1], where the bound arrives at run time
+    mask_left: Any  # int32[1], where the bound arrives at run time; [M] of contiguous keys
     mask_right: Any
+    q_offset: Any = None  # int32[M]: of contiguous keys, as the next
+    q_lengths: Any = None  # int32[M]
     results: tuple[Any, ...] = ()  # written: out and lse, or partials
     units: Any = None  # powers of 2, which the mainloop asks for
 
@@ -247,6 +263,36 @@ def _unit_of(ctx: Context, number: Any) -> Unit:
     split, q_tile = _divided(rest, plan.q_tiles)
     q_tile = plan.q_tiles - 1 - q_tile  # the last rows see most
     m, kv_head = _divided(head, problem.kv_heads)
+    length, bad = _keys_of(plan, refs, m)
+    first = lax.div(q_tile * config.warpgroups, jnp.int32(plan.head_chunks))
+    last = jnp.minimum((q_tile + 1) * config.warpgroups, plan.wg_tiles) - 1
+    last = lax.div(last, jnp.int32(plan.head_chunks))
+    row = first * plan.head_rows
+    q_len = refs.q_lengths[m] if plan.has("q_lengths") else problem.q_len
+    rows = jnp.minimum((last + 1) * plan.head_rows, q_len) - row
+    q_offset: Any = problem.q_offset
+    if plan.cache is not None:
+        q_offset = length - problem.q_len
+    elif plan.has("q_offset"):
+        q_offset = refs.q_offset[m]
+    mask = plan.mask_of(refs, m if plan.cache is None else 0)
+    span = plan.span(mask, q_offset + row, rows, length)
+    if plan.has("q_lengths"):
+        span = span._replace(hi=jnp.where(rows > 0, span.hi, 0))
+    span = span._replace(hi=jnp.maximum(span.hi, span.lo))
+    if config.splits > 1:
+        part = lax.div(span.hi - span.lo + (config.splits - 1), jnp.int32(config.splits))
+        lo = jnp.minimum(span.lo + split * part, span.hi)
+        span = span._replace(lo=lo, hi=jnp.minimum(lo + part, span.hi))
+    tile = Tile(m, kv_head, row, q_offset, q_len, length, mask)
+    return Unit(m, kv_head, q_tile, split, tile, span, bad)
+
+
+def _keys_of(plan: Plan, refs: Refs, m: Any) -> tuple[Any, Any]:
+    """How many keys of a sequence count, and whether its result is NaN."""
+    problem = plan.problem
+    if plan.cache is None:
+        return refs.lengths[m] if plan.has("kv_lengths") else problem.kv_len, jnp.bool_(False)
     capacity: Any = problem.kv_len if refs.capacities is None else refs.capacities[m]
     length = refs.lengths[m]
     bad = length > capacity
@@ -255,21 +301,7 @@ def _unit_of(ctx: Context, number: Any) -> Unit:
     if refs.layer is not None:
         bad = bad | ~plan.layout.has_layer(refs.layer[0])
     length = jnp.where(bad, 0, jnp.maximum(length, 0))
-    first = lax.div(q_tile * config.warpgroups, jnp.int32(plan.head_chunks))
-    last = jnp.minimum((q_tile + 1) * config.warpgroups, plan.wg_tiles) - 1
-    last = lax.div(last, jnp.int32(plan.head_chunks))
-    row = first * plan.head_rows
-    rows = jnp.minimum((last + 1) * plan.head_rows, problem.q_len) - row
-    offset = length - problem.q_len
-    mask = plan.mask_of(refs, 0)
-    span = plan.span(mask, offset + row, rows, length)
-    span = span._replace(hi=jnp.maximum(span.hi, span.lo))
-    if config.splits > 1:
-        part = lax.div(span.hi - span.lo + (config.splits - 1), jnp.int32(config.splits))
-        lo = jnp.minimum(span.lo + split * part, span.hi)
-        span = span._replace(lo=lo, hi=jnp.minimum(lo + part, span.hi))
-    tile = Tile(m, kv_head, row, offset, None, length, mask)
-    return Unit(m, kv_head, q_tile, split, tile, span, bad)
+    return length, bad
 
 
 def _units_of(plan: Plan, block_id: Any) -> Any:
@@ -324,9 +356,12 @@ def _produce(ctx: Context, block_id: Any) -> None:
             pl.when(e < tiles)(lambda: _copy_tile(ctx, unit, keys, t))
             pl.when(e == tiles)(nothing)
             values = Target(refs.v, smem.v.at[slot], ready)
-            cut = (e == 1) & ((t + 2) * block > unit.tile.kv_len)
-            pl.when((e > 0) & ~cut)(lambda: _copy_tile(ctx, unit, values, t + 1))
-            pl.when(cut)(lambda: _copy_cut_values(ctx, unit, values, t + 1))
+            if plan.has("kv_lengths"):
+                cut = (e == 1) & ((t + 2) * block > unit.tile.kv_len)
+                pl.when((e > 0) & ~cut)(lambda: _copy_tile(ctx, unit, values, t + 1))
+                pl.when(cut)(lambda: _copy_cut_values(ctx, unit, values, t + 1))
+            else:
+                pl.when(e > 0)(lambda: _copy_tile(ctx, unit, values, t + 1))
             pl.when(e == 0)(nothing)
             return count + 1
 
@@ -347,14 +382,13 @@ def _copy_tile(ctx: Context, unit: Unit, target: Target, t: Any) -> None:
     """Asks for kv tile t of K or of V. A page of which no row exists is not read."""
     plan, layout = ctx.plan, ctx.plan.layout
     first, layer = t * plan.config.block_kv, None
-    if ctx.refs.layer is not None:
+    if plan.cache is not None and plan.cache.layers is not None:
         layer = jnp.clip(ctx.refs.layer[0], 0, plan.cache.layers - 1)
     row = cache_layout.Row(unit.m, unit.kv_head, first, layer)
 
     def copy(array, row, to):
-        index, start = layout.slice_of(row)
-        columns = mosaic.columns(array, 0, to.shape[-1], start)
-        source = array.at[index, pl.ds(start, to.shape[0]), columns]
+        columns = mosaic.columns(array, 0, to.shape[-1], row.position)
+        source = array.at[*layout.rows_from(row, to.shape[0]), columns]
         plgpu.copy_gmem_to_smem(source, to, target.landed)
 
     if layout.separate:
@@ -491,6 +525,8 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
         if config.q_slots == 1:
             plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
             load_q(i + 1)
+        if plan.has("q_lengths"):
+            result = _live_rows(plan, unit, own, result)
         epilogue = _store_partial if config.splits > 1 else _store
         end = Ending(unit, own, wg, jnp.where(lost, jnp.nan, 0.0))
         pl.when(own.there)(lambda: epilogue(ctx, end, result))
@@ -510,6 +546,17 @@ class Ending(NamedTuple):
     own: WgTile
     wg: Any
     spoil: Any  # NaN where the sequence is lost, else 0: is added to what is stored
+
+
+def _live_rows(plan: Plan, unit: Unit, own: WgTile, result: Result) -> Result:
+    """The result, where rows that do not count, which may be NaN, see no key."""
+    live, none = plan.row_positions(ROWS, own.row) < unit.tile.q_len, no_keys(plan)
+
+    def chosen(some, nothing):
+        inside = live if some.ndim == 1 else mosaic.broadcast_rows(live, some.shape)
+        return jnp.where(inside, some, nothing)
+
+    return Result(*(chosen(*both) for both in zip(result, none, strict=True)))
 
 
 def _store_partial(ctx: Context, end: Ending, result: Result) -> None:
@@ -580,8 +627,13 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
 def _launch(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Any, Any]:
     """Jitted, so that a model of many layers traces it once."""
     plan = Plan.of(problem, config)
-    refs = _refs(plan, inputs)
-    of, tiles = jax.ShapeDtypeStruct, (problem.sequences, problem.kv_heads, plan.padded_wg_tiles)
+    return launch(plan, _refs(plan, inputs))
+
+
+def launch(plan: Plan, refs: Refs) -> tuple[Any, Any]:
+    """The results of `run`."""
+    problem, config = plan.problem, plan.config
+    of, tiles = jax.ShapeDtypeStruct, (problem.batch, problem.kv_heads, plan.padded_wg_tiles)
     if config.splits > 1:
         slots = (config.splits, *tiles, ROWS)
         shapes = ((*slots, plan.v_width), slots, slots)
