@@ -50,6 +50,7 @@ class AttentionCase:
     sinks: bool = False
     magnitude: float = 1.0  # of q: large ones make the softmax saturate
     deterministic: bool = False
+    packed: bool = False  # ours is called with packed rows and q_starts, not with segment ids
     labels: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -68,6 +69,7 @@ class AttentionCase:
             "bias": self.bias_shape,
             "mask_array": self.mask_shape,
             "q_offset": self.q_offset != 0,
+            "packed": self.packed,
             "hv": self.head_dim != self.v_head_dim,
             "small": self.batch * self.q_heads * self.q_len * self.kv_len <= SMALL,
         }
@@ -131,6 +133,11 @@ class AttentionCase:
         return _normal(
             seed, self.dtype, "do", (self.batch, self.q_len, self.q_heads, self.v_head_dim)
         )
+
+    def q_starts(self) -> jax.Array:
+        """Of a packed case: where its documents, which fill its one batch row, begin and end."""
+        assert isinstance(self.segments, tuple) and (self.batch, self.kv_len) == (1, self.q_len)
+        return jnp.array(np.cumsum((0, *self.segments)), jnp.int32)
 
     def segment_ids(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """int32[B, T] and int32[B, S]; packed documents start one further on in each batch row."""

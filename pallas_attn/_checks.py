@@ -28,10 +28,17 @@ Precision = str | lax.Precision | lax.DotAlgorithmPreset | None
 
 
 def attention(
-    q: Array, k: Array, v: Array, *, q_offset: Any, segment_ids: Any, options: dict[str, Any]
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    q_offset: Any,
+    segment_ids: Any,
+    options: dict[str, Any],
+    q_positions: Any = None,
 ) -> tuple[AttentionProblem, AttentionInputs]:
     """The problem and the arrays of one flash_attention call; `options` are its remaining arguments
-    by name.
+    by name. `q_positions`: of `AttentionInputs`, which only we make (`packed_attention`).
     """
     q, k, v = _operands(q, k, v)
     (batch, q_len, q_heads, head_dim), (_, kv_len, kv_heads, v_dim) = q.shape, v.shape
@@ -56,6 +63,7 @@ def attention(
         _lengths("kv_lengths", options["kv_lengths"], batch, kv_len),
         q_ids,
         kv_ids,
+        q_positions,
         _no_wider(_over_scores("bias", options["bias"], scores, jnp.floating), q),
         _over_scores("mask_array", options["mask_array"], scores, jnp.bool_),
         sink_logits(options["sinks"], q),
@@ -102,6 +110,81 @@ def _of_segments(q_ids: Any, kv_ids: Any, offset: Any) -> MaskFunction:
     return mask_fn(
         lambda b, h, q, kv, i, j, first: i[b, q - first[b]] == j[b, kv], q_ids, kv_ids, offset
     )
+
+
+def packed_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    starts: tuple[Any, Any],
+    *,
+    q_offset: Any,
+    segment_ids: Any,
+    options: dict[str, Any],
+) -> tuple[AttentionProblem, AttentionInputs]:
+    """`attention` of packed rows, as one batch row: a sequence is a segment. `starts`: q_starts and
+    kv_starts.
+
+    Positions are counted through all keys: a query's is that of its sequence's first key and its
+    own within the sequence. Where queries and keys are packed alike that is its row.
+    """
+    q, k, v = _packed_operands(q, k, v, starts)
+    given = {"segment_ids": segment_ids} | {name: options[name] for name in _NOT_PACKED}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: expected None with q_starts, which say where sequences begin and end; "
+                "leave it out"
+            )
+    q_len, kv_len = q.shape[0], k.shape[0]
+    q_starts, kv_starts = starts
+    q_starts = row_starts("q_starts", q_starts, q_len)
+    alike, sequences = kv_starts is None, q_starts.size - 1
+    kv_starts = q_starts if alike else row_starts("kv_starts", kv_starts, kv_len, sequences)
+    static_offset, offset = _offset(q_offset, sequences, "one a sequence")
+    owner, kv_owner = owner_of_rows(q_starts, q_len), owner_of_rows(kv_starts, kv_len)
+    # Rows of no sequence are of segments that no key is of, in an order that goes on rising.
+    kv_owner = kv_owner + jnp.where(kv_owner < 0, -1, 0) + jnp.where(kv_owner < sequences, 0, 1)
+    positions = None
+    if not (mask(options["mask"]).is_full or alike and offset is None):
+        own = jnp.clip(owner, 0, max(sequences - 1, 0))
+        first = jnp.full_like(q_starts, static_offset) if offset is None else offset
+        within = jnp.arange(q_len, dtype=jnp.int32) - q_starts[own]
+        # Nobody sees a key from farther away: positions stay in int32.
+        within = jnp.clip(first[own] + within if sequences else within, -FARTHEST, FARTHEST)
+        positions, static_offset = (kv_starts[own] + within)[None], 0
+    lengths = {"q_lengths": q_starts[-1:], "kv_lengths": kv_starts[-1:]}
+    return attention(
+        *(x[None] for x in (q, k, v)),
+        q_offset=static_offset,
+        segment_ids=(owner[None], kv_owner[None]),
+        options=options | lengths,
+        q_positions=positions,
+    )
+
+
+_NOT_PACKED = ("q_lengths", "kv_lengths", "bias", "mask_array")
+
+
+def _packed_operands(q: Array, k: Array, v: Array, starts: tuple[Any, Any]) -> tuple[Any, ...]:
+    """q, k and v without a batch axis, against each other."""
+    wanted = {"q": "[tokens, N, H]", "k": "[kv_tokens, K, H]", "v": "[kv_tokens, K, Hv]"}
+    given = [array(name, x) for name, x in zip(wanted, (q, k, v), strict=True)]
+    if starts[0] is None:
+        raise ValueError("q_starts: expected int32[M + 1] with kv_starts, got None")
+    for (name, axes), x in zip(wanted.items(), given, strict=True):
+        if x.ndim != 3:
+            raise ValueError(
+                f"{name}: expected 3 axes {axes} with q_starts (packed rows), got {x.ndim} in "
+                f"shape {x.shape}"
+            )
+    q, k, v = given
+    if starts[1] is None and k.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"kv_starts: expected int32[M + 1], since q has {q.shape[0]} packed rows and k "
+            f"{k.shape[0]}; without it keys are packed as queries are"
+        )
+    return q, k, v
 
 
 def _operands(q: Array, k: Array, v: Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -387,7 +470,7 @@ def static_int(value: Any) -> int | None:
         return None
 
 
-def _offset(value: Any, batch: int) -> tuple[int, jax.Array | None]:
+def _offset(value: Any, batch: int, each: str = "one a batch row") -> tuple[int, jax.Array | None]:
     static = static_int(value)
     if static is not None:
         if not -FARTHEST <= static <= FARTHEST:
@@ -397,7 +480,7 @@ def _offset(value: Any, batch: int) -> tuple[int, jax.Array | None]:
         return static, None
     if value is None:
         return 0, None
-    where = "the position of query row 0, one a batch row"
+    where = f"the position of query row 0, {each}"
     return 0, jnp.clip(one_or_each("q_offset", value, batch, where), -FARTHEST, FARTHEST)
 
 

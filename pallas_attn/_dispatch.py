@@ -144,6 +144,7 @@ def _attention(inputs: AttentionInputs, problem: AttentionProblem):
         q_lengths=inputs.q_lengths,
         kv_lengths=inputs.kv_lengths,
         segment_ids=None if inputs.q_segment_ids is None else ids,
+        q_positions=inputs.q_positions,
         bias=inputs.bias,
         mask_array=inputs.mask_array,
         sinks=inputs.sinks,

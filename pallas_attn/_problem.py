@@ -29,6 +29,8 @@ class AttentionInputs(NamedTuple):
     kv_lengths: Array | None = None  # int32[B], 0 .. S
     q_segment_ids: Array | None = None  # int32[B, T]
     kv_segment_ids: Array | None = None  # int32[B, S]
+    # int32[B, T], -2**29 .. 2**29 + S: in place of q_offset + row; with segment ids only
+    q_positions: Array | None = None
     bias: Array | None = None  # [B or 1, N or 1, T or 1, S or 1], any float type
     mask_array: Array | None = None  # bool[B or 1, N or 1, T or 1, S or 1]
     sinks: Array | None = None  # float32[N]

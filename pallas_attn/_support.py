@@ -88,6 +88,9 @@ _ATTENTION_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
     "softcap": ({"softcap": 30.0},),
     **{name: ({"arrays": (name,)},) for name in _ARRAYS},
     "segment_ids": ({"arrays": ("q_segment_ids", "kv_segment_ids")},),
+    "packed rows, q_starts and kv_starts": (
+        {"arrays": ("q_lengths", "kv_lengths", "q_segment_ids", "kv_segment_ids", "q_positions")},
+    ),
     "bias": ({"arrays": ("bias",), "bias_shape": _SCORES},),
     "mask_array": ({"arrays": ("mask_array",), "mask_shape": _SCORES},),
 }

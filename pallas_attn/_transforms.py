@@ -183,6 +183,7 @@ def _attention_axes(problem: AttentionProblem, inputs: AttentionInputs) -> dict[
         "v": ("b", "s", "k", "e"),
         "q_segment_ids": ("b", "t"),
         "kv_segment_ids": ("b", "s"),
+        "q_positions": ("b", "t"),
         "sinks": (heads["q"],),
         **dict.fromkeys(("q_offset", "q_lengths", "kv_lengths"), ("b",)),
         **dict.fromkeys(("mask_left", "mask_right"), ("b",)),

@@ -32,6 +32,8 @@ def flash_attention(  # noqa: PLR0913
     q_lengths: Array | None = None,
     kv_lengths: Array | None = None,
     segment_ids: Array | tuple[Array, Array] | None = None,
+    q_starts: Array | None = None,
+    kv_starts: Array | None = None,
     bias: Array | None = None,
     mask_array: Array | None = None,
     softcap: float | None = None,
@@ -68,6 +70,14 @@ def flash_attention(  # noqa: PLR0913
         cotangents of out and lse.
       segment_ids: int32[B, T] and int32[B, S] as a pair, or one array for both: a query sees keys
         of its own segment.
+      q_starts: int32[M + 1], traced: the rows of q are packed. Then q is `[tokens, N, H]`, k and v
+        `[kv_tokens, K, H(v)]`, and queries q_starts[i] .. q_starts[i + 1] are those of sequence i,
+        0 of them or more. They see keys kv_starts[i] .. kv_starts[i + 1] and no others; positions
+        count from 0 in each sequence, and q_offset is an int or int32[M]. Other libraries call this
+        cu_seqlens. Starts are clipped to the rows there are, and none is below an earlier one. Rows
+        that no sequence owns give 0 and take no gradient; past the last start they may hold
+        anything. Not with lengths, segment_ids, bias and mask_array.
+      kv_starts: int32[M + 1] for k and v; default q_starts.
       bias: floating point, broadcasts to `[B, N, T, S]`; added to the (scaled, capped) logits.
         Differentiable. A logit of -inf, or below -2.3e38, hides its key.
       mask_array: bool, broadcasts to `[B, N, T, S]`; False hides. Prefer `mask`, lengths and
@@ -85,8 +95,8 @@ def flash_attention(  # noqa: PLR0913
         There is no silent fallback on a GPU; without one the reference is what runs.
 
     Returns:
-      `[B, T, N, Hv]` in q's dtype. A row that sees no key is 0 and so are its gradients, also where
-      S == 0.
+      `[B, T, N, Hv]`, or `[tokens, N, Hv]` of packed rows, in q's dtype. A row that sees no key is
+      0 and so are its gradients, also where S == 0.
 
     Reverse-mode differentiation works with every implementation that has a backward; forward mode
     (jvp) and higher orders need implementation="reference". Under `jax.checkpoint` a kernel's
@@ -104,6 +114,8 @@ def flash_attention(  # noqa: PLR0913
         q_lengths=q_lengths,
         kv_lengths=kv_lengths,
         segment_ids=segment_ids,
+        q_starts=q_starts,
+        kv_starts=kv_starts,
         bias=bias,
         mask_array=mask_array,
         softcap=softcap,
@@ -126,6 +138,8 @@ def flash_attention_with_lse(  # noqa: PLR0913
     q_lengths: Array | None = None,
     kv_lengths: Array | None = None,
     segment_ids: Array | tuple[Array, Array] | None = None,
+    q_starts: Array | None = None,
+    kv_starts: Array | None = None,
     bias: Array | None = None,
     mask_array: Array | None = None,
     softcap: float | None = None,
@@ -137,16 +151,14 @@ def flash_attention_with_lse(  # noqa: PLR0913
     """`flash_attention`, with the same arguments, and the log of each row's softmax denominator.
 
     Returns:
-      out `[B, T, N, Hv]`, and lse `[B, N, T]`, a natural log in float32 (float64 for float64
-      inputs), differentiable, the sink included; -inf for a row that sees no key.
+      out `[B, T, N, Hv]`, and lse `[B, N, T]` (`[N, tokens]` of packed rows), a natural log in
+      float32 (float64 for float64 inputs), differentiable, the sink included; -inf for a row that
+      sees no key.
     """
-    problem, inputs = _checks.attention(
-        q,
-        k,
-        v,
-        q_offset=q_offset,
-        segment_ids=segment_ids,
-        options={
+    given: dict[str, Any] = {
+        "q_offset": q_offset,
+        "segment_ids": segment_ids,
+        "options": {
             "mask": mask,
             "score": score,
             "scale": scale,
@@ -159,8 +171,12 @@ def flash_attention_with_lse(  # noqa: PLR0913
             "precision": precision,
             "deterministic": deterministic,
         },
-    )
-    return _attend(problem, inputs, implementation)
+    }
+    if q_starts is None and kv_starts is None:
+        return _attend(*_checks.attention(q, k, v, **given), implementation)
+    problem, inputs = _checks.packed_attention(q, k, v, (q_starts, kv_starts), **given)
+    out, lse = _attend(problem, inputs, implementation)
+    return out[0], lse[0]
 
 
 def _attend(

@@ -68,7 +68,7 @@ def _grid(dtype: str, label: str) -> list[AttentionCase]:
 
 def _large_attention() -> list[AttentionCase]:
     causal = functools.partial(_attention, mask=CAUSAL)
-    half = tuple([4096] * 4)
+    half, prompts = tuple([4096] * 4), _lognormal(16, 32768)
     exact: Any = {"dtype": "float32", "precision": "highest"}
     return [
         *_grid("bfloat16", "grid"),
@@ -117,6 +117,14 @@ def _large_attention() -> list[AttentionCase]:
         causal("rows_8x1024", (8, 1024), (16, 16), 128, "cost"),
         causal("documents_8x4096", (1, 32768), (16, 16), 128, "cost", segments=(4096,) * 8),
         causal("rows_8x4096", (8, 4096), (16, 16), 128, "cost"),
+        causal("documents_16_lognormal", (1, 32768), (32, 8), 128, "cost", segments=prompts),
+        causal(
+            "packed_16_lognormal", (1, 32768), (32, 8), 128, "cost", segments=prompts, packed=True
+        ),
+        *(
+            causal(f"few_rows_m{m}_t{t}", (m, t, 8192), (32, 8), 128, "few_rows", q_offset=8192 - t)
+            for m, t in ((8, 64), (8, 16), (1, 1024), (1, 256), (1, 64), (1, 16))
+        ),
         _attention("lengths_half_of_8192", (4, 8192), (16, 16), 128, "cost", kv_lengths=half),
         _attention("lengths_none_of_8192", (4, 8192), (16, 16), 128, "cost"),
     ]
@@ -199,6 +207,14 @@ def _edge_attention() -> list[AttentionCase]:
     )
     rows.append(_attention("uniform", (2, 130), (2, 2), 64, magnitude=0.0))
     return [dataclasses.replace(row, labels=(*row.labels, "edge")) for row in rows]
+
+
+def _lognormal(sequences: int, total: int) -> tuple[int, ...]:
+    """Lengths as prompts have them, which add up to `total`; the same in every run."""
+    generator = random.Random(sequences * total)
+    drawn = [generator.lognormvariate(0, 1) for _ in range(sequences)]
+    lengths = [int(total * x / sum(drawn)) for x in drawn]
+    return (*lengths[:-1], total - sum(lengths[:-1]))
 
 
 def _uniform(sequences: int, high: int) -> tuple[int, ...]:

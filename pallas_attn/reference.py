@@ -35,6 +35,7 @@ def attention(  # noqa: PLR0913
     q_lengths: Array | None = None,
     kv_lengths: Array | None = None,
     segment_ids: tuple[Array, Array] | None = None,
+    q_positions: Array | None = None,
     bias: Array | None = None,
     mask_array: Array | None = None,
     sinks: Array | None = None,
@@ -43,6 +44,8 @@ def attention(  # noqa: PLR0913
 ) -> tuple[Array, Array]:
     """softmax(mask(score(softcap(scale * q k^T)) + bias)) v -> out [B, T, N, Hv] in q's dtype, lse
     [B, N, T].
+
+    Query row i stands at q_offset + i, or at its own of `q_positions` [B, T].
 
     A row that sees no key (or only keys whose logit is -inf) gives out 0 and lse -inf, and every
     gradient through it is 0. Queries, keys and values past their length are selected away before
@@ -66,7 +69,10 @@ def attention(  # noqa: PLR0913
     if softcap is not None:
         cap = jnp.asarray(softcap, acc)
         logits = cap * jnp.tanh(logits / cap)
-    q_pos = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))[:, None] + q_rows[None]
+    q_pos = q_positions
+    if q_pos is None:
+        offsets = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))
+        q_pos = offsets[:, None] + q_rows[None]
     row, head = (jnp.arange(n, dtype=jnp.int32) for n in (batch, q_heads))
     at_rows = row[:, None, None, None], head[None, :, None, None], q_pos[:, None, :, None]
     where = (*at_rows, kv_pos[None, None, None, :])

@@ -45,6 +45,11 @@ def band(**bounds):
     return pa.FULL.filled(**bounds)
 
 
+def attend_packed(q_starts, kv_starts=None, **options):
+    starts = {"q_starts": q_starts, "kv_starts": kv_starts}
+    return lambda: pa.flash_attention(z(5, 4, 8), z(7, 2, 8), z(7, 2, 8), **starts, **options)
+
+
 def traced(call):
     """`call(x)` with x traced."""
     return lambda: jax.jit(call)(jnp.float32(2.0))
@@ -157,6 +162,28 @@ ATTENTION = {
     "float32[2]": attend(q_offset=z(2)),
     "q_offset: expected -2**29 to 2**29, got 536870913: positions are int32": (
         attend(q_offset=2**29 + 1)
+    ),
+    "q: expected 3 axes [tokens, N, H] with q_starts (packed rows), got 4 in shape (2, 5, 4, 8)": attend(
+        q_starts=z(3, dtype="int32")
+    ),
+    "q_starts: expected int32[M + 1] with kv_starts, got None": attend(
+        kv_starts=z(3, dtype="int32")
+    ),
+    "q_starts: expected int32[M + 1] (where each sequence's rows start, and where the last one's "
+    "end), got float32[3]": attend_packed(q_starts=z(3)),
+    "q_starts: expected int32[M + 1] (where each sequence's rows start, and where the last one's "
+    "end), got int32[0]": attend_packed(q_starts=z(0, dtype="int32")),
+    "kv_starts: expected int32[3] (where each sequence's rows start, and where the last one's end), "
+    "got int32[4]": attend_packed(q_starts=z(3, dtype="int32"), kv_starts=z(4, dtype="int32")),
+    "kv_starts: expected int32[M + 1], since q has 5 packed rows and k 7; without it keys are "
+    "packed as queries are": attend_packed(q_starts=z(3, dtype="int32")),
+    "q_lengths: expected None with q_starts, which say where sequences begin and end; leave it "
+    "out": attend_packed(
+        *(z(3, dtype="int32"), z(3, dtype="int32")), q_lengths=z(1, dtype="int32")
+    ),
+    "q_offset: expected int32[2] (the position of query row 0, one a sequence, or one int), got "
+    "int32[3]": attend_packed(
+        *(z(3, dtype="int32"), z(3, dtype="int32")), q_offset=z(3, dtype="int32")
     ),
     "segment_ids: expected a pair (of q, of kv) or one array for both, got 3 arrays": attend(
         segment_ids=(z(2, 5), z(2, 7), z(2, 7))

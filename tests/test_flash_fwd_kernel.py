@@ -442,7 +442,7 @@ def test_segments_are_prepared_as_jax_numpy_says(sizes, config, mask, where):
         records, codes = jax.jit(functools.partial(segments.prepare, plan))(*ids)
     lengths = plan.padded_rows, tma_operands.round_up(kv_len, config.block_kv)
     padded = map(tma_operands.extended, ids, lengths)
-    want_records, want_codes = segments.by_xla(plan, *padded)
+    want_records, want_codes = segments.by_xla(plan, None, dict(zip(SEGMENTS, padded, strict=True)))
     np.testing.assert_array_equal(records, want_records)
     np.testing.assert_array_equal(codes, want_codes)
 

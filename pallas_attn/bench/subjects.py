@@ -62,9 +62,15 @@ def attention(
     case: AttentionCase, arrays: dict[str, Any], cotangent: Any, op: str, implementation: str | None
 ) -> Callable[[], Any]:
     """`flash_attention` and its gradient."""
+    static = case.options() | {"implementation": implementation}
+    if case.packed:
+        arrays = {name: x for name, x in arrays.items() if name != "segment_ids"}
+        arrays["q_starts"] = case.q_starts()
 
     def function(q, k, v, rest):
-        static = case.options() | {"implementation": implementation}
+        if case.packed:
+            q, k, v = (x[0] for x in (q, k, v))
+            return pallas_attn.flash_attention(q, k, v, **rest, **static)[None]
         return pallas_attn.flash_attention(q, k, v, **rest, **static)
 
     return attention_launch(function, arrays, cotangent, op)

@@ -18,7 +18,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import wgmma
-from pallas_attn.masks import Mask
+from pallas_attn.masks import FULL, Mask
 
 ROWS = 64  # of a warpgroup: what one wgmma takes
 BLOCKS = _gpus.multiprocessors(_gpus.HOPPER)  # at a time, where Config does not say
@@ -77,8 +77,9 @@ def rows_span(mask: Mask, position: Any, rows: Any, kv_len: Any, block: int) -> 
     )
 
 
-def segment_spans(q_ids: Any, kv_ids: Any, rows: int, block: int) -> Any:
-    """int32[B, 4, tiles of `rows` queries]: a Span's fields, by segment ids [B, n] in whole tiles.
+def segment_spans(q_ids: Any, kv_ids: Any, rows: int, block: int, seen: Any = None) -> Any:
+    """int32[B, 4, tiles of `rows` queries]: a Span's fields, by segment ids [B, n] in whole tiles,
+    and by `seen`: which pairs of tiles the mask leaves, and leaves whole (None: all).
 
     A tile's ids lie between its least and its greatest: a kv tile is needed where the two intervals
     intersect, and needs no mask where both tiles hold a single id, the same. Exact for packed
@@ -91,6 +92,8 @@ def segment_spans(q_ids: Any, kv_ids: Any, rows: int, block: int) -> Any:
     kv_least, kv_most = kv_least[:, None, :], kv_most[:, None, :]
     common = (q_least <= kv_most) & (kv_least <= q_most)
     same = (q_least == q_most) & (kv_least == kv_most) & (q_least == kv_least)
+    if seen is not None:
+        common, same = common & seen[0], same & seen[1]
     begins = same & ~jnp.pad(same[..., :-1], ((0, 0), (0, 0), (1, 0)))
     count = common.shape[-1]
     at = jnp.arange(count, dtype=jnp.int32)[None, None]
@@ -227,12 +230,50 @@ class Plan:
         return self.has("q_segment_ids") or self.has("mask_array")
 
     def span(self, mask: Mask, position: Any, rows: Any, kv_len: Any) -> Span:
-        return rows_span(mask, position, rows, kv_len, self.config.block_kv)
+        return rows_span(self.span_mask(mask), position, rows, kv_len, self.config.block_kv)
 
     def mask_of(self, refs: Any, batch: Any) -> Mask:
         """The mask of a batch row, with the bounds that arrive at run time."""
         bounds = {side: ref[batch] for side, ref in bounds_of(refs).items()}
         return self.problem.mask.filled(**bounds)
+
+    def span_mask(self, mask: Mask) -> Mask:
+        """By which spans are computed from a row's number. Where rows have positions of their own,
+        what the mask leaves of a span is in `segment_spans`.
+        """
+        return FULL if self.has("q_positions") else mask
+
+    def segment_spans(
+        self, inputs: Any, fields: dict[str, Any], rows: int, block: int, of_keys: bool = False
+    ) -> Any:
+        """`segment_spans` of a kernel's operands: of tiles of `rows` queries the tiles of `block`
+        keys; or (`of_keys`) of tiles of `rows` keys those of `block` queries.
+        """
+        ids = fields["q_segment_ids"], fields["kv_segment_ids"]
+        if not of_keys:
+            return segment_spans(*ids, rows, block, self._seen_tiles(inputs, fields, rows, block))
+        seen = self._seen_tiles(inputs, fields, block, rows)
+        turned = seen and tuple(x.swapaxes(1, 2) for x in seen)
+        return segment_spans(*ids[::-1], rows, block, turned)
+
+    def _seen_tiles(self, inputs: Any, fields: dict[str, Any], rows: int, block: int) -> Any:
+        """Where rows have positions of their own: two bool[B, tiles of `rows` queries, tiles of
+        `block` keys], whether some query of a tile may see some key, and whether all see all, by
+        the mask and the least and greatest position of a tile.
+        """
+        if not self.has("q_positions"):
+            return None
+        keys = fields["kv_segment_ids"].shape[1]
+        positions = fields["q_positions"]
+        positions = positions.reshape(positions.shape[0], -1, rows)
+        least, end = positions.min(axis=2)[..., None], positions.max(axis=2)[..., None] + 1
+        first = jnp.arange(0, keys, block, dtype=jnp.int32)[None, None]
+        bounds = {side: x[:, None, None] for side, x in bounds_of(inputs).items()}
+        mask = self.problem.mask.filled(**bounds)
+        lo, hi = mask.kv_range(least, end, keys)
+        some = jnp.maximum(lo, first) < jnp.minimum(hi, first + block)
+        lo, hi = mask.kv_full_range(least, end, keys)
+        return some, (lo <= first) & (first + block <= hi)
 
     @property
     def scores(self) -> wgmma.Kind:

@@ -42,6 +42,7 @@ class Refs(NamedTuple):
     mask_array: Any
     sinks: Any
     schedule: Any  # int32[blocks, n]: see `tile_scheduler.schedule`
+    q_positions: Any = None  # int32[B, q_tiles * tile_rows]
     units: Any = None  # float32[2, B, K]: of scores and of outputs, where q, k and v are terms
     out: Any = None  # written
     lse: Any = None  # written
@@ -119,7 +120,11 @@ def _mask_rows(ctx: Context, rows: Rows, t: Any, kv_ids: Any, s: Any) -> Any:
     plan, tile, low, high = ctx.plan, rows.tile, None, None
     start = t * plan.config.block_kv
     if not tile.mask.is_full:  # what nobody uses sends Mosaic on a search for its layout
-        position = plan.row_positions(s.shape[0], tile.q_offset + rows.row - start)
+        if plan.has("q_positions"):
+            own = ctx.refs.q_positions.at[tile.batch, pl.ds(rows.row, s.shape[0])]
+            position = mosaic.load(own, mosaic.ROW) - start
+        else:
+            position = plan.row_positions(s.shape[0], tile.q_offset + rows.row - start)
         low, high = tile.mask.row_bounds(position)
     if plan.ragged_keys:
         end = mosaic.filled(s.shape[:1], tile.kv_len - start, jnp.int32)
@@ -172,7 +177,10 @@ def apply_mask(plan: Any, refs: Any, place: Place, s: Any) -> Any:
     32 registers; `place.numbers` are loaded where they are used.
     """
     q_axis = place.q_axis
-    if place.numbers is None:
+    if plan.has("q_positions"):
+        own = refs.q_positions.at[place.batch, pl.ds(place.query, s.shape[q_axis])]
+        q_pos = _load_vector(own, place, q_axis, s.shape)
+    elif place.numbers is None:
         q_pos = mosaic.positions(s.shape, q_axis, place.q_offset + place.query, place.layout)
     else:
         q_pos = _load_vector(place.numbers, place, q_axis, s.shape) + (place.q_offset + place.query)

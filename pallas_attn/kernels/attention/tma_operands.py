@@ -98,15 +98,16 @@ def over_scores(inputs: AttentionInputs, rows: int, keys: int) -> dict[str, Any]
 
 
 def segment_ids(inputs: AttentionInputs, rows: int, keys: int) -> dict[str, Any]:
-    """q_segment_ids [B, rows] and kv_segment_ids [B, keys], if there are any."""
-    q_ids, kv_ids = inputs.q_segment_ids, inputs.kv_segment_ids
-    if q_ids is None:
-        return {}
-    return {"q_segment_ids": extended(q_ids, rows), "kv_segment_ids": extended(kv_ids, keys)}
+    """q_segment_ids [B, rows] and kv_segment_ids [B, keys], and q_positions [B, rows], if there are
+    any.
+    """
+    sizes = {"q_segment_ids": rows, "kv_segment_ids": keys, "q_positions": rows}
+    given = {name: getattr(inputs, name) for name in sizes}
+    return {name: extended(x, sizes[name]) for name, x in given.items() if x is not None}
 
 
 def extended(ids: Any, length: int) -> Any:
-    """[B, n] -> [B, length]: the last id goes on."""
+    """[B, n] -> [B, length]: the last one goes on."""
     return jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])), mode="edge")
 
 

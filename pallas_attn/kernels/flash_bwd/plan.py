@@ -58,6 +58,7 @@ class Refs(NamedTuple):
     mask_array: Any
     schedule: Any  # int32[blocks, n]: see `tile_scheduler.assign`
     dq: Any  # float32: what dQ is added to, in the kernel's own layout
+    q_positions: Any = None
     units: Any = None  # float32[6, B, K]: see `bwd_float32.Units`; delta is in those of dS
 
 
@@ -268,8 +269,8 @@ class Plan(attention_plan.Plan):
         Rows past T carry an lse of inf: the end of the queries needs no mask.
         """
         low, high = (min, max) if isinstance(key, int) else (jnp.minimum, jnp.maximum)
-        position, block_q = key - q_offset, self.config.block_q
-        span = attention_plan.rows_span(mask.transposed, position, self.block_kv, q_len, block_q)
+        mask, block_q = self.span_mask(mask).transposed, self.config.block_q
+        span = attention_plan.rows_span(mask, key - q_offset, self.block_kv, q_len, block_q)
         live = kv_len > key
         cut = key + self.block_kv > kv_len
         if isinstance(key, int):
@@ -434,8 +435,8 @@ def operands(plan: Plan, residuals: Residuals, stats: RowStatistics) -> Refs:
     fields |= tma_operands.segment_ids(inputs, rows, keys)
     fields["schedule"] = jnp.asarray(schedule(plan))
     if plan.has("q_segment_ids"):
-        ids = fields["kv_segment_ids"], fields["q_segment_ids"]
-        fields["segment_spans"] = attention_plan.segment_spans(*ids, plan.block_kv, config.block_q)
+        sizes = plan.block_kv, config.block_q
+        fields["segment_spans"] = plan.segment_spans(inputs, fields, *sizes, of_keys=True)
     for name, lengths, block in (
         ("q", "q_lengths", config.block_q),
         ("do", "q_lengths", config.block_q),

@@ -753,6 +753,6 @@ def _operands(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Refs
     fields |= tma_operands.segment_ids(inputs, rows, keys)
     fields["schedule"] = jnp.asarray(shared.schedule(plan))
     if plan.has("q_segment_ids"):
-        ids = fields["kv_segment_ids"], fields["q_segment_ids"]
-        fields["segment_spans"] = attention_plan.segment_spans(*ids, plan.block_kv, config.block_q)
+        sizes = plan.block_kv, config.block_q
+        fields["segment_spans"] = plan.segment_spans(inputs, fields, *sizes, of_keys=True)
     return Refs(**{name: fields.get(name) for name in Refs._fields})

@@ -249,8 +249,7 @@ def _by_rows(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Refs:
         inputs, rows, keys
     )
     if plan.has("q_segment_ids"):
-        ids = fields["q_segment_ids"], fields["kv_segment_ids"]
-        fields["segment_spans"] = attention_plan.segment_spans(*ids, plan.tile_rows, block)
+        fields["segment_spans"] = plan.segment_spans(inputs, fields, plan.tile_rows, block)
     return refs._replace(**fields)
 
 

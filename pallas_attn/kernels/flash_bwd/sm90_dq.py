@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._problem import AttentionInputs
-from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention import score_mod, tma_operands
 from pallas_attn.kernels.attention.plan import ROWS, Context, Plan
 from pallas_attn.kernels.attention.score_mod import Place, Tile
@@ -373,8 +372,7 @@ def operands_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
         inputs, rows, keys
     )
     if plan.has("q_segment_ids"):
-        ids = fields["q_segment_ids"], fields["kv_segment_ids"]
-        fields["segment_spans"] = attention_plan.segment_spans(*ids, plan.tile_rows, block)
+        fields["segment_spans"] = plan.segment_spans(inputs, fields, plan.tile_rows, block)
     if plan.has("kv_lengths"):
         for name in ("k", "v"):
             fields[f"{name}_edge"] = tma_operands.edge(

@@ -23,7 +23,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention.plan import ROWS, Plan
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang import mosaic, threads
@@ -84,7 +83,8 @@ class _Block(NamedTuple):
 
 def fits(plan: Plan) -> bool:
     sizes = _Sizes.of(plan)
-    return sizes.units * sizes.keys <= MOST_PAIRS and sizes.words <= 50_000
+    few = sizes.units * sizes.keys <= MOST_PAIRS and sizes.words <= 50_000
+    return few and not plan.has("q_positions")
 
 
 def prepare(plan: Plan, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
@@ -318,7 +318,7 @@ def _codes(thread: Any, refs: _Refs, block: _Block, plan: Plan, sizes: _Sizes) -
 PROGRAMS = (_extremes, _spans, _ranks, _codes)
 
 
-def by_xla(plan: Plan, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
-    """`prepare` in jax.numpy."""
-    found = attention_plan.segment_spans(q_ids, kv_ids, ROWS, plan.config.block_kv)
+def by_xla(plan: Plan, inputs: Any, fields: dict[str, Any]) -> tuple[Any, Any]:
+    """`prepare` in jax.numpy, of the kernel's operands and what they were made of."""
+    found = plan.segment_spans(inputs, fields, ROWS, plan.config.block_kv)
     return tile_scheduler.records(plan, found), tile_scheduler.schedule_by_rank(plan, found)

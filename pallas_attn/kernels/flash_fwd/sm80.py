@@ -51,7 +51,7 @@ from pallas_attn.kernels.attention import (
     softmax,
     tma_operands,
 )
-from pallas_attn.kernels.attention.plan import Context, Span, segment_spans
+from pallas_attn.kernels.attention.plan import Context, Span
 from pallas_attn.kernels.attention.plan import limit as limit
 from pallas_attn.kernels.attention.score_mod import Refs, Rows, Tile
 from pallas_attn.kernels.attention.sm80_common import (
@@ -583,7 +583,6 @@ def _operands(plan: WholePlan, inputs: AttentionInputs) -> Refs:
     )
     fields["schedule"] = jnp.asarray(tile_scheduler.schedule(plan))
     if plan.has("q_segment_ids"):
-        ids = fields["q_segment_ids"], fields["kv_segment_ids"]
-        fields["segment_spans"] = segment_spans(*ids, plan.tile_rows, block)
+        fields["segment_spans"] = plan.segment_spans(inputs, fields, plan.tile_rows, block)
         fields["schedule"] = tile_scheduler.schedule_by_rank(plan, fields["segment_spans"])
     return Refs(**{name: fields.get(name) for name in Refs._fields})

@@ -733,7 +733,7 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
         if segments.fits(plan):
             made = segments.prepare(plan, inputs.q_segment_ids, inputs.kv_segment_ids)
         else:
-            made = segments.by_xla(plan, fields["q_segment_ids"], fields["kv_segment_ids"])
+            made = segments.by_xla(plan, inputs, fields)
         fields["segment_spans"], fields["schedule"] = made
     if plan.has("kv_lengths"):
         fields["v_edge"] = tma_operands.edge(fields["v"], inputs.kv_lengths, block)
