@@ -137,16 +137,14 @@ def packed_attention(
                 "leave it out"
             )
     q_len, kv_len = q.shape[0], k.shape[0]
-    q_starts, kv_starts = starts
-    q_starts = row_starts("q_starts", q_starts, q_len)
-    alike, sequences = kv_starts is None, q_starts.size - 1
-    kv_starts = q_starts if alike else row_starts("kv_starts", kv_starts, kv_len, sequences)
+    q_starts, kv_starts = _both_starts(*starts, q_len, kv_len)
+    sequences = q_starts.size - 1
     static_offset, offset = _offset(q_offset, sequences, "one a sequence")
     owner, kv_owner = owner_of_rows(q_starts, q_len), owner_of_rows(kv_starts, kv_len)
     # Rows of no sequence are of segments that no key is of, in an order that goes on rising.
     kv_owner = kv_owner + jnp.where(kv_owner < 0, -1, 0) + jnp.where(kv_owner < sequences, 0, 1)
     positions = None
-    if not (mask(options["mask"]).is_full or alike and offset is None):
+    if not (mask(options["mask"]).is_full or (kv_starts is q_starts and offset is None)):
         own = jnp.clip(owner, 0, max(sequences - 1, 0))
         first = jnp.full_like(q_starts, static_offset) if offset is None else offset
         within = jnp.arange(q_len, dtype=jnp.int32) - q_starts[own]
@@ -178,13 +176,20 @@ def _packed_operands(q: Array, k: Array, v: Array, starts: tuple[Any, Any]) -> t
                 f"{name}: expected 3 axes {axes} with q_starts (packed rows), got {x.ndim} in "
                 f"shape {x.shape}"
             )
-    q, k, v = given
-    if starts[1] is None and k.shape[0] != q.shape[0]:
-        raise ValueError(
-            f"kv_starts: expected int32[M + 1], since q has {q.shape[0]} packed rows and k "
-            f"{k.shape[0]}; without it keys are packed as queries are"
-        )
-    return q, k, v
+    return tuple(given)
+
+
+def _both_starts(q_starts: Any, kv_starts: Any, q_len: int, kv_len: int) -> tuple[Any, Any]:
+    """Those of queries and of keys, cleaned; the same array where both are packed alike."""
+    found = row_starts("q_starts", q_starts, q_len)
+    if kv_starts is None:
+        if kv_len != q_len:
+            raise ValueError(
+                f"kv_starts: expected int32[M + 1], since q has {q_len} packed rows and k "
+                f"{kv_len}; without it keys are packed as queries are"
+            )
+        return found, found
+    return found, row_starts("kv_starts", kv_starts, kv_len, found.size - 1)
 
 
 def _operands(q: Array, k: Array, v: Array) -> tuple[jax.Array, jax.Array, jax.Array]:

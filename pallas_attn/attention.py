@@ -95,8 +95,8 @@ def flash_attention(  # noqa: PLR0913
         There is no silent fallback on a GPU; without one the reference is what runs.
 
     Returns:
-      `[B, T, N, Hv]`, or `[tokens, N, Hv]` of packed rows, in q's dtype. A row that sees no key is
-      0 and so are its gradients, also where S == 0.
+      `[B, T, N, Hv]`, or `[tokens, N, Hv]` of packed rows, in q's dtype. A
+      row that sees no key is 0 and so are its gradients, also where S == 0.
 
     Reverse-mode differentiation works with every implementation that has a backward; forward mode
     (jvp) and higher orders need implementation="reference". Under `jax.checkpoint` a kernel's
@@ -152,8 +152,8 @@ def flash_attention_with_lse(  # noqa: PLR0913
 
     Returns:
       out `[B, T, N, Hv]`, and lse `[B, N, T]` (`[N, tokens]` of packed rows), a natural log in
-      float32 (float64 for float64 inputs), differentiable, the sink included; -inf for a row that
-      sees no key.
+      float32 (float64 for float64 inputs), differentiable, the sink included;
+      -inf for a row that sees no key.
     """
     given: dict[str, Any] = {
         "q_offset": q_offset,

@@ -117,9 +117,9 @@ def _large_attention() -> list[AttentionCase]:
         causal("rows_8x1024", (8, 1024), (16, 16), 128, "cost"),
         causal("documents_8x4096", (1, 32768), (16, 16), 128, "cost", segments=(4096,) * 8),
         causal("rows_8x4096", (8, 4096), (16, 16), 128, "cost"),
-        causal("documents_16_lognormal", (1, 32768), (32, 8), 128, "cost", segments=prompts),
-        causal(
-            "packed_16_lognormal", (1, 32768), (32, 8), 128, "cost", segments=prompts, packed=True
+        *(
+            causal(name, (1, 32768), (32, 8), 128, "cost", segments=prompts, packed=packed)
+            for name, packed in (("documents_16_lognormal", False), ("packed_16_lognormal", True))
         ),
         *(
             causal(f"few_rows_m{m}_t{t}", (m, t, 8192), (32, 8), 128, "few_rows", q_offset=8192 - t)

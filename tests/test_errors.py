@@ -163,9 +163,8 @@ ATTENTION = {
     "q_offset: expected -2**29 to 2**29, got 536870913: positions are int32": (
         attend(q_offset=2**29 + 1)
     ),
-    "q: expected 3 axes [tokens, N, H] with q_starts (packed rows), got 4 in shape (2, 5, 4, 8)": attend(
-        q_starts=z(3, dtype="int32")
-    ),
+    "q: expected 3 axes [tokens, N, H] with q_starts (packed rows), got 4 in shape (2, 5, 4, "
+    "8)": attend(q_starts=z(3, dtype="int32")),
     "q_starts: expected int32[M + 1] with kv_starts, got None": attend(
         kv_starts=z(3, dtype="int32")
     ),
@@ -173,8 +172,10 @@ ATTENTION = {
     "end), got float32[3]": attend_packed(q_starts=z(3)),
     "q_starts: expected int32[M + 1] (where each sequence's rows start, and where the last one's "
     "end), got int32[0]": attend_packed(q_starts=z(0, dtype="int32")),
-    "kv_starts: expected int32[3] (where each sequence's rows start, and where the last one's end), "
-    "got int32[4]": attend_packed(q_starts=z(3, dtype="int32"), kv_starts=z(4, dtype="int32")),
+    "kv_starts: expected int32[3] (where each sequence's rows start, and where the last one's "
+    "end), got int32[4]": attend_packed(
+        q_starts=z(3, dtype="int32"), kv_starts=z(4, dtype="int32")
+    ),
     "kv_starts: expected int32[M + 1], since q has 5 packed rows and k 7; without it keys are "
     "packed as queries are": attend_packed(q_starts=z(3, dtype="int32")),
     "q_lengths: expected None with q_starts, which say where sequences begin and end; leave it "
