@@ -136,6 +136,11 @@ def packed_attention(
                 f"{name}: expected None with q_starts, which say where sequences begin and end; "
                 "leave it out"
             )
+    if isinstance(options["mask"], MaskFunction) or options["score"] is not None:
+        raise ValueError(
+            "mask, score: expected a Mask and no function of positions with q_starts, since packed "
+            "rows have other positions; give each sequence a batch row"
+        )
     q_len, kv_len = q.shape[0], k.shape[0]
     q_starts, kv_starts = _both_starts(*starts, q_len, kv_len)
     sequences = q_starts.size - 1

@@ -186,6 +186,10 @@ ATTENTION = {
     "int32[3]": attend_packed(
         *(z(3, dtype="int32"), z(3, dtype="int32")), q_offset=z(3, dtype="int32")
     ),
+    "mask, score: expected a Mask and no function of positions with q_starts, since packed rows "
+    "have other positions; give each sequence a batch row": attend_packed(
+        *(z(3, dtype="int32"), z(3, dtype="int32")), score=pa.score_fn(lambda s, b, h, q, kv: s)
+    ),
     "segment_ids: expected a pair (of q, of kv) or one array for both, got 3 arrays": attend(
         segment_ids=(z(2, 5), z(2, 7), z(2, 7))
     ),
