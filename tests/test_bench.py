@@ -417,6 +417,16 @@ def test_verify_catches_a_gradient_of_the_wrong_head():
     assert verify.judge((out, dq, dk[:, :, ::-1], dv), oracle, naive).startswith("dk: positions")
 
 
+def test_packed_rows_are_timed_by_their_own_arguments():
+    """And judged as the documents that they are."""
+    fields = {"segments": (10, 0, 33, 7), "packed": True, "mask": pallas_attn.CAUSAL}
+    case = known._attention("packed", (1, 50), (4, 2), 64, **fields)
+    do, arrays = case.cotangent(), case.arrays()
+    oracle, naive = verify.expected(arrays, case.options(), do)
+    results = subjects.attention(case, arrays, do, "forward+backward", None)()
+    assert verify.judge(results, oracle, naive) is None
+
+
 def test_a_slab_at_a_time_is_the_same(monkeypatch):
     case = LITTLE["everything"]
     whole, _ = verify.expected(case.arrays(), case.options())
