@@ -24,7 +24,7 @@ from tests import mosaic
 REFERENCE = _dispatch.TABLES["flash_forward"][-1]
 X, B, T, S, N, K, H, HV = 3, 4, 8, 12, 8, 4, 16, 24
 ARGUMENTS = ("q_lengths", "kv_lengths", "bias", "mask_array", "softcap", "sinks", "precision")
-PLAIN = {"mask": CAUSAL, "scale": None, "deterministic": False, **dict.fromkeys(ARGUMENTS)}
+PLAIN = {"mask": CAUSAL, "deterministic": False, **dict.fromkeys(("scale", "score", *ARGUMENTS))}
 
 
 def through_layer(q, k, v, *, segment_ids=None, q_offset=0, **given):
