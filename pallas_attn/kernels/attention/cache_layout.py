@@ -193,6 +193,24 @@ class Paged(Layout):
     ) -> Any:
         return thread.load(page_table, self.entry_index(thread, sequence, entry), 4)
 
+    def note_missing(
+        self, thread: Any, page_table: Ref, sequence: Scalar, count: Scalar, to: tuple[Ref, Scalar]
+    ) -> None:
+        """Stores 1 to a word of shared memory, (ref, index), where one of the first `count` pages
+        of a sequence is missing. Each thread of the warpgroup looks up every 128th.
+        """
+
+        def some(i: Any, carry: list) -> list:
+            number = i * mosaic.THREADS + thread.index
+            inside = number < count
+            entry = thread.select(inside, number, 0)
+            page = self.load_page(thread, page_table, sequence, entry)
+            bad = thread.select(self.has_page(page), thread.index * 0, 1)
+            thread.shared_store(*to, bad, inside & (bad >= 1))
+            return carry
+
+        thread.loop((count + (mosaic.THREADS - 1)) // mosaic.THREADS, [], some)
+
 
 class Contiguous(Layout):
     """[M, rows, kv heads, H]: no cache."""

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -104,6 +105,22 @@ def of_no_rows(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Any, Any]:
     out = jnp.where(lost[..., None], jnp.nan, jnp.zeros((*rows, problem.v_head_dim)))
     lse = jnp.where(lost, jnp.nan, jnp.full((rows[0], rows[2], rows[1]), -jnp.inf))
     return out.astype(problem.dtype), lse.astype(jnp.float32)
+
+
+def out_types(plan: Plan) -> tuple[Any, ...]:
+    """Of a kernel: out, lse, and the partials (`Results.partial_out`, and so on)."""
+    problem, of = plan.problem, jax.ShapeDtypeStruct
+    rows = (problem.sequences, problem.q_len, problem.q_heads)
+    partials = (plan.partials, plan.chunk_rows)
+    return (
+        of((*rows, problem.v_head_dim), problem.dtype),
+        of((rows[0], rows[2], rows[1]), jnp.float32),
+        (
+            of((*partials, problem.v_head_dim), jnp.float32),
+            of(partials, jnp.float32),
+            of(partials, jnp.float32),
+        ),
+    )
 
 
 class ResultRefs(NamedTuple):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention import softmax
-from pallas_attn.kernels.decode.producer import Context
+from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.decode.scheduler import Plan, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync, mma_tf32

@@ -19,6 +19,7 @@ from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, tma_operands
 from pallas_attn.kernels.attention.cache_layout import Row
+from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.decode import combine, scheduler
 from pallas_attn.kernels.decode.scheduler import (
     ZERO_BYTES,
@@ -57,14 +58,6 @@ class Refs(NamedTuple):
     layer: Ref | None
     sinks: Ref | None
     counters: Ref  # behind `ZERO_BYTES` of zeros
-
-
-class Context(NamedTuple):
-    """What every part of the kernel works with."""
-
-    plan: Any  # Plan, or a kind of it
-    refs: Any  # Refs, or another kernel's that have a page table and a layer
-    smem: Any  # Smem, or another kernel's that has a table
 
 
 class Memory(NamedTuple):
@@ -427,16 +420,8 @@ def check_skipped_pages(
 
 
 def _check_pages(thread: threads.Thread, refs: _Pages, at: _Skipped, plan: Plan) -> None:
-    def some(i: Any, carry: list) -> list:
-        number = i * 128 + thread.index
-        inside = number < at.pages
-        entry = thread.select(inside, number, 0)
-        page = plan.layout.load_page(thread, refs.page_table, at.sequence, entry)
-        bad = thread.select(plan.layout.has_page(page), thread.index * 0, 1)
-        thread.shared_store(refs.lost, at.sequence, bad, inside & (bad >= 1))
-        return carry
-
-    thread.loop((at.pages + 127) // 128, [], some)
+    to = refs.lost, at.sequence
+    plan.layout.note_missing(thread, refs.page_table, at.sequence, at.pages, to)
 
 
 class Phase(NamedTuple):

@@ -346,6 +346,11 @@ def size_limit(problem: DecodeProblem) -> Limit | None:
     return None
 
 
+def smem_bytes(scratch: Any) -> int:
+    """Shared memory of a block with these buffers."""
+    return RESERVED + mosaic.bytes_of(scratch)
+
+
 def has_no_rows(problem: DecodeProblem) -> bool:
     """Whether the cache has no row at all: there is nothing to launch."""
     return not max(problem.capacities) or problem.pages == 0

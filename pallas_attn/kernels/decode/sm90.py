@@ -32,10 +32,11 @@ from pallas_attn import _gpus
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.decode import combine, mainloop, producer, scheduler
 from pallas_attn.kernels.decode.combine import Results
 from pallas_attn.kernels.decode.mainloop import Queries, State, TileAt
-from pallas_attn.kernels.decode.producer import Context, Phase, Position, Refs, Smem
+from pallas_attn.kernels.decode.producer import Phase, Position, Refs, Smem
 from pallas_attn.kernels.decode.scheduler import Plan, Share, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.config import check
@@ -248,7 +249,7 @@ def scratch(plan: Plan) -> Smem:
 
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
-    return scheduler.RESERVED + mosaic.bytes_of(scratch(Plan(problem, config)))
+    return scheduler.smem_bytes(scratch(Plan(problem, config)))
 
 
 # ---- computing -----------------------------------------------------------------------------------
@@ -412,12 +413,9 @@ def _kernel(refs: Refs, out: Ref, lse: Ref, partials: Any, smem: Smem, *, plan: 
     start = functools.partial(_start, plan=plan)
     threads.each_thread(start, _StartRefs(refs.given, smem), usable)
     share = scheduler.share_of(plan, smem.table, block_id)
-    partial_out, partial_max, partial_sum = partials
-    results = Results(out, lse, partial_out, partial_max, partial_sum, refs.counters, refs.sinks)
-
-    @pl.when(share.first < share.end)
-    def _():
-        _mainloop(Context(plan, refs, smem), results, share, block_id)
+    results = Results(out, lse, *partials, refs.counters, refs.sinks)
+    ctx = Context(plan, refs, smem)
+    pl.when(share.first < share.end)(lambda: _mainloop(ctx, results, share, block_id))
 
 
 # ---- the call ------------------------------------------------------------------------------------
@@ -437,19 +435,9 @@ def _launch(
     """Jitted, so that a model of many layers traces it once."""
     plan = Plan(problem, config)
     refs = producer.refs_of(inputs, counters, plan)
-    of, rows = jax.ShapeDtypeStruct, (problem.sequences, problem.q_len, problem.q_heads)
-    partials = (plan.partials, plan.chunk_rows)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=(
-            of((*rows, problem.v_head_dim), problem.dtype),
-            of((rows[0], rows[2], rows[1]), jnp.float32),
-            (
-                of((*partials, problem.v_head_dim), jnp.float32),
-                of(partials, jnp.float32),
-                of(partials, jnp.float32),
-            ),
-        ),
+        out_type=combine.out_types(plan),
         scratch_types=(scratch(plan),),
         grid=(plan.grid,),
         grid_names=("block",),

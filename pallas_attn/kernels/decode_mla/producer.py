@@ -14,8 +14,8 @@ from jax import lax
 from pallas_attn._problem import DecodeInputs
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Layout, Row
+from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.decode import producer, scheduler
-from pallas_attn.kernels.decode.producer import Context
 from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
 

@@ -26,11 +26,12 @@ from pallas_attn import _gpus
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tma_operands
+from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.attention.sm80_common import fits
 from pallas_attn.kernels.decode import combine, mainloop, producer, scheduler
 from pallas_attn.kernels.decode.combine import Results
 from pallas_attn.kernels.decode.mainloop import TileAt
-from pallas_attn.kernels.decode.producer import Context, Memory, Position, Refs
+from pallas_attn.kernels.decode.producer import Memory, Position, Refs
 from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
 from pallas_attn.kernels.lang.config import check
@@ -151,7 +152,7 @@ def scratch(plan: LatentPlan) -> Smem:
 
 
 def smem_bytes(problem: DecodeProblem, config: Any) -> int:
-    return scheduler.RESERVED + mosaic.bytes_of(scratch(LatentPlan(problem, config)))
+    return scheduler.smem_bytes(scratch(LatentPlan(problem, config)))
 
 
 # ---- loading -------------------------------------------------------------------------------------
@@ -353,12 +354,9 @@ def _kernel(refs: Refs, out: Ref, lse: Ref, partials: Any, smem: Smem, *, plan: 
     program = functools.partial(_fill_table, plan=plan)
     threads.each_thread(program, scheduler.TableRefs(refs.given, smem.table), usable)
     share = scheduler.share_of(plan, smem.table, block_id)
-    partial_out, partial_max, partial_sum = partials
-    results = Results(out, lse, partial_out, partial_max, partial_sum, refs.counters, refs.sinks)
-
-    @pl.when(share.first < share.end)
-    def _():
-        _mainloop(Context(plan, refs, smem), results, share, block_id)
+    results = Results(out, lse, *partials, refs.counters, refs.sinks)
+    ctx = Context(plan, refs, smem)
+    pl.when(share.first < share.end)(lambda: _mainloop(ctx, results, share, block_id))
 
 
 # ---- the call ------------------------------------------------------------------------------------
@@ -376,20 +374,11 @@ def _launch(
     inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: Config
 ) -> tuple[Array, Array]:
     """Jitted, so that a model of many layers traces it once."""
-    plan, of = LatentPlan(problem, config), jax.ShapeDtypeStruct
-    rows = (problem.sequences, problem.q_len, problem.q_heads)
+    plan = LatentPlan(problem, config)
     refs = producer.refs_of(inputs, counters, plan)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=(
-            of((*rows, problem.v_head_dim), problem.dtype),
-            of((rows[0], rows[2], rows[1]), jnp.float32),
-            (
-                of((plan.partials, ROWS, problem.v_head_dim), jnp.float32),
-                of((plan.partials, ROWS), jnp.float32),
-                of((plan.partials, ROWS), jnp.float32),
-            ),
-        ),
+        out_type=combine.out_types(plan),
         scratch_types=(scratch(plan),),
         grid=(plan.grid,),
         grid_names=("block",),

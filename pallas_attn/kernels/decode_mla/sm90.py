@@ -41,10 +41,10 @@ from pallas_attn import _gpus
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, softmax
+from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.decode import combine, mainloop, scheduler
 from pallas_attn.kernels.decode.combine import Results
 from pallas_attn.kernels.decode.mainloop import ROWS
-from pallas_attn.kernels.decode.producer import Context
 from pallas_attn.kernels.decode.scheduler import Plan, Table, WorkTile
 from pallas_attn.kernels.decode_mla import combine as mla_combine
 from pallas_attn.kernels.decode_mla import producer as mla_producer
@@ -202,7 +202,7 @@ def _plan_of(problem: DecodeProblem, config: Config) -> Plan:
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
     if _few(problem):
         return sm90_few_rows.smem_bytes(problem, config)
-    return scheduler.RESERVED + mosaic.bytes_of(scratch(LatentPlan(problem, config)))
+    return scheduler.smem_bytes(scratch(LatentPlan(problem, config)))
 
 
 # ---- loading -------------------------------------------------------------------------------------

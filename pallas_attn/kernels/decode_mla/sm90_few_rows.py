@@ -25,9 +25,9 @@ from jax import lax
 
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.attention import softmax, tma_operands
+from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.decode import combine, mainloop, scheduler
 from pallas_attn.kernels.decode.combine import Results
-from pallas_attn.kernels.decode.producer import Context
 from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, WorkTile
 from pallas_attn.kernels.decode_mla import combine as mla_combine
 from pallas_attn.kernels.decode_mla import producer as mla_producer
@@ -120,7 +120,7 @@ def scratch(plan: FewPlan) -> Smem:
 
 
 def smem_bytes(problem: DecodeProblem, config: Any) -> int:
-    return scheduler.RESERVED + mosaic.bytes_of(scratch(FewPlan(problem, config)))
+    return scheduler.smem_bytes(scratch(FewPlan(problem, config)))
 
 
 # ---- loading -------------------------------------------------------------------------------------

@@ -455,16 +455,7 @@ def _find_lost(thread: threads.Thread, refs: Any, at: Any, plan: Plan) -> None:
     assert isinstance(layout, cache_layout.Paged)
     thread.shared_store(lost, wg, thread.index * 0, thread.index < 1)
     thread.sync()
-
-    def some(i: Any, carry: list) -> list:
-        entry = i * mosaic.THREADS + thread.index
-        there = entry < pages
-        page = layout.load_page(thread, table, m, thread.select(there, entry, 0))
-        bad = thread.select(layout.has_page(page), thread.index * 0, 1)
-        thread.shared_store(lost, wg, bad, there & (bad >= 1))
-        return carry
-
-    thread.loop((pages + (mosaic.THREADS - 1)) // mosaic.THREADS, [], some)
+    layout.note_missing(thread, table, m, pages, (lost, wg))
     thread.sync()
 
 
