@@ -405,7 +405,9 @@ def _start(thread: threads.Thread, refs: _StartRefs, usable: Any, plan: Plan) ->
     scheduler.fill_table(thread, table, usable, plan, barriers)
 
 
-def _kernel(refs: Refs, out: Ref, lse: Ref, partials: Any, smem: Smem, *, plan: Plan) -> None:
+def _kernel(
+    refs: Refs, out: Ref, lse: Ref, partials: tuple[Ref, Ref, Ref], smem: Smem, *, plan: Plan
+) -> None:
     block_id = lax.axis_index("block")
     if plan.config.overlaps:
         mosaic.overlap_launches()

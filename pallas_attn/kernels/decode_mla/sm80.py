@@ -349,7 +349,9 @@ def _fill_table(thread: threads.Thread, refs: Any, usable: Any, plan: LatentPlan
     scheduler.fill_table(thread, refs, usable, plan, lambda: None)
 
 
-def _kernel(refs: Refs, out: Ref, lse: Ref, partials: Any, smem: Smem, *, plan: LatentPlan) -> None:
+def _kernel(
+    refs: Refs, out: Ref, lse: Ref, partials: tuple[Ref, Ref, Ref], smem: Smem, *, plan: LatentPlan
+) -> None:
     block_id, usable = lax.axis_index("block"), producer.usable(plan, refs.layer)
     program = functools.partial(_fill_table, plan=plan)
     threads.each_thread(program, scheduler.TableRefs(refs.given, smem.table), usable)
