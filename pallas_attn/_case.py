@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn.masks import CAUSAL, FULL, Mask
+from pallas_attn.masks import CAUSAL, FULL, SIDES, Mask
 
 SMALL = 2**23  # score elements under which a quadratic oracle takes well under a second on a CPU
 
@@ -51,6 +51,7 @@ class AttentionCase:
     magnitude: float = 1.0  # of q: large ones make the softmax saturate
     deterministic: bool = False
     packed: bool = False  # ours is called with packed rows and q_starts, not with segment ids
+    mask_at_run_time: bool = False  # whether the mask's bounds are handed over as arrays
     labels: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -63,7 +64,7 @@ class AttentionCase:
             _kind(self.mask),
         }
         given: tuple[str, ...] = ("q_lengths", "kv_lengths", "segments", "softcap", "precision")
-        given += ("sinks", "deterministic")
+        given += ("sinks", "deterministic", "mask_at_run_time")
         implied |= {name for name in given if getattr(self, name)}
         flags = {
             "bias": self.bias_shape,
@@ -77,7 +78,7 @@ class AttentionCase:
 
     def options(self) -> dict[str, Any]:
         """The static keyword arguments of `flash_attention`."""
-        static = {
+        static: dict[str, Any] = {
             "mask": self.mask,
             "scale": self.scale,
             "softcap": self.softcap,
@@ -87,6 +88,8 @@ class AttentionCase:
             static["q_offset"] = self.q_offset
         if self.deterministic:
             static["deterministic"] = True
+        if self.mask_at_run_time:
+            del static["mask"]
         return static
 
     def arrays(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:
@@ -122,6 +125,10 @@ class AttentionCase:
                     arrays[name] = _poison(arrays[name], live, axis, by)
         if self.sinks:
             arrays["sinks"] = _normal(seed, "float32", "sinks", (self.q_heads,))
+        if self.mask_at_run_time:
+            bounds = {side: getattr(self.mask, side) for side in SIDES}
+            bounds = {side: jnp.int32(x) for side, x in bounds.items() if x is not None}
+            arrays["mask"] = self.mask.filled(**bounds)
         return arrays
 
     def arguments(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:

@@ -87,6 +87,18 @@ def _large_attention() -> list[AttentionCase]:
         _attention(
             "h64_window128_t8192", (2, 8192), (32, 32), 64, "windows", mask=sliding_window(128)
         ),
+        *(
+            _attention(
+                f"h128_window{window}_t8192_at_run_time",
+                (2, 8192),
+                (16, 16),
+                128,
+                "windows",
+                mask=sliding_window(window),
+                mask_at_run_time=True,
+            )
+            for window in (128, 1024)
+        ),
         causal("h80_causal_t4096", (4, 4096), (16, 16), 80, "odd"),
         causal("h96_causal_t4096", (4, 4096), (16, 16), 96, "odd"),
         causal("h192_hv128_causal_t4096", (4, 4096), (16, 16), (192, 128), "odd"),
@@ -155,6 +167,7 @@ def _edge_attention() -> list[AttentionCase]:
         plain("window_of_one", (2, 130), (2, 2), mask=sliding_window(1)),
         plain("window_t_below_s", (2, 100, 300), (2, 2), mask=sliding_window(50), q_offset=200),
         plain("window_t_above_s", (2, 300, 100), (2, 2), mask=sliding_window(50)),
+        plain("band_at_run_time", (2, 200, 260), (2, 2), mask=Mask(70, 40), mask_at_run_time=True),
         plain("kv_lengths", (8, 130), (2, 2), kv_lengths=lengths),
         plain("kv_lengths_causal", (8, 130), (2, 2), mask=CAUSAL, kv_lengths=lengths),
         plain("q_lengths", (8, 130), (2, 2), q_lengths=lengths, kv_lengths=lengths[::-1]),

@@ -46,7 +46,7 @@ def problem_of(case: cases.AttentionCase) -> AttentionProblem:
         kv_heads=case.kv_heads,
         head_dim=case.head_dim,
         v_head_dim=case.v_head_dim,
-        mask=case.mask,
+        mask=case.arrays()["mask"].static if case.mask_at_run_time else case.mask,
         scale=case.head_dim**-0.5 if case.scale is None else case.scale,
         softcap=case.softcap,
         q_offset=case.q_offset if isinstance(case.q_offset, int) else 0,
@@ -61,6 +61,9 @@ def given(case: cases.AttentionCase, seed: int = 0, poison: bool = False) -> dic
     arrays = case.arrays(seed, poison=poison)
     if (ids := arrays.pop("segment_ids", None)) is not None:
         arrays["q_segment_ids"], arrays["kv_segment_ids"] = ids
+    if (mask := arrays.pop("mask", None)) is not None:
+        bounds = mask.arrays.items()
+        arrays |= {f"mask_{side}": jnp.broadcast_to(x, case.batch) for side, x in bounds}
     return arrays
 
 

@@ -15,14 +15,15 @@ from pallas_attn import CAUSAL, FULL, Mask, sliding_window
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.masks import AT_RUN_TIME
 from tests import budget, definition, mosaic, subjects
+from tests import test_decode_latent as latent
 from tests import test_flash_fwd_kernel as forward
 from tests.test_integers import cache_of, filled, normal, with_gradients
 
 LEAST, MOST = -(2**31), 2**31 - 1
 FARTHEST = 2**30 - 1
 # Left and right: narrow, wide, unbounded, and where no query sees a key.
-BOUNDS = [(0, 0), (3, 50), (70, 0), (MOST, 50), (FARTHEST + 1, MOST), (MOST, -40), (-20, 40)]
-BOUNDS += [(-1, 0), (LEAST, MOST), (LEAST, LEAST)]
+BOUNDS = [(3, 50), (70, 0), (MOST, 50), (FARTHEST + 1, MOST), (MOST, -40), (-20, 40)]
+BOUNDS += [(-1, 0), (LEAST, MOST)]
 LEFT, RIGHT = (np.array(side, np.int32) for side in zip(*BOUNDS, strict=True))
 EMPTY = LEFT.astype(np.int64) + RIGHT < 0
 
@@ -70,7 +71,8 @@ def test_attention(rng, subject):
 @pytest.mark.guards
 def test_the_same_bits_as_a_static_window():
     """Several kv tiles on either side of the window, by one walk over them."""
-    case = dataclasses.replace(forward.one("band"), batch=1, q_heads=1, kv_heads=1, kv_len=400)
+    sizes = {"batch": 1, "q_len": 64, "kv_len": 130, "q_heads": 1, "kv_heads": 1, "q_offset": 40}
+    case = dataclasses.replace(forward.one("band"), **sizes)
     problem, inputs = forward.problem_of(case), forward.AttentionInputs(**forward.given(case))
     bounds = {f"mask_{side}": jnp.array([getattr(case.mask, side)]) for side in ("left", "right")}
     arriving = FULL.filled(left=AT_RUN_TIME, right=AT_RUN_TIME)
@@ -97,17 +99,31 @@ def decoded(q, cache, left, right, *, implementation, **options):
 @pytest.mark.parametrize("t", [2, 40])
 def test_decode(rng, subject, t):
     """By the kernels for few rows, and for many."""
-    lengths, bounds = jnp.array([0, 1, 77, 200], jnp.int32), [0, 2, 3, 5, 7, 8]
+    lengths, bounds = jnp.array([0, 77, 200], jnp.int32), [1, 4]
     left, right = LEFT[bounds], RIGHT[bounds]
-    cache = filled(rng, cache_of("paged", 4, 200, subject.dtype))
+    cache = filled(rng, cache_of("paged", 3, 200, subject.dtype))
     cache = dataclasses.replace(cache, lengths=lengths, new_lengths=lengths * 0)
-    q = normal(rng, subject.dtype, 4, t, 1, 16)
+    q = normal(rng, subject.dtype, 3, t, 1, 16)
     got = subject.call(decoded, q, cache, left, right)
     reference = functools.partial(decoded, implementation="reference")
     want = jax.jit(reference)(*jax.tree.map(jnp.asarray, (q, cache, left, right)))
     for have, wanted, eps in zip(got, want, (float(jnp.finfo(q.dtype).eps), 1e-5), strict=True):
         have, wanted = (np.asarray(x, np.float32) for x in (have, wanted))
         np.testing.assert_allclose(have, wanted, rtol=2 * eps, atol=2 * eps)
+
+
+@pytest.mark.guards
+def test_decode_over_latent_caches():
+    """The bits of a static window."""
+    case, config = latent.OF_WARPS["separate"]
+    arriving = dataclasses.replace(case.problem, mask=CAUSAL.filled(left=AT_RUN_TIME))
+    inputs = case.inputs(0, np.nan)
+    run = functools.partial(forward.run, config=config)
+    with mosaic.interpret():
+        want = jax.jit(functools.partial(run, problem=case.problem))(inputs)
+        windowed = jax.jit(functools.partial(run, problem=arriving))
+        got = windowed(inputs._replace(mask_left=jnp.int32(49)))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 WINDOWS = (3, MOST, 20)

@@ -223,7 +223,10 @@ def expected(arrays: dict[str, Any], options: dict[str, Any], cotangent: Any = N
     dtype = str(arrays["q"].dtype)
     wide = "float64" if dtype in ("float32", "float64") else "float32"
     scale = arrays["q"].shape[-1] ** -0.5 if options.get("scale") is None else options["scale"]
-    static = options["mask"], scale, options.get("softcap")
+    mask: Any = arrays.get("mask", options.get("mask"))
+    arrays = {name: x for name, x in arrays.items() if name != "mask"}
+    mask = mask.filled(**{side: int(bound) for side, bound in mask.arrays.items()})
+    static = mask, scale, options.get("softcap")
     exact = options.get("precision") is not None
     with jax.enable_x64(wide == "float64"):
         oracle = _results(Rules(*static, wide, True, False), arrays, cotangent)
