@@ -194,6 +194,8 @@ def _both_starts(q_starts: Any, kv_starts: Any, q_len: int, kv_len: int) -> tupl
                 f"{kv_len}; without it keys are packed as queries are"
             )
         return found, found
+    if kv_starts is q_starts and kv_len == q_len:
+        return found, found
     return found, row_starts("kv_starts", kv_starts, kv_len, found.size - 1)
 
 
