@@ -355,6 +355,11 @@ def turned(rotary=None, norm=None):
 
 
 APPENDS = {
+    "new_lengths: expected None beside starts, whose differences are the counts": (
+        lambda: pa.append_kv(
+            stacked(), z(3, 2, 8), z(3, 2, 8), starts=np.zeros(3, np.int32), new_lengths=[1, 1]
+        )
+    ),
     "norm: expected an RMSNorm or None, got float": turned(norm=1.0),
     "norm.weight: expected float[8], a number a column, got float32[4]": turned(
         norm=pa.RMSNorm(z(4))
