@@ -174,9 +174,8 @@ def block_at(refs: Refs, plan: Plan) -> At:
 
 
 def prefetch_page_table(thread: mosaic.Thread, refs: Refs, at: At, plan: Plan) -> None:
-    """Which entry of the table it is waits for the length; the lines it may be in need not.
-
-    With the rows read first as well, 128 sequences take 1.18 us where they took 1.38.
+    """Prefetches the page table while the length is still being loaded: which entry is needed
+    depends on the length, but the lines that may hold it do not.
     """
     # 8 entries a sector of 32 bytes
     entry = thread.minimum(thread.index * 8, plan.layout.entries - 1)

@@ -3,8 +3,8 @@
 Algorithm: an online softmax over kv tiles, with FlashAttention-3's overlap inside a warpgroup
 (arXiv 2407.08608). A step of the mainloop issues two matmuls, the scores S = Q K^T of a kv tile and
 then O += P V of the tile before it, and computes the softmax of S while the second is in flight.
-That overlap alone was worth a seventh at head dim 128 on an H200; the paper's other one, barriers
-that order the warpgroups, lost some of that and is not done.
+The paper's other overlap, barriers that order the warpgroups, was measured to be slower on an H200
+and is not done.
 
 Grid: one persistent block a multiprocessor. It takes the work tiles that `tile_scheduler.schedule`
 lists for it, each of which is `64 * warpgroups` query rows of one head. They are ordered longest

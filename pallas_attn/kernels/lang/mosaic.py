@@ -137,6 +137,14 @@ def warp_layout(shape: tuple[int, int], down: int) -> Any:
     return plgpu.Layout.TILED(found.tiling, found.warp_dims, found.lane_dims, found.vector_dim)
 
 
+def array_of(registers: Sequence[ir.Value], shape: Sequence[int], layout: Any) -> Any:
+    """In inlined code: an array of this shape and layout of a thread's registers."""
+    kind, filled = layout.to_mgpu(), np.empty(len(registers), object)
+    filled[:] = registers
+    filled = filled.reshape(kind.registers_shape(tuple(shape)))
+    return mgpu.FragmentedArray(_registers=filled, _layout=kind, _is_signed=None)
+
+
 def broadcast_rows(rows: jax.Array, shape: Sequence[int]) -> jax.Array:
     """One number a row, spread over the columns."""
     return lax.broadcast_in_dim(rows, tuple(shape), [0])
@@ -370,8 +378,8 @@ class Thread:
         """Row `which` of a table of refs: one jump, however long the table is.
 
         Only pointers come out of the jump, so what is done with them is compiled once. `lax.switch`
-        would compile it once a row, with all refs handed to every row: 3.6 s against 0.7 s at 128
-        pairs, 12 s against 2 s at 256.
+        would compile it once a row, with all refs handed to every row: a time that grows with the
+        square of their number.
         """
         # mypy knows the generated class only, which takes other arguments.
         switch: Any = scf.IndexSwitchOp

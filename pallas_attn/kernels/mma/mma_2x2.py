@@ -15,7 +15,6 @@ the interpreter runs.
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -98,12 +97,7 @@ def result_of(shape: tuple[int, int], dtype: Any, down: int) -> Any:
 
 
 def tile_with(registers: list, shape: tuple[int, int], down: int) -> Any:
-    kind = mosaic.warp_layout(shape, down).to_mgpu()
-    filled = np.empty(len(registers), object)
-    filled[:] = registers
-    return mgpu.FragmentedArray(
-        _registers=filled.reshape(kind.registers_shape(shape)), _layout=kind, _is_signed=None
-    )
+    return mosaic.array_of(registers, shape, mosaic.warp_layout(shape, down))
 
 
 def tile_of_sums(sums: list, shape: tuple[int, int], down: int) -> Any:
@@ -493,11 +487,7 @@ def load_row_totals(ref: Ref, first: Any, rows: int, op: str) -> Array:
                 for w in range(2)
             ]
             numbers.append(vector.broadcast(ir.VectorType.get((1,), f32), both(*two)))
-        kind, filled = layout.to_mgpu(), np.empty(len(numbers), object)
-        filled[:] = numbers
-        return mgpu.FragmentedArray(
-            _registers=filled.reshape(kind.registers_shape((rows,))), _layout=kind, _is_signed=None
-        )
+        return mosaic.array_of(numbers, (rows,), layout)
 
     def twin(ref, first):
         return numpy(ref[:, int(first) : int(first) + rows], axis=0).astype(np.float32)

@@ -12,7 +12,6 @@ for both operands of a matmul, whose sum does not depend on it.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -308,22 +307,13 @@ def _chunk(pointer: ir.Value, start: Int, offset: int, odd: Int) -> list[ir.Valu
 
 def tile_with(registers: list, shape: tuple[int, int]) -> Any:
     """A register tile of these registers of a thread."""
-    layout = mosaic.TILE.to_mgpu()
-    filled = np.empty(len(registers), object)
-    filled[:] = registers
-    return mgpu.FragmentedArray(
-        _registers=filled.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
-    )
+    return mosaic.array_of(registers, shape, mosaic.TILE)
 
 
 def row_with(halves: list) -> Any:
     """One number for each of a lane's two rows -> [64]."""
-    layout = mosaic.ROW.to_mgpu()
-    like = layout.registers_shape((threads.WARPS * ROWS,))
     vectors = [vector.broadcast(ir.VectorType.get((1,), x.type), x) for x in halves]
-    filled = np.empty(len(vectors), object)
-    filled[:] = vectors
-    return mgpu.FragmentedArray(_registers=filled.reshape(like), _layout=layout, _is_signed=None)
+    return mosaic.array_of(vectors, (threads.WARPS * ROWS,), mosaic.ROW)
 
 
 def words_of(array: Any) -> list[ir.Value]:

@@ -1,26 +1,25 @@
-"""A few rows by a weight [out, in] on Hopper, at the speed at which the weight is read: what a step
-of decoding spends most of its time on.
+"""The product of a few rows x [rows, in] and a weight [out, in] on Hopper, for the steps of
+decoding, whose time goes mostly into reading the weights.
 
-The rows stand on the M side of the matmul, with padding up to 64, and 48 to 128 of the weight's own
-rows on its N side: so the weight is cut into almost equal parts for every SM whatever its size, and
-what is computed for padding costs nothing that memory does not wait for. A unit of work is
-`block_out` rows of the weight over one of `splits` parts of its columns; what splits give is added
-up, in order, by whoever uses it. Few rows of a weight a unit mean the rows of x come from L2 again
-and again, many splits mean partial sums: `Config.default` weighs the two. Bringing x to two blocks
-by one multicast gains nothing on an H200, nor do two smaller blocks an SM. Steps got slower where
-more of the weight was brought to L2 ahead of the ring, where a shorter ring for x left more room
-for the weight, and where the ring was small enough to be there beside decode attention.
+The rows are the M side of the matmul, padded to 64; 48 to 128 rows of the weight are its N side. So
+the weight can be divided into almost equal parts for all multiprocessors whatever its size. What is
+computed for padding takes no time, since the kernel waits for memory. A unit of work is `block_out`
+rows of the weight by one of `splits` parts of its columns; the caller adds up the results of the
+splits, in order. With few rows a unit x is read from L2 more often, with many splits there are more
+partial sums: `Config.default` balances the two. Measured on an H200 and not faster: x for two
+blocks by one multicast, two smaller blocks a multiprocessor, a longer prefetch of the weight to L2,
+a shorter ring for x, and a ring small enough to be resident beside decode attention.
 
 A weight may be one layer of a stack, so that no layer is copied out of it. It may also be two, of
 which one gates the other (`Problem.gated`).
 
-The launch begins while the one before it ends: the ring is filled with the weight, then x is waited
-for.
+The launch begins while the one before it ends: the producer fills the ring with the weight before
+it waits for x.
 
 Shared memory, and who owns it when:
-  w, x [stages]  a ring, filled by TMA in the order of use, a part of a unit at a time; let go of
-                 when the matmul that read it is done
-  out            a unit's result on its way out, between one unit's end and the next one's
+  w, x [stages]  a ring, which the producer fills by TMA, a part of a unit at a time; the consumer
+                 releases an entry when the matmul that reads it is done
+  out            the consumer's own: a unit's result on its way to global memory
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
-"""Between two matmuls of a decoding step on Hopper: what the last one gave is added to the rows,
-and they are normed for the next.
+"""What is done between two matmuls of a decoding step on Hopper: the result of one is added to the
+rows x, which are then normalised (RMS norm) for the next.
 
-One block a row. It is a kernel because of what it lets the next one do: XLA's kernels end before
-another begins, while behind this one the next matmul fills its ring (see `linear_kernel`). The
-roundings are those of the model in jax.numpy: parts are added in float32 and rounded, then the sum
-with x, then the normed row, then its product with the weight.
+One block a row. It is a kernel because XLA's kernels end before the next one begins, while during
+this one the next matmul already fills its ring (see linear.py). It rounds where the model in
+jax.numpy does: the sum of the parts in float32, the sum with x, the normalised row, and its product
+with the weight.
 """
 
 import dataclasses

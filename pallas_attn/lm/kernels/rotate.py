@@ -1,8 +1,9 @@
-"""What a decoding step does between the matmul that makes q, k and v and the append, on Hopper: the
-parts of a row are added up, q and k are turned by the row's position, and each goes its own way.
+"""What a decoding step does on Hopper between the matmul that makes q, k and v and the append: the
+parts of a row are added up, q and k are rotated by the row's position (RoPE), and q, k and v are
+written to arrays of their own.
 
-A program for one thread, which has 4 neighbouring columns of the first half of a head and those
-that they turn with, of its second half. It is a kernel for the reason that `norm_kernel` is one.
+A program for one thread, which has 4 neighbouring columns of the first half of a head and the 4 of
+its second half that are rotated with them. It is a kernel for the same reason as norm.py.
 """
 
 import dataclasses
