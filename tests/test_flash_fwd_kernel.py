@@ -169,9 +169,21 @@ FLOAT32 = [
 @pytest.mark.guards
 @pytest.mark.parametrize("name", ["everything", "kv_lengths_causal", "bias_by_row", "dim40_256"])
 def test_lowers(name):
-    problem = problem_of(one(name))
+    lowers(one(name))
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("dims", [(104, 128), (72, 184)], ids=str)
+def test_lowers_with_shared_memory_full(dims):
+    """But for what Mosaic reduces in."""
+    case = dataclasses.replace(one("dim40_256"), head_dim=dims[0], v_head_dim=dims[1])
+    lowers(in_float32(case, None))
+
+
+def lowers(case):
+    problem = problem_of(case)
     config = kernel.Config.default(problem)
-    shapes = AttentionInputs(**jax.tree.map(shape_of, given(one(name))))
+    shapes = AttentionInputs(**jax.tree.map(shape_of, given(case)))
     text = mosaic.lower_for_cuda(functools.partial(run, problem=problem, config=config), shapes)
     assert "mosaic_gpu" in text
 

@@ -120,6 +120,8 @@ LOWERED = {
     for n, kind in enumerate(KINDS)
     for q_len, dim in (((8, 128), (63, 64), (300, 256))[n], (1024, 48 + 32 * n))
 } | {
+    # As much shared memory as there is, but for what Mosaic reduces in.
+    "h80_96": large(q_len=300, head_dim=80, v_head_dim=96),
     "layers_sinks": large(q_len=20, layers=4, sinks=True, softcap=30.0, dtype="float16"),
     "group7_pages8": large(kind="paged", q_heads=28, kv_heads=4, q_len=65, page_size=8),
     "pages256": large(kind="paged", q_len=7, page_size=256, mask=sliding_window(1000)),

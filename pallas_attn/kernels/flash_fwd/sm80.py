@@ -175,11 +175,8 @@ def scratch(plan: WholePlan) -> Smem | sm80_column_stream.Smem:
     )
 
 
-REDUCED = 2048  # bytes in which Mosaic reduces over the columns of a tile
-
-
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    return mosaic.bytes_of(scratch(WholePlan(problem, config))) + REDUCED
+    return mosaic.bytes_of(scratch(WholePlan(problem, config))) + mosaic.REDUCED
 
 
 # ---- copies to shared memory, which all threads of a block issue --------------------------------

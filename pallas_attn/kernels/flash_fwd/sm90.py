@@ -251,7 +251,7 @@ def _ids_loaded(plan: Plan) -> int:
 
 def _room(plan: Plan, q_slots: int) -> int:
     """Bytes of shared memory that are left for the output."""
-    return SMEM_LIMIT - BARRIERS - mosaic.bytes_of(_scratch(plan, q_slots, 0))
+    return SMEM_LIMIT - BARRIERS - mosaic.REDUCED - mosaic.bytes_of(_scratch(plan, q_slots, 0))
 
 
 def _q_slots(plan: Plan) -> int:
@@ -270,7 +270,7 @@ def _out_width(plan: Plan, q_slots: int) -> int:
 
 
 def smem_bytes(problem: AttentionProblem, config: Any) -> int:
-    return mosaic.bytes_of(scratch(Plan(problem, config))) + BARRIERS
+    return mosaic.bytes_of(scratch(Plan(problem, config))) + BARRIERS + mosaic.REDUCED
 
 
 # ---- producer: one warpgroup, which loads K and V -----------------------------------------------

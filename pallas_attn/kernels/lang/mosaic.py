@@ -63,9 +63,12 @@ def swizzled(shape: Sequence[int], dtype: Any, swizzle: int) -> Any:
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
+REDUCED = 2048  # bytes in which Mosaic reduces over an axis, in a kernel that does anywhere
+
+
 def bytes_of(scratch: Any) -> int:
     """Of all buffers of a tree of shared memory, as Mosaic lays them out: each begins on a line of
-    1024 bytes. Its barriers are not counted.
+    1024 bytes. Its barriers are not counted, nor what is `REDUCED` in.
     """
     leaves = jax.tree.leaves(scratch, is_leaf=lambda x: isinstance(x, plgpu.Barrier))
     buffers = [x for x in leaves if not isinstance(x, plgpu.Barrier)]

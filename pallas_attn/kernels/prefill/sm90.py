@@ -214,7 +214,7 @@ def smem_bytes(problem: DecodeProblem, config: Config) -> int:
 
 
 def bytes_of(plan: Plan) -> int:
-    return mosaic.bytes_of(scratch(plan)) + BARRIERS
+    return mosaic.bytes_of(scratch(plan)) + BARRIERS + mosaic.REDUCED
 
 
 class Refs(NamedTuple):
