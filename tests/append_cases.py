@@ -3,7 +3,8 @@ a time, in NumPy.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +23,15 @@ STARTS = (
     lambda capacity: 2**31 - 1,
     lambda capacity: -(2**31),
 )
+
+
+class Place(NamedTuple):
+    """Where a new row goes."""
+
+    index: tuple[int, ...]  # of the row, among the new ones
+    array: int  # of the cache
+    slab: tuple[int, ...]  # in the array: of a sequence, of a page, or ()
+    row: int  # in the slab
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,35 +162,62 @@ class Case:
     def _expected(self, inputs: AppendInputs, cache: Any, new: np.ndarray) -> Any:
         separate = isinstance(cache, tuple)
         after = [array.copy() for array in (cache if separate else (cache,))]
-        starts = inputs.start - inputs.new_lengths if self.from_end else inputs.start
-        rows = np.asarray(jnp.asarray(new).astype(self.dtype))
-        layer = [] if self.layers is None else [int(inputs.layer)]
-        if layer and not 0 <= layer[0] < self.layers:
-            return tuple(after) if separate else after[0]
-        wanted = []  # sequence, position, row
-        for m in range(0 if self.packed else self.sequences):
-            count = self.new_rows if inputs.new_lengths is None else int(inputs.new_lengths[m])
-            here = range(min(count, self.new_rows)) if starts[m] >= 0 else ()
-            wanted += [(m, int(starts[m]) + i, rows[m, i]) for i in here]
+        start = inputs.start.astype(np.int64)
         if self.packed:
-            wanted = list(zip(inputs.owners.tolist(), starts.tolist(), rows, strict=True))
-        for m, position, new in wanted:
-            place = self._place(inputs, m, position) if position >= 0 else None
-            if place is not None:
-                array, where, row = place
-                after[array][(*layer, *where)][:, row] = new
+            wanted = [
+                ((n,), m, at) for n, (m, at) in enumerate(zip(inputs.owners, start, strict=True))
+            ]
+        else:
+            counts = np.full(self.sequences, self.new_rows)
+            if inputs.new_lengths is not None:
+                counts = inputs.new_lengths.astype(np.int64)
+            if self.from_end:
+                start = np.where(start >= 0, start - counts, -1)
+            wanted = rows_from(start, np.minimum(counts, self.new_rows))
+        layer = 0 if self.layers is None else int(inputs.layer)
+        if 0 <= layer < (self.layers or 1):
+            places = self.places(wanted, inputs.page_table)
+            write(after, places, np.asarray(jnp.asarray(new).astype(self.dtype)), inputs.layer)
         return tuple(after) if separate else after[0]
 
-    def _place(self, inputs: AppendInputs, m: int, position: int) -> Any:
-        """The array, the slab in it and the row, or None."""
-        if self.kind == "per_sequence":
-            return (m, (), position) if position < self.capacities[m] else None
-        if position >= self.capacity:
-            return None
-        if self.kind == "stacked":
-            return 0, (m,), position
-        page = int(inputs.page_table[m, position // self.page_size])
-        return (0, (page,), position % self.page_size) if 0 <= page < self.pages else None
+    def places(self, wanted: Iterable[Any], page_table: np.ndarray | None) -> list[Place]:
+        """Of the new rows that have one."""
+        capacities = np.resize(self.capacities, self.sequences)
+        return places(self.kind, capacities, wanted, page_table, self.page_size, self.pages)
+
+
+def rows_from(start: np.ndarray, counts: np.ndarray) -> list[Any]:
+    """What `places` wants: `counts` rows of each sequence from `start` on, where that is one."""
+    ends = zip(start.tolist(), counts.tolist(), strict=True)
+    return [((m, i), m, at + i) for m, (at, n) in enumerate(ends) if at >= 0 for i in range(n)]
+
+
+def places(
+    kind: str,
+    capacities: Sequence[int],
+    wanted: Iterable[Any],
+    page_table: np.ndarray | None,
+    page_size: int,
+    pages: int,
+) -> list[Place]:
+    """Of new rows (index, sequence, position) those that have one."""
+    found = []
+    for index, m, position in wanted:
+        if not 0 <= position < capacities[m]:
+            continue
+        slot, row = divmod(int(position), page_size) if kind == "paged" else (0, int(position))
+        page = int(page_table[m, slot]) if kind == "paged" else 0
+        slab = {"per_sequence": (), "stacked": (m,), "paged": (page,)}[kind]
+        if kind != "paged" or 0 <= page < pages:
+            found.append(Place(index, m if kind == "per_sequence" else 0, slab, row))
+    return found
+
+
+def write(arrays: list[np.ndarray], places: list[Place], rows: np.ndarray, layer: Any) -> None:
+    """`rows` to their places; `layer`: None where the arrays have no such axis."""
+    lead = () if layer is None else (int(layer),)
+    for place in places:
+        arrays[place.array][(*lead, *place.slab)][:, place.row] = rows[place.index]
 
 
 def _dims(problem: AppendProblem) -> list[int]:

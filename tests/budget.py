@@ -8,8 +8,8 @@ dtype, and by the rounding of the result itself:
 For gradients of q, k, v and bias the maximum is over a band of positions (0, 1, 2-3, 4-7, ...; of
 query rows for dbias): under a causal mask the first rows have the largest errors by far, and would
 excuse any in the rest. A row's error is mostly that of its delta, one number, made from out as it
-was stored: one draw, which may happen to be near 0. So rows are held together, and dbias and
-dsinks, which may be few numbers in all, to the worst of several naive runs, whose roundings fall on
+was stored: one draw, which may happen to be near 0. So rows are held together, and dbias, dsinks
+and gradients of few rows in all to the worst of several naive runs, whose roundings fall on
 different grids.
 
 The oracle is `definition` in float64. The naive one does what every implementation for tensor cores
@@ -92,7 +92,8 @@ def attention(
         narrow = "tf32"
     results = functools.partial(definition.attention, do=do, dlse=dlse, **static)
     oracle = results(arrays)
-    names, lse = {"dbias", "dsinks"} & set(oracle), None
+    few = {n for n in ("dq", "dk", "dv") if np.prod(oracle.get(n, oracle["out"]).shape[:3]) < FEW}
+    names, lse = ({"dbias", "dsinks"} | few) & set(oracle), None
     if handed and narrow is None:
         names, lse = oracle.keys() - {"out", "lse"}, oracle["lse"].astype(np.float32)
         plain = definition.naive(None)._replace(lse=lse)
@@ -142,6 +143,7 @@ def _compare(
     name: str, got: Any, oracle: Any, naive: Any, expected: Expected
 ) -> tuple[float, float]:
     assert got.shape == oracle.shape, f"{name}: expected shape {oracle.shape}, got {got.shape}"
+    eps = max(float(jnp.finfo(x).eps) for x in (expected.dtype, got.dtype))
     got = got.astype(np.float64)
     finite = np.isfinite(oracle)
     # Where the oracle is -inf (a row that sees no key) or NaN, nothing else will do.
@@ -152,23 +154,23 @@ def _compare(
     if name == "lse":
         rounding = LSE_ROUNDING * np.maximum(np.abs(oracle), 1)
     else:  # a value of the result's own dtype is at best half a unit in the last place away
-        info = jnp.finfo(expected.dtype)
-        rounding = (float(info.eps) / 2 + expected.slack) * np.abs(oracle) + float(info.tiny)
+        tiny = float(jnp.finfo(expected.dtype).tiny)
+        rounding = (eps / 2 + expected.slack) * np.abs(oracle) + tiny
     live = oracle != 0  # keys and queries that nobody sees have exact zeros, which say nothing
     allowed = 2 * _worst(name, np.abs(naive - oracle), (finite, live), expected.noise) + rounding
     error = np.abs(got - oracle)
     rms = np.sqrt(np.mean(oracle[live] ** 2)) if live.any() else 0.0
+    assert np.all(error <= allowed), (  # a NaN is no <= either
+        f"{name}: off by {np.max(error):.3e} at worst, allowed {np.min(allowed):.3e} to "
+        f"{np.max(allowed):.3e}, RMS of the oracle {rms:.3e}, {np.sum(~(error <= allowed))} of "
+        f"{error.size} elements"
+    )
     vague = np.sqrt(np.mean(allowed**2))
     share = VACUOUS_GRADIENT if name.startswith("d") else VACUOUS
     if rms != 0 and not vague <= share * rms:
         raise VacuousError(
             f"{name}: a budget of {vague:.2e} proves nothing about values of RMS {rms:.2e}"
         )
-    assert np.all(error <= allowed), (  # a NaN is no <= either
-        f"{name}: off by {np.max(error):.3e} at worst, allowed {np.min(allowed):.3e} to "
-        f"{np.max(allowed):.3e}, RMS of the oracle {rms:.3e}, {np.sum(~(error <= allowed))} of "
-        f"{error.size} elements"
-    )
     return float(error.max()), float(np.max(allowed))
 
 
@@ -177,6 +179,8 @@ def _worst(name: str, error: np.ndarray, which: Any, noise: float) -> Any:
     is (finite, live).
     """
     finite, live = which
+    if name == "dsinks":  # one sum of many rows, each made of what is multiplied
+        return error.max() + 16 * noise
     if name not in ("dq", "dk", "dv", "dbias") or not finite.all():
         return error.max()
     error, live = error.reshape(finite.shape), live.reshape(finite.shape)

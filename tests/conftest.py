@@ -41,6 +41,8 @@ from tests import aot  # noqa: E402
 def pytest_addoption(parser):
     group = parser.getgroup("pallas_attn")
     group.addoption("--seed", type=int, default=0, help="of all random inputs (default 0)")
+    group.addoption("--seconds", type=float, default=60, help="that -m fuzz runs (default 60)")
+    group.addoption("--case", help="of -m fuzz: one problem, as a failure says it")
     group.addoption("--no-skips", action="store_true", help="a skipped test is a failed test")
 
 
@@ -81,13 +83,14 @@ def pytest_report_header(config):
 
 def pytest_collection_modifyitems(config, items):
     """Tests for a GPU run when `-m gpu` asks for them, and only then; those that compile kernels to
-    machine code when `-m guards` or `-m machine_code` does.
+    machine code when `-m guards` or `-m machine_code` does; the recipes and the fuzzer when theirs.
     """
     left_out = set() if _asks_for_gpu(config) else {"gpu"}
     if not re.search("guards|machine_code", config.option.markexpr or ""):
         left_out.add("machine_code")
-    if "recipes" not in (config.option.markexpr or ""):
-        left_out.add("recipes")
+    for mark in ("recipes", "fuzz"):
+        if mark not in (config.option.markexpr or ""):
+            left_out.add(mark)
     missing = pytest.mark.skipif(not aot.available(), reason="the aot extra is not installed")
     kept, rest = [], []
     for item in items:
@@ -95,9 +98,18 @@ def pytest_collection_modifyitems(config, items):
         (rest if marks & left_out else kept).append(item)
         if "machine_code" in marks:
             item.add_marker(missing)
+        if "fuzz" in marks:  # the last problem may be a slow one
+            item.add_marker(pytest.mark.timeout(config.option.seconds + 300))
     if rest:
         config.hook.pytest_deselected(items=rest)
         items[:] = kept
+
+
+def pytest_terminal_summary(terminalreporter):
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, value in getattr(report, "user_properties", ()):
+            if name == "fuzz" and report.when == "call":
+                terminalreporter.write_line(f"{report.nodeid}: {value}")
 
 
 @pytest.hookimpl(optionalhook=True)

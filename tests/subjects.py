@@ -13,8 +13,11 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import pallas_attn as pa
 from pallas_attn import _device, _dispatch, _sharding
 
 
@@ -45,7 +48,7 @@ class Subject:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`function(*args, implementation=..., **kwargs)`, jitted, computed to the end."""
-        static, arrays = _split(kwargs)
+        static, arrays = split(kwargs)
         run = _fresh if self.generation else _kept  # what is interpreted is traced each time
         with self.active():
             jitted = run(function, self.implementation, tuple(static.items()))
@@ -62,7 +65,7 @@ class Subject:
             asked.append(problem)
             raise _AskedError
 
-        static, arrays = _split(kwargs)
+        static, arrays = split(kwargs)
         call = functools.partial(function, implementation=self.implementation, **static)
         with contextlib.ExitStack() as stack:
             if self.generation is not None:
@@ -179,7 +182,12 @@ def _fresh(function, implementation, static):
 _kept = functools.lru_cache(maxsize=None)(_fresh)
 
 
-def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def forget() -> None:
+    """The programs that `Subject.call` keeps."""
+    _kept.cache_clear()
+
+
+def split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The static arguments and the arrays (and trees of them)."""
     arrays = {
         name: value
@@ -187,3 +195,26 @@ def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if (leaves := jax.tree.leaves(value)) and all(hasattr(leaf, "shape") for leaf in leaves)
     }
     return {name: value for name, value in kwargs.items() if name not in arrays}, arrays
+
+
+# ---- what they are called with -------------------------------------------------------------------
+
+GRADIENTS = ("q", "k", "v", "bias", "sinks")
+
+
+def cotangents(case, seed=0):
+    rng = np.random.default_rng(seed)
+    dlse = rng.standard_normal((case.batch, case.q_heads, case.q_len)).astype(np.float32)
+    return case.cotangent(seed), jnp.asarray(dlse)
+
+
+def forward_and_backward(*, do, dlse, implementation, **arguments):
+    """out, lse and a gradient for each floating-point array."""
+    wanted = {name: arguments[name] for name in GRADIENTS if arguments.get(name) is not None}
+
+    def run(some):
+        return pa.flash_attention_with_lse(**(arguments | some), implementation=implementation)
+
+    (out, lse), pullback = jax.vjp(run, wanted)
+    (gradients,) = pullback((do, dlse))
+    return {"out": out, "lse": lse} | {f"d{name}": x for name, x in gradients.items()}

@@ -416,11 +416,11 @@ def test_more_than_two_to_the_31_elements_on_the_gpu(kind, rng):
         lambda x: (x != 93).sum(axis=(-3, -1) if x.ndim == 3 else (1, 3)).reshape(-1)
     )(got)
     expected_rows = {}
-    for m in range(sequences):
-        for i in range(2):
-            array, where, row = case._place(inputs, m, int(start[m]) + i)
-            np.testing.assert_array_equal(np.asarray(got[(*where, slice(None), row)]), new[m, i])
-            slab = where[0] if where else 0
-            expected_rows[slab * shape[-2] + row] = int((new[m, i] != 93).sum())
+    for index, _, slab, row in case.places(
+        append_cases.rows_from(start, np.full(sequences, 3)), table
+    ):
+        np.testing.assert_array_equal(np.asarray(got[(*slab, slice(None), row)]), new[index])
+        at = (slab[0] if slab else 0) * shape[-2] + row
+        expected_rows[at] = int((new[index] != 93).sum())
     nonzero = np.flatnonzero(np.asarray(touched))
     assert {int(r): int(touched[r]) for r in nonzero} == expected_rows

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_attn import cases
 from tests import budget, definition
-from tests.test_cases import cotangents
+from tests.subjects import cotangents
 
 (CASE,) = cases.select(cases.ATTENTION, "bias_by_row")
 

@@ -7,7 +7,6 @@ schedule; this one has its contract.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ import pallas_attn as pa
 from pallas_attn import PagedCache, PerSequenceCache, StackedCache, cases
 from pallas_attn.bench import subjects as bench_subjects
 from tests import budget, subjects
+from tests.subjects import cotangents, forward_and_backward
 
 EDGES = cases.select(cases.ATTENTION, "edge")
 # Quantised caches, and those with V within K: tests/test_quantized.py.
@@ -36,34 +36,15 @@ REFERENCE_DECODES = tuple(
 )
 DRAWN = tuple(cases.draw_attention(seed) for seed in range(8))
 DRAWN_DECODES = tuple(cases.draw_decode(seed) for seed in range(8))
-GRADIENTS = ("q", "k", "v", "bias", "sinks")
 
 
 def attention_arguments(case):
     return pa.flash_attention_with_lse, case.arguments(poison=True)
 
 
-def cotangents(case, seed=0):
-    rng = np.random.default_rng(seed)
-    dlse = rng.standard_normal((case.batch, case.q_heads, case.q_len)).astype(np.float32)
-    return case.cotangent(seed), jnp.asarray(dlse)
-
-
 @functools.lru_cache(maxsize=1)  # subjects of one case run one after the other
 def expected(case, tensor_cores):
     return budget.attention(case.arguments(), *cotangents(case), tensor_cores=tensor_cores)
-
-
-def forward_and_backward(*, do, dlse, implementation, **arguments):
-    """out, lse and a gradient for each floating-point array."""
-    wanted = {name: arguments[name] for name in GRADIENTS if arguments.get(name) is not None}
-
-    def run(some):
-        return pa.flash_attention_with_lse(**(arguments | some), implementation=implementation)
-
-    (out, lse), pullback = jax.vjp(run, wanted)
-    (gradients,) = pullback((do, dlse))
-    return {"out": out, "lse": lse} | {f"d{name}": x for name, x in gradients.items()}
 
 
 def backward_arguments(case):

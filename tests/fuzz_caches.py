@@ -1,0 +1,525 @@
+"""Random programs over the three caches: sequences are emptied, forked and extended, rows written
+into every layer, attention decoded; then the same with lengths, page tables and layers that are
+out of range.
+
+Two models in NumPy follow. One knows what rows each sequence has taken, and which pages
+(`witness.PagedModel`); the other what every byte of every buffer must be after a write, and what
+decoding makes of those bytes.
+"""
+
+import dataclasses
+import functools
+import random
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_attn as pa
+from pallas_attn import PagedCache, PerSequenceCache, StackedCache, _case, cases
+from pallas_attn.masks import CAUSAL
+from tests import append_cases, budget, fuzz, witness
+from tests.fuzz import LEAST, MOST
+from tests.subjects import Subject
+from tests.test_quantized import quantized
+
+SIDES = ("k", "v", "k_scale", "v_scale")
+NUMBERS = 2**22  # that a cache may hold
+SCORES = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(_case.DecodeCase):
+    """`lengths` is what sequences hold at first. `spread`: separate capacities differ by up to so
+    many rows; `pool`: the share of pages that there is, of what full sequences would take.
+    """
+
+    layers: int | None = None
+    spread: int = 0
+    pool: float = 1.0
+
+    def create(self) -> Any:
+        sizes = {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim, "layers": self.layers}
+        sizes |= {"kv_heads": self.kv_heads, "dtype": self.cache_dtype or self.dtype}
+        sizes |= {"shared_kv": self.shared_kv}
+        if self.kind == "per_sequence":
+            each = [self.capacity + m % (self.spread + 1) for m in range(self.sequences)]
+            return PerSequenceCache.create(each, **sizes)
+        if self.kind == "stacked":
+            return StackedCache.create(self.sequences, self.capacity, **sizes)
+        assert self.page_size is not None
+        pages = max(1, int(self.pool * self.sequences * -(-self.capacity // self.page_size)))
+        return PagedCache.create(
+            self.sequences, pages, self.page_size, capacity=self.capacity, **sizes
+        )
+
+
+def draw(seed: int, tiny: bool) -> Case:
+    drawn, pick = cases.draw_decode(seed), random.Random(f"fuzz caches {seed}")
+    fields = {f.name: getattr(drawn, f.name) for f in dataclasses.fields(drawn)}
+    more = pick.choice((1, 1, 2, 3, 8, 16, 33, 70, 130))
+    if not drawn.shared_kv:
+        odd = pick.choice((4, 20, 36, 80, 100))
+        if pick.random() < 0.1:
+            fields |= {"head_dim": odd, "v_head_dim": odd}
+        if pick.random() < 0.2:
+            fields |= {"dtype": "float32", "precision": pick.choice((None, "highest"))}
+    case = Case(
+        **fields | {"q_len": pick.choice((drawn.q_len, more))},
+        layers=pick.choice((None, None, 1, 2, 3)),
+        spread=pick.choice((0, 0, 3, 8)),
+        pool=pick.choice((1.0, 1.0, 0.8, 0.5)),
+    )
+    if tiny:
+        small = {"capacity": 48, "q_len": min(case.q_len, 9), "layers": case.layers and 2}
+        dims = (min(case.head_dim, 64), min(case.v_head_dim, 64))
+        small |= {"head_dim": 192, "v_head_dim": 128} if case.shared_kv else {}
+        small |= {} if case.shared_kv else {"head_dim": dims[0], "v_head_dim": dims[1]}
+        case = resized(dataclasses.replace(case, **small), sequences=3, kv_heads=1)
+    while case.sequences > 1 and (_numbers(case) > NUMBERS or _scores(case) > SCORES):
+        case = resized(case, sequences=case.sequences // 2)
+    return resized(case, kv_heads=1) if _numbers(case) > NUMBERS else case
+
+
+def _numbers(case: Case) -> int:
+    of_row = (case.layers or 1) * case.kv_heads * (case.head_dim + case.v_head_dim)
+    return case.sequences * case.capacity * of_row
+
+
+def _scores(case: Case) -> int:
+    return case.sequences * case.q_heads * case.q_len * case.capacity
+
+
+def resized(case: Case, **sizes: int) -> Case:
+    """At other sizes, none larger than its own; query heads go with their kv heads."""
+    group = case.q_heads // case.kv_heads
+    kv_heads = min(sizes.get("kv_heads", case.kv_heads), case.kv_heads)
+    lengths = case.lengths[: sizes.get("sequences", case.sequences)]
+    capacity = min(sizes.get("capacity", case.capacity), case.capacity)
+    return dataclasses.replace(
+        case,
+        lengths=tuple(min(n, capacity) for n in lengths),
+        capacity=capacity,
+        kv_heads=kv_heads,
+        q_heads=group * kv_heads,
+        q_len=sizes.get("q_len", case.q_len),
+    )
+
+
+def simpler(case: Case) -> Iterator[dict[str, Any]]:
+    plain = {"softcap": None, "sinks": False, "layers": None, "spread": 0, "pool": 1.0}
+    plain |= {"scale": None, "mask": CAUSAL, "batch_invariant": False, "cache_dtype": None}
+    plain |= {"precision": None, "dtype": "bfloat16", "q_len": 1}
+    if not case.shared_kv:
+        plain |= {"head_dim": 64, "v_head_dim": 64}
+    yield from ({name: value} for name, value in plain.items())
+    yield {"kind": "stacked", "page_size": None}
+    for sizes in ({"sequences": max(case.sequences // 2, 1)}, {"kv_heads": 1}):
+        yield vars(resized(case, **sizes))
+
+
+# ---- what runs -----------------------------------------------------------------------------------
+
+
+@jax.jit
+def manage(cache: Any, emptied: Any, fork: Any, counts: Any) -> Any:
+    """What happens between steps. `fork`: source, target, length; a target of -1 does nothing."""
+    cache = cache.reset(emptied)
+    if cache.kind == "paged":
+        cache = cache.fork(*fork)
+    return cache.extend(counts)
+
+
+def work(cache, new, q=None, *, implementation, layer=None, extra=None, **options):
+    """Rows into every layer, once more into `extra`, which may be none of them, and attention of
+    `q` to `layer`: what a model does in a step.
+    """
+    for number in range(cache.layers or 1):
+        rows = [x[number] for x in new]
+        cache = pa.write_kv(cache, *rows, layer=number, implementation=implementation)
+    if extra is not None:
+        rows = [x[0] for x in new]
+        cache = pa.write_kv(cache, *rows, layer=extra, implementation=implementation)
+    if q is None:
+        return cache
+    at = {} if layer is None else {"layer": layer}
+    options |= at | {"implementation": implementation}
+    return cache, *pa.decode_attention_with_lse(q, cache, **options)
+
+
+class Dense:
+    """What a cache without pages must do: as `witness.PagedModel`."""
+
+    def __init__(self, capacities: tuple[int, ...]):
+        self.capacities = capacities
+        self.rows: list[list] = [[] for _ in capacities]
+        self.counts = [0] * len(capacities)
+
+    def extend(self, rows: list[int]) -> None:
+        self.counts = [n + more for n, more in zip(self.counts, rows, strict=True)]
+
+    def write(self, tokens: list[list]) -> None:
+        for m, new in enumerate(tokens):
+            self.rows[m] += new[: max(self.capacities[m] - len(self.rows[m]), 0)]
+
+    def free(self, m: int) -> None:
+        self.rows[m], self.counts[m] = [], 0
+
+    def overflowed(self, m: int) -> bool:
+        return self.counts[m] > self.capacities[m]
+
+
+# ---- what a cache holds --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Held:
+    """A cache in NumPy: every byte, and where rows lie."""
+
+    case: Case
+    arrays: dict[str, list[np.ndarray]]
+    lengths: np.ndarray
+    new_lengths: np.ndarray
+    table: np.ndarray | None
+    capacities: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, case: Case, cache: Any) -> "Held":
+        arrays = {
+            side: [np.array(x) for x in jax.tree.leaves(getattr(cache, side))]
+            for side in SIDES
+            if getattr(cache, side) is not None
+        }
+        small = (np.array(cache.lengths), np.array(cache.new_lengths))
+        table = None if cache.page_table is None else np.array(cache.page_table)
+        return cls(case, arrays, *small, table, cache.capacities, str(cache.dtype))
+
+    def write(self, new: tuple[np.ndarray, ...], layer: int | None) -> None:
+        """Rows [M, t, K, H] of each side to where `write_kv` puts them."""
+        case = self.case
+        if layer is not None and not 0 <= layer < (case.layers or 1):
+            return
+        counts, ends = self.new_lengths.astype(np.int64), self.lengths.astype(np.int64)
+        start = np.where(ends >= 0, ends - counts, -1)
+        shape = self.arrays["k"][0].shape
+        pages = (self.table, shape[-2], 0 if self.table is None else shape[-4])
+        wanted = append_cases.rows_from(start, np.minimum(counts, new[0].shape[1]))
+        places = append_cases.places(case.kind, self.capacities, wanted, *pages)
+        at = None if case.layers is None else layer
+        for side, rows in self._stored(new).items():
+            append_cases.write(self.arrays[side], places, rows, at)
+
+    def _stored(self, new: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
+        found = {}
+        for side, rows in zip("kv", new, strict=False):
+            lacking = self.arrays[side][0].shape[-1] - rows.shape[-1]
+            rows = np.pad(rows, ((0, 0), (0, 0), (0, 0), (0, lacking)))
+            found[side] = rows
+            if f"{side}_scale" in self.arrays:
+                found[side], found[f"{side}_scale"] = quantized(rows, self.dtype)
+        return found
+
+    def dense(self, side: str, layer: int) -> np.ndarray:
+        """[M, S, K, ...] of one side in float64; 0 where no row can be."""
+        case = self.case
+        arrays = [x if case.layers is None else x[layer] for x in self.arrays[side]]
+        wide = [x.astype(np.float32).astype(np.float64) for x in arrays]
+        if case.kind == "per_sequence":
+            most = max(self.capacities)
+            rest = [(0, 0)] * (wide[0].ndim - 2)
+            wide = [np.stack([np.pad(x, [(0, 0), (0, most - x.shape[1]), *rest]) for x in wide])]
+        (x,) = wide
+        if self.table is not None:
+            there = (self.table >= 0) & (self.table < len(x))
+            x = x[np.where(there, self.table, 0)]  # [M, W, K, page, ...]
+            x = np.where(there.reshape(*there.shape, *[1] * (x.ndim - 2)), x, 0)
+            x = np.moveaxis(x, 2, 1)
+            return np.moveaxis(x.reshape(*x.shape[:2], -1, *x.shape[4:]), 1, 2)
+        return np.moveaxis(x, 1, 2)
+
+    def rows(self, layer: int) -> list[np.ndarray]:
+        """What K and V give back, [M, S, K, H]."""
+        found = []
+        for side, dim in zip("kv", (self.case.head_dim, self.case.v_head_dim), strict=True):
+            if side not in self.arrays:
+                found.append(found[0][..., :dim])
+                continue
+            x = self.dense(side, layer)[..., :dim]
+            if f"{side}_scale" in self.arrays:
+                x = x * self.dense(f"{side}_scale", layer)[..., None]
+            found.append(x)
+        return found
+
+    def lost(self, layer: int | None) -> np.ndarray:
+        """bool[M]: which sequences give NaN."""
+        if layer is not None and not 0 <= layer < (self.case.layers or 1):
+            return np.full(len(self.lengths), True)
+        held = np.array(self.capacities, np.int64)
+        if self.table is not None:
+            pool, page = self.arrays["k"][0].shape[-4], self.arrays["k"][0].shape[-2]
+            there = (self.table >= 0) & (self.table < pool)
+            held = np.cumprod(there, axis=1).sum(axis=1) * page
+        return (self.lengths > held) | ((self.lengths < 1) & (self.new_lengths < 0))
+
+
+def poisoned(case: Case, cache: Any, rng: np.random.Generator) -> Any:
+    """NaN wherever a row may be, but for columns that nobody asked for; pages in any order."""
+
+    def fill(x, dim):
+        bits = np.zeros(x.nbytes, np.uint8).view(x.dtype).reshape(x.shape)
+        nan = np.full(x.dtype.itemsize, 255, np.uint8).view(x.dtype)[0]
+        bits[... if dim is None else (..., slice(0, dim))] = nan
+        return jnp.asarray(bits)
+
+    dims = {"k": case.head_dim, "v": case.v_head_dim, "k_scale": None, "v_scale": None}
+    changes = {
+        side: jax.tree.map(functools.partial(fill, dim=dim), getattr(cache, side))
+        for side, dim in dims.items()
+    }
+    if case.kind == "paged":
+        changes["free_list"] = jnp.asarray(rng.permutation(cache.pages).astype(np.int32))
+    return dataclasses.replace(cache, **changes)
+
+
+# ---- a problem -----------------------------------------------------------------------------------
+
+
+class Program:
+    """A cache, its models, and who is tried on it."""
+
+    def __init__(self, case: Case, place: fuzz.Place, tally: fuzz.Tally):
+        self.case, self.tally = case, tally
+        self.rng = np.random.default_rng(zlib.crc32(str(case).encode()))
+        options = {name: x for name, x in case.options().items() if x is not None}
+        if case.sinks:
+            options["sinks"] = self._normal("float32", case.q_heads)
+        self.options = options
+        with place.active():
+            cache = poisoned(case, case.create(), self.rng)
+            self.subjects = [one for one in place.subjects if self._taken(one, cache)]
+        self.cache = cache
+        self.model: Any = Dense(cache.capacities)
+        if case.kind == "paged":
+            sizes = (cache.pages, cache.page_size, cache.page_table.shape[1])
+            self.model = witness.PagedModel.create(case.sequences, *sizes)
+        self.written: list[tuple[np.ndarray, ...]] = []  # all new rows, by step
+
+    def _taken(self, subject: Subject, cache: Any) -> bool:
+        new = [x[0] for x in self.new_rows(1)]
+        layer = {} if self.case.layers is None else {"layer": jnp.int32(0)}
+        appends = {"cache": cache, **dict(zip("kv", new, strict=False)), **layer}
+        decodes = {"q": self.queries(), "cache": cache, **layer, **self.options}
+        return fuzz.takes(subject, "append", pa.write_kv, appends) and fuzz.takes(
+            subject, "decode", pa.decode_attention_with_lse, decodes
+        )
+
+    def _normal(self, dtype: str, *shape: int) -> jax.Array:
+        return jnp.asarray(self.rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)))
+
+    def queries(self) -> jax.Array:
+        case = self.case
+        return self._normal(case.dtype, case.sequences, case.q_len, case.q_heads, case.head_dim)
+
+    def new_rows(self, count: int) -> tuple[jax.Array, ...]:
+        """Rows of K, and of V where it is not within K: [layers, M, t, K, H]."""
+        case = self.case
+        shape = (case.layers or 1, case.sequences, count, case.kv_heads)
+        dims = (case.head_dim,) if case.shared_kv else (case.head_dim, case.v_head_dim)
+        return tuple(self._normal(case.dtype, *shape, dim) for dim in dims)
+
+    # ---- between steps ---------------------------------------------------------------------------
+
+    def manage(self, counts: np.ndarray, most: int) -> None:
+        """Some sequences are emptied, one is forked, all are extended; `most`: new rows that will
+        be written.
+        """
+        rng, m, model = self.rng, self.case.sequences, self.model
+        emptied = rng.random(m) < 0.15
+        emptied |= np.array(model.counts) > 2**20
+        source, target = rng.integers(0, m, 2)
+        if rng.random() < 0.5:
+            target = rng.choice([-1, m, LEAST, MOST])
+        length = int(rng.choice([MOST, -5, 0, 1, *rng.integers(0, self.case.capacity + 2, 3)]))
+        fork = tuple(jnp.int32(x) for x in (source, target, length))
+        self.cache = manage(self.cache, jnp.asarray(emptied), fork, jnp.asarray(counts))
+        for one in np.flatnonzero(emptied).tolist():
+            model.free(one)
+        if self.case.kind == "paged" and 0 <= target < m:
+            model.fork(int(source), int(target), length)
+        before = list(model.counts)
+        taken = [min(max(int(n), 0), MOST - have) for n, have in zip(counts, before, strict=True)]
+        model.extend(taken)
+        tokens = [
+            [(len(self.written), one, i) for i in range(min(taken[one], most))]
+            if len(model.rows[one]) == before[one]
+            else []
+            for one in range(m)
+        ]
+        model.write(tokens)
+        np.testing.assert_array_equal(self.cache.lengths, model.counts)
+        overflowed = [model.overflowed(one) for one in range(m)]
+        np.testing.assert_array_equal(self.cache.overflowed, overflowed)
+        if self.case.kind == "paged":
+            assert int(self.cache.num_free) == model.pages - model.in_use
+
+    def remembered(self, held: Held) -> None:
+        """What was ever written is where its sequence, or a fork of it, has it."""
+        layer = int(self.rng.integers(self.case.layers or 1))
+        rows = held.rows(layer)
+        for m, tokens in enumerate(self.model.rows):
+            for side, got in enumerate(rows[: len(self.written[0])]):
+                wanted = [self.written[step][side][layer, one, i] for step, one, i in tokens]
+                if wanted:
+                    np.testing.assert_array_equal(got[m, : len(wanted)], np.stack(wanted))
+
+    # ---- a step ----------------------------------------------------------------------------------
+
+    def step(self, count: int, turn: int, *, decode: bool, spoil: bool = False) -> None:
+        """`count` new rows of each sequence, by every subject on the same cache. `spoil`: what an
+        array says at run time is out of range; nobody goes on from there.
+        """
+        case = self.case
+        cache = self._spoilt() if spoil else self.cache
+        arguments: dict[str, Any] = {"cache": cache, "new": self.new_rows(count)}
+        layer = extra = None
+        if case.layers is not None:
+            within = int(self.rng.integers(case.layers))
+            beyond = int(self.rng.choice([LEAST, -1, case.layers, MOST]))
+            layer = beyond if spoil and turn % 3 == 2 else within
+            extra = beyond if self.rng.random() < 0.7 else within
+            arguments["extra"] = jnp.int32(extra)
+        if decode:
+            arguments |= {"q": self.queries(), **self.options}
+            arguments |= {} if layer is None else {"layer": jnp.int32(layer)}
+        after = Held.of(case, cache)
+        new = [np.asarray(x) for x in arguments["new"]]
+        for number in range(case.layers or 1):
+            after.write(tuple(x[number] for x in new), number)
+        if extra is not None:
+            after.write(tuple(x[0] for x in new), extra)
+        if not spoil:
+            self._write_down(after, new, extra)
+        expected = None
+        for subject in self.subjects:
+            self.tally.calls[subject.name] += 1
+            got = subject.call(work, **arguments)
+            cache_after, *results = got if decode else (got,)
+            with fuzz.by(subject, turn):
+                found = {side: getattr(cache_after, side) for side in after.arrays}
+                append_cases.assert_same_bytes(found, after.arrays)
+                if decode:
+                    expected = expected or self._expected(after, arguments["q"], layer)
+                    self._check(results, *expected)
+                if decode and turn == 0 and not spoil and subject.marks:
+                    fuzz.same_bits(results, subject.call(work, **arguments)[1:])
+            if not spoil and subject is self.subjects[0]:
+                self.cache = cache_after
+        if not spoil:
+            self.remembered(after)
+
+    def _write_down(self, after: Held, new: list[np.ndarray], extra: int | None) -> None:
+        """The rows as they come back, for `remembered`."""
+        rows = [x.copy() for x in new]
+        if extra is not None and 0 <= extra < (self.case.layers or 1):
+            for x in rows:
+                x[extra] = x[0]
+        back = []
+        for x in rows:
+            wide = x.astype(np.float32).astype(np.float64)
+            if self.case.cache_dtype:
+                numbers, scales = quantized(x, after.dtype)
+                wide = numbers.astype(np.float32).astype(np.float64) * scales[..., None]
+            back.append(wide)
+        self.written.append(tuple(back))
+
+    def _spoilt(self) -> Any:
+        """The cache with some integers out of range, of those that arrive at run time."""
+        rng, cache, m = self.rng, self.cache, self.case.sequences
+        lengths, new = np.array(cache.lengths), np.array(cache.new_lengths)
+        table, changes = None, {}
+        if cache.page_table is not None:
+            table = np.array(cache.page_table)
+            holes = rng.random(table.shape) < 0.2
+            table = np.where(holes, rng.choice([LEAST, -2, -1, cache.pages, MOST]), table)
+            changes["page_table"] = jnp.asarray(table.astype(np.int32))
+            pages = table[(table >= 0) & (table < cache.pages)]
+        if table is None or len(set(pages.tolist())) == pages.size:  # or two write the same row
+            some = rng.random(m) < 0.5
+            edges = [LEAST, LEAST + 1, -1, 0, 1, self.case.capacity, MOST]
+            lengths = np.where(some, rng.choice(edges, m), lengths)
+            some = rng.random(m) < 0.3
+            new = np.where(some, rng.choice([LEAST, -1, 0, 1, MOST - 1, MOST], m), new)
+        changes["lengths"] = jnp.asarray(lengths.astype(np.int32))
+        changes["new_lengths"] = jnp.asarray(new.astype(np.int32))
+        return dataclasses.replace(cache, **changes)
+
+    # ---- what a step must give -------------------------------------------------------------------
+
+    def _expected(self, held: Held, q: jax.Array, layer: int | None) -> tuple[Any, ...]:
+        """(expected, which sequences it is of, which are lost). Those that hold rows that nobody
+        wrote are neither.
+        """
+        case = self.case
+        lost = held.lost(layer)
+        k, v = held.rows(0 if layer is None or lost.all() else layer)
+        lengths = np.clip(held.lengths, 0, k.shape[1])
+        live = (np.arange(k.shape[1]) < lengths[:, None])[..., None, None]
+        k, v = np.where(live, k, 0), np.where(live, v, 0)
+        strange = np.isnan(k).any(axis=(1, 2, 3)) | np.isnan(v).any(axis=(1, 2, 3))
+        some = np.flatnonzero(~lost & ~strange)
+        if not some.size:
+            return None, some, lost
+        plain = {"q": q[some], "k": k[some], "v": v[some], "kv_lengths": lengths[some]}
+        plain |= {"q_offset": lengths[some] - case.q_len, "precision": "highest"}
+        names = ("mask", "scale", "softcap", "sinks")
+        plain |= {name: self.options[name] for name in names if name in self.options}
+        cores = any(one.tensor_cores for one in self.subjects)
+        wanted = budget.attention(plain, tensor_cores=cores)
+        if case.cache_dtype and case.dtype != "float32":  # rows may be rounded to q's dtype
+            near = {name: jnp.asarray(plain[name]).astype(case.dtype) for name in "kv"}
+            naive = budget.attention(plain | near, tensor_cores=cores).naive
+            wanted = wanted._replace(naive=naive)
+        return wanted, some, lost
+
+    def _check(self, results: list[Any], expected: Any, some: np.ndarray, lost: np.ndarray) -> None:
+        out, lse = (np.asarray(x) for x in results)
+        assert np.isnan(out[lost].astype(np.float32)).all(), "a lost sequence is not NaN: out"
+        assert np.isnan(lse[lost]).all(), "a lost sequence is not NaN: lse"
+        if some.size:
+            fuzz.check({"out": out[some], "lse": lse[some]}, expected, self.tally)
+
+
+def run(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
+    if place.lowered:
+        _lower(case, place, tally)
+        return
+    program = Program(case, place, tally)
+    if not program.subjects:
+        return
+    m, t = case.sequences, case.q_len
+    with place.active():
+        program.manage(np.array(case.lengths, np.int32), case.capacity)
+        program.step(case.capacity, 0, decode=False)
+        for turn in fuzz.turns(place):
+            edges = program.rng.choice([LEAST, -1, 0, t, *([MOST] if turn % 3 == 2 else [])], m)
+            within = program.rng.integers(0, t + 1, m)
+            counts = np.where(program.rng.random(m) < 0.4, edges, within)
+            program.manage(counts.astype(np.int32), t)
+            program.step(t, turn, decode=True)
+            if turn % 2 == 0:
+                program.step(t, turn, decode=True, spoil=True)
+
+
+def _lower(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
+    with fuzz.pretended(case, place) as generation:
+        program = Program(case, place, tally)
+        layer = {} if case.layers is None else {"layer": jnp.int32(0)}
+        new = dict(zip("kv", (x[0] for x in program.new_rows(case.q_len)), strict=False))
+        write = {"cache": program.cache.extend(0), **new, **layer}
+        read = {"q": program.queries(), "cache": program.cache, **layer, **program.options}
+        fuzz.lower("append", pa.write_kv, write, generation, tally)
+        fuzz.lower("decode", pa.decode_attention_with_lse, read, generation, tally)
