@@ -7,10 +7,11 @@ columns and scalars of its registers. What a function may contain is the table `
 of its arrays at scalar positions, and jitted functions of these.
 """
 
+import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -367,8 +368,18 @@ class _Tracing:
 def _folded(operation: Operation) -> Constant:
     """An operation of constants."""
     alone = Program(0, (operation,), 0)
-    with jax.ensure_compile_time_eval(), jax.enable_x64(False):
+    with on_host(), jax.enable_x64(False):
         return _constant(evaluate(alone, (), (), Broadcasting()), operation.dtype)
+
+
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """Computes now, whatever is being traced, and on the CPU, if jax has one."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(RuntimeError):  # of jax that was told to use GPUs alone
+            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
+        stack.enter_context(jax.ensure_compile_time_eval())
+        yield
 
 
 def _constant(value: Any, dtype: Any) -> Constant:
@@ -442,18 +453,26 @@ def derivative_arrays(program: Program, arrays: Sequence[Any]) -> tuple[Any, ...
 # ---- evaluation ---------------------------------------------------------------------------------
 
 
+def compute(operation: Operation, operands: Sequence[Any]) -> Any:
+    """One operation, but for reads, of values that jax.numpy takes together."""
+    if operation.name == "convert_element_type":
+        return operands[0].astype(operation.dtype)
+    if operation.name == "integer_pow":
+        return _power(operands[0], operation.exponent)
+    return OPERATIONS[operation.name](*operands)
+
+
 class Broadcasting:
     """What values are: jax arrays, or NumPy's, which broadcast by themselves."""
 
-    def together(self, operands: Sequence[Any]) -> Sequence[Any]:
-        """The operands of one operation, as it takes them."""
-        return jnp.broadcast_arrays(*operands)
+    def compute(self, operation: Operation, operands: Sequence[Any]) -> Any:
+        return compute(operation, jnp.broadcast_arrays(*operands))
 
-    def compute(self, name: str, *operands: Any) -> Any:
-        return OPERATIONS[name](*operands)
-
-    def read(self, array: Array, shape: Sequence[int], indices: Sequence[Any]) -> Any:
-        """The numbers at some positions; those outside of the array are clipped."""
+    def read(self, array: Array, kind: Any, indices: Sequence[Any]) -> Any:
+        """The numbers at some positions; those outside of the array are clipped. `kind`: its shape
+        and dtype.
+        """
+        shape, _ = kind
         clipped = [jnp.clip(at, 0, size - 1) for at, size in zip(indices, shape, strict=True)]
         return jnp.asarray(array)[tuple(clipped)]
 
@@ -468,13 +487,7 @@ def evaluate(program: Program, numbers: Sequence[Any], arrays: Sequence[Any], va
     for op in program.operations:
         given = [of(operand) for operand in op.operands]
         if op.read is not None:
-            held.append(values.read(arrays[op.read], program.arrays[op.read][0], given))
-            continue
-        given = values.together(given)
-        if op.name == "convert_element_type":
-            held.append(given[0].astype(op.dtype))
-        elif op.name == "integer_pow":
-            held.append(_power(given[0], op.exponent))
+            held.append(values.read(arrays[op.read], program.arrays[op.read], given))
         else:
-            held.append(values.compute(op.name, *given))
+            held.append(values.compute(op, given))
     return of(program.result)

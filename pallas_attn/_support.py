@@ -9,7 +9,8 @@ from typing import Any
 
 from pallas_attn import _dispatch
 from pallas_attn._problem import AppendProblem, AttentionProblem, Change, DecodeProblem
-from pallas_attn.masks import AT_RUN_TIME, CAUSAL, FULL, Mask, sliding_window
+from pallas_attn.masks import AT_RUN_TIME, CAUSAL, FULL, Mask, mask_fn, sliding_window
+from pallas_attn.scores import score_fn
 
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 GENERATIONS = ("sm80", "sm86", "sm90", "sm100")
@@ -69,6 +70,8 @@ _DTYPES: tuple[dict[str, Any], ...] = tuple(
 )
 _SCORES = (2, 8, 1024, 1024)
 _BOUNDS = ("mask_left", "mask_right")
+_ALTERNATE = mask_fn(lambda b, h, q, kv: (q ^ kv) & 1 == 0)
+_DISTANCE = score_fn(lambda s, b, h, q, kv: s - (q - kv))
 _ARRAYS = ("q_offset", "q_lengths", "kv_lengths", "sinks")
 _ATTENTION_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
     "dtype": _DTYPES,
@@ -93,6 +96,11 @@ _ATTENTION_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "bias": ({"arrays": ("bias",), "bias_shape": _SCORES},),
     "mask_array": ({"arrays": ("mask_array",), "mask_shape": _SCORES},),
+    "mask_fn": ({"mask_program": _ALTERNATE.program},),
+    "score_fn": ({"score_program": _DISTANCE.program},),
+    "bias beside mask_fn or score_fn": (
+        {"mask_program": _ALTERNATE.program, "arrays": ("bias",), "bias_shape": _SCORES},
+    ),
 }
 _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
     "flash_forward": _ATTENTION_ROWS,

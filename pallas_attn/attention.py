@@ -193,6 +193,7 @@ def _attend(
     chosen = _dispatch.select(problem, implementation)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)
+    inputs = inputs._replace(score_aux=_transforms.not_derived(problem, inputs.score_aux))
     try:
         return _kernel_attention(problem, implementation, inputs)
     except TypeError as error:

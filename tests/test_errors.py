@@ -534,6 +534,14 @@ DECODES = {
 ATTENTION |= {
     "score: expected what score_fn(f, *aux) makes, or None, got float": attend(score=1.0),
 }
+DECODES |= {
+    "mask: expected a Mask, got a mask function, which flash_attention takes; over a cache pass "
+    "bounds, as Mask(left, right)": (
+        lambda: pa.decode_attention(
+            z(2, 1, 4, 8), stacked(), mask=pa.mask_fn(lambda b, h, q, kv: q > kv)
+        )
+    ),
+}
 DEVICE = {
     "generation: expected None or a name like \"sm90\", got 'h100'": (
         lambda: _device.assume("h100").__enter__()

@@ -197,9 +197,19 @@ class Plan:
     @property
     def unit(self) -> float | None:
         """What turns a raw score into log2 units; None where logits need more than a factor."""
-        if self.problem.softcap is not None or self.has("bias") or self.natural:
+        if self.problem.softcap is not None or self.adds_to_logits or self.natural:
             return None
         return softmax.unit_of(self.problem.scale)
+
+    @property
+    def adds_to_logits(self) -> bool:
+        """Whether logits are anything but a monotone function of scores."""
+        return self.has("bias") or self.problem.score_program is not None
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether kv tiles are numbers in a list: see `functions.tiles`."""
+        return self.problem.mask_program is not None
 
     @property
     def ragged_keys(self) -> bool:
@@ -209,6 +219,8 @@ class Plan:
     @functools.cached_property
     def parts(self) -> frozenset[str]:
         """Which of `PARTS` occur among the spans of all rows."""
+        if self.is_listed:
+            return frozenset(("first_masked", "high"))
         if DYNAMIC & set(self.problem.arrays):
             return PARTS
         found: set[str] = set()
@@ -227,7 +239,7 @@ class Plan:
         loop each for those that do and those that do not. So where it is not known beforehand and
         tiles of both kinds come in any order. It is also half the code to compile.
         """
-        return self.has("q_segment_ids") or self.has("mask_array")
+        return not self.is_listed and (self.has("q_segment_ids") or self.has("mask_array"))
 
     def span(self, mask: Mask, position: Any, rows: Any, kv_len: Any) -> Span:
         return rows_span(self.span_mask(mask), position, rows, kv_len, self.config.block_kv)
@@ -327,10 +339,6 @@ def limit(problem: AttentionProblem) -> Limit | None:
         )
     if (refused := tma_operands.dims_limit(problem)) is not None:
         return refused
-    if problem.mask_program is not None or problem.score_program is not None:
-        return Limit(
-            "it takes no functions of positions", 'say implementation="reference", which stores T*S'
-        )
     if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
         return Limit("it counts query rows of all heads in 32 bits", "split the batch")
     return None

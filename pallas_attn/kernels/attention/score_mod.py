@@ -14,7 +14,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, vector
 
-from pallas_attn.kernels.attention import softmax
+from pallas_attn.kernels.attention import functions, softmax
 from pallas_attn.kernels.attention.plan import Context, Span
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.masks import Mask
@@ -46,6 +46,9 @@ class Refs(NamedTuple):
     units: Any = None  # float32[2, B, K]: of scores and of outputs, where q, k and v are terms
     out: Any = None  # written
     lse: Any = None  # written
+    mask_aux: Any = ()  # see `functions.operands`
+    score_aux: Any = ()
+    tiles: Any = None  # see `functions.tiles`
 
 
 class Tile(NamedTuple):
@@ -70,6 +73,11 @@ class Rows(NamedTuple):
     q_slot: Any = None  # which q tile in shared memory is theirs
     ids: Any = None  # int32[64] in shared memory: their segments
     same_segment: Any = None  # kv tiles [first, second) all of whose keys are of the rows' segment
+    listed: Any = None  # functions.Listed: kv tiles are numbers in a list
+
+    def kv_tile(self, t: Any) -> Any:
+        """The kv tile that is number t of the span."""
+        return t if self.listed is None else self.listed.tile(t)
 
 
 class Place(NamedTuple):
@@ -94,7 +102,7 @@ def logits(
 ) -> Any:
     """The scores of kv tile t -> logits, in log2 units if `plan.unit` is None."""
     tile = rows.tile
-    start = t * ctx.plan.config.block_kv
+    start = rows.kv_tile(t) * ctx.plan.config.block_kv
     where = (tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, tile.mask)
     place = Place(*where, q_axis=0, layout=layout)
     return logits_and_slope(ctx.plan, ctx.refs, place, s, masked)[0]
@@ -118,7 +126,7 @@ def logits_by_row_bounds(
 
 def _mask_rows(ctx: Context, rows: Rows, t: Any, kv_ids: Any, s: Any) -> Any:
     plan, tile, low, high = ctx.plan, rows.tile, None, None
-    start = t * plan.config.block_kv
+    start = rows.kv_tile(t) * plan.config.block_kv
     if not tile.mask.is_full:  # what nobody uses sends Mosaic on a search for its layout
         if plan.has("q_positions"):
             own = ctx.refs.q_positions.at[tile.batch, pl.ds(rows.row, s.shape[0])]
@@ -140,9 +148,11 @@ def _mask_rows(ctx: Context, rows: Rows, t: Any, kv_ids: Any, s: Any) -> Any:
 
         same = (t >= rows.same_segment[0]) & (t < rows.same_segment[1])
         s = lax.cond(same, lambda s: s, within_segments, s)
+    where = (tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, tile.mask)
+    place = Place(*where, q_axis=0)
+    if plan.is_listed:
+        s = jnp.where(functions.seen(plan.problem, ctx.refs, place, s.shape), s, -jnp.inf)
     if plan.has("mask_array"):
-        where = (tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, tile.mask)
-        place = Place(*where, q_axis=0)
         s = jnp.where(_load_tile(ctx.refs.mask_array, place, s.shape) != 0, s, -jnp.inf)
     return s
 
@@ -155,11 +165,17 @@ def logits_and_slope(plan: Any, refs: Any, place: Place, s: Any, masked: Any) ->
     problem, slope = plan.problem, None
     if plan.unit is None:
         unit = 1.0 if plan.natural else softmax.to_log2(1.0)
-        if problem.softcap is None:
+        if problem.softcap is None and problem.score_program is None:
             s = s * (problem.scale * unit)
+        elif problem.softcap is None:
+            s, slope = functions.score(problem, refs, place, s * problem.scale)
+            s = s * unit
         else:
             s = softmax.softcap(s * problem.scale, problem.softcap)
             slope = 1.0 - s * s * (1.0 / problem.softcap**2)
+            if problem.score_program is not None:
+                s, steeper = functions.score(problem, refs, place, s)
+                slope = slope if steeper is None else slope * steeper
             s = s * unit
         if plan.has("bias"):
             # The sum comes last: a product there would be fused with the subtraction of the row's
@@ -193,6 +209,9 @@ def apply_mask(plan: Any, refs: Any, place: Place, s: Any) -> Any:
     if plan.has("mask_array"):
         given = _load_tile(refs.mask_array, place, s.shape) != 0
         seen = given if seen is True else seen & given
+    if plan.is_listed:
+        given = functions.seen(plan.problem, refs, place, s.shape)
+        seen = given if seen is True else seen & given
     return s if seen is True else jnp.where(seen, s, -jnp.inf)
 
 
@@ -214,7 +233,7 @@ def exponentials(plan: Any, given: Any, lse: Any) -> Any:
         given = given * plan.unit
     if lse is not None:
         given = given - lse
-    if plan.has("bias"):  # of -1e10, say, beside which the lse is rounded to a multiple of 2**10
+    if plan.adds_to_logits:  # -1e10, say, beside which the lse is rounded to a multiple of 2**10
         given = jnp.minimum(given, 0.0)
         if plan.has("q_lengths"):  # past which a bias may hold anything
             given = jnp.where(lse < jnp.inf, given, -jnp.inf)

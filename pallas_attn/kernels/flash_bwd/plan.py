@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._problem import AttentionInputs
+from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import functions, softmax, tma_operands
 from pallas_attn.kernels.attention import plan as attention_plan
-from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.attention.plan import Context, Span
 from pallas_attn.kernels.attention.score_mod import Place
 from pallas_attn.kernels.flash_bwd import float32 as bwd_float32
@@ -60,6 +61,9 @@ class Refs(NamedTuple):
     dq: Any  # float32: what dQ is added to, in the kernel's own layout
     q_positions: Any = None
     units: Any = None  # float32[6, B, K]: see `bwd_float32.Units`; delta is in those of dS
+    mask_aux: Any = ()  # see `functions.operands`
+    score_aux: Any = ()
+    tiles: Any = None  # see `functions.tiles`
 
 
 class Residuals(NamedTuple):
@@ -229,13 +233,16 @@ class Plan(attention_plan.Plan):
         """Whether the work tiles of a head begin at different query tiles. Where all of them meet
         all query tiles they run at one time, and would add to the same part of dQ.
         """
-        return self.problem.mask.is_full and not (self.has("q_lengths") or self.always_masked)
+        some = self.has("q_lengths") or self.always_masked or self.is_listed
+        return self.problem.mask.is_full and not some
 
     @functools.cached_property
     def parts(self) -> frozenset[str]:
         """Which parts of a work tile's span of query tiles occur: "low" and "high" need a mask,
         "full" needs none.
         """
+        if self.is_listed:
+            return frozenset(("full", "high"))
         if self.always_masked:
             return frozenset(("low",))
         if attention_plan.DYNAMIC & set(self.problem.arrays):
@@ -294,6 +301,7 @@ class WorkTile(NamedTuple):
     mask: Mask
     span: Span  # of query tiles
     rotation: Any  # at which query tile of the span a head begins
+    listed: Any = None  # functions.Listed: query tiles are numbers in a list
 
     @property
     def steps(self) -> Any:
@@ -302,6 +310,8 @@ class WorkTile(NamedTuple):
 
     def q_tile(self, i: Any) -> Any:
         """The query tile of step i of a head."""
+        if self.listed is not None:
+            return self.listed.tile(i)
         t = self.span.lo + i + self.rotation
         static = isinstance(self.rotation, int)
         return t if static else jnp.where(t < self.span.hi, t, t - self.steps)
@@ -343,6 +353,10 @@ def work_tile(plan: Plan, refs: Refs, code: Any) -> WorkTile:
     if plan.has("mask_array"):
         span = span._replace(full_lo=span.hi, full_hi=span.hi)
     kv_head = lax.rem(head, jnp.int32(problem.kv_heads))
+    if plan.is_listed:
+        listed = functions.Listed.of(refs.tiles, batch, kv_head, tile)
+        where = (batch, kv_head, key, q_offset, q_len, kv_len, mask)
+        return WorkTile(*where, listed.span, 0, listed)
     rotation: Any = 0
     if plan.rotates:
         rotation = lax.div(tile * plan.q_tiles, jnp.int32(plan.kv_tiles))
@@ -363,7 +377,10 @@ def schedule(plan: Plan) -> np.ndarray:
     `work_tile`: by L2 group, then longest first.
     """
     costs = np.full(plan.kv_tiles, WORK_TILE_OVERHEAD)
-    if not plan.has("q_segment_ids"):
+    found = functions.static(plan.problem, plan.config.block_q, plan.block_kv, True)
+    if found is not None:
+        costs += plan.problem.group * found[..., 1].mean(axis=(0, 1))
+    elif not (plan.has("q_segment_ids") or plan.is_listed):
         costs += [plan.problem.group * (span.hi - span.lo) for span in plan.static_spans()]
     order = np.argsort(-costs, kind="stable")
     codes = []
@@ -375,8 +392,12 @@ def schedule(plan: Plan) -> np.ndarray:
     return assign(work, costs[work & ((1 << plan.code_bits) - 1)], plan.grid)
 
 
-def needs_mask(plan: Plan, work: WorkTile, t: Any) -> Any:
-    """Whether a query tile needs a mask: True, False, or traced where it depends on the tile."""
+def needs_mask(plan: Plan, work: WorkTile, t: Any, i: Any) -> Any:
+    """Whether query tile t, of step i of a head, needs a mask: True, False, or traced where it
+    depends on the tile.
+    """
+    if plan.is_listed:
+        return i >= work.span.full_hi
     if "full" not in plan.parts or len(plan.parts) == 1:
         return "full" not in plan.parts
     return (t < work.span.full_lo) | (t >= work.span.full_hi)
@@ -434,6 +455,7 @@ def operands(plan: Plan, residuals: Residuals, stats: RowStatistics) -> Refs:
     fields |= {name: array.swapaxes(2, 3) for name, array in given.items()}
     fields |= tma_operands.segment_ids(inputs, rows, keys)
     fields["schedule"] = jnp.asarray(schedule(plan))
+    fields |= of_functions(plan, inputs)
     if plan.has("q_segment_ids"):
         sizes = plan.block_kv, config.block_q
         fields["segment_spans"] = plan.segment_spans(inputs, fields, *sizes, of_keys=True)
@@ -448,6 +470,25 @@ def operands(plan: Plan, residuals: Residuals, stats: RowStatistics) -> Refs:
                 fields[name], getattr(inputs, lengths), block
             )
     return Refs(**{name: fields.get(name) for name in Refs._fields})
+
+
+def of_functions(plan: Plan, inputs: AttentionInputs) -> dict[str, Any]:
+    """What a kernel over kv tiles reads of functions of positions."""
+    found = functions.operands(inputs)
+    if plan.is_listed:
+        sizes = plan.config.block_q, plan.block_kv
+        found["tiles"] = functions.tiles(plan.problem, inputs, *sizes, by_keys=True)
+    return found
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    """Why the backward kernels cannot take a problem that the forward takes, or None."""
+    if "bias" in problem.arrays and (problem.mask_program or problem.score_program):
+        return Limit(
+            "it makes no gradient of a bias beside functions of positions",
+            'say implementation="reference", or read the bias in score_fn, under stop_gradient',
+        )
+    return None
 
 
 def ordered_after(refs: Refs, result: Any) -> Refs:

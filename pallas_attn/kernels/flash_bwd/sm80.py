@@ -184,7 +184,8 @@ class KeyPlan(Widths, shared.Plan):
     @property
     def is_persistent(self) -> bool:
         """Whether a block has several work tiles: all must have query tiles."""
-        if not (self.config.grid and self.fused) or not set(self.problem.arrays) <= FIXED:
+        known = set(self.problem.arrays) <= FIXED and not self.is_listed
+        if not (self.config.grid and self.fused and known):
             return False
         return all(span.hi > span.lo for span in self.static_spans())
 
@@ -224,7 +225,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
-    return flash_fwd_sm80.limit(problem)
+    return shared.limit(problem) or flash_fwd_sm80.limit(problem)
 
 
 class Smem(NamedTuple):
@@ -280,14 +281,16 @@ class Step(NamedTuple):
     head: Any
     t: Any
     exists: Any
+    number: Any = None  # of the head's
 
 
 def step_of(plan: KeyPlan, work: WorkTile, i: Any) -> Step:
     if plan.problem.group == 1:
-        return Step(work.kv_head, work.q_tile(i), i < work.steps)
+        return Step(work.kv_head, work.q_tile(i), i < work.steps, i)
     g = lax.div(i, jnp.maximum(work.steps, 1))
-    t = work.q_tile(i - g * work.steps)
-    return Step(work.kv_head * plan.problem.group + g, t, i < plan.problem.group * work.steps)
+    number = i - g * work.steps
+    t, exists = work.q_tile(number), i < plan.problem.group * work.steps
+    return Step(work.kv_head * plan.problem.group + g, t, exists, number)
 
 
 class Copies(NamedTuple):
@@ -488,7 +491,7 @@ def _split_step(
     product = mma_2x2.either_product(pairs, stand.group, (*shape, plan.k_width), 1, 2)
     place = shared.place_of(block.work, step.head, step.t, block.work.key, size, layout)
     masked, rest = (
-        shared.needs_mask(plan, block.work, step.t),
+        shared.needs_mask(plan, block.work, step.t, step.number),
         smem.low if plan.dq_is_late else smem.ds,
     )
 
@@ -544,7 +547,7 @@ def _scores(block: Block, step: Step, first: FirstRows) -> tuple[Any, Any]:
     s = mma_2x2.product((smem.k, none), (smem.q, first.q + begin), (*shape, plan.k_width), *how)
     place = shared.place_of(block.work, step.head, step.t, block.work.key, size, layout)
     place = place._replace(query=place.query + begin)
-    masked = shared.needs_mask(plan, block.work, step.t)
+    masked = shared.needs_mask(plan, block.work, step.t, step.number)
     p, slope = score_mod.probabilities(plan, refs, place, s, lse, masked)
 
     def derivative(p):
@@ -641,7 +644,7 @@ def _column_kernel(refs: Refs, *rest: Any, plan: KeyPlan, which: str) -> None:
             for ref in (refs.lse, refs.delta)
         )
         place = shared.place_of(work, step.head, step.t, work.key, shape[1])
-        masked = shared.needs_mask(plan, work, step.t)
+        masked = shared.needs_mask(plan, work, step.t, step.number)
         p, slope = score_mod.probabilities(plan, refs, place, walk.scores(), lse, masked)
         if "v" in which:
             of_p = mma_sync.parts_of(p, parts, plan.operand_dtype)
@@ -752,6 +755,7 @@ def _operands(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Refs
     fields |= {name: array.swapaxes(2, 3) for name, array in given.items()}
     fields |= tma_operands.segment_ids(inputs, rows, keys)
     fields["schedule"] = jnp.asarray(shared.schedule(plan))
+    fields |= shared.of_functions(plan, inputs)
     if plan.has("q_segment_ids"):
         sizes = plan.block_kv, config.block_q
         fields["segment_spans"] = plan.segment_spans(inputs, fields, *sizes, of_keys=True)

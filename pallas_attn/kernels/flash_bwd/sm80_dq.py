@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.kernels.attention import functions, score_mod, sm80_column_stream, tma_operands
 from pallas_attn.kernels.attention import plan as attention_plan
-from pallas_attn.kernels.attention import score_mod, sm80_column_stream, tma_operands
 from pallas_attn.kernels.attention.plan import Context, Span
 from pallas_attn.kernels.attention.score_mod import Place
 from pallas_attn.kernels.attention.sm80_common import Copy, WholePlan, copy_async, fits
@@ -76,6 +76,11 @@ class Rows(NamedTuple):
     q_len: Any  # rows from here on are not there
     kv_len: Any
     mask: Mask
+    kv_tile: Callable[[Any], Any] = lambda t: t  # that is number t of a span
+
+    def key(self, t: Any, block: int) -> Any:
+        """The first of kv tile number t."""
+        return self.kv_tile(t) * block
 
 
 class Tile(NamedTuple):
@@ -164,12 +169,14 @@ def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
     tile = tile_scheduler.tile_of(plan, refs, refs.schedule[lax.axis_index("block"), 1])
     length = jnp.int32(plan.problem.q_len)
     q_len = length if tile.q_len is None else tile.q_len
-    rows = Rows(tile.batch, tile.head, tile.row, tile.q_offset, q_len, tile.kv_len, tile.mask)
+    kv_tile = functools.partial(sm90_dq.kv_tile_of, plan, refs, tile)
+    where = (tile.batch, tile.head, tile.row, tile.q_offset, q_len, tile.kv_len, tile.mask)
+    rows = Rows(*where, kv_tile)
     span, stats = sm90_dq.span_of(plan, refs, tile), _row_statistics(ctx, rows)
 
     def ds_of(t, products):
         masked = (t < span.full_lo) | (t >= span.full_hi)
-        tile = Tile(t * plan.config.block_kv, masked, *stats)
+        tile = Tile(rows.key(t, plan.config.block_kv), masked, *stats)
         ds, slope = _ds(ctx, products, rows, tile)
         ds = ds if slope is None else ds * slope
         return mma_sync.parts_of(ds, plan.terms, plan.operand_dtype)
@@ -189,16 +196,19 @@ def _mainloop(ctx: Context, rows: Rows, span: Span, ds_of: Callable[..., Any]) -
     plan, _, smem = ctx
     block, ahead = plan.config.block_kv, plan.config.stages > 1
     copies = functools.partial(_copies_of_keys, ctx, rows)
-    first = [*_copies_of_rows(ctx, rows), *(copies(span.lo * block, jnp.int32(0)) if ahead else ())]
+    first = [
+        *_copies_of_rows(ctx, rows),
+        *(copies(rows.key(span.lo, block), jnp.int32(0)) if ahead else ()),
+    ]
     copy_async(*first, pending=None)
 
     def step(t, dq):
         slot = (t - span.lo) & 1 if ahead else jnp.int32(0)
-        following = jnp.where(t + 1 < span.hi, (t + 1) * block, rows.kv_len)
+        following = jnp.where(t + 1 < span.hi, rows.key(t + 1, block), rows.kv_len)
         if ahead:
             copy_async(*copies(following, 1 - slot), pending=0)
         else:
-            copy_async(*copies(t * block, slot), pending=None, sync=True)
+            copy_async(*copies(rows.key(t, block), slot), pending=None, sync=True)
             copy_async(pending=0)
         ds = ds_of(t, _products(plan, smem, slot * block))
         return mma_sync.matmul_add(dq, ds, smem.k, slot * block, plan.k_width)
@@ -211,11 +221,11 @@ def _mainloop_by_columns(ctx: Context, rows: Rows, span: Span, ds_of: Callable[.
     """`_mainloop`, where operands come by some columns at a time."""
     plan, block = ctx.plan, ctx.plan.config.block_kv
     stream = _stream(ctx, rows, True)
-    stream.begin(span.lo * block)
+    stream.begin(rows.key(span.lo, block))
 
     def step(t, dq):
-        following = jnp.where(t + 1 < span.hi, (t + 1) * block, rows.kv_len)
-        walk = stream.step(t - span.lo, t * block, following)
+        following = jnp.where(t + 1 < span.hi, rows.key(t + 1, block), rows.kv_len)
+        walk = stream.step(t - span.lo, rows.key(t, block), following)
         ds = ds_of(t, (walk.scores() for _ in range(2)))
         return walk.weigh(dq, ds)
 
@@ -248,6 +258,8 @@ def _by_rows(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Refs:
     fields |= tma_operands.over_scores(inputs, rows, keys) | tma_operands.segment_ids(
         inputs, rows, keys
     )
+    if plan.is_listed:
+        fields["tiles"] = functions.tiles(problem, inputs, plan.tile_rows, block)
     if plan.has("q_segment_ids"):
         fields["segment_spans"] = plan.segment_spans(inputs, fields, plan.tile_rows, block)
     return refs._replace(**fields)

@@ -67,7 +67,8 @@ class Config:
             return cls(window=True)
         if is_wide(problem):
             return _wide(problem)
-        config = cls(dq_stages=3, dq_lag=2, k_in_registers=True)
+        listed = problem.mask_program is not None or problem.score_program is not None
+        config = cls(dq_stages=3, dq_lag=2, k_in_registers=not listed)
         if max(problem.head_dim, problem.v_head_dim) <= 64:
             config = cls(128, dq_stages=4, dq_warpgroups=3)
         # A float32 dq is set to 0 before and rounded after, which costs more than it saves where
@@ -84,7 +85,7 @@ def is_wide(problem: AttentionProblem) -> bool:
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
-    return flash_fwd_sm90.limit(problem)
+    return shared.limit(problem) or flash_fwd_sm90.limit(problem)
 
 
 def _wide(problem: AttentionProblem) -> Config:

@@ -159,6 +159,7 @@ class QTile(NamedTuple):
     head: Any
     t: Any
     count: Any  # its number, over all work tiles
+    number: Any  # the same, of the head's
 
 
 def _two_matmuls(acc: Any, shape: tuple[int, int], start: Any) -> tuple[Any, Any]:
@@ -209,7 +210,8 @@ def _mainloop(
         g, slot = lax.div(i, work.steps), slot_of(count)
         stats = role.product.row_stats.at[slot, pl.ds(0, shape[1])]
         row_stats = mosaic.load(stats, mosaic.COLUMN)
-        q_tile = QTile(work.kv_head * group + g, work.q_tile(i - g * work.steps), count)
+        number = i - g * work.steps
+        q_tile = QTile(work.kv_head * group + g, work.q_tile(number), count, number)
         left = make_left(q_tile, value, row_stats)
         role.product.release(slot)
         return left
@@ -287,7 +289,7 @@ def _make_dv(ctx: Context, work: WorkTile, count: Any) -> tuple[Any, Any]:
     def make_p(q_tile, s, lse):
         slot = ring.slot(q_tile.count)
         place = shared.place_of(work, q_tile.head, q_tile.t, work.key, plan.config.block_q)
-        s, masked = scaled(s, units.scores), shared.needs_mask(plan, work, q_tile.t)
+        s, masked = scaled(s, units.scores), shared.needs_mask(plan, work, q_tile.t, q_tile.number)
         p, slope = score_mod.probabilities(plan, refs, place, s, lse, masked)
         ring.acquire(q_tile.count, slot)
         smem.p[slot] = p if slope is None else p * slope

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._problem import AttentionInputs
-from pallas_attn.kernels.attention import score_mod, tma_operands
+from pallas_attn.kernels.attention import functions, score_mod, tma_operands
 from pallas_attn.kernels.attention.plan import ROWS, Context, Plan
 from pallas_attn.kernels.attention.score_mod import Place, Tile
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
@@ -88,6 +88,8 @@ def buffer_bytes(plan: Plan) -> int:
 
 def span_of(plan: Plan, refs: Refs, tile: Tile) -> Any:
     """The kv tiles of a work tile, ordered lo <= full_lo <= full_hi <= hi."""
+    if plan.is_listed:
+        return tile_scheduler.listed(plan, refs, tile).span
     rows: Any = plan.tile_rows
     if tile.q_len is not None:
         rows = jnp.minimum(rows, tile.q_len - tile.row)
@@ -101,6 +103,11 @@ def span_of(plan: Plan, refs: Refs, tile: Tile) -> Any:
     hi = jnp.maximum(span.lo, jnp.where(rows > 0, span.hi, span.lo))
     full_lo = jnp.clip(span.full_lo, span.lo, hi)
     return type(span)(span.lo, full_lo, jnp.clip(span.full_hi, full_lo, hi), hi)
+
+
+def kv_tile_of(plan: Plan, refs: Refs, tile: Tile, t: Any) -> Any:
+    """The kv tile that is number t of a span."""
+    return tile_scheduler.listed(plan, refs, tile).tile(t) if plan.is_listed else t
 
 
 # ---- the producer -------------------------------------------------------------------------------
@@ -119,6 +126,7 @@ def _produce(ctx: Context, block_id: Any) -> None:
         head = lax.div(tile.head, jnp.int32(plan.problem.group))
 
         def step(t, count):
+            t = kv_tile_of(plan, refs, tile, t)
             for name, ring in (("k", smem.k_ring), ("v", smem.v_ring)):
                 slot = ring.slot(count)
                 ring.acquire(count, slot)
@@ -182,7 +190,7 @@ def _ds(ctx: Context, rows: Rows, t: Any, s: Any, dp: Callable[[], Any]) -> Any:
     """dS of kv tile t, float32; `dp` gives dP, and is called when P is done."""
     plan, refs, _ = ctx
     tile, shape, masked = rows.tile, s.shape, rows.needs_mask(t)
-    key = t * plan.config.block_kv
+    key = kv_tile_of(plan, refs, tile, t) * plan.config.block_kv
     where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
     place = Place(*where, q_axis=0)
     s = scaled(s, rows.units.scores)
@@ -371,6 +379,8 @@ def operands_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
     fields |= tma_operands.over_scores(inputs, rows, keys) | tma_operands.segment_ids(
         inputs, rows, keys
     )
+    if plan.is_listed:
+        fields["tiles"] = functions.tiles(problem, inputs, plan.tile_rows, block)
     if plan.has("q_segment_ids"):
         fields["segment_spans"] = plan.segment_spans(inputs, fields, plan.tile_rows, block)
     if plan.has("kv_lengths"):

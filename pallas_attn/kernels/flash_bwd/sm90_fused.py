@@ -510,7 +510,7 @@ def _mainloop(ctx: Context, work: WorkTile, wg: Any, count: Any) -> tuple[KeyGra
             (g, i), pending = carry
             t = work.q_tile(i)
             own = PendingDq(jnp.int32(1), pending[-1].count + 1, first_head + g, t)
-            masked = shared.needs_mask(plan, work, t)
+            masked = shared.needs_mask(plan, work, t, i)
             now = Step(ctx, work, wg, masked, pending, own, k_part)
             _step(now, KeyGradients(dk_acc, dv_acc))
             if group == 1:

@@ -77,6 +77,7 @@ def takes(problem: AttentionProblem) -> bool:
         and arrays <= {"sinks"}
         and max(problem.head_dim, problem.v_head_dim) <= 64
         and problem.dtype != "float32"
+        and problem.score_program is None
     )
 
 

@@ -46,6 +46,7 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import (
+    functions,
     score_mod,
     sm80_column_stream,
     softmax,
@@ -198,10 +199,11 @@ def _kv_copy(ctx: Context, rows: Rows, t: Any, which: str) -> Copy:
     part = block // plan.groups
     begin = rows.wg * part
     ref, tile = getattr(refs, which), rows.tile
-    live = jnp.where(t >= rows.span.lo, tile.kv_len - t * block, 0)
+    first = rows.kv_tile(t) * block
+    live = jnp.where(t >= rows.span.lo, tile.kv_len - first, 0)
     head = lax.div(tile.head, jnp.int32(plan.problem.group))
     slot = _smem_row(plan, rows, t)
-    at = (tile.batch, head, t * block + begin, live - begin, slot + begin)
+    at = (tile.batch, head, first + begin, live - begin, slot + begin)
     width = plan.k_width if which == "k" else plan.v_width
     width *= plan.terms
     to = getattr(smem, which)
@@ -313,7 +315,7 @@ def _step(ctx: Context, rows: Rows, q: Any, t: Any, masked: bool, state: State) 
     if config.stages == 1:
         sync_and_copy(copy(t - 1, "k"), pending=0)
     given = score_mod.logits(ctx, rows, t, s, masked)
-    empty_ok = masked or plan.has("bias")
+    empty_ok = masked or plan.adds_to_logits
     new, (acc, row_sum) = softmax.step_and_rescale(
         given, plan.unit, state.row_max, (state.acc, state.row_sum), empty_ok=empty_ok
     )
@@ -336,8 +338,9 @@ def _stream(ctx: Context, rows: Rows) -> sm80_column_stream.Stream:
             return sm80_column_stream.Rows(
                 tile.batch, tile.head, rows.row, plan.problem.q_len - rows.row
             )
-        live = jnp.where(t >= rows.span.lo, tile.kv_len - t * block, 0)
-        return sm80_column_stream.Rows(tile.batch, kv_head, t * block, live)
+        first = rows.kv_tile(t) * block
+        live = jnp.where(t >= rows.span.lo, tile.kv_len - first, 0)
+        return sm80_column_stream.Rows(tile.batch, kv_head, first, live)
 
     products = (
         sm80_column_stream.Product("q", "k", plan.k_chunks),
@@ -352,7 +355,7 @@ def _step_by_columns(
     """`_step`, whose operands come by some columns at a time."""
     plan = ctx.plan
     given = score_mod.logits(ctx, rows, walk.where, walk.scores(), masked)
-    empty_ok = masked or plan.has("bias")
+    empty_ok = masked or plan.adds_to_logits
     new = softmax.step(given, plan.unit, state.row_max, empty_ok=empty_ok)
     acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
     p = mma_sync.parts_of(new.p, plan.terms, plan.operand_dtype)
@@ -384,7 +387,7 @@ def _step_of_warp_pairs(ctx: Context, rows: Rows, t: Any, masked: bool, state: S
         sync_and_copy(copy(t - 1, "k"), pending=0)
     else:
         mma_2x2.sync_row_pair(rows.wg)
-    row_max, base = _raise_shared_max(ctx, rows, state, masked or plan.has("bias"))
+    row_max, base = _raise_shared_max(ctx, rows, state, masked or plan.adds_to_logits)
     p = softmax.exponentials(given, plan.unit, base)
     moved = _any_moved(plan, state, row_max)
     grid = mma_2x2.WarpGrid(2, row=first)
@@ -426,7 +429,7 @@ def _mainloop_scores_ahead(ctx: Context, rows: Rows) -> State:
 
     def raise_max(t, state):
         sync_and_copy(copy(t, "v"))
-        row_max, base = _raise_shared_max(ctx, rows, state, some_masked or plan.has("bias"))
+        row_max, base = _raise_shared_max(ctx, rows, state, some_masked or plan.adds_to_logits)
         return row_max, base, _any_moved(plan, state, row_max)
 
     def step(masked, i, carry):
@@ -515,7 +518,11 @@ def _kernel(refs: Refs, out: Any, lse: Any, smem: Smem, *, plan: WholePlan) -> N
     ctx = Context(plan, refs._replace(out=out, lse=lse), smem)
     tile = tile_scheduler.tile_of(plan, refs, refs.schedule[lax.axis_index("block"), 1])
     wg = lax.axis_index("wg") if plan.groups > 1 else jnp.int32(0)
-    rows = Rows(tile, tile.row + wg * plan.own_rows, wg, _span(plan, refs, tile))
+    if plan.is_listed:
+        listed = tile_scheduler.listed(plan, refs, tile)
+        rows = Rows(tile, tile.row + wg * plan.own_rows, wg, listed.span, listed=listed)
+    else:
+        rows = Rows(tile, tile.row + wg * plan.own_rows, wg, _span(plan, refs, tile))
     ahead = plan.config.scores_ahead and plan.terms == 1
     loop = functools.partial(_mainloop_scores_ahead if ahead else _mainloop, ctx, rows)
     if "empty" in plan.parts:
@@ -578,6 +585,9 @@ def _operands(plan: WholePlan, inputs: AttentionInputs) -> Refs:
     fields |= tma_operands.over_scores(inputs, rows, keys) | tma_operands.segment_ids(
         inputs, rows, keys
     )
+    fields |= functions.operands(inputs)
+    if plan.is_listed:
+        fields["tiles"] = functions.tiles(problem, inputs, plan.tile_rows, block)
     fields["schedule"] = jnp.asarray(tile_scheduler.schedule(plan))
     if plan.has("q_segment_ids"):
         fields["segment_spans"] = plan.segment_spans(inputs, fields, plan.tile_rows, block)

@@ -57,7 +57,7 @@ from jax import lax
 
 from pallas_attn import _gpus
 from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import score_mod, softmax, tma_operands
+from pallas_attn.kernels.attention import functions, score_mod, softmax, tma_operands
 from pallas_attn.kernels.attention.plan import ROWS, Context, Plan
 from pallas_attn.kernels.attention.plan import limit as limit
 from pallas_attn.kernels.attention.score_mod import Refs, Rows, Tile
@@ -105,7 +105,8 @@ class Config:
             return _float32(problem)
         mask, dim = problem.mask, max(problem.head_dim, problem.v_head_dim)
         l2_heads = _l2_heads(problem, dim)
-        early = 4 if mask.is_causal and not mask.bounds_left and problem.q_len >= 4096 else 0
+        some = mask.is_causal and not mask.bounds_left or problem.mask_program is not None
+        early = 4 if some and problem.q_len >= 4096 else 0
         if dim <= 64 and _fits(problem, 4) and not _takes_wide_tiles(problem):
             return cls(4, block_kv=64, stages=6, l2_heads=l2_heads, exp_before_wait=early)
         if dim <= 64:
@@ -130,7 +131,8 @@ def _takes_wide_tiles(problem: AttentionProblem) -> bool:
     arrays = set(problem.arrays)
     if problem.softcap is not None or arrays - {"q_lengths", "kv_lengths"}:
         return False
-    return "q_lengths" in arrays or (problem.mask.is_full and not arrays)
+    hides = not problem.mask.is_full or problem.mask_program is not None
+    return "q_lengths" in arrays or not (hides or arrays)
 
 
 # Heads of an L2 group, by mask and widest head dim, from a query length on; 0: see Plan.l2_heads.
@@ -148,7 +150,8 @@ _L2_HEADS = {
 
 def _l2_heads(problem: AttentionProblem, dim: int) -> int:
     mask, widths = problem.mask, (64, 80, 96, 128, 256)
-    kind = "full" if mask.is_full else "window" if mask.bounds_left else "causal"
+    full = mask.is_full and problem.mask_program is None
+    kind = "full" if full else "window" if mask.bounds_left else "causal"
     dim = next((width for width in widths if dim <= width), 0)
     found = _L2_HEADS.get((kind, dim), ((0, 0),))
     l2_heads = next(heads for start, heads in reversed(found) if problem.q_len >= start)
@@ -312,6 +315,8 @@ def _produce(ctx: Context, block_id: Any) -> None:
         count, code, ends = carry
         following = refs.schedule[block_id, i + 2]
         tile = tile_scheduler.tile_of(plan, refs, code)
+        if plan.is_listed:
+            return _produce_listed(ctx, tile, count), following, ends
         record = None if ends is None else lambda i: ends.get(i, 0)
         lo, hi = tile_scheduler.block_span(plan, record, tile)
         ends = ends_of(following)  # read long before it is used
@@ -329,18 +334,39 @@ def _produce(ctx: Context, block_id: Any) -> None:
     lax.fori_loop(0, refs.schedule[block_id, 0], one_tile, (jnp.int32(0), first, ends_of(first)))
 
 
+def _produce_listed(ctx: Context, tile: Tile, count: Any) -> Any:
+    """The kv tiles of a work tile, of a list of them, each of which is read an entry ahead."""
+    ring, listed = Ring.of(ctx), tile_scheduler.listed(ctx.plan, ctx.refs, tile)
+    hi = listed.span.hi
+
+    def one_entry(e, carry):
+        count, before, t = carry
+        following = listed.tile(hi - 2 - e)
+        slot = lax.rem(count, jnp.int32(ring.stages))
+        pl.when(count >= ring.stages)(lambda: ring.wait_released(slot))
+        _load_entry(ctx, tile, _Entry(e, hi, t, slot, before))
+        return count + 1, t, following
+
+    start = (count, jnp.int32(0), listed.tile(hi - 1))
+    return lax.fori_loop(0, hi + 1, one_entry, start)[0]
+
+
 class _Entry(NamedTuple):
-    """An entry of the ring, of a work tile: K of kv tile t and V of the tile before it, t + 1."""
+    """An entry of the ring, of a work tile: K of kv tile t and V of the tile before it, which is
+    t + 1 where tiles are not listed.
+    """
 
     number: Any  # the first entry has no V
     last: Any  # the number of the last, which has no K
     t: Any
     slot: Any
+    before: Any = None  # the tile before it, in a list
 
 
 def _load_entry(ctx: Context, tile: Tile, entry: _Entry) -> None:
     plan, refs, smem = ctx
-    e, last, t, slot = entry
+    e, last, t, slot, before = entry
+    before = t + 1 if before is None else before
     block, ready = plan.config.block_kv, smem.ready.at[slot]
     head = lax.div(tile.head, jnp.int32(plan.problem.group))
 
@@ -352,10 +378,10 @@ def _load_entry(ctx: Context, tile: Tile, entry: _Entry) -> None:
 
     def values():
         if not plan.has("kv_lengths"):
-            return copy(refs.v, (t + 1) * block, v_columns, smem.v.at[slot])
-        cut = (t + 2) * block > tile.kv_len  # only the last tile may be
+            return copy(refs.v, before * block, v_columns, smem.v.at[slot])
+        cut = (before + 1) * block > tile.kv_len  # only the last tile may be
         pl.when(cut)(lambda: copy(refs.v_edge, 0, v_columns, smem.v.at[slot]))
-        whole = functools.partial(copy, refs.v, (t + 1) * block, v_columns, smem.v.at[slot])
+        whole = functools.partial(copy, refs.v, before * block, v_columns, smem.v.at[slot])
         return pl.when(jnp.logical_not(cut))(whole)
 
     nothing = functools.partial(plgpu.barrier_arrive, ready)
@@ -409,10 +435,16 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
         if smem.q_ids is not None:
             ids, record = smem.q_ids.at[q], functools.partial(_read_record, smem, q)
             same_segment = record(4 * wg + 1), record(4 * wg + 2)
-        lo, hi = tile_scheduler.block_span(plan, record, tile)
-        own = tile_scheduler.rows_span(plan, record, tile, wg)
-        span = tile_scheduler.at_least_one(plan, own, hi)
-        rows = Rows(tile, tile.row + wg * ROWS, wg, span, q, ids, same_segment)
+        lo, listed = 0, None
+        if plan.is_listed:
+            listed = tile_scheduler.listed(plan, refs, tile)
+            span = listed.span
+            hi = span.hi
+        else:
+            lo, hi = tile_scheduler.block_span(plan, record, tile)
+            own = tile_scheduler.rows_span(plan, record, tile, wg)
+            span = tile_scheduler.at_least_one(plan, own, hi)
+        rows = Rows(tile, tile.row + wg * ROWS, wg, span, q, ids, same_segment, listed)
 
         def some(slot):
             slot = _release_unused(ctx, hi - rows.span.hi, slot)
@@ -561,7 +593,7 @@ def mainloop(ctx: Context, rows: Rows, slot: Any, meanwhile: Any) -> tuple[State
     plan, smem = ctx.plan, ctx.smem
     span, config, ring = rows.span, plan.config, Ring.of(ctx)
     shape = (ROWS, config.block_kv)
-    empty_ok = plan.has("bias")
+    empty_ok = plan.adds_to_logits
     scale = _scale_of(ctx, rows.tile)
     state = _prologue(ctx, rows, slot, scale, meanwhile)
 
@@ -728,6 +760,9 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
     fields |= tma_operands.over_scores(inputs, rows, keys) | tma_operands.segment_ids(
         inputs, rows, keys
     )
+    fields |= functions.operands(inputs)
+    if plan.is_listed:
+        fields["tiles"] = functions.tiles(problem, inputs, plan.tile_rows, block)
     fields["schedule"] = jnp.asarray(tile_scheduler.schedule(plan))
     if plan.has("q_segment_ids"):
         if segments.fits(plan):

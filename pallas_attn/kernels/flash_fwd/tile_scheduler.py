@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn.kernels.attention import functions
 from pallas_attn.kernels.attention.plan import ROWS, Plan, Span
 from pallas_attn.kernels.attention.score_mod import Refs, Tile
 
@@ -35,7 +36,10 @@ def schedule(plan: Plan) -> np.ndarray:
     are segments a code has a rank in place of rows, and `schedule_by_rank` replaces it.
     """
     problem, q_tiles = plan.problem, np.arange(plan.q_tiles)
-    if plan.has("q_segment_ids"):
+    if plan.is_listed:
+        costs = _listed_costs(plan)
+        q_tiles = np.argsort(-costs, kind="stable")
+    elif plan.has("q_segment_ids"):
         costs = 1 + RANK_SPREAD * (1 - q_tiles / plan.q_tiles)
     else:
         if problem.mask.bounds_right:
@@ -51,6 +55,20 @@ def schedule(plan: Plan) -> np.ndarray:
         codes.append((heads[None] << plan.code_bits) + q_tiles[:, None])
     order = np.concatenate([code.ravel() for code in codes])
     return assign(order, costs[order & ((1 << plan.code_bits) - 1)], plan.grid)
+
+
+def _listed_costs(plan: Plan) -> np.ndarray:
+    """Of the tiles of a head, by the mask function where it is known beforehand."""
+    found = functions.static(plan.problem, plan.tile_rows, plan.config.block_kv, False)
+    if found is None:
+        return np.full(plan.q_tiles, TILE_OVERHEAD)
+    return TILE_OVERHEAD + found[..., 1].mean(axis=(0, 1))
+
+
+def listed(plan: Plan, refs: Any, tile: Tile) -> functions.Listed:
+    """The kv tiles that a mask function leaves of a work tile."""
+    row = lax.div(tile.row, jnp.int32(plan.tile_rows))
+    return functions.Listed.of(refs.tiles, tile.batch, tile.head, row)
 
 
 def schedule_by_rank(plan: Plan, segment_spans: Any) -> Any:

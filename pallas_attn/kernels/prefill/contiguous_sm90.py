@@ -54,6 +54,8 @@ def limit(problem: AttentionProblem) -> Limit | None:
         return Limit(f"it takes bfloat16 and float16, not {problem.dtype}", other)
     if set(problem.arrays) - set(ARRAYS):
         return Limit("it takes no bias, segment ids and mask_array", other)
+    if problem.mask_program is not None or problem.score_program is not None:
+        return Limit("it takes no functions of positions", other)
     if (refused := attention_limit(problem)) is not None:
         return refused
     dims = problem.head_dim, problem.v_head_dim
