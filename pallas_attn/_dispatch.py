@@ -61,8 +61,6 @@ class Kernel:
                 "it is compiled for sizes that are known",
                 'export a program for each size, or say implementation="reference"',
             )
-        if isinstance(problem, DecodeProblem) and problem.packed:
-            return Limit("it takes no packed rows yet", 'say implementation="reference"')
         return self._module().limit(problem)
 
     def run(self, inputs: Any, problem: Problem) -> Any:

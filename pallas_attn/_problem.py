@@ -264,6 +264,7 @@ class DecodeProblem:
     quantized: bool = False
     shared_kv: bool = False  # V is the first columns of K (a latent cache): there is no v_cache
     tokens: int | None = None  # packed rows of all sequences; None: rows are not packed
+    fewest: int = 1  # packed rows of a sequence: those of fewer, or more than q_len, are left alone
     op: str = "decode"
 
     @property

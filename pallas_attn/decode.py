@@ -11,6 +11,10 @@ from pallas_attn.rotary import RMSNorm, Rotary, changed
 
 Array = jax.Array
 
+# Packed rows of a sequence are up to all that there are, and up to at least so many: kernels then
+# take them alike whatever else is in the batch.
+LEAST_BOUND = 64
+
 
 def decode_attention(  # noqa: PLR0913
     q: Array,
@@ -143,7 +147,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
         dtype=str(rows.dtype),
         cache_dtype=str(cache.dtype),
         sequences=cache.num_sequences,
-        q_len=rows.shape[1] if tokens is None else tokens,
+        q_len=rows.shape[1] if tokens is None else max(tokens, LEAST_BOUND),
         q_heads=rows.shape[-2],
         kv_heads=cache.kv_heads,
         head_dim=k_dim,

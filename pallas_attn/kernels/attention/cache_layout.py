@@ -236,3 +236,13 @@ def layout_of(problem: Any) -> Layout:
 def scalar_operand(number: Any) -> Array | None:
     """int32[1]: of a layer, or of a bound of a mask; or None where there is none."""
     return None if number is None else jnp.asarray(number, jnp.int32).reshape(1)
+
+
+def whole_sequences(problem: Any) -> Any:
+    """A problem over stacked caches as one over pages, each of which holds a whole sequence; one
+    over pages as it is.
+    """
+    if problem.kind == "paged":
+        return problem
+    rows, pages = problem.capacities[0], problem.sequences
+    return dataclasses.replace(problem, kind="paged", page_size=rows, pages=pages)

@@ -22,7 +22,7 @@ import numpy as np
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.decode.scheduler import ZERO_BYTES, Plan
-from pallas_attn.kernels.lang import threads
+from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.mma import mma_rowmajor
 
 Ref = Any
@@ -62,6 +62,17 @@ class Head(NamedTuple):
     own: Any
     first: Any
     later: Any
+    rows: Any = None  # where rows are packed: of the sequence, and the first of them
+    row: Any = None
+
+
+class Owned(NamedTuple):
+    """Packed rows [first, end) are those of sequences; and which block of how many this is."""
+
+    first: Any
+    end: Any
+    block: Any
+    blocks: Any
 
 
 class _Place(NamedTuple):
@@ -91,30 +102,33 @@ def counters(plan: Plan) -> np.ndarray:
     (Calls of one jitted function inside another still do.) It also keeps XLA from making the zeros
     itself.
     """
-    zeros = ZERO_BYTES // 4 + plan.problem.sequences * plan.heads
+    zeros = ZERO_BYTES // 4 + plan.problem.kv_heads // plan.heads_at_once * plan.lines
     return np.append(np.zeros(zeros, np.int32), np.int32(next(_calls) % 2**31 or 1))
 
 
 def of_no_rows(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Any, Any]:
     """out and lse over a cache without rows: NaN for a sequence that should have some."""
-    rows = (problem.sequences, problem.q_len, problem.q_heads)
     lost = inputs.lengths > 0
     if inputs.new_lengths is not None:
         lost |= inputs.new_lengths < 0
-    lost = lost[:, None, None]
-    out = jnp.where(lost[..., None], jnp.nan, jnp.zeros((*rows, problem.v_head_dim)))
-    lse = jnp.where(lost, jnp.nan, jnp.full((rows[0], rows[2], rows[1]), -jnp.inf))
+    if inputs.starts is not None:  # whether a row is one of a sequence that is lost
+        row = jnp.arange(problem.tokens, dtype=jnp.int32)[:, None]
+        lost = ((inputs.starts[:-1] <= row) & (row < inputs.starts[1:]) & lost).any(axis=1)
+    lost_rows = lost[:, None, None] if inputs.starts is None else lost[:, None]
+    out = jnp.zeros((*problem.out_shape, problem.v_head_dim))
+    out = jnp.where(lost_rows[..., None], jnp.nan, out)
+    lse = jnp.full(problem.lse_shape, -jnp.inf)
+    lse = jnp.where(lost_rows if inputs.starts is None else lost, jnp.nan, lse)
     return out.astype(problem.dtype), lse.astype(jnp.float32)
 
 
 def out_types(plan: Plan) -> tuple[Any, ...]:
     """Of a kernel: out, lse, and the partials (`Results.partial_out`, and so on)."""
     problem, of = plan.problem, jax.ShapeDtypeStruct
-    rows = (problem.sequences, problem.q_len, problem.q_heads)
     partials = (plan.partials, plan.chunk_rows)
     return (
-        of((*rows, problem.v_head_dim), problem.dtype),
-        of((rows[0], rows[2], rows[1]), jnp.float32),
+        of((*problem.out_shape, problem.v_head_dim), problem.dtype),
+        of(problem.lse_shape, jnp.float32),
         (
             of((*partials, problem.v_head_dim), jnp.float32),
             of(partials, jnp.float32),
@@ -170,7 +184,14 @@ class CounterRefs(NamedTuple):
 
 def arrive(thread: threads.Thread, refs: CounterRefs, at: Head, *, plan: Plan) -> None:
     """Counts the block's partial in: `last[0]` becomes 1 where all others are there."""
-    counter = at.sequence * plan.heads + at.head + ZERO_BYTES // 4
+    counter = at.sequence * plan.heads + at.head
+    if at.rows is not None:
+        head, chunk = _head_and_chunk(at, plan)
+        line = at.sequence
+        if plan.chunks > 1:  # chunks of one sequence are followed by those of the next
+            line = line + at.row * plan.group // plan.chunk_rows + chunk
+        counter = head * plan.lines + line
+    counter = counter + ZERO_BYTES // 4
     thread.arrive(refs.counters, counter, at.count, refs.last)
 
 
@@ -296,7 +317,11 @@ def _each_places(
         if across > 1:
             column = column + number % across * LANES
         exists = (row < plan.most_rows) & (column < words)
-        if plan.chunks > 1:
+        if at.rows is not None:
+            query = _head_and_chunk(at, plan)[1] * plan.chunk_rows + row
+            query = row % plan.rows if plan.heads_at_once > 1 else query
+            exists = exists & (query < at.rows * plan.group)
+        elif plan.chunks > 1:
             exists = exists & (at.head % plan.chunks * plan.chunk_rows + row < plan.rows)
         row = thread.minimum(row, plan.most_rows - 1)
         return _Place(row, thread.minimum(column, words - 1), exists)
@@ -309,6 +334,12 @@ def _each_places(
         body([place(thread.index * 0 + number) for number in range(count)])
     else:
         thread.loop(count, [], one)
+
+
+def _head_and_chunk(at: Head, plan: Plan) -> tuple[Any, Any]:
+    """`scheduler.head_and_chunk`, of one thread."""
+    chunks = plan.chunks_of(at.rows, lambda x, y: x // y)
+    return at.head // chunks, at.head % chunks
 
 
 def _of_warps(
@@ -345,8 +376,8 @@ def _write(
 ) -> None:
     """Columns of a row whose keys have all been taken -> out and lse."""
     problem, row = plan.problem, place.row
-    n = at.head % plan.chunks * plan.chunk_rows + row
-    kv_head = at.head // plan.chunks
+    kv_head, chunk = _head_and_chunk(at, plan)
+    n = chunk * plan.chunk_rows + row
     if plan.heads_at_once > 1:
         n, kv_head = row % plan.rows, kv_head * plan.heads_at_once + row // plan.rows
     token, head = n // plan.group, kv_head * plan.group + n % plan.group
@@ -355,7 +386,7 @@ def _write(
     if results.sinks is not None:
         (sink,) = thread.load_floats(results.sinks, head, 1)
     factor, lse = softmax.finish_row(thread, partial.row_max, partial.row_sum, sink)
-    wide = thread.wide(at.sequence) * problem.q_len
+    wide = thread.wide(at.sequence) * problem.q_len if at.row is None else thread.wide(at.row)
     line = (wide + thread.wide(token)) * problem.q_heads + thread.wide(head)
     words = problem.v_head_dim // 4
     values = [x * factor for x in partial.out]
@@ -364,6 +395,36 @@ def _write(
         thread.store_floats(results.out, index, values, place.exists)
     else:
         thread.store_narrow(results.out, index, values, problem.dtype, place.exists)
-    line = (thread.wide(at.sequence) * problem.q_heads + thread.wide(head)) * problem.q_len
+    if at.row is None:
+        line = (thread.wide(at.sequence) * problem.q_heads + thread.wide(head)) * problem.q_len
+    else:
+        line = thread.wide(head) * problem.tokens + thread.wide(at.row)
     first = place.exists & (place.column < 1)
     thread.store_floats(results.lse, line + thread.wide(token), [lse], first)
+
+
+def write_unowned(thread: threads.Thread, refs: Results, at: Owned, *, plan: Plan) -> None:
+    """Packed rows that no sequence owns: out 0, lse -inf."""
+    problem = plan.problem
+    zero, nothing = thread.number(0.0), thread.number(float("-inf"))
+    words = problem.q_heads * problem.v_head_dim // 4
+    count = at.first - at.end + problem.tokens
+
+    def one(i: Any, carry: list) -> list:
+        number = i * at.blocks + at.block
+        row = thread.select(number < at.first, number, number - at.first + at.end)
+        for start in range(0, words, mosaic.THREADS):
+            word = thread.index + start
+            index, inside = thread.wide(row) * words + thread.wide(word), word < words
+            if problem.dtype == "float32":
+                thread.store_floats(refs.out, index, [zero] * 4, inside)
+            else:
+                thread.store_narrow(refs.out, index, [zero] * 4, problem.dtype, inside)
+        for start in range(0, problem.q_heads, mosaic.THREADS):
+            head = thread.index + start
+            index = thread.wide(head) * problem.tokens + thread.wide(row)
+            thread.store_floats(refs.lse, index, [nothing], head < problem.q_heads)
+        return carry
+
+    rows = (count - at.block + at.blocks - 1) // at.blocks
+    thread.loop(rows, [], one)

@@ -11,6 +11,7 @@ from jax import lax
 
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode.scheduler import Plan, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync, mma_tf32
@@ -79,7 +80,7 @@ def scores(ctx: Context, queries: Queries, slot: Scalar) -> Array:
 
 def _positions(plan: Plan, work: WorkTile, tile: Scalar) -> tuple[Any, Any]:
     """Of the queries and the keys of all warps' logits."""
-    split, problem = plan.split, plan.problem
+    split = plan.split
     shape = (ROWS, split.width)
     row, column = mosaic.positions(shape, 0, 0), mosaic.positions(shape, 1, 0)
     warp = row // mma_rowmajor.ROWS
@@ -88,8 +89,8 @@ def _positions(plan: Plan, work: WorkTile, tile: Scalar) -> tuple[Any, Any]:
     query = split.query(own)
     if plan.heads_at_once == 1:
         query = split.row_block(warp) * mma_rowmajor.ROWS + query
-    query = query + lax.rem(work.head, jnp.int32(plan.chunks)) * plan.chunk_rows
-    return work.length - problem.q_len + token_of(plan, query), key
+    query = query + scheduler.head_and_chunk(plan, work)[1] * plan.chunk_rows
+    return work.length - plan.queries_of(work.queries) + token_of(plan, query), key
 
 
 def token_of(plan: Plan, query: Array) -> Array:
@@ -117,7 +118,7 @@ def masked(plan: Plan, work: WorkTile, start: Scalar, given: Any, positions: Any
     """Tiles of logits with -inf where a query does not see a key. `start`: the first key of the
     tile; `positions()` gives those of queries and keys, where some are not seen.
     """
-    mask, begin, count = work.mask, work.length - plan.problem.q_len, plan.tile
+    mask, begin, count = work.mask, work.length - plan.queries_of(work.queries), plan.tile
     lo, hi = mask.kv_full_range(begin, work.length, work.length)
 
     def hidden():

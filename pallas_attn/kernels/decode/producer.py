@@ -146,7 +146,7 @@ def next_tile(ctx: Context, share: Share, position: Position) -> NextTile:
     row = work.tile * plan.tile
     tile = Tile(
         sequence=work.sequence,
-        head=lax.div(work.head, jnp.int32(plan.chunks)),
+        head=scheduler.head_and_chunk(plan, work)[0],
         row=row,
         live=work.length - row,
         slot=slot,
@@ -391,7 +391,10 @@ def prefetch_queries(thread: threads.Thread, q: Ref, at: FirstQuery, plan: Plan)
     if plan.heads_at_once > 1:
         first, n = first + n // plan.rows * plan.group, n % plan.rows
     n = thread.minimum(n, plan.rows - 1)
-    row = thread.wide(first + n // plan.group * problem.q_heads + n % plan.group)
+    row = first + n // plan.group * problem.q_heads + n % plan.group
+    if problem.tokens is not None:  # rows past the sequence's last are another's, or none
+        row = thread.minimum(row, problem.tokens * problem.q_heads - 1)
+    row = thread.wide(row)
     word = thread.minimum(thread.index % lines * 8, row_bytes // 16 - 1)
     thread.prefetch(q, row * (row_bytes // 16) + thread.wide(word), 16)
 

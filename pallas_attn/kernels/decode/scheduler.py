@@ -41,6 +41,7 @@ Scalar = Any
 SMEM_LIMIT = _gpus.shared_memory(_gpus.HOPPER)
 RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
 ZERO_BYTES = 2048  # that lie before the counters in global memory
+FEW_ROWS = 8  # of a kv head: up to so many scores can be folded
 FINE_UNIT = 16  # keys of a unit that is finer than a kv tile
 # A launch has parameters for as many arrays of K and of V; of the others a thread lays out 63.
 MOST_SEQUENCES = 2000
@@ -59,6 +60,9 @@ class WorkTile(NamedTuple):
     head_first_unit: Scalar
     head_units: Scalar
     mask: Mask
+    # Where rows are packed: how many the sequence has, and the first of them.
+    queries: Scalar | None = None
+    row: Scalar | None = None
 
 
 def widest_tile(problem: DecodeProblem) -> int:
@@ -171,9 +175,32 @@ class Plan:
     @property
     def heads(self) -> int:
         """Heads that the scheduler counts: kv heads, or groups of `heads_at_once` of them, each as
-        often as there are q chunks.
+        often as there are q chunks; not so where rows are packed, and sequences differ in that.
         """
-        return self.problem.kv_heads // self.heads_at_once * self.chunks
+        chunks = 1 if self.packed else self.chunks
+        return self.problem.kv_heads // self.heads_at_once * chunks
+
+    @property
+    def packed(self) -> bool:
+        return self.problem.packed
+
+    @property
+    def lines(self) -> int:
+        """q chunks of all sequences, at most."""
+        problem = self.problem
+        if problem.tokens is None or self.chunks == 1:
+            return problem.sequences * self.chunks
+        return -(-problem.tokens * self.group // self.chunk_rows) + problem.sequences
+
+    def chunks_of(self, count: Any, div: Any) -> Any:
+        """q chunks of a sequence; `count`: its query rows, None where all have the same."""
+        if count is None or self.chunks == 1:
+            return self.chunks
+        return div(count * self.group + (self.chunk_rows - 1), self.chunk_rows)
+
+    def queries_of(self, count: Any) -> Any:
+        """Query rows of a sequence."""
+        return self.problem.q_len if count is None else count
 
     @functools.cached_property
     def split(self) -> Split:
@@ -261,12 +288,14 @@ class Plan:
     @property
     def partials(self) -> int:
         if self.problem.batch_invariant:
-            return self.problem.sequences * self.heads * self.most_units
+            return self.problem.kv_heads // self.heads_at_once * self.lines * self.most_units
         return self.partials_a_block * self.grid
 
     @property
     def grid(self) -> int:
         unit = self.tile * self.tiles_a_unit
+        if self.packed:
+            return min(self.config.grid, self.heads * self.lines * self.most_units)
         units = self.heads * sum(max(1, -(-rows // unit)) for rows in self.problem.capacities)
         return min(self.config.grid, units)
 
@@ -289,19 +318,19 @@ class Plan:
         """
         return self.layout.paged and self.problem.mask.bounds_left
 
-    def tiles_of(self, mask: Mask, length: Any, div: Any) -> tuple[Any, Any]:
+    def tiles_of(self, mask: Mask, length: Any, div: Any, count: Any = None) -> tuple[Any, Any]:
         """Tiles [first, end) that hold all keys which some row sees; `length` may be any kind of
-        integer, `div` divides those that are not negative.
+        integer, `div` divides those that are not negative. `count`: as in `chunks_of`.
         """
-        lo, hi = mask.kv_range(length - self.problem.q_len, length, length)
+        lo, hi = mask.kv_range(length - self.queries_of(count), length, length)
         first = 0 if isinstance(lo, int) else div(lo, self.tile)
         return first, div(at_least(hi, 0) + (self.tile - 1), self.tile)
 
-    def units_of(self, mask: Mask, length: Any, div: Any) -> Any:
-        """Units of a head; for `div` see `tiles_of`."""
-        first, end = self.tiles_of(mask, length, div)
+    def units_of(self, mask: Mask, length: Any, div: Any, count: Any = None) -> Any:
+        """Units of a head; for `div` and `count` see `tiles_of`."""
+        first, end = self.tiles_of(mask, length, div, count)
         if self.units_a_tile > 1:
-            _, hi = mask.kv_range(length - self.problem.q_len, length, length)
+            _, hi = mask.kv_range(length - self.queries_of(count), length, length)
             keys = at_least(hi - first * self.tile, 0)
             return at_least(div(keys + (FINE_UNIT - 1), FINE_UNIT), 1) + self.head_overhead
         units = at_least(end - first, 1)
@@ -330,6 +359,8 @@ def dtype_limit(problem: DecodeProblem) -> Limit | None:
 def size_limit(problem: DecodeProblem) -> Limit | None:
     """Why the scheduler cannot count this problem's tiles, pages or sequences, or None."""
     most = sum(capacity // 64 + 1 for capacity in problem.capacities)
+    if problem.packed:  # rows of all sequences, whose q chunks are as many as they or fewer
+        most = (max(problem.capacities) // 64 + 1) * (1 + problem.sequences)
     if most * problem.q_heads * problem.q_len >= 2**31 or max(problem.capacities) >= 2**30:
         return Limit("it counts tiles of keys in 32 bits", "split the sequences over several calls")
     slabs = (problem.layers or 1) * (problem.pages or problem.sequences)
@@ -363,6 +394,16 @@ def deepest(smem_bytes: Callable, problem: DecodeProblem, config: Any, room: int
     return next(fitting, dataclasses.replace(config, stages=2))
 
 
+def by_rows(problem: DecodeProblem) -> tuple[DecodeProblem, DecodeProblem | None]:
+    """A call of packed rows as two: sequences of few rows, for which a launch is as one that
+    decodes a token of each; and the others, if there can be any.
+    """
+    assert problem.tokens is not None
+    few = max(FEW_ROWS * problem.kv_heads // problem.q_heads, 1)
+    rest = dataclasses.replace(problem, fewest=few + 1) if few < problem.tokens else None
+    return dataclasses.replace(problem, q_len=few), rest
+
+
 def at_least(x: Any, bound: int) -> Any:
     return (jnp if isinstance(x, jax.Array) else np).maximum(x, bound)
 
@@ -381,12 +422,15 @@ class Table(NamedTuple):
     lengths: Ref  # int32[plan.table_size]: keys that exist; 0 where rows were lost
     lost: Ref  # int32[plan.table_size]: 1 where rows were dropped and the result is NaN
     bounds: Any = None  # int32[2]: of the mask, where some arrive at run time
+    # Where rows are packed, int32[plan.table_size]:
+    counts: Ref | None = None  # query rows of the sequence that this launch serves
+    rows: Ref | None = None  # the first of them
 
 
 def table_scratch(plan: Plan) -> Table:
-    sums, lengths, lost = (plgpu.SMEM((plan.table_size,), jnp.int32) for _ in range(3))
+    numbers = [plgpu.SMEM((plan.table_size,), jnp.int32)] * (5 if plan.packed else 3)
     bounds = plgpu.SMEM((len(SIDES),), jnp.int32) if plan.problem.mask.arrives else None
-    return Table(sums, lengths, lost, bounds)
+    return Table(*numbers[:3], bounds, *numbers[3:])
 
 
 def mask_of(plan: Plan, table: Table) -> Mask:
@@ -403,11 +447,12 @@ class Lengths(NamedTuple):
     capacities: Ref | None  # where they differ
     mask_left: Ref | None  # int32[1], where the bound arrives at run time
     mask_right: Ref | None
+    starts: Ref | None = None  # int32[M + 1], where rows are packed
 
 
 def lengths_of(inputs: DecodeInputs, capacities: Any) -> Lengths:
     bounds = (cache_layout.scalar_operand(x) for x in (inputs.mask_left, inputs.mask_right))
-    return Lengths(inputs.lengths, inputs.new_lengths, capacities, *bounds)
+    return Lengths(inputs.lengths, inputs.new_lengths, capacities, *bounds, inputs.starts)
 
 
 class TableRefs(NamedTuple):
@@ -439,14 +484,21 @@ def fill_table(
         room = [thread.load(given.capacities, at, 4) for at in within]
     bounds = {side: thread.load(ref, thread.index * 0, 4) for side, ref in bounds_of(given).items()}
     mask = plan.problem.mask.filled(**bounds)
+    rows: list[Any] = [None] * len(asked)
+    if given.starts is not None:
+        rows = [[thread.load(given.starts, at + n, 4) for n in (0, 1)] for at in within]
     meanwhile()
-    for m, length, new, most in zip(places, asked, taken, room, strict=True):
+    counts = [None if each is None else _served(thread, each, plan) for each in rows]
+    for m, length, new, most, count in zip(places, asked, taken, room, counts, strict=True):
         usable_too = (length <= most) & (usable >= 1)
         if new is not None:
             usable_too = usable_too & (thread.select(length >= 1, length, new) >= 0)
         lengths.append(thread.select(usable_too, at_least(length, 0), 0))
         lost.append(thread.select(usable_too, m * 0, 1))
-        units = plan.units_of(mask, lengths[-1], lambda x, y: x // y)
+        units = plan.units_of(mask, lengths[-1], lambda x, y: x // y, count)
+        if count is not None:
+            units = units * plan.chunks_of(count, lambda x, y: x // y)
+            units = thread.select(count >= 1, units, 0)
         units = thread.select(m < plan.problem.sequences, units, 0)
         total = units if total is None else total + units
         sums.append(total)
@@ -455,11 +507,20 @@ def fill_table(
         thread.shared_store(table.sums, m + 1, before + sums[i], mine)
         thread.shared_store(table.lengths, m, lengths[i], mine)
         thread.shared_store(table.lost, m, lost[i], mine)
+        if table.counts is not None:
+            thread.shared_store(table.counts, m, counts[i], mine)
+            thread.shared_store(table.rows, m, rows[i][0], mine)
     thread.shared_store(table.sums, thread.index * 0, thread.index * 0, thread.index < 1)
     for side, bound in bounds.items():
         at = thread.index * 0 + SIDES.index(side)
         thread.shared_store(table.bounds, at, bound, thread.index < 1)
     thread.sync()
+
+
+def _served(thread: threads.Thread, rows: list[Any], plan: Plan) -> Any:
+    """The query rows of a sequence, from [start, end); 0 where another launch serves it."""
+    count, problem = rows[1] - rows[0], plan.problem
+    return thread.select((count >= problem.fewest) & (count <= problem.q_len), count, 0)
 
 
 class Share(NamedTuple):
@@ -493,22 +554,36 @@ def share_of(plan: Plan, table: Table, block_id: Scalar) -> Share:
 
 def sequence_of(plan: Plan, table: Table, unit: Scalar) -> Scalar:
     """The sequence that a unit belongs to."""
+    return last_within(table.sums, plan.problem.sequences - 1, unit, plan.heads)
+
+
+def last_within(sums: Ref, last: int, most: Scalar, times: int = 1) -> Scalar:
+    """The last number up to `last` whose running sum, so many times, is not more than `most`."""
     low = jnp.int32(0)
-    last = plan.problem.sequences - 1
     for bit in reversed(range(last.bit_length())):
         at = low + (1 << bit)
-        inside = table.sums[jnp.minimum(at, last)] * plan.heads <= unit
+        sum_at = sums[jnp.minimum(at, last)]
+        inside = (sum_at if times == 1 else sum_at * times) <= most
         low = jnp.where((at <= last) & inside, at, low)
     return low
 
 
 def work_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) -> WorkTile:
     """The block's work that begins at `unit`, which is one of sequence m or of the next."""
-    m = jnp.minimum(
-        m + (unit >= table.sums[m + 1] * plan.heads).astype(jnp.int32), plan.problem.sequences - 1
-    )
+    count = row = None
+    if table.counts is not None and table.rows is not None:
+        m = sequence_of(plan, table, unit)  # there may be sequences without a unit in between
+        count, row = table.counts[m], table.rows[m]
+    else:
+        m = jnp.minimum(
+            m + (unit >= table.sums[m + 1] * plan.heads).astype(jnp.int32),
+            plan.problem.sequences - 1,
+        )
     start = table.sums[m]
-    units = jnp.maximum(table.sums[m + 1] - start, 1)  # 0 only past the end of the line
+    units = table.sums[m + 1] - start
+    if count is not None and plan.chunks > 1:
+        units = _div(units, jnp.maximum(plan.chunks_of(count, _div), 1))
+    units = jnp.maximum(units, 1)  # 0 only past the end of the line
     within = unit - start * plan.heads
     head = _div(within, units)
     skipped = within - head * units
@@ -516,7 +591,7 @@ def work_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) -> 
     if plan.problem.batch_invariant:
         taken = jnp.minimum(taken, 1)
     length, mask = table.lengths[m], mask_of(plan, table)
-    first, end = plan.tiles_of(mask, length, _div)
+    first, end = plan.tiles_of(mask, length, _div, count)
     end = jnp.maximum(end, first + 1)
     tile = first + skipped * plan.tiles_a_unit
     stop = tile + taken * plan.tiles_a_unit
@@ -536,7 +611,16 @@ def work_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) -> 
         head_first_unit=unit - skipped,
         head_units=units,
         mask=mask,
+        queries=count,
+        row=row,
     )
+
+
+def head_and_chunk(plan: Plan, work: WorkTile) -> tuple[Scalar, Scalar]:
+    """The kv head of a work tile, or the group of `heads_at_once`; and its q chunk."""
+    chunks = plan.chunks_of(work.queries, _div)
+    chunks = jnp.int32(chunks) if isinstance(chunks, int) else jnp.maximum(chunks, 1)
+    return lax.div(work.head, chunks), lax.rem(work.head, chunks)
 
 
 class FirstQuery(NamedTuple):
@@ -547,9 +631,12 @@ class FirstQuery(NamedTuple):
 
 
 def first_query(plan: Plan, work: WorkTile) -> FirstQuery:
-    head = lax.div(work.head, jnp.int32(plan.chunks)) * (plan.heads_at_once * plan.group)
+    head, chunk = head_and_chunk(plan, work)
+    head = head * (plan.heads_at_once * plan.group)
+    if work.row is not None:
+        return FirstQuery(work.row * plan.problem.q_heads + head, chunk * plan.chunk_rows)
     first = work.sequence * (plan.problem.q_len * plan.problem.q_heads) + head
-    return FirstQuery(first, lax.rem(work.head, jnp.int32(plan.chunks)) * plan.chunk_rows)
+    return FirstQuery(first, chunk * plan.chunk_rows)
 
 
 def first_unit_of(plan: Plan, table: Table, share: Share, m: Scalar) -> Scalar:
@@ -583,7 +670,7 @@ def partials_of(plan: Plan, share: Share, work: WorkTile, block_id: Scalar) -> P
     first = share.block_of(work.head_first_unit)
     last = work.head_units - 1
     if plan.units_a_tile > 1:
-        tiles_before, end = plan.tiles_of(work.mask, work.length, _div)
+        tiles_before, end = plan.tiles_of(work.mask, work.length, _div, work.queries)
         last = jnp.maximum(end - tiles_before - 1, 0) * plan.units_a_tile
     last = share.block_of(work.head_first_unit + last)
     return Partials(last - first + 1, 2 * block_id + begins, 2 * first + 1, 2 * first)

@@ -352,7 +352,8 @@ def _queries(ctx: Context, work: WorkTile) -> Queries:
     """
     plan, problem = ctx.plan, ctx.plan.problem
     first, sizes = scheduler.first_query(plan, work), (problem.q_heads, plan.group)
-    rows = mma_rowmajor.Queries(ctx.refs.q, *first, plan.rows, *sizes, problem.head_dim)
+    last = None if problem.tokens is None else problem.tokens * problem.q_heads - 1
+    rows = mma_rowmajor.Queries(ctx.refs.q, *first, plan.rows, *sizes, problem.head_dim, last)
     if problem.quantized:
         return Queries(*mma_rowmajor.float16_queries(rows, plan.split))
     if plan.is_float32:
@@ -366,7 +367,8 @@ def _epilogue(
 ) -> None:
     """The warps' partials -> the result, or a partial in global memory."""
     plan, smem = ctx.plan, ctx.smem
-    at = combine.Head(work.sequence, work.head, smem.table.lost[work.sequence], *partials)
+    lost = smem.table.lost[work.sequence]
+    at = combine.Head(work.sequence, work.head, lost, *partials, work.queries, work.row)
     row_sum, acc = state.row_sum.sum(axis=1), state.acc
     if plan.folded:
         row_sum = mma_sync.reduce_folded(row_sum, "sum")
@@ -416,6 +418,11 @@ def _kernel(
     threads.each_thread(start, _StartRefs(refs.given, smem), usable)
     share = scheduler.share_of(plan, smem.table, block_id)
     results = Results(out, lse, *partials, refs.counters, refs.sinks)
+    if refs.given.starts is not None and plan.problem.fewest == 1:
+        program = functools.partial(combine.write_unowned, plan=plan)
+        last = plan.problem.sequences
+        ends = refs.given.starts[0], refs.given.starts[last]
+        threads.each_thread(program, results, combine.Owned(*ends, block_id, jnp.int32(plan.grid)))
     ctx = Context(plan, refs, smem)
     pl.when(share.first < share.end)(lambda: _mainloop(ctx, results, share, block_id))
 
@@ -424,22 +431,54 @@ def _kernel(
 
 
 def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
-    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
+    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N, Hv]
+    and [N, tokens].
+    """
     if scheduler.has_no_rows(problem):
         return combine.of_no_rows(inputs, problem)
-    return _launch(inputs, combine.counters(Plan(problem, config)), problem, config)
+    if not problem.packed:
+        return launch(inputs, problem, config)
+    few, rest = scheduler.by_rows(problem)
+    own = dataclasses.replace(_of_few(few, type(config)), overlaps=config.overlaps)
+    results = launch(inputs, few, own)
+    return results if rest is None else launch(inputs, rest, config, results)
+
+
+def _of_few(few: DecodeProblem, kind: Any) -> Any:
+    """The Config for sequences of few packed rows; of one alone where it may not depend on others.
+    Fewer stages change no bits.
+    """
+    one = few
+    if few.batch_invariant:
+        one = dataclasses.replace(few, sequences=1, capacities=(8192,), batch_invariant=False)
+    config, room = kind.default(one), _gpus.shared_memory(few.gpu)
+    while smem_bytes(few, config) > room and config.stages > config.fewest_stages:
+        config = dataclasses.replace(config, stages=config.stages - 1)
+    return config
+
+
+def launch(
+    inputs: DecodeInputs, problem: DecodeProblem, config: Config, into: Any = None
+) -> tuple[Array, Array]:
+    """One launch. Of packed rows, those of sequences that the problem asks for, and 0 for rows that
+    no sequence owns; anything for the rest, or what `into` has.
+    """
+    return _launch(inputs, combine.counters(Plan(problem, config)), into, problem, config)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def _launch(
-    inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: Config
+    inputs: DecodeInputs, counters: Array, into: Any, problem: DecodeProblem, config: Config
 ) -> tuple[Array, Array]:
-    """Jitted, so that a model of many layers traces it once."""
+    """Jitted, so that a model of many layers traces it once. `into`: results of other rows, where
+    these go too.
+    """
     plan = Plan(problem, config)
     refs = producer.refs_of(inputs, counters, plan)
+    out_type = combine.out_types(plan)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=combine.out_types(plan),
+        out_type=out_type if into is None else out_type[2:],
         scratch_types=(scratch(plan),),
         grid=(plan.grid,),
         grid_names=("block",),
@@ -448,5 +487,9 @@ def _launch(
         ),
         kernel_name="decode_sm90" if plan.bulk else "decode_sm80",
     )
-    out, lse, _ = kernel(refs)
-    return out, lse
+    if into is None:
+        out, lse, _ = kernel(refs)
+        return out, lse
+    out, lse = (jax.new_ref(x) for x in into)
+    kernel(refs, out, lse)
+    return jax.freeze(out), jax.freeze(lse)

@@ -33,6 +33,7 @@ from pallas_attn.kernels.decode.combine import Results
 from pallas_attn.kernels.decode.mainloop import TileAt
 from pallas_attn.kernels.decode.producer import Memory, Position, Refs
 from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, WorkTile
+from pallas_attn.kernels.decode_mla import packed
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.threads import Word
@@ -74,6 +75,7 @@ class Config:
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
         """As many bytes in flight as there is room for."""
+        problem = packed.of_rows(problem)
         grid = _gpus.multiprocessors(problem.gpu)
         sizes = [(64, n) for n in (6, 5, 4, 3, 2)] + [(32, n) for n in (3, 2, 1)]
         choices = [cls(tile=tile, stages=stages, grid=grid) for tile, stages in sizes]
@@ -82,6 +84,9 @@ class Config:
 
 def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
+    if (refused := packed.limit(problem)) is not None:
+        return refused
+    problem = packed.of_rows(problem)
     refused = (
         _rows_limit(problem) or scheduler.dtype_limit(problem) or scheduler.size_limit(problem)
     )
@@ -152,6 +157,7 @@ def scratch(plan: LatentPlan) -> Smem:
 
 
 def smem_bytes(problem: DecodeProblem, config: Any) -> int:
+    problem = packed.of_rows(problem)
     return scheduler.smem_bytes(scratch(LatentPlan(problem, config)))
 
 
@@ -365,9 +371,13 @@ def _kernel(
 
 
 def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
-    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
+    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N, Hv]
+    and [N, tokens].
+    """
     if scheduler.has_no_rows(problem):
         return combine.of_no_rows(inputs, problem)
+    if problem.packed:
+        return packed.run(lambda inputs, one: run(inputs, one, config), inputs, problem)
     return _launch(inputs, combine.counters(LatentPlan(problem, config)), problem, config)
 
 

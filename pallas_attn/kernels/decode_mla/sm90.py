@@ -47,8 +47,8 @@ from pallas_attn.kernels.decode.combine import Results
 from pallas_attn.kernels.decode.mainloop import ROWS
 from pallas_attn.kernels.decode.scheduler import Plan, Table, WorkTile
 from pallas_attn.kernels.decode_mla import combine as mla_combine
+from pallas_attn.kernels.decode_mla import packed, sm90_few_rows
 from pallas_attn.kernels.decode_mla import producer as mla_producer
-from pallas_attn.kernels.decode_mla import sm90_few_rows
 from pallas_attn.kernels.decode_mla.combine import base_of
 from pallas_attn.kernels.decode_mla.plan import P_SLOTS, V_WARPGROUPS, LatentPlan, member_of
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, Refs, each_thread
@@ -89,7 +89,7 @@ class Config:
         """As many bytes in flight as there is room for; and so many blocks that all have as much to
         do, where a few less than there are multiprocessors have.
         """
-        most = cls().grid
+        problem, most = packed.of_rows(problem), cls().grid
         heads = problem.sequences * _plan_of(problem, cls()).chunks
         few = range(most, most - most // 16, -1)
         grid = next((n for n in few if heads % n == 0 or n % heads == 0), most)
@@ -98,6 +98,9 @@ class Config:
 
 def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
+    if (refused := packed.limit(problem)) is not None:
+        return refused
+    problem = packed.of_rows(problem)
     return scheduler.dtype_limit(problem) or _rows_limit(problem) or scheduler.size_limit(problem)
 
 
@@ -200,6 +203,7 @@ def _plan_of(problem: DecodeProblem, config: Config) -> Plan:
 
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
+    problem = packed.of_rows(problem)
     if _few(problem):
         return sm90_few_rows.smem_bytes(problem, config)
     return scheduler.smem_bytes(scratch(LatentPlan(problem, config)))
@@ -611,9 +615,13 @@ def _kernel(  # noqa: PLR0913
 
 
 def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
-    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
+    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N, Hv]
+    and [N, tokens].
+    """
     if scheduler.has_no_rows(problem):
         return combine.of_no_rows(inputs, problem)
+    if problem.packed:
+        return packed.run(lambda inputs, one: run(inputs, one, config), inputs, problem)
     launch = sm90_few_rows.launch if _few(problem) else _launch
     return launch(inputs, combine.counters(_plan_of(problem, config)), problem, config)
 

@@ -145,6 +145,7 @@ class Queries(NamedTuple):
     step: int
     group: int
     dim: int
+    last: int | None = None  # the last row of all, where `rows` is only a bound
 
 
 def queries(at: Queries, split: Split) -> Array:
@@ -225,6 +226,8 @@ def rows_of_lane(
         row = start + n // group * step + n % group
         if split.heads is not None:
             row = row + split.row_block(warp) * group
+        if at.last is not None:
+            row = row._with(arith.minsi, at.last)
         starts.append(in_64_bits(row) * (at.dim * itemsize // 16))
     return lane, starts
 
@@ -235,7 +238,8 @@ def rows_of_twin(first: Sequence[Any], at: Queries, split: Split) -> np.ndarray:
     block, n = split.row_block(n // ROWS), first[1] + n % ROWS
     head = 0 if split.heads is None else block * group
     n = np.minimum(n + (block * ROWS if split.heads is None else 0), rows - 1)
-    return first[0] + head + n // group * step + n % group
+    row = first[0] + head + n // group * step + n % group
+    return row if at.last is None else np.minimum(row, at.last)
 
 
 def in_64_bits(x: Int) -> Int:

@@ -25,7 +25,7 @@ FOUR = 4  # columns of a lane
 
 def _row(thread: threads.Thread, refs: Any, block: Any, plan: Plan) -> None:
     """The partials of one query row and head -> that row of the result."""
-    (accs, row_maxes, row_sums, out, lse, sinks), problem = refs, plan.problem
+    (accs, row_maxes, row_sums, out, lse, sinks, starts), problem = refs, plan.problem
     zero, nothing = thread.number(0.0), thread.number(float("-inf"))
     lane = thread.index % LANES
     number = block * threads.WARPS + thread.index // LANES
@@ -34,12 +34,18 @@ def _row(thread: threads.Thread, refs: Any, block: Any, plan: Plan) -> None:
     q_head, row = row % problem.q_heads, row // problem.q_heads
     token, m = row % problem.q_len, row // problem.q_len
     kv_head, within = q_head // problem.group, q_head % problem.group
+    to_token, heads, tiles_before = token, kv_head, 0
+    if starts is not None:
+        token, tiles_before, served = _own_row(thread, starts, token, plan)
+        own = (*own, served)
+    else:
+        heads = m * problem.kv_heads + kv_head
     tile = token // plan.head_rows * plan.head_chunks + within // plan.tile_heads
-    line = (m * problem.kv_heads + kv_head) * plan.padded_wg_tiles + tile
+    line = heads * plan.partial_tiles[1] + tile + tiles_before
     line = line * ROWS + within % plan.tile_heads * plan.head_rows + token % plan.head_rows
 
     splits = plan.config.splits
-    lines = problem.batch * problem.kv_heads * plan.padded_wg_tiles * ROWS
+    lines = plan.partial_tiles[0] * plan.partial_tiles[1] * ROWS
     exists = lane < splits
     place = thread.wide(thread.minimum(lane, splits - 1)) * lines + thread.wide(line)
     (row_max,) = thread.load_floats(row_maxes, place, 1)
@@ -54,11 +60,10 @@ def _row(thread: threads.Thread, refs: Any, block: Any, plan: Plan) -> None:
         (sink,) = thread.load_floats(sinks, q_head, 1)
     factor, value = softmax.finish_row(thread, highest, thread.warp_sum(weight * row_sum), sink)
     to = (thread.wide(m) * problem.q_heads + thread.wide(q_head)) * problem.q_len
-    thread.store_floats(
-        lse, to + thread.wide(token), [value], functools.reduce(operator.and_, own, lane < 1)
-    )
+    store = functools.reduce(operator.and_, own, lane < 1)
+    thread.store_floats(lse, to + thread.wide(to_token), [value], store)
 
-    to = (thread.wide(m) * problem.q_len + thread.wide(token)) * problem.q_heads
+    to = (thread.wide(m) * problem.q_len + thread.wide(to_token)) * problem.q_heads
     to = to + thread.wide(q_head)
     for first in range(0, problem.v_head_dim, LANES * FOUR):
         column = lane + first // FOUR
@@ -79,23 +84,52 @@ def _row(thread: threads.Thread, refs: Any, block: Any, plan: Plan) -> None:
         thread.store_narrow(out, index, values, problem.dtype, inside)
 
 
+def _own_row(thread: threads.Thread, starts: Any, token: Any, plan: Plan) -> tuple[Any, Any, Any]:
+    """Of a packed row: which of its sequence's it is, the warpgroup tiles of the sequences before,
+    and whether the sequence's rows were split at all. Each lane looks at some sequences.
+    """
+    lane, last, none = thread.index % LANES, plan.problem.batch, -(2**30)
+
+    def some(i: Any, carry: list) -> list:
+        first, end, tiles = carry  # the latest start up to the row, the next (negative), q tiles
+        at = i * LANES + lane
+        exists = at <= last
+        start = thread.load(starts, thread.minimum(at, last), 4)
+        after = thread.load(starts, thread.minimum(at + 1, last), 4)
+        begun, count = exists & (start <= token), after - start
+        first = thread.maximum(first, thread.select(begun, start, none))
+        end = thread.maximum(end, thread.select(exists & (start > token), start * -1, none))
+        over = exists & (after <= token) & (count >= plan.cache.fewest)
+        mine = thread.select(over, plan.q_tiles_of(count, lambda x, y: x // y), 0)
+        return [first, end, tiles + mine]
+
+    zero = lane * 0
+    carry = thread.loop(last // LANES + 1, [zero + none, zero + none, zero], some)
+    first, end = (thread.most_of_lanes(x, LANES) for x in carry[:2])
+    tiles = thread.total_of_lanes(carry[2]) * plan.config.warpgroups
+    served = (first >= 0) & (end > none) & (end * -1 - first >= plan.cache.fewest)
+    return thread.select(served, token - first, 0), tiles, served
+
+
 def _kernel(refs: Any, out: Any, lse: Any, *, plan: Plan) -> None:
-    *partial, sinks = refs
+    *partial, sinks, starts = refs
     program = functools.partial(_row, plan=plan)
-    threads.each_thread(program, (*partial, out, lse, sinks), lax.axis_index("block"))
+    threads.each_thread(program, (*partial, out, lse, sinks, starts), lax.axis_index("block"))
 
 
-def run(plan: Plan, partial: Any, sinks: Any) -> tuple[Any, Any]:
-    """partial: accumulators [splits, M, K, warpgroup tiles, 64, Hv], row maxima and row sums
-    without the last axis. Gives out [M, t, N, Hv], and lse [M, N, t].
+def run(plan: Plan, partial: Any, refs: Any, into: Any = None) -> tuple[Any, Any]:
+    """partial: accumulators [splits, *Plan.partial_tiles, 64, Hv], row maxima and row sums without
+    the last axis. Gives out [M, t, N, Hv], and lse [M, N, t]; of packed rows, `into` with these
+    rows in it.
     """
     problem, of = plan.problem, jax.ShapeDtypeStruct
+    out_type = (
+        of((problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim), problem.dtype),
+        of((problem.batch, problem.q_heads, problem.q_len), jnp.float32),
+    )
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=(
-            of((problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim), problem.dtype),
-            of((problem.batch, problem.q_heads, problem.q_len), jnp.float32),
-        ),
+        out_type=out_type if into is None else (),
         grid=(-(-plan.rows // threads.WARPS),),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(
@@ -103,4 +137,9 @@ def run(plan: Plan, partial: Any, sinks: Any) -> tuple[Any, Any]:
         ),
         kernel_name="prefill_combine",
     )
-    return kernel((*partial, sinks))
+    operands = (*partial, refs.sinks, refs.starts)
+    if into is None:
+        return kernel(operands)
+    out, lse = (jax.new_ref(x) for x in into)
+    kernel(operands, out, lse)
+    return jax.freeze(out), jax.freeze(lse)

@@ -39,7 +39,7 @@ class Plan(attention_plan.Plan):
             gpu=problem.gpu,
             dtype=problem.dtype,
             batch=problem.sequences,
-            q_len=problem.q_len,
+            q_len=problem.q_len if problem.tokens is None else problem.tokens,
             kv_len=max(problem.capacities),
             q_heads=problem.q_heads,
             kv_heads=problem.kv_heads,
@@ -86,23 +86,61 @@ class Plan(attention_plan.Plan):
         return pl.cdiv(self.wg_tiles, self.config.warpgroups)
 
     @property
+    def packed(self) -> bool:
+        return self.cache is not None and self.cache.packed
+
+    def wg_tiles_of(self, count: Any, div: Any) -> Any:
+        """`wg_tiles` of a sequence of `count` packed rows; `div` divides."""
+        return div(count + (self.head_rows - 1), self.head_rows) * self.head_chunks
+
+    def q_tiles_of(self, count: Any, div: Any) -> Any:
+        """`q_tiles` of it."""
+        warpgroups = self.config.warpgroups
+        return div(self.wg_tiles_of(count, div) + (warpgroups - 1), warpgroups)
+
+    @property
+    def lane_sequences(self) -> int:
+        """Sequences that each lane of a warp counts."""
+        return pl.cdiv(self.problem.batch, 32)
+
+    @property
+    def table_size(self) -> int:
+        """Entries of the table of running sums, the first of which is 0."""
+        return 32 * self.lane_sequences + 1
+
+    @property
+    def partial_tiles(self) -> tuple[int, int]:
+        """What partials are stored by, and how many warpgroup tiles each has: sequence and kv head;
+        of packed rows the kv head, with the q tiles of all sequences, of which there are never more
+        than if each had one beside those of all rows.
+        """
+        if not self.packed:
+            return self.problem.batch * self.problem.kv_heads, self.padded_wg_tiles
+        most = (self.wg_tiles // self.config.warpgroups) + 1
+        chunks = self.problem.batch * (self.head_chunks // self.config.warpgroups + 2)
+        return self.problem.kv_heads, (most + chunks) * self.config.warpgroups
+
+    @property
     def padded_wg_tiles(self) -> int:
         return self.q_tiles * self.config.warpgroups
 
     @property
     def rows(self) -> int:
         """Of the result: query rows of all heads."""
-        return self.problem.batch * self.problem.q_len * self.problem.q_heads
+        sequences = 1 if self.packed else self.problem.batch
+        return sequences * self.problem.q_len * self.problem.q_heads
 
     @property
     def units(self) -> int:
-        """Work units: a q tile and one part of its keys."""
+        """Work units: a q tile and one part of its keys. Not of packed rows, whose number is known
+        at run time.
+        """
         problem = self.problem
         return problem.batch * problem.kv_heads * self.q_tiles * self.config.splits
 
     @property
     def grid(self) -> int:
-        return min(self.config.grid, self.units)
+        return self.config.grid if self.packed else min(self.config.grid, self.units)
 
     @functools.cached_property
     def parts(self) -> frozenset[str]:

@@ -41,6 +41,8 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, softmax, tma_operands
 from pallas_attn.kernels.attention.plan import ROWS, Context, Span
 from pallas_attn.kernels.attention.score_mod import Rows, Tile
+from pallas_attn.kernels.decode import scheduler
+from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_fwd.sm90 import (
     BARRIERS,
     SMEM_LIMIT,
@@ -51,7 +53,7 @@ from pallas_attn.kernels.flash_fwd.sm90 import (
 )
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.prefill import combine
+from pallas_attn.kernels.prefill import combine, packed_rows
 from pallas_attn.kernels.prefill.plan import BLOCKS, Plan
 
 # Of a thread, by consumer warpgroups: (consumer, producer). A producer that looks up pages, or
@@ -92,6 +94,8 @@ class Config:
         """The number of consumers and of splits that should take the least time where all sequences
         are full, and as many stages as there is room for.
         """
+        if problem.tokens is not None:  # few others change much
+            problem = cache_layout.of_one_sequence(problem)
         return fastest(functools.partial(Plan.of, problem), max(problem.capacities))
 
 
@@ -146,7 +150,10 @@ def limit(problem: DecodeProblem) -> Limit | None:
         )
     if problem.shared_kv or problem.batch_invariant:
         return Limit("it takes no latent cache and no batch_invariant", "leave implementation=None")
-    if problem.q_len * (problem.q_heads // problem.kv_heads) <= FEW_ROWS:
+    group = problem.q_heads // problem.kv_heads
+    if problem.packed and scheduler.by_rows(problem)[1] is None:
+        return Limit("few packed rows are decoded in one launch", "leave implementation=None")
+    if not problem.packed and problem.q_len * group <= FEW_ROWS:
         return Limit("few query rows are faster without it", "leave implementation=None")
     if (refused := tma_operands.dims_limit(problem)) is not None:
         return refused
@@ -188,6 +195,9 @@ class Smem(NamedTuple):
     ready: Any  # barriers, one an entry of the ring
     free: Any
     landed: Any  # a barrier: the value tile that the length cuts is there
+    # Where rows are packed:
+    sums: Any = None  # int32: `packed_rows.Tiles`
+    counted: Any = None  # a barrier: they are there
     kv_ids: Any = None  # segments, which the mainloop asks for
 
 
@@ -196,16 +206,19 @@ def scratch(plan: Plan) -> Smem:
     config, dtype, barrier = plan.config, plan.problem.dtype, plgpu.Barrier
     q_tiles, ring = config.q_slots * config.warpgroups, (config.stages, config.block_kv)
     out = (config.warpgroups, ROWS, plan.v_swizzle // 2)
+    copies, packed = barrier(num_barriers=q_tiles, num_arrivals=plan.tile_heads), plan.packed
     return Smem(
         q=mosaic.swizzled((q_tiles, ROWS, plan.k_width), dtype, plan.k_swizzle),
         k=mosaic.swizzled((*ring, plan.k_width), dtype, plan.k_swizzle),
         v=mosaic.swizzled((*ring, plan.v_width), dtype, plan.v_swizzle),
-        out=mosaic.swizzled(out, dtype, plan.v_swizzle),
+        out=None if packed else mosaic.swizzled(out, dtype, plan.v_swizzle),
         lost=plgpu.SMEM((config.warpgroups,), jnp.int32),
-        q_ready=barrier(num_barriers=q_tiles, num_arrivals=plan.tile_heads),
+        q_ready=None if packed else copies,
         ready=barrier(num_barriers=config.stages, num_arrivals=2 * plan.copies),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         landed=barrier(num_barriers=1, num_arrivals=plan.copies),
+        sums=packed_rows.sum_type(plan) if packed else None,
+        counted=barrier(num_barriers=1, num_arrivals=1) if packed else None,
     )
 
 
@@ -220,7 +233,7 @@ def bytes_of(plan: Plan) -> int:
 class Refs(NamedTuple):
     """Global memory."""
 
-    q: Any  # [M, t, N, H]
+    q: Any  # [M, t, N, H]; packed [tokens, N, H]
     k: tuple[Any, ...]  # in the form of `Layout.view`: of each sequence, or one of all
     v: tuple[Any, ...]
     lengths: Any  # int32[M]
@@ -233,6 +246,7 @@ class Refs(NamedTuple):
     mask_right: Any
     q_offset: Any = None  # int32[M]: of contiguous keys, as the next
     q_lengths: Any = None  # int32[M]
+    starts: Any = None  # int32[M + 1], where rows are packed
     results: tuple[Any, ...] = ()  # written: out and lse, or partials
     units: Any = None  # powers of 2, which the mainloop asks for
 
@@ -250,6 +264,11 @@ class Unit(NamedTuple):
     tile: Tile
     span: Span  # kv tiles; lo == hi where there is none
     bad: Any  # whether the result is NaN: too long, never extended, or no such layer
+    # Where rows are packed: the first of the sequence, how many it has, and the unit's q tile
+    # among those of all sequences.
+    first: Any = None
+    count: Any = None
+    line: Any = None
 
 
 def _divided(n: Any, by: int) -> tuple[Any, Any]:
@@ -259,20 +278,33 @@ def _divided(n: Any, by: int) -> tuple[Any, Any]:
 def _unit_of(ctx: Context, number: Any) -> Unit:
     plan, refs = ctx.plan, ctx.refs
     problem, config = plan.problem, plan.config
-    head, rest = _divided(number, plan.q_tiles * config.splits)
-    split, q_tile = _divided(rest, plan.q_tiles)
-    q_tile = plan.q_tiles - 1 - q_tile  # the last rows see most
-    m, kv_head = _divided(head, problem.kv_heads)
+    q_tiles: Any = plan.q_tiles
+    q_len: Any = problem.q_len
+    packed = {}
+    if plan.packed:
+        m = _sequence_of(ctx, number)
+        before, first = ctx.smem.sums[m], refs.starts[m]
+        q_tiles = jnp.maximum(ctx.smem.sums[m + 1] - before, 1)  # 0 only where there is no unit
+        q_len = refs.starts[m + 1] - first
+        number = number - before * (problem.kv_heads * config.splits)
+    head, rest = _divided(number, q_tiles * config.splits)
+    split, q_tile = _divided(rest, q_tiles)
+    q_tile = q_tiles - 1 - q_tile  # the last rows see most
+    if plan.packed:
+        kv_head = head
+        packed = {"first": first, "count": q_len, "line": before + q_tile}
+    else:
+        m, kv_head = _divided(head, problem.kv_heads)
     length, bad = _keys_of(plan, refs, m)
     first = lax.div(q_tile * config.warpgroups, jnp.int32(plan.head_chunks))
-    last = jnp.minimum((q_tile + 1) * config.warpgroups, plan.wg_tiles) - 1
+    last = jnp.minimum((q_tile + 1) * config.warpgroups, _wg_tiles(plan, q_len)) - 1
     last = lax.div(last, jnp.int32(plan.head_chunks))
     row = first * plan.head_rows
-    q_len = refs.q_lengths[m] if plan.has("q_lengths") else problem.q_len
+    q_len = refs.q_lengths[m] if plan.has("q_lengths") else q_len
     rows = jnp.minimum((last + 1) * plan.head_rows, q_len) - row
     q_offset: Any = problem.q_offset
     if plan.cache is not None:
-        q_offset = length - problem.q_len
+        q_offset = length - q_len
     elif plan.has("q_offset"):
         q_offset = refs.q_offset[m]
     mask = plan.mask_of(refs, m if plan.cache is None else 0)
@@ -285,7 +317,7 @@ def _unit_of(ctx: Context, number: Any) -> Unit:
         lo = jnp.minimum(span.lo + split * part, span.hi)
         span = span._replace(lo=lo, hi=jnp.minimum(lo + part, span.hi))
     tile = Tile(m, kv_head, row, q_offset, q_len, length, mask)
-    return Unit(m, kv_head, q_tile, split, tile, span, bad)
+    return Unit(m, kv_head, q_tile, split, tile, span, bad, **packed)
 
 
 def _keys_of(plan: Plan, refs: Refs, m: Any) -> tuple[Any, Any]:
@@ -304,9 +336,32 @@ def _keys_of(plan: Plan, refs: Refs, m: Any) -> tuple[Any, Any]:
     return length, bad
 
 
-def _units_of(plan: Plan, block_id: Any) -> Any:
+def _wg_tiles(plan: Plan, count: Any) -> Any:
+    """Warpgroup tiles of a kv head of a sequence that has `count` query rows."""
+    if not plan.packed:
+        return plan.wg_tiles
+    return plan.wg_tiles_of(count, lambda x, y: lax.div(x, jnp.int32(y)))
+
+
+def _sequence_of(ctx: Context, number: Any) -> Any:
+    """The sequence of a unit of packed rows."""
+    plan, sums = ctx.plan, ctx.smem.sums
+    tile = lax.div(number, jnp.int32(plan.problem.kv_heads * plan.config.splits))
+    return scheduler.last_within(sums, plan.problem.batch - 1, tile)
+
+
+def _all_units(ctx: Context) -> Any:
+    """How many units there are."""
+    plan, problem = ctx.plan, ctx.plan.problem
+    if not plan.packed:
+        return plan.units
+    return ctx.smem.sums[problem.batch] * (problem.kv_heads * plan.config.splits)
+
+
+def _units_of(ctx: Context, block_id: Any) -> Any:
     """How many units a block has."""
-    return lax.div(plan.units - block_id + (plan.grid - 1), jnp.int32(plan.grid))
+    plan = ctx.plan
+    return lax.div(_all_units(ctx) - block_id + (plan.grid - 1), jnp.int32(plan.grid))
 
 
 class WgTile(NamedTuple):
@@ -320,11 +375,20 @@ class WgTile(NamedTuple):
 
 
 def _wg_tile_of(plan: Plan, unit: Unit, wg: Any) -> WgTile:
-    number = unit.q_tile * plan.config.warpgroups + wg
-    row_block, chunk = _divided(jnp.minimum(number, plan.wg_tiles - 1), plan.head_chunks)
+    number, wg_tiles = unit.q_tile * plan.config.warpgroups + wg, _wg_tiles(plan, unit.count)
+    row_block, chunk = _divided(jnp.minimum(number, wg_tiles - 1), plan.head_chunks)
     first, group = chunk * plan.tile_heads, plan.problem.group
     head = unit.kv_head * group + first
-    return WgTile(number, number < plan.wg_tiles, head, group - first, row_block * plan.head_rows)
+    there, row = number < wg_tiles, row_block * plan.head_rows
+    if plan.packed:
+        number = unit.line * plan.config.warpgroups + wg
+    return WgTile(number, there, head, group - first, row)
+
+
+def _place_of(plan: Plan, unit: Unit, own: WgTile) -> packed_rows.Place:
+    """Where the rows of a consumer lie, where rows are packed."""
+    heads = jnp.where(own.there, jnp.minimum(own.heads_left, plan.tile_heads), 0)
+    return packed_rows.Place(unit.first + own.row, unit.count - own.row, own.head, heads)
 
 
 # ---- producer: one warpgroup, which loads K and V -----------------------------------------------
@@ -367,7 +431,7 @@ def _produce(ctx: Context, block_id: Any) -> None:
 
         return lax.fori_loop(0, jnp.where(tiles > 0, tiles + 1, 0), entry, count)
 
-    lax.fori_loop(0, _units_of(plan, block_id), one_unit, jnp.int32(0))
+    lax.fori_loop(0, _units_of(ctx, block_id), one_unit, jnp.int32(0))
 
 
 def _arrive(barrier: Any, times: int) -> None:
@@ -475,6 +539,9 @@ def _load_q(ctx: Context, unit: Unit, wg: Any, slot: Any) -> None:
     """The rows of a consumer: of each of its query heads, so many query rows."""
     plan, refs, smem = ctx
     own, rows = _wg_tile_of(plan, unit, wg), plan.head_rows
+    if plan.packed:
+        packed_rows.load(refs.q, smem.q, slot, _place_of(plan, unit, own), plan)
+        return
     for n in range(plan.tile_heads):
         head = jnp.minimum(own.head + n, plan.problem.q_heads - 1)
         columns = mosaic.columns(refs.q, 0, plan.k_width, head)
@@ -486,13 +553,20 @@ def _load_q(ctx: Context, unit: Unit, wg: Any, slot: Any) -> None:
 def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
     """A consumer warpgroup: every unit of its block."""
     plan, smem = ctx.plan, ctx.smem
-    config, units = plan.config, _units_of(plan, block_id)
+    config, units = plan.config, _units_of(ctx, block_id)
 
     def q_slot(i):
         return wg if config.q_slots == 1 else wg + (i & 1) * config.warpgroups
 
     def load_q(i):
-        unit = _unit_of(ctx, jnp.minimum(block_id + i * plan.grid, plan.units - 1))
+        last = _all_units(ctx) - 1
+        last = jnp.maximum(last, 0) if plan.packed else last
+        unit = _unit_of(ctx, jnp.minimum(block_id + i * plan.grid, last))
+        if plan.packed:  # also where there is none: groups of copies are counted
+            plgpu.commit_smem()  # by now all warps have read what lies there
+            none = jnp.where(i < units, unit.count, 0)
+            _load_q(ctx, unit._replace(count=none), wg, q_slot(i))
+            return
         pl.when(i < units)(lambda: _load_q(ctx, unit, wg, q_slot(i)))
 
     load_q(jnp.int32(0))
@@ -503,7 +577,10 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
         if config.q_slots > 1:
             load_q(i + 1)
         q = q_slot(i)
-        plgpu.barrier_wait(smem.q_ready.at[q])
+        if plan.packed:
+            packed_rows.wait(config.q_slots - 1)
+        else:
+            plgpu.barrier_wait(smem.q_ready.at[q])
         rows = Rows(unit.tile, own.row, wg, unit.span, q)
 
         def some(slot):
@@ -518,7 +595,8 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
             load_q(i + 1)
         if plan.has("q_lengths"):
             result = _live_rows(plan, unit, own, result)
-        epilogue = _store_partial if config.splits > 1 else _store
+        whole = _store_packed if plan.packed else _store
+        epilogue = _store_partial if config.splits > 1 else whole
         end = Ending(unit, own, wg, jnp.where(lost, jnp.nan, 0.0))
         pl.when(own.there)(lambda: epilogue(ctx, end, result))
         return slot
@@ -553,7 +631,10 @@ def _live_rows(plan: Plan, unit: Unit, own: WgTile, result: Result) -> Result:
 def _store_partial(ctx: Context, end: Ending, result: Result) -> None:
     """The accumulator, the row max and the row sum, for `combine`."""
     accs, row_maxes, row_sums = ctx.refs.results
-    at = (end.unit.split, end.unit.m, end.unit.kv_head, end.own.number)
+    head = end.unit.kv_head
+    if not ctx.plan.packed:
+        head = head + end.unit.m * ctx.plan.problem.kv_heads
+    at = (end.unit.split, head, end.own.number)
     mosaic.store(accs.at[at], result.acc)
     mosaic.store(row_maxes.at[at], result.row_max)
     mosaic.store(row_sums.at[at], result.row_sum.sum(axis=1) + end.spoil)
@@ -568,6 +649,20 @@ def _row_sinks(ctx: Context, own: WgTile) -> Any:
         sink = sinks[jnp.minimum(own.head + n, plan.problem.q_heads - 1)]
         found = jnp.where(head == n, mosaic.broadcast_scalar(sink, (ROWS,)), found)
     return found
+
+
+def _store_packed(ctx: Context, end: Ending, result: Result) -> None:
+    """`_store` of packed rows, which may begin anywhere."""
+    plan, (out, lse_of_rows) = ctx.plan, ctx.refs.results
+    place = _place_of(plan, end.unit, end.own)
+    sink = None if ctx.refs.sinks is None else _row_sinks(ctx, end.own)
+    factor, lse = softmax.finish(result.row_max, result.row_sum, sink)
+    packed_rows.store_numbers(lse + end.spoil, lse_of_rows, place, plan)
+    acc = result.acc * mosaic.broadcast_rows(factor + end.spoil, result.acc.shape)
+    width = plan.v_swizzle // 2
+    for column in range(0, plan.v_width, width):
+        part = lax.slice(acc, (0, column), (ROWS, column + width)).astype(plan.problem.dtype)
+        packed_rows.store(part, out, column, place, plan)
 
 
 def _store(ctx: Context, end: Ending, result: Result) -> None:
@@ -601,6 +696,8 @@ def _kernel(refs: Refs, *rest: Any, plan: Plan) -> None:
     *results, smem = rest
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     ctx = Context(plan, refs._replace(results=tuple(results)), smem)
+    if plan.packed:
+        _count_tiles(ctx, wg)
     produce = functools.partial(_produce, ctx, block_id)
     consume = functools.partial(_consume, ctx, block_id, wg)
     consumers = plan.config.warpgroups
@@ -609,26 +706,54 @@ def _kernel(refs: Refs, *rest: Any, plan: Plan) -> None:
     mosaic.share_registers(wg, consumers, produce, consume, *registers)
 
 
+def _count_tiles(ctx: Context, wg: Any) -> None:
+    """The q tiles of each sequence, by one warpgroup for all."""
+    plan, refs, smem = ctx
+
+    @pl.when(wg == 0)
+    def _():
+        count = functools.partial(packed_rows.count_tiles, plan=plan)
+        tiles = packed_rows.Tiles(refs.starts, smem.sums)
+        mosaic.each_thread(count, tiles, (), threads.WarpgroupThread())
+        plgpu.barrier_arrive(smem.counted)
+
+    plgpu.barrier_wait(smem.counted)
+
+
 def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Any, Any]:
-    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
-    return _launch(inputs, problem, config)
+    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N, Hv]
+    and [N, tokens]: sequences of few rows by decoding, the others by this kernel, which leaves
+    those alone.
+    """
+    if not problem.packed:
+        return _launch(inputs, None, problem, config)
+    few, rest = scheduler.by_rows(problem)
+    results = decode_sm90.launch(inputs, few, decode_sm90.Config.default(few))
+    return _launch(inputs, results, rest, config)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
-def _launch(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Any, Any]:
-    """Jitted, so that a model of many layers traces it once."""
+def _launch(
+    inputs: DecodeInputs, into: Any, problem: DecodeProblem, config: Config
+) -> tuple[Any, Any]:
+    """Jitted, so that a model of many layers traces it once. `into`: where rows are packed, the
+    results of the others.
+    """
     plan = Plan.of(problem, config)
-    return launch(plan, _refs(plan, inputs))
+    return launch(plan, _refs(plan, inputs), into)
 
 
-def launch(plan: Plan, refs: Refs) -> tuple[Any, Any]:
-    """The results of `run`."""
+def launch(plan: Plan, refs: Refs, into: Any = None) -> tuple[Any, Any]:
+    """The results of `run`; of packed rows in `into`, which has the others."""
     problem, config = plan.problem, plan.config
     of, tiles = jax.ShapeDtypeStruct, (problem.batch, problem.kv_heads, plan.padded_wg_tiles)
+    results: tuple[Any, ...]
     if config.splits > 1:
-        slots = (config.splits, *tiles, ROWS)
+        slots = (config.splits, *plan.partial_tiles, ROWS)
         shapes = ((*slots, plan.v_width), slots, slots)
         results = tuple(of(shape, jnp.float32) for shape in shapes)
+    elif plan.packed:
+        results = ()
     else:
         out = of((*refs.q.shape[:3], problem.v_head_dim), problem.dtype)
         results = (out, of((*tiles, ROWS), jnp.float32))
@@ -644,7 +769,11 @@ def launch(plan: Plan, refs: Refs) -> tuple[Any, Any]:
         kernel_name="prefill_sm90",
     )
     if config.splits > 1:
-        return combine.run(plan, kernel(refs), refs.sinks)
+        return combine.run(plan, kernel(refs), refs, into)
+    if into is not None:
+        written = [jax.new_ref(x) for x in into]
+        kernel(refs, *written)
+        return jax.freeze(written[0]), jax.freeze(written[1])
     out, lse = kernel(refs)
     return out[:, : problem.q_len], _in_rows(plan, lse)
 
@@ -669,7 +798,7 @@ def _refs(plan: Plan, inputs: DecodeInputs) -> Refs:
         return tuple(layout.view(x) for x in (arrays if layout.separate else (arrays,)))
 
     return Refs(
-        q=tma_operands.for_tma(inputs.q),
+        q=inputs.q if plan.packed else tma_operands.for_tma(inputs.q),
         k=views(inputs.k_cache),
         v=views(inputs.v_cache),
         lengths=inputs.lengths,
@@ -680,4 +809,5 @@ def _refs(plan: Plan, inputs: DecodeInputs) -> Refs:
         sinks=None if inputs.sinks is None else inputs.sinks.astype(jnp.float32),
         mask_left=cache_layout.scalar_operand(inputs.mask_left),
         mask_right=cache_layout.scalar_operand(inputs.mask_right),
+        starts=inputs.starts,
     )

@@ -1,0 +1,100 @@
+"""Packed rows over latent caches: each row as a sequence of its own, which has the pages of the one
+that it belongs to and ends where the row stands. All heads of a row share a pass over its keys,
+which is most of what there is to share; rows of one sequence read them again, mostly from L2.
+
+A stacked cache is one of pages that hold a whole sequence each.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import cache_layout
+
+Array = Any
+
+ROWS_AT_ONCE = 512  # of a launch, which has room for their lengths in shared memory
+
+
+def limit(problem: DecodeProblem) -> Limit | None:
+    """Why rows cannot be sequences of their own, or None."""
+    if not problem.packed:
+        return None
+    if cache_layout.layout_of(problem).separate:
+        return Limit(
+            "packed rows over separate arrays of latent rows", "use a StackedCache or a PagedCache"
+        )
+    _, end = problem.mask.kv_range(0, 1, 2)
+    if end > 1:
+        return Limit(
+            "packed latent rows and a mask that shows them later keys", "use a causal mask"
+        )
+    return None
+
+
+def of_rows(problem: DecodeProblem) -> DecodeProblem:
+    """The problem of one launch; itself where rows are not packed."""
+    if problem.tokens is None:
+        return problem
+    rows, capacity = min(problem.tokens, ROWS_AT_ONCE), max(problem.capacities)
+    whole = cache_layout.whole_sequences(problem)
+    return dataclasses.replace(
+        whole, sequences=rows, q_len=1, tokens=None, capacities=(capacity,) * rows
+    )
+
+
+def run(
+    launch: Callable[[DecodeInputs, DecodeProblem], tuple[Array, Array]],
+    inputs: DecodeInputs,
+    problem: DecodeProblem,
+) -> tuple[Array, Array]:
+    """out [tokens, N, Hv] and lse [N, tokens] by as many launches as it takes."""
+    one, outs, lses = of_rows(problem), [], []
+    own = _sequences_of_rows(inputs, problem)
+    for first in range(0, problem.tokens or 0, one.sequences):
+        here = slice(first, first + one.sequences)
+        part = own._replace(
+            q=own.q[here],
+            lengths=own.lengths[here],
+            page_table=own.page_table[here],
+            new_lengths=own.new_lengths[here],
+        )
+        rows = part.q.shape[0]
+        sizes = dataclasses.replace(one, sequences=rows, capacities=one.capacities[:rows])
+        out, lse = launch(part, sizes)
+        outs.append(out[:, 0])
+        lses.append(lse[:, :, 0].T)
+    return jnp.concatenate(outs), jnp.concatenate(lses, axis=1)
+
+
+def _sequences_of_rows(inputs: DecodeInputs, problem: DecodeProblem) -> Any:
+    """The inputs of a call where each packed row is a sequence."""
+    starts: Any = inputs.starts
+    last, capacity = problem.sequences - 1, max(problem.capacities)
+    at = jnp.arange(problem.tokens, dtype=jnp.int32)
+    owner = (starts[None] <= at[:, None]).sum(axis=1, dtype=jnp.int32) - 1
+    owned = (owner >= 0) & (owner <= last)
+    owner = jnp.clip(owner, 0, last)
+    length, new = inputs.lengths, inputs.new_lengths
+    lost, table = length > capacity, inputs.page_table
+    if table is None:
+        table = jnp.arange(last + 1, dtype=jnp.int32)[:, None]
+    else:
+        entry = jnp.arange(table.shape[1], dtype=jnp.int32) * (problem.page_size or 1)
+        missing = (table < 0) | (table >= problem.pages)
+        lost = lost | (missing & (entry[None] < length[:, None])).any(axis=1)
+    if new is not None:
+        lost = lost | ((length < 1) & (new < 0))
+    end = jnp.maximum(length[owner] - (starts[owner + 1] - 1 - at), 0)
+    end = jnp.where(lost[owner], capacity + 1, end)
+    return inputs._replace(
+        q=inputs.q[:, None],
+        lengths=jnp.where(owned, end, 0),
+        page_table=table[owner],
+        new_lengths=jnp.zeros_like(at),
+        starts=None,
+    )

@@ -1,0 +1,187 @@
+"""Packed rows of a warpgroup's tile, between global memory and where matmuls have them. Sequences
+begin at any row, and TMA moves only rows that begin at a multiple of 8; so threads move them: query
+rows by cp.async, 16 bytes at a time, to where swizzled shared memory has them; results as they lie
+in registers. Nothing is read or written of a row that is not the sequence's own.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from pallas_attn.kernels.attention.plan import ROWS
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import Int
+from pallas_attn.kernels.lang.threads import Word
+from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR, inline
+
+Ref = Any
+Scalar = Any
+
+
+class Place(NamedTuple):
+    """Where a tile's rows lie: row r is query head `head` + r // head_rows, if below `heads`, and
+    query row `row` + r % head_rows, if that is one of `live`.
+    """
+
+    row: Scalar
+    live: Scalar
+    head: Scalar
+    heads: Scalar
+
+
+def load(q: Ref, to: Ref, slot: Scalar, at: Place, plan: Any) -> None:
+    """Asks for the tile's rows of q [tokens, N, H] in slot `slot` of `to`, zeros where there are
+    none. They are there when `wait` says so.
+    """
+    width, swizzle, head_rows = plan.k_width, plan.k_swizzle, plan.head_rows
+    (_, q_heads, dim), chunks, across = q.shape, width // 8, swizzle // 16
+
+    def code(q, to, slot, at):
+        thread = threads.WarpgroupThread()
+        slot, at = _int_of(slot), Place(*map(_int_of, at))
+        for first in range(0, ROWS * chunks, mosaic.THREADS):
+            number = thread.index + first
+            row, chunk = number // chunks, number % chunks
+            own, head = row % head_rows, row // head_rows
+            there = (own < at.live) & (head < at.heads) & (chunk < dim // 8)
+            token = thread.select(there, at.row + own, 0)
+            head = thread.select(there, at.head + head, 0)
+            source = (thread.wide(token) * q_heads + thread.wide(head)) * (dim // 8)
+            source = source + thread.wide(thread.select(there, chunk, 0))
+            # Tiles of 8 rows and a swizzle's columns; in them 16 bytes lie as TMA would put them.
+            tile = row // 8 * (chunks // across) + chunk // across
+            place = (tile * 8 + row % 8) * across + chunk % across
+            moved = place // 8 & (across - 1)
+            place = place + moved - (place & moved) * 2  # exclusive or
+            thread.copy_async(Word(to, slot * (ROWS * chunks) + place), Word(q, source), there)
+        thread.commit_copies()
+
+    def twin(q, to, slot, at):
+        row, live, head, heads = map(int, at)
+        tile = np.zeros((ROWS, width), to.dtype)
+        for r in range(ROWS):
+            if r % head_rows < live and r // head_rows < heads:
+                tile[r, :dim] = q[row + r % head_rows, head + r // head_rows]
+        to[int(slot)] = tile
+
+    tiled: Any = plgpu.TilingTransform
+    swizzled: Any = plgpu.SwizzleTransform
+    room = plgpu.RefType(transforms=(tiled((8, swizzle // 2)), swizzled(swizzle)))
+    inline(code, twin, (q, to, slot, tuple(at)), (REF, room, SCALAR, (SCALAR,) * 4), None)
+
+
+def wait(left: int) -> None:
+    """Until what this warpgroup asked for is there, but for the last `left` times."""
+
+    def code():
+        threads.Thread().wait_copies(left)
+
+    inline(code, lambda: None, (), (), None)
+    plgpu.commit_smem()
+
+
+def store(tile: Any, to: Ref, column: int, at: Place, plan: Any) -> None:
+    """The tile's rows, of 16-bit numbers, to columns of `to` [tokens, N, Hv] from `column` on."""
+    (_, q_heads, dim), (_, width), head_rows = to.shape, tile.shape, plan.head_rows
+
+    def code(tile, to, at):
+        thread = threads.WarpgroupThread()
+        at, lane = Place(*map(_int_of, at)), thread.index % 32
+        starts = _rows_of_thread(thread, at, head_rows)
+        lines = [
+            (thread.wide(token) * q_heads + thread.wide(head)) * (dim // 2)
+            + thread.wide(lane % 4 + column // 2)
+            for token, head, _ in starts
+        ]
+        for n, register in enumerate(tile.registers.flat):
+            half, beside = n % 2, n // 2 * 8
+            if column + beside < dim:
+                word = Int(llvm.bitcast(ir.IntegerType.get_signless(32), register))
+                thread.store(to, lines[half] + beside // 2, word, 4, starts[half][2])
+
+    def twin(tile, to, at):
+        some = min(width, dim - column)
+        for r, token, head in _rows_of_twin(at, head_rows):
+            to[token, head, column : column + some] = tile[r, :some]
+
+    inline(code, twin, (tile, to, tuple(at)), (mosaic.TILE, REF, (SCALAR,) * 4), None)
+
+
+def store_numbers(rows: Any, to: Ref, at: Place, plan: Any) -> None:
+    """A float32 for each of the tile's rows, to `to` [N, tokens]."""
+    tokens, head_rows = to.shape[1], plan.head_rows
+
+    def code(rows, to, at):
+        thread = threads.WarpgroupThread()
+        at, first = Place(*map(_int_of, at)), thread.index % 4 < 1
+        for register, (token, head, exists) in zip(
+            rows.registers.flat, _rows_of_thread(thread, at, head_rows), strict=True
+        ):
+            if isinstance(register.type, ir.VectorType):
+                register = vector.extract(register, [], [0])
+            index = thread.wide(head) * tokens + thread.wide(token)
+            thread.store_floats(to, index, [threads.Float(register)], exists & first)
+
+    def twin(rows, to, at):
+        for r, token, head in _rows_of_twin(at, head_rows):
+            to[head, token] = rows[r]
+
+    inline(code, twin, (rows, to, tuple(at)), (mosaic.ROW, REF, (SCALAR,) * 4), None)
+
+
+def _int_of(scalar: Any) -> Int:
+    return Int(scalar.registers.item())
+
+
+def _rows_of_thread(thread: threads.Thread, at: Place, head_rows: int) -> list[tuple]:
+    """Query row, head and whether it exists, of the two rows of a result that a thread has."""
+    found = []
+    for half in (0, 8):
+        row = thread.index // 32 * 16 + thread.index % 32 // 4 + half
+        own, head = row % head_rows, row // head_rows
+        exists = (own < at.live) & (head < at.heads)
+        found.append((at.row + own, at.head + head, exists))
+    return found
+
+
+def _rows_of_twin(at: Any, head_rows: int) -> list[tuple[int, int, int]]:
+    row, live, head, heads = map(int, at)
+    return [
+        (r, row + r % head_rows, head + r // head_rows)
+        for r in range(ROWS)
+        if r % head_rows < live and r // head_rows < heads
+    ]
+
+
+class Tiles(NamedTuple):
+    """What `count_tiles` reads, and what it writes."""
+
+    starts: Ref  # int32[M + 1]
+    sums: Ref  # int32[plan.table_size]: q tiles of a kv head in the sequences before this one
+
+
+def count_tiles(thread: threads.Thread, refs: Tiles, at: Any, *, plan: Any) -> None:
+    """The running sum of the sequences' q tiles, by one warp."""
+    del at
+    lane, mine, each = thread.index % 32, thread.index < 32, plan.lane_sequences
+    last, total, sums = plan.problem.batch - 1, thread.index * 0, []
+    for place in [lane * each + i for i in range(each)]:
+        m = thread.minimum(place, last)
+        count = thread.load(refs.starts, m + 1, 4) - thread.load(refs.starts, m, 4)
+        tiles = plan.q_tiles_of(count, lambda x, y: x // y)
+        served = (count >= plan.cache.fewest) & (place <= last)
+        total = total + thread.select(served, tiles, 0)
+        sums.append(total)
+    before = thread.running_sum(total) - total
+    for i, some in enumerate(sums):
+        thread.shared_store(refs.sums, lane * each + (i + 1), before + some, mine)
+    thread.shared_store(refs.sums, lane * 0, lane * 0, thread.index < 1)
+    thread.sync()
+
+
+def sum_type(plan: Any) -> Any:
+    return plgpu.SMEM((plan.table_size,), jnp.int32)
