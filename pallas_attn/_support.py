@@ -73,7 +73,8 @@ _BOUNDS = ("mask_left", "mask_right")
 _ALTERNATE = mask_fn(lambda b, h, q, kv: (q ^ kv) & 1 == 0)
 _DISTANCE = score_fn(lambda s, b, h, q, kv: s - (q - kv))
 _ARRAYS = ("q_offset", "q_lengths", "kv_lengths", "sinks")
-_ATTENTION_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
+_ATTENTION_PACKED: dict[str, Any] = {"tokens": 2112, "q_len": 2112}
+_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
     "dtype": _DTYPES,
     'float32, precision="highest"': ({"dtype": "float32", "precision": "highest"},),
     "head dim": tuple(
@@ -122,6 +123,7 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
         "head dim": tuple({"head_dim": n, "v_head_dim": n} for n in (1, 64, 72, 128, 256)),
         "rows of several layers": ({"layers": 32},),
         "ragged chunks": ({"new_rows": 64, "ragged": True},),
+        "packed rows": ({"new_rows": 64, "packed": True},),
         "one array alone": ({"v_head_dim": None},),
         "rotary, norm": ({"change": Change(128, eps=1e-6, pairs=64, positions=1024)},),
     },
@@ -147,6 +149,15 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
         "head dim": tuple({"head_dim": n, "v_head_dim": n} for n in (64, 72, 96, 128, 192, 256)),
         "query heads a kv head": tuple({"q_heads": 8 * n} for n in (1, 4, 7, 8)),
         "tokens at once": tuple({"q_len": n} for n in (1, 4, 64)),
+        "packed rows": (_PACKED,),
+        "packed rows over a quantised cache": tuple(
+            {"cache_dtype": name, "quantized": True} | _PACKED
+            for name in ("int8", "float8_e4m3fn", "float8_e5m2")
+        ),
+        "packed rows, V within K": (
+            {"head_dim": 576, "v_head_dim": 512, "kv_heads": 1, "q_heads": 16, "shared_kv": True}
+            | _PACKED,
+        ),
         "window": ({"mask": sliding_window(128)},),
         "window at run time": ({"mask": CAUSAL.filled(left=AT_RUN_TIME)},),
         "softcap": ({"softcap": 30.0},),
