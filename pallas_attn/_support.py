@@ -73,8 +73,7 @@ _BOUNDS = ("mask_left", "mask_right")
 _ALTERNATE = mask_fn(lambda b, h, q, kv: (q ^ kv) & 1 == 0)
 _DISTANCE = score_fn(lambda s, b, h, q, kv: s - (q - kv))
 _ARRAYS = ("q_offset", "q_lengths", "kv_lengths", "sinks")
-_ATTENTION_PACKED: dict[str, Any] = {"tokens": 2112, "q_len": 2112}
-_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
+_ATTENTION_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
     "dtype": _DTYPES,
     'float32, precision="highest"': ({"dtype": "float32", "precision": "highest"},),
     "head dim": tuple(
@@ -103,6 +102,7 @@ _ROWS: dict[str, tuple[dict[str, Any], ...]] = {
         {"mask_program": _ALTERNATE.program, "arrays": ("bias",), "bias_shape": _SCORES},
     ),
 }
+_PACKED: dict[str, Any] = {"tokens": 2112, "q_len": 2112}
 _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
     "flash_forward": _ATTENTION_ROWS,
     "flash_backward": _ATTENTION_ROWS,

@@ -428,9 +428,10 @@ class Table(NamedTuple):
 
 
 def table_scratch(plan: Plan) -> Table:
-    numbers = [plgpu.SMEM((plan.table_size,), jnp.int32)] * (5 if plan.packed else 3)
+    numbers = plgpu.SMEM((plan.table_size,), jnp.int32)
+    packed = numbers if plan.packed else None
     bounds = plgpu.SMEM((len(SIDES),), jnp.int32) if plan.problem.mask.arrives else None
-    return Table(*numbers[:3], bounds, *numbers[3:])
+    return Table(numbers, numbers, numbers, bounds, packed, packed)
 
 
 def mask_of(plan: Plan, table: Table) -> Mask:
@@ -451,8 +452,9 @@ class Lengths(NamedTuple):
 
 
 def lengths_of(inputs: DecodeInputs, capacities: Any) -> Lengths:
-    bounds = (cache_layout.scalar_operand(x) for x in (inputs.mask_left, inputs.mask_right))
-    return Lengths(inputs.lengths, inputs.new_lengths, capacities, *bounds, inputs.starts)
+    left, right = (cache_layout.scalar_operand(x) for x in (inputs.mask_left, inputs.mask_right))
+    given = inputs.lengths, inputs.new_lengths
+    return Lengths(*given, capacities, left, right, inputs.starts)
 
 
 class TableRefs(NamedTuple):

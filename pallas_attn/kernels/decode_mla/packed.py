@@ -28,7 +28,8 @@ def limit(problem: DecodeProblem) -> Limit | None:
         return Limit(
             "packed rows over separate arrays of latent rows", "use a StackedCache or a PagedCache"
         )
-    _, end = problem.mask.kv_range(0, 1, 2)
+    mask = problem.mask.filled(**dict.fromkeys(problem.mask.arrives, 2))
+    _, end = mask.kv_range(0, 1, 2)  # a query at 0, of two keys
     if end > 1:
         return Limit(
             "packed latent rows and a mask that shows them later keys", "use a causal mask"
