@@ -238,6 +238,20 @@ def scalar_operand(number: Any) -> Array | None:
     return None if number is None else jnp.asarray(number, jnp.int32).reshape(1)
 
 
+def of_one_sequence(problem: Any) -> Any:
+    """A problem of packed rows as if one sequence, the longest, had all of them."""
+    return dataclasses.replace(
+        problem,
+        kind="stacked",
+        tokens=None,
+        q_len=problem.tokens,
+        sequences=1,
+        capacities=(max(problem.capacities),),
+        page_size=None,
+        pages=None,
+    )
+
+
 def whole_sequences(problem: Any) -> Any:
     """A problem over stacked caches as one over pages, each of which holds a whole sequence; one
     over pages as it is.

@@ -570,11 +570,19 @@ def last_within(sums: Ref, last: int, most: Scalar, times: int = 1) -> Scalar:
     return low
 
 
+def _sequence_from(plan: Plan, table: Table, unit: Scalar, m: Scalar) -> Scalar:
+    """`sequence_of`, mostly m or the next; there may be sequences without a unit in between."""
+    last = plan.problem.sequences - 1
+    near = jnp.minimum(m + (unit >= table.sums[m + 1] * plan.heads).astype(jnp.int32), last)
+    found = unit < table.sums[near + 1] * plan.heads
+    return lax.cond(found, lambda: near, lambda: sequence_of(plan, table, unit))
+
+
 def work_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) -> WorkTile:
     """The block's work that begins at `unit`, which is one of sequence m or of the next."""
     count = row = None
     if table.counts is not None and table.rows is not None:
-        m = sequence_of(plan, table, unit)  # there may be sequences without a unit in between
+        m = _sequence_from(plan, table, unit, m)
         count, row = table.counts[m], table.rows[m]
     else:
         m = jnp.minimum(

@@ -99,7 +99,7 @@ def _own_row(thread: threads.Thread, starts: Any, token: Any, plan: Plan) -> tup
         begun, count = exists & (start <= token), after - start
         first = thread.maximum(first, thread.select(begun, start, none))
         end = thread.maximum(end, thread.select(exists & (start > token), start * -1, none))
-        over = exists & (after <= token) & (count >= plan.cache.fewest)
+        over = exists & (after <= token) & (count >= plan.fewest)
         mine = thread.select(over, plan.q_tiles_of(count, lambda x, y: x // y), 0)
         return [first, end, tiles + mine]
 
@@ -107,7 +107,7 @@ def _own_row(thread: threads.Thread, starts: Any, token: Any, plan: Plan) -> tup
     carry = thread.loop(last // LANES + 1, [zero + none, zero + none, zero], some)
     first, end = (thread.most_of_lanes(x, LANES) for x in carry[:2])
     tiles = thread.total_of_lanes(carry[2]) * plan.config.warpgroups
-    served = (first >= 0) & (end > none) & (end * -1 - first >= plan.cache.fewest)
+    served = (first >= 0) & (end > none) & (end * -1 - first >= plan.fewest)
     return thread.select(served, token - first, 0), tiles, served
 
 

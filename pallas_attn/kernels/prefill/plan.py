@@ -89,6 +89,11 @@ class Plan(attention_plan.Plan):
     def packed(self) -> bool:
         return self.cache is not None and self.cache.packed
 
+    @property
+    def fewest(self) -> int:
+        """Packed rows of a sequence that this launch serves, at least."""
+        return 1 if self.cache is None else self.cache.fewest
+
     def wg_tiles_of(self, count: Any, div: Any) -> Any:
         """`wg_tiles` of a sequence of `count` packed rows; `div` divides."""
         return div(count + (self.head_rows - 1), self.head_rows) * self.head_chunks

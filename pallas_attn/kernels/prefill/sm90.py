@@ -53,7 +53,8 @@ from pallas_attn.kernels.flash_fwd.sm90 import (
 )
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.prefill import combine, packed_rows
+from pallas_attn.kernels.mma import packed_rows
+from pallas_attn.kernels.prefill import combine, tile_count
 from pallas_attn.kernels.prefill.plan import BLOCKS, Plan
 
 # Of a thread, by consumer warpgroups: (consumer, producer). A producer that looks up pages, or
@@ -196,7 +197,7 @@ class Smem(NamedTuple):
     free: Any
     landed: Any  # a barrier: the value tile that the length cuts is there
     # Where rows are packed:
-    sums: Any = None  # int32: `packed_rows.Tiles`
+    sums: Any = None  # int32: `tile_count.Tiles`
     counted: Any = None  # a barrier: they are there
     kv_ids: Any = None  # segments, which the mainloop asks for
 
@@ -217,7 +218,7 @@ def scratch(plan: Plan) -> Smem:
         ready=barrier(num_barriers=config.stages, num_arrivals=2 * plan.copies),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         landed=barrier(num_barriers=1, num_arrivals=plan.copies),
-        sums=packed_rows.sum_type(plan) if packed else None,
+        sums=tile_count.sum_type(plan) if packed else None,
         counted=barrier(num_barriers=1, num_arrivals=1) if packed else None,
     )
 
@@ -282,7 +283,7 @@ def _unit_of(ctx: Context, number: Any) -> Unit:
     q_len: Any = problem.q_len
     packed = {}
     if plan.packed:
-        m = _sequence_of(ctx, number)
+        m = tile_count.sequence_of(ctx, number)
         before, first = ctx.smem.sums[m], refs.starts[m]
         q_tiles = jnp.maximum(ctx.smem.sums[m + 1] - before, 1)  # 0 only where there is no unit
         q_len = refs.starts[m + 1] - first
@@ -341,27 +342,6 @@ def _wg_tiles(plan: Plan, count: Any) -> Any:
     if not plan.packed:
         return plan.wg_tiles
     return plan.wg_tiles_of(count, lambda x, y: lax.div(x, jnp.int32(y)))
-
-
-def _sequence_of(ctx: Context, number: Any) -> Any:
-    """The sequence of a unit of packed rows."""
-    plan, sums = ctx.plan, ctx.smem.sums
-    tile = lax.div(number, jnp.int32(plan.problem.kv_heads * plan.config.splits))
-    return scheduler.last_within(sums, plan.problem.batch - 1, tile)
-
-
-def _all_units(ctx: Context) -> Any:
-    """How many units there are."""
-    plan, problem = ctx.plan, ctx.plan.problem
-    if not plan.packed:
-        return plan.units
-    return ctx.smem.sums[problem.batch] * (problem.kv_heads * plan.config.splits)
-
-
-def _units_of(ctx: Context, block_id: Any) -> Any:
-    """How many units a block has."""
-    plan = ctx.plan
-    return lax.div(_all_units(ctx) - block_id + (plan.grid - 1), jnp.int32(plan.grid))
 
 
 class WgTile(NamedTuple):
@@ -431,7 +411,7 @@ def _produce(ctx: Context, block_id: Any) -> None:
 
         return lax.fori_loop(0, jnp.where(tiles > 0, tiles + 1, 0), entry, count)
 
-    lax.fori_loop(0, _units_of(ctx, block_id), one_unit, jnp.int32(0))
+    lax.fori_loop(0, tile_count.units_of(ctx, block_id), one_unit, jnp.int32(0))
 
 
 def _arrive(barrier: Any, times: int) -> None:
@@ -553,13 +533,13 @@ def _load_q(ctx: Context, unit: Unit, wg: Any, slot: Any) -> None:
 def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
     """A consumer warpgroup: every unit of its block."""
     plan, smem = ctx.plan, ctx.smem
-    config, units = plan.config, _units_of(ctx, block_id)
+    config, units = plan.config, tile_count.units_of(ctx, block_id)
 
     def q_slot(i):
         return wg if config.q_slots == 1 else wg + (i & 1) * config.warpgroups
 
     def load_q(i):
-        last = _all_units(ctx) - 1
+        last = tile_count.all_units(ctx) - 1
         last = jnp.maximum(last, 0) if plan.packed else last
         unit = _unit_of(ctx, jnp.minimum(block_id + i * plan.grid, last))
         if plan.packed:  # also where there is none: groups of copies are counted
@@ -697,27 +677,13 @@ def _kernel(refs: Refs, *rest: Any, plan: Plan) -> None:
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     ctx = Context(plan, refs._replace(results=tuple(results)), smem)
     if plan.packed:
-        _count_tiles(ctx, wg)
+        tile_count.fill(ctx, wg)
     produce = functools.partial(_produce, ctx, block_id)
     consume = functools.partial(_consume, ctx, block_id, wg)
     consumers = plan.config.warpgroups
     simple = not plan.layout.paged and not plan.layout.separate
     registers = (REGISTERS if simple else REGISTERS_OF_TABLES)[consumers]
     mosaic.share_registers(wg, consumers, produce, consume, *registers)
-
-
-def _count_tiles(ctx: Context, wg: Any) -> None:
-    """The q tiles of each sequence, by one warpgroup for all."""
-    plan, refs, smem = ctx
-
-    @pl.when(wg == 0)
-    def _():
-        count = functools.partial(packed_rows.count_tiles, plan=plan)
-        tiles = packed_rows.Tiles(refs.starts, smem.sums)
-        mosaic.each_thread(count, tiles, (), threads.WarpgroupThread())
-        plgpu.barrier_arrive(smem.counted)
-
-    plgpu.barrier_wait(smem.counted)
 
 
 def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Any, Any]:

@@ -1,18 +1,17 @@
 """Packed rows of a warpgroup's tile, between global memory and where matmuls have them. Sequences
 begin at any row, and TMA moves only rows that begin at a multiple of 8; so threads move them: query
 rows by cp.async, 16 bytes at a time, to where swizzled shared memory has them; results as they lie
-in registers. Nothing is read or written of a row that is not the sequence's own.
+in registers. A plan says how query heads and query rows make a tile. Nothing is read or written of
+a row that is not the sequence's own.
 """
 
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-from pallas_attn.kernels.attention.plan import ROWS
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.mosaic import Int
 from pallas_attn.kernels.lang.threads import Word
@@ -20,6 +19,8 @@ from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR, inline
 
 Ref = Any
 Scalar = Any
+
+ROWS = 64  # of a warpgroup's tile
 
 
 class Place(NamedTuple):
@@ -155,33 +156,3 @@ def _rows_of_twin(at: Any, head_rows: int) -> list[tuple[int, int, int]]:
         for r in range(ROWS)
         if r % head_rows < live and r // head_rows < heads
     ]
-
-
-class Tiles(NamedTuple):
-    """What `count_tiles` reads, and what it writes."""
-
-    starts: Ref  # int32[M + 1]
-    sums: Ref  # int32[plan.table_size]: q tiles of a kv head in the sequences before this one
-
-
-def count_tiles(thread: threads.Thread, refs: Tiles, at: Any, *, plan: Any) -> None:
-    """The running sum of the sequences' q tiles, by one warp."""
-    del at
-    lane, mine, each = thread.index % 32, thread.index < 32, plan.lane_sequences
-    last, total, sums = plan.problem.batch - 1, thread.index * 0, []
-    for place in [lane * each + i for i in range(each)]:
-        m = thread.minimum(place, last)
-        count = thread.load(refs.starts, m + 1, 4) - thread.load(refs.starts, m, 4)
-        tiles = plan.q_tiles_of(count, lambda x, y: x // y)
-        served = (count >= plan.cache.fewest) & (place <= last)
-        total = total + thread.select(served, tiles, 0)
-        sums.append(total)
-    before = thread.running_sum(total) - total
-    for i, some in enumerate(sums):
-        thread.shared_store(refs.sums, lane * each + (i + 1), before + some, mine)
-    thread.shared_store(refs.sums, lane * 0, lane * 0, thread.index < 1)
-    thread.sync()
-
-
-def sum_type(plan: Any) -> Any:
-    return plgpu.SMEM((plan.table_size,), jnp.int32)

@@ -1,0 +1,80 @@
+"""Of packed rows: how many q tiles the sequences have, as the blocks of a launch count them."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.decode import scheduler
+from pallas_attn.kernels.lang import mosaic, threads
+
+Ref = Any
+
+
+class Tiles(NamedTuple):
+    """What `count` reads, and what it writes."""
+
+    starts: Ref  # int32[M + 1]
+    sums: Ref  # int32[plan.table_size]: q tiles of a kv head in the sequences before this one
+
+
+def count(thread: threads.Thread, refs: Tiles, at: Any, *, plan: Any) -> None:
+    """The running sum of the sequences' q tiles, by one warp."""
+    del at
+    lane, mine, each = thread.index % 32, thread.index < 32, plan.lane_sequences
+    last, total, sums = plan.problem.batch - 1, thread.index * 0, []
+    for place in [lane * each + i for i in range(each)]:
+        m = thread.minimum(place, last)
+        count = thread.load(refs.starts, m + 1, 4) - thread.load(refs.starts, m, 4)
+        tiles = plan.q_tiles_of(count, lambda x, y: x // y)
+        served = (count >= plan.fewest) & (place <= last)
+        total = total + thread.select(served, tiles, 0)
+        sums.append(total)
+    before = thread.running_sum(total) - total
+    for i, some in enumerate(sums):
+        thread.shared_store(refs.sums, lane * each + (i + 1), before + some, mine)
+    thread.shared_store(refs.sums, lane * 0, lane * 0, thread.index < 1)
+    thread.sync()
+
+
+def sum_type(plan: Any) -> Any:
+    return plgpu.SMEM((plan.table_size,), jnp.int32)
+
+
+def sequence_of(ctx: Context, number: Any) -> Any:
+    """The sequence of a unit of packed rows."""
+    plan, sums = ctx.plan, ctx.smem.sums
+    tile = lax.div(number, jnp.int32(plan.problem.kv_heads * plan.config.splits))
+    return scheduler.last_within(sums, plan.problem.batch - 1, tile)
+
+
+def all_units(ctx: Context) -> Any:
+    """How many units there are."""
+    plan, problem = ctx.plan, ctx.plan.problem
+    if not plan.packed:
+        return plan.units
+    return ctx.smem.sums[problem.batch] * (problem.kv_heads * plan.config.splits)
+
+
+def units_of(ctx: Context, block_id: Any) -> Any:
+    """How many units a block has."""
+    plan = ctx.plan
+    return lax.div(all_units(ctx) - block_id + (plan.grid - 1), jnp.int32(plan.grid))
+
+
+def fill(ctx: Context, wg: Any) -> None:
+    """The q tiles of each sequence, by one warpgroup for all."""
+    plan, refs, smem = ctx
+
+    @pl.when(wg == 0)
+    def _():
+        program = functools.partial(count, plan=plan)
+        tiles = Tiles(refs.starts, smem.sums)
+        mosaic.each_thread(program, tiles, (), threads.WarpgroupThread())
+        plgpu.barrier_arrive(smem.counted)
+
+    plgpu.barrier_wait(smem.counted)
