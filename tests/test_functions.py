@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import _program
+from pallas_attn import _device, _program
 
 B, T, S, N, K, H = 2, 13, 17, 4, 2, 8
 rng = np.random.default_rng(5)
@@ -224,3 +224,21 @@ def test_operations_have_jax_meaning():
             program, _ = _program.trace("f", f, (dtype,) * 2, ())
             got = _program.evaluate(program, (x, y), (), _program.Broadcasting())
             np.testing.assert_allclose(got, f(x, y), rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_refuse_what_they_do_not_derive():
+    q, slopes = jnp.zeros((2, 16, 4, 64), jnp.bfloat16), jnp.ones(4)
+
+    def attend(q, slopes, bias=None, **options):
+        score = pa.score_fn(lambda s, b, h, q, kv, m: s - m[h] * (q - kv), slopes)
+        out = pa.flash_attention(q, q, q, score=score, bias=bias, **options)
+        return out.astype(jnp.float32).sum()
+
+    bias = jnp.zeros((1, 4, 16, 16))
+    with _device.assume("sm90"):
+        assert jax.eval_shape(jax.grad(attend), q, slopes).shape == q.shape
+        with pytest.raises(pa.UnsupportedError, match="no gradient of what score_fn reads"):
+            jax.eval_shape(jax.grad(attend, 1), q, slopes)
+        jax.eval_shape(attend, q, slopes, bias)
+        with pytest.raises(pa.UnsupportedError, match="no gradient of a bias beside functions"):
+            jax.eval_shape(jax.grad(attend), q, slopes, bias)
