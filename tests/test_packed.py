@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import CAUSAL, FULL, PagedCache, PerSequenceCache, StackedCache, sliding_window
+from pallas_attn import (
+    CAUSAL,
+    FULL,
+    PagedCache,
+    PerSequenceCache,
+    StackedCache,
+    _config,
+    sliding_window,
+)
 from tests import budget, subjects
 
 KINDS = ("per_sequence", "stacked", "paged")
@@ -110,7 +118,25 @@ OPTIONS = {
     "softcap": {"softcap": 3.0},
 }
 TURNS = [(kind, name) for kind in KINDS for name in OPTIONS if kind == "paged" or name == "plain"]
-each_subject = pytest.mark.parametrize("subject", subjects.rows("decode"))
+each_subject = pytest.mark.parametrize("subject", subjects.rows("decode", but=("interpreted",)))
+INTERPRETED = [row for row in subjects.ROWS if row.name in ("interpreted", "portable")]
+SOME = [
+    INTERPRETED[0].param("stacked", "plain", id="stacked"),
+    INTERPRETED[1].param("per_sequence", "full_sinks", id="per_sequence"),
+]
+
+
+@pytest.mark.parametrize("subject, kind, name", SOME)
+def test_a_mixture_interpreted(rng, subject, kind, name):
+    _check_mixture(rng, subject, kind, name)
+
+
+@pytest.mark.guards
+def test_split_keys_interpreted(rng):
+    """A chunk whose keys several blocks share, combined into the rows of the others."""
+    few = {"block_kv": 64, "grid": 3, "splits": 2}
+    with _config.forced("prefill_sm90", few):
+        _check_mixture(rng, INTERPRETED[0], "paged", "full_sinks")
 
 
 @each_subject
@@ -119,6 +145,10 @@ def test_a_mixture(rng, subject, kind, name):
     """Prompts, chunks, single tokens and sequences without rows, with NaN past every length and in
     rows that nobody owns.
     """
+    _check_mixture(rng, subject, kind, name)
+
+
+def _check_mixture(rng, subject, kind, name):
     few = "gpu" not in subject.marks
     counts, held = (FEW_COUNTS, FEW_HELD) if few else (COUNTS, HELD)
     one = Mixture(rng, kind, subject.dtype, counts, held)
@@ -148,8 +178,19 @@ STARTS = ((0, 3, 3, 9), (2, 5, 4, 7), (LOW, HIGH, LOW, HIGH), (5, 0, 0, 9), (HIG
           (-3, 1, LOW, 8), (9, 9, 9, 9), (3, HIGH, 4, 5))  # fmt: skip
 
 
-@pytest.mark.parametrize("subject", subjects.rows("append", "decode"))
-@pytest.mark.parametrize("starts", STARTS, ids=str)
+def _of_starts(row):
+    return STARTS[1:2] if row.generation else STARTS
+
+
+@pytest.mark.parametrize(
+    "subject, starts",
+    [
+        row.param(starts, id=str(starts))
+        for row in subjects.ROWS
+        if row.exists("append") and row.exists("decode")
+        for starts in _of_starts(row)
+    ],
+)
 def test_starts_mean_something_over_all_of_int32(rng, subject, starts):
     """Rows of a sequence go behind what it has and see what is before them."""
     tokens, held, kind = 9, (2, 0, 20), KINDS[len(STARTS) % 2 + 1]
@@ -179,6 +220,44 @@ def test_starts_mean_something_over_all_of_int32(rng, subject, starts):
             wanted = budget.attention(arguments, tensor_cores=subject.tensor_cores)
             got = {"out": np.asarray(out)[None, mine], "lse": np.asarray(lse)[None, :, mine]}
             budget.check(got, wanted)
+
+
+@each_subject
+def test_lost_sequences_spoil_their_rows_alone(rng, subject):
+    """One that overflowed, one whose first page is missing, one that was never extended."""
+    held, counts = (70, 5, 0, 40), (1, 30, 3, 20)
+    one = Mixture(rng, "paged", subject.dtype, counts, held)
+    given = one.before, one.q, one.packed(one.k), one.packed(one.v), one.starts
+    cache, *_ = subject.call(append_and_decode, *given)
+    decode = pa.decode_attention_with_lse
+    table = cache.page_table.at[3, 0].set(-2)
+    lengths = cache.lengths.at[1].set(10**6).at[2].set(0)
+    new_lengths = cache.new_lengths.at[2].set(-1)
+    lost = dataclasses.replace(cache, page_table=table, lengths=lengths, new_lengths=new_lengths)
+    out, lse = subject.call(decode, one.q, lost, starts=jnp.asarray(one.starts))
+    one.check(out, lse, subject, but=(1, 2, 3))
+
+
+@each_subject
+def test_bits_do_not_depend_on_the_others(rng, subject):
+    """`batch_invariant`: a sequence of one row and one of 40, among others of other sizes."""
+    held, cache = (60, 33, 0, 90), None
+    results = []
+    for counts in ((1, 0, 40, 2), (1, 23, 40, 0)):
+        one = Mixture(np.random.default_rng(3), "stacked", subject.dtype, counts, held)
+        if cache is None:
+            cache, q, k = one.before, one.q, rng.standard_normal((41, KV_HEADS, DIM))
+        mine = np.r_[one.starts[0], one.starts[2] : one.starts[3]]
+        rows = np.zeros((2 * one.tokens, KV_HEADS, DIM), jnp.dtype(subject.dtype))[: one.tokens]
+        rows[mine] = k.astype(rows.dtype)
+        queries = np.ones((one.tokens, *q.shape[1:]), q.dtype)
+        queries[mine] = k.astype(rows.dtype).repeat(GROUP, axis=1)
+        given = cache, queries, rows, rows, one.starts
+        options = {"batch_invariant": True}
+        _, out, lse = subject.call(append_and_decode, *given, **options)
+        results.append((np.asarray(out)[mine], np.asarray(lse)[:, mine]))
+    for first, second in zip(*results, strict=True):
+        np.testing.assert_array_equal(first, second)
 
 
 def test_rows_that_extend_did_not_take(rng):
