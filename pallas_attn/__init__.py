@@ -6,6 +6,7 @@ Training, in place of `jax.nn.dot_product_attention`:
     dot_product_attention                        the same with jax.nn's signature
     Mask, FULL, CAUSAL, sliding_window           who sees whom
     mask_fn, score_fn                            the same, and what becomes of scores, by functions
+    Context                                      rows split over the devices of a mesh axis
     merge_attention                              results of some keys each, combined
 
 Serving, inside a jitted step, caches updated in place:
@@ -27,6 +28,7 @@ from pallas_attn.attention import (
     flash_attention_with_lse,
 )
 from pallas_attn.cache import KVCache, PagedCache, PerSequenceCache, StackedCache
+from pallas_attn.context import Context
 from pallas_attn.decode import decode_attention, decode_attention_with_lse
 from pallas_attn.errors import Limit, UnsupportedError
 from pallas_attn.masks import CAUSAL, FULL, Mask, MaskFunction, mask_fn, sliding_window
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CAUSAL",
+    "Context",
     "FULL",
     "KVCache",
     "Limit",

@@ -16,6 +16,7 @@ from jax import lax
 
 from pallas_attn import _device
 from pallas_attn._problem import AttentionInputs, AttentionProblem, Change
+from pallas_attn.context import Context
 from pallas_attn.masks import FULL, LONGEST, Mask, MaskFunction, mask_fn, saturated, traced_bound
 from pallas_attn.rotary import RMSNorm, Rotary
 from pallas_attn.scores import ScoreFunction
@@ -36,13 +37,15 @@ def attention(
     segment_ids: Any,
     options: dict[str, Any],
     q_positions: Any = None,
+    shards: int = 1,
 ) -> tuple[AttentionProblem, AttentionInputs]:
     """The problem and the arrays of one flash_attention call; `options` are its remaining arguments
-    by name. `q_positions`: of `AttentionInputs`, which only we make (`packed_attention`).
+    by name. `q_positions`: of `AttentionInputs`, which only we make (`packed_attention`). `shards`:
+    how many devices have as many rows, and lengths are of them all.
     """
     q, k, v = _operands(q, k, v)
     (batch, q_len, q_heads, head_dim), (_, kv_len, kv_heads, v_dim) = q.shape, v.shape
-    scores = (batch, q_heads, q_len, kv_len)
+    scores = (batch, q_heads, q_len, kv_len * shards)
     static_offset, offset = _offset(q_offset, batch)
     q_ids, kv_ids = _segments(segment_ids, batch, q_len, kv_len)
     band, score = options["mask"], _score(options["score"])
@@ -59,8 +62,8 @@ def attention(
         k,
         v,
         offset,
-        _lengths("q_lengths", options["q_lengths"], batch, q_len),
-        _lengths("kv_lengths", options["kv_lengths"], batch, kv_len),
+        _lengths("q_lengths", options["q_lengths"], batch, q_len * shards),
+        _lengths("kv_lengths", options["kv_lengths"], batch, kv_len * shards),
         q_ids,
         kv_ids,
         q_positions,
@@ -261,6 +264,14 @@ def grouped_heads(q_heads: int, kv_heads: int) -> None:
 def float_dtype(name: str, x: jax.Array) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name}: expected a floating-point dtype, got {x.dtype}")
+
+
+def context(value: Any) -> Context | None:
+    if value is None or isinstance(value, Context):
+        return value
+    raise ValueError(
+        f"context: expected a Context, or None where rows are not split, got {value!r}"
+    )
 
 
 def mask(value: Any) -> Mask:

@@ -63,6 +63,10 @@ class Kernel:
             )
         return self._module().limit(problem)
 
+    def shares_keys(self, problem: AttentionProblem) -> bool:
+        shares = getattr(self._module(), "shares_keys", None)
+        return shares is not None and shares(problem)
+
     def run(self, inputs: Any, problem: Problem) -> Any:
         module = self._module()
         config = _config.choose(module, problem)
@@ -254,6 +258,11 @@ def table_of(problem: Problem) -> tuple[Implementation, ...]:
     """Who may take the problem, fastest first."""
     latent = isinstance(problem, DecodeProblem) and problem.shared_kv
     return TABLES["decode_mla" if latent else problem.op]
+
+
+def shares_keys(chosen: Implementation, problem: AttentionProblem) -> bool:
+    """Whether it reads the same k and v for several batch rows (`AttentionProblem.share`)."""
+    return isinstance(chosen, Kernel) and chosen.shares_keys(problem)
 
 
 def check_name(implementation: str | None) -> None:

@@ -21,8 +21,8 @@ class AttentionInputs(NamedTuple):
     """
 
     q: Array  # [B, T, N, H]
-    k: Array  # [B, S, K, H]
-    v: Array  # [B, S, K, Hv]
+    k: Array  # [B, S, K, H]; [B / AttentionProblem.share, S, K, H]
+    v: Array  # [B, S, K, Hv], and so here
     # int32[B], -2**29 .. 2**29; None: AttentionProblem.q_offset, for every row
     q_offset: Array | None = None
     q_lengths: Array | None = None  # int32[B], 0 .. T
@@ -84,6 +84,12 @@ class AttentionProblem:
     scale: float
     softcap: float | None = None
     q_offset: int = 0  # meaningless where inputs.q_offset is given
+    # So many batch rows of q, one after the other, read one batch row of k and v: the parts of a
+    # device's rows that lie apart, each with an offset of its own.
+    share: int = 1
+    # The offsets of those, one tuple for each device, where they are arrays and yet known: none
+    # but these may come.
+    offsets: tuple[tuple[int, ...], ...] = ()
     precision: str | None = None  # None or "highest"
     arrays: tuple[str, ...] = ()  # the optional fields of AttentionInputs that are given, in order
     bias_shape: tuple[int, ...] | None = None

@@ -8,9 +8,10 @@ on every device. Inside `jax.shard_map` and on one device none of this leaves a 
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
@@ -27,11 +28,13 @@ def over_devices(
     outputs: Sequence[Axes],
     free: Sequence[str],
     sums: Sequence[Sequence[str]] = (),
+    begins: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """`run(*arrays)`, split over devices along the free factors where the arrays are.
 
     `run` must take its sizes from the arrays it is handed. `sums`: factors, for each output, that
-    it is a sum over; what the devices have of it is added up along those that are split.
+    it is a sum over; what the devices have of it is added up along those that are split. `begins`:
+    a free factor; where it is split, `run` is handed the number of its first element as well.
     """
     types = [jax.typeof(array) for array in arrays]
     mesh = _explicit_mesh(types)
@@ -47,7 +50,7 @@ def over_devices(
             jax.sharding.reshard(array, NamedSharding(mesh, spec))
             for array, spec in zip(arrays, ins, strict=True)
         ]
-        local = functools.partial(_added, run, sums, places)
+        local = functools.partial(_local, run, sums, places, _axis_of(begins, inputs))
         specs: dict[str, Any] = {"in_specs": ins, "out_specs": outs}
         return jax.shard_map(local, mesh=mesh, **specs, check_vma=False)(*parts)
     run = jax.jit(run)  # which keeps the constants that it makes inside of it
@@ -65,7 +68,8 @@ def over_devices(
             tuple(NamedSharding(mesh, _spec(axes, places)) for axes in many)
             for many in (inputs, outputs)
         )
-        return mesh, functools.partial(_added, sealed, sums, places), outs, ins
+        local = functools.partial(_local, sealed, sums, places, _axis_of(begins, inputs))
+        return mesh, local, outs, ins
 
     sizes = _factor_sizes(arrays, inputs)
     every = [axis for axes in (*inputs, *outputs) for axis in axes]
@@ -134,17 +138,41 @@ def in_32_bits(run: Callable[[Any], Any], inputs: Any) -> Any:
     return jax.tree.unflatten(made[-1], results)
 
 
-def _added(
+class _Axis(NamedTuple):
+    """Where a factor's size is to be seen."""
+
+    factor: str
+    array: int
+    axis: int
+
+
+def _axis_of(factor: str | None, inputs: Sequence[Axes]) -> _Axis | None:
+    found = (n for n, axes in enumerate(inputs) if factor in axes)
+    if factor is None or (array := next(found, None)) is None:
+        return None
+    return _Axis(factor, array, inputs[array].index(factor))
+
+
+def _local(
     run: Callable[..., tuple[jax.Array, ...]],
     sums: Sequence[Sequence[str]],
     places: dict[str, tuple[str, ...]],
+    begins: _Axis | None,
     *arrays: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """One device's part of `run`, its sums added up over the devices."""
+    """One device's part of `run`, its sums added up over the devices: in float32, so that they are
+    rounded once however many devices there are.
+    """
+    if begins is not None and (names := places.get(begins.factor)):
+        size = arrays[begins.array].shape[begins.axis]
+        arrays = (*arrays, jax.lax.axis_index(names) * size)
     results = []
     for result, factors in zip(run(*arrays), sums, strict=True):
         names = tuple(name for factor in factors for name in places.get(factor, ()))
-        results.append(jax.lax.psum(result, names) if names else result)
+        if names:
+            wide = jnp.promote_types(result.dtype, jnp.float32)
+            result = jax.lax.psum(result.astype(wide), names).astype(result.dtype)
+        results.append(result)
     return tuple(results)
 
 
@@ -203,9 +231,9 @@ def _varying(array: jax.Array) -> frozenset[str]:
     return jax.typeof(array).manual_axis_type.varying
 
 
-def varying_like(array: jax.Array, other: jax.Array) -> jax.Array:
-    """The array, said to differ along the mesh axes that the other one differs along."""
-    return _as_varying(array, _varying(other))
+def varying_like(array: jax.Array, *others: jax.Array) -> jax.Array:
+    """The array, said to differ along the mesh axes that any of the others differs along."""
+    return _as_varying(array, frozenset().union(*map(_varying, others)))
 
 
 def gradient_of(array: jax.Array, gradient: jax.Array) -> jax.Array:

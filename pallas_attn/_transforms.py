@@ -98,12 +98,18 @@ def _placed(arrays: dict[str, Array], mapped: list[str]) -> bool:
 
 
 def resized(problem: AttentionProblem, inputs: AttentionInputs) -> AttentionProblem:
-    """The same problem at the sizes of `inputs`."""
+    """The same problem at the sizes of `inputs`, and with those of its optional arrays that are
+    there.
+    """
+    given = inputs.named()
     return dataclasses.replace(
         problem,
         batch=inputs.q.shape[0],
+        q_len=inputs.q.shape[1],
+        kv_len=inputs.k.shape[1],
         q_heads=inputs.q.shape[2],
         kv_heads=inputs.k.shape[2],
+        arrays=tuple(name for name in AttentionInputs._fields[3:] if name in given),
         bias_shape=None if inputs.bias is None else inputs.bias.shape,
         mask_shape=None if inputs.mask_array is None else inputs.mask_array.shape,
     )
@@ -136,20 +142,19 @@ def _fold_into_batch(kernel, problem, inputs, mapped, size: int):
 
 def _folded(arrays: dict[str, Any], mapped: list[str], size: int, batch: int) -> dict[str, Any]:
     """The mapped axis made a part of the batch axis, in every array that has one."""
+    broadcasts = ("bias", "mask_array")  # whose batch axis may be of 1
 
     def fold(name: str, x: Array):
         if name == "sinks" or "_aux" in name:
             return x
         if name in mapped:
-            rest = x.shape[2:]
-            if x.shape[1] != batch:  # a broadcast batch axis of a bias or mask
-                x = jnp.broadcast_to(x, (size, batch, *rest))
-        elif x.shape[0] == 1 and name in ("bias", "mask_array"):
+            if name in broadcasts and x.shape[1] != batch:
+                x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+        elif x.shape[0] == 1 and name in broadcasts:
             return x
         else:
-            rest = x.shape[1:]
-            x = jnp.broadcast_to(x[None], (size, batch, *rest))
-        return x.reshape(size * batch, *rest)
+            x = jnp.broadcast_to(x[None], (size, *x.shape))
+        return x.reshape(size * x.shape[1], *x.shape[2:])
 
     return {name: fold(name, x) for name, x in arrays.items()}
 
@@ -169,6 +174,7 @@ def _attention_axes(problem: AttentionProblem, inputs: AttentionInputs) -> dict[
     if problem.kv_heads == 1:
         heads["q"] = "g"  # every query head reads the one kv head: they split freely
     score_axes = ("b", heads["q"], "t", "s")
+    kv_batch = "b" if problem.share == 1 else "kv_b"
 
     def broadcast_axes(name: str) -> tuple[str, ...]:
         array = getattr(inputs, name)
@@ -179,8 +185,8 @@ def _attention_axes(problem: AttentionProblem, inputs: AttentionInputs) -> dict[
 
     return {
         "q": ("b", "t", heads["q"], "h"),
-        "k": ("b", "s", "k", "h"),
-        "v": ("b", "s", "k", "e"),
+        "k": (kv_batch, "s", "k", "h"),
+        "v": (kv_batch, "s", "k", "e"),
         "q_segment_ids": ("b", "t"),
         "kv_segment_ids": ("b", "s"),
         "q_positions": ("b", "t"),
@@ -204,8 +210,8 @@ def _attention_over_devices(kernel, problem: AttentionProblem, inputs: Attention
     axes = _attention_axes(problem, inputs)
 
     def run(*arrays: Array):
-        local = AttentionInputs.of(dict(zip(given, arrays, strict=True)))
-        return kernel.run(local, resized(problem, local))
+        local = AttentionInputs.of(dict(zip(given, arrays, strict=False)))
+        return kernel.run(*_of_rows(problem, local, arrays[len(given) :]))
 
     return _sharding.over_devices(
         run,
@@ -213,14 +219,42 @@ def _attention_over_devices(kernel, problem: AttentionProblem, inputs: Attention
         [axes[name] for name in given],
         [axes["out"], axes["lse"]],
         free=_free(problem),
+        begins="t",
     )
+
+
+def _of_rows(
+    problem: AttentionProblem, inputs: AttentionInputs, begin: tuple[Array, ...]
+) -> tuple[AttentionInputs, AttentionProblem]:
+    """The arrays and the problem of a device's rows: `begin` holds the number of the first one
+    where rows are split over devices, and nothing where they are not.
+    """
+    if not begin:
+        return inputs, resized(problem, inputs)
+    rows, (first,) = inputs.q.shape[1], begin
+    lengths, offset = inputs.q_lengths, inputs.q_offset
+    if lengths is not None:
+        inputs = inputs._replace(q_lengths=jnp.clip(lengths - first, 0, rows))
+    if inputs.q_positions is not None:  # which are split as the rows are
+        return inputs, resized(problem, inputs)
+    if offset is None:
+        firsts = range(0, problem.q_len, rows)
+        known = tuple((problem.q_offset + n,) for n in firsts)
+        problem = dataclasses.replace(problem, q_offset=0, offsets=known)
+        offset = jnp.full((inputs.q.shape[0],), known[0][0], jnp.int32)
+    inputs = inputs._replace(q_offset=offset + first)
+    return inputs, resized(problem, inputs)
 
 
 def _free(problem: AttentionProblem) -> tuple[str, ...]:
     """The factors that split over devices. A function of positions that asks for a batch row or a
     head means those of the whole array.
     """
-    batch = () if problem.uses_batch else ("b",)
+    functions = problem.mask_program is not None or problem.score_program is not None
+    rows = () if functions else ("t",)
+    batch = rows if problem.uses_batch else ("b", *rows)
+    if problem.share > 1:  # in a shard_map, where nothing else is split
+        return ()
     if problem.uses_head:
         return batch
     return (*batch, "k", "g") if problem.kv_heads == 1 else (*batch, "k")
@@ -291,8 +325,9 @@ def _backward_over_devices(
     free = _free(problem)
 
     def run(*arrays: Array):
-        local = _residuals(dict(zip(named, arrays, strict=True)))
-        results = kernel.run(local, resized(problem, local[0]))
+        local, *rows = _residuals(dict(zip(named, arrays, strict=False)))
+        local, sizes = _of_rows(problem, local, arrays[len(named) :])
+        results = kernel.run((local, *rows), sizes)
         return tuple(getattr(results, name) for name in floats)
 
     def summed(name: str) -> tuple[str, ...]:
@@ -307,6 +342,7 @@ def _backward_over_devices(
         [axes[name] for name in floats],
         free=free,
         sums=[summed(name) for name in floats],
+        begins="t",
     )
 
 

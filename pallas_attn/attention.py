@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_attn import _checks, _dispatch, _transforms
+from pallas_attn import _checks, _context, _dispatch, _transforms
 from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.context import Context, shards_of
 from pallas_attn.errors import Limit, UnsupportedError
 from pallas_attn.masks import CAUSAL, FULL, LONGEST, Mask, MaskFunction
 from pallas_attn.scores import ScoreFunction
@@ -40,6 +41,7 @@ def flash_attention(  # noqa: PLR0913
     sinks: Array | None = None,
     precision: _checks.Precision = None,
     deterministic: bool = False,
+    context: Context | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Attention of every query to the keys it may see.
@@ -91,6 +93,11 @@ def flash_attention(  # noqa: PLR0913
       deterministic: whether gradients must have the same bits each time. The fastest kernel adds
         what many blocks contribute to dq in the order in which they come, so its last bits vary;
         True has dq computed by a kernel of its own. All other results never vary. Static.
+      context: within `jax.shard_map`, over a mesh axis that the rows of q, k and v are split over:
+        which device has which rows, and what moves (`Context`). T and S are those of this device;
+        positions, q_offset, q_lengths and kv_lengths those of the whole sequence. segment_ids are
+        of this device's rows; so is the T of a bias or mask_array, whose S is of all keys, in the
+        order of their positions. Reverse mode only, also with the reference. Static.
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs.
 
@@ -122,6 +129,7 @@ def flash_attention(  # noqa: PLR0913
         sinks=sinks,
         precision=precision,
         deterministic=deterministic,
+        context=context,
         implementation=implementation,
     )[0]
 
@@ -146,6 +154,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
     sinks: Array | None = None,
     precision: _checks.Precision = None,
     deterministic: bool = False,
+    context: Context | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """`flash_attention`, with the same arguments, and the log of each row's softmax denominator.
@@ -172,15 +181,26 @@ def flash_attention_with_lse(  # noqa: PLR0913
             "deterministic": deterministic,
         },
     }
+    place = _checks.context(context)
     if q_starts is None and kv_starts is None:
-        return _attend(*_checks.attention(q, k, v, **given), implementation)
+        shards = 1 if place is None else shards_of(place)
+        problem, inputs = _checks.attention(q, k, v, **given, shards=shards)
+        return _attend(problem, inputs, implementation, place if shards > 1 else None)
+    if place is not None:
+        raise ValueError(
+            "context: expected None beside q_starts; rows over devices are [B, T, N, H], with "
+            "segment_ids for what is packed"
+        )
     problem, inputs = _checks.packed_attention(q, k, v, (q_starts, kv_starts), **given)
     out, lse = _attend(problem, inputs, implementation)
     return out[0], lse[0]
 
 
 def _attend(
-    problem: AttentionProblem, inputs: AttentionInputs, implementation: str | None
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    implementation: str | None,
+    context: Context | None = None,
 ) -> tuple[Array, Array]:
     _dispatch.check_name(implementation)
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
@@ -188,8 +208,12 @@ def _attend(
     if problem.gpu is not None and implementation != "reference":
         whole = [-(-dim // 8) * 8 for dim in (problem.head_dim, problem.v_head_dim)]
         if whole != [problem.head_dim, problem.v_head_dim]:
-            out, lse = _attend(*_padded(problem, inputs, *whole), implementation)
+            out, lse = _attend(*_padded(problem, inputs, *whole), implementation, context)
             return out[..., : problem.v_head_dim], lse
+    if context is not None:
+        split = _context.Split(problem, implementation, context, shards_of(context))
+        plain = functools.partial(_attend, implementation=implementation)
+        return _context.attend(split, inputs, plain)
     chosen = _dispatch.select(problem, implementation)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)

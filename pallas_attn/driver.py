@@ -213,6 +213,14 @@ def _parity() -> int:
 def _bench() -> int:
     from pallas_attn import bench
 
+    if given.OP.value == "context":
+        return bench.context.run(
+            given.CASES.value,
+            given.SEED.value,
+            given.TURNS.value,
+            given.COMMIT.value,
+            given.OUT.value,
+        )
     options = bench.Options(
         implementation=given.IMPLEMENTATION.value,
         peers=given.PEERS.value,

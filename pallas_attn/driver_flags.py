@@ -30,7 +30,7 @@ DEMO = (
     "--seed=1",
     "--check",
 )
-OPS = ("forward", "backward", "backward_alone", "decode", "prefill", "append")
+OPS = ("forward", "backward", "backward_alone", "decode", "prefill", "append", "context")
 DECODE, TRAIN, PARITY, BENCH = TASKS = ("decode", "train", "parity", "bench")
 
 

@@ -37,7 +37,7 @@ def test_programs_print_what_they_say(name, capsys):
 
 
 def test_the_programs_are_found():
-    assert {"README.md 0", "recipes.md 0", "recipes.md 1", "recipes.md 2"} <= PROGRAMS.keys()
+    assert {"README.md 0", "recipes.md 0", "recipes.md 2", "devices.md 2"} <= PROGRAMS.keys()
 
 
 def test_the_first_program_is_of_fifteen_lines():

@@ -1,5 +1,6 @@
 """Timing, peers, checks, reports, plots and pages."""
 
+from pallas_attn.bench import context
 from pallas_attn.bench.runner import OPS, Options, run_bench
 
-__all__ = ["OPS", "Options", "run_bench"]
+__all__ = ["OPS", "Options", "context", "run_bench"]

@@ -65,6 +65,13 @@ DYNAMIC = {"q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right"}
 DYNAMIC |= {"q_segment_ids", "mask_array"}
 
 
+def known_offsets(problem: AttentionProblem) -> set[int]:
+    """Every offset that rows may have; none where an array decides which keys rows see."""
+    if DYNAMIC & set(problem.arrays) == {"q_offset"}:
+        return {offset for each in problem.offsets for offset in each}
+    return set() if DYNAMIC & set(problem.arrays) else {problem.q_offset}
+
+
 def rows_span(mask: Mask, position: Any, rows: Any, kv_len: Any, block: int) -> Span:
     """The kv tiles of `block` keys that `rows` queries from a position on need."""
     lo, hi = mask.kv_range(position, position + rows, kv_len)
@@ -221,16 +228,16 @@ class Plan:
         """Which of `PARTS` occur among the spans of all rows."""
         if self.is_listed:
             return frozenset(("first_masked", "high"))
-        if DYNAMIC & set(self.problem.arrays):
+        offsets = known_offsets(self.problem)
+        if not offsets:
             return PARTS
+        mask, keys, rows = self.problem.mask, self.problem.kv_len, self.span_rows
         found: set[str] = set()
-        rows = self.span_rows
-        for row in range(0, self.problem.q_len, rows):
-            position = self.problem.q_offset + row
-            found |= self.span(self.problem.mask, position, rows, self.problem.kv_len).parts()
-        if self.idle_rows:
-            last = self.problem.q_offset + self.problem.q_len - 1
-            found |= self.span(self.problem.mask, last, 1, self.problem.kv_len).parts()
+        for offset in offsets:
+            for row in range(0, self.problem.q_len, rows):
+                found |= self.span(mask, offset + row, rows, keys).parts()
+            if self.idle_rows:
+                found |= self.span(mask, offset + self.problem.q_len - 1, 1, keys).parts()
         return frozenset(found)
 
     @property
@@ -328,6 +335,11 @@ class Plan:
     def row_positions(self, rows: int, first: Any) -> Any:
         """The positions of a warpgroup's rows, the first of which is at position `first`."""
         return mosaic.positions((rows,), 0, first)
+
+
+def kv_batch(problem: AttentionProblem, batch: Any) -> Any:
+    """The batch row of k and v that one of q reads."""
+    return batch if problem.share == 1 else lax.div(batch, jnp.int32(problem.share))
 
 
 def limit(problem: AttentionProblem) -> Limit | None:

@@ -245,10 +245,11 @@ class Plan(attention_plan.Plan):
             return frozenset(("full", "high"))
         if self.always_masked:
             return frozenset(("low",))
-        if attention_plan.DYNAMIC & set(self.problem.arrays):
+        offsets = attention_plan.known_offsets(self.problem)
+        if not offsets:
             return frozenset(("low", "full", "high"))
         found: set[str] = set()
-        for span in self.static_spans():
+        for span in (span for offset in offsets for span in self.static_spans(offset)):
             named = {
                 "low": span.lo < span.full_lo,
                 "full": span.full_lo < span.full_hi,
@@ -260,15 +261,17 @@ class Plan(attention_plan.Plan):
     @property
     def mean_q_rows(self) -> float:
         """Query rows that a work tile meets, on average, by the mask alone."""
-        found = self.static_spans()
+        known = self.problem.offsets or ((self.problem.q_offset,),)
+        offsets = [offset for each in known for offset in each]
+        found = [span for offset in offsets for span in self.static_spans(offset)]
         return self.config.block_q * sum(span.hi - span.lo for span in found) / len(found)
 
-    def static_spans(self) -> list[Span]:
+    def static_spans(self, q_offset: int) -> list[Span]:
         """Of each kv tile, without lengths and offsets that are arrays."""
         problem, rows = self.problem, self.padded_rows
         keys = range(0, problem.kv_len, self.block_kv)
-        mask, offset = problem.mask.widest, problem.q_offset
-        return [self.q_span(mask, key, offset, rows, problem.kv_len) for key in keys]
+        mask = problem.mask.widest
+        return [self.q_span(mask, key, q_offset, rows, problem.kv_len) for key in keys]
 
     def q_span(self, mask: Mask, key: Any, q_offset: Any, q_len: Any, kv_len: Any) -> Span:
         """The query tiles that meet the keys from `key` on, ordered lo <= full_lo <= full_hi <= hi.
@@ -372,24 +375,28 @@ def place_of(
 
 
 @functools.lru_cache(maxsize=64)
-def schedule(plan: Plan) -> np.ndarray:
+def schedule(plan: Plan, offsets: tuple[int, ...] = ()) -> np.ndarray:
     """int32[blocks, n]: for each block how many work tiles it takes, and their codes for
-    `work_tile`: by L2 group, then longest first.
+    `work_tile`: by L2 group, then longest first. `offsets`: see `tile_scheduler.at_offset`.
     """
-    costs = np.full(plan.kv_tiles, WORK_TILE_OVERHEAD)
-    found = functions.static(plan.problem, plan.config.block_q, plan.block_kv, True)
+    problem = plan.problem
+    costs = np.full((max(1, len(offsets)), plan.kv_tiles), WORK_TILE_OVERHEAD)
+    found = functions.static(problem, plan.config.block_q, plan.block_kv, True)
     if found is not None:
-        costs += plan.problem.group * found[..., 1].mean(axis=(0, 1))
+        costs += problem.group * found[..., 1].mean(axis=(0, 1))
     elif not (plan.has("q_segment_ids") or plan.is_listed):
-        costs += [plan.problem.group * (span.hi - span.lo) for span in plan.static_spans()]
-    order = np.argsort(-costs, kind="stable")
+        for n, offset in enumerate(offsets or (problem.q_offset,)):
+            costs[n] += [problem.group * (span.hi - span.lo) for span in plan.static_spans(offset)]
+    order = np.argsort(-costs.sum(axis=0), kind="stable")
     codes = []
     for first in range(0, plan.heads, plan.l2_heads):
         heads = np.arange(first, min(first + plan.l2_heads, plan.heads))
         codes.append(((heads[None] << plan.code_bits) + order[:, None]).ravel())
-    work = np.concatenate(codes)
+    each = [
+        tile_scheduler.costs_of(code, plan.code_bits, costs, problem.kv_heads) for code in codes
+    ]
     assign = tile_scheduler.assign_packed if plan.is_packed else tile_scheduler.assign
-    return assign(work, costs[work & ((1 << plan.code_bits) - 1)], plan.grid)
+    return assign(*tile_scheduler.in_order(codes, each, len(costs)), plan.grid)
 
 
 def needs_mask(plan: Plan, work: WorkTile, t: Any, i: Any) -> Any:
@@ -454,8 +461,8 @@ def operands(plan: Plan, residuals: Residuals, stats: RowStatistics) -> Refs:
     given = tma_operands.over_scores(inputs, rows, keys)
     fields |= {name: array.swapaxes(2, 3) for name, array in given.items()}
     fields |= tma_operands.segment_ids(inputs, rows, keys)
-    fields["schedule"] = jnp.asarray(schedule(plan))
     fields |= of_functions(plan, inputs)
+    fields["schedule"] = tile_scheduler.at_offset(schedule, plan, inputs.q_offset)
     if plan.has("q_segment_ids"):
         sizes = plan.block_kv, config.block_q
         fields["segment_spans"] = plan.segment_spans(inputs, fields, *sizes, of_keys=True)
@@ -466,9 +473,9 @@ def operands(plan: Plan, residuals: Residuals, stats: RowStatistics) -> Refs:
         ("v", "kv_lengths", plan.block_kv),
     ):
         if plan.has(lengths):
-            fields[f"{name}_edge"] = tma_operands.edge(
-                fields[name], getattr(inputs, lengths), block
-            )
+            rows = getattr(inputs, lengths)
+            rows = rows[:: problem.share] if lengths == "kv_lengths" else rows
+            fields[f"{name}_edge"] = tma_operands.edge(fields[name], rows, block)
     return Refs(**{name: fields.get(name) for name in Refs._fields})
 
 
@@ -555,11 +562,12 @@ def _load_q_tile(
 def load_kv_tile(ctx: Context, work: WorkTile, name: str, first: int, to: Any, ready: Any) -> None:
     """The keys of k or v from number `first` of a work tile on, as many as `to` has rows."""
     plan, refs, _ = ctx
+    batch = attention_plan.kv_batch(plan.problem, work.batch)
 
     def copy(ref, start):
         rows = pl.ds(start + first, to.shape[0])
         columns = mosaic.columns(ref, 0, to.shape[-1], work.kv_head)
-        plgpu.copy_gmem_to_smem(ref.at[work.batch, rows, work.kv_head, columns], to, ready)
+        plgpu.copy_gmem_to_smem(ref.at[batch, rows, work.kv_head, columns], to, ready)
 
     if not plan.has("kv_lengths"):
         return copy(getattr(refs, name), work.key)

@@ -187,7 +187,7 @@ class KeyPlan(Widths, shared.Plan):
         known = set(self.problem.arrays) <= FIXED and not self.is_listed
         if not (self.config.grid and self.fused and known):
             return False
-        return all(span.hi > span.lo for span in self.static_spans())
+        return all(span.hi > span.lo for span in self.static_spans(self.problem.q_offset))
 
     @property
     def grid(self) -> int:

@@ -124,6 +124,11 @@ def _float32(problem: AttentionProblem) -> Config:
     return config
 
 
+def shares_keys(problem: AttentionProblem) -> bool:
+    """Whether batch rows may share k and v; not where dbias.py or float32 units ask for each."""
+    return problem.dtype != "float32" and "bias" not in problem.arrays
+
+
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     """Of the kernel that needs most."""
     plan = plan_of(problem, config)

@@ -415,7 +415,8 @@ def dk_dv(plan: Plan, refs: Refs) -> KeyGradients:
             continue
         if columns > swizzle // 2:  # stored by tiles of the other array's
             columns = tma_operands.round_up(columns, swizzle // 2)
-        outs.append(jax.ShapeDtypeStruct((*x.shape[:3], columns), x.dtype))
+        sizes = (plan.problem.batch, *x.shape[1:3], columns)
+        outs.append(jax.ShapeDtypeStruct(sizes, x.dtype))
     params = plgpu.CompilerParams(approx_math=True)
     if plan.problem.dtype != "float32":
         params = mosaic.without_barriers()

@@ -25,7 +25,7 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs
 from pallas_attn.kernels.attention import functions, score_mod, tma_operands
-from pallas_attn.kernels.attention.plan import ROWS, Context, Plan
+from pallas_attn.kernels.attention.plan import ROWS, Context, Plan, kv_batch
 from pallas_attn.kernels.attention.score_mod import Place, Tile
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
 from pallas_attn.kernels.flash_bwd.plan import Refs, Ring
@@ -124,6 +124,7 @@ def _produce(ctx: Context, block_id: Any) -> None:
         tile = tile_scheduler.tile_of(plan, refs, code)
         span = span_of(plan, refs, tile)
         head = lax.div(tile.head, jnp.int32(plan.problem.group))
+        batch = kv_batch(plan.problem, tile.batch)
 
         def step(t, count):
             t = kv_tile_of(plan, refs, tile, t)
@@ -133,7 +134,7 @@ def _produce(ctx: Context, block_id: Any) -> None:
 
                 def copy(ref, first, to=ring.tiles.at[slot], ready=ring.ready.at[slot]):
                     columns = mosaic.columns(ref, 0, to.shape[-1], head)
-                    there = ref.at[tile.batch, pl.ds(first, block), head, columns]
+                    there = ref.at[batch, pl.ds(first, block), head, columns]
                     plgpu.copy_gmem_to_smem(there, to, ready)
 
                 whole = functools.partial(copy, getattr(refs, name), t * block)
@@ -375,7 +376,8 @@ def operands_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
     """The operands of a kernel over kv tiles, made those of this one."""
     problem, block = plan.problem, plan.config.block_kv
     rows, keys = plan.padded_rows, tma_operands.round_up(problem.kv_len, block)
-    fields: dict[str, Any] = {"schedule": jnp.asarray(tile_scheduler.schedule(plan))}
+    table = tile_scheduler.at_offset(tile_scheduler.schedule, plan, inputs.q_offset)
+    fields: dict[str, Any] = {"schedule": table}
     fields |= tma_operands.over_scores(inputs, rows, keys) | tma_operands.segment_ids(
         inputs, rows, keys
     )
@@ -384,10 +386,9 @@ def operands_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
     if plan.has("q_segment_ids"):
         fields["segment_spans"] = plan.segment_spans(inputs, fields, plan.tile_rows, block)
     if plan.has("kv_lengths"):
+        lengths = jnp.asarray(inputs.kv_lengths)[:: problem.share]
         for name in ("k", "v"):
-            fields[f"{name}_edge"] = tma_operands.edge(
-                getattr(refs, name), inputs.kv_lengths, block
-            )
+            fields[f"{name}_edge"] = tma_operands.edge(getattr(refs, name), lengths, block)
     return refs._replace(**fields)
 
 

@@ -659,12 +659,13 @@ def dq_dk_dv(plan: Plan, refs: Refs) -> Gradients:
 
 def dk_dv(plan: Plan, refs: Refs) -> KeyGradients:
     """dk and dv, padded as refs.k and refs.v are; adds to refs.dq, if there is one."""
+    outs = []
+    for x in (refs.k, refs.v):  # of each batch row of q
+        sizes = (plan.problem.batch, *x.shape[1:3], tma_operands.width_in_tma(x.shape[3]))
+        outs.append(jax.ShapeDtypeStruct(sizes, x.dtype))
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=tuple(
-            jax.ShapeDtypeStruct((*x.shape[:3], tma_operands.width_in_tma(x.shape[3])), x.dtype)
-            for x in (refs.k, refs.v)
-        ),
+        out_type=tuple(outs),
         scratch_types=(scratch(plan),),
         grid=(plan.grid,),
         grid_names=("block",),

@@ -58,7 +58,7 @@ from jax import lax
 from pallas_attn import _gpus
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import functions, score_mod, softmax, tma_operands
-from pallas_attn.kernels.attention.plan import ROWS, Context, Plan
+from pallas_attn.kernels.attention.plan import ROWS, Context, Plan, kv_batch
 from pallas_attn.kernels.attention.plan import limit as limit
 from pallas_attn.kernels.attention.score_mod import Refs, Rows, Tile
 from pallas_attn.kernels.flash_fwd import segments, tile_scheduler
@@ -272,6 +272,11 @@ def _out_width(plan: Plan, q_slots: int) -> int:
     return next((n for n in widths if row * n <= room), swizzle)
 
 
+def shares_keys(problem: AttentionProblem) -> bool:
+    """Whether batch rows may share k and v; the units of float32 are of each batch row."""
+    return problem.dtype != "float32"
+
+
 def smem_bytes(problem: AttentionProblem, config: Any) -> int:
     return mosaic.bytes_of(scratch(Plan(problem, config))) + BARRIERS + mosaic.REDUCED
 
@@ -369,9 +374,10 @@ def _load_entry(ctx: Context, tile: Tile, entry: _Entry) -> None:
     before = t + 1 if before is None else before
     block, ready = plan.config.block_kv, smem.ready.at[slot]
     head = lax.div(tile.head, jnp.int32(plan.problem.group))
+    batch = kv_batch(plan.problem, tile.batch)
 
     def copy(ref, first, width, to):
-        src = ref.at[tile.batch, pl.ds(first, block), head, mosaic.columns(ref, 0, width, head)]
+        src = ref.at[batch, pl.ds(first, block), head, mosaic.columns(ref, 0, width, head)]
         plgpu.copy_gmem_to_smem(src, to, ready)
 
     k_columns, v_columns = (ref.shape[-1] for ref in (smem.k, smem.v))
@@ -763,7 +769,7 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
     fields |= functions.operands(inputs)
     if plan.is_listed:
         fields["tiles"] = functions.tiles(problem, inputs, plan.tile_rows, block)
-    fields["schedule"] = jnp.asarray(tile_scheduler.schedule(plan))
+    fields["schedule"] = tile_scheduler.at_offset(tile_scheduler.schedule, plan, inputs.q_offset)
     if plan.has("q_segment_ids"):
         if segments.fits(plan):
             made = segments.prepare(plan, inputs.q_segment_ids, inputs.kv_segment_ids)
@@ -771,5 +777,6 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
             made = segments.by_xla(plan, inputs, fields)
         fields["segment_spans"], fields["schedule"] = made
     if plan.has("kv_lengths"):
-        fields["v_edge"] = tma_operands.edge(fields["v"], inputs.kv_lengths, block)
+        lengths = jnp.asarray(inputs.kv_lengths)[:: problem.share]
+        fields["v_edge"] = tma_operands.edge(fields["v"], lengths, block)
     return Refs(**{name: fields.get(name) for name in Refs._fields})

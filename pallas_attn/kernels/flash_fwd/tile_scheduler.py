@@ -10,6 +10,7 @@ work tile is a number in it, which `tile_of` decodes. Where there are segment id
 
 import functools
 import heapq
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from pallas_attn.kernels.attention.score_mod import Refs, Tile
 
 RECORD = 32  # int32 a work tile; TMA writes to whole 128 bytes
 TILE_OVERHEAD = 1.5  # of a work tile, in steps of one kv tile
+Offsets = tuple[int, ...]  # of the batch rows that follow each other, where they are known
 RANK_SPREAD = 8.0  # what the first rank is taken to cost, above the last one's 1
 
 
@@ -29,32 +31,54 @@ RANK_SPREAD = 8.0  # what the first rank is taken to cost, above the last one's 
 
 
 @functools.lru_cache(maxsize=64)
-def schedule(plan: Plan) -> np.ndarray:
+def schedule(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
     """int32[blocks, n]: for each block how many work tiles it takes, and their codes for `tile_of`;
     see `assign`. Work tiles are ordered by L2 group of heads, then by rows, then by head. Lengths,
-    offsets and bounds that are arrays are not known here: the costs are those of none. Where there
-    are segments a code has a rank in place of rows, and `schedule_by_rank` replaces it.
+    offsets and bounds that are arrays are not known here: the costs are those of none, or of
+    `offsets` (see `at_offset`). Where there are segments a code has a rank in place of rows, and
+    `schedule_by_rank` replaces it.
     """
     problem, q_tiles = plan.problem, np.arange(plan.q_tiles)
     if plan.is_listed:
-        costs = _listed_costs(plan)
-        q_tiles = np.argsort(-costs, kind="stable")
+        costs = _listed_costs(plan)[None]
+        q_tiles = np.argsort(-costs[0], kind="stable")
     elif plan.has("q_segment_ids"):
-        costs = 1 + RANK_SPREAD * (1 - q_tiles / plan.q_tiles)
+        costs = (1 + RANK_SPREAD * (1 - q_tiles / plan.q_tiles))[None]
     else:
         if problem.mask.bounds_right:
             q_tiles = q_tiles[::-1]  # the last rows see most
-        costs = np.full(plan.q_tiles, TILE_OVERHEAD)
-        for tile in q_tiles:
-            position = problem.q_offset + int(tile) * plan.tile_rows
-            span = plan.span(problem.mask.widest, position, plan.tile_rows, problem.kv_len)
-            costs[tile] += max(span.hi - span.lo, 0)
+        costs = np.full((max(1, len(offsets)), plan.q_tiles), TILE_OVERHEAD)
+        for n, offset in enumerate(offsets or (problem.q_offset,)):
+            for tile in q_tiles:
+                position = offset + int(tile) * plan.tile_rows
+                span = plan.span(problem.mask.widest, position, plan.tile_rows, problem.kv_len)
+                costs[n, tile] += max(span.hi - span.lo, 0)
     codes = []
     for first in range(0, plan.heads, plan.l2_heads):
         heads = np.arange(first, min(first + plan.l2_heads, plan.heads))
-        codes.append((heads[None] << plan.code_bits) + q_tiles[:, None])
-    order = np.concatenate([code.ravel() for code in codes])
-    return assign(order, costs[order & ((1 << plan.code_bits) - 1)], plan.grid)
+        codes.append(((heads[None] << plan.code_bits) + q_tiles[:, None]).ravel())
+    found = [costs_of(code, plan.code_bits, costs, problem.q_heads) for code in codes]
+    return assign(*in_order(codes, found, len(costs)), plan.grid)
+
+
+def costs_of(codes: np.ndarray, bits: int, costs: np.ndarray, heads: int) -> np.ndarray:
+    """Of work tiles by their codes: costs [n, tiles], of batch rows that repeat after n."""
+    return costs[(codes >> bits) // heads % len(costs), codes & ((1 << bits) - 1)]
+
+
+def in_order(
+    codes: list[np.ndarray], costs: list[np.ndarray], kinds: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """L2 groups of work tiles as one list, and their costs. Where there are batch rows of several
+    kinds, those of the dearest come first: the cheap ones fill what these leave at the end.
+    """
+    if kinds > 1:
+        orders = [np.argsort(-cost, kind="stable") for cost in costs]
+        codes = [code[order] for code, order in zip(codes, orders, strict=True)]
+        costs = [cost[order] for cost, order in zip(costs, orders, strict=True)]
+        groups = sorted(range(len(codes)), key=lambda n: -costs[n][0])
+        codes, costs = [codes[n] for n in groups], [costs[n] for n in groups]
+    return np.concatenate(codes), np.concatenate(costs)
 
 
 def _listed_costs(plan: Plan) -> np.ndarray:
@@ -89,6 +113,21 @@ def schedule_by_rank(plan: Plan, segment_spans: Any) -> Any:
     batch = (table >> plan.code_bits) // problem.q_heads
     codes = (table & ~low_bits) | order[batch, table & low_bits]
     return jnp.concatenate([table[:, :1], codes[:, 1:]], axis=1)
+
+
+def at_offset(make: Callable[[Any, Offsets], np.ndarray], plan: Any, q_offset: Any) -> Any:
+    """`make(plan, offsets)`, an int32 table, for the offset in the problem. Where offsets are
+    arrays and yet known (`AttentionProblem.offsets`), a table is made for each device's, and that
+    of the nearest ones is taken on the GPU.
+    """
+    known = plan.problem.offsets
+    if q_offset is None or not known:
+        return jnp.asarray(make(plan, ()))
+    tables = [make(plan, offsets) for offsets in known]
+    width = max(table.shape[1] for table in tables)
+    padded = np.stack([np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in tables])
+    away = jnp.abs(jnp.asarray(known, jnp.int32) - q_offset[None, : len(known[0])]).sum(axis=1)
+    return lax.dynamic_index_in_dim(jnp.asarray(padded), away.argmin(), keepdims=False)
 
 
 def mask_bounds(plan: Plan) -> np.ndarray:

@@ -1,0 +1,657 @@
+"""Attention over rows that several devices have: what moves between them, and what each computes.
+
+A device's rows are chunks of the sequence (`Context.chunks`), which lie apart in the zigzag order.
+They become batch rows of one launch, each with an offset of its own, which share the batch row of k
+and v that they read (`AttentionProblem.share`).
+
+The backward starts from this device's q, k, v, out and lse: what others have is fetched again. dk
+and dv leave a device in the dtype of k, as the backward kernels round them, half of what float32
+would move; what arrives is added up in float32, in the order of the devices, and rounded once.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_attn import _dispatch, _sharding, _transforms
+from pallas_attn._problem import AttentionInputs, AttentionProblem, bounds_of
+from pallas_attn.context import (
+    Context,
+    chunk_numbers,
+    chunk_rows,
+    chunks_of,
+    owner,
+)
+from pallas_attn.merge import merge_attention
+
+Array = jax.Array
+FLOATS = _transforms.FLOATS
+MOST_OFFSETS = 16  # for which schedules are made beforehand
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The static facts of one call: the problem of this device's rows and keys, and its place."""
+
+    problem: AttentionProblem
+    implementation: str | None
+    context: Context
+    shards: int
+
+    def __post_init__(self):
+        for name, rows in (("q", self.problem.q_len), ("k", self.problem.kv_len)):
+            chunk_rows(self.context, name, rows)
+
+    @property
+    def chunks(self) -> int:
+        return self.context.chunks
+
+    @property
+    def rows(self) -> int:
+        """Of q, a chunk."""
+        return self.problem.q_len // self.chunks
+
+    @property
+    def keys(self) -> int:
+        """Of k, a chunk."""
+        return self.problem.kv_len // self.chunks
+
+    @property
+    def all_keys(self) -> int:
+        return self.problem.kv_len * self.shards
+
+    def window(self) -> tuple[int, int] | None:
+        """Keys [lo, hi) that a chunk's rows may see, from the chunk's own first key on; None where
+        all keys move: they are not known, or too many, or a bias lies over all of them.
+        """
+        problem, mask = self.problem, self.problem.mask
+        shapes = (problem.bias_shape, problem.mask_shape)
+        over_keys = any(shape is not None and shape[3] > 1 for shape in shapes)
+        if not (isinstance(mask.left, int) and isinstance(mask.right, int)):
+            return None
+        if "q_offset" in problem.arrays:
+            return None
+        if over_keys or problem.q_len != problem.kv_len:
+            return None
+        first = problem.q_offset - mask.left
+        end = problem.q_offset + self.rows + mask.right
+        return (first, end) if self.chunks * (end - first) < self.all_keys else None
+
+    def telling(self, offset: Any) -> Any:
+        """An offset of a chunk's rows, or in a ring the nearest one at which they see the same
+        keys: few differ.
+        """
+        mask = self.problem.mask
+        bounds = (mask.left, mask.right)
+        known = all(bound is None or isinstance(bound, int) for bound in bounds)
+        if self.context.method != "ring" or not known:
+            return offset
+        # Before `least` no row sees a key, or all see all; so it is after `most`.
+        least = -self.rows - mask.right if mask.right is not None else mask.left - self.rows + 1
+        most = self.keys + mask.left if mask.left is not None else self.keys - 1 - mask.right
+        if least > most:
+            return offset
+        if isinstance(offset, int):
+            return min(max(offset, least), most)
+        return jnp.clip(offset, least, most)
+
+    def starts(self, numbers: Any) -> Any:
+        """The positions of the first keys that chunks of these numbers are handed."""
+        window = self.window()
+        if window is None:
+            return 0 * numbers
+        first = numbers * self.keys + window[0]
+        return max(first, 0) if isinstance(first, int) else jnp.maximum(first, 0)
+
+
+def attend(split: Split, inputs: AttentionInputs, plain: Any) -> tuple[Array, Array]:
+    """(out, lse) of this device's rows; `plain(problem, inputs)` attends without a context."""
+    problem = split.problem
+    if problem.mask_program is not None or problem.score_program is not None:
+        raise ValueError(
+            "context: expected no mask_fn and no score_fn beside it: their positions are not those "
+            "of a part of the sequence. Pass a Mask and segment_ids, or a bias or mask_array"
+        )
+    if split.context.method == "heads":
+        return _by_heads(split, inputs, plain)
+    return _attention(split, inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(split: Split, inputs: AttentionInputs) -> tuple[Array, Array]:
+    run = _ring if split.context.method == "ring" else _at_once
+    return run(split, inputs)
+
+
+def _forward(split: Split, inputs: AttentionInputs) -> tuple[Any, Any]:
+    out, lse = _attention(split, inputs)
+    out = checkpoint_name(out, "flash_attention_out")
+    lse = checkpoint_name(lse, "flash_attention_lse")
+    return (out, lse), (inputs, out, lse)
+
+
+def _backward(split: Split, residuals: Any, cotangents: Any) -> tuple[AttentionInputs]:
+    inputs, rows = residuals[0], (*residuals[1:], *cotangents)
+    run = _ring_backward if split.context.method == "ring" else _at_once_backward
+    found = run(split, inputs, rows)
+    gradients = {
+        name: _sharding.gradient_of(x, found[name].astype(x.dtype))
+        for name, x in _floats_of(inputs).items()
+    }
+    return (AttentionInputs.of(gradients),)
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _floats_of(inputs: AttentionInputs) -> dict[str, Array]:
+    return {name: getattr(inputs, name) for name in FLOATS if getattr(inputs, name) is not None}
+
+
+# ---- rows and chunks ----------------------------------------------------------------------------
+
+
+def _by_chunk(split: Split, x: Array) -> Array:
+    """[B, rows, ...] of a device -> [B * chunks, rows of a chunk, ...]."""
+    count = x.shape[0] * split.chunks
+    return x.reshape(count, x.shape[1] // split.chunks, *x.shape[2:])
+
+
+def _by_device(split: Split, x: Array) -> Array:
+    """`_by_chunk` undone."""
+    return x.reshape(-1, split.chunks * x.shape[1], *x.shape[2:])
+
+
+def _lse_by_chunk(split: Split, lse: Array) -> Array:
+    """[B, N, rows] -> [B * chunks, N, rows of a chunk]."""
+    return _by_chunk(split, lse.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+def _lse_by_device(split: Split, lse: Array) -> Array:
+    return _by_device(split, lse.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+def _scores_by_chunk(split: Split, x: Array) -> Array:
+    """A bias or mask_array [B or 1, N or 1, rows or 1, S or 1]."""
+    if split.chunks == 1:
+        return x
+    batch, heads, rows, keys = x.shape
+    if rows == 1:
+        return x if batch == 1 else jnp.repeat(x, split.chunks, axis=0)
+    parts = x.reshape(batch, heads, split.chunks, rows // split.chunks, keys).swapaxes(1, 2)
+    parts = jnp.broadcast_to(parts, (split.problem.batch, *parts.shape[1:]))
+    return parts.reshape(-1, *parts.shape[2:])
+
+
+def _in_order(split: Split, x: Array, axis: int) -> Array:
+    """What all devices have, one after the other along an axis, in the order of positions."""
+    if split.chunks == 1:
+        return x
+    shape = x.shape
+    x = jnp.moveaxis(x.reshape(*shape[:axis], split.shards, 2, -1, *shape[axis + 1 :]), axis, 0)
+    low, high = (lax.index_in_dim(x, i, axis + 1, keepdims=False) for i in (0, 1))
+    halves = jnp.concatenate([low, jnp.flip(high, 0)])
+    return jnp.moveaxis(halves, 0, axis).reshape(shape)
+
+
+def _as_devices_have_it(split: Split, x: Array, axis: int) -> Array:
+    """`_in_order` undone."""
+    if split.chunks == 1:
+        return x
+    shape = x.shape
+    x = jnp.moveaxis(x.reshape(*shape[:axis], 2 * split.shards, -1, *shape[axis + 1 :]), axis, 0)
+    pairs = jnp.stack([x[: split.shards], jnp.flip(x[split.shards :], 0)], axis=1)
+    return jnp.moveaxis(pairs, (0, 1), (axis, axis + 1)).reshape(shape)
+
+
+# ---- what moves ---------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(split: Split, x: Array) -> Array:
+    """[B, rows, ...] of each device -> those of all, in the order of positions."""
+    return _in_order(split, lax.all_gather(x, split.context.axis, axis=1, tiled=True), 1)
+
+
+def _scattered(split: Split, _: None, gradient: Array) -> tuple[Array]:
+    """Each device's own rows of what all have computed for them, added up in float32."""
+    batch, rows, *rest = gradient.shape
+    parts = _as_devices_have_it(split, gradient, 1)
+    parts = parts.reshape(batch, split.shards, rows // split.shards, *rest)
+    parts = lax.all_to_all(parts, split.context.axis, 1, 1, tiled=True)
+    return (parts.astype(_wide(gradient.dtype)).sum(axis=1).astype(gradient.dtype),)
+
+
+_gathered.defvjp(lambda split, x: (_gathered(split, x), None), _scattered)
+
+
+def _near(split: Split, x: Array, window: tuple[int, int]) -> Array:
+    """[B, rows, ...] of each device -> [B * chunks, hi - lo, ...]: the rows of the window of each
+    chunk; where the sequence begins within it, from there on. What lies past an end is 0.
+    """
+    lo, hi = window
+    size, batch = split.keys, x.shape[0]
+    parts = x.reshape(batch, split.chunks, size, *x.shape[2:])
+    numbers = chunk_numbers(split.context, lax.axis_index(split.context.axis), split.shards)
+    found = []
+    for own in range(split.chunks):
+        pieces = []
+        for away in range(lo // size, (hi - 1) // size + 1):
+            some = slice(max(lo - away * size, 0), min(hi - away * size, size))
+            pieces.append(_from_afar(split, parts[:, :, some], own, away))
+        rows = jnp.concatenate(pieces, axis=1)
+        before = jnp.clip(-(numbers[own] * size + lo), 0, hi - lo)  # the sequence has none there
+        found.append(jnp.roll(rows, -before, axis=1) if lo < 0 else rows)
+    return jnp.stack(found, axis=1).reshape(-1, *found[0].shape[1:])
+
+
+def _from_afar(split: Split, parts: Array, own: int, away: int) -> Array:
+    """For this device's chunk number `own` the part of the chunk so many chunks away; else 0.
+
+    parts: [B, chunks, rows, ...] of this device.
+    """
+    context, shards = split.context, split.shards
+    found = jnp.zeros_like(parts[:, 0])
+    for slot in range(split.chunks):
+        pairs = []
+        for device in range(shards):
+            there = chunks_of(context, device, shards)[own] + away
+            if 0 <= there < shards * split.chunks and owner(there, shards)[1] == slot:
+                pairs.append((owner(there, shards)[0], device))
+        if pairs == [(device, device) for device in range(shards)]:
+            return parts[:, slot]
+        if pairs:
+            found = found + lax.ppermute(parts[:, slot], context.axis, pairs)
+    return found
+
+
+def _moved(split: Split, x: Array) -> Array:
+    """The rows of k, v or kv segment ids that this device's queries may see: [B, S, ...], or
+    [B * chunks, hi - lo, ...] under a window.
+    """
+    window = split.window()
+    return _gathered(split, x) if window is None else _near(split, x, window)
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+# ---- one launch for all rows --------------------------------------------------------------------
+
+
+def _at_once(split: Split, inputs: AttentionInputs) -> tuple[Array, Array]:
+    given = _given(split, inputs, _floats_moved(split, _floats_of(inputs)))
+    out, lse = _launch(split, given, _offsets(split))
+    return _by_device(split, out), _lse_by_device(split, lse)
+
+
+def _at_once_backward(split: Split, inputs: AttentionInputs, rows: Any) -> dict[str, Array]:
+    floats = _floats_of(inputs)
+    given = _given(split, inputs, _floats_moved(split, floats))
+    out, lse, d_out, d_lse = rows
+    rows = [_by_chunk(split, out), _lse_by_chunk(split, lse)]
+    rows += [_by_chunk(split, d_out), _lse_by_chunk(split, d_lse)]
+    found = _launch_backward(split, given, rows, _offsets(split))
+    if split.window() is not None:  # what neighbours have computed is added up in float32
+        floats = {name: x.astype(_wide(x.dtype)) for name, x in floats.items()}
+    moved, back = jax.vjp(functools.partial(_floats_moved, split), floats)
+    return back({name: found[name].astype(x.dtype) for name, x in moved.items()})[0]
+
+
+def _floats_moved(split: Split, floats: dict[str, Array]) -> dict[str, Array]:
+    """As a launch takes them; linear."""
+    moved = {"q": _by_chunk(split, floats["q"])}
+    moved |= {name: _moved(split, floats[name]) for name in ("k", "v")}
+    if "bias" in floats:
+        moved["bias"] = _scores_by_chunk(split, floats["bias"])
+    return moved | {name: x for name, x in floats.items() if name == "sinks"}
+
+
+def _given(split: Split, inputs: AttentionInputs, floats: dict[str, Array]) -> AttentionInputs:
+    """The arrays of the launch."""
+    numbers = chunk_numbers(split.context, lax.axis_index(split.context.axis), split.shards)
+    given = _rows_given(split, inputs, floats, split.starts(numbers))
+    kv_ids, batch = inputs.kv_segment_ids, given.q.shape[0]
+    if kv_ids is not None:
+        kv_ids = _moved(split, kv_ids)
+        kv_ids = jnp.repeat(kv_ids, batch // kv_ids.shape[0], axis=0)
+    lengths, window = inputs.kv_lengths, split.window()
+    if window is not None and lengths is None and window[1] > split.keys:
+        lengths = jnp.full((split.problem.batch,), split.all_keys, jnp.int32)
+    if lengths is not None:
+        lengths = _from_row(lengths, split.starts(numbers), given.k.shape[1])
+    return given._replace(kv_segment_ids=kv_ids, kv_lengths=lengths)
+
+
+def _rows_given(
+    split: Split, inputs: AttentionInputs, floats: dict[str, Array], starts: Array
+) -> AttentionInputs:
+    """What says nothing of the keys but where they start: `starts`, one position a chunk."""
+    firsts = chunk_numbers(split.context, lax.axis_index(split.context.axis), split.shards)
+    firsts = firsts * split.rows
+    lengths, offset = inputs.q_lengths, inputs.q_offset
+    if split.problem.mask.is_full:
+        offset = None
+    else:
+        if offset is None:
+            offset = jnp.full((split.problem.batch,), split.problem.q_offset, jnp.int32)
+        offset = split.telling(offset[:, None] + (firsts - starts)[None]).reshape(-1)
+    mask, ids = inputs.mask_array, inputs.q_segment_ids
+    bounds: dict[str, Any] = {
+        f"mask_{side}": jnp.repeat(x, split.chunks) for side, x in bounds_of(inputs).items()
+    }
+    return AttentionInputs.of(floats)._replace(
+        **bounds,
+        q_offset=offset,
+        q_lengths=None if lengths is None else _from_row(lengths, firsts, split.rows),
+        q_segment_ids=None if ids is None else _by_chunk(split, ids),
+        mask_array=None if mask is None else _scores_by_chunk(split, mask),
+    )
+
+
+def _from_row(lengths: Array, firsts: Array, size: int) -> Array:
+    """int32[B * n]: of `size` rows from each of n firsts on, how many lie before the length."""
+    return jnp.clip(lengths[:, None] - firsts[None], 0, size).reshape(-1)
+
+
+def _offsets(split: Split) -> tuple[tuple[int, ...], ...]:
+    """`AttentionProblem.offsets`: of each device, those of its chunks."""
+    if "q_offset" in split.problem.arrays:
+        return ()
+    found = []
+    for device in range(split.shards):
+        numbers = chunks_of(split.context, device, split.shards)
+        found.append(
+            tuple(split.problem.q_offset + n * split.rows - split.starts(n) for n in numbers)
+        )
+    return tuple(found)
+
+
+def _launch(split: Split, given: AttentionInputs, offsets: Any) -> tuple[Array, Array]:
+    chosen, problem, given = _chosen(split, "flash_forward", given, offsets)
+    if chosen.name == "reference":
+        return chosen.run(given, problem)
+    return _transforms.attention(chosen, problem, given)
+
+
+def _launch_backward(
+    split: Split, given: AttentionInputs, rows: list[Array], offsets: Any
+) -> dict[str, Array]:
+    """The gradients of what the forward was given, from out, lse and their cotangents; with the
+    out and lse of all keys, whichever are given here.
+    """
+    chosen, problem, repeated = _chosen(split, "flash_forward", given, offsets)
+    if chosen.name == "reference":
+        found = _derivative(chosen, problem, repeated, rows)
+    else:
+        chosen, problem, repeated = _chosen(split, "flash_backward", given, offsets)
+        found = _transforms.attention_backward(chosen, problem, (repeated, *rows)).named()
+    for name in ("k", "v"):  # a sum over the batch rows that have read it
+        parts = found[name]
+        parts = parts.reshape(-1, given.q.shape[0] // given.k.shape[0], *parts.shape[1:])
+        found[name] = parts.astype(_wide(parts.dtype)).sum(axis=1)
+    return found
+
+
+def _chosen(split: Split, op: str, given: AttentionInputs, offsets: Any) -> Any:
+    """Who computes it, and problem and arrays as they go there: with k and v repeated where a
+    kernel cannot share them.
+    """
+    share = given.q.shape[0] // given.k.shape[0]
+    problem = dataclasses.replace(split.problem, op=op, q_offset=0, share=share)
+    if given.q_offset is not None:
+        problem = dataclasses.replace(problem, offsets=offsets)
+    problem = _transforms.resized(problem, given)
+    chosen = _dispatch.select(problem, split.implementation)
+    if share > 1 and not _dispatch.shares_keys(chosen, problem):
+        k, v = (jnp.repeat(x, share, axis=0) for x in (given.k, given.v))
+        given, problem = given._replace(k=k, v=v), dataclasses.replace(problem, share=1)
+    return chosen, problem, given
+
+
+def _derivative(
+    chosen: Any, problem: AttentionProblem, given: AttentionInputs, rows: list[Array]
+) -> dict[str, Array]:
+    """What a backward kernel computes, by the derivative of the reference: of its out and lse, of
+    the keys that are given, with their weights in those of all keys, which are in `rows`.
+    """
+    out, lse, d_out, d_lse = rows
+
+    def run(floats):
+        return chosen.run(given._replace(**floats), problem)
+
+    (own, own_lse), back = jax.vjp(run, _floats_of(given))
+    seen = own_lse != -jnp.inf
+    weight = jnp.where(seen, jnp.exp(own_lse - jnp.where(seen, lse, 0)), 0)
+    by_row = seen.swapaxes(1, 2)[..., None]
+    d_out = jnp.where(by_row, d_out, 0).astype(lse.dtype)  # it may be NaN past a length
+    moved = (d_out * (own.astype(lse.dtype) - jnp.where(by_row, out, 0).astype(lse.dtype))).sum(-1)
+    d_own_lse = weight * (jnp.where(seen, d_lse, 0) + moved.swapaxes(1, 2))
+    d_own = (d_out * weight.swapaxes(1, 2)[..., None]).astype(own.dtype)
+    return back((d_own, d_own_lse))[0]
+
+
+# ---- the ring -----------------------------------------------------------------------------------
+
+
+def _ring(split: Split, inputs: AttentionInputs) -> tuple[Array, Array]:
+    """Keys pass from device to device; what each of them gives is merged in float32."""
+    moving = _keys_of(split, inputs)
+    fixed = _fixed(split, inputs)
+    wide = _wide(inputs.q.dtype)
+    shape = (*fixed.q.shape[:3], split.problem.v_head_dim)
+    out = jnp.zeros(shape, wide)
+    lse = jnp.full((shape[0], shape[2], shape[1]), -jnp.inf, wide)
+    out, lse = (_sharding.varying_like(x, *jax.tree.leaves((inputs, moving))) for x in (out, lse))
+
+    def step(carry, number):
+        (out, lse), moving = carry
+        following = _passed_on(split, moving)
+        outs, lses = [out], [lse]
+        for given in _parts(split, inputs, fixed, moving, number):
+            part, part_lse = _launch(split, given, _ring_offsets(split))
+            outs.append(part.astype(wide))
+            lses.append(part_lse)
+        return (merge_attention(outs, lses), following), None
+
+    numbers = jnp.arange(split.shards, dtype=jnp.int32)
+    ((out, lse), _), _ = lax.scan(step, ((out, lse), moving), numbers)
+    if inputs.sinks is not None:
+        sinks = inputs.sinks.astype(wide)[None, :, None]
+        with_sink = jnp.where(lse == -jnp.inf, lse, jnp.logaddexp(lse, sinks))
+        share = jnp.where(
+            lse == -jnp.inf, 0, jnp.exp(lse - jnp.where(lse == -jnp.inf, 0, with_sink))
+        )
+        out, lse = out * share.swapaxes(1, 2)[..., None], with_sink
+    return _by_device(split, out.astype(inputs.q.dtype)), _lse_by_device(split, lse)
+
+
+def _ring_backward(split: Split, inputs: AttentionInputs, rows: Any) -> dict[str, Array]:
+    """As `_ring`, with dk and dv of the keys that pass, in float32, passing with them."""
+    moving, fixed = _keys_of(split, inputs), _fixed(split, inputs)
+    out, lse, d_out, d_lse = rows
+    by_chunk = [_by_chunk(split, out), _lse_by_chunk(split, lse)]
+    by_chunk += [_by_chunk(split, d_out), _lse_by_chunk(split, d_lse)]
+    sums = {"q": _zeros(fixed.q)}
+    if fixed.bias is not None:
+        part = _columns(fixed.bias, _source(split, 0)[0], split.keys)  # says how they differ
+        sums["bias"] = _sharding.varying_like(_zeros(fixed.bias), part)
+    passing = {name: _zeros(moving[name]) for name in ("k", "v")}
+
+    def step(carry, number):
+        sums, passing, moving = dict(carry[0]), dict(carry[1]), carry[2]
+        following = _passed_on(split, moving)
+        numbers = _source(split, number)
+        for slot, given in enumerate(_parts(split, inputs, fixed, moving, number)):
+            found = _launch_backward(split, given, by_chunk, _ring_offsets(split))
+            found = {name: x.astype(_wide(x.dtype)) for name, x in found.items()}
+            sums["q"] = sums["q"] + found["q"]
+            for name in ("k", "v"):
+                passing[name] = passing[name].at[:, slot].add(found[name])
+            if "bias" in sums:
+                start = numbers[slot] * split.keys
+                sums["bias"] = _added_from(sums["bias"], found["bias"], start)
+        return (sums, _passed_on(split, passing), following), None
+
+    numbers = jnp.arange(split.shards, dtype=jnp.int32)
+    (sums, passing, _), _ = lax.scan(step, (sums, passing, moving), numbers)
+    found = {name: x.reshape(getattr(inputs, name).shape) for name, x in passing.items()}
+    found["q"] = _by_device(split, sums["q"])
+    if inputs.bias is not None:
+        own = _sharding.varying_like(_zeros(inputs.bias), sums["bias"])
+        back = jax.vjp(functools.partial(_scores_by_chunk, split), own)[1]
+        found["bias"] = back(sums["bias"])[0]
+    if inputs.sinks is not None:
+        found["sinks"] = _d_sinks(inputs.sinks, rows)
+    return found
+
+
+def _zeros(x: Array) -> Array:
+    """To add up what an array's gradient consists of."""
+    return jnp.zeros_like(x, _wide(x.dtype))
+
+
+def _added_from(total: Array, part: Array, start: Any) -> Array:
+    """`part` added to the columns of `total` from `start` on, or to the one that there is."""
+    if total.shape[3] == 1:
+        return total + part
+    columns = lax.dynamic_slice_in_dim(total, start, part.shape[3], 3)
+    return lax.dynamic_update_slice_in_dim(total, columns + part, start, 3)
+
+
+def _d_sinks(sinks: Array, rows: Any) -> Array:
+    """A sink is one more logit, of no value: its dS is P (0 - delta) where a row sees a key."""
+    out, lse, d_out, d_lse = rows
+    delta = (out.astype(lse.dtype) * d_out.astype(lse.dtype)).sum(-1).swapaxes(1, 2) - d_lse
+    seen = lse != -jnp.inf
+    p = jnp.exp(sinks.astype(lse.dtype)[None, :, None] - jnp.where(seen, lse, 0))
+    return -jnp.where(seen, p * delta, 0).sum(axis=(0, 2))
+
+
+def _keys_of(split: Split, inputs: AttentionInputs) -> dict[str, Array]:
+    """What passes from device to device: [B, chunks, rows of a chunk, ...] each."""
+    moving = {"k": inputs.k, "v": inputs.v}
+    if inputs.kv_segment_ids is not None:
+        moving["kv_segment_ids"] = inputs.kv_segment_ids
+    return {
+        name: x.reshape(x.shape[0], split.chunks, split.keys, *x.shape[2:])
+        for name, x in moving.items()
+    }
+
+
+def _fixed(split: Split, inputs: AttentionInputs) -> AttentionInputs:
+    """What stays, by chunk: q, and bias and mask_array over all keys."""
+    bias, mask = inputs.bias, inputs.mask_array
+    return inputs._replace(
+        q=_by_chunk(split, inputs.q),
+        bias=None if bias is None else _scores_by_chunk(split, bias),
+        mask_array=None if mask is None else _scores_by_chunk(split, mask),
+    )
+
+
+def _passed_on(split: Split, moving: dict[str, Array]) -> dict[str, Array]:
+    pairs = [(device, (device + 1) % split.shards) for device in range(split.shards)]
+    return {name: lax.ppermute(x, split.context.axis, pairs) for name, x in moving.items()}
+
+
+def _source(split: Split, number: Any) -> Array:
+    """Which chunks the keys are that are here at a step."""
+    device = lax.axis_index(split.context.axis)
+    return chunk_numbers(
+        split.context, lax.rem(device - number + split.shards, split.shards), split.shards
+    )
+
+
+def _parts(split, inputs, fixed, moving, number):
+    """The arrays of the launches of a step, one for each chunk of keys."""
+    numbers = _source(split, number)
+    for slot in range(split.chunks):
+        start = numbers[slot] * split.keys
+        floats = {"q": fixed.q, "k": moving["k"][:, slot], "v": moving["v"][:, slot]}
+        if fixed.bias is not None:
+            floats["bias"] = _columns(fixed.bias, start, split.keys)
+        given = _rows_given(split, inputs, floats, start)
+        if fixed.mask_array is not None:
+            given = given._replace(mask_array=_columns(fixed.mask_array, start, split.keys))
+        if "kv_segment_ids" in moving:
+            ids = jnp.repeat(moving["kv_segment_ids"][:, slot], split.chunks, axis=0)
+            given = given._replace(kv_segment_ids=ids)
+        if inputs.kv_lengths is not None:
+            starts = jnp.broadcast_to(start, (split.chunks,))
+            given = given._replace(kv_lengths=_from_row(inputs.kv_lengths, starts, split.keys))
+        yield given
+
+
+def _columns(x: Array, start: Any, size: int) -> Array:
+    """Of a bias or mask_array over all keys."""
+    return x if x.shape[3] == 1 else lax.dynamic_slice_in_dim(x, start, size, 3)
+
+
+def _ring_offsets(split: Split) -> tuple[tuple[int, ...], ...]:
+    """`AttentionProblem.offsets`, of any device's rows and any chunk's keys; none if many."""
+    if "q_offset" in split.problem.arrays or split.problem.mask.is_full:
+        return ()
+    found = set()
+    for device in range(split.shards):
+        numbers = chunks_of(split.context, device, split.shards)
+        rows = [split.problem.q_offset + n * split.rows for n in numbers]
+        for there in range(split.shards * split.chunks):
+            found.add(tuple(split.telling(row - there * split.keys) for row in rows))
+    return tuple(sorted(found)) if len(found) <= MOST_OFFSETS else ()
+
+
+# ---- rows and heads change places ---------------------------------------------------------------
+
+
+def _by_heads(split: Split, inputs: AttentionInputs, plain: Any) -> tuple[Array, Array]:
+    problem, shards = split.problem, split.shards
+    if problem.kv_heads % shards:
+        raise ValueError(
+            f"context: method 'heads' wants a number of kv heads that the {shards} devices of "
+            f"{split.context.axis!r} divide, got K = {problem.kv_heads}; take 'gather' or 'ring'"
+        )
+    given: dict[str, Any] = {
+        name: _in_order(split, _swapped(split, getattr(inputs, name), 2, 1), 1)
+        for name in ("q", "k", "v")
+    }
+    for name in ("q_segment_ids", "kv_segment_ids"):
+        if (ids := getattr(inputs, name)) is not None:
+            given[name] = _gathered(split, ids)
+    for name in ("bias", "mask_array"):
+        if (x := getattr(inputs, name)) is not None:
+            given[name] = _scores_by_heads(split, x)
+    if inputs.sinks is not None:
+        given["sinks"] = _own_heads(split, inputs.sinks, 0)
+    by_heads = inputs._replace(**given)
+    out, lse = plain(_transforms.resized(problem, by_heads), by_heads)
+    out = _swapped(split, _as_devices_have_it(split, out, 1), 1, 2)
+    return out, _swapped(split, _as_devices_have_it(split, lse, 2), 2, 1)
+
+
+def _swapped(split: Split, x: Array, from_axis: int, to_axis: int) -> Array:
+    """An axis that was whole split over the devices, and one that was split whole."""
+    return lax.all_to_all(x, split.context.axis, from_axis, to_axis, tiled=True)
+
+
+def _own_heads(split: Split, x: Array, axis: int) -> Array:
+    size = x.shape[axis] // split.shards
+    start = lax.axis_index(split.context.axis) * size
+    return lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def _scores_by_heads(split: Split, x: Array) -> Array:
+    """A bias or mask_array of this device's rows -> of its heads, and of all rows."""
+    heads, rows = x.shape[1:3]
+    if rows < split.problem.q_len:
+        return x if heads == 1 else _own_heads(split, x, 1)
+    if heads == 1:
+        x = lax.all_gather(x, split.context.axis, axis=2, tiled=True)
+    else:
+        x = _swapped(split, x, 1, 2)
+    return _in_order(split, x, 2)

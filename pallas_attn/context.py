@@ -1,0 +1,130 @@
+"""Which device has which rows of a sequence that is split over several."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ORDERS = ("contiguous", "zigzag")
+METHODS = ("gather", "ring", "heads")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Context parallelism: the rows of q, k and v are split over the devices of a mesh axis.
+
+    Within `jax.shard_map`, `flash_attention(..., context=Context("cp"))` takes this device's rows
+    of each array and returns this device's rows of the result. Positions, lengths and offsets are
+    those of the whole sequence, whatever the order. Static: a jit key by value.
+
+    Args:
+      axis: the mesh axis that the rows are split over, one that `shard_map` maps.
+      order: which rows a device has. "contiguous": device d of n has the d-th of n parts.
+        "zigzag": it has the d-th and the d-th from the end of 2n parts, so that all devices have
+        the same work under a causal mask. `reorder` puts an array in this order, `restore` back.
+      method: how queries meet the keys of others. "gather": K and V come to every device, but under
+        a window with static offsets only the rows that it shows; one launch. "ring": K and V pass
+        from device to device and no device ever holds more than two parts of them; partial results
+        are merged. "heads": rows and heads change places, each device attends some heads of the
+        whole sequence; wants a number of kv heads that the devices divide.
+    """
+
+    axis: str
+    order: str = "contiguous"
+    method: str = "gather"
+
+    def __post_init__(self):
+        if not isinstance(self.axis, str):
+            raise ValueError(f"Context(axis=...): expected a mesh axis's name, got {self.axis!r}")
+        for name, choices in (("order", ORDERS), ("method", METHODS)):
+            value = getattr(self, name)
+            if value not in choices:
+                wanted = ", ".join(map(repr, choices))
+                raise ValueError(f"Context({name}=...): expected one of {wanted}, got {value!r}")
+
+    @property
+    def chunks(self) -> int:
+        """How many runs of consecutive rows a device has."""
+        return 2 if self.order == "zigzag" else 1
+
+    def reorder(self, x: Any, shards: int, axis: int = 1) -> Any:
+        """An array whose `axis` is a sequence, with rows where `shards` devices have them.
+
+        Splitting the result evenly over the mesh axis gives each device its rows: tokens, labels,
+        segment ids, the query axis of a bias. NumPy's arrays stay NumPy's.
+        """
+        return self._permuted(x, axis, self._order(shards))
+
+    def restore(self, x: Any, shards: int, axis: int = 1) -> Any:
+        """What `reorder` did, undone: rows in the order of their positions."""
+        return self._permuted(x, axis, np.argsort(self._order(shards)))
+
+    def positions(self, rows: int) -> jax.Array:
+        """int32[rows]: the positions of this device's `rows` rows, for RoPE and the like; within
+        `jax.shard_map`.
+        """
+        size = chunk_rows(self, "rows", rows)
+        firsts = chunk_numbers(self, jax.lax.axis_index(self.axis), shards_of(self)) * size
+        return (firsts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]).reshape(-1)
+
+    def _order(self, shards: int) -> np.ndarray:
+        """Chunks of the sequence in the order of the devices."""
+        if self.chunks == 1:
+            return np.arange(shards)
+        device = np.arange(shards)
+        return np.stack([device, 2 * shards - 1 - device], axis=1).ravel()
+
+    def _permuted(self, x: Any, axis: int, order: np.ndarray) -> Any:
+        x = x if isinstance(x, np.ndarray) else jnp.asarray(x)
+        if not -x.ndim <= axis < x.ndim or x.shape[axis] % len(order):
+            raise ValueError(
+                f"x: expected an axis {axis} of a multiple of {len(order)} rows for "
+                f"{len(order) // self.chunks} devices in order {self.order!r}, got {x.shape}"
+            )
+        if self.chunks == 1:
+            return x
+        axis %= x.ndim
+        parts = x.reshape(*x.shape[:axis], len(order), -1, *x.shape[axis + 1 :])
+        take = np.take if isinstance(x, np.ndarray) else jnp.take
+        return take(parts, order, axis=axis).reshape(x.shape)
+
+
+def shards_of(context: Context) -> int:
+    """Over how many devices rows are split; within `jax.shard_map`."""
+    try:
+        return jax.lax.axis_size(context.axis)
+    except NameError:
+        raise ValueError(
+            f"context: no mesh axis {context.axis!r} is mapped here; call within jax.shard_map "
+            "over a mesh that has it, or leave context out"
+        ) from None
+
+
+def chunk_rows(context: Context, name: str, rows: int) -> int:
+    """Rows of a chunk, of `rows` on a device."""
+    if rows % context.chunks:
+        raise ValueError(
+            f"{name}: expected an even number of rows a device for order 'zigzag', got {rows}; pad "
+            "the sequence and pass q_lengths and kv_lengths"
+        )
+    return rows // context.chunks
+
+
+def chunk_numbers(context: Context, device: Any, shards: int) -> Any:
+    """int32[chunks]: which chunks of the sequence a device has."""
+    if context.chunks == 1:
+        return jnp.stack([device])
+    return jnp.stack([device, 2 * shards - 1 - device])
+
+
+def chunks_of(context: Context, device: int, shards: int) -> tuple[int, ...]:
+    """`chunk_numbers` of a device that is known."""
+    return (device,) if context.chunks == 1 else (device, 2 * shards - 1 - device)
+
+
+def owner(chunk: int, shards: int) -> tuple[int, int]:
+    """The device that has a chunk, and as which of its own."""
+    return (chunk, 0) if chunk < shards else (2 * shards - 1 - chunk, 1)

@@ -1,0 +1,433 @@
+"""Context parallelism on eight CPU devices: every option, order and method against one device,
+forward and gradients; and what it refuses.
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import pallas_attn as pa
+from pallas_attn import _dispatch, _transforms
+from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.bench import context as bench_context
+from pallas_attn.bench import rows
+from pallas_attn.kernels.attention.plan import Plan
+from pallas_attn.kernels.flash_bwd import plan as bwd_plan
+from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
+from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
+from pallas_attn.kernels.flash_fwd import tile_scheduler
+from tests import mosaic
+from tests.test_kernel_transforms import REFERENCE
+from tests.test_sharded_rows import seen as kernels_that_differentiate  # noqa: F401
+
+B, T, N, K, H = 2, 32, 8, 8, 8
+ROWS = {"q": 1, "k": 1, "v": 1, "segment_ids": 1, "bias": 2, "mask_array": 2}  # the axis of rows
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def documents(mean):
+    """Of uneven lengths: ids [B, T]."""
+    starts = np.random.default_rng(0).random((B, T)) < 1 / mean
+    return jnp.asarray(np.cumsum(starts, axis=1), jnp.int32)
+
+
+QKV = {"q": normal(0, B, T, N, H), "k": normal(1, B, T, K, H), "v": normal(2, B, T, K, H)}
+GROUPED = {**QKV, "k": normal(1, B, T, 4, H), "v": normal(2, B, T, 4, H)}
+SINKS = {"sinks": normal(4, N)}
+HIDDEN = {"mask_array": jnp.asarray(np.random.default_rng(0).random((B, 1, T, T)) < 0.3)}
+LENGTHS = {
+    "q_lengths": jnp.asarray([30, 3], jnp.int32),
+    "kv_lengths": jnp.asarray([29, 0], jnp.int32),  # rows that see nothing
+}
+OPTIONS = {
+    "causal": ({"mask": pa.CAUSAL}, {**GROUPED, **SINKS}),
+    "window": ({"mask": pa.sliding_window(4)}, GROUPED),
+    "band": ({"mask": pa.Mask(3, 2), "q_offset": 1, "kv_lengths": LENGTHS["kv_lengths"]}, QKV),
+    "lengths": ({"mask": pa.CAUSAL, "softcap": 3.0, **LENGTHS}, {**QKV, **SINKS}),
+    "documents": ({"segment_ids": documents(5)}, {**QKV, "bias": normal(8, 1, N, T, T)}),
+    "few": (
+        {"mask": pa.sliding_window(3), "segment_ids": documents(6)},
+        {**GROUPED, "bias": normal(8, B, 1, 1, 1)},
+    ),
+    "offset": (
+        {"mask": pa.CAUSAL, "q_offset": jnp.asarray([5, -9], jnp.int32), **HIDDEN},
+        {**QKV, "bias": normal(8, B, 1, 1, T)},
+    ),
+}
+SPREAD = [  # all options, methods and orders, on 2, 4 and 8 devices; not each with each
+    ("causal", 4, "zigzag", "ring"),
+    ("causal", 4, "zigzag", "heads"),
+    ("window", 8, "contiguous", "gather"),
+    ("band", 4, "zigzag", "gather"),
+    ("band", 2, "contiguous", "ring"),
+    ("lengths", 8, "zigzag", "gather"),
+    ("lengths", 2, "contiguous", "heads"),
+    ("documents", 2, "zigzag", "heads"),
+    ("documents", 2, "zigzag", "ring"),
+    ("few", 4, "zigzag", "gather"),
+    ("offset", 2, "zigzag", "gather"),
+    ("offset", 8, "contiguous", "ring"),
+]
+
+
+def weights(out, lse):
+    """Of random sums over out and lse, in the order of positions."""
+    return normal(5, *out.shape), normal(6, *lse.shape)
+
+
+def loss(call, floats):
+    out, lse = call(floats)
+    of_out, of_lse = weights(out, lse)
+    total = (of_out * out).sum() + jnp.where(jnp.isfinite(lse), of_lse * lse, 0).sum()
+    return total, (out, lse)
+
+
+def value_and_gradients(call, floats):
+    return jax.jit(jax.value_and_grad(functools.partial(loss, call), has_aux=True))(floats)
+
+
+@functools.cache
+def on_one_device(name):
+    options, floats = OPTIONS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_dispatch.TABLES, "flash_forward", (REFERENCE,))
+        return value_and_gradients(
+            lambda floats: pa.flash_attention_with_lse(**floats, **options), floats
+        )
+
+
+def is_split(name, x):
+    return name in ROWS and x.shape[ROWS[name]] > 1
+
+
+def spec_of(name, x):
+    return P(*(None,) * ROWS[name], "cp") if is_split(name, x) else P()
+
+
+def over(context, shards, options, check_vma=True):
+    """The call over so many devices, of and with arrays in the order of positions."""
+    arrays = {name: x for name, x in options.items() if hasattr(x, "shape")}
+    static = {name: x for name, x in options.items() if name not in arrays}
+    mesh = jax.make_mesh(
+        (shards,), ("cp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:shards]
+    )
+
+    def local(given):
+        return pa.flash_attention_with_lse(**given, **static, context=context)
+
+    def call(floats):
+        given = {
+            name: context.reorder(x, shards, ROWS[name]) if is_split(name, x) else x
+            for name, x in {**floats, **arrays}.items()
+        }
+        specs = {name: spec_of(name, x) for name, x in given.items()}
+        out, lse = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=(P(None, "cp"), P(None, None, "cp")),
+            check_vma=check_vma,
+        )(given)
+        return context.restore(out, shards), context.restore(lse, shards, 2)
+
+    return call
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "shards", "order", "method"), SPREAD)
+def test_as_on_one_device(name, shards, order, method):
+    options, floats = OPTIONS[name]
+    call = over(pa.Context("cp", order, method), shards, options)
+    assert_same(value_and_gradients(call, floats), on_one_device(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "check_vma"),
+    [("causal", "gather", True), ("lengths", "ring", False)],
+)
+def test_by_kernels_as_on_one_device(kernels_that_differentiate, name, method, check_vma):  # noqa: F811
+    """Those are handed the out and lse of all keys, whichever they are given."""
+    options, floats = OPTIONS[name]
+    call = over(pa.Context("cp", "zigzag", method), 2, options, check_vma)
+    got = value_and_gradients(call, floats)
+    assert kernels_that_differentiate
+    assert_same(got, on_one_device(name))
+
+
+def test_a_window_moves_its_rows_and_no_more():
+    """By a fixed number of permutations, without a gather; on the device at the start, none of the
+    rows that it lacks is anyone's.
+    """
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in GROUPED.items()}
+
+    def moved(mask, order):
+        context = pa.Context("cp", order)
+        program = jax.jit(over(context, 4, {"mask": mask})).lower(shapes).as_text()
+        return program.count("stablehlo.all_gather"), program.count("stablehlo.collective_permute")
+
+    assert moved(pa.sliding_window(4), "contiguous") == (0, 2)  # k and v of one neighbour
+    assert moved(pa.sliding_window(12), "contiguous") == (0, 4)
+    assert moved(pa.CAUSAL, "contiguous") == (2, 0)
+
+
+def test_orders_and_positions():
+    zigzag, plain = pa.Context("cp", "zigzag"), pa.Context("cp")
+    order = np.arange(16)[None]
+    assert zigzag.reorder(order, 4).tolist() == [
+        [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
+    ]
+    np.testing.assert_array_equal(zigzag.restore(zigzag.reorder(order, 4), 4), order)
+    np.testing.assert_array_equal(plain.reorder(order, 4), order)
+    assert isinstance(zigzag.reorder(order, 4), np.ndarray)
+    mesh = jax.make_mesh((4,), ("cp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    for context in (zigzag, plain):
+        found = jax.shard_map(
+            lambda c=context: c.positions(4), mesh=mesh, in_specs=(), out_specs=P("cp")
+        )()
+        np.testing.assert_array_equal(found[None], context.reorder(order, 4))
+
+
+def mapped(shards=2, options=(), **given):
+    context = pa.Context("cp", **given)
+    return jax.eval_shape(over(context, shards, dict(options)), GROUPED)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: pa.Context(("a", "b")), "Context(axis=...): expected a mesh axis's name"),
+        (lambda: pa.Context("a", "striped"), "Context(order=...): expected one of 'contiguous'"),
+        (lambda: pa.Context("a", method="tree"), "Context(method=...): expected one of 'gather'"),
+        (lambda: pa.flash_attention(**QKV, context="cp"), "context: expected a Context, or None"),
+        (
+            lambda: pa.flash_attention(**QKV, context=pa.Context("cp")),
+            "context: no mesh axis 'cp' is mapped here; call within jax.shard_map",
+        ),
+        (
+            lambda: mapped(8, method="heads"),
+            "wants a number of kv heads that the 8 devices of 'cp'",
+        ),
+        (
+            lambda: pa.Context("cp", "zigzag").reorder(np.zeros((1, 6)), 2),
+            "x: expected an axis 1 of a multiple of 4 rows for 2 devices in order 'zigzag'",
+        ),
+        (
+            lambda: mapped(options={"mask": pa.mask_fn(lambda b, h, q, kv: kv <= q)}),
+            "context: expected no mask_fn and no score_fn beside it",
+        ),
+    ],
+)
+def test_what_is_refused(call, said):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert said in str(error.value)
+
+
+def test_an_odd_number_of_rows_has_no_zigzag():
+    context = pa.Context("cp", "zigzag")
+    mesh = jax.make_mesh((2,), ("cp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    odd = [x[:, :30] for x in QKV.values()]
+
+    def local(q, k, v):
+        return pa.flash_attention(q, k, v, context=context)
+
+    call = jax.shard_map(local, mesh=mesh, in_specs=P(None, "cp"), out_specs=P(None, "cp"))
+    with pytest.raises(ValueError, match="q: expected an even number of rows a device for order"):
+        jax.eval_shape(call, *odd)
+
+
+# ---- kernels whose batch rows share k and v, and who computes what when ------------------------
+
+
+def zigzag_problem(op, shards=4, rows=8192):
+    offsets = tuple((n * rows, (2 * shards - 1 - n) * rows) for n in range(shards))
+    return AttentionProblem(
+        op=op,
+        gpu="sm90",
+        dtype="bfloat16",
+        batch=2,
+        q_len=rows,
+        kv_len=2 * shards * rows,
+        q_heads=32,
+        kv_heads=8,
+        head_dim=128,
+        v_head_dim=128,
+        mask=pa.CAUSAL,
+        scale=1.0,
+        share=2,
+        offsets=offsets,
+        arrays=("q_offset",),
+    )
+
+
+@pytest.mark.parametrize("op", ["flash_forward", "flash_backward"])
+def test_zigzag_gives_every_block_the_same_work(op):
+    """Each device's table has every work tile once, and no block has 3 % more than the mean; dealt
+    as if all offsets were 0 it is half as much again.
+    """
+    problem = zigzag_problem(op)
+    if op == "flash_forward":
+        plan = Plan(problem, flash_fwd_sm90.Config.default(problem))
+        make, tiles = tile_scheduler.schedule, plan.q_tiles
+        heads = 32
+    else:
+        config = flash_bwd_sm90.Config.default(problem)
+        assert config.fused  # its keys meet many rows, wherever these are
+        plan = flash_bwd_sm90.plan_of(problem, config)
+        make, tiles = bwd_plan.schedule, plan.kv_tiles
+        heads = 8
+
+    def cost(code, offsets):
+        head, tile = code >> plan.code_bits, code & ((1 << plan.code_bits) - 1)
+        offset = offsets[head // heads]
+        if op == "flash_forward":
+            row = tile * plan.tile_rows
+            return offset + row + plan.tile_rows / 2
+        return max(0, min(8192, offset + 8192 - tile * plan.block_kv)) + 32
+
+    def uneven(table, offsets):
+        loads = [sum(cost(code, offsets) for code in row[1 : row[0] + 1]) for row in table]
+        return max(loads) / np.mean(loads)
+
+    for offsets in problem.offsets:
+        table = make(plan, offsets)
+        codes = [code for row in table.tolist() for code in row[1 : row[0] + 1]]
+        assert len(set(codes)) == len(codes) == 2 * heads * tiles
+        assert uneven(table.tolist(), offsets) < 1.03
+    picked = tile_scheduler.at_offset(make, plan, jnp.asarray(problem.offsets[2], jnp.int32))
+    table = make(plan, problem.offsets[2])
+    np.testing.assert_array_equal(picked[:, : table.shape[1]], table)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("op", ["flash_forward", "flash_backward"])
+def test_rows_that_share_keys_as_if_each_had_its_own(op):
+    """By kernels in the interpreter; keys end within a tile, and so do one batch row's queries."""
+    count, keys = 64, 192
+    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    q, do = (draw(jax.random.key(n), (2, count, 2, 64)) for n in (0, 3))
+    k, v = (draw(jax.random.key(n), (1, keys, 1, 64)) for n in (1, 2))
+    ends = jnp.full((2,), 150, jnp.int32)
+    k, v = (jnp.where(jnp.arange(keys)[None, :, None, None] < 150, x, jnp.nan) for x in (k, v))
+    given = AttentionInputs(
+        q, k, v, jnp.asarray([0, 100], jnp.int32), jnp.asarray([64, 40], jnp.int32), ends
+    )
+    problem = dataclasses.replace(
+        zigzag_problem(op), q_heads=2, kv_heads=1, head_dim=64, v_head_dim=64, scale=0.125
+    )
+    problem = _transforms.resized(dataclasses.replace(problem, offsets=((0, 100),)), given)
+    repeated = given._replace(k=jnp.repeat(k, 2, axis=0), v=jnp.repeat(v, 2, axis=0))
+    alone = dataclasses.replace(problem, share=1, offsets=())
+    kernel = flash_fwd_sm90 if op == "flash_forward" else flash_bwd_sm90
+    assert kernel.shares_keys(problem)
+
+    def run(problem, given):
+        config = kernel.Config.default(problem)
+        if op == "flash_forward":
+            return kernel.run(given, problem, dataclasses.replace(config, grid=2))
+        lse = jnp.zeros((2, 2, count), jnp.float32)
+        config = dataclasses.replace(config, grid=2, fused=False)
+        return kernel.run((given, do, lse, do, lse), problem, config)[:3]
+
+    with mosaic.interpret():
+        got, want = (
+            jax.jit(run, static_argnums=0)(*x) for x in ((problem, given), (alone, repeated))
+        )
+    for g, w in zip(got, want, strict=True):
+        assert g.shape == w.shape and np.isfinite(np.asarray(w, np.float32)).any()
+        np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_the_benchmark_of_contexts(both):
+    """On eight CPU devices: who is right gets a row, with what a row needs."""
+    case = bench_context.Case("tiny", 64, both, q_heads=2, kv_heads=1, head_dim=8)
+    found, wrong = bench_context.time_case(case, 0, 1, rows.Provenance.here("none"))
+    assert wrong == 0
+    assert [row["impl"] for row in found] == [f"pallas_attn/{x}" for x in ("one", "gather", "ring")]
+    for row in found:
+        assert not set(rows.REQUIRED) - row.keys() and row["efficiency"] > 0
+    assert found[0]["efficiency"] == 1
+
+
+# ---- processes ----------------------------------------------------------------------------------
+
+_PROCESS = """
+import sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jax.numpy as jnp
+import pallas_attn as pa
+
+context = pa.Context("cp", "zigzag", sys.argv[3])
+mesh = jax.make_mesh((4,), ("cp",), (jax.sharding.AxisType.Auto,))
+where = NamedSharding(mesh, P(None, "cp"))
+rng = np.random.default_rng(0)
+whole = [rng.standard_normal((1, 16, n, 8), np.float32) for n in (2, 1, 1)]
+
+def loss(call, q, k, v):
+    return (call(q, k, v) ** 2).sum()
+
+def local(q, k, v):
+    return pa.flash_attention(q, k, v, mask=pa.CAUSAL, context=context)
+
+def one(q, k, v):
+    return pa.flash_attention(q, k, v, mask=pa.CAUSAL)
+
+def placed(x):
+    return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+
+call = jax.shard_map(local, mesh=mesh, in_specs=P(None, "cp"), out_specs=P(None, "cp"))
+over = jax.jit(jax.grad(lambda *x: loss(call, *x), (0, 1, 2)))
+got = over(*(placed(context.reorder(x, 4)) for x in whole))
+want = jax.jit(jax.grad(lambda *x: loss(one, *x), (0, 1, 2)))(*whole)
+for g, w in zip(got, want):
+    w = context.reorder(np.asarray(w), 4)
+    for shard in g.addressable_shards:
+        np.testing.assert_allclose(shard.data, w[shard.index], rtol=1e-4, atol=1e-4)
+print("the same on process", jax.process_index())
+"""
+
+
+def test_two_processes():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    root = pathlib.Path(pa.__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", _PROCESS, address]
+    running = [
+        subprocess.Popen(
+            [*command, str(n), "gather"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for n in (0, 1)
+    ]
+    said = [process.communicate(timeout=120) for process in running]
+    for n, (out, _) in enumerate(said):
+        assert f"the same on process {n}\n" in out, said
