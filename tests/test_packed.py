@@ -311,3 +311,23 @@ def test_messages(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         after = pa.append_kv(cache, **given, new_lengths=new_lengths)
         pa.decode_attention(q, after, starts=given["starts"])
+
+
+@each_subject
+@pytest.mark.parametrize("kind", ["stacked", "paged"])
+def test_latent_rows_are_as_those_of_equal_numbers(rng, subject, kind):
+    """Two rows of each sequence, packed or not."""
+    rows = {"kv_heads": 1, "head_dim": 192, "v_head_dim": 128, "shared_kv": True}
+    cache = cache_of(kind, (72, 72, 72), "bfloat16", **rows)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
+    held, latent, q = jnp.asarray([40, 0, 63]), draw(3, 63, 1, 192), draw(3, 2, 16, 192)
+    cache = pa.append_kv(cache, latent, new_lengths=held, implementation="reference")
+    cache = pa.append_kv(cache, draw(3, 2, 1, 192), implementation="reference")
+    decode = pa.decode_attention_with_lse
+    want, want_lse = subject.call(decode, q, cache)
+    starts = jnp.asarray([0, 2, 4, 6])
+    got, lse = subject.call(decode, q.reshape(6, 16, 192), cache, starts=starts)
+    want, got = (np.asarray(x, np.float32).reshape(6, 16, 128) for x in (want, got))
+    np.testing.assert_allclose(got, want, atol=0.03)
+    want_lse = np.asarray(want_lse).transpose(1, 0, 2).reshape(16, 6)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-2)
