@@ -9,6 +9,9 @@ them). `interpret()` is what a test uses, beside `lower_for_cuda` and, from test
   checked byte by byte; inline code that brings a twin in NumPy, which runs in its place
 - `pl.run_state` over accumulators, wgmma with its left operand in registers, values assigned to an
   accumulator, `mma`
+- what wgmma and reductions by TMA read in shared memory, from when they are issued until they are
+  waited for
+- races of every launch of a program: JAX 0.11.2 keeps those of the last one alone
 - cp.async (a copy without a barrier), stores with a predicate, reductions and atomics in global
   memory
 - programmatic dependent launch, which means nothing here
@@ -54,6 +57,7 @@ def interpret(patience: float = 20) -> Iterator[None]:
     """
     global _watch
     _teach()
+    _races.clear()
     host.reset_gpu_interpret_mode_state()
     params = plgpu.InterpretGPUParams(detect_races=True)
     _watch = watch.Watch(patience, _end)
@@ -65,7 +69,7 @@ def interpret(patience: float = 20) -> Iterator[None]:
         ):
             yield
             jax.effects_barrier()
-        raced = host._races is not None and host._races.races_found  # 0.11.2 prints it
+        raced = bool(_races)  # 0.11.2 prints them
     except jax.errors.JaxRuntimeError as e:
         raced = "RACE DETECTED" in str(e)  # 0.12 raises it
         if not raced:
@@ -77,6 +81,7 @@ def interpret(patience: float = 20) -> Iterator[None]:
 
 
 _watch = watch.Watch(0, print)
+_races: list[str] = []  # of all launches: where they were found
 
 
 def _end(error: Exception) -> None:
@@ -146,6 +151,11 @@ def _inline_mgpu(self, eqn, token, get_values):
     """Runs a program of `mosaic.each_thread`, or what the code says it means in jax.numpy; any
     other inline code is refused, as JAX does.
     """
+    if (matmuls := getattr(eqn.params["mgpu_fn"], "matmuls", None)) is not None:
+        (used,) = jax.tree.unflatten(eqn.params["pytree_args"], get_values())
+        mark = functools.partial(_mark_unused, matmuls=matmuls)
+        like = host.TOKEN_SHAPE_DTYPE
+        return callback.io_callback(mark, like, token=token, thread=self.thread, used=used), []
     if (values := getattr(eqn.params["mgpu_fn"], "values", None)) is not None:
         result = values(*jax.tree.unflatten(eqn.params["pytree_args"], get_values()))
         return token, jax.tree.leaves(result)
@@ -223,6 +233,37 @@ def _read(self, eqn, token, key, transforms, like):
     )
 
 
+def _read_by_tma(self, eqn, token, key, transforms, like):
+    """`_read`, as a store by TMA does it: nobody may write there until it has been waited for."""
+    where = _where(self, eqn)
+    return callback.io_callback(
+        functools.partial(_read_by_tma_on_host, source_info=where.pop("source_info")),
+        (host.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(like.shape, like.dtype)),
+        token=token,
+        key=key,
+        transforms=transforms,
+        **where,
+    )
+
+
+@host.fail_on_exception
+def _read_by_tma_on_host(*, token, mesh_location, thread, key, transforms, source_info):
+    ours = host._get_shared_memory()
+    key, there = _accessed(ours, key, transforms)
+    clock = ours.incr_clock(thread)
+    clock.inc(ours.get_next_tma_thread_id())
+    host.get_races().check_read(thread, clock.async_smem_clock.copy(), key, there, source_info)
+    ours.add_copy_smem_to_gmem_clocks(thread, clock, clock)
+    log = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
+    return token, ours.get_buffer_content(key, there, thread, logging_info=log)[0]
+
+
+def _accessed(ours, key, transforms):
+    key = shared_memory.HostAllocationKey.from_array(key)
+    transforms = jax.tree.map(int, host._remove_noop_transforms(transforms))
+    return key, ours.access(key, transforms)
+
+
 def _overwrite(self, eqn, token, key, transforms, value):
     token, _ = host.call_swap(
         token=token,
@@ -245,6 +286,7 @@ def _run_state(self, eqn, token, values):
             token, value = _new_registers(self, eqn, token, value)
         keys.append(value)
     token, _ = self.interpret(eqn.params["jaxpr"], token, *keys)
+    token = _wait_for_matmuls(self, token, 0)
     results = []
     for key, is_ref, var in zip(keys, outer, eqn.outvars, strict=True):
         if is_ref:
@@ -312,7 +354,7 @@ def _copy_to_gmem(self, eqn, token, values):
         if params["reduction_op"] is None:
             return self._interpret_copy_smem_to_gmem_p(eqn, token, *values, **params)[0]
         (source, from_, taken), (target, to, _) = _sides(eqn, values)
-        token, value = _read(self, eqn, token, source, from_, taken)
+        token, value = _read_by_tma(self, eqn, token, source, from_, taken)
         return _update(self, eqn, token, target, to, value, params["reduction_op"])
 
     if predicate is None:
@@ -353,8 +395,7 @@ def _update(self, eqn, token, key, transforms, value, op):
 @host.fail_on_exception
 def _update_on_host(*, token, mesh_location, thread, key, transforms, value, op, source_info):
     ours = host._get_shared_memory()
-    key = shared_memory.HostAllocationKey.from_array(key)
-    there = ours.access(key, jax.tree.map(int, host._remove_noop_transforms(transforms)))
+    key, there = _accessed(ours, key, transforms)
     log = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
     value = np.asarray(value)
     with _one_update_at_a_time:
@@ -369,6 +410,89 @@ def _update_on_host(*, token, mesh_location, thread, key, transforms, value, op,
     return token
 
 
+# ---- what matmuls read --------------------------------------------------------------------------
+
+
+class _Matmuls:
+    """Of one warpgroup: those that have been issued and not been waited for."""
+
+    def __init__(self):
+        self.reads: list[list[Any]] = []  # of each: (buffer, place, line of code)
+        self.unused = 0  # so many of the next ones give what nobody uses
+
+
+def _matmuls_of(ours, thread) -> _Matmuls:
+    return ours.__dict__.setdefault("matmuls", {}).setdefault(thread, _Matmuls())
+
+
+def _wait_for_matmuls(self, token, left):
+    return callback.io_callback(
+        functools.partial(_retire, left=left),
+        host.TOKEN_SHAPE_DTYPE,
+        token=token,
+        thread=self.thread,
+    )
+
+
+@host.fail_on_exception
+def _retire(*, token, thread, left):
+    ours = host._get_shared_memory()
+    pending = _matmuls_of(ours, thread).reads
+    while len(pending) > left:
+        for read in pending.pop(0):
+            _read_by_matmul(ours, thread, *read)
+    return token
+
+
+def _read_by_matmul(ours, thread, key, there, source_info):
+    """Not in the order of the thread's own accesses, but as another thread that it has started."""
+    position = ours.vector_clock_size - 1 - ours.thread_to_vc_position(thread)
+    with ours.lock:
+        ours.clocks[thread].inc(position)
+        clock = ours.clocks[thread].async_smem_clock.copy()
+    host.get_races().check_read(thread, clock, key, there, source_info=source_info)
+
+
+def _wgmma(*, token, thread, source_info=None, **given):
+    """JAX's, and its reads: from now on, and once more when it has been waited for."""
+    token = _jax_wgmma(token=token, thread=thread, source_info=source_info, **given)
+    ours, reads = host._get_shared_memory(), []
+    matmuls = _matmuls_of(ours, thread)
+    matmuls.reads.append(reads)
+    if matmuls.unused:
+        matmuls.unused -= 1
+        return token
+    registers = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
+    for side in "ab":
+        key, there = _accessed(ours, given[f"{side}_allocation_key_as_array"],
+                               given[f"{side}_transforms"])  # fmt: skip
+        if key.memory_space_id != registers:
+            reads.append((key, there, source_info))
+            _read_by_matmul(ours, thread, *reads[-1])
+    return token
+
+
+def _load_accumulator(*, token, thread, wait_n=None, **given):
+    result = _jax_load_accumulator(token=token, thread=thread, wait_n=wait_n, **given)
+    _retire(token=token, thread=thread, left=wait_n or 0)
+    return result
+
+
+_jax_wgmma, _jax_load_accumulator = host.wgmma, host.wgmma_accumulator_deref
+
+
+def _wgmma_wait(self, eqn, token, values):
+    del values
+    return _wait_for_matmuls(self, token, eqn.params["n"]), []
+
+
+@host.fail_on_exception
+def _mark_unused(*, token, thread, used, matmuls):
+    if not used:
+        _matmuls_of(host._get_shared_memory(), thread).unused = matmuls
+    return token
+
+
 _ALWAYS = {
     discharge.run_state_p: _run_state,
     prims.wgmma_accumulator_store_p: _store_accumulator,
@@ -377,6 +501,7 @@ _ALWAYS = {
     prims.griddepcontrol_wait_p: _nothing,
     prims.griddepcontrol_launch_dependents_p: _nothing,
     prims.wait_gmem_to_smem_p: _nothing,
+    prims.wgmma_wait_p: _wgmma_wait,
     prims.print_layout_p: _nothing,
 }
 
@@ -457,6 +582,8 @@ def _but_in_registers(check):
         registers = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
         if key.memory_space_id != registers:
             check(self, thread, clock, key, *rest, **more)
+            if self.races_found:
+                _races.append(str(thread))
 
     return checked
 
@@ -489,6 +616,7 @@ def _teach() -> None:
     shared_memory._to_int = _to_int
     jaxpr_interpret.JaxprInterpreter.interpret = _interpret
     jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p = _inline_mgpu
+    host.wgmma, host.wgmma_accumulator_deref = _wgmma, _load_accumulator
     races = race_detection_state.GPURaceDetectionState
     races.check_read = _but_in_registers(races.check_read)
     races.check_write = _but_in_registers(races.check_write)

@@ -3,6 +3,7 @@
 Small kernels, each with one fault that can be switched on.
 """
 
+import contextlib
 import functools
 import threading
 import time
@@ -62,6 +63,16 @@ def test_a_race_is_found_and_the_next_kernel_runs(fault):
             jax.jit(functools.partial(through_shared_memory, **{fault: False}))(numbers())
         )
     test_what_is_right_passes()
+
+
+def twice(x):
+    """A launch with a race, and one without behind it."""
+    return through_shared_memory(through_shared_memory(x, commit=False))
+
+
+def test_a_race_in_another_launch_than_the_last_is_found():
+    with pytest.raises(AssertionError, match="RACE DETECTED"), mosaic.interpret():
+        jax.block_until_ready(jax.jit(twice)(numbers()))
 
 
 def half_arrived(x, *, wait=False):
@@ -134,13 +145,79 @@ def test_matmuls_with_accumulators_and_registers(rng):
     np.testing.assert_allclose(got, a @ b + a @ a, rtol=1e-5, atol=1e-4)
 
 
-def added_up(x, start):
+def given_back(a, *, waits=0, commit=True, used=1):
+    """a @ a of a tile that one warpgroup puts into shared memory and multiplies, and that another
+    one overwrites as soon as it is told to.
+    """
+
+    def body(a_ref, o_ref, smem, released):
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == 0)
+        def _():
+            smem[...] = plgpu.load(a_ref, layout=plgpu.Layout.WGMMA, optimized=False)
+            if commit:
+                plgpu.commit_smem()
+
+            def multiplied(acc):
+                lang.results_are_used(jnp.int32(used), 1)
+                plgpu.wgmma(acc, smem, smem)
+                plgpu.wgmma_wait(waits)
+                plgpu.barrier_arrive(released)
+                return acc[...]
+
+            o_ref[...] = pl.run_scoped(multiplied, plgpu.ACC((64, 64), jnp.float32))
+
+        @pl.when(wg == 1)
+        def _():
+            plgpu.barrier_wait(released)
+            smem[...] = plgpu.layout_cast(jnp.zeros((64, 64), jnp.bfloat16), plgpu.Layout.WGMMA)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=TILE,
+        scratch_types=[plgpu.SMEM((64, 64), jnp.bfloat16, transforms=SWIZZLED), plgpu.Barrier()],
+        num_threads=2,
+        thread_name="wg",
+        compiler_params=lang.without_barriers(),
+    )
+    return kernel(a)
+
+
+@pytest.mark.parametrize("fault", [{"waits": 1}, {"commit": False}, {}], ids=str)
+def test_what_matmuls_read_is_watched_until_they_are_waited_for(fault):
+    call = jax.jit(functools.partial(given_back, **fault))
+    race = pytest.raises(AssertionError, match="RACE DETECTED")
+    with race if fault else contextlib.nullcontext(), mosaic.interpret():
+        jax.block_until_ready(call(numbers(HALF)))
+
+
+def test_what_nobody_uses_may_read_anything():
+    with mosaic.interpret():
+        jax.block_until_ready(
+            jax.jit(functools.partial(given_back, waits=1, used=0))(numbers(HALF))
+        )
+
+
+@pytest.mark.parametrize("fault", ["commit", "wait"])
+def test_reductions_read_shared_memory_until_they_are_waited_for(fault):
+    call = jax.jit(functools.partial(added_up, **{fault: False}))
+    with pytest.raises(AssertionError, match="RACE DETECTED"), mosaic.interpret():
+        jax.block_until_ready(call(numbers(), jnp.ones(TILE.shape)))
+
+
+def added_up(x, start, *, commit=True, wait=True):
     """Four blocks add x into the same place by TMA; the last also stores under a predicate."""
 
     def body(x_ref, o_ref, last_ref, smem, arrived):
+        smem[...] = x_ref[...]
+        if commit:
+            plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, o_ref, reduction_op="add")
+        if wait:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.copy_gmem_to_smem(x_ref, smem, arrived)
         plgpu.barrier_wait(arrived)
-        plgpu.copy_smem_to_gmem(smem, o_ref, reduction_op="add")
         is_last = lax.axis_index("i") == 3
         plgpu.copy_smem_to_gmem(smem, last_ref, predicate=is_last)
         plgpu.wait_smem_to_gmem(0)

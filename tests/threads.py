@@ -224,8 +224,8 @@ class BlockOfThreads:
             if at.stop > into.size or first.stop > given.size:
                 raise IndexError(f"a bulk copy of bytes {first} of {given.size} to {at}")
             arrived = given[first].copy()
+            self.memory.barriers[int(self.ids[0]), one].begin(into[at], arrived)
             into[at] = -1
-            self.memory.barriers[int(self.ids[0]), one].coming.append((into[at], arrived))
 
     def wait(self, barriers, slot, parity):
         ((slot, parity),) = set(self._each(True, slot, parity))
@@ -267,6 +267,12 @@ class Barrier:
 
     def __init__(self):
         self.phase, self.announced, self.coming = 0, None, []
+        self.in_use = False  # some thread may still read what came last
+
+    def begin(self, to, arrived):
+        if self.in_use:
+            raise RuntimeError("RACE DETECTED: a slot is filled anew before its readers have met")
+        self.coming.append((to, arrived))
 
     def announce(self, nbytes):
         if self.announced is not None:
@@ -281,6 +287,7 @@ class Barrier:
         for to, arrived in self.coming:
             to[...] = arrived
         self.phase, self.announced, self.coming = self.phase + 1, None, []
+        self.in_use = True
 
 
 class Copies:
@@ -383,6 +390,8 @@ class Memory:
 
     def meet(self, block):
         self.since_meeting.pop(block, None)
+        for (own, _), barrier in self.barriers.items():
+            barrier.in_use = barrier.in_use and own != block
         self.copies_of(block).meet()
 
     def arrive(self, counters, index, count, block) -> bool:

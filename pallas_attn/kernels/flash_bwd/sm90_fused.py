@@ -396,7 +396,8 @@ def _step_without_dq(now: Step, sums: KeyGradients, s_acc: Any) -> None:
 
 def _step_dq_last(now: Step, sums: KeyGradients, s_acc: Any) -> None:
     """S, dP and dS, then dQ of the step before: the other warpgroup has had the time of a step for
-    its half of that dS.
+    its half of that dS. The first step of a work tile has none before it: what it multiplies is
+    whatever lies there, which the other warpgroup may be writing, and `_add_dq` adds it nowhere.
     """
     ctx, due = now.ctx, now.pending[0]
     plan, refs, smem = ctx
@@ -408,6 +409,7 @@ def _step_dq_last(now: Step, sums: KeyGradients, s_acc: Any) -> None:
 
     def to_dq(ds, dq_acc):
         slot = _ds_slot(plan, due.count)
+        mosaic.results_are_used(due.exists, WARPGROUPS)
         _multiply_dq(ctx, dq_acc, slot, now.wg)
         plgpu.wgmma(sums.dk, ds, smem.q.at[now.slot])
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)

@@ -165,6 +165,19 @@ def opaque_zero(number: jax.Array, bits: int = 31) -> jax.Array:
     return lax.shift_right_logical(number, jnp.int32(bits))
 
 
+def results_are_used(used: jax.Array, matmuls: int) -> None:
+    """Says whether anybody uses what this warpgroup's next `matmuls` give. It is no code: where not
+    (0), the interpreter does not ask who writes what they read.
+    """
+
+    def code(_, used):
+        del used
+
+    inline: Any = code
+    inline.matmuls = matmuls
+    plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))(inline)(used)
+
+
 def overlap_launches() -> None:
     """From sm90 on: what follows sees all that earlier kernels wrote, but the launch itself began
     while the one before was ending, if that was told so too (programmatic dependent launch); and
