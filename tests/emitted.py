@@ -1,0 +1,445 @@
+"""What inline code emits for a GPU, run in NumPy: 128 threads at once, a value is an array with an
+element a thread. The interpreter runs the twins of such code; this is how a test compares the two.
+
+`captured` gives the inline function that a call makes, and its twin; `evaluate` runs its code. It
+knows as much of MLIR and PTX as masks, addresses, loads, stores and votes need, and
+says what it does not know.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func
+
+THREADS = 128
+SPACE = 44  # bits of an address within one array
+
+
+class Far:
+    """An array of any size: what is written to it is kept in `stores`, in bytes from its start."""
+
+    def __init__(self, shape: Sequence[int], dtype: Any):
+        self.shape, self.dtype = tuple(shape), jnp.dtype(dtype)
+        self.stores: list[tuple[np.ndarray, np.ndarray]] = []  # offsets, [n, bytes]
+
+
+class Memory:
+    def __init__(self, refs: Sequence[Any]):
+        self.refs = refs
+
+    def pointer(self, number: int) -> np.ndarray:
+        return np.full(THREADS, (number + 1) << SPACE, np.int64)
+
+    def _place(self, address: np.ndarray, size: int) -> tuple[Any, np.ndarray]:
+        (number,) = set((address >> SPACE).tolist())
+        ref, offset = self.refs[number - 1], address & ((1 << SPACE) - 1)
+        assert (offset % size == 0).all(), "not aligned"
+        most = np.prod(ref.shape, dtype=object) * ref.dtype.itemsize
+        if offset.max() + size > most:
+            raise IndexError(f"bytes {offset.max()} to {offset.max() + size} of {most}")
+        return ref, offset
+
+    def load(self, address: np.ndarray, size: int) -> np.ndarray:
+        """[threads, size] bytes."""
+        ref, offset = self._place(address, size)
+        return ref.reshape(-1).view(np.uint8)[offset[:, None] + np.arange(size)]
+
+    def store(self, address: np.ndarray, value: np.ndarray, where: np.ndarray) -> None:
+        if not where.any():
+            return
+        ref, offset = self._place(address[where], value.shape[1])
+        assert len(np.unique(offset)) == len(offset), "two threads write one word"
+        if isinstance(ref, Far):
+            ref.stores.append((offset, value[where]))
+        else:
+            places = offset[:, None] + np.arange(value.shape[1])
+            ref.reshape(-1).view(np.uint8)[places] = value[where]
+
+    def add(self, address: np.ndarray, value: np.ndarray, where: np.ndarray) -> None:
+        """[threads, n] float32."""
+        if where.any():
+            ref, offset = self._place(address[where], 4 * value.shape[1])
+            places = offset[:, None] // 4 + np.arange(value.shape[1])
+            np.add.at(ref.reshape(-1), places, value[where])
+
+
+# ---- MLIR ----------------------------------------------------------------------------------------
+
+
+def _dtype(kind: ir.Type) -> Any:
+    names = {"index": "int64", "i1": "bool", "!llvm.ptr": "int64", "f32": "float32"}
+    name = str(kind)
+    return jnp.dtype(names.get(name, name.replace("bf16", "bfloat16").replace("i", "int", 1)))
+
+
+def _kinds(kind: ir.Type) -> tuple[Any, int | None]:
+    """(dtype, how many of it in a vector)."""
+    if isinstance(kind, ir.VectorType):
+        return _dtype(kind.element_type), kind.shape[0]
+    return _dtype(kind), None
+
+
+def _bytes(values: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.ascontiguousarray(x)[:, None].view(np.uint8) for x in values], 1)
+
+
+def _from_bytes(given: np.ndarray, kind: ir.Type) -> Any:
+    dtype, count = _kinds(kind)
+    columns = np.ascontiguousarray(given).view(dtype).T
+    return list(columns) if count is not None else columns[0]
+
+
+def _unsigned(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.uint8) if x.dtype == bool else x.view(f"u{x.dtype.name}")
+
+
+_COMPARE = {
+    **dict(enumerate((np.equal, np.not_equal, np.less, np.less_equal, np.greater))),
+    5: np.greater_equal,
+}
+
+
+def _compare(op: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    number = ir.IntegerAttr(op.attributes["predicate"]).value
+    if number > 5:
+        a, b, number = _unsigned(a), _unsigned(b), number - 4
+    return _COMPARE[number](a, b)
+
+
+_ORDERED = {1: np.equal, 2: np.greater, 3: np.greater_equal, 4: np.less, 5: np.less_equal}
+
+
+def _compare_floats(op: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return _ORDERED[ir.IntegerAttr(op.attributes["predicate"]).value](a, b)
+
+
+def _constant(op: Any) -> np.ndarray:
+    value = op.attributes["value"]
+    number = (ir.FloatAttr if isinstance(value, ir.FloatAttr) else ir.IntegerAttr)(value).value
+    return np.full(THREADS, number, _dtype(op.result.type))
+
+
+def _cast(op: Any, x: np.ndarray) -> np.ndarray:
+    return x.astype(_dtype(op.result.type))
+
+
+def _zero_extended(op: Any, x: np.ndarray) -> np.ndarray:
+    return _unsigned(x).astype(_dtype(op.result.type))
+
+
+def _bitcast(op: Any, x: Any) -> Any:
+    return _from_bytes(_bytes(x if isinstance(x, list) else [x]), op.result.type)
+
+
+def _divided(op: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    divide = np.floor_divide if op.name == "arith.divui" else np.remainder
+    return divide(_unsigned(a), _unsigned(b)).view(a.dtype)
+
+
+def _position(op: Any) -> int:
+    (position,) = ir.DenseI64ArrayAttr(op.attributes["static_position"])
+    return position
+
+
+def _inserted(op: Any, value: np.ndarray, vector: list) -> list:
+    return [value if n == _position(op) else x for n, x in enumerate(vector)]
+
+
+def _element_bytes(kind: ir.Type) -> int:
+    dtype, count = _kinds(kind)
+    return dtype.itemsize * (count or 1)
+
+
+def _element_address(op: Any, pointer: np.ndarray, *indices: np.ndarray) -> np.ndarray:
+    (constant,) = ir.DenseI32ArrayAttr(op.attributes["rawConstantIndices"])
+    index = indices[0].astype(np.int64) if indices else np.int64(constant)
+    return pointer + index * _element_bytes(ir.TypeAttr(op.attributes["elem_type"]).value)
+
+
+def _elementwise(operation: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda op, *values: operation(*values)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "arith.constant": _constant,
+    "arith.addi": _elementwise(np.add),
+    "arith.subi": _elementwise(np.subtract),
+    "arith.muli": _elementwise(np.multiply),
+    "arith.andi": _elementwise(np.bitwise_and),
+    "arith.ori": _elementwise(np.bitwise_or),
+    "arith.minsi": _elementwise(np.minimum),
+    "arith.maxsi": _elementwise(np.maximum),
+    "arith.maxnumf": _elementwise(np.fmax),
+    "arith.cmpi": _compare,
+    "arith.cmpf": _compare_floats,
+    "arith.select": _elementwise(np.where),
+    "arith.divui": _divided,
+    "arith.remui": _divided,
+    "arith.extui": _zero_extended,
+    **dict.fromkeys(("arith.extsi", "arith.trunci", "arith.index_cast"), _cast),
+    **dict.fromkeys(("arith.bitcast", "llvm.bitcast"), _bitcast),
+    "vector.extract": lambda op, vector: vector[_position(op)],
+    "vector.insert": _inserted,
+    "vector.broadcast": lambda op, x: [x] * _kinds(op.result.type)[1],
+    "llvm.mlir.undef": lambda op: (
+        [np.zeros(THREADS, _kinds(op.result.type)[0])] * (_kinds(op.result.type)[1] or 1)
+    ),
+    "llvm.getelementptr": _element_address,
+    **dict.fromkeys(("llvm.ptrtoint", "llvm.inttoptr"), _elementwise(lambda x: x)),
+    "llvm.add": _elementwise(np.add),
+    "llvm.mul": _elementwise(np.multiply),
+    # A memref: its pointer, and an offset of 0.
+    "builtin.unrealized_conversion_cast": _elementwise(lambda x: x),
+}
+
+
+class _Machine:
+    def __init__(self, memory: Memory, warpgroup: int):
+        self.memory = memory
+        self.thread = np.arange(THREADS, dtype=np.int64) + THREADS * warpgroup
+
+    def run(self, operations: Any, values: dict[Any, Any]) -> None:
+        for op in (one.operation for one in operations):
+            given = [values[x] for x in op.operands]
+            if op.name == "func.return":
+                return
+            result = self._one(op, given)
+            if len(op.results) == 1:
+                values[op.result] = result
+
+    def _one(self, op: Any, given: list[Any]) -> Any:
+        if op.name == "gpu.thread_id":
+            return self.thread
+        if op.name == "llvm.extractvalue":
+            (which,) = ir.DenseI64ArrayAttr(op.attributes["position"])
+            return given[0] if which == 1 else np.zeros(THREADS, np.int64)
+        if op.name == "llvm.load":
+            size = _element_bytes(op.result.type)
+            return _from_bytes(self.memory.load(given[0], size), op.result.type)
+        if op.name == "llvm.store":
+            value = given[0] if isinstance(given[0], list) else [given[0]]
+            return self.memory.store(given[1], _bytes(value), np.ones(THREADS, bool))
+        if op.name == "llvm.inline_asm":
+            return _Ptx(self.memory, op, given).run()
+        return _OPERATIONS[op.name](op, *given)
+
+
+# ---- PTX -----------------------------------------------------------------------------------------
+
+
+class _Ptx:
+    """One piece of inline PTX. `$0` is the result, if there is one."""
+
+    def __init__(self, memory: Memory, op: Any, given: list[Any]):
+        self.memory, self.op = memory, op
+        self.code = ir.StringAttr(op.attributes["asm_string"]).value
+        constraints = ir.StringAttr(op.attributes["constraints"]).value
+        self.has_result = constraints.startswith("=")
+        first = 1 if self.has_result else 0
+        self.values = {f"${n}": x for n, x in enumerate(given, first)}
+
+    def run(self) -> Any:
+        text = self.code.strip().removeprefix("{").removesuffix("}").strip()
+        for statement in filter(None, (part.strip() for part in text.split(";"))):
+            self._statement(statement)
+        return self.values["$0"] if self.has_result else None
+
+    def _statement(self, statement: str) -> None:
+        where = np.ones(THREADS, bool)
+        if guard := re.match(r"@(!?)(\w+) (.*)", statement):
+            where = self.values[guard[2]] != bool(guard[1])
+            statement = guard[3]
+        name, _, rest = statement.partition(" ")
+        operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
+        if name in (".reg", "bar.warp.sync"):
+            return
+        kind, *more = name.split(".")
+        getattr(self, f"_{kind}")(more, operands, where)
+
+    def _value(self, operand: str) -> Any:
+        if operand.startswith("{"):
+            return [self._value(x.strip()) for x in operand[1:-1].split(",")]
+        if operand in self.values:
+            return self.values[operand]
+        return np.full(THREADS, int(operand, 0) & 0xFFFFFFFF, np.uint32).view(np.int32)
+
+    def _address(self, operand: str) -> np.ndarray:
+        base, _, offset = operand[1:-1].partition("+")
+        return self.values[base] + int(offset or 0)
+
+    def _words(self, more: list[str], operand: str) -> np.ndarray:
+        """[threads, bytes] of what a store stores."""
+        value = self._value(operand)
+        size = int(more[-1][1:]) // 8
+        parts = [_bytes([x])[:, :size] for x in (value if isinstance(value, list) else [value])]
+        return np.concatenate(parts, axis=1)
+
+    def _setp(self, more, operands, where):
+        compare = {"ne": np.not_equal, "eq": np.equal}[more[0]]
+        self.values[operands[0]] = compare(*map(self._value, operands[1:]))
+
+    def _selp(self, more, operands, where):
+        a, b, predicate = map(self._value, operands[1:])
+        self.values[operands[0]] = np.where(predicate, a, b)
+
+    def _st(self, more, operands, where):
+        self.memory.store(self._address(operands[0]), self._words(more, operands[1]), where)
+
+    def _ld(self, more, operands, where):
+        names = operands[0].strip("{}").split(",")
+        safe = np.where(where, self._address(operands[1]), self._address(operands[1])[where][:1])
+        words = self.memory.load(safe, 4 * len(names)) if where.any() else None
+        for n, name in enumerate(names):
+            word = (
+                words[:, 4 * n : 4 * n + 4] if words is not None else np.zeros((THREADS, 4), "u1")
+            )
+            self.values[name.strip()] = np.ascontiguousarray(word).view(np.int32)[:, 0]
+
+    def _red(self, more, operands, where):
+        value = self._value(operands[1])
+        value = np.stack(value if isinstance(value, list) else [value], axis=1)
+        self.memory.add(self._address(operands[0]), value.view(np.float32), where)
+
+    def _vote(self, more, operands, where):
+        votes = self._value(operands[1]).reshape(-1, 32).any(axis=1)
+        self.values[operands[0]] = np.repeat(votes, 32)
+
+    def _redux(self, more, operands, where):
+        reduce = {"add": np.add, "max": np.maximum}[more[1]].reduce
+        lanes = self._value(operands[1]).reshape(-1, 32)
+        self.values[operands[0]] = np.repeat(reduce(lanes, axis=1), 32)
+
+    def _shfl(self, more, operands, where):
+        value, by = self._value(operands[1]), self._value(operands[2])
+        lane = np.arange(THREADS) % 32
+        source = {"bfly": lane ^ by, "up": lane - by, "idx": by}[more[1]]
+        name, _, predicate = operands[0].partition("|")
+        there = (source >= 0) & (source < 32)
+        source = np.where(there, source, lane) + np.arange(THREADS) // 32 * 32
+        self.values[name] = value[source]
+        self.values[predicate] = there
+
+    def _mov(self, more, operands, where):
+        name, value = operands[0], self._value(operands[1])
+        self.values[name] = np.where(where, value, self.values.get(name, value))
+
+    def _add(self, more, operands, where):
+        self.values[operands[0]] = self._value(operands[1]) + self._value(operands[2])
+
+
+# ---- a function of tiles, refs and scalars -------------------------------------------------------
+
+
+def places(shape: tuple[int, int], down: int) -> np.ndarray:
+    """[threads, registers, 2]: which element of a tile (in C order) a thread holds in each half of
+    each register; of four warps `down` stand one above the other. In a warp's piece the order is
+    by 16 rows, 8 columns, then rows 0-7 and 8-15; a lane has two neighbouring columns.
+    """
+    thread = np.arange(THREADS)[:, None]
+    warp, lane, across = thread // 32, thread % 32, 4 // down
+    rows, columns = shape[0] // down, shape[1] // across
+    n = np.arange(rows * columns // 64)[None]
+    row = warp // across * rows + n // (columns // 4) * 16 + n % 2 * 8 + lane // 4
+    column = warp % across * columns + n // 2 % (columns // 8) * 8 + lane % 4 * 2
+    return (row * shape[1] + column)[..., None] + np.arange(2)
+
+
+def row_places(rows: int) -> np.ndarray:
+    """[threads, registers]: which of the row numbers of a tile of 64 rows a thread holds."""
+    thread = np.arange(THREADS)[:, None]
+    assert rows == 64
+    return thread // 32 * 16 + thread % 32 // 4 + np.arange(2)[None] * 8
+
+
+class Captured(NamedTuple):
+    """A call of `plgpu.inline_mgpu`: the function has its twin as an attribute."""
+
+    function: Any
+    types: Any
+    args: tuple[Any, ...]
+
+    def code(self, *values: Any) -> Any:
+        return self.function(None, *values)
+
+
+def captured(call: Callable[..., Any], *args: Any, **options: Any) -> Captured:
+    """The one inline function that `call(*args)` makes."""
+    made: list[Captured] = []
+
+    def inline_mgpu(*, arg_types, return_type=None):
+        del return_type
+        return lambda function: lambda *args: made.append(Captured(function, arg_types, args))
+
+    with mock.patch.object(plgpu, "inline_mgpu", inline_mgpu):
+        call(*args, **options)
+    (one,) = made
+    return one
+
+
+def evaluate(one: Captured, held: dict[str, np.ndarray], warpgroup: int = 0) -> Any:
+    """Runs the code. Refs are NumPy arrays, which it may change, or `Far`; tiles and scalars are
+    arrays. `held`: by layout (as its repr is), which elements a thread's registers hold. Comes back
+    with the registers of the result, if there is one: [threads, registers, ..].
+    """
+    leaves, tree = jax.tree.flatten(one.args)
+    kinds = jax.tree.leaves(one.types)
+    refs = [x for x, kind in zip(leaves, kinds, strict=True) if isinstance(kind, plgpu.RefType)]
+    memory = Memory(refs)
+    with mlir.make_ir_context(), ir.Location.unknown():
+        module = ir.Module.create()
+        made = [_argument(memory, *both, held) for both in zip(leaves, kinds, strict=True)]
+        wanted = [kind for types, _, _ in made for kind in types]
+        given = [value for _, values, _ in made for value in values]
+        with ir.InsertionPoint(module.body):
+            function = func.FuncOp("code", ir.FunctionType.get(wanted, []))
+            block = function.add_entry_block()
+        with ir.InsertionPoint(block):
+            arguments = iter(block.arguments)
+            inside = [finish([next(arguments) for _ in types]) for types, _, finish in made]
+            out = one.code(*jax.tree.unflatten(tree, inside))
+            func.ReturnOp([])
+        values = dict(zip(block.arguments, given, strict=True))
+        _Machine(memory, warpgroup).run(block.operations, values)
+        if out is None:
+            return None
+        registers = [values[register] for register in out.registers.flat]
+    return np.stack([np.stack(x, 1) if isinstance(x, list) else x for x in registers], 1)
+
+
+def _argument(memory: Memory, x: Any, kind: Any, held: dict[str, np.ndarray]) -> tuple[Any, ...]:
+    """(types of the function's arguments, their values, what the code is handed of them)."""
+    if isinstance(kind, plgpu.RefType):
+        element = utils.dtype_to_ir_type(jnp.dtype(x.dtype))
+        type_ = ir.MemRefType.get(tuple(x.shape), element)
+        number = next(n for n, ref in enumerate(memory.refs) if ref is x)
+        return [type_], [memory.pointer(number)], lambda values: values[0]
+    x = np.asarray(x)
+    element = utils.dtype_to_ir_type(x.dtype)
+    if not x.ndim:
+        splat = lambda values: mgpu.FragmentedArray.splat(values[0], (), is_signed=True)  # noqa: E731
+        return [element], [np.full(THREADS, x[()])], splat
+    layout, where = kind.to_mgpu(), held[repr(kind)]
+    shape = layout.registers_shape(x.shape)
+    numbers = x.reshape(-1)[where].reshape(THREADS, int(np.prod(shape)), -1)
+    registers = [list(np.ascontiguousarray(numbers[:, n].T)) for n in range(numbers.shape[1])]
+    type_ = ir.VectorType.get((numbers.shape[2],), element)
+
+    def tile(values):
+        filled = np.empty(len(values), object)
+        filled[:] = values
+        signed = True if np.issubdtype(x.dtype, np.integer) else None
+        return mgpu.FragmentedArray(
+            _registers=filled.reshape(shape), _layout=layout, _is_signed=signed
+        )
+
+    return [type_] * len(registers), registers, tile
