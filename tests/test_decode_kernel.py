@@ -181,6 +181,15 @@ def test_infinity_in_a_value_is_no_nan(dtype):
     close(out, want, 2**-7, 2**-7)
 
 
+@pytest.mark.guards
+@pytest.mark.parametrize("parts", [19, 33])
+def test_many_parts_of_one_row_interpreted(parts):
+    """More than a lane loads in one batch, and than a warp has lanes."""
+    case = Case(lengths=(64 * parts,), q_heads=1, kv_heads=1, capacity=64 * parts)
+    with mosaic.interpret():
+        check(case, dataclasses.replace(SMALL, ctas=parts))
+
+
 @pytest.mark.parametrize("page_size, widest", [(1, 128), (3, 128), (6, 256), (16, 256)])
 def test_a_tile_has_as_many_pieces_as_there_are_threads(page_size, widest):
     """One more would never be copied, and waited for."""

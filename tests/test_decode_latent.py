@@ -120,10 +120,12 @@ def test_interpreted(case, config):
 
 
 @pytest.mark.guards
-def test_pages_that_are_missing():
-    case = Case("paged", (200, 200), mask=sliding_window(20))
+@pytest.mark.parametrize("entry, mask", [(2, sliding_window(20)), (5, CAUSAL)], ids=str)
+def test_pages_that_are_missing(entry, mask):
+    """In what a window skips; and one of a tile, not the first, that is read."""
+    case = Case("paged", (200, 200), mask=mask)
     inputs = case.inputs(fill=0.0)
-    inputs = inputs._replace(page_table=inputs.page_table.at[1, 2].set(-1))
+    inputs = inputs._replace(page_table=inputs.page_table.at[1, entry].set(-1))
     with mosaic.interpret():
         out, lse = launched(case, inputs, SMALL)
     for x in (out, lse):

@@ -228,6 +228,14 @@ def test_short_windows_interpreted(case):
         check(case)
 
 
+@pytest.mark.guards
+def test_dq_of_many_keys_interpreted():
+    """The sum of what 32 work tiles add to the same 64 rows, in float32."""
+    sizes = {"q_len": 64, "kv_len": 4096, "mask": FULL, "head_dim": 64, "v_head_dim": 64}
+    with mosaic.interpret():
+        check(dataclasses.replace(one("t_equals_s"), **sizes, **ONE), SMALL)
+
+
 # Their budgets prove nothing: gradients of a saturated softmax are what its rounding leaves.
 VAGUE = ("saturated", "softcap_huge_logits")
 

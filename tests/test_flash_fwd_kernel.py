@@ -153,6 +153,15 @@ def test_interpreted(name, config):
         check(one(name), config)
 
 
+@pytest.mark.guards
+def test_half_a_tile_of_keys_interpreted():
+    """192 keys are whole tiles of 64 and not of 128."""
+    sizes = {"q_len": 64, "kv_len": 192, "batch": 1, "q_heads": 1, "kv_heads": 1}
+    case = dataclasses.replace(one("t_equals_s"), mask=FULL, **sizes)
+    with mosaic.interpret():
+        check(case, dataclasses.replace(SMALL, warpgroups=1, block_kv=128))
+
+
 EDGE = [
     case
     for case in cases.ATTENTION

@@ -1,0 +1,312 @@
+"""Every walk over work, for random sizes: each unit of work once, none lost. In NumPy, without a
+kernel: what a block asks of its scheduler is asked here for all blocks at once.
+
+The walks of decoding over ordinary caches and of dbias are in the tests of those kernels, and
+tests/test_flash_fwd_kernel.py has that of segments.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn.kernels.append import copy as append_copy
+from pallas_attn.kernels.append import plan as append_plan
+from pallas_attn.kernels.attention import plan as attention_plan
+from pallas_attn.kernels.decode import scheduler
+from pallas_attn.kernels.decode.producer import Context
+from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
+from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
+from pallas_attn.kernels.decode_mla import sm90_few_rows
+from pallas_attn.kernels.decode_mla.plan import LatentPlan, member_of
+from pallas_attn.kernels.flash_bwd import plan as bwd_plan
+from pallas_attn.kernels.flash_bwd import sm80 as bwd_sm80
+from pallas_attn.kernels.flash_bwd import sm90 as bwd_sm90
+from pallas_attn.kernels.flash_bwd import sm90_window
+from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
+from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
+from pallas_attn.kernels.flash_fwd import tile_scheduler
+from pallas_attn.kernels.prefill import sm90 as prefill
+from pallas_attn.kernels.prefill.plan import Plan as PrefillPlan
+from pallas_attn.lm.kernels import linear
+from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
+from tests import decode_cases, test_append_kernel, test_decode_latent
+from tests import test_flash_bwd_kernel as backward
+from tests import test_flash_fwd_kernel as forward
+from tests.threads import BlockOfThreads
+
+
+def drawn_problem(seed, problem_of):
+    """Sizes, heads and a mask of no particular kind."""
+    rng = np.random.default_rng(seed)
+    kv_heads, group = (int(x) for x in rng.integers(1, 6, 2))
+    masks = (FULL, CAUSAL, sliding_window(int(rng.integers(1, 300))), Mask(40, 30))
+    sizes = {"batch": int(rng.integers(1, 4)), "mask": masks[rng.integers(4)]}
+    sizes |= {"q_len": int(rng.integers(1, 2000)), "kv_len": int(rng.integers(1, 2000))}
+    heads = {"kv_heads": kv_heads, "q_heads": kv_heads * group}
+    small = problem_of(forward.one("t_equals_s"))
+    return rng, dataclasses.replace(small, **sizes, **heads)
+
+
+def taken(table):
+    """All codes of a schedule, in order; a block may read one past its own."""
+    assert table.shape[1] >= 2 + table[:, 0].max()
+    return np.sort(np.concatenate([row[1 : 1 + row[0]] for row in table]))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_forward(seed):
+    """Each tile of rows of each head; `tile_of` finds it again."""
+    rng, problem = drawn_problem(seed, forward.problem_of)
+    config = fwd_sm90.Config(
+        warpgroups=int(rng.integers(1, 5)),
+        section=int(rng.integers(0, 9)),
+        ctas=int(rng.choice((0, 1, 7, 132))),
+    )
+    plan = attention_plan.Plan(problem, config)
+    codes = taken(tile_scheduler.schedule(plan))
+    tile = jax.vmap(functools.partial(tile_scheduler.tile_of, plan, None))(jnp.asarray(codes))
+    found = zip(*(np.asarray(x).tolist() for x in (tile.batch, tile.head, tile.row)), strict=True)
+    rows = range(0, problem.q_len, plan.tile_rows)
+    wanted = np.ndindex(problem.batch, problem.q_heads, len(rows))
+    assert sorted(found) == sorted((b, n, i * plan.tile_rows) for b, n, i in wanted)
+
+
+@pytest.mark.parametrize("module", [fwd_sm80, bwd_sm80], ids=["forward", "backward"])
+def test_portable(module):
+    """A block takes one work tile, unless it is one that knows of several."""
+    problem_of = forward.problem_of if module is fwd_sm80 else backward.problem_of
+    for seed in range(6):
+        _, problem = drawn_problem(seed, problem_of)
+        config = module.Config.default(problem)
+        if module is fwd_sm80:
+            plan = fwd_sm80.WholePlan(problem, config)
+            table, count = tile_scheduler.schedule(plan), plan.heads * plan.q_tiles
+        else:
+            plan = bwd_sm80.plan_of(problem, config)
+            table, count = bwd_plan.schedule(plan), plan.heads * plan.kv_tiles
+            assert plan.is_persistent or (table[:, 0] == 1).all()
+        assert len(taken(table)) == len(set(taken(table).tolist())) == count
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_backward(seed):
+    """Each kv tile of each kv head, and of each all query tiles that meet it, wherever the walk
+    over them begins.
+    """
+    rng, problem = drawn_problem(seed, backward.problem_of)
+    config = bwd_sm90.Config(
+        block_q=int(rng.choice((64, 128))),
+        fused=bool(rng.integers(2)),
+        section=int(rng.integers(0, 9)),
+        ctas=int(rng.choice((0, 1, 7, 132))),
+    )
+    plan = bwd_plan.Plan(problem, config)
+    codes = taken(bwd_plan.schedule(plan))
+    work = jax.vmap(functools.partial(bwd_plan.work_tile, plan, None))(jnp.asarray(codes))
+    found = zip(
+        *(np.asarray(x).tolist() for x in (work.batch, work.kv_head, work.key)), strict=True
+    )
+    tiles = np.ndindex(problem.batch, problem.kv_heads, plan.kv_tiles)
+    assert sorted(found) == sorted((b, n, t * plan.block_kv) for b, n, t in tiles)
+    one = bwd_plan.work_tile(plan, None, jnp.int32(codes[-1]))
+    walked = [int(one.q_tile(jnp.int32(i))) for i in range(int(one.steps))]
+    assert sorted(walked) == list(range(int(one.span.lo), int(one.span.hi)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_short_windows(seed):
+    """Each kv tile of each head is one block's own, whose walk begins with those before it that
+    meet its first queries.
+    """
+    rng = np.random.default_rng(seed)
+    rows, heads = int(rng.integers(1, 6000)), int(rng.integers(1, 40))
+    problem = backward.problem_of(backward.windowed(int(rng.integers(1, 130)), 64))
+    sizes = {"q_len": rows, "kv_len": rows, "q_heads": heads, "kv_heads": heads}
+    problem = dataclasses.replace(problem, **sizes)
+    plan = bwd_plan.Plan(problem, bwd_sm90.Config(window=True), 64)
+    assert sm90_window.takes(plan.problem)
+    ctas = jnp.arange(plan.heads * sm90_window.chunks(plan), dtype=jnp.int32)
+    walks = jax.vmap(functools.partial(sm90_window._walk, plan))(ctas)
+    found = []
+    for batch, head, begin, end, first in zip(
+        *(np.asarray(x).tolist() for x in walks), strict=True
+    ):
+        found += [(batch, head, t) for t in range(begin, end)]
+        if begin < end:
+            assert first == max(0, begin - (sm90_window.pairs(plan.problem) - 1))
+    wanted = np.ndindex(problem.batch, heads, plan.kv_tiles)
+    assert sorted(found) == sorted(wanted)
+
+
+# ---- over caches ---------------------------------------------------------------------------------
+
+
+def prefill_rows(plan, tiles):
+    """(query head, query row) of the consumers' tiles of a unit."""
+    for there, head, left, first in zip(
+        tiles.there, tiles.head, tiles.heads_left, tiles.row, strict=True
+    ):
+        heads = min(plan.tile_heads, int(left)) * bool(there)
+        live = min(plan.head_rows, plan.problem.q_len - int(first))
+        yield from ((int(head) + h, int(first) + t) for h, t in np.ndindex(heads, max(live, 0)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_prefill(seed):
+    """Each row of each query head; and the splits of its keys, one behind the other, hold all that
+    it sees.
+    """
+    rng = np.random.default_rng(seed)
+    kv_heads, group = int(rng.integers(1, 4)), int(rng.choice((1, 2, 3, 7, 8, 12, 16)))
+    case = decode_cases.Case(
+        lengths=tuple(rng.integers(0, 900, 3).tolist()),
+        capacity=904,
+        q_len=int(rng.integers(1, 150)),
+        kv_heads=kv_heads,
+        q_heads=kv_heads * group,
+        mask=(CAUSAL, FULL, sliding_window(100))[seed % 3],
+    )
+    config = prefill.Config(
+        warpgroups=int(rng.integers(1, 4)), block_kv=64, splits=int(rng.integers(1, 6))
+    )
+    config = dataclasses.replace(config, ctas=int(rng.integers(1, 140)))
+    plan = PrefillPlan.of(case.problem, config)
+    ctas = np.arange(plan.ctas)
+    counts = [int(prefill._units_of(plan, jnp.int32(cta))) for cta in (0, plan.ctas - 1)]
+    assert sum(-(-(plan.units - cta) // plan.ctas) for cta in ctas) == plan.units
+    assert counts == [-(-(plan.units - cta) // plan.ctas) for cta in (0, plan.ctas - 1)]
+
+    refs = prefill.Refs(*[None] * len(prefill.Refs._fields[:-2]))
+    refs = refs._replace(lengths=jnp.asarray(case.lengths, jnp.int32))
+    of_unit = functools.partial(prefill._unit_of, Context(plan, refs, None))
+    units = jax.vmap(of_unit)(jnp.arange(plan.units, dtype=jnp.int32))
+    of_tile = functools.partial(prefill._wg_tile_of, plan)
+    wgs = jnp.arange(config.warpgroups, dtype=jnp.int32)
+    tiles = jax.vmap(lambda unit: jax.vmap(lambda wg: of_tile(unit, wg))(wgs))(units)
+    units, tiles = jax.tree.map(np.asarray, (units, tiles))
+    split_keys, rows = {}, []
+    for n in range(plan.units):
+        key = int(units.m[n]), int(units.kv_head[n]), int(units.q_tile[n])
+        span = range(int(units.span.lo[n]), int(units.span.hi[n]))
+        split_keys.setdefault(key, {})[int(units.split[n])] = span
+        if units.split[n] == 0:
+            own = type(tiles)(*(x[n] for x in tiles))
+            rows += [(key[0], *row) for row in prefill_rows(plan, own)]
+    assert sorted(rows) == sorted(np.ndindex(3, case.q_heads, case.q_len))
+    for (m, _, q_tile), splits in split_keys.items():
+        assert sorted(splits) == list(range(config.splits))
+        found = [t for split in range(config.splits) for t in splits[split]]
+        assert found == sorted(set(found))  # one behind the other
+        first = q_tile * config.warpgroups // plan.head_chunks * plan.head_rows
+        end = min((q_tile + 1) * config.warpgroups, plan.wg_tiles) - 1
+        end = min((end // plan.head_chunks + 1) * plan.head_rows, case.q_len)
+        length = case.lengths[m]
+        seen = case.mask.dense(end - first, length, q_offset=length - case.q_len + first)
+        assert set(np.flatnonzero(seen.any(axis=0)) // 64) <= set(found)
+
+
+LATENT = {
+    "sm90": (LatentPlan, mla_sm90.Config, 70),
+    "few_rows": (sm90_few_rows.FewPlan, mla_sm90.Config, 8),
+    "portable": (mla_sm80.LatentPlan, mla_sm80.Config, 70),
+}
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("name", LATENT)
+def test_latent(name, batch_invariant):
+    """Each kv tile of each chunk of query rows of each sequence, by the scheduler's groups of
+    blocks and their members.
+    """
+    make, config, heads = LATENT[name]
+    rng = np.random.default_rng(heads)
+    lengths = tuple(rng.integers(0, 640, 5).tolist())
+    case = test_decode_latent.Case(
+        lengths=lengths, capacity=640, q_heads=heads, q_len=2, batch_invariant=batch_invariant
+    )
+    plan = make(case.problem, config(ctas=13, split_tiles=2))
+    groups = getattr(plan, "groups", plan)
+    units = [groups.units_of(n, lambda x, y: x // y) for n in lengths]
+    sums = np.full(groups.table_size, sum(units), np.int32)
+    sums[: len(units)] = np.cumsum([0, *units[:-1]])
+    given = np.zeros(groups.table_size, np.int32)
+    given[: len(lengths)] = lengths
+    table = scheduler.Table(jnp.asarray(sums), jnp.asarray(given), None)
+
+    @jax.jit
+    def work_of(group, unit, m):
+        share = scheduler.share_of(groups, table, group)
+        unit = jnp.where(unit < 0, share.first, unit)
+        m = jnp.where(m < 0, scheduler.sequence_of(groups, table, share.first), m)
+        return share.end, scheduler.work_at(groups, table, share, unit, m)
+
+    found = []
+    for cta in range(plan.ctas):
+        group, number, neighbours = cta, 0, 1
+        if name == "sm90":
+            group, number = (int(x) for x in member_of(plan, jnp.int32(cta)))
+            neighbours = plan.neighbours
+        unit = m = -1
+        while True:
+            end, work = work_of(group, unit, m)
+            if unit >= end or work.first_unit >= end:
+                break
+            head = int(work.head) * neighbours + number
+            found += [(int(work.sequence), head, t) for t in range(int(work.tile), int(work.end))]
+            unit, m = int(work.next_unit), int(work.sequence)
+    tiles = [max(1, -(-n // plan.tile)) for n in lengths]
+    assert sorted(found) == sorted(
+        (m, head, t) for m, count in enumerate(tiles) for head, t in np.ndindex(plan.chunks, count)
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_append(seed):
+    """Each word of each new row that a sequence takes, by all blocks of a launch."""
+    rng = np.random.default_rng(seed)
+    heads, dim, new_rows = (int(rng.integers(1, n)) for n in (5, 9, 40))
+    capacity, rows = new_rows + 10, int(rng.integers(0, new_rows + 1))
+    problem = dataclasses.replace(
+        test_append_kernel._support._BASE["append"],
+        kind="stacked",
+        sequences=3,
+        capacities=(capacity,) * 3,
+        new_rows=new_rows,
+        kv_heads=heads,
+        head_dim=8 * dim,
+        v_head_dim=8 * int(rng.integers(1, 9)),
+        layers=None,
+    )
+    plan = append_plan.Plan.of(problem, ("k", "v"), append_copy.Config().words)
+    refs = append_plan.Refs(("k", "v"), (("k cache", "v cache"),), "start", *[None] * 4)
+    ledger = test_append_kernel.Ledger(0)
+    for sequence, chunk in np.ndindex(3, plan.chunks):
+        scalars = (np.full(128, n, np.int32) for n in (sequence, chunk, 7, rows))
+        at = append_plan.At(*scalars, None, None)
+        append_copy._append(BlockOfThreads(0, ledger), refs, at, plan=plan)
+    for side, words in zip("kv", plan.row_words, strict=True):
+        stored = sorted(place for ref, place, _ in ledger.stored if ref == f"{side} cache")
+        m, head, row, column = np.ogrid[:3, :heads, 7 : 7 + rows, :words]
+        wanted = ((m * heads + head) * capacity + row) * words + column
+        assert stored == sorted(wanted.ravel().tolist())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_linear(seed):
+    """Each part of each column of the result; its steps hold all columns of the weight."""
+    rng = np.random.default_rng(seed)
+    out, inner = (64 * int(n) for n in rng.integers(1, 60, 2))
+    problem = linear.Problem(8, out, inner, "bfloat16", "bfloat16", bool(seed % 2))
+    plan = linear.Plan(problem, linear.Config.default(problem))
+    config, found = plan.config, []
+    for cta in range(min(config.ctas, plan.tiles * config.splits)):
+        for n in range(int(linear._units(plan, jnp.int32(cta)))):
+            found.append(tuple(int(x) for x in linear._unit(plan, jnp.int32(cta), jnp.int32(n))))
+    assert sorted(found) == [
+        (i * plan.width, split) for i in range(plan.tiles) for split in range(config.splits)
+    ]
+    assert plan.tiles * plan.width >= out and plan.steps * config.splits * config.block_in >= inner
