@@ -171,8 +171,8 @@ FAULTS = {
     ),
     "forward_schedule_loses_a_head": Fault(
         f"{FWD}/tile_scheduler.py",
-        "min(first + plan.section, plan.heads)",
-        "min(first + plan.section, plan.heads - 1)",
+        "min(first + plan.l2_heads, plan.heads)",
+        "min(first + plan.l2_heads, plan.heads - 1)",
         TEST_SCHEDULES,
     ),
     "documents_of_one_cost_share_a_rank": Fault(

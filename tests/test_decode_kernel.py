@@ -187,7 +187,7 @@ def test_many_parts_of_one_row_interpreted(parts):
     """More than a lane loads in one batch, and than a warp has lanes."""
     case = Case(lengths=(64 * parts,), q_heads=1, kv_heads=1, capacity=64 * parts)
     with mosaic.interpret():
-        check(case, dataclasses.replace(SMALL, ctas=parts))
+        check(case, dataclasses.replace(SMALL, grid=parts))
 
 
 @pytest.mark.parametrize("page_size, widest", [(1, 128), (3, 128), (6, 256), (16, 256)])

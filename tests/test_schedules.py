@@ -16,6 +16,7 @@ import pytest
 from pallas_attn.kernels.append import copy as append_copy
 from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.attention import plan as attention_plan
+from pallas_attn.kernels.attention.score_mod import Refs
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode.producer import Context
 from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
@@ -51,6 +52,10 @@ def drawn_problem(seed, problem_of):
     return rng, dataclasses.replace(small, **sizes, **heads)
 
 
+def no_arrays(refs):
+    return refs(**dict.fromkeys(refs._fields))
+
+
 def taken(table):
     """All codes of a schedule, in order; a block may read one past its own."""
     assert table.shape[1] >= 2 + table[:, 0].max()
@@ -63,12 +68,14 @@ def test_forward(seed):
     rng, problem = drawn_problem(seed, forward.problem_of)
     config = fwd_sm90.Config(
         warpgroups=int(rng.integers(1, 5)),
-        section=int(rng.integers(0, 9)),
-        ctas=int(rng.choice((0, 1, 7, 132))),
+        l2_heads=int(rng.integers(0, 9)),
+        grid=int(rng.choice((0, 1, 7, 132))),
     )
     plan = attention_plan.Plan(problem, config)
     codes = taken(tile_scheduler.schedule(plan))
-    tile = jax.vmap(functools.partial(tile_scheduler.tile_of, plan, None))(jnp.asarray(codes))
+    tile = jax.vmap(functools.partial(tile_scheduler.tile_of, plan, no_arrays(Refs)))(
+        jnp.asarray(codes)
+    )
     found = zip(*(np.asarray(x).tolist() for x in (tile.batch, tile.head, tile.row)), strict=True)
     rows = range(0, problem.q_len, plan.tile_rows)
     wanted = np.ndindex(problem.batch, problem.q_heads, len(rows))
@@ -101,18 +108,20 @@ def test_backward(seed):
     config = bwd_sm90.Config(
         block_q=int(rng.choice((64, 128))),
         fused=bool(rng.integers(2)),
-        section=int(rng.integers(0, 9)),
-        ctas=int(rng.choice((0, 1, 7, 132))),
+        l2_heads=int(rng.integers(0, 9)),
+        grid=int(rng.choice((0, 1, 7, 132))),
     )
     plan = bwd_plan.Plan(problem, config)
     codes = taken(bwd_plan.schedule(plan))
-    work = jax.vmap(functools.partial(bwd_plan.work_tile, plan, None))(jnp.asarray(codes))
+    work = jax.vmap(functools.partial(bwd_plan.work_tile, plan, no_arrays(bwd_plan.Refs)))(
+        jnp.asarray(codes)
+    )
     found = zip(
         *(np.asarray(x).tolist() for x in (work.batch, work.kv_head, work.key)), strict=True
     )
     tiles = np.ndindex(problem.batch, problem.kv_heads, plan.kv_tiles)
     assert sorted(found) == sorted((b, n, t * plan.block_kv) for b, n, t in tiles)
-    one = bwd_plan.work_tile(plan, None, jnp.int32(codes[-1]))
+    one = bwd_plan.work_tile(plan, no_arrays(bwd_plan.Refs), jnp.int32(codes[-1]))
     walked = [int(one.q_tile(jnp.int32(i))) for i in range(int(one.steps))]
     assert sorted(walked) == list(range(int(one.span.lo), int(one.span.hi)))
 
@@ -129,8 +138,8 @@ def test_short_windows(seed):
     problem = dataclasses.replace(problem, **sizes)
     plan = bwd_plan.Plan(problem, bwd_sm90.Config(window=True), 64)
     assert sm90_window.takes(plan.problem)
-    ctas = jnp.arange(plan.heads * sm90_window.chunks(plan), dtype=jnp.int32)
-    walks = jax.vmap(functools.partial(sm90_window._walk, plan))(ctas)
+    blocks = jnp.arange(plan.heads * sm90_window.chunks(plan), dtype=jnp.int32)
+    walks = jax.vmap(functools.partial(sm90_window._walk, plan))(blocks)
     found = []
     for batch, head, begin, end, first in zip(
         *(np.asarray(x).tolist() for x in walks), strict=True
@@ -173,15 +182,14 @@ def test_prefill(seed):
     config = prefill.Config(
         warpgroups=int(rng.integers(1, 4)), block_kv=64, splits=int(rng.integers(1, 6))
     )
-    config = dataclasses.replace(config, ctas=int(rng.integers(1, 140)))
+    config = dataclasses.replace(config, grid=int(rng.integers(1, 140)))
     plan = PrefillPlan.of(case.problem, config)
-    ctas = np.arange(plan.ctas)
-    counts = [int(prefill._units_of(plan, jnp.int32(cta))) for cta in (0, plan.ctas - 1)]
-    assert sum(-(-(plan.units - cta) // plan.ctas) for cta in ctas) == plan.units
-    assert counts == [-(-(plan.units - cta) // plan.ctas) for cta in (0, plan.ctas - 1)]
+    blocks = np.arange(plan.grid)
+    counts = [int(prefill._units_of(plan, jnp.int32(block))) for block in (0, plan.grid - 1)]
+    assert sum(-(-(plan.units - block) // plan.grid) for block in blocks) == plan.units
+    assert counts == [-(-(plan.units - block) // plan.grid) for block in (0, plan.grid - 1)]
 
-    refs = prefill.Refs(*[None] * len(prefill.Refs._fields[:-2]))
-    refs = refs._replace(lengths=jnp.asarray(case.lengths, jnp.int32))
+    refs = no_arrays(prefill.Refs)._replace(lengths=jnp.asarray(case.lengths, jnp.int32))
     of_unit = functools.partial(prefill._unit_of, Context(plan, refs, None))
     units = jax.vmap(of_unit)(jnp.arange(plan.units, dtype=jnp.int32))
     of_tile = functools.partial(prefill._wg_tile_of, plan)
@@ -228,7 +236,7 @@ def test_latent(name, batch_invariant):
     case = test_decode_latent.Case(
         lengths=lengths, capacity=640, q_heads=heads, q_len=2, batch_invariant=batch_invariant
     )
-    plan = make(case.problem, config(ctas=13, split_tiles=2))
+    plan = make(case.problem, config(grid=13, split_tiles=2))
     groups = getattr(plan, "groups", plan)
     units = [groups.units_of(n, lambda x, y: x // y) for n in lengths]
     sums = np.full(groups.table_size, sum(units), np.int32)
@@ -245,10 +253,10 @@ def test_latent(name, batch_invariant):
         return share.end, scheduler.work_at(groups, table, share, unit, m)
 
     found = []
-    for cta in range(plan.ctas):
-        group, number, neighbours = cta, 0, 1
+    for block in range(plan.grid):
+        group, number, neighbours = block, 0, 1
         if name == "sm90":
-            group, number = (int(x) for x in member_of(plan, jnp.int32(cta)))
+            group, number = (int(x) for x in member_of(plan, jnp.int32(block)))
             neighbours = plan.neighbours
         unit = m = -1
         while True:
@@ -303,9 +311,9 @@ def test_linear(seed):
     problem = linear.Problem(8, out, inner, "bfloat16", "bfloat16", bool(seed % 2))
     plan = linear.Plan(problem, linear.Config.default(problem))
     config, found = plan.config, []
-    for cta in range(min(config.ctas, plan.tiles * config.splits)):
-        for n in range(int(linear._units(plan, jnp.int32(cta)))):
-            found.append(tuple(int(x) for x in linear._unit(plan, jnp.int32(cta), jnp.int32(n))))
+    for block in range(min(config.grid, plan.tiles * config.splits)):
+        for n in range(int(linear._units(plan, jnp.int32(block)))):
+            found.append(tuple(int(x) for x in linear._unit(plan, jnp.int32(block), jnp.int32(n))))
     assert sorted(found) == [
         (i * plan.width, split) for i in range(plan.tiles) for split in range(config.splits)
     ]
