@@ -62,7 +62,7 @@ def taken(table):
     return np.sort(np.concatenate([row[1 : 1 + row[0]] for row in table]))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_forward(seed):
     """Each tile of rows of each head; `tile_of` finds it again."""
     rng, problem = drawn_problem(seed, forward.problem_of)
@@ -99,7 +99,7 @@ def test_portable(module):
         assert len(taken(table)) == len(set(taken(table).tolist())) == count
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_backward(seed):
     """Each kv tile of each kv head, and of each all query tiles that meet it, wherever the walk
     over them begins.
@@ -164,7 +164,7 @@ def prefill_rows(plan, tiles):
         yield from ((int(head) + h, int(first) + t) for h, t in np.ndindex(heads, max(live, 0)))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_prefill(seed):
     """Each row of each query head; and the splits of its keys, one behind the other, hold all that
     it sees.
@@ -238,7 +238,7 @@ def test_latent(name, batch_invariant):
     )
     plan = make(case.problem, config(grid=13, split_tiles=2))
     groups = getattr(plan, "groups", plan)
-    units = [groups.units_of(n, lambda x, y: x // y) for n in lengths]
+    units = [groups.units_of(case.mask, n, lambda x, y: x // y) for n in lengths]
     sums = np.full(groups.table_size, sum(units), np.int32)
     sums[: len(units)] = np.cumsum([0, *units[:-1]])
     given = np.zeros(groups.table_size, np.int32)
