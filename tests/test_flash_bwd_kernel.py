@@ -490,20 +490,27 @@ def test_few_tiles_of_work_are_packed_well(seed):
     assert worst <= 1.25 * max(costs.max(), costs.sum() / 132)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 130, 200), (1, 4, 1, 200), (2, 1, 130, 1), (1, 1, 1, 1)])
-def test_every_tile_of_scores_is_summed_once(shape):
+@pytest.mark.parametrize(
+    "batch, shape",
+    [
+        (2, (2, 4, 130, 200)),
+        (2, (1, 4, 1, 200)),
+        (2, (2, 1, 130, 1)),
+        (2, (1, 1, 1, 1)),
+        (11, (1, 1, 1, 1)),  # parts of two tiles of scores, the last ones past the end
+    ],
+)
+def test_every_tile_of_scores_is_summed_once(batch, shape):
     """The walks of the kernel for dbias, all of them together."""
-    case = dataclasses.replace(one("bias"), bias_shape=shape)
-    plan = dbias.plan_of(problem_of(case), flash_fwd_sm90.Config)
-    walk = dbias.walk_of(plan)
-    found = []
-    for cell in range(int(np.prod(walk.bias_tiles))):
-        for n in range(walk.parts * walk.steps):
-            step = dbias.step_of(plan, None, walk, jnp.int32(cell), jnp.int32(n))
-            if step.live:
-                found.append(tuple(int(x) for x in step[:4]))
-    wanted = np.ndindex(2, 4, 3, 4)
-    assert sorted(found) == sorted((b, h, q * 64, k * 64) for b, h, q, k in wanted)
+    problem = problem_of(dataclasses.replace(one("bias"), bias_shape=shape))
+    plan = dbias.plan_of(dataclasses.replace(problem, batch=batch), flash_fwd_sm90.Config)
+    walk, refs = dbias.walk_of(plan), plans.Refs(**dict.fromkeys(plans.Refs._fields))
+    tiles, steps = np.prod(walk.bias_tiles), walk.parts * walk.steps
+    tile, n = (jnp.asarray(x.ravel(), jnp.int32) for x in np.mgrid[:tiles, :steps])
+    step = jax.vmap(functools.partial(dbias.step_of, plan, refs, walk))(tile, n)
+    where = np.stack([np.asarray(x) for x in step[:4]], axis=1)[np.asarray(step.live)]
+    wanted = np.ndindex(batch, 4, 3, 4)
+    assert sorted(where.tolist()) == sorted([b, h, q * 64, k * 64] for b, h, q, k in wanted)
 
 
 # ---- on the GPU ---------------------------------------------------------------------------------
