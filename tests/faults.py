@@ -154,7 +154,7 @@ FAULTS = {
         f"{MLA}/sm90_few_rows.py",
         "plgpu.wgmma_wait(len(some) - 1 - done)",
         "plgpu.wgmma_wait(len(some) - done)",
-        f"{TEST_MLA} -k 'test_interpreted and many_parts'",
+        f"{TEST_MLA} -k 'test_interpreted and stacked'",
     ),
     "prefill_loads_q_where_the_last_is_read": Fault(
         f"{PREFILL}/sm90.py",

@@ -497,7 +497,7 @@ def test_few_tiles_of_work_are_packed_well(seed):
         (2, (1, 4, 1, 200)),
         (2, (2, 1, 130, 1)),
         (2, (1, 1, 1, 1)),
-        (11, (1, 1, 1, 1)),  # parts of two tiles of scores, the last ones past the end
+        (13, (1, 1, 1, 1)),  # parts of three tiles of scores, the last ones past the end
     ],
 )
 def test_every_tile_of_scores_is_summed_once(batch, shape):
