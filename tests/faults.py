@@ -267,9 +267,9 @@ FAULTS = {
         f"{TEST_MLA} -k test_pages_that_are_missing",
     ),
     "skipped_pages_are_looked_up_by_whole_blocks": Fault(
-        f"{DECODE}/producer.py",
-        "thread.loop((at.pages + 127) // 128, [], some)",
-        "thread.loop(at.pages // 128, [], some)",
+        f"{SHARED}/cache_layout.py",
+        "thread.loop((count + (mosaic.THREADS - 1)) // mosaic.THREADS, [], some)",
+        "thread.loop(count // mosaic.THREADS, [], some)",
         f"{TEST_DECODE} -k test_pages_that_are_missing",
     ),
     # ---- numbers ---------------------------------------------------------------------------------

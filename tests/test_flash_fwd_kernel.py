@@ -238,15 +238,18 @@ def compiled(name, target="h100", chooser=kernel.Config):
     return case, config, mosaic.compile_for(call, inputs, target=target, sass=False)
 
 
+# At the highest precision 64 keys with spills are faster than 32 without. Bytes, with either JAX.
+SPILLED = {"f32_h128_causal_t4096_highest": 112, "f32_h256_full_t2048_highest": 72}
+
+
 @pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_without_spills_or_serialised_matmuls(name):
-    case, _, report = compiled(name)
+    _, _, report = compiled(name)
     assert report.launches == 1
     assert report.copies == 0
-    # At the highest precision 64 keys with spills are faster than 32 without.
-    assert report.spill_bytes <= (128 if case.precision else 0)
+    assert report.spill_bytes <= SPILLED.get(name, 0)
     assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
 
 
