@@ -22,7 +22,6 @@ CPU = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 # As in conftest.py: half of a short run is XLA optimising what runs once.
 QUICK = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_parallel_codegen_split_count=1 "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
 
