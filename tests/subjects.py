@@ -169,8 +169,8 @@ class _AskedError(Exception):
     """The dispatch was reached."""
 
 
-def _on_one_device(run, arrays, inputs, outputs, free, sums=()):
-    del inputs, outputs, free, sums
+def _on_one_device(run, arrays, *axes, **split):
+    del axes, split
     return run(*arrays)
 
 
