@@ -220,7 +220,7 @@ def _attention_expected(plain: dict, options: dict, tensor_cores: bool) -> budge
     arguments = plain | {name: x for name, x in options.items() if name != "deterministic"}
     do, dlse = arguments.pop("do"), arguments.pop("dlse")
     with np.errstate(all="ignore"):
-        return budget.attention(arguments, do, dlse, tensor_cores=tensor_cores)
+        return budget.attention(arguments, do, dlse, tensor_cores=tensor_cores, random=True)
 
 
 def simpler_attention(case: _case.AttentionCase) -> Iterator[dict[str, Any]]:

@@ -533,6 +533,9 @@ DECODES = {
 }
 ATTENTION |= {
     "score: expected what score_fn(f, *aux) makes, or None, got float": attend(score=1.0),
+    "context: expected a Context, or None where rows are not split, got 'cp'": (
+        attend(context="cp")
+    ),
 }
 DECODES |= {
     "mask: expected a Mask, got a mask function, which flash_attention takes; over a cache pass "

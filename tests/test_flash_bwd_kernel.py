@@ -465,8 +465,8 @@ def test_spans_hold_what_the_mask_says(seed):
     seen = np.zeros((plan.padded_rows, plan.padded_keys), bool)
     seen[:rows, :kv_len] = mask.dense(rows, kv_len, q_offset=offset)
     for first in range(0, keys, plan.block_kv):
-        span = plan.q_span(first, offset, plan.padded_rows, kv_len)
-        traced = plan.q_span(jnp.int32(first), jnp.int32(offset), plan.padded_rows, kv_len)
+        span = plan.q_span(mask, first, offset, plan.padded_rows, kv_len)
+        traced = plan.q_span(mask, jnp.int32(first), jnp.int32(offset), plan.padded_rows, kv_len)
         assert [int(x) for x in traced] == list(span)
         assert span.lo <= span.full_lo <= span.full_hi <= span.hi
         for t in range(plan.q_tiles):
@@ -665,7 +665,9 @@ def far_below_zero(config=None, **sizes):
 
 
 def test_no_probability_is_above_1_whatever_a_bias_rounds_to():
-    plan = types.SimpleNamespace(unit=None, natural=False, has={"bias"}.__contains__)
+    plan = types.SimpleNamespace(
+        unit=None, natural=False, adds_to_logits=True, has={"bias"}.__contains__
+    )
     numbers = jnp.asarray([128.0, 0.0, -1.0, -np.inf, np.nan])
     found = score_mod.exponentials(plan, numbers - 1e3, jnp.full(5, -1e3))
     np.testing.assert_array_equal(found, [1.0, 1.0, 0.5, 0.0, np.nan])
