@@ -145,6 +145,7 @@ def _decode() -> int:
         page_size=given.PAGE_SIZE.value,
         pages=given.PAGES.value,
         chunk=given.CHUNK.value,
+        prefill_chunk=given.PREFILL_CHUNK.value,
         sampling=sampling.Sampling(given.TEMPERATURE.value, given.TOP_K.value, given.TOP_P.value),
         stop=_stop_ids(),
         dtype=given.DTYPE.value,

@@ -196,6 +196,15 @@ PAGES = _integer(
     1,
 )
 CHUNK = _integer("chunk", 16, DECODE, "Steps inside one jit.", 1, 2**16)
+PREFILL_CHUNK = _integer(
+    "prefill_chunk",
+    None,
+    DECODE,
+    "Rows of prompts that a step takes beside the sequences that decode, which then do not wait "
+    "for long prompts. Default: prompts come in whole, before the next chunk of steps.",
+    1,
+    2**20,
+)
 TEMPERATURE = _float("temperature", 0.0, DECODE, "0 takes the likeliest token.")
 TOP_K = _integer("top_k", 0, DECODE, "Sample from this many; 0: from all.", high=2**30)
 TOP_P = _float("top_p", 1.0, DECODE, "Sample from the likeliest that make up this.")

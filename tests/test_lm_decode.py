@@ -168,6 +168,53 @@ def test_long_prompts_are_prefilled_a_few_at_a_time():
     assert len(statuses) > len(at_once)
 
 
+def test_prompts_in_chunks_give_the_same_tokens():
+    """One prompt in a step and several, in the midst of others and alone; a stop among them."""
+    stop = run(prompts(), options())[0].sequences[4].tokens[-1:]
+    whole, _ = run(prompts(), options(stop=tuple(stop)))
+    made, statuses = run(prompts(), options(stop=tuple(stop), prefill_chunk=7))
+    told = [[(one.tokens, one.ended) for one in made.sequences] for made in (made, whole)]
+    assert told[0] == told[1] and {one.ended for one in made.sequences} == {"stop", "length"}
+    assert made._step > len(statuses)  # mixed steps, and chunks of steps where no prompt is left
+    assert {status.running for status in statuses} >= {0, 3} and statuses[-1].waiting == 0
+
+
+def test_sampled_tokens_are_the_same_in_chunks():
+    how = {"sampling": sampling.Sampling(1e6, top_k=90, top_p=0.95), "cache": "paged"}
+    whole, made = (run(prompts(), options(**how, **x))[0] for x in ({}, {"prefill_chunk": 5}))
+    assert [one.tokens for one in made.sequences] == [one.tokens for one in whole.sequences]
+    assert not made.cache.overflowed.any()
+
+
+def test_decoding_goes_on_while_a_long_prompt_comes_in():
+    what, how = prompts((3, 40)), options(prefill_chunk=7, keep_logits=True, cache="paged")
+    made, statuses = run(what, how)
+    # The short prompt and 4 rows of the long one; then 6 steps, with a token of the first in each.
+    assert [status.tokens for status in statuses[:7]] == [1, 2, 3, 4, 5, 6, 8]
+    assert [status.live_kv_bytes for status in statuses[:2]] == [
+        rows * 2 * 3 * 2 * 16 * 4 for rows in (3 + 11, 4 + 18)
+    ]
+    assert all(row.held for row in check.rows(made, small()[1]))
+    plain, _ = run(what, options())
+    assert [one.tokens for one in made.sequences] == [one.tokens for one in plain.sequences]
+
+
+@pytest.mark.parametrize("changes", [{}, {"prefill_chunk": 7}], ids=str)
+def test_the_time_of_every_token_is_known(changes):
+    made, statuses = run(prompts(), options(**changes))
+    for one in made.sequences:
+        assert len(one.times) == len(one.tokens) and one.times == sorted(one.times)
+        assert one.times[0] > 0 and one.times[-1] <= statuses[-1].seconds
+    summary = made.summary(2.0)
+    first, between = summary["time_to_first_token"], summary["time_between_tokens"]
+    assert first["worst"] == max(one.times[0] for one in made.sequences)
+    assert first["median"] == np.median([one.times[0] for one in made.sequences])
+    gaps = np.concatenate([np.diff(one.times) for one in made.sequences])
+    assert between == {"median": np.median(gaps), "worst": gaps.max()}
+    assert str(decode.Spread(0.0042, 0.31)) == "4.2 ms (worst 310 ms)"
+    assert decode.Spread.of([]) is None
+
+
 def test_status_says_what_is_going_on():
     made, statuses = run(prompts(), options())
     assert [status.step for status in statuses] == sorted(status.step for status in statuses)
@@ -283,6 +330,7 @@ def test_what_cannot_be_run_is_said_before_it_starts(what, how, wanted, message)
             "cache: expected one of ('per_sequence', 'stacked', 'paged'), got 'ring'",
         ),
         ({"chunk": 0}, "chunk: expected at least 1, got 0"),
+        ({"prefill_chunk": 0}, "prefill_chunk: expected at least 1, got 0"),
     ],
 )
 def test_options_refuse(how, message):
@@ -321,6 +369,8 @@ def test_generate_continues_texts():
     texts = lm.generate(loaded, ["ROMEO:", "The sea"], max_new_tokens=20)
     assert texts == ["\nWhat say'st thou? i", "l of the seasons and"]
     assert lm.generate(loaded, ["The sea"], max_new_tokens=20, cache="paged") == texts[1:]
+    both = ["ROMEO:", "The sea"]
+    assert lm.generate(loaded, both, max_new_tokens=20, cache="stacked", prefill_chunk=4) == texts
     drawn = lm.generate(
         loaded, ["The sea"], max_new_tokens=20, sampling=lm.Sampling(2.0), seed=3, slots=1
     )
@@ -506,13 +556,15 @@ def test_text_comes_in_the_order_of_the_prompts():
     assert "2 sequences, 40 tokens in " in second and err.getvalue() == ""
 
 
-def test_a_terminal_gets_a_status_line_beneath_the_text():
+def test_a_terminal_gets_a_status_line_beneath_the_text(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     out, err = Terminal(), Terminal()
     assert shown(out, err) == 0
     plain = io.StringIO()
     shown(plain, io.StringIO())
     wanted = plain.getvalue().rsplit("\n", 2)[0]  # all but the line with the rates
     assert out.getvalue().rsplit("\n", 2)[0] == wanted
+    assert re.search(r"\| first token \S+ m?s \(worst .*\) \| between \S+ ms", err.getvalue())
     line = err.getvalue().split("\r\x1b[K")[2]
     assert line.startswith("2 running, 0 waiting, 0 done | step ") and "tokens/s" in line
     assert err.getvalue().endswith("\r\x1b[K")  # and leaves nothing behind
@@ -570,6 +622,9 @@ def test_a_report_says_where_the_time_goes(tmp_path):
         assert 0 < row["roofline"] < 1.5 and row["commit"] == "abc" and row["checked"]
     assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
     assert f"wrote {tmp_path}/out/report.png" in out.getvalue()
+    waits = json.loads((tmp_path / "out" / "report.json").read_text())["run"]
+    assert all(waits[name]["worst"] > 0 for name in findings.WAITS.values())
+    assert "from one token of a sequence to the next: median " in out.getvalue()
     assert all(line.startswith("report, ") for line in error.getvalue().splitlines())
     assert error.getvalue().count(" s: pallas_attn/") == len(steps)
 
@@ -625,7 +680,10 @@ def test_on_a_gpu_the_peer_and_the_first_token_are_measured_too(monkeypatch):
     ]
     assert {row["case"] for row in found[1:3]} == {"small_stacked_b2_s20"}
     assert all(not set(rows.REQUIRED) - row.keys() for row in found[1:])
-    assert len(findings.table(found)) == 4
+    spread = {"median": 0.0123, "worst": 1.5}
+    lines = findings.table(found, {"time_to_first_token": spread, "time_between_tokens": None})
+    assert len(lines) == 5
+    assert lines[-1] == "from the start of the run to a first token: median 12.3 ms (worst 1.50 s)"
 
 
 def test_a_wrong_decode_is_not_measured(monkeypatch):

@@ -1,5 +1,6 @@
 """The demo's model and its checkpoints, beside a NumPy model that shares nothing with it."""
 
+import dataclasses
 import functools
 import re
 
@@ -61,7 +62,8 @@ def test_prefill_then_decode_equals_the_full_forward(tmp_path, rng, family, kind
     for both in (True, False, True):
         token, rows = np.zeros(3, np.int32), np.zeros(3, np.int32)
         token[slots], rows[slots] = np.asarray(ids)[range(2), lengths], [1, both]
-        logits, cache = step(config, params, cache, jnp.asarray(token), jnp.asarray(rows))
+        given = jnp.asarray(token), jnp.asarray(rows), model.rotary_of(config, cache)
+        logits, cache = step(config, params, cache, *given)
         close(logits[2], full[0, lengths[0]])
         if both:
             close(logits[0], full[1, lengths[1]])
@@ -121,11 +123,15 @@ def test_a_chunk_of_steps_and_a_prefill_copy_no_cache(tmp_path, kind):
     run, params = two_slots(tmp_path, kind)
     config, options = run.config, run.options
     cache, state = options.create_cache(config), decode.State.create(2)
-    new = run._arrivals([*enumerate(run.sequences[:2])], np.array([True, True]))
+    vacant = np.array([True, True])
+    new = run._arrivals([*enumerate(run.sequences[:2])], vacant)
+    mixture = dataclasses.replace(options, prefill_chunk=5)
+    chunks = decode.Run(config, params, mixture, [[1, 2]], 9)._chunks({}, vacant)
     shapes = {",".join(map(str, x.shape)) for x in jax.tree.leaves((cache.k, cache.v))}
     programs = (
         decode.steps.lower(config, options, params, cache, state),
         decode.admit.lower(config, options, params, cache, state, new),
+        decode.mixed.lower(config, mixture, params, cache, state, chunks),
     )
     for lowered in programs:
         hlo = lowered.compile().as_text()

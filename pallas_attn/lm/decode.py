@@ -4,6 +4,9 @@ The cache has `slots` sequences. A prompt takes a free one, is prefilled togethe
 that wait, and leaves when it has its tokens or meets a stop token; the next prompt takes its place
 and its rows are overwritten. The device works on whole chunks of steps; the host hands it the next
 chunk before it reads the tokens of the last, so that neither waits for the other.
+
+With chunked prefill (`prefill_chunk`) nobody waits for a prompt: as long as prompts come in, each
+step takes some of their rows, packed beside one token of every sequence that decodes.
 """
 
 import collections
@@ -47,6 +50,7 @@ class Options:
     pages: int | None = None  # of the whole pool; None: enough for every slot's capacity
     chunk: int = 16  # steps inside one jit
     prefill: int = 16384  # tokens that one prefill takes at most, padding counted
+    prefill_chunk: int | None = None  # rows of prompts that a step takes; None: prompts are whole
     dtype: str = "bfloat16"
     sampling: Sampling = Sampling()
     stop: tuple[int, ...] = ()
@@ -59,6 +63,8 @@ class Options:
         for name in ("slots", "capacity", "page_size", "chunk", "prefill"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk: expected at least 1, got {self.prefill_chunk}")
 
     @property
     def pool(self) -> int:
@@ -132,13 +138,14 @@ def steps(
     config: Config, options: Options, params: Params, cache: Any, state: State
 ) -> tuple[Any, State, Array, Array | None]:
     """A chunk: (cache, state, tokens int32[chunk, M] with NOTHING where none was due, logits)."""
+    rotary = model.rotary_of(config, cache)
 
     def one(carry: tuple[Any, State], _: None):
         cache, state = carry
         runs = state.left > 0
         rows = runs.astype(jnp.int32)
         logits, cache = model.decode(
-            config, params, cache, state.token, rows, options.implementation
+            config, params, cache, state.token, rows, rotary, options.implementation
         )
         # The position of a token is part of its key: a sequence draws the same tokens whenever and
         # beside whomever it runs.
@@ -150,6 +157,48 @@ def steps(
 
     (cache, state), (tokens, logits) = jax.lax.scan(one, (cache, state), None, options.chunk)
     return cache, state, tokens, logits
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """What the host sends with the next rows of prompts."""
+
+    tokens: Array  # int32[prefill_chunk]: of every slot that gets some, in the order of slots
+    rows: Array  # int32[M]: how many
+    last: Array  # bool[M]: the prompt ends with them
+    wanted: Array  # int32[M]: tokens wanted after the prompt
+    key: Array  # keys [M]
+    vacant: Array  # bool[M]: slots to be emptied before
+
+
+@jax.jit(static_argnums=(0, 1), donate_argnums=(3, 4), compiler_options=COMPILER)
+def mixed(
+    config: Config, options: Options, params: Params, cache: Any, state: State, new: Chunks
+) -> tuple[Any, State, Array, Array | None]:
+    """One step of every sequence that runs, beside rows of prompts: (cache, state, tokens int32[M]
+    with NOTHING where none was due, logits or None).
+    """
+    prompted, runs = new.rows > 0, state.left > 0
+    rows = jnp.where(prompted, new.rows, runs.astype(jnp.int32))
+    starts, sent = (jnp.pad(jnp.cumsum(x), (1, 0)) for x in (rows, new.rows))
+    owners = model.owners_of(starts, new.tokens.size + options.slots)
+    within = jnp.arange(owners.size, dtype=jnp.int32) - starts[owners]
+    of_prompts = jnp.take(new.tokens, sent[owners] + within, mode="clip")
+    tokens = jnp.where(prompted[owners], of_prompts, state.token[owners])
+    rotary = model.rotary_of(config, cache)
+    cache = cache.reset(new.vacant)
+    logits, cache = model.mixed(
+        config, params, cache, tokens, starts, rotary, options.implementation
+    )
+    key = jnp.where(prompted, new.key, state.key)
+    token = _choose(options, logits, key, cache.lengths)
+    due = runs | new.last
+    left = jnp.where(new.last, new.wanted, state.left) - 1
+    left = jnp.where(due & ~_stops(options, token), left, 0)
+    state = State(jnp.where(due, token, state.token), left, key)
+    given = jnp.where(due, token, NOTHING)
+    return cache, state, given, logits if options.keep_logits else None
 
 
 def _choose(options: Options, logits: Array, keys: Array, position: Array) -> Array:
@@ -177,12 +226,33 @@ class Generation:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logits: list[np.ndarray] = dataclasses.field(default_factory=list)
     ended: str = ""  # why: "stop", "length", "capacity"; "" while it is not over
+    times: list[float] = dataclasses.field(default_factory=list)  # of its tokens: see `Run._read`
+    fed: int = 0  # rows of its prompt that the device was told to take
     planned: int = 0  # tokens that the device was told to make, read or not
 
     @property
     def rows(self) -> int:
         """Rows of cache that it holds: all but its newest token."""
-        return len(self.prompt) + max(len(self.tokens) - 1, 0)
+        return self.fed + max(len(self.tokens) - 1, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Seconds that something took, of several times."""
+
+    median: float
+    worst: float
+
+    @classmethod
+    def of(cls, found: Sequence[float]) -> "Spread | None":
+        return cls(float(np.median(found)), max(found)) if found else None
+
+    def __str__(self) -> str:
+        median, worst = (
+            f"{x:.2f} s" if x >= 1 else f"{x * 1e3:.{int(x < 0.1)}f} ms"
+            for x in (self.median, self.worst)
+        )
+        return f"{median} (worst {worst})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,10 +278,11 @@ class _Flight:
     logits: Array | None
     whose: tuple[Generation | None, ...]  # of each column
     steps: int
+    prompted: bool = False  # rows of prompts are in it
 
 
-# The implementations that the programs of a run were traced with, whichever run was the first.
-_TRACED: dict[tuple[Config, Options], set[str]] = collections.defaultdict(set)
+# The implementations that a program was traced with, in whichever run was the first.
+_TRACED: dict[tuple[Any, Config, Options], set[str]] = collections.defaultdict(set)
 
 
 class Run:
@@ -243,37 +314,56 @@ class Run:
         self._step = 0
         self._steady: list[tuple[int, float, int]] = []  # tokens, seconds, bytes of a chunk
         self._undisturbed = 0  # chunks read since a prompt came
+        self._ran: set[Any] = set()  # keys of _TRACED
+        self._gaps: list[float] = []  # seconds between two tokens of one sequence
 
     def __iter__(self) -> Iterator[Status]:
-        start = last = time.perf_counter()
+        start, last = time.perf_counter(), 0.0
         while True:
-            started = self._admit()
-            started |= self._launch()
+            if self.options.prefill_chunk is not None:
+                started = self._mix() or self._launch()
+            else:
+                started = self._admit()
+                started |= self._launch()
             if not self._flights:
                 return
             # One chunk stays with the device while the last one is read; when nothing is left to
             # start, all are read.
             while len(self._flights) > (1 if started else 0):
                 flight = self._flights.popleft()
-                made = self._read(flight)
-                now = time.perf_counter()
-                yield self._status(flight, made, now - last, now - start)
+                tokens = np.asarray(flight.tokens)
+                now = time.perf_counter() - start
+                made = self._read(flight, tokens, last, now)
+                yield self._status(flight, made, now - last, now)
                 last = now
 
     def prepare(self) -> None:
         """Compiles what its first prompts take."""
+        if self.options.prefill_chunk is not None:
+            self._compile(mixed, self._chunks({}, np.ones(self.options.slots, bool)))
+            return
         first = list(self._waiting)[: self._together(self.options.slots)]
         new = self._arrivals(list(enumerate(first)), np.ones(self.options.slots, bool))
-        given = self.config, self.options, self._params, self._cache, self._state
-        with self._noted():
-            admit.lower(*given, new).compile()
+        self._compile(admit, new)
+
+    def _compile(self, program: Any, new: Any) -> None:
+        with self._noted(program, self.options) as given:
+            program.lower(*given, new).compile()
+
+    def _call(self, program: Any, options: Options, *new: Any) -> tuple[Array, Array | None]:
+        """Tokens and logits; the cache and the state are then those after it."""
+        with self._noted(program, options) as given:
+            self._cache, self._state, tokens, logits = program(*given, *new)
+        return tokens, logits
 
     @contextlib.contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Notes which implementations are traced in this block."""
+    def _noted(self, program: Any, options: Options) -> Iterator[tuple[Any, ...]]:
+        """What a program is given first; notes which implementations it is traced with."""
+        key = program, self.config, options
+        self._ran.add(key)
         with _dispatch.recorded() as names:
-            yield
-        _TRACED[self.config, self.options].update(names)
+            yield self.config, options, self._params, self._cache, self._state
+        _TRACED[key].update(names)
 
     def summary(self, seconds: float) -> dict[str, Any]:
         """What a run came to. The rates are of chunks that no prompt and no compilation held up,
@@ -282,6 +372,7 @@ class Run:
         tokens = sum(len(one.tokens) for one in self.sequences)
         steady = len(self._steady) > 1
         chunks = self._steady if steady else [(tokens, seconds, 0)]
+        names = {name for key in self._ran for name in _TRACED[key]}
         made, took, moved = (sum(column) for column in zip(*chunks, strict=True))
         return {
             "sequences": len(self.sequences),
@@ -293,11 +384,21 @@ class Run:
             "tokens_per_second": round(made / took, 1) if took else 0.0,
             "tb_per_second": round(moved / took / 1e12, 4) if took else 0.0,
             "device": jax.devices()[0].device_kind,
-            "implementation": "+".join(sorted(_TRACED[self.config, self.options])),
+            "implementation": "+".join(sorted(names)),
             "dtype": self.options.dtype,
             "cache_bytes": self._cache.num_bytes,
             "weight_bytes": self._weights,
+            "time_to_first_token": _seconds_of(self.to_first_token()),
+            "time_between_tokens": _seconds_of(self.between_tokens()),
         }
+
+    def to_first_token(self) -> Spread | None:
+        """Of the sequences that have one: from the start of the run, which has all prompts."""
+        return Spread.of([one.times[0] for one in self.sequences if one.times])
+
+    def between_tokens(self) -> Spread | None:
+        """Of all tokens of all sequences, but the first of each."""
+        return Spread.of(self._gaps)
 
     def wait(self) -> None:
         """Until the device has done what it was told to: a process does not end in the midst."""
@@ -316,16 +417,14 @@ class Run:
             if not self._fits(self._waiting[0]):
                 break
             sequence = self._waiting.popleft()
-            sequence.planned, self._slots[slot] = 1, sequence
+            sequence.planned, sequence.fed = 1, len(sequence.prompt)
+            self._slots[slot] = sequence
             taken.append((int(slot), sequence))
         if not taken:
             return False
         self._undisturbed = 0
         new = self._arrivals(taken, np.array(vacant))
-        with self._noted():
-            self._cache, self._state, tokens, logits = admit(
-                self.config, self.options, self._params, self._cache, self._state, new
-            )
+        tokens, logits = self._call(admit, self.options, new)
         whose = tuple(sequence for _, sequence in taken)
         kept = None if logits is None else logits[None]
         self._fly(_Flight(tokens[None], kept, whose, 0))
@@ -365,18 +464,72 @@ class Run:
             tokens[row, : len(one.prompt)] = one.prompt
             lengths[row], wanted[row], slots[row] = len(one.prompt), one.wanted, slot
             numbers[row] = one.number
-        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(self._seed, jnp.asarray(numbers))
         prompts = model.Prompts(*map(jnp.asarray, (tokens, lengths, slots)))
-        return Arrivals(prompts, jnp.asarray(wanted), keys, jnp.asarray(vacant))
+        return Arrivals(prompts, jnp.asarray(wanted), self._keys(numbers), jnp.asarray(vacant))
+
+    def _mix(self) -> bool:
+        """One step of what decodes beside the next rows of prompts; none where no prompt is left.
+
+        Prompts take turns in their order, so that one at most is in the midst of its own.
+        """
+        vacant = np.array([one is None for one in self._slots])
+        room, fed = self.options.prefill_chunk or 0, dict[int, int]()
+        for slot, one in enumerate(self._slots):
+            if one is not None and one.fed < len(one.prompt):
+                fed[slot] = min(room, len(one.prompt) - one.fed)
+                room -= fed[slot]
+        for slot in np.flatnonzero(vacant).tolist():
+            if not (room and self._waiting and self._fits(self._waiting[0])):
+                break
+            one = self._slots[slot] = self._waiting.popleft()
+            fed[slot] = min(room, len(one.prompt))
+            room -= fed[slot]
+        if not fed:
+            return False
+        self._undisturbed = 0
+        new = self._chunks(fed, vacant)
+        tokens, logits = self._call(mixed, self.options, new)
+        whose = tuple(self._slots)
+        for slot, one in enumerate(whose):
+            if one is not None:
+                one.fed += fed.get(slot, 0)
+                one.planned += one.fed == len(one.prompt)
+        kept = None if logits is None else logits[None]
+        self._fly(_Flight(tokens[None], kept, whose, 1, prompted=True))
+        return True
+
+    def _chunks(self, fed: dict[int, int], vacant: np.ndarray) -> Chunks:
+        """`fed`: how many rows of its prompt each slot gets."""
+        slots = self.options.slots
+        tokens = np.zeros(self.options.prefill_chunk or 0, np.int32)
+        rows, wanted, numbers = np.zeros((3, slots), np.int32)
+        last, used = np.zeros(slots, bool), 0
+        for slot, count in sorted(fed.items()):
+            one = self._slots[slot]
+            assert one is not None
+            tokens[used : used + count] = one.prompt[one.fed : one.fed + count]
+            rows[slot], wanted[slot], numbers[slot] = count, one.wanted, one.number
+            last[slot] = one.fed + count == len(one.prompt)
+            used += count
+        return Chunks(
+            tokens=jnp.asarray(tokens),
+            rows=jnp.asarray(rows),
+            last=jnp.asarray(last),
+            wanted=jnp.asarray(wanted),
+            key=self._keys(numbers),
+            vacant=jnp.asarray(vacant),
+        )
+
+    def _keys(self, numbers: np.ndarray) -> Array:
+        """Of the sequences of these numbers."""
+        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(self._seed, jnp.asarray(numbers))
 
     def _launch(self) -> bool:
         """The next chunk, if a sequence wants more tokens than were planned."""
         if not any(one is not None and one.planned < one.wanted for one in self._slots):
             return False
-        with self._noted():
-            self._cache, self._state, tokens, logits = steps(
-                self.config, self.options, self._params, self._cache, self._state
-            )
+        # However prompts come in: steps are the same program.
+        tokens, logits = self._call(steps, dataclasses.replace(self.options, prefill_chunk=None))
         whose = tuple(self._slots)
         for one in whose:
             if one is not None:
@@ -394,9 +547,11 @@ class Run:
             if one is not None and one.planned >= one.wanted:
                 self._slots[slot] = None
 
-    def _read(self, flight: _Flight) -> int:
-        """Hands tokens to their sequences; how many there were."""
-        made, tokens = 0, np.asarray(flight.tokens)
+    def _read(self, flight: _Flight, tokens: np.ndarray, last: float, now: float) -> int:
+        """Hands tokens to their sequences; how many there were. Those of a chunk of steps, which
+        came together, are taken as made at even times since the last read.
+        """
+        made, times = 0, np.linspace(last, now, len(tokens) + 1)[1:]
         logits = None if flight.logits is None else np.asarray(flight.logits)
         for column, sequence in enumerate(flight.whose):
             if sequence is None or sequence.ended:
@@ -410,6 +565,9 @@ class Run:
                 )
             made += len(live)
             sequence.tokens += tokens[live, column].tolist()
+            when = times[live].tolist()
+            self._gaps += np.diff([*sequence.times[-1:], *when]).tolist()
+            sequence.times += when
             if logits is not None:
                 sequence.logits += list(logits[live, column])
             self._end(sequence)
@@ -432,7 +590,7 @@ class Run:
         moved = (self._weights + kv) * flight.steps
         # The first read after a prompt came waited for its prefill, and for compilations.
         self._undisturbed += 1
-        if flight.steps and self._undisturbed > 1:
+        if flight.steps and not flight.prompted and self._undisturbed > 1:
             self._steady.append((made, took, moved))
         return Status(
             running=sum(not one.ended for one in live),
@@ -450,6 +608,10 @@ class Run:
 def _at_least(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
+
+
+def _seconds_of(spread: Spread | None) -> dict[str, float] | None:
+    return None if spread is None else dataclasses.asdict(spread)
 
 
 def _pages(options: Options, prompt: int, wanted: int) -> int:

@@ -5,7 +5,13 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from pallas_attn.lm.decode import Spread
 from pallas_attn.lm.report import PARTS, Row
+
+WAITS = {
+    "from the start of the run to a first token": "time_to_first_token",
+    "from one token of a sequence to the next": "time_between_tokens",
+}
 
 
 def steps_of(found: Sequence[Row], cache: str) -> list[Row]:
@@ -13,12 +19,16 @@ def steps_of(found: Sequence[Row], cache: str) -> list[Row]:
     return [row for row in found if row["impl"] == f"pallas_attn/{cache}" and "parts" in row]
 
 
-def table(found: Sequence[Row]) -> list[str]:
-    """What was measured, for people."""
+def table(found: Sequence[Row], run: Row) -> list[str]:
+    """What was measured, for people; `run`: the summary of the run before."""
     head = f"{'impl':<26}{'batch':>6}{'ms a step':>11}{'tokens/s':>10}{'of memory':>11}"
     steps = [row for row in found if row["op"] == "decode_loop"]
     others = [line(row) for row in found if row["op"] == "first_token"]
-    return [head + "".join(f"{part:>11}" for part in PARTS), *map(line, steps), *others]
+    head += "".join(f"{part:>11}" for part in PARTS)
+    waits = [
+        f"{words}: median {Spread(**run[name])}" for words, name in WAITS.items() if run.get(name)
+    ]
+    return [head, *map(line, steps), *others, *waits]
 
 
 def line(row: Row) -> str:

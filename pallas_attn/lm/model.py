@@ -1,11 +1,12 @@
 """A decoder of the Llama family in jax.numpy and this package's operations.
 
 Llama 2 and 3, Mistral, Qwen2 and Qwen3 are one model with a few choices: x plus attention of the
-norm of x, plus a gated MLP of the norm of that. Three ways to run it share every layer:
+norm of x, plus a gated MLP of the norm of that. Four ways to run it share every layer:
 
     forward(config, params, tokens)               all positions at once, no cache: training, checks
     prefill(config, params, cache, ...)           prompts through `flash_attention` into the cache
     decode(config, params, cache, tokens)         one token a sequence over the cache
+    mixed(config, params, cache, tokens, starts)  any number a sequence, packed, over the cache
 
 Layers are stacked and scanned. Layers in a row with the same window form a run, which is one scan:
 a static window is the fastest, and a model with one kind of layer is one run. Weights are
@@ -33,6 +34,7 @@ from pallas_attn.decode import decode_attention
 from pallas_attn.lm import rows as lm_rows
 from pallas_attn.lm.rows import Angles, Layer, add_norm, gated, linear, parts, rms_norm, rotate
 from pallas_attn.masks import CAUSAL, Mask, sliding_window
+from pallas_attn.rotary import RMSNorm, Rotary
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -53,6 +55,13 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True  # yarn: bounds at whole dimensions
     attention_factor: float = 1.0  # yarn: multiplies cos and sin
+
+    def angles(self, positions: Array, head_dim: int) -> Angles:
+        """cos and sin of positions int32[...], float32[..., H / 2]."""
+        radians = self.frequencies(head_dim).reshape((1,) * positions.ndim + (-1,))
+        turned = positions.astype(jnp.float32)[..., None] * radians
+        factor = self.attention_factor
+        return Angles(jnp.cos(turned) * factor, jnp.sin(turned) * factor)
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """float32[H / 2]: radians a position."""
@@ -182,35 +191,47 @@ def num_bytes(params: Params) -> int:
 # ---- one layer ----------------------------------------------------------------------------------
 
 
-def angles_of(config: Config, positions: Array) -> Angles:
-    """Of rows at these positions, int32[M, t]."""
-    radians = config.rope.frequencies(config.head_dim)[None, None, None]
-    turned = positions.astype(jnp.float32)[:, :, None, None] * radians
-    factor = config.rope.attention_factor
-    return Angles(jnp.cos(turned) * factor, jnp.sin(turned) * factor)
-
-
-def qkv_of(config: Config, weights: Params, x: Array, angles: Angles) -> tuple[Array, ...]:
-    """q [M, t, N, H], k and v [M, t, K, H] of x, normed and turned."""
+def qkv_of(config: Config, weights: Params, x: Array, angles: Angles | None) -> tuple[Array, ...]:
+    """q [M, t, N, H], k and v [M, t, K, H] of x; q and k normed and turned, where there are angles:
+    where there are none, append and attention do both.
+    """
     sizes = (config.heads, config.kv_heads, config.kv_heads)
-    if isinstance(weights["qkv"], Layer) and not (config.qkv_bias or config.qk_norm):
+    if angles is not None and _kernel_turns(config, isinstance(weights["qkv"], Layer)):
         return lm_rows.heads(parts(x, weights["qkv"], jnp.float32), angles, sizes[:2], x.dtype)
     rows = linear(x, weights["qkv"])
     if config.qkv_bias:
         rows += weights["qkv_bias"][None, None]
     rows = rows.reshape(*x.shape[:2], sum(sizes), config.head_dim)
     q, k, v = jnp.split(rows, np.cumsum(sizes)[:2], axis=2)
+    if angles is None:
+        return q, k, v
     if config.qk_norm:
         q = rms_norm(q, weights["q_norm"], config.norm_eps)
         k = rms_norm(k, weights["k_norm"], config.norm_eps)
     return rotate(q, angles), rotate(k, angles), v
 
 
-class _Pass(NamedTuple):
-    """What the three ways to run a model differ in."""
+def _kernel_turns(config: Config, stream: bool) -> bool:
+    """Whether a kernel turns q and k on their way out of the matmul that makes them."""
+    return stream and not (config.qkv_bias or config.qk_norm)
 
-    positions: Array  # int32[M, t]
-    attend: Callable[..., tuple[Array, Any]]  # (q, k, v, mask, layer, cache) -> (out, cache)
+
+class Heads(NamedTuple):
+    """What one layer hands to its attention."""
+
+    q: Array  # [M, t, N, H]
+    k: Array  # [M, t, K, H]
+    v: Array
+    weights: Params  # of the layer
+    mask: Mask
+    layer: Array  # its number
+
+
+class _Pass(NamedTuple):
+    """What the four ways to run a model differ in."""
+
+    positions: Array | None  # int32[M, t]; None where append and attention turn q and k
+    attend: Callable[[Heads, Any], tuple[Array, Any]]  # (rows, cache) -> (out, cache)
     stream: bool = False  # matrices are read where they lie, in the stack of all layers
 
 
@@ -219,7 +240,9 @@ def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: An
     passed from layer to layer.
     """
     x = jnp.take(params["embed"], tokens, axis=0, mode="clip")
-    angles, eps, first = angles_of(config, how.positions), config.norm_eps, 0
+    eps, first, angles = config.norm_eps, 0, None
+    if how.positions is not None:
+        angles = config.rope.angles(how.positions[:, :, None], config.head_dim)
     added = _nothing(params["runs"][0]["down"], x, how.stream)
     for weights, (count, mask) in zip(params["runs"], config.runs, strict=True):
         stacks = {name: weights[name] for name in STREAMED if how.stream}
@@ -231,7 +254,7 @@ def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: An
             weights |= {name: Layer(stack, number - first) for name, stack in stacks.items()}
             x, normed = add_norm(x, added, weights["attn_norm"], eps)
             q, k, v = qkv_of(config, weights, normed, angles)
-            out, cache = how.attend(q, k, v, mask, number, cache)
+            out, cache = how.attend(Heads(q, k, v, weights, mask, number), cache)
             added = parts(out.reshape(*x.shape[:2], -1), weights["out"])
             x, normed = add_norm(x, added, weights["mlp_norm"], eps)
             added = parts(gated(normed, weights["gate_up"]), weights["down"])
@@ -258,7 +281,7 @@ def logits_of(config: Config, params: Params, x: Array, stream: bool = False) ->
     return linear(x, Layer(head[None], 0) if stream else head, jnp.float32)
 
 
-# ---- the three ways to run it -------------------------------------------------------------------
+# ---- the four ways to run it --------------------------------------------------------------------
 
 
 def forward(
@@ -266,9 +289,9 @@ def forward(
 ) -> Array:
     """Logits float32[M, t, vocab] of tokens int32[M, t], without a cache. Differentiable."""
 
-    def attend(q, k, v, mask, layer, cache):
-        del layer
-        return flash_attention(q, k, v, mask=mask, implementation=implementation), cache
+    def attend(of, cache):
+        out = flash_attention(of.q, of.k, of.v, mask=of.mask, implementation=implementation)
+        return out, cache
 
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     x, _ = _layers(config, params, tokens, _Pass(positions, attend))
@@ -295,18 +318,18 @@ def prefill(
     # Which prompt a sequence gets; those that get none take no rows of the one named here.
     source = jnp.zeros(sequences, jnp.int32).at[prompts.slots].set(jnp.arange(n), mode="drop")
 
-    def attend(q, k, v, mask, layer, cache):
+    def attend(of, cache):
         out = flash_attention(
-            q,
-            k,
-            v,
-            mask=mask,
+            of.q,
+            of.k,
+            of.v,
+            mask=of.mask,
             q_lengths=prompts.lengths,
             kv_lengths=prompts.lengths,
             implementation=implementation,
         )
-        k, v = (jnp.take(x, source, axis=0) for x in (k, v))
-        return out, write_kv(cache, k, v, layer=layer, implementation=implementation)
+        k, v = (jnp.take(x, source, axis=0) for x in (of.k, of.v))
+        return out, write_kv(cache, k, v, layer=of.layer, implementation=implementation)
 
     positions = jnp.arange(t, dtype=jnp.int32)[None]
     how = _Pass(positions, attend)
@@ -321,21 +344,87 @@ def decode(
     cache: Any,
     tokens: Array,
     rows: Array,
+    rotary: Rotary,
     implementation: str | None = None,
 ) -> tuple[Array, Any]:
     """One token int32[M] into the sequences whose `rows` int32[M] is 1, not 0: logits
     float32[M, vocab] after it, the cache.
     """
     cache = cache.extend(rows)
-    stream = lm_rows.streams(tokens.shape[0], params["embed"].dtype, implementation)
-    launches = lm_rows.overlapping if stream else contextlib.nullcontext
-
-    def attend(q, k, v, mask, layer, cache):
-        with launches():
-            cache = write_kv(cache, k, v, layer=layer, implementation=implementation)
-            out = decode_attention(q, cache, mask=mask, layer=layer, implementation=implementation)
-        return out, cache
-
     positions = jnp.maximum(cache.lengths - 1, 0)[:, None]
-    x, cache = _layers(config, params, tokens[:, None], _Pass(positions, attend, stream), cache)
-    return logits_of(config, params, x[:, 0], stream), cache
+    how = _over_cache(config, params, _Place(positions, rotary), implementation)
+    x, cache = _layers(config, params, tokens[:, None], how, cache)
+    return logits_of(config, params, x[:, 0], how.stream), cache
+
+
+def mixed(
+    config: Config,
+    params: Params,
+    cache: Any,
+    tokens: Array,
+    starts: Array,
+    rotary: Rotary,
+    implementation: str | None = None,
+) -> tuple[Array, Any]:
+    """Packed tokens int32[R]: sequence i of the cache takes those from starts[i] to starts[i + 1],
+    chunks of prompts, single tokens or none. Logits float32[M, vocab] after the last of each (of a
+    sequence that takes none: anything), the cache.
+    """
+    cache = cache.extend(jnp.diff(starts))
+    owners = owners_of(starts, tokens.shape[0])
+    place = jnp.arange(tokens.shape[0], dtype=jnp.int32) - starts[owners + 1]
+    positions = jnp.maximum(cache.lengths[owners] + place, 0)[None]
+    how = _over_cache(config, params, _Place(positions, rotary, starts), implementation)
+    x, cache = _layers(config, params, tokens[None], how, cache)
+    last = jnp.take(x[0], jnp.maximum(starts[1:] - 1, 0), axis=0)
+    return logits_of(config, params, last, how.stream), cache
+
+
+def owners_of(starts: Array, rows: int) -> Array:
+    """int32[rows]: the sequence that owns each packed row; of rows that nobody owns, the last."""
+    row = jnp.arange(rows, dtype=jnp.int32)
+    found = jnp.searchsorted(starts, row, side="right").astype(jnp.int32) - 1
+    return jnp.clip(found, 0, starts.shape[0] - 2)
+
+
+def rotary_of(config: Config, cache: Any) -> Rotary:
+    """Tables for all rows that a sequence of the cache can hold."""
+    every = jnp.arange(max(cache.capacities), dtype=jnp.int32)
+    return Rotary(*config.rope.angles(every, config.head_dim))
+
+
+class _Place(NamedTuple):
+    """Where new rows stand in a cache."""
+
+    positions: Array  # int32[M, t]; packed int32[1, R]
+    rotary: Rotary
+    starts: Array | None = None  # of packed rows
+
+
+def _over_cache(config: Config, params: Params, place: _Place, implementation: str | None) -> _Pass:
+    """Rows are written to the cache, and attend to all that it holds.
+
+    Where no kernel in front of them turns q and k, K is normed and turned by the launch that writes
+    it, and q before it is used.
+    """
+    positions, starts = place.positions, place.starts
+    stream = lm_rows.streams(positions.size, params["embed"].dtype, implementation)
+    launches = lm_rows.overlapping if stream else contextlib.nullcontext
+    turned = _kernel_turns(config, stream)
+    rotary = None if turned else place.rotary
+
+    def norm(weights: Params, name: str) -> RMSNorm | None:
+        normed = config.qk_norm and not turned
+        return RMSNorm(weights[name], config.norm_eps) if normed else None
+
+    def attend(of: Heads, cache: Any) -> tuple[Array, Any]:
+        q, k, v = (x if starts is None else x[0] for x in of[:3])
+        how: dict[str, Any] = {"starts": starts, "rotary": rotary, "layer": of.layer}
+        how["implementation"] = implementation
+        with launches():
+            cache = write_kv(cache, k, v, norm=norm(of.weights, "k_norm"), **how)
+            how |= {"mask": of.mask, "norm": norm(of.weights, "q_norm")}
+            out = decode_attention(q, cache, **how)
+        return out if starts is None else out[None], cache
+
+    return _Pass(positions if turned else None, attend, stream)

@@ -57,7 +57,7 @@ def _decode(
     config: Config, implementation: Any, params: Params, caches: Any, lengths: Any, tokens: Any
 ) -> tuple[Array, Caches]:
     x = jnp.take(params["embed"], tokens[:, None], axis=0, mode="clip")
-    angles = model.angles_of(config, lengths[:, None])
+    angles = config.rope.angles(lengths[:, None, None], config.head_dim)
     layers = [
         jax.tree.map(lambda weight, n=n: weight[n], run)
         for run, (count, _) in zip(params["runs"], config.runs, strict=True)

@@ -57,6 +57,7 @@ class Subject:
             keep_logits=False,
             stop=(),
             pages=None,
+            prefill_chunk=None,
         )
 
 

@@ -52,6 +52,7 @@ class Settings:
     page_size: int = 64
     pages: int | None = None
     chunk: int = 16
+    prefill_chunk: int | None = None
     sampling: Sampling = Sampling()
     stop: tuple[int, ...] | None = None  # None: what the checkpoint says
     dtype: str | None = None
@@ -194,6 +195,7 @@ def _options(
         page_size=settings.page_size,
         pages=settings.pages,
         chunk=settings.chunk,
+        prefill_chunk=settings.prefill_chunk,
         dtype=dtype,
         sampling=settings.sampling,
         stop=stop,
@@ -266,7 +268,7 @@ class _Report:
                 rows.append(out, [row])
         cache = self._run.options.cache
         written = findings.write(str(self._settings.report), found, cache, summary)
-        return [*findings.table(found), *written]
+        return [*findings.table(found, summary), *written]
 
     def _say(self, line: str) -> None:
         self._view.note(f"report, {time.perf_counter() - self._start:.0f} s: {line}")

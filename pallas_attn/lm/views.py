@@ -95,7 +95,7 @@ class Text(View):
         self._erase()
         self._stream(over=False)
         if self._live:
-            self._err.write(_status_line(status))
+            self._err.write(_status_line(status, self._run))
             self._err.flush()
 
     def finish(self, seconds: float) -> dict[str, Any]:
@@ -157,11 +157,13 @@ class Text(View):
             self._err.flush()
 
 
-def _status_line(status: Status) -> str:
+def _status_line(status: Status, run: Run) -> str:
+    spreads = {"first token": run.to_first_token(), "between": run.between_tokens()}
     line = (
         f"{status.running} running, {status.waiting} waiting, {status.ended} done | step "
         f"{status.step} | {status.tokens_per_second:,.0f} tokens/s | "
-        f"{status.live_kv_bytes / 2**20:,.1f} MiB of live KV | {_rate(status.tb_per_second)}"
+        + "".join(f"{name} {spread} | " for name, spread in spreads.items() if spread)
+        + f"{status.live_kv_bytes / 2**20:,.1f} MiB of live KV | {_rate(status.tb_per_second)}"
     )
     return line[: shutil.get_terminal_size().columns - 1]
 
