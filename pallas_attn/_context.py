@@ -27,7 +27,7 @@ from pallas_attn.context import (
     chunks_of,
     owner,
 )
-from pallas_attn.merge import merge_attention
+from pallas_attn.merge import add_sinks, merge_attention
 
 Array = jax.Array
 FLOATS = _transforms.FLOATS
@@ -463,12 +463,7 @@ def _ring(split: Split, inputs: AttentionInputs) -> tuple[Array, Array]:
     numbers = jnp.arange(split.shards, dtype=jnp.int32)
     ((out, lse), _), _ = lax.scan(step, ((out, lse), moving), numbers)
     if inputs.sinks is not None:
-        sinks = inputs.sinks.astype(wide)[None, :, None]
-        with_sink = jnp.where(lse == -jnp.inf, lse, jnp.logaddexp(lse, sinks))
-        share = jnp.where(
-            lse == -jnp.inf, 0, jnp.exp(lse - jnp.where(lse == -jnp.inf, 0, with_sink))
-        )
-        out, lse = out * share.swapaxes(1, 2)[..., None], with_sink
+        out, lse = add_sinks(out, lse, inputs.sinks)
     return _by_device(split, out.astype(inputs.q.dtype)), _lse_by_device(split, lse)
 
 

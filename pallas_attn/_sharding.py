@@ -29,18 +29,22 @@ def over_devices(
     free: Sequence[str],
     sums: Sequence[Sequence[str]] = (),
     begins: str | None = None,
+    writes: bool = False,
 ) -> tuple[jax.Array, ...]:
     """`run(*arrays)`, split over devices along the free factors where the arrays are.
 
     `run` must take its sizes from the arrays it is handed. `sums`: factors, for each output, that
     it is a sum over; what the devices have of it is added up along those that are split. `begins`:
     a free factor; where it is split, `run` is handed the number of its first element as well.
+    `writes`: `run` holds some of the arrays as refs and writes into them.
     """
     types = [jax.typeof(array) for array in arrays]
     mesh = _explicit_mesh(types)
     varying = frozenset().union(*(_varying(array) for array in arrays))
-    if varying:  # inside jax.shard_map: the arrays are this device's part already
-        return tuple(_as_varying(result, varying) for result in run(*arrays))
+    if varying or _is_manual():  # inside jax.shard_map: the arrays are this device's part already
+        # Pallas takes no refs that differ along mesh axes, so it is not to see that these do.
+        results = _sealed.bind(*arrays, run=run) if writes else run(*arrays)
+        return tuple(varying_along(result, varying) for result in results)
     sums = sums or [()] * len(outputs)
     if mesh is not None:
         # Explicit mesh axes: the shardings are part of the types, so the split is known already.
@@ -86,6 +90,12 @@ def over_devices(
         return call(*arrays)
 
 
+def _is_manual() -> bool:
+    """Whether jax.shard_map maps every axis here, whether or not it keeps track of what differs."""
+    kinds = set(jax.sharding.get_abstract_mesh().axis_types)
+    return kinds == {AxisType.Manual}
+
+
 def _explicit_mesh(types: Sequence[Any]) -> Any:
     """The mesh whose explicit axes split one of the arrays, or could; None where there is none."""
     for each in types:
@@ -102,6 +112,11 @@ _sealed.multiple_results = True
 
 
 def _lower_sealed(context: Any, *arrays: Any, run: Callable[..., Any]) -> Any:
+    alike = [
+        jax.core.ShapedArray(x.shape, x.dtype) if x.manual_axis_type.varying else x
+        for x in context.avals_in
+    ]
+    context = context.replace(avals_in=alike)
     with jax.enable_x64(False):
         return mlir.lower_fun(lambda *arrays: run(*arrays))(context, *arrays)
 
@@ -233,7 +248,7 @@ def _varying(array: jax.Array) -> frozenset[str]:
 
 def varying_like(array: jax.Array, *others: jax.Array) -> jax.Array:
     """The array, said to differ along the mesh axes that any of the others differs along."""
-    return _as_varying(array, frozenset().union(*map(_varying, others)))
+    return varying_along(array, frozenset().union(*map(_varying, others)))
 
 
 def gradient_of(array: jax.Array, gradient: jax.Array) -> jax.Array:
@@ -265,7 +280,7 @@ def one_after_another(run: Callable[[Any], Any], arrays: Any) -> Any:
     return jax.tree.map(functools.partial(along, split.spec[0]), jax.lax.map(run, whole))
 
 
-def _as_varying(array: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """A kernel's result, said to differ along the mesh axes that its operands differ along."""
+def varying_along(array: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """The array, said to differ along these mesh axes."""
     missing = tuple(sorted(axes - _varying(array)))
     return jax.lax.pcast(array, missing, to="varying") if missing else array

@@ -96,6 +96,7 @@ _ATTENTION_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "bias": ({"arrays": ("bias",), "bias_shape": _SCORES},),
     "mask_array": ({"arrays": ("mask_array",), "mask_shape": _SCORES},),
+    "rows split over devices": ({"arrays": ("q_offset",), "offsets": ((0, 1024),)},),
     "mask_fn": ({"mask_program": _ALTERNATE.program},),
     "score_fn": ({"score_program": _DISTANCE.program},),
     "bias beside mask_fn or score_fn": (
@@ -124,6 +125,7 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
         "rows of several layers": ({"layers": 32},),
         "ragged chunks": ({"new_rows": 64, "ragged": True},),
         "packed rows": ({"new_rows": 64, "packed": True},),
+        "rows split over devices": ({"new_rows": 8, "packed": True},),
         "one array alone": ({"v_head_dim": None},),
         "rotary, norm": ({"change": Change(128, eps=1e-6, pairs=64, positions=1024)},),
     },
@@ -160,6 +162,10 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
         ),
         "window": ({"mask": sliding_window(128)},),
         "window at run time": ({"mask": CAUSAL.filled(left=AT_RUN_TIME)},),
+        "rows split over devices, window": (
+            {"kind": "paged", "page_size": 1024, "pages": 8, "sequences": 1, "capacities": (1024,)}
+            | {"mask": CAUSAL.filled(left=AT_RUN_TIME, right=AT_RUN_TIME)},
+        ),
         "softcap": ({"softcap": 30.0},),
         "sinks": ({"sinks": True},),
         "batch_invariant": ({"batch_invariant": True},),

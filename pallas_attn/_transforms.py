@@ -417,7 +417,8 @@ def _cache_call(
     def call(*arrays: Array):
         by_sequence = problem.kind == "stacked" and not problem.packed
         free = ("m", "k") if by_sequence else ("k",)
-        return _sharding.over_devices(given, arrays, [axes[n] for n in dynamic], outputs, free)
+        inputs, writes = [axes[n] for n in dynamic], isinstance(problem, AppendProblem)
+        return _sharding.over_devices(given, arrays, inputs, outputs, free, writes=writes)
 
     limit = Limit("kernels over caches have no derivative", 'pass implementation="reference"')
     return call(*_underived(problem, limit)(*(leaves[n] for n in dynamic)))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _checks, _device, _dispatch, _transforms
+from pallas_attn import _cache_rows, _checks, _device, _dispatch, _transforms
 from pallas_attn._problem import QUANTIZED, AppendInputs, AppendProblem, Caches, Change
 from pallas_attn.cache import KVCache
 from pallas_attn.rotary import RMSNorm, Rotary, changed
@@ -58,9 +58,20 @@ def write_kv[Cache: KVCache](
     )
     where: tuple[Array, Array | None] = cache.lengths, cache.new_lengths
     owners = None
+    fills = 0 not in k_rows.shape[: 1 if packed else 2]
+    if cache.context is not None and starts is None:  # rows have positions, each its own
+        starts = jnp.arange(cache.num_sequences + 1, dtype=jnp.int32) * k_rows.shape[1]
+        k_rows = k_rows.reshape(-1, *k_rows.shape[2:])
+        v_rows = None if v_rows is None else v_rows.reshape(-1, *v_rows.shape[2:])
+        packed = True
     if starts is not None:
         starts = _checks.row_starts("starts", starts, k_rows.shape[0], cache.num_sequences)
         owners, positions = _places(cache, starts, k_rows.shape[0])
+        if cache.context is not None:
+            if change is not None:  # by positions in the sequence, not those in a device's block
+                kept = k_rows if cache.quantized else k_rows.astype(cache.dtype)
+                k_rows, change, arrays = changed(kept, positions, change, arrays), None, {}
+            positions = _cache_rows.own(cache.context, cache.held, owners, positions)
         where = positions, None
     inputs = AppendInputs(
         cache.k,
@@ -75,7 +86,7 @@ def write_kv[Cache: KVCache](
         owners,
         **arrays,
     )
-    if k_rows.shape[0 if packed else 1]:
+    if fills:
         _checks.extended(cache)
     new = _append(inputs, cache.kind, implementation, from_end=not packed, change=change)
     return cache._with(k=new.k_cache, v=new.v_cache, k_scale=new.k_scale, v_scale=new.v_scale)

@@ -44,6 +44,12 @@ Two options of every `create`:
 - `shared_kv=True` keeps one array for both, where V is the first `v_head_dim` columns of K: the
   latent cache of multi-head latent attention is `kv_heads=1, head_dim=576, v_head_dim=512,
   shared_kv=True`. Rows are written by `write_kv(cache, k)`; `cache.v` is None.
+
+One of `StackedCache.create` and `PerSequenceCache.create`: `context=Context("cp")` splits the rows
+of each sequence over the devices of a mesh axis, a block of consecutive rows each. Within
+`jax.shard_map` (its specs: `cache.specs()`) everything above works as it stands: lengths and new
+rows are the same on all devices, each writes what lies in its block, and decoding combines what
+they have.
 """
 
 import dataclasses
@@ -53,10 +59,12 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_attn import _checks, _device, _sharding
 from pallas_attn._problem import QUANTIZED
+from pallas_attn.context import Context, mapped_shards
 from pallas_attn.masks import saturated
 
 Array = jax.Array
@@ -80,6 +88,7 @@ class KVCache:
     v_scale: Any  # None where numbers are stored as they come (and v_scale where v is)
     v_columns: int | None
     dims: tuple[int, int] | None  # head dims of K and V where the buffers are wider, else None
+    context: Context | None  # over which devices the rows of a sequence are split
     lengths: Array  # int32[M]: the rows taken in each sequence now, written or not
     # int32[M]: the rows that the latest extend took, which write_kv fills; NOT_EXTENDED where no
     # extend has been since the sequence was made or emptied
@@ -105,6 +114,7 @@ class KVCache:
             f"{self.kv_heads} kv heads of {dims}",
             str(self.dtype) + (" with scales" if self.quantized else ""),
             *([] if self.pages is None else [f"{self.pages} pages of {self.page_size} rows"]),
+            *([] if self.context is None else [f"rows split over {self.context.axis!r}"]),
         ]
 
     @property
@@ -180,7 +190,17 @@ class KVCache:
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """Rows that each sequence can hold (of a PagedCache: if the pool has the pages)."""
+        """Rows that each sequence can hold (of a PagedCache: if the pool has the pages), on all
+        devices together.
+        """
+        shards = mapped_shards(self.context) or 1
+        return tuple(shards * rows for rows in self.held)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Rows of each sequence that lie in these buffers: less than its capacity within
+        `jax.shard_map`, where its rows are split.
+        """
         raise NotImplementedError
 
     @property
@@ -189,6 +209,31 @@ class KVCache:
         them gives NaN.
         """
         return self.lengths > jnp.asarray(self.capacities, jnp.int32)
+
+    def specs(self, heads: Any = None, sequences: Any = None) -> Self:
+        """The PartitionSpecs of a cache like this one, in its own tree: for `jax.shard_map` and
+        shardings. A cache of shapes (`jax.eval_shape`) will do.
+
+        Args:
+          heads: the mesh axis, or axes, that kv heads are split over.
+          sequences: those that the sequences of a StackedCache are split over.
+
+        Rows are split as the cache's `context` says, all else is whole on each device.
+        """
+        if sequences is not None and self.kind != "stacked":
+            raise ValueError(
+                f"sequences: expected None for a {type(self).__name__}, whose sequences are no "
+                f"axis of an array, got {sequences!r}"
+            )
+        rows = None if self.context is None else self.context.axis
+        buffers = (() if self.layers is None else (None,)) + (
+            (heads, rows) if self.kind == "per_sequence" else (sequences, heads, rows)
+        )
+        fields = {name: getattr(self, name) for name in ("k", "v", "k_scale", "v_scale")}
+        split = jax.tree.map(lambda _: PartitionSpec(*buffers), fields)
+        whole = jax.tree.map(lambda _: PartitionSpec(), self)
+        small = PartitionSpec(sequences) if sequences is not None else PartitionSpec()
+        return whole._with(**split, lengths=small, new_lengths=small)
 
     def extend(self, rows: int | Array) -> Self:
         """Take `rows` new rows in every sequence: an int, or int32[M] (0 included; a negative count
@@ -273,8 +318,15 @@ class _Rows:
     dtype: Any
     scales: bool | None
     shared_kv: bool
+    context: Context | None = None
 
     def __post_init__(self):
+        _checks.context(self.context)
+        if self.context is not None and self.context.order != "contiguous":
+            raise ValueError(
+                f"context: expected order 'contiguous' for a cache, whose rows arrive one after "
+                f"the other, got {self.context.order!r}"
+            )
         _positive(head_dim=self.head_dim, v_head_dim=self.v_head_dim, layers=self.layers)
         if not _is_real(self.dtype):
             raise ValueError(
@@ -302,7 +354,7 @@ class _Rows:
     def static(self) -> dict[str, Any]:
         """The fields v_columns and dims."""
         dims = self.head_dim, self.v_head_dim or self.head_dim
-        return {
+        return ({} if self.context is None else {"context": self.context}) | {
             "v_columns": dims[1] if self.shared_kv else None,
             "dims": None if dims == self._stored else dims,
         }
@@ -315,6 +367,18 @@ class _Rows:
             return dims
         k_unit, v_unit = (64, 16) if self.quantized else (8, 8)
         return _round_up(dims[0], k_unit), _round_up(dims[1], v_unit)
+
+    def block(self, name: str, capacity: int) -> int:
+        """Rows of a sequence of this capacity in the buffers that are made here: within shard_map,
+        those of one device.
+        """
+        shards = mapped_shards(self.context) or 1
+        if capacity % shards:
+            raise ValueError(
+                f"{name}: expected a multiple of the {shards} devices that rows are split over, "
+                f"got {capacity}"
+            )
+        return self.rows(capacity // shards)
 
     def rows(self, wanted: int) -> int:
         """Rows that lie together: what one sequence or one page holds, if so many are wanted."""
@@ -333,7 +397,10 @@ class _Rows:
             made["v"] = jnp.zeros((*shape, v_dim), self.dtype)
         if self.quantized:
             made |= {f"{side}_scale": jnp.zeros(shape, jnp.float32) for side in tuple(made)}
-        return made
+        if self.context is None or mapped_shards(self.context) is None:
+            return made
+        axes = frozenset({self.context.axis})  # what a loop carries must not change its type
+        return {name: _sharding.varying_along(x, axes) for name, x in made.items()}
 
 
 def _round_up(size: int, unit: int) -> int:
@@ -383,6 +450,7 @@ class PerSequenceCache(KVCache):
     v_scale: tuple[Array, ...] | None = None
     v_columns: int | None = dataclasses.field(default=None, metadata={"static": True})
     dims: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
+    context: Context | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def create(  # noqa: PLR0913
@@ -396,6 +464,7 @@ class PerSequenceCache(KVCache):
         dtype: DTypeLike = jnp.bfloat16,
         scales: bool | None = None,
         shared_kv: bool = False,
+        context: Context | None = None,
     ) -> "PerSequenceCache":
         """An empty cache with one sequence for each capacity given.
 
@@ -408,6 +477,9 @@ class PerSequenceCache(KVCache):
           dtype: of what is stored. float8_e4m3fn, float8_e5m2 and int8 make a quantised cache.
           scales: False stores their numbers as they come, without scales.
           shared_kv: V is the first v_head_dim columns of K, and is not stored.
+          context: rows of each sequence are split over the devices of its mesh axis, in order
+            "contiguous" (what its method says plays no part). Capacities count the rows of all
+            devices: made within `jax.shard_map`, the buffers are those of this device.
         """
         if not isinstance(capacities, (Sequence, np.ndarray)) or not len(capacities):
             raise ValueError(
@@ -417,8 +489,8 @@ class PerSequenceCache(KVCache):
         for capacity in capacities:
             _positive(capacities=capacity)
         _positive(kv_heads=kv_heads)
-        rows = _Rows(head_dim, v_head_dim, layers, dtype, scales, shared_kv)
-        each = [rows.arrays(kv_heads, rows.rows(capacity)) for capacity in capacities]
+        rows = _Rows(head_dim, v_head_dim, layers, dtype, scales, shared_kv, context)
+        each = [rows.arrays(kv_heads, rows.block("capacities", n)) for n in capacities]
         fields: dict[str, Any] = {name: tuple(one[name] for one in each) for name in each[0]}
         return cls(
             **{"v": None} | fields | _no_rows(len(capacities)),
@@ -426,7 +498,7 @@ class PerSequenceCache(KVCache):
         )
 
     @property
-    def capacities(self) -> tuple[int, ...]:
+    def held(self) -> tuple[int, ...]:
         return tuple(one.shape[-2] for one in self.k)
 
 
@@ -447,6 +519,7 @@ class StackedCache(KVCache):
     v_scale: Array | None = None
     v_columns: int | None = dataclasses.field(default=None, metadata={"static": True})
     dims: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
+    context: Context | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def create(  # noqa: PLR0913
@@ -461,17 +534,20 @@ class StackedCache(KVCache):
         dtype: DTypeLike = jnp.bfloat16,
         scales: bool | None = None,
         shared_kv: bool = False,
+        context: Context | None = None,
     ) -> "StackedCache":
         """An empty cache of sequences that can hold `capacity` rows each. The other arguments are
         those of `PerSequenceCache.create`.
         """
         _positive(num_sequences=num_sequences, capacity=capacity, kv_heads=kv_heads)
-        rows = _Rows(head_dim, v_head_dim, layers, dtype, scales, shared_kv)
-        fields: dict[str, Any] = rows.arrays(num_sequences, kv_heads, rows.rows(capacity))
+        rows = _Rows(head_dim, v_head_dim, layers, dtype, scales, shared_kv, context)
+        fields: dict[str, Any] = rows.arrays(
+            num_sequences, kv_heads, rows.block("capacity", capacity)
+        )
         return cls(**{"v": None} | fields | _no_rows(num_sequences), **rows.static)
 
     @property
-    def capacities(self) -> tuple[int, ...]:
+    def held(self) -> tuple[int, ...]:
         return (self.k.shape[-2],) * self.num_sequences
 
 
@@ -487,6 +563,7 @@ class PagedCache(KVCache):
     """
 
     kind: ClassVar[str] = "paged"
+    context: ClassVar[None] = None  # type: ignore[misc]
     k: Array
     v: Array | None
     lengths: Array
@@ -546,7 +623,7 @@ class PagedCache(KVCache):
         return self.k.shape[-4]
 
     @property
-    def capacities(self) -> tuple[int, ...]:
+    def held(self) -> tuple[int, ...]:
         return (self.page_table.shape[1] * self.page_size,) * self.num_sequences
 
     @property

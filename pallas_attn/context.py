@@ -103,6 +103,14 @@ def shards_of(context: Context) -> int:
         ) from None
 
 
+def mapped_shards(context: Context | None) -> int | None:
+    """`shards_of`; None without a context, or outside of `jax.shard_map`."""
+    try:
+        return None if context is None else jax.lax.axis_size(context.axis)
+    except NameError:
+        return None
+
+
 def chunk_rows(context: Context, name: str, rows: int) -> int:
     """Rows of a chunk, of `rows` on a device."""
     if rows % context.chunks:

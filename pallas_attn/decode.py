@@ -1,9 +1,11 @@
 """Attention over KV caches: one new query row a sequence, or any number of them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _checks, _device, _dispatch, _transforms
+from pallas_attn import _cache_rows, _checks, _device, _dispatch, _transforms
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.cache import KVCache
 from pallas_attn.masks import CAUSAL, Mask
@@ -45,7 +47,9 @@ def decode_attention(  # noqa: PLR0913
     Args:
       q: `[M, t, N, H]`, or `[M, N, H]` for one token: t = 1 is plain decoding, t > 1 speculative or
         chunked. With `starts`, packed rows `[tokens, N, H]`.
-      cache: a `PerSequenceCache`, `StackedCache` or `PagedCache` of M sequences.
+      cache: a `PerSequenceCache`, `StackedCache` or `PagedCache` of M sequences. Where its rows are
+        split over devices (`context`), the call is one of all of them, within `jax.shard_map`: each
+        attends to the rows that it has, and all get the same result.
       starts: int32[M + 1], traced or not: sequences have different numbers of rows, packed one
         behind the other. Sequence i owns rows starts[i] to starts[i + 1] of q, none where they are
         equal; the last of them stands at position length - 1. One call serves prompts, chunks
@@ -152,7 +156,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
         kv_heads=cache.kv_heads,
         head_dim=k_dim,
         v_head_dim=v_dim,
-        capacities=cache.capacities,
+        capacities=cache.held,
         mask=band.static,
         scale=_checks.scale(scale, cache.head_dim),
         softcap=_checks.softcap(softcap),
@@ -166,7 +170,11 @@ def decode_attention_with_lse(  # noqa: PLR0913
         shared_kv=cache.shared_kv,
         tokens=tokens,
     )
-    out, lse = _decode(problem, inputs, implementation)
+    run = functools.partial(_decode, implementation=implementation)
+    if cache.context is not None:
+        out, lse = _cache_rows.decode(cache.context, problem, inputs, run)
+    else:
+        out, lse = run(problem, inputs)
     if v_dim != cache.v_head_dim:
         out = out[..., : cache.v_head_dim]
     return (out[:, 0], lse[..., 0]) if one_token else (out, lse)

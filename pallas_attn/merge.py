@@ -48,6 +48,16 @@ def merge_attention(
     return out.astype(parts[0].dtype), lse
 
 
+def add_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
+    """out [B, T, N, Hv] and lse [B, N, T], in the dtype of sums, with a sink a head more in the
+    denominator of each row that sees a key.
+    """
+    empty = lse == -jnp.inf
+    with_sink = jnp.where(empty, lse, jnp.logaddexp(lse, sinks.astype(lse.dtype)[None, :, None]))
+    share = jnp.where(empty, 0, jnp.exp(lse - jnp.where(empty, 0, with_sink)))
+    return out * _by_row(share), with_sink
+
+
 def _by_row(x: Array) -> Array:
     """[B, N, T] (or [B, N]) as it meets [B, T, N, Hv] (or [B, N, Hv])."""
     return (x.swapaxes(1, 2) if x.ndim == 3 else x)[..., None]

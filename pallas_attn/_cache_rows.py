@@ -1,0 +1,111 @@
+"""Caches whose rows several devices have: who writes a row, and how partial results become one.
+
+Each device has a block of consecutive rows of every sequence; lengths, new rows and queries are the
+same on all of them. A row is written by the device in whose block it lies. Each device attends to
+the keys of its block, and the partial results are gathered and merged by their log-sum-exp, in the
+order of the devices, so that all have the same bits.
+
+A kernel puts the last query row at the last key that there is, but a sequence may go on in a later
+block. Where a query sees every key before it, that changes nothing. Where it does, under windows
+and for several rows at once, the bounds of the mask are moved by as many rows as lie beyond: they
+arrive at run time, and are the same for all sequences of a launch, so each sequence has a launch.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn.context import Context, shards_of
+from pallas_attn.masks import AT_RUN_TIME, LONGEST, SIDES
+from pallas_attn.merge import add_sinks, merge_attention
+
+Array = jax.Array
+Run = Callable[[DecodeProblem, DecodeInputs], tuple[Array, Array]]
+
+
+def own(context: Context, held: tuple[int, ...], owners: Array, positions: Array) -> Array:
+    """int32[rows]: where in this device's block each row lies, -1 where it lies in another's.
+
+    `held`: rows of each sequence on a device; `owners`, `positions`: of each row, int32[rows].
+    """
+    shards_of(context)  # a message of ours where nothing is mapped
+    size = jnp.asarray(held, jnp.int32)[owners]
+    within = positions - lax.axis_index(context.axis) * size
+    return jnp.where((positions >= 0) & (within >= 0) & (within < size), within, -1)
+
+
+def decode(
+    context: Context, problem: DecodeProblem, inputs: DecodeInputs, run: Run
+) -> tuple[Array, Array]:
+    """(out, lse) of all devices' rows, the same on each; `run` decodes this device's alone."""
+    if problem.packed:
+        raise ValueError(
+            "starts: expected None over a cache whose rows are split over devices; pass q as "
+            "[M, t, N, H], as many rows for each sequence"
+        )
+    shards = shards_of(context)
+    held = jnp.asarray(problem.capacities, jnp.int32)
+    lengths = jnp.clip(inputs.lengths, 0, shards * held)
+    ends = lengths - lax.axis_index(context.axis) * held  # counted from this device's first row
+    local = inputs._replace(lengths=jnp.clip(ends, 0, held), sinks=None)
+    if inputs.new_lengths is not None:  # who was never extended is told below
+        local = local._replace(new_lengths=jnp.maximum(inputs.new_lengths, 0))
+    alone = dataclasses.replace(problem, sinks=False)
+    if not problem.sequences or _sees_all(problem):
+        out, lse = run(alone, local)
+    else:
+        beyond = jnp.maximum(ends - held, 0)
+        parts = [run(*_of_sequence(alone, local, beyond[m], m)) for m in range(problem.sequences)]
+        out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
+    outs, lses = (lax.all_gather(x, context.axis, to="invarying") for x in (out, lse))
+    merged, lse = merge_attention(outs.astype(lse.dtype), lses)
+    if inputs.sinks is not None:
+        merged, lse = add_sinks(merged, lse, inputs.sinks)
+    lost = inputs.lengths > shards * held
+    if inputs.new_lengths is not None:
+        lost |= (inputs.lengths < 1) & (inputs.new_lengths < 0)
+    merged = jnp.where(lost[:, None, None, None], jnp.nan, merged)
+    return merged.astype(out.dtype), jnp.where(lost[:, None, None], jnp.nan, lse)
+
+
+def _sees_all(problem: DecodeProblem) -> bool:
+    """Whether a query that stands beyond a block sees every key of it."""
+    mask = problem.mask
+    if mask.left is not None:
+        return False
+    one = problem.q_len == 1 and isinstance(mask.right, int) and mask.right >= 0
+    return mask.right is None or one
+
+
+def _of_sequence(
+    problem: DecodeProblem, inputs: DecodeInputs, beyond: Array, m: int
+) -> tuple[DecodeProblem, DecodeInputs]:
+    """One sequence alone, whose last query row stands `beyond` rows after its last key here."""
+    mask, bounds = problem.mask, {}
+    for side, sign in zip(SIDES, (-1, 1), strict=True):
+        if (bound := getattr(mask, side)) is not None:
+            given = getattr(inputs, f"mask_{side}") if bound is AT_RUN_TIME else bound
+            bounds[side] = jnp.clip(given + sign * beyond, 1 - LONGEST, LONGEST - 1)
+    problem = dataclasses.replace(
+        problem,
+        sequences=1,
+        capacities=problem.capacities[m : m + 1],
+        mask=mask.filled(**dict.fromkeys(bounds, AT_RUN_TIME)),
+    )
+    of_one: dict[str, Any] = {f"mask_{side}": bound for side, bound in bounds.items()}
+    for name in ("q", "lengths", "new_lengths"):
+        if (x := getattr(inputs, name)) is not None:
+            of_one[name] = x[m : m + 1]
+    caches = {name: getattr(inputs, name) for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
+    if problem.kind == "per_sequence":
+        of_one |= {name: x and x[m : m + 1] for name, x in caches.items()}
+    elif len(inputs.lengths) > 1:  # an array of sequences is one of pages, which hold one each
+        pages, size = len(inputs.lengths), problem.capacities[0]
+        problem = dataclasses.replace(problem, kind="paged", pages=pages, page_size=size)
+        of_one["page_table"] = jnp.full((1, 1), m, jnp.int32)
+    return problem, inputs._replace(**of_one)

@@ -1,0 +1,287 @@
+"""Caches whose rows are split over devices, on eight of the CPU's: whatever is written and decoded
+there is what one device has, bit for bit where rows are stored.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_attn as pa
+from pallas_attn import _device, _dispatch
+from tests import mosaic
+
+N, K, H, LAYERS = 4, 2, 8, 2
+SINKS = jnp.asarray([0.5, -1.0, 2.0, 0.0])
+CONTEXT = pa.Context("cp")
+
+
+def mesh_of(shards):
+    return jax.make_mesh((shards,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:shards])
+
+
+def create(kind, capacity, sequences=3, context=None, **options):
+    sizes = {"kv_heads": K, "head_dim": H, "dtype": jnp.float32, "context": context} | options
+    if kind == "stacked":
+        return pa.StackedCache.create(sequences, capacity, **sizes)
+    capacities = (capacity, 2 * capacity, capacity)[:sequences]
+    return pa.PerSequenceCache.create(capacities, **sizes)
+
+
+def draw(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def tables(positions):
+    angle = jnp.outer(jnp.arange(positions, dtype=jnp.float32), 100.0 ** -jnp.linspace(0, 1, 3))
+    return pa.Rotary(jnp.cos(angle), jnp.sin(angle), first=1)
+
+
+def program(cache, counts, rows, options, packed=False):
+    """Rows are taken and written three times, with counts for each sequence; after each time,
+    every layer is decoded: (out, lse), and the cache.
+    """
+    change = {}
+    if options.get("change"):
+        norm = pa.RMSNorm(jnp.linspace(0.5, 2, H), 1e-5)
+        change = {"rotary": tables(64), "norm": norm}
+    how = {name: x for name, x in options.items() if name != "change"} | change
+
+    def step(cache, given):
+        counts, q, k, v = given
+        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)])
+
+        def of_layer(cache, given):
+            layer, k, v = given
+            if packed:
+                k, v = (x.reshape(-1, *x.shape[2:])[:-1] for x in (k, v))
+                cache = pa.write_kv(cache, k, v, starts=starts, layer=layer, **change)
+            else:
+                values = () if cache.shared_kv else (v,)
+                cache = pa.write_kv(cache, k, *values, layer=layer, **change)
+            return cache, pa.decode_attention_with_lse(q, cache, layer=layer, **how)
+
+        layers = jnp.arange(LAYERS, dtype=jnp.int32)
+        return jax.lax.scan(of_layer, cache.extend(counts), (layers, k, v))
+
+    cache, found = jax.lax.scan(step, cache, (counts, *(rows[name] for name in "qkv")))
+    return found, cache
+
+
+def drawn(sequences, t, kv_heads=K, v_dim=H):
+    return {
+        "q": draw(0, 3, sequences, t, N, H),
+        "k": draw(1, 3, LAYERS, sequences, t, kv_heads, H),
+        "v": draw(2, 3, LAYERS, sequences, t, kv_heads, v_dim),
+    }
+
+
+def both(kind, shards, capacity, counts, rows, options, packed=False, **sizes):
+    """What one device has, and what `shards` have."""
+    counts = jnp.asarray(counts, jnp.int32)
+    sequences = counts.shape[1]
+    run = functools.partial(program, options=options, packed=packed)
+    sizes = {"sequences": sequences, "layers": LAYERS} | sizes
+    want = jax.jit(run)(create(kind, capacity, **sizes), counts, rows)
+    cache = create(kind, capacity, context=CONTEXT, **sizes)
+    mesh, specs = mesh_of(shards), cache.specs()
+    placed = jax.device_put(cache, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+    split = jax.shard_map(run, mesh=mesh, in_specs=(specs, P(), P()), out_specs=(P(), specs))
+    return jax.jit(split)(placed, counts, rows), want
+
+
+def assert_same(got, want):
+    (found, cache), (wanted, other) = got, want
+    for g, w in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5)
+    other = dataclasses.replace(other, context=cache.context)
+    assert jax.tree.structure(cache) == jax.tree.structure(other)
+    for g, w in zip(jax.tree.leaves(cache), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
+    np.testing.assert_array_equal(cache.overflowed, other.overflowed)
+
+
+ONE = [[1, 1, 0], [1, 1, 0], [1, 0, 0]]  # some devices have nothing, and one sequence never has
+FEW = [[4, 3, 1], [4, 0, 4], [3, 4, 2]]  # over the edges of blocks
+FULL = [[4, 4, 4], [4, 4, 1], [4, 1, 0]]  # the first overflows a capacity of 8
+CASES = {
+    "one token": ("stacked", 8, 16, 1, ONE, {"sinks": SINKS}, {}),
+    "few": ("stacked", 4, 16, 4, FEW, {"softcap": 3.0, "sinks": SINKS}, {}),
+    "full": ("stacked", 2, 8, 4, FULL, {}, {}),
+    "no mask": ("stacked", 2, 16, 4, FEW, {"mask": pa.FULL}, {}),
+    "window": ("stacked", 8, 16, 4, FEW, {"mask": pa.sliding_window(3)}, {}),
+    "past the diagonal": ("stacked", 4, 16, 4, FEW, {"mask": pa.Mask(None, -1)}, {}),
+    "separate": ("per_sequence", 2, 8, 4, FEW, {"mask": pa.sliding_window(5)}, {}),
+    "quantised": ("stacked", 2, 16, 4, FEW, {"change": True}, {"dtype": jnp.int8}),
+    "one sequence": ("stacked", 8, 16, 4, [[4], [3], [4]], {"mask": pa.sliding_window(6)}, {}),
+    "shared": ("stacked", 2, 16, 1, ONE, {}, {"shared_kv": True, "v_head_dim": 4, "kv_heads": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_on_one_device(name):
+    kind, shards, capacity, t, counts, options, sizes = CASES[name]
+    rows = drawn(len(counts[0]), t, sizes.get("kv_heads", K), sizes.get("v_head_dim", H))
+    got, want = both(kind, shards, capacity, counts, rows, options, **sizes)
+    assert_same(got, want)
+    lost = np.asarray(got[1].overflowed)
+    assert lost.any() == (name in ("full", "separate"))
+    out = np.asarray(got[0][0][-1])  # [layers, sequences, ..]
+    assert np.isnan(out[:, lost]).all() and np.isfinite(out[:, ~lost]).all()
+
+
+def test_packed_rows_are_written_where_they_live():
+    counts = [[4, 3, 1], [4, 0, 4], [3, 4, 2]]
+    assert_same(*both("stacked", 4, 16, counts, drawn(3, 4), {}, packed=True))
+
+
+@pytest.mark.parametrize("length", [-(2**31), -1, 0, 2**31 - 1])
+def test_lengths_out_of_range_have_defined_results(length):
+    """As on one device: empty below 0, NaN past the capacity, and nothing is written."""
+
+    def step(cache, q, k):
+        cache = cache.extend(1)
+        cache = pa.write_kv(cache, k, k)
+        return pa.decode_attention(q, cache, mask=pa.Mask(2**30 - 1, 2**30 - 1)), cache
+
+    q, k = draw(0, 2, 2, N, H), draw(1, 2, 2, K, H)
+    lengths = jnp.asarray([length, 3], jnp.int32)
+    alone = create("stacked", 8, sequences=2)
+    alone = dataclasses.replace(alone, lengths=lengths)
+    want, other = jax.jit(step)(alone, q, k)
+    cache = dataclasses.replace(alone, context=CONTEXT)
+    specs = cache.specs()
+    split = jax.shard_map(step, mesh=mesh_of(2), in_specs=(specs, P(), P()), out_specs=(P(), specs))
+    got, cache = jax.jit(split)(cache, q, k)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(cache.k, other.k)
+
+
+def test_without_extend_nothing_is_written_and_decoding_gives_nan():
+    def step(cache, q, k):
+        cache = pa.write_kv(cache, k, k)
+        return pa.decode_attention(q, cache), cache.k
+
+    cache = create("stacked", 8, context=CONTEXT)
+    specs = cache.specs()
+    split = jax.shard_map(
+        step, mesh=mesh_of(4), in_specs=(specs, P(), P()), out_specs=(P(), specs.k)
+    )
+    out, k = jax.jit(split)(cache, draw(0, 3, N, H), draw(1, 3, K, H))
+    assert np.isnan(out).all() and not k.any()
+
+
+def test_a_loop_beside_heads_made_where_it_runs():
+    """Rows over one axis and heads over another, the cache made on the devices, in a loop."""
+    mesh = jax.make_mesh((2, 4), ("tp", "cp"), (AxisType.Auto,) * 2)
+    q, k = draw(0, 5, 2, N, H), draw(1, 5, 2, K, H)
+
+    def loop(context, kv_heads, q, k):
+        cache = pa.StackedCache.create(2, 8, kv_heads, H, dtype=jnp.float32, context=context)
+        assert cache.capacities == (8, 8) and cache.held == ((2, 2) if context else (8, 8))
+        if context is not None:  # as q and k do, it differs along the axis of heads
+            to = {"to": "varying"}
+            cache = dataclasses.replace(
+                cache, k=jax.lax.pcast(cache.k, "tp", **to), v=jax.lax.pcast(cache.v, "tp", **to)
+            )
+
+        def step(cache, rows):
+            cache = pa.append_kv(cache, rows[1], rows[1])
+            return cache, pa.decode_attention(rows[0], cache)
+
+        return jax.lax.scan(step, cache, (q, k))[1]
+
+    heads = P(None, None, "tp")
+    split = jax.shard_map(
+        functools.partial(loop, CONTEXT, K // 2), mesh=mesh, in_specs=heads, out_specs=heads
+    )
+    want = jax.jit(functools.partial(loop, None, K))(q, k)
+    np.testing.assert_allclose(jax.jit(split)(q, k), want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("options", [{}, {"mask": pa.sliding_window(64)}], ids=["causal", "window"])
+def test_kernels_take_it(options, check_vma):
+    """One launch where queries see all keys before them; else one a sequence, over its own rows."""
+    with _device.assume("sm90"):
+        made = functools.partial(
+            pa.StackedCache.create, 2, 1024, K, 64, layers=LAYERS, context=CONTEXT
+        )
+        cache = jax.eval_shape(made)
+        rows = [jax.ShapeDtypeStruct((2, 1, n, 64), jnp.bfloat16) for n in (N, K)]
+
+        def step(cache, q, k):
+            cache = pa.write_kv(cache.extend(1), k, k, layer=1)
+            return pa.decode_attention(q, cache, layer=1, **options)
+
+        specs = (cache.specs(), P(), P())
+        split = jax.shard_map(
+            step, mesh=mesh_of(2), in_specs=specs, out_specs=P(), check_vma=check_vma
+        )
+        with _dispatch.recorded() as launched:
+            assert "mosaic_gpu" in mosaic.lower_for_cuda(split, cache, *rows)
+    assert launched == ["sm80", "sm90", "sm90"][: 3 if options else 2]
+
+
+def local(call, **options):
+    cache = create("stacked", 8, context=CONTEXT, **options)
+    split = jax.shard_map(call, mesh=mesh_of(2), in_specs=(cache.specs(),), out_specs=P())
+    return jax.eval_shape(split, cache)
+
+
+Q = jnp.zeros((3, N, H))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: create("stacked", 8, context=pa.Context("cp", "zigzag")),
+            "context: expected order 'contiguous' for a cache, whose rows arrive one after the",
+        ),
+        (
+            lambda: create("stacked", 8, context="cp"),
+            "context: expected a Context, or None where rows are not split, got 'cp'",
+        ),
+        (
+            lambda: pa.decode_attention(Q, create("stacked", 8, context=CONTEXT)),
+            "context: no mesh axis 'cp' is mapped here; call within jax.shard_map over a mesh",
+        ),
+        (
+            lambda: pa.append_kv(create("stacked", 8, context=CONTEXT), *(Q[:, :K],) * 2),
+            "context: no mesh axis 'cp' is mapped here; call within jax.shard_map over a mesh",
+        ),
+        (
+            lambda: local(
+                lambda cache: pa.decode_attention(Q, cache, starts=jnp.arange(4, dtype=jnp.int32))
+            ),
+            "starts: expected None over a cache whose rows are split over devices; pass q as",
+        ),
+        (
+            lambda: local(lambda cache: create("stacked", 9, context=CONTEXT).lengths),
+            "capacity: expected a multiple of the 2 devices that rows are split over, got 9",
+        ),
+        (
+            lambda: local(lambda cache: cache.extend(9).lengths),
+            "rows: 9 new rows do not fit in sequence 0, whose capacity is 8",
+        ),
+        (
+            lambda: create("per_sequence", 8).specs(sequences="dp"),
+            "sequences: expected None for a PerSequenceCache, whose sequences are no axis of an",
+        ),
+    ],
+)
+def test_what_is_refused(call, said):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert said in str(error.value)
+
+
+def test_it_says_so():
+    assert repr(create("stacked", 8, context=CONTEXT)).endswith("rows split over 'cp')")
