@@ -198,6 +198,7 @@ class DecodeCase:
     v_head_dim: int
     capacity: int
     q_len: int = 1
+    rows: tuple[int, ...] | None = None  # packed: query rows of each sequence, in place of q_len
     dtype: str = "bfloat16"
     kind: str = "per_sequence"  # or "stacked", "paged"
     page_size: int | None = None
@@ -220,7 +221,8 @@ class DecodeCase:
             "quantized": self.cache_dtype,
             "shared_kv": self.shared_kv,
             "ragged": len(set(self.lengths)) > 1,
-            "chunk": self.q_len > 1,
+            "chunk": max(self.rows or (self.q_len,)) > 1,
+            "packed": self.rows is not None,
             "window": self.mask.left is not None,
             "softcap": self.softcap,
             "precision": self.precision,
@@ -240,14 +242,23 @@ class DecodeCase:
         """M."""
         return len(self.lengths)
 
+    @property
+    def each(self) -> tuple[int, ...]:
+        """Query rows of every sequence."""
+        return (self.q_len,) * self.sequences if self.rows is None else self.rows
+
+    def starts(self) -> jax.Array | None:
+        """Where the rows of packed sequences begin."""
+        return None if self.rows is None else jnp.array(np.cumsum((0, *self.rows)), jnp.int32)
+
     def options(self) -> dict[str, Any]:
         """The static keyword arguments of `decode_attention`."""
         names = ("mask", "scale", "softcap", "precision", "batch_invariant")
         return {name: getattr(self, name) for name in names}
 
     def arrays(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:
-        """q `[M, t, N, H]`, k and v dense and head-major `[M, K, capacity, H]`, lengths, sinks. A
-        quantised cache is still to quantise k and v.
+        """q `[M, t, N, H]` (packed `[tokens, N, H]`), k and v dense and head-major `[M, K,
+        capacity, H]`, lengths, sinks. A quantised cache is still to quantise k and v.
         """
         m, k_heads = self.sequences, self.kv_heads
         draw = functools.partial(_normal, seed, self.dtype)
@@ -258,8 +269,9 @@ class DecodeCase:
             v = draw("v", (m, k_heads, self.capacity, self.v_head_dim))
         if poison:
             k, v = (_poison(x, self.lengths, axis=2) for x in (k, v))
+        new = (m, self.q_len) if self.rows is None else (sum(self.rows),)
         arrays = {
-            "q": draw("q", (m, self.q_len, self.q_heads, self.head_dim)),
+            "q": draw("q", (*new, self.q_heads, self.head_dim)),
             "k": k,
             "v": v,
             "lengths": jnp.array(self.lengths, jnp.int32),
@@ -269,14 +281,17 @@ class DecodeCase:
         return arrays
 
     def dense(self) -> AttentionCase:
-        """The same as one call of `flash_attention`, over K and V of `capacity` rows."""
-        offsets = tuple(length - self.q_len for length in self.lengths)
-        full = all(length == self.capacity for length in self.lengths)
+        """The same as one call of `flash_attention`, over K and V of `capacity` rows; packed rows
+        are those of a batch with `q_lengths`.
+        """
+        offsets = tuple(length - t for length, t in zip(self.lengths, self.each, strict=True))
+        full = self.rows is None and all(length == self.capacity for length in self.lengths)
         names = ("dtype", "mask", "scale", "softcap", "precision", "sinks")
         return AttentionCase(
-            *(self.name, self.sequences, self.q_len, self.capacity),
+            *(self.name, self.sequences, max(self.each, default=0), self.capacity),
             *(self.q_heads, self.kv_heads, self.head_dim, self.v_head_dim),
             q_offset=offsets[0] if full and offsets else offsets,
+            q_lengths=self.rows,
             kv_lengths=None if full else self.lengths,
             **{name: getattr(self, name) for name in names},
         )
@@ -286,8 +301,8 @@ class DecodeCase:
         lengths leave.
         """
         rows = 0
-        for length in self.lengths:
-            low, high = self.mask.kv_range(length - self.q_len, length, length)
+        for length, t in zip(self.lengths, self.each, strict=True):
+            low, high = self.mask.kv_range(length - t, length, length) if t else (0, 0)
             rows += max(high - low, 0)
         dims = (self.head_dim,) if self.shared_kv else (self.head_dim, self.v_head_dim)
         return rows * self.kv_heads * _row_bytes(dims, self.dtype, self.cache_dtype)

@@ -329,6 +329,33 @@ def _prefill() -> list[DecodeCase]:
     ]
 
 
+def _mixtures() -> list[DecodeCase]:
+    """Packed rows: what a server's step costs, beside its parts; whole prompts; single tokens."""
+    tokens = tuple(min(n, 8192) for n in _lognormal(64, 64 * 2000))
+    prompts = _lognormal(16, 32768)
+    full = (8192,) * 64
+    sizes: dict[str, dict[str, Any]] = {
+        "mixed_{}": {"lengths": (*tokens, 8192), "rows": (*(1,) * 64, 2048), "labels": ("mixed",)},
+        "mixed_{}_tokens_alone": {"lengths": tokens, "labels": ("mixed",)},
+        "mixed_{}_chunk_alone": {"lengths": (8192,), "q_len": 2048, "labels": ("mixed",)},
+        "packed_{}_16_lognormal": {"lengths": prompts, "rows": prompts, "labels": ("packed",)},
+        "packed_{}_one_token": {"lengths": full, "rows": (1,) * 64, "labels": ("packed",)},
+        "packed_{}_one_token_lognormal": {"lengths": tokens, "rows": (1,) * 64},
+    }
+    heads: dict[str, int] = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
+    return [
+        DecodeCase(
+            name.format(f"{kind}{page or ''}"),
+            capacity=-(-max(max(fields["lengths"]), 64) // 64) * 64,
+            kind=kind,
+            page_size=page,
+            **{"labels": ("packed",)} | fields | heads,
+        )
+        for name, fields in sizes.items()
+        for kind, page in (("stacked", None), ("paged", 16), ("paged", 64))
+    ]
+
+
 def _dense_decode(
     kind: str, page: int | None, batch: int, length: int, label: str, **fields: Any
 ) -> DecodeCase:
@@ -418,7 +445,7 @@ def _append() -> list[AppendCase]:
 
 ATTENTION: tuple[AttentionCase, ...] = (*_large_attention(), *_edge_attention())
 DECODE: tuple[DecodeCase, ...] = tuple(_decode())
-PREFILL: tuple[DecodeCase, ...] = tuple(_prefill())
+PREFILL: tuple[DecodeCase, ...] = (*_prefill(), *_mixtures())
 APPEND: tuple[AppendCase, ...] = tuple(_append())
 # Of the operations over caches; those of attention draw from ATTENTION.
 LISTS: dict[str, tuple[Case, ...]] = {"decode": DECODE, "prefill": PREFILL, "append": APPEND}

@@ -174,9 +174,57 @@ def test_prefill_over_several_caches_meets_attention_without_one(tmp_path):
     assert dense["tflops"] == round(4 * 64 * pairs / 0.5e-3 / 1e12, 4)
 
 
+def little_mixture(name, kind="paged"):
+    """A case of cases.py with its rows and lengths in a small cache."""
+    case = next(x for x in known.PREFILL if x.name == name)
+    most = max(case.lengths)
+    shrunk = lambda counts: tuple(-(-n * 192 // most) for n in counts[-5:])  # noqa: E731
+    rows = None if case.rows is None else shrunk(case.rows)
+    if rows and max(case.rows) == 1:
+        rows = (1,) * 5
+    sizes = {"q_heads": 4, "kv_heads": 2, "head_dim": 32, "v_head_dim": 32, "capacity": 192}
+    sizes |= {"q_len": -(-case.q_len * 192 // most) if case.q_len > 1 else 1}
+    return dataclasses.replace(
+        case, lengths=shrunk(case.lengths), rows=rows, dtype="float32", **sizes
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("mixed_paged16", set()),
+        ("mixed_stacked_tokens_alone", set()),
+        ("mixed_paged64_chunk_alone", {"dense", "xla"}),
+        ("packed_stacked_16_lognormal", {"dense"}),
+        ("packed_paged16_one_token", {"unpacked"}),
+        ("packed_stacked_one_token_lognormal", {"unpacked"}),
+    ],
+)
+def test_packed_rows_are_checked_and_meet_their_parts(name, others, tmp_path, monkeypatch):
+    monkeypatch.setitem(LITTLE, name, little_mixture(name))
+    status, written, lines, _ = bench("prefill", [name], tmp_path, Options(turns=1))
+    assert status == 0, lines
+    found = {row["impl"] for row in written if row["op"] == "prefill"}
+    assert found == {"pallas_attn/reference", *others}
+
+
+def test_packed_rows_of_another_sequence_are_wrong(tmp_path, monkeypatch):
+    right = pallas_attn.decode_attention
+    monkeypatch.setattr(
+        pallas_attn,
+        "decode_attention",
+        lambda q, cache, starts, **rest: right(q, cache, starts=starts.at[2].add(1), **rest),
+    )
+    name = "mixed_stacked"
+    monkeypatch.setitem(LITTLE, name, little_mixture(name))
+    status, _, lines, _ = bench("prefill", [name], tmp_path, Options(turns=1, peers="none"))
+    assert status == 1 and any("wrong, not timed" in line for line in lines)
+
+
 def test_prefill_peers_want_full_caches():
     case = LITTLE["decode_stacked_chunk"]
-    for peer in peers.PEERS["prefill"].values():
+    for name in ("dense", "flash_attention_4", "xla"):
+        peer = peers.PEERS["prefill"][name]
         with pytest.raises(peers.Unavailable, match="full caches only"):
             peer(peers.Call(case, case.arrays(), None, "prefill"))
 
@@ -562,7 +610,14 @@ def test_names_are_unique():
 def test_prefill_counts_the_pairs_that_its_rows_see():
     rows_of = {case.name: rows.work(case, "prefill") for case in known.PREFILL}
     assert rows_of["prefill_stacked_m8_t4096"] == ("tflops", pytest.approx(3.2989, rel=1e-4))
-    assert len(rows_of) == 40 and len(runner.alike(known.PREFILL)) == 10
+    assert len(rows_of) == 58 and len(runner.alike(known.PREFILL)) == 16
+    parts = ("mixed_stacked_tokens_alone", "mixed_stacked_chunk_alone")
+    assert rows_of["mixed_stacked"][1] == pytest.approx(sum(rows_of[name][1] for name in parts))
+    prompts = next(
+        case.rows for case in known.PREFILL if case.name == "packed_paged16_16_lognormal"
+    )
+    pairs = sum(n * (n + 1) // 2 for n in prompts)
+    assert rows_of["packed_paged16_16_lognormal"][1] == pytest.approx(4 * 128 * 32 * pairs / 1e12)
 
 
 def test_work_is_counted_as_published():

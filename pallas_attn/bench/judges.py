@@ -23,12 +23,18 @@ def judge_of(call: peers.Call) -> Judge:
     options = case.options()
     if isinstance(case, DecodeCase):
         k, v = subjects.held_rows(case, arrays)
-        lengths = arrays["lengths"]
-        place = {"kv_lengths": lengths, "q_offset": lengths - case.q_len}
-        arrays = {"q": arrays["q"], "k": k, "v": v, "sinks": arrays.get("sinks"), **place}
+        lengths, q, each = arrays["lengths"], arrays["q"], jnp.array(case.each, jnp.int32)
+        place = {"kv_lengths": lengths, "q_offset": lengths - each}
+        if case.rows is not None:  # as rows of a batch that are not all there
+            packed = subjects.packed_places(case)
+            padded = (case.sequences, max(case.rows), *q.shape[1:])
+            q, place["q_lengths"] = jnp.zeros(padded, q.dtype).at[packed].set(q), each
+        arrays = {"q": q, "k": k, "v": v, "sinks": arrays.get("sinks"), **place}
     elif "q_offset" in options:
         arrays = arrays | {"q_offset": options["q_offset"]}
     oracle, naive = verify.expected(arrays, options, call.cotangent)
+    if isinstance(case, DecodeCase) and case.rows is not None:
+        oracle, naive = (tuple(x[packed] for x in found) for found in (oracle, naive))
     axis = 0 if isinstance(case, DecodeCase) else 1
 
     def judge(subject: Subject, produced: Any) -> str | None:

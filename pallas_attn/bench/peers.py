@@ -8,9 +8,10 @@ scale. What it cannot express it refuses, so that nobody is ever compared with h
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -151,9 +152,7 @@ def _mgpu_function(
 
 
 def _torch(name: str, backend: str, call: Call) -> list[Subject]:
-    if importlib.util.find_spec("torch") is None:
-        raise Unavailable("torch is not installed")
-    import torch
+    torch = _torch_on_gpu()
     from torch.nn import functional
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -161,8 +160,6 @@ def _torch(name: str, backend: str, call: Call) -> list[Subject]:
     case = call.case
     if (case.dtype == "float32") != (backend in ("EFFICIENT_ATTENTION", "MATH")):
         raise Unavailable("float32 is for torch_efficient and torch_math, and nothing else is")
-    if not torch.cuda.is_available():
-        raise Unavailable("torch sees no GPU")
     if case.mask != CAUSAL and not case.mask.is_full or case.q_len != case.kv_len:
         raise Unavailable("no such mask")
     q, k, v = (
@@ -190,12 +187,8 @@ def _torch(name: str, backend: str, call: Call) -> list[Subject]:
         keep = kept is not None
         return (out, *torch.autograd.grad(out, (q, k, v), do, retain_graph=keep))
 
-    def outputs(produced):
-        torch.cuda.synchronize()
-        rows = (x.detach().transpose(1, 2).contiguous() for x in produced)
-        return tuple(jnp.copy(jax.dlpack.from_dlpack(x)) for x in rows)
-
-    return [Subject(name, launch, outputs, lambda _: torch.cuda.synchronize())]
+    outputs = functools.partial(_of_torch, lambda x: x.transpose(1, 2))
+    return [Subject(name, launch, outputs, _torch_done)]
 
 
 def release() -> None:
@@ -256,6 +249,8 @@ def _dense_decode(name: str, call: Call) -> list[Subject]:
 def _over_dense(peer: Peer, call: Call) -> list[Subject]:
     """A peer of attention over contiguous K and V in place of a cache."""
     case: DecodeCase = call.case
+    if case.rows is not None:
+        raise Unavailable("no packed rows")
     if any(length < case.capacity for length in case.lengths):
         raise Unavailable("full caches only")
     k, v = (x.astype(case.dtype) for x in subjects.held_rows(case, call.arrays))
@@ -266,6 +261,119 @@ def _over_dense(peer: Peer, call: Call) -> list[Subject]:
 def _flash_attention(call: Call) -> list[Subject]:
     """Ours without a cache: what reading a cache is measured by."""
     return [Subject("dense", subjects.attention(call.case, call.arrays, None, call.op, None))]
+
+
+def dense(call: Call) -> list[Subject]:
+    """Ours without a cache; packed prompts are documents of one batch row."""
+    case: DecodeCase = call.case
+    if case.rows is None:
+        return _over_dense(_flash_attention, call)
+    if case.rows != case.lengths:
+        raise Unavailable("packed rows are whole prompts only")
+    places, tokens = subjects.packed_places(case), sum(case.rows)
+    documents = dataclasses.replace(
+        case.dense(), batch=1, q_len=tokens, kv_len=tokens, q_offset=0, q_lengths=None,
+        kv_lengths=None, segments=case.rows,
+    )  # fmt: skip
+    ids = jnp.asarray(documents.segment_ids()[0])
+    k, v = (x[places][None].astype(case.dtype) for x in subjects.held_rows(case, call.arrays))
+    arrays = {"q": call.arrays["q"][None], "k": k, "v": v, "segment_ids": (ids, ids)}
+    launch = subjects.attention(documents, arrays, None, "forward", None)
+    return [Subject("dense", launch, lambda produced: (produced[0][0],))]
+
+
+def unpacked(call: Call) -> list[Subject]:
+    """Ours over the same cache, not packed, where sequences have as many rows as each other."""
+    case: DecodeCase = call.case
+    if case.rows is None or len(set(case.rows)) != 1:
+        raise Unavailable("for packed rows, as many of each sequence")
+    plain = dataclasses.replace(case, rows=None, q_len=case.rows[0])
+    q = call.arrays["q"].reshape(case.sequences, plain.q_len, *call.arrays["q"].shape[1:])
+    launch = subjects.decode(plain, call.arrays | {"q": q}, None)
+
+    def outputs(produced: Any) -> tuple[Any, ...]:
+        return tuple(x.reshape(-1, *x.shape[2:]) for x in produced)
+
+    return [Subject("unpacked", launch, outputs)]
+
+
+def flashinfer(call: Call) -> list[Subject]:
+    """FlashInfer over the very pages of ours."""
+    case: DecodeCase = call.case
+    torch = _torch_on_gpu()
+    if importlib.util.find_spec("flashinfer") is None:
+        raise Unavailable("flashinfer is not installed")
+    if case.kind != "paged" or case.page_size is None:
+        raise Unavailable("paged caches only")
+    for feature in ("window", "softcap", "sinks", "quantized", "shared_kv", "float32"):
+        if feature in case.tags:
+            raise Unavailable(f"no {feature}")
+    import flashinfer as module
+
+    cache = subjects.filled_cache(case, call.arrays)
+    pages = [-(-length // case.page_size) for length in case.lengths]
+    table = torch.from_dlpack(cache.page_table)
+    held = torch.cat([table[m, :count] for m, count in enumerate(pages)])
+    ends = [(length - 1) % case.page_size + 1 for length in case.lengths]
+    numbers = (_sums(case.each), _sums(pages), ends)
+    starts, firsts, last = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in numbers)
+    room = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    wrapper = module.BatchPrefillWithPagedKVCacheWrapper(room, "HND")
+    heads = case.q_heads, case.kv_heads, case.head_dim, case.page_size
+    dtype = getattr(torch, case.dtype)
+    wrapper.plan(starts, firsts, held, last, *heads, causal=case.mask == CAUSAL,
+                 sm_scale=case.scale, q_data_type=dtype, kv_data_type=dtype)  # fmt: skip
+    k, v = (torch.from_dlpack(x) for x in (cache.k, cache.v))
+    q = torch.from_dlpack(call.arrays["q"].reshape(-1, case.q_heads, case.head_dim))
+    shape = call.arrays["q"].shape[:-1] + (case.v_head_dim,)
+    outputs = functools.partial(_of_torch, lambda x: x.reshape(shape))
+    return [Subject("flashinfer", lambda: (wrapper.run(q, (k, v)),), outputs, _torch_done)]
+
+
+def _sums(counts: Sequence[int]) -> list[int]:
+    return list(itertools.accumulate(counts, initial=0))
+
+
+def _flash_attention_4(call: Call) -> list[Subject]:
+    """FlashAttention's kernels in CuTe: causal from the last row on, as over a full cache."""
+    torch, case = _torch_on_gpu(), call.case
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError:
+        raise Unavailable("flash_attn.cute is not installed") from None
+    _require(call, "q_offset")
+    if case.dtype == "float32" or case.mask != CAUSAL or case.q_offset != case.kv_len - case.q_len:
+        raise Unavailable("no such dtype, mask or offset")
+    q, k, v = (torch.from_dlpack(call.arrays[name]) for name in ("q", "k", "v"))
+
+    def launch() -> tuple[Any, ...]:
+        out = flash_attn_func(q, k, v, softmax_scale=case.scale, causal=True)
+        return (out[0] if isinstance(out, tuple) else out,)
+
+    outputs = functools.partial(_of_torch, lambda x: x)
+    return [Subject("flash_attention_4", launch, outputs, _torch_done)]
+
+
+def _torch_on_gpu() -> Any:
+    if importlib.util.find_spec("torch") is None:
+        raise Unavailable("torch is not installed")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Unavailable("torch sees no GPU")
+    return torch
+
+
+def _torch_done(produced: Any) -> None:
+    del produced
+    sys.modules["torch"].cuda.synchronize()
+
+
+def _of_torch(change: Callable[[Any], Any], produced: Any) -> tuple[Any, ...]:
+    """What torch made, as arrays of jax that are their own."""
+    _torch_done(produced)
+    made = (change(x.detach()).contiguous() for x in produced)
+    return tuple(jnp.copy(jax.dlpack.from_dlpack(x)) for x in made)
 
 
 def _xla_masked(call: Call) -> list[Subject]:
@@ -374,7 +482,8 @@ def xla_append(call: Call) -> list[Subject]:
     return [Subject("xla", _Scatter(call.case, call.arrays))]
 
 
-BY_KIND = ("wide_cache",)  # what reads a cache of the case's kind; the others have their own layout
+# What reads a cache of the case's kind; the others have their own layout.
+BY_KIND = ("wide_cache", "unpacked", "flashinfer")
 
 _ATTENTION: dict[str, Peer] = {
     "cudnn": cudnn,
@@ -395,7 +504,10 @@ PEERS: dict[str, dict[str, Peer]] = {
         "wide_cache": wide_cache,
     },
     "prefill": {
-        "dense": functools.partial(_over_dense, _flash_attention),
+        "dense": dense,
+        "unpacked": unpacked,
+        "flashinfer": flashinfer,
+        "flash_attention_4": functools.partial(_over_dense, _flash_attention_4),
         "xla": functools.partial(_over_dense, _xla_masked),
     },
     "append": {"xla": xla_append},

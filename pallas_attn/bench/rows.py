@@ -87,7 +87,7 @@ def measured(case: Any, op: str, impl: str, timing: Timing, provenance: Provenan
     row = {"op": op, "case": case.name, "impl": impl, "problem": problem(case)}
     row |= dataclasses.asdict(timing) | {unit: round(amount / timing.ms * 1e3, 4), "checked": True}
     if isinstance(case, DecodeCase):
-        row["tokens_per_s"] = round(case.sequences * case.q_len / timing.ms * 1e3)
+        row["tokens_per_s"] = round(sum(case.each) / timing.ms * 1e3)
     return row | dataclasses.asdict(provenance)
 
 

@@ -126,6 +126,14 @@ def held_rows(case: DecodeCase, arrays: dict[str, Any]) -> tuple[Any, Any]:
     return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
 
+def packed_places(case: DecodeCase) -> tuple[Any, Any]:
+    """Of every packed row its sequence, and its number there."""
+    assert case.rows is not None
+    places = [jnp.arange(n, dtype=jnp.int32) for n in case.rows]
+    owners = [jnp.full(n, m, jnp.int32) for m, n in enumerate(case.rows)]
+    return jnp.concatenate(owners), jnp.concatenate(places)
+
+
 def _into_pages(dense: Any, table: Any, pages: int) -> Any:
     """[M, K, S, H] as a pool [pages, K, page_size, H] in the order of the page table."""
     m, heads, rows, dim = dense.shape
@@ -145,10 +153,10 @@ def decode(
     cache = filled_cache(case, arrays)
     static = case.options() | {"implementation": implementation}
 
-    def step(q, cache, sinks):
-        return (pallas_attn.decode_attention(q, cache, sinks=sinks, **static),)
+    def step(q, cache, sinks, starts):
+        return (pallas_attn.decode_attention(q, cache, starts=starts, sinks=sinks, **static),)
 
-    return Step(jax.jit(step), (arrays["q"], cache, arrays.get("sinks")))
+    return Step(jax.jit(step), (arrays["q"], cache, arrays.get("sinks"), case.starts()))
 
 
 class Append:
