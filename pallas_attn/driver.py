@@ -58,6 +58,8 @@ def _main(argv: list[str]) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if given.TASK.value in (DECODE, TRAIN, PARITY) and given.COMPILE_CACHE.value:
         _keep_programs()
+    if given.COORDINATOR.value:
+        _join()
     run = {DECODE: _decode, TRAIN: _train, PARITY: _parity, BENCH: _bench}
     return run[given.TASK.value]()
 
@@ -83,6 +85,16 @@ def _open_standard_streams() -> None:
 def _discard_output() -> None:
     """Nothing is left for Python to flush to an output that takes nothing any more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _join() -> None:
+    """This process becomes one of several; the first alone says what there is to say."""
+    count, number = given.PROCESSES.value, given.PROCESS.value
+    if number >= count:
+        raise ValueError(f"process: expected 0 to {count - 1} of {count} --processes, got {number}")
+    jax.distributed.initialize(given.COORDINATOR.value, count, number)
+    if number:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _keep_programs() -> None:
@@ -155,6 +167,7 @@ def _decode() -> int:
         check=given.CHECK.value,
         json=given.JSON.value,
         report=given.REPORT.value,
+        mesh=given.MESH.value,
         out=given.OUT.value,
         commit=given.COMMIT.value,
     )

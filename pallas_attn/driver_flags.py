@@ -133,6 +133,20 @@ PLOT = _string("plot", None, BENCH, "An .svg file to draw.")
 COMMIT = _string(
     "commit", None, (DECODE, BENCH), "The commit that rows name, where git cannot say."
 )
+MESH = _string(
+    "mesh",
+    None,
+    DECODE,
+    "Spread a model over devices: tp:4 splits its heads, and the columns of its MLP, over four.",
+)
+COORDINATOR = _string(
+    "coordinator",
+    None,
+    DECODE,
+    "With --mesh, one of several processes: HOST:PORT, where the first of them listens.",
+)
+PROCESSES = _integer("processes", 1, DECODE, "With --coordinator: how many there are.", 1)
+PROCESS = _integer("process", 0, DECODE, "With --coordinator: which of them this is, from 0.")
 TEXT = _string("text", None, TRAIN, "A file; the model learns its bytes.")
 OVERWRITE = _bool("overwrite", False, TRAIN, "Replace a model that --out holds already.")
 BATCH = _integer(
@@ -238,10 +252,19 @@ def refuse_idle(argv: list[str]) -> None:
         if flags.FLAGS[name].present and TASK.value not in use.tasks:
             raise ValueError(f"{name}: --task={TASK.value} does nothing with it")
     idle = _idle() if TASK.value == DECODE else {}
+    idle |= _alone()
     for arg in argv[1:]:
         name = arg.lstrip("-").partition("=")[0]
         if arg.startswith("-") and name in idle:
             raise ValueError(f"{name}: {idle[name]}")
+
+
+def _alone() -> dict[str, str]:
+    """The flags of several processes, where there is one."""
+    if COORDINATOR.value is None:
+        why = "only --coordinator=HOST:PORT has several processes"
+        return dict.fromkeys(("processes", "process"), why)
+    return {} if MESH.value else {"coordinator": "only a --mesh has several processes"}
 
 
 def _idle() -> dict[str, str]:

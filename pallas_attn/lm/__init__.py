@@ -12,13 +12,15 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pallas_attn.lm import checkpoint, decode, hf_config, machine, text
+from jax.sharding import Mesh
+
+from pallas_attn.lm import checkpoint, decode, hf_config, machine, mesh, text
 from pallas_attn.lm.decode import Options
 from pallas_attn.lm.folder import Folder
 from pallas_attn.lm.model import Config, Params
 from pallas_attn.lm.sampling import Sampling
 
-__all__ = ["Model", "Options", "Sampling", "generate", "load"]
+__all__ = ["Model", "Options", "Sampling", "generate", "load", "mesh"]
 
 
 class Model(NamedTuple):
@@ -29,23 +31,29 @@ class Model(NamedTuple):
     tokenizer: text.Tokenizer
     stop: tuple[int, ...]  # tokens that end a text
     dtype: str
+    mesh: Mesh | None = None  # over which its weights are split
 
 
-def load(folder: str | os.PathLike[str] = checkpoint.EMBEDDED, dtype: str | None = None) -> Model:
-    """Reads a model onto the default device.
+def load(
+    folder: str | os.PathLike[str] = checkpoint.EMBEDDED,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+) -> Model:
+    """Reads a model onto the default device, or over a mesh.
 
     Args:
       folder: config.json, weights, and tokenizer.json. Default: the model inside the package.
       dtype: of weights, cache and arithmetic: "bfloat16", "float16" or "float32". Default: bfloat16
         on a GPU, float32 elsewhere.
+      mesh: a mesh with the axis "tp", over whose devices heads and columns are split.
 
     Raises:
       ValueError: a file is missing or not what it has to be; the message names it.
     """
     dtype = dtype or machine.default_dtype()
-    config, params = checkpoint.load(folder, dtype)
+    config, params = checkpoint.load(folder, dtype, mesh)
     stop = hf_config.stop_tokens(Folder(folder))
-    return Model(config, params, text.tokenizer_of(folder), stop, dtype)
+    return Model(config, params, text.tokenizer_of(folder), stop, dtype, mesh)
 
 
 def generate(
@@ -82,6 +90,7 @@ def generate(
         "capacity": min(longest, model.config.positions),
         "dtype": model.dtype,
         "stop": model.stop,
+        "mesh": model.mesh,
     }
     how = Options(**defaults | {"sampling": sampling} | options)
     run = decode.Run(model.config, model.params, how, ids, max_new_tokens, seed)

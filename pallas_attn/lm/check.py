@@ -8,13 +8,15 @@ decode's own type, plus rounding; where the decode's type is float32 the roundin
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.decode import Generation, Run
-from pallas_attn.lm.model import Config, Params, forward
+from pallas_attn.lm.model import Config, Params
 
 _ROUNDINGS = 64  # of the largest logit: what sums in another order may differ by
 
@@ -43,22 +45,23 @@ def rows(run: Run, params: Params) -> Iterator[Row]:
     width = max(map(len, texts), default=0)
     done = [one for one in run.sequences if one.tokens]
     for one, text in zip(done, texts, strict=True):
-        padded = jnp.asarray([text + [0] * (width - len(text))], jnp.int32)
+        padded = np.asarray([text + [0] * (width - len(text))], np.int32)
         first = len(one.prompt) - 1
         told = slice(first, first + len(one.tokens))
         with jax.default_matmul_precision("highest"):
-            truth = _forward(run.config, wide, padded)[told]
-        plain = _forward(run.config, params, padded)[told]
+            truth = _forward(run, wide, padded)[told]
+        plain = _forward(run, params, padded)[told]
         yield _row(one, truth, plain, float(jnp.finfo(run.options.dtype).eps))
 
 
-def _forward(config: Config, params: Params, tokens: jax.Array) -> np.ndarray:
-    return np.asarray(_logits(config, params, tokens)[0])
+def _forward(run: Run, params: Params, tokens: np.ndarray) -> np.ndarray:
+    mesh = run.options.mesh
+    return np.asarray(_logits(run.config, mesh, params, lm_mesh.everywhere(mesh, tokens))[0])
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _logits(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
-    return forward(config, params, tokens, implementation="reference")
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _logits(config: Config, mesh: Any, params: Params, tokens: jax.Array) -> jax.Array:
+    return lm_mesh.logits(config, mesh, params, tokens, "reference")
 
 
 def _row(one: Generation, truth: np.ndarray, plain: np.ndarray, eps: float) -> Row:

@@ -19,7 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.folder import Folder, shown
 from pallas_attn.lm.hf_config import config_from
 from pallas_attn.lm.model import Config, Params, is_shape
@@ -31,7 +33,7 @@ NAMES = ("config.json", _OURS, _THEIRS, _INDEX, "generation_config.json", "token
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _UNREAD = ("rotary_emb.inv_freq",)  # tensors that old checkpoints hold and no model reads
 
-Loader = Callable[[Any], Params]
+Loader = Callable[..., Params]  # (dtype, mesh or None)
 
 
 def config_of(folder: str | os.PathLike[str]) -> Config:
@@ -40,14 +42,18 @@ def config_of(folder: str | os.PathLike[str]) -> Config:
     return config_from(found.json("config.json"), str(found.path / "config.json"))
 
 
-def load(folder: str | os.PathLike[str], dtype: Any) -> tuple[Config, Params]:
-    """A model from a folder, its weights as `dtype` on the default device."""
+def load(
+    folder: str | os.PathLike[str], dtype: Any, mesh: Mesh | None = None
+) -> tuple[Config, Params]:
+    """A model from a folder, its weights as `dtype` on the default device, or split over a mesh."""
     config = config_of(folder)
-    return config, weights_of(folder, config)(dtype)
+    return config, weights_of(folder, config)(dtype, mesh)
 
 
 def weights_of(folder: str | os.PathLike[str], config: Config) -> Loader:
-    """What makes the parameters in a given dtype. That the files hold them is checked at once."""
+    """What makes the parameters in a given dtype, on a mesh or on the default device. That the
+    files hold them is checked at once.
+    """
     found = Folder(folder)
     if not found.has(_OURS):
         return _Tensors(found, config).load
@@ -94,15 +100,40 @@ def _record(config: Config, path: pathlib.Path) -> np.ndarray:
     return record
 
 
-def _from_record(config: Config, path: pathlib.Path, record: np.ndarray, dtype: Any) -> Params:
-    def read(name: str) -> jax.Array:
-        return jnp.asarray(record[0][name].view(jnp.bfloat16), dtype)
+def _from_record(
+    config: Config, path: pathlib.Path, record: np.ndarray, dtype: Any, mesh: Mesh | None = None
+) -> Params:
+    def read(name: str, shape: tuple[int, ...], at: tuple[slice, ...]) -> np.ndarray:
+        held = record[0][name].view(jnp.bfloat16)
+        sizes = lm_mesh.segments(config, name.rpartition(".")[2])
+        if sizes:
+            starts = np.cumsum((0, *sizes))
+            rows = [
+                held[at[0], starts[n] + some.start : starts[n] + some.stop]
+                for n, some in lm_mesh.spans(sizes, at[1], shape[1])
+            ]
+            return np.concatenate(rows, axis=1).astype(dtype)
+        return held[at].astype(dtype)
 
+    specs = _specs(config, mesh)
     tree = jax.tree.structure(config.shapes(), is_leaf=is_shape)
-    params = jax.tree.unflatten(tree, map(read, _shapes(config)))
+    params = jax.tree.unflatten(
+        tree,
+        [
+            lm_mesh.placed(mesh, spec, shape, functools.partial(read, name, shape))
+            for spec, (name, shape) in zip(specs, _shapes(config).items(), strict=True)
+        ],
+    )
     if not _all_finite(params):
         raise ValueError(f"{path}: holds numbers that are not finite")
     return params
+
+
+def _specs(config: Config, mesh: Mesh | None) -> list[Any]:
+    """Of each parameter, in the order of the tree."""
+    if mesh is None:
+        return [None] * len(_shapes(config))
+    return jax.tree.leaves(lm_mesh.specs(config, mesh), is_leaf=lm_mesh.is_spec)
 
 
 def save(folder: str | os.PathLike[str], described: Mapping[str, Any], params: Params) -> None:
@@ -240,24 +271,35 @@ class _Tensors:
                     f"{path}: {shown(name)} is no part of the model that config.json describes"
                 )
 
-    def _take(self, name: str, dtype: Any) -> np.ndarray:
+    def _take(self, name: str, dtype: Any, at: tuple[slice, ...] = ()) -> np.ndarray:
+        """A tensor, or the part of it that slices say."""
+        file = self._files[self._where[name]]
+        whole = all(one == slice(None) for one in at)
         with np.errstate(over="ignore", invalid="ignore"):
-            return self._files[self._where[name]].get_tensor(name).astype(dtype)
+            return (file.get_tensor(name) if whole else file.get_slice(name)[at]).astype(dtype)
 
-    def load(self, dtype: Any) -> Params:
-        """The parameters, on the default device."""
-        shapes = self._config.shapes()
+    def load(self, dtype: Any, mesh: Mesh | None = None) -> Params:
+        """The parameters, on the default device; on a mesh no device or process reads more of a
+        matrix than it has.
+        """
+        shapes, found = self._config.shapes(), _specs(self._config, mesh)
+        specs = jax.tree.unflatten(jax.tree.structure(shapes, is_leaf=is_shape), found)
         params: Params = {
-            name: jnp.asarray(self._take(tensor, dtype))
+            name: lm_mesh.placed(
+                mesh, specs[name], shapes[name], functools.partial(self._take, tensor, dtype)
+            )
             for name, tensor in _top(self._config).items()
         }
         runs, first, parts = [], 0, _parts(self._config)
-        for run in shapes["runs"]:
+        for run, spec in zip(shapes["runs"], specs["runs"], strict=True):
             layers = range(first, first + run["qkv"][0])
             first = layers.stop
             # One parameter of all layers at a time: the host never holds the model twice.
-            runs.append({name: self._stack(part, layers, run[name], dtype)
-                         for name, part in parts.items()})  # fmt: skip
+            runs.append({
+                name: lm_mesh.placed(mesh, spec[name], run[name], functools.partial(
+                    self._stack, part, layers, run[name], dtype))
+                for name, part in parts.items()
+            })  # fmt: skip
         params |= {"runs": tuple(runs)}
         if not _all_finite(params):
             for name, _ in _wanted(self._config):
@@ -267,12 +309,24 @@ class _Tensors:
                                      f"{jnp.dtype(dtype).name}")  # fmt: skip
         return params
 
-    def _stack(self, part: _Part, layers: range, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        stacked = np.empty(shape, dtype)
+    def _stack(
+        self,
+        part: _Part,
+        layers: range,
+        shape: tuple[int, ...],
+        dtype: Any,
+        at: tuple[slice, ...],
+    ) -> np.ndarray:
+        """The part of a stacked parameter that slices say; all layers."""
+        sizes = [len(range(*one.indices(n))) for one, n in zip(at, shape, strict=True)]
+        stacked = np.empty(sizes, dtype)
+        spans = lm_mesh.spans(part.rows, at[1], shape[1])
         for n, layer in enumerate(layers):
             start = 0
-            for name, rows in zip(part.names, part.rows, strict=True):
-                tensor = self._take(f"model.layers.{layer}.{name}", dtype)
-                stacked[n, start : start + rows] = tensor
-                start += rows
-        return jnp.asarray(stacked)
+            for which, rows in spans:
+                name, size = f"model.layers.{layer}.{part.names[which]}", part.rows[which]
+                rows = slice(None) if rows == slice(0, size) else rows
+                stop = start + len(range(*rows.indices(size)))
+                stacked[n, start:stop] = self._take(name, dtype, (rows, *at[2:]))
+                start = stop
+        return stacked

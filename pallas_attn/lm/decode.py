@@ -12,9 +12,10 @@ step takes some of their rows, packed beside one token of every sequence that de
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ import numpy as np
 
 from pallas_attn import _dispatch
 from pallas_attn.cache import PagedCache, PerSequenceCache, StackedCache
+from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm import model
 from pallas_attn.lm.model import Config, Params
 from pallas_attn.lm.sampling import Sampling, sample
@@ -56,6 +58,7 @@ class Options:
     stop: tuple[int, ...] = ()
     implementation: str | None = None
     keep_logits: bool = False
+    mesh: Any = None  # a Mesh that heads and columns of the model are split over
 
     def __post_init__(self) -> None:
         if self.cache not in CACHES:
@@ -116,7 +119,21 @@ class Arrivals:
     vacant: Array  # bool[M]: slots to be emptied before
 
 
-@jax.jit(static_argnums=(0, 1), donate_argnums=(3, 4), compiler_options=COMPILER)
+def _program(body: Callable[..., Any]) -> Any:
+    """`body(config, options, params, cache, state, ...)`, jitted; on each device of a mesh."""
+
+    @jax.jit(static_argnums=(0, 1), donate_argnums=(3, 4), compiler_options=COMPILER)
+    @functools.wraps(body)
+    def program(config: Config, options: Options, *given: Any) -> Any:
+        def run(config: Config, *given: Any) -> Any:
+            return body(config, options, *given)
+
+        return lm_mesh.over(options.mesh, config, run, *given)
+
+    return program
+
+
+@_program
 def admit(
     config: Config, options: Options, params: Params, cache: Any, state: State, new: Arrivals
 ) -> tuple[Any, State, Array, Array | None]:
@@ -133,7 +150,7 @@ def admit(
     return cache, state, token, logits if options.keep_logits else None
 
 
-@jax.jit(static_argnums=(0, 1), donate_argnums=(3, 4), compiler_options=COMPILER)
+@_program
 def steps(
     config: Config, options: Options, params: Params, cache: Any, state: State
 ) -> tuple[Any, State, Array, Array | None]:
@@ -172,7 +189,7 @@ class Chunks:
     vacant: Array  # bool[M]: slots to be emptied before
 
 
-@jax.jit(static_argnums=(0, 1), donate_argnums=(3, 4), compiler_options=COMPILER)
+@_program
 def mixed(
     config: Config, options: Options, params: Params, cache: Any, state: State, new: Chunks
 ) -> tuple[Any, State, Array, Array | None]:
@@ -285,6 +302,11 @@ class _Flight:
 _TRACED: dict[tuple[Any, Config, Options], set[str]] = collections.defaultdict(set)
 
 
+@jax.jit
+def _fold(key: Array, numbers: Array) -> Array:
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)
+
+
 class Run:
     """Decodes prompts. Iterate over it; `sequences` holds all that was made, at any time."""
 
@@ -306,9 +328,11 @@ class Run:
         ]
         self._waiting = collections.deque(self.sequences)
         self._slots: list[Generation | None] = [None] * options.slots
-        self._cache = options.create_cache(config)
-        self._state = State.create(options.slots)
-        self._seed = jax.random.key(seed)
+        create = functools.partial(options.create_cache, config)
+        self._cache = lm_mesh.made(options.mesh, create, lm_mesh.HEADS)
+        self._state = lm_mesh.made(options.mesh, functools.partial(State.create, options.slots))
+        create = functools.partial(jax.random.key, seed)
+        self._seed = lm_mesh.made(options.mesh, create)
         self._flights: collections.deque[_Flight] = collections.deque()
         self._weights = model.num_bytes(params)
         self._step = 0
@@ -383,7 +407,7 @@ class Run:
             "steady": steady,
             "tokens_per_second": round(made / took, 1) if took else 0.0,
             "tb_per_second": round(moved / took / 1e12, 4) if took else 0.0,
-            "device": jax.devices()[0].device_kind,
+            "device": self._device(),
             "implementation": "+".join(sorted(names)),
             "dtype": self.options.dtype,
             "cache_bytes": self._cache.num_bytes,
@@ -399,6 +423,10 @@ class Run:
     def between_tokens(self) -> Spread | None:
         """Of all tokens of all sequences, but the first of each."""
         return Spread.of(self._gaps)
+
+    def _device(self) -> str:
+        kind, mesh = jax.devices()[0].device_kind, self.options.mesh
+        return kind if mesh is None else f"{mesh.size} x {kind}"
 
     def wait(self) -> None:
         """Until the device has done what it was told to: a process does not end in the midst."""
@@ -464,8 +492,8 @@ class Run:
             tokens[row, : len(one.prompt)] = one.prompt
             lengths[row], wanted[row], slots[row] = len(one.prompt), one.wanted, slot
             numbers[row] = one.number
-        prompts = model.Prompts(*map(jnp.asarray, (tokens, lengths, slots)))
-        return Arrivals(prompts, jnp.asarray(wanted), self._keys(numbers), jnp.asarray(vacant))
+        prompts = model.Prompts(*map(self._sent, (tokens, lengths, slots)))
+        return Arrivals(prompts, self._sent(wanted), self._keys(numbers), self._sent(vacant))
 
     def _mix(self) -> bool:
         """One step of what decodes beside the next rows of prompts; none where no prompt is left.
@@ -512,17 +540,21 @@ class Run:
             last[slot] = one.fed + count == len(one.prompt)
             used += count
         return Chunks(
-            tokens=jnp.asarray(tokens),
-            rows=jnp.asarray(rows),
-            last=jnp.asarray(last),
-            wanted=jnp.asarray(wanted),
+            tokens=self._sent(tokens),
+            rows=self._sent(rows),
+            last=self._sent(last),
+            wanted=self._sent(wanted),
             key=self._keys(numbers),
-            vacant=jnp.asarray(vacant),
+            vacant=self._sent(vacant),
         )
 
     def _keys(self, numbers: np.ndarray) -> Array:
         """Of the sequences of these numbers."""
-        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(self._seed, jnp.asarray(numbers))
+        return _fold(self._seed, self._sent(numbers))
+
+    def _sent(self, x: np.ndarray) -> Array:
+        """An array of the host's, on its way to the device, or to all of a mesh."""
+        return lm_mesh.everywhere(self.options.mesh, x)
 
     def _launch(self) -> bool:
         """The next chunk, if a sequence wants more tokens than were planned."""

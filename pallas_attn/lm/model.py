@@ -32,7 +32,17 @@ from pallas_attn.append import write_kv
 from pallas_attn.attention import flash_attention
 from pallas_attn.decode import decode_attention
 from pallas_attn.lm import rows as lm_rows
-from pallas_attn.lm.rows import Angles, Layer, add_norm, gated, linear, parts, rms_norm, rotate
+from pallas_attn.lm.rows import (
+    Angles,
+    Layer,
+    add_norm,
+    gated,
+    linear,
+    parts,
+    rms_norm,
+    rotate,
+    total,
+)
 from pallas_attn.masks import CAUSAL, Mask, sliding_window
 from pallas_attn.rotary import RMSNorm, Rotary
 
@@ -112,6 +122,9 @@ class Config:
     qk_norm: bool = False  # Qwen3
     tied: bool = False  # the head is the embedding
     windows: tuple[int | None, ...] = ()  # keys that each layer sees, its own counted; None: all
+    # The mesh axis of the devices that have the other heads and columns of the MLP: sizes are then
+    # those of one device, within jax.shard_map (`mesh.local`).
+    over: str | None = None
 
     @property
     def runs(self) -> tuple[tuple[int, Mask], ...]:
@@ -243,7 +256,7 @@ def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: An
     eps, first, angles = config.norm_eps, 0, None
     if how.positions is not None:
         angles = config.rope.angles(how.positions[:, :, None], config.head_dim)
-    added = _nothing(params["runs"][0]["down"], x, how.stream)
+    added = _nothing(config, params["runs"][0]["down"], x, how.stream)
     for weights, (count, mask) in zip(params["runs"], config.runs, strict=True):
         stacks = {name: weights[name] for name in STREAMED if how.stream}
         sliced = {name: x for name, x in weights.items() if name not in stacks}
@@ -255,9 +268,9 @@ def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: An
             x, normed = add_norm(x, added, weights["attn_norm"], eps)
             q, k, v = qkv_of(config, weights, normed, angles)
             out, cache = how.attend(Heads(q, k, v, weights, mask, number), cache)
-            added = parts(out.reshape(*x.shape[:2], -1), weights["out"])
+            added = _added(config, out.reshape(*x.shape[:2], -1), weights["out"])
             x, normed = add_norm(x, added, weights["mlp_norm"], eps)
-            added = parts(gated(normed, weights["gate_up"]), weights["down"])
+            added = _added(config, gated(normed, weights["gate_up"]), weights["down"])
             return (x, added, cache, number + 1), None
 
         carry = (x, added, cache, jnp.asarray(first, jnp.int32))
@@ -268,17 +281,29 @@ def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: An
     return add_norm(x, added, Layer(norm[None], 0) if how.stream else norm, eps)[1], cache
 
 
-def _nothing(down: Array, x: Array, stream: bool) -> Array:
+def _added(config: Config, x: Array, weight: Array | Layer) -> Array:
+    """What a matmul leaves to be added, in parts; on a mesh the sum over devices, in float32."""
+    if config.over is None:
+        return parts(x, weight)
+    return lax.psum(total(parts(x, weight, jnp.float32), jnp.float32), config.over)[None]
+
+
+def _nothing(config: Config, down: Array, x: Array, stream: bool) -> Array:
     """Zeros of the shape of what a layer's last matmul leaves to be added to x."""
     inner = jax.ShapeDtypeStruct((*x.shape[:2], down.shape[2]), x.dtype)
-    left = jax.eval_shape(lambda rows: parts(rows, Layer(down, 0) if stream else down[0]), inner)
+    weight = Layer(down, 0) if stream else down[0]
+    left = jax.eval_shape(lambda rows: _added(config, rows, weight), inner)
     return jnp.zeros(left.shape, left.dtype)
 
 
 def logits_of(config: Config, params: Params, x: Array, stream: bool = False) -> Array:
     """float32[..., vocab] of normed rows [..., D]."""
     head = params["embed" if config.tied else "head"]
-    return linear(x, Layer(head[None], 0) if stream else head, jnp.float32)
+    logits = linear(x, Layer(head[None], 0) if stream else head, jnp.float32)
+    if logits.shape[-1] == config.vocab:
+        return logits
+    axis = logits.ndim - 1  # the head is split
+    return lax.all_gather(logits, config.over, axis=axis, tiled=True, to="invarying")
 
 
 # ---- the four ways to run it --------------------------------------------------------------------

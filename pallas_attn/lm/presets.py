@@ -31,6 +31,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rope_theta": 500000.0,
         "rms_norm_eps": 1e-5,
     },
+    "llama3_70b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+    },
     "llama3.1_8b": _7B
     | {
         "model_type": "llama",

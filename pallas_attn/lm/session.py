@@ -12,9 +12,11 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from pallas_attn.bench import rows
-from pallas_attn.lm import check, checkpoint, findings, model, report, text
+from pallas_attn.lm import check, checkpoint, findings, report, text
+from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.decode import Options, Run, refuse
 from pallas_attn.lm.folder import Folder
 from pallas_attn.lm.hf_config import config_from, stop_tokens
@@ -62,6 +64,7 @@ class Settings:
     check: bool = False
     json: bool = False
     report: str | None = None
+    mesh: str | None = None  # "tp:4": heads and columns over so many devices
     out: str | None = None  # a .jsonl file for the report's rows
     commit: str | None = None
 
@@ -89,7 +92,7 @@ def _decode(settings: Settings, dtype: str, out: TextIO, err: TextIO) -> int:
     if any(not 0 <= token < config.vocab for token in asked):
         raise ValueError(f"stop_ids: expected tokens from 0 to {config.vocab - 1}, got {asked}")
     _must_fit(config, options, memory())
-    params = weights(dtype)
+    params = weights(dtype, options.mesh)
     run = Run(config, params, options, prompts, settings.max_new_tokens, settings.seed)
     view: View = (Json if settings.json else Text)(run, tokenizer, out, err)
     view.quiet = bool(settings.random_prompts)
@@ -146,7 +149,7 @@ def _asked_to_stop() -> Iterator[Callable[[], bool]]:
 
 def _model(
     settings: Settings,
-) -> tuple[Config, text.Tokenizer, tuple[int, ...], Callable[[str], Params]]:
+) -> tuple[Config, text.Tokenizer, tuple[int, ...], checkpoint.Loader]:
     """The model, its tokenizer, the tokens that end a text, and what makes its weights: gigabytes,
     before which the rest has to be right.
     """
@@ -158,7 +161,7 @@ def _model(
             names = ", ".join((EMBEDDED, *PRESETS))
             raise ValueError(f"model: expected one of {names}, got {settings.model!r}")
         config = config_from(PRESETS[settings.model])
-        draw = functools.partial(model.random_params, config, settings.seed)
+        draw = functools.partial(lm_mesh.random_params, config, settings.seed)
         return config, text.Numbers(), settings.stop or (), draw
     config = checkpoint.config_of(folder)
     stop = stop_tokens(Folder(folder)) if settings.stop is None else settings.stop
@@ -201,11 +204,24 @@ def _options(
         stop=stop,
         implementation=settings.implementation,
         keep_logits=settings.check,
+        mesh=_mesh(settings, config),
     )
+
+
+def _mesh(settings: Settings, config: Config) -> Mesh | None:
+    if settings.mesh is None:
+        return None
+    if settings.report is not None:
+        raise ValueError("mesh: a report is of one device; leave --report or --mesh out")
+    found = lm_mesh.make(settings.mesh, (lm_mesh.HEADS,))
+    lm_mesh.local(config, found)  # raises where it does not divide the model
+    return found
 
 
 def _must_fit(config: Config, options: Options, room: int) -> None:
     """A machine that runs out of memory says nothing that helps, and that late."""
+    if options.mesh is not None and jax.default_backend() != "cpu":  # whose devices share it
+        room *= options.mesh.size
     weights = config.size * jax.numpy.dtype(options.dtype).itemsize
     rows = options.pool * options.page_size if options.cache == "paged" else 0
     cache = config.kv_bytes(options.dtype) * (rows or options.slots * options.capacity)

@@ -1,0 +1,189 @@
+"""A model over the devices of a mesh: which device has what of its weights.
+
+Query and kv heads and the columns of the MLP are split over the axis "tp", and so are the rows of a
+head that is no embedding; what else there is is whole on each device. A device then has a smaller
+model of the same layers, whose last matmul of attention and of the MLP gives a part of the sum.
+
+Matrices that are several in one (q, k and v; gate and up) have their rows in the order of the
+devices: first all that the first one has of each, then all of the second. Splitting them evenly
+gives each device its heads.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_attn.lm import model
+from pallas_attn.lm.model import Config, Params, is_shape
+
+HEADS = "tp"
+_ROWS, _COLUMNS = ("qkv", "qkv_bias", "gate_up"), ("out", "down")
+
+
+def make(text: str, axes: tuple[str, ...]) -> Mesh:
+    """The mesh that a flag asks for, "tp:4" or "cp:2,dp:2", of the first devices that there are."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition(":")
+        if name not in axes or name in sizes or not size.isdecimal() or int(size) < 1:
+            wanted = " and ".join(f"{axis}:N" for axis in axes)
+            raise ValueError(f"mesh: expected {wanted}, N at least 1, got {text!r}")
+        sizes[name] = int(size)
+    count, devices = int(np.prod(list(sizes.values()))), jax.devices()
+    if count > len(devices):
+        raise ValueError(f"mesh: {text} takes {count} devices, there are {len(devices)}")
+    if jax.process_count() > 1 and count < len(devices):
+        raise ValueError(
+            f"mesh: expected all {len(devices)} devices where there are several processes, got "
+            f"{text}, which takes {count}"
+        )
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), devices=devices[:count]
+    )
+
+
+def local(config: Config, mesh: Mesh) -> Config:
+    """The model that one device has."""
+    shards = mesh.shape[HEADS]
+    for name, size in (("kv heads", config.kv_heads), ("columns of the MLP", config.mlp)):
+        if size % shards:
+            raise ValueError(
+                f"mesh: expected {HEADS} to divide the {size} {name} of the model, got {shards}"
+            )
+    return dataclasses.replace(
+        config,
+        heads=config.heads // shards,
+        kv_heads=config.kv_heads // shards,
+        mlp=config.mlp // shards,
+        over=HEADS,
+    )
+
+
+def specs(config: Config, mesh: Mesh) -> Params:
+    """A PartitionSpec for every parameter, in the tree that they form."""
+
+    def of(path: Any, shape: tuple[int, ...]) -> P:
+        name = path[-1].key
+        if name in _ROWS:
+            return P(None, HEADS)
+        if name in _COLUMNS:
+            return P(None, None, HEADS)
+        split = name == "head" and shape[0] % mesh.shape[HEADS] == 0
+        return P(HEADS) if split else P()
+
+    return jax.tree.map_with_path(of, config.shapes(), is_leaf=is_shape)
+
+
+def over(mesh: Mesh | None, config: Config, run: Callable[..., Any], *given: Any) -> Any:
+    """`run(config, params, cache, *rest)` -> (cache, *results), on each device of a mesh with its
+    own part of the parameters and the cache, and the same rest and results.
+    """
+    if mesh is None:
+        return run(config, *given)
+    held = given[1].specs(heads=HEADS)
+    ins = (specs(config, mesh), held, *(P() for _ in given[2:]))
+    mapped = functools.partial(run, local(config, mesh))
+    outs = (held, P(), P(), P())
+    return jax.shard_map(mapped, mesh=mesh, in_specs=ins, out_specs=outs)(*given)
+
+
+def logits(
+    config: Config, mesh: Mesh | None, params: Params, tokens: jax.Array, implementation: str | None
+) -> jax.Array:
+    """`model.forward`, on a mesh as well."""
+    if mesh is None:
+        return model.forward(config, params, tokens, implementation=implementation)
+    part = functools.partial(model.forward, local(config, mesh), implementation=implementation)
+    ins = (specs(config, mesh), P())
+    return jax.shard_map(part, mesh=mesh, in_specs=ins, out_specs=P())(params, tokens)
+
+
+def everywhere(mesh: Mesh | None, x: np.ndarray) -> jax.Array:
+    """An array of the host's, which is the same in all processes, on every device."""
+    if mesh is None:
+        return jnp.asarray(x)
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, P()), lambda at: x[at])
+
+
+def made(mesh: Mesh | None, create: Callable[[], Any], heads: str | None = None) -> Any:
+    """`create()`, its arrays made where they are to be: kv heads of a cache over an axis."""
+    if mesh is None:
+        return create()
+    shapes = jax.eval_shape(create)
+    spec = jax.tree.map(lambda _: P(), shapes) if heads is None else shapes.specs(heads=heads)
+    return jax.jit(create, out_shardings=_shardings(mesh, spec))()
+
+
+def _shardings(mesh: Mesh, spec: Any) -> Any:
+    return jax.tree.map(lambda one: NamedSharding(mesh, one), spec, is_leaf=is_spec)
+
+
+def is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+# ---- weights ------------------------------------------------------------------------------------
+
+
+def segments(config: Config, name: str) -> tuple[int, ...]:
+    """The rows of each matrix in a parameter of a layer; () where there is one alone."""
+    kv = config.kv_heads * config.head_dim
+    if name in ("qkv", "qkv_bias"):
+        return config.heads * config.head_dim, kv, kv
+    return (config.mlp,) * 2 if name == "gate_up" else ()
+
+
+def in_order(config: Config, mesh: Mesh | None, name: str, x: jax.Array) -> jax.Array:
+    """A stacked parameter [layers, rows, ..] with its rows in the order of the devices."""
+    sizes = segments(config, name)
+    if mesh is None or not sizes:
+        return x
+    shards = mesh.shape[HEADS]
+    parts = jnp.split(x, np.cumsum(sizes)[:-1], axis=1)
+    by_device = [part.reshape(len(x), shards, -1, *x.shape[2:]) for part in parts]
+    return jnp.concatenate(by_device, axis=2).reshape(x.shape)
+
+
+def spans(sizes: tuple[int, ...], at: slice, total: int) -> list[tuple[int, slice]]:
+    """The rows that a device has of a parameter whose matrices have `sizes` rows: (matrix, rows of
+    it), one after the other. `at`: its rows of the parameter, of `total`.
+    """
+    start, stop, _ = at.indices(total)
+    shards = total // (stop - start)
+    device = start // (stop - start)
+    return [
+        (n, slice(device * size // shards, (device + 1) * size // shards))
+        for n, size in enumerate(sizes)
+    ]
+
+
+def placed(
+    mesh: Mesh | None, spec: P, shape: tuple[int, ...], read: Callable[[Any], np.ndarray]
+) -> jax.Array:
+    """A parameter of which `read` has any part, by slices: each device is handed its own."""
+    if mesh is None:
+        return jnp.asarray(read((slice(None),) * len(shape)))
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), read)
+
+
+def random_params(config: Config, seed: int, dtype: Any, mesh: Mesh | None = None) -> Params:
+    """`model.random_params`, the same numbers on any mesh."""
+    if mesh is None:
+        return model.random_params(config, seed, dtype)
+
+    def create() -> Params:
+        params = model.random_params(config, seed, dtype)
+        ordered = (
+            {name: in_order(config, mesh, name, x) for name, x in run.items()}
+            for run in params["runs"]
+        )
+        return params | {"runs": tuple(ordered)}
+
+    return jax.jit(create, out_shardings=_shardings(mesh, specs(config, mesh)))()

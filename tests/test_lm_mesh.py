@@ -1,0 +1,124 @@
+"""The demo on a mesh: the same tokens as on one device, each device with its own part."""
+
+import math
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+import pallas_attn as pa
+from pallas_attn import lm
+from pallas_attn.lm import checkpoint, decode, presets
+from pallas_attn.lm import mesh as lm_mesh
+from pallas_attn.lm.hf_config import config_from
+from pallas_attn.lm.sampling import Sampling
+from tests import lm_witness
+
+ROOT = pathlib.Path(pa.__file__).parent.parent
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
+
+
+def made(config, params, **options):
+    how = {"slots": 2, "capacity": 16, "chunk": 4, "dtype": "float32", "keep_logits": True}
+    run = decode.Run(config, params, decode.Options(**how | options), PROMPTS, 6, seed=3)
+    for _ in run:
+        pass
+    return [one.tokens for one in run.sequences], np.stack([one.logits for one in run.sequences])
+
+
+CASES = {
+    "llama2": (4, {"cache": "stacked", "sampling": Sampling(0.8, top_k=20)}),
+    "qwen2": (2, {"cache": "paged", "page_size": 4}),
+    "qwen3": (2, {"cache": "per_sequence", "prefill_chunk": 4}),
+}
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_the_same_tokens_as_on_one_device(tmp_path, family):
+    """Heads, biases, norms of heads, windows, a head that is split and one that is an embedding."""
+    shards, options = CASES[family]
+    described = lm_witness.CONFIGS[family]
+    tensors = lm_witness.tensors_of(described, np.random.default_rng(0))
+    folder = lm_witness.write(tmp_path / family, described, tensors, shards=2)
+    mesh = lm_mesh.make(f"tp:{shards}", ("tp",))
+    want = made(*checkpoint.load(folder, "float32"), **options)
+    config, params = checkpoint.load(folder, "float32", mesh)
+    for name in ("qkv", "out", "gate_up", "down"):
+        whole = params["runs"][0][name]
+        assert {x.data.size for x in whole.addressable_shards} == {whole.size // shards}, name
+    tokens, logits = made(config, params, mesh=mesh, **options)
+    assert tokens == want[0]
+    np.testing.assert_allclose(logits, want[1], rtol=1e-3, atol=1e-3)
+
+
+def test_our_own_files_and_random_weights_on_a_mesh(tmp_path):
+    """Are the same numbers, in the order of the devices."""
+    described = lm_witness.CONFIGS["qwen2"]
+    config, mesh = config_from(described), lm_mesh.make("tp:2", ("tp",))
+    alone = lm_mesh.random_params(config, 1, "bfloat16")
+    spread = lm_mesh.random_params(config, 1, "bfloat16", mesh)
+    checkpoint.save(tmp_path, described, alone)
+    read = checkpoint.load(tmp_path, "bfloat16", mesh)[1]
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    first = {"qkv": np.r_[: q // 2, q : q + kv // 2, q + kv : q + kv + kv // 2]}
+    first |= {"qkv_bias": first["qkv"]}
+    first |= {"gate_up": np.r_[: config.mlp // 2, config.mlp : config.mlp * 3 // 2]}
+    for params in (spread, read):
+        for name, x in params["runs"][0].items():
+            plain = np.asarray(alone["runs"][0][name])
+            local = min(x.addressable_shards, key=lambda shard: shard.device.id).data
+            plain = plain[:, first[name]] if name in first else plain
+            np.testing.assert_array_equal(local, plain[tuple(map(slice, local.shape))])
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("tp:16", "mesh: tp:16 takes 16 devices, there are 8"),
+        ("cp:2", "mesh: expected tp:N, N at least 1, got 'cp:2'"),
+        ("tp:0", "mesh: expected tp:N, N at least 1, got 'tp:0'"),
+        ("tp:2,tp:2", "mesh: expected tp:N, N at least 1, got 'tp:2,tp:2'"),
+        ("tp:3", "mesh: expected tp to divide the 8 kv heads of the model, got 3"),
+    ],
+)
+def test_a_mesh_that_cannot_be(call, said):
+    config = config_from(presets.PRESETS["llama3_70b"])
+    with pytest.raises(ValueError) as error:
+        lm_mesh.local(config, lm_mesh.make(call, ("tp",)))
+    assert str(error.value) == said
+
+
+def test_a_llama_of_70_billion_on_four_devices():
+    """By shapes: a device has its quarter of every matrix of a layer, and of the head."""
+    config, mesh = config_from(presets.PRESETS["llama3_70b"]), lm_mesh.make("tp:4", ("tp",))
+    assert 70e9 < config.size < 71e9
+    shapes, specs = config.shapes(), lm_mesh.specs(config, mesh)
+    local = lm_mesh.local(config, mesh)
+    assert (local.heads, local.kv_heads, local.mlp) == (16, 2, 7168)
+    head = NamedSharding(mesh, specs["head"]).shard_shape(shapes["head"])
+    assert head == (128256 // 4, 8192)
+    run, spec = shapes["runs"][0], specs["runs"][0]
+    size = sum(math.prod(NamedSharding(mesh, spec[n]).shard_shape(run[n])) for n in run)
+    assert size < 1.001 * sum(map(math.prod, run.values())) / 4
+
+
+def test_processes_with_a_device_each_say_what_one_device_does():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "run.py", "--prompt=ROMEO:", "--max_new_tokens=5", "--mesh=tp:2"]
+    command += [f"--coordinator={address}", "--processes=2"]
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    how = {"cwd": ROOT, "env": environment, **pipes}
+    running = [subprocess.Popen([*command, f"--process={n}"], **how) for n in (0, 1)]
+    (text,) = lm.generate(lm.load(), ["ROMEO:"], max_new_tokens=5)
+    said = [process.communicate(timeout=110) for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+    assert f"ROMEO:{text}" in said[0][0] and "2 x cpu" in said[0][0]
+    assert "ROMEO:" not in said[1][0]
