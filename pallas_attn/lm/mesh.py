@@ -68,6 +68,7 @@ def local(config: Config, mesh: Mesh) -> Config:
 
 def specs(config: Config, mesh: Mesh) -> Params:
     """A PartitionSpec for every parameter, in the tree that they form."""
+    local(config, mesh)  # raises where the mesh does not divide the model
 
     def of(path: Any, shape: tuple[int, ...]) -> P:
         name = path[-1].key
