@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import pallas_attn as pa
 from pallas_attn.lm import decode as lm_decode
@@ -73,17 +74,15 @@ def _attention(  # noqa: PLR0913
     *,
     heads: tuple[int, int] = (4, 4),
     rows: int = 1024,
+    keys: int = 1024,
     dtype: str = "bfloat16",
     given: tuple[str, ...] = (),
     backward: bool = False,
     **options: Any,
 ) -> Build:
-    q, k = ((2, rows, n, dim) for n in heads)
-    arrays: dict[str, Any] = {
-        "q": _shape(dtype, *q),
-        "k": _shape(dtype, *k),
-        "v": _shape(dtype, *k),
-    }
+    batch = () if "q_starts" in given else (2,)
+    k = _shape(dtype, *batch, keys, heads[1], dim)
+    arrays: dict[str, Any] = {"q": _shape(dtype, *batch, rows, heads[0], dim), "k": k, "v": k}
     ids = _shape("int32", 2, rows)
     optional = {
         "bias": _shape("float32", 1, heads[0], rows, rows),
@@ -91,14 +90,17 @@ def _attention(  # noqa: PLR0913
         "kv_lengths": _shape("int32", 2),
         "q_lengths": _shape("int32", 2),
         "segment_ids": (ids, ids),
+        "q_starts": _shape("int32", 9),
     }
     arrays |= {name: optional[name] for name in given}
+    # Arguments, as they may hold arrays; what is static of them stays so.
+    arrays |= {name: options.pop(name) for name in ("mask", "score") if name in options}
     call = functools.partial(_backward if backward else _forward, options)
     return Build(target, call, (arrays,))
 
 
-def _decode_call(options, q, cache):
-    return pa.decode_attention_with_lse(q, cache, **options)
+def _decode_call(options, q, cache, arrays):
+    return pa.decode_attention_with_lse(q, cache, **arrays, **options)
 
 
 _SIZES = {"stacked": (16, 4096), "per_sequence": ([4096] * 16,), "paged": (16, 16 * 256, 16)}
@@ -116,19 +118,35 @@ def _cache(kind: str, **sizes: Any) -> Any:
 
 
 def _decode(
-    target: str, kind: str, *, rows: int = 1, heads: int = 32, options: Any = (), **sizes: Any
+    target: str,
+    kind: str,
+    *,
+    rows: int | None = 1,
+    heads: int = 32,
+    mask: Any = pa.CAUSAL,
+    options: Any = (),
+    **sizes: Any,
 ) -> Build:
+    """`rows` of each sequence; None: packed."""
     dtype = sizes.get("dtype", "bfloat16")
     dtype = dtype if dtype in ("bfloat16", "float16", "float32") else "bfloat16"
-    q = _shape(dtype, 16, rows, heads, sizes.get("head_dim", 128))
-    return Build(target, functools.partial(_decode_call, dict(options)), (q, _cache(kind, **sizes)))
+    count = (_TOKENS,) if rows is None else (16, rows)
+    q = _shape(dtype, *count, heads, sizes.get("head_dim", 128))
+    arrays = {"mask": mask} | ({"starts": _STARTS} if rows is None else {})
+    call = functools.partial(_decode_call, dict(options))
+    return Build(target, call, (q, _cache(kind, **sizes), arrays))
 
 
+_TOKENS, _STARTS = 1200, _shape("int32", 17)
 _LATENT = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shared_kv": True}
 
 
 def _append_call(cache, k, v):
     return pa.write_kv(cache.extend(k.shape[1]), k, v)
+
+
+def _packed_call(cache, k, v, starts):
+    return pa.append_kv(cache, k, v, starts=starts)
 
 
 def _changed_call(cache, k, v, rotary, norm):
@@ -144,6 +162,12 @@ def _append(
         return Build(target, _append_call, arrays, donate=(0,))
     norm = pa.RMSNorm(_shape("bfloat16", 128))
     return Build(target, _changed_call, (*arrays, rotary, norm), donate=(0,))
+
+
+def _append_packed(target: str, kind: str, **sizes: Any) -> Build:
+    new = _shape("bfloat16", _TOKENS, 8, 128)
+    arrays = (_cache(kind, **sizes), new, new, _STARTS)
+    return Build(target, _packed_call, arrays, donate=(0,))
 
 
 _TABLE = _shape("float32", 4096, 64)
@@ -170,6 +194,14 @@ _backward_sm90 = functools.partial(_attention, "h100", backward=True)
 _backward_sm80 = functools.partial(_attention, "a100", backward=True)
 _float32_sm86 = functools.partial(_attention, "sm86", dtype="float32", precision="highest")
 _CAUSAL, _WINDOW = {"mask": pa.CAUSAL}, {"mask": pa.sliding_window(100)}
+_WINDOW_AT_RUN_TIME = pa.CAUSAL.filled(left=_shape("int32"))
+_PACKED = {"rows": 4096, "keys": 4096, "given": ("q_starts",), "mask": pa.CAUSAL}
+# A mask that reads an array, tile by tile, and a score function; and a mask that reads none.
+_FUNCTIONS = {
+    "mask": pa.mask_fn(lambda b, h, q, kv, i: i[b, q] == i[b, kv], np.zeros((2, 1024), np.int32)),
+    "score": pa.score_fn(lambda s, b, h, q, kv, t: s + t[h, q - kv + 1024], np.ones((4, 2048))),
+}
+_BLOCKS = {"mask": pa.mask_fn(lambda b, h, q, kv: (q // 32 >= kv // 32) & ((q + kv) % 3 != h % 2))}
 
 BUILDS: dict[str, Build] = {
     "flash_fwd/sm90/h64_causal": _attention_sm90(64, **_CAUSAL),
@@ -180,6 +212,10 @@ BUILDS: dict[str, Build] = {
         128, given=("bias", "sinks", "kv_lengths", "q_lengths"), softcap=20.0, **_WINDOW
     ),
     "flash_fwd/sm90/h256_causal": _attention_sm90(256, **_CAUSAL),
+    "flash_fwd/sm90/h128_packed": _attention_sm90(128, **_PACKED),
+    "flash_fwd/sm90/h64_functions": _attention_sm90(64, **_FUNCTIONS),
+    "flash_fwd/sm90/h128_mask_fn": _attention_sm90(128, **_BLOCKS),
+    "flash_fwd/sm90/h128_window_at_run_time": _attention_sm90(128, mask=_WINDOW_AT_RUN_TIME),
     "flash_fwd/sm90/h64_float32": _attention_sm90(64, dtype="float32", **_CAUSAL),
     "flash_fwd/sm90/h128_float32_highest": _attention_sm90(
         128, dtype="float32", precision="highest"
@@ -187,6 +223,8 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm80/h64_causal": _attention_sm80(64, **_CAUSAL),
     "flash_fwd/sm80/h128_full": _attention_sm80(128),
     "flash_fwd/sm80/h256_lengths": _attention_sm80(256, given=("kv_lengths",), **_CAUSAL),
+    "flash_fwd/sm80/h64_packed": _attention_sm80(64, **_PACKED),
+    "flash_fwd/sm80/h64_functions": _attention_sm80(64, **_FUNCTIONS),
     "flash_fwd/sm80/h128_float32": _attention_sm80(128, dtype="float32", **_CAUSAL),
     "flash_fwd/sm86/h256_float32_highest": _float32_sm86(256),
     "flash_bwd/sm90/h64_causal": _backward_sm90(64, **_CAUSAL),
@@ -195,12 +233,16 @@ BUILDS: dict[str, Build] = {
     "flash_bwd/sm90/h256_causal": _backward_sm90(256, **_CAUSAL),
     "flash_bwd/sm90/h64_window": _backward_sm90(64, **_WINDOW),
     "flash_bwd/sm90/h64_bias": _backward_sm90(64, given=("bias", "sinks", "kv_lengths")),
+    "flash_bwd/sm90/h64_packed": _backward_sm90(64, **_PACKED),
+    "flash_bwd/sm90/h64_functions": _backward_sm90(64, **_FUNCTIONS),
     "flash_bwd/sm90/h128_float32_highest": _backward_sm90(
         128, dtype="float32", precision="highest", **_CAUSAL
     ),
     "flash_bwd/sm80/h64_causal": _backward_sm80(64, **_CAUSAL),
     "flash_bwd/sm80/h128_full": _backward_sm80(128),
     "flash_bwd/sm80/h64_bias": _backward_sm80(64, given=("bias",)),
+    "flash_bwd/sm80/h64_packed": _backward_sm80(64, **_PACKED),
+    "flash_bwd/sm80/h64_functions": _backward_sm80(64, **_FUNCTIONS),
     "flash_bwd/sm80/h128_float32": _backward_sm80(128, dtype="float32"),
     "flash_bwd/sm86/h256_float32_highest": _float32_sm86(256, backward=True),
     "decode/sm90/stacked": _decode("h100", "stacked"),
@@ -210,19 +252,32 @@ BUILDS: dict[str, Build] = {
     "decode/sm90/stacked_float8": _decode("h100", "stacked", dtype="float8_e4m3fn"),
     "decode/sm90/stacked_float32": _decode("h100", "stacked", dtype="float32"),
     "decode/sm90/stacked_window_invariant": _decode(
-        "h100", "stacked", options=(("batch_invariant", True), *_WINDOW.items())
+        "h100", "stacked", options=(("batch_invariant", True),), **_WINDOW
     ),
+    "decode/sm90/stacked_window_at_run_time": _decode("h100", "stacked", mask=_WINDOW_AT_RUN_TIME),
     "decode/sm80/stacked": _decode("a100", "stacked"),
     "decode/sm80/paged_float8": _decode("a100", "paged", dtype="float8_e4m3fn"),
+    "decode/sm80/stacked_packed": _decode("a100", "stacked", rows=None),
     "decode_mla/sm90/heads128": _decode("h100", "stacked", heads=128, **_LATENT),
     "decode_mla/sm90/heads16_paged": _decode("h100", "paged", heads=16, **_LATENT),
     "decode_mla/sm80/per_sequence": _decode("a100", "per_sequence", heads=16, **_LATENT),
+    "decode_mla/sm90/heads16_packed": _decode("h100", "paged", rows=None, heads=16, **_LATENT),
     "prefill/sm90/stacked": _decode("h100", "stacked", rows=1024),
     "prefill/sm90/paged": _decode("h100", "paged", rows=64),
-    "prefill/sm90/per_sequence_split": _decode("h100", "per_sequence", rows=16),
+    "prefill/sm90/per_sequence_split": _decode(
+        "h100", "per_sequence", rows=16, heads=8, kv_heads=2
+    ),
+    # Two launches, the other of decode's kernel.
+    "prefill/sm90/paged_packed": _decode("h100", "paged", rows=None),
+    "prefill/sm90/contiguous": _attention_sm90(
+        128,
+        **{"heads": (32, 8), "rows": 16, "keys": 4096, "q_offset": 4080},
+        **{"given": ("sinks", "kv_lengths"), "mask": pa.CAUSAL},
+    ),
     "append/sm90/stacked": _append("h100", "stacked", 1),
     "append/sm90/per_sequence": _append("h100", "per_sequence", 1),
     "append/sm90/paged_int8": _append("h100", "paged", 7, dtype="int8"),
+    "append/sm90/paged_packed": _append_packed("h100", "paged"),
     "append/sm80/paged": _append("a100", "paged", 7),
     "append/sm90/stacked_rotary": _append("h100", "stacked", 1, pa.Rotary(_TABLE, _TABLE)),
     "append/sm80/paged_int8_interleaved": _append(

@@ -5,6 +5,8 @@ Small kernels, each with one fault that can be switched on.
 
 import contextlib
 import functools
+import pathlib
+import sys
 import threading
 import time
 
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from pallas_attn import _device, kernels
 from pallas_attn.kernels.lang import mosaic as lang
 from tests import aot, builds, mosaic, watch
 
@@ -443,3 +446,49 @@ def test_builds_cover_every_family_on_both_generations():
     kinds = ("flash_fwd", "flash_bwd", "decode", "decode_mla", "append")
     assert {(kind, gpu) for kind in kinds for gpu in ("sm80", "sm90")} <= families
     assert len(builds.BUILDS) >= 24
+
+
+KERNELS = pathlib.Path(kernels.__file__).parent
+
+
+@contextlib.contextmanager
+def entered():
+    """A set that grows by the files of kernels/ of which a function is called in this block."""
+    files, watch = set(), sys.monitoring
+    tool = next(n for n in range(6) if watch.get_tool(n) is None)
+
+    def called(code, _):
+        if code.co_filename.startswith(str(KERNELS)) and code.co_name != "<module>":
+            files.add(pathlib.Path(code.co_filename).relative_to(KERNELS))
+        return watch.DISABLE
+
+    watch.use_tool_id(tool, "entered")
+    try:
+        watch.register_callback(tool, watch.events.PY_START, called)
+        watch.set_events(tool, watch.events.PY_START)
+        watch.restart_events()
+        yield files
+    finally:
+        watch.set_events(tool, 0)
+        watch.free_tool_id(tool)
+
+
+def _trace(build):
+    """Programs of single threads are traced only where the result is lowered."""
+    generation = {"h100": "sm90", "a100": "sm80", "sm86": "sm86"}[build.target]
+    with _device.assume(generation):
+        return jax.jit(build.call).trace(*build.shapes)
+
+
+def test_builds_reach_every_kernel_module():
+    """Each file of kernels/ has a part in a build, where it can in one of its own folder."""
+    untraced, folders = dict(builds.BUILDS), {name.split("/")[0] for name in builds.BUILDS}
+    files = [path.relative_to(KERNELS) for path in KERNELS.glob("*/[!_]*.py")]
+    jax.clear_caches()  # what was traced before would not be traced again
+    with entered() as reached:
+        _trace(untraced.pop("append/sm90/stacked_rotary")).lower(lowering_platforms=("cuda",))
+        for path in sorted(files, key=lambda path: path.parts[0] not in folders):
+            names = sorted(untraced, key=lambda name: name.split("/")[0] != path.parts[0])
+            while names and path not in reached:
+                _trace(untraced.pop(names.pop(0)))
+    assert not [str(path) for path in files if path not in reached]
