@@ -154,6 +154,10 @@ OPERATIONS: dict[str, Callable[..., Array]] = {
     "copy": lambda a: a,
     "broadcast_in_dim": lambda a: a,
 }
+# What Mosaic computes in float32 alone: numbers of 16 bits are rounded afterwards.
+_OF_FLOAT32 = frozenset(("exp", "exp2", "log", "tanh", "logistic", "sqrt", "rsqrt"))
+# What takes numbers of 8 bits as they are; kernels, which hold them in 32, compute no others.
+_KEEP_BITS = frozenset(("select_n", "max", "min", "clamp", "copy", "broadcast_in_dim"))
 _WITHIN = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # where equations keep a function that they call
 _REMEDIES = {
     "gather": "read arrays at scalar positions: aux[h, q - kv]",
@@ -291,6 +295,11 @@ class _Tracing:
         given = [self.read(x) if isinstance(x, _View) else x for x in given]
         if name == "select_n" and len(given) != 3:
             raise self.refused(name, aval)
+        if is_narrow(aval.dtype) and name not in _KEEP_BITS:
+            raise ValueError(
+                f"{self.what}: the function computes {aval.dtype} ({name}), and kernels compute "
+                "numbers of 16 and 32 bits; cast to one of those before"
+            )
         return [
             self.add(Operation(name, tuple(given), str(aval.dtype), exponent=params.get("y", 0)))
         ]
@@ -363,6 +372,11 @@ class _Tracing:
             f"{self.what}: the function contains {name}{shape}, which kernels do not compute; "
             f"{remedy}"
         )
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether these are numbers of 8 bits or less."""
+    return dtype.itemsize == 1 and dtype != jnp.bool_
 
 
 def _folded(operation: Operation) -> Constant:
@@ -453,13 +467,20 @@ def derivative_arrays(program: Program, arrays: Sequence[Any]) -> tuple[Any, ...
 # ---- evaluation ---------------------------------------------------------------------------------
 
 
-def compute(operation: Operation, operands: Sequence[Any]) -> Any:
+def compute(
+    operation: Operation,
+    operands: Sequence[Any],
+    table: dict[str, Callable[..., Array]] = OPERATIONS,
+) -> Any:
     """One operation, but for reads, of values that jax.numpy takes together."""
     if operation.name == "convert_element_type":
         return operands[0].astype(operation.dtype)
     if operation.name == "integer_pow":
         return _power(operands[0], operation.exponent)
-    return OPERATIONS[operation.name](*operands)
+    if operation.name in _OF_FLOAT32 and operands[0].dtype.itemsize == 2:
+        wide = (x.astype(jnp.float32) for x in operands)
+        return table[operation.name](*wide).astype(operation.dtype)
+    return table[operation.name](*operands)
 
 
 class Broadcasting:

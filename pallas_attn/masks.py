@@ -376,7 +376,7 @@ def _combined(how: str, a: Any, b: Any) -> Any:
 
 
 def aux_arrays(what: str, f: Any, aux: tuple[Any, ...]) -> list[jax.Array]:
-    """The arrays that a function reads, as kernels hold them: of at most 32 bits."""
+    """The arrays that a function reads, as kernels compute them: of 16 or 32 bits, or bool."""
     if not callable(f):
         raise ValueError(f"{what}: expected a function, got {type(f).__name__}")
     found = []
@@ -388,10 +388,14 @@ def aux_arrays(what: str, f: Any, aux: tuple[Any, ...]) -> list[jax.Array]:
             raise ValueError(
                 f"{what}: aux: expected arrays, got {kind} as number {number}"
             ) from None
-        if 0 in x.shape or not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_):
+        real = not jnp.issubdtype(x.dtype, jnp.complexfloating)
+        if 0 in x.shape or not (jnp.issubdtype(x.dtype, jnp.number) and real or x.dtype == bool):
             raise ValueError(
                 f"{what}: aux: expected arrays of some numbers, got {x.dtype}{list(x.shape)}"
             )
+        if _program.is_narrow(x.dtype):
+            wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32
+            x = x.astype(wide)
         found.append(x.astype(jnp.int32) if x.dtype in (jnp.int64, jnp.uint64) else x)
     return found
 

@@ -2,6 +2,7 @@
 and what they refuse.
 """
 
+import dataclasses
 import itertools
 
 import jax
@@ -176,6 +177,13 @@ ERRORS = {
     "mask_fn: aux: expected arrays of some numbers, got float32[0]": (
         lambda: pa.mask_fn(lambda b, h, q, kv, x: x[q] > kv, np.zeros(0, "float32"))
     ),
+    "mask_fn: aux: expected arrays of some numbers, got complex64[2]": (
+        lambda: pa.mask_fn(lambda b, h, q, kv, x: x[q] == 1, np.zeros(2, "complex64"))
+    ),
+    "mask_fn: the function computes int8 (convert_element_type), and kernels compute numbers of 16 "
+    "and 32 bits; cast to one of those before": (
+        lambda: pa.mask_fn(lambda b, h, q, kv: (q * kv).astype(jnp.int8) > 0)
+    ),
     "mask_fn: aux: expected arrays, got str as number 0": (
         lambda: pa.mask_fn(lambda b, h, q, kv, x: q > kv, "abc")
     ),
@@ -224,6 +232,17 @@ def test_operations_have_jax_meaning():
             program, _ = _program.trace("f", f, (dtype,) * 2, ())
             got = _program.evaluate(program, (x, y), (), _program.Broadcasting())
             np.testing.assert_allclose(got, f(x, y), rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_refuse_arrays_that_they_cannot_count():
+    q = jax.ShapeDtypeStruct((1, 16, 4, 64), jnp.bfloat16)
+    seen = pa.mask_fn(lambda b, h, q, kv, t: t[h, q, kv] != 0, np.ones((1, 1, 1), np.int8))
+    arrays = (((4, 2**15, 2**14), "int32"),)
+    large = dataclasses.replace(seen.program, arrays=arrays)
+    aux = (jax.ShapeDtypeStruct(arrays[0][0], jnp.int32),)
+    with _device.assume("sm90"), pytest.raises(pa.UnsupportedError, match="reads in 32 bits"):
+        attend = lambda q, mask: pa.flash_attention(q, q, q, mask=mask)  # noqa: E731
+        jax.eval_shape(attend, q, pa.MaskFunction(large, aux))
 
 
 def test_kernels_refuse_what_they_do_not_derive():

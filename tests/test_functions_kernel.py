@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import _checks, cases
+from pallas_attn import _checks, _device, cases
 from pallas_attn.kernels.attention import functions
 from tests import budget, subjects
 
@@ -24,6 +24,17 @@ TABLE = DRAW.standard_normal((4, 1200)).astype(np.float32)
 SLOPES = (0.5 ** np.arange(4)).astype(np.float32)
 
 
+BYTES = DRAW.integers(-128, 128, 600).astype(np.int8)
+UNSIGNED = DRAW.integers(0, 2**32, 600).astype(np.uint32)
+HALF = jnp.asarray(DRAW.standard_normal(600), jnp.bfloat16)
+
+
+def narrow(b, h, q, kv, x, y):
+    """Each term in arithmetic that numbers of another type would do otherwise."""
+    captured = jnp.asarray(BYTES)
+    return (x[q] + x[kv] > 0) ^ (y[q] - y[kv] < y[kv]) ^ (captured[q] > captured[kv])
+
+
 def of_keys(q_len, kv_len):
     middle = q_len
     return {
@@ -33,6 +44,7 @@ def of_keys(q_len, kv_len):
         "blocks": pa.mask_fn(lambda b, h, q, kv: (q // 32 >= kv // 32) & ((q + kv) % 3 != h % 2)),
         "batch": pa.mask_fn(lambda b, h, q, kv: (kv < 70 * b + 30) | (q - kv > 64)),
         "distant": pa.mask_fn(lambda b, h, q, kv: kv % 16 == q % 16) & ~pa.Mask(3, 3),
+        "narrow": pa.mask_fn(narrow, BYTES, UNSIGNED),
         "nothing": pa.mask_fn(lambda b, h, q, kv: q < -kv - 10),
     }
 
@@ -99,11 +111,25 @@ def subject_of(generation, interpreted):
 
 @pytest.mark.parametrize(
     "generation, mask, score",
-    [("sm90", "documents", "table"), ("sm80", "signs", None), ("sm90", "nothing", None)],
+    [
+        *(("sm90", "documents", "table"), ("sm80", "signs", None)),
+        *(("sm90", "nothing", None), ("sm80", "narrow", None)),
+    ],
 )
 def test_in_the_interpreter(generation, mask, score):
-    facts = {"q_len": 70, "kv_len": 75, "batch": 1} if mask == "nothing" else {}
-    check(subject_of(generation, True), mask, score, gradients=mask != "nothing", **facts)
+    few = mask in ("nothing", "narrow")
+    facts = {"q_len": 70, "kv_len": 75, "batch": 1} if few else {}
+    check(subject_of(generation, True), mask, score, gradients=not few, **facts)
+
+
+@pytest.mark.guards
+def test_arithmetic_of_any_width_lowers():
+    case = cases.AttentionCase(name="narrow", **(SIZES | {"batch": 1}))
+    q, k, v = (case.arguments(0)[name] for name in "qkv")
+    half = pa.mask_fn(lambda b, h, q, kv, z: jnp.exp(z[q]) + jnp.tanh(z[kv]) > z[h], HALF)
+    attend = functools.partial(pa.flash_attention, mask=of_keys(1, 1)["narrow"] & half)
+    with _device.assume("sm90"):
+        jax.jit(attend).trace(q, k, v).lower(lowering_platforms=("cuda",))
 
 
 MASKS = tuple(of_keys(1, 1))

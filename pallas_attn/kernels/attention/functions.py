@@ -27,9 +27,11 @@ from pallas_attn import _program
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn._program import Operation
 from pallas_attn.kernels.attention import softmax
-from pallas_attn.kernels.attention.plan import Span
+from pallas_attn.kernels.attention.plan import DYNAMIC, Span
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.gather import gather
+
+OPERATIONS = _program.OPERATIONS | {"tanh": softmax.tanh}
 
 
 class Value(NamedTuple):
@@ -60,6 +62,8 @@ class Registers:
         """A value over more axes of the tile."""
         shape = tuple(self.shape[axis] for axis in axes)
         if not isinstance(value, Value):  # a constant
+            if _program.is_narrow(value.dtype):
+                value = value.astype(_held_in(value.dtype))
             return jnp.full(shape, value, value.dtype) if axes else jnp.asarray(value)
         if value.axes == axes:
             return value.x
@@ -69,9 +73,7 @@ class Registers:
         found = {axis for x in operands if isinstance(x, Value) for axis in x.axes}
         axes = tuple(sorted(found))
         given = [self.spread(x, axes) for x in operands]
-        if operation.name == "tanh":
-            return Value(softmax.tanh(given[0]), axes)
-        return Value(_program.compute(operation, given), axes)
+        return Value(_program.compute(operation, given, OPERATIONS), axes)
 
     def read(self, ref: Any, kind: Any, indices: Sequence[Any]) -> Value:
         """`ref` is the array, flat, of 32 bits."""
@@ -88,7 +90,16 @@ class Registers:
         if len(flat.axes) == 1:
             layout = layout.reduce(1 - flat.axes[0])
         found = gather(ref, flat.x, layout) if flat.axes else ref[flat.x]
-        return Value(found != 0 if dtype == "bool" else found, flat.axes)
+        if dtype == "bool":
+            found = found != 0
+        elif jnp.dtype(dtype).itemsize in (2, 4):  # 8 bits are only compared, 64 not for kernels
+            found = found.astype(dtype)
+        return Value(found, flat.axes)
+
+
+def _held_in(dtype: Any) -> Any:
+    """The type of 32 bits that kernels hold numbers of an array in."""
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
 
 def _numbers(registers: Registers, place: Any) -> tuple[Value, ...]:
@@ -119,17 +130,16 @@ def score(problem: AttentionProblem, refs: Any, place: Any, s: Any) -> tuple[Any
         derivative = _program.derivative(program)
         aux = _program.derivative_arrays(program, refs.score_aux)
         found = _program.evaluate(derivative, numbers, aux, registers)
-        slope = registers.spread(found, (0, 1))
+        slope = registers.spread(found, (0, 1)).astype(jnp.float32)
     found = _program.evaluate(program, numbers, refs.score_aux, registers)
-    return registers.spread(found, (0, 1)), slope
+    return registers.spread(found, (0, 1)).astype(jnp.float32), slope
 
 
 def operands(inputs: AttentionInputs) -> dict[str, Any]:
     """The arrays that functions read, as kernels want them: flat, of 32 bits."""
 
     def flat(x):
-        kind = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32
-        return x.astype(kind).reshape(-1)
+        return x.astype(_held_in(x.dtype)).reshape(-1)
 
     return {
         "mask_aux": tuple(map(flat, inputs.mask_aux)),
@@ -165,7 +175,6 @@ class Listed(NamedTuple):
 
 
 MOST_READ = 2**22  # numbers that `_Once` keeps
-DYNAMIC = {"q_offset", "q_lengths", "kv_lengths", "mask_array"}
 
 
 def tiles(

@@ -353,6 +353,13 @@ def limit(problem: AttentionProblem) -> Limit | None:
         return refused
     if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
         return Limit("it counts query rows of all heads in 32 bits", "split the batch")
+    programs = filter(None, (problem.mask_program, problem.score_program))
+    read = [shape for program in programs for shape, _ in program.arrays]
+    if any(math.prod(shape) >= 2**31 for shape in read):
+        return Limit(
+            "it counts numbers of an array that a function reads in 32 bits",
+            "give each batch row or head a call of its own, or compute more of it in the function",
+        )
     return None
 
 
