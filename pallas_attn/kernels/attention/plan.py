@@ -363,6 +363,18 @@ def limit(problem: AttentionProblem) -> Limit | None:
     return None
 
 
+def has_no_scores(problem: AttentionProblem) -> bool:
+    """Whether there is nothing to launch."""
+    return 0 in (problem.batch, problem.q_len, problem.kv_len, problem.q_heads)
+
+
+def of_no_scores(problem: AttentionProblem) -> tuple[Any, Any]:
+    """out and lse of rows that see no key."""
+    heads, rows = problem.q_heads, problem.q_len
+    out = jnp.zeros((problem.batch, rows, heads, problem.v_head_dim), problem.dtype)
+    return out, jnp.full((problem.batch, heads, rows), -jnp.inf, jnp.float32)
+
+
 class Context(NamedTuple):
     """What every function of a kernel is given, as `ctx`."""
 

@@ -31,6 +31,7 @@ from pallas_attn._problem import DecodeInputs, DecodeProblem, bounds_of
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, softmax
 from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import dequant, mma_rowmajor
 from pallas_attn.kernels.mma.mma_rowmajor import Heads, Split
 from pallas_attn.masks import SIDES, Mask
@@ -380,6 +381,17 @@ def size_limit(problem: DecodeProblem) -> Limit | None:
 def smem_bytes(scratch: Any) -> int:
     """Shared memory of a block with these buffers."""
     return RESERVED + mosaic.bytes_of(scratch)
+
+
+def check_config(config: Any, **wants: tuple[bool, str]) -> None:
+    """What every decode kernel wants of its Config, and what one wants beside."""
+    check(
+        config,
+        stages=(config.stages >= config.fewest_stages, f"at least {config.fewest_stages}"),
+        grid=(config.grid >= 1, "at least 1"),
+        split_tiles=(config.split_tiles >= 1, "at least 1"),
+        **wants,
+    )
 
 
 def has_no_rows(problem: DecodeProblem) -> bool:

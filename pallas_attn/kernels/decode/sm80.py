@@ -13,8 +13,8 @@ from pallas_attn import _gpus
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention.sm80_common import fits
+from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode import sm90 as decode_sm90
-from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import mma_rowmajor
 
 
@@ -39,12 +39,9 @@ class Config:
     fewest_stages, bulk, many_heads, head_overhead, heads_at_once = 1, False, False, 0, 1
 
     def __post_init__(self):
-        check(
+        scheduler.check_config(
             self,
             tile=(self.tile in (32, 64, 128, 256), "32, 64, 128 or 256"),
-            stages=(self.stages >= self.fewest_stages, f"at least {self.fewest_stages}"),
-            grid=(self.grid >= 1, "at least 1"),
-            split_tiles=(self.split_tiles >= 1, "at least 1"),
             q_rows=(self.q_rows in (4, 8, 16, 32, 64), "4, 8, 16, 32 or 64"),
         )
 

@@ -39,7 +39,6 @@ from pallas_attn.kernels.decode.mainloop import Queries, State, TileAt
 from pallas_attn.kernels.decode.producer import Phase, Position, Refs, Smem
 from pallas_attn.kernels.decode.scheduler import Plan, Share, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync, mma_tf32
 
 Array = Any
@@ -78,12 +77,9 @@ class Config:
     q_rows = 4 * mma_rowmajor.ROWS  # that a block takes at once, at most
 
     def __post_init__(self):
-        check(
+        scheduler.check_config(
             self,
             tile=(self.tile in (32, 64, 128, 256), "32, 64, 128 or 256"),
-            stages=(self.stages >= self.fewest_stages, f"at least {self.fewest_stages}"),
-            grid=(self.grid >= 1, "at least 1"),
-            split_tiles=(self.split_tiles >= 1, "at least 1"),
             heads_at_once=(self.heads_at_once in (1, 2, 4), "1, 2 or 4"),
             head_overhead=(
                 self.head_overhead % scheduler.FINE_UNIT == 0 <= self.head_overhead,

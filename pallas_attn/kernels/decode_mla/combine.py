@@ -166,3 +166,12 @@ def added(
         return tuple(a + b for a, b in zip(accs, weighed(partials.place(p)), strict=True))
 
     return lax.fori_loop(0, partials.count, plus, tuple(accs))
+
+
+def of_sequences(plan: Plan, out: Any, lse: Any) -> tuple[Any, Any]:
+    """[M, t, N, Hv] and [M, N, t] of what lies sequence by sequence, with rows to spare in each."""
+    problem = plan.problem
+    shape = (problem.sequences, problem.q_len, problem.q_heads)
+    out = out.reshape(problem.sequences, -1, problem.v_head_dim)[:, : plan.rows]
+    lse = lse.reshape(problem.sequences, -1)[:, : plan.rows].reshape(shape).swapaxes(1, 2)
+    return out.reshape(*shape, -1), lse

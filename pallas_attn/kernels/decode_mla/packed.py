@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
+from pallas_attn.kernels.decode import combine, scheduler
 
 Array = Any
 
@@ -53,7 +54,13 @@ def run(
     inputs: DecodeInputs,
     problem: DecodeProblem,
 ) -> tuple[Array, Array]:
-    """out [tokens, N, Hv] and lse [N, tokens] by as many launches as it takes."""
+    """out and lse of a call by `launch`, which takes sequences: [M, t, N, Hv] and [M, N, t]; packed
+    rows by as many launches as it takes, [tokens, N, Hv] and [N, tokens].
+    """
+    if scheduler.has_no_rows(problem):
+        return combine.of_no_rows(inputs, problem)
+    if not problem.packed:
+        return launch(inputs, problem)
     one, outs, lses = of_rows(problem), [], []
     own = _sequences_of_rows(inputs, problem)
     for first in range(0, problem.tokens or 0, one.sequences):

@@ -35,7 +35,6 @@ from pallas_attn.kernels.decode.producer import Memory, Position, Refs
 from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, WorkTile
 from pallas_attn.kernels.decode_mla import packed
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
-from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.threads import Word
 from pallas_attn.kernels.mma import mma_2x2, mma_sync
 
@@ -64,12 +63,9 @@ class Config:
     head_overhead, load_first, heads_at_once = 0, False, 1
 
     def __post_init__(self):
-        check(
+        scheduler.check_config(
             self,
             tile=(self.tile in (32, 64), "32 or 64 of V within K"),
-            stages=(self.stages >= self.fewest_stages, f"at least {self.fewest_stages}"),
-            grid=(self.grid >= 1, "at least 1"),
-            split_tiles=(self.split_tiles >= 1, "at least 1"),
         )
 
     @classmethod
@@ -374,11 +370,11 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N, Hv]
     and [N, tokens].
     """
-    if scheduler.has_no_rows(problem):
-        return combine.of_no_rows(inputs, problem)
-    if problem.packed:
-        return packed.run(lambda inputs, one: run(inputs, one, config), inputs, problem)
-    return _launch(inputs, combine.counters(LatentPlan(problem, config)), problem, config)
+
+    def launch(inputs, one):
+        return _launch(inputs, combine.counters(LatentPlan(one, config)), one, config)
+
+    return packed.run(launch, inputs, problem)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))

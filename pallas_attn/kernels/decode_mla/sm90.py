@@ -53,7 +53,6 @@ from pallas_attn.kernels.decode_mla.combine import base_of
 from pallas_attn.kernels.decode_mla.plan import P_SLOTS, V_WARPGROUPS, LatentPlan, member_of
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, Refs, each_thread
 from pallas_attn.kernels.lang import mosaic, warp_vote
-from pallas_attn.kernels.lang.config import check
 
 Array = Any
 Ref = Any
@@ -77,12 +76,7 @@ class Config:
     head_overhead, load_first, heads_at_once = 0, False, 1
 
     def __post_init__(self):
-        check(
-            self,
-            stages=(self.stages >= self.fewest_stages, f"at least {self.fewest_stages}"),
-            grid=(self.grid >= 1, "at least 1"),
-            split_tiles=(self.split_tiles >= 1, "at least 1"),
-        )
+        scheduler.check_config(self)
 
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
@@ -618,12 +612,12 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N, Hv]
     and [N, tokens].
     """
-    if scheduler.has_no_rows(problem):
-        return combine.of_no_rows(inputs, problem)
-    if problem.packed:
-        return packed.run(lambda inputs, one: run(inputs, one, config), inputs, problem)
-    launch = sm90_few_rows.launch if _few(problem) else _launch
-    return launch(inputs, combine.counters(_plan_of(problem, config)), problem, config)
+
+    def launch(inputs, one):
+        call = sm90_few_rows.launch if _few(one) else _launch
+        return call(inputs, combine.counters(_plan_of(one, config)), one, config)
+
+    return packed.run(launch, inputs, problem)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
@@ -656,7 +650,4 @@ def _launch(
         kernel_name="decode_latent_sm90",
     )
     out, lse, _ = kernel(refs, (counters, sinks))
-    shape = (problem.sequences, problem.q_len, problem.q_heads)
-    out = out.reshape(problem.sequences, plan.chunks * ROWS, -1)[:, : plan.rows]
-    lse = lse.reshape(problem.sequences, -1)[:, : plan.rows].reshape(shape).swapaxes(1, 2)
-    return out.reshape(*shape, -1), lse
+    return mla_combine.of_sequences(plan, out, lse)

@@ -428,7 +428,4 @@ def launch(
         kernel_name="decode_latent_few_sm90",
     )
     out, lse, _ = kernel(refs, (counters, sinks))
-    shape = (problem.sequences, problem.q_len, problem.q_heads)
-    out = out.reshape(problem.sequences, rows, -1)[:, : plan.rows]
-    lse = lse[:, : plan.rows].reshape(shape).swapaxes(1, 2)
-    return out.reshape(*shape, -1), lse
+    return mla_combine.of_sequences(plan, out, lse)

@@ -52,7 +52,7 @@ from pallas_attn.kernels.attention import (
     softmax,
     tma_operands,
 )
-from pallas_attn.kernels.attention.plan import Context, Span
+from pallas_attn.kernels.attention.plan import Context, Span, has_no_scores, of_no_scores
 from pallas_attn.kernels.attention.plan import limit as limit
 from pallas_attn.kernels.attention.score_mod import Refs, Rows, Tile
 from pallas_attn.kernels.attention.sm80_common import (
@@ -550,12 +550,11 @@ def _span(plan: WholePlan, refs: Refs, tile: Tile) -> Span:
 def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> tuple[Any, Any]:
     """out [B, T, N, Hv] in q's dtype, log-sum-exp float32 [B, N, T]."""
     batch, q_len = problem.batch, problem.q_len
-    out_shape = (batch, q_len, problem.q_heads, problem.v_head_dim)
-    if 0 in (batch, q_len, problem.kv_len, problem.q_heads):
-        lse = jnp.full((batch, problem.q_heads, q_len), -jnp.inf, jnp.float32)
-        return jnp.zeros(out_shape, problem.dtype), lse
+    if has_no_scores(problem):
+        return of_no_scores(problem)
     plan = WholePlan(problem, config)
     refs = _operands(plan, inputs)
+    out_shape = (batch, q_len, problem.q_heads, problem.v_head_dim)
     in_chunks = (batch, q_len, problem.q_heads * plan.v_chunks, config.columns)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),

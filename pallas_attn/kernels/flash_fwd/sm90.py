@@ -58,7 +58,14 @@ from jax import lax
 from pallas_attn import _gpus
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import functions, score_mod, softmax, tma_operands
-from pallas_attn.kernels.attention.plan import ROWS, Context, Plan, kv_batch
+from pallas_attn.kernels.attention.plan import (
+    ROWS,
+    Context,
+    Plan,
+    has_no_scores,
+    kv_batch,
+    of_no_scores,
+)
 from pallas_attn.kernels.attention.plan import limit as limit
 from pallas_attn.kernels.attention.score_mod import Refs, Rows, Tile
 from pallas_attn.kernels.flash_fwd import segments, tile_scheduler
@@ -717,10 +724,8 @@ def _kernel(refs: Refs, out: Any, lse: Any, smem: Smem, *, plan: Plan) -> None:
 def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> tuple[Any, Any]:
     """out [B, T, N, Hv] in q's dtype, log-sum-exp float32 [B, N, T]."""
     batch, q_len = problem.batch, problem.q_len
-    out_shape = (batch, q_len, problem.q_heads, problem.v_head_dim)
-    if 0 in (batch, q_len, problem.kv_len, problem.q_heads):
-        lse = jnp.full((batch, problem.q_heads, q_len), -jnp.inf, jnp.float32)
-        return jnp.zeros(out_shape, problem.dtype), lse
+    if has_no_scores(problem):
+        return of_no_scores(problem)
     plan = Plan(problem, config)
     refs = _operands(plan, inputs)
     width = plan.v_width if problem.dtype == "float32" else problem.v_head_dim
