@@ -416,7 +416,9 @@ def test_two_processes():
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     root = pathlib.Path(pa.__file__).parent.parent
-    environment = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": ""}
+    # As conftest.py has it, but for the number of devices: what runs once is not optimised.
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    environment = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": flags}
     command = [sys.executable, "-c", _PROCESS, address]
     running = [
         subprocess.Popen(

@@ -104,6 +104,7 @@ def imports(path):
     return found
 
 
+@functools.cache
 def _module(name):
     """The longest front of a dotted name that is a module: masks.CAUSAL -> masks."""
     parts = name.split(".")
