@@ -200,14 +200,17 @@ def test_rows_written_without_extend_show(rng, subject, kind):
     """Inside jit, where no error can: NaN, in the sequences that extend has not reached."""
     q, k, v = rows(rng, 3, 2, subject.dtype)
 
-    def write_and_decode(cache, *, implementation):
-        cache = pa.write_kv(cache, k, v, implementation=implementation)
-        return pa.decode_attention_with_lse(q, cache, implementation=implementation)
+    @jax.jit
+    def write_and_decode(cache):
+        cache = pa.write_kv(cache, k, v, implementation=subject.implementation)
+        return pa.decode_attention_with_lse(q, cache, implementation=subject.implementation)
 
     fresh = empty(kind, 3, subject.dtype)
     emptied = fresh.extend(jnp.asarray([2, 0, 2], jnp.int32)).reset(2)
-    for cache, reached in ((fresh, [False] * 3), (emptied, [True, True, False])):
-        for x in subject.call(write_and_decode, cache):
+    with subject.active():
+        found = jax.block_until_ready([write_and_decode(cache) for cache in (fresh, emptied)])
+    for of_cache, reached in zip(found, ([False] * 3, [True, True, False]), strict=True):
+        for x in of_cache:
             x = np.asarray(x, np.float32)
             lost = np.isnan(x).all(axis=tuple(range(1, x.ndim)))
             np.testing.assert_array_equal(lost, np.logical_not(reached))
