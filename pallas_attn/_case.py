@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._case_functions import Positions, made
 from pallas_attn.masks import CAUSAL, FULL, SIDES, Mask
 
 SMALL = 2**23  # score elements under which a quadratic oracle takes well under a second on a CPU
@@ -51,6 +52,8 @@ class AttentionCase:
     magnitude: float = 1.0  # of q: large ones make the softmax saturate
     deterministic: bool = False
     packed: bool = False  # ours is called with packed rows and q_starts, not with segment ids
+    function: tuple[str, int] | None = None  # of `_case_functions`, in place of the mask
+    both: bool = False  # op "mask": forward and backward
     mask_at_run_time: bool = False  # whether the mask's bounds are handed over as arrays
     labels: tuple[str, ...] = ()
 
@@ -125,11 +128,30 @@ class AttentionCase:
                     arrays[name] = _poison(arrays[name], live, axis, by)
         if self.sinks:
             arrays["sinks"] = _normal(seed, "float32", "sinks", (self.q_heads,))
+        if self.function is not None:
+            arrays["aux"] = tuple(map(jnp.asarray, self.positions().aux))
         if self.mask_at_run_time:
             bounds = {side: getattr(self.mask, side) for side in SIDES}
             bounds = {side: jnp.int32(x) for side, x in bounds.items() if x is not None}
             arrays["mask"] = self.mask.filled(**bounds)
         return arrays
+
+    def positions(self) -> Positions:
+        """What its function is."""
+        assert self.function is not None
+        return made(*self.function, (self.batch, self.q_heads, self.q_len, self.kv_len))
+
+    def written_out(self) -> dict[str, jax.Array]:
+        """The function as arrays of all positions: the mask, and what is added to scores."""
+        function, aux = self.positions(), self.arrays()["aux"]
+        sizes = (self.batch, self.q_heads, self.q_len, self.kv_len)
+        at = [jnp.asarray(x, jnp.int32) for x in np.ogrid[tuple(map(slice, sizes))]]
+        arrays = {"mask_array": function.mask(*at, *aux)}
+        if function.score is not None:
+            with jax.numpy_dtype_promotion("standard"):
+                arrays["bias"] = function.score(jnp.zeros((1,) * 4), *at, *aux)
+        shape = (self.q_len, self.kv_len)
+        return {name: jnp.broadcast_to(x, (*x.shape[:2], *shape)) for name, x in arrays.items()}
 
     def arguments(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:
         """Everything: `flash_attention(**case.arguments(seed))`."""
@@ -157,9 +179,22 @@ class AttentionCase:
 
     def visible_pairs(self) -> int:
         """(query, key) pairs that mask, lengths and segments leave to one head, over the batch."""
+        if self.function is not None:
+            return self._pairs_of_function()
         if self.mask == CAUSAL and self.q_len == self.kv_len and not self._trimmed():
             return self.batch * self.q_len * self.kv_len // 2
         return sum(self._row_pairs(row) for row in range(self.batch))
+
+    def _pairs_of_function(self) -> int:
+        function, pairs = self.positions(), 0
+        keys = np.arange(self.kv_len, dtype=np.int32)[None, None]
+        rows = np.arange(self.batch, dtype=np.int32)[:, None, None]
+        for start in range(0, self.q_len, 1024):
+            slab = np.arange(start, min(start + 1024, self.q_len), dtype=np.int32)[None, :, None]
+            seen = np.asarray(function.mask(rows, 0, slab, keys, *function.aux))
+            seen = np.broadcast_to(seen, (seen.shape[0], slab.size, self.kv_len))
+            pairs += int(seen.sum()) * (self.batch // seen.shape[0])
+        return pairs
 
     def _trimmed(self) -> bool:
         return any((self.q_lengths, self.kv_lengths, self.segments is not None, self.q_offset != 0))

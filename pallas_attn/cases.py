@@ -142,6 +142,46 @@ def _large_attention() -> list[AttentionCase]:
     ]
 
 
+def _functions() -> list[AttentionCase]:
+    """Masks and scores as functions: those that an option says too, and those that none says."""
+    heads = {64: 32, 128: 16, 256: 8}
+    named = [(name, dim) for dim in heads for name in (("causal", 0), ("window", 1024))]
+    named += [
+        (name, 128)
+        for name in (
+            ("full", 0),
+            ("documents", 1000),
+            ("prefix", 1024),
+            ("block_diffusion", 32),
+            ("dilated", 4),
+            ("alibi", 0),
+            ("random_blocks", 128),
+        )
+    ]
+    rows = []
+    for both in (False, True):
+        how: dict[str, Any] = {"both": both}
+        tail = "_both" if both else ""
+        rows += [
+            _attention(
+                f"mask_h{dim}_{name}{n or ''}{tail}",
+                (2, 8192),
+                (heads[dim],) * 2,
+                dim,
+                "grid",
+                function=(name, n),
+                **how,
+            )
+            for (name, n), dim in named
+        ]
+        # That of jax-ml/jax#35114.
+        causal: Any = {"function": ("causal", 0), **how}
+        rows.append(
+            _attention(f"mask_h128_causal_t4096{tail}", (1, 4096), (16, 16), 128, "grid", **causal)
+        )
+    return rows
+
+
 def _edge_attention() -> list[AttentionCase]:
     """Small and awkward: both sides of a tile's edge, empty rows, every argument alone."""
     lengths = (0, 1, 63, 64, 65, 127, 128, 129)
@@ -447,8 +487,14 @@ ATTENTION: tuple[AttentionCase, ...] = (*_large_attention(), *_edge_attention())
 DECODE: tuple[DecodeCase, ...] = tuple(_decode())
 PREFILL: tuple[DecodeCase, ...] = (*_prefill(), *_mixtures())
 APPEND: tuple[AppendCase, ...] = tuple(_append())
-# Of the operations over caches; those of attention draw from ATTENTION.
-LISTS: dict[str, tuple[Case, ...]] = {"decode": DECODE, "prefill": PREFILL, "append": APPEND}
+MASK: tuple[AttentionCase, ...] = tuple(_functions())
+# Those of attention draw from ATTENTION.
+LISTS: dict[str, tuple[Case, ...]] = {
+    "decode": DECODE,
+    "prefill": PREFILL,
+    "append": APPEND,
+    "mask": MASK,
+}
 
 
 def select(cases: Iterable[Case], wanted: str) -> tuple[Any, ...]:

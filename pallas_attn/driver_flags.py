@@ -30,7 +30,7 @@ DEMO = (
     "--seed=1",
     "--check",
 )
-OPS = ("forward", "backward", "backward_alone", "decode", "prefill", "append", "context")
+OPS = ("forward", "backward", "backward_alone", "decode", "prefill", "append", "mask", "context")
 DECODE, TRAIN, PARITY, BENCH = TASKS = ("decode", "train", "parity", "bench")
 
 

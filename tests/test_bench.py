@@ -174,6 +174,39 @@ def test_prefill_over_several_caches_meets_attention_without_one(tmp_path):
     assert dense["tflops"] == round(4 * 64 * pairs / 0.5e-3 / 1e12, 4)
 
 
+# Each function once, and the backward of one that is a score.
+FUNCTIONS = [x for x in known.MASK if x.head_dim == 128 and x.kv_len == 8192]
+FUNCTIONS = [x for x in FUNCTIONS if x.both == (x.function[0] == "alibi")]
+
+
+@pytest.mark.parametrize("case", FUNCTIONS, ids=lambda x: x.name)
+def test_functions_are_checked_beside_the_options_that_say_the_same(case, tmp_path, monkeypatch):
+    name, n = case.function
+    little = dataclasses.replace(
+        case, q_len=96, kv_len=96, q_heads=4, kv_heads=2, head_dim=32, v_head_dim=32,
+        dtype="float32", function=(name, min(n, 20)),
+    )  # fmt: skip
+    monkeypatch.setitem(LITTLE, case.name, little)
+    status, written, lines, _ = bench("mask", [case.name], tmp_path, Options(turns=1))
+    assert status == 0, lines
+    found = [row for row in written if row["op"] == "mask"]
+    beside = ["built_in"] if name in ("full", "causal", "window", "documents") else []
+    assert [row["impl"] for row in found] == ["pallas_attn/reference", *beside]
+    pairs = int(little.written_out()["mask_array"].sum()) * (1 if name == "documents" else 2)
+    assert little.visible_pairs() == pairs
+    assert any("torch" in line for line in lines)  # flex is not there, and said
+
+
+def test_a_function_that_hides_another_key_is_wrong(tmp_path, monkeypatch):
+    right = pallas_attn.mask_fn
+    wrong = lambda f, *aux: right(lambda b, h, q, kv, *x: f(b, h, q, kv + 1, *x), *aux)  # noqa: E731
+    monkeypatch.setattr(pallas_attn, "mask_fn", wrong)
+    case = dataclasses.replace(known.MASK[0], q_len=40, kv_len=40, q_heads=2, kv_heads=2)
+    monkeypatch.setitem(LITTLE, case.name, case)
+    status, _, lines, _ = bench("mask", [case.name], tmp_path, Options(turns=1, peers="none"))
+    assert status == 1 and any("wrong, not timed" in line for line in lines)
+
+
 def little_mixture(name, kind="paged"):
     """A case of cases.py with its rows and lengths in a small cache."""
     case = next(x for x in known.PREFILL if x.name == name)
@@ -603,7 +636,7 @@ def test_a_tag_that_nothing_has_lists_those_that_are():
 
 
 def test_names_are_unique():
-    everything = known.ATTENTION + known.DECODE + known.PREFILL + known.APPEND
+    everything = known.ATTENTION + known.DECODE + known.PREFILL + known.APPEND + known.MASK
     assert len({case.name for case in everything}) == len(everything)
 
 

@@ -30,6 +30,8 @@ def judge_of(call: peers.Call) -> Judge:
             padded = (case.sequences, max(case.rows), *q.shape[1:])
             q, place["q_lengths"] = jnp.zeros(padded, q.dtype).at[packed].set(q), each
         arrays = {"q": q, "k": k, "v": v, "sinks": arrays.get("sinks"), **place}
+    elif case.function is not None:
+        arrays = {name: x for name, x in arrays.items() if name != "aux"} | case.written_out()
     elif "q_offset" in options:
         arrays = arrays | {"q_offset": options["q_offset"]}
     oracle, naive = verify.expected(arrays, options, call.cotangent)

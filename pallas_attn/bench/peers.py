@@ -152,7 +152,7 @@ def _mgpu_function(
 
 
 def _torch(name: str, backend: str, call: Call) -> list[Subject]:
-    torch = _torch_on_gpu()
+    _torch_on_gpu()
     from torch.nn import functional
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -162,33 +162,74 @@ def _torch(name: str, backend: str, call: Call) -> list[Subject]:
         raise Unavailable("float32 is for torch_efficient and torch_math, and nothing else is")
     if case.mask != CAUSAL and not case.mask.is_full or case.q_len != case.kv_len:
         raise Unavailable("no such mask")
-    q, k, v = (
-        torch.from_dlpack(call.arrays[name]).transpose(1, 2).detach() for name in ("q", "k", "v")
-    )
     options = {"is_causal": case.mask == CAUSAL, "scale": case.scale}
     if case.q_heads != case.kv_heads:
         options["enable_gqa"] = True
-    backward = call.op != "forward"
-    do = torch.from_dlpack(call.cotangent).transpose(1, 2) if backward else None
-    for x in (q, k, v):
-        x.requires_grad_(backward)
 
-    def forward():
+    def forward(q, k, v):
         with warnings.catch_warnings(), sdpa_kernel(getattr(SDPBackend, backend)):
             warnings.simplefilter("ignore")  # it says why each of the others was not taken
             return functional.scaled_dot_product_attention(q, k, v, **options)
 
-    kept = forward() if call.op == "backward" else None
+    return [_torch_subject(name, forward, call)]
+
+
+def _torch_subject(name: str, function: Callable[..., Any], call: Call) -> Subject:
+    """Attention of torch's, of q, k and v [B, N, T, H], and its gradient."""
+    import torch
+
+    q, k, v = (
+        torch.from_dlpack(call.arrays[name]).transpose(1, 2).detach() for name in ("q", "k", "v")
+    )
+    backward = call.op != "forward"
+    do = torch.from_dlpack(call.cotangent).transpose(1, 2) if backward else None
+    for x in (q, k, v):
+        x.requires_grad_(backward)
+    kept = function(q, k, v) if call.op == "backward" else None
 
     def launch():
-        out = forward() if kept is None else kept
+        out = function(q, k, v) if kept is None else kept
         if not backward:
             return (out,)
         keep = kept is not None
         return (out, *torch.autograd.grad(out, (q, k, v), do, retain_graph=keep))
 
     outputs = functools.partial(_of_torch, lambda x: x.transpose(1, 2))
-    return [Subject(name, launch, outputs, _torch_done)]
+    return Subject(name, launch, outputs, _torch_done)
+
+
+def flex(call: Call) -> list[Subject]:
+    """torch's FlexAttention, compiled; the blocks that are live are found before it is timed."""
+    torch, case = _torch_on_gpu(), call.case
+    from torch.nn.attention import flex_attention as module
+
+    if case.dtype == "float32":
+        raise Unavailable("no float32")
+    torch._dynamo.config.recompile_limit = 512  # a program for every case
+    given = case.positions()
+    aux = [torch.from_numpy(x).cuda() for x in given.aux]
+    mask = lambda b, h, q, kv: given.mask(b, h, q, kv, *aux)  # noqa: E731
+    sizes = case.batch, None, case.q_len, case.kv_len
+    options: dict[str, Any] = {"block_mask": module.create_block_mask(mask, *sizes, device="cuda")}
+    options |= {"scale": case.scale, "enable_gqa": case.q_heads != case.kv_heads}
+    if given.score is not None:
+        score = given.score
+        options["score_mod"] = lambda s, b, h, q, kv: score(s, b, h, q, kv, *aux)
+    compiled = torch.compile(module.flex_attention, dynamic=False)
+    return [_torch_subject("flex", lambda q, k, v: compiled(q, k, v, **options), call)]
+
+
+def built_in(call: Call) -> list[Subject]:
+    """Ours with the options that say what the function says."""
+    options = dict(call.case.positions().built_in or {})
+    if not options:
+        raise Unavailable("no option says the same")
+    case = dataclasses.replace(call.case, function=None, mask=options.pop("mask"))
+    arrays = {name: x for name, x in call.arrays.items() if name != "aux"}
+    if options:
+        arrays["segment_ids"] = tuple(map(jnp.asarray, options["segment_ids"]))
+    launch = subjects.attention(case, arrays, call.cotangent, call.op, None)
+    return [Subject("built_in", launch)]
 
 
 def release() -> None:
@@ -511,4 +552,5 @@ PEERS: dict[str, dict[str, Peer]] = {
         "xla": functools.partial(_over_dense, _xla_masked),
     },
     "append": {"xla": xla_append},
+    "mask": {"built_in": built_in, "flex": flex},
 }

@@ -5,12 +5,14 @@ from collections.abc import Iterable, Sequence
 
 from pallas_attn.bench.rows import Row, is_ours, rate
 
-OPS = ("forward", "forward+backward", "backward", "decode", "prefill", "decode_loop", "append")
+OPS: tuple[str, ...] = ("forward", "forward+backward", "backward", "mask")
+OPS += ("decode", "prefill", "decode_loop", "append")
 PORTABLE = ", by the kernels for every GPU from Ampere on"  # of an op, where those of sm80 ran
 TITLES = {
     "forward": "Forward, TFLOP/s",
     "forward+backward": "Forward and backward together, TFLOP/s",
     "backward": "Backward alone, TFLOP/s",
+    "mask": "Masks and scores as functions, TFLOP/s of what is visible",
     "decode": "Decode, TB/s of live K and V",
     "prefill": "Prefill over a cache, TFLOP/s",
     "decode_loop": "A decode step of a whole model, TB/s of weights and live K and V (wall time)",

@@ -74,6 +74,8 @@ def work(case: Any, op: str) -> tuple[str, float]:
     """("tflops" or "tbps", what a case costs in 10**12 of it)."""
     if op == "prefill":
         case, op = case.dense(), "forward"
+    if op == "mask":
+        op = "forward+backward" if case.both else "forward"
     if isinstance(case, AttentionCase):
         factor = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}[op]
         return "tflops", factor * case.flops() / 1e12

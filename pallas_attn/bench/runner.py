@@ -31,6 +31,7 @@ OPS = {
     "decode": "decode",
     "prefill": "prefill",
     "append": "append",
+    "mask": "mask",
 }
 OVER_CACHES = ("decode", "prefill")  # one problem over caches of several kinds, in one group
 
@@ -205,9 +206,10 @@ def measure(bench: Bench, groups: Sequence[list[Any]]) -> Iterator[tuple[str, An
 def _begun(bench: Bench, cases: Sequence[Any]) -> Group:
     try:
         arrays = cases[0].arrays(bench.options.seed)
-        backward = bench.op in ("backward", "forward+backward")
+        op = subjects.measure_of(bench.op, cases[0])
+        backward = op in ("backward", "forward+backward")
         cotangent = cases[0].cotangent(bench.options.seed) if backward else None
-        calls = [peers.Call(case, arrays, cotangent, bench.op) for case in cases]
+        calls = [peers.Call(case, arrays, cotangent, op) for case in cases]
     except Exception as error:
         return Group([peers.Call(case, {}, None, bench.op) for case in cases], error)
     try:
@@ -389,7 +391,7 @@ def ours(bench: Bench, call: peers.Call) -> Subject:
     elif isinstance(case, AppendCase):
         launch = subjects.Append(case, call.arrays, implementation)
     else:
-        launch = subjects.attention(case, call.arrays, call.cotangent, bench.op, implementation)
+        launch = subjects.attention(case, call.arrays, call.cotangent, call.op, implementation)
     return subjects.as_subject(implementation or generation(), launch)
 
 

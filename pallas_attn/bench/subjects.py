@@ -68,12 +68,26 @@ def attention(
         arrays["q_starts"] = case.q_starts()
 
     def function(q, k, v, rest):
+        if case.function is not None:
+            rest = dict(rest)
+            aux, given = rest.pop("aux"), case.positions()
+            rest["mask"] = pallas_attn.mask_fn(given.mask, *aux)
+            if given.score is not None:
+                rest["score"] = pallas_attn.score_fn(given.score, *aux)
+            return pallas_attn.flash_attention(q, k, v, **static | rest)
         if case.packed:
             q, k, v = (x[0] for x in (q, k, v))
             return pallas_attn.flash_attention(q, k, v, **rest, **static)[None]
         return pallas_attn.flash_attention(q, k, v, **rest, **static)
 
     return attention_launch(function, arrays, cotangent, op)
+
+
+def measure_of(op: str, case: Any) -> str:
+    """The measure of attention that an operation of the benchmark is."""
+    if op != "mask":
+        return op
+    return "forward+backward" if case.both else "forward"
 
 
 def empty_cache(case: DecodeCase | AppendCase) -> Any:
