@@ -15,6 +15,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import Limit, Mask, PagedCache, PerSequenceCache, StackedCache, _device
+from tests import test_cache_rows as rows
 from tests.test_quantized import ERRORS as QUANTIZED
 
 
@@ -301,6 +302,13 @@ CACHES = {
     "capacities: expected a sequence of ints, one capacity a sequence, got 64": (
         lambda: PerSequenceCache.create(64, 2, 8)
     ),
+    "context: expected order 'contiguous' for a cache, whose rows arrive one after the other, got "
+    "'zigzag'": lambda: rows.create("stacked", 8, context=pa.Context("cp", "zigzag")),
+    "capacity: expected a multiple of the 2 devices that rows are split over, got 9": (
+        lambda: rows.local(lambda _: rows.create("stacked", 9, context=rows.CONTEXT).lengths)
+    ),
+    "sequences: expected None for a PerSequenceCache, whose sequences are no axis of an array, got "
+    "'dp'": lambda: rows.create("per_sequence", 8).specs(sequences="dp"),
     "dtype: expected a floating-point or integer dtype, got 'bf16'": (
         lambda: StackedCache.create(2, 6, 2, 8, dtype="bf16")
     ),
