@@ -242,10 +242,10 @@ def scratch(plan: KeyPlan, which: str) -> Smem | sm80_column_stream.Smem:
     """Shared memory of the launch for `which`: "k", "v" or "kv", what it makes gradients of."""
     if plan.config.columns:
         return sm80_column_stream.scratch(plan, plan.config.block_q)
-    parts, block, shared = plan.terms, plan.config.block_q, plan.stand.shares > 1
+    terms, block, shared = plan.terms, plan.config.block_q, plan.stand.shares > 1
 
     def buffer(rows, width):
-        return plgpu.SMEM((rows, mma_sync.pitch(parts * width)), plan.operand_dtype)
+        return plgpu.SMEM((rows, mma_sync.pitch(terms * width)), plan.operand_dtype)
 
     return Smem(
         k=buffer(plan.block_kv, plan.k_width),
@@ -428,21 +428,21 @@ def _step(
 ) -> tuple[Any, ...]:
     """One query tile; `later` are the copies that take the place of this dO."""
     (plan, _, smem), which, stand = block.ctx, block.which, block.stand
-    parts = plan.terms
-    shape = (plan.block_kv, plan.config.block_q, parts)
+    terms = plan.terms
+    shape = (plan.block_kv, plan.config.block_q, terms)
     q = RightOperand(smem.q, rows.q, plan.k_width)
     do = RightOperand(smem.do, rows.do, plan.v_width)
-    before = grads if parts == 3 else {}  # tensor cores, which round towards 0, add up one tile
+    before = grads if terms == 3 else {}  # tensor cores, which round towards 0, add up one tile
     grads = {name: _nothing(block, name) for name in before} or grads
     probabilities, derivative = _scores(block, step, rows)
-    p = mma_sync.parts_of(probabilities, parts, plan.operand_dtype)
+    p = mma_sync.terms_of(probabilities, terms, plan.operand_dtype)
     ds: Any = ()
     if smem.p is not None:
         mma_2x2.store_tile(p, smem.p, stand)
     elif "v" in which:
         grads["v"] = mma_2x2.matmul_add(grads["v"], p, do, stand.down)
     if "k" in which:
-        ds = mma_sync.parts_of(derivative(probabilities), parts, plan.operand_dtype)
+        ds = mma_sync.terms_of(derivative(probabilities), terms, plan.operand_dtype)
     if smem.ds is not None:
         mma_2x2.store_tile(ds, smem.ds, stand)
     if smem.p is not None:
@@ -464,7 +464,7 @@ def _split_step(
     block: Block, i: Any, first: FirstRows, grads: dict[str, Any], later: list[Copy]
 ) -> tuple[Any, ...]:
     """`_step` i where one warpgroup makes P and the other dS: scores of whole tiles take two loads
-    for four matmuls, of halves of a tile three. P is passed on in two parts, good to 2**-16.
+    for four matmuls, of halves of a tile three. P is passed on in two terms, good to 2**-16.
 
     Where dQ is late, one makes its half of the last step's when P is done, the other before dP: so
     tensor cores have work during the exponents.
@@ -498,7 +498,7 @@ def _split_step(
     @pl.when(jnp.logical_not(second))
     def _():
         p, _ = score_mod.probabilities(plan, refs, place, product, numbers, masked)
-        high, low = mma_sync.parts_of(p, 2, plan.operand_dtype)
+        high, low = mma_sync.terms_of(p, 2, plan.operand_dtype)
         mma_2x2.store_tile((high,), smem.p, whole)
         mma_2x2.store_tile((low,), rest, whole)
 
@@ -603,7 +603,7 @@ def _store(block: Block, outs: Any, grads: Sequence[Any]) -> None:
 
 #
 # A block of 4 warps owns 64 keys, which are the left operand of both products of a step, and reads
-# their parts again with every query tile. P^T and dS^T stay in registers. What a tile adds to
+# their terms again with every query tile. P^T and dS^T stay in registers. What a tile adds to
 # a gradient is added up by itself: tensor cores round towards 0.
 
 
@@ -631,7 +631,7 @@ def _column_kernel(refs: Refs, *rest: Any, plan: KeyPlan, which: str) -> None:
     *outs, smem = rest
     work = shared.work_tile(plan, refs, refs.schedule[lax.axis_index("block"), 1])
     stream = _column_stream(Context(plan, refs, smem), work, which)
-    shape, parts = (ROWS, plan.config.block_q), plan.terms
+    shape, terms = (ROWS, plan.config.block_q), plan.terms
     steps = plan.problem.group * work.steps
     stream.begin(step_of(plan, work, jnp.int32(0)))
 
@@ -647,12 +647,12 @@ def _column_kernel(refs: Refs, *rest: Any, plan: KeyPlan, which: str) -> None:
         masked = shared.needs_mask(plan, work, step.t, step.number)
         p, slope = score_mod.probabilities(plan, refs, place, walk.scores(), lse, masked)
         if "v" in which:
-            of_p = mma_sync.parts_of(p, parts, plan.operand_dtype)
+            of_p = mma_sync.terms_of(p, terms, plan.operand_dtype)
             grads["v"] = walk.weigh(grads["v"], of_p)
         if "k" in which:
             ds = p * (walk.scores() - per_column(delta, shape))
             ds = ds if slope is None else ds * slope
-            of_ds = mma_sync.parts_of(ds, parts, plan.operand_dtype)
+            of_ds = mma_sync.terms_of(ds, terms, plan.operand_dtype)
             grads["k"] = walk.weigh(grads["k"], of_ds)
         return tuple(grads[name] for name in which)
 
@@ -742,7 +742,7 @@ def _kernel_of(refs: Refs, *rest: Any, plan: KeyPlan, which: str) -> None:
 
 
 def _operands(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Refs:
-    """What a kernel over kv tiles reads, but for dq. Copied are float32 arrays, into parts; bias
+    """What a kernel over kv tiles reads, but for dq. Copied are float32 arrays, into terms; bias
     and mask_array, transposed; segment ids.
     """
     problem, config, inputs = plan.problem, plan.config, residuals.inputs

@@ -57,10 +57,10 @@ def plan_of(problem: AttentionProblem, config: Any) -> WholePlan:
 def scratch(plan: WholePlan) -> Smem | sm80_column_stream.Smem:
     if plan.config.columns:
         return sm80_column_stream.scratch(plan, plan.config.block_kv)
-    parts, keys = plan.terms, plan.config.stages * plan.config.block_kv
+    terms, keys = plan.terms, plan.config.stages * plan.config.block_kv
 
     def buffer(rows, width):
-        return plgpu.SMEM((rows, mma_sync.pitch(parts * width)), plan.operand_dtype)
+        return plgpu.SMEM((rows, mma_sync.pitch(terms * width)), plan.operand_dtype)
 
     q, do = (buffer(plan.tile_rows, width) for width in (plan.k_width, plan.v_width))
     return Smem(q, do, buffer(keys, plan.k_width), buffer(keys, plan.v_width))
@@ -137,10 +137,10 @@ def _stream(ctx: Context, rows: Rows, with_dq: bool) -> sm80_column_stream.Strea
 
 def _products(plan: WholePlan, smem: Smem, first: Any) -> Any:
     """S of a tile in shared memory, then dP; `first`: the row of shared memory of its first key."""
-    parts, shape = plan.terms, (plan.tile_rows, plan.config.block_kv)
+    terms, shape = plan.terms, (plan.tile_rows, plan.config.block_kv)
     none = jnp.int32(0)
-    yield mma_sync.scores((smem.q, none), (smem.k, first), (*shape, plan.k_width), parts)
-    yield mma_sync.scores((smem.do, none), (smem.v, first), (*shape, plan.v_width), parts)
+    yield mma_sync.scores((smem.q, none), (smem.k, first), (*shape, plan.k_width), terms)
+    yield mma_sync.scores((smem.do, none), (smem.v, first), (*shape, plan.v_width), terms)
 
 
 def _ds(ctx: Context, products: Any, rows: Rows, tile: Tile) -> tuple[Any, Any]:
@@ -179,7 +179,7 @@ def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
         tile = Tile(rows.key(t, plan.config.block_kv), masked, *stats)
         ds, slope = _ds(ctx, products, rows, tile)
         ds = ds if slope is None else ds * slope
-        return mma_sync.parts_of(ds, plan.terms, plan.operand_dtype)
+        return mma_sync.terms_of(ds, plan.terms, plan.operand_dtype)
 
     mainloop = _mainloop_by_columns if plan.config.columns else _mainloop
     dq = mainloop(ctx, rows, span, ds_of)

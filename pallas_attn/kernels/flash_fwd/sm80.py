@@ -319,7 +319,7 @@ def _step(ctx: Context, rows: Rows, q: Any, t: Any, masked: bool, state: State) 
     new, (acc, row_sum) = softmax.step_and_rescale(
         given, plan.unit, state.row_max, (state.acc, state.row_sum), empty_ok=empty_ok
     )
-    p = mma_sync.parts_of(new.p, terms, smem.v.dtype)
+    p = mma_sync.terms_of(new.p, terms, smem.v.dtype)
     acc = mma_sync.matmul_add(acc, p, smem.v, slot, plan.v_width)
     return State(acc, row_sum + new.row_sum, new.row_max)
 
@@ -358,7 +358,7 @@ def _step_by_columns(
     empty_ok = masked or plan.adds_to_logits
     new = softmax.step(given, plan.unit, state.row_max, empty_ok=empty_ok)
     acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
-    p = mma_sync.parts_of(new.p, plan.terms, plan.operand_dtype)
+    p = mma_sync.terms_of(new.p, plan.terms, plan.operand_dtype)
     return State(walk.weigh(acc, p), row_sum + new.row_sum, new.row_max)
 
 
@@ -391,7 +391,7 @@ def _step_of_warp_pairs(ctx: Context, rows: Rows, t: Any, masked: bool, state: S
     p = softmax.exponentials(given, plan.unit, base)
     moved = _any_moved(plan, state, row_max)
     grid = mma_2x2.WarpGrid(2, row=first)
-    mma_2x2.store_tile(mma_sync.parts_of(p, terms, smem.v.dtype), smem.p, grid)
+    mma_2x2.store_tile(mma_sync.terms_of(p, terms, smem.v.dtype), smem.p, grid)
     rescale = jnp.exp2(state.row_max - base)
     new = softmax.Step(p, row_max, rescale, mma_2x2.partial_sums(p), moved)
     acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))

@@ -9,9 +9,9 @@ constant, where a swizzle would want a register a column.
 A tile of `64 * m` rows is m blocks of 64, of which each of 4 warps has 16 rows. What a warp loads
 of the right operand serves all m.
 
-A float32 operand is a sum of parts in bfloat16, which lie side by side in its rows: 2 are good to
-2**-16, 3 to 2**-24. `PAIRS` says which parts of both operands meet: the others are smaller than
-what is lost anyway. Tensor cores round towards 0: of 3 parts they add up one tile alone, and of
+A float32 operand is a sum of terms in bfloat16, which lie side by side in its rows: 2 are good to
+2**-16, 3 to 2**-24. `PAIRS` says which terms of both operands meet: the others are smaller than
+what is lost anyway. Tensor cores round towards 0: of 3 terms they add up one tile alone, and of
 scores small products by themselves.
 """
 
@@ -38,7 +38,7 @@ Array = Any
 
 BLOCK = 64  # rows of the 4 warps
 CHUNK = 8  # 16-bit numbers that are copied together
-PAIRS = {  # by number of parts; small products first
+PAIRS = {  # by number of terms; small products first
     1: ((0, 0),),
     2: ((1, 0), (0, 1), (0, 0)),
     3: ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)),
@@ -50,14 +50,14 @@ def pitch(width: int) -> int:
     return CHUNK * (width // CHUNK | 1)
 
 
-def split(x: Array, parts: int, axis: int = -1) -> Array:
-    """float32 -> `parts` bfloat16 arrays side by side, that add up to it. All but the last are cut
+def split(x: Array, terms: int, axis: int = -1) -> Array:
+    """float32 -> `terms` bfloat16 arrays side by side, that add up to it. All but the last are cut
     off, not rounded: XLA drops casts to bfloat16 and back, and nothing overflows.
     """
     pieces = []
-    for n in range(parts):
+    for n in range(terms):
         top = x
-        if n < parts - 1:
+        if n < terms - 1:
             bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
             top = lax.bitcast_convert_type(bits, jnp.float32)
         pieces.append(top.astype(jnp.bfloat16))
@@ -180,11 +180,11 @@ def scores(
     q: tuple[Array, Array],
     k: tuple[Ref, Array],
     sizes: tuple[int, int, int],
-    parts: int,
+    terms: int,
     some: tuple[Array | None, int, int] | None = None,
 ) -> Array:
     """q @ K^T, [rows, keys]: of (rows, the first of them), in shared memory; q may be in registers
-    (`load_fragments`). `sizes`: (rows, keys, the width of a part). `some`: (what is to be added to,
+    (`load_fragments`). `sizes`: (rows, keys, the width of a term). `some`: (what is to be added to,
     the first column, the one after the last), where not all columns are taken.
     """
     before, begin, end = some or (None, 0, sizes[2])
@@ -195,17 +195,17 @@ def scores(
     q_step = left_rows.shape[1]
 
     def left(q, base, column):
-        """[part][block] -> 4 words."""
+        """[term][block] -> 4 words."""
         if in_registers:
             words = mma_rowmajor.words_of(q)
             starts = [
-                [(b * parts * width + p * width + column) // 4 for b in range(blocks)]
-                for p in range(parts)
+                [(b * terms * width + p * width + column) // 4 for b in range(blocks)]
+                for p in range(terms)
             ]
             return [[words[start : start + 4] for start in part] for part in starts]
         return [
             [ldmatrix(base, 2 * (b * BLOCK * q_step + p * width + column)) for b in range(blocks)]
-            for p in range(parts)
+            for p in range(terms)
         ]
 
     def code(q, q_first, k, first, *before):
@@ -214,11 +214,11 @@ def scores(
         right = address_of(k, row, lane // 8 % 2, step)
         base = None if in_registers else _left_address(q, q_first, q_step)
         sums = numbers_of(before[0], blocks) if before else nothing(blocks, keys)
-        small = nothing(blocks, keys) if parts == 3 else None
+        small = nothing(blocks, keys) if terms == 3 else None
         for column in range(begin, end, 16):
             a = left(q, base, column)
             for key in range(0, keys, 16):
-                b = [ldmatrix(right, 2 * (key * step + p * width + column)) for p in range(parts)]
+                b = [ldmatrix(right, 2 * (key * step + p * width + column)) for p in range(terms)]
                 multiply(sums, key // 8, a, b, dtype, small)
         if small is not None:
             plus(sums, small, 0)
@@ -227,7 +227,7 @@ def scores(
     def twin(q, q_first, k, first, *before):
         out = np.array(before[0]) if before else np.zeros(shape, np.float32)
         q = q if in_registers else q[int(q_first) : int(q_first) + rows]
-        for i, j in PAIRS[parts]:
+        for i, j in PAIRS[terms]:
             mine, theirs = (slice(n * width + begin, n * width + end) for n in (i, j))
             of_k = k[int(first) : int(first) + keys, theirs]
             out += q[:, mine].astype(np.float32) @ of_k.astype(np.float32).T
@@ -241,8 +241,8 @@ def scores(
 
 
 def matmul_add(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int) -> Array:
-    """acc + p @ V, [rows, width], V from row `first` of `v` on; p in as many parts as V has."""
-    (rows, keys), dtype, step, parts = p[0].shape, v.dtype, v.shape[1], len(p)
+    """acc + p @ V, [rows, width], V from row `first` of `v` on; p in as many terms as V has."""
+    (rows, keys), dtype, step, terms = p[0].shape, v.dtype, v.shape[1], len(p)
     shape, blocks = (rows, width), rows // BLOCK
 
     def code(acc, p, v, first):
@@ -256,14 +256,14 @@ def matmul_add(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int)
             a = [[part[start : start + 4] for start in starts] for part in words]
             b = [
                 ldmatrix(right, 2 * (key * step + n * width + column), transposed=True)
-                for n in range(parts)
+                for n in range(terms)
             ]
             multiply(sums, at, a, b, dtype)
 
-        for key in range(0, keys, 16) if parts < 3 else ():
+        for key in range(0, keys, 16) if terms < 3 else ():
             for column in range(0, width, 16):
                 add(sums, column // 8, column, key)
-        for column in range(0, width, 16) if parts == 3 else ():
+        for column in range(0, width, 16) if terms == 3 else ():
             alone = nothing(blocks, 16)  # tensor cores round towards 0
             for key in range(0, keys, 16):
                 add(alone, 0, column, key)
@@ -272,20 +272,20 @@ def matmul_add(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int)
 
     def twin(acc, p, v, first):
         out = np.array(acc)
-        for i, j in PAIRS[parts]:
+        for i, j in PAIRS[terms]:
             of_v = v[int(first) : int(first) + keys, j * width : j * width + width]
             out += p[i].astype(np.float32) @ of_v.astype(np.float32)
         return out
 
-    types = (mosaic.TILE, (mosaic.TILE,) * parts, REF, SCALAR)
+    types = (mosaic.TILE, (mosaic.TILE,) * terms, REF, SCALAR)
     return mma_rowmajor.inline(
         code, twin, (acc, tuple(p), v, first), types, mma_rowmajor.tile_of(shape, jnp.float32)
     )
 
 
 def multiply(sums: list, n: int, a: list, b: list, dtype: Any, small: Any = None) -> None:
-    """Two columns of 8, the n-th and next, of every block: a [part][block], b [part], 4 words (or
-    2, of one column). Products of other parts than the first go to `small`, if it is given.
+    """Two columns of 8, the n-th and next, of every block: a [term][block], b [term], 4 words (or
+    2, of one column). Products of other terms than the first go to `small`, if it is given.
     """
     for i, j in PAIRS[len(b)]:
         for block, of_block in enumerate(sums if small is None or i + j == 0 else small):
@@ -324,12 +324,12 @@ def _rows(sums: list, shape: tuple[int, int]) -> Any:
     return mma_rowmajor.tile_with(registers, shape)
 
 
-def parts_of(p: Array, parts: int, dtype: Any) -> tuple[Array, ...]:
-    """A tile of float32 in registers as its parts."""
+def terms_of(p: Array, terms: int, dtype: Any) -> tuple[Array, ...]:
+    """A tile of float32 in registers as its terms."""
     pieces = []
-    for n in range(parts):
+    for n in range(terms):
         pieces.append(p.astype(dtype))
-        if n < parts - 1:
+        if n < terms - 1:
             p = p - pieces[-1].astype(jnp.float32)
     return tuple(pieces)
 
@@ -383,8 +383,8 @@ def reduce_folded(rows: Array, op: str) -> Array:
         return mma_rowmajor.row_with([code_of(*halves)] * 2)
 
     def twin(rows):
-        parts = rows.reshape(threads.WARPS, 2, 8)
-        both = np.maximum(parts[:, 0], parts[:, 1]) if op == "maximum" else parts.sum(axis=1)
+        halves = rows.reshape(threads.WARPS, 2, 8)
+        both = np.maximum(halves[:, 0], halves[:, 1]) if op == "maximum" else halves.sum(axis=1)
         return np.repeat(both[:, None], 2, axis=1).reshape(shape).astype(np.float32)
 
     result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=mosaic.ROW)
