@@ -6,6 +6,8 @@ import dataclasses
 import pathlib
 import re
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_attn as pa
@@ -34,6 +36,61 @@ def test_programs_print_what_they_say(name, capsys):
     exec(compile(PROGRAMS[name], name, "exec"), {})
     said = re.search(r"print\(.*?\)\s*# (.*)", PROGRAMS[name]).group(1)
     assert capsys.readouterr().out.strip() == said
+
+
+def written_by_hand(scope):
+    """Of the page's masks and scores: who sees whom, and the logits of a score s, in NumPy."""
+    T = scope["T"]  # noqa: N806
+    q, kv = np.ogrid[:T, :T]
+    causal, far = q >= kv, q - kv
+    ids = np.arange(T) // 32
+    same = ids[:, None] == ids[None]
+    prefix = np.stack([causal | (kv < n) for n in (20, 50)])[:, None]
+    masks = {
+        "causal": causal,
+        "window": causal & (far < 16),
+        "prefix-LM": prefix,
+        "documents": same & causal,
+        "documents, window": same & causal & (far < 16),
+        "dilated": causal & (far % 4 == 0),
+        "block diffusion": np.kron(np.tri(3), np.ones((32, 32))) > 0,
+        "local and global": causal & ((kv < 4) | (far < 8)),
+        "draft tree": np.asarray(scope["parents"]) | np.eye(T, dtype=bool),
+    }
+    slopes = np.array([1 / 2, 1 / 4, 1 / 8, 1 / 16])[:, None, None]
+    later = 16 + np.log(np.maximum(np.arange(T), 1) / 16) / np.log(8) * 16
+    bucket = np.where(np.arange(T) < 16, np.arange(T), np.minimum(later.astype(int), 31))
+    table = np.asarray(scope["buckets"])[:, bucket[np.abs(far)]]
+    scores = {
+        "ALiBi": lambda s: s - slopes * far,
+        "T5": lambda s: s + table,
+        "soft cap": lambda s: 30 * np.tanh(s / 30),
+    }
+    return masks, scores
+
+
+def test_recipes_of_masks_and_scores_are_what_their_names_say():
+    (program,) = (x for x in PROGRAMS.values() if "documents, window" in x)
+    scope = {}
+    exec(compile(program, "recipes.md", "exec"), scope)
+    masks, scores = written_by_hand(scope)
+    assert masks.keys() == scope["masks"].keys() and scores.keys() == scope["scores"].keys()
+    B, T, N, H = (scope[name] for name in "BTNH")  # noqa: N806
+    q, k, v = (np.asarray(scope[name], np.float32) for name in "qkv")
+    logits = np.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
+
+    def close(logits, seen, **options):
+        weights = np.exp(np.where(seen, logits, -np.inf) - logits.max(axis=-1, keepdims=True))
+        wanted = np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
+        got = pa.flash_attention(*map(jnp.asarray, (q, k, v)), **options)
+        np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+    for name, seen in masks.items():
+        dense = scope["masks"][name].dense(T, T, batch=B, heads=N)
+        np.testing.assert_array_equal(dense, np.broadcast_to(seen, (B, N, T, T)), name)
+        close(logits, seen, mask=scope["masks"][name])
+    for name, score in scores.items():
+        close(score(logits), masks["causal"], mask=pa.CAUSAL, score=scope["scores"][name])
 
 
 def test_the_programs_are_found():
