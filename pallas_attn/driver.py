@@ -249,10 +249,13 @@ def _bench() -> int:
 
 
 def _train() -> int:
-    from pallas_attn.lm import machine, train
+    from pallas_attn.lm import machine, mesh, train
 
     if given.TEXT.value is None or given.OUT.value is None:
         raise ValueError("--task=train needs --text=FILE and --out=FOLDER")
+    devices = None
+    if given.MESH.value is not None:
+        devices = mesh.make(given.MESH.value, ("cp", "dp"))
     recipe = train.Recipe(
         steps=given.STEPS.value,
         batch=given.BATCH.value,
@@ -260,6 +263,7 @@ def _train() -> int:
         learning_rate=given.LEARNING_RATE.value,
         dtype=given.DTYPE.value or "float32",
         implementation=given.IMPLEMENTATION.value,
+        mesh=devices,
     )
     text = train.read_text(given.TEXT.value)
     with machine.matmul_precision(given.PRECISION.value, recipe.dtype):

@@ -136,17 +136,20 @@ COMMIT = _string(
 MESH = _string(
     "mesh",
     None,
-    DECODE,
-    "Spread a model over devices: tp:4 splits its heads, and the columns of its MLP, over four.",
+    (DECODE, TRAIN),
+    "Devices to spread the work over. decode: tp:4 splits a model's heads, and the columns of its "
+    "MLP, over four. train: dp:2 splits the batch, cp:4 the rows of each window, cp:4,dp:2 both.",
 )
 COORDINATOR = _string(
     "coordinator",
     None,
-    DECODE,
+    (DECODE, TRAIN),
     "With --mesh, one of several processes: HOST:PORT, where the first of them listens.",
 )
-PROCESSES = _integer("processes", 1, DECODE, "With --coordinator: how many there are.", 1)
-PROCESS = _integer("process", 0, DECODE, "With --coordinator: which of them this is, from 0.")
+PROCESSES = _integer("processes", 1, (DECODE, TRAIN), "With --coordinator: how many there are.", 1)
+PROCESS = _integer(
+    "process", 0, (DECODE, TRAIN), "With --coordinator: which of them this is, from 0."
+)
 TEXT = _string("text", None, TRAIN, "A file; the model learns its bytes.")
 OVERWRITE = _bool("overwrite", False, TRAIN, "Replace a model that --out holds already.")
 BATCH = _integer(

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 import pallas_attn as pa
 from pallas_attn import lm
-from pallas_attn.lm import checkpoint, decode, presets
+from pallas_attn.lm import checkpoint, decode, presets, train
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.hf_config import config_from
 from pallas_attn.lm.sampling import Sampling
@@ -105,6 +105,22 @@ def test_a_llama_of_70_billion_on_four_devices():
     run, spec = shapes["runs"][0], specs["runs"][0]
     size = sum(math.prod(NamedSharding(mesh, spec[n]).shard_shape(run[n])) for n in run)
     assert size < 1.001 * sum(map(math.prod, run.values())) / 4
+
+
+def test_training_has_the_same_losses(tmp_path):
+    """Windows over one axis, rows over another, and both; two steps and what is held out."""
+    text = bytes(np.random.default_rng(0).integers(97, 107, 400, np.uint8))
+    lines = {}
+    for axes in (None, "cp:2,dp:2"):
+        mesh = None if axes is None else lm_mesh.make(axes, ("cp", "dp"))
+        recipe = train.Recipe(steps=2, batch=4, context=16, every=2, warmup=1, mesh=mesh)
+        (line,) = train.train(text, str(tmp_path / str(axes)), recipe)
+        lines[axes] = line
+    one, split = lines.values()
+    np.testing.assert_allclose(split[1:3], one[1:3], rtol=1e-4)
+    for options, said in (({"batch": 3}, "batch: expected a multiple of 2"), ({"context": 6}, "4")):
+        with pytest.raises(ValueError, match=said):
+            train.Recipe(mesh=mesh, **options)
 
 
 def test_processes_with_a_device_each_say_what_one_device_does():

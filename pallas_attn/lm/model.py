@@ -28,8 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn import _sharding
 from pallas_attn.append import write_kv
 from pallas_attn.attention import flash_attention
+from pallas_attn.context import Context
 from pallas_attn.decode import decode_attention
 from pallas_attn.lm import rows as lm_rows
 from pallas_attn.lm.rows import (
@@ -293,7 +295,7 @@ def _nothing(config: Config, down: Array, x: Array, stream: bool) -> Array:
     inner = jax.ShapeDtypeStruct((*x.shape[:2], down.shape[2]), x.dtype)
     weight = Layer(down, 0) if stream else down[0]
     left = jax.eval_shape(lambda rows: _added(config, rows, weight), inner)
-    return jnp.zeros(left.shape, left.dtype)
+    return _sharding.varying_like(jnp.zeros(left.shape, left.dtype), x)
 
 
 def logits_of(config: Config, params: Params, x: Array, stream: bool = False) -> Array:
@@ -310,15 +312,24 @@ def logits_of(config: Config, params: Params, x: Array, stream: bool = False) ->
 
 
 def forward(
-    config: Config, params: Params, tokens: Array, *, implementation: str | None = None
+    config: Config,
+    params: Params,
+    tokens: Array,
+    *,
+    implementation: str | None = None,
+    context: Context | None = None,
 ) -> Array:
-    """Logits float32[M, t, vocab] of tokens int32[M, t], without a cache. Differentiable."""
+    """Logits float32[M, t, vocab] of tokens int32[M, t], without a cache. Differentiable. With a
+    context, of this device's rows of longer sequences.
+    """
 
     def attend(of, cache):
-        out = flash_attention(of.q, of.k, of.v, mask=of.mask, implementation=implementation)
-        return out, cache
+        how: dict[str, Any] = {"implementation": implementation, "context": context}
+        return flash_attention(of.q, of.k, of.v, mask=of.mask, **how), cache
 
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    if context is not None:
+        positions = context.positions(tokens.shape[1])[None]
     x, _ = _layers(config, params, tokens, _Pass(positions, attend))
     return logits_of(config, params, x)
 

@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from pallas_attn import _dispatch
+from pallas_attn.context import Context
 from pallas_attn.lm import checkpoint
+from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.folder import Folder
 from pallas_attn.lm.hf_config import config_from
 from pallas_attn.lm.machine import memory
@@ -60,11 +63,18 @@ class Recipe:
     every: int = 100  # steps inside one jit, between two lines of the log
     dtype: str = "float32"
     implementation: str | None = None
+    mesh: Any = None  # a Mesh of "dp", over which windows are split, and "cp", over which rows are
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "context", "every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        sizes = {} if self.mesh is None else dict(self.mesh.shape)
+        for name, unit in (("batch", sizes.get("dp", 1)), ("context", 2 * sizes.get("cp", 0) or 1)):
+            if getattr(self, name) % unit:
+                raise ValueError(
+                    f"{name}: expected a multiple of {unit} on this mesh, got {getattr(self, name)}"
+                )
         if not 0 < self.learning_rate < 1:  # nor NaN
             raise ValueError(
                 f"learning_rate: expected above 0 and below 1, got {self.learning_rate}"
@@ -107,11 +117,10 @@ def train(
     held = [name for name in checkpoint.NAMES if Folder(folder).has(name)]
     if held and not overwrite:
         raise ValueError(f"out: {folder} holds {held[0]}; name another folder, or say --overwrite")
-    learnt, held_out = jnp.asarray(ids[:cut]), ids[cut:]
-    params = random_params(config, seed, jnp.float32)
-    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-    moment = Moment(params, zeros(params), zeros(params), jnp.asarray(0, jnp.int32))
-    key, start, done = jax.random.key(seed + 1), time.perf_counter(), 0
+    learnt, held_out = lm_mesh.everywhere(recipe.mesh, ids[:cut]), ids[cut:]
+    moment = lm_mesh.made(recipe.mesh, functools.partial(_begin, config, seed))
+    key = lm_mesh.made(recipe.mesh, functools.partial(jax.random.key, seed + 1))
+    start, done = time.perf_counter(), 0
     ran: set[str] = set()
     while done < recipe.steps:
         count = min(recipe.every, recipe.steps - done)
@@ -122,7 +131,14 @@ def train(
         other = evaluate(config, recipe, moment.params, held_out)
         seconds = time.perf_counter() - start
         yield Line(done, float(loss), other, seconds, "+".join(sorted(ran)))
-    checkpoint.save(folder, described, moment.params)
+    if jax.process_index() == 0:
+        checkpoint.save(folder, described, moment.params)
+
+
+def _begin(config: Config, seed: int) -> Moment:
+    params = random_params(config, seed, jnp.float32)
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+    return Moment(params, zeros(params), zeros(params), jnp.asarray(0, jnp.int32))
 
 
 def _must_fit(config: Config, recipe: Recipe) -> None:
@@ -131,10 +147,13 @@ def _must_fit(config: Config, recipe: Recipe) -> None:
     layer = 4 * config.hidden + 2 * width + 3 * config.mlp
     numbers = recipe.batch * recipe.context * (config.layers * layer + config.vocab)
     needed = numbers * np.dtype(jnp.dtype(recipe.dtype)).itemsize + 16 * config.size
-    if needed > memory():
+    room = memory()
+    if recipe.mesh is not None and jax.default_backend() != "cpu":  # whose devices share it
+        room *= recipe.mesh.size
+    if needed > room:
         raise ValueError(
             f"batch: {recipe.batch} windows of {recipe.context} bytes take more than "
-            f"{needed / 1e9:.1f} GB, there are {memory() / 1e9:.1f} GB; give a smaller --batch or "
+            f"{needed / 1e9:.1f} GB, there are {room / 1e9:.1f} GB; give a smaller --batch or "
             "--context"
         )
 
@@ -143,13 +162,14 @@ def evaluate(config: Config, recipe: Recipe, params: Params, ids: np.ndarray) ->
     """Mean nats a byte over whole windows of `ids`, at most 64 of them."""
     width = recipe.context + 1
     count = min(len(ids) // width, 64)
-    windows = jnp.asarray(ids[: count * width].reshape(count, width))
+    windows = lm_mesh.everywhere(recipe.mesh, ids[: count * width].reshape(count, width))
     return float(_evaluate(config, recipe, params, windows))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluate(config: Config, recipe: Recipe, params: Params, windows: Array) -> Array:
-    rows = jax.lax.map(lambda row: _loss(params, config, recipe, row[None]), windows)
+    alone = dataclasses.replace(recipe, mesh=None)
+    rows = jax.lax.map(lambda row: _loss(params, config, alone, row[None]), windows)
     return rows.mean()
 
 
@@ -173,10 +193,37 @@ def _steps(
 
 def _loss(params: Params, config: Config, recipe: Recipe, windows: Array) -> Array:
     """Mean nats a byte of windows uint8[b, t + 1]."""
-    params = jax.tree.map(lambda x: x.astype(recipe.dtype), params)
     tokens = windows.astype(jnp.int32)
-    logits = forward(config, params, tokens[:, :-1], implementation=recipe.implementation)
-    target = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    tokens, targets = tokens[:, :-1], tokens[:, 1:]
+    if recipe.mesh is None:
+        return _loss_of_rows(params, config, recipe, tokens, targets)
+    sizes, context = dict(recipe.mesh.shape), None
+    if "cp" in sizes:
+        context = Context("cp", "zigzag")
+        tokens, targets = (context.reorder(x, sizes["cp"]) for x in (tokens, targets))
+
+    def local(params: Params, tokens: Array, targets: Array) -> Array:
+        loss = _loss_of_rows(params, config, recipe, tokens, targets, context)
+        return jax.lax.pmean(loss, tuple(sizes))
+
+    rows = P(*(axis if axis in sizes else None for axis in ("dp", "cp")))
+    mapped = jax.shard_map(local, mesh=recipe.mesh, in_specs=(P(), rows, rows), out_specs=P())
+    return mapped(params, tokens, targets)
+
+
+def _loss_of_rows(
+    params: Params,
+    config: Config,
+    recipe: Recipe,
+    tokens: Array,
+    targets: Array,
+    context: Context | None = None,
+) -> Array:
+    """Mean nats a byte of tokens int32[b, t] whose next ones are `targets`."""
+    params = jax.tree.map(lambda x: x.astype(recipe.dtype), params)
+    how: dict[str, Any] = {"implementation": recipe.implementation, "context": context}
+    logits = forward(config, params, tokens, **how)
+    target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return (jax.nn.logsumexp(logits, axis=-1) - target).mean()
 
 
