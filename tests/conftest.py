@@ -50,8 +50,15 @@ def pytest_addoption(parser):
     group.addoption("--no-skips", action="store_true", help="a skipped test is a failed test")
 
 
+GPU_MARKS = ("gpu", "multigpu")
+
+
+def _asks_for(config, mark) -> bool:
+    return re.search(rf"(?<!not )\b{mark}\b", config.option.markexpr or "") is not None
+
+
 def _asks_for_gpu(config) -> bool:
-    return re.search(r"(?<!not )\bgpu\b", config.option.markexpr or "") is not None
+    return any(_asks_for(config, mark) for mark in GPU_MARKS)
 
 
 def _share_programs(config):
@@ -86,10 +93,11 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests for a GPU run when `-m gpu` asks for them, and only then; those that compile kernels to
-    machine code when `-m guards` or `-m machine_code` does; the recipes and the fuzzer when theirs.
+    """Tests for a GPU run when `-m gpu` asks for them, and only then, and those for two when `-m
+    multigpu` does; those that compile kernels to machine code when `-m guards` or `-m machine_code`
+    does; the recipes and the fuzzer when theirs.
     """
-    left_out = set() if _asks_for_gpu(config) else {"gpu"}
+    left_out = {mark for mark in GPU_MARKS if not _asks_for(config, mark)}
     if not re.search("guards|machine_code", config.option.markexpr or ""):
         left_out.add("machine_code")
     for mark in ("recipes", "fuzz"):

@@ -28,7 +28,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn import _sharding
 from pallas_attn.append import write_kv
 from pallas_attn.attention import flash_attention
 from pallas_attn.context import Context
@@ -295,7 +294,7 @@ def _nothing(config: Config, down: Array, x: Array, stream: bool) -> Array:
     inner = jax.ShapeDtypeStruct((*x.shape[:2], down.shape[2]), x.dtype)
     weight = Layer(down, 0) if stream else down[0]
     left = jax.eval_shape(lambda rows: _added(config, rows, weight), inner)
-    return _sharding.varying_like(jnp.zeros(left.shape, left.dtype), x)
+    return lm_rows.varying_like(jnp.zeros(left.shape, left.dtype), x)
 
 
 def logits_of(config: Config, params: Params, x: Array, stream: bool = False) -> Array:

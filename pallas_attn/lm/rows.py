@@ -19,6 +19,7 @@ from pallas_attn import _device, _sharding
 
 Array = jax.Array
 overlapping = _device.overlapping  # for the kernels around these
+varying_like = _sharding.varying_like  # what a loop carries keeps its type within jax.shard_map
 
 FEW = 64  # rows that kernels serve
 

@@ -1,0 +1,152 @@
+"""What several GPUs do together, on two of them: context parallelism, merged parts, caches split by
+heads and by rows, the demo on a mesh, in one process and in two.
+"""
+
+import functools
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_attn as pa
+from pallas_attn import lm
+from pallas_attn.lm import train
+from tests import test_cache_rows as rows_of_caches
+from tests import test_context as contexts
+
+pytestmark = pytest.mark.multigpu
+ROOT = pathlib.Path(pa.__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def two_devices():
+    if len(jax.devices()) < 2:
+        pytest.skip("there are not two GPUs")
+    with jax.default_matmul_precision("highest"):  # float32, and not TF32
+        yield
+
+
+def mesh_of(name):
+    return jax.make_mesh((2,), (name,), (AxisType.Auto,), devices=jax.devices()[:2])
+
+
+def draw(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def close(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=1e-3, atol=1e-3)
+
+
+SHAPES = ((1, 512, 4, 64), (1, 512, 2, 64), (1, 512, 2, 64))
+
+
+@pytest.mark.parametrize("method", ["gather", "ring", "heads"])
+@pytest.mark.parametrize("mask", [pa.CAUSAL, pa.sliding_window(100)], ids=["causal", "window"])
+def test_context(mask, method):
+    q, k, v = (draw(i, *shape) for i, shape in enumerate(SHAPES))
+    floats = {"q": q, "k": k, "v": v, "sinks": draw(3, 4)}
+    call = contexts.over(pa.Context("cp", "zigzag", method), 2, {"mask": mask})
+
+    def one(floats):
+        return pa.flash_attention_with_lse(**floats, mask=mask)
+
+    got, want = (contexts.value_and_gradients(x, floats) for x in (call, one))
+    close(got, want)
+
+
+def test_merge():
+    """Each GPU attends to half of the keys."""
+    q, k, v = (draw(i, *shape) for i, shape in enumerate(SHAPES))
+
+    def local(q, k, v):
+        parts = pa.flash_attention_with_lse(q, k, v)
+        return pa.merge_attention(*(jax.lax.all_gather(x, "cp", to="invarying") for x in parts))
+
+    rows = P(None, "cp")
+    call = jax.shard_map(local, mesh=mesh_of("cp"), in_specs=(P(), rows, rows), out_specs=P())
+    close(jax.jit(call)(q, k, v), pa.flash_attention_with_lse(q, k, v))
+
+
+@pytest.mark.parametrize("name", ["one token", "few", "full", "separate"])
+def test_caches_split_by_rows(name):
+    kind, _, capacity, t, counts, options, sizes = rows_of_caches.CASES[name]
+    rows = rows_of_caches.drawn(len(counts[0]), t)
+    got, want = rows_of_caches.both(kind, 2, capacity, counts, rows, options, **sizes)
+    close(got[0], want[0])
+    np.testing.assert_array_equal(got[1].lengths, want[1].lengths)
+    for g, w in zip(jax.tree.leaves(got[1].k), jax.tree.leaves(want[1].k), strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("how", ["jit", "shard_map"])
+def test_caches_split_by_heads(how):
+    q, k, v = (draw(i, 4, n, 64) for i, n in enumerate((8, 2, 2)))
+    cache = pa.StackedCache.create(4, 128, 2, 64, dtype=jnp.float32)
+    cache = pa.append_kv(cache, draw(3, 4, 100, 2, 64), draw(4, 4, 100, 2, 64))
+
+    def step(cache, q, k, v):
+        cache = pa.append_kv(cache, k, v)
+        return pa.decode_attention(q, cache), cache
+
+    want = jax.jit(step)(cache, q, k, v)
+    mesh, specs = mesh_of("tp"), (cache.specs(heads="tp"), *(P(None, "tp"),) * 3)
+    given = jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), (cache, q, k, v), specs
+    )
+    if how == "shard_map":
+        outs = (P(None, "tp"), specs[0])
+        step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=outs)
+    got = jax.jit(step)(*given)
+    close(got, want)
+    assert {x.data.shape[1] for x in got[1].k.addressable_shards} == {1}
+
+
+@functools.cache
+def told():
+    model = lm.load(dtype="float32")
+    return lm.generate(model, ["ROMEO:", "The sea"], max_new_tokens=20)
+
+
+@pytest.mark.parametrize("cache", ["per_sequence", "stacked", "paged"])
+def test_the_demo(cache):
+    model = lm.load(dtype="float32", mesh=lm.mesh.make("tp:2", ("tp",)))
+    texts = lm.generate(model, ["ROMEO:", "The sea"], max_new_tokens=20, cache=cache)
+    assert texts == told()
+
+
+@pytest.mark.parametrize("axes", ["cp:2", "dp:2"])
+def test_training(tmp_path, axes):
+    text = bytes(np.random.default_rng(0).integers(97, 107, 4000, np.uint8))
+    losses = []
+    for mesh in (None, lm.mesh.make(axes, ("cp", "dp"))):
+        recipe = train.Recipe(steps=4, batch=4, context=128, every=4, warmup=1, mesh=mesh)
+        (line,) = train.train(text, str(tmp_path / str(len(losses))), recipe)
+        losses.append(line[1:3])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
+
+
+def test_two_processes():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "run.py", "--prompt=ROMEO:", "--max_new_tokens=20", "--mesh=tp:2"]
+    command += ["--dtype=float32", f"--coordinator={address}", "--processes=2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    running = []
+    for n in (0, 1):
+        environment = os.environ | {"XLA_FLAGS": "", "CUDA_VISIBLE_DEVICES": str(n)}
+        running.append(subprocess.Popen([*command, f"--process={n}"], env=environment, **pipes))
+    said = [process.communicate(timeout=110) for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+    assert f"ROMEO:{told()[0]}" in said[0][0], said[0]
