@@ -712,8 +712,8 @@ def test_the_peer_of_the_report_computes_the_same_tokens():
     [
         (
             {"model": "gpt"},
-            "model: expected one of tiny, llama2_7b, llama3_8b, llama3.1_8b, mistral_7b, qwen2_7b, "
-            "qwen3_8b, got 'gpt'",
+            "model: expected one of tiny, llama2_7b, llama3_8b, llama3_70b, llama3.1_8b, "
+            "mistral_7b, qwen2_7b, qwen3_8b, got 'gpt'",
         ),
         ({"prompts": ("",)}, "prompt 1 is empty"),
         (
