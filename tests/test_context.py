@@ -35,7 +35,8 @@ ROWS = {"q": 1, "k": 1, "v": 1, "segment_ids": 1, "bias": 2, "mask_array": 2}  #
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+    """By NumPy: jax's would be compiled into every program that draws."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 def documents(mean):
