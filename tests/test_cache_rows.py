@@ -34,7 +34,7 @@ def create(kind, capacity, sequences=3, context=None, **options):
 
 
 def draw(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 def tables(positions):
