@@ -364,7 +364,7 @@ def append(kernel: Any, problem: AppendProblem, inputs: AppendInputs):
     state = _state_axes(inputs.new_lengths, inputs.page_table, inputs.layer)
     state[0] = rows[:1]  # of inputs.start
     owners = [("t",)] if problem.packed else []
-    tables: list = [("turn", "pair")] * 2 if inputs.cos is not None else []
+    tables: list = [("angle", "pair")] * 2 if inputs.cos is not None else []
     tables += [("column",)] if inputs.norm_weight is not None else []
     axes = caches + new + state + scales + owners + tables
     results = _cache_call(run, leaves, axes, caches + scales, problem)

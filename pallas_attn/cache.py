@@ -72,6 +72,7 @@ Array = jax.Array
 NO_PAGE = -1  # in a page table: nothing here yet
 LOST = -2  # a page was needed here and the pool had none; it sticks until the sequence is freed
 NOT_EXTENDED = -1  # in new_lengths
+MOST_ROWS = 2**31 - 1  # of a sequence: lengths are int32
 
 
 class KVCache:
@@ -373,6 +374,10 @@ class _Rows:
         those of one device.
         """
         shards = mapped_shards(self.context) or 1
+        if capacity > MOST_ROWS:
+            raise ValueError(
+                f"{name}: expected at most {MOST_ROWS} rows, which an int32 counts, got {capacity}"
+            )
         if capacity % shards:
             raise ValueError(
                 f"{name}: expected a multiple of the {shards} devices that rows are split over, "

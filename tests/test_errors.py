@@ -321,6 +321,9 @@ CACHES = {
     "capacities: expected an int of at least 1, got 0": lambda: PerSequenceCache.create(
         (4, 0), 2, 8
     ),
+    "capacity: expected at most 2147483647 rows, which an int32 counts, got 2147483648": (
+        lambda: StackedCache.create(1, 2**31, 2, 8)
+    ),
     "kv_heads: expected an int of at least 1, got 0": lambda: StackedCache.create(2, 6, 0, 8),
     "head_dim: expected an int of at least 1, got -1": lambda: StackedCache.create(2, 6, 2, -1),
     "capacity: expected an int of at least 1, got 2.5": lambda: StackedCache.create(2, 2.5, 2, 8),

@@ -70,9 +70,9 @@ class Rope:
     def angles(self, positions: Array, head_dim: int) -> Angles:
         """cos and sin of positions int32[...], float32[..., H / 2]."""
         radians = self.frequencies(head_dim).reshape((1,) * positions.ndim + (-1,))
-        turned = positions.astype(jnp.float32)[..., None] * radians
+        angles = positions.astype(jnp.float32)[..., None] * radians
         factor = self.attention_factor
-        return Angles(jnp.cos(turned) * factor, jnp.sin(turned) * factor)
+        return Angles(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """float32[H / 2]: radians a position."""
@@ -206,11 +206,11 @@ def num_bytes(params: Params) -> int:
 
 
 def qkv_of(config: Config, weights: Params, x: Array, angles: Angles | None) -> tuple[Array, ...]:
-    """q [M, t, N, H], k and v [M, t, K, H] of x; q and k normed and turned, where there are angles:
-    where there are none, append and attention do both.
+    """q [M, t, N, H], k and v [M, t, K, H] of x; with angles q and k are normalised and rotated
+    here, without them by append and attention.
     """
     sizes = (config.heads, config.kv_heads, config.kv_heads)
-    if angles is not None and _kernel_turns(config, isinstance(weights["qkv"], Layer)):
+    if angles is not None and _kernel_rotates(config, isinstance(weights["qkv"], Layer)):
         return lm_rows.heads(parts(x, weights["qkv"], jnp.float32), angles, sizes[:2], x.dtype)
     rows = linear(x, weights["qkv"])
     if config.qkv_bias:
@@ -225,8 +225,8 @@ def qkv_of(config: Config, weights: Params, x: Array, angles: Angles | None) -> 
     return rotate(q, angles), rotate(k, angles), v
 
 
-def _kernel_turns(config: Config, stream: bool) -> bool:
-    """Whether a kernel turns q and k on their way out of the matmul that makes them."""
+def _kernel_rotates(config: Config, stream: bool) -> bool:
+    """Whether a kernel rotates q and k on their way out of the matmul that makes them."""
     return stream and not (config.qkv_bias or config.qk_norm)
 
 
@@ -244,7 +244,7 @@ class Heads(NamedTuple):
 class _Pass(NamedTuple):
     """What the four ways to run a model differ in."""
 
-    positions: Array | None  # int32[M, t]; None where append and attention turn q and k
+    positions: Array | None  # int32[M, t]; None where append and attention rotate q and k
     attend: Callable[[Heads, Any], tuple[Array, Any]]  # (rows, cache) -> (out, cache)
     stream: bool = False  # matrices are read where they lie, in the stack of all layers
 
@@ -416,7 +416,7 @@ def mixed(
 
 
 def owners_of(starts: Array, rows: int) -> Array:
-    """int32[rows]: the sequence that owns each packed row; of rows that nobody owns, the last."""
+    """int32[rows]: the sequence that owns each packed row; of rows past the end, the last."""
     row = jnp.arange(rows, dtype=jnp.int32)
     found = jnp.searchsorted(starts, row, side="right").astype(jnp.int32) - 1
     return jnp.clip(found, 0, starts.shape[0] - 2)
@@ -439,17 +439,17 @@ class _Place(NamedTuple):
 def _over_cache(config: Config, params: Params, place: _Place, implementation: str | None) -> _Pass:
     """Rows are written to the cache, and attend to all that it holds.
 
-    Where no kernel in front of them turns q and k, K is normed and turned by the launch that writes
-    it, and q before it is used.
+    Where no kernel in front of them rotates q and k, K is normalised and rotated by the launch that
+    writes it, and q before it is used.
     """
     positions, starts = place.positions, place.starts
     stream = lm_rows.streams(positions.size, params["embed"].dtype, implementation)
     launches = lm_rows.overlapping if stream else contextlib.nullcontext
-    turned = _kernel_turns(config, stream)
-    rotary = None if turned else place.rotary
+    rotated = _kernel_rotates(config, stream)
+    rotary = None if rotated else place.rotary
 
     def norm(weights: Params, name: str) -> RMSNorm | None:
-        normed = config.qk_norm and not turned
+        normed = config.qk_norm and not rotated
         return RMSNorm(weights[name], config.norm_eps) if normed else None
 
     def attend(of: Heads, cache: Any) -> tuple[Array, Any]:
@@ -462,4 +462,4 @@ def _over_cache(config: Config, params: Params, place: _Place, implementation: s
             out = decode_attention(q, cache, **how)
         return out if starts is None else out[None], cache
 
-    return _Pass(positions if turned else None, attend, stream)
+    return _Pass(positions if rotated else None, attend, stream)

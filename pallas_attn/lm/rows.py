@@ -183,15 +183,15 @@ def _add_norm(eps: float, x: Array, added: Array, stack: Array, number: Array) -
 def rotate(x: Array, angles: Angles) -> Array:
     """Turns each pair (i, i + H / 2) of a head by its angle: checkpoints are laid out so."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = (
+    rotated = (
         first * angles.cos - second * angles.sin,
         second * angles.cos + first * angles.sin,
     )
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def heads(added: Array, angles: Angles, sizes: tuple[int, int], dtype: Any) -> tuple[Array, ...]:
-    """q [M, t, N, H], k and v [M, t, K, H], q and k turned, of the parts of a row on Hopper,
+    """q [M, t, N, H], k and v [M, t, K, H], q and k rotated, of the parts of a row on Hopper,
     float32[n, M, t, (N + 2 K) H]. `sizes`: N and K.
     """
     count, m, t, width = added.shape
