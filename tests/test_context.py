@@ -357,16 +357,31 @@ def test_rows_that_share_keys_as_if_each_had_its_own(op):
         np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
 
 
-@pytest.mark.parametrize("both", [False, True])
-def test_the_benchmark_of_contexts(both):
+TINY = {"rows": 64, "q_heads": 2, "kv_heads": 1, "head_dim": 8}
+BENCHED = (
+    bench_context.Case("all", both=True, **TINY),
+    bench_context.Case("window", both=False, order="contiguous", window=9, **TINY),
+    bench_context.Case("documents", both=False, order="contiguous", document=24, **TINY),
+)
+
+
+@pytest.mark.parametrize("case", BENCHED, ids=lambda case: case.name)
+def test_the_benchmark_of_contexts(case):
     """On eight CPU devices: who is right gets a row, with what a row needs."""
-    case = bench_context.Case("tiny", 64, both, q_heads=2, kv_heads=1, head_dim=8)
     found, wrong = bench_context.time_case(case, 0, 1, rows.Provenance.here("none"))
     assert wrong == 0
     assert [row["impl"] for row in found] == [f"pallas_attn/{x}" for x in ("one", "gather", "ring")]
     for row in found:
         assert not set(rows.REQUIRED) - row.keys() and row["efficiency"] > 0
     assert found[0]["efficiency"] == 1
+
+
+def test_the_benchmark_counts_the_pairs_that_are_seen():
+    for case in BENCHED:
+        q, kv = np.arange(case.rows)[:, None], np.arange(case.rows)[None]
+        seen = (kv <= q) & (q - kv < (case.window or case.rows))
+        seen &= q // (case.document or case.rows) == kv // (case.document or case.rows)
+        assert case.flops() == (3.5 if case.both else 1) * 4 * 2 * 8 * seen.sum()
 
 
 # ---- processes ----------------------------------------------------------------------------------

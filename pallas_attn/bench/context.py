@@ -30,7 +30,7 @@ LOSSES = 0.01  # relative, of the root mean square, of who differs from one GPU
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A causal sequence of bfloat16, zigzag over the devices."""
+    """A causal sequence of bfloat16 whose rows are split over the devices."""
 
     name: str
     rows: int
@@ -38,17 +38,45 @@ class Case:
     q_heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
+    order: str = "zigzag"
+    window: int | None = None  # keys that a row sees, its own among them
+    document: int | None = None  # rows of each document
 
     def flops(self) -> float:
         """Of all devices; the backward counts 2.5 times as much as the forward."""
-        pairs = self.rows * (self.rows + 1) / 2
+        documents, last = divmod(self.rows, self.document or self.rows)
+        pairs = documents * _pairs(self.document or self.rows, self.window) + _pairs(
+            last, self.window
+        )
         return (3.5 if self.both else 1) * 4 * self.q_heads * self.head_dim * pairs
 
+    def attend(self, q: Any, k: Any, v: Any, *ids: Any, context: pa.Context | None = None) -> Any:
+        """`ids`: int32[1, rows], which document each row belongs to, where the case has some."""
+        mask = pa.CAUSAL if self.window is None else pa.sliding_window(self.window)
+        segments = ids[0] if ids else None
+        return pa.flash_attention(q, k, v, mask=mask, segment_ids=segments, context=context)
 
-CASES = tuple(
-    Case(f"zigzag_{what}_t{size}", size, what == "both")
-    for size in (32768, 65536, 131072)
-    for what in ("forward", "both")
+
+def _pairs(rows: int, window: int | None) -> float:
+    """(query, key) that a causal sequence of so many rows sees."""
+    span = min(window or rows, rows)
+    return rows * span - span * (span - 1) / 2
+
+
+BOTH = ("forward", "both")
+CASES = (
+    *(
+        Case(f"zigzag_{what}_t{size}", size, what == "both")
+        for size in (32768, 65536, 131072)
+        for what in BOTH
+    ),
+    Case("zigzag_forward_t16384_n64k8", 16384, both=False, q_heads=64),
+    # Whose work is as large on every device as its rows are.
+    *(
+        Case(f"{name}_{what}_t131072", 131072, what == "both", order="contiguous", **bound)
+        for name, bound in (("window4096", {"window": 4096}), ("documents8192", {"document": 8192}))
+        for what in BOTH
+    ),
 )
 Step = Any  # a jitted function, or one that is compiled
 
@@ -84,16 +112,18 @@ def time_case(
     """A row for each of those who are right, and how many are not."""
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("cp",), (jax.sharding.AxisType.Auto,))
-    context = pa.Context("cp", "zigzag")
+    context = pa.Context("cp", case.order)
     heads = (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads)
     keys = jax.random.split(jax.random.key(seed), 4)
     whole = [
         jax.random.normal(key, (1, case.rows, n, case.head_dim), jnp.bfloat16)
         for key, n in zip(keys, heads, strict=True)
     ]
+    if case.document is not None:
+        whole.append(jnp.arange(case.rows, dtype=jnp.int32)[None] // case.document)
     where = NamedSharding(mesh, ROWS)
     split = [jax.device_put(context.reorder(x, len(devices)), where) for x in whole]
-    subjects = {"one": _step(case, functools.partial(pa.flash_attention, mask=pa.CAUSAL))}
+    subjects = {"one": _step(case, case.attend)}
     for name, local in _locals(case, context).items():
         checked = name.startswith(rows.OURS)  # cuDNN's results do not say how they vary
         mapped = jax.shard_map(local, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=checked)
@@ -116,7 +146,7 @@ def time_case(
     del results
     times = _interleaved({n: functools.partial(s, *given[n]) for n, s in subjects.items()}, turns)
     alone = times.pop("one")
-    problem = dataclasses.asdict(case) | {"devices": len(devices), "order": "zigzag"}
+    problem = dataclasses.asdict(case) | {"devices": len(devices)}
     found = []
     for name, each in {"pallas_attn/one": alone, **times}.items():
         count = 1 if each is alone else len(devices)
@@ -133,10 +163,11 @@ def _locals(case: Case, context: pa.Context) -> dict[str, Step]:
     """What a device computes, by name."""
     ring = dataclasses.replace(context, method="ring")
     found: dict[str, Step] = {
-        f"pallas_attn/{c.method}": functools.partial(pa.flash_attention, mask=pa.CAUSAL, context=c)
+        f"pallas_attn/{c.method}": functools.partial(case.attend, context=c)
         for c in (context, ring)
     }
-    if not case.both and jax.devices()[0].platform == "gpu":  # its lse has no derivative
+    causal = case.order == "zigzag" and case.window is None and case.document is None
+    if causal and not case.both and jax.devices()[0].platform == "gpu":  # its lse has no derivative
         found["cudnn_ring"] = _cudnn_ring
     return found
 
@@ -182,12 +213,12 @@ def _nothing(rows: Any, keys: Any, values: Any) -> Any:
 
 
 def _step(case: Case, call: Step) -> Step:
-    """The jitted step: (q, k, v, do) -> (out,), or (out, dq, dk, dv)."""
+    """The jitted step: (q, k, v, do, *ids) -> (out,), or (out, dq, dk, dv)."""
 
-    def step(q: Any, k: Any, v: Any, do: Any) -> Any:
+    def step(q: Any, k: Any, v: Any, do: Any, *ids: Any) -> Any:
         if not case.both:
-            return (call(q, k, v),)
-        out, back = jax.vjp(call, q, k, v)
+            return (call(q, k, v, *ids),)
+        out, back = jax.vjp(lambda *x: call(*x, *ids), q, k, v)
         return (out, *back(do))
 
     return jax.jit(step)
