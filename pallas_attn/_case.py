@@ -345,7 +345,9 @@ class DecodeCase:
 
 @dataclasses.dataclass(frozen=True)
 class AppendCase:
-    """One call of `append_kv`: `new_rows` rows into each of M caches that hold `lengths` rows."""
+    """One call of `append_kv`: `new_rows` rows into each of M caches that hold `lengths` rows; or
+    of `cache.keep`, after it.
+    """
 
     name: str
     lengths: tuple[int, ...]
@@ -359,6 +361,7 @@ class AppendCase:
     kind: str = "per_sequence"
     page_size: int | None = None
     cache_dtype: str | None = None  # of a quantised cache; None: rows lie in `dtype`
+    kept: int | None = None  # in place of the append `cache.keep`: of the rows, so many, the last
     labels: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -368,6 +371,7 @@ class AppendCase:
             "quantized": self.cache_dtype,
             "ragged": len(set(self.lengths)) > 1 or self.new_lengths is not None,
             "chunk": self.new_rows > 1,
+            "kept": self.kept is not None,
             "hv": self.head_dim != self.v_head_dim,
             "small": self.sequences * self.kv_heads * max(self.capacities) * self.head_dim <= SMALL,
         }
@@ -392,8 +396,19 @@ class AppendCase:
             arrays["new_lengths"] = jnp.array(self.new_lengths, jnp.int32)
         return arrays
 
+    def path(self) -> jax.Array:
+        """int32[M, kept]: none is written that another call reads, so that calls can repeat."""
+        assert self.kept is not None
+        rows = jnp.arange(self.new_rows - self.kept, self.new_rows, dtype=jnp.int32)
+        return jnp.broadcast_to(rows, (self.sequences, self.kept))
+
     def moved_bytes(self) -> int:
-        """Bytes that must move: the new rows, read once and written once, with their scales."""
+        """Bytes that must move: the new rows, read once and written once, with their scales; or
+        those that are kept.
+        """
+        if self.kept is not None:
+            row = _row_bytes((self.head_dim, self.v_head_dim), self.dtype, self.cache_dtype)
+            return 2 * self.sequences * self.kept * self.kv_heads * row
         rows = (
             sum(self.new_lengths)
             if self.new_lengths is not None

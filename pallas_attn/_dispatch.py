@@ -25,11 +25,13 @@ from pallas_attn._problem import (
     Caches,
     DecodeInputs,
     DecodeProblem,
+    KeepInputs,
+    KeepProblem,
     bounds_of,
 )
 from pallas_attn.errors import Limit, UnsupportedError
 
-Problem = AttentionProblem | AppendProblem | DecodeProblem
+Problem = AttentionProblem | AppendProblem | KeepProblem | DecodeProblem
 
 NAMES = ("sm90", "sm80", "reference")
 OLDEST, NEWEST = 80, 999  # of the generations that kernels serve, or will
@@ -174,6 +176,10 @@ def _append(inputs: AppendInputs, problem: AppendProblem):
     return Caches(*written)
 
 
+def _keep(inputs: KeepInputs, problem: KeepProblem):
+    return Caches(*reference.keep(**inputs._asdict(), layers=problem.layers is not None))
+
+
 def _decode(inputs: DecodeInputs, problem: DecodeProblem):
     return reference.decode(
         inputs.q,
@@ -223,6 +229,10 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     "append": (
         Kernel("sm80", "append.copy", (OLDEST, NEWEST)),
         Reference(_append, lambda problem: "it is one scatter a cache"),
+    ),
+    "keep": (
+        Kernel("sm80", "append.keep", (OLDEST, NEWEST)),
+        Reference(_keep, lambda problem: "it is a gather and a scatter a cache"),
     ),
     "decode": (
         Kernel("sm90", "prefill.sm90", (90, 90)),  # many query rows

@@ -14,6 +14,11 @@ Array = Any
 # What numbers of a cache may carry scales.
 QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
+NO_PAGE = -1  # in a page table: nothing here yet
+LOST = (
+    -2
+)  # a page was needed here and there was none to give; it sticks until the sequence is freed
+
 
 class AttentionInputs(NamedTuple):
     """The arrays of one attention call. None where the caller gave nothing. `_checks` has clipped
@@ -220,6 +225,49 @@ class AppendProblem:
         dtype = _stored(self.cache_dtype, self.quantized)
         into = f"{self.kind} {dtype} caches of {max(self.capacities, default=0)} rows"
         return f"append on {self.gpu or 'a machine without a GPU'}: {new} into {into}"
+
+
+class KeepInputs(NamedTuple):
+    """The arrays of one `keep`: caches as in `AppendInputs`, and which of their rows move."""
+
+    k_cache: Array
+    v_cache: Array | None
+    k_scale: Array | None
+    v_scale: Array | None
+    # int32[M, p]: row j of sequence m, of those from begin[m] on, becomes what row path[m, j] of
+    # them was. Held to 0 .. last[m].
+    path: Array
+    begin: Array  # int32[M], 0 .. capacity: where the newest rows begin
+    last: Array  # int32[M]: which of them is the last
+    # int32[M]: the first so many move; 0 where none does, and then the rows need not exist
+    count: Array
+    page_table: Array | None  # of a sequence with rows to move, its rows have their pages
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepProblem:
+    """The static facts of one `keep`; its fields as those of `AppendProblem`."""
+
+    gpu: str | None
+    kind: str
+    cache_dtype: str
+    sequences: int
+    width: int  # of the path
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int | None
+    capacities: tuple[int, ...]
+    page_size: int | None = None
+    pages: int | None = None
+    layers: int | None = None
+    quantized: bool = False
+    packed = False
+    op: str = "keep"
+
+    def __str__(self) -> str:
+        into = f"{self.kind} {_stored(self.cache_dtype, self.quantized)} caches"
+        rows = f"up to {self.width} rows of {self.sequences} sequences"
+        return f"keep on {self.gpu or 'a machine without a GPU'}: {rows} of {into}"
 
 
 class DecodeInputs(NamedTuple):

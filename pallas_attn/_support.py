@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from pallas_attn import _dispatch
-from pallas_attn._problem import AppendProblem, AttentionProblem, Change, DecodeProblem
+from pallas_attn._problem import (
+    AppendProblem,
+    AttentionProblem,
+    Change,
+    DecodeProblem,
+    KeepProblem,
+)
 from pallas_attn.masks import AT_RUN_TIME, CAUSAL, FULL, Mask, mask_fn, sliding_window
 from pallas_attn.scores import score_fn
 
@@ -18,6 +24,7 @@ OPERATIONS = {
     "flash_forward": "attention, forward",
     "flash_backward": "attention, backward",
     "append": "append",
+    "keep": "keep",
     "decode": "decode",
 }
 
@@ -47,6 +54,7 @@ _APPEND = AppendProblem(
     v_head_dim=128,
     capacities=(1024,),
 )
+_KEEP = KeepProblem("sm90", "stacked", "bfloat16", 8, 8, 8, 128, 128, (1024,))
 _DECODE = DecodeProblem(
     gpu="sm90",
     kind="stacked",
@@ -62,7 +70,7 @@ _DECODE = DecodeProblem(
     mask=CAUSAL,
     scale=128**-0.5,
 )
-_BASE = {"flash_forward": _ATTENTION, "append": _APPEND, "decode": _DECODE}
+_BASE = {"flash_forward": _ATTENTION, "append": _APPEND, "keep": _KEEP, "decode": _DECODE}
 _BASE["flash_backward"] = dataclasses.replace(_ATTENTION, op="flash_backward")
 
 _DTYPES: tuple[dict[str, Any], ...] = tuple(
@@ -104,15 +112,16 @@ _ATTENTION_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
 }
 _PACKED: dict[str, Any] = {"tokens": 2112, "q_len": 2112}
+_CACHES: tuple[dict[str, Any], ...] = (
+    {"kind": "per_sequence", "capacities": (1024,) * 8},
+    {"kind": "stacked"},
+    {"kind": "paged", "page_size": 16, "pages": 512},
+)
 _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
     "flash_forward": _ATTENTION_ROWS,
     "flash_backward": _ATTENTION_ROWS,
     "append": {
-        "cache": (
-            {"kind": "per_sequence", "capacities": (1024,) * 8},
-            {"kind": "stacked"},
-            {"kind": "paged", "page_size": 16, "pages": 512},
-        ),
+        "cache": _CACHES,
         "cache dtype": tuple(
             {"cache_dtype": name, "dtype": name}
             for name in ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float64")
@@ -129,12 +138,26 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
         "one array alone": ({"v_head_dim": None},),
         "rotary, norm": ({"change": Change(128, eps=1e-6, pairs=64, positions=1024)},),
     },
-    "decode": {
-        "cache": (
-            {"kind": "per_sequence", "capacities": (1024,) * 8},
-            {"kind": "stacked"},
-            {"kind": "paged", "page_size": 16, "pages": 512},
+    "keep": {
+        "cache": _CACHES,
+        "cache dtype": tuple(
+            {"cache_dtype": name}
+            for name in ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float64")
         ),
+        "quantised": tuple(
+            {"cache_dtype": name, "quantized": True}
+            for name in ("int8", "float8_e4m3fn", "float8_e5m2")
+        ),
+        "head dim of K and of V": (
+            {"head_dim": 192, "v_head_dim": 128},
+            {"head_dim": 72, "v_head_dim": 80},
+        ),
+        "V within K": ({"head_dim": 576, "v_head_dim": None, "kv_heads": 1},),
+        "rows of several layers": ({"layers": 32},),
+        "rows of a path": tuple({"width": n} for n in (1, 16, 48, 64)),
+    },
+    "decode": {
+        "cache": _CACHES,
         "dtype": tuple(
             {"dtype": name, "cache_dtype": name} for name in ("bfloat16", "float16", "float32")
         ),

@@ -24,11 +24,14 @@ from pallas_attn._problem import (
     Caches,
     DecodeInputs,
     DecodeProblem,
+    KeepInputs,
+    KeepProblem,
     bounds_of,
 )
 from pallas_attn.errors import Limit, UnsupportedError
 
 Array = jax.Array
+CacheProblem = AppendProblem | KeepProblem | DecodeProblem
 
 
 def kept(call: Callable[..., Any], kernel: Any, problem: Any, inputs: Any) -> Any:
@@ -371,6 +374,24 @@ def append(kernel: Any, problem: AppendProblem, inputs: AppendInputs):
     return jax.tree.unflatten(jax.tree.structure(held), results)
 
 
+def keep(kernel: Any, problem: KeepProblem, inputs: KeepInputs):
+    """`kernel.run(inputs, problem)` -> Caches, for any batching and sharding."""
+    leaves, tree = jax.tree.flatten(inputs)
+    held = Caches(*(getattr(inputs, name) for name in Caches._fields))
+
+    def run(*arrays: Array):
+        local = jax.tree.unflatten(tree, arrays)
+        heads = jax.tree.leaves(local.k_cache)[0].shape[-3]
+        sizes = dataclasses.replace(problem, sequences=local.begin.shape[0], kv_heads=heads)
+        return tuple(jax.tree.leaves(kernel.run(local, sizes)))
+
+    caches = _cache_axes(problem, inputs.k_cache, "h") + _cache_axes(problem, inputs.v_cache, "e")
+    caches += _cache_axes(problem, inputs.k_scale) + _cache_axes(problem, inputs.v_scale)
+    axes = [*caches, ("m", "j"), *[("m",)] * 2, *_state_axes(None, inputs.page_table, None)]
+    results = _cache_call(run, leaves, axes, caches, problem)
+    return jax.tree.unflatten(jax.tree.structure(held), results)
+
+
 def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
     """`kernel.run(inputs, problem)` -> (out, lse), for any batching and sharding."""
     leaves, tree = jax.tree.flatten(inputs)
@@ -402,7 +423,7 @@ def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
 
 
 def _cache_call(
-    run: Any, leaves: list, axes: list, outputs: list, problem: AppendProblem | DecodeProblem
+    run: Any, leaves: list, axes: list, outputs: list, problem: CacheProblem
 ) -> tuple[Array, ...]:
     """`run` of the leaves that are arrays, NumPy's too; a static layer stays what it is."""
     dynamic = [n for n, leaf in enumerate(leaves) if not isinstance(leaf, int)]
@@ -417,14 +438,14 @@ def _cache_call(
     def call(*arrays: Array):
         by_sequence = problem.kind == "stacked" and not problem.packed
         free = ("m", "k") if by_sequence else ("k",)
-        inputs, writes = [axes[n] for n in dynamic], isinstance(problem, AppendProblem)
+        inputs, writes = [axes[n] for n in dynamic], not isinstance(problem, DecodeProblem)
         return _sharding.over_devices(given, arrays, inputs, outputs, free, writes=writes)
 
     limit = Limit("kernels over caches have no derivative", 'pass implementation="reference"')
     return call(*_underived(problem, limit)(*(leaves[n] for n in dynamic)))
 
 
-def _underived(problem: AttentionProblem | AppendProblem | DecodeProblem, limit: Limit) -> Any:
+def _underived(problem: AttentionProblem | CacheProblem, limit: Limit) -> Any:
     """The arrays as they are, and an error where somebody takes a derivative. Around the arrays,
     not around the call: jax cannot take references out of a custom_jvp.
     """
@@ -448,7 +469,7 @@ def not_derived(problem: AttentionProblem, aux: tuple[Array, ...]) -> tuple[Arra
     return tuple(_underived(problem, limit)(*aux)) if aux else aux
 
 
-def _cache_axes(problem: AppendProblem | DecodeProblem, cache: Any, *dim: str) -> list:
+def _cache_axes(problem: CacheProblem, cache: Any, *dim: str) -> list:
     """Axes of each array of a cache; without `dim`, of its scales."""
     layer = () if problem.layers is None else ("l",)
     if cache is None:

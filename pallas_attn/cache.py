@@ -62,15 +62,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from pallas_attn import _checks, _device, _sharding
-from pallas_attn._problem import QUANTIZED
+from pallas_attn import _checks, _device, _keep, _sharding
+from pallas_attn._problem import LOST, NO_PAGE, QUANTIZED
 from pallas_attn.context import Context, mapped_shards
 from pallas_attn.masks import saturated
 
 Array = jax.Array
 
-NO_PAGE = -1  # in a page table: nothing here yet
-LOST = -2  # a page was needed here and the pool had none; it sticks until the sequence is freed
 NOT_EXTENDED = -1  # in new_lengths
 MOST_ROWS = 2**31 - 1  # of a sequence: lengths are int32
 
@@ -270,6 +268,25 @@ class KVCache:
                     f"is {capacity}; "
                     "create the cache with a larger capacity or append fewer rows"
                 )
+
+    def keep(
+        self, counts: int | Array, path: Array | None = None, *, implementation: str | None = None
+    ) -> Self:
+        """Keep `counts` of the rows that the latest `extend` took, and drop the others: drafts.
+
+        Args:
+          counts: int32[M] or an int: how many, held to 0 .. new_lengths (and .. p).
+          path: int32[M, p], which of those rows: row j of those kept becomes what row path[m, j]
+            was, all read before any is written; held to 0 .. new_lengths - 1. Default: the first.
+          implementation: "sm80", "reference" or None.
+
+        Returns:
+          The cache, lengths cut, rows moved in every layer: one launch, in place as in `write_kv`,
+          none without `path`. Sequences that have overflowed or took no rows stay as they are.
+          Pages stay with their sequence. One that was forked from since `extend`, into a sequence
+          that has some of those rows, overflows: keep first, fork then.
+        """
+        return _keep.keep(self, counts, path, implementation)
 
     def reset(self, sequences: int | Array) -> Self:
         """Empty some sequences: an index (traced or not), an int array of indices (those that are

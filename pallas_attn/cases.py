@@ -442,6 +442,11 @@ def _append() -> list[AppendCase]:
     for m in (1, 32, 128, 256):
         rows += _appends(f"m{m}", _uniform(m, 1023), 1024, "grid", narrow=m in (1, 128))
     rows += _appends("m8_t2048", _uniform(8, 512), 2560, "long", new_rows=2048)
+    for t in (8, 16):  # drafts, half of which are kept, and all of those move
+        rows += [
+            dataclasses.replace(one, name=one.name.replace("append", "keep"), kept=t // 2)
+            for one in _appends(f"m128_t{t}", _uniform(128, 1000), 1024, "keep", t == 8, new_rows=t)
+        ]
     edges: dict[str, Any] = {"kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
     edges["labels"] = ("edge",)
     lengths, mixed = (0, 1, 63, 4, 31), (64, 72, 64, 80, 128)
@@ -471,6 +476,9 @@ def _append() -> list[AppendCase]:
                 cache_dtype="float8_e4m3fn",
             ),
         ]
+        rows.append(
+            make(f"keep_{kind}_few", (0, 1, 59, 4, 31), capacities=sizes, new_rows=5, kept=2)
+        )
     make = functools.partial(
         AppendCase, kv_heads=2, labels=("edge",), capacities=(32, 40), new_rows=3
     )

@@ -373,6 +373,58 @@ def append(  # noqa: PLR0913
     )
 
 
+def keep(  # noqa: PLR0913
+    k_cache: Array | Sequence[Array],
+    v_cache: Array | Sequence[Array] | None,
+    k_scale: Array | Sequence[Array] | None,
+    v_scale: Array | Sequence[Array] | None,
+    path: Array,
+    begin: Array,
+    last: Array,
+    count: Array,
+    page_table: Array | None,
+    *,
+    layers: bool = False,
+):
+    """The caches where row begin[m] + j of sequence m is what row begin[m] + path[m, j] was, for j
+    < count[m]; `path` is held to 0 .. last[m].
+    """
+    path = jnp.clip(path, 0, jnp.maximum(last, 0)[:, None])
+    rows = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
+    source = begin[:, None] + path
+    target = jnp.where(rows < count[:, None], begin[:, None] + rows, -1)
+
+    def moved(cache):
+        if isinstance(cache, (tuple, list)):
+            three = zip(cache, source, target, strict=True)
+            return tuple(once(one[None], at[None], to[None])[0] for one, at, to in three)
+        return once(cache, source, target)
+
+    def once(cache, source, target):
+        """Of an array [slabs, K, rows, H], the page table's or one a sequence."""
+        if page_table is None:
+            held = jnp.take_along_axis(cache, source[:, None, :, None], axis=2, mode="clip")
+            return _scatter(cache, None, (target,), jnp.swapaxes(held, 1, 2), batched=True)
+        page, row = _page_and_row(cache, source, page_table)
+        held = cache.at[page, :, row].get(mode="clip")
+        return _scatter(cache, None, _page_and_row(cache, target, page_table), held)
+
+    def over_layers(cache, scales=False):
+        if cache is None:
+            return None
+        dtype = jax.tree.leaves(cache)[0].dtype
+        if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):
+            # XLA moves float8 on a CPU as float16, which changes the bits of NaN.
+            cache = jax.tree.map(lambda x: lax.bitcast_convert_type(x, jnp.uint8), cache)
+        columns = jax.tree.map(lambda x: x[..., None] if scales else x, cache)
+        done = (jax.vmap(moved) if layers else moved)(columns)
+        done = jax.tree.map(lambda x: x[..., 0] if scales else x, done)
+        return jax.tree.map(lambda x: lax.bitcast_convert_type(x, dtype), done)
+
+    numbers = over_layers(k_cache), over_layers(v_cache)
+    return (*numbers, over_layers(k_scale, True), over_layers(v_scale, True))
+
+
 def _place_packed(cache, layer, where: tuple[Array, Array], new: Array, page_table: Array | None):
     """Packed rows, each at its position of its sequence; negative: dropped."""
     owners, position = where

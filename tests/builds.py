@@ -170,6 +170,15 @@ def _append_packed(target: str, kind: str, **sizes: Any) -> Build:
     return Build(target, _packed_call, arrays, donate=(0,))
 
 
+def _keep_call(cache, counts, path):
+    return cache.keep(counts, path)
+
+
+def _keep(target: str, kind: str, rows: int, **sizes: Any) -> Build:
+    arrays = _cache(kind, **sizes), _shape("int32", 16), _shape("int32", 16, rows)
+    return Build(target, _keep_call, arrays, donate=(0,))
+
+
 _TABLE = _shape("float32", 4096, 64)
 
 
@@ -283,6 +292,9 @@ BUILDS: dict[str, Build] = {
     "append/sm80/paged_int8_interleaved": _append(
         "a100", "paged", 7, pa.Rotary(_TABLE, _TABLE, interleaved=True), dtype="int8"
     ),
+    "append/sm90/keep_stacked": _keep("h100", "stacked", 8, layers=4),
+    "append/sm80/keep_per_sequence": _keep("a100", "per_sequence", 8),
+    "append/sm90/keep_paged_int8": _keep("h100", "paged", 48, dtype="int8"),
     "lm/sm90/decode_loop": _lm(),
 }
 

@@ -109,10 +109,10 @@ class Subject:
 ROWS = (
     Subject("reference", "reference"),
     Subject("interpreted", None, generation="sm90", marks=("guards",), dtype="bfloat16"),
-    Subject("portable", "sm80", "sm90", ("guards",), "bfloat16", but=("append", "decode")),
+    Subject("portable", "sm80", "sm90", ("guards",), "bfloat16", but=("append", "keep", "decode")),
     Subject("reference_on_gpu", "reference", marks=("gpu",)),
     Subject("kernels", None, marks=("gpu",), dtype="bfloat16"),
-    Subject("portable_kernels", "sm80", None, ("gpu",), "bfloat16", but=("append",)),
+    Subject("portable_kernels", "sm80", None, ("gpu",), "bfloat16", but=("append", "keep")),
     Subject("kernels_float32", None, marks=("gpu",), dtype="float32"),
 )
 

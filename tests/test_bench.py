@@ -83,6 +83,7 @@ def bench(op, names, tmp_path, options=None, **ms):
         ("append", "append_per_sequence_distinct"),
         ("append", "append_stacked_ragged_chunk"),
         ("append", "append_paged_float8_e4m3fn"),
+        ("append", "keep_paged_few"),
     ],
 )
 def test_every_operation_is_checked_timed_and_written(op, name, tmp_path):

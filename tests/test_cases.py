@@ -20,7 +20,7 @@ from tests.subjects import cotangents, forward_and_backward
 EDGES = cases.select(cases.ATTENTION, "edge")
 # Quantised caches, and those with V within K: tests/test_quantized.py.
 DECODES = cases.select(cases.DECODE, "edge,-quantized,-shared_kv")
-APPENDS = cases.select(cases.APPEND, "edge,-quantized")
+APPENDS = cases.select(cases.APPEND, "edge,-quantized,-kept")
 # The reference is one einsum at every head dim and for every group, one comparison for every mask
 # (tests/test_attention.py goes through them), and reads caches of every kind as the same rows.
 ALIKE = (

@@ -197,7 +197,7 @@ def test_who_knows_the_dispatch():
         "lm.decode",
         "lm.train",
     }  # what there is, and what was taken
-    assert users == {"attention", "_context", "append", "decode"} | asks
+    assert users == {"attention", "_context", "append", "_keep", "decode"} | asks
 
 
 def test_bench_and_lm_use_the_public_api():

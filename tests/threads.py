@@ -110,6 +110,12 @@ class BlockOfThreads:
     def load(self, ref, index, nbytes):
         return self.memory.load(ref, np.broadcast_to(index, 128), nbytes, self.ids)
 
+    def load_where(self, ref, index, nbytes, where):
+        index, where = np.broadcast_to(index, 128), np.broadcast_to(where, 128)
+        words = np.zeros(128, "V16" if nbytes == 16 else f"i{nbytes}")
+        words[where] = self.memory.load(ref, index[where], nbytes, self.ids[where])
+        return words
+
     def store(self, ref, index, value, nbytes, where):
         where = np.broadcast_to(where, 128)
         if isinstance(ref, Picked):
@@ -347,7 +353,8 @@ class Memory:
                 raise RuntimeError(
                     "RACE DETECTED: a thread reads what another one writes in the same launch"
                 )
-            read[index] = np.where(read[index] == self.NOBODY, threads[:, None], self.SEVERAL)
+            alone = (read[index] == self.NOBODY) | (read[index] == threads[:, None])
+            read[index] = np.where(alone, threads[:, None], self.SEVERAL)
             return words[index].copy()
 
     def store(self, ref, index, value, nbytes, threads):

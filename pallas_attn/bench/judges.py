@@ -62,6 +62,10 @@ class _AppendJudge:
         rest = arrays["lengths"], cache.new_lengths, owners
         buffers = subjects.buffers(cache)
         self.expected = {name: place(x, new[name], *rest) for name, x in buffers.items()}
+        if case.kept is not None:
+            kept = {name: x[:, case.new_rows - case.kept :] for name, x in new.items()}
+            rest = arrays["lengths"], jnp.full(case.sequences, case.kept, jnp.int32), owners
+            self.expected = {name: place(x, kept[name], *rest) for name, x in self.expected.items()}
 
     def __call__(self, subject: Subject, produced: Any) -> str | None:
         got = produced if isinstance(produced, dict) else subjects.buffers(produced)

@@ -515,9 +515,11 @@ def _scatter_pages(buffers: Any, k: Any, v: Any, start: Any, table: Any) -> Any:
 
 
 def xla_append(call: Call) -> list[Subject]:
-    """XLA's updates of every cache; where they are quantised, the reference, which is XLA's too."""
-    if call.case.cache_dtype:
-        return [Subject("xla", subjects.Append(call.case, call.arrays, "reference"))]
+    """XLA's updates of every cache; where rows are quantised, or kept, the reference, which is
+    XLA's too.
+    """
+    if call.case.cache_dtype or call.case.kept is not None:
+        return [Subject("xla", subjects.writes(call.case, call.arrays, "reference"))]
     if "new_lengths" in call.arrays:
         raise Unavailable("no ragged chunks")
     return [Subject("xla", _Scatter(call.case, call.arrays))]

@@ -389,7 +389,7 @@ def ours(bench: Bench, call: peers.Call) -> Subject:
     if isinstance(case, DecodeCase):
         launch = subjects.decode(case, call.arrays, implementation)
     elif isinstance(case, AppendCase):
-        launch = subjects.Append(case, call.arrays, implementation)
+        launch = subjects.writes(case, call.arrays, implementation)
     else:
         launch = subjects.attention(case, call.arrays, call.cotangent, call.op, implementation)
     return subjects.as_subject(implementation or generation(), launch)

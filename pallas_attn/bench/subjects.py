@@ -192,6 +192,32 @@ class Append:
         return self.cache
 
 
+class Keep:
+    """`cache.keep` of drafts that lie in a donated cache, call after call: lengths stay."""
+
+    def __init__(self, case: AppendCase, arrays: dict[str, Any], implementation: str | None):
+        cache = noisy(empty_cache(case)).extend(arrays["lengths"]).extend(case.new_rows)
+        write = jax.jit(pallas_attn.write_kv, donate_argnums=0)
+        self.cache, self.path = write(cache, arrays["k"], arrays["v"]), case.path()
+        self.counts = jnp.full(case.sequences, self.path.shape[1], jnp.int32)
+
+        def keep(cache, counts, path):
+            kept = cache.keep(counts, path, implementation=implementation)
+            held = {"lengths": cache.lengths, "new_lengths": cache.new_lengths}
+            return dataclasses.replace(kept, **held)
+
+        self.step = jax.jit(keep, donate_argnums=0)
+
+    def __call__(self) -> Any:
+        self.cache = self.step(self.cache, self.counts, self.path)
+        return self.cache
+
+
+def writes(case: AppendCase, arrays: dict[str, Any], implementation: str | None) -> Any:
+    """What an AppendCase is a call of."""
+    return (Append if case.kept is None else Keep)(case, arrays, implementation)
+
+
 def noisy(cache: Any) -> Any:
     """The cache with random rows in place of zeros, so that a stray write cannot hide."""
     leaves, structure = jax.tree.flatten(buffers(cache))

@@ -76,7 +76,7 @@ def limit(problem: AppendProblem) -> Limit | None:
             "split each sequence over several caches of fewer than 2**31 rows",
         )
     separate = cache_layout.layout_of(problem).separate
-    most = _most_arrays(4 if problem.quantized else 2)
+    most = most_arrays(4 if problem.quantized else 2)
     if problem.packed and separate and (problem.sequences > most or 0 in problem.capacities):
         return Limit(
             f"packed rows into {problem.sequences} separate caches; it takes up to {most}, none "
@@ -195,7 +195,7 @@ def _write_into(
         one = {name: (cache,) for name, cache in caches.items()}
         done = _launch(one, new, rest, problem, config)
         return {name: cache for name, (cache,) in done.items()}
-    most = _most_arrays(len(caches))
+    most = most_arrays(len(caches))
     if problem.packed:
         done = _launch(caches, new, rest, problem, config)
         return {name: done[name] for name in caches}
@@ -203,11 +203,11 @@ def _write_into(
     written = {name: list(cache) for name, cache in caches.items()}
     for some in (live[lo : lo + most] for lo in range(0, len(live), most)):
         capacities = tuple(problem.capacities[m] for m in some)
-        lengths = None if rest.new_lengths is None else _rows_of(rest.new_lengths, some)
+        lengths = None if rest.new_lengths is None else rows_of(rest.new_lengths, some)
         done = _launch(
             {name: tuple(cache[m] for m in some) for name, cache in caches.items()},
-            {side: _rows_of(rows, some) for side, rows in new.items()},
-            rest._replace(start=_rows_of(rest.start, some), new_lengths=lengths),
+            {side: rows_of(rows, some) for side, rows in new.items()},
+            rest._replace(start=rows_of(rest.start, some), new_lengths=lengths),
             dataclasses.replace(problem, sequences=len(some), capacities=capacities),
             config,
         )
@@ -217,12 +217,12 @@ def _write_into(
     return {name: tuple(arrays) for name, arrays in written.items()}
 
 
-def _most_arrays(each: int) -> int:
+def most_arrays(each: int) -> int:
     """Sequences with so many arrays each that a launch has parameters for."""
     return (mosaic.PARAMETER_BYTES // 8 - 8) // each  # 8: the new rows, lengths and the like
 
 
-def _rows_of(array: Array, sequences: list[int]) -> Array:
+def rows_of(array: Array, sequences: list[int]) -> Array:
     """`array` itself where these are all of its sequences, as they mostly are."""
     if len(sequences) == array.shape[0]:
         return array

@@ -432,6 +432,35 @@ class Thread:
         address = address_of(ref, index, nbytes)
         return Int(llvm.load(word_type(nbytes), address, alignment=nbytes))
 
+    def load_where(self, ref: Ref, index: Int, nbytes: int, where: Int) -> Int:
+        """The word at `index` where the condition holds; elsewhere 0, and the index may be
+        anything. It is not moved past other loads of the kind, nor past stores.
+        """
+        count, kind = (4, "v4.b32") if nbytes == 16 else (1, f"b{8 * nbytes}")
+        bits = max(8 * nbytes // count, 32)
+        one = _int(bits)
+        register = "l" if nbytes == 8 else "r"
+        names = [f"${n}" for n in range(count)]
+        zeros = "".join(f"mov.b{bits} {name}, 0; " for name in names)
+        into = f"{{{', '.join(names)}}}" if count > 1 else names[0]
+        several = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>")
+        found = llvm.inline_asm(
+            several if count > 1 else one,
+            [arith.extui(_int(32), where.value), address_of(ref, index, nbytes)],
+            f"{{ .reg .pred p; setp.ne.b32 p, ${count}, 0; {zeros}"
+            f"@p ld.global.{kind} {into}, [${count + 1}]; }}",
+            ",".join([f"=&{register}"] * count) + ",r,l,~{memory}",
+            has_side_effects=True,
+        )
+        if nbytes < 4:
+            return Int(arith.trunci(word_type(nbytes), found))
+        if nbytes < 16:
+            return Int(found)
+        word = llvm.mlir_undef(word_type(16))
+        for n in range(count):
+            word = vector.insert(llvm.extractvalue(_int(32), found, [n]), word, [], [n])
+        return Int(word)
+
     def store(self, ref: Ref, index: Int, value: Int, nbytes: int, where: Int) -> None:
         """Writes the word at `index` where the condition holds; elsewhere the index may be
         anything.

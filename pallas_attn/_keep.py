@@ -1,0 +1,101 @@
+"""`cache.keep`: which rows of a cache stay, and the launch that moves them.
+
+What is decided from lengths and pages is decided here, by XLA, once for all layers; the kernel
+moves rows that are known to exist.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn import _checks, _device, _dispatch, _transforms
+from pallas_attn._problem import LOST, Caches, KeepInputs, KeepProblem
+
+Array = jax.Array
+
+
+def keep(cache: Any, counts: int | Array, path: Array | None, implementation: str | None) -> Any:
+    """The method of every cache."""
+    _checks.kv_cache(cache)
+    _dispatch.check_name(implementation)
+    sequences, new, lengths = cache.num_sequences, cache.new_lengths, cache.lengths
+    static = _checks.static_int(counts)
+    given: Any = counts if static is None else np.int32(min(max(static, 0), 2**31 - 1))
+    counts = _checks.one_or_each("counts", given, sequences, "rows to keep of each sequence")
+    most = new
+    if path is not None:
+        if cache.context is not None:
+            raise ValueError(
+                "path: expected None over a cache whose rows are split over devices, where the "
+                "first rows can be kept, got an array"
+            )
+        wanted = f"int32[{sequences}, p] (the rows to keep, of those that extend took)"
+        path = _checks.integers("path", path, wanted, (sequences, None))
+        most = jnp.minimum(new, path.shape[1])
+    kept = jnp.clip(counts, 0, jnp.maximum(most, 0))
+    changed = (new > 0) & (lengths >= new) & ~cache.overflowed
+    changed &= kept < new if path is None else True
+    if cache.kind == "paged":
+        cache, shared = _without_shared_pages(cache, changed)
+        changed &= ~shared
+    begin = lengths - new
+    cut = dataclasses.replace(
+        cache,
+        lengths=jnp.where(changed, begin + kept, lengths),
+        new_lengths=jnp.where(changed, kept, new),
+    )
+    if path is None or 0 in path.shape:
+        return cut
+    where = jnp.where(changed, begin, 0), new - 1, jnp.where(changed, kept, 0)
+    moved = _moved(cache, path, where, implementation)
+    return dataclasses.replace(
+        cut, k=moved.k_cache, v=moved.v_cache, k_scale=moved.k_scale, v_scale=moved.v_scale
+    )
+
+
+def _without_shared_pages(cache: Any, changed: Array) -> tuple[Any, Array]:
+    """The cache where each entry of the page table that has newest rows of a sequence to be
+    `changed`, in a page that another sequence holds too, is `LOST`; and bool[M], who has such.
+    """
+    table, size = cache.page_table, cache.page_size
+    slots = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+    begin = cache.lengths - cache.new_lengths
+    newest = (slots >= (begin // size)[:, None]) & (slots * size < cache.lengths[:, None])
+    holders = jnp.take(cache.holders, table, mode="clip")
+    lost = newest & changed[:, None] & (table >= 0) & (holders > 1)
+    pages = jnp.where(lost, table, cache.pages)
+    return dataclasses.replace(
+        cache,
+        page_table=jnp.where(lost, LOST, table),
+        holders=cache.holders.at[pages].add(-1, mode="drop"),
+    ), lost.any(axis=1)
+
+
+def _moved(
+    cache: Any, path: Array, where: tuple[Array, Array, Array], implementation: str | None
+) -> Caches:
+    """The buffers with rows moved. `where`: begin, last and count of `KeepInputs`."""
+    buffers = Caches(cache.k, cache.v, cache.k_scale, cache.v_scale)
+    problem = KeepProblem(
+        gpu=_device.gpu_generation(),
+        kind=cache.kind,
+        cache_dtype=str(cache.dtype),
+        sequences=cache.num_sequences,
+        width=path.shape[1],
+        kv_heads=cache.kv_heads,
+        head_dim=cache.stored_dims[0],
+        v_head_dim=None if cache.shared_kv else cache.stored_dims[1],
+        capacities=cache.held if cache.kind == "per_sequence" else cache.held[:1],
+        page_size=cache.page_size,
+        pages=cache.pages,
+        layers=cache.layers,
+        quantized=cache.quantized,
+    )
+    inputs = KeepInputs(*buffers, path, *where, cache.page_table)
+    chosen = _dispatch.select(problem, implementation)
+    if chosen.name == "reference":
+        return chosen.run(inputs, problem)
+    return _transforms.kept(_transforms.keep, chosen, problem, inputs)

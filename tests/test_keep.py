@@ -1,0 +1,334 @@
+"""`cache.keep`: which drafts stay, where they lie, and that nothing else is touched."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+import pallas_attn as pa
+from pallas_attn import PagedCache, PerSequenceCache, StackedCache
+from pallas_attn._problem import KeepProblem
+from pallas_attn.cache import LOST
+from pallas_attn.kernels.append import keep as append_keep
+from tests import append_cases, builds, mosaic, subjects
+
+KINDS = ("per_sequence", "stacked", "paged")
+SIDES = ("k", "v", "k_scale", "v_scale")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+LEAST, MOST = -(2**31), 2**31 - 1
+
+
+def create(kind, heads=2, dim=8, **sizes):
+    """Five sequences of 20 rows (of one 23, where capacities may differ)."""
+    if kind == "per_sequence":
+        return PerSequenceCache.create((20, 23, 20, 20, 20), heads, dim, **sizes)
+    if kind == "stacked":
+        return StackedCache.create(5, 20, heads, dim, **sizes)
+    return PagedCache.create(5, 26, 4, heads, dim, capacity=20, **sizes)
+
+
+def keep(cache, counts, path, implementation=None):
+    return cache.keep(counts, path, implementation=implementation)
+
+
+def with_bits(rng, cache):
+    """Random bits, NaN among them, in every buffer."""
+    buffers = {name: getattr(cache, name) for name in SIDES}
+    filled = jax.tree.map(lambda x: append_cases.random_bits(rng, x.shape, x.dtype), buffers)
+    return dataclasses.replace(cache, **jax.tree.map(jnp.asarray, filled))
+
+
+def expected(cache, counts, path) -> Any:
+    """`cache.keep`, a row at a time; of sequences that share no page."""
+    given = jax.tree.map(np.array, cache)
+    lengths, new = given.lengths.astype(np.int64), given.new_lengths
+    after = {name: getattr(given, name) for name in SIDES}
+    for m in range(len(lengths)):
+        if new[m] <= 0 or lengths[m] < new[m] or np.asarray(cache.overflowed)[m]:
+            continue
+        begin = lengths[m] - new[m]
+        count = int(np.clip(counts[m], 0, min(new[m], path.shape[1])))
+        rows = [begin + int(np.clip(x, 0, new[m] - 1)) for x in path[m, :count]]
+        for name, buffer in after.items():
+            if buffer is None:
+                continue
+            heads = -2 if name.endswith("scale") else -3  # the axis
+            held = [place(given, buffer, m, row, heads).copy() for row in rows]
+            for j, row in enumerate(held):
+                place(given, buffer, m, begin + j, heads)[...] = row
+        given.lengths[m] = begin + count
+        new[m] = count
+    return dataclasses.replace(given, **after)
+
+
+def place(cache, buffer, m, position, heads):
+    """A view of a row of a sequence, of all layers and heads."""
+    if cache.kind == "per_sequence":
+        return np.moveaxis(buffer[m], heads + 1, 0)[position]
+    slab, row = m, position
+    if cache.kind == "paged":
+        entry, row = divmod(position, buffer.shape[heads + 1])
+        slab = cache.page_table[m, entry]
+    of_slab = np.moveaxis(buffer, heads - 1, 0)[slab]
+    return np.moveaxis(of_slab, heads + 1, 0)[row]
+
+
+OPTIONS = {
+    "bfloat16": {"heads": 3, "dim": 24, "v_head_dim": 72},
+    "layers": {"layers": 3, "dtype": "float32"},
+    "chunks": {"heads": 5, "dim": 264, "dtype": "float16", "v_head_dim": 5},
+    "float8_e4m3fn": {"layers": 2, "dtype": "float8_e4m3fn"},
+    "int8": {"dtype": "int8", "dim": 40},
+    "within_k": {"shared_kv": True, "heads": 1, "dim": 18, "v_head_dim": 16},
+}
+COUNTS = np.array([4, MOST, 2, LEAST, 3], np.int32)
+# Repeated, backwards, out of range; longer than the drafts that there are.
+PATH = np.array(
+    [[0, 2, 5, 4, 3], [3, LEAST, MOST, 1, 1], [1, 1, 0, 0, 7], [2] * 5, [0, 1, 2, 2, 2]], np.int32
+)
+WIDE = np.array(np.random.default_rng(0).integers(-2, 9, (5, 19)), np.int32)
+NEWER_WAY = {"xla_backend_extra_options": ""}  # tests/test_append.py says why
+
+
+def drafts(rng, kind, **options):
+    """Drafts in pages of their own and others', none in the fourth sequence; the last one has
+    overflowed.
+    """
+    cache = with_bits(rng, create(kind, **options).extend(jnp.array([3, 5, 11, 7, 15])))
+    return cache.extend(jnp.array([6, 7, 9, 0, 6]))
+
+
+CASES = [(kind, name) for kind in KINDS for name in OPTIONS]
+FEW = CASES[2::5] + [(kind, "layers") for kind in KINDS] + [("paged", "float8_e4m3fn")]
+
+
+@pytest.mark.parametrize("subject, cases", [
+    pytest.param(row, FEW if row.generation or row.name == "reference" else CASES,
+                 id=row.name, marks=[getattr(pytest.mark, mark) for mark in row.marks])
+    for row in subjects.ROWS if row.exists("keep")
+])  # fmt: skip
+def test_every_byte(rng, subject, cases):
+    for kind, name in cases:
+        cache = drafts(rng, kind, **OPTIONS[name])
+        path = WIDE if name == "layers" else PATH
+        wanted = expected(cache, COUNTS, path)
+        with subject.active():
+            options = {"compiler_options": NEWER_WAY} if subject.name == "reference" else {}
+            run = functools.partial(keep, implementation=subject.implementation)
+            got = jax.jit(run, **options)(cache, COUNTS, path)
+        append_cases.assert_same_bytes(got, wanted)
+
+
+@every_kind
+def test_without_a_path_lengths_move_alone(rng, kind):
+    cache = drafts(rng, kind)
+    got = jax.jit(keep)(cache, 2, None)
+    np.testing.assert_array_equal(got.lengths, [5, 7, 13, 7, 21])
+    np.testing.assert_array_equal(got.new_lengths, [2, 2, 2, 0, 6])
+    same = [dataclasses.replace(x, lengths=0, new_lengths=0) for x in (got, cache)]
+    append_cases.assert_same_bytes(*same)
+    again = got.keep(jnp.array([1, 0, 9, 1, 0]))
+    np.testing.assert_array_equal(again.lengths, [4, 5, 13, 7, 21])
+
+
+class Model:
+    """What each of four sequences holds: numbers, one a row, in the order in which they came."""
+
+    def __init__(self, rng):
+        self.rng, self.cache = rng, PagedCache.create(4, 40, 4, 1, 2, capacity=40, dtype="float32")
+        self.held: list[list[int]] = [[] for _ in range(4)]
+        self.newest, self.rows = [0] * 4, 0
+        names = ("extend", "fork", "free")
+        self.jitted = {name: jax.jit(getattr(PagedCache, name)) for name in names}
+        self.write, self.keep_rows = jax.jit(pa.write_kv), jax.jit(keep)
+
+    def extend(self):
+        new = np.arange(self.rows, self.rows + 24, dtype=np.float32).reshape(4, 6)
+        self.rows += 24
+        self.newest = [
+            min(n, 38 - len(x)) for n, x in zip(self._some(0, 7), self.held, strict=True)
+        ]
+        for m, n in enumerate(self.newest):
+            self.held[m] += new[m, :n].astype(int).tolist()
+        cache = self.jitted["extend"](self.cache, np.array(self.newest, np.int32))
+        k = np.broadcast_to(new[..., None, None], (4, 6, 1, 2))
+        self.cache = self.write(cache, k, -k)
+
+    def keep(self):
+        path, counts = self.rng.integers(-1, 7, (4, 5), np.int32), self._some(-1, 7)
+        self.cache = self.keep_rows(self.cache, np.array(counts, np.int32), path)
+        for m, n in enumerate(self.newest):
+            self.newest[m] = int(np.clip(counts[m], 0, min(n, 5)))
+            first = len(self.held[m]) - n
+            drafts = [self.held[m][first + min(max(i, 0), n - 1)] for i in path[m] if n]
+            self.held[m] = self.held[m][:first] + drafts[: self.newest[m]]
+
+    def fork(self):
+        source, target = self.rng.permutation(4)[:2].tolist()
+        length = int(self.rng.integers(0, len(self.held[source]) + 1))
+        self.cache = self.jitted["fork"](self.cache, source, target, length)
+        self.held[target] = self.held[source][:length]
+
+    def free(self):
+        gone = int(self.rng.integers(4))
+        self.cache = self.jitted["free"](self.cache, gone)
+        self.held[gone] = []
+
+    def _some(self, low, high):
+        return [int(x) for x in self.rng.integers(low, high, 4)]
+
+    def check(self):
+        cache = jax.tree.map(np.asarray, self.cache)
+        assert not np.asarray(self.cache.overflowed).any()
+        np.testing.assert_array_equal(cache.lengths, [len(rows) for rows in self.held])
+        for m, rows in enumerate(self.held):
+            for side, sign in ((cache.k, 1), (cache.v, -1)):
+                have = side[cache.page_table[m], 0, :, 0].reshape(-1)[: len(rows)]
+                np.testing.assert_array_equal(sign * have, rows)
+        holders = np.bincount(cache.page_table[cache.page_table >= 0], minlength=40)
+        np.testing.assert_array_equal(cache.holders, holders)
+        assert cache.num_free == (holders == 0).sum()
+
+
+def test_the_model_of_a_cache(rng):
+    """Random appends, keeps, forks and frees."""
+    model = Model(rng)
+    for step in range(60):
+        getattr(model, ("extend", "keep", "keep", "fork", "free")[step % 5])()
+        model.check()
+
+
+@pytest.mark.parametrize("path", [None, np.array([[1, 2]] * 5, np.int32)], ids=["first", "path"])
+def test_a_page_of_drafts_that_another_holds_is_left_alone(rng, path):
+    """Forked between extend and keep: the rows are the copy's too."""
+    cache = with_bits(rng, create("paged").extend(jnp.array([3, 5, 0, 0, 2])))
+    cache = cache.extend(jnp.array([6, 3, 0, 0, 2])).fork(0, 2).fork(1, 3, 5)
+    got = jax.jit(keep)(cache, 2, path)
+    np.testing.assert_array_equal(got.overflowed, [True, False, False, False, False])
+    np.testing.assert_array_equal(got.lengths, [9, 7, 9, 5, 4])
+    assert (np.asarray(got.page_table)[0, :2] == LOST).all()
+    for side in ("k", "v"):
+        before, after = (np.asarray(getattr(x, side)) for x in (cache, got))
+        shared = np.asarray(cache.page_table)[0]
+        append_cases.assert_same_bytes(after[shared], before[shared])
+    freed = got.free(jnp.arange(5))
+    assert int(freed.num_free) == cache.pages and not freed.overflowed.any()
+    assert not np.asarray(freed.holders).any()
+
+
+@every_kind
+def test_in_loops_and_under_vmap(rng, kind):
+    cache = with_bits(rng, create(kind, layers=2, dtype="float32").extend(4))
+
+    def loop(cache, paths):
+        return jax.lax.scan(lambda c, path: (c.extend(4).keep(3, path), 0), cache, paths)[0]
+
+    paths = rng.integers(0, 4, (2, 5, 3)).astype(np.int32)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((cache.k, cache.v))]
+    wanted = cache
+    for path in paths:
+        wanted = expected(wanted.extend(4), np.full(5, 3), path)
+        wanted = jax.tree.map(jnp.asarray, wanted)
+    both = jax.vmap(lambda path: keep(cache.extend(4), 3, path))(paths)
+    for n, path in enumerate(paths):
+        got = jax.tree.map(lambda x: x[n], both)  # noqa: B023
+        append_cases.assert_same_bytes(got, expected(cache.extend(4), np.full(5, 3), path))
+    given = jax.tree.map(jnp.copy, cache)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((given.k, given.v))]
+    got = jax.jit(loop, donate_argnums=0)(given, paths)
+    append_cases.assert_same_bytes(got, wanted)
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves((got.k, got.v))] == pointers
+
+
+@every_kind
+def test_kv_heads_over_devices(rng, kind):
+    cache = with_bits(rng, create(kind, heads=4, dtype="int8").extend(6))
+    path = rng.integers(0, 6, (5, 4)).astype(np.int32)
+    wanted = expected(cache, np.full(5, 3), path)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    specs = cache.specs(heads="x")
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    placed = jax.device_put(cache, where)
+    plain = jax.P()
+    split = jax.shard_map(keep, mesh=mesh, in_specs=(specs, plain, plain), out_specs=specs)
+    for call in (split, keep):
+        got = jax.jit(call, out_shardings=where)(placed, jnp.int32(3), path)
+        append_cases.assert_same_bytes(got, wanted)
+
+
+# ---- machine code --------------------------------------------------------------------------------
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("target", ["h100", "a100"])
+@every_kind
+def test_machine_code(kind, target):
+    build = builds._keep(target, kind, 8, layers=3)
+    report = mosaic.compile_for(build.call, *build.shapes, target=target, donate_argnums=0)
+    assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
+    assert report.aliases >= len(jax.tree.leaves((build.shapes[0].k, build.shapes[0].v)))
+    assert report.registers <= 80
+    assert report.sass.count("LDG.E.128") == report.sass.count("STG.E.128") == 16
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+def test_machine_code_of_the_longest_path():
+    build = builds._keep("h100", "paged", append_keep.ROWS_MOST, dtype="float32")
+    report = mosaic.compile_for(build.call, *build.shapes, donate_argnums=0, sass=False)
+    assert (report.launches, report.spill_bytes) == (1, 0)
+
+
+@pytest.mark.guards
+def test_more_sequences_take_a_second_launch(monkeypatch):
+    monkeypatch.setattr(append_keep.append_copy.mosaic, "PARAMETER_BYTES", 8 * (2 * 20 + 8))
+    cache = jax.eval_shape(lambda: PerSequenceCache.create((8,) * 21, 1, 8))
+    shapes = jax.ShapeDtypeStruct((21,), "int32"), jax.ShapeDtypeStruct((21, 2), "int32")
+    with pa._device.assume("sm90"):
+        text = mosaic.lower_for_cuda(keep, cache, *shapes)
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
+# ---- what it refuses -----------------------------------------------------------------------------
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"cache_dtype": "float64"}, "no float64 caches"),
+        ({"width": 49}, "a path of 49 rows: a thread holds a column of all of them"),
+        ({"capacities": (2**31,)}, "capacity 2147483648: positions are int32"),
+        ({"layers": 2**28}, "4294967296 blocks: they are int32"),
+    ],
+)
+def test_limits(fields, reason):
+    problem = KeepProblem("sm90", "stacked", "bfloat16", 8, 8, 8, 128, 128, (1024,))
+    assert append_keep.limit(dataclasses.replace(problem, **fields)).reason == reason
+    assert append_keep.limit(problem) is None
+    assert append_keep.smem_bytes(problem, append_keep.Config()) == 0
+
+
+def test_messages():
+    cache = create("stacked").extend(2)
+    for call, message in (
+        (lambda: cache.keep(1.0), r"counts: expected int32\[5\] \(rows to keep of each sequence"),
+        (
+            lambda: cache.keep(1, jnp.zeros((4, 2), jnp.int32)),
+            r"path: expected int32\[5, p\] \(the rows to keep, of those that extend took\), got "
+            r"int32\[4, 2\]",
+        ),
+        (lambda: cache.keep(1, implementation="fast"), "implementation: expected one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    split = StackedCache.create(2, 8, 1, 8, context=pa.Context("cp")).extend(4)
+    with pytest.raises(ValueError, match="path: expected None over a cache whose rows are split"):
+        split.keep(1, jnp.zeros((2, 2), jnp.int32))
+    np.testing.assert_array_equal(split.keep(1).lengths, [1, 1])
