@@ -13,6 +13,7 @@ Serving, inside a jitted step, caches updated in place:
 
     PerSequenceCache, StackedCache, PagedCache   KV caches: pytrees, each a KVCache
     append_kv; or cache.extend and write_kv      new rows into them; the latter for several layers
+    cache.keep                                   of the newest rows, drafts, those that stay
     decode_attention, decode_attention_with_lse  attention of the newest rows to all that is held
     Rotary, RMSNorm                              RoPE and a norm of K and q, on their way
     append_kv_arrays                             the append for those who keep their own arrays
