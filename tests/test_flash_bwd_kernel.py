@@ -36,6 +36,7 @@ from tests.test_flash_fwd_kernel import (
     in_float32,
     one,
     shape_of,
+    small,
 )
 from tests.test_flash_fwd_kernel import problem_of as forward_problem_of
 
@@ -143,7 +144,7 @@ PORTABLE_ON_THE_GPU = {
 )
 def test_interpreted(name, changes):
     with mosaic.interpret():
-        check(one(name), **changes)
+        check(small(name), **changes)
 
 
 @pytest.mark.guards
