@@ -396,6 +396,16 @@ def on_host() -> Iterator[None]:
         yield
 
 
+def computed_now(function: Callable[..., Any], *given: np.ndarray) -> np.ndarray:
+    """The result of a function of arrays, compiled as one program for the CPU, if jax has one,
+    whatever is being traced.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(RuntimeError):  # of jax that was told to use GPUs alone
+            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
+        return np.asarray(jax.jit(function).lower(*given).compile()(*given))
+
+
 def _constant(value: Any, dtype: Any) -> Constant:
     kind = np.dtype(dtype)
     if kind == np.bool_:
@@ -493,9 +503,9 @@ class Broadcasting:
         """The numbers at some positions; those outside of the array are clipped. `kind`: its shape
         and dtype.
         """
-        shape, _ = kind
+        shape, dtype = kind
         clipped = [jnp.clip(at, 0, size - 1) for at, size in zip(indices, shape, strict=True)]
-        return jnp.asarray(array)[tuple(clipped)]
+        return jnp.asarray(array)[tuple(clipped)].astype(dtype)
 
 
 def evaluate(program: Program, numbers: Sequence[Any], arrays: Sequence[Any], values: Any) -> Any:

@@ -462,13 +462,6 @@ def _underived(problem: AttentionProblem | CacheProblem, limit: Limit) -> Any:
     return underived
 
 
-def not_derived(problem: AttentionProblem, aux: tuple[Array, ...]) -> tuple[Array, ...]:
-    """What a score function reads, as it is; an error where somebody wants its gradient."""
-    remedy = 'pass implementation="reference" to the forward call, or aux under stop_gradient'
-    limit = Limit("kernels make no gradient of what score_fn reads", remedy)
-    return tuple(_underived(problem, limit)(*aux)) if aux else aux
-
-
 def _cache_axes(problem: CacheProblem, cache: Any, *dim: str) -> list:
     """Axes of each array of a cache; without `dim`, of its scales."""
     layer = () if problem.layers is None else ("l",)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_attn import _checks, _context, _dispatch, _transforms
+from pallas_attn import _checks, _context, _dispatch, _score_gradients, _transforms
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.context import Context, shards_of
 from pallas_attn.errors import Limit, UnsupportedError
@@ -61,8 +61,9 @@ def flash_attention(  # noqa: PLR0913
 
         Or by a function of positions: `mask_fn(f, *aux)`, which combines with these by &, | and ~.
         Tiles of keys that it hides from all of some queries are not computed.
-      score: what becomes of the scaled, capped scores: `score_fn(f, *aux)`. Differentiable; in its
-        aux by implementation="reference".
+      score: what becomes of the scaled, capped scores: `score_fn(f, *aux)`. Differentiable, and so
+        are its aux: their gradients are computed by the reference, some rows at a time, which takes
+        far longer than the kernels do, and nothing where nobody wants them.
       scale: multiplies the logits; default H**-0.5. Static.
       q_offset: position of query row 0: an int, or int32[B]. Within -2**29 .. 2**29: an int outside
         is a ValueError, numbers of an array are clipped.
@@ -217,9 +218,14 @@ def _attend(
     chosen = _dispatch.select(problem, implementation)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)
-    inputs = inputs._replace(score_aux=_transforms.not_derived(problem, inputs.score_aux))
+    aux = inputs.score_aux
+    held = inputs._replace(score_aux=tuple(map(jax.lax.stop_gradient, aux)))
     try:
-        return _kernel_attention(problem, implementation, inputs)
+        results = _kernel_attention(problem, implementation, held)
+        if any(jnp.issubdtype(x.dtype, jnp.floating) for x in aux):
+            alone = jax.tree.map(jax.lax.stop_gradient, held)
+            results = _score_gradients.attach(problem, results, alone, aux)
+        return results
     except TypeError as error:
         # jax runs no rule of ours in forward mode: it raises where the tangent of a custom_vjp is
         # evaluated, and a plain TypeError, which its text alone tells from others. A test holds

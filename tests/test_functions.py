@@ -4,6 +4,7 @@ and what they refuse.
 
 import dataclasses
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import _device, _program
+from pallas_attn import _device, _dispatch, _program, _score_gradients, attention
 
 B, T, S, N, K, H = 2, 13, 17, 4, 2, 8
 rng = np.random.default_rng(5)
@@ -256,8 +257,43 @@ def test_kernels_refuse_what_they_do_not_derive():
     bias = jnp.zeros((1, 4, 16, 16))
     with _device.assume("sm90"):
         assert jax.eval_shape(jax.grad(attend), q, slopes).shape == q.shape
-        with pytest.raises(pa.UnsupportedError, match="no gradient of what score_fn reads"):
-            jax.eval_shape(jax.grad(attend, 1), q, slopes)
+        assert jax.eval_shape(jax.grad(attend, 1), q, slopes).shape == slopes.shape
         jax.eval_shape(attend, q, slopes, bias)
         with pytest.raises(pa.UnsupportedError, match="no gradient of a bias beside functions"):
             jax.eval_shape(jax.grad(attend), q, slopes, bias)
+
+
+@pytest.mark.parametrize("facts", [{}, {"q_lengths": (9, 13), "bias": True, "q_offset": (3, 0)}])
+def test_gradients_of_what_a_score_reads(monkeypatch, facts):
+    """Slab by slab, and of bfloat16 summed in float32, beside those of the reference as a whole."""
+    q, k, v = operands()
+    given = {"mask": pa.CAUSAL}
+    if facts:
+        given["q_lengths"] = np.array(facts["q_lengths"], np.int32)
+        given["q_offset"] = np.array(facts["q_offset"], np.int32)
+        given["bias"] = jnp.asarray(rng.standard_normal((1, N, T, S)), jnp.float32)
+    slopes = jnp.asarray(rng.standard_normal(N), jnp.float32)
+    table = jnp.asarray(rng.standard_normal((N, 16)), jnp.bfloat16)
+    monkeypatch.setattr(_score_gradients, "SLAB", 5 * B * N * S)
+    weights = jnp.asarray(rng.standard_normal((B, N, T)), jnp.float32)
+
+    def loss(results):
+        out, lse = results
+        return (out**2).sum() + jnp.where(lse > -jnp.inf, lse * weights, 0).sum()
+
+    def attend(slopes, table, q):
+        score = alibi_with_a_table(slopes, table)
+        return loss(pa.flash_attention_with_lse(q, k, v, score=score, **given))
+
+    def attached(slopes, table, q):
+        kernel = lambda problem, _, inputs: _dispatch.by_definition(inputs, problem)  # noqa: E731
+        with monkeypatch.context() as changed:
+            changed.setattr(attention, "_kernel_attention", kernel)
+            changed.setattr(_dispatch, "select", lambda *_: types.SimpleNamespace(name="kernel"))
+            return attend(slopes, table, q)
+
+    wanted = jax.grad(attend, (0, 1, 2))(slopes, table.astype(jnp.float32), q)
+    found = jax.jit(jax.grad(attached, (0, 1, 2)))(slopes, table, q)
+    assert found[1].dtype == jnp.bfloat16
+    for got, want, tolerance in zip(found, wanted, (1e-4, 1e-2, 1e-4), strict=True):
+        np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=tolerance, atol=tolerance)
