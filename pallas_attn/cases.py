@@ -355,7 +355,24 @@ def _prefill() -> list[DecodeCase]:
     caches = (("stacked", None), ("per_sequence", None), ("paged", 16), ("paged", 64))
     sizes = [(8, rows) for rows in (4096, 1024, 256, 64, 16, 8)]
     sizes += [(1, rows) for rows in (1024, 256, 64, 16)]
-    return [
+    narrow = [
+        DecodeCase(
+            f"prefill_{kind}{page or ''}_m8_t{rows}_{dtype}",
+            *((8192,) * 8, 32, 8, 128, 128, 8192),
+            q_len=rows,
+            kind=kind,
+            page_size=page,
+            cache_dtype=dtype,
+            labels=("narrow",),
+        )
+        for rows in (4096, 1024, 256, 64, 16)
+        for kind, page, dtype in (
+            ("stacked", None, "float8_e4m3fn"),
+            ("stacked", None, "int8"),
+            ("paged", 64, "float8_e4m3fn"),
+        )
+    ]
+    return narrow + [
         DecodeCase(
             f"prefill_{kind}{page or ''}_m{batch}_t{rows}",
             *((8192,) * batch, 32, 8, 128, 128, 8192),

@@ -276,6 +276,7 @@ BUILDS: dict[str, Build] = {
     "prefill/sm90/per_sequence_split": _decode(
         "h100", "per_sequence", rows=16, heads=8, kv_heads=2
     ),
+    "prefill/widened_sm90/paged_int8": _decode("h100", "paged", dtype="int8", rows=64),
     # Two launches, the other of decode's kernel.
     "prefill/sm90/paged_packed": _decode("h100", "paged", rows=None),
     "prefill/sm90/contiguous": _attention_sm90(
