@@ -59,14 +59,13 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def _launch(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Any, Any]:
-    layer = inputs.layer
-    if problem.layers is not None:  # one that the cache does not have stays one
-        there = (layer >= 0) & (layer < problem.layers)
-        layer = jnp.where(there, 0, -1).astype(jnp.int32)
+    layer: Any = inputs.layer
+    if problem.layers is not None:
+        index = jnp.clip(layer, 0, problem.layers - 1)
+        layer = jnp.where(layer == index, 0, -1)  # one that the cache does not have stays one
 
     def widen(rows: Any, scale: Any) -> Any:
         if problem.layers is not None:
-            index = jnp.clip(inputs.layer, 0, problem.layers - 1)
             rows, scale = (lax.dynamic_index_in_dim(x, index) for x in (rows, scale))
         return (rows.astype(jnp.float32) * scale[..., None]).astype(problem.dtype)
 
@@ -88,6 +87,6 @@ def _widened(problem: DecodeProblem) -> DecodeProblem:
 def _stored_rows(problem: DecodeProblem) -> int:
     """Rows of all kv heads in the buffers of a layer."""
     rows = sum(problem.capacities)
-    if problem.page_size is not None:
+    if problem.pages is not None and problem.page_size is not None:
         rows = problem.pages * problem.page_size
     return rows * problem.kv_heads
