@@ -15,6 +15,7 @@ Serving, inside a jitted step, caches updated in place:
     append_kv; or cache.extend and write_kv      new rows into them; the latter for several layers
     cache.keep                                   of the newest rows, drafts, those that stay
     decode_attention, decode_attention_with_lse  attention of the newest rows to all that is held
+    DraftTree                                    drafts of a sequence that form a tree
     Rotary, RMSNorm                              RoPE and a norm of K and q, on their way
     append_kv_arrays                             the append for those who keep their own arrays
 
@@ -36,12 +37,14 @@ from pallas_attn.masks import CAUSAL, FULL, Mask, MaskFunction, mask_fn, sliding
 from pallas_attn.merge import merge_attention
 from pallas_attn.rotary import RMSNorm, Rotary
 from pallas_attn.scores import ScoreFunction, score_fn
+from pallas_attn.trees import DraftTree
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CAUSAL",
     "Context",
+    "DraftTree",
     "FULL",
     "KVCache",
     "Limit",

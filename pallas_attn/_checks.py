@@ -275,11 +275,6 @@ def context(value: Any) -> Context | None:
 
 
 def mask(value: Any) -> Mask:
-    if isinstance(value, MaskFunction):
-        raise ValueError(
-            "mask: expected a Mask, got a mask function, which flash_attention takes; over a cache "
-            "pass bounds, as Mask(left, right)"
-        )
     if not isinstance(value, Mask):
         raise ValueError(
             "mask: expected a Mask (FULL, CAUSAL, sliding_window(n), Mask(left, right)), got "

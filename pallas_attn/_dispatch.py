@@ -182,6 +182,7 @@ def _keep(inputs: KeepInputs, problem: KeepProblem):
 
 
 def _decode(inputs: DecodeInputs, problem: DecodeProblem):
+    program = problem.mask_program
     return reference.decode(
         inputs.q,
         inputs.k_cache,
@@ -197,6 +198,8 @@ def _decode(inputs: DecodeInputs, problem: DecodeProblem):
         v_scale=inputs.v_scale,
         new_lengths=inputs.new_lengths,
         starts=inputs.starts,
+        mask_function=None if program is None else (program, inputs.mask_aux),
+        tree=problem.tree,
     )
 
 

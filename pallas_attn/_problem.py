@@ -289,6 +289,7 @@ class DecodeInputs(NamedTuple):
     # int32, within 2**30: the bounds of DecodeProblem.mask that arrive at run time
     mask_left: Array | None = None
     mask_right: Array | None = None
+    mask_aux: tuple[Array, ...] = ()  # what DecodeProblem.mask_program reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,7 +320,21 @@ class DecodeProblem:
     shared_kv: bool = False  # V is the first columns of K (a latent cache): there is no v_cache
     tokens: int | None = None  # packed rows of all sequences; None: rows are not packed
     fewest: int = 1  # packed rows of a sequence: those of fewer, or more than q_len, are left alone
+    mask_program: Program | None = None  # hides keys beside `mask`: of sequence, head, q, kv
+    # Whether the program is that of a tree of drafts: it counts q and kv from the first of the
+    # q_len newest rows, and hides keys among these alone (`trees.program`).
+    tree: bool = False
     op: str = "decode"
+
+    @property
+    def uses_batch(self) -> bool:
+        """Whether the function asks which sequence it is."""
+        return self.mask_program is not None and self.mask_program.depends_on(0)
+
+    @property
+    def uses_head(self) -> bool:
+        """Whether the function asks which query head it is."""
+        return self.mask_program is not None and self.mask_program.depends_on(1)
 
     @property
     def packed(self) -> bool:
@@ -356,7 +371,12 @@ class DecodeProblem:
             f"decode on {self.gpu or 'a machine without a GPU'}: {q} over {over}, "
             f"{self.kv_heads} kv heads, mask {self.mask}"
             + (f", precision {self.precision}" if self.precision else "")
+            + ("" if self.mask_program is None else self._function)
         )
+
+    @property
+    def _function(self) -> str:
+        return ", a tree of drafts" if self.tree else ", a mask function"
 
 
 def _stored(dtype: str, quantized: bool) -> str:

@@ -418,6 +418,8 @@ def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
     axes += [] if inputs.new_lengths is None else [("m",)]
     axes += [] if inputs.starts is None else [("s",)]
     axes += [()] * len(bounds_of(inputs))
+    whole = [tuple(f"aux{n}_{i}" for i in range(x.ndim)) for n, x in enumerate(inputs.mask_aux)]
+    axes += [("m", "t", "w")] if problem.tree else whole
     outputs = [(*rows, heads, "e"), (*rows[:-1], heads, "t")]
     return _cache_call(run, leaves, axes, outputs, problem)
 
@@ -436,13 +438,23 @@ def _cache_call(
 
     @sequential_vmap
     def call(*arrays: Array):
-        by_sequence = problem.kind == "stacked" and not problem.packed
-        free = ("m", "k") if by_sequence else ("k",)
         inputs, writes = [axes[n] for n in dynamic], not isinstance(problem, DecodeProblem)
+        free = _free_of_caches(problem)
         return _sharding.over_devices(given, arrays, inputs, outputs, free, writes=writes)
 
     limit = Limit("kernels over caches have no derivative", 'pass implementation="reference"')
     return call(*_underived(problem, limit)(*(leaves[n] for n in dynamic)))
+
+
+def _free_of_caches(problem: CacheProblem) -> tuple[str, ...]:
+    """The factors that split over devices; as for attention, not those that a function asks for.
+    The bits of a tree are split as its sequences are.
+    """
+    sequences, heads = problem.kind == "stacked" and not problem.packed, True
+    if isinstance(problem, DecodeProblem):
+        sequences = sequences and (problem.tree or not problem.uses_batch)
+        heads = not problem.uses_head
+    return ("m",) * sequences + ("k",) * heads
 
 
 def _underived(problem: AttentionProblem | CacheProblem, limit: Limit) -> Any:

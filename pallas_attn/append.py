@@ -6,20 +6,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _cache_rows, _checks, _device, _dispatch, _transforms
+from pallas_attn import _cache_rows, _checks, _device, _dispatch, _transforms, trees
 from pallas_attn._problem import QUANTIZED, AppendInputs, AppendProblem, Caches, Change
 from pallas_attn.cache import KVCache
 from pallas_attn.rotary import RMSNorm, Rotary, changed
+from pallas_attn.trees import DraftTree
 
 Array = jax.Array
 
 
-def write_kv[Cache: KVCache](
+def write_kv[Cache: KVCache](  # noqa: PLR0913
     cache: Cache,
     k: Array,
     v: Array | None = None,
     *,
     starts: Array | None = None,
+    parents: Array | DraftTree | None = None,
     layer: int | Array = 0,
     rotary: Rotary | None = None,
     norm: RMSNorm | None = None,
@@ -40,6 +42,9 @@ def write_kv[Cache: KVCache](
       starts: int32[M + 1], traced or not: sequence i owns rows starts[i] to starts[i + 1], as in
         `decode_attention`; `cache.extend(jnp.diff(starts))` takes them. Rows that no sequence owns
         are ignored.
+      parents: where the rows are drafts that form a tree, which draft each follows, as in
+        `decode_attention`: `rotary` turns a draft by its position in the tree. Rows are written one
+        behind the other all the same.
       layer: which layer: an int or a traced int32. Outside of the cache's layers nothing is
         written.
       rotary, norm: what is done to the rows of K on their way, in the same launch: first the norm,
@@ -58,6 +63,9 @@ def write_kv[Cache: KVCache](
     )
     where: tuple[Array, Array | None] = cache.lengths, cache.new_lengths
     owners = None
+    if parents is not None:
+        k_rows, change = _in_tree(cache, k_rows, parents, (change, arrays), packed), None
+        arrays = {}
     fills = 0 not in k_rows.shape[: 1 if packed else 2]
     if cache.context is not None and starts is None:  # rows have positions, each its own
         starts = jnp.arange(cache.num_sequences + 1, dtype=jnp.int32) * k_rows.shape[1]
@@ -92,6 +100,21 @@ def write_kv[Cache: KVCache](
     return cache._with(k=new.k_cache, v=new.v_cache, k_scale=new.k_scale, v_scale=new.v_scale)
 
 
+def _in_tree(
+    cache: KVCache, k: Array, parents: Any, given: tuple[Change | None, dict], packed: bool
+) -> Array:
+    """Rows of K that are drafts of a tree, normed and rotated as `given` says."""
+    if packed or cache.context is not None:
+        what = "with starts" if packed else "over a cache whose rows are split over devices"
+        raise ValueError(f"parents: expected None {what}; norm and rotate k beforehand")
+    tree, (change, arrays) = trees.of(parents, *k.shape[:2]), given
+    if change is None:
+        return k
+    kept = k if cache.quantized else k.astype(cache.dtype)
+    begin = cache.lengths - jnp.maximum(cache.new_lengths, 0)
+    return changed(kept, begin[:, None] + tree.depth, change, arrays)
+
+
 def _places(cache: KVCache, starts: Array, rows: int) -> tuple[Array, Array]:
     """int32[rows], twice: the sequence of each packed row, and its position there, or -1 where the
     row is to be dropped. Nothing here depends on the layer, so a program does it once a step.
@@ -112,6 +135,7 @@ def append_kv[Cache: KVCache](  # noqa: PLR0913
     v: Array | None = None,
     *,
     starts: Array | None = None,
+    parents: Array | DraftTree | None = None,
     new_lengths: Array | None = None,
     rotary: Rotary | None = None,
     norm: RMSNorm | None = None,
@@ -123,6 +147,7 @@ def append_kv[Cache: KVCache](  # noqa: PLR0913
       cache: a cache without layers, or of one.
       k, v: `[M, t, K, H]` and `[M, t, K, Hv]`, or without t for one token; as in `write_kv`.
       starts: as in `write_kv`: each sequence takes the packed rows that it owns.
+      parents: as in `write_kv`.
       new_lengths: int32[M], how many of the t rows each sequence takes (counts are held to 0 .. t);
         default all t. Not with `starts`, whose differences are the counts.
       rotary, norm, implementation: as in `write_kv`.
@@ -133,6 +158,7 @@ def append_kv[Cache: KVCache](  # noqa: PLR0913
     """
     k_rows, _ = _rows(cache, k, v, starts is not None)
     options: Any = {"rotary": rotary, "norm": norm, "implementation": implementation}
+    options["parents"] = parents
     if cache.layers not in (None, 1):
         raise ValueError(
             f"cache: append_kv serves a cache of one layer, got {cache.layers} layers; take the "

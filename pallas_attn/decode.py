@@ -1,15 +1,17 @@
 """Attention over KV caches: one new query row a sequence, or any number of them."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _cache_rows, _checks, _device, _dispatch, _transforms
+from pallas_attn import _cache_rows, _checks, _device, _dispatch, _transforms, trees
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.cache import KVCache
-from pallas_attn.masks import CAUSAL, Mask
+from pallas_attn.masks import CAUSAL, Mask, MaskFunction
 from pallas_attn.rotary import RMSNorm, Rotary, changed
+from pallas_attn.trees import DraftTree
 
 Array = jax.Array
 
@@ -23,8 +25,9 @@ def decode_attention(  # noqa: PLR0913
     cache: KVCache,
     *,
     starts: Array | None = None,
+    parents: Array | DraftTree | None = None,
     layer: int | Array = 0,
-    mask: Mask = CAUSAL,
+    mask: Mask | MaskFunction = CAUSAL,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
@@ -55,14 +58,24 @@ def decode_attention(  # noqa: PLR0913
         equal; the last of them stands at position length - 1. One call serves prompts, chunks
         of prompts and single tokens. Starts are clipped to 0 .. tokens and then never below an
         earlier one.
+      parents: int32[M, t], traced or not: the t rows of a sequence are drafts that form a tree, and
+        parents[m, i] is the draft that draft i of sequence m follows, an earlier one. A draft sees
+        the rows before the drafts, itself and its ancestors. Any number that is not from 0 to
+        i - 1, as -1, says that the draft follows the sequence itself. Where many layers decode
+        one step, `DraftTree.create(parents)` finds the ancestors once for all of them.
       layer: which layer of a cache that holds several: an int or a traced int32 (one that the cache
         does not have gives NaN).
-      mask: `CAUSAL`, `sliding_window(n)` or any `Mask`; positions are those of the sequence.
+      mask: `CAUSAL`, `sliding_window(n)` or any `Mask`; or a function of positions, `mask_fn(f)`,
+        which is called with the number of the sequence. Positions are those of the sequence.
+        Combine a function with a band, `CAUSAL & mask_fn(f)`: keys outside of it are not read. With
+        `parents` it is `CAUSAL`.
       scale, softcap, sinks: as in `flash_attention`.
       precision: as in `flash_attention`; kernels are float32-accurate at any.
       batch_invariant: the bits of a sequence's result do not depend on what else is in the batch.
       rotary, norm: what is done to the rows of q first, as `write_kv` does it to K: the norm, then
-        the rotation by each row's position; in float32, rounded once, to q's dtype.
+        the rotation by each row's position; in float32, rounded once, to q's dtype. With `parents`
+        a draft stands as many positions after the last row before the drafts as its path has
+        drafts: those of one depth have the same position.
       implementation: as in `flash_attention`.
 
     Returns:
@@ -75,6 +88,7 @@ def decode_attention(  # noqa: PLR0913
         q,
         cache,
         starts=starts,
+        parents=parents,
         layer=layer,
         mask=mask,
         scale=scale,
@@ -93,8 +107,9 @@ def decode_attention_with_lse(  # noqa: PLR0913
     cache: KVCache,
     *,
     starts: Array | None = None,
+    parents: Array | DraftTree | None = None,
     layer: int | Array = 0,
-    mask: Mask = CAUSAL,
+    mask: Mask | MaskFunction = CAUSAL,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
@@ -124,11 +139,11 @@ def decode_attention_with_lse(  # noqa: PLR0913
     tokens = rows.shape[0] if packed else None
     if packed:
         starts = _checks.row_starts("starts", starts, rows.shape[0], cache.num_sequences)
-    band = _checks.mask(mask)
+    band, function, tree = _visible(cache, rows, packed, mask, parents)
     longest = max(cache.capacities, default=0)
     change, arrays = _checks.change(rotary, norm, cache.head_dim, cache.head_dim, longest)
     if change is not None:
-        positions = _positions(cache.lengths, rows.shape[0 if packed else 1], starts)
+        positions = _positions(cache.lengths, rows.shape[0 if packed else 1], starts, tree)
         rows = changed(rows, positions, change, arrays).astype(rows.dtype)
     k_dim, v_dim = cache.stored_dims
     inputs = DecodeInputs(
@@ -143,6 +158,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
         cache.v_scale,
         cache.new_lengths,
         starts,
+        mask_aux=() if function is None else function.aux,
         **{f"mask_{side}": x for side, x in _checks.mask_bounds(band).items()},
     )
     problem = DecodeProblem(
@@ -169,6 +185,8 @@ def decode_attention_with_lse(  # noqa: PLR0913
         quantized=cache.quantized,
         shared_kv=cache.shared_kv,
         tokens=tokens,
+        mask_program=None if function is None else function.program,
+        tree=tree is not None,
     )
     run = functools.partial(_decode, implementation=implementation)
     if cache.context is not None:
@@ -180,11 +198,37 @@ def decode_attention_with_lse(  # noqa: PLR0913
     return (out[:, 0], lse[..., 0]) if one_token else (out, lse)
 
 
-def _positions(lengths: Array, rows: int, starts: Array | None) -> Array:
+def _visible(
+    cache: KVCache, rows: Array, packed: bool, mask: Any, parents: Any
+) -> tuple[Mask, MaskFunction | None, DraftTree | None]:
+    """Which keys are read; what hides some of them, if anything does; the tree if that is it."""
+    split = cache.context is not None
+    if parents is not None:
+        if packed or split:
+            what = "with starts" if packed else "over a cache whose rows are split over devices"
+            remedy = "pass q as [M, t, N, H]" if packed else "use a cache without context"
+            raise ValueError(f"parents: expected None {what}; {remedy}")
+        if not (isinstance(mask, Mask) and mask.left is None and mask.is_causal):
+            raise ValueError(
+                f"mask: expected CAUSAL beside parents, which say what drafts see, got {mask}"
+            )
+        tree = trees.of(parents, cache.num_sequences, rows.shape[1])
+        return CAUSAL, MaskFunction(trees.program(tree.bits.shape), (tree.bits,)), tree
+    if not isinstance(mask, MaskFunction):
+        return _checks.mask(mask), None, None
+    if split:
+        raise ValueError(
+            "mask: expected a Mask over a cache whose rows are split over devices, got a mask "
+            "function; use a cache without context"
+        )
+    return mask.within, mask, None
+
+
+def _positions(lengths: Array, rows: int, starts: Array | None, tree: DraftTree | None) -> Array:
     """int32[M, t], of packed rows int32[tokens]: where query rows stand."""
     at = jnp.arange(rows, dtype=jnp.int32)
     if starts is None:
-        return (lengths - rows)[:, None] + at[None]
+        return (lengths - rows)[:, None] + (at[None] if tree is None else tree.depth)
     owners = jnp.clip(_checks.owner_of_rows(starts, rows), 0, lengths.size - 1)
     return lengths[owners] - starts[owners + 1] + at
 

@@ -14,6 +14,7 @@ Bounds are ints, or int32 scalars that arrive at run time. A problem, which is s
 `Mask.filled` puts both together again, inside a kernel of what it reads.
 """
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -295,6 +296,8 @@ class MaskFunction:
 
     program: Program  # of a batch row, a query head, a query's position and a key's
     aux: tuple[jax.Array, ...] = ()
+    # A static band that shows all that the function shows: kernels over caches read no other keys.
+    within: Mask = FULL
 
     def __and__(self, other: "Mask | MaskFunction") -> "MaskFunction":
         return _combined("and", self, other)
@@ -328,7 +331,9 @@ class MaskFunction:
         return np.broadcast_to(np.asarray(self.allows(b, h, q + q_offset, kv)), sizes)
 
 
-jax.tree_util.register_dataclass(MaskFunction, data_fields=["aux"], meta_fields=["program"])
+jax.tree_util.register_dataclass(
+    MaskFunction, data_fields=["aux"], meta_fields=["program", "within"]
+)
 
 
 def mask_fn(f: Callable[..., Any], *aux: Any) -> MaskFunction:
@@ -364,7 +369,8 @@ def as_function(mask: "Mask | MaskFunction") -> MaskFunction:
         bounds = dict(zip(arrays, (x[0] for x in given), strict=True))
         return jnp.bool_(mask.filled(**bounds).allows(q, kv))
 
-    return mask_fn(seen, *(x.reshape(1) for x in arrays.values()))
+    function = mask_fn(seen, *(x.reshape(1) for x in arrays.values()))
+    return dataclasses.replace(function, within=mask.static.widest)
 
 
 def _combined(how: str, a: Any, b: Any) -> Any:
@@ -372,7 +378,15 @@ def _combined(how: str, a: Any, b: Any) -> Any:
         return NotImplemented
     parts = [as_function(x) for x in (a, b)]
     program = _program.joined(how, *(x.program for x in parts))
-    return MaskFunction(program, parts[0].aux + parts[1].aux)
+    within = _common(*(x.within for x in parts)) if how == "and" else FULL
+    return MaskFunction(program, parts[0].aux + parts[1].aux, within)
+
+
+def _common(a: Mask, b: Mask) -> Mask:
+    """A band that shows what both show, at least."""
+    with contextlib.suppress(ValueError):  # nothing, which no Mask says
+        return a & b
+    return a
 
 
 def aux_arrays(what: str, f: Any, aux: tuple[Any, ...]) -> list[jax.Array]:

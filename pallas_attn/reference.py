@@ -151,6 +151,8 @@ def decode(  # noqa: PLR0913
     v_scale: Array | Sequence[Array] | None = None,
     new_lengths: Array | None = None,
     starts: Array | None = None,
+    mask_function: tuple[Program, Sequence[Array]] | None = None,
+    tree: bool = False,
 ) -> tuple[Array, Array]:
     """Attention of q [M, t, N, H] over M caches: row i of a sequence stands at position length - t
     + i. With `starts` (int32[M + 1], ascending, of 0 .. tokens) q is [tokens, N, H]: sequence m
@@ -160,7 +162,7 @@ def decode(  # noqa: PLR0913
     times its scale, in float32. A sequence whose length does not fit in its cache (or whose pages
     are missing) gives NaN: rows were lost there. So does an empty sequence whose `new_lengths` is
     negative, which nobody has extended, and everything where a traced layer is none of
-    the cache's.
+    the cache's. `tree`: the mask function counts positions from the newest t rows.
     """
     layers = 1 if layer is None else jax.tree.leaves(k)[0].shape[0]
 
@@ -176,6 +178,15 @@ def decode(  # noqa: PLR0913
     v_rows = k_rows[..., :v] if isinstance(v, int) else dense(v, v_scale)
     held = _rows_held(_select_layer(k, layer), page_table, lengths)
     packed = None if starts is None else _Packed.of(starts, q.shape[0])
+    begin = lengths - (q.shape[1] if starts is None else jnp.diff(starts))
+    mask_array = None
+    if mask_function is not None and tree:
+        sizes = len(lengths), q.shape[1], k_rows.shape[1]
+        row, query, key = (jnp.arange(n, dtype=jnp.int32) for n in sizes)
+        key = (key[None] - begin[:, None])[:, None, None]
+        where = row[:, None, None, None], 0, query[None, None, :, None], key
+        mask_array = evaluate(mask_function[0], where, mask_function[1], Broadcasting())
+        mask_function = None
     out, lse = attention(
         q if packed is None else q[packed.rows],
         k_rows,
@@ -183,9 +194,11 @@ def decode(  # noqa: PLR0913
         mask=mask,
         scale=scale,
         softcap=softcap,
-        q_offset=lengths - (q.shape[1] if starts is None else jnp.diff(starts)),
+        q_offset=begin,
         kv_lengths=lengths,
+        mask_array=mask_array,
         sinks=sinks,
+        mask_function=mask_function,
     )
     lost = lengths > held
     if new_lengths is not None:

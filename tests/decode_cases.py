@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import CAUSAL, Mask, reference
+from pallas_attn import CAUSAL, Mask, MaskFunction, reference, trees
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 
@@ -38,6 +39,8 @@ class Case:
     sinks: bool = False
     precision: str | None = None
     batch_invariant: bool = False
+    # A mask function, whose band `mask` has, or "tree": the rows are drafts of a random tree.
+    hides: Any = None
 
     @property
     def capacities(self) -> tuple[int, ...]:
@@ -76,7 +79,16 @@ class Case:
             sinks=self.sinks,
             precision=self.precision,
             batch_invariant=self.batch_invariant,
+            mask_program=None if self.function is None else self.function.program,
+            tree=self.hides == "tree",
         )
+
+    @functools.cached_property
+    def function(self) -> MaskFunction | None:
+        if self.hides != "tree":
+            return self.hides
+        bits = trees.DraftTree.create(some_parents(len(self.lengths), self.q_len)).bits
+        return MaskFunction(trees.program(bits.shape), (bits,))
 
     def shapes(self, dim: int) -> tuple[tuple[int, ...], ...]:
         layers = () if self.layers is None else (self.layers,)
@@ -106,6 +118,7 @@ class Case:
             None if table is None else jnp.asarray(table),
             None if self.layers is None else jnp.int32(self.layers - 1),
             jnp.asarray(rng.standard_normal(self.q_heads), jnp.float32) if self.sinks else None,
+            mask_aux=() if self.function is None else self.function.aux,
         )
 
     def _table(self, rng):
@@ -137,7 +150,7 @@ def run(inputs, *, problem, config):
 
 def of_reference(case: Case, inputs: DecodeInputs):
     options = {"mask": case.mask, "scale": case.head_dim**-0.5, "softcap": case.softcap}
-    return jax.jit(functools.partial(reference.decode, **options))(
+    return jax.jit(functools.partial(reference.decode, **options, **functions_of(case)))(
         inputs.q,
         inputs.k_cache,
         inputs.v_cache,
@@ -146,6 +159,28 @@ def of_reference(case: Case, inputs: DecodeInputs):
         page_table=inputs.page_table,
         layer=inputs.layer,
     )
+
+
+def functions_of(case: Case) -> dict[str, Any]:
+    """What `reference.decode` takes of a mask function."""
+    if case.function is None:
+        return {}
+    return {"mask_function": (case.function.program, case.function.aux), "tree": case.problem.tree}
+
+
+def some_parents(sequences: int, drafts: int) -> np.ndarray:
+    """int32[M, t]: trees at random, of which the first is a chain, the second a star, the third a
+    forest; numbers that name no earlier draft come from all of int32.
+    """
+    rng, at = np.random.default_rng(drafts), np.arange(drafts)
+    parents = rng.integers(-1, np.maximum(at, 1), (sequences, drafts))
+    parents[:1] = at - 1
+    parents[1:2] = 0
+    none = np.array([-(2**31), 2**31 - 1, -1, drafts])[at % 4]
+    parents[2:3] = np.where(at % 3 == 0, none, parents[2:3])
+    parents[3:, :1] = 2**31 - 1
+    parents[3:, 1:2] = -(2**31)
+    return parents.astype(np.int32)
 
 
 def launched(case: Case, inputs: DecodeInputs, config=None):

@@ -40,6 +40,11 @@ from tests.decode_cases import (
 
 SMALL = kernel.Config(stages=2, grid=3)
 MANY = dataclasses.replace(SMALL, many_heads=True, head_overhead=32, load_first=True)
+# Of every argument, and of an array. Some rows see nothing.
+SOME = pallas_attn.mask_fn(
+    lambda b, h, q, kv, table: table[h, q - kv] & ((b + kv) % 5 < 3),
+    np.random.default_rng(0).random((8, 150)) < 0.3,
+)
 INTERPRETED = {
     "plain": (Case(), SMALL),
     "chunk_window": (
@@ -79,6 +84,11 @@ INTERPRETED = {
         ),
         SMALL,
     ),
+    "tree": (Case(lengths=(130, 65, 70, 2), q_len=5, hides="tree"), MANY),
+    "tree_float32": (
+        Case(lengths=(66,), q_len=33, kv_heads=8, dtype="float32", hides="tree"), SMALL
+    ),
+    "function_window": (Case(q_len=3, mask=sliding_window(37), hides=SOME), MANY),
 }  # fmt: skip
 
 
@@ -116,6 +126,7 @@ OF_THREADS = {  # what differs where threads copy: how rows are found, and how m
         Case(lengths=(70, 5), q_len=3, kv_heads=1, head_dim=256, v_head_dim=128, dtype="float32"),
         PORTABLE(tile=32, stages=1, grid=3, load_first=True, q_rows=4),
     ),
+    "tree": (Case("per_sequence", SHORT, 20, hides="tree"), PORTABLE(stages=2, grid=3)),
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
 from pallas_attn.kernels.decode_mla import sm90 as kernel
 from tests import mosaic, test_decode_kernel
+from tests.decode_cases import functions_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,7 @@ def check(case, config=None, seed=0):
     got = launched(case, case.inputs(seed, np.nan), config)
     inputs = case.inputs(seed, 0.0)
     options = {"mask": case.mask, "scale": case.head_dim**-0.5, "softcap": case.softcap}
+    options |= functions_of(case)
     want = jax.jit(functools.partial(reference.decode, v=case.v_head_dim, **options))(
         inputs.q,
         inputs.k_cache,
@@ -88,6 +90,7 @@ CASES = {
     "batch_invariant": (
         Case(lengths=(200, 3), batch_invariant=True), kernel.Config(stages=2, grid=4, split_tiles=1)
     ),
+    "tree": (Case(lengths=(65, 3, 70, 130), q_len=5, hides="tree"), SMALL),
 }  # fmt: skip
 
 
@@ -105,6 +108,7 @@ OF_WARPS = {
         Case(lengths=(200, 3), batch_invariant=True, dtype="float16", v_head_dim=112),
         PORTABLE(tile=32, stages=3, grid=4, split_tiles=2),
     ),
+    "tree": (Case(lengths=(65, 3, 70), q_len=5, hides="tree"), PORTABLE(stages=2, grid=3)),
 }  # fmt: skip
 
 

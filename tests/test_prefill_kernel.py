@@ -18,6 +18,7 @@ from pallas_attn.kernels.prefill import sm90 as kernel
 from pallas_attn.kernels.prefill.plan import Plan
 from tests import mosaic
 from tests.decode_cases import KINDS, Case, check, launched, of_reference, run, shapes_of
+from tests.test_decode_kernel import SOME
 
 Config = kernel.Config
 SHORT = (0, 1, 70, 130, 200)
@@ -49,6 +50,9 @@ INTERPRETED = {
     "odd_head_dims": (case(head_dim=40, v_head_dim=80, q_len=9), SMALL),
     "odd_head_dims_splits": (case(head_dim=80, v_head_dim=40, q_len=9), SPLIT),
     "wide_tiles": (case(q_len=17), Config(2, block_kv=128, grid=2)),
+    "tree": (case(lengths=(200, 70, 3, 130), q_len=40, hides="tree"), SMALL),
+    "tree_splits": (case(lengths=(140,), q_heads=6, q_len=70, hides="tree"), SPLIT),
+    "function": (case(q_len=9, mask=FULL, hides=SOME), ONE),
 }
 OF_EVERY_KIND = ("layers", "overflow")  # whole and split; what else there is turns by turns
 TURNS = [

@@ -104,17 +104,24 @@ def _held_in(dtype: Any) -> Any:
 
 def _numbers(registers: Registers, place: Any) -> tuple[Value, ...]:
     """Batch row, head and positions of a tile of logits."""
-    q = registers.along(place.q_axis, place.q_offset + place.query, place.numbers)
     kv = registers.along(1 - place.q_axis, place.key)
+    if place.rows is not None:
+        head, q = (Value(x, () if x is None else (place.q_axis,)) for x in place.rows)
+        return Value(place.batch, ()), head, q, kv
+    q = registers.along(place.q_axis, place.q_offset + place.query, place.numbers)
     return Value(place.batch, ()), Value(place.head, ()), q, kv
 
 
 def seen(problem: AttentionProblem, refs: Any, place: Any, shape: tuple[int, int]) -> Any:
     """bool, a tile: what the mask function shows."""
-    registers, program = Registers(shape, place.layout), problem.mask_program
-    assert program is not None
-    numbers = _numbers(registers, place)
-    found = _program.evaluate(program, numbers, refs.mask_aux, registers)
+    registers = Registers(shape, place.layout)
+    return seen_at(problem, refs, _numbers(registers, place), registers)
+
+
+def seen_at(problem: Any, refs: Any, numbers: Sequence[Value], registers: Registers) -> Any:
+    """`seen` of a tile's batch row, head and positions."""
+    assert problem.mask_program is not None
+    found = _program.evaluate(problem.mask_program, numbers, refs.mask_aux, registers)
     return registers.spread(found, (0, 1))
 
 
@@ -136,15 +143,13 @@ def score(problem: AttentionProblem, refs: Any, place: Any, s: Any) -> tuple[Any
 
 
 def operands(inputs: AttentionInputs) -> dict[str, Any]:
-    """The arrays that functions read, as kernels want them: flat, of 32 bits."""
+    """The arrays that functions read, as kernels want them."""
+    return {"mask_aux": flat(inputs.mask_aux), "score_aux": flat(inputs.score_aux)}
 
-    def flat(x):
-        return x.astype(_held_in(x.dtype)).reshape(-1)
 
-    return {
-        "mask_aux": tuple(map(flat, inputs.mask_aux)),
-        "score_aux": tuple(map(flat, inputs.score_aux)),
-    }
+def flat(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """Arrays of one axis, of 32 bits."""
+    return tuple(x.astype(_held_in(x.dtype)).reshape(-1) for x in arrays)
 
 
 # ---- which tiles a mask leaves ------------------------------------------------------------------

@@ -332,6 +332,10 @@ class Plan:
     def has(self, name: str) -> bool:
         return name in self.problem.arrays
 
+    def placed(self, place: Any) -> Any:
+        """A `score_mod.Place` as functions of positions are to have it."""
+        return place
+
     def row_positions(self, rows: int, first: Any) -> Any:
         """The positions of a warpgroup's rows, the first of which is at position `first`."""
         return mosaic.positions((rows,), 0, first)

@@ -94,6 +94,8 @@ class Place(NamedTuple):
     mask: Mask
     q_axis: int
     numbers: Any = None  # 0, 1, .. of the tile's queries, in shared memory: see `apply_mask`
+    # Of each query its head and position, where they are not of one head and one behind the other.
+    rows: Any = None
     layout: Any = mosaic.TILE
 
 
@@ -149,7 +151,7 @@ def _mask_rows(ctx: Context, rows: Rows, t: Any, kv_ids: Any, s: Any) -> Any:
         same = (t >= rows.same_segment[0]) & (t < rows.same_segment[1])
         s = lax.cond(same, lambda s: s, within_segments, s)
     where = (tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, tile.mask)
-    place = Place(*where, q_axis=0)
+    place = plan.placed(Place(*where, q_axis=0)) if plan.is_listed else Place(*where, q_axis=0)
     if plan.is_listed:
         s = jnp.where(functions.seen(plan.problem, ctx.refs, place, s.shape), s, -jnp.inf)
     if plan.has("mask_array"):

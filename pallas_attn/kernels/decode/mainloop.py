@@ -3,13 +3,15 @@ its probabilities and the values that they weigh. Rows are packed as `mma_rowmaj
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import softmax
+from pallas_attn.kernels.attention import functions, softmax
+from pallas_attn.kernels.attention.functions import Value
 from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode.scheduler import Plan, WorkTile
@@ -78,7 +80,16 @@ def scores(ctx: Context, queries: Queries, slot: Scalar) -> Array:
     return s * mosaic.broadcast_rows(units, s.shape)
 
 
-def _positions(plan: Plan, work: WorkTile, tile: Scalar) -> tuple[Any, Any]:
+class Positions(NamedTuple):
+    """Of a tile of logits, each a tile; positions in the sequence."""
+
+    query: Any
+    key: Any
+    head: Callable[[], Any]  # query heads, for who asks
+    layout: Any = mosaic.TILE
+
+
+def _positions(plan: Plan, work: WorkTile, tile: Scalar) -> Positions:
     """Of the queries and the keys of all warps' logits."""
     split = plan.split
     shape = (ROWS, split.width)
@@ -89,8 +100,17 @@ def _positions(plan: Plan, work: WorkTile, tile: Scalar) -> tuple[Any, Any]:
     query = split.query(own)
     if plan.heads_at_once == 1:
         query = split.row_block(warp) * mma_rowmajor.ROWS + query
-    query = query + scheduler.head_and_chunk(plan, work)[1] * plan.chunk_rows
-    return work.length - plan.queries_of(work.queries) + token_of(plan, query), key
+    kv_head, chunk = scheduler.head_and_chunk(plan, work)
+    query = query + chunk * plan.chunk_rows
+    token = token_of(plan, query)
+
+    def head():
+        first = kv_head
+        if plan.heads_at_once > 1:
+            first = first * plan.heads_at_once + split.row_block(warp)
+        return first * plan.group + (query - token * plan.group)
+
+    return Positions(work.length - plan.queries_of(work.queries) + token, key, head)
 
 
 def token_of(plan: Plan, query: Array) -> Array:
@@ -114,29 +134,47 @@ def logits_of_scores(plan: Plan, s: Array) -> Array:
     return softmax.to_log2(s)
 
 
-def masked(plan: Plan, work: WorkTile, start: Scalar, given: Any, positions: Any) -> Any:
+def masked(ctx: Context, work: WorkTile, start: Scalar, given: Any, positions: Any) -> Any:
     """Tiles of logits with -inf where a query does not see a key. `start`: the first key of the
     tile; `positions()` gives those of queries and keys, where some are not seen.
     """
+    plan, problem = ctx.plan, ctx.plan.problem
     mask, begin, count = work.mask, work.length - plan.queries_of(work.queries), plan.tile
     lo, hi = mask.kv_full_range(begin, work.length, work.length)
 
     def hidden():
-        query, key = positions()
-        allowed = mask.allows(query, key, work.length)
+        at = positions()
+        allowed = mask.allows(at.query, at.key, work.length)
+        if problem.mask_program is not None:
+            allowed = allowed & _seen(ctx, work, at, begin if problem.tree else 0)
         return jax.tree.map(lambda x: jnp.where(allowed, x, -jnp.inf), given)
 
+    if problem.tree:  # which hides none of the rows before the drafts
+        hi = jnp.minimum(hi, begin)
+    elif problem.mask_program is not None:
+        return hidden()
     return lax.cond((start >= lo) & (start + count <= hi), lambda: given, hidden)
 
 
-def logits(plan: Plan, work: WorkTile, tile: Scalar, s: Array, scales: Array | None) -> Logits:
+def _seen(ctx: Context, work: WorkTile, at: Positions, begin: Any) -> Any:
+    """What the mask function shows of a tile; positions count from `begin`."""
+    problem, shape = ctx.plan.problem, at.key.shape
+    given = (at.head() if problem.uses_head else None, at.query - begin, at.key - begin)
+    head, query, key = (Value(jnp.int32(0), ()) if x is None else Value(x, (0, 1)) for x in given)
+    numbers = Value(work.sequence, ()), head, query, key
+    registers = functions.Registers(shape, at.layout)
+    return functions.seen_at(problem, ctx.refs, numbers, registers)
+
+
+def logits(ctx: Context, work: WorkTile, tile: Scalar, s: Array, scales: Array | None) -> Logits:
     """Scores, and the scales of the values over a quantised cache, made logits and masked."""
+    plan = ctx.plan
     s, weights = logits_of_scores(plan, s), None
     if scales is not None:
         s = s if plan.unit_of_logits is None else s * plan.unit_of_logits
         weights = s + jnp.log2(scales)
     start = tile * plan.tile
-    return masked(plan, work, start, Logits(s, weights), lambda: _positions(plan, work, tile))
+    return masked(ctx, work, start, Logits(s, weights), lambda: _positions(plan, work, tile))
 
 
 def attend(ctx: Context, work: WorkTile, at: TileAt, s: Array, state: State) -> State:
@@ -147,7 +185,7 @@ def attend(ctx: Context, work: WorkTile, at: TileAt, s: Array, state: State) -> 
         if plan.problem.quantized
         else None
     )
-    given, weights = logits(plan, work, tile, s, scales)
+    given, weights = logits(ctx, work, tile, s, scales)
     unit = None if plan.problem.quantized else plan.unit_of_logits
     join = functools.partial(mma_sync.reduce_folded, op="maximum") if plan.folded else None
     new = softmax.step(given, unit, state.row_max, empty_ok=True, join=join)

@@ -17,7 +17,7 @@ from jax import lax
 
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import cache_layout, tma_operands
+from pallas_attn.kernels.attention import cache_layout, functions, tma_operands
 from pallas_attn.kernels.attention.cache_layout import Row
 from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.decode import combine, scheduler
@@ -58,6 +58,7 @@ class Refs(NamedTuple):
     layer: Ref | None
     sinks: Ref | None
     counters: Ref  # behind `ZERO_BYTES` of zeros
+    mask_aux: tuple[Ref, ...] = ()  # what a function of positions reads: `functions.flat`
 
 
 class Memory(NamedTuple):
@@ -76,6 +77,7 @@ def refs_of(inputs: DecodeInputs, counters: Any, plan: Plan) -> Refs:
         layer=cache_layout.scalar_operand(inputs.layer),
         sinks=inputs.sinks,
         counters=counters,
+        mask_aux=functions.flat(inputs.mask_aux),
     )
 
 

@@ -29,6 +29,11 @@ def limit(problem: DecodeProblem) -> Limit | None:
         return Limit(
             "packed rows over separate arrays of latent rows", "use a StackedCache or a PagedCache"
         )
+    if problem.mask_program is not None:
+        return Limit(
+            "packed latent rows and a mask function, for which a row would be a sequence",
+            "pass q as [M, t, N, H]",
+        )
     mask = problem.mask.filled(**dict.fromkeys(problem.mask.arrives, 2))
     _, end = mask.kv_range(0, 1, 2)  # a query at 0, of two keys
     if end > 1:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._problem import DecodeInputs
-from pallas_attn.kernels.attention import cache_layout
+from pallas_attn.kernels.attention import cache_layout, functions
 from pallas_attn.kernels.attention.cache_layout import Layout, Row
 from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.decode import producer, scheduler
@@ -42,6 +42,7 @@ class Refs(NamedTuple):
     given: scheduler.Lengths
     page_table: Ref | None
     layer: Ref | None
+    mask_aux: tuple[Ref, ...] = ()  # what a function of positions reads: `functions.flat`
 
 
 def refs_of(inputs: DecodeInputs, layout: Layout, rows: int) -> Refs:
@@ -56,6 +57,7 @@ def refs_of(inputs: DecodeInputs, layout: Layout, rows: int) -> Refs:
         given=scheduler.lengths_of(inputs, None),
         page_table=inputs.page_table,
         layer=cache_layout.scalar_operand(inputs.layer),
+        mask_aux=functions.flat(inputs.mask_aux),
     )
 
 

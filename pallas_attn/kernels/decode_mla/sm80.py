@@ -229,17 +229,25 @@ class State(NamedTuple):
     row_max: Array  # [ROWS]
 
 
-def _logits(plan: LatentPlan, work: WorkTile, tile: Scalar, s: Array) -> Array:
+def _logits(ctx: Context, work: WorkTile, tile: Scalar, s: Array) -> Array:
     """In log2 units if `plan.unit_of_logits` is None."""
+    plan = ctx.plan
     layout, start = mosaic.warp_layout(s.shape, 2), tile * plan.tile
 
     def positions():
         row = mosaic.positions(s.shape, 0, 0, layout)
-        row = row + lax.rem(work.head, jnp.int32(plan.chunks)) * plan.chunk_rows
-        query = work.length - plan.problem.q_len + mainloop.token_of(plan, row)
-        return query, mosaic.positions(s.shape, 1, start, layout)
+        kv_head, chunk = scheduler.head_and_chunk(plan, work)
+        row = row + chunk * plan.chunk_rows
+        token = mainloop.token_of(plan, row)
+        query = work.length - plan.problem.q_len + token
+        key = mosaic.positions(s.shape, 1, start, layout)
 
-    return mainloop.masked(plan, work, start, mainloop.logits_of_scores(plan, s), positions)
+        def head():
+            return row + (kv_head - token) * plan.group
+
+        return mainloop.Positions(query, key, head, layout)
+
+    return mainloop.masked(ctx, work, start, mainloop.logits_of_scores(plan, s), positions)
 
 
 def _attend(ctx: Context, work: WorkTile, at: TileAt, state: State) -> State:
@@ -247,7 +255,7 @@ def _attend(ctx: Context, work: WorkTile, at: TileAt, state: State) -> State:
     plan, smem, none = ctx.plan, ctx.smem, jnp.int32(0)
     first, sizes = at.slot * plan.tile, (ROWS, plan.tile, plan.width)
     s = mma_2x2.product((smem.q, none), (smem.kv, first), sizes, 1, 2)
-    given = _logits(plan, work, at.tile, s)
+    given = _logits(ctx, work, at.tile, s)
     mma_2x2.store_row_partials(given, smem.rows, 0, "max")
     mma_2x2.sync_row_pair(0)
     peak = mma_2x2.load_row_totals(smem.rows, 0, ROWS, "max")

@@ -390,7 +390,7 @@ def _score(ctx: Context, block_id: Scalar) -> None:
                         block = _ring_block(ctx, wg, first + n)
                         mla_producer.clear(block.ref, plan.block_columns, live)
 
-            s, _ = mainloop.logits(plan, work, tile, s, None)
+            s, _ = mainloop.logits(ctx, work, tile, s, None)
             new = softmax.next_step(s, plan.unit_of_logits, row_max, empty_ok=True)
             row_sum = softmax.rescaled(new, row_sum) + new.row_sum
             # What probabilities are put over were keys: all warps must have their scores.

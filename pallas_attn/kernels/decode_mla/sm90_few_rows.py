@@ -180,17 +180,20 @@ def _down_columns(columns: Array, shape: Sequence[int]) -> Array:
     return lax.broadcast_in_dim(columns, tuple(shape), [1])
 
 
-def _logits(plan: FewPlan, work: WorkTile, tile: Scalar, s: Array) -> Array:
+def _logits(ctx: Context, work: WorkTile, tile: Scalar, s: Array) -> Array:
     """Scores -> logits in log2 units, those of invisible keys -inf."""
+    plan = ctx.plan
     s, start = mainloop.logits_of_scores(plan, s), tile * TILE
     s = s if plan.unit_of_logits is None else s * plan.unit_of_logits
 
     def positions():
         key = mosaic.positions(s.shape, 0, start)
-        query = mainloop.token_of(plan, mosaic.positions(s.shape, 1, 0))
-        return query + (work.length - plan.problem.q_len), key
+        row = mosaic.positions(s.shape, 1, 0)
+        token = mainloop.token_of(plan, row)
+        query = token + (work.length - plan.problem.q_len)
+        return mainloop.Positions(query, key, lambda: row - token * plan.group)
 
-    return mainloop.masked(plan, work, start, s, positions)
+    return mainloop.masked(ctx, work, start, s, positions)
 
 
 def _put(p: Ref, numbers: Array) -> None:
@@ -260,7 +263,7 @@ def _one_tile(ctx: Context, work: WorkTile, tile: Scalar, carry: _Carry) -> _Car
         for n, block in enumerate(blocks):
             mla_producer.clear(block.ref, plan.v_columns(n), live)
 
-    s = _logits(plan, work, tile, s)
+    s = _logits(ctx, work, tile, s)
     above = s - _down_columns(state.row_max, s.shape)
     moved = warp_vote.any_in_warp(above, softmax.RESCALE_THRESHOLD)
     p = jnp.exp2(s - _down_columns(base_of(state.row_max), s.shape))

@@ -14,12 +14,13 @@ from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_attn import _gpus
 from pallas_attn._problem import AttentionProblem, DecodeProblem
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention import plan as attention_plan
-from pallas_attn.kernels.attention.plan import ROWS
+from pallas_attn.kernels.attention.plan import ROWS, Span
 from pallas_attn.kernels.lang import mosaic
 
 BLOCKS = _gpus.multiprocessors(_gpus.HOPPER)
@@ -49,6 +50,7 @@ class Plan(attention_plan.Plan):
             scale=problem.scale,
             softcap=problem.softcap,
             arrays=arrays,
+            mask_program=problem.mask_program,
         )
         return cls(dense, config, problem)
 
@@ -152,6 +154,30 @@ class Plan(attention_plan.Plan):
         """Lengths are known at run time only: all parts occur that the mask has."""
         low = {"low"} if self.problem.mask.bounds_left else set()
         return frozenset({"empty", "first_masked", "high"} | low)
+
+    def unmasked(self, span: Span, begin: Any) -> Span:
+        """The span of a unit, in which tiles that a function may hide keys of are no full ones:
+        all; or those of the newest rows, from `begin` on, where it is a tree of drafts.
+        """
+        if not self.is_listed:
+            return span
+        if self.cache is None or not self.cache.tree:
+            return span._replace(full_lo=span.lo, full_hi=span.lo)
+        before = lax.div(jnp.maximum(begin, 0), jnp.int32(self.config.block_kv))
+        return span._replace(full_hi=jnp.minimum(span.full_hi, before))
+
+    def placed(self, place: Any) -> Any:
+        """With the head and the position of each row; in a tree of drafts positions count from the
+        first draft.
+        """
+        assert self.cache is not None
+        begin = place.q_offset if self.cache.tree else 0
+        position = self.row_positions(ROWS, place.q_offset + place.query - begin)
+        head: Any = None  # what nobody uses sends Mosaic on a search for its layout
+        if self.problem.uses_head:
+            rows = mosaic.filled((ROWS,), self.head_rows, jnp.int32)
+            head = lax.div(mosaic.positions((ROWS,), 0, 0), rows) + place.head
+        return place._replace(rows=(head, position), key=place.key - begin)
 
     @property
     def page_rows(self) -> int:

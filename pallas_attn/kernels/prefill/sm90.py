@@ -38,7 +38,7 @@ from jax import lax
 
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import cache_layout, softmax, tma_operands
+from pallas_attn.kernels.attention import cache_layout, functions, softmax, tma_operands
 from pallas_attn.kernels.attention.plan import ROWS, Context, Span
 from pallas_attn.kernels.attention.score_mod import Rows, Tile
 from pallas_attn.kernels.decode import scheduler
@@ -250,6 +250,7 @@ class Refs(NamedTuple):
     starts: Any = None  # int32[M + 1], where rows are packed
     results: tuple[Any, ...] = ()  # written: out and lse, or partials
     units: Any = None  # powers of 2, which the mainloop asks for
+    mask_aux: Any = ()  # what a function of positions reads: `functions.flat`
 
 
 # ---- work units ---------------------------------------------------------------------------------
@@ -309,7 +310,7 @@ def _unit_of(ctx: Context, number: Any) -> Unit:
     elif plan.has("q_offset"):
         q_offset = refs.q_offset[m]
     mask = plan.mask_of(refs, m if plan.cache is None else 0)
-    span = plan.span(mask, q_offset + row, rows, length)
+    span = plan.unmasked(plan.span(mask, q_offset + row, rows, length), q_offset)
     if plan.has("q_lengths"):
         span = span._replace(hi=jnp.where(rows > 0, span.hi, 0))
     span = span._replace(hi=jnp.maximum(span.hi, span.lo))
@@ -561,7 +562,7 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
             packed_rows.wait(config.q_slots - 1)
         else:
             plgpu.barrier_wait(smem.q_ready.at[q])
-        rows = Rows(unit.tile, own.row, wg, unit.span, q)
+        rows = Rows(unit.tile._replace(head=own.head), own.row, wg, unit.span, q)
 
         def some(slot):
             state, slot = mainloop(ctx, rows, slot, None)
@@ -776,4 +777,5 @@ def _refs(plan: Plan, inputs: DecodeInputs) -> Refs:
         mask_left=cache_layout.scalar_operand(inputs.mask_left),
         mask_right=cache_layout.scalar_operand(inputs.mask_right),
         starts=inputs.starts,
+        mask_aux=functions.flat(inputs.mask_aux),
     )

@@ -1,0 +1,192 @@
+"""Drafts that form a tree, and mask functions over caches: what both mean, by the public API.
+
+Kernels in the interpreter have both in tests/test_decode_kernel.py, test_prefill_kernel.py and
+test_decode_latent.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from tests import budget, subjects
+from tests.decode_cases import some_parents
+from tests.test_decode import CAPACITY, GROUP, KV_HEADS, expected, holding, rows
+
+LENGTHS = (CAPACITY, 17, 12, 3, 0)
+each_subject = pytest.mark.parametrize("subject", subjects.rows("decode", but=("interpreted",)))
+quick = pytest.mark.parametrize("kind", ("per_sequence", "stacked", "paged"))
+
+
+def ancestors(parents):
+    """bool[M, t, t]: whether a draft is another or an ancestor of it, one step after the other."""
+    found = np.zeros((*parents.shape, parents.shape[1]), bool)
+    for m, tree in enumerate(parents):
+        for draft in range(len(tree)):
+            at = draft
+            found[m, draft, at] = True
+            while 0 <= tree[at] < at:
+                at = tree[at]
+                found[m, draft, at] = True
+    return found
+
+
+def seen_in_tree(parents, lengths, keys):
+    """bool[M, 1, t, keys]: the rows before the drafts, and ancestors."""
+    sequences, drafts = parents.shape
+    seen = np.zeros((sequences, 1, drafts, keys), bool)
+    for m, (length, known) in enumerate(zip(lengths, ancestors(parents), strict=True)):
+        begin = length - drafts
+        seen[m, 0, :, : max(begin, 0)] = True
+        for row in range(max(begin, 0), length):
+            seen[m, 0, :, row] = known[:, row - begin]
+        seen[m, 0, : max(-begin, 0)] = False  # drafts that the cache does not hold
+    return seen
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 33, 70])
+def test_ancestors(drafts):
+    parents = some_parents(6, drafts)
+    tree, known = pa.DraftTree.create(parents), ancestors(parents)
+    bits = np.asarray(tree.bits)
+    at = np.arange(drafts)
+    np.testing.assert_array_equal(bits[..., 1 + at // 32] >> at % 32 & 1, known)
+    assert bits.shape[2] == 1 + -(-drafts // 32) and (bits[..., 0] == -1).all()
+    np.testing.assert_array_equal(tree.depth, known.sum(axis=2) - 1)
+
+
+@each_subject
+@quick
+@pytest.mark.parametrize("drafts, options", [(5, {}), (9, {"softcap": 3.0})])
+def test_a_tree(rng, subject, kind, drafts, options):
+    """What drafts see is who they are and whom they follow; a chain gives the bits of causal."""
+    _, k, v = rows(rng, len(LENGTHS), CAPACITY, subject.dtype)
+    q = rows(rng, len(LENGTHS), drafts, subject.dtype)[0]
+    cache = holding(rng, kind, k, v, LENGTHS, fill=np.nan)
+    parents = some_parents(len(LENGTHS), drafts)
+    given = options | {"sinks": np.linspace(-1, 2, KV_HEADS * GROUP, dtype=np.float32)}
+    call = subject.call
+    out, lse = call(pa.decode_attention_with_lse, q, cache, parents=jnp.asarray(parents), **given)
+    seen = seen_in_tree(parents, LENGTHS, CAPACITY)
+    given |= {"mask_array": seen, "tensor_cores": subject.tensor_cores}
+    budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **given))
+    chain = np.broadcast_to(np.arange(drafts, dtype=np.int32) - 1, parents.shape)
+    found = call(pa.decode_attention, q, cache, parents=pa.DraftTree.create(chain), **options)
+    causal = call(pa.decode_attention, q, cache, **options)
+    np.testing.assert_array_equal(found, causal)
+
+
+def test_positions_of_a_tree(rng):
+    """K and q are rotated by their depth; one tree serves a scan over layers, and vmap."""
+    lengths, drafts, layers = (9, 3), 5, 2
+    parents = some_parents(4, drafts)[2:]
+    rotary = pa.Rotary.create(CAPACITY, 64)
+    q, k, v = rows(rng, 2, drafts, "float32")
+    cache = pa.StackedCache.create(2, CAPACITY, KV_HEADS, 64, dtype="float32", layers=layers)
+    cache = cache.extend(jnp.asarray(lengths)).extend(drafts)
+
+    @jax.jit
+    def step(cache, parents):
+        tree = pa.DraftTree.create(parents)
+
+        def one(cache, layer):
+            cache = pa.write_kv(cache, k, v, layer=layer, parents=tree, rotary=rotary)
+            return cache, pa.decode_attention(q, cache, layer=layer, parents=tree, rotary=rotary)
+
+        return jax.lax.scan(one, cache, jnp.arange(layers))
+
+    held, outs = step(cache, parents)
+    depth = ancestors(parents).sum(axis=2) - 1
+    at = np.asarray(lengths)[:, None] + depth
+
+    def turned(x):
+        cos, sin = (np.asarray(table)[at][:, :, None] for table in (rotary.cos, rotary.sin))
+        a, b = x[..., :32], x[..., 32:]
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    plain = pa.write_kv(cache, turned(k), v, layer=0)
+    np.testing.assert_allclose(held.k[0], plain.k[0], atol=1e-6)
+    want = pa.decode_attention(turned(q), plain, layer=0, parents=parents)
+    np.testing.assert_allclose(outs[0], want, atol=1e-5)
+    np.testing.assert_array_equal(outs[0], outs[1])
+    both = jax.vmap(lambda p: pa.decode_attention(q, held, parents=p, rotary=rotary))
+    twice = both(jnp.stack([parents, np.full_like(parents, -1)]))
+    np.testing.assert_allclose(twice[0], outs[0], atol=1e-6)
+    assert np.abs(np.asarray(twice[1] - twice[0])).max() > 0.1
+
+
+FUNCTION = pa.mask_fn(
+    lambda b, h, q, kv, ends: (kv < ends[b]) | ((q - kv) % 3 == h % 3), np.array([0, 4, 30, 1, 2])
+)
+
+
+@each_subject
+@quick
+@pytest.mark.parametrize("band", [pa.CAUSAL, pa.sliding_window(7), pa.FULL], ids=str)
+def test_a_mask_function(rng, subject, kind, band):
+    """Of sequence, head and positions in the sequence, within a band; packed rows too."""
+    drafts, mask = 6, FUNCTION if band == pa.FULL else band & FUNCTION
+    _, k, v = rows(rng, len(LENGTHS), CAPACITY, subject.dtype)
+    q = rows(rng, len(LENGTHS), drafts, subject.dtype)[0]
+    cache = holding(rng, kind, k, v, LENGTHS, fill=np.nan)
+    out, lse = subject.call(pa.decode_attention_with_lse, q, cache, mask=mask)
+    sizes = (len(LENGTHS), KV_HEADS * GROUP, drafts, CAPACITY)
+    b, h, t, kv = (x.astype(np.int32) for x in np.ogrid[tuple(map(slice, sizes))])
+    at = t + (np.asarray(LENGTHS, np.int32) - drafts)[:, None, None, None]
+    seen = np.broadcast_to(FUNCTION.allows(b, h, at, kv), sizes)
+    given = {"mask": band, "mask_array": seen, "tensor_cores": subject.tensor_cores}
+    budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **given))
+    starts = np.arange(len(LENGTHS) + 1, dtype=np.int32) * drafts
+    packed = q.reshape(-1, *q.shape[2:])
+    found = subject.call(pa.decode_attention, packed, cache, mask=mask, starts=jnp.asarray(starts))
+    close = {"atol": 0.02 if subject.dtype == "bfloat16" else 1e-5}
+    apart = found.reshape(out.shape).astype(jnp.float32)
+    np.testing.assert_allclose(apart, out.astype(jnp.float32), **close)
+
+
+def test_the_band_of_a_function():
+    """A band that shows all that the function shows: keys outside of it are not read."""
+    window, f = pa.sliding_window(9), FUNCTION
+    assert (window & f).within == window == (f & window & pa.FULL).within
+    assert (window & f & pa.CAUSAL).within == window
+    assert f.within == (window | f).within == (~(window & f)).within == pa.FULL
+    nothing = pa.Mask(right=-5) & (pa.Mask(left=2) & f)  # which no band says
+    assert nothing.within in (pa.Mask(right=-5), pa.Mask(left=2))
+    traced = jax.eval_shape(lambda n: pa.CAUSAL.filled(left=n) & f, jnp.int32(3))
+    assert traced.within == pa.CAUSAL
+
+
+WRONG = {
+    "parents: expected int32\\[2, 3\\]": {"parents": np.zeros((2, 4), np.int32)},
+    "parents: expected int32\\[2, 3\\] .* got float32": {"parents": np.zeros((2, 3), np.float32)},
+    "with depth \\[2, 40\\]": {"parents": pa.DraftTree.create(np.zeros((2, 40), np.int32))},
+    "mask: expected CAUSAL beside parents": {
+        "parents": np.zeros((2, 3), np.int32), "mask": pa.sliding_window(3)
+    },
+    "parents: expected None with starts": {
+        "parents": np.zeros((2, 3), np.int32), "starts": np.array([0, 1, 2])
+    },
+    "parents: expected None over a cache whose rows are split": {
+        "parents": np.zeros((2, 3), np.int32), "context": pa.Context("cp")
+    },
+    "mask: expected a Mask over a cache whose rows are split": {
+        "mask": FUNCTION, "context": pa.Context("cp")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_errors(message):
+    given = dict(WRONG[message])
+    cache = pa.StackedCache.create(2, 8, 1, 64, dtype="float32", context=given.pop("context", None))
+    q = jnp.zeros((2, 3, 1, 64))
+    q = q[0] if "starts" in given else q
+    with pytest.raises(ValueError, match=message):
+        pa.decode_attention(q, cache, **given)
+
+
+def test_packed_rows_are_no_drafts():
+    cache, k = pa.StackedCache.create(2, 8, 1, 64, dtype="float32"), jnp.zeros((3, 1, 64))
+    with pytest.raises(ValueError, match="norm and rotate k beforehand"):
+        pa.append_kv(cache, k, k, starts=np.array([0, 1, 2]), parents=np.zeros((2, 3), np.int32))
