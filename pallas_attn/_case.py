@@ -245,6 +245,7 @@ class DecodeCase:
     scale: float | None = None
     precision: str | None = None
     batch_invariant: bool = False
+    tree: bool = False  # the q_len rows are drafts of a tree
     labels: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -258,6 +259,7 @@ class DecodeCase:
             "ragged": len(set(self.lengths)) > 1,
             "chunk": max(self.rows or (self.q_len,)) > 1,
             "packed": self.rows is not None,
+            "tree": self.tree,
             "window": self.mask.left is not None,
             "softcap": self.softcap,
             "precision": self.precision,
@@ -285,6 +287,28 @@ class DecodeCase:
     def starts(self) -> jax.Array | None:
         """Where the rows of packed sequences begin."""
         return None if self.rows is None else jnp.array(np.cumsum((0, *self.rows)), jnp.int32)
+
+    def parents(self, seed: int = 0) -> np.ndarray | None:
+        """int32[M, t]: of a tree, the draft that each draft follows, any earlier one or none."""
+        if not self.tree:
+            return None
+        at, rng = np.arange(self.q_len), np.random.default_rng(seed)
+        return rng.integers(-1, np.maximum(at, 1), (self.sequences, self.q_len)).astype(np.int32)
+
+    def seen_in_tree(self, seed: int = 0) -> jax.Array:
+        """bool[M, 1, t, capacity]: the rows before the drafts, themselves and their ancestors."""
+        parents = self.parents(seed)
+        assert parents is not None
+        seen = np.zeros((self.sequences, self.q_len, self.q_len), bool)
+        for i, at in enumerate(parents.T):
+            (followed,) = np.nonzero(at >= 0)
+            seen[followed, i] = seen[followed, at[followed]]
+            seen[:, i, i] = True
+        dense = np.zeros((self.sequences, 1, self.q_len, self.capacity), bool)
+        for m, length in enumerate(self.lengths):
+            dense[m, 0, :, : length - self.q_len] = True
+            dense[m, 0, :, length - self.q_len : length] = seen[m]
+        return jnp.asarray(dense)
 
     def options(self) -> dict[str, Any]:
         """The static keyword arguments of `decode_attention`."""

@@ -386,6 +386,24 @@ def _prefill() -> list[DecodeCase]:
     ]
 
 
+def _trees() -> list[DecodeCase]:
+    """Drafts of speculative decoding, which form trees."""
+    caches = (("stacked", None), ("paged", 16), ("paged", 64))
+    return [
+        DecodeCase(
+            f"tree_{kind}{page or ''}_m{batch}_t{drafts}",
+            *((8192,) * batch, 32, 8, 128, 128, 8192),
+            q_len=drafts,
+            kind=kind,
+            page_size=page,
+            tree=True,
+            labels=("trees",),
+        )
+        for batch, drafts in ((8, 64), (1, 64), (64, 4))
+        for kind, page in caches
+    ]
+
+
 def _mixtures() -> list[DecodeCase]:
     """Packed rows: what a server's step costs, beside its parts; whole prompts; single tokens."""
     tokens = tuple(min(n, 8192) for n in _lognormal(64, 64 * 2000))
@@ -510,7 +528,7 @@ def _append() -> list[AppendCase]:
 
 ATTENTION: tuple[AttentionCase, ...] = (*_large_attention(), *_edge_attention())
 DECODE: tuple[DecodeCase, ...] = tuple(_decode())
-PREFILL: tuple[DecodeCase, ...] = (*_prefill(), *_mixtures())
+PREFILL: tuple[DecodeCase, ...] = (*_prefill(), *_mixtures(), *_trees())
 APPEND: tuple[AppendCase, ...] = tuple(_append())
 MASK: tuple[AttentionCase, ...] = tuple(_functions())
 # Those of attention draw from ATTENTION.

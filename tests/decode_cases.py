@@ -183,6 +183,32 @@ def some_parents(sequences: int, drafts: int) -> np.ndarray:
     return parents.astype(np.int32)
 
 
+def ancestors(parents):
+    """bool[M, t, t]: whether a draft is another or an ancestor of it, one step after the other."""
+    found = np.zeros((*parents.shape, parents.shape[1]), bool)
+    for m, tree in enumerate(parents):
+        for draft in range(len(tree)):
+            at = draft
+            found[m, draft, at] = True
+            while 0 <= tree[at] < at:
+                at = tree[at]
+                found[m, draft, at] = True
+    return found
+
+
+def seen_in_tree(parents, lengths, keys):
+    """bool[M, 1, t, keys]: the rows before the drafts, and ancestors."""
+    sequences, drafts = parents.shape
+    seen = np.zeros((sequences, 1, drafts, keys), bool)
+    for m, (length, known) in enumerate(zip(lengths, ancestors(parents), strict=True)):
+        begin = length - drafts
+        seen[m, 0, :, : max(begin, 0)] = True
+        for row in range(max(begin, 0), length):
+            seen[m, 0, :, row] = known[:, row - begin]
+        seen[m, 0, : max(-begin, 0)] = False  # drafts that the cache does not hold
+    return seen
+
+
 def launched(case: Case, inputs: DecodeInputs, config=None):
     config = config or decode_sm90.Config.default(case.problem)
     return jax.jit(functools.partial(run, problem=case.problem, config=config))(inputs)

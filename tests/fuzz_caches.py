@@ -22,6 +22,7 @@ import pallas_attn as pa
 from pallas_attn import PagedCache, PerSequenceCache, StackedCache, _case, cases
 from pallas_attn.masks import CAUSAL
 from tests import append_cases, budget, fuzz, witness
+from tests.decode_cases import seen_in_tree, some_parents
 from tests.fuzz import LEAST, MOST
 from tests.subjects import Subject
 from tests.test_quantized import quantized
@@ -73,6 +74,8 @@ def draw(seed: int, tiny: bool) -> Case:
         spread=pick.choice((0, 0, 3, 8)),
         pool=pick.choice((1.0, 1.0, 0.8, 0.5)),
     )
+    if pick.random() < 0.3:
+        case = dataclasses.replace(case, tree=True, mask=CAUSAL)
     if tiny:
         small = {"capacity": 48, "q_len": min(case.q_len, 9), "layers": case.layers and 2}
         dims = (min(case.head_dim, 64), min(case.v_head_dim, 64))
@@ -112,7 +115,7 @@ def resized(case: Case, **sizes: int) -> Case:
 def simpler(case: Case) -> Iterator[dict[str, Any]]:
     plain = {"softcap": None, "sinks": False, "layers": None, "spread": 0, "pool": 1.0}
     plain |= {"scale": None, "mask": CAUSAL, "batch_invariant": False, "cache_dtype": None}
-    plain |= {"precision": None, "dtype": "bfloat16", "q_len": 1}
+    plain |= {"precision": None, "dtype": "bfloat16", "q_len": 1, "tree": False}
     if not case.shared_kv:
         plain |= {"head_dim": 64, "v_head_dim": 64}
     yield from ({name: value} for name, value in plain.items())
@@ -297,6 +300,8 @@ class Program:
         options = {name: x for name, x in case.options().items() if x is not None}
         if case.sinks:
             options["sinks"] = self._normal("float32", case.q_heads)
+        if case.tree:
+            options["parents"] = jnp.asarray(some_parents(case.sequences, case.q_len))
         self.options = options
         with place.active():
             cache = poisoned(case, case.create(), self.rng)
@@ -477,6 +482,9 @@ class Program:
         plain |= {"q_offset": lengths[some] - case.q_len, "precision": "highest"}
         names = ("mask", "scale", "softcap", "sinks")
         plain |= {name: self.options[name] for name in names if name in self.options}
+        if case.tree:
+            parents = np.asarray(self.options["parents"])[some]
+            plain["mask_array"] = seen_in_tree(parents, lengths[some], k.shape[1])
         cores = any(one.tensor_cores for one in self.subjects)
         wanted = budget.attention(plain, tensor_cores=cores)
         if case.cache_dtype and case.dtype != "float32":  # rows may be rounded to q's dtype

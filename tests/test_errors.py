@@ -549,10 +549,18 @@ ATTENTION |= {
     ),
 }
 DECODES |= {
-    "mask: expected a Mask, got a mask function, which flash_attention takes; over a cache pass "
-    "bounds, as Mask(left, right)": (
+    "parents: expected int32[2, 1] (one a draft) or a DraftTree of them, got int32[2]": (
+        lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), parents=z(2, dtype="int32"))
+    ),
+    "parents: expected int32[2, 1] (one a draft) or a DraftTree of them, got a DraftTree of "
+    "int32[2, 3]": (
         lambda: pa.decode_attention(
-            z(2, 1, 4, 8), stacked(), mask=pa.mask_fn(lambda b, h, q, kv: q > kv)
+            z(2, 1, 4, 8), stacked(), parents=pa.DraftTree.create(z(2, 3, dtype="int32"))
+        )
+    ),
+    "mask: expected CAUSAL beside parents, which say what drafts see, got left=2, right=0": (
+        lambda: pa.decode_attention(
+            z(2, 1, 4, 8), stacked(), parents=z(2, 1, dtype="int32"), mask=pa.sliding_window(3)
         )
     ),
 }

@@ -11,38 +11,12 @@ import pytest
 
 import pallas_attn as pa
 from tests import budget, subjects
-from tests.decode_cases import some_parents
+from tests.decode_cases import ancestors, seen_in_tree, some_parents
 from tests.test_decode import CAPACITY, GROUP, KV_HEADS, expected, holding, rows
 
 LENGTHS = (CAPACITY, 17, 12, 3, 0)
 each_subject = pytest.mark.parametrize("subject", subjects.rows("decode", but=("interpreted",)))
 quick = pytest.mark.parametrize("kind", ("per_sequence", "stacked", "paged"))
-
-
-def ancestors(parents):
-    """bool[M, t, t]: whether a draft is another or an ancestor of it, one step after the other."""
-    found = np.zeros((*parents.shape, parents.shape[1]), bool)
-    for m, tree in enumerate(parents):
-        for draft in range(len(tree)):
-            at = draft
-            found[m, draft, at] = True
-            while 0 <= tree[at] < at:
-                at = tree[at]
-                found[m, draft, at] = True
-    return found
-
-
-def seen_in_tree(parents, lengths, keys):
-    """bool[M, 1, t, keys]: the rows before the drafts, and ancestors."""
-    sequences, drafts = parents.shape
-    seen = np.zeros((sequences, 1, drafts, keys), bool)
-    for m, (length, known) in enumerate(zip(lengths, ancestors(parents), strict=True)):
-        begin = length - drafts
-        seen[m, 0, :, : max(begin, 0)] = True
-        for row in range(max(begin, 0), length):
-            seen[m, 0, :, row] = known[:, row - begin]
-        seen[m, 0, : max(-begin, 0)] = False  # drafts that the cache does not hold
-    return seen
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 33, 70])
@@ -160,7 +134,9 @@ def test_the_band_of_a_function():
 WRONG = {
     "parents: expected int32\\[2, 3\\]": {"parents": np.zeros((2, 4), np.int32)},
     "parents: expected int32\\[2, 3\\] .* got float32": {"parents": np.zeros((2, 3), np.float32)},
-    "with depth \\[2, 40\\]": {"parents": pa.DraftTree.create(np.zeros((2, 40), np.int32))},
+    "a DraftTree of int32\\[2, 4\\]": {
+        "parents": pa.DraftTree.create(np.zeros((2, 4), np.int32))
+    },
     "mask: expected CAUSAL beside parents": {
         "parents": np.zeros((2, 3), np.int32), "mask": pa.sliding_window(3)
     },

@@ -34,6 +34,8 @@ def judge_of(call: peers.Call) -> Judge:
         arrays = {name: x for name, x in arrays.items() if name != "aux"} | case.written_out()
     elif "q_offset" in options:
         arrays = arrays | {"q_offset": options["q_offset"]}
+    if isinstance(case, DecodeCase) and case.tree:
+        return _tree_judge(case, arrays, options)
     oracle, naive = verify.expected(arrays, options, call.cotangent)
     if isinstance(case, DecodeCase) and case.rows is not None:
         oracle, naive = (tuple(x[packed] for x in found) for found in (oracle, naive))
@@ -41,6 +43,18 @@ def judge_of(call: peers.Call) -> Judge:
 
     def judge(subject: Subject, produced: Any) -> str | None:
         return verify.judge(subject.outputs(produced), oracle, naive, axis=axis)
+
+    return judge
+
+
+def _tree_judge(case: DecodeCase, arrays: dict[str, Any], options: dict[str, Any]) -> Judge:
+    """A tree against its dense mask, and the chain that it is measured by against causal."""
+    seen = {"mask_array": case.seen_in_tree()}
+    tree, chain = (verify.expected(arrays | some, options, None) for some in (seen, {}))
+
+    def judge(subject: Subject, produced: Any) -> str | None:
+        oracle, naive = chain if subject.name == "chain" else tree
+        return verify.judge(subject.outputs(produced), oracle, naive, axis=0)
 
     return judge
 

@@ -290,8 +290,8 @@ def _dense_decode(name: str, call: Call) -> list[Subject]:
 def _over_dense(peer: Peer, call: Call) -> list[Subject]:
     """A peer of attention over contiguous K and V in place of a cache."""
     case: DecodeCase = call.case
-    if case.rows is not None:
-        raise Unavailable("no packed rows")
+    if case.rows is not None or case.tree:
+        raise Unavailable("no packed rows, and no trees of drafts")
     if any(length < case.capacity for length in case.lengths):
         raise Unavailable("full caches only")
     k, v = (x.astype(case.dtype) for x in subjects.held_rows(case, call.arrays))
@@ -338,9 +338,20 @@ def unpacked(call: Call) -> list[Subject]:
     return [Subject("unpacked", launch, outputs)]
 
 
+def chain(call: Call) -> list[Subject]:
+    """Ours with drafts that follow each other, which causal attention serves."""
+    case: DecodeCase = call.case
+    if not case.tree:
+        raise Unavailable("for trees of drafts only")
+    launch = subjects.decode(dataclasses.replace(case, tree=False), call.arrays, None)
+    return [Subject("chain", launch)]
+
+
 def flashinfer(call: Call) -> list[Subject]:
     """FlashInfer over the very pages of ours."""
     case: DecodeCase = call.case
+    if case.tree:
+        raise Unavailable("no trees of drafts")
     torch = _torch_on_gpu()
     if importlib.util.find_spec("flashinfer") is None:
         raise Unavailable("flashinfer is not installed")
@@ -526,7 +537,7 @@ def xla_append(call: Call) -> list[Subject]:
 
 
 # What reads a cache of the case's kind; the others have their own layout.
-BY_KIND = ("wide_cache", "unpacked", "flashinfer")
+BY_KIND = ("wide_cache", "unpacked", "chain", "flashinfer")
 
 _ATTENTION: dict[str, Peer] = {
     "cudnn": cudnn,
@@ -549,6 +560,7 @@ PEERS: dict[str, dict[str, Peer]] = {
     "prefill": {
         "dense": dense,
         "unpacked": unpacked,
+        "chain": chain,
         "flashinfer": flashinfer,
         "flash_attention_4": functools.partial(_over_dense, _flash_attention_4),
         "xla": functools.partial(_over_dense, _xla_masked),

@@ -163,14 +163,18 @@ def _into_pages(dense: Any, table: Any, pages: int) -> Any:
 def decode(
     case: DecodeCase, arrays: dict[str, Any], implementation: str | None
 ) -> Callable[[], Any]:
-    """`decode_attention` over a cache that is full to its lengths."""
-    cache = filled_cache(case, arrays)
+    """`decode_attention` over a cache that is full to its lengths. A tree is made beforehand, as a
+    model makes it once for all of its layers.
+    """
+    cache, parents = filled_cache(case, arrays), case.parents()
     static = case.options() | {"implementation": implementation}
+    tree = None if parents is None else pallas_attn.DraftTree.create(parents)
 
-    def step(q, cache, sinks, starts):
-        return (pallas_attn.decode_attention(q, cache, starts=starts, sinks=sinks, **static),)
+    def step(q, cache, given):
+        return (pallas_attn.decode_attention(q, cache, **given, **static),)
 
-    return Step(jax.jit(step), (arrays["q"], cache, arrays.get("sinks"), case.starts()))
+    given = {"sinks": arrays.get("sinks"), "starts": case.starts(), "parents": tree}
+    return Step(jax.jit(step), (arrays["q"], cache, given))
 
 
 class Append:
