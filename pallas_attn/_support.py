@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from pallas_attn import _dispatch
+from pallas_attn import _dispatch, trees
 from pallas_attn._problem import (
     AppendProblem,
     AttentionProblem,
@@ -111,6 +111,7 @@ _ATTENTION_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
         {"mask_program": _ALTERNATE.program, "arrays": ("bias",), "bias_shape": _SCORES},
     ),
 }
+_IN_TREE: dict[str, Any] = {"tree": True, "mask_program": trees.program((8, 64, 3))}
 _PACKED: dict[str, Any] = {"tokens": 2112, "q_len": 2112}
 _CACHES: tuple[dict[str, Any], ...] = (
     {"kind": "per_sequence", "capacities": (1024,) * 8},
@@ -192,6 +193,20 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
         "softcap": ({"softcap": 30.0},),
         "sinks": ({"sinks": True},),
         "batch_invariant": ({"batch_invariant": True},),
+        "parents, a tree of drafts; tokens at once": tuple(
+            {"q_len": n} | _IN_TREE for n in (4, 64)
+        ),
+        "a tree over a quantised cache": tuple(
+            {"cache_dtype": name, "quantized": True, "q_len": 64} | _IN_TREE
+            for name in ("int8", "float8_e4m3fn", "float8_e5m2")
+        ),
+        "a tree, V within K": (
+            {"head_dim": 576, "v_head_dim": 512, "kv_heads": 1, "q_heads": 16, "shared_kv": True}
+            | {"q_len": 4}
+            | _IN_TREE,
+        ),
+        "mask_fn": ({"mask_program": _ALTERNATE.program},),
+        "mask_fn, packed rows": ({"mask_program": _ALTERNATE.program} | _PACKED,),
     },
 }
 

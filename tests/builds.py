@@ -124,15 +124,18 @@ def _decode(
     rows: int | None = 1,
     heads: int = 32,
     mask: Any = pa.CAUSAL,
+    parents: bool = False,
     options: Any = (),
     **sizes: Any,
 ) -> Build:
-    """`rows` of each sequence; None: packed."""
+    """`rows` of each sequence; None: packed. `parents`: they are drafts of a tree."""
     dtype = sizes.get("dtype", "bfloat16")
     dtype = dtype if dtype in ("bfloat16", "float16", "float32") else "bfloat16"
     count = (_TOKENS,) if rows is None else (16, rows)
     q = _shape(dtype, *count, heads, sizes.get("head_dim", 128))
     arrays = {"mask": mask} | ({"starts": _STARTS} if rows is None else {})
+    if parents:
+        arrays["parents"] = jax.eval_shape(pa.DraftTree.create, _shape("int32", *count))
     call = functools.partial(_decode_call, dict(options))
     return Build(target, call, (q, _cache(kind, **sizes), arrays))
 
@@ -267,12 +270,22 @@ BUILDS: dict[str, Build] = {
     "decode/sm80/stacked": _decode("a100", "stacked"),
     "decode/sm80/paged_float8": _decode("a100", "paged", dtype="float8_e4m3fn"),
     "decode/sm80/stacked_packed": _decode("a100", "stacked", rows=None),
+    "decode/sm90/paged_tree": _decode("h100", "paged", rows=4, parents=True),
+    "decode/sm80/stacked_tree": _decode("a100", "stacked", rows=16, parents=True),
+    "decode/sm90/stacked_mask_fn": _decode("h100", "stacked", mask=pa.CAUSAL & _BLOCKS["mask"]),
+    "decode_mla/sm90/heads16_tree": _decode(
+        "h100", "stacked", rows=2, heads=16, parents=True, **_LATENT
+    ),
     "decode_mla/sm90/heads128": _decode("h100", "stacked", heads=128, **_LATENT),
     "decode_mla/sm90/heads16_paged": _decode("h100", "paged", heads=16, **_LATENT),
     "decode_mla/sm80/per_sequence": _decode("a100", "per_sequence", heads=16, **_LATENT),
     "decode_mla/sm90/heads16_packed": _decode("h100", "paged", rows=None, heads=16, **_LATENT),
     "prefill/sm90/stacked": _decode("h100", "stacked", rows=1024),
     "prefill/sm90/paged": _decode("h100", "paged", rows=64),
+    "prefill/sm90/paged_tree": _decode("h100", "paged", rows=64, parents=True),
+    "prefill/sm90/stacked_mask_fn": _decode(
+        "h100", "stacked", rows=64, mask=pa.CAUSAL & _BLOCKS["mask"]
+    ),
     "prefill/sm90/per_sequence_split": _decode(
         "h100", "per_sequence", rows=16, heads=8, kv_heads=2
     ),
