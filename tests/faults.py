@@ -292,6 +292,25 @@ FAULTS = {
             ("smem.dq[wg] = dq", "smem.dq[wg] = dq.astype(jnp.bfloat16)"),
         ),
     ),
+    # ---- who is hidden ---------------------------------------------------------------------------
+    "decode_tree_is_not_looked_at_in_whole_tiles": Fault(
+        f"{DECODE}/mainloop.py",
+        "        hi = jnp.minimum(hi, begin)\n",
+        "        pass\n",
+        f"{TEST_DECODE} -k 'test_interpreted and tree and not float32'",
+    ),
+    "prefill_tree_ends_a_tile_late": Fault(
+        f"{PREFILL}/plan.py",
+        "jnp.maximum(begin, 0)",
+        "jnp.maximum(begin + self.config.block_kv, 0)",
+        f"{TEST_PREFILL} -k 'test_interpreted and tree'",
+    ),
+    "prefill_function_has_the_head_of_the_next_rows": Fault(
+        f"{PREFILL}/plan.py",
+        "head = lax.div(mosaic.positions((ROWS,), 0, 0), rows) + place.head",
+        "head = lax.div(mosaic.positions((ROWS,), 0, 1), rows) + place.head",
+        f"{TEST_PREFILL} -k 'test_interpreted and function'",
+    ),
     "decode_combines_sixteen_parts": Fault(
         f"{DECODE}/combine.py",
         "            start = (number + 1) * batch.loads\n",

@@ -84,11 +84,14 @@ INTERPRETED = {
         ),
         SMALL,
     ),
-    "tree": (Case(lengths=(130, 65, 70, 2), q_len=5, hides="tree"), MANY),
+    "tree": (Case(lengths=(70, 65, 66, 2), q_len=5, hides="tree"), MANY),
     "tree_float32": (
-        Case(lengths=(66,), q_len=33, kv_heads=8, dtype="float32", hides="tree"), SMALL
+        Case(lengths=(3, 3, 66), q_len=33, q_heads=1, kv_heads=1, dtype="float32", hides="tree"),
+        SMALL,
     ),
-    "function_window": (Case(q_len=3, mask=sliding_window(37), hides=SOME), MANY),
+    "function_window": (
+        Case(lengths=(65, 100), q_len=3, mask=sliding_window(37), hides=SOME), MANY
+    ),
 }  # fmt: skip
 
 
@@ -126,7 +129,7 @@ OF_THREADS = {  # what differs where threads copy: how rows are found, and how m
         Case(lengths=(70, 5), q_len=3, kv_heads=1, head_dim=256, v_head_dim=128, dtype="float32"),
         PORTABLE(tile=32, stages=1, grid=3, load_first=True, q_rows=4),
     ),
-    "tree": (Case("per_sequence", SHORT, 20, hides="tree"), PORTABLE(stages=2, grid=3)),
+    "tree": (Case("per_sequence", (2, 2, 70), 9, hides="tree"), PORTABLE(stages=2, grid=3)),
 }  # fmt: skip
 
 

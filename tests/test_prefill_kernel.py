@@ -50,9 +50,12 @@ INTERPRETED = {
     "odd_head_dims": (case(head_dim=40, v_head_dim=80, q_len=9), SMALL),
     "odd_head_dims_splits": (case(head_dim=80, v_head_dim=40, q_len=9), SPLIT),
     "wide_tiles": (case(q_len=17), Config(2, block_kv=128, grid=2)),
-    "tree": (case(lengths=(200, 70, 3, 130), q_len=40, hides="tree"), SMALL),
-    "tree_splits": (case(lengths=(140,), q_heads=6, q_len=70, hides="tree"), SPLIT),
-    "function": (case(q_len=9, mask=FULL, hides=SOME), ONE),
+    "tree": (case(lengths=(3, 70, 130), kv_heads=1, q_len=35, hides="tree"), SMALL),
+    "tree_splits": (
+        case(lengths=(0, 9, 140), q_heads=3, kv_heads=1, q_len=70, hides="tree"),
+        SPLIT,
+    ),
+    "function": (case(lengths=(3, 130), q_len=9, mask=FULL, hides=SOME), ONE),
 }
 OF_EVERY_KIND = ("layers", "overflow")  # whole and split; what else there is turns by turns
 TURNS = [

@@ -16,10 +16,9 @@ from tests.test_decode import CAPACITY, GROUP, KV_HEADS, expected, holding, rows
 
 LENGTHS = (CAPACITY, 17, 12, 3, 0)
 each_subject = pytest.mark.parametrize("subject", subjects.rows("decode", but=("interpreted",)))
-quick = pytest.mark.parametrize("kind", ("per_sequence", "stacked", "paged"))
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 33, 70])
+@pytest.mark.parametrize("drafts", [1, 33, 70])
 def test_ancestors(drafts):
     parents = some_parents(6, drafts)
     tree, known = pa.DraftTree.create(parents), ancestors(parents)
@@ -31,10 +30,10 @@ def test_ancestors(drafts):
 
 
 @each_subject
-@quick
-@pytest.mark.parametrize("drafts, options", [(5, {}), (9, {"softcap": 3.0})])
-def test_a_tree(rng, subject, kind, drafts, options):
+@pytest.mark.parametrize("kind, drafts", [("per_sequence", 9), ("stacked", 5), ("paged", 9)])
+def test_a_tree(rng, subject, kind, drafts):
     """What drafts see is who they are and whom they follow; a chain gives the bits of causal."""
+    options = {"softcap": 3.0} if kind == "paged" else {}
     _, k, v = rows(rng, len(LENGTHS), CAPACITY, subject.dtype)
     q = rows(rng, len(LENGTHS), drafts, subject.dtype)[0]
     cache = holding(rng, kind, k, v, LENGTHS, fill=np.nan)
@@ -96,8 +95,11 @@ FUNCTION = pa.mask_fn(
 
 
 @each_subject
-@quick
-@pytest.mark.parametrize("band", [pa.CAUSAL, pa.sliding_window(7), pa.FULL], ids=str)
+@pytest.mark.parametrize(
+    "kind, band",
+    [("per_sequence", pa.CAUSAL), ("stacked", pa.sliding_window(7)), ("paged", pa.FULL)],
+    ids=str,
+)
 def test_a_mask_function(rng, subject, kind, band):
     """Of sequence, head and positions in the sequence, within a band; packed rows too."""
     drafts, mask = 6, FUNCTION if band == pa.FULL else band & FUNCTION
