@@ -308,7 +308,7 @@ FAULTS = {
     "prefill_function_has_the_head_of_the_next_rows": Fault(
         f"{PREFILL}/plan.py",
         "head = lax.div(mosaic.positions((ROWS,), 0, 0), rows) + place.head",
-        "head = lax.div(mosaic.positions((ROWS,), 0, 1), rows) + place.head",
+        "head = lax.div(mosaic.positions((ROWS,), 0, 8), rows) + place.head",
         f"{TEST_PREFILL} -k 'test_interpreted and function'",
     ),
     "decode_combines_sixteen_parts": Fault(

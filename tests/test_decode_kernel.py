@@ -84,7 +84,7 @@ INTERPRETED = {
         ),
         SMALL,
     ),
-    "tree": (Case(lengths=(70, 65, 66, 2), q_len=5, hides="tree"), MANY),
+    "tree": (Case(lengths=(70, 65, 68, 2), q_len=5, hides="tree"), MANY),
     "tree_float32": (
         Case(lengths=(3, 3, 66), q_len=33, q_heads=1, kv_heads=1, dtype="float32", hides="tree"),
         SMALL,

@@ -336,6 +336,13 @@ class Plan:
         """A `score_mod.Place` as functions of positions are to have it."""
         return place
 
+    def words(self, refs: Any, place: Any, width: int) -> tuple[Any, ...] | None:
+        """What the mask function shows of a tile of that width, where it is known as bits: for each
+        32 columns int32[64], one a row. None: it is to be computed.
+        """
+        del refs, place, width
+        return None
+
     def row_positions(self, rows: int, first: Any) -> Any:
         """The positions of a warpgroup's rows, the first of which is at position `first`."""
         return mosaic.positions((rows,), 0, first)

@@ -139,7 +139,10 @@ def _mask_rows(ctx: Context, rows: Rows, t: Any, kv_ids: Any, s: Any) -> Any:
     if plan.ragged_keys:
         end = mosaic.filled(s.shape[:1], tile.kv_len - start, jnp.int32)
         high = end if high is None else jnp.minimum(high, end)
-    s = mask_columns(s, low, high)
+    where = (tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, tile.mask)
+    place = Place(*where, q_axis=0)
+    words = plan.words(ctx.refs, place, s.shape[1]) if plan.is_listed else None
+    s = mask_columns(s, low, high, words=words or ())
     if rows.ids is not None:
 
         def within_segments(s):
@@ -150,10 +153,9 @@ def _mask_rows(ctx: Context, rows: Rows, t: Any, kv_ids: Any, s: Any) -> Any:
 
         same = (t >= rows.same_segment[0]) & (t < rows.same_segment[1])
         s = lax.cond(same, lambda s: s, within_segments, s)
-    where = (tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, tile.mask)
-    place = plan.placed(Place(*where, q_axis=0)) if plan.is_listed else Place(*where, q_axis=0)
-    if plan.is_listed:
-        s = jnp.where(functions.seen(plan.problem, ctx.refs, place, s.shape), s, -jnp.inf)
+    if plan.is_listed and words is None:
+        seen = functions.seen(plan.problem, ctx.refs, plan.placed(place), s.shape)
+        s = jnp.where(seen, s, -jnp.inf)
     if plan.has("mask_array"):
         s = jnp.where(_load_tile(ctx.refs.mask_array, place, s.shape) != 0, s, -jnp.inf)
     return s
@@ -282,10 +284,15 @@ def _load_tile(ref: Any, place: Place, shape: tuple[int, int]) -> Any:
 
 
 def mask_columns(
-    s: Array, low: Array | None, high: Array | None, ids: tuple[Array, Array] | None = None
+    s: Array,
+    low: Array | None,
+    high: Array | None,
+    ids: tuple[Array, Array] | None = None,
+    words: tuple[Array, ...] = (),
 ) -> Array:
     """A tile of float32 logits [64, keys] with -inf in columns below `low` and from `high` on (each
-    int32[64], one a row), and where the two `ids`, int32[64] and int32[keys], differ.
+    int32[64], one a row), where the two `ids`, int32[64] and int32[keys], differ, and where a row's
+    bit is not set: bit c of word w, int32[64], is of column 32 * w + c.
 
     Said in jax.numpy a mask compares two tiles of positions. They do not depend on the kv tile but
     for one sum, so that LLVM computes them before the loop over kv tiles and holds them: 32
@@ -296,6 +303,7 @@ def mask_columns(
     given = {"low": low, "high": high, "rows": None, "columns": None}
     if ids is not None:
         given["rows"], given["columns"] = ids
+    given |= {f"word{n}": word for n, word in enumerate(words)}
     given = {name: x for name, x in given.items() if x is not None}
     if not given:
         return s
@@ -314,6 +322,9 @@ def mask_columns(
             hidden |= column >= given["high"][:, None]
         if "rows" in given:
             hidden |= given["rows"][:, None] != given["columns"][None]
+        if words:
+            each = jnp.stack([given[f"word{n}"] for n in range(len(words))], axis=1)
+            hidden |= (jnp.repeat(each, 32, axis=1)[:, : s.shape[1]] >> column % 32) & 1 == 0
         return jnp.where(hidden, -jnp.inf, s)
 
     inline: Any = code
@@ -331,6 +342,8 @@ def _cut(s: Any, given: dict[str, Any]) -> Any:
     given = {name: [_each(r) for r in x.registers.flat] for name, x in given.items()}
     for name in [name for name in ("low", "high") if name in given]:  # a set has no order
         given[name] = [arith.subi(bound, first) for (bound,) in given[name]]
+    for name in [name for name in given if name.startswith("word")]:
+        given[name] = [arith.shrui(word, first) for (word,) in given[name]]
     registers, nothing = s.registers.copy(), utils.c(float("-inf"), ir.F32Type.get())
     for at, register in enumerate(s.registers.flat):
         pair, (block, row) = register, divmod(at, 2)
@@ -343,6 +356,10 @@ def _cut(s: Any, given: dict[str, Any]) -> Any:
             if "rows" in given:
                 own, other = given["rows"][row][0], given["columns"][block][i]
                 terms.append(arith.cmpi(EQUAL, own, other))
+            if "word0" in given:
+                bit = utils.c(1 << 8 * (block % 4) + i, number)
+                word = arith.andi(given[f"word{block // 4}"][row], bit)
+                terms.append(arith.cmpi(arith.CmpIPredicate.ne, word, utils.c(0, number)))
             seen = functools.reduce(arith.andi, terms)
             pair = vector.insert(arith.select(seen, logit, nothing), pair, [], [i])
         registers[np.unravel_index(at, registers.shape)] = pair

@@ -10,6 +10,7 @@ leave rows idle.
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -22,6 +23,7 @@ from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention.plan import ROWS, Span
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.gather import gather
 
 BLOCKS = _gpus.multiprocessors(_gpus.HOPPER)
 
@@ -166,18 +168,38 @@ class Plan(attention_plan.Plan):
         before = lax.div(jnp.maximum(begin, 0), jnp.int32(self.config.block_kv))
         return span._replace(full_hi=jnp.minimum(span.full_hi, before))
 
+    def words(self, refs: Any, place: Any, width: int) -> tuple[Any, ...] | None:
+        """The bits of a tree of drafts: a few loads a row, and for a logit what a bound costs."""
+        if self.cache is None or not self.cache.tree:
+            return None
+        assert self.problem.mask_program is not None
+        ((_, drafts, words), _), column = self.problem.mask_program.arrays[0], place.key
+        column = column - place.q_offset  # of the tile's first key, from the first draft on
+        row = jnp.minimum(self.row_positions(ROWS, place.query), drafts - 1)
+        line = (row + place.batch * drafts) * words
+        first, shift = lax.shift_right_arithmetic(column, jnp.int32(5)) + 1, column & 31
+
+        def word(n):
+            return gather(refs.mask_aux[0], line + jnp.clip(first + n, 0, words - 1), mosaic.ROW)
+
+        def same(x):  # in all rows
+            return mosaic.filled((ROWS,), x, jnp.int32)
+
+        found = [word(n) for n in range(width // 32 + 1)]
+        return tuple(
+            lax.shift_right_logical(low, same(shift))
+            | lax.shift_left(lax.shift_left(high, same(1)), same(31 - shift))
+            for low, high in itertools.pairwise(found)
+        )
+
     def placed(self, place: Any) -> Any:
-        """With the head and the position of each row; in a tree of drafts positions count from the
-        first draft.
-        """
-        assert self.cache is not None
-        begin = place.q_offset if self.cache.tree else 0
-        position = self.row_positions(ROWS, place.q_offset + place.query - begin)
+        """With the head and the position of each row."""
+        position = self.row_positions(ROWS, place.q_offset + place.query)
         head: Any = None  # what nobody uses sends Mosaic on a search for its layout
         if self.problem.uses_head:
             rows = mosaic.filled((ROWS,), self.head_rows, jnp.int32)
             head = lax.div(mosaic.positions((ROWS,), 0, 0), rows) + place.head
-        return place._replace(rows=(head, position), key=place.key - begin)
+        return place._replace(rows=(head, position))
 
     @property
     def page_rows(self) -> int:
