@@ -564,6 +564,28 @@ DECODES |= {
         )
     ),
 }
+DECODES |= {
+    "parents: expected None with starts; pass q as [M, t, N, H]": (
+        lambda: pa.decode_attention(
+            z(3, 4, 8), stacked(), starts=z(3, dtype="int32"), parents=z(2, 3, dtype="int32")
+        )
+    ),
+    "mask: expected a Mask over a cache whose rows are split over devices, got a mask function; "
+    "use a cache without context": (
+        lambda: pa.decode_attention(
+            z(2, 1, 4, 8), stacked(context=pa.Context("cp")), mask=pa.CAUSAL | pa.CAUSAL
+        )
+    ),
+}
+APPENDS |= {
+    "parents: expected None with starts; norm and rotate k beforehand": lambda: pa.append_kv(
+        stacked(), z(3, 2, 8), z(3, 2, 8), starts=z(3, dtype="int32"), parents=z(2, 3)
+    ),
+    "parents: expected None over a cache whose rows are split over devices; norm and rotate k "
+    "beforehand": lambda: pa.append_kv(
+        stacked(context=pa.Context("cp")), ROW, ROW, parents=z(2, 1, dtype="int32")
+    ),
+}
 DEVICE = {
     "generation: expected None or a name like \"sm90\", got 'h100'": (
         lambda: _device.assume("h100").__enter__()

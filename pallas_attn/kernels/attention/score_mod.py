@@ -342,8 +342,8 @@ def _cut(s: Any, given: dict[str, Any]) -> Any:
     given = {name: [_each(r) for r in x.registers.flat] for name, x in given.items()}
     for name in [name for name in ("low", "high") if name in given]:  # a set has no order
         given[name] = [arith.subi(bound, first) for (bound,) in given[name]]
-    for name in [name for name in given if name.startswith("word")]:
-        given[name] = [arith.shrui(word, first) for (word,) in given[name]]
+    for word in [name for name in given if name.startswith("word")]:
+        given[word] = [arith.shrui(bits, first) for (bits,) in given[word]]
     registers, nothing = s.registers.copy(), utils.c(float("-inf"), ir.F32Type.get())
     for at, register in enumerate(s.registers.flat):
         pair, (block, row) = register, divmod(at, 2)
