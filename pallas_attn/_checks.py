@@ -70,7 +70,7 @@ def attention(
         _no_wider(_over_scores("bias", options["bias"], scores, jnp.floating), q),
         _over_scores("mask_array", options["mask_array"], scores, jnp.bool_),
         sink_logits(options["sinks"], q),
-        mask_aux=() if function is None else tuple(map(lax.stop_gradient, function.aux)),
+        mask_aux=() if function is None else tuple(map(lax.stop_gradient, function.read)),
         score_aux=() if score is None else score.aux,
         **bounds,
     )
@@ -95,6 +95,7 @@ def attention(
         mask_shape=None if inputs.mask_array is None else inputs.mask_array.shape,
         deterministic=boolean("deterministic", options["deterministic"]),
         mask_program=None if function is None else function.program,
+        mask_blocks=_blocks(function, (q_len, kv_len, static_offset), offset),
         score_program=None if score is None else score.program,
     ), inputs
 
@@ -104,6 +105,19 @@ def _score(value: Any) -> ScoreFunction | None:
         kind = type(value).__name__
         raise ValueError(f"score: expected what score_fn(f, *aux) makes, or None, got {kind}")
     return value
+
+
+def _blocks(mask: MaskFunction | None, here: tuple[int, int, int], offset: Any) -> Any:
+    """`AttentionProblem.mask_blocks`; `here`: what they must be of, and no array of offsets."""
+    if mask is None or mask.kinds is None:
+        return None
+    if offset is not None or mask.sizes != here:
+        wanted = "an int q_offset" if offset is not None else f"(T, S, q_offset) = {here}"
+        raise ValueError(
+            f"mask: expected blocks of {wanted}, got those of {mask.sizes}; call mask.blocks with "
+            "the sizes of this call, or pass the mask without blocks"
+        )
+    return here
 
 
 def _of_segments(q_ids: Any, kv_ids: Any, offset: Any) -> MaskFunction:

@@ -102,6 +102,8 @@ class AttentionProblem:
     deterministic: bool = False  # of a backward: the same bits each time
     mask_program: Program | None = None  # hides keys beside `mask`: of b, h, q, kv
     score_program: Program | None = None  # of a score, b, h, q, kv
+    # T, S and q_offset of `MaskFunction.blocks`, which are then the last of mask_aux; None: none.
+    mask_blocks: tuple[int, int, int] | None = None
 
     @property
     def uses_batch(self) -> bool:

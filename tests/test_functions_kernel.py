@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import _checks, _device, cases
-from pallas_attn.kernels.attention import functions
+from pallas_attn import _checks, _device, _tile_kinds, cases, masks
+from pallas_attn.kernels.attention import tile_lists
 from tests import budget, subjects
 
 SIZES = {"batch": 2, "q_len": 137, "kv_len": 149, "q_heads": 2, "kv_heads": 1}
@@ -165,37 +165,142 @@ def test_head_dims_on_the_gpu(generation, mask, score, head_dim):
     check(subject_of(generation, False), mask, score, **facts, **dims)
 
 
-def tiles_of(mask, case, by_keys):
-    """The lists of tiles of 32 queries by 64 keys, [B, N or K, tiles, ..]."""
+PARTS = 2
+
+
+def lists_of(mask, case, by_keys):
+    """The lists of tiles of 64 queries, in two parts, by 64 keys, [B, N, tiles, ..]; of 32 queries
+    by 64 keys, for each tile of keys.
+    """
     static = ("scale", "q_lengths", "kv_lengths", "bias", "mask_array", "softcap", "sinks", "score")
     options = dict.fromkeys((*static, "precision")) | {"mask": mask, "deterministic": False}
     arrays = case.arguments(0)
     problem, inputs = _checks.attention(
         *(arrays[name] for name in "qkv"), q_offset=0, segment_ids=None, options=options
     )
-    found = np.asarray(functions.tiles(problem, inputs, 32, 64, by_keys))
+    sizes = (32, 64, True) if by_keys else (32 * PARTS, 64, False, PARTS)
+    found = np.asarray(tile_lists.tiles(problem, inputs, *sizes))
     heads = case.kv_heads if by_keys else case.q_heads
     return np.broadcast_to(found, (case.batch, heads, *found.shape[2:]))
 
 
+def kinds_of(seen, by_keys):
+    """(some, whole), bool[tiles of 32 queries, tiles of 64 keys], of bool[heads, T, S]."""
+    tiles = [-(-n // size) for n, size in zip(seen.shape[1:], (32, 64), strict=True)]
+    some, whole = np.zeros(tiles, bool), np.zeros(tiles, bool)
+    for i, j in np.ndindex(*tiles):
+        part = seen[:, i * 32 : i * 32 + 32, j * 64 : j * 64 + 64]
+        some[i, j], whole[i, j] = part.any(), part.all() and part.shape[2] == 64
+    if by_keys:
+        return some.T, whole.T
+    rest = ((0, -tiles[0] % PARTS), (0, 0))
+    return np.pad(some, rest), np.pad(whole, rest, constant_values=True)
+
+
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-def test_tiles_are_those_of_the_dense_mask(name, by_keys):
+def test_lists_are_those_of_the_dense_mask(name, by_keys):
     case = cases.AttentionCase(name="tiles", **(SIZES | {"q_len": 150, "kv_len": 197}))
     mask = of_keys(case.q_len, case.kv_len)[name]
     seen = mask.dense(case.q_len, case.kv_len, batch=2, heads=2)
-    got = tiles_of(mask, case, by_keys)
+    got = lists_of(mask, case, by_keys)
+    parts = 1 if by_keys else PARTS
     for batch, head, tile in np.ndindex(*got.shape[:3]):
-        wholes, every, *listed = got[batch, head, tile]
         heads = slice(0, 2) if by_keys else slice(head, head + 1)
-        whole, partial = [], []
-        for other in range(5 if by_keys else 4):
-            rows, keys = (other, tile) if by_keys else (tile, other)
-            part = seen[batch, heads, rows * 32 : rows * 32 + 32, keys * 64 : keys * 64 + 64]
-            if part.all() and part.shape[2] == 64:
-                whole.append(other)
-            elif part.any():
-                partial.append(other)
-        if not (by_keys or whole or partial):
-            partial = [0]
-        assert (listed[:wholes], listed[wholes:every]) == (whole, partial)
+        kinds = [
+            x[tile * parts : (tile + 1) * parts] for x in kinds_of(seen[batch, heads], by_keys)
+        ]
+        check_list(got[batch, head, tile], *kinds, never_empty=not by_keys)
+
+
+def check_list(found, some, whole, never_empty):
+    """A list holds the tiles that some row of a part sees, `some` [parts, n]; spans are right."""
+    parts, (count, full_lo, full_hi, last) = len(some), found[:4]
+    every = [int(i) for i in np.flatnonzero(some.any(0))] or [0] * never_empty
+    listed = found[tile_lists.first(parts if never_empty else 1) :][:count].tolist()
+    assert sorted(listed) == every and (not count or last == listed[-1])
+    assert sorted(listed[full_lo:full_hi]) == [i for i in every if whole[:, i].all()]
+    if not never_empty:
+        return
+    for part, numbers in enumerate(found[4 : 4 + 5 * PARTS].reshape(-1, 5)):
+        lo, own_lo, own_hi, hi, last = numbers
+        assert lo < hi <= count and last == listed[hi - 1]
+        assert {i for i in every if i in listed[lo:hi]} >= set(np.flatnonzero(some[part]))
+        assert all(whole[part, i] for i in listed[own_lo:own_hi])
+
+
+BOUNDED = {
+    "causal": (pa.CAUSAL, {}),
+    "window": (pa.mask_fn(lambda b, h, q, kv: (q >= kv) & (q - kv < 100)), {}),
+    "documents": (of_keys(1, 1)["documents"], {}),
+    "diffusion": (pa.mask_fn(lambda b, h, q, kv: q // 32 >= kv // 32), {}),
+    "prefix": (pa.mask_fn(lambda b, h, q, kv, n: kv < n[b], IDS[:, 0] * 0 + 100) | pa.CAUSAL, {}),
+    "far": (pa.mask_fn(lambda b, h, q, kv: abs(q - kv) % 256 < 64), {}),
+    "table": (pa.mask_fn(lambda b, h, q, kv, t: t[q // 64, kv // 64 + h], SIGNS), {}),
+    "odd_table": (pa.mask_fn(lambda b, h, q, kv, t: t[q // 48, kv // 50], SIGNS), {}),
+    "lengths": (
+        pa.mask_fn(lambda b, h, q, kv: q >= kv),
+        {"kv_lengths": (300, 77), "q_lengths": (290, 100), "mask_shape": (2, 1, 301, 331)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_bounds_find_the_tiles_of_the_dense_mask(name):
+    mask, facts = BOUNDED[name]
+    sizes = SIZES | {"q_len": 301, "kv_len": 331, "kv_heads": 2}
+    case = cases.AttentionCase(name="bounds", **(sizes | facts))
+    given = case.arguments(0)
+    options = dict.fromkeys(("bias", "softcap", "sinks", "score", "scale", "precision"))
+    options |= {"mask": masks.as_function(mask), "deterministic": False}
+    options |= {name: given.get(name) for name in ("q_lengths", "kv_lengths", "mask_array")}
+    problem, inputs = _checks.attention(
+        *(given[name] for name in "qkv"), q_offset=0, segment_ids=None, options=options
+    )
+    found = tile_lists._bounds(problem, inputs, 64, 64)
+    assert found is not None
+    seen = np.broadcast_to(
+        masks.as_function(mask).dense(301, 331, batch=2, heads=2), (2, 2, 301, 331)
+    )
+    seen = seen & np.asarray(given.get("mask_array", True))
+    for batch in range(2):
+        q_len, kv_len = (facts.get(x, (10**4,) * 2)[batch] for x in ("q_lengths", "kv_lengths"))
+        seen[batch, :, q_len:], seen[batch, :, :, kv_len:] = False, False
+    for which, count in enumerate(found):
+        got = np.broadcast_to(count, (2, 2, 5, 6))
+        for at in np.ndindex(*got.shape):
+            b, h, i, j = at
+            part = seen[b, h, i * 64 : i * 64 + 64, j * 64 : j * 64 + 64]
+            want = (part.all() and part.shape[1] == 64) if which else part.any()
+            assert got[at] == want or facts and which and not got[at], (which, at)
+
+
+@pytest.mark.parametrize("name", ["documents", "signs"])
+def test_blocks_that_a_mask_carries(name):
+    """They leave what the mask leaves, in tiles of any size, and are for calls of their sizes."""
+    case = cases.AttentionCase(name="blocks", **(SIZES | {"q_len": 150, "kv_len": 397}))
+    mask = of_keys(150, 397)[name]
+    carrying = jax.jit(lambda mask: mask.blocks(150, 397, batch=2, heads=2))(mask)
+    seen = np.broadcast_to(mask.dense(150, 397, batch=2, heads=2), (2, 2, 150, 397))
+    for rows, block in ((64, 128), (128, 64), (32, 64), (16, 192)):
+        grid = _tile_kinds.Grid(2, 2, 150, 397, rows, block)
+        kinds = [
+            np.broadcast_to(x, (2, 2, *grid.tiles)) for x in _tile_kinds.taken(carrying.kinds, grid)
+        ]
+        for b, h, i, j in np.ndindex(*kinds[0].shape):
+            part = seen[b, h, i * rows :, j * block :][:rows, :block]
+            some, whole = (x[b, h, i, j] for x in kinds)
+            finer = rows < 64 and some and not whole  # of a block that is seen in part
+            assert finer or (some, whole) == (part.any(), part.all() and part.shape[1] == block)
+    q, k, v = (case.arguments(0)[x] for x in "qkv")
+    same = [
+        pa.flash_attention(q, k, v, mask=x, implementation="reference") for x in (mask, carrying)
+    ]
+    np.testing.assert_array_equal(*same)
+    with pytest.raises(ValueError, match="mask: expected blocks of"):
+        pa.flash_attention(q[:, :7], k, v, mask=carrying)
+    with pytest.raises(ValueError, match="expected blocks of an int q_offset"):
+        pa.flash_attention(q, k, v, mask=carrying, q_offset=jnp.zeros(2, jnp.int32))
+    assert (carrying & pa.CAUSAL).kinds is None and pa.mask_fn(lambda b, h, q, kv: q > kv).blocks(
+        9, 9
+    ).kinds is None

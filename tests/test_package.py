@@ -131,7 +131,7 @@ def test_public_modules_import_no_kernel(module):
 
 @pytest.mark.parametrize("module", [name for name in IMPORTS if name.startswith("kernels")])
 def test_kernels_import_nothing_that_is_public_but_masks_and_errors(module):
-    allowed = {"masks", "errors", "_problem", "_program", "_gpus"}
+    allowed = {"masks", "errors", "_problem", "_program", "_tile_kinds", "_gpus"}
     others = {name for name in IMPORTS[module] if not name.startswith("kernels")}
     assert others <= allowed
 

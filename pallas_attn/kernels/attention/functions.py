@@ -1,23 +1,13 @@
-"""Functions of positions in kernels: masks and scores on a tile of logits in registers, and which
-tiles a mask leaves.
+"""Functions of positions in kernels: masks and scores on a tile of logits in registers.
 
 A value of a program is computed where it differs: once a block where it depends on batch row and
 head alone, once a row or a column where on the positions of queries or of keys alone. What depends
 on both is a tile.
-
-The tiles that a mask leaves are listed before the kernel runs, `listed`: for each tile of queries
-the tiles of keys (for a backward over keys the other way round), first those that every query sees
-whole, then those that need a mask. A kernel walks over the list as it walks over a `Span`; number j
-of it stands for tile `Listed.tile(j)`. Tiles that nobody sees are not in it.
 """
 
-import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -26,8 +16,8 @@ from jax import lax
 from pallas_attn import _program
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn._program import Operation
-from pallas_attn.kernels.attention import softmax
-from pallas_attn.kernels.attention.plan import DYNAMIC, Span
+from pallas_attn.kernels.attention import softmax, tile_lists
+from pallas_attn.kernels.attention.plan import Span
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.gather import gather
 
@@ -148,8 +138,8 @@ def operands(inputs: AttentionInputs) -> dict[str, Any]:
 
 
 def flat(arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """Arrays of one axis, of 32 bits."""
-    return tuple(x.astype(_held_in(x.dtype)).reshape(-1) for x in arrays)
+    """Arrays of one axis, of 32 bits; none of 8, which are blocks (`MaskFunction.blocks`)."""
+    return tuple(x.astype(_held_in(x.dtype)).reshape(-1) for x in arrays if x.dtype != jnp.uint8)
 
 
 # ---- which tiles a mask leaves ------------------------------------------------------------------
@@ -158,143 +148,54 @@ def flat(arrays: Sequence[Any]) -> tuple[Any, ...]:
 class Listed(NamedTuple):
     """The tiles that a work tile needs, by number."""
 
-    ref: Any  # see `tiles`
+    ref: Any  # see `tile_lists.tiles`
     batch: Any
     head: Any
     row: Any
+    parts: int = 1  # see `tile_lists.tiles`
 
     @classmethod
-    def of(cls, ref: Any, batch: Any, head: Any, row: Any) -> "Listed":
+    def of(cls, ref: Any, batch: Any, head: Any, row: Any, parts: int = 1) -> "Listed":
         batches, heads = ref.shape[:2]
-        return cls(ref, batch if batches > 1 else 0, head if heads > 1 else 0, row)
+        return cls(ref, batch if batches > 1 else 0, head if heads > 1 else 0, row, parts)
+
+    def read(self, i: Any) -> Any:
+        return self.ref[self.batch, self.head, self.row, i]
+
+    @property
+    def count(self) -> Any:
+        """How many tiles there are."""
+        return self.read(0)
 
     @property
     def span(self) -> Span:
-        whole, every = (self.ref[self.batch, self.head, self.row, i] for i in (0, 1))
-        return Span(0, 0, whole, every)
+        """What all rows of the work tile need."""
+        return Span(0, self.read(1), self.read(2), self.count)
+
+    @property
+    def last(self) -> Any:
+        """The last tile."""
+        return self.read(3)
+
+    def of_part(self, part: Any) -> tuple[Span, Any]:
+        """What one part of the rows needs, and the last of its tiles."""
+        if self.parts == 1:
+            return self.span, self.last
+        at = tile_lists.HEADER + tile_lists.PART * part
+        *fields, last = (self.read(at + i) for i in range(tile_lists.PART))
+        return Span(*fields), last
 
     def tile(self, j: Any) -> Any:
         """The tile that number j of the list is; j may lie before the first."""
         at = max(j, 0) if isinstance(j, int) else jnp.maximum(j, 0)
-        return self.ref[self.batch, self.head, self.row, at + 2]
+        return self.read(at + tile_lists.first(self.parts))
 
 
-MOST_READ = 2**22  # numbers that `_Once` keeps
+class Known(NamedTuple):
+    """A `Listed` of which one tile is asked for, which has been read."""
 
+    number: Any
 
-def tiles(
-    problem: AttentionProblem, inputs: AttentionInputs, rows: int, block: int, by_keys: bool = False
-) -> Any:
-    """int32[B or 1, N or 1, tiles, 2 + n]: for each tile of `rows` queries how many tiles of
-    `block` keys all of them see whole, how many some of them see, then these and the others that
-    are seen. `by_keys`: for each tile of keys those of queries, of kv heads.
-    """
-    fixed = static(problem, rows, block, by_keys)
-    if fixed is not None:
-        return jnp.asarray(fixed)
-    return _tiles(problem, inputs, rows, block, by_keys)
-
-
-def static(problem: AttentionProblem, rows: int, block: int, by_keys: bool) -> np.ndarray | None:
-    """`tiles` where they are known before anything runs, else None."""
-    if problem.mask_program is None or problem.mask_program.arrays:
-        return None
-    return None if DYNAMIC & set(problem.arrays) else _static(problem, rows, block, by_keys)
-
-
-@functools.lru_cache(maxsize=64)
-def _static(problem: AttentionProblem, rows: int, block: int, by_keys: bool) -> np.ndarray:
-    nothing: Any = None
-
-    def run(first):  # an argument, or XLA would fold everything as it compiles
-        held = dataclasses.replace(problem, arrays=("q_offset",), batch=first.size)
-        inputs = AttentionInputs(nothing, nothing, nothing, first)
-        return _tiles(held, inputs, rows, block, by_keys)
-
-    with _program.on_host():
-        each = np.full(problem.batch if problem.uses_batch else 1, problem.q_offset, np.int32)
-        return np.asarray(jax.jit(run)(each))
-
-
-def _tiles(
-    problem: AttentionProblem, inputs: AttentionInputs, rows: int, block: int, by_keys: bool
-) -> Any:
-    count, live = _seen_of_tiles(problem, inputs, rows, block)
-    full = live * block
-    if by_keys:
-        if count.shape[1] > 1:  # query heads
-            count = count.reshape(count.shape[0], problem.kv_heads, problem.group, *count.shape[2:])
-            count, full = count.sum(2), full * problem.group
-        count, full = count.swapaxes(2, 3), full.swapaxes(2, 3)
-    whole, some = (count == full) & (count > 0), count > 0
-    order = jnp.where(whole, 0, jnp.where(some, 1, 2))
-    n = count.shape[3]
-    one, other = (
-        jnp.arange(n, dtype=jnp.int32).reshape(1, 1, 1, *side) for side in ((n, 1), (1, n))
-    )
-    before = (order[..., None, :] < order[..., :, None]) | (
-        (order[..., None, :] == order[..., :, None]) & (other < one)
-    )
-    rank = before.sum(-1, dtype=jnp.int32)
-    listed = jnp.where((rank[..., None, :] == one) & some[..., None, :], other, 0)
-    listed = listed.sum(-1, dtype=jnp.int32)
-    wholes, every = (x.sum(-1, keepdims=True, dtype=jnp.int32) for x in (whole, some))
-    if not by_keys:  # rows without a key take one tile all the same, which is masked whole
-        every = jnp.maximum(every, 1)
-    return jnp.concatenate([wholes, every, listed], axis=-1)
-
-
-class _Once(_program.Broadcasting):
-    """What is read by row or by column is read before it is spread over all pairs of them."""
-
-    def read(self, array: Any, kind: Any, indices: Sequence[Any]) -> Any:
-        found = super().read(array, kind, indices)
-        return lax.optimization_barrier(found) if found.size <= MOST_READ else found
-
-
-def _seen_of_tiles(
-    problem: AttentionProblem, inputs: AttentionInputs, rows: int, block: int
-) -> tuple[Any, Any]:
-    """How many keys are seen in each pair of tiles, int32[B or 1, N or 1, q tiles, kv tiles], and
-    how many rows of the q tile there are, int32[B or 1, 1, q tiles, 1].
-    """
-    given = set(problem.arrays)
-    by_batch = problem.uses_batch or given & (DYNAMIC - {"mask_array"})
-    batches, heads = problem.batch if by_batch else 1, problem.q_heads if problem.uses_head else 1
-    hidden = inputs.mask_array
-    if hidden is not None:
-        batches, heads = max(batches, hidden.shape[0]), max(heads, hidden.shape[1])
-    q_tiles, kv_tiles = pl.cdiv(problem.q_len, rows), pl.cdiv(problem.kv_len, block)
-
-    def axis(n, number):
-        shape = [1] * 5
-        shape[number] = n
-        return jnp.arange(n, dtype=jnp.int32).reshape(shape)
-
-    def each(x):  # one number a batch row
-        return x.reshape(-1, 1, 1, 1, 1)
-
-    b, h, row = axis(batches, 0), axis(heads, 1), axis(q_tiles * rows, 2)
-    key = axis(kv_tiles, 3) * block + axis(block, 4)
-    offset = problem.q_offset if inputs.q_offset is None else each(inputs.q_offset)
-    q_len = problem.q_len if inputs.q_lengths is None else each(inputs.q_lengths)
-    kv_len = problem.kv_len if inputs.kv_lengths is None else each(inputs.kv_lengths)
-    numbers = b, h, row + offset, key
-    program = problem.mask_program
-    assert program is not None
-    found = _program.evaluate(program, numbers, inputs.mask_aux, _Once())
-    found = jnp.reshape(found, (1,) * 5) if jnp.ndim(found) == 0 else found
-    found = found & (row < q_len) & (key < kv_len)
-    if hidden is not None:
-        whole = zip(hidden.shape[2:], (q_tiles * rows, kv_tiles * block), strict=True)
-        pads = [(0, size - n if n > 1 else 0) for n, size in whole]
-        hidden = jnp.pad(hidden, ((0, 0), (0, 0), *pads))
-        columns = (kv_tiles, block) if hidden.shape[3] > 1 else (1, 1)
-        found = found & hidden.reshape(*hidden.shape[:3], *columns)
-    sizes = (batches, heads, q_tiles * rows, kv_tiles, block)
-    by_row = jnp.broadcast_to(found, sizes).sum(-1, dtype=jnp.int32)
-    by_row = lax.optimization_barrier(by_row)  # one sum over both is slower by far
-    count = by_row.reshape(batches, heads, q_tiles, rows, kv_tiles).sum(3, dtype=jnp.int32)
-    first = jnp.arange(q_tiles, dtype=jnp.int32).reshape(1, 1, -1, 1) * rows
-    length = q_len if isinstance(q_len, int) else q_len[..., 0]
-    return count, jnp.clip(length - first, 0, rows)
+    def tile(self, j: Any) -> Any:
+        del j
+        return self.number

@@ -15,7 +15,8 @@ from jax import lax
 from pallas_attn import _gpus
 from pallas_attn._problem import AttentionProblem, bounds_of
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import softmax, tma_operands
+from pallas_attn.kernels.attention import softmax, tile_lists, tma_operands
+from pallas_attn.kernels.attention.tile_lists import DYNAMIC
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import wgmma
 from pallas_attn.masks import FULL, Mask
@@ -59,10 +60,6 @@ class Span(NamedTuple):
 # Of a span: it has no tile; its first tile, which is the one at the end, needs a mask; others after
 # the full tiles do; and tiles before them.
 PARTS = frozenset(("empty", "first_masked", "high", "low"))
-# With these arrays nothing of the spans is known before the kernel runs, but that they lie within
-# those of `Mask.widest`.
-DYNAMIC = {"q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right"}
-DYNAMIC |= {"q_segment_ids", "mask_array"}
 
 
 def known_offsets(problem: AttentionProblem) -> set[int]:
@@ -219,6 +216,25 @@ class Plan:
         return self.problem.mask_program is not None
 
     @property
+    def list_parts(self) -> int:
+        """Parts of a work tile's rows, each of which has a span of the listed tiles."""
+        return self.tile_rows // self.span_rows
+
+    @property
+    def list_sizes(self) -> tuple[int, int, bool, int]:
+        """The sizes of `functions.tiles`."""
+        return self.tile_rows, self.config.block_kv, False, self.list_parts
+
+    @functools.cached_property
+    def _parts_of_lists(self) -> frozenset[str]:
+        """`parts` where kv tiles are listed."""
+        found = tile_lists.static(self.problem, *self.list_sizes)
+        if found is None:
+            return PARTS - {"empty"}
+        spans = tile_lists.spans(found, self.list_parts).tolist()
+        return frozenset(part for span in spans for part in Span(*span).parts())
+
+    @property
     def ragged_keys(self) -> bool:
         """Whether the last kv tile may hold rows that are no keys."""
         return self.has("kv_lengths") or self.problem.kv_len % self.config.block_kv != 0
@@ -227,7 +243,7 @@ class Plan:
     def parts(self) -> frozenset[str]:
         """Which of `PARTS` occur among the spans of all rows."""
         if self.is_listed:
-            return frozenset(("first_masked", "high"))
+            return self._parts_of_lists
         offsets = known_offsets(self.problem)
         if not offsets:
             return PARTS

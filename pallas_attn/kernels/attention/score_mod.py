@@ -48,7 +48,7 @@ class Refs(NamedTuple):
     lse: Any = None  # written
     mask_aux: Any = ()  # see `functions.operands`
     score_aux: Any = ()
-    tiles: Any = None  # see `functions.tiles`
+    tiles: Any = None  # see `tile_lists.tiles`
 
 
 class Tile(NamedTuple):
@@ -74,6 +74,13 @@ class Rows(NamedTuple):
     ids: Any = None  # int32[64] in shared memory: their segments
     same_segment: Any = None  # kv tiles [first, second) all of whose keys are of the rows' segment
     listed: Any = None  # functions.Listed: kv tiles are numbers in a list
+    last: Any = None  # the last kv tile of the span, in a list
+
+    def knowing(self, number: Any) -> "Rows":
+        """The same, asked for one kv tile, which has been read; None: it has not."""
+        if number is None:
+            return self
+        return self._replace(listed=functions.Known(number))
 
     def kv_tile(self, t: Any) -> Any:
         """The kv tile that is number t of the span."""

@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import functions, softmax, tma_operands
+from pallas_attn.kernels.attention import functions, softmax, tile_lists, tma_operands
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention.plan import Context, Span
 from pallas_attn.kernels.attention.score_mod import Place
@@ -63,7 +63,7 @@ class Refs(NamedTuple):
     units: Any = None  # float32[6, B, K]: see `bwd_float32.Units`; delta is in those of dS
     mask_aux: Any = ()  # see `functions.operands`
     score_aux: Any = ()
-    tiles: Any = None  # see `functions.tiles`
+    tiles: Any = None  # see `tile_lists.tiles`
 
 
 class Residuals(NamedTuple):
@@ -381,10 +381,12 @@ def schedule(plan: Plan, offsets: tuple[int, ...] = ()) -> np.ndarray:
     """
     problem = plan.problem
     costs = np.full((max(1, len(offsets)), plan.kv_tiles), WORK_TILE_OVERHEAD)
-    found = functions.static(problem, plan.config.block_q, plan.block_kv, True)
+    found = tile_lists.static(problem, plan.config.block_q, plan.block_kv, True)
     if found is not None:
-        costs += problem.group * found[..., 1].mean(axis=(0, 1))
-    elif not (plan.has("q_segment_ids") or plan.is_listed):
+        costs += problem.group * found[..., 0].mean(axis=(0, 1))
+    elif plan.is_listed:  # of ranks: see `tile_scheduler.by_length`
+        costs += tile_scheduler.RANK_SPREAD * (1 - np.arange(plan.kv_tiles) / plan.kv_tiles)
+    elif not plan.has("q_segment_ids"):
         for n, offset in enumerate(offsets or (problem.q_offset,)):
             costs[n] += [problem.group * (span.hi - span.lo) for span in plan.static_spans(offset)]
     order = np.argsort(-costs.sum(axis=0), kind="stable")
@@ -399,12 +401,21 @@ def schedule(plan: Plan, offsets: tuple[int, ...] = ()) -> np.ndarray:
     return assign(*tile_scheduler.in_order(codes, each, len(costs)), plan.grid)
 
 
+def table(plan: Plan, inputs: AttentionInputs, fields: dict[str, Any]) -> Any:
+    """`schedule`, for the offset in the problem, and by the lists of tiles in `fields`."""
+    sizes = plan.config.block_q, plan.block_kv, True
+    if plan.is_listed and tile_lists.static(plan.problem, *sizes) is None:
+        heads = plan.problem.kv_heads
+        return tile_scheduler.by_length(schedule(plan), plan.code_bits, heads, fields["tiles"])
+    return tile_scheduler.at_offset(schedule, plan, inputs.q_offset)
+
+
 def needs_mask(plan: Plan, work: WorkTile, t: Any, i: Any) -> Any:
     """Whether query tile t, of step i of a head, needs a mask: True, False, or traced where it
     depends on the tile.
     """
     if plan.is_listed:
-        return i >= work.span.full_hi
+        return (i < work.span.full_lo) | (i >= work.span.full_hi)
     if "full" not in plan.parts or len(plan.parts) == 1:
         return "full" not in plan.parts
     return (t < work.span.full_lo) | (t >= work.span.full_hi)
@@ -462,7 +473,7 @@ def operands(plan: Plan, residuals: Residuals, stats: RowStatistics) -> Refs:
     fields |= {name: array.swapaxes(2, 3) for name, array in given.items()}
     fields |= tma_operands.segment_ids(inputs, rows, keys)
     fields |= of_functions(plan, inputs)
-    fields["schedule"] = tile_scheduler.at_offset(schedule, plan, inputs.q_offset)
+    fields["schedule"] = table(plan, inputs, fields)
     if plan.has("q_segment_ids"):
         sizes = plan.block_kv, config.block_q
         fields["segment_spans"] = plan.segment_spans(inputs, fields, *sizes, of_keys=True)
@@ -484,7 +495,7 @@ def of_functions(plan: Plan, inputs: AttentionInputs) -> dict[str, Any]:
     found = functions.operands(inputs)
     if plan.is_listed:
         sizes = plan.config.block_q, plan.block_kv
-        found["tiles"] = functions.tiles(plan.problem, inputs, *sizes, by_keys=True)
+        found["tiles"] = tile_lists.tiles(plan.problem, inputs, *sizes, by_keys=True)
     return found
 
 

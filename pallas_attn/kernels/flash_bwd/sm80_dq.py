@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import functions, score_mod, sm80_column_stream, tma_operands
 from pallas_attn.kernels.attention import plan as attention_plan
+from pallas_attn.kernels.attention import score_mod, sm80_column_stream, tile_lists, tma_operands
 from pallas_attn.kernels.attention.plan import Context, Span
 from pallas_attn.kernels.attention.score_mod import Place
 from pallas_attn.kernels.attention.sm80_common import Copy, WholePlan, copy_async, fits
@@ -259,7 +259,7 @@ def _by_rows(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Refs:
         inputs, rows, keys
     )
     if plan.is_listed:
-        fields["tiles"] = functions.tiles(problem, inputs, plan.tile_rows, block)
+        fields["tiles"] = tile_lists.tiles(problem, inputs, *plan.list_sizes)
     if plan.has("q_segment_ids"):
         fields["segment_spans"] = plan.segment_spans(inputs, fields, plan.tile_rows, block)
     return refs._replace(**fields)

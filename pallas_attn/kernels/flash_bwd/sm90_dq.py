@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._problem import AttentionInputs
-from pallas_attn.kernels.attention import functions, score_mod, tma_operands
+from pallas_attn.kernels.attention import score_mod, tile_lists, tma_operands
 from pallas_attn.kernels.attention.plan import ROWS, Context, Plan, kv_batch
 from pallas_attn.kernels.attention.score_mod import Place, Tile
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
@@ -376,13 +376,13 @@ def operands_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
     """The operands of a kernel over kv tiles, made those of this one."""
     problem, block = plan.problem, plan.config.block_kv
     rows, keys = plan.padded_rows, tma_operands.round_up(problem.kv_len, block)
-    table = tile_scheduler.at_offset(tile_scheduler.schedule, plan, inputs.q_offset)
-    fields: dict[str, Any] = {"schedule": table}
+    fields: dict[str, Any] = {}
     fields |= tma_operands.over_scores(inputs, rows, keys) | tma_operands.segment_ids(
         inputs, rows, keys
     )
     if plan.is_listed:
-        fields["tiles"] = functions.tiles(problem, inputs, plan.tile_rows, block)
+        fields["tiles"] = tile_lists.tiles(problem, inputs, *plan.list_sizes)
+    fields["schedule"] = tile_scheduler.table(plan, inputs, fields)
     if plan.has("q_segment_ids"):
         fields["segment_spans"] = plan.segment_spans(inputs, fields, plan.tile_rows, block)
     if plan.has("kv_lengths"):

@@ -50,6 +50,7 @@ from pallas_attn.kernels.attention import (
     score_mod,
     sm80_column_stream,
     softmax,
+    tile_lists,
     tma_operands,
 )
 from pallas_attn.kernels.attention.plan import Context, Span, has_no_scores, of_no_scores
@@ -586,8 +587,8 @@ def _operands(plan: WholePlan, inputs: AttentionInputs) -> Refs:
     )
     fields |= functions.operands(inputs)
     if plan.is_listed:
-        fields["tiles"] = functions.tiles(problem, inputs, plan.tile_rows, block)
-    fields["schedule"] = jnp.asarray(tile_scheduler.schedule(plan))
+        fields["tiles"] = tile_lists.tiles(problem, inputs, *plan.list_sizes)
+    fields["schedule"] = tile_scheduler.table(plan, inputs, fields)
     if plan.has("q_segment_ids"):
         fields["segment_spans"] = plan.segment_spans(inputs, fields, plan.tile_rows, block)
         fields["schedule"] = tile_scheduler.schedule_by_rank(plan, fields["segment_spans"])

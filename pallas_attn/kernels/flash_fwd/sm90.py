@@ -57,7 +57,7 @@ from jax import lax
 
 from pallas_attn import _gpus
 from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import functions, score_mod, softmax, tma_operands
+from pallas_attn.kernels.attention import functions, score_mod, softmax, tile_lists, tma_operands
 from pallas_attn.kernels.attention.plan import (
     ROWS,
     Context,
@@ -111,9 +111,12 @@ class Config:
         if problem.dtype == "float32":
             return _float32(problem)
         mask, dim = problem.mask, max(problem.head_dim, problem.v_head_dim)
-        l2_heads = _l2_heads(problem, dim)
+        l2_heads = tile_scheduler.l2_heads(problem, dim)
         some = mask.is_causal and not mask.bounds_left or problem.mask_program is not None
         early = 4 if some and problem.q_len >= 4096 else 0
+        if dim <= 128 and problem.mask_program and tile_lists.reads_pairs(problem.mask_program):
+            # A table of blocks, which are of 128 as a rule: each is a tile, whole or empty.
+            return cls(2, block_kv=128, stages=2 if dim > 64 else 4, l2_heads=l2_heads)
         if dim <= 64 and _fits(problem, 4) and not _takes_wide_tiles(problem):
             return cls(4, block_kv=64, stages=6, l2_heads=l2_heads, exp_before_wait=early)
         if dim <= 64:
@@ -140,30 +143,6 @@ def _takes_wide_tiles(problem: AttentionProblem) -> bool:
         return False
     hides = not problem.mask.is_full or problem.mask_program is not None
     return "q_lengths" in arrays or not (hides or arrays)
-
-
-# Heads of an L2 group, by mask and widest head dim, from a query length on; 0: see Plan.l2_heads.
-_L2_HEADS = {
-    ("causal", 64): ((0, 32), (1024, 16), (4096, 8)),
-    ("causal", 80): ((0, 16),),
-    ("causal", 128): ((0, 16), (1536, 32), (3584, 8), (6144, 0)),
-    ("causal", 256): ((0, 8), (4096, 0)),
-    ("window", 64): ((0, 64),),
-    ("full", 64): ((0, 48), (4096, 12)),
-    ("full", 128): ((0, 1), (4096, 0)),
-    ("full", 256): ((0, 4), (4096, 3)),
-}
-
-
-def _l2_heads(problem: AttentionProblem, dim: int) -> int:
-    mask, widths = problem.mask, (64, 80, 96, 128, 256)
-    full = mask.is_full and problem.mask_program is None
-    kind = "full" if full else "window" if mask.bounds_left else "causal"
-    dim = next((width for width in widths if dim <= width), 0)
-    found = _L2_HEADS.get((kind, dim), ((0, 0),))
-    l2_heads = next(heads for start, heads in reversed(found) if problem.q_len >= start)
-    group = problem.q_heads // problem.kv_heads  # whole ones: their heads share K and V
-    return max(l2_heads // group, 1) * group if l2_heads else 0
 
 
 def _fits(problem: AttentionProblem, warpgroups: int) -> bool:
@@ -328,7 +307,8 @@ def _produce(ctx: Context, block_id: Any) -> None:
         following = refs.schedule[block_id, i + 2]
         tile = tile_scheduler.tile_of(plan, refs, code)
         if plan.is_listed:
-            return _produce_listed(ctx, tile, count), following, ends
+            after = ends_of(following)  # read long before it is used
+            return _produce_listed(ctx, tile, count, ends), following, after
         record = None if ends is None else lambda i: ends.get(i, 0)
         lo, hi = tile_scheduler.block_span(plan, record, tile)
         ends = ends_of(following)  # read long before it is used
@@ -346,10 +326,12 @@ def _produce(ctx: Context, block_id: Any) -> None:
     lax.fori_loop(0, refs.schedule[block_id, 0], one_tile, (jnp.int32(0), first, ends_of(first)))
 
 
-def _produce_listed(ctx: Context, tile: Tile, count: Any) -> Any:
-    """The kv tiles of a work tile, of a list of them, each of which is read an entry ahead."""
+def _produce_listed(ctx: Context, tile: Tile, count: Any, ends: tuple[Any, Any]) -> Any:
+    """The kv tiles of a work tile, of a list of them, each of which is read an entry ahead. `ends`:
+    how many there are, and the last.
+    """
     ring, listed = Ring.of(ctx), tile_scheduler.listed(ctx.plan, ctx.refs, tile)
-    hi = listed.span.hi
+    hi, last = ends
 
     def one_entry(e, carry):
         count, before, t = carry
@@ -359,7 +341,7 @@ def _produce_listed(ctx: Context, tile: Tile, count: Any) -> Any:
         _load_entry(ctx, tile, _Entry(e, hi, t, slot, before))
         return count + 1, t, following
 
-    start = (count, jnp.int32(0), listed.tile(hi - 1))
+    start = (count, jnp.int32(0), last)
     return lax.fori_loop(0, hi + 1, one_entry, start)[0]
 
 
@@ -430,8 +412,11 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
 
     _load_q(ctx, tile_scheduler.tile_of(plan, refs, first), wg, q_slot(0))
 
+    def needs_of(code):
+        return tile_scheduler.list_needs(plan, refs, tile_scheduler.tile_of(plan, refs, code), wg)
+
     def one_tile(i, carry):
-        slot, code, following = carry
+        slot, code, following, needs = carry
         after = refs.schedule[block_id, i + 3]  # read long before it is used
 
         def load_next():
@@ -448,16 +433,15 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
         if smem.q_ids is not None:
             ids, record = smem.q_ids.at[q], functools.partial(_read_record, smem, q)
             same_segment = record(4 * wg + 1), record(4 * wg + 2)
-        lo, listed = 0, None
-        if plan.is_listed:
+        lo, listed, last = 0, None, None
+        if needs is not None:
             listed = tile_scheduler.listed(plan, refs, tile)
-            span = listed.span
-            hi = span.hi
+            hi, span, last = needs
         else:
             lo, hi = tile_scheduler.block_span(plan, record, tile)
             own = tile_scheduler.rows_span(plan, record, tile, wg)
             span = tile_scheduler.at_least_one(plan, own, hi)
-        rows = Rows(tile, tile.row + wg * ROWS, wg, span, q, ids, same_segment, listed)
+        rows = Rows(tile, tile.row + wg * ROWS, wg, span, q, ids, same_segment, listed, last)
 
         def some(slot):
             slot = _release_unused(ctx, hi - rows.span.hi, slot)
@@ -478,10 +462,11 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
         if q_tiles == 1:
             plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
             load_next()
+        needs = needs_of(following)  # read under the epilogue
         _epilogue(ctx, rows, result)
-        return slot, following, after
+        return slot, following, after, needs
 
-    lax.fori_loop(0, count, one_tile, (jnp.int32(0), first, second))
+    lax.fori_loop(0, count, one_tile, (jnp.int32(0), first, second, needs_of(first)))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -590,7 +575,8 @@ def _prologue(ctx: Context, rows: Rows, slot: Any, scale: _Scale, meanwhile: Any
         ring.release(slot)
     masked, ids = "first_masked" in plan.parts, _ids_at(smem, slot)
     s = s if scale.raw is None else s * scale.raw
-    given = score_mod.logits_by_row_bounds(ctx, rows, rows.span.hi - 1, s, masked, ids)
+    here = rows.knowing(rows.last)
+    given = score_mod.logits_by_row_bounds(ctx, here, rows.span.hi - 1, s, masked, ids)
     if smem.kv_ids is not None:
         ring.release(slot)
     new = softmax.step(given, scale.unit, mosaic.filled((ROWS,), -jnp.inf), empty_ok=True)
@@ -612,7 +598,10 @@ def mainloop(ctx: Context, rows: Rows, slot: Any, meanwhile: Any) -> tuple[State
 
     def step(masked, i, carry):
         t = -1 - i  # loops count up
-        state, slot = carry
+        state, slot, number = carry
+        here, following = rows, None
+        if number is not None:
+            here, following = rows.knowing(number), rows.kv_tile(t - 1)
         ring.wait(slot)
         values = wgmma.terms_of_smem(smem.v.at[slot], plan.values)
 
@@ -623,7 +612,7 @@ def mainloop(ctx: Context, rows: Rows, slot: Any, meanwhile: Any) -> tuple[State
         def softmax_step(s):
             s = s if scale.raw is None else s * scale.raw
             given = score_mod.logits_by_row_bounds(
-                ctx, rows, t, s, masked, _ids_at(smem, slot), (low, high)
+                ctx, here, t, s, masked, _ids_at(smem, slot), (low, high)
             )
             unsure, before_wait = masked is not False or empty_ok, config.exp_before_wait
             return softmax.next_step(
@@ -654,9 +643,12 @@ def mainloop(ctx: Context, rows: Rows, slot: Any, meanwhile: Any) -> tuple[State
         p = _p_operand(plan, new.p)
         rescale = new.rescale if plan.exact else None
         new_state = State(acc, row_sum + new.row_sum, new.row_max, p, rescale)
-        return new_state, ring.after(slot)
+        return new_state, ring.after(slot), following
 
-    carry, first = (state, ring.after(slot)), span.hi - 1
+    first = span.hi - 1
+    # Where all tiles ask which they are, each is read a step before.
+    ahead = rows.kv_tile(first - 1) if plan.is_listed and plan.adds_to_logits else None
+    carry = state, ring.after(slot), ahead
     high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), first)  # full tiles end here
     low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)  # and begin here
     if plan.one_loop:
@@ -668,7 +660,7 @@ def mainloop(ctx: Context, rows: Rows, slot: Any, meanwhile: Any) -> tuple[State
         if "low" in plan.parts:
             carry = lax.fori_loop(-low, -span.lo, functools.partial(step, True), carry)
 
-    state, slot = carry
+    state, slot, _ = carry
     ring.wait(slot)
     values = wgmma.terms_of_smem(smem.v.at[slot], plan.values)
     if plan.exact:
@@ -773,8 +765,8 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
     )
     fields |= functions.operands(inputs)
     if plan.is_listed:
-        fields["tiles"] = functions.tiles(problem, inputs, plan.tile_rows, block)
-    fields["schedule"] = tile_scheduler.at_offset(tile_scheduler.schedule, plan, inputs.q_offset)
+        fields["tiles"] = tile_lists.tiles(problem, inputs, *plan.list_sizes)
+    fields["schedule"] = tile_scheduler.table(plan, inputs, fields)
     if plan.has("q_segment_ids"):
         if segments.fits(plan):
             made = segments.prepare(plan, inputs.q_segment_ids, inputs.kv_segment_ids)

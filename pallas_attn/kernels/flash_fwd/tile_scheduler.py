@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn.kernels.attention import functions
+from pallas_attn._problem import AttentionProblem
+from pallas_attn.kernels.attention import functions, tile_lists
 from pallas_attn.kernels.attention.plan import ROWS, Plan, Span
 from pallas_attn.kernels.attention.score_mod import Refs, Tile
 
@@ -28,6 +29,31 @@ RANK_SPREAD = 8.0  # what the first rank is taken to cost, above the last one's 
 
 
 # ---- which block takes which work tiles ---------------------------------------------------------
+
+
+# Heads of an L2 group, by mask and widest head dim, from a query length on; 0: see Plan.l2_heads.
+_L2_HEADS = {
+    ("causal", 64): ((0, 32), (1024, 16), (4096, 8)),
+    ("causal", 80): ((0, 16),),
+    ("causal", 128): ((0, 16), (1536, 32), (3584, 8), (6144, 0)),
+    ("causal", 256): ((0, 8), (4096, 0)),
+    ("window", 64): ((0, 64),),
+    ("full", 64): ((0, 48), (4096, 12)),
+    ("full", 128): ((0, 1), (4096, 0)),
+    ("full", 256): ((0, 4), (4096, 3)),
+}
+
+
+def l2_heads(problem: AttentionProblem, dim: int) -> int:
+    """Of an L2 group, what was fastest on an H200; 0: see `Plan.l2_heads`."""
+    mask, widths = problem.mask, (64, 80, 96, 128, 256)
+    full = mask.is_full and problem.mask_program is None
+    kind = "full" if full else "window" if mask.bounds_left else "causal"
+    dim = next((width for width in widths if dim <= width), 0)
+    found = _L2_HEADS.get((kind, dim), ((0, 0),))
+    wanted = next(heads for start, heads in reversed(found) if problem.q_len >= start)
+    group = problem.q_heads // problem.kv_heads  # whole ones: their heads share K and V
+    return max(wanted // group, 1) * group if wanted else 0
 
 
 @functools.lru_cache(maxsize=64)
@@ -82,17 +108,52 @@ def in_order(
 
 
 def _listed_costs(plan: Plan) -> np.ndarray:
-    """Of the tiles of a head, by the mask function where it is known beforehand."""
-    found = functions.static(plan.problem, plan.tile_rows, plan.config.block_kv, False)
+    """Of the tiles of a head, by the mask function where it is known beforehand; else of ranks."""
+    found = tile_lists.static(plan.problem, *plan.list_sizes)
     if found is None:
-        return np.full(plan.q_tiles, TILE_OVERHEAD)
-    return TILE_OVERHEAD + found[..., 1].mean(axis=(0, 1))
+        return 1 + RANK_SPREAD * (1 - np.arange(plan.q_tiles) / plan.q_tiles)
+    return TILE_OVERHEAD + found[..., 0].mean(axis=(0, 1))
 
 
 def listed(plan: Plan, refs: Any, tile: Tile) -> functions.Listed:
     """The kv tiles that a mask function leaves of a work tile."""
     row = lax.div(tile.row, jnp.int32(plan.tile_rows))
-    return functions.Listed.of(refs.tiles, tile.batch, tile.head, row)
+    return functions.Listed.of(refs.tiles, tile.batch, tile.head, row, plan.list_parts)
+
+
+def table(plan: Plan, inputs: Any, fields: dict[str, Any]) -> Any:
+    """`schedule`, for the offset in the problem, and by the lists of tiles in `fields`."""
+    if plan.is_listed and tile_lists.static(plan.problem, *plan.list_sizes) is None:
+        return by_length(schedule(plan), plan.code_bits, plan.problem.q_heads, fields["tiles"])
+    return at_offset(schedule, plan, inputs.q_offset)
+
+
+def by_length(table: np.ndarray, bits: int, heads: int, lists: Any) -> Any:
+    """A table of codes in which rank r of a head stands for its work tile with the r-th longest
+    list. `lists`: `tile_lists.tiles`.
+    """
+    count = lists[..., 0]
+    n = count.shape[-1]
+    down, across = (tile_lists.numbers((1, 1, *shape)) for shape in ((n, 1), (1, n)))
+    longer = count[..., None, :] > count[..., :, None]
+    tie = (count[..., None, :] == count[..., :, None]) & (across < down)
+    rank = (longer | tie).sum(-1, dtype=jnp.int32)
+    order = jnp.where(rank[..., None, :] == down, across, 0).sum(-1, dtype=jnp.int32)
+    head, low = table >> bits, (1 << bits) - 1
+    batch = head // heads if order.shape[0] > 1 else 0 * head
+    head = head % heads if order.shape[1] > 1 else 0 * head
+    codes = (table & ~low) | order[batch, head, table & low]
+    return jnp.concatenate([table[:, :1], codes[:, 1:]], axis=1)
+
+
+def list_needs(plan: Plan, refs: Any, tile: Tile, wg: Any) -> Any:
+    """What a list says of a warpgroup's rows of a work tile: how many kv tiles the block loads,
+    those of the rows, and the last of these. None where there is no list.
+    """
+    if not plan.is_listed:
+        return None
+    found = listed(plan, refs, tile)
+    return found.count, *found.of_part(wg)
 
 
 def schedule_by_rank(plan: Plan, segment_spans: Any) -> Any:
@@ -230,9 +291,12 @@ def records(plan: Plan, segment_spans: Any) -> Any:
 
 
 def record_ends(plan: Plan, refs: Refs, tile: Tile) -> Any:
-    """What `block_span` reads of a work tile's record, from global memory; None where there is
-    none.
+    """What `block_span` reads of a work tile's record, from global memory; where kv tiles are
+    listed how many there are, and the last; None where there is neither.
     """
+    if plan.is_listed:
+        found = listed(plan, refs, tile)
+        return found.count, found.last
     if not plan.has("q_segment_ids"):
         return None
     at = lax.div(tile.row, jnp.int32(plan.tile_rows))

@@ -1,0 +1,260 @@
+"""The tiles that a mask function leaves, in lists that are made before a kernel runs.
+
+For each tile of queries the tiles of keys (for a backward over keys the other way round) that some
+query sees, in order; but those that every query sees whole follow each other. A kernel walks over
+the list as it walks over a `Span`; number j of it stands for tile `functions.Listed.tile(j)`. Tiles
+that nobody sees are not in it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_attn import _program, _tile_kinds
+from pallas_attn._problem import AttentionInputs, AttentionProblem
+
+reads_pairs = _tile_kinds.reads_pairs
+# With these arrays nothing of what rows see is known before the kernel runs, but that it lies
+# within `Mask.widest`.
+DYNAMIC = {"q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right"}
+DYNAMIC |= {"q_segment_ids", "mask_array"}
+MOST_READ = 2**22  # numbers that `_Once` keeps
+HEADER = 4  # numbers of a list before what is said of parts
+PART = 5  # numbers for each of them, where there are several
+
+
+def first(parts: int) -> int:
+    """Where the tiles begin in a list."""
+    return HEADER + (PART * parts if parts > 1 else 0)
+
+
+def tiles(
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    rows: int,
+    block: int,
+    by_keys: bool = False,
+    parts: int = 1,
+) -> Any:
+    """int32[B or 1, N or 1, tiles, n], a list for each tile of `rows` queries: how many tiles of
+    `block` keys some of them see; from which to which all queries see them whole; the last tile.
+    Then, where there are several `parts` of the rows, the fields of a `Span` for each, and its last
+    tile. Then the tiles, in order, but that those which need no mask follow each other. From and to
+    are places in the list. `by_keys`: for each tile of keys those of queries, of kv heads.
+    """
+    fixed = static(problem, rows, block, by_keys, parts)
+    if fixed is not None:
+        return jnp.asarray(fixed, jnp.int32)
+    found = _kinds(problem, inputs, (rows, block, by_keys, parts))
+    return _lists(jnp, *found, never_empty=not by_keys)
+
+
+def static(
+    problem: AttentionProblem, rows: int, block: int, by_keys: bool = False, parts: int = 1
+) -> np.ndarray | None:
+    """`tiles` where they are known before anything runs, else None."""
+    if problem.mask_program is None or problem.mask_program.arrays:
+        return None
+    if DYNAMIC & set(problem.arrays):
+        return None
+    facts: dict[str, Any] = {"score_program": None, "softcap": None, "mask_blocks": None}
+    alone = dataclasses.replace(problem, op="flash_forward", **facts)
+    return _static(alone, (rows, block, by_keys, parts))
+
+
+def spans(found: np.ndarray, parts: int) -> np.ndarray:
+    """int[.., 4]: the different spans of the parts of all work tiles, of what `static` gives."""
+    if parts == 1:
+        count, full_lo, full_hi = (found[..., i] for i in range(3))
+        fields = np.stack([0 * count, full_lo, full_hi, count], axis=-1)
+    else:
+        fields = found[..., HEADER : first(parts)].reshape(*found.shape[:-1], parts, PART)[..., :4]
+    return np.unique(fields.reshape(-1, 4), axis=0)
+
+
+Sizes = tuple[int, int, bool, int]  # rows, block, by_keys and parts of `tiles`
+
+
+@functools.lru_cache(maxsize=64)
+def _static(problem: AttentionProblem, sizes: Sizes) -> np.ndarray:
+    nothing: Any = None
+    assert problem.mask_program is not None
+    by_batch = problem.mask_program.depends_on(0)
+
+    def run(first):  # an argument, or XLA would fold everything as it compiles
+        held = dataclasses.replace(problem, arrays=("q_offset",), batch=first.size)
+        inputs = AttentionInputs(nothing, nothing, nothing, first)
+        return _kinds(held, inputs, sizes)
+
+    each = np.full(problem.batch if by_batch else 1, problem.q_offset, np.int32)
+    found = _program.computed_now(run, each)
+    return _lists(np, *found, never_empty=not sizes[2])
+
+
+def _kinds(problem: AttentionProblem, inputs: AttentionInputs, sizes: Sizes) -> Any:
+    """bool[2, B or 1, N or 1, tiles, parts, n]: `_tile_kinds.Kinds` by work tile."""
+    rows, block, by_keys, parts = sizes
+    found = _bounds(problem, inputs, rows // parts, block)
+    if found is None:
+        count, live = _seen_of_tiles(problem, inputs, rows // parts, block)
+        found = _tile_kinds.Kinds(count > 0, (count == live * block) & (count > 0))
+    if by_keys:
+        some, whole = found
+        if some.shape[1] > 1:  # query heads
+            heads = (some.shape[0], problem.kv_heads, problem.group)
+            some = some.reshape(*heads, *some.shape[2:]).any(2)
+            whole = whole.reshape(*heads, *whole.shape[2:]).all(2)
+        return jnp.stack([x.swapaxes(2, 3)[:, :, :, None] for x in (some, whole)])
+    q_tiles, n = pl.cdiv(problem.q_len, rows), found.some.shape[3]
+    pads = ((0, 0), (0, 0), (0, q_tiles * parts - found.some.shape[2]), (0, 0))
+    padded = jnp.pad(found.some, pads), jnp.pad(found.whole, pads, constant_values=True)
+    return jnp.stack([x.reshape(*x.shape[:2], q_tiles, parts, n) for x in padded])
+
+
+def _bounds(
+    problem: AttentionProblem, inputs: AttentionInputs, rows: int, block: int
+) -> _tile_kinds.Kinds | None:
+    """By `_tile_kinds`, or by what the caller has found; None where pairs are to be counted."""
+    program, found = problem.mask_program, None
+    assert program is not None
+    offset: Any = problem.q_offset if inputs.q_offset is None else None
+    sizes = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len, rows, block)
+    grid = _tile_kinds.Grid(*sizes, offset)
+    if problem.mask_blocks == (problem.q_len, problem.kv_len, offset):
+        found = _tile_kinds.taken(inputs.mask_aux[-1], grid)
+    if found is None:
+        at = offset if inputs.q_offset is None else inputs.q_offset.reshape(-1, 1, 1, 1)
+        found = _tile_kinds.kinds(program, inputs.mask_aux, grid, at)
+    return None if found is None else _tile_kinds.within(found, grid, inputs)
+
+
+def numbers(shape: tuple[int, ...]) -> Any:
+    """0, 1, .., along the one axis that is not of 1."""
+    return np.arange(max(shape), dtype=np.int32).reshape(shape)
+
+
+def _lists(xp: Any, some: Any, whole: Any, *, never_empty: bool) -> Any:
+    """What `tiles` gives, of bool[.., parts, n]: which tiles some query of a part sees, and which
+    all see whole. `xp`: numpy or jax.numpy. `never_empty`: rows without a key take one tile all the
+    same, masked.
+    """
+    parts, n = some.shape[-2:]
+    at = numbers((1, 1, 1, n))
+    every = some.any(-2)
+    whole = whole & every[..., None, :]
+    wholes = whole.all(-2)
+    begin = xp.where(wholes, at, n).min(-1, keepdims=True)
+    order = xp.where(wholes, 1, xp.where(at < begin, 0, 2))
+    order = xp.where(every, order, 3) * n + at
+    rank, listed = _sorted(xp, order)
+    full_lo = xp.where(wholes, rank, n).min(-1, keepdims=True)
+    full_hi = xp.where(wholes, rank + 1, 0).max(-1, keepdims=True)
+    count = every.sum(-1, keepdims=True, dtype=np.int32)
+    count = xp.maximum(count, 1) if never_empty else count
+    last = xp.where(rank == count - 1, at, 0).max(-1, keepdims=True)
+    header = [count, xp.minimum(full_lo, full_hi), full_hi, last]  # 0, 0 where there is none
+    if parts > 1:
+        header.append(_spans_of_parts(xp, some, whole, rank, header))
+    return xp.concatenate([*header, listed], axis=-1)
+
+
+def _sorted(xp: Any, order: Any) -> tuple[Any, Any]:
+    """Of different numbers the place of each when they are sorted, and the number at each place."""
+    if xp is np:
+        listed = order.argsort(-1)
+        return listed.argsort(-1).astype(np.int32), listed.astype(np.int32)
+    # A sort by XLA would be several kernels.
+    n = order.shape[-1]
+    down, across = (numbers((1, 1, 1, *shape)) for shape in ((n, 1), (1, n)))
+    rank = (order[..., None, :] < order[..., :, None]).sum(-1, dtype=np.int32)
+    listed = xp.where(rank[..., None, :] == down, across, 0).sum(-1, dtype=np.int32)
+    return rank, listed
+
+
+def _spans_of_parts(xp: Any, some: Any, whole: Any, rank: Any, header: list[Any]) -> Any:
+    """The fields of a Span for each part, and its last tile. Tiles that a part sees whole and that
+    do not follow each other in the list do not count, but for those that all parts see whole.
+    """
+    n, rank = some.shape[-1], rank[..., None, :]
+    count, full_lo, full_hi, last = (x[..., None] for x in header)
+    at = numbers((1, 1, 1, 1, n))
+    lo = xp.where(some, rank, n).min(-1, keepdims=True)
+    hi = xp.where(some, rank + 1, 0).max(-1, keepdims=True)
+    own_lo = xp.where(whole, rank, n).min(-1, keepdims=True)
+    own_hi = xp.where(whole, rank + 1, 0).max(-1, keepdims=True)
+    one_run = own_hi - own_lo == whole.sum(-1, keepdims=True, dtype=np.int32)
+    own_lo, own_hi = xp.where(one_run, own_lo, full_lo), xp.where(one_run, own_hi, full_hi)
+    none = hi == 0  # one tile, masked
+    fields = [
+        xp.where(none, count - 1, lo),
+        xp.where(none, count - 1, xp.where(own_hi > own_lo, own_lo, lo)),
+        xp.where(none, count - 1, xp.where(own_hi > own_lo, own_hi, lo)),
+        xp.where(none, count, hi),
+        xp.where(none, last, xp.where(rank == hi - 1, at, 0).max(-1, keepdims=True)),
+    ]
+    found = xp.concatenate(fields, -1)
+    return found.reshape(*found.shape[:-2], -1)
+
+
+class _Once(_program.Broadcasting):
+    """What is read by row or by column is read before it is spread over all pairs of them."""
+
+    def read(self, array: Any, kind: Any, indices: Sequence[Any]) -> Any:
+        found = super().read(array, kind, indices)
+        return lax.optimization_barrier(found) if found.size <= MOST_READ else found
+
+
+def _seen_of_tiles(
+    problem: AttentionProblem, inputs: AttentionInputs, rows: int, block: int
+) -> tuple[Any, Any]:
+    """How many keys are seen in each pair of tiles, int32[B or 1, N or 1, q tiles, kv tiles], and
+    how many rows of the q tile there are, int32[B or 1, 1, q tiles, 1].
+    """
+    program = problem.mask_program
+    assert program is not None
+    by_batch = program.depends_on(0) or set(problem.arrays) & (DYNAMIC - {"mask_array"})
+    batches, heads = (
+        problem.batch if by_batch else 1,
+        problem.q_heads if program.depends_on(1) else 1,
+    )
+    hidden = inputs.mask_array
+    if hidden is not None:
+        batches, heads = max(batches, hidden.shape[0]), max(heads, hidden.shape[1])
+    q_tiles, kv_tiles = pl.cdiv(problem.q_len, rows), pl.cdiv(problem.kv_len, block)
+
+    def axis(n, number):
+        shape = [1] * 5
+        shape[number] = n
+        return jnp.arange(n, dtype=jnp.int32).reshape(shape)
+
+    def each(x):  # one number a batch row
+        return x.reshape(-1, 1, 1, 1, 1)
+
+    b, h, row = axis(batches, 0), axis(heads, 1), axis(q_tiles * rows, 2)
+    key = axis(kv_tiles, 3) * block + axis(block, 4)
+    offset = problem.q_offset if inputs.q_offset is None else each(inputs.q_offset)
+    q_len = problem.q_len if inputs.q_lengths is None else each(inputs.q_lengths)
+    kv_len = problem.kv_len if inputs.kv_lengths is None else each(inputs.kv_lengths)
+    numbers = b, h, row + offset, key
+    found = _program.evaluate(program, numbers, inputs.mask_aux, _Once())
+    found = jnp.reshape(found, (1,) * 5) if jnp.ndim(found) == 0 else found
+    found = found & (row < q_len) & (key < kv_len)
+    if hidden is not None:
+        whole = zip(hidden.shape[2:], (q_tiles * rows, kv_tiles * block), strict=True)
+        pads = [(0, size - n if n > 1 else 0) for n, size in whole]
+        hidden = jnp.pad(hidden, ((0, 0), (0, 0), *pads))
+        columns = (kv_tiles, block) if hidden.shape[3] > 1 else (1, 1)
+        found = found & hidden.reshape(*hidden.shape[:3], *columns)
+    sizes = (batches, heads, q_tiles * rows, kv_tiles, block)
+    by_row = jnp.broadcast_to(found, sizes).sum(-1, dtype=jnp.int32)
+    by_row = lax.optimization_barrier(by_row)  # one sum over both is slower by far
+    count = by_row.reshape(batches, heads, q_tiles, rows, kv_tiles).sum(3, dtype=jnp.int32)
+    first = jnp.arange(q_tiles, dtype=jnp.int32).reshape(1, 1, -1, 1) * rows
+    length = q_len if isinstance(q_len, int) else q_len[..., 0]
+    return count, jnp.clip(length - first, 0, rows)
