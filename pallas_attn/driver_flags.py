@@ -222,6 +222,15 @@ PREFILL_CHUNK = _integer(
     1,
     2**20,
 )
+DRAFT = _enum(
+    "draft",
+    None,
+    DECODE,
+    ["ngram"],
+    "Where drafts come from, of which a step checks several at once. ngram: what followed the "
+    "newest tokens where they stood before. The tokens are those of plain decoding, but for ties.",
+)
+DRAFTS = _integer("drafts", 7, DECODE, "With --draft: how many a step checks.", 1, 2**10)
 TEMPERATURE = _float("temperature", 0.0, DECODE, "0 takes the likeliest token.")
 TOP_K = _integer("top_k", 0, DECODE, "Sample from this many; 0: from all.", high=2**30)
 TOP_P = _float("top_p", 1.0, DECODE, "Sample from the likeliest that make up this.")
@@ -287,6 +296,8 @@ def _idle() -> dict[str, str]:
     if not TEMPERATURE.value:
         why = "nothing is drawn without a --temperature"
         idle |= dict.fromkeys(("top_k", "top_p"), why)
+    if DRAFT.value is None:
+        idle["drafts"] = "there are none without a --draft"
     if REPORT.value is None:
         idle |= dict.fromkeys(("out", "commit"), "its rows are those of a --report=FOLDER")
     return idle

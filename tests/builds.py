@@ -195,7 +195,7 @@ def _lm() -> Build:
         lambda shape: _shape("bfloat16", *shape), LM.shapes(), is_leaf=lm_model.is_shape
     )
     cache = jax.eval_shape(lambda: options.create_cache(LM))
-    state = jax.eval_shape(lambda: lm_decode.State.create(options.slots))
+    state = jax.eval_shape(lambda: lm_decode.State.create(options))
     call = functools.partial(_lm_call, options)
     return Build("h100", call, (params, cache, state), (1, 2), lm_decode.COMPILER)
 

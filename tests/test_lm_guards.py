@@ -36,7 +36,7 @@ def shapes(options):
         is_leaf=model.is_shape,
     )
     cache = jax.eval_shape(lambda: options.create_cache(CONFIG))
-    return params, cache, jax.eval_shape(lambda: decode.State.create(options.slots))
+    return params, cache, jax.eval_shape(lambda: decode.State.create(options))
 
 
 @pytest.mark.parametrize("kind", decode.CACHES)

@@ -33,7 +33,7 @@ def made(config, params, **options):
 
 CASES = {
     "llama2": (4, {"cache": "stacked", "sampling": Sampling(0.8, top_k=20)}),
-    "qwen2": (2, {"cache": "paged", "page_size": 4}),
+    "qwen2": (2, {"cache": "paged", "page_size": 4, "draft": "ngram", "drafts": 2}),
     "qwen3": (2, {"cache": "per_sequence", "prefill_chunk": 4}),
 }
 

@@ -122,7 +122,7 @@ def two_slots(folder, kind):
 def test_a_chunk_of_steps_and_a_prefill_copy_no_cache(tmp_path, kind):
     run, params = two_slots(tmp_path, kind)
     config, options = run.config, run.options
-    cache, state = options.create_cache(config), decode.State.create(2)
+    cache, state = options.create_cache(config), decode.State.create(options)
     vacant = np.array([True, True])
     new = run._arrivals([*enumerate(run.sequences[:2])], vacant)
     mixture = dataclasses.replace(options, prefill_chunk=5)

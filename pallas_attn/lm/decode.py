@@ -5,6 +5,10 @@ that wait, and leaves when it has its tokens or meets a stop token; the next pro
 and its rows are overwritten. The device works on whole chunks of steps; the host hands it the next
 chunk before it reads the tokens of the last, so that neither waits for the other.
 
+With drafts (`draft`) a step takes the newest token of a sequence and some guesses of what follows
+it. The guesses that the model would have made itself are kept, with the token after the last of
+them; the rows of the others are dropped.
+
 With chunked prefill (`prefill_chunk`) nobody waits for a prompt: as long as prompts come in, each
 step takes some of their rows, packed beside one token of every sequence that decodes.
 """
@@ -24,6 +28,7 @@ import numpy as np
 
 from pallas_attn import _dispatch
 from pallas_attn.cache import PagedCache, PerSequenceCache, StackedCache
+from pallas_attn.lm import drafts as lm_drafts
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm import model
 from pallas_attn.lm.model import Config, Params
@@ -37,8 +42,10 @@ Array = jax.Array
 # their launches: no part of a program is large enough to be recorded.
 COMPILER = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_graph_min_graph_size": 2**30}
 CACHES = ("per_sequence", "stacked", "paged")
+DRAFTS = ("ngram",)
 NOTHING = -1  # in place of a token, where a sequence was not running
 NO_NUMBER = -2  # in place of a token whose logit is no finite number
+DROPPED = -3  # in place of a token, where there was a draft that was not kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +60,8 @@ class Options:
     chunk: int = 16  # steps inside one jit
     prefill: int = 16384  # tokens that one prefill takes at most, padding counted
     prefill_chunk: int | None = None  # rows of prompts that a step takes; None: prompts are whole
+    draft: str | None = None  # where drafts come from: "ngram", or None
+    drafts: int = 7  # a step takes so many of a sequence
     dtype: str = "bfloat16"
     sampling: Sampling = Sampling()
     stop: tuple[int, ...] = ()
@@ -63,7 +72,14 @@ class Options:
     def __post_init__(self) -> None:
         if self.cache not in CACHES:
             raise ValueError(f"cache: expected one of {CACHES}, got {self.cache!r}")
-        for name in ("slots", "capacity", "page_size", "chunk", "prefill"):
+        if self.draft is not None and self.draft not in DRAFTS:
+            raise ValueError(f"draft: expected one of {DRAFTS} or None, got {self.draft!r}")
+        if self.draft is not None and self.prefill_chunk is not None:
+            raise ValueError(
+                "draft: expected None where prompts come in chunks (prefill_chunk), whose steps "
+                f"take one token of a sequence, got {self.draft!r}"
+            )
+        for name in ("slots", "capacity", "page_size", "chunk", "prefill", "drafts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
@@ -72,7 +88,17 @@ class Options:
     @property
     def pool(self) -> int:
         """Pages of the pool."""
-        return self.pages or self.slots * -(-self.capacity // self.page_size)
+        return self.pages or self.slots * -(-self.rows // self.page_size)
+
+    @property
+    def ahead(self) -> int:
+        """Rows of drafts that a sequence may have beside its own."""
+        return 0 if self.draft is None else self.drafts
+
+    @property
+    def rows(self) -> int:
+        """Of each slot, those of drafts as well."""
+        return self.capacity + self.ahead
 
     def create_cache(self, config: Config) -> Any:
         sizes: dict[str, Any] = {
@@ -82,12 +108,10 @@ class Options:
             "dtype": self.dtype,
         }
         if self.cache == "per_sequence":
-            return PerSequenceCache.create((self.capacity,) * self.slots, **sizes)
+            return PerSequenceCache.create((self.rows,) * self.slots, **sizes)
         if self.cache == "stacked":
-            return StackedCache.create(self.slots, self.capacity, **sizes)
-        return PagedCache.create(
-            self.slots, self.pool, self.page_size, capacity=self.capacity, **sizes
-        )
+            return StackedCache.create(self.slots, self.rows, **sizes)
+        return PagedCache.create(self.slots, self.pool, self.page_size, capacity=self.rows, **sizes)
 
 
 # ---- on the device ------------------------------------------------------------------------------
@@ -101,11 +125,14 @@ class State:
     token: Array  # int32[M]: the newest token, not yet in the cache
     left: Array  # int32[M]: tokens still wanted; 0: not running
     key: Array  # a key of each sequence
+    text: Array | None = None  # int32[M, rows + 1]: its tokens, where drafts are looked up in them
 
     @classmethod
-    def create(cls, slots: int) -> "State":
+    def create(cls, options: Options) -> "State":
+        slots = options.slots
         token, left = jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.int32)
-        return cls(token, left, jax.random.split(jax.random.key(0), slots))
+        text = jnp.zeros((slots, options.rows + 1), jnp.int32) if options.draft else None
+        return cls(token, left, jax.random.split(jax.random.key(0), slots), text)
 
 
 @jax.tree_util.register_dataclass
@@ -146,6 +173,7 @@ def admit(
         state.token.at[prompts.slots].set(token, mode="drop"),
         state.left.at[prompts.slots].set(left, mode="drop"),
         state.key.at[prompts.slots].set(new.key, mode="drop"),
+        _with_prompts(state.text, prompts, token),
     )
     return cache, state, token, logits if options.keep_logits else None
 
@@ -154,16 +182,22 @@ def admit(
 def steps(
     config: Config, options: Options, params: Params, cache: Any, state: State
 ) -> tuple[Any, State, Array, Array | None]:
-    """A chunk: (cache, state, tokens int32[chunk, M] with NOTHING where none was due, logits)."""
+    """A chunk: (cache, state, tokens int32[chunk, M] with NOTHING where none was due, logits); with
+    drafts, tokens int32[chunk, M, 1 + drafts].
+    """
     rotary = model.rotary_of(config, cache)
 
     def one(carry: tuple[Any, State], _: None):
         cache, state = carry
+        if options.draft is not None:
+            cache, state, given, logits = _ahead(config, options, params, rotary, *carry)
+            return (cache, state), (given, logits if options.keep_logits else None)
         runs = state.left > 0
         rows = runs.astype(jnp.int32)
         logits, cache = model.decode(
-            config, params, cache, state.token, rows, rotary, options.implementation
+            config, params, cache, state.token[:, None], rows, rotary, options.implementation
         )
+        logits = logits[:, 0]
         # The position of a token is part of its key: a sequence draws the same tokens whenever and
         # beside whomever it runs.
         token = _choose(options, logits, state.key, cache.lengths)
@@ -174,6 +208,58 @@ def steps(
 
     (cache, state), (tokens, logits) = jax.lax.scan(one, (cache, state), None, options.chunk)
     return cache, state, tokens, logits
+
+
+def _ahead(
+    config: Config, options: Options, params: Params, rotary: Any, cache: Any, state: State
+) -> tuple[Any, State, Array, Array]:
+    """One step with drafts: (cache, state, tokens int32[M, 1 + drafts], logits)."""
+    assert state.text is not None
+    runs, known = state.left > 0, cache.lengths + 1  # tokens of each text
+    guesses = lm_drafts.propose(state.text, known, options.drafts)
+    tokens = jnp.concatenate([state.token[:, None], jnp.maximum(guesses, 0)], axis=1)
+    count = tokens.shape[1]
+    rows = jnp.where(runs, count, 0)
+    logits, cache = model.decode(
+        config, params, cache, tokens, rows, rotary, options.implementation
+    )
+    within = jnp.arange(count, dtype=jnp.int32)[None]
+    keys = state.key[jnp.arange(tokens.size) // count]
+    position = (known[:, None] + within).reshape(-1)
+    found = _choose(options, logits.reshape(tokens.size, -1), keys, position)
+    stops, found = _stops(options, found).reshape(tokens.shape), found.reshape(tokens.shape)
+    # What follows a draft counts where the model itself would have said the draft.
+    agree = (guesses == found[:, :-1]).astype(jnp.int32)
+    right = jnp.cumprod(agree, axis=1).sum(axis=1, dtype=jnp.int32)
+    ends = stops & (within < jnp.minimum(1 + right, state.left)[:, None])
+    over = ends.any(axis=1)
+    last = jnp.argmax(ends, axis=1).astype(jnp.int32)
+    made = jnp.where(over, last, jnp.minimum(right, state.left - 1)) + 1
+    made = jnp.where(runs, made, 0)
+    cache = cache.keep(made, implementation=options.implementation)
+    new = within < made[:, None]
+    place = jnp.where(new, known[:, None] + within, state.text.shape[1])
+    sequence = jnp.arange(options.slots, dtype=jnp.int32)[:, None]
+    token = jnp.take_along_axis(found, jnp.maximum(made - 1, 0)[:, None], axis=1)[:, 0]
+    state = State(
+        jnp.where(runs, token, state.token),
+        jnp.where(over, 0, state.left - made),
+        state.key,
+        state.text.at[sequence, place].set(found, mode="drop"),
+    )
+    guessed = jnp.pad(guesses != lm_drafts.NONE, ((0, 0), (1, 0))) & runs[:, None]
+    given = jnp.where(new, found, jnp.where(guessed, DROPPED, NOTHING))
+    return cache, state, given, logits
+
+
+def _with_prompts(text: Array | None, prompts: model.Prompts, token: Array) -> Array | None:
+    """Texts that begin anew: a prompt, and the token after it."""
+    if text is None:
+        return None
+    n, width = prompts.tokens.shape
+    row = jnp.zeros((n, text.shape[1]), jnp.int32).at[:, :width].set(prompts.tokens)
+    row = row.at[jnp.arange(n), prompts.lengths].set(token)
+    return text.at[prompts.slots].set(row, mode="drop")
 
 
 @jax.tree_util.register_dataclass
@@ -330,7 +416,7 @@ class Run:
         self._slots: list[Generation | None] = [None] * options.slots
         create = functools.partial(options.create_cache, config)
         self._cache = lm_mesh.made(options.mesh, create, lm_mesh.HEADS)
-        self._state = lm_mesh.made(options.mesh, functools.partial(State.create, options.slots))
+        self._state = lm_mesh.made(options.mesh, functools.partial(State.create, options))
         create = functools.partial(jax.random.key, seed)
         self._seed = lm_mesh.made(options.mesh, create)
         self._flights: collections.deque[_Flight] = collections.deque()
@@ -340,6 +426,7 @@ class Run:
         self._undisturbed = 0  # chunks read since a prompt came
         self._ran: set[Any] = set()  # keys of _TRACED
         self._gaps: list[float] = []  # seconds between two tokens of one sequence
+        self._drafts = np.zeros(2, int)  # that there were, and that were kept
 
     def __iter__(self) -> Iterator[Status]:
         start, last = time.perf_counter(), 0.0
@@ -414,7 +501,23 @@ class Run:
             "weight_bytes": self._weights,
             "time_to_first_token": _seconds_of(self.to_first_token()),
             "time_between_tokens": _seconds_of(self.between_tokens()),
+            **self._drafted(),
         }
+
+    def _drafted(self) -> dict[str, Any]:
+        """What became of the drafts, where there are any."""
+        if self.options.draft is None:
+            return {}
+        drafts, kept = self._drafts.tolist()
+        return {"draft": self.options.draft, "drafts": drafts, "kept": kept} | {
+            "acceptance": self.acceptance
+        }
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of the drafts that were kept, so far."""
+        drafts, kept = self._drafts.tolist()
+        return round(kept / drafts, 4) if drafts else None
 
     def to_first_token(self) -> Spread | None:
         """Of the sequences that have one: from the start of the run, which has all prompts."""
@@ -583,25 +686,33 @@ class Run:
         """Hands tokens to their sequences; how many there were. Those of a chunk of steps, which
         came together, are taken as made at even times since the last read.
         """
-        made, times = 0, np.linspace(last, now, len(tokens) + 1)[1:]
-        logits = None if flight.logits is None else np.asarray(flight.logits)
+        made, count = 0, len(tokens)
+        tokens = tokens.reshape(*tokens.shape[:2], -1)
+        logits = None
+        if flight.logits is not None:
+            logits = np.asarray(flight.logits).reshape(*tokens.shape, -1)
         for column, sequence in enumerate(flight.whose):
             if sequence is None or sequence.ended:
                 continue
-            (live,) = np.nonzero(tokens[:, column] != NOTHING)
-            if NO_NUMBER in tokens[live, column]:
+            mine = tokens[:, column]
+            there = (mine != NOTHING) & (mine != DROPPED)
+            if NO_NUMBER in mine[there]:
                 raise ValueError(
                     f"sequence {sequence.number + 1}: its logits are not finite after "
                     f"{len(sequence.prompt) + len(sequence.tokens)} tokens: the weights are too "
                     f"large for {self.options.dtype}, or those of no model"
                 )
-            made += len(live)
-            sequence.tokens += tokens[live, column].tolist()
-            when = times[live].tolist()
+            made += int(there.sum())
+            self._drafts += [(mine[:, 1:] != NOTHING).sum(), there[:, 1:].sum()]
+            sequence.tokens += mine[there].tolist()
+            # Those of a step are made one after the other in its time.
+            share = np.cumsum(there, axis=1) / np.maximum(there.sum(axis=1, keepdims=True), 1)
+            step = np.arange(count)[:, None] + share
+            when = (last + (now - last) * step[there] / max(count, 1)).tolist()
             self._gaps += np.diff([*sequence.times[-1:], *when]).tolist()
             sequence.times += when
             if logits is not None:
-                sequence.logits += list(logits[live, column])
+                sequence.logits += list(logits[:, column][there])
             self._end(sequence)
         self._step += flight.steps
         return made
@@ -647,7 +758,8 @@ def _seconds_of(spread: Spread | None) -> dict[str, float] | None:
 
 
 def _pages(options: Options, prompt: int, wanted: int) -> int:
-    return -(-min(prompt + wanted - 1, options.capacity) // options.page_size)
+    rows = min(prompt + wanted - 1, options.capacity) + options.ahead
+    return -(-rows // options.page_size)
 
 
 def refuse(config: Config, options: Options, prompts: Sequence[Sequence[int]], wanted: int) -> None:

@@ -382,14 +382,16 @@ def decode(
     rotary: Rotary,
     implementation: str | None = None,
 ) -> tuple[Array, Any]:
-    """One token int32[M] into the sequences whose `rows` int32[M] is 1, not 0: logits
-    float32[M, vocab] after it, the cache.
+    """Tokens int32[M, t] into the sequences whose `rows` int32[M] is t, not 0: logits
+    float32[M, t, vocab] after each, the cache.
     """
     cache = cache.extend(rows)
-    positions = jnp.maximum(cache.lengths - 1, 0)[:, None]
+    count = tokens.shape[1]
+    within = jnp.arange(count, dtype=jnp.int32)[None]
+    positions = jnp.maximum(cache.lengths[:, None] - count + within, 0)
     how = _over_cache(config, params, _Place(positions, rotary), implementation)
-    x, cache = _layers(config, params, tokens[:, None], how, cache)
-    return logits_of(config, params, x[:, 0], how.stream), cache
+    x, cache = _layers(config, params, tokens, how, cache)
+    return logits_of(config, params, x, how.stream), cache
 
 
 def mixed(

@@ -58,6 +58,7 @@ class Subject:
             stop=(),
             pages=None,
             prefill_chunk=None,
+            draft=None,
         )
 
 
@@ -144,7 +145,7 @@ def _compile(subject: Subject, options: Options, say: Say) -> None:
     config = subject.config
     params = jax.eval_shape(lambda: subject.params)
     cache = jax.eval_shape(lambda: options.create_cache(config))
-    state = jax.eval_shape(lambda: decode.State.create(options.slots))
+    state = jax.eval_shape(lambda: decode.State.create(options))
     lengths = jax.ShapeDtypeStruct((options.slots,), jnp.int32)
     decode.steps.lower(config, options, params, cache, state).compile()
     _all_appends.lower(config, options, cache, *_new_rows(config, options)).compile()
@@ -325,7 +326,7 @@ def _before(subject: Subject, options: Options) -> int:
 def _step(subject: Subject, options: Options, cache: Any) -> tuple[Any, Rate, float]:
     """The cache on, a step's wall time, and ms of it that the device works."""
     config = subject.config
-    state = decode.State.create(options.slots)
+    state = decode.State.create(options)
     many = jnp.full(options.slots, 2**30, jnp.int32)
     carry = [(_hold(cache, _before(subject, options)), dataclasses.replace(state, left=many))]
     del cache

@@ -55,6 +55,8 @@ class Settings:
     pages: int | None = None
     chunk: int = 16
     prefill_chunk: int | None = None
+    draft: str | None = None
+    drafts: int = 7
     sampling: Sampling = Sampling()
     stop: tuple[int, ...] | None = None  # None: what the checkpoint says
     dtype: str | None = None
@@ -109,6 +111,8 @@ def _decode(settings: Settings, dtype: str, out: TextIO, err: TextIO) -> int:
         raise
     summary = view.finish(time.perf_counter() - start)
     held = _check(run, params, view) if settings.check else True
+    if run.options.draft is not None and (settings.check or settings.report is not None):
+        _beside_plain(run, params, settings, summary, view)
     if report_on is not None:
         view.say(*report_on.finish(summary))
     return int(not held)
@@ -199,6 +203,8 @@ def _options(
         pages=settings.pages,
         chunk=settings.chunk,
         prefill_chunk=settings.prefill_chunk,
+        draft=settings.draft,
+        drafts=settings.drafts,
         dtype=dtype,
         sampling=settings.sampling,
         stop=stop,
@@ -224,7 +230,7 @@ def _must_fit(config: Config, options: Options, room: int) -> None:
         room *= options.mesh.size
     weights = config.size * jax.numpy.dtype(options.dtype).itemsize
     rows = options.pool * options.page_size if options.cache == "paged" else 0
-    cache = config.kv_bytes(options.dtype) * (rows or options.slots * options.capacity)
+    cache = config.kv_bytes(options.dtype) * (rows or options.slots * options.rows)
     if weights + cache > room:
         raise ValueError(
             f"model: weights take {weights / 1e9:.1f} GB and the cache {cache / 1e9:.1f} GB as "
@@ -250,6 +256,28 @@ def _check(run: Run, params: Params, view: View) -> bool:
         else "the decode is not what the reference computes"
     )
     return held
+
+
+def _beside_plain(
+    run: Run, params: Params, settings: Settings, summary: dict[str, Any], view: View
+) -> None:
+    """The same prompts without drafts: how fast, and whether the tokens are the same."""
+    options = dataclasses.replace(run.options, draft=None, keep_logits=False)
+    prompts = [one.prompt for one in run.sequences]
+    plain = Run(run.config, params, options, prompts, settings.max_new_tokens, settings.seed)
+    start = time.perf_counter()
+    for _ in plain:
+        pass
+    facts = plain.summary(time.perf_counter() - start)
+    pairs = zip(run.sequences, plain.sequences, strict=True)
+    same = sum(one.tokens == other.tokens for one, other in pairs)
+    faster = summary["tokens_per_second"] / max(facts["tokens_per_second"], 1e-9)
+    view.say(
+        f"without drafts {facts['tokens_per_second']:,.1f} tokens/s, with them {faster:.2f} times "
+        f"as many; the same tokens in {same} of {len(prompts)} sequences"
+    )
+    names = ("tokens_per_second", "seconds", "steps", "steady")
+    view.record("plain", {name: facts[name] for name in names} | {"same": same, "faster": faster})
 
 
 class _Report:

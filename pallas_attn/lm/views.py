@@ -112,6 +112,7 @@ class Text(View):
             f"{count} sequence{'s' * (count != 1)}, {summary['tokens']} tokens in "
             f"{summary['seconds']:.1f} s ({rates}{' once compiled' if summary['steady'] else ''})"
             f" on {summary['device']}, {summary['implementation']}, {summary['dtype']}"
+            + _drafts(summary)
             + (f"; {cut} filled the capacity of {self._run.options.capacity}" if cut else "")
             + (f"; interrupted, {left} not ended" if left else "")
         )
@@ -157,11 +158,19 @@ class Text(View):
             self._err.flush()
 
 
+def _drafts(summary: dict[str, Any]) -> str:
+    """What became of them, and of a summary without any nothing."""
+    if not summary.get("drafts"):
+        return ""
+    return f"; {summary['kept']} of {summary['drafts']} drafts kept ({summary['acceptance']:.0%})"
+
+
 def _status_line(status: Status, run: Run) -> str:
+    kept = "" if run.acceptance is None else f"{run.acceptance:.0%} of drafts kept | "
     spreads = {"first token": run.to_first_token(), "between": run.between_tokens()}
     line = (
         f"{status.running} running, {status.waiting} waiting, {status.ended} done | step "
-        f"{status.step} | {status.tokens_per_second:,.0f} tokens/s | "
+        f"{status.step} | {status.tokens_per_second:,.0f} tokens/s | {kept}"
         + "".join(f"{name} {spread} | " for name, spread in spreads.items() if spread)
         + f"{status.live_kv_bytes / 2**20:,.1f} MiB of live KV | {_rate(status.tb_per_second)}"
     )
