@@ -158,6 +158,7 @@ def _decode() -> int:
         pages=given.PAGES.value,
         chunk=given.CHUNK.value,
         prefill_chunk=given.PREFILL_CHUNK.value,
+        samples=given.SAMPLES.value,
         draft=given.DRAFT.value,
         drafts=given.DRAFTS.value,
         sampling=sampling.Sampling(given.TEMPERATURE.value, given.TOP_K.value, given.TOP_P.value),

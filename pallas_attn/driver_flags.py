@@ -222,6 +222,15 @@ PREFILL_CHUNK = _integer(
     1,
     2**20,
 )
+SAMPLES = _integer(
+    "samples",
+    1,
+    DECODE,
+    "Answers to each prompt, which is prefilled once and forked: takes --cache=paged and a "
+    "--temperature.",
+    1,
+    2**20,
+)
 DRAFT = _enum(
     "draft",
     None,

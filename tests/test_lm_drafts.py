@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from pallas_attn.lm import check, drafts, sampling
+from pallas_attn.lm import decode, drafts, sampling
 from tests.test_lm_decode import options, prompts, run, shown, small
 
 LOOKED_UP = {"draft": "ngram", "drafts": 3}
@@ -48,7 +48,7 @@ def test_the_tokens_are_those_of_plain_decoding():
     """Six prompts through three slots, a stop among them; the last tokens fill the capacity."""
     whole, _ = run(prompts(), options(), wanted=44)
     stop = (whole.sequences[4].tokens[7],)
-    how = {"cache": "paged", "stop": stop, "keep_logits": True}
+    how = {"cache": "paged", "stop": stop}
     plain, _ = run(prompts(), options(stop=stop), wanted=44)
     made, statuses = run(prompts(), options(**how, **LOOKED_UP), wanted=44)
     told = [[(one.tokens, one.ended) for one in of.sequences] for of in (made, plain)]
@@ -61,14 +61,6 @@ def test_the_tokens_are_those_of_plain_decoding():
     for one in made.sequences:
         assert len(one.times) == len(one.tokens) and one.times == sorted(one.times)
     assert statuses[-1].tokens == sum(len(one.tokens) for one in made.sequences)
-    assert all(row.held for row in check.rows(made, small()[1]))
-
-
-def test_what_is_drawn_is_what_plain_decoding_draws():
-    how = {"sampling": sampling.Sampling(0.3, top_k=5), "cache": "stacked"}
-    plain, made = (run(prompts(), options(**how, **x), wanted=25)[0] for x in ({}, LOOKED_UP))
-    assert [one.tokens for one in made.sequences] == [one.tokens for one in plain.sequences]
-    assert made.acceptance
 
 
 @pytest.mark.parametrize(
@@ -89,10 +81,58 @@ def test_options_refuse(how, message):
     assert str(caught.value) == message
 
 
-def test_a_session_says_how_many_drafts_were_kept_and_what_they_save():
+# ---- several answers to a prompt -----------------------------------------------------------------
+
+DRAWN = {"cache": "paged", "sampling": sampling.Sampling(0.3, top_k=20)}
+
+
+def test_samples_are_those_of_the_prompt_given_again():
+    """A key each, by their number; prefilled once, beside others, in slots that others left; with
+    drafts, which are kept where they are what is drawn.
+    """
+    what, how = prompts((5, 16, 9)), DRAWN | {"slots": 4}
+    again = tuple(prompt for prompt in what for _ in range(3))
+    made, statuses = run(what, options(**how, **LOOKED_UP, samples=3), wanted=20)
+    wanted, _ = run(again, options(**how), wanted=20)
+    told = [[one.tokens for one in each.sequences] for each in (made, wanted)]
+    assert told[0] == told[1] and len({tuple(tokens) for tokens in told[0]}) > 5
+    assert made.acceptance and [one.sample for one in made.sequences] == [0, 1, 2] * 3
+    assert max(status.running for status in statuses) == 3  # a prompt's answers begin together
+    assert not made.cache.overflowed.any()
+
+
+def test_samples_share_the_pages_of_their_prompt():
+    made = decode.Run(*small(), options(**DRAWN, samples=3), prompts((20,)), 10)
+    made._admit()
+    table = np.asarray(made.cache.page_table)[:, :3]
+    assert (table[:, :2] == table[:1, :2]).all() and len(set(table[:, 2])) == 3
+    assert int(made.cache.num_free) == made.cache.pages - 5
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"samples": 0}, "samples: expected at least 1, got 0"),
+        ({"cache": "stacked"}, "cache: expected 'paged', whose pages are forked, for 3 samples of"),
+        ({"sampling": sampling.Sampling()}, "samples: expected 1 without a temperature for 3"),
+        ({"prefill_chunk": 4}, "prefill_chunk: expected None, prompts that are whole, for 3 samp"),
+        ({"slots": 2}, "slots: expected at least 3 for 3 samples of a prompt, got 2"),
+    ],
+)
+def test_samples_refuse(how, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        options(**{**DRAWN, "samples": 3} | how)
+
+
+def test_a_session_shows_samples_and_what_drafts_save():
     out = io.StringIO()
-    assert shown(out, io.StringIO(), check=True, **LOOKED_UP) == 0
+    how = {"cache": "paged", "sampling": sampling.Sampling(0.5), "samples": 2, "check": True}
+    assert shown(out, io.StringIO(), **how, **LOOKED_UP) == 0
+    names = re.findall("--- (.*) ---", out.getvalue())
+    assert names == [f"{n} of 2, sample {k} of 2" for n in (1, 2) for k in (1, 2)]
     assert re.search(r"; \d+ of \d+ drafts kept \(\d+%\)\n", out.getvalue())
     last = out.getvalue().splitlines()[-1]
     assert re.match(r"without drafts .* tokens/s, with them .* times as many; the same", last)
-    assert last.endswith("the same tokens in 2 of 2 sequences")
+    assert last.endswith("the same tokens in 4 of 4 sequences")
+    with pytest.raises(ValueError, match="batch: expected at least 9, the samples of a prompt"):
+        shown(out, out, samples=9)

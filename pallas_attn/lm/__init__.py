@@ -76,7 +76,8 @@ def generate(
       seed: of what is drawn. A sequence's tokens depend on its prompt's place in `prompts`, and on
         nothing else in the batch.
       **options: fields of `Options`: cache ("per_sequence", "stacked" or "paged"), slots (sequences
-        at a time), capacity (rows of each), chunk (steps inside one jit), stop, ...
+        at a time), capacity (rows of each), chunk (steps inside one jit), stop, draft="ngram",
+        samples (answers to each prompt, which stand together in the result), ...
 
     Raises:
       ValueError: a prompt or an option cannot be; the message names it.
@@ -86,7 +87,7 @@ def generate(
     ids = [text.encoded(model.tokenizer, one, n) for n, one in enumerate(prompts, 1)]
     longest = max(map(len, ids), default=0) + max_new_tokens
     defaults: dict[str, Any] = {
-        "slots": min(len(ids), 8) or 1,
+        "slots": max(min(len(ids), 8), options.get("samples", 1), 1),
         "capacity": min(longest, model.config.positions),
         "dtype": model.dtype,
         "stop": model.stop,

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn.lm import mesh as lm_mesh
-from pallas_attn.lm.decode import Generation, Run
+from pallas_attn.lm.decode import Run
 from pallas_attn.lm.model import Config, Params
+from pallas_attn.lm.progress import Generation
 
 _ROUNDINGS = 64  # of the largest logit: what sums in another order may differ by
 

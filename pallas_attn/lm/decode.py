@@ -32,6 +32,7 @@ from pallas_attn.lm import drafts as lm_drafts
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm import model
 from pallas_attn.lm.model import Config, Params
+from pallas_attn.lm.progress import Generation, Spread, Status
 from pallas_attn.lm.sampling import Sampling, sample
 
 Array = jax.Array
@@ -60,6 +61,7 @@ class Options:
     chunk: int = 16  # steps inside one jit
     prefill: int = 16384  # tokens that one prefill takes at most, padding counted
     prefill_chunk: int | None = None  # rows of prompts that a step takes; None: prompts are whole
+    samples: int = 1  # answers to each prompt, which is prefilled once and forked
     draft: str | None = None  # where drafts come from: "ngram", or None
     drafts: int = 7  # a step takes so many of a sequence
     dtype: str = "bfloat16"
@@ -72,6 +74,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.cache not in CACHES:
             raise ValueError(f"cache: expected one of {CACHES}, got {self.cache!r}")
+        if self.samples > 1:
+            self._refuse_samples()
         if self.draft is not None and self.draft not in DRAFTS:
             raise ValueError(f"draft: expected one of {DRAFTS} or None, got {self.draft!r}")
         if self.draft is not None and self.prefill_chunk is not None:
@@ -79,11 +83,25 @@ class Options:
                 "draft: expected None where prompts come in chunks (prefill_chunk), whose steps "
                 f"take one token of a sequence, got {self.draft!r}"
             )
-        for name in ("slots", "capacity", "page_size", "chunk", "prefill", "drafts"):
+        for name in ("slots", "capacity", "page_size", "chunk", "prefill", "drafts", "samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise ValueError(f"prefill_chunk: expected at least 1, got {self.prefill_chunk}")
+
+    def _refuse_samples(self) -> None:
+        """ValueError where several answers to a prompt cannot be, or would all be the same."""
+        for name, wrong, wanted in (
+            ("cache", self.cache != "paged", "'paged', whose pages are forked,"),
+            ("samples", not self.sampling.draws, "1 without a temperature"),
+            ("prefill_chunk", self.prefill_chunk is not None, "None, prompts that are whole,"),
+            ("slots", self.slots < self.samples, f"at least {self.samples}"),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"{name}: expected {wanted} for {self.samples} samples of a prompt, got "
+                    f"{getattr(self, name)!r}"
+                )
 
     @property
     def pool(self) -> int:
@@ -141,8 +159,9 @@ class Arrivals:
     """What the host sends with new prompts."""
 
     prompts: model.Prompts
+    slots: Array  # int32[n, samples]: of each prompt's answers, the first its own; M: none
     wanted: Array  # int32[n]: tokens wanted after each prompt
-    key: Array  # keys [n]
+    key: Array  # keys [n, samples]
     vacant: Array  # bool[M]: slots to be emptied before
 
 
@@ -164,16 +183,31 @@ def _program(body: Callable[..., Any]) -> Any:
 def admit(
     config: Config, options: Options, params: Params, cache: Any, state: State, new: Arrivals
 ) -> tuple[Any, State, Array, Array | None]:
-    """Prefills prompts: (cache, state, the first token of each int32[n], logits or None)."""
+    """Prefills prompts: (cache, state, the first token of each answer int32[n * samples], logits
+    or None).
+    """
     prompts, how = new.prompts, options.implementation
     logits, cache = model.prefill(config, params, cache.reset(new.vacant), prompts, how)
-    token = _choose(options, logits, new.key, prompts.lengths)
-    left = jnp.where(_stops(options, token), 0, new.wanted - 1)
+    slots, key = new.slots.reshape(-1), new.key.reshape(-1)
+    of = jnp.arange(slots.size, dtype=jnp.int32) // options.samples  # which prompt
+    if options.samples > 1:
+
+        def fork(n: Array, cache: Any) -> Any:
+            first = n % options.samples < 1
+            return cache.fork(prompts.slots[of[n]], jnp.where(first, options.slots, slots[n]))
+
+        cache = jax.lax.fori_loop(0, slots.size, fork, cache)
+        logits = logits[of]
+    token = _choose(options, logits, key, prompts.lengths[of])
+    left = jnp.where(_stops(options, token), 0, new.wanted[of] - 1)
+    text = state.text
+    if text is not None:
+        text = text.at[slots].set(_texts(prompts, of, token, text.shape[1]), mode="drop")
     state = State(
-        state.token.at[prompts.slots].set(token, mode="drop"),
-        state.left.at[prompts.slots].set(left, mode="drop"),
-        state.key.at[prompts.slots].set(new.key, mode="drop"),
-        _with_prompts(state.text, prompts, token),
+        state.token.at[slots].set(token, mode="drop"),
+        state.left.at[slots].set(left, mode="drop"),
+        state.key.at[slots].set(key, mode="drop"),
+        text,
     )
     return cache, state, token, logits if options.keep_logits else None
 
@@ -252,14 +286,11 @@ def _ahead(
     return cache, state, given, logits
 
 
-def _with_prompts(text: Array | None, prompts: model.Prompts, token: Array) -> Array | None:
-    """Texts that begin anew: a prompt, and the token after it."""
-    if text is None:
-        return None
-    n, width = prompts.tokens.shape
-    row = jnp.zeros((n, text.shape[1]), jnp.int32).at[:, :width].set(prompts.tokens)
-    row = row.at[jnp.arange(n), prompts.lengths].set(token)
-    return text.at[prompts.slots].set(row, mode="drop")
+def _texts(prompts: model.Prompts, of: Array, token: Array, size: int) -> Array:
+    """int32[n, size]: prompts `of` these numbers, and the token after each."""
+    width = prompts.tokens.shape[1]
+    row = jnp.zeros((of.size, size), jnp.int32).at[:, :width].set(prompts.tokens[of])
+    return row.at[jnp.arange(of.size), prompts.lengths[of]].set(token)
 
 
 @jax.tree_util.register_dataclass
@@ -318,61 +349,6 @@ def _stops(options: Options, token: Array) -> Array:
 # ---- on the host --------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(eq=False)
-class Generation:
-    """A prompt and what came after it."""
-
-    number: int
-    prompt: list[int]
-    wanted: int  # tokens
-    cut: bool = False  # more were asked for than the capacity leaves room for
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logits: list[np.ndarray] = dataclasses.field(default_factory=list)
-    ended: str = ""  # why: "stop", "length", "capacity"; "" while it is not over
-    times: list[float] = dataclasses.field(default_factory=list)  # of its tokens: see `Run._read`
-    fed: int = 0  # rows of its prompt that the device was told to take
-    planned: int = 0  # tokens that the device was told to make, read or not
-
-    @property
-    def rows(self) -> int:
-        """Rows of cache that it holds: all but its newest token."""
-        return self.fed + max(len(self.tokens) - 1, 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """Seconds that something took, of several times."""
-
-    median: float
-    worst: float
-
-    @classmethod
-    def of(cls, found: Sequence[float]) -> "Spread | None":
-        return cls(float(np.median(found)), max(found)) if found else None
-
-    def __str__(self) -> str:
-        median, worst = (
-            f"{x:.2f} s" if x >= 1 else f"{x * 1e3:.{int(x < 0.1)}f} ms"
-            for x in (self.median, self.worst)
-        )
-        return f"{median} (worst {worst})"
-
-
-@dataclasses.dataclass(frozen=True)
-class Status:
-    """Where a run stands after a chunk was read. Rates are of the time since the last."""
-
-    running: int
-    waiting: int
-    ended: int
-    step: int
-    tokens: int
-    seconds: float
-    tokens_per_second: float
-    live_kv_bytes: int
-    tb_per_second: float  # weights and live rows, once a step
-
-
 @dataclasses.dataclass(frozen=True)
 class _Flight:
     """Work that the device has and the host has not read."""
@@ -408,10 +384,13 @@ class Run:
         refuse(config, options, prompts, wanted)
         self.config, self.options, self._params = config, options, params
         self.sequences = [
-            Generation(n, list(prompt), min(wanted, room), cut=wanted > room)
-            for n, prompt in enumerate(prompts)
+            Generation(0, list(prompt), min(wanted, room), sample, cut=wanted > room)
+            for prompt in prompts
             for room in (options.capacity + 1 - len(prompt),)
+            for sample in range(options.samples)
         ]
+        for n, one in enumerate(self.sequences):
+            one.number = n
         self._waiting = collections.deque(self.sequences)
         self._slots: list[Generation | None] = [None] * options.slots
         create = functools.partial(options.create_cache, config)
@@ -544,13 +523,15 @@ class Run:
         """Prefills as many waiting prompts as there is room for."""
         taken: list[tuple[int, Generation]] = []
         vacant = [one is None for one in self._slots]
-        for slot in np.flatnonzero(vacant)[: self._together(sum(vacant))]:
+        free = iter(np.flatnonzero(vacant)[: self._together(sum(vacant))].tolist())
+        for slot in free:
             if not self._fits(self._waiting[0]):
                 break
-            sequence = self._waiting.popleft()
-            sequence.planned, sequence.fed = 1, len(sequence.prompt)
-            self._slots[slot] = sequence
-            taken.append((int(slot), sequence))
+            for place in (slot, *itertools.islice(free, self.options.samples - 1)):
+                sequence = self._waiting.popleft()
+                sequence.planned, sequence.fed = 1, len(sequence.prompt)
+                self._slots[place] = sequence
+                taken.append((place, sequence))
         if not taken:
             return False
         self._undisturbed = 0
@@ -562,14 +543,17 @@ class Run:
         return True
 
     def _together(self, free: int) -> int:
-        """How many of those that wait one prefill takes, into so many free slots."""
+        """How many of those that wait one prefill takes, into so many free slots: all the answers
+        to some prompts.
+        """
         count = longest = 0
-        for one in itertools.islice(self._waiting, free):
+        samples = self.options.samples
+        for one in itertools.islice(self._waiting, 0, free - free % samples, samples):
             longest = max(longest, len(one.prompt))
             if count and _at_least(count + 1) * self._width(longest) > self.options.prefill:
                 break
             count += 1
-        return count
+        return count * samples
 
     def _width(self, longest: int) -> int:
         """Prompts are padded to a power of two, so that few programs serve all lengths."""
@@ -580,23 +564,31 @@ class Run:
         if self.options.cache != "paged":
             return True
         held = sum(self._pages(one) for one in self._slots if one is not None)
-        return held + self._pages(sequence) <= self.options.pool
+        return held + self.options.samples * self._pages(sequence) <= self.options.pool
 
     def _pages(self, sequence: Generation) -> int:
         return _pages(self.options, len(sequence.prompt), sequence.wanted)
 
     def _arrivals(self, taken: list[tuple[int, Generation]], vacant: np.ndarray) -> Arrivals:
-        n = _at_least(len(taken))
+        samples = self.options.samples
+        n = _at_least(len(taken) // samples)
         tokens = np.zeros((n, self._width(max(len(one.prompt) for _, one in taken))), np.int32)
         lengths, wanted = np.zeros(n, np.int32), np.ones(n, np.int32)
-        numbers = np.zeros(n, np.int32)
-        slots = np.full(n, self.options.slots, np.int32)  # rows that are no prompt go nowhere
-        for row, (slot, one) in enumerate(taken):
+        numbers = np.zeros((n, samples), np.int32)
+        # Rows that are no prompt go nowhere.
+        slots = np.full((n, samples), self.options.slots, np.int32)
+        for place, (slot, one) in enumerate(taken):
+            row, sample = divmod(place, samples)
             tokens[row, : len(one.prompt)] = one.prompt
-            lengths[row], wanted[row], slots[row] = len(one.prompt), one.wanted, slot
-            numbers[row] = one.number
-        prompts = model.Prompts(*map(self._sent, (tokens, lengths, slots)))
-        return Arrivals(prompts, self._sent(wanted), self._keys(numbers), self._sent(vacant))
+            lengths[row], wanted[row], slots[row, sample] = len(one.prompt), one.wanted, slot
+            numbers[row, sample] = one.number
+        return Arrivals(
+            prompts=model.Prompts(*map(self._sent, (tokens, lengths, slots[:, 0]))),
+            slots=self._sent(slots),
+            wanted=self._sent(wanted),
+            key=self._keys(numbers.reshape(-1)).reshape(numbers.shape),
+            vacant=self._sent(vacant),
+        )
 
     def _mix(self) -> bool:
         """One step of what decodes beside the next rows of prompts; none where no prompt is left.
@@ -785,8 +777,6 @@ def refuse(config: Config, options: Options, prompts: Sequence[Sequence[int]], w
                 f"prompt {n}: expected tokens from 0 to {config.vocab - 1}, got "
                 f"{min(prompt)} to {max(prompt)}"
             )
-        if options.cache == "paged" and _pages(options, len(prompt), wanted) > options.pool:
-            raise ValueError(
-                f"prompt {n}: {_pages(options, len(prompt), wanted)} pages do not fit in a pool "
-                f"of {options.pool}"
-            )
+        pages = options.samples * _pages(options, len(prompt), wanted)
+        if options.cache == "paged" and pages > options.pool:
+            raise ValueError(f"prompt {n}: {pages} pages do not fit in a pool of {options.pool}")

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from pallas_attn.lm.decode import Spread
+from pallas_attn.lm.progress import Spread
 from pallas_attn.lm.report import PARTS, Row
 
 WAITS = {

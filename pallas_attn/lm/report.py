@@ -59,6 +59,7 @@ class Subject:
             pages=None,
             prefill_chunk=None,
             draft=None,
+            samples=1,
         )
 
 

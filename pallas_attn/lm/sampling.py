@@ -19,6 +19,11 @@ class Sampling:
     top_k: int = 0  # 0: all
     top_p: float = 1.0
 
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn, not the likeliest."""
+        return bool(self.temperature >= jnp.finfo(jnp.float32).tiny)
+
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
@@ -32,7 +37,7 @@ def sample(logits: Array, keys: Array, sampling: Sampling) -> Array:
     """int32[M] from float32[M, vocab] and M keys. A sequence's token depends on its own row and key
     alone, so it is the same whatever else is in the batch.
     """
-    if sampling.temperature < jnp.finfo(jnp.float32).tiny:
+    if not sampling.draws:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # The largest is 0, so that no division by a small number makes two infinities of two logits.
     logits = logits - logits.max(axis=-1, keepdims=True)

@@ -55,6 +55,7 @@ class Settings:
     pages: int | None = None
     chunk: int = 16
     prefill_chunk: int | None = None
+    samples: int = 1  # answers to each prompt
     draft: str | None = None
     drafts: int = 7
     sampling: Sampling = Sampling()
@@ -77,6 +78,11 @@ def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
         raise ValueError(
             "implementation: a model runs several operations, which no kernel does alone; expected "
             f"reference or nothing, got {settings.implementation!r}"
+        )
+    if settings.batch < settings.samples:
+        raise ValueError(
+            f"batch: expected at least {settings.samples}, the samples of a prompt, which run side "
+            f"by side, got {settings.batch}"
         )
     if settings.out is not None and settings.report is None:
         raise ValueError("out: the rows are those of a report; say --report=FOLDER as well")
@@ -197,12 +203,13 @@ def _options(
     capacity = settings.capacity or max(min(-(-longest // 64) * 64, config.positions), 1)
     return Options(
         cache=settings.cache,
-        slots=min(settings.batch, max(len(prompts), 1)),
+        slots=min(settings.batch, max(len(prompts) * settings.samples, 1)),
         capacity=capacity,
         page_size=settings.page_size,
         pages=settings.pages,
         chunk=settings.chunk,
         prefill_chunk=settings.prefill_chunk,
+        samples=settings.samples,
         draft=settings.draft,
         drafts=settings.drafts,
         dtype=dtype,
@@ -263,7 +270,7 @@ def _beside_plain(
 ) -> None:
     """The same prompts without drafts: how fast, and whether the tokens are the same."""
     options = dataclasses.replace(run.options, draft=None, keep_logits=False)
-    prompts = [one.prompt for one in run.sequences]
+    prompts = [one.prompt for one in run.sequences[:: options.samples]]
     plain = Run(run.config, params, options, prompts, settings.max_new_tokens, settings.seed)
     start = time.perf_counter()
     for _ in plain:
@@ -274,7 +281,7 @@ def _beside_plain(
     faster = summary["tokens_per_second"] / max(facts["tokens_per_second"], 1e-9)
     view.say(
         f"without drafts {facts['tokens_per_second']:,.1f} tokens/s, with them {faster:.2f} times "
-        f"as many; the same tokens in {same} of {len(prompts)} sequences"
+        f"as many; the same tokens in {same} of {len(run.sequences)} sequences"
     )
     names = ("tokens_per_second", "seconds", "steps", "steady")
     view.record("plain", {name: facts[name] for name in names} | {"same": same, "faster": faster})

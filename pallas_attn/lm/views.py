@@ -7,7 +7,8 @@ from typing import Any, TextIO
 import jax
 
 from pallas_attn.lm import text
-from pallas_attn.lm.decode import Run, Status
+from pallas_attn.lm.decode import Run
+from pallas_attn.lm.progress import Status
 
 
 class View:
@@ -71,6 +72,8 @@ class Json(View):
                 "tokens": one.tokens,
                 "ended": one.ended or "interrupted",
             }
+            if (samples := self._run.options.samples) > 1:
+                facts |= {"of_prompt": one.number // samples + 1, "sample": one.sample + 1}
             self.record("sequence", facts)
 
     def record(self, kind: str, facts: dict[str, Any]) -> None:
@@ -130,7 +133,7 @@ class Text(View):
             if not one.tokens and not last:
                 break
             if not self._given[n]:
-                self._write(f"--- {n + 1} of {len(self._streams)} ---\n")
+                self._write(f"--- {self._name(n)} ---\n")
                 self._write(self._tokenizer.decode(one.prompt))
             self._write(self._streams[n].add(one.tokens[self._given[n] :], last))
             self._given[n] = max(len(one.tokens), 1)
@@ -139,6 +142,12 @@ class Text(View):
             self._write("\n\n")
             self._front += 1
         self._out.flush()
+
+    def _name(self, n: int) -> str:
+        """Of a sequence, as it stands above its text."""
+        samples = self._run.options.samples
+        name = f"{n // samples + 1} of {len(self._streams) // samples}"
+        return name if samples == 1 else f"{name}, sample {n % samples + 1} of {samples}"
 
     def _write(self, piece: str) -> None:
         if not self._both:
