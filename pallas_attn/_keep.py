@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import _checks, _device, _dispatch, _transforms
-from pallas_attn._problem import LOST, Caches, KeepInputs, KeepProblem
+from pallas_attn._problem import MOST_ROWS, Caches, KeepInputs, KeepProblem
 
 Array = jax.Array
 
@@ -36,15 +36,18 @@ def keep(cache: Any, counts: int | Array, path: Array | None, implementation: st
         path = _checks.integers("path", path, wanted, (sequences, None))
         most = jnp.minimum(new, path.shape[1])
     kept = jnp.clip(counts, 0, jnp.maximum(most, 0))
-    changed = (new > 0) & (lengths >= new) & ~cache.overflowed
+    changed = (new > 0) & (lengths >= new) & (lengths <= jnp.asarray(cache.capacities, jnp.int32))
     changed &= kept < new if path is None else True
-    if cache.kind == "paged":
-        cache, shared = _without_shared_pages(cache, changed)
-        changed &= ~shared
     begin = lengths - new
+    after = begin + kept
+    if cache.kind == "paged":
+        worst = _worst_page(cache)
+        changed &= worst < _MISSING
+        after = jnp.where(worst < _SHARED, after, MOST_ROWS)
+        kept = jnp.where(worst < _SHARED, kept, 0)
     cut = dataclasses.replace(
         cache,
-        lengths=jnp.where(changed, begin + kept, lengths),
+        lengths=jnp.where(changed, after, lengths),
         new_lengths=jnp.where(changed, kept, new),
     )
     if path is None or 0 in path.shape:
@@ -56,22 +59,20 @@ def keep(cache: Any, counts: int | Array, path: Array | None, implementation: st
     )
 
 
-def _without_shared_pages(cache: Any, changed: Array) -> tuple[Any, Array]:
-    """The cache where each entry of the page table that has newest rows of a sequence to be
-    `changed`, in a page that another sequence holds too, is `LOST`; and bool[M], who has such.
+_SHARED, _MISSING = 1, 2
+
+
+def _worst_page(cache: Any) -> Array:
+    """int32[M]: whether a page of a sequence is `_MISSING`; else, whether one with newest rows is
+    `_SHARED` with another sequence. One reduction, which XLA makes one kernel of.
     """
     table, size = cache.page_table, cache.page_size
     slots = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
     begin = cache.lengths - cache.new_lengths
     newest = (slots >= (begin // size)[:, None]) & (slots * size < cache.lengths[:, None])
     holders = jnp.take(cache.holders, table, mode="clip")
-    lost = newest & changed[:, None] & (table >= 0) & (holders > 1)
-    pages = jnp.where(lost, table, cache.pages)
-    return dataclasses.replace(
-        cache,
-        page_table=jnp.where(lost, LOST, table),
-        holders=cache.holders.at[pages].add(-1, mode="drop"),
-    ), lost.any(axis=1)
+    shared = jnp.where(newest & (holders > 1), _SHARED, 0)
+    return jnp.where(cache._missing, _MISSING, shared).max(axis=1, initial=0)
 
 
 def _moved(

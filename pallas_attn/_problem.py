@@ -14,10 +14,7 @@ Array = Any
 # What numbers of a cache may carry scales.
 QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
-NO_PAGE = -1  # in a page table: nothing here yet
-LOST = (
-    -2
-)  # a page was needed here and there was none to give; it sticks until the sequence is freed
+MOST_ROWS = 2**31 - 1  # of a sequence: lengths are int32
 
 
 class AttentionInputs(NamedTuple):

@@ -63,14 +63,15 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_attn import _checks, _device, _keep, _sharding
-from pallas_attn._problem import LOST, NO_PAGE, QUANTIZED
+from pallas_attn._problem import MOST_ROWS, QUANTIZED
 from pallas_attn.context import Context, mapped_shards
 from pallas_attn.masks import saturated
 
 Array = jax.Array
 
+NO_PAGE = -1  # in a page table: nothing here yet
+LOST = -2  # a page was needed here and the pool had none; it sticks until the sequence is freed
 NOT_EXTENDED = -1  # in new_lengths
-MOST_ROWS = 2**31 - 1  # of a sequence: lengths are int32
 
 
 class KVCache:
@@ -650,10 +651,14 @@ class PagedCache(KVCache):
 
     @property
     def overflowed(self) -> Array:
+        return super().overflowed | self._missing.any(axis=1)
+
+    @property
+    def _missing(self) -> Array:
+        """bool[M, W]: entries of the page table that have rows, and no page."""
         slots = jnp.arange(self.page_table.shape[1], dtype=jnp.int32)
         needed = slots[None] * self.page_size < self.lengths[:, None]
-        there = (self.page_table >= 0) & (self.page_table < self.pages)
-        return super().overflowed | (needed & ~there).any(axis=1)
+        return needed & ~((self.page_table >= 0) & (self.page_table < self.pages))
 
     def allocate(self, rows: int | Array) -> tuple["PagedCache", Array]:
         """Take the pages for `rows` more rows of every sequence, lengths unmoved: (cache, granted
@@ -666,7 +671,7 @@ class PagedCache(KVCache):
         wanted = self.lengths + self._rows(rows)
         table, slots = self.page_table, jnp.arange(self.page_table.shape[1], dtype=jnp.int32)
         last = -(-jnp.minimum(wanted, self.capacities[0]) // self.page_size)
-        lost = (table == LOST).any(axis=1)
+        lost = (table == LOST).any(axis=1) | (self.lengths == MOST_ROWS)
         missing = (table == NO_PAGE) & (slots[None] < last[:, None]) & ~lost[:, None]
         need = missing.sum(axis=1, dtype=jnp.int32)
         order = jnp.arange(self.num_sequences, dtype=jnp.int32)
