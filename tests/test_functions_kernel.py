@@ -179,7 +179,8 @@ def lists_of(mask, case, by_keys):
         *(arrays[name] for name in "qkv"), q_offset=0, segment_ids=None, options=options
     )
     sizes = (32, 64, True) if by_keys else (32 * PARTS, 64, False, PARTS)
-    found = np.asarray(tile_lists.tiles(problem, inputs, *sizes))
+    find = jax.jit(lambda inputs: tile_lists.tiles(problem, inputs, *sizes))
+    found = np.asarray(find(inputs))
     heads = case.kv_heads if by_keys else case.q_heads
     return np.broadcast_to(found, (case.batch, heads, *found.shape[2:]))
 
@@ -257,7 +258,7 @@ def test_bounds_find_the_tiles_of_the_dense_mask(name):
     problem, inputs = _checks.attention(
         *(given[name] for name in "qkv"), q_offset=0, segment_ids=None, options=options
     )
-    found = tile_lists._bounds(problem, inputs, 64, 64)
+    found = jax.jit(lambda inputs: tile_lists._bounds(problem, inputs, 64, 64))(inputs)
     assert found is not None
     seen = np.broadcast_to(
         masks.as_function(mask).dense(301, 331, batch=2, heads=2), (2, 2, 301, 331)

@@ -199,3 +199,12 @@ class Known(NamedTuple):
     def tile(self, j: Any) -> Any:
         del j
         return self.number
+
+
+class Run(NamedTuple):
+    """A `Listed` whose tiles follow each other, so that none is read."""
+
+    first: Any
+
+    def tile(self, j: Any) -> Any:
+        return self.first + j

@@ -165,11 +165,12 @@ class Plan:
         problem, config = self.problem, self.config
         k_bytes = problem.head_dim * self.scores.bytes
         one = problem.kv_len * (k_bytes + problem.v_head_dim * self.values.bytes)
-        if self.has("q_segment_ids"):
+        ranked = self.is_listed and tile_lists.static(problem, *self.list_sizes) is None
+        if self.has("q_segment_ids") or ranked:
             fit = RANKED_L2_BYTES // one * problem.group
         elif config.l2_heads:
             return min(config.l2_heads, self.heads)
-        elif not problem.mask.bounds_right:
+        elif not (problem.mask.bounds_right or self.is_listed):
             fit = (config.grid or BLOCKS) // self.q_tiles
         else:
             fit = L2_BYTES // one * problem.group
@@ -212,7 +213,7 @@ class Plan:
 
     @property
     def is_listed(self) -> bool:
-        """Whether kv tiles are numbers in a list: see `functions.tiles`."""
+        """Whether kv tiles are numbers in a list: see `tile_lists.tiles`."""
         return self.problem.mask_program is not None
 
     @property
@@ -222,8 +223,19 @@ class Plan:
 
     @property
     def list_sizes(self) -> tuple[int, int, bool, int]:
-        """The sizes of `functions.tiles`."""
+        """The sizes of `tile_lists.tiles`."""
         return self.tile_rows, self.config.block_kv, False, self.list_parts
+
+    @functools.cached_property
+    def lists_are_runs(self) -> bool:
+        """Whether the tiles of each list are known to follow each other, as those of a band do."""
+        found = tile_lists.static(self.problem, *self.list_sizes)
+        return found is not None and tile_lists.are_runs(found, self.list_parts)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether all tiles ask which they are and lists say it: each is read a step before."""
+        return self.is_listed and self.adds_to_logits and not self.lists_are_runs
 
     @functools.cached_property
     def _parts_of_lists(self) -> frozenset[str]:

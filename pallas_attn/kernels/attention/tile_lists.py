@@ -78,6 +78,19 @@ def spans(found: np.ndarray, parts: int) -> np.ndarray:
     return np.unique(fields.reshape(-1, 4), axis=0)
 
 
+def has_two_ends(problem: AttentionProblem) -> bool:
+    """Whether tiles of some rows are known to need a mask before and after those that do not."""
+    found = static(problem, 64, 64)
+    return found is not None and bool(((found[..., 1] > 0) & (found[..., 2] > found[..., 1])).any())
+
+
+def are_runs(found: np.ndarray, parts: int) -> bool:
+    """Whether the tiles of each list follow each other, of what `static` gives."""
+    listed = found[..., first(parts) :]
+    at = np.arange(listed.shape[-1])
+    return bool((listed == listed[..., :1] + at)[at < found[..., :1]].all())
+
+
 Sizes = tuple[int, int, bool, int]  # rows, block, by_keys and parts of `tiles`
 
 

@@ -186,7 +186,7 @@ class Plan(attention_plan.Plan):
             # Long ones that begin late, in a later L2 group, leave other blocks idle. About as many
             # as there are blocks at a time.
             fit = 3 * blocks // (4 * self.kv_tiles)
-        elif not problem.mask.bounds_right:
+        elif not (problem.mask.bounds_right or self.is_listed):
             fit = blocks // self.kv_tiles
         else:
             limit = self.l2_bytes * (2 if problem.mask.bounds_left else 1)

@@ -113,7 +113,8 @@ class Config:
         mask, dim = problem.mask, max(problem.head_dim, problem.v_head_dim)
         l2_heads = tile_scheduler.l2_heads(problem, dim)
         some = mask.is_causal and not mask.bounds_left or problem.mask_program is not None
-        early = 4 if some and problem.q_len >= 4096 else 0
+        alone = problem.score_program is None and not _is_window(problem)
+        early = 4 if some and problem.q_len >= 4096 and alone else 0
         if dim <= 128 and problem.mask_program and tile_lists.reads_pairs(problem.mask_program):
             # A table of blocks, which are of 128 as a rule: each is a tile, whole or empty.
             return cls(2, block_kv=128, stages=2 if dim > 64 else 4, l2_heads=l2_heads)
@@ -132,6 +133,11 @@ class Config:
         config = cls(2, block_kv=64, stages=2, l2_heads=l2_heads)
         fits = smem_bytes(problem, config) <= SMEM_LIMIT
         return config if fits else dataclasses.replace(config, q_slots=1)
+
+
+def _is_window(problem: AttentionProblem) -> bool:
+    """Whether rows are known to need a mask at both ends of their keys, by a function."""
+    return problem.mask_program is not None and tile_lists.has_two_ends(problem)
 
 
 def _takes_wide_tiles(problem: AttentionProblem) -> bool:
@@ -330,8 +336,8 @@ def _produce_listed(ctx: Context, tile: Tile, count: Any, ends: tuple[Any, Any])
     """The kv tiles of a work tile, of a list of them, each of which is read an entry ahead. `ends`:
     how many there are, and the last.
     """
-    ring, listed = Ring.of(ctx), tile_scheduler.listed(ctx.plan, ctx.refs, tile)
-    hi, last = ends
+    ring, (hi, last) = Ring.of(ctx), ends
+    listed = tile_scheduler.listed(ctx.plan, ctx.refs, tile, (hi, last))
 
     def one_entry(e, carry):
         count, before, t = carry
@@ -435,8 +441,8 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
             same_segment = record(4 * wg + 1), record(4 * wg + 2)
         lo, listed, last = 0, None, None
         if needs is not None:
-            listed = tile_scheduler.listed(plan, refs, tile)
             hi, span, last = needs
+            listed = tile_scheduler.listed(plan, refs, tile, (span.hi, last))
         else:
             lo, hi = tile_scheduler.block_span(plan, record, tile)
             own = tile_scheduler.rows_span(plan, record, tile, wg)
@@ -646,8 +652,7 @@ def mainloop(ctx: Context, rows: Rows, slot: Any, meanwhile: Any) -> tuple[State
         return new_state, ring.after(slot), following
 
     first = span.hi - 1
-    # Where all tiles ask which they are, each is read a step before.
-    ahead = rows.kv_tile(first - 1) if plan.is_listed and plan.adds_to_logits else None
+    ahead = rows.kv_tile(first - 1) if plan.reads_ahead else None
     carry = state, ring.after(slot), ahead
     high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), first)  # full tiles end here
     low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)  # and begin here

@@ -115,8 +115,12 @@ def _listed_costs(plan: Plan) -> np.ndarray:
     return TILE_OVERHEAD + found[..., 0].mean(axis=(0, 1))
 
 
-def listed(plan: Plan, refs: Any, tile: Tile) -> functions.Listed:
-    """The kv tiles that a mask function leaves of a work tile."""
+def listed(plan: Plan, refs: Any, tile: Tile, ends: Any = None) -> Any:
+    """The kv tiles that a mask function leaves of a work tile. `ends`: how many of them there are,
+    and the last.
+    """
+    if ends is not None and plan.lists_are_runs:
+        return functions.Run(ends[1] - (ends[0] - 1))
     row = lax.div(tile.row, jnp.int32(plan.tile_rows))
     return functions.Listed.of(refs.tiles, tile.batch, tile.head, row, plan.list_parts)
 
