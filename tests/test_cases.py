@@ -27,6 +27,8 @@ ALIKE = (
     *("t_below_s", "bottom_right", "strictly_causal", "lookahead", "window_of_one"),
     *("window_t_below_s", "window_t_above_s", "kv_lengths", "documents_full", "scale"),
     *("bias_by_head", "mask_array_by_batch", "float16_full", "float32_full"),
+    *("attention_16x16", "causal_32x32", "attention_8x24", "t_equals_s", "kv_lengths_causal"),
+    *("documents", "band", "sinks"),  # segments_mixed, band_at_run_time, sinks_empty_rows
 )
 REFERENCE = tuple(
     case
