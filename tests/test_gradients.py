@@ -171,9 +171,8 @@ def test_integers_and_booleans_have_no_gradient(rng):
 
 @each_subject
 def test_rows_that_see_nothing_have_exactly_zero_gradients(rng, subject):
-    q, k, v = (
-        x.astype(jnp.dtype(subject.dtype)) for x in draw(rng, 40, 70, q_heads=2, kv_heads=1, dim=64, v_dim=64).values()
-    )
+    drawn = draw(rng, 40, 70, q_heads=2, kv_heads=1, dim=64, v_dim=64)
+    q, k, v = (x.astype(jnp.dtype(subject.dtype)) for x in drawn.values())
     do, dlse = rng.standard_normal((2, 40, 2, 64)), rng.standard_normal((2, 2, 40))
     lengths = np.array([0, 50], np.int32)
 

@@ -110,9 +110,8 @@ def test_sampled_tokens_do_not_depend_on_the_batch():
     assert found[0] != [one.tokens for one in again.sequences]
 
 
-@pytest.mark.parametrize("chunk", [1, 16])
-def test_chunks_only_change_when_the_host_looks(chunk):
-    made, plain = run(prompts(), options(chunk=chunk))[0], run(prompts(), options())[0]
+def test_chunks_only_change_when_the_host_looks():
+    made, plain = run(prompts(), options(chunk=1))[0], run(prompts(), options())[0]
     assert [one.tokens for one in made.sequences] == [one.tokens for one in plain.sequences]
 
 

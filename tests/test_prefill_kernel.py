@@ -128,8 +128,7 @@ def large(**changes) -> Case:
 
 LOWERED = {
     f"{kind}_t{q_len}_h{dim}": large(kind=kind, q_len=q_len, head_dim=dim, v_head_dim=dim)
-    for n, kind in enumerate(KINDS)
-    for q_len, dim in (((8, 128), (63, 64), (300, 256))[n], (1024, 48 + 32 * n))
+    for kind, q_len, dim in zip(KINDS, (1024, 63, 300), (48, 64, 256), strict=True)
 } | {
     # As much shared memory as there is, but for what Mosaic reduces in.
     "h80_96": large(q_len=300, head_dim=80, v_head_dim=96),
