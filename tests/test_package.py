@@ -36,10 +36,11 @@ def tree(path):
 
 _COST = """
 import sys, time
-import jax, jax.numpy
 start = time.process_time()
+import jax, jax.numpy
+between = time.process_time()
 import pallas_attn
-print(time.process_time() - start)
+print((time.process_time() - between) / (between - start))
 """
 _QUIET = """
 import os, sys
@@ -77,8 +78,8 @@ def run(code):
 
 
 def test_importing_costs_little():
-    best = min(float(run(_COST)) for _ in range(4))
-    assert best < 0.2
+    """Beside jax itself, on a machine that may be busy."""
+    assert min(float(run(_COST)) for _ in range(4)) < 0.3
 
 
 def test_importing_asks_no_device_and_reads_no_environment():
