@@ -16,6 +16,7 @@ Serving, inside a jitted step, caches updated in place:
     cache.keep                                   of the newest rows, drafts, those that stay
     decode_attention, decode_attention_with_lse  attention of the newest rows to all that is held
     DraftTree                                    drafts of a sequence that form a tree
+    Prefix, SharedPrefixes                       rows that several sequences share, read once
     Rotary, RMSNorm                              RoPE and a norm of K and q, on their way
     append_kv_arrays                             the append for those who keep their own arrays
 
@@ -35,6 +36,7 @@ from pallas_attn.decode import decode_attention, decode_attention_with_lse
 from pallas_attn.errors import Limit, UnsupportedError
 from pallas_attn.masks import CAUSAL, FULL, Mask, MaskFunction, mask_fn, sliding_window
 from pallas_attn.merge import merge_attention
+from pallas_attn.prefixes import Prefix, SharedPrefixes
 from pallas_attn.rotary import RMSNorm, Rotary
 from pallas_attn.scores import ScoreFunction, score_fn
 from pallas_attn.trees import DraftTree
@@ -52,9 +54,11 @@ __all__ = [
     "MaskFunction",
     "PagedCache",
     "PerSequenceCache",
+    "Prefix",
     "RMSNorm",
     "Rotary",
     "ScoreFunction",
+    "SharedPrefixes",
     "StackedCache",
     "UnsupportedError",
     "append_kv",

@@ -69,6 +69,9 @@ class Kernel:
         shares = getattr(self._module(), "shares_keys", None)
         return shares is not None and shares(problem)
 
+    def merges(self, problem: DecodeProblem) -> bool:
+        return getattr(self._module(), "MERGES", False) and self.limit(problem) is None
+
     def run(self, inputs: Any, problem: Problem) -> Any:
         module = self._module()
         config = _config.choose(module, problem)
@@ -278,6 +281,19 @@ def table_of(problem: Problem) -> tuple[Implementation, ...]:
 def shares_keys(chosen: Implementation, problem: AttentionProblem) -> bool:
     """Whether it reads the same k and v for several batch rows (`AttentionProblem.share`)."""
     return isinstance(chosen, Kernel) and chosen.shares_keys(problem)
+
+
+def merging(problem: DecodeProblem, implementation: str | None) -> Kernel | None:
+    """The kernel that merges the results of packed rows with others itself
+    (`DecodeProblem.merged`), if there is one.
+    """
+    for one in table_of(problem):
+        named = implementation in (None, one.name)
+        if isinstance(one, Kernel) and named and one.merges(problem):
+            if (names := _record.get()) is not None:
+                names.append(one.name)
+            return one
+    return None
 
 
 def check_name(implementation: str | None) -> None:

@@ -289,6 +289,19 @@ class DecodeInputs(NamedTuple):
     mask_left: Array | None = None
     mask_right: Array | None = None
     mask_aux: tuple[Array, ...] = ()  # what DecodeProblem.mask_program reads
+    # Where DecodeProblem.merged: int32[tokens], which row of q a packed row is; and the result of
+    # those rows over other keys
+    rows: Array | None = None
+    into: Any = None  # `Into`
+
+
+class Into(NamedTuple):
+    """Results that those of packed rows are merged with, and which packed rows are theirs."""
+
+    out: Array  # [M, t, N, Hv]
+    lse: Array  # float32[M, N, t]
+    parts: Array  # int32[levels, M * t]: which packed sequence has a row, -1 where none has
+    places: Array  # int32[levels, M * t]: which packed row it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,6 +336,9 @@ class DecodeProblem:
     # Whether the program is that of a tree of drafts: it counts q and kv from the first of the
     # q_len newest rows, and hides keys among these alone (`trees.program`).
     tree: bool = False
+    # Packed rows are copies of rows of q, and the result is that of inputs.into merged with theirs:
+    # (levels, M, t), or None
+    merged: tuple[int, int, int] | None = None
     op: str = "decode"
 
     @property

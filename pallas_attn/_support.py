@@ -176,6 +176,7 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
         "query heads a kv head": tuple({"q_heads": 8 * n} for n in (1, 4, 7, 8)),
         "tokens at once": tuple({"q_len": n} for n in (1, 4, 64)),
         "packed rows": (_PACKED,),
+        "shared_prefixes, prefix": (_CACHES[2] | {"mask": FULL} | _PACKED,),
         "packed rows over a quantised cache": tuple(
             {"cache_dtype": name, "quantized": True} | _PACKED
             for name in ("int8", "float8_e4m3fn", "float8_e5m2")

@@ -421,6 +421,9 @@ def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
     whole = [tuple(f"aux{n}_{i}" for i in range(x.ndim)) for n, x in enumerate(inputs.mask_aux)]
     axes += [("m", "t", "w")] if problem.tree else whole
     outputs = [(*rows, heads, "e"), (*rows[:-1], heads, "t")]
+    if problem.merged is not None:
+        outputs = [("im", "it", heads, "e"), ("im", heads, "it")]
+        axes += [("r",), *outputs, ("level", "ir"), ("level", "ir")]
     return _cache_call(run, leaves, axes, outputs, problem)
 
 

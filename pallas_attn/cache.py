@@ -62,10 +62,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from pallas_attn import _checks, _device, _keep, _sharding
+from pallas_attn import _checks, _device, _keep, _sharding, prefixes
 from pallas_attn._problem import MOST_ROWS, QUANTIZED
 from pallas_attn.context import Context, mapped_shards
 from pallas_attn.masks import saturated
+from pallas_attn.prefixes import SharedPrefixes
 
 Array = jax.Array
 
@@ -782,6 +783,10 @@ class PagedCache(KVCache):
             lengths=cache.lengths.at[target].set(length, mode="drop"),
             new_lengths=cache.new_lengths.at[target].set(NOT_EXTENDED, mode="drop"),
         )
+
+    def shared_prefixes(self, *, tokens: int = 1, levels: int = 2) -> SharedPrefixes:
+        """Which pages several sequences share now, found on the device: `SharedPrefixes`."""
+        return prefixes.find(self, tokens, levels)
 
     def _index(self, name: str, value: int | Array) -> Array:
         static = _checks.static_int(value)

@@ -6,18 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _cache_rows, _checks, _device, _dispatch, _transforms, trees
+from pallas_attn import _cache_rows, _checks, _device, _dispatch, _transforms, prefixes, trees
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.cache import KVCache
 from pallas_attn.masks import CAUSAL, Mask, MaskFunction
+from pallas_attn.prefixes import LEAST_BOUND, Prefix, SharedPrefixes
 from pallas_attn.rotary import RMSNorm, Rotary, changed
 from pallas_attn.trees import DraftTree
 
 Array = jax.Array
-
-# Packed rows of a sequence are up to all that there are, and up to at least so many: kernels then
-# take them alike whatever else is in the batch.
-LEAST_BOUND = 64
 
 
 def decode_attention(  # noqa: PLR0913
@@ -35,6 +32,8 @@ def decode_attention(  # noqa: PLR0913
     batch_invariant: bool = False,
     rotary: Rotary | None = None,
     norm: RMSNorm | None = None,
+    shared_prefixes: SharedPrefixes | None = None,
+    prefix: Prefix | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Attention of the newest rows of every sequence to all that its cache holds, those rows
@@ -76,6 +75,14 @@ def decode_attention(  # noqa: PLR0913
         the rotation by each row's position; in float32, rounded once, to q's dtype. With `parents`
         a draft stands as many positions after the last row before the drafts as its path has
         drafts: those of one depth have the same position.
+      shared_prefixes: what `cache.shared_prefixes(tokens=t)` found once in this step, for all
+        layers: pages that several sequences have in common are read once for all of them. The
+        result is the same up to rounding. Where a window bounds the mask's left side, over a latent
+        cache, for packed rows and with batch_invariant, each sequence reads all that it has.
+      prefix: rows of another cache that stand before those of each sequence, `Prefix(cache,
+        groups)`; each group's are read once. Every query sees all of them; `sinks` count once.
+        It takes no window, no starts, no batch_invariant and no rotary: positions here are those of
+        the sequence's own rows.
       implementation: as in `flash_attention`.
 
     Returns:
@@ -98,6 +105,8 @@ def decode_attention(  # noqa: PLR0913
         batch_invariant=batch_invariant,
         rotary=rotary,
         norm=norm,
+        shared_prefixes=shared_prefixes,
+        prefix=prefix,
         implementation=implementation,
     )[0]
 
@@ -117,6 +126,8 @@ def decode_attention_with_lse(  # noqa: PLR0913
     batch_invariant: bool = False,
     rotary: Rotary | None = None,
     norm: RMSNorm | None = None,
+    shared_prefixes: SharedPrefixes | None = None,
+    prefix: Prefix | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """`decode_attention`, with the same arguments, and the log of each row's softmax denominator.
@@ -189,7 +200,15 @@ def decode_attention_with_lse(  # noqa: PLR0913
         tree=tree is not None,
     )
     run = functools.partial(_decode, implementation=implementation)
-    if cache.context is not None:
+    merge = functools.partial(_merge, implementation=implementation)
+    if shared_prefixes is not None and prefix is not None:
+        raise ValueError("shared_prefixes: expected None beside prefix")
+    if prefix is not None:
+        other = prefixes.checked(prefix, cache, problem, rotary)
+        out, lse = prefixes.over_prefix(other, problem, inputs, (run, merge))
+    elif shared_prefixes is not None and prefixes.applies(shared_prefixes, cache, problem):
+        out, lse = prefixes.over_shared(shared_prefixes, problem, inputs, (run, merge))
+    elif cache.context is not None:
         out, lse = _cache_rows.decode(cache.context, problem, inputs, run)
     else:
         out, lse = run(problem, inputs)
@@ -231,6 +250,15 @@ def _positions(lengths: Array, rows: int, starts: Array | None, tree: DraftTree 
         return (lengths - rows)[:, None] + (at[None] if tree is None else tree.depth)
     owners = jnp.clip(_checks.owner_of_rows(starts, rows), 0, lengths.size - 1)
     return lengths[owners] - starts[owners + 1] + at
+
+
+def _merge(
+    problem: DecodeProblem, inputs: DecodeInputs, implementation: str | None
+) -> tuple[Array, Array] | None:
+    """The results of `inputs.into` with those of packed rows merged in, where a kernel does it."""
+    if 0 in problem.out_shape or (chosen := _dispatch.merging(problem, implementation)) is None:
+        return None
+    return _transforms.kept(_transforms.decode, chosen, problem, inputs)
 
 
 def _decode(

@@ -140,6 +140,21 @@ def _decode(
     return Build(target, call, (q, _cache(kind, **sizes), arrays))
 
 
+def _decode_shared(kind: str) -> Build:
+    """Keys that sequences share: pages of one cache, or rows of another before them."""
+    q = _shape("bfloat16", 16, 32, 128)
+    if kind == "paged":
+        cache = _cache("paged")
+        shared = jax.eval_shape(pa.PagedCache.shared_prefixes, cache)
+        return Build(
+            "h100", functools.partial(_decode_call, {}), (q, cache, {"shared_prefixes": shared})
+        )
+    prefix = pa.Prefix(_cache(kind), _shape("int32", 16))
+    return Build(
+        "h100", functools.partial(_decode_call, {}), (q, _cache("stacked"), {"prefix": prefix})
+    )
+
+
 _TOKENS, _STARTS = 1200, _shape("int32", 17)
 _LATENT = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shared_kv": True}
 
@@ -292,6 +307,9 @@ BUILDS: dict[str, Build] = {
     "prefill/widened_sm90/paged_int8": _decode("h100", "paged", dtype="int8", rows=64),
     # Two launches, the other of decode's kernel.
     "prefill/sm90/paged_packed": _decode("h100", "paged", rows=None),
+    # Two launches after one of decode's kernel.
+    "prefill/sm90/paged_shared": _decode_shared("paged"),
+    "prefill/sm90/stacked_prefix": _decode_shared("stacked"),
     "prefill/sm90/contiguous": _attention_sm90(
         128,
         **{"heads": (32, 8), "rows": 16, "keys": 4096, "q_offset": 4080},

@@ -199,6 +199,30 @@ FAULTS = {
         "lax.div(span.hi - span.lo, jnp.int32(config.splits))",
         TEST_SCHEDULES,
     ),
+    "partials_of_two_blocks_lie_in_one_place": Fault(
+        f"{PREFILL}/sm90.py",
+        "line = before + q_tile if share is None else unit + share.block",
+        "line = before + q_tile if share is None else unit",
+        f"{TEST_SCHEDULES} -k test_shared_parts",
+    ),
+    "a_part_is_merged_without_own_rows": Fault(
+        f"{PREFILL}/merge.py",
+        "own_sum = thread.choose(thread.nothing_yet(own_lse), zero, thread.number(1.0))",
+        "own_sum = thread.choose(thread.nothing_yet(own_lse), zero, zero)",
+        "tests/test_prefixes.py -k test_interpreted",
+    ),
+    "all_partials_of_a_part_weigh_as_the_first": Fault(
+        f"{PREFILL}/merge.py",
+        "                w = thread.of_lane(weight, n)\n",
+        "                w = thread.of_lane(weight, n * 0)\n",
+        "tests/test_prefixes.py -k test_interpreted",
+    ),
+    "the_newest_rows_are_shared": Fault(
+        "pallas_attn/prefixes.py",
+        "jnp.where(fits, (cache.lengths - tokens) // size, 0)",
+        "jnp.where(fits, cache.lengths // size, 0)",
+        "tests/test_prefixes.py -k test_what_is_shared_is_found",
+    ),
     "latent_neighbours_take_the_same_rows": Fault(
         f"{MLA}/sm90.py",
         "        head = work.head * plan.neighbours + member.number\n",

@@ -7,6 +7,7 @@ tests/test_flash_fwd_kernel.py has that of segments.
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from pallas_attn.kernels.flash_bwd import sm90_window
 from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
 from pallas_attn.kernels.flash_fwd import tile_scheduler
+from pallas_attn.kernels.prefill import merge, shares
 from pallas_attn.kernels.prefill import sm90 as prefill
 from pallas_attn.kernels.prefill.plan import Plan as PrefillPlan
 from pallas_attn.lm.kernels import linear
@@ -210,6 +212,75 @@ def test_prefill(seed):
         length = case.lengths[m]
         seen = case.mask.dense(end - first, length, q_offset=length - case.q_len + first)
         assert set(np.flatnonzero(seen.any(axis=0)) // 64) <= set(found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shared_parts(seed):
+    """Each kv tile of each q tile of each part once, in partials of different numbers, which are
+    those that `merge` reads; no block has much more than another.
+    """
+    rng = np.random.default_rng(seed)
+    parts, kv_heads, group = 11, int(rng.integers(1, 4)), int(rng.choice((1, 4, 7, 12)))
+    counts = rng.integers(2, 60, parts) * (rng.random(parts) < 0.7) * (seed < 3)
+    lengths = rng.integers(-5, 900, parts)
+    case = decode_cases.Case(
+        kind="paged", lengths=(0,) * parts, capacity=904, page_size=8,
+        kv_heads=kv_heads, q_heads=kv_heads * group, mask=FULL,
+    )  # fmt: skip
+    tokens = int(counts.sum()) + 5
+    merged = {"tokens": tokens, "q_len": tokens, "merged": (1, tokens, 1)}
+    config = prefill.Config(int(rng.integers(1, 4)), 64, grid=int(rng.choice((1, 7, 40, 132))))
+    plan = PrefillPlan.of(dataclasses.replace(case.problem, **merged), config)
+    starts = np.cumsum([0, *counts])
+    q_tiles = np.array([plan.q_tiles_of(int(n), lambda x, y: x // y) for n in counts])
+    kv_tiles = -(-np.maximum(lengths, 1) // 64)
+    before = [np.cumsum([0, *x]) for x in (q_tiles, q_tiles * kv_tiles)]
+    sums = shares.Sums(*(jnp.asarray(x, jnp.int32) for x in before))
+    refs = no_arrays(prefill.Refs)._replace(
+        lengths=jnp.asarray(lengths, jnp.int32), starts=jnp.asarray(starts, jnp.int32)
+    )
+    ctx = Context(plan, refs, types.SimpleNamespace(sums=sums))
+
+    @jax.jit
+    def of_blocks(blocks):
+        share = jax.vmap(functools.partial(shares.share_of, ctx))(blocks)
+        unit = lambda n, share: prefill._unit_of(ctx, share.q_tile + n, share)  # noqa: E731
+        numbers = jnp.arange(int(q_tiles.sum()) * kv_heads + 1, dtype=jnp.int32)
+        return share, jax.vmap(lambda one: jax.vmap(lambda n: unit(n, one))(numbers))(share)
+
+    share, units = jax.tree.map(np.asarray, of_blocks(jnp.arange(plan.grid, dtype=jnp.int32)))
+    found, partials = [], {}
+    for block, number in ((b, n) for b in range(plan.grid) for n in range(share.units[b])):
+        one = jax.tree.map(lambda x: x[block, number], (units.m, units.kv_head, units.q_tile))  # noqa: B023
+        line = int(units.line[block, number])
+        assert line not in partials and line < plan.most_q_tiles + plan.grid
+        partials[line] = (tuple(map(int, one)), block)
+        lo, hi = units.span.lo[block, number], units.span.hi[block, number]
+        found += [(*map(int, one), t) for t in range(lo, hi)]
+    assert sorted(found) == sorted(
+        (m, head, q, t)
+        for m in range(parts)
+        for head, q, t in np.ndindex(kv_heads, q_tiles[m], -(-max(lengths[m], 0) // 64))
+    )
+    steps = share.end - share.first
+    assert steps.sum() == kv_heads * before[1][-1]
+    assert not steps.any() or np.ptp(steps[steps > 0]) <= 1
+    thread, total = types.SimpleNamespace(select=np.where, maximum=np.maximum), steps.sum()
+    div, blocks = (lambda x, y: x // y), plan.grid
+    if total:
+        blocks = shares.blocks_of(plan, before[0][-1] * kv_heads, total, div, np.clip)
+    each, more = divmod(total, blocks)
+    every = [(m, *x) for m in range(parts) for x in np.ndindex(kv_heads, q_tiles[m])]
+    for m, head, q in every:
+        number = before[0][m] * kv_heads + head * q_tiles[m] + q
+        begin = before[1][m] * kv_heads + (head * q_tiles[m] + q) * kv_tiles[m]
+        first, last = (
+            int(merge._block_of(thread, x, max(each, 1), more))
+            for x in (begin, begin + kv_tiles[m] - 1)
+        )
+        own = (m, head, q_tiles[m] - 1 - q)
+        read = {partials.get(int(number) + block) for block in range(first, last + 1)}
+        assert read == {(own, block) for block in range(first, last + 1)}
 
 
 LATENT = {

@@ -182,6 +182,11 @@ class BlockOfThreads:
         value = np.ascontiguousarray(value).view(word).reshape(-1)
         self.store(ref, index, value, 4 * len(values), where)
 
+    def load_narrow(self, ref, index, dtype):
+        words = self.memory.load(ref, np.broadcast_to(index, 128), 8, self.ids)
+        numbers = np.ascontiguousarray(words).view(jnp.dtype(dtype)).reshape(128, 4)
+        return list(numbers.astype(np.float32).T)
+
     def store_narrow(self, ref, index, values, dtype, where):
         value = np.stack([np.broadcast_to(np.float32(x), 128) for x in values], axis=1)
         value = np.ascontiguousarray(value.astype(jnp.dtype(dtype))).view(np.int64).reshape(-1)

@@ -165,6 +165,13 @@ class Thread(mosaic.Thread):
             packed = vector.insert(word.value, packed, [], [i])
         self.store(ref, index, Int(packed), 16, where)
 
+    def load_narrow(self, ref: Ref, index: Int, dtype: Any) -> list[Float]:
+        """4 numbers of a 16-bit dtype, a word of 8 bytes, as floats."""
+        kind = utils.dtype_to_ir_type(jnp.dtype(dtype))
+        word = llvm.bitcast(ir.VectorType.get((4,), kind), self.load(ref, index, 8).value)
+        numbers = [vector.extract(word, [], [i]) for i in range(4)]
+        return [Float(arith.extf(ir.F32Type.get(), x)) for x in numbers]
+
     def store_narrow(
         self, ref: Ref, index: Int, values: list[Float], dtype: Any, where: Int
     ) -> None:

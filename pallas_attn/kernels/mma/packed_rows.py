@@ -34,14 +34,14 @@ class Place(NamedTuple):
     heads: Scalar
 
 
-def load(q: Ref, to: Ref, slot: Scalar, at: Place, plan: Any) -> None:
+def load(q: Ref, to: Ref, slot: Scalar, at: Place, plan: Any, rows: Ref | None = None) -> None:
     """Asks for the tile's rows of q [tokens, N, H] in slot `slot` of `to`, zeros where there are
-    none. They are there when `wait` says so.
+    none. They are there when `wait` says so. `rows`: int32[tokens], which row of q each one is.
     """
     width, swizzle, head_rows = plan.k_width, plan.k_swizzle, plan.head_rows
     (_, q_heads, dim), chunks, across = q.shape, width // 8, swizzle // 16
 
-    def code(q, to, slot, at):
+    def code(q, to, slot, at, *rows):
         thread = threads.WarpgroupThread()
         slot, at = _int_of(slot), Place(*map(_int_of, at))
         for first in range(0, ROWS * chunks, mosaic.THREADS):
@@ -50,6 +50,7 @@ def load(q: Ref, to: Ref, slot: Scalar, at: Place, plan: Any) -> None:
             own, head = row % head_rows, row // head_rows
             there = (own < at.live) & (head < at.heads) & (chunk < dim // 8)
             token = thread.select(there, at.row + own, 0)
+            token = thread.load(rows[0], token, 4) if rows else token
             head = thread.select(there, at.head + head, 0)
             source = (thread.wide(token) * q_heads + thread.wide(head)) * (dim // 8)
             source = source + thread.wide(thread.select(there, chunk, 0))
@@ -61,18 +62,22 @@ def load(q: Ref, to: Ref, slot: Scalar, at: Place, plan: Any) -> None:
             thread.copy_async(Word(to, slot * (ROWS * chunks) + place), Word(q, source), there)
         thread.commit_copies()
 
-    def twin(q, to, slot, at):
+    def twin(q, to, slot, at, *rows):
         row, live, head, heads = map(int, at)
         tile = np.zeros((ROWS, width), to.dtype)
         for r in range(ROWS):
             if r % head_rows < live and r // head_rows < heads:
-                tile[r, :dim] = q[row + r % head_rows, head + r // head_rows]
+                token = row + r % head_rows
+                token = int(rows[0][token]) if rows else token
+                tile[r, :dim] = q[token, head + r // head_rows]
         to[int(slot)] = tile
 
     tiled: Any = plgpu.TilingTransform
     swizzled: Any = plgpu.SwizzleTransform
     room = plgpu.RefType(transforms=(tiled((8, swizzle // 2)), swizzled(swizzle)))
-    inline(code, twin, (q, to, slot, tuple(at)), (REF, room, SCALAR, (SCALAR,) * 4), None)
+    given = () if rows is None else (rows,)
+    kinds = (REF, room, SCALAR, (SCALAR,) * 4, *(REF for _ in given))
+    inline(code, twin, (q, to, slot, tuple(at), *given), kinds, None)
 
 
 def wait(left: int) -> None:

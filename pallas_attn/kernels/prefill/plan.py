@@ -94,6 +94,11 @@ class Plan(attention_plan.Plan):
         return self.cache is not None and self.cache.packed
 
     @property
+    def merged(self) -> bool:
+        """Whether the results are merged with others, and blocks share out kv tiles (`shares`)."""
+        return self.cache is not None and self.cache.merged is not None
+
+    @property
     def fewest(self) -> int:
         """Packed rows of a sequence that this launch serves, at least."""
         return 1 if self.cache is None else self.cache.fewest
@@ -123,11 +128,23 @@ class Plan(attention_plan.Plan):
         of packed rows the kv head, with the q tiles of all sequences, of which there are never more
         than if each had one beside those of all rows.
         """
+        if self.merged:  # no q tile and no block has one alone
+            return 1, (self.most_q_tiles + self.grid) * self.config.warpgroups
         if not self.packed:
             return self.problem.batch * self.problem.kv_heads, self.padded_wg_tiles
         most = (self.wg_tiles // self.config.warpgroups) + 1
         chunks = self.problem.batch * (self.head_chunks // self.config.warpgroups + 2)
         return self.problem.kv_heads, (most + chunks) * self.config.warpgroups
+
+    @property
+    def most_q_tiles(self) -> int:
+        """Of packed rows: of all sequences and kv heads, where each has as many idle rows as can
+        be.
+        """
+        block, chunks = self.head_rows * self.config.warpgroups, self.head_chunks
+        idle = (self.head_rows - 1) * chunks + block - self.head_rows
+        rows = self.problem.q_len * chunks + self.problem.batch * idle
+        return self.problem.kv_heads * (rows // block)
 
     @property
     def padded_wg_tiles(self) -> int:
@@ -210,6 +227,15 @@ class Plan(attention_plan.Plan):
     def copies(self) -> int:
         """Copies that bring a tile of K, and as many for V."""
         return self.config.block_kv // self.page_rows
+
+    def in_rows(self, lse: Any) -> Any:
+        """[M, K, warpgroup tiles, 64] -> [M, N, t]."""
+        (m, kv_heads), heads, rows = lse.shape[:2], self.tile_heads, self.head_rows
+        lse = lse[:, :, : self.wg_tiles, : heads * rows]
+        lse = lse.reshape(m, kv_heads, -1, self.head_chunks, heads, rows)
+        lse = lse.transpose(0, 1, 3, 4, 2, 5).reshape(m, kv_heads, self.head_chunks * heads, -1)
+        lse = lse[:, :, : self.problem.group, : self.problem.q_len]
+        return lse.reshape(m, -1, self.problem.q_len)
 
     def row_positions(self, rows: int, first: Any) -> Any:
         within = mosaic.filled((rows,), self.head_rows - 1, jnp.int32)  # of a power of 2

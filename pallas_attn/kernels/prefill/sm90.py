@@ -54,7 +54,7 @@ from pallas_attn.kernels.flash_fwd.sm90 import (
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import packed_rows
-from pallas_attn.kernels.prefill import combine, tile_count
+from pallas_attn.kernels.prefill import combine, merge, shares, tile_count
 from pallas_attn.kernels.prefill.plan import BLOCKS, Plan
 
 # Of a thread, by consumer warpgroups: (consumer, producer). A producer that looks up pages, or
@@ -63,6 +63,7 @@ REGISTERS = {1: (240, 32), 2: (232, 40), 3: (160, 32)}
 REGISTERS_OF_TABLES = {1: (240, 64), 2: (224, 56), 3: (152, 56)}
 MOST_SPLITS = 32  # a lane of `combine` has one
 MOST_ARRAYS = 32  # separate caches: each takes two tensor maps, which compile slowly
+MERGES = True  # takes `DecodeProblem.merged`
 FEW_ROWS = 16  # rows of a kv head up to which decoding by mma.sync is faster
 
 
@@ -95,9 +96,22 @@ class Config:
         """The number of consumers and of splits that should take the least time where all sequences
         are full, and as many stages as there is room for.
         """
+        if problem.merged is not None:
+            return _of_shares(problem)
         if problem.tokens is not None:  # few others change much
             problem = cache_layout.of_one_sequence(problem)
         return fastest(functools.partial(Plan.of, problem), max(problem.capacities))
+
+
+def _of_shares(problem: DecodeProblem) -> Config:
+    """Where blocks share out kv tiles: consumers for the rows that a level has at most."""
+    assert problem.merged is not None
+    _, sequences, tokens = problem.merged
+    rows = sequences * tokens * problem.q_heads // problem.kv_heads
+    dim = max(problem.head_dim, problem.v_head_dim)
+    config = Config(1 if rows <= ROWS else 2, 128 if dim <= 128 else 64, q_slots=1)
+    deeper = (dataclasses.replace(config, stages=n) for n in range(6, 1, -1))
+    return next((one for one in deeper if smem_bytes(problem, one) <= SMEM_LIMIT), config)
 
 
 def fastest(plan_of: Callable[[Config], Plan], keys: int) -> Config:
@@ -152,7 +166,8 @@ def limit(problem: DecodeProblem) -> Limit | None:
     if problem.shared_kv or problem.batch_invariant:
         return Limit("it takes no latent cache and no batch_invariant", "leave implementation=None")
     group = problem.q_heads // problem.kv_heads
-    if problem.packed and scheduler.by_rows(problem)[1] is None:
+    few = problem.merged is None
+    if few and problem.packed and scheduler.by_rows(problem)[1] is None:
         return Limit("few packed rows are decoded in one launch", "leave implementation=None")
     if not problem.packed and problem.q_len * group <= FEW_ROWS:
         return Limit("few query rows are faster without it", "leave implementation=None")
@@ -248,6 +263,7 @@ class Refs(NamedTuple):
     q_offset: Any = None  # int32[M]: of contiguous keys, as the next
     q_lengths: Any = None  # int32[M]
     starts: Any = None  # int32[M + 1], where rows are packed
+    rows: Any = None  # int32[tokens]: of q, where packed rows are copies of them
     results: tuple[Any, ...] = ()  # written: out and lse, or partials
     units: Any = None  # powers of 2, which the mainloop asks for
     mask_aux: Any = ()  # what a function of positions reads: `functions.flat`
@@ -277,16 +293,16 @@ def _divided(n: Any, by: int) -> tuple[Any, Any]:
     return lax.div(n, jnp.int32(by)), lax.rem(n, jnp.int32(by))
 
 
-def _unit_of(ctx: Context, number: Any) -> Unit:
+def _unit_of(ctx: Context, number: Any, share: shares.Share | None = None) -> Unit:
     plan, refs = ctx.plan, ctx.refs
     problem, config = plan.problem, plan.config
     q_tiles: Any = plan.q_tiles
     q_len: Any = problem.q_len
-    packed = {}
+    packed, unit = {}, number
     if plan.packed:
-        m = tile_count.sequence_of(ctx, number)
-        before, first = ctx.smem.sums[m], refs.starts[m]
-        q_tiles = jnp.maximum(ctx.smem.sums[m + 1] - before, 1)  # 0 only where there is no unit
+        m, sums = tile_count.sequence_of(ctx, number), tile_count.sums_of(ctx)
+        before, first = sums[m], refs.starts[m]
+        q_tiles = jnp.maximum(sums[m + 1] - before, 1)  # 0 only where there is no unit
         q_len = refs.starts[m + 1] - first
         number = number - before * (problem.kv_heads * config.splits)
     head, rest = _divided(number, q_tiles * config.splits)
@@ -294,7 +310,8 @@ def _unit_of(ctx: Context, number: Any) -> Unit:
     q_tile = q_tiles - 1 - q_tile  # the last rows see most
     if plan.packed:
         kv_head = head
-        packed = {"first": first, "count": q_len, "line": before + q_tile}
+        line = before + q_tile if share is None else unit + share.block
+        packed = {"first": first, "count": q_len, "line": line}
     else:
         m, kv_head = _divided(head, problem.kv_heads)
     length, bad = _keys_of(plan, refs, m)
@@ -318,6 +335,9 @@ def _unit_of(ctx: Context, number: Any) -> Unit:
         part = lax.div(span.hi - span.lo + (config.splits - 1), jnp.int32(config.splits))
         lo = jnp.minimum(span.lo + split * part, span.hi)
         span = span._replace(lo=lo, hi=jnp.minimum(lo + part, span.hi))
+    if share is not None:
+        lo, hi = (jnp.minimum(x, span.hi) for x in shares.kv_tiles_of(ctx, m, unit, share))
+        span = span._replace(lo=lo, hi=hi)
     tile = Tile(m, kv_head, row, q_offset, q_len, length, mask)
     return Unit(m, kv_head, q_tile, split, tile, span, bad, **packed)
 
@@ -387,9 +407,10 @@ def _produce(ctx: Context, block_id: Any) -> None:
     """K and V of every unit of the block, in the order in which consumers use them."""
     plan, refs, smem = ctx
     stages, block, ring = plan.config.stages, plan.config.block_kv, Ring.of(ctx)
+    units = tile_count.units_of(ctx, block_id)
 
     def one_unit(i, count):
-        unit = _unit_of(ctx, block_id + i * plan.grid)
+        unit = _unit_of(ctx, units.number(i), units.share)
         tiles = unit.span.hi - unit.span.lo
 
         def entry(e, count):
@@ -412,7 +433,7 @@ def _produce(ctx: Context, block_id: Any) -> None:
 
         return lax.fori_loop(0, jnp.where(tiles > 0, tiles + 1, 0), entry, count)
 
-    lax.fori_loop(0, tile_count.units_of(ctx, block_id), one_unit, jnp.int32(0))
+    lax.fori_loop(0, units.count, one_unit, jnp.int32(0))
 
 
 def _arrive(barrier: Any, times: int) -> None:
@@ -521,7 +542,7 @@ def _load_q(ctx: Context, unit: Unit, wg: Any, slot: Any) -> None:
     plan, refs, smem = ctx
     own, rows = _wg_tile_of(plan, unit, wg), plan.head_rows
     if plan.packed:
-        packed_rows.load(refs.q, smem.q, slot, _place_of(plan, unit, own), plan)
+        packed_rows.load(refs.q, smem.q, slot, _place_of(plan, unit, own), plan, refs.rows)
         return
     for n in range(plan.tile_heads):
         head = jnp.minimum(own.head + n, plan.problem.q_heads - 1)
@@ -542,18 +563,18 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
     def load_q(i):
         last = tile_count.all_units(ctx) - 1
         last = jnp.maximum(last, 0) if plan.packed else last
-        unit = _unit_of(ctx, jnp.minimum(block_id + i * plan.grid, last))
+        unit = _unit_of(ctx, jnp.minimum(units.number(i), last), units.share)
         if plan.packed:  # also where there is none: groups of copies are counted
             plgpu.commit_smem()  # by now all warps have read what lies there
-            none = jnp.where(i < units, unit.count, 0)
+            none = jnp.where(i < units.count, unit.count, 0)
             _load_q(ctx, unit._replace(count=none), wg, q_slot(i))
             return
-        pl.when(i < units)(lambda: _load_q(ctx, unit, wg, q_slot(i)))
+        pl.when(i < units.count)(lambda: _load_q(ctx, unit, wg, q_slot(i)))
 
     load_q(jnp.int32(0))
 
     def one_unit(i, slot):
-        unit = _unit_of(ctx, block_id + i * plan.grid)
+        unit = _unit_of(ctx, units.number(i), units.share)
         own, lost = _wg_tile_of(plan, unit, wg), _is_lost(ctx, unit, wg)
         if config.q_slots > 1:
             load_q(i + 1)
@@ -577,12 +598,12 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
         if plan.has("q_lengths"):
             result = _live_rows(plan, unit, own, result)
         whole = _store_packed if plan.packed else _store
-        epilogue = _store_partial if config.splits > 1 else whole
+        epilogue = _store_partial if config.splits > 1 or plan.merged else whole
         end = Ending(unit, own, wg, jnp.where(lost, jnp.nan, 0.0))
         pl.when(own.there)(lambda: epilogue(ctx, end, result))
         return slot
 
-    lax.fori_loop(0, units, one_unit, jnp.int32(0))
+    lax.fori_loop(0, units.count, one_unit, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -611,8 +632,8 @@ def _live_rows(plan: Plan, unit: Unit, own: WgTile, result: Result) -> Result:
 
 def _store_partial(ctx: Context, end: Ending, result: Result) -> None:
     """The accumulator, the row max and the row sum, for `combine`."""
-    accs, row_maxes, row_sums = ctx.refs.results
-    head = end.unit.kv_head
+    accs, row_maxes, row_sums = ctx.refs.results[:3]
+    head = 0 if ctx.plan.merged else end.unit.kv_head
     if not ctx.plan.packed:
         head = head + end.unit.m * ctx.plan.problem.kv_heads
     at = (end.unit.split, head, end.own.number)
@@ -678,7 +699,7 @@ def _kernel(refs: Refs, *rest: Any, plan: Plan) -> None:
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     ctx = Context(plan, refs._replace(results=tuple(results)), smem)
     if plan.packed:
-        tile_count.fill(ctx, wg)
+        tile_count.fill(ctx, wg, block_id)
     produce = functools.partial(_produce, ctx, block_id)
     consume = functools.partial(_consume, ctx, block_id, wg)
     consumers = plan.config.warpgroups
@@ -694,6 +715,8 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
     """
     if not problem.packed:
         return _launch(inputs, None, problem, config)
+    if problem.merged is not None:
+        return _launch(inputs._replace(into=None), inputs.into, problem, config)
     few, rest = scheduler.by_rows(problem)
     results = decode_sm90.launch(inputs, few, decode_sm90.Config.default(few))
     return _launch(inputs, results, rest, config)
@@ -715,10 +738,12 @@ def launch(plan: Plan, refs: Refs, into: Any = None) -> tuple[Any, Any]:
     problem, config = plan.problem, plan.config
     of, tiles = jax.ShapeDtypeStruct, (problem.batch, problem.kv_heads, plan.padded_wg_tiles)
     results: tuple[Any, ...]
-    if config.splits > 1:
+    if config.splits > 1 or plan.merged:
         slots = (config.splits, *plan.partial_tiles, ROWS)
         shapes = ((*slots, plan.v_width), slots, slots)
         results = tuple(of(shape, jnp.float32) for shape in shapes)
+        if plan.merged:
+            results += (of((2, plan.table_size), jnp.int32),)
     elif plan.packed:
         results = ()
     else:
@@ -735,6 +760,8 @@ def launch(plan: Plan, refs: Refs, into: Any = None) -> tuple[Any, Any]:
         compiler_params=mosaic.without_barriers(),
         kernel_name="prefill_sm90",
     )
+    if plan.merged:
+        return merge.run(plan, kernel(refs), refs.starts, into)
     if config.splits > 1:
         return combine.run(plan, kernel(refs), refs, into)
     if into is not None:
@@ -742,17 +769,7 @@ def launch(plan: Plan, refs: Refs, into: Any = None) -> tuple[Any, Any]:
         kernel(refs, *written)
         return jax.freeze(written[0]), jax.freeze(written[1])
     out, lse = kernel(refs)
-    return out[:, : problem.q_len], _in_rows(plan, lse)
-
-
-def _in_rows(plan: Plan, lse: Any) -> Any:
-    """[M, K, warpgroup tiles, 64] -> [M, N, t]."""
-    (m, kv_heads), heads, rows = lse.shape[:2], plan.tile_heads, plan.head_rows
-    lse = lse[:, :, : plan.wg_tiles, : heads * rows]
-    lse = lse.reshape(m, kv_heads, -1, plan.head_chunks, heads, rows).transpose(0, 1, 3, 4, 2, 5)
-    lse = lse.reshape(m, kv_heads, plan.head_chunks * heads, -1)
-    lse = lse[:, :, : plan.problem.group, : plan.problem.q_len]
-    return lse.reshape(m, -1, plan.problem.q_len)
+    return out[:, : problem.q_len], plan.in_rows(lse)
 
 
 def _refs(plan: Plan, inputs: DecodeInputs) -> Refs:
@@ -778,4 +795,5 @@ def _refs(plan: Plan, inputs: DecodeInputs) -> Refs:
         mask_right=cache_layout.scalar_operand(inputs.mask_right),
         starts=inputs.starts,
         mask_aux=functions.flat(inputs.mask_aux),
+        rows=inputs.rows,
     )

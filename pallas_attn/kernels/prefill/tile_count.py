@@ -11,6 +11,7 @@ from jax import lax
 from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.prefill import shares
 
 Ref = Any
 
@@ -42,12 +43,18 @@ def count(thread: threads.Thread, refs: Tiles, at: Any, *, plan: Any) -> None:
 
 
 def sum_type(plan: Any) -> Any:
+    if plan.merged:
+        return shares.sums_type(plan)
     return plgpu.SMEM((plan.table_size,), jnp.int32)
+
+
+def sums_of(ctx: Context) -> Ref:
+    return ctx.smem.sums.q_tiles if ctx.plan.merged else ctx.smem.sums
 
 
 def sequence_of(ctx: Context, number: Any) -> Any:
     """The sequence of a unit of packed rows."""
-    plan, sums = ctx.plan, ctx.smem.sums
+    plan, sums = ctx.plan, sums_of(ctx)
     tile = lax.div(number, jnp.int32(plan.problem.kv_heads * plan.config.splits))
     return scheduler.last_within(sums, plan.problem.batch - 1, tile)
 
@@ -57,17 +64,35 @@ def all_units(ctx: Context) -> Any:
     plan, problem = ctx.plan, ctx.plan.problem
     if not plan.packed:
         return plan.units
-    return ctx.smem.sums[problem.batch] * (problem.kv_heads * plan.config.splits)
+    return sums_of(ctx)[problem.batch] * (problem.kv_heads * plan.config.splits)
 
 
-def units_of(ctx: Context, block_id: Any) -> Any:
-    """How many units a block has."""
+class Units(NamedTuple):
+    """Those of a block: `count` from `first` on, each `step` after the last."""
+
+    first: Any
+    step: int
+    count: Any
+    share: shares.Share | None = None  # which parts of them, where blocks share out kv tiles
+
+    def number(self, i: Any) -> Any:
+        return self.first + i * self.step
+
+
+def units_of(ctx: Context, block_id: Any) -> Units:
     plan = ctx.plan
-    return lax.div(all_units(ctx) - block_id + (plan.grid - 1), jnp.int32(plan.grid))
+    if plan.merged:
+        share = shares.share_of(ctx, block_id)
+        return Units(share.q_tile, 1, share.units, share)
+    count = lax.div(all_units(ctx) - block_id + (plan.grid - 1), jnp.int32(plan.grid))
+    return Units(block_id, plan.grid, count)
 
 
-def fill(ctx: Context, wg: Any) -> None:
+def fill(ctx: Context, wg: Any, block_id: Any) -> None:
     """The q tiles of each sequence, by one warpgroup for all."""
+    if ctx.plan.merged:
+        shares.fill(ctx, wg, block_id)
+        return
     plan, refs, smem = ctx
 
     @pl.when(wg == 0)

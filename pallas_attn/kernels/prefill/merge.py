@@ -1,0 +1,226 @@
+"""The results of some rows over keys of their own, and the partials that blocks left of the same
+rows over keys that they share with others: one result. A warp has a query row of one head, and its
+lanes the columns.
+
+A block has four heads of one query row. What it reads of partials begins with the row's q tile,
+whose steps tell which blocks had some of them (`shares`).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+
+from pallas_attn.kernels.attention import softmax
+from pallas_attn.kernels.attention.plan import ROWS
+from pallas_attn.kernels.lang import threads
+from pallas_attn.kernels.prefill import shares
+from pallas_attn.kernels.prefill.plan import Plan
+
+LANES = 32
+FOUR = 4  # columns of a lane
+AT_ONCE = 8  # partials that a warp loads together
+
+
+class Refs(NamedTuple):
+    accs: Any  # float32[partials, warpgroups, 64, Hv], not divided
+    row_maxes: Any  # float32[partials, warpgroups, 64], in log2 units
+    row_sums: Any
+    sums: Any  # int32[2, plan.table_size]: `shares.Sums`
+    starts: Any  # int32[packed sequences + 1]
+    parts: Any  # `_problem.Into`
+    places: Any
+    own: Any  # [M, t, N, Hv]
+    own_lse: Any  # float32[M, N, t]
+    out: Any = None
+    lse: Any = None
+
+
+class _Row(NamedTuple):
+    """The query row and the head of a warp."""
+
+    token: Any  # of all M * t
+    head: Any
+    exists: Any
+
+
+class _Part(NamedTuple):
+    """Which packed sequence has the row, and which packed row it is."""
+
+    number: Any
+    place: Any
+
+
+class _Partials(NamedTuple):
+    """Where the partials of a row lie: number p of `count` at line `first + p * pitch`."""
+
+    first: Any
+    count: Any
+    most: Any  # the most that any head of the block has
+
+
+def _partials(thread: threads.Thread, refs: Refs, row: _Row, at: _Part, plan: Plan) -> _Partials:
+    problem, m, zero = plan.problem, at.number, thread.index * 0
+    heads, wgs = problem.kv_heads, plan.config.warpgroups
+    start, end = (thread.load(refs.starts, m + n, 4) for n in (0, 1))
+    own = at.place - start
+    kv_head, within = row.head // problem.group, row.head % problem.group
+    wg_tile = own // plan.head_rows * plan.head_chunks + within // plan.tile_heads
+    line = within % plan.tile_heads * plan.head_rows + own % plan.head_rows
+
+    def before(table: int, at: Any) -> Any:
+        return thread.load(refs.sums, at + table * plan.table_size, 4)
+
+    def clip(x: Any, low: int, high: Any) -> Any:
+        return thread.minimum(thread.maximum(x, low), high)
+
+    tiles, steps, total = before(0, m), before(1, m), before(1, zero + problem.batch) * heads
+    q_tiles = thread.maximum(plan.q_tiles_of(end - start, lambda x, y: x // y), 1)
+    kv_tiles = (before(1, m + 1) - steps) // q_tiles
+    q_tile = kv_head * q_tiles + (q_tiles - 1 - wg_tile // wgs)
+    blocks = shares.blocks_of(plan, before(0, zero + problem.batch) * heads, total, _div, clip)
+    each = thread.maximum(total // blocks, 1)
+    more = total - total // blocks * blocks
+    step = steps * heads + q_tile * kv_tiles
+    first, last = (_block_of(thread, x, each, more) for x in (step, step + kv_tiles - 1))
+    number = (tiles * heads + q_tile + first) * wgs + wg_tile % wgs
+    most = thread.minimum((kv_tiles + (each - 1)) // each + 1, plan.grid)
+    return _Partials(number * ROWS + line, last - first + 1, most)
+
+
+def _merged(
+    thread: threads.Thread,
+    refs: Refs,
+    row: _Row,
+    columns: list,
+    plan: Plan,
+    part: _Part,
+    carry: list,
+) -> list:
+    """[row max, row sum, columns of the output] with the partials of a part added."""
+    at, lane = _partials(thread, refs, row, part, plan), thread.index % LANES
+    zero, nothing = thread.number(0.0), thread.number(float("-inf"))
+    pitch = plan.config.warpgroups * ROWS
+
+    def trip(number: Any, carry: list) -> list:
+        row_max, row_sum, *sums = carry
+        p = number * LANES + lane
+        there = p < at.count
+        place = thread.select(there, at.first + p * pitch, at.first)
+        own_max, own_sum = (
+            thread.load_floats(ref, thread.wide(place), 1)[0]
+            for ref in (refs.row_maxes, refs.row_sums)
+        )
+        own_max = thread.choose(there, own_max, nothing)
+        own_sum = thread.choose(there, own_sum, zero)
+        highest = thread.highest(row_max, thread.warp_highest(own_max))
+        base = thread.choose(thread.nothing_yet(highest), zero, highest)
+        rescale, weight = thread.exp2(row_max - base), thread.exp2(own_max - base)
+        row_sum = row_sum * rescale + thread.warp_sum(weight * own_sum)
+        sums = [x * rescale for x in sums]
+
+        def some(first: Any, sums: list) -> list:
+            numbers = [first * AT_ONCE + i for i in range(AT_ONCE)]
+            lines = [
+                thread.wide(thread.of_lane(place, n)) * (plan.v_width // FOUR) for n in numbers
+            ]
+            loaded = [
+                sum((thread.load_floats(refs.accs, x + thread.wide(c), FOUR) for c in columns), [])
+                for x in lines
+            ]
+            for n, found in zip(numbers, loaded, strict=True):
+                w = thread.of_lane(weight, n)
+                none = thread.is_zero(w)  # what a partial without a key holds may be anything
+                found = [thread.choose(none, zero, x) for x in found]
+                sums = [x + w * y for x, y in zip(sums, found, strict=True)]
+            return sums
+
+        left = thread.minimum(at.most - number * LANES, LANES)
+        return [highest, row_sum, *thread.loop((left + (AT_ONCE - 1)) // AT_ONCE, sums, some)]
+
+    return thread.loop((at.most + (LANES - 1)) // LANES, carry, trip)
+
+
+def _div(x: Any, y: Any) -> Any:
+    return x // y
+
+
+def _block_of(thread: threads.Thread, step: Any, each: Any, more: Any) -> Any:
+    """The block that has a step."""
+    within = more * (each + 1)
+    later = more + thread.maximum(step - within, 0) // each
+    return thread.select(step < within, step // (each + 1), later)
+
+
+def _sizes(plan: Plan) -> tuple[int, int]:
+    """Levels, and query rows of all sequences."""
+    assert plan.cache is not None and plan.cache.merged is not None
+    levels, sequences, tokens = plan.cache.merged
+    return levels, sequences * tokens
+
+
+def _warp(thread: threads.Thread, refs: Refs, block: Any, plan: Plan) -> None:
+    problem = plan.problem
+    levels, tokens = _sizes(plan)
+    t = plan.cache.merged[2]  # type: ignore[union-attr,index]
+    across = -(-problem.q_heads // threads.WARPS)
+    head = block % across * threads.WARPS + thread.index // LANES
+    exists = head < problem.q_heads
+    row = _Row(block // across, thread.minimum(head, problem.q_heads - 1), exists)
+    lane, words = thread.index % LANES, problem.v_head_dim // FOUR
+    zero = thread.number(0.0)
+    line = (row.token // t * problem.q_heads + row.head) * t + row.token % t
+    (own_lse,) = thread.load_floats(refs.own_lse, thread.wide(line), 1)
+    to = (thread.wide(row.token) * problem.q_heads + thread.wide(row.head)) * words
+    columns = [lane + n for n in range(0, words, LANES)]
+    inside = [exists & (column < words) for column in columns]
+    columns = [thread.minimum(column, words - 1) for column in columns]
+    own = [
+        thread.load_narrow(refs.own, to + thread.wide(column), problem.dtype) for column in columns
+    ]
+    own_sum = thread.choose(thread.nothing_yet(own_lse), zero, thread.number(1.0))
+    carry = [softmax.to_log2(own_lse), own_sum, *sum(own, [])]
+    parts = [thread.load(refs.parts, row.token + level * tokens, 4) for level in range(levels)]
+    merge = functools.partial(_merged, thread, refs, row, columns, plan)
+    for level, part in enumerate(parts):
+
+        def one(_: Any, carry: list, level: int = level, part: Any = part) -> list:
+            place = thread.load(refs.places, row.token + level * tokens, 4)
+            return merge(_Part(part, place), carry)
+
+        there = thread.minimum(thread.maximum(part + 1, 0), 1)
+        carry = thread.loop(there, carry, one)
+    row_max, row_sum, *sums = carry
+    factor, lse = softmax.finish_row(thread, row_max, row_sum, None)
+    thread.store_floats(refs.lse, thread.wide(line), [lse], exists & (lane < 1))
+    for n, column in enumerate(columns):
+        values = [x * factor for x in sums[n * FOUR : (n + 1) * FOUR]]
+        index = to + thread.wide(column)
+        thread.store_narrow(refs.out, index, values, problem.dtype, inside[n])
+
+
+def _kernel(refs: Refs, out: Any, lse: Any, *, plan: Plan) -> None:
+    program = functools.partial(_warp, plan=plan)
+    threads.each_thread(program, refs._replace(out=out, lse=lse), lax.axis_index("block"))
+
+
+def run(plan: Plan, partial: Any, starts: Any, into: Any) -> tuple[Any, Any]:
+    """out [M, t, N, Hv] and lse [M, N, t]: `into` (`_problem.Into`) merged with what the launch of
+    `plan` left: accumulators, row maxima, row sums and the sums of its shares.
+    """
+    accs, row_maxes, row_sums, sums = partial
+    shared = accs, row_maxes, row_sums, sums, starts
+    refs = Refs(*shared, into.parts, into.places, into.out, into.lse)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (into.out, into.lse)),
+        grid=(_sizes(plan)[1] * -(-plan.problem.q_heads // threads.WARPS),),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        kernel_name="prefill_merge",
+    )
+    return kernel(refs)
