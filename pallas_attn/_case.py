@@ -246,6 +246,10 @@ class DecodeCase:
     precision: str | None = None
     batch_invariant: bool = False
     tree: bool = False  # the q_len rows are drafts of a tree
+    # Each (sequences, rows): so many sequences in turn have so many rows more in common, from
+    # the first on, in pages that they share
+    shared: tuple[tuple[int, int], ...] = ()
+    finding: bool = False  # which pages are shared is found in the call that is timed
     labels: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -272,7 +276,8 @@ class DecodeCase:
     @property
     def problem_alone(self) -> "DecodeCase":
         """The case but for the kind of its cache, which changes neither arrays nor results."""
-        return dataclasses.replace(self, name="", kind="stacked", page_size=None, labels=())
+        alone = {"kind": "stacked", "page_size": None, "labels": (), "finding": False}
+        return dataclasses.replace(self, name="", **alone)  # type: ignore[arg-type]
 
     @property
     def sequences(self) -> int:
@@ -326,6 +331,8 @@ class DecodeCase:
             v = k[..., : self.v_head_dim]
         else:
             v = draw("v", (m, k_heads, self.capacity, self.v_head_dim))
+        if self.shared:
+            k, v = (self._in_common(x, np.arange(self.capacity)) for x in (k, v))
         if poison:
             k, v = (_poison(x, self.lengths, axis=2) for x in (k, v))
         new = (m, self.q_len) if self.rows is None else (sum(self.rows),)
@@ -338,6 +345,23 @@ class DecodeCase:
         if self.sinks:
             arrays["sinks"] = _normal(seed, "float32", "sinks", (self.q_heads,))
         return arrays
+
+    def first_with(self, rows: np.ndarray) -> np.ndarray:
+        """int[M, rows]: of each sequence, the first one that has these rows in common with it."""
+        sequences, begin = np.arange(self.sequences)[:, None], 0
+        owner = np.broadcast_to(sequences, (self.sequences, len(rows)))
+        for size, count in self.shared:
+            inside = (rows >= begin) & (rows < begin + count)
+            owner = np.where(inside, sequences // size * size, owner)
+            begin += count
+        return owner
+
+    def _in_common(self, x: jax.Array, rows: np.ndarray) -> jax.Array:
+        """[M, K, capacity, ...] with the rows that sequences have in common."""
+        end = sum(count for _, count in self.shared)
+        owner = jnp.asarray(self.first_with(rows[:end]), jnp.int32)
+        taken = jnp.take_along_axis(x[:, :, :end], owner[:, None, :, None], axis=0)
+        return x.at[:, :, :end].set(taken)
 
     def dense(self) -> AttentionCase:
         """The same as one call of `flash_attention`, over K and V of `capacity` rows; packed rows
@@ -363,6 +387,8 @@ class DecodeCase:
         for length, t in zip(self.lengths, self.each, strict=True):
             low, high = self.mask.kv_range(length - t, length, length) if t else (0, 0)
             rows += max(high - low, 0)
+        for size, count in self.shared:  # once for all that have them
+            rows -= (self.sequences - -(-self.sequences // size)) * count
         dims = (self.head_dim,) if self.shared_kv else (self.head_dim, self.v_head_dim)
         return rows * self.kv_heads * _row_bytes(dims, self.dtype, self.cache_dtype)
 

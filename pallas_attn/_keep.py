@@ -100,3 +100,12 @@ def _moved(
     if chosen.name == "reference":
         return chosen.run(inputs, problem)
     return _transforms.kept(_transforms.keep, chosen, problem, inputs)
+
+
+def copy_page(pool: Array, source: Array, target: Array, axes: int) -> Array:
+    """Page `target` = page `source`, of a pool whose last `axes` axes begin with the pages; a
+    target outside the pool copies nothing.
+    """
+    page = jnp.take(pool, source, axis=-axes, mode="clip")
+    where = (..., target, *[slice(None)] * (axes - 1))
+    return pool.at[where].set(page, mode="drop")

@@ -526,15 +526,35 @@ def _append() -> list[AppendCase]:
     return rows
 
 
+def _shared() -> list[DecodeCase]:
+    """Sequences with rows in common, in pages that they share, and 256 rows of their own each."""
+    rows = []
+    for name, shared in (
+        ("prompt32768", ((64, 32768),)),
+        ("groups8_prompt4096", ((8, 4096),)),
+        ("prompt8192_groups8_4096", ((64, 8192), (8, 4096))),
+        ("nothing", ()),
+    ):
+        length = sum(count for _, count in shared) + 256 if shared else 8192
+        sizes = ((length,) * 64, 32, 8, 128, 128, length)
+        for page, finding in ((16, False), (64, False), (16, True)):  # of one group
+            title = f"shared_{name}_pages{page}" + ("_found" if finding else "")
+            fields: dict[str, Any] = {"kind": "paged", "page_size": page, "finding": finding}
+            rows.append(DecodeCase(title, *sizes, **fields, shared=shared, labels=("grid",)))
+    return rows
+
+
 ATTENTION: tuple[AttentionCase, ...] = (*_large_attention(), *_edge_attention())
 DECODE: tuple[DecodeCase, ...] = tuple(_decode())
 PREFILL: tuple[DecodeCase, ...] = (*_prefill(), *_mixtures(), *_trees())
 APPEND: tuple[AppendCase, ...] = tuple(_append())
+SHARED_PREFIX: tuple[DecodeCase, ...] = tuple(_shared())
 MASK: tuple[AttentionCase, ...] = tuple(_functions())
 # Those of attention draw from ATTENTION.
 LISTS: dict[str, tuple[Case, ...]] = {
     "decode": DECODE,
     "prefill": PREFILL,
+    "shared_prefix": SHARED_PREFIX,
     "append": APPEND,
     "mask": MASK,
 }

@@ -30,7 +30,16 @@ DEMO = (
     "--seed=1",
     "--check",
 )
-OPS = ("forward", "backward", "backward_alone", "decode", "prefill", "append", "mask", "context")
+OPS: tuple[str, ...] = (
+    "forward",
+    "backward",
+    "backward_alone",
+    "decode",
+    "prefill",
+    "shared_prefix",
+    "append",
+)
+OPS += ("mask", "context")
 DECODE, TRAIN, PARITY, BENCH = TASKS = ("decode", "train", "parity", "bench")
 
 

@@ -43,6 +43,13 @@ for kind, page in (("stacked", None), ("paged", 16)):
     LITTLE[name] = DecodeCase(name, *sizes, **fields, dtype="float32")  # jax.nn mixes other dtypes
 
 
+LITTLE["shared_little"] = DecodeCase(
+    "shared_little",
+    *((44, 48, 33), 8, 2, 64, 64, 48),
+    **{"kind": "paged", "page_size": 4, "dtype": "float32", "shared": ((3, 16), (2, 8))},
+)
+
+
 class FakeTimer:
     """Every call takes what `ms` says of its subject, an error if that is one; remembers who was
     called when.
@@ -80,6 +87,7 @@ def bench(op, names, tmp_path, options=None, **ms):
         ("decode", "decode_paged_float8_e4m3fn"),
         ("decode", "decode_stacked_latent"),
         ("prefill", "prefill_paged_little"),
+        ("shared_prefix", "shared_little"),
         ("append", "append_per_sequence_distinct"),
         ("append", "append_stacked_ragged_chunk"),
         ("append", "append_paged_float8_e4m3fn"),

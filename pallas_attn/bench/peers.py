@@ -474,6 +474,20 @@ def wide_cache(call: Call) -> list[Subject]:
     return [Subject("wide_cache", launch)]
 
 
+def plain(call: Call) -> list[Subject]:
+    """Ours over the same pages, as if no two sequences shared one."""
+    return [Subject("plain", subjects.decode(call.case, call.arrays, None))]
+
+
+def unshared(call: Call) -> list[Subject]:
+    """Ours over the same rows in pages of each sequence's own."""
+    case: DecodeCase = call.case
+    if not case.shared or case.finding:
+        raise Unavailable("where pages are shared, once")
+    alone = dataclasses.replace(case, shared=())
+    return [Subject("unshared", subjects.decode(alone, call.arrays, None))]
+
+
 class _Scatter:
     """The same append by XLA alone: what a program without a kernel for it would write."""
 
@@ -537,7 +551,7 @@ def xla_append(call: Call) -> list[Subject]:
 
 
 # What reads a cache of the case's kind; the others have their own layout.
-BY_KIND = ("wide_cache", "unpacked", "chain", "flashinfer")
+BY_KIND = ("wide_cache", "unpacked", "chain", "flashinfer", "plain", "unshared")
 
 _ATTENTION: dict[str, Peer] = {
     "cudnn": cudnn,
@@ -565,6 +579,7 @@ PEERS: dict[str, dict[str, Peer]] = {
         "flash_attention_4": functools.partial(_over_dense, _flash_attention_4),
         "xla": functools.partial(_over_dense, _xla_masked),
     },
+    "shared_prefix": {"plain": plain, "unshared": unshared},
     "append": {"xla": xla_append},
     "mask": {"built_in": built_in, "flex": flex},
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pallas_attn.bench.rows import Row, is_ours, rate
 
 OPS: tuple[str, ...] = ("forward", "forward+backward", "backward", "mask")
-OPS += ("decode", "prefill", "decode_loop", "append")
+OPS += ("decode", "prefill", "shared_prefix", "decode_loop", "append")
 PORTABLE = ", by the kernels for every GPU from Ampere on"  # of an op, where those of sm80 ran
 TITLES = {
     "forward": "Forward, TFLOP/s",
@@ -15,6 +15,7 @@ TITLES = {
     "mask": "Masks and scores as functions, TFLOP/s of what is visible",
     "decode": "Decode, TB/s of live K and V",
     "prefill": "Prefill over a cache, TFLOP/s",
+    "shared_prefix": "Decode over shared pages, TB/s of live K and V, shared rows counted once",
     "decode_loop": "A decode step of a whole model, TB/s of weights and live K and V (wall time)",
     "append": "Append, microseconds",
 }

@@ -21,6 +21,7 @@ from pallas_attn.bench import judges, peers, plots, report, rows, subjects, timi
 from pallas_attn.bench.rows import Row
 from pallas_attn.bench.timing import Subject, Timer
 
+SHARED = "shared_prefix"
 REFUSALS = (peers.Unavailable, ValueError, TypeError, NotImplementedError)
 FIRST_CALL = ("first_call_s", "first_call_cpu_s")  # of ours: how long it took, and how much work
 # What --op says, and the name that rows carry. "backward" times what a training step does.
@@ -30,10 +31,15 @@ OPS = {
     "backward_alone": "backward",
     "decode": "decode",
     "prefill": "prefill",
+    SHARED: SHARED,
     "append": "append",
     "mask": "mask",
 }
-OVER_CACHES = ("decode", "prefill")  # one problem over caches of several kinds, in one group
+OVER_CACHES = (
+    "decode",
+    "prefill",
+    SHARED,
+)  # one problem over caches of several kinds, in one group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,7 +393,7 @@ def _losses(lost: list[Entry]) -> dict[str, dict[str, str]]:
 def ours(bench: Bench, call: peers.Call) -> Subject:
     case, implementation = call.case, bench.options.implementation
     if isinstance(case, DecodeCase):
-        launch = subjects.decode(case, call.arrays, implementation)
+        launch = subjects.decode(case, call.arrays, implementation, apart=call.op == SHARED)
     elif isinstance(case, AppendCase):
         launch = subjects.writes(case, call.arrays, implementation)
     else:

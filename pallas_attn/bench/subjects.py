@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import pallas_attn
 from pallas_attn._case import AppendCase, AttentionCase, DecodeCase
@@ -113,6 +114,8 @@ def empty_cache(case: DecodeCase | AppendCase) -> Any:
 
 def filled_cache(case: DecodeCase, arrays: dict[str, Any]) -> Any:
     """The case's dense, head-major k and v as a cache that holds `lengths` rows a sequence."""
+    if case.shared:
+        return _shared_cache(case, arrays)
     cache = empty_cache(case).extend(arrays["lengths"])
     k, v = arrays["k"], arrays["v"]
     if case.cache_dtype or case.shared_kv:
@@ -124,6 +127,20 @@ def filled_cache(case: DecodeCase, arrays: dict[str, Any]) -> Any:
         return dataclasses.replace(cache, k=k, v=v)
     pools = [_into_pages(x, cache.page_table, cache.pages) for x in (k, v)]
     return dataclasses.replace(cache, k=pools[0], v=pools[1])
+
+
+def _shared_cache(case: DecodeCase, arrays: dict[str, Any]) -> Any:
+    """`filled_cache` of pages that sequences share, and of no other pages."""
+    cache = jax.eval_shape(functools.partial(empty_cache, dataclasses.replace(case, shared=())))
+    width, page_size = cache.page_table.shape[1], cache.page_size
+    own = np.arange(case.sequences * width).reshape(-1, width)
+    owner = case.first_with(np.arange(width) * page_size)
+    numbers, table = np.unique(np.take_along_axis(own, owner, axis=0), return_inverse=True)
+    order = np.random.default_rng(1).permutation(numbers.size)
+    mixed = jnp.asarray(order[table].reshape(own.shape), jnp.int32)
+    small = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache._with(k=None, v=None))
+    pools = {name: _into_pages(arrays[name], mixed, numbers.size) for name in ("k", "v")}
+    return small._with(**pools, page_table=mixed, lengths=arrays["lengths"])
 
 
 def held_rows(case: DecodeCase, arrays: dict[str, Any]) -> tuple[Any, Any]:
@@ -161,19 +178,24 @@ def _into_pages(dense: Any, table: Any, pages: int) -> Any:
 
 
 def decode(
-    case: DecodeCase, arrays: dict[str, Any], implementation: str | None
+    case: DecodeCase, arrays: dict[str, Any], implementation: str | None, *, apart: bool = False
 ) -> Callable[[], Any]:
-    """`decode_attention` over a cache that is full to its lengths. A tree is made beforehand, as a
-    model makes it once for all of its layers.
+    """`decode_attention` over a cache that is full to its lengths; `apart`: with what sequences
+    share read once. A tree is made beforehand, as a model makes it once for all of its layers.
     """
     cache, parents = filled_cache(case, arrays), case.parents()
     static = case.options() | {"implementation": implementation}
     tree = None if parents is None else pallas_attn.DraftTree.create(parents)
+    find = jax.jit(functools.partial(pallas_attn.PagedCache.shared_prefixes, levels=2))
+    given = {"sinks": arrays.get("sinks"), "starts": case.starts(), "parents": tree}
+    if apart and not case.finding:
+        given["shared_prefixes"] = find(cache)
 
     def step(q, cache, given):
+        if apart and case.finding:
+            given = given | {"shared_prefixes": find(cache)}
         return (pallas_attn.decode_attention(q, cache, **given, **static),)
 
-    given = {"sinks": arrays.get("sinks"), "starts": case.starts(), "parents": tree}
     return Step(jax.jit(step), (arrays["q"], cache, given))
 
 
