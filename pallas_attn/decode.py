@@ -202,7 +202,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
     run = functools.partial(_decode, implementation=implementation)
     merge = functools.partial(_merge, implementation=implementation)
     if shared_prefixes is not None and prefix is not None:
-        raise ValueError("shared_prefixes: expected None beside prefix")
+        raise ValueError("shared_prefixes: expected None beside prefix, got both; pass one of them")
     if prefix is not None:
         other = prefixes.checked(prefix, cache, problem, rotary)
         out, lse = prefixes.over_prefix(other, problem, inputs, (run, merge))

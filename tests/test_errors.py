@@ -542,13 +542,29 @@ DECODES = {
         lambda: pa.decode_attention(z(2, 1, 4, 8, dtype="int32"), stacked())
     ),
 }
+_OF_9 = pa.mask_fn(lambda b, h, q, kv, i: i[q] == i[kv], np.zeros(9, np.int32)).blocks(9, 9)
+_SIZES_OF_THIS_CALL = (
+    "call mask.blocks with the sizes of this call, or pass the mask without blocks"
+)
 ATTENTION |= {
+    "mask: expected blocks of (T, S, q_offset) = (5, 7, 0), got those of (9, 9, 0); "
+    f"{_SIZES_OF_THIS_CALL}": attend(mask=_OF_9),
+    "mask: expected blocks of an int q_offset, got those of (9, 9, 0); "
+    f"{_SIZES_OF_THIS_CALL}": attend(mask=_OF_9, q_offset=z(2, dtype="int32")),
     "score: expected what score_fn(f, *aux) makes, or None, got float": attend(score=1.0),
     "context: expected a Context, or None where rows are not split, got 'cp'": (
         attend(context="cp")
     ),
 }
 DECODES |= {
+    "shared_prefixes: expected None beside prefix, got both; pass one of them": (
+        lambda: pa.decode_attention(
+            z(2, 1, 4, 8),
+            paged(),
+            shared_prefixes=paged().shared_prefixes(),
+            prefix=pa.Prefix(stacked(), z(2, dtype="int32")),
+        )
+    ),
     "parents: expected int32[2, 1] (one a draft) or a DraftTree of them, got int32[2]": (
         lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), parents=z(2, dtype="int32"))
     ),
