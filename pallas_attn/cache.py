@@ -669,11 +669,13 @@ class PagedCache(KVCache):
         ask for the fewest pages come first, so one long prompt cannot starve the others. One that
         asks for more than its capacity is refused, and gets pages up to its capacity.
         """
-        wanted = self.lengths + self._rows(rows)
+        taken = self._rows(rows)  # none where a length cannot count more
+        wanted = self.lengths + taken
         table, slots = self.page_table, jnp.arange(self.page_table.shape[1], dtype=jnp.int32)
         last = -(-jnp.minimum(wanted, self.capacities[0]) // self.page_size)
-        lost = (table == LOST).any(axis=1) | (self.lengths == MOST_ROWS)
-        missing = (table == NO_PAGE) & (slots[None] < last[:, None]) & ~lost[:, None]
+        lost = (table == LOST).any(axis=1)
+        asks = (taken > 0) & ~lost
+        missing = (table == NO_PAGE) & (slots[None] < last[:, None]) & asks[:, None]
         need = missing.sum(axis=1, dtype=jnp.int32)
         order = jnp.arange(self.num_sequences, dtype=jnp.int32)
         first = (need[None] < need[:, None]) | (
