@@ -33,6 +33,8 @@ from tests import definition
 VACUOUS = 0.1
 VACUOUS_GRADIENT = 0.2
 GRIDS = (1.0, 1.19, 1.41, 1.68)  # a number is rounded as so many times itself: one draw each
+# Twice the worst of 4 draws of one number is exceeded once in 26 times by a fifth, of 64 never yet.
+MANY_GRIDS = tuple(2 ** (i / 64) for i in range(64))
 FEW = 128  # rows of numbers, each with one rounding in common, that prove little together
 # lse is float32 whatever the inputs are; GPUs' ex2 and lg2 are good to 2**-22, a sum of them to:
 LSE_ROUNDING = 2.0**-20
@@ -64,6 +66,7 @@ def attention(
     tensor_cores: bool = False,
     handed: bool = False,
     random: bool = False,
+    grids: tuple[float, ...] = GRIDS,
 ) -> Expected:
     """Oracle and naive result of `flash_attention_with_lse(**arguments)`; gradients where `do`
     (or `dlse`) is given. What lies past a length should be finite here, whatever the subject got.
@@ -80,6 +83,9 @@ def attention(
 
     `random`: whether nobody chose the problem. Gradients of q, k and v of few rows are then held to
     the worst of several naive runs, too; such a budget may prove nothing, which the caller counts.
+
+    `grids`: of the naive runs. With `MANY_GRIDS` every number of every result is held to the worst
+    of 64: where one query's delta makes most of a gradient, a single run says little about it.
     """
     static = {name: arguments[name] for name in _STATIC if arguments.get(name) is not None}
     if isinstance(arguments.get("q_offset"), int):
@@ -105,7 +111,9 @@ def attention(
         plain = definition.naive(None)._replace(lse=lse)
         draws = [_reordered(arrays, do, seed, arithmetic=plain, call=results) for seed in range(4)]
     else:
-        grids = GRIDS if narrow and names else GRIDS[:1]
+        if grids is MANY_GRIDS:
+            names = set(oracle)
+        grids = grids if narrow and names else grids[:1]
         draws = [results(arrays, arithmetic=definition.naive(narrow, grid)) for grid in grids]
     naive = _worst_of(oracle, draws, names)
     expected = Expected(oracle, naive, dtype, lse=naive["lse"] if lse is None else lse)

@@ -23,6 +23,18 @@ def test_another_rounding_passes(expected, monkeypatch, grid):
     budget.check(budget.attention(CASE.arguments(), *cotangents(CASE)).naive, expected)
 
 
+def test_many_roundings_excuse_no_error(monkeypatch):
+    """They allow at least what one does, and no more than what rounding can do."""
+    monkeypatch.setattr(budget, "MANY_GRIDS", budget.MANY_GRIDS[::8])
+    arguments, cotangents_ = CASE.arguments(), cotangents(CASE)
+    one = budget.attention(arguments, *cotangents_, random=True, grids=(1.0,))
+    many = budget.attention(arguments, *cotangents_, random=True, grids=budget.MANY_GRIDS)
+    for name, exact in many.oracle.items():
+        assert (abs(many.naive[name] - exact) >= abs(one.naive[name] - exact)).all(), name
+        with pytest.raises(AssertionError, match=name):
+            budget.check({name: exact * 1.1}, many)
+
+
 @pytest.mark.parametrize("name", ["out", "dq", "dk", "dv", "dbias"])
 def test_errors_fail(expected, name):
     exact = expected.oracle[name]

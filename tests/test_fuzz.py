@@ -10,7 +10,7 @@ import os
 import pytest
 
 from pallas_attn import Mask
-from tests import append_cases, definition, fuzz
+from tests import append_cases, budget, definition, fuzz
 
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 each_process = pytest.mark.parametrize("process", range(PROCESSES))
@@ -80,6 +80,7 @@ def test_a_fault_is_found_and_one_line_repeats_it(monkeypatch, fault, first):
     with monkeypatch.context() as inside:
         fault(inside)
         inside.setattr(fuzz, "SHRINKING", 0.5)
+        inside.setattr(budget, "MANY_GRIDS", (1.0, 1.3))
         tally = fuzz.run(("cpu",), most=1, first=first)
         (failure,) = tally.failures
         line, wrong = failure.split("\n", 1)
