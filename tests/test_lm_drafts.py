@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from pallas_attn import PagedCache, prefixes
 from pallas_attn.lm import decode, drafts, sampling
 from tests.test_lm_decode import options, prompts, run, shown, small
 
@@ -86,10 +87,15 @@ def test_options_refuse(how, message):
 DRAWN = {"cache": "paged", "sampling": sampling.Sampling(0.3, top_k=20)}
 
 
-def test_samples_are_those_of_the_prompt_given_again():
+def test_samples_are_those_of_the_prompt_given_again(monkeypatch):
     """A key each, by their number; prefilled once, beside others, in slots that others left; with
-    drafts, which are kept where they are what is drawn.
+    drafts, which are kept where they are what is drawn; what they share is read once.
     """
+    looked, find = [], PagedCache.shared_prefixes
+    monkeypatch.setattr(
+        PagedCache, "shared_prefixes", lambda cache, **how: looked.append(how) or find(cache, **how)
+    )
+    monkeypatch.setattr(prefixes, "LEAST_SAVED", 16)  # rows, which two of the prompts have
     what, how = prompts((5, 16, 9)), DRAWN | {"slots": 4}
     again = tuple(prompt for prompt in what for _ in range(3))
     made, statuses = run(what, options(**how, **LOOKED_UP, samples=3), wanted=20)
@@ -99,6 +105,7 @@ def test_samples_are_those_of_the_prompt_given_again():
     assert made.acceptance and [one.sample for one in made.sequences] == [0, 1, 2] * 3
     assert max(status.running for status in statuses) == 3  # a prompt's answers begin together
     assert not made.cache.overflowed.any()
+    assert looked == [{"tokens": 4, "levels": 1}]  # traced once, and not where there is one answer
 
 
 def test_samples_share_the_pages_of_their_prompt():

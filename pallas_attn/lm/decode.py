@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import _dispatch
+from pallas_attn import _dispatch, prefixes
 from pallas_attn.cache import PagedCache, PerSequenceCache, StackedCache
 from pallas_attn.lm import drafts as lm_drafts
 from pallas_attn.lm import mesh as lm_mesh
@@ -107,6 +107,14 @@ class Options:
     def pool(self) -> int:
         """Pages of the pool."""
         return self.pages or self.slots * -(-self.rows // self.page_size)
+
+    @property
+    def levels(self) -> int:
+        """How often sequences part that share what attention reads: once, after the prompt, where
+        it is long enough to be worth it; else 0.
+        """
+        worth = (self.samples - 1) * self.capacity >= prefixes.LEAST_SAVED
+        return int(worth and self.mesh is None)
 
     @property
     def ahead(self) -> int:
@@ -228,8 +236,9 @@ def steps(
             return (cache, state), (given, logits if options.keep_logits else None)
         runs = state.left > 0
         rows = runs.astype(jnp.int32)
+        tokens, how = state.token[:, None], options.implementation
         logits, cache = model.decode(
-            config, params, cache, state.token[:, None], rows, rotary, options.implementation
+            config, params, cache, tokens, rows, rotary, how, levels=options.levels
         )
         logits = logits[:, 0]
         # The position of a token is part of its key: a sequence draws the same tokens whenever and
@@ -254,8 +263,9 @@ def _ahead(
     tokens = jnp.concatenate([state.token[:, None], jnp.maximum(guesses, 0)], axis=1)
     count = tokens.shape[1]
     rows = jnp.where(runs, count, 0)
+    how = options.implementation
     logits, cache = model.decode(
-        config, params, cache, tokens, rows, rotary, options.implementation
+        config, params, cache, tokens, rows, rotary, how, levels=options.levels
     )
     within = jnp.arange(count, dtype=jnp.int32)[None]
     keys = state.key[jnp.arange(tokens.size) // count]

@@ -45,6 +45,7 @@ from pallas_attn.lm.rows import (
     total,
 )
 from pallas_attn.masks import CAUSAL, Mask, sliding_window
+from pallas_attn.prefixes import SharedPrefixes
 from pallas_attn.rotary import RMSNorm, Rotary
 
 Array = jax.Array
@@ -381,15 +382,21 @@ def decode(
     rows: Array,
     rotary: Rotary,
     implementation: str | None = None,
+    *,
+    levels: int = 0,
 ) -> tuple[Array, Any]:
     """Tokens int32[M, t] into the sequences whose `rows` int32[M] is t, not 0: logits
     float32[M, t, vocab] after each, the cache.
+
+    `levels`: how often sequences part that share pages of a PagedCache, which are then read once
+    for all of them; 0: each reads all that it has.
     """
     cache = cache.extend(rows)
     count = tokens.shape[1]
     within = jnp.arange(count, dtype=jnp.int32)[None]
     positions = jnp.maximum(cache.lengths[:, None] - count + within, 0)
-    how = _over_cache(config, params, _Place(positions, rotary), implementation)
+    shared = cache.shared_prefixes(tokens=count, levels=levels) if levels else None
+    how = _over_cache(config, params, _Place(positions, rotary, shared=shared), implementation)
     x, cache = _layers(config, params, tokens, how, cache)
     return logits_of(config, params, x, how.stream), cache
 
@@ -436,6 +443,7 @@ class _Place(NamedTuple):
     positions: Array  # int32[M, t]; packed int32[1, R]
     rotary: Rotary
     starts: Array | None = None  # of packed rows
+    shared: SharedPrefixes | None = None  # pages that are read once for several sequences
 
 
 def _over_cache(config: Config, params: Params, place: _Place, implementation: str | None) -> _Pass:
@@ -461,6 +469,7 @@ def _over_cache(config: Config, params: Params, place: _Place, implementation: s
         with launches():
             cache = write_kv(cache, k, v, norm=norm(of.weights, "k_norm"), **how)
             how |= {"mask": of.mask, "norm": norm(of.weights, "q_norm")}
+            how["shared_prefixes"] = place.shared
             out = decode_attention(q, cache, **how)
         return out if starts is None else out[None], cache
 
