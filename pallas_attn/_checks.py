@@ -52,9 +52,9 @@ def attention(
     function: MaskFunction | None = None
     if isinstance(band, MaskFunction):
         function, band = band, FULL
-        if q_ids is not None:
+        if q_ids is not None and shards == 1:
             ids, q_ids, kv_ids = (q_ids, kv_ids), None, None
-            function = function & _of_segments(*ids, static_offset if offset is None else offset)
+            function = function & of_segments(*ids, static_offset if offset is None else offset)
     band = mask(band)
     bounds = {f"mask_{side}": jnp.broadcast_to(x, batch) for side, x in mask_bounds(band).items()}
     inputs = AttentionInputs(
@@ -95,7 +95,7 @@ def attention(
         mask_shape=None if inputs.mask_array is None else inputs.mask_array.shape,
         deterministic=boolean("deterministic", options["deterministic"]),
         mask_program=None if function is None else function.program,
-        mask_blocks=_blocks(function, (q_len, kv_len, static_offset), offset),
+        mask_blocks=_blocks(function, (q_len, kv_len, static_offset), offset, shards),
         score_program=None if score is None else score.program,
     ), inputs
 
@@ -107,10 +107,15 @@ def _score(value: Any) -> ScoreFunction | None:
     return value
 
 
-def _blocks(mask: MaskFunction | None, here: tuple[int, int, int], offset: Any) -> Any:
+def _blocks(mask: MaskFunction | None, here: tuple[int, int, int], offset: Any, shards: int) -> Any:
     """`AttentionProblem.mask_blocks`; `here`: what they must be of, and no array of offsets."""
     if mask is None or mask.kinds is None:
         return None
+    if shards > 1:
+        raise ValueError(
+            "mask: expected no blocks beside a context, since each device has some of the rows; "
+            "pass the mask without mask.blocks(...), and each device finds its own"
+        )
     if offset is not None or mask.sizes != here:
         wanted = "an int q_offset" if offset is not None else f"(T, S, q_offset) = {here}"
         raise ValueError(
@@ -120,7 +125,7 @@ def _blocks(mask: MaskFunction | None, here: tuple[int, int, int], offset: Any) 
     return here
 
 
-def _of_segments(q_ids: Any, kv_ids: Any, offset: Any) -> MaskFunction:
+def of_segments(q_ids: Any, kv_ids: Any, offset: Any) -> MaskFunction:
     """Segment ids as a function of positions."""
     if isinstance(offset, int):
         return mask_fn(lambda b, h, q, kv, i, j: i[b, q - offset] == j[b, kv], q_ids, kv_ids)

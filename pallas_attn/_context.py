@@ -18,8 +18,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_attn import _dispatch, _sharding, _transforms
+from pallas_attn import (
+    _checks,
+    _dispatch,
+    _program,
+    _score_gradients,
+    _sharding,
+    _transforms,
+)
 from pallas_attn._problem import AttentionInputs, AttentionProblem, bounds_of
+from pallas_attn._program import Program
+from pallas_attn._score_gradients import Rows
 from pallas_attn.context import (
     Context,
     chunk_numbers,
@@ -27,10 +36,11 @@ from pallas_attn.context import (
     chunks_of,
     owner,
 )
-from pallas_attn.merge import add_sinks, merge_attention
+from pallas_attn.merge import add_sinks, cotangents_of_part, merge_attention
 
 Array = jax.Array
 FLOATS = _transforms.FLOATS
+AUX = ("mask_aux", "score_aux")
 MOST_OFFSETS = 16  # for which schedules are made beforehand
 
 
@@ -65,6 +75,29 @@ class Split:
     def all_keys(self) -> int:
         return self.problem.kv_len * self.shards
 
+    @property
+    def programs(self) -> tuple[Program | None, Program | None]:
+        """Of masks and of scores."""
+        return self.problem.mask_program, self.problem.score_program
+
+    @property
+    def has_functions(self) -> bool:
+        return self.programs != (None, None)
+
+    def placed(self, program: Any) -> Any:
+        """A function as a launch has it, whose batch rows are chunks, and whose keys, and the
+        offsets of queries, count from the start of what is there (`starts`); or whose heads are
+        some of a device's.
+        """
+        if program is None:
+            return None
+        if self.context.method == "heads":
+            return _program.placed(program, 1, (program.inputs - 3,), 1)
+        partial = self.context.method == "ring" or self.window() is not None
+        shifted = (program.inputs - 2, program.inputs - 1) if partial else ()
+        rows = self.problem.batch * self.chunks
+        return _program.placed(program, self.chunks, shifted, rows)
+
     def window(self) -> tuple[int, int] | None:
         """Keys [lo, hi) that a chunk's rows may see, from the chunk's own first key on; None where
         all keys move: they are not known, or too many, or a bias lies over all of them.
@@ -89,7 +122,7 @@ class Split:
         mask = self.problem.mask
         bounds = (mask.left, mask.right)
         known = all(bound is None or isinstance(bound, int) for bound in bounds)
-        if self.context.method != "ring" or not known:
+        if self.context.method != "ring" or not known or self.has_functions:
             return offset
         # Before `least` no row sees a key, or all see all; so it is after `most`.
         least = -self.rows - mask.right if mask.right is not None else mask.left - self.rows + 1
@@ -111,15 +144,17 @@ class Split:
 
 def attend(split: Split, inputs: AttentionInputs, plain: Any) -> tuple[Array, Array]:
     """(out, lse) of this device's rows; `plain(problem, inputs)` attends without a context."""
-    problem = split.problem
-    if problem.mask_program is not None or problem.score_program is not None:
-        raise ValueError(
-            "context: expected no mask_fn and no score_fn beside it: their positions are not those "
-            "of a part of the sequence. Pass a Mask and segment_ids, or a bias or mask_array"
-        )
+    _check_aux(split)
     if split.context.method == "heads":
         return _by_heads(split, inputs, plain)
-    return _attention(split, inputs)
+    aux = inputs.score_aux
+    held = inputs._replace(score_aux=tuple(map(lax.stop_gradient, aux)))
+    results = _attention(split, held)
+    if any(jnp.issubdtype(x.dtype, jnp.floating) for x in aux):
+        find = functools.partial(_of_score_aux, split)
+        alone = jax.tree.map(lax.stop_gradient, held)
+        results = _score_gradients.attach(find, results, alone, aux)
+    return results
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -143,7 +178,9 @@ def _backward(split: Split, residuals: Any, cotangents: Any) -> tuple[AttentionI
         name: _sharding.gradient_of(x, found[name].astype(x.dtype))
         for name, x in _floats_of(inputs).items()
     }
-    return (AttentionInputs.of(gradients),)
+    nothing: Any = None
+    aux = ((nothing,) * len(x) for x in (inputs.mask_aux, inputs.score_aux))
+    return (AttentionInputs.of(gradients)._replace(**dict(zip(AUX, aux, strict=True))),)
 
 
 _attention.defvjp(_forward, _backward)
@@ -151,6 +188,88 @@ _attention.defvjp(_forward, _backward)
 
 def _floats_of(inputs: AttentionInputs) -> dict[str, Array]:
     return {name: getattr(inputs, name) for name in FLOATS if getattr(inputs, name) is not None}
+
+
+# ---- functions of positions ---------------------------------------------------------------------
+
+
+def _check_aux(split: Split) -> None:
+    """Raises where a function reads an array of this device's rows alone at their positions."""
+    for what, program in zip(("mask", "score"), split.programs, strict=True):
+        if program is not None:
+            _check_positions(split, what, program, program.inputs - 2, split.problem.q_len)
+            _check_positions(split, what, program, program.inputs - 1, split.problem.kv_len)
+
+
+def _check_positions(split: Split, what: str, program: Program, number: int, rows: int) -> None:
+    for array, axis in _program.reads_at(program, number):
+        shape = program.arrays[array][0]
+        if shape[axis] == rows:
+            raise ValueError(
+                f"{what}: expected what a function reads at a position to have all "
+                f"{rows * split.shards} rows, since positions are those of the whole sequence, got "
+                f"shape {shape}, whose axis {axis} has the {rows} rows of one device; give it whole"
+                f", in the order of positions, with in_specs without {split.context.axis!r}"
+            )
+
+
+def _with_functions(
+    split: Split, problem: AttentionProblem, given: AttentionInputs
+) -> tuple[AttentionProblem, AttentionInputs]:
+    """The problem of a launch whose `given` has `_placed_aux`: segment ids beside a mask function
+    become a part of it.
+    """
+    mask, score = (split.placed(p) for p in (problem.mask_program, problem.score_program))
+    q_ids, kv_ids = given.q_segment_ids, given.kv_segment_ids
+    if mask is not None and q_ids is not None and kv_ids is not None:
+        offset = problem.q_offset if given.q_offset is None else given.q_offset
+        segments = _checks.of_segments(q_ids, kv_ids, offset)
+        mask = _program.joined("and", mask, segments.program)
+        given = given._replace(
+            q_segment_ids=None, kv_segment_ids=None, mask_aux=(*given.mask_aux, *segments.aux)
+        )
+    return dataclasses.replace(problem, mask_program=mask, score_program=score), given
+
+
+def _placed_aux(
+    split: Split, inputs: AttentionInputs, starts: Array
+) -> dict[str, tuple[Array, ...]]:
+    """What the functions of a launch read, by `Split.placed`."""
+    found = {}
+    for name, program in zip(AUX, split.programs, strict=True):
+        given = getattr(inputs, name)
+        more = program is not None and len(split.placed(program).arrays) > len(given)
+        found[name] = (*given, starts) if more else given
+    return found
+
+
+def _of_score_aux(
+    split: Split, inputs: AttentionInputs, numbers: list[int], rows: Rows
+) -> list[Array]:
+    """The gradients of what a score function reads, of this device's rows, in float32."""
+    rows = _rows_by_chunk(split, rows)
+
+    def of_launch(given: AttentionInputs) -> list[Array]:
+        problem, given = _launched(split, "flash_forward", given, ())
+        problem, given = _repeated(problem, given)
+        some = split.context.method == "ring"
+        return _score_gradients.of_call(problem, given, numbers, rows, some_keys=some)
+
+    if split.context.method != "ring":
+        return of_launch(_given(split, inputs, _floats_moved(split, _floats_of(inputs))))
+    moving, fixed = _keys_of(split, inputs), _fixed(split, inputs)
+
+    def step(carry, number):
+        sums, moving = carry
+        following = _passed_on(split, moving)
+        for given in _parts(split, inputs, fixed, moving, number):
+            sums = [a + b for a, b in zip(sums, of_launch(given), strict=True)]
+        return (sums, following), None
+
+    differ = jax.tree.leaves((moving, rows))
+    zeros = [jnp.zeros(inputs.score_aux[n].shape, jnp.float32) for n in numbers]
+    sums = [_sharding.varying_like(x, *differ) for x in zeros]
+    return lax.scan(step, (sums, moving), jnp.arange(split.shards, dtype=jnp.int32))[0][0]
 
 
 # ---- rows and chunks ----------------------------------------------------------------------------
@@ -170,6 +289,14 @@ def _by_device(split: Split, x: Array) -> Array:
 def _lse_by_chunk(split: Split, lse: Array) -> Array:
     """[B, N, rows] -> [B * chunks, N, rows of a chunk]."""
     return _by_chunk(split, lse.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+def _rows_by_chunk(split: Split, rows: Rows) -> Rows:
+    """out, lse and their cotangents."""
+    out, lse, d_out, d_lse = rows
+    outs, lses = (_by_chunk(split, x) for x in (out, d_out)), (lse, d_lse)
+    (out, d_out), (lse, d_lse) = outs, (_lse_by_chunk(split, x) for x in lses)
+    return out, lse, d_out, d_lse
 
 
 def _lse_by_device(split: Split, lse: Array) -> Array:
@@ -294,10 +421,7 @@ def _at_once(split: Split, inputs: AttentionInputs) -> tuple[Array, Array]:
 def _at_once_backward(split: Split, inputs: AttentionInputs, rows: Any) -> dict[str, Array]:
     floats = _floats_of(inputs)
     given = _given(split, inputs, _floats_moved(split, floats))
-    out, lse, d_out, d_lse = rows
-    rows = [_by_chunk(split, out), _lse_by_chunk(split, lse)]
-    rows += [_by_chunk(split, d_out), _lse_by_chunk(split, d_lse)]
-    found = _launch_backward(split, given, rows, _offsets(split))
+    found = _launch_backward(split, given, _rows_by_chunk(split, rows), _offsets(split))
     if split.window() is not None:  # what neighbours have computed is added up in float32
         floats = {name: x.astype(_wide(x.dtype)) for name, x in floats.items()}
     moved, back = jax.vjp(functools.partial(_floats_moved, split), floats)
@@ -336,7 +460,8 @@ def _rows_given(
     firsts = chunk_numbers(split.context, lax.axis_index(split.context.axis), split.shards)
     firsts = firsts * split.rows
     lengths, offset = inputs.q_lengths, inputs.q_offset
-    if split.problem.mask.is_full:
+    starts = jnp.broadcast_to(starts, firsts.shape)
+    if split.problem.mask.is_full and not split.has_functions:
         offset = None
     else:
         if offset is None:
@@ -348,6 +473,7 @@ def _rows_given(
     }
     return AttentionInputs.of(floats)._replace(
         **bounds,
+        **_placed_aux(split, inputs, jnp.tile(starts, split.problem.batch)),
         q_offset=offset,
         q_lengths=None if lengths is None else _from_row(lengths, firsts, split.rows),
         q_segment_ids=None if ids is None else _by_chunk(split, ids),
@@ -361,8 +487,10 @@ def _from_row(lengths: Array, firsts: Array, size: int) -> Array:
 
 
 def _offsets(split: Split) -> tuple[tuple[int, ...], ...]:
-    """`AttentionProblem.offsets`: of each device, those of its chunks."""
-    if "q_offset" in split.problem.arrays:
+    """`AttentionProblem.offsets`: of each device, those of its chunks. A mask function says by
+    itself what rows see.
+    """
+    if "q_offset" in split.problem.arrays or split.problem.mask_program is not None:
         return ()
     found = []
     for device in range(split.shards):
@@ -381,7 +509,7 @@ def _launch(split: Split, given: AttentionInputs, offsets: Any) -> tuple[Array, 
 
 
 def _launch_backward(
-    split: Split, given: AttentionInputs, rows: list[Array], offsets: Any
+    split: Split, given: AttentionInputs, rows: Rows, offsets: Any
 ) -> dict[str, Array]:
     """The gradients of what the forward was given, from out, lse and their cotangents; with the
     out and lse of all keys, whichever are given here.
@@ -403,38 +531,43 @@ def _chosen(split: Split, op: str, given: AttentionInputs, offsets: Any) -> Any:
     """Who computes it, and problem and arrays as they go there: with k and v repeated where a
     kernel cannot share them.
     """
+    problem, given = _launched(split, op, given, offsets)
+    chosen = _dispatch.select(problem, split.implementation)
+    if not _dispatch.shares_keys(chosen, problem):
+        problem, given = _repeated(problem, given)
+    return chosen, problem, given
+
+
+def _launched(split: Split, op: str, given: AttentionInputs, offsets: Any) -> Any:
+    """Problem and arrays of a launch."""
     share = given.q.shape[0] // given.k.shape[0]
     problem = dataclasses.replace(split.problem, op=op, q_offset=0, share=share)
     if given.q_offset is not None:
         problem = dataclasses.replace(problem, offsets=offsets)
-    problem = _transforms.resized(problem, given)
-    chosen = _dispatch.select(problem, split.implementation)
-    if share > 1 and not _dispatch.shares_keys(chosen, problem):
-        k, v = (jnp.repeat(x, share, axis=0) for x in (given.k, given.v))
-        given, problem = given._replace(k=k, v=v), dataclasses.replace(problem, share=1)
-    return chosen, problem, given
+    problem, given = _with_functions(split, problem, given)
+    return _transforms.resized(problem, given), given
+
+
+def _repeated(problem: AttentionProblem, given: AttentionInputs) -> Any:
+    """The same, with k and v of each batch row's own."""
+    if problem.share == 1:
+        return problem, given
+    k, v = (jnp.repeat(x, problem.share, axis=0) for x in (given.k, given.v))
+    return dataclasses.replace(problem, share=1), given._replace(k=k, v=v)
 
 
 def _derivative(
-    chosen: Any, problem: AttentionProblem, given: AttentionInputs, rows: list[Array]
+    chosen: Any, problem: AttentionProblem, given: AttentionInputs, rows: Rows
 ) -> dict[str, Array]:
     """What a backward kernel computes, by the derivative of the reference: of its out and lse, of
     the keys that are given, with their weights in those of all keys, which are in `rows`.
     """
-    out, lse, d_out, d_lse = rows
 
     def run(floats):
         return chosen.run(given._replace(**floats), problem)
 
-    (own, own_lse), back = jax.vjp(run, _floats_of(given))
-    seen = own_lse != -jnp.inf
-    weight = jnp.where(seen, jnp.exp(own_lse - jnp.where(seen, lse, 0)), 0)
-    by_row = seen.swapaxes(1, 2)[..., None]
-    d_out = jnp.where(by_row, d_out, 0).astype(lse.dtype)  # it may be NaN past a length
-    moved = (d_out * (own.astype(lse.dtype) - jnp.where(by_row, out, 0).astype(lse.dtype))).sum(-1)
-    d_own_lse = weight * (jnp.where(seen, d_lse, 0) + moved.swapaxes(1, 2))
-    d_own = (d_out * weight.swapaxes(1, 2)[..., None]).astype(own.dtype)
-    return back((d_own, d_own_lse))[0]
+    own, back = jax.vjp(run, _floats_of(given))
+    return back(cotangents_of_part(own, rows))[0]
 
 
 # ---- the ring -----------------------------------------------------------------------------------
@@ -470,9 +603,7 @@ def _ring(split: Split, inputs: AttentionInputs) -> tuple[Array, Array]:
 def _ring_backward(split: Split, inputs: AttentionInputs, rows: Any) -> dict[str, Array]:
     """As `_ring`, with dk and dv of the keys that pass, in float32, passing with them."""
     moving, fixed = _keys_of(split, inputs), _fixed(split, inputs)
-    out, lse, d_out, d_lse = rows
-    by_chunk = [_by_chunk(split, out), _lse_by_chunk(split, lse)]
-    by_chunk += [_by_chunk(split, d_out), _lse_by_chunk(split, d_lse)]
+    by_chunk = _rows_by_chunk(split, rows)
     sums = {"q": _zeros(fixed.q)}
     if fixed.bias is not None:
         part = _columns(fixed.bias, _source(split, 0)[0], split.keys)  # says how they differ
@@ -623,7 +754,9 @@ def _by_heads(split: Split, inputs: AttentionInputs, plain: Any) -> tuple[Array,
             given[name] = _scores_by_heads(split, x)
     if inputs.sinks is not None:
         given["sinks"] = _own_heads(split, inputs.sinks, 0)
-    by_heads = inputs._replace(**given)
+    first = lax.axis_index(split.context.axis) * (problem.q_heads // shards)
+    given |= _placed_aux(split, inputs, first.astype(jnp.int32)[None])
+    problem, by_heads = _with_functions(split, problem, inputs._replace(**given))
     out, lse = plain(_transforms.resized(problem, by_heads), by_heads)
     out = _swapped(split, _as_devices_have_it(split, out, 1), 1, 2)
     return out, _swapped(split, _as_devices_have_it(split, lse, 2), 2, 1)

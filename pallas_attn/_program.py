@@ -444,6 +444,60 @@ def joined(name: str, *parts: Program) -> Program:
 
 
 @functools.lru_cache(maxsize=256)
+def placed(program: Program, rows: int, shifted: tuple[int, ...], starts: int) -> Program:
+    """The same function, of a part of what it was of: `rows` batch rows of the part are one of the
+    whole, and the inputs `shifted` count from a number of one more array, int32[starts], which has
+    one a batch row, or one for all. It is the last, and absent where the result depends on none.
+    """
+    batch, values = program.inputs - 4, list(range(program.inputs))
+    before: list[Operation] = []
+
+    def do(name: str, *operands: Operand, read: int | None = None) -> int:
+        before.append(Operation(name, operands, "int32", read))
+        return program.inputs + len(before) - 1
+
+    shifted = tuple(n for n in shifted if program.depends_on(n))
+    arrays = program.arrays + ((((starts,), "int32"),) if shifted else ())
+    if shifted:
+        start = do("read", batch if starts > 1 else ZERO, read=len(program.arrays))
+        for n in shifted:
+            values[n] = do("add", n, start)
+    if rows > 1 and program.depends_on(batch):
+        values[batch] = do("div", batch, Constant("int32", str(rows)))
+
+    def moved(operand: Operand) -> Operand:
+        if isinstance(operand, Constant):
+            return operand
+        return values[operand] if operand < program.inputs else operand + len(before)
+
+    after = (
+        dataclasses.replace(op, operands=tuple(map(moved, op.operands)))
+        for op in program.operations
+    )
+    return Program(program.inputs, (*before, *after), moved(program.result), arrays)
+
+
+def reads_at(program: Program, number: int) -> list[tuple[int, int]]:
+    """(array, axis) of what is read at an input itself; as jax.numpy has it, from the end where
+    that is negative.
+    """
+
+    def is_input(operand: Operand) -> bool:
+        if not isinstance(operand, int) or operand < program.inputs:
+            return operand == number
+        op = program.operations[operand - program.inputs]
+        return op.name == "select_n" and op.operands[1] == number
+
+    return [
+        (op.read, axis)
+        for op in program.operations
+        if op.read is not None
+        for axis, operand in enumerate(op.operands)
+        if is_input(operand)
+    ]
+
+
+@functools.lru_cache(maxsize=256)
 def derivative(program: Program) -> Program:
     """Of the result by the first input. It has the arrays of `program` that it reads: see
     `derivative_arrays`.

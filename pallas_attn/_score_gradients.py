@@ -8,6 +8,7 @@ gradients nothing is computed.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,85 +18,92 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_attn import _dispatch, _sharding, _transforms
 from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.merge import cotangents_of_part
 
 Array = jax.Array
+Rows = tuple[Array, Array, Array, Array]  # out, lse and their cotangents
 SLAB = 2**26  # logits
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attach(
-    problem: AttentionProblem,
+    find: Callable[..., list[Array]],
     results: tuple[Array, Array],
     inputs: AttentionInputs,
     aux: tuple[Array, ...],
 ) -> tuple[Array, Array]:
     """`results`, the out and lse of a call, such that `aux`, what its score function reads, has
-    gradients. `inputs`: of the call, but for `aux`.
+    gradients. `inputs`: of the call, but for `aux`. `find(inputs, numbers, rows)`: the gradients of
+    some of `inputs.score_aux`, in float32, by out, lse and their cotangents.
     """
-    del problem, inputs, aux
+    del find, inputs, aux
     return results
 
 
-def _forward(problem: AttentionProblem, results: Any, inputs: Any, aux: Any) -> Any:
-    del problem
+def _forward(find: Any, results: Any, inputs: Any, aux: Any) -> Any:
+    del find
     values = jax.tree.map(lambda x: x.value, (results, inputs, aux), is_leaf=_is_primal)
     # None: nobody wants its gradient
     wanted = tuple(x.value if x.perturbed else None for x in aux)
-    return values[0], (values[1], values[2], wanted)
+    return values[0], (values, wanted)
 
 
 def _is_primal(x: Any) -> bool:
     return hasattr(x, "perturbed")
 
 
-def _backward(problem: AttentionProblem, residuals: Any, cotangents: Any) -> Any:
-    inputs, aux, wanted = residuals
+def _backward(find: Any, residuals: Any, cotangents: Any) -> Any:
+    (results, inputs, aux), wanted = residuals
     zeros = [isinstance(x, SymbolicZero) for x in cotangents]
     cotangents = tuple(
-        jnp.zeros(x.shape, x.dtype) if zero else x
-        for x, zero in zip(cotangents, zeros, strict=True)
+        _sharding.varying_like(jnp.zeros(x.shape, x.dtype), result) if zero else x
+        for x, zero, result in zip(cotangents, zeros, results, strict=True)
     )
     gradients: list[Any] = [None] * len(aux)
     numbers = [n for n, x in enumerate(wanted) if x is not None]
     if numbers and not all(zeros):
-        found = _gradients(problem, inputs, aux, numbers, cotangents)
+        found = find(inputs._replace(score_aux=aux), numbers, (*results, *cotangents))
         for n, gradient in zip(numbers, found, strict=True):
-            gradients[n] = _sharding.gradient_of(aux[n], gradient.astype(aux[n].dtype))
+            gradients[n] = _sharding.gradient_of(aux[n], gradient).astype(aux[n].dtype)
     return cotangents, None, tuple(gradients)
 
 
 attach.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _gradients(
+def of_call(
     problem: AttentionProblem,
     inputs: AttentionInputs,
-    aux: tuple[Array, ...],
     numbers: list[int],
-    cotangents: tuple[Array, Array],
+    rows_of_all: Rows,
+    *,
+    some_keys: bool = False,
 ) -> list[Array]:
-    """Of some of `aux`, in float32."""
+    """The gradients of some of `inputs.score_aux`, in float32. `some_keys`: those of the inputs are
+    not all, as `rows_of_all` are of.
+    """
+    aux, cotangents = inputs.score_aux, rows_of_all[2:]
     batch, q_len, heads = inputs.q.shape[:3]
     rows = max(1, min(q_len, SLAB // (batch * heads * problem.kv_len)))
     count = -(-q_len // rows)
 
-    def split(x: Array, axis: int) -> Array:
+    def split(x: Array, axis: int, fill: float = 0) -> Array:
         pads = [(0, 0)] * x.ndim
         pads[axis] = (0, count * rows - q_len)
         shape = (*x.shape[:axis], count, rows, *x.shape[axis + 1 :])
-        return jnp.moveaxis(jnp.pad(x, pads).reshape(shape), axis, 0)
+        return jnp.moveaxis(jnp.pad(x, pads, constant_values=fill).reshape(shape), axis, 0)
 
     axes = {"q": 1, "q_segment_ids": 1, "q_positions": 1, "bias": 2, "mask_array": 2}
     given = {name: getattr(inputs, name) for name in axes}
     by_row = {name: x for name, x in given.items() if x is not None and x.shape[axes[name]] > 1}
     by_row |= {"q": inputs.q}
     slabs = {name: split(x, axes[name]) for name, x in by_row.items()}
-    slabs |= {"d_out": split(cotangents[0], 1), "d_lse": split(cotangents[1], 2)}
+    out, lse, d_out, d_lse = rows_of_all
+    of_rows = split(out, 1), split(lse, 2, jnp.inf), split(d_out, 1), split(d_lse, 2)
     offset = problem.q_offset if inputs.q_offset is None else inputs.q_offset
 
-    def one(sums: list[Array], slab: tuple[Array, dict[str, Any]]) -> tuple[list[Array], None]:
-        first, fields = slab
-        d_out, d_lse = (fields.pop(name) for name in ("d_out", "d_lse"))
+    def one(sums: list[Array], slab: tuple[Array, Any, Rows]) -> tuple[list[Array], None]:
+        first, fields, of_rows = slab
         at = jnp.broadcast_to(jnp.asarray(offset + first, jnp.int32), (batch,))
         some = inputs._replace(q_offset=at, **fields)
         if inputs.q_lengths is not None:
@@ -108,10 +116,11 @@ def _gradients(
             given = some._replace(score_aux=tuple(read))
             return _dispatch.by_definition(given, _transforms.resized(problem, given))
 
-        _, pull = jax.vjp(attention, *wide)
-        return [total + x for total, x in zip(sums, pull((d_out, d_lse)), strict=True)], None
+        own, pull = jax.vjp(attention, *wide)
+        found = pull(cotangents_of_part(own, of_rows) if some_keys else of_rows[2:])
+        return [total + x for total, x in zip(sums, found, strict=True)], None
 
     varying = (inputs.q, *cotangents)
     wide = [_sharding.varying_like(aux[n].astype(jnp.float32), *varying) for n in numbers]
     firsts = jnp.arange(count, dtype=jnp.int32) * rows
-    return lax.scan(one, list(map(jnp.zeros_like, wide)), (firsts, slabs))[0]
+    return lax.scan(one, list(map(jnp.zeros_like, wide)), (firsts, slabs, of_rows))[0]

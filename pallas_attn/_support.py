@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from pallas_attn import _dispatch, trees
+from pallas_attn import _dispatch, _program, trees
 from pallas_attn._problem import (
     AppendProblem,
     AttentionProblem,
@@ -80,6 +80,7 @@ _SCORES = (2, 8, 1024, 1024)
 _BOUNDS = ("mask_left", "mask_right")
 _ALTERNATE = mask_fn(lambda b, h, q, kv: (q ^ kv) & 1 == 0)
 _DISTANCE = score_fn(lambda s, b, h, q, kv: s - (q - kv))
+_PLACED = _program.placed(_ALTERNATE.program, 2, (2, 3), 2)
 _ARRAYS = ("q_offset", "q_lengths", "kv_lengths", "sinks")
 _ATTENTION_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
     "dtype": _DTYPES,
@@ -107,6 +108,7 @@ _ATTENTION_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
     "rows split over devices": ({"arrays": ("q_offset",), "offsets": ((0, 1024),)},),
     "mask_fn": ({"mask_program": _ALTERNATE.program},),
     "score_fn": ({"score_program": _DISTANCE.program},),
+    "mask_fn, rows split over devices": ({"mask_program": _PLACED, "arrays": ("q_offset",)},),
     "bias beside mask_fn or score_fn": (
         {"mask_program": _ALTERNATE.program, "arrays": ("bias",), "bias_shape": _SCORES},
     ),

@@ -224,7 +224,8 @@ def _attend(
         results = _kernel_attention(problem, implementation, held)
         if any(jnp.issubdtype(x.dtype, jnp.floating) for x in aux):
             alone = jax.tree.map(jax.lax.stop_gradient, held)
-            results = _score_gradients.attach(problem, results, alone, aux)
+            find = functools.partial(_score_gradients.of_call, problem)
+            results = _score_gradients.attach(find, results, alone, aux)
         return results
     except TypeError as error:
         # jax runs no rule of ours in forward mode: it raises where the tangent of a custom_vjp is

@@ -18,7 +18,8 @@ class Context:
 
     Within `jax.shard_map`, `flash_attention(..., context=Context("cp"))` takes this device's rows
     of each array and returns this device's rows of the result. Positions, lengths and offsets are
-    those of the whole sequence, whatever the order. Static: a jit key by value.
+    those of the whole sequence, whatever the order, and so are those of `mask_fn` and `score_fn`:
+    what these read at positions is whole on each device. Static: a jit key by value.
 
     Args:
       axis: the mesh axis that the rows are split over, one that `shard_map` maps.

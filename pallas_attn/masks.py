@@ -374,10 +374,11 @@ def mask_fn(f: Callable[..., Any], *aux: Any) -> MaskFunction:
         documents = pa.mask_fn(lambda b, h, q, kv, ids: ids[b, q] == ids[b, kv], ids)
 
     The four are int32 scalars, positions those of `Mask` (q counts from `q_offset`), under
-    `jax.shard_map` of the device's own part. `aux` are arrays that f reads at scalar positions;
-    positions past an end are clipped to it. f is traced once, here: what it does with numbers of
-    Python is static, an array that it captures is as good as one of `aux`, and a traced one is a
-    ValueError. The result is bool. What it may contain is in the [documentation](recipes.md).
+    `jax.shard_map` of the device's own part, and with a `Context` of the whole sequence. `aux` are
+    arrays that f reads at scalar positions; positions past an end are clipped to it. f is traced
+    once, here: what it does with numbers of Python is static, an array that it captures is as good
+    as one of `aux`, and a traced one is a ValueError. The result is bool. What it may contain is in
+    the [documentation](recipes.md).
     """
     arrays = aux_arrays("mask_fn", f, aux)
     program, kept = _program.trace("mask_fn", f, (jnp.int32,) * 4, arrays)

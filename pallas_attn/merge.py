@@ -58,6 +58,23 @@ def add_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
     return out * _by_row(share), with_sink
 
 
+def cotangents_of_part(
+    own: tuple[Array, Array], rows: tuple[Array, Array, Array, Array]
+) -> tuple[Array, Array]:
+    """Of the out and lse of some of the keys, by those of all keys and their cotangents: `rows` is
+    out, lse, d_out, d_lse of all. Past a length these may be NaN: no row there sees a key.
+    """
+    out, lse, d_out, d_lse = rows
+    own_out, own_lse = own
+    seen = own_lse != -jnp.inf
+    weight = jnp.where(seen, jnp.exp(own_lse - jnp.where(seen, lse, 0)), 0)
+    by_row = _by_row(seen)
+    d_out = jnp.where(by_row, d_out, 0).astype(lse.dtype)
+    away = own_out.astype(lse.dtype) - jnp.where(by_row, out, 0).astype(lse.dtype)
+    d_own_lse = weight * (jnp.where(seen, d_lse, 0) + (d_out * away).sum(-1).swapaxes(1, 2))
+    return (d_out * _by_row(weight)).astype(own_out.dtype), d_own_lse
+
+
 def _by_row(x: Array) -> Array:
     """[B, N, T] (or [B, N]) as it meets [B, T, N, Hv] (or [B, N, Hv])."""
     return (x.swapaxes(1, 2) if x.ndim == 3 else x)[..., None]

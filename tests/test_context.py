@@ -68,6 +68,55 @@ OPTIONS = {
         {**QKV, "bias": normal(8, B, 1, 1, T)},
     ),
 }
+IDS = documents(5)
+LIMITS = jnp.asarray([3, 20], jnp.int32)
+SLOPES = {"slopes": normal(9, N), "table": normal(10, N, 16)}
+
+
+def documents_and_more(ids, limits):
+    """By batch row, head and position, on both sides of the diagonal."""
+    same = pa.mask_fn(lambda b, h, q, kv, i: i[b, q] == i[b, kv], ids)
+    prefix = pa.mask_fn(lambda b, h, q, kv, n: kv < n[b] - h, limits)
+    return (same & pa.CAUSAL) | prefix & ~pa.Mask(0, 0)
+
+
+def relative(slopes, table):
+    def score(s, b, h, q, kv, slopes, table):
+        near = jnp.clip(q - kv + 8, 0, 15)
+        return 9 * jnp.tanh((s - slopes[h] * jnp.abs(q - kv) + b) / 9) + table[h, near]
+
+    return pa.score_fn(score, slopes, table)
+
+
+def attend(**given):
+    """With functions of what they read in place of that."""
+    if "limits" in given:
+        given["mask"] = documents_and_more(given.pop("ids"), given.pop("limits"))
+    if "slopes" in given:
+        given["score"] = relative(given.pop("slopes"), given.pop("table"))
+    return pa.flash_attention_with_lse(**given)
+
+
+OPTIONS |= {
+    "functions": (
+        {
+            "ids": IDS,
+            "limits": LIMITS,
+            "segment_ids": documents(9),
+            "kv_lengths": LENGTHS["kv_lengths"],
+        },
+        {**QKV, **SLOPES, **SINKS},
+    ),
+    "score": (
+        {"mask": pa.CAUSAL, "q_offset": 2, "segment_ids": IDS, "q_lengths": LENGTHS["q_lengths"]},
+        {**GROUPED, **SLOPES},
+    ),
+    "near": ({"mask": pa.sliding_window(4)}, {**QKV, **SLOPES}),
+    "far": (
+        {"ids": IDS, "limits": LIMITS, "q_offset": jnp.asarray([5, -9], jnp.int32), **HIDDEN},
+        {**GROUPED, "bias": normal(8, 1, N, T, T)},
+    ),
+}
 SPREAD = [  # all options, methods and orders, on 2, 4 and 8 devices; not each with each
     ("causal", 4, "zigzag", "ring"),
     ("causal", 4, "zigzag", "heads"),
@@ -79,6 +128,12 @@ SPREAD = [  # all options, methods and orders, on 2, 4 and 8 devices; not each w
     ("few", 4, "zigzag", "gather"),
     ("offset", 2, "zigzag", "gather"),
     ("offset", 8, "contiguous", "ring"),
+    ("functions", 4, "zigzag", "gather"),
+    ("functions", 4, "contiguous", "heads"),
+    ("score", 2, "contiguous", "gather"),
+    ("score", 4, "zigzag", "ring"),
+    ("near", 8, "contiguous", "gather"),
+    ("far", 8, "contiguous", "ring"),
 ]
 
 
@@ -103,9 +158,7 @@ def on_one_device(name):
     options, floats = OPTIONS[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(_dispatch.TABLES, "flash_forward", (REFERENCE,))
-        return value_and_gradients(
-            lambda floats: pa.flash_attention_with_lse(**floats, **options), floats
-        )
+        return value_and_gradients(lambda floats: attend(**floats, **options), floats)
 
 
 def is_split(name, x):
@@ -125,7 +178,7 @@ def over(context, shards, options, check_vma=True):
     )
 
     def local(given):
-        return pa.flash_attention_with_lse(**given, **static, context=context)
+        return attend(**given, **static, context=context)
 
     def call(floats):
         given = {
@@ -160,7 +213,7 @@ def test_as_on_one_device(name, shards, order, method):
 
 @pytest.mark.parametrize(
     ("name", "method", "check_vma"),
-    [("causal", "gather", True), ("lengths", "ring", False)],
+    [("causal", "gather", True), ("lengths", "ring", False), ("functions", "ring", False)],
 )
 def test_by_kernels_as_on_one_device(kernels_that_differentiate, name, method, check_vma):  # noqa: F811
     """Those are handed the out and lse of all keys, whichever they are given."""
@@ -209,6 +262,10 @@ def mapped(shards=2, options=(), **given):
     return jax.eval_shape(over(context, shards, dict(options)), GROUPED)
 
 
+def with_blocks(mask):
+    return dataclasses.replace(mask, kinds=jnp.zeros((1, 1, 1, 1), jnp.uint8), sizes=(T, T, 0))
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -229,8 +286,12 @@ def mapped(shards=2, options=(), **given):
             "x: expected an axis 1 of a multiple of 4 rows for 2 devices in order 'zigzag'",
         ),
         (
-            lambda: mapped(options={"mask": pa.mask_fn(lambda b, h, q, kv: kv <= q)}),
-            "context: expected no mask_fn and no score_fn beside it",
+            lambda: mapped(options={"mask": documents_and_more(IDS[:, : T // 2], LIMITS)}),
+            "mask: expected what a function reads at a position to have all 32 rows",
+        ),
+        (
+            lambda: mapped(options={"mask": with_blocks(documents_and_more(IDS, LIMITS))}),
+            "mask: expected no blocks beside a context",
         ),
     ],
 )
