@@ -332,7 +332,7 @@ class DecodeCase:
         else:
             v = draw("v", (m, k_heads, self.capacity, self.v_head_dim))
         if self.shared:
-            k, v = (self._in_common(x, np.arange(self.capacity)) for x in (k, v))
+            k, v = (self._in_common(x) for x in (k, v))
         if poison:
             k, v = (_poison(x, self.lengths, axis=2) for x in (k, v))
         new = (m, self.q_len) if self.rows is None else (sum(self.rows),)
@@ -356,12 +356,14 @@ class DecodeCase:
             begin += count
         return owner
 
-    def _in_common(self, x: jax.Array, rows: np.ndarray) -> jax.Array:
+    def _in_common(self, x: jax.Array) -> jax.Array:
         """[M, K, capacity, ...] with the rows that sequences have in common."""
-        end = sum(count for _, count in self.shared)
-        owner = jnp.asarray(self.first_with(rows[:end]), jnp.int32)
-        taken = jnp.take_along_axis(x[:, :, :end], owner[:, None, :, None], axis=0)
-        return x.at[:, :, :end].set(taken)
+        begin = 0
+        for size, count in self.shared:
+            rows = (slice(None), slice(None), slice(begin, begin + count))
+            first = jnp.repeat(x[rows][::size], size, axis=0)[: self.sequences]
+            x, begin = x.at[rows].set(first), begin + count
+        return x
 
     def dense(self) -> AttentionCase:
         """The same as one call of `flash_attention`, over K and V of `capacity` rows; packed rows
