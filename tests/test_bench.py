@@ -8,6 +8,7 @@ import xml.etree.ElementTree
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_attn
@@ -408,6 +409,21 @@ def test_peers_refuse_what_they_cannot_express(peer, name, reason):
     case = LITTLE[name]
     with pytest.raises(peers.Unavailable, match=reason):
         peers.PEERS["forward"][peer](peers.Call(case, case.arrays(), None, "forward"))
+
+
+def test_levels_of_shared_pages_are_the_page_table():
+    """What a cascade is told, level by level, is what each sequence has, once and in order."""
+    sizes = (55, 49, 64, 50), 2, 1, 4, 4, 64
+    case = DecodeCase("x", *sizes, kind="paged", page_size=16, shared=((4, 32), (2, 16)))
+    table = np.asarray(subjects.filled_cache(case, case.arrays()).page_table)
+    levels = peers.page_levels(case)
+    assert [rows for _, rows in levels] == [[4], [2, 2], [1] * 4]
+    for sequence, length in enumerate(case.lengths):
+        runs = [level[sequence * len(level) // 4] for level, _ in levels]
+        found = [page for run in runs for page in table[run.sequence, run.begin : run.end]]
+        assert found == [page for page in table[sequence] if page >= 0]
+        rows = [(run.end - run.begin - 1) * 16 + run.rows_of_last for run in runs]
+        assert rows == [32, 16, length - 48]
 
 
 def test_xla_is_not_asked_for_scores_that_do_not_fit():

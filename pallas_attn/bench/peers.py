@@ -12,7 +12,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -348,10 +348,12 @@ def chain(call: Call) -> list[Subject]:
 
 
 def flashinfer(call: Call) -> list[Subject]:
-    """FlashInfer over the very pages of ours."""
+    """FlashInfer over the very pages of ours; where sequences share some, its cascade, which is
+    told on the host what they share, level by level.
+    """
     case: DecodeCase = call.case
-    if case.tree:
-        raise Unavailable("no trees of drafts")
+    if case.tree or case.finding:
+        raise Unavailable("no trees of drafts" if case.tree else "what is shared is told to it")
     torch = _torch_on_gpu()
     if importlib.util.find_spec("flashinfer") is None:
         raise Unavailable("flashinfer is not installed")
@@ -363,23 +365,59 @@ def flashinfer(call: Call) -> list[Subject]:
     import flashinfer as module
 
     cache = subjects.filled_cache(case, call.arrays)
-    pages = [-(-length // case.page_size) for length in case.lengths]
     table = torch.from_dlpack(cache.page_table)
-    held = torch.cat([table[m, :count] for m, count in enumerate(pages)])
-    ends = [(length - 1) % case.page_size + 1 for length in case.lengths]
-    numbers = (_sums(case.each), _sums(pages), ends)
-    starts, firsts, last = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in numbers)
+    levels: list[tuple[Any, ...]] = []
+    for runs, rows in page_levels(case):
+        held = torch.cat([table[run.sequence, run.begin : run.end] for run in runs])
+        pages, last = [run.end - run.begin for run in runs], [run.rows_of_last for run in runs]
+        starts, firsts, ends = (
+            torch.tensor(x, dtype=torch.int32, device="cuda")
+            for x in (_sums(rows), _sums(pages), last)
+        )
+        levels.append((starts, firsts, held, ends))
     room = torch.empty(2**28, dtype=torch.uint8, device="cuda")
-    wrapper = module.BatchPrefillWithPagedKVCacheWrapper(room, "HND")
+    if len(levels) > 1:
+        wrapper = module.MultiLevelCascadeAttentionWrapper(len(levels), room, "HND")
+        plan = [list(x) for x in zip(*levels, strict=True)]
+    else:
+        wrapper = module.BatchPrefillWithPagedKVCacheWrapper(room, "HND")
+        plan = list(levels[0])
     heads = case.q_heads, case.kv_heads, case.head_dim, case.page_size
     dtype = getattr(torch, case.dtype)
-    wrapper.plan(starts, firsts, held, last, *heads, causal=case.mask == CAUSAL,
+    wrapper.plan(*plan, *heads, causal=case.mask == CAUSAL,
                  sm_scale=case.scale, q_data_type=dtype, kv_data_type=dtype)  # fmt: skip
     k, v = (torch.from_dlpack(x) for x in (cache.k, cache.v))
     q = torch.from_dlpack(call.arrays["q"].reshape(-1, case.q_heads, case.head_dim))
     shape = call.arrays["q"].shape[:-1] + (case.v_head_dim,)
     outputs = functools.partial(_of_torch, lambda x: x.reshape(shape))
     return [Subject("flashinfer", lambda: (wrapper.run(q, (k, v)),), outputs, _torch_done)]
+
+
+class PageRun(NamedTuple):
+    """Neighbouring entries of one row of a page table."""
+
+    sequence: int
+    begin: int
+    end: int
+    rows_of_last: int  # rows of the last page
+
+
+def page_levels(case: DecodeCase) -> list[tuple[list[PageRun], list[int]]]:
+    """Level by level, from what most sequences share to what each has alone: the pages of each
+    group's first sequence, and how many query rows the group has.
+    """
+    assert case.page_size is not None
+    size, begin, levels = case.page_size, 0, []
+    for group, count in (*case.shared, (1, None)):
+        firsts = range(0, case.sequences, group)
+        ends = [case.lengths[m] if count is None else begin + count for m in firsts]
+        runs = [
+            PageRun(m, begin // size, -(-end // size), (end - 1) % size + 1)
+            for m, end in zip(firsts, ends, strict=True)
+        ]
+        levels.append((runs, [sum(case.each[m : m + group]) for m in firsts]))
+        begin += count or 0
+    return levels
 
 
 def _sums(counts: Sequence[int]) -> list[int]:
@@ -579,7 +617,7 @@ PEERS: dict[str, dict[str, Peer]] = {
         "flash_attention_4": functools.partial(_over_dense, _flash_attention_4),
         "xla": functools.partial(_over_dense, _xla_masked),
     },
-    "shared_prefix": {"plain": plain, "unshared": unshared},
+    "shared_prefix": {"plain": plain, "unshared": unshared, "flashinfer": flashinfer},
     "append": {"xla": xla_append},
     "mask": {"built_in": built_in, "flex": flex},
 }
