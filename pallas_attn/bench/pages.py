@@ -26,10 +26,10 @@ forward, 3.5 times that with the backward. MiB: what a step takes beside its arg
 Prefill is `decode_attention` of many query rows a sequence over a full cache. There, `dense` is our
 `flash_attention` over contiguous K and V, and `xla` has a boolean mask; cuDNN is left out, because
 `jax.nn` cannot give it a causal mask whose last query sees the last key of a longer K.
-Over shared pages, `plain` is the same call over the same pages without `shared_prefixes`, `unshared`
-that over pages of each sequence's own, and `flashinfer` its cascade; which pages are shared is known
-before the call that is timed, as it is found once for all layers of a step, but for cases that end
-with `_found`.
+Over shared pages, `plain` is the same call over the same pages without `shared_prefixes`,
+`unshared` that over pages of each sequence's own, and `flashinfer` its cascade; which pages are
+shared is known before the call that is timed, as it is found once for all layers of a step, but for
+cases that end with `_found`.
 Measured by `python run.py --task=bench` (see `configs/`). The pictures show the shapes that other
 implementations publish too; decode is drawn over pages of 16 rows."""
 _SEPARATE = """\
