@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn import lm
@@ -31,18 +32,20 @@ def made(config, params, **options):
     return [one.tokens for one in run.sequences], np.stack([one.logits for one in run.sequences])
 
 
-CASES = {
-    "llama2": (4, {"cache": "stacked", "sampling": Sampling(0.8, top_k=20)}),
-    "qwen2": (2, {"cache": "paged", "page_size": 4, "draft": "ngram", "drafts": 2}),
-    "qwen3": (2, {"cache": "per_sequence", "prefill_chunk": 4}),
+CASES = {  # devices, words, options
+    "llama2": (4, 96, {"cache": "stacked", "sampling": Sampling(0.8, top_k=20)}),
+    "qwen2": (2, 95, {"cache": "paged", "page_size": 4, "draft": "ngram", "drafts": 2}),
+    "qwen3": (2, 95, {"cache": "per_sequence", "prefill_chunk": 4}),
 }
 
 
 @pytest.mark.parametrize("family", CASES)
 def test_the_same_tokens_as_on_one_device(tmp_path, family):
-    """Heads, biases, norms of heads, windows, a head that is split and one that is an embedding."""
-    shards, options = CASES[family]
-    described = lm_witness.CONFIGS[family]
+    """Heads, biases, norms of heads, windows, a head and one that is the embedding, words that the
+    devices divide and words that they do not; each device has its part of every matrix.
+    """
+    shards, words, options = CASES[family]
+    described = lm_witness.CONFIGS[family] | {"vocab_size": words}
     tensors = lm_witness.tensors_of(described, np.random.default_rng(0))
     folder = lm_witness.write(tmp_path / family, described, tensors, shards=2)
     mesh = lm_mesh.make(f"tp:{shards}", ("tp",))
@@ -51,14 +54,33 @@ def test_the_same_tokens_as_on_one_device(tmp_path, family):
     for name in ("qkv", "out", "gate_up", "down"):
         whole = params["runs"][0][name]
         assert {x.data.size for x in whole.addressable_shards} == {whole.size // shards}, name
+    for name in {"embed", "head"} & set(params):
+        rows = {x.data.shape[0] for x in params[name].addressable_shards}
+        assert rows == {-(-words // shards)}, name
     tokens, logits = made(config, params, mesh=mesh, **options)
     assert tokens == want[0]
     np.testing.assert_allclose(logits, want[1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("words", [5, 8])
+def test_the_rows_of_a_vocabulary_are_read_by_their_devices_alone(words):
+    """Also where the last devices have none."""
+    mesh, asked = lm_mesh.make("tp:4", ("tp",)), []
+    whole = np.arange(words * 3, dtype=np.float32).reshape(words, 3) + 1
+
+    def read(at):
+        asked.append(len(whole[at]))
+        return whole[at]
+
+    found = lm_mesh.placed(mesh, P("tp"), whole.shape, read)
+    assert found.shape == (8, 3) and max(asked) == 2
+    np.testing.assert_array_equal(found[:words], whole)
+    assert not np.asarray(found[words:]).any()
+
+
 def test_our_own_files_and_random_weights_on_a_mesh(tmp_path):
     """Are the same numbers, in the order of the devices."""
-    described = lm_witness.CONFIGS["qwen2"]
+    described = lm_witness.CONFIGS["qwen2"] | {"vocab_size": 97}
     config, mesh = config_from(described), lm_mesh.make("tp:2", ("tp",))
     alone = lm_mesh.random_params(config, 1, "bfloat16")
     spread = lm_mesh.random_params(config, 1, "bfloat16", mesh)
@@ -69,6 +91,10 @@ def test_our_own_files_and_random_weights_on_a_mesh(tmp_path):
     first |= {"qkv_bias": first["qkv"]}
     first |= {"gate_up": np.r_[: config.mlp // 2, config.mlp : config.mlp * 3 // 2]}
     for params in (spread, read):
+        for name in ("embed", "head"):
+            words = np.asarray(params[name], np.float32)
+            np.testing.assert_array_equal(words[:97], np.asarray(alone[name], np.float32))
+            assert words.shape[0] == 98 and not words[97:].any()
         for name, x in params["runs"][0].items():
             plain = np.asarray(alone["runs"][0][name])
             local = min(x.addressable_shards, key=lambda shard: shard.device.id).data
@@ -94,14 +120,17 @@ def test_a_mesh_that_cannot_be(call, said):
 
 
 def test_a_llama_of_70_billion_on_four_devices():
-    """By shapes: a device has its quarter of every matrix of a layer, and of the head."""
+    """By shapes: a device has its quarter of every matrix of a layer, of the embedding and the
+    head.
+    """
     config, mesh = config_from(presets.PRESETS["llama3_70b"]), lm_mesh.make("tp:4", ("tp",))
     assert 70e9 < config.size < 71e9
     shapes, specs = config.shapes(), lm_mesh.specs(config, mesh)
     local = lm_mesh.local(config, mesh)
     assert (local.heads, local.kv_heads, local.mlp) == (16, 2, 7168)
-    head = NamedSharding(mesh, specs["head"]).shard_shape(shapes["head"])
-    assert head == (128256 // 4, 8192)
+    for name in ("embed", "head"):
+        rows = NamedSharding(mesh, specs[name]).shard_shape(shapes[name])
+        assert rows == (128256 // 4, 8192), name
     run, spec = shapes["runs"][0], specs["runs"][0]
     size = sum(math.prod(NamedSharding(mesh, spec[n]).shard_shape(run[n])) for n in run)
     assert size < 1.001 * sum(map(math.prod, run.values())) / 4

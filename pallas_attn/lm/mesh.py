@@ -1,8 +1,9 @@
 """A model over the devices of a mesh: which device has what of its weights.
 
-Query and kv heads and the columns of the MLP are split over the axis "tp", and so are the rows of a
-head that is no embedding; what else there is is whole on each device. A device then has a smaller
-model of the same layers, whose last matmul of attention and of the MLP gives a part of the sum.
+Query and kv heads, columns of the MLP and the vocabulary (rows of the embedding and of the head)
+are split over the axis "tp"; norms are whole on each device. A device then has a smaller model of
+the same layers, whose last matmul of attention and of the MLP gives a part of the sum. Where the
+devices do not divide the vocabulary, rows of zeros fill up the last ones.
 
 Matrices that are several in one (q, k and v; gate and up) have their rows in the order of the
 devices: first all that the first one has of each, then all of the second. Splitting them evenly
@@ -24,6 +25,7 @@ from pallas_attn.lm import model
 from pallas_attn.lm.model import Config, Params, is_shape
 
 HEADS = "tp"
+_VOCABULARY = ("embed", "head")
 _ROWS, _COLUMNS = ("qkv", "qkv_bias", "gate_up"), ("out", "down")
 
 
@@ -71,13 +73,13 @@ def specs(config: Config, mesh: Mesh) -> Params:
     local(config, mesh)  # raises where the mesh does not divide the model
 
     def of(path: Any, shape: tuple[int, ...]) -> P:
+        del shape
         name = path[-1].key
         if name in _ROWS:
             return P(None, HEADS)
         if name in _COLUMNS:
             return P(None, None, HEADS)
-        split = name == "head" and shape[0] % mesh.shape[HEADS] == 0
-        return P(HEADS) if split else P()
+        return P(HEADS) if name in _VOCABULARY else P()
 
     return jax.tree.map_with_path(of, config.shapes(), is_leaf=is_shape)
 
@@ -171,7 +173,28 @@ def placed(
     """A parameter of which `read` has any part, by slices: each device is handed its own."""
     if mesh is None:
         return jnp.asarray(read((slice(None),) * len(shape)))
-    return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), read)
+    if spec != P(HEADS):
+        return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), read)
+    count = shape[0]
+    whole = (filled_up(count, mesh), *shape[1:])
+
+    def part(at: Any) -> np.ndarray:
+        start, stop, _ = at[0].indices(whole[0])
+        first, end = min(start, count - 1), min(stop, count)
+        rows = read((slice(first, end), *at[1:]))[: max(end - start, 0)]
+        return _with_zeros(np, rows, stop - start)
+
+    return jax.make_array_from_callback(whole, NamedSharding(mesh, spec), part)
+
+
+def filled_up(vocab: int, mesh: Mesh) -> int:
+    """Rows of an embedding or a head, as many on each device."""
+    return -(-vocab // mesh.shape[HEADS]) * mesh.shape[HEADS]
+
+
+def _with_zeros(xp: Any, x: Any, rows: int) -> Any:
+    """The rows of x, and zeros after them."""
+    return x if len(x) == rows else xp.pad(x, ((0, rows - len(x)), (0, 0)))
 
 
 def random_params(config: Config, seed: int, dtype: Any, mesh: Mesh | None = None) -> Params:
@@ -185,6 +208,10 @@ def random_params(config: Config, seed: int, dtype: Any, mesh: Mesh | None = Non
             {name: in_order(config, mesh, name, x) for name, x in run.items()}
             for run in params["runs"]
         )
-        return params | {"runs": tuple(ordered)}
+        rows = filled_up(config.vocab, mesh)
+        words = {
+            name: _with_zeros(jnp, params[name], rows) for name in _VOCABULARY if name in params
+        }
+        return params | words | {"runs": tuple(ordered)}
 
     return jax.jit(create, out_shardings=_shardings(mesh, specs(config, mesh)))()

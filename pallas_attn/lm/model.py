@@ -254,7 +254,7 @@ def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: An
     """Rows [M, t, D] for the head: after all layers and the last norm; and the cache that `attend`
     passed from layer to layer.
     """
-    x = jnp.take(params["embed"], tokens, axis=0, mode="clip")
+    x = embedded(config, params["embed"], tokens)
     eps, first, angles = config.norm_eps, 0, None
     if how.positions is not None:
         angles = config.rope.angles(how.positions[:, :, None], config.head_dim)
@@ -283,6 +283,19 @@ def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: An
     return add_norm(x, added, Layer(norm[None], 0) if how.stream else norm, eps)[1], cache
 
 
+def embedded(config: Config, embed: Array, tokens: Array) -> Array:
+    """Rows [..., D] of an embedding; on a mesh each device has some of them, the others are zeros
+    there, and the sum is exact.
+    """
+    if config.over is None:
+        return jnp.take(embed, tokens, axis=0, mode="clip")
+    count = embed.shape[0]
+    at = jnp.clip(tokens, 0, config.vocab - 1) - lax.axis_index(config.over) * count
+    own = (at >= 0) & (at < count)
+    found = jnp.take(embed, at, axis=0, mode="clip")
+    return lax.psum(jnp.where(own[..., None], found, 0), config.over)
+
+
 def _added(config: Config, x: Array, weight: Array | Layer) -> Array:
     """What a matmul leaves to be added, in parts; on a mesh the sum over devices, in float32."""
     if config.over is None:
@@ -302,10 +315,11 @@ def logits_of(config: Config, params: Params, x: Array, stream: bool = False) ->
     """float32[..., vocab] of normed rows [..., D]."""
     head = params["embed" if config.tied else "head"]
     logits = linear(x, Layer(head[None], 0) if stream else head, jnp.float32)
-    if logits.shape[-1] == config.vocab:
+    if config.over is None:
         return logits
-    axis = logits.ndim - 1  # the head is split
-    return lax.all_gather(logits, config.over, axis=axis, tiled=True, to="invarying")
+    axis = logits.ndim - 1
+    every = lax.all_gather(logits, config.over, axis=axis, tiled=True, to="invarying")
+    return every[..., : config.vocab]  # rows that fill up the last device are no tokens
 
 
 # ---- the four ways to run it --------------------------------------------------------------------
