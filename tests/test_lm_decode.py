@@ -667,7 +667,7 @@ def test_on_a_gpu_the_peer_and_the_first_token_are_measured_too(monkeypatch):
     monkeypatch.setattr(peer, "steps", lambda a, b, how, *rest: steps(a, b, "xla", *rest))
     monkeypatch.setattr(timing, "CuptiTimer", _Wall)
     monkeypatch.setattr(report, "_on_gpu", lambda: True)
-    monkeypatch.setattr(report, "read_rate", lambda: 0.01)
+    monkeypatch.setattr(report, "read_rate", lambda _: 0.01)
     monkeypatch.setattr(report, "_PROMPTS", (2, 32))
     subject = report.Subject("small", config, params, options(cache="stacked"), 20)
     found = list(report.measure(subject, report.prepare(subject, [2]), "abc"))

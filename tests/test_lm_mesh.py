@@ -1,5 +1,6 @@
 """The demo on a mesh: the same tokens as on one device, each device with its own part."""
 
+import io
 import math
 import os
 import pathlib
@@ -14,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn import lm
-from pallas_attn.lm import checkpoint, decode, presets, train
+from pallas_attn.bench import rows
+from pallas_attn.lm import checkpoint, decode, presets, report, session, train
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.hf_config import config_from
 from pallas_attn.lm.sampling import Sampling
@@ -150,6 +152,25 @@ def test_training_has_the_same_losses(tmp_path):
     for options, said in (({"batch": 3}, "batch: expected a multiple of 2"), ({"context": 6}, "4")):
         with pytest.raises(ValueError, match=said):
             train.Recipe(mesh=mesh, **options)
+
+
+def test_a_report_of_a_mesh_has_what_one_of_a_device_has(tmp_path):
+    paths = {"report": str(tmp_path / "out"), "out": str(tmp_path / "rows.jsonl")}
+    how = {"prompts": ("ROMEO:",), "max_new_tokens": 3, "batch": 1, "chunk": 2, "dtype": "float32"}
+    settings = session.Settings(mesh="tp:2", cache="stacked", commit="abc", **how, **paths)
+    out = io.StringIO()
+    assert session.decode(settings, out, io.StringIO()) == 0
+    ceiling, step = rows.read(tmp_path / "rows.jsonl")
+    assert ceiling["op"] == "ceiling" and ceiling["tbps"] > 0
+    assert step["case"] == "tiny_tp2_stacked_b1_s8" and step["problem"]["devices"] == 2
+    assert not set(rows.REQUIRED) - step.keys() and step["roofline"] > 0 and step["checked"]
+    assert set(step["parts"]) == set(report.PARTS) and min(step["parts"].values()) >= 0
+    assert sum(step["parts"].values()) >= step["ms"] * 0.99
+    config = checkpoint.config_of(checkpoint.EMBEDDED)
+    sizes = config.size - (0 if config.tied else config.vocab * config.hidden)
+    assert step["weight_bytes"] - 4 * sizes in (0, 4 * config.hidden * (config.vocab % 2))
+    for name in ("report.json", "report.png"):
+        assert f"wrote {tmp_path / 'out' / name}" in out.getvalue()
 
 
 def test_processes_with_a_device_each_say_what_one_device_does():

@@ -57,10 +57,11 @@ def write(folder: str, found: Sequence[Row], cache: str, run: Row) -> list[str]:
     ours = steps_of(found, cache)
     _draw_parts(left, ours)
     _draw_rates(right, ours)
-    facts = ours[0]
+    facts, problem = ours[0], ours[0]["problem"]
+    count = f"{problem['devices']} x " if "devices" in problem else ""
     figure.suptitle(
-        f"{facts['problem']['model']}, {cache} cache, context {facts['problem']['context']}: "
-        f"{facts['gpu']}, JAX {facts['jax']}",
+        f"{problem['model']}, {cache} cache, context {problem['context']}: "
+        f"{count}{facts['gpu']}, JAX {facts['jax']}",
         fontsize=11,
     )
     figure.savefig(path / "report.png")

@@ -97,6 +97,26 @@ def over(mesh: Mesh | None, config: Config, run: Callable[..., Any], *given: Any
     return jax.shard_map(mapped, mesh=mesh, in_specs=ins, out_specs=outs)(*given)
 
 
+def over_heads(
+    mesh: Mesh | None, config: Config, run: Callable[..., Any], cache: Any, *rows: jax.Array
+) -> Any:
+    """`run(config, cache, *rows)` of rows [M, .., heads, H] -> (cache, such rows), on each device
+    of a mesh with its own heads.
+    """
+    if mesh is None:
+        return run(config, cache, *rows)
+    held = cache.specs(heads=HEADS)
+    ins = (held, *(spec_of_heads(x.ndim) for x in rows))
+    mapped = functools.partial(run, local(config, mesh))
+    outs = (held, spec_of_heads(rows[0].ndim))
+    return jax.shard_map(mapped, mesh=mesh, in_specs=ins, out_specs=outs)(cache, *rows)
+
+
+def spec_of_heads(axes: int) -> P:
+    """Of rows with so many axes, of which heads are the last but one."""
+    return P(*(None,) * (axes - 2), HEADS)
+
+
 def logits(
     config: Config, mesh: Mesh | None, params: Params, tokens: jax.Array, implementation: str | None
 ) -> jax.Array:
@@ -116,12 +136,31 @@ def everywhere(mesh: Mesh | None, x: np.ndarray) -> jax.Array:
 
 
 def made(mesh: Mesh | None, create: Callable[[], Any], heads: str | None = None) -> Any:
-    """`create()`, its arrays made where they are to be: kv heads of a cache over an axis."""
+    """`create()`, its arrays made where they are to be: heads of a cache, or of rows [M, .., heads,
+    H], over an axis.
+    """
     if mesh is None:
         return create()
-    shapes = jax.eval_shape(create)
-    spec = jax.tree.map(lambda _: P(), shapes) if heads is None else shapes.specs(heads=heads)
-    return jax.jit(create, out_shardings=_shardings(mesh, spec))()
+    where = jax.tree.map(lambda x: x.sharding, shapes(mesh, create, heads))
+    return jax.jit(create, out_shardings=where)()
+
+
+def shapes(mesh: Mesh | None, create: Callable[[], Any], heads: str | None = None) -> Any:
+    """What `made` gives, by shape."""
+    found = jax.eval_shape(create)
+    if mesh is None:
+        return found
+    if heads is None:
+        spec = jax.tree.map(lambda _: P(), found)
+    elif hasattr(found, "specs"):
+        spec = found.specs(heads=heads)
+    else:
+        spec = jax.tree.map(lambda x: spec_of_heads(x.ndim), found)
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        found,
+        _shardings(mesh, spec),
+    )
 
 
 def _shardings(mesh: Mesh, spec: Any) -> Any:

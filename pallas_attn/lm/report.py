@@ -6,6 +6,10 @@ rotations ride along), the host is wall time that no kernel ran in. On a GPU the
 CUPTI's, and the same loop as people write it today is timed beside ours; elsewhere time is the
 wall's, and the host cannot be told apart. Where kernels overlap their times add up to more than the
 step's, and then the device is said to have worked all of it.
+
+On a mesh a step is that of all devices, and so are bytes and the rate at which memory is read; the
+time of kernels is the mean of the devices, and sums over devices count as matmuls. The loop beside
+ours is of one device, and not timed there.
 """
 
 import concurrent.futures
@@ -20,11 +24,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from pallas_attn.append import write_kv
 from pallas_attn.bench import rows, timing
 from pallas_attn.decode import decode_attention
 from pallas_attn.lm import check, decode, model, peer
+from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.decode import Options
 from pallas_attn.lm.model import Config, Params
 from pallas_attn.lm.sampling import Sampling, sample
@@ -46,6 +52,17 @@ class Subject:
     params: Params
     options: Options
     context: int  # rows in every sequence
+
+    @property
+    def split(self) -> dict[str, Any]:
+        """Over how many devices, where there are several."""
+        mesh = self.options.mesh
+        return {} if mesh is None else {"devices": mesh.size}
+
+    @property
+    def case(self) -> str:
+        """The start of the names of its cases."""
+        return "".join([self.name, *(f"_tp{n}" for n in self.split.values())])
 
     def at(self, cache: str, batch: int) -> Options:
         """The options of a step of `batch` sequences."""
@@ -108,7 +125,9 @@ def prepare(
     if _on_gpu() and subject.config.positions > _PROMPTS[1]:
         jobs.append(functools.partial(_prompted, subject))
     jobs += [*(functools.partial(_must_hold, subject, cache, say) for cache in caches), *others]
-    with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+    # Programs of several devices that run side by side would wait for each other's devices.
+    threads = len(jobs) if subject.options.mesh is None else 1
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         for job in [pool.submit(job) for job in jobs]:
             job.result()
     return asked
@@ -126,7 +145,7 @@ def measure(
 
 
 def _measure(subject: Subject, asked: Sequence[Options], say: Say) -> Iterator[Row]:
-    read = read_rate()
+    read = read_rate(subject.options.mesh)
     yield {"op": "ceiling", "case": "read", "impl": "xla", "tbps": round(read, 4)}
     for options in asked:
         row = _row(subject, options, read, say)
@@ -139,21 +158,31 @@ def _measure(subject: Subject, asked: Sequence[Options], say: Say) -> Iterator[R
 
 
 def _compared(subject: Subject) -> bool:
-    return _on_gpu() and not subject.config.windows
+    return _on_gpu() and not subject.config.windows and subject.options.mesh is None
 
 
 def _compile(subject: Subject, options: Options, say: Say) -> None:
-    config = subject.config
+    config, mesh = subject.config, options.mesh
+    shapes = functools.partial(lm_mesh.shapes, mesh)
     params = jax.eval_shape(lambda: subject.params)
-    cache = jax.eval_shape(lambda: options.create_cache(config))
-    state = jax.eval_shape(lambda: decode.State.create(options))
-    lengths = jax.ShapeDtypeStruct((options.slots,), jnp.int32)
+    if mesh is not None:
+        params = jax.tree.map(_shape_there, subject.params)
+    cache = shapes(functools.partial(options.create_cache, config), lm_mesh.HEADS)
+    state = shapes(functools.partial(decode.State.create, options))
+    lengths = shapes(lambda: jnp.zeros(options.slots, jnp.int32))
+    rows, q = (shapes(functools.partial(x, config, options), lm_mesh.HEADS)
+               for x in (_new_rows, _queries))  # fmt: skip
     decode.steps.lower(config, options, params, cache, state).compile()
-    _all_appends.lower(config, options, cache, *_new_rows(config, options)).compile()
-    _all_attentions.lower(config, options, cache, _queries(config, options)).compile()
+    _all_appends.lower(config, options, cache, *rows).compile()
+    _all_attentions.lower(config, options, cache, q).compile()
     _holding.lower(cache, lengths).compile()
-    _chosen.lower(options.sampling, *jax.eval_shape(lambda: _logits(config, options))).compile()
+    logits = shapes(functools.partial(_logits, config, options))
+    _chosen.lower(options.sampling, *logits).compile()
     say(f"{options.cache}, {options.slots}: compiled")
+
+
+def _shape_there(x: Array) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _compile_peer(subject: Subject, options: Options, say: Say) -> None:
@@ -185,7 +214,7 @@ def _row(subject: Subject, options: Options, read: float, say: Say) -> Row:
     config = subject.config
     cache, wall, device = _step(subject, options, filled(config, options))
     say(f"{options.cache}, {options.slots}: {wall.ms:.3f} ms a step, kernels {device:.3f}")
-    cache = _hold(cache, subject.context)
+    cache = _hold(cache, subject.context, options.mesh)
     ms = {"attention": _attention(config, options, cache)}
     ms["append"] = _append(config, options, cache)
     ms["sampling"] = _sampling(config, options)
@@ -207,9 +236,10 @@ def _facts(subject: Subject, options: Options, wall: Rate, read: float) -> Row:
     weights = _weights_read(config, subject.params)
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     sizes = {"batch": batch, "context": subject.context, "dtype": options.dtype}
+    sizes |= subject.split
     return {
         "op": "decode_loop",
-        "case": f"{subject.name}_{options.cache}_b{batch}_s{subject.context}",
+        "case": f"{subject.case}_{options.cache}_b{batch}_s{subject.context}",
         "problem": {"model": subject.name, **sizes, "chunk": options.chunk},
         **{name: round(x, 5) for name, x in dataclasses.asdict(wall).items()},
         "tbps": round((weights + kv) / wall.ms / 1e9, 4),
@@ -267,9 +297,9 @@ def _first_token(subject: Subject) -> Row:
     work = 2 * count * length * sum(x.size for x in jax.tree.leaves(subject.params["runs"]))
     return {
         "op": "first_token",
-        "case": f"{subject.name}_b{count}_s{length}",
+        "case": f"{subject.case}_b{count}_s{length}",
         "impl": f"pallas_attn/{subject.options.cache}",
-        "problem": {"model": subject.name, "batch": count, "length": length},
+        "problem": {"model": subject.name, "batch": count, "length": length} | subject.split,
         **{name: round(x, 5) for name, x in dataclasses.asdict(rate).items()},
         "tflops": round(work / rate.ms / 1e9, 1),
         "checked": True,
@@ -282,28 +312,40 @@ def _weights_read(config: Config, params: Params) -> int:
     return model.num_bytes(params) - embed
 
 
-def read_rate() -> float:
-    """TB/s that a sum over a large array reads."""
-    nbytes = 2**32 if _on_gpu() else 2**27
-    drawn = jax.random.normal(jax.random.key(0), (2**20,), jnp.float32)
-    block = jnp.tile(drawn, nbytes // drawn.nbytes)
-    total = jax.jit(lambda x: x.reshape(4096, -1).sum(axis=1))
-    return nbytes / _device_ms(lambda: total(block)) / 1e9
+def read_rate(mesh: Mesh | None = None) -> float:
+    """TB/s that a sum over a large array reads; of all devices of a mesh together."""
+    nbytes = 2**32 * (1 if mesh is None else mesh.size) if _on_gpu() else 2**27
+    devices = 1 if mesh is None else mesh.size
+    count = -(-nbytes // 2**22 // devices) * devices
+
+    def create() -> Array:
+        drawn = jax.random.normal(jax.random.key(0), (1, 2**20), jnp.float32)
+        return jnp.tile(drawn, (count, 1))
+
+    block = lm_mesh.made(mesh, create, lm_mesh.HEADS)
+    total = jax.jit(lambda x: x.reshape(-1, 2**18).sum(axis=1))
+    return block.nbytes / _device_ms(lambda: total(block), mesh) / 1e9
 
 
 def filled(config: Config, options: Options) -> Any:
     """An empty cache whose buffers are full of random numbers."""
-    cache = options.create_cache(config)
+    create = functools.partial(options.create_cache, config)
+    cache = lm_mesh.made(options.mesh, create, lm_mesh.HEADS)
     leaves, tree = jax.tree.flatten((cache.k, cache.v))
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    drawn = [_normal_like(x, key) for x, key in zip(leaves, keys, strict=True)]
+    fill = [_filler(None if options.mesh is None else x.sharding) for x in leaves]
+    drawn = [one(x, n) for n, (one, x) in enumerate(zip(fill, leaves, strict=True))]
     k, v = jax.tree.unflatten(tree, drawn)
     return dataclasses.replace(cache, k=k, v=v)
 
 
-def _hold(cache: Any, rows: int) -> Any:
+def _hold(cache: Any, rows: int, mesh: Mesh | None) -> Any:
     """The cache with `rows` rows in every sequence, whatever it held."""
-    return _holding(cache, jnp.full(cache.num_sequences, rows, jnp.int32))
+    return _holding(cache, _each(mesh, cache.num_sequences, rows))
+
+
+def _each(mesh: Mesh | None, count: int, number: int) -> Array:
+    """int32[count] of one number."""
+    return lm_mesh.everywhere(mesh, np.full(count, number, np.int32))
 
 
 @jax.jit(donate_argnums=0)
@@ -311,9 +353,14 @@ def _holding(cache: Any, lengths: Array) -> Any:
     return cache.reset(jnp.ones(lengths.shape, bool)).extend(lengths)
 
 
-@jax.jit(donate_argnums=0)
-def _normal_like(x: Array, key: Array) -> Array:
-    return jax.random.normal(key, x.shape, x.dtype)
+@functools.cache
+def _filler(where: Any) -> Any:
+    """(array, seed) -> random numbers in its place."""
+
+    def normal(x: Array, seed: Array) -> Array:
+        return jax.random.normal(jax.random.key(seed), x.shape, x.dtype)
+
+    return jax.jit(normal, donate_argnums=0, out_shardings=where)
 
 
 # ---- the parts ----------------------------------------------------------------------------------
@@ -327,9 +374,10 @@ def _before(subject: Subject, options: Options) -> int:
 def _step(subject: Subject, options: Options, cache: Any) -> tuple[Any, Rate, float]:
     """The cache on, a step's wall time, and ms of it that the device works."""
     config = subject.config
-    state = decode.State.create(options)
-    many = jnp.full(options.slots, 2**30, jnp.int32)
-    carry = [(_hold(cache, _before(subject, options)), dataclasses.replace(state, left=many))]
+    mesh = options.mesh
+    state = lm_mesh.made(mesh, functools.partial(decode.State.create, options))
+    state = dataclasses.replace(state, left=_each(mesh, options.slots, 2**30))
+    carry = [(_hold(cache, _before(subject, options), mesh), state)]
     del cache
 
     def chunk() -> Array:
@@ -340,21 +388,21 @@ def _step(subject: Subject, options: Options, cache: Any) -> tuple[Any, Rate, fl
     wall = _pace(chunk, options.chunk)
     if not _on_gpu():
         return carry.pop()[0], wall, wall.ms
-    found = timing.CuptiTimer()(timing.Subject("step", chunk), _TURNS)
-    kernels = round(statistics.median(sample.kernels for sample in found) / options.chunk)
-    device = statistics.median(sample.ms for sample in found) / options.chunk
-    return carry.pop()[0], dataclasses.replace(wall, kernels=kernels), min(device, wall.ms)
+    ms, count = _of_kernels("step", chunk, options.mesh)
+    wall = dataclasses.replace(wall, kernels=round(count / options.chunk))
+    return carry.pop()[0], wall, min(ms / options.chunk, wall.ms)
 
 
 def _append(config: Config, options: Options, cache: Any) -> float:
-    k, v = _new_rows(config, options)
+    new = functools.partial(_new_rows, config, options)
+    k, v = lm_mesh.made(options.mesh, new, lm_mesh.HEADS)
     carry = [cache]
 
     def append() -> Array:
         carry.append(_all_appends(config, options, carry.pop(), k, v))
         return carry[0].lengths
 
-    return _device_ms(append)
+    return _device_ms(append, options.mesh)
 
 
 def _new_rows(config: Config, options: Options) -> list[Array]:
@@ -364,16 +412,19 @@ def _new_rows(config: Config, options: Options) -> list[Array]:
 
 @jax.jit(static_argnums=(0, 1), donate_argnums=2)
 def _all_appends(config: Config, options: Options, cache: Any, k: Array, v: Array) -> Any:
-    def one(cache: Any, layer: Array):
-        return write_kv(cache, k, v, layer=layer, implementation=options.implementation), None
+    def run(config: Config, cache: Any, k: Array, v: Array) -> tuple[Any, Array]:
+        def one(cache: Any, layer: Array):
+            return write_kv(cache, k, v, layer=layer, implementation=options.implementation), None
 
-    layers = jnp.arange(config.layers, dtype=jnp.int32)
-    return jax.lax.scan(one, cache.extend(1), layers)[0]
+        layers = jnp.arange(config.layers, dtype=jnp.int32)
+        return jax.lax.scan(one, cache.extend(1), layers)[0], k
+
+    return lm_mesh.over_heads(options.mesh, config, run, cache, k, v)[0]
 
 
 def _attention(config: Config, options: Options, cache: Any) -> float:
-    q = _queries(config, options)
-    return _device_ms(lambda: _all_attentions(config, options, cache, q))
+    q = lm_mesh.made(options.mesh, functools.partial(_queries, config, options), lm_mesh.HEADS)
+    return _device_ms(lambda: _all_attentions(config, options, cache, q), options.mesh)
 
 
 def _queries(config: Config, options: Options) -> Array:
@@ -383,22 +434,26 @@ def _queries(config: Config, options: Options) -> Array:
 
 @jax.jit(static_argnums=(0, 1))
 def _all_attentions(config: Config, options: Options, cache: Any, q: Array) -> Array:
-    first = 0
-    for count, mask in config.runs:
+    def run(config: Config, cache: Any, q: Array) -> tuple[Any, Array]:
+        first = 0
+        for count, mask in config.runs:
 
-        def one(q: Array, layer: Array, mask=mask):
-            how = options.implementation
-            out = decode_attention(q, cache, layer=layer, mask=mask, implementation=how)
-            return out.astype(q.dtype), None
+            def one(q: Array, layer: Array, mask=mask):
+                how = options.implementation
+                out = decode_attention(q, cache, layer=layer, mask=mask, implementation=how)
+                return out.astype(q.dtype), None
 
-        layers = jnp.arange(first, first + count, dtype=jnp.int32)
-        q, first = jax.lax.scan(one, q, layers)[0], first + count
-    return q
+            layers = jnp.arange(first, first + count, dtype=jnp.int32)
+            q, first = jax.lax.scan(one, q, layers)[0], first + count
+        return cache, q
+
+    return lm_mesh.over_heads(options.mesh, config, run, cache, q)[1]
 
 
 def _sampling(config: Config, options: Options) -> float:
-    logits, keys = _logits(config, options)
-    return _device_ms(lambda: _chosen(options.sampling, logits, keys))
+    create = functools.partial(_logits, config, options)
+    logits, keys = lm_mesh.made(options.mesh, create)
+    return _device_ms(lambda: _chosen(options.sampling, logits, keys), options.mesh)
 
 
 def _logits(config: Config, options: Options) -> tuple[Array, Array]:
@@ -439,10 +494,17 @@ def _pace(chunk: Callable[[], Array], steps: int) -> Rate:
     return Rate.of([after - before for before, after in itertools.pairwise(ends)])
 
 
-def _device_ms(call: Callable[[], Array]) -> float:
+def _device_ms(call: Callable[[], Array], mesh: Mesh | None = None) -> float:
     """ms that the device takes for a call, after one that is not counted."""
     call().block_until_ready()
     if not _on_gpu():
         return _wall(call, 1).ms
-    found = timing.CuptiTimer()(timing.Subject("part", call), _TURNS)
-    return statistics.median(sample.ms for sample in found)
+    return _of_kernels("part", call, mesh)[0]
+
+
+def _of_kernels(name: str, call: Callable[[], Array], mesh: Mesh | None) -> tuple[float, float]:
+    """ms of the kernels of a call, and how many; of a device of a mesh, in the mean."""
+    found = timing.CuptiTimer()(timing.Subject(name, call), _TURNS)
+    devices = 1 if mesh is None else len(mesh.local_devices)
+    ms = statistics.median(sample.ms for sample in found)
+    return ms / devices, statistics.median(sample.kernels for sample in found) / devices

@@ -224,8 +224,6 @@ def _options(
 def _mesh(settings: Settings, config: Config) -> Mesh | None:
     if settings.mesh is None:
         return None
-    if settings.report is not None:
-        raise ValueError("mesh: a report is of one device; leave --report or --mesh out")
     found = lm_mesh.make(settings.mesh, (lm_mesh.HEADS,))
     lm_mesh.local(config, found)  # raises where it does not divide the model
     return found
@@ -289,7 +287,7 @@ def _beside_plain(
 
 class _Report:
     """Measures the model where a run ends. It takes a while: how far it is goes to standard error,
-    and what is measured to the file at once.
+    and what is measured to the file at once. Of several processes the first one writes.
     """
 
     def __init__(self, settings: Settings, run: Run, params: Params, view: View):
@@ -298,9 +296,11 @@ class _Report:
         name = settings.model
         if settings.checkpoint is not None:
             name = pathlib.Path(settings.checkpoint).resolve().name
-        pathlib.Path(str(settings.report)).mkdir(parents=True, exist_ok=True)
-        if settings.out is not None:
-            rows.append(settings.out, [])  # what cannot be written is said before a minute's work
+        self._writes = jax.process_index() == 0
+        if self._writes:  # what cannot be written is said before a minute's work
+            pathlib.Path(str(settings.report)).mkdir(parents=True, exist_ok=True)
+        if self._writes and settings.out is not None:
+            rows.append(settings.out, [])
         self._settings, self._run, self._view = settings, run, view
         self._subject = report.Subject(name, run.config, params, run.options, context)
         self._start, slots = time.perf_counter(), run.options.slots
@@ -315,8 +315,10 @@ class _Report:
             found.append(row)
             self._say(findings.line(row))
             self._view.record("report", row)
-            if out is not None:
+            if self._writes and out is not None:
                 rows.append(out, [row])
+        if not self._writes:
+            return []
         cache = self._run.options.cache
         written = findings.write(str(self._settings.report), found, cache, summary)
         return [*findings.table(found, summary), *written]
