@@ -672,7 +672,8 @@ def kv_cache(cache: Any) -> None:
         raise ValueError("cache.v_scale: expected scales of k and of v, or none of both")
     if cache.kind == "paged":
         _kept("page_table", cache.page_table, "int32[M, W]", (None, None))
-        sequences = cache.page_table.shape[0]
+        sequences, pages = cache.page_table.shape[0], cache.k.shape[-4]
+        _kept("holders", cache.holders, f"int32[{pages}] (one a page)", (pages,))
     else:
         sequences = len(cache.k) if cache.kind == "per_sequence" else cache.k.shape[-4]
     for name in ("lengths", "new_lengths"):

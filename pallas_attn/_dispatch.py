@@ -27,6 +27,7 @@ from pallas_attn._problem import (
     DecodeProblem,
     KeepInputs,
     KeepProblem,
+    Kept,
     bounds_of,
 )
 from pallas_attn.errors import Limit, UnsupportedError
@@ -180,8 +181,26 @@ def _append(inputs: AppendInputs, problem: AppendProblem):
     return Caches(*written)
 
 
+def rows_kept(inputs: KeepInputs, problem: KeepProblem) -> Any:
+    """`Kept.rows` by the definition, which XLA computes."""
+    return reference.rows_kept(
+        inputs.lengths,
+        inputs.new_lengths,
+        inputs.counts,
+        None if inputs.path is None else problem.width,
+        problem.capacities,
+        page_table=inputs.page_table,
+        page_size=problem.page_size or 0,
+        holders=inputs.holders,
+    )
+
+
 def _keep(inputs: KeepInputs, problem: KeepProblem):
-    return Caches(*reference.keep(**inputs._asdict(), layers=problem.layers is not None))
+    rows = rows_kept(inputs, problem)
+    given = inputs._asdict()
+    del given["counts"], given["holders"]
+    moved = reference.keep(**given, count=rows, layers=problem.layers is not None)
+    return Kept(Caches(*moved), rows)
 
 
 def _decode(inputs: DecodeInputs, problem: DecodeProblem):

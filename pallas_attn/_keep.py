@@ -1,7 +1,7 @@
 """`cache.keep`: which rows of a cache stay, and the launch that moves them.
 
-What is decided from lengths and pages is decided here, by XLA, once for all layers; the kernel
-moves rows that are known to exist.
+Who moves rows also says how many stay: a kernel reads the lengths and the pages anyway, and every
+check by XLA would be a launch more than the one that makes the new lengths of its answer.
 """
 
 import dataclasses
@@ -12,7 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import _checks, _device, _dispatch, _transforms
-from pallas_attn._problem import MOST_ROWS, Caches, KeepInputs, KeepProblem
+from pallas_attn._problem import (
+    MOST_ROWS,
+    OVERFLOWS,
+    UNCHANGED,
+    Caches,
+    KeepInputs,
+    KeepProblem,
+    Kept,
+)
 
 Array = jax.Array
 
@@ -23,9 +31,10 @@ def keep(cache: Any, counts: int | Array, path: Array | None, implementation: st
     _dispatch.check_name(implementation)
     sequences, new, lengths = cache.num_sequences, cache.new_lengths, cache.lengths
     static = _checks.static_int(counts)
-    given: Any = counts if static is None else np.int32(min(max(static, 0), 2**31 - 1))
+    given: Any = counts if static is None else np.int32(min(max(static, 0), MOST_ROWS))
     counts = _checks.one_or_each("counts", given, sequences, "rows to keep of each sequence")
-    most = new
+    if getattr(given, "shape", None) == ():  # which to spread over the sequences would be a launch
+        counts = counts[:1]
     if path is not None:
         if cache.context is not None:
             raise ValueError(
@@ -34,68 +43,45 @@ def keep(cache: Any, counts: int | Array, path: Array | None, implementation: st
             )
         wanted = f"int32[{sequences}, p] (the rows to keep, of those that extend took)"
         path = _checks.integers("path", path, wanted, (sequences, None))
-        most = jnp.minimum(new, path.shape[1])
-    kept = jnp.clip(counts, 0, jnp.maximum(most, 0))
-    changed = (new > 0) & (lengths >= new) & (lengths <= jnp.asarray(cache.capacities, jnp.int32))
-    changed &= kept < new if path is None else True
-    begin = lengths - new
-    after = begin + kept
-    if cache.kind == "paged":
-        worst = _worst_page(cache)
-        changed &= worst < _MISSING
-        after = jnp.where(worst < _SHARED, after, MOST_ROWS)
-        kept = jnp.where(worst < _SHARED, kept, 0)
-    cut = dataclasses.replace(
-        cache,
-        lengths=jnp.where(changed, after, lengths),
-        new_lengths=jnp.where(changed, kept, new),
-    )
-    if path is None or 0 in path.shape:
-        return cut
-    where = jnp.where(changed, begin, 0), new - 1, jnp.where(changed, kept, 0)
-    moved = _moved(cache, path, where, implementation)
-    return dataclasses.replace(
-        cut, k=moved.k_cache, v=moved.v_cache, k_scale=moved.k_scale, v_scale=moved.v_scale
-    )
-
-
-_SHARED, _MISSING = 1, 2
-
-
-def _worst_page(cache: Any) -> Array:
-    """int32[M]: whether a page of a sequence is `_MISSING`; else, whether one with newest rows is
-    `_SHARED` with another sequence. One reduction, which XLA makes one kernel of.
-    """
-    table, size = cache.page_table, cache.page_size
-    slots = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
-    begin = cache.lengths - cache.new_lengths
-    newest = (slots >= (begin // size)[:, None]) & (slots * size < cache.lengths[:, None])
-    holders = jnp.take(cache.holders, table, mode="clip")
-    shared = jnp.where(newest & (holders > 1), _SHARED, 0)
-    return jnp.where(cache._missing, _MISSING, shared).max(axis=1, initial=0)
-
-
-def _moved(
-    cache: Any, path: Array, where: tuple[Array, Array, Array], implementation: str | None
-) -> Caches:
-    """The buffers with rows moved. `where`: begin, last and count of `KeepInputs`."""
+    problem = _problem_of(cache, path)
     buffers = Caches(cache.k, cache.v, cache.k_scale, cache.v_scale)
-    problem = KeepProblem(
+    holders = cache.holders if cache.kind == "paged" else None
+    inputs = KeepInputs(*buffers, path, lengths, new, counts, cache.page_table, holders)
+    if path is None or 0 in path.shape or not cache.num_bytes:
+        moved, kept = buffers, _dispatch.rows_kept(inputs, problem)
+    else:
+        moved, kept = _moved(inputs, problem, implementation)
+    changed, after = kept >= 0, lengths - new + kept
+    return dataclasses.replace(
+        cache,
+        lengths=jnp.where(changed, after, jnp.where(kept == OVERFLOWS, MOST_ROWS, lengths)),
+        new_lengths=jnp.where(kept == UNCHANGED, new, jnp.maximum(kept, 0)),
+        k=moved.k_cache,
+        v=moved.v_cache,
+        k_scale=moved.k_scale,
+        v_scale=moved.v_scale,
+    )
+
+
+def _problem_of(cache: Any, path: Array | None) -> KeepProblem:
+    return KeepProblem(
         gpu=_device.gpu_generation(),
         kind=cache.kind,
         cache_dtype=str(cache.dtype),
         sequences=cache.num_sequences,
-        width=path.shape[1],
+        width=0 if path is None else path.shape[1],
         kv_heads=cache.kv_heads,
         head_dim=cache.stored_dims[0],
         v_head_dim=None if cache.shared_kv else cache.stored_dims[1],
-        capacities=cache.held if cache.kind == "per_sequence" else cache.held[:1],
+        capacities=cache.capacities if cache.kind == "per_sequence" else cache.capacities[:1],
         page_size=cache.page_size,
         pages=cache.pages,
         layers=cache.layers,
         quantized=cache.quantized,
     )
-    inputs = KeepInputs(*buffers, path, *where, cache.page_table)
+
+
+def _moved(inputs: KeepInputs, problem: KeepProblem, implementation: str | None) -> Kept:
     chosen = _dispatch.select(problem, implementation)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)

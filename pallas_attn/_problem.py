@@ -227,20 +227,32 @@ class AppendProblem:
 
 
 class KeepInputs(NamedTuple):
-    """The arrays of one `keep`: caches as in `AppendInputs`, and which of their rows move."""
+    """The arrays of one `keep`: caches as in `AppendInputs`, and what says which rows stay. Every
+    int32 means something.
+    """
 
-    k_cache: Array
-    v_cache: Array | None
-    k_scale: Array | None
-    v_scale: Array | None
-    # int32[M, p]: row j of sequence m, of those from begin[m] on, becomes what row path[m, j] of
-    # them was. Held to 0 .. last[m].
-    path: Array
-    begin: Array  # int32[M], 0 .. capacity: where the newest rows begin
-    last: Array  # int32[M]: which of them is the last
-    # int32[M]: the first so many move; 0 where none does, and then the rows need not exist
-    count: Array
-    page_table: Array | None  # of a sequence with rows to move, its rows have their pages
+    k_cache: Any
+    v_cache: Any
+    k_scale: Any
+    v_scale: Any
+    # int32[M, p]: row j of those that stay in sequence m becomes what row path[m, j] of its newest
+    # was. None: the first ones stay
+    path: Array | None
+    lengths: Array  # int32[M]
+    new_lengths: Array  # int32[M]: how many of the rows are the newest
+    counts: Array  # int32[M], or int32[1] for all: how many of these stay
+    page_table: Array | None
+    holders: Array | None  # int32[pages]: how many sequences hold a page
+
+
+class Kept(NamedTuple):
+    """What a `keep` gives."""
+
+    caches: Any  # `Caches`, rows moved
+    rows: Array  # int32[M]: how many of the newest rows stay; or one of the two below
+
+
+UNCHANGED, OVERFLOWS = -1, -2  # the sequence stays as it is; it has overflowed from now on
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,14 +29,15 @@ def over_devices(
     free: Sequence[str],
     sums: Sequence[Sequence[str]] = (),
     begins: str | None = None,
-    writes: bool = False,
+    writes: int = 0,
 ) -> tuple[jax.Array, ...]:
     """`run(*arrays)`, split over devices along the free factors where the arrays are.
 
     `run` must take its sizes from the arrays it is handed. `sums`: factors, for each output, that
     it is a sum over; what the devices have of it is added up along those that are split. `begins`:
     a free factor; where it is split, `run` is handed the number of its first element as well.
-    `writes`: `run` holds some of the arrays as refs and writes into them.
+    `writes`: how many of the results are arrays that `run` holds as refs and writes into; a result
+    after those follows from the arrays after as many alone.
     """
     types = [jax.typeof(array) for array in arrays]
     mesh = _explicit_mesh(types)
@@ -44,7 +45,13 @@ def over_devices(
     if varying or _is_manual():  # inside jax.shard_map: the arrays are this device's part already
         # Pallas takes no refs that differ along mesh axes, so it is not to see that these do.
         results = _sealed.bind(*arrays, run=run) if writes else run(*arrays)
-        return tuple(varying_along(result, varying) for result in results)
+        rest = varying
+        if writes:
+            rest = frozenset().union(*(_varying(array) for array in arrays[writes:]))
+        return tuple(
+            varying_along(result, varying if n < writes else rest)
+            for n, result in enumerate(results)
+        )
     sums = sums or [()] * len(outputs)
     if mesh is not None:
         # Explicit mesh axes: the shardings are part of the types, so the split is known already.

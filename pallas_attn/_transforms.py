@@ -26,6 +26,7 @@ from pallas_attn._problem import (
     DecodeProblem,
     KeepInputs,
     KeepProblem,
+    Kept,
     bounds_of,
 )
 from pallas_attn.errors import Limit, UnsupportedError
@@ -370,26 +371,30 @@ def append(kernel: Any, problem: AppendProblem, inputs: AppendInputs):
     tables: list = [("angle", "pair")] * 2 if inputs.cos is not None else []
     tables += [("column",)] if inputs.norm_weight is not None else []
     axes = caches + new + state + scales + owners + tables
-    results = _cache_call(run, leaves, axes, caches + scales, problem)
+    outputs = caches + scales
+    results = _cache_call(run, leaves, axes, outputs, problem, writes=len(outputs))
     return jax.tree.unflatten(jax.tree.structure(held), results)
 
 
 def keep(kernel: Any, problem: KeepProblem, inputs: KeepInputs):
-    """`kernel.run(inputs, problem)` -> Caches, for any batching and sharding."""
+    """`kernel.run(inputs, problem)` -> Kept, for any batching and sharding."""
     leaves, tree = jax.tree.flatten(inputs)
     held = Caches(*(getattr(inputs, name) for name in Caches._fields))
 
     def run(*arrays: Array):
         local = jax.tree.unflatten(tree, arrays)
         heads = jax.tree.leaves(local.k_cache)[0].shape[-3]
-        sizes = dataclasses.replace(problem, sequences=local.begin.shape[0], kv_heads=heads)
+        sizes = dataclasses.replace(problem, sequences=local.lengths.shape[0], kv_heads=heads)
         return tuple(jax.tree.leaves(kernel.run(local, sizes)))
 
     caches = _cache_axes(problem, inputs.k_cache, "h") + _cache_axes(problem, inputs.v_cache, "e")
     caches += _cache_axes(problem, inputs.k_scale) + _cache_axes(problem, inputs.v_scale)
-    axes = [*caches, ("m", "j"), *[("m",)] * 2, *_state_axes(None, inputs.page_table, None)]
-    results = _cache_call(run, leaves, axes, caches, problem)
-    return jax.tree.unflatten(jax.tree.structure(held), results)
+    axes = [*caches, ("m", "j"), ("m",), ("m",)]
+    axes += [("m",) if inputs.counts.shape == inputs.lengths.shape else ("one",)]
+    axes += [] if inputs.page_table is None else [("m", "w"), ("p",)]
+    outputs = [*caches, ("m",)]
+    *moved, rows = _cache_call(run, leaves, axes, outputs, problem, writes=len(caches))
+    return Kept(jax.tree.unflatten(jax.tree.structure(held), moved), rows)
 
 
 def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
@@ -428,7 +433,7 @@ def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
 
 
 def _cache_call(
-    run: Any, leaves: list, axes: list, outputs: list, problem: CacheProblem
+    run: Any, leaves: list, axes: list, outputs: list, problem: CacheProblem, writes: int = 0
 ) -> tuple[Array, ...]:
     """`run` of the leaves that are arrays, NumPy's too; a static layer stays what it is."""
     dynamic = [n for n, leaf in enumerate(leaves) if not isinstance(leaf, int)]
@@ -441,8 +446,7 @@ def _cache_call(
 
     @sequential_vmap
     def call(*arrays: Array):
-        inputs, writes = [axes[n] for n in dynamic], not isinstance(problem, DecodeProblem)
-        free = _free_of_caches(problem)
+        inputs, free = [axes[n] for n in dynamic], _free_of_caches(problem)
         return _sharding.over_devices(given, arrays, inputs, outputs, free, writes=writes)
 
     limit = Limit("kernels over caches have no derivative", 'pass implementation="reference"')

@@ -652,14 +652,10 @@ class PagedCache(KVCache):
 
     @property
     def overflowed(self) -> Array:
-        return super().overflowed | self._missing.any(axis=1)
-
-    @property
-    def _missing(self) -> Array:
-        """bool[M, W]: entries of the page table that have rows, and no page."""
         slots = jnp.arange(self.page_table.shape[1], dtype=jnp.int32)
         needed = slots[None] * self.page_size < self.lengths[:, None]
-        return needed & ~((self.page_table >= 0) & (self.page_table < self.pages))
+        there = (self.page_table >= 0) & (self.page_table < self.pages)
+        return super().overflowed | (needed & ~there).any(axis=1)
 
     def allocate(self, rows: int | Array) -> tuple["PagedCache", Array]:
         """Take the pages for `rows` more rows of every sequence, lengths unmoved: (cache, granted

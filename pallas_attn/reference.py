@@ -386,25 +386,59 @@ def append(  # noqa: PLR0913
     )
 
 
+def rows_kept(  # noqa: PLR0913
+    lengths: Array,
+    new_lengths: Array,
+    counts: Array,
+    width: int | None,
+    capacities: Sequence[int],
+    *,
+    page_table: Array | None = None,
+    page_size: int = 0,
+    holders: Array | None = None,
+) -> Array:
+    """int32[M]: how many of the newest rows of each sequence stay, at most `width`; -1 where the
+    sequence stays as it is, -2 where it overflows, since another one holds a page of those rows.
+
+    A sequence without newest rows, or that has overflowed, stays as it is; and, where `width` is
+    None, which says that no row moves, one whose rows all stay.
+    """
+    most = new_lengths if width is None else jnp.minimum(new_lengths, width)
+    kept = jnp.clip(counts, 0, jnp.maximum(most, 0))
+    changes = (new_lengths > 0) & (lengths >= new_lengths)
+    changes &= lengths <= jnp.asarray(capacities, jnp.int32)
+    changes &= kept < new_lengths if width is None else True
+    if page_table is not None and holders is not None:
+        slots = jnp.arange(page_table.shape[1], dtype=jnp.int32)[None]
+        needed = slots * page_size < lengths[:, None]
+        newest = slots >= ((lengths - new_lengths) // page_size)[:, None]
+        there = (page_table >= 0) & (page_table < holders.shape[0])
+        shared = needed & newest & (jnp.take(holders, page_table, mode="clip") > 1)
+        kept = jnp.where(shared.any(axis=1), -2, kept)
+        changes &= ~(needed & ~there).any(axis=1)
+    return jnp.where(changes, kept, -1)
+
+
 def keep(  # noqa: PLR0913
     k_cache: Array | Sequence[Array],
     v_cache: Array | Sequence[Array] | None,
     k_scale: Array | Sequence[Array] | None,
     v_scale: Array | Sequence[Array] | None,
     path: Array,
-    begin: Array,
-    last: Array,
+    lengths: Array,
+    new_lengths: Array,
     count: Array,
     page_table: Array | None,
     *,
     layers: bool = False,
 ):
-    """The caches where row begin[m] + j of sequence m is what row begin[m] + path[m, j] was, for j
-    < count[m]; `path` is held to 0 .. last[m].
+    """The caches where row j of the newest rows of sequence m is what row path[m, j] of them was,
+    for j < count[m]; `path` is held to those that there are.
     """
-    path = jnp.clip(path, 0, jnp.maximum(last, 0)[:, None])
+    path = jnp.clip(path, 0, jnp.maximum(new_lengths - 1, 0)[:, None])
     rows = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
-    source = begin[:, None] + path
+    moves, begin = count > 0, jnp.where(count > 0, lengths - new_lengths, 0)
+    source = begin[:, None] + jnp.where(moves[:, None], path, 0)
     target = jnp.where(rows < count[:, None], begin[:, None] + rows, -1)
 
     def moved(cache):

@@ -88,6 +88,18 @@ class Report:
         return len(re.findall(r"= \w+\[\d[^ ]* copy(?:-start)?\(", self.hlo))
 
     @property
+    def others(self) -> tuple[str, ...]:
+        """What XLA launches beside Mosaic's kernels, in the program's entry: each is a microsecond
+        or more.
+        """
+        entry = self.hlo[self.hlo.index("\nENTRY") :]
+        found = re.findall(r"(?m)^ +(?:ROOT )?%(\S+) = .*? ([a-z][\w-]*)\((.*)$", entry)
+        free = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"}
+        return tuple(
+            name for name, what, rest in found if what not in free and "mosaic_gpu" not in rest
+        )
+
+    @property
     def aliases(self) -> int:
         """Results that live in a donated argument's buffer."""
         return len(re.findall(r"(?:may|must)-alias", self.hlo))

@@ -3,8 +3,13 @@ every sequence and every layer, in place.
 
 Row j of sequence m, counted from begin[m], becomes what row path[m, j] was, for j < count[m].
 A column of a head belongs to one thread, which reads it in every row that moves before it writes
-any of them: any path will do, and threads never wait for each other. Words are as wide as the
-registers for so many rows allow. A row that stays where it is is not written.
+any of them, so any path will do. Words are as wide as the registers for so many rows allow. A row
+that stays where it is is not written.
+
+Each block finds out by itself whether its sequence changes: by the lengths and, where there are
+pages, by the page table and the holders of the pages of the newest rows. Its threads share out the
+entries while the rows they have asked for are on their way, and meet before they write. The first
+block of a sequence says how many rows stay.
 
 The grid is flat: layer x sequence x array (K, V, their scales) x chunk, a chunk being 128 words of
 a row of all heads.
@@ -17,15 +22,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from pallas_attn._problem import Caches, KeepInputs, KeepProblem
+from pallas_attn._problem import OVERFLOWS, UNCHANGED, Caches, KeepInputs, KeepProblem, Kept
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import copy as append_copy
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Row
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import mosaic, threads
 
 Array = Any
 Ref = Any
@@ -33,6 +40,7 @@ Scalar = Any
 
 ROWS_MOST = 48
 HELD_BYTES = 256  # of the registers of a thread, for the rows of one array
+LOOKS = 8  # entries of the page table that a thread looks at together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +68,14 @@ def limit(problem: KeepProblem) -> Limit | None:
     return None
 
 
+def scratch(problem: KeepProblem) -> list[Any]:
+    """Shared memory: two words for what is wrong with the pages. Rows pass through registers."""
+    return [plgpu.SMEM((2,), jnp.int32)] if cache_layout.layout_of(problem).paged else []
+
+
 def smem_bytes(problem: KeepProblem, config: Config) -> int:
-    """None: rows pass through registers."""
-    del problem, config
-    return 0
+    del config
+    return mosaic.bytes_of(scratch(problem))
 
 
 class Words(NamedTuple):
@@ -97,11 +109,14 @@ class Refs(NamedTuple):
     # A sequence each, or one for all: K, V where there is one, and their scales where there are.
     caches: tuple[tuple[Ref, ...], ...]
     path: Ref
-    begin: Ref
-    last: Ref
-    count: Ref
+    lengths: Ref
+    new_lengths: Ref
+    counts: Ref
     capacities: Ref | None  # where they differ
     page_table: Ref | None
+    holders: Ref | None
+    kept: Ref | None  # int32[M], the result
+    bad: Ref | None  # int32[2] of shared memory: whether a page is missing; whether one is shared
 
 
 class At(NamedTuple):
@@ -110,9 +125,12 @@ class At(NamedTuple):
     sequence: Scalar
     layer: Scalar | None
     chunk: Scalar
-    begin: Scalar
-    last: Scalar  # of the newest rows
-    count: Scalar
+    begin: Scalar  # of the newest rows
+    last: Scalar  # of them
+    count: Scalar  # of the rows that stay; 0 where the lengths leave the sequence as it is
+    kept: Scalar  # the same, or UNCHANGED
+    pages: Scalar  # that its rows need; 0 where the sequence stays as it is
+    answers: Scalar  # whether this block says how many rows stay
     capacity: Scalar | None
 
 
@@ -127,24 +145,38 @@ class Plan(NamedTuple):
     chunks: int
 
 
-def _kernel(refs: Refs, plan: Plan) -> None:
+def _kernel(refs: Refs, kept: Ref, *bad: Ref, plan: Plan) -> None:
+    refs = refs._replace(kept=kept, bad=bad[0] if bad else None)
     block, sizes = lax.axis_index("block"), (plan.chunks, len(plan.words), plan.sequences)
     chunk, array, sequence, layer = _split(block, sizes)
-    at = At(
-        sequence,
-        None if plan.layout.layers is None else layer,
-        chunk,
-        refs.begin[sequence],
-        refs.last[sequence],
-        refs.count[sequence],
-        None if refs.capacities is None else refs.capacities[sequence],
+    at = _state(refs, sequence, plan)._replace(
+        layer=None if plan.layout.layers is None else layer,
+        chunk=chunk,
+        answers=jnp.where(chunk + array + layer == 0, 1, 0),
     )
     for number in range(len(plan.words)):
         program = functools.partial(_move, plan=plan, array=number)
 
         @pl.when(array == number)
         def _(program=program):
-            mosaic.each_thread(program, refs, at)
+            threads.each_thread(program, refs, at)
+
+
+def _state(refs: Refs, sequence: Scalar, plan: Plan) -> At:
+    """What the lengths of a sequence say of its rows."""
+    length, new = refs.lengths[sequence], refs.new_lengths[sequence]
+    capacity = None if refs.capacities is None else refs.capacities[sequence]
+    held = plan.layout.capacity if capacity is None else capacity
+    changes = (new > 0) & (length >= new) & (length <= held)
+    most = jnp.minimum(new, plan.width)
+    given = refs.counts[0 if refs.counts.shape == (1,) else sequence]
+    count = jnp.where(changes, jnp.clip(given, 0, jnp.maximum(most, 0)), 0)
+    pages = jnp.int32(0)
+    if plan.layout.paged:  # a length is within the capacity, and the sum within int32
+        pages = jnp.where(changes, plan.layout.entry(length - 1) + 1, 0)
+    zero = jnp.int32(0)
+    begin, kept = jnp.where(changes, length - new, 0), jnp.where(changes, count, UNCHANGED)
+    return At(sequence, None, zero, begin, new - 1, count, kept, pages, zero, capacity)
 
 
 def _split(number: Scalar, sizes: tuple[int, ...]) -> list[Scalar]:
@@ -156,8 +188,11 @@ def _split(number: Scalar, sizes: tuple[int, ...]) -> list[Scalar]:
     return [*digits, number]
 
 
-def _move(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan, array: int) -> None:
+def _move(thread: threads.Thread, refs: Refs, at: At, *, plan: Plan, array: int) -> None:
     """What one thread does: its word of each row that moves, read, then written."""
+    if plan.layout.paged:
+        thread.shared_store(refs.bad, thread.index, thread.index * 0, thread.index < 2)
+        thread.sync()
     first, words = thread.wide(at.sequence) * plan.width, plan.words[array]
     given = [thread.load(refs.path, first + j, 4) for j in range(plan.width)]
     cache = plan.layout.arrays_of(thread, refs.caches, at.sequence)[array]
@@ -167,11 +202,54 @@ def _move(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan, array: int) 
         moves.append((at.count > j) & ((source < j) | (source > j)))
         row = _row(thread, refs, at, source, moves[j], plan)
         index, inside = _address(thread, at, row, words, plan)
+        if row.page is not None:  # whether it has all its pages is not known yet
+            inside = inside & plan.layout.has_page(row.page)
         held.append(thread.load_where(cache, index, words.nbytes, moves[j] & inside))
+    kept = at.kept
+    if plan.layout.paged:
+        kept = _by_pages(thread, refs, at, plan)
+        moves = [moving & (kept > 0) for moving in moves]
     for j, (moving, value) in enumerate(zip(moves, held, strict=True)):
         row = _row(thread, refs, at, thread.index * 0 + j, moving, plan)
         index, inside = _address(thread, at, row, words, plan)
         thread.store(cache, index, value, words.nbytes, moving & inside)
+    answers = (thread.index < 1) & (at.answers >= 1)
+    thread.store(refs.kept, at.sequence, kept, 4, answers)
+
+
+def _by_pages(thread: threads.Thread, refs: Refs, at: At, plan: Plan) -> Any:
+    """`at.kept`, unless a page of the sequence is missing, or one of its newest rows is another
+    sequence's too.
+    """
+    layout, step = plan.layout, LOOKS * mosaic.THREADS
+
+    def missing(i: Any, carry: list) -> list:
+        bad = thread.index < 0
+        for n in range(LOOKS):  # at once: each would wait for memory by itself
+            entry = thread.minimum(i * step + n * mosaic.THREADS + thread.index, at.pages - 1)
+            page = layout.load_page(thread, refs.page_table, at.sequence, entry)
+            bad = bad | layout.lacks_page(page)
+        thread.shared_store(refs.bad, thread.index * 0, thread.index * 0 + 1, bad)
+        return carry
+
+    def shared(i: Any, carry: list) -> list:
+        entry = layout.entry(at.begin) + i * mosaic.THREADS + thread.index
+        inside = entry < at.pages
+        index = layout.entry_index(thread, at.sequence, entry)
+        page = thread.load_where(refs.page_table, index, 4, inside)
+        there = inside & layout.has_page(page)
+        holders = thread.load_where(refs.holders, page, 4, there)
+        one = thread.index * 0 + 1
+        thread.shared_store(refs.bad, one, one, holders > 1)
+        return carry
+
+    newest = at.pages - layout.entry(at.begin)
+    thread.loop((newest + (mosaic.THREADS - 1)) // mosaic.THREADS, [], shared)
+    thread.loop((at.pages + (step - 1)) // step, [], missing)
+    thread.sync()
+    missed, held = (thread.shared_load(refs.bad, thread.index * 0 + n) for n in range(2))
+    kept = thread.select(held >= 1, thread.index * 0 + OVERFLOWS, at.kept)
+    return thread.select(missed >= 1, thread.index * 0 + UNCHANGED, kept)
 
 
 def _address(thread: mosaic.Thread, at: At, row: Row, words: Words, plan: Plan) -> tuple[Any, Any]:
@@ -191,40 +269,39 @@ def _row(thread: mosaic.Thread, refs: Refs, at: At, number: Any, exists: Any, pl
     return Row(at.sequence, None, position, at.layer, page, at.capacity)
 
 
-def run(inputs: KeepInputs, problem: KeepProblem, config: Config | None = None) -> Caches:
+def run(inputs: KeepInputs, problem: KeepProblem, config: Config | None = None) -> Kept:
     """The caches with their rows moved: the same buffers where the caller donates them, inside jit
     without a copy.
     """
     caches = {name: getattr(inputs, name) for name in Caches._fields}
     given = {name: cache for name, cache in caches.items() if cache is not None}
-    sizes = (problem.sequences, problem.width, problem.kv_heads, problem.layers, problem.pages)
-    if 0 not in sizes and problem.head_dim and any(problem.capacities):
-        caches |= _move_in(given, inputs._replace(**dict.fromkeys(caches)), problem, config)
-    return Caches(**caches)
+    rest = inputs._replace(**dict.fromkeys(caches))
+    moved, rows = _move_in(given, rest, problem, config)
+    return Kept(Caches(**caches | moved), rows)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def _move_in(
     caches: dict[str, Array], rest: KeepInputs, problem: KeepProblem, config: Config | None
-) -> dict[str, Array]:
-    """`run` where there are rows."""
+) -> tuple[dict[str, Array], Array]:
+    """`run` of the arrays that there are."""
     names = [name for name in Caches._fields if name in caches]  # jit has sorted them
     if not cache_layout.layout_of(problem).separate:
         one = {name: (caches[name],) for name in names}
-        done = _launch(one, rest, problem, config)
-        return {name: cache for name, (cache,) in done.items()}
+        done, rows = _launch(one, rest, problem, config)
+        return {name: cache for name, (cache,) in done.items()}, rows
     most = append_copy.most_arrays(len(caches))
     live = [m for m, capacity in enumerate(problem.capacities) if capacity]
-    moved = {name: list(caches[name]) for name in names}
+    moved, rows = {name: list(caches[name]) for name in names}, []
     for some in (live[lo : lo + most] for lo in range(0, len(live), most)):
         of = functools.partial(append_copy.rows_of, sequences=some)
-        done = _launch(
+        done, kept = _launch(
             {name: tuple(caches[name][m] for m in some) for name in names},
             rest._replace(
                 path=of(rest.path),
-                begin=of(rest.begin),
-                last=of(rest.last),
-                count=of(rest.count),
+                lengths=of(rest.lengths),
+                new_lengths=of(rest.new_lengths),
+                counts=rest.counts if rest.counts.shape == (1,) else of(rest.counts),
             ),
             dataclasses.replace(
                 problem,
@@ -236,7 +313,12 @@ def _move_in(
         for name, arrays in done.items():
             for m, array in zip(some, arrays, strict=True):
                 moved[name][m] = array
-    return {name: tuple(arrays) for name, arrays in moved.items()}
+        rows.append(kept)
+    kept = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
+    if len(live) < problem.sequences:  # the others have no rows that could be the newest
+        unchanged = jnp.full(problem.sequences, UNCHANGED, jnp.int32)
+        kept = unchanged.at[np.array(live, np.int32)].set(kept)
+    return {name: tuple(arrays) for name, arrays in moved.items()}, kept
 
 
 def _launch(
@@ -244,9 +326,9 @@ def _launch(
     rest: KeepInputs,
     problem: KeepProblem,
     config: Config | None,
-) -> dict[str, tuple[Array, ...]]:
+) -> tuple[dict[str, tuple[Array, ...]], Array]:
     """One launch over all of `caches`, which it holds as refs meanwhile: that is what makes it
-    write in place.
+    write in place. And `Kept.rows`.
     """
     layout = cache_layout.layout_of(problem)
     plan = Plan(
@@ -261,13 +343,22 @@ def _launch(
     operands = Refs(
         caches=tuple(zip(*refs.values(), strict=True)),
         path=rest.path,
-        begin=rest.begin,
-        last=rest.last,
-        count=rest.count,
+        lengths=rest.lengths,
+        new_lengths=rest.new_lengths,
+        counts=rest.counts,
         capacities=layout.capacities_operand(),
         page_table=rest.page_table,
+        holders=rest.holders,
+        kept=None,
+        bad=None,
     )
-    body = functools.partial(_kernel, plan=plan)
-    early = config is not None and config.overlaps
-    mosaic.lane_kernel(body, grid=_blocks(problem), name="keep", early=early)(operands)
-    return {name: tuple(jax.freeze(ref) for ref in each) for name, each in refs.items()}
+    kernel = mosaic.lane_kernel(
+        functools.partial(_kernel, plan=plan),
+        grid=_blocks(problem),
+        name="keep",
+        early=config is not None and config.overlaps,
+        out_type=[jax.ShapeDtypeStruct((problem.sequences,), jnp.int32)],
+        scratch=scratch(problem),
+    )
+    (kept,) = kernel(operands)
+    return {name: tuple(jax.freeze(ref) for ref in each) for name, each in refs.items()}, kept

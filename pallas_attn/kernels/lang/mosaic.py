@@ -187,11 +187,18 @@ def overlap_launches() -> None:
     plgpu.griddepcontrol_wait()
 
 
-def lane_kernel(
-    body: Callable[..., None], *, grid: int, name: str, early: bool = False
+def lane_kernel(  # noqa: PLR0913
+    body: Callable[..., None],
+    *,
+    grid: int,
+    name: str,
+    early: bool = False,
+    out_type: Sequence[Any] = (),
+    scratch: Sequence[Any] = (),
 ) -> Callable[..., Any]:
-    """A kernel of `grid` blocks of `THREADS` threads with no tiles in it, which writes only into
-    the refs it is given. `early`: see `overlap_launches`.
+    """A kernel of `grid` blocks of `THREADS` threads with no tiles in it. It may write to the refs
+    that it is given; after those its body has results, of `out_type`, and shared memory, of
+    `scratch`. `early`: see `overlap_launches`.
 
     Lane semantics: there is no layout to infer, which is a third of the time that lowering takes.
     """
@@ -204,7 +211,8 @@ def lane_kernel(
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     return plgpu.kernel(
         kernel,
-        out_type=(),
+        out_type=tuple(out_type),
+        scratch_types=tuple(scratch),
         grid=(grid,),
         grid_names=("block",),
         compiler_params=params,
