@@ -235,6 +235,12 @@ FAULTS = {
         "    exists = row + 1 < at.rows  #",
         f"{TEST_APPEND} -k test_interpreted",
     ),
+    "keep_looks_at_the_first_pages_alone": Fault(
+        f"{APPEND}/keep.py",
+        "thread.minimum(i * step + n * mosaic.THREADS",
+        "thread.minimum(n * mosaic.THREADS",
+        "tests/test_keep.py -k 'looked_at and interpreted'",
+    ),
     "append_writes_past_the_capacity": Fault(
         f"{APPEND}/plan.py",
         "    rows = jnp.minimum(rows, plan.new_rows)\n",
