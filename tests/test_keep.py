@@ -307,7 +307,7 @@ def test_machine_code(kind, target):
     assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
     assert report.aliases >= len(jax.tree.leaves((build.shapes[0].k, build.shapes[0].v)))
     assert len(report.others) == 1, report.others  # which makes the new lengths
-    assert report.registers <= 64
+    assert report.registers <= 80
     # K and V, eight rows each, 16 bytes a thread, and how many rows stay; the eight indices of a
     # path are two loads more.
     assert report.sass.count("STG.E") - 1 == report.sass.count("STG.E.128") == 16
