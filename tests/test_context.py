@@ -262,10 +262,6 @@ def mapped(shards=2, options=(), **given):
     return jax.eval_shape(over(context, shards, dict(options)), GROUPED)
 
 
-def with_blocks(mask):
-    return dataclasses.replace(mask, kinds=jnp.zeros((1, 1, 1, 1), jnp.uint8), sizes=(T, T, 0))
-
-
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -288,10 +284,6 @@ def with_blocks(mask):
         (
             lambda: mapped(options={"mask": documents_and_more(IDS[:, : T // 2], LIMITS)}),
             "mask: expected what a function reads at a position to have all 32 rows",
-        ),
-        (
-            lambda: mapped(options={"mask": with_blocks(documents_and_more(IDS, LIMITS))}),
-            "mask: expected no blocks beside a context",
         ),
     ],
 )

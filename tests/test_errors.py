@@ -546,7 +546,23 @@ _OF_9 = pa.mask_fn(lambda b, h, q, kv, i: i[q] == i[kv], np.zeros(9, np.int32)).
 _SIZES_OF_THIS_CALL = (
     "call mask.blocks with the sizes of this call, or pass the mask without blocks"
 )
+
+
+def over_two(**options):
+    """Rows that two devices have."""
+
+    def local(x):
+        return pa.flash_attention(x, x, x, context=pa.Context("cp"), **options)
+
+    mesh = jax.make_mesh((2,), ("cp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    rows = jax.sharding.PartitionSpec(None, "cp")
+    call = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)
+    return lambda: jax.eval_shape(call, z(1, 10, 2, 8))
+
+
 ATTENTION |= {
+    "mask: expected no blocks beside a context, since each device has some of the rows; pass the "
+    "mask without mask.blocks(...), and each device finds its own": over_two(mask=_OF_9),
     "mask: expected blocks of (T, S, q_offset) = (5, 7, 0), got those of (9, 9, 0); "
     f"{_SIZES_OF_THIS_CALL}": attend(mask=_OF_9),
     "mask: expected blocks of an int q_offset, got those of (9, 9, 0); "
