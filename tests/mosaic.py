@@ -15,7 +15,7 @@ them). `interpret()` is what a test uses, beside `lower_for_cuda` and, from test
 - cp.async (a copy without a barrier), stores with a predicate, reductions and atomics in global
   memory
 - programmatic dependent launch, which means nothing here
-- arguments of its callbacks in NumPy, as they come
+- a launch computed in NumPy (tests/in_numpy.py): XLA takes longer to compile it than it runs
 - JAX 0.11.2 only: a producer need not see the last time its slots were freed (0.12 allows it too)
 """
 
@@ -30,12 +30,13 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jax import lax
-from jax._src import callback, source_info_util
+from jax._src import callback, core, source_info_util
 from jax._src.pallas.mosaic.interpret import thread_map, vector_clock
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives as prims
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as host
 from jax._src.pallas.mosaic_gpu.interpret import (
+    interpret_pallas_call,
     jaxpr_interpret,
     race_detection_state,
     shared_memory,
@@ -44,7 +45,7 @@ from jax._src.state import discharge
 from jax._src.state import types as state
 from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
-from tests import watch
+from tests import in_numpy, watch
 from tests.aot import Report, compile_for
 from tests.threads import BlockOfThreads, Memory
 
@@ -76,7 +77,6 @@ def interpret(patience: float = 20) -> Iterator[None]:
         if not raced:
             raise
     finally:
-        _compiled.clear()
         host.reset_gpu_interpret_mode_state()  # after an exception it would refuse to go on
     if raced:
         raise AssertionError("RACE DETECTED: the interpreter says where, above")
@@ -590,19 +590,19 @@ def _but_in_registers(check):
     return checked
 
 
-def _call_on_host(*args, callback, **params):
-    """JAX puts what the simulation is told on a device, from where NumPy fetches it: most of the
-    time of an interpreted kernel. Not so for what starts the threads, which computes with jax.
-    """
-    if getattr(callback.callback_func, "func", None) is thread_map._thread_map_callback:
-        return _jax_call_on_host(*args, callback=callback, **params)
-    _watch.moved += 1
-    result = [np.asarray(x) for x in callback(*map(np.array, args))]  # copies: some of it is kept
-    _watch.moved += 1
-    return result
+def _launch(*args, **params):
+    """A launch is one callback, which computes in NumPy what JAX has XLA compile."""
+    if core.get_axis_env().axis_sizes:
+        return _jax_launch(*args, **params)
+    traced = jax.make_jaxpr(functools.partial(_jax_launch, **params))(*args)
+
+    def run(*arrays):
+        return in_numpy.run(traced, traced.consts, *arrays)
+
+    return callback.io_callback(run, list(map(_shape_of, traced.out_avals)), *args, ordered=True)
 
 
-_jax_call_on_host = callback.io_callback_impl
+_jax_launch = interpret_pallas_call.interpret_pallas_call
 
 
 def _to_int(x):
@@ -613,20 +613,6 @@ _jax_to_int = shared_memory._to_int
 
 
 # ---- what the simulation does most often, made cheaper: a third of its time ----------------------
-
-
-def _run_thread(jaxpr, consts, *args):
-    """JAX traces and lowers for every thread of a block, and all of them compile at once."""
-    with _compiling:
-        if jaxpr not in _compiled:
-            run = jax.jit(thread_map._run, static_argnums=(0,))
-            _compiled[jaxpr] = run.lower(jaxpr, consts, *args).compile()
-        compiled = _compiled[jaxpr]
-    compiled(consts, *args)
-
-
-_compiling = threading.Lock()
-_compiled: dict[Any, Any] = {}  # until the end of `interpret`
 
 
 def _ordered(self, other) -> bool:
@@ -647,8 +633,8 @@ def _key(cls, *values):
 
 @functools.cache
 def _teach() -> None:
-    callback.io_callback_impl = _call_on_host
-    thread_map._run_jaxpr = _run_thread
+    interpret_pallas_call.interpret_pallas_call = _launch
+    thread_map._run_jaxpr = in_numpy.run
     vector_clock.NpVectorClock.ordered = _ordered
     shared_memory.HostAllocationRequest.from_array = classmethod(_key_of_array)
     source_info_util.summarize = functools.lru_cache(maxsize=1 << 12)(source_info_util.summarize)

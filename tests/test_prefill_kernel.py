@@ -17,7 +17,7 @@ from pallas_attn import FULL, Mask, sliding_window
 from pallas_attn.kernels.prefill import sm90 as kernel
 from pallas_attn.kernels.prefill.plan import Plan
 from tests import mosaic
-from tests.decode_cases import KINDS, Case, check, launched, of_reference, run, shapes_of
+from tests.decode_cases import KINDS, Case, check, launched, of_definition, run, shapes_of
 from tests.test_decode_kernel import SOME
 
 Config = kernel.Config
@@ -87,7 +87,7 @@ def test_a_missing_page_spoils_its_sequence_alone(config):
     table = inputs.page_table.at[1:5, 0].set(missing).at[5, 7:11].set(missing)
     with mosaic.interpret():
         out, lse = launched(one, inputs._replace(page_table=table), config)
-    want, want_lse = of_reference(one, one.inputs(fill=0.0))
+    want, want_lse = of_definition(one, one.inputs(fill=0.0))
     assert np.isnan(np.asarray(out[1:5], np.float32)).all() and np.isnan(lse[1:5]).all()
     for m in (0, 5):
         np.testing.assert_allclose(

@@ -1,0 +1,471 @@
+"""A jaxpr computed in NumPy, one equation after the other, as `tests/mosaic.py` runs kernels: XLA
+takes seconds to compile one that runs once, and its callbacks take longer than what they call.
+
+Values are arrays, which nobody writes to. Integers wrap around, divide towards zero and shift as
+XLA says; products of matmuls are added in float32. What has no rule here JAX computes.
+"""
+
+import functools
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+Rule = Callable[..., Any]
+
+
+def run(jaxpr: Any, consts: Any, *args: Any) -> list[Any]:
+    """What `jax.core.eval_jaxpr` gives."""
+    with _one_at_a_time:  # the threads of a block have one program
+        program = _steps_of(jaxpr)
+    with np.errstate(all="ignore"):  # NaN and infinity are none of an error on a GPU
+        return program(*map(np.asarray, consts), *map(np.asarray, args))
+
+
+_one_at_a_time = threading.Lock()
+
+
+class Program:
+    """The equations as steps: (function, places of its arguments, places of its results)."""
+
+    def __init__(self, jaxpr: Any):
+        places: dict[Any, int] = {}
+        self.start: list[Any] = []
+        for var in (*jaxpr.constvars, *jaxpr.invars):
+            self._add(places, var)
+        self.steps = []
+        for eqn in jaxpr.eqns:
+            inputs = [self._place(places, atom) for atom in eqn.invars]
+            rule = _rule(eqn)
+            outputs = [self._add(places, var) for var in eqn.outvars]
+            self.steps.append((rule, inputs, outputs))
+        self.results = [self._place(places, atom) for atom in jaxpr.outvars]
+
+    def _add(self, places, var, value=None):
+        places[var] = len(self.start)
+        self.start.append(value)
+        return places[var]
+
+    def _place(self, places, atom):
+        if not hasattr(atom, "val"):
+            return places[atom]
+        self.start.append(np.asarray(atom.val, atom.aval.dtype))
+        return len(self.start) - 1
+
+    def __call__(self, *args: Any) -> list[Any]:
+        values = self.start.copy()
+        values[: len(args)] = args
+        for rule, inputs, outputs in self.steps:
+            results = rule(*[values[i] for i in inputs])
+            if len(outputs) == 1:
+                values[outputs[0]] = results
+                continue
+            for place, result in zip(outputs, results, strict=True):
+                values[place] = result
+        return [values[i] for i in self.results]
+
+
+_steps_of = functools.lru_cache(maxsize=256)(Program)
+
+
+def _program(jaxpr: Any) -> Callable[..., list[Any]]:
+    """Of a jaxpr that brings its constants."""
+    return functools.partial(_steps_of(jaxpr), *map(np.asarray, jaxpr.consts))
+
+
+def _rule(eqn: Any) -> Rule:
+    name = eqn.primitive.name
+    if name in ELEMENTWISE:
+        return ELEMENTWISE[name]
+    rule = RULES[name](eqn, **eqn.params) if name in RULES else _by_jax(eqn)
+    several = name not in RULES or name in CALLS
+    return (lambda *args: rule(*args)[0]) if several and len(eqn.outvars) == 1 else rule
+
+
+def _by_jax(eqn: Any) -> Rule:
+    def call(*args):
+        results = eqn.primitive.bind(*args, **eqn.params)
+        results = results if eqn.primitive.multiple_results else [results]
+        return list(map(np.asarray, results))
+
+    return call
+
+
+# ---- element by element --------------------------------------------------------------------------
+
+
+def _is_integer(x) -> bool:
+    return x.dtype.kind in "iu"
+
+
+def _divide(x, y):
+    if not _is_integer(x):
+        return x / y
+    quotient = np.abs(x.astype(np.int64)) // np.maximum(np.abs(y.astype(np.int64)), 1)
+    quotient = np.where((x < 0) != (y < 0), -quotient, quotient)
+    return np.where(y == 0, -1, quotient).astype(x.dtype)
+
+
+def _remainder(x, y):
+    return np.where(y == 0, x, np.fmod(x, y)) if _is_integer(x) else np.fmod(x, y)
+
+
+def _bits(x) -> int:
+    return 8 * x.dtype.itemsize
+
+
+def _unsigned(x):
+    return x.astype(np.dtype(f"u{x.dtype.itemsize}"))
+
+
+def _outside(x, y):
+    return y.astype(np.uint64) >= _bits(x)
+
+
+def _shift_left(x, y):
+    return np.where(_outside(x, y), x.dtype.type(0), np.left_shift(x, y))
+
+
+def _shift_right(x, y):
+    shifted = np.right_shift(_unsigned(x), _unsigned(y))
+    return np.where(_outside(x, y), 0, shifted).astype(x.dtype)
+
+
+def _shift_with_sign(x, y):
+    signed = np.dtype(f"i{x.dtype.itemsize}")
+    y = np.where(_outside(x, y), _bits(x) - 1, y).astype(signed)
+    return np.right_shift(x.astype(signed), y).astype(x.dtype)
+
+
+def _select(which, *cases):
+    if which.dtype == bool:
+        return np.where(which, cases[1], cases[0])
+    return np.choose(which, cases)
+
+
+def _leading_zeros(x):
+    return (_bits(x) - np.frexp(_unsigned(x).astype(np.float64))[1]).astype(x.dtype)
+
+
+ELEMENTWISE: dict[str, Rule] = {
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": _divide,
+    "rem": _remainder,
+    "neg": np.negative,
+    "abs": np.abs,
+    "sign": np.sign,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "shift_left": _shift_left,
+    "shift_right_logical": _shift_right,
+    "shift_right_arithmetic": _shift_with_sign,
+    "population_count": lambda x: np.bitwise_count(_unsigned(x)).astype(x.dtype),
+    "clz": _leading_zeros,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "expm1": np.expm1,
+    "log": np.log,
+    "log2": np.log2,
+    "log1p": np.log1p,
+    "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: (1 / np.sqrt(x)).astype(x.dtype),
+    "square": np.square,
+    "pow": np.power,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "is_finite": np.isfinite,
+    "logistic": lambda x: (1 / (1 + np.exp(-x))).astype(x.dtype),
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "select_n": _select,
+    "copy": lambda x: x,
+    "copy_p": lambda x: x,
+    "optimization_barrier": lambda *args: args if len(args) > 1 else args[0],
+    "debug_callback": lambda *args: (),
+}
+
+
+# ---- with parameters -----------------------------------------------------------------------------
+
+
+def _convert(eqn, new_dtype, **_):
+    del eqn
+    dtype = jnp.dtype(new_dtype)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return lambda x: x.astype(dtype)
+    least, most = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+
+    def convert(x):
+        if jnp.issubdtype(x.dtype, jnp.floating):  # what does not fit is the nearest that does
+            x = np.nan_to_num(np.trunc(x.astype(np.float64)), nan=0, posinf=most, neginf=least)
+            inside = np.clip(x, least, most).astype(np.int64)
+            return np.where(x >= most, most, inside).astype(dtype)
+        return x.astype(dtype)
+
+    return convert
+
+
+def _bitcast(eqn, new_dtype):
+    del eqn
+    dtype = jnp.dtype(new_dtype)
+
+    def bitcast(x):
+        if dtype.itemsize > x.dtype.itemsize:
+            return np.ascontiguousarray(x).view(dtype)[..., 0]
+        if dtype.itemsize < x.dtype.itemsize:
+            return np.ascontiguousarray(x[..., None]).view(dtype)
+        return np.ascontiguousarray(x).reshape(x.shape).view(dtype)
+
+    return bitcast
+
+
+def _broadcast(eqn, shape, broadcast_dimensions, **_):
+    del eqn
+    places = tuple(broadcast_dimensions)
+
+    def broadcast(x):
+        wide = [1] * len(shape)
+        for place, size in zip(places, x.shape, strict=True):
+            wide[place] = size
+        return np.broadcast_to(x.reshape(wide), shape)
+
+    return broadcast
+
+
+def _iota(eqn, dtype, shape, dimension, **_):
+    del eqn
+    numbers = np.arange(shape[dimension]).astype(jnp.dtype(dtype))
+    numbers = numbers.reshape([-1 if n == dimension else 1 for n in range(len(shape))])
+    result = np.broadcast_to(numbers, shape)
+    return lambda: result
+
+
+def _slice(eqn, start_indices, limit_indices, strides):
+    del eqn
+    strides = strides or (1,) * len(start_indices)
+    where = tuple(map(slice, start_indices, limit_indices, strides))
+    return lambda x: x[where]
+
+
+def _starts(shape, sizes, starts):
+    """What would reach past the end begins earlier."""
+    pairs = zip(shape, sizes, starts, strict=True)
+    return tuple(min(max(int(at), 0), size - taken) for size, taken, at in pairs)
+
+
+def _dynamic_slice(eqn, slice_sizes, **_):
+    del eqn
+
+    def take(x, *starts):
+        begin = _starts(x.shape, slice_sizes, starts)
+        return x[tuple(slice(at, at + n) for at, n in zip(begin, slice_sizes, strict=True))]
+
+    return take
+
+
+def _dynamic_update(x, part, *starts):
+    begin = _starts(x.shape, part.shape, starts)
+    result = x.copy()
+    result[tuple(slice(at, at + n) for at, n in zip(begin, part.shape, strict=True))] = part
+    return result
+
+
+def _pad(eqn, padding_config):
+    del eqn
+
+    def pad(x, value):
+        shape = [
+            low + high + size + max(size - 1, 0) * between
+            for size, (low, high, between) in zip(x.shape, padding_config, strict=True)
+        ]
+        assert all(low >= 0 and high >= 0 for low, high, _ in padding_config)
+        result = np.full(shape, value, x.dtype)
+        steps = zip(x.shape, padding_config, strict=True)
+        result[
+            tuple(
+                slice(low, low + (size - 1) * (between + 1) + 1 if size else low, between + 1)
+                for size, (low, _, between) in steps
+            )
+        ] = x
+        return result
+
+    return pad
+
+
+def _dot(eqn, dimension_numbers, **_):
+    (left_sums, right_sums), (left_batch, right_batch) = dimension_numbers
+    dtype = eqn.outvars[0].aval.dtype
+
+    def as_matrices(x, batch, sums, last):
+        kept = [n for n in range(x.ndim) if n not in (*batch, *sums)]
+        order = (*batch, *kept, *sums) if last else (*batch, *sums, *kept)
+        shape = [math.prod(x.shape[n] for n in some) for some in (kept, sums)]
+        x = x.transpose(order).reshape(*(x.shape[n] for n in batch), *shape[:: 1 if last else -1])
+        return x.astype(wide) if x.dtype != wide else x
+
+    wide = np.dtype(np.int64 if jnp.issubdtype(dtype, jnp.integer) else np.float32)
+    shape = eqn.outvars[0].aval.shape
+
+    def dot(left, right):
+        left = as_matrices(left, left_batch, left_sums, True)
+        right = as_matrices(right, right_batch, right_sums, False)
+        return (left @ right).reshape(shape).astype(dtype)
+
+    return dot
+
+
+def _reduction(function):
+    def rule(eqn, axes, **_):
+        dtype = eqn.outvars[0].aval.dtype
+        return lambda x: np.asarray(function(x, axis=tuple(axes))).astype(dtype)
+
+    return rule
+
+
+def _arg(function):
+    def rule(eqn, axes, index_dtype):
+        del eqn
+        return lambda x: np.asarray(function(x, axis=axes[0])).astype(index_dtype)
+
+    return rule
+
+
+def _cumulative(function):
+    def rule(eqn, axis, reverse):
+        del eqn
+
+        def total(x):
+            x = np.flip(x, axis) if reverse else x
+            result = function.accumulate(x, axis=axis, dtype=x.dtype)
+            return np.flip(result, axis) if reverse else result
+
+        return total
+
+    return rule
+
+
+def _power(eqn, y):
+    del eqn
+    return lambda x: (x**y if y >= 0 else 1 / x**-y).astype(x.dtype)
+
+
+def _reshape(eqn, new_sizes, **_):
+    del eqn
+    return lambda x: x.reshape(new_sizes)
+
+
+# ---- other jaxprs --------------------------------------------------------------------------------
+
+
+def _call(eqn, jaxpr=None, call_jaxpr=None, fun_jaxpr=None, **_):
+    del eqn
+    return _program(jaxpr or call_jaxpr or fun_jaxpr)
+
+
+def _while(eqn, cond_jaxpr, body_jaxpr, cond_nconsts, body_nconsts):
+    del eqn
+    condition, body = _program(cond_jaxpr), _program(body_jaxpr)
+
+    def loop(*args):
+        seen, known = args[:cond_nconsts], args[cond_nconsts : cond_nconsts + body_nconsts]
+        carried = args[cond_nconsts + body_nconsts :]
+        while condition(*seen, *carried)[0]:
+            carried = body(*known, *carried)
+        return carried
+
+    return loop
+
+
+def _cond(eqn, branches, **_):
+    del eqn
+    programs = [_program(branch) for branch in branches]
+    last = len(programs) - 1
+    return lambda which, *args: programs[min(max(int(which), 0), last)](*args)
+
+
+def _scan(eqn, jaxpr, length, reverse, ft_in, **_):
+    num_consts, num_carry = (len(list(part)) for part in ft_in.unpack()[:2])
+    body, results = _program(jaxpr), eqn.outvars[num_carry:]
+
+    def scan(*args):
+        known, rest = args[:num_consts], args[num_consts:]
+        carried, arrays = rest[:num_carry], rest[num_carry:]
+        made = [np.zeros(var.aval.shape, var.aval.dtype) for var in results]
+        for i in reversed(range(length)) if reverse else range(length):
+            outs = body(*known, *carried, *(x[i] for x in arrays))
+            carried = outs[:num_carry]
+            for array, value in zip(made, outs[num_carry:], strict=True):
+                array[i] = value
+        return [*carried, *made]
+
+    return scan
+
+
+def _callback(eqn, callback, result_avals, **_):
+    """Copies go there and back: some of what is told is kept, and what comes may be written to."""
+    del eqn
+
+    def call(*args):
+        results = [np.array(x) for x in callback(*map(np.array, args))]
+        for have, want in zip(results, result_avals, strict=True):
+            assert (have.shape, have.dtype) == (want.shape, want.dtype), (callback, have, want)
+        return results
+
+    return call
+
+
+CALLS = {"io_callback", "while", "cond", "scan"}
+CALLS |= {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
+
+RULES: dict[str, Callable[..., Rule]] = {
+    "convert_element_type": _convert,
+    "bitcast_convert_type": _bitcast,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "squeeze": lambda eqn, dimensions: lambda x: np.squeeze(x, tuple(dimensions)),
+    "expand_dims": lambda eqn, dimensions: lambda x: np.expand_dims(x, tuple(dimensions)),
+    "transpose": lambda eqn, permutation: lambda x: x.transpose(permutation),
+    "rev": lambda eqn, dimensions: lambda x: np.flip(x, tuple(dimensions)),
+    "concatenate": lambda eqn, dimension: lambda *xs: np.concatenate(xs, dimension),
+    "stack": lambda eqn, axis: lambda *xs: np.stack(xs, axis),
+    "iota": _iota,
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": lambda eqn, **_: _dynamic_update,
+    "pad": _pad,
+    "dot_general": _dot,
+    "integer_pow": _power,
+    "reduce_sum": _reduction(np.sum),
+    "reduce_prod": _reduction(np.prod),
+    "reduce_max": _reduction(np.max),
+    "reduce_min": _reduction(np.min),
+    "reduce_and": _reduction(np.bitwise_and.reduce),
+    "reduce_or": _reduction(np.bitwise_or.reduce),
+    "argmax": _arg(np.argmax),
+    "argmin": _arg(np.argmin),
+    "cumsum": _cumulative(np.add),
+    "cummax": _cumulative(np.maximum),
+    "while": _while,
+    "cond": _cond,
+    "scan": _scan,
+    "io_callback": _callback,
+    **dict.fromkeys(CALLS - {"io_callback", "while", "cond", "scan"}, _call),
+}

@@ -1,0 +1,78 @@
+"""What tests/in_numpy.py computes is what XLA does, where NumPy by itself would not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from tests import in_numpy
+
+EDGES = np.array([-(2**31), -7, -2, -1, 0, 1, 2, 7, 31, 32, 2**31 - 1], np.int32)
+FLOATS = np.array([-np.inf, -3e9, -2.5, -0.5, 0, 0.5, 1.5, 2.5, 3e9, np.inf, np.nan], np.float32)
+
+
+def integers(x, y):
+    wide = x.astype(jnp.uint32), y.astype(jnp.uint32)
+    pairs = [(x[:, None], y[None]), tuple(a for a in (wide[0][:, None], wide[1][None]))]
+    both = (lax.add, lax.mul, lax.shift_left, lax.shift_right_logical, lax.shift_right_arithmetic)
+    both += (lax.div, lax.rem, lax.max)
+    some = [jnp.broadcast_arrays(*pair) for pair in pairs]
+    counted = [f(x) for f in (lax.clz, lax.population_count, lax.sign, lax.neg)]
+    return [f(*pair) for f in both for pair in some], counted, jnp.cumsum(x), jnp.argmax(x)
+
+
+def floats(x):
+    to = [x.astype(kind) for kind in ("int32", "uint32", "int8", "bfloat16", "float16", "bool")]
+    rounded = [f(x) for f in (lax.floor, lax.ceil, lax.is_finite, lax.abs)]
+    both = [f(x, x[::-1]) for f in (lax.max, lax.min, lax.lt, lax.ne)]
+    return to, rounded, both, lax.bitcast_convert_type(x, jnp.int16), lax.integer_pow(x, -3)
+
+
+def shapes(x, at):
+    """x: float32[2, 3, 5]; slices that would reach past an end begin earlier."""
+    padded = lax.pad(x, 7.0, ((1, 0, 0), (0, 2, 1), (0, 0, 2)))
+    part = lax.dynamic_slice(x, (at, at, at), (1, 2, 3))
+    put = lax.dynamic_update_slice(x, -part, (at, 1, 4))
+    dots = lax.dot_general(x, x[:, ::-1], (((2,), (2,)), ((0,), (0,))))
+    halves = lax.dot_general(x[0].astype(jnp.bfloat16), x[1].astype(jnp.bfloat16), (((0,), (0,)), ((), ())))  # noqa: E501 # fmt: skip
+    moved = x.transpose(2, 0, 1).reshape(5, 6), jnp.flip(x, 1), x[:, ::2, 1:4:2], x[:, None]
+    sums = x.sum(axis=(0, 2)), x.max(axis=1), (x > 2).any(axis=0), (x > 2).sum(dtype=jnp.int32)
+    joined = jnp.concatenate([x, lax.broadcasted_iota(jnp.float32, (2, 1, 5), 2)], axis=1)
+    return padded, part, put, dots, halves, moved, sums, joined, lax.clamp(1.0, x, 9.0)
+
+
+def control(n, x):
+    """A loop of as many steps as `n` says, a scan with results, branches out of range."""
+    powers = lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * 3), (0, jnp.int32(1)))
+    total, seen = lax.scan(lambda c, row: (c + row, c.sum()), jnp.zeros(3), x, reverse=True)
+    branches = [lambda x: x, lambda x: -x, lambda x: 2 * x]
+    chosen = [lax.switch(which, branches, x) for which in (n - 9, n - 1, n + 9)]
+    return powers, total, seen, chosen, jnp.where(x > 1, x, n.astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "function, args",
+    [
+        (integers, (EDGES, EDGES)),
+        (floats, (FLOATS,)),
+        (shapes, (np.arange(30, dtype=np.float32).reshape(2, 3, 5), np.int32(3))),
+        (control, (np.int32(2), np.arange(12, dtype=np.float32).reshape(4, 3))),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_as_xla(function, args):
+    traced = jax.make_jaxpr(function)(*args)
+    wanted = jax.tree.leaves(jax.jit(function)(*args))
+    found = in_numpy.run(traced, traced.consts, *args)
+    for have, want, var in zip(found, wanted, traced.jaxpr.outvars, strict=True):
+        assert (have.shape, have.dtype) == (want.shape, want.dtype), var
+        np.testing.assert_array_equal(*(x.astype(np.float64) for x in (have, np.asarray(want))))
+
+
+def test_what_has_no_rule_jax_computes():
+    one, several = (np.eye(2, dtype=np.float32) + n for n in range(2))
+    traced = jax.make_jaxpr(lambda x, y: (lax.erf(x), *lax.top_k(y, 1)))(one, several)
+    found = in_numpy.run(traced, traced.consts, one, several)
+    for have, want in zip(found, (lax.erf(one), *lax.top_k(several, 1)), strict=True):
+        np.testing.assert_array_equal(have, want)
