@@ -333,7 +333,7 @@ def test_machine_code_of_the_longest_path():
 
 @pytest.mark.guards
 def test_more_sequences_take_a_second_launch(monkeypatch):
-    monkeypatch.setattr(append_keep.append_copy.mosaic, "PARAMETER_BYTES", 8 * (2 * 20 + 8))
+    monkeypatch.setattr(append_keep.mosaic, "PARAMETER_BYTES", 8 * (2 * 20 + 8))
     cache = jax.eval_shape(lambda: PerSequenceCache.create((8,) * 21, 1, 8))
     shapes = jax.ShapeDtypeStruct((21,), "int32"), jax.ShapeDtypeStruct((21, 2), "int32")
     with pa._device.assume("sm90"):

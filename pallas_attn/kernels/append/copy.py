@@ -31,7 +31,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._problem import QUANTIZED, AppendInputs, AppendProblem, Caches
+from pallas_attn._problem import AppendInputs, AppendProblem, Caches
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import change as append_change
 from pallas_attn.kernels.append import plan as append_plan
@@ -43,8 +43,6 @@ from pallas_attn.kernels.lang.config import check
 
 Array = Any
 Ref = Any
-
-DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +65,10 @@ def limit(problem: AppendProblem) -> Limit | None:
         return refused
     if problem.change is not None and (refused := append_change.limit(problem)) is not None:
         return refused
-    if problem.cache_dtype not in DTYPES:
-        return Limit(f"no {problem.cache_dtype} caches", f"use one of {', '.join(DTYPES)}")
-    capacity = max(problem.capacities, default=0)
-    if capacity >= 2**31:
-        return Limit(
-            f"capacity {capacity}: positions are int32",
-            "split each sequence over several caches of fewer than 2**31 rows",
-        )
+    if (refused := append_plan.limit(problem)) is not None:
+        return refused
     separate = cache_layout.layout_of(problem).separate
-    most = most_arrays(4 if problem.quantized else 2)
+    most = append_plan.most_arrays(4 if problem.quantized else 2)
     if problem.packed and separate and (problem.sequences > most or 0 in problem.capacities):
         return Limit(
             f"packed rows into {problem.sequences} separate caches; it takes up to {most}, none "
@@ -191,42 +183,17 @@ def _write_into(
     """`run` where there is something to write. Jitted, so that a model of many layers traces it
     once.
     """
-    if not cache_layout.layout_of(problem).separate:
-        one = {name: (cache,) for name, cache in caches.items()}
-        done = _launch(one, new, rest, problem, config)
-        return {name: cache for name, (cache,) in done.items()}
-    most = most_arrays(len(caches))
-    if problem.packed:
+    if problem.packed and cache_layout.layout_of(problem).separate:
         done = _launch(caches, new, rest, problem, config)
         return {name: done[name] for name in caches}
-    live = [m for m, capacity in enumerate(problem.capacities) if capacity]
-    written = {name: list(cache) for name, cache in caches.items()}
-    for some in (live[lo : lo + most] for lo in range(0, len(live), most)):
-        capacities = tuple(problem.capacities[m] for m in some)
-        lengths = None if rest.new_lengths is None else rows_of(rest.new_lengths, some)
-        done = _launch(
-            {name: tuple(cache[m] for m in some) for name, cache in caches.items()},
-            {side: rows_of(rows, some) for side, rows in new.items()},
-            rest._replace(start=rows_of(rest.start, some), new_lengths=lengths),
-            dataclasses.replace(problem, sequences=len(some), capacities=capacities),
-            config,
-        )
-        for name, arrays in done.items():
-            for m, array in zip(some, arrays, strict=True):
-                written[name][m] = array
-    return {name: tuple(arrays) for name, arrays in written.items()}
 
+    def launch(caches, problem, of):
+        lengths = None if rest.new_lengths is None else of(rest.new_lengths)
+        rows = {side: of(x) for side, x in new.items()}
+        own = rest._replace(start=of(rest.start), new_lengths=lengths)
+        return _launch(caches, rows, own, problem, config)
 
-def most_arrays(each: int) -> int:
-    """Sequences with so many arrays each that a launch has parameters for."""
-    return (mosaic.PARAMETER_BYTES // 8 - 8) // each  # 8: the new rows, lengths and the like
-
-
-def rows_of(array: Array, sequences: list[int]) -> Array:
-    """`array` itself where these are all of its sequences, as they mostly are."""
-    if len(sequences) == array.shape[0]:
-        return array
-    return array[jnp.asarray(sequences)]
+    return append_plan.by_launches(caches, problem, launch)
 
 
 def _launch(

@@ -29,7 +29,7 @@ from jax import lax
 
 from pallas_attn._problem import OVERFLOWS, UNCHANGED, Caches, KeepInputs, KeepProblem, Kept
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.append import copy as append_copy
+from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Row
 from pallas_attn.kernels.lang import mosaic, threads
@@ -50,18 +50,12 @@ class Config:
 
 def limit(problem: KeepProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
-    if problem.cache_dtype not in append_copy.DTYPES:
-        dtypes = ", ".join(append_copy.DTYPES)
-        return Limit(f"no {problem.cache_dtype} caches", f"use one of {dtypes}")
+    if (refused := append_plan.limit(problem)) is not None:
+        return refused
     if problem.width > ROWS_MOST:
         return Limit(
             f"a path of {problem.width} rows: a thread holds a column of all of them",
             f"cut it to the most that are kept: path[:, :{ROWS_MOST}]",
-        )
-    if max(problem.capacities, default=0) >= 2**31:
-        return Limit(
-            f"capacity {max(problem.capacities)}: positions are int32",
-            "split each sequence over several caches of fewer than 2**31 rows",
         )
     if _blocks(problem) >= 2**31:
         return Limit(f"{_blocks(problem)} blocks: they are int32", "use several caches")
@@ -285,40 +279,22 @@ def _move_in(
     caches: dict[str, Array], rest: KeepInputs, problem: KeepProblem, config: Config | None
 ) -> tuple[dict[str, Array], Array]:
     """`run` of the arrays that there are."""
-    names = [name for name in Caches._fields if name in caches]  # jit has sorted them
-    if not cache_layout.layout_of(problem).separate:
-        one = {name: (caches[name],) for name in names}
-        done, rows = _launch(one, rest, problem, config)
-        return {name: cache for name, (cache,) in done.items()}, rows
-    most = append_copy.most_arrays(len(caches))
-    live = [m for m, capacity in enumerate(problem.capacities) if capacity]
-    moved, rows = {name: list(caches[name]) for name in names}, []
-    for some in (live[lo : lo + most] for lo in range(0, len(live), most)):
-        of = functools.partial(append_copy.rows_of, sequences=some)
-        done, kept = _launch(
-            {name: tuple(caches[name][m] for m in some) for name in names},
-            rest._replace(
-                path=of(rest.path),
-                lengths=of(rest.lengths),
-                new_lengths=of(rest.new_lengths),
-                counts=rest.counts if rest.counts.shape == (1,) else of(rest.counts),
-            ),
-            dataclasses.replace(
-                problem,
-                sequences=len(some),
-                capacities=tuple(problem.capacities[m] for m in some),
-            ),
-            config,
-        )
-        for name, arrays in done.items():
-            for m, array in zip(some, arrays, strict=True):
-                moved[name][m] = array
+    rows = []
+
+    def launch(caches, problem, of):
+        counts = rest.counts if rest.counts.shape == (1,) else of(rest.counts)
+        by_sequence = {name: of(getattr(rest, name)) for name in ("path", "lengths", "new_lengths")}
+        own = rest._replace(counts=counts, **by_sequence)
+        done, kept = _launch(caches, own, problem, config)
         rows.append(kept)
+        return done
+
+    moved = append_plan.by_launches(caches, problem, launch)
     kept = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
-    if len(live) < problem.sequences:  # the others have no rows that could be the newest
-        unchanged = jnp.full(problem.sequences, UNCHANGED, jnp.int32)
-        kept = unchanged.at[np.array(live, np.int32)].set(kept)
-    return {name: tuple(arrays) for name, arrays in moved.items()}, kept
+    if kept.size < problem.sequences:  # the others have no rows that could be the newest
+        live = np.flatnonzero(np.array(problem.capacities)).astype(np.int32)
+        kept = jnp.full(problem.sequences, UNCHANGED, jnp.int32).at[live].set(kept)
+    return moved, kept
 
 
 def _launch(
@@ -339,7 +315,8 @@ def _launch(
         problem.width,
         _chunks(problem),
     )
-    refs = {name: [jax.new_ref(array) for array in arrays] for name, arrays in caches.items()}
+    names = [name for name in Caches._fields if name in caches]  # jit has sorted them
+    refs = {name: [jax.new_ref(array) for array in caches[name]] for name in names}
     operands = Refs(
         caches=tuple(zip(*refs.values(), strict=True)),
         path=rest.path,

@@ -1,10 +1,11 @@
-"""Where the rows of an append go: what is static of a launch, and the arithmetic from a row to its
-place in a cache.
+"""Which caches a launch takes; and where the rows of an append go: what is static of a launch, and
+the arithmetic from a row to its place in a cache.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -12,16 +13,77 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn import _gpus
-from pallas_attn._problem import AppendProblem, Change
+from pallas_attn._problem import QUANTIZED, AppendProblem, Change, KeepProblem
+from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Row
 from pallas_attn.kernels.lang import mosaic
 
+Array = Any
 Ref = Any
 Scalar = Any  # int32, of the whole block
 
 IN_FLIGHT_MOST = 16  # words that a thread may hold
+DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED)  # of caches
 CHUNK_MOST = IN_FLIGHT_MOST * mosaic.THREADS  # words of a chunk: the last may count so far too far
+
+
+# ---- the caches of a launch ---------------------------------------------------------------------
+
+
+def limit(problem: AppendProblem | KeepProblem) -> Limit | None:
+    """Why no kernel here can take caches of this kind, or None."""
+    if problem.cache_dtype not in DTYPES:
+        return Limit(f"no {problem.cache_dtype} caches", f"use one of {', '.join(DTYPES)}")
+    capacity = max(problem.capacities, default=0)
+    if capacity >= 2**31:
+        return Limit(
+            f"capacity {capacity}: positions are int32",
+            "split each sequence over several caches of fewer than 2**31 rows",
+        )
+    return None
+
+
+def most_arrays(each: int) -> int:
+    """Sequences with so many arrays each that a launch has parameters for."""
+    return (mosaic.PARAMETER_BYTES // 8 - 8) // each  # 8: the new rows, lengths and the like
+
+
+def by_launches(
+    caches: dict[str, Any], problem: Any, launch: Callable[..., dict[str, tuple[Array, ...]]]
+) -> dict[str, Any]:
+    """The caches after `launch(caches, problem, of)`, which is called for as many sequences as a
+    launch has parameters for: with the arrays of their caches in tuples, and with what takes their
+    rows of an array [M, ..].
+    """
+    if not cache_layout.layout_of(problem).separate:
+        one = {name: (cache,) for name, cache in caches.items()}
+        done = launch(one, problem, lambda array: array)
+        return {name: cache for name, (cache,) in done.items()}
+    most = most_arrays(len(caches))
+    live = [m for m, capacity in enumerate(problem.capacities) if capacity]
+    written = {name: list(cache) for name, cache in caches.items()}
+    for some in (live[lo : lo + most] for lo in range(0, len(live), most)):
+        capacities = tuple(problem.capacities[m] for m in some)
+        done = launch(
+            {name: tuple(cache[m] for m in some) for name, cache in caches.items()},
+            dataclasses.replace(problem, sequences=len(some), capacities=capacities),
+            functools.partial(_rows_of, some),
+        )
+        for name, arrays in done.items():
+            for m, array in zip(some, arrays, strict=True):
+                written[name][m] = array
+    return {name: tuple(arrays) for name, arrays in written.items()}
+
+
+def _rows_of(sequences: list[int], array: Array) -> Array:
+    """`array` itself where these are all of its sequences, as they mostly are."""
+    if len(sequences) == array.shape[0]:
+        return array
+    return array[jnp.asarray(sequences)]
+
+
+# ---- the rows of an append ----------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
