@@ -115,6 +115,11 @@ _ATTENTION_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 _IN_TREE: dict[str, Any] = {"tree": True, "mask_program": trees.program((8, 64, 3))}
 _PACKED: dict[str, Any] = {"tokens": 2112, "q_len": 2112}
+_LATENT: dict[str, Any] = {"head_dim": 576, "v_head_dim": 512, "shared_kv": True}
+_LATENT |= {"kv_heads": 1, "q_heads": 16}
+_QUANTISED: tuple[dict[str, Any], ...] = tuple(
+    {"cache_dtype": name, "quantized": True} for name in ("int8", "float8_e4m3fn", "float8_e5m2")
+)
 _CACHES: tuple[dict[str, Any], ...] = (
     {"kind": "per_sequence", "capacities": (1024,) * 8},
     {"kind": "stacked"},
@@ -129,10 +134,7 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
             {"cache_dtype": name, "dtype": name}
             for name in ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float64")
         ),
-        "quantised to": tuple(
-            {"cache_dtype": name, "quantized": True}
-            for name in ("int8", "float8_e4m3fn", "float8_e5m2")
-        ),
+        "quantised to": _QUANTISED,
         "head dim": tuple({"head_dim": n, "v_head_dim": n} for n in (1, 64, 72, 128, 256)),
         "rows of several layers": ({"layers": 32},),
         "ragged chunks": ({"new_rows": 64, "ragged": True},),
@@ -147,10 +149,7 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
             {"cache_dtype": name}
             for name in ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float64")
         ),
-        "quantised": tuple(
-            {"cache_dtype": name, "quantized": True}
-            for name in ("int8", "float8_e4m3fn", "float8_e5m2")
-        ),
+        "quantised": _QUANTISED,
         "head dim of K and of V": (
             {"head_dim": 192, "v_head_dim": 128},
             {"head_dim": 72, "v_head_dim": 80},
@@ -167,26 +166,15 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
         'float32, precision="highest"': (
             {"dtype": "float32", "cache_dtype": "float32", "precision": "highest"},
         ),
-        "quantised cache": tuple(
-            {"cache_dtype": name, "quantized": True}
-            for name in ("int8", "float8_e4m3fn", "float8_e5m2")
-        ),
-        "V within K, head dim 576 and 512": (
-            {"head_dim": 576, "v_head_dim": 512, "kv_heads": 1, "q_heads": 16, "shared_kv": True},
-        ),
+        "quantised cache": _QUANTISED,
+        "V within K, head dim 576 and 512": (_LATENT,),
         "head dim": tuple({"head_dim": n, "v_head_dim": n} for n in (64, 72, 96, 128, 192, 256)),
         "query heads a kv head": tuple({"q_heads": 8 * n} for n in (1, 4, 7, 8)),
         "tokens at once": tuple({"q_len": n} for n in (1, 4, 64)),
         "packed rows": (_PACKED,),
         "shared_prefixes, prefix": (_CACHES[2] | {"mask": FULL} | _PACKED,),
-        "packed rows over a quantised cache": tuple(
-            {"cache_dtype": name, "quantized": True} | _PACKED
-            for name in ("int8", "float8_e4m3fn", "float8_e5m2")
-        ),
-        "packed rows, V within K": (
-            {"head_dim": 576, "v_head_dim": 512, "kv_heads": 1, "q_heads": 16, "shared_kv": True}
-            | _PACKED,
-        ),
+        "packed rows over a quantised cache": tuple(one | _PACKED for one in _QUANTISED),
+        "packed rows, V within K": (_LATENT | _PACKED,),
         "window": ({"mask": sliding_window(128)},),
         "window at run time": ({"mask": CAUSAL.filled(left=AT_RUN_TIME)},),
         "rows split over devices, window": (
@@ -200,14 +188,9 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
             {"q_len": n} | _IN_TREE for n in (4, 64)
         ),
         "a tree over a quantised cache": tuple(
-            {"cache_dtype": name, "quantized": True, "q_len": 64} | _IN_TREE
-            for name in ("int8", "float8_e4m3fn", "float8_e5m2")
+            one | {"q_len": 64} | _IN_TREE for one in _QUANTISED
         ),
-        "a tree, V within K": (
-            {"head_dim": 576, "v_head_dim": 512, "kv_heads": 1, "q_heads": 16, "shared_kv": True}
-            | {"q_len": 4}
-            | _IN_TREE,
-        ),
+        "a tree, V within K": (_LATENT | {"q_len": 4} | _IN_TREE,),
         "mask_fn": ({"mask_program": _ALTERNATE.program},),
         "mask_fn, packed rows": ({"mask_program": _ALTERNATE.program} | _PACKED,),
     },

@@ -30,16 +30,10 @@ DEMO = (
     "--seed=1",
     "--check",
 )
-OPS: tuple[str, ...] = (
-    "forward",
-    "backward",
-    "backward_alone",
-    "decode",
-    "prefill",
-    "shared_prefix",
-    "append",
+OPS = (
+    *("forward", "backward", "backward_alone", "decode", "prefill", "shared_prefix", "append"),
+    *("mask", "context"),
 )
-OPS += ("mask", "context")
 DECODE, TRAIN, PARITY, BENCH = TASKS = ("decode", "train", "parity", "bench")
 
 

@@ -5,8 +5,10 @@ from collections.abc import Iterable, Sequence
 
 from pallas_attn.bench.rows import Row, is_ours, rate
 
-OPS: tuple[str, ...] = ("forward", "forward+backward", "backward", "mask")
-OPS += ("decode", "prefill", "shared_prefix", "decode_loop", "append")
+OPS = (
+    *("forward", "forward+backward", "backward", "mask"),
+    *("decode", "prefill", "shared_prefix", "decode_loop", "append"),
+)
 PORTABLE = ", by the kernels for every GPU from Ampere on"  # of an op, where those of sm80 ran
 TITLES = {
     "forward": "Forward, TFLOP/s",

@@ -35,11 +35,7 @@ OPS = {
     "append": "append",
     "mask": "mask",
 }
-OVER_CACHES = (
-    "decode",
-    "prefill",
-    SHARED,
-)  # one problem over caches of several kinds, in one group
+OVER_CACHES = ("decode", "prefill", SHARED)  # one problem over all kinds of caches, in one group
 
 
 @dataclasses.dataclass(frozen=True)
