@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from pallas_attn import _device
-from pallas_attn._problem import AttentionInputs, AttentionProblem, Change
+from pallas_attn._problem import AttentionInputs, AttentionProblem, Change, owner_of_rows
 from pallas_attn.context import Context
 from pallas_attn.masks import FULL, LONGEST, Mask, MaskFunction, mask_fn, saturated, traced_bound
 from pallas_attn.rotary import RMSNorm, Rotary
@@ -485,14 +485,6 @@ def change(
         static["interleaved"] = boolean("rotary.interleaved", rotary.interleaved)
         arrays |= {"cos": cos.astype(jnp.float32), "sin": sin.astype(jnp.float32)}
     return (Change(dim, **static) if static else None), arrays
-
-
-def owner_of_rows(starts: jax.Array, rows: int) -> jax.Array:
-    """int32[rows]: which sequence owns each packed row, by `row_starts`; -1 before the first, and M
-    from the last on.
-    """
-    at = jnp.arange(rows, dtype=jnp.int32)
-    return (starts[None] <= at[:, None]).sum(axis=1, dtype=jnp.int32) - 1
 
 
 def one_or_each(name: str, value: Any, size: int, meaning: str) -> jax.Array:

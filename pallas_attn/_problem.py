@@ -6,6 +6,8 @@ handed).
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from pallas_attn._program import Program
 from pallas_attn.masks import SIDES, Mask
 
@@ -62,6 +64,14 @@ class AttentionInputs(NamedTuple):
         return cls(**fields)
 
 
+def owner_of_rows(starts: Array, rows: int) -> Array:
+    """int32[rows]: which sequence owns each packed row; -1 before the first start, M from the last
+    on. `starts`: int32[M + 1], ascending.
+    """
+    at = jnp.arange(rows, dtype=jnp.int32)
+    return (starts[None] <= at[:, None]).sum(axis=1, dtype=jnp.int32) - 1
+
+
 def bounds_of(inputs: Any) -> dict[str, Array]:
     """The bounds of a mask that arrive at run time, by side: of inputs, or of a kernel's refs."""
     named = {side: getattr(inputs, f"mask_{side}") for side in SIDES}
@@ -86,8 +96,8 @@ class AttentionProblem:
     scale: float
     softcap: float | None = None
     q_offset: int = 0  # meaningless where inputs.q_offset is given
-    # So many batch rows of q, one after the other, read one batch row of k and v: the parts of a
-    # device's rows that lie apart, each with an offset of its own.
+    # So many batch rows of q, one after the other, read one batch row of k and v: the chunks of a
+    # device's rows, each with an offset of its own.
     share: int = 1
     # The offsets of those, one tuple for each device, where they are arrays and yet known: none
     # but these may come.

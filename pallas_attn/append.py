@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import _cache_rows, _checks, _device, _dispatch, _transforms, trees
-from pallas_attn._problem import QUANTIZED, AppendInputs, AppendProblem, Caches, Change
+from pallas_attn._problem import (
+    QUANTIZED,
+    AppendInputs,
+    AppendProblem,
+    Caches,
+    Change,
+    owner_of_rows,
+)
 from pallas_attn.cache import KVCache
 from pallas_attn.rotary import RMSNorm, Rotary, changed
 from pallas_attn.trees import DraftTree
@@ -119,7 +126,7 @@ def _places(cache: KVCache, starts: Array, rows: int) -> tuple[Array, Array]:
     """int32[rows], twice: the sequence of each packed row, and its position there, or -1 where the
     row is to be dropped. Nothing here depends on the layer, so a program does it once a step.
     """
-    owners = _checks.owner_of_rows(starts, rows)
+    owners = owner_of_rows(starts, rows)
     owned = (owners >= 0) & (owners < cache.num_sequences)
     owners = jnp.clip(owners, 0, cache.num_sequences - 1)
     new, end = cache.new_lengths[owners], cache.lengths[owners]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import _cache_rows, _checks, _device, _dispatch, _transforms, prefixes, trees
-from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn._problem import DecodeInputs, DecodeProblem, owner_of_rows
 from pallas_attn.cache import KVCache
 from pallas_attn.masks import CAUSAL, Mask, MaskFunction
 from pallas_attn.prefixes import LEAST_BOUND, Prefix, SharedPrefixes
@@ -200,14 +200,14 @@ def decode_attention_with_lse(  # noqa: PLR0913
         tree=tree is not None,
     )
     run = functools.partial(_decode, implementation=implementation)
-    merge = functools.partial(_merge, implementation=implementation)
+    runs = prefixes.Run(run, functools.partial(_merged, implementation=implementation))
     if shared_prefixes is not None and prefix is not None:
         raise ValueError("shared_prefixes: expected None beside prefix, got both; pass one of them")
     if prefix is not None:
         other = prefixes.checked(prefix, cache, problem, rotary)
-        out, lse = prefixes.over_prefix(other, problem, inputs, (run, merge))
+        out, lse = prefixes.over_prefix(other, problem, inputs, runs)
     elif shared_prefixes is not None and prefixes.applies(shared_prefixes, cache, problem):
-        out, lse = prefixes.over_shared(shared_prefixes, problem, inputs, (run, merge))
+        out, lse = prefixes.over_shared(shared_prefixes, problem, inputs, runs)
     elif cache.context is not None:
         out, lse = _cache_rows.decode(cache.context, problem, inputs, run)
     else:
@@ -248,11 +248,11 @@ def _positions(lengths: Array, rows: int, starts: Array | None, tree: DraftTree 
     at = jnp.arange(rows, dtype=jnp.int32)
     if starts is None:
         return (lengths - rows)[:, None] + (at[None] if tree is None else tree.depth)
-    owners = jnp.clip(_checks.owner_of_rows(starts, rows), 0, lengths.size - 1)
+    owners = jnp.clip(owner_of_rows(starts, rows), 0, lengths.size - 1)
     return lengths[owners] - starts[owners + 1] + at
 
 
-def _merge(
+def _merged(
     problem: DecodeProblem, inputs: DecodeInputs, implementation: str | None
 ) -> tuple[Array, Array] | None:
     """The results of `inputs.into` with those of packed rows merged in, where a kernel does it."""

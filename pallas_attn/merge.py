@@ -18,21 +18,21 @@ def merge_attention(
 
     Args:
       outs: what the calls returned, `[B, T, N, Hv]` each (`[B, N, Hv]` for one token a sequence):
-        a sequence of at least one, or one array with the parts along its first axis.
+        a sequence of at least one, or one array with the partial results along its first axis.
       lses: their log-sum-exps, `[B, N, T]` each (`[B, N]`), as many and in the same order.
 
     Returns:
       out in the dtype of `outs`, and lse in that of `lses`; as one call would give them, whose keys
-      are all those of the parts. A row that no part has a key for is 0, its lse -inf. A part whose
+      are all those of the calls. A row that no call has a key for is 0, its lse -inf. A call whose
       lse is -inf in a row counts for nothing there, whatever its out holds, NaN included.
 
-    The sums are made in the dtype of `lses` (float32), one multiplication a part: XLA makes one
-    pass over the parts of it. Differentiable in both, in either mode and any number of times. A
-    sink must be in one of the parts only, and in one that sees a key in each row that any sees.
+    The sums are made in the dtype of `lses` (float32), one multiplication a partial result, in one
+    pass of XLA over all of them. Differentiable in both, in either mode and any number of times. A
+    sink must be in one of the calls only, and in one that sees a key in each row that any sees.
     """
-    parts = [_checks.array("outs", x) for x in outs]
+    partials = [_checks.array("outs", x) for x in outs]
     stats = [_checks.array("lses", x) for x in lses]
-    _check(parts, stats)
+    _check(partials, stats)
     dtype = stats[0].dtype
     # Not `top == -inf`: XLA's maximum of nothing but NaN is -inf on a CPU.
     unseen = [lse == -jnp.inf for lse in stats]
@@ -41,11 +41,11 @@ def merge_attention(
     weights = [jnp.exp(lse - top) for lse in stats]
     total = jnp.where(empty, 1, sum(weights[1:], weights[0]))
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
-    out = jnp.zeros(parts[0].shape, dtype)
-    for part, weight, none in zip(parts, weights, unseen, strict=True):
-        seen = jnp.where(_by_row(none), 0, part.astype(dtype))
+    out = jnp.zeros(partials[0].shape, dtype)
+    for partial, weight, none in zip(partials, weights, unseen, strict=True):
+        seen = jnp.where(_by_row(none), 0, partial.astype(dtype))
         out = out + seen * _by_row(weight / total)
-    return out.astype(parts[0].dtype), lse
+    return out.astype(partials[0].dtype), lse
 
 
 def add_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:

@@ -19,18 +19,26 @@ from pallas_attn.masks import AT_RUN_TIME, FULL
 from pallas_attn.merge import add_sinks, merge_attention
 
 Array = jax.Array
-Results = tuple[Array, Array]
-# How a call is made: alone; and with its results merged into those of another, None where no kernel
-# does that.
-Calls = tuple[
-    Callable[[DecodeProblem, DecodeInputs], Results],
-    Callable[[DecodeProblem, DecodeInputs], Results | None],
-]
 
 LEAST_SAVED = 512  # rows that need not be read again, from which on a shared part pays for itself
 # Packed rows of a sequence are up to all that there are, and up to at least so many: kernels then
 # take them alike whatever else is in the batch.
 LEAST_BOUND = 64
+
+
+class Call(NamedTuple):
+    """A call of decode."""
+
+    problem: DecodeProblem
+    inputs: DecodeInputs
+
+
+class Run(NamedTuple):
+    """How a call is made: (out, lse)."""
+
+    alone: Callable[[DecodeProblem, DecodeInputs], tuple[Array, Array]]
+    # Its results merged into those of another, `DecodeInputs.into`; None: no kernel does that.
+    merged: Callable[[DecodeProblem, DecodeInputs], tuple[Array, Array] | None]
 
 
 class Members(NamedTuple):
@@ -201,7 +209,7 @@ def _shifted(table: Array, first: Array, count: Array) -> Array:
 
 
 def applies(shared: SharedPrefixes, cache: Any, problem: DecodeProblem) -> bool:
-    """Whether a call reads its shared rows apart; else it reads all rows of every sequence."""
+    """Whether a call reads its shared rows once; else it reads all rows of every sequence."""
     if not isinstance(shared, SharedPrefixes) or shared.own_page_table.shape != getattr(
         cache.page_table, "shape", None
     ):
@@ -270,18 +278,19 @@ _WANTED = {
 
 
 def over_shared(
-    shared: SharedPrefixes, problem: DecodeProblem, inputs: DecodeInputs, calls: Calls
+    shared: SharedPrefixes, problem: DecodeProblem, inputs: DecodeInputs, run: Run
 ) -> tuple[Array, Array]:
     """(out, lse) of a call over a PagedCache."""
     own = inputs._replace(lengths=shared.own_lengths, page_table=shared.own_page_table)
     parts = inputs._replace(lengths=shared.lengths, page_table=shared.page_table, new_lengths=None)
-    return _merged(shared.members, (problem, own), (problem, parts), calls, sees_own=True)
+    # Each row that sees a key sees one of its own.
+    return _merged(shared.members, Call(problem, own), Call(problem, parts), run)
 
 
 def over_prefix(
-    prefix: Prefix, problem: DecodeProblem, inputs: DecodeInputs, calls: Calls
+    prefix: Prefix, problem: DecodeProblem, inputs: DecodeInputs, run: Run
 ) -> tuple[Array, Array]:
-    """(out, lse) of a call with a prefix."""
+    """(out, lse) of a call with a prefix. Sinks are added last: a row may see no key of its own."""
     cache, groups = prefix.cache, prefix.groups
     groups = jnp.where((groups >= 0) & (groups < cache.num_sequences), groups, -1)
     members = Members.of(groups[None], cache.num_sequences, problem.q_len)
@@ -303,7 +312,8 @@ def over_prefix(
         v_scale=cache.v_scale,
         new_lengths=cache.new_lengths,
     )
-    return _merged(members, (problem, inputs), (of_prefix, parts), calls, sees_own=False)
+    own = Call(dataclasses.replace(problem, sinks=False), inputs._replace(sinks=None))
+    return _merged(members, own, Call(of_prefix, parts), run, inputs.sinks)
 
 
 def _capacities(problem: DecodeProblem, parts: int) -> tuple[int, ...]:
@@ -312,49 +322,42 @@ def _capacities(problem: DecodeProblem, parts: int) -> tuple[int, ...]:
 
 
 def _merged(
-    members: Members,
-    own: tuple[DecodeProblem, DecodeInputs],
-    parts: tuple[DecodeProblem, DecodeInputs],
-    calls: Calls,
-    sees_own: bool,
+    members: Members, own: Call, parts: Call, run: Run, sinks: Array | None = None
 ) -> tuple[Array, Array]:
-    """Both calls, the second with the rows of `members`, combined. `sees_own`: whether each row
-    that sees a key sees one of its own, so that sinks can be counted there.
+    """Both calls, the second with the rows of `members`, as one. `sinks`: what neither has counted
+    and the result is to.
     """
-    (problem, inputs), (shared, shared_inputs), (run, merge) = own, parts, calls
-    sinks, tokens = inputs.sinks, members.rows.size
-    apart = sinks is not None and not sees_own
-    alone = dataclasses.replace(problem, sinks=problem.sinks and not apart)
-    out, lse = run(alone, inputs._replace(sinks=None) if apart else inputs)
-    shared = dataclasses.replace(
-        shared,
+    out, lse = run.alone(*own)
+    tokens, q = members.rows.size, own.inputs.q
+    problem = dataclasses.replace(
+        parts.problem,
         sequences=members.number,
-        capacities=_capacities(shared, members.number),
+        capacities=_capacities(parts.problem, members.number),
         tokens=tokens,
         q_len=max(tokens, LEAST_BOUND),
         mask=FULL,
         sinks=False,
     )
-    packed = shared_inputs._replace(
-        q=inputs.q.reshape(-1, *inputs.q.shape[2:]),
+    packed = parts.inputs._replace(
+        q=q.reshape(-1, *q.shape[2:]),
         starts=members.starts,
         sinks=None,
         mask_left=None,
         mask_right=None,
     )
-    if not apart:
+    if sinks is None:
         into = Into(out, lse, members.parts, members.places)
-        both = dataclasses.replace(shared, merged=(len(members.parts), *inputs.q.shape[:2]))
-        if (done := merge(both, packed._replace(rows=members.rows, into=into))) is not None:
+        both = dataclasses.replace(problem, merged=(len(members.parts), *q.shape[:2]))
+        if (done := run.merged(both, packed._replace(rows=members.rows, into=into))) is not None:
             return done
-    found, stats = run(shared, packed._replace(q=packed.q[members.rows]))
+    found, found_lse = run.alone(problem, packed._replace(q=packed.q[members.rows]))
     outs, lses = [out], [lse]
     for places in members.places:
-        there, at = places >= 0, jnp.maximum(places, 0)
-        stat = jnp.where(there, stats[:, at], -jnp.inf)
+        at = jnp.maximum(places, 0)
+        by_row = jnp.where(places >= 0, found_lse[:, at], -jnp.inf)
         outs.append(found[at].reshape(out.shape))
-        lses.append(stat.reshape(-1, *lse.shape[::2]).swapaxes(0, 1))
+        lses.append(by_row.reshape(-1, *lse.shape[::2]).swapaxes(0, 1))
     sums, total = merge_attention([x.astype(lse.dtype) for x in outs], lses)
-    if apart and sinks is not None:
+    if sinks is not None:
         sums, total = add_sinks(sums, total, sinks)
     return sums.astype(out.dtype), total

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import CAUSAL, PagedCache, PerSequenceCache, StackedCache, _checks
+from pallas_attn import CAUSAL, PagedCache, PerSequenceCache, StackedCache, _checks, _problem
 from tests import budget, definition, subjects
 
 LEAST, MOST = -(2**31), 2**31 - 1
@@ -220,7 +220,7 @@ def test_starts_give_each_row_one_owner(given):
     starts = _checks.row_starts("q_starts", np.array(given, np.int32), rows, len(given) - 1)
     want = np.maximum.accumulate(np.clip(given, 0, rows))
     np.testing.assert_array_equal(starts, want)
-    owners = np.asarray(_checks.owner_of_rows(starts, rows))
+    owners = np.asarray(_problem.owner_of_rows(starts, rows))
     for row, owner in enumerate(owners):
         if 0 <= owner < len(given) - 1:
             assert want[owner] <= row < want[owner + 1]

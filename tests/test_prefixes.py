@@ -361,7 +361,7 @@ def by_kernel(config):
         with mosaic.interpret():
             return jax.block_until_ready(kernel.run(inputs, problem, config))
 
-    return (lambda problem, inputs: _dispatch._decode(inputs, problem)), merge
+    return prefixes.Run(lambda problem, inputs: _dispatch._decode(inputs, problem), merge)
 
 
 @pytest.mark.guards

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn._problem import DecodeInputs, DecodeProblem, owner_of_rows
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.decode import combine, scheduler
@@ -89,7 +89,7 @@ def _sequences_of_rows(inputs: DecodeInputs, problem: DecodeProblem) -> Any:
     starts: Any = inputs.starts
     last, capacity = problem.sequences - 1, max(problem.capacities)
     at = jnp.arange(problem.tokens, dtype=jnp.int32)
-    owner = (starts[None] <= at[:, None]).sum(axis=1, dtype=jnp.int32) - 1
+    owner = owner_of_rows(starts, at.size)
     owned = (owner >= 0) & (owner <= last)
     owner = jnp.clip(owner, 0, last)
     length, new = inputs.lengths, inputs.new_lengths
