@@ -188,8 +188,8 @@ def in_order(config: Config, mesh: Mesh | None, name: str, x: jax.Array) -> jax.
     if mesh is None or not sizes:
         return x
     shards = mesh.shape[HEADS]
-    parts = jnp.split(x, np.cumsum(sizes)[:-1], axis=1)
-    by_device = [part.reshape(len(x), shards, -1, *x.shape[2:]) for part in parts]
+    pieces = jnp.split(x, np.cumsum(sizes)[:-1], axis=1)
+    by_device = [piece.reshape(len(x), shards, -1, *x.shape[2:]) for piece in pieces]
     return jnp.concatenate(by_device, axis=2).reshape(x.shape)
 
 

@@ -39,7 +39,7 @@ from pallas_attn.lm.rows import (
     add_norm,
     gated,
     linear,
-    parts,
+    partials,
     rms_norm,
     rotate,
     total,
@@ -212,7 +212,7 @@ def qkv_of(config: Config, weights: Params, x: Array, angles: Angles | None) -> 
     """
     sizes = (config.heads, config.kv_heads, config.kv_heads)
     if angles is not None and _kernel_rotates(config, isinstance(weights["qkv"], Layer)):
-        return lm_rows.heads(parts(x, weights["qkv"], jnp.float32), angles, sizes[:2], x.dtype)
+        return lm_rows.heads(partials(x, weights["qkv"], jnp.float32), angles, sizes[:2], x.dtype)
     rows = linear(x, weights["qkv"])
     if config.qkv_bias:
         rows += weights["qkv_bias"][None, None]
@@ -297,10 +297,10 @@ def embedded(config: Config, embed: Array, tokens: Array) -> Array:
 
 
 def _added(config: Config, x: Array, weight: Array | Layer) -> Array:
-    """What a matmul leaves to be added, in parts; on a mesh the sum over devices, in float32."""
+    """The partial sums of a matmul, to be added; on a mesh the sum over devices, in float32."""
     if config.over is None:
-        return parts(x, weight)
-    return lax.psum(total(parts(x, weight, jnp.float32), jnp.float32), config.over)[None]
+        return partials(x, weight)
+    return lax.psum(total(partials(x, weight, jnp.float32), jnp.float32), config.over)[None]
 
 
 def _nothing(config: Config, down: Array, x: Array, stream: bool) -> Array:

@@ -55,18 +55,18 @@ def linear(x: Array, weight: Array | Layer, dtype: Any = None) -> Array:
     """x [..., in] by a weight [out, in]: [..., out] in `dtype`, or x's."""
     dtype = jnp.dtype(dtype or x.dtype)
     if isinstance(weight, Layer):
-        return total(parts(x, weight, dtype), dtype)
+        return total(partials(x, weight, dtype), dtype)
     dims = (((x.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(x, weight, dims, preferred_element_type=dtype)
 
 
-def parts(x: Array, weight: Array | Layer, dtype: Any = None) -> Array:
-    """`linear` in parts that are still to be added up, [n, ..., out]; more than one are float32."""
+def partials(x: Array, weight: Array | Layer, dtype: Any = None) -> Array:
+    """The partial sums of `linear`, to be added up, [n, ..., out]; more than one are float32."""
     dtype = jnp.dtype(dtype or x.dtype)
     if not isinstance(weight, Layer):
         return linear(x, weight, dtype)[None]
     (out,) = _sharding.over_devices(
-        functools.partial(_parts, dtype.name, _splits(x, weight)),
+        functools.partial(_partials, dtype.name, _splits(x, weight)),
         _operands(x, weight),
         inputs=(("m", "d"), ("l", "o", "d"), ("n",)),
         outputs=(("s", "m", "o"),),
@@ -77,7 +77,7 @@ def parts(x: Array, weight: Array | Layer, dtype: Any = None) -> Array:
 
 
 def total(added: Array, dtype: Any) -> Array:
-    """The sum of parts."""
+    """The sum of partial sums."""
     return added[0].astype(dtype) if len(added) == 1 else added.sum(axis=0).astype(dtype)
 
 
@@ -127,7 +127,7 @@ def _splits(x: Array, weight: Layer) -> int:
     return _kernel().Config.default(problem).splits if _takes(problem, weight.stack) else 1
 
 
-def _parts(dtype: str, splits: int, x: Array, stack: Array, number: Array) -> tuple[Array]:
+def _partials(dtype: str, splits: int, x: Array, stack: Array, number: Array) -> tuple[Array]:
     problem = _problem(x, stack, dtype)
     if _takes(problem, stack):
         config = _kernel().Config.default(problem, splits)
@@ -153,7 +153,7 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def add_norm(x: Array, added: Array, weight: Array | Layer, eps: float) -> tuple[Array, Array]:
-    """x [..., D] with the parts [n, ..., D] added; and the norm of that."""
+    """x [..., D] with the partials [n, ..., D] added; and the norm of that."""
     if not isinstance(weight, Layer):
         x += total(added, x.dtype)
         return x, rms_norm(x, weight, eps)
@@ -191,7 +191,7 @@ def rotate(x: Array, angles: Angles) -> Array:
 
 
 def heads(added: Array, angles: Angles, sizes: tuple[int, int], dtype: Any) -> tuple[Array, ...]:
-    """q [M, t, N, H], k and v [M, t, K, H], q and k rotated, of the parts of a row on Hopper,
+    """q [M, t, N, H], k and v [M, t, K, H], q and k rotated, of the partials of a row on Hopper,
     float32[n, M, t, (N + 2 K) H]. `sizes`: N and K.
     """
     count, m, t, width = added.shape
@@ -209,7 +209,7 @@ def heads(added: Array, angles: Angles, sizes: tuple[int, int], dtype: Any) -> t
 def _heads(sizes: tuple[int, int], dtype: str, added: Array, cos: Array, sin: Array) -> Any:
     from pallas_attn.lm.kernels import rotate as kernel
 
-    parts, rows, _ = added.shape
+    partials, rows, _ = added.shape
     return kernel.run(
-        added, cos, sin, kernel.Problem(rows, *sizes, 2 * cos.shape[-1], parts, dtype)
+        added, cos, sin, kernel.Problem(rows, *sizes, 2 * cos.shape[-1], partials, dtype)
     )

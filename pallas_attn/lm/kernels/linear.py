@@ -182,7 +182,7 @@ def _unit(plan: Plan, block_id: Any, n: Any) -> tuple[Any, Any]:
 
 def _load(plan: Plan, refs: Refs, smem: Smem, block_id: Any) -> None:
     config, stages, rows = plan.config, jnp.int32(smem.w.shape[0]), _padded(plan.problem)
-    layer, parts = refs.layer[0], 1 + plan.problem.gated
+    layer, matrices = refs.layer[0], 1 + plan.problem.gated
     total = _units(plan, block_id) * plan.steps
 
     def where(count):
@@ -194,9 +194,9 @@ def _load(plan: Plan, refs: Refs, smem: Smem, block_id: Any) -> None:
 
     def weight(count):
         slot, row, columns = where(count)
-        for part in range(parts):  # gate, and up
-            w = refs.w.at[layer, pl.ds(row + part * plan.problem.out, plan.width), columns]
-            there = smem.w.at[slot, pl.ds(part * plan.width, plan.width)]
+        for n in range(matrices):  # gate, and up
+            w = refs.w.at[layer, pl.ds(row + n * plan.problem.out, plan.width), columns]
+            there = smem.w.at[slot, pl.ds(n * plan.width, plan.width)]
             plgpu.copy_gmem_to_smem(w, there, smem.ready.at[slot])
 
     def step(count, carry):
@@ -266,7 +266,7 @@ def _kernel(refs: Refs, out_ref: Any, smem: Smem, *, plan: Plan) -> None:
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def run(x: Any, w: Any, layer: Any, problem: Problem, config: Config) -> Any:
-    """[splits, rows, out]: parts of the result that are still to be added, in float32, or with one
+    """[splits, rows, out]: partial sums of the result, to be added, in float32, or with one
     split the result.
     """
     plan = Plan(problem, config)

@@ -3,7 +3,7 @@ rows x, which are then normalised (RMS norm) for the next.
 
 One block a row. It is a kernel because XLA's kernels end before the next one begins, while during
 this one the next matmul already fills its ring (see linear.py). It rounds where the model in
-jax.numpy does: the sum of the parts in float32, the sum with x, the normalised row, and its product
+jax.numpy does: the sum of partials in float32, the sum with x, the normalised row, and its product
 with the weight.
 """
 
@@ -23,11 +23,11 @@ _STEP = 4 * mosaic.THREADS  # elements that a block reads at once
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """x + sum of parts, and rms_norm of that by one weight of a stack."""
+    """x + sum of partials, and rms_norm of that by one weight of a stack."""
 
     rows: int
     dim: int
-    parts: int
+    partials: int
     dtype: str
     eps: float
 
@@ -40,7 +40,7 @@ def takes(problem: Problem) -> bool:
 
 class Refs(NamedTuple):
     x: Any  # [rows, dim]
-    parts: Any  # [parts, rows, dim]
+    partials: Any  # [partials, rows, dim]
     weight: Any  # [layers, dim]
     layer: Any
 
@@ -50,10 +50,10 @@ def _kernel(refs: Refs, x_ref: Any, normed_ref: Any, *, problem: Problem) -> Non
     dtype = jnp.dtype(problem.dtype)
     plgpu.griddepcontrol_launch_dependents()
     weight = refs.weight[refs.layer[0]]
-    plgpu.griddepcontrol_wait()  # for x and its parts
-    added = refs.parts[0, row].astype(jnp.float32)
-    for part in range(1, problem.parts):
-        added += refs.parts[part, row].astype(jnp.float32)
+    plgpu.griddepcontrol_wait()  # for x and its partials
+    added = refs.partials[0, row].astype(jnp.float32)
+    for n in range(1, problem.partials):
+        added += refs.partials[n, row].astype(jnp.float32)
     x = (refs.x[row].astype(jnp.float32) + added.astype(dtype).astype(jnp.float32)).astype(dtype)
     x_ref[row] = x
     wide = x.astype(jnp.float32)
@@ -62,7 +62,7 @@ def _kernel(refs: Refs, x_ref: Any, normed_ref: Any, *, problem: Problem) -> Non
 
 
 @functools.partial(jax.jit, static_argnames="problem")
-def run(x: Any, parts: Any, weight: Any, layer: Any, problem: Problem) -> tuple[Any, Any]:
+def run(x: Any, partials: Any, weight: Any, layer: Any, problem: Problem) -> tuple[Any, Any]:
     """(x [rows, dim], normed [rows, dim])."""
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     kernel = plgpu.kernel(
@@ -72,4 +72,4 @@ def run(x: Any, parts: Any, weight: Any, layer: Any, problem: Problem) -> tuple[
         grid_names=("row",),
         kernel_name="norm_sm90",
     )
-    return kernel(Refs(x, parts, weight, jnp.asarray(layer, jnp.int32).reshape(1)))
+    return kernel(Refs(x, partials, weight, jnp.asarray(layer, jnp.int32).reshape(1)))

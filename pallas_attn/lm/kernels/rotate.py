@@ -1,5 +1,5 @@
 """What a decoding step does on Hopper between the matmul that makes q, k and v and the append: the
-parts of a row are added up, q and k are rotated by the row's position (RoPE), and q, k and v are
+partials of a row are added up, q and k are rotated by the row's position (RoPE), and q, k and v are
 written to arrays of their own.
 
 A program for one thread, which has 4 neighbouring columns of the first half of a head and the 4 of
@@ -24,7 +24,7 @@ class Problem:
     heads: int  # of q
     kv_heads: int
     head_dim: int
-    parts: int
+    partials: int
     dtype: str
 
     @property
@@ -39,7 +39,7 @@ class Problem:
 
 
 class Refs(NamedTuple):
-    parts: Any  # float32[parts, rows, every * head_dim]
+    partials: Any  # float32[partials, rows, every * head_dim]
     cos: Any  # float32[rows, head_dim / 2]
     sin: Any
 
@@ -57,8 +57,8 @@ def _program(
     def summed(place: Any) -> list:
         place = (row * every + head) * (2 * quads) + place
         found = [
-            thread.load_floats(refs.parts, place + part * (problem.rows * every * 2 * quads), 4)
-            for part in range(problem.parts)
+            thread.load_floats(refs.partials, place + n * (problem.rows * every * 2 * quads), 4)
+            for n in range(problem.partials)
         ]
         return [functools.reduce(lambda a, b: a + b, column) for column in zip(*found, strict=True)]
 
@@ -89,7 +89,7 @@ def _kernel(refs: Refs, q: Any, k: Any, v: Any, *, problem: Problem) -> None:
 
 
 @functools.partial(jax.jit, static_argnames="problem")
-def run(parts: Any, cos: Any, sin: Any, problem: Problem) -> tuple[Any, ...]:
+def run(partials: Any, cos: Any, sin: Any, problem: Problem) -> tuple[Any, ...]:
     """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]."""
     heads = (problem.heads, problem.kv_heads, problem.kv_heads)
     shapes = [(problem.rows, n, problem.head_dim) for n in heads]
@@ -103,4 +103,4 @@ def run(parts: Any, cos: Any, sin: Any, problem: Problem) -> tuple[Any, ...]:
         kernel_name="rotate_sm90",
     )
     flat = (x.reshape(problem.rows, -1) for x in (cos, sin))
-    return kernel(Refs(parts, *flat))
+    return kernel(Refs(partials, *flat))
