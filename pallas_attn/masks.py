@@ -407,10 +407,10 @@ def as_function(mask: "Mask | MaskFunction") -> MaskFunction:
 def _combined(how: str, a: Any, b: Any) -> Any:
     if not isinstance(b, (Mask, MaskFunction)):
         return NotImplemented
-    parts = [as_function(x) for x in (a, b)]
-    program = _program.joined(how, *(x.program for x in parts))
-    within = _common(*(x.within for x in parts)) if how == "and" else FULL
-    return MaskFunction(program, parts[0].aux + parts[1].aux, within)
+    functions = [as_function(x) for x in (a, b)]
+    program = _program.joined(how, *(x.program for x in functions))
+    within = _common(*(x.within for x in functions)) if how == "and" else FULL
+    return MaskFunction(program, functions[0].aux + functions[1].aux, within)
 
 
 def _common(a: Mask, b: Mask) -> Mask:

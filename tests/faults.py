@@ -165,8 +165,8 @@ FAULTS = {
     # ---- which work is done, and where -----------------------------------------------------------
     "a_window_walk_loses_tiles": Fault(
         f"{BWD}/sm90_window.py",
-        "    length = pl.cdiv(plan.kv_tiles, parts)\n",
-        "    length = plan.kv_tiles // parts\n",
+        "    length = pl.cdiv(plan.kv_tiles, count)\n",
+        "    length = plan.kv_tiles // count\n",
         TEST_SCHEDULES,
     ),
     "forward_schedule_loses_a_head": Fault(

@@ -513,7 +513,7 @@ def test_few_tiles_of_work_are_packed_well(seed):
         (2, (1, 4, 1, 200)),
         (2, (2, 1, 130, 1)),
         (2, (1, 1, 1, 1)),
-        (13, (1, 1, 1, 1)),  # parts of three tiles of scores, the last ones past the end
+        (13, (1, 1, 1, 1)),  # chunks of three tiles of scores, the last ones past the end
     ],
 )
 def test_every_tile_of_scores_is_summed_once(batch, shape):
@@ -521,7 +521,7 @@ def test_every_tile_of_scores_is_summed_once(batch, shape):
     problem = problem_of(dataclasses.replace(one("bias"), bias_shape=shape))
     plan = dbias.plan_of(dataclasses.replace(problem, batch=batch), flash_fwd_sm90.Config)
     walk, refs = dbias.walk_of(plan), plans.Refs(**dict.fromkeys(plans.Refs._fields))
-    tiles, steps = np.prod(walk.bias_tiles), walk.parts * walk.steps
+    tiles, steps = np.prod(walk.bias_tiles), walk.chunks * walk.steps
     tile, n = (jnp.asarray(x.ravel(), jnp.int32) for x in np.mgrid[:tiles, :steps])
     step = jax.vmap(functools.partial(dbias.step_of, plan, refs, walk))(tile, n)
     where = np.stack([np.asarray(x) for x in step[:4]], axis=1)[np.asarray(step.live)]

@@ -75,7 +75,7 @@ def test_forward(seed):
     )
     plan = attention_plan.Plan(problem, config)
     codes = taken(tile_scheduler.schedule(plan))
-    tile = jax.vmap(functools.partial(tile_scheduler.tile_of, plan, no_arrays(Refs)))(
+    tile = jax.vmap(functools.partial(tile_scheduler.tile_of, Context(plan, no_arrays(Refs))))(
         jnp.asarray(codes)
     )
     found = zip(*(np.asarray(x).tolist() for x in (tile.batch, tile.head, tile.row)), strict=True)
@@ -115,15 +115,14 @@ def test_backward(seed):
     )
     plan = bwd_plan.Plan(problem, config)
     codes = taken(bwd_plan.schedule(plan))
-    work = jax.vmap(functools.partial(bwd_plan.work_tile, plan, no_arrays(bwd_plan.Refs)))(
-        jnp.asarray(codes)
-    )
+    ctx = Context(plan, no_arrays(bwd_plan.Refs))
+    work = jax.vmap(functools.partial(bwd_plan.work_tile, ctx))(jnp.asarray(codes))
     found = zip(
         *(np.asarray(x).tolist() for x in (work.batch, work.kv_head, work.key)), strict=True
     )
     tiles = np.ndindex(problem.batch, problem.kv_heads, plan.kv_tiles)
     assert sorted(found) == sorted((b, n, t * plan.block_kv) for b, n, t in tiles)
-    one = bwd_plan.work_tile(plan, no_arrays(bwd_plan.Refs), jnp.int32(codes[-1]))
+    one = bwd_plan.work_tile(ctx, jnp.int32(codes[-1]))
     walked = [int(one.q_tile(jnp.int32(i))) for i in range(int(one.steps))]
     assert sorted(walked) == list(range(int(one.span.lo), int(one.span.hi)))
 

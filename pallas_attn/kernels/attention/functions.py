@@ -14,10 +14,10 @@ import numpy as np
 from jax import lax
 
 from pallas_attn import _program
-from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn._problem import AttentionInputs
 from pallas_attn._program import Operation
 from pallas_attn.kernels.attention import softmax, tile_lists
-from pallas_attn.kernels.attention.plan import Span
+from pallas_attn.kernels.attention.plan import Context, Span
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.gather import gather
 
@@ -102,28 +102,30 @@ def _numbers(registers: Registers, place: Any) -> tuple[Value, ...]:
     return Value(place.batch, ()), Value(place.head, ()), q, kv
 
 
-def seen(problem: AttentionProblem, refs: Any, place: Any, shape: tuple[int, int]) -> Any:
+def seen(ctx: Context, place: Any, shape: tuple[int, int]) -> Any:
     """bool, a tile: what the mask function shows."""
     registers = Registers(shape, place.layout)
-    return seen_at(problem, refs, _numbers(registers, place), registers)
+    return seen_at(ctx, _numbers(registers, place), registers)
 
 
-def seen_at(problem: Any, refs: Any, numbers: Sequence[Value], registers: Registers) -> Any:
+def seen_at(ctx: Context, numbers: Sequence[Value], registers: Registers) -> Any:
     """`seen` of a tile's batch row, head and positions."""
-    assert problem.mask_program is not None
-    found = _program.evaluate(problem.mask_program, numbers, refs.mask_aux, registers)
+    program = ctx.plan.problem.mask_program
+    assert program is not None
+    found = _program.evaluate(program, numbers, ctx.refs.mask_aux, registers)
     return registers.spread(found, (0, 1))
 
 
-def score(problem: AttentionProblem, refs: Any, place: Any, s: Any) -> tuple[Any, Any]:
+def score(ctx: Context, place: Any, s: Any) -> tuple[Any, Any]:
     """What the score function makes of a tile of logits in natural units; and its slope there, in a
     backward, else None.
     """
     registers = Registers(s.shape, place.layout)
     numbers = Value(s, (0, 1)), *_numbers(registers, place)
-    program, slope = problem.score_program, None
+    (plan, refs, _), slope = ctx, None
+    program = plan.problem.score_program
     assert program is not None
-    if problem.op == "flash_backward":
+    if plan.problem.op == "flash_backward":
         derivative = _program.derivative(program)
         aux = _program.derivative_arrays(program, refs.score_aux)
         found = _program.evaluate(derivative, numbers, aux, registers)
@@ -152,12 +154,12 @@ class Listed(NamedTuple):
     batch: Any
     head: Any
     row: Any
-    parts: int = 1  # see `tile_lists.tiles`
+    row_blocks: int = 1  # see `tile_lists.tiles`
 
     @classmethod
-    def of(cls, ref: Any, batch: Any, head: Any, row: Any, parts: int = 1) -> "Listed":
+    def of(cls, ref: Any, batch: Any, head: Any, row: Any, row_blocks: int = 1) -> "Listed":
         batches, heads = ref.shape[:2]
-        return cls(ref, batch if batches > 1 else 0, head if heads > 1 else 0, row, parts)
+        return cls(ref, batch if batches > 1 else 0, head if heads > 1 else 0, row, row_blocks)
 
     def read(self, i: Any) -> Any:
         return self.ref[self.batch, self.head, self.row, i]
@@ -177,18 +179,18 @@ class Listed(NamedTuple):
         """The last tile."""
         return self.read(3)
 
-    def of_part(self, part: Any) -> tuple[Span, Any]:
-        """What one part of the rows needs, and the last of its tiles."""
-        if self.parts == 1:
+    def of_row_block(self, number: Any) -> tuple[Span, Any]:
+        """What one block of the rows needs, and the last of its tiles."""
+        if self.row_blocks == 1:
             return self.span, self.last
-        at = tile_lists.HEADER + tile_lists.PART * part
-        *fields, last = (self.read(at + i) for i in range(tile_lists.PART))
+        at = tile_lists.HEADER + tile_lists.ROW_BLOCK * number
+        *fields, last = (self.read(at + i) for i in range(tile_lists.ROW_BLOCK))
         return Span(*fields), last
 
     def tile(self, j: Any) -> Any:
         """The tile that number j of the list is; j may lie before the first."""
         at = max(j, 0) if isinstance(j, int) else jnp.maximum(j, 0)
-        return self.read(at + tile_lists.first(self.parts))
+        return self.read(at + tile_lists.first(self.row_blocks))
 
 
 class Known(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_attn import _gpus
@@ -44,8 +45,8 @@ class Span(NamedTuple):
             jnp.minimum(self.hi, other.hi),
         )
 
-    def parts(self) -> set[str]:
-        """Which of `PARTS` a span of Python numbers has; kv tiles are taken from last to first."""
+    def sections(self) -> set[str]:
+        """Of a span of Python numbers, some of `SECTIONS`; kv tiles are taken from the last on."""
         if self.hi <= self.lo:
             return {"empty"}
         first = self.hi - 1
@@ -59,7 +60,7 @@ class Span(NamedTuple):
 
 # Of a span: it has no tile; its first tile, which is the one at the end, needs a mask; others after
 # the full tiles do; and tiles before them.
-PARTS = frozenset(("empty", "first_masked", "high", "low"))
+SECTIONS = frozenset(("empty", "first_masked", "high", "low"))
 
 
 def known_offsets(problem: AttentionProblem) -> set[int]:
@@ -132,6 +133,11 @@ class Plan:
         return pl.cdiv(self.problem.q_len, self.tile_rows)
 
     @property
+    def tile_sizes(self) -> tuple[int, int]:
+        """Rows of a q tile and of a kv tile."""
+        return self.tile_rows, self.config.block_kv
+
+    @property
     def span_rows(self) -> int:
         """Rows that share one span of kv tiles."""
         return ROWS
@@ -165,7 +171,7 @@ class Plan:
         problem, config = self.problem, self.config
         k_bytes = problem.head_dim * self.scores.bytes
         one = problem.kv_len * (k_bytes + problem.v_head_dim * self.values.bytes)
-        ranked = self.is_listed and tile_lists.static(problem, *self.list_sizes) is None
+        ranked = self.is_listed and self.static_lists is None
         if self.has("q_segment_ids") or ranked:
             fit = RANKED_L2_BYTES // one * problem.group
         elif config.l2_heads:
@@ -217,20 +223,25 @@ class Plan:
         return self.problem.mask_program is not None
 
     @property
-    def list_parts(self) -> int:
-        """Parts of a work tile's rows, each of which has a span of the listed tiles."""
+    def row_blocks(self) -> int:
+        """Blocks of a work tile's rows, each of which has a span of the listed tiles."""
         return self.tile_rows // self.span_rows
 
     @property
-    def list_sizes(self) -> tuple[int, int, bool, int]:
+    def list_sizes(self) -> tile_lists.Sizes:
         """The sizes of `tile_lists.tiles`."""
-        return self.tile_rows, self.config.block_kv, False, self.list_parts
+        return *self.tile_sizes, False, self.row_blocks
+
+    @property
+    def static_lists(self) -> np.ndarray | None:
+        """The lists of tiles, where they are known before anything runs."""
+        return tile_lists.static(self.problem, *self.list_sizes)
 
     @functools.cached_property
     def lists_are_runs(self) -> bool:
         """Whether the tiles of each list are known to follow each other, as those of a band do."""
-        found = tile_lists.static(self.problem, *self.list_sizes)
-        return found is not None and tile_lists.are_runs(found, self.list_parts)
+        found = self.static_lists
+        return found is not None and tile_lists.are_runs(found, self.row_blocks)
 
     @property
     def reads_ahead(self) -> bool:
@@ -238,13 +249,13 @@ class Plan:
         return self.is_listed and self.adds_to_logits and not self.lists_are_runs
 
     @functools.cached_property
-    def _parts_of_lists(self) -> frozenset[str]:
-        """`parts` where kv tiles are listed."""
-        found = tile_lists.static(self.problem, *self.list_sizes)
+    def _sections_of_lists(self) -> frozenset[str]:
+        """`sections` where kv tiles are listed."""
+        found = self.static_lists
         if found is None:
-            return PARTS - {"empty"}
-        spans = tile_lists.spans(found, self.list_parts).tolist()
-        return frozenset(part for span in spans for part in Span(*span).parts())
+            return SECTIONS - {"empty"}
+        spans = tile_lists.spans(found, self.row_blocks).tolist()
+        return frozenset(one for span in spans for one in Span(*span).sections())
 
     @property
     def ragged_keys(self) -> bool:
@@ -252,20 +263,20 @@ class Plan:
         return self.has("kv_lengths") or self.problem.kv_len % self.config.block_kv != 0
 
     @functools.cached_property
-    def parts(self) -> frozenset[str]:
-        """Which of `PARTS` occur among the spans of all rows."""
+    def sections(self) -> frozenset[str]:
+        """Which of `SECTIONS` occur among the spans of all rows."""
         if self.is_listed:
-            return self._parts_of_lists
+            return self._sections_of_lists
         offsets = known_offsets(self.problem)
         if not offsets:
-            return PARTS
+            return SECTIONS
         mask, keys, rows = self.problem.mask, self.problem.kv_len, self.span_rows
         found: set[str] = set()
         for offset in offsets:
             for row in range(0, self.problem.q_len, rows):
-                found |= self.span(mask, offset + row, rows, keys).parts()
+                found |= self.span(mask, offset + row, rows, keys).sections()
             if self.idle_rows:
-                found |= self.span(mask, offset + self.problem.q_len - 1, 1, keys).parts()
+                found |= self.span(mask, offset + self.problem.q_len - 1, 1, keys).sections()
         return frozenset(found)
 
     @property
@@ -429,9 +440,9 @@ def _extremes(q_ids: Any, kv_ids: Any, rows: int, block: int) -> list[Any]:
     ids = ids.reshape(ids.shape[0], -1, unit)
     queries = q_ids.shape[1] // unit
     results = []
-    for part, tile in ((slice(queries), rows), (slice(queries, None), block)):
+    for some, tile in ((slice(queries), rows), (slice(queries, None), block)):
         for reduce, pick in ((jnp.min, jnp.minimum), (jnp.max, jnp.maximum)):
-            units = reduce(ids, axis=-1)[:, part]
+            units = reduce(ids, axis=-1)[:, some]
             step = tile // unit
             results.append(functools.reduce(pick, [units[:, i::step] for i in range(step)]))
     return results

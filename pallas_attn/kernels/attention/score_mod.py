@@ -114,7 +114,7 @@ def logits(
     start = rows.kv_tile(t) * ctx.plan.config.block_kv
     where = (tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, tile.mask)
     place = Place(*where, q_axis=0, layout=layout)
-    return logits_and_slope(ctx.plan, ctx.refs, place, s, masked)[0]
+    return logits_and_slope(ctx, place, s, masked)[0]
 
 
 def logits_by_row_bounds(
@@ -161,31 +161,32 @@ def _mask_rows(ctx: Context, rows: Rows, t: Any, kv_ids: Any, s: Any) -> Any:
         same = (t >= rows.same_segment[0]) & (t < rows.same_segment[1])
         s = lax.cond(same, lambda s: s, within_segments, s)
     if plan.is_listed and words is None:
-        seen = functions.seen(plan.problem, ctx.refs, plan.placed(place), s.shape)
+        seen = functions.seen(ctx, plan.placed(place), s.shape)
         s = jnp.where(seen, s, -jnp.inf)
     if plan.has("mask_array"):
         s = jnp.where(_load_tile(ctx.refs.mask_array, place, s.shape) != 0, s, -jnp.inf)
     return s
 
 
-def logits_and_slope(plan: Any, refs: Any, place: Place, s: Any, masked: Any) -> tuple[Any, Any]:
+def logits_and_slope(ctx: Context, place: Place, s: Any, masked: Any) -> tuple[Any, Any]:
     """(logits, in log2 units if `plan.unit` is None and not `plan.natural`; softcap's derivative
     there, or None). `masked` may be traced: a branch around the mask costs less than a second copy
     of a loop, whose addresses alone spilled 300 bytes a thread.
     """
-    problem, slope = plan.problem, None
+    (plan, refs, _), slope = ctx, None
+    problem = plan.problem
     if plan.unit is None:
         unit = 1.0 if plan.natural else softmax.to_log2(1.0)
         if problem.softcap is None and problem.score_program is None:
             s = s * (problem.scale * unit)
         elif problem.softcap is None:
-            s, slope = functions.score(problem, refs, place, s * problem.scale)
+            s, slope = functions.score(ctx, place, s * problem.scale)
             s = s * unit
         else:
             s = softmax.softcap(s * problem.scale, problem.softcap)
             slope = 1.0 - s * s * (1.0 / problem.softcap**2)
             if problem.score_program is not None:
-                s, steeper = functions.score(problem, refs, place, s)
+                s, steeper = functions.score(ctx, place, s)
                 slope = slope if steeper is None else slope * steeper
             s = s * unit
         if plan.has("bias"):
@@ -193,17 +194,17 @@ def logits_and_slope(plan: Any, refs: Any, place: Place, s: Any, masked: Any) ->
             # max, which is rounded. Where all of a row's bias is -1e10 they differ by 2**9.
             s = s + _load_tile(refs.bias, place, s.shape).astype(jnp.float32) * unit
     if isinstance(masked, bool):
-        return apply_mask(plan, refs, place, s) if masked else s, slope
-    return lax.cond(masked, lambda s: apply_mask(plan, refs, place, s), lambda s: s, s), slope
+        return apply_mask(ctx, place, s) if masked else s, slope
+    return lax.cond(masked, lambda s: apply_mask(ctx, place, s), lambda s: s, s), slope
 
 
-def apply_mask(plan: Any, refs: Any, place: Place, s: Any) -> Any:
+def apply_mask(ctx: Context, place: Place, s: Any) -> Any:
     """A tile of logits with -inf wherever a query does not see a key.
 
     Positions that are computed would be computed once, before the loop over the tiles, and held in
     32 registers; `place.numbers` are loaded where they are used.
     """
-    q_axis = place.q_axis
+    (plan, refs, _), q_axis = ctx, place.q_axis
     if plan.has("q_positions"):
         own = refs.q_positions.at[place.batch, pl.ds(place.query, s.shape[q_axis])]
         q_pos = _load_vector(own, place, q_axis, s.shape)
@@ -215,27 +216,25 @@ def apply_mask(plan: Any, refs: Any, place: Place, s: Any) -> Any:
         q_pos,
         mosaic.positions(s.shape, 1 - q_axis, place.key, place.layout),
         place.kv_len if plan.ragged_keys else None,
-        *_segments(plan, refs, place, s.shape),
+        *_segments(ctx, place, s.shape),
     )
     if plan.has("mask_array"):
         given = _load_tile(refs.mask_array, place, s.shape) != 0
         seen = given if seen is True else seen & given
     if plan.is_listed:
-        given = functions.seen(plan.problem, refs, place, s.shape)
+        given = functions.seen(ctx, place, s.shape)
         seen = given if seen is True else seen & given
     return s if seen is True else jnp.where(seen, s, -jnp.inf)
 
 
-def probabilities(
-    plan: Any, refs: Any, place: Place, s: Any, lse: Any, masked: Any
-) -> tuple[Any, Any]:
+def probabilities(ctx: Context, place: Place, s: Any, lse: Any, masked: Any) -> tuple[Any, Any]:
     """Scores -> (exp(logits - lse), softcap's derivative or None). `lse` is in the logits' units,
     one a query, inf for one that has no key, or None where it has been subtracted from the scores;
     `masked`: see `logits_and_slope`.
     """
-    given, slope = logits_and_slope(plan, refs, place, s, masked)
+    given, slope = logits_and_slope(ctx, place, s, masked)
     across = None if lse is None else lax.broadcast_in_dim(lse, s.shape, [place.q_axis])
-    return exponentials(plan, given, across), slope
+    return exponentials(ctx.plan, given, across), slope
 
 
 def exponentials(plan: Any, given: Any, lse: Any) -> Any:
@@ -251,7 +250,8 @@ def exponentials(plan: Any, given: Any, lse: Any) -> Any:
     return jnp.exp2(softmax.to_log2(given) if plan.natural else given)
 
 
-def _segments(plan: Any, refs: Any, place: Place, shape: Any) -> tuple[Any, Any]:
+def _segments(ctx: Context, place: Place, shape: Any) -> tuple[Any, Any]:
+    plan, refs, _ = ctx
     if not plan.has("q_segment_ids"):
         return None, None
     q_ids, kv_ids = (

@@ -107,14 +107,14 @@ def next_step(
     )
     base = _base(higher, empty_ok)
     cut = logits.shape[1] * before_wait // 4 // PARTIALS * PARTIALS
-    parts = []
+    pieces = []
     for start, end in ((0, cut), (cut, logits.shape[1])):
         if start < end:
             columns = _columns(logits, start, end - start)
-            parts.append(_exponentials_and_sums(columns, unit, base))
+            pieces.append(_exponentials_and_sums(columns, unit, base))
         if cut and not start:
             warp_vote.scheduling_fence(moved)
-    p, sums = zip(*parts, strict=True)
+    p, sums = zip(*pieces, strict=True)
     row_sum = functools.reduce(operator.add, sums)
     return Step(lax.concatenate(p, 1), higher, rescale, row_sum, moved)
 
@@ -189,12 +189,12 @@ def _base(row_max: Array, empty_ok: bool) -> Array:
 
 def _exponentials_and_sums(logits: Array, unit: float | None, base: Array) -> tuple[Array, Array]:
     """2**(logits - base), and its sums."""
-    parts, sums = [], []
+    pieces, sums = [], []
     for start in range(0, logits.shape[1], CHUNK):
         some = _columns(logits, start, min(CHUNK, logits.shape[1] - start))
-        parts.append(exponentials(some, unit, base))
-        sums.append(_partials(parts[-1], operator.add))
-    return lax.concatenate(parts, 1), functools.reduce(operator.add, sums)
+        pieces.append(exponentials(some, unit, base))
+        sums.append(_partials(pieces[-1], operator.add))
+    return lax.concatenate(pieces, 1), functools.reduce(operator.add, sums)
 
 
 def softcap(logits: Array, cap: float) -> Array:
@@ -251,11 +251,11 @@ def finish_row(thread: Any, row_max: Any, row_sum: Any, sink: Any | None) -> tup
 
 def _partials(x: Array, join: Callable[[Array, Array], Array]) -> Array:
     """[rows, keys] -> [rows, PARTIALS], within each thread: a tree, so that operations overlap."""
-    parts = [_columns(x, start, PARTIALS) for start in range(0, x.shape[1], PARTIALS)]
-    while len(parts) > 1:
-        pairs = [join(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
-        parts = pairs + parts[len(parts) & ~1 :]
-    return parts[0]
+    pieces = [_columns(x, start, PARTIALS) for start in range(0, x.shape[1], PARTIALS)]
+    while len(pieces) > 1:
+        pairs = [join(a, b) for a, b in zip(pieces[::2], pieces[1::2], strict=False)]
+        pieces = pairs + pieces[len(pieces) & ~1 :]
+    return pieces[0]
 
 
 def _columns(x: Array, start: int, count: int) -> Array:

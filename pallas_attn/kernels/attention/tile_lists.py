@@ -24,14 +24,15 @@ reads_pairs = _tile_kinds.reads_pairs
 # within `Mask.widest`.
 DYNAMIC = {"q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right"}
 DYNAMIC |= {"q_segment_ids", "mask_array"}
+Sizes = tuple[int, int, bool, int]  # rows, block, by_keys and row_blocks of `tiles`
 MOST_READ = 2**22  # numbers that `_Once` keeps
-HEADER = 4  # numbers of a list before what is said of parts
-PART = 5  # numbers for each of them, where there are several
+HEADER = 4  # numbers of a list before what is said of row blocks
+ROW_BLOCK = 5  # numbers for each row block, where there are several
 
 
-def first(parts: int) -> int:
+def first(row_blocks: int) -> int:
     """Where the tiles begin in a list."""
-    return HEADER + (PART * parts if parts > 1 else 0)
+    return HEADER + (ROW_BLOCK * row_blocks if row_blocks > 1 else 0)
 
 
 def tiles(
@@ -40,23 +41,23 @@ def tiles(
     rows: int,
     block: int,
     by_keys: bool = False,
-    parts: int = 1,
+    row_blocks: int = 1,
 ) -> Any:
     """int32[B or 1, N or 1, tiles, n], a list for each tile of `rows` queries: how many tiles of
     `block` keys some of them see; from which to which all queries see them whole; the last tile.
-    Then, where there are several `parts` of the rows, the fields of a `Span` for each, and its last
+    Then, where the rows are several `row_blocks`, the fields of a `Span` for each, and its last
     tile. Then the tiles, in order, but that those which need no mask follow each other. From and to
     are places in the list. `by_keys`: for each tile of keys those of queries, of kv heads.
     """
-    fixed = static(problem, rows, block, by_keys, parts)
+    fixed = static(problem, rows, block, by_keys, row_blocks)
     if fixed is not None:
         return jnp.asarray(fixed, jnp.int32)
-    found = _kinds(problem, inputs, (rows, block, by_keys, parts))
+    found = _kinds(problem, inputs, (rows, block, by_keys, row_blocks))
     return _lists(jnp, *found, never_empty=not by_keys)
 
 
 def static(
-    problem: AttentionProblem, rows: int, block: int, by_keys: bool = False, parts: int = 1
+    problem: AttentionProblem, rows: int, block: int, by_keys: bool = False, row_blocks: int = 1
 ) -> np.ndarray | None:
     """`tiles` where they are known before anything runs, else None."""
     if problem.mask_program is None or problem.mask_program.arrays:
@@ -65,16 +66,17 @@ def static(
         return None
     facts: dict[str, Any] = {"score_program": None, "softcap": None, "mask_blocks": None}
     alone = dataclasses.replace(problem, op="flash_forward", **facts)
-    return _static(alone, (rows, block, by_keys, parts))
+    return _static(alone, (rows, block, by_keys, row_blocks))
 
 
-def spans(found: np.ndarray, parts: int) -> np.ndarray:
-    """int[.., 4]: the different spans of the parts of all work tiles, of what `static` gives."""
-    if parts == 1:
+def spans(found: np.ndarray, row_blocks: int) -> np.ndarray:
+    """int[.., 4]: the different spans of all row blocks, of what `static` gives."""
+    if row_blocks == 1:
         count, full_lo, full_hi = (found[..., i] for i in range(3))
         fields = np.stack([0 * count, full_lo, full_hi, count], axis=-1)
     else:
-        fields = found[..., HEADER : first(parts)].reshape(*found.shape[:-1], parts, PART)[..., :4]
+        shape = *found.shape[:-1], row_blocks, ROW_BLOCK
+        fields = found[..., HEADER : first(row_blocks)].reshape(shape)[..., :4]
     return np.unique(fields.reshape(-1, 4), axis=0)
 
 
@@ -84,14 +86,11 @@ def has_two_ends(problem: AttentionProblem) -> bool:
     return found is not None and bool(((found[..., 1] > 0) & (found[..., 2] > found[..., 1])).any())
 
 
-def are_runs(found: np.ndarray, parts: int) -> bool:
+def are_runs(found: np.ndarray, row_blocks: int) -> bool:
     """Whether the tiles of each list follow each other, of what `static` gives."""
-    listed = found[..., first(parts) :]
+    listed = found[..., first(row_blocks) :]
     at = np.arange(listed.shape[-1])
     return bool((listed == listed[..., :1] + at)[at < found[..., :1]].all())
-
-
-Sizes = tuple[int, int, bool, int]  # rows, block, by_keys and parts of `tiles`
 
 
 @functools.lru_cache(maxsize=64)
@@ -111,11 +110,11 @@ def _static(problem: AttentionProblem, sizes: Sizes) -> np.ndarray:
 
 
 def _kinds(problem: AttentionProblem, inputs: AttentionInputs, sizes: Sizes) -> Any:
-    """bool[2, B or 1, N or 1, tiles, parts, n]: `_tile_kinds.Kinds` by work tile."""
-    rows, block, by_keys, parts = sizes
-    found = _bounds(problem, inputs, rows // parts, block)
+    """bool[2, B or 1, N or 1, tiles, row_blocks, n]: `_tile_kinds.Kinds` by work tile."""
+    rows, block, by_keys, row_blocks = sizes
+    found = _bounds(problem, inputs, rows // row_blocks, block)
     if found is None:
-        count, live = _seen_of_tiles(problem, inputs, rows // parts, block)
+        count, live = _seen_of_tiles(problem, inputs, rows // row_blocks, block)
         found = _tile_kinds.Kinds(count > 0, (count == live * block) & (count > 0))
     if by_keys:
         some, whole = found
@@ -125,9 +124,9 @@ def _kinds(problem: AttentionProblem, inputs: AttentionInputs, sizes: Sizes) -> 
             whole = whole.reshape(*heads, *whole.shape[2:]).all(2)
         return jnp.stack([x.swapaxes(2, 3)[:, :, :, None] for x in (some, whole)])
     q_tiles, n = pl.cdiv(problem.q_len, rows), found.some.shape[3]
-    pads = ((0, 0), (0, 0), (0, q_tiles * parts - found.some.shape[2]), (0, 0))
+    pads = ((0, 0), (0, 0), (0, q_tiles * row_blocks - found.some.shape[2]), (0, 0))
     padded = jnp.pad(found.some, pads), jnp.pad(found.whole, pads, constant_values=True)
-    return jnp.stack([x.reshape(*x.shape[:2], q_tiles, parts, n) for x in padded])
+    return jnp.stack([x.reshape(*x.shape[:2], q_tiles, row_blocks, n) for x in padded])
 
 
 def _bounds(
@@ -153,11 +152,11 @@ def numbers(shape: tuple[int, ...]) -> Any:
 
 
 def _lists(xp: Any, some: Any, whole: Any, *, never_empty: bool) -> Any:
-    """What `tiles` gives, of bool[.., parts, n]: which tiles some query of a part sees, and which
-    all see whole. `xp`: numpy or jax.numpy. `never_empty`: rows without a key take one tile all the
-    same, masked.
+    """What `tiles` gives, of bool[.., row_blocks, n]: which tiles some query of a row block
+    sees, and which all see whole. `xp`: numpy or jax.numpy. `never_empty`: rows without a key take
+    one tile all the same, masked.
     """
-    parts, n = some.shape[-2:]
+    row_blocks, n = some.shape[-2:]
     at = numbers((1, 1, 1, n))
     every = some.any(-2)
     whole = whole & every[..., None, :]
@@ -172,8 +171,8 @@ def _lists(xp: Any, some: Any, whole: Any, *, never_empty: bool) -> Any:
     count = xp.maximum(count, 1) if never_empty else count
     last = xp.where(rank == count - 1, at, 0).max(-1, keepdims=True)
     header = [count, xp.minimum(full_lo, full_hi), full_hi, last]  # 0, 0 where there is none
-    if parts > 1:
-        header.append(_spans_of_parts(xp, some, whole, rank, header))
+    if row_blocks > 1:
+        header.append(_spans_of_row_blocks(xp, some, whole, rank, header))
     return xp.concatenate([*header, listed], axis=-1)
 
 
@@ -182,17 +181,24 @@ def _sorted(xp: Any, order: Any) -> tuple[Any, Any]:
     if xp is np:
         listed = order.argsort(-1)
         return listed.argsort(-1).astype(np.int32), listed.astype(np.int32)
-    # A sort by XLA would be several kernels.
-    n = order.shape[-1]
-    down, across = (numbers((1, 1, 1, *shape)) for shape in ((n, 1), (1, n)))
-    rank = (order[..., None, :] < order[..., :, None]).sum(-1, dtype=np.int32)
-    listed = xp.where(rank[..., None, :] == down, across, 0).sum(-1, dtype=np.int32)
+    return in_order(order[..., None, :] < order[..., :, None])
+
+
+def in_order(before: Any) -> tuple[Any, Any]:
+    """The place of each of n numbers when they are sorted, and the number at each place. `before`,
+    bool[.., n, n]: whether the second one comes before the first. A sort by XLA would be several
+    kernels.
+    """
+    n, axes = before.shape[-1], (1,) * (before.ndim - 2)
+    down, across = (numbers((*axes, *shape)) for shape in ((n, 1), (1, n)))
+    rank = before.sum(-1, dtype=np.int32)
+    listed = jnp.where(rank[..., None, :] == down, across, 0).sum(-1, dtype=np.int32)
     return rank, listed
 
 
-def _spans_of_parts(xp: Any, some: Any, whole: Any, rank: Any, header: list[Any]) -> Any:
-    """The fields of a Span for each part, and its last tile. Tiles that a part sees whole and that
-    do not follow each other in the list do not count, but for those that all parts see whole.
+def _spans_of_row_blocks(xp: Any, some: Any, whole: Any, rank: Any, header: list[Any]) -> Any:
+    """The fields of a Span for each row block, and its last tile. Tiles that one sees whole and
+    that do not follow each other in the list do not count, but for those that all see whole.
     """
     n, rank = some.shape[-1], rank[..., None, :]
     count, full_lo, full_hi, last = (x[..., None] for x in header)

@@ -32,7 +32,7 @@ class State(NamedTuple):
     """
 
     acc: Array  # [64, Hv]
-    row_sum: Array  # [64, PARTS]
+    row_sum: Array  # [64, softmax.PARTIALS]
     row_max: Array  # [64]
     weight_max: Array | None  # [64]: what acc is relative to; None: to row_max
 
@@ -163,7 +163,7 @@ def _seen(ctx: Context, work: WorkTile, at: Positions, begin: Any) -> Any:
     head, query, key = (Value(jnp.int32(0), ()) if x is None else Value(x, (0, 1)) for x in given)
     numbers = Value(work.sequence, ()), head, query, key
     registers = functions.Registers(shape, at.layout)
-    return functions.seen_at(problem, ctx.refs, numbers, registers)
+    return functions.seen_at(ctx, numbers, registers)
 
 
 def logits(ctx: Context, work: WorkTile, tile: Scalar, s: Array, scales: Array | None) -> Logits:

@@ -321,14 +321,14 @@ def _probabilities(ctx: Context, slot: Scalar) -> Ref:
 
 def _queries(ctx: Context, first: Scalar) -> list[Array]:
     """The columns of q that stay in registers: the first of each warpgroup's."""
-    parts = []
+    found = []
     for wg in range(V_WARPGROUPS):
         block = _ring_block(ctx, wg, first)
         plgpu.barrier_wait(block.ready)
-        parts.append(plgpu.load(block.ref, layout=mosaic.TILE))
+        found.append(plgpu.load(block.ref, layout=mosaic.TILE))
     if ctx.plan.q_copies:
         plgpu.barrier_wait(ctx.smem.q_ready)
-    return parts
+    return found
 
 
 def _scores(

@@ -5,7 +5,7 @@ tile of the bias are far apart in the schedules of the other kernels. A block ow
 queries by 64 keys of the bias and walks over the tiles of scores that read it: all batch rows,
 heads, query tiles or kv tiles along which the bias has one element. Their dS add up in registers in
 float32, in one order. Where the bias has too few tiles to fill the GPU, the walk is split into
-parts, which XLA adds up, as it does the 64 rows or columns of a tile that stand for one element.
+chunks, which XLA adds up, as it does the 64 rows or columns of a tile that stand for one element.
 Nothing else quadratic is stored. It is not fast: each tile of scores loads four tiles, so a bias
 that wants a gradient about doubles the time of a backward pass.
 
@@ -52,12 +52,12 @@ class Walk(NamedTuple):
 
     bias_tiles: tuple[int, ...]  # batch rows, heads, query tiles, kv tiles of the bias
     readers: tuple[int, ...]  # tiles of scores along each axis that read one tile of the bias
-    parts: int
+    chunks: int
 
     @property
     def steps(self) -> int:
-        """Tiles of scores of a part."""
-        return pl.cdiv(math.prod(self.readers), self.parts)
+        """Tiles of scores of a chunk."""
+        return pl.cdiv(math.prod(self.readers), self.chunks)
 
 
 def walk_of(plan: Plan) -> Walk:
@@ -67,8 +67,8 @@ def walk_of(plan: Plan) -> Walk:
     scores = (problem.batch, problem.q_heads, plan.q_tiles, key_tiles)
     tiles = tuple(1 if n == 1 else m for n, m in zip(problem.bias_shape, scores, strict=True))
     readers = tuple(m // n for n, m in zip(tiles, scores, strict=True))
-    parts = min(math.prod(readers), pl.cdiv(BLOCKS, math.prod(tiles)))
-    return Walk(tiles, readers, parts)
+    chunks = min(math.prod(readers), pl.cdiv(BLOCKS, math.prod(tiles)))
+    return Walk(tiles, readers, chunks)
 
 
 def scratch(plan: Plan) -> Smem:
@@ -101,10 +101,10 @@ def _tile_bytes(plan: Plan) -> int:
 
 
 class Block(NamedTuple):
-    """A block's tile of the bias, as a number, and its part of the walk."""
+    """A block's tile of the bias, as a number, and its chunk of the walk."""
 
     bias_tile: Any
-    part: Any
+    chunk: Any
 
 
 class Step(NamedTuple):
@@ -121,8 +121,9 @@ class Step(NamedTuple):
     live: Any  # whether there is anything to see
 
 
-def step_of(plan: Plan, refs: Refs, walk: Walk, bias_tile: Any, n: Any) -> Step:
+def step_of(ctx: Context, walk: Walk, bias_tile: Any, n: Any) -> Step:
     """Tile of scores n of a tile of the bias."""
+    plan, refs, _ = ctx
     problem, where, rest = plan.problem, [], bias_tile
     for count in reversed(walk.bias_tiles):
         where.append(lax.rem(rest, jnp.int32(count)))
@@ -152,7 +153,7 @@ def _produce(ctx: Context, walk: Walk, block: Block) -> None:
     stages = smem.q.shape[0]
 
     def one(i, count):
-        step = step_of(plan, refs, walk, block.bias_tile, block.part * walk.steps + i)
+        step = step_of(ctx, walk, block.bias_tile, block.chunk * walk.steps + i)
 
         @pl.when(step.live)
         def _():
@@ -192,7 +193,7 @@ def _ds(ctx: Context, step: Step, slot: Any) -> Any:
         mosaic.load(ref.at[step.batch, step.head, pl.ds(step.row, ROWS)], mosaic.ROW)
         for ref in (refs.lse, refs.delta)
     )
-    p, _ = score_mod.probabilities(plan, refs, place, s, lse, True)
+    p, _ = score_mod.probabilities(ctx, place, s, lse, True)
     ds = p * (dp - mosaic.broadcast_rows(delta, shape))
     # What lies past a length may be NaN in s and in dp.
     inside = mosaic.positions(shape, 0, step.row) < step.q_len
@@ -204,7 +205,7 @@ def _consume(ctx: Context, out: Any, walk: Walk, block: Block) -> None:
     shape = (ROWS, plan.config.block_kv)
 
     def one(i, carry):
-        step = step_of(plan, refs, walk, block.bias_tile, block.part * walk.steps + i)
+        step = step_of(ctx, walk, block.bias_tile, block.chunk * walk.steps + i)
 
         def some(carry):
             acc, count = carry
@@ -221,17 +222,17 @@ def _consume(ctx: Context, out: Any, walk: Walk, block: Block) -> None:
 
 
 def store_place(walk: Walk, block: Block, shape: tuple[int, int]) -> tuple[Any, ...]:
-    """Where a block's sum lies in [parts, batch rows, heads, rows, keys]."""
+    """Where a block's sum lies in [chunks, batch rows, heads, rows, keys]."""
     where, rest = [], block.bias_tile
     for count, size in zip(reversed(walk.bias_tiles), (*reversed(shape), 1, 1), strict=True):
         where.append(lax.rem(rest, jnp.int32(count)) * size)
         rest = lax.div(rest, jnp.int32(count))
     key, row, head, batch = where
-    return block.part, batch, head, pl.ds(row, shape[0]), pl.ds(key, shape[1])
+    return block.chunk, batch, head, pl.ds(row, shape[0]), pl.ds(key, shape[1])
 
 
 def _kernel(refs: Refs, out: Any, smem: Smem, *, plan: Plan, walk: Walk) -> None:
-    ctx, block = Context(plan, refs, smem), Block(lax.axis_index("tile"), lax.axis_index("part"))
+    ctx, block = Context(plan, refs, smem), Block(lax.axis_index("tile"), lax.axis_index("chunk"))
     wg = lax.axis_index("wg")
     pl.when(wg == 1)(lambda: _produce(ctx, walk, block))
     pl.when(wg == 0)(lambda: _consume(ctx, out, walk, block))
@@ -253,8 +254,8 @@ def dbias_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Any:
         functools.partial(_kernel, plan=plan, walk=walk),
         out_type=jax.ShapeDtypeStruct(sums_shape(plan, walk), jnp.float32),
         scratch_types=(scratch(plan),),
-        grid=(math.prod(walk.bias_tiles), walk.parts),
-        grid_names=("tile", "part"),
+        grid=(math.prod(walk.bias_tiles), walk.chunks),
+        grid_names=("tile", "chunk"),
         num_threads=2,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -266,11 +267,11 @@ def dbias_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Any:
 def sums_shape(plan: Plan, walk: Walk) -> tuple[int, ...]:
     """Of what the blocks store."""
     *heads, q_tiles, key_tiles = walk.bias_tiles
-    return walk.parts, *heads, q_tiles * ROWS, key_tiles * plan.config.block_kv
+    return walk.chunks, *heads, q_tiles * ROWS, key_tiles * plan.config.block_kv
 
 
 def folded(dbias: Any, bias: Any) -> Any:
-    """The parts, and the rows or columns that stand for one element, added up."""
+    """The chunks, and the rows or columns that stand for one element, added up."""
     dbias = dbias[0] if dbias.shape[0] == 1 else dbias.sum(axis=0)
     for axis in (2, 3):
         if bias.shape[axis] == 1:

@@ -63,8 +63,8 @@ def left_operand(plan: Any, x: Any, by: float = 1.0) -> tuple[Any, ...]:
     precision, after them one number a row.
     """
     if plan.exact:
-        parts, power = wgmma.terms_of_rows(x, plan.values)
-        return (*parts, power)
+        terms, power = wgmma.terms_of_rows(x, plan.values)
+        return (*terms, power)
     x = x * by if plan.problem.dtype == "float32" else x
     return wgmma.terms_of_registers(x, plan.values)
 

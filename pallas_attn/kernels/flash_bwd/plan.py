@@ -169,6 +169,10 @@ class Plan(attention_plan.Plan):
         return (self.kv_tiles - 1).bit_length()
 
     @property
+    def list_sizes(self) -> tile_lists.Sizes:
+        return self.config.block_q, self.block_kv, True, 1
+
+    @property
     def grid(self) -> int:
         work = self.heads * self.kv_tiles
         return min(self.config.grid or work, work)
@@ -237,8 +241,8 @@ class Plan(attention_plan.Plan):
         return self.problem.mask.is_full and not some
 
     @functools.cached_property
-    def parts(self) -> frozenset[str]:
-        """Which parts of a work tile's span of query tiles occur: "low" and "high" need a mask,
+    def sections(self) -> frozenset[str]:
+        """Which sections of a work tile's span of query tiles occur: "low" and "high" need a mask,
         "full" needs none.
         """
         if self.is_listed:
@@ -330,8 +334,9 @@ def ring_slot(count: Any, size: int) -> Any:
     return count & (size - 1) if size & (size - 1) == 0 else lax.rem(count, jnp.int32(size))
 
 
-def work_tile(plan: Plan, refs: Refs, code: Any) -> WorkTile:
+def work_tile(ctx: Context, code: Any) -> WorkTile:
     """The work tile that a number in `schedule` stands for."""
+    plan, refs, _ = ctx
     problem = plan.problem
     head = lax.shift_right_logical(code, jnp.int32(plan.code_bits))
     batch = lax.div(head, jnp.int32(problem.kv_heads))
@@ -377,14 +382,14 @@ def place_of(
 @functools.lru_cache(maxsize=64)
 def schedule(plan: Plan, offsets: tuple[int, ...] = ()) -> np.ndarray:
     """int32[blocks, n]: for each block how many work tiles it takes, and their codes for
-    `work_tile`: by L2 group, then longest first. `offsets`: see `tile_scheduler.at_offset`.
+    `work_tile`: by L2 group, then longest first. `offsets`: see `tile_scheduler.table`.
     """
     problem = plan.problem
     costs = np.full((max(1, len(offsets)), plan.kv_tiles), WORK_TILE_OVERHEAD)
-    found = tile_lists.static(problem, plan.config.block_q, plan.block_kv, True)
+    found = plan.static_lists
     if found is not None:
         costs += problem.group * found[..., 0].mean(axis=(0, 1))
-    elif plan.is_listed:  # of ranks: see `tile_scheduler.by_length`
+    elif plan.is_listed:  # of ranks: see `tile_scheduler.table`
         costs += tile_scheduler.RANK_SPREAD * (1 - np.arange(plan.kv_tiles) / plan.kv_tiles)
     elif not plan.has("q_segment_ids"):
         for n, offset in enumerate(offsets or (problem.q_offset,)):
@@ -401,23 +406,14 @@ def schedule(plan: Plan, offsets: tuple[int, ...] = ()) -> np.ndarray:
     return assign(*tile_scheduler.in_order(codes, each, len(costs)), plan.grid)
 
 
-def table(plan: Plan, inputs: AttentionInputs, fields: dict[str, Any]) -> Any:
-    """`schedule`, for the offset in the problem, and by the lists of tiles in `fields`."""
-    sizes = plan.config.block_q, plan.block_kv, True
-    if plan.is_listed and tile_lists.static(plan.problem, *sizes) is None:
-        heads = plan.problem.kv_heads
-        return tile_scheduler.by_length(schedule(plan), plan.code_bits, heads, fields["tiles"])
-    return tile_scheduler.at_offset(schedule, plan, inputs.q_offset)
-
-
 def needs_mask(plan: Plan, work: WorkTile, t: Any, i: Any) -> Any:
     """Whether query tile t, of step i of a head, needs a mask: True, False, or traced where it
     depends on the tile.
     """
     if plan.is_listed:
         return (i < work.span.full_lo) | (i >= work.span.full_hi)
-    if "full" not in plan.parts or len(plan.parts) == 1:
-        return "full" not in plan.parts
+    if "full" not in plan.sections or len(plan.sections) == 1:
+        return "full" not in plan.sections
     return (t < work.span.full_lo) | (t >= work.span.full_hi)
 
 
@@ -473,7 +469,7 @@ def operands(plan: Plan, residuals: Residuals, stats: RowStatistics) -> Refs:
     fields |= {name: array.swapaxes(2, 3) for name, array in given.items()}
     fields |= tma_operands.segment_ids(inputs, rows, keys)
     fields |= of_functions(plan, inputs)
-    fields["schedule"] = table(plan, inputs, fields)
+    fields["schedule"] = tile_scheduler.table(schedule, plan, inputs, fields)
     if plan.has("q_segment_ids"):
         sizes = plan.block_kv, config.block_q
         fields["segment_spans"] = plan.segment_spans(inputs, fields, *sizes, of_keys=True)
@@ -494,8 +490,7 @@ def of_functions(plan: Plan, inputs: AttentionInputs) -> dict[str, Any]:
     """What a kernel over kv tiles reads of functions of positions."""
     found = functions.operands(inputs)
     if plan.is_listed:
-        sizes = plan.config.block_q, plan.block_kv
-        found["tiles"] = tile_lists.tiles(plan.problem, inputs, *sizes, by_keys=True)
+        found["tiles"] = tile_lists.tiles(plan.problem, inputs, *plan.list_sizes)
     return found
 
 
@@ -530,7 +525,7 @@ def produce(ctx: Context, block_id: Any, load_keys: Callable[[Any, WorkTile], No
     def one_work_tile(n, carry):
         count, code = carry
         following = refs.schedule[block_id, n + 2]
-        work = work_tile(plan, refs, code)
+        work = work_tile(ctx, code)
 
         def step(i, count):
             g = lax.div(i, work.steps)

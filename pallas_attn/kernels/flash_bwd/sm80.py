@@ -204,8 +204,8 @@ class KeyPlan(Widths, shared.Plan):
         return self.config.block_q // self.config.warpgroups
 
     @property
-    def dq_parts(self) -> int:
-        """Parts of a tile of dq, some columns each. Of two warpgroups each makes two of them, one
+    def dq_slices(self) -> int:
+        """Slices of a tile of dq, some columns each. Of two warpgroups each makes two of them, one
         after the other, which leaves registers for loads; not where they split products and dQ is
         not late, which is slower so.
         """
@@ -497,7 +497,7 @@ def _split_step(
 
     @pl.when(jnp.logical_not(second))
     def _():
-        p, _ = score_mod.probabilities(plan, refs, place, product, numbers, masked)
+        p, _ = score_mod.probabilities(block.ctx, place, product, numbers, masked)
         high, low = mma_sync.terms_of(p, 2, plan.operand_dtype)
         mma_2x2.store_tile((high,), smem.p, whole)
         mma_2x2.store_tile((low,), rest, whole)
@@ -524,11 +524,11 @@ def _add_dq(block: Block, step: Step) -> None:
     (plan, refs, smem), stand = block.ctx, block.stand
     sizes = (plan.config.block_q, plan.block_kv, plan.k_width)
     of_head = (block.work.batch * plan.problem.q_heads + step.head) * plan.q_tiles
-    each = plan.dq_parts // stand.groups
+    each = plan.dq_slices // stand.groups
     for n in range(each):
-        part = stand._replace(groups=plan.dq_parts, group=stand.group * each + n)
-        dq = mma_2x2.transposed_product(smem.ds, smem.k, sizes, plan.terms, part)
-        index = (of_head + step.t) * plan.dq_parts + part.group
+        own = stand._replace(groups=plan.dq_slices, group=stand.group * each + n)
+        dq = mma_2x2.transposed_product(smem.ds, smem.k, sizes, plan.terms, own)
+        index = (of_head + step.t) * plan.dq_slices + own.group
         global_accumulate.add(dq, refs.dq, index, plan.vectors)
 
 
@@ -548,7 +548,7 @@ def _scores(block: Block, step: Step, first: FirstRows) -> tuple[Any, Any]:
     place = shared.place_of(block.work, step.head, step.t, block.work.key, size, layout)
     place = place._replace(query=place.query + begin)
     masked = shared.needs_mask(plan, block.work, step.t, step.number)
-    p, slope = score_mod.probabilities(plan, refs, place, s, lse, masked)
+    p, slope = score_mod.probabilities(block.ctx, place, s, lse, masked)
 
     def derivative(p):
         delta = of_rows(refs.delta)
@@ -568,7 +568,7 @@ def _kernel(ctx: Context, outs: Any, which: str) -> None:
     stand = plan.stand._replace(group=group)
 
     def block_of(n):
-        work = shared.work_tile(plan, refs, refs.schedule[block_id, n + 1])
+        work = shared.work_tile(ctx, refs.schedule[block_id, n + 1])
         return Block(ctx, work, which, stand)
 
     if plan.is_persistent:
@@ -629,8 +629,9 @@ def _column_stream(ctx: Context, work: WorkTile, which: str) -> Stream:
 
 def _column_kernel(refs: Refs, *rest: Any, plan: KeyPlan, which: str) -> None:
     *outs, smem = rest
-    work = shared.work_tile(plan, refs, refs.schedule[lax.axis_index("block"), 1])
-    stream = _column_stream(Context(plan, refs, smem), work, which)
+    ctx = Context(plan, refs, smem)
+    work = shared.work_tile(ctx, refs.schedule[lax.axis_index("block"), 1])
+    stream = _column_stream(ctx, work, which)
     shape, terms = (ROWS, plan.config.block_q), plan.terms
     steps = plan.problem.group * work.steps
     stream.begin(step_of(plan, work, jnp.int32(0)))
@@ -645,7 +646,7 @@ def _column_kernel(refs: Refs, *rest: Any, plan: KeyPlan, which: str) -> None:
         )
         place = shared.place_of(work, step.head, step.t, work.key, shape[1])
         masked = shared.needs_mask(plan, work, step.t, step.number)
-        p, slope = score_mod.probabilities(plan, refs, place, walk.scores(), lse, masked)
+        p, slope = score_mod.probabilities(ctx, place, walk.scores(), lse, masked)
         if "v" in which:
             of_p = mma_sync.terms_of(p, terms, plan.operand_dtype)
             grads["v"] = walk.weigh(grads["v"], of_p)
@@ -699,8 +700,8 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> AttentionI
     refs = _operands(plan, residuals, stats)
     grads: dict[str, Any] = {}
     if plan.fused:
-        heads, parts = problem.batch * problem.q_heads, plan.dq_parts
-        sizes = (heads * plan.q_tiles * parts, config.block_q * plan.k_width // parts)
+        heads, slices = problem.batch * problem.q_heads, plan.dq_slices
+        sizes = (heads * plan.q_tiles * slices, config.block_q * plan.k_width // slices)
         refs = refs._replace(dq=jax.new_ref(sm80_dq.cleared(sizes, refs.delta)))
     launch = _launch_by_columns if config.columns else _launch
     for which in _launches(plan):

@@ -22,7 +22,7 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import plan as attention_plan
-from pallas_attn.kernels.attention import score_mod, sm80_column_stream, tile_lists, tma_operands
+from pallas_attn.kernels.attention import score_mod, sm80_column_stream
 from pallas_attn.kernels.attention.plan import Context, Span
 from pallas_attn.kernels.attention.score_mod import Place
 from pallas_attn.kernels.attention.sm80_common import Copy, WholePlan, copy_async, fits
@@ -151,7 +151,7 @@ def _ds(ctx: Context, products: Any, rows: Rows, tile: Tile) -> tuple[Any, Any]:
     where = (rows.batch, rows.head, rows.row, tile.key, rows.q_offset, rows.kv_len, rows.mask)
     place = Place(*where, q_axis=0)
     s, masked = next(products), tile.needs_mask
-    p, slope = score_mod.probabilities(plan, refs, place, s, tile.lse, masked)
+    p, slope = score_mod.probabilities(ctx, place, s, tile.lse, masked)
     return p * (next(products) - mosaic.broadcast_rows(tile.delta, p.shape)), slope
 
 
@@ -166,13 +166,13 @@ def _row_statistics(ctx: Context, rows: Rows) -> RowStatistics:
 
 def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: WholePlan) -> None:
     ctx = Context(plan, refs, smem)
-    tile = tile_scheduler.tile_of(plan, refs, refs.schedule[lax.axis_index("block"), 1])
+    tile = tile_scheduler.tile_of(ctx, refs.schedule[lax.axis_index("block"), 1])
     length = jnp.int32(plan.problem.q_len)
     q_len = length if tile.q_len is None else tile.q_len
-    kv_tile = functools.partial(sm90_dq.kv_tile_of, plan, refs, tile)
+    kv_tile = functools.partial(sm90_dq.kv_tile_of, ctx, tile)
     where = (tile.batch, tile.head, tile.row, tile.q_offset, q_len, tile.kv_len, tile.mask)
     rows = Rows(*where, kv_tile)
-    span, stats = sm90_dq.span_of(plan, refs, tile), _row_statistics(ctx, rows)
+    span, stats = sm90_dq.span_of(ctx, tile), _row_statistics(ctx, rows)
 
     def ds_of(t, products):
         masked = (t < span.full_lo) | (t >= span.full_hi)
@@ -252,17 +252,7 @@ def dq_of(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Any:
 
 def _by_rows(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Refs:
     """The operands of a kernel over kv tiles, made those of one over query tiles."""
-    problem, block = plan.problem, plan.config.block_kv
-    rows, keys = plan.padded_rows, tma_operands.round_up(problem.kv_len, block)
-    fields: dict[str, Any] = {"schedule": jnp.asarray(tile_scheduler.schedule(plan)), "dq": None}
-    fields |= tma_operands.over_scores(inputs, rows, keys) | tma_operands.segment_ids(
-        inputs, rows, keys
-    )
-    if plan.is_listed:
-        fields["tiles"] = tile_lists.tiles(problem, inputs, *plan.list_sizes)
-    if plan.has("q_segment_ids"):
-        fields["segment_spans"] = plan.segment_spans(inputs, fields, plan.tile_rows, block)
-    return refs._replace(**fields)
+    return sm90_dq.by_rows(plan, inputs, refs)._replace(dq=None)
 
 
 # ---- where it was added up ----------------------------------------------------------------------
@@ -305,31 +295,31 @@ def collected(plan: Any, dq: Any) -> Any:
     sizes = (problem.batch, problem.q_len, problem.q_heads, problem.head_dim)
     stage: tuple[Any, ...] = ()
     if jnp.dtype(problem.dtype).itemsize == 2:
-        width = mma_sync.pitch(plan.k_width // plan.dq_parts)
+        width = mma_sync.pitch(plan.k_width // plan.dq_slices)
         stage = (plgpu.SMEM((plan.config.block_q, width), problem.dtype),)
     kernel = plgpu.kernel(
         functools.partial(_collect, plan=plan),
         out_type=jax.ShapeDtypeStruct(sizes, problem.dtype),
         scratch_types=stage,
         grid=(dq.shape[0],),
-        grid_names=("part",),
+        grid_names=("slice",),
         kernel_name="flash_bwd_dq_collect_sm80",
     )
     return kernel(dq)
 
 
 def _collect(dq: Any, out: Any, *stage: Any, plan: Any) -> None:
-    """A part of a tile of dq."""
-    problem, parts, block = plan.problem, plan.dq_parts, plan.config.block_q
-    number = lax.axis_index("part")
-    tile, part = lax.div(number, jnp.int32(parts)), lax.rem(number, jnp.int32(parts))
-    rows = global_accumulate.load(dq, number, (block, plan.k_width // parts), plan.vectors)
+    """A slice of a tile of dq."""
+    problem, slices, block = plan.problem, plan.dq_slices, plan.config.block_q
+    number = lax.axis_index("slice")
+    tile, own = lax.div(number, jnp.int32(slices)), lax.rem(number, jnp.int32(slices))
+    rows = global_accumulate.load(dq, number, (block, plan.k_width // slices), plan.vectors)
     head, t = lax.div(tile, jnp.int32(plan.q_tiles)), lax.rem(tile, jnp.int32(plan.q_tiles))
     heads = jnp.int32(problem.q_heads)
     batch, head = lax.div(head, heads), lax.rem(head, heads)
     at = (batch, head, t * block, problem.q_len - t * block)
     rows = (rows * problem.scale).astype(out.dtype)
-    stand = WarpGrid(2, parts, part)
+    stand = WarpGrid(2, slices, own)
     if stage:
         epilogue.write(rows, out, at, (stage[0], 0), stand)
     else:
@@ -341,11 +331,11 @@ def _collect(dq: Any, out: Any, *stage: Any, plan: Any) -> None:
 
 def _bias_kernel(refs: Refs, out: Any, smem: Smem, *, plan: WholePlan, walk: Walk) -> None:
     ctx = Context(plan, refs, smem)
-    block = dbias.Block(lax.axis_index("tile"), lax.axis_index("part"))
+    block = dbias.Block(lax.axis_index("tile"), lax.axis_index("chunk"))
     shape = (ROWS, plan.config.block_kv)
 
     def one(i, acc):
-        step = dbias.step_of(plan, refs, walk, block.bias_tile, block.part * walk.steps + i)
+        step = dbias.step_of(ctx, walk, block.bias_tile, block.chunk * walk.steps + i)
         return lax.cond(step.live, lambda: acc + _ds_of_step(ctx, step), lambda: acc)
 
     acc = lax.fori_loop(0, walk.steps, one, mosaic.filled(shape, 0.0))
@@ -392,8 +382,8 @@ def dbias_of(problem: AttentionProblem, config: Any, inputs: AttentionInputs, re
         functools.partial(_bias_kernel, plan=plan, walk=walk),
         out_type=jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32),
         scratch_types=(scratch(plan),),
-        grid=(math.prod(walk.bias_tiles), walk.parts),
-        grid_names=("tile", "part"),
+        grid=(math.prod(walk.bias_tiles), walk.chunks),
+        grid_names=("tile", "chunk"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_bwd_dbias_sm80",
     )

@@ -248,8 +248,8 @@ def _mainloop(
                 acc, value = _two_matmuls(acc, shape, gradient_first)
                 return acc, to_left(finish(value)), count + 1
             if plan.exact:
-                (*parts, powers), both = left, lambda: (keys(count), product(slot))
-                some = (acc, parts, gradient(before), role.gradient_swizzle, (None, powers))
+                (*terms, powers), both = left, lambda: (keys(count), product(slot))
+                some = (acc, terms, gradient(before), role.gradient_swizzle, (None, powers))
                 acc, value = wgmma.exact_matmul_add_overlapped(*some, shape, both)
                 release(before)
                 return acc, to_left(finish(value)), count + 1
@@ -290,7 +290,7 @@ def _make_dv(ctx: Context, work: WorkTile, count: Any) -> tuple[Any, Any]:
         slot = ring.slot(q_tile.count)
         place = shared.place_of(work, q_tile.head, q_tile.t, work.key, plan.config.block_q)
         s, masked = scaled(s, units.scores), shared.needs_mask(plan, work, q_tile.t, q_tile.number)
-        p, slope = score_mod.probabilities(plan, refs, place, s, lse, masked)
+        p, slope = score_mod.probabilities(ctx, place, s, lse, masked)
         ring.acquire(q_tile.count, slot)
         smem.p[slot] = p if slope is None else p * slope
         plgpu.commit_smem()
@@ -345,7 +345,7 @@ def _consume(ctx: Context, block_id: Any, consumer: Consumer) -> None:
     def one_work_tile(n, carry):
         count, code = carry
         following = refs.schedule[block_id, n + 2]  # read long before it is needed
-        work = shared.work_tile(plan, refs, code)
+        work = shared.work_tile(ctx, code)
         plgpu.barrier_wait(consumer.ready)
         value, count = consumer.make(ctx, work, count)
         if plan.problem.dtype == "float32":
@@ -363,7 +363,7 @@ def _consume(ctx: Context, block_id: Any, consumer: Consumer) -> None:
 
 def _store(consumer: Consumer, work: WorkTile, value: Any) -> None:
     staged, out = consumer.keys, consumer.out
-    columns = staged.shape[1]  # the other head dim: parts are made as wide
+    columns = staged.shape[1]  # the other head dim: pieces are made as wide
     for column in range(0, value.shape[1], columns):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         part = lax.slice(value, (0, column), (KEYS, min(column + columns, value.shape[1])))

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._problem import AttentionInputs
-from pallas_attn.kernels.attention import score_mod, tile_lists, tma_operands
+from pallas_attn.kernels.attention import score_mod, tma_operands
 from pallas_attn.kernels.attention.plan import ROWS, Context, Plan, kv_batch
 from pallas_attn.kernels.attention.score_mod import Place, Tile
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
@@ -86,10 +86,11 @@ def buffer_bytes(plan: Plan) -> int:
     return mosaic.bytes_of(scratch(plan)) + (mosaic.REDUCTION_BYTES if plan.exact else 0)
 
 
-def span_of(plan: Plan, refs: Refs, tile: Tile) -> Any:
+def span_of(ctx: Context, tile: Tile) -> Any:
     """The kv tiles of a work tile, ordered lo <= full_lo <= full_hi <= hi."""
+    plan, refs, _ = ctx
     if plan.is_listed:
-        return tile_scheduler.listed(plan, refs, tile).span
+        return tile_scheduler.listed(ctx, tile).span
     rows: Any = plan.tile_rows
     if tile.q_len is not None:
         rows = jnp.minimum(rows, tile.q_len - tile.row)
@@ -105,9 +106,9 @@ def span_of(plan: Plan, refs: Refs, tile: Tile) -> Any:
     return type(span)(span.lo, full_lo, jnp.clip(span.full_hi, full_lo, hi), hi)
 
 
-def kv_tile_of(plan: Plan, refs: Refs, tile: Tile, t: Any) -> Any:
+def kv_tile_of(ctx: Context, tile: Tile, t: Any) -> Any:
     """The kv tile that is number t of a span."""
-    return tile_scheduler.listed(plan, refs, tile).tile(t) if plan.is_listed else t
+    return tile_scheduler.listed(ctx, tile).tile(t) if ctx.plan.is_listed else t
 
 
 # ---- the producer -------------------------------------------------------------------------------
@@ -121,13 +122,13 @@ def _produce(ctx: Context, block_id: Any) -> None:
     def one_work_tile(n, carry):
         count, code = carry
         following = refs.schedule[block_id, n + 2]
-        tile = tile_scheduler.tile_of(plan, refs, code)
-        span = span_of(plan, refs, tile)
+        tile = tile_scheduler.tile_of(ctx, code)
+        span = span_of(ctx, tile)
         head = lax.div(tile.head, jnp.int32(plan.problem.group))
         batch = kv_batch(plan.problem, tile.batch)
 
         def step(t, count):
-            t = kv_tile_of(plan, refs, tile, t)
+            t = kv_tile_of(ctx, tile, t)
             for name, ring in (("k", smem.k_ring), ("v", smem.v_ring)):
                 slot = ring.slot(count)
                 ring.acquire(count, slot)
@@ -191,11 +192,11 @@ def _ds(ctx: Context, rows: Rows, t: Any, s: Any, dp: Callable[[], Any]) -> Any:
     """dS of kv tile t, float32; `dp` gives dP, and is called when P is done."""
     plan, refs, _ = ctx
     tile, shape, masked = rows.tile, s.shape, rows.needs_mask(t)
-    key = kv_tile_of(plan, refs, tile, t) * plan.config.block_kv
+    key = kv_tile_of(ctx, tile, t) * plan.config.block_kv
     where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
     place = Place(*where, q_axis=0)
     s = scaled(s, rows.units.scores)
-    p, slope = score_mod.probabilities(plan, refs, place, s, rows.lse, masked)
+    p, slope = score_mod.probabilities(ctx, place, s, rows.lse, masked)
     ds = p * (scaled(dp(), rows.units.dp) - mosaic.broadcast_rows(rows.delta, shape))
     return ds if slope is None else ds * slope
 
@@ -306,12 +307,12 @@ def _consume(ctx: Context, dq_ref: Any, block_id: Any, wg: Any) -> None:
     """A consumer warpgroup: every work tile of its block."""
     plan, refs, smem = ctx
     count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
-    _load_rows(ctx, tile_scheduler.tile_of(plan, refs, first), wg)
+    _load_rows(ctx, tile_scheduler.tile_of(ctx, first), wg)
 
     def one_work_tile(n, carry):
         kv_count, code = carry
         following = refs.schedule[block_id, n + 2]
-        tile = tile_scheduler.tile_of(plan, refs, code)
+        tile = tile_scheduler.tile_of(ctx, code)
         row = tile.row + wg * ROWS
         lse, delta = (
             mosaic.load(ref.at[tile.batch, tile.head, pl.ds(row, ROWS)], mosaic.ROW)
@@ -319,7 +320,7 @@ def _consume(ctx: Context, dq_ref: Any, block_id: Any, wg: Any) -> None:
         )
         kv_head = lax.div(tile.head, jnp.int32(plan.problem.group))
         units = units_of(refs, tile.batch, kv_head)
-        rows = Rows(tile, span_of(plan, refs, tile), row, wg, lse, delta, units)
+        rows = Rows(tile, span_of(ctx, tile), row, wg, lse, delta, units)
         plgpu.barrier_wait(smem.q_ready.at[wg])
 
         def some(kv_count):
@@ -334,7 +335,7 @@ def _consume(ctx: Context, dq_ref: Any, block_id: Any, wg: Any) -> None:
         @pl.when(n + 1 < count)
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _load_rows(ctx, tile_scheduler.tile_of(plan, refs, following), wg)
+            _load_rows(ctx, tile_scheduler.tile_of(ctx, following), wg)
 
         return kv_count, following
 
@@ -374,21 +375,20 @@ def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: Plan) -> None:
 
 def operands_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
     """The operands of a kernel over kv tiles, made those of this one."""
-    problem, block = plan.problem, plan.config.block_kv
-    rows, keys = plan.padded_rows, tma_operands.round_up(problem.kv_len, block)
-    fields: dict[str, Any] = {}
-    fields |= tma_operands.over_scores(inputs, rows, keys) | tma_operands.segment_ids(
-        inputs, rows, keys
-    )
-    if plan.is_listed:
-        fields["tiles"] = tile_lists.tiles(problem, inputs, *plan.list_sizes)
-    fields["schedule"] = tile_scheduler.table(plan, inputs, fields)
-    if plan.has("q_segment_ids"):
-        fields["segment_spans"] = plan.segment_spans(inputs, fields, plan.tile_rows, block)
+    refs = by_rows(plan, inputs, refs)
     if plan.has("kv_lengths"):
-        lengths = jnp.asarray(inputs.kv_lengths)[:: problem.share]
+        lengths = jnp.asarray(inputs.kv_lengths)[:: plan.problem.share]
         for name in ("k", "v"):
-            fields[f"{name}_edge"] = tma_operands.edge(getattr(refs, name), lengths, block)
+            edge = tma_operands.edge(getattr(refs, name), lengths, plan.config.block_kv)
+            refs = refs._replace(**{f"{name}_edge": edge})
+    return refs
+
+
+def by_rows(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
+    """The operands of a kernel over kv tiles with those by tiles that one over query rows reads."""
+    fields = tile_scheduler.operands(plan, inputs)
+    if plan.has("q_segment_ids"):
+        fields["segment_spans"] = plan.segment_spans(inputs, fields, *plan.tile_sizes)
     return refs._replace(**fields)
 
 

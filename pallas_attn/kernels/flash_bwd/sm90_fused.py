@@ -36,7 +36,7 @@ Shared memory, and who owns it when:
   q, do [stages]     rings of query tiles with their lse and delta, released by both warpgroups
   ds [2 dq_lag, warpgroup]  a ring by steps, so that one wait a step is enough: `ds_ready` says that
                      both warpgroups have written theirs. Where dQ comes at the end `ds_free` says
-                     that both have read it. Parts are of 64 query rows. dk and dv are stored from
+                     that both have read it. Each is of 64 query rows. dk and dv are stored from
                      there where they fit: see `_store_dk_dv`
   dq [warpgroup]     on its way to global memory, where TMA adds it
 """
@@ -259,8 +259,8 @@ def rounded_dq(plan: Plan, dq: Any) -> Any:
     problem = plan.problem
     if dq_is_split_by_rows(plan):
         # batch, head, tile, share, 8 columns, warp, row, 2 columns, row / 8, column
-        parts = (problem.batch, problem.q_heads, _q_tiles(plan), WARPGROUPS)
-        dq = dq.reshape(*parts, qk_width(plan) // 8, 4, 8, 4, 2, 2)
+        tiles = (problem.batch, problem.q_heads, _q_tiles(plan), WARPGROUPS)
+        dq = dq.reshape(*tiles, qk_width(plan) // 8, 4, 8, 4, 2, 2)
         dq = dq.transpose((0, 2, 3, 5, 8, 6, 1, 4, 7, 9))
         dq = dq.reshape(problem.batch, -1, problem.q_heads, qk_width(plan))
     dq = dq[:, : problem.q_len, :, : problem.head_dim]
@@ -420,7 +420,7 @@ def _step_dq_last(now: Step, sums: KeyGradients, s_acc: Any) -> None:
     now.multiply_scores(s_acc)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
     now.release_last_q()
-    logits, slope = score_mod.logits_and_slope(plan, refs, now.place, s, now.needs_mask)
+    logits, slope = score_mod.logits_and_slope(ctx, now.place, s, now.needs_mask)
     smem.do_ring.wait(now.slot)
     ds = pl.run_scoped(functools.partial(to_ds, logits, slope), plgpu.ACC(now.shape, jnp.float32))
     pl.run_scoped(functools.partial(to_dq, ds), plgpu.ACC(_dq_shape(plan), jnp.float32))
@@ -459,7 +459,7 @@ def _dv_and_dk(now: Step, sums: KeyGradients, s_acc: Any, dp_acc: Any) -> None:
     lse = None
     if not now.presets:
         lse = mosaic.load(smem.lse.at[now.slot], mosaic.COLUMN)
-    p, slope = score_mod.probabilities(now.plan, now.ctx.refs, now.place, s, lse, now.needs_mask)
+    p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.needs_mask)
     ds = _ds(now, sums, dp_acc, p, slope)
     if not now.presets:
         plgpu.wgmma(sums.dk, ds, smem.q.at[now.slot])
@@ -608,7 +608,7 @@ def stores_from_ds(plan: Plan) -> bool:
 
 
 def _ds_staging(plan: Plan, smem: Smem, wg: Any) -> KeyGradients:
-    """Parts of ds of 64 columns: lists of them for dk and for dv."""
+    """Blocks of ds of 64 columns: lists of them for dk and for dv."""
     halves, wanted = plan.config.block_q // ROWS, qk_width(plan) // ROWS
     numbers = range(wanted + plan.v_width // ROWS)
     found = [smem.ds.at[n // halves, wg, n % halves] for n in numbers]
@@ -630,7 +630,7 @@ def _consume(ctx: Context, outs: KeyGradients, block_id: Any, wg: Any) -> None:
     def one_work_tile(n, carry):
         count, code = carry
         following = refs.schedule[block_id, n + 2]  # read long before it is needed
-        work = shared.work_tile(plan, refs, code)
+        work = shared.work_tile(ctx, code)
         plgpu.barrier_wait(smem.kv_ready)
         grads, count = _mainloop(ctx, work, wg, count)
         grads = grads._replace(dk=grads.dk * plan.problem.scale)

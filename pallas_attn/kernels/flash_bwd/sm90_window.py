@@ -139,18 +139,18 @@ def chunks(plan: Plan) -> int:
     count = plan.kv_tiles
     more = pairs(plan.problem) + 1
 
-    def cost(parts: int) -> int:
-        return pl.cdiv(plan.heads * parts, BLOCKS) * (pl.cdiv(count, parts) + more)
+    def cost(chunks: int) -> int:
+        return pl.cdiv(plan.heads * chunks, BLOCKS) * (pl.cdiv(count, chunks) + more)
 
     return min(range(1, count + 1), key=cost)
 
 
 def _walk(plan: Plan, block_id: Any) -> Walk:
-    parts = chunks(plan)
-    length = pl.cdiv(plan.kv_tiles, parts)
-    row, part = lax.div(block_id, jnp.int32(parts)), lax.rem(block_id, jnp.int32(parts))
+    count = chunks(plan)
+    length = pl.cdiv(plan.kv_tiles, count)
+    row, chunk = lax.div(block_id, jnp.int32(count)), lax.rem(block_id, jnp.int32(count))
     batch, head = (f(row, jnp.int32(plan.problem.q_heads)) for f in (lax.div, lax.rem))
-    begin = jnp.minimum(part * length, plan.kv_tiles)
+    begin = jnp.minimum(chunk * length, plan.kv_tiles)
     end = jnp.minimum(begin + length, plan.kv_tiles)
     first = jnp.maximum(begin - (pairs(plan.problem) - 1), 0)
     return Walk(batch, head, begin, end, jnp.where(begin < end, first, end))
@@ -189,7 +189,7 @@ def _pair(ctx: Context, pair: Pair, sums: Gradients, overlapped: Any) -> None:
     """Adds one pair of tiles to the accumulators `sums`; `overlapped` is called after the first
     matmuls are issued.
     """
-    (plan, refs, smem), (walk, t, n) = ctx, pair
+    (plan, _, smem), (walk, t, n) = ctx, pair
     dtype, shape = jnp.dtype(plan.problem.dtype), (ROWS, ROWS)
     slot, keys = pair.q_slot, pair.kv_slot
     q, do, k, v = smem.q.at[slot], smem.do.at[slot], smem.k.at[keys], smem.v.at[keys]
@@ -205,7 +205,7 @@ def _pair(ctx: Context, pair: Pair, sums: Gradients, overlapped: Any) -> None:
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         where = (walk.batch, walk.head, (t + n) * ROWS, t * ROWS, 0, plan.problem.kv_len)
         place = Place(*where, plan.problem.mask, q_axis=1)
-        s, slope = score_mod.logits_and_slope(plan, refs, place, s, False)
+        s, slope = score_mod.logits_and_slope(ctx, place, s, False)
         p = _masked(plan, smem, n, score_mod.exponentials(plan, s, of_row(smem.lse)))
         plgpu.wgmma(sums.dv, p.astype(dtype), do)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)

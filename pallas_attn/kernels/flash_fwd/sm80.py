@@ -50,8 +50,6 @@ from pallas_attn.kernels.attention import (
     score_mod,
     sm80_column_stream,
     softmax,
-    tile_lists,
-    tma_operands,
 )
 from pallas_attn.kernels.attention.plan import Context, Span, has_no_scores, of_no_scores
 from pallas_attn.kernels.attention.plan import limit as limit
@@ -282,10 +280,10 @@ def _mainloop(ctx: Context, rows: Rows) -> State:
     high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), span.hi)  # full tiles end here
     low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)  # and begin here
     state = _no_keys(plan)
-    if {"first_masked", "high"} & plan.parts:
+    if {"first_masked", "high"} & plan.sections:
         state = lax.fori_loop(-span.hi, -high, functools.partial(step, True), state)
     state = lax.fori_loop(-high, -low, functools.partial(step, False), state)
-    if "low" in plan.parts:
+    if "low" in plan.sections:
         state = lax.fori_loop(-low, -span.lo, functools.partial(step, True), state)
     return state
 
@@ -425,7 +423,7 @@ def _mainloop_scores_ahead(ctx: Context, rows: Rows) -> State:
     copy = functools.partial(_kv_copy, ctx, rows)
     sync_and_copy = functools.partial(copy_async, groups=plan.groups, pending=0)
     layout, grid = mosaic.warp_layout(sizes[:2], 2), mma_2x2.WarpGrid(2, row=first)
-    some_masked = bool({"first_masked", "high", "low"} & plan.parts)
+    some_masked = bool({"first_masked", "high", "low"} & plan.sections)
     matrix, none = ((smem.q, first), (smem.k, jnp.int32(0))), jnp.int32(0)
 
     def raise_max(t, state):
@@ -470,11 +468,11 @@ def _mainloop_scores_ahead(ctx: Context, rows: Rows) -> State:
     low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)
     begin = 1 - span.hi
     carry = _no_keys(plan), given
-    if {"first_masked", "high"} & plan.parts:
+    if {"first_masked", "high"} & plan.sections:
         carry = lax.fori_loop(begin, -high, functools.partial(step, True), carry)
     begins = [jnp.maximum(begin, -end) for end in (high, low)]
     carry = lax.fori_loop(begins[0], -low, functools.partial(step, False), carry)
-    if "low" in plan.parts:
+    if "low" in plan.sections:
         carry = lax.fori_loop(begins[1], -span.lo, functools.partial(step, True), carry)
     return last_step(*carry)
 
@@ -517,16 +515,16 @@ def _epilogue(ctx: Context, rows: Rows, state: State) -> None:
 
 def _kernel(refs: Refs, out: Any, lse: Any, smem: Smem, *, plan: WholePlan) -> None:
     ctx = Context(plan, refs._replace(out=out, lse=lse), smem)
-    tile = tile_scheduler.tile_of(plan, refs, refs.schedule[lax.axis_index("block"), 1])
+    tile = tile_scheduler.tile_of(ctx, refs.schedule[lax.axis_index("block"), 1])
     wg = lax.axis_index("wg") if plan.groups > 1 else jnp.int32(0)
     if plan.is_listed:
-        listed = tile_scheduler.listed(plan, refs, tile)
+        listed = tile_scheduler.listed(ctx, tile)
         rows = Rows(tile, tile.row + wg * plan.own_rows, wg, listed.span, listed=listed)
     else:
-        rows = Rows(tile, tile.row + wg * plan.own_rows, wg, _span(plan, refs, tile))
+        rows = Rows(tile, tile.row + wg * plan.own_rows, wg, _span(ctx, tile))
     ahead = plan.config.scores_ahead and plan.terms == 1
     loop = functools.partial(_mainloop_scores_ahead if ahead else _mainloop, ctx, rows)
-    if "empty" in plan.parts:
+    if "empty" in plan.sections:
         none = functools.partial(_no_keys, plan)
         state = lax.cond(rows.span.hi > rows.span.lo, loop, none)
     else:
@@ -534,8 +532,9 @@ def _kernel(refs: Refs, out: Any, lse: Any, smem: Smem, *, plan: WholePlan) -> N
     _epilogue(ctx, rows, state)
 
 
-def _span(plan: WholePlan, refs: Refs, tile: Tile) -> Span:
+def _span(ctx: Context, tile: Tile) -> Span:
     """The kv tiles of the block's rows; lo == hi == 0 where there is none."""
+    plan, refs, _ = ctx
     rows: Any = plan.tile_rows
     if tile.q_len is not None:
         rows = jnp.minimum(rows, tile.q_len - tile.row)
@@ -578,18 +577,10 @@ def _operands(plan: WholePlan, inputs: AttentionInputs) -> Refs:
     """What the kernel reads. Copied are: q, k and v where they are float32, into terms; bias and
     mask_array where T or S is no multiple of a tile; segment ids.
     """
-    problem, block = plan.problem, plan.config.block_kv
-    rows, keys = plan.padded_rows, tma_operands.round_up(problem.kv_len, block)
-    fields = {name: getattr(inputs, name) for name in problem.arrays}
+    fields = {name: getattr(inputs, name) for name in plan.problem.arrays}
     fields |= {name: plan.operand(getattr(inputs, name)) for name in ("q", "k", "v")}
-    fields |= tma_operands.over_scores(inputs, rows, keys) | tma_operands.segment_ids(
-        inputs, rows, keys
-    )
-    fields |= functions.operands(inputs)
-    if plan.is_listed:
-        fields["tiles"] = tile_lists.tiles(problem, inputs, *plan.list_sizes)
-    fields["schedule"] = tile_scheduler.table(plan, inputs, fields)
+    fields |= functions.operands(inputs) | tile_scheduler.operands(plan, inputs)
     if plan.has("q_segment_ids"):
-        fields["segment_spans"] = plan.segment_spans(inputs, fields, plan.tile_rows, block)
+        fields["segment_spans"] = plan.segment_spans(inputs, fields, *plan.tile_sizes)
         fields["schedule"] = tile_scheduler.schedule_by_rank(plan, fields["segment_spans"])
     return Refs(**{name: fields.get(name) for name in Refs._fields})

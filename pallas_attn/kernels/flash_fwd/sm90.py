@@ -306,12 +306,12 @@ def _produce(ctx: Context, block_id: Any) -> None:
     ring = Ring.of(ctx)
 
     def ends_of(code):
-        return tile_scheduler.record_ends(plan, refs, tile_scheduler.tile_of(plan, refs, code))
+        return tile_scheduler.record_ends(ctx, tile_scheduler.tile_of(ctx, code))
 
     def one_tile(i, carry):
         count, code, ends = carry
         following = refs.schedule[block_id, i + 2]
-        tile = tile_scheduler.tile_of(plan, refs, code)
+        tile = tile_scheduler.tile_of(ctx, code)
         if plan.is_listed:
             after = ends_of(following)  # read long before it is used
             return _produce_listed(ctx, tile, count, ends), following, after
@@ -337,7 +337,7 @@ def _produce_listed(ctx: Context, tile: Tile, count: Any, ends: tuple[Any, Any])
     how many there are, and the last.
     """
     ring, (hi, last) = Ring.of(ctx), ends
-    listed = tile_scheduler.listed(ctx.plan, ctx.refs, tile, (hi, last))
+    listed = tile_scheduler.listed(ctx, tile, (hi, last))
 
     def one_entry(e, carry):
         count, before, t = carry
@@ -416,24 +416,24 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
     def q_slot(i):
         return wg if q_tiles == 1 else wg + (i & 1) * plan.config.warpgroups
 
-    _load_q(ctx, tile_scheduler.tile_of(plan, refs, first), wg, q_slot(0))
+    _load_q(ctx, tile_scheduler.tile_of(ctx, first), wg, q_slot(0))
 
     def needs_of(code):
-        return tile_scheduler.list_needs(plan, refs, tile_scheduler.tile_of(plan, refs, code), wg)
+        return tile_scheduler.list_needs(ctx, tile_scheduler.tile_of(ctx, code), wg)
 
     def one_tile(i, carry):
         slot, code, following, needs = carry
         after = refs.schedule[block_id, i + 3]  # read long before it is used
 
         def load_next():
-            tile = tile_scheduler.tile_of(plan, refs, following)
+            tile = tile_scheduler.tile_of(ctx, following)
             pl.when(i + 1 < count)(lambda: _load_q(ctx, tile, wg, q_slot(i + 1)))
 
-        branches = "empty" in plan.parts and not tile_scheduler.never_empty(plan)
+        branches = "empty" in plan.sections and not tile_scheduler.never_empty(plan)
         if q_tiles > 1 and branches:
             load_next()
         q = q_slot(i)
-        tile = tile_scheduler.tile_of(plan, refs, code)
+        tile = tile_scheduler.tile_of(ctx, code)
         plgpu.barrier_wait(smem.q_ready.at[q])
         ids, record, same_segment = None, None, None
         if smem.q_ids is not None:
@@ -442,7 +442,7 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
         lo, listed, last = 0, None, None
         if needs is not None:
             hi, span, last = needs
-            listed = tile_scheduler.listed(plan, refs, tile, (span.hi, last))
+            listed = tile_scheduler.listed(ctx, tile, (span.hi, last))
         else:
             lo, hi = tile_scheduler.block_span(plan, record, tile)
             own = tile_scheduler.rows_span(plan, record, tile, wg)
@@ -579,7 +579,7 @@ def _prologue(ctx: Context, rows: Rows, slot: Any, scale: _Scale, meanwhile: Any
     s = wgmma.matmul(shape, *_score_operands(ctx, rows, slot), meanwhile)
     if smem.kv_ids is None:
         ring.release(slot)
-    masked, ids = "first_masked" in plan.parts, _ids_at(smem, slot)
+    masked, ids = "first_masked" in plan.sections, _ids_at(smem, slot)
     s = s if scale.raw is None else s * scale.raw
     here = rows.knowing(rows.last)
     given = score_mod.logits_by_row_bounds(ctx, here, rows.span.hi - 1, s, masked, ids)
@@ -659,10 +659,10 @@ def mainloop(ctx: Context, rows: Rows, slot: Any, meanwhile: Any) -> tuple[State
     if plan.one_loop:
         carry = lax.fori_loop(-first, -span.lo, functools.partial(step, None), carry)
     else:
-        if "high" in plan.parts:
+        if "high" in plan.sections:
             carry = lax.fori_loop(-first, -high, functools.partial(step, True), carry)
         carry = lax.fori_loop(-high, -low, functools.partial(step, False), carry)
-        if "low" in plan.parts:
+        if "low" in plan.sections:
             carry = lax.fori_loop(-low, -span.lo, functools.partial(step, True), carry)
 
     state, slot, _ = carry
@@ -751,8 +751,7 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
     64 and no multiple of 16, which Mosaic's TMA would clip; bias and mask_array where T or S is no
     multiple of a tile; segment ids; one value tile a sequence where there are kv_lengths.
     """
-    problem, block = plan.problem, plan.config.block_kv
-    rows, keys = plan.padded_rows, tma_operands.round_up(problem.kv_len, block)
+    problem = plan.problem
     fields = {name: getattr(inputs, name) for name in problem.arrays}
     powers: dict[str, Any] = {}
     if plan.scaled:
@@ -765,13 +764,7 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
         ("v", plan.values, plan.v_width),
     ):
         fields[name] = tma_operands.stored(getattr(inputs, name), kind, width, powers.get(name))
-    fields |= tma_operands.over_scores(inputs, rows, keys) | tma_operands.segment_ids(
-        inputs, rows, keys
-    )
-    fields |= functions.operands(inputs)
-    if plan.is_listed:
-        fields["tiles"] = tile_lists.tiles(problem, inputs, *plan.list_sizes)
-    fields["schedule"] = tile_scheduler.table(plan, inputs, fields)
+    fields |= functions.operands(inputs) | tile_scheduler.operands(plan, inputs)
     if plan.has("q_segment_ids"):
         if segments.fits(plan):
             made = segments.prepare(plan, inputs.q_segment_ids, inputs.kv_segment_ids)
@@ -780,5 +773,5 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
         fields["segment_spans"], fields["schedule"] = made
     if plan.has("kv_lengths"):
         lengths = jnp.asarray(inputs.kv_lengths)[:: problem.share]
-        fields["v_edge"] = tma_operands.edge(fields["v"], lengths, block)
+        fields["v_edge"] = tma_operands.edge(fields["v"], lengths, plan.config.block_kv)
     return Refs(**{name: fields.get(name) for name in Refs._fields})

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._problem import AttentionProblem
-from pallas_attn.kernels.attention import functions, tile_lists
-from pallas_attn.kernels.attention.plan import ROWS, Plan, Span
-from pallas_attn.kernels.attention.score_mod import Refs, Tile
+from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.kernels.attention import functions, tile_lists, tma_operands
+from pallas_attn.kernels.attention.plan import ROWS, Context, Plan, Span
+from pallas_attn.kernels.attention.score_mod import Tile
 
 RECORD = 32  # int32 a work tile; TMA writes to whole 128 bytes
 TILE_OVERHEAD = 1.5  # of a work tile, in steps of one kv tile
@@ -109,30 +109,34 @@ def in_order(
 
 def _listed_costs(plan: Plan) -> np.ndarray:
     """Of the tiles of a head, by the mask function where it is known beforehand; else of ranks."""
-    found = tile_lists.static(plan.problem, *plan.list_sizes)
+    found = plan.static_lists
     if found is None:
         return 1 + RANK_SPREAD * (1 - np.arange(plan.q_tiles) / plan.q_tiles)
     return TILE_OVERHEAD + found[..., 0].mean(axis=(0, 1))
 
 
-def listed(plan: Plan, refs: Any, tile: Tile, ends: Any = None) -> Any:
+def listed(ctx: Context, tile: Tile, ends: Any = None) -> Any:
     """The kv tiles that a mask function leaves of a work tile. `ends`: how many of them there are,
     and the last.
     """
+    plan, refs, _ = ctx
     if ends is not None and plan.lists_are_runs:
         return functions.Run(ends[1] - (ends[0] - 1))
     row = lax.div(tile.row, jnp.int32(plan.tile_rows))
-    return functions.Listed.of(refs.tiles, tile.batch, tile.head, row, plan.list_parts)
+    return functions.Listed.of(refs.tiles, tile.batch, tile.head, row, plan.row_blocks)
 
 
-def table(plan: Plan, inputs: Any, fields: dict[str, Any]) -> Any:
-    """`schedule`, for the offset in the problem, and by the lists of tiles in `fields`."""
-    if plan.is_listed and tile_lists.static(plan.problem, *plan.list_sizes) is None:
-        return by_length(schedule(plan), plan.code_bits, plan.problem.q_heads, fields["tiles"])
-    return at_offset(schedule, plan, inputs.q_offset)
+def table(
+    make: Callable[[Any, Offsets], np.ndarray], plan: Any, inputs: Any, fields: dict[str, Any]
+) -> Any:
+    """`make`, a `schedule`, for the offset in the problem, or by the lists of tiles in `fields`."""
+    if plan.is_listed and plan.static_lists is None:
+        heads = plan.heads // plan.problem.batch
+        return _by_length(make(plan, ()), plan.code_bits, heads, fields["tiles"])
+    return at_offset(make, plan, inputs.q_offset)
 
 
-def by_length(table: np.ndarray, bits: int, heads: int, lists: Any) -> Any:
+def _by_length(table: np.ndarray, bits: int, heads: int, lists: Any) -> Any:
     """A table of codes in which rank r of a head stands for its work tile with the r-th longest
     list. `lists`: `tile_lists.tiles`.
     """
@@ -141,8 +145,7 @@ def by_length(table: np.ndarray, bits: int, heads: int, lists: Any) -> Any:
     down, across = (tile_lists.numbers((1, 1, *shape)) for shape in ((n, 1), (1, n)))
     longer = count[..., None, :] > count[..., :, None]
     tie = (count[..., None, :] == count[..., :, None]) & (across < down)
-    rank = (longer | tie).sum(-1, dtype=jnp.int32)
-    order = jnp.where(rank[..., None, :] == down, across, 0).sum(-1, dtype=jnp.int32)
+    _, order = tile_lists.in_order(longer | tie)
     head, low = table >> bits, (1 << bits) - 1
     batch = head // heads if order.shape[0] > 1 else 0 * head
     head = head % heads if order.shape[1] > 1 else 0 * head
@@ -150,20 +153,20 @@ def by_length(table: np.ndarray, bits: int, heads: int, lists: Any) -> Any:
     return jnp.concatenate([table[:, :1], codes[:, 1:]], axis=1)
 
 
-def list_needs(plan: Plan, refs: Any, tile: Tile, wg: Any) -> Any:
+def list_needs(ctx: Context, tile: Tile, wg: Any) -> Any:
     """What a list says of a warpgroup's rows of a work tile: how many kv tiles the block loads,
     those of the rows, and the last of these. None where there is no list.
     """
-    if not plan.is_listed:
+    if not ctx.plan.is_listed:
         return None
-    found = listed(plan, refs, tile)
-    return found.count, *found.of_part(wg)
+    found = listed(ctx, tile)
+    return found.count, *found.of_row_block(wg)
 
 
 def schedule_by_rank(plan: Plan, segment_spans: Any) -> Any:
     """`schedule` where there are segments: rank r of a batch row stands for its work tile with the
     r-th most kv tiles. Packed documents repeat: assigned in the order of rows, a block would take
-    the same part of every document, and blocks with late parts would finish last.
+    the same rows of every document, and blocks with late rows would finish last.
     """
     problem = plan.problem
     table = jnp.asarray(schedule(plan))
@@ -193,6 +196,19 @@ def at_offset(make: Callable[[Any, Offsets], np.ndarray], plan: Any, q_offset: A
     padded = np.stack([np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in tables])
     away = jnp.abs(jnp.asarray(known, jnp.int32) - q_offset[None, : len(known[0])]).sum(axis=1)
     return lax.dynamic_index_in_dim(jnp.asarray(padded), away.argmin(), keepdims=False)
+
+
+def operands(plan: Plan, inputs: AttentionInputs) -> dict[str, Any]:
+    """What any kernel whose work tiles are query rows reads by tiles: bias, mask_array and segment
+    ids in whole tiles, the lists of kv tiles, and the schedule.
+    """
+    rows, keys = plan.padded_rows, tma_operands.round_up(plan.problem.kv_len, plan.config.block_kv)
+    fields = tma_operands.over_scores(inputs, rows, keys)
+    fields |= tma_operands.segment_ids(inputs, rows, keys)
+    if plan.is_listed:
+        fields["tiles"] = tile_lists.tiles(plan.problem, inputs, *plan.list_sizes)
+    fields["schedule"] = table(schedule, plan, inputs, fields)
+    return fields
 
 
 def mask_bounds(plan: Plan) -> np.ndarray:
@@ -263,8 +279,9 @@ def _table(assigned: list[list[int]]) -> np.ndarray:
     return table
 
 
-def tile_of(plan: Plan, refs: Any, code: Any) -> Tile:
+def tile_of(ctx: Context, code: Any) -> Tile:
     """The work tile that a code of `schedule` stands for."""
+    plan, refs, _ = ctx
     problem = plan.problem
     head = lax.shift_right_logical(code, jnp.int32(plan.code_bits))
     batch = lax.div(head, jnp.int32(problem.q_heads))
@@ -294,12 +311,13 @@ def records(plan: Plan, segment_spans: Any) -> Any:
     return jnp.pad(by_unit, ((0, 0), (0, 0), (0, RECORD - 4 * units)))
 
 
-def record_ends(plan: Plan, refs: Refs, tile: Tile) -> Any:
+def record_ends(ctx: Context, tile: Tile) -> Any:
     """What `block_span` reads of a work tile's record, from global memory; where kv tiles are
     listed how many there are, and the last; None where there is neither.
     """
+    plan, refs, _ = ctx
     if plan.is_listed:
-        found = listed(plan, refs, tile)
+        found = listed(ctx, tile)
         return found.count, found.last
     if not plan.has("q_segment_ids"):
         return None
@@ -336,7 +354,7 @@ def rows_span(plan: Plan, record: Any, tile: Tile, wg: Any) -> Span:
 
 def empty_as_zero(plan: Plan, tile: Tile, rows: Any, span: Span) -> Span:
     """A span of some rows of a work tile, lo == hi == 0 where there are no such keys or rows."""
-    if "empty" not in plan.parts:
+    if "empty" not in plan.sections:
         return span
     none = span.hi <= span.lo
     if tile.q_len is not None:
@@ -347,7 +365,7 @@ def empty_as_zero(plan: Plan, tile: Tile, rows: Any, span: Span) -> Span:
 def block_span(plan: Plan, record: Any, tile: Tile) -> tuple[Any, Any]:
     """Kv tiles [lo, hi) that the block loads: all that some warpgroup needs."""
     spans = [rows_span(plan, record, tile, wg) for wg in range(plan.config.warpgroups)]
-    if "empty" not in plan.parts:
+    if "empty" not in plan.sections:
         lo = functools.reduce(jnp.minimum, [span.lo for span in spans])
         return lo, functools.reduce(jnp.maximum, [span.hi for span in spans])
     lows = [jnp.where(span.hi > span.lo, span.lo, 2**30) for span in spans]

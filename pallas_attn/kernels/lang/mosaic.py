@@ -477,17 +477,17 @@ class Thread:
         of `value` there too, to wait for whatever the branch waits for.
         """
         word = value.value
-        parts = [word] if nbytes < 16 else [vector.extract(word, [], [i]) for i in range(4)]
+        words = [word] if nbytes < 16 else [vector.extract(word, [], [i]) for i in range(4)]
         if nbytes < 4:
-            parts = [arith.extui(_int(32), word)]
+            words = [arith.extui(_int(32), word)]
         kind = {16: "v4.b32"}.get(nbytes, f"b{8 * nbytes}")
-        names = ", ".join(f"${n}" for n in range(2, 2 + len(parts)))
+        names = ", ".join(f"${n}" for n in range(2, 2 + len(words)))
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
-            [arith.extui(_int(32), where.value), address_of(ref, index, nbytes), *parts],
+            [arith.extui(_int(32), where.value), address_of(ref, index, nbytes), *words],
             "{ .reg .pred p; setp.ne.b32 p, $0, 0; "
             f"@p st.global.{kind} [$1], " + (f"{{{names}}}" if nbytes == 16 else names) + "; }",
-            "r,l," + ",".join("l" if nbytes == 8 else "r" for _ in parts) + ",~{memory}",
+            "r,l," + ",".join("l" if nbytes == 8 else "r" for _ in words) + ",~{memory}",
             has_side_effects=True,
         )
 

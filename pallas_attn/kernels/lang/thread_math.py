@@ -125,8 +125,8 @@ def to_word(numbers: list[Value], dtype: str) -> Value:
     as many bytes. They must be within the range of the dtype.
     """
     if dtype == "int8":
-        parts = [_asm(_int(32), [x], "cvt.rni.s32.f32 $0, $1;", "=r,f") for x in numbers]
-        return packed(parts, 8)
+        numbers = [_asm(_int(32), [x], "cvt.rni.s32.f32 $0, $1;", "=r,f") for x in numbers]
+        return packed(numbers, 8)
     if len(numbers) == 1:
         numbers = [*numbers, utils.c(0.0, ir.F32Type.get())]
         return arith.trunci(_int(8), to_word(numbers, dtype))
@@ -136,17 +136,17 @@ def to_word(numbers: list[Value], dtype: str) -> Value:
     return packed([arith.extui(_int(32), pair) for pair in pairs], 16)
 
 
-def packed(parts: list[Value], bits: int) -> Value:
+def packed(numbers: list[Value], bits: int) -> Value:
     """The low `bits` of each 32-bit integer one above the other."""
     halves = []
-    for lo in range(0, len(parts), 32 // bits):
+    for lo in range(0, len(numbers), 32 // bits):
         half = utils.c(0, _int(32))
-        for n, part in enumerate(parts[lo : lo + 32 // bits]):
-            low = arith.andi(part, utils.c(2**bits - 1, _int(32)))
+        for n, number in enumerate(numbers[lo : lo + 32 // bits]):
+            low = arith.andi(number, utils.c(2**bits - 1, _int(32)))
             half = arith.ori(half, arith.shli(low, utils.c(n * bits, _int(32))))
         halves.append(half)
     if len(halves) == 2:
         low, high = (arith.extui(_int(64), half) for half in halves)
         return arith.ori(low, arith.shli(high, utils.c(32, _int(64))))
-    total_bits = len(parts) * bits
+    total_bits = len(numbers) * bits
     return halves[0] if total_bits == 32 else arith.trunci(_int(total_bits), halves[0])

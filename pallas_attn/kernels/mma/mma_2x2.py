@@ -88,7 +88,7 @@ class WarpGrid(NamedTuple):
 
     @property
     def shares(self) -> int:
-        """Into how many parts a result's columns fall."""
+        """Into how many shares a result's columns fall."""
         return self.across * self.groups
 
 
@@ -123,7 +123,7 @@ def int_of(scalar: Any) -> Int:
 def multiply_rows(
     sums: list, a: list, right: _RightRows, width: int, dtype: Any, after: Any = lambda: None
 ) -> None:
-    """sums += a @ `width` columns of 16 rows of the right operand: a [part][block], 4 words.
+    """sums += a @ `width` columns of 16 rows of the right operand: a [term][block], 4 words.
     `after` is called after each 16 columns.
     """
     address, whole, start = right
@@ -155,17 +155,17 @@ def product(
     left: tuple[Ref, Array],
     right: tuple[Ref, Array],
     sizes: Sequence[int],
-    parts: int,
+    terms: int,
     down: int,
 ) -> Array:
     """left @ right^T of rows in shared memory, (ref, the first of them). `sizes`: (rows of the
-    left, rows of the right, the width of a part).
+    left, rows of the right, the width of a term).
     """
-    return either_product(((left, right),), 0, sizes, parts, down)
+    return either_product(((left, right),), 0, sizes, terms, down)
 
 
 def either_product(
-    pairs: Sequence[Any], which: Any, sizes: Sequence[int], parts: int, down: int
+    pairs: Sequence[Any], which: Any, sizes: Sequence[int], terms: int, down: int
 ) -> Array:
     """`product` of the `which`-th of one or two pairs (left, right), whose rows are alike."""
     (rows, columns, width), (a_ref, b_ref) = sizes, (x[0] for x in pairs[0])
@@ -188,19 +188,19 @@ def either_product(
             found = [[arith.select(second, b, a) for a, b in zip(*found, strict=True)]]
         a_base, b_base = found[0]
         sums = mma_sync.nothing(blocks, mine)
-        small = mma_sync.nothing(blocks, mine) if parts == 3 else None
+        small = mma_sync.nothing(blocks, mine) if terms == 3 else None
         for column in range(0, width, 16):
             a = [
                 [
                     mma_sync.ldmatrix(a_base, 2 * (b * 16 * steps[0] + p * width + column))
                     for b in range(blocks)
                 ]
-                for p in range(parts)
+                for p in range(terms)
             ]
             for key in range(0, mine, 16):
                 b = [
                     mma_sync.ldmatrix(b_base, 2 * (key * steps[1] + p * width + column))
-                    for p in range(parts)
+                    for p in range(terms)
                 ]
                 mma_sync.multiply(sums, key // 8, a, b, dtype, small)
         if small is not None:
@@ -211,7 +211,7 @@ def either_product(
         (a_ref, a_first), (b_ref, b_first) = pairs[int(which)]
         a, b = a_ref[int(a_first) :][:rows], b_ref[int(b_first) :][:columns]
         out = np.zeros(shape, np.float32)
-        for i, j in PAIRS[parts]:
+        for i, j in PAIRS[terms]:
             of_a, of_b = (x[:, n * width :][:, :width] for x, n in ((a, i), (b, j)))
             out += of_a.astype(np.float32) @ of_b.astype(np.float32).T
         return out
@@ -230,10 +230,10 @@ def matmul_add(acc: Array, p: Sequence[Array], x: RightOperand, down: int) -> Ar
     def code(acc, p, x_ref, first):
         _, _, lane = place_of_warp(down)
         base = mma_sync.address_of(x_ref, int_of(first) + lane % 16, lane // 16, step)
-        sums, words = mma_sync.numbers_of(acc, blocks), [mma_rowmajor.words_of(part) for part in p]
+        sums, words = mma_sync.numbers_of(acc, blocks), [mma_rowmajor.words_of(term) for term in p]
         for key in range(0, inner, 16):
             starts = [(block * inner + key) // 4 for block in range(blocks)]
-            a = [[part[start : start + 4] for start in starts] for part in words]
+            a = [[term[start : start + 4] for start in starts] for term in words]
             multiply_rows(sums, a, _RightRows(base, width, key * step), width, dtype)
         return tile_of_sums(sums, (rows, width), down)
 
@@ -250,9 +250,9 @@ def matmul_add_shared(
     acc: Array, p: Ref, x: RightOperand, sizes: tuple[int, int, int], grid: WarpGrid
 ) -> Array:
     """acc + a warpgroup's columns of p @ x, p as `store_tile` left it in shared memory. `sizes`:
-    (rows and columns of p, its parts).
+    (rows and columns of p, its terms).
     """
-    (x_ref, first, width), (rows, inner, parts) = x, sizes
+    (x_ref, first, width), (rows, inner, terms) = x, sizes
     steps, dtype, shape = (p.shape[1], x_ref.shape[1]), x_ref.dtype, acc.shape
     blocks, wide = rows // grid.down // 16, width // grid.shares
     mine = inner // grid.shares
@@ -271,14 +271,14 @@ def matmul_add_shared(
                         mma_sync.ldmatrix(a_base, 2 * (b * 16 * steps[0] + n * inner + key))
                         for b in range(blocks)
                     ]
-                    for n in range(parts)
+                    for n in range(terms)
                 ]
                 right = _RightRows(base, width, key * steps[1])
                 multiply_rows(sums, a, right, wide, dtype)
         return tile_of_sums(sums, shape, grid.down)
 
     def twin(acc, p, x_ref, first, group, row):
-        left = [p[int(row) :][:rows, n * inner :][:, :inner] for n in range(parts)]
+        left = [p[int(row) :][:rows, n * inner :][:, :inner] for n in range(terms)]
         whole = product_of_numpy(left, x_ref[int(first) :][:inner], width)
         return np.array(acc) + whole[:, int(group) * shape[1] :][:, : shape[1]]
 
@@ -302,7 +302,7 @@ def _share(grid: WarpGrid, group: Any) -> tuple[Int, Int, Int]:
 
 
 def transposed_product(
-    left: Ref, right: Ref, sizes: tuple[int, int, int], parts: int, grid: WarpGrid
+    left: Ref, right: Ref, sizes: tuple[int, int, int], terms: int, grid: WarpGrid
 ) -> Array:
     """A warpgroup's columns of left^T @ right, [rows, width / groups], its warps two by two: `left`
     holds [keys, rows] as `store_tile` left it, `right` [keys, width]. `sizes`: (rows, keys, width).
@@ -327,7 +327,7 @@ def transposed_product(
                     )
                     for b in range(blocks)
                 ]
-                for p in range(parts)
+                for p in range(terms)
             ]
             right_rows = _RightRows(b_base, width, key * steps[1])
             multiply_rows(sums, a, right_rows, wide, dtype)
@@ -335,7 +335,7 @@ def transposed_product(
 
     def twin(left, right, group):
         out = np.zeros(shape, np.float32)
-        for i, j in PAIRS[parts]:
+        for i, j in PAIRS[terms]:
             a = left[:keys, i * rows : (i + 1) * rows].astype(np.float32)
             start = j * width + int(group) * shape[1]
             out += a.T @ right[:keys, start : start + shape[1]].astype(np.float32)
@@ -350,7 +350,7 @@ def transposed_product(
 
 
 def store_tile(tile: Sequence[Array], to: Ref, grid: WarpGrid) -> None:
-    """A warpgroup's part of a tile in its parts, side by side, to shared memory."""
+    """A warpgroup's columns of a tile in its terms, side by side, to shared memory."""
     (rows, columns), step = tile[0].shape, to.shape[1]
     whole, mine = columns * grid.groups, columns // grid.across
 
@@ -359,17 +359,17 @@ def store_tile(tile: Sequence[Array], to: Ref, grid: WarpGrid) -> None:
         row = int_of(first) + high * (rows // grid.down) + lane // 4
         start = row * (step // 2) + share * (mine // 2) + lane % 4
         base = threads.shared_address(to, start, 4)
-        for n, part in enumerate(tile):
-            for i, word in enumerate(mma_rowmajor.words_of(part)):
+        for n, term in enumerate(tile):
+            for i, word in enumerate(mma_rowmajor.words_of(term)):
                 below = i // (mine // 4) * 16 + i % 2 * 8
                 across = n * whole + i // 2 % (mine // 8) * 8
                 ptx = f"st.shared.b32 [$0+{2 * (below * step + across)}], $1;"
                 threads.do(ptx, [base, word], "r,r")
 
     def twin(tile, to, group, first):
-        for n, part in enumerate(tile):
+        for n, term in enumerate(tile):
             start = n * whole + int(group) * columns
-            to[int(first) :][:rows, start : start + columns] = part
+            to[int(first) :][:rows, start : start + columns] = term
 
     types = ((mosaic.warp_layout((rows, columns), grid.down),) * len(tile), REF, SCALAR, SCALAR)
     args = (tuple(tile), to, jnp.int32(grid.group), jnp.int32(grid.row))
@@ -378,7 +378,7 @@ def store_tile(tile: Sequence[Array], to: Ref, grid: WarpGrid) -> None:
 
 
 def load_tile(ref: Ref, shape: tuple[int, int], down: int) -> Array:
-    """What one warpgroup's `store_tile` left of a tile of one part."""
+    """What one warpgroup's `store_tile` left of a tile of one term."""
     (rows, columns), step, dtype = shape, ref.shape[1], ref.dtype
     mine = columns * down // 4
 
@@ -534,7 +534,7 @@ def _tree(op: Any, values: list) -> ir.Value:
     return values[0]
 
 
-# ---- matmuls with parts of the softmax between their instructions -------------------------------
+# ---- matmuls with pieces of the softmax between their instructions -------------------------------
 #
 # ptxas leaves instructions about where it finds them: so the exponents of one tile are written
 # between the matmuls of the next tile's scores, and the next tile's row maxima between those of the

@@ -43,7 +43,7 @@ class Split:
     """Which query rows and which keys of a kv tile of `keys` keys each warp takes.
 
     There are `row_blocks` (1, 2 or 4) row blocks of 16 query rows. 4 / row_blocks warps share a row
-    block, each with a part of the keys. Column c of a warp's scores is key `first_key(warp) + c` of
+    block, each with some of the keys. Column c of a warp's scores is key `first_key(warp) + c` of
     the tile.
 
     `folded`: there are at most 8 query rows. Rows 8 to 15 of the scores then hold the scores of
@@ -528,7 +528,7 @@ def _store_four(ref: Ref, index: Int, values: list, there: ir.Value) -> None:
 
 
 def add(ref: Any, number: Any, tile: Any, where: Any) -> None:
-    """Adds a float32 tile in registers to part `number` of a vector in global memory, by atomic
+    """Adds a float32 tile in registers to piece `number` of a vector in global memory, by atomic
     adds of 16 bytes, in the order in which threads hold it; does nothing where `where` is 0.
     """
     slots = tile.size // 4  # of 16 bytes: two columns of two rows, neighbouring registers
@@ -558,8 +558,8 @@ def add(ref: Any, number: Any, tile: Any, where: Any) -> None:
     def twin(ref, number, tile, where):
         if where:
             # warp, row / 8, row, 8 columns, 2 columns, column
-            parts = tile.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5)
-            ref[int(number) * tile.size :][: tile.size] += parts.ravel()
+            pieces = tile.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5)
+            ref[int(number) * tile.size :][: tile.size] += pieces.ravel()
 
     types = (REF, SCALAR, mosaic.TILE, SCALAR)
     inline(code, twin, (ref, number, tile, where), types, None)

@@ -249,11 +249,11 @@ def matmul_add(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int)
         _, lane = warp_and_lane()
         right = address_of(v, Int(first.registers.item()) + lane % 16, lane // 16, step)
         sums = numbers_of(acc, blocks)
-        words = [mma_rowmajor.words_of(part) for part in p]
+        words = [mma_rowmajor.words_of(term) for term in p]
 
         def add(sums, at, column, key):
             starts = [(block * keys + key) // 4 for block in range(blocks)]
-            a = [[part[start : start + 4] for start in starts] for part in words]
+            a = [[term[start : start + 4] for start in starts] for term in words]
             b = [
                 ldmatrix(right, 2 * (key * step + n * width + column), transposed=True)
                 for n in range(terms)

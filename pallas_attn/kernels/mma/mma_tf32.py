@@ -144,8 +144,8 @@ def store_queries(at: mma_rowmajor.Queries, split: Split, to: Ref) -> None:
         taken = mma_rowmajor.rows_of_twin(first, at, split)
         q = ref.reshape(-1, dim)[taken[:most]]
         to[:] = 0
-        for n, part in enumerate(_terms_of_numpy(q) if both else [q]):
-            to[:, n * _width(dim) : n * _width(dim) + dim] = part
+        for n, term in enumerate(_terms_of_numpy(q) if both else [q]):
+            to[:, n * _width(dim) : n * _width(dim) + dim] = term
 
     args = (ref, (at.start, at.first), to)
     mma_rowmajor.inline(code, twin, args, (REF, (SCALAR, SCALAR), REF), None)

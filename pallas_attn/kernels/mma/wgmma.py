@@ -140,14 +140,14 @@ def split(x: Any, power: Any, kind: Kind, width: int) -> Any:
     if kind.dtype == "bfloat16":  # cut off: nothing overflows
         bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
         first = lax.bitcast_convert_type(bits, jnp.float32)
-    parts = [first]
+    terms = [first]
     if kind.terms == 2:
         finite = jnp.isfinite(x)
-        parts = [jnp.where(finite, first, 0), jnp.where(finite, x - first, x)]
+        terms = [jnp.where(finite, first, 0), jnp.where(finite, x - first, x)]
     pad = [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]
-    parts = [part.astype(kind.dtype) for part in parts]
-    parts = [jnp.pad(part, pad) for part in parts] if width > x.shape[-1] else parts
-    return jnp.concatenate(parts, axis=-1)
+    terms = [term.astype(kind.dtype) for term in terms]
+    terms = [jnp.pad(term, pad) for term in terms] if width > x.shape[-1] else terms
+    return jnp.concatenate(terms, axis=-1)
 
 
 # ---- tiles, in a kernel -------------------------------------------------------------------------
@@ -155,11 +155,11 @@ def split(x: Any, power: Any, kind: Kind, width: int) -> Any:
 
 def terms_of_registers(x: Any, kind: Kind) -> tuple[Any, ...]:
     """The terms of a tile in registers, of numbers below 2**(EXPONENT + 1) where there are two."""
-    parts = [x.astype(kind.dtype)]
+    terms = [x.astype(kind.dtype)]
     for _ in range(kind.terms - 1):
-        x = x - parts[-1].astype(jnp.float32)
-        parts.append(x.astype(kind.dtype))
-    return tuple(parts)
+        x = x - terms[-1].astype(jnp.float32)
+        terms.append(x.astype(kind.dtype))
+    return tuple(terms)
 
 
 def terms_of_rows(x: Any, kind: Kind) -> tuple[tuple[Any, ...], Any]:
@@ -178,8 +178,8 @@ def terms_of_smem(ref: Any, kind: Kind) -> tuple[Any, ...]:
     return tuple(ref.at[:, pl.ds(n * width, width)] for n in range(kind.terms))
 
 
-def transposed(parts: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(part.transpose((1, 0)) for part in parts)
+def transposed(terms: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(term.transpose((1, 0)) for term in terms)
 
 
 def products(a: int, b: int) -> int:
@@ -250,9 +250,9 @@ def overlapped(
 # A tensor core adds up with fewer bits and rounds towards 0, which would show in the sum of many
 # tiles: here it adds up one tile alone, and the tiles are added up in registers.
 
-# Up to how many columns of a sum a tile is made in parts of how many, for want of registers (but of
-# whole swizzles), and how many of these at a time: by measurement.
-_EXACT_PARTS = ((192, 64, 2), (224, 64, 1), (256, 32, 1))
+# Up to how many columns of a sum a tile is made in chunks of how many, for want of registers (but
+# of whole swizzles), and how many of these at a time: by measurement.
+_EXACT_CHUNKS = ((192, 64, 2), (224, 64, 1), (256, 32, 1))
 
 Factors = tuple[Any, Any]  # one number a row each, or None: 1
 
@@ -268,11 +268,11 @@ def exact_matmul_add(
     """acc * factors[0] + (a @ b) * factors[1], of the terms of both, b in shared memory, where it
     has a `swizzle` of so many bytes. `last` issues matmuls behind all of these, and says how many.
     """
-    part, together = next(how for most, *how in _EXACT_PARTS if acc.shape[1] <= most)
-    part = max(part, swizzle // 2)
-    starts, parts = range(0, acc.shape[1], part), []
+    chunk, together = next(how for most, *how in _EXACT_CHUNKS if acc.shape[1] <= most)
+    chunk = max(chunk, swizzle // 2)
+    starts, chunks = range(0, acc.shape[1], chunk), []
     for some in (starts[n : n + together] for n in range(0, len(starts), together)):
-        widths = [min(part, acc.shape[1] - start) for start in some]
+        widths = [min(chunk, acc.shape[1] - start) for start in some]
 
         def body(*refs, some=some, widths=widths):
             for ref, start, width in zip(refs, some, widths, strict=True):
@@ -287,8 +287,8 @@ def exact_matmul_add(
             return tuple(found)
 
         shapes = [plgpu.ACC((acc.shape[0], width), jnp.float32) for width in widths]
-        parts.extend(pl.run_scoped(body, *shapes))
-    return lax.concatenate(parts, 1)
+        chunks.extend(pl.run_scoped(body, *shapes))
+    return lax.concatenate(chunks, 1)
 
 
 def _sum(both: tuple[Any, Any], factors: Factors) -> jax.Array:

@@ -1,5 +1,5 @@
 """What follows from a prefill problem and a configuration before the kernel runs: which rows a q
-tile holds, how many work units there are, and how many parts the keys of a q tile are split into.
+tile holds, how many work units there are, and how many splits the keys of a q tile have.
 
 A warpgroup has 64 rows of a q tile. They are pairs (query head, query row): `tile_heads` query
 heads of one kv head, each with `head_rows` consecutive query rows, so that all of them share one
@@ -158,7 +158,7 @@ class Plan(attention_plan.Plan):
 
     @property
     def units(self) -> int:
-        """Work units: a q tile and one part of its keys. Not of packed rows, whose number is known
+        """Work units: a q tile and one split of its keys. Not of packed rows, whose number is known
         at run time.
         """
         problem = self.problem
@@ -169,8 +169,8 @@ class Plan(attention_plan.Plan):
         return self.config.grid if self.packed else min(self.config.grid, self.units)
 
     @functools.cached_property
-    def parts(self) -> frozenset[str]:
-        """Lengths are known at run time only: all parts occur that the mask has."""
+    def sections(self) -> frozenset[str]:
+        """Lengths are known at run time only: all sections occur that the mask has."""
         low = {"low"} if self.problem.mask.bounds_left else set()
         return frozenset({"empty", "first_masked", "high"} | low)
 

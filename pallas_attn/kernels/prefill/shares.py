@@ -13,17 +13,15 @@ Every block counts for itself, from the starts and the lengths; the first one wr
 for `merge`.
 """
 
-import functools
 from typing import Any, NamedTuple
 
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.decode import scheduler
-from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang import threads
 
 Ref = Any
 Scalar = Any
@@ -84,20 +82,6 @@ def count(thread: threads.Thread, refs: CountRefs, block: Any, *, plan: Any) -> 
         thread.shared_store(sums, zero, zero, first)
         thread.store(refs.kept, thread.wide(zero + row), zero, 4, first & (block < 1))
     thread.sync()
-
-
-def fill(ctx: Context, wg: Any, block: Any) -> None:
-    """The sums, by one warpgroup for all."""
-    plan, refs, smem = ctx
-
-    @pl.when(wg == 0)
-    def _():
-        program = functools.partial(count, plan=plan)
-        given = CountRefs(refs.starts, refs.lengths, smem.sums, refs.results[-1])
-        mosaic.each_thread(program, given, block, threads.WarpgroupThread())
-        plgpu.barrier_arrive(smem.counted)
-
-    plgpu.barrier_wait(smem.counted)
 
 
 class Share(NamedTuple):

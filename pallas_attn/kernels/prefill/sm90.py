@@ -7,11 +7,11 @@ so K and V are read once for the whole head group. K and V come by TMA from the 
 one copy a kv tile, or one a page of it.
 
 Grid: persistent blocks, `warpgroups` consumers of 64 rows each and one producer. A work unit is a q
-tile and one of `splits` parts of the kv tiles that it sees; the number of units is known
+tile and one of `splits` ranges of the kv tiles that it sees; the number of units is known
 statically, where they begin and end is known from the lengths. Block i takes units i, i + blocks,
-and so on: q tiles of one kv head run side by side and read K and V from L2. With one part the block
-writes the result. With more it writes a partial (accumulator, row max, row sum), and `combine`
-merges them.
+and so on: q tiles of one kv head run side by side and read K and V from L2. With one split the
+block writes the result. With more it writes a partial (accumulator, row max, row sum), and
+`combine` merges them.
 
 Shared memory, and who owns it when:
   q [warpgroup]   the consumer's own: it loads its rows, where there are two slots those of the next
@@ -75,7 +75,7 @@ class Config:
     block_kv: int = 128  # keys of a kv tile
     stages: int = 2  # entries of the ring of K and V
     q_slots: int = 2  # q tiles of a consumer; 2: the next unit's is loaded early
-    splits: int = 1  # parts that the kv tiles of a q tile are split into
+    splits: int = 1  # ranges that the kv tiles of a q tile are split into
     grid: int = BLOCKS  # persistent blocks
     exp_before_wait: int = 0  # as in the dense forward
 
@@ -273,7 +273,7 @@ class Refs(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A q tile and a part of its kv tiles."""
+    """A q tile and some of its kv tiles."""
 
     m: Any  # the sequence
     kv_head: Any
@@ -332,9 +332,9 @@ def _unit_of(ctx: Context, number: Any, share: shares.Share | None = None) -> Un
         span = span._replace(hi=jnp.where(rows > 0, span.hi, 0))
     span = span._replace(hi=jnp.maximum(span.hi, span.lo))
     if config.splits > 1:
-        part = lax.div(span.hi - span.lo + (config.splits - 1), jnp.int32(config.splits))
-        lo = jnp.minimum(span.lo + split * part, span.hi)
-        span = span._replace(lo=lo, hi=jnp.minimum(lo + part, span.hi))
+        each = lax.div(span.hi - span.lo + (config.splits - 1), jnp.int32(config.splits))
+        lo = jnp.minimum(span.lo + split * each, span.hi)
+        span = span._replace(lo=lo, hi=jnp.minimum(lo + each, span.hi))
     if share is not None:
         lo, hi = (jnp.minimum(x, span.hi) for x in shares.kv_tiles_of(ctx, m, unit, share))
         span = span._replace(lo=lo, hi=hi)

@@ -73,7 +73,7 @@ class Units(NamedTuple):
     first: Any
     step: int
     count: Any
-    share: shares.Share | None = None  # which parts of them, where blocks share out kv tiles
+    share: shares.Share | None = None  # which kv tiles of them, where blocks share out kv tiles
 
     def number(self, i: Any) -> Any:
         return self.first + i * self.step
@@ -90,16 +90,16 @@ def units_of(ctx: Context, block_id: Any) -> Units:
 
 def fill(ctx: Context, wg: Any, block_id: Any) -> None:
     """The q tiles of each sequence, by one warpgroup for all."""
-    if ctx.plan.merged:
-        shares.fill(ctx, wg, block_id)
-        return
     plan, refs, smem = ctx
 
     @pl.when(wg == 0)
     def _():
-        program = functools.partial(count, plan=plan)
-        tiles = Tiles(refs.starts, smem.sums)
-        mosaic.each_thread(program, tiles, (), threads.WarpgroupThread())
+        thread, run = threads.WarpgroupThread(), mosaic.each_thread
+        if plan.merged:
+            counted = shares.CountRefs(refs.starts, refs.lengths, smem.sums, refs.results[-1])
+            run(functools.partial(shares.count, plan=plan), counted, block_id, thread)
+        else:
+            run(functools.partial(count, plan=plan), Tiles(refs.starts, smem.sums), (), thread)
         plgpu.barrier_arrive(smem.counted)
 
     plgpu.barrier_wait(smem.counted)
