@@ -67,7 +67,7 @@ def decode_attention(  # noqa: PLR0913
       mask: `CAUSAL`, `sliding_window(n)` or any `Mask`; or a function of positions, `mask_fn(f)`,
         which is called with the number of the sequence. Positions are those of the sequence.
         Combine a function with a band, `CAUSAL & mask_fn(f)`: keys outside of it are not read. With
-        `parents` it is `CAUSAL`.
+        `parents` it is `CAUSAL` or a window, in which drafts stand where their depth puts them.
       scale, softcap, sinks: as in `flash_attention`.
       precision: as in `flash_attention`; kernels are float32-accurate at any.
       batch_invariant: the bits of a sequence's result do not depend on what else is in the batch.
@@ -197,7 +197,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
         shared_kv=cache.shared_kv,
         tokens=tokens,
         mask_program=None if function is None else function.program,
-        tree=tree is not None,
+        tree=tree is not None and not band.bounds_left,
     )
     run = functools.partial(_decode, implementation=implementation)
     runs = prefixes.Run(run, functools.partial(_merged, implementation=implementation))
@@ -227,12 +227,16 @@ def _visible(
             what = "with starts" if packed else "over a cache whose rows are split over devices"
             remedy = "pass q as [M, t, N, H]" if packed else "use a cache without context"
             raise ValueError(f"parents: expected None {what}; {remedy}")
-        if not (isinstance(mask, Mask) and mask.left is None and mask.is_causal):
+        if not (isinstance(mask, Mask) and mask.is_causal):
             raise ValueError(
-                f"mask: expected CAUSAL beside parents, which say what drafts see, got {mask}"
+                "mask: expected CAUSAL or a window, Mask(left=.., right=0), beside parents, which "
+                f"say what drafts see, got {mask}"
             )
         tree = trees.of(parents, cache.num_sequences, rows.shape[1])
-        return CAUSAL, MaskFunction(trees.program(tree.bits.shape), (tree.bits,)), tree
+        if mask.left is None:
+            return CAUSAL, MaskFunction(trees.program(tree.bits.shape), (tree.bits,)), tree
+        begin = cache.lengths - rows.shape[1]
+        return *trees.windowed(tree, mask.left, begin), tree
     if not isinstance(mask, MaskFunction):
         return _checks.mask(mask), None, None
     if split:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_attn import _checks
 from pallas_attn._program import Constant, Operation, Program
+from pallas_attn.masks import LONGEST, Mask, MaskFunction
 
 Array = jax.Array
 
@@ -88,6 +89,59 @@ def program(shape: tuple[int, ...]) -> Program:
         Operation("lt", (9, _number(0)), "bool"),
     )
     return Program(4, operations, 10, ((shape, "int32"),))
+
+
+def windowed(tree: DraftTree, left: Any, begin: Array) -> tuple[Mask, MaskFunction]:
+    """What drafts see that see `left` positions back, an int or traced: of the rows before them and
+    of their ancestors. Of positions in the sequence, whose drafts begin at row begin[m]. Before it
+    a band, which shows all of that.
+
+    A draft stands `depth` positions behind the last row before the drafts, so that rows which lie
+    between it and its ancestors count for nothing.
+    """
+    drafts, bits = tree.depth.shape[1], tree.bits
+    first = tree.depth - left  # of the positions that a draft sees, from the first draft's on
+    if not isinstance(left, int) or left < drafts - 1:  # else it sees all its ancestors
+        near = tree.depth[:, None] >= first[:, :, None]
+        words = bits.shape[2] - 1
+        near = jnp.pad(near, ((0, 0), (0, 0), (0, words * WORD - drafts)))
+        near = near.reshape(*near.shape[:2], words, WORD)
+        near = jnp.where(near, jnp.int32(1) << jnp.arange(WORD, dtype=jnp.int32), 0)
+        near = near.sum(axis=3, dtype=jnp.int32)
+        bits = jnp.concatenate([bits[..., :1], bits[..., 1:] & near], axis=2)
+    # Counted in rows, the drafts' own among them, a window reaches so far at most.
+    reach = left + drafts - 1
+    reach = min(reach, LONGEST - 1) if isinstance(left, int) else reach
+    aux = bits, jnp.minimum(first, 0), begin
+    return Mask(left=reach, right=0), MaskFunction(program_of_window(bits.shape), aux)
+
+
+def program_of_window(shape: tuple[int, ...]) -> Program:
+    """`program` with positions in the sequence, and a window. It reads the bits, of this shape, the
+    first position that each draft sees of the rows before the drafts, counted from the first draft
+    (int32[M, t]), and where the drafts begin (int32[M]).
+    """
+    b, _, q, kv = range(4)
+    operations: list[Operation] = []
+
+    def add(name: str, *operands: Any, dtype: str = "int32", read: int | None = None) -> int:
+        operations.append(Operation(name, operands, dtype, read=read))
+        return 3 + len(operations)
+
+    begin = add("read", b, read=2)
+    row, key = add("sub", q, begin), add("sub", kv, begin)
+    words = [add("read", b, row, _number(n), read=0) for n in range(1, shape[2])]
+    word = words[0]
+    for n, next_word in enumerate(words[1:], 1):  # chosen, not read: a load a row, not a logit
+        word = add("select_n", add("ge", key, _number(WORD * n), dtype="bool"), word, next_word)
+    place = add("and", add("xor", key, _number(WORD - 1)), _number(WORD - 1))
+    bit = add("lt", add("shift_left", word, place), _number(0), dtype="bool")  # as the sign
+    near = add("ge", key, add("read", b, row, read=1), dtype="bool")
+    before = add("lt", key, _number(0), dtype="bool")
+    seen = add("or", before, bit, dtype="bool")
+    result = add("and", seen, near, dtype="bool")
+    arrays = (shape, "int32"), (shape[:2], "int32"), (shape[:1], "int32")
+    return Program(4, tuple(operations), result, arrays)
 
 
 def _number(n: int) -> Constant:

@@ -298,6 +298,9 @@ BUILDS: dict[str, Build] = {
     "prefill/sm90/stacked": _decode("h100", "stacked", rows=1024),
     "prefill/sm90/paged": _decode("h100", "paged", rows=64),
     "prefill/sm90/paged_tree": _decode("h100", "paged", rows=64, parents=True),
+    "prefill/sm90/paged_tree_window": _decode(
+        "h100", "paged", rows=64, parents=True, mask=pa.sliding_window(1024)
+    ),
     "prefill/sm90/stacked_mask_fn": _decode(
         "h100", "stacked", rows=64, mask=pa.CAUSAL & _BLOCKS["mask"]
     ),

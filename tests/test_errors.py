@@ -590,9 +590,10 @@ DECODES |= {
             z(2, 1, 4, 8), stacked(), parents=pa.DraftTree.create(z(2, 3, dtype="int32"))
         )
     ),
-    "mask: expected CAUSAL beside parents, which say what drafts see, got left=2, right=0": (
+    "mask: expected CAUSAL or a window, Mask(left=.., right=0), beside parents, which say what "
+    "drafts see, got full": (
         lambda: pa.decode_attention(
-            z(2, 1, 4, 8), stacked(), parents=z(2, 1, dtype="int32"), mask=pa.sliding_window(3)
+            z(2, 1, 4, 8), stacked(), parents=z(2, 1, dtype="int32"), mask=pa.FULL
         )
     ),
 }

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from tests import budget, subjects
+from pallas_attn import trees
+from tests import budget, builds, mosaic, subjects
 from tests.decode_cases import ancestors, seen_in_tree, some_parents
 from tests.test_decode import CAPACITY, GROUP, KV_HEADS, expected, holding, rows
 
@@ -48,6 +49,67 @@ def test_a_tree(rng, subject, kind, drafts):
     found = call(pa.decode_attention, q, cache, parents=pa.DraftTree.create(chain), **options)
     causal = call(pa.decode_attention, q, cache, **options)
     np.testing.assert_array_equal(found, causal)
+
+
+@pytest.mark.parametrize("subject", subjects.rows("decode"))
+@pytest.mark.parametrize(
+    "kind, drafts, window, traced",
+    [("paged", 9, 3, False), ("stacked", 5, 6, False), ("per_sequence", 6, 2, True)],
+)
+def test_a_tree_in_a_window(rng, subject, kind, drafts, window, traced):
+    """A draft stands where its depth puts it: keys are as far from it as they would be from a token
+    that follows its ancestors; windows shorter than the tree is deep among them.
+    """
+    _, k, v = rows(rng, len(LENGTHS), CAPACITY, subject.dtype)
+    q = rows(rng, len(LENGTHS), drafts, subject.dtype)[0]
+    cache = holding(rng, kind, k, v, LENGTHS, fill=np.nan)
+    parents = some_parents(len(LENGTHS), drafts)
+
+    def call(q, cache, left, implementation=None):
+        mask = pa.Mask(left=left if traced else window - 1, right=0)
+        options = {"mask": mask, "parents": jnp.asarray(parents)}
+        return pa.decode_attention_with_lse(q, cache, **options, implementation=implementation)
+
+    out, lse = subject.call(call, q, cache, jnp.int32(window - 1))
+    depth = ancestors(parents).sum(axis=2) - 1
+    begin = np.asarray(LENGTHS)[:, None, None, None] - drafts
+    key = np.arange(CAPACITY)[None, None, None]
+    of_draft = np.take_along_axis(depth, np.clip(key - begin, 0, drafts - 1)[:, 0, 0], axis=1)
+    at = np.where(key < begin, key, begin + of_draft[:, None, None])
+    near = begin + depth[:, None, :, None] - at < window
+    seen = seen_in_tree(parents, LENGTHS, CAPACITY) & near
+    given = {"mask_array": seen, "tensor_cores": subject.tensor_cores}
+    budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **given))
+
+
+@pytest.mark.parametrize("window", [4, 100])
+def test_a_window_over_more_drafts_than_a_word_has_bits(window):
+    drafts, lengths = 70, np.array([200, 75, 70, 40])
+    parents, at = some_parents(4, drafts), (lengths - drafts).astype(np.int32)
+    tree = pa.DraftTree.create(parents)
+    band, function = trees.windowed(tree, window - 1, jnp.asarray(at))
+    key, row = np.arange(200, dtype=np.int32), np.arange(drafts, dtype=np.int32)
+    b, q = np.arange(4, dtype=np.int32)[:, None, None], at[:, None, None] + row[:, None]
+    found = function.allows(b, np.int32(0), q, key) & band.allows(q, key, lengths[:, None, None])
+    depth, within = np.asarray(tree.depth), key - at[:, None]
+    of_draft = np.take_along_axis(depth, np.clip(within, 0, drafts - 1), axis=1)
+    stands = np.where(within < 0, within, of_draft)[:, None]
+    near = depth[:, :, None] - stands < window
+    seen = seen_in_tree(parents, lengths, 200)[:, 0] & near
+    held = q >= 0  # drafts that the cache has
+    np.testing.assert_array_equal(found & held, seen & held)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("rows_of_q, bytes_spilled", [(64, 24), (4, 0)])
+def test_machine_code_of_a_tree_in_a_window(rows_of_q, bytes_spilled):
+    """The bits of a draft are read once a row: to read them for each logit spills 600 bytes."""
+    options = {"parents": True, "mask": pa.sliding_window(1024)}
+    build = builds._decode("h100", "paged", rows=rows_of_q, **options)
+    report = mosaic.compile_for(build.call, *build.shapes, sass=False)
+    assert (report.launches, report.copies) == (1, 0)
+    assert report.spill_bytes <= bytes_spilled
 
 
 def test_positions_of_a_tree(rng):
