@@ -664,12 +664,19 @@ def kv_cache(cache: Any) -> None:
         raise ValueError("cache.v_scale: expected scales of k and of v, or none of both")
     if cache.kind == "paged":
         _kept("page_table", cache.page_table, "int32[M, W]", (None, None))
-        sequences, pages = cache.page_table.shape[0], cache.k.shape[-4]
-        _kept("holders", cache.holders, f"int32[{pages}] (one a page)", (pages,))
+        sequences = cache.page_table.shape[0]
     else:
         sequences = len(cache.k) if cache.kind == "per_sequence" else cache.k.shape[-4]
     for name in ("lengths", "new_lengths"):
         _kept(name, getattr(cache, name), f"int32[{sequences}] (one a sequence)", (sequences,))
+
+
+def holders(cache: Any) -> Any:
+    """Of each page of a PagedCache, for a kernel that reads them; None of other caches."""
+    if cache.kind != "paged":
+        return None
+    _kept("holders", cache.holders, f"int32[{cache.pages}] (one a page)", (cache.pages,))
+    return cache.holders
 
 
 def extended(cache: Any) -> None:

@@ -45,7 +45,7 @@ def keep(cache: Any, counts: int | Array, path: Array | None, implementation: st
         path = _checks.integers("path", path, wanted, (sequences, None))
     problem = _problem_of(cache, path)
     buffers = Caches(cache.k, cache.v, cache.k_scale, cache.v_scale)
-    holders = cache.holders if cache.kind == "paged" else None
+    holders = _checks.holders(cache)
     inputs = KeepInputs(*buffers, path, lengths, new, counts, cache.page_table, holders)
     if path is None or 0 in path.shape or not cache.num_bytes:
         moved, kept = buffers, _dispatch.rows_kept(inputs, problem)
