@@ -523,7 +523,7 @@ def test_every_tile_of_scores_is_summed_once(batch, shape):
     walk, refs = dbias.walk_of(plan), plans.Refs(**dict.fromkeys(plans.Refs._fields))
     tiles, steps = np.prod(walk.bias_tiles), walk.chunks * walk.steps
     tile, n = (jnp.asarray(x.ravel(), jnp.int32) for x in np.mgrid[:tiles, :steps])
-    step = jax.vmap(functools.partial(dbias.step_of, plan, refs, walk))(tile, n)
+    step = jax.vmap(functools.partial(dbias.step_of, plans.Context(plan, refs), walk))(tile, n)
     where = np.stack([np.asarray(x) for x in step[:4]], axis=1)[np.asarray(step.live)]
     wanted = np.ndindex(batch, 4, 3, 4)
     assert sorted(where.tolist()) == sorted([b, h, q * 64, k * 64] for b, h, q, k in wanted)

@@ -37,9 +37,9 @@ def check(problem, config, layer=1):
     halves = 1 + problem.gated
     x, w = drawn(problem.rows, halves * problem.out, problem.inner, problem.dtype)
     call = functools.partial(run, problem=problem, config=config)
-    parts = jax.jit(call)(x, w, jnp.int32(layer))
-    assert parts.shape == (config.splits, problem.rows, problem.out)
-    got = np.asarray(parts, np.float64).sum(axis=0)
+    partials = jax.jit(call)(x, w, jnp.int32(layer))
+    assert partials.shape == (config.splits, problem.rows, problem.out)
+    got = np.asarray(partials, np.float64).sum(axis=0)
     x, w = np.asarray(x, np.float64), np.asarray(w[layer], np.float64)
     want, unsure = x @ w.T, 2.0**-20 * (np.abs(x) @ np.abs(w).T)
     if problem.gated:
@@ -48,7 +48,7 @@ def check(problem, config, layer=1):
         want = silu * up
         # The slope of silu stays below 1.1; exp and the division are of float32.
         unsure = 1.1 * first * np.abs(up) + second * np.abs(silu) + 2.0**-20 * np.abs(want)
-    allowed = float(jnp.finfo(parts.dtype).eps) * np.abs(want) + unsure
+    allowed = float(jnp.finfo(partials.dtype).eps) * np.abs(want) + unsure
     assert (np.abs(got - want) <= allowed).all()
 
 
@@ -142,35 +142,35 @@ def normal(shape, dtype, seed):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def norm_operands(problem, part_dtype="float32"):
-    shapes = (problem.rows, problem.dim), (problem.parts, problem.rows, problem.dim)
-    dtypes = problem.dtype, part_dtype
-    x, parts = (normal(shape, dtype, 1) for shape, dtype in zip(shapes, dtypes, strict=True))
-    return x, parts, normal((3, problem.dim), problem.dtype, 2), jnp.int32(2)
+def norm_operands(problem, partials_dtype="float32"):
+    shapes = (problem.rows, problem.dim), (problem.partials, problem.rows, problem.dim)
+    dtypes = problem.dtype, partials_dtype
+    x, partials = (normal(shape, dtype, 1) for shape, dtype in zip(shapes, dtypes, strict=True))
+    return x, partials, normal((3, problem.dim), problem.dtype, 2), jnp.int32(2)
 
 
-def check_norm(problem, part_dtype="float32"):
-    """x to the bit where there is one part; what is left is the order of sums."""
-    x, parts, weight, layer = norm_operands(problem, part_dtype)
-    got = norm_kernel.run(x, parts, weight, layer, problem)
-    want = lm_rows.add_norm(x, parts, weight[2], problem.eps)
+def check_norm(problem, partials_dtype="float32"):
+    """x to the bit where there is one partial sum; what is left is the order of sums."""
+    x, partials, weight, layer = norm_operands(problem, partials_dtype)
+    got = norm_kernel.run(x, partials, weight, layer, problem)
+    want = lm_rows.add_norm(x, partials, weight[2], problem.eps)
     eps = float(jnp.finfo(problem.dtype).eps)
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(ours.astype(float), theirs.astype(float), rtol=2 * eps, atol=eps)
-    assert problem.parts > 1 or (got[0] == want[0]).all()
+    assert problem.partials > 1 or (got[0] == want[0]).all()
 
 
 def rotate_operands(problem):
     width = problem.every * problem.head_dim
     angles = normal((problem.rows, problem.head_dim // 2), "float32", 3)
-    parts = normal((problem.parts, problem.rows, width), "float32", 4)
-    return parts, jnp.cos(angles), jnp.sin(angles)
+    partials = normal((problem.partials, problem.rows, width), "float32", 4)
+    return partials, jnp.cos(angles), jnp.sin(angles)
 
 
 def check_rotate(problem):
-    parts, cos, sin = rotate_operands(problem)
-    got = rotate_kernel.run(parts, cos, sin, problem)
-    rows = np.asarray(parts).sum(axis=0).reshape(problem.rows, problem.every, problem.head_dim)
+    partials, cos, sin = rotate_operands(problem)
+    got = rotate_kernel.run(partials, cos, sin, problem)
+    rows = np.asarray(partials).sum(axis=0).reshape(problem.rows, problem.every, problem.head_dim)
     angles = Angles(cos[:, None], sin[:, None])
     eps = float(jnp.finfo(problem.dtype).eps)
     start = 0
@@ -259,10 +259,10 @@ def test_gated_on_the_gpu(rows, out, inner):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 64])
-@pytest.mark.parametrize("dim, parts", [(4096, 8), (4096, 1), (3584, 4), (512, 2)])
-def test_norm_on_the_gpu(rows, dim, parts):
-    check_norm(norm_kernel.Problem(rows, dim, parts, "bfloat16", 1e-5))
-    check_norm(norm_kernel.Problem(rows, dim, parts, "bfloat16", 1e-5), "bfloat16")
+@pytest.mark.parametrize("dim, partials", [(4096, 8), (4096, 1), (3584, 4), (512, 2)])
+def test_norm_on_the_gpu(rows, dim, partials):
+    check_norm(norm_kernel.Problem(rows, dim, partials, "bfloat16", 1e-5))
+    check_norm(norm_kernel.Problem(rows, dim, partials, "bfloat16", 1e-5), "bfloat16")
 
 
 @pytest.mark.gpu
