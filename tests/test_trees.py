@@ -82,6 +82,25 @@ def test_a_tree_in_a_window(rng, subject, kind, drafts, window, traced):
     budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **given))
 
 
+def test_a_window_of_any_int32(rng):
+    """A traced window wider than the sequence is none; one that is negative shows nothing."""
+    _, k, v = rows(rng, len(LENGTHS), CAPACITY, "float32")
+    q, parents = rows(rng, len(LENGTHS), 5, "float32")[0], some_parents(len(LENGTHS), 5)
+    cache = holding(rng, "stacked", k, v, LENGTHS, fill=np.nan)
+
+    @jax.jit
+    def call(left):
+        mask = pa.Mask(left=left, right=0)
+        return pa.decode_attention(q, cache, mask=mask, parents=jnp.asarray(parents))
+
+    wide = np.asarray(call(jnp.int32(CAPACITY)))
+    assert wide.any()
+    for left in (2**29, 2**30, 2**31 - 1):
+        np.testing.assert_array_equal(call(jnp.int32(left)), wide)
+    for left in (-1, -(2**30), -(2**31)):
+        assert not np.asarray(call(jnp.int32(left))).any()
+
+
 @pytest.mark.parametrize("window", [4, 100])
 def test_a_window_over_more_drafts_than_a_word_has_bits(window):
     drafts, lengths = 70, np.array([200, 75, 70, 40])
