@@ -277,7 +277,7 @@ def _train() -> int:
                 _say(header)
             header = ""
             _say(f"{line.step:>6}{line.loss:>13.3f}{line.held_out:>10.3f}{line.seconds:>9.1f}")
-    folder, device = given.OUT.value, jax.devices()[0].device_kind
-    _say(f"trained on {device}, {line.implementation}, {recipe.dtype}")
+    folder = given.OUT.value
+    _say(f"trained on {mesh.devices(devices)}, {line.implementation}, {recipe.dtype}")
     _say(f"the model is in {folder}: {_program()} --checkpoint={folder}")
     return 0

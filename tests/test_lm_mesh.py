@@ -139,19 +139,49 @@ def test_a_llama_of_70_billion_on_four_devices():
 
 
 def test_training_has_the_same_losses(tmp_path):
-    """Windows over one axis, rows over another, and both; two steps and what is held out."""
+    """Windows over one axis, rows over another, and both, and rows in two processes; two steps and
+    what is held out.
+    """
     text = bytes(np.random.default_rng(0).integers(97, 107, 400, np.uint8))
+    (tmp_path / "text").write_bytes(text)
+    flags = ("--task=train", f"--text={tmp_path / 'text'}", f"--out={tmp_path / 'processes'}")
+    sizes = ("--steps=2", "--batch=4", "--context=16", "--learning_rate=0.5")
+    running = _processes("--mesh=cp:2", *flags, *sizes, JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     lines = {}
     for axes in (None, "cp:2,dp:2"):
         mesh = None if axes is None else lm_mesh.make(axes, ("cp", "dp"))
-        recipe = train.Recipe(steps=2, batch=4, context=16, every=2, warmup=1, mesh=mesh)
+        recipe = train.Recipe(steps=2, batch=4, context=16, learning_rate=0.5, mesh=mesh)
         (line,) = train.train(text, str(tmp_path / str(axes)), recipe)
         lines[axes] = line
     one, split = lines.values()
     np.testing.assert_allclose(split[1:3], one[1:3], rtol=1e-4)
+    first, other = _said(running)
+    step, loss, held_out, _ = first.splitlines()[-3].split()
+    assert step == "2" and "trained on 2 x cpu" in first and "trained" not in other
+    np.testing.assert_allclose([float(loss), float(held_out)], one[1:3], atol=6e-4)
+    assert (tmp_path / "processes" / "model.npy").stat().st_size > 3e6
     for options, said in (({"batch": 3}, "batch: expected a multiple of 2"), ({"context": 6}, "4")):
         with pytest.raises(ValueError, match=said):
             train.Recipe(mesh=mesh, **options)
+
+
+def _processes(*flags, **environment):
+    """Two processes of run.py, with one device each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "run.py", *flags, f"--coordinator={address}", "--processes=2"]
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"} | environment
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    how = {"cwd": ROOT, "env": environment, **pipes}
+    return [subprocess.Popen([*command, f"--process={n}"], **how) for n in (0, 1)]
+
+
+def _said(running):
+    """What processes wrote, which all end well."""
+    said = [process.communicate(timeout=110) for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+    return [out for out, _ in said]
 
 
 def test_a_report_of_a_mesh_has_what_one_of_a_device_has(tmp_path):
@@ -174,17 +204,8 @@ def test_a_report_of_a_mesh_has_what_one_of_a_device_has(tmp_path):
 
 
 def test_processes_with_a_device_each_say_what_one_device_does():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "run.py", "--prompt=ROMEO:", "--max_new_tokens=5", "--mesh=tp:2"]
-    command += [f"--coordinator={address}", "--processes=2"]
-    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    how = {"cwd": ROOT, "env": environment, **pipes}
-    running = [subprocess.Popen([*command, f"--process={n}"], **how) for n in (0, 1)]
+    running = _processes("--prompt=ROMEO:", "--max_new_tokens=5", "--mesh=tp:2")
     (text,) = lm.generate(lm.load(), ["ROMEO:"], max_new_tokens=5)
-    said = [process.communicate(timeout=110) for process in running]
-    assert [process.returncode for process in running] == [0, 0], said
-    assert f"ROMEO:{text}" in said[0][0] and "2 x cpu" in said[0][0]
-    assert "ROMEO:" not in said[1][0]
+    first, other = _said(running)
+    assert f"ROMEO:{text}" in first and "2 x cpu" in first
+    assert "ROMEO:" not in other

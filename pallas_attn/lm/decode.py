@@ -483,7 +483,7 @@ class Run:
             "steady": steady,
             "tokens_per_second": round(made / took, 1) if took else 0.0,
             "tb_per_second": round(moved / took / 1e12, 4) if took else 0.0,
-            "device": self._device(),
+            "device": lm_mesh.devices(self.options.mesh),
             "implementation": "+".join(sorted(names)),
             "dtype": self.options.dtype,
             "cache_bytes": self._cache.num_bytes,
@@ -515,10 +515,6 @@ class Run:
     def between_tokens(self) -> Spread | None:
         """Of all tokens of all sequences, but the first of each."""
         return Spread.of(self._gaps)
-
-    def _device(self) -> str:
-        kind, mesh = jax.devices()[0].device_kind, self.options.mesh
-        return kind if mesh is None else f"{mesh.size} x {kind}"
 
     def wait(self) -> None:
         """Until the device has done what it was told to: a process does not end in the midst."""

@@ -128,6 +128,12 @@ def logits(
     return jax.shard_map(part, mesh=mesh, in_specs=ins, out_specs=P())(params, tokens)
 
 
+def devices(mesh: Mesh | None) -> str:
+    """How many of which kind, as a person reads it."""
+    kind = jax.devices()[0].device_kind
+    return kind if mesh is None else f"{mesh.size} x {kind}"
+
+
 def everywhere(mesh: Mesh | None, x: np.ndarray) -> jax.Array:
     """An array of the host's, which is the same in all processes, on every device."""
     if mesh is None:
