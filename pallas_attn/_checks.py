@@ -95,6 +95,7 @@ def attention(
         mask_shape=None if inputs.mask_array is None else inputs.mask_array.shape,
         deterministic=boolean("deterministic", options["deterministic"]),
         mask_program=None if function is None else function.program,
+        mask_within=FULL if function is None else function.within,
         mask_blocks=_blocks(function, (q_len, kv_len, static_offset), offset, shards),
         score_program=None if score is None else score.program,
     ), inputs

@@ -102,7 +102,8 @@ class Split:
         """Keys [lo, hi) that a chunk's rows may see, from the chunk's own first key on; None where
         all keys move: they are not known, or too many, or a bias lies over all of them.
         """
-        problem, mask = self.problem, self.problem.mask
+        problem = self.problem
+        mask = problem.mask if problem.mask_program is None else problem.mask_within
         shapes = (problem.bias_shape, problem.mask_shape)
         over_keys = any(shape is not None and shape[3] > 1 for shape in shapes)
         if not (isinstance(mask.left, int) and isinstance(mask.right, int)):

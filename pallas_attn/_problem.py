@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_attn._program import Program
-from pallas_attn.masks import SIDES, Mask
+from pallas_attn.masks import FULL, SIDES, Mask
 
 Array = Any
 
@@ -108,6 +108,7 @@ class AttentionProblem:
     mask_shape: tuple[int, ...] | None = None
     deterministic: bool = False  # of a backward: the same bits each time
     mask_program: Program | None = None  # hides keys beside `mask`: of b, h, q, kv
+    mask_within: Mask = FULL  # a static band that shows all that mask_program shows
     score_program: Program | None = None  # of a score, b, h, q, kv
     # T, S and q_offset of `MaskFunction.blocks`, which are then the last of mask_aux; None: none.
     mask_blocks: tuple[int, int, int] | None = None

@@ -80,6 +80,11 @@ def documents_and_more(ids, limits):
     return (same & pa.CAUSAL) | prefix & ~pa.Mask(0, 0)
 
 
+def parity(ids):
+    """A function that a static band bounds on both sides."""
+    return pa.mask_fn(lambda b, h, q, kv, i: (i[b, q] + i[b, kv]) % 2 == 0, ids) & pa.Mask(5, 2)
+
+
 def relative(slopes, table):
     def score(s, b, h, q, kv, slopes, table):
         near = jnp.clip(q - kv + 8, 0, 15)
@@ -92,6 +97,8 @@ def attend(**given):
     """With functions of what they read in place of that."""
     if "limits" in given:
         given["mask"] = documents_and_more(given.pop("ids"), given.pop("limits"))
+    elif "ids" in given:
+        given["mask"] = parity(given.pop("ids"))
     if "slopes" in given:
         given["score"] = relative(given.pop("slopes"), given.pop("table"))
     return pa.flash_attention_with_lse(**given)
@@ -110,6 +117,10 @@ OPTIONS |= {
     "score": (
         {"mask": pa.CAUSAL, "q_offset": 2, "segment_ids": IDS, "q_lengths": LENGTHS["q_lengths"]},
         {**GROUPED, **SLOPES},
+    ),
+    "within": (
+        {"ids": IDS, "segment_ids": documents(9), "kv_lengths": LENGTHS["kv_lengths"]},
+        {**GROUPED, **SINKS},
     ),
     "near": ({"mask": pa.sliding_window(4)}, {**QKV, **SLOPES}),
     "far": (
@@ -132,6 +143,7 @@ SPREAD = [  # all options, methods and orders, on 2, 4 and 8 devices; not each w
     ("functions", 4, "contiguous", "heads"),
     ("score", 2, "contiguous", "gather"),
     ("score", 4, "zigzag", "ring"),
+    ("within", 4, "zigzag", "gather"),
     ("near", 8, "contiguous", "gather"),
     ("far", 8, "contiguous", "ring"),
 ]
@@ -238,6 +250,8 @@ def test_a_window_moves_its_rows_and_no_more():
     assert moved(pa.sliding_window(4), "contiguous") == (0, 2)  # k and v of one neighbour
     assert moved(pa.sliding_window(12), "contiguous") == (0, 4)
     assert moved(pa.CAUSAL, "contiguous") == (2, 0)
+    assert moved(parity(IDS), "contiguous") == (0, 4)  # of a neighbour on either side
+    assert moved(parity(IDS) | pa.Mask(0, 0), "contiguous") == (2, 0)
 
 
 def test_orders_and_positions():
