@@ -41,10 +41,13 @@ EXACT = Arithmetic(np.float64)
 
 def naive(dtype: str | None, grid: float = 1.0) -> Arithmetic:
     """Sums in float32 of products in `dtype`. "tf32": scores in TF32, all else in two bfloat16
-    terms; None: all in float32. A number is rounded as `grid` times itself.
+    terms; "terms": all but scores without the last bit of a float32, which its terms may lose;
+    None: all in float32. Where more than that is lost, a number is rounded as `grid` times itself.
     """
     if dtype is None:
         return Arithmetic(np.float32)
+    if dtype == "terms":
+        return Arithmetic(np.float32, value=lambda x: cut(x, 1), made=lambda x: cut(x, 1))
     by = np.float32(grid)
 
     def terms(x):

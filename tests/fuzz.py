@@ -209,10 +209,7 @@ def _try_attention(
     function = subjects.forward_and_backward
     with by(subject, turn):
         got = subject.call(function, **arguments)
-        try:
-            check(got, expected(subject.tensor_cores), tally)
-        except AssertionError:  # of so many calls some are farther off than a few naive runs
-            check(got, expected(subject.tensor_cores, grids=budget.MANY_GRIDS), tally)
+        check(got, functools.partial(expected, subject.tensor_cores), tally)
         if turn == 0 and subject.marks:
             again = subject.call(function, **arguments)
             names = got if arguments.get("deterministic") else ("out", "lse")
@@ -220,10 +217,7 @@ def _try_attention(
 
 
 def _attention_expected(
-    plain: dict,
-    options: dict,
-    tensor_cores: bool,
-    grids: tuple[float, ...] = budget.GRIDS,
+    plain: dict, options: dict, tensor_cores: bool, grids: tuple[float, ...]
 ) -> budget.Expected:
     arguments = plain | {name: x for name, x in options.items() if name != "deterministic"}
     do, dlse = arguments.pop("do"), arguments.pop("dlse")
@@ -272,8 +266,17 @@ def by(subject: Subject, turn: int) -> Iterator[None]:
         raise WrongResultError(f"{subject.name}, round {turn}: {error}") from error
 
 
-def check(got: dict[str, Any], expected: budget.Expected, tally: Tally) -> None:
-    """Everything within its budget, also where that is wide."""
+def check(got: dict[str, Any], expected: Callable[..., budget.Expected], tally: Tally) -> None:
+    """Everything within its budget, also where that is wide; `expected(grids=...)` is by so many
+    naive runs.
+    """
+    try:
+        _check(got, expected(grids=budget.GRIDS), tally)
+    except AssertionError:  # of so many calls some are farther off than a few naive runs
+        _check(got, expected(grids=budget.MANY_GRIDS), tally)
+
+
+def _check(got: dict[str, Any], expected: budget.Expected, tally: Tally) -> None:
     for name, value in got.items():
         try:
             budget.check({name: value}, expected)
@@ -379,8 +382,10 @@ def _last_line(error: Exception) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
-def shrunk(word: str, wrong: str, seconds: float) -> str:
-    """The word of a simpler problem that fails, too, if one is found in time."""
+def shrunk(word: str, wrong: str, seconds: float) -> tuple[str, str]:
+    """The word of a simpler problem that fails, too, if one is found in time, and what is wrong
+    with that.
+    """
     kind, place, case = parsed(word)
     end = time.monotonic() + seconds
     failed = re.search(r", round (\d+):", wrong)
@@ -395,9 +400,9 @@ def shrunk(word: str, wrong: str, seconds: float) -> str:
                 continue
             if time.monotonic() > end:
                 break
-            if _attempt(kind, place, simpler, Tally()) is not None:
-                case, progress = simpler, True
-    return word_of(word, place, case)
+            if (still := _attempt(kind, place, simpler, Tally())) is not None:
+                case, wrong, progress = simpler, still, True
+    return word_of(word, place, case), wrong
 
 
 def fields_of(case: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -433,7 +438,7 @@ def run(
         tally.problems[name] += 1
         wrong = attempt(word, tally)
         if wrong is not None:
-            word = shrunk(word, wrong, min(SHRINKING, (seconds or SHRINKING) / 3))
+            word, wrong = shrunk(word, wrong, min(SHRINKING, (seconds or SHRINKING) / 3))
             tally.failures.append(f"{command(word)}\n    {wrong}")
             print(tally.failures[-1], file=sys.stderr, flush=True)  # noqa: T201
         index += step

@@ -468,7 +468,6 @@ class Program:
         """(expected, which sequences it is of, which are lost). Those that hold rows that nobody
         wrote are neither.
         """
-        case = self.case
         lost = held.lost(layer)
         k, v = held.rows(0 if layer is None or lost.all() else layer)
         lengths = np.clip(held.lengths, 0, k.shape[1])
@@ -478,20 +477,28 @@ class Program:
         some = np.flatnonzero(~lost & ~strange)
         if not some.size:
             return None, some, lost
-        plain = {"q": q[some], "k": k[some], "v": v[some], "kv_lengths": lengths[some]}
-        plain |= {"q_offset": lengths[some] - case.q_len, "precision": "highest"}
+        wanted = functools.partial(self._wanted, q[some], k[some], v[some], lengths[some], some)
+        return functools.cache(wanted), some, lost
+
+    def _wanted(
+        self, q: Any, k: Any, v: Any, lengths: Any, some: Any, *, grids: tuple[float, ...]
+    ) -> budget.Expected:
+        """Of the sequences `some`, whose queries and rows these are."""
+        case = self.case
+        plain = {"q": q, "k": k, "v": v, "kv_lengths": lengths}
+        plain |= {"q_offset": lengths - case.q_len, "precision": "highest"}
         names = ("mask", "scale", "softcap", "sinks")
         plain |= {name: self.options[name] for name in names if name in self.options}
         if case.tree:
             parents = np.asarray(self.options["parents"])[some]
-            plain["mask_array"] = seen_in_tree(parents, lengths[some], k.shape[1])
+            plain["mask_array"] = seen_in_tree(parents, lengths, k.shape[1])
         cores = any(one.tensor_cores for one in self.subjects)
-        wanted = budget.attention(plain, tensor_cores=cores)
+        wanted = budget.attention(plain, tensor_cores=cores, grids=grids)
         if case.cache_dtype and case.dtype != "float32":  # rows may be rounded to q's dtype
             near = {name: jnp.asarray(plain[name]).astype(case.dtype) for name in "kv"}
-            naive = budget.attention(plain | near, tensor_cores=cores).naive
+            naive = budget.attention(plain | near, tensor_cores=cores, grids=grids).naive
             wanted = wanted._replace(naive=naive)
-        return wanted, some, lost
+        return wanted
 
     def _check(self, results: list[Any], expected: Any, some: np.ndarray, lost: np.ndarray) -> None:
         out, lse = (np.asarray(x) for x in results)

@@ -1,11 +1,12 @@
 """The tolerance itself: it lets honest rounding pass, wherever it falls, and no error."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 
-from pallas_attn import cases
+from pallas_attn import Mask, cases
 from tests import budget, definition
 from tests.subjects import cotangents
 
@@ -33,6 +34,39 @@ def test_many_roundings_excuse_no_error(monkeypatch):
         assert (abs(many.naive[name] - exact) >= abs(one.naive[name] - exact)).all(), name
         with pytest.raises(AssertionError, match=name):
             budget.check({name: exact * 1.1}, many)
+
+
+def test_float32_sums_in_another_order_pass():
+    """Large logits of few rows: which error a sum of 192 products has decides about a gradient."""
+    (case,) = cases.select(cases.ATTENTION, "scale")
+    sizes = {"batch": 3, "q_len": 17, "kv_len": 17, "q_heads": 2, "kv_heads": 1, "head_dim": 192}
+    case = dataclasses.replace(case, dtype="float32", magnitude=3.0, scale=0.456, **sizes)
+    arguments, (do, dlse) = case.arguments(), cotangents(case)
+    wanted = budget.attention(arguments, do, dlse, random=True, grids=budget.MANY_GRIDS)
+    arrays = {name: arguments[name] for name in ("q", "k", "v")}
+    how = functools.partial(
+        definition.attention, dlse=dlse, scale=case.scale, arithmetic=definition.naive(None)
+    )
+    for seed in range(100, 108):
+        budget.check(budget._reordered(arrays, do, seed, call=how), wanted)
+    for name, exact in wanted.oracle.items():
+        with pytest.raises(AssertionError, match=name):
+            budget.check({name: exact * 1.001}, wanted)
+
+
+def test_where_rows_see_one_key_values_may_lose_their_last_bits_and_no_more():
+    """A float32 sum of one product is exact; what tensor cores multiply has 22 bits and more."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 3, 4, 64), np.float32) for _ in range(3))
+    arguments = {"q": q, "k": k, "v": v, "mask": Mask(0, 0)}
+    wanted = budget.attention(arguments | {"precision": "highest"}, tensor_cores=True)
+    for right in (v, definition.cut(v, 0x1), definition.cut(v, 0x3)):
+        budget.check({"out": right}, wanted)
+    for wrong in (definition.cut(v, 0xF), definition.cut(v, 0xFF), v * 1.000002, v[:, ::-1]):
+        with pytest.raises(AssertionError, match="out"):
+            budget.check({"out": wrong}, wanted)
+    with pytest.raises(AssertionError, match="out"):  # whoever adds up in float32 has no excuse
+        budget.check({"out": definition.cut(v, 0x1)}, budget.attention(arguments))
 
 
 @pytest.mark.parametrize("name", ["out", "dq", "dk", "dv", "dbias"])
