@@ -10,7 +10,7 @@ query rows for dbias): under a causal mask the first rows have the largest error
 excuse any in the rest. A row's error is mostly that of its delta, one number, made from out as it
 was stored: one draw, which may happen to be near 0. So rows are held together, and dbias, dsinks
 and those of q, k and v of a random problem of few rows, to the worst of several naive runs, whose
-roundings fall on different grids. In float32 their sums have different orders instead.
+roundings fall on different grids. In float32 their scores are sums in different orders instead.
 
 The oracle is `definition` in float64. The naive one does what every implementation for tensor cores
 must: it multiplies operands of the inputs' dtype (so the probabilities are rounded to it before
@@ -86,7 +86,8 @@ def attention(
     the worst of several naive runs, too; such a budget may prove nothing, which the caller counts.
 
     `grids`: of the naive runs. With `MANY_GRIDS` every number of every result is held to the worst
-    of 64: where one query's delta makes most of a gradient, a single run says little about it.
+    of 64: where one query's delta makes most of a gradient, a single run says little about it. In
+    float32 these add up scores one product at a time, on every machine.
     """
     static = {name: arguments[name] for name in _STATIC if arguments.get(name) is not None}
     if isinstance(arguments.get("q_offset"), int):
@@ -113,6 +114,8 @@ def attention(
         if handed:
             names, lse = oracle.keys() - {"out", "lse"}, oracle["lse"].astype(np.float32)
         plain = definition.naive(narrow)._replace(lse=lse)
+        if grids is MANY_GRIDS:
+            plain = plain._replace(scores=definition.one_by_one)
         draws = [results(arrays, arithmetic=plain)]
         for seed in range(len(grids) if names else 0):
             draws.append(_reordered(arrays, do, seed, arithmetic=plain, call=results))

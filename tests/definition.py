@@ -34,6 +34,7 @@ class Arithmetic(NamedTuple):
     made: Callable[[Array], Array] = _as_it_is  # the probabilities, and dS
     stored: Callable[[Array], Array] = _as_it_is  # out, as the backward pass finds it
     lse: Any = None  # that the backward pass is handed; None: its own
+    scores: Callable[[Array, Array], Array] = np.matmul  # q @ k
 
 
 EXACT = Arithmetic(np.float64)
@@ -59,6 +60,16 @@ def naive(dtype: str | None, grid: float = 1.0) -> Arithmetic:
     if dtype == "tf32":
         return Arithmetic(np.float32, nearest, lambda x: cut(x, 0xFF), terms)
     return Arithmetic(np.float32, made=rounded, stored=rounded)
+
+
+def one_by_one(a: Array, b: Array) -> Array:
+    """a @ b, its products added in their order, as a thread of a GPU does. How many partial sums
+    NumPy makes at a time, and so how well it adds up, depends on the machine.
+    """
+    total = a[..., :1] * b[..., :1, :]
+    for n in range(1, a.shape[-1]):
+        total += a[..., n : n + 1] * b[..., n : n + 1, :]
+    return total
 
 
 def nearest(x: Array) -> Array:
@@ -94,7 +105,7 @@ def attention(  # noqa: PLR0913
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     grouped = (*q.shape[:-1], k.shape[-2])  # [B, K, N / K, T, S]
     shape = (len(q), q.shape[1] * q.shape[2], *grouped[3:])  # [B, N, T, S]
-    logits, slope = _capped(q @ k.swapaxes(-1, -2) * scale, softcap)
+    logits, slope = _capped(arithmetic.scores(q, k.swapaxes(-1, -2)) * scale, softcap)
     logits = logits.reshape(shape) + arrays.get("bias", 0)
     logits = np.where(_seen(arrays, shape, mask, q_offset), logits, -np.inf)
     probs, lse, sink = _softmax(logits, arrays.get("sinks"))
