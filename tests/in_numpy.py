@@ -1,5 +1,6 @@
 """A jaxpr computed in NumPy, one equation after the other, as `tests/mosaic.py` runs kernels: XLA
 takes seconds to compile one that runs once, and its callbacks take longer than what they call.
+`call` does so with any function, in the place of `jax.jit`.
 
 Values are arrays, which nobody writes to. Integers wrap around, divide towards zero and shift as
 XLA says; products of matmuls are added in float32. What has no rule here JAX computes.
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,6 +25,14 @@ def run(jaxpr: Any, consts: Any, *args: Any) -> list[Any]:
         program = _steps_of(jaxpr)
     with np.errstate(all="ignore"):  # NaN and infinity are none of an error on a GPU
         return program(*map(np.asarray, consts), *map(np.asarray, args))
+
+
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    """What `jax.jit(function)(*args)` gives."""
+    jitted = function if hasattr(function, "trace") else jax.jit(function)
+    traced = jitted.trace(*args)
+    results = run(traced.jaxpr, traced.jaxpr.consts, *jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(traced.out_info), map(jnp.asarray, results))
 
 
 _one_at_a_time = threading.Lock()
@@ -89,7 +99,7 @@ def _by_jax(eqn: Any) -> Rule:
     def call(*args):
         results = eqn.primitive.bind(*args, **eqn.params)
         results = results if eqn.primitive.multiple_results else [results]
-        return list(map(np.asarray, results))
+        return [x if isinstance(x, jax.Ref) else np.asarray(x) for x in results]
 
     return call
 
@@ -189,6 +199,7 @@ ELEMENTWISE: dict[str, Rule] = {
     "sqrt": np.sqrt,
     "rsqrt": lambda x: (1 / np.sqrt(x)).astype(x.dtype),
     "square": np.square,
+    "one_minus_square": lambda x: (1 + x) * (1 - x),
     "pow": np.power,
     "floor": np.floor,
     "ceil": np.ceil,
@@ -197,6 +208,7 @@ ELEMENTWISE: dict[str, Rule] = {
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "select_n": _select,
     "copy": lambda x: x,
+    **dict.fromkeys(("stop_gradient", "name"), lambda x: x),
     "copy_p": lambda x: x,
     "optimization_barrier": lambda *args: args if len(args) > 1 else args[0],
     "debug_callback": lambda *args: (),
@@ -289,23 +301,19 @@ def _dynamic_update(x, part, *starts):
 
 
 def _pad(eqn, padding_config):
+    """Rows are put between, before and after; where there are fewer than none, some are cut off."""
     del eqn
+    least = [(max(low, 0), max(high, 0)) for low, high, _ in padding_config]
+    cut = [(max(-low, 0), max(-high, 0)) for low, high, _ in padding_config]
+    steps = [between + 1 for *_, between in padding_config]
 
     def pad(x, value):
-        shape = [
-            low + high + size + max(size - 1, 0) * between
-            for size, (low, high, between) in zip(x.shape, padding_config, strict=True)
-        ]
-        assert all(low >= 0 and high >= 0 for low, high, _ in padding_config)
-        result = np.full(shape, value, x.dtype)
-        steps = zip(x.shape, padding_config, strict=True)
-        result[
-            tuple(
-                slice(low, low + (size - 1) * (between + 1) + 1 if size else low, between + 1)
-                for size, (low, _, between) in steps
-            )
-        ] = x
-        return result
+        spread = [max((size - 1) * step + 1, 0) for size, step in zip(x.shape, steps, strict=True)]
+        pairs = list(zip(spread, least, steps, strict=True))
+        whole = np.full([low + size + high for size, (low, high), _ in pairs], value, x.dtype)
+        whole[tuple(slice(low, low + size, step) for size, (low, _), step in pairs)] = x
+        ends = zip(whole.shape, cut, strict=True)
+        return whole[tuple(slice(low, size - high) for size, (low, high) in ends)]
 
     return pad
 
@@ -322,6 +330,7 @@ def _dot(eqn, dimension_numbers, **_):
         return x.astype(wide) if x.dtype != wide else x
 
     wide = np.dtype(np.int64 if jnp.issubdtype(dtype, jnp.integer) else np.float32)
+    wide = np.dtype(np.float64) if dtype == np.float64 else wide
     shape = eqn.outvars[0].aval.shape
 
     def dot(left, right):
@@ -375,9 +384,9 @@ def _reshape(eqn, new_sizes, **_):
 # ---- other jaxprs --------------------------------------------------------------------------------
 
 
-def _call(eqn, jaxpr=None, call_jaxpr=None, fun_jaxpr=None, **_):
+def _call(eqn, jaxpr=None, call_jaxpr=None, fun_jaxpr=None, call=None, **_):
     del eqn
-    return _program(jaxpr or call_jaxpr or fun_jaxpr)
+    return _program(jaxpr or call_jaxpr or fun_jaxpr or call)
 
 
 def _while(eqn, cond_jaxpr, body_jaxpr, cond_nconsts, body_nconsts):
@@ -434,6 +443,7 @@ def _callback(eqn, callback, result_avals, **_):
 
 CALLS = {"io_callback", "while", "cond", "scan"}
 CALLS |= {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
+CALLS |= {"custom_vmap_call", "custom_partitioning"}  # of no device but one
 
 RULES: dict[str, Callable[..., Rule]] = {
     "convert_element_type": _convert,

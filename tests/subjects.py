@@ -19,6 +19,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import _device, _dispatch, _sharding
+from tests import in_numpy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +48,15 @@ class Subject:
             yield
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, implementation=..., **kwargs)`, jitted, computed to the end."""
+        """`function(*args, implementation=..., **kwargs)`, computed to the end: jitted, or, with
+        kernels that are interpreted, in NumPy as these are.
+        """
         static, arrays = split(kwargs)
         run = _fresh if self.generation else _kept  # what is interpreted is traced each time
         with self.active():
             jitted = run(function, self.implementation, tuple(static.items()))
+            if self.generation:
+                return in_numpy.call(jitted, args, arrays)
             return jax.block_until_ready(jitted(args, arrays))
 
     def takes(self, operation: str, function: Callable[..., Any], **kwargs: Any) -> bool:

@@ -32,6 +32,10 @@ def floats(x):
 def shapes(x, at):
     """x: float32[2, 3, 5]; slices that would reach past an end begin earlier."""
     padded = lax.pad(x, 7.0, ((1, 0, 0), (0, 2, 1), (0, 0, 2)))
+    cut = (
+        lax.pad(x, 7.0, ((0, -1, 0), (-1, 1, 0), (2, -3, 1))),
+        lax.pad(x[:0], 7.0, ((0, 1, 2),) * 3),
+    )
     part = lax.dynamic_slice(x, (at, at, at), (1, 2, 3))
     put = lax.dynamic_update_slice(x, -part, (at, 1, 4))
     dots = lax.dot_general(x, x[:, ::-1], (((2,), (2,)), ((0,), (0,))))
@@ -39,7 +43,7 @@ def shapes(x, at):
     moved = x.transpose(2, 0, 1).reshape(5, 6), jnp.flip(x, 1), x[:, ::2, 1:4:2], x[:, None]
     sums = x.sum(axis=(0, 2)), x.max(axis=1), (x > 2).any(axis=0), (x > 2).sum(dtype=jnp.int32)
     joined = jnp.concatenate([x, lax.broadcasted_iota(jnp.float32, (2, 1, 5), 2)], axis=1)
-    return padded, part, put, dots, halves, moved, sums, joined, lax.clamp(1.0, x, 9.0)
+    return padded, cut, part, put, dots, halves, moved, sums, joined, lax.clamp(1.0, x, 9.0)
 
 
 def control(n, x):
@@ -68,6 +72,30 @@ def test_as_xla(function, args):
     for have, want, var in zip(found, wanted, traced.jaxpr.outvars, strict=True):
         assert (have.shape, have.dtype) == (want.shape, want.dtype), var
         np.testing.assert_array_equal(*(x.astype(np.float64) for x in (have, np.asarray(want))))
+
+
+def test_a_function_as_jit_gives_it():
+    """Trees, what is mapped or differentiated by rules of its own, refs, and 64 bits."""
+
+    @jax.custom_batching.custom_vmap
+    def twice(x):
+        return 2 * jnp.tanh(x)
+
+    twice.def_vmap(lambda size, batched, x: (twice(x), batched[0]))
+
+    def function(given):
+        ref = jax.new_ref(given["x"])
+        ref[0] += 1
+        loss = lambda x: (lax.stop_gradient(x) * jnp.tanh(x) @ given["y"]).sum()  # noqa: E731
+        return {"grad": jax.grad(loss)(given["x"]), "ref": jax.freeze(ref), "y": twice(given["y"])}
+
+    with jax.enable_x64(True):
+        given = {"x": np.linspace(-1, 1, 6).reshape(2, 3), "y": np.arange(6.0).reshape(3, 2)}
+        found, want = in_numpy.call(function, given), jax.jit(function)(given)
+        assert jax.tree.structure(found) == jax.tree.structure(want)
+        for have, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+            assert have.dtype == wanted.dtype == np.float64
+            np.testing.assert_allclose(have, wanted, rtol=1e-14)
 
 
 def test_what_has_no_rule_jax_computes():
