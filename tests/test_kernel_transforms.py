@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_attn
 from pallas_attn import CAUSAL, _checks, _config, _device, _dispatch, _sharding, _transforms
 from pallas_attn._problem import AttentionInputs
-from tests import mosaic
+from tests import in_numpy, mosaic
 
 REFERENCE = _dispatch.TABLES["flash_forward"][-1]
 X, B, T, S, N, K, H, HV = 3, 4, 8, 12, 8, 4, 16, 24
@@ -37,6 +37,10 @@ def through_layer(q, k, v, *, segment_ids=None, q_offset=0, **given):
 
 def native(q, k, v, **given):
     return pallas_attn.flash_attention_with_lse(q, k, v, mask=CAUSAL, **given)
+
+
+def wanted(q, k, v, **given):
+    return in_numpy.call(functools.partial(native, **given), q, k, v)
 
 
 def normal(seed, *shape):
@@ -57,7 +61,8 @@ def assert_same(got, want):
 def test_vmap_over_any_of_q_k_v(axes):
     arrays = [x if axis is not None else x[0] for x, axis in zip(qkv(X, B), axes, strict=True)]
     arrays[0] = jnp.moveaxis(arrays[0], 0, 2) if axes[0] == 2 else arrays[0]
-    assert_same(jax.vmap(through_layer, axes)(*arrays), jax.vmap(native, axes)(*arrays))
+    both = (in_numpy.call(jax.vmap(f, axes), *arrays) for f in (through_layer, native))
+    assert_same(*both)
 
 
 @pytest.mark.parametrize("mapped", [("bias", "kv_lengths"), ("sinks",), ("q_offset",), ()])
@@ -74,9 +79,10 @@ def test_vmap_over_optional_arrays(mapped):
     moving = {name: given[name] for name in mapped}
 
     def over(function):
-        return jax.vmap(lambda q, k, v, some: function(q, k, v, **some, **fixed))
+        mapped = jax.vmap(lambda q, k, v, some: function(q, k, v, **some, **fixed))
+        return in_numpy.call(mapped, q, k, v, moving)
 
-    assert_same(over(through_layer)(q, k, v, moving), over(native)(q, k, v, moving))
+    assert_same(over(through_layer), over(native))
 
 
 def test_vmap_over_q_alone_folds_into_the_heads():
@@ -97,8 +103,8 @@ def test_vmap_over_q_alone_folds_into_the_heads():
         )
         return _transforms.attention(Spy(), problem, inputs)
 
-    got = jax.vmap(spied)(q)
-    want = jax.vmap(lambda one: native(one, k[0], v[0], sinks=normal(4, N)))(q)
+    got = in_numpy.call(jax.vmap(spied), q)
+    want = in_numpy.call(jax.vmap(lambda one: native(one, k[0], v[0], sinks=normal(4, N))), q)
     assert_same(got, want)
     assert seen[-1] == ((B, T, X * N, H), (B, S, K, H), X * N)  # keys and values as they were
 
@@ -115,8 +121,8 @@ def test_outside_of_jit_a_program_is_kept():
             return REFERENCE.run(inputs, problem)
 
     call = functools.partial(_transforms.kept, _transforms.attention, Spy(), problem)
-    assert_same(call(inputs), native(q, k, v))
-    assert_same(call(inputs._replace(q=q + 1)), native(q + 1, k, v))
+    assert_same(call(inputs), wanted(q, k, v))
+    assert_same(call(inputs._replace(q=q + 1)), wanted(q + 1, k, v))
     assert len(traced) == 1
     with _config.forced("flash_fwd_sm90", {}):
         call(inputs)
@@ -130,7 +136,7 @@ def test_nested_vmap():
     q, k, v = qkv(X, B)
     both = jnp.stack([q, q + 1], axis=1)
     nested = [jax.vmap(jax.vmap(function, (0, None, None))) for function in (through_layer, native)]
-    assert_same(nested[0](both, k, v), nested[1](both, k, v))
+    assert_same(*(in_numpy.call(function, both, k, v) for function in nested))
 
 
 def mesh_of(kind):
@@ -146,7 +152,7 @@ def test_shard_map_checks_and_splits():
         in_specs=spec,
         out_specs=(spec, P("x", "y")),
     )
-    assert_same(jax.jit(mapped)(q, k, v), native(q, k, v))
+    assert_same(jax.jit(mapped)(q, k, v), wanted(q, k, v))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,7 @@ def test_jit_with_sharded_inputs_needs_no_communication(kind, kv_heads, spec):
     lengths = jnp.asarray([3, 0, S, 7], jnp.int32)
     step = jax.jit(lambda q, k, v: through_layer(q, k, v, kv_lengths=lengths))
     compiled = step.lower(*args).compile()
-    assert_same(compiled(*args), native(q, k, v, kv_lengths=lengths))
+    assert_same(compiled(*args), wanted(q, k, v, kv_lengths=lengths))
     program = compiled.as_text()
     for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
         assert f"{collective}(" not in program
@@ -180,7 +186,7 @@ def test_an_axis_that_cannot_be_split_is_gathered_and_right():
     mesh = mesh_of(AxisType.Auto)
     q, k, v = qkv(B)
     args = [jax.device_put(x, NamedSharding(mesh, P(None, "y"))) for x in (q, k, v)]
-    assert_same(jax.jit(through_layer)(*args), native(q, k, v))
+    assert_same(jax.jit(through_layer)(*args), wanted(q, k, v))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -188,7 +194,7 @@ def test_query_heads_over_more_devices_than_there_are_kv_heads(kind):
     q, k, v = normal(0, B, T, N, H), normal(1, B, S, 2, H), normal(2, B, S, 2, HV)
     split = jax.device_put(q, NamedSharding(mesh_of(kind), P(None, None, "y")))
     whole = jax.device_put((k, v), NamedSharding(mesh_of(kind), P()))
-    assert_same(jax.jit(through_layer)(split, *whole), native(q, k, v))
+    assert_same(jax.jit(through_layer)(split, *whole), wanted(q, k, v))
 
 
 # ---- backward -----------------------------------------------------------------------------------
@@ -242,10 +248,10 @@ theirs = functools.partial(
 )
 
 
-def theirs_of_the_reference(function, *args, **kwargs):
+def theirs_of_the_reference(function, *args):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(_dispatch.TABLES, "flash_forward", (REFERENCE,))
-        return function(*args, **kwargs)
+        return in_numpy.call(lambda: function(*args))
 
 
 def assert_same_trees(got, want):
@@ -264,7 +270,8 @@ def test_vmap_of_gradients(kernels_that_differentiate, axes):
             lambda q, k, v: gradients({"q": q, "k": k, "v": v}, kv_lengths=lengths), axes
         )(*arrays)
 
-    assert_same_trees(over(ours), theirs_of_the_reference(over, theirs))
+    got = in_numpy.call(lambda: over(ours))
+    assert_same_trees(got, theirs_of_the_reference(over, theirs))
 
 
 @pytest.mark.parametrize("axes", [(0, None, None), (0, 0, 0)])
@@ -289,7 +296,8 @@ def test_vmap_of_gradients_that_are_sums(kernels_that_differentiate, mapped):
     def over(gradients):
         return jax.vmap(lambda some: gradients({**fixed, **some}))(moving)
 
-    assert_same_trees(over(ours), theirs_of_the_reference(over, theirs))
+    got = in_numpy.call(lambda: over(ours))
+    assert_same_trees(got, theirs_of_the_reference(over, theirs))
 
 
 @pytest.mark.parametrize(("kind", "kv_heads"), [(AxisType.Auto, K), (AxisType.Explicit, 1)])
@@ -357,7 +365,7 @@ def test_arrays_that_nobody_placed_on_the_mesh_that_is_set(kernels_that_differen
     with jax.set_mesh(mesh_of(kind)):
         out = jax.jit(lambda *arrays: through_layer(*arrays))(*arrays)
         got = jax.jit(lambda floats: ours(floats))(floats)
-    assert_same(out, native(*arrays))
+    assert_same(out, wanted(*arrays))
     assert_same_trees(got, want)
 
 
@@ -455,14 +463,14 @@ def cache_spec(kind, layered):
 def test_sharded_caches_need_no_communication(monkeypatch, kind, layers, axis_type, held):
     layer = 0 if layers is None else jnp.asarray(1, jnp.int32)
     k, v, q = step_arrays()
-    want_cache, want = step(CACHES[kind](layers=layers, **HELD[held]), k, v, q, layer)
+    cache = CACHES[kind](layers=layers, **HELD[held])
+    want_cache, want = in_numpy.call(lambda: step(cache, k, v, q, layer))
     as_kernels(monkeypatch)
     mesh = mesh_of(axis_type)
 
     def place(x, spec):
         return jax.device_put(x, NamedSharding(mesh, spec))
 
-    cache = CACHES[kind](layers=layers, **HELD[held])
     sharded = {
         name: jax.tree.map(
             lambda x: place(x, cache_spec(kind, layers is not None)), getattr(cache, name)
@@ -496,9 +504,9 @@ def test_vmap_of_cache_operations(monkeypatch, kind, held):
     k, v, q = (jnp.stack([x, 2 * x]) for x in step_arrays())
     many = jax.tree.map(lambda x: jnp.stack([x, x]), CACHES[kind](**HELD[held]))
     batched = jax.vmap(lambda *args: step(*args, 0))
-    want = batched(many, k, v, q)
+    want = in_numpy.call(batched, many, k, v, q)
     as_kernels(monkeypatch)
-    got = jax.vmap(lambda *args: step(*args, 0))(many, k, v, q)
+    got = in_numpy.call(jax.vmap(lambda *args: step(*args, 0)), many, k, v, q)
     assert_same(jax.tree.leaves(got), jax.tree.leaves(want))
 
 
