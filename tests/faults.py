@@ -237,8 +237,8 @@ FAULTS = {
     ),
     "keep_looks_at_the_first_pages_alone": Fault(
         f"{APPEND}/keep.py",
-        "thread.minimum(i * step + n * mosaic.THREADS",
-        "thread.minimum(n * mosaic.THREADS",
+        "plan, (i + 1) * step, LOOKS)",
+        "plan, i * step, LOOKS)",
         "tests/test_keep.py -k 'looked_at and interpreted'",
     ),
     "append_writes_past_the_capacity": Fault(

@@ -8,8 +8,9 @@ that stays where it is is not written.
 
 Each block finds out by itself whether its sequence changes: by the lengths and, where there are
 pages, by the page table and the holders of the pages of the newest rows. Its threads share out the
-entries while the rows they have asked for are on their way, and meet before they write. The first
-block of a sequence says how many rows stay.
+entries and meet before they write. Loads that do not need each other are on their way together:
+entries of the page table with the path, holders with the pages of the rows that move and of their
+places, then the rows. The first block of a sequence says how many rows stay.
 
 The grid is flat: layer x sequence x array (K, V, their scales) x chunk, a chunk being 128 words of
 a row of all heads.
@@ -120,7 +121,7 @@ class At(NamedTuple):
     layer: Scalar | None
     chunk: Scalar
     begin: Scalar  # of the newest rows
-    last: Scalar  # of them
+    last: Scalar  # of them; 0 where the lengths leave the sequence as it is
     count: Scalar  # of the rows that stay; 0 where the lengths leave the sequence as it is
     kept: Scalar  # the same, or UNCHANGED
     pages: Scalar  # that its rows need; 0 where the sequence stays as it is
@@ -169,8 +170,9 @@ def _state(refs: Refs, sequence: Scalar, plan: Plan) -> At:
     if plan.layout.paged:  # a length is within the capacity, and the sum within int32
         pages = jnp.where(changes, plan.layout.entry(length - 1) + 1, 0)
     zero = jnp.int32(0)
-    begin, kept = jnp.where(changes, length - new, 0), jnp.where(changes, count, UNCHANGED)
-    return At(sequence, None, zero, begin, new - 1, count, kept, pages, zero, capacity)
+    begin, last = jnp.where(changes, length - new, 0), jnp.where(changes, new - 1, 0)
+    kept = jnp.where(changes, count, UNCHANGED)
+    return At(sequence, None, zero, begin, last, count, kept, pages, zero, capacity)
 
 
 def _split(number: Scalar, sizes: tuple[int, ...]) -> list[Scalar]:
@@ -189,57 +191,90 @@ def _move(thread: threads.Thread, refs: Refs, at: At, *, plan: Plan, array: int)
         thread.sync()
     first, words = thread.wide(at.sequence) * plan.width, plan.words[array]
     given = [thread.load(refs.path, first + j, 4) for j in range(plan.width)]
+    looked = newest = None
+    if plan.layout.paged:
+        looked = _look(thread, refs, at, plan, 0, LOOKS)
+        (newest,) = _look(thread, refs, at, plan, plan.layout.entry(at.begin), 1)
     cache = plan.layout.arrays_of(thread, refs.caches, at.sequence)[array]
-    moves, held = [], []
+    moves, sources, targets = [], [], []
     for j, source in enumerate(given):
         source = thread.minimum(thread.maximum(source, 0), at.last)
         moves.append((at.count > j) & ((source < j) | (source > j)))
-        row = _row(thread, refs, at, source, moves[j], plan)
+        sources.append(_row(thread, refs, at, source, plan))
+        place = thread.minimum(thread.index * 0 + j, at.last)  # that of others is not written
+        targets.append(_row(thread, refs, at, place, plan))
+    holders = None if newest is None else _holders(thread, refs, at, newest, plan)
+    held = []
+    for moving, row in zip(moves, sources, strict=True):
         index, inside = _address(thread, at, row, words, plan)
-        if row.page is not None:  # whether it has all its pages is not known yet
+        if row.page is not None:  # whether the sequence has all its pages is not known yet
             inside = inside & plan.layout.has_page(row.page)
-        held.append(thread.load_where(cache, index, words.nbytes, moves[j] & inside))
+        held.append(thread.load_where(cache, index, words.nbytes, moving & inside))
     kept = at.kept
-    if plan.layout.paged:
-        kept = _by_pages(thread, refs, at, plan)
+    if looked is not None:
+        kept = _by_pages(thread, refs, at, plan, (looked, holders))
         moves = [moving & (kept > 0) for moving in moves]
-    for j, (moving, value) in enumerate(zip(moves, held, strict=True)):
-        row = _row(thread, refs, at, thread.index * 0 + j, moving, plan)
+    for moving, row, value in zip(moves, targets, held, strict=True):
         index, inside = _address(thread, at, row, words, plan)
         thread.store(cache, index, value, words.nbytes, moving & inside)
     answers = (thread.index < 1) & (at.answers >= 1)
     thread.store(refs.kept, at.sequence, kept, 4, answers)
 
 
-def _by_pages(thread: threads.Thread, refs: Refs, at: At, plan: Plan) -> Any:
+def _look(thread: threads.Thread, refs: Refs, at: At, plan: Plan, first: Any, count: int) -> list:
+    """The pages of every 128th of `count` times 128 entries that the sequence needs, from `first`
+    on: the last one again where there are no more, the first one of the table where it needs none.
+    These loads wait for the length alone, and for no predicate.
+    """
+    pages = []
+    for n in range(count):
+        entry = thread.minimum(thread.index + first + n * mosaic.THREADS, at.pages - 1)
+        entry = thread.maximum(entry, 0)
+        pages.append(plan.layout.load_page(thread, refs.page_table, at.sequence, entry))
+    return pages
+
+
+def _holders(thread: threads.Thread, refs: Refs, at: At, page: Any, plan: Plan) -> Any:
+    """How many sequences have a page; 0 where the sequence stays as it is."""
+    there = (at.pages > 0) & plan.layout.has_page(page)
+    return thread.load_where(refs.holders, page, 4, there)
+
+
+def _by_pages(
+    thread: threads.Thread, refs: Refs, at: At, plan: Plan, first: tuple[list, Any]
+) -> Any:
     """`at.kept`, unless a page of the sequence is missing, or one of its newest rows is another
-    sequence's too.
+    sequence's too. `first` is what the thread has read already, ahead of the rows: pages that the
+    sequence needs, and the holders of one of its newest.
     """
     layout, step = plan.layout, LOOKS * mosaic.THREADS
+    zero, one = thread.index * 0, thread.index * 0 + 1
 
-    def missing(i: Any, carry: list) -> list:
+    def missing(pages: list) -> None:
         bad = thread.index < 0
-        for n in range(LOOKS):  # at once: each would wait for memory by itself
-            entry = thread.minimum(i * step + n * mosaic.THREADS + thread.index, at.pages - 1)
-            page = layout.load_page(thread, refs.page_table, at.sequence, entry)
+        for page in pages:
             bad = bad | layout.lacks_page(page)
-        thread.shared_store(refs.bad, thread.index * 0, thread.index * 0 + 1, bad)
-        return carry
+        thread.shared_store(refs.bad, zero, one, bad)
 
-    def shared(i: Any, carry: list) -> list:
-        entry = layout.entry(at.begin) + i * mosaic.THREADS + thread.index
-        inside = entry < at.pages
-        index = layout.entry_index(thread, at.sequence, entry)
-        page = thread.load_where(refs.page_table, index, 4, inside)
-        there = inside & layout.has_page(page)
-        holders = thread.load_where(refs.holders, page, 4, there)
-        one = thread.index * 0 + 1
+    def shared(holders: Any) -> None:
         thread.shared_store(refs.bad, one, one, holders > 1)
+
+    def more_pages(i: Any, carry: list) -> list:
+        missing(_look(thread, refs, at, plan, (i + 1) * step, LOOKS))
         return carry
 
+    def more_newest(i: Any, carry: list) -> list:
+        begin = layout.entry(at.begin) + (i + 1) * mosaic.THREADS
+        (page,) = _look(thread, refs, at, plan, begin, 1)
+        shared(_holders(thread, refs, at, page, plan))
+        return carry
+
+    looked, holders = first
+    missing(looked)
+    shared(holders)
     newest = at.pages - layout.entry(at.begin)
-    thread.loop((newest + (mosaic.THREADS - 1)) // mosaic.THREADS, [], shared)
-    thread.loop((at.pages + (step - 1)) // step, [], missing)
+    thread.loop((newest + (mosaic.THREADS - 1)) // mosaic.THREADS - 1, [], more_newest)
+    thread.loop((at.pages + (step - 1)) // step - 1, [], more_pages)
     thread.sync()
     missed, held = (thread.shared_load(refs.bad, thread.index * 0 + n) for n in range(2))
     kept = thread.select(held >= 1, thread.index * 0 + OVERFLOWS, at.kept)
@@ -254,12 +289,12 @@ def _address(thread: mosaic.Thread, at: At, row: Row, words: Words, plan: Plan) 
     return number * words.row + thread.wide(column), head < plan.heads
 
 
-def _row(thread: mosaic.Thread, refs: Refs, at: At, number: Any, exists: Any, plan: Plan) -> Row:
-    """Of the newest rows that of this number, but for its head."""
+def _row(thread: mosaic.Thread, refs: Refs, at: At, number: Any, plan: Plan) -> Row:
+    """Of the newest rows that of this number, 0 .. at.last, but for its head."""
     position, page = at.begin + number, None
     if plan.layout.paged:
-        index = plan.layout.entry_index(thread, at.sequence, plan.layout.entry(position))
-        page = thread.load_where(refs.page_table, index, 4, exists)
+        entry = plan.layout.entry(position)
+        page = plan.layout.load_page(thread, refs.page_table, at.sequence, entry)
     return Row(at.sequence, None, position, at.layer, page, at.capacity)
 
 
