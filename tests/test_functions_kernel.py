@@ -55,10 +55,17 @@ def of_scores(q_len, kv_len):
     def alibi(s, b, h, q, kv, slope):
         return s - slope[h] * jnp.abs(q - kv)
 
+    def linear(s, b, h, q, kv, slope):
+        return 0.25 * q - slope[h] * (q - kv) + s
+
     def capped(s, b, h, q, kv, t):
         return 20 * jnp.tanh(s / 20) + t[h, q - kv + middle]
 
-    return {"alibi": pa.score_fn(alibi, SLOPES), "table": pa.score_fn(capped, TABLE)}
+    return {
+        "alibi": pa.score_fn(alibi, SLOPES),
+        "linear": pa.score_fn(linear, SLOPES),
+        "table": pa.score_fn(capped, TABLE),
+    }
 
 
 def biased(name, case):
@@ -67,6 +74,9 @@ def biased(name, case):
     heads = slice(None, case.q_heads)
     if name == "alibi":
         return {"bias": (-SLOPES[heads, None, None] * abs(at)[None])[None]}
+    if name == "linear":
+        row = 0.25 * (case.q_offset + np.arange(case.q_len, dtype=np.float32))[:, None]
+        return {"bias": (row - SLOPES[heads, None, None] * at[None]).astype(np.float32)[None]}
     return {"softcap": 20.0, "bias": TABLE[heads][:, at + case.q_len][None]}
 
 
@@ -113,11 +123,11 @@ def subject_of(generation, interpreted):
     "generation, mask, score",
     [
         *(("sm90", "documents", "table"), ("sm80", "signs", None)),
-        *(("sm90", "nothing", None), ("sm80", "narrow", None)),
+        *(("sm90", "nothing", None), ("sm80", "narrow", None), ("sm90", "blocks", "linear")),
     ],
 )
 def test_in_the_interpreter(generation, mask, score):
-    few = mask in ("nothing", "narrow")
+    few = mask in ("nothing", "narrow") or score == "linear"
     facts = {"q_len": 70, "kv_len": 75, "batch": 1} if few else {}
     check(subject_of(generation, True), mask, score, gradients=not few, **facts)
 
@@ -137,6 +147,8 @@ EVERYWHERE = [
     *((mask, None, {}) for mask in MASKS),
     ("documents", "table", {}),
     (None, "alibi", {"mask": pa.CAUSAL}),
+    ("documents", "linear", {}),
+    (None, "linear", {"mask": pa.CAUSAL, "q_offset": 9}),
     (None, "table", {}),
     ("signs", None, {"q_offset": 9}),
     ("blocks", None, {"kv_lengths": (130, 7), "q_lengths": (137, 50)}),
@@ -157,7 +169,7 @@ def test_functions_on_the_gpu(generation, number, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [32, 128, 256])
-@pytest.mark.parametrize("mask, score", [("documents", "alibi"), ("blocks", None)])
+@pytest.mark.parametrize("mask, score", [("documents", "linear"), ("blocks", None)])
 @pytest.mark.parametrize("generation", ["sm90", "sm80"])
 def test_head_dims_on_the_gpu(generation, mask, score, head_dim):
     facts = {"q_len": 523, "kv_len": 541, "q_heads": 4, "kv_heads": 2, "dtype": "float16"}

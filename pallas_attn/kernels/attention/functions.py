@@ -16,9 +16,9 @@ from jax import lax
 from pallas_attn import _program
 from pallas_attn._problem import AttentionInputs
 from pallas_attn._program import Operation
-from pallas_attn.kernels.attention import softmax, tile_lists
+from pallas_attn.kernels.attention import linear_scores, softmax, tile_lists
 from pallas_attn.kernels.attention.plan import Context, Span
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import mosaic, slopes
 from pallas_attn.kernels.lang.gather import gather
 
 OPERATIONS = _program.OPERATIONS | {"tanh": softmax.tanh}
@@ -95,11 +95,16 @@ def _held_in(dtype: Any) -> Any:
 def _numbers(registers: Registers, place: Any) -> tuple[Value, ...]:
     """Batch row, head and positions of a tile of logits."""
     kv = registers.along(1 - place.q_axis, place.key)
+    return *_numbers_of_rows(registers, place), kv
+
+
+def _numbers_of_rows(registers: Registers, place: Any) -> tuple[Value, ...]:
+    """All but the positions of keys: what nobody uses sends Mosaic on a search for its layout."""
     if place.rows is not None:
         head, q = (Value(x, () if x is None else (place.q_axis,)) for x in place.rows)
-        return Value(place.batch, ()), head, q, kv
+        return Value(place.batch, ()), head, q
     q = registers.along(place.q_axis, place.q_offset + place.query, place.numbers)
-    return Value(place.batch, ()), Value(place.head, ()), q, kv
+    return Value(place.batch, ()), Value(place.head, ()), q
 
 
 def seen(ctx: Context, place: Any, shape: tuple[int, int]) -> Any:
@@ -132,6 +137,29 @@ def score(ctx: Context, place: Any, s: Any) -> tuple[Any, Any]:
         slope = registers.spread(found, (0, 1)).astype(jnp.float32)
     found = _program.evaluate(program, numbers, refs.score_aux, registers)
     return registers.spread(found, (0, 1)).astype(jnp.float32), slope
+
+
+def linear_score(ctx: Context, place: Any, s: Any) -> tuple[Any, Any]:
+    """`score` of a tile of scores, where `plan.linear_score`: (what of it differs from column to
+    column is added to the scores, as they are; what else is to be added in log2 units, float32
+    [rows, PARTIALS], by column modulo that).
+    """
+    registers, (plan, refs, _) = Registers(s.shape, place.layout), ctx
+    program, rows = plan.problem.score_program, (place.q_axis,)
+    numbers = *_numbers_of_rows(registers, place), Value(place.key, ())
+    found = linear_scores.evaluated(program, numbers, refs.score_aux, registers)
+    shape = (s.shape[0], softmax.PARTIALS)
+
+    def each_row(x):
+        return plgpu.layout_cast(registers.spread(x, rows), mosaic.ROW)
+
+    offset = mosaic.broadcast_rows(softmax.to_log2(each_row(found.rest)), shape)
+    if found.slope is None:
+        return s, offset
+    slope = each_row(found.slope)
+    column = mosaic.positions(shape, 1, 0).astype(jnp.float32)
+    offset = offset + mosaic.broadcast_rows(softmax.to_log2(slope), shape) * column
+    return slopes.add_slopes(s, slope * (1 / plan.problem.scale)), offset
 
 
 def operands(inputs: AttentionInputs) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jax import lax
 from pallas_attn import _gpus
 from pallas_attn._problem import AttentionProblem, bounds_of
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import softmax, tile_lists, tma_operands
+from pallas_attn.kernels.attention import linear_scores, softmax, tile_lists, tma_operands
 from pallas_attn.kernels.attention.tile_lists import DYNAMIC
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import wgmma
@@ -123,6 +123,8 @@ class Plan:
 
     problem: AttentionProblem
     config: Any  # the kernel's Config
+    _: dataclasses.KW_ONLY
+    takes_offsets: bool = False  # whether the kernel's softmax adds them: see `linear_scores`
 
     @property
     def tile_rows(self) -> int:
@@ -208,7 +210,8 @@ class Plan:
     @property
     def unit(self) -> float | None:
         """What turns a raw score into log2 units; None where logits need more than a factor."""
-        if self.problem.softcap is not None or self.adds_to_logits or self.natural:
+        adds = self.adds_to_logits and not self.linear_score
+        if self.problem.softcap is not None or adds or self.natural:
             return None
         return softmax.unit_of(self.problem.scale)
 
@@ -216,6 +219,16 @@ class Plan:
     def adds_to_logits(self) -> bool:
         """Whether logits are anything but a monotone function of scores."""
         return self.has("bias") or self.problem.score_program is not None
+
+    @functools.cached_property
+    def linear_score(self) -> bool:
+        """Whether the score function is taken as slopes and offsets of rows."""
+        problem = self.problem
+        if problem.score_program is None or not self.takes_offsets:
+            return False
+        others = problem.softcap is not None or self.has("bias") or problem.dtype == "float32"
+        fits = not others and softmax.unit_of(problem.scale) is not None
+        return fits and linear_scores.is_linear(problem.score_program)
 
     @property
     def is_listed(self) -> bool:

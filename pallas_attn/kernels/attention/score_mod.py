@@ -110,27 +110,36 @@ def logits(
     ctx: Context, rows: Rows, t: Any, s: Any, masked: bool, layout: Any = mosaic.TILE
 ) -> Any:
     """The scores of kv tile t -> logits, in log2 units if `plan.unit` is None."""
+    return logits_and_slope(ctx, _place(ctx, rows, t, layout), s, masked)[0]
+
+
+def _place(ctx: Context, rows: Rows, t: Any, layout: Any = mosaic.TILE) -> Place:
+    """That of a warpgroup's rows and kv tile t."""
     tile = rows.tile
     start = rows.kv_tile(t) * ctx.plan.config.block_kv
     where = (tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, tile.mask)
-    place = Place(*where, q_axis=0, layout=layout)
-    return logits_and_slope(ctx, place, s, masked)[0]
+    return Place(*where, q_axis=0, layout=layout)
 
 
 def logits_by_row_bounds(
     ctx: Context, rows: Rows, t: Any, s: Any, masked: Any, kv_ids: Any, full: Any = None
 ) -> Any:
-    """`logits` of a warpgroup's 64 rows, where the mask is a range of columns in each row.
+    """(`logits` of a warpgroup's 64 rows, where the mask is a range of columns in each row; what
+    the softmax is to add to them, or None).
 
     `kv_ids`: the kv tile's segments in shared memory, where there are any. `masked` None: a branch
     masks the tile unless t lies in `full`, which is (first, one after the last).
     """
-    given = logits(ctx, rows, t, s, False)
+    offset = None
+    if ctx.plan.linear_score:
+        given, offset = functions.linear_score(ctx, _place(ctx, rows, t), s)
+    else:
+        given = logits(ctx, rows, t, s, False)
     cut = functools.partial(_mask_rows, ctx, rows, t, kv_ids)
     if masked is None:
         low, high = full
-        return lax.cond((t < low) | (t >= high), cut, lambda s: s, given)
-    return cut(given) if masked else given
+        return lax.cond((t < low) | (t >= high), cut, lambda s: s, given), offset
+    return cut(given) if masked else given, offset
 
 
 def _mask_rows(ctx: Context, rows: Rows, t: Any, kv_ids: Any, s: Any) -> Any:
@@ -146,8 +155,7 @@ def _mask_rows(ctx: Context, rows: Rows, t: Any, kv_ids: Any, s: Any) -> Any:
     if plan.ragged_keys:
         end = mosaic.filled(s.shape[:1], tile.kv_len - start, jnp.int32)
         high = end if high is None else jnp.minimum(high, end)
-    where = (tile.batch, tile.head, rows.row, start, tile.q_offset, tile.kv_len, tile.mask)
-    place = Place(*where, q_axis=0)
+    place = _place(ctx, rows, t)
     words = plan.words(ctx.refs, place, s.shape[1]) if plan.is_listed else None
     s = mask_columns(s, low, high, words=words or ())
     if rows.ids is not None:

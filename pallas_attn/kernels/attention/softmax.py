@@ -63,7 +63,13 @@ class Step(NamedTuple):
 
 
 def step(
-    logits: Array, unit: float | None, row_max: Array, *, empty_ok: bool, join: Any = None
+    logits: Array,
+    unit: float | None,
+    row_max: Array,
+    *,
+    empty_ok: bool,
+    join: Any = None,
+    offset: Array | None = None,
 ) -> Step:
     """The step of any tile; `unit` turns its logits into log2 units (None: they are).
 
@@ -71,11 +77,12 @@ def step(
     Each row decides for itself whether its max is raised, and the warp votes at the end, off the
     path from maximum to exponent.
     `join`: where a row lies in several rows of the tile, what makes their maxima those of the whole
-    row.
+    row. `offset`: what is still to be added to the logits, in log2 units, float32 [rows, PARTIALS],
+    by column modulo that.
     """
-    higher = _higher(logits, unit, row_max, join)
+    higher = _higher(logits, unit, row_max, join, offset)
     base = _base(higher, empty_ok)
-    p, row_sum = _exponentials_and_sums(logits, unit, base)
+    p, row_sum = _exponentials_and_sums(logits, unit, base, offset)
     moved = warp_vote.any_in_warp(higher - row_max, 0.0)
     return Step(p, higher, jnp.exp2(row_max - base), row_sum, moved)
 
@@ -87,6 +94,7 @@ def next_step(
     *,
     empty_ok: bool,
     before_wait: int = 0,
+    offset: Array | None = None,
 ) -> Step:
     """`step` where few maxima are raised: any tile but a row's first. All that most tiles ask is
     whether one of a warp's logits lies above its row's max by more than `RESCALE_THRESHOLD`, for
@@ -96,10 +104,10 @@ def next_step(
     `before_wait`: how many quarters of the exponents are to be computed before the wait for a
     matmul that comes after this.
     """
-    moved = _any_above(logits, unit, row_max)
+    moved = _any_above(logits, unit, row_max, offset)
 
     def raised():
-        higher = _higher(logits, unit, row_max)
+        higher = _higher(logits, unit, row_max, offset=offset)
         return higher, jnp.exp2(row_max - _base(higher, empty_ok))
 
     higher, rescale = lax.cond(
@@ -111,7 +119,7 @@ def next_step(
     for start, end in ((0, cut), (cut, logits.shape[1])):
         if start < end:
             columns = _columns(logits, start, end - start)
-            pieces.append(_exponentials_and_sums(columns, unit, base))
+            pieces.append(_exponentials_and_sums(columns, unit, base, offset))
         if cut and not start:
             warp_vote.scheduling_fence(moved)
     p, sums = zip(*pieces, strict=True)
@@ -157,21 +165,35 @@ def raise_max(
     return higher, _base(higher, empty_ok)
 
 
-def exponentials(logits: Array, unit: float | None, base: Array) -> Array:
+def exponentials(
+    logits: Array, unit: float | None, base: Array, offset: Array | None = None
+) -> Array:
     """[rows, keys], float32: 2**(logit - base), of one base a row."""
     logits = logits if unit is None else logits * unit
-    return jnp.exp2(logits - mosaic.broadcast_rows(base, logits.shape))
+    if offset is None:
+        return jnp.exp2(logits - mosaic.broadcast_rows(base, logits.shape))
+    base = mosaic.broadcast_rows(base, offset.shape) - offset
+    return jnp.exp2(logits - lax.concatenate([base] * (logits.shape[1] // PARTIALS), 1))
 
 
-def _any_above(logits: Array, unit: float | None, row_max: Array) -> Array:
+def _any_above(
+    logits: Array, unit: float | None, row_max: Array, offset: Array | None = None
+) -> Array:
     """int32: not 0 where one of this warp's logits asks for a rescaling."""
     peaks = _partials(logits, jnp.maximum)
     peaks = peaks if unit is None else peaks * unit
+    peaks = peaks if offset is None else peaks + offset
     above = peaks - mosaic.broadcast_rows(row_max, peaks.shape)
     return warp_vote.any_in_warp(above, RESCALE_THRESHOLD)
 
 
-def _higher(logits: Array, unit: float | None, row_max: Array, join: Any = None) -> Array:
+def _higher(
+    logits: Array, unit: float | None, row_max: Array, join: Any = None, offset: Any = None
+) -> Array:
+    if offset is not None:
+        peaks = _partials(logits, jnp.maximum)
+        peaks = (peaks if unit is None else peaks * unit) + offset
+        return _raise(peaks.max(axis=1), None, row_max)
     peak = logits.max(axis=1)
     peak = peak if join is None else join(peak)
     return _raise(peak, unit, row_max)
@@ -187,12 +209,14 @@ def _base(row_max: Array, empty_ok: bool) -> Array:
     return jnp.where(row_max == -jnp.inf, 0.0, row_max) if empty_ok else row_max
 
 
-def _exponentials_and_sums(logits: Array, unit: float | None, base: Array) -> tuple[Array, Array]:
+def _exponentials_and_sums(
+    logits: Array, unit: float | None, base: Array, offset: Array | None = None
+) -> tuple[Array, Array]:
     """2**(logits - base), and its sums."""
     pieces, sums = [], []
     for start in range(0, logits.shape[1], CHUNK):
         some = _columns(logits, start, min(CHUNK, logits.shape[1] - start))
-        pieces.append(exponentials(some, unit, base))
+        pieces.append(exponentials(some, unit, base, offset))
         sums.append(_partials(pieces[-1], operator.add))
     return lax.concatenate(pieces, 1), functools.reduce(operator.add, sums)
 

@@ -582,10 +582,11 @@ def _prologue(ctx: Context, rows: Rows, slot: Any, scale: _Scale, meanwhile: Any
     masked, ids = "first_masked" in plan.sections, _ids_at(smem, slot)
     s = s if scale.raw is None else s * scale.raw
     here = rows.knowing(rows.last)
-    given = score_mod.logits_by_row_bounds(ctx, here, rows.span.hi - 1, s, masked, ids)
+    given, offset = score_mod.logits_by_row_bounds(ctx, here, rows.span.hi - 1, s, masked, ids)
     if smem.kv_ids is not None:
         ring.release(slot)
-    new = softmax.step(given, scale.unit, mosaic.filled((ROWS,), -jnp.inf), empty_ok=True)
+    nothing = mosaic.filled((ROWS,), -jnp.inf)
+    new = softmax.step(given, scale.unit, nothing, empty_ok=True, offset=offset)
     acc = mosaic.filled((ROWS, plan.v_width), 0.0)
     rescale = new.rescale if plan.exact else None
     return State(acc, new.row_sum, new.row_max, _p_operand(plan, new.p), rescale)
@@ -617,12 +618,12 @@ def mainloop(ctx: Context, rows: Rows, slot: Any, meanwhile: Any) -> tuple[State
 
         def softmax_step(s):
             s = s if scale.raw is None else s * scale.raw
-            given = score_mod.logits_by_row_bounds(
+            given, offset = score_mod.logits_by_row_bounds(
                 ctx, here, t, s, masked, _ids_at(smem, slot), (low, high)
             )
-            unsure, before_wait = masked is not False or empty_ok, config.exp_before_wait
+            how = {"empty_ok": masked is not False or empty_ok, "offset": offset}
             return softmax.next_step(
-                given, scale.unit, state.row_max, empty_ok=unsure, before_wait=before_wait
+                given, scale.unit, state.row_max, before_wait=config.exp_before_wait, **how
             )
 
         if plan.exact:
@@ -723,7 +724,7 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
     batch, q_len = problem.batch, problem.q_len
     if has_no_scores(problem):
         return of_no_scores(problem)
-    plan = Plan(problem, config)
+    plan = Plan(problem, config, takes_offsets=True)
     refs = _operands(plan, inputs)
     width = plan.v_width if problem.dtype == "float32" else problem.v_head_dim
     padded_shape = (*refs.q.shape[:3], tma_operands.width_in_tma(width))
