@@ -228,6 +228,10 @@ _FUNCTIONS = {
     "mask": pa.mask_fn(lambda b, h, q, kv, i: i[b, q] == i[b, kv], np.zeros((2, 1024), np.int32)),
     "score": pa.score_fn(lambda s, b, h, q, kv, t: s + t[h, q - kv + 1024], np.ones((4, 2048))),
 }
+_ALIBI = {
+    "mask": pa.CAUSAL,
+    "score": pa.score_fn(lambda s, b, h, q, kv, t: s + t[h] * (kv - q), np.ones(4, np.float32)),
+}
 _BLOCKS = {"mask": pa.mask_fn(lambda b, h, q, kv: (q // 32 >= kv // 32) & ((q + kv) % 3 != h % 2))}
 
 BUILDS: dict[str, Build] = {
@@ -241,6 +245,7 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm90/h256_causal": _attention_sm90(256, **_CAUSAL),
     "flash_fwd/sm90/h128_packed": _attention_sm90(128, **_PACKED),
     "flash_fwd/sm90/h64_functions": _attention_sm90(64, **_FUNCTIONS),
+    "flash_fwd/sm90/h128_alibi": _attention_sm90(128, **_ALIBI),
     "flash_fwd/sm90/h128_mask_fn": _attention_sm90(128, **_BLOCKS),
     "flash_fwd/sm90/h128_window_at_run_time": _attention_sm90(128, mask=_WINDOW_AT_RUN_TIME),
     "flash_fwd/sm90/h64_float32": _attention_sm90(64, dtype="float32", **_CAUSAL),
