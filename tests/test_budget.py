@@ -71,6 +71,32 @@ def test_where_rows_see_one_key_values_may_lose_their_last_bits_and_no_more():
         budget.check({"out": definition.cut(v, 0x1)}, budget.attention(arguments))
 
 
+def test_sums_that_round_towards_zero_pass():
+    """What tensor cores do, in 36 steps for the 576 columns of a latent cache: the lse of rows that
+    see few keys, which the runs of few refuse now and then. Nothing larger passes.
+    """
+    rng, refused = np.random.default_rng(0), 0
+    sums = functools.partial(definition.towards_zero, some=16)
+    arithmetic = definition.naive("float16")._replace(scores=sums)
+    for _ in range(40):
+        q = rng.standard_normal((6, 1, 4, 576)).astype(np.float16)
+        k = rng.standard_normal((6, 3, 1, 576)).astype(np.float16)
+        arrays = {"q": q, "k": k, "v": k[..., :8], "kv_lengths": rng.integers(1, 4, 6)}
+        few, many = (
+            budget.attention(arrays, tensor_cores=True, grids=grids)
+            for grids in (budget.GRIDS, budget.MANY_GRIDS)
+        )
+        lse = definition.attention(arrays, arithmetic=arithmetic)["lse"]
+        budget.check({"lse": lse}, many)
+        try:
+            budget.check({"lse": lse}, few)
+        except AssertionError:
+            refused += 1
+        with pytest.raises(AssertionError, match="lse"):
+            budget.check({"lse": lse + 2e-5}, many)
+    assert refused  # or the sums that round towards 0 would be good for nothing
+
+
 @pytest.mark.parametrize("name", ["out", "dq", "dk", "dv", "dbias"])
 def test_errors_fail(expected, name):
     exact = expected.oracle[name]
