@@ -39,6 +39,22 @@ def own(context: Context, held: tuple[int, ...], owners: Array, positions: Array
     return jnp.where((positions >= 0) & (within >= 0) & (within < size), within, -1)
 
 
+def begins(
+    context: Context, held: tuple[int, ...], lengths: Array, rows: int
+) -> tuple[Array, Array]:
+    """Where the newest `rows` rows of each sequence begin, int32[M] each: among the positions that
+    `decode` gives to this device's queries, and among its keys.
+    """
+    ends = _ends(context, held, lengths)
+    return jnp.clip(ends, 0, jnp.asarray(held, jnp.int32)) - rows, ends - rows
+
+
+def _ends(context: Context, held: tuple[int, ...], lengths: Array) -> Array:
+    """int32[M]: where sequences end, counted from this device's first row."""
+    size = jnp.asarray(held, jnp.int32)
+    return jnp.clip(lengths, 0, shards_of(context) * size) - lax.axis_index(context.axis) * size
+
+
 def decode(
     context: Context, problem: DecodeProblem, inputs: DecodeInputs, run: Run
 ) -> tuple[Array, Array]:
@@ -50,8 +66,7 @@ def decode(
         )
     shards = shards_of(context)
     held = jnp.asarray(problem.capacities, jnp.int32)
-    lengths = jnp.clip(inputs.lengths, 0, shards * held)
-    ends = lengths - lax.axis_index(context.axis) * held  # counted from this device's first row
+    ends = _ends(context, problem.capacities, inputs.lengths)
     local = inputs._replace(lengths=jnp.clip(ends, 0, held), sinks=None)
     if inputs.new_lengths is not None:  # who was never extended is told below
         local = local._replace(new_lengths=jnp.maximum(inputs.new_lengths, 0))

@@ -118,6 +118,11 @@ _IN_WINDOW: dict[str, Any] = {
     "mask": Mask(left=1086, right=0),
     "mask_program": trees.program_of_window((8, 64, 3)),
 }
+_SPLIT_TREE: dict[str, Any] = {
+    "q_len": 64,
+    "mask": FULL,
+    "mask_program": trees.program_of_window((8, 64, 3), split=True),
+}
 _PACKED: dict[str, Any] = {"tokens": 2112, "q_len": 2112}
 _LATENT: dict[str, Any] = {"head_dim": 576, "v_head_dim": 512, "shared_kv": True}
 _LATENT |= {"kv_heads": 1, "q_heads": 16}
@@ -192,6 +197,7 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
             {"q_len": n} | _IN_TREE for n in (4, 64)
         ),
         "a tree in a window; tokens at once": tuple({"q_len": n} | _IN_WINDOW for n in (4, 64)),
+        "a tree, rows split over devices": (_SPLIT_TREE,),
         "a tree over a quantised cache": tuple(
             one | {"q_len": 64} | _IN_TREE for one in _QUANTISED
         ),

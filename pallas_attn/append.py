@@ -111,9 +111,8 @@ def _in_tree(
     cache: KVCache, k: Array, parents: Any, given: tuple[Change | None, dict], packed: bool
 ) -> Array:
     """Rows of K that are drafts of a tree, normed and rotated as `given` says."""
-    if packed or cache.context is not None:
-        what = "with starts" if packed else "over a cache whose rows are split over devices"
-        raise ValueError(f"parents: expected None {what}; norm and rotate k beforehand")
+    if packed:
+        raise ValueError("parents: expected None with starts; norm and rotate k beforehand")
     tree, (change, arrays) = trees.of(parents, *k.shape[:2]), given
     if change is None:
         return k

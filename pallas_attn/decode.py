@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_attn import _cache_rows, _checks, _device, _dispatch, _transforms, prefixes, trees
 from pallas_attn._problem import DecodeInputs, DecodeProblem, owner_of_rows
 from pallas_attn.cache import KVCache
-from pallas_attn.masks import CAUSAL, Mask, MaskFunction
+from pallas_attn.masks import CAUSAL, FULL, Mask, MaskFunction
 from pallas_attn.prefixes import LEAST_BOUND, Prefix, SharedPrefixes
 from pallas_attn.rotary import RMSNorm, Rotary, changed
 from pallas_attn.trees import DraftTree
@@ -197,7 +197,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
         shared_kv=cache.shared_kv,
         tokens=tokens,
         mask_program=None if function is None else function.program,
-        tree=tree is not None and not band.bounds_left,
+        tree=tree is not None and cache.context is None and not band.bounds_left,
     )
     run = functools.partial(_decode, implementation=implementation)
     runs = prefixes.Run(run, functools.partial(_merged, implementation=implementation))
@@ -223,16 +223,17 @@ def _visible(
     """Which keys are read; what hides some of them, if anything does; the tree if that is it."""
     split = cache.context is not None
     if parents is not None:
-        if packed or split:
-            what = "with starts" if packed else "over a cache whose rows are split over devices"
-            remedy = "pass q as [M, t, N, H]" if packed else "use a cache without context"
-            raise ValueError(f"parents: expected None {what}; {remedy}")
+        if packed:
+            raise ValueError("parents: expected None with starts; pass q as [M, t, N, H]")
         if not (isinstance(mask, Mask) and mask.is_causal):
             raise ValueError(
                 "mask: expected CAUSAL or a window, Mask(left=.., right=0), beside parents, which "
                 f"say what drafts see, got {mask}"
             )
         tree = trees.of(parents, cache.num_sequences, rows.shape[1])
+        if cache.context is not None:
+            begins = _cache_rows.begins(cache.context, cache.held, cache.lengths, rows.shape[1])
+            return FULL, trees.split(tree, mask.left, begins), tree
         if mask.left is None:
             return CAUSAL, MaskFunction(trees.program(tree.bits.shape), (tree.bits,)), tree
         begin = cache.lengths - rows.shape[1]

@@ -91,6 +91,15 @@ def program(shape: tuple[int, ...]) -> Program:
     return Program(4, operations, 10, ((shape, "int32"),))
 
 
+def split(tree: DraftTree, left: Any, begins: tuple[Array, Array]) -> MaskFunction:
+    """What `windowed` shows, or with a `left` of None all that drafts see, where a device has some
+    rows of each sequence: `begins` says where the drafts begin, int32[M] among its queries and
+    int32[M] among its keys.
+    """
+    _, function = windowed(tree, LONGEST - 1 if left is None else left, begins[0])
+    return MaskFunction(program_of_window(tree.bits.shape, split=True), (*function.aux, begins[1]))
+
+
 def windowed(tree: DraftTree, left: Any, begin: Array) -> tuple[Mask, MaskFunction]:
     """What drafts see that see `left` positions back, an int or traced: of the rows before them and
     of their ancestors. Of positions in the sequence, whose drafts begin at row begin[m]. Before it
@@ -116,10 +125,11 @@ def windowed(tree: DraftTree, left: Any, begin: Array) -> tuple[Mask, MaskFuncti
     return Mask(left=reach, right=0), MaskFunction(program_of_window(bits.shape), aux)
 
 
-def program_of_window(shape: tuple[int, ...]) -> Program:
+def program_of_window(shape: tuple[int, ...], *, split: bool = False) -> Program:
     """`program` with positions in the sequence, and a window. It reads the bits, of this shape, the
     first position that each draft sees of the rows before the drafts, counted from the first draft
-    (int32[M, t]), and where the drafts begin (int32[M]).
+    (int32[M, t]), and where the drafts begin (int32[M]); `split`: among queries, and another one
+    among keys.
     """
     b, _, q, kv = range(4)
     operations: list[Operation] = []
@@ -129,7 +139,8 @@ def program_of_window(shape: tuple[int, ...]) -> Program:
         return 3 + len(operations)
 
     begin = add("read", b, read=2)
-    row, key = add("sub", q, begin), add("sub", kv, begin)
+    row = add("sub", q, begin)
+    key = add("sub", kv, add("read", b, read=3) if split else begin)
     words = [add("read", b, row, _number(n), read=0) for n in range(1, shape[2])]
     word = words[0]
     for n, next_word in enumerate(words[1:], 1):  # chosen, not read: a load a row, not a logit
@@ -140,7 +151,8 @@ def program_of_window(shape: tuple[int, ...]) -> Program:
     before = add("lt", key, _number(0), dtype="bool")
     seen = add("or", before, bit, dtype="bool")
     result = add("and", seen, near, dtype="bool")
-    arrays = (shape, "int32"), (shape[:2], "int32"), (shape[:1], "int32")
+    each = (shape[:1], "int32")
+    arrays = (shape, "int32"), (shape[:2], "int32"), *[each] * (1 + split)
     return Program(4, tuple(operations), result, arrays)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn import _device, _dispatch
-from tests import mosaic
+from tests import decode_cases, mosaic
 
 N, K, H, LAYERS = 4, 2, 8, 2
 SINKS = jnp.asarray([0.5, -1.0, 2.0, 0.0])
@@ -51,6 +51,8 @@ def program(cache, counts, rows, options, packed=False):
         norm = pa.RMSNorm(jnp.linspace(0.5, 2, H), 1e-5)
         change = {"rotary": tables(64), "norm": norm}
     how = {name: x for name, x in options.items() if name != "change"} | change
+    if options.get("parents") is not None:
+        change["parents"] = options["parents"]
 
     def step(cache, given):
         counts, q, k, v = given
@@ -109,7 +111,12 @@ def assert_same(got, want):
 ONE = [[1, 1, 0], [1, 1, 0], [1, 0, 0]]  # some devices have nothing, and one sequence never has
 FEW = [[4, 3, 1], [4, 0, 4], [3, 4, 2]]  # over the edges of blocks
 FULL = [[4, 4, 4], [4, 4, 1], [4, 1, 0]]  # the first overflows a capacity of 8
+TREE = {"parents": decode_cases.some_parents(3, 4), "change": True}
 CASES = {
+    "tree": ("stacked", 4, 16, 4, FEW, TREE | {"sinks": SINKS}, {}),
+    "tree of separate": ("per_sequence", 2, 8, 4, FEW, TREE | {"softcap": 3.0}, {}),
+    "tree in a window": ("stacked", 8, 16, 4, FEW, TREE | {"mask": pa.sliding_window(3)}, {}),
+    "tree lost": ("stacked", 2, 8, 4, FULL, TREE, {"dtype": jnp.int8}),
     "one token": ("stacked", 8, 16, 1, ONE, {"sinks": SINKS}, {}),
     "few": ("stacked", 4, 16, 4, FEW, {"softcap": 3.0, "sinks": SINKS}, {}),
     "full": ("stacked", 2, 8, 4, FULL, {"mask": pa.FULL}, {}),
@@ -128,7 +135,7 @@ def test_as_on_one_device(name):
     got, want = both(kind, shards, capacity, counts, rows, options, **sizes)
     assert_same(got, want)
     lost = np.asarray(got[1].overflowed)
-    assert lost.any() == (name in ("full", "separate"))
+    assert lost.any() == (name in ("full", "separate", "tree of separate", "tree lost"))
     out = np.asarray(got[0][0][-1])  # [layers, sequences, ..]
     assert np.isnan(out[:, lost]).all() and np.isfinite(out[:, ~lost]).all()
 
@@ -204,7 +211,11 @@ def test_a_loop_beside_heads_made_where_it_runs():
 
 @pytest.mark.guards
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("options", [{}, {"mask": pa.sliding_window(64)}], ids=["causal", "window"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mask": pa.sliding_window(64)}, {"parents": np.zeros((2, 1), np.int32)}],
+    ids=["causal", "window", "tree"],
+)
 def test_kernels_take_it(options, check_vma):
     """One launch where queries see all keys before them; else one a sequence, over its own rows."""
     with _device.assume("sm90"):
@@ -224,7 +235,7 @@ def test_kernels_take_it(options, check_vma):
         )
         with _dispatch.recorded() as launched:
             assert "mosaic_gpu" in mosaic.lower_for_cuda(split, cache, *rows)
-    assert launched == ["sm80", "sm90", "sm90"][: 3 if options else 2]
+    assert launched == ["sm80", "sm90", "sm90"][: 3 if "mask" in options else 2]
 
 
 def local(call, **options):

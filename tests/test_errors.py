@@ -614,10 +614,6 @@ APPENDS |= {
     "parents: expected None with starts; norm and rotate k beforehand": lambda: pa.append_kv(
         stacked(), z(3, 2, 8), z(3, 2, 8), starts=z(3, dtype="int32"), parents=z(2, 3)
     ),
-    "parents: expected None over a cache whose rows are split over devices; norm and rotate k "
-    "beforehand": lambda: pa.append_kv(
-        stacked(context=pa.Context("cp")), ROW, ROW, parents=z(2, 1, dtype="int32")
-    ),
 }
 DEVICE = {
     "generation: expected None or a name like \"sm90\", got 'h100'": (

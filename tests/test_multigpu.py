@@ -78,7 +78,9 @@ def test_merge():
     close(jax.jit(call)(q, k, v), pa.flash_attention_with_lse(q, k, v))
 
 
-@pytest.mark.parametrize("name", ["one token", "few", "full", "separate"])
+@pytest.mark.parametrize(
+    "name", ["one token", "few", "full", "separate", "tree", "tree in a window"]
+)
 def test_caches_split_by_rows(name):
     kind, _, capacity, t, counts, options, sizes = rows_of_caches.CASES[name]
     rows = rows_of_caches.drawn(len(counts[0]), t)

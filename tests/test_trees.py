@@ -82,6 +82,30 @@ def test_a_tree_in_a_window(rng, subject, kind, drafts, window, traced):
     budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **given))
 
 
+@pytest.mark.parametrize("subject", subjects.rows("decode"))
+@pytest.mark.parametrize("kind, window", [("stacked", None), ("per_sequence", 3)])
+def test_a_tree_of_which_a_device_has_some_rows(rng, subject, kind, window):
+    """A tree may begin before the block of rows, within it or behind it, and end there, too."""
+    drafts, ends = 5, np.array([CAPACITY + 2, 17, 3, -4, CAPACITY + 30])
+    held = np.clip(ends, 0, CAPACITY).astype(np.int32)
+    _, k, v = rows(rng, len(ends), CAPACITY, subject.dtype)
+    q = rows(rng, len(ends), drafts, subject.dtype)[0]
+    cache = holding(rng, kind, k, v, tuple(held.tolist()), fill=np.nan)
+    parents = some_parents(len(ends), drafts)
+    begins = tuple(jnp.asarray(x - drafts, jnp.int32) for x in (held, ends))
+    left = None if window is None else window - 1
+    function = trees.split(pa.DraftTree.create(parents), left, begins)
+    out, lse = subject.call(pa.decode_attention_with_lse, q, cache, mask=function)
+    key = np.arange(CAPACITY) - (ends - drafts)[:, None]  # from the first draft on
+    known, within = ancestors(parents), np.clip(key, 0, drafts - 1)
+    depth = known.sum(axis=2) - 1
+    seen = np.take_along_axis(known, within[:, None], axis=2) | (key < 0)[:, None]
+    at = np.where(key < 0, key, np.take_along_axis(depth, within, axis=1))
+    seen &= depth[:, :, None] - at[:, None] < (window or 2**20)
+    given = {"mask_array": seen[:, None], "mask": pa.FULL, "tensor_cores": subject.tensor_cores}
+    budget.check({"out": out, "lse": lse}, expected(q, k, v, held, **given))
+
+
 def test_a_window_of_any_int32(rng):
     """A traced window wider than the sequence is none; one that is negative shows nothing."""
     _, k, v = rows(rng, len(LENGTHS), CAPACITY, "float32")
