@@ -123,7 +123,7 @@ def _place(ctx: Context, rows: Rows, t: Any, layout: Any = mosaic.TILE) -> Place
 
 def logits_by_row_bounds(
     ctx: Context, rows: Rows, t: Any, s: Any, masked: Any, kv_ids: Any, full: Any = None
-) -> Any:
+) -> tuple[Any, Any]:
     """(`logits` of a warpgroup's 64 rows, where the mask is a range of columns in each row; what
     the softmax is to add to them, or None).
 
