@@ -1,9 +1,11 @@
-"""Caches whose rows several devices have: who writes a row, and how partial results become one.
+"""Caches whose rows several devices have: who writes a row, who has one that moves, and how
+partial results become one.
 
 Each device has a block of consecutive rows of every sequence; lengths, new rows and queries are the
 same on all of them. A row is written by the device in whose block it lies. Each device attends to
 the keys of its block, and the partial results are gathered and merged by their log-sum-exp, in the
-order of the devices, so that all have the same bits.
+order of the devices, so that all have the same bits. Drafts that stay may have to move to another
+device: each one gives those that it has, and writes those that belong to it.
 
 A kernel puts the last query row at the last key that there is, but a sequence may go on in a later
 block. Where a query sees every key before it, that changes nothing. Where it does, under windows
@@ -17,15 +19,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn._problem import AppendInputs, Caches, DecodeInputs, DecodeProblem, KeepInputs
 from pallas_attn.context import Context, shards_of
 from pallas_attn.masks import AT_RUN_TIME, LONGEST, SIDES
 from pallas_attn.merge import add_sinks, merge_attention
 
 Array = jax.Array
 Run = Callable[[DecodeProblem, DecodeInputs], tuple[Array, Array]]
+Write = Callable[[AppendInputs], Caches]
 
 
 def own(context: Context, held: tuple[int, ...], owners: Array, positions: Array) -> Array:
@@ -37,6 +41,84 @@ def own(context: Context, held: tuple[int, ...], owners: Array, positions: Array
     size = jnp.asarray(held, jnp.int32)[owners]
     within = positions - lax.axis_index(context.axis) * size
     return jnp.where((positions >= 0) & (within >= 0) & (within < size), within, -1)
+
+
+def keep(
+    context: Context, held: tuple[int, ...], inputs: KeepInputs, rows: Array, write: Write
+) -> Caches:
+    """The buffers of a `keep` in which `rows` of the newest rows stay (`Kept.rows`).
+
+    What the path names comes to every device as bytes, in one sum for K, V, scales and all layers,
+    to which the owner of a row alone adds anything. Then each device writes what lies in its block:
+    one launch, and one more for scales.
+    """
+    assert inputs.path is not None
+    begin = jnp.where(rows > 0, inputs.lengths - inputs.new_lengths, 0)[:, None]
+    last = jnp.where(rows > 0, inputs.new_lengths - 1, 0)[:, None]
+    number = jnp.arange(inputs.path.shape[1], dtype=jnp.int32)[None]
+    source = begin + jnp.clip(inputs.path, 0, last)
+    target = jnp.where(number < rows[:, None], begin + number, -1)
+    caches = Caches(*(getattr(inputs, name) for name in Caches._fields))
+    flat = Caches(*(_of_one_layer(x, n < 2) for n, x in enumerate(caches)))
+    separate = isinstance(flat.k_cache, tuple)
+    times = 1 if separate else flat.k_cache.shape[0] // len(held)
+    owners = jnp.repeat(jnp.arange(times * len(held), dtype=jnp.int32), number.size)
+    here, there = (
+        own(context, held * times, owners, jnp.tile(x.reshape(-1), times)) for x in (source, target)
+    )
+    parts = [_bytes_at(x, owners, here) for x in flat if x is not None]
+    ends = np.cumsum([x.shape[-1] for x in parts]).tolist()
+    moving = lax.psum(jnp.concatenate(parts, axis=-1), context.axis)
+    moved = iter(jnp.split(moving, ends[:-1], axis=-1))
+    new = [None if x is None else _from_bytes(next(moved), x) for x in flat]
+
+    def written(some: slice) -> tuple[Any, Any]:
+        pairs: Any = flat[some], new[some]
+        (k_cache, v_cache), (k, v) = pairs
+        if k_cache is None:
+            return None, None
+        done = write(AppendInputs(k_cache, v_cache, k, v, there, None, None, None, owners=owners))
+        return done.k_cache, done.v_cache
+
+    done = Caches(*written(slice(0, 2)), *written(slice(2, 4)))  # scales: numbers of one column
+    return jax.tree.map(lambda x, given: x.reshape(given.shape), done, caches)
+
+
+def _of_one_layer(cache: Any, numbers: bool) -> Any:
+    """Arrays of a cache, or rows of one column that are scales, without an axis of layers. It
+    becomes one with the axis behind it: there are more sequences, or more heads of separate ones.
+    """
+    wanted = 4 - isinstance(cache, tuple)
+
+    def flat(x: Array) -> Array:
+        x = x if numbers else x[..., None]
+        return x if x.ndim == wanted else x.reshape(-1, *x.shape[2:])
+
+    return jax.tree.map(flat, cache)
+
+
+def _bytes_at(cache: Any, owners: Array, at: Array) -> Array:
+    """uint8[rows, heads, bytes]: rows of a cache without layers; 0 where `at` is negative."""
+
+    def bits(x: Array) -> Array:  # XLA moves float8 on a CPU as float16, which changes NaN's bits
+        return x if x.dtype.itemsize > 1 else lax.bitcast_convert_type(x, jnp.uint8)
+
+    if isinstance(cache, tuple):
+        each = zip(cache, at.reshape(len(cache), -1), strict=True)
+        some = [bits(x).at[:, rows].get(mode="clip") for x, rows in each]
+        found = jnp.swapaxes(jnp.concatenate(some, axis=1), 0, 1)
+    else:
+        found = bits(cache).at[owners, :, at].get(mode="clip")
+    found = lax.bitcast_convert_type(found, jnp.uint8).reshape(*found.shape[:2], -1)
+    return jnp.where(at[:, None, None] >= 0, found, jnp.uint8(0))
+
+
+def _from_bytes(found: Array, cache: Any) -> Array:
+    """Rows [rows, heads, H] as `cache` keeps them, of their bytes."""
+    dtype = jax.tree.leaves(cache)[0].dtype
+    if dtype.itemsize > 1:
+        found = found.reshape(*found.shape[:2], -1, dtype.itemsize)
+    return lax.bitcast_convert_type(found, dtype)
 
 
 def begins(

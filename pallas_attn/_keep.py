@@ -5,13 +5,14 @@ check by XLA would be a launch more than the one that makes the new lengths of i
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import _checks, _device, _dispatch, _transforms
+from pallas_attn import _cache_rows, _checks, _device, _dispatch, _transforms, _write
 from pallas_attn._problem import (
     MOST_ROWS,
     OVERFLOWS,
@@ -36,11 +37,6 @@ def keep(cache: Any, counts: int | Array, path: Array | None, implementation: st
     if getattr(given, "shape", None) == ():  # which to spread over the sequences would be a launch
         counts = counts[:1]
     if path is not None:
-        if cache.context is not None:
-            raise ValueError(
-                "path: expected None over a cache whose rows are split over devices, where the "
-                "first rows can be kept, got an array"
-            )
         wanted = f"int32[{sequences}, p] (the rows to keep, of those that extend took)"
         path = _checks.integers("path", path, wanted, (sequences, None))
     problem = _problem_of(cache, path)
@@ -49,6 +45,10 @@ def keep(cache: Any, counts: int | Array, path: Array | None, implementation: st
     inputs = KeepInputs(*buffers, path, lengths, new, counts, cache.page_table, holders)
     if path is None or 0 in path.shape or not cache.num_bytes:
         moved, kept = buffers, _dispatch.rows_kept(inputs, problem)
+    elif cache.context is not None:
+        kept = _dispatch.rows_kept(inputs, problem)
+        write = functools.partial(_write.rows_into, kind=cache.kind, implementation=implementation)
+        moved = _cache_rows.keep(cache.context, cache.held, inputs, kept, write)
     else:
         moved, kept = _moved(inputs, problem, implementation)
     changed, after = kept >= 0, lengths - new + kept

@@ -149,6 +149,9 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
         "ragged chunks": ({"new_rows": 64, "ragged": True},),
         "packed rows": ({"new_rows": 64, "packed": True},),
         "rows split over devices": ({"new_rows": 8, "packed": True},),
+        "rows split over devices, keep by a path; of 32 layers": (
+            {"sequences": 8 * 32, "new_rows": 8 * 32 * 8, "packed": True},
+        ),
         "one array alone": ({"v_head_dim": None},),
         "rotary, norm": ({"change": Change(128, eps=1e-6, pairs=64, positions=1024)},),
     },

@@ -6,15 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _cache_rows, _checks, _device, _dispatch, _transforms, trees
-from pallas_attn._problem import (
-    QUANTIZED,
-    AppendInputs,
-    AppendProblem,
-    Caches,
-    Change,
-    owner_of_rows,
-)
+from pallas_attn import _cache_rows, _checks, _write, trees
+from pallas_attn._problem import QUANTIZED, AppendInputs, Change, owner_of_rows
 from pallas_attn.cache import KVCache
 from pallas_attn.rotary import RMSNorm, Rotary, changed
 from pallas_attn.trees import DraftTree
@@ -103,7 +96,7 @@ def write_kv[Cache: KVCache](  # noqa: PLR0913
     )
     if fills:
         _checks.extended(cache)
-    new = _append(inputs, cache.kind, implementation, from_end=not packed, change=change)
+    new = _write.rows_into(inputs, cache.kind, implementation, from_end=not packed, change=change)
     return cache._with(k=new.k_cache, v=new.v_cache, k_scale=new.k_scale, v_scale=new.v_scale)
 
 
@@ -242,7 +235,7 @@ def append_kv_arrays(  # noqa: PLR0913
     scales = _bare_scales(caches, k_scales, v_scales)
     rows: list[Any] = []
     for name, new, cache, scale in zip("kv", (k, v), caches, scales, strict=True):
-        sample = _sample(cache)
+        sample = _write.sample_of(cache)
         rows.append(
             None if new is None else _new_rows(name, new, sequences, sample, scale is not None)
         )
@@ -250,7 +243,7 @@ def append_kv_arrays(  # noqa: PLR0913
         raise ValueError(
             f"v: expected [M, t, K] = {rows[0].shape[:3]} as in k, got {rows[1].shape[:3]}"
         )
-    layers = None if layer is None else _sample(caches[0]).shape[0]
+    layers = None if layer is None else _write.sample_of(caches[0]).shape[0]
     inputs = AppendInputs(
         caches[0],
         caches[1],
@@ -267,7 +260,7 @@ def append_kv_arrays(  # noqa: PLR0913
         _checks.layer(0 if layer is None else layer, layers),
         *scales,
     )
-    written = _append(inputs, kind, implementation)
+    written = _write.rows_into(inputs, kind, implementation)
     return tuple(written[: 2 if k_scales is None else 4])
 
 
@@ -283,10 +276,6 @@ def _bare_scales(caches: list, k_scales: Any, v_scales: Any) -> list:
         _checks.scales(f"{name}_scales", arrays, f"{name}_caches", cache)
         found.append(arrays)
     return found
-
-
-def _sample(cache: Any) -> Array:
-    return cache[0] if isinstance(cache, tuple) else cache
 
 
 def _bare(name: str, value: Any, kind: str, layer: Any) -> Any:
@@ -331,11 +320,11 @@ def _rows(cache: KVCache, k: Array, v: Array | None, packed: bool) -> tuple[Arra
         )
     dims, stored, given = (cache.head_dim, cache.v_head_dim), cache.stored_dims, cache.quantized
     sequences = None if packed else cache.num_sequences
-    k_rows = _new_rows("k", k, sequences, _sample(cache.k), given, dims[0])
+    k_rows = _new_rows("k", k, sequences, _write.sample_of(cache.k), given, dims[0])
     k_rows = _checks.widened(k_rows, stored[0])
     if v is None:
         return k_rows, None
-    v_rows = _new_rows("v", v, sequences, _sample(cache.v), given, dims[1])
+    v_rows = _new_rows("v", v, sequences, _write.sample_of(cache.v), given, dims[1])
     v_rows = _checks.widened(v_rows, stored[1])
     if v_rows.shape[-3] != k_rows.shape[-3]:
         each = "" if packed else " a sequence"
@@ -391,67 +380,3 @@ def _new_rows(
             "quantise first"
         )
     return rows
-
-
-def _append(
-    inputs: AppendInputs,
-    kind: str,
-    implementation: str | None,
-    *,
-    from_end: bool = False,
-    change: Change | None = None,
-) -> Caches:
-    sample = _sample(inputs.k_cache)
-    separate = isinstance(inputs.k_cache, tuple)
-    capacities: tuple[int, ...]
-    if inputs.page_table is not None:
-        capacities = (inputs.page_table.shape[1] * sample.shape[-2],)
-    else:
-        capacities = tuple(x.shape[-2] for x in (inputs.k_cache if separate else (sample,)))
-    new_rows, kv_heads, head_dim = inputs.k.shape[-3:]
-    packed = inputs.owners is not None
-    if inputs.page_table is not None:
-        sequences = inputs.page_table.shape[0]
-    else:
-        sequences = len(inputs.k_cache) if separate else sample.shape[-4]
-    problem = AppendProblem(
-        gpu=_device.gpu_generation(),
-        kind=kind,
-        dtype=str(inputs.k.dtype),
-        cache_dtype=str(sample.dtype),
-        sequences=sequences,
-        new_rows=new_rows,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        v_head_dim=None if inputs.v is None else inputs.v.shape[-1],
-        capacities=capacities,
-        page_size=sample.shape[-2] if kind == "paged" else None,
-        pages=sample.shape[-4] if kind == "paged" else None,
-        layers=None if inputs.layer is None else sample.shape[0],
-        ragged=inputs.new_lengths is not None,
-        from_end=from_end,
-        quantized=inputs.k_scale is not None,
-        packed=packed,
-        change=change,
-    )
-    chosen = _dispatch.select(problem, implementation)
-    if 0 in (sequences, new_rows):
-        return Caches(inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale)
-    if chosen.name == "reference":
-        return chosen.run(_with_changed_rows(inputs, problem), problem)
-    return _transforms.kept(_transforms.append, chosen, problem, inputs)
-
-
-def _with_changed_rows(inputs: AppendInputs, problem: AppendProblem) -> AppendInputs:
-    """Rows of K normed and rotated already, as the kernels do it on their way."""
-    if problem.change is None:
-        return inputs
-    names = ("cos", "sin", "norm_weight")
-    position = inputs.start
-    if not problem.packed:
-        assert inputs.new_lengths is not None
-        rows = jnp.arange(problem.new_rows, dtype=jnp.int32)
-        position = (position - inputs.new_lengths)[:, None] + rows[None]
-    k = inputs.k if problem.quantized else inputs.k.astype(problem.cache_dtype)
-    k = changed(k, position, problem.change, {name: getattr(inputs, name) for name in names})
-    return inputs._replace(k=k, **dict.fromkeys(names))

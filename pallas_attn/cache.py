@@ -285,6 +285,7 @@ class KVCache:
         Returns:
           The cache, lengths cut, rows moved in every layer: one launch, in place as in `write_kv`,
           none without `path`. Sequences that have overflowed or took no rows stay as they are.
+          Where rows are split over devices, the rows of the path come to all of them in one sum.
           Pages stay with their sequence. One that was forked from since `extend`, into a sequence
           that has some of those rows, overflows: keep first, fork then.
         """

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn import _device, _dispatch
-from tests import decode_cases, mosaic
+from tests import append_cases, decode_cases, mosaic, subjects, test_keep
 
 N, K, H, LAYERS = 4, 2, 8, 2
 SINKS = jnp.asarray([0.5, -1.0, 2.0, 0.0])
@@ -143,6 +143,98 @@ def test_as_on_one_device(name):
 def test_packed_rows_are_written_where_they_live():
     counts = [[4, 3, 1], [4, 0, 4], [3, 4, 2]]
     assert_same(*both("stacked", 4, 16, counts, drawn(3, 4), {}, packed=True))
+
+
+KEEPS = {
+    "stacked": ("stacked", 8, {"dtype": jnp.bfloat16, "v_head_dim": 24}),
+    "separate": ("per_sequence", 2, {"dtype": jnp.float8_e4m3fn}),
+    "one layer": ("stacked", 4, {"dtype": jnp.int8, "layers": None}),
+    "within k": ("per_sequence", 2, {"layers": None, "dtype": jnp.float16, "head_dim": 5}),
+}
+KEEPS["within k"][2].update({"shared_kv": True, "v_head_dim": 3, "kv_heads": 1})
+
+
+def drafts(rng, name, context=CONTEXT):
+    """A cache of random bits, in which drafts begin and end within a block and at its edges, over
+    several blocks and behind the last one; counts and a path, of all int32.
+    """
+    kind, shards, options = KEEPS[name]
+    cache = create(kind, 32, 5 if kind == "stacked" else 3, **{"layers": LAYERS} | options)
+    sequences = cache.num_sequences
+    lengths, new = ([3, 12, 30, 5, 2], [9, 6, 15, 0, 30])
+    cache = cache.extend(jnp.asarray(lengths[:sequences])).extend(jnp.asarray(new[:sequences]))
+    cache = dataclasses.replace(test_keep.with_bits(rng, cache), context=context)
+    counts = np.asarray([4, 2**31 - 1, 2, 1, 5][:sequences], np.int32)
+    path = rng.integers(-3, 12, (sequences, 6)).astype(np.int32)
+    path[0, :4], path[1, :3], path[-1, :5] = (
+        [8, -(2**31), 1, 2],
+        [5, 2**31 - 1, 0],
+        [29, 2, 9, 9, 0],
+    )
+    return cache, counts, path, shards
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_a_path_is_kept_as_on_one_device(rng, name):
+    """Bit for bit and in place, twice in one program; one sum over devices each time."""
+    cache, counts, path, shards = drafts(rng, name)
+
+    def twice(cache, counts, path):
+        return cache.keep(counts, path).extend(3).keep(2, 2 - path)
+
+    want = dataclasses.replace(cache, context=None)
+    want = jax.tree.map(jnp.asarray, test_keep.expected(want, counts, path))
+    want = test_keep.expected(want.extend(3), np.full_like(counts, 2), 2 - path)
+    specs, mesh = cache.specs(), mesh_of(shards)
+    cache = jax.device_put(cache, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+    split = jax.shard_map(twice, mesh=mesh, in_specs=(specs, P(), P()), out_specs=specs)
+    compiled = jax.jit(split, donate_argnums=0).lower(cache, counts, path).compile()
+    assert compiled.as_text().count(" all-reduce(") == 2
+    before = places_of(cache)
+    got = compiled(cache, counts, path)
+    assert places_of(got) == before
+    append_cases.assert_same_bytes(dataclasses.replace(got, context=None), want)
+
+
+def places_of(cache):
+    """Where the devices' blocks of the numbers lie."""
+    return [
+        shard.data.unsafe_buffer_pointer()
+        for x in jax.tree.leaves((cache.k, cache.v))
+        for shard in x.addressable_shards
+    ]
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("subject", [x for x in subjects.rows("keep") if x.values[0].generation])
+def test_kernels_write_the_rows_of_a_path(rng, subject):
+    """The blocks of a cache as rows of a `vmap` that names its axis; layers, and scales."""
+    cache, counts, path, shards = drafts(rng, "separate")
+    want = test_keep.expected(dataclasses.replace(cache, context=None), counts, path)
+    rows = {side: -2 + side.endswith("scale") for side in test_keep.SIDES}
+    blocks = {
+        side: jax.tree.map(
+            lambda x, axis=axis: jnp.stack(jnp.split(x, shards, axis)), getattr(cache, side)
+        )
+        for side, axis in rows.items()
+    }
+
+    def local(blocks, implementation):
+        return dataclasses.replace(cache, **blocks).keep(
+            counts, path, implementation=implementation
+        )
+
+    def call(blocks, implementation):
+        run = functools.partial(local, implementation=implementation)
+        return jax.vmap(run, axis_name="cp")(blocks)
+
+    got = subject.call(call, blocks)
+    for side, axis in rows.items():
+        joined = jax.tree.map(
+            lambda x, axis=axis: jnp.concatenate(list(x), axis), getattr(got, side)
+        )
+        append_cases.assert_same_bytes(joined, getattr(want, side))
+    np.testing.assert_array_equal(got.lengths, np.tile(want.lengths, (shards, 1)))
 
 
 @pytest.mark.parametrize("length", [-(2**31), -1, 0, 2**31 - 1])

@@ -377,6 +377,6 @@ def test_messages():
         with pytest.raises(ValueError, match=message):
             call()
     split = StackedCache.create(2, 8, 1, 8, context=pa.Context("cp")).extend(4)
-    with pytest.raises(ValueError, match="path: expected None over a cache whose rows are split"):
+    with pytest.raises(ValueError, match="context: no mesh axis 'cp' is mapped here"):
         split.keep(1, jnp.zeros((2, 2), jnp.int32))
     np.testing.assert_array_equal(split.keep(1).lengths, [1, 1])

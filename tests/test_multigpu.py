@@ -2,6 +2,7 @@
 heads and by rows, the demo on a mesh, in one process and in two.
 """
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_attn as pa
 from pallas_attn import lm
 from pallas_attn.lm import train
+from tests import append_cases, test_keep
 from tests import test_cache_rows as rows_of_caches
 from tests import test_context as contexts
 
@@ -89,6 +91,17 @@ def test_caches_split_by_rows(name):
     np.testing.assert_array_equal(got[1].lengths, want[1].lengths)
     for g, w in zip(jax.tree.leaves(got[1].k), jax.tree.leaves(want[1].k), strict=True):
         np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("name", ["stacked", "separate"])
+def test_a_path_of_rows_that_are_split(rng, name):
+    cache, counts, path, _ = rows_of_caches.drafts(rng, name)
+    wanted = test_keep.expected(dataclasses.replace(cache, context=None), counts, path)
+    mesh, specs = mesh_of("cp"), cache.specs()
+    cache = jax.device_put(cache, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+    split = jax.shard_map(test_keep.keep, mesh=mesh, in_specs=(specs, P(), P()), out_specs=specs)
+    got = jax.jit(split, donate_argnums=0)(cache, counts, path)
+    append_cases.assert_same_bytes(dataclasses.replace(got, context=None), wanted)
 
 
 @pytest.mark.parametrize("how", ["jit", "shard_map"])

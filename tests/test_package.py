@@ -198,7 +198,7 @@ def test_who_knows_the_dispatch():
         "lm.decode",
         "lm.train",
     }  # what there is, and what was taken
-    ours = {"attention", "_score_gradients", "_context", "append", "_keep", "decode"}
+    ours = {"attention", "_score_gradients", "_context", "_write", "_keep", "decode"}
     assert users == ours | asks
 
 
