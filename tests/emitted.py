@@ -78,8 +78,9 @@ class Memory:
 
 def _dtype(kind: ir.Type) -> Any:
     names = {"index": "int64", "i1": "bool", "!llvm.ptr": "int64", "f32": "float32"}
+    names |= {"f16": "float16", "bf16": "bfloat16"}
     name = str(kind)
-    return jnp.dtype(names.get(name, name.replace("bf16", "bfloat16").replace("i", "int", 1)))
+    return jnp.dtype(names.get(name, name.replace("i", "int", 1)))
 
 
 def _kinds(kind: ir.Type) -> tuple[Any, int | None]:
@@ -177,6 +178,9 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "arith.muli": _elementwise(np.multiply),
     "arith.andi": _elementwise(np.bitwise_and),
     "arith.ori": _elementwise(np.bitwise_or),
+    "arith.shli": _elementwise(np.left_shift),
+    "arith.shrui": lambda op, a, b: (_unsigned(a) >> _unsigned(b)).view(a.dtype),
+    "arith.mulf": _elementwise(np.multiply),
     "arith.minsi": _elementwise(np.minimum),
     "arith.maxsi": _elementwise(np.maximum),
     "arith.maxnumf": _elementwise(np.fmax),
@@ -186,7 +190,9 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "arith.divui": _divided,
     "arith.remui": _divided,
     "arith.extui": _zero_extended,
-    **dict.fromkeys(("arith.extsi", "arith.trunci", "arith.index_cast"), _cast),
+    **dict.fromkeys(
+        ("arith.extsi", "arith.trunci", "arith.index_cast", "arith.extf", "arith.truncf"), _cast
+    ),
     **dict.fromkeys(("arith.bitcast", "llvm.bitcast"), _bitcast),
     "vector.extract": lambda op, vector: vector[_position(op)],
     "vector.insert": _inserted,

@@ -194,13 +194,13 @@ FAULTS = {
         f"{TEST_DECODE} -k test_every_unit_is_taken_once",
     ),
     "prefill_splits_lose_a_tile": Fault(
-        f"{PREFILL}/sm90.py",
+        f"{PREFILL}/units.py",
         "lax.div(span.hi - span.lo + (config.splits - 1), jnp.int32(config.splits))",
         "lax.div(span.hi - span.lo, jnp.int32(config.splits))",
         TEST_SCHEDULES,
     ),
     "partials_of_two_blocks_lie_in_one_place": Fault(
-        f"{PREFILL}/sm90.py",
+        f"{PREFILL}/units.py",
         "line = before + q_tile if share is None else unit + share.block",
         "line = before + q_tile if share is None else unit",
         f"{TEST_SCHEDULES} -k test_shared_parts",

@@ -3,16 +3,28 @@ runs: masks, addresses, and the arithmetic of programs of one thread.
 """
 
 import operator
+import types
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.decode_mla import combine as mla_combine
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
-from pallas_attn.kernels.mma import epilogue, global_accumulate, mma_2x2, mma_rowmajor, mma_sync
+from pallas_attn.kernels.mma import (
+    dequant,
+    epilogue,
+    global_accumulate,
+    mma_2x2,
+    mma_rowmajor,
+    mma_sync,
+)
+from pallas_attn.kernels.prefill import narrow_producer
 from tests import emitted
 from tests.emitted import Far, captured, evaluate
 
@@ -265,3 +277,49 @@ def test_words_are_stored_where_the_condition_holds(nbytes):
     ((offset, value),) = to.stores
     np.testing.assert_array_equal(offset, (np.arange(100, 128) + 2**33) * nbytes)
     np.testing.assert_array_equal(value.view(given.dtype)[:, 0], given[100:])
+
+
+# ---- rows of a quantised cache -------------------------------------------------------------------
+
+
+def float16_of_e5m2(words, *_):
+    """What `dequant.to_16_bits` is to give, without PTX: the upper halves of float16."""
+    constant = lambda x: utils.c(x, ir.IntegerType.get_signless(32))  # noqa: E731
+    halves = []
+    for word in words:
+        for part in (word, arith.shrui(word, constant(16))):
+            low = arith.shli(arith.andi(part, constant(0xFF)), constant(8))
+            high = arith.shli(arith.andi(part, constant(0xFF00)), constant(16))
+            halves.append(arith.ori(low, high))
+    return halves
+
+
+@pytest.mark.parametrize("dim, block", [(64, 64), (128, 128), (192, 64), (256, 64)])
+def test_narrow_rows_are_stored_where_tma_would_put_them(rng, monkeypatch, dim, block):
+    monkeypatch.setattr(dequant, "to_16_bits", float16_of_e5m2)
+    of = types.SimpleNamespace
+    plan = of(
+        config=of(slots=2, block_kv=block),
+        problem=of(dtype="bfloat16", head_dim=dim, v_head_dim=dim),
+        cache=of(cache_dtype="float8_e5m2"),
+        k_swizzle=128,
+    )
+    narrow = narrow_producer.Slots(
+        rng.standard_normal((2, block * dim)).astype(jnp.float8_e5m2),
+        rng.standard_normal((2, block)).astype(np.float32),
+    )
+    both = [np.zeros((3, block, dim), jnp.bfloat16) for _ in range(2)]
+    for to, ours in zip(both, (True, False), strict=True):
+        smem, where = of(k=to, v=None, narrow=narrow), (np.int32(1), np.int32(2))
+        plan.v_swizzle = None
+        one = captured(narrow_producer._widen, plan, smem, 0, where)
+        if ours:
+            evaluate(one, {})
+        else:
+            one.function.twin(*one.args)
+    found, want = both
+    row, chunk = np.arange(block)[:, None], np.arange(dim // 8)[None]
+    tiles = found[2].reshape(block // 8, dim // 64, 8, 8, 8)
+    rows = tiles[row // 8, chunk // 8, row % 8, chunk % 8 ^ row % 8].reshape(block, dim)
+    np.testing.assert_array_equal(rows, want[2])
+    assert want[2].any() and not found[:2].any()

@@ -34,6 +34,7 @@ from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.prefill import merge, shares
 from pallas_attn.kernels.prefill import sm90 as prefill
 from pallas_attn.kernels.prefill.plan import Plan as PrefillPlan
+from pallas_attn.kernels.prefill.units import unit_of, wg_tile_of
 from pallas_attn.lm.kernels import linear
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests import decode_cases, test_append_kernel, test_decode_latent
@@ -186,9 +187,9 @@ def test_prefill(seed):
     config = dataclasses.replace(config, grid=int(rng.integers(1, 140)))
     plan = PrefillPlan.of(case.problem, config)
     refs = no_arrays(prefill.Refs)._replace(lengths=jnp.asarray(case.lengths, jnp.int32))
-    of_unit = functools.partial(prefill._unit_of, Context(plan, refs, None))
+    of_unit = functools.partial(unit_of, Context(plan, refs, None))
     units = jax.vmap(of_unit)(jnp.arange(plan.units, dtype=jnp.int32))
-    of_tile = functools.partial(prefill._wg_tile_of, plan)
+    of_tile = functools.partial(wg_tile_of, plan)
     wgs = jnp.arange(config.warpgroups, dtype=jnp.int32)
     tiles = jax.vmap(lambda unit: jax.vmap(lambda wg: of_tile(unit, wg))(wgs))(units)
     units, tiles = jax.tree.map(np.asarray, (units, tiles))
@@ -243,7 +244,7 @@ def test_shared_parts(seed):
     @jax.jit
     def of_blocks(blocks):
         share = jax.vmap(functools.partial(shares.share_of, ctx))(blocks)
-        unit = lambda n, share: prefill._unit_of(ctx, share.q_tile + n, share)  # noqa: E731
+        unit = lambda n, share: unit_of(ctx, share.q_tile + n, share)  # noqa: E731
         numbers = jnp.arange(int(q_tiles.sum()) * kv_heads + 1, dtype=jnp.int32)
         return share, jax.vmap(lambda one: jax.vmap(lambda n: unit(n, one))(numbers))(share)
 

@@ -54,11 +54,7 @@ def load(q: Ref, to: Ref, slot: Scalar, at: Place, plan: Any, rows: Ref | None =
             head = thread.select(there, at.head + head, 0)
             source = (thread.wide(token) * q_heads + thread.wide(head)) * (dim // 8)
             source = source + thread.wide(thread.select(there, chunk, 0))
-            # Tiles of 8 rows and a swizzle's columns; in them 16 bytes lie as TMA would put them.
-            tile = row // 8 * (chunks // across) + chunk // across
-            place = (tile * 8 + row % 8) * across + chunk % across
-            moved = place // 8 & (across - 1)
-            place = place + moved - (place & moved) * 2  # exclusive or
+            place = swizzled_place(row, chunk, chunks, across)
             thread.copy_async(Word(to, slot * (ROWS * chunks) + place), Word(q, source), there)
         thread.commit_copies()
 
@@ -78,6 +74,16 @@ def load(q: Ref, to: Ref, slot: Scalar, at: Place, plan: Any, rows: Ref | None =
     given = () if rows is None else (rows,)
     kinds = (REF, room, SCALAR, (SCALAR,) * 4, *(REF for _ in given))
     inline(code, twin, (q, to, slot, tuple(at), *given), kinds, None)
+
+
+def swizzled_place(row: Any, chunk: Any, chunks: int, across: int) -> Any:
+    """Where TMA would put 16 bytes of a row of `chunks` such: tiles of 8 rows and the `across`
+    chunks of a swizzle.
+    """
+    tile = row // 8 * (chunks // across) + chunk // across
+    place = (tile * 8 + row % 8) * across + chunk % across
+    moved = place // 8 & (across - 1)
+    return place + moved - (place & moved) * 2  # exclusive or
 
 
 def wait(left: int) -> None:

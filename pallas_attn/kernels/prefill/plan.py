@@ -94,6 +94,10 @@ class Plan(attention_plan.Plan):
         return self.cache is not None and self.cache.packed
 
     @property
+    def quantized(self) -> bool:
+        return self.cache is not None and self.cache.quantized
+
+    @property
     def merged(self) -> bool:
         """Whether the results are merged with others, and blocks share out kv tiles (`shares`)."""
         return self.cache is not None and self.cache.merged is not None

@@ -39,8 +39,8 @@ from jax import lax
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, functions, softmax, tma_operands
-from pallas_attn.kernels.attention.plan import ROWS, Context, Span
-from pallas_attn.kernels.attention.score_mod import Rows, Tile
+from pallas_attn.kernels.attention.plan import ROWS, Context
+from pallas_attn.kernels.attention.score_mod import Rows
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_fwd.sm90 import (
@@ -54,8 +54,9 @@ from pallas_attn.kernels.flash_fwd.sm90 import (
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import packed_rows
-from pallas_attn.kernels.prefill import combine, merge, shares, tile_count
+from pallas_attn.kernels.prefill import combine, merge, narrow_producer, tile_count
 from pallas_attn.kernels.prefill.plan import BLOCKS, Plan
+from pallas_attn.kernels.prefill.units import Unit, WgTile, place_of, unit_of, wg_tile_of
 
 # Of a thread, by consumer warpgroups: (consumer, producer). A producer that looks up pages, or
 # chooses between arrays, needs more.
@@ -215,6 +216,7 @@ class Smem(NamedTuple):
     sums: Any = None  # int32: `tile_count.Tiles`
     counted: Any = None  # a barrier: they are there
     kv_ids: Any = None  # segments, which the mainloop asks for
+    narrow: Any = None  # of a quantised cache: `narrow_producer.Slots`
 
 
 def scratch(plan: Plan) -> Smem:
@@ -223,6 +225,7 @@ def scratch(plan: Plan) -> Smem:
     q_tiles, ring = config.q_slots * config.warpgroups, (config.stages, config.block_kv)
     out = (config.warpgroups, ROWS, plan.v_swizzle // 2)
     copies, packed = barrier(num_barriers=q_tiles, num_arrivals=plan.tile_heads), plan.packed
+    arrivals = 1 if plan.quantized else 2 * plan.copies
     return Smem(
         q=mosaic.swizzled((q_tiles, ROWS, plan.k_width), dtype, plan.k_swizzle),
         k=mosaic.swizzled((*ring, plan.k_width), dtype, plan.k_swizzle),
@@ -230,11 +233,12 @@ def scratch(plan: Plan) -> Smem:
         out=None if packed else mosaic.swizzled(out, dtype, plan.v_swizzle),
         lost=plgpu.SMEM((config.warpgroups,), jnp.int32),
         q_ready=None if packed else copies,
-        ready=barrier(num_barriers=config.stages, num_arrivals=2 * plan.copies),
+        ready=barrier(num_barriers=config.stages, num_arrivals=arrivals),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         landed=barrier(num_barriers=1, num_arrivals=plan.copies),
         sums=tile_count.sum_type(plan) if packed else None,
         counted=barrier(num_barriers=1, num_arrivals=1) if packed else None,
+        narrow=narrow_producer.slots(plan) if plan.quantized else None,
     )
 
 
@@ -264,132 +268,10 @@ class Refs(NamedTuple):
     q_lengths: Any = None  # int32[M]
     starts: Any = None  # int32[M + 1], where rows are packed
     rows: Any = None  # int32[tokens]: of q, where packed rows are copies of them
+    tables: Any = None  # of a quantised cache, in place of k and v: `Layout.tables`
     results: tuple[Any, ...] = ()  # written: out and lse, or partials
     units: Any = None  # powers of 2, which the mainloop asks for
     mask_aux: Any = ()  # what a function of positions reads: `functions.flat`
-
-
-# ---- work units ---------------------------------------------------------------------------------
-
-
-class Unit(NamedTuple):
-    """A q tile and some of its kv tiles."""
-
-    m: Any  # the sequence
-    kv_head: Any
-    q_tile: Any
-    split: Any
-    tile: Tile
-    span: Span  # kv tiles; lo == hi where there is none
-    bad: Any  # whether the result is NaN: too long, never extended, or no such layer
-    # Where rows are packed: the first of the sequence, how many it has, and the unit's q tile
-    # among those of all sequences.
-    first: Any = None
-    count: Any = None
-    line: Any = None
-
-
-def _divided(n: Any, by: int) -> tuple[Any, Any]:
-    return lax.div(n, jnp.int32(by)), lax.rem(n, jnp.int32(by))
-
-
-def _unit_of(ctx: Context, number: Any, share: shares.Share | None = None) -> Unit:
-    plan, refs = ctx.plan, ctx.refs
-    problem, config = plan.problem, plan.config
-    q_tiles: Any = plan.q_tiles
-    q_len: Any = problem.q_len
-    packed, unit = {}, number
-    if plan.packed:
-        m, sums = tile_count.sequence_of(ctx, number), tile_count.sums_of(ctx)
-        before, first = sums[m], refs.starts[m]
-        q_tiles = jnp.maximum(sums[m + 1] - before, 1)  # 0 only where there is no unit
-        q_len = refs.starts[m + 1] - first
-        number = number - before * (problem.kv_heads * config.splits)
-    head, rest = _divided(number, q_tiles * config.splits)
-    split, q_tile = _divided(rest, q_tiles)
-    q_tile = q_tiles - 1 - q_tile  # the last rows see most
-    if plan.packed:
-        kv_head = head
-        line = before + q_tile if share is None else unit + share.block
-        packed = {"first": first, "count": q_len, "line": line}
-    else:
-        m, kv_head = _divided(head, problem.kv_heads)
-    length, bad = _keys_of(plan, refs, m)
-    first = lax.div(q_tile * config.warpgroups, jnp.int32(plan.head_chunks))
-    last = jnp.minimum((q_tile + 1) * config.warpgroups, _wg_tiles(plan, q_len)) - 1
-    last = lax.div(last, jnp.int32(plan.head_chunks))
-    row = first * plan.head_rows
-    q_len = refs.q_lengths[m] if plan.has("q_lengths") else q_len
-    rows = jnp.minimum((last + 1) * plan.head_rows, q_len) - row
-    q_offset: Any = problem.q_offset
-    if plan.cache is not None:
-        q_offset = length - q_len
-    elif plan.has("q_offset"):
-        q_offset = refs.q_offset[m]
-    mask = plan.mask_of(refs, m if plan.cache is None else 0)
-    span = plan.unmasked(plan.span(mask, q_offset + row, rows, length), q_offset)
-    if plan.has("q_lengths"):
-        span = span._replace(hi=jnp.where(rows > 0, span.hi, 0))
-    span = span._replace(hi=jnp.maximum(span.hi, span.lo))
-    if config.splits > 1:
-        each = lax.div(span.hi - span.lo + (config.splits - 1), jnp.int32(config.splits))
-        lo = jnp.minimum(span.lo + split * each, span.hi)
-        span = span._replace(lo=lo, hi=jnp.minimum(lo + each, span.hi))
-    if share is not None:
-        lo, hi = (jnp.minimum(x, span.hi) for x in shares.kv_tiles_of(ctx, m, unit, share))
-        span = span._replace(lo=lo, hi=hi)
-    tile = Tile(m, kv_head, row, q_offset, q_len, length, mask)
-    return Unit(m, kv_head, q_tile, split, tile, span, bad, **packed)
-
-
-def _keys_of(plan: Plan, refs: Refs, m: Any) -> tuple[Any, Any]:
-    """How many keys of a sequence count, and whether its result is NaN."""
-    problem = plan.problem
-    if plan.cache is None:
-        return refs.lengths[m] if plan.has("kv_lengths") else problem.kv_len, jnp.bool_(False)
-    capacity: Any = problem.kv_len if refs.capacities is None else refs.capacities[m]
-    length = refs.lengths[m]
-    bad = length > capacity
-    if refs.new_lengths is not None:
-        bad = bad | ((length <= 0) & (refs.new_lengths[m] < 0))
-    if refs.layer is not None:
-        bad = bad | ~plan.layout.has_layer(refs.layer[0])
-    length = jnp.where(bad, 0, jnp.maximum(length, 0))
-    return length, bad
-
-
-def _wg_tiles(plan: Plan, count: Any) -> Any:
-    """Warpgroup tiles of a kv head of a sequence that has `count` query rows."""
-    if not plan.packed:
-        return plan.wg_tiles
-    return plan.wg_tiles_of(count, lambda x, y: lax.div(x, jnp.int32(y)))
-
-
-class WgTile(NamedTuple):
-    """The rows of one consumer."""
-
-    number: Any  # of the warpgroup tiles of its kv head
-    there: Any  # whether there are such rows
-    head: Any  # its first query head
-    heads_left: Any  # query heads from that one to the end of the group
-    row: Any  # its first query row
-
-
-def _wg_tile_of(plan: Plan, unit: Unit, wg: Any) -> WgTile:
-    number, wg_tiles = unit.q_tile * plan.config.warpgroups + wg, _wg_tiles(plan, unit.count)
-    row_block, chunk = _divided(jnp.minimum(number, wg_tiles - 1), plan.head_chunks)
-    first, group = chunk * plan.tile_heads, plan.problem.group
-    head = unit.kv_head * group + first
-    there, row = number < wg_tiles, row_block * plan.head_rows
-    if plan.packed:
-        number = unit.line * plan.config.warpgroups + wg
-    return WgTile(number, there, head, group - first, row)
-
-
-def _place_of(plan: Plan, unit: Unit, own: WgTile) -> packed_rows.Place:
-    """Where the rows of a consumer lie, where rows are packed."""
-    heads = jnp.where(own.there, jnp.minimum(own.heads_left, plan.tile_heads), 0)
-    return packed_rows.Place(unit.first + own.row, unit.count - own.row, own.head, heads)
 
 
 # ---- producer: one warpgroup, which loads K and V -----------------------------------------------
@@ -410,7 +292,7 @@ def _produce(ctx: Context, block_id: Any) -> None:
     units = tile_count.units_of(ctx, block_id)
 
     def one_unit(i, count):
-        unit = _unit_of(ctx, units.number(i), units.share)
+        unit = unit_of(ctx, units.number(i), units.share)
         tiles = unit.span.hi - unit.span.lo
 
         def entry(e, count):
@@ -540,9 +422,9 @@ def _is_lost(ctx: Context, unit: Unit, wg: Any) -> Any:
 def _load_q(ctx: Context, unit: Unit, wg: Any, slot: Any) -> None:
     """The rows of a consumer: of each of its query heads, so many query rows."""
     plan, refs, smem = ctx
-    own, rows = _wg_tile_of(plan, unit, wg), plan.head_rows
+    own, rows = wg_tile_of(plan, unit, wg), plan.head_rows
     if plan.packed:
-        packed_rows.load(refs.q, smem.q, slot, _place_of(plan, unit, own), plan, refs.rows)
+        packed_rows.load(refs.q, smem.q, slot, place_of(plan, unit, own), plan, refs.rows)
         return
     for n in range(plan.tile_heads):
         head = jnp.minimum(own.head + n, plan.problem.q_heads - 1)
@@ -563,7 +445,7 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
     def load_q(i):
         last = tile_count.all_units(ctx) - 1
         last = jnp.maximum(last, 0) if plan.packed else last
-        unit = _unit_of(ctx, jnp.minimum(units.number(i), last), units.share)
+        unit = unit_of(ctx, jnp.minimum(units.number(i), last), units.share)
         if plan.packed:  # also where there is none: groups of copies are counted
             plgpu.commit_smem()  # by now all warps have read what lies there
             none = jnp.where(i < units.count, unit.count, 0)
@@ -574,8 +456,8 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
     load_q(jnp.int32(0))
 
     def one_unit(i, slot):
-        unit = _unit_of(ctx, units.number(i), units.share)
-        own, lost = _wg_tile_of(plan, unit, wg), _is_lost(ctx, unit, wg)
+        unit = unit_of(ctx, units.number(i), units.share)
+        own, lost = wg_tile_of(plan, unit, wg), _is_lost(ctx, unit, wg)
         if config.q_slots > 1:
             load_q(i + 1)
         q = q_slot(i)
@@ -656,7 +538,7 @@ def _row_sinks(ctx: Context, own: WgTile) -> Any:
 def _store_packed(ctx: Context, end: Ending, result: Result) -> None:
     """`_store` of packed rows, which may begin anywhere."""
     plan, (out, lse_of_rows) = ctx.plan, ctx.refs.results
-    place = _place_of(plan, end.unit, end.own)
+    place = place_of(plan, end.unit, end.own)
     sink = None if ctx.refs.sinks is None else _row_sinks(ctx, end.own)
     factor, lse = softmax.finish(result.row_max, result.row_sum, sink)
     packed_rows.store_numbers(lse + end.spoil, lse_of_rows, place, plan)
@@ -700,11 +582,14 @@ def _kernel(refs: Refs, *rest: Any, plan: Plan) -> None:
     ctx = Context(plan, refs._replace(results=tuple(results)), smem)
     if plan.packed:
         tile_count.fill(ctx, wg, block_id)
-    produce = functools.partial(_produce, ctx, block_id)
+    produce = functools.partial(
+        narrow_producer.produce if plan.quantized else _produce, ctx, block_id
+    )
     consume = functools.partial(_consume, ctx, block_id, wg)
     consumers = plan.config.warpgroups
     simple = not plan.layout.paged and not plan.layout.separate
     registers = (REGISTERS if simple else REGISTERS_OF_TABLES)[consumers]
+    registers = narrow_producer.REGISTERS[consumers] if plan.quantized else registers
     mosaic.share_registers(wg, consumers, produce, consume, *registers)
 
 
@@ -781,10 +666,14 @@ def _refs(plan: Plan, inputs: DecodeInputs) -> Refs:
     def views(arrays):
         return tuple(layout.view(x) for x in (arrays if layout.separate else (arrays,)))
 
+    caches = inputs.k_cache, inputs.v_cache
+    tables = layout.tables(*caches, inputs.k_scale, inputs.v_scale) if plan.quantized else None
+    k, v = ((), ()) if plan.quantized else map(views, caches)
     return Refs(
         q=inputs.q if plan.packed else tma_operands.for_tma(inputs.q),
-        k=views(inputs.k_cache),
-        v=views(inputs.v_cache),
+        k=k,
+        v=v,
+        tables=tables,
         lengths=inputs.lengths,
         new_lengths=inputs.new_lengths,
         capacities=layout.capacities_operand(),

@@ -1,5 +1,5 @@
-"""Prefill over quantised caches on Hopper, whose rows are widened first: who takes what, what is
-done with scales, layers and rows that do not exist, and that it is right.
+"""Prefill over quantised caches on Hopper, whose producer widens rows on their way to the mainloop:
+who takes what, what is done with scales, layers and rows that do not exist, and that it is right.
 """
 
 import dataclasses
@@ -12,7 +12,9 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import _dispatch, _support
 from pallas_attn._problem import DecodeInputs
-from pallas_attn.kernels.prefill import widened_sm90 as kernel
+from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
+from pallas_attn.kernels.prefill import narrow_producer, sm90
+from pallas_attn.kernels.prefill import narrow_sm90 as kernel
 from tests import mosaic
 from tests.test_quantized import KINDS, LARGEST
 
@@ -32,22 +34,29 @@ def chosen(**changes):
 
 
 def test_who_takes_what():
-    ours = "prefill.widened_sm90"
-    group = PROBLEM.q_heads // PROBLEM.kv_heads
-    few = -(-kernel.FEWEST_PAIRS // group)
-    assert chosen(q_len=few) == chosen(q_len=1000) == ours
-    assert chosen(q_len=few - 1) == chosen(q_len=1) == "decode.sm90"
+    ours = "prefill.narrow_sm90"
+    few = sm90.FEW_ROWS * PROBLEM.kv_heads // PROBLEM.q_heads
+    assert chosen(q_len=few + 1) == chosen(q_len=1000) == ours
+    assert chosen(q_len=few) == chosen(q_len=1) == "decode.sm90"
     assert chosen(quantized=False, cache_dtype="bfloat16") == "prefill.sm90"
     assert chosen(batch_invariant=True) == "decode.sm90"
     assert chosen(gpu="sm80") == "decode.sm80"
-    # A pool of pages that nobody reads is widened with the others.
-    paged = {"kind": "paged", "page_size": 16, "q_len": few}
-    rows = sum(PROBLEM.capacities)
-    assert chosen(**paged, pages=rows // 16) == ours
-    assert chosen(**paged, pages=rows // 16 + 1) == "decode.sm90"
-    long = (2**24,) * PROBLEM.sequences
-    refused = kernel.limit(dataclasses.replace(PROBLEM, capacities=long))
-    assert refused is not None and "GiB" in str(refused)
+    refused = kernel.limit(dataclasses.replace(PROBLEM, head_dim=96, v_head_dim=96))
+    assert refused is not None and "multiples of 64" in str(refused)
+    with pytest.raises(ValueError, match="slots"):
+        kernel.Config(slots=3)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("rows", [5, 64, 256])
+def test_the_default_fits(dim, rows):
+    problem = dataclasses.replace(PROBLEM, head_dim=dim, v_head_dim=dim, q_len=rows)
+    assert kernel.limit(problem) is None
+    config = kernel.Config.default(problem)
+    assert kernel.smem_bytes(problem, config) <= SMEM_LIMIT
+    workers = config.warpgroups
+    ours, loader = narrow_producer.REGISTERS[workers]
+    assert (workers * ours + loader) * 128 <= 65536
 
 
 def drawn(rng, kind, dtype, layers=None, rows=(0, 37, 70)):
@@ -106,7 +115,9 @@ def test_interpreted(rng, kind, dtype, layers):
         new_lengths=cache.new_lengths,
     )
     assert kernel.limit(problem) is None
-    config = kernel.Config(2, block_kv=64, grid=3)
+    # Two consumers; or one, and keys that are split.
+    config = kernel.Config(2, block_kv=64, grid=3, slots=4)
+    config = config if layers is not None else kernel.Config(1, block_kv=64, grid=3, splits=2)
     run = jax.jit(lambda inputs: kernel.run(inputs, problem, config))
     want = pa.decode_attention_with_lse(q, cache, **layer, implementation="reference")
     with mosaic.interpret():

@@ -1,0 +1,260 @@
+"""The producer of prefill's kernel over a quantised cache: it fills the ring of K and V with rows
+in q's dtype, which the mainloop then reads as those of any other cache.
+
+A tile of K or of V comes by cp.async to a slot of 8-bit numbers and their scales. The tiles of a
+unit are in one order, K of entry e before the V that goes with it, and each is asked for `slots`
+tiles ahead. When it is there, each thread converts its numbers to float16, which is exact,
+multiplies them by their row's scale in float32, rounds them to q's dtype and stores them where TMA
+would have put them.
+
+A thread converts the 16 bytes that it asked for, so only scales are shared between threads: all
+meet when a tile is there, and again before its slot is asked for anew. Rows past a length come as
+zeros with a scale of zero.
+
+Of 8 neighbouring threads 4 have 16 bytes each of one row and 4 of the next: what they store lies in
+different banks, and they read half a cache line of each.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from pallas_attn.kernels.attention import cache_layout
+from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.flash_fwd.sm90 import Ring
+from pallas_attn.kernels.lang import mosaic, thread_math, threads
+from pallas_attn.kernels.lang.mosaic import THREADS, Int
+from pallas_attn.kernels.lang.threads import Word
+from pallas_attn.kernels.mma import dequant, packed_rows
+from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR, inline
+from pallas_attn.kernels.prefill import tile_count
+from pallas_attn.kernels.prefill.plan import Plan
+from pallas_attn.kernels.prefill.units import Unit, unit_of
+
+REGISTERS = {1: (240, 240), 2: (216, 72), 3: (144, 80)}  # as those of `sm90`
+COLUMNS = 64  # of which head dims are multiples
+
+
+class Slots(NamedTuple):
+    """Shared memory: tiles on their way."""
+
+    numbers: Any  # 8 bits, in the order of `_place`
+    scales: Any  # float32[slots, block_kv]
+
+
+def slots(plan: Plan) -> Slots:
+    assert plan.cache is not None
+    count, rows = plan.config.slots, plan.config.block_kv
+    return Slots(
+        plgpu.SMEM((count, rows * _widest(plan)), jnp.dtype(plan.cache.cache_dtype)),
+        plgpu.SMEM((count, rows), jnp.float32),
+    )
+
+
+def _widest(plan: Plan) -> int:
+    return max(plan.problem.head_dim, plan.problem.v_head_dim)
+
+
+class Tile(NamedTuple):
+    """What a slot is to hold: scalars."""
+
+    sequence: Any
+    head: Any
+    first: Any  # position of its first row
+    live: Any  # rows of it that exist; none where it is 0
+    slot: Any
+    layer: Any  # None: the cache has one layer
+    capacity: Any  # of the sequence, where capacities differ
+
+
+def produce(ctx: Context, block_id: Any) -> None:
+    """K and V of every unit of the block, in the order in which consumers use them."""
+    plan, _, smem = ctx
+    config, ring, units = plan.config, Ring.of(ctx), tile_count.units_of(ctx, block_id)
+    ahead = config.slots // 2
+
+    def one_unit(i, count):
+        unit = unit_of(ctx, units.number(i), units.share)
+        tiles = unit.span.hi - unit.span.lo
+        entries = jnp.where(tiles > 0, tiles + 1, 0)
+
+        def ask(e, side):
+            _ask(ctx, unit, side, e - side, lax.rem(e, jnp.int32(ahead)) * 2 + side)
+
+        def entry(e, count):
+            slot = lax.rem(count, jnp.int32(config.stages))
+            pl.when(count >= config.stages)(lambda: ring.wait_released(slot))
+            for side, there in ((0, e < tiles), (1, e > 0)):
+                _wait(config.slots - 1)
+                narrow = lax.rem(e, jnp.int32(ahead)) * 2 + side
+
+                @pl.when(there)
+                def _(side=side, narrow=narrow):
+                    _widen(plan, smem, side, (narrow, slot))
+
+                _meet()
+                ask(e + ahead, side)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ring.ready.at[slot])
+            return count + 1
+
+        @pl.when(tiles > 0)
+        def _():
+            for e in range(ahead):
+                ask(jnp.int32(e), 0)
+                ask(jnp.int32(e), 1)
+
+        return lax.fori_loop(0, entries, entry, count)
+
+    lax.fori_loop(0, units.count, one_unit, jnp.int32(0))
+
+
+def _wait(left: int) -> None:
+    """Until all tiles but the last `left` that were asked for are there."""
+
+    def program(thread, refs, scalars):
+        del refs, scalars
+        thread.wait_copies(left)
+        thread.sync()
+
+    mosaic.each_thread(program, (), (), threads.WarpgroupThread())
+
+
+def _meet() -> None:
+    mosaic.each_thread(lambda thread, *_: thread.sync(), (), (), threads.WarpgroupThread())
+
+
+def _place(number: Any, words: int) -> tuple[Any, Any]:
+    """(row, word of it) of the 16 bytes of this number in a slot; a row has so many words."""
+    rest = number // 8
+    row = rest // (words // 4) * 2 + number // 4 % 2
+    return row, rest % (words // 4) * 4 + number % 4
+
+
+class Piece(NamedTuple):
+    """16 bytes of a thread's: number `number` + `start` of the slot, in row `row` + `below`."""
+
+    number: Any
+    start: int
+    row: Any
+    below: int  # rows: a multiple of 8
+    word: Any
+
+
+def _pieces(index: Any, block: int, words: int) -> list[Piece]:
+    """Those of a thread. Few addresses are computed: from the others they differ by constants."""
+    found, period = [], 3 if words % 3 == 0 else 1  # after which words repeat
+    firsts = [(index + n * THREADS, *_place(index + n * THREADS, words)) for n in range(period)]
+    for start in range(0, block * words, period * THREADS):
+        for number, row, word in firsts:
+            found.append(Piece(number, start, row, start // words, word))
+    return found
+
+
+def _ask(ctx: Context, unit: Unit, side: int, number: Any, slot: Any) -> None:
+    """Asks for the tile of K (side 0) or V (1) that is `number` before the unit's last, if there
+    is one.
+    """
+    plan, refs, smem = ctx
+    assert plan.cache is not None
+    there = (number >= 0) & (number < unit.span.hi - unit.span.lo)
+    first = jnp.where(there, (unit.span.hi - 1 - number) * plan.config.block_kv, 0)
+    live = jnp.where(there, unit.tile.kv_len - first, 0)
+    layer = capacity = None
+    if plan.cache.layers is not None:
+        layer = jnp.clip(refs.layer[0], 0, plan.cache.layers - 1)
+    if refs.capacities is not None:
+        capacity = refs.capacities[unit.m]
+    at = Tile(unit.m, unit.kv_head, first, live, slot, layer, capacity)
+
+    def program(thread, memory, at):
+        _copy(thread, memory, Tile(*at), plan, side)
+
+    memory = refs.tables, refs.page_table, smem.narrow
+    mosaic.each_thread(program, memory, tuple(at), threads.WarpgroupThread())
+
+
+def _copy(thread: Any, memory: Any, at: Tile, plan: Plan, side: int) -> None:
+    (tables, page_table, to), layout = memory, plan.layout
+    dim, block = (plan.problem.head_dim, plan.problem.v_head_dim)[side], plan.config.block_kv
+    words, slot_words = dim // 16, block * _widest(plan) // 16
+    choices = tuple((arrays[side], arrays[2 + side]) for arrays in tables)
+    numbers, scales = layout.arrays_of(thread, choices, at.sequence)
+
+    def line(row, below=0):
+        """Row `row` of the tile, in the array, for a row `below` it; rows of a page lie apart."""
+        position, page = at.first + row, None
+        if isinstance(layout, cache_layout.Paged):
+            inside = row + below < at.live
+            position = at.first + thread.select(inside, row + below, 0)
+            page = layout.load_page(thread, page_table, at.sequence, layout.entry(position))
+            page = thread.select(layout.has_page(page), page, 0)  # any: the result will be NaN
+        given = (position, at.layer, page, at.capacity)
+        return layout.number(thread, cache_layout.Row(at.sequence, at.head, *given))
+
+    for number, start, row, below, word in _pieces(thread.index, block, words):
+        source = line(row, below) * words + thread.wide(word)
+        source = Word(numbers, source, 0 if layout.paged else below * words)
+        place = Word(to.numbers, at.slot * slot_words + number, start)
+        thread.copy_async(place, source, row + below < at.live)
+    row = thread.index
+    inside = None if block >= THREADS else row < block
+    row = thread.minimum(row, block - 1)
+    place = Word(to.scales, at.slot * block + row)
+    thread.copy_async(place, Word(scales, line(row)), row < at.live, inside, 4)
+    thread.commit_copies()
+
+
+def _widen(plan: Plan, smem: Any, side: int, where: tuple[Any, Any]) -> None:
+    """The tile in a slot, in an entry of the ring: `where` has both numbers."""
+    to, swizzle = ((smem.k, plan.k_swizzle), (smem.v, plan.v_swizzle))[side]
+    (_, block, dim), dtype = to.shape, plan.problem.dtype
+    assert plan.cache is not None
+    words, across, stored = dim // 16, swizzle // 16, plan.cache.cache_dtype
+    slot_words = block * _widest(plan) // 16
+
+    def code(numbers, scales, to, slot, entry):
+        thread, slot, entry = threads.WarpgroupThread(), _int_of(slot), _int_of(entry)
+        for number, start, row, below, word in _pieces(thread.index, block, words):
+            scale = mosaic.address_of(scales, slot * block + row, 4)
+            scale = llvm.load(ir.F32Type.get(), _moved(scale, below, 4), alignment=4)
+            given = mosaic.address_of(numbers, slot * slot_words + number, 16)
+            given = llvm.load(mosaic.word_type(16), _moved(given, start, 16), alignment=16)
+            parts = [vector.extract(given, [], [i]) for i in range(4)]
+            halves = dequant.to_16_bits(parts, stored)
+            floats = [x for half in halves for x in thread_math.from_word(half, 4, "float16")]
+            floats = [thread_math.product(x, scale) for x in floats]
+            for n in range(2):
+                place = packed_rows.swizzled_place(row, word * 2 + n, dim // 8, across)
+                address = mosaic.address_of(to, entry * (block * dim // 8) + place, 16)
+                wide = thread_math.rounded(floats[8 * n : 8 * n + 8], dtype)
+                llvm.store(wide, _moved(address, below * (dim // 8), 16), alignment=16)
+
+    def twin(numbers, scales, to, slot, entry):
+        row, word = _place(np.arange(block * words), words)
+        tile = np.empty((block, words, 16), numbers.dtype)
+        tile[row, word] = numbers[int(slot)].reshape(-1, 16)[: block * words]
+        scale = scales[int(slot)][:, None]
+        to[int(entry)] = (tile.reshape(block, dim).astype(np.float32) * scale).astype(to.dtype)
+
+    tiled: Any = plgpu.TilingTransform
+    swizzled: Any = plgpu.SwizzleTransform
+    room = plgpu.RefType(transforms=(tiled((8, swizzle // 2)), swizzled(swizzle)))
+    given = (*smem.narrow, to, *where)
+    inline(code, twin, given, (REF, REF, room, SCALAR, SCALAR), None)
+
+
+def _moved(address: ir.Value, words: int, nbytes: int) -> ir.Value:
+    """The address so many words further."""
+    return utils.getelementptr(address, [words], mosaic.word_type(nbytes))
+
+
+def _int_of(scalar: Any) -> Int:
+    return Int(scalar.registers.item())

@@ -1,0 +1,75 @@
+"""Attention of several new rows to a quantised cache, for Hopper.
+
+It is `prefill.sm90`, whose producer reads the rows as they are stored and multiplies them by their
+scales on their way to the ring of K and V (`narrow_producer`). Each row is then rounded to q's
+dtype, where `decode.sm90` multiplies the numbers as they are stored and scales the scores.
+"""
+
+import dataclasses
+from typing import Any
+
+from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
+from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.mma import dequant
+from pallas_attn.kernels.prefill import narrow_producer, sm90
+from pallas_attn.kernels.prefill.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(sm90.Config):
+    """As `sm90.Config`. `slots`: tiles of K and of V together that are on their way."""
+
+    slots: int = 2
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(self, slots=(self.slots in (2, 4, 6, 8), "2, 4, 6 or 8"))
+
+    @classmethod
+    def default(cls, problem: DecodeProblem) -> "Config":
+        """Consumers and splits as over a cache in q's dtype, or one consumer where rows are so wide
+        that two leave no room; then more slots, q tiles and stages, in this order.
+        """
+        like = sm90.Config.default(_unquantized(problem))
+        most = cls(**dataclasses.asdict(like))
+        choices = [
+            dataclasses.replace(most, warpgroups=n, slots=slots, q_slots=q, stages=stages)
+            for n in (like.warpgroups, 1)
+            for slots in ((8, 6, 4, 2) if n == 1 else (4, 2))
+            for q in range(like.q_slots, 0, -1)
+            for stages in (4, 3, 2)
+        ]
+        fits = (one for one in choices if smem_bytes(problem, one) <= SMEM_LIMIT)
+        return next(fits, choices[-1])
+
+
+def limit(problem: DecodeProblem) -> Limit | None:
+    """Why this kernel cannot take the problem, or None."""
+    other = "leave implementation=None"
+    if not problem.quantized or problem.cache_dtype not in dequant.DTYPES:
+        return Limit("the cache is not quantised", other)
+    if problem.merged is not None:
+        return Limit("it does not merge results of packed rows with others", other)
+    if (refused := sm90.limit(_unquantized(problem))) is not None:
+        return refused
+    for name, dim in (("head_dim", problem.head_dim), ("v_head_dim", problem.v_head_dim)):
+        if dim % narrow_producer.COLUMNS:
+            return Limit(f"{name} is {dim}; it takes multiples of 64", other)
+    if smem_bytes(problem, Config.default(problem)) > SMEM_LIMIT:
+        return Limit("such rows do not fit in shared memory", other)
+    return None
+
+
+def smem_bytes(problem: DecodeProblem, config: Config) -> int:
+    return sm90.bytes_of(Plan.of(problem, config))
+
+
+def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Any, Any]:
+    """As `sm90.run`."""
+    return sm90.run(inputs, problem, config)
+
+
+def _unquantized(problem: DecodeProblem) -> DecodeProblem:
+    return dataclasses.replace(problem, quantized=False, cache_dtype=problem.dtype)
