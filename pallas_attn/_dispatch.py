@@ -262,7 +262,8 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     ),
     "decode": (
         Kernel("sm90", "prefill.sm90", (90, 90)),  # many query rows
-        Kernel("sm90", "prefill.narrow_sm90", (90, 90)),  # the same over quantised caches
+        Kernel("sm90", "prefill.widened_sm90", (90, 90)),  # the same over quantised caches
+        Kernel("sm90", "prefill.narrow_sm90", (90, 90)),  # fewer of them
         Kernel("sm90", "decode.sm90", (90, 90)),
         Kernel("sm80", "decode.sm80", (OLDEST, NEWEST)),
         Reference(_decode, _dense_copy),

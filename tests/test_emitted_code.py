@@ -3,7 +3,6 @@ runs: masks, addresses, and the arithmetic of programs of one thread.
 """
 
 import operator
-import types
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -23,8 +22,8 @@ from pallas_attn.kernels.mma import (
     mma_2x2,
     mma_rowmajor,
     mma_sync,
+    narrow_rows,
 )
-from pallas_attn.kernels.prefill import narrow_producer
 from tests import emitted
 from tests.emitted import Far, captured, evaluate
 
@@ -297,22 +296,12 @@ def float16_of_e5m2(words, *_):
 @pytest.mark.parametrize("dim, block", [(64, 64), (128, 128), (192, 64), (256, 64)])
 def test_narrow_rows_are_stored_where_tma_would_put_them(rng, monkeypatch, dim, block):
     monkeypatch.setattr(dequant, "to_16_bits", float16_of_e5m2)
-    of = types.SimpleNamespace
-    plan = of(
-        config=of(slots=2, block_kv=block),
-        problem=of(dtype="bfloat16", head_dim=dim, v_head_dim=dim),
-        cache=of(cache_dtype="float8_e5m2"),
-        k_swizzle=128,
-    )
-    narrow = narrow_producer.Slots(
-        rng.standard_normal((2, block * dim)).astype(jnp.float8_e5m2),
-        rng.standard_normal((2, block)).astype(np.float32),
-    )
+    numbers = rng.standard_normal((2, block * dim)).astype(jnp.float8_e5m2)
+    scales = rng.standard_normal((2, block)).astype(np.float32)
     both = [np.zeros((3, block, dim), jnp.bfloat16) for _ in range(2)]
     for to, ours in zip(both, (True, False), strict=True):
-        smem, where = of(k=to, v=None, narrow=narrow), (np.int32(1), np.int32(2))
-        plan.v_swizzle = None
-        one = captured(narrow_producer._widen, plan, smem, 0, where)
+        given = numbers, scales, np.int32(1), to, np.int32(2), 128
+        one = captured(narrow_rows.widen, *given)
         if ours:
             evaluate(one, {})
         else:

@@ -10,33 +10,24 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import _dispatch, _support
 from pallas_attn._problem import DecodeInputs
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
-from pallas_attn.kernels.prefill import narrow_producer, sm90
+from pallas_attn.kernels.prefill import narrow_producer, widened_sm90
 from pallas_attn.kernels.prefill import narrow_sm90 as kernel
 from tests import mosaic
 from tests.test_quantized import KINDS, LARGEST
-
-PROBLEM = dataclasses.replace(
-    _support._BASE["decode"],
-    gpu="sm90",
-    cache_dtype="float8_e4m3fn",
-    quantized=True,
-    q_len=64,
-    capacities=(1024,) * _support._BASE["decode"].sequences,
-)
-
-
-def chosen(**changes):
-    problem = dataclasses.replace(PROBLEM, **changes)
-    return getattr(_dispatch.select(problem, None), "module", None)
+from tests.test_widened_kernel import MANY, PROBLEM, agree, chosen, drawn
 
 
 def test_who_takes_what():
     ours = "prefill.narrow_sm90"
-    few = sm90.FEW_ROWS * PROBLEM.kv_heads // PROBLEM.q_heads
-    assert chosen(q_len=few + 1) == chosen(q_len=1000) == ours
+    group = PROBLEM.q_heads // PROBLEM.kv_heads
+    few, many = kernel.FEW_ROWS // group, widened_sm90.FEWEST_PAIRS // group
+    assert chosen(q_len=few + 1) == chosen(q_len=many - 1) == ours
+    assert chosen(q_len=many) == "prefill.widened_sm90"
+    assert chosen(q_len=many, capacities=(2**24,) * PROBLEM.sequences) == ours
+    rows = {"tokens": 100, "q_len": 1, "sequences": 4, "capacities": (1024,) * 4}
+    assert chosen(**rows) == ours and chosen(**(rows | {"tokens": 4})) == "decode.sm90"
     assert chosen(q_len=few) == chosen(q_len=1) == "decode.sm90"
     assert chosen(quantized=False, cache_dtype="bfloat16") == "prefill.sm90"
     assert chosen(batch_invariant=True) == "decode.sm90"
@@ -48,7 +39,7 @@ def test_who_takes_what():
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("rows", [5, 64, 256])
+@pytest.mark.parametrize("rows", [9, 64, 256])
 def test_the_default_fits(dim, rows):
     problem = dataclasses.replace(PROBLEM, head_dim=dim, v_head_dim=dim, q_len=rows)
     assert kernel.limit(problem) is None
@@ -57,43 +48,6 @@ def test_the_default_fits(dim, rows):
     workers = config.warpgroups
     ours, loader = narrow_producer.REGISTERS[workers]
     assert (workers * ours + loader) * 128 <= 65536
-
-
-def drawn(rng, kind, dtype, layers=None, rows=(0, 37, 70)):
-    """A cache whose buffers hold NaN where nobody wrote, and queries of its last 24 rows."""
-    options = {"dtype": dtype, "layers": layers, "v_head_dim": 128}
-    cache = {
-        "per_sequence": lambda: pa.PerSequenceCache.create((72, 64, 80), 2, 64, **options),
-        "stacked": lambda: pa.StackedCache.create(3, 72, 2, 64, **options),
-        "paged": lambda: pa.PagedCache.create(3, 30, 8, 2, 64, capacity=72, **options),
-    }[kind]()
-    nan = {
-        name: jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), getattr(cache, name))
-        for name in ("k_scale", "v_scale")
-    }
-    cache = dataclasses.replace(cache, **nan).extend(jnp.asarray(rows, jnp.int32))
-    shape = (3, max(rows), 2)
-    new = [jnp.asarray(rng.standard_normal((*shape, dim)), "bfloat16") for dim in (64, 128)]
-    layer = {} if layers is None else {"layer": layers - 1}
-    cache = pa.write_kv(cache, *new, **layer, implementation="reference")
-    return jnp.asarray(rng.standard_normal((3, 24, 16, 64)), "bfloat16"), cache, layer
-
-
-def agree(q, cache, implementation, **options):
-    """With the reference, to which rows in q's dtype make the difference of a rounding."""
-    named = {"implementation": implementation} | options
-    got = jax.jit(lambda q, c: pa.decode_attention_with_lse(q, c, **named))(q, cache)
-    want = pa.decode_attention_with_lse(q, cache, **(named | {"implementation": "reference"}))
-    for g, w, close in zip(got, want, (0.03, 0.02), strict=True):
-        g, w = (np.asarray(x, np.float32) for x in (g, w))
-        np.testing.assert_allclose(g, w, rtol=close, atol=close)
-
-
-MANY = [
-    ("per_sequence", "float8_e5m2", None),
-    ("stacked", "int8", 2),
-    ("paged", "float8_e4m3fn", 2),
-]
 
 
 @pytest.mark.guards
@@ -123,9 +77,8 @@ def test_interpreted(rng, kind, dtype, layers):
     with mosaic.interpret():
         got = run(inputs)
         if layers is not None:
-            for missing in (-1, layers):
-                lost = run(inputs._replace(layer=jnp.int32(missing)))
-                assert all(np.isnan(np.asarray(x, np.float32)).all() for x in lost)
+            lost = run(inputs._replace(layer=jnp.int32(layers)))
+            assert all(np.isnan(np.asarray(x, np.float32)).all() for x in lost)
     for g, w in zip(got, want, strict=True):
         g, w = (np.asarray(x, np.float32) for x in (g, w))
         np.testing.assert_allclose(g, w, rtol=0.02, atol=0.02)

@@ -3,16 +3,11 @@ in q's dtype, which the mainloop then reads as those of any other cache.
 
 A tile of K or of V comes by cp.async to a slot of 8-bit numbers and their scales. The tiles of a
 unit are in one order, K of entry e before the V that goes with it, and each is asked for `slots`
-tiles ahead. When it is there, each thread converts its numbers to float16, which is exact,
-multiplies them by their row's scale in float32, rounds them to q's dtype and stores them where TMA
-would have put them.
+tiles ahead. When it is there, `narrow_rows` widens it.
 
 A thread converts the 16 bytes that it asked for, so only scales are shared between threads: all
 meet when a tile is there, and again before its slot is asked for anew. Rows past a length come as
 zeros with a scale of zero.
-
-Of 8 neighbouring threads 4 have 16 bytes each of one row and 4 of the next: what they store lies in
-different banks, and they read half a cache line of each.
 """
 
 from typing import Any, NamedTuple
@@ -20,32 +15,26 @@ from typing import Any, NamedTuple
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental.mosaic.gpu import utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.flash_fwd.sm90 import Ring
-from pallas_attn.kernels.lang import mosaic, thread_math, threads
-from pallas_attn.kernels.lang.mosaic import THREADS, Int
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import THREADS
 from pallas_attn.kernels.lang.threads import Word
-from pallas_attn.kernels.mma import dequant, packed_rows
-from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR, inline
+from pallas_attn.kernels.mma import narrow_rows
 from pallas_attn.kernels.prefill import tile_count
 from pallas_attn.kernels.prefill.plan import Plan
 from pallas_attn.kernels.prefill.units import Unit, unit_of
 
-REGISTERS = {1: (240, 240), 2: (216, 72), 3: (144, 80)}  # as those of `sm90`
-COLUMNS = 64  # of which head dims are multiples
+REGISTERS = {1: (240, 240), 2: (208, 88), 3: (144, 80)}  # as those of `sm90`
 
 
 class Slots(NamedTuple):
     """Shared memory: tiles on their way."""
 
-    numbers: Any  # 8 bits, in the order of `_place`
+    numbers: Any  # 8 bits, in the order of `narrow_rows.place`
     scales: Any  # float32[slots, block_kv]
 
 
@@ -97,7 +86,7 @@ def produce(ctx: Context, block_id: Any) -> None:
 
                 @pl.when(there)
                 def _(side=side, narrow=narrow):
-                    _widen(plan, smem, side, (narrow, slot))
+                    _widen(ctx, side, narrow, slot)
 
                 _meet()
                 ask(e + ahead, side)
@@ -129,33 +118,6 @@ def _wait(left: int) -> None:
 
 def _meet() -> None:
     mosaic.each_thread(lambda thread, *_: thread.sync(), (), (), threads.WarpgroupThread())
-
-
-def _place(number: Any, words: int) -> tuple[Any, Any]:
-    """(row, word of it) of the 16 bytes of this number in a slot; a row has so many words."""
-    rest = number // 8
-    row = rest // (words // 4) * 2 + number // 4 % 2
-    return row, rest % (words // 4) * 4 + number % 4
-
-
-class Piece(NamedTuple):
-    """16 bytes of a thread's: number `number` + `start` of the slot, in row `row` + `below`."""
-
-    number: Any
-    start: int
-    row: Any
-    below: int  # rows: a multiple of 8
-    word: Any
-
-
-def _pieces(index: Any, block: int, words: int) -> list[Piece]:
-    """Those of a thread. Few addresses are computed: from the others they differ by constants."""
-    found, period = [], 3 if words % 3 == 0 else 1  # after which words repeat
-    firsts = [(index + n * THREADS, *_place(index + n * THREADS, words)) for n in range(period)]
-    for start in range(0, block * words, period * THREADS):
-        for number, row, word in firsts:
-            found.append(Piece(number, start, row, start // words, word))
-    return found
 
 
 def _ask(ctx: Context, unit: Unit, side: int, number: Any, slot: Any) -> None:
@@ -199,7 +161,7 @@ def _copy(thread: Any, memory: Any, at: Tile, plan: Plan, side: int) -> None:
         given = (position, at.layer, page, at.capacity)
         return layout.number(thread, cache_layout.Row(at.sequence, at.head, *given))
 
-    for number, start, row, below, word in _pieces(thread.index, block, words):
+    for number, start, row, below, word in narrow_rows.pieces(thread.index, block, words):
         source = line(row, below) * words + thread.wide(word)
         source = Word(numbers, source, 0 if layout.paged else below * words)
         place = Word(to.numbers, at.slot * slot_words + number, start)
@@ -212,49 +174,9 @@ def _copy(thread: Any, memory: Any, at: Tile, plan: Plan, side: int) -> None:
     thread.commit_copies()
 
 
-def _widen(plan: Plan, smem: Any, side: int, where: tuple[Any, Any]) -> None:
-    """The tile in a slot, in an entry of the ring: `where` has both numbers."""
+def _widen(ctx: Context, side: int, slot: Any, entry: Any) -> None:
+    """The tile in a slot, in an entry of the ring."""
+    plan, _, smem = ctx
     to, swizzle = ((smem.k, plan.k_swizzle), (smem.v, plan.v_swizzle))[side]
-    (_, block, dim), dtype = to.shape, plan.problem.dtype
-    assert plan.cache is not None
-    words, across, stored = dim // 16, swizzle // 16, plan.cache.cache_dtype
-    slot_words = block * _widest(plan) // 16
-
-    def code(numbers, scales, to, slot, entry):
-        thread, slot, entry = threads.WarpgroupThread(), _int_of(slot), _int_of(entry)
-        for number, start, row, below, word in _pieces(thread.index, block, words):
-            scale = mosaic.address_of(scales, slot * block + row, 4)
-            scale = llvm.load(ir.F32Type.get(), _moved(scale, below, 4), alignment=4)
-            given = mosaic.address_of(numbers, slot * slot_words + number, 16)
-            given = llvm.load(mosaic.word_type(16), _moved(given, start, 16), alignment=16)
-            parts = [vector.extract(given, [], [i]) for i in range(4)]
-            halves = dequant.to_16_bits(parts, stored)
-            floats = [x for half in halves for x in thread_math.from_word(half, 4, "float16")]
-            floats = [thread_math.product(x, scale) for x in floats]
-            for n in range(2):
-                place = packed_rows.swizzled_place(row, word * 2 + n, dim // 8, across)
-                address = mosaic.address_of(to, entry * (block * dim // 8) + place, 16)
-                wide = thread_math.rounded(floats[8 * n : 8 * n + 8], dtype)
-                llvm.store(wide, _moved(address, below * (dim // 8), 16), alignment=16)
-
-    def twin(numbers, scales, to, slot, entry):
-        row, word = _place(np.arange(block * words), words)
-        tile = np.empty((block, words, 16), numbers.dtype)
-        tile[row, word] = numbers[int(slot)].reshape(-1, 16)[: block * words]
-        scale = scales[int(slot)][:, None]
-        to[int(entry)] = (tile.reshape(block, dim).astype(np.float32) * scale).astype(to.dtype)
-
-    tiled: Any = plgpu.TilingTransform
-    swizzled: Any = plgpu.SwizzleTransform
-    room = plgpu.RefType(transforms=(tiled((8, swizzle // 2)), swizzled(swizzle)))
-    given = (*smem.narrow, to, *where)
-    inline(code, twin, given, (REF, REF, room, SCALAR, SCALAR), None)
-
-
-def _moved(address: ir.Value, words: int, nbytes: int) -> ir.Value:
-    """The address so many words further."""
-    return utils.getelementptr(address, [words], mosaic.word_type(nbytes))
-
-
-def _int_of(scalar: Any) -> Int:
-    return Int(scalar.registers.item())
+    numbers, scales = smem.narrow
+    narrow_rows.widen(numbers, scales, slot, to, entry, swizzle)

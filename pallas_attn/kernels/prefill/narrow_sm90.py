@@ -3,6 +3,9 @@
 It is `prefill.sm90`, whose producer reads the rows as they are stored and multiplies them by their
 scales on their way to the ring of K and V (`narrow_producer`). Each row is then rounded to q's
 dtype, where `decode.sm90` multiplies the numbers as they are stored and scales the scores.
+
+The producer widens a row once for each q tile that reads it, which takes longer than the matmuls of
+the tile do: where q tiles are many, `widened_sm90` is faster.
 """
 
 import dataclasses
@@ -12,9 +15,11 @@ from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.mma import dequant
-from pallas_attn.kernels.prefill import narrow_producer, sm90
+from pallas_attn.kernels.mma import dequant, narrow_rows
+from pallas_attn.kernels.prefill import sm90
 from pallas_attn.kernels.prefill.plan import Plan
+
+FEW_ROWS = 32  # of a kv head of a sequence, up to which decoding is faster: measured on an H200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +55,15 @@ def limit(problem: DecodeProblem) -> Limit | None:
     other = "leave implementation=None"
     if not problem.quantized or problem.cache_dtype not in dequant.DTYPES:
         return Limit("the cache is not quantised", other)
+    rows = problem.q_len * problem.sequences if problem.tokens is None else problem.tokens
+    if rows * problem.q_heads <= FEW_ROWS * problem.sequences * problem.kv_heads:
+        return Limit("few query rows are faster without it", other)
     if problem.merged is not None:
         return Limit("it does not merge results of packed rows with others", other)
     if (refused := sm90.limit(_unquantized(problem))) is not None:
         return refused
     for name, dim in (("head_dim", problem.head_dim), ("v_head_dim", problem.v_head_dim)):
-        if dim % narrow_producer.COLUMNS:
+        if dim % narrow_rows.COLUMNS:
             return Limit(f"{name} is {dim}; it takes multiples of 64", other)
     if smem_bytes(problem, Config.default(problem)) > SMEM_LIMIT:
         return Limit("such rows do not fit in shared memory", other)

@@ -1,0 +1,100 @@
+"""Rows of 8-bit numbers that become rows for matmuls, in shared memory. A warpgroup converts them
+to float16, which is exact, multiplies them by their row's scale in float32, rounds them to the
+dtype of the matmuls and stores them where TMA would have put them.
+
+Each thread converts pieces of 16 bytes, in whose order the numbers lie. Of 8 neighbouring threads 4
+have pieces of one row and 4 of the next: what they store lies in different banks, and from global
+memory they read half a cache line of each row.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from pallas_attn.kernels.lang import mosaic, thread_math, threads
+from pallas_attn.kernels.lang.mosaic import THREADS, Int
+from pallas_attn.kernels.mma import dequant, packed_rows
+from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR, inline
+
+COLUMNS = 64  # of which rows have a multiple
+
+
+def place(number: Any, words: int) -> tuple[Any, Any]:
+    """(row, word of it) of the 16 bytes of this number in a slot; a row has so many words."""
+    rest = number // 8
+    row = rest // (words // 4) * 2 + number // 4 % 2
+    return row, rest % (words // 4) * 4 + number % 4
+
+
+class Piece(NamedTuple):
+    """16 bytes of a thread's: number `number` + `start` of the slot, in row `row` + `below`."""
+
+    number: Any
+    start: int
+    row: Any
+    below: int  # rows: a multiple of 8
+    word: Any
+
+
+def pieces(index: Any, block: int, words: int) -> list[Piece]:
+    """Those of a thread. Few addresses are computed: from the others they differ by constants."""
+    found, period = [], 3 if words % 3 == 0 else 1  # after which words repeat
+    firsts = [(index + n * THREADS, *place(index + n * THREADS, words)) for n in range(period)]
+    for start in range(0, block * words, period * THREADS):
+        for number, row, word in firsts:
+            found.append(Piece(number, start, row, start // words, word))
+    return found
+
+
+def widen(  # noqa: PLR0913
+    numbers: Any, scales: Any, slot: Any, to: Any, entry: Any, swizzle: int
+) -> None:
+    """The rows in slot `slot` of numbers [slots, bytes] and scales float32[slots, rows], in entry
+    `entry` of `to` [entries, rows, columns], which is swizzled.
+    """
+    (_, block, dim), slot_words = to.shape, numbers.shape[1] // 16
+    words, across = dim // 16, swizzle // 16
+    stored, dtype = (str(x.dtype) for x in (numbers, to))
+
+    def code(numbers, scales, to, slot, entry):
+        thread, slot, entry = threads.WarpgroupThread(), _int_of(slot), _int_of(entry)
+        for number, start, row, below, word in pieces(thread.index, block, words):
+            scale = mosaic.address_of(scales, slot * block + row, 4)
+            scale = llvm.load(ir.F32Type.get(), _moved(scale, below, 4), alignment=4)
+            given = mosaic.address_of(numbers, slot * slot_words + number, 16)
+            given = llvm.load(mosaic.word_type(16), _moved(given, start, 16), alignment=16)
+            parts = [vector.extract(given, [], [i]) for i in range(4)]
+            halves = dequant.to_16_bits(parts, stored)
+            floats = [x for half in halves for x in thread_math.from_word(half, 4, "float16")]
+            floats = [thread_math.product(x, scale) for x in floats]
+            for n in range(2):
+                chunk = packed_rows.swizzled_place(row, word * 2 + n, dim // 8, across)
+                address = mosaic.address_of(to, entry * (block * dim // 8) + chunk, 16)
+                wide = thread_math.rounded(floats[8 * n : 8 * n + 8], dtype)
+                llvm.store(wide, _moved(address, below * (dim // 8), 16), alignment=16)
+
+    def twin(numbers, scales, to, slot, entry):
+        row, word = place(np.arange(block * words), words)
+        tile = np.empty((block, words, 16), numbers.dtype)
+        tile[row, word] = numbers[int(slot)].reshape(-1, 16)[: block * words]
+        scale = scales[int(slot)][:, None]
+        to[int(entry)] = (tile.reshape(block, dim).astype(np.float32) * scale).astype(to.dtype)
+
+    tiled: Any = plgpu.TilingTransform
+    swizzled: Any = plgpu.SwizzleTransform
+    room = plgpu.RefType(transforms=(tiled((8, swizzle // 2)), swizzled(swizzle)))
+    given = (numbers, scales, to, slot, entry)
+    inline(code, twin, given, (REF, REF, room, SCALAR, SCALAR), None)
+
+
+def _moved(address: ir.Value, words: int, nbytes: int) -> ir.Value:
+    """The address so many words further."""
+    return utils.getelementptr(address, [words], mosaic.word_type(nbytes))
+
+
+def _int_of(scalar: Any) -> Int:
+    return Int(scalar.registers.item())

@@ -1,0 +1,134 @@
+"""Prefill over quantised caches on Hopper, whose rows are widened first: who takes what, what is
+done with scales, layers and rows that do not exist, and that it is right.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import _dispatch, _support
+from pallas_attn._problem import DecodeInputs
+from pallas_attn.kernels.prefill import widened_sm90 as kernel
+from tests import mosaic
+from tests.test_quantized import KINDS, LARGEST
+
+PROBLEM = dataclasses.replace(
+    _support._BASE["decode"],
+    gpu="sm90",
+    cache_dtype="float8_e4m3fn",
+    quantized=True,
+    q_len=64,
+    capacities=(1024,) * _support._BASE["decode"].sequences,
+)
+
+
+def chosen(**changes):
+    problem = dataclasses.replace(PROBLEM, **changes)
+    return getattr(_dispatch.select(problem, None), "module", None)
+
+
+def test_who_takes_what():
+    ours = "prefill.widened_sm90"
+    group = PROBLEM.q_heads // PROBLEM.kv_heads
+    few = -(-kernel.FEWEST_PAIRS // group)
+    assert chosen(q_len=few) == chosen(q_len=1000) == ours
+    assert chosen(q_len=few - 1) == "prefill.narrow_sm90"
+    assert chosen(q_len=1) == "decode.sm90"
+    assert chosen(quantized=False, cache_dtype="bfloat16") == "prefill.sm90"
+    assert chosen(batch_invariant=True) == "decode.sm90"
+    assert chosen(gpu="sm80") == "decode.sm80"
+    # A pool of pages that nobody reads is widened with the others.
+    paged = {"kind": "paged", "page_size": 16, "q_len": few}
+    rows = sum(PROBLEM.capacities)
+    assert chosen(**paged, pages=rows // 16) == ours
+    assert chosen(**paged, pages=rows // 16 + 1) == "prefill.narrow_sm90"
+    long = (2**24,) * PROBLEM.sequences
+    refused = kernel.limit(dataclasses.replace(PROBLEM, capacities=long, q_len=few))
+    assert refused is not None and "GiB" in str(refused)
+
+
+def drawn(rng, kind, dtype, layers=None, rows=(0, 37, 70)):
+    """A cache whose buffers hold NaN where nobody wrote, and queries of its last 24 rows."""
+    options = {"dtype": dtype, "layers": layers, "v_head_dim": 128}
+    cache = {
+        "per_sequence": lambda: pa.PerSequenceCache.create((72, 64, 80), 2, 64, **options),
+        "stacked": lambda: pa.StackedCache.create(3, 72, 2, 64, **options),
+        "paged": lambda: pa.PagedCache.create(3, 30, 8, 2, 64, capacity=72, **options),
+    }[kind]()
+    nan = {
+        name: jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), getattr(cache, name))
+        for name in ("k_scale", "v_scale")
+    }
+    cache = dataclasses.replace(cache, **nan).extend(jnp.asarray(rows, jnp.int32))
+    shape = (3, max(rows), 2)
+    new = [jnp.asarray(rng.standard_normal((*shape, dim)), "bfloat16") for dim in (64, 128)]
+    layer = {} if layers is None else {"layer": layers - 1}
+    cache = pa.write_kv(cache, *new, **layer, implementation="reference")
+    return jnp.asarray(rng.standard_normal((3, 24, 16, 64)), "bfloat16"), cache, layer
+
+
+def agree(q, cache, implementation, **options):
+    """With the reference, to which rows in q's dtype make the difference of a rounding."""
+    named = {"implementation": implementation} | options
+    got = jax.jit(lambda q, c: pa.decode_attention_with_lse(q, c, **named))(q, cache)
+    want = pa.decode_attention_with_lse(q, cache, **(named | {"implementation": "reference"}))
+    for g, w, close in zip(got, want, (0.03, 0.02), strict=True):
+        g, w = (np.asarray(x, np.float32) for x in (g, w))
+        np.testing.assert_allclose(g, w, rtol=close, atol=close)
+
+
+MANY = [
+    ("per_sequence", "float8_e5m2", None),
+    ("stacked", "int8", 2),
+    ("paged", "float8_e4m3fn", 2),
+]
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("kind, dtype, layers", MANY)
+def test_interpreted(rng, kind, dtype, layers):
+    """The third sequence ends within a tile, and past it all scales are NaN."""
+    q, cache, layer = drawn(rng, kind, dtype, layers)
+    problem = dataclasses.replace(
+        PROBLEM,
+        **{"kind": cache.kind, "cache_dtype": dtype, "sequences": 3, "q_len": 24, "q_heads": 16},
+        **{"kv_heads": 2, "head_dim": 64, "v_head_dim": 128, "capacities": cache.held},
+        **{"page_size": cache.page_size, "pages": cache.pages, "layers": layers, "scale": 0.125},
+    )
+    inputs = DecodeInputs(
+        *(q, cache.k, cache.v, cache.lengths, cache.page_table),
+        jnp.int32(layer["layer"]) if layer else None,
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
+        new_lengths=cache.new_lengths,
+    )
+    assert kernel.limit(problem) is None
+    config = kernel.Config(2, block_kv=64, grid=3)
+    run = jax.jit(lambda inputs: kernel.run(inputs, problem, config))
+    want = pa.decode_attention_with_lse(q, cache, **layer, implementation="reference")
+    with mosaic.interpret():
+        got = run(inputs)
+        if layers is not None:
+            for missing in (-1, layers):
+                lost = run(inputs._replace(layer=jnp.int32(missing)))
+                assert all(np.isnan(np.asarray(x, np.float32)).all() for x in lost)
+    for g, w in zip(got, want, strict=True):
+        g, w = (np.asarray(x, np.float32) for x in (g, w))
+        np.testing.assert_allclose(g, w, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [(0, 37, 70), (17, 72, 300)], ids=["within", "overflow"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_on_a_gpu(rng, monkeypatch, kind, dtype, rows):
+    monkeypatch.setattr(kernel, "FEWEST_PAIRS", 0)
+    q, cache, layer = drawn(rng, kind, dtype, layers=2, rows=rows)
+    agree(q, cache, "sm90", **layer)
+    agree(q, cache, "sm90", **layer, mask=pa.sliding_window(20), softcap=5.0)
+    starts = jnp.asarray([0, 0, 30, 72], jnp.int32)
+    agree(q.reshape(72, 16, 64), cache, "sm90", **layer, starts=starts)
