@@ -47,10 +47,17 @@ class _Row(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Which packed sequence has the row, and which packed row it is."""
+    """Which packed sequence has the row, and which packed row it is; -1 where none."""
 
     number: Any
     place: Any
+
+
+class _Totals(NamedTuple):
+    """Of all packed sequences and one kv head."""
+
+    q_tiles: Any
+    steps: Any
 
 
 class _Partials(NamedTuple):
@@ -61,8 +68,16 @@ class _Partials(NamedTuple):
     most: Any  # the most that any head of the block has
 
 
-def _partials(thread: threads.Thread, refs: Refs, row: _Row, at: _Part, plan: Plan) -> _Partials:
-    problem, m, zero = plan.problem, at.number, thread.index * 0
+def _before(thread: threads.Thread, refs: Refs, plan: Plan, m: Any) -> _Totals:
+    """Of the packed sequences before number m."""
+    both = [thread.load(refs.sums, m + n * plan.table_size, 4) for n in range(2)]
+    return _Totals(*both)
+
+
+def _partials(
+    thread: threads.Thread, refs: Refs, row: _Row, at: _Part, total: _Totals, plan: Plan
+) -> _Partials:
+    problem, m = plan.problem, at.number
     heads, wgs = problem.kv_heads, plan.config.warpgroups
     start, end = (thread.load(refs.starts, m + n, 4) for n in (0, 1))
     own = at.place - start
@@ -70,37 +85,40 @@ def _partials(thread: threads.Thread, refs: Refs, row: _Row, at: _Part, plan: Pl
     wg_tile = own // plan.head_rows * plan.head_chunks + within // plan.tile_heads
     line = within % plan.tile_heads * plan.head_rows + own % plan.head_rows
 
-    def before(table: int, at: Any) -> Any:
-        return thread.load(refs.sums, at + table * plan.table_size, 4)
-
     def clip(x: Any, low: int, high: Any) -> Any:
         return thread.minimum(thread.maximum(x, low), high)
 
-    tiles, steps, total = before(0, m), before(1, m), before(1, zero + problem.batch) * heads
+    (tiles, before), all_steps = _before(thread, refs, plan, m), total.steps * heads
     q_tiles = thread.maximum(plan.q_tiles_of(end - start, lambda x, y: x // y), 1)
-    kv_tiles = (before(1, m + 1) - steps) // q_tiles
+    kv_tiles = (_before(thread, refs, plan, m + 1).steps - before) // q_tiles
     q_tile = kv_head * q_tiles + (q_tiles - 1 - wg_tile // wgs)
-    blocks = shares.blocks_of(plan, before(0, zero + problem.batch) * heads, total, _div, clip)
-    each = thread.maximum(total // blocks, 1)
-    more = total - total // blocks * blocks
-    step = steps * heads + q_tile * kv_tiles
+    blocks = shares.blocks_of(plan, total.q_tiles * heads, all_steps, _div, clip)
+    each = thread.maximum(all_steps // blocks, 1)
+    more = all_steps - all_steps // blocks * blocks
+    step = before * heads + q_tile * kv_tiles
     first, last = (_block_of(thread, x, each, more) for x in (step, step + kv_tiles - 1))
     number = (tiles * heads + q_tile + first) * wgs + wg_tile % wgs
+    count = last - first + 1
+    if problem.group % threads.WARPS == 0:  # the heads of a block have one q tile
+        return _Partials(number * ROWS + line, count, count)
     most = thread.minimum((kv_tiles + (each - 1)) // each + 1, plan.grid)
-    return _Partials(number * ROWS + line, last - first + 1, most)
+    return _Partials(number * ROWS + line, count, most)
 
 
-def _merged(
-    thread: threads.Thread,
-    refs: Refs,
-    row: _Row,
-    columns: list,
-    plan: Plan,
-    part: _Part,
-    carry: list,
-) -> list:
+class _Merge(NamedTuple):
+    """What the merging of a row needs at every level."""
+
+    refs: Refs
+    row: _Row
+    columns: list
+    total: _Totals
+    plan: Plan
+
+
+def _merged(thread: threads.Thread, merge: _Merge, part: _Part, carry: list) -> list:
     """[row max, row sum, columns of the output] with the partials of a part added."""
-    at, lane = _partials(thread, refs, row, part, plan), thread.index % LANES
+    refs, row, columns, total, plan = merge
+    at, lane = _partials(thread, refs, row, part, total, plan), thread.index % LANES
     zero, nothing = thread.number(0.0), thread.number(float("-inf"))
     pitch = plan.config.warpgroups * ROWS
 
@@ -109,27 +127,17 @@ def _merged(
         p = number * LANES + lane
         there = p < at.count
         place = thread.select(there, at.first + p * pitch, at.first)
-        own_max, own_sum = (
-            thread.load_floats(ref, thread.wide(place), 1)[0]
-            for ref in (refs.row_maxes, refs.row_sums)
-        )
-        own_max = thread.choose(there, own_max, nothing)
-        own_sum = thread.choose(there, own_sum, zero)
-        highest = thread.highest(row_max, thread.warp_highest(own_max))
-        base = thread.choose(thread.nothing_yet(highest), zero, highest)
-        rescale, weight = thread.exp2(row_max - base), thread.exp2(own_max - base)
-        row_sum = row_sum * rescale + thread.warp_sum(weight * own_sum)
-        sums = [x * rescale for x in sums]
 
-        def some(first: Any, sums: list) -> list:
-            numbers = [first * AT_ONCE + i for i in range(AT_ONCE)]
+        def load(numbers: list) -> list:
             lines = [
                 thread.wide(thread.of_lane(place, n)) * (plan.v_width // FOUR) for n in numbers
             ]
-            loaded = [
+            return [
                 sum((thread.load_floats(refs.accs, x + thread.wide(c), FOUR) for c in columns), [])
                 for x in lines
             ]
+
+        def added(numbers: list, loaded: list, sums: list) -> list:
             for n, found in zip(numbers, loaded, strict=True):
                 w = thread.of_lane(weight, n)
                 none = thread.is_zero(w)  # what a partial without a key holds may be anything
@@ -137,8 +145,27 @@ def _merged(
                 sums = [x + w * y for x, y in zip(sums, found, strict=True)]
             return sums
 
+        own_max, own_sum = (
+            thread.load_floats(ref, thread.wide(place), 1)[0]
+            for ref in (refs.row_maxes, refs.row_sums)
+        )
+        at_first = [lane * 0 + i for i in range(AT_ONCE)]
+        loaded = load(at_first)  # under way before the weights are known
+        own_max = thread.choose(there, own_max, nothing)
+        own_sum = thread.choose(there, own_sum, zero)
+        highest = thread.highest(row_max, thread.warp_highest(own_max))
+        base = thread.choose(thread.nothing_yet(highest), zero, highest)
+        rescale, weight = thread.exp2(row_max - base), thread.exp2(own_max - base)
+        row_sum = row_sum * rescale + thread.warp_sum(weight * own_sum)
+        sums = added(at_first, loaded, [x * rescale for x in sums])
+
+        def more(batch: Any, sums: list) -> list:
+            numbers = [(batch + 1) * AT_ONCE + i for i in range(AT_ONCE)]
+            return added(numbers, load(numbers), sums)
+
         left = thread.minimum(at.most - number * LANES, LANES)
-        return [highest, row_sum, *thread.loop((left + (AT_ONCE - 1)) // AT_ONCE, sums, some)]
+        batches = (left + (AT_ONCE - 1)) // AT_ONCE - 1
+        return [highest, row_sum, *thread.loop(batches, sums, more)]
 
     return thread.loop((at.most + (LANES - 1)) // LANES, carry, trip)
 
@@ -173,6 +200,9 @@ def _warp(thread: threads.Thread, refs: Refs, block: Any, plan: Plan) -> None:
     zero = thread.number(0.0)
     line = (row.token // t * problem.q_heads + row.head) * t + row.token % t
     (own_lse,) = thread.load_floats(refs.own_lse, thread.wide(line), 1)
+    at = [row.token + level * tokens for level in range(levels)]
+    found = [_Part(*(thread.load(ref, n, 4) for ref in (refs.parts, refs.places))) for n in at]
+    total = _before(thread, refs, plan, lane * 0 + problem.batch)
     to = (thread.wide(row.token) * problem.q_heads + thread.wide(row.head)) * words
     columns = [lane + n for n in range(0, words, LANES)]
     inside = [exists & (column < words) for column in columns]
@@ -182,15 +212,13 @@ def _warp(thread: threads.Thread, refs: Refs, block: Any, plan: Plan) -> None:
     ]
     own_sum = thread.choose(thread.nothing_yet(own_lse), zero, thread.number(1.0))
     carry = [softmax.to_log2(own_lse), own_sum, *sum(own, [])]
-    parts = [thread.load(refs.parts, row.token + level * tokens, 4) for level in range(levels)]
-    merge = functools.partial(_merged, thread, refs, row, columns, plan)
-    for level, part in enumerate(parts):
+    merge = _Merge(refs, row, columns, total, plan)
+    for part in found:
 
-        def one(_: Any, carry: list, level: int = level, part: Any = part) -> list:
-            place = thread.load(refs.places, row.token + level * tokens, 4)
-            return merge(_Part(part, place), carry)
+        def one(_: Any, carry: list, part: _Part = part) -> list:
+            return _merged(thread, merge, part, carry)
 
-        there = thread.minimum(thread.maximum(part + 1, 0), 1)
+        there = thread.minimum(thread.maximum(part.number + 1, 0), 1)
         carry = thread.loop(there, carry, one)
     row_max, row_sum, *sums = carry
     factor, lse = softmax.finish_row(thread, row_max, row_sum, None)
