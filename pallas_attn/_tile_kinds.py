@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -326,17 +326,57 @@ class Grid:
         )
         return Bounds(firsts, lasts)
 
-    def spread(self, x: Any, axes: frozenset[int]) -> Bounds:
-        """The bounds in each tile of what is known of each query, or of each key."""
-        for axis, (size, count) in zip(
-            (2, 3), ((self.rows, self.tiles[0]), (self.block, self.tiles[1])), strict=True
-        ):
-            if axis in axes:
-                x = x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
-                if x.dtype == jnp.bool_:
-                    return Bounds(x.all(axis + 1), x.any(axis + 1))
-                return Bounds(x.min(axis + 1), x.max(axis + 1))
-        return Bounds(x, x)
+    def spread(self, values: Sequence[tuple[Any, int | None]]) -> list[Bounds]:
+        """The bounds in each tile of what is known of each query (axis 2), or of each key (axis 3);
+        what is known of neither (None) is its own. One reduction finds all that it can: a kernel of
+        XLA takes longer to start than to look at some thousand numbers.
+        """
+        found = [Bounds(x, x) for x, _ in values]
+        size = math.gcd(self.rows, self.block)
+        alike = size >= 32 and max(self.rows, self.block) <= 4 * size
+        groups: dict[Any, list[tuple[int, Any, int]]] = {}
+        for n, (x, axis) in enumerate(values):
+            if axis is not None:
+                kind = jnp.int32 if x.dtype == jnp.bool_ else x.dtype
+                own = size if alike else (self.rows, self.block)[axis - 2]
+                groups.setdefault((kind, own), []).append((n, x, axis))
+        for (kind, own), members in groups.items():
+            lines = [_lines(x, axis, own) for _, x, axis in members]
+            flat = [x.reshape(-1, own).astype(kind) for x in lines]
+            ends = _extremes(jnp.concatenate(flat))
+            stops = np.cumsum([len(x) for x in flat]).tolist()
+            for (n, x, axis), line, stop in zip(members, lines, stops, strict=True):
+                shape, each = line.shape[:-1], (self.rows, self.block)[axis - 2] // own
+                sides = (end[stop - math.prod(shape) : stop].reshape(shape) for end in ends)
+                low, high = (_parts(side, axis, each) for side in sides)
+                both = functools.reduce(jnp.minimum, low), functools.reduce(jnp.maximum, high)
+                found[n] = Bounds(*(side.astype(x.dtype) for side in both))
+        return found
+
+
+def _lines(x: Any, axis: int, size: int) -> Any:
+    """[.., numbers]: what is to be bounded, `size` along the axis at a time."""
+    shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x.reshape(shape), axis + 1, -1)
+
+
+def _extremes(lines: Any) -> tuple[Any, Any]:
+    """The least and the greatest of each line, [lines]; NaN where there is one."""
+    kind: Any = lines.dtype
+    ends = (jnp.inf, -jnp.inf)
+    if jnp.issubdtype(kind, jnp.integer):
+        ends = (jnp.iinfo(kind).max, jnp.iinfo(kind).min)
+    starts = tuple(jnp.array(x, kind) for x in ends)
+
+    def both(a, b):
+        return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])
+
+    return lax.reduce((lines, lines), starts, both, (1,))
+
+
+def _parts(side: Any, axis: int, each: int) -> list[Any]:
+    """What is known of the first of `each` parts of every tile, of the second, .."""
+    return [lax.slice_in_dim(side, n, None, each, axis) for n in range(each)]
 
 
 class _Tiles:
@@ -350,36 +390,47 @@ class _Tiles:
 
     def bounds(self, numbers: Any, result: Any) -> Bounds:
         held: list[Any] = [*numbers]
+        axes, inputs = self.outline.axes, self.program.inputs
 
         def exact(operand):
             if not isinstance(operand, Constant):
                 return held[operand]
             return jnp.asarray(operand.value).reshape((1,) * 4)
 
-        def spread(operand):
-            if isinstance(operand, Constant):
-                return Bounds(exact(operand), exact(operand))
-            found = held[operand]
-            if isinstance(found, Bounds):
-                return found
-            if operand >= self.program.inputs - 2 and operand < self.program.inputs:
-                return self.grid.ends(found, 2 + operand - (self.program.inputs - 2))
-            return self.grid.spread(found, self.outline.axes[operand])
-
-        spread = functools.lru_cache(maxsize=None)(spread)
-        for at, op in enumerate(self.program.operations, self.program.inputs):
-            if at not in self.outline.needed:
+        operations = [*enumerate(self.program.operations, inputs)]
+        for at, op in operations:
+            if at not in self.outline.needed or len(axes[at]) == 2:
                 held.append(None)
-            elif len(self.outline.axes[at]) == 2:
-                given = [spread(x) for x in op.operands]
-                found = self.read(op, given) if op.read is not None else self.apply(op, given)
-                held.append(found)
             elif op.read is not None:
                 array, kind = self.arrays[op.read], self.program.arrays[op.read]
                 held.append(self.values.read(array, kind, [exact(x) for x in op.operands]))
             else:
                 held.append(self.values.compute(op, [exact(x) for x in op.operands]))
-        return spread(result)
+        pairs = [
+            (at, op) for at, op in operations if at in self.outline.needed and len(axes[at]) == 2
+        ]
+        used = dict.fromkeys([*(x for _, op in pairs for x in op.operands), result])
+        known = self.of_tiles(
+            [x for x in used if isinstance(x, Constant) or len(axes[x]) < 2], exact
+        )
+        for at, op in pairs:
+            given = [known[x] for x in op.operands]
+            known[at] = self.read(op, given) if op.read is not None else self.apply(op, given)
+        return known[result]
+
+    def of_tiles(self, used: list[Any], exact: Callable[[Any], Any]) -> dict[Any, Bounds]:
+        """The bounds of what depends on queries alone, on keys alone, or on neither."""
+        first = self.program.inputs - 2
+        known: dict[Any, Bounds] = {}
+        rest: dict[Any, int | None] = {}
+        for x in used:
+            if x in (first, first + 1):
+                known[x] = self.grid.ends(exact(x), 2 + x - first)
+            else:
+                axes = () if isinstance(x, Constant) else self.outline.axes[x]
+                rest[x] = min(axes, default=None)
+        found = self.grid.spread([(exact(x), axis) for x, axis in rest.items()])
+        return known | dict(zip(rest, found, strict=True))
 
     def apply(self, op: Operation, given: list[Bounds]) -> Bounds:
         if op.name == "convert_element_type":
