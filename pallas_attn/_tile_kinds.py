@@ -337,7 +337,7 @@ class Grid:
         groups: dict[Any, list[tuple[int, Any, int]]] = {}
         for n, (x, axis) in enumerate(values):
             if axis is not None:
-                kind = jnp.int32 if x.dtype == jnp.bool_ else x.dtype
+                kind = np.dtype(np.int32) if x.dtype == jnp.bool_ else x.dtype
                 own = size if alike else (self.rows, self.block)[axis - 2]
                 groups.setdefault((kind, own), []).append((n, x, axis))
         for (kind, own), members in groups.items():

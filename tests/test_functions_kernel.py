@@ -288,6 +288,20 @@ def test_bounds_find_the_tiles_of_the_dense_mask(name):
             assert got[at] == want or facts and which and not got[at], (which, at)
 
 
+@pytest.mark.parametrize("rows, block, count", [(64, 64, 1), (64, 128, 1), (64, 80, 2)])
+def test_bounds_in_all_tiles_are_one_reduction(rows, block, count):
+    """What XLA launches for it: a reduction each, of tiles whose sizes have little in common."""
+    grid = _tile_kinds.Grid(2, 1, 300, 300, rows, block)
+
+    def find(*aux):
+        mask = pa.mask_fn(lambda b, h, q, kv, i, f: (i[b, q] == i[b, kv]) & f[q], *aux)
+        return _tile_kinds.kinds(mask.program, mask.aux, grid, 0)
+
+    ids, flags = np.zeros((2, 300), np.int32), np.ones(300, bool)
+    found = jax.make_jaxpr(find)(ids, flags).jaxpr.eqns
+    assert sum(equation.primitive.name.startswith("reduce") for equation in found) == count
+
+
 @pytest.mark.parametrize("name", ["documents", "signs"])
 def test_blocks_that_a_mask_carries(name):
     """They leave what the mask leaves, in tiles of any size, and are for calls of their sizes."""
