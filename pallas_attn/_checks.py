@@ -4,6 +4,7 @@ came, what to do.
 Each public call is turned into its two halves (`_problem`): the static problem and the arrays.
 """
 
+import dataclasses
 import math
 import operator
 from collections.abc import Hashable
@@ -16,7 +17,7 @@ from jax import lax
 
 from pallas_attn import _device
 from pallas_attn._problem import AttentionInputs, AttentionProblem, Change, owner_of_rows
-from pallas_attn.context import Context
+from pallas_attn.context import Context, shards_of, window_of
 from pallas_attn.masks import FULL, LONGEST, Mask, MaskFunction, mask_fn, saturated, traced_bound
 from pallas_attn.rotary import RMSNorm, Rotary
 from pallas_attn.scores import ScoreFunction
@@ -37,13 +38,14 @@ def attention(
     segment_ids: Any,
     options: dict[str, Any],
     q_positions: Any = None,
-    shards: int = 1,
+    context: Context | None = None,
 ) -> tuple[AttentionProblem, AttentionInputs]:
     """The problem and the arrays of one flash_attention call; `options` are its remaining arguments
-    by name. `q_positions`: of `AttentionInputs`, which only we make (`packed_attention`). `shards`:
-    how many devices have as many rows, and lengths are of them all.
+    by name. `q_positions`: of `AttentionInputs`, which only we make (`packed_attention`).
+    `context`: one of several devices, which have as many rows each; lengths are of them all.
     """
     q, k, v = _operands(q, k, v)
+    shards = 1 if context is None else shards_of(context)
     (batch, q_len, q_heads, head_dim), (_, kv_len, kv_heads, v_dim) = q.shape, v.shape
     scores = (batch, q_heads, q_len, kv_len * shards)
     static_offset, offset = _offset(q_offset, batch)
@@ -55,6 +57,8 @@ def attention(
         if q_ids is not None and shards == 1:
             ids, q_ids, kv_ids = (q_ids, kv_ids), None, None
             function = function & of_segments(*ids, static_offset if offset is None else offset)
+        elif q_ids is not None:  # of which each launch makes a part of the function
+            function = dataclasses.replace(function, kinds=None, sizes=None)
     band = mask(band)
     bounds = {f"mask_{side}": jnp.broadcast_to(x, batch) for side, x in mask_bounds(band).items()}
     inputs = AttentionInputs(
@@ -96,7 +100,7 @@ def attention(
         deterministic=boolean("deterministic", options["deterministic"]),
         mask_program=None if function is None else function.program,
         mask_within=FULL if function is None else function.within,
-        mask_blocks=_blocks(function, (q_len, kv_len, static_offset), offset, shards),
+        mask_blocks=_blocks(function, inputs, (q_len, kv_len, static_offset), context),
         score_program=None if score is None else score.program,
     ), inputs
 
@@ -108,22 +112,40 @@ def _score(value: Any) -> ScoreFunction | None:
     return value
 
 
-def _blocks(mask: MaskFunction | None, here: tuple[int, int, int], offset: Any, shards: int) -> Any:
-    """`AttentionProblem.mask_blocks`; `here`: what they must be of, and no array of offsets."""
+def _blocks(
+    mask: MaskFunction | None, inputs: AttentionInputs, here: tuple[int, int, int], context: Any
+) -> tuple[int, int, int] | None:
+    """`AttentionProblem.mask_blocks`; `here`: what they must be of, beside a context."""
     if mask is None or mask.kinds is None:
         return None
-    if shards > 1:
-        raise ValueError(
-            "mask: expected no blocks beside a context, since each device has some of the rows; "
-            "pass the mask without mask.blocks(...), and each device finds its own"
-        )
-    if offset is not None or mask.sizes != here:
-        wanted = "an int q_offset" if offset is not None else f"(T, S, q_offset) = {here}"
-        raise ValueError(
-            f"mask: expected blocks of {wanted}, got those of {mask.sizes}; call mask.blocks with "
-            "the sizes of this call, or pass the mask without blocks"
-        )
+    of = here if context is None else (*here, context)
+    wanted = ("(T, S, q_offset)" if context is None else "(T, S, q_offset, context)") + f" = {of}"
+    wanted = wanted if inputs.q_offset is None else "an int q_offset"
+    if inputs.q_offset is not None or mask.sizes != of:
+        raise _other_blocks(wanted, f"those of {mask.sizes}")
+    uses, (batch, _, heads, _) = mask.program.depends_on, inputs.q.shape
+    shards, chunks = 1 if context is None else shards_of(context), 1
+    if context is not None and context.method == "heads":
+        heads //= shards
+    elif context is not None:
+        chunks = context.chunks
+    axes = chunks * (batch if uses(0) else 1), heads if uses(1) else 1
+    if mask.kinds.shape[-4:-2] != axes:
+        wanted = f"batch = {batch} and heads = {inputs.q.shape[2]}, on which the mask depends"
+        raise _other_blocks(wanted, "those of other numbers")
+    over_keys = any(x is not None and x.shape[3] > 1 for x in (inputs.bias, inputs.mask_array))
+    windows = context is not None and context.method == "gather" and over_keys
+    if windows and window_of(context, shards, mask.within, here[:2], here[2]) is not None:
+        wanted = "no window, since a bias or mask_array lies over all keys, which all move"
+        raise _other_blocks(wanted, "those of a mask within a static band")
     return here
+
+
+def _other_blocks(wanted: str, got: str) -> ValueError:
+    return ValueError(
+        f"mask: expected blocks of {wanted}, got {got}; call mask.blocks with the sizes of this "
+        "call, or pass the mask without blocks"
+    )
 
 
 def of_segments(q_ids: Any, kv_ids: Any, offset: Any) -> MaskFunction:
@@ -284,14 +306,6 @@ def grouped_heads(q_heads: int, kv_heads: int) -> None:
 def float_dtype(name: str, x: jax.Array) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name}: expected a floating-point dtype, got {x.dtype}")
-
-
-def context(value: Any) -> Context | None:
-    if value is None or isinstance(value, Context):
-        return value
-    raise ValueError(
-        f"context: expected a Context, or None where rows are not split, got {value!r}"
-    )
 
 
 def mask(value: Any) -> Mask:

@@ -19,6 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_attn import (
+    _blocks,
     _checks,
     _dispatch,
     _program,
@@ -34,7 +35,9 @@ from pallas_attn.context import (
     chunk_numbers,
     chunk_rows,
     chunks_of,
+    first_keys,
     owner,
+    window_of,
 )
 from pallas_attn.merge import add_sinks, cotangents_of_part, merge_attention
 
@@ -91,12 +94,8 @@ class Split:
         """
         if program is None:
             return None
-        if self.context.method == "heads":
-            return _program.placed(program, 1, (program.inputs - 3,), 1)
-        partial = self.context.method == "ring" or self.window() is not None
-        shifted = (program.inputs - 2, program.inputs - 1) if partial else ()
         rows = self.problem.batch * self.chunks
-        return _program.placed(program, self.chunks, shifted, rows)
+        return _blocks.placed(program, self.context, rows, self.window() is not None)
 
     def window(self) -> tuple[int, int] | None:
         """Keys [lo, hi) that a chunk's rows may see, from the chunk's own first key on; None where
@@ -104,17 +103,11 @@ class Split:
         """
         problem = self.problem
         mask = problem.mask if problem.mask_program is None else problem.mask_within
-        shapes = (problem.bias_shape, problem.mask_shape)
+        shapes, rows = (problem.bias_shape, problem.mask_shape), (problem.q_len, problem.kv_len)
         over_keys = any(shape is not None and shape[3] > 1 for shape in shapes)
-        if not (isinstance(mask.left, int) and isinstance(mask.right, int)):
+        if over_keys or "q_offset" in problem.arrays:
             return None
-        if "q_offset" in problem.arrays:
-            return None
-        if over_keys or problem.q_len != problem.kv_len:
-            return None
-        first = problem.q_offset - mask.left
-        end = problem.q_offset + self.rows + mask.right
-        return (first, end) if self.chunks * (end - first) < self.all_keys else None
+        return window_of(self.context, self.shards, mask, rows, problem.q_offset)
 
     def telling(self, offset: Any) -> Any:
         """An offset of a chunk's rows, or in a ring the nearest one at which they see the same
@@ -136,11 +129,7 @@ class Split:
 
     def starts(self, numbers: Any) -> Any:
         """The positions of the first keys that chunks of these numbers are handed."""
-        window = self.window()
-        if window is None:
-            return 0 * numbers
-        first = numbers * self.keys + window[0]
-        return max(first, 0) if isinstance(first, int) else jnp.maximum(first, 0)
+        return first_keys(numbers, self.keys, self.window())
 
 
 def attend(split: Split, inputs: AttentionInputs, plain: Any) -> tuple[Array, Array]:
@@ -238,10 +227,21 @@ def _placed_aux(
     """What the functions of a launch read, by `Split.placed`."""
     found = {}
     for name, program in zip(AUX, split.programs, strict=True):
-        given = getattr(inputs, name)
+        given, blocks = getattr(inputs, name), ()
+        if name == "mask_aux" and split.problem.mask_blocks is not None:
+            given, blocks = given[:-1], given[-1:]
         more = program is not None and len(split.placed(program).arrays) > len(given)
-        found[name] = (*given, starts) if more else given
+        found[name] = (*given, *((starts,) if more else ()), *blocks)
     return found
+
+
+def _blocks_at(split: Split, inputs: AttentionInputs, number: Array) -> AttentionInputs:
+    """In a ring those of chunk `number` of the keys, where a mask carries blocks."""
+    if split.problem.mask_blocks is None:
+        return inputs
+    *aux, blocks = inputs.mask_aux
+    here = lax.dynamic_index_in_dim(blocks, number, keepdims=False)
+    return inputs._replace(mask_aux=(*aux, here))
 
 
 def _of_score_aux(
@@ -541,8 +541,10 @@ def _chosen(split: Split, op: str, given: AttentionInputs, offsets: Any) -> Any:
 
 def _launched(split: Split, op: str, given: AttentionInputs, offsets: Any) -> Any:
     """Problem and arrays of a launch."""
-    share = given.q.shape[0] // given.k.shape[0]
-    problem = dataclasses.replace(split.problem, op=op, q_offset=0, share=share)
+    share, blocks = given.q.shape[0] // given.k.shape[0], None
+    if split.problem.mask_blocks is not None:
+        blocks = (given.q.shape[1], given.k.shape[1], None)
+    problem = dataclasses.replace(split.problem, op=op, q_offset=0, share=share, mask_blocks=blocks)
     if given.q_offset is not None:
         problem = dataclasses.replace(problem, offsets=offsets)
     problem, given = _with_functions(split, problem, given)
@@ -703,7 +705,7 @@ def _parts(split, inputs, fixed, moving, number):
         floats = {"q": fixed.q, "k": moving["k"][:, slot], "v": moving["v"][:, slot]}
         if fixed.bias is not None:
             floats["bias"] = _columns(fixed.bias, start, split.keys)
-        given = _rows_given(split, inputs, floats, start)
+        given = _rows_given(split, _blocks_at(split, inputs, numbers[slot]), floats, start)
         if fixed.mask_array is not None:
             given = given._replace(mask_array=_columns(fixed.mask_array, start, split.keys))
         if "kv_segment_ids" in moving:
@@ -757,6 +759,9 @@ def _by_heads(split: Split, inputs: AttentionInputs, plain: Any) -> tuple[Array,
         given["sinks"] = _own_heads(split, inputs.sinks, 0)
     first = lax.axis_index(split.context.axis) * (problem.q_heads // shards)
     given |= _placed_aux(split, inputs, first.astype(jnp.int32)[None])
+    if problem.mask_blocks is not None:
+        lengths = (problem.q_len * shards, problem.kv_len * shards)
+        problem = dataclasses.replace(problem, mask_blocks=(*lengths, problem.q_offset))
     problem, by_heads = _with_functions(split, problem, inputs._replace(**given))
     out, lse = plain(_transforms.resized(problem, by_heads), by_heads)
     out = _swapped(split, _as_devices_have_it(split, out, 1), 1, 2)

@@ -110,8 +110,9 @@ class AttentionProblem:
     mask_program: Program | None = None  # hides keys beside `mask`: of b, h, q, kv
     mask_within: Mask = FULL  # a static band that shows all that mask_program shows
     score_program: Program | None = None  # of a score, b, h, q, kv
-    # T, S and q_offset of `MaskFunction.blocks`, which are then the last of mask_aux; None: none.
-    mask_blocks: tuple[int, int, int] | None = None
+    # T, S and q_offset (None: an array) of `MaskFunction.blocks`, which are then the last of
+    # mask_aux; None: none.
+    mask_blocks: tuple[int, int, int | None] | None = None
 
     @property
     def uses_batch(self) -> bool:

@@ -503,10 +503,16 @@ def _of_array(array: Any, grid: Grid) -> Bounds:
 GRANULE = 64  # queries and keys of a tile
 
 
-def counted(program: Program, arrays: Any, grid: Grid) -> Kinds:
+def of_blocks(program: Program, arrays: Any, grid: Grid, offset: Any) -> Any:
+    """`stored`, of all tiles. `offset`: see `kinds`."""
+    found = kinds(program, arrays, grid, offset)
+    return stored(_counted_pairs(program, arrays, grid, offset) if found is None else found)
+
+
+def _counted_pairs(program: Program, arrays: Any, grid: Grid, offset: Any) -> Kinds:
     """`kinds` by every pair of a query and a key, some rows at a time."""
-    b, h, q, kv = grid.numbers(grid.offset)
-    slabs = q.reshape(grid.tiles[0], 1, 1, grid.rows, 1)
+    b, h, q, kv = grid.numbers(offset)
+    slabs = jnp.moveaxis(q.reshape(-1, 1, grid.tiles[0], grid.rows, 1), 2, 0)
 
     def of_rows(rows: Any) -> Kinds:
         seen = _program.evaluate(program, (b, h, rows, kv), arrays, _program.Broadcasting())
@@ -526,7 +532,11 @@ def stored(found: Kinds) -> Any:
 
 
 def taken(kept: Any, grid: Grid) -> Kinds | None:
-    """`Kinds` of other tiles than `GRANULE`; None where neither size is a multiple of the other."""
+    """`Kinds` of other tiles than `GRANULE`; None where neither size is a multiple of the other.
+    Where the grid has more batch rows they repeat.
+    """
+    if 1 < kept.shape[0] < grid.batch:
+        kept = jnp.tile(kept, (grid.batch // kept.shape[0], 1, 1, 1))
     some, whole = kept > 0, kept == 2
     for axis, size, count in zip((2, 3), (grid.rows, grid.block), grid.tiles, strict=True):
         if size % GRANULE and GRANULE % size:

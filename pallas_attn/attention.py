@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_attn import _checks, _context, _dispatch, _score_gradients, _transforms
 from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.context import Context, shards_of
+from pallas_attn.context import Context, checked, shards_of
 from pallas_attn.errors import Limit, UnsupportedError
 from pallas_attn.masks import CAUSAL, FULL, LONGEST, Mask, MaskFunction
 from pallas_attn.scores import ScoreFunction
@@ -182,11 +182,11 @@ def flash_attention_with_lse(  # noqa: PLR0913
             "deterministic": deterministic,
         },
     }
-    place = _checks.context(context)
+    place = checked(context)
     if q_starts is None and kv_starts is None:
-        shards = 1 if place is None else shards_of(place)
-        problem, inputs = _checks.attention(q, k, v, **given, shards=shards)
-        return _attend(problem, inputs, implementation, place if shards > 1 else None)
+        place = None if place is None or shards_of(place) == 1 else place
+        problem, inputs = _checks.attention(q, k, v, **given, context=place)
+        return _attend(problem, inputs, implementation, place)
     if place is not None:
         raise ValueError(
             "context: expected None beside q_starts; rows over devices are [B, T, N, H], with "

@@ -64,7 +64,7 @@ from jax.typing import DTypeLike
 
 from pallas_attn import _checks, _device, _keep, _sharding, prefixes
 from pallas_attn._problem import MOST_ROWS, QUANTIZED
-from pallas_attn.context import Context, mapped_shards
+from pallas_attn.context import Context, checked, mapped_shards
 from pallas_attn.masks import saturated
 from pallas_attn.prefixes import SharedPrefixes
 
@@ -342,7 +342,7 @@ class _Rows:
     context: Context | None = None
 
     def __post_init__(self):
-        _checks.context(self.context)
+        checked(self.context)
         if self.context is not None and self.context.order != "contiguous":
             raise ValueError(
                 f"context: expected order 'contiguous' for a cache, whose rows arrive one after "

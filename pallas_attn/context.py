@@ -93,6 +93,15 @@ class Context:
         return take(parts, order, axis=axis).reshape(x.shape)
 
 
+def checked(value: Any) -> Context | None:
+    """An argument `context`."""
+    if value is None or isinstance(value, Context):
+        return value
+    raise ValueError(
+        f"context: expected a Context, or None where rows are not split, got {value!r}"
+    )
+
+
 def shards_of(context: Context) -> int:
     """Over how many devices rows are split; within `jax.shard_map`."""
     try:
@@ -120,6 +129,28 @@ def chunk_rows(context: Context, name: str, rows: int) -> int:
             "the sequence and pass q_lengths and kv_lengths"
         )
     return rows // context.chunks
+
+
+def window_of(
+    context: Context, shards: int, band: Any, rows: tuple[int, int], q_offset: int
+) -> tuple[int, int] | None:
+    """Keys [lo, hi) that the rows of a chunk may see by a band, from the chunk's own first key on;
+    None where they are not known, or too many for them to move alone. `rows`: of q and of k, of a
+    device.
+    """
+    if not (isinstance(band.left, int) and isinstance(band.right, int)) or rows[0] != rows[1]:
+        return None
+    first = q_offset - band.left
+    end = q_offset + rows[0] // context.chunks + band.right
+    return (first, end) if context.chunks * (end - first) < rows[1] * shards else None
+
+
+def first_keys(numbers: Any, keys: int, window: tuple[int, int] | None) -> Any:
+    """The positions of the first keys that chunks of these numbers are handed; `keys`: of one."""
+    if window is None:
+        return 0 * numbers
+    first = numbers * keys + window[0]
+    return max(first, 0) if isinstance(first, int) else jnp.maximum(first, 0)
 
 
 def chunk_numbers(context: Context, device: Any, shards: int) -> Any:

@@ -26,8 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import _program, _tile_kinds
+from pallas_attn import _blocks, _program
 from pallas_attn._program import Program
+from pallas_attn.context import Context, checked, shards_of
 
 Position = Any  # int, np.ndarray, jax.Array or an in-kernel value of an integer type
 
@@ -299,15 +300,22 @@ class MaskFunction:
     # A static band that shows all that the function shows: kernels over caches read no other keys.
     within: Mask = FULL
     kinds: jax.Array | None = None  # uint8, of blocks: see `blocks`
-    sizes: tuple[int, int, int] | None = None  # T, S and q_offset of these
+    sizes: tuple[Any, ...] | None = None  # T, S and q_offset of these, and a context if it has one
 
     @property
     def read(self) -> tuple[jax.Array, ...]:
         """`aux`, and what is known of blocks after it."""
         return self.aux if self.kinds is None else (*self.aux, self.kinds)
 
-    def blocks(
-        self, q_len: int, kv_len: int, *, q_offset: int = 0, batch: int = 1, heads: int = 1
+    def blocks(  # noqa: PLR0913
+        self,
+        q_len: int,
+        kv_len: int,
+        *,
+        q_offset: int = 0,
+        batch: int = 1,
+        heads: int = 1,
+        context: Context | None = None,
     ) -> "MaskFunction":
         """The same mask, which carries what it leaves of each block of 64 queries by 64 keys:
         nothing, some, or all. Calls find that out by themselves; a mask that reads arrays and
@@ -318,16 +326,20 @@ class MaskFunction:
         Of calls with q `[batch, q_len, heads, H]`, k `[batch, kv_len, ..]` and that q_offset; of 1
         batch row or head where the mask is the same in all. `&`, `|` and `~` drop it. Of a mask
         that reads no array all is known when it is traced, and nothing is added.
+
+        `context`: that of the calls, within `jax.shard_map`; sizes are then those of this device,
+        as q and k are. It finds what is left of its own rows, by method "heads" of its own heads,
+        and a ring takes from it what each step needs.
         """
-        if not self.aux:
-            return self
-        size, uses = _tile_kinds.GRANULE, self.program.depends_on
-        rows = batch if uses(0) else 1, heads if uses(1) else 1
-        grid = _tile_kinds.Grid(rows[0], rows[1], q_len, kv_len, size, size, q_offset)
-        found = _tile_kinds.kinds(self.program, self.aux, grid, q_offset)
-        found = _tile_kinds.counted(self.program, self.aux, grid) if found is None else found
-        sizes = (q_len, kv_len, q_offset)
-        return dataclasses.replace(self, kinds=_tile_kinds.stored(found), sizes=sizes)
+        sizes = _blocks.Sizes(batch, heads, q_len, kv_len, q_offset)
+        of: tuple[Any, ...] = (q_len, kv_len, q_offset)
+        place = checked(context)
+        if place is not None and shards_of(place) > 1:
+            found = _blocks.of_device(self.program, self.aux, self.within, sizes, place)
+            of = (*of, place)
+        else:
+            found = _blocks.of_call(self.program, self.aux, sizes)
+        return self if found is None else dataclasses.replace(self, kinds=found, sizes=of)
 
     def __and__(self, other: "Mask | MaskFunction") -> "MaskFunction":
         return _combined("and", self, other)

@@ -548,11 +548,18 @@ _SIZES_OF_THIS_CALL = (
 )
 
 
-def over_two(**options):
-    """Rows that two devices have."""
+_BY_ROW = pa.mask_fn(lambda b, h, q, kv, n: kv < n[b], np.zeros(2, np.int32)).blocks(5, 7)
+
+
+def over_two(mask=None, band=pa.FULL, method="gather", **options):
+    """Rows that two devices have; without a mask one that carries blocks, within a band."""
 
     def local(x):
-        return pa.flash_attention(x, x, x, context=pa.Context("cp"), **options)
+        context, given = pa.Context("cp", method=method), mask
+        if given is None:
+            ids = pa.mask_fn(lambda b, h, q, kv, i: i[h, q] == i[h, kv], np.zeros((3, 9), np.int32))
+            given = (ids & band).blocks(5, 5, heads=3 if method == "heads" else 2, context=context)
+        return pa.flash_attention(x, x, x, mask=given, context=context, **options)
 
     mesh = jax.make_mesh((2,), ("cp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     rows = jax.sharding.PartitionSpec(None, "cp")
@@ -561,8 +568,17 @@ def over_two(**options):
 
 
 ATTENTION |= {
-    "mask: expected no blocks beside a context, since each device has some of the rows; pass the "
-    "mask without mask.blocks(...), and each device finds its own": over_two(mask=_OF_9),
+    "mask: expected blocks of (T, S, q_offset, context) = (5, 5, 0, Context(axis='cp', "
+    "order='contiguous', method='gather')), got those of (9, 9, 0); "
+    f"{_SIZES_OF_THIS_CALL}": over_two(mask=_OF_9),
+    "mask: expected blocks of no window, since a bias or mask_array lies over all keys, which all "
+    f"move, got those of a mask within a static band; {_SIZES_OF_THIS_CALL}": (
+        over_two(band=pa.sliding_window(2), mask_array=np.ones((1, 1, 5, 10), bool))
+    ),
+    "heads: expected a multiple of the 2 devices of 'cp' for method 'heads', got 3; say how many "
+    "query heads the call has": over_two(method="heads"),
+    "mask: expected blocks of batch = 2 and heads = 4, on which the mask depends, got those of "
+    f"other numbers; {_SIZES_OF_THIS_CALL}": attend(mask=_BY_ROW),
     "mask: expected blocks of (T, S, q_offset) = (5, 7, 0), got those of (9, 9, 0); "
     f"{_SIZES_OF_THIS_CALL}": attend(mask=_OF_9),
     "mask: expected blocks of an int q_offset, got those of (9, 9, 0); "
