@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_attn as pa
 from pallas_attn import lm
 from pallas_attn.bench import rows
-from pallas_attn.lm import checkpoint, decode, presets, report, session, train
+from pallas_attn.lm import checkpoint, decode, peer, presets, report, session, train
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.hf_config import config_from
 from pallas_attn.lm.sampling import Sampling
@@ -209,3 +209,28 @@ def test_processes_with_a_device_each_say_what_one_device_does():
     first, other = _said(running)
     assert f"ROMEO:{text}" in first and "2 x cpu" in first
     assert "ROMEO:" not in other
+
+
+def test_the_loop_beside_ours_is_split_over_devices_too(tmp_path, monkeypatch):
+    """The same tokens as on one device, and a row of the report; cuDNN is stood in for."""
+    steps = peer.steps
+    monkeypatch.setattr(peer, "steps", lambda a, b, how, *rest: steps(a, b, "xla", *rest))
+    monkeypatch.setattr(report, "_on_gpu", lambda: True)
+    described = lm_witness.CONFIGS["llama2"] | {"vocab_size": 95}
+    tensors = lm_witness.tensors_of(described, np.random.default_rng(0))
+    folder = lm_witness.write(tmp_path / "llama2", described, tensors)
+    found = []
+    for mesh in (None, lm_mesh.make("tp:2", ("tp",))):
+        config, params = checkpoint.load(folder, "float32", mesh)
+        how = decode.Options(slots=3, capacity=32, chunk=5, dtype="float32", mesh=mesh)
+        subject = report.Subject("small", config, params, how, 20)
+        assert report._compared(subject)
+        report._compile_peer(subject, how, lambda line: None)
+        state = report._peer_state(subject, how)
+        (caches, _, _), tokens = report._peer_program(config, how)(params, state)
+        heads = {x.data.shape[2] for x in caches[0][0].addressable_shards}
+        assert heads == {config.kv_heads // (1 if mesh is None else 2)}
+        row = report._peer_row(subject, how, 1.0)
+        assert row["impl"] == "cudnn" and row["problem"].get("devices", 1) == len(found) + 1
+        found.append(np.asarray(tokens))
+    np.testing.assert_array_equal(*found)

@@ -2,15 +2,21 @@
 
 It is written to be fast, not to lose: a cache a layer, so that nothing is sliced out of a stack,
 layers unrolled, and this model's own fused matmuls. Sequences have lengths of their own, as in any
-batch that is served. Models with windows it does not serve: cuDNN's are counted from row 0.
+batch that is served. Models with windows it does not serve: cuDNN's are counted from row 0. On a
+mesh heads, columns and vocabulary are split as ours are; devices add up in the model's dtype.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm import model
 from pallas_attn.lm.decode import Options
 from pallas_attn.lm.model import Config, Params
@@ -24,18 +30,41 @@ Caches = tuple[tuple[Array, Array], ...]  # K and V [M, capacity, K, H] of each 
 def create(config: Config, options: Options, seed: int) -> Caches:
     """Caches full of random numbers."""
     shape = (options.slots, options.capacity, config.kv_heads, config.head_dim)
-    keys = jax.random.split(jax.random.key(seed), (config.layers, 2))
+    where = None
+    if options.mesh is not None:
+        where = NamedSharding(options.mesh, lm_mesh.spec_of_heads(len(shape)))
+    seeds = np.arange(2 * config.layers, dtype=np.uint32).reshape(-1, 2) + np.uint32(seed)
     return tuple(
-        (_normal(shape, options.dtype, k), _normal(shape, options.dtype, v)) for k, v in keys
+        (_normal(shape, options.dtype, where, k), _normal(shape, options.dtype, where, v))
+        for k, v in seeds
     )
 
 
-@jax.jit(static_argnums=(0, 1))
-def _normal(shape: tuple[int, ...], dtype: str, key: Array) -> Array:
-    return jax.random.normal(key, shape, dtype)
+@jax.jit(static_argnums=(0, 1, 2))
+def _normal(shape: tuple[int, ...], dtype: str, where: NamedSharding | None, seed: Array) -> Array:
+    drawn = jax.random.normal(jax.random.key(seed), shape, dtype)
+    return drawn if where is None else lax.with_sharding_constraint(drawn, where)
 
 
 def steps(
+    config: Config, options: Options, implementation: Any, params: Params, carry: Any
+) -> tuple[tuple[Caches, Array, Array], Array]:
+    """`_steps`, on a mesh on each device with its own heads."""
+    if options.mesh is None:
+        return _steps(config, options, implementation, params, carry)
+    caches = jax.tree.map(lambda x: lm_mesh.spec_of_heads(x.ndim), carry[0])
+    state = (caches, P(), P())
+    local = lm_mesh.local(config, options.mesh)
+    return jax.shard_map(
+        functools.partial(_steps, local, options, implementation),
+        mesh=options.mesh,
+        in_specs=(lm_mesh.specs(config, options.mesh), state),
+        out_specs=(state, P()),
+        check_vma=False,  # cuDNN's results do not say how they vary
+    )(params, carry)
+
+
+def _steps(
     config: Config,
     options: Options,
     implementation: Any,
@@ -56,7 +85,7 @@ def steps(
 def _decode(
     config: Config, implementation: Any, params: Params, caches: Any, lengths: Any, tokens: Any
 ) -> tuple[Array, Caches]:
-    x = jnp.take(params["embed"], tokens[:, None], axis=0, mode="clip")
+    x = model.embedded(config, params["embed"], tokens[:, None])
     angles = config.rope.angles(lengths[:, None, None], config.head_dim)
     layers = [
         jax.tree.map(lambda weight, n=n: weight[n], run)
@@ -76,9 +105,14 @@ def _decode(
             key_value_seq_lengths=lengths + 1,
             implementation=implementation,
         )
-        x += linear(out.reshape(*x.shape[:2], -1), weights["out"])
+        x += _summed(config, linear(out.reshape(*x.shape[:2], -1), weights["out"]))
         h = rms_norm(x, weights["mlp_norm"], config.norm_eps)
-        x += linear(gated(h, weights["gate_up"]), weights["down"])
+        x += _summed(config, linear(gated(h, weights["gate_up"]), weights["down"]))
         new.append((k_cache, v_cache))
     x = rms_norm(x, params["norm"], config.norm_eps)
     return model.logits_of(config, params, x[:, 0]), tuple(new)
+
+
+def _summed(config: Config, x: Array) -> Array:
+    """Of what each device of a mesh has of the columns."""
+    return x if config.over is None else lax.psum(x, config.over)

@@ -9,7 +9,7 @@ step's, and then the device is said to have worked all of it.
 
 On a mesh a step is that of all devices, and so are bytes and the rate at which memory is read; the
 time of kernels is the mean of the devices, and sums over devices count as matmuls. The loop beside
-ours is of one device, and not timed there.
+ours is split over the same devices.
 """
 
 import concurrent.futures
@@ -158,15 +158,13 @@ def _measure(subject: Subject, asked: Sequence[Options], say: Say) -> Iterator[R
 
 
 def _compared(subject: Subject) -> bool:
-    return _on_gpu() and not subject.config.windows and subject.options.mesh is None
+    return _on_gpu() and not subject.config.windows
 
 
 def _compile(subject: Subject, options: Options, say: Say) -> None:
     config, mesh = subject.config, options.mesh
     shapes = functools.partial(lm_mesh.shapes, mesh)
-    params = jax.eval_shape(lambda: subject.params)
-    if mesh is not None:
-        params = jax.tree.map(_shape_there, subject.params)
+    params = _shapes_of(subject, subject.params)
     cache = shapes(functools.partial(options.create_cache, config), lm_mesh.HEADS)
     state = shapes(functools.partial(decode.State.create, options))
     lengths = shapes(lambda: jnp.zeros(options.slots, jnp.int32))
@@ -181,14 +179,27 @@ def _compile(subject: Subject, options: Options, say: Say) -> None:
     say(f"{options.cache}, {options.slots}: compiled")
 
 
-def _shape_there(x: Array) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+def _shapes_of(subject: Subject, arrays: Any) -> Any:
+    """Arrays by shape; on a mesh with where they lie."""
+
+    def there(x: Array) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+    alone = subject.options.mesh is None
+    return jax.eval_shape(lambda: arrays) if alone else jax.tree.map(there, arrays)
 
 
 def _compile_peer(subject: Subject, options: Options, say: Say) -> None:
-    params = jax.eval_shape(lambda: subject.params)
-    carry = jax.eval_shape(lambda: _peer_state(subject, options))
-    _peer_program(subject.config, options).lower(params, carry).compile()
+    mesh = options.mesh
+    caches = lm_mesh.shapes(
+        mesh,
+        lambda: peer.create(subject.config, dataclasses.replace(options, mesh=None), 7),
+        lm_mesh.HEADS,
+    )
+    numbers = lm_mesh.shapes(mesh, lambda: jnp.zeros(options.slots, jnp.int32))
+    params = _shapes_of(subject, subject.params)
+    program = _peer_program(subject.config, options)
+    program.lower(params, (caches, numbers, numbers)).compile()
     say(f"cudnn, {options.slots}: compiled")
 
 
@@ -273,8 +284,8 @@ def _peer_program(config: Config, options: Options) -> Any:
 
 
 def _peer_state(subject: Subject, options: Options) -> Any:
-    lengths = jnp.full(options.slots, _before(subject, options), jnp.int32)
-    tokens = jnp.zeros(options.slots, jnp.int32)
+    lengths = _each(options.mesh, options.slots, _before(subject, options))
+    tokens = _each(options.mesh, options.slots, 0)
     return peer.create(subject.config, options, 7), lengths, tokens
 
 
