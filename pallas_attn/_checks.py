@@ -665,8 +665,22 @@ def _kept(name: str, value: Any, wanted: str, shape: tuple[int | None, ...]) -> 
         raise ValueError(f"cache.{name}: expected {wanted}, got {value.dtype}{list(found)}")
 
 
+def _buffers(name: str, held: Any) -> None:
+    """ValueError for leaves that are no arrays: None, specs, or shapes of `jax.eval_shape`."""
+    for x in held if isinstance(held, tuple) else (held,):
+        if not isinstance(x, (jax.Array, np.ndarray)):
+            raise ValueError(
+                f"{name}: expected arrays, got {type(x).__name__}; where nothing but shapes is "
+                "known, pass the cache to the function that jax.eval_shape calls"
+            )
+
+
 def kv_cache(cache: Any) -> None:
     """A cache's arrays against each other: kernels find their way by what is in the small ones."""
+    _buffers("cache.k", cache.k)
+    for name in ("v", "k_scale", "v_scale"):
+        if getattr(cache, name) is not None:
+            _buffers(f"cache.{name}", getattr(cache, name))
     twin_caches("cache.k", cache.k, "cache.v", cache.v)
     if (cache.v is None) != cache.shared_kv:
         raise ValueError(

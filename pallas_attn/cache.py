@@ -306,8 +306,8 @@ class KVCache:
         static = _checks.static_int(sequences)
         if static is not None and not 0 <= static < self.num_sequences:
             raise ValueError(f"sequences: expected 0 to {self.num_sequences - 1}, got {static}")
-        if isinstance(sequences, (list, tuple)) and not sequences:
-            sequences = np.zeros(0, np.int32)  # jax would take it for floats
+        if isinstance(sequences, (list, tuple)) and not sequences:  # jax takes it for floats
+            sequences = np.zeros(0, np.int32)
         try:
             index = jnp.asarray(saturated(sequences))
         except (TypeError, ValueError, OverflowError):
@@ -348,7 +348,8 @@ class _Rows:
                 f"context: expected order 'contiguous' for a cache, whose rows arrive one after "
                 f"the other, got {self.context.order!r}"
             )
-        _positive(head_dim=self.head_dim, v_head_dim=self.v_head_dim, layers=self.layers)
+        _positive(head_dim=self.head_dim)
+        _positive(none=True, v_head_dim=self.v_head_dim, layers=self.layers)
         if not _is_real(self.dtype):
             raise ValueError(
                 f"dtype: expected a floating-point or integer dtype, got {self.dtype!r}"
@@ -449,9 +450,10 @@ def _no_rows(size: int) -> dict[str, Array]:
     }
 
 
-def _positive(**sizes: int | None) -> None:
+def _positive(none: bool = False, **sizes: int | None) -> None:
+    """ValueError for a size that is no int of at least 1; `none`: None is one."""
     for name, size in sizes.items():
-        if size is not None and (_checks.static_int(size) is None or size < 1):
+        if not (none and size is None) and (_checks.static_int(size) or 0) < 1:
             raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
 
 
@@ -621,15 +623,19 @@ class PagedCache(KVCache):
         shared_kv: bool = False,
     ) -> "PagedCache":
         """An empty cache over a pool of `pages` pages of `page_size` rows. `capacity`: rows that
-        one sequence can hold at most (default: the whole pool). The other arguments are those of
-        `PerSequenceCache.create`.
+        one sequence can hold at most (default: the whole pool, less than 2**31 rows of it). The
+        other arguments are those of `PerSequenceCache.create`.
         """
         _positive(num_sequences=num_sequences, pages=pages, page_size=page_size, kv_heads=kv_heads)
-        _positive(capacity=capacity)
+        _positive(none=True, capacity=capacity)
         rows = _Rows(head_dim, v_head_dim, layers, dtype, scales, shared_kv)
-        page_size = rows.rows(page_size)
+        page_size = rows.block("page_size", page_size)
+        most = MOST_ROWS // page_size  # pages of a sequence whose length an int32 counts
+        width = min(pages, most) if capacity is None else -(-capacity // page_size)
+        if width > most:
+            size = f"{most * page_size} rows, which an int32 counts, in pages of {page_size}"
+            raise ValueError(f"capacity: expected at most {size}, got {capacity}")
         fields: dict[str, Any] = rows.arrays(pages, kv_heads, page_size)
-        width = pages if capacity is None else -(-capacity // page_size)
         return cls(
             **{"v": None} | fields | _no_rows(num_sequences),
             **rows.static,

@@ -67,12 +67,14 @@ class Context:
         """int32[rows]: the positions of this device's `rows` rows, for RoPE and the like; within
         `jax.shard_map`.
         """
-        size = chunk_rows(self, "rows", rows)
-        firsts = chunk_numbers(self, jax.lax.axis_index(self.axis), shards_of(self)) * size
+        size, shards = chunk_rows(self, "rows", rows), shards_of(self)
+        firsts = chunk_numbers(self, jax.lax.axis_index(self.axis), shards) * size
         return (firsts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]).reshape(-1)
 
     def _order(self, shards: int) -> np.ndarray:
         """Chunks of the sequence in the order of the devices."""
+        if not isinstance(shards, (int, np.integer)) or shards < 1:
+            raise ValueError(f"shards: expected an int of at least 1, got {shards!r}")
         if self.chunks == 1:
             return np.arange(shards)
         device = np.arange(shards)

@@ -77,12 +77,13 @@ def decode_attention(  # noqa: PLR0913
         drafts: those of one depth have the same position.
       shared_prefixes: what `cache.shared_prefixes(tokens=t)` found once in this step, for all
         layers: pages that several sequences have in common are read once for all of them. The
-        result is the same up to rounding. Where a window bounds the mask's left side, over a latent
-        cache, for packed rows and with batch_invariant, each sequence reads all that it has.
+        result is the same up to rounding. Where a window bounds the mask's left side, under a mask
+        function, with parents, over a latent cache, for packed rows and with batch_invariant, each
+        sequence reads all that it has.
       prefix: rows of another cache that stand before those of each sequence, `Prefix(cache,
         groups)`; each group's are read once. Every query sees all of them; `sinks` count once.
-        It takes no window, no starts, no batch_invariant and no rotary: positions here are those of
-        the sequence's own rows.
+        It takes no window, mask function, parents, starts, batch_invariant and rotary: positions
+        here are those of the sequence's own rows.
       implementation: as in `flash_attention`.
 
     Returns:
@@ -226,9 +227,10 @@ def _visible(
         if packed:
             raise ValueError("parents: expected None with starts; pass q as [M, t, N, H]")
         if not (isinstance(mask, Mask) and mask.is_causal):
+            given = mask if isinstance(mask, Mask) else type(mask).__name__
             raise ValueError(
                 "mask: expected CAUSAL or a window, Mask(left=.., right=0), beside parents, which "
-                f"say what drafts see, got {mask}"
+                f"say what drafts see, got {given}"
             )
         tree = trees.of(parents, cache.num_sequences, rows.shape[1])
         if cache.context is not None:

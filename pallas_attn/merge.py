@@ -1,6 +1,7 @@
 """Partial results of attention, each of some of the keys, combined by their log-sum-exp."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,7 @@ def merge_attention(
     pass of XLA over all of them. Differentiable in both, in either mode and any number of times. A
     sink must be in one of the calls only, and in one that sees a key in each row that any sees.
     """
-    partials = [_checks.array("outs", x) for x in outs]
-    stats = [_checks.array("lses", x) for x in lses]
+    partials, stats = _arrays("outs", outs), _arrays("lses", lses)
     _check(partials, stats)
     dtype = stats[0].dtype
     # Not `top == -inf`: XLA's maximum of nothing but NaN is -inf on a CPU.
@@ -78,6 +78,18 @@ def cotangents_of_part(
 def _by_row(x: Array) -> Array:
     """[B, N, T] (or [B, N]) as it meets [B, T, N, Hv] (or [B, N, Hv])."""
     return (x.swapaxes(1, 2) if x.ndim == 3 else x)[..., None]
+
+
+def _arrays(name: str, given: Any) -> list[Array]:
+    try:
+        each = list(given)
+    except TypeError:
+        what = "a scalar" if hasattr(given, "shape") else type(given).__name__
+        raise ValueError(
+            f"{name}: expected a sequence of arrays, or one array with the partial results along "
+            f"its first axis, got {what}"
+        ) from None
+    return [_checks.array(name, x) for x in each]
 
 
 def _check(outs: list[Array], lses: list[Array]) -> None:

@@ -217,7 +217,7 @@ def applies(shared: SharedPrefixes, cache: Any, problem: DecodeProblem) -> bool:
             "shared_prefixes: expected what shared_prefixes() of this PagedCache gave, got "
             f"{type(shared).__name__} beside a {type(cache).__name__}"
         )
-    if not problem.packed and problem.q_len != shared.tokens:
+    if not problem.packed and problem.q_len not in (0, shared.tokens):
         raise ValueError(
             f"shared_prefixes: expected those of {problem.q_len} tokens, as many as q has, got "
             f"those of {shared.tokens}; make them by shared_prefixes(tokens={problem.q_len})"
@@ -251,6 +251,7 @@ def checked(prefix: Any, cache: Any, problem: DecodeProblem, rotary: Any) -> Pre
             )
     refused = {
         "starts": problem.packed,
+        "parents": problem.tree,
         "rotary": rotary is not None,
         "batch_invariant": problem.batch_invariant,
         "context": cache.context is not None or other.context is not None,
@@ -270,6 +271,7 @@ def checked(prefix: Any, cache: Any, problem: DecodeProblem, rotary: Any) -> Pre
 
 _WANTED = {
     "starts": "None; pass q as [M, t, N, H]",
+    "parents": "None; where drafts form a tree, share rows by PagedCache.fork instead,",
     "rotary": "None: rotate q and K by positions that count the rows of the prefix",
     "batch_invariant": "False, since all sequences of a group are decoded together",
     "context": "caches whose rows one device has",
@@ -328,6 +330,8 @@ def _merged(
     and the result is to.
     """
     out, lse = run.alone(*own)
+    if not out.size:
+        return out, lse
     tokens, q = members.rows.size, own.inputs.q
     problem = dataclasses.replace(
         parts.problem,

@@ -82,8 +82,9 @@ def attention(  # noqa: PLR0913
         logits = jnp.broadcast_to(logits, (batch, q_heads, q_len, kv_len))
     if bias is not None:
         logits = logits + bias.astype(acc)
-    if bias is not None or score_function is not None:
-        logits = jnp.where(logits < HIDDEN, -jnp.inf, logits)
+    # Whatever logits are made of: on a CPU, XLA makes one rounding of the scale and of the
+    # subtraction of the largest where no select stands between them, and two of the largest itself.
+    logits = jnp.where(logits < HIDDEN, -jnp.inf, logits)
     q_seg, kv_seg = (None, None) if segment_ids is None else segment_ids
     seen = mask.allows(
         q_pos[:, None, :, None],

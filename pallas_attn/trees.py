@@ -69,7 +69,9 @@ def of(value: Any, sequences: int, drafts: int) -> DraftTree:
     shapes = (sequences, drafts, 1 + -(-drafts // WORD)), (sequences, drafts)
     for x, shape in zip((value.bits, value.depth), shapes, strict=True):
         if getattr(x, "shape", None) != shape or x.dtype != jnp.int32:
-            got = f"a DraftTree of {value.depth.dtype}{list(jnp.shape(value.depth))}"
+            depth = value.depth
+            kind, sizes = getattr(depth, "dtype", type(depth).__name__), getattr(depth, "shape", ())
+            got = f"a DraftTree of {kind}{list(sizes)}"
             raise ValueError(f"parents: expected {wanted}, got {got}")
     return value
 

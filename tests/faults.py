@@ -58,6 +58,8 @@ LANG, LM = "pallas_attn/kernels/lang", "pallas_attn/lm/kernels"
 TEST_FWD, TEST_BWD = "tests/test_flash_fwd_kernel.py", "tests/test_flash_bwd_kernel.py"
 TEST_DECODE, TEST_MLA = "tests/test_decode_kernel.py", "tests/test_decode_latent.py"
 TEST_PREFILL, TEST_APPEND = "tests/test_prefill_kernel.py", "tests/test_append_kernel.py"
+TEST_LINEAR = "tests/test_functions.py -k a_slope_and_an_offset"
+TEST_KEEP = "tests/test_keep.py"
 TEST_EMITTED, TEST_SCHEDULES = "tests/test_emitted_code.py", "tests/test_schedules.py"
 
 FAULTS = {
@@ -217,6 +219,18 @@ FAULTS = {
         "                w = thread.of_lane(weight, n * 0)\n",
         "tests/test_prefixes.py -k test_interpreted",
     ),
+    "a_row_is_merged_with_the_partial_of_the_next_block": Fault(
+        f"{PREFILL}/merge.py",
+        "thread.maximum(step - within, 0) // each",
+        "thread.maximum(step - within + 1, 0) // each",
+        "tests/test_prefixes.py -k test_interpreted",
+    ),
+    "a_number_past_the_prefixes_is_the_last_one": Fault(
+        "pallas_attn/prefixes.py",
+        "jnp.where((groups >= 0) & (groups < cache.num_sequences), groups, -1)",
+        "jnp.clip(groups, -1, cache.num_sequences - 1)",
+        "tests/test_prefixes.py -k test_a_prefix_stands",
+    ),
     "the_newest_rows_are_shared": Fault(
         "pallas_attn/prefixes.py",
         "jnp.where(fits, (cache.lengths - tokens) // size, 0)",
@@ -239,7 +253,19 @@ FAULTS = {
         f"{APPEND}/keep.py",
         "plan, (i + 1) * step, LOOKS)",
         "plan, i * step, LOOKS)",
-        "tests/test_keep.py -k 'looked_at and interpreted'",
+        f"{TEST_KEEP} -k 'looked_at and interpreted'",
+    ),
+    "keep_takes_sequences_that_took_more_than_they_have": Fault(
+        f"{APPEND}/keep.py",
+        "(new > 0) & (length >= new) & (length <= held)",
+        "(new > 0) & (length <= held)",
+        f"{TEST_KEEP} -k 'test_every_byte and interpreted'",
+    ),
+    "keep_writes_before_all_threads_have_looked": Fault(
+        f"{APPEND}/keep.py",
+        "    thread.sync()\n    missed, held",
+        "    missed, held",
+        f"{TEST_KEEP} -k 'looked_at and interpreted'",
     ),
     "append_writes_past_the_capacity": Fault(
         f"{APPEND}/plan.py",
@@ -302,7 +328,43 @@ FAULTS = {
         "thread.loop(count // mosaic.THREADS, [], some)",
         f"{TEST_DECODE} -k test_pages_that_are_missing",
     ),
+    "a_band_of_a_function_moves_all_rows": Fault(
+        "pallas_attn/_context.py",
+        "mask = problem.mask if problem.mask_program is None else problem.mask_within",
+        "mask = problem.mask",
+        "tests/test_context.py -k test_a_window_moves_its_rows",
+    ),
+    "keys_behind_the_last_one_are_seen": Fault(
+        "pallas_attn/_context.py",
+        "if window is not None and lengths is None and window[1] > split.keys:",
+        "if False:",
+        "tests/test_context.py -k 'test_as_on_one_device and end'",
+    ),
     # ---- numbers ---------------------------------------------------------------------------------
+    "a_number_less_a_multiple_of_the_key_is_more": Fault(
+        f"{SHARED}/linear_scores.py",
+        "            first = np.zeros((), operation.dtype)[()]\n",
+        "            return second\n",
+        TEST_LINEAR,
+    ),
+    "a_score_that_is_taken_away_is_added": Fault(
+        f"{SHARED}/linear_scores.py",
+        '        if operation.name == "sub" and scores[1]:\n            raise _NotLinear\n',
+        "",
+        TEST_LINEAR,
+    ),
+    "a_slope_that_is_rounded_is_a_slope": Fault(
+        f"{SHARED}/linear_scores.py",
+        '(convert or any(scores) or operation.name == "mul")',
+        "any(scores)",
+        TEST_LINEAR,
+    ),
+    "linear_slopes_are_not_divided_by_the_scale": Fault(
+        f"{SHARED}/functions.py",
+        "slope * (1 / plan.problem.scale)",
+        "slope",
+        "tests/test_functions_kernel.py -k 'test_in_the_interpreter and linear'",
+    ),
     "float32_leaves_one_of_three_products_out": Fault(
         f"{MMA}/wgmma.py",
         "(2, 2): ((1, 0), (0, 1), (0, 0)),",
@@ -323,6 +385,24 @@ FAULTS = {
         ),
     ),
     # ---- who is hidden ---------------------------------------------------------------------------
+    "a_tree_in_a_window_reaches_as_far_as_a_token": Fault(
+        "pallas_attn/trees.py",
+        "    reach = left + drafts - 1\n",
+        "    reach = left\n",
+        "tests/test_trees.py -k test_a_window_over_more_drafts",
+    ),
+    "a_tree_begins_among_queries_as_among_keys": Fault(
+        "pallas_attn/_cache_rows.py",
+        "return jnp.clip(ends, 0, jnp.asarray(held, jnp.int32)) - rows, ends - rows",
+        "return ends - rows, ends - rows",
+        "tests/test_cache_rows.py -k test_as_on_one_device",
+    ),
+    "packed_queries_count_from_their_own_starts": Fault(
+        "pallas_attn/_checks.py",
+        "positions, static_offset = (kv_starts[own] + within)[None], 0",
+        "positions, static_offset = (q_starts[own] + within)[None], 0",
+        "tests/test_packed_attention.py -k 'reference and offsets'",
+    ),
     "decode_tree_is_not_looked_at_in_whole_tiles": Fault(
         f"{DECODE}/mainloop.py",
         "        hi = jnp.minimum(hi, begin)\n",

@@ -470,6 +470,15 @@ def test_huge_logits_without_one_do_not_overflow(rng, subject):
     np.testing.assert_allclose(lse, logits.max(-1), rtol=1e-5)  # one key takes it all
 
 
+@pytest.mark.parametrize("dtype, size", [("float16", 6e4), ("float32", 1e9)])
+def test_the_largest_logits_are_rounded_once(dtype, size):
+    """Not again where the largest is subtracted: 500 more or less is all or nothing to exp."""
+    x = jnp.full((1, 4, 2, 8), size, dtype)
+    out, lse = jax.jit(pa.flash_attention_with_lse)(x, x, x)
+    np.testing.assert_allclose(np.float32(out), np.float32(x), rtol=1e-3)
+    np.testing.assert_allclose(lse, np.float32(x[0, 0, 0, 0]) ** 2 * 8**0.5, rtol=1e-3)
+
+
 @each_subject
 def test_a_scale_that_float32_does_not_hold(rng, subject):
     """A GPU takes it for 0, which a hidden key's -inf is not to meet, nor a divisor to be."""

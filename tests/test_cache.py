@@ -46,6 +46,11 @@ def test_what_a_new_cache_says_of_itself(kind, layers):
     assert (cache.page_size, cache.pages) == ((2, 7) if kind == "paged" else (None, None))
 
 
+def test_a_pool_of_more_rows_than_a_length_counts():
+    cache = jax.eval_shape(lambda: PagedCache.create(1, 2**13, 2**20, 1, 1))
+    assert cache.capacities == (2**31 - 2**20,) and cache.pages == 2**13
+
+
 def test_defaults():
     assert StackedCache.create(1, 8, 2, 4).dtype == jnp.bfloat16
     assert StackedCache.create(1, 8, 2, 4).v_head_dim == 4

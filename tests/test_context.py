@@ -123,6 +123,7 @@ OPTIONS |= {
         {**GROUPED, **SINKS},
     ),
     "near": ({"mask": pa.sliding_window(4)}, {**QKV, **SLOPES}),
+    "end": ({"mask": pa.Mask(1, 2)}, GROUPED),  # which shows keys behind the last one
     "far": (
         {"ids": IDS, "limits": LIMITS, "q_offset": jnp.asarray([5, -9], jnp.int32), **HIDDEN},
         {**GROUPED, "bias": normal(8, 1, N, T, T)},
@@ -145,6 +146,7 @@ SPREAD = [  # all options, methods and orders, on 2, 4 and 8 devices; not each w
     ("score", 4, "zigzag", "ring"),
     ("within", 4, "zigzag", "gather"),
     ("near", 8, "contiguous", "gather"),
+    ("end", 2, "contiguous", "gather"),
     ("far", 8, "contiguous", "ring"),
 ]
 
@@ -286,6 +288,17 @@ def mapped(shards=2, options=(), **given):
         (
             lambda: pa.flash_attention(**QKV, context=pa.Context("cp")),
             "context: no mesh axis 'cp' is mapped here; call within jax.shard_map",
+        ),
+        (
+            lambda: pa.Context("cp").positions(4),
+            "context: no mesh axis 'cp' is mapped here; call within jax.shard_map",
+        ),
+        *(
+            (
+                lambda shards=shards: pa.Context("cp").reorder(np.zeros((1, 6)), shards),
+                f"shards: expected an int of at least 1, got {shards}",
+            )
+            for shards in (0, 2.0)
         ),
         (
             lambda: mapped(8, method="heads"),

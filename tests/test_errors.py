@@ -321,6 +321,14 @@ CACHES = {
     "capacities: expected an int of at least 1, got 0": lambda: PerSequenceCache.create(
         (4, 0), 2, 8
     ),
+    "capacity: expected at most 2146435072 rows, which an int32 counts, in pages of 1048576, got "
+    "2147483647": lambda: PagedCache.create(1, 1, 2**20, 1, 1, capacity=2**31 - 1),
+    "page_size: expected at most 2147483647 rows, which an int32 counts, got 2147483648": (
+        lambda: PagedCache.create(1, 1, 2**31, 1, 1)
+    ),
+    "num_sequences: expected an int of at least 1, got None": (
+        lambda: StackedCache.create(None, 6, 1, 1)
+    ),
     "capacity: expected at most 2147483647 rows, which an int32 counts, got 2147483648": (
         lambda: StackedCache.create(1, 2**31, 2, 8)
     ),
@@ -606,12 +614,29 @@ DECODES |= {
             z(2, 1, 4, 8), stacked(), parents=pa.DraftTree.create(z(2, 3, dtype="int32"))
         )
     ),
-    "mask: expected CAUSAL or a window, Mask(left=.., right=0), beside parents, which say what "
-    "drafts see, got full": (
-        lambda: pa.decode_attention(
-            z(2, 1, 4, 8), stacked(), parents=z(2, 1, dtype="int32"), mask=pa.FULL
-        )
+    "parents: expected int32[2, 1] (one a draft) or a DraftTree of them, got a DraftTree of "
+    "NoneType[]": (
+        lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), parents=pa.DraftTree(None, None))
     ),
+    **{
+        "mask: expected CAUSAL or a window, Mask(left=.., right=0), beside parents, which say what "
+        f"drafts see, got {got}": (
+            lambda mask=mask: pa.decode_attention(
+                z(2, 1, 4, 8), stacked(), parents=z(2, 1, dtype="int32"), mask=mask
+            )
+        )
+        for got, mask in {"full": pa.FULL, "MaskFunction": ~pa.FULL}.items()
+    },
+    **{
+        f"cache.k: expected arrays, got {got}; where nothing but shapes is known, pass the cache "
+        "to the function that jax.eval_shape calls": (
+            lambda cache=cache: pa.decode_attention(z(2, 1, 4, 8), cache)
+        )
+        for got, cache in {
+            "ShapeDtypeStruct": jax.eval_shape(stacked),
+            "NoneType": jax.tree.map(lambda _: None, separate()),
+        }.items()
+    },
 }
 DECODES |= {
     "parents: expected None with starts; pass q as [M, t, N, H]": (

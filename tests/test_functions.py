@@ -14,6 +14,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import _device, _dispatch, _program, _score_gradients, attention
+from pallas_attn.kernels.attention import linear_scores
 from tests import in_numpy
 
 B, T, S, N, K, H = 2, 13, 17, 4, 2, 8
@@ -120,6 +121,45 @@ def test_scores_and_their_gradients():
     found = in_numpy.call(jax.grad(ours, range(4)), *given)
     for got, want in zip(found, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+LINEAR = {
+    "alibi": lambda s, b, h, q, kv, m: s - m[h] * (q - kv),
+    "key alone": lambda s, b, h, q, kv, m: s - m[h] * kv,
+    "of a difference": lambda s, b, h, q, kv, m: m[h] * (7 - kv) + s,
+    "negated": lambda s, b, h, q, kv, m: s + -(m[h] * (kv - q)) - 0.5 * q,
+    "two slopes": lambda s, b, h, q, kv, m: m[h] * kv + s - m[q] * kv - m[b],
+    "row alone": lambda s, b, h, q, kv, m: s + m[h] * (q + b),
+}
+OTHER = {
+    "scaled": lambda s, b, h, q, kv, m: 2 * s + m[h] * kv,
+    "taken away": lambda s, b, h, q, kv, m: m[h] * kv - s,
+    "twice": lambda s, b, h, q, kv, m: s + s,
+    "square": lambda s, b, h, q, kv, m: s + m[h] * kv * kv,
+    "read": lambda s, b, h, q, kv, m: s + m[kv],
+    "rounded": lambda s, b, h, q, kv, m: s + (0.3 * kv).astype(jnp.int32),
+    "may wrap": lambda s, b, h, q, kv, m: s + kv * 2**20,
+    "chosen": lambda s, b, h, q, kv, m: jnp.where(kv > 4, s, m[h]),
+    "without a score": lambda s, b, h, q, kv, m: m[h] * kv,
+}
+
+
+def test_scores_that_are_a_slope_and_an_offset_a_row():
+    """What Hopper's forward takes as such is what the function gives, and no other one is taken."""
+    table = np.linspace(-1, 2, 16, dtype=np.float32)
+    row, first = (np.int32(1), np.int32(2), np.int32(9)), np.int32(64)
+    column, s = np.arange(16, dtype=np.int32), np.float32(0.25)
+    for name, f in LINEAR.items():
+        program = pa.score_fn(f, table).program
+        assert linear_scores.is_linear(program), name
+        values, arrays = _program.Broadcasting(), (jnp.asarray(table),)
+        found = linear_scores.evaluated(program, (*row, first), arrays, values)
+        slope = np.asarray(0 if found.slope is None else found.slope)
+        got = np.asarray(found.rest) + slope * column + s
+        want = _program.evaluate(program, (s, *row, first + column), arrays, values)
+        np.testing.assert_allclose(got, np.asarray(want), rtol=1e-5, err_msg=name)
+    for name, f in OTHER.items():
+        assert not linear_scores.is_linear(pa.score_fn(f, table).program), name
 
 
 def test_the_derivative_of_a_program_is_one():

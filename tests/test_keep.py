@@ -117,8 +117,10 @@ FEW = CASES[2::5] + [(kind, "layers") for kind in KINDS] + [("paged", "float8_e4
 ])  # fmt: skip
 def test_every_byte(rng, subject, cases):
     for kind, name in cases:
-        cache = drafts(rng, kind, **OPTIONS[name])
-        path = WIDE if name == "layers" else PATH
+        cache, path = drafts(rng, kind, **OPTIONS[name]), PATH
+        if name == "layers":  # with a sequence that took more rows than it has: its length was -1
+            length, new = cache.lengths.at[3].set(2), cache.new_lengths.at[3].set(3)
+            cache, path = dataclasses.replace(cache, lengths=length, new_lengths=new), WIDE
         wanted = expected(cache, COUNTS, path)
         with subject.active():
             options = {"compiler_options": NEWER_WAY} if subject.name == "reference" else {}

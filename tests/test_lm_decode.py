@@ -280,6 +280,8 @@ def test_next_to_no_temperature_is_greedy(rng, temperature, how):
     [
         ({"temperature": -1.0}, "temperature: expected at least 0, got -1.0"),
         ({"top_k": -1}, "top_k: expected at least 0 (0: all), got -1"),
+        ({"top_k": 1.5}, "top_k: expected an int, got 1.5"),
+        ({"temperature": "0.7"}, "temperature: expected a number, got '0.7'"),
         ({"top_p": 0.0}, "top_p: expected above 0 and at most 1, got 0.0"),
     ],
 )
@@ -330,6 +332,17 @@ def test_what_cannot_be_run_is_said_before_it_starts(what, how, wanted, message)
         ),
         ({"chunk": 0}, "chunk: expected at least 1, got 0"),
         ({"prefill_chunk": 0}, "prefill_chunk: expected at least 1, got 0"),
+        ({"chunk": 1.5}, "chunk: expected an int of at least 1, got 1.5"),
+        ({"slots": "3"}, "slots: expected an int of at least 1, got '3'"),
+        ({"samples": True}, "samples: expected an int of at least 1, got True"),
+        ({"pages": 0}, "pages: expected at least 1, got 0"),
+        ({"stop": [3]}, "stop: expected a tuple of tokens, ints, got [3]"),
+        ({"sampling": 0.7}, "sampling: expected a Sampling, got 0.7"),
+        (
+            {"mesh": "tp:2"},
+            "mesh: expected a mesh with the axis 'tp', as lm.mesh.make('tp:2', ('tp',)) makes it, "
+            "or None, got 'tp:2'",
+        ),
     ],
 )
 def test_options_refuse(how, message):
@@ -389,6 +402,11 @@ def test_generate_continues_texts():
             "cache: expected one of ('per_sequence', 'stacked', 'paged'), got 'x'",
         ),
         (["a"], {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
+        (["a"], {"max_new_tokens": "5"}, "max_new_tokens: expected an int of at least 1, got '5'"),
+        (["a"], {"seed": 2**64}, f"seed: expected an int of 64 bits, got {2**64}"),
+        (["a"], {"samples": "3"}, "samples: expected an int of at least 1, got '3'"),
+        (["a", None], {}, "prompts: expected a list of texts, got ['a', None]"),
+        (None, {}, "prompts: expected a list of texts, got None"),
     ],
 )
 def test_generate_refuses(given, how, message):

@@ -95,6 +95,8 @@ def test_dtypes_and_one_token():
     [
         ([], [], "lses: expected one of each of the outs, and at least one, got 0 outs and 0 lses"),
         ([jnp.zeros((1, 2, 3, 4))], [], "got 1 outs and 0 lses"),
+        (None, [], "outs: expected a sequence of arrays, or one array with the partial results"),
+        ([], jnp.zeros(()), "lses: expected a sequence of arrays, or one array with the partial"),
         (
             [jnp.zeros((2, 3))],
             [jnp.zeros(2)],

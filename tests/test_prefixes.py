@@ -298,7 +298,7 @@ def filled(rng, kind, lengths, dtype="float32", capacity=24):
 def test_a_prefix_stands_before_the_rows_of_a_sequence(rng, kind):
     """As one cache of both: also where one of them is empty, and where there is no prefix."""
     groups = np.array([1, -1, 0, 1, 2, 2**31 - 1, 1])
-    first, second = [13, 24, 0], [5, 1, 24, 2, 0, 7, 0]
+    first, second = [0, 24, 13], [5, 1, 0, 2, 24, 7, 0]
     prefix, *of_prefix = filled(rng, kind, first)
     own, *of_own = filled(rng, {"per_sequence": "stacked", "stacked": "paged"}[kind], second)
     rows = [np.zeros((7, 60, 2, 8), np.float32) for _ in range(2)]
@@ -314,7 +314,7 @@ def test_a_prefix_stands_before_the_rows_of_a_sequence(rng, kind):
     q, given = rows_of(rng, 7, 4, 8), pa.Prefix(prefix, jnp.asarray(groups, jnp.int32))
     options = {"sinks": jnp.asarray(np.arange(4, dtype=np.float32) - 1)}
     close(*with_prefix(q, own, given, joined, options))
-    lost = dataclasses.replace(prefix, lengths=jnp.asarray([13, 99, 0], jnp.int32))
+    lost = dataclasses.replace(prefix, lengths=jnp.asarray([0, 99, 13], jnp.int32))
     given = pa.Prefix(lost, jnp.asarray(groups, jnp.int32))
     (out, _), _ = with_prefix(q, own, given, joined, options)
     np.testing.assert_array_equal(np.isnan(out).all(axis=(1, 2)), groups == 1)
@@ -333,6 +333,7 @@ def test_what_is_not_taken(rng):
         "rotary: expected None": given | {"rotary": pa.Rotary(angles, angles)},
         "batch_invariant: expected False": given | {"batch_invariant": True},
         "mask: expected one without a left bound": given | {"mask": pa.sliding_window(3)},
+        "parents: expected None; where drafts": given | {"parents": groups[:, None]},
         "shared_prefixes: expected None beside prefix": given | {"shared_prefixes": shared},
         r"prefix: expected Prefix\(cache, groups\)": {"prefix": other},
         r"prefix.groups: expected int32\[2\]": {"prefix": pa.Prefix(other, groups[:1])},
@@ -345,6 +346,8 @@ def test_what_is_not_taken(rng):
         pa.decode_attention(two, cache, shared_prefixes=shared)
     with pytest.raises(ValueError, match="shared_prefixes: expected what shared_prefixes"):
         pa.decode_attention(q, other, shared_prefixes=shared)
+    for options in (given, {"shared_prefixes": shared}):  # of no rows there are none
+        assert pa.decode_attention(q[:, None][:, :0], cache, **options).shape == (2, 0, 4, 8)
     with pytest.raises(ValueError, match="levels: expected an int of at least 1"):
         cache.shared_prefixes(levels=0)
 

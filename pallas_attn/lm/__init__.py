@@ -9,16 +9,17 @@
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
 from pallas_attn.lm import checkpoint, decode, hf_config, machine, mesh, text
+from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.decode import Options
 from pallas_attn.lm.folder import Folder
 from pallas_attn.lm.model import Config, Params
-from pallas_attn.lm.sampling import Sampling
+from pallas_attn.lm.sampling import Sampling, at_least_1, is_int
 
 __all__ = ["Model", "Options", "Sampling", "generate", "load", "mesh"]
 
@@ -50,6 +51,7 @@ def load(
     Raises:
       ValueError: a file is missing or not what it has to be; the message names it.
     """
+    lm_mesh.check(mesh)
     dtype = dtype or machine.default_dtype()
     config, params = checkpoint.load(folder, dtype, mesh)
     stop = hf_config.stop_tokens(Folder(folder))
@@ -84,10 +86,12 @@ def generate(
     """
     if isinstance(prompts, str):
         raise ValueError(f"prompts: expected a list of texts, got one; did you mean [{prompts!r}]?")
+    prompts = _checked(model, prompts, max_new_tokens, seed)
     ids = [text.encoded(model.tokenizer, one, n) for n, one in enumerate(prompts, 1)]
     longest = max(map(len, ids), default=0) + max_new_tokens
+    samples = options.get("samples", 1)
     defaults: dict[str, Any] = {
-        "slots": max(min(len(ids), 8), options.get("samples", 1), 1),
+        "slots": max(min(len(ids), 8), samples if is_int(samples) else 1, 1),
         "capacity": min(longest, model.config.positions),
         "dtype": model.dtype,
         "stop": model.stop,
@@ -99,3 +103,16 @@ def generate(
         for _ in run:
             pass
     return [model.tokenizer.decode(one.tokens) for one in run.sequences]
+
+
+def _checked(model: Any, prompts: Any, max_new_tokens: Any, seed: Any) -> list[str]:
+    """The prompts; a ValueError for what would be an error of another name later."""
+    if not isinstance(model, Model):
+        raise ValueError(f"model: expected what lm.load returns, got {type(model).__name__}")
+    texts = list(prompts) if isinstance(prompts, Iterable) else prompts
+    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+        raise ValueError(f"prompts: expected a list of texts, got {texts!r}")
+    at_least_1("max_new_tokens", max_new_tokens)
+    if not is_int(seed) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed: expected an int of 64 bits, got {seed!r}")
+    return texts

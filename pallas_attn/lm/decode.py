@@ -33,7 +33,7 @@ from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm import model
 from pallas_attn.lm.model import Config, Params
 from pallas_attn.lm.progress import Generation, Spread, Status
-from pallas_attn.lm.sampling import Sampling, sample
+from pallas_attn.lm.sampling import Sampling, at_least_1, is_int, sample
 
 Array = jax.Array
 # XLA's Triton matmuls cannot read a layer's weights where they lie in the stack that is scanned:
@@ -72,6 +72,16 @@ class Options:
     mesh: Any = None  # a Mesh that heads and columns of the model are split over
 
     def __post_init__(self) -> None:
+        for name in ("slots", "capacity", "page_size", "chunk", "prefill", "drafts", "samples"):
+            at_least_1(name, getattr(self, name))
+        for name in ("pages", "prefill_chunk"):
+            if getattr(self, name) is not None:
+                at_least_1(name, getattr(self, name))
+        if not isinstance(self.sampling, Sampling):
+            raise ValueError(f"sampling: expected a Sampling, got {self.sampling!r}")
+        if not (isinstance(self.stop, tuple) and all(map(is_int, self.stop))):
+            raise ValueError(f"stop: expected a tuple of tokens, ints, got {self.stop!r}")
+        lm_mesh.check(self.mesh)
         if self.cache not in CACHES:
             raise ValueError(f"cache: expected one of {CACHES}, got {self.cache!r}")
         if self.samples > 1:
@@ -83,11 +93,6 @@ class Options:
                 "draft: expected None where prompts come in chunks (prefill_chunk), whose steps "
                 f"take one token of a sequence, got {self.draft!r}"
             )
-        for name in ("slots", "capacity", "page_size", "chunk", "prefill", "drafts", "samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.prefill_chunk is not None and self.prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk: expected at least 1, got {self.prefill_chunk}")
 
     def _refuse_samples(self) -> None:
         """ValueError where several answers to a prompt cannot be, or would all be the same."""
@@ -762,8 +767,7 @@ def _pages(options: Options, prompt: int, wanted: int) -> int:
 
 def refuse(config: Config, options: Options, prompts: Sequence[Sequence[int]], wanted: int) -> None:
     """Raises what is wrong with a run, before there are weights, or anything is started."""
-    if wanted < 1:
-        raise ValueError(f"max_new_tokens: expected at least 1, got {wanted}")
+    at_least_1("max_new_tokens", wanted)
     if options.capacity > config.positions:
         raise ValueError(
             f"capacity: the model was made for {config.positions} positions, got "

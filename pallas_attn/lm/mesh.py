@@ -51,6 +51,15 @@ def make(text: str, axes: tuple[str, ...]) -> Mesh:
     )
 
 
+def check(mesh: Any) -> None:
+    """ValueError for what no model is split over."""
+    if mesh is not None and not (isinstance(mesh, Mesh) and HEADS in mesh.shape):
+        raise ValueError(
+            f"mesh: expected a mesh with the axis {HEADS!r}, as lm.mesh.make('tp:2', ('tp',)) "
+            f"makes it, or None, got {mesh!r}"
+        )
+
+
 def local(config: Config, mesh: Mesh) -> Config:
     """The model that one device has."""
     shards = mesh.shape[HEADS]

@@ -1,12 +1,26 @@
 """The next token from logits: greedy, temperature, top-k, top-p, with a key a sequence."""
 
 import dataclasses
+import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 Array = jax.Array
+
+
+def is_int(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def at_least_1(name: str, value: Any) -> None:
+    if not is_int(value):
+        raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +39,11 @@ class Sampling:
         return bool(self.temperature >= jnp.finfo(jnp.float32).tiny)
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            if not isinstance(getattr(self, name), numbers.Real):
+                raise ValueError(f"{name}: expected a number, got {getattr(self, name)!r}")
+        if not is_int(self.top_k):
+            raise ValueError(f"top_k: expected an int, got {self.top_k!r}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
         if self.top_k < 0:
