@@ -31,6 +31,7 @@ from pallas_attn.kernels.flash_bwd import sm90_window
 from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
 from pallas_attn.kernels.flash_fwd import tile_scheduler
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 from pallas_attn.kernels.prefill import merge, shares
 from pallas_attn.kernels.prefill import sm90 as prefill
 from pallas_attn.kernels.prefill.plan import Plan as PrefillPlan
@@ -361,7 +362,7 @@ def test_append(seed):
     for sequence, chunk in np.ndindex(3, plan.chunks):
         scalars = (np.full(128, n, np.int32) for n in (sequence, chunk, 7, rows))
         at = append_plan.At(*scalars, None, None)
-        append_copy._append(BlockOfThreads(0, ledger), refs, at, plan=plan)
+        append_copy._append(ThreadContext(BlockOfThreads(0, ledger), refs, at, plan))
     for side, words in zip("kv", plan.row_words, strict=True):
         stored = sorted(place for ref, place, _ in ledger.stored if ref == f"{side} cache")
         m, head, row, column = np.ogrid[:3, :heads, 7 : 7 + rows, :words]

@@ -7,6 +7,7 @@ none is fused with another.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,8 +15,8 @@ import jax.numpy as jnp
 from pallas_attn._problem import AppendProblem, Change
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import plan as append_plan
-from pallas_attn.kernels.append.plan import At, Plan, Refs
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.append.plan import Plan
+from pallas_attn.kernels.lang.mosaic import Thread, ThreadContext
 
 DTYPES = ("bfloat16", "float16", "float32")  # of rows
 HEAD_DIM_MOST = 4096  # a warp holds a row in registers
@@ -49,35 +50,35 @@ def change_of(plan: Plan) -> Change:
     return plan.change
 
 
-def row_words(thread: mosaic.Thread, refs: Refs, index: Any, plan: Plan, array: int) -> list[Any]:
-    """The float32 numbers of a word of the new rows."""
-    word = thread.load(refs.new[array], index, plan.word_bytes[array])
-    return thread.numbers(word, plan.word_bytes[array], plan.new_dtype)
-
-
-def changed(
-    thread: mosaic.Thread, refs: Refs, where: tuple[At, Any, Any], columns: Any, plan: Plan
-) -> list[list[Any]]:
-    """One thread's words of a row of K. `where`: its place in the grid, which of the sequence's
-    rows of a head it is, and its first word; `columns`: which of its words the thread has. Those
-    past the end of a row may be anything.
+def changed(ctx: ThreadContext, row: Any, begin: Any, columns: Any) -> list[list[Any]]:
+    """One thread's words of a row of K. `row`: which of the sequence's rows of a head it is;
+    `begin`: its first word; `columns`: which of its words the thread has. Those past the end of a
+    row may be anything.
     """
-    change, (at, row, begin) = change_of(plan), where
+    thread, refs, _, plan = ctx
+    change, nbytes = change_of(plan), plan.word_bytes[0]
+
+    def numbers(column):
+        word = thread.load(refs.new[0], begin + thread.wide(column), nbytes)
+        return thread.numbers(word, nbytes, plan.new_dtype)
+
     inside = [thread.minimum(column, plan.row_words[0] - 1) for column in columns]
-    words = [row_words(thread, refs, begin + thread.wide(n), plan, 0) for n in inside]
-    normed = _norm(thread, refs, columns, words, plan)
+    words = [numbers(n) for n in inside]
+    normed = _norm(ctx, columns, words)
     own = [normed(n, word) for n, word in zip(inside, words, strict=True)]
     if not change.pairs:
         return own
-    position = _position(thread, refs, at, row, plan)
-    turn = _interleaved if change.interleaved else _halves
-    partner = functools.partial(_partner, thread, refs, begin, normed, plan)
-    pairs = zip(inside, own, strict=True)
-    return [turn(thread, refs, position, n, word, partner, plan) for n, word in pairs]
+    position = _position(ctx, row)
+    if change.interleaved:
+        turn = functools.partial(_interleaved, ctx, position)
+    else:
+        turn = functools.partial(_halves, ctx, position, lambda n: normed(n, numbers(n)))
+    return [turn(n, word) for n, word in zip(inside, own, strict=True)]
 
 
-def _norm(thread: mosaic.Thread, refs: Refs, columns: Any, words: Any, plan: Plan) -> Any:
+def _norm(ctx: ThreadContext, columns: Any, words: Any) -> Callable[[Any, list[Any]], list[Any]]:
     """A function of a word's column and its numbers."""
+    thread, refs, _, plan = ctx
     change = change_of(plan)
     if change.eps is None:
         return lambda column, word: word
@@ -99,7 +100,7 @@ def _norm(thread: mosaic.Thread, refs: Refs, columns: Any, words: Any, plan: Pla
     return normed
 
 
-def _numbers(thread: mosaic.Thread, ref: Any, number: Any, count: int, dtype: str) -> list[Any]:
+def _numbers(thread: Thread, ref: Any, number: Any, count: int, dtype: str) -> list[Any]:
     """Group `number` of `count` numbers each, a power of two, of an array."""
     size = jnp.dtype(dtype).itemsize
     nbytes = min(16, count * size)
@@ -108,40 +109,32 @@ def _numbers(thread: mosaic.Thread, ref: Any, number: Any, count: int, dtype: st
     return [x for word in found for x in thread.numbers(word, nbytes, dtype)]
 
 
-def _position(thread: mosaic.Thread, refs: Refs, at: At, row: Any, plan: Plan) -> Any:
+def _position(ctx: ThreadContext, row: Any) -> Any:
     """Of a row of a head; of one that has no place, some position of the tables."""
+    thread, refs, at, plan = ctx
     token = row // plan.heads
-    if plan.packed:
-        position = append_plan.packed_row(thread, refs.start, token, plan)
-    else:
-        position = token + at.start
+    position = append_plan.packed_row(ctx, refs.start, token) if plan.packed else token + at.start
     return thread.minimum(thread.maximum(position, 0), change_of(plan).positions - 1)
 
 
-def _partner(
-    thread: mosaic.Thread, refs: Refs, begin: Any, normed: Any, plan: Plan, column: Any
-) -> list[Any]:
-    return normed(column, row_words(thread, refs, begin + thread.wide(column), plan, 0))
-
-
-def _angles(
-    thread: mosaic.Thread, refs: Refs, position: Any, group: Any, count: int, plan: Plan
-) -> list[list[Any]]:
+def _angles(ctx: ThreadContext, position: Any, group: Any, count: int) -> list[list[Any]]:
     """cos and sin of `count` pairs, which are group `group` of the row of the tables."""
-    number = position * (change_of(plan).pairs // count) + group
-    return [_numbers(thread, ref, number, count, "float32") for ref in (refs.cos, refs.sin)]
+    number = position * (change_of(ctx.plan).pairs // count) + group
+    tables = ctx.refs.cos, ctx.refs.sin
+    return [_numbers(ctx.thread, ref, number, count, "float32") for ref in tables]
 
 
 def _halves(
-    thread: mosaic.Thread, refs: Refs, position: Any, n: Any, word: Any, partner: Any, plan: Plan
+    ctx: ThreadContext, position: Any, normed_at: Callable, n: Any, word: list[Any]
 ) -> list[Any]:
-    change, count = change_of(plan), len(word)
+    """Word n of a row, whose pairs are `change.pairs` columns apart. `normed_at(n)`: any word."""
+    thread, change, count = ctx.thread, change_of(ctx.plan), len(word)
     first, half = change.first // count, change.pairs // count  # in words
     low = (n >= first) & (n < first + half)
     high = (n >= first + half) & (n < first + 2 * half)
-    other = partner(thread.select(high, n - half, thread.select(low, n + half, n)))
+    other = normed_at(thread.select(high, n - half, thread.select(low, n + half, n)))
     group = thread.select(low, n - first, thread.select(high, n - (first + half), n * 0))
-    cos, sin = _angles(thread, refs, position, group, count, plan)
+    cos, sin = _angles(ctx, position, group, count)
     turned = []
     for x, y, c, s in zip(word, other, cos, sin, strict=True):
         s = thread.as_float(thread.select(low, thread.bits(thread.times(s, -1.0)), thread.bits(s)))
@@ -151,15 +144,13 @@ def _halves(
     return turned
 
 
-def _interleaved(
-    thread: mosaic.Thread, refs: Refs, position: Any, n: Any, word: Any, partner: Any, plan: Plan
-) -> list[Any]:
-    del partner
-    change, count = change_of(plan), len(word) // 2
+def _interleaved(ctx: ThreadContext, position: Any, n: Any, word: list[Any]) -> list[Any]:
+    """Word n of a row, whose pairs are neighbours."""
+    thread, change, count = ctx.thread, change_of(ctx.plan), len(word) // 2
     first, words = change.first // len(word), change.pairs // count
     inside = (n >= first) & (n < first + words)
     group = thread.select(inside, n - first, n * 0)
-    cos, sin = _angles(thread, refs, position, group, count, plan)
+    cos, sin = _angles(ctx, position, group, count)
     turned = []
     for a, b, c, s in zip(word[::2], word[1::2], cos, sin, strict=True):
         minus = thread.times(thread.times(b, s), -1.0)

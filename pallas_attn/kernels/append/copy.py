@@ -36,10 +36,11 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import change as append_change
 from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.append import quantize as append_quantize
-from pallas_attn.kernels.append.plan import At, Place, Plan, Refs
+from pallas_attn.kernels.append.plan import Place, Plan, Refs
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 
 Array = Any
 Ref = Any
@@ -96,30 +97,29 @@ def smem_bytes(problem: AppendProblem, config: Config) -> int:
     return 0
 
 
-def _append(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan) -> None:
+def _append(ctx: ThreadContext) -> None:
     """What one thread does: read all its words, find out where they go, write them."""
+    thread, refs, at, plan = ctx
     first = at.chunk * (plan.in_flight * mosaic.THREADS) + thread.index
     words = [first + i * mosaic.THREADS for i in range(plan.in_flight)]
     if plan.layout.paged and plan.chunks == 1 and not plan.packed:
-        append_plan.prefetch_page_table(thread, refs, at, plan)
+        append_plan.prefetch_page_table(ctx)
     arrays = range(len(refs.new))
-    words_read = [
-        [_read(thread, refs, at, word, plan, array) for word in words] for array in arrays
-    ]
+    words_read = [[_read(ctx, word, array) for word in words] for array in arrays]
     if plan.layout.paged:
         thread.in_order()
-    caches = append_plan.arrays_of(thread, refs, at, words, plan)
+    caches = append_plan.arrays_of(ctx, words)
     # K and V mostly share the shape of a row, and so their places.
-    locate = functools.partial(append_plan.place, thread, refs, at, plan=plan)
-    places = {n: [locate(word, row_words=n) for word in words] for n in plan.row_words}
+    places = {n: [append_plan.place(ctx, word, n) for word in words] for n in plan.row_words}
     for array in arrays:
         row_words = plan.row_words[array]
         each = zip(caches[row_words], places[row_words], words_read[array], strict=True)
         for into, place, value in each:
-            _write(thread, into[array], place, value, plan, array)
+            _write(ctx, into[array], place, value, array)
 
 
-def _read(thread: mosaic.Thread, refs: Refs, at: At, word: Any, plan: Plan, array: int) -> Any:
+def _read(ctx: ThreadContext, word: Any, array: int) -> Any:
+    thread, refs, at, plan = ctx
     total = plan.total(array)
     if total < plan.chunks * plan.in_flight * mosaic.THREADS:
         word = thread.minimum(word, total - 1)
@@ -127,9 +127,8 @@ def _read(thread: mosaic.Thread, refs: Refs, at: At, word: Any, plan: Plan, arra
     return thread.load(refs.new[array], index, plan.word_bytes[array])
 
 
-def _write(
-    thread: mosaic.Thread, cache: Ref, place: Place, value: Any, plan: Plan, array: int
-) -> None:
+def _write(ctx: ThreadContext, cache: Ref, place: Place, value: Any, array: int) -> None:
+    thread, plan = ctx.thread, ctx.plan
     row = plan.layout.number(thread, place.row)
     index = row * plan.row_words[array] + thread.wide(place.column)
     thread.store(cache, index, value, plan.word_bytes[array], place.exists)
@@ -137,7 +136,7 @@ def _write(
 
 def _kernel(refs: Refs, plan: Plan) -> None:
     at = append_plan.block_at(refs, plan)
-    program = functools.partial(append_quantize.write_rows if plan.lanes else _append, plan=plan)
+    program = mosaic.in_context(append_quantize.write_rows if plan.lanes else _append, plan)
     if refs.new_lengths is None or plan.chunks == 1:
         mosaic.each_thread(program, refs, at)
         return

@@ -18,6 +18,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Row
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 
 Array = Any
 Ref = Any
@@ -235,25 +236,26 @@ def block_at(refs: Refs, plan: Plan) -> At:
     return At(sequence, lax.rem(block, jnp.int32(plan.chunks)), start, rows, capacity, layer)
 
 
-def prefetch_page_table(thread: mosaic.Thread, refs: Refs, at: At, plan: Plan) -> None:
+def prefetch_page_table(ctx: ThreadContext) -> None:
     """Prefetches the page table while the length is still being loaded: which entry is needed
     depends on the length, but the lines that may hold it do not.
     """
+    thread, refs, at, plan = ctx
     # 8 entries a sector of 32 bytes
     entry = thread.minimum(thread.index * 8, plan.layout.entries - 1)
     thread.prefetch(refs.page_table, plan.layout.entry_index(thread, at.sequence, entry), 4)
 
 
-def place(
-    thread: mosaic.Thread, refs: Refs, at: At, word: Any, plan: Plan, row_words: int
-) -> Place:
+def place(ctx: ThreadContext, word: Any, row_words: int) -> Place:
+    """Of a word, of which a row of a head has so many."""
+    thread, refs, at, plan = ctx
     row = word // (plan.heads * row_words)
     head, column = word // row_words % plan.heads, word % row_words
     exists = row < at.rows  # and so the word is one of this sequence's: at.rows <= new_rows
     sequence, capacity, page = at.sequence, at.capacity, None
     if plan.packed:
-        sequence = packed_row(thread, refs.owners, row, plan)
-        position = packed_row(thread, refs.start, row, plan)
+        sequence = packed_row(ctx, refs.owners, row)
+        position = packed_row(ctx, refs.start, row)
         if plan.layout.capacity is None:
             capacity = thread.load(refs.capacities, sequence, 4)
         most = plan.layout.capacity if capacity is None else capacity
@@ -268,23 +270,21 @@ def place(
     return Place(exists, Row(sequence, head, position, at.layer, page, capacity), column)
 
 
-def arrays_of(
-    thread: mosaic.Thread, refs: Refs, at: At, words: list[Any], plan: Plan
-) -> dict[int, list[tuple[Ref, ...]]]:
+def arrays_of(ctx: ThreadContext, words: list[Any]) -> dict[int, list[tuple[Ref, ...]]]:
     """The caches that each of a thread's words goes to, by the words that a head's row has; of rows
     that are shared (`Plan.lanes`), which are counted instead, by 1.
     """
-    of, sizes = functools.partial(plan.layout.arrays_of, thread, refs.caches), plan.row_words
-    sizes = (1,) if plan.lanes else sizes
+    thread, refs, at, plan = ctx
+    of = functools.partial(plan.layout.arrays_of, thread, refs.caches)
+    sizes = (1,) if plan.lanes else plan.row_words
     if not plan.packed or len(refs.caches) == 1:
         return dict.fromkeys(sizes, [of(at.sequence)] * len(words))
     rows = {size: [word // (plan.heads * size) for word in words] for size in sizes}
     return {
-        size: [of(packed_row(thread, refs.owners, row, plan)) for row in each]
-        for size, each in rows.items()
+        size: [of(packed_row(ctx, refs.owners, row)) for row in each] for size, each in rows.items()
     }
 
 
-def packed_row(thread: mosaic.Thread, ref: Ref, row: Any, plan: Plan) -> Any:
+def packed_row(ctx: ThreadContext, ref: Ref, row: Any) -> Any:
     """What an array has of a packed row, or of the last where there are no more."""
-    return thread.load(ref, thread.minimum(row, plan.new_rows - 1), 4)
+    return ctx.thread.load(ref, ctx.thread.minimum(row, ctx.plan.new_rows - 1), 4)

@@ -19,8 +19,9 @@ from pallas_attn._problem import QUANTIZED, AppendProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import change as append_change
 from pallas_attn.kernels.append import plan as append_plan
-from pallas_attn.kernels.append.plan import At, Place, Plan, Refs
+from pallas_attn.kernels.append.plan import Place
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 
 Ref = Any
 
@@ -63,40 +64,40 @@ class _Scaled(NamedTuple):
     scale: Any  # its bits
 
 
-def write_rows(thread: mosaic.Thread, refs: Refs, at: At, *, plan: Plan) -> None:
+def write_rows(ctx: ThreadContext) -> None:
     """What one thread does: read its words, change them, agree on scales, convert, write."""
+    thread, refs, at, plan = ctx
     at_once = mosaic.THREADS // plan.lanes
     first = at.chunk * plan.chunk_items + thread.index // plan.lanes
     rows = [first + i * at_once for i in range(plan.in_flight)]
     if plan.layout.paged and plan.chunks == 1 and not plan.packed:
-        append_plan.prefetch_page_table(thread, refs, at, plan)
+        append_plan.prefetch_page_table(ctx)
     arrays = range(len(refs.new))
-    found_rows = [[_read(thread, refs, at, row, plan, array) for row in rows] for array in arrays]
+    found_rows = [[_read(ctx, row, array) for row in rows] for array in arrays]
     if plan.layout.paged:
         thread.in_order()
-    caches = append_plan.arrays_of(thread, refs, at, rows, plan)[1]
+    caches = append_plan.arrays_of(ctx, rows)[1]
     # All maxima before anything that needs one: their shuffles then wait together.
     scaled: list[list[Any]] = [[None for _ in rows] for _ in arrays]
     if plan.quantized:
-        scaled = [
-            [_scale(thread, row, plan, array) for row in found_rows[array]] for array in arrays
-        ]
-    places = [append_plan.place(thread, refs, at, row, plan, 1) for row in rows]
+        scaled = [[_scale(ctx, row, array) for row in found_rows[array]] for array in arrays]
+    places = [append_plan.place(ctx, row, 1) for row in rows]
     for array in arrays:
         written = zip(caches, places, found_rows[array], scaled[array], strict=True)
         for some, place, row, found in written:
             at_row = plan.layout.number(thread, place.row)
             if found is None:
-                _write_plain(thread, some[array], place, at_row, row, plan, array)
+                _write_plain(ctx, some[array], place, at_row, row, array)
                 continue
             into = _Into(some[array], some[len(refs.new) + array])
-            _write(thread, into, place, at_row, row, found, plan)
+            _write(ctx, into, place, at_row, row, found)
 
 
-def _read(thread: mosaic.Thread, refs: Refs, at: At, row: Any, plan: Plan, array: int) -> _Row:
+def _read(ctx: ThreadContext, row: Any, array: int) -> _Row:
     """Threads past the end of a row, and of the rows, read what others read: it changes no maximum,
     and none of it is written.
     """
+    thread, refs, at, plan = ctx
     rows, row_words = plan.new_rows * plan.heads, plan.row_words[array]
     if rows % plan.chunk_items:
         row = thread.minimum(row, rows - 1)
@@ -104,7 +105,7 @@ def _read(thread: mosaic.Thread, refs: Refs, at: At, row: Any, plan: Plan, array
     lane = thread.index % plan.lanes
     columns = [lane + start for start in range(0, row_words, plan.lanes)]
     if plan.change is not None and array == 0:
-        changed = append_change.changed(thread, refs, (at, row, begin), columns, plan)
+        changed = append_change.changed(ctx, row, begin, columns)
         return _Row([], changed, columns, row_words)
     inside = list(columns)
     if row_words % plan.lanes:
@@ -114,7 +115,8 @@ def _read(thread: mosaic.Thread, refs: Refs, at: At, row: Any, plan: Plan, array
     return _Row(words, None, columns, row_words)
 
 
-def _scale(thread: mosaic.Thread, row: _Row, plan: Plan, array: int) -> _Scaled:
+def _scale(ctx: ThreadContext, row: _Row, array: int) -> _Scaled:
+    thread, plan = ctx.thread, ctx.plan
     nbytes, numbers = plan.word_bytes[array], row.changed
     if numbers is None:
         numbers = [thread.numbers(word, nbytes, plan.new_dtype) for word in row.words]
@@ -134,15 +136,10 @@ class _Into(NamedTuple):
 
 
 def _write(
-    thread: mosaic.Thread,
-    into: _Into,
-    place: Place,
-    at_row: Any,
-    row: _Row,
-    scaled: _Scaled,
-    plan: Plan,
+    ctx: ThreadContext, into: _Into, place: Place, at_row: Any, row: _Row, scaled: _Scaled
 ) -> None:
     """The numbers of one thread, and the scale from the first of those that share it."""
+    thread, plan = ctx.thread, ctx.plan
     inverse = thread.reciprocal(thread.as_float(scaled.scale))
     row_words = row.row_words
     for column, word in zip(row.columns, scaled.numbers, strict=True):
@@ -164,9 +161,10 @@ def _write(
 
 
 def _write_plain(
-    thread: mosaic.Thread, into: Ref, place: Place, at_row: Any, row: _Row, plan: Plan, array: int
+    ctx: ThreadContext, into: Ref, place: Place, at_row: Any, row: _Row, array: int
 ) -> None:
     """The words of one thread, into a cache of numbers as they are."""
+    thread, plan = ctx.thread, ctx.plan
     words, nbytes = row.words, plan.word_bytes[array]
     if row.changed is not None:
         words = [thread.rounded(word, plan.cache_dtype) for word in row.changed]

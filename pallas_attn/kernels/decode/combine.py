@@ -23,6 +23,7 @@ from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.decode.scheduler import ZERO_BYTES, Plan
 from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 from pallas_attn.kernels.mma import mma_rowmajor
 
 Ref = Any
@@ -145,26 +146,25 @@ class ResultRefs(NamedTuple):
     last: Ref  # int32[1] in shared memory
 
 
-def write_result(thread: threads.Thread, refs: ResultRefs, at: Head, *, plan: Plan) -> None:
-    """The block had all keys: the warps' partials -> the result."""
-    thread.sync()
+def write_result(ctx: ThreadContext) -> None:
+    """The block had all keys: the warps' partials -> the result. `ctx.refs`: `ResultRefs`."""
+    ctx.thread.sync()
 
     def write(place: _Place) -> None:
-        partial = _of_warps(thread, refs.warps, place, at, plan)
-        _write(thread, refs.results, place, partial, at, plan)
+        _write(ctx, ctx.refs.results, place, _of_warps(ctx, place))
 
-    _each_place(thread, write, at, plan)
+    _each_place(ctx, write)
 
 
-def write_partial(thread: threads.Thread, refs: ResultRefs, at: Head, *, plan: Plan) -> None:
+def write_partial(ctx: ThreadContext) -> None:
     """The block had some of the keys: the warps' partials -> one in global memory. `refs.last`
-    becomes 1 where it is the last block of its row.
+    becomes 1 where it is the last block of its row. `ctx.refs`: `ResultRefs`.
     """
-    results = refs.results
+    thread, (_, results, last), at, plan = ctx
     thread.sync()
 
     def write(place: _Place) -> None:
-        partial = _of_warps(thread, refs.warps, place, at, plan)
+        partial = _of_warps(ctx, place)
         line = at.own * plan.chunk_rows + place.row
         words = plan.problem.v_head_dim // 4
         index = thread.wide(line) * words + thread.wide(place.column)
@@ -173,8 +173,8 @@ def write_partial(thread: threads.Thread, refs: ResultRefs, at: Head, *, plan: P
         thread.store_floats(results.partial_max, line, [partial.row_max], first)
         thread.store_floats(results.partial_sum, line, [partial.row_sum], first)
 
-    _each_place(thread, write, at, plan)
-    arrive(thread, CounterRefs(results.counters, refs.last), at, plan=plan)
+    _each_place(ctx, write)
+    arrive(ctx._replace(refs=CounterRefs(results.counters, last)))
 
 
 class CounterRefs(NamedTuple):
@@ -182,8 +182,11 @@ class CounterRefs(NamedTuple):
     last: Ref  # int32[1] in shared memory
 
 
-def arrive(thread: threads.Thread, refs: CounterRefs, at: Head, *, plan: Plan) -> None:
-    """Counts the block's partial in: `last[0]` becomes 1 where all others are there."""
+def arrive(ctx: ThreadContext) -> None:
+    """Counts the block's partial in: `last[0]` becomes 1 where all others are there. `ctx.refs`:
+    `CounterRefs`.
+    """
+    thread, refs, at, plan = ctx
     counter = at.sequence * plan.heads + at.head
     if at.rows is not None:
         head, chunk = _head_and_chunk(at, plan)
@@ -232,12 +235,13 @@ class _Batch(NamedTuple):
         return result
 
 
-def combine(thread: threads.Thread, refs: Results, at: Head, *, plan: Plan) -> None:
-    """The last block: the partials of all blocks -> the result.
+def combine(ctx: ThreadContext) -> None:
+    """The last block: the partials of all blocks -> the result. `ctx.refs`: `Results`.
 
     A warp has a row, or `ROWS_AT_ONCE` if it has no more. Each lane loads the row max and the row
     sum of one partial; then the warp adds up the outputs, lanes side by side.
     """
+    thread, refs, at, plan = ctx
     trips = (at.count + (LANES - 1)) // LANES
     words = plan.problem.v_head_dim // 4
     lane = thread.index % LANES
@@ -283,30 +287,25 @@ def combine(thread: threads.Thread, refs: Results, at: Head, *, plan: Plan) -> N
         carry = [nothing, zero, *[zero] * 4] * len(places)
         carry = thread.loop(trips, carry, functools.partial(one_trip, places=places))
         for place, partial in zip(places, _partials(carry), strict=True):
-            _write(thread, refs, place, partial, at, plan)
+            _write(ctx, refs, place, partial)
 
-    _each_places(thread, rows, at, plan)
+    _each_places(ctx, rows)
 
 
 def _partials(flat: list) -> list[_Partial]:
     return [_Partial(top, total, out) for top, total, *out in itertools.batched(flat, 6)]
 
 
-def _each_place(
-    thread: threads.Thread, body: Callable[[_Place], None], at: Head, plan: Plan
-) -> None:
+def _each_place(ctx: ThreadContext, body: Callable[[_Place], None]) -> None:
     """`body(place)` for all that this thread has: rows go to warps and columns to lanes."""
-    _each_places(thread, lambda places: body(*places), at, plan, 1)
+    _each_places(ctx, lambda places: body(*places), 1)
 
 
 def _each_places(
-    thread: threads.Thread,
-    body: Callable[[list[_Place]], None],
-    at: Head,
-    plan: Plan,
-    most: int = ROWS_AT_ONCE,
+    ctx: ThreadContext, body: Callable[[list[_Place]], None], most: int = ROWS_AT_ONCE
 ) -> None:
     """`_each_place` with a list: of all places, if they are no more than `most`, else of one."""
+    thread, _, at, plan = ctx
     words = plan.problem.v_head_dim // 4
     across = -(-words // LANES)
     count = -(-plan.most_rows // threads.WARPS) * across
@@ -342,9 +341,8 @@ def _head_and_chunk(at: Head, plan: Plan) -> tuple[Any, Any]:
     return at.head // chunks, at.head % chunks
 
 
-def _of_warps(
-    thread: threads.Thread, warps: WarpPartials, place: _Place, at: Head, plan: Plan
-) -> _Partial:
+def _of_warps(ctx: ThreadContext, place: _Place) -> _Partial:
+    thread, (warps, _, _), at, plan = ctx
     pitch = (plan.problem.v_head_dim + mma_rowmajor.ROW_PADDING) // 4
     partials = []
     for group in range(plan.split.groups):
@@ -371,10 +369,9 @@ def _combined(thread: threads.Thread, partials: list[_Partial]) -> _Partial:
     return _Partial(row_max, row_sum, out)
 
 
-def _write(
-    thread: threads.Thread, results: Results, place: _Place, partial: _Partial, at: Head, plan: Plan
-) -> None:
+def _write(ctx: ThreadContext, results: Results, place: _Place, partial: _Partial) -> None:
     """Columns of a row whose keys have all been taken -> out and lse."""
+    thread, _, at, plan = ctx
     problem, row = plan.problem, place.row
     kv_head, chunk = _head_and_chunk(at, plan)
     n = chunk * plan.chunk_rows + row
@@ -403,8 +400,9 @@ def _write(
     thread.store_floats(results.lse, line + thread.wide(token), [lse], first)
 
 
-def write_unowned(thread: threads.Thread, refs: Results, at: Owned, *, plan: Plan) -> None:
-    """Packed rows that no sequence owns: out 0, lse -inf."""
+def write_unowned(ctx: ThreadContext) -> None:
+    """Packed rows that no sequence owns: out 0, lse -inf. `ctx.refs`: `Results`; `at`: `Owned`."""
+    thread, refs, at, plan = ctx
     problem = plan.problem
     zero, nothing = thread.number(0.0), thread.number(float("-inf"))
     words = problem.q_heads * problem.v_head_dim // 4

@@ -7,7 +7,6 @@ tile's pages are looked up while the tile before it is loaded; and where every b
 heads, it takes several at once, which lie together in a page (`_copy_heads`).
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,13 +22,13 @@ from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.decode import combine, scheduler
 from pallas_attn.kernels.decode.scheduler import (
     ZERO_BYTES,
-    FirstQuery,
     Plan,
     Share,
     Table,
     WorkTile,
 )
-from pallas_attn.kernels.lang import threads
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
 
 Ref = Any
@@ -140,7 +139,7 @@ def next_tile(ctx: Context, share: Share, position: Position) -> NextTile:
     def begun():
         new = scheduler.work_at(plan, smem.table, share, work.next_unit, work.sequence)
         if plan.config.many_heads:
-            program = functools.partial(prefetch_queries, plan=plan)
+            program = mosaic.in_context(prefetch_queries, plan)
             threads.each_thread(program, refs.q, scheduler.first_query(plan, new))
         return new
 
@@ -156,7 +155,7 @@ def next_tile(ctx: Context, share: Share, position: Position) -> NextTile:
         layer=None if refs.layer is None else refs.layer[0],
     )
     if plan.layout.paged:
-        program = functools.partial(load_pages, plan=plan)
+        program = mosaic.in_context(load_pages, plan)
         tile = tile._replace(page=threads.each_thread(program, refs, tile, returns=True))
     return NextTile(work, tile)
 
@@ -170,7 +169,7 @@ def load(ctx: Context, following: NextTile) -> WorkTile:
     plan, (work, tile) = ctx.plan, following
 
     def copied():
-        program = functools.partial(copy_tile, plan=plan)
+        program = mosaic.in_context(copy_tile, plan)
         threads.each_thread(program, Memory(ctx.refs, ctx.smem), tile)
 
     if plan.bulk and not plan.config.load_first:
@@ -195,9 +194,16 @@ class _Stretch(NamedTuple):
     head: Any  # of heads that are taken at once: whose they are
 
 
-def _stretch(thread: threads.Thread, at: Tile, plan: Plan) -> _Stretch:
+def live_keys(ctx: ThreadContext) -> Any:
+    """How many keys of the tile exist; 0 or less where there is nothing to load."""
+    thread, _, at, plan = ctx
+    return thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
+
+
+def _stretch(ctx: ThreadContext) -> _Stretch:
     """This thread's. Number n is that of warp n % 4: see `_copy_number`."""
-    live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
+    thread, plan = ctx.thread, ctx.plan
+    live = live_keys(ctx)
     number, head = _copy_number(thread), None
     if plan.heads_at_once > 1:
         number, head = number // plan.heads_at_once, number % plan.heads_at_once
@@ -205,44 +211,44 @@ def _stretch(thread: threads.Thread, at: Tile, plan: Plan) -> _Stretch:
     return _Stretch(skipped, thread.minimum(live - skipped, plan.page_rows), head)
 
 
-def load_pages(thread: threads.Thread, refs: Refs, at: Tile, plan: Plan) -> Any:
+def load_pages(ctx: ThreadContext) -> Any:
     """The page of this thread's stretch of a tile, well before `copy_tile` needs it. Where threads
     copy, every warp looks up all pages, a lane each.
     """
-    skipped, here, _ = _stretch(thread, at, plan)
+    thread, refs, at, plan = ctx
+    skipped, here, _ = _stretch(ctx)
     if not plan.bulk:
-        live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
+        live = live_keys(ctx)
         skipped = thread.index % 32 * plan.page_rows
         here = live - skipped
     row = thread.select(here >= 1, at.row + skipped, 0)
     return plan.layout.load_page(thread, refs.page_table, at.sequence, plan.layout.entry(row))
 
 
-def copy_tile(thread: threads.Thread, memory: Memory, at: Tile, plan: Plan) -> None:
+def copy_tile(ctx: ThreadContext) -> None:
     """Issues the copies of a tile: one of K and one of V for what lies together. Only rows that
     exist are read. Rows of V behind them are filled with zeros, by copies too: whatever lay there,
     NaN too, has a weight of 0, and a store would have to wait for all copies under way before it
     lets others follow.
     """
+    thread, (given, smem), at, plan = ctx
     if not plan.bulk:
-        _copy_by_threads(thread, memory, at, plan)
+        _copy_by_threads(ctx)
         return
     if plan.heads_at_once > 1:
-        _copy_heads(thread, memory, at, plan)
+        _copy_heads(ctx)
         return
-    given, smem = memory
     row_bytes = [plan.itemsize * dim for dim in (plan.problem.head_dim, plan.problem.v_head_dim)]
-    live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
-    live = scheduler.at_least(live, 0)
+    live = scheduler.at_least(live_keys(ctx), 0)
     missing = (live * -1 + plan.tile) * row_bytes[1]
     nbytes = live * row_bytes[0] + plan.tile * row_bytes[1]
     if plan.problem.quantized:
         nbytes = nbytes + _scale_bytes(live) * 2
     thread.announce(smem.barriers, at.slot, nbytes, (thread.index < 1) & (at.wanted >= 1))
     caches = plan.layout.arrays_of(thread, given.caches, at.sequence)
-    skipped, here, _ = _stretch(thread, at, plan)
+    skipped, here, _ = _stretch(ctx)
     exists = here >= 1
-    line = _row_number(thread, memory, at, skipped, exists, plan)
+    line = _row_number(ctx, skipped, exists)
     row = at.slot * plan.tile + skipped
     done = Word(smem.barriers, at.slot)
     for cache, ring, size in zip(caches[:2], (smem.k, smem.v), row_bytes, strict=True):
@@ -259,27 +265,26 @@ def copy_tile(thread: threads.Thread, memory: Memory, at: Tile, plan: Plan) -> N
             thread.copy(Word(ring, row // 4), Word(cache, line // 4), nbytes, done, exists)
 
 
-def _copy_heads(thread: threads.Thread, memory: Memory, at: Tile, plan: Plan) -> None:
+def _copy_heads(ctx: ThreadContext) -> None:
     """`copy_tile` of several heads at once, which a page holds one behind the other: what a whole
     page has of them comes by one copy each of K and V, by different warps. Of the page that a
     sequence ends in, each thread copies a head's rows.
     """
-    given, smem = memory
+    thread, (given, smem), at, plan = ctx
     (caches,), rows = given.caches, plan.page_rows
     row_bytes = [plan.itemsize * dim for dim in (plan.problem.head_dim, plan.problem.v_head_dim)]
-    live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
-    live = scheduler.at_least(live, 0)
+    live = scheduler.at_least(live_keys(ctx), 0)
     nbytes = live * (row_bytes[0] * plan.heads_at_once) + plan.tile_rows * row_bytes[1]
     if plan.problem.quantized:
         nbytes = nbytes + _scale_bytes(live) * (2 * plan.heads_at_once)
     thread.announce(smem.barriers, at.slot, nbytes, (thread.index < 1) & (at.wanted >= 1))
-    skipped, here, head = _stretch(thread, at, plan)
+    skipped, here, head = _stretch(ctx)
     inside = (skipped < plan.tile) & (at.wanted >= 1)
     here = scheduler.at_least(here, 0)
     whole, exists = here >= rows, here >= 1
     first = thread.select(whole, thread.index * 0, head)  # of the heads that this thread copies
     place = at._replace(head=at.head * plan.heads_at_once + first)
-    line = _row_number(thread, memory, place, skipped, exists, plan)
+    line = _row_number(ctx._replace(at=place), skipped, exists)
     row = at.slot * plan.tile_rows + skipped * plan.heads_at_once + first * rows
     done, count = (
         Word(smem.barriers, at.slot),
@@ -311,15 +316,15 @@ def _copy_heads(thread: threads.Thread, memory: Memory, at: Tile, plan: Plan) ->
             thread.copy(Word(ring, row // 4), Word(cache, line // 4), nbytes, done, here_too)
 
 
-def _copy_by_threads(thread: threads.Thread, memory: Memory, at: Tile, plan: Plan) -> None:
+def _copy_by_threads(ctx: ThreadContext) -> None:
     """`copy_tile` where there are no bulk copies: 16 bytes a thread at a time, zeros where there is
     no row.
     """
-    given, smem = memory
-    live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
+    thread, (given, smem), at, plan = ctx
+    live = live_keys(ctx)
     caches = plan.layout.arrays_of(thread, given.caches, at.sequence)
     start = at.slot * plan.tile
-    number_of = row_numbers(thread, memory, at, live, plan)
+    number_of = row_numbers(ctx, live)
     dims = (plan.problem.head_dim, plan.problem.v_head_dim)
     for cache, ring, dim in zip(caches[:2], (smem.k, smem.v), dims, strict=True):
         words = plan.itemsize * dim // 16
@@ -340,12 +345,11 @@ def _copy_by_threads(thread: threads.Thread, memory: Memory, at: Tile, plan: Pla
     thread.commit_copies()
 
 
-def row_numbers(
-    thread: threads.Thread, memory: Memory, at: Tile, live: Any, plan: Plan
-) -> Callable[[Any], Any]:
+def row_numbers(ctx: ThreadContext, live: Any) -> Callable[[Any], Any]:
     """Where threads copy: row of the tile, of which `live` exist -> its number in the array."""
+    thread, memory, at, plan = ctx
     if not plan.layout.paged:
-        begin = _row_number(thread, memory, at, thread.index * 0, live >= 1, plan)
+        begin = _row_number(ctx, thread.index * 0, live >= 1)
         return lambda row: begin + thread.wide(row)
 
     def number_of(row: Any) -> Any:
@@ -355,7 +359,7 @@ def row_numbers(
         else:
             entry = plan.layout.entry(thread.select(row < live, at.row + row, 0))
             page = plan.layout.load_page(thread, memory.refs.page_table, at.sequence, entry)
-        return _row_number(thread, memory, at._replace(page=page), row, row < live, plan)
+        return _row_number(ctx._replace(at=at._replace(page=page)), row, row < live)
 
     return number_of
 
@@ -365,12 +369,11 @@ def _scale_bytes(rows: Any) -> Any:
     return (rows + 3) // 4 * 16
 
 
-def _row_number(
-    thread: threads.Thread, memory: Memory, at: Tile, skipped: Any, exists: Any, plan: Plan
-) -> Any:
+def _row_number(ctx: ThreadContext, skipped: Any, exists: Any) -> Any:
     """Which row of the cache's array key `skipped` of the tile is, in 64 bits. A page that is
     missing makes its sequence a lost one.
     """
+    thread, memory, at, plan = ctx
     layout, table = plan.layout, memory.smem.table
     row, page, capacity = at.row + skipped, at.page, None
     if layout.capacity is None:
@@ -384,9 +387,10 @@ def _row_number(
     return layout.number(thread, Row(at.sequence, at.head, row, at.layer, page, capacity))
 
 
-def prefetch_queries(thread: threads.Thread, q: Ref, at: FirstQuery, plan: Plan) -> None:
+def prefetch_queries(ctx: ThreadContext) -> None:
     """Has the query rows of a coming work brought into the cache of the multiprocessor."""
-    (first, chunk), problem = at, plan.problem
+    thread, q, (first, chunk), plan = ctx
+    problem = plan.problem
     row_bytes = problem.head_dim * jnp.dtype(problem.dtype).itemsize
     lines = -(-row_bytes // 128)
     n = thread.minimum(thread.index // lines, plan.most_rows - 1) + chunk
@@ -420,11 +424,12 @@ def check_skipped_pages(
     plan = ctx.plan
     if plan.checks_skipped_pages:
         skipped = _Skipped(work.sequence, plan.layout.entry(work.tile * plan.tile))
-        program = functools.partial(_check_pages, plan=plan)
+        program = mosaic.in_context(_check_pages, plan)
         each_thread(program, _Pages(ctx.refs.page_table, ctx.smem.table.lost), skipped)
 
 
-def _check_pages(thread: threads.Thread, refs: _Pages, at: _Skipped, plan: Plan) -> None:
+def _check_pages(ctx: ThreadContext) -> None:
+    thread, refs, at, plan = ctx
     to = refs.lost, at.sequence
     plan.layout.note_missing(thread, refs.page_table, at.sequence, at.pages, to)
 
@@ -441,16 +446,17 @@ def make_barriers(thread: threads.Thread, barriers: Ref, plan: Plan) -> None:
         thread.make_barriers(barriers, plan.config.stages)
 
 
-def sync(thread: threads.Thread, refs: Any, at: Any, plan: Plan) -> None:
+def sync(ctx: ThreadContext) -> None:
     """All threads have read the tile before; where threads copy, the next tile is there."""
-    del refs, at
+    thread, plan = ctx.thread, ctx.plan
     if not plan.bulk and plan.config.stages > 1:
         thread.wait_copies(plan.config.stages - 2)
     thread.sync()
 
 
-def wait(thread: threads.Thread, barriers: Ref, at: Phase, plan: Plan) -> None:
+def wait(ctx: ThreadContext) -> None:
     """Until a bulk copy is there, or the tile that threads have just begun to copy."""
+    thread, barriers, at, plan = ctx
     if plan.bulk:
         thread.wait(barriers, *at)
     elif plan.config.stages == 1:

@@ -30,8 +30,9 @@ from pallas_attn import _gpus
 from pallas_attn._problem import DecodeInputs, DecodeProblem, bounds_of
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, softmax
-from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 from pallas_attn.kernels.mma import dequant, mma_rowmajor
 from pallas_attn.kernels.mma.mma_rowmajor import Heads, Split
 from pallas_attn.masks import SIDES, Mask
@@ -476,13 +477,11 @@ class TableRefs(NamedTuple):
     table: Table
 
 
-def fill_table(
-    thread: threads.Thread, refs: TableRefs, usable: Any, plan: Plan, meanwhile: Any
-) -> None:
-    """`usable`: whether the cache has the layer. `meanwhile` is called while the loads of the
-    lengths are under way.
+def fill_table(ctx: ThreadContext, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """`ctx.refs`: `TableRefs`; `ctx.at`: whether the cache has the layer. `meanwhile` is called
+    while the loads of the lengths are under way.
     """
-    given, table = refs
+    thread, (given, table), usable, plan = ctx
     lane, last = thread.index % 32, plan.problem.sequences - 1
     mine = thread.index < 32
     sums, lengths, lost = [], [], []
@@ -502,7 +501,7 @@ def fill_table(
     if given.starts is not None:
         rows = [[thread.load(given.starts, at + n, 4) for n in (0, 1)] for at in within]
     meanwhile()
-    counts = [None if each is None else _served(thread, each, plan) for each in rows]
+    counts = [None if each is None else _served(ctx, each) for each in rows]
     for m, length, new, most, count in zip(places, asked, taken, room, counts, strict=True):
         usable_too = (length <= most) & (usable >= 1)
         if new is not None:
@@ -531,10 +530,10 @@ def fill_table(
     thread.sync()
 
 
-def _served(thread: threads.Thread, rows: list[Any], plan: Plan) -> Any:
+def _served(ctx: ThreadContext, rows: list[Any]) -> Any:
     """The query rows of a sequence, from [start, end); 0 where another launch serves it."""
-    count, problem = rows[1] - rows[0], plan.problem
-    return thread.select((count >= problem.fewest) & (count <= problem.q_len), count, 0)
+    count, problem = rows[1] - rows[0], ctx.plan.problem
+    return ctx.thread.select((count >= problem.fewest) & (count <= problem.q_len), count, 0)
 
 
 class Share(NamedTuple):

@@ -39,6 +39,7 @@ from pallas_attn.kernels.decode.mainloop import Queries, State, TileAt
 from pallas_attn.kernels.decode.producer import Phase, Position, Refs, Smem
 from pallas_attn.kernels.decode.scheduler import Plan, Share, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync, mma_tf32
 
 Array = Any
@@ -289,7 +290,7 @@ def _mainloop(ctx: Context, results: Results, share: Share, block_id: Scalar) ->
     if plan.units_a_tile > 1:
         share = share._replace(first=scheduler.first_unit_of(plan, smem.table, share, m))
     first = scheduler.work_at(plan, smem.table, share, share.first, m)
-    sync, wait = (functools.partial(f, plan=plan) for f in (producer.sync, producer.wait))
+    sync, wait = (mosaic.in_context(f, plan) for f in (producer.sync, producer.wait))
     look = functools.partial(producer.next_tile, ctx, share)
     ahead = _prologue(ctx, look, first, share)
     queries_ahead = plan.config.many_heads and not plan.is_float32
@@ -377,18 +378,15 @@ def _epilogue(
 
     @pl.when(partials.count == 1)
     def _():
-        program = functools.partial(combine.write_result, plan=plan)
-        threads.each_thread(program, refs, at)
+        threads.each_thread(mosaic.in_context(combine.write_result, plan), refs, at)
 
     @pl.when(partials.count > 1)
     def _():
-        program = functools.partial(combine.write_partial, plan=plan)
-        threads.each_thread(program, refs, at)
+        threads.each_thread(mosaic.in_context(combine.write_partial, plan), refs, at)
 
         @pl.when(smem.last[0] == 1)
         def _():
-            program = functools.partial(combine.combine, plan=plan)
-            threads.each_thread(program, results, at)
+            threads.each_thread(mosaic.in_context(combine.combine, plan), results, at)
 
 
 class _StartRefs(NamedTuple):
@@ -396,11 +394,10 @@ class _StartRefs(NamedTuple):
     smem: Smem
 
 
-def _start(thread: threads.Thread, refs: _StartRefs, usable: Any, plan: Plan) -> None:
-    given, smem = refs
-    barriers = functools.partial(producer.make_barriers, thread, smem.barriers, plan)
-    table = scheduler.TableRefs(given, smem.table)
-    scheduler.fill_table(thread, table, usable, plan, barriers)
+def _start(ctx: ThreadContext) -> None:
+    given, smem = ctx.refs
+    barriers = functools.partial(producer.make_barriers, ctx.thread, smem.barriers, ctx.plan)
+    scheduler.fill_table(ctx._replace(refs=scheduler.TableRefs(given, smem.table)), barriers)
 
 
 def _kernel(
@@ -410,12 +407,11 @@ def _kernel(
     if plan.config.overlaps:
         mosaic.overlap_launches()
     usable = producer.usable(plan, refs.layer)
-    start = functools.partial(_start, plan=plan)
-    threads.each_thread(start, _StartRefs(refs.given, smem), usable)
+    threads.each_thread(mosaic.in_context(_start, plan), _StartRefs(refs.given, smem), usable)
     share = scheduler.share_of(plan, smem.table, block_id)
     results = Results(out, lse, *partials, refs.counters, refs.sinks)
     if refs.given.starts is not None and plan.problem.fewest == 1:
-        program = functools.partial(combine.write_unowned, plan=plan)
+        program = mosaic.in_context(combine.write_unowned, plan)
         last = plan.problem.sequences
         ends = refs.given.starts[0], refs.given.starts[last]
         threads.each_thread(program, results, combine.Owned(*ends, block_id, jnp.int32(plan.grid)))

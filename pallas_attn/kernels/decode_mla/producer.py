@@ -82,7 +82,7 @@ def sync(thread: threads.Thread, refs: Any, scalars: Any) -> None:
 
 def fill_table(ctx: Context) -> None:
     """By one warpgroup, for all."""
-    program = functools.partial(scheduler.fill_table, plan=ctx.plan, meanwhile=lambda: None)
+    program = mosaic.in_context(scheduler.fill_table, ctx.plan)
     refs = scheduler.TableRefs(ctx.refs.given, ctx.smem.table)
     each_thread(program, refs, producer.usable(ctx.plan, ctx.refs.layer))
 

@@ -35,6 +35,7 @@ from pallas_attn.kernels.decode.producer import Memory, Position, Refs
 from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, WorkTile
 from pallas_attn.kernels.decode_mla import packed
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
 from pallas_attn.kernels.mma import mma_2x2, mma_sync
 
@@ -169,10 +170,11 @@ class _Copy(NamedTuple):
     line: Any  # the row of it, in 64 bits
 
 
-def _copy_row(thread: threads.Thread, copy: _Copy, exists: Any, plan: LatentPlan) -> None:
+def _copy_row(ctx: ThreadContext, copy: _Copy, exists: Any) -> None:
     """This thread's share of a row: each eighth chunk of 16 bytes. Zeros where the row does not
     exist, and past its end.
     """
+    thread, plan = ctx.thread, ctx.plan
     column = thread.index % COPYING
     chunks, whole = plan.problem.head_dim // 8, plan.width // 8
     place = copy.row * (mma_sync.pitch(plan.width) // 8) + column
@@ -183,14 +185,15 @@ def _copy_row(thread: threads.Thread, copy: _Copy, exists: Any, plan: LatentPlan
         thread.copy_async(Word(copy.to, place, n), Word(copy.source, begin, n), live, inside)
 
 
-def _copy_tile(thread: threads.Thread, memory: Memory, at: Any, plan: LatentPlan) -> None:
-    live = thread.select(at.wanted >= 1, thread.minimum(at.live, plan.tile), 0)
+def _copy_tile(ctx: ThreadContext) -> None:
+    thread, memory, at, plan = ctx
+    live = producer.live_keys(ctx)
     (cache,) = plan.layout.arrays_of(thread, memory.refs.caches, at.sequence)
-    number_of = producer.row_numbers(thread, memory, at, live, plan)
+    number_of = producer.row_numbers(ctx, live)
     for first in range(0, plan.tile, mosaic.THREADS // COPYING):
         row = thread.index // COPYING + first
         copy = _Copy(memory.smem.kv, at.slot * plan.tile + row, cache, number_of(row))
-        _copy_row(thread, copy, row < live, plan)
+        _copy_row(ctx, copy, row < live)
     thread.commit_copies()
 
 
@@ -199,16 +202,15 @@ class _QueryRefs(NamedTuple):
     to: Ref
 
 
-def _copy_queries(
-    thread: threads.Thread, refs: _QueryRefs, at: scheduler.FirstQuery, plan: LatentPlan
-) -> None:
+def _copy_queries(ctx: ThreadContext) -> None:
     """The query rows of a work; all threads have met after the last one's."""
+    thread, refs, at, plan = ctx
     for down in range(0, ROWS, mosaic.THREADS // COPYING):
         row = thread.index // COPYING + down
         n = thread.minimum(at.chunk + row, plan.rows - 1)
         line = at.row + n // plan.group * plan.problem.q_heads + n % plan.group
         copy = _Copy(refs.to, row, refs.q, thread.wide(line))
-        _copy_row(thread, copy, at.chunk + row < plan.rows, plan)
+        _copy_row(ctx, copy, at.chunk + row < plan.rows)
     thread.commit_copies()
 
 
@@ -296,8 +298,7 @@ def _mainloop(ctx: Context, results: Results, share: Share, block_id: Scalar) ->
 
     def load(slot, work):
         work, tile = producer.next_tile(ctx, share, Position(work, slot))
-        program = functools.partial(_copy_tile, plan=plan)
-        threads.each_thread(program, Memory(refs, smem), tile)
+        threads.each_thread(mosaic.in_context(_copy_tile, plan), Memory(refs, smem), tile)
         return work._replace(tile=jnp.minimum(work.tile + 1, work.end))
 
     def meet(left):
@@ -309,7 +310,7 @@ def _mainloop(ctx: Context, results: Results, share: Share, block_id: Scalar) ->
         unit, m, count, ahead = carry
         work = scheduler.work_at(plan, smem.table, share, unit, m)
         meet(None)
-        queries = functools.partial(_copy_queries, plan=plan)
+        queries = mosaic.in_context(_copy_queries, plan)
         place = scheduler.first_query(plan, work)
         threads.each_thread(queries, _QueryRefs(refs.q, smem.q), place)
         producer.check_skipped_pages(ctx, work)
@@ -347,23 +348,19 @@ def _epilogue(
     mosaic.store(results.partial_max.at[partials.own], state.row_max)
     mosaic.store(results.partial_sum.at[partials.own], row_sum)
     at = combine.Head(work.sequence, work.head, lost, *partials)
-    arrive = functools.partial(combine.arrive, plan=plan)
+    arrive = mosaic.in_context(combine.arrive, plan)
     threads.each_thread(arrive, combine.CounterRefs(results.counters, smem.last), at)
 
     @pl.when(smem.last[0] == 1)
     def _():
-        threads.each_thread(functools.partial(combine.combine, plan=plan), results, at)
-
-
-def _fill_table(thread: threads.Thread, refs: Any, usable: Any, plan: LatentPlan) -> None:
-    scheduler.fill_table(thread, refs, usable, plan, lambda: None)
+        threads.each_thread(mosaic.in_context(combine.combine, plan), results, at)
 
 
 def _kernel(
     refs: Refs, out: Ref, lse: Ref, partials: tuple[Ref, Ref, Ref], smem: Smem, *, plan: LatentPlan
 ) -> None:
     block_id, usable = lax.axis_index("block"), producer.usable(plan, refs.layer)
-    program = functools.partial(_fill_table, plan=plan)
+    program = mosaic.in_context(scheduler.fill_table, plan)
     threads.each_thread(program, scheduler.TableRefs(refs.given, smem.table), usable)
     share = scheduler.share_of(plan, smem.table, block_id)
     results = Results(out, lse, *partials, refs.counters, refs.sinks)

@@ -516,7 +516,7 @@ def _epilogue(ctx: Context, results: Results, work: WorkTile, state: State, own:
         @pl.when(wg == 0)
         def _():
             at = combine.Head(work.sequence, work.head, lost, count, index, first, later)
-            arrive = functools.partial(combine.arrive, plan=plan)
+            arrive = mosaic.in_context(combine.arrive, plan)
             each_thread(arrive, combine.CounterRefs(results.counters, smem.last), at)
 
         _join(smem)

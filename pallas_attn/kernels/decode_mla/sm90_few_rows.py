@@ -334,7 +334,7 @@ def _epilogue(
         mosaic.store(results.partial_max.at[partials.own], state.row_max)
         mosaic.store(results.partial_sum.at[partials.own], row_sum)
         at = combine.Head(work.sequence, work.head, lost, *found)
-        arrive = functools.partial(combine.arrive, plan=plan)
+        arrive = mosaic.in_context(combine.arrive, plan)
         each_thread(arrive, combine.CounterRefs(results.counters, smem.last), at)
 
         @pl.when(smem.last[0] == 1)

@@ -9,7 +9,7 @@ tests run the same program in NumPy, 128 threads at a time, with every address c
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -255,6 +255,20 @@ def each_thread(
     inline.program = program  # the interpreter in tests/ runs this
     result = plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=number) if returns else None
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(inline)(refs, scalars)
+
+
+class ThreadContext(NamedTuple):
+    """What every function of such a program is given, as `ctx`."""
+
+    thread: Any
+    refs: Any
+    at: Any  # the scalars: where in the grid, and what is known there
+    plan: Any  # what is static
+
+
+def in_context(program: Callable[..., Any], plan: Any, **options: Any) -> Callable[..., Any]:
+    """`program(ctx, **options)` as `each_thread` takes it."""
+    return lambda thread, refs, at: program(ThreadContext(thread, refs, at, plan), **options)
 
 
 def _one(register: ir.Value) -> Any:
