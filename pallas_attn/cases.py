@@ -350,39 +350,30 @@ def _decode() -> list[DecodeCase]:
     return rows
 
 
+def _full(op: str, batch: int, rows: int, cache: tuple[str, int | None], **more: Any) -> DecodeCase:
+    """Several new rows a sequence over caches of 8192 rows that are full."""
+    (kind, page), end = cache, f"_{more['cache_dtype']}" if "cache_dtype" in more else ""
+    name = f"{op}_{kind}{page or ''}_m{batch}_t{rows}{end}"
+    sizes = (8192,) * batch, 32, 8, 128, 128, 8192
+    return DecodeCase(name, *sizes, q_len=rows, kind=kind, page_size=page, **more)
+
+
 def _prefill() -> list[DecodeCase]:
     """Many new rows a sequence over caches that are full: what a chunk of a prompt costs."""
     caches = (("stacked", None), ("per_sequence", None), ("paged", 16), ("paged", 64))
     sizes = [(8, rows) for rows in (4096, 1024, 256, 64, 16, 8)]
     sizes += [(1, rows) for rows in (1024, 256, 64, 16)]
     narrow = [
-        DecodeCase(
-            f"prefill_{kind}{page or ''}_m8_t{rows}_{dtype}",
-            *((8192,) * 8, 32, 8, 128, 128, 8192),
-            q_len=rows,
-            kind=kind,
-            page_size=page,
-            cache_dtype=dtype,
-            labels=("narrow",),
-        )
+        _full("prefill", 8, rows, cache, cache_dtype=dtype, labels=("narrow",))
         for rows in (4096, 1024, 256, 64, 16)
-        for kind, page, dtype in (
-            ("stacked", None, "float8_e4m3fn"),
-            ("stacked", None, "int8"),
-            ("paged", 64, "float8_e4m3fn"),
+        for cache, dtype in (
+            (("stacked", None), "float8_e4m3fn"),
+            (("stacked", None), "int8"),
+            (("paged", 64), "float8_e4m3fn"),
         )
     ]
     return narrow + [
-        DecodeCase(
-            f"prefill_{kind}{page or ''}_m{batch}_t{rows}",
-            *((8192,) * batch, 32, 8, 128, 128, 8192),
-            q_len=rows,
-            kind=kind,
-            page_size=page,
-            labels=("grid",),
-        )
-        for batch, rows in sizes
-        for kind, page in caches
+        _full("prefill", *size, cache, labels=("grid",)) for size in sizes for cache in caches
     ]
 
 
@@ -390,17 +381,9 @@ def _trees() -> list[DecodeCase]:
     """Drafts of speculative decoding, which form trees."""
     caches = (("stacked", None), ("paged", 16), ("paged", 64))
     return [
-        DecodeCase(
-            f"tree_{kind}{page or ''}_m{batch}_t{drafts}",
-            *((8192,) * batch, 32, 8, 128, 128, 8192),
-            q_len=drafts,
-            kind=kind,
-            page_size=page,
-            tree=True,
-            labels=("trees",),
-        )
-        for batch, drafts in ((8, 64), (1, 64), (64, 4))
-        for kind, page in caches
+        _full("tree", *size, cache, tree=True, labels=("trees",))
+        for size in ((8, 64), (1, 64), (64, 4))
+        for cache in caches
     ]
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import sys
+from collections.abc import Container, Iterable
 from typing import Any
 
 import jax
@@ -17,6 +18,17 @@ from tests import definition
 
 KINDS = ("per_sequence", "stacked", "paged")
 every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def turns(names: Iterable[str], of_every_kind: Container[str]) -> list[tuple[str, str]]:
+    """Names with kinds of caches: some with all, the others with one each, in turns."""
+    return [
+        (name, kind)
+        for n, name in enumerate(names)
+        for kind in (KINDS if name in of_every_kind else (KINDS[n % 3],))
+    ]
+
+
 LENGTHS = (0, 1, 63, 64, 65, 130, 200)
 
 

@@ -360,13 +360,6 @@ def places(shape: tuple[int, int], down: int) -> np.ndarray:
     return (row * shape[1] + column)[..., None] + np.arange(2)
 
 
-def row_places(rows: int) -> np.ndarray:
-    """[threads, registers]: which of the row numbers of a tile of 64 rows a thread holds."""
-    thread = np.arange(THREADS)[:, None]
-    assert rows == 64
-    return thread // 32 * 16 + thread % 32 // 4 + np.arange(2)[None] * 8
-
-
 class Captured(NamedTuple):
     """A call of `plgpu.inline_mgpu`: the function has its twin as an attribute."""
 

@@ -2,6 +2,7 @@
 query at a time, turning pairs as complex numbers. And checkpoints of random weights to feed it.
 """
 
+import functools
 import json
 import math
 
@@ -74,6 +75,12 @@ def tensors_of(config, rng):
         drawn = 1 + 0.2 * drawn if "norm" in name else drawn * (2 / math.sqrt(shape[-1]))
         found[name] = drawn.astype(np.float32)
     return found
+
+
+@functools.cache
+def made(family):
+    """(its config.json, tensors by name)."""
+    return CONFIGS[family], tensors_of(CONFIGS[family], np.random.default_rng(len(family)))
 
 
 def write(folder, config, tensors, shards=1, dtype=np.float32):

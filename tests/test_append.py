@@ -165,12 +165,12 @@ def in_columns_of(buffer, rows):
     return np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, more)])
 
 
-def check_rows(cache, written, layer=()):
+def check_rows(cache, written):
     """Rows `written[m]` [n, K, ...] (k, v) in front, sentinels everywhere else in the buffers."""
     total = 0
     for side, got in enumerate(dense(cache)):
         for m, rows in enumerate(written):
-            have = got[m][layer]
+            have = got[m]
             count = min(len(rows[side]), have.shape[1])
             new = in_columns_of(have, rows[side][:count])
             np.testing.assert_array_equal(have[:, :count], np.moveaxis(new, 0, 1))

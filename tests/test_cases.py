@@ -154,15 +154,24 @@ def decoded(case, arrays, cache):
     ),
 )
 def test_decode(subject, case):
-    function, arguments = decode_arguments(case)
-    out, lse = subject.call(function, **arguments)
+    arrays = case.arrays()
+    held = [jnp.swapaxes(arrays[name], 1, 2) for name in ("k", "v")]
+    check_decode(subject, case, decode_arguments(case), held)
+
+
+def check_decode(subject, case, call, held):
+    """`call`: a function and its arguments; `held`: the rows of K and of V [M, S, K, H]."""
+    out, lse = subject.call(call[0], **call[1])
     arrays = case.arrays()
     lengths = np.asarray(case.lengths, np.int32)
     plain = {"q": arrays["q"], "kv_lengths": lengths, "q_offset": lengths - case.q_len}
-    plain |= {name: jnp.swapaxes(arrays[name], 1, 2) for name in ("k", "v")}
-    options = {name: x for name, x in case.options().items() if name != "batch_invariant"}
-    plain |= options | ({"sinks": arrays["sinks"]} if case.sinks else {})
+    plain |= dict(zip(("k", "v"), held, strict=True))
+    plain |= {name: x for name, x in case.options().items() if name != "batch_invariant"}
+    plain |= {"sinks": arrays["sinks"]} if case.sinks else {}
     wanted = budget.attention(plain, tensor_cores=subject.tensor_cores)
+    if case.cache_dtype:  # whoever reads rows may round them to q's dtype
+        rounded = {name: plain[name].astype(case.dtype) for name in ("k", "v")}
+        wanted = wanted._replace(naive=budget.attention(plain | rounded).naive)
     budget.check({"out": out, "lse": lse}, wanted)
 
 
@@ -183,19 +192,8 @@ def drawn_decode_arguments(case):
     ),
 )
 def test_drawn_decodes(subject, case):
-    function, arguments = drawn_decode_arguments(case)
-    out, lse = subject.call(function, **arguments)
-    arrays = case.arrays()
-    lengths = np.asarray(case.lengths, np.int32)
-    plain = {"q": arrays["q"], "kv_lengths": lengths, "q_offset": lengths - case.q_len}
-    plain |= dict(zip(("k", "v"), bench_subjects.held_rows(case, arrays), strict=True))
-    plain |= {name: x for name, x in case.options().items() if name != "batch_invariant"}
-    plain |= {"sinks": arrays["sinks"]} if case.sinks else {}
-    wanted = budget.attention(plain, tensor_cores=subject.tensor_cores)
-    if case.cache_dtype:  # whoever reads rows may round them to q's dtype
-        rounded = {name: plain[name].astype(case.dtype) for name in ("k", "v")}
-        wanted = wanted._replace(naive=budget.attention(plain | rounded).naive)
-    budget.check({"out": out, "lse": lse}, wanted)
+    held = bench_subjects.held_rows(case, case.arrays())
+    check_decode(subject, case, drawn_decode_arguments(case), held)
 
 
 def append_arguments(case):

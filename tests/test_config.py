@@ -2,14 +2,18 @@
 
 import dataclasses
 import itertools
+import re
 import types
 
 import pytest
 
 from pallas_attn import _config, _gpus
 from pallas_attn._problem import AttentionProblem
+from pallas_attn.kernels.decode import sm90 as decode_sm90
+from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.prefill import sm90 as prefill_sm90
 from pallas_attn.masks import CAUSAL, FULL, sliding_window
 
 
@@ -206,3 +210,54 @@ def test_the_default_of_the_forward_on_hopper_fits():
         assert _config.fits(flash_fwd_sm90, problem, flash_fwd_sm90.Config.default(problem)), (
             problem
         )
+
+
+_REFUSED = {
+    flash_fwd_sm90: [
+        ("warpgroups", 5, "1, 2, 3 or 4"),
+        ("exp_before_wait", 5, "0 to 4"),
+        ("block_kv", 72, "16, 32, .. 256"),
+        ("stages", 1, "at least 2"),
+        ("l2_heads", -1, "at least 0"),
+        ("grid", -1, "at least 0"),
+        ("q_slots", 3, "1 or 2"),
+    ],
+    flash_bwd_sm90: [
+        ("block_q", 96, "64 or 128, or, if it is not fused, 16 or 32"),
+        ("stages", 1, "at least 2"),
+        ("l2_heads", -1, "at least 0"),
+        ("grid", -1, "at least 0"),
+        ("dq_block_kv", 48, "32, 64 or 128"),
+        ("dq_stages", 1, "at least 2"),
+        ("dq_lag", 3, "1 or 2"),
+        ("dq_warpgroups", 4, "1, 2 or 3"),
+    ],
+    decode_sm90: [
+        ("tile", 16, "32, 64, 128 or 256"),
+        ("stages", 1, "at least 2"),
+        ("grid", 0, "at least 1"),
+        ("split_tiles", 0, "at least 1"),
+        ("head_overhead", 8, "a multiple of 16"),
+        ("heads_at_once", 3, "1, 2 or 4"),
+    ],
+    prefill_sm90: [
+        ("warpgroups", 4, "1, 2 or 3"),
+        ("block_kv", 32, "64 or 128"),
+        ("stages", 1, "at least 2"),
+        ("q_slots", 3, "1 or 2"),
+        ("splits", 33, "1 to 32"),
+        ("grid", 0, "at least 1"),
+        ("exp_before_wait", 5, "0 to 4"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "field", "value", "want"),
+    [(kernel, *row) for kernel, rows in _REFUSED.items() for row in rows],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_config_checks_itself(kernel, field, value, want):
+    said = f"Config.{field} must be {want}, got {value}"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        kernel.Config(**{field: value})

@@ -336,7 +336,8 @@ def test_an_odd_number_of_rows_has_no_zigzag():
 # ---- kernels whose batch rows share k and v, and who computes what when ------------------------
 
 
-def zigzag_problem(op, shards=4, rows=8192):
+def zigzag_problem(op):
+    shards, rows = 4, 8192
     offsets = tuple((n * rows, (2 * shards - 1 - n) * rows) for n in range(shards))
     return AttentionProblem(
         op=op,

@@ -35,6 +35,7 @@ from tests.decode_cases import (
     of_reference,
     run,
     shapes_of,
+    turns,
 )
 
 # ---- in the interpreter --------------------------------------------------------------------------
@@ -99,15 +100,10 @@ INTERPRETED = {
 # Caches differ in how their rows are found, and in nothing after that: what does not ask where a
 # row lies takes turns among them.
 OF_EVERY_KIND = ("plain", "layers", "overflow")
-TURNS = [
-    (name, kind)
-    for n, name in enumerate(INTERPRETED)
-    for kind in (KINDS if name in OF_EVERY_KIND else (KINDS[n % 3],))
-]
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("name, kind", TURNS)
+@pytest.mark.parametrize("name, kind", turns(INTERPRETED, OF_EVERY_KIND))
 def test_interpreted(name, kind):
     case, config = INTERPRETED[name]
     with mosaic.interpret():
@@ -413,22 +409,6 @@ def test_limits(fields, reason):
     problem = dataclasses.replace(Case().problem, **fields)
     assert kernel.limit(problem).reason == reason
     assert kernel.limit(Case().problem) is None
-
-
-@pytest.mark.parametrize(
-    "field, value, want",
-    [
-        ("tile", 16, "32, 64, 128 or 256"),
-        ("stages", 1, "at least 2"),
-        ("grid", 0, "at least 1"),
-        ("split_tiles", 0, "at least 1"),
-        ("head_overhead", 8, "a multiple of 16"),
-        ("heads_at_once", 3, "1, 2 or 4"),
-    ],
-)
-def test_config_checks_itself(field, value, want):
-    with pytest.raises(ValueError, match=rf"Config\.{field} must be {want}, got {value}"):
-        kernel.Config(**{field: value})
 
 
 @every_kind

@@ -405,24 +405,6 @@ def test_the_smallest_gpus_take_all_head_dims(dtype, precision):
 # ---- what it refuses ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "want"),
-    [
-        ("block_q", 96, "64 or 128, or, if it is not fused, 16 or 32"),
-        ("stages", 1, "at least 2"),
-        ("l2_heads", -1, "at least 0"),
-        ("grid", -1, "at least 0"),
-        ("dq_block_kv", 48, "32, 64 or 128"),
-        ("dq_stages", 1, "at least 2"),
-        ("dq_lag", 3, "1 or 2"),
-        ("dq_warpgroups", 4, "1, 2 or 3"),
-    ],
-)
-def test_config_checks_itself(field, value, want):
-    with pytest.raises(ValueError, match=rf"Config\.{field} must be {want}, got {value}"):
-        kernel.Config(**{field: value})
-
-
 def test_query_tiles_of_128_lag_one_step():
     with pytest.raises(ValueError, match=r"Config\.dq_lag must be 1, got 2"):
         kernel.Config(block_q=128, dq_lag=2)

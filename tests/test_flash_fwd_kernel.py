@@ -346,23 +346,6 @@ def test_all_head_dims_of_float32_are_hoppers(precision):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "want"),
-    [
-        ("warpgroups", 5, "1, 2, 3 or 4"),
-        ("exp_before_wait", 5, "0 to 4"),
-        ("block_kv", 72, r"16, 32, \.\. 256"),
-        ("stages", 1, "at least 2"),
-        ("l2_heads", -1, "at least 0"),
-        ("grid", -1, "at least 0"),
-        ("q_slots", 3, "1 or 2"),
-    ],
-)
-def test_config_checks_itself(field, value, want):
-    with pytest.raises(ValueError, match=rf"Config\.{field} must be {want}, got {value}"):
-        kernel.Config(**{field: value})
-
-
-@pytest.mark.parametrize(
     ("changes", "want"),
     [
         (

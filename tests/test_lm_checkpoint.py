@@ -1,6 +1,5 @@
 """Checkpoints as strangers write them: what is read, what is refused, and in which words."""
 
-import functools
 import json
 import math
 import os
@@ -18,15 +17,8 @@ from pallas_attn.lm.hf_config import KEYS, REQUIRED, ROPE_KEYS, config_from
 from tests import lm_fuzz, lm_witness
 
 
-@functools.cache
-def made(family):
-    """(its config.json, tensors by name)."""
-    config = lm_witness.CONFIGS[family]
-    return config, lm_witness.tensors_of(config, np.random.default_rng(len(family)))
-
-
 def loaded(folder, family, **how):
-    lm_witness.write(folder, *made(family), **how)
+    lm_witness.write(folder, *lm_witness.made(family), **how)
     return checkpoint.load(folder, "float32")
 
 
@@ -48,7 +40,7 @@ def test_a_sharded_checkpoint_is_the_whole_one(tmp_path, dtype):
     parts = loaded(tmp_path / "parts", "qwen2", dtype=dtype, shards=4)
     assert whole[0] == parts[0]
     jax.tree.map(np.testing.assert_array_equal, whole[1], parts[1])
-    named = made("qwen2")[1]["model.layers.1.self_attn.k_proj.weight"]
+    named = lm_witness.made("qwen2")[1]["model.layers.1.self_attn.k_proj.weight"]
     np.testing.assert_array_equal(  # layer 1 is the first of the second run
         parts[1]["runs"][1]["qkv"][0, 32:48], named.astype(jnp.dtype(dtype)).astype(np.float32)
     )
@@ -79,7 +71,7 @@ def test_the_embedded_model_is_small_and_has_learnt():
 
 def test_other_files_beside_model_safetensors_are_not_read(tmp_path):
     _, plain = loaded(tmp_path, "llama3")
-    _, tensors = made("llama3")
+    _, tensors = lm_witness.made("llama3")
     others = {name: -x for name, x in tensors.items()}
     safetensors.numpy.save_file(others, tmp_path / "zzz.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
@@ -221,7 +213,7 @@ def test_values_that_do_not_go_together(changes, message):
 )
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
 def test_what_is_no_json_object(tmp_path, name, content, message):
-    lm_witness.write(tmp_path, *made("llama3"), shards=2)
+    lm_witness.write(tmp_path, *lm_witness.made("llama3"), shards=2)
     (tmp_path / name).write_bytes(content)
     assert refusal(checkpoint.load, tmp_path, "float32").startswith(f"{tmp_path}/{name}: {message}")
 
@@ -250,7 +242,7 @@ def opened(folder):
 @pytest.mark.parametrize("kind", ["directory", "fifo", "nowhere", "itself", "outside"])
 @pytest.mark.parametrize("name", FILES)
 def test_what_stands_in_place_of_a_file_is_named(tmp_path, name, kind):
-    folder = lm_witness.write(tmp_path / "x", *made("llama3"), shards=2)
+    folder = lm_witness.write(tmp_path / "x", *lm_witness.made("llama3"), shards=2)
     path, outside = folder / name, tmp_path / "outside"
     if path.exists():
         path.rename(outside)
@@ -275,7 +267,7 @@ def test_what_stands_in_place_of_a_file_is_named(tmp_path, name, kind):
 def test_a_snapshot_in_the_download_cache_links_to_its_blobs(tmp_path):
     folder = tmp_path / "snapshots" / "abc"
     folder.mkdir(parents=True)
-    lm_witness.write(folder, *made("llama3"))
+    lm_witness.write(folder, *lm_witness.made("llama3"))
     (tmp_path / "blobs").mkdir()
     for path in list(folder.iterdir()):
         path.rename(tmp_path / "blobs" / path.name)
@@ -293,8 +285,8 @@ def test_a_snapshot_in_the_download_cache_links_to_its_blobs(tmp_path):
     ids=repr,
 )  # fmt: skip
 def test_an_index_names_files_of_its_folder(tmp_path, file):
-    folder = lm_witness.write(tmp_path / "x", *made("llama3"), shards=2)
-    safetensors.numpy.save_file(made("llama3")[1], tmp_path / "x.safetensors")
+    folder = lm_witness.write(tmp_path / "x", *lm_witness.made("llama3"), shards=2)
+    safetensors.numpy.save_file(lm_witness.made("llama3")[1], tmp_path / "x.safetensors")
     path = folder / "model.safetensors.index.json"
     where = json.loads(path.read_text())["weight_map"] | {"model.norm.weight": file}
     path.write_text(json.dumps({"weight_map": where}))
@@ -307,7 +299,7 @@ def test_an_index_names_files_of_its_folder(tmp_path, file):
 
 @pytest.mark.parametrize("value", [None, [], {}, "x", 1])
 def test_an_index_without_a_map(tmp_path, value):
-    folder = lm_witness.write(tmp_path, *made("llama3"), shards=2)
+    folder = lm_witness.write(tmp_path, *lm_witness.made("llama3"), shards=2)
     path = folder / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": value}))
     line = refusal(checkpoint.load, folder, "float32")
@@ -321,7 +313,7 @@ NAME = "model.layers.1.mlp.down_proj.weight"
 
 def broken(folder, how):
     """A checkpoint with one thing wrong."""
-    config, tensors = made("llama3")
+    config, tensors = lm_witness.made("llama3")
     tensors = dict(tensors)
     if how == "wrong shape":
         tensors[NAME] = tensors[NAME][:, :-1]
@@ -406,7 +398,7 @@ def test_what_is_wrong_with_a_checkpoint_is_named(tmp_path, how, message):
 
 
 def test_weights_that_a_narrower_type_does_not_hold_are_named(tmp_path):
-    config, tensors = made("llama3")
+    config, tensors = lm_witness.made("llama3")
     tensors = tensors | {NAME: tensors[NAME] * 1e6}
     lm_witness.write(tmp_path, config, tensors)
     checkpoint.load(tmp_path, "float32")
@@ -416,7 +408,7 @@ def test_weights_that_a_narrower_type_does_not_hold_are_named(tmp_path):
 
 @pytest.mark.parametrize("how", ["overlap", "hole", "short", "long", "no header", "one byte"])
 def test_a_file_that_is_not_what_its_header_says(tmp_path, how):
-    lm_witness.write(tmp_path, *made("llama3"))
+    lm_witness.write(tmp_path, *lm_witness.made("llama3"))
     path = tmp_path / "model.safetensors"
     content = path.read_bytes()
     if how in ("overlap", "hole"):

@@ -17,15 +17,8 @@ every_family = pytest.mark.parametrize("family", lm_witness.CONFIGS)
 every_cache = pytest.mark.parametrize("kind", decode.CACHES)
 
 
-@functools.cache
-def made(family):
-    """(its config.json, tensors by name)."""
-    config = lm_witness.CONFIGS[family]
-    return config, lm_witness.tensors_of(config, np.random.default_rng(len(family)))
-
-
 def loaded(folder, family, **how):
-    lm_witness.write(folder, *made(family), **how)
+    lm_witness.write(folder, *lm_witness.made(family), **how)
     return checkpoint.load(folder, "float32")
 
 
@@ -37,7 +30,7 @@ def test_a_checkpoint_computes_what_the_witness_does(tmp_path, rng, family):
     config, params = loaded(tmp_path, family, shards=3)
     ids = rng.integers(0, config.vocab, 80)
     got = model.forward(config, params, jnp.asarray(ids, jnp.int32)[None])[0]
-    wanted = lm_witness.logits(*made(family), ids)
+    wanted = lm_witness.logits(*lm_witness.made(family), ids)
     assert np.abs(wanted).max() > 2  # the logits have something to say
     np.testing.assert_allclose(got, wanted, atol=2e-4)
 

@@ -17,7 +17,7 @@ from pallas_attn import FULL, Mask, sliding_window
 from pallas_attn.kernels.prefill import sm90 as kernel
 from pallas_attn.kernels.prefill.plan import Plan
 from tests import mosaic
-from tests.decode_cases import KINDS, Case, check, launched, of_definition, run, shapes_of
+from tests.decode_cases import KINDS, Case, check, launched, of_definition, run, shapes_of, turns
 from tests.test_decode_kernel import SOME
 
 Config = kernel.Config
@@ -62,15 +62,10 @@ INTERPRETED = {
     "function": (case(lengths=(3, 130), q_len=9, mask=FULL, hides=SOME), ONE),
 }
 OF_EVERY_KIND = ("layers", "overflow")  # whole and split; what else there is turns by turns
-TURNS = [
-    (name, kind)
-    for n, name in enumerate(INTERPRETED)
-    for kind in (KINDS if name in OF_EVERY_KIND else (KINDS[n % 3],))
-]
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("name, kind", TURNS)
+@pytest.mark.parametrize("name, kind", turns(INTERPRETED, OF_EVERY_KIND))
 def test_interpreted(name, kind):
     one, config = INTERPRETED[name]
     with mosaic.interpret():
@@ -190,23 +185,6 @@ def test_machine_code(name):
 def test_limits(changes, reason):
     assert kernel.limit(case().problem) is None
     assert kernel.limit(case(**changes).problem).reason.startswith(reason)
-
-
-@pytest.mark.parametrize(
-    "field, value, want",
-    [
-        ("warpgroups", 4, "1, 2 or 3"),
-        ("block_kv", 32, "64 or 128"),
-        ("stages", 1, "at least 2"),
-        ("q_slots", 3, "1 or 2"),
-        ("splits", 33, "1 to 32"),
-        ("grid", 0, "at least 1"),
-        ("exp_before_wait", 5, "0 to 4"),
-    ],
-)
-def test_config_checks_itself(field, value, want):
-    with pytest.raises(ValueError, match=f"Config.{field} must be {want}, got {value}"):
-        Config(**{field: value})
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 64])
