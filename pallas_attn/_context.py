@@ -137,14 +137,8 @@ def attend(split: Split, inputs: AttentionInputs, plain: Any) -> tuple[Array, Ar
     _check_aux(split)
     if split.context.method == "heads":
         return _by_heads(split, inputs, plain)
-    aux = inputs.score_aux
-    held = inputs._replace(score_aux=tuple(map(lax.stop_gradient, aux)))
-    results = _attention(split, held)
-    if any(jnp.issubdtype(x.dtype, jnp.floating) for x in aux):
-        find = functools.partial(_of_score_aux, split)
-        alone = jax.tree.map(lax.stop_gradient, held)
-        results = _score_gradients.attach(find, results, alone, aux)
-    return results
+    run, find = (functools.partial(f, split) for f in (_attention, _of_score_aux))
+    return _score_gradients.attended(run, inputs, find)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -25,17 +25,26 @@ Rows = tuple[Array, Array, Array, Array]  # out, lse and their cotangents
 SLAB = 2**26  # logits
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attach(
-    find: Callable[..., list[Array]],
-    results: tuple[Array, Array],
+def attended(
+    attend: Callable[[AttentionInputs], tuple[Array, Array]],
     inputs: AttentionInputs,
-    aux: tuple[Array, ...],
+    find: Callable[..., list[Array]],
 ) -> tuple[Array, Array]:
-    """`results`, the out and lse of a call, such that `aux`, what its score function reads, has
-    gradients. `inputs`: of the call, but for `aux`. `find(inputs, numbers, rows)`: the gradients of
-    some of `inputs.score_aux`, in float32, by out, lse and their cotangents.
+    """`attend(inputs)`, the out and lse of a call, such that what its score function reads has
+    gradients. `find(inputs, numbers, rows)`: those of some of `inputs.score_aux`, in float32, by
+    out, lse and their cotangents.
     """
+    aux = inputs.score_aux
+    held = inputs._replace(score_aux=tuple(map(lax.stop_gradient, aux)))
+    results = attend(held)
+    if not any(jnp.issubdtype(x.dtype, jnp.floating) for x in aux):
+        return results
+    return _attach(find, results, jax.tree.map(lax.stop_gradient, held), aux)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attach(find: Any, results: Any, inputs: AttentionInputs, aux: Any) -> Any:
+    """`results`, such that `aux` has gradients; `inputs` are none of its own."""
     del find, inputs, aux
     return results
 
@@ -68,7 +77,7 @@ def _backward(find: Any, residuals: Any, cotangents: Any) -> Any:
     return cotangents, None, tuple(gradients)
 
 
-attach.defvjp(_forward, _backward, symbolic_zeros=True)
+_attach.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def of_call(

@@ -218,15 +218,10 @@ def _attend(
     chosen = _dispatch.select(problem, implementation)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)
-    aux = inputs.score_aux
-    held = inputs._replace(score_aux=tuple(map(jax.lax.stop_gradient, aux)))
+    run = functools.partial(_kernel_attention, problem, implementation)
+    find = functools.partial(_score_gradients.of_call, problem)
     try:
-        results = _kernel_attention(problem, implementation, held)
-        if any(jnp.issubdtype(x.dtype, jnp.floating) for x in aux):
-            alone = jax.tree.map(jax.lax.stop_gradient, held)
-            find = functools.partial(_score_gradients.of_call, problem)
-            results = _score_gradients.attach(find, results, alone, aux)
-        return results
+        return _score_gradients.attended(run, inputs, find)
     except TypeError as error:
         # jax runs no rule of ours in forward mode: it raises where the tangent of a custom_vjp is
         # evaluated, and a plain TypeError, which its text alone tells from others. A test holds
