@@ -137,8 +137,8 @@ def attend(split: Split, inputs: AttentionInputs, plain: Any) -> tuple[Array, Ar
     _check_aux(split)
     if split.context.method == "heads":
         return _by_heads(split, inputs, plain)
-    run, find = (functools.partial(f, split) for f in (_attention, _of_score_aux))
-    return _score_gradients.attended(run, inputs, find)
+    run = functools.partial(_attention, split)
+    return _score_gradients.attended(run, inputs, functools.partial(_of_score_aux, split))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

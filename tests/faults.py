@@ -251,8 +251,8 @@ FAULTS = {
     ),
     "keep_looks_at_the_first_pages_alone": Fault(
         f"{APPEND}/keep.py",
-        "plan, (i + 1) * step, LOOKS)",
-        "plan, i * step, LOOKS)",
+        "_look(ctx, (i + 1) * step, LOOKS)",
+        "_look(ctx, i * step, LOOKS)",
         f"{TEST_KEEP} -k 'looked_at and interpreted'",
     ),
     "keep_takes_sequences_that_took_more_than_they_have": Fault(

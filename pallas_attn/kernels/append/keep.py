@@ -34,6 +34,7 @@ from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Row
 from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 
 Array = Any
 Ref = Any
@@ -150,7 +151,7 @@ def _kernel(refs: Refs, kept: Ref, *bad: Ref, plan: Plan) -> None:
         answers=jnp.where(chunk + array + layer == 0, 1, 0),
     )
     for number in range(len(plan.words)):
-        program = functools.partial(_move, plan=plan, array=number)
+        program = mosaic.in_context(_move, plan, array=number)
 
         @pl.when(array == number)
         def _(program=program):
@@ -184,8 +185,9 @@ def _split(number: Scalar, sizes: tuple[int, ...]) -> list[Scalar]:
     return [*digits, number]
 
 
-def _move(thread: threads.Thread, refs: Refs, at: At, *, plan: Plan, array: int) -> None:
+def _move(ctx: ThreadContext, array: int) -> None:
     """What one thread does: its word of each row that moves, read, then written."""
+    thread, refs, at, plan = ctx
     if plan.layout.paged:
         thread.shared_store(refs.bad, thread.index, thread.index * 0, thread.index < 2)
         thread.sync()
@@ -193,39 +195,40 @@ def _move(thread: threads.Thread, refs: Refs, at: At, *, plan: Plan, array: int)
     given = [thread.load(refs.path, first + j, 4) for j in range(plan.width)]
     looked = newest = None
     if plan.layout.paged:
-        looked = _look(thread, refs, at, plan, 0, LOOKS)
-        (newest,) = _look(thread, refs, at, plan, plan.layout.entry(at.begin), 1)
+        looked = _look(ctx, 0, LOOKS)
+        (newest,) = _look(ctx, plan.layout.entry(at.begin), 1)
     cache = plan.layout.arrays_of(thread, refs.caches, at.sequence)[array]
     moves, sources, targets = [], [], []
     for j, source in enumerate(given):
         source = thread.minimum(thread.maximum(source, 0), at.last)
         moves.append((at.count > j) & ((source < j) | (source > j)))
-        sources.append(_row(thread, refs, at, source, plan))
+        sources.append(_row(ctx, source))
         place = thread.minimum(thread.index * 0 + j, at.last)  # that of others is not written
-        targets.append(_row(thread, refs, at, place, plan))
-    holders = None if newest is None else _holders(thread, refs, at, newest, plan)
+        targets.append(_row(ctx, place))
+    holders = None if newest is None else _holders(ctx, newest)
     held = []
     for moving, row in zip(moves, sources, strict=True):
-        index, inside = _address(thread, at, row, words, plan)
+        index, inside = _address(ctx, row, words)
         if row.page is not None:  # whether the sequence has all its pages is not known yet
             inside = inside & plan.layout.has_page(row.page)
         held.append(thread.load_where(cache, index, words.nbytes, moving & inside))
     kept = at.kept
     if looked is not None:
-        kept = _by_pages(thread, refs, at, plan, (looked, holders))
+        kept = _by_pages(ctx, looked, holders)
         moves = [moving & (kept > 0) for moving in moves]
     for moving, row, value in zip(moves, targets, held, strict=True):
-        index, inside = _address(thread, at, row, words, plan)
+        index, inside = _address(ctx, row, words)
         thread.store(cache, index, value, words.nbytes, moving & inside)
     answers = (thread.index < 1) & (at.answers >= 1)
     thread.store(refs.kept, at.sequence, kept, 4, answers)
 
 
-def _look(thread: threads.Thread, refs: Refs, at: At, plan: Plan, first: Any, count: int) -> list:
+def _look(ctx: ThreadContext, first: Any, count: int) -> list:
     """The pages of every 128th of `count` times 128 entries that the sequence needs, from `first`
     on: the last one again where there are no more, the first one of the table where it needs none.
     These loads wait for the length alone, and for no predicate.
     """
+    thread, refs, at, plan = ctx
     pages = []
     for n in range(count):
         entry = thread.minimum(thread.index + first + n * mosaic.THREADS, at.pages - 1)
@@ -234,19 +237,18 @@ def _look(thread: threads.Thread, refs: Refs, at: At, plan: Plan, first: Any, co
     return pages
 
 
-def _holders(thread: threads.Thread, refs: Refs, at: At, page: Any, plan: Plan) -> Any:
+def _holders(ctx: ThreadContext, page: Any) -> Any:
     """How many sequences have a page; 0 where the sequence stays as it is."""
-    there = (at.pages > 0) & plan.layout.has_page(page)
-    return thread.load_where(refs.holders, page, 4, there)
+    there = (ctx.at.pages > 0) & ctx.plan.layout.has_page(page)
+    return ctx.thread.load_where(ctx.refs.holders, page, 4, there)
 
 
-def _by_pages(
-    thread: threads.Thread, refs: Refs, at: At, plan: Plan, first: tuple[list, Any]
-) -> Any:
+def _by_pages(ctx: ThreadContext, looked: list, holders: Any) -> Any:
     """`at.kept`, unless a page of the sequence is missing, or one of its newest rows is another
-    sequence's too. `first` is what the thread has read already, ahead of the rows: pages that the
-    sequence needs, and the holders of one of its newest.
+    sequence's too. The thread has read some already, ahead of the rows: pages that the sequence
+    needs, and the holders of one of its newest.
     """
+    thread, refs, at, plan = ctx
     layout, step = plan.layout, LOOKS * mosaic.THREADS
     zero, one = thread.index * 0, thread.index * 0 + 1
 
@@ -260,16 +262,15 @@ def _by_pages(
         thread.shared_store(refs.bad, one, one, holders > 1)
 
     def more_pages(i: Any, carry: list) -> list:
-        missing(_look(thread, refs, at, plan, (i + 1) * step, LOOKS))
+        missing(_look(ctx, (i + 1) * step, LOOKS))
         return carry
 
     def more_newest(i: Any, carry: list) -> list:
         begin = layout.entry(at.begin) + (i + 1) * mosaic.THREADS
-        (page,) = _look(thread, refs, at, plan, begin, 1)
-        shared(_holders(thread, refs, at, page, plan))
+        (page,) = _look(ctx, begin, 1)
+        shared(_holders(ctx, page))
         return carry
 
-    looked, holders = first
     missing(looked)
     shared(holders)
     newest = at.pages - layout.entry(at.begin)
@@ -281,16 +282,18 @@ def _by_pages(
     return thread.select(missed >= 1, thread.index * 0 + UNCHANGED, kept)
 
 
-def _address(thread: mosaic.Thread, at: At, row: Row, words: Words, plan: Plan) -> tuple[Any, Any]:
+def _address(ctx: ThreadContext, row: Row, words: Words) -> tuple[Any, Any]:
     """Which of the words of an array this thread's is in a row, and whether it has one."""
+    thread, _, at, plan = ctx
     word = at.chunk * mosaic.THREADS + thread.index
     head, column = word // words.row, word % words.row
     number = plan.layout.number(thread, row._replace(head=head))
     return number * words.row + thread.wide(column), head < plan.heads
 
 
-def _row(thread: mosaic.Thread, refs: Refs, at: At, number: Any, plan: Plan) -> Row:
+def _row(ctx: ThreadContext, number: Any) -> Row:
     """Of the newest rows that of this number, 0 .. at.last, but for its head."""
+    thread, refs, at, plan = ctx
     position, page = at.begin + number, None
     if plan.layout.paged:
         entry = plan.layout.entry(position)

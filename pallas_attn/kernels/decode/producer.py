@@ -139,8 +139,8 @@ def next_tile(ctx: Context, share: Share, position: Position) -> NextTile:
     def begun():
         new = scheduler.work_at(plan, smem.table, share, work.next_unit, work.sequence)
         if plan.config.many_heads:
-            program = mosaic.in_context(prefetch_queries, plan)
-            threads.each_thread(program, refs.q, scheduler.first_query(plan, new))
+            first = scheduler.first_query(plan, new)
+            threads.each_thread(mosaic.in_context(prefetch_queries, plan), refs.q, first)
         return new
 
     work = lax.cond(more, begun, lambda: work)
@@ -169,8 +169,7 @@ def load(ctx: Context, following: NextTile) -> WorkTile:
     plan, (work, tile) = ctx.plan, following
 
     def copied():
-        program = mosaic.in_context(copy_tile, plan)
-        threads.each_thread(program, Memory(ctx.refs, ctx.smem), tile)
+        threads.each_thread(mosaic.in_context(copy_tile, plan), Memory(*ctx[1:]), tile)
 
     if plan.bulk and not plan.config.load_first:
         pl.when(tile.wanted >= 1)(copied)
@@ -424,14 +423,13 @@ def check_skipped_pages(
     plan = ctx.plan
     if plan.checks_skipped_pages:
         skipped = _Skipped(work.sequence, plan.layout.entry(work.tile * plan.tile))
-        program = mosaic.in_context(_check_pages, plan)
-        each_thread(program, _Pages(ctx.refs.page_table, ctx.smem.table.lost), skipped)
+        refs = _Pages(ctx.refs.page_table, ctx.smem.table.lost)
+        each_thread(mosaic.in_context(_check_pages, plan), refs, skipped)
 
 
 def _check_pages(ctx: ThreadContext) -> None:
-    thread, refs, at, plan = ctx
-    to = refs.lost, at.sequence
-    plan.layout.note_missing(thread, refs.page_table, at.sequence, at.pages, to)
+    thread, (page_table, lost), (sequence, pages), plan = ctx
+    plan.layout.note_missing(thread, page_table, sequence, pages, (lost, sequence))
 
 
 class Phase(NamedTuple):
@@ -446,12 +444,11 @@ def make_barriers(thread: threads.Thread, barriers: Ref, plan: Plan) -> None:
         thread.make_barriers(barriers, plan.config.stages)
 
 
-def sync(ctx: ThreadContext) -> None:
-    """All threads have read the tile before; where threads copy, the next tile is there."""
-    thread, plan = ctx.thread, ctx.plan
-    if not plan.bulk and plan.config.stages > 1:
-        thread.wait_copies(plan.config.stages - 2)
-    thread.sync()
+def meet(ctx: ThreadContext, left: int | None = None) -> None:
+    """All threads, when all but the last `left` of their copies are there; None: whatever is."""
+    if left is not None:
+        ctx.thread.wait_copies(left)
+    ctx.thread.sync()
 
 
 def wait(ctx: ThreadContext) -> None:

@@ -290,7 +290,9 @@ def _mainloop(ctx: Context, results: Results, share: Share, block_id: Scalar) ->
     if plan.units_a_tile > 1:
         share = share._replace(first=scheduler.first_unit_of(plan, smem.table, share, m))
     first = scheduler.work_at(plan, smem.table, share, share.first, m)
-    sync, wait = (mosaic.in_context(f, plan) for f in (producer.sync, producer.wait))
+    copied = None if plan.bulk or stages == 1 else stages - 2
+    sync = mosaic.in_context(producer.meet, plan, left=copied)
+    wait = mosaic.in_context(producer.wait, plan)
     look = functools.partial(producer.next_tile, ctx, share)
     ahead = _prologue(ctx, look, first, share)
     queries_ahead = plan.config.many_heads and not plan.is_float32

@@ -74,12 +74,6 @@ def each_thread(program: Any, refs: Any, scalars: Any) -> None:
     mosaic.each_thread(program, refs, scalars, threads.WarpgroupThread())
 
 
-def sync(thread: threads.Thread, refs: Any, scalars: Any) -> None:
-    """The warpgroup's threads meet."""
-    del refs, scalars
-    thread.sync()
-
-
 def fill_table(ctx: Context) -> None:
     """By one warpgroup, for all."""
     program = mosaic.in_context(scheduler.fill_table, ctx.plan)

@@ -214,14 +214,6 @@ def _copy_queries(ctx: ThreadContext) -> None:
     thread.commit_copies()
 
 
-def _meet(thread: threads.Thread, refs: Any, at: Any, *, left: int | None) -> None:
-    """All threads, when all but the last `left` of their copies are there."""
-    del refs, at
-    if left is not None:
-        thread.wait_copies(left)
-    thread.sync()
-
-
 # ---- computing -----------------------------------------------------------------------------------
 
 
@@ -302,7 +294,7 @@ def _mainloop(ctx: Context, results: Results, share: Share, block_id: Scalar) ->
         return work._replace(tile=jnp.minimum(work.tile + 1, work.end))
 
     def meet(left):
-        threads.each_thread(functools.partial(_meet, left=left), (), ())
+        threads.each_thread(mosaic.in_context(producer.meet, plan, left=left), (), ())
 
     ahead = lax.fori_loop(0, stages - 1, load, first)
 

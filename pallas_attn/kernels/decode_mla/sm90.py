@@ -394,7 +394,7 @@ def _score(ctx: Context, block_id: Scalar) -> None:
             new = softmax.next_step(s, plan.unit_of_logits, row_max, empty_ok=True)
             row_sum = softmax.rescaled(new, row_sum) + new.row_sum
             # What probabilities are put over were keys: all warps must have their scores.
-            each_thread(mla_producer.sync, (), ())
+            each_thread(lambda thread, *_: thread.sync(), (), ())
             if not plan.rope_columns:
                 wait = functools.partial(plgpu.barrier_wait, smem.p_free.at[slot])
                 pl.when(count >= P_SLOTS)(wait)

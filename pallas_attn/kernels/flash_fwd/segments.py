@@ -26,6 +26,7 @@ from jax import lax
 from pallas_attn.kernels.attention.plan import ROWS, Plan
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 
 MOST_PAIRS = 2**18  # of rows and kv tiles; from there on many blocks, and so XLA, are faster
 UNROLLED = 8  # up to so many iterations of a loop
@@ -120,21 +121,19 @@ def _kernel(refs: _Refs, records: Any, codes: Any, *scratch: Any, plan: Plan) ->
     batch = lax.axis_index("batch")
     sizes = _Sizes.of(plan)
     for number, program in enumerate(PROGRAMS):
-        run = functools.partial(program, plan=plan, sizes=sizes)
-        threads.each_thread(run, refs, _Block(batch, wg))
+        threads.each_thread(mosaic.in_context(program, plan), refs, _Block(batch, wg))
         if number < len(PROGRAMS) - 1 and sizes.warpgroups > 1:
             plgpu.barrier_arrive(barriers.at[number])
             plgpu.barrier_wait(barriers.at[number])
 
 
-def _each(
-    thread: Any, wg: Any, count: int, lanes: int, sizes: _Sizes, finish: Any, load: Any = None
-) -> None:
+def _each(ctx: ThreadContext, count: int, lanes: int, finish: Any, load: Any = None) -> None:
     """finish(number, lane, there, load(number, lane)) for each of `count` items, by `lanes` threads
     each; `there`: whether there is such an item.
     """
-    mine = thread.index % mosaic.THREADS + wg * mosaic.THREADS
-    at_once = sizes.warpgroups * mosaic.THREADS // lanes
+    thread = ctx.thread
+    mine = thread.index % mosaic.THREADS + ctx.at.wg * mosaic.THREADS
+    at_once = _Sizes.of(ctx.plan).warpgroups * mosaic.THREADS // lanes
     group, lane = mine // lanes, mine % lanes
     rounds = -(-count // at_once)
     in_flight = min(rounds, IN_FLIGHT)
@@ -166,8 +165,9 @@ def _inverse(x: Any) -> Any:
     return x * -1 - 1
 
 
-def _extremes(thread: Any, refs: _Refs, block: _Block, plan: Plan, sizes: _Sizes) -> None:
-    (batch, wg), problem = block, plan.problem
+def _extremes(ctx: ThreadContext) -> None:
+    thread, refs, (_, wg), plan = ctx
+    problem, sizes = plan.problem, _Sizes.of(plan)
     mine = thread.index % mosaic.THREADS + wg * mosaic.THREADS
     counts = 2 * sizes.tiles, math.prod(tile_scheduler.schedule(plan).shape)
     for table, words in zip((refs.bounds, refs.schedule), counts, strict=True):  # read later
@@ -183,7 +183,7 @@ def _extremes(thread: Any, refs: _Refs, block: _Block, plan: Plan, sizes: _Sizes
 
         def load(number, lane, ids=ids, length=length, size=size, lanes=lanes):
             places = ((number * size) + (lane * 4 + step) for step in range(0, size, 4 * lanes))
-            found = [_four(thread, ids, length, batch, place) for place in places]
+            found = [_four(ctx, ids, length, place) for place in places]
             return [x for some in found for x in some]
 
         def finish(number, lane, there, found, count=count, start=start, lanes=lanes):
@@ -194,12 +194,13 @@ def _extremes(thread: Any, refs: _Refs, block: _Block, plan: Plan, sizes: _Sizes
                 x = thread.most_of_lanes(x, lanes)
                 thread.shared_store(refs.memory, number + (start + offset), x, first)
 
-        _each(thread, wg, count, lanes, sizes, finish, load)
+        _each(ctx, count, lanes, finish, load)
     thread.sync()
 
 
-def _four(thread: Any, ref: Any, length: int, batch: Any, place: Any) -> list[Any]:
+def _four(ctx: ThreadContext, ref: Any, length: int, place: Any) -> list[Any]:
     """Four ids of [B, length] from a place on that is a multiple of four; past the end the last."""
+    thread, batch = ctx.thread, ctx.at.batch
     if length % 4:
         places = [thread.minimum(place + i, length - 1) for i in range(4)]
         return [thread.load(ref, batch * length + place, 4) for place in places]
@@ -209,15 +210,15 @@ def _four(thread: Any, ref: Any, length: int, batch: Any, place: Any) -> list[An
     return [thread.select(place < length, x, four[3]) for x in four]
 
 
-def _spans(thread: Any, refs: _Refs, block: _Block, plan: Plan, sizes: _Sizes) -> None:
-    (batch, wg), memory = block, refs.memory
-    each, lanes = plan.config.warpgroups, 32
+def _spans(ctx: ThreadContext) -> None:
+    thread, refs, (batch, _), plan = ctx
+    each, lanes, sizes = plan.config.warpgroups, 32, _Sizes.of(plan)
 
     def bounds(number, _):
         return [thread.load(refs.bounds, number + n, 4) for n in (0, sizes.tiles)]
 
     def one(number, lane, there, bounds):
-        found = [_span(thread, memory, number * each + i, lane, sizes) for i in range(each)]
+        found = [_span(ctx, number * each + i, lane) for i in range(each)]
         fields = [field for span in found for field in span]
         record = lane * 0
         for n, field in enumerate(fields):
@@ -226,14 +227,15 @@ def _spans(thread: Any, refs: _Refs, block: _Block, plan: Plan, sizes: _Sizes) -
         thread.store(refs.records, place, record, 4, there)
         begin = thread.maximum(functools.reduce(thread.minimum, fields[0::4]), bounds[0])
         end = thread.minimum(functools.reduce(thread.maximum, fields[3::4]), bounds[1])
-        thread.shared_store(memory, number + sizes.costs, end - begin, there & (lane < 1))
+        thread.shared_store(refs.memory, number + sizes.costs, end - begin, there & (lane < 1))
 
-    _each(thread, wg, sizes.tiles, lanes, sizes, one, bounds)
+    _each(ctx, sizes.tiles, lanes, one, bounds)
     thread.sync()
 
 
-def _span(thread: Any, memory: Any, unit: Any, lane: Any, sizes: _Sizes) -> tuple[Any, ...]:
+def _span(ctx: ThreadContext, unit: Any, lane: Any) -> tuple[Any, ...]:
     """A `Span` of the rows of one warpgroup, by the 32 threads of a warp."""
+    thread, memory, sizes = ctx.thread, ctx.refs.memory, _Sizes.of(ctx.plan)
     keys, start, lanes = sizes.keys, sizes.key_extremes, 32
     most = thread.shared_load(memory, unit)
     least = _inverse(thread.shared_load(memory, unit + sizes.units))
@@ -267,9 +269,8 @@ def _span(thread: Any, memory: Any, unit: Any, lane: Any, sizes: _Sizes) -> tupl
     return lo, full_lo, full_hi, hi
 
 
-def _ranks(thread: Any, refs: _Refs, block: _Block, plan: Plan, sizes: _Sizes) -> None:
-    del plan
-    memory, wg = refs.memory, block.wg
+def _ranks(ctx: ThreadContext) -> None:
+    thread, memory, sizes = ctx.thread, ctx.refs.memory, _Sizes.of(ctx.plan)
     count, lanes = sizes.tiles, 32
 
     def one(number, lane, there, _):
@@ -287,15 +288,16 @@ def _ranks(thread: Any, refs: _Refs, block: _Block, plan: Plan, sizes: _Sizes) -
         rank = thread.total_of_lanes(rank)
         thread.shared_store(memory, rank + sizes.order, number, there & (lane < 1))
 
-    _each(thread, wg, count, lanes, sizes, one)
+    _each(ctx, count, lanes, one)
     thread.sync()
 
 
-def _codes(thread: Any, refs: _Refs, block: _Block, plan: Plan, sizes: _Sizes) -> None:
+def _codes(ctx: ThreadContext) -> None:
     """Each block writes the entries of its batch row; the first one the counts, too. What lies
     behind a block's work tiles stands for the first of all, and is never taken.
     """
-    (batch, wg), memory = block, refs.memory
+    thread, refs, (batch, _), plan = ctx
+    sizes = _Sizes.of(plan)
     rows, width = tile_scheduler.schedule(plan).shape
     unit = 1 << plan.code_bits
 
@@ -304,7 +306,7 @@ def _codes(thread: Any, refs: _Refs, block: _Block, plan: Plan, sizes: _Sizes) -
 
     def finish(number, _, there, value):
         head, rank = value // unit, value % unit
-        tile = thread.shared_load(memory, thread.minimum(rank, sizes.tiles - 1) + sizes.order)
+        tile = thread.shared_load(refs.memory, thread.minimum(rank, sizes.tiles - 1) + sizes.order)
         owner = head // plan.problem.q_heads
         counts = number % width < 1
         ours = thread.select(counts, number * 0, owner - batch)
@@ -312,7 +314,7 @@ def _codes(thread: Any, refs: _Refs, block: _Block, plan: Plan, sizes: _Sizes) -
         code = thread.select(counts, value, head * unit + tile)
         thread.store(refs.codes, number, code, 4, there & ours)
 
-    _each(thread, wg, rows * width, 1, sizes, finish, load)
+    _each(ctx, rows * width, 1, finish, load)
 
 
 PROGRAMS = (_extremes, _spans, _ranks, _codes)
