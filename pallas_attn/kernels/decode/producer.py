@@ -169,7 +169,7 @@ def load(ctx: Context, following: NextTile) -> WorkTile:
     plan, (work, tile) = ctx.plan, following
 
     def copied():
-        threads.each_thread(mosaic.in_context(copy_tile, plan), Memory(*ctx[1:]), tile)
+        threads.each_thread(mosaic.in_context(copy_tile, plan), Memory(ctx.refs, ctx.smem), tile)
 
     if plan.bulk and not plan.config.load_first:
         pl.when(tile.wanted >= 1)(copied)
