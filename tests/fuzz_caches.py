@@ -274,7 +274,7 @@ def poisoned(case: Case, cache: Any, rng: np.random.Generator) -> Any:
 
     def fill(x, dim):
         bits = np.zeros(x.nbytes, np.uint8).view(x.dtype).reshape(x.shape)
-        # The NaN of the type: XLA's older way to LLVM (see conftest.py) makes that of any other one.
+        # The NaN of the type: XLA's older way to LLVM (see conftest.py) makes it of all others.
         nan = -1 if x.dtype == np.int8 else np.nan
         bits[... if dim is None else (..., slice(0, dim))] = nan
         return jnp.asarray(bits)
