@@ -67,6 +67,29 @@ def test_context(mask, method):
     close(got, want)
 
 
+@pytest.mark.parametrize("method", ["gather", "ring", "heads"])
+def test_blocks_that_a_mask_carries(method):
+    """Of documents by a mask function: every launch goes by what each GPU has found once."""
+    q, k, v = (draw(i, *shape) for i, shape in enumerate(SHAPES))
+    floats, context = {"q": q, "k": k, "v": v}, pa.Context("cp", "zigzag", method)
+    ids, mesh = jnp.arange(512, dtype=jnp.int32) // 150, mesh_of("cp")
+
+    def attend(ids, floats, rows, context=None):
+        mask = pa.mask_fn(lambda b, h, q, kv, i: i[q] == i[kv], ids) & pa.CAUSAL
+        mask = mask.blocks(rows, rows, context=context)
+        return pa.flash_attention_with_lse(**floats, mask=mask, context=context)
+
+    def split(floats):
+        local = functools.partial(attend, rows=256, context=context)
+        outs = (P(None, "cp"), P(None, None, "cp"))
+        call = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, "cp")), out_specs=outs)
+        out, lse = call(ids, {name: context.reorder(x, 2) for name, x in floats.items()})
+        return context.restore(out, 2), context.restore(lse, 2, 2)
+
+    one = functools.partial(attend, ids, rows=512)
+    close(*(contexts.value_and_gradients(x, floats) for x in (split, one)))
+
+
 def test_merge():
     """Each GPU attends to half of the keys."""
     q, k, v = (draw(i, *shape) for i, shape in enumerate(SHAPES))
