@@ -129,6 +129,50 @@ def test_backward(seed):
     assert sorted(walked) == list(range(int(one.span.lo), int(one.span.hi)))
 
 
+DOCUMENTS = {
+    "alike": np.arange(2**16) // 4096,
+    "short": np.arange(2**16) // 1024,
+    "mixed": np.searchsorted(np.random.default_rng(0).integers(0, 2**16, 12), np.arange(2**16)),
+}
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("offsets", [(0,), (2**15,), (0, 3 * 2**14), (2**14, 2**15)], ids=str)
+def test_documents_in_the_backward_are_dealt_evenly(documents, offsets):
+    """Of one GPU, and of two that share a sequence, whose chunks have offsets of their own: each
+    kv tile of each head once, and no block has 6 % more than the mean.
+    """
+    ids = np.sort(DOCUMENTS[documents]).astype(np.int32)
+    rows, batch = (2**16 if offsets == (0,) else 2**15 // len(offsets)), len(offsets)
+    arrays = ("q_offset", "q_segment_ids", "kv_segment_ids")
+    sizes = {"q_len": rows, "kv_len": 2**16, "q_heads": 32, "kv_heads": 8, "batch": batch}
+    sizes |= {"head_dim": 128, "v_head_dim": 128, "share": batch, "offsets": (offsets,)}
+    small = backward.problem_of(forward.one("t_equals_s"))
+    problem = dataclasses.replace(small, mask=CAUSAL, arrays=arrays, **sizes)
+    plan = bwd_sm90.plan_of(problem, bwd_sm90.Config())
+    own = jnp.asarray(np.stack([ids[start : start + rows] for start in offsets]))
+    fields = {"q_segment_ids": own, "kv_segment_ids": jnp.asarray(np.stack([ids] * batch))}
+    spans = plan.segment_spans(None, fields, plan.block_kv, plan.config.block_q, of_keys=True)
+    refs = no_arrays(bwd_plan.Refs)._replace(
+        **fields, segment_spans=spans, q_offset=jnp.asarray(offsets, jnp.int32)
+    )
+    table = np.asarray(bwd_plan.schedule_by_rank(plan, refs))
+    codes = taken(table)
+    assert len(codes) == len(set(codes.tolist())) == plan.heads * plan.kv_tiles
+    ctx = Context(plan, refs)
+
+    def uneven(table):
+        work = jax.vmap(functools.partial(bwd_plan.work_tile, ctx))(jnp.asarray(table).ravel())
+        cost = bwd_plan.WORK_TILE_OVERHEAD + problem.group * np.asarray(work.steps)
+        there = np.arange(table.shape[1])
+        there = (there > 0) & (there <= table[:, :1])
+        loads = np.where(there, cost.reshape(table.shape), 0).sum(axis=1)
+        return loads.max() / loads.mean()
+
+    assert uneven(table) < 1.06
+    assert documents == "mixed" or uneven(bwd_plan.schedule(plan)) > 1.06
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_short_windows(seed):
     """Each kv tile of each head is one block's own, whose walk begins with those before it that

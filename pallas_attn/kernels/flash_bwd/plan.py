@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -406,6 +407,45 @@ def schedule(plan: Plan, offsets: tuple[int, ...] = ()) -> np.ndarray:
     return assign(*tile_scheduler.in_order(codes, each, len(costs)), plan.grid)
 
 
+@functools.lru_cache(maxsize=64)
+def dealt(plan: Plan) -> np.ndarray:
+    """`schedule` where segments say on the GPU alone how long a work tile is: rank r of a head
+    stands for its kv tile with the r-th most query tiles, see `schedule_by_rank`. Heads are dealt
+    one after the other, forth and back over the blocks; of two heads that follow each other one
+    the other way round, and each pair from another block on: what a block has more than the mean
+    of one head it has less of others, whatever the lengths.
+    """
+    grid, heads = plan.grid, plan.problem.kv_heads
+    pairs = max(heads // 2, 1)
+    turn, place = np.divmod(np.arange(plan.kv_tiles), grid)
+    assigned: list[list[int]] = [[] for _ in range(grid)]
+    for first in range(0, plan.heads, plan.l2_heads):
+        group = np.arange(first, min(first + plan.l2_heads, plan.heads))
+        batch, head = np.divmod(group, heads)
+        shift = head // 2 * grid // pairs + batch * grid // (2 * pairs)
+        back = (turn[:, None] + group) % 2 == 1
+        block = (np.where(back, grid - 1 - place[:, None], place[:, None]) + shift) % grid
+        codes = (group << plan.code_bits) + np.arange(plan.kv_tiles)[:, None]
+        for n, code in zip(block.ravel().tolist(), codes.ravel().tolist(), strict=True):
+            assigned[n].append(code)
+    return tile_scheduler.table_of(assigned)
+
+
+def schedule_by_rank(plan: Plan, refs: Refs) -> Any:
+    """`dealt`, of the kv tiles themselves. Documents that are packed repeat: in the order of keys a
+    block would take the same keys of many of them, and those with early keys would finish last.
+    """
+    table, (batch, heads) = dealt(plan), (plan.problem.batch, plan.problem.kv_heads)
+    first = np.arange(batch, dtype=np.int32)[:, None] * heads << plan.code_bits
+    ctx = Context(plan, refs, None)
+    of_codes = jax.vmap(jax.vmap(lambda code: work_tile(ctx, code).steps))
+    steps = of_codes(jnp.asarray(first + np.arange(plan.kv_tiles, dtype=np.int32)[None]))
+    order = tile_scheduler.longest_first(steps)
+    low = (1 << plan.code_bits) - 1
+    codes = (table & ~low) | order[(table >> plan.code_bits) // heads, table & low]
+    return jnp.concatenate([table[:, :1], codes[:, 1:]], axis=1)
+
+
 def needs_mask(plan: Plan, work: WorkTile, t: Any, i: Any) -> Any:
     """Whether query tile t, of step i of a head, needs a mask: True, False, or traced where it
     depends on the tile.
@@ -483,7 +523,10 @@ def operands(plan: Plan, residuals: Residuals, stats: RowStatistics) -> Refs:
             rows = getattr(inputs, lengths)
             rows = rows[:: problem.share] if lengths == "kv_lengths" else rows
             fields[f"{name}_edge"] = tma_operands.edge(fields[name], rows, block)
-    return Refs(**{name: fields.get(name) for name in Refs._fields})
+    refs = Refs(**{name: fields.get(name) for name in Refs._fields})
+    if plan.has("q_segment_ids") and plan.grid < plan.heads * plan.kv_tiles:
+        refs = refs._replace(schedule=schedule_by_rank(plan, refs))
+    return refs
 
 
 def of_functions(plan: Plan, inputs: AttentionInputs) -> dict[str, Any]:

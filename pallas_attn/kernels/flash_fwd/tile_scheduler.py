@@ -140,17 +140,21 @@ def _by_length(table: np.ndarray, bits: int, heads: int, lists: Any) -> Any:
     """A table of codes in which rank r of a head stands for its work tile with the r-th longest
     list. `lists`: `tile_lists.tiles`.
     """
-    count = lists[..., 0]
-    n = count.shape[-1]
-    down, across = (tile_lists.numbers((1, 1, *shape)) for shape in ((n, 1), (1, n)))
-    longer = count[..., None, :] > count[..., :, None]
-    tie = (count[..., None, :] == count[..., :, None]) & (across < down)
-    _, order = tile_lists.in_order(longer | tie)
+    order = longest_first(lists[..., 0])
     head, low = table >> bits, (1 << bits) - 1
     batch = head // heads if order.shape[0] > 1 else 0 * head
     head = head % heads if order.shape[1] > 1 else 0 * head
     codes = (table & ~low) | order[batch, head, table & low]
     return jnp.concatenate([table[:, :1], codes[:, 1:]], axis=1)
+
+
+def longest_first(count: Any) -> Any:
+    """Which work tiles of a head come first, along the last axis, by how many steps each takes."""
+    n, axes = count.shape[-1], (1,) * (count.ndim - 1)
+    down, across = (tile_lists.numbers((*axes, *shape)) for shape in ((n, 1), (1, n)))
+    longer = count[..., None, :] > count[..., :, None]
+    tie = (count[..., None, :] == count[..., :, None]) & (across < down)
+    return tile_lists.in_order(longer | tie)[1]
 
 
 def list_needs(ctx: Context, tile: Tile, wg: Any) -> Any:
@@ -238,7 +242,7 @@ def assign(tiles: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarray:
         when, block = free[0]
         assigned[block].append(tile)
         heapq.heapreplace(free, (when + cost, block))
-    return _table(assigned)
+    return table_of(assigned)
 
 
 def assign_packed(tiles: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarray:
@@ -256,7 +260,7 @@ def assign_packed(tiles: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarr
         least, enough, assigned = (least, room, found) if found else (room, enough, assigned)
     if assigned is None:  # never: twice the least is room for all
         return assign(tiles, costs[order], blocks)
-    return _table([tiles[places].tolist() for places in assigned])
+    return table_of([tiles[places].tolist() for places in assigned])
 
 
 def _first_fit(sizes: list[float], blocks: int, room: float) -> list[list[int]] | None:
@@ -272,7 +276,7 @@ def _first_fit(sizes: list[float], blocks: int, room: float) -> list[list[int]] 
     return assigned
 
 
-def _table(assigned: list[list[int]]) -> np.ndarray:
+def table_of(assigned: list[list[int]]) -> np.ndarray:
     table = np.zeros((len(assigned), 3 + max(map(len, assigned))), np.int32)
     for row, tiles in zip(table, assigned, strict=True):
         row[: len(tiles) + 1] = [len(tiles), *tiles]
