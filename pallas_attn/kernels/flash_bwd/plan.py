@@ -383,7 +383,8 @@ def place_of(
 @functools.lru_cache(maxsize=64)
 def schedule(plan: Plan, offsets: tuple[int, ...] = ()) -> np.ndarray:
     """int32[blocks, n]: for each block how many work tiles it takes, and their codes for
-    `work_tile`: by L2 group, then longest first. `offsets`: see `tile_scheduler.table`.
+    `work_tile`: by L2 group, then longest first. `offsets`: see `tile_scheduler.table`. Where there
+    are segments all cost the same here: see `schedule_by_rank`.
     """
     problem = plan.problem
     costs = np.full((max(1, len(offsets)), plan.kv_tiles), WORK_TILE_OVERHEAD)
