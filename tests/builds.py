@@ -245,6 +245,7 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm90/h256_causal": _attention_sm90(256, **_CAUSAL),
     "flash_fwd/sm90/h128_packed": _attention_sm90(128, **_PACKED),
     "flash_fwd/sm90/h64_functions": _attention_sm90(64, **_FUNCTIONS),
+    "flash_fwd/sm90/h128_documents": _attention_sm90(128, mask=_FUNCTIONS["mask"] & pa.CAUSAL),
     "flash_fwd/sm90/h128_alibi": _attention_sm90(128, **_ALIBI),
     "flash_fwd/sm90/h128_mask_fn": _attention_sm90(128, **_BLOCKS),
     "flash_fwd/sm90/h128_window_at_run_time": _attention_sm90(128, mask=_WINDOW_AT_RUN_TIME),

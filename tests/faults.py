@@ -55,6 +55,7 @@ FWD, BWD = "pallas_attn/kernels/flash_fwd", "pallas_attn/kernels/flash_bwd"
 SHARED, MMA = "pallas_attn/kernels/attention", "pallas_attn/kernels/mma"
 LANG, LM = "pallas_attn/kernels/lang", "pallas_attn/lm/kernels"
 
+TEST_LISTED = "tests/test_listed_tiles.py"
 TEST_FWD, TEST_BWD = "tests/test_flash_fwd_kernel.py", "tests/test_flash_bwd_kernel.py"
 TEST_DECODE, TEST_MLA = "tests/test_decode_kernel.py", "tests/test_decode_latent.py"
 TEST_PREFILL, TEST_APPEND = "tests/test_prefill_kernel.py", "tests/test_append_kernel.py"
@@ -178,10 +179,22 @@ FAULTS = {
         TEST_SCHEDULES,
     ),
     "documents_of_one_cost_share_a_rank": Fault(
-        f"{FWD}/segments.py",
-        "        more = thread.select(other < number, more + 1, more)",
-        "        more = thread.select(other < number, more, more)",
+        f"{LANG}/threads.py",
+        "            more = thread.select(other < number, more + 1, more)",
+        "            more = thread.select(other < number, more, more)",
         f"{TEST_FWD} -k test_segments_are_prepared",
+    ),
+    "a_list_puts_later_tiles_among_the_first": Fault(
+        f"{FWD}/listed_tiles.py",
+        "thread.select(tile < begin, seen, seen + wholes - whole)",
+        "seen",
+        f"{TEST_LISTED} -k test_lists_and_codes",
+    ),
+    "lists_of_one_head_rank_those_of_all": Fault(
+        f"{FWD}/listed_tiles.py",
+        "            owner = owner + head % sizes.heads_of_codes",
+        "            owner = owner + head * 0",
+        f"{TEST_LISTED} -k test_lists_and_codes",
     ),
     "dbias_counts_a_tile_of_scores_twice": Fault(
         f"{BWD}/dbias.py",

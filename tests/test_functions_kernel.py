@@ -132,6 +132,20 @@ def test_in_the_interpreter(generation, mask, score):
     check(subject_of(generation, True), mask, score, gradients=not few, **facts)
 
 
+def test_slopes_must_be_finite():
+    """Heads do not disturb each other, and a number that is added may be -inf."""
+    q, k, v = (jnp.asarray(np.ones((1, 8, 3, 64)), jnp.bfloat16) for _ in range(3))
+    slopes, added = np.float32([-np.inf, 0.3, 0.3]), np.float32([0, 0, -np.inf])
+    score = pa.score_fn(lambda s, b, h, q, kv, t, w: s + t[h] * (kv + 1) + w[h], slopes, added)
+    call = pa.flash_attention_with_lse
+    out, lse = call(q, k, v, score=score, implementation="reference")
+    assert (np.asarray(lse[0, ::2]) == -np.inf).all() and not np.asarray(out[:, :, ::2]).any()
+    got, got_lse = subject_of("sm90", True).call(call, q, k, v, score=score)
+    np.testing.assert_allclose(np.asarray(got_lse)[0, 1], np.asarray(lse)[0, 1], rtol=1e-3)
+    np.testing.assert_array_equal(np.asarray(got_lse)[0, 2], -np.inf)
+    assert np.isnan(np.asarray(got_lse)[0, 0]).all()
+
+
 @pytest.mark.guards
 def test_arithmetic_of_any_width_lowers():
     case = cases.AttentionCase(name="narrow", **(SIZES | {"batch": 1}))

@@ -52,8 +52,24 @@ def tiles(
     fixed = static(problem, rows, block, by_keys, row_blocks)
     if fixed is not None:
         return jnp.asarray(fixed, jnp.int32)
-    found = _kinds(problem, inputs, (rows, block, by_keys, row_blocks))
-    return _lists(jnp, *found, never_empty=not by_keys)
+    found = kinds(problem, inputs, (rows, block, by_keys, row_blocks))
+    return of_kinds(found, never_empty=not by_keys)
+
+
+def of_kinds(found: Any, *, never_empty: bool) -> Any:
+    """`tiles` of what `kinds` gives."""
+    return _lists(jnp, *found, never_empty=never_empty)
+
+
+def codes(found: Any) -> Any:
+    """What `kinds` gives as one number a pair of tiles, int32[B or 1, N or 1, tiles, n]: bits 2r
+    and 2r + 1 say that row block r sees some of it, and that it sees all.
+    """
+    number = 0
+    for r in range(found.shape[-2]):
+        some, whole = found[..., r, :].astype(jnp.int32)
+        number = number | some << 2 * r | whole << 2 * r + 1
+    return number
 
 
 def static(
@@ -102,14 +118,14 @@ def _static(problem: AttentionProblem, sizes: Sizes) -> np.ndarray:
     def run(first):  # an argument, or XLA would fold everything as it compiles
         held = dataclasses.replace(problem, arrays=("q_offset",), batch=first.size)
         inputs = AttentionInputs(nothing, nothing, nothing, first)
-        return _kinds(held, inputs, sizes)
+        return kinds(held, inputs, sizes)
 
     each = np.full(problem.batch if by_batch else 1, problem.q_offset, np.int32)
     found = _program.computed_now(run, each)
     return _lists(np, *found, never_empty=not sizes[2])
 
 
-def _kinds(problem: AttentionProblem, inputs: AttentionInputs, sizes: Sizes) -> Any:
+def kinds(problem: AttentionProblem, inputs: AttentionInputs, sizes: Sizes) -> Any:
     """bool[2, B or 1, N or 1, tiles, row_blocks, n]: `_tile_kinds.Kinds` by work tile."""
     rows, block, by_keys, row_blocks = sizes
     found = _bounds(problem, inputs, rows // row_blocks, block)

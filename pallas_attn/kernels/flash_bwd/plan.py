@@ -509,8 +509,7 @@ def operands(plan: Plan, residuals: Residuals, stats: RowStatistics) -> Refs:
     given = tma_operands.over_scores(inputs, rows, keys)
     fields |= {name: array.swapaxes(2, 3) for name, array in given.items()}
     fields |= tma_operands.segment_ids(inputs, rows, keys)
-    fields |= of_functions(plan, inputs)
-    fields["schedule"] = tile_scheduler.table(schedule, plan, inputs, fields)
+    fields |= functions.operands(inputs) | tile_scheduler.table(schedule, plan, inputs)
     if plan.has("q_segment_ids"):
         sizes = plan.block_kv, config.block_q
         fields["segment_spans"] = plan.segment_spans(inputs, fields, *sizes, of_keys=True)
@@ -528,14 +527,6 @@ def operands(plan: Plan, residuals: Residuals, stats: RowStatistics) -> Refs:
     if plan.has("q_segment_ids") and plan.grid < plan.heads * plan.kv_tiles:
         refs = refs._replace(schedule=schedule_by_rank(plan, refs))
     return refs
-
-
-def of_functions(plan: Plan, inputs: AttentionInputs) -> dict[str, Any]:
-    """What a kernel over kv tiles reads of functions of positions."""
-    found = functions.operands(inputs)
-    if plan.is_listed:
-        found["tiles"] = tile_lists.tiles(plan.problem, inputs, *plan.list_sizes)
-    return found
 
 
 def limit(problem: AttentionProblem) -> Limit | None:

@@ -40,8 +40,14 @@ from jax import lax
 from pallas_attn import _gpus
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import (
+    functions,
+    score_mod,
+    sm80_column_stream,
+    tile_lists,
+    tma_operands,
+)
 from pallas_attn.kernels.attention import plan as attention_plan
-from pallas_attn.kernels.attention import score_mod, sm80_column_stream, tma_operands
 from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.attention.sm80_column_stream import Product, Rows, Stream
 from pallas_attn.kernels.attention.sm80_common import (
@@ -756,7 +762,9 @@ def _operands(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Refs
     fields |= {name: array.swapaxes(2, 3) for name, array in given.items()}
     fields |= tma_operands.segment_ids(inputs, rows, keys)
     fields["schedule"] = jnp.asarray(shared.schedule(plan))
-    fields |= shared.of_functions(plan, inputs)
+    fields |= functions.operands(inputs)
+    if plan.is_listed:
+        fields["tiles"] = tile_lists.tiles(plan.problem, inputs, *plan.list_sizes)
     if plan.has("q_segment_ids"):
         sizes = plan.block_kv, config.block_q
         fields["segment_spans"] = plan.segment_spans(inputs, fields, *sizes, of_keys=True)

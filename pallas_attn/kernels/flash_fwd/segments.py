@@ -29,9 +29,7 @@ from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.mosaic import ThreadContext
 
 MOST_PAIRS = 2**18  # of rows and kv tiles; from there on many blocks, and so XLA, are faster
-UNROLLED = 8  # up to so many iterations of a loop
 LINE = 32  # words of memory that arrive together
-IN_FLIGHT = 2  # items whose loads are issued before the first is waited for
 
 
 class _Sizes(NamedTuple):
@@ -128,36 +126,9 @@ def _kernel(refs: _Refs, records: Any, codes: Any, *scratch: Any, plan: Plan) ->
 
 
 def _each(ctx: ThreadContext, count: int, lanes: int, finish: Any, load: Any = None) -> None:
-    """finish(number, lane, there, load(number, lane)) for each of `count` items, by `lanes` threads
-    each; `there`: whether there is such an item.
-    """
-    thread = ctx.thread
-    mine = thread.index % mosaic.THREADS + ctx.at.wg * mosaic.THREADS
-    at_once = _Sizes.of(ctx.plan).warpgroups * mosaic.THREADS // lanes
-    group, lane = mine // lanes, mine % lanes
-    rounds = -(-count // at_once)
-    in_flight = min(rounds, IN_FLIGHT)
-
-    def body(i, carry):
-        started = []
-        for n in range(in_flight):
-            number = group + (i * in_flight + n) * at_once
-            inside = thread.minimum(number, count - 1)
-            loaded = load(inside, lane) if load is not None else None
-            started.append((inside, lane, number < count, loaded))
-        for one in started:
-            finish(*one)
-        return carry
-
-    _loop(thread, -(-rounds // in_flight), [], body)
-
-
-def _loop(thread: Any, count: int, carry: list, body: Any) -> list:
-    if count > UNROLLED:
-        return thread.loop(count, carry, body)
-    for i in range(count):
-        carry = body(i, carry)
-    return carry
+    """`threads.each_item` of all warpgroups of the block."""
+    warpgroups = _Sizes.of(ctx.plan).warpgroups
+    threads.each_item(ctx.thread, ctx.at.wg, count, lanes, warpgroups, finish, load)
 
 
 def _inverse(x: Any) -> Any:
@@ -259,7 +230,7 @@ def _span(ctx: ThreadContext, unit: Any, lane: Any) -> tuple[Any, ...]:
         ]
 
     nothing = [lane * 0 for _ in range(5)]
-    *ends, count = _loop(thread, -(-keys // lanes), nothing, some)
+    *ends, count = threads.repeat(thread, -(-keys // lanes), nothing, some)
     lo, full_lo, full_hi, hi = (thread.most_of_lanes(x, lanes) for x in ends)
     count = thread.total_of_lanes(count)
     lo, full_lo = lo * -1 + keys, full_lo * -1 + keys
@@ -270,26 +241,7 @@ def _span(ctx: ThreadContext, unit: Any, lane: Any) -> tuple[Any, ...]:
 
 
 def _ranks(ctx: ThreadContext) -> None:
-    thread, memory, sizes = ctx.thread, ctx.refs.memory, _Sizes.of(ctx.plan)
-    count, lanes = sizes.tiles, 32
-
-    def one(number, lane, there, _):
-        cost = thread.shared_load(memory, number + sizes.costs)
-
-        def some(i, carry):
-            other = lane + i * lanes
-            inside = thread.minimum(other, count - 1)
-            more = thread.shared_load(memory, inside + sizes.costs)
-            more = thread.select(other < number, more + 1, more)  # of equals the first
-            before = (other < count) & (more > cost)
-            return [carry[0] + thread.select(before, lane * 0 + 1, 0)]
-
-        (rank,) = _loop(thread, -(-count // lanes), [lane * 0], some)
-        rank = thread.total_of_lanes(rank)
-        thread.shared_store(memory, rank + sizes.order, number, there & (lane < 1))
-
-    _each(ctx, count, lanes, one)
-    thread.sync()
+    threads.in_order(ctx.thread, ctx.refs.memory, ctx.at.wg, _Sizes.of(ctx.plan))
 
 
 def _codes(ctx: ThreadContext) -> None:

@@ -21,6 +21,7 @@ from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import functions, tile_lists, tma_operands
 from pallas_attn.kernels.attention.plan import ROWS, Context, Plan, Span
 from pallas_attn.kernels.attention.score_mod import Tile
+from pallas_attn.kernels.flash_fwd import listed_tiles
 
 RECORD = 32  # int32 a work tile; TMA writes to whole 128 bytes
 TILE_OVERHEAD = 1.5  # of a work tile, in steps of one kv tile
@@ -126,17 +127,29 @@ def listed(ctx: Context, tile: Tile, ends: Any = None) -> Any:
     return functions.Listed.of(refs.tiles, tile.batch, tile.head, row, plan.row_blocks)
 
 
-def table(
-    make: Callable[[Any, Offsets], np.ndarray], plan: Any, inputs: Any, fields: dict[str, Any]
-) -> Any:
-    """`make`, a `schedule`, for the offset in the problem, or by the lists of tiles in `fields`."""
-    if plan.is_listed and plan.static_lists is None:
-        heads = plan.heads // plan.problem.batch
-        return _by_length(make(plan, ()), plan.code_bits, heads, fields["tiles"])
-    return at_offset(make, plan, inputs.q_offset)
+def table(make: Callable[[Any, Offsets], np.ndarray], plan: Any, inputs: Any) -> dict[str, Any]:
+    """`make`, a `schedule`, for the offset in the problem; and the lists of tiles, if there are,
+    by which a table of ranks becomes one of work tiles.
+    """
+    if not plan.is_listed:
+        return {"schedule": at_offset(make, plan, inputs.q_offset)}
+    if plan.static_lists is not None:
+        lists = tile_lists.tiles(plan.problem, inputs, *plan.list_sizes)
+        return {"tiles": lists, "schedule": at_offset(make, plan, inputs.q_offset)}
+    ranked, heads = make(plan, ()), plan.heads // plan.problem.batch
+    *_, by_keys, row_blocks = plan.list_sizes
+    found = tile_lists.kinds(plan.problem, inputs, plan.list_sizes)
+    if listed_tiles.fits(found):
+        of_codes = plan.code_bits, heads
+        codes = tile_lists.codes(found)
+        made = listed_tiles.prepare(codes, ranked, row_blocks, not by_keys, of_codes)
+    else:
+        lists = tile_lists.of_kinds(found, never_empty=not by_keys)
+        made = lists, by_length(ranked, plan.code_bits, heads, lists)
+    return dict(zip(("tiles", "schedule"), made, strict=True))
 
 
-def _by_length(table: np.ndarray, bits: int, heads: int, lists: Any) -> Any:
+def by_length(table: np.ndarray, bits: int, heads: int, lists: Any) -> Any:
     """A table of codes in which rank r of a head stands for its work tile with the r-th longest
     list. `lists`: `tile_lists.tiles`.
     """
@@ -209,10 +222,7 @@ def operands(plan: Plan, inputs: AttentionInputs) -> dict[str, Any]:
     rows, keys = plan.padded_rows, tma_operands.round_up(plan.problem.kv_len, plan.config.block_kv)
     fields = tma_operands.over_scores(inputs, rows, keys)
     fields |= tma_operands.segment_ids(inputs, rows, keys)
-    if plan.is_listed:
-        fields["tiles"] = tile_lists.tiles(plan.problem, inputs, *plan.list_sizes)
-    fields["schedule"] = table(schedule, plan, inputs, fields)
-    return fields
+    return fields | table(schedule, plan, inputs)
 
 
 def mask_bounds(plan: Plan) -> np.ndarray:

@@ -19,6 +19,8 @@ from pallas_attn.kernels.lang.mosaic import Int
 Ref = Any
 
 WARPS = 4  # of a block
+UNROLLED = 8  # up to so many iterations of a loop
+IN_FLIGHT = 2  # items whose loads are issued before the first is waited for
 
 
 class Word(NamedTuple):
@@ -331,6 +333,65 @@ class WarpgroupThread(Thread):
 def each_thread(program: Callable[..., Any], refs: Any, scalars: Any, returns: bool = False) -> Any:
     """`mosaic.each_thread` with this file's `Thread`."""
     return mosaic.each_thread(program, refs, scalars, Thread(), returns)
+
+
+def each_item(
+    thread: Any, wg: Any, count: int, lanes: int, warpgroups: int, finish: Any, load: Any = None
+) -> None:
+    """finish(number, lane, there, load(number, lane)) for each of `count` items, by `lanes` threads
+    each; `there`: whether there is such an item.
+    """
+    mine = thread.index % mosaic.THREADS + wg * mosaic.THREADS
+    at_once = warpgroups * mosaic.THREADS // lanes
+    group, lane = mine // lanes, mine % lanes
+    rounds = -(-count // at_once)
+    in_flight = min(rounds, IN_FLIGHT)
+
+    def body(i, carry):
+        started = []
+        for n in range(in_flight):
+            number = group + (i * in_flight + n) * at_once
+            inside = thread.minimum(number, count - 1)
+            loaded = load(inside, lane) if load is not None else None
+            started.append((inside, lane, number < count, loaded))
+        for one in started:
+            finish(*one)
+        return carry
+
+    repeat(thread, -(-rounds // in_flight), [], body)
+
+
+def repeat(thread: Any, count: int, carry: list, body: Any) -> list:
+    if count > UNROLLED:
+        return thread.loop(count, carry, body)
+    for i in range(count):
+        carry = body(i, carry)
+    return carry
+
+
+def in_order(thread: Any, memory: Any, wg: Any, sizes: Any) -> None:
+    """At word `sizes.order` + r of shared memory the work tile of rank r, of `sizes.tiles` tiles
+    whose costs are at `sizes.costs`: the dearest first, of equals the first. A warp for each.
+    """
+    count, lanes = sizes.tiles, 32
+
+    def one(number, lane, there, _):
+        cost = thread.shared_load(memory, number + sizes.costs)
+
+        def some(i, carry):
+            other = lane + i * lanes
+            inside = thread.minimum(other, count - 1)
+            more = thread.shared_load(memory, inside + sizes.costs)
+            more = thread.select(other < number, more + 1, more)  # of equals the first
+            before = (other < count) & (more > cost)
+            return [carry[0] + thread.select(before, lane * 0 + 1, 0)]
+
+        (rank,) = repeat(thread, -(-count // lanes), [lane * 0], some)
+        rank = thread.total_of_lanes(rank)
+        thread.shared_store(memory, rank + sizes.order, number, there & (lane < 1))
+
+    each_item(thread, wg, count, lanes, sizes.warpgroups, one)
+    thread.sync()
 
 
 def i32() -> ir.Type:
