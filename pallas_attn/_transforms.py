@@ -424,7 +424,7 @@ def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
     axes += [] if inputs.starts is None else [("s",)]
     axes += [()] * len(bounds_of(inputs))
     whole = [tuple(f"aux{n}_{i}" for i in range(x.ndim)) for n, x in enumerate(inputs.mask_aux)]
-    axes += [("m", "t", "w")] if problem.tree else whole
+    axes += [("m", "t", "w")] if problem.tree and not problem.packed else whole
     outputs = [(*rows, heads, "e"), (*rows[:-1], heads, "t")]
     if problem.merged is not None:
         outputs = [("im", "it", heads, "e"), ("im", heads, "it")]

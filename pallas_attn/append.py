@@ -63,8 +63,10 @@ def write_kv[Cache: KVCache](  # noqa: PLR0913
     )
     where: tuple[Array, Array | None] = cache.lengths, cache.new_lengths
     owners = None
+    if starts is not None:
+        starts = _checks.row_starts("starts", starts, k_rows.shape[0], cache.num_sequences)
     if parents is not None:
-        k_rows, change = _in_tree(cache, k_rows, parents, (change, arrays), packed), None
+        k_rows, change = _in_tree(cache, k_rows, parents, (change, arrays), starts), None
         arrays = {}
     fills = 0 not in k_rows.shape[: 1 if packed else 2]
     if cache.context is not None and starts is None:  # rows have positions, each its own
@@ -73,7 +75,6 @@ def write_kv[Cache: KVCache](  # noqa: PLR0913
         v_rows = None if v_rows is None else v_rows.reshape(-1, *v_rows.shape[2:])
         packed = True
     if starts is not None:
-        starts = _checks.row_starts("starts", starts, k_rows.shape[0], cache.num_sequences)
         owners, positions = _places(cache, starts, k_rows.shape[0])
         if cache.context is not None:
             if change is not None:  # by positions in the sequence, not those in a device's block
@@ -101,17 +102,24 @@ def write_kv[Cache: KVCache](  # noqa: PLR0913
 
 
 def _in_tree(
-    cache: KVCache, k: Array, parents: Any, given: tuple[Change | None, dict], packed: bool
+    cache: KVCache,
+    k: Array,
+    parents: Any,
+    given: tuple[Change | None, dict],
+    starts: Array | None,
 ) -> Array:
     """Rows of K that are drafts of a tree, normed and rotated as `given` says."""
-    if packed:
-        raise ValueError("parents: expected None with starts; norm and rotate k beforehand")
-    tree, (change, arrays) = trees.of(parents, *k.shape[:2]), given
+    (change, arrays), begin = given, cache.lengths - jnp.maximum(cache.new_lengths, 0)
+    if starts is None:
+        tree, begin = trees.of(parents, *k.shape[:2]), begin[:, None]
+    else:
+        tree = trees.of_packed(parents, starts, k.shape[0])
+        owners = owner_of_rows(starts, k.shape[0])
+        begin = begin[jnp.clip(owners, 0, cache.num_sequences - 1)]
     if change is None:
         return k
     kept = k if cache.quantized else k.astype(cache.dtype)
-    begin = cache.lengths - jnp.maximum(cache.new_lengths, 0)
-    return changed(kept, begin[:, None] + tree.depth, change, arrays)
+    return changed(kept, begin + tree.depth, change, arrays)
 
 
 def _places(cache: KVCache, starts: Array, rows: int) -> tuple[Array, Array]:

@@ -60,8 +60,11 @@ def decode_attention(  # noqa: PLR0913
       parents: int32[M, t], traced or not: the t rows of a sequence are drafts that form a tree, and
         parents[m, i] is the draft that draft i of sequence m follows, an earlier one. A draft sees
         the rows before the drafts, itself and its ancestors. Any number that is not from 0 to
-        i - 1, as -1, says that the draft follows the sequence itself. Where many layers decode
-        one step, `DraftTree.create(parents)` finds the ancestors once for all of them.
+        i - 1, as -1, says that the draft follows the sequence itself. With `starts`, int32[tokens]:
+        one for each packed row, drafts counted from the first row of their sequence. Where many
+        layers decode one step, `DraftTree.create(parents, starts)` finds the ancestors once for all
+        of them; it may also be told how many drafts a sequence has at most, so that longer ones
+        are prompts.
       layer: which layer of a cache that holds several: an int or a traced int32 (one that the cache
         does not have gives NaN).
       mask: `CAUSAL`, `sliding_window(n)` or any `Mask`; or a function of positions, `mask_fn(f)`,
@@ -151,7 +154,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
     tokens = rows.shape[0] if packed else None
     if packed:
         starts = _checks.row_starts("starts", starts, rows.shape[0], cache.num_sequences)
-    band, function, tree = _visible(cache, rows, packed, mask, parents)
+    band, function, tree = _visible(cache, rows, starts, mask, parents)
     longest = max(cache.capacities, default=0)
     change, arrays = _checks.change(rotary, norm, cache.head_dim, cache.head_dim, longest)
     if change is not None:
@@ -219,21 +222,25 @@ def decode_attention_with_lse(  # noqa: PLR0913
 
 
 def _visible(
-    cache: KVCache, rows: Array, packed: bool, mask: Any, parents: Any
+    cache: KVCache, rows: Array, starts: Array | None, mask: Any, parents: Any
 ) -> tuple[Mask, MaskFunction | None, DraftTree | None]:
     """Which keys are read; what hides some of them, if anything does; the tree if that is it."""
     split = cache.context is not None
     if parents is not None:
-        if packed:
-            raise ValueError("parents: expected None with starts; pass q as [M, t, N, H]")
         if not (isinstance(mask, Mask) and mask.is_causal):
             given = mask if isinstance(mask, Mask) else type(mask).__name__
             raise ValueError(
                 "mask: expected CAUSAL or a window, Mask(left=.., right=0), beside parents, which "
                 f"say what drafts see, got {given}"
             )
+        if starts is not None:
+            tree = trees.of_packed(parents, starts, rows.shape[0])
+            if mask.left is None:
+                return CAUSAL, trees.packed(tree, starts), tree
+            begin = cache.lengths - jnp.diff(starts)
+            return *trees.windowed(tree, mask.left, begin, starts), tree
         tree = trees.of(parents, cache.num_sequences, rows.shape[1])
-        if cache.context is not None:
+        if split:
             begins = _cache_rows.begins(cache.context, cache.held, cache.lengths, rows.shape[1])
             return FULL, trees.split(tree, mask.left, begins), tree
         if mask.left is None:
@@ -256,6 +263,8 @@ def _positions(lengths: Array, rows: int, starts: Array | None, tree: DraftTree 
     if starts is None:
         return (lengths - rows)[:, None] + (at[None] if tree is None else tree.depth)
     owners = jnp.clip(owner_of_rows(starts, rows), 0, lengths.size - 1)
+    if tree is not None:
+        return lengths[owners] - jnp.diff(starts)[owners] + tree.depth
     return lengths[owners] - starts[owners + 1] + at
 
 

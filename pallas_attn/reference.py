@@ -182,7 +182,7 @@ def decode(  # noqa: PLR0913
     begin = lengths - (q.shape[1] if starts is None else jnp.diff(starts))
     mask_array = None
     if mask_function is not None and tree:
-        sizes = len(lengths), q.shape[1], k_rows.shape[1]
+        sizes = len(lengths), q.shape[1 if packed is None else 0], k_rows.shape[1]
         row, query, key = (jnp.arange(n, dtype=jnp.int32) for n in sizes)
         key = (key[None] - begin[:, None])[:, None, None]
         where = row[:, None, None, None], 0, query[None, None, :, None], key

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import _checks
+from pallas_attn._problem import owner_of_rows
 from pallas_attn._program import Constant, Operation, Program
 from pallas_attn.masks import LONGEST, Mask, MaskFunction
 
@@ -26,39 +27,104 @@ class DraftTree:
 
     # int32[M, t, 1 + ceil(t / 32)]: bit j % 32 of word 1 + j // 32 says whether draft j is draft i
     # or an ancestor of it; all bits of word 0 are set, which stands for the rows before the drafts.
+    # Of packed rows int32[tokens, words], j counted from the first row of the sequence; all bits
+    # are set of a row that is no draft.
     bits: Array
-    depth: Array  # int32[M, t]: how many ancestors a draft has
+    depth: Array  # int32[M, t] or int32[tokens]: how many ancestors a draft has
 
     @classmethod
-    def create(cls, parents: Any) -> "DraftTree":
+    def create(
+        cls, parents: Any, starts: Any = None, *, drafts_most: int | None = None
+    ) -> "DraftTree":
         """The tree of `parents`, int32[M, t], traced or not: the draft that each draft follows.
 
         A parent that is not from 0 to i - 1 for draft i, as -1, says that draft i continues the
         sequence. The ancestors are found in about log2(t) small operations of XLA.
+
+        Args:
+          parents: int32[M, t]; with `starts`, int32[tokens], one for each packed row, which count
+            drafts from the first row of the sequence.
+          starts: int32[M + 1], as in `decode_attention`: which packed rows a sequence owns.
+          drafts_most: with `starts`, how many drafts a sequence may have. One that owns more rows
+            has none: its rows, of a prompt for example, see all that come before them. The bits
+            of so many drafts are kept for each row: default as many as there are rows.
         """
-        wanted = "int32[M, t] (the draft that each draft follows, -1 for none)"
-        parents = _checks.integers("parents", parents, wanted, (None, None))
-        drafts = parents.shape[1]
-        words = -(-drafts // WORD)
-        at = jnp.arange(drafts, dtype=jnp.int32)[None]
-        word, row = jnp.arange(-1, words, dtype=jnp.int32)[None], at.T
-        own = jnp.where(row // WORD == word, 1 << row % WORD, 0)
-        own = jnp.broadcast_to(jnp.where(word < 0, -1, own)[None], (*parents.shape, words + 1))
-        # The bits of the nearest 1, 2, 4, .. of a draft and its ancestors, and who follows those.
-        after = jnp.where((parents >= 0) & (parents < at), parents, -1)
-        held = jnp.concatenate([own, after[..., None]], axis=2)
-        for _ in range(max(drafts - 1, 0).bit_length()):
-            bits, after = held[..., :-1], held[..., -1:]
-            further = jnp.take_along_axis(held, jnp.maximum(after, 0), axis=1, mode="clip")
-            bits = jnp.where(after >= 0, bits | further[..., :-1], bits)
-            after = jnp.where(after >= 0, further[..., -1:], after)
-            held = jnp.concatenate([bits, after], axis=2)
-        bits = held[..., :-1]
-        depth = jax.lax.population_count(bits[..., 1:]).sum(axis=2, dtype=jnp.int32) - 1
-        return cls(bits, depth)
+        if starts is None:
+            wanted = "int32[M, t] (the draft that each draft follows, -1 for none)"
+            parents = _checks.integers("parents", parents, wanted, (None, None))
+            if drafts_most is not None:
+                raise ValueError(
+                    "drafts_most: expected None without starts, where each sequence has t drafts, "
+                    f"got {drafts_most!r}"
+                )
+            drafts = parents.shape[1]
+            at = jnp.arange(drafts, dtype=jnp.int32)[None]
+            after = jnp.where((parents >= 0) & (parents < at), parents, -1)
+            return cls(*_of_ancestors(at, after, drafts))
+        wanted = "int32[tokens] (of each packed row, the draft that it follows, -1 for none)"
+        parents = _checks.integers("parents", parents, wanted, (None,))
+        rows = parents.shape[0]
+        if drafts_most is not None and (_checks.static_int(drafts_most) is None or drafts_most < 1):
+            raise ValueError(f"drafts_most: expected an int of at least 1, got {drafts_most!r}")
+        drafts = rows if drafts_most is None else min(drafts_most, rows)
+        first, within, count = _owned(_checks.row_starts("starts", starts, rows), rows)
+        in_tree = count <= drafts
+        own = jnp.where(in_tree & (within >= 0), within, 0)
+        after = jnp.where(in_tree & (parents >= 0) & (parents < within), first + parents, -1)
+        bits, depth = _of_ancestors(own, after, max(drafts, 1))
+        return cls(jnp.where(in_tree[:, None], bits, -1), jnp.where(in_tree, depth, within))
 
 
 jax.tree_util.register_dataclass(DraftTree, data_fields=["bits", "depth"], meta_fields=[])
+
+
+def _of_ancestors(row: Array, after: Array, drafts: int) -> tuple[Array, Array]:
+    """`bits` and `depth` of drafts [.., rows]: `row` is the number of each in its sequence, `after`
+    the row that it follows, -1 for none; no path is longer than `drafts`.
+    """
+    words = -(-drafts // WORD)
+    word = jnp.arange(-1, words, dtype=jnp.int32).reshape(*[1] * after.ndim, -1)
+    row = row[..., None]
+    own = jnp.where(row // WORD == word, 1 << row % WORD, 0)
+    own = jnp.broadcast_to(jnp.where(word < 0, -1, own), (*after.shape, words + 1))
+    # The bits of the nearest 1, 2, 4, .. of a draft and its ancestors, and who follows those.
+    held = jnp.concatenate([own, after[..., None]], axis=-1)
+    for _ in range(max(drafts - 1, 0).bit_length()):
+        bits, after = held[..., :-1], held[..., -1:]
+        further = jnp.take_along_axis(held, jnp.maximum(after, 0), axis=-2, mode="clip")
+        bits = jnp.where(after >= 0, bits | further[..., :-1], bits)
+        after = jnp.where(after >= 0, further[..., -1:], after)
+        held = jnp.concatenate([bits, after], axis=-1)
+    bits = held[..., :-1]
+    return bits, jax.lax.population_count(bits[..., 1:]).sum(axis=-1, dtype=jnp.int32) - 1
+
+
+def _owned(starts: Array, rows: int) -> tuple[Array, Array, Array]:
+    """int32[rows] each, of packed rows: the first row of the sequence that owns the row, which of
+    its rows it is, and how many that has; 0, -1 and 0 where none owns it.
+    """
+    owners = owner_of_rows(starts, rows)
+    owned = (owners >= 0) & (owners < starts.size - 1)
+    owners = jnp.clip(owners, 0, max(starts.size - 2, 0))
+    first = jnp.where(owned, starts[owners], 0)
+    within = jnp.where(owned, jnp.arange(rows, dtype=jnp.int32) - first, -1)
+    return (
+        first,
+        within,
+        jnp.where(owned, starts[jnp.minimum(owners + 1, starts.size - 1)] - first, 0),
+    )
+
+
+def of_packed(value: Any, starts: Array, rows: int) -> DraftTree:
+    """`of` of packed rows."""
+    wanted = f"int32[{rows}] (one a packed row) or a DraftTree of them, made with starts"
+    if not isinstance(value, DraftTree):
+        value = DraftTree.create(_checks.integers("parents", value, wanted, (rows,)), starts)
+    ends = [getattr(x, "shape", ()) for x in (value.bits, value.depth)]
+    if len(ends[0]) != 2 or ends[0][1] < 1 or [x[:1] for x in ends] != [(rows,)] * 2:
+        got = f"a DraftTree of {value.depth.dtype}{list(jnp.shape(value.depth))}"
+        raise ValueError(f"parents: expected {wanted}, got {got}")
+    return value
 
 
 def of(value: Any, sequences: int, drafts: int) -> DraftTree:
@@ -76,21 +142,37 @@ def of(value: Any, sequences: int, drafts: int) -> DraftTree:
     return value
 
 
-def program(shape: tuple[int, ...]) -> Program:
+def program(shape: tuple[int, ...], sequences: int | None = None) -> Program:
     """Whether draft q of sequence b sees row kv, both counted from the first draft, by the bits of
     a `DraftTree`, which have this shape. Written out, as a read, a shift and a comparison a logit.
+
+    `sequences`: how many there are, where rows are packed; it reads their starts, too.
     """
     b, _, q, kv = range(4)
-    operations = (
-        Operation("shift_right_arithmetic", (kv, _number(5)), "int32"),
-        Operation("add", (4, _number(1)), "int32"),
-        Operation("read", (b, q, 5), "int32", read=0),  # rows before the drafts: word 0
-        Operation("xor", (kv, _number(WORD - 1)), "int32"),
-        Operation("and", (7, _number(WORD - 1)), "int32"),
-        Operation("shift_left", (6, 8), "int32"),  # the row's bit becomes the sign
-        Operation("lt", (9, _number(0)), "bool"),
-    )
-    return Program(4, operations, 10, ((shape, "int32"),))
+    do = _Operations()
+    word = do.add("shift_right_arithmetic", kv, _number(5))
+    word = do.add("add", word, _number(1))  # rows before the drafts: word 0
+    row = (b, q) if sequences is None else (do.add("add", q, do.add("read", b, read=1)),)
+    word = do.add("read", *row, word, read=0)
+    place = do.add("and", do.add("xor", kv, _number(WORD - 1)), _number(WORD - 1))
+    bit = do.add("shift_left", word, place)  # the row's bit becomes the sign
+    result = do.add("lt", bit, _number(0), dtype="bool")
+    starts = [] if sequences is None else [((sequences + 1,), "int32")]
+    return Program(4, tuple(do), result, ((shape, "int32"), *starts))
+
+
+class _Operations(list[Operation]):
+    """Those of a program of sequence, head, q and kv."""
+
+    def add(self, name: str, *operands: Any, dtype: str = "int32", read: int | None = None) -> int:
+        """The number by which later operations name the result."""
+        self.append(Operation(name, operands, dtype, read=read))
+        return 3 + len(self)
+
+
+def packed(tree: DraftTree, starts: Array) -> MaskFunction:
+    """What drafts see that are packed rows, counted from the first draft of their sequence."""
+    return MaskFunction(program(tree.bits.shape, starts.size - 1), (tree.bits, starts))
 
 
 def split(tree: DraftTree, left: Any, begins: tuple[Array, Array]) -> MaskFunction:
@@ -99,10 +181,13 @@ def split(tree: DraftTree, left: Any, begins: tuple[Array, Array]) -> MaskFuncti
     int32[M] among its keys.
     """
     _, function = windowed(tree, LONGEST - 1 if left is None else left, begins[0])
-    return MaskFunction(program_of_window(tree.bits.shape, split=True), (*function.aux, begins[1]))
+    program = program_of_window(tree.bits.shape, split=True)
+    return MaskFunction(program, (*function.aux, begins[1]))
 
 
-def windowed(tree: DraftTree, left: Any, begin: Array) -> tuple[Mask, MaskFunction]:
+def windowed(
+    tree: DraftTree, left: Any, begin: Array, starts: Array | None = None
+) -> tuple[Mask, MaskFunction]:
     """What drafts see that see `left` positions back, an int or traced: of the rows before them and
     of their ancestors. Of positions in the sequence, whose drafts begin at row begin[m]. Before it
     a band, which shows all of that.
@@ -110,52 +195,63 @@ def windowed(tree: DraftTree, left: Any, begin: Array) -> tuple[Mask, MaskFuncti
     A draft stands `depth` positions behind the last row before the drafts, so that rows which lie
     between it and its ancestors count for nothing.
     """
-    drafts, bits = tree.depth.shape[1], tree.bits
+    drafts, bits = tree.depth.shape[-1], tree.bits
+    words = bits.shape[-1] - 1
     first = tree.depth - left  # of the positions that a draft sees, from the first draft's on
     if not isinstance(left, int) or left < drafts - 1:  # else it sees all its ancestors
-        near = tree.depth[:, None] >= first[:, :, None]
-        words = bits.shape[2] - 1
-        near = jnp.pad(near, ((0, 0), (0, 0), (0, words * WORD - drafts)))
-        near = near.reshape(*near.shape[:2], words, WORD)
+        if starts is None:
+            near = tree.depth[:, None] >= first[:, :, None]
+            near = jnp.pad(near, ((0, 0), (0, 0), (0, words * WORD - drafts)))
+        else:
+            rows = (
+                _owned(starts, drafts)[0][:, None] + jnp.arange(words * WORD, dtype=jnp.int32)[None]
+            )
+            near = jnp.take(tree.depth, rows, mode="clip") >= first[:, None]
+        near = near.reshape(*near.shape[:-1], words, WORD)
         near = jnp.where(near, jnp.int32(1) << jnp.arange(WORD, dtype=jnp.int32), 0)
-        near = near.sum(axis=3, dtype=jnp.int32)
-        bits = jnp.concatenate([bits[..., :1], bits[..., 1:] & near], axis=2)
+        near = near.sum(axis=-1, dtype=jnp.int32)
+        bits = jnp.concatenate([bits[..., :1], bits[..., 1:] & near], axis=-1)
+    nearest = jnp.minimum(first, 0)
+    if starts is not None:  # rows of no tree: each stands where it is
+        whole = (tree.bits == -1).all(axis=1)
+        bits, nearest = jnp.where(whole[:, None], -1, bits), jnp.where(whole, first, nearest)
     # Counted in rows, the drafts' own among them, a window reaches so far at most.
-    reach = left + drafts - 1
+    reach = (
+        left + min(drafts, max(words * WORD, 1)) - 1 if starts is not None else left + drafts - 1
+    )
     reach = min(reach, LONGEST - 1) if isinstance(left, int) else reach
-    aux = bits, jnp.minimum(first, 0), begin
-    return Mask(left=reach, right=0), MaskFunction(program_of_window(bits.shape), aux)
+    aux = bits, nearest, begin, *(() if starts is None else (starts,))
+    sequences = None if starts is None else starts.size - 1
+    return Mask(left=reach, right=0), MaskFunction(program_of_window(bits.shape, sequences), aux)
 
 
-def program_of_window(shape: tuple[int, ...], *, split: bool = False) -> Program:
+def program_of_window(
+    shape: tuple[int, ...], sequences: int | None = None, *, split: bool = False
+) -> Program:
     """`program` with positions in the sequence, and a window. It reads the bits, of this shape, the
     first position that each draft sees of the rows before the drafts, counted from the first draft
     (int32[M, t]), and where the drafts begin (int32[M]); `split`: among queries, and another one
-    among keys.
+    among keys. `sequences`: of packed rows, and it reads their starts.
     """
     b, _, q, kv = range(4)
-    operations: list[Operation] = []
-
-    def add(name: str, *operands: Any, dtype: str = "int32", read: int | None = None) -> int:
-        operations.append(Operation(name, operands, dtype, read=read))
-        return 3 + len(operations)
-
+    do = _Operations()
+    add = do.add
     begin = add("read", b, read=2)
-    row = add("sub", q, begin)
+    number = add("sub", q, begin)
     key = add("sub", kv, add("read", b, read=3) if split else begin)
-    words = [add("read", b, row, _number(n), read=0) for n in range(1, shape[2])]
+    row = (b, number) if sequences is None else (add("add", number, add("read", b, read=3)),)
+    words = [add("read", *row, _number(n), read=0) for n in range(1, shape[-1])]
     word = words[0]
     for n, next_word in enumerate(words[1:], 1):  # chosen, not read: a load a row, not a logit
         word = add("select_n", add("ge", key, _number(WORD * n), dtype="bool"), word, next_word)
     place = add("and", add("xor", key, _number(WORD - 1)), _number(WORD - 1))
     bit = add("lt", add("shift_left", word, place), _number(0), dtype="bool")  # as the sign
-    near = add("ge", key, add("read", b, row, read=1), dtype="bool")
+    near = add("ge", key, add("read", *row, read=1), dtype="bool")
     before = add("lt", key, _number(0), dtype="bool")
     seen = add("or", before, bit, dtype="bool")
     result = add("and", seen, near, dtype="bool")
-    each = (shape[:1], "int32")
-    arrays = (shape, "int32"), (shape[:2], "int32"), *[each] * (1 + split)
-    return Program(4, tuple(operations), result, arrays)
+    numbers = [shape[:1]] * (1 + split) if sequences is None else [(sequences,), (sequences + 1,)]
+    return Program(4, tuple(do), result, tuple((x, "int32") for x in (shape, shape[:-1], *numbers)))
 
 
 def _number(n: int) -> Constant:

@@ -639,7 +639,8 @@ DECODES |= {
     },
 }
 DECODES |= {
-    "parents: expected None with starts; pass q as [M, t, N, H]": (
+    "parents: expected int32[3] (one a packed row) or a DraftTree of them, made with starts, got "
+    "int32[2, 3]": (
         lambda: pa.decode_attention(
             z(3, 4, 8), stacked(), starts=z(3, dtype="int32"), parents=z(2, 3, dtype="int32")
         )
@@ -652,8 +653,18 @@ DECODES |= {
     ),
 }
 APPENDS |= {
-    "parents: expected None with starts; norm and rotate k beforehand": lambda: pa.append_kv(
-        stacked(), z(3, 2, 8), z(3, 2, 8), starts=z(3, dtype="int32"), parents=z(2, 3)
+    "parents: expected int32[3] (one a packed row) or a DraftTree of them, made with starts, got a "
+    "DraftTree of int32[2, 3]": lambda: pa.append_kv(
+        stacked(),
+        *(z(3, 2, 8),) * 2,
+        starts=z(3, dtype="int32"),
+        parents=pa.DraftTree.create(z(2, 3, dtype="int32")),
+    ),
+    "drafts_most: expected an int of at least 1, got 0": (
+        lambda: pa.DraftTree.create(z(3, dtype="int32"), z(2, dtype="int32"), drafts_most=0)
+    ),
+    "drafts_most: expected None without starts, where each sequence has t drafts, got 3": (
+        lambda: pa.DraftTree.create(z(2, 3, dtype="int32"), drafts_most=3)
     ),
 }
 DEVICE = {

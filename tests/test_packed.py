@@ -21,6 +21,7 @@ from pallas_attn import (
     sliding_window,
 )
 from tests import budget, subjects
+from tests.decode_cases import ancestors, some_parents
 
 KINDS = ("per_sequence", "stacked", "paged")
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -87,8 +88,10 @@ class Mixture:
         arguments |= {"q_offset": np.asarray([self.held[m]], np.int32)} | options
         return budget.attention(arguments, tensor_cores=tensor_cores)
 
-    def check(self, out, lse, subject, mask=CAUSAL, but=(), **options):
-        """Every sequence against the oracle; NaN for those in `but`, 0 for rows of nobody."""
+    def check(self, out, lse, subject, mask=CAUSAL, but=(), seen=None, **options):
+        """Every sequence against the oracle; NaN for those in `but`, 0 for rows of nobody. `seen`
+        gives the `mask_array` of one.
+        """
         out, lse = np.asarray(out), np.asarray(lse)
         assert out.shape == self.q.shape and lse.shape == (KV_HEADS * GROUP, self.tokens)
         owned = np.zeros(self.tokens, bool)
@@ -99,7 +102,8 @@ class Mixture:
             if m in but:
                 assert np.isnan(out[own].astype(np.float32)).all() and np.isnan(lse[:, own]).all()
                 continue
-            wanted = self.expected(m, mask, subject.tensor_cores, **options)
+            given = options if seen is None else options | {"mask_array": seen(m)}
+            wanted = self.expected(m, mask, subject.tensor_cores, **given)
             budget.check({"out": out[None, own], "lse": lse[None, :, own]}, wanted)
 
 
@@ -129,6 +133,98 @@ SOME = [
 @pytest.mark.parametrize("subject, kind, name", SOME)
 def test_a_mixture_interpreted(rng, subject, kind, name):
     _check_mixture(rng, subject, kind, name)
+
+
+def of_trees(mixture, parents, window=None, drafts_most=2**31):
+    """`Mixture.check(seen=)`: what drafts see, and rows of sequences that have too many."""
+
+    def seen(m):
+        count, held = mixture.counts[m], mixture.held[m]
+        own = parents[None, mixture.starts[m] : mixture.starts[m + 1]]
+        if count > drafts_most:
+            own = np.arange(count)[None] - 1
+        known = ancestors(own)[0]
+        depth, key = known.sum(axis=1) - 1, np.arange(held + count) - held
+        within = np.maximum(key, 0)
+        stands = np.where(key < 0, key, depth[within])
+        found = (key < 0) | known[:, within]
+        return (found & (depth[:, None] - stands < (window or 2**30)))[None, None]
+
+    return seen
+
+
+def some_packed_parents(tokens):
+    """int32[tokens]: earlier drafts, and numbers that are none."""
+    rng = np.random.default_rng(tokens)
+    parents = np.where(np.arange(tokens) % 3 > 0, rng.integers(-1, 8, tokens), -1)
+    parents[::11], parents[5::13] = 2**31 - 1, -(2**31)
+    return parents.astype(np.int32)
+
+
+TREES = [("paged", None, None), ("stacked", 6, 32)]
+
+
+@pytest.mark.parametrize("kind, window, drafts_most", TREES)
+@pytest.mark.parametrize("subject", subjects.rows("decode"))
+def test_trees(rng, subject, kind, window, drafts_most):
+    """Sequences of one draft, of many and of none; and, of more than trees may have, prompts."""
+    many = subject.implementation != "reference" and not subject.generation  # a GPU
+    sizes = (COUNTS, HELD) if many else (FEW_COUNTS, FEW_HELD)
+    mixture = Mixture(rng, kind, subject.dtype, *sizes)
+    parents = some_packed_parents(mixture.tokens)
+    tree = pa.DraftTree.create(parents, mixture.starts, drafts_most=drafts_most)
+    k, v = (mixture.packed(x) for x in (mixture.k, mixture.v))
+    cache = pa.append_kv(mixture.before, k, v, starts=mixture.starts, implementation="reference")
+    options = {} if window is None else {"mask": sliding_window(window)}
+    options |= {"starts": jnp.asarray(mixture.starts), "parents": tree}
+    out, lse = subject.call(pa.decode_attention_with_lse, mixture.q, cache, **options)
+    seen = of_trees(mixture, parents, window, drafts_most or mixture.tokens)
+    mixture.check(out, lse, subject, seen=seen)
+
+
+def test_trees_of_as_many_drafts_are_those_of_rows_that_are_not_packed(rng):
+    """Rotated and windowed, too; starts that are clipped own the same rows."""
+    drafts, lengths = 5, np.array([9, 0, 3], np.int32)
+    cache = cache_of("stacked", (32,) * 3, "float32").extend(lengths).extend(drafts)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((3, drafts, n, 64), np.float32)) for n in (4, KV_HEADS, 2)
+    )
+    parents = some_parents(3, drafts)
+    options = {"rotary": pa.Rotary.create(32, 64), "norm": pa.RMSNorm(jnp.ones(64))}
+    starts = np.array([-(2**31), 5, 10, 2**31 - 1], np.int32)
+
+    def step(packed, mask):
+        given = options | {"parents": parents}
+        rows = (q, k, v)
+        if packed:
+            rows = [x.reshape(-1, *x.shape[2:]) for x in rows]
+            given |= {"parents": parents.reshape(-1), "starts": starts}
+        written = pa.write_kv(cache, *rows[1:], **given)
+        out = pa.decode_attention(rows[0], written, mask=mask, **given)
+        return written, out.reshape(q.shape)
+
+    for mask in (CAUSAL, sliding_window(3)):
+        (one, out), (other, want) = (jax.jit(step, static_argnums=(0, 1))(x, mask) for x in (1, 0))
+        np.testing.assert_allclose(one.k, other.k, atol=1e-6)
+        np.testing.assert_allclose(out, want, atol=1e-5)
+
+
+def test_rows_of_a_sequence_with_too_many_drafts_see_what_causal_rows_do():
+    parents, starts = np.full(100, -1, np.int32), np.array([2, 3, 70, 70, 99], np.int32)
+    tree = pa.DraftTree.create(parents, starts, drafts_most=33)
+    bits, depth = (np.asarray(x) for x in (tree.bits, tree.depth))
+    assert bits.shape == (100, 3) and (bits[3:70] == -1).all()
+    np.testing.assert_array_equal(depth[3:70], np.arange(67))
+    assert not depth[70:].any() and (bits[:, 0] == -1).all()
+    np.testing.assert_array_equal(bits[70:99, 1], np.left_shift(np.int32(1), np.arange(29)))
+    none = pa.DraftTree.create(np.zeros(0, np.int32), np.zeros(4, np.int32))
+    assert none.bits.shape == (0, 2) and none.depth.shape == (0,)
+    cache = cache_of("stacked", (32,) * 3, "float32").extend(0)
+    out = pa.decode_attention(
+        np.zeros((0, 4, 64), np.float32), cache, starts=np.zeros(4, np.int32), parents=none,
+        mask=sliding_window(3),
+    )  # fmt: skip
+    assert out.shape == (0, 4, 64)
 
 
 @pytest.mark.guards

@@ -194,10 +194,11 @@ class Plan(attention_plan.Plan):
         if self.cache is None or not self.cache.tree:
             return None
         assert self.problem.mask_program is not None
-        ((_, drafts, words), _), column = self.problem.mask_program.arrays[0], place.key
+        ((*_, drafts, words), _), column = self.problem.mask_program.arrays[0], place.key
         column = column - place.q_offset  # of the tile's first key, from the first draft on
-        row = jnp.minimum(self.row_positions(ROWS, place.query), drafts - 1)
-        line = (row + place.batch * drafts) * words
+        query = refs.starts[place.batch] + place.query if self.packed else place.query
+        row = jnp.minimum(self.row_positions(ROWS, query), drafts - 1)
+        line = (row if self.packed else row + place.batch * drafts) * words
         first, shift = lax.shift_right_arithmetic(column, jnp.int32(5)) + 1, column & 31
 
         def word(n):
