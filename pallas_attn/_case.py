@@ -294,25 +294,32 @@ class DecodeCase:
         return None if self.rows is None else jnp.array(np.cumsum((0, *self.rows)), jnp.int32)
 
     def parents(self, seed: int = 0) -> np.ndarray | None:
-        """int32[M, t]: of a tree, the draft that each draft follows, any earlier one or none."""
+        """int32[M, t], packed int32[tokens]: of a tree, the draft that each draft follows, any
+        earlier one or none.
+        """
         if not self.tree:
             return None
-        at, rng = np.arange(self.q_len), np.random.default_rng(seed)
-        return rng.integers(-1, np.maximum(at, 1), (self.sequences, self.q_len)).astype(np.int32)
+        at, rng = np.concatenate([np.arange(t) for t in self.each]), np.random.default_rng(seed)
+        parents = rng.integers(-1, np.maximum(at, 1)).astype(np.int32)
+        return parents if self.rows is not None else parents.reshape(self.sequences, self.q_len)
 
     def seen_in_tree(self, seed: int = 0) -> jax.Array:
-        """bool[M, 1, t, capacity]: the rows before the drafts, themselves and their ancestors."""
-        parents = self.parents(seed)
-        assert parents is not None
-        seen = np.zeros((self.sequences, self.q_len, self.q_len), bool)
+        """bool[M, 1, t, capacity]: the rows before the drafts, themselves and their ancestors. Of
+        packed rows t is the most that a sequence has.
+        """
+        given, most = self.parents(seed), max(self.each)
+        assert given is not None
+        parents = np.full((self.sequences, most), -1)
+        parents[np.arange(most)[None] < np.asarray(self.each)[:, None]] = given.reshape(-1)
+        seen = np.zeros((self.sequences, most, most), bool)
         for i, at in enumerate(parents.T):
             (followed,) = np.nonzero(at >= 0)
             seen[followed, i] = seen[followed, at[followed]]
             seen[:, i, i] = True
-        dense = np.zeros((self.sequences, 1, self.q_len, self.capacity), bool)
-        for m, length in enumerate(self.lengths):
-            dense[m, 0, :, : length - self.q_len] = True
-            dense[m, 0, :, length - self.q_len : length] = seen[m]
+        dense = np.zeros((self.sequences, 1, most, self.capacity), bool)
+        for m, (length, t) in enumerate(zip(self.lengths, self.each, strict=True)):
+            dense[m, 0, :t, : length - t] = True
+            dense[m, 0, :t, length - t : length] = seen[m, :t, :t]
         return jnp.asarray(dense)
 
     def options(self) -> dict[str, Any]:

@@ -124,6 +124,10 @@ _SPLIT_TREE: dict[str, Any] = {
     "mask_program": trees.program_of_window((8, 64, 3), split=True),
 }
 _PACKED: dict[str, Any] = {"tokens": 2112, "q_len": 2112}
+_PACKED_TREE: dict[str, Any] = _PACKED | {
+    "tree": True,
+    "mask_program": trees.program((2112, 3), 8),
+}
 _LATENT: dict[str, Any] = {"head_dim": 576, "v_head_dim": 512, "shared_kv": True}
 _LATENT |= {"kv_heads": 1, "q_heads": 16}
 _QUANTISED: tuple[dict[str, Any], ...] = tuple(
@@ -204,6 +208,18 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
         "a tree over a quantised cache": tuple(
             one | {"q_len": 64} | _IN_TREE for one in _QUANTISED
         ),
+        "a tree of packed rows": (_PACKED_TREE,),
+        "a tree of packed rows in a window": (
+            _PACKED
+            | {
+                "mask": Mask(left=1086, right=0),
+                "mask_program": trees.program_of_window((2112, 3), 8),
+            },
+        ),
+        "a tree of packed rows over a quantised cache": tuple(
+            one | _PACKED_TREE for one in _QUANTISED
+        ),
+        "a tree of packed rows, V within K": (_LATENT | _PACKED_TREE,),
         "a tree, V within K": (_LATENT | {"q_len": 4} | _IN_TREE,),
         "mask_fn": ({"mask_program": _ALTERNATE.program},),
         "mask_fn, packed rows": ({"mask_program": _ALTERNATE.program} | _PACKED,),

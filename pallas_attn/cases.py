@@ -378,12 +378,27 @@ def _prefill() -> list[DecodeCase]:
 
 
 def _trees() -> list[DecodeCase]:
-    """Drafts of speculative decoding, which form trees."""
+    """Drafts of speculative decoding, which form trees; packed, as many of each sequence or not."""
     caches = (("stacked", None), ("paged", 16), ("paged", 64))
+    sizes: dict[str, dict[str, Any]] = {
+        f"m{batch}_t{drafts}": {"lengths": (8192,) * batch, "q_len": drafts}
+        for batch, drafts in ((8, 64), (1, 64), (64, 4))
+    }
+    sizes["packed_m8_t64"] = {"lengths": (8192,) * 8, "rows": (64,) * 8}
+    sizes["packed_m64"] = {"lengths": (8192,) * 64, "rows": (1, 64, 4, 16) * 16}
+    heads: dict[str, int] = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
     return [
-        _full("tree", *size, cache, tree=True, labels=("trees",))
-        for size in ((8, 64), (1, 64), (64, 4))
-        for cache in caches
+        DecodeCase(
+            f"tree_{kind}{page or ''}_{name}",
+            **fields | heads,
+            capacity=8192,
+            kind=kind,
+            page_size=page,
+            tree=True,
+            labels=("trees",),
+        )
+        for name, fields in sizes.items()
+        for kind, page in caches
     ]
 
 

@@ -240,7 +240,7 @@ def _visible(
             begin = cache.lengths - jnp.diff(starts)
             return *trees.windowed(tree, mask.left, begin, starts), tree
         tree = trees.of(parents, cache.num_sequences, rows.shape[1])
-        if split:
+        if cache.context is not None:
             begins = _cache_rows.begins(cache.context, cache.held, cache.lengths, rows.shape[1])
             return FULL, trees.split(tree, mask.left, begins), tree
         if mask.left is None:

@@ -120,8 +120,8 @@ def of_packed(value: Any, starts: Array, rows: int) -> DraftTree:
     wanted = f"int32[{rows}] (one a packed row) or a DraftTree of them, made with starts"
     if not isinstance(value, DraftTree):
         value = DraftTree.create(_checks.integers("parents", value, wanted, (rows,)), starts)
-    ends = [getattr(x, "shape", ()) for x in (value.bits, value.depth)]
-    if len(ends[0]) != 2 or ends[0][1] < 1 or [x[:1] for x in ends] != [(rows,)] * 2:
+    of_row = jnp.shape(value.bits)[1:]
+    if len(of_row) != 1 or jnp.shape(value.bits)[0] != rows or jnp.shape(value.depth) != (rows,):
         got = f"a DraftTree of {value.depth.dtype}{list(jnp.shape(value.depth))}"
         raise ValueError(f"parents: expected {wanted}, got {got}")
     return value

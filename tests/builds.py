@@ -135,7 +135,10 @@ def _decode(
     q = _shape(dtype, *count, heads, sizes.get("head_dim", 128))
     arrays = {"mask": mask} | ({"starts": _STARTS} if rows is None else {})
     if parents:
-        arrays["parents"] = jax.eval_shape(pa.DraftTree.create, _shape("int32", *count))
+        create, given = pa.DraftTree.create, [_shape("int32", *count)]
+        if rows is None:
+            create, given = functools.partial(create, drafts_most=64), [*given, _STARTS]
+        arrays["parents"] = jax.eval_shape(create, *given)
     call = functools.partial(_decode_call, dict(options))
     return Build(target, call, (q, _cache(kind, **sizes), arrays))
 
@@ -293,6 +296,7 @@ BUILDS: dict[str, Build] = {
     "decode/sm80/stacked_packed": _decode("a100", "stacked", rows=None),
     "decode/sm90/paged_tree": _decode("h100", "paged", rows=4, parents=True),
     "decode/sm80/stacked_tree": _decode("a100", "stacked", rows=16, parents=True),
+    "decode/sm80/paged_packed_tree": _decode("a100", "paged", rows=None, parents=True),
     "decode/sm90/stacked_mask_fn": _decode("h100", "stacked", mask=pa.CAUSAL & _BLOCKS["mask"]),
     "decode_mla/sm90/heads16_tree": _decode(
         "h100", "stacked", rows=2, heads=16, parents=True, **_LATENT
@@ -306,6 +310,10 @@ BUILDS: dict[str, Build] = {
     "prefill/sm90/paged_tree": _decode("h100", "paged", rows=64, parents=True),
     "prefill/sm90/paged_tree_window": _decode(
         "h100", "paged", rows=64, parents=True, mask=pa.sliding_window(1024)
+    ),
+    "prefill/sm90/paged_packed_tree": _decode("h100", "paged", rows=None, parents=True),
+    "prefill/sm90/paged_packed_tree_window": _decode(
+        "h100", "paged", rows=None, parents=True, mask=pa.sliding_window(1024)
     ),
     "prefill/sm90/stacked_mask_fn": _decode(
         "h100", "stacked", rows=64, mask=pa.CAUSAL & _BLOCKS["mask"]

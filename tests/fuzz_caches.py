@@ -36,11 +36,13 @@ SCORES = 2**20
 class Case(_case.DecodeCase):
     """`lengths` is what sequences hold at first. `spread`: separate capacities differ by up to so
     many rows; `pool`: the share of pages that there is, of what full sequences would take.
+    `packed`: queries are packed, of each sequence up to q_len.
     """
 
     layers: int | None = None
     spread: int = 0
     pool: float = 1.0
+    packed: bool = False
 
     def create(self) -> Any:
         sizes = {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim, "layers": self.layers}
@@ -76,6 +78,7 @@ def draw(seed: int, tiny: bool) -> Case:
     )
     if pick.random() < 0.3:
         case = dataclasses.replace(case, tree=True, mask=CAUSAL)
+    case = dataclasses.replace(case, packed=pick.random() < 0.3)
     if tiny:
         small = {"capacity": 48, "q_len": min(case.q_len, 9), "layers": case.layers and 2}
         dims = (min(case.head_dim, 64), min(case.v_head_dim, 64))
@@ -114,6 +117,7 @@ def resized(case: Case, **sizes: int) -> Case:
 
 def simpler(case: Case) -> Iterator[dict[str, Any]]:
     plain = {"softcap": None, "sinks": False, "layers": None, "spread": 0, "pool": 1.0}
+    plain |= {"packed": False}
     plain |= {"scale": None, "mask": CAUSAL, "batch_invariant": False, "cache_dtype": None}
     plain |= {"precision": None, "dtype": "bfloat16", "q_len": 1, "tree": False}
     if not case.shared_kv:
@@ -301,8 +305,15 @@ class Program:
         options = {name: x for name, x in case.options().items() if x is not None}
         if case.sinks:
             options["sinks"] = self._normal("float32", case.q_heads)
+        self.parents, t = some_parents(case.sequences, case.q_len), case.q_len
+        self.counts = np.full(case.sequences, t)  # query rows of each sequence
+        own = np.s_[:]
+        if case.packed:
+            self.counts = self.rng.integers(0, t + 1, case.sequences)
+            own = np.arange(t)[None] < self.counts[:, None]
+            options["starts"] = jnp.asarray(np.r_[0, np.cumsum(self.counts)], jnp.int32)
         if case.tree:
-            options["parents"] = jnp.asarray(some_parents(case.sequences, case.q_len))
+            options["parents"] = jnp.asarray(self.parents[own])
         self.options = options
         with place.active():
             cache = poisoned(case, case.create(), self.rng)
@@ -318,7 +329,7 @@ class Program:
         new = [x[0] for x in self.new_rows(1)]
         layer = {} if self.case.layers is None else {"layer": jnp.int32(0)}
         appends = {"cache": cache, **dict(zip("kv", new, strict=False)), **layer}
-        decodes = {"q": self.queries(), "cache": cache, **layer, **self.options}
+        decodes = {"q": self.given(self.queries()), "cache": cache, **layer, **self.options}
         return fuzz.takes(subject, "append", pa.write_kv, appends) and fuzz.takes(
             subject, "decode", pa.decode_attention_with_lse, decodes
         )
@@ -329,6 +340,32 @@ class Program:
     def queries(self) -> jax.Array:
         case = self.case
         return self._normal(case.dtype, case.sequences, case.q_len, case.q_heads, case.head_dim)
+
+    @property
+    def placed(self) -> np.ndarray:
+        """bool[M, t]: which of the queries there are, the last ones of each sequence."""
+        t = self.case.q_len
+        return np.arange(t)[None] >= t - self.counts[:, None]
+
+    def given(self, q: jax.Array) -> jax.Array:
+        """What a call takes of queries [M, t, N, H]."""
+        return q[self.placed] if self.case.packed else q
+
+    def unpacked(self, results: list[Any], lost: np.ndarray) -> list[Any]:
+        """[M, t, N, Hv] and [M, N, t] of what a call gives; rows that are not there are those of a
+        query that sees nothing, or lost.
+        """
+        if not self.case.packed:
+            return results
+        here = self.placed
+        out, lse = (np.asarray(x) for x in (results[0], results[1].T))
+        rows = [
+            np.full((*here.shape, *x.shape[1:]), n, x.dtype) for x, n in ((out, 0), (lse, -np.inf))
+        ]
+        for row, x in zip(rows, (out, lse), strict=True):
+            row[lost] = np.nan
+            row[here] = x
+        return [rows[0], np.moveaxis(rows[1], 1, 2)]
 
     def new_rows(self, count: int) -> tuple[jax.Array, ...]:
         """Rows of K, and of V where it is not within K: [layers, M, t, K, H]."""
@@ -399,7 +436,8 @@ class Program:
             extra = beyond if self.rng.random() < 0.7 else within
             arguments["extra"] = jnp.int32(extra)
         if decode:
-            arguments |= {"q": self.queries(), **self.options}
+            queries = self.queries()
+            arguments |= {"q": self.given(queries), **self.options}
             arguments |= {} if layer is None else {"layer": jnp.int32(layer)}
         after = Held.of(case, cache)
         new = [np.asarray(x) for x in arguments["new"]]
@@ -418,8 +456,8 @@ class Program:
                 found = {side: getattr(cache_after, side) for side in after.arrays}
                 append_cases.assert_same_bytes(found, after.arrays)
                 if decode:
-                    expected = expected or self._expected(after, arguments["q"], layer)
-                    self._check(results, *expected)
+                    expected = expected or self._expected(after, queries, layer)
+                    self._check(self.unpacked(results, expected[2]), *expected)
                 if decode and turn == 0 and not spoil and subject.marks:
                     fuzz.same_bits(results, subject.call(work, **arguments)[1:])
             if not spoil and subject is self.subjects[0]:
@@ -490,9 +528,14 @@ class Program:
         plain |= {"q_offset": lengths - case.q_len, "precision": "highest"}
         names = ("mask", "scale", "softcap", "sinks")
         plain |= {name: self.options[name] for name in names if name in self.options}
-        if case.tree:
-            parents = np.asarray(self.options["parents"])[some]
-            plain["mask_array"] = seen_in_tree(parents, lengths, k.shape[1])
+        if case.tree or case.packed:
+            seen = np.zeros((len(some), 1, case.q_len, k.shape[1]), bool)
+            for n, (m, length) in enumerate(zip(some, lengths, strict=True)):
+                count = self.counts[m]
+                own = self.parents[m : m + 1, :count]
+                by = seen_in_tree(own, [length], k.shape[1])[0] if case.tree else True
+                seen[n, :, case.q_len - count :] = by
+            plain["mask_array"] = seen
         cores = any(one.tensor_cores for one in self.subjects)
         wanted = budget.attention(plain, tensor_cores=cores, grids=grids)
         if case.cache_dtype and case.dtype != "float32":  # rows may be rounded to q's dtype
@@ -536,6 +579,11 @@ def _lower(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
         layer = {} if case.layers is None else {"layer": jnp.int32(0)}
         new = dict(zip("kv", (x[0] for x in program.new_rows(case.q_len)), strict=False))
         write = {"cache": program.cache.extend(0), **new, **layer}
-        read = {"q": program.queries(), "cache": program.cache, **layer, **program.options}
+        read = {
+            "q": program.given(program.queries()),
+            "cache": program.cache,
+            **layer,
+            **program.options,
+        }
         fuzz.lower("append", pa.write_kv, write, generation, tally)
         fuzz.lower("decode", pa.decode_attention_with_lse, read, generation, tally)

@@ -51,6 +51,9 @@ def _tree_judge(case: DecodeCase, arrays: dict[str, Any], options: dict[str, Any
     """A tree against its dense mask, and the chain that it is measured by against causal."""
     seen = {"mask_array": case.seen_in_tree()}
     tree, chain = (verify.expected(arrays | some, options, None) for some in (seen, {}))
+    if case.rows is not None:
+        packed = subjects.packed_places(case)
+        tree, chain = (tuple(tuple(x[packed] for x in y) for y in both) for both in (tree, chain))
 
     def judge(subject: Subject, produced: Any) -> str | None:
         oracle, naive = chain if subject.name == "chain" else tree

@@ -185,9 +185,12 @@ def decode(
     """
     cache, parents = filled_cache(case, arrays), case.parents()
     static = case.options() | {"implementation": implementation}
-    tree = None if parents is None else pallas_attn.DraftTree.create(parents)
+    tree, starts = None, case.starts()
+    if parents is not None:
+        most = {} if case.rows is None else {"drafts_most": max(case.rows)}
+        tree = pallas_attn.DraftTree.create(parents, starts, **most)
     find = jax.jit(functools.partial(pallas_attn.PagedCache.shared_prefixes, levels=2))
-    given = {"sinks": arrays.get("sinks"), "starts": case.starts(), "parents": tree}
+    given = {"sinks": arrays.get("sinks"), "starts": starts, "parents": tree}
     if apart and not case.finding:
         given["shared_prefixes"] = find(cache)
 
