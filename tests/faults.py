@@ -428,6 +428,12 @@ FAULTS = {
         "jnp.maximum(begin + self.config.block_kv, 0)",
         f"{TEST_PREFILL} -k 'test_interpreted and tree'",
     ),
+    "prefill_tree_of_packed_rows_reads_the_first_sequence": Fault(
+        f"{PREFILL}/plan.py",
+        "refs.starts[place.batch] + place.query if self.packed",
+        "refs.starts[0] + place.query if self.packed",
+        "tests/test_packed.py -k 'test_trees and interpreted and paged'",
+    ),
     "prefill_function_has_the_head_of_the_next_rows": Fault(
         f"{PREFILL}/plan.py",
         "head = lax.div(mosaic.positions((ROWS,), 0, 0), rows) + place.head",

@@ -310,6 +310,7 @@ class Program:
         own = np.s_[:]
         if case.packed:
             self.counts = self.rng.integers(0, t + 1, case.sequences)
+            self.counts[0] += not self.counts.any()  # or nothing is launched
             own = np.arange(t)[None] < self.counts[:, None]
             options["starts"] = jnp.asarray(np.r_[0, np.cumsum(self.counts)], jnp.int32)
         if case.tree:
