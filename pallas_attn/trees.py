@@ -195,17 +195,17 @@ def windowed(
     A draft stands `depth` positions behind the last row before the drafts, so that rows which lie
     between it and its ancestors count for nothing.
     """
-    drafts, bits = tree.depth.shape[-1], tree.bits
+    every, bits = tree.depth.shape[-1], tree.bits
     words = bits.shape[-1] - 1
+    drafts = every if starts is None else min(every, max(words, 1) * WORD)
     first = tree.depth - left  # of the positions that a draft sees, from the first draft's on
     if not isinstance(left, int) or left < drafts - 1:  # else it sees all its ancestors
         if starts is None:
             near = tree.depth[:, None] >= first[:, :, None]
             near = jnp.pad(near, ((0, 0), (0, 0), (0, words * WORD - drafts)))
         else:
-            rows = (
-                _owned(starts, drafts)[0][:, None] + jnp.arange(words * WORD, dtype=jnp.int32)[None]
-            )
+            number = jnp.arange(words * WORD, dtype=jnp.int32)[None]
+            rows = _owned(starts, every)[0][:, None] + number
             near = jnp.take(tree.depth, rows, mode="clip") >= first[:, None]
         near = near.reshape(*near.shape[:-1], words, WORD)
         near = jnp.where(near, jnp.int32(1) << jnp.arange(WORD, dtype=jnp.int32), 0)
@@ -216,9 +216,7 @@ def windowed(
         whole = (tree.bits == -1).all(axis=1)
         bits, nearest = jnp.where(whole[:, None], -1, bits), jnp.where(whole, first, nearest)
     # Counted in rows, the drafts' own among them, a window reaches so far at most.
-    reach = (
-        left + min(drafts, max(words * WORD, 1)) - 1 if starts is not None else left + drafts - 1
-    )
+    reach = left + drafts - 1
     reach = min(reach, LONGEST - 1) if isinstance(left, int) else reach
     aux = bits, nearest, begin, *(() if starts is None else (starts,))
     sequences = None if starts is None else starts.size - 1
