@@ -369,6 +369,7 @@ def _prefill() -> list[DecodeCase]:
         for cache, dtype in (
             (("stacked", None), "float8_e4m3fn"),
             (("stacked", None), "int8"),
+            (("per_sequence", None), "float8_e4m3fn"),
             (("paged", 64), "float8_e4m3fn"),
         )
     ]

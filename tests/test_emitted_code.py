@@ -300,7 +300,7 @@ def test_narrow_rows_are_stored_where_tma_would_put_them(rng, monkeypatch, dim, 
     scales = rng.standard_normal((2, block)).astype(np.float32)
     both = [np.zeros((3, block, dim), jnp.bfloat16) for _ in range(2)]
     for to, ours in zip(both, (True, False), strict=True):
-        given = numbers, scales, np.int32(1), to, np.int32(2), 128
+        given = numbers, scales, np.int32(1), to, np.int32(2), 128, 3
         one = captured(narrow_rows.widen, *given)
         if ours:
             evaluate(one, {})

@@ -34,8 +34,11 @@ def test_who_takes_what():
     assert chosen(gpu="sm80") == "decode.sm80"
     refused = kernel.limit(dataclasses.replace(PROBLEM, head_dim=96, v_head_dim=96))
     assert refused is not None and "multiples of 64" in str(refused)
-    with pytest.raises(ValueError, match="slots"):
-        kernel.Config(slots=3)
+    for wrong in ({"slots": 3}, {"loads": 9}, {"warpgroups": 3, "producers": 2}):
+        with pytest.raises(ValueError, match=list(wrong)[-1]):
+            kernel.Config(**wrong)
+    for (workers, loaders), (ours, loader) in narrow_producer.REGISTERS.items():
+        assert (workers * ours + loaders * loader) * 128 <= 65536
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
@@ -45,9 +48,6 @@ def test_the_default_fits(dim, rows):
     assert kernel.limit(problem) is None
     config = kernel.Config.default(problem)
     assert kernel.smem_bytes(problem, config) <= SMEM_LIMIT
-    workers = config.warpgroups
-    ours, loader = narrow_producer.REGISTERS[workers]
-    assert (workers * ours + loader) * 128 <= 65536
 
 
 @pytest.mark.guards
@@ -69,9 +69,10 @@ def test_interpreted(rng, kind, dtype, layers):
         new_lengths=cache.new_lengths,
     )
     assert kernel.limit(problem) is None
-    # Two consumers; or one, and keys that are split.
+    # Two consumers; or one, keys that are split, and two producers.
     config = kernel.Config(2, block_kv=64, grid=3, slots=4)
-    config = config if layers is not None else kernel.Config(1, block_kv=64, grid=3, splits=2)
+    if layers is None:
+        config = kernel.Config(1, block_kv=64, grid=3, splits=2, producers=2)
     run = jax.jit(lambda inputs: kernel.run(inputs, problem, config))
     want = pa.decode_attention_with_lse(q, cache, **layer, implementation="reference")
     with mosaic.interpret():

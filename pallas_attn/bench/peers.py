@@ -613,6 +613,7 @@ PEERS: dict[str, dict[str, Peer]] = {
         "dense": dense,
         "unpacked": unpacked,
         "chain": chain,
+        "wide_cache": wide_cache,
         "flashinfer": flashinfer,
         "flash_attention_4": functools.partial(_over_dense, _flash_attention_4),
         "xla": functools.partial(_over_dense, _xla_masked),

@@ -87,22 +87,26 @@ def columns(ref: Ref, start: int, width: int, traced: Any) -> Any:
 def share_registers(  # noqa: PLR0913
     wg: jax.Array,
     workers: int,
-    load: Callable[[], None],
+    load: Callable[[], None] | Sequence[Callable[[], None]],
     compute: Callable[[], None],
     ours: int,
     loader: int = 24,
 ) -> None:
-    """Warpgroup `workers` loads with `loader` registers a thread, those below it compute with
-    `ours`. A block begins with an equal number for each, a multiple of 8: whoever asks for more
-    than all of them have together waits for ever.
+    """Warpgroup `workers` loads with `loader` registers a thread, or as many from it on as there
+    are loads; those below compute with `ours`. A block begins with an equal number for each, a
+    multiple of 8: whoever asks for more than all of them have together waits for ever.
     """
-    equal = min(65536 // (THREADS * (workers + 1)) // 8 * 8, 240)
-    assert workers * ours + loader <= (workers + 1) * equal and ours % 8 == 0 == loader % 8
+    loads = load if isinstance(load, Sequence) else (load,)
+    groups = workers + len(loads)
+    equal = min(65536 // (THREADS * groups) // 8 * 8, 240)
+    assert workers * ours + len(loads) * loader <= groups * equal and ours % 8 == 0 == loader % 8
 
-    @pl.when(wg == workers)
-    def _():
-        plgpu.set_max_registers(loader, action="decrease")
-        load()
+    for number, one in enumerate(loads):
+
+        @pl.when(wg == workers + number)
+        def _(one=one):
+            plgpu.set_max_registers(loader, action="decrease")
+            one()
 
     @pl.when(wg < workers)
     def _():

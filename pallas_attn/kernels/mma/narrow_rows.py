@@ -4,9 +4,11 @@ dtype of the matmuls and stores them where TMA would have put them.
 
 Each thread converts pieces of 16 bytes, in whose order the numbers lie. Of 8 neighbouring threads 4
 have pieces of one row and 4 of the next: what they store lies in different banks, and from global
-memory they read half a cache line of each row.
+memory they read half a cache line of each row. The loads of a few pieces are under way before the
+first is converted: ptxas cannot know that no store is to where they read, and moves none of them.
 """
 
+import collections
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -51,10 +53,11 @@ def pieces(index: Any, block: int, words: int) -> list[Piece]:
 
 
 def widen(  # noqa: PLR0913
-    numbers: Any, scales: Any, slot: Any, to: Any, entry: Any, swizzle: int
+    numbers: Any, scales: Any, slot: Any, to: Any, entry: Any, swizzle: int, loads: int = 0
 ) -> None:
     """The rows in slot `slot` of numbers [slots, bytes] and scales float32[slots, rows], in entry
-    `entry` of `to` [entries, rows, columns], which is swizzled.
+    `entry` of `to` [entries, rows, columns], which is swizzled. `loads`: how many pieces are being
+    loaded while one is converted.
     """
     (_, block, dim), slot_words = to.shape, numbers.shape[1] // 16
     words, across = dim // 16, swizzle // 16
@@ -62,11 +65,19 @@ def widen(  # noqa: PLR0913
 
     def code(numbers, scales, to, slot, entry):
         thread, slot, entry = threads.WarpgroupThread(), _int_of(slot), _int_of(entry)
-        for number, start, row, below, word in pieces(thread.index, block, words):
-            scale = mosaic.address_of(scales, slot * block + row, 4)
-            scale = llvm.load(ir.F32Type.get(), _moved(scale, below, 4), alignment=4)
-            given = mosaic.address_of(numbers, slot * slot_words + number, 16)
-            given = llvm.load(mosaic.word_type(16), _moved(given, start, 16), alignment=16)
+        mine: list[Piece] = pieces(thread.index, block, words)
+
+        def load(piece: Piece) -> tuple[Any, Any]:
+            scale = mosaic.address_of(scales, slot * block + piece.row, 4)
+            scale = llvm.load(ir.F32Type.get(), _moved(scale, piece.below, 4), alignment=4)
+            given = mosaic.address_of(numbers, slot * slot_words + piece.number, 16)
+            given = llvm.load(mosaic.word_type(16), _moved(given, piece.start, 16), alignment=16)
+            return given, scale
+
+        loaded = collections.deque(load(piece) for piece in mine[:loads])
+        for number, (_, _, row, below, word) in enumerate(mine):
+            loaded.extend(load(piece) for piece in mine[number + loads : number + loads + 1])
+            given, scale = loaded.popleft()
             parts = [vector.extract(given, [], [i]) for i in range(4)]
             halves = dequant.to_16_bits(parts, stored)
             floats = [x for half in halves for x in thread_math.from_word(half, 4, "float16")]

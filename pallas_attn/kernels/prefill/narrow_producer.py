@@ -3,13 +3,18 @@ in q's dtype, which the mainloop then reads as those of any other cache.
 
 A tile of K or of V comes by cp.async to a slot of 8-bit numbers and their scales. The tiles of a
 unit are in one order, K of entry e before the V that goes with it, and each is asked for `slots`
-tiles ahead. When it is there, `narrow_rows` widens it.
+tiles ahead. When it is there, `narrow_rows` widens it. Where there are two producers, one has K and
+the other V.
 
 A thread converts the 16 bytes that it asked for, so only scales are shared between threads: all
-meet when a tile is there, and again before its slot is asked for anew. Rows past a length come as
-zeros with a scale of zero.
+meet when a tile is there, and again before its slot is asked for anew, which is when they meet for
+the next tile, or for the ring's entry. Of a tile that does not exist nothing is asked for: two
+copies to one place would not be ordered. Rows past a length come as zeros with a scale of zero.
 """
 
+import functools
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -28,7 +33,11 @@ from pallas_attn.kernels.prefill import tile_count
 from pallas_attn.kernels.prefill.plan import Plan
 from pallas_attn.kernels.prefill.units import Unit, unit_of
 
-REGISTERS = {1: (240, 240), 2: (208, 88), 3: (144, 80)}  # as those of `sm90`
+# As those of `sm90`, by consumers and producers.
+REGISTERS = {
+    **{(1, 1): (240, 240), (2, 1): (208, 88), (3, 1): (144, 80)},
+    **{(1, 2): (240, 128), (2, 2): (184, 72)},
+}
 
 
 class Slots(NamedTuple):
@@ -63,11 +72,20 @@ class Tile(NamedTuple):
     capacity: Any  # of the sequence, where capacities differ
 
 
-def produce(ctx: Context, block_id: Any) -> None:
-    """K and V of every unit of the block, in the order in which consumers use them."""
-    plan, _, smem = ctx
+def programs(ctx: Context, block_id: Any) -> list[Callable[[], None]]:
+    """What each of the producers does."""
+    sides = ((0, 1),) if ctx.plan.producers == 1 else ((0,), (1,))
+    return [functools.partial(produce, ctx, block_id, some) for some in sides]
+
+
+def produce(ctx: Context, block_id: Any, sides: tuple[int, ...] = (0, 1)) -> None:
+    """K (side 0) and V (1), or one of them, of every unit of the block, in the order in which
+    consumers use them.
+    """
+    plan = ctx.plan
     config, ring, units = plan.config, Ring.of(ctx), tile_count.units_of(ctx, block_id)
     ahead = config.slots // 2
+    asked = ahead * len(sides)  # tiles
 
     def one_unit(i, count):
         unit = unit_of(ctx, units.number(i), units.share)
@@ -80,25 +98,25 @@ def produce(ctx: Context, block_id: Any) -> None:
         def entry(e, count):
             slot = lax.rem(count, jnp.int32(config.stages))
             pl.when(count >= config.stages)(lambda: ring.wait_released(slot))
-            for side, there in ((0, e < tiles), (1, e > 0)):
-                _wait(config.slots - 1)
+            for n, side in enumerate(sides):
+                _wait(asked - 1 - n)
+                if n > 0:
+                    ask(e + ahead, sides[n - 1])
                 narrow = lax.rem(e, jnp.int32(ahead)) * 2 + side
 
-                @pl.when(there)
+                @pl.when((e < tiles, e > 0)[side])
                 def _(side=side, narrow=narrow):
                     _widen(ctx, side, narrow, slot)
 
-                _meet()
-                ask(e + ahead, side)
             plgpu.commit_smem()
             plgpu.barrier_arrive(ring.ready.at[slot])
+            ask(e + ahead, sides[-1])
             return count + 1
 
         @pl.when(tiles > 0)
         def _():
-            for e in range(ahead):
-                ask(jnp.int32(e), 0)
-                ask(jnp.int32(e), 1)
+            for e, side in itertools.product(range(ahead), sides):
+                ask(jnp.int32(e), side)
 
         return lax.fori_loop(0, entries, entry, count)
 
@@ -116,13 +134,9 @@ def _wait(left: int) -> None:
     mosaic.each_thread(program, (), (), threads.WarpgroupThread())
 
 
-def _meet() -> None:
-    mosaic.each_thread(lambda thread, *_: thread.sync(), (), (), threads.WarpgroupThread())
-
-
 def _ask(ctx: Context, unit: Unit, side: int, number: Any, slot: Any) -> None:
-    """Asks for the tile of K (side 0) or V (1) that is `number` before the unit's last, if there
-    is one.
+    """Asks for the tile of K or V that is `number` before the unit's last, if there is one. The
+    copies are a group in any case, since groups are counted.
     """
     plan, refs, smem = ctx
     assert plan.cache is not None
@@ -139,8 +153,9 @@ def _ask(ctx: Context, unit: Unit, side: int, number: Any, slot: Any) -> None:
     def program(thread, memory, at):
         _copy(thread, memory, Tile(*at), plan, side)
 
-    memory = refs.tables, refs.page_table, smem.narrow
-    mosaic.each_thread(program, memory, tuple(at), threads.WarpgroupThread())
+    memory, thread = (refs.tables, refs.page_table, smem.narrow), threads.WarpgroupThread()
+    pl.when(there)(lambda: mosaic.each_thread(program, memory, tuple(at), thread))
+    mosaic.each_thread(lambda thread, *_: thread.commit_copies(), (), (), thread)
 
 
 def _copy(thread: Any, memory: Any, at: Tile, plan: Plan, side: int) -> None:
@@ -171,7 +186,6 @@ def _copy(thread: Any, memory: Any, at: Tile, plan: Plan, side: int) -> None:
     row = thread.minimum(row, block - 1)
     place = Word(to.scales, at.slot * block + row)
     thread.copy_async(place, Word(scales, line(row)), row < at.live, inside, 4)
-    thread.commit_copies()
 
 
 def _widen(ctx: Context, side: int, slot: Any, entry: Any) -> None:
@@ -179,4 +193,4 @@ def _widen(ctx: Context, side: int, slot: Any, entry: Any) -> None:
     plan, _, smem = ctx
     to, swizzle = ((smem.k, plan.k_swizzle), (smem.v, plan.v_swizzle))[side]
     numbers, scales = smem.narrow
-    narrow_rows.widen(numbers, scales, slot, to, entry, swizzle)
+    narrow_rows.widen(numbers, scales, slot, to, entry, swizzle, plan.config.loads)

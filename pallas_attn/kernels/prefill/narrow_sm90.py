@@ -24,13 +24,21 @@ FEW_ROWS = 32  # of a kv head of a sequence, up to which decoding is faster: mea
 
 @dataclasses.dataclass(frozen=True)
 class Config(sm90.Config):
-    """As `sm90.Config`. `slots`: tiles of K and of V together that are on their way."""
+    """As `sm90.Config`."""
 
-    slots: int = 2
+    slots: int = 2  # tiles of K and of V together that are on their way
+    loads: int = 2  # 16 bytes of a producer's thread that are being loaded while others are widened
+    producers: int = 1  # 2: one has K, the other V
 
     def __post_init__(self):
         super().__post_init__()
-        check(self, slots=(self.slots in (2, 4, 6, 8), "2, 4, 6 or 8"))
+        most = {1: 2, 2: 2, 3: 1}[self.warpgroups]  # there are no registers for more
+        check(
+            self,
+            slots=(self.slots in (2, 4, 6, 8), "2, 4, 6 or 8"),
+            loads=(0 <= self.loads <= 8, "0 to 8"),
+            producers=(1 <= self.producers <= most, f"1 to {most}"),
+        )
 
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":

@@ -98,6 +98,11 @@ class Plan(attention_plan.Plan):
         return self.cache is not None and self.cache.quantized
 
     @property
+    def producers(self) -> int:
+        """Warpgroups that load K and V."""
+        return self.config.producers if self.quantized else 1
+
+    @property
     def merged(self) -> bool:
         """Whether the results are merged with others, and blocks share out kv tiles (`shares`)."""
         return self.cache is not None and self.cache.merged is not None

@@ -225,7 +225,7 @@ def scratch(plan: Plan) -> Smem:
     q_tiles, ring = config.q_slots * config.warpgroups, (config.stages, config.block_kv)
     out = (config.warpgroups, ROWS, plan.v_swizzle // 2)
     copies, packed = barrier(num_barriers=q_tiles, num_arrivals=plan.tile_heads), plan.packed
-    arrivals = 1 if plan.quantized else 2 * plan.copies
+    arrivals = plan.producers if plan.quantized else 2 * plan.copies
     return Smem(
         q=mosaic.swizzled((q_tiles, ROWS, plan.k_width), dtype, plan.k_swizzle),
         k=mosaic.swizzled((*ring, plan.k_width), dtype, plan.k_swizzle),
@@ -582,14 +582,14 @@ def _kernel(refs: Refs, *rest: Any, plan: Plan) -> None:
     ctx = Context(plan, refs._replace(results=tuple(results)), smem)
     if plan.packed:
         tile_count.fill(ctx, wg, block_id)
-    produce = functools.partial(
-        narrow_producer.produce if plan.quantized else _produce, ctx, block_id
-    )
+    produce: Any = functools.partial(_produce, ctx, block_id)
     consume = functools.partial(_consume, ctx, block_id, wg)
     consumers = plan.config.warpgroups
     simple = not plan.layout.paged and not plan.layout.separate
     registers = (REGISTERS if simple else REGISTERS_OF_TABLES)[consumers]
-    registers = narrow_producer.REGISTERS[consumers] if plan.quantized else registers
+    if plan.quantized:
+        produce = narrow_producer.programs(ctx, block_id)
+        registers = narrow_producer.REGISTERS[consumers, plan.producers]
     mosaic.share_registers(wg, consumers, produce, consume, *registers)
 
 
@@ -640,7 +640,7 @@ def launch(plan: Plan, refs: Refs, into: Any = None) -> tuple[Any, Any]:
         scratch_types=(scratch(plan),),
         grid=(plan.grid,),
         grid_names=("block",),
-        num_threads=config.warpgroups + 1,
+        num_threads=config.warpgroups + plan.producers,
         thread_name="wg",
         compiler_params=mosaic.without_barriers(),
         kernel_name="prefill_sm90",
