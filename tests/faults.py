@@ -62,6 +62,7 @@ TEST_PREFILL, TEST_APPEND = "tests/test_prefill_kernel.py", "tests/test_append_k
 TEST_LINEAR = "tests/test_functions.py -k a_slope_and_an_offset"
 TEST_KEEP = "tests/test_keep.py"
 TEST_EMITTED, TEST_SCHEDULES = "tests/test_emitted_code.py", "tests/test_schedules.py"
+TEST_NARROW = "tests/test_narrow_kernel.py"
 
 FAULTS = {
     # ---- who reads what when ---------------------------------------------------------------------
@@ -213,6 +214,24 @@ FAULTS = {
         "lax.div(span.hi - span.lo + (config.splits - 1), jnp.int32(config.splits))",
         "lax.div(span.hi - span.lo, jnp.int32(config.splits))",
         TEST_SCHEDULES,
+    ),
+    "narrow_tiles_are_widened_before_they_are_there": Fault(
+        f"{PREFILL}/narrow_producer.py",
+        "_wait(asked - 1 - n)",
+        "_wait(asked - n)",
+        f"{TEST_NARROW} -k test_interpreted",
+    ),
+    "scales_of_rows_past_a_length_are_read": Fault(
+        f"{PREFILL}/narrow_producer.py",
+        "thread.copy_async(place, Word(scales, line(row)), row < at.live, inside, 4)",
+        "thread.copy_async(place, Word(scales, line(row)), row < block, inside, 4)",
+        f"{TEST_NARROW} -k test_interpreted",
+    ),
+    "narrow_rows_are_stored_with_neighbours_swapped": Fault(
+        "pallas_attn/kernels/mma/narrow_rows.py",
+        "swizzled_place(row, word * 2 + n,",
+        "swizzled_place(row, word * 2 + 1 - n,",
+        f"{TEST_EMITTED} -k test_narrow_rows",
     ),
     "partials_of_two_blocks_lie_in_one_place": Fault(
         f"{PREFILL}/units.py",
