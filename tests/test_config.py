@@ -247,6 +247,7 @@ _REFUSED = {
         ("q_slots", 3, "1 or 2"),
         ("splits", 33, "1 to 32"),
         ("grid", 0, "at least 1"),
+        ("together", 0, "at least 1"),
         ("exp_before_wait", 5, "0 to 4"),
     ],
 }

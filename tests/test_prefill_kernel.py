@@ -53,7 +53,7 @@ INTERPRETED = {
     "v_of_another_width": (case(v_head_dim=128, q_len=8), ONE),
     "odd_head_dims": (case(head_dim=40, v_head_dim=80, q_len=9), SMALL),
     "odd_head_dims_splits": (case(head_dim=80, v_head_dim=40, q_len=9), SPLIT),
-    "wide_tiles": (case(q_len=17), Config(2, block_kv=128, grid=2)),
+    "wide_tiles": (case(q_len=17), Config(2, block_kv=128, grid=2, together=2)),
     "tree": (case(lengths=(3, 70, 130), kv_heads=1, q_len=35, hides="tree"), SMALL),
     "tree_splits": (
         case(lengths=(0, 9, 140), q_heads=3, kv_heads=1, q_len=70, hides="tree"),

@@ -32,7 +32,7 @@ from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang.mosaic import ThreadContext
-from pallas_attn.kernels.prefill import merge, shares
+from pallas_attn.kernels.prefill import merge, shares, tile_count
 from pallas_attn.kernels.prefill import sm90 as prefill
 from pallas_attn.kernels.prefill.plan import Plan as PrefillPlan
 from pallas_attn.kernels.prefill.units import unit_of, wg_tile_of
@@ -229,10 +229,19 @@ def test_prefill(seed):
     config = prefill.Config(
         warpgroups=int(rng.integers(1, 4)), block_kv=64, splits=int(rng.integers(1, 6))
     )
-    config = dataclasses.replace(config, grid=int(rng.integers(1, 140)))
+    grid, together = (int(rng.integers(1, most)) for most in (140, 5))
+    config = dataclasses.replace(config, grid=grid, together=together)
     plan = PrefillPlan.of(case.problem, config)
     refs = no_arrays(prefill.Refs)._replace(lengths=jnp.asarray(case.lengths, jnp.int32))
-    of_unit = functools.partial(unit_of, Context(plan, refs, None))
+    ctx = Context(plan, refs, None)
+
+    def of_block(block):
+        own, turns = tile_count.units_of(ctx, block), jnp.arange(plan.units // plan.grid + 2)
+        return own.number(turns), turns < own.count
+
+    taken, there = map(np.asarray, jax.vmap(of_block)(jnp.arange(plan.grid, dtype=jnp.int32)))
+    assert sorted(taken[there]) == list(range(plan.units))
+    of_unit = functools.partial(unit_of, ctx)
     units = jax.vmap(of_unit)(jnp.arange(plan.units, dtype=jnp.int32))
     of_tile = functools.partial(wg_tile_of, plan)
     wgs = jnp.arange(config.warpgroups, dtype=jnp.int32)

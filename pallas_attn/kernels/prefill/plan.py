@@ -11,6 +11,7 @@ leave rows idle.
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -172,6 +173,15 @@ class Plan(attention_plan.Plan):
         """
         problem = self.problem
         return problem.batch * problem.kv_heads * self.q_tiles * self.config.splits
+
+    @property
+    def together(self) -> int:
+        """Kv heads whose q tiles are taken in turn: q tiles see unequally many keys, and where a
+        block has few of them it should not have long ones only. Their keys should fit in L2.
+        """
+        if self.packed:
+            return 1
+        return math.gcd(self.config.together, self.problem.batch * self.problem.kv_heads)
 
     @property
     def grid(self) -> int:

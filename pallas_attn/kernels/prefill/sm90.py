@@ -78,6 +78,7 @@ class Config:
     q_slots: int = 2  # q tiles of a consumer; 2: the next unit's is loaded early
     splits: int = 1  # ranges that the kv tiles of a q tile are split into
     grid: int = BLOCKS  # persistent blocks
+    together: int = 1  # kv heads whose q tiles are taken in turn, the longest first
     exp_before_wait: int = 0  # as in the dense forward
 
     def __post_init__(self):
@@ -89,6 +90,7 @@ class Config:
             q_slots=(self.q_slots in (1, 2), "1 or 2"),
             splits=(1 <= self.splits <= MOST_SPLITS, f"1 to {MOST_SPLITS}"),
             grid=(self.grid >= 1, "at least 1"),
+            together=(self.together >= 1, "at least 1"),
             exp_before_wait=(self.exp_before_wait in (0, 1, 2, 3, 4), "0 to 4"),
         )
 

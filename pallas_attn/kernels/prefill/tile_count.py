@@ -74,9 +74,11 @@ class Units(NamedTuple):
     step: int
     count: Any
     share: shares.Share | None = None  # which kv tiles of them, where blocks share out kv tiles
+    back: Any = None  # every other one counts from here: whoever has a long unit has a short one
 
     def number(self, i: Any) -> Any:
-        return self.first + i * self.step
+        first = self.first if self.back is None else jnp.where(i & 1 == 0, self.first, self.back)
+        return first + i * self.step
 
 
 def units_of(ctx: Context, block_id: Any) -> Units:
@@ -84,6 +86,11 @@ def units_of(ctx: Context, block_id: Any) -> Units:
     if plan.merged:
         share = shares.share_of(ctx, block_id)
         return Units(share.q_tile, 1, share.units, share)
+    if plan.together > 1:
+        rounds, more = divmod(plan.units, plan.grid)
+        back = plan.grid - 1 - block_id
+        count = rounds + ((back if rounds & 1 else block_id) < more).astype(jnp.int32)
+        return Units(block_id, plan.grid, count, back=back)
     count = lax.div(all_units(ctx) - block_id + (plan.grid - 1), jnp.int32(plan.grid))
     return Units(block_id, plan.grid, count)
 

@@ -49,8 +49,14 @@ def unit_of(ctx: Context, number: Any, share: shares.Share | None = None) -> Uni
         q_tiles = jnp.maximum(sums[m + 1] - before, 1)  # 0 only where there is no unit
         q_len = refs.starts[m + 1] - first
         number = number - before * (problem.kv_heads * config.splits)
-    head, rest = _divided(number, q_tiles * config.splits)
-    split, q_tile = _divided(rest, q_tiles)
+    if plan.together > 1:
+        some, rest = _divided(number, plan.together * plan.q_tiles * config.splits)
+        split, rest = _divided(rest, plan.together * plan.q_tiles)
+        q_tile, head = _divided(rest, plan.together)
+        head = some * plan.together + head
+    else:
+        head, rest = _divided(number, q_tiles * config.splits)
+        split, q_tile = _divided(rest, q_tiles)
     q_tile = q_tiles - 1 - q_tile  # the last rows see most
     if plan.packed:
         kv_head = head
