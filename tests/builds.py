@@ -321,7 +321,7 @@ BUILDS: dict[str, Build] = {
     "prefill/sm90/per_sequence_split": _decode(
         "h100", "per_sequence", rows=16, heads=8, kv_heads=2
     ),
-    "prefill/widened_sm90/paged_int8": _decode("h100", "paged", dtype="int8", rows=256),
+    "prefill/widened_sm90/paged_int8": _decode("h100", "paged", dtype="int8", rows=512),
     "prefill/narrow_sm90/paged_int8": _decode("h100", "paged", dtype="int8", rows=64),
     "prefill/narrow_sm90/stacked_float8": _decode(
         "h100", "stacked", dtype="float8_e4m3fn", rows=16

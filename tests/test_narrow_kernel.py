@@ -48,6 +48,9 @@ def test_the_default_fits(dim, rows):
     assert kernel.limit(problem) is None
     config = kernel.Config.default(problem)
     assert kernel.smem_bytes(problem, config) <= SMEM_LIMIT
+    two = config.warpgroups == 1 and dim <= 128
+    assert (config.producers, config.loads) == ((2, 2) if two else (1, 4))
+    assert config.together == 1
 
 
 @pytest.mark.guards

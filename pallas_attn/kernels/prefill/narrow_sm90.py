@@ -24,10 +24,10 @@ FEW_ROWS = 32  # of a kv head of a sequence, up to which decoding is faster: mea
 
 @dataclasses.dataclass(frozen=True)
 class Config(sm90.Config):
-    """As `sm90.Config`."""
+    """As `sm90.Config`, whose `together` stays 1 by default."""
 
     slots: int = 2  # tiles of K and of V together that are on their way
-    loads: int = 2  # 16 bytes of a producer's thread that are being loaded while others are widened
+    loads: int = 4  # 16 bytes of a producer's thread that are being loaded while others are widened
     producers: int = 1  # 2: one has K, the other V
 
     def __post_init__(self):
@@ -43,18 +43,21 @@ class Config(sm90.Config):
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
         """Consumers and splits as over a cache in q's dtype, or one consumer where rows are so wide
-        that two leave no room; then more slots, q tiles and stages, in this order.
+        that two leave no room; then more slots, q tiles and stages, in this order. One consumer
+        leaves registers for a second producer, except where rows are wide.
         """
-        like = sm90.Config.default(_unquantized(problem))
-        most = cls(**dataclasses.asdict(like))
+        like = dataclasses.asdict(sm90.Config.default(_unquantized(problem))) | {"together": 1}
+        one = cls(**(like | {"warpgroups": 1}))
+        if max(problem.head_dim, problem.v_head_dim) <= 128:
+            one = dataclasses.replace(one, producers=2, loads=2)
         choices = [
-            dataclasses.replace(most, warpgroups=n, slots=slots, q_slots=q, stages=stages)
-            for n in (like.warpgroups, 1)
-            for slots in ((8, 6, 4, 2) if n == 1 else (4, 2))
-            for q in range(like.q_slots, 0, -1)
+            dataclasses.replace(most, slots=slots, q_slots=q, stages=stages)
+            for most in (one if like["warpgroups"] == 1 else cls(**like), one)
+            for slots in ((8, 6, 4, 2) if most is one else (4, 2))
+            for q in range(most.q_slots, 0, -1)
             for stages in (4, 3, 2)
         ]
-        fits = (one for one in choices if smem_bytes(problem, one) <= SMEM_LIMIT)
+        fits = (some for some in choices if smem_bytes(problem, some) <= SMEM_LIMIT)
         return next(fits, choices[-1])
 
 
