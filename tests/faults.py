@@ -215,6 +215,12 @@ FAULTS = {
         "lax.div(span.hi - span.lo, jnp.int32(config.splits))",
         TEST_SCHEDULES,
     ),
+    "prefill_blocks_begin_at_the_wrong_end": Fault(
+        f"{PREFILL}/tile_count.py",
+        "jnp.where(i & 1 == 0, self.first, self.back)",
+        "jnp.where(i & 1 == 1, self.first, self.back)",
+        TEST_SCHEDULES,
+    ),
     "narrow_tiles_are_widened_before_they_are_there": Fault(
         f"{PREFILL}/narrow_producer.py",
         "_wait(asked - 1 - n)",

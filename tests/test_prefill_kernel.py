@@ -38,6 +38,7 @@ def case(**changes) -> Case:
 
 INTERPRETED = {
     "plain": (case(**TWO), SMALL),
+    "together": (case(**TWO), dataclasses.replace(SMALL, together=2)),
     "splits": (case(q_len=19), dataclasses.replace(SPLIT, splits=3)),
     "window_sinks": (case(mask=sliding_window(50), sinks=True), SMALL),
     "window_splits_sinks": (case(q_len=9, mask=sliding_window(90), sinks=True), SPLIT),
@@ -53,7 +54,7 @@ INTERPRETED = {
     "v_of_another_width": (case(v_head_dim=128, q_len=8), ONE),
     "odd_head_dims": (case(head_dim=40, v_head_dim=80, q_len=9), SMALL),
     "odd_head_dims_splits": (case(head_dim=80, v_head_dim=40, q_len=9), SPLIT),
-    "wide_tiles": (case(q_len=17), Config(2, block_kv=128, grid=2, together=2)),
+    "wide_tiles": (case(q_len=17), Config(2, block_kv=128, grid=2)),
     "tree": (case(lengths=(3, 70, 130), kv_heads=1, q_len=35, hides="tree"), SMALL),
     "tree_splits": (
         case(lengths=(0, 9, 140), q_heads=3, kv_heads=1, q_len=70, hides="tree"),
@@ -141,6 +142,26 @@ def test_lowers(name):
     assert kernel.limit(problem) is None
     call = functools.partial(run, problem=problem, config=Config.default(problem))
     assert "mosaic_gpu" in mosaic.lower_for_cuda(call, shapes_of(LOWERED[name]))
+
+
+@pytest.mark.parametrize(
+    "changes, heads",
+    [
+        ({}, 8),
+        ({"q_len": 2048}, 8),
+        ({"lengths": (8192,) * 2}, 8),
+        ({"q_len": 2048, "kind": "paged", "kv_heads": 4, "capacity": 16384}, 4),
+        ({"capacity": 8200}, 1),  # L2 would hold little else
+        ({"q_len": 256}, 1),  # a unit a block
+        ({"lengths": (8192,) * 8}, 1),  # many
+        ({"lengths": (8192,) * 20, "q_len": 32}, 1),  # one q tile
+        ({"mask": sliding_window(1024)}, 1),  # q tiles see equally many keys
+        ({"mask": FULL}, 1),
+    ],
+)
+def test_which_heads_are_taken_together(changes, heads):
+    one = large(**({"lengths": (8192,)} | changes))
+    assert Config.default(one.problem).together == heads
 
 
 COMPILED = {  # bytes spilled: a few scalars of the producer

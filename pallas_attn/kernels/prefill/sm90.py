@@ -9,9 +9,11 @@ one copy a kv tile, or one a page of it.
 Grid: persistent blocks, `warpgroups` consumers of 64 rows each and one producer. A work unit is a q
 tile and one of `splits` ranges of the kv tiles that it sees; the number of units is known
 statically, where they begin and end is known from the lengths. Block i takes units i, i + blocks,
-and so on: q tiles of one kv head run side by side and read K and V from L2. With one split the
-block writes the result. With more it writes a partial (accumulator, row max, row sum), and
-`combine` merges them.
+and so on: q tiles of one kv head run side by side and read K and V from L2. Where blocks have few
+units each and L2 holds K and V of a whole sequence, units are taken from all its kv heads, the
+longest first, and blocks count from both ends in turn, so that none has long ones only. With one
+split the block writes the result. With more it writes a partial (accumulator, row max, row sum),
+and `combine` merges them.
 
 Shared memory, and who owns it when:
   q [warpgroup]   the consumer's own: it loads its rows, where there are two slots those of the next
@@ -39,7 +41,7 @@ from jax import lax
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, functions, softmax, tma_operands
-from pallas_attn.kernels.attention.plan import ROWS, Context
+from pallas_attn.kernels.attention.plan import L2_BYTES, ROWS, Context
 from pallas_attn.kernels.attention.score_mod import Rows
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode import sm90 as decode_sm90
@@ -65,6 +67,7 @@ REGISTERS_OF_TABLES = {1: (240, 64), 2: (224, 56), 3: (152, 56)}
 MOST_SPLITS = 32  # a lane of `combine` has one
 MOST_ARRAYS = 32  # separate caches: each takes two tensor maps, which compile slowly
 MERGES = True  # takes `DecodeProblem.merged`
+FEW_UNITS = 4  # of a block: where it has more, long ones and short ones even out
 FEW_ROWS = 16  # rows of a kv head up to which decoding by mma.sync is faster
 
 
@@ -101,9 +104,24 @@ class Config:
         """
         if problem.merged is not None:
             return _of_shares(problem)
+        alike = problem
         if problem.tokens is not None:  # few others change much
-            problem = cache_layout.of_one_sequence(problem)
-        return fastest(functools.partial(Plan.of, problem), max(problem.capacities))
+            alike = cache_layout.of_one_sequence(problem)
+        found = fastest(functools.partial(Plan.of, alike), max(problem.capacities))
+        return dataclasses.replace(found, together=_together(Plan.of(problem, found)))
+
+
+def _together(plan: Plan) -> int:
+    """All kv heads of a sequence where their q tiles see unequally many keys, blocks have a few
+    units each, and K and V of so many heads leave half of L2 to others; else 1.
+    """
+    problem, grid = plan.problem, plan.config.grid
+    if plan.packed or plan.q_tiles == 1 or not grid < plan.units <= FEW_UNITS * grid:
+        return 1
+    row = (problem.head_dim + problem.v_head_dim) * jnp.dtype(problem.dtype).itemsize
+    small = problem.kv_heads * problem.kv_len * row <= L2_BYTES // 2
+    causal = problem.mask.bounds_right and not problem.mask.bounds_left
+    return problem.kv_heads if small and causal else 1
 
 
 def _of_shares(problem: DecodeProblem) -> Config:
