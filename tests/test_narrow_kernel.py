@@ -22,7 +22,8 @@ from tests.test_widened_kernel import MANY, PROBLEM, agree, chosen, drawn
 def test_who_takes_what():
     ours = "prefill.narrow_sm90"
     group = PROBLEM.q_heads // PROBLEM.kv_heads
-    few, many = kernel.FEW_ROWS // group, widened_sm90.FEWEST_PAIRS // group
+    few = kernel.FEW_ROWS // group
+    many = widened_sm90.FEWEST_PAIRS[PROBLEM.cache_dtype] // group
     assert chosen(q_len=few + 1) == chosen(q_len=many - 1) == ours
     assert chosen(q_len=many) == "prefill.widened_sm90"
     assert chosen(q_len=many, capacities=(2**24,) * PROBLEM.sequences) == ours

@@ -151,6 +151,7 @@ def test_lowers(name):
         ({"q_len": 2048}, 8),
         ({"lengths": (8192,) * 2}, 8),
         ({"q_len": 2048, "kind": "paged", "kv_heads": 4, "capacity": 16384}, 4),
+        ({"lengths": (8192,) * 8, "q_len": 256}, 1),  # q tiles see nearly as many keys
         ({"capacity": 8200}, 1),  # L2 would hold little else
         ({"q_len": 256}, 1),  # a unit a block
         ({"lengths": (8192,) * 8}, 1),  # many

@@ -34,7 +34,7 @@ def chosen(**changes):
 def test_who_takes_what():
     ours = "prefill.widened_sm90"
     group = PROBLEM.q_heads // PROBLEM.kv_heads
-    few = -(-kernel.FEWEST_PAIRS // group)
+    few = -(-kernel.FEWEST_PAIRS[PROBLEM.cache_dtype] // group)
     assert chosen(q_len=few) == chosen(q_len=1000) == ours
     assert chosen(q_len=few - 1) == "prefill.narrow_sm90"
     assert chosen(q_len=1) == "decode.sm90"
@@ -92,7 +92,7 @@ MANY = [
 @pytest.mark.parametrize("kind, dtype, layers", MANY)
 def test_interpreted(rng, monkeypatch, kind, dtype, layers):
     """The third sequence ends within a tile, and past it all scales are NaN."""
-    monkeypatch.setattr(kernel, "FEWEST_PAIRS", 0)
+    monkeypatch.setattr(kernel, "FEWEST_PAIRS", dict.fromkeys(kernel.FEWEST_PAIRS, 0))
     q, cache, layer = drawn(rng, kind, dtype, layers)
     problem = dataclasses.replace(
         PROBLEM,
@@ -127,7 +127,7 @@ def test_interpreted(rng, monkeypatch, kind, dtype, layers):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", LARGEST)
 def test_on_a_gpu(rng, monkeypatch, kind, dtype, rows):
-    monkeypatch.setattr(kernel, "FEWEST_PAIRS", 0)
+    monkeypatch.setattr(kernel, "FEWEST_PAIRS", dict.fromkeys(kernel.FEWEST_PAIRS, 0))
     q, cache, layer = drawn(rng, kind, dtype, layers=2, rows=rows)
     agree(q, cache, "sm90", **layer)
     agree(q, cache, "sm90", **layer, mask=pa.sliding_window(20), softcap=5.0)

@@ -68,6 +68,7 @@ MOST_SPLITS = 32  # a lane of `combine` has one
 MOST_ARRAYS = 32  # separate caches: each takes two tensor maps, which compile slowly
 MERGES = True  # takes `DecodeProblem.merged`
 FEW_UNITS = 4  # of a block: where it has more, long ones and short ones even out
+UNEVEN = 8  # new rows are one in so many, or more: below, all q tiles see nearly as many keys
 FEW_ROWS = 16  # rows of a kv head up to which decoding by mma.sync is faster
 
 
@@ -121,7 +122,8 @@ def _together(plan: Plan) -> int:
     row = (problem.head_dim + problem.v_head_dim) * jnp.dtype(problem.dtype).itemsize
     small = problem.kv_heads * problem.kv_len * row <= L2_BYTES // 2
     causal = problem.mask.bounds_right and not problem.mask.bounds_left
-    return problem.kv_heads if small and causal else 1
+    uneven = causal and problem.q_len * UNEVEN >= problem.kv_len
+    return problem.kv_heads if small and uneven else 1
 
 
 def _of_shares(problem: DecodeProblem) -> Config:
