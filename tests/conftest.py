@@ -39,7 +39,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-from tests import aot  # noqa: E402
+from tests import aot, in_numpy  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -166,6 +166,16 @@ def seed(request) -> int:
 @pytest.fixture
 def rng(seed) -> np.random.Generator:
     return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def programs_in_numpy(request):
+    """For the tests of a module: what they jit is computed in NumPy, but for the mark `by_xla`."""
+    if request.node.get_closest_marker("by_xla"):
+        yield
+        return
+    with in_numpy.instead_of_xla():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

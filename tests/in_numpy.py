@@ -1,20 +1,29 @@
 """A jaxpr computed in NumPy, one equation after the other, as `tests/mosaic.py` runs kernels: XLA
 takes seconds to compile one that runs once, and its callbacks take longer than what they call.
-`call` does so with any function, in the place of `jax.jit`.
+`call` does so with any function, in the place of `jax.jit`; within `instead_of_xla` every program
+of one device is computed so, whoever calls it.
 
-Values are arrays, which nobody writes to. Integers wrap around, divide towards zero and shift as
-XLA says; products of matmuls are added in float32. What has no rule here JAX computes.
+Values are arrays, which nobody writes to; a key of random numbers is one of 64 bits. Integers wrap
+around, divide towards zero and shift as XLA says; products of matmuls are added in float32.
+What has no rule here JAX computes.
 """
 
+import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import core, pjit
+from jax._src.array import ArrayImpl
+from jax._src.random import prng
+
+from tests import numpy_rows
 
 Rule = Callable[..., Any]
 
@@ -91,7 +100,7 @@ def _rule(eqn: Any) -> Rule:
     if name in ELEMENTWISE:
         return ELEMENTWISE[name]
     rule = RULES[name](eqn, **eqn.params) if name in RULES else _by_jax(eqn)
-    several = name not in RULES or name in CALLS
+    several = name not in RULES or name in SEVERAL
     return (lambda *args: rule(*args)[0]) if several and len(eqn.outvars) == 1 else rule
 
 
@@ -160,7 +169,14 @@ def _leading_zeros(x):
     return (_bits(x) - np.frexp(_unsigned(x).astype(np.float64))[1]).astype(x.dtype)
 
 
+def _in_total_order(compare):
+    return lambda x, y: compare(numpy_rows.in_total_order(x), numpy_rows.in_total_order(y))
+
+
 ELEMENTWISE: dict[str, Rule] = {
+    "lt_to": _in_total_order(np.less),
+    "le_to": _in_total_order(np.less_equal),
+    "eq_to": _in_total_order(np.equal),
     "add": np.add,
     "add_any": np.add,
     "sub": np.subtract,
@@ -201,6 +217,7 @@ ELEMENTWISE: dict[str, Rule] = {
     "square": np.square,
     "one_minus_square": lambda x: (1 + x) * (1 - x),
     "pow": np.power,
+    "atan2": np.arctan2,
     "floor": np.floor,
     "ceil": np.ceil,
     "is_finite": np.isfinite,
@@ -318,6 +335,30 @@ def _pad(eqn, padding_config):
     return pad
 
 
+# Polynomials of Giles, "Approximating the erfinv function" (2010), the highest power first.
+_MIDDLE = (2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087)
+_MIDDLE += (-0.00125372503, -0.00417768164, 0.246640727, 1.50140941)
+_TAILS = (-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773)
+_TAILS += (-0.0076224613, 0.00943887047, 1.00167406, 2.83297682)
+
+
+def _erf_inv(eqn):
+    if eqn.outvars[0].aval.dtype == np.float64:
+        return _by_jax(eqn)
+
+    def erf_inv(x):
+        wide = x.astype(np.float32)
+        w = -np.log1p(-wide * wide)
+        pairs = zip(_MIDDLE, _TAILS, strict=True)
+        inner, at = w < 5, np.where(w < 5, w - np.float32(2.5), np.sqrt(w) - np.float32(3))
+        value = np.float32(0)
+        for middle, tail in pairs:
+            value = value * at + np.where(inner, np.float32(middle), np.float32(tail))
+        return np.where(np.abs(wide) == 1, wide * np.inf, value * wide).astype(x.dtype)
+
+    return erf_inv
+
+
 def _dot(eqn, dimension_numbers, **_):
     (left_sums, right_sums), (left_batch, right_batch) = dimension_numbers
     dtype = eqn.outvars[0].aval.dtype
@@ -376,9 +417,103 @@ def _power(eqn, y):
     return lambda x: (x**y if y >= 0 else 1 / x**-y).astype(x.dtype)
 
 
+def _pieces(eqn, sizes, axis):
+    del eqn
+    ends = np.cumsum(sizes)[:-1]
+    return lambda x: np.split(x, ends, axis)
+
+
+def _away_from_zero(x):
+    return np.copysign(np.floor(np.abs(x) + x.dtype.type(0.5)), x).astype(x.dtype)
+
+
+_rounds = (_away_from_zero, np.rint)
+
+
 def _reshape(eqn, new_sizes, **_):
     del eqn
     return lambda x: x.reshape(new_sizes)
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def _is_key(aval: Any) -> bool:
+    return jnp.issubdtype(getattr(aval, "dtype", np.float32), jax.dtypes.extended)
+
+
+def _dtype(aval: Any) -> Any:
+    return np.dtype(np.uint64) if _is_key(aval) else aval.dtype
+
+
+def _joined(words: np.ndarray) -> np.ndarray:
+    """Keys, of the two words that each consists of."""
+    return np.ascontiguousarray(words).view(np.uint64)[..., 0]
+
+
+def _words(keys: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(keys[..., None]).view(np.uint32)
+
+
+def _traced(function):
+    """The rule of what jax says by a program over the words that keys consist of."""
+
+    def rule(eqn, **params):
+        @functools.cache
+        def program(*like):
+            return _program(jax.make_jaxpr(functools.partial(function, eqn, **params))(*like))
+
+        def compute(*args):
+            pairs = zip(args, eqn.invars, strict=True)
+            args = [_words(x) if _is_key(var.aval) else x for x, var in pairs]
+            like = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args)
+            found = program(*like)(*args)[0]
+            return _joined(found) if _is_key(eqn.outvars[0].aval) else found
+
+        return compute
+
+    return rule
+
+
+def _seed(eqn, seeds, impl):
+    del eqn
+    return prng.random_seed_impl_base(seeds, impl=impl)
+
+
+def _split(eqn, words, shape):
+    keys = eqn.invars[0].aval
+    return prng.random_split_impl_base(keys.dtype._impl, words, keys.ndim, shape=shape)
+
+
+def _fold_in(eqn, words, numbers):
+    keys = eqn.invars[0].aval
+    return prng.random_fold_in_impl_base(keys.dtype._impl, words, numbers, keys.shape)
+
+
+def _random_bits(eqn, words, **what):
+    keys = eqn.invars[0].aval
+    return prng.random_bits_impl_base(keys.dtype._impl, words, keys.ndim, **what)
+
+
+def _threefry(low, high, x, y):
+    """The 20 rounds of Threefry-2x32 (Salmon et al. 2011)."""
+    low, high, x, y = np.broadcast_arrays(low, high, x, y)
+    keys = (low, high, low ^ high ^ np.uint32(0x1BD11BDA))
+    x, y = x + low, y + high
+    for n in range(5):
+        for by in ((13, 15, 26, 6), (17, 29, 16, 24))[n % 2]:
+            x = x + y
+            y = ((y << np.uint32(by)) | (y >> np.uint32(32 - by))) ^ x
+        x, y = x + keys[(n + 1) % 3], y + keys[(n + 2) % 3] + np.uint32(n + 1)
+    return x, y
+
+
+def _iota_of_two_words(eqn, shape):
+    """The elements' numbers, in 64 bits: the high words and the low ones."""
+    del eqn
+    number = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
+    words = (number >> np.uint64(32)).astype(np.uint32), number.astype(np.uint32)
+    return lambda: words
 
 
 # ---- other jaxprs --------------------------------------------------------------------------------
@@ -417,7 +552,7 @@ def _scan(eqn, jaxpr, length, reverse, ft_in, **_):
     def scan(*args):
         known, rest = args[:num_consts], args[num_consts:]
         carried, arrays = rest[:num_carry], rest[num_carry:]
-        made = [np.zeros(var.aval.shape, var.aval.dtype) for var in results]
+        made = [np.zeros(var.aval.shape, _dtype(var.aval)) for var in results]
         for i in reversed(range(length)) if reverse else range(length):
             outs = body(*known, *carried, *(x[i] for x in arrays))
             carried = outs[:num_carry]
@@ -443,7 +578,8 @@ def _callback(eqn, callback, result_avals, **_):
 
 CALLS = {"io_callback", "while", "cond", "scan"}
 CALLS |= {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
-CALLS |= {"custom_vmap_call", "custom_partitioning"}  # of no device but one
+CALLS |= {"remat2", "checkpoint", "custom_vmap_call", "custom_partitioning"}  # of no device but one
+SEVERAL = CALLS | {"unstack", "split", "sort"}  # results, or one
 
 RULES: dict[str, Callable[..., Rule]] = {
     "convert_element_type": _convert,
@@ -455,14 +591,19 @@ RULES: dict[str, Callable[..., Rule]] = {
     "transpose": lambda eqn, permutation: lambda x: x.transpose(permutation),
     "rev": lambda eqn, dimensions: lambda x: np.flip(x, tuple(dimensions)),
     "concatenate": lambda eqn, dimension: lambda *xs: np.concatenate(xs, dimension),
+    "unstack": lambda eqn, axis: lambda x: list(np.moveaxis(x, axis, 0)),
     "stack": lambda eqn, axis: lambda *xs: np.stack(xs, axis),
     "iota": _iota,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": lambda eqn, **_: _dynamic_update,
     "pad": _pad,
+    "tile": lambda eqn, reps: lambda x: np.tile(x, reps),
     "dot_general": _dot,
+    "erf_inv": _erf_inv,
     "integer_pow": _power,
+    "round": lambda eqn, rounding_method: _rounds[int(rounding_method)],
+    "split": _pieces,
     "reduce_sum": _reduction(np.sum),
     "reduce_prod": _reduction(np.prod),
     "reduce_max": _reduction(np.max),
@@ -473,9 +614,99 @@ RULES: dict[str, Callable[..., Rule]] = {
     "argmin": _arg(np.argmin),
     "cumsum": _cumulative(np.add),
     "cummax": _cumulative(np.maximum),
+    "cummin": _cumulative(np.minimum),
+    "cumprod": _cumulative(np.multiply),
+    "gather": numpy_rows.gather,
+    "scatter": numpy_rows.scatter(numpy_rows.put),
+    "scatter-add": numpy_rows.scatter(np.add.at),
+    "scatter-max": numpy_rows.scatter(np.maximum.at),
+    "scatter-min": numpy_rows.scatter(np.minimum.at),
+    "scatter-mul": numpy_rows.scatter(np.multiply.at),
+    "sort": numpy_rows.sort,
+    "top_k": numpy_rows.top,
+    "random_seed": _traced(_seed),
+    "random_split": _traced(_split),
+    "random_fold_in": _traced(_fold_in),
+    "random_bits": _traced(_random_bits),
+    "threefry2x32": lambda eqn: _threefry,
+    "random_wrap": lambda eqn, **_: _joined,
+    "random_unwrap": lambda eqn, **_: _words,
+    "iota_2x32_shape": _iota_of_two_words,
     "while": _while,
     "cond": _cond,
     "scan": _scan,
     "io_callback": _callback,
     **dict.fromkeys(CALLS - {"io_callback", "while", "cond", "scan"}, _call),
 }
+
+
+# ---- in the place of XLA -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def instead_of_xla() -> Iterator[None]:
+    """Programs that are compiled in here are computed in NumPy, also those of a single operation;
+    but not those of several devices, with other effects than their results, or with anything that
+    has no rule. What is donated is gone afterwards.
+    """
+    by_xla = pjit._pjit_call_impl_python
+
+    def call(*args, jaxpr, **params):
+        if not (_of_one_device(args, params) and _takes(jaxpr)):
+            return by_xla(*args, jaxpr=jaxpr, **params)
+        given = zip((*jaxpr.consts, *args), (*jaxpr.constvars, *jaxpr.invars), strict=True)
+        numbers = [_numbers(x, var.aval) for x, var in given]
+        consts = len(jaxpr.consts)
+        results = run(jaxpr, numbers[:consts], *numbers[consts:])
+        made = [_array(x, var.aval) for x, var in zip(results, jaxpr.outvars, strict=True)]
+        for x, donated in zip(args, params["donated_invars"], strict=True):
+            if donated and isinstance(x, jax.Array):
+                x.delete()
+        return made, None, None, []
+
+    with mock.patch.object(pjit, "_pjit_call_impl_python", call):
+        yield
+
+
+def _of_one_device(args, params) -> bool:
+    """Of the first CPU device, whose programs may be anyone's: a GPU's own are what is tested."""
+    here = jax.local_devices()[0]
+    if here.platform != "cpu" or not params["ctx_mesh"].empty or jax.config.jax_debug_nans:
+        return False
+    where = (*params["in_shardings"], *params["out_shardings"])
+    if any(type(x).__name__ != "UnspecifiedValue" for x in where if x is not None):
+        return False
+    return all(x.devices() == {here} for x in args if isinstance(x, jax.Array))
+
+
+@functools.lru_cache(maxsize=4096)
+def _takes(jaxpr: Any) -> bool:
+    """Whether every equation of the program has a rule."""
+    if jaxpr.effects:
+        return False
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name not in ELEMENTWISE and name not in RULES:
+            return False
+        keys = [var.aval.dtype._impl for var in eqn.outvars if _is_key(var.aval)]
+        if any(impl.key_shape != (2,) for impl in keys):
+            return False
+        if not all(map(_takes, core.jaxprs_in_params(eqn.params))):
+            return False
+    return True
+
+
+def _numbers(x: Any, aval: Any) -> np.ndarray:
+    if isinstance(x, prng.PRNGKeyArray):
+        return _joined(np.asarray(x._base_array))
+    return np.asarray(x, aval.dtype)
+
+
+def _array(x: np.ndarray, aval: Any) -> Any:
+    assert (x.shape, x.dtype) == (aval.shape, _dtype(aval)), (x.shape, x.dtype, aval)
+    if _is_key(aval):
+        return prng.PRNGKeyArray(aval.dtype._impl, jax.device_put(_words(x)))
+    made = jax.device_put(x)
+    if aval.weak_type:
+        made = ArrayImpl(made.aval.update(weak_type=True), made.sharding, [made], False)
+    return made

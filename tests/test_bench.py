@@ -30,6 +30,8 @@ from pallas_attn.bench import (
 )
 from pallas_attn.bench.timing import Sample, Subject
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 ROOT = pathlib.Path(__file__).parent.parent
 CEILINGS = {"matmul": 800.0, "read": 4.5, "copy": 3.3}
 LITTLE = {

@@ -13,6 +13,8 @@ from pallas_attn import PagedCache, PerSequenceCache, StackedCache
 from pallas_attn.cache import LOST, NO_PAGE, NOT_EXTENDED
 from tests import witness
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 
 def create(kind, **options):
     """Three sequences of capacity 8 (the first of 6 where capacities may differ)."""

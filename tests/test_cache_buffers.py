@@ -11,6 +11,8 @@ import pallas_attn as pa
 from pallas_attn import PagedCache, PerSequenceCache, StackedCache, _device, _dispatch
 from tests import subjects
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 KINDS = ("per_sequence", "stacked", "paged")
 QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2")
 

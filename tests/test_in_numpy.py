@@ -55,6 +55,50 @@ def control(n, x):
     return powers, total, seen, chosen, jnp.where(x > 1, x, n.astype(jnp.float32))
 
 
+def rows(x, index):
+    """x: float32[4, 5, 6]; indices from the end, past it, and in every dimension."""
+    read = x[index], x[:, index], x[index, :, index], x.at[index].get(mode="clip")
+    read += x.at[index].get(mode="fill"), index.at[index].get(mode="fill"), x.at[index, 1, 2].get()
+    put = (
+        x.at[index].set(2.0),
+        x.at[:, index].add(1.0),
+        x.at[index, 1].max(0.3),
+        x.at[1, 2, 3].set(9),
+    )
+    put += (
+        x.at[index, :, index].set(5.0),
+        x.at[index].multiply(2.0, mode="clip"),
+        x.at[index].min(0),
+    )
+    ends = jnp.clip(index[:4], 0, 4)
+    mapped = [
+        jax.vmap(function)(x, ends)
+        for function in (
+            lambda row, at: row[at],
+            lambda row, at: row.at[at].set(1.0),
+            lambda row, at: lax.dynamic_slice(row, (at, 0), (2, 3)),
+            lambda row, at: lax.dynamic_update_slice(row, 2 * row[:2], (at, 0)),
+        )
+    ]
+    half = jnp.round(x).astype(jnp.bfloat16)  # many are equal
+    sorts = jnp.sort(x, 1), jnp.argsort(half, 0), jnp.searchsorted(jnp.sort(index), ends)
+    sorts += (*lax.top_k(half, 3), *lax.sort((half, x), dimension=1, num_keys=1))
+    return read, put, mapped, sorts, lax.cumprod(x, 1), jnp.tile(x, (2, 1, 1)), jnp.split(x, 2, 2)
+
+
+def numbers(words):
+    key = jax.random.wrap_key_data(words)
+    several = jax.random.split(key, 4)
+    moved = several.reshape(2, 2)[1], several.at[1].set(key), jnp.where(words[0] > 1, several, key)
+    _, drawn = lax.scan(
+        lambda key, n: (jax.random.fold_in(key, n), jax.random.bits(key)), key, jnp.arange(4)
+    )
+    mapped = jax.vmap(lambda n: jax.random.bits(jax.random.fold_in(key, n), (3,)))(jnp.arange(3))
+    keys = [jax.random.key_data(x) for x in moved]
+    shuffled = jax.random.permutation(key, 9), jax.random.randint(key, (7,), 0, 9)
+    return keys, drawn, mapped, shuffled, jax.random.bits(key, (3, 5), "uint8")
+
+
 @pytest.mark.parametrize(
     "function, args",
     [
@@ -62,6 +106,8 @@ def control(n, x):
         (floats, (FLOATS,)),
         (shapes, (np.arange(30, dtype=np.float32).reshape(2, 3, 5), np.int32(3))),
         (control, (np.int32(2), np.arange(12, dtype=np.float32).reshape(4, 3))),
+        (rows, (np.sin(np.arange(120, dtype=np.float32)).reshape(4, 5, 6), EDGES)),
+        (numbers, (np.array([1, 2**32 - 3], np.uint32),)),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -104,3 +150,23 @@ def test_what_has_no_rule_jax_computes():
     found = in_numpy.run(traced, traced.consts, one, several)
     for have, want in zip(found, (lax.erf(one), *lax.top_k(several, 1)), strict=True):
         np.testing.assert_array_equal(have, want)
+
+
+def test_instead_of_xla():
+    """A number without a type, what is donated, a key; XLA compiles what is of several devices."""
+    compiled = []
+    events = jax.monitoring.register_event_duration_secs_listener
+    events(lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None)
+    step = jax.jit(lambda x, n: (x + n, x.sum()), donate_argnums=0)
+    x, key = jax.device_put(np.ones((77, 3), np.float32)), jax.random.key(3)
+    with in_numpy.instead_of_xla():
+        compiled.clear()
+        after, total = step(x, 2)
+        drawn = jax.random.normal(jax.random.fold_in(key, 1), (77,))
+        assert jnp.asarray(2.0).weak_type and not after.weak_type
+        assert not compiled and x.is_deleted() and total == 231 and (after == 3).all()
+        mesh = jax.make_mesh((2,), ("x",))
+        split = jax.device_put(np.arange(78.0), jax.NamedSharding(mesh, jax.P("x")))
+        assert (split + 1).sharding == split.sharding and compiled
+    wanted = jax.random.normal(jax.random.fold_in(key, 1), (77,))
+    np.testing.assert_allclose(drawn, wanted, rtol=1e-6)

@@ -16,6 +16,8 @@ from pallas_attn._problem import KeepProblem
 from pallas_attn.kernels.append import keep as append_keep
 from tests import append_cases, builds, mosaic, subjects
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 KINDS = ("per_sequence", "stacked", "paged")
 SIDES = ("k", "v", "k_scale", "v_scale")
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -257,6 +259,7 @@ def test_every_page_is_looked_at(rng, subject):
 
 
 @every_kind
+@pytest.mark.by_xla
 def test_in_loops_and_under_vmap(rng, kind):
     cache = with_bits(rng, create(kind, layers=2, dtype="float32").extend(4))
 

@@ -16,6 +16,8 @@ from pallas_attn.lm.folder import Folder
 from pallas_attn.lm.hf_config import KEYS, REQUIRED, ROPE_KEYS, config_from
 from tests import lm_fuzz, lm_witness
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 
 def loaded(folder, family, **how):
     lm_witness.write(folder, *lm_witness.made(family), **how)

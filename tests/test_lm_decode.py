@@ -31,6 +31,8 @@ from pallas_attn.lm import (
 from pallas_attn.lm.hf_config import config_from
 from tests import lm_witness
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 every_cache = pytest.mark.parametrize("kind", decode.CACHES)
 LENGTHS = (5, 12, 1, 16, 9, 3)  # all padded to 16: programs are what takes time here
 

@@ -10,6 +10,8 @@ from pallas_attn import PagedCache, prefixes
 from pallas_attn.lm import decode, drafts, sampling
 from tests.test_lm_decode import options, prompts, run, shown, small
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 LOOKED_UP = {"draft": "ngram", "drafts": 3}
 
 

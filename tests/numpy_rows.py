@@ -1,0 +1,164 @@
+"""Rules of `in_numpy` for what is read, written or ordered by index: gather, scatter, sort, top_k.
+
+A rule is given an equation and its parameters, and gives the function of its arrays.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def _corners(index, sizes, wanted, numbers):
+    """Where each window begins along each dimension of the operand, and whether it lies within.
+
+    `numbers`: (which column of `index` says where, by dimension; the operand's batch dimensions
+    and those of `index`).
+    """
+    columns, operand_batch, index_batch = numbers
+    shape = index.shape[:-1]
+    begins = [np.zeros(shape, np.int64) for _ in sizes]
+    for column, dim in enumerate(columns):
+        begins[dim] = index[..., column].astype(np.int64)
+    for dim, of_index in zip(operand_batch, index_batch, strict=True):
+        wide = [1] * len(shape)
+        wide[of_index] = shape[of_index]
+        begins[dim] = np.broadcast_to(np.arange(shape[of_index]).reshape(wide), shape)
+    within = np.ones(shape, bool)
+    for begin, size, taken in zip(begins, sizes, wanted, strict=True):
+        within &= (begin >= 0) & (begin <= size - taken)
+    nearest = [
+        np.clip(begin, 0, size - taken)
+        for begin, size, taken in zip(begins, sizes, wanted, strict=True)
+    ]
+    return nearest, within
+
+
+def _windows(begins, wanted, kept):
+    """The index of every element of every window: dimensions of windows, then those `kept`."""
+    rank, indices = begins[0].ndim, []
+    for dim, (begin, taken) in enumerate(zip(begins, wanted, strict=True)):
+        begin = begin.reshape(begin.shape + (1,) * len(kept))
+        if dim in kept:
+            wide = [1] * (rank + len(kept))
+            wide[rank + kept.index(dim)] = taken
+            begin = begin + np.arange(taken).reshape(wide)
+        indices.append(begin)
+    return tuple(indices)
+
+
+def _filling(dtype):
+    """What stands for elements that are not there, where nobody says what."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.nan
+    if np.dtype(dtype).kind == "b":
+        return True
+    ends = jnp.iinfo(dtype)
+    return ends.min if jnp.issubdtype(dtype, jnp.signedinteger) else ends.max
+
+
+def gather(eqn, dimension_numbers, slice_sizes, mode, fill_value, **_):
+    numbers, out = dimension_numbers, eqn.outvars[0].aval
+    left_out = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    kept = [dim for dim in range(len(slice_sizes)) if dim not in left_out]
+    rest = [dim for dim in range(out.ndim) if dim not in numbers.offset_dims]
+    order = np.argsort([*rest, *numbers.offset_dims])
+    which = (
+        numbers.start_index_map,
+        numbers.operand_batching_dims,
+        numbers.start_indices_batching_dims,
+    )
+    fills = mode == lax.GatherScatterMode.FILL_OR_DROP
+    if fills and fill_value is None:
+        fill_value = _filling(out.dtype)
+
+    def take(x, index):
+        begins, within = _corners(index, x.shape, slice_sizes, which)
+        if begins:
+            found = x[_windows(begins, slice_sizes, kept)]
+        else:  # a number has no dimension to index
+            found = np.broadcast_to(x, within.shape)
+        if fills:
+            within = within.reshape(within.shape + (1,) * len(kept))
+            found = np.where(within, found, np.asarray(fill_value, out.dtype))
+        return found.transpose(order)
+
+    return take
+
+
+def scatter(combine):
+    """`combine(array, indices, values)` changes the array."""
+
+    def rule(eqn, dimension_numbers, mode, **_):
+        numbers, updates = dimension_numbers, eqn.invars[2].aval
+        left_out = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        kept = [dim for dim in range(eqn.invars[0].aval.ndim) if dim not in left_out]
+        rest = [dim for dim in range(updates.ndim) if dim not in numbers.update_window_dims]
+        order = (*rest, *numbers.update_window_dims)
+        which = (
+            numbers.scatter_dims_to_operand_dims,
+            numbers.operand_batching_dims,
+            numbers.scatter_indices_batching_dims,
+        )
+        clips = mode == lax.GatherScatterMode.CLIP
+
+        def place(x, index, values):
+            wanted, values = [1] * x.ndim, values.transpose(order)
+            for dim, size in zip(kept, values.shape[len(rest) :], strict=True):
+                wanted[dim] = size
+            begins, within = _corners(index, x.shape, wanted, which)
+            result = x.copy()
+            if not begins:
+                begins, result = [np.zeros(within.shape, np.int64)], result.reshape(1)
+                places = tuple(begins)
+            else:
+                places = _windows(begins, wanted, kept)
+            if not clips:
+                within = within.reshape(within.shape + (1,) * len(kept))
+                some = np.broadcast_to(within, values.shape)
+                places = tuple(np.broadcast_to(at, values.shape)[some] for at in places)
+                values = values[some]
+            combine(result, places, values)
+            return result.reshape(x.shape)
+
+        return place
+
+    return rule
+
+
+def put(array, places, values):
+    array[places] = values
+
+
+def _ordered(x):
+    """What sorts as XLA sorts it: zeros alike, NaN behind all else."""
+    return x.astype(np.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.itemsize < 4 else x
+
+
+def sort(eqn, dimension, num_keys, **_):
+    del eqn
+
+    def ordered(*arrays):
+        keys = [_ordered(x) for x in arrays[:num_keys]]
+        order = np.lexsort(keys[::-1], axis=dimension)
+        return [np.take_along_axis(x, order, dimension) for x in arrays]
+
+    return ordered
+
+
+def in_total_order(x):
+    """Integers that order floats as their bits do: -NaN, -inf, ..., -0, 0, ..., inf, NaN."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    bits = x.view(f"i{x.dtype.itemsize}")
+    return bits ^ ((bits >> (8 * x.dtype.itemsize - 1)) & np.iinfo(bits.dtype).max)
+
+
+def top(eqn, k, **_):
+    """Of several equal ones the first."""
+    index = eqn.outvars[1].aval.dtype
+
+    def first(x):
+        order = np.argsort(~in_total_order(x), axis=-1, kind="stable")[..., :k]
+        return np.take_along_axis(x, order, -1), order.astype(index)
+
+    return first
