@@ -18,6 +18,8 @@ import pallas_attn
 from pallas_attn import _support
 from pallas_attn._problem import AppendInputs, AppendProblem
 from pallas_attn.kernels.append import copy as append_copy
+from pallas_attn.kernels.append import plan as append_plan
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 from tests import append_cases, mosaic
 from tests.append_cases import CASES, Case, assert_same_bytes
 
@@ -120,9 +122,9 @@ def test_addresses_past_two_to_the_31(kind):
     )
     start = capacity - 1
     scalars = dict(sequence=sequence, chunk=0, start=start, rows=1, layer=layer)
-    at = append_copy.At(capacity=None, **{k: np.full(128, v, np.int32) for k, v in scalars.items()})
+    at = append_plan.At(capacity=None, **{k: np.full(128, v, np.int32) for k, v in scalars.items()})
     ledger = Ledger(page)
-    append_copy._append(mosaic.BlockOfThreads(0, ledger), refs, at, plan=plan)
+    append_copy._append(ThreadContext(mosaic.BlockOfThreads(0, ledger), refs, at, plan))
     slab = {
         "per_sequence": layer,
         "stacked": layer * 4096 + sequence,
