@@ -4,19 +4,15 @@ who takes what, what is done with scales, layers and rows that do not exist, and
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn._problem import DecodeInputs
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
 from pallas_attn.kernels.prefill import narrow_producer, widened_sm90
 from pallas_attn.kernels.prefill import narrow_sm90 as kernel
-from tests import mosaic
 from tests.test_quantized import KINDS, LARGEST
-from tests.test_widened_kernel import MANY, PROBLEM, agree, chosen, drawn
+from tests.test_widened_kernel import MANY, PROBLEM, agree, chosen, drawn, interpreted
 
 
 def test_who_takes_what():
@@ -55,38 +51,13 @@ def test_the_default_fits(dim, rows):
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("kind, dtype, layers", MANY)
-def test_interpreted(rng, kind, dtype, layers):
-    """The third sequence ends within a tile, and past it all scales are NaN."""
-    q, cache, layer = drawn(rng, kind, dtype, layers)
-    problem = dataclasses.replace(
-        PROBLEM,
-        **{"kind": cache.kind, "cache_dtype": dtype, "sequences": 3, "q_len": 24, "q_heads": 16},
-        **{"kv_heads": 2, "head_dim": 64, "v_head_dim": 128, "capacities": cache.held},
-        **{"page_size": cache.page_size, "pages": cache.pages, "layers": layers, "scale": 0.125},
-    )
-    inputs = DecodeInputs(
-        *(q, cache.k, cache.v, cache.lengths, cache.page_table),
-        jnp.int32(layer["layer"]) if layer else None,
-        k_scale=cache.k_scale,
-        v_scale=cache.v_scale,
-        new_lengths=cache.new_lengths,
-    )
-    assert kernel.limit(problem) is None
-    # Two consumers; or one, keys that are split, and two producers.
+@pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
+def test_interpreted(rng, many):
+    """Two consumers; or, over a cache of one layer, one, keys that are split, and two producers."""
     config = kernel.Config(2, block_kv=64, grid=3, slots=4)
-    if layers is None:
+    if many[-1] is None:
         config = kernel.Config(1, block_kv=64, grid=3, splits=2, producers=2)
-    run = jax.jit(lambda inputs: kernel.run(inputs, problem, config))
-    want = pa.decode_attention_with_lse(q, cache, **layer, implementation="reference")
-    with mosaic.interpret():
-        got = run(inputs)
-        if layers is not None:
-            lost = run(inputs._replace(layer=jnp.int32(layers)))
-            assert all(np.isnan(np.asarray(x, np.float32)).all() for x in lost)
-    for g, w in zip(got, want, strict=True):
-        g, w = (np.asarray(x, np.float32) for x in (g, w))
-        np.testing.assert_allclose(g, w, rtol=0.02, atol=0.02)
+    interpreted(rng, kernel, config, many)
 
 
 @pytest.mark.gpu

@@ -88,11 +88,9 @@ MANY = [
 ]
 
 
-@pytest.mark.guards
-@pytest.mark.parametrize("kind, dtype, layers", MANY)
-def test_interpreted(rng, monkeypatch, kind, dtype, layers):
-    """The third sequence ends within a tile, and past it all scales are NaN."""
-    monkeypatch.setattr(kernel, "FEWEST_PAIRS", dict.fromkeys(kernel.FEWEST_PAIRS, 0))
+def interpreted(rng, kernel, config, many):
+    """One of `MANY`. The third sequence ends within a tile, and past it all scales are NaN."""
+    kind, dtype, layers = many
     q, cache, layer = drawn(rng, kind, dtype, layers)
     problem = dataclasses.replace(
         PROBLEM,
@@ -108,18 +106,23 @@ def test_interpreted(rng, monkeypatch, kind, dtype, layers):
         new_lengths=cache.new_lengths,
     )
     assert kernel.limit(problem) is None
-    config = kernel.Config(2, block_kv=64, grid=3)
     run = jax.jit(lambda inputs: kernel.run(inputs, problem, config))
     want = pa.decode_attention_with_lse(q, cache, **layer, implementation="reference")
     with mosaic.interpret():
         got = run(inputs)
-        if layers is not None:
-            for missing in (-1, layers):
-                lost = run(inputs._replace(layer=jnp.int32(missing)))
-                assert all(np.isnan(np.asarray(x, np.float32)).all() for x in lost)
+        for missing in () if layers is None else (-1, layers):
+            lost = run(inputs._replace(layer=jnp.int32(missing)))
+            assert all(np.isnan(np.asarray(x, np.float32)).all() for x in lost)
     for g, w in zip(got, want, strict=True):
         g, w = (np.asarray(x, np.float32) for x in (g, w))
         np.testing.assert_allclose(g, w, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
+def test_interpreted(rng, monkeypatch, many):
+    monkeypatch.setattr(kernel, "FEWEST_PAIRS", dict.fromkeys(kernel.FEWEST_PAIRS, 0))
+    interpreted(rng, kernel, kernel.Config(2, block_kv=64, grid=3), many)
 
 
 @pytest.mark.gpu
