@@ -10,7 +10,8 @@ query rows for dbias): under a causal mask the first rows have the largest error
 excuse any in the rest. A row's error is mostly that of its delta, one number, made from out as it
 was stored: one draw, which may happen to be near 0. So rows are held together, and dbias, dsinks
 and those of q, k and v of a random problem of few rows, to the worst of several naive runs, whose
-roundings fall on different grids. In float32 their scores are sums in different orders instead.
+roundings fall on different grids. In float32 their scores are sums in different orders instead,
+and out is held to the worst of them, too.
 
 The oracle is `definition` in float64. The naive one does what every implementation for tensor cores
 must: it multiplies operands of the inputs' dtype (so the probabilities are rounded to it before

@@ -34,9 +34,11 @@ def chosen(**changes):
 def test_who_takes_what():
     ours = "prefill.widened_sm90"
     group = PROBLEM.q_heads // PROBLEM.kv_heads
-    few = -(-kernel.FEWEST_PAIRS[PROBLEM.cache_dtype] // group)
-    assert chosen(q_len=few) == chosen(q_len=1000) == ours
-    assert chosen(q_len=few - 1) == "prefill.narrow_sm90"
+    for dtype, pairs in kernel.FEWEST_PAIRS.items():
+        few = -(-pairs // group)
+        assert chosen(cache_dtype=dtype, q_len=few) == ours
+        assert chosen(cache_dtype=dtype, q_len=few - 1) == "prefill.narrow_sm90"
+    assert chosen(q_len=1000) == ours
     assert chosen(q_len=1) == "decode.sm90"
     assert chosen(quantized=False, cache_dtype="bfloat16") == "prefill.sm90"
     assert chosen(batch_invariant=True) == "decode.sm90"
