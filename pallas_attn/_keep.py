@@ -1,7 +1,9 @@
 """`cache.keep`: which rows of a cache stay, and the launch that moves them.
 
-Who moves rows also says how many stay: a kernel reads the lengths and the pages anyway, and every
-check by XLA would be a launch more than the one that makes the new lengths of its answer.
+Who moves rows also says how many of them stay: a kernel reads the lengths and the pages anyway, and
+every check by XLA would be a launch more than the one that makes the new lengths of its answer.
+That one also counts the rows past the path's width, which stay where they are: those of prompts
+beside drafts.
 """
 
 import dataclasses
@@ -39,6 +41,7 @@ def keep(cache: Any, counts: int | Array, path: Array | None, implementation: st
     if path is not None:
         wanted = f"int32[{sequences}, p] (the rows to keep, of those that extend took)"
         path = _checks.integers("path", path, wanted, (sequences, None))
+        path = path if path.shape[1] else None
     problem = _problem_of(cache, path)
     buffers = Caches(cache.k, cache.v, cache.k_scale, cache.v_scale)
     holders = _checks.holders(cache)
@@ -51,11 +54,12 @@ def keep(cache: Any, counts: int | Array, path: Array | None, implementation: st
         moved = _cache_rows.keep(cache.context, cache.held, inputs, kept, write)
     else:
         moved, kept = _moved(inputs, problem, implementation)
-    changed, after = kept >= 0, lengths - new + kept
+    changed, stay = kept >= 0, jnp.clip(counts, 0, new)
+    after = jnp.where(kept == OVERFLOWS, MOST_ROWS, lengths)
     return dataclasses.replace(
         cache,
-        lengths=jnp.where(changed, after, jnp.where(kept == OVERFLOWS, MOST_ROWS, lengths)),
-        new_lengths=jnp.where(kept == UNCHANGED, new, jnp.maximum(kept, 0)),
+        lengths=jnp.where(changed, lengths - new + stay, after),
+        new_lengths=jnp.where(changed, stay, jnp.where(kept == UNCHANGED, new, 0)),
         k=moved.k_cache,
         v=moved.v_cache,
         k_scale=moved.k_scale,

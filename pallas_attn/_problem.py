@@ -248,7 +248,7 @@ class KeepInputs(NamedTuple):
     k_scale: Any
     v_scale: Any
     # int32[M, p]: row j of those that stay in sequence m becomes what row path[m, j] of its newest
-    # was. None: the first ones stay
+    # was, for j < p; later ones are not moved. None: the first ones stay
     path: Array | None
     lengths: Array  # int32[M]
     new_lengths: Array  # int32[M]: how many of the rows are the newest
@@ -261,7 +261,9 @@ class Kept(NamedTuple):
     """What a `keep` gives."""
 
     caches: Any  # `Caches`, rows moved
-    rows: Array  # int32[M]: how many of the newest rows stay; or one of the two below
+    # int32[M]: how many of the newest rows stay that the path speaks of, at most its width; or one
+    # of the two below
+    rows: Array
 
 
 UNCHANGED, OVERFLOWS = -1, -2  # the sequence stays as it is; it has overflowed from now on

@@ -277,9 +277,9 @@ class KVCache:
         """Keep `counts` of the rows that the latest `extend` took, and drop the others: drafts.
 
         Args:
-          counts: int32[M] or an int: how many, held to 0 .. new_lengths (and .. p).
-          path: int32[M, p], which of those rows: row j of those kept becomes what row path[m, j]
-            was, all read before any is written; held to 0 .. new_lengths - 1. Default: the first.
+          counts: int32[M] or an int: how many, held to 0 .. new_lengths.
+          path: int32[M, p]: row j of those kept becomes what row path[m, j], held to the newest,
+            was; rows from p on, as of a prompt beside drafts, stay. Default: the first ones stay.
           implementation: "sm80", "reference" or None.
 
         Returns:

@@ -57,7 +57,7 @@ def expected(cache, counts, path) -> Any:
         if new[m] <= 0 or lengths[m] < new[m] or np.asarray(cache.overflowed)[m]:
             continue
         begin = lengths[m] - new[m]
-        count = int(np.clip(counts[m], 0, min(new[m], path.shape[1])))
+        count = int(np.clip(counts[m], 0, new[m]))
         rows = [begin + int(np.clip(x, 0, new[m] - 1)) for x in path[m, :count]]
         for name, buffer in after.items():
             if buffer is None:
@@ -143,6 +143,45 @@ def test_without_a_path_lengths_move_alone(rng, kind):
     np.testing.assert_array_equal(again.lengths, [4, 5, 13, 7, 21])
 
 
+@every_kind
+@pytest.mark.parametrize("width", [0, 1, 3, 64])
+def test_prompts_keep_their_rows_beside_drafts(rng, kind, width):
+    """A token, drafts, nothing, a prompt and a chunk of one, in one call: the cache is the one that
+    takes only what was accepted.
+    """
+    lead, counts = [2, 3, 0, 0, 7], [1, 5, 0, 20, 6]
+    kept, path = [1, 3, 4, 20, MOST], np.tile(np.arange(width, dtype=np.int32), (5, 1))
+    given = jnp.asarray(rng.standard_normal((5, 27, 1, 8)), jnp.float32)
+    sizes = {"layers": 1, "dtype": "float32"}
+    if kind == "per_sequence":
+        empty = PerSequenceCache.create((32,) * 5, 1, 8, **sizes)
+    elif kind == "stacked":
+        empty = StackedCache.create(5, 32, 1, 8, **sizes)
+    else:
+        empty = PagedCache.create(5, 40, 4, 1, 8, capacity=32, **sizes)
+    before = pa.append_kv(empty, given[:, :7], -given[:, :7], new_lengths=jnp.array(lead))
+    starts = np.r_[0, np.cumsum(counts)].astype(np.int32)
+    packed = jnp.concatenate([given[m, 7 : 7 + n] for m, n in enumerate(counts)])
+    if width == 3:
+        path[1] = [1, 2, 4]
+    rows = given[:, 7:].at[1, :3].set(given[1, 7 + path[1, :3]]) if width == 3 else given[:, 7:]
+
+    @jax.jit
+    def step(cache, path):
+        cache = pa.append_kv(cache, packed, -packed, starts=starts)
+        return cache.keep(np.array(kept, np.int32), path)
+
+    got = step(before, path)
+    want = pa.append_kv(before, rows, -rows, new_lengths=jnp.array([1, 3, 0, 20, 6]))
+    np.testing.assert_array_equal(got.lengths, want.lengths)
+    np.testing.assert_array_equal(got.new_lengths, want.new_lengths)
+    q = jnp.asarray(rng.standard_normal((5, 1, 8)), jnp.float32)
+    one, other = (
+        pa.decode_attention(q, pa.append_kv(x, given[:, :1], -given[:, :1])) for x in (got, want)
+    )
+    np.testing.assert_array_equal(one, other)
+
+
 class Model:
     """What each of four sequences holds: numbers, one a row, in the order in which they came."""
 
@@ -170,9 +209,10 @@ class Model:
         path, counts = self.rng.integers(-1, 7, (4, 5), np.int32), self._some(-1, 7)
         self.cache = self.keep_rows(self.cache, np.array(counts, np.int32), path)
         for m, n in enumerate(self.newest):
-            self.newest[m] = int(np.clip(counts[m], 0, min(n, 5)))
+            self.newest[m] = int(np.clip(counts[m], 0, n))
             first = len(self.held[m]) - n
-            drafts = [self.held[m][first + min(max(i, 0), n - 1)] for i in path[m] if n]
+            drafts = [self.held[m][first + min(max(i, 0), n - 1)] for i in path[m, :n]]
+            drafts += self.held[m][first + 5 :]
             self.held[m] = self.held[m][:first] + drafts[: self.newest[m]]
 
     def fork(self):
@@ -354,9 +394,9 @@ def test_more_sequences_take_a_second_launch(monkeypatch):
     ("fields", "reason"),
     [
         ({"cache_dtype": "float64"}, "no float64 caches"),
-        ({"width": 49}, "a path of 49 rows: a thread holds a column of all of them"),
+        ({"width": 49}, "a path of 49 rows; it takes up to 48, which threads hold in registers"),
         ({"capacities": (2**31,)}, "capacity 2147483648: positions are int32"),
-        ({"layers": 2**28}, "4294967296 blocks: they are int32"),
+        ({"layers": 2**28}, "4294967296 blocks of threads, which are counted in int32"),
     ],
 )
 def test_limits(fields, reason):
