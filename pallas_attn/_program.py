@@ -464,6 +464,15 @@ def placed(program: Program, rows: int, shifted: tuple[int, ...], starts: int) -
             values[n] = do("add", n, start)
     if rows > 1 and program.depends_on(batch):
         values[batch] = do("div", batch, Constant("int32", str(rows)))
+    return of_values(program, before, values, arrays)
+
+
+def of_values(
+    program: Program, before: Sequence[Operation], values: Sequence[int], arrays: Sequence[Any]
+) -> Program:
+    """The same function, of inputs from which the operations `before` make its own: input n is
+    `values[n]`. `arrays` are all that it reads then, its own ones first.
+    """
 
     def moved(operand: Operand) -> Operand:
         if isinstance(operand, Constant):
@@ -474,7 +483,7 @@ def placed(program: Program, rows: int, shifted: tuple[int, ...], starts: int) -
         dataclasses.replace(op, operands=tuple(map(moved, op.operands)))
         for op in program.operations
     )
-    return Program(program.inputs, (*before, *after), moved(program.result), arrays)
+    return Program(program.inputs, (*before, *after), moved(program.result), tuple(arrays))
 
 
 def reads_at(program: Program, number: int) -> list[tuple[int, int]]:

@@ -220,6 +220,9 @@ _ROWS: dict[str, dict[str, tuple[dict[str, Any], ...]]] = {
             one | _PACKED_TREE for one in _QUANTISED
         ),
         "a tree of packed rows, V within K": (_LATENT | _PACKED_TREE,),
+        "mask_fn, packed rows, V within K": (
+            _LATENT | {"mask_program": _ALTERNATE.program} | _PACKED,
+        ),
         "a tree, V within K": (_LATENT | {"q_len": 4} | _IN_TREE,),
         "mask_fn": ({"mask_program": _ALTERNATE.program},),
         "mask_fn, packed rows": ({"mask_program": _ALTERNATE.program} | _PACKED,),

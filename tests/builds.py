@@ -305,6 +305,9 @@ BUILDS: dict[str, Build] = {
     "decode_mla/sm90/heads16_paged": _decode("h100", "paged", heads=16, **_LATENT),
     "decode_mla/sm80/per_sequence": _decode("a100", "per_sequence", heads=16, **_LATENT),
     "decode_mla/sm90/heads16_packed": _decode("h100", "paged", rows=None, heads=16, **_LATENT),
+    "decode_mla/sm90/heads16_packed_tree": _decode(
+        "h100", "paged", rows=None, heads=16, parents=True, **_LATENT
+    ),
     "prefill/sm90/stacked": _decode("h100", "stacked", rows=1024),
     "prefill/sm90/paged": _decode("h100", "paged", rows=64),
     "prefill/sm90/paged_tree": _decode("h100", "paged", rows=64, parents=True),

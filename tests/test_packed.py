@@ -20,6 +20,7 @@ from pallas_attn import (
     _config,
     sliding_window,
 )
+from pallas_attn.kernels.decode_mla import packed
 from tests import budget, subjects
 from tests.decode_cases import ancestors, some_parents
 
@@ -427,3 +428,72 @@ def test_latent_rows_are_as_those_of_equal_numbers(rng, subject, kind):
     np.testing.assert_allclose(got, want, atol=0.03)
     want_lse = np.asarray(want_lse).transpose(1, 0, 2).reshape(16, 6)
     np.testing.assert_allclose(lse, want_lse, atol=1e-2)
+
+
+def softmax_of_rows(mixture, m, seen, q, latent):
+    """out [t, N, 128] and lse [t, N] of a sequence whose K is `latent`, in float64."""
+    own, length = slice(mixture.starts[m], mixture.starts[m + 1]), mixture.lengths[m]
+    k = np.asarray(latent[m, :length, 0], np.float64)
+    logits = np.einsum("tnh,sh->tns", np.asarray(q[own], np.float64), k) * 192**-0.5
+    logits = np.where(seen[0, 0], logits, -np.inf)
+    top = np.maximum(logits.max(axis=2, initial=-1e30), -1e30)
+    p = np.exp(logits - top[..., None])
+    total = p.sum(axis=2)
+    with np.errstate(divide="ignore"):
+        return p @ k[:, :128] / np.maximum(total, 1e-30)[..., None], np.log(total) + top
+
+
+LATENT_HIDES = {
+    "tree": ("paged", None, None),
+    "window": ("stacked", 4, 8),
+    "function": ("paged", None, None),
+}
+
+
+def parity(b, h, q, kv, several):
+    """Of all that a function may ask for."""
+    return (kv % 3 != several[b]) | (q - kv < 2 + h)
+
+
+@pytest.mark.parametrize("subject, hides", [
+    pytest.param(*row.values, hides, id=f"{row.id}-{hides}", marks=row.marks)
+    for row in subjects.rows("decode", but=("kernels_float32",)) for hides in LATENT_HIDES
+    if hides != "window" or not row.values[0].generation
+])  # fmt: skip
+def test_what_hides_keys_from_packed_latent_rows(rng, monkeypatch, subject, hides):
+    """Trees, prompts beside them, and functions; more rows than a launch takes."""
+    kind, window, drafts_most = LATENT_HIDES[hides]
+    monkeypatch.setattr(packed, "ROWS_AT_ONCE", 16)
+    one, heads = Mixture(rng, "stacked", "bfloat16", (1, 0, 7, 2, 12), (70, 9, 60, 0, 0)), 4
+    rows = {"kv_heads": 1, "head_dim": 192, "v_head_dim": 128, "shared_kv": True}
+    cache = spoiled(cache_of(kind, (72,) * 5, "bfloat16", **rows))
+    draw = lambda *shape: rng.standard_normal(shape).astype(jnp.bfloat16)  # noqa: E731
+    latent, q = draw(5, 72, 1, 192), draw(one.tokens, heads, 192)
+    first = jnp.asarray(one.held, jnp.int32)
+    cache = pa.append_kv(cache, latent, new_lengths=first, implementation="reference")
+    new = one.packed(latent)
+    cache = pa.append_kv(cache, new, starts=one.starts, implementation="reference")
+    parents = some_packed_parents(one.tokens)
+    several = np.array([0, 1, 2, 0, 1], np.int32)
+    options = {"starts": jnp.asarray(one.starts)}
+    if hides == "function":
+        options["mask"] = CAUSAL & pa.mask_fn(parity, several)
+    else:
+        options["parents"] = pa.DraftTree.create(parents, one.starts, drafts_most=drafts_most)
+        options["mask"] = CAUSAL if window is None else sliding_window(window)
+    out, lse = subject.call(pa.decode_attention_with_lse, q, cache, **options)
+    out, lse = np.asarray(out, np.float64), np.asarray(lse).T
+    in_tree = of_trees(one, parents, window, drafts_most or one.tokens)
+    for m in np.flatnonzero(one.counts):
+        if hides == "function":
+            at = one.held[m] + np.arange(one.counts[m])[:, None]
+            key = np.arange(one.lengths[m])
+            seen = np.stack([parity(m, n, at, key, several) for n in range(heads)], axis=1)
+            seen = (seen & (key <= at)[:, None])[None, None]
+        else:
+            seen = in_tree(m)[:, :, :, None]
+        own = slice(one.starts[m], one.starts[m + 1])
+        want, want_lse = softmax_of_rows(one, m, seen, q, latent)
+        np.testing.assert_allclose(out[own], want, atol=0.03)
+        np.testing.assert_allclose(lse[own], want_lse, atol=1e-2)
+    assert not out[: one.starts[0]].any() and not out[one.starts[-1] :].any()

@@ -2,16 +2,20 @@
 that it belongs to and ends where the row stands. All heads of a row share a pass over its keys,
 which is most of what there is to share; rows of one sequence read them again, mostly from L2.
 
-A stacked cache is one of pages that hold a whole sequence each.
+A stacked cache is one of pages that hold a whole sequence each. A function of positions, that of a
+tree of drafts for one, reads which sequence a row is of, and where it stands.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_attn import _program
 from pallas_attn._problem import DecodeInputs, DecodeProblem, owner_of_rows
+from pallas_attn._program import Operation, Program
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.decode import combine, scheduler
@@ -29,11 +33,6 @@ def limit(problem: DecodeProblem) -> Limit | None:
         return Limit(
             "packed rows over separate arrays of latent rows", "use a StackedCache or a PagedCache"
         )
-    if problem.mask_program is not None:
-        return Limit(
-            "packed latent rows and a mask function, for which a row would be a sequence",
-            "pass q as [M, t, N, H]",
-        )
     mask = problem.mask.filled(**dict.fromkeys(problem.mask.arrives, 2))
     _, end = mask.kv_range(0, 1, 2)  # a query at 0, of two keys
     if end > 1:
@@ -47,11 +46,39 @@ def of_rows(problem: DecodeProblem) -> DecodeProblem:
     """The problem of one launch; itself where rows are not packed."""
     if problem.tokens is None:
         return problem
-    rows, capacity = min(problem.tokens, ROWS_AT_ONCE), max(problem.capacities)
-    whole = cache_layout.whole_sequences(problem)
+    return _of_some(problem, min(problem.tokens, ROWS_AT_ONCE))
+
+
+def _of_some(problem: DecodeProblem, rows: int) -> DecodeProblem:
+    """The problem of a launch of so many packed rows."""
+    program = problem.mask_program
     return dataclasses.replace(
-        whole, sequences=rows, q_len=1, tokens=None, capacities=(capacity,) * rows
+        cache_layout.whole_sequences(problem),
+        sequences=rows,
+        q_len=1,
+        tokens=None,
+        capacities=(max(problem.capacities),) * rows,
+        mask_program=None if program is None else _of_rows(program, rows, problem.tree),
+        tree=False,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _of_rows(program: Program, rows: int, tree: bool) -> Program:
+    """A function of positions where each packed row is a sequence. It reads int32[rows] of the
+    sequence that a row is of and of the row's position, and of the position that counts as 0 where
+    `tree`.
+    """
+    batch, q, kv = 0, 2, 3
+    first, count = len(program.arrays), 3 if tree else 2
+    before = [Operation("read", (batch,), "int32", first + n) for n in range(count)]
+    values = list(range(program.inputs))
+    values[batch], values[q] = program.inputs, program.inputs + 1
+    if tree:
+        before.append(Operation("sub", (kv, program.inputs + 2), "int32"))
+        values[kv] = program.inputs + 3
+    arrays = *program.arrays, *[((rows,), "int32")] * count
+    return _program.of_values(program, before, values, arrays)
 
 
 def run(
@@ -66,26 +93,27 @@ def run(
         return combine.of_no_rows(inputs, problem)
     if not problem.packed:
         return launch(inputs, problem)
-    one, outs, lses = of_rows(problem), [], []
-    own = _sequences_of_rows(inputs, problem)
-    for first in range(0, problem.tokens or 0, one.sequences):
-        here = slice(first, first + one.sequences)
+    outs, lses = [], []
+    own, numbers = _sequences_of_rows(inputs, problem)
+    for first in range(0, problem.tokens or 0, ROWS_AT_ONCE):
+        here = slice(first, first + ROWS_AT_ONCE)
         part = own._replace(
             q=own.q[here],
             lengths=own.lengths[here],
             page_table=own.page_table[here],
             new_lengths=own.new_lengths[here],
+            mask_aux=(*own.mask_aux, *(x[here] for x in numbers)),
         )
-        rows = part.q.shape[0]
-        sizes = dataclasses.replace(one, sequences=rows, capacities=one.capacities[:rows])
-        out, lse = launch(part, sizes)
+        out, lse = launch(part, _of_some(problem, part.q.shape[0]))
         outs.append(out[:, 0])
         lses.append(lse[:, :, 0].T)
     return jnp.concatenate(outs), jnp.concatenate(lses, axis=1)
 
 
 def _sequences_of_rows(inputs: DecodeInputs, problem: DecodeProblem) -> Any:
-    """The inputs of a call where each packed row is a sequence."""
+    """The inputs of a call where each packed row is a sequence, and the numbers of rows that a
+    function of positions reads: `_of_rows`.
+    """
     starts: Any = inputs.starts
     last, capacity = problem.sequences - 1, max(problem.capacities)
     at = jnp.arange(problem.tokens, dtype=jnp.int32)
@@ -103,11 +131,17 @@ def _sequences_of_rows(inputs: DecodeInputs, problem: DecodeProblem) -> Any:
     if new is not None:
         lost = lost | ((length < 1) & (new < 0))
     end = jnp.maximum(length[owner] - (starts[owner + 1] - 1 - at), 0)
+    numbers: tuple[Array, ...] = ()
+    if problem.tree:
+        numbers = owner, at - starts[owner], length[owner] - jnp.diff(starts)[owner]
+    elif problem.mask_program is not None:
+        numbers = owner, end - 1
     end = jnp.where(lost[owner], capacity + 1, end)
-    return inputs._replace(
+    own = inputs._replace(
         q=inputs.q[:, None],
         lengths=jnp.where(owned, end, 0),
         page_table=table[owner],
         new_lengths=jnp.zeros_like(at),
         starts=None,
     )
+    return own, numbers
