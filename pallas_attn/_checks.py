@@ -716,14 +716,16 @@ def extended(cache: Any) -> None:
     without = np.flatnonzero(np.asarray(new) < 0).tolist()
     if without:
         raise ValueError(
-            "cache: write_kv fills the rows that extend took, and since they were made, emptied or "
-            f"forked into it took none in sequences {without}; say cache.extend(rows) first (0 "
-            "rows count)"
+            "cache: write_kv fills the rows that the latest extend took, and there was none since "
+            f"sequences {without} were made, emptied or forked into; call cache.extend(rows) "
+            "first, with 0 for a sequence that gets no rows"
         )
 
 
-def decode_query(q: jax.Array, cache: Any, packed: bool) -> None:
-    """q [M, t, N, H], or packed rows [tokens, N, H], against the cache it reads."""
+def decode_query(q: jax.Array, cache: Any, packed: bool, one_token: bool = False) -> None:
+    """q [M, t, N, H], which came without t for `one_token`, or packed rows [tokens, N, H], against
+    the cache it reads.
+    """
     if packed:
         wanted = f"packed rows [tokens, N, H] = [tokens, N, {cache.head_dim}] to go with starts"
         fits = q.ndim == 3
@@ -731,6 +733,8 @@ def decode_query(q: jax.Array, cache: Any, packed: bool) -> None:
         wanted = f"[M, t, N, H] = [{cache.num_sequences}, t, N, {cache.head_dim}] (or without t)"
         fits = q.ndim == 4 and q.shape[0] == cache.num_sequences
     if not fits or q.shape[-1] != cache.head_dim:
-        raise ValueError(f"q: expected {wanted} for this cache, got {list(q.shape)}")
+        shape = [*q.shape[:1], *q.shape[2:]] if one_token else list(q.shape)
+        hint = "; packed rows take starts" if one_token and not fits else ""
+        raise ValueError(f"q: expected {wanted} for this cache, got {shape}{hint}")
     grouped_heads(q.shape[-2], cache.kv_heads)
     float_dtype("q", q)

@@ -365,7 +365,10 @@ def _new_rows(
         wanted = f"[M, t, K, H] = [{sequences}, t, {of_row[0]}, {of_row[1]}] (or without t)"
         fits = rows.ndim == 4 and rows.shape[0] == sequences
     if not fits or rows.shape[-2:] != of_row:
-        raise ValueError(f"{name}: expected {wanted}, got {list(jnp.shape(new))}")
+        given = list(jnp.shape(new))
+        packs = sequences is not None and len(given) == 3 and not fits
+        hint = "; packed rows take starts" if packs else ""
+        raise ValueError(f"{name}: expected {wanted}, got {given}{hint}")
     if quantized:
         if cache.dtype.name not in QUANTIZED:
             raise ValueError(

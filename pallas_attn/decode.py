@@ -150,7 +150,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
     one_token = rows.ndim == 3 and not packed
     rows = rows[:, None] if one_token else rows
     _checks.kv_cache(cache)
-    _checks.decode_query(rows, cache, packed)
+    _checks.decode_query(rows, cache, packed, one_token)
     tokens = rows.shape[0] if packed else None
     if packed:
         starts = _checks.row_starts("starts", starts, rows.shape[0], cache.num_sequences)

@@ -214,8 +214,8 @@ def applies(shared: SharedPrefixes, cache: Any, problem: DecodeProblem) -> bool:
         cache.page_table, "shape", None
     ):
         raise ValueError(
-            "shared_prefixes: expected what shared_prefixes() of this PagedCache gave, got "
-            f"{type(shared).__name__} beside a {type(cache).__name__}"
+            "shared_prefixes: expected what cache.shared_prefixes() gave for this call's "
+            f"PagedCache, got {type(shared).__name__} beside a {type(cache).__name__}"
         )
     if not problem.packed and problem.q_len not in (0, shared.tokens):
         raise ValueError(
@@ -259,7 +259,8 @@ def checked(prefix: Any, cache: Any, problem: DecodeProblem, rotary: Any) -> Pre
     }
     for name, given in refused.items():
         if given:
-            raise ValueError(f"{name}: expected {_WANTED[name]} beside prefix")
+            wanted, remedy = _WANTED[name]
+            raise ValueError(f"{name}: expected {wanted} beside prefix{remedy}")
     groups = _checks.integers(
         "prefix.groups",
         prefix.groups,
@@ -270,12 +271,15 @@ def checked(prefix: Any, cache: Any, problem: DecodeProblem, rotary: Any) -> Pre
 
 
 _WANTED = {
-    "starts": "None; pass q as [M, t, N, H]",
-    "parents": "None; where drafts form a tree, share rows by PagedCache.fork instead,",
-    "rotary": "None: rotate q and K by positions that count the rows of the prefix",
-    "batch_invariant": "False, since all sequences of a group are decoded together",
-    "context": "caches whose rows one device has",
-    "mask": "one without a left bound or a function, whose right bound is static and not negative",
+    "starts": ("None", "; pass q as [M, t, N, H]"),
+    "parents": ("None", "; where drafts form a tree, share rows by PagedCache.fork instead"),
+    "rotary": ("None", "; rotate q and K before, by positions that count the rows of the prefix"),
+    "batch_invariant": ("False", ", whose sequences are decoded together"),
+    "context": ("caches whose rows one device has", ""),
+    "mask": (
+        "no function and no left bound, and a right bound that is static and not negative,",
+        "",
+    ),
 }
 
 

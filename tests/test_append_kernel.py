@@ -321,7 +321,10 @@ def test_layers_share_one_kernel():
     [
         ({"cache_dtype": "float64"}, "no float64 caches"),
         ({"capacities": (2**31,)}, "capacity 2147483648: positions are int32"),
-        ({"layers": 2**31}, "1 x 2147483648 layers: pages and sequences are int32"),
+        (
+            {"layers": 2**31},
+            "2147483648 pages or sequences of all layers together, which are counted in int32",
+        ),
         ({"new_rows": 2**22}, "4294967296 new values of one sequence: they are counted in int32"),
     ],
 )

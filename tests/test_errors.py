@@ -404,6 +404,8 @@ APPENDS = {
     "v: expected [M, t, K, H] = [2, t, 2, 4] (or without t), got [2, 1, 2, 8]": (
         lambda: pa.append_kv(stacked(v_head_dim=4), ROW, ROW)
     ),
+    "k: expected [M, t, K, H] = [2, t, 2, 8] (or without t), got [5, 2, 8]; packed rows take "
+    "starts": lambda: pa.append_kv(stacked(), z(5, 2, 8), ROW),
     "k: expected [M, t, K, H] = [2, t, 2, 8] (or without t), got [2, 8]": (
         lambda: pa.append_kv(paged(), z(2, 8), ROW)
     ),
@@ -418,9 +420,11 @@ APPENDS = {
         lambda: pa.append_kv(stacked(), ROW, ROW, new_lengths=z(1, dtype="int32"))
     ),
     **{
-        "cache: write_kv fills the rows that extend took, and since they were made, emptied or "
-        f"forked into it took none in sequences {which}; say cache.extend(rows) first (0 rows "
-        "count)": lambda change=change: pa.write_kv(change(stacked()), ROW, ROW)
+        "cache: write_kv fills the rows that the latest extend took, and there was none since "
+        f"sequences {which} were made, emptied or forked into; call cache.extend(rows) first, "
+        "with 0 for a sequence that gets no rows": (
+            lambda change=change: pa.write_kv(change(stacked()), ROW, ROW)
+        )
         for which, change in (
             ([0, 1], lambda cache: cache),
             ([1], lambda cache: cache.extend(1).reset(1)),
@@ -540,7 +544,9 @@ DECODES = {
     "q: expected [M, t, N, H] = [2, t, N, 8] (or without t) for this cache, got [3, 1, 4, 8]": (
         lambda: pa.decode_attention(z(3, 1, 4, 8), stacked())
     ),
-    "q: expected [M, t, N, H] = [2, t, N, 8] (or without t) for this cache, got [2, 1, 4, 16]": (
+    "q: expected [M, t, N, H] = [2, t, N, 8] (or without t) for this cache, got [5, 4, 8]; packed "
+    "rows take starts": lambda: pa.decode_attention(z(5, 4, 8), stacked()),
+    "q: expected [M, t, N, H] = [2, t, N, 8] (or without t) for this cache, got [2, 4, 16]": (
         lambda: pa.decode_attention(z(2, 4, 16), paged())
     ),
     "q: expected a number of query heads N that is a multiple of the 2 kv heads K, got N = 5": (

@@ -329,11 +329,12 @@ def test_what_is_not_taken(rng):
     wrong = dataclasses.replace(other, k=other.k[:, :1], v=other.v[:, :1])
     starts = jnp.asarray(np.arange(3, dtype=np.int32))
     for text, options in {
-        "starts: expected None": given | {"starts": starts},
-        "rotary: expected None": given | {"rotary": pa.Rotary(angles, angles)},
-        "batch_invariant: expected False": given | {"batch_invariant": True},
-        "mask: expected one without a left bound": given | {"mask": pa.sliding_window(3)},
-        "parents: expected None; where drafts": given | {"parents": groups[:, None]},
+        "starts: expected None beside prefix; pass q": given | {"starts": starts},
+        "rotary: expected None beside prefix; rotate": given
+        | {"rotary": pa.Rotary(angles, angles)},
+        "batch_invariant: expected False beside prefix,": given | {"batch_invariant": True},
+        "mask: expected no function and no left bound": given | {"mask": pa.sliding_window(3)},
+        "parents: expected None beside prefix; where": given | {"parents": groups[:, None]},
         "shared_prefixes: expected None beside prefix": given | {"shared_prefixes": shared},
         r"prefix: expected Prefix\(cache, groups\)": {"prefix": other},
         r"prefix.groups: expected int32\[2\]": {"prefix": pa.Prefix(other, groups[:1])},
@@ -344,7 +345,7 @@ def test_what_is_not_taken(rng):
     with pytest.raises(ValueError, match="shared_prefixes: expected those of 2 tokens"):
         two = jnp.asarray(np.zeros((2, 2, 4, 8), np.float32))
         pa.decode_attention(two, cache, shared_prefixes=shared)
-    with pytest.raises(ValueError, match="shared_prefixes: expected what shared_prefixes"):
+    with pytest.raises(ValueError, match="shared_prefixes: expected what cache.shared_p"):
         pa.decode_attention(q, other, shared_prefixes=shared)
     for options in (given, {"shared_prefixes": shared}):  # of no rows there are none
         assert pa.decode_attention(q[:, None][:, :0], cache, **options).shape == (2, 0, 4, 8)

@@ -72,9 +72,9 @@ def limit(problem: AppendProblem) -> Limit | None:
     most = append_plan.most_arrays(4 if problem.quantized else 2)
     if problem.packed and separate and (problem.sequences > most or 0 in problem.capacities):
         return Limit(
-            f"packed rows into {problem.sequences} separate caches; it takes up to {most}, none "
-            "of them without rows",
-            "use a stacked or paged cache, or append to fewer sequences at once",
+            f"packed rows into {problem.sequences} separate arrays; it takes up to {most}, each "
+            "with a capacity of at least 1",
+            "use a StackedCache or a PagedCache, or append [M, t, K, H] without starts",
         )
     values = problem.new_rows * problem.kv_heads * max(problem.head_dim, problem.v_head_dim or 0)
     if values >= 2**31 - append_plan.CHUNK_MOST:
@@ -85,8 +85,9 @@ def limit(problem: AppendProblem) -> Limit | None:
     slabs = cache_layout.layout_of(problem).slabs
     if slabs * (problem.layers or 1) >= 2**31:
         return Limit(
-            f"{slabs} x {problem.layers or 1} layers: pages and sequences are int32",
-            "use several caches",
+            f"{slabs * (problem.layers or 1)} pages or sequences of all layers together, which "
+            "are counted in int32",
+            "keep sequences or layers in several caches",
         )
     return None
 

@@ -56,11 +56,15 @@ def limit(problem: KeepProblem) -> Limit | None:
         return refused
     if problem.width > ROWS_MOST:
         return Limit(
-            f"a path of {problem.width} rows: a thread holds a column of all of them",
-            f"cut it to the most that are kept: path[:, :{ROWS_MOST}]",
+            f"a path of {problem.width} rows; it takes up to {ROWS_MOST}, which threads hold in "
+            "registers",
+            f"cut it to path[:, :{ROWS_MOST}]: rows past its width stay what they are",
         )
     if _blocks(problem) >= 2**31:
-        return Limit(f"{_blocks(problem)} blocks: they are int32", "use several caches")
+        return Limit(
+            f"{_blocks(problem)} blocks of threads, which are counted in int32",
+            "keep sequences or layers in several caches",
+        )
     return None
 
 
