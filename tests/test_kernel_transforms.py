@@ -10,6 +10,7 @@ import functools
 import re
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -606,6 +607,37 @@ def test_kernels_lower_where_jax_counts_in_64_bits():
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("@mosaic_gpu") == 2 and text.count("tf.aliasing_output") >= 4
         assert "mosaic_gpu" in mosaic.lower_for_cuda(over_a_mesh(check_vma=True), Q, KV, KV)
+
+
+@pytest.mark.parametrize("implementation", ["sm90", "sm80"])
+@pytest.mark.parametrize("asked", ["bias", "mask"])
+def test_grids_are_ones_that_cuda_launches(asked, implementation, monkeypatch):
+    """The gradient of a bias of 2**17 tiles, and a mask of 70,000 batch rows: CUDA's y and z have
+    room for 65535 blocks.
+    """
+
+    def biased(q, bias):
+        return pallas_attn.flash_attention(q, q, q, bias=bias, implementation=implementation)
+
+    def masked(q, shown):
+        mask = pallas_attn.mask_fn(lambda b, h, q, kv, shown: shown[b, kv] > 0, shown)
+        return pallas_attn.flash_attention(q, q, q, mask=mask, implementation=implementation)
+
+    def launched(*args, **options):
+        grids[options["kernel_name"]] = options["grid"]
+        return kernel(*args, **options)
+
+    grids, kernel = {}, plgpu.kernel
+    monkeypatch.setattr(plgpu, "kernel", launched)
+    of_bias = f"flash_bwd_dbias_{implementation}"
+    call, name, shapes = {
+        "bias": (biased, of_bias, [(1, 4096, 32, 64), (32, 4096, 4096)]),
+        "mask": (masked, "listed_tiles", [(70_000, 64, 1, 64), (70_000, 64)]),
+    }[asked]
+    with _device.assume("sm90"):
+        jax.eval_shape(jax.grad(lambda *x: call(*x).sum(), (0, 1)), *(half(*x) for x in shapes))
+    assert max(grids[name]) > 65535
+    assert all(n <= 65535 for grid in grids.values() for n in grid[:-1]), grids
 
 
 @pytest.mark.parametrize("implementation", ["sm90", "sm80"])

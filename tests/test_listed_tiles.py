@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_attn import _gpus
 from pallas_attn.kernels.attention import tile_lists
 from pallas_attn.kernels.flash_fwd import listed_tiles, tile_scheduler
+from pallas_attn.kernels.lang import mosaic as lang
 from tests import builds, mosaic
 
 BATCH, HEADS, BLOCKS = 2, 3, 7
@@ -67,12 +69,23 @@ def test_lists_and_codes_are_those_of_jax_numpy(shape, never_empty, where):
     np.testing.assert_array_equal(codes, tile_scheduler.by_length(table, bits, HEADS, want))
 
 
+def test_a_grid_that_cuda_launches_the_other_way_round(monkeypatch):
+    """As where more than 65535 heads have lists of their own."""
+    monkeypatch.setattr(lang, "MOST_BLOCKS", 2)
+    assert lang.grid_of(owner=3, part=2) == {"grid": (2, 3), "grid_names": ("part", "owner")}
+    shape, never_empty = (1, 3, 18, 3, 70), True
+    test_lists_and_codes_are_those_of_jax_numpy(shape, never_empty, "here")
+
+
 def test_a_mask_of_many_tiles_is_left_to_xla():
     fits = [listed_tiles.fits(np.empty((2, 1, 1, *sizes), bool)) for sizes in SIZES]
-    assert fits == [True, True, False, False]
+    assert fits == [True, True, True, False, False, False]
+    words = listed_tiles._Sizes(1, 1, SIZES[2][0], 8, 1, True, (1, 1), 1, 1).words
+    assert 4 * words <= min(map(_gpus.shared_memory, ("sm80", "sm86", "sm90")))
 
 
-SIZES = [(128, 1, 1024), (1, 4, 2**14), (128, 1, 1025), (1, 1, 2**14 + 1)]
+SIZES = [(128, 1, 1024), (1, 4, 2**14), (12 * 1024, 1, 8)]
+SIZES += [(128, 1, 1025), (1, 1, 2**14 + 1), (12 * 1024 + 1, 1, 8)]
 
 
 @pytest.mark.machine_code

@@ -382,8 +382,7 @@ def dbias_of(problem: AttentionProblem, config: Any, inputs: AttentionInputs, re
         functools.partial(_bias_kernel, plan=plan, walk=walk),
         out_type=jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32),
         scratch_types=(scratch(plan),),
-        grid=(math.prod(walk.bias_tiles), walk.chunks),
-        grid_names=("tile", "chunk"),
+        **mosaic.grid_of(tile=math.prod(walk.bias_tiles), chunk=walk.chunks),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_bwd_dbias_sm80",
     )

@@ -24,12 +24,13 @@ import numpy as np
 from jax import lax
 
 from pallas_attn.kernels.attention import tile_lists
-from pallas_attn.kernels.lang import threads
+from pallas_attn.kernels.lang import mosaic, threads
 
 LANES = 32
 WARPGROUPS = 4
 MOST_PAIRS = 2**17  # of tiles; from there on XLA's kernels take longer than they take to start
 HALF = 2**16  # two numbers share a word
+MOST_TILES = 12 * 1024  # of a head: two words each, in the shared memory of any GPU
 
 
 class _Sizes(NamedTuple):
@@ -85,7 +86,8 @@ class _Block(NamedTuple):
 def fits(kinds: Any) -> bool:
     """Whether `prepare` takes what `tile_lists.kinds` gives."""
     tiles, row_blocks, n = kinds.shape[3:]
-    return tiles * n <= MOST_PAIRS and max(tiles, n) <= HALF // 4 and row_blocks <= 4
+    few = tiles * n <= MOST_PAIRS and tiles <= MOST_TILES and n <= HALF // 4
+    return few and row_blocks <= 4
 
 
 def prepare(
@@ -106,8 +108,7 @@ def prepare(
             plgpu.SMEM((sizes.words,), jnp.int32),
             plgpu.Barrier(num_barriers=len(PROGRAMS) - 1, num_arrivals=WARPGROUPS),
         ),
-        grid=(sizes.batches * sizes.heads, sizes.blocks),
-        grid_names=("owner", "part"),
+        **mosaic.grid_of(owner=sizes.batches * sizes.heads, part=sizes.blocks),
         num_threads=WARPGROUPS,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),

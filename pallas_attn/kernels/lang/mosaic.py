@@ -182,6 +182,18 @@ def results_are_used(used: jax.Array, matmuls: int) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))(inline)(used)
 
 
+MOST_BLOCKS = 65535  # along an axis of a grid that is not CUDA's x
+
+
+def grid_of(**axes: int) -> dict[str, Any]:
+    """A grid of so many blocks along each axis, as `plgpu.kernel` takes it. The last axis becomes
+    CUDA's x: the longest, where another has more blocks than CUDA launches along it.
+    """
+    if max(list(axes.values())[:-1], default=0) > MOST_BLOCKS:
+        axes = dict(sorted(axes.items(), key=lambda axis: axis[1]))
+    return {"grid": tuple(axes.values()), "grid_names": tuple(axes)}
+
+
 def overlap_launches() -> None:
     """From sm90 on: what follows sees all that earlier kernels wrote, but the launch itself began
     while the one before was ending, if that was told so too (programmatic dependent launch); and
