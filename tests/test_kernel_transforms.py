@@ -714,6 +714,14 @@ def test_the_gradient_of_a_gradient_says_what_to_do():
     )
 
 
+def test_programs_with_kernels_are_exported():
+    """On one device and within shard_map; jax checks what it can read again elsewhere."""
+    for call in (jax.grad(lambda *x: causal(*x).astype(jnp.float32).sum()), over_a_mesh(True)):
+        with _device.assume("sm90"):
+            exported = jax.export.export(jax.jit(call), platforms=("cuda",))(Q, KV, KV)
+        assert "mosaic_gpu" in exported.mlir_module()
+
+
 def test_sizes_that_are_not_known_are_refused():
     (batch,) = jax.export.symbolic_shape("b")
     with _device.assume("sm90"), pytest.raises(pallas_attn.UnsupportedError) as refused:
