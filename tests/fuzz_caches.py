@@ -1,10 +1,10 @@
 """Random programs over the three caches: sequences are emptied, forked and extended, rows written
-into every layer, attention decoded; then the same with lengths, page tables and layers that are
-out of range.
+into every layer, attention decoded, some of the newest rows kept; then the same with lengths, page
+tables and layers that are out of range.
 
 Two models in NumPy follow. One knows what rows each sequence has taken, and which pages
-(`witness.PagedModel`); the other what every byte of every buffer must be after a write, and what
-decoding makes of those bytes.
+(`witness.PagedModel`); the other what every byte of every buffer must be after rows are written or
+kept, and what decoding makes of those bytes.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ import numpy as np
 
 import pallas_attn as pa
 from pallas_attn import PagedCache, PerSequenceCache, StackedCache, _case, cases
-from pallas_attn.masks import CAUSAL
+from pallas_attn.masks import CAUSAL, sliding_window
 from tests import append_cases, budget, fuzz, witness
-from tests.decode_cases import seen_in_tree, some_parents
+from tests.decode_cases import ancestors, seen_in_tree, some_parents
 from tests.fuzz import LEAST, MOST
 from tests.subjects import Subject
 from tests.test_quantized import quantized
@@ -36,13 +36,18 @@ SCORES = 2**20
 class Case(_case.DecodeCase):
     """`lengths` is what sequences hold at first. `spread`: separate capacities differ by up to so
     many rows; `pool`: the share of pages that there is, of what full sequences would take.
-    `packed`: queries are packed, of each sequence up to q_len.
+    `packed`: queries are packed, of each sequence up to q_len; `drafts_most`: packed trees have so
+    many. `keeps`: some rows are kept after each step, by paths of so many. `shared`: levels of
+    prefixes that are read once.
     """
 
     layers: int | None = None
     spread: int = 0
     pool: float = 1.0
     packed: bool = False
+    drafts_most: int | None = None
+    keeps: int | None = None
+    shared: int = 0
 
     def create(self) -> Any:
         sizes = {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim, "layers": self.layers}
@@ -79,6 +84,16 @@ def draw(seed: int, tiny: bool) -> Case:
     if pick.random() < 0.3:
         case = dataclasses.replace(case, tree=True, mask=CAUSAL)
     case = dataclasses.replace(case, packed=pick.random() < 0.3)
+    case = dataclasses.replace(
+        case,
+        keeps=pick.choice((None, None, None, 0, 1, 3, 8, 40)),
+        shared=pick.choice((0, 0, 1, 2, 3)) if case.kind == "paged" else 0,
+        drafts_most=pick.choice((None, 1, 4)) if case.packed and case.tree else None,
+    )
+    if case.keeps is not None:
+        case = dataclasses.replace(case, q_len=max(case.q_len, pick.choice((3, 5, 9))))
+    if case.tree and pick.random() < 0.4:
+        case = dataclasses.replace(case, mask=sliding_window(pick.choice((1, 2, 5, 40))))
     if tiny:
         small = {"capacity": 48, "q_len": min(case.q_len, 9), "layers": case.layers and 2}
         dims = (min(case.head_dim, 64), min(case.v_head_dim, 64))
@@ -117,7 +132,7 @@ def resized(case: Case, **sizes: int) -> Case:
 
 def simpler(case: Case) -> Iterator[dict[str, Any]]:
     plain = {"softcap": None, "sinks": False, "layers": None, "spread": 0, "pool": 1.0}
-    plain |= {"packed": False}
+    plain |= {"packed": False, "drafts_most": None, "keeps": None, "shared": 0}
     plain |= {"scale": None, "mask": CAUSAL, "batch_invariant": False, "cache_dtype": None}
     plain |= {"precision": None, "dtype": "bfloat16", "q_len": 1, "tree": False}
     if not case.shared_kv:
@@ -140,9 +155,16 @@ def manage(cache: Any, emptied: Any, fork: Any, counts: Any) -> Any:
     return cache.extend(counts)
 
 
-def work(cache, new, q=None, *, implementation, layer=None, extra=None, **options):
+def keep(cache, counts, path=None, *, implementation):
+    return cache.keep(counts, path, implementation=implementation)
+
+
+forked = jax.jit(PagedCache.fork)
+
+
+def work(cache, new, q=None, *, implementation, layer=None, extra=None, levels=0, **options):
     """Rows into every layer, once more into `extra`, which may be none of them, and attention of
-    `q` to `layer`: what a model does in a step.
+    `q` to `layer`: what a model does in a step. `levels`: of prefixes that are read once.
     """
     for number in range(cache.layers or 1):
         rows = [x[number] for x in new]
@@ -154,6 +176,9 @@ def work(cache, new, q=None, *, implementation, layer=None, extra=None, **option
         return cache
     at = {} if layer is None else {"layer": layer}
     options |= at | {"implementation": implementation}
+    if levels:
+        tokens = 1 if "starts" in options else q.shape[1]
+        options["shared_prefixes"] = cache.shared_prefixes(tokens=tokens, levels=levels)
     return cache, *pa.decode_attention_with_lse(q, cache, **options)
 
 
@@ -219,6 +244,48 @@ class Held:
         at = None if case.layers is None else layer
         for side, rows in self._stored(new).items():
             append_cases.write(self.arrays[side], places, rows, at)
+
+    def keep(self, counts: np.ndarray, path: np.ndarray | None, holders: Any) -> list[Any]:
+        """What `cache.keep` does; of each sequence the newest rows that stay, by their old numbers,
+        None where it stays as it is, MOST where it overflows. `holders`: of each page.
+        """
+        found: list[Any] = []
+        for m, (count, new) in enumerate(zip(counts, self.new_lengths.tolist(), strict=True)):
+            length, stays = int(self.lengths[m]), int(np.clip(count, 0, max(new, 0)))
+            moves = path is not None and path.shape[1] > 0
+            found.append(None)
+            if not (0 < new <= length <= self.capacities[m]) or (not moves and stays == new):
+                continue
+            if self.table is not None:
+                page = self.arrays["k"][0].shape[-2]
+                needed = self.table[m, : -(-length // page)]
+                if not ((needed >= 0) & (needed < len(holders))).all():
+                    continue
+                if (holders[needed[(length - new) // page :]] > 1).any():
+                    self.lengths[m], self.new_lengths[m], found[m] = MOST, 0, MOST
+                    continue
+            rows = np.arange(new)
+            if path is not None:
+                width = min(path.shape[1], new)
+                rows[:width] = np.clip(path[m, :width].astype(np.int64), 0, new - 1)
+            found[m] = rows[:stays].tolist()
+            for side in self.arrays:
+                held = [self._row(side, m, length - new + row).copy() for row in found[m]]
+                for to, row in enumerate(held):
+                    self._row(side, m, length - new + to)[...] = row
+            self.lengths[m], self.new_lengths[m] = length - new + stays, stays
+        return found
+
+    def _row(self, side: str, m: int, position: int) -> np.ndarray:
+        """A view of a row, of all layers and heads."""
+        layers = (slice(None),) * (self.case.layers is not None)
+        if self.case.kind == "per_sequence":
+            return self.arrays[side][m][*layers, :, position]
+        slab = m
+        if self.table is not None:
+            entry, position = divmod(position, self.arrays["k"][0].shape[-2])
+            slab = self.table[m, entry]
+        return self.arrays[side][0][*layers, slab, :, position]
 
     def _stored(self, new: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
         found = {}
@@ -315,6 +382,10 @@ class Program:
             options["starts"] = jnp.asarray(np.r_[0, np.cumsum(self.counts)], jnp.int32)
         if case.tree:
             options["parents"] = jnp.asarray(self.parents[own])
+        if case.drafts_most:
+            options["parents"] = pa.DraftTree.create(
+                options["parents"], options["starts"], drafts_most=case.drafts_most
+            )
         self.options = options
         with place.active():
             cache = poisoned(case, case.create(), self.rng)
@@ -331,9 +402,19 @@ class Program:
         layer = {} if self.case.layers is None else {"layer": jnp.int32(0)}
         appends = {"cache": cache, **dict(zip("kv", new, strict=False)), **layer}
         decodes = {"q": self.given(self.queries()), "cache": cache, **layer, **self.options}
-        return fuzz.takes(subject, "append", pa.write_kv, appends) and fuzz.takes(
-            subject, "decode", pa.decode_attention_with_lse, decodes
+        keeps = {"cache": cache, **self.none_kept()}
+        return (
+            fuzz.takes(subject, "append", pa.write_kv, appends)
+            and fuzz.takes(subject, "decode", pa.decode_attention_with_lse, decodes)
+            and (not self.case.keeps or fuzz.takes(subject, "keep", keep, keeps))
         )
+
+    def none_kept(self) -> dict[str, jax.Array]:
+        """Arguments of `keep`."""
+        sizes = (self.case.sequences,), (self.case.sequences, self.case.keeps or 0)
+        return {
+            name: jnp.zeros(n, jnp.int32) for name, n in zip(("counts", "path"), sizes, strict=True)
+        }
 
     def _normal(self, dtype: str, *shape: int) -> jax.Array:
         return jnp.asarray(self.rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)))
@@ -440,6 +521,7 @@ class Program:
             queries = self.queries()
             arguments |= {"q": self.given(queries), **self.options}
             arguments |= {} if layer is None else {"layer": jnp.int32(layer)}
+            arguments["levels"] = case.shared
         after = Held.of(case, cache)
         new = [np.asarray(x) for x in arguments["new"]]
         for number in range(case.layers or 1):
@@ -465,6 +547,51 @@ class Program:
                 self.cache = cache_after
         if not spoil:
             self.remembered(after)
+
+    def keep(self, turn: int, *, spoil: bool = False) -> None:
+        """Some of the newest rows stay, by every subject; of a cache that was perhaps forked since
+        they were taken, or that is spoilt.
+        """
+        case, rng, m = self.case, self.rng, self.case.sequences
+        cache = self._spoilt() if spoil else self.cache
+        if case.kind == "paged" and not spoil and rng.random() < 0.4:
+            fork = [int(rng.integers(n)) for n in (m, m, case.capacity + 1)]
+            self.model.fork(*fork)
+            cache = forked(cache, *map(jnp.int32, fork))
+        edges, some = rng.choice([LEAST, -1, 0, MOST], m), rng.integers(0, case.q_len + 2, m)
+        counts = np.where(rng.random(m) < 0.3, edges, some).astype(np.int32)
+        path = rng.integers(-2, case.q_len + 2, (m, case.keeps or 0))
+        path = np.where(rng.random(path.shape) < 0.1, rng.choice([LEAST, MOST], path.shape), path)
+        given: dict[str, Any] = {"counts": jnp.asarray(counts)}
+        if rng.random() < 0.8:
+            given["path"] = jnp.asarray(path.astype(np.int32))
+        after = Held.of(case, cache)
+        holders = None if after.table is None else np.array(cache.holders)
+        stay = after.keep(counts, path if "path" in given else None, holders)
+        for subject in self.subjects:
+            self.tally.calls[subject.name] += 1
+            got = subject.call(keep, cache=cache, **given)
+            with fuzz.by(subject, turn):
+                found = {side: getattr(got, side) for side in after.arrays}
+                append_cases.assert_same_bytes(found, after.arrays)
+                np.testing.assert_array_equal(got.lengths, after.lengths)
+                np.testing.assert_array_equal(got.new_lengths, after.new_lengths)
+            if not spoil and subject is self.subjects[0]:
+                self.cache = got
+        if not spoil:
+            self._stay(stay, np.array(cache.new_lengths).tolist())
+            self.remembered(after)
+
+    def _stay(self, stay: list[Any], new: list[int]) -> None:
+        """What the model knows of the rows, where `stay` says which of the `new` ones stay."""
+        model = self.model
+        for m, rows in enumerate(stay):
+            if rows == MOST:
+                model.counts[m] = MOST
+            elif rows is not None:
+                begin, known = model.counts[m] - new[m], model.rows[m]
+                model.counts[m] = begin + len(rows)
+                model.rows[m] = known[:begin] + [known[begin + row] for row in rows]
 
     def _write_down(self, after: Held, new: list[np.ndarray], extra: int | None) -> None:
         """The rows as they come back, for `remembered`."""
@@ -533,10 +660,11 @@ class Program:
             seen = np.zeros((len(some), 1, case.q_len, k.shape[1]), bool)
             for n, (m, length) in enumerate(zip(some, lengths, strict=True)):
                 count = self.counts[m]
-                own = self.parents[m : m + 1, :count]
-                by = seen_in_tree(own, [length], k.shape[1])[0] if case.tree else True
+                by = self._in_tree(m, length, k.shape[1]) if case.tree else True
                 seen[n, :, case.q_len - count :] = by
             plain["mask_array"] = seen
+            if case.tree:
+                plain["mask"] = CAUSAL
         cores = any(one.tensor_cores for one in self.subjects)
         wanted = budget.attention(plain, tensor_cores=cores, grids=grids)
         if case.cache_dtype and case.dtype != "float32":  # rows may be rounded to q's dtype
@@ -544,6 +672,20 @@ class Program:
             naive = budget.attention(plain | near, tensor_cores=cores, grids=grids).naive
             wanted = wanted._replace(naive=naive)
         return wanted
+
+    def _in_tree(self, m: int, length: int, keys: int) -> np.ndarray:
+        """bool[1, t, keys]: what the drafts of a sequence see; prompts, rows before them."""
+        count, left = int(self.counts[m]), self.case.mask.left
+        own = self.parents[m : m + 1, :count]
+        if self.case.drafts_most and count > self.case.drafts_most:
+            own = np.arange(count)[None] - 1
+        depth = ancestors(own)[0].sum(axis=1) - 1
+        if not count:
+            return np.zeros((1, 0, keys), bool)
+        within = np.arange(keys) - (length - count)
+        stands = np.where(within < 0, within, depth[np.clip(within, 0, count - 1)])
+        near = depth[:, None] - stands <= (MOST if left is None else left)
+        return seen_in_tree(own, [length], keys)[0] & near
 
     def _check(self, results: list[Any], expected: Any, some: np.ndarray, lost: np.ndarray) -> None:
         out, lse = (np.asarray(x) for x in results)
@@ -572,6 +714,9 @@ def run(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
             program.step(t, turn, decode=True)
             if turn % 2 == 0:
                 program.step(t, turn, decode=True, spoil=True)
+            if case.keeps is not None:
+                program.keep(turn, spoil=True)
+                program.keep(turn)
 
 
 def _lower(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
@@ -588,3 +733,6 @@ def _lower(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
         }
         fuzz.lower("append", pa.write_kv, write, generation, tally)
         fuzz.lower("decode", pa.decode_attention_with_lse, read, generation, tally)
+        if case.keeps:
+            given = {"cache": program.cache, **program.none_kept()}
+            fuzz.lower("keep", keep, given, generation, tally)
