@@ -123,7 +123,7 @@ def test_samples_share_the_pages_of_their_prompt():
     [
         ({"samples": 0}, "samples: expected at least 1, got 0"),
         ({"cache": "stacked"}, "cache: expected 'paged', whose pages are forked, for 3 samples of"),
-        ({"sampling": sampling.Sampling()}, "samples: expected 1 without a temperature for 3"),
+        ({"sampling": sampling.Sampling()}, "samples: expected 1, or a temperature, for 3 samples"),
         ({"prefill_chunk": 4}, "prefill_chunk: expected None, prompts that are whole, for 3 samp"),
         ({"slots": 2}, "slots: expected at least 3 for 3 samples of a prompt, got 2"),
     ],

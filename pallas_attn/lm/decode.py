@@ -98,7 +98,7 @@ class Options:
         """ValueError where several answers to a prompt cannot be, or would all be the same."""
         for name, wrong, wanted in (
             ("cache", self.cache != "paged", "'paged', whose pages are forked,"),
-            ("samples", not self.sampling.draws, "1 without a temperature"),
+            ("samples", not self.sampling.draws, "1, or a temperature,"),
             ("prefill_chunk", self.prefill_chunk is not None, "None, prompts that are whole,"),
             ("slots", self.slots < self.samples, f"at least {self.samples}"),
         ):
