@@ -223,8 +223,8 @@ FAULTS = {
     ),
     "narrow_tiles_are_widened_before_they_are_there": Fault(
         f"{PREFILL}/narrow_producer.py",
-        "_wait(asked - 1 - n)",
-        "_wait(asked - n)",
+        "_wait(plan, asked - 1 - n)",
+        "_wait(plan, asked - n)",
         f"{TEST_NARROW} -k test_interpreted",
     ),
     "scales_of_rows_past_a_length_are_read": Fault(

@@ -51,8 +51,8 @@ from pallas_attn.kernels.decode_mla import packed, sm90_few_rows
 from pallas_attn.kernels.decode_mla import producer as mla_producer
 from pallas_attn.kernels.decode_mla.combine import base_of
 from pallas_attn.kernels.decode_mla.plan import P_SLOTS, V_WARPGROUPS, LatentPlan, member_of
-from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, Refs, each_thread
-from pallas_attn.kernels.lang import mosaic, warp_vote
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, Refs
+from pallas_attn.kernels.lang import mosaic, threads, warp_vote
 
 Array = Any
 Ref = Any
@@ -394,7 +394,7 @@ def _score(ctx: Context, block_id: Scalar) -> None:
             new = softmax.next_step(s, plan.unit_of_logits, row_max, empty_ok=True)
             row_sum = softmax.rescaled(new, row_sum) + new.row_sum
             # What probabilities are put over were keys: all warps must have their scores.
-            each_thread(lambda thread, *_: thread.sync(), (), ())
+            threads.each_warpgroup_thread(lambda thread, *_: thread.sync(), (), ())
             if not plan.rope_columns:
                 wait = functools.partial(plgpu.barrier_wait, smem.p_free.at[slot])
                 pl.when(count >= P_SLOTS)(wait)
@@ -517,7 +517,8 @@ def _epilogue(ctx: Context, results: Results, work: WorkTile, state: State, own:
         def _():
             at = combine.Head(work.sequence, work.head, lost, count, index, first, later)
             arrive = mosaic.in_context(combine.arrive, plan)
-            each_thread(arrive, combine.CounterRefs(results.counters, smem.last), at)
+            counter = combine.CounterRefs(results.counters, smem.last)
+            threads.each_warpgroup_thread(arrive, counter, at)
 
         _join(smem)
         pl.when(smem.last[0] == 1)(lambda: _combine(plan, results, work, wg, partials))

@@ -32,7 +32,7 @@ from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, WorkTile
 from pallas_attn.kernels.decode_mla import combine as mla_combine
 from pallas_attn.kernels.decode_mla import producer as mla_producer
 from pallas_attn.kernels.decode_mla.combine import base_of
-from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, Refs, each_thread
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, Refs
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
 
 Array = Any
@@ -270,7 +270,7 @@ def _one_tile(ctx: Context, work: WorkTile, tile: Scalar, carry: _Carry) -> _Car
     parity = lax.rem(count, jnp.int32(2))
     ref = smem.p.at[parity]
     _put(ref, p)
-    each_thread(_set_flag, smem.flags, _Flag(parity, moved))
+    threads.each_warpgroup_thread(_set_flag, smem.flags, _Flag(parity, moved))
     plgpu.commit_smem()
     some = smem.flags[parity * threads.WARPS]
     for warp in range(1, threads.WARPS):
@@ -335,7 +335,8 @@ def _epilogue(
         mosaic.store(results.partial_sum.at[partials.own], row_sum)
         at = combine.Head(work.sequence, work.head, lost, *found)
         arrive = mosaic.in_context(combine.arrive, plan)
-        each_thread(arrive, combine.CounterRefs(results.counters, smem.last), at)
+        counter = combine.CounterRefs(results.counters, smem.last)
+        threads.each_warpgroup_thread(arrive, counter, at)
 
         @pl.when(smem.last[0] == 1)
         def _():

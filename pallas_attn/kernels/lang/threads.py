@@ -335,6 +335,11 @@ def each_thread(program: Callable[..., Any], refs: Any, scalars: Any, returns: b
     return mosaic.each_thread(program, refs, scalars, Thread(), returns)
 
 
+def each_warpgroup_thread(program: Callable[..., Any], refs: Any, scalars: Any) -> None:
+    """`each_thread`, in a block of several warpgroups, of the one that calls it."""
+    mosaic.each_thread(program, refs, scalars, WarpgroupThread())
+
+
 def each_item(
     thread: Any, wg: Any, count: int, lanes: int, warpgroups: int, finish: Any, load: Any = None
 ) -> None:

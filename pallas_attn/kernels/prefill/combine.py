@@ -7,7 +7,7 @@ the warp; then all splits' accumulators are read, which are independent loads, a
 
 import functools
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -16,16 +16,27 @@ from jax import lax
 
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.plan import ROWS
-from pallas_attn.kernels.lang import threads
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 from pallas_attn.kernels.prefill.plan import Plan
 
 LANES = 32
 FOUR = 4  # columns of a lane
 
 
-def _row(thread: threads.Thread, refs: Any, block: Any, plan: Plan) -> None:
+class Refs(NamedTuple):
+    accs: Any  # float32[splits, *Plan.partial_tiles, 64, Hv], not divided
+    row_maxes: Any  # float32[splits, *Plan.partial_tiles, 64], in log2 units
+    row_sums: Any
+    sinks: Any  # float32[N]
+    starts: Any  # int32[M + 1], where rows are packed
+    out: Any = None  # [M, t, N, Hv]
+    lse: Any = None  # float32[M, N, t]
+
+
+def _row(ctx: ThreadContext) -> None:
     """The partials of one query row and head -> that row of the result."""
-    (accs, row_maxes, row_sums, out, lse, sinks, starts), problem = refs, plan.problem
+    (thread, refs, block, plan), problem = ctx, ctx.plan.problem
     zero, nothing = thread.number(0.0), thread.number(float("-inf"))
     lane = thread.index % LANES
     number = block * threads.WARPS + thread.index // LANES
@@ -35,8 +46,8 @@ def _row(thread: threads.Thread, refs: Any, block: Any, plan: Plan) -> None:
     token, m = row % problem.q_len, row // problem.q_len
     kv_head, within = q_head // problem.group, q_head % problem.group
     to_token, heads, tiles_before = token, kv_head, 0
-    if starts is not None:
-        token, tiles_before, served = _own_row(thread, starts, token, plan)
+    if refs.starts is not None:
+        token, tiles_before, served = _own_row(ctx, token)
         own = (*own, served)
     else:
         heads = m * problem.kv_heads + kv_head
@@ -48,20 +59,20 @@ def _row(thread: threads.Thread, refs: Any, block: Any, plan: Plan) -> None:
     lines = plan.partial_tiles[0] * plan.partial_tiles[1] * ROWS
     exists = lane < splits
     place = thread.wide(thread.minimum(lane, splits - 1)) * lines + thread.wide(line)
-    (row_max,) = thread.load_floats(row_maxes, place, 1)
-    (row_sum,) = thread.load_floats(row_sums, place, 1)
+    (row_max,) = thread.load_floats(refs.row_maxes, place, 1)
+    (row_sum,) = thread.load_floats(refs.row_sums, place, 1)
     row_max = thread.choose(exists, row_max, nothing)
     row_sum = thread.choose(exists, row_sum, zero)
     highest = thread.warp_highest(row_max)
     base = thread.choose(thread.nothing_yet(highest), zero, highest)
     weight = thread.exp2(row_max - base)
     sink = None
-    if sinks is not None:
-        (sink,) = thread.load_floats(sinks, q_head, 1)
+    if refs.sinks is not None:
+        (sink,) = thread.load_floats(refs.sinks, q_head, 1)
     factor, value = softmax.finish_row(thread, highest, thread.warp_sum(weight * row_sum), sink)
     to = (thread.wide(m) * problem.q_heads + thread.wide(q_head)) * problem.q_len
     store = functools.reduce(operator.and_, own, lane < 1)
-    thread.store_floats(lse, to + thread.wide(to_token), [value], store)
+    thread.store_floats(refs.lse, to + thread.wide(to_token), [value], store)
 
     to = (thread.wide(m) * problem.q_len + thread.wide(to_token)) * problem.q_heads
     to = to + thread.wide(q_head)
@@ -74,28 +85,29 @@ def _row(thread: threads.Thread, refs: Any, block: Any, plan: Plan) -> None:
             start = (thread.wide(thread.index * 0 + split) * lines + thread.wide(line)) * (
                 plan.v_width // FOUR
             )
-            part = thread.load_floats(accs, start + thread.wide(column), FOUR)
+            part = thread.load_floats(refs.accs, start + thread.wide(column), FOUR)
             w = thread.of_lane(weight, thread.index * 0 + split)
             none = thread.is_zero(w)  # what a split without a key left may be anything
             part = [thread.choose(none, zero, x) for x in part]
             sums = [x + w * y for x, y in zip(sums, part, strict=True)]
         values = [x * factor for x in sums]
         index = to * (problem.v_head_dim // FOUR) + thread.wide(column)
-        thread.store_narrow(out, index, values, problem.dtype, inside)
+        thread.store_narrow(refs.out, index, values, problem.dtype, inside)
 
 
-def _own_row(thread: threads.Thread, starts: Any, token: Any, plan: Plan) -> tuple[Any, Any, Any]:
+def _own_row(ctx: ThreadContext, token: Any) -> tuple[Any, Any, Any]:
     """Of a packed row: which of its sequence's it is, the warpgroup tiles of the sequences before,
     and whether the sequence's rows were split at all. Each lane looks at some sequences.
     """
+    thread, refs, _, plan = ctx
     lane, last, none = thread.index % LANES, plan.problem.batch, -(2**30)
 
     def some(i: Any, carry: list) -> list:
         first, end, tiles = carry  # the latest start up to the row, the next (negative), q tiles
         at = i * LANES + lane
         exists = at <= last
-        start = thread.load(starts, thread.minimum(at, last), 4)
-        after = thread.load(starts, thread.minimum(at + 1, last), 4)
+        start = thread.load(refs.starts, thread.minimum(at, last), 4)
+        after = thread.load(refs.starts, thread.minimum(at + 1, last), 4)
         begun, count = exists & (start <= token), after - start
         first = thread.maximum(first, thread.select(begun, start, none))
         end = thread.maximum(end, thread.select(exists & (start > token), start * -1, none))
@@ -111,16 +123,14 @@ def _own_row(thread: threads.Thread, starts: Any, token: Any, plan: Plan) -> tup
     return thread.select(served, token - first, 0), tiles, served
 
 
-def _kernel(refs: Any, out: Any, lse: Any, *, plan: Plan) -> None:
-    *partial, sinks, starts = refs
-    program = functools.partial(_row, plan=plan)
-    threads.each_thread(program, (*partial, out, lse, sinks, starts), lax.axis_index("block"))
+def _kernel(refs: Refs, out: Any, lse: Any, *, plan: Plan) -> None:
+    refs, block = refs._replace(out=out, lse=lse), lax.axis_index("block")
+    threads.each_thread(mosaic.in_context(_row, plan), refs, block)
 
 
-def run(plan: Plan, partial: Any, refs: Any, into: Any = None) -> tuple[Any, Any]:
-    """partial: accumulators [splits, *Plan.partial_tiles, 64, Hv], row maxima and row sums without
-    the last axis. Gives out [M, t, N, Hv], and lse [M, N, t]; of packed rows, `into` with these
-    rows in it.
+def run(plan: Plan, partial: Any, given: Any, into: Any = None) -> tuple[Any, Any]:
+    """out [M, t, N, Hv], and lse [M, N, t], of what the launch of `plan` left: accumulators, row
+    maxima and row sums; of packed rows, `into` with these rows in it. `given`: what it read.
     """
     problem, of = plan.problem, jax.ShapeDtypeStruct
     out_type = (
@@ -137,9 +147,10 @@ def run(plan: Plan, partial: Any, refs: Any, into: Any = None) -> tuple[Any, Any
         ),
         kernel_name="prefill_combine",
     )
-    operands = (*partial, refs.sinks, refs.starts)
+    accs, row_maxes, row_sums = partial
+    refs = Refs(accs, row_maxes, row_sums, given.sinks, given.starts)
     if into is None:
-        return kernel(operands)
+        return kernel(refs)
     out, lse = (jax.new_ref(x) for x in into)
-    kernel(operands, out, lse)
+    kernel(refs, out, lse)
     return jax.freeze(out), jax.freeze(lse)

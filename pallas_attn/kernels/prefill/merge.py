@@ -15,7 +15,8 @@ from jax import lax
 
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.plan import ROWS
-from pallas_attn.kernels.lang import threads
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 from pallas_attn.kernels.prefill import shares
 from pallas_attn.kernels.prefill.plan import Plan
 
@@ -68,19 +69,18 @@ class _Partials(NamedTuple):
     most: Any  # the most that any head of the block has
 
 
-def _before(thread: threads.Thread, refs: Refs, plan: Plan, m: Any) -> _Totals:
+def _before(ctx: ThreadContext, m: Any) -> _Totals:
     """Of the packed sequences before number m."""
-    both = [thread.load(refs.sums, m + n * plan.table_size, 4) for n in range(2)]
+    both = [ctx.thread.load(ctx.refs.sums, m + n * ctx.plan.table_size, 4) for n in range(2)]
     return _Totals(*both)
 
 
-def _partials(
-    thread: threads.Thread, refs: Refs, row: _Row, at: _Part, total: _Totals, plan: Plan
-) -> _Partials:
-    problem, m = plan.problem, at.number
+def _partials(ctx: ThreadContext, row: _Row, part: _Part, total: _Totals) -> _Partials:
+    thread, refs, _, plan = ctx
+    problem, m = plan.problem, part.number
     heads, wgs = problem.kv_heads, plan.config.warpgroups
     start, end = (thread.load(refs.starts, m + n, 4) for n in (0, 1))
-    own = at.place - start
+    own = part.place - start
     kv_head, within = row.head // problem.group, row.head % problem.group
     wg_tile = own // plan.head_rows * plan.head_chunks + within // plan.tile_heads
     line = within % plan.tile_heads * plan.head_rows + own % plan.head_rows
@@ -88,9 +88,9 @@ def _partials(
     def clip(x: Any, low: int, high: Any) -> Any:
         return thread.minimum(thread.maximum(x, low), high)
 
-    (tiles, before), all_steps = _before(thread, refs, plan, m), total.steps * heads
+    (tiles, before), all_steps = _before(ctx, m), total.steps * heads
     q_tiles = thread.maximum(plan.q_tiles_of(end - start, lambda x, y: x // y), 1)
-    kv_tiles = (_before(thread, refs, plan, m + 1).steps - before) // q_tiles
+    kv_tiles = (_before(ctx, m + 1).steps - before) // q_tiles
     q_tile = kv_head * q_tiles + (q_tiles - 1 - wg_tile // wgs)
     blocks = shares.blocks_of(plan, total.q_tiles * heads, all_steps, _div, clip)
     each = thread.maximum(all_steps // blocks, 1)
@@ -108,17 +108,15 @@ def _partials(
 class _Merge(NamedTuple):
     """What the merging of a row needs at every level."""
 
-    refs: Refs
     row: _Row
     columns: list
     total: _Totals
-    plan: Plan
 
 
-def _merged(thread: threads.Thread, merge: _Merge, part: _Part, carry: list) -> list:
+def _merged(ctx: ThreadContext, merge: _Merge, part: _Part, carry: list) -> list:
     """[row max, row sum, columns of the output] with the partials of a part added."""
-    refs, row, columns, total, plan = merge
-    at, lane = _partials(thread, refs, row, part, total, plan), thread.index % LANES
+    (thread, refs, _, plan), columns = ctx, merge.columns
+    at, lane = _partials(ctx, merge.row, part, merge.total), thread.index % LANES
     zero, nothing = thread.number(0.0), thread.number(float("-inf"))
     pitch = plan.config.warpgroups * ROWS
 
@@ -188,10 +186,11 @@ def _sizes(plan: Plan) -> tuple[int, int]:
     return levels, sequences * tokens
 
 
-def _warp(thread: threads.Thread, refs: Refs, block: Any, plan: Plan) -> None:
+def _warp(ctx: ThreadContext) -> None:
+    thread, refs, block, plan = ctx
     problem = plan.problem
     levels, tokens = _sizes(plan)
-    t = plan.cache.merged[2]  # type: ignore[union-attr,index]
+    t = plan.cache.merged[2]
     across = -(-problem.q_heads // threads.WARPS)
     head = block % across * threads.WARPS + thread.index // LANES
     exists = head < problem.q_heads
@@ -202,7 +201,7 @@ def _warp(thread: threads.Thread, refs: Refs, block: Any, plan: Plan) -> None:
     (own_lse,) = thread.load_floats(refs.own_lse, thread.wide(line), 1)
     at = [row.token + level * tokens for level in range(levels)]
     found = [_Part(*(thread.load(ref, n, 4) for ref in (refs.parts, refs.places))) for n in at]
-    total = _before(thread, refs, plan, lane * 0 + problem.batch)
+    total = _before(ctx, lane * 0 + problem.batch)
     to = (thread.wide(row.token) * problem.q_heads + thread.wide(row.head)) * words
     columns = [lane + n for n in range(0, words, LANES)]
     inside = [exists & (column < words) for column in columns]
@@ -212,11 +211,11 @@ def _warp(thread: threads.Thread, refs: Refs, block: Any, plan: Plan) -> None:
     ]
     own_sum = thread.choose(thread.nothing_yet(own_lse), zero, thread.number(1.0))
     carry = [softmax.to_log2(own_lse), own_sum, *sum(own, [])]
-    merge = _Merge(refs, row, columns, total, plan)
+    merge = _Merge(row, columns, total)
     for part in found:
 
         def one(_: Any, carry: list, part: _Part = part) -> list:
-            return _merged(thread, merge, part, carry)
+            return _merged(ctx, merge, part, carry)
 
         there = thread.minimum(thread.maximum(part.number + 1, 0), 1)
         carry = thread.loop(there, carry, one)
@@ -230,8 +229,8 @@ def _warp(thread: threads.Thread, refs: Refs, block: Any, plan: Plan) -> None:
 
 
 def _kernel(refs: Refs, out: Any, lse: Any, *, plan: Plan) -> None:
-    program = functools.partial(_warp, plan=plan)
-    threads.each_thread(program, refs._replace(out=out, lse=lse), lax.axis_index("block"))
+    refs, block = refs._replace(out=out, lse=lse), lax.axis_index("block")
+    threads.each_thread(mosaic.in_context(_warp, plan), refs, block)
 
 
 def run(plan: Plan, partial: Any, starts: Any, into: Any) -> tuple[Any, Any]:

@@ -24,9 +24,10 @@ from jax import lax
 
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.decode import producer
 from pallas_attn.kernels.flash_fwd.sm90 import Ring
 from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.mosaic import THREADS
+from pallas_attn.kernels.lang.mosaic import THREADS, ThreadContext
 from pallas_attn.kernels.lang.threads import Word
 from pallas_attn.kernels.mma import narrow_rows
 from pallas_attn.kernels.prefill import tile_count
@@ -72,6 +73,14 @@ class Tile(NamedTuple):
     capacity: Any  # of the sequence, where capacities differ
 
 
+class _Memory(NamedTuple):
+    """What `_copy` reads, and what it writes."""
+
+    tables: Any  # `sm90.Refs.tables`
+    page_table: Any
+    to: Slots
+
+
 def programs(ctx: Context, block_id: Any) -> list[Callable[[], None]]:
     """What each of the producers does."""
     sides = ((0, 1),) if ctx.plan.producers == 1 else ((0,), (1,))
@@ -99,7 +108,7 @@ def produce(ctx: Context, block_id: Any, sides: tuple[int, ...] = (0, 1)) -> Non
             slot = lax.rem(count, jnp.int32(config.stages))
             pl.when(count >= config.stages)(lambda: ring.wait_released(slot))
             for n, side in enumerate(sides):
-                _wait(asked - 1 - n)
+                _wait(plan, asked - 1 - n)
                 if n > 0:
                     ask(e + ahead, sides[n - 1])
                 narrow = lax.rem(e, jnp.int32(ahead)) * 2 + side
@@ -123,15 +132,9 @@ def produce(ctx: Context, block_id: Any, sides: tuple[int, ...] = (0, 1)) -> Non
     lax.fori_loop(0, units.count, one_unit, jnp.int32(0))
 
 
-def _wait(left: int) -> None:
+def _wait(plan: Plan, left: int) -> None:
     """Until all tiles but the last `left` that were asked for are there."""
-
-    def program(thread, refs, scalars):
-        del refs, scalars
-        thread.wait_copies(left)
-        thread.sync()
-
-    mosaic.each_thread(program, (), (), threads.WarpgroupThread())
+    threads.each_warpgroup_thread(mosaic.in_context(producer.meet, plan, left=left), (), ())
 
 
 def _ask(ctx: Context, unit: Unit, side: int, number: Any, slot: Any) -> None:
@@ -149,17 +152,15 @@ def _ask(ctx: Context, unit: Unit, side: int, number: Any, slot: Any) -> None:
     if refs.capacities is not None:
         capacity = refs.capacities[unit.m]
     at = Tile(unit.m, unit.kv_head, first, live, slot, layer, capacity)
-
-    def program(thread, memory, at):
-        _copy(thread, memory, Tile(*at), plan, side)
-
-    memory, thread = (refs.tables, refs.page_table, smem.narrow), threads.WarpgroupThread()
-    pl.when(there)(lambda: mosaic.each_thread(program, memory, tuple(at), thread))
-    mosaic.each_thread(lambda thread, *_: thread.commit_copies(), (), (), thread)
+    memory = _Memory(refs.tables, refs.page_table, smem.narrow)
+    copy, each_thread = mosaic.in_context(_copy, plan, side=side), threads.each_warpgroup_thread
+    pl.when(there)(lambda: each_thread(copy, memory, at))
+    each_thread(lambda thread, *_: thread.commit_copies(), (), ())
 
 
-def _copy(thread: Any, memory: Any, at: Tile, plan: Plan, side: int) -> None:
-    (tables, page_table, to), layout = memory, plan.layout
+def _copy(ctx: ThreadContext, side: int) -> None:
+    thread, (tables, page_table, to), at, plan = ctx
+    layout = plan.layout
     dim, block = (plan.problem.head_dim, plan.problem.v_head_dim)[side], plan.config.block_kv
     words, slot_words = dim // 16, block * _widest(plan) // 16
     choices = tuple((arrays[side], arrays[2 + side]) for arrays in tables)

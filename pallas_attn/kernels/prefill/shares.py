@@ -21,7 +21,7 @@ from jax import lax
 
 from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.decode import scheduler
-from pallas_attn.kernels.lang import threads
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 
 Ref = Any
 Scalar = Any
@@ -57,8 +57,9 @@ def kv_tiles(plan: Any, length: Any) -> Any:
     return (length + (plan.config.block_kv - 1)) // plan.config.block_kv
 
 
-def count(thread: threads.Thread, refs: CountRefs, block: Any, *, plan: Any) -> None:
-    """The running sums, by one warp."""
+def count(ctx: ThreadContext) -> None:
+    """The running sums, by one warp. `ctx.refs`: CountRefs."""
+    thread, refs, block, plan = ctx
     lane, mine, each = thread.index % 32, thread.index < 32, plan.lane_sequences
     last, zero = plan.problem.batch - 1, thread.index * 0
     tiles, steps, found = zero, zero, []

@@ -55,6 +55,7 @@ from pallas_attn.kernels.flash_fwd.sm90 import (
 )
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 from pallas_attn.kernels.mma import packed_rows
 from pallas_attn.kernels.prefill import combine, merge, narrow_producer, tile_count
 from pallas_attn.kernels.prefill.plan import BLOCKS, Plan
@@ -419,13 +420,27 @@ def _copy_cut_values(ctx: Context, unit: Unit, target: Target, t: Any) -> None:
 # ---- consumers ----------------------------------------------------------------------------------
 
 
-def _find_lost(thread: threads.Thread, refs: Any, at: Any, plan: Plan) -> None:
-    """lost[wg] becomes 1 where one of the sequence's first `pages` pages is missing, else 0."""
-    (table, lost), (m, wg, pages), layout = refs, at, plan.layout
-    assert isinstance(layout, cache_layout.Paged)
+class _Pages(NamedTuple):
+    """What `_find_lost` reads, and what it writes."""
+
+    table: Any
+    lost: Any  # `Smem.lost`
+
+
+class _Needed(NamedTuple):
+    """The pages that a unit needs: the first so many of its sequence."""
+
+    m: Any
+    wg: Any
+    pages: Any
+
+
+def _find_lost(ctx: ThreadContext) -> None:
+    """lost[wg] becomes 1 where one of the needed pages is missing, else 0."""
+    thread, (table, lost), (m, wg, pages), plan = ctx
     thread.shared_store(lost, wg, thread.index * 0, thread.index < 1)
     thread.sync()
-    layout.note_missing(thread, table, m, pages, (lost, wg))
+    plan.layout.note_missing(thread, table, m, pages, (lost, wg))
     thread.sync()
 
 
@@ -435,9 +450,8 @@ def _is_lost(ctx: Context, unit: Unit, wg: Any) -> Any:
     if not isinstance(layout := plan.layout, cache_layout.Paged):
         return unit.bad
     pages = layout.entry(unit.tile.kv_len + (layout.page_size - 1))
-    find = functools.partial(_find_lost, plan=plan)
-    thread, at = threads.WarpgroupThread(), (unit.m, wg, pages)
-    mosaic.each_thread(find, (refs.page_table, smem.lost), at, thread)
+    refs, needed = _Pages(refs.page_table, smem.lost), _Needed(unit.m, wg, pages)
+    threads.each_warpgroup_thread(mosaic.in_context(_find_lost, plan), refs, needed)
     return unit.bad | (smem.lost[wg] == 1)
 
 

@@ -1,6 +1,5 @@
 """Of packed rows: how many q tiles the sequences have, as the blocks of a launch count them."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -11,6 +10,7 @@ from jax import lax
 from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 from pallas_attn.kernels.prefill import shares
 
 Ref = Any
@@ -23,9 +23,9 @@ class Tiles(NamedTuple):
     sums: Ref  # int32[plan.table_size]: q tiles of a kv head in the sequences before this one
 
 
-def count(thread: threads.Thread, refs: Tiles, at: Any, *, plan: Any) -> None:
-    """The running sum of the sequences' q tiles, by one warp."""
-    del at
+def count(ctx: ThreadContext) -> None:
+    """The running sum of the sequences' q tiles, by one warp. `ctx.refs`: Tiles."""
+    thread, refs, _, plan = ctx
     lane, mine, each = thread.index % 32, thread.index < 32, plan.lane_sequences
     last, total, sums = plan.problem.batch - 1, thread.index * 0, []
     for place in [lane * each + i for i in range(each)]:
@@ -101,12 +101,13 @@ def fill(ctx: Context, wg: Any, block_id: Any) -> None:
 
     @pl.when(wg == 0)
     def _():
-        thread, run = threads.WarpgroupThread(), mosaic.each_thread
         if plan.merged:
+            program = mosaic.in_context(shares.count, plan)
             counted = shares.CountRefs(refs.starts, refs.lengths, smem.sums, refs.results[-1])
-            run(functools.partial(shares.count, plan=plan), counted, block_id, thread)
+            threads.each_warpgroup_thread(program, counted, block_id)
         else:
-            run(functools.partial(count, plan=plan), Tiles(refs.starts, smem.sums), (), thread)
+            program, tiles = mosaic.in_context(count, plan), Tiles(refs.starts, smem.sums)
+            threads.each_warpgroup_thread(program, tiles, ())
         plgpu.barrier_arrive(smem.counted)
 
     plgpu.barrier_wait(smem.counted)

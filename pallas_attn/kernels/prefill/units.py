@@ -13,8 +13,6 @@ from pallas_attn.kernels.mma import packed_rows
 from pallas_attn.kernels.prefill import shares, tile_count
 from pallas_attn.kernels.prefill.plan import Plan
 
-Refs = Any  # `sm90.Refs`
-
 
 class Unit(NamedTuple):
     """A q tile and some of its kv tiles."""
@@ -64,7 +62,7 @@ def unit_of(ctx: Context, number: Any, share: shares.Share | None = None) -> Uni
         packed = {"first": first, "count": q_len, "line": line}
     else:
         m, kv_head = _divided(head, problem.kv_heads)
-    length, bad = _keys_of(plan, refs, m)
+    length, bad = _keys_of(ctx, m)
     first = lax.div(q_tile * config.warpgroups, jnp.int32(plan.head_chunks))
     last = jnp.minimum((q_tile + 1) * config.warpgroups, _wg_tiles(plan, q_len)) - 1
     last = lax.div(last, jnp.int32(plan.head_chunks))
@@ -92,9 +90,9 @@ def unit_of(ctx: Context, number: Any, share: shares.Share | None = None) -> Uni
     return Unit(m, kv_head, q_tile, split, tile, span, bad, **packed)
 
 
-def _keys_of(plan: Plan, refs: Refs, m: Any) -> tuple[Any, Any]:
+def _keys_of(ctx: Context, m: Any) -> tuple[Any, Any]:
     """How many keys of a sequence count, and whether its result is NaN."""
-    problem = plan.problem
+    plan, refs, problem = ctx.plan, ctx.refs, ctx.plan.problem
     if plan.cache is None:
         return refs.lengths[m] if plan.has("kv_lengths") else problem.kv_len, jnp.bool_(False)
     capacity: Any = problem.kv_len if refs.capacities is None else refs.capacities[m]
