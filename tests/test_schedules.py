@@ -156,10 +156,10 @@ def test_documents_in_the_backward_are_dealt_evenly(documents, offsets):
     refs = no_arrays(bwd_plan.Refs)._replace(
         **fields, segment_spans=spans, q_offset=jnp.asarray(offsets, jnp.int32)
     )
-    table = np.asarray(bwd_plan.schedule_by_rank(plan, refs))
+    ctx = Context(plan, refs)
+    table = np.asarray(bwd_plan.schedule_by_rank(ctx))
     codes = taken(table)
     assert len(codes) == len(set(codes.tolist())) == plan.heads * plan.kv_tiles
-    ctx = Context(plan, refs)
 
     def uneven(table):
         work = jax.vmap(functools.partial(bwd_plan.work_tile, ctx))(jnp.asarray(table).ravel())

@@ -38,6 +38,7 @@ from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.append import quantize as append_quantize
 from pallas_attn.kernels.append.plan import Place, Plan, Refs
 from pallas_attn.kernels.attention import cache_layout
+from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.mosaic import ThreadContext
@@ -136,7 +137,7 @@ def _write(ctx: ThreadContext, cache: Ref, place: Place, value: Any, array: int)
 
 
 def _kernel(refs: Refs, plan: Plan) -> None:
-    at = append_plan.block_at(refs, plan)
+    at = append_plan.block_at(Context(plan, refs))
     program = mosaic.in_context(append_quantize.write_rows if plan.lanes else _append, plan)
     if refs.new_lengths is None or plan.chunks == 1:
         mosaic.each_thread(program, refs, at)

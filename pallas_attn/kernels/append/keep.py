@@ -33,6 +33,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Row
+from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.mosaic import ThreadContext
 
@@ -149,7 +150,7 @@ def _kernel(refs: Refs, kept: Ref, *bad: Ref, plan: Plan) -> None:
     refs = refs._replace(kept=kept, bad=bad[0] if bad else None)
     block, sizes = lax.axis_index("block"), (plan.chunks, len(plan.words), plan.sequences)
     chunk, array, sequence, layer = _split(block, sizes)
-    at = _state(refs, sequence, plan)._replace(
+    at = _state(Context(plan, refs), sequence)._replace(
         layer=None if plan.layout.layers is None else layer,
         chunk=chunk,
         answers=jnp.where(chunk + array + layer == 0, 1, 0),
@@ -162,8 +163,9 @@ def _kernel(refs: Refs, kept: Ref, *bad: Ref, plan: Plan) -> None:
             threads.each_thread(program, refs, at)
 
 
-def _state(refs: Refs, sequence: Scalar, plan: Plan) -> At:
+def _state(ctx: Context, sequence: Scalar) -> At:
     """What the lengths of a sequence say of its rows."""
+    plan, refs, _ = ctx
     length, new = refs.lengths[sequence], refs.new_lengths[sequence]
     capacity = None if refs.capacities is None else refs.capacities[sequence]
     held = plan.layout.capacity if capacity is None else capacity

@@ -17,6 +17,7 @@ from pallas_attn._problem import QUANTIZED, AppendProblem, Change, KeepProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Row
+from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.mosaic import ThreadContext
 
@@ -212,7 +213,8 @@ class Place(NamedTuple):
     column: Any
 
 
-def block_at(refs: Refs, plan: Plan) -> At:
+def block_at(ctx: Context) -> At:
+    plan, refs, _ = ctx
     block = lax.axis_index("block")
     sequence = lax.div(block, jnp.int32(plan.chunks))
     layer = None if refs.layer is None else refs.layer[0]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.attention.sm80_common import Copy, copy_async
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import mma_sync
@@ -71,15 +72,10 @@ class Stream:
     """
 
     def __init__(
-        self,
-        plan: Any,
-        smem: Smem,
-        refs: Any,
-        products: Sequence[Product],
-        rows_of: Callable[[str, Any], Rows],
+        self, ctx: Context, products: Sequence[Product], rows_of: Callable[[str, Any], Rows]
     ):
-        self.plan, self.smem, self.refs, self.rows_of = plan, smem, refs, rows_of
-        self.tile = smem.rhs.shape[0] // 2
+        (self.plan, self.refs, self.smem), self.rows_of = ctx, rows_of
+        self.tile = self.smem.rhs.shape[0] // 2
         self.chunks = [Chunk(*x[:2], n) for x in products for n in range(x.chunks)]
         self.counts = {(x.lhs, x.rhs): x.chunks for x in products}
 

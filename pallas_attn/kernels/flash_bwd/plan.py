@@ -432,13 +432,13 @@ def dealt(plan: Plan) -> np.ndarray:
     return tile_scheduler.table_of(assigned)
 
 
-def schedule_by_rank(plan: Plan, refs: Refs) -> Any:
+def schedule_by_rank(ctx: Context) -> Any:
     """`dealt`, of the kv tiles themselves. Documents that are packed repeat: in the order of keys a
     block would take the same keys of many of them, and those with early keys would finish last.
     """
-    table, (batch, heads) = dealt(plan), (plan.problem.batch, plan.problem.kv_heads)
+    plan, problem = ctx.plan, ctx.plan.problem
+    table, batch, heads = dealt(plan), problem.batch, problem.kv_heads
     first = np.arange(batch, dtype=np.int32)[:, None] * heads << plan.code_bits
-    ctx = Context(plan, refs, None)
     of_codes = jax.vmap(jax.vmap(lambda code: work_tile(ctx, code).steps))
     steps = of_codes(jnp.asarray(first + np.arange(plan.kv_tiles, dtype=np.int32)[None]))
     order = tile_scheduler.longest_first(steps)
@@ -525,7 +525,7 @@ def operands(plan: Plan, residuals: Residuals, stats: RowStatistics) -> Refs:
             fields[f"{name}_edge"] = tma_operands.edge(fields[name], rows, block)
     refs = Refs(**{name: fields.get(name) for name in Refs._fields})
     if plan.has("q_segment_ids") and plan.grid < plan.heads * plan.kv_tiles:
-        refs = refs._replace(schedule=schedule_by_rank(plan, refs))
+        refs = refs._replace(schedule=schedule_by_rank(Context(plan, refs)))
     return refs
 
 

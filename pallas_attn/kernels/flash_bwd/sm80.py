@@ -614,7 +614,7 @@ def _store(block: Block, outs: Any, grads: Sequence[Any]) -> None:
 
 
 def _column_stream(ctx: Context, work: WorkTile, which: str) -> Stream:
-    plan, refs, smem = ctx
+    plan = ctx.plan
     length: Any = plan.problem.q_len if work.q_len is None else work.q_len
     block, (k_chunks, v_chunks) = plan.config.block_q, (plan.k_chunks, plan.v_chunks)
 
@@ -630,7 +630,7 @@ def _column_stream(ctx: Context, work: WorkTile, which: str) -> Stream:
         products.append(Product(None, "do", v_chunks))
     if "k" in which:
         products += [Product("v", "do", v_chunks), Product(None, "q", k_chunks)]
-    return Stream(plan, smem, refs, products, rows_of)
+    return Stream(ctx, products, rows_of)
 
 
 def _column_kernel(refs: Refs, *rest: Any, plan: KeyPlan, which: str) -> None:

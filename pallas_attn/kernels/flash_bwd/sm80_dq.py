@@ -118,7 +118,7 @@ def _copies_of_keys(ctx: Context, rows: Rows, key: Any, slot: Any) -> list[Copy]
 
 def _stream(ctx: Context, rows: Rows, with_dq: bool) -> sm80_column_stream.Stream:
     """The operands by some columns at a time; a step is said by its first key."""
-    plan, refs, smem = ctx
+    plan = ctx.plan
     kv_head = lax.div(rows.head, jnp.int32(plan.problem.group))
 
     def rows_of(name, key):
@@ -132,11 +132,12 @@ def _stream(ctx: Context, rows: Rows, with_dq: bool) -> sm80_column_stream.Strea
     ]
     if with_dq:
         products.append(sm80_column_stream.Product(None, "k", plan.k_chunks))
-    return sm80_column_stream.Stream(plan, smem, refs, products, rows_of)
+    return sm80_column_stream.Stream(ctx, products, rows_of)
 
 
-def _products(plan: WholePlan, smem: Smem, first: Any) -> Any:
+def _products(ctx: Context, first: Any) -> Any:
     """S of a tile in shared memory, then dP; `first`: the row of shared memory of its first key."""
+    plan, _, smem = ctx
     terms, shape = plan.terms, (plan.tile_rows, plan.config.block_kv)
     none = jnp.int32(0)
     yield mma_sync.scores((smem.q, none), (smem.k, first), (*shape, plan.k_width), terms)
@@ -210,7 +211,7 @@ def _mainloop(ctx: Context, rows: Rows, span: Span, ds_of: Callable[..., Any]) -
         else:
             copy_async(*copies(rows.key(t, block), slot), pending=None, sync=True)
             copy_async(pending=0)
-        ds = ds_of(t, _products(plan, smem, slot * block))
+        ds = ds_of(t, _products(ctx, slot * block))
         return mma_sync.matmul_add(dq, ds, smem.k, slot * block, plan.k_width)
 
     nothing = mosaic.filled((plan.tile_rows, plan.k_width), 0.0)
@@ -247,12 +248,7 @@ def dq_of(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Any:
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_bwd_dq_sm80",
     )
-    return plan.whole_rows(kernel(_by_rows(plan, inputs, refs)), problem.head_dim)
-
-
-def _by_rows(plan: WholePlan, inputs: AttentionInputs, refs: Refs) -> Refs:
-    """The operands of a kernel over kv tiles, made those of one over query tiles."""
-    return sm90_dq.by_rows(plan, inputs, refs)._replace(dq=None)
+    return plan.whole_rows(kernel(sm90_dq.by_rows(plan, inputs, refs)), problem.head_dim)
 
 
 # ---- where it was added up ----------------------------------------------------------------------
@@ -343,8 +339,7 @@ def _bias_kernel(refs: Refs, out: Any, smem: Smem, *, plan: WholePlan, walk: Wal
 
 
 def _ds_of_step(ctx: Context, step: Step) -> Any:
-    plan, _, smem = ctx
-    q_len = jnp.int32(0) + step.q_len
+    plan, q_len = ctx.plan, jnp.int32(0) + step.q_len
     rows = Rows(step.batch, step.head, step.row, step.q_offset, q_len, step.kv_len, step.mask)
     if plan.config.columns:
         stream = _stream(ctx, rows, False)
@@ -355,7 +350,7 @@ def _ds_of_step(ctx: Context, step: Step) -> Any:
         keys = _copies_of_keys(ctx, rows, step.key, jnp.int32(0))
         copy_async(*_copies_of_rows(ctx, rows), *keys, pending=None, sync=True)
         copy_async(pending=0)
-        products = _products(plan, smem, jnp.int32(0))
+        products = _products(ctx, jnp.int32(0))
     return _ds(ctx, products, rows, Tile(step.key, True, *_row_statistics(ctx, rows)))[0]
 
 
@@ -386,4 +381,4 @@ def dbias_of(problem: AttentionProblem, config: Any, inputs: AttentionInputs, re
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_bwd_dbias_sm80",
     )
-    return dbias.folded(kernel(_by_rows(plan, inputs, refs)), inputs.bias)
+    return dbias.folded(kernel(sm90_dq.by_rows(plan, inputs, refs)), inputs.bias)

@@ -385,11 +385,13 @@ def operands_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
 
 
 def by_rows(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
-    """The operands of a kernel over kv tiles with those by tiles that one over query rows reads."""
+    """The operands of a kernel over kv tiles, which may add dq up, made those of one over query
+    rows: what comes by tiles is by its own.
+    """
     fields = tile_scheduler.operands(plan, inputs)
     if plan.has("q_segment_ids"):
         fields["segment_spans"] = plan.segment_spans(inputs, fields, *plan.tile_sizes)
-    return refs._replace(**fields)
+    return refs._replace(**fields, dq=None)
 
 
 def dq_of(plan: Plan, refs: Refs) -> Any:

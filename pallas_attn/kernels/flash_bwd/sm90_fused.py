@@ -275,23 +275,26 @@ def _q_tiles(plan: Plan) -> int:
 # ---- a step: one query tile ---------------------------------------------------------------------
 
 
-def presets_accumulators(plan: Plan, refs: Refs) -> bool:
+def presets_accumulators(ctx: Context) -> bool:
     """Whether S begins with -lse, in its own units, and dP with -delta: what an accumulator begins
     with is read while other matmuls run, and subtracted by no instruction. Where logits are scores
     times a factor; query tiles of 128 gain nothing by it.
     """
-    return refs.dq is not None and plan.config.block_q == ROWS and plan.unit is not None
+    plan, adds_dq = ctx.plan, ctx.refs.dq is not None
+    return adds_dq and plan.config.block_q == ROWS and plan.unit is not None
 
 
-def has_k_in_registers(plan: Plan, refs: Refs) -> bool:
+def has_k_in_registers(ctx: Context) -> bool:
     """Whether half of k is read out of shared memory once a work tile, not once a step."""
+    plan = ctx.plan
     whole = qk_width(plan) == 2 * ROWS and plan.k_swizzle == 128
-    return plan.config.k_in_registers and whole and presets_accumulators(plan, refs)
+    return plan.config.k_in_registers and whole and presets_accumulators(ctx)
 
 
-def _with_presets(plan: Plan, refs: Refs) -> Refs:
-    """lse and delta as accumulators begin with them, where they do."""
-    if plan.unit is None or not presets_accumulators(plan, refs):
+def _with_presets(ctx: Context) -> Refs:
+    """The operands, lse and delta as accumulators begin with them, where they do."""
+    plan, refs, _ = ctx
+    if plan.unit is None or not presets_accumulators(ctx):
         return refs
     return refs._replace(lse=refs.lse * (-1 / plan.unit), delta=-refs.delta)
 
@@ -326,7 +329,7 @@ class Step(NamedTuple):
 
     @property
     def presets(self) -> bool:
-        return presets_accumulators(self.plan, self.ctx.refs)
+        return presets_accumulators(self.ctx)
 
     @property
     def dq_comes_first(self) -> bool:
@@ -503,7 +506,7 @@ def _mainloop(ctx: Context, work: WorkTile, wg: Any, count: Any) -> tuple[KeyGra
     """
     plan, refs, smem = ctx
     group, lag, k_part = plan.problem.group, plan.config.dq_lag, None
-    if has_k_in_registers(plan, refs):
+    if has_k_in_registers(ctx):
         k_part = mosaic.load(smem.k.at[wg, :, pl.ds(0, ROWS)], mosaic.TILE)
     first_head = work.kv_head * group
 
@@ -581,7 +584,7 @@ def _store_dk_dv(
         plgpu.barrier_arrive(smem.kv_free)
     staging = KeyGradients([smem.k.at[wg]], [smem.v.at[wg]])
     if from_ds:
-        staging = _ds_staging(plan, smem, wg)
+        staging = _ds_staging(ctx, wg)
     for value, staged, out in zip(grads, staging, outs, strict=True):
         columns = value.shape[1] // len(staged)
         for n, to in enumerate(staged):
@@ -607,8 +610,9 @@ def stores_from_ds(plan: Plan) -> bool:
     return whole and fit and dq_is_split_by_rows(plan)
 
 
-def _ds_staging(plan: Plan, smem: Smem, wg: Any) -> KeyGradients:
+def _ds_staging(ctx: Context, wg: Any) -> KeyGradients:
     """Blocks of ds of 64 columns: lists of them for dk and for dv."""
+    plan, _, smem = ctx
     halves, wanted = plan.config.block_q // ROWS, qk_width(plan) // ROWS
     numbers = range(wanted + plan.v_width // ROWS)
     found = [smem.ds.at[n // halves, wg, n % halves] for n in numbers]
@@ -655,7 +659,7 @@ def _kernel(refs: Refs, dk_ref: Any, dv_ref: Any, smem: Smem, *, plan: Plan) -> 
 def dq_dk_dv(plan: Plan, refs: Refs) -> Gradients:
     """dq, and dk and dv padded as refs.k and refs.v are."""
     refs = refs._replace(dq=jax.new_ref(_dq_zeros(plan, refs.q.shape[0])))
-    grads = dk_dv(plan, _with_presets(plan, refs))
+    grads = dk_dv(plan, _with_presets(Context(plan, refs)))
     return Gradients(rounded_dq(plan, jax.freeze(refs.dq)), *grads)
 
 

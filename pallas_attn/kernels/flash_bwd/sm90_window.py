@@ -206,7 +206,7 @@ def _pair(ctx: Context, pair: Pair, sums: Gradients, overlapped: Any) -> None:
         where = (walk.batch, walk.head, (t + n) * ROWS, t * ROWS, 0, plan.problem.kv_len)
         place = Place(*where, plan.problem.mask, q_axis=1)
         s, slope = score_mod.logits_and_slope(ctx, place, s, False)
-        p = _masked(plan, smem, n, score_mod.exponentials(plan, s, of_row(smem.lse)))
+        p = _masked(ctx, n, score_mod.exponentials(plan, s, of_row(smem.lse)))
         plgpu.wgmma(sums.dv, p.astype(dtype), do)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
         ds = p * (dp - of_row(smem.delta))
@@ -220,14 +220,14 @@ def _pair(ctx: Context, pair: Pair, sums: Gradients, overlapped: Any) -> None:
     pl.run_scoped(matmuls, *(plgpu.ACC(shape, jnp.float32) for _ in range(2)))
 
 
-def _masked(plan: Plan, smem: Smem, n: int, p: Any) -> Any:
+def _masked(ctx: Context, n: int, p: Any) -> Any:
     """P of a pair with 0 where `Mask` hides a key. Only the places within two tiles matter: one
     comparison. A mask of the logits would stand between the factor and the lse, which are one
     multiply-add. Query rows are numbered from 0 and keys from -64 n. No key is past the end: rows
     that would see it are.
     """
-    queries_of, first = plan.problem.mask.transposed.row_bounds, -n * ROWS
-    rows = per_column(mosaic.load(smem.row_numbers, mosaic.COLUMN), p.shape)
+    queries_of, first = ctx.plan.problem.mask.transposed.row_bounds, -n * ROWS
+    rows = per_column(mosaic.load(ctx.smem.row_numbers, mosaic.COLUMN), p.shape)
     low, high = queries_of(mosaic.positions(p.shape, 0, first))
     if queries_of(first + ROWS - 1)[0] > 0:  # a query before the first that sees the last key
         p = jnp.where(low <= rows, p, 0.0)

@@ -25,6 +25,7 @@ from jax import lax
 
 from pallas_attn.kernels.attention import tile_lists
 from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 
 LANES = 32
 WARPGROUPS = 4
@@ -122,7 +123,7 @@ def _kernel(refs: _Refs, lists: Any, table: Any, *scratch: Any, sizes: _Sizes) -
     refs = refs._replace(lists=lists, table=table, memory=memory)
     block = _Block(*(lax.axis_index(name) for name in ("owner", "part", "wg")))
     for number, program in enumerate(PROGRAMS):
-        threads.each_thread(functools.partial(program, sizes=sizes), refs, block)
+        threads.each_thread(mosaic.in_context(program, sizes), refs, block)
         if number < len(PROGRAMS) - 1:
             plgpu.barrier_arrive(barriers.at[number])
             plgpu.barrier_wait(barriers.at[number])
@@ -147,17 +148,20 @@ def _steps(sizes: _Sizes) -> int:
     return -(-sizes.n // LANES)
 
 
-def _code(thread: Any, refs: _Refs, first: Any, tile: Any, there: Any, sizes: _Sizes) -> _Code:
+def _code(ctx: ThreadContext, first: Any, tile: Any, there: Any) -> _Code:
+    thread, refs, _, sizes = ctx
     word = thread.load(refs.codes, first + thread.minimum(tile, sizes.n - 1), 4)
     return _Code(thread, word, there & (tile < sizes.n), sizes.row_blocks)
 
 
-def _counts(thread: Any, refs: _Refs, block: _Block, sizes: _Sizes) -> None:
+def _counts(ctx: ThreadContext) -> None:
+    thread, refs, block, sizes = ctx
+
     def one(number, lane, there, _):
         first = (block.owner * sizes.tiles + number) * sizes.n
 
         def some(i, carry):
-            code = _code(thread, refs, first, lane + i * LANES, there, sizes)
+            code = _code(ctx, first, lane + i * LANES, there)
             return [carry[0] + thread.select(code.every, lane * 0 + 1, 0)]
 
         (count,) = threads.repeat(thread, _steps(sizes), [lane * 0], some)
@@ -170,15 +174,16 @@ def _counts(thread: Any, refs: _Refs, block: _Block, sizes: _Sizes) -> None:
     thread.sync()
 
 
-def _lists(thread: Any, refs: _Refs, block: _Block, sizes: _Sizes) -> None:
+def _lists(ctx: ThreadContext) -> None:
     """A warp for each list."""
+    thread, _, block, sizes = ctx
     share = -(-sizes.tiles // sizes.blocks)
 
     def one(number, lane, there, _):
         number = block.part * share + number
         there = there & (number < sizes.tiles)
         number = thread.minimum(number, sizes.tiles - 1)
-        _list(thread, refs, _Line(block.owner * sizes.tiles + number, lane, there), sizes)
+        _list(ctx, _Line(block.owner * sizes.tiles + number, lane, there))
 
     threads.each_item(thread, block.wg, share, LANES, sizes.warpgroups, one)
     thread.sync()
@@ -192,17 +197,18 @@ class _Line(NamedTuple):
     there: Any
 
 
-def _list(thread: Any, refs: _Refs, line: _Line, sizes: _Sizes) -> None:
+def _list(ctx: ThreadContext, line: _Line) -> None:
     """Tiles before the first that all see whole, those that all see whole, all others that some
     query sees, and then the rest; each part in order.
     """
+    thread, refs, _, sizes = ctx
     (number, lane, there), n = line, sizes.n
     first, into = number * n, number * (sizes.first + n) + sizes.first
     nothing, one = lane * 0, lane * 0 + 1
 
     def looked_at(i):
         tile = lane + i * LANES
-        return tile, _code(thread, refs, first, tile, there, sizes)
+        return tile, _code(ctx, first, tile, there)
 
     def begins(i, carry):
         tile, code = looked_at(i)
@@ -295,12 +301,13 @@ def _span(thread: Any, ends: list, header: list, n: int) -> list:
     ]
 
 
-def _ranks(thread: Any, refs: _Refs, block: _Block, sizes: _Sizes) -> None:
-    threads.in_order(thread, refs.memory, block.wg, sizes)
+def _ranks(ctx: ThreadContext) -> None:
+    threads.in_order(ctx.thread, ctx.refs.memory, ctx.at.wg, ctx.plan)
 
 
-def _codes(thread: Any, refs: _Refs, block: _Block, sizes: _Sizes) -> None:
+def _codes(ctx: ThreadContext) -> None:
     """What lies behind a block's work tiles stands for the first of all, and is never taken."""
+    thread, refs, block, sizes = ctx
     entries, unit = math.prod(sizes.entries), 1 << sizes.bits
     share = -(-entries // sizes.blocks)
 

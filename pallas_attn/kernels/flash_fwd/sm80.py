@@ -328,8 +328,7 @@ def _step(ctx: Context, rows: Rows, q: Any, t: Any, masked: bool, state: State) 
 
 def _stream(ctx: Context, rows: Rows) -> sm80_column_stream.Stream:
     """The operands of kv tiles, by some columns at a time."""
-    plan, refs, smem = ctx
-    tile, block = rows.tile, plan.config.block_kv
+    plan, tile, block = ctx.plan, rows.tile, ctx.plan.config.block_kv
     kv_head = lax.div(tile.head, jnp.int32(plan.problem.group))
 
     def rows_of(name, t):
@@ -345,7 +344,7 @@ def _stream(ctx: Context, rows: Rows) -> sm80_column_stream.Stream:
         sm80_column_stream.Product("q", "k", plan.k_chunks),
         sm80_column_stream.Product(None, "v", plan.v_chunks),
     )
-    return sm80_column_stream.Stream(plan, smem, refs, products, rows_of)
+    return sm80_column_stream.Stream(ctx, products, rows_of)
 
 
 def _step_by_columns(

@@ -418,11 +418,11 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
 
     _load_q(ctx, tile_scheduler.tile_of(ctx, first), wg, q_slot(0))
 
-    def needs_of(code):
-        return tile_scheduler.list_needs(ctx, tile_scheduler.tile_of(ctx, code), wg)
+    def listed_rows(code):
+        return tile_scheduler.listed_rows(ctx, tile_scheduler.tile_of(ctx, code), wg)
 
     def one_tile(i, carry):
-        slot, code, following, needs = carry
+        slot, code, following, own = carry
         after = refs.schedule[block_id, i + 3]  # read long before it is used
 
         def load_next():
@@ -440,13 +440,13 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
             ids, record = smem.q_ids.at[q], functools.partial(_read_record, smem, q)
             same_segment = record(4 * wg + 1), record(4 * wg + 2)
         lo, listed, last = 0, None, None
-        if needs is not None:
-            hi, span, last = needs
+        if own is not None:
+            hi, span, last = own
             listed = tile_scheduler.listed(ctx, tile, (span.hi, last))
         else:
             lo, hi = tile_scheduler.block_span(plan, record, tile)
-            own = tile_scheduler.rows_span(plan, record, tile, wg)
-            span = tile_scheduler.at_least_one(plan, own, hi)
+            span = tile_scheduler.rows_span(plan, record, tile, wg)
+            span = tile_scheduler.at_least_one(plan, span, hi)
         rows = Rows(tile, tile.row + wg * ROWS, wg, span, q, ids, same_segment, listed, last)
 
         def some(slot):
@@ -468,11 +468,11 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
         if q_tiles == 1:
             plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
             load_next()
-        needs = needs_of(following)  # read under the epilogue
+        own = listed_rows(following)  # read under the epilogue
         _epilogue(ctx, rows, result)
-        return slot, following, after, needs
+        return slot, following, after, own
 
-    lax.fori_loop(0, count, one_tile, (jnp.int32(0), first, second, needs_of(first)))
+    lax.fori_loop(0, count, one_tile, (jnp.int32(0), first, second, listed_rows(first)))
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -11,7 +11,7 @@ work tile is a number in it, which `tile_of` decodes. Where there are segment id
 import functools
 import heapq
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -170,14 +170,20 @@ def longest_first(count: Any) -> Any:
     return tile_lists.in_order(longer | tie)[1]
 
 
-def list_needs(ctx: Context, tile: Tile, wg: Any) -> Any:
-    """What a list says of a warpgroup's rows of a work tile: how many kv tiles the block loads,
-    those of the rows, and the last of these. None where there is no list.
-    """
+class ListedRows(NamedTuple):
+    """What a list says of a warpgroup's rows of a work tile."""
+
+    loaded: Any  # kv tiles that the block loads
+    span: Span  # of them, those of the rows
+    last: Any  # of these, the last
+
+
+def listed_rows(ctx: Context, tile: Tile, wg: Any) -> ListedRows | None:
+    """None where there is no list."""
     if not ctx.plan.is_listed:
         return None
     found = listed(ctx, tile)
-    return found.count, *found.of_row_block(wg)
+    return ListedRows(found.count, *found.of_row_block(wg))
 
 
 def schedule_by_rank(plan: Plan, segment_spans: Any) -> Any:

@@ -34,6 +34,7 @@ from jax import lax
 
 from pallas_attn import _gpus
 from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.lang import mosaic
 
 ROWS = 64  # of x, in one matmul
@@ -133,6 +134,7 @@ class Refs(NamedTuple):
     x: Any
     w: Any
     layer: Any
+    out: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +182,8 @@ def _unit(plan: Plan, block_id: Any, n: Any) -> tuple[Any, Any]:
     return lax.div(unit, splits) * plan.width, lax.rem(unit, splits)
 
 
-def _load(plan: Plan, refs: Refs, smem: Smem, block_id: Any) -> None:
+def _load(ctx: Context, block_id: Any) -> None:
+    plan, refs, smem = ctx
     config, stages, rows = plan.config, jnp.int32(smem.w.shape[0]), _padded(plan.problem)
     layer, matrices = refs.layer[0], 1 + plan.problem.gated
     total = _units(plan, block_id) * plan.steps
@@ -218,7 +221,8 @@ def _load(plan: Plan, refs: Refs, smem: Smem, block_id: Any) -> None:
     lax.fori_loop(0, total, step, None)
 
 
-def _compute(plan: Plan, smem: Smem, out_ref: Any, block_id: Any) -> None:
+def _compute(ctx: Context, block_id: Any) -> None:
+    plan, refs, smem = ctx
     stages = jnp.int32(smem.w.shape[0])
 
     def one_unit(n, count):
@@ -250,7 +254,7 @@ def _compute(plan: Plan, smem: Smem, out_ref: Any, block_id: Any) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         smem.out[...] = value.astype(smem.out.dtype)
         plgpu.commit_smem()
-        there = out_ref.at[split, pl.ds(0 * block_id, ROWS), pl.ds(row, plan.width)]
+        there = refs.out.at[split, pl.ds(0 * block_id, ROWS), pl.ds(row, plan.width)]
         plgpu.copy_smem_to_gmem(smem.out, there)
         return count
 
@@ -258,10 +262,11 @@ def _compute(plan: Plan, smem: Smem, out_ref: Any, block_id: Any) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the launch is over when all is written
 
 
-def _kernel(refs: Refs, out_ref: Any, smem: Smem, *, plan: Plan) -> None:
+def _kernel(refs: Refs, out: Any, smem: Smem, *, plan: Plan) -> None:
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
-    pl.when(wg == 1)(functools.partial(_load, plan, refs, smem, block_id))
-    pl.when(wg == 0)(functools.partial(_compute, plan, smem, out_ref, block_id))
+    ctx = Context(plan, refs._replace(out=out), smem)
+    pl.when(wg == 1)(functools.partial(_load, ctx, block_id))
+    pl.when(wg == 0)(functools.partial(_compute, ctx, block_id))
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
