@@ -519,6 +519,13 @@ def static_int(value: Any) -> int | None:
         return None
 
 
+def positive(none: bool = False, **sizes: int | None) -> None:
+    """ValueError for a size that is no int of at least 1; `none`: None is one."""
+    for name, size in sizes.items():
+        if not (none and size is None) and (static_int(size) or 0) < 1:
+            raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
+
+
 def _offset(value: Any, batch: int, each: str = "one a batch row") -> tuple[int, jax.Array | None]:
     static = static_int(value)
     if static is not None:

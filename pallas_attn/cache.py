@@ -62,9 +62,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from pallas_attn import _checks, _device, _keep, _sharding, prefixes
-from pallas_attn._problem import MOST_ROWS, QUANTIZED
-from pallas_attn.context import Context, checked, mapped_shards
+from pallas_attn import _checks, _keep, _sharding, prefixes
+from pallas_attn._buffers import Buffers
+from pallas_attn._problem import MOST_ROWS
+from pallas_attn.context import Context, mapped_shards
 from pallas_attn.masks import saturated
 from pallas_attn.prefixes import SharedPrefixes
 
@@ -326,120 +327,7 @@ class KVCache:
         return (here[:, None] == saturated(index).reshape(1, -1)).any(axis=1)
 
 
-# ---- how the buffers of a cache are made ---------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """What `create` is told about the rows of a cache, and the buffers that follow from it."""
-
-    head_dim: int
-    v_head_dim: int | None
-    layers: int | None
-    dtype: Any
-    scales: bool | None
-    shared_kv: bool
-    context: Context | None = None
-
-    def __post_init__(self):
-        checked(self.context)
-        if self.context is not None and self.context.order != "contiguous":
-            raise ValueError(
-                f"context: expected order 'contiguous' for a cache, whose rows arrive one after "
-                f"the other, got {self.context.order!r}"
-            )
-        _positive(head_dim=self.head_dim)
-        _positive(none=True, v_head_dim=self.v_head_dim, layers=self.layers)
-        if not _is_real(self.dtype):
-            raise ValueError(
-                f"dtype: expected a floating-point or integer dtype, got {self.dtype!r}"
-            )
-        _checks.boolean("shared_kv", self.shared_kv)
-        if self.scales is not None:
-            _checks.boolean("scales", self.scales)
-        if self.scales and jnp.dtype(self.dtype).name not in QUANTIZED:
-            raise ValueError(
-                f"scales: expected a dtype of {', '.join(QUANTIZED)} to go with them, got "
-                f"{jnp.dtype(self.dtype)}; leave scales out"
-            )
-        if self.shared_kv and (self.v_head_dim or 0) > self.head_dim:
-            raise ValueError(
-                f"v_head_dim: expected at most head_dim = {self.head_dim} where V is part of K "
-                f"(shared_kv), got {self.v_head_dim}"
-            )
-
-    @property
-    def quantized(self) -> bool:
-        return jnp.dtype(self.dtype).name in QUANTIZED if self.scales is None else self.scales
-
-    @property
-    def static(self) -> dict[str, Any]:
-        """The fields v_columns and dims."""
-        dims = self.head_dim, self.v_head_dim or self.head_dim
-        return ({} if self.context is None else {"context": self.context}) | {
-            "v_columns": dims[1] if self.shared_kv else None,
-            "dims": None if dims == self._stored else dims,
-        }
-
-    @property
-    def _stored(self) -> tuple[int, int]:
-        """Columns of K and of V, and as the kernels that read them on a GPU want them."""
-        dims = self.head_dim, self.v_head_dim or self.head_dim
-        if self.shared_kv or _device.gpu_generation() is None:
-            return dims
-        k_unit, v_unit = (64, 16) if self.quantized else (8, 8)
-        return _round_up(dims[0], k_unit), _round_up(dims[1], v_unit)
-
-    def block(self, name: str, capacity: int) -> int:
-        """Rows of a sequence of this capacity in the buffers that are made here: within shard_map,
-        those of one device.
-        """
-        shards = mapped_shards(self.context) or 1
-        if capacity > MOST_ROWS:
-            raise ValueError(
-                f"{name}: expected at most {MOST_ROWS} rows, which an int32 counts, got {capacity}"
-            )
-        if capacity % shards:
-            raise ValueError(
-                f"{name}: expected a multiple of the {shards} devices that rows are split over, "
-                f"got {capacity}"
-            )
-        return self.rows(capacity // shards)
-
-    def rows(self, wanted: int) -> int:
-        """Rows that lie together: what one sequence or one page holds, if so many are wanted."""
-        if _device.gpu_generation() is None:
-            return wanted
-        return _round_up(wanted, 8 if self.shared_kv else 4 if self.quantized else 1)
-
-    def arrays(self, *shape: int) -> dict[str, Array]:
-        """Zeros for the fields k, v, k_scale and v_scale, or those of them that the cache has, of
-        arrays `shape` but for layers and head dim.
-        """
-        shape = shape if self.layers is None else (self.layers, *shape)
-        k_dim, v_dim = self._stored
-        made = {"k": jnp.zeros((*shape, k_dim), self.dtype)}
-        if not self.shared_kv:
-            made["v"] = jnp.zeros((*shape, v_dim), self.dtype)
-        if self.quantized:
-            made |= {f"{side}_scale": jnp.zeros(shape, jnp.float32) for side in tuple(made)}
-        if self.context is None or mapped_shards(self.context) is None:
-            return made
-        axes = frozenset({self.context.axis})  # what a loop carries must not change its type
-        return {name: _sharding.varying_along(x, axes) for name, x in made.items()}
-
-
-def _round_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
-
-
-def _is_real(dtype: Any) -> bool:
-    if dtype is None:  # which NumPy takes for float64
-        return False
-    try:
-        return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    except TypeError:
-        return False
+# ---- the three layouts ---------------------------------------------------------------------------
 
 
 def _no_rows(size: int) -> dict[str, Array]:
@@ -448,16 +336,6 @@ def _no_rows(size: int) -> dict[str, Array]:
         "lengths": jnp.zeros(size, jnp.int32),
         "new_lengths": jnp.full(size, NOT_EXTENDED, jnp.int32),
     }
-
-
-def _positive(none: bool = False, **sizes: int | None) -> None:
-    """ValueError for a size that is no int of at least 1; `none`: None is one."""
-    for name, size in sizes.items():
-        if not (none and size is None) and (_checks.static_int(size) or 0) < 1:
-            raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
-
-
-# ---- the three layouts ---------------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
@@ -514,14 +392,14 @@ class PerSequenceCache(KVCache):
                 f"{capacities!r}"
             )
         for capacity in capacities:
-            _positive(capacities=capacity)
-        _positive(kv_heads=kv_heads)
-        rows = _Rows(head_dim, v_head_dim, layers, dtype, scales, shared_kv, context)
-        each = [rows.arrays(kv_heads, rows.block("capacities", n)) for n in capacities]
+            _checks.positive(capacities=capacity)
+        _checks.positive(kv_heads=kv_heads)
+        buffers = Buffers(head_dim, v_head_dim, layers, dtype, scales, shared_kv, context)
+        each = [buffers.arrays(kv_heads, buffers.block("capacities", n)) for n in capacities]
         fields: dict[str, Any] = {name: tuple(one[name] for one in each) for name in each[0]}
         return cls(
             **{"v": None} | fields | _no_rows(len(capacities)),
-            **rows.static,
+            **buffers.static,
         )
 
     @property
@@ -566,12 +444,12 @@ class StackedCache(KVCache):
         """An empty cache of sequences that can hold `capacity` rows each. The other arguments are
         those of `PerSequenceCache.create`.
         """
-        _positive(num_sequences=num_sequences, capacity=capacity, kv_heads=kv_heads)
-        rows = _Rows(head_dim, v_head_dim, layers, dtype, scales, shared_kv, context)
-        fields: dict[str, Any] = rows.arrays(
-            num_sequences, kv_heads, rows.block("capacity", capacity)
+        _checks.positive(num_sequences=num_sequences, capacity=capacity, kv_heads=kv_heads)
+        buffers = Buffers(head_dim, v_head_dim, layers, dtype, scales, shared_kv, context)
+        fields: dict[str, Any] = buffers.arrays(
+            num_sequences, kv_heads, buffers.block("capacity", capacity)
         )
-        return cls(**{"v": None} | fields | _no_rows(num_sequences), **rows.static)
+        return cls(**{"v": None} | fields | _no_rows(num_sequences), **buffers.static)
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -626,19 +504,21 @@ class PagedCache(KVCache):
         one sequence can hold at most (default: the whole pool, less than 2**31 rows of it). The
         other arguments are those of `PerSequenceCache.create`.
         """
-        _positive(num_sequences=num_sequences, pages=pages, page_size=page_size, kv_heads=kv_heads)
-        _positive(none=True, capacity=capacity)
-        rows = _Rows(head_dim, v_head_dim, layers, dtype, scales, shared_kv)
-        page_size = rows.block("page_size", page_size)
+        _checks.positive(
+            num_sequences=num_sequences, pages=pages, page_size=page_size, kv_heads=kv_heads
+        )
+        _checks.positive(none=True, capacity=capacity)
+        buffers = Buffers(head_dim, v_head_dim, layers, dtype, scales, shared_kv)
+        page_size = buffers.block("page_size", page_size)
         most = MOST_ROWS // page_size  # pages of a sequence whose length an int32 counts
         width = min(pages, most) if capacity is None else -(-capacity // page_size)
         if width > most:
             size = f"{most * page_size} rows, which an int32 counts, in pages of {page_size}"
             raise ValueError(f"capacity: expected at most {size}, got {capacity}")
-        fields: dict[str, Any] = rows.arrays(pages, kv_heads, page_size)
+        fields: dict[str, Any] = buffers.arrays(pages, kv_heads, page_size)
         return cls(
             **{"v": None} | fields | _no_rows(num_sequences),
-            **rows.static,
+            **buffers.static,
             page_table=jnp.full((num_sequences, width), NO_PAGE, jnp.int32),
             free_list=jnp.arange(pages - 1, -1, -1, dtype=jnp.int32),
             num_free=jnp.asarray(pages, jnp.int32),

@@ -129,9 +129,7 @@ class _Level(NamedTuple):
 
 def find(cache: Any, tokens: int, levels: int) -> SharedPrefixes:
     """`PagedCache.shared_prefixes`."""
-    for name, given in (("tokens", tokens), ("levels", levels)):
-        if (_checks.static_int(given) or 0) < 1:
-            raise ValueError(f"{name}: expected an int of at least 1, got {given!r}")
+    _checks.positive(tokens=tokens, levels=levels)
     table, sequences, size = cache.page_table, cache.num_sequences, cache.page_size
     width, most = table.shape[1], sequences // 2
     fits = (cache.lengths <= cache.capacities[0]) & (cache.lengths > tokens)

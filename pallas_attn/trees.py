@@ -64,8 +64,7 @@ class DraftTree:
         wanted = "int32[tokens] (of each packed row, the draft that it follows, -1 for none)"
         parents = _checks.integers("parents", parents, wanted, (None,))
         rows = parents.shape[0]
-        if drafts_most is not None and (_checks.static_int(drafts_most) is None or drafts_most < 1):
-            raise ValueError(f"drafts_most: expected an int of at least 1, got {drafts_most!r}")
+        _checks.positive(none=True, drafts_most=drafts_most)
         drafts = rows if drafts_most is None else min(drafts_most, rows)
         first, within, count = _owned(_checks.row_starts("starts", starts, rows), rows)
         in_tree = count <= drafts
