@@ -50,7 +50,6 @@ class Kernel:
     name: str
     registers: int
     spill_bytes: int  # stored
-    stack_bytes: int
     notes: tuple[str, ...]  # remarks by number; C7511, C7512: wgmma wait for each other
 
 
@@ -299,7 +298,6 @@ def _kernels(ptxas: str) -> list[tuple[Any, ...]]:
             for pattern in (
                 r"Used (\d+) registers",
                 r"stack frame, (\d+) bytes spill stores",
-                r"(\d+) bytes stack frame",
             )
         ]
         # Remarks stand before the function that they are about.

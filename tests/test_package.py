@@ -311,6 +311,34 @@ def test_no_parameter_is_a_bare_tuple():
         assert not found
 
 
+_MAKERS = {"Context", "in_context", "kernel"}  # of the record, and what launches a kernel
+
+
+def _loose(function):
+    """Which of plan, refs and smem a function takes, where it should be given one record."""
+    arguments = function.args
+    names = {x.arg for x in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    called = {call.attr if isinstance(call, ast.Attribute) else ast.unparse(call) for call in calls}
+    makes_operands = function.returns is not None and ast.unparse(function.returns) == "Refs"
+    return set() if called & _MAKERS or makes_operands else names & {"plan", "refs", "smem"}
+
+
+@pytest.mark.parametrize("path", [x for x in FILES if "kernels" in x.parts], ids=named)
+def test_functions_of_a_kernel_are_given_one_record(path):
+    """`Context`, or `ThreadContext`. Its parts stand side by side only in what makes it, in what
+    launches a kernel, and in what makes a kernel's operands.
+    """
+    functions = [node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef)]
+    assert not [f"{path}:{one.lineno} {one.name}" for one in functions if len(_loose(one)) > 1]
+
+
+def test_loose_parts_of_a_record_are_seen():
+    body = "def f(plan, refs, t): return "
+    loose = [_loose(ast.parse(body + x).body[0]) for x in ("t", "g(Context(plan, refs))")]
+    assert loose == [{"plan", "refs"}, set()]
+
+
 def test_every_file_says_what_it_is():
     for path in FILES:
         if path.name != "__init__.py" or path.read_text():
