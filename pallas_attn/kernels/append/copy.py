@@ -101,21 +101,16 @@ def smem_bytes(problem: AppendProblem, config: Config) -> int:
 
 def _append(ctx: ThreadContext) -> None:
     """What one thread does: read all its words, find out where they go, write them."""
-    thread, refs, at, plan = ctx
+    thread, _, at, plan = ctx
     first = at.chunk * (plan.in_flight * mosaic.THREADS) + thread.index
     words = [first + i * mosaic.THREADS for i in range(plan.in_flight)]
-    if plan.layout.paged and plan.chunks == 1 and not plan.packed:
-        append_plan.prefetch_page_table(ctx)
-    arrays = range(len(refs.new))
-    words_read = [[_read(ctx, word, array) for word in words] for array in arrays]
-    if plan.layout.paged:
-        thread.in_order()
+    words_read = append_plan.read_all(ctx, _read, words)
     caches = append_plan.arrays_of(ctx, words)
     # K and V mostly share the shape of a row, and so their places.
     places = {n: [append_plan.place(ctx, word, n) for word in words] for n in plan.row_words}
-    for array in arrays:
+    for array, values in enumerate(words_read):
         row_words = plan.row_words[array]
-        each = zip(caches[row_words], places[row_words], words_read[array], strict=True)
+        each = zip(caches[row_words], places[row_words], values, strict=True)
         for into, place, value in each:
             _write(ctx, into[array], place, value, array)
 

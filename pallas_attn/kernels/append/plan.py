@@ -238,7 +238,20 @@ def block_at(ctx: Context) -> At:
     return At(sequence, lax.rem(block, jnp.int32(plan.chunks)), start, rows, capacity, layer)
 
 
-def prefetch_page_table(ctx: ThreadContext) -> None:
+def read_all(ctx: ThreadContext, read: Callable[..., Any], items: list[Any]) -> list[list[Any]]:
+    """`read(ctx, item, array)` of each item of a thread, a list an array: all loads are issued
+    before anything else.
+    """
+    plan = ctx.plan
+    if plan.layout.paged and plan.chunks == 1 and not plan.packed:
+        _prefetch_page_table(ctx)
+    found = [[read(ctx, item, array) for item in items] for array in range(len(ctx.refs.new))]
+    if plan.layout.paged:
+        ctx.thread.in_order()
+    return found
+
+
+def _prefetch_page_table(ctx: ThreadContext) -> None:
     """Prefetches the page table while the length is still being loaded: which entry is needed
     depends on the length, but the lines that may hold it do not.
     """

@@ -70,12 +70,8 @@ def write_rows(ctx: ThreadContext) -> None:
     at_once = mosaic.THREADS // plan.lanes
     first = at.chunk * plan.chunk_items + thread.index // plan.lanes
     rows = [first + i * at_once for i in range(plan.in_flight)]
-    if plan.layout.paged and plan.chunks == 1 and not plan.packed:
-        append_plan.prefetch_page_table(ctx)
     arrays = range(len(refs.new))
-    found_rows = [[_read(ctx, row, array) for row in rows] for array in arrays]
-    if plan.layout.paged:
-        thread.in_order()
+    found_rows = append_plan.read_all(ctx, _read, rows)
     caches = append_plan.arrays_of(ctx, rows)[1]
     # All maxima before anything that needs one: their shuffles then wait together.
     scaled: list[list[Any]] = [[None for _ in rows] for _ in arrays]

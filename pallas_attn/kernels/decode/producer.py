@@ -444,7 +444,7 @@ def make_barriers(thread: threads.Thread, barriers: Ref, plan: Plan) -> None:
         thread.make_barriers(barriers, plan.config.stages)
 
 
-def meet(ctx: ThreadContext, left: int | None = None) -> None:
+def meet(ctx: ThreadContext, left: int | None) -> None:
     """All threads, when all but the last `left` of their copies are there; None: whatever is."""
     if left is not None:
         ctx.thread.wait_copies(left)

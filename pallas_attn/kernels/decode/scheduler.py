@@ -320,7 +320,7 @@ class Plan:
         """
         return self.layout.paged and self.problem.mask.bounds_left
 
-    def tiles_of(self, mask: Mask, length: Any, div: Any, count: Any = None) -> tuple[Any, Any]:
+    def tiles_of(self, mask: Mask, length: Any, div: Any, count: Any) -> tuple[Any, Any]:
         """Tiles [first, end) that hold all keys which some row sees; `length` may be any kind of
         integer, `div` divides those that are not negative. `count`: as in `chunks_of`.
         """

@@ -130,22 +130,11 @@ def multiply_rows(
     for column in range(0, width, 16):
         some = min(16, width - column)
         b = [
-            _ldmatrix(address, 2 * (start + n * whole + column), some // 4, transposed=True)
+            mma_sync.ldmatrix(address, 2 * (start + n * whole + column), True, some // 4)
             for n in range(len(a))
         ]
         mma_sync.multiply(sums, column // 8, a, b, dtype)
         after()
-
-
-def _ldmatrix(address: ir.Value, offset: int, count: int, transposed: bool = False) -> list:
-    """2 or 4 matrices of 8 by 8."""
-    if count == 4:
-        return mma_sync.ldmatrix(address, offset, transposed)
-    kind = ir.Type.parse("!llvm.struct<(i32, i32)>")
-    how = ".trans" if transposed else ""
-    ptx = f"ldmatrix.sync.aligned.m8n8.x2{how}.shared.b16 {{$0, $1}}, [$2+{offset}];"
-    two = llvm.inline_asm(kind, [address], ptx, "=r,=r,r,~{memory}", has_side_effects=True)
-    return [llvm.extractvalue(threads.i32(), two, [i]) for i in range(2)]
 
 
 # ---- matmuls ------------------------------------------------------------------------------------

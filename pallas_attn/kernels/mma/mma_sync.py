@@ -127,13 +127,16 @@ def load_rows_async(thread: threads.Thread, refs: tuple[Ref, Ref], at: Any, copy
 # ---- tensor cores --------------------------------------------------------------------------------
 
 
-def ldmatrix(address: ir.Value, offset: int, transposed: bool = False) -> list[ir.Value]:
-    """4 matrices of 8 by 8; lane 8 * i + j has the address of row j of matrix i."""
-    kind = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
-    how = ".trans" if transposed else ""
-    ptx = f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];"
-    four = llvm.inline_asm(kind, [address], ptx, "=r,=r,=r,=r,r,~{memory}", has_side_effects=True)
-    return [llvm.extractvalue(threads.i32(), four, [i]) for i in range(4)]
+def ldmatrix(
+    address: ir.Value, offset: int, transposed: bool = False, count: int = 4
+) -> list[ir.Value]:
+    """2 or 4 matrices of 8 by 8; lane 8 * i + j has the address of row j of matrix i."""
+    kind = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>")
+    how, to = ".trans" if transposed else "", ", ".join(f"${n}" for n in range(count))
+    ptx = f"ldmatrix.sync.aligned.m8n8.x{count}{how}.shared.b16 {{{to}}}, [${count}+{offset}];"
+    constraints = "=r," * count + "r,~{memory}"
+    words = llvm.inline_asm(kind, [address], ptx, constraints, has_side_effects=True)
+    return [llvm.extractvalue(threads.i32(), words, [i]) for i in range(count)]
 
 
 def address_of(ref: Ref, row: Int, chunk: Int, step: int) -> ir.Value:

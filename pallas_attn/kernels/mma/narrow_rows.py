@@ -53,7 +53,7 @@ def pieces(index: Any, block: int, words: int) -> list[Piece]:
 
 
 def widen(  # noqa: PLR0913
-    numbers: Any, scales: Any, slot: Any, to: Any, entry: Any, swizzle: int, loads: int = 0
+    numbers: Any, scales: Any, slot: Any, to: Any, entry: Any, swizzle: int, loads: int
 ) -> None:
     """The rows in slot `slot` of numbers [slots, bytes] and scales float32[slots, rows], in entry
     `entry` of `to` [entries, rows, columns], which is swizzled. `loads`: how many pieces are being

@@ -87,7 +87,7 @@ def programs(ctx: Context, block_id: Any) -> list[Callable[[], None]]:
     return [functools.partial(produce, ctx, block_id, some) for some in sides]
 
 
-def produce(ctx: Context, block_id: Any, sides: tuple[int, ...] = (0, 1)) -> None:
+def produce(ctx: Context, block_id: Any, sides: tuple[int, ...]) -> None:
     """K (side 0) and V (1), or one of them, of every unit of the block, in the order in which
     consumers use them.
     """
