@@ -117,6 +117,13 @@ def pytest_collection_modifyitems(config, items):
         items[:] = kept
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Arrays that modules hold and cases that subjects are asked about are no reason to compile."""
+    with in_numpy.instead_of_xla():
+        return (yield)
+
+
 def pytest_collection_finish(session):
     """What is there by now stays: the collector need not look at it again."""
     del session

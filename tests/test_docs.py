@@ -13,7 +13,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import _dispatch, _support
 from pallas_attn.bench import pages
-from tests.test_package import FLOORS, IMPORTS
+from tests.test_package import FLOORS, imports
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -259,7 +259,7 @@ def test_eight_files_are_enough_to_follow_the_hopper_forward():
     assert len(listed) <= 8 and listed[0] == "flash_fwd/sm90"
     named = {name for name in re.findall(r"`([\w/]+)\.py`", part)}
     for module in listed:
-        for name in IMPORTS["kernels." + module.replace("/", ".")]:
+        for name in imports("kernels." + module.replace("/", ".")):
             folder, _, file = name.removeprefix("kernels.").partition(".")
             if name.startswith("kernels.") and file and folder != "lang":
                 assert f"{folder}/{file}" in named, f"{module} imports {name}"

@@ -27,9 +27,17 @@ def named(path):
     return ".".join(parts).removesuffix(".__init__").removeprefix("pallas_attn.")
 
 
+MODULES = {named(path): path for path in FILES}
+
+
 @functools.cache
 def tree(path):
     return ast.parse(path.read_text(), str(path))
+
+
+@functools.cache
+def nodes(path):
+    return tuple(ast.walk(tree(path)))
 
 
 # ---- importing ----------------------------------------------------------------------------------
@@ -89,10 +97,11 @@ def test_importing_asks_no_device_and_reads_no_environment():
 # ---- who imports whom ---------------------------------------------------------------------------
 
 
-def imports(path):
-    """Modules of this package that a file imports, at its top or within functions."""
-    found = set()
-    for node in ast.walk(tree(path)):
+@functools.cache
+def imports(module):
+    """Modules of this package that one imports, at its top or within functions."""
+    path, found = MODULES[module], set()
+    for node in nodes(path):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -116,24 +125,25 @@ def _module(name):
     return ".".join(parts)
 
 
-IMPORTS = {named(path): imports(path) for path in FILES}
+def who_imports(module):
+    return {name for name in MODULES if module in imports(name)}
 
 
 def test_the_walk_sees_imports():
-    assert IMPORTS["pallas_attn"] == set(PUBLIC)
-    assert {"_checks", "_dispatch", "masks"} <= IMPORTS["attention"]
-    assert "kernels.lang.mosaic" in IMPORTS["kernels.append.copy"]
+    assert imports("pallas_attn") == set(PUBLIC)
+    assert {"_checks", "_dispatch", "masks"} <= imports("attention")
+    assert "kernels.lang.mosaic" in imports("kernels.append.copy")
 
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_public_modules_import_no_kernel(module):
-    assert not [name for name in IMPORTS[module] if name.startswith("kernels")]
+    assert not [name for name in imports(module) if name.startswith("kernels")]
 
 
-@pytest.mark.parametrize("module", [name for name in IMPORTS if name.startswith("kernels")])
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("kernels")])
 def test_kernels_import_nothing_that_is_public_but_masks_and_errors(module):
     allowed = {"masks", "errors", "_problem", "_program", "_tile_kinds", "_gpus"}
-    others = {name for name in IMPORTS[module] if not name.startswith("kernels")}
+    others = {name for name in imports(module) if not name.startswith("kernels")}
     assert others <= allowed
 
 
@@ -156,11 +166,11 @@ def _folder(module):
     return module.split(".")[1]
 
 
-@pytest.mark.parametrize("module", [name for name in IMPORTS if name.count(".") == 2])
+@pytest.mark.parametrize("module", [name for name in MODULES if name.count(".") == 2])
 def test_kernels_import_from_their_own_folder_and_lower_floors(module):
     if not module.startswith("kernels."):
         return
-    for name in IMPORTS[module]:
+    for name in imports(module):
         if name.startswith("kernels."):
             there, here = _folder(name), _folder(module)
             assert there == here or FLOORS[there] < FLOORS[here], f"{module} imports {name}"
@@ -174,7 +184,7 @@ def test_every_kernel_file_lies_in_a_folder_with_a_floor():
 
 def test_no_circle_of_imports():
     """Modules can be put in an order in which each imports only those before it."""
-    left = {name: found - {name} for name, found in IMPORTS.items()}
+    left = {name: imports(name) - {name} for name in MODULES}
     while ready := [name for name, found in left.items() if not found & set(left)]:
         for name in ready:
             del left[name]
@@ -182,16 +192,16 @@ def test_no_circle_of_imports():
 
 
 def test_the_reference_knows_only_masks_and_programs():
-    assert IMPORTS["reference"] == {"masks", "_program"}
+    assert imports("reference") == {"masks", "_program"}
 
 
 def test_only_the_dispatch_knows_the_reference():
-    users = {name for name, found in IMPORTS.items() if "reference" in found}
+    users = who_imports("reference")
     assert users == {"_dispatch"}
 
 
 def test_who_knows_the_dispatch():
-    users = {name for name, found in IMPORTS.items() if "_dispatch" in found}
+    users = who_imports("_dispatch")
     asks = {
         "_support",
         "bench.parity",
@@ -204,11 +214,11 @@ def test_who_knows_the_dispatch():
 
 def test_bench_and_lm_use_the_public_api():
     private = {"_checks", "_device", "reference", "_transforms", "_sharding"}
-    users = {name: found for name, found in IMPORTS.items() if name.startswith(("bench", "lm"))}
+    users = {name for name in MODULES if name.startswith(("bench", "lm"))}
     assert "bench.runner" in users
-    del users["lm.rows"]  # runs the demo's own kernels, over devices as the operations do
-    for name, found in users.items():
-        assert not found & private, f"{name} imports {found & private}"
+    users.remove("lm.rows")  # runs the demo's own kernels, over devices as the operations do
+    for name in users:
+        assert not (found := imports(name) & private), f"{name} imports {found}"
 
 
 def test_run_time_dependencies_are_the_four_we_said():
@@ -217,7 +227,7 @@ def test_run_time_dependencies_are_the_four_we_said():
     extras["lm"] = {"matplotlib", "safetensors", "tokenizers"}
     for path in FILES:
         here = allowed | extras.get(named(path).partition(".")[0], set())
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 names = {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -234,7 +244,7 @@ def test_jax_is_private_in_few_files():
     private = ("jax._src", "jax.experimental.mosaic", "jaxlib")
     users = set()
     for path in FILES:
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
             names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
             users |= {named(path) for name in names if name.startswith(private)}
@@ -249,7 +259,7 @@ def test_jax_is_private_in_few_files():
 @pytest.mark.parametrize("path", FILES, ids=named)
 def test_files_and_functions_are_of_a_size_to_be_read(path):
     assert len(path.read_text().splitlines()) <= 800
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             inner = [n for n in ast.walk(node) if isinstance(n, ast.stmt)]
             assert len(inner) - 1 <= 60, f"{node.name} has {len(inner) - 1} statements"
@@ -264,7 +274,7 @@ def test_kernels_read_none_of_a_masks_fields():
     found = [
         f"{path}:{node.lineno}: {ast.unparse(node)}"
         for path in (ROOT / "kernels").rglob("*.py")
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute)
         and node.attr in fields
         and ast.unparse(node.value) != "self"
@@ -277,7 +287,7 @@ def test_nobody_compares_positions_but_masks():
     for path in FILES:
         if named(path) == "masks":
             continue
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Compare):
                 text = ast.unparse(node)
                 assert not ("q_pos" in text and "kv_pos" in text), f"{path}: {text}"
@@ -289,7 +299,7 @@ def test_kernels_know_kinds_of_caches_from_their_layout():
     users = {
         named(path)
         for path in FILES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and node.value in kinds
     }
     users = {name for name in users if name.startswith("kernels.")}
@@ -306,7 +316,7 @@ def _bare_tuples(annotation):
 def test_no_parameter_is_a_bare_tuple():
     """What always travels together is a record with names, or says what it holds."""
     for path in FILES:
-        typed = [x for x in ast.walk(tree(path)) if isinstance(x, ast.arg) and x.annotation]
+        typed = [x for x in nodes(path) if isinstance(x, ast.arg) and x.annotation]
         found = [f"{path}:{x.lineno} {x.arg}" for x in typed if _bare_tuples(x.annotation)]
         assert not found
 
@@ -347,7 +357,7 @@ def test_every_file_says_what_it_is():
 
 def test_no_environment_no_print():
     for path in FILES:
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Attribute) and named(path) != "driver":
                 assert node.attr not in ("environ", "getenv"), f"{path} reads the environment"
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -404,6 +414,6 @@ def test_the_console_command_is_there():
 
 
 def test_every_module_imports():
-    for name in IMPORTS:
+    for name in MODULES:
         if not name.startswith(("bench", "kernels", "lm")):
             importlib.import_module(f"pallas_attn.{name}" if name != "pallas_attn" else name)
