@@ -12,6 +12,8 @@ import pallas_attn as pa
 from pallas_attn import PagedCache, PerSequenceCache, StackedCache, reference
 from tests import append_cases, subjects, witness
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 SENTINEL = -77.0
 KINDS = ("per_sequence", "stacked", "paged")
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -29,6 +31,7 @@ def same(got, want):
         np.testing.assert_array_equal(have, wanted)
 
 
+@pytest.mark.by_xla
 @each_subject
 def test_the_ancestors_append(rng, subject):
     """M = 4, K = 8, H = 128, capacity 64, length 4: all at once is four times one, bit for bit."""
@@ -179,6 +182,7 @@ def check_rows(cache, written):
     assert sum((np.asarray(x) != SENTINEL).sum() for x in buffers) == total
 
 
+@pytest.mark.by_xla
 @each_subject
 @every_kind
 def test_append_kv_fills_every_kind(rng, subject, kind):
@@ -286,6 +290,7 @@ def steps(cache, k, v):
     return jax.lax.fori_loop(0, 5, lambda _, cache: step(cache, k, v), cache)
 
 
+@pytest.mark.by_xla
 @every_kind
 @pytest.mark.parametrize("loop", [step, layers, steps])
 def test_donated_buffers_are_updated_in_place(rng, kind, loop):
@@ -307,6 +312,7 @@ def test_donated_buffers_are_updated_in_place(rng, kind, loop):
     np.testing.assert_array_equal(after.lengths, lengths + (5 if loop is steps else 1))
 
 
+@pytest.mark.by_xla
 @every_kind
 def test_without_donation_the_callers_cache_is_left_alone(rng, kind):
     """Without donation the buffers are copied, and the pointers show it."""

@@ -13,6 +13,8 @@ import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, Mask, _checks, sliding_window
 from tests import budget, definition, in_numpy, subjects, witness
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 
 def draw(rng, *shape, dtype="float32", scale=1.0):
     return jnp.asarray((rng.standard_normal(shape) * scale).astype(jnp.dtype(dtype)))
@@ -374,6 +376,7 @@ def small(rng, subject, **changes):
     return qkv(rng, tuple((sizes | changes).values()), subject.dtype)
 
 
+@pytest.mark.by_xla
 @each_subject
 def test_rows_that_see_nothing(rng, subject):
     q, k, v = small(rng, subject)
@@ -400,6 +403,7 @@ def test_empty_axes(rng, subject, empty):
     assert not out.any() and np.all(lse == -np.inf)
 
 
+@pytest.mark.by_xla
 @each_subject
 def test_nan_past_a_length_is_never_read(rng, subject):
     q, k, v = small(rng, subject)
@@ -424,6 +428,7 @@ def test_nan_past_a_length_is_never_read(rng, subject):
     assert np.isfinite(np.asarray(clean[0], np.float32)).all()
 
 
+@pytest.mark.by_xla
 @each_subject
 def test_nan_and_inf_in_live_input_propagate(rng, subject):
     q, k, v = small(rng, subject)
@@ -443,6 +448,7 @@ def test_nan_and_inf_in_live_input_propagate(rng, subject):
     assert np.isnan(got[0, :, :, 3]).all() and np.isfinite(np.delete(got, 3, -1)).all()
 
 
+@pytest.mark.by_xla
 @each_subject
 def test_huge_logits_under_a_softcap(rng, subject):
     q, k, v = small(rng, subject)
@@ -457,6 +463,7 @@ def in_full(subject) -> dict[str, str]:
     return {"precision": "highest"} if subject.dtype == "float32" else {}
 
 
+@pytest.mark.by_xla
 @each_subject
 def test_huge_logits_without_one_do_not_overflow(rng, subject):
     q, k, v = small(rng, subject)
@@ -470,6 +477,7 @@ def test_huge_logits_without_one_do_not_overflow(rng, subject):
     np.testing.assert_allclose(lse, logits.max(-1), rtol=1e-5)  # one key takes it all
 
 
+@pytest.mark.by_xla
 @pytest.mark.parametrize("dtype, size", [("float16", 6e4), ("float32", 1e9)])
 def test_the_largest_logits_are_rounded_once(dtype, size):
     """Not again where the largest is subtracted: 500 more or less is all or nothing to exp."""
@@ -479,6 +487,7 @@ def test_the_largest_logits_are_rounded_once(dtype, size):
     np.testing.assert_allclose(lse, np.float32(x[0, 0, 0, 0]) ** 2 * 8**0.5, rtol=1e-3)
 
 
+@pytest.mark.by_xla
 @each_subject
 def test_a_scale_that_float32_does_not_hold(rng, subject):
     """A GPU takes it for 0, which a hidden key's -inf is not to meet, nor a divisor to be."""
@@ -498,6 +507,7 @@ def test_a_scale_that_float32_does_not_hold(rng, subject):
     assert np.abs([dq.max(), dk.max()]).max() < 1e-30 and np.isfinite(dv).all() and dv.any()
 
 
+@pytest.mark.by_xla
 @each_subject
 def test_rows_that_a_bias_hides_by_its_size(rng, subject):
     """As padded queries are: beside -1e10 a float32 has no room for a score, nor for log(keys)."""
@@ -539,6 +549,7 @@ def test_a_bias_of_minus_infinity_hides_a_key(rng):
     assert not got[0][0, 2, 1].any() and got[1][0, 1, 2] == -jnp.inf
 
 
+@pytest.mark.by_xla
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_dtypes(rng, dtype):
     with jax.enable_x64(dtype == "float64"):
@@ -571,6 +582,7 @@ def test_numbers_that_are_wider_than_a_kernels(rng):
         assert gradient.dtype == jnp.float64
 
 
+@pytest.mark.by_xla
 @pytest.mark.parametrize("value", ["default", "highest", "float32", "tensorfloat32", None])
 def test_precision_is_read_as_jax_reads_it(rng, value):
     arrays = qkv(rng, (1, 4, 5, 2, 1, 8, 4))

@@ -23,6 +23,8 @@ from pallas_attn import (
 )
 from tests import budget, subjects
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 KINDS = ("per_sequence", "stacked", "paged")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 each_subject = pytest.mark.parametrize("subject", subjects.rows("decode", but=("interpreted",)))
@@ -177,6 +179,7 @@ def test_what_lies_past_a_length_moves_nothing(rng, subject, kind):
     assert np.isfinite(np.asarray(clean[0], np.float32)).all()
 
 
+@pytest.mark.by_xla
 @each_subject
 @every_kind
 def test_overflow_gives_nan_and_only_there(rng, subject, kind):
@@ -256,6 +259,7 @@ def test_a_real_overflow_from_the_first_row_too_many(rng, kind):
                 assert np.isnan(out[m]).all() and cache.overflowed[m]
 
 
+@pytest.mark.by_xla
 @each_subject
 @every_kind
 @pytest.mark.parametrize("traced", [False, True])
@@ -285,6 +289,7 @@ def test_a_traced_layer_that_is_none_of_the_caches_gives_nan(rng, subject, kind,
     assert np.isnan(np.asarray(out, np.float32)).all() and np.isnan(lse).all()
 
 
+@pytest.mark.by_xla
 @each_subject
 @every_kind
 def test_one_token_may_leave_its_axis_out(rng, subject, kind):

@@ -17,6 +17,8 @@ from pallas_attn import _device, _dispatch, _program, _score_gradients, attentio
 from pallas_attn.kernels.attention import linear_scores
 from tests import in_numpy
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 B, T, S, N, K, H = 2, 13, 17, 4, 2, 8
 rng = np.random.default_rng(5)
 
@@ -172,6 +174,7 @@ def test_the_derivative_of_a_program_is_one():
     assert got == pytest.approx(1 - np.tanh((1.5 - 2 * 4) / 9) ** 2, rel=1e-5)
 
 
+@pytest.mark.by_xla
 def test_jit_goes_by_what_functions_compute():
     q, k, v = operands()
     attend = jax.jit(lambda mask: pa.flash_attention(q, k, v, mask=mask))
@@ -260,6 +263,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.by_xla
 def test_operations_have_jax_meaning():
     """Those of the table are what jax computes."""
     functions = {
@@ -310,6 +314,7 @@ def test_kernels_refuse_what_they_do_not_derive():
             jax.eval_shape(jax.grad(attend), q, slopes, bias)
 
 
+@pytest.mark.by_xla
 @pytest.mark.parametrize("facts", [{}, {"q_lengths": (9, 13), "bias": True, "q_offset": (3, 0)}])
 def test_gradients_of_what_a_score_reads(monkeypatch, facts):
     """Slab by slab, and of bfloat16 summed in float32, beside those of the reference as a whole."""

@@ -15,6 +15,8 @@ from pallas_attn import _checks, _device, _tile_kinds, cases, masks
 from pallas_attn.kernels.attention import tile_lists
 from tests import budget, in_numpy, subjects
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 SIZES = {"batch": 2, "q_len": 137, "kv_len": 149, "q_heads": 2, "kv_heads": 1}
 SIZES |= {"head_dim": 64, "v_head_dim": 64}
 DRAW = np.random.default_rng(11)

@@ -15,6 +15,8 @@ import pallas_attn as pa
 from pallas_attn import CAUSAL, PagedCache, PerSequenceCache, StackedCache, _checks, _problem
 from tests import budget, definition, subjects
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 LEAST, MOST = -(2**31), 2**31 - 1
 FARTHEST = 2**29  # of a query's position
 
@@ -114,6 +116,7 @@ def test_decode_lengths(rng, subject, kind):
     assert (np.asarray(got[0], np.float32)[lengths <= 0] == 0).all()
 
 
+@pytest.mark.by_xla
 @decoding
 def test_decode_pages_and_layers(rng, subject):
     cache = filled(rng, cache_of("paged", 3, 64, subject.dtype, layers=2))
@@ -138,6 +141,7 @@ def rows_written(before, after) -> list[list[int]]:
     return [np.flatnonzero(row).tolist() for row in differ]
 
 
+@pytest.mark.by_xla
 @appending
 def test_rows_that_end_at_a_length(rng, subject):
     """`write_kv` fills rows lengths - new_lengths .. lengths, those of them that there are."""
@@ -154,6 +158,7 @@ def test_rows_that_end_at_a_length(rng, subject):
         assert written == [row for row in wanted if row < capacity], (end, count)
 
 
+@pytest.mark.by_xla
 @appending
 def test_rows_that_begin_at_a_length(rng, subject):
     capacity = 8
@@ -170,6 +175,7 @@ def test_rows_that_begin_at_a_length(rng, subject):
         assert written == [row for row in wanted if row < capacity], (start, count)
 
 
+@pytest.mark.by_xla
 @appending
 def test_writes_to_layers_and_pages_that_there_are_not(rng, subject):
     cache = filled(rng, cache_of("paged", 2, 16, subject.dtype, layers=2)).extend(3)

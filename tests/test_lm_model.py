@@ -13,6 +13,8 @@ from pallas_attn.lm import checkpoint, decode, model, text, train
 from pallas_attn.lm.hf_config import config_from
 from tests import lm_witness
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 every_family = pytest.mark.parametrize("family", lm_witness.CONFIGS)
 every_cache = pytest.mark.parametrize("kind", decode.CACHES)
 
@@ -134,6 +136,7 @@ def test_a_chunk_of_steps_and_a_prefill_copy_no_cache(tmp_path, kind):
         assert len(re.findall("(?:may|must)-alias", hlo)) >= len(jax.tree.leaves(cache))
 
 
+@pytest.mark.by_xla
 @every_cache
 def test_the_buffers_of_a_run_stay_where_they_are(tmp_path, kind):
     run, _ = two_slots(tmp_path, kind)

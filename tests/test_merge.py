@@ -10,6 +10,8 @@ from jax.test_util import check_grads
 
 import pallas_attn as pa
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 B, T, S, N, K, H = 2, 5, 12, 4, 2, 8
 
 
@@ -51,6 +53,7 @@ def test_parts_together_are_one_call(ends):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.by_xla
 def test_rows_that_see_nothing_and_what_nobody_saw():
     """The third row sees nothing; where a part saw nothing its out is not looked at."""
     lses = jnp.log(jnp.asarray([[1.0, 0, 0], [3.0, 2, 0]]))[:, None, None]  # [parts, B, N, T]
