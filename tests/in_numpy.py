@@ -22,8 +22,9 @@ import numpy as np
 from jax._src import core, pjit
 from jax._src.array import ArrayImpl
 from jax._src.random import prng
+from jax.sharding import AxisType
 
-from tests import numpy_rows
+from tests import devices_in_numpy, numpy_rows
 
 Rule = Callable[..., Any]
 
@@ -169,12 +170,13 @@ def _leading_zeros(x):
     return (_bits(x) - np.frexp(_unsigned(x).astype(np.float64))[1]).astype(x.dtype)
 
 
-def _at_most_in_total_order(x, y):
-    return numpy_rows.in_total_order(x) <= numpy_rows.in_total_order(y)
+def _in_total_order(compare):
+    return lambda x, y: compare(numpy_rows.in_total_order(x), numpy_rows.in_total_order(y))
 
 
 ELEMENTWISE: dict[str, Rule] = {
-    "le_to": _at_most_in_total_order,
+    "le_to": _in_total_order(np.less_equal),
+    "lt_to": _in_total_order(np.less),
     "add": np.add,
     "add_any": np.add,
     "sub": np.subtract,
@@ -222,7 +224,7 @@ ELEMENTWISE: dict[str, Rule] = {
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "select_n": _select,
     "copy": lambda x: x,
-    **dict.fromkeys(("stop_gradient", "name"), lambda x: x),
+    **dict.fromkeys(("stop_gradient", "name", "reshard"), lambda x: x),
     "copy_p": lambda x: x,
     "optimization_barrier": lambda *args: args if len(args) > 1 else args[0],
     "debug_callback": lambda *args: (),
@@ -385,6 +387,21 @@ def _reduction(function):
         return lambda x: np.asarray(function(x, axis=tuple(axes))).astype(dtype)
 
     return rule
+
+
+def _fold(eqn, jaxpr, dimensions, **_):
+    """Of several arrays at once, along one axis, by any function of two elements."""
+    del eqn
+    program, (axis,) = _steps_of(jaxpr), dimensions
+
+    def fold(*args):
+        results = args[len(args) // 2 :]
+        rows = zip(*(np.moveaxis(x, axis, 0) for x in args[: len(args) // 2]), strict=True)
+        for row in rows:
+            results = program(*results, *row)
+        return results
+
+    return fold
 
 
 def _arg(function):
@@ -576,7 +593,8 @@ def _callback(eqn, callback, result_avals, **_):
 CALLS = {"io_callback", "while", "cond", "scan"}
 CALLS |= {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 CALLS |= {"remat2", "checkpoint", "custom_vmap_call", "custom_partitioning"}  # of no device but one
-SEVERAL = CALLS | {"unstack", "split", "sort"}  # results, or one
+SEVERAL = CALLS | {"unstack", "split", "sort", "reduce"}  # results, or one
+SEVERAL |= {"shard_map"} | devices_in_numpy.COLLECTIVES.keys()
 
 RULES: dict[str, Callable[..., Rule]] = {
     "convert_element_type": _convert,
@@ -601,6 +619,7 @@ RULES: dict[str, Callable[..., Rule]] = {
     "integer_pow": _power,
     "round": lambda eqn, rounding_method: _rounds[int(rounding_method)],
     "split": _pieces,
+    "reduce": _fold,
     "reduce_sum": _reduction(np.sum),
     "reduce_prod": _reduction(np.prod),
     "reduce_max": _reduction(np.max),
@@ -632,6 +651,8 @@ RULES: dict[str, Callable[..., Rule]] = {
     "cond": _cond,
     "scan": _scan,
     "io_callback": _callback,
+    "shard_map": devices_in_numpy.shard_map(_steps_of),
+    **devices_in_numpy.COLLECTIVES,
     **dict.fromkeys(CALLS - {"io_callback", "while", "cond", "scan"}, _call),
 }
 
@@ -642,13 +663,14 @@ RULES: dict[str, Callable[..., Rule]] = {
 @contextlib.contextmanager
 def instead_of_xla() -> Iterator[None]:
     """Programs that are compiled in here are computed in NumPy, also those of a single operation;
-    but not those of several devices, with other effects than their results, or with anything that
-    has no rule. What is donated is gone afterwards.
+    but not those of several devices without a `shard_map`, with other effects than their results,
+    or with anything that has no rule. What is donated is gone afterwards; results are on the first
+    device.
     """
     by_xla = pjit._pjit_call_impl_python
 
     def call(*args, jaxpr, **params):
-        if not (_of_one_device(args, params) and _takes(jaxpr)):
+        if not (_takes(jaxpr) and _is_here(args, params, _is_mapped(jaxpr))):
             return by_xla(*args, jaxpr=jaxpr, **params)
         given = zip((*jaxpr.consts, *args), (*jaxpr.constvars, *jaxpr.invars), strict=True)
         numbers = [_numbers(x, var.aval) for x, var in given]
@@ -664,21 +686,37 @@ def instead_of_xla() -> Iterator[None]:
         yield
 
 
-def _of_one_device(args, params) -> bool:
-    """Of the first CPU device, whose programs may be anyone's: a GPU's own are what is tested."""
+def _is_here(args, params, mapped) -> bool:
+    """On the first CPU device, whose programs may be anyone's: a GPU's own are what is tested. What
+    is mapped may be on all of them.
+    """
     here = jax.local_devices()[0]
-    if here.platform != "cpu" or not params["ctx_mesh"].empty or jax.config.jax_debug_nans:
+    if here.platform != "cpu" or jax.config.jax_debug_nans:
         return False
+    arrays = [x for x in args if isinstance(x, jax.Array)]
+    if mapped:
+        return all(x.is_fully_addressable for x in arrays)
     where = (*params["in_shardings"], *params["out_shardings"])
     if any(type(x).__name__ != "UnspecifiedValue" for x in where if x is not None):
         return False
-    return all(x.devices() == {here} for x in args if isinstance(x, jax.Array))
+    return params["ctx_mesh"].empty and all(x.devices() == {here} for x in arrays)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_mapped(jaxpr: Any) -> bool:
+    """Whether there is a `shard_map` in the program, of axes that types of arrays do not name."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            return all(kind == AxisType.Auto for kind in eqn.params["mesh"].axis_types)
+    return any(
+        _is_mapped(inner) for eqn in jaxpr.eqns for inner in core.jaxprs_in_params(eqn.params)
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def _takes(jaxpr: Any) -> bool:
     """Whether every equation of the program has a rule."""
-    if jaxpr.effects:
+    if any(not isinstance(effect, core.NamedAxisEffect) for effect in jaxpr.effects):
         return False
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name

@@ -16,6 +16,8 @@ import pallas_attn as pa
 from pallas_attn import _device, _dispatch
 from tests import append_cases, decode_cases, mosaic, subjects, test_keep
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 N, K, H, LAYERS = 4, 2, 8, 2
 SINKS = jnp.asarray([0.5, -1.0, 2.0, 0.0])
 CONTEXT = pa.Context("cp")
@@ -128,7 +130,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+BY_XLA = ("few", "separate")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.by_xla if x in BY_XLA else ()) for x in CASES]
+)
 def test_as_on_one_device(name):
     kind, shards, capacity, t, counts, options, sizes = CASES[name]
     rows = drawn(len(counts[0]), t, sizes.get("kv_heads", K), sizes.get("v_head_dim", H))
@@ -174,6 +181,7 @@ def drafts(rng, name, context=CONTEXT):
     return cache, counts, path, shards
 
 
+@pytest.mark.by_xla
 @pytest.mark.parametrize("name", KEEPS)
 def test_a_path_is_kept_as_on_one_device(rng, name):
     """Bit for bit and in place, twice in one program; one sum over devices each time."""
@@ -302,11 +310,15 @@ def test_a_loop_beside_heads_made_where_it_runs():
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"mask": pa.sliding_window(64)}, {"parents": np.zeros((2, 1), np.int32)}],
-    ids=["causal", "window", "tree"],
+    ("options", "check_vma"),
+    [
+        ({}, True),
+        ({}, False),
+        ({"mask": pa.sliding_window(64)}, True),
+        ({"parents": np.zeros((2, 1), np.int32)}, True),
+    ],
+    ids=["causal", "unchecked", "window", "tree"],
 )
 def test_kernels_take_it(options, check_vma):
     """One launch where queries see all keys before them; else one a sequence, over its own rows."""

@@ -30,6 +30,8 @@ from tests import mosaic
 from tests.test_kernel_transforms import REFERENCE
 from tests.test_sharded_rows import seen as kernels_that_differentiate  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 B, T, N, K, H = 2, 32, 8, 8, 8
 ROWS = {"q": 1, "k": 1, "v": 1, "segment_ids": 1, "bias": 2, "mask_array": 2}  # the axis of rows
 
@@ -149,6 +151,7 @@ SPREAD = [  # all options, methods and orders, on 2, 4 and 8 devices; not each w
     ("end", 2, "contiguous", "gather"),
     ("far", 8, "contiguous", "ring"),
 ]
+BY_XLA = SPREAD[0], SPREAD[2], SPREAD[4]  # of each method, and of each order
 
 
 def weights(out, lse):
@@ -218,7 +221,10 @@ def assert_same(got, want):
         np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "shards", "order", "method"), SPREAD)
+@pytest.mark.parametrize(
+    ("name", "shards", "order", "method"),
+    [pytest.param(*x, marks=pytest.mark.by_xla if x in BY_XLA else ()) for x in SPREAD],
+)
 def test_as_on_one_device(name, shards, order, method):
     options, floats = OPTIONS[name]
     call = over(pa.Context("cp", order, method), shards, options)

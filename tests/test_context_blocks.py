@@ -17,6 +17,8 @@ from pallas_attn.kernels.attention import tile_lists
 from tests import test_context as contexts
 from tests.test_kernel_transforms import REFERENCE
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 B, T, N, BLOCK = contexts.B, contexts.T, contexts.N, 4
 PLACES = [
     ("functions", 2, "contiguous", "gather"),

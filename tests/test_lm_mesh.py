@@ -22,6 +22,8 @@ from pallas_attn.lm.hf_config import config_from
 from pallas_attn.lm.sampling import Sampling
 from tests import lm_witness
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 ROOT = pathlib.Path(pa.__file__).parent.parent
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
 
@@ -41,7 +43,9 @@ CASES = {  # devices, words, options
 }
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(x, marks=pytest.mark.by_xla if x == "qwen3" else ()) for x in CASES]
+)
 def test_the_same_tokens_as_on_one_device(tmp_path, family):
     """Heads, biases, norms of heads, windows, a head and one that is the embedding, words that the
     devices divide and words that they do not; each device has its part of every matrix.
@@ -211,6 +215,7 @@ def test_processes_with_a_device_each_say_what_one_device_does():
     assert "ROMEO:" not in other
 
 
+@pytest.mark.by_xla
 def test_the_loop_beside_ours_is_split_over_devices_too(tmp_path, monkeypatch):
     """The same tokens as on one device, and a row of the report; cuDNN is stood in for."""
     steps = peer.steps
