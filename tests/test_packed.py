@@ -365,7 +365,7 @@ def test_rows_that_extend_did_not_take(rng):
     rows = rng.standard_normal((2, 6, KV_HEADS, DIM)).astype("float32")
     starts = jnp.asarray([0, 3, 5, 6])
     taken = cache.extend(jnp.asarray([2, 3, 0])).reset(2)
-    with pytest.raises(ValueError, match=r"took none in sequences \[2\]"):
+    with pytest.raises(ValueError, match=r"none since sequences \[2\]"):
         pa.write_kv(taken, *rows, starts=starts)
     got = jax.jit(pa.write_kv)(taken, *rows, starts=starts)
     for buffer, new in ((got.k, rows[0]), (got.v, rows[1])):
