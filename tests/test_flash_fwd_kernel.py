@@ -27,6 +27,8 @@ from pallas_attn.kernels.mma import mma_sync, wgmma
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests import budget, mosaic
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 SMALL = kernel.Config(warpgroups=2, block_kv=64, stages=2, grid=3)
 PORTABLE = flash_fwd_sm80.Config
 SEGMENTS = ("q_segment_ids", "kv_segment_ids")

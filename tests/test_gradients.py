@@ -11,6 +11,8 @@ import pallas_attn as pa
 from pallas_attn import CAUSAL, Mask, sliding_window
 from tests import budget, definition, in_numpy, subjects, witness
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 SIZES = {"t_below_s": (5, 7), "t_above_s": (6, 4)}
 FLOATS = ("q", "k", "v", "bias", "sinks")
 each_subject = pytest.mark.parametrize("subject", subjects.rows("flash_forward", "flash_backward"))

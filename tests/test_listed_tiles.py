@@ -13,6 +13,8 @@ from pallas_attn.kernels.flash_fwd import listed_tiles, tile_scheduler
 from pallas_attn.kernels.lang import mosaic as lang
 from tests import builds, mosaic
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 BATCH, HEADS, BLOCKS = 2, 3, 7
 HERE = [pytest.param("here", id=""), pytest.param("gpu", marks=pytest.mark.gpu)]
 

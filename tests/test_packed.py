@@ -24,6 +24,8 @@ from pallas_attn.kernels.decode_mla import packed
 from tests import budget, subjects
 from tests.decode_cases import ancestors, some_parents
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 KINDS = ("per_sequence", "stacked", "paged")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 KV_HEADS, GROUP, DIM, V_DIM = 2, 2, 64, 64
@@ -319,6 +321,7 @@ def test_starts_mean_something_over_all_of_int32(rng, subject, starts):
             budget.check(got, wanted)
 
 
+@pytest.mark.by_xla
 @each_subject
 def test_lost_sequences_spoil_their_rows_alone(rng, subject):
     """One that overflowed, one whose first page is missing, one that was never extended."""

@@ -15,6 +15,8 @@ import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, Mask, sliding_window
 from tests import budget, subjects
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 LEAST, MOST = -(2**31), 2**31 - 1
 FLOATS = ("q", "k", "v", "sinks")
 

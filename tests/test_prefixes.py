@@ -15,6 +15,8 @@ from pallas_attn import _dispatch, prefixes
 from pallas_attn.kernels.prefill import sm90 as kernel
 from tests import mosaic
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 SIZE = 4  # rows of a page
 HEADS = {"kv_heads": 2, "head_dim": 8}
 
@@ -245,6 +247,7 @@ def test_where_every_sequence_reads_its_own(rng):
     assert given > plain
 
 
+@pytest.mark.by_xla
 def test_transforms(rng):
     """A scan over layers with what was found once, and vmap over queries."""
     cache = cache_of(rng, [[0, 1, 2], [0, 1, 3], [0, 4, 5]], [9, 10, 11])

@@ -23,6 +23,8 @@ from pallas_attn import (
 )
 from tests import append_cases, budget, subjects
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 KINDS = ("per_sequence", "stacked", "paged")
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -62,6 +64,7 @@ def awkward_rows(rng):
     return rows
 
 
+@pytest.mark.by_xla
 @every_dtype
 def test_a_row_bit_for_bit(rng, dtype):
     rows = awkward_rows(rng)
@@ -96,6 +99,7 @@ def test_what_comes_back_of_a_row(rng, dtype):
     np.testing.assert_allclose(kept, top[large], rtol=3e-7)
 
 
+@pytest.mark.by_xla
 def test_the_reciprocal_is_rounded_correctly(rng):
     x = rng.integers(2**23, 252 * 2**23, 2**18, np.int32).view(np.float32)
     powers = np.float32(2.0) ** np.arange(-126, 125, dtype=np.float32)
@@ -315,6 +319,7 @@ def test_a_fork_copies_scales_with_their_page(rng):
         np.testing.assert_array_equal(pool[:, copied], pool[:, shared], err_msg=name)
 
 
+@pytest.mark.by_xla
 @every_kind
 def test_donated_scales_are_updated_in_place(rng, kind):
     cache = create(kind, "float8_e4m3fn", layers=2)
@@ -463,6 +468,7 @@ def test_decode_against_float64(rng, subject, case):
     budget.check({"out": out, "lse": lse}, expected)
 
 
+@pytest.mark.by_xla
 @pytest.mark.parametrize("kind, dtype", list(zip(KINDS, LARGEST, strict=True)))
 def test_nan_and_infinity_are_never_lost(rng, kind, dtype):
     """A row with one NaN (or infinity) in it is NaN, and with it the head that reads it."""

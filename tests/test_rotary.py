@@ -15,6 +15,8 @@ from pallas_attn import RMSNorm, Rotary
 from tests import mosaic, subjects
 from tests.test_integers import cache_of, filled, normal
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 CAPACITY = 48
 LENGTHS, NEW = (0, 5, 40, 43), (3, 0, 2, 7)  # the last overflows by 2
 

@@ -18,6 +18,8 @@ from pallas_attn.lm.kernels import rotate as rotate_kernel
 from pallas_attn.lm.rows import Angles, Layer, linear, streams
 from tests import mosaic, subjects
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 Config = kernel.Config
 KERNELS = next(row for row in subjects.ROWS if row.generation == "sm90")
 

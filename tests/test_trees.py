@@ -15,6 +15,8 @@ from tests import budget, builds, mosaic, subjects
 from tests.decode_cases import ancestors, seen_in_tree, some_parents
 from tests.test_decode import CAPACITY, GROUP, KV_HEADS, expected, holding, rows
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 LENGTHS = (CAPACITY, 17, 12, 3, 0)
 each_subject = pytest.mark.parametrize("subject", subjects.rows("decode", but=("interpreted",)))
 
@@ -30,6 +32,7 @@ def test_ancestors(drafts):
     np.testing.assert_array_equal(tree.depth, known.sum(axis=2) - 1)
 
 
+@pytest.mark.by_xla
 @each_subject
 @pytest.mark.parametrize("kind, drafts", [("per_sequence", 9), ("stacked", 5), ("paged", 9)])
 def test_a_tree(rng, subject, kind, drafts):
