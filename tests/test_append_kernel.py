@@ -23,6 +23,8 @@ from pallas_attn.kernels.lang.mosaic import ThreadContext
 from tests import append_cases, mosaic
 from tests.append_cases import CASES, Case, assert_same_bytes
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 
 def run(problem: AppendProblem, inputs: AppendInputs) -> tuple:
     return append_copy.run(inputs, problem)

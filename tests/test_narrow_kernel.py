@@ -14,6 +14,8 @@ from pallas_attn.kernels.prefill import narrow_sm90 as kernel
 from tests.test_quantized import KINDS, LARGEST
 from tests.test_widened_kernel import MANY, PROBLEM, agree, chosen, drawn, interpreted
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 
 def test_who_takes_what():
     ours = "prefill.narrow_sm90"
