@@ -257,6 +257,16 @@ class Plan:
         return found is not None and tile_lists.are_runs(found, self.row_blocks)
 
     @property
+    def first_may_be_whole(self) -> bool:
+        """Whether the listed tile that a consumer begins with may need no mask: of a table of
+        blocks, most tiles are whole.
+        """
+        program = self.problem.mask_program
+        if program is None or self.static_lists is not None:
+            return False
+        return tile_lists.reads_pairs(program)
+
+    @property
     def reads_ahead(self) -> bool:
         """Whether all tiles ask which they are and lists say it: each is read a step before."""
         return self.is_listed and self.adds_to_logits and not self.lists_are_runs

@@ -579,10 +579,12 @@ def _prologue(ctx: Context, rows: Rows, slot: Any, scale: _Scale, meanwhile: Any
     s = wgmma.matmul(shape, *_score_operands(ctx, rows, slot), meanwhile)
     if smem.kv_ids is None:
         ring.release(slot)
-    masked, ids = "first_masked" in plan.sections, _ids_at(smem, slot)
+    masked: Any = "first_masked" in plan.sections
+    masked = None if masked and plan.first_may_be_whole else masked
     s = s if scale.raw is None else s * scale.raw
-    here = rows.knowing(rows.last)
-    given, offset = score_mod.logits_by_row_bounds(ctx, here, rows.span.hi - 1, s, masked, ids)
+    here, ids, span = rows.knowing(rows.last), _ids_at(smem, slot), rows.span
+    whole = span.full_lo, span.full_hi
+    given, offset = score_mod.logits_by_row_bounds(ctx, here, span.hi - 1, s, masked, ids, whole)
     if smem.kv_ids is not None:
         ring.release(slot)
     nothing = mosaic.filled((ROWS,), -jnp.inf)

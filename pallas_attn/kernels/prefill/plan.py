@@ -193,6 +193,11 @@ class Plan(attention_plan.Plan):
         low = {"low"} if self.problem.mask.bounds_left else set()
         return frozenset({"empty", "first_masked", "high"} | low)
 
+    @property
+    def first_may_be_whole(self) -> bool:
+        """Not known before: see `unmasked`."""
+        return False
+
     def unmasked(self, span: Span, begin: Any) -> Span:
         """The span of a unit, in which tiles that a function may hide keys of are no full ones:
         all; or those of the newest rows, from `begin` on, where it is a tree of drafts.
