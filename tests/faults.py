@@ -104,6 +104,12 @@ FAULTS = {
 """,
         f"{TEST_FWD} -k 'test_interpreted and t_equals_s'",
     ),
+    "forward_takes_first_tiles_of_lists_for_whole": Fault(
+        f"{FWD}/sm90.py",
+        "    whole = span.full_lo, span.full_hi\n",
+        "    whole = span.lo, span.hi\n",
+        "tests/test_functions_kernel.py -k 'test_in_the_interpreter and sm90-table-None'",
+    ),
     "forward_keeps_entries_that_others_need": Fault(
         f"{FWD}/sm90.py",
         "            slot = _release_unused(ctx, rows.span.lo - lo, slot)\n",

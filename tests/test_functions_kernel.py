@@ -24,6 +24,9 @@ IDS = np.sort(DRAW.integers(0, 3, (2, 600)), axis=1).astype(np.int32)
 SIGNS = DRAW.integers(0, 2, (4, 1200)).astype(bool)
 TABLE = DRAW.standard_normal((4, 1200)).astype(np.float32)
 SLOPES = (0.5 ** np.arange(4)).astype(np.float32)
+# Tiles of 128 keys of the first 128 queries are seen in part, and of the others whole or not.
+BLOCKS = np.bool([[1, 0, 1], [0, 1, 1], [1, 1, 0]])[:, np.arange(10) % 3]
+BLOCKS = np.concatenate([BLOCKS, BLOCKS[:, ::-1], BLOCKS])
 
 
 BYTES = DRAW.integers(-128, 128, 600).astype(np.int8)
@@ -47,6 +50,7 @@ def of_keys(q_len, kv_len):
         "batch": pa.mask_fn(lambda b, h, q, kv: (kv < 70 * b + 30) | (q - kv > 64)),
         "distant": pa.mask_fn(lambda b, h, q, kv: kv % 16 == q % 16) & ~pa.Mask(3, 3),
         "narrow": pa.mask_fn(narrow, BYTES, UNSIGNED),
+        "table": pa.mask_fn(lambda b, h, q, kv, t: t[q // 64, kv // 64], BLOCKS),
         "nothing": pa.mask_fn(lambda b, h, q, kv: q < -kv - 10),
     }
 
@@ -126,6 +130,7 @@ def subject_of(generation, interpreted):
     [
         *(("sm90", "documents", "table"), ("sm80", "signs", None)),
         *(("sm90", "nothing", None), ("sm80", "narrow", None), ("sm90", "blocks", "linear")),
+        ("sm90", "table", None),
     ],
 )
 def test_in_the_interpreter(generation, mask, score):

@@ -70,6 +70,7 @@ MOST_ARRAYS = 32  # separate caches: each takes two tensor maps, which compile s
 MERGES = True  # takes `DecodeProblem.merged`
 FEW_UNITS = 4  # of a block: where it has more, long ones and short ones even out
 UNEVEN = 8  # new rows are one in so many, or more: below, all q tiles see nearly as many keys
+APART_NS = 700  # about half of a step of the mainloop
 FEW_ROWS = 16  # rows of a kv head up to which decoding by mma.sync is faster
 
 
@@ -455,6 +456,21 @@ def _is_lost(ctx: Context, unit: Unit, wg: Any) -> Any:
     return unit.bad | (smem.lost[wg] == 1)
 
 
+def _begin_apart(plan: Plan, wg: Any) -> None:
+    """Lets each consumer begin half a step after the one before it. Those that begin at the same
+    moment may stay in step to the end: all compute their softmax at once, while no tensor core has
+    work. Not where keys are split, since memory takes longer than that; nor where rows are packed:
+    of parts that sequences share, the launch was slower with it on an H200.
+    """
+    if plan.config.splits > 1 or plan.packed or plan.quantized:
+        return
+
+    def sleep(ctx):
+        ctx.thread.sleep(ctx.at * APART_NS)
+
+    threads.each_warpgroup_thread(mosaic.in_context(sleep, plan), (), wg)
+
+
 def _load_q(ctx: Context, unit: Unit, wg: Any, slot: Any) -> None:
     """The rows of a consumer: of each of its query heads, so many query rows."""
     plan, refs, smem = ctx
@@ -482,14 +498,18 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
         last = tile_count.all_units(ctx) - 1
         last = jnp.maximum(last, 0) if plan.packed else last
         unit = unit_of(ctx, jnp.minimum(units.number(i), last), units.share)
+        if plan.packed or (config.splits > 1 and config.q_slots > 1):
+            # By now all warps have read what lies there. Else the store of a result sees to that,
+            # or who has one slot.
+            plgpu.commit_smem()
         if plan.packed:  # also where there is none: groups of copies are counted
-            plgpu.commit_smem()  # by now all warps have read what lies there
             none = jnp.where(i < units.count, unit.count, 0)
             _load_q(ctx, unit._replace(count=none), wg, q_slot(i))
             return
         pl.when(i < units.count)(lambda: _load_q(ctx, unit, wg, q_slot(i)))
 
     load_q(jnp.int32(0))
+    _begin_apart(plan, wg)
 
     def one_unit(i, slot):
         unit = unit_of(ctx, units.number(i), units.share)
