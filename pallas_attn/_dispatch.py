@@ -265,6 +265,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Kernel("sm90", "prefill.widened_sm90", (90, 90)),  # the same over quantised caches
         Kernel("sm90", "prefill.narrow_sm90", (90, 90)),  # fewer of them
         Kernel("sm90", "decode.sm90", (90, 90)),
+        Kernel("sm80", "prefill.gathered_sm80", (OLDEST, NEWEST)),  # many query rows
         Kernel("sm80", "decode.sm80", (OLDEST, NEWEST)),
         Reference(_decode, _dense_copy),
     ),

@@ -329,6 +329,7 @@ BUILDS: dict[str, Build] = {
     "prefill/narrow_sm90/stacked_float8": _decode(
         "h100", "stacked", dtype="float8_e4m3fn", rows=16
     ),
+    "prefill/gathered_sm80/paged_int8": _decode("a100", "paged", dtype="int8", rows=512),
     # Two launches, the other of decode's kernel.
     "prefill/sm90/paged_packed": _decode("h100", "paged", rows=None),
     # Two launches after one of decode's kernel.

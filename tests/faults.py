@@ -227,6 +227,18 @@ FAULTS = {
         "jnp.where(i & 1 == 1, self.first, self.back)",
         TEST_SCHEDULES,
     ),
+    "gathered_rows_of_a_missing_page_count": Fault(
+        f"{PREFILL}/gathered_sm80.py",
+        "there = (inputs.page_table >= 0) & (inputs.page_table < problem.pages)",
+        "there = inputs.page_table < problem.pages",
+        "tests/test_gathered_kernel.py -k page_that_is_missing",
+    ),
+    "gathered_rows_stand_at_the_first_keys": Fault(
+        f"{PREFILL}/gathered_sm80.py",
+        "q_offset=lengths - problem.q_len",
+        "q_offset=lengths * 0",
+        "tests/test_gathered_kernel.py -k 'test_interpreted and per_sequence'",
+    ),
     "narrow_tiles_are_widened_before_they_are_there": Fault(
         f"{PREFILL}/narrow_producer.py",
         "_wait(plan, asked - 1 - n)",
