@@ -418,8 +418,8 @@ ptxas info    : Compiling entry function 'f' for 'sm_90a'
 ptxas info    : Used 168 registers, used 16 barriers, 304 bytes cumulative stack size
 """
     assert aot._kernels(said + "\f" + said.replace("'f'", "'g'")) == [
-        ("f", 168, 512, 304, ("C7512",)),
-        ("g", 168, 512, 304, ("C7512",)),
+        ("f", 168, 512, ("C7512",)),
+        ("g", 168, 512, ("C7512",)),
     ]
 
 
