@@ -81,13 +81,13 @@ def test_layers_and_sequences_that_do_not_exist():
     inputs = case.inputs(0)._replace(new_lengths=jnp.int32([-1, 3, 9, 9, 9]))
     with mosaic.interpret():
         out, lse = launched(case, inputs)
-        assert np.isnan(np.asarray(lse)).all(axis=(1, 2)).tolist() == [
-            True,
-            False,
-            False,
-            False,
-            True,
-        ]
+        lost = np.isnan(np.asarray(lse)).all(axis=(1, 2)).tolist()
+        assert lost == [True, False, False, False, True]
+        ends = inputs._replace(lengths=jnp.int32([-(2**31), -1, 2**31 - 1, 9, 209]))
+        out, lse = launched(case, ends)
+        lost = np.isnan(np.asarray(lse)).all(axis=(1, 2)).tolist()
+        assert lost == [True, False, True, False, False]
+        assert not np.asarray(out, np.float32)[1].any() and (np.asarray(lse)[1] == -np.inf).all()
         for layer in (-1, 3, 2**31 - 1):
             out, lse = launched(case, inputs._replace(layer=jnp.int32(layer)))
             assert np.isnan(np.asarray(out, np.float32)).all() and np.isnan(np.asarray(lse)).all()

@@ -21,6 +21,7 @@ from pallas_attn._problem import AttentionInputs, AttentionProblem, DecodeInputs
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.flash_fwd import sm80
+from pallas_attn.kernels.prefill.plan import over_contiguous_keys
 
 FEWEST_PAIRS = 1024  # of query head and query row, that each copied row of K and V meets
 MOST_BYTES = 2**30  # of the copies: GPUs may have little memory
@@ -46,7 +47,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
     if (refused := sm80.limit(_contiguous(problem))) is not None:
         return refused
     pairs = problem.sequences * problem.q_len * problem.q_heads
-    copied = problem.sequences * _capacity(problem) * problem.kv_heads
+    copied = problem.sequences * max(problem.capacities) * problem.kv_heads
     if pairs * max(problem.capacities) < FEWEST_PAIRS * copied:
         return Limit("few query rows are faster without it", other)
     size = copied * (problem.head_dim + problem.v_head_dim) * jnp.dtype(problem.dtype).itemsize
@@ -90,31 +91,8 @@ def _for_each_sequence(bound: Any, problem: DecodeProblem) -> Any:
 
 
 def _contiguous(problem: DecodeProblem) -> AttentionProblem:
-    """What the portable forward is asked, with all that a cache always brings."""
-    arrays = ("q_offset", "kv_lengths", *(("sinks",) if problem.sinks else ()))
-    return AttentionProblem(
-        op="flash_forward",
-        gpu=problem.gpu,
-        dtype=problem.dtype,
-        batch=problem.sequences,
-        q_len=problem.q_len,
-        kv_len=_capacity(problem),
-        q_heads=problem.q_heads,
-        kv_heads=problem.kv_heads,
-        head_dim=problem.head_dim,
-        v_head_dim=problem.v_head_dim,
-        mask=problem.mask,
-        scale=problem.scale,
-        softcap=problem.softcap,
-        precision=problem.precision,
-        arrays=arrays,
-    )
-
-
-def _capacity(problem: DecodeProblem) -> int:
-    """Rows of a sequence, of those with the most."""
-    most, page = max(problem.capacities), problem.page_size
-    return most if page is None else -(-most // page) * page
+    """What the portable forward is asked."""
+    return dataclasses.replace(over_contiguous_keys(problem), precision=problem.precision)
 
 
 def _rows(inputs: DecodeInputs, problem: DecodeProblem, cache: Any, scale: Any) -> Any:
@@ -139,7 +117,7 @@ def _rows(inputs: DecodeInputs, problem: DecodeProblem, cache: Any, scale: Any) 
 
     found = jax.tree.map(one, *((cache,) if scale is None else (cache, scale)))
     if isinstance(cache, tuple):
-        most = _capacity(problem)
+        most = max(problem.capacities)
         found = [jnp.pad(x, ((0, 0), (0, most - x.shape[1]), (0, 0))) for x in found]
         found = jnp.stack(found)
     elif inputs.page_table is not None:  # [M, pages, K, rows of a page, H]

@@ -29,33 +29,36 @@ from pallas_attn.kernels.lang.gather import gather
 BLOCKS = _gpus.multiprocessors(_gpus.HOPPER)
 
 
+def over_contiguous_keys(problem: DecodeProblem) -> AttentionProblem:
+    """The same attention over contiguous keys."""
+    return AttentionProblem(
+        op="flash_forward",
+        gpu=problem.gpu,
+        dtype=problem.dtype,
+        batch=problem.sequences,
+        q_len=problem.q_len if problem.tokens is None else problem.tokens,
+        kv_len=max(problem.capacities),
+        q_heads=problem.q_heads,
+        kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_head_dim,
+        mask=problem.mask,
+        scale=problem.scale,
+        softcap=problem.softcap,
+        arrays=("q_offset", "kv_lengths", *(("sinks",) if problem.sinks else ())),
+        mask_program=problem.mask_program,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan(attention_plan.Plan):
-    """`problem` is the same attention over contiguous keys, whose mainloop computes it."""
+    """`problem` is that of `over_contiguous_keys`, whose mainloop computes it."""
 
     cache: DecodeProblem | None = None  # None: the keys are contiguous
 
     @classmethod
     def of(cls, problem: DecodeProblem, config: Any) -> "Plan":
-        arrays = ("q_offset", "kv_lengths", *(("sinks",) if problem.sinks else ()))
-        dense = AttentionProblem(
-            op="flash_forward",
-            gpu=problem.gpu,
-            dtype=problem.dtype,
-            batch=problem.sequences,
-            q_len=problem.q_len if problem.tokens is None else problem.tokens,
-            kv_len=max(problem.capacities),
-            q_heads=problem.q_heads,
-            kv_heads=problem.kv_heads,
-            head_dim=problem.head_dim,
-            v_head_dim=problem.v_head_dim,
-            mask=problem.mask,
-            scale=problem.scale,
-            softcap=problem.softcap,
-            arrays=arrays,
-            mask_program=problem.mask_program,
-        )
-        return cls(dense, config, problem)
+        return cls(over_contiguous_keys(problem), config, problem)
 
     @functools.cached_property
     def layout(self) -> cache_layout.Layout:
@@ -195,7 +198,7 @@ class Plan(attention_plan.Plan):
 
     @property
     def first_may_be_whole(self) -> bool:
-        """Not known before: see `unmasked`."""
+        """A unit begins with the newest keys, of which few rows see all."""
         return False
 
     def unmasked(self, span: Span, begin: Any) -> Span:

@@ -499,8 +499,8 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
         last = jnp.maximum(last, 0) if plan.packed else last
         unit = unit_of(ctx, jnp.minimum(units.number(i), last), units.share)
         if plan.packed or (config.splits > 1 and config.q_slots > 1):
-            # By now all warps have read what lies there. Else the store of a result sees to that,
-            # or who has one slot.
+            # So that all warps have read what lies there. Elsewhere they meet where a result is
+            # stored, or before the only slot is loaded again.
             plgpu.commit_smem()
         if plan.packed:  # also where there is none: groups of copies are counted
             none = jnp.where(i < units.count, unit.count, 0)
