@@ -124,6 +124,11 @@ class AttentionProblem:
         """Whether a function asks which query head it is."""
         return self._functions_use(1)
 
+    @property
+    def uses_position(self) -> bool:
+        """Whether a function asks where a query stands."""
+        return self._functions_use(2)
+
     def _functions_use(self, which: int) -> bool:
         mask, score = self.mask_program, self.score_program
         by_mask = mask is not None and mask.depends_on(which)

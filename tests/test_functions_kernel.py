@@ -163,6 +163,29 @@ def test_arithmetic_of_any_width_lowers():
         jax.jit(attend).trace(q, k, v).lower(lowering_platforms=("cuda",))
 
 
+ONE_NUMBER = {
+    "batch": lambda b, h, q, kv: b >= 1,
+    "key": lambda b, h, q, kv: kv >= 5,
+    "nothing": lambda b, h, q, kv: True,
+}
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("asks", ONE_NUMBER)
+def test_a_function_of_one_number_lowers(asks):
+    """What the function does not ask is not made: Mosaic's search for its layout may not end, with
+    rows that need three consumers and with rows over a cache.
+    """
+    mask, of = pa.mask_fn(ONE_NUMBER[asks]), jax.ShapeDtypeStruct
+    q, kv = (of((2, 4096, heads, 128), jnp.bfloat16) for heads in (4, 2))
+    new, cache = of((2, 64, 4, 128), jnp.bfloat16), pa.StackedCache.create(2, 1024, 2, 128)
+    attend = functools.partial(pa.flash_attention, mask=mask)
+    decode = functools.partial(pa.decode_attention, mask=mask)
+    with _device.assume("sm90"):
+        jax.jit(attend).trace(q, kv, kv).lower(lowering_platforms=("cuda",))
+        jax.jit(decode).trace(new, cache).lower(lowering_platforms=("cuda",))
+
+
 MASKS = tuple(of_keys(1, 1))
 EVERYWHERE = [
     *((mask, None, {}) for mask in MASKS),

@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_attn import _program
 from pallas_attn._problem import AttentionInputs
-from pallas_attn._program import Operation
+from pallas_attn._program import Operation, Program
 from pallas_attn.kernels.attention import linear_scores, softmax, tile_lists
 from pallas_attn.kernels.attention.plan import Context, Span
 from pallas_attn.kernels.lang import mosaic, slopes
@@ -92,25 +92,31 @@ def _held_in(dtype: Any) -> Any:
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
 
-def _numbers(registers: Registers, place: Any) -> tuple[Value, ...]:
+def _numbers(program: Program, registers: Registers, place: Any) -> tuple[Value, ...]:
     """Batch row, head and positions of a tile of logits."""
-    kv = registers.along(1 - place.q_axis, place.key)
-    return *_numbers_of_rows(registers, place), kv
+    kv = Value(None, ())
+    if program.depends_on(program.inputs - 1):
+        kv = registers.along(1 - place.q_axis, place.key)
+    return *_numbers_of_rows(program, registers, place), kv
 
 
-def _numbers_of_rows(registers: Registers, place: Any) -> tuple[Value, ...]:
-    """All but the positions of keys: what nobody uses sends Mosaic on a search for its layout."""
+def _numbers_of_rows(program: Program, registers: Registers, place: Any) -> tuple[Value, ...]:
+    """All but the positions of keys. What nobody uses is not made: it sends Mosaic on a search for
+    its layout, which may not end.
+    """
     if place.rows is not None:
         head, q = (Value(x, () if x is None else (place.q_axis,)) for x in place.rows)
         return Value(place.batch, ()), head, q
-    q = registers.along(place.q_axis, place.q_offset + place.query, place.numbers)
+    q = Value(None, ())
+    if program.depends_on(program.inputs - 2):
+        q = registers.along(place.q_axis, place.q_offset + place.query, place.numbers)
     return Value(place.batch, ()), Value(place.head, ()), q
 
 
 def seen(ctx: Context, place: Any, shape: tuple[int, int]) -> Any:
     """bool, a tile: what the mask function shows."""
-    registers = Registers(shape, place.layout)
-    return seen_at(ctx, _numbers(registers, place), registers)
+    program, registers = ctx.plan.problem.mask_program, Registers(shape, place.layout)
+    return seen_at(ctx, _numbers(program, registers, place), registers)
 
 
 def seen_at(ctx: Context, numbers: Sequence[Value], registers: Registers) -> Any:
@@ -126,10 +132,10 @@ def score(ctx: Context, place: Any, s: Any) -> tuple[Any, Any]:
     backward, else None.
     """
     registers = Registers(s.shape, place.layout)
-    numbers = Value(s, (0, 1)), *_numbers(registers, place)
     (plan, refs, _), slope = ctx, None
     program = plan.problem.score_program
     assert program is not None
+    numbers = Value(s, (0, 1)), *_numbers(program, registers, place)
     if plan.problem.op == "flash_backward":
         derivative = _program.derivative(program)
         aux = _program.derivative_arrays(program, refs.score_aux)
@@ -146,7 +152,7 @@ def linear_score(ctx: Context, place: Any, s: Any) -> tuple[Any, Any]:
     """
     registers, (plan, refs, _) = Registers(s.shape, place.layout), ctx
     program, rows = plan.problem.score_program, (place.q_axis,)
-    numbers = *_numbers_of_rows(registers, place), Value(place.key, ())
+    numbers = *_numbers_of_rows(program, registers, place), Value(place.key, ())
     found = linear_scores.evaluated(program, numbers, refs.score_aux, registers)
     shape = (s.shape[0], softmax.PARTIALS)
 

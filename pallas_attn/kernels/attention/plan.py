@@ -254,7 +254,7 @@ class Plan:
     def lists_are_runs(self) -> bool:
         """Whether the tiles of each list are known to follow each other, as those of a band do."""
         found = self.static_lists
-        return found is not None and tile_lists.are_runs(found, self.row_blocks)
+        return found is not None and tile_lists.are_runs(found, self.list_sizes[-1])
 
     @property
     def first_may_be_whole(self) -> bool:

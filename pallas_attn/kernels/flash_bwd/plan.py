@@ -309,7 +309,7 @@ class WorkTile(NamedTuple):
     mask: Mask
     span: Span  # of query tiles
     rotation: Any  # at which query tile of the span a head begins
-    listed: Any = None  # functions.Listed: query tiles are numbers in a list
+    listed: Any = None  # functions.Listed or Run: query tiles are numbers in a list
 
     @property
     def steps(self) -> Any:
@@ -365,7 +365,8 @@ def work_tile(ctx: Context, code: Any) -> WorkTile:
     if plan.is_listed:
         listed = functions.Listed.of(refs.tiles, batch, kv_head, tile)
         where = (batch, kv_head, key, q_offset, q_len, kv_len, mask)
-        return WorkTile(*where, listed.span, 0, listed)
+        tiles = functions.Run(listed.tile(0)) if plan.lists_are_runs else listed
+        return WorkTile(*where, listed.span, 0, tiles)
     rotation: Any = 0
     if plan.rotates:
         rotation = lax.div(tile * plan.q_tiles, jnp.int32(plan.kv_tiles))

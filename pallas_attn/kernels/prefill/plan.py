@@ -238,9 +238,13 @@ class Plan(attention_plan.Plan):
         )
 
     def placed(self, place: Any) -> Any:
-        """With the head and the position of each row."""
-        position = self.row_positions(ROWS, place.q_offset + place.query)
-        head: Any = None  # what nobody uses sends Mosaic on a search for its layout
+        """With the head and the position of each row, or None for what the function does not ask:
+        what nobody uses sends Mosaic on a search for its layout.
+        """
+        head: Any = None
+        position: Any = None
+        if self.problem.uses_position:
+            position = self.row_positions(ROWS, place.q_offset + place.query)
         if self.problem.uses_head:
             rows = mosaic.filled((ROWS,), self.head_rows, jnp.int32)
             head = lax.div(mosaic.positions((ROWS,), 0, 0), rows) + place.head
