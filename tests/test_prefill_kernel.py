@@ -22,7 +22,7 @@ from tests.test_decode_kernel import SOME
 
 Config = kernel.Config
 SHORT = (0, 1, 70, 130, 200)
-SMALL = Config(2, block_kv=64, grid=3)
+SMALL = Config(2, block_kv=64, grid=3, in_turn=True)
 ONE = Config(1, block_kv=64, grid=3)
 WIDE = Config(3, block_kv=64, q_slots=1, grid=2)
 SPLIT = dataclasses.replace(SMALL, splits=2)

@@ -256,9 +256,6 @@ class BlockOfThreads:
         into[to_index] = np.full(size, 255, np.uint8).view(into.dtype)
         self.memory.copies_of(int(self.ids[0])).asked.append((into, to_index, arrived))
 
-    def sleep(self, nanoseconds):
-        """The interpreter's order of threads does not depend on time."""
-
     def commit_copies(self):
         self.memory.copies_of(int(self.ids[0])).commit()
 

@@ -594,9 +594,32 @@ def _prologue(ctx: Context, rows: Rows, slot: Any, scale: _Scale, meanwhile: Any
     return State(acc, new.row_sum, new.row_max, _p_operand(plan, new.p), rescale)
 
 
-def mainloop(ctx: Context, rows: Rows, slot: Any, meanwhile: Any) -> tuple[State, Any]:
+class Turns(NamedTuple):
+    """How two consumers that have as many steps issue their matmuls in turn: while one computes its
+    softmax, the tensor cores have the other's matmuls. Barrier n completes when consumer n may
+    issue those of its next step; the first consumer begins.
+    """
+
+    barriers: Any
+    wg: Any
+
+    def begin(self) -> None:
+        """What is done once, before all steps of a launch."""
+        pl.when(self.wg == 1)(self.give)
+
+    def take(self) -> None:
+        plgpu.barrier_wait(self.barriers.at[self.wg])
+
+    def give(self) -> None:
+        plgpu.barrier_arrive(self.barriers.at[1 - self.wg])
+
+
+def mainloop(
+    ctx: Context, rows: Rows, slot: Any, meanwhile: Any, turns: Turns | None = None
+) -> tuple[State, Any]:
     """All kv tiles of a consumer's rows, from the last to the first, and the slot after them.
-    `meanwhile`: what else there is to do, under the first matmul.
+    `meanwhile`: what else there is to do, under the first matmul. `turns`: None where consumers
+    issue matmuls whenever they can.
     """
     plan, smem = ctx.plan, ctx.smem
     span, config, ring = rows.span, plan.config, Ring.of(ctx)
@@ -612,11 +635,15 @@ def mainloop(ctx: Context, rows: Rows, slot: Any, meanwhile: Any) -> tuple[State
         if number is not None:
             here, following = rows.knowing(number), rows.kv_tile(t - 1)
         ring.wait(slot)
+        if turns is not None:
+            turns.take()
         values = wgmma.terms_of_smem(smem.v.at[slot], plan.values)
 
         def matmuls(scores, out):
             wgmma.multiply(scores, *_score_operands(ctx, rows, slot))
             wgmma.multiply(out, state.p, values)
+            if turns is not None:
+                turns.give()
 
         def softmax_step(s):
             s = s if scale.raw is None else s * scale.raw

@@ -209,10 +209,6 @@ class Thread(mosaic.Thread):
         else:
             do(f"bar.sync 0, {groups * mosaic.THREADS};", [], "")
 
-    def sleep(self, nanoseconds: Int) -> None:
-        """About so long: up to twice as long."""
-        do("nanosleep.u32 $0;", [nanoseconds.value], "r")
-
     # ---- bulk copies -----------------------------------------------------------------------------
 
     def make_barriers(self, ref: Ref, count: int) -> None:

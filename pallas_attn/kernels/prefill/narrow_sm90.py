@@ -24,7 +24,7 @@ FEW_ROWS = 32  # of a kv head of a sequence, up to which decoding is faster: mea
 
 @dataclasses.dataclass(frozen=True)
 class Config(sm90.Config):
-    """As `sm90.Config`, whose `together` stays 1 by default."""
+    """As `sm90.Config`, whose `together` and `in_turn` stay what they are by default."""
 
     slots: int = 2  # tiles of K and of V together that are on their way
     loads: int = 4  # 16 bytes of a producer's thread that are being loaded while others are widened
@@ -46,7 +46,8 @@ class Config(sm90.Config):
         that two leave no room; then more slots, q tiles and stages, in this order. One consumer
         leaves registers for a second producer, except where rows are wide.
         """
-        like = dataclasses.asdict(sm90.Config.default(_unquantized(problem))) | {"together": 1}
+        plain = {"together": 1, "in_turn": False}
+        like = dataclasses.asdict(sm90.Config.default(_unquantized(problem))) | plain
         one = cls(**(like | {"warpgroups": 1}))
         if max(problem.head_dim, problem.v_head_dim) <= 128:
             one = dataclasses.replace(one, producers=2, loads=2)

@@ -50,6 +50,7 @@ from pallas_attn.kernels.flash_fwd.sm90 import (
     SMEM_LIMIT,
     Result,
     Ring,
+    Turns,
     mainloop,
     no_keys,
 )
@@ -70,7 +71,6 @@ MOST_ARRAYS = 32  # separate caches: each takes two tensor maps, which compile s
 MERGES = True  # takes `DecodeProblem.merged`
 FEW_UNITS = 4  # of a block: where it has more, long ones and short ones even out
 UNEVEN = 8  # new rows are one in so many, or more: below, all q tiles see nearly as many keys
-APART_NS = 700  # about half of a step of the mainloop
 FEW_ROWS = 16  # rows of a kv head up to which decoding by mma.sync is faster
 
 
@@ -86,6 +86,7 @@ class Config:
     grid: int = BLOCKS  # persistent blocks
     together: int = 1  # kv heads whose q tiles are taken in turn, the longest first
     exp_before_wait: int = 0  # as in the dense forward
+    in_turn: bool = False  # whether two consumers issue their matmuls in turn
 
     def __post_init__(self):
         check(
@@ -98,6 +99,7 @@ class Config:
             grid=(self.grid >= 1, "at least 1"),
             together=(self.together >= 1, "at least 1"),
             exp_before_wait=(self.exp_before_wait in (0, 1, 2, 3, 4), "0 to 4"),
+            in_turn=(not self.in_turn or self.warpgroups == 2, "False but for two consumers"),
         )
 
     @classmethod
@@ -134,7 +136,7 @@ def _of_shares(problem: DecodeProblem) -> Config:
     _, sequences, tokens = problem.merged
     rows = sequences * tokens * problem.q_heads // problem.kv_heads
     dim = max(problem.head_dim, problem.v_head_dim)
-    config = Config(1 if rows <= ROWS else 2, 128 if dim <= 128 else 64, q_slots=1)
+    config = _in_turn(Config(1 if rows <= ROWS else 2, 128 if dim <= 128 else 64, q_slots=1))
     deeper = (dataclasses.replace(config, stages=n) for n in range(6, 1, -1))
     return next((one for one in deeper if smem_bytes(problem, one) <= SMEM_LIMIT), config)
 
@@ -162,7 +164,18 @@ def fastest(plan_of: Callable[[Config], Plan], keys: int) -> Config:
     fewer = (dataclasses.replace(config, q_slots=n) for n in (config.q_slots, 1))
     config = next((one for one in fewer if fits(one)), config)
     deeper = (dataclasses.replace(config, stages=n) for n in range(6, 1, -1))
-    return next((one for one in deeper if fits(one)), config)
+    config = next((one for one in deeper if fits(one)), config)
+    return _in_turn(config)
+
+
+def _in_turn(config: Config) -> Config:
+    """Two consumers that begin at the same moment may stay in step to the end: both compute their
+    softmax at once, while no tensor core has work. Which launches do changes from one machine and
+    cache to the next; in turn, 8 x 64 rows took 105 us on an H200 where they took 106 to 141, and
+    shared pages of 64 rows 57 us for 73. Three consumers do not fall in step, and where keys are
+    split all wait for memory.
+    """
+    return dataclasses.replace(config, in_turn=config.warpgroups == 2 and config.splits == 1)
 
 
 def cost(plan: Plan, keys: int) -> float:
@@ -236,6 +249,7 @@ class Smem(NamedTuple):
     ready: Any  # barriers, one an entry of the ring
     free: Any
     landed: Any  # a barrier: the value tile that the length cuts is there
+    turns: Any = None  # barriers, one a consumer: it may issue its matmuls
     # Where rows are packed:
     sums: Any = None  # int32: `tile_count.Tiles`
     counted: Any = None  # a barrier: they are there
@@ -260,6 +274,7 @@ def scratch(plan: Plan) -> Smem:
         ready=barrier(num_barriers=config.stages, num_arrivals=arrivals),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         landed=barrier(num_barriers=1, num_arrivals=plan.copies),
+        turns=barrier(num_barriers=config.warpgroups) if config.in_turn else None,
         sums=tile_count.sum_type(plan) if packed else None,
         counted=barrier(num_barriers=1, num_arrivals=1) if packed else None,
         narrow=narrow_producer.slots(plan) if plan.quantized else None,
@@ -456,21 +471,6 @@ def _is_lost(ctx: Context, unit: Unit, wg: Any) -> Any:
     return unit.bad | (smem.lost[wg] == 1)
 
 
-def _begin_apart(plan: Plan, wg: Any) -> None:
-    """Lets each consumer begin half a step after the one before it. Those that begin at the same
-    moment may stay in step to the end: all compute their softmax at once, while no tensor core has
-    work. Not where keys are split, since memory takes longer than that; nor where rows are packed:
-    of parts that sequences share, the launch was slower with it on an H200.
-    """
-    if plan.config.splits > 1 or plan.packed or plan.quantized:
-        return
-
-    def sleep(ctx):
-        ctx.thread.sleep(ctx.at * APART_NS)
-
-    threads.each_warpgroup_thread(mosaic.in_context(sleep, plan), (), wg)
-
-
 def _load_q(ctx: Context, unit: Unit, wg: Any, slot: Any) -> None:
     """The rows of a consumer: of each of its query heads, so many query rows."""
     plan, refs, smem = ctx
@@ -509,7 +509,9 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
         pl.when(i < units.count)(lambda: _load_q(ctx, unit, wg, q_slot(i)))
 
     load_q(jnp.int32(0))
-    _begin_apart(plan, wg)
+    turns = Turns(smem.turns, wg) if config.in_turn else None
+    if turns is not None:
+        turns.begin()
 
     def one_unit(i, slot):
         unit = unit_of(ctx, units.number(i), units.share)
@@ -524,7 +526,7 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
         rows = Rows(unit.tile._replace(head=own.head), own.row, wg, unit.span, q)
 
         def some(slot):
-            state, slot = mainloop(ctx, rows, slot, None)
+            state, slot = mainloop(ctx, rows, slot, None, turns)
             return Result(state.acc, state.row_sum, state.row_max), slot
 
         result, slot = lax.cond(
