@@ -21,7 +21,7 @@ class Case(_case.DecodeCase):
     `packed`: queries are packed, of each sequence up to q_len; `drafts_most`: packed trees have so
     many. `keeps`: some rows are kept after each step, by paths of so many. `shared`: levels of
     prefixes that are read once. `prefix`: what the groups of a prefix hold at first, in a cache of
-    its own kind, pages and dtype.
+    its own kind, pages and dtype, whose capacity without pages is a multiple of `prefix_unit`.
     """
 
     layers: int | None = None
@@ -35,16 +35,17 @@ class Case(_case.DecodeCase):
     prefix_kind: str = "stacked"
     prefix_page: int | None = None
     prefix_dtype: str | None = None
+    prefix_unit: int = 8
 
     @property
     def before(self) -> "Case":
         """The cache of the prefix."""
         assert self.prefix is not None
-        page = self.prefix_page or 1
+        unit = self.prefix_page or self.prefix_unit
         return dataclasses.replace(
             self,
             lengths=self.prefix,
-            capacity=-(-(max(self.prefix) + 3) // page) * page,
+            capacity=-(-(max(self.prefix) + 3) // unit) * unit,
             kind=self.prefix_kind,
             page_size=self.prefix_page,
             cache_dtype=self.prefix_dtype,
@@ -134,6 +135,7 @@ def _with_prefix(case: Case, pick: random.Random, tiny: bool) -> Case:
         prefix_kind=kind,
         prefix_page=page,
         prefix_dtype=pick.choice((case.cache_dtype, None, "float8_e4m3fn", "float8_e5m2", "int8")),
+        prefix_unit=pick.choice((1, 8, 8)),
     )
 
 
@@ -175,6 +177,6 @@ def simpler(case: Case) -> Iterator[dict[str, Any]]:
     if case.prefix is not None:
         yield {"prefix": case.prefix[:1]}
         yield {"prefix_kind": "stacked", "prefix_page": None}
-        yield {"prefix_dtype": None}
+        yield {"prefix_dtype": None, "prefix_unit": 8}
     for sizes in ({"sequences": max(case.sequences // 2, 1)}, {"kv_heads": 1}):
         yield vars(resized(case, **sizes))

@@ -624,7 +624,8 @@ class Program:
             plain |= {"mask": FULL, "mask_array": given["seen"]}
         cores = any(one.tensor_cores for one in self.subjects)
         wanted = budget.attention(plain, tensor_cores=cores, grids=grids)
-        if case.cache_dtype and case.dtype != "float32":  # rows may be rounded to q's dtype
+        quantised = case.cache_dtype or (case.prefix and case.prefix_dtype)
+        if quantised and case.dtype != "float32":  # rows may be rounded to q's dtype
             near = {name: jnp.asarray(plain[name]).astype(case.dtype) for name in "kv"}
             naive = budget.attention(plain | near, tensor_cores=cores, grids=grids).naive
             wanted = wanted._replace(naive=naive)

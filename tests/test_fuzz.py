@@ -74,8 +74,8 @@ def _one_row_less(monkeypatch):
     )
 
 
-def _groups_from_the_end(monkeypatch):
-    """Groups of prefixes that are counted from the end where they are negative."""
+def _every_number_a_group(monkeypatch):
+    """A model of prefixes that has every number name a group."""
     right = fuzz_caches.group_of
     monkeypatch.setattr(fuzz_caches, "group_of", lambda groups, count: right(groups % count, count))
 
@@ -98,12 +98,12 @@ def test_a_fault_is_found_and_one_line_repeats_it(monkeypatch, fault, first):
     assert fuzz.attempt(word, fuzz.Tally()) is None
 
 
-WITH_PREFIX = "cache/cpu:117:q_len=1,layers=None,keeps=None,rounds=4"
+WITH_PREFIX = "cache/cpu:117:lengths=(3,0,64,65,9,1,0,2),q_len=1,layers=None,keeps=None,rounds=2"
 
 
 def test_a_fault_of_prefixes_is_found(monkeypatch):
     with monkeypatch.context() as inside:
-        _groups_from_the_end(inside)
+        _every_number_a_group(inside)
         inside.setattr(budget, "MANY_GRIDS", (1.0, 1.3))
         wrong = fuzz.attempt(WITH_PREFIX, fuzz.Tally())
         assert wrong is not None and "reference, round" in wrong

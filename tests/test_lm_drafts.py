@@ -103,6 +103,7 @@ def test_drafts_beside_prompts_that_come_in_chunks():
     pairs = [(a, b) for a, b in itertools.pairwise(statuses) if b.step == a.step + 1]
     assert max(b.tokens - a.tokens for a, b in pairs) > 3  # more than there are slots
     assert made._step < plain._step and not made.cache.overflowed.any()
+    assert made.cache.capacities == (56,) * 3  # 48 and those of drafts, as kernels want it
     # Drafts are looked up in texts that the chunks have put together.
     alone, _ = run(prompts(), options(cache="paged", stop=stop, **LOOKED_UP), wanted=44)
     facts, others = made.summary(1.0), alone.summary(1.0)

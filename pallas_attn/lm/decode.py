@@ -124,8 +124,8 @@ class Options:
 
     @property
     def rows(self) -> int:
-        """Of each slot, those of drafts as well."""
-        return self.capacity + self.ahead
+        """Of each slot, those of drafts as well: a multiple of 8 of both, as kernels want it."""
+        return -(-(self.capacity + self.ahead) // 8) * 8 if self.ahead else self.capacity
 
     def create_cache(self, config: Config) -> Any:
         sizes: dict[str, Any] = {
