@@ -216,7 +216,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
         out, lse = _cache_rows.decode(cache.context, problem, inputs, run)
     else:
         out, lse = run(problem, inputs)
-    if v_dim != cache.v_head_dim:
+    if out.shape[-1] != cache.v_head_dim:
         out = out[..., : cache.v_head_dim]
     return (out[:, 0], lse[..., 0]) if one_token else (out, lse)
 

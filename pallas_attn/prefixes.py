@@ -240,7 +240,7 @@ def checked(prefix: Any, cache: Any, problem: DecodeProblem, rotary: Any) -> Pre
             f"prefix: expected Prefix(cache, groups) of one of the three caches, got {prefix!r}"
         )
     _checks.kv_cache(other)
-    facts = ("kv_heads", "head_dim", "v_head_dim", "stored_dims", "layers", "shared_kv")
+    facts = ("kv_heads", "head_dim", "v_head_dim", "layers", "shared_kv")
     for name in facts:
         if getattr(other, name) != getattr(cache, name):
             raise ValueError(
@@ -302,6 +302,8 @@ def over_prefix(
         problem,
         kind=cache.kind,
         cache_dtype=str(cache.dtype),
+        head_dim=cache.stored_dims[0],
+        v_head_dim=cache.stored_dims[1],
         capacities=cache.held,
         page_size=cache.page_size,
         pages=cache.pages,
@@ -325,6 +327,11 @@ def _capacities(problem: DecodeProblem, parts: int) -> tuple[int, ...]:
     return problem.capacities if problem.kind != "paged" else problem.capacities[:1] * parts
 
 
+def _columns(x: Array, dim: int) -> Array:
+    """`dim` columns: without some that are 0, or with more of them."""
+    return _checks.widened(x[..., :dim], dim)
+
+
 def _merged(
     members: Members, own: Call, parts: Call, run: Run, sinks: Array | None = None
 ) -> tuple[Array, Array]:
@@ -334,7 +341,9 @@ def _merged(
     out, lse = run.alone(*own)
     if not out.size:
         return out, lse
-    tokens, q = members.rows.size, own.inputs.q
+    # Caches of other dtypes may have other columns of zeros behind those that were asked for.
+    out, q = _columns(out, parts.problem.v_head_dim), _columns(own.inputs.q, parts.problem.head_dim)
+    tokens = members.rows.size
     problem = dataclasses.replace(
         parts.problem,
         sequences=members.number,
@@ -353,7 +362,7 @@ def _merged(
     )
     if sinks is None:
         into = Into(out, lse, members.parts, members.places)
-        both = dataclasses.replace(problem, merged=(len(members.parts), *q.shape[:2]))
+        both = dataclasses.replace(problem, merged=(len(members.parts), q.shape[0], q.shape[1]))
         if (done := run.merged(both, packed._replace(rows=members.rows, into=into))) is not None:
             return done
     found, found_lse = run.alone(problem, packed._replace(q=packed.q[members.rows]))

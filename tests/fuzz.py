@@ -304,15 +304,24 @@ def pretended(case: Any, place: Place) -> Iterator[str]:
         yield generation
 
 
-def lower(
-    operation: str, function: Any, arguments: dict[str, Any], generation: str, tally: Tally
+def lower(  # noqa: PLR0913
+    operation: str,
+    function: Any,
+    arguments: dict[str, Any],
+    generation: str,
+    tally: Tally,
+    also: dict[str, Any] | None = None,
 ) -> None:
-    """By every kernel of that generation that takes the call."""
+    """By every kernel of that generation that takes the call; and another one, `also`, which the
+    first comes to make.
+    """
     from tests import mosaic
 
     static, arrays = subjects.split(arguments)
     for name in ("sm90", "sm80"):
-        if not Subject("lowered", name, generation).takes(operation, function, **arguments):
+        subject = Subject("lowered", name, generation)
+        calls = (arguments,) if also is None else (arguments, also)
+        if not all(subject.takes(operation, function, **one) for one in calls):
             continue
         call = functools.partial(function, implementation=name, **static)
         text = mosaic.lower_for_cuda(lambda arrays, call=call: call(**arrays), arrays)
@@ -324,11 +333,11 @@ def lower(
 
 
 def kinds() -> dict[str, Kind]:
-    from tests import fuzz_caches
+    from tests import fuzz_cache_cases, fuzz_caches
 
     return {
         "attention": Kind(draw_attention, run_attention, simpler_attention),
-        "cache": Kind(fuzz_caches.draw, fuzz_caches.run, fuzz_caches.simpler),
+        "cache": Kind(fuzz_cache_cases.draw, fuzz_caches.run, fuzz_cache_cases.simpler),
     }
 
 
@@ -413,7 +422,7 @@ def fields_of(case: Any, values: dict[str, Any]) -> dict[str, Any]:
 def command(word: str) -> str:
     """The line that runs one problem again."""
     marks = "fuzz and gpu" if "/gpu:" in word else "fuzz"
-    return f"python -m pytest -m '{marks}' --case='{word}'"
+    return f"python -m pytest -m '{marks}' --case=\"{word}\""  # names in a word are in '
 
 
 def run(

@@ -9,9 +9,7 @@ kept, and what decoding makes of those bytes.
 
 import dataclasses
 import functools
-import random
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,128 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_attn as pa
-from pallas_attn import PagedCache, PerSequenceCache, StackedCache, _case, cases
-from pallas_attn.masks import CAUSAL, sliding_window
+from pallas_attn import PagedCache
+from pallas_attn.masks import CAUSAL, FULL
 from tests import append_cases, budget, fuzz, witness
 from tests.decode_cases import ancestors, seen_in_tree, some_parents
 from tests.fuzz import LEAST, MOST
+from tests.fuzz_cache_cases import Case
 from tests.subjects import Subject
 from tests.test_quantized import quantized
 
 SIDES = ("k", "v", "k_scale", "v_scale")
-NUMBERS = 2**22  # that a cache may hold
-SCORES = 2**20
-
-
-@dataclasses.dataclass(frozen=True)
-class Case(_case.DecodeCase):
-    """`lengths` is what sequences hold at first. `spread`: separate capacities differ by up to so
-    many rows; `pool`: the share of pages that there is, of what full sequences would take.
-    `packed`: queries are packed, of each sequence up to q_len; `drafts_most`: packed trees have so
-    many. `keeps`: some rows are kept after each step, by paths of so many. `shared`: levels of
-    prefixes that are read once.
-    """
-
-    layers: int | None = None
-    spread: int = 0
-    pool: float = 1.0
-    packed: bool = False
-    drafts_most: int | None = None
-    keeps: int | None = None
-    shared: int = 0
-
-    def create(self) -> Any:
-        sizes = {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim, "layers": self.layers}
-        sizes |= {"kv_heads": self.kv_heads, "dtype": self.cache_dtype or self.dtype}
-        sizes |= {"shared_kv": self.shared_kv}
-        if self.kind == "per_sequence":
-            each = [self.capacity + m % (self.spread + 1) for m in range(self.sequences)]
-            return PerSequenceCache.create(each, **sizes)
-        if self.kind == "stacked":
-            return StackedCache.create(self.sequences, self.capacity, **sizes)
-        assert self.page_size is not None
-        pages = max(1, int(self.pool * self.sequences * -(-self.capacity // self.page_size)))
-        return PagedCache.create(
-            self.sequences, pages, self.page_size, capacity=self.capacity, **sizes
-        )
-
-
-def draw(seed: int, tiny: bool) -> Case:
-    drawn, pick = cases.draw_decode(seed), random.Random(f"fuzz caches {seed}")
-    fields = {f.name: getattr(drawn, f.name) for f in dataclasses.fields(drawn)}
-    more = pick.choice((1, 1, 2, 3, 8, 16, 33, 70, 130))
-    if not drawn.shared_kv:
-        odd = pick.choice((4, 20, 36, 80, 100))
-        if pick.random() < 0.1:
-            fields |= {"head_dim": odd, "v_head_dim": odd}
-        if pick.random() < 0.2:
-            fields |= {"dtype": "float32", "precision": pick.choice((None, "highest"))}
-    case = Case(
-        **fields | {"q_len": pick.choice((drawn.q_len, more))},
-        layers=pick.choice((None, None, 1, 2, 3)),
-        spread=pick.choice((0, 0, 3, 8)),
-        pool=pick.choice((1.0, 1.0, 0.8, 0.5)),
-    )
-    if pick.random() < 0.3:
-        case = dataclasses.replace(case, tree=True, mask=CAUSAL)
-    case = dataclasses.replace(case, packed=pick.random() < 0.3)
-    case = dataclasses.replace(
-        case,
-        keeps=pick.choice((None, None, None, 0, 1, 3, 8, 40)),
-        shared=pick.choice((0, 0, 1, 2, 3)) if case.kind == "paged" else 0,
-        drafts_most=pick.choice((None, 1, 4)) if case.packed and case.tree else None,
-    )
-    if case.keeps is not None:
-        case = dataclasses.replace(case, q_len=max(case.q_len, pick.choice((3, 5, 9))))
-    if case.tree and pick.random() < 0.4:
-        case = dataclasses.replace(case, mask=sliding_window(pick.choice((1, 2, 5, 40))))
-    if tiny:
-        small = {"capacity": 48, "q_len": min(case.q_len, 9), "layers": case.layers and 2}
-        dims = (min(case.head_dim, 64), min(case.v_head_dim, 64))
-        small |= {"head_dim": 192, "v_head_dim": 128} if case.shared_kv else {}
-        small |= {} if case.shared_kv else {"head_dim": dims[0], "v_head_dim": dims[1]}
-        case = resized(dataclasses.replace(case, **small), sequences=3, kv_heads=1)
-    while case.sequences > 1 and (_numbers(case) > NUMBERS or _scores(case) > SCORES):
-        case = resized(case, sequences=case.sequences // 2)
-    return resized(case, kv_heads=1) if _numbers(case) > NUMBERS else case
-
-
-def _numbers(case: Case) -> int:
-    of_row = (case.layers or 1) * case.kv_heads * (case.head_dim + case.v_head_dim)
-    return case.sequences * case.capacity * of_row
-
-
-def _scores(case: Case) -> int:
-    return case.sequences * case.q_heads * case.q_len * case.capacity
-
-
-def resized(case: Case, **sizes: int) -> Case:
-    """At other sizes, none larger than its own; query heads go with their kv heads."""
-    group = case.q_heads // case.kv_heads
-    kv_heads = min(sizes.get("kv_heads", case.kv_heads), case.kv_heads)
-    lengths = case.lengths[: sizes.get("sequences", case.sequences)]
-    capacity = min(sizes.get("capacity", case.capacity), case.capacity)
-    return dataclasses.replace(
-        case,
-        lengths=tuple(min(n, capacity) for n in lengths),
-        capacity=capacity,
-        kv_heads=kv_heads,
-        q_heads=group * kv_heads,
-        q_len=sizes.get("q_len", case.q_len),
-    )
-
-
-def simpler(case: Case) -> Iterator[dict[str, Any]]:
-    plain = {"softcap": None, "sinks": False, "layers": None, "spread": 0, "pool": 1.0}
-    plain |= {"packed": False, "drafts_most": None, "keeps": None, "shared": 0}
-    plain |= {"scale": None, "mask": CAUSAL, "batch_invariant": False, "cache_dtype": None}
-    plain |= {"precision": None, "dtype": "bfloat16", "q_len": 1, "tree": False}
-    if not case.shared_kv:
-        plain |= {"head_dim": 64, "v_head_dim": 64}
-    yield from ({name: value} for name, value in plain.items())
-    yield {"kind": "stacked", "page_size": None}
-    for sizes in ({"sequences": max(case.sequences // 2, 1)}, {"kv_heads": 1}):
-        yield vars(resized(case, **sizes))
 
 
 # ---- what runs -----------------------------------------------------------------------------------
@@ -328,6 +214,15 @@ class Held:
             found.append(x)
         return found
 
+    def live(self, layer: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """K and V of a layer, 0 past the lengths, and the lengths that there can be. Of a layer
+        that there is not, another's.
+        """
+        k, v = self.rows(layer if layer is not None and 0 <= layer < (self.case.layers or 1) else 0)
+        lengths = np.clip(self.lengths, 0, k.shape[1])
+        there = (np.arange(k.shape[1]) < lengths[:, None])[..., None, None]
+        return np.where(there, k, 0), np.where(there, v, 0), lengths
+
     def lost(self, layer: int | None) -> np.ndarray:
         """bool[M]: which sequences give NaN."""
         if layer is not None and not 0 <= layer < (self.case.layers or 1):
@@ -338,6 +233,11 @@ class Held:
             there = (self.table >= 0) & (self.table < pool)
             held = np.cumprod(there, axis=1).sum(axis=1) * page
         return (self.lengths > held) | ((self.lengths < 1) & (self.new_lengths < 0))
+
+
+def group_of(groups: np.ndarray, count: int) -> np.ndarray:
+    """Which of `count` groups each sequence has, -1 for none."""
+    return np.where((groups >= 0) & (groups < count), groups, -1)
 
 
 def poisoned(case: Case, cache: Any, rng: np.random.Generator) -> Any:
@@ -367,7 +267,7 @@ class Program:
     """A cache, its models, and who is tried on it."""
 
     def __init__(self, case: Case, place: fuzz.Place, tally: fuzz.Tally):
-        self.case, self.tally = case, tally
+        self.case, self.place, self.tally = case, place, tally
         self.rng = np.random.default_rng(zlib.crc32(str(case).encode()))
         options = {name: x for name, x in case.options().items() if x is not None}
         if case.sinks:
@@ -387,6 +287,7 @@ class Program:
                 options["parents"], options["starts"], drafts_most=case.drafts_most
             )
         self.options = options
+        self.before = None if case.prefix is None else Program(case.before, place, tally)
         with place.active():
             cache = poisoned(case, case.create(), self.rng)
             self.subjects = [one for one in place.subjects if self._taken(one, cache)]
@@ -407,7 +308,34 @@ class Program:
             fuzz.takes(subject, "append", pa.write_kv, appends)
             and fuzz.takes(subject, "decode", pa.decode_attention_with_lse, decodes)
             and (not self.case.keeps or fuzz.takes(subject, "keep", keep, keeps))
+            and (self.before is None or self._reads_prefix(subject))
         )
+
+    def _reads_prefix(self, subject: Subject) -> bool:
+        assert self.before is not None
+        decodes = fuzz.takes(subject, "decode", pa.decode_attention_with_lse, self.parts())
+        return decodes and subject in self.before.subjects
+
+    def parts(self) -> dict[str, Any]:
+        """The call that reads the rows of a prefix, in which all queries are packed."""
+        assert self.before is not None
+        names = ("scale", "softcap", "precision")
+        options = {name: x for name, x in self.options.items() if name in names}
+        cache, q = self.before.cache, self.queries()
+        options |= {"starts": jnp.zeros(cache.num_sequences + 1, jnp.int32), "mask": FULL}
+        layer = {} if self.case.layers is None else {"layer": jnp.int32(0)}
+        return {"q": q.reshape(-1, *q.shape[2:]), "cache": cache, **options, **layer}
+
+    def prefixes(self, *, spoil: bool) -> tuple[pa.Prefix, Held, np.ndarray]:
+        """A prefix, its rows, and the group of each sequence, -1 for none."""
+        assert self.before is not None
+        before, rng, m = self.before, self.rng, self.case.sequences
+        cache = before._spoilt() if spoil else before.cache
+        count = cache.num_sequences
+        edges = rng.choice([LEAST, -count - 1, -2, -1, count, count + 1, MOST], m)
+        groups = np.where(rng.random(m) < 0.3, edges, rng.integers(0, count, m)).astype(np.int32)
+        given = pa.Prefix(cache, jnp.asarray(groups))
+        return given, Held.of(before.case, cache), group_of(groups, count)
 
     def none_kept(self) -> dict[str, jax.Array]:
         """Arguments of `keep`."""
@@ -522,6 +450,9 @@ class Program:
             arguments |= {"q": self.given(queries), **self.options}
             arguments |= {} if layer is None else {"layer": jnp.int32(layer)}
             arguments["levels"] = case.shared
+        before = None
+        if decode and self.before is not None:
+            arguments["prefix"], *before = self.prefixes(spoil=spoil)
         after = Held.of(case, cache)
         new = [np.asarray(x) for x in arguments["new"]]
         for number in range(case.layers or 1):
@@ -539,7 +470,7 @@ class Program:
                 found = {side: getattr(cache_after, side) for side in after.arrays}
                 append_cases.assert_same_bytes(found, after.arrays)
                 if decode:
-                    expected = expected or self._expected(after, queries, layer)
+                    expected = expected or self._expected(after, queries, layer, before)
                     self._check(self.unpacked(results, expected[2]), *expected)
                 if decode and turn == 0 and not spoil and subject.marks:
                     fuzz.same_bits(results, subject.call(work, **arguments)[1:])
@@ -631,27 +562,50 @@ class Program:
 
     # ---- what a step must give -------------------------------------------------------------------
 
-    def _expected(self, held: Held, q: jax.Array, layer: int | None) -> tuple[Any, ...]:
+    def _expected(
+        self, held: Held, q: jax.Array, layer: int | None, before: Any = None
+    ) -> tuple[Any, ...]:
         """(expected, which sequences it is of, which are lost). Those that hold rows that nobody
-        wrote are neither.
+        wrote are neither. `before`: what a prefix holds, and which group each sequence has.
         """
         lost = held.lost(layer)
-        k, v = held.rows(0 if layer is None or lost.all() else layer)
-        lengths = np.clip(held.lengths, 0, k.shape[1])
-        live = (np.arange(k.shape[1]) < lengths[:, None])[..., None, None]
-        k, v = np.where(live, k, 0), np.where(live, v, 0)
-        strange = np.isnan(k).any(axis=(1, 2, 3)) | np.isnan(v).any(axis=(1, 2, 3))
+        k, v, lengths = held.live(layer)
+        given = {"q": np.asarray(q), "k": k, "v": v, "lengths": lengths}
+        if before is not None:
+            other, group = before
+            lost |= (group >= 0) & other.lost(layer)[group]
+            given |= self._behind(other.live(layer), group, given)
+        strange = np.isnan(given["k"]).any(axis=(1, 2, 3)) | np.isnan(given["v"]).any(
+            axis=(1, 2, 3)
+        )
         some = np.flatnonzero(~lost & ~strange)
         if not some.size:
             return None, some, lost
-        wanted = functools.partial(self._wanted, q[some], k[some], v[some], lengths[some], some)
-        return functools.cache(wanted), some, lost
+        given = {name: x[some] for name, x in given.items()}
+        return functools.cache(functools.partial(self._wanted, given, some)), some, lost
+
+    def _behind(self, rows: Any, group: np.ndarray, own: dict[str, Any]) -> dict[str, Any]:
+        """K and V with rows of a prefix before them, and which of all keys each query sees."""
+        *arrays, lengths = rows
+        front = np.where(group >= 0, lengths[group], 0)
+        sizes, own_lengths = (self.case.q_len, own["k"].shape[1]), own["lengths"]
+        first = np.arange(arrays[0].shape[1]) < front[:, None]  # [M, P]
+        query = (own_lengths - sizes[0])[:, None, None] + np.arange(sizes[0])[:, None]
+        near = self.case.mask.allows(query, np.arange(sizes[1]), own_lengths[:, None, None])
+        seen = [np.repeat(first[:, None], sizes[0], axis=1)]
+        seen += [np.broadcast_to(near, (len(group), *sizes))]
+        found = {"seen": np.concatenate(seen, axis=2)[:, None]}
+        for name, x in zip("kv", arrays, strict=True):
+            x = np.where(first[..., None, None], x[group], 0)
+            found[name] = np.concatenate([x, own[name]], axis=1)
+        return found
 
     def _wanted(
-        self, q: Any, k: Any, v: Any, lengths: Any, some: Any, *, grids: tuple[float, ...]
+        self, given: dict[str, Any], some: Any, *, grids: tuple[float, ...]
     ) -> budget.Expected:
         """Of the sequences `some`, whose queries and rows these are."""
         case = self.case
+        q, k, v, lengths = (given[name] for name in ("q", "k", "v", "lengths"))
         plain = {"q": q, "k": k, "v": v, "kv_lengths": lengths}
         plain |= {"q_offset": lengths - case.q_len, "precision": "highest"}
         names = ("mask", "scale", "softcap", "sinks")
@@ -665,9 +619,13 @@ class Program:
             plain["mask_array"] = seen
             if case.tree:
                 plain["mask"] = CAUSAL
+        if "seen" in given:
+            plain = {name: x for name, x in plain.items() if name not in ("kv_lengths", "q_offset")}
+            plain |= {"mask": FULL, "mask_array": given["seen"]}
         cores = any(one.tensor_cores for one in self.subjects)
         wanted = budget.attention(plain, tensor_cores=cores, grids=grids)
-        if case.cache_dtype and case.dtype != "float32":  # rows may be rounded to q's dtype
+        quantised = case.cache_dtype or (case.prefix and case.prefix_dtype)
+        if quantised and case.dtype != "float32":  # rows may be rounded to q's dtype
             near = {name: jnp.asarray(plain[name]).astype(case.dtype) for name in "kv"}
             naive = budget.attention(plain | near, tensor_cores=cores, grids=grids).naive
             wanted = wanted._replace(naive=naive)
@@ -704,9 +662,15 @@ def run(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
         return
     m, t = case.sequences, case.q_len
     with place.active():
-        program.manage(np.array(case.lengths, np.int32), case.capacity)
-        program.step(case.capacity, 0, decode=False)
+        before = program.before
+        for one in [program, *([] if before is None else [before])]:
+            one.manage(np.array(one.case.lengths, np.int32), one.case.capacity)
+            one.step(one.case.capacity, 0, decode=False)
         for turn in fuzz.turns(place):
+            if before is not None and turn:
+                more = before.rng.choice([LEAST, -1, 0, 0, 0, 1, 2, 5, MOST], len(case.prefix))
+                before.manage(more.astype(np.int32), before.case.capacity)
+                before.step(before.case.capacity, turn, decode=False)
             edges = program.rng.choice([LEAST, -1, 0, t, *([MOST] if turn % 3 == 2 else [])], m)
             within = program.rng.integers(0, t + 1, m)
             counts = np.where(program.rng.random(m) < 0.4, edges, within)
@@ -731,8 +695,11 @@ def _lower(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
             **layer,
             **program.options,
         }
+        also = None
+        if program.before is not None:
+            read["prefix"], also = program.prefixes(spoil=False)[0], program.parts()
         fuzz.lower("append", pa.write_kv, write, generation, tally)
-        fuzz.lower("decode", pa.decode_attention_with_lse, read, generation, tally)
+        fuzz.lower("decode", pa.decode_attention_with_lse, read, generation, tally, also)
         if case.keeps:
             given = {"cache": program.cache, **program.none_kept()}
             fuzz.lower("keep", keep, given, generation, tally)

@@ -6,11 +6,12 @@ The plain suite runs a few of its problems, and proves that it finds a fault.
 
 import dataclasses
 import os
+import shlex
 
 import pytest
 
 from pallas_attn import Mask
-from tests import append_cases, budget, definition, fuzz
+from tests import append_cases, budget, definition, fuzz, fuzz_caches
 
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 each_process = pytest.mark.parametrize("process", range(PROCESSES))
@@ -73,6 +74,12 @@ def _one_row_less(monkeypatch):
     )
 
 
+def _every_number_a_group(monkeypatch):
+    """A model of prefixes that has every number name a group."""
+    right = fuzz_caches.group_of
+    monkeypatch.setattr(fuzz_caches, "group_of", lambda groups, count: right(groups % count, count))
+
+
 @pytest.mark.parametrize(
     "fault, first", [(_strictly_causal, 0), (_one_row_less, 1)], ids=["oracle", "model"]
 )
@@ -84,11 +91,23 @@ def test_a_fault_is_found_and_one_line_repeats_it(monkeypatch, fault, first):
         tally = fuzz.run(("cpu",), most=1, first=first)
         (failure,) = tally.failures
         line, wrong = failure.split("\n", 1)
-        word = line.split("--case=")[1].strip("'")
+        word = shlex.split(line)[-1].removeprefix("--case=")
         assert line == fuzz.command(word) and "reference, round" in wrong
         again = fuzz.attempt(word, fuzz.Tally())
         assert again is not None and "reference, round" in again
     assert fuzz.attempt(word, fuzz.Tally()) is None
+
+
+WITH_PREFIX = "cache/cpu:117:lengths=(3,0,64,65,9,1,0,2),q_len=1,layers=None,keeps=None,rounds=2"
+
+
+def test_a_fault_of_prefixes_is_found(monkeypatch):
+    with monkeypatch.context() as inside:
+        _every_number_a_group(inside)
+        inside.setattr(budget, "MANY_GRIDS", (1.0, 1.3))
+        wrong = fuzz.attempt(WITH_PREFIX, fuzz.Tally())
+        assert wrong is not None and "reference, round" in wrong
+    assert fuzz.attempt(WITH_PREFIX, fuzz.Tally()) is None
 
 
 def test_a_simpler_problem_has_a_word_of_its_own():

@@ -1,13 +1,20 @@
 """Drafts and answers by the number: the tokens are those of plain decoding."""
 
+import functools
 import io
+import itertools
+import random
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_attn import PagedCache, prefixes
-from pallas_attn.lm import decode, drafts, sampling
+from pallas_attn.lm import check, decode, drafts, model, sampling
+from pallas_attn.lm.hf_config import config_from
+from tests import lm_witness
 from tests.test_lm_decode import options, prompts, run, shown, small
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -47,6 +54,21 @@ def test_drafts_are_what_followed_the_newest_tokens_before(rng):
     np.testing.assert_array_equal(got, [looked_up(text, 7) for text in texts])
 
 
+def test_what_stays_of_the_drafts(rng):
+    """Up to the first that is wrong, to a stop, to the tokens that are wanted."""
+    guesses, found = rng.integers(-1, 2, (400, 4)), rng.integers(0, 2, (400, 5))
+    stops, left = rng.random((400, 5)) < 0.15, rng.integers(0, 7, 400)
+    made, over = drafts.accepted(*(np.asarray(x) for x in (guesses, found, stops, left)))
+    for m in range(400):
+        stay, stopped = 0, False
+        while stay < left[m] and not stopped:
+            if stay and (stay == 5 or guesses[m, stay - 1] != found[m, stay - 1]):
+                break
+            stopped = stops[m, stay]
+            stay += 1
+        assert (made[m], over[m]) == (stay, stopped)
+
+
 def test_the_tokens_are_those_of_plain_decoding():
     """Six prompts through three slots, a stop among them; the last tokens fill the capacity."""
     whole, _ = run(prompts(), options(), wanted=44)
@@ -66,16 +88,65 @@ def test_the_tokens_are_those_of_plain_decoding():
     assert statuses[-1].tokens == sum(len(one.tokens) for one in made.sequences)
 
 
+def test_drafts_beside_prompts_that_come_in_chunks():
+    """Prompts of several chunks, and several in one; a stop among the tokens, and the last ones
+    fill the capacity. Some drafts are kept in a step that takes rows of a prompt, too.
+    """
+    whole, _ = run(prompts(), options(), wanted=44)
+    stop = (whole.sequences[4].tokens[7],)
+    plain, _ = run(prompts(), options(stop=stop), wanted=44)
+    how = {"stop": stop, "prefill_chunk": 3, "keep_logits": True}
+    made, statuses = run(prompts(), options(**how, **LOOKED_UP), wanted=44)
+    told = [[(one.tokens, one.ended) for one in of.sequences] for of in (made, plain)]
+    assert told[0] == told[1]
+    assert {ended for _, ended in told[0]} >= {"stop", "capacity"}
+    pairs = [(a, b) for a, b in itertools.pairwise(statuses) if b.step == a.step + 1]
+    assert max(b.tokens - a.tokens for a, b in pairs) > 3  # more than there are slots
+    assert made._step < plain._step and not made.cache.overflowed.any()
+    assert made.cache.capacities == (56,) * 3  # 48 and those of drafts, as kernels want it
+    # Drafts are looked up in texts that the chunks have put together.
+    alone, _ = run(prompts(), options(cache="paged", stop=stop, **LOOKED_UP), wanted=44)
+    facts, others = made.summary(1.0), alone.summary(1.0)
+    assert all(facts[name] == others[name] > 0 for name in ("drafts", "kept", "acceptance"))
+    for one in made.sequences:
+        assert len(one.times) == len(one.tokens) == len(one.logits)
+        assert one.times == sorted(one.times)
+    assert all(row.held for row in check.rows(made, small()[1]))
+
+
+@functools.cache
+def windowed():
+    """A Qwen2, of whose layers some see a few keys, with weights as `small` has them."""
+    config = config_from(lm_witness.CONFIGS["qwen2"])
+    params = model.random_params(config, 0, jnp.float32)
+    return config, jax.tree.map(lambda x: x * 4 if x.ndim > 2 else x, params)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_mixture_gives_the_tokens_of_plain_decoding(seed):
+    """Whatever is asked for beside drafts and chunks; the texts repeat themselves."""
+    pick = random.Random(seed)
+    of = (small, windowed)[seed % 2]
+    what = [[pick.randrange(4) for _ in range(pick.randint(1, 30))] for _ in range(5)]
+    how = {"sampling": pick.choice((sampling.Sampling(), sampling.Sampling(0.4, top_k=9)))}
+    how |= {"stop": (pick.randrange(96),), "capacity": pick.choice((32, 48))}
+    more = {"cache": decode.CACHES[seed % 3], "slots": pick.randint(1, 4)}
+    more |= {"chunk": pick.randint(1, 5), "page_size": pick.choice((4, 8)), "draft": "ngram"}
+    more |= {"drafts": pick.randint(1, 5), "prefill_chunk": pick.randint(1, 20)}
+    more |= {"pages": 16} if more["cache"] == "paged" else {}
+    told = []
+    for changes in ({}, more):
+        made = decode.Run(*of(), options(**how | changes), what, 16)
+        assert list(made)
+        told.append([(one.tokens, one.ended) for one in made.sequences])
+    assert told[0] == told[1] and made.acceptance is not None
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ({"draft": "tree"}, "draft: expected one of ('ngram',) or None, got 'tree'"),
         ({"draft": "ngram", "drafts": 0}, "drafts: expected at least 1, got 0"),
-        (
-            {"draft": "ngram", "prefill_chunk": 4},
-            "draft: expected None where prompts come in chunks (prefill_chunk), whose steps take "
-            "one token of a sequence, got 'ngram'",
-        ),
     ],
 )
 def test_options_refuse(how, message):

@@ -38,7 +38,11 @@ def made(config, params, **options):
 
 CASES = {  # devices, words, options
     "llama2": (4, 96, {"cache": "stacked", "sampling": Sampling(0.8, top_k=20)}),
-    "qwen2": (2, 95, {"cache": "paged", "page_size": 4, "draft": "ngram", "drafts": 2}),
+    "qwen2": (
+        2,
+        95,
+        {"cache": "paged", "page_size": 4, "draft": "ngram", "drafts": 2} | {"prefill_chunk": 3},
+    ),
     "qwen3": (2, 95, {"cache": "per_sequence", "prefill_chunk": 4}),
 }
 

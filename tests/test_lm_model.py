@@ -120,13 +120,15 @@ def test_a_chunk_of_steps_and_a_prefill_copy_no_cache(tmp_path, kind):
     cache, state = options.create_cache(config), decode.State.create(options)
     vacant = np.array([True, True])
     new = run._arrivals([*enumerate(run.sequences[:2])], vacant)
-    mixture = dataclasses.replace(options, prefill_chunk=5)
-    chunks = decode.Run(config, params, mixture, [[1, 2]], 9)._chunks({}, vacant)
-    shapes = {",".join(map(str, x.shape)) for x in jax.tree.leaves((cache.k, cache.v))}
+    mixture = dataclasses.replace(options, prefill_chunk=5, draft="ngram")
+    mixed = decode.Run(config, params, mixture, [[1, 2]], 9)
+    chunks, more = mixed._chunks({}, vacant), (mixed.cache, decode.State.create(mixture))
+    every = jax.tree.leaves([(x.k, x.v) for x in (cache, mixed.cache)])
+    shapes = {",".join(map(str, x.shape)) for x in every}
     programs = (
         decode.steps.lower(config, options, params, cache, state),
         decode.admit.lower(config, options, params, cache, state, new),
-        decode.mixed.lower(config, mixture, params, cache, state, chunks),
+        decode.mixed.lower(config, mixture, params, *more, chunks),
     )
     for lowered in programs:
         hlo = lowered.compile().as_text()

@@ -297,13 +297,25 @@ def filled(rng, kind, lengths, dtype="float32", capacity=24):
     return pa.append_kv(cache, k, v, new_lengths=jnp.asarray(lengths, jnp.int32)), k, v
 
 
+def wider(cache):
+    """With columns of zeros behind those that were asked for, as kernels want some caches."""
+    k, v = (
+        jax.tree.map(lambda x, n=n: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n)]), side)
+        for side, n in ((cache.k, 8), (cache.v, 4))
+    )
+    return dataclasses.replace(cache, k=k, v=v, dims=(8, 8))
+
+
 @pytest.mark.parametrize("kind", ["per_sequence", "stacked"])
 def test_a_prefix_stands_before_the_rows_of_a_sequence(rng, kind):
-    """As one cache of both: also where one of them is empty, and where there is no prefix."""
+    """As one cache of both: also where one of them is empty, and where there is no prefix; one of
+    the two has more columns.
+    """
     groups = np.array([1, -1, 0, 1, 2, 2**31 - 1, 1])
     first, second = [0, 24, 13], [5, 1, 0, 2, 24, 7, 0]
     prefix, *of_prefix = filled(rng, kind, first)
     own, *of_own = filled(rng, {"per_sequence": "stacked", "stacked": "paged"}[kind], second)
+    own, prefix = (own, wider(prefix)) if kind == "stacked" else (wider(own), prefix)
     rows = [np.zeros((7, 60, 2, 8), np.float32) for _ in range(2)]
     lengths = []
     for m, group in enumerate(groups):

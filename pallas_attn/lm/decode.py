@@ -10,7 +10,8 @@ it. The guesses that the model would have made itself are kept, with the token a
 them; the rows of the others are dropped.
 
 With chunked prefill (`prefill_chunk`) nobody waits for a prompt: as long as prompts come in, each
-step takes some of their rows, packed beside one token of every sequence that decodes.
+step takes some of their rows, packed beside the newest token, and the drafts, of every sequence
+that decodes.
 """
 
 import collections
@@ -88,11 +89,6 @@ class Options:
             self._refuse_samples()
         if self.draft is not None and self.draft not in DRAFTS:
             raise ValueError(f"draft: expected one of {DRAFTS} or None, got {self.draft!r}")
-        if self.draft is not None and self.prefill_chunk is not None:
-            raise ValueError(
-                "draft: expected None where prompts come in chunks (prefill_chunk), whose steps "
-                f"take one token of a sequence, got {self.draft!r}"
-            )
 
     def _refuse_samples(self) -> None:
         """ValueError where several answers to a prompt cannot be, or would all be the same."""
@@ -128,8 +124,8 @@ class Options:
 
     @property
     def rows(self) -> int:
-        """Of each slot, those of drafts as well."""
-        return self.capacity + self.ahead
+        """Of each slot, those of drafts as well: a multiple of 8 of both, as kernels want it."""
+        return -(-(self.capacity + self.ahead) // 8) * 8 if self.ahead else self.capacity
 
     def create_cache(self, config: Config) -> Any:
         sizes: dict[str, Any] = {
@@ -215,7 +211,8 @@ def admit(
     left = jnp.where(_stops(options, token), 0, new.wanted[of] - 1)
     text = state.text
     if text is not None:
-        text = text.at[slots].set(_texts(prompts, of, token, text.shape[1]), mode="drop")
+        begun = lm_drafts.begun(prompts.tokens[of], prompts.lengths[of], token, text.shape[1])
+        text = text.at[slots].set(begun, mode="drop")
     state = State(
         state.token.at[slots].set(token, mode="drop"),
         state.left.at[slots].set(left, mode="drop"),
@@ -262,50 +259,50 @@ def _ahead(
     config: Config, options: Options, params: Params, rotary: Any, cache: Any, state: State
 ) -> tuple[Any, State, Array, Array]:
     """One step with drafts: (cache, state, tokens int32[M, 1 + drafts], logits)."""
-    assert state.text is not None
-    runs, known = state.left > 0, cache.lengths + 1  # tokens of each text
-    guesses = lm_drafts.propose(state.text, known, options.drafts)
-    tokens = jnp.concatenate([state.token[:, None], jnp.maximum(guesses, 0)], axis=1)
-    count = tokens.shape[1]
-    rows = jnp.where(runs, count, 0)
-    how = options.implementation
+    (guesses, tokens), known = _guesses(options, cache, state), cache.lengths + 1
+    rows, how = jnp.where(state.left > 0, tokens.shape[1], 0), options.implementation
     logits, cache = model.decode(
         config, params, cache, tokens, rows, rotary, how, levels=options.levels
     )
-    within = jnp.arange(count, dtype=jnp.int32)[None]
-    keys = state.key[jnp.arange(tokens.size) // count]
+    state, made, given = _made(options, state, logits, guesses, known)
+    return cache.keep(made, implementation=how), state, given, logits
+
+
+def _guesses(options: Options, cache: Any, state: State) -> tuple[Array, Array]:
+    """The drafts of sequences that run, int32[M, drafts], NONE where there is none; and what a step
+    takes of each, int32[M, 1 + drafts].
+    """
+    guesses = jnp.zeros((options.slots, 0), jnp.int32)
+    if state.text is not None:
+        guesses = lm_drafts.propose(state.text, cache.lengths + 1, options.drafts)
+        guesses = jnp.where(state.left[:, None] > 0, guesses, lm_drafts.NONE)
+    return guesses, jnp.concatenate([state.token[:, None], jnp.maximum(guesses, 0)], axis=1)
+
+
+def _made(
+    options: Options, state: State, logits: Array, guesses: Array, known: Array
+) -> tuple[State, Array, Array]:
+    """The tokens of the sequences that want some, by logits [M, 1 + drafts, vocab] after the first
+    `known` int32[M] tokens of each text and after each draft: (state, how many int32[M], tokens
+    int32[M, 1 + drafts]).
+    """
+    due, shape = state.left > 0, logits.shape[:2]
+    within = jnp.arange(shape[1], dtype=jnp.int32)[None]
+    keys = state.key[jnp.arange(shape[0] * shape[1]) // shape[1]]
     position = (known[:, None] + within).reshape(-1)
-    found = _choose(options, logits.reshape(tokens.size, -1), keys, position)
-    stops, found = _stops(options, found).reshape(tokens.shape), found.reshape(tokens.shape)
-    # What follows a draft counts where the model itself would have said the draft.
-    agree = (guesses == found[:, :-1]).astype(jnp.int32)
-    right = jnp.cumprod(agree, axis=1).sum(axis=1, dtype=jnp.int32)
-    ends = stops & (within < jnp.minimum(1 + right, state.left)[:, None])
-    over = ends.any(axis=1)
-    last = jnp.argmax(ends, axis=1).astype(jnp.int32)
-    made = jnp.where(over, last, jnp.minimum(right, state.left - 1)) + 1
-    made = jnp.where(runs, made, 0)
-    cache = cache.keep(made, implementation=options.implementation)
-    new = within < made[:, None]
-    place = jnp.where(new, known[:, None] + within, state.text.shape[1])
-    sequence = jnp.arange(options.slots, dtype=jnp.int32)[:, None]
+    found = _choose(options, logits.reshape(keys.size, -1), keys, position)
+    stops, found = _stops(options, found).reshape(shape), found.reshape(shape)
+    made, over = lm_drafts.accepted(guesses, found, stops, state.left)
+    new, text = within < made[:, None], state.text
+    if text is not None:
+        place = jnp.where(new, known[:, None] + within, text.shape[1])
+        sequence = jnp.arange(options.slots, dtype=jnp.int32)[:, None]
+        text = text.at[sequence, place].set(found, mode="drop")
     token = jnp.take_along_axis(found, jnp.maximum(made - 1, 0)[:, None], axis=1)[:, 0]
-    state = State(
-        jnp.where(runs, token, state.token),
-        jnp.where(over, 0, state.left - made),
-        state.key,
-        state.text.at[sequence, place].set(found, mode="drop"),
-    )
-    guessed = jnp.pad(guesses != lm_drafts.NONE, ((0, 0), (1, 0))) & runs[:, None]
+    token, left = jnp.where(due, token, state.token), jnp.where(over, 0, state.left - made)
+    guessed = jnp.pad(guesses != lm_drafts.NONE, ((0, 0), (1, 0)))
     given = jnp.where(new, found, jnp.where(guessed, DROPPED, NOTHING))
-    return cache, state, given, logits
-
-
-def _texts(prompts: model.Prompts, of: Array, token: Array, size: int) -> Array:
-    """int32[n, size]: prompts `of` these numbers, and the token after each."""
-    width = prompts.tokens.shape[1]
-    row = jnp.zeros((of.size, size), jnp.int32).at[:, :width].set(prompts.tokens[of])
-    return row.at[jnp.arange(of.size), prompts.lengths[of]].set(token)
+    return State(token, left, state.key, text), made, given
 
 
 @jax.tree_util.register_dataclass
@@ -325,28 +322,35 @@ class Chunks:
 def mixed(
     config: Config, options: Options, params: Params, cache: Any, state: State, new: Chunks
 ) -> tuple[Any, State, Array, Array | None]:
-    """One step of every sequence that runs, beside rows of prompts: (cache, state, tokens int32[M]
-    with NOTHING where none was due, logits or None).
+    """One step of every sequence that runs, beside rows of prompts: (cache, state, tokens
+    int32[M, 1 + drafts] with NOTHING where none was due, logits or None).
     """
-    prompted, runs = new.rows > 0, state.left > 0
-    rows = jnp.where(prompted, new.rows, runs.astype(jnp.int32))
-    starts, sent = (jnp.pad(jnp.cumsum(x), (1, 0)) for x in (rows, new.rows))
-    owners = model.owners_of(starts, new.tokens.size + options.slots)
-    within = jnp.arange(owners.size, dtype=jnp.int32) - starts[owners]
-    of_prompts = jnp.take(new.tokens, sent[owners] + within, mode="clip")
-    tokens = jnp.where(prompted[owners], of_prompts, state.token[owners])
-    rotary = model.rotary_of(config, cache)
     cache = cache.reset(new.vacant)
-    logits, cache = model.mixed(
-        config, params, cache, tokens, starts, rotary, options.implementation
-    )
-    key = jnp.where(prompted, new.key, state.key)
-    token = _choose(options, logits, key, cache.lengths)
-    due = runs | new.last
-    left = jnp.where(new.last, new.wanted, state.left) - 1
-    left = jnp.where(due & ~_stops(options, token), left, 0)
-    state = State(jnp.where(due, token, state.token), left, key)
-    given = jnp.where(due, token, NOTHING)
+    (guesses, each), begins = _guesses(options, cache, state), cache.lengths
+    prompted, count = new.rows > 0, each.shape[1]
+    rows = jnp.where(prompted, new.rows, jnp.where(state.left > 0, count, 0))
+    starts, sent = (jnp.pad(jnp.cumsum(x), (1, 0)) for x in (rows, new.rows))
+    owners = model.owners_of(starts, new.tokens.size + each.size)
+    row = jnp.arange(owners.size, dtype=jnp.int32)
+    within = row - starts[owners]
+    of_prompts = jnp.take(new.tokens, sent[owners] + within, mode="clip")
+    of_steps = each[owners, jnp.minimum(within, count - 1)]
+    tokens = jnp.where(prompted[owners], of_prompts, of_steps)
+    rotary, how = model.rotary_of(config, cache), options.implementation
+    # Of a prompt, the logits after its last row count.
+    first = jnp.where(prompted, starts[1:] - 1, starts[:-1])
+    after = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    logits, cache = model.mixed(config, params, cache, tokens, starts, after, rotary, how)
+    text = state.text
+    if text is not None:
+        place = jnp.where(prompted[owners] & (row < starts[-1]), begins[owners] + within, text.size)
+        text = text.at[owners, place].set(tokens, mode="drop")
+    left = jnp.where(new.last, new.wanted, state.left)
+    state = State(state.token, left, jnp.where(prompted, new.key, state.key), text)
+    known = begins + jnp.where(prompted, new.rows, 1)
+    state, made, given = _made(options, state, logits, guesses, known)
+    if options.draft is not None:
+        cache = cache.keep(jnp.where(prompted, new.rows, made), implementation=how)
     return cache, state, given, logits if options.keep_logits else None
 
 

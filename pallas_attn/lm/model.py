@@ -6,7 +6,7 @@ norm of x, plus a gated MLP of the norm of that. Four ways to run it share every
     forward(config, params, tokens)               all positions at once, no cache: training, checks
     prefill(config, params, cache, ...)           prompts through `flash_attention` into the cache
     decode(config, params, cache, tokens)         one token a sequence over the cache
-    mixed(config, params, cache, tokens, starts)  any number a sequence, packed, over the cache
+    mixed(config, params, cache, tokens, ...)     any number a sequence, packed, over the cache
 
 Layers are stacked and scanned. Layers in a row with the same window form a run, which is one scan:
 a static window is the fastest, and a model with one kind of layer is one run. Weights are
@@ -421,12 +421,13 @@ def mixed(
     cache: Any,
     tokens: Array,
     starts: Array,
+    after: Array,
     rotary: Rotary,
     implementation: str | None = None,
 ) -> tuple[Array, Any]:
     """Packed tokens int32[R]: sequence i of the cache takes those from starts[i] to starts[i + 1],
-    chunks of prompts, single tokens or none. Logits float32[M, vocab] after the last of each (of a
-    sequence that takes none: anything), the cache.
+    chunks of prompts, a token and its drafts, or none. Logits float32[..., vocab] after the tokens
+    of the numbers `after` int32[...] (of one that there is not: anything), the cache.
     """
     cache = cache.extend(jnp.diff(starts))
     owners = owners_of(starts, tokens.shape[0])
@@ -434,8 +435,8 @@ def mixed(
     positions = jnp.maximum(cache.lengths[owners] + place, 0)[None]
     how = _over_cache(config, params, _Place(positions, rotary, starts), implementation)
     x, cache = _layers(config, params, tokens[None], how, cache)
-    last = jnp.take(x[0], jnp.maximum(starts[1:] - 1, 0), axis=0)
-    return logits_of(config, params, last, how.stream), cache
+    wanted = jnp.take(x[0], after, axis=0, mode="clip")
+    return logits_of(config, params, wanted, how.stream), cache
 
 
 def owners_of(starts: Array, rows: int) -> Array:
