@@ -131,6 +131,12 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """pytest looks five times for what the collector finds at the end: once says the same."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_terminal_summary(terminalreporter):
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
         for name, value in getattr(report, "user_properties", ()):

@@ -3,9 +3,9 @@ takes seconds to compile one that runs once, and its callbacks take longer than 
 `call` does so with any function, in the place of `jax.jit`; within `instead_of_xla` every program
 of one device is computed so, whoever calls it.
 
-Values are arrays, which nobody writes to; a key of random numbers is one of 64 bits. Integers wrap
-around, divide towards zero and shift as XLA says; products of matmuls are added in float32.
-What has no rule here JAX computes.
+Values are arrays, which nobody writes to, and refs that a program says it has become values; a key
+of random numbers is one of 64 bits. Integers wrap around, divide towards zero and shift as XLA
+says; products of matmuls are added in float32. What has no rule here JAX computes.
 """
 
 import contextlib
@@ -19,9 +19,10 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import core, pjit
+from jax._src import callback, core, pjit
 from jax._src.array import ArrayImpl
 from jax._src.random import prng
+from jax._src.state import discharge
 from jax.sharding import AxisType
 
 from tests import devices_in_numpy, numpy_rows
@@ -41,7 +42,8 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
     """What `jax.jit(function)(*args)` gives."""
     jitted = function if hasattr(function, "trace") else jax.jit(function)
     traced = jitted.trace(*args)
-    results = run(traced.jaxpr, traced.jaxpr.consts, *jax.tree.leaves(args))
+    jaxpr = _without_refs(traced.jaxpr)
+    results = run(jaxpr, jaxpr.consts, *jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), map(jnp.asarray, results))
 
 
@@ -100,12 +102,12 @@ def _rule(eqn: Any) -> Rule:
     name = eqn.primitive.name
     if name in ELEMENTWISE:
         return ELEMENTWISE[name]
-    rule = RULES[name](eqn, **eqn.params) if name in RULES else _by_jax(eqn)
+    rule = RULES[name](eqn, **eqn.params) if name in RULES else by_jax(eqn)
     several = name not in RULES or name in SEVERAL
     return (lambda *args: rule(*args)[0]) if several and len(eqn.outvars) == 1 else rule
 
 
-def _by_jax(eqn: Any) -> Rule:
+def by_jax(eqn: Any) -> Rule:
     def call(*args):
         results = eqn.primitive.bind(*args, **eqn.params)
         results = results if eqn.primitive.multiple_results else [results]
@@ -343,7 +345,7 @@ _TAILS += (-0.0076224613, 0.00943887047, 1.00167406, 2.83297682)
 
 def _erf_inv(eqn):
     if eqn.outvars[0].aval.dtype == np.float64:
-        return _by_jax(eqn)
+        return lambda x: by_jax(eqn)(x)[0]
 
     def erf_inv(x):
         wide = x.astype(np.float32)
@@ -429,6 +431,21 @@ def _cumulative(function):
 def _power(eqn, y):
     del eqn
     return lambda x: (x**y if y >= 0 else 1 / x**-y).astype(x.dtype)
+
+
+def _precision(eqn, exponent_bits, mantissa_bits):
+    """Of float32, with fewer bits behind the point: to the nearest, and to the even one of two."""
+    if eqn.invars[0].aval.dtype != np.float32 or exponent_bits != 8:
+        return lambda x: by_jax(eqn)(x)[0]
+    cut = np.uint32(23 - mantissa_bits)
+    half = np.uint32((1 << cut >> 1) - 1)
+
+    def rounded(x):
+        bits = x.view(np.uint32)
+        bits = (bits + half + (bits >> cut & np.uint32(1))) >> cut << cut
+        return np.where(np.isfinite(x), bits.view(np.float32), x)
+
+    return rounded
 
 
 def _pieces(eqn, sizes, axis):
@@ -594,7 +611,7 @@ CALLS = {"io_callback", "while", "cond", "scan"}
 CALLS |= {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 CALLS |= {"remat2", "checkpoint", "custom_vmap_call", "custom_partitioning"}  # of no device but one
 SEVERAL = CALLS | {"unstack", "split", "sort", "reduce"}  # results, or one
-SEVERAL |= {"shard_map"} | devices_in_numpy.COLLECTIVES.keys()
+SEVERAL |= {"shard_map", "mpmd_map"} | devices_in_numpy.COLLECTIVES.keys()
 
 RULES: dict[str, Callable[..., Rule]] = {
     "convert_element_type": _convert,
@@ -617,6 +634,7 @@ RULES: dict[str, Callable[..., Rule]] = {
     "dot_general": _dot,
     "erf_inv": _erf_inv,
     "integer_pow": _power,
+    "reduce_precision": _precision,
     "round": lambda eqn, rounding_method: _rounds[int(rounding_method)],
     "split": _pieces,
     "reduce": _fold,
@@ -663,15 +681,16 @@ RULES: dict[str, Callable[..., Rule]] = {
 @contextlib.contextmanager
 def instead_of_xla() -> Iterator[None]:
     """Programs that are compiled in here are computed in NumPy, also those of a single operation;
-    but not those of several devices without a `shard_map`, with other effects than their results,
+    but not those of several devices without a `shard_map`, with other effects than callbacks have,
     or with anything that has no rule. What is donated is gone afterwards; results are on the first
     device.
     """
     by_xla = pjit._pjit_call_impl_python
 
     def call(*args, jaxpr, **params):
+        whole, jaxpr = jaxpr, _without_refs(jaxpr)
         if not (_takes(jaxpr) and _is_here(args, params, _is_mapped(jaxpr))):
-            return by_xla(*args, jaxpr=jaxpr, **params)
+            return by_xla(*args, jaxpr=whole, **params)
         given = zip((*jaxpr.consts, *args), (*jaxpr.constvars, *jaxpr.invars), strict=True)
         numbers = [_numbers(x, var.aval) for x, var in given]
         consts = len(jaxpr.consts)
@@ -714,14 +733,26 @@ def _is_mapped(jaxpr: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
+def _without_refs(jaxpr: Any) -> Any:
+    """What the program creates, writes and reads become values."""
+    kinds = {type(effect) for effect in jaxpr.effects}
+    return discharge.discharge_state(jaxpr) if core.InternalMutableArrayEffect in kinds else jaxpr
+
+
+EFFECTS = (core.NamedAxisEffect, callback.IOEffect, callback.OrderedIOEffect)
+
+
+@functools.lru_cache(maxsize=4096)
 def _takes(jaxpr: Any) -> bool:
     """Whether every equation of the program has a rule."""
-    if any(not isinstance(effect, core.NamedAxisEffect) for effect in jaxpr.effects):
+    if any(not isinstance(effect, EFFECTS) for effect in jaxpr.effects):
         return False
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name not in ELEMENTWISE and name not in RULES:
             return False
+        if name == "mpmd_map" and eqn.params["interpret"]:  # tests/mosaic.py takes all kernels
+            continue
         keys = [var.aval.dtype._impl for var in eqn.outvars if _is_key(var.aval)]
         if any(impl.key_shape != (2,) for impl in keys):
             return False

@@ -23,14 +23,17 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jax import lax
 from jax._src import callback, core, source_info_util
+from jax._src.pallas import mpmd, pallas_call
 from jax._src.pallas.mosaic.interpret import thread_map, vector_clock
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives as prims
@@ -605,6 +608,33 @@ def _launch(*args, **params):
 _jax_launch = interpret_pallas_call.interpret_pallas_call
 
 
+def _kernel(eqn, **params):
+    """The rule of a launch in a program that is computed in NumPy: what JAX would lower it to."""
+    by_jax = in_numpy.by_jax(eqn)
+
+    @functools.cache
+    def traced():
+        given: dict[str, Any] = {}
+        seen = types.SimpleNamespace(avals_in=[var.aval for var in eqn.invars])
+        keep = lambda _, *arrays, **more: given.update(more)  # noqa: E731
+        with mock.patch.object(pallas_call, "_pallas_call_lowering", keep):
+            mpmd._mpmd_map_fallback_lowering(seen, *eqn.invars, **params)
+        launch = functools.partial(_jax_launch, interpret_params=given.pop("interpret"), **given)
+        return jax.make_jaxpr(launch)(*map(_shape_of, seen.avals_in))
+
+    def run(*arrays):
+        if not params["interpret"] or any(isinstance(x, jax.Ref) for x in arrays):
+            return by_jax(*arrays)
+        arrays = [np.asarray(x, order="C") for x in arrays]  # as XLA's are
+        try:
+            return in_numpy.run(traced(), traced().consts, *arrays)
+        except Exception as error:  # as XLA says it of a callback
+            message = f"INTERNAL: {type(error).__name__}: {error}"
+            raise jax.errors.JaxRuntimeError(message) from error
+
+    return run
+
+
 def _to_int(x):
     return x.item() if isinstance(x, np.ndarray) else _jax_to_int(x)
 
@@ -634,6 +664,7 @@ def _key(cls, *values):
 @functools.cache
 def _teach() -> None:
     interpret_pallas_call.interpret_pallas_call = _launch
+    in_numpy.RULES["mpmd_map"] = _kernel
     thread_map._run_jaxpr = in_numpy.run
     vector_clock.NpVectorClock.ordered = _ordered
     shared_memory.HostAllocationRequest.from_array = classmethod(_key_of_array)

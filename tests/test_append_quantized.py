@@ -20,6 +20,8 @@ from tests import mosaic
 from tests.append_cases import assert_same_bytes, random_bits
 from tests.test_quantized import LARGEST, awkward_rows, quantized
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 
 def problem_of(rows, dtype, gpu="sm90", **fields):
     """Rows [M, t, K, H] into a stacked cache that they fill."""

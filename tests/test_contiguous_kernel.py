@@ -15,6 +15,8 @@ from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests import mosaic
 from tests.test_flash_fwd_kernel import check, problem_of, run
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 SMALL = kernel.Config(2, block_kv=64, grid=3)
 SPLIT = dataclasses.replace(SMALL, splits=3)
 ONE = kernel.Config(1, block_kv=64, q_slots=1, grid=2)

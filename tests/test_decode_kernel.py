@@ -38,6 +38,8 @@ from tests.decode_cases import (
     turns,
 )
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 # ---- in the interpreter --------------------------------------------------------------------------
 
 SMALL = kernel.Config(stages=2, grid=3)

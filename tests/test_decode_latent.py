@@ -18,6 +18,8 @@ from pallas_attn.kernels.decode_mla import sm90 as kernel
 from tests import mosaic, test_decode_kernel
 from tests.decode_cases import functions_of
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 
 @dataclasses.dataclass(frozen=True)
 class Case(test_decode_kernel.Case):

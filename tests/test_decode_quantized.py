@@ -19,6 +19,8 @@ from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.mma import dequant
 from tests import mosaic
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 every_dtype = pytest.mark.parametrize("dtype", dequant.DTYPES)
 
 PROBLEM = dataclasses.replace(_support._BASE["decode"], cache_dtype="float8_e4m3fn", quantized=True)

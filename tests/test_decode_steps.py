@@ -14,6 +14,8 @@ from pallas_attn import CAUSAL, PagedCache, PerSequenceCache, StackedCache, slid
 from tests import budget, subjects
 from tests.test_quantized import quantized
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 KINDS = ("per_sequence", "stacked", "paged")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 CAPACITY, PAGE, HEADS, GROUP, DIM = 256, 16, 2, 4, 64

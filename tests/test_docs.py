@@ -15,6 +15,8 @@ from pallas_attn import _dispatch, _support
 from pallas_attn.bench import pages
 from tests.test_package import FLOORS, imports
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,7 +33,10 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.by_xla if "README" in x else ()) for x in PROGRAMS],
+)
 def test_programs_print_what_they_say(name, capsys):
     exec(compile(PROGRAMS[name], name, "exec"), {})
     said = re.search(r"print\(.*?\)\s*# (.*)", PROGRAMS[name]).group(1)
@@ -102,6 +107,7 @@ def test_the_first_program_is_of_fifteen_lines():
     assert len(lines) <= 15
 
 
+@pytest.mark.by_xla
 def test_the_program_updates_its_cache_in_place():
     scope = {}
     exec(compile(PROGRAMS["README.md 0"], "README.md", "exec"), scope)

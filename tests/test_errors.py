@@ -18,6 +18,8 @@ from pallas_attn import Limit, Mask, PagedCache, PerSequenceCache, StackedCache,
 from tests import test_cache_rows as rows
 from tests.test_quantized import ERRORS as QUANTIZED
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 
 def z(*shape, dtype="float32"):
     return jnp.zeros(shape, dtype)

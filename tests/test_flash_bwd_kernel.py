@@ -40,6 +40,8 @@ from tests.test_flash_fwd_kernel import (
 )
 from tests.test_flash_fwd_kernel import problem_of as forward_problem_of
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 SMALL = kernel.Config(grid=3)
 PORTABLE = flash_bwd_sm80.Config
 SPLIT = PORTABLE(warp_rows=2, warpgroups=2, do_stages=2, split_products=True, grid=3)

@@ -20,13 +20,23 @@ from jax import lax
 
 from pallas_attn import _device, kernels
 from pallas_attn.kernels.lang import mosaic as lang
-from tests import aot, builds, mosaic, watch
+from tests import aot, builds, in_numpy, mosaic, watch
 
 pytestmark = pytest.mark.guards
 
 TILE = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 HALF = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+@pytest.fixture(params=["by XLA", "in NumPy"])
+def around(request):
+    """Who computes the program that launches a kernel."""
+    with in_numpy.instead_of_xla() if request.param == "in NumPy" else contextlib.nullcontext():
+        yield
+
+
+either_way = pytest.mark.usefixtures("around")
 
 
 def numbers(like=TILE):
@@ -53,12 +63,14 @@ def through_shared_memory(x, *, wait=True, commit=True, arrivals=1):
     return plgpu.kernel(body, out_type=TILE, scratch_types=[buffer, buffer, barrier])(x)
 
 
+@either_way
 def test_what_is_right_passes():
     with mosaic.interpret():
         got = jax.jit(through_shared_memory)(numbers())
     np.testing.assert_array_equal(got, numbers() + 1)
 
 
+@either_way
 @pytest.mark.parametrize("fault", ["wait", "commit"])
 def test_a_race_is_found_and_the_next_kernel_runs(fault):
     with pytest.raises(AssertionError, match="RACE DETECTED"), mosaic.interpret():
@@ -73,6 +85,7 @@ def twice(x):
     return through_shared_memory(through_shared_memory(x, commit=False))
 
 
+@either_way
 def test_a_race_in_another_launch_than_the_last_is_found():
     with pytest.raises(AssertionError, match="RACE DETECTED"), mosaic.interpret():
         jax.block_until_ready(jax.jit(twice)(numbers()))
@@ -91,12 +104,14 @@ def half_arrived(x, *, wait=False):
     return plgpu.kernel(body, out_type=TILE, scratch_types=scratch)(x)
 
 
+@either_way
 def test_a_barrier_left_half_way_is_found_and_the_next_kernel_runs():
     with pytest.raises(jax.errors.JaxRuntimeError, match="arrivals pending"), mosaic.interpret():
         jax.block_until_ready(jax.jit(half_arrived)(numbers()))
     test_what_is_right_passes()
 
 
+@either_way
 def test_a_deadlock_is_ended_and_the_next_kernel_runs():
     told = r"DEADLOCK: 0\.5 s, Warpgroup\(.*\) is in _barrier_wait at .*test_guards\.py"
     with pytest.raises(jax.errors.JaxRuntimeError, match=told), mosaic.interpret(patience=0.5):
@@ -140,6 +155,7 @@ def matmuls(a, b):
     return plgpu.kernel(body, out_type=TILE, scratch_types=scratch)(a, b)
 
 
+@either_way
 def test_matmuls_with_accumulators_and_registers(rng):
     a, b = (jnp.asarray(rng.standard_normal((64, 64)), jnp.bfloat16) for _ in range(2))
     with mosaic.interpret():
@@ -187,6 +203,7 @@ def given_back(a, *, waits=0, commit=True, used=1):
     return kernel(a)
 
 
+@either_way
 @pytest.mark.parametrize("fault", [{"waits": 1}, {"commit": False}, {}], ids=str)
 def test_what_matmuls_read_is_watched_until_they_are_waited_for(fault):
     call = jax.jit(functools.partial(given_back, **fault))
@@ -195,6 +212,7 @@ def test_what_matmuls_read_is_watched_until_they_are_waited_for(fault):
         jax.block_until_ready(call(numbers(HALF)))
 
 
+@either_way
 def test_what_nobody_uses_may_read_anything():
     with mosaic.interpret():
         jax.block_until_ready(
@@ -202,6 +220,7 @@ def test_what_nobody_uses_may_read_anything():
         )
 
 
+@either_way
 @pytest.mark.parametrize("fault", ["commit", "wait"])
 def test_reductions_read_shared_memory_until_they_are_waited_for(fault):
     call = jax.jit(functools.partial(added_up, **{fault: False}))
@@ -237,6 +256,7 @@ def added_up(x, start, *, commit=True, wait=True):
     return jax.freeze(total), jax.freeze(last)
 
 
+@either_way
 def test_reductions_and_predicates():
     with mosaic.interpret():
         total, last = jax.jit(added_up)(numbers(), jnp.ones(TILE.shape))
@@ -263,6 +283,7 @@ def doubled(x, *, step=1, shift=0):
     return jax.freeze(out)
 
 
+@either_way
 def test_a_program_of_one_thread():
     x = jnp.arange(256, dtype=jnp.int32)
     with mosaic.interpret():
@@ -270,6 +291,7 @@ def test_a_program_of_one_thread():
     np.testing.assert_array_equal(got, jnp.where(x < 200, 2 * x, 0))
 
 
+@either_way
 def test_two_threads_on_one_word_are_found():
     with pytest.raises(AssertionError, match="RACE DETECTED"), mosaic.interpret():
         jax.block_until_ready(jax.jit(functools.partial(doubled, step=0))(jnp.arange(256)))
@@ -290,11 +312,13 @@ def in_place(x):
     return jax.freeze(ref)
 
 
+@either_way
 def test_reading_what_another_thread_writes_is_found():
     with pytest.raises(AssertionError, match="RACE DETECTED"), mosaic.interpret():
         jax.block_until_ready(jax.jit(in_place)(jnp.arange(129)))
 
 
+@either_way
 @pytest.mark.parametrize("shift", [57, -1])
 def test_a_wild_store_is_found(shift):
     error = r"a word of 4 bytes is written at .* of 256"

@@ -26,6 +26,7 @@ def floats(x):
     to = [x.astype(kind) for kind in ("int32", "uint32", "int8", "bfloat16", "float16", "bool")]
     rounded = [f(x) for f in (lax.floor, lax.ceil, lax.is_finite, lax.abs)]
     both = [f(x, x[::-1]) for f in (lax.max, lax.min, lax.lt, lax.ne)]
+    to += [lax.reduce_precision(x, *bits) for bits in ((8, 7), (8, 1), (5, 10))]
     return to, rounded, both, lax.bitcast_convert_type(x, jnp.int16), lax.integer_pow(x, -3)
 
 
@@ -153,11 +154,13 @@ def test_what_has_no_rule_jax_computes():
 
 
 def test_instead_of_xla():
-    """A number without a type, what is donated, a key; XLA compiles what is of several devices."""
+    """A number without a type, what is donated, a ref, a key; what is of several devices XLA
+    compiles.
+    """
     compiled = []
     events = jax.monitoring.register_event_duration_secs_listener
     events(lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None)
-    step = jax.jit(lambda x, n: (x + n, x.sum()), donate_argnums=0)
+    step = jax.jit(lambda x, n: (jax.freeze(jax.new_ref(x + n)), x.sum()), donate_argnums=0)
     x, key = jax.device_put(np.ones((77, 3), np.float32)), jax.random.key(3)
     with in_numpy.instead_of_xla():
         compiled.clear()

@@ -22,6 +22,8 @@ from pallas_attn import CAUSAL, _checks, _config, _device, _dispatch, _sharding,
 from pallas_attn._problem import AttentionInputs
 from tests import in_numpy, mosaic
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 REFERENCE = _dispatch.TABLES["flash_forward"][-1]
 X, B, T, S, N, K, H, HV = 3, 4, 8, 12, 8, 4, 16, 24
 ARGUMENTS = ("q_lengths", "kv_lengths", "bias", "mask_array", "softcap", "sinks", "precision")
@@ -144,6 +146,7 @@ def mesh_of(kind):
     return jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))
 
 
+@pytest.mark.by_xla
 def test_shard_map_checks_and_splits():
     q, k, v = qkv(B)
     spec = P("x", None, "y")
@@ -370,6 +373,7 @@ def test_arrays_that_nobody_placed_on_the_mesh_that_is_set(kernels_that_differen
     assert_same_trees(got, want)
 
 
+@pytest.mark.by_xla
 def test_gradients_in_a_shard_map(kernels_that_differentiate):
     """A bias and sinks that are whole on each device get the sum over the devices."""
     spec = P("x", None, "y")

@@ -20,6 +20,8 @@ from tests import mosaic
 from tests.decode_cases import KINDS, Case, check, launched, of_definition, run, shapes_of, turns
 from tests.test_decode_kernel import SOME
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 Config = kernel.Config
 SHORT = (0, 1, 70, 130, 200)
 SMALL = Config(2, block_kv=64, grid=3, in_turn=True)

@@ -15,6 +15,8 @@ from absl.testing import flagsaver
 from pallas_attn import driver, driver_flags
 from tests import lm_witness
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 

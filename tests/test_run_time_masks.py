@@ -19,6 +19,8 @@ from tests import test_decode_latent as latent
 from tests import test_flash_fwd_kernel as forward
 from tests.test_integers import cache_of, filled, normal, with_gradients
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 LEAST, MOST = -(2**31), 2**31 - 1
 FARTHEST = 2**30 - 1
 # Left and right: narrow, wide, unbounded, and where no query sees a key.

@@ -43,6 +43,8 @@ from tests import test_flash_bwd_kernel as backward
 from tests import test_flash_fwd_kernel as forward
 from tests.threads import BlockOfThreads
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 
 def drawn_problem(seed, problem_of):
     """Sizes, heads and a mask of no particular kind."""
@@ -269,6 +271,7 @@ def test_prefill(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.by_xla
 def test_shared_parts(seed):
     """Each kv tile of each q tile of each part once, in partials of different numbers, which are
     those that `merge` reads; no block has much more than another.

@@ -13,6 +13,8 @@ import pallas_attn as pa
 from pallas_attn import _context, _dispatch, _sharding, _transforms
 from tests.test_kernel_transforms import REFERENCE, InPlaceOfAKernel, assert_same_trees, mesh_of
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 B, T, S, N, K, H = 2, 16, 24, 8, 4, 8
 
 

@@ -16,6 +16,8 @@ from pallas_attn.kernels.prefill import widened_sm90 as kernel
 from tests import mosaic
 from tests.test_quantized import KINDS, LARGEST
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 PROBLEM = dataclasses.replace(
     _support._BASE["decode"],
     gpu="sm90",
