@@ -499,6 +499,7 @@ def test_nothing_to_read(kind):
 # ---- the plan ------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_xla  # it is called often
 @pytest.mark.parametrize("seed", range(3, 9))
 def test_every_unit_is_taken_once(seed):
     """Shares and works, computed in NumPy for every block."""

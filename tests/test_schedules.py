@@ -271,7 +271,6 @@ def test_prefill(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.by_xla
 def test_shared_parts(seed):
     """Each kv tile of each q tile of each part once, in partials of different numbers, which are
     those that `merge` reads; no block has much more than another.
@@ -426,6 +425,7 @@ def test_append(seed):
         assert stored == sorted(wanted.ravel().tolist())
 
 
+@pytest.mark.by_xla  # of single operations, which are compiled once
 @pytest.mark.parametrize("seed", range(6))
 def test_linear(seed):
     """Each part of each column of the result; its steps hold all columns of the weight."""
