@@ -105,7 +105,7 @@ FAULTS = {
         f"{TEST_FWD} -k 'test_interpreted and t_equals_s'",
     ),
     "prefill_consumers_wait_for_a_turn_that_nobody_gives": Fault(
-        f"{FWD}/sm90.py",
+        f"{PREFILL}/sm90.py",
         "pl.when(self.wg == 1)(self.give)",
         "pl.when(self.wg == 2)(self.give)",
         f"{TEST_PREFILL} -k 'test_interpreted and plain'",

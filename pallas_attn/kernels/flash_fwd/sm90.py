@@ -594,32 +594,12 @@ def _prologue(ctx: Context, rows: Rows, slot: Any, scale: _Scale, meanwhile: Any
     return State(acc, new.row_sum, new.row_max, _p_operand(plan, new.p), rescale)
 
 
-class Turns(NamedTuple):
-    """How two consumers that have as many steps issue their matmuls in turn: while one computes its
-    softmax, the tensor cores have the other's matmuls. Barrier n completes when consumer n may
-    issue those of its next step; the first consumer begins.
-    """
-
-    barriers: Any
-    wg: Any
-
-    def begin(self) -> None:
-        """What is done once, before all steps of a launch."""
-        pl.when(self.wg == 1)(self.give)
-
-    def take(self) -> None:
-        plgpu.barrier_wait(self.barriers.at[self.wg])
-
-    def give(self) -> None:
-        plgpu.barrier_arrive(self.barriers.at[1 - self.wg])
-
-
 def mainloop(
-    ctx: Context, rows: Rows, slot: Any, meanwhile: Any, turns: Turns | None = None
+    ctx: Context, rows: Rows, slot: Any, meanwhile: Any, turns: Any = None
 ) -> tuple[State, Any]:
     """All kv tiles of a consumer's rows, from the last to the first, and the slot after them.
-    `meanwhile`: what else there is to do, under the first matmul. `turns`: None where consumers
-    issue matmuls whenever they can.
+    `meanwhile`: what else there is to do, under the first matmul. `turns`: what makes consumers
+    issue their matmuls in turn (`take`, `give`); None: whenever they can.
     """
     plan, smem = ctx.plan, ctx.smem
     span, config, ring = rows.span, plan.config, Ring.of(ctx)
@@ -696,6 +676,12 @@ def mainloop(
             carry = lax.fori_loop(-low, -span.lo, functools.partial(step, True), carry)
 
     state, slot, _ = carry
+    return _last_values(ctx, state, slot)
+
+
+def _last_values(ctx: Context, state: State, slot: Any) -> tuple[State, Any]:
+    """The state with the values of the first kv tile, which the steps leave, and the next slot."""
+    (plan, _, smem), ring = ctx, Ring.of(ctx)
     ring.wait(slot)
     values = wgmma.terms_of_smem(smem.v.at[slot], plan.values)
     if plan.exact:

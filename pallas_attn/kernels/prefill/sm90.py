@@ -50,7 +50,6 @@ from pallas_attn.kernels.flash_fwd.sm90 import (
     SMEM_LIMIT,
     Result,
     Ring,
-    Turns,
     mainloop,
     no_keys,
 )
@@ -469,6 +468,26 @@ def _is_lost(ctx: Context, unit: Unit, wg: Any) -> Any:
     refs, needed = _Pages(refs.page_table, smem.lost), _Needed(unit.m, wg, pages)
     threads.each_warpgroup_thread(mosaic.in_context(_find_lost, plan), refs, needed)
     return unit.bad | (smem.lost[wg] == 1)
+
+
+class Turns(NamedTuple):
+    """How two consumers that have as many steps issue their matmuls in turn: while one computes its
+    softmax, the tensor cores have the other's matmuls. Barrier n completes when consumer n may
+    issue those of its next step; the first consumer begins.
+    """
+
+    barriers: Any
+    wg: Any
+
+    def begin(self) -> None:
+        """What is done once, before all steps of a launch."""
+        pl.when(self.wg == 1)(self.give)
+
+    def take(self) -> None:
+        plgpu.barrier_wait(self.barriers.at[self.wg])
+
+    def give(self) -> None:
+        plgpu.barrier_arrive(self.barriers.at[1 - self.wg])
 
 
 def _load_q(ctx: Context, unit: Unit, wg: Any, slot: Any) -> None:
