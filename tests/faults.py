@@ -251,6 +251,18 @@ FAULTS = {
         "_wait(plan, asked - n)",
         f"{TEST_NARROW} -k test_interpreted",
     ),
+    "a_cut_chunk_of_rows_is_not_widened": Fault(
+        f"{PREFILL}/widen.py",
+        "lax.div(live + (ROWS - 1), jnp.int32(ROWS))",
+        "lax.div(live, jnp.int32(ROWS))",
+        "tests/test_widened_kernel.py -k rounded_once",
+    ),
+    "rows_past_a_length_are_widened": Fault(
+        f"{PREFILL}/widen.py",
+        "thread.store(ref, index, thread.rounded(values, problem.dtype), 2 * NUMBERS, there)",
+        "thread.store(ref, index, thread.rounded(values, problem.dtype), 2 * NUMBERS, index >= 0)",
+        "tests/test_widened_kernel.py -k rounded_once",
+    ),
     "scales_of_rows_past_a_length_are_read": Fault(
         f"{PREFILL}/narrow_producer.py",
         "thread.copy_async(place, Word(scales, line(row)), row < at.live, inside, 4)",

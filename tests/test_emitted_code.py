@@ -14,9 +14,8 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.decode_mla import combine as mla_combine
-from pallas_attn.kernels.lang import mosaic, threads, warp_vote
+from pallas_attn.kernels.lang import mosaic, thread_math, threads, warp_vote
 from pallas_attn.kernels.mma import (
-    dequant,
     epilogue,
     global_accumulate,
     mma_2x2,
@@ -282,7 +281,7 @@ def test_words_are_stored_where_the_condition_holds(nbytes):
 
 
 def float16_of_e5m2(words, *_):
-    """What `dequant.to_16_bits` is to give, without PTX: the upper halves of float16."""
+    """What `thread_math.to_16_bits` is to give, without PTX: the upper halves of float16."""
     constant = lambda x: utils.c(x, ir.IntegerType.get_signless(32))  # noqa: E731
     halves = []
     for word in words:
@@ -295,7 +294,7 @@ def float16_of_e5m2(words, *_):
 
 @pytest.mark.parametrize("dim, block", [(64, 64), (128, 128), (192, 64), (256, 64)])
 def test_narrow_rows_are_stored_where_tma_would_put_them(rng, monkeypatch, dim, block):
-    monkeypatch.setattr(dequant, "to_16_bits", float16_of_e5m2)
+    monkeypatch.setattr(thread_math, "to_16_bits", float16_of_e5m2)
     numbers = rng.standard_normal((2, block * dim)).astype(jnp.float8_e5m2)
     scales = rng.standard_normal((2, block)).astype(np.float32)
     both = [np.zeros((3, block, dim), jnp.bfloat16) for _ in range(2)]

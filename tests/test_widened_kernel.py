@@ -3,6 +3,7 @@ done with scales, layers and rows that do not exist, and that it is right.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import _dispatch, _support
 from pallas_attn._problem import DecodeInputs
+from pallas_attn.kernels.prefill import widen
 from pallas_attn.kernels.prefill import widened_sm90 as kernel
 from tests import mosaic
 from tests.test_quantized import KINDS, LARGEST
@@ -51,8 +53,21 @@ def test_who_takes_what():
     assert chosen(**paged, pages=rows // 16) == ours
     assert chosen(**paged, pages=rows // 16 + 1) == "prefill.narrow_sm90"
     long = (2**24,) * PROBLEM.sequences
-    refused = kernel.limit(dataclasses.replace(PROBLEM, capacities=long, q_len=few))
+    refused = kernel.limit(dataclasses.replace(PROBLEM, capacities=long, q_len=1000))
     assert refused is not None and "GiB" in str(refused)
+
+
+def test_where_keys_are_split_more_queries_are_wanted():
+    alone = {"sequences": 1, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
+    alone |= {"capacities": (8192,)}
+    pairs = kernel.FEWEST_PAIRS[PROBLEM.cache_dtype]
+    few, many = pairs // 4, -(-pairs * 3 // 8)
+    for q_len in (few, many - 1, many):
+        problem = dataclasses.replace(PROBLEM, **alone, q_len=q_len)
+        split = kernel.Config.default(problem).splits > 1
+        wide = chosen(**alone, q_len=q_len) == "prefill.widened_sm90"
+        assert wide == (not split or q_len >= many)
+    assert kernel.Config.default(dataclasses.replace(PROBLEM, **alone, q_len=few)).splits > 1
 
 
 def drawn(rng, kind, dtype, layers=None, rows=(0, 37, 70)):
@@ -92,23 +107,29 @@ MANY = [
 ]
 
 
-def interpreted(rng, kernel, config, many):
-    """One of `MANY`. The third sequence ends within a tile, and past it all scales are NaN."""
-    kind, dtype, layers = many
-    q, cache, layer = drawn(rng, kind, dtype, layers)
-    problem = dataclasses.replace(
-        PROBLEM,
-        **{"kind": cache.kind, "cache_dtype": dtype, "sequences": 3, "q_len": 24, "q_heads": 16},
-        **{"kv_heads": 2, "head_dim": 64, "v_head_dim": 128, "capacities": cache.held},
-        **{"page_size": cache.page_size, "pages": cache.pages, "layers": layers, "scale": 0.125},
-    )
-    inputs = DecodeInputs(
+def problem_of(cache, **changes):
+    """Of 24 queries a sequence over a cache of `drawn`."""
+    given = {"kind": cache.kind, "cache_dtype": str(cache.dtype), "sequences": 3, "q_len": 24}
+    given |= {"q_heads": 16, "kv_heads": 2, "head_dim": 64, "v_head_dim": 128, "scale": 0.125}
+    given |= {"capacities": cache.held, "page_size": cache.page_size, "pages": cache.pages}
+    return dataclasses.replace(PROBLEM, **(given | {"layers": cache.layers} | changes))
+
+
+def inputs_of(q, cache, layer):
+    return DecodeInputs(
         *(q, cache.k, cache.v, cache.lengths, cache.page_table),
         jnp.int32(layer["layer"]) if layer else None,
         k_scale=cache.k_scale,
         v_scale=cache.v_scale,
         new_lengths=cache.new_lengths,
     )
+
+
+def interpreted(rng, kernel, config, many):
+    """One of `MANY`. The third sequence ends within a tile, and past it all scales are NaN."""
+    kind, dtype, layers = many
+    q, cache, layer = drawn(rng, kind, dtype, layers)
+    problem, inputs = problem_of(cache), inputs_of(q, cache, layer)
     assert kernel.limit(problem) is None
     run = jax.jit(lambda inputs: kernel.run(inputs, problem, config))
     want = pa.decode_attention_with_lse(q, cache, **layer, implementation="reference")
@@ -120,6 +141,48 @@ def interpreted(rng, kernel, config, many):
     for g, w in zip(got, want, strict=True):
         g, w = (np.asarray(x, np.float32) for x in (g, w))
         np.testing.assert_allclose(g, w, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
+def test_rows_are_rounded_once_and_those_past_a_length_are_left_alone(rng, monkeypatch, many):
+    """Blocks have several chunks of a slab each, and the last one is cut."""
+    monkeypatch.setattr(widen, "ROWS", 16)
+    monkeypatch.setattr(widen, "BLOCKS", 12)
+    (kind, dtype, layers), to = many, jnp.float16 if many[2] is None else jnp.bfloat16
+    _, cache, layer = drawn(rng, kind, dtype, layers)
+    problem = problem_of(cache, dtype=str(jnp.dtype(to)))
+    with mosaic.interpret():
+        found = widen.run(inputs_of(None, cache, layer), problem, layer.get("layer"))
+    given = (cache.k, cache.k_scale), (cache.v, cache.v_scale)
+    for wide, (rows, scales) in zip(found, given, strict=True):
+        separate = isinstance(rows, tuple)
+        triples = zip(wide, rows, scales, strict=True) if separate else [(wide, rows, scales)]
+        for m, (got, narrow, scale) in enumerate(triples):
+            if layers is not None:
+                narrow, scale = (x[layer["layer"]][None] for x in (narrow, scale))
+            want = (narrow.astype(jnp.float32) * scale[..., None]).astype(to)
+            got, want = (np.asarray(x, np.float32) for x in (got, want))
+            live = np.isfinite(want)
+            np.testing.assert_array_equal(got[live], want[live])
+            assert live.any() or cache.lengths[m] == 0
+            assert np.isnan(got[~live]).all()  # what nobody wrote, or rows of no page
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
+def test_machine_code(rng, many):
+    """Two launches, no copy of a cache, no register spilled; words as wide as they can be."""
+    kind, dtype, layers = many
+    q, cache, layer = drawn(rng, kind, dtype, layers)
+    problem, inputs = problem_of(cache), inputs_of(q, cache, layer)
+    config = kernel.Config.default(problem)
+
+    call = functools.partial(kernel.run, problem=problem, config=config)
+    report = mosaic.compile_for(call, inputs)
+    assert (report.launches, report.copies, report.spill_bytes) == (2, 0, 0)
+    assert "LDG.E.64" in report.sass and "STG.E.128" in report.sass
 
 
 @pytest.mark.guards

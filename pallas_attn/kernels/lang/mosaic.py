@@ -383,7 +383,9 @@ class Thread:
         return Int(thread_math.most_of_lanes(a.value, lanes))
 
     def numbers(self, word: Int, nbytes: int, dtype: str) -> list[Any]:
-        """The bfloat16, float16 or float32 numbers in a word, each as a float32 of the thread."""
+        """The numbers in a word, each as a float32 of the thread: of bfloat16, float16 and float32
+        and, from sm89 on and in words of 4 bytes or more, of int8 and float8.
+        """
         return thread_math.from_word(word.value, nbytes, dtype)
 
     def narrow(self, values: Sequence[Any], dtype: str) -> Int:

@@ -22,8 +22,51 @@ def _asm(result: ir.Type, operands: list[Value], code: str, constraints: str) ->
     return llvm.inline_asm(result, operands, code, constraints)
 
 
+_CODE = {
+    "float8_e4m3fn": (
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
+        "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+    ),
+    "float8_e5m2": "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
+    "int8": (
+        "{ .reg .b32 u, c; xor.b32 u, $2, 0x80808080; mov.b32 c, 0x64806480; "
+        "prmt.b32 $0, u, 0x64646464, 0x4140; prmt.b32 $1, u, 0x64646464, 0x4342; "
+        "sub.f16x2 $0, $0, c; sub.f16x2 $1, $1, c; }"
+    ),
+}
+NARROW = tuple(_CODE)  # dtypes of 8 bits
+_BY_INTEGERS = " ".join(
+    f"{{ .reg .b32 m, c; prmt.b32 {x}, $2, 0, {order}; and.b32 m, {x}, 0x7F007F00; "
+    f"shr.u32 m, m, 1; and.b32 {x}, {x}, 0x80008000; or.b32 {x}, {x}, m; mov.b32 c, 0x78807880; "
+    f"mul.f16x2 m, {x}, c; mov.b32 c, 0; mul.f16x2 m, m, c; mov.b32 c, 0x5C005C00; "
+    f"fma.rn.f16x2 {x}, {x}, c, m; }}"
+    for x, order in (("$0", "0x1404"), ("$1", "0x3424"))
+)
+
+
+def to_16_bits(words: list[Value], dtype: str, integers: bool = False) -> list[Value]:
+    """Words of 4 numbers of 8 bits -> words of 2 float16, in the same order, without rounding.
+    `integers`: without the instruction that GPUs have for float8_e4m3fn from sm89 on.
+
+      float8_e4m3fn  one instruction converts two numbers. Without it, integer instructions put its
+                     bits into the upper half of a float16, all but the sign one place lower: that
+                     is the number divided by 256, subnormal ones too. NaN becomes 1.875, the only
+                     one that overflows when it is multiplied by 36864; infinity times 0 is then
+                     added, which makes it NaN again
+      float8_e5m2    is the upper half of a float16
+      int8           is put, plus 128, into the mantissa of 1024.0, from which 1024 + 128 is
+                     subtracted
+    """
+    two = ir.Type.parse("!llvm.struct<(i32, i32)>")
+    code = _BY_INTEGERS if integers else _CODE[dtype]
+    made = [llvm.inline_asm(two, [word], code, "=&r,=&r,r") for word in words]
+    return [llvm.extractvalue(_int(32), pair, [i]) for pair in made for i in range(2)]
+
+
 def from_word(word: Value, nbytes: int, dtype: str) -> list[Value]:
-    """The float32 numbers in a word of bfloat16, float16 or float32, the first in memory first."""
+    """The numbers in a word of bfloat16, float16 or float32, or in one of 4 to 16 bytes of `NARROW`
+    dtypes from sm89 on, as float32, the first in memory first.
+    """
     if nbytes == 16:
         halves = [vector.extract(word, [], [i]) for i in range(4)]
     elif nbytes == 8:
@@ -31,6 +74,8 @@ def from_word(word: Value, nbytes: int, dtype: str) -> list[Value]:
         halves = [arith.trunci(_int(32), x) for x in (word, high)]
     else:
         halves = [arith.extui(_int(32), word) if nbytes < 4 else word]
+    if dtype in NARROW:
+        halves, nbytes, dtype = to_16_bits(halves, dtype), 2 * nbytes, "float16"
     if dtype == "float32":
         return [as_float(x) for x in halves]
     sixteen = utils.c(16, _int(32))

@@ -19,7 +19,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 
-from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang import mosaic, thread_math, threads
 from pallas_attn.kernels.lang.mosaic import Int
 from pallas_attn.kernels.mma import dequant
 
@@ -362,7 +362,11 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
         registers: list[Any] = []
         for column in range(0, split.columns, 8):
             b = words_of_row(pointer, start, lane, dim * size // 2, split.line(column) * words)
-            b = b if size == 2 else dequant.to_16_bits(b, str(jnp.dtype(ref_dtype)), split.integers)
+            b = (
+                b
+                if size == 2
+                else thread_math.to_16_bits(b, str(jnp.dtype(ref_dtype)), split.integers)
+            )
             sums = [[zero] * 4 for _ in range(2)]
             for n in range(len(b) // 2):
                 sums[n % 2] = mma(sums[n % 2], a[4 * n : 4 * n + 4], b[2 * n : 2 * n + 2], dtype)
@@ -443,7 +447,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
                     rows = [four_words(pointer, chunk, offset, 2) for offset in ahead]
                     pairs_of_rows = [dequant.interleaved(*rows[n : n + 2]) for n in (0, 2)]
                     low, high = (
-                        dequant.to_16_bits(x, narrow, split.integers) for x in pairs_of_rows
+                        thread_math.to_16_bits(x, narrow, split.integers) for x in pairs_of_rows
                     )
                 else:
                     rows = [_chunk(pointer, chunk, offset, lane % 2) for offset in ahead]

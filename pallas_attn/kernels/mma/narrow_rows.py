@@ -19,7 +19,7 @@ from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_attn.kernels.lang import mosaic, thread_math, threads
 from pallas_attn.kernels.lang.mosaic import THREADS, Int
-from pallas_attn.kernels.mma import dequant, packed_rows
+from pallas_attn.kernels.mma import packed_rows
 from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR, inline
 
 COLUMNS = 64  # of which rows have a multiple
@@ -79,7 +79,7 @@ def widen(  # noqa: PLR0913
             loaded.extend(load(piece) for piece in mine[number + loads : number + loads + 1])
             given, scale = loaded.popleft()
             parts = [vector.extract(given, [], [i]) for i in range(4)]
-            halves = dequant.to_16_bits(parts, stored)
+            halves = thread_math.to_16_bits(parts, stored)
             floats = [x for half in halves for x in thread_math.from_word(half, 4, "float16")]
             floats = [thread_math.product(x, scale) for x in floats]
             for n in range(2):

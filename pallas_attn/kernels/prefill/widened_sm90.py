@@ -1,11 +1,10 @@
 """Attention of many new rows to a quantised cache, for Hopper.
 
-The tensor cores of `prefill.sm90` want K and V in q's dtype. Here XLA widens the rows of one layer
-first, to a buffer that lives as long as the call, and `prefill.sm90` reads that. Each row is then
-rounded to q's dtype, where `decode.sm90` multiplies the numbers as they are stored and scales the
-scores. Rows are widened whether a length reaches them or not: it pays where there are enough
-queries, and `limit` says where that is; where they are fewer, `narrow_sm90` widens rows in the
-kernel, once for each q tile.
+The tensor cores of `prefill.sm90` want K and V in q's dtype. Here `widen` writes the rows of one
+layer first, to a buffer that lives as long as the call, and `prefill.sm90` reads that. Each row is
+then rounded to q's dtype, where `decode.sm90` multiplies the numbers as they are stored and scales
+the scores. It pays where there are enough queries, and `limit` says where that is; where they are
+fewer, `narrow_sm90` widens rows in the kernel, once for each q tile.
 """
 
 import dataclasses
@@ -14,15 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_attn._problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.prefill import sm90
+from pallas_attn.kernels.prefill import sm90, widen
 
 # Pairs of query head and query row that each widened row meets, by what is stored, of which the
-# narrow kernel widens int8 more slowly; as measured on an H200.
-FEWEST_PAIRS = {"int8": 768, "float8_e4m3fn": 1152, "float8_e5m2": 1152}
+# narrow kernel widens int8 more slowly; as measured on an H200. Where keys are split, half as many
+# again.
+FEWEST_PAIRS = {"int8": 512, "float8_e4m3fn": 768, "float8_e5m2": 768}
 MOST_BYTES = 2**32  # of the buffer
 
 
@@ -44,6 +43,8 @@ def limit(problem: DecodeProblem) -> Limit | None:
     rows = problem.q_len * problem.sequences if problem.tokens is None else problem.tokens
     stored = _stored_rows(problem)
     fewest = FEWEST_PAIRS[str(problem.cache_dtype)]
+    if Config.default(problem).splits > 1:
+        fewest += fewest // 2
     if rows * problem.q_heads * max(problem.capacities) < fewest * stored:
         return Limit("few query rows are faster without it", other)
     size = stored * (problem.head_dim + problem.v_head_dim) * 2
@@ -63,23 +64,12 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def _launch(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Any, Any]:
-    layer: Any = inputs.layer
+    layer = index = None
     if problem.layers is not None:
-        index = jnp.clip(layer, 0, problem.layers - 1)
-        layer = jnp.where(layer == index, 0, -1)  # one that the cache does not have stays one
-
-    def widen(rows: Any, scale: Any) -> Any:
-        if problem.layers is not None:
-            rows, scale = (lax.dynamic_index_in_dim(x, index) for x in (rows, scale))
-        return (rows.astype(jnp.float32) * scale[..., None]).astype(problem.dtype)
-
-    widened = inputs._replace(
-        k_cache=jax.tree.map(widen, inputs.k_cache, inputs.k_scale),
-        v_cache=jax.tree.map(widen, inputs.v_cache, inputs.v_scale),
-        k_scale=None,
-        v_scale=None,
-        layer=layer,
-    )
+        index = jnp.clip(inputs.layer, 0, problem.layers - 1)
+        layer = jnp.where(inputs.layer == index, 0, -1)  # one that the cache lacks stays one
+    k, v = widen.run(inputs, problem, index)
+    widened = inputs._replace(k_cache=k, v_cache=v, k_scale=None, v_scale=None, layer=layer)
     return sm90.run(widened, _widened(problem), config)
 
 
