@@ -253,8 +253,8 @@ FAULTS = {
     ),
     "a_cut_chunk_of_rows_is_not_widened": Fault(
         f"{PREFILL}/widen.py",
-        "lax.div(live + (ROWS - 1), jnp.int32(ROWS))",
-        "lax.div(live, jnp.int32(ROWS))",
+        "lax.div(live + (plan.rows - 1), jnp.int32(plan.rows))",
+        "lax.div(live, jnp.int32(plan.rows))",
         "tests/test_widened_kernel.py -k rounded_once",
     ),
     "rows_past_a_length_are_widened": Fault(

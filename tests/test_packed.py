@@ -18,9 +18,12 @@ from pallas_attn import (
     PerSequenceCache,
     StackedCache,
     _config,
+    _support,
     sliding_window,
 )
+from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode_mla import packed
+from pallas_attn.kernels.prefill import sm90
 from tests import budget, subjects
 from tests.decode_cases import ancestors, some_parents
 
@@ -32,6 +35,8 @@ KV_HEADS, GROUP, DIM, V_DIM = 2, 2, 64, 64
 COUNTS = (1, 0, 2, 7, 8, 16, 63, 64, 65, 128, 0, 300, 1)  # rows of each sequence
 HELD = (130, 9, 0, 60, 1, 0, 70, 0, 63, 5, 0, 20, 0)  # and those that it had before
 FEW_COUNTS, FEW_HELD = (1, 0, 2, 40, 1, 7), (70, 9, 0, 60, 0, 0)  # for the interpreter
+# With no more rows than sequences, of whom most can have one: others have few or many.
+ONES, ONES_HELD = (1, 0, 1, 3, 0, 0, 0, 10, 0, 1, *(0,) * 12), (70, 9, 0, 60, 1, 20, *(5,) * 16)
 LEAD, REST = 3, 2  # rows that no sequence owns, before the first and after the last
 
 
@@ -247,9 +252,39 @@ def test_a_mixture(rng, subject, kind, name):
     _check_mixture(rng, subject, kind, name)
 
 
-def _check_mixture(rng, subject, kind, name):
+@pytest.mark.parametrize("subject", subjects.rows("decode"))
+def test_no_more_rows_than_sequences(rng, subject):
+    """Kernels then take it that most sequences have one row; those that have more are right too."""
+    _check_mixture(rng, subject, "stacked", "window", (ONES, ONES_HELD))
+
+
+def test_what_few_rows_are():
+    """One where there are no more rows than sequences, but for bits that depend on nobody else."""
+    base = dataclasses.replace(
+        _support._BASE["decode"], gpu="sm90", tokens=64, q_len=64, q_heads=32, kv_heads=8
+    )
+    base = dataclasses.replace(base, sequences=64, capacities=(8192,) * 64)
+    for changes, few in (
+        ({}, 1),
+        ({"tokens": 65}, 2),
+        ({"batch_invariant": True}, 2),
+        ({"kv_heads": 32, "tokens": 65}, 8),
+        ({"tokens": 63}, 1),
+    ):
+        one, rest = scheduler.by_rows(dataclasses.replace(base, **changes))
+        assert (one.q_len, rest.fewest) == (few, few + 1)
+    assert (
+        sm90.Config.default(base).splits
+        == 1
+        < sm90.Config.default(
+            dataclasses.replace(base, sequences=63, capacities=(8192,) * 63)
+        ).splits
+    )
+
+
+def _check_mixture(rng, subject, kind, name, sizes=None):
     few = "gpu" not in subject.marks
-    counts, held = (FEW_COUNTS, FEW_HELD) if few else (COUNTS, HELD)
+    counts, held = sizes or ((FEW_COUNTS, FEW_HELD) if few else (COUNTS, HELD))
     one = Mixture(rng, kind, subject.dtype, counts, held)
     given = one.before, one.q, one.packed(one.k), one.packed(one.v), one.starts
     cache, out, lse = subject.call(append_and_decode, *given, **OPTIONS[name])

@@ -147,7 +147,6 @@ def interpreted(rng, kernel, config, many):
 @pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
 def test_rows_are_rounded_once_and_those_past_a_length_are_left_alone(rng, monkeypatch, many):
     """Blocks have several chunks of a slab each, and the last one is cut."""
-    monkeypatch.setattr(widen, "ROWS", 16)
     monkeypatch.setattr(widen, "BLOCKS", 12)
     (kind, dtype, layers), to = many, jnp.float16 if many[2] is None else jnp.bfloat16
     _, cache, layer = drawn(rng, kind, dtype, layers)

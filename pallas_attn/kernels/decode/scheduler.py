@@ -407,12 +407,22 @@ def deepest(smem_bytes: Callable, problem: DecodeProblem, config: Any, room: int
     return next(fitting, dataclasses.replace(config, stages=2))
 
 
+def of_single_rows(problem: DecodeProblem) -> bool:
+    """Of packed rows: whether most sequences can have one at most. Not where bits may not depend on
+    how many rows others have.
+    """
+    assert problem.tokens is not None
+    return problem.tokens <= problem.sequences and not problem.batch_invariant
+
+
 def by_rows(problem: DecodeProblem) -> tuple[DecodeProblem, DecodeProblem | None]:
     """A call of packed rows as two: sequences of few rows, for which a launch is as one that
-    decodes a token of each; and the others, if there can be any.
+    decodes a token of each; and the others, if there can be any. A kernel for a single row is
+    faster, so few is one where there are no more rows than sequences (`of_single_rows`).
     """
     assert problem.tokens is not None
     few = max(FEW_ROWS * problem.kv_heads // problem.q_heads, 1)
+    few = 1 if of_single_rows(problem) else few
     rest = dataclasses.replace(problem, fewest=few + 1) if few < problem.tokens else None
     return dataclasses.replace(problem, q_len=few), rest
 

@@ -111,7 +111,8 @@ class Config:
         alike = problem
         if problem.tokens is not None:  # few others change much
             alike = cache_layout.of_one_sequence(problem)
-        found = fastest(functools.partial(Plan.of, alike), max(problem.capacities))
+        most = 1 if problem.packed and scheduler.of_single_rows(problem) else MOST_SPLITS
+        found = fastest(functools.partial(Plan.of, alike), max(problem.capacities), most)
         return dataclasses.replace(found, together=_together(Plan.of(problem, found)))
 
 
@@ -140,7 +141,7 @@ def _of_shares(problem: DecodeProblem) -> Config:
     return next((one for one in deeper if smem_bytes(problem, one) <= SMEM_LIMIT), config)
 
 
-def fastest(plan_of: Callable[[Config], Plan], keys: int) -> Config:
+def fastest(plan_of: Callable[[Config], Plan], keys: int, most_splits: int = MOST_SPLITS) -> Config:
     """The configuration that should take the least time where query rows see so many keys."""
     problem = plan_of(Config()).problem
     dim = max(problem.head_dim, problem.v_head_dim)
@@ -153,7 +154,7 @@ def fastest(plan_of: Callable[[Config], Plan], keys: int) -> Config:
     splits = [
         dataclasses.replace(config, splits=n)
         for config in choices
-        for n in range(1, 1 + min(MOST_SPLITS, pl.cdiv(keys, 128)))
+        for n in range(1, 1 + min(most_splits, pl.cdiv(keys, 128)))
     ]
 
     def fits(config: Config) -> bool:

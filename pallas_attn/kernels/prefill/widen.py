@@ -6,13 +6,14 @@ Rows past a length are neither read nor written. Which pages of a pool nobody re
 up: all of its rows are widened.
 
 A slab is the rows of a kv head of a sequence, or all rows of a pool. `share` blocks share out its
-chunks of `ROWS` rows. A thread reads 8 numbers of a row at a time, all that it has of K and V of a
+chunks of `Plan.rows` rows. A thread reads 8 numbers of a row at a time, all it has of K and V of a
 chunk before it converts the first, and writes them as one word of 16 bytes: both are coalesced. On
 an H200 it moves 4.0 TB/s, where XLA's loop over each array moves 2.5.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +27,9 @@ from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.mosaic import THREADS, ThreadContext
 
-ROWS = 64  # of a chunk
+LEAST_ROWS = 16  # of a chunk
 NUMBERS = 8  # of a word
-BLOCKS = 128 * _gpus.multiprocessors(_gpus.HOPPER)  # about so many share out all slabs, at most
+BLOCKS = 512 * _gpus.multiprocessors(_gpus.HOPPER)  # about so many share out all slabs, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +50,14 @@ class Plan:
         return len(self.layout.capacities) * self.layout.kv_heads
 
     @property
+    def rows(self) -> int:
+        """Of a chunk: few, whose words of K and of V all threads share out evenly."""
+        return max(LEAST_ROWS, THREADS // math.gcd(THREADS, self.words(0), self.words(1)))
+
+    @property
     def share(self) -> int:
         """Blocks of a slab."""
-        chunks = pl.cdiv(max(self.layout.capacities), ROWS)
+        chunks = pl.cdiv(max(self.layout.capacities), self.rows)
         return min(pl.cdiv(BLOCKS, self.slabs), chunks)
 
     def words(self, side: int) -> int:
@@ -89,7 +95,7 @@ def _widen(ctx: ThreadContext) -> None:
     loaded = []
     for side in range(2):
         words = plan.words(side)
-        for start in range(0, ROWS * words, THREADS):
+        for start in range(0, plan.rows * words, THREADS):
             place = thread.index + start
             position, column = at.first + place // words, thread.wide(place % words)
             there = position < at.live
@@ -117,11 +123,11 @@ def _kernel(refs: Refs, *widened: Any, plan: Plan) -> None:
     if refs.lengths is not None:
         live = jnp.clip(refs.lengths[m], 0, live)
     live = jnp.int32(live)
-    chunks = lax.div(live + (ROWS - 1), jnp.int32(ROWS))
+    chunks = lax.div(live + (plan.rows - 1), jnp.int32(plan.rows))
     layer = None if refs.layer is None else refs.layer[0]
 
     def one(i, carry):
-        first = (share + i * plan.share) * ROWS
+        first = (share + i * plan.share) * plan.rows
         chunk = _Chunk(m, head, first, live, layer, capacity)
         mosaic.each_thread(mosaic.in_context(_widen, plan), refs, chunk)
         return carry
