@@ -36,7 +36,7 @@ COUNTS = (1, 0, 2, 7, 8, 16, 63, 64, 65, 128, 0, 300, 1)  # rows of each sequenc
 HELD = (130, 9, 0, 60, 1, 0, 70, 0, 63, 5, 0, 20, 0)  # and those that it had before
 FEW_COUNTS, FEW_HELD = (1, 0, 2, 40, 1, 7), (70, 9, 0, 60, 0, 0)  # for the interpreter
 # With no more rows than sequences, of whom most can have one: others have few or many.
-ONES, ONES_HELD = (1, 0, 1, 3, 0, 0, 0, 10, 0, 1, *(0,) * 12), (70, 9, 0, 60, 1, 20, *(5,) * 16)
+ONES, ONES_HELD = (1, 0, 1, 3, 0, 0, 0, 10, 0, 1, *(0,) * 22), (70, 9, 0, 60, 1, 20, *(5,) * 26)
 LEAD, REST = 3, 2  # rows that no sequence owns, before the first and after the last
 
 
@@ -236,9 +236,12 @@ def test_rows_of_a_sequence_with_too_many_drafts_see_what_causal_rows_do():
 
 
 @pytest.mark.guards
-def test_split_keys_interpreted(rng):
-    """A chunk whose keys several blocks share, combined into the rows of the others."""
-    few = {"block_kv": 64, "grid": 3, "splits": 2}
+@pytest.mark.parametrize("changes", [{"splits": 2}, {"together": 2}], ids=["splits", "together"])
+def test_dealing_interpreted(rng, changes):
+    """A chunk whose keys several blocks share, combined into the rows of the others; or whose kv
+    heads are taken in turn.
+    """
+    few = {"block_kv": 64, "grid": 3} | changes
     with _config.forced("prefill_sm90", few):
         _check_mixture(rng, INTERPRETED[0], "paged", "full_sinks")
 

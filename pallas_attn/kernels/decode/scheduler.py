@@ -447,7 +447,7 @@ class Table(NamedTuple):
     bounds: Any = None  # int32[2]: of the mask, where some arrive at run time
     # Where rows are packed, int32[plan.table_size]:
     counts: Ref | None = None  # query rows of the sequence that this launch serves
-    rows: Ref | None = None  # the first of them
+    rows: Ref | None = None  # the first of them; behind the last sequence, the end of all rows
 
 
 def table_scratch(plan: Plan) -> Table:
@@ -493,7 +493,7 @@ def fill_table(ctx: ThreadContext, meanwhile: Callable[[], None] = lambda: None)
     """
     thread, (given, table), usable, plan = ctx
     lane, last = thread.index % 32, plan.problem.sequences - 1
-    mine = thread.index < 32
+    mine, lane_is_last = thread.index < 32, lane >= 31
     sums, lengths, lost = [], [], []
     total: Any = None
     places = [lane * plan.lane_sequences + i for i in range(plan.lane_sequences)]
@@ -532,7 +532,10 @@ def fill_table(ctx: ThreadContext, meanwhile: Callable[[], None] = lambda: None)
         thread.shared_store(table.lost, m, lost[i], mine)
         if table.counts is not None:
             thread.shared_store(table.counts, m, counts[i], mine)
-            thread.shared_store(table.rows, m, rows[i][0], mine)
+            first = thread.select(m < plan.problem.sequences, *rows[i])
+            thread.shared_store(table.rows, m, first, mine)
+    if table.rows is not None:  # the end, where lanes have a sequence for each of their entries
+        thread.shared_store(table.rows, places[-1] + 1, rows[-1][1], lane_is_last & mine)
     thread.shared_store(table.sums, thread.index * 0, thread.index * 0, thread.index < 1)
     for side, bound in bounds.items():
         at = thread.index * 0 + SIDES.index(side)
@@ -604,7 +607,8 @@ def work_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) -> 
     count = row = None
     if table.counts is not None and table.rows is not None:
         m = _sequence_from(plan, table, unit, m)
-        count, row = table.counts[m], table.rows[m]
+        row = table.rows[m]
+        count = jnp.int32(1) if plan.problem.q_len == 1 else table.counts[m]
     else:
         m = jnp.minimum(
             m + (unit >= table.sums[m + 1] * plan.heads).astype(jnp.int32),

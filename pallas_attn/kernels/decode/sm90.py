@@ -412,10 +412,9 @@ def _kernel(
     threads.each_thread(mosaic.in_context(_start, plan), _StartRefs(refs.given, smem), usable)
     share = scheduler.share_of(plan, smem.table, block_id)
     results = Results(out, lse, *partials, refs.counters, refs.sinks)
-    if refs.given.starts is not None and plan.problem.fewest == 1:
+    if (firsts := smem.table.rows) is not None and plan.problem.fewest == 1:
         program = mosaic.in_context(combine.write_unowned, plan)
-        last = plan.problem.sequences
-        ends = refs.given.starts[0], refs.given.starts[last]
+        ends = firsts[0], firsts[plan.problem.sequences]
         threads.each_thread(program, results, combine.Owned(*ends, block_id, jnp.int32(plan.grid)))
     ctx = Context(plan, refs, smem)
     pl.when(share.first < share.end)(lambda: _mainloop(ctx, results, share, block_id))

@@ -180,11 +180,13 @@ class Plan(attention_plan.Plan):
     @property
     def together(self) -> int:
         """Kv heads whose q tiles are taken in turn: q tiles see unequally many keys, and where a
-        block has few of them it should not have long ones only. Their keys should fit in L2.
+        block has few of them it should not have long ones only. Their keys should fit in L2. Where
+        rows are packed they are of one sequence.
         """
-        if self.packed:
+        if self.merged:
             return 1
-        return math.gcd(self.config.together, self.problem.batch * self.problem.kv_heads)
+        heads = self.problem.kv_heads * (1 if self.packed else self.problem.batch)
+        return math.gcd(self.config.together, heads)
 
     @property
     def grid(self) -> int:

@@ -113,7 +113,7 @@ class Config:
             alike = cache_layout.of_one_sequence(problem)
         most = 1 if problem.packed and scheduler.of_single_rows(problem) else MOST_SPLITS
         found = fastest(functools.partial(Plan.of, alike), max(problem.capacities), most)
-        return dataclasses.replace(found, together=_together(Plan.of(problem, found)))
+        return dataclasses.replace(found, together=_together(Plan.of(alike, found)))
 
 
 def _together(plan: Plan) -> int:
@@ -121,7 +121,7 @@ def _together(plan: Plan) -> int:
     units each, and K and V of so many heads leave half of L2 to others; else 1.
     """
     problem, grid = plan.problem, plan.config.grid
-    if plan.packed or plan.q_tiles == 1 or not grid < plan.units <= FEW_UNITS * grid:
+    if plan.q_tiles == 1 or not grid < plan.units <= FEW_UNITS * grid:
         return 1
     row = (problem.head_dim + problem.v_head_dim) * jnp.dtype(problem.dtype).itemsize
     small = problem.kv_heads * problem.kv_len * row <= L2_BYTES // 2

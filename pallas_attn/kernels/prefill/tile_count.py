@@ -87,9 +87,10 @@ def units_of(ctx: Context, block_id: Any) -> Units:
         share = shares.share_of(ctx, block_id)
         return Units(share.q_tile, 1, share.units, share)
     if plan.together > 1:
-        rounds, more = divmod(plan.units, plan.grid)
+        units, grid = jnp.int32(all_units(ctx)), jnp.int32(plan.grid)
+        rounds, more = lax.div(units, grid), lax.rem(units, grid)
         back = plan.grid - 1 - block_id
-        count = rounds + ((back if rounds & 1 else block_id) < more).astype(jnp.int32)
+        count = rounds + (jnp.where(rounds & 1 == 1, back, block_id) < more).astype(jnp.int32)
         return Units(block_id, plan.grid, count, back=back)
     count = lax.div(all_units(ctx) - block_id + (plan.grid - 1), jnp.int32(plan.grid))
     return Units(block_id, plan.grid, count)

@@ -31,7 +31,7 @@ class Unit(NamedTuple):
     line: Any = None
 
 
-def _divided(n: Any, by: int) -> tuple[Any, Any]:
+def _divided(n: Any, by: Any) -> tuple[Any, Any]:
     return lax.div(n, jnp.int32(by)), lax.rem(n, jnp.int32(by))
 
 
@@ -48,8 +48,8 @@ def unit_of(ctx: Context, number: Any, share: shares.Share | None = None) -> Uni
         q_len = refs.starts[m + 1] - first
         number = number - before * (problem.kv_heads * config.splits)
     if plan.together > 1:
-        some, rest = _divided(number, plan.together * plan.q_tiles * config.splits)
-        split, rest = _divided(rest, plan.together * plan.q_tiles)
+        some, rest = _divided(number, plan.together * q_tiles * config.splits)
+        split, rest = _divided(rest, plan.together * q_tiles)
         q_tile, head = _divided(rest, plan.together)
         head = some * plan.together + head
     else:
