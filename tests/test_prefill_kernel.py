@@ -156,7 +156,9 @@ def test_lowers(name):
         ({"lengths": (8192,) * 8, "q_len": 256}, 1),  # q tiles see nearly as many keys
         ({"capacity": 8200}, 1),  # L2 would hold little else
         ({"q_len": 256}, 1),  # a unit a block
-        ({"lengths": (8192,) * 8}, 1),  # many
+        ({"lengths": (8192,) * 8}, 8),
+        ({"q_len": 8192}, 8),
+        ({"lengths": (8192,) * 8, "q_len": 4096}, 1),  # many
         ({"lengths": (8192,) * 20, "q_len": 32}, 1),  # one q tile
         ({"mask": sliding_window(1024)}, 1),  # q tiles see equally many keys
         ({"mask": FULL}, 1),
@@ -165,6 +167,21 @@ def test_lowers(name):
 def test_which_heads_are_taken_together(changes, heads):
     one = large(**({"lengths": (8192,)} | changes))
     assert Config.default(one.problem).together == heads
+
+
+@pytest.mark.parametrize(
+    "sequences, tokens, heads",
+    [
+        (64, 64 + 2048, 8),  # may be a long chunk and single tokens
+        (16, 16 * 2048, 8),  # prompts
+        (8, 8 * 512, 1),  # chunks over much longer sequences
+        (64, 64 * 256, 1),
+    ],
+)
+def test_which_heads_of_packed_rows_are_taken_together(sequences, tokens, heads):
+    problem = large(lengths=(8192,) * sequences, q_len=1).problem
+    packed = dataclasses.replace(problem, tokens=tokens, q_len=tokens)
+    assert Config.default(packed).together == heads
 
 
 COMPILED = {  # bytes spilled: a few scalars of the producer

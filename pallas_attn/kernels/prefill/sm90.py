@@ -68,7 +68,8 @@ REGISTERS_OF_TABLES = {1: (240, 64), 2: (224, 56), 3: (152, 56)}
 MOST_SPLITS = 32  # a lane of `combine` has one
 MOST_ARRAYS = 32  # separate caches: each takes two tensor maps, which compile slowly
 MERGES = True  # takes `DecodeProblem.merged`
-FEW_UNITS = 4  # of a block: where it has more, long ones and short ones even out
+FEW_UNITS = 12  # of a block: where it has more, long ones and short ones even out
+FEW_OF_ONE = 4  # the same where packed rows may be those of one sequence
 UNEVEN = 8  # new rows are one in so many, or more: below, all q tiles see nearly as many keys
 FEW_ROWS = 16  # rows of a kv head up to which decoding by mma.sync is faster
 
@@ -113,21 +114,26 @@ class Config:
             alike = cache_layout.of_one_sequence(problem)
         most = 1 if problem.packed and scheduler.of_single_rows(problem) else MOST_SPLITS
         found = fastest(functools.partial(Plan.of, alike), max(problem.capacities), most)
-        return dataclasses.replace(found, together=_together(Plan.of(alike, found)))
+        return dataclasses.replace(found, together=_together(Plan.of(problem, found)))
 
 
 def _together(plan: Plan) -> int:
     """All kv heads of a sequence where their q tiles see unequally many keys, blocks have a few
-    units each, and K and V of so many heads leave half of L2 to others; else 1.
+    units each, and K and V of so many heads leave half of L2 to others; else 1. Packed rows are
+    taken for those of one sequence where they are few, else for as many of each.
     """
     problem, grid = plan.problem, plan.config.grid
-    if plan.q_tiles == 1 or not grid < plan.units <= FEW_UNITS * grid:
+    units, rows, most = plan.units, problem.q_len, FEW_UNITS * grid
+    if plan.packed:
+        units = problem.kv_heads * plan.q_tiles * plan.config.splits
+        if units > FEW_OF_ONE * grid:
+            rows, most = rows // problem.batch, units
+    if plan.q_tiles == 1 or not grid < units <= most:
         return 1
     row = (problem.head_dim + problem.v_head_dim) * jnp.dtype(problem.dtype).itemsize
     small = problem.kv_heads * problem.kv_len * row <= L2_BYTES // 2
     causal = problem.mask.bounds_right and not problem.mask.bounds_left
-    uneven = causal and problem.q_len * UNEVEN >= problem.kv_len
-    return problem.kv_heads if small and uneven else 1
+    return problem.kv_heads if small and causal and rows * UNEVEN >= problem.kv_len else 1
 
 
 def _of_shares(problem: DecodeProblem) -> Config:
