@@ -4,6 +4,7 @@ be is what it would be alone.
 
 import dataclasses
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,11 @@ from pallas_attn import (
 )
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode_mla import packed
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 from pallas_attn.kernels.prefill import sm90
 from tests import budget, subjects
 from tests.decode_cases import ancestors, some_parents
+from tests.threads import BlockOfThreads, Memory
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -283,6 +286,21 @@ def test_what_few_rows_are():
             dataclasses.replace(base, sequences=63, capacities=(8192,) * 63)
         ).splits
     )
+
+
+@pytest.mark.parametrize("sequences", [1, 31, 32, 33, 64, 100])
+def test_which_sequence_is_the_next_that_has_work(rng, sequences):
+    plan = types.SimpleNamespace(problem=types.SimpleNamespace(sequences=sequences))
+    thread, each = BlockOfThreads(0, Memory()), -(-sequences // 32)
+    ctx = ThreadContext(thread, None, None, plan)
+    places = [thread.index % 32 * each + i for i in range(each)]
+    for share in np.linspace(0, 1, 9):
+        some = rng.random(32 * each) < share
+        some[sequences:] = False
+        found = scheduler._following(ctx, places, [some[m] for m in places])
+        for m, following in zip(np.stack(places).T.ravel(), np.stack(found).T.ravel(), strict=True):
+            later = np.flatnonzero(some[m + 1 :])
+            assert following == (m + 1 + later[0] if later.size else sequences - 1)
 
 
 def _check_mixture(rng, subject, kind, name, sizes=None):

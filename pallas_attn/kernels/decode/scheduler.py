@@ -448,13 +448,14 @@ class Table(NamedTuple):
     # Where rows are packed, int32[plan.table_size]:
     counts: Ref | None = None  # query rows of the sequence that this launch serves
     rows: Ref | None = None  # the first of them; behind the last sequence, the end of all rows
+    following: Ref | None = None  # the next sequence that has a unit
 
 
 def table_scratch(plan: Plan) -> Table:
     numbers = plgpu.SMEM((plan.table_size,), jnp.int32)
     packed = numbers if plan.packed else None
     bounds = plgpu.SMEM((len(SIDES),), jnp.int32) if plan.problem.mask.arrives else None
-    return Table(numbers, numbers, numbers, bounds, packed, packed)
+    return Table(numbers, numbers, numbers, bounds, packed, packed, packed)
 
 
 def mask_of(plan: Plan, table: Table) -> Mask:
@@ -494,7 +495,7 @@ def fill_table(ctx: ThreadContext, meanwhile: Callable[[], None] = lambda: None)
     thread, (given, table), usable, plan = ctx
     lane, last = thread.index % 32, plan.problem.sequences - 1
     mine, lane_is_last = thread.index < 32, lane >= 31
-    sums, lengths, lost = [], [], []
+    sums, lengths, lost, begun = [], [], [], []
     total: Any = None
     places = [lane * plan.lane_sequences + i for i in range(plan.lane_sequences)]
     within = [thread.minimum(m, last) for m in places]
@@ -525,6 +526,7 @@ def fill_table(ctx: ThreadContext, meanwhile: Callable[[], None] = lambda: None)
         units = thread.select(m < plan.problem.sequences, units, 0)
         total = units if total is None else total + units
         sums.append(total)
+        begun.append(units >= 1)
     before = thread.running_sum(total) - total
     for i, m in enumerate(places):
         thread.shared_store(table.sums, m + 1, before + sums[i], mine)
@@ -534,13 +536,36 @@ def fill_table(ctx: ThreadContext, meanwhile: Callable[[], None] = lambda: None)
             thread.shared_store(table.counts, m, counts[i], mine)
             first = thread.select(m < plan.problem.sequences, *rows[i])
             thread.shared_store(table.rows, m, first, mine)
-    if table.rows is not None:  # the end, where lanes have a sequence for each of their entries
+    if table.rows is not None and table.following is not None:
+        # The end, where lanes have a sequence for each of their entries.
         thread.shared_store(table.rows, places[-1] + 1, rows[-1][1], lane_is_last & mine)
+        for m, following in zip(places, _following(ctx, places, begun), strict=True):
+            thread.shared_store(table.following, m, following, mine)
     thread.shared_store(table.sums, thread.index * 0, thread.index * 0, thread.index < 1)
     for side, bound in bounds.items():
         at = thread.index * 0 + SIDES.index(side)
         thread.shared_store(table.bounds, at, bound, thread.index < 1)
     thread.sync()
+
+
+def _following(ctx: ThreadContext, places: list[Any], begun: list[Any]) -> list[Any]:
+    """Of each of a lane's sequences the next one that has a unit, which are `begun`; the last one
+    if there is none.
+    """
+    thread, last = ctx.thread, ctx.plan.problem.sequences - 1
+    lane, first = thread.index % 32, thread.index * 0 + last
+    for m, some in reversed(list(zip(places, begun, strict=True))):
+        first = thread.select(some, m, first)
+    for distance in (1, 2, 4, 8, 16):  # now the first of this lane and of those behind it
+        other = thread.of_lane(first, thread.minimum(lane + distance, 31))
+        first = thread.minimum(first, other)
+    behind = thread.of_lane(first, thread.minimum(lane + 1, 31))
+    after = thread.select(lane <= 30, behind, last)
+    found = []
+    for m, some in reversed(list(zip(places, begun, strict=True))):
+        found.append(after)
+        after = thread.select(some, m, after)
+    return found[::-1]
 
 
 def _served(ctx: ThreadContext, rows: list[Any]) -> Any:
@@ -594,26 +619,18 @@ def last_within(sums: Ref, last: int, most: Scalar, times: int = 1) -> Scalar:
     return low
 
 
-def _sequence_from(plan: Plan, table: Table, unit: Scalar, m: Scalar) -> Scalar:
-    """`sequence_of`, mostly m or the next; there may be sequences without a unit in between."""
-    last = plan.problem.sequences - 1
-    near = jnp.minimum(m + (unit >= table.sums[m + 1] * plan.heads).astype(jnp.int32), last)
-    found = unit < table.sums[near + 1] * plan.heads
-    return lax.cond(found, lambda: near, lambda: sequence_of(plan, table, unit))
-
-
 def work_at(plan: Plan, table: Table, share: Share, unit: Scalar, m: Scalar) -> WorkTile:
-    """The block's work that begins at `unit`, which is one of sequence m or of the next."""
+    """The block's work that begins at `unit`, which is one of sequence m or of the next that has
+    any.
+    """
+    following = jnp.minimum(m + 1, plan.problem.sequences - 1)
+    if table.following is not None:
+        following = table.following[m]
+    m = jnp.where(unit >= table.sums[m + 1] * plan.heads, following, m)
     count = row = None
     if table.counts is not None and table.rows is not None:
-        m = _sequence_from(plan, table, unit, m)
         row = table.rows[m]
         count = jnp.int32(1) if plan.problem.q_len == 1 else table.counts[m]
-    else:
-        m = jnp.minimum(
-            m + (unit >= table.sums[m + 1] * plan.heads).astype(jnp.int32),
-            plan.problem.sequences - 1,
-        )
     start = table.sums[m]
     units = table.sums[m + 1] - start
     if count is not None and plan.chunks > 1:
