@@ -160,7 +160,10 @@ def test_options_refuse(how, message):
 DRAWN = {"cache": "paged", "sampling": sampling.Sampling(0.3, top_k=20)}
 
 
-def test_samples_are_those_of_the_prompt_given_again(monkeypatch):
+@pytest.mark.parametrize(
+    "changes", [{}, {"prefill_chunk": 6, "chunk": 5}], ids=["whole", "in_chunks"]
+)
+def test_samples_are_those_of_the_prompt_given_again(monkeypatch, changes):
     """A key each, by their number; prefilled once, beside others, in slots that others left; with
     drafts, which are kept where they are what is drawn; what they share is read once.
     """
@@ -171,7 +174,7 @@ def test_samples_are_those_of_the_prompt_given_again(monkeypatch):
     monkeypatch.setattr(prefixes, "LEAST_SAVED", 16)  # rows, which two of the prompts have
     what, how = prompts((5, 16, 9)), DRAWN | {"slots": 4}
     again = tuple(prompt for prompt in what for _ in range(3))
-    made, statuses = run(what, options(**how, **LOOKED_UP, samples=3), wanted=20)
+    made, statuses = run(what, options(**how, **LOOKED_UP, **changes, samples=3), wanted=20)
     wanted, _ = run(again, options(**how), wanted=20)
     told = [[one.tokens for one in each.sequences] for each in (made, wanted)]
     assert told[0] == told[1] and len({tuple(tokens) for tokens in told[0]}) > 5
@@ -179,6 +182,32 @@ def test_samples_are_those_of_the_prompt_given_again(monkeypatch):
     assert max(status.running for status in statuses) == 3  # a prompt's answers begin together
     assert not made.cache.overflowed.any()
     assert looked == [{"tokens": 4, "levels": 1}]  # traced once, and not where there is one answer
+
+
+def test_samples_of_prompts_in_chunks_come_beside_those_that_decode():
+    """In any number of slots, with one token wanted or many, and logits as they are of whole
+    prompts.
+    """
+    what = prompts((1, 30, 9, 17))
+    for slots, wanted, chunk in ((2, 1, 4), (5, 12, 50), (7, 9, 1)):
+        how = DRAWN | {"slots": slots, "samples": 2, "keep_logits": True}
+        whole, made = (
+            run(what, options(**how, **x), wanted=wanted)[0] for x in ({}, {"prefill_chunk": chunk})
+        )
+        assert made.cache.overflowed.sum() == 0 and len(made.sequences) == 8
+        for one, other in zip(made.sequences, whole.sequences, strict=True):
+            assert one.tokens == other.tokens and len(one.tokens) == wanted
+            np.testing.assert_allclose(one.logits, other.logits, atol=1e-4)
+
+
+def test_samples_share_the_pages_of_a_prompt_in_chunks():
+    made = decode.Run(*small(), options(**DRAWN, samples=3, prefill_chunk=12), prompts((20,)), 10)
+    made._mix()
+    assert int(made.cache.num_free) == made.cache.pages - 2
+    made._mix()
+    table = np.asarray(made.cache.page_table)[:, :3]
+    assert (table[:, :2] == table[:1, :2]).all() and len(set(table[:, 2])) == 3
+    assert int(made.cache.num_free) == made.cache.pages - 5
 
 
 def test_samples_share_the_pages_of_their_prompt():
@@ -195,7 +224,6 @@ def test_samples_share_the_pages_of_their_prompt():
         ({"samples": 0}, "samples: expected at least 1, got 0"),
         ({"cache": "stacked"}, "cache: expected 'paged', whose pages are forked, for 3 samples of"),
         ({"sampling": sampling.Sampling()}, "samples: expected 1, or a temperature, for 3 samples"),
-        ({"prefill_chunk": 4}, "prefill_chunk: expected None, prompts that are whole, for 3 samp"),
         ({"slots": 2}, "slots: expected at least 3 for 3 samples of a prompt, got 2"),
     ],
 )

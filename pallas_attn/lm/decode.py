@@ -95,7 +95,6 @@ class Options:
         for name, wrong, wanted in (
             ("cache", self.cache != "paged", "'paged', whose pages are forked,"),
             ("samples", not self.sampling.draws, "1, or a temperature,"),
-            ("prefill_chunk", self.prefill_chunk is not None, "None, prompts that are whole,"),
             ("slots", self.slots < self.samples, f"at least {self.samples}"),
         ):
             if wrong:
@@ -313,6 +312,7 @@ class Chunks:
     tokens: Array  # int32[prefill_chunk]: of every slot that gets some, in the order of slots
     rows: Array  # int32[M]: how many
     last: Array  # bool[M]: the prompt ends with them
+    source: Array  # int32[M]: the slot whose rows these are; another's where its prompt is forked
     wanted: Array  # int32[M]: tokens wanted after the prompt
     key: Array  # keys [M]
     vacant: Array  # bool[M]: slots to be emptied before
@@ -345,13 +345,28 @@ def mixed(
     if text is not None:
         place = jnp.where(prompted[owners] & (row < starts[-1]), begins[owners] + within, text.size)
         text = text.at[owners, place].set(tokens, mode="drop")
-    left = jnp.where(new.last, new.wanted, state.left)
-    state = State(state.token, left, jnp.where(prompted, new.key, state.key), text)
     known = begins + jnp.where(prompted, new.rows, 1)
+    begun = prompted
+    if options.samples > 1:  # the other answers begin where their prompt ends
+        known, logits, begun = (x[new.source] for x in (known, logits, prompted))
+        text = None if text is None else text[new.source]
+    left = jnp.where(new.last, new.wanted, state.left)
+    state = State(state.token, left, jnp.where(begun, new.key, state.key), text)
     state, made, given = _made(options, state, logits, guesses, known)
     if options.draft is not None:
-        cache = cache.keep(jnp.where(prompted, new.rows, made), implementation=how)
+        cache = cache.keep(jnp.where(begun, new.rows, made), implementation=how)
+    if options.samples > 1:
+        cache = _forked(cache, new.source)
     return cache, state, given, logits if options.keep_logits else None
+
+
+def _forked(cache: Any, source: Array) -> Any:
+    """Each slot that has another's number as its source becomes a fork of that."""
+    slot = jnp.arange(source.size, dtype=jnp.int32)
+    others = source != slot
+    targets = jnp.nonzero(others, size=source.size, fill_value=0)[0].astype(jnp.int32)
+    fork = lambda n, cache: cache.fork(source[targets[n]], targets[n])  # noqa: E731
+    return jax.lax.fori_loop(0, others.sum(), fork, cache)
 
 
 def _choose(options: Options, logits: Array, keys: Array, position: Array) -> Array:
@@ -449,7 +464,9 @@ class Run:
     def prepare(self) -> None:
         """Compiles what its first prompts take."""
         if self.options.prefill_chunk is not None:
-            self._compile(mixed, self._chunks({}, np.ones(self.options.slots, bool)))
+            slots = self.options.slots
+            none = self._chunks({}, np.arange(slots, dtype=np.int32), np.ones(slots, bool))
+            self._compile(mixed, none)
             return
         first = list(self._waiting)[: self._together(self.options.slots)]
         new = self._arrivals(list(enumerate(first)), np.ones(self.options.slots, bool))
@@ -608,51 +625,76 @@ class Run:
     def _mix(self) -> bool:
         """One step of what decodes beside the next rows of prompts; none where no prompt is left.
 
-        Prompts take turns in their order, so that one at most is in the midst of its own.
+        Prompts take turns in their order, so that one at most is in the midst of its own. The first
+        of several answers takes the rows; the others have their slots and wait until it has all.
         """
         vacant = np.array([one is None for one in self._slots])
         room, fed = self.options.prefill_chunk or 0, dict[int, int]()
         for slot, one in enumerate(self._slots):
-            if one is not None and one.fed < len(one.prompt):
+            if one is not None and one.fed < len(one.prompt) and not one.sample:
                 fed[slot] = min(room, len(one.prompt) - one.fed)
                 room -= fed[slot]
-        for slot in np.flatnonzero(vacant).tolist():
-            if not (room and self._waiting and self._fits(self._waiting[0])):
+        free = np.flatnonzero(vacant).tolist()
+        for slot, *others in itertools.batched(free, self.options.samples):
+            enough = len(others) + 1 == self.options.samples
+            if not (room and enough and self._waiting and self._fits(self._waiting[0])):
                 break
-            one = self._slots[slot] = self._waiting.popleft()
+            one = self._waiting[0]
+            for place in (slot, *others):
+                self._slots[place] = self._waiting.popleft()
             fed[slot] = min(room, len(one.prompt))
             room -= fed[slot]
         if not fed:
             return False
         self._undisturbed = 0
-        new = self._chunks(fed, vacant)
+        source = self._sources(fed)
+        new = self._chunks(fed, source, vacant)
         tokens, logits = self._call(mixed, self.options, new)
         whose = tuple(self._slots)
         for slot, one in enumerate(whose):
             if one is not None:
-                one.fed += fed.get(slot, 0)
+                one.fed += len(one.prompt) if source[slot] != slot else fed.get(slot, 0)
                 one.planned += one.fed == len(one.prompt)
         kept = None if logits is None else logits[None]
         self._fly(_Flight(tokens[None], kept, whose, 1, prompted=True))
         return True
 
-    def _chunks(self, fed: dict[int, int], vacant: np.ndarray) -> Chunks:
-        """`fed`: how many rows of its prompt each slot gets."""
+    def _sources(self, fed: dict[int, int]) -> np.ndarray:
+        """Of each slot its own number, or the slot whose prompt ends in this step where it waits
+        for that.
+        """
+        source, ends = np.arange(self.options.slots, dtype=np.int32), dict[int, int]()
+        for slot, count in fed.items():
+            one = self._slots[slot]
+            assert one is not None
+            if one.fed + count == len(one.prompt):
+                ends[one.number] = slot
+        for slot, one in enumerate(self._slots):
+            if one is not None and one.sample and not one.fed:
+                source[slot] = ends.get(one.number - one.sample, slot)
+        return source
+
+    def _chunks(self, fed: dict[int, int], source: np.ndarray, vacant: np.ndarray) -> Chunks:
+        """`fed`: how many rows of its prompt each slot gets; `source`: see `_sources`."""
         slots = self.options.slots
         tokens = np.zeros(self.options.prefill_chunk or 0, np.int32)
         rows, wanted, numbers = np.zeros((3, slots), np.int32)
-        last, used = np.zeros(slots, bool), 0
+        last, used = source != np.arange(slots), 0
         for slot, count in sorted(fed.items()):
             one = self._slots[slot]
             assert one is not None
             tokens[used : used + count] = one.prompt[one.fed : one.fed + count]
-            rows[slot], wanted[slot], numbers[slot] = count, one.wanted, one.number
+            rows[slot] = count
             last[slot] = one.fed + count == len(one.prompt)
             used += count
+        for slot, one in enumerate(self._slots):
+            if one is not None and (slot in fed or last[slot]):
+                wanted[slot], numbers[slot] = one.wanted, one.number
         return Chunks(
             tokens=self._sent(tokens),
             rows=self._sent(rows),
             last=self._sent(last),
+            source=self._sent(source),
             wanted=self._sent(wanted),
             key=self._keys(numbers),
             vacant=self._sent(vacant),
