@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.lm import checkpoint, decode, model, text, train
+from pallas_attn.lm import checkpoint, decode, model, sampling, text, train
 from pallas_attn.lm.hf_config import config_from
 from tests import lm_witness
 
@@ -121,8 +121,11 @@ def test_a_chunk_of_steps_and_a_prefill_copy_no_cache(tmp_path, kind):
     vacant = np.array([True, True])
     new = run._arrivals([*enumerate(run.sequences[:2])], vacant)
     mixture = dataclasses.replace(options, prefill_chunk=5, draft="ngram")
+    if kind == "paged":  # of which a prompt's pages are forked
+        mixture = dataclasses.replace(mixture, samples=2, sampling=sampling.Sampling(0.5))
     mixed = decode.Run(config, params, mixture, [[1, 2]], 9)
-    chunks, more = mixed._chunks({}, vacant), (mixed.cache, decode.State.create(mixture))
+    chunks = mixed._chunks({}, np.arange(2, dtype=np.int32), vacant)
+    more = mixed.cache, decode.State.create(mixture)
     every = jax.tree.leaves([(x.k, x.v) for x in (cache, mixed.cache)])
     shapes = {",".join(map(str, x.shape)) for x in every}
     programs = (
