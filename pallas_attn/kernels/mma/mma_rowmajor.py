@@ -362,11 +362,8 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
         registers: list[Any] = []
         for column in range(0, split.columns, 8):
             b = words_of_row(pointer, start, lane, dim * size // 2, split.line(column) * words)
-            b = (
-                b
-                if size == 2
-                else thread_math.to_16_bits(b, str(jnp.dtype(ref_dtype)), split.integers)
-            )
+            if size == 1:
+                b = thread_math.to_16_bits(b, str(jnp.dtype(ref_dtype)), split.integers)
             sums = [[zero] * 4 for _ in range(2)]
             for n in range(len(b) // 2):
                 sums[n % 2] = mma(sums[n % 2], a[4 * n : 4 * n + 4], b[2 * n : 2 * n + 2], dtype)
