@@ -29,11 +29,12 @@ from pallas_attn.lm import (
     text,
 )
 from pallas_attn.lm.hf_config import config_from
+from pallas_attn.lm.options import CACHES
 from tests import lm_witness
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
-every_cache = pytest.mark.parametrize("kind", decode.CACHES)
+every_cache = pytest.mark.parametrize("kind", CACHES)
 LENGTHS = (5, 12, 1, 16, 9, 3)  # all padded to 16: programs are what takes time here
 
 

@@ -14,6 +14,7 @@ import pytest
 from pallas_attn import PagedCache, prefixes
 from pallas_attn.lm import check, decode, drafts, model, sampling
 from pallas_attn.lm.hf_config import config_from
+from pallas_attn.lm.options import CACHES
 from tests import lm_witness
 from tests.test_lm_decode import options, prompts, run, shown, small
 
@@ -130,7 +131,7 @@ def test_any_mixture_gives_the_tokens_of_plain_decoding(seed):
     what = [[pick.randrange(4) for _ in range(pick.randint(1, 30))] for _ in range(5)]
     how = {"sampling": pick.choice((sampling.Sampling(), sampling.Sampling(0.4, top_k=9)))}
     how |= {"stop": (pick.randrange(96),), "capacity": pick.choice((32, 48))}
-    more = {"cache": decode.CACHES[seed % 3], "slots": pick.randint(1, 4)}
+    more = {"cache": CACHES[seed % 3], "slots": pick.randint(1, 4)}
     more |= {"chunk": pick.randint(1, 5), "page_size": pick.choice((4, 8)), "draft": "ngram"}
     more |= {"drafts": pick.randint(1, 5), "prefill_chunk": pick.randint(1, 20)}
     more |= {"pages": 16} if more["cache"] == "paged" else {}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_attn.lm import decode, model
+from pallas_attn.lm.options import CACHES
 from tests import mosaic
 from tests.builds import LM as CONFIG
 
@@ -39,7 +40,7 @@ def shapes(options):
     return params, cache, jax.eval_shape(lambda: decode.State.create(options))
 
 
-@pytest.mark.parametrize("kind", decode.CACHES)
+@pytest.mark.parametrize("kind", CACHES)
 def test_a_chunk_copies_neither_caches_nor_weights(kind):
     options = decode.Options(cache=kind, slots=4, capacity=512, chunk=8)
     params, cache, state = shapes(options)

@@ -11,12 +11,13 @@ import pytest
 
 from pallas_attn.lm import checkpoint, decode, model, sampling, text, train
 from pallas_attn.lm.hf_config import config_from
+from pallas_attn.lm.options import CACHES
 from tests import lm_witness
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 every_family = pytest.mark.parametrize("family", lm_witness.CONFIGS)
-every_cache = pytest.mark.parametrize("kind", decode.CACHES)
+every_cache = pytest.mark.parametrize("kind", CACHES)
 
 
 def loaded(folder, family, **how):
@@ -39,7 +40,7 @@ def test_a_checkpoint_computes_what_the_witness_does(tmp_path, rng, family):
 
 @pytest.mark.parametrize(
     "family, kind",
-    [("llama3", "paged"), ("qwen2", "stacked"), *(("qwen3", kind) for kind in decode.CACHES)],
+    [("llama3", "paged"), ("qwen2", "stacked"), *(("qwen3", kind) for kind in CACHES)],
 )
 def test_prefill_then_decode_equals_the_full_forward(tmp_path, rng, family, kind):
     """Two prompts of unlike lengths into a cache of three, then tokens into one and both."""

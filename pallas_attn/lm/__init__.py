@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 
 from pallas_attn.lm import checkpoint, decode, hf_config, machine, mesh, text
 from pallas_attn.lm import mesh as lm_mesh
-from pallas_attn.lm.decode import Options
 from pallas_attn.lm.folder import Folder
 from pallas_attn.lm.model import Config, Params
+from pallas_attn.lm.options import Options
 from pallas_attn.lm.sampling import Sampling, at_least_1, is_int
 
 __all__ = ["Model", "Options", "Sampling", "generate", "load", "mesh"]

@@ -27,14 +27,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import _dispatch, prefixes
-from pallas_attn.cache import PagedCache, PerSequenceCache, StackedCache
+from pallas_attn import _dispatch
 from pallas_attn.lm import drafts as lm_drafts
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm import model
 from pallas_attn.lm.model import Config, Params
+from pallas_attn.lm.options import Options
 from pallas_attn.lm.progress import Generation, Spread, Status
-from pallas_attn.lm.sampling import Sampling, at_least_1, is_int, sample
+from pallas_attn.lm.sampling import at_least_1, sample
 
 Array = jax.Array
 # XLA's Triton matmuls cannot read a layer's weights where they lie in the stack that is scanned:
@@ -43,101 +43,9 @@ Array = jax.Array
 # Kernels that were recorded as a CUDA graph do not begin early (see `_rows`), which costs more than
 # their launches: no part of a program is large enough to be recorded.
 COMPILER = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_graph_min_graph_size": 2**30}
-CACHES = ("per_sequence", "stacked", "paged")
-DRAFTS = ("ngram",)
 NOTHING = -1  # in place of a token, where a sequence was not running
 NO_NUMBER = -2  # in place of a token whose logit is no finite number
 DROPPED = -3  # in place of a token, where there was a draft that was not kept
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How to decode. A jit key."""
-
-    cache: str = "per_sequence"
-    slots: int = 8
-    capacity: int = 512  # rows of each slot
-    page_size: int = 64
-    pages: int | None = None  # of the whole pool; None: enough for every slot's capacity
-    chunk: int = 16  # steps inside one jit
-    prefill: int = 16384  # tokens that one prefill takes at most, padding counted
-    prefill_chunk: int | None = None  # rows of prompts that a step takes; None: prompts are whole
-    samples: int = 1  # answers to each prompt, which is prefilled once and forked
-    draft: str | None = None  # where drafts come from: "ngram", or None
-    drafts: int = 7  # a step takes so many of a sequence
-    dtype: str = "bfloat16"
-    sampling: Sampling = Sampling()
-    stop: tuple[int, ...] = ()
-    implementation: str | None = None
-    keep_logits: bool = False
-    mesh: Any = None  # a Mesh that heads and columns of the model are split over
-
-    def __post_init__(self) -> None:
-        for name in ("slots", "capacity", "page_size", "chunk", "prefill", "drafts", "samples"):
-            at_least_1(name, getattr(self, name))
-        for name in ("pages", "prefill_chunk"):
-            if getattr(self, name) is not None:
-                at_least_1(name, getattr(self, name))
-        if not isinstance(self.sampling, Sampling):
-            raise ValueError(f"sampling: expected a Sampling, got {self.sampling!r}")
-        if not (isinstance(self.stop, tuple) and all(map(is_int, self.stop))):
-            raise ValueError(f"stop: expected a tuple of tokens, ints, got {self.stop!r}")
-        lm_mesh.check(self.mesh)
-        if self.cache not in CACHES:
-            raise ValueError(f"cache: expected one of {CACHES}, got {self.cache!r}")
-        if self.samples > 1:
-            self._refuse_samples()
-        if self.draft is not None and self.draft not in DRAFTS:
-            raise ValueError(f"draft: expected one of {DRAFTS} or None, got {self.draft!r}")
-
-    def _refuse_samples(self) -> None:
-        """ValueError where several answers to a prompt cannot be, or would all be the same."""
-        for name, wrong, wanted in (
-            ("cache", self.cache != "paged", "'paged', whose pages are forked,"),
-            ("samples", not self.sampling.draws, "1, or a temperature,"),
-            ("slots", self.slots < self.samples, f"at least {self.samples}"),
-        ):
-            if wrong:
-                raise ValueError(
-                    f"{name}: expected {wanted} for {self.samples} samples of a prompt, got "
-                    f"{getattr(self, name)!r}"
-                )
-
-    @property
-    def pool(self) -> int:
-        """Pages of the pool."""
-        return self.pages or self.slots * -(-self.rows // self.page_size)
-
-    @property
-    def levels(self) -> int:
-        """How often sequences part that share what attention reads: once, after the prompt, where
-        it is long enough to be worth it; else 0.
-        """
-        worth = (self.samples - 1) * self.capacity >= prefixes.LEAST_SAVED
-        return int(worth and self.mesh is None)
-
-    @property
-    def ahead(self) -> int:
-        """Rows of drafts that a sequence may have beside its own."""
-        return 0 if self.draft is None else self.drafts
-
-    @property
-    def rows(self) -> int:
-        """Of each slot, those of drafts as well: a multiple of 8 of both, as kernels want it."""
-        return -(-(self.capacity + self.ahead) // 8) * 8 if self.ahead else self.capacity
-
-    def create_cache(self, config: Config) -> Any:
-        sizes: dict[str, Any] = {
-            "kv_heads": config.kv_heads,
-            "head_dim": config.head_dim,
-            "layers": config.layers,
-            "dtype": self.dtype,
-        }
-        if self.cache == "per_sequence":
-            return PerSequenceCache.create((self.rows,) * self.slots, **sizes)
-        if self.cache == "stacked":
-            return StackedCache.create(self.slots, self.rows, **sizes)
-        return PagedCache.create(self.slots, self.pool, self.page_size, capacity=self.rows, **sizes)
 
 
 # ---- on the device ------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm import model
-from pallas_attn.lm.decode import Options
 from pallas_attn.lm.model import Config, Params
+from pallas_attn.lm.options import Options
 from pallas_attn.lm.rows import gated, linear, rms_norm
 
 Array = jax.Array

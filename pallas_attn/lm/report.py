@@ -31,8 +31,8 @@ from pallas_attn.bench import rows, timing
 from pallas_attn.decode import decode_attention
 from pallas_attn.lm import check, decode, model, peer
 from pallas_attn.lm import mesh as lm_mesh
-from pallas_attn.lm.decode import Options
 from pallas_attn.lm.model import Config, Params
+from pallas_attn.lm.options import Options
 from pallas_attn.lm.sampling import Sampling, sample
 
 Array = jax.Array
