@@ -168,6 +168,27 @@ def test_rows_are_rounded_once_and_those_past_a_length_are_left_alone(rng, monke
             assert np.isnan(got[~live]).all()  # what nobody wrote, or rows of no page
 
 
+@pytest.mark.guards
+@pytest.mark.parametrize("many", [one for one in MANY if one[0] != "paged"], ids=lambda one: one[0])
+def test_lengths_out_of_range_widen_no_row_that_is_not_there(rng, many):
+    """None of a negative length, and all rows of one past the end."""
+    kind, dtype, layers = many
+    _, cache, layer = drawn(rng, kind, dtype, layers)
+    problem, lengths = problem_of(cache), jnp.asarray([-(2**31), 2**31 - 1, -1], jnp.int32)
+    given = inputs_of(None, cache, layer)._replace(lengths=lengths)
+    with mosaic.interpret():
+        found = widen.run(given, problem, layer.get("layer"))
+    for wide, scales in zip(found, (cache.k_scale, cache.v_scale), strict=True):
+        for m in range(3):
+            whole = wide[m] if kind == "per_sequence" else wide[0, m]
+            scale = scales[m] if kind == "per_sequence" else scales[layer["layer"], m]
+            there = np.isfinite(np.asarray(scale)) & (m == 1)
+            made = np.isfinite(np.asarray(whole, np.float32))
+            np.testing.assert_array_equal(made.all(axis=-1), there)
+            np.testing.assert_array_equal(made.any(axis=-1), there)
+            assert there.any() == (m == 1)
+
+
 @pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
@@ -177,7 +198,6 @@ def test_machine_code(rng, many):
     q, cache, layer = drawn(rng, kind, dtype, layers)
     problem, inputs = problem_of(cache), inputs_of(q, cache, layer)
     config = kernel.Config.default(problem)
-
     call = functools.partial(kernel.run, problem=problem, config=config)
     report = mosaic.compile_for(call, inputs)
     assert (report.launches, report.copies, report.spill_bytes) == (2, 0, 0)

@@ -421,8 +421,9 @@ def by_rows(problem: DecodeProblem) -> tuple[DecodeProblem, DecodeProblem | None
     faster, so few is one where there are no more rows than sequences (`of_single_rows`).
     """
     assert problem.tokens is not None
-    few = max(FEW_ROWS * problem.kv_heads // problem.q_heads, 1)
-    few = 1 if of_single_rows(problem) else few
+    few = 1
+    if not of_single_rows(problem):
+        few = max(FEW_ROWS * problem.kv_heads // problem.q_heads, 1)
     rest = dataclasses.replace(problem, fewest=few + 1) if few < problem.tokens else None
     return dataclasses.replace(problem, q_len=few), rest
 
@@ -495,7 +496,7 @@ def fill_table(ctx: ThreadContext, meanwhile: Callable[[], None] = lambda: None)
     thread, (given, table), usable, plan = ctx
     lane, last = thread.index % 32, plan.problem.sequences - 1
     mine, lane_is_last = thread.index < 32, lane >= 31
-    sums, lengths, lost, begun = [], [], [], []
+    sums, lengths, lost, have_units = [], [], [], []
     total: Any = None
     places = [lane * plan.lane_sequences + i for i in range(plan.lane_sequences)]
     within = [thread.minimum(m, last) for m in places]
@@ -526,7 +527,7 @@ def fill_table(ctx: ThreadContext, meanwhile: Callable[[], None] = lambda: None)
         units = thread.select(m < plan.problem.sequences, units, 0)
         total = units if total is None else total + units
         sums.append(total)
-        begun.append(units >= 1)
+        have_units.append(units >= 1)
     before = thread.running_sum(total) - total
     for i, m in enumerate(places):
         thread.shared_store(table.sums, m + 1, before + sums[i], mine)
@@ -537,9 +538,9 @@ def fill_table(ctx: ThreadContext, meanwhile: Callable[[], None] = lambda: None)
             first = thread.select(m < plan.problem.sequences, *rows[i])
             thread.shared_store(table.rows, m, first, mine)
     if table.rows is not None and table.following is not None:
-        # The end, where lanes have a sequence for each of their entries.
+        # The end of all rows where every lane has sequences in all its places; else it lies there.
         thread.shared_store(table.rows, places[-1] + 1, rows[-1][1], lane_is_last & mine)
-        for m, following in zip(places, _following(ctx, places, begun), strict=True):
+        for m, following in zip(places, _following(ctx, places, have_units), strict=True):
             thread.shared_store(table.following, m, following, mine)
     thread.shared_store(table.sums, thread.index * 0, thread.index * 0, thread.index < 1)
     for side, bound in bounds.items():
@@ -548,13 +549,13 @@ def fill_table(ctx: ThreadContext, meanwhile: Callable[[], None] = lambda: None)
     thread.sync()
 
 
-def _following(ctx: ThreadContext, places: list[Any], begun: list[Any]) -> list[Any]:
-    """Of each of a lane's sequences the next one that has a unit, which are `begun`; the last one
-    if there is none.
+def _following(ctx: ThreadContext, places: list[Any], have_units: list[Any]) -> list[Any]:
+    """Of each of a lane's sequences the next one that has a unit; the last one of all if none has.
+    `have_units`: which of the lane's do.
     """
     thread, last = ctx.thread, ctx.plan.problem.sequences - 1
     lane, first = thread.index % 32, thread.index * 0 + last
-    for m, some in reversed(list(zip(places, begun, strict=True))):
+    for m, some in reversed(list(zip(places, have_units, strict=True))):
         first = thread.select(some, m, first)
     for distance in (1, 2, 4, 8, 16):  # now the first of this lane and of those behind it
         other = thread.of_lane(first, thread.minimum(lane + distance, 31))
@@ -562,7 +563,7 @@ def _following(ctx: ThreadContext, places: list[Any], begun: list[Any]) -> list[
     behind = thread.of_lane(first, thread.minimum(lane + 1, 31))
     after = thread.select(lane <= 30, behind, last)
     found = []
-    for m, some in reversed(list(zip(places, begun, strict=True))):
+    for m, some in reversed(list(zip(places, have_units, strict=True))):
         found.append(after)
         after = thread.select(some, m, after)
     return found[::-1]

@@ -176,9 +176,9 @@ def fastest(plan_of: Callable[[Config], Plan], keys: int, most_splits: int = MOS
 
 def _in_turn(config: Config) -> Config:
     """Two consumers that begin at the same moment may stay in step to the end: both compute their
-    softmax at once, while no tensor core has work, which took up to a third more time. Which
-    launches do changes from one machine and cache to the next. Three consumers do not fall in step,
-    and where keys are split all wait for memory.
+    softmax at once, while no tensor core has work. Which launches do changes from one machine and
+    cache to the next. Three consumers do not fall in step, and where keys are split all wait for
+    memory.
     """
     return dataclasses.replace(config, in_turn=config.warpgroups == 2 and config.splits == 1)
 

@@ -5,10 +5,10 @@ rounded.
 Rows past a length are neither read nor written. Which pages of a pool nobody reads is not looked
 up: all of its rows are widened.
 
-A slab is the rows of a kv head of a sequence, or all rows of a pool. `share` blocks share out its
-chunks of `Plan.rows` rows. A thread reads 8 numbers of a row at a time, all it has of K and V of a
-chunk before it converts the first, and writes them as one word of 16 bytes: both are coalesced.
-Words of 16 bytes read, cache hints and other chunks were not faster on an H200.
+A slab is the rows of a kv head of a sequence, or all rows of a pool. `Plan.share` blocks share out
+its chunks of `Plan.rows` rows. A thread reads 8 numbers of a row at a time, all that it has of K
+and V of a chunk before it converts the first, and writes them as one word of 16 bytes, so that both
+are coalesced. To read words of 16 bytes, cache hints and other chunks were not faster on an H200.
 """
 
 import dataclasses
@@ -34,6 +34,8 @@ BLOCKS = 512 * _gpus.multiprocessors(_gpus.HOPPER)  # about so many share out al
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
+    """What follows from a problem: slabs, and which blocks have what of them."""
+
     problem: DecodeProblem
 
     @functools.cached_property
