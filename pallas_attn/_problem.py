@@ -324,13 +324,23 @@ class DecodeInputs(NamedTuple):
     # those rows over other keys
     rows: Array | None = None
     into: Any = None  # `Into`
+    own: Any = None  # `Own`, where DecodeProblem.own
+
+
+class Own(NamedTuple):
+    """What differs of the same queries over rows of their own, in the same cache."""
+
+    lengths: Array  # int32[M]
+    page_table: Array  # int32[M, W]
+    new_lengths: Array | None  # int32[M]
+    sinks: Array | None
 
 
 class Into(NamedTuple):
     """Results that those of packed rows are merged with, and which packed rows are theirs."""
 
-    out: Array  # [M, t, N, Hv]
-    lse: Array  # float32[M, N, t]
+    out: Array | None  # [M, t, N, Hv]; None: the same launch makes them
+    lse: Array | None  # float32[M, N, t]
     parts: Array  # int32[levels, M * t]: which packed sequence has a row, -1 where none has
     places: Array  # int32[levels, M * t]: which packed row it is
 
@@ -370,6 +380,8 @@ class DecodeProblem:
     # Packed rows are copies of rows of q, and the result is that of inputs.into merged with theirs:
     # (levels, M, t), or None
     merged: tuple[int, int, int] | None = None
+    # The same queries over rows of their own, which the same launch reads (`DecodeInputs.own`)
+    own: "DecodeProblem | None" = None
     op: str = "decode"
 
     @property

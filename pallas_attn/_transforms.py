@@ -428,7 +428,12 @@ def decode(kernel: Any, problem: DecodeProblem, inputs: DecodeInputs):
     outputs = [(*rows, heads, "e"), (*rows[:-1], heads, "t")]
     if problem.merged is not None:
         outputs = [("im", "it", heads, "e"), ("im", heads, "it")]
-        axes += [("r",), *outputs, ("level", "ir"), ("level", "ir")]
+        given = outputs if problem.own is None else []
+        axes += [("r",), *given, ("level", "ir"), ("level", "ir")]
+    if inputs.own is not None:
+        axes += [("im",), ("im", "iw")]
+        axes += [] if inputs.own.new_lengths is None else [("im",)]
+        axes += [] if inputs.own.sinks is None else [(heads,)]
     return _cache_call(run, leaves, axes, outputs, problem)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import _checks
-from pallas_attn._problem import DecodeInputs, DecodeProblem, Into
+from pallas_attn._problem import DecodeInputs, DecodeProblem, Into, Own
 from pallas_attn.masks import AT_RUN_TIME, FULL
 from pallas_attn.merge import add_sinks, merge_attention
 
@@ -332,17 +332,8 @@ def _columns(x: Array, dim: int) -> Array:
     return _checks.widened(x[..., :dim], dim)
 
 
-def _merged(
-    members: Members, own: Call, parts: Call, run: Run, sinks: Array | None = None
-) -> tuple[Array, Array]:
-    """Both calls, the second with the rows of `members`, as one. `sinks`: what neither has counted
-    and the result is to.
-    """
-    out, lse = run.alone(*own)
-    if not out.size:
-        return out, lse
-    # Caches of other dtypes may have other columns of zeros behind those that were asked for.
-    out, q = _columns(out, parts.problem.v_head_dim), _columns(own.inputs.q, parts.problem.head_dim)
+def _packed(members: Members, parts: Call, q: Array) -> Call:
+    """The call of the rows that parts are read by."""
     tokens = members.rows.size
     problem = dataclasses.replace(
         parts.problem,
@@ -360,6 +351,42 @@ def _merged(
         mask_left=None,
         mask_right=None,
     )
+    return Call(problem, packed)
+
+
+def _in_one_launch(
+    members: Members, own: Call, parts: Call, run: Run
+) -> tuple[Array, Array] | None:
+    """Both calls over one cache, by a kernel that reads own rows beside shared ones."""
+    q = own.inputs.q
+    problem, packed = _packed(members, parts, q)
+    merged = len(members.parts), q.shape[0], q.shape[1]
+    both = dataclasses.replace(problem, merged=merged, own=own.problem)
+    inputs = own.inputs
+    rest = Own(inputs.lengths, inputs.page_table, inputs.new_lengths, inputs.sinks)
+    into = Into(None, None, members.parts, members.places)
+    return run.merged(both, packed._replace(rows=members.rows, into=into, own=rest))
+
+
+def _merged(
+    members: Members, own: Call, parts: Call, run: Run, sinks: Array | None = None
+) -> tuple[Array, Array]:
+    """Both calls, the second with the rows of `members`, as one. `sinks`: what neither has counted
+    and the result is to.
+    """
+    same = own.inputs.k_cache is parts.inputs.k_cache and sinks is None
+    if (
+        own.inputs.q.size
+        and same
+        and (done := _in_one_launch(members, own, parts, run)) is not None
+    ):
+        return done
+    out, lse = run.alone(*own)
+    if not out.size:
+        return out, lse
+    # Caches of other dtypes may have other columns of zeros behind those that were asked for.
+    out, q = _columns(out, parts.problem.v_head_dim), _columns(own.inputs.q, parts.problem.head_dim)
+    problem, packed = _packed(members, parts, q)
     if sinks is None:
         into = Into(out, lse, members.parts, members.places)
         both = dataclasses.replace(problem, merged=(len(members.parts), q.shape[0], q.shape[1]))

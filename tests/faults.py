@@ -287,6 +287,18 @@ FAULTS = {
         "own_sum = thread.choose(thread.nothing_yet(own_lse), zero, zero)",
         "tests/test_prefixes.py -k test_interpreted",
     ),
+    "blocks_that_decode_count_as_blocks_of_parts": Fault(
+        f"{PREFILL}/shares.py",
+        "grid = jnp.int32(plan.grid) if sums.own is None else plan.grid - sums.own[0]",
+        "grid = jnp.int32(plan.grid)",
+        f"{TEST_SCHEDULES} -k test_shared_parts",
+    ),
+    "own_rows_are_dealt_to_more_blocks_than_decode_them": Fault(
+        "pallas_attn/kernels/decode/scheduler.py",
+        "blocks = jnp.int32(plan.grid) if blocks is None else blocks",
+        "blocks = jnp.int32(plan.grid)",
+        "tests/test_prefixes.py -k test_interpreted",
+    ),
     "all_partials_of_a_part_weigh_as_the_first": Fault(
         f"{PREFILL}/merge.py",
         "                w = thread.of_lane(weight, n)\n",

@@ -152,20 +152,31 @@ def _shape_of(aval):
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
+def _args_of(eqn, get_values):
+    """The arguments of inline code; of a union of refs, the member that is meant."""
+    tree, values = eqn.params["pytree_args"], get_values()
+    count = tree.num_leaves
+    transforms = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], values[count:])
+    args = []
+    for var, value, some in zip(eqn.invars[:count], values[:count], transforms, strict=True):
+        args.append(jaxpr_interpret.resolve_ref(var.aval, value, some or ())[0])
+    return jax.tree.unflatten(tree, args)
+
+
 def _inline_mgpu(self, eqn, token, get_values):
     """Runs a program of `mosaic.each_thread`, or what the code says it means in jax.numpy; any
     other inline code is refused, as JAX does.
     """
     if (matmuls := getattr(eqn.params["mgpu_fn"], "matmuls", None)) is not None:
-        (used,) = jax.tree.unflatten(eqn.params["pytree_args"], get_values())
+        (used,) = _args_of(eqn, get_values)
         mark = functools.partial(_mark_unused, matmuls=matmuls)
         like = host.TOKEN_SHAPE_DTYPE
         return callback.io_callback(mark, like, token=token, thread=self.thread, used=used), []
     if (values := getattr(eqn.params["mgpu_fn"], "values", None)) is not None:
-        result = values(*jax.tree.unflatten(eqn.params["pytree_args"], get_values()))
+        result = values(*_args_of(eqn, get_values))
         return token, jax.tree.leaves(result)
     if (twin := getattr(eqn.params["mgpu_fn"], "twin", None)) is not None:
-        args = jax.tree.unflatten(eqn.params["pytree_args"], get_values())
+        args = _args_of(eqn, get_values)
         is_ref = [isinstance(kind, plgpu.RefType) for kind in eqn.params["flat_arg_types"]]
         token, results = callback.io_callback(
             functools.partial(_run_twin, twin=twin, is_ref=is_ref, results=len(eqn.outvars)),
@@ -177,7 +188,7 @@ def _inline_mgpu(self, eqn, token, get_values):
     program = getattr(eqn.params["mgpu_fn"], "program", None)
     if program is None:
         return _jax_inline_mgpu(self, eqn, token, get_values)
-    refs, scalars = jax.tree.unflatten(eqn.params["pytree_args"], get_values())
+    refs, scalars = _args_of(eqn, get_values)
     trees = jax.tree.structure(refs), jax.tree.structure(scalars)
     run = functools.partial(_run_program, program=program, trees=trees)
     results = [_shape_of(var.aval) for var in eqn.outvars]

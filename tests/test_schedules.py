@@ -19,6 +19,7 @@ from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention.score_mod import Refs
 from pallas_attn.kernels.decode import scheduler
+from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.decode.producer import Context
 from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
 from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
@@ -41,7 +42,7 @@ from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests import decode_cases, test_append_kernel, test_decode_latent
 from tests import test_flash_bwd_kernel as backward
 from tests import test_flash_fwd_kernel as forward
-from tests.threads import BlockOfThreads
+from tests.threads import BlockOfThreads, Memory
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -291,7 +292,9 @@ def test_shared_parts(seed):
     q_tiles = np.array([plan.q_tiles_of(int(n), lambda x, y: x // y) for n in counts])
     kv_tiles = -(-np.maximum(lengths, 1) // 64)
     before = [np.cumsum([0, *x]) for x in (q_tiles, q_tiles * kv_tiles)]
-    sums = shares.Sums(*(jnp.asarray(x, jnp.int32) for x in before))
+    others = int(rng.integers(0, plan.grid)) if seed % 2 else 0  # blocks that read own rows
+    grid, others = plan.grid - others, jnp.asarray([others], jnp.int32) if seed % 2 else None
+    sums = shares.Sums(*(jnp.asarray(x, jnp.int32) for x in before), others)
     refs = no_arrays(prefill.Refs)._replace(
         lengths=jnp.asarray(lengths, jnp.int32), starts=jnp.asarray(starts, jnp.int32)
     )
@@ -304,9 +307,9 @@ def test_shared_parts(seed):
         numbers = jnp.arange(int(q_tiles.sum()) * kv_heads + 1, dtype=jnp.int32)
         return share, jax.vmap(lambda one: jax.vmap(lambda n: unit(n, one))(numbers))(share)
 
-    share, units = jax.tree.map(np.asarray, of_blocks(jnp.arange(plan.grid, dtype=jnp.int32)))
+    share, units = jax.tree.map(np.asarray, of_blocks(jnp.arange(grid, dtype=jnp.int32)))
     found, partials = [], {}
-    for block, number in ((b, n) for b in range(plan.grid) for n in range(share.units[b])):
+    for block, number in ((b, n) for b in range(grid) for n in range(share.units[b])):
         one = jax.tree.map(lambda x: x[block, number], (units.m, units.kv_head, units.q_tile))  # noqa: B023
         line = int(units.line[block, number])
         assert line not in partials and line < plan.most_q_tiles + plan.grid
@@ -322,9 +325,9 @@ def test_shared_parts(seed):
     assert steps.sum() == kv_heads * before[1][-1]
     assert not steps.any() or np.ptp(steps[steps > 0]) <= 1
     thread, total = types.SimpleNamespace(select=np.where, maximum=np.maximum), steps.sum()
-    div, blocks = (lambda x, y: x // y), plan.grid
+    div, blocks = (lambda x, y: x // y), grid
     if total:
-        blocks = shares.blocks_of(plan, before[0][-1] * kv_heads, total, div, np.clip)
+        blocks = shares.blocks_of(grid, before[0][-1] * kv_heads, total, div, np.clip)
     each, more = divmod(total, blocks)
     every = [(m, *x) for m in range(parts) for x in np.ndindex(kv_heads, q_tiles[m])]
     for m, head, q in every:
@@ -344,6 +347,39 @@ LATENT = {
     "few_rows": (sm90_few_rows.FewPlan, mla_sm90.Config, 8),
     "portable": (mla_sm80.LatentPlan, mla_sm80.Config, 70),
 }
+
+
+def test_how_many_blocks_decode_own_rows_beside_shared_ones(rng):
+    """At least one and not all, but where nothing is shared; more where there is more of them; by
+    NumPy as by the kernel's thread.
+    """
+    problem = decode_cases.Case(
+        kind="paged", lengths=(0,) * 40, capacity=4096, page_size=16
+    ).problem
+    plan = scheduler.Plan(problem, decode_sm90.Config.beside_others(problem))
+    heads, thread, asked = problem.kv_heads, BlockOfThreads(0, Memory()), []
+
+    def blocks(length, q_tiles, steps, grid=132):
+        of = types.SimpleNamespace(
+            own=plan,
+            grid=grid,
+            problem=types.SimpleNamespace(kv_heads=heads),
+            config=types.SimpleNamespace(block_kv=128),
+        )
+        refs = types.SimpleNamespace(own_lengths=np.full(40, length, np.int32))
+        numbers = (np.full(128, x, np.int32) for x in (q_tiles, steps))
+        ctx = ThreadContext(thread, refs, None, of)
+        (found,) = set(np.ravel(shares.own_blocks(ctx, *numbers)).tolist())
+        return found
+
+    for _ in range(200):
+        length, q_tiles = int(rng.integers(0, 5000)), int(rng.integers(1, 60))
+        steps, grid = q_tiles * int(rng.integers(1, 300)), int(rng.integers(2, 133))
+        asked.append(blocks(length, q_tiles, steps, grid))
+        assert 1 <= asked[-1] <= min(grid - 1, plan.grid)
+    assert len(set(asked)) > 20
+    assert blocks(10, 0, 0) == min(plan.grid, 132)
+    assert blocks(16, 2, 4000) <= blocks(500, 2, 4000) < blocks(4000, 2, 4000)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

@@ -592,8 +592,10 @@ class Share(NamedTuple):
         return jnp.where(unit < within, lax.div(unit, large), later)
 
 
-def share_of(plan: Plan, table: Table, block_id: Scalar) -> Share:
-    total, blocks = table.sums[plan.problem.sequences] * plan.heads, jnp.int32(plan.grid)
+def share_of(plan: Plan, table: Table, block_id: Scalar, blocks: Scalar | None = None) -> Share:
+    """`blocks`: how many share the work, if not all."""
+    total = table.sums[plan.problem.sequences] * plan.heads
+    blocks = jnp.int32(plan.grid) if blocks is None else blocks
     if plan.units_a_tile > 1:  # a tile begins in every share
         blocks = jnp.clip(_div(total, plan.units_a_tile), 1, blocks)
     base, rest = lax.div(total, blocks), lax.rem(total, blocks)

@@ -101,7 +101,12 @@ class Config:
         return _with_heads_at_once(problem, cls._of_single_heads(problem))
 
     @classmethod
-    def _of_single_heads(cls, problem: DecodeProblem) -> "Config":
+    def beside_others(cls, problem: DecodeProblem) -> "Config":
+        """The same where a block has its multiprocessor alone."""
+        return _with_heads_at_once(problem, cls._of_single_heads(problem, two_blocks=False))
+
+    @classmethod
+    def _of_single_heads(cls, problem: DecodeProblem, two_blocks: bool = True) -> "Config":
         plan = Plan(problem, cls())
         heads = problem.sequences * plan.heads
         keys = max(problem.capacities) * heads
@@ -110,7 +115,7 @@ class Config:
                 config = cls(tile=tile, stages=2, grid=_even_pairs(heads), load_first=True)
                 if smem_bytes(problem, config) <= SMEM_OF_TWO:
                     return scheduler.deepest(smem_bytes, problem, config, SMEM_OF_TWO)
-        if (two := _two_blocks(plan, heads, keys)) is not None:
+        if two_blocks and (two := _two_blocks(plan, heads, keys)) is not None:
             return two
         even = [n for n in range(MULTIPROCESSORS, MULTIPROCESSORS - 9, -1) if heads % n == 0]
         most = MULTIPROCESSORS // heads * heads
@@ -408,15 +413,20 @@ def _kernel(
     block_id = lax.axis_index("block")
     if plan.config.overlaps:
         mosaic.overlap_launches()
+    results = Results(out, lse, *partials, refs.counters, refs.sinks)
+    decode_block(Context(plan, refs, smem), results, block_id)
+
+
+def decode_block(ctx: Context, results: Results, block_id: Scalar, blocks: Any = None) -> None:
+    """The work of one block, of `blocks` if that is not the grid, by its first warpgroup."""
+    plan, refs, smem = ctx
     usable = producer.usable(plan, refs.layer)
     threads.each_thread(mosaic.in_context(_start, plan), _StartRefs(refs.given, smem), usable)
-    share = scheduler.share_of(plan, smem.table, block_id)
-    results = Results(out, lse, *partials, refs.counters, refs.sinks)
+    share = scheduler.share_of(plan, smem.table, block_id, blocks)
     if (firsts := smem.table.rows) is not None and plan.problem.fewest == 1:
         program = mosaic.in_context(combine.write_unowned, plan)
         ends = firsts[0], firsts[plan.problem.sequences]
         threads.each_thread(program, results, combine.Owned(*ends, block_id, jnp.int32(plan.grid)))
-    ctx = Context(plan, refs, smem)
     pl.when(share.first < share.end)(lambda: _mainloop(ctx, results, share, block_id))
 
 

@@ -103,7 +103,7 @@ def _address(ref: Ref, index: Any, size: int) -> ir.Value:
     """Of the first four numbers that the thread holds."""
     thread = threads.Thread()
     start = thread.wide(mosaic.Int(index.registers.item())) * size
-    start = start + thread.wide(thread.index % mosaic.THREADS) * 4
+    start = start + thread.wide(thread.index) * 4
     return mosaic.address_of(ref, start, 4)
 
 

@@ -73,7 +73,7 @@ def fill_table(ctx: Context) -> None:
     """By one warpgroup, for all."""
     program = mosaic.in_context(scheduler.fill_table, ctx.plan)
     refs = scheduler.TableRefs(ctx.refs.given, ctx.smem.table)
-    threads.each_warpgroup_thread(program, refs, producer.usable(ctx.plan, ctx.refs.layer))
+    threads.each_thread(program, refs, producer.usable(ctx.plan, ctx.refs.layer))
 
 
 def each_work(plan: Plan, table: Table, share: Share, body: Callable, carry: Any) -> Any:
@@ -111,7 +111,7 @@ def load(
     `prefetches(tile)`: whether this block prefetches a tile to L2 before it is copied.
     """
     plan = ctx.plan
-    producer.check_skipped_pages(ctx, work, threads.each_warpgroup_thread)
+    producer.check_skipped_pages(ctx, work, threads.each_thread)
 
     def one_tile(tile, carry):
         count, pages = carry
@@ -197,7 +197,7 @@ def _copy_rows(
         if finds_missing:
             missing = plan.layout.lacks_page(page)
             lost = ctx.smem.table.lost
-            pl.when(missing)(lambda: threads.each_warpgroup_thread(_lose, lost, work.sequence))
+            pl.when(missing)(lambda: threads.each_thread(_lose, lost, work.sequence))
         copy()
 
     pl.when(position >= work.length)(lambda: plgpu.barrier_arrive(block.ready))

@@ -394,7 +394,7 @@ def _score(ctx: Context, block_id: Scalar) -> None:
             new = softmax.next_step(s, plan.unit_of_logits, row_max, empty_ok=True)
             row_sum = softmax.rescaled(new, row_sum) + new.row_sum
             # What probabilities are put over were keys: all warps must have their scores.
-            threads.each_warpgroup_thread(lambda thread, *_: thread.sync(), (), ())
+            threads.each_thread(lambda thread, *_: thread.sync(), (), ())
             if not plan.rope_columns:
                 wait = functools.partial(plgpu.barrier_wait, smem.p_free.at[slot])
                 pl.when(count >= P_SLOTS)(wait)
@@ -518,7 +518,7 @@ def _epilogue(ctx: Context, results: Results, work: WorkTile, state: State, own:
             at = combine.Head(work.sequence, work.head, lost, count, index, first, later)
             arrive = mosaic.in_context(combine.arrive, plan)
             counter = combine.CounterRefs(results.counters, smem.last)
-            threads.each_warpgroup_thread(arrive, counter, at)
+            threads.each_thread(arrive, counter, at)
 
         _join(smem)
         pl.when(smem.last[0] == 1)(lambda: _combine(plan, results, work, wg, partials))

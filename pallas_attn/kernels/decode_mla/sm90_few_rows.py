@@ -270,7 +270,7 @@ def _one_tile(ctx: Context, work: WorkTile, tile: Scalar, carry: _Carry) -> _Car
     parity = lax.rem(count, jnp.int32(2))
     ref = smem.p.at[parity]
     _put(ref, p)
-    threads.each_warpgroup_thread(_set_flag, smem.flags, _Flag(parity, moved))
+    threads.each_thread(_set_flag, smem.flags, _Flag(parity, moved))
     plgpu.commit_smem()
     some = smem.flags[parity * threads.WARPS]
     for warp in range(1, threads.WARPS):
@@ -336,7 +336,7 @@ def _epilogue(
         at = combine.Head(work.sequence, work.head, lost, *found)
         arrive = mosaic.in_context(combine.arrive, plan)
         counter = combine.CounterRefs(results.counters, smem.last)
-        threads.each_warpgroup_thread(arrive, counter, at)
+        threads.each_thread(arrive, counter, at)
 
         @pl.when(smem.last[0] == 1)
         def _():

@@ -139,7 +139,7 @@ def _inverse(x: Any) -> Any:
 def _extremes(ctx: ThreadContext) -> None:
     thread, refs, (_, wg), plan = ctx
     problem, sizes = plan.problem, _Sizes.of(plan)
-    mine = thread.index % mosaic.THREADS + wg * mosaic.THREADS
+    mine = thread.index + wg * mosaic.THREADS
     counts = 2 * sizes.tiles, math.prod(tile_scheduler.schedule(plan).shape)
     for table, words in zip((refs.bounds, refs.schedule), counts, strict=True):  # read later
         for first in range(0, words, LINE * sizes.warpgroups * mosaic.THREADS):

@@ -114,12 +114,17 @@ def share_registers(  # noqa: PLR0913
         compute()
 
 
-def without_barriers() -> Any:
+def without_barriers(by_lane: bool = False) -> Any:
     """Parameters of a kernel whose warpgroups read what they write to shared memory by TMA or
     matmuls only, after `commit_smem`, or after a barrier. Else Mosaic puts each store between two
     barriers of its warpgroup.
     """
-    return plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+    lane, warpgroup = plgpu.LoweringSemantics.Lane, plgpu.LoweringSemantics.Warpgroup
+    return plgpu.CompilerParams(
+        approx_math=True,
+        unsafe_no_auto_barriers=True,
+        lowering_semantics=lane if by_lane else warpgroup,
+    )
 
 
 def filled(shape: Sequence[int], value: Any, dtype: Any = jnp.float32) -> jax.Array:
@@ -334,6 +339,12 @@ class Int:
     def __or__(self, other):
         return self._with(arith.ori, other)
 
+    def __rshift__(self, other):
+        return self._with(arith.shrui, other)
+
+    def __lshift__(self, other):
+        return self._with(arith.shli, other)
+
     def __lt__(self, other):
         return self._compare(arith.CmpIPredicate.slt, other)
 
@@ -362,8 +373,8 @@ class Thread:
 
     @property
     def index(self) -> Int:
-        """Which of the block's threads this is."""
-        return Int(arith.index_cast(_int(32), gpu.thread_id(gpu.Dimension.x)))
+        """Which of its warpgroup's threads this is."""
+        return Int(arith.index_cast(_int(32), gpu.thread_id(gpu.Dimension.x))) % THREADS
 
     def wide(self, x: Int) -> Int:
         """`x` in 64 bits, for offsets that 32 cannot hold."""

@@ -320,24 +320,9 @@ class Thread(mosaic.Thread):
         self.sync()
 
 
-class WarpgroupThread(Thread):
-    """`Thread` in a block of several warpgroups: `index` counts within its warpgroup, and `sync` is
-    a barrier of that warpgroup.
-    """
-
-    @property
-    def index(self) -> Int:
-        return super().index % mosaic.THREADS
-
-
 def each_thread(program: Callable[..., Any], refs: Any, scalars: Any, returns: bool = False) -> Any:
     """`mosaic.each_thread` with this file's `Thread`."""
     return mosaic.each_thread(program, refs, scalars, Thread(), returns)
-
-
-def each_warpgroup_thread(program: Callable[..., Any], refs: Any, scalars: Any) -> None:
-    """`each_thread`, in a block of several warpgroups, of the one that calls it."""
-    mosaic.each_thread(program, refs, scalars, WarpgroupThread())
 
 
 def each_item(
@@ -346,7 +331,7 @@ def each_item(
     """finish(number, lane, there, load(number, lane)) for each of `count` items, by `lanes` threads
     each; `there`: whether there is such an item.
     """
-    mine = thread.index % mosaic.THREADS + wg * mosaic.THREADS
+    mine = thread.index + wg * mosaic.THREADS
     at_once = warpgroups * mosaic.THREADS // lanes
     group, lane = mine // lanes, mine % lanes
     rounds = -(-count // at_once)

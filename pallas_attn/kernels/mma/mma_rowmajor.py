@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels.lang import mosaic, thread_math, threads
 from pallas_attn.kernels.lang.mosaic import Int
@@ -126,8 +126,8 @@ def tile_of(shape: tuple[int, int], dtype: Any) -> Any:
 
 
 def warp_and_lane() -> tuple[ir.Value, ir.Value]:
-    """(warp of the block, lane of the warp)."""
-    thread = arith.index_cast(threads.i32(), gpu.thread_id(gpu.Dimension.x))
+    """(warp of the warpgroup, lane of the warp)."""
+    thread = threads.Thread().index.value
     return arith.divui(thread, utils.c(32, threads.i32())), arith.remui(
         thread, utils.c(32, threads.i32())
     )
@@ -537,8 +537,7 @@ def add(ref: Any, number: Any, tile: Any, where: Any) -> None:
     def code(ref, number, tile, where):
         registers = list(tile.registers.flat)  # by 8 columns, then rows 0-7 and 8-15 of a warp
         i64 = ir.IntegerType.get_signless(64)
-        thread = arith.index_cast(threads.i32(), gpu.thread_id(gpu.Dimension.x))
-        thread = arith.remui(thread, utils.c(mosaic.THREADS, threads.i32()))
+        thread = threads.Thread().index.value
         number, where = (x.registers.item() for x in (number, where))
         begin = arith.muli(arith.extsi(i64, number), utils.c(slots, i64))
         slot = arith.addi(begin, arith.extui(i64, thread))

@@ -90,7 +90,7 @@ def load_rows_async(thread: threads.Thread, refs: tuple[Ref, Ref], at: Any, copy
     line = thread.wide(batch) * length + thread.wide(first)
     line = (line * heads + thread.wide(head)) * wide
     step = pitch(width) // CHUNK
-    mine = thread.index % mosaic.THREADS
+    mine = thread.index
     # The same chunk of rows THREADS // chunks apart: constants from one address, where the compiler
     # cannot find them. Where it can, it knows better: 60 bytes less are spilled.
     if (mosaic.THREADS % chunks == 0 and not fixed) or fixed is None:

@@ -64,7 +64,7 @@ def widen(  # noqa: PLR0913
     stored, dtype = (str(x.dtype) for x in (numbers, to))
 
     def code(numbers, scales, to, slot, entry):
-        thread, slot, entry = threads.WarpgroupThread(), _int_of(slot), _int_of(entry)
+        thread, slot, entry = threads.Thread(), _int_of(slot), _int_of(entry)
         mine: list[Piece] = pieces(thread.index, block, words)
 
         def load(piece: Piece) -> tuple[Any, Any]:

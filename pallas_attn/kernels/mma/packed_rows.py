@@ -42,7 +42,7 @@ def load(q: Ref, to: Ref, slot: Scalar, at: Place, plan: Any, rows: Ref | None =
     (_, q_heads, dim), chunks, across = q.shape, width // 8, swizzle // 16
 
     def code(q, to, slot, at, *rows):
-        thread = threads.WarpgroupThread()
+        thread = threads.Thread()
         slot, at = _int_of(slot), Place(*map(_int_of, at))
         for first in range(0, ROWS * chunks, mosaic.THREADS):
             number = thread.index + first
@@ -101,7 +101,7 @@ def store(tile: Any, to: Ref, column: int, at: Place, plan: Any) -> None:
     (_, q_heads, dim), (_, width), head_rows = to.shape, tile.shape, plan.head_rows
 
     def code(tile, to, at):
-        thread = threads.WarpgroupThread()
+        thread = threads.Thread()
         at, lane = Place(*map(_int_of, at)), thread.index % 32
         starts = _rows_of_thread(thread, at, head_rows)
         lines = [
@@ -128,7 +128,7 @@ def store_numbers(rows: Any, to: Ref, at: Place, plan: Any) -> None:
     tokens, head_rows = to.shape[1], plan.head_rows
 
     def code(rows, to, at):
-        thread = threads.WarpgroupThread()
+        thread = threads.Thread()
         at, first = Place(*map(_int_of, at)), thread.index % 4 < 1
         for register, (token, head, exists) in zip(
             rows.registers.flat, _rows_of_thread(thread, at, head_rows), strict=True

@@ -19,7 +19,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.plan import limit as attention_limit
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd
-from pallas_attn.kernels.prefill import sm90
+from pallas_attn.kernels.prefill import memory, sm90
 from pallas_attn.kernels.prefill.plan import BLOCKS, Plan
 
 FEWEST_KEYS = 4  # a query row
@@ -78,7 +78,7 @@ def _forward_cost(problem: AttentionProblem) -> float:
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    return sm90.bytes_of(Plan(problem, config))
+    return memory.bytes_of(Plan(problem, config))
 
 
 def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> tuple[Any, Any]:
@@ -91,7 +91,7 @@ def _launch(inputs: AttentionInputs, problem: Any, config: Any) -> tuple[Any, An
     """Jitted, so that a model of many layers traces it once. XLA copies K and V where S is above 8
     and no multiple of 8.
     """
-    refs = sm90.Refs(
+    refs = memory.Refs(
         q=tma_operands.for_tma(inputs.q),
         k=(tma_operands.for_tma(inputs.k),),
         v=(tma_operands.for_tma(inputs.v),),

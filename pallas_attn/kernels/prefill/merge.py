@@ -29,7 +29,7 @@ class Refs(NamedTuple):
     accs: Any  # float32[partials, warpgroups, 64, Hv], not divided
     row_maxes: Any  # float32[partials, warpgroups, 64], in log2 units
     row_sums: Any
-    sums: Any  # int32[2, plan.table_size]: `shares.Sums`
+    sums: Any  # int32[shares.kept_size(plan)]
     starts: Any  # int32[packed sequences + 1]
     parts: Any  # `_problem.Into`
     places: Any
@@ -55,10 +55,11 @@ class _Part(NamedTuple):
 
 
 class _Totals(NamedTuple):
-    """Of all packed sequences and one kv head."""
+    """Of all packed sequences and one kv head; or of those before one."""
 
     q_tiles: Any
     steps: Any
+    dealing: Any = None  # `shares.Dealing`
 
 
 class _Partials(NamedTuple):
@@ -88,21 +89,23 @@ def _partials(ctx: ThreadContext, row: _Row, part: _Part, total: _Totals) -> _Pa
     def clip(x: Any, low: int, high: Any) -> Any:
         return thread.minimum(thread.maximum(x, low), high)
 
-    (tiles, before), all_steps = _before(ctx, m), total.steps * heads
+    tiles, before, _ = _before(ctx, m)
     q_tiles = thread.maximum(plan.q_tiles_of(end - start, lambda x, y: x // y), 1)
     kv_tiles = (_before(ctx, m + 1).steps - before) // q_tiles
-    q_tile = kv_head * q_tiles + (q_tiles - 1 - wg_tile // wgs)
-    blocks = shares.blocks_of(plan, total.q_tiles * heads, all_steps, _div, clip)
+    q_tile, paired = kv_head * q_tiles + (q_tiles - 1 - wg_tile // wgs), total.dealing.paired
+    # Of pairs from here on, where blocks are paired.
+    all_q_tiles, all_steps = ((x * heads) >> paired for x in (total.q_tiles, total.steps))
+    blocks = shares.blocks_of(plan, total.dealing, all_q_tiles, all_steps, _div, clip)
     each = thread.maximum(all_steps // blocks, 1)
     more = all_steps - all_steps // blocks * blocks
-    step = before * heads + q_tile * kv_tiles
+    step = ((before * heads) >> paired) + (q_tile >> paired) * kv_tiles
     first, last = (_block_of(thread, x, each, more) for x in (step, step + kv_tiles - 1))
-    number = (tiles * heads + q_tile + first) * wgs + wg_tile % wgs
-    count = last - first + 1
+    number = tiles * heads + q_tile + (first << paired)
+    line, count = (number * wgs + wg_tile % wgs) * ROWS + line, last - first + 1
     if problem.group % threads.WARPS == 0:  # the heads of a block have one q tile
-        return _Partials(number * ROWS + line, count, count)
+        return _Partials(line, count, count)
     most = thread.minimum((kv_tiles + (each - 1)) // each + 1, plan.grid)
-    return _Partials(number * ROWS + line, count, most)
+    return _Partials(line, count, most)
 
 
 class _Merge(NamedTuple):
@@ -118,7 +121,7 @@ def _merged(ctx: ThreadContext, merge: _Merge, part: _Part, carry: list) -> list
     (thread, refs, _, plan), columns = ctx, merge.columns
     at, lane = _partials(ctx, merge.row, part, merge.total), thread.index % LANES
     zero, nothing = thread.number(0.0), thread.number(float("-inf"))
-    pitch = plan.config.warpgroups * ROWS
+    pitch = lane * 0 + plan.config.warpgroups * ROWS << merge.total.dealing.paired
 
     def trip(number: Any, carry: list) -> list:
         row_max, row_sum, *sums = carry
@@ -202,6 +205,8 @@ def _warp(ctx: ThreadContext) -> None:
     at = [row.token + level * tokens for level in range(levels)]
     found = [_Part(*(thread.load(ref, n, 4) for ref in (refs.parts, refs.places))) for n in at]
     total = _before(ctx, lane * 0 + problem.batch)
+    kept = [lane * 0 + (2 * plan.table_size + n) for n in shares.AT]
+    total = total._replace(dealing=shares.Dealing(*(thread.load(refs.sums, x, 4) for x in kept)))
     to = (thread.wide(row.token) * problem.q_heads + thread.wide(row.head)) * words
     columns = [lane + n for n in range(0, words, LANES)]
     inside = [exists & (column < words) for column in columns]

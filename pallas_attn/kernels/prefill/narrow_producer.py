@@ -76,7 +76,7 @@ class Tile(NamedTuple):
 class _Memory(NamedTuple):
     """What `_copy` reads, and what it writes."""
 
-    tables: Any  # `sm90.Refs.tables`
+    tables: Any  # `memory.Refs.tables`
     page_table: Any
     to: Slots
 
@@ -134,7 +134,7 @@ def produce(ctx: Context, block_id: Any, sides: tuple[int, ...]) -> None:
 
 def _wait(plan: Plan, left: int) -> None:
     """Until all tiles but the last `left` that were asked for are there."""
-    threads.each_warpgroup_thread(mosaic.in_context(producer.meet, plan, left=left), (), ())
+    threads.each_thread(mosaic.in_context(producer.meet, plan, left=left), (), ())
 
 
 def _ask(ctx: Context, unit: Unit, side: int, number: Any, slot: Any) -> None:
@@ -153,7 +153,7 @@ def _ask(ctx: Context, unit: Unit, side: int, number: Any, slot: Any) -> None:
         capacity = refs.capacities[unit.m]
     at = Tile(unit.m, unit.kv_head, first, live, slot, layer, capacity)
     memory = _Memory(refs.tables, refs.page_table, smem.narrow)
-    copy, each_thread = mosaic.in_context(_copy, plan, side=side), threads.each_warpgroup_thread
+    copy, each_thread = mosaic.in_context(_copy, plan, side=side), threads.each_thread
     pl.when(there)(lambda: each_thread(copy, memory, at))
     each_thread(lambda thread, *_: thread.commit_copies(), (), ())
 

@@ -16,7 +16,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import dequant, narrow_rows
-from pallas_attn.kernels.prefill import sm90
+from pallas_attn.kernels.prefill import memory, sm90
 from pallas_attn.kernels.prefill.plan import Plan
 
 FEW_ROWS = 32  # of a kv head of a sequence, up to which decoding is faster: measured on an H200
@@ -83,7 +83,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
 
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
-    return sm90.bytes_of(Plan.of(problem, config))
+    return memory.bytes_of(Plan.of(problem, config))
 
 
 def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Any, Any]:

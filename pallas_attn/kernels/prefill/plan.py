@@ -23,6 +23,8 @@ from pallas_attn._problem import AttentionProblem, DecodeProblem
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention.plan import ROWS, Span
+from pallas_attn.kernels.decode import scheduler
+from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.gather import gather
 
@@ -110,6 +112,15 @@ class Plan(attention_plan.Plan):
     def merged(self) -> bool:
         """Whether the results are merged with others, and blocks share out kv tiles (`shares`)."""
         return self.cache is not None and self.cache.merged is not None
+
+    @functools.cached_property
+    def own(self) -> Any:
+        """Of decoding the rows of the sequences' own in the same launch, or None."""
+        if self.cache is None or self.cache.own is None:
+            return None
+        own = self.cache.own
+        room = decode_sm90.SMEM_OF_TWO if self.decoders == 1 else
+        return scheduler.Plan(own, decode_sm90.Config.beside_others(own))
 
     @property
     def fewest(self) -> int:

@@ -23,6 +23,10 @@ Shared memory, and who owns it when:
                   every consumer has released it
   out [warpgroup] a slice of columns at a time on its way to global memory
 
+Where blocks of the launch decode the rows of the sequences' own (`shares`), they have other buffers
+in place of q, k and v, and their first warpgroup alone works. Such a kernel is lowered by lanes, as
+decode's is.
+
 A kv tile that the length cuts holds rows that do not exist. Scores of such keys are masked. For the
 values the producer waits, puts zeros in their place and only then says that the entry is ready.
 """
@@ -43,10 +47,10 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, functions, softmax, tma_operands
 from pallas_attn.kernels.attention.plan import L2_BYTES, ROWS, Context
 from pallas_attn.kernels.attention.score_mod import Rows
-from pallas_attn.kernels.decode import scheduler
+from pallas_attn.kernels.decode import combine as decode_combine
+from pallas_attn.kernels.decode import producer, scheduler
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_fwd.sm90 import (
-    BARRIERS,
     SMEM_LIMIT,
     Result,
     Ring,
@@ -57,7 +61,8 @@ from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.mosaic import ThreadContext
 from pallas_attn.kernels.mma import packed_rows
-from pallas_attn.kernels.prefill import combine, merge, narrow_producer, tile_count
+from pallas_attn.kernels.prefill import combine, merge, narrow_producer, shares, tile_count
+from pallas_attn.kernels.prefill.memory import Refs, bytes_of, scratch, smem_bytes
 from pallas_attn.kernels.prefill.plan import BLOCKS, Plan
 from pallas_attn.kernels.prefill.units import Unit, WgTile, place_of, unit_of, wg_tile_of
 
@@ -206,6 +211,8 @@ def limit(problem: DecodeProblem) -> Limit | None:
             "float16 for both",
             "leave implementation=None",
         )
+    if problem.own is not None and (refused := _own_limit(problem)) is not None:
+        return refused
     if problem.shared_kv or problem.batch_invariant:
         return Limit("it takes no latent cache and no batch_invariant", "leave implementation=None")
     group = problem.q_heads // problem.kv_heads
@@ -242,80 +249,19 @@ def limit(problem: DecodeProblem) -> Limit | None:
     return None
 
 
-class Smem(NamedTuple):
-    """Shared memory; at the top of this file, who owns it when."""
-
-    q: Any  # [q tiles, ROWS, ..]
-    k: Any  # [stages, block_kv, ..]
-    v: Any  # [stages, block_kv, ..]
-    out: Any  # [warpgroups, ROWS, ..]
-    lost: Any  # int32[warpgroups]: 1 where a page of the unit's sequence is missing
-    q_ready: Any  # barriers, one a q tile
-    ready: Any  # barriers, one an entry of the ring
-    free: Any
-    landed: Any  # a barrier: the value tile that the length cuts is there
-    turns: Any = None  # barriers, one a consumer: it may issue its matmuls
-    # Where rows are packed:
-    sums: Any = None  # int32: `tile_count.Tiles`
-    counted: Any = None  # a barrier: they are there
-    kv_ids: Any = None  # segments, which the mainloop asks for
-    narrow: Any = None  # of a quantised cache: `narrow_producer.Slots`
-
-
-def scratch(plan: Plan) -> Smem:
-    """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
-    config, dtype, barrier = plan.config, plan.problem.dtype, plgpu.Barrier
-    q_tiles, ring = config.q_slots * config.warpgroups, (config.stages, config.block_kv)
-    out = (config.warpgroups, ROWS, plan.v_swizzle // 2)
-    copies, packed = barrier(num_barriers=q_tiles, num_arrivals=plan.tile_heads), plan.packed
-    arrivals = plan.producers if plan.quantized else 2 * plan.copies
-    return Smem(
-        q=mosaic.swizzled((q_tiles, ROWS, plan.k_width), dtype, plan.k_swizzle),
-        k=mosaic.swizzled((*ring, plan.k_width), dtype, plan.k_swizzle),
-        v=mosaic.swizzled((*ring, plan.v_width), dtype, plan.v_swizzle),
-        out=None if packed else mosaic.swizzled(out, dtype, plan.v_swizzle),
-        lost=plgpu.SMEM((config.warpgroups,), jnp.int32),
-        q_ready=None if packed else copies,
-        ready=barrier(num_barriers=config.stages, num_arrivals=arrivals),
-        free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
-        landed=barrier(num_barriers=1, num_arrivals=plan.copies),
-        turns=barrier(num_barriers=config.warpgroups) if config.in_turn else None,
-        sums=tile_count.sum_type(plan) if packed else None,
-        counted=barrier(num_barriers=1, num_arrivals=1) if packed else None,
-        narrow=narrow_producer.slots(plan) if plan.quantized else None,
-    )
-
-
-def smem_bytes(problem: DecodeProblem, config: Config) -> int:
-    return bytes_of(Plan.of(problem, config))
-
-
-def bytes_of(plan: Plan) -> int:
-    return mosaic.bytes_of(scratch(plan)) + BARRIERS + mosaic.REDUCED
-
-
-class Refs(NamedTuple):
-    """Global memory."""
-
-    q: Any  # [M, t, N, H]; packed [tokens, N, H]
-    k: tuple[Any, ...]  # in the form of `Layout.view`: of each sequence, or one of all
-    v: tuple[Any, ...]
-    lengths: Any  # int32[M]
-    new_lengths: Any  # int32[M]: negative where `extend` has not been
-    capacities: Any  # int32[M], where they differ
-    page_table: Any
-    layer: Any  # int32[1]
-    sinks: Any  # float32[N]
-    mask_left: Any  # int32[1], where the bound arrives at run time; [M] of contiguous keys
-    mask_right: Any
-    q_offset: Any = None  # int32[M]: of contiguous keys, as the next
-    q_lengths: Any = None  # int32[M]
-    starts: Any = None  # int32[M + 1], where rows are packed
-    rows: Any = None  # int32[tokens]: of q, where packed rows are copies of them
-    tables: Any = None  # of a quantised cache, in place of k and v: `Layout.tables`
-    results: tuple[Any, ...] = ()  # written: out and lse, or partials
-    units: Any = None  # powers of 2, which the mainloop asks for
-    mask_aux: Any = ()  # what a function of positions reads: `functions.flat`
+def _own_limit(problem: DecodeProblem) -> Limit | None:
+    """Why other blocks of the launch cannot decode the rows of the sequences' own, or None."""
+    own, other = problem.own, "leave implementation=None"
+    assert own is not None
+    if own.quantized or own.q_len * own.q_heads > FEW_ROWS * own.kv_heads:
+        return Limit(
+            "rows of a quantised cache, or many query rows, have a launch of their own", other
+        )
+    if (refused := decode_sm90.limit(own)) is not None:
+        return refused
+    if smem_bytes(problem, _of_shares(problem)) > SMEM_LIMIT:
+        return Limit("what decodes own rows does not fit in shared memory", other)
+    return None
 
 
 # ---- producer: one warpgroup, which loads K and V -----------------------------------------------
@@ -472,7 +418,7 @@ def _is_lost(ctx: Context, unit: Unit, wg: Any) -> Any:
         return unit.bad
     pages = layout.entry(unit.tile.kv_len + (layout.page_size - 1))
     refs, needed = _Pages(refs.page_table, smem.lost), _Needed(unit.m, wg, pages)
-    threads.each_warpgroup_thread(mosaic.in_context(_find_lost, plan), refs, needed)
+    threads.each_thread(mosaic.in_context(_find_lost, plan), refs, needed)
     return unit.bad | (smem.lost[wg] == 1)
 
 
@@ -659,20 +605,57 @@ def _store(ctx: Context, end: Ending, result: Result) -> None:
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
+def _or_decode(  # noqa: PLR0913
+    decodes: Any, mine: Any, produce: Any, consume: Any, decode: Any
+) -> tuple[Any, Any]:
+    """What producers and consumers do of a block that may decode instead, which some consumers do."""
+    others = jnp.logical_not(decodes)
+
+    def either() -> None:
+        pl.when(others)(consume)
+        pl.when(decodes & mine)(decode)
+
+    return lambda: pl.when(others)(produce), either
+
+
+def _decode(own: Context, results: Any, at: Any) -> None:
+    """What a warpgroup of a block does that decodes rows of the sequences' own."""
+    block_id, blocks, wg, count = at
+    own = own._replace(smem=jax.tree.map(lambda ref: ref.at[wg], own.smem))
+    decode_sm90.decode_block(own, results, block_id * count + wg, blocks * count)
+
+
 def _kernel(refs: Refs, *rest: Any, plan: Plan) -> None:
     *results, smem = rest
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
+    own_smem: Any = None
+    if plan.own is not None:
+        *results, out, lse, accs, row_maxes, row_sums = results
+        smem, union = smem
+        (q, k, v), own_smem = union
+        smem = smem._replace(q=q, k=k, v=v)
+        partials = decode_combine.Results(
+            out, lse, accs, row_maxes, row_sums, refs.own.counters, refs.own.sinks
+        )
     ctx = Context(plan, refs._replace(results=tuple(results)), smem)
     if plan.packed:
         tile_count.fill(ctx, wg, block_id)
+    whole_block = block_id
+    if plan.own is not None:
+        decoding = smem.sums.dealing[shares.AT.decoding]
+        block_id = block_id - decoding
     produce: Any = functools.partial(_produce, ctx, block_id)
-    consume = functools.partial(_consume, ctx, block_id, wg)
+    consume: Any = functools.partial(_consume, ctx, block_id, wg)
     consumers = plan.config.warpgroups
     simple = not plan.layout.paged and not plan.layout.separate
     registers = (REGISTERS if simple else REGISTERS_OF_TABLES)[consumers]
     if plan.quantized:
         produce = narrow_producer.programs(ctx, block_id)
         registers = narrow_producer.REGISTERS[consumers, plan.producers]
+    if plan.own is not None:
+        at = whole_block, decoding, wg, plan.decoders
+        decode = functools.partial(_decode, Context(plan.own, refs.own, own_smem), partials, at)
+        produce, consume = _or_decode(block_id < 0, wg < plan.decoders, produce, consume, decode)
     mosaic.share_registers(wg, consumers, produce, consume, *registers)
 
 
@@ -684,7 +667,10 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
     if not problem.packed:
         return _launch(inputs, None, problem, config)
     if problem.merged is not None:
-        return _launch(inputs._replace(into=None), inputs.into, problem, config)
+        counters = None
+        if (own := Plan.of(problem, config).own) is not None:
+            counters = decode_combine.counters(own)
+        return _launch(inputs._replace(into=None), inputs.into, problem, config, counters)
     few, rest = scheduler.by_rows(problem)
     results = decode_sm90.launch(inputs, few, decode_sm90.Config.default(few))
     return _launch(inputs, results, rest, config)
@@ -692,13 +678,19 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def _launch(
-    inputs: DecodeInputs, into: Any, problem: DecodeProblem, config: Config
+    inputs: DecodeInputs, into: Any, problem: DecodeProblem, config: Config, counters: Any = None
 ) -> tuple[Any, Any]:
     """Jitted, so that a model of many layers traces it once. `into`: where rows are packed, the
     results of the others.
     """
     plan = Plan.of(problem, config)
-    return launch(plan, _refs(plan, inputs), into)
+    refs = _refs(plan, inputs)
+    if plan.own is not None:
+        own = inputs.own
+        queries = inputs.q.reshape(*plan.own.problem.out_shape, -1)
+        same = inputs._replace(q=queries, starts=None, rows=None, **own._asdict())
+        refs = refs._replace(own=producer.refs_of(same, counters, plan.own))
+    return launch(plan, refs, into)
 
 
 def launch(plan: Plan, refs: Refs, into: Any = None) -> tuple[Any, Any]:
@@ -711,7 +703,10 @@ def launch(plan: Plan, refs: Refs, into: Any = None) -> tuple[Any, Any]:
         shapes = ((*slots, plan.v_width), slots, slots)
         results = tuple(of(shape, jnp.float32) for shape in shapes)
         if plan.merged:
-            results += (of((2, plan.table_size), jnp.int32),)
+            results += (of((shares.kept_size(plan),), jnp.int32),)
+        if plan.own is not None:
+            *whole, partials = decode_combine.out_types(plan.own)
+            results += (*whole, *partials)
     elif plan.packed:
         results = ()
     else:
@@ -725,11 +720,15 @@ def launch(plan: Plan, refs: Refs, into: Any = None) -> tuple[Any, Any]:
         grid_names=("block",),
         num_threads=config.warpgroups + plan.producers,
         thread_name="wg",
-        compiler_params=mosaic.without_barriers(),
+        compiler_params=mosaic.without_barriers(by_lane=plan.own is not None),
         kernel_name="prefill_sm90",
     )
     if plan.merged:
-        return merge.run(plan, kernel(refs), refs.starts, into)
+        made = kernel(refs)
+        if plan.own is not None:
+            made, (out, lse, *_) = made[:4], made[4:]
+            into = into._replace(out=out, lse=lse)
+        return merge.run(plan, made, refs.starts, into)
     if config.splits > 1:
         return combine.run(plan, kernel(refs), refs, into)
     if into is not None:

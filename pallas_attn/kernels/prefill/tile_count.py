@@ -71,7 +71,7 @@ class Units(NamedTuple):
     """Those of a block: `count` from `first` on, each `step` after the last."""
 
     first: Any
-    step: int
+    step: Any
     count: Any
     share: shares.Share | None = None  # which kv tiles of them, where blocks share out kv tiles
     back: Any = None  # every other one counts from here: whoever has a long unit has a short one
@@ -85,7 +85,7 @@ def units_of(ctx: Context, block_id: Any) -> Units:
     plan = ctx.plan
     if plan.merged:
         share = shares.share_of(ctx, block_id)
-        return Units(share.q_tile, 1, share.units, share)
+        return Units(share.q_tile, 1 + share.paired, share.units, share)
     if plan.together > 1:
         units, grid = jnp.int32(all_units(ctx)), jnp.int32(plan.grid)
         rounds, more = lax.div(units, grid), lax.rem(units, grid)
@@ -104,11 +104,12 @@ def fill(ctx: Context, wg: Any, block_id: Any) -> None:
     def _():
         if plan.merged:
             program = mosaic.in_context(shares.count, plan)
-            counted = shares.CountRefs(refs.starts, refs.lengths, smem.sums, refs.results[-1])
-            threads.each_warpgroup_thread(program, counted, block_id)
+            own = None if plan.own is None else refs.own.given.lengths
+            counted = shares.CountRefs(refs.starts, refs.lengths, smem.sums, refs.results[-1], own)
+            threads.each_thread(program, counted, block_id)
         else:
             program, tiles = mosaic.in_context(count, plan), Tiles(refs.starts, smem.sums)
-            threads.each_warpgroup_thread(program, tiles, ())
+            threads.each_thread(program, tiles, ())
         plgpu.barrier_arrive(smem.counted)
 
     plgpu.barrier_wait(smem.counted)
