@@ -44,7 +44,7 @@ from jax._src.pallas.mosaic_gpu.interpret import (
     race_detection_state,
     shared_memory,
 )
-from jax._src.state import discharge
+from jax._src.state import discharge, indexing
 from jax._src.state import types as state
 from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
@@ -124,7 +124,7 @@ def _run_program(*, token, mesh_location, thread, keys, scalars, program, trees)
         ours.launch_memory,
         coordinates,
     )
-    arrays = [ours.mem[shared_memory.HostAllocationKey.from_array(key)].content for key in keys]
+    arrays = [_content(ours, key) for key in keys]
     spread = [np.full(128, scalar, np.int32) for scalar in scalars]
     refs, values = (
         jax.tree.unflatten(tree, leaves)
@@ -137,10 +137,10 @@ def _run_program(*, token, mesh_location, thread, keys, scalars, program, trees)
 
 @host.fail_on_exception
 def _run_twin(*, token, args, twin, is_ref, results):
-    memory, key = host._get_shared_memory().mem, shared_memory.HostAllocationKey.from_array
+    ours = host._get_shared_memory()
     leaves, tree = jax.tree.flatten(args)
     values = [
-        memory[key(leaf)].content if ref else np.asarray(leaf)
+        _content(ours, leaf) if ref else np.asarray(leaf)
         for leaf, ref in zip(leaves, is_ref, strict=True)
     ]
     with np.errstate(all="ignore"), _one_update_at_a_time:
@@ -152,14 +152,31 @@ def _shape_of(aval):
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
+KEY_SIZE = len(dataclasses.fields(shared_memory.HostAllocationKey))
+
+
+def _content(ours, key):
+    """An array in memory, or, where a place follows its key, what its first axis has there."""
+    array = ours.mem[shared_memory.HostAllocationKey.from_array(key[:KEY_SIZE])].content
+    return array if key.size == KEY_SIZE else array[int(key[-1])]
+
+
 def _args_of(eqn, get_values):
-    """The arguments of inline code; of a union of refs, the member that is meant."""
+    """The arguments of inline code; of a union of refs, the key of the member that is meant, and of
+    a part of an array, the place on its first axis behind the key.
+    """
     tree, values = eqn.params["pytree_args"], get_values()
     count = tree.num_leaves
     transforms = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], values[count:])
     args = []
     for var, value, some in zip(eqn.invars[:count], values[:count], transforms, strict=True):
-        args.append(jaxpr_interpret.resolve_ref(var.aval, value, some or ())[0])
+        value, rest = jaxpr_interpret.resolve_ref(var.aval, value, some or ())
+        for indexer in (x for x in rest if isinstance(x, indexing.NDIndexer)):
+            place, *whole = indexer.indices
+            assert value.size == KEY_SIZE and all(x.start == 0 for x in whole)
+            place = lax.convert_element_type(place, value.dtype)
+            value = lax.concatenate([value, place[None]], 0)
+        args.append(value)
     return jax.tree.unflatten(tree, args)
 
 

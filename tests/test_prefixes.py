@@ -12,6 +12,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import _dispatch, prefixes
+from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.prefill import sm90 as kernel
 from tests import mosaic
 
@@ -392,12 +393,16 @@ def by_kernel(config, launches):
 
 
 @pytest.mark.guards
+@pytest.mark.parametrize("decoders", [1, 2])
 @pytest.mark.parametrize("tokens, heads, both", [(3, 12, False), (1, 4, True), (2, 5, True)])
-def test_interpreted(rng, monkeypatch, tokens, heads, both, warpgroups=2):
+def test_interpreted(rng, monkeypatch, tokens, heads, both, decoders, warpgroups=2):
     """Two levels, q tiles of both consumers and of one, lengths that end within a tile. Few query
-    rows have their own keys read in the same launch.
+    rows have their own keys read in the same launch, by one warpgroup of a block or both.
     """
     launches: list[bool] = []
+    if decoders == 2:
+        of_two = decode_sm90.Config(stages=2, grid=4, many_heads=True, head_overhead=48)
+        monkeypatch.setattr(decode_sm90, "_two_blocks", lambda *_: of_two)
     config = kernel.Config(warpgroups, block_kv=64, q_slots=1, grid=2)
     table = np.arange(100).reshape(5, 20)
     table[:4, :10] = table[0, :10]

@@ -101,12 +101,23 @@ class Config:
         return _with_heads_at_once(problem, cls._of_single_heads(problem))
 
     @classmethod
-    def beside_others(cls, problem: DecodeProblem) -> "Config":
-        """The same where a block has its multiprocessor alone."""
-        return _with_heads_at_once(problem, cls._of_single_heads(problem, two_blocks=False))
+    def beside_others(cls, problem: DecodeProblem, warpgroups: int, room: int) -> "Config | None":
+        """The same where a multiprocessor has one block, so many warpgroups of which decode, each
+        as a block of its own, with `room` bytes of shared memory for all. None: they do not fit.
+        """
+        plan, room = Plan(problem, cls()), room // warpgroups
+        config: Config | None
+        if warpgroups == 1:
+            config = cls._of_single_heads(problem, room)
+        elif (config := _two_blocks(plan, problem.sequences * plan.heads)) is not None:
+            config = scheduler.deepest(smem_bytes, problem, config, room)
+        if config is None or smem_bytes(problem, config) > room:
+            return None
+        return _with_heads_at_once(problem, config)
 
     @classmethod
-    def _of_single_heads(cls, problem: DecodeProblem, two_blocks: bool = True) -> "Config":
+    def _of_single_heads(cls, problem: DecodeProblem, alone: int | None = None) -> "Config":
+        """`alone`: of a block that has its multiprocessor alone, its shared memory."""
         plan = Plan(problem, cls())
         heads = problem.sequences * plan.heads
         keys = max(problem.capacities) * heads
@@ -115,7 +126,8 @@ class Config:
                 config = cls(tile=tile, stages=2, grid=_even_pairs(heads), load_first=True)
                 if smem_bytes(problem, config) <= SMEM_OF_TWO:
                     return scheduler.deepest(smem_bytes, problem, config, SMEM_OF_TWO)
-        if two_blocks and (two := _two_blocks(plan, heads, keys)) is not None:
+        some_keys = alone is None and LONG * MULTIPROCESSORS <= keys <= 5 * 2**19
+        if some_keys and (two := _two_blocks(plan, heads)) is not None:
             return two
         even = [n for n in range(MULTIPROCESSORS, MULTIPROCESSORS - 9, -1) if heads % n == 0]
         most = MULTIPROCESSORS // heads * heads
@@ -131,7 +143,7 @@ class Config:
         most = min(scheduler.widest_tile(problem), keys // grid // share, most_bytes // row)
         while 2 * tile <= most:
             tile *= 2
-        choices, room = [], scheduler.SMEM_LIMIT
+        choices, room = [], alone or scheduler.SMEM_LIMIT
         while tile >= (32 if plan.is_float32 else 64):
             one = cls(
                 tile=tile,
@@ -151,15 +163,14 @@ class Config:
         return next(enough, choices[-1])
 
 
-def _two_blocks(plan: Plan, heads: int, keys: int) -> Config | None:
-    """Two blocks a multiprocessor for 16-bit numbers: where each has several heads, which are not
-    so long that to begin one is nothing, of rows not so narrow that tiles would have many keys.
+def _two_blocks(plan: Plan, heads: int) -> Config | None:
+    """Two blocks a multiprocessor for 16-bit numbers: where each has several heads, of rows not so
+    narrow that tiles would have many keys. Heads should not be so long that to begin one is nothing.
     """
     problem = plan.problem
     row = 2 * (problem.head_dim + problem.v_head_dim)
     fits = plan.row_blocks == 1 and not plan.is_float32 and not problem.quantized
-    fits = fits and 2**14 < 64 * row <= 2**15 and LONG * MULTIPROCESSORS <= keys <= 5 * 2**19
-    if not fits or heads < 256:
+    if not fits or heads < 256 or not 2**14 < 64 * row <= 2**15:
         return None
     grid = _even_pairs(heads)
     overhead = _whole_units(HEAD_OVERHEAD_OF_TWO // row)

@@ -38,17 +38,16 @@ class Smem(NamedTuple):
 
 
 def scratch(plan: Plan) -> Any:
-    """Shared memory, described once: `run` launches it, `smem_bytes` adds it up. Where other blocks
-    of the launch decode, (`Smem` without tiles, its tiles or what each of their warpgroups has).
+    """Shared memory, described once: `run` launches it, `smem_bytes` adds it up. Where blocks of
+    the launch may decode, (`Smem` without tiles, its tiles or what each warpgroup then has).
     """
     smem = _scratch(plan)
     if plan.own is None:
         return smem
-    tiles = smem.q, smem.k, smem.v
-    own = jax.tree.map(
-        lambda x: plgpu.SMEM((plan.decoders, *x.shape), x.dtype), decode_sm90.scratch(plan.own)
-    )
-    union = plgpu.RefUnion(tiles, own)
+    tiles, (own, warpgroups) = (smem.q, smem.k, smem.v), plan.own
+    buffers = decode_sm90.scratch(own)
+    of_each = jax.tree.map(lambda x: plgpu.SMEM((warpgroups, *x.shape), x.dtype), buffers)
+    union = plgpu.RefUnion(tiles, of_each)
     return smem._replace(q=None, k=None, v=None), union
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.gather import gather
 
 BLOCKS = _gpus.multiprocessors(_gpus.HOPPER)
+MOST_DECODERS = 2  # warpgroups of a block that decode
 
 
 def over_contiguous_keys(problem: DecodeProblem) -> AttentionProblem:
@@ -50,6 +51,17 @@ def over_contiguous_keys(problem: DecodeProblem) -> AttentionProblem:
         arrays=("q_offset", "kv_lengths", *(("sinks",) if problem.sinks else ())),
         mask_program=problem.mask_program,
     )
+
+
+class Own(NamedTuple):
+    """How some blocks of a launch decode."""
+
+    plan: scheduler.Plan
+    warpgroups: int  # of a block, each of which does what a block of `decode.sm90` does
+
+    @property
+    def most_blocks(self) -> int:
+        return max(self.plan.grid // self.warpgroups, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,13 +126,16 @@ class Plan(attention_plan.Plan):
         return self.cache is not None and self.cache.merged is not None
 
     @functools.cached_property
-    def own(self) -> Any:
+    def own(self) -> Own | None:
         """Of decoding the rows of the sequences' own in the same launch, or None."""
         if self.cache is None or self.cache.own is None:
             return None
-        own = self.cache.own
-        room = decode_sm90.SMEM_OF_TWO if self.decoders == 1 else
-        return scheduler.Plan(own, decode_sm90.Config.beside_others(own))
+        problem, room = self.cache.own, scheduler.SMEM_LIMIT - 8 * self.table_size
+        for warpgroups in range(min(self.config.warpgroups, MOST_DECODERS), 0, -1):
+            config = decode_sm90.Config.beside_others(problem, warpgroups, room)
+            if config is not None:
+                return Own(scheduler.Plan(problem, config), warpgroups)
+        return None
 
     @property
     def fewest(self) -> int:

@@ -129,7 +129,7 @@ def _decoding(ctx: ThreadContext, q_tiles: Any, steps: Any, dealing: Dealing) ->
     as many as are done at the same time, where whole pairs, or whole blocks a q tile, are left.
     """
     thread, refs, _, plan = ctx
-    own, lane, heads = plan.own, thread.index % 32, plan.problem.kv_heads
+    own, lane, heads = plan.own.plan, thread.index % 32, plan.problem.kv_heads
     sequences, keys = own.problem.sequences, thread.index * 0
     for start in range(0, sequences, 32):
         m = thread.minimum(lane + start, sequences - 1)
@@ -137,8 +137,8 @@ def _decoding(ctx: ThreadContext, q_tiles: Any, steps: Any, dealing: Dealing) ->
         length = thread.maximum(thread.minimum(length, max(own.problem.capacities)), 0)
         keys = keys + thread.select(lane + start < sequences, length + HEAD_KEYS, 0) // UNIT
     keys = thread.total_of_lanes(keys) * heads
-    shared = steps * heads * (plan.config.block_kv * STEP_KEYS * plan.decoders // (128 * UNIT))
-    most, grid, paired = min(-(-own.grid // plan.decoders), plan.grid), plan.grid, dealing.paired
+    shared = steps * heads * (plan.config.block_kv * STEP_KEYS // (128 * UNIT))
+    most, grid, paired = min(plan.own.most_blocks, plan.grid), plan.grid, dealing.paired
     each = thread.maximum((keys + shared + (grid - 1)) // grid, 1)
     left = thread.maximum((keys + each // 2) // each * -1 + grid, 1)
     left = thread.minimum((left + paired) >> paired, (paired * 0 + (grid - 1)) >> paired)

@@ -259,7 +259,8 @@ def _own_limit(problem: DecodeProblem) -> Limit | None:
         )
     if (refused := decode_sm90.limit(own)) is not None:
         return refused
-    if smem_bytes(problem, _of_shares(problem)) > SMEM_LIMIT:
+    config = _of_shares(problem)
+    if Plan.of(problem, config).own is None or smem_bytes(problem, config) > SMEM_LIMIT:
         return Limit("what decodes own rows does not fit in shared memory", other)
     return None
 
@@ -653,9 +654,10 @@ def _kernel(refs: Refs, *rest: Any, plan: Plan) -> None:
         produce = narrow_producer.programs(ctx, block_id)
         registers = narrow_producer.REGISTERS[consumers, plan.producers]
     if plan.own is not None:
-        at = whole_block, decoding, wg, plan.decoders
-        decode = functools.partial(_decode, Context(plan.own, refs.own, own_smem), partials, at)
-        produce, consume = _or_decode(block_id < 0, wg < plan.decoders, produce, consume, decode)
+        own, decoders = plan.own
+        at = whole_block, decoding, wg, decoders
+        decode = functools.partial(_decode, Context(own, refs.own, own_smem), partials, at)
+        produce, consume = _or_decode(block_id < 0, wg < decoders, produce, consume, decode)
     mosaic.share_registers(wg, consumers, produce, consume, *registers)
 
 
@@ -669,7 +671,7 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
     if problem.merged is not None:
         counters = None
         if (own := Plan.of(problem, config).own) is not None:
-            counters = decode_combine.counters(own)
+            counters = decode_combine.counters(own.plan)
         return _launch(inputs._replace(into=None), inputs.into, problem, config, counters)
     few, rest = scheduler.by_rows(problem)
     results = decode_sm90.launch(inputs, few, decode_sm90.Config.default(few))
@@ -686,10 +688,10 @@ def _launch(
     plan = Plan.of(problem, config)
     refs = _refs(plan, inputs)
     if plan.own is not None:
-        own = inputs.own
-        queries = inputs.q.reshape(*plan.own.problem.out_shape, -1)
-        same = inputs._replace(q=queries, starts=None, rows=None, **own._asdict())
-        refs = refs._replace(own=producer.refs_of(same, counters, plan.own))
+        own = plan.own.plan
+        queries = inputs.q.reshape(*own.problem.out_shape, -1)
+        same = inputs._replace(q=queries, starts=None, rows=None, **inputs.own._asdict())
+        refs = refs._replace(own=producer.refs_of(same, counters, own))
     return launch(plan, refs, into)
 
 
@@ -705,7 +707,7 @@ def launch(plan: Plan, refs: Refs, into: Any = None) -> tuple[Any, Any]:
         if plan.merged:
             results += (of((shares.kept_size(plan),), jnp.int32),)
         if plan.own is not None:
-            *whole, partials = decode_combine.out_types(plan.own)
+            *whole, partials = decode_combine.out_types(plan.own.plan)
             results += (*whole, *partials)
     elif plan.packed:
         results = ()
