@@ -505,7 +505,8 @@ def _gradients_at_once(split: Split, inputs: AttentionInputs, rows: Any) -> dict
     if split.window() is not None:  # what neighbours have computed is added up in float32
         floats = {name: x.astype(_wide(x.dtype)) for name, x in floats.items()}
     moved, back = jax.vjp(functools.partial(_floats_moved, split), floats)
-    return back({name: found[name].astype(x.dtype) for name, x in moved.items()})[0]
+    found = back({name: found[name].astype(x.dtype) for name, x in moved.items()})[0]
+    return {name: x.astype(getattr(inputs, name).dtype) for name, x in found.items()}
 
 
 def _floats_moved(split: Split, floats: dict[str, Array]) -> dict[str, Array]:

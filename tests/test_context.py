@@ -271,6 +271,13 @@ def test_documents_move_what_they_need(monkeypatch, order, mask):
             out_specs=P("cp"),
         )
         np.testing.assert_array_equal(number(context.reorder(given, 4)), way)
+    narrow = {name: x.astype(jnp.bfloat16) for name, x in floats.items()}
+
+    def total(floats):
+        return over(context, 4, options)(floats)[0].astype(jnp.float32).sum()
+
+    of_narrow = jax.eval_shape(jax.grad(total), narrow)  # branches agree in their dtypes
+    assert {x.dtype for x in of_narrow.values()} == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.parametrize(
