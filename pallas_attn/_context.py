@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -45,6 +46,9 @@ Array = jax.Array
 FLOATS = _transforms.FLOATS
 AUX = ("mask_aux", "score_aux")
 MOST_OFFSETS = 16  # for which schedules are made beforehand
+# Bytes of K and V of all devices from which on it is asked at run time which of them documents
+# need: the answer costs a wait of the host.
+WORTH_ASKING = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Split:
     implementation: str | None
     context: Context
     shards: int
+    near: tuple[int, int] | None = None  # what `window` says where documents need no more
 
     def __post_init__(self):
         for name, rows in (("q", self.problem.q_len), ("k", self.problem.kv_len)):
@@ -101,13 +106,42 @@ class Split:
         """Keys [lo, hi) that a chunk's rows may see, from the chunk's own first key on; None where
         all keys move: they are not known, or too many, or a bias lies over all of them.
         """
+        if self.near is not None or not self.may_move_some:
+            return self.near
         problem = self.problem
         mask = problem.mask if problem.mask_program is None else problem.mask_within
-        shapes, rows = (problem.bias_shape, problem.mask_shape), (problem.q_len, problem.kv_len)
-        over_keys = any(shape is not None and shape[3] > 1 for shape in shapes)
-        if over_keys or "q_offset" in problem.arrays:
-            return None
+        rows = problem.q_len, problem.kv_len
         return window_of(self.context, self.shards, mask, rows, problem.q_offset)
+
+    @property
+    def may_move_some(self) -> bool:
+        """Whether positions are known and nothing lies over all keys."""
+        shapes = self.problem.bias_shape, self.problem.mask_shape
+        over_keys = any(shape is not None and shape[3] > 1 for shape in shapes)
+        return not over_keys and "q_offset" not in self.problem.arrays
+
+    @property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """For documents, windows that may hold all keys that a chunk's rows see, the narrowest
+        first; which one does is known at run time.
+        """
+        problem, size = self.problem, self.keys
+        ids = {"q_segment_ids", "kv_segment_ids"} <= set(problem.arrays)
+        columns = problem.batch * problem.kv_heads * (problem.head_dim + problem.v_head_dim)
+        bytes_of_all = self.all_keys * columns * jnp.dtype(problem.dtype).itemsize
+        if not ids or problem.q_len != problem.kv_len or bytes_of_all < WORTH_ASKING:
+            return ()
+        if self.has_functions or not self.may_move_some or self.window() is not None:
+            return ()
+        right = problem.mask.right
+        ends = isinstance(right, int) and problem.q_offset + right <= 0  # with the chunk
+        found = [(-n, size if ends else size + n) for n in (0, *self.reaches)]
+        return tuple(w for w in found if self.chunks * (w[1] - w[0]) < self.all_keys)
+
+    @property
+    def reaches(self) -> tuple[int, ...]:
+        """Keys beside a chunk that may be enough."""
+        return (self.keys,) if self.keys % 4 else (self.keys // 4, self.keys)
 
     def telling(self, offset: Any) -> Any:
         """An offset of a chunk's rows, or in a ring the nearest one at which they see the same
@@ -337,7 +371,7 @@ def _as_devices_have_it(split: Split, x: Array, axis: int) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(split: Split, x: Array) -> Array:
     """[B, rows, ...] of each device -> those of all, in the order of positions."""
-    return _in_order(split, lax.all_gather(x, split.context.axis, axis=1, tiled=True), 1)
+    return _in_order(split, _all_gathered(split, x), 1)
 
 
 def _scattered(split: Split, _: None, gradient: Array) -> tuple[Array]:
@@ -350,6 +384,11 @@ def _scattered(split: Split, _: None, gradient: Array) -> tuple[Array]:
 
 
 _gathered.defvjp(lambda split, x: (_gathered(split, x), None), _scattered)
+
+
+def _all_gathered(split: Split, x: Array) -> Array:
+    """[B, rows, ...] of each device -> those of all, one device after the other."""
+    return lax.all_gather(x, split.context.axis, axis=1, tiled=True)
 
 
 def _near(split: Split, x: Array, window: tuple[int, int]) -> Array:
@@ -408,25 +447,77 @@ def _wide(dtype: Any) -> Any:
 
 
 def _at_once(split: Split, inputs: AttentionInputs) -> tuple[Array, Array]:
-    given = _given(split, inputs, _floats_moved(split, _floats_of(inputs)))
-    out, lse = _launch(split, given, _offsets(split))
-    return _by_device(split, out), _lse_by_device(split, lse)
+    def run(split):
+        floats, zigzag = _floats_of(inputs), split.chunks == 2 and split.window() is None
+        if zigzag:  # as the devices have them: who cannot read them so is given others
+            moved = {x: _all_gathered(split, floats[x]) for x in ("k", "v")}
+            given = _given(split, inputs, _floats_beside(split, floats) | moved)
+        else:
+            given = _given(split, inputs, _floats_moved(split, floats))
+        out, lse = _launch(split, given, _offsets(split), split.shards if zigzag else 1)
+        return _by_device(split, out), _lse_by_device(split, lse)
+
+    return _by_reach(split, inputs, run)
+
+
+def _by_reach(split: Split, inputs: AttentionInputs, run: Any) -> Any:
+    """`run(split)`, by what the documents of this call need where that is asked at run time."""
+    windows, ids = split.windows, (inputs.q_segment_ids, inputs.kv_segment_ids)
+    if not windows:
+        return run(split)
+    splits = [*(dataclasses.replace(split, near=near) for near in windows), split]
+    ways = [functools.partial(run, split) for split in splits]
+    return lax.switch(_narrowest(split, *ids), ways)
+
+
+def _narrowest(split: Split, q_ids: Any, kv_ids: Any) -> Array:
+    """Which of `Split.windows` is the first that holds all that documents let rows see; how many
+    there are where none does.
+
+    All devices have all segment ids and find the same. Ids of pieces of the keys are compared with
+    those of chunks of the rows by their least and greatest: what is found is enough whatever the
+    ids are, and no more than enough where ids of different documents do not interleave.
+    """
+    windows = split.windows
+    size, batch = min((split.keys, *split.reaches)), kv_ids.shape[0]
+    pieces = split.all_keys // size
+    kv_ids = _in_order(split, _all_gathered(split, kv_ids), 1).reshape(batch, 1, pieces, size)
+    chunk_ids = q_ids.reshape(batch, split.chunks, split.rows)
+    ends = [_all_gathered(split, f(chunk_ids, axis=2)) for f in (jnp.min, jnp.max)]
+    least, most = (_in_order(split, x, 1)[:, :, None] for x in ends)
+    meet = ((kv_ids.max(axis=3) >= least) & (kv_ids.min(axis=3) <= most)).any(axis=0)
+    chunk, first = np.indices(meet.shape)
+    at = first * size - chunk * split.keys  # of a piece, from the chunk's own first key on
+    after = windows[-1][1] > split.keys  # else no row sees what lies behind its chunk
+    outside = [(at < lo) | ((at >= hi) & after) for lo, hi in windows]
+    short = (meet[None] & np.stack(outside)).any(axis=(1, 2))
+    return short.sum(dtype=jnp.int32)
 
 
 def _at_once_backward(split: Split, inputs: AttentionInputs, rows: Any) -> dict[str, Array]:
+    return _by_reach(split, inputs, lambda split: _gradients_at_once(split, inputs, rows))
+
+
+def _gradients_at_once(split: Split, inputs: AttentionInputs, rows: Any) -> dict[str, Array]:
     floats = _floats_of(inputs)
     given = _given(split, inputs, _floats_moved(split, floats))
     found = _launch_backward(split, given, _rows_by_chunk(split, rows), _offsets(split))
     if split.window() is not None:  # what neighbours have computed is added up in float32
         floats = {name: x.astype(_wide(x.dtype)) for name, x in floats.items()}
     moved, back = jax.vjp(functools.partial(_floats_moved, split), floats)
-    return back({name: found[name].astype(x.dtype) for name, x in moved.items()})[0]
+    found = back({name: found[name].astype(x.dtype) for name, x in moved.items()})[0]
+    return {name: x.astype(getattr(inputs, name).dtype) for name, x in found.items()}
 
 
 def _floats_moved(split: Split, floats: dict[str, Array]) -> dict[str, Array]:
     """As a launch takes them; linear."""
+    moved = {name: _moved(split, floats[name]) for name in ("k", "v")}
+    return moved | _floats_beside(split, floats)
+
+
+def _floats_beside(split: Split, floats: dict[str, Array]) -> dict[str, Array]:
+    """All but k and v."""
     moved = {"q": _by_chunk(split, floats["q"])}
-    moved |= {name: _moved(split, floats[name]) for name in ("k", "v")}
     if "bias" in floats:
         moved["bias"] = _scores_by_chunk(split, floats["bias"])
     return moved | {name: x for name, x in floats.items() if name == "sinks"}
@@ -444,7 +535,11 @@ def _given(split: Split, inputs: AttentionInputs, floats: dict[str, Array]) -> A
     if window is not None and lengths is None and window[1] > split.keys:
         lengths = jnp.full((split.problem.batch,), split.all_keys, jnp.int32)
     if lengths is not None:
-        lengths = _from_row(lengths, split.starts(numbers), given.k.shape[1])
+        starts = split.starts(numbers)
+        lengths = _from_row(lengths, starts, given.k.shape[1])
+        if window is not None:  # behind these are rows of nobody
+            ends = numbers * split.keys + window[1] - starts
+            lengths = jnp.minimum(lengths, jnp.tile(ends, split.problem.batch))
     return given._replace(kv_segment_ids=kv_ids, kv_lengths=lengths)
 
 
@@ -496,8 +591,11 @@ def _offsets(split: Split) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def _launch(split: Split, given: AttentionInputs, offsets: Any) -> tuple[Array, Array]:
-    chosen, problem, given = _chosen(split, "flash_forward", given, offsets)
+def _launch(
+    split: Split, given: AttentionInputs, offsets: Any, zigzag: int = 1
+) -> tuple[Array, Array]:
+    """`zigzag`: see `AttentionProblem`."""
+    chosen, problem, given = _chosen(split, "flash_forward", given, offsets, zigzag)
     if chosen.name == "reference":
         return chosen.run(given, problem)
     return _transforms.attention(chosen, problem, given)
@@ -522,12 +620,17 @@ def _launch_backward(
     return found
 
 
-def _chosen(split: Split, op: str, given: AttentionInputs, offsets: Any) -> Any:
+def _chosen(split: Split, op: str, given: AttentionInputs, offsets: Any, zigzag: int = 1) -> Any:
     """Who computes it, and problem and arrays as they go there: with k and v repeated where a
-    kernel cannot share them.
+    kernel cannot share them, and in the order of positions where it reads no other.
     """
     problem, given = _launched(split, op, given, offsets)
+    problem = dataclasses.replace(problem, zigzag=zigzag)
     chosen = _dispatch.select(problem, split.implementation)
+    if zigzag > 1 and not _dispatch.reads_zigzag(chosen, problem):
+        problem = dataclasses.replace(problem, zigzag=1)
+        k, v = (_in_order(split, x, 1) for x in (given.k, given.v))
+        given = given._replace(k=k, v=v)
     if not _dispatch.shares_keys(chosen, problem):
         problem, given = _repeated(problem, given)
     return chosen, problem, given

@@ -70,6 +70,10 @@ class Kernel:
         shares = getattr(self._module(), "shares_keys", None)
         return shares is not None and shares(problem)
 
+    def reads_zigzag(self, problem: AttentionProblem) -> bool:
+        reads = getattr(self._module(), "reads_zigzag", None)
+        return reads is not None and reads(problem)
+
     def merges(self, problem: DecodeProblem) -> bool:
         return getattr(self._module(), "MERGES", False) and self.limit(problem) is None
 
@@ -302,6 +306,11 @@ def table_of(problem: Problem) -> tuple[Implementation, ...]:
 def shares_keys(chosen: Implementation, problem: AttentionProblem) -> bool:
     """Whether it reads the same k and v for several batch rows (`AttentionProblem.share`)."""
     return isinstance(chosen, Kernel) and chosen.shares_keys(problem)
+
+
+def reads_zigzag(chosen: Implementation, problem: AttentionProblem) -> bool:
+    """Whether it reads k and v where they lie (`AttentionProblem.zigzag`)."""
+    return isinstance(chosen, Kernel) and chosen.reads_zigzag(problem)
 
 
 def merging(problem: DecodeProblem, implementation: str | None) -> Kernel | None:

@@ -102,6 +102,9 @@ class AttentionProblem:
     # The offsets of those, one tuple for each device, where they are arrays and yet known: none
     # but these may come.
     offsets: tuple[tuple[int, ...], ...] = ()
+    # Of a forward: k and v lie as so many devices have them in the order zigzag, one after the
+    # other; 1: in the order of positions.
+    zigzag: int = 1
     precision: str | None = None  # None or "highest"
     arrays: tuple[str, ...] = ()  # the optional fields of AttentionInputs that are given, in order
     bias_shape: tuple[int, ...] | None = None

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
-from pallas_attn import _dispatch, _transforms
+from pallas_attn import _context, _dispatch, _transforms
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.bench import context as bench_context
 from pallas_attn.bench import rows
@@ -231,6 +231,55 @@ def test_as_on_one_device(name, shards, order, method):
     assert_same(value_and_gradients(call, floats), on_one_device(name))
 
 
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("mask", [pa.CAUSAL, pa.FULL], ids=["causal", "full"])
+def test_documents_move_what_they_need(monkeypatch, order, mask):
+    """Rows of four devices, of documents that end with chunks, that begin a quarter of one before
+    them or farther away, and whose ids fall; whatever moves, the result is that of all.
+    """
+    rows = np.arange(64)
+    chunk = 16 if order == "contiguous" else 8
+    quarters = (rows + chunk // 4) // (chunk // 2)  # one of two lies across an end
+    ids = {
+        "whole chunks": (rows // chunk, 0),
+        "a quarter": (quarters, 1),
+        "a chunk": ((rows + chunk // 2) // chunk, 2),
+        "falling": (-(rows // chunk), 0),
+        "one of all": (rows * 0, 3),
+        "all of one, in turn": (rows % 2, 3),
+    }
+    context, splits = pa.Context("cp", order), []
+    mesh = jax.make_mesh((4,), ("cp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    asked = _context._narrowest
+
+    def narrowest(split, *given):
+        splits.append(split)
+        return asked(split, *given)
+
+    monkeypatch.setattr(_context, "WORTH_ASKING", 0)
+    monkeypatch.setattr(_context, "_narrowest", narrowest)
+    floats = {x: normal(n, 1, 64, 2, 8) for n, x in enumerate("qkv")}
+    for values, way in ids.values():
+        given = jnp.asarray(values, jnp.int32)[None]
+        options = {"mask": mask, "segment_ids": given}
+        got = value_and_gradients(over(context, 4, options), floats)
+        assert_same(got, value_and_gradients(lambda x: attend(**x, **options), floats))  # noqa: B023
+        number = jax.shard_map(
+            lambda x: asked(splits[0], x, x)[None],
+            mesh=mesh,
+            in_specs=P(None, "cp"),
+            out_specs=P("cp"),
+        )
+        np.testing.assert_array_equal(number(context.reorder(given, 4)), way)
+    narrow = {name: x.astype(jnp.bfloat16) for name, x in floats.items()}
+
+    def total(floats):
+        return over(context, 4, options)(floats)[0].astype(jnp.float32).sum()
+
+    of_narrow = jax.eval_shape(jax.grad(total), narrow)  # branches agree in their dtypes
+    assert {x.dtype for x in of_narrow.values()} == {jnp.dtype(jnp.bfloat16)}
+
+
 @pytest.mark.parametrize(
     ("name", "method", "check_vma"),
     [("causal", "gather", True), ("lengths", "ring", False), ("functions", "ring", False)],
@@ -442,20 +491,61 @@ def test_rows_that_share_keys_as_if_each_had_its_own(op):
         np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
 
 
+@pytest.mark.guards
+@pytest.mark.parametrize("segments", [False, True])
+def test_keys_in_the_order_zigzag_as_in_that_of_positions(segments):
+    """By the kernel in the interpreter: of two devices, chunks of two kv tiles."""
+    count, keys, kernel = 64, 512, flash_fwd_sm90
+    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    q, k, v = (
+        draw(jax.random.key(n), (batch, rows, heads, 64))
+        for n, (batch, rows, heads) in enumerate(((2, count, 2), (1, keys, 1), (1, keys, 1)))
+    )
+    given = AttentionInputs(q, k, v, jnp.asarray([150, 448], jnp.int32))
+    if segments:
+        ids = jnp.arange(keys, dtype=jnp.int32)[None] // 180
+        q_ids = jnp.concatenate([ids[:, 150 : 150 + count], ids[:, 448:]])
+        given = given._replace(q_segment_ids=q_ids, kv_segment_ids=jnp.repeat(ids, 2, axis=0))
+    problem = dataclasses.replace(
+        zigzag_problem("flash_forward"), q_heads=2, kv_heads=1, head_dim=64, v_head_dim=64
+    )
+    problem = dataclasses.replace(problem, scale=0.125, offsets=((150, 448),))
+    problem = _transforms.resized(problem, given)
+    moved = dataclasses.replace(problem, zigzag=2)
+    assert kernel.reads_zigzag(moved)
+    context = pa.Context("cp", "zigzag")
+    lying = given._replace(k=context.reorder(k, 2), v=context.reorder(v, 2))
+
+    def run(problem, given):
+        config = dataclasses.replace(kernel.Config.default(problem), grid=2)
+        return kernel.run(given, problem, config)
+
+    with mosaic.interpret():
+        got, want = (jax.jit(run, static_argnums=0)(*x) for x in ((moved, lying), (problem, given)))
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
+    config = dataclasses.replace(kernel.Config.default(problem), block_kv=192)
+    with pytest.raises(ValueError, match="block_kv must divide the 128 keys of a chunk"):
+        jax.eval_shape(lambda x: kernel.run(x, moved, config), lying)
+
+
 TINY = {"rows": 64, "q_heads": 2, "kv_heads": 1, "head_dim": 8}
 BENCHED = (
     bench_context.Case("all", both=True, **TINY),
     bench_context.Case("window", both=False, order="contiguous", window=9, **TINY),
     bench_context.Case("documents", both=False, order="contiguous", document=24, **TINY),
 )
+CACHED = bench_context.CacheCase("rows", 1024, q_heads=2, kv_heads=1, head_dim=8)
 
 
-@pytest.mark.parametrize("case", BENCHED, ids=lambda case: case.name)
-def test_the_benchmark_of_contexts(case):
+@pytest.mark.parametrize("case", (*BENCHED, CACHED), ids=lambda case: case.name)
+def test_the_benchmark_of_contexts(monkeypatch, case):
     """On eight CPU devices: who is right gets a row, with what a row needs."""
+    monkeypatch.setattr(bench_context, "TURN_MS", 0)  # CPU devices stop if many programs wait
     found, wrong = bench_context.time_case(case, 0, 1, rows.Provenance.here("none"))
     assert wrong == 0
-    assert [row["impl"] for row in found] == [f"pallas_attn/{x}" for x in ("one", "gather", "ring")]
+    others = ("rows",) if case is CACHED else ("gather", "ring")
+    assert [row["impl"] for row in found] == [f"pallas_attn/{x}" for x in ("one", *others)]
     for row in found:
         assert not set(rows.REQUIRED) - row.keys() and row["efficiency"] > 0
     assert found[0]["efficiency"] == 1

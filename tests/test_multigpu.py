@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
-from pallas_attn import lm
+from pallas_attn import _context, lm
 from pallas_attn.lm import train
 from tests import append_cases, test_keep
 from tests import test_cache_rows as rows_of_caches
@@ -65,6 +65,34 @@ def test_context(mask, method):
 
     got, want = (contexts.value_and_gradients(x, floats) for x in (call, one))
     close(got, want)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("size", [256, 300, 100, 1024], ids="documents of {}".format)
+def test_documents_in_bfloat16(monkeypatch, order, size):
+    """They end with the rows of a GPU, with others a quarter of a chunk away, or nowhere within:
+    collectives in a branch that is taken at run time. Keys lie in the order zigzag.
+    """
+    monkeypatch.setattr(_context, "WORTH_ASKING", 0)
+    shapes = ((1, 1024, 4, 128), (1, 1024, 2, 128), (1, 1024, 2, 128))
+    floats = {x: draw(i, *shapes[i]).astype(jnp.bfloat16) for i, x in enumerate("qkv")}
+    options = {"mask": pa.CAUSAL, "segment_ids": jnp.arange(1024, dtype=jnp.int32)[None] // size}
+    call = contexts.over(pa.Context("cp", order), 2, options)
+
+    def one(floats):
+        return pa.flash_attention_with_lse(**floats, **options)
+
+    def gradients(call):
+        def loss(floats):
+            out, lse = call(floats)
+            return jnp.square(out.astype(jnp.float32)).sum() + jnp.sin(lse).sum(), (out, lse)
+
+        return jax.jit(jax.grad(loss, has_aux=True))(floats)
+
+    got, want = gradients(call), gradients(one)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        g, w = (np.asarray(x, np.float32) for x in (g, w))
+        np.testing.assert_allclose(g, w, rtol=0.05, atol=0.02 * np.abs(w).max())
 
 
 @pytest.mark.parametrize("method", ["gather", "ring", "heads"])

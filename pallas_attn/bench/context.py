@@ -1,8 +1,10 @@
 """Attention over a sequence that all GPUs of this machine share, beside one of them.
 
-Wall time of jitted steps, since what counts is when the last device has finished. `efficiency` is
-the time of one GPU over that of n, times n. Who else is timed: the ring of our own kernels (plain
-ppermutes of K and V), and, forward, a ring of cuDNN's.
+Wall time of jitted steps, since what counts is when the last device has finished. Steps follow each
+other without a wait, as those of a training loop do, for TURN_MS a turn. `efficiency` is the time
+of one GPU over n times that of n. Who else is timed: the ring of our own kernels (plain ppermutes
+of K and V), and, forward, a ring of cuDNN's. Of a cache whose rows are split a step is TOKENS new
+tokens of one sequence, in a loop within the program.
 """
 
 import concurrent.futures
@@ -10,6 +12,7 @@ import dataclasses
 import fnmatch
 import functools
 import itertools
+import math
 import statistics
 import sys
 import time
@@ -26,6 +29,8 @@ from pallas_attn.bench.rows import Row
 
 ROWS = PartitionSpec(None, "cp")
 LOSSES = 0.01  # relative, of the root mean square, of who differs from one GPU
+TURN_MS = 100
+TOKENS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +61,102 @@ class Case:
         segments = ids[0] if ids else None
         return pa.flash_attention(q, k, v, mask=mask, segment_ids=segments, context=context)
 
+    def subjects(self, seed: int) -> dict[str, Any]:
+        """Programs with their arrays, of one GPU and of all, by name."""
+        devices = len(jax.devices())
+        mesh, context = _mesh(), pa.Context("cp", self.order)
+        heads = (self.q_heads, self.kv_heads, self.kv_heads, self.q_heads)
+        whole = [
+            jax.random.normal(key, (1, self.rows, n, self.head_dim), jnp.bfloat16)
+            for key, n in zip(jax.random.split(jax.random.key(seed), 4), heads, strict=True)
+        ]
+        if self.document is not None:
+            whole.append(jnp.arange(self.rows, dtype=jnp.int32)[None] // self.document)
+        where = NamedSharding(mesh, ROWS)
+        split = [jax.device_put(context.reorder(x, devices), where) for x in whole]
+        found = {"one": (_step(self, self.attend), whole)}
+        for name, local in _locals(self, context).items():
+            checked = name.startswith(rows.OURS)  # cuDNN's results do not say how they vary
+            call = jax.shard_map(local, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=checked)
+            found[name] = (_step(self, call), split)
+        return found
+
+    def in_order(self, result: Any) -> Any:
+        """Of all GPUs, as one has it."""
+        return pa.Context("cp", self.order).restore(result, len(jax.devices()))
+
+    def rate(self, ms: float, devices: int) -> dict[str, float]:
+        return {"tflops": round(self.flops() / devices / ms / 1e9, 1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheCase:
+    """New tokens of one sequence whose rows in a stacked cache are split over the devices."""
+
+    name: str
+    rows: int
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+
+    def subjects(self, seed: int) -> dict[str, Any]:
+        keys = jax.random.split(jax.random.key(seed), 3)
+        sizes = (self.q_heads, self.kv_heads, self.kv_heads)
+        new = [
+            jax.random.normal(key, (TOKENS, 1, n, self.head_dim), jnp.bfloat16)
+            for key, n in zip(keys, sizes, strict=True)
+        ]
+        mesh, context = _mesh(), pa.Context("cp")
+        create = functools.partial(
+            pa.StackedCache.create, 1, self.rows, self.kv_heads, self.head_dim, dtype=jnp.bfloat16
+        )
+        filled = functools.partial(_filled, keys=keys)
+        specs = jax.eval_shape(lambda: create(context=context)).specs()
+        where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        local = jax.shard_map(
+            _decode_tokens,
+            mesh=mesh,
+            in_specs=(specs, *(PartitionSpec(),) * 3),
+            out_specs=PartitionSpec(),
+        )
+        cache = jax.jit(lambda: filled(create()))()
+        split = jax.jit(lambda: filled(create(context=context)), out_shardings=where)()
+        return {
+            "one": (jax.jit(_decode_tokens), (cache, *new)),
+            f"{rows.OURS}rows": (jax.jit(local), (split, *new)),
+        }
+
+    def in_order(self, result: Any) -> Any:
+        return result
+
+    def rate(self, ms: float, devices: int) -> dict[str, float]:
+        read = 2 * self.rows * self.kv_heads * self.head_dim * 2 * TOKENS
+        return {"tbps": round(read / devices / ms / 1e9, 3)}
+
+
+def _mesh() -> Any:
+    return jax.make_mesh((len(jax.devices()),), ("cp",), (jax.sharding.AxisType.Auto,))
+
+
+def _filled(cache: Any, keys: Any) -> Any:
+    """With random rows, but for TOKENS at the end."""
+    k, v = (
+        jax.random.normal(key, x.shape, x.dtype)
+        for key, x in zip(keys[1:], (cache.k, cache.v), strict=True)
+    )
+    lengths = jnp.asarray(cache.capacities, jnp.int32) - TOKENS
+    return dataclasses.replace(cache, k=k, v=v, lengths=lengths)
+
+
+def _decode_tokens(cache: Any, q: Any, k: Any, v: Any) -> Any:
+    """The outputs of TOKENS steps, each of which appends a token and attends."""
+
+    def step(cache, row):
+        cache = pa.append_kv(cache, *row[1:])
+        return cache, pa.decode_attention(row[0], cache)
+
+    return (lax.scan(step, cache, (q, k, v))[1],)
+
 
 def _pairs(rows: int, window: int | None) -> float:
     """(query, key) that a causal sequence of so many rows sees."""
@@ -77,6 +178,8 @@ CASES = (
         for name, bound in (("window4096", {"window": 4096}), ("documents8192", {"document": 8192}))
         for what in BOTH
     ),
+    CacheCase("rows_decode_t131072", 131072),
+    CacheCase("rows_decode_t1048576", 1048576),
 )
 Step = Any  # a jitted function, or one that is compiled
 
@@ -98,8 +201,10 @@ def run(wanted: str, seed: int, turns: int, commit: str | None, out: str | None)
         found, lost = time_case(case, seed, turns, here)
         wrong += lost
         for row in found:
-            line = f"{row['case']:<24}{row['impl']:<28}{row['ms']:>9.2f} ms"
-            sys.stdout.write(f"{line}{row['efficiency']:>8.3f}{row['tflops']:>8.0f} TFLOP/s\n")
+            line = f"{row['case']:<29}{row['impl']:<20}{row['ms']:>9.2f} ms"
+            rates = {"tflops": "TFLOP/s", "tbps": "TB/s"}
+            rate = "".join(f"{row[x]:>8.4g} {unit}" for x, unit in rates.items() if x in row)
+            sys.stdout.write(f"{line}{row['efficiency']:>8.3f}{rate}\n")
         sys.stdout.flush()
         if out is not None:
             rows.append(out, found)
@@ -107,28 +212,12 @@ def run(wanted: str, seed: int, turns: int, commit: str | None, out: str | None)
 
 
 def time_case(
-    case: Case, seed: int, turns: int, provenance: rows.Provenance
+    case: Case | CacheCase, seed: int, turns: int, provenance: rows.Provenance
 ) -> tuple[list[Row], int]:
     """A row for each of those who are right, and how many are not."""
-    devices = jax.devices()
-    mesh = jax.make_mesh((len(devices),), ("cp",), (jax.sharding.AxisType.Auto,))
-    context = pa.Context("cp", case.order)
-    heads = (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads)
-    keys = jax.random.split(jax.random.key(seed), 4)
-    whole = [
-        jax.random.normal(key, (1, case.rows, n, case.head_dim), jnp.bfloat16)
-        for key, n in zip(keys, heads, strict=True)
-    ]
-    if case.document is not None:
-        whole.append(jnp.arange(case.rows, dtype=jnp.int32)[None] // case.document)
-    where = NamedSharding(mesh, ROWS)
-    split = [jax.device_put(context.reorder(x, len(devices)), where) for x in whole]
-    subjects = {"one": _step(case, case.attend)}
-    for name, local in _locals(case, context).items():
-        checked = name.startswith(rows.OURS)  # cuDNN's results do not say how they vary
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=checked)
-        subjects[name] = _step(case, mapped)
-    given = {name: whole if name == "one" else split for name in subjects}
+    devices = len(jax.devices())
+    made = case.subjects(seed)
+    subjects, given = ({name: x[n] for name, x in made.items()} for n in (0, 1))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         lowered = {name: step.lower(*given[name]) for name, step in subjects.items()}
         subjects = dict(
@@ -138,7 +227,7 @@ def time_case(
     wrong = [
         name
         for name, found in results.items()
-        if name != "one" and not _same(context, len(devices), results["one"], found)
+        if name != "one" and not _same(case, results["one"], found)
     ]
     for name in wrong:
         sys.stderr.write(f"{case.name}: {name} differs from one GPU\n")
@@ -146,14 +235,14 @@ def time_case(
     del results
     times = _interleaved({n: functools.partial(s, *given[n]) for n, s in subjects.items()}, turns)
     alone = times.pop("one")
-    problem = dataclasses.asdict(case) | {"devices": len(devices)}
+    problem = dataclasses.asdict(case) | {"devices": devices}
     found = []
     for name, each in {"pallas_attn/one": alone, **times}.items():
-        count = 1 if each is alone else len(devices)
+        count = 1 if each is alone else devices
         ms = statistics.median(each)
         row: Row = {"op": "context", "case": case.name, "impl": name, "problem": problem}
         row |= {"ms": round(ms, 4), "ms_min": round(min(each), 4), "n": len(each), "kernels": 0}
-        row |= {"tflops": round(case.flops() / count / ms / 1e9, 1), "checked": True}
+        row |= case.rate(ms, count) | {"checked": True}
         row["efficiency"] = round(statistics.median(alone) / (count * ms), 4)
         found.append(row | dataclasses.asdict(provenance))
     return found, len(wrong)
@@ -224,11 +313,10 @@ def _step(case: Case, call: Step) -> Step:
     return jax.jit(step)
 
 
-def _same(context: pa.Context, shards: int, want: Any, found: Any) -> bool:
+def _same(case: Case | CacheCase, want: Any, found: Any) -> bool:
     """Whether all results are within LOSSES of one GPU's."""
     for w, f in zip(want, found, strict=True):
-        here = jax.device_put(f, w.sharding)
-        if not _close(w, context.restore(here, shards)):
+        if not _close(w, case.in_order(jax.device_put(f, w.sharding))):
             return False
     return True
 
@@ -240,14 +328,18 @@ def _close(want: Any, found: Any) -> Any:
 
 
 def _interleaved(steps: dict[str, Step], turns: int) -> dict[str, list[float]]:
-    """Milliseconds of each, in turns, three calls of one after the other a turn."""
+    """Milliseconds of each, in turns of TURN_MS and of three calls at least."""
     times: dict[str, list[float]] = {name: [] for name in steps}
+    counts = dict.fromkeys(steps, 3)
     for turn in range(turns + 1):
         for name, step in steps.items():
-            start = time.perf_counter()
-            for _ in range(3):
+            start, count = time.perf_counter(), counts[name]
+            for _ in range(count):
                 result = step()
             jax.block_until_ready(result)
-            if turn:  # the first one warms up
-                times[name].append((time.perf_counter() - start) / 3 * 1e3)
+            ms = (time.perf_counter() - start) / count * 1e3
+            if turn:
+                times[name].append(ms)
+            else:  # the first one warms up
+                counts[name] = max(count, math.ceil(TURN_MS / ms))
     return times

@@ -256,16 +256,19 @@ def random_params(config: Config, seed: int, dtype: Any, mesh: Mesh | None = Non
     if mesh is None:
         return model.random_params(config, seed, dtype)
 
+    spec = specs(config, mesh)
+
+    def place(name: str, x: jax.Array) -> jax.Array:
+        axes = next(run[name] for run in spec["runs"] if name in run)[1:]
+        x = in_order(config, mesh, name, x[None])[0]
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
+
     def create() -> Params:
-        params = model.random_params(config, seed, dtype)
-        ordered = (
-            {name: in_order(config, mesh, name, x) for name, x in run.items()}
-            for run in params["runs"]
-        )
+        params = model.random_params(config, seed, dtype, place)
         rows = filled_up(config.vocab, mesh)
         words = {
             name: _with_zeros(jnp, params[name], rows) for name in _VOCABULARY if name in params
         }
-        return params | words | {"runs": tuple(ordered)}
+        return params | words
 
-    return jax.jit(create, out_shardings=_shardings(mesh, specs(config, mesh)))()
+    return jax.jit(create, out_shardings=_shardings(mesh, spec))()

@@ -18,6 +18,7 @@ Axes: M sequences, t rows of each, D hidden, N query heads, K kv heads, H head d
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -171,8 +172,13 @@ class Config:
         return params
 
 
-def random_params(config: Config, seed: int, dtype: Any) -> Params:
-    """Random weights: what training starts from, and what throughput is measured with."""
+def random_params(
+    config: Config, seed: int, dtype: Any, place: Callable[[str, Array], Array] | None = None
+) -> Params:
+    """Random weights: what training starts from, and what throughput is measured with. Those of
+    layers are made one after the other, so that little more is held than what is made. `place`:
+    what becomes of a layer's, by name, on a mesh.
+    """
     shapes = config.shapes()
     leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=is_shape)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
@@ -185,13 +191,26 @@ def random_params(config: Config, seed: int, dtype: Any) -> Params:
             made.append(jnp.zeros(shape, dtype))
         else:  # what adds to the residual stream is small where there are many to add
             spread = 0.02 / math.sqrt(2 * config.layers) if name in ("out", "down") else 0.02
-            made.append(_normal(key, spread, shape, jnp.dtype(dtype).name))
+            finish = None if place is None else functools.partial(place, name)
+            made.append(_normal(key, spread, shape, jnp.dtype(dtype).name, finish))
     return jax.tree.unflatten(tree, made)
 
 
-@jax.jit(static_argnums=(2, 3))
-def _normal(key: Array, spread: float, shape: tuple[int, ...], dtype: str) -> Array:
-    return jax.random.normal(key, shape, dtype) * jnp.asarray(spread, dtype)
+@jax.jit(static_argnums=(2, 3, 4))
+def _normal(
+    key: Array, spread: float, shape: tuple[int, ...], dtype: str, finish: Any = None
+) -> Array:
+    def one(key: Array, shape: tuple[int, ...]) -> Array:
+        return jax.random.normal(key, shape, dtype) * jnp.asarray(spread, dtype)
+
+    if len(shape) < 3:  # of no layer
+        return one(key, shape)
+
+    def layer(key: Array) -> Array:
+        x = one(key, shape[1:])
+        return x if finish is None else finish(x)
+
+    return jax.lax.map(layer, jax.random.split(key, shape[0]))
 
 
 def is_shape(x: Any) -> bool:

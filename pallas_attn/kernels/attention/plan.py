@@ -415,6 +415,22 @@ def kv_batch(problem: AttentionProblem, batch: Any) -> Any:
     return batch if problem.share == 1 else lax.div(batch, jnp.int32(problem.share))
 
 
+def kv_row(plan: Plan, position: Any) -> Any:
+    """The row of k and v that has the first key of a kv tile, whose position is given."""
+    devices = plan.problem.zigzag
+    if devices == 1:
+        return position
+    size = plan.problem.kv_len // (2 * devices)
+    if size % plan.config.block_kv:
+        raise ValueError(
+            f"Config.block_kv must divide the {size} keys of a chunk where k and v lie in the "
+            f"order zigzag, got {plan.config.block_kv}"
+        )
+    chunk = lax.div(position, jnp.int32(size))
+    place = jnp.where(chunk < devices, 2 * chunk, 4 * devices - 1 - 2 * chunk)
+    return position + (place - chunk) * size
+
+
 def limit(problem: AttentionProblem) -> Limit | None:
     """Why the forward kernels, and so the backward ones, cannot take a problem, or None."""
     if problem.dtype not in ("bfloat16", "float16", "float32"):

@@ -64,6 +64,7 @@ from pallas_attn.kernels.attention.plan import (
     Plan,
     has_no_scores,
     kv_batch,
+    kv_row,
     of_no_scores,
 )
 from pallas_attn.kernels.attention.plan import limit as limit
@@ -269,6 +270,12 @@ def shares_keys(problem: AttentionProblem) -> bool:
     return problem.dtype != "float32"
 
 
+def reads_zigzag(problem: AttentionProblem) -> bool:
+    """Whether k and v may lie in the order zigzag: a kv tile lies in one chunk."""
+    chunk = problem.kv_len // (2 * problem.zigzag)
+    return problem.dtype != "float32" and "kv_lengths" not in problem.arrays and chunk % 128 == 0
+
+
 def smem_bytes(problem: AttentionProblem, config: Any) -> int:
     return mosaic.bytes_of(scratch(Plan(problem, config))) + BARRIERS + mosaic.REDUCED
 
@@ -372,14 +379,14 @@ def _load_entry(ctx: Context, tile: Tile, entry: _Entry) -> None:
     batch = kv_batch(plan.problem, tile.batch)
 
     def copy(ref, first, width, to):
-        src = ref.at[batch, pl.ds(first, block), head, mosaic.columns(ref, 0, width, head)]
-        plgpu.copy_gmem_to_smem(src, to, ready)
+        columns = mosaic.columns(ref, 0, width, head)
+        plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(first, block), head, columns], to, ready)
 
     k_columns, v_columns = (ref.shape[-1] for ref in (smem.k, smem.v))
 
     def values():
         if not plan.has("kv_lengths"):
-            return copy(refs.v, before * block, v_columns, smem.v.at[slot])
+            return copy(refs.v, kv_row(plan, before * block), v_columns, smem.v.at[slot])
         cut = (before + 1) * block > tile.kv_len  # only the last tile may be
         pl.when(cut)(lambda: copy(refs.v_edge, 0, v_columns, smem.v.at[slot]))
         whole = functools.partial(copy, refs.v, before * block, v_columns, smem.v.at[slot])
@@ -389,7 +396,7 @@ def _load_entry(ctx: Context, tile: Tile, entry: _Entry) -> None:
 
     @pl.when(e < last)
     def _():
-        copy(refs.k, t * block, k_columns, smem.k.at[slot])
+        copy(refs.k, kv_row(plan, t * block), k_columns, smem.k.at[slot])
         if smem.kv_ids is not None:
             ids = refs.kv_segment_ids.at[tile.batch, pl.ds(t * block, smem.kv_ids.shape[1])]
             plgpu.copy_gmem_to_smem(ids, smem.kv_ids.at[slot], ready)
