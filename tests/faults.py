@@ -289,8 +289,8 @@ FAULTS = {
     ),
     "blocks_that_decode_count_as_blocks_of_parts": Fault(
         f"{PREFILL}/shares.py",
-        "grid = jnp.int32(plan.grid) if sums.own is None else plan.grid - sums.own[0]",
-        "grid = jnp.int32(plan.grid)",
+        "grid = (dealing.decoding * -1 + plan.grid) >> dealing.paired",
+        "grid = plan.grid >> dealing.paired",
         f"{TEST_SCHEDULES} -k test_shared_parts",
     ),
     "own_rows_are_dealt_to_more_blocks_than_decode_them": Fault(

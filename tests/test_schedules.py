@@ -33,7 +33,8 @@ from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang.mosaic import ThreadContext
-from pallas_attn.kernels.prefill import merge, shares, tile_count
+from pallas_attn.kernels.prefill import memory, merge, shares, tile_count
+from pallas_attn.kernels.prefill import plan as prefill_plan
 from pallas_attn.kernels.prefill import sm90 as prefill
 from pallas_attn.kernels.prefill.plan import Plan as PrefillPlan
 from pallas_attn.kernels.prefill.units import unit_of, wg_tile_of
@@ -235,7 +236,7 @@ def test_prefill(seed):
     grid, together = (int(rng.integers(1, most)) for most in (140, 5))
     config = dataclasses.replace(config, grid=grid, together=together)
     plan = PrefillPlan.of(case.problem, config)
-    refs = no_arrays(prefill.Refs)._replace(lengths=jnp.asarray(case.lengths, jnp.int32))
+    refs = no_arrays(memory.Refs)._replace(lengths=jnp.asarray(case.lengths, jnp.int32))
     ctx = Context(plan, refs, None)
 
     def of_block(block):
@@ -271,39 +272,48 @@ def test_prefill(seed):
         assert set(np.flatnonzero(seen.any(axis=0)) // 64) <= set(found)
 
 
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_shared_parts(seed):
+def test_shared_parts(seed, paired):
     """Each kv tile of each q tile of each part once, in partials of different numbers, which are
-    those that `merge` reads; no block has much more than another.
+    those that `merge` reads; no block has much more than another. In pairs of blocks, where each
+    part has an even number of q tiles.
     """
     rng = np.random.default_rng(seed)
     parts, kv_heads, group = 11, int(rng.integers(1, 4)), int(rng.choice((1, 4, 7, 12)))
-    counts = rng.integers(2, 60, parts) * (rng.random(parts) < 0.7) * (seed < 3)
-    lengths = rng.integers(-5, 900, parts)
     case = decode_cases.Case(
         kind="paged", lengths=(0,) * parts, capacity=904, page_size=8,
         kv_heads=kv_heads, q_heads=kv_heads * group, mask=FULL,
     )  # fmt: skip
+    grid = int(rng.choice((40, 132) if paired else (1, 7, 40, 132)))
+    config = prefill.Config(int(rng.integers(1, 4)), 64, grid=grid)
+    tiles_of = PrefillPlan.of(case.problem, config).q_tiles_of
+    sizes = [n for n in range(2, 80) if not (paired and tiles_of(n, lambda x, y: x // y) % 2)]
+    counts = rng.choice(sizes, parts) * (rng.random(parts) < 0.7) * (seed < 3)
+    lengths = rng.integers(-5, 900, parts)
     tokens = int(counts.sum()) + 5
     merged = {"tokens": tokens, "q_len": tokens, "merged": (1, tokens, 1)}
-    config = prefill.Config(int(rng.integers(1, 4)), 64, grid=int(rng.choice((1, 7, 40, 132))))
     plan = PrefillPlan.of(dataclasses.replace(case.problem, **merged), config)
     starts = np.cumsum([0, *counts])
     q_tiles = np.array([plan.q_tiles_of(int(n), lambda x, y: x // y) for n in counts])
     kv_tiles = -(-np.maximum(lengths, 1) // 64)
     before = [np.cumsum([0, *x]) for x in (q_tiles, q_tiles * kv_tiles)]
-    others = int(rng.integers(0, plan.grid)) if seed % 2 else 0  # blocks that read own rows
-    grid, others = plan.grid - others, jnp.asarray([others], jnp.int32) if seed % 2 else None
-    sums = shares.Sums(*(jnp.asarray(x, jnp.int32) for x in before), others)
-    refs = no_arrays(prefill.Refs)._replace(
+    pair = int(plan.grid >= shares.PAIRED_FROM and not (q_tiles % 2).any())
+    assert pair == paired or seed == 3
+    # Blocks that read own rows, in whole pairs.
+    others = int(rng.integers(0, plan.grid)) >> pair << pair if seed % 2 else 0
+    dealing = shares.Dealing(others, pair, int(q_tiles.max() <= 1 + pair))
+    sums = shares.Sums(*(jnp.asarray(x, jnp.int32) for x in (*before, dealing)))
+    refs = no_arrays(memory.Refs)._replace(
         lengths=jnp.asarray(lengths, jnp.int32), starts=jnp.asarray(starts, jnp.int32)
     )
     ctx = Context(plan, refs, types.SimpleNamespace(sums=sums))
+    grid = plan.grid - others
 
     @jax.jit
     def of_blocks(blocks):
         share = jax.vmap(functools.partial(shares.share_of, ctx))(blocks)
-        unit = lambda n, share: unit_of(ctx, share.q_tile + n, share)  # noqa: E731
+        unit = lambda n, share: unit_of(ctx, share.q_tile + (n << pair), share)  # noqa: E731
         numbers = jnp.arange(int(q_tiles.sum()) * kv_heads + 1, dtype=jnp.int32)
         return share, jax.vmap(lambda one: jax.vmap(lambda n: unit(n, one))(numbers))(share)
 
@@ -324,22 +334,24 @@ def test_shared_parts(seed):
     steps = share.end - share.first
     assert steps.sum() == kv_heads * before[1][-1]
     assert not steps.any() or np.ptp(steps[steps > 0]) <= 1
-    thread, total = types.SimpleNamespace(select=np.where, maximum=np.maximum), steps.sum()
+    thread = types.SimpleNamespace(select=np.where, maximum=np.maximum)
     div, blocks = (lambda x, y: x // y), grid
+    all_q_tiles, total = ((x[-1] * kv_heads) >> pair for x in before)
     if total:
-        blocks = shares.blocks_of(grid, before[0][-1] * kv_heads, total, div, np.clip)
+        blocks = shares.blocks_of(plan, dealing, all_q_tiles, total, div, np.clip)
     each, more = divmod(total, blocks)
     every = [(m, *x) for m in range(parts) for x in np.ndindex(kv_heads, q_tiles[m])]
     for m, head, q in every:
-        number = before[0][m] * kv_heads + head * q_tiles[m] + q
-        begin = before[1][m] * kv_heads + (head * q_tiles[m] + q) * kv_tiles[m]
+        number = head * q_tiles[m] + q
+        begin = ((before[1][m] * kv_heads) >> pair) + (number >> pair) * kv_tiles[m]
         first, last = (
             int(merge._block_of(thread, x, max(each, 1), more))
             for x in (begin, begin + kv_tiles[m] - 1)
         )
+        line, of_pair = int(before[0][m] * kv_heads + number), number & pair
         own = (m, head, q_tiles[m] - 1 - q)
-        read = {partials.get(int(number) + block) for block in range(first, last + 1)}
-        assert read == {(own, block) for block in range(first, last + 1)}
+        read = {partials.get(line + (n << pair)) for n in range(first, last + 1)}
+        assert read == {(own, (n << pair) + of_pair) for n in range(first, last + 1)}
 
 
 LATENT = {
@@ -356,29 +368,33 @@ def test_how_many_blocks_decode_own_rows_beside_shared_ones(rng):
     problem = decode_cases.Case(
         kind="paged", lengths=(0,) * 40, capacity=4096, page_size=16
     ).problem
-    plan = scheduler.Plan(problem, decode_sm90.Config.beside_others(problem))
+    config = decode_sm90.Config.beside_others(problem, 1, decode_sm90.SMEM_OF_TWO)
+    own = prefill_plan.Own(scheduler.Plan(problem, config), 1)
     heads, thread, asked = problem.kv_heads, BlockOfThreads(0, Memory()), []
 
-    def blocks(length, q_tiles, steps, grid=132):
+    def blocks(length, q_tiles, steps, grid=132, paired=0):
         of = types.SimpleNamespace(
-            own=plan,
+            own=own,
             grid=grid,
             problem=types.SimpleNamespace(kv_heads=heads),
             config=types.SimpleNamespace(block_kv=128),
         )
         refs = types.SimpleNamespace(own_lengths=np.full(40, length, np.int32))
-        numbers = (np.full(128, x, np.int32) for x in (q_tiles, steps))
-        ctx = ThreadContext(thread, refs, None, of)
-        (found,) = set(np.ravel(shares.own_blocks(ctx, *numbers)).tolist())
+        q_tiles, steps, paired, alone = (np.full(128, x) for x in (q_tiles, steps, paired, 0))
+        ctx, dealing = ThreadContext(thread, refs, None, of), shares.Dealing(0, paired, alone)
+        found = shares._decoding(ctx, q_tiles, steps, dealing)
+        (found,) = set(np.ravel(found).tolist())
         return found
 
     for _ in range(200):
         length, q_tiles = int(rng.integers(0, 5000)), int(rng.integers(1, 60))
         steps, grid = q_tiles * int(rng.integers(1, 300)), int(rng.integers(2, 133))
         asked.append(blocks(length, q_tiles, steps, grid))
-        assert 1 <= asked[-1] <= min(grid - 1, plan.grid)
+        assert 1 <= asked[-1] <= min(grid - 1, own.most_blocks)
+        pairs = blocks(length, 2 * q_tiles, 2 * steps, 132, paired=1)
+        assert 2 <= pairs <= min(130, own.most_blocks) and pairs % 2 == 0
     assert len(set(asked)) > 20
-    assert blocks(10, 0, 0) == min(plan.grid, 132)
+    assert blocks(10, 0, 0) == min(own.most_blocks, 132)
     assert blocks(16, 2, 4000) <= blocks(500, 2, 4000) < blocks(4000, 2, 4000)
 
 

@@ -165,7 +165,8 @@ class Config:
 
 def _two_blocks(plan: Plan, heads: int) -> Config | None:
     """Two blocks a multiprocessor for 16-bit numbers: where each has several heads, of rows not so
-    narrow that tiles would have many keys. Heads should not be so long that to begin one is nothing.
+    narrow that tiles would have many keys. Heads should not be so long that to begin one is
+    nothing.
     """
     problem = plan.problem
     row = 2 * (problem.head_dim + problem.v_head_dim)

@@ -36,7 +36,7 @@ Scalar = Any
 LEAST_STEPS = 2  # of a block: fewer take no less time
 MOST_IDLE = 16  # one of so many blocks may be idle
 # Own keys that a block reads in the time of a step of 128 shared keys, and while it begins a head.
-STEP_KEYS = 192
+STEP_KEYS = 160
 HEAD_KEYS = 64
 UNIT = 16  # keys that are counted as one
 PAIRED_FROM = 16  # blocks
@@ -143,7 +143,9 @@ def _decoding(ctx: ThreadContext, q_tiles: Any, steps: Any, dealing: Dealing) ->
     left = thread.maximum((keys + each // 2) // each * -1 + grid, 1)
     left = thread.minimum((left + paired) >> paired, (paired * 0 + (grid - 1)) >> paired)
     each = thread.maximum((q_tiles * heads) >> paired, 1)
-    whole = thread.minimum((left + each // 2) // each, ((paired * 0 + (grid - 1)) >> paired) // each)
+    whole = thread.minimum(
+        (left + each // 2) // each, ((paired * 0 + (grid - 1)) >> paired) // each
+    )
     whole = whole * each
     near = (dealing.alone <= 0) & (whole * 8 >= left * 7) & (whole * 8 <= left * 9)
     blocks = (thread.select(near, whole, left) << paired) * -1 + grid
