@@ -609,7 +609,7 @@ def _store(ctx: Context, end: Ending, result: Result) -> None:
 def _or_decode(  # noqa: PLR0913
     decodes: Any, mine: Any, produce: Any, consume: Any, decode: Any
 ) -> tuple[Any, Any]:
-    """What producers and consumers do of a block that may decode instead, which some consumers do."""
+    """What producers and consumers do of a block that may decode, as some consumers do then."""
     others = jnp.logical_not(decodes)
 
     def either() -> None:
