@@ -1,4 +1,4 @@
-"""Attention over rows that several devices have: what moves between them, and what each computes.
+"""Attention over rows that several devices have: what each of them computes.
 
 A device's rows are chunks of the sequence (`Context.chunks`), which lie apart in the zigzag order.
 They become batch rows of one launch, each with an offset of its own, which share the batch row of k
@@ -20,25 +20,21 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_attn import (
-    _blocks,
     _checks,
     _dispatch,
     _program,
     _score_gradients,
     _sharding,
+    _split,
     _transforms,
 )
 from pallas_attn._problem import AttentionInputs, AttentionProblem, bounds_of
 from pallas_attn._program import Program
 from pallas_attn._score_gradients import Rows
+from pallas_attn._split import Split
 from pallas_attn.context import (
-    Context,
     chunk_numbers,
-    chunk_rows,
     chunks_of,
-    first_keys,
-    owner,
-    window_of,
 )
 from pallas_attn.merge import add_sinks, cotangents_of_part, merge_attention
 
@@ -46,124 +42,6 @@ Array = jax.Array
 FLOATS = _transforms.FLOATS
 AUX = ("mask_aux", "score_aux")
 MOST_OFFSETS = 16  # for which schedules are made beforehand
-# Bytes of K and V of all devices from which on it is asked at run time which of them documents
-# need: the answer costs a wait of the host.
-WORTH_ASKING = 2**26
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """The static facts of one call: the problem of this device's rows and keys, and its place."""
-
-    problem: AttentionProblem
-    implementation: str | None
-    context: Context
-    shards: int
-    near: tuple[int, int] | None = None  # what `window` says where documents need no more
-
-    def __post_init__(self):
-        for name, rows in (("q", self.problem.q_len), ("k", self.problem.kv_len)):
-            chunk_rows(self.context, name, rows)
-
-    @property
-    def chunks(self) -> int:
-        return self.context.chunks
-
-    @property
-    def rows(self) -> int:
-        """Of q, a chunk."""
-        return self.problem.q_len // self.chunks
-
-    @property
-    def keys(self) -> int:
-        """Of k, a chunk."""
-        return self.problem.kv_len // self.chunks
-
-    @property
-    def all_keys(self) -> int:
-        return self.problem.kv_len * self.shards
-
-    @property
-    def programs(self) -> tuple[Program | None, Program | None]:
-        """Of masks and of scores."""
-        return self.problem.mask_program, self.problem.score_program
-
-    @property
-    def has_functions(self) -> bool:
-        return self.programs != (None, None)
-
-    def placed(self, program: Any) -> Any:
-        """A function as a launch has it, whose batch rows are chunks, and whose keys, and the
-        offsets of queries, count from the start of what is there (`starts`); or whose heads are
-        some of a device's.
-        """
-        if program is None:
-            return None
-        rows = self.problem.batch * self.chunks
-        return _blocks.placed(program, self.context, rows, self.window() is not None)
-
-    def window(self) -> tuple[int, int] | None:
-        """Keys [lo, hi) that a chunk's rows may see, from the chunk's own first key on; None where
-        all keys move: they are not known, or too many, or a bias lies over all of them.
-        """
-        if self.near is not None or not self.may_move_some:
-            return self.near
-        problem = self.problem
-        mask = problem.mask if problem.mask_program is None else problem.mask_within
-        rows = problem.q_len, problem.kv_len
-        return window_of(self.context, self.shards, mask, rows, problem.q_offset)
-
-    @property
-    def may_move_some(self) -> bool:
-        """Whether positions are known and nothing lies over all keys."""
-        shapes = self.problem.bias_shape, self.problem.mask_shape
-        over_keys = any(shape is not None and shape[3] > 1 for shape in shapes)
-        return not over_keys and "q_offset" not in self.problem.arrays
-
-    @property
-    def windows(self) -> tuple[tuple[int, int], ...]:
-        """For documents, windows that may hold all keys that a chunk's rows see, the narrowest
-        first; which one does is known at run time.
-        """
-        problem, size = self.problem, self.keys
-        ids = {"q_segment_ids", "kv_segment_ids"} <= set(problem.arrays)
-        columns = problem.batch * problem.kv_heads * (problem.head_dim + problem.v_head_dim)
-        bytes_of_all = self.all_keys * columns * jnp.dtype(problem.dtype).itemsize
-        if not ids or problem.q_len != problem.kv_len or bytes_of_all < WORTH_ASKING:
-            return ()
-        if self.has_functions or not self.may_move_some or self.window() is not None:
-            return ()
-        right = problem.mask.right
-        ends = isinstance(right, int) and problem.q_offset + right <= 0  # with the chunk
-        found = [(-n, size if ends else size + n) for n in (0, *self.reaches)]
-        return tuple(w for w in found if self.chunks * (w[1] - w[0]) < self.all_keys)
-
-    @property
-    def reaches(self) -> tuple[int, ...]:
-        """Keys beside a chunk that may be enough."""
-        return (self.keys,) if self.keys % 4 else (self.keys // 4, self.keys)
-
-    def telling(self, offset: Any) -> Any:
-        """An offset of a chunk's rows, or in a ring the nearest one at which they see the same
-        keys: few differ.
-        """
-        mask = self.problem.mask
-        bounds = (mask.left, mask.right)
-        known = all(bound is None or isinstance(bound, int) for bound in bounds)
-        if self.context.method != "ring" or not known or self.has_functions:
-            return offset
-        # Before `least` no row sees a key, or all see all; so it is after `most`.
-        least = -self.rows - mask.right if mask.right is not None else mask.left - self.rows + 1
-        most = self.keys + mask.left if mask.left is not None else self.keys - 1 - mask.right
-        if least > most:
-            return offset
-        if isinstance(offset, int):
-            return min(max(offset, least), most)
-        return jnp.clip(offset, least, most)
-
-    def starts(self, numbers: Any) -> Any:
-        """The positions of the first keys that chunks of these numbers are handed."""
-        return first_keys(numbers, self.keys, self.window())
 
 
 def attend(split: Split, inputs: AttentionInputs, plain: Any) -> tuple[Array, Array]:
@@ -276,7 +154,7 @@ def _of_score_aux(
     split: Split, inputs: AttentionInputs, numbers: list[int], rows: Rows
 ) -> list[Array]:
     """The gradients of what a score function reads, of this device's rows, in float32."""
-    rows = _rows_by_chunk(split, rows)
+    rows = _split.rows_by_chunk(split, rows)
 
     def of_launch(given: AttentionInputs) -> list[Array]:
         problem, given = _launched(split, "flash_forward", given, ())
@@ -301,148 +179,6 @@ def _of_score_aux(
     return lax.scan(step, (sums, moving), jnp.arange(split.shards, dtype=jnp.int32))[0][0]
 
 
-# ---- rows and chunks ----------------------------------------------------------------------------
-
-
-def _by_chunk(split: Split, x: Array) -> Array:
-    """[B, rows, ...] of a device -> [B * chunks, rows of a chunk, ...]."""
-    count = x.shape[0] * split.chunks
-    return x.reshape(count, x.shape[1] // split.chunks, *x.shape[2:])
-
-
-def _by_device(split: Split, x: Array) -> Array:
-    """`_by_chunk` undone."""
-    return x.reshape(-1, split.chunks * x.shape[1], *x.shape[2:])
-
-
-def _lse_by_chunk(split: Split, lse: Array) -> Array:
-    """[B, N, rows] -> [B * chunks, N, rows of a chunk]."""
-    return _by_chunk(split, lse.swapaxes(1, 2)).swapaxes(1, 2)
-
-
-def _rows_by_chunk(split: Split, rows: Rows) -> Rows:
-    """out, lse and their cotangents."""
-    out, lse, d_out, d_lse = rows
-    outs, lses = (_by_chunk(split, x) for x in (out, d_out)), (lse, d_lse)
-    (out, d_out), (lse, d_lse) = outs, (_lse_by_chunk(split, x) for x in lses)
-    return out, lse, d_out, d_lse
-
-
-def _lse_by_device(split: Split, lse: Array) -> Array:
-    return _by_device(split, lse.swapaxes(1, 2)).swapaxes(1, 2)
-
-
-def _scores_by_chunk(split: Split, x: Array) -> Array:
-    """A bias or mask_array [B or 1, N or 1, rows or 1, S or 1]."""
-    if split.chunks == 1:
-        return x
-    batch, heads, rows, keys = x.shape
-    if rows == 1:
-        return x if batch == 1 else jnp.repeat(x, split.chunks, axis=0)
-    parts = x.reshape(batch, heads, split.chunks, rows // split.chunks, keys).swapaxes(1, 2)
-    parts = jnp.broadcast_to(parts, (split.problem.batch, *parts.shape[1:]))
-    return parts.reshape(-1, *parts.shape[2:])
-
-
-def _in_order(split: Split, x: Array, axis: int) -> Array:
-    """What all devices have, one after the other along an axis, in the order of positions."""
-    if split.chunks == 1:
-        return x
-    shape = x.shape
-    x = jnp.moveaxis(x.reshape(*shape[:axis], split.shards, 2, -1, *shape[axis + 1 :]), axis, 0)
-    low, high = (lax.index_in_dim(x, i, axis + 1, keepdims=False) for i in (0, 1))
-    halves = jnp.concatenate([low, jnp.flip(high, 0)])
-    return jnp.moveaxis(halves, 0, axis).reshape(shape)
-
-
-def _as_devices_have_it(split: Split, x: Array, axis: int) -> Array:
-    """`_in_order` undone."""
-    if split.chunks == 1:
-        return x
-    shape = x.shape
-    x = jnp.moveaxis(x.reshape(*shape[:axis], 2 * split.shards, -1, *shape[axis + 1 :]), axis, 0)
-    pairs = jnp.stack([x[: split.shards], jnp.flip(x[split.shards :], 0)], axis=1)
-    return jnp.moveaxis(pairs, (0, 1), (axis, axis + 1)).reshape(shape)
-
-
-# ---- what moves ---------------------------------------------------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered(split: Split, x: Array) -> Array:
-    """[B, rows, ...] of each device -> those of all, in the order of positions."""
-    return _in_order(split, _all_gathered(split, x), 1)
-
-
-def _scattered(split: Split, _: None, gradient: Array) -> tuple[Array]:
-    """Each device's own rows of what all have computed for them, added up in float32."""
-    batch, rows, *rest = gradient.shape
-    parts = _as_devices_have_it(split, gradient, 1)
-    parts = parts.reshape(batch, split.shards, rows // split.shards, *rest)
-    parts = lax.all_to_all(parts, split.context.axis, 1, 1, tiled=True)
-    return (parts.astype(_wide(gradient.dtype)).sum(axis=1).astype(gradient.dtype),)
-
-
-_gathered.defvjp(lambda split, x: (_gathered(split, x), None), _scattered)
-
-
-def _all_gathered(split: Split, x: Array) -> Array:
-    """[B, rows, ...] of each device -> those of all, one device after the other."""
-    return lax.all_gather(x, split.context.axis, axis=1, tiled=True)
-
-
-def _near(split: Split, x: Array, window: tuple[int, int]) -> Array:
-    """[B, rows, ...] of each device -> [B * chunks, hi - lo, ...]: the rows of the window of each
-    chunk; where the sequence begins within it, from there on. What lies past an end is 0.
-    """
-    lo, hi = window
-    size, batch = split.keys, x.shape[0]
-    parts = x.reshape(batch, split.chunks, size, *x.shape[2:])
-    numbers = chunk_numbers(split.context, lax.axis_index(split.context.axis), split.shards)
-    found = []
-    for own in range(split.chunks):
-        pieces = []
-        for away in range(lo // size, (hi - 1) // size + 1):
-            some = slice(max(lo - away * size, 0), min(hi - away * size, size))
-            pieces.append(_from_afar(split, parts[:, :, some], own, away))
-        rows = jnp.concatenate(pieces, axis=1)
-        before = jnp.clip(-(numbers[own] * size + lo), 0, hi - lo)  # the sequence has none there
-        found.append(jnp.roll(rows, -before, axis=1) if lo < 0 else rows)
-    return jnp.stack(found, axis=1).reshape(-1, *found[0].shape[1:])
-
-
-def _from_afar(split: Split, parts: Array, own: int, away: int) -> Array:
-    """For this device's chunk number `own` the part of the chunk so many chunks away; else 0.
-
-    parts: [B, chunks, rows, ...] of this device.
-    """
-    context, shards = split.context, split.shards
-    found = jnp.zeros_like(parts[:, 0])
-    for slot in range(split.chunks):
-        pairs = []
-        for device in range(shards):
-            there = chunks_of(context, device, shards)[own] + away
-            if 0 <= there < shards * split.chunks and owner(there, shards)[1] == slot:
-                pairs.append((owner(there, shards)[0], device))
-        if pairs == [(device, device) for device in range(shards)]:
-            return parts[:, slot]
-        if pairs:
-            found = found + lax.ppermute(parts[:, slot], context.axis, pairs)
-    return found
-
-
-def _moved(split: Split, x: Array) -> Array:
-    """The rows of k, v or kv segment ids that this device's queries may see: [B, S, ...], or
-    [B * chunks, hi - lo, ...] under a window.
-    """
-    window = split.window()
-    return _gathered(split, x) if window is None else _near(split, x, window)
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
-
-
 # ---- one launch for all rows --------------------------------------------------------------------
 
 
@@ -450,12 +186,12 @@ def _at_once(split: Split, inputs: AttentionInputs) -> tuple[Array, Array]:
     def run(split):
         floats, zigzag = _floats_of(inputs), split.chunks == 2 and split.window() is None
         if zigzag:  # as the devices have them: who cannot read them so is given others
-            moved = {x: _all_gathered(split, floats[x]) for x in ("k", "v")}
+            moved = {x: _split.all_gathered(split, floats[x]) for x in ("k", "v")}
             given = _given(split, inputs, _floats_beside(split, floats) | moved)
         else:
             given = _given(split, inputs, _floats_moved(split, floats))
         out, lse = _launch(split, given, _offsets(split), split.shards if zigzag else 1)
-        return _by_device(split, out), _lse_by_device(split, lse)
+        return _split.by_device(split, out), _split.lse_by_device(split, lse)
 
     return _by_reach(split, inputs, run)
 
@@ -481,10 +217,12 @@ def _narrowest(split: Split, q_ids: Any, kv_ids: Any) -> Array:
     windows = split.windows
     size, batch = min((split.keys, *split.reaches)), kv_ids.shape[0]
     pieces = split.all_keys // size
-    kv_ids = _in_order(split, _all_gathered(split, kv_ids), 1).reshape(batch, 1, pieces, size)
+    kv_ids = _split.in_order(split, _split.all_gathered(split, kv_ids), 1).reshape(
+        batch, 1, pieces, size
+    )
     chunk_ids = q_ids.reshape(batch, split.chunks, split.rows)
-    ends = [_all_gathered(split, f(chunk_ids, axis=2)) for f in (jnp.min, jnp.max)]
-    least, most = (_in_order(split, x, 1)[:, :, None] for x in ends)
+    ends = [_split.all_gathered(split, f(chunk_ids, axis=2)) for f in (jnp.min, jnp.max)]
+    least, most = (_split.in_order(split, x, 1)[:, :, None] for x in ends)
     meet = ((kv_ids.max(axis=3) >= least) & (kv_ids.min(axis=3) <= most)).any(axis=0)
     chunk, first = np.indices(meet.shape)
     at = first * size - chunk * split.keys  # of a piece, from the chunk's own first key on
@@ -501,9 +239,9 @@ def _at_once_backward(split: Split, inputs: AttentionInputs, rows: Any) -> dict[
 def _gradients_at_once(split: Split, inputs: AttentionInputs, rows: Any) -> dict[str, Array]:
     floats = _floats_of(inputs)
     given = _given(split, inputs, _floats_moved(split, floats))
-    found = _launch_backward(split, given, _rows_by_chunk(split, rows), _offsets(split))
+    found = _launch_backward(split, given, _split.rows_by_chunk(split, rows), _offsets(split))
     if split.window() is not None:  # what neighbours have computed is added up in float32
-        floats = {name: x.astype(_wide(x.dtype)) for name, x in floats.items()}
+        floats = {name: x.astype(_split.wide(x.dtype)) for name, x in floats.items()}
     moved, back = jax.vjp(functools.partial(_floats_moved, split), floats)
     found = back({name: found[name].astype(x.dtype) for name, x in moved.items()})[0]
     return {name: x.astype(getattr(inputs, name).dtype) for name, x in found.items()}
@@ -511,15 +249,15 @@ def _gradients_at_once(split: Split, inputs: AttentionInputs, rows: Any) -> dict
 
 def _floats_moved(split: Split, floats: dict[str, Array]) -> dict[str, Array]:
     """As a launch takes them; linear."""
-    moved = {name: _moved(split, floats[name]) for name in ("k", "v")}
+    moved = {name: _split.moved(split, floats[name]) for name in ("k", "v")}
     return moved | _floats_beside(split, floats)
 
 
 def _floats_beside(split: Split, floats: dict[str, Array]) -> dict[str, Array]:
     """All but k and v."""
-    moved = {"q": _by_chunk(split, floats["q"])}
+    moved = {"q": _split.by_chunk(split, floats["q"])}
     if "bias" in floats:
-        moved["bias"] = _scores_by_chunk(split, floats["bias"])
+        moved["bias"] = _split.scores_by_chunk(split, floats["bias"])
     return moved | {name: x for name, x in floats.items() if name == "sinks"}
 
 
@@ -529,7 +267,7 @@ def _given(split: Split, inputs: AttentionInputs, floats: dict[str, Array]) -> A
     given = _rows_given(split, inputs, floats, split.starts(numbers))
     kv_ids, batch = inputs.kv_segment_ids, given.q.shape[0]
     if kv_ids is not None:
-        kv_ids = _moved(split, kv_ids)
+        kv_ids = _split.moved(split, kv_ids)
         kv_ids = jnp.repeat(kv_ids, batch // kv_ids.shape[0], axis=0)
     lengths, window = inputs.kv_lengths, split.window()
     if window is not None and lengths is None and window[1] > split.keys:
@@ -566,8 +304,8 @@ def _rows_given(
         **_placed_aux(split, inputs, jnp.tile(starts, split.problem.batch)),
         q_offset=offset,
         q_lengths=None if lengths is None else _from_row(lengths, firsts, split.rows),
-        q_segment_ids=None if ids is None else _by_chunk(split, ids),
-        mask_array=None if mask is None else _scores_by_chunk(split, mask),
+        q_segment_ids=None if ids is None else _split.by_chunk(split, ids),
+        mask_array=None if mask is None else _split.scores_by_chunk(split, mask),
     )
 
 
@@ -616,7 +354,7 @@ def _launch_backward(
     for name in ("k", "v"):  # a sum over the batch rows that have read it
         parts = found[name]
         parts = parts.reshape(-1, given.q.shape[0] // given.k.shape[0], *parts.shape[1:])
-        found[name] = parts.astype(_wide(parts.dtype)).sum(axis=1)
+        found[name] = parts.astype(_split.wide(parts.dtype)).sum(axis=1)
     return found
 
 
@@ -629,7 +367,7 @@ def _chosen(split: Split, op: str, given: AttentionInputs, offsets: Any, zigzag:
     chosen = _dispatch.select(problem, split.implementation)
     if zigzag > 1 and not _dispatch.reads_zigzag(chosen, problem):
         problem = dataclasses.replace(problem, zigzag=1)
-        k, v = (_in_order(split, x, 1) for x in (given.k, given.v))
+        k, v = (_split.in_order(split, x, 1) for x in (given.k, given.v))
         given = given._replace(k=k, v=v)
     if not _dispatch.shares_keys(chosen, problem):
         problem, given = _repeated(problem, given)
@@ -677,7 +415,7 @@ def _ring(split: Split, inputs: AttentionInputs) -> tuple[Array, Array]:
     """Keys pass from device to device; what each of them gives is merged in float32."""
     moving = _keys_of(split, inputs)
     fixed = _fixed(split, inputs)
-    wide = _wide(inputs.q.dtype)
+    wide = _split.wide(inputs.q.dtype)
     shape = (*fixed.q.shape[:3], split.problem.v_head_dim)
     out = jnp.zeros(shape, wide)
     lse = jnp.full((shape[0], shape[2], shape[1]), -jnp.inf, wide)
@@ -697,13 +435,13 @@ def _ring(split: Split, inputs: AttentionInputs) -> tuple[Array, Array]:
     ((out, lse), _), _ = lax.scan(step, ((out, lse), moving), numbers)
     if inputs.sinks is not None:
         out, lse = add_sinks(out, lse, inputs.sinks)
-    return _by_device(split, out.astype(inputs.q.dtype)), _lse_by_device(split, lse)
+    return _split.by_device(split, out.astype(inputs.q.dtype)), _split.lse_by_device(split, lse)
 
 
 def _ring_backward(split: Split, inputs: AttentionInputs, rows: Any) -> dict[str, Array]:
     """As `_ring`, with dk and dv of the keys that pass, in float32, passing with them."""
     moving, fixed = _keys_of(split, inputs), _fixed(split, inputs)
-    by_chunk = _rows_by_chunk(split, rows)
+    by_chunk = _split.rows_by_chunk(split, rows)
     sums = {"q": _zeros(fixed.q)}
     if fixed.bias is not None:
         part = _columns(fixed.bias, _source(split, 0)[0], split.keys)  # says how they differ
@@ -716,7 +454,7 @@ def _ring_backward(split: Split, inputs: AttentionInputs, rows: Any) -> dict[str
         numbers = _source(split, number)
         for slot, given in enumerate(_parts(split, inputs, fixed, moving, number)):
             found = _launch_backward(split, given, by_chunk, _ring_offsets(split))
-            found = {name: x.astype(_wide(x.dtype)) for name, x in found.items()}
+            found = {name: x.astype(_split.wide(x.dtype)) for name, x in found.items()}
             sums["q"] = sums["q"] + found["q"]
             for name in ("k", "v"):
                 passing[name] = passing[name].at[:, slot].add(found[name])
@@ -728,10 +466,10 @@ def _ring_backward(split: Split, inputs: AttentionInputs, rows: Any) -> dict[str
     numbers = jnp.arange(split.shards, dtype=jnp.int32)
     (sums, passing, _), _ = lax.scan(step, (sums, passing, moving), numbers)
     found = {name: x.reshape(getattr(inputs, name).shape) for name, x in passing.items()}
-    found["q"] = _by_device(split, sums["q"])
+    found["q"] = _split.by_device(split, sums["q"])
     if inputs.bias is not None:
         own = _sharding.varying_like(_zeros(inputs.bias), sums["bias"])
-        back = jax.vjp(functools.partial(_scores_by_chunk, split), own)[1]
+        back = jax.vjp(functools.partial(_split.scores_by_chunk, split), own)[1]
         found["bias"] = back(sums["bias"])[0]
     if inputs.sinks is not None:
         found["sinks"] = _d_sinks(inputs.sinks, rows)
@@ -740,7 +478,7 @@ def _ring_backward(split: Split, inputs: AttentionInputs, rows: Any) -> dict[str
 
 def _zeros(x: Array) -> Array:
     """To add up what an array's gradient consists of."""
-    return jnp.zeros_like(x, _wide(x.dtype))
+    return jnp.zeros_like(x, _split.wide(x.dtype))
 
 
 def _added_from(total: Array, part: Array, start: Any) -> Array:
@@ -775,9 +513,9 @@ def _fixed(split: Split, inputs: AttentionInputs) -> AttentionInputs:
     """What stays, by chunk: q, and bias and mask_array over all keys."""
     bias, mask = inputs.bias, inputs.mask_array
     return inputs._replace(
-        q=_by_chunk(split, inputs.q),
-        bias=None if bias is None else _scores_by_chunk(split, bias),
-        mask_array=None if mask is None else _scores_by_chunk(split, mask),
+        q=_split.by_chunk(split, inputs.q),
+        bias=None if bias is None else _split.scores_by_chunk(split, bias),
+        mask_array=None if mask is None else _split.scores_by_chunk(split, mask),
     )
 
 
@@ -843,12 +581,12 @@ def _by_heads(split: Split, inputs: AttentionInputs, plain: Any) -> tuple[Array,
             f"{split.context.axis!r} divide, got K = {problem.kv_heads}; take 'gather' or 'ring'"
         )
     given: dict[str, Any] = {
-        name: _in_order(split, _swapped(split, getattr(inputs, name), 2, 1), 1)
+        name: _split.in_order(split, _swapped(split, getattr(inputs, name), 2, 1), 1)
         for name in ("q", "k", "v")
     }
     for name in ("q_segment_ids", "kv_segment_ids"):
         if (ids := getattr(inputs, name)) is not None:
-            given[name] = _gathered(split, ids)
+            given[name] = _split.gathered(split, ids)
     for name in ("bias", "mask_array"):
         if (x := getattr(inputs, name)) is not None:
             given[name] = _scores_by_heads(split, x)
@@ -861,8 +599,8 @@ def _by_heads(split: Split, inputs: AttentionInputs, plain: Any) -> tuple[Array,
         problem = dataclasses.replace(problem, mask_blocks=(*lengths, problem.q_offset))
     problem, by_heads = _with_functions(split, problem, inputs._replace(**given))
     out, lse = plain(_transforms.resized(problem, by_heads), by_heads)
-    out = _swapped(split, _as_devices_have_it(split, out, 1), 1, 2)
-    return out, _swapped(split, _as_devices_have_it(split, lse, 2), 2, 1)
+    out = _swapped(split, _split.as_devices_have_it(split, out, 1), 1, 2)
+    return out, _swapped(split, _split.as_devices_have_it(split, lse, 2), 2, 1)
 
 
 def _swapped(split: Split, x: Array, from_axis: int, to_axis: int) -> Array:
@@ -885,4 +623,4 @@ def _scores_by_heads(split: Split, x: Array) -> Array:
         x = lax.all_gather(x, split.context.axis, axis=2, tiled=True)
     else:
         x = _swapped(split, x, 1, 2)
-    return _in_order(split, x, 2)
+    return _split.in_order(split, x, 2)

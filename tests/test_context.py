@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
-from pallas_attn import _context, _dispatch, _transforms
+from pallas_attn import _context, _dispatch, _split, _transforms
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.bench import context as bench_context
 from pallas_attn.bench import rows
@@ -256,7 +256,7 @@ def test_documents_move_what_they_need(monkeypatch, order, mask):
         splits.append(split)
         return asked(split, *given)
 
-    monkeypatch.setattr(_context, "WORTH_ASKING", 0)
+    monkeypatch.setattr(_split, "WORTH_ASKING", 0)
     monkeypatch.setattr(_context, "_narrowest", narrowest)
     floats = {x: normal(n, 1, 64, 2, 8) for n, x in enumerate("qkv")}
     for values, way in ids.values():

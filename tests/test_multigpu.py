@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
-from pallas_attn import _context, lm
+from pallas_attn import _split, lm
 from pallas_attn.lm import train
 from tests import append_cases, test_keep
 from tests import test_cache_rows as rows_of_caches
@@ -73,7 +73,7 @@ def test_documents_in_bfloat16(monkeypatch, order, size):
     """They end with the rows of a GPU, with others a quarter of a chunk away, or nowhere within:
     collectives in a branch that is taken at run time. Keys lie in the order zigzag.
     """
-    monkeypatch.setattr(_context, "WORTH_ASKING", 0)
+    monkeypatch.setattr(_split, "WORTH_ASKING", 0)
     shapes = ((1, 1024, 4, 128), (1, 1024, 2, 128), (1, 1024, 2, 128))
     floats = {x: draw(i, *shapes[i]).astype(jnp.bfloat16) for i, x in enumerate("qkv")}
     options = {"mask": pa.CAUSAL, "segment_ids": jnp.arange(1024, dtype=jnp.int32)[None] // size}

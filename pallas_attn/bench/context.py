@@ -165,7 +165,7 @@ def _pairs(rows: int, window: int | None) -> float:
 
 
 BOTH = ("forward", "both")
-CASES = (
+CASES: tuple[Case | CacheCase, ...] = (
     *(
         Case(f"zigzag_{what}_t{size}", size, what == "both")
         for size in (32768, 65536, 131072)
