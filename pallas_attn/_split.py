@@ -27,7 +27,7 @@ from pallas_attn.context import (
 Array = jax.Array
 # Bytes of K and V of all devices from which on it is asked at run time which of them documents
 # need: the answer costs a wait of the host.
-WORTH_ASKING = 2**26
+WORTH_ASKING = 2**28
 
 
 @dataclasses.dataclass(frozen=True)
