@@ -415,7 +415,7 @@ FAULTS = {
         f"{TEST_DECODE} -k test_pages_that_are_missing",
     ),
     "a_band_of_a_function_moves_all_rows": Fault(
-        "pallas_attn/_context.py",
+        "pallas_attn/_split.py",
         "mask = problem.mask if problem.mask_program is None else problem.mask_within",
         "mask = problem.mask",
         "tests/test_context.py -k test_a_window_moves_its_rows",

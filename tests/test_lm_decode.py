@@ -120,15 +120,22 @@ def test_chunks_only_change_when_the_host_looks():
 
 def test_a_stop_token_ends_a_sequence_and_is_its_last():
     whole, _ = run(prompts(), options())
-    stops = whole.sequences[0].tokens[0], whole.sequences[4].tokens[-1]
-    assert 1 < whole.sequences[4].tokens.index(stops[1]) < 8  # in the midst of a chunk
+    tokens = [one.tokens for one in whole.sequences]
+    at_once, places = tokens[0][0], [(m, n) for m in range(len(tokens)) for n in range(2, 8)]
+    # Another one ends a sequence in the midst of a chunk.
+    number, place = next(
+        (m, n)
+        for m, n in places
+        if at_once not in tokens[m][: n + 1] and tokens[m][n] not in tokens[m][:n]
+    )
+    stops = at_once, tokens[number][place]
     made, _ = run(prompts(), options(stop=stops))
     for one, other in zip(made.sequences, whole.sequences, strict=True):
         ends = [n for n, token in enumerate(other.tokens) if token in stops]
         wanted = other.tokens[: ends[0] + 1] if ends else other.tokens
         assert (one.tokens, one.ended) == (wanted, "stop" if ends else "length")
     # The device needs no host to stop: what it drew last is the stop, and nothing is left to do.
-    for n, stop in zip((0, 4), stops, strict=True):
+    for n, stop in zip((0, number), stops, strict=True):
         assert made.sequences[n].ended == "stop"
         alone, _ = run(prompts()[n : n + 1], options(stop=stops))
         assert (alone._state.token[0], alone._state.left[0]) == (stop, 0)
