@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_attn import (
     _checks,
+    _device,
     _dispatch,
     _program,
     _score_gradients,
@@ -183,6 +184,10 @@ def _of_score_aux(
 
 
 def _at_once(split: Split, inputs: AttentionInputs) -> tuple[Array, Array]:
+    if (launch := _fetching(split, inputs)) is not None:
+        out, lse = _transforms.attention(*launch)
+        return _split.by_device(split, out), _split.lse_by_device(split, lse)
+
     def run(split):
         floats, zigzag = _floats_of(inputs), split.chunks == 2 and split.window() is None
         if zigzag:  # as the devices have them: who cannot read them so is given others
@@ -194,6 +199,26 @@ def _at_once(split: Split, inputs: AttentionInputs) -> tuple[Array, Array]:
         return _split.by_device(split, out), _split.lse_by_device(split, lse)
 
     return _by_reach(split, inputs, run)
+
+
+def _fetching(split: Split, inputs: AttentionInputs) -> Any:
+    """Kernel, problem and arrays of a launch that fetches k and v of other devices itself; None
+    where there is no such kernel, or devices that cannot read each other's memory.
+    """
+    if not split.context.overlap or not _device.reaches_peers(split.context.axis):
+        return None
+    split, floats = dataclasses.replace(split, fetched=True), _floats_of(inputs)
+    here = {name: floats[name] for name in ("k", "v")}
+    given = _given(split, inputs, _floats_beside(split, floats) | here)
+    device = lax.axis_index(split.context.axis).astype(jnp.int32)[None]
+    given = given._replace(device=device)
+    zigzag = split.shards if split.chunks == 2 else 1
+    some = dataclasses.replace(split.problem, fetches=split.shards, zigzag=zigzag)
+    fetched = dataclasses.replace(split, problem=some)
+    problem, given = _launched(fetched, "flash_forward", given, _offsets(split))
+    chosen = _dispatch.select(problem, split.implementation)
+    both = _dispatch.shares_keys(chosen, problem) and _dispatch.fetches(chosen, problem)
+    return (chosen, problem, given) if both else None
 
 
 def _by_reach(split: Split, inputs: AttentionInputs, run: Any) -> Any:

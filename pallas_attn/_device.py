@@ -82,3 +82,29 @@ def gpu_generation() -> str | None:
     if device.platform not in ("gpu", "cuda") or capability is None:
         return None
     return "sm" + str(capability).replace(".", "")
+
+
+def reaches_peers(axis: str) -> bool:
+    """Whether kernels may read the memory of all devices along a mesh axis that is mapped here: GPUs
+    of this process, which are the whole mesh, and all that there are.
+    """
+    mesh, count = jax.sharding.get_abstract_mesh(), jax.device_count()
+    whole = mesh.size == count == dict(mesh.shape).get(axis) == jax.local_device_count()
+    return whole and count > 1 and (_reaching.get() or current().platform in ("gpu", "cuda"))
+
+
+_reaching: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "pallas_attn_reaching", default=False
+)
+
+
+@contextlib.contextmanager
+def assume_reach() -> Iterator[None]:
+    """`reaches_peers` holds in this block, whatever the devices are, if they are the whole mesh. For
+    tests and ahead-of-time compilation, as `assume`.
+    """
+    token = _reaching.set(True)
+    try:
+        yield
+    finally:
+        _reaching.reset(token)

@@ -74,6 +74,10 @@ class Kernel:
         reads = getattr(self._module(), "reads_zigzag", None)
         return reads is not None and reads(problem)
 
+    def fetches(self, problem: AttentionProblem) -> bool:
+        fetches = getattr(self._module(), "fetches", None)
+        return fetches is not None and fetches(problem)
+
     def merges(self, problem: DecodeProblem) -> bool:
         return getattr(self._module(), "MERGES", False) and self.limit(problem) is None
 
@@ -311,6 +315,11 @@ def shares_keys(chosen: Implementation, problem: AttentionProblem) -> bool:
 def reads_zigzag(chosen: Implementation, problem: AttentionProblem) -> bool:
     """Whether it reads k and v where they lie (`AttentionProblem.zigzag`)."""
     return isinstance(chosen, Kernel) and chosen.reads_zigzag(problem)
+
+
+def fetches(chosen: Implementation, problem: AttentionProblem) -> bool:
+    """Whether it fetches k and v of other devices itself (`AttentionProblem.fetches`)."""
+    return isinstance(chosen, Kernel) and chosen.fetches(problem)
 
 
 def merging(problem: DecodeProblem, implementation: str | None) -> Kernel | None:

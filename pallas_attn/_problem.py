@@ -41,6 +41,7 @@ class AttentionInputs(NamedTuple):
     # int32[B], within 2**30: the bounds of AttentionProblem.mask that arrive at run time
     mask_left: Array | None = None
     mask_right: Array | None = None
+    device: Array | None = None  # int32[1]: which of AttentionProblem.fetches devices this is
     mask_aux: tuple[Array, ...] = ()  # what AttentionProblem.mask_program reads
     score_aux: tuple[Array, ...] = ()  # what AttentionProblem.score_program reads
 
@@ -105,6 +106,9 @@ class AttentionProblem:
     # Of a forward: k and v lie as so many devices have them in the order zigzag, one after the
     # other; 1: in the order of positions.
     zigzag: int = 1
+    # Of a forward: k and v are the rows of this one of so many devices, S of all of them; the
+    # kernel fetches what it needs of the others'. They lie there as `zigzag` says.
+    fetches: int = 1
     precision: str | None = None  # None or "highest"
     arrays: tuple[str, ...] = ()  # the optional fields of AttentionInputs that are given, in order
     bias_shape: tuple[int, ...] | None = None

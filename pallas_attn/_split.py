@@ -39,6 +39,7 @@ class Split:
     context: Context
     shards: int
     near: tuple[int, int] | None = None  # what `window` says where documents need no more
+    fetched: bool = False  # whether k and v stay where they are: a kernel fetches what it needs
 
     def __post_init__(self):
         for name, rows in (("q", self.problem.q_len), ("k", self.problem.kv_len)):
@@ -85,7 +86,7 @@ class Split:
         """Keys [lo, hi) that a chunk's rows may see, from the chunk's own first key on; None where
         all keys move: they are not known, or too many, or a bias lies over all of them.
         """
-        if self.near is not None or not self.may_move_some:
+        if self.near is not None or self.fetched or not self.may_move_some:
             return self.near
         problem = self.problem
         mask = problem.mask if problem.mask_program is None else problem.mask_within

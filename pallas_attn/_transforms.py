@@ -110,7 +110,7 @@ def resized(problem: AttentionProblem, inputs: AttentionInputs) -> AttentionProb
         problem,
         batch=inputs.q.shape[0],
         q_len=inputs.q.shape[1],
-        kv_len=inputs.k.shape[1],
+        kv_len=inputs.k.shape[1] * problem.fetches,
         q_heads=inputs.q.shape[2],
         kv_heads=inputs.k.shape[2],
         arrays=tuple(name for name in AttentionInputs._fields[3:] if name in given),
@@ -197,6 +197,7 @@ def _attention_axes(problem: AttentionProblem, inputs: AttentionInputs) -> dict[
         "sinks": (heads["q"],),
         **dict.fromkeys(("q_offset", "q_lengths", "kv_lengths"), ("b",)),
         **dict.fromkeys(("mask_left", "mask_right"), ("b",)),
+        "device": ("one",),
         **{name: broadcast_axes(name) for name in ("bias", "mask_array")},
         **{
             name: tuple(f"{name}_{axis}" for axis in range(x.ndim))

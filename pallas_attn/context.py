@@ -31,11 +31,17 @@ class Context:
         from device to device and no device ever holds more than two parts of them; partial results
         are merged. "heads": rows and heads change places, each device attends some heads of the
         whole sequence; wants a number of kv heads that the devices divide.
+      overlap: whether, with the method "gather", the forward kernel may fetch K and V of the other
+        devices itself, while it computes with those that are here. It does so on Hopper GPUs of one
+        process, where the axis is all of the mesh, the mesh is all GPUs in their order, and every
+        device has a multiple of 128 rows (of 256 in the order "zigzag"). Say False where GPUs can
+        not read each other's memory, or where the mesh has them in another order.
     """
 
     axis: str
     order: str = "contiguous"
     method: str = "gather"
+    overlap: bool = True
 
     def __post_init__(self):
         if not isinstance(self.axis, str):
@@ -45,6 +51,8 @@ class Context:
             if value not in choices:
                 wanted = ", ".join(map(repr, choices))
                 raise ValueError(f"Context({name}=...): expected one of {wanted}, got {value!r}")
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"Context(overlap=...): expected a bool, got {self.overlap!r}")
 
     @property
     def chunks(self) -> int:

@@ -191,6 +191,11 @@ class Plan:
         return min(self.config.grid or work, work)
 
     @property
+    def fetches(self) -> bool:
+        """Whether the kernel fetches K and V of other devices."""
+        return self.problem.fetches > 1
+
+    @property
     def natural(self) -> bool:
         """Whether a backward subtracts the lse in natural units: two numbers multiplied by log2(e)
         first would each lose a rounding of their own size, half of what float32 loses in all.

@@ -49,6 +49,7 @@ class Refs(NamedTuple):
     mask_aux: Any = ()  # see `functions.operands`
     score_aux: Any = ()
     tiles: Any = None  # see `tile_lists.tiles`
+    fetching: Any = None  # see `flash_fwd.fetch.Operands`
 
 
 class Tile(NamedTuple):

@@ -69,7 +69,7 @@ from pallas_attn.kernels.attention.plan import (
 )
 from pallas_attn.kernels.attention.plan import limit as limit
 from pallas_attn.kernels.attention.score_mod import Refs, Rows, Tile
-from pallas_attn.kernels.flash_fwd import segments, tile_scheduler
+from pallas_attn.kernels.flash_fwd import fetch, segments, tile_scheduler
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import wgmma
@@ -93,6 +93,7 @@ class Config:
     grid: int = 132  # blocks; 0: one a work tile
     q_slots: int = 2  # q tiles of a consumer; 2: the next is loaded early, where there is room
     exp_before_wait: int = 0  # quarters of a tile's exponents, computed before the wait for P V
+    fetchers: int = 16  # blocks that begin by fetching what other GPUs have: see `fetch`
 
     def __post_init__(self):
         check(
@@ -104,6 +105,7 @@ class Config:
             grid=(self.grid >= 0, "at least 0"),
             q_slots=(self.q_slots in (1, 2), "1 or 2"),
             exp_before_wait=(self.exp_before_wait in (0, 1, 2, 3, 4), "0 to 4"),
+            fetchers=(self.fetchers >= 1, "at least 1"),
         )
 
     @classmethod
@@ -196,6 +198,7 @@ class Smem(NamedTuple):
     q_ready: Any  # barriers, one a q tile
     ready: Any  # barriers, one an entry of the ring: see `Ring`
     free: Any
+    fetched: Any = None  # barriers of `fetch`, as words; None where nothing is fetched
 
 
 def scratch(plan: Plan) -> Smem:
@@ -231,6 +234,7 @@ def _scratch(plan: Plan, q_slots: int, out_width: int) -> Smem:
         q_ready=barrier(num_barriers=q_tiles, num_arrivals=3 if ids else 1),
         ready=barrier(num_barriers=config.stages, num_arrivals=3 if ids else 2),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
+        fetched=plgpu.SMEM((2 * fetch.MOST_SLOTS,), jnp.int32) if plan.fetches else None,
     )
 
 
@@ -276,6 +280,11 @@ def reads_zigzag(problem: AttentionProblem) -> bool:
     return problem.dtype != "float32" and "kv_lengths" not in problem.arrays and chunk % 128 == 0
 
 
+def fetches(problem: AttentionProblem) -> bool:
+    """Whether k and v may be those of this GPU alone: see `fetch`."""
+    return fetch.takes(problem) and smem_bytes(problem, Config.default(problem)) <= SMEM_LIMIT
+
+
 def smem_bytes(problem: AttentionProblem, config: Any) -> int:
     return mosaic.bytes_of(scratch(Plan(problem, config))) + BARRIERS + mosaic.REDUCED
 
@@ -310,7 +319,12 @@ class Ring(NamedTuple):
 def _produce(ctx: Context, block_id: Any) -> None:
     """K and V of all work tiles of a block, in the order in which consumers use them."""
     plan, refs, _ = ctx
-    ring = Ring.of(ctx)
+    ring, fetching = Ring.of(ctx), refs.fetching
+    device = None
+    if plan.fetches:
+        start = functools.partial(fetch.fetch, ctx, fetching, block_id)
+        pl.when(block_id < plan.config.fetchers)(start)
+        device = fetching.device[0]
 
     def ends_of(code):
         return tile_scheduler.record_ends(ctx, tile_scheduler.tile_of(ctx, code))
@@ -325,18 +339,30 @@ def _produce(ctx: Context, block_id: Any) -> None:
         record = None if ends is None else lambda i: ends.get(i, 0)
         lo, hi = tile_scheduler.block_span(plan, record, tile)
         ends = ends_of(following)  # read long before it is used
+        batch, block = kv_batch(plan.problem, tile.batch), plan.config.block_kv
+        waits = jnp.logical_not(fetch.is_done(ctx, fetching)) if plan.fetches else None
 
-        def one_entry(e, count):
-            slot = lax.rem(count, jnp.int32(ring.stages))
+        def one_entry(e, carry):
+            count, before = carry
+            slot, t, place = lax.rem(count, jnp.int32(ring.stages)), hi - 1 - e, None
+            if plan.fetches:
+                place = fetch.place_of(ctx, device, t * block)
+                # Asked before the ring has room, since the answer takes its time.
+                wait = functools.partial(fetch.wait_for, ctx, fetching, batch, t * block)
+                pl.when(waits & (e < hi - lo) & jnp.logical_not(place.here))(wait)
             pl.when(count >= ring.stages)(lambda: ring.wait_released(slot))
-            _load_entry(ctx, tile, _Entry(e, hi - lo, hi - 1 - e, slot))
-            return count + 1
+            _load_entry(ctx, tile, _Entry(e, hi - lo, t, slot), (place, before))
+            return count + 1, place
 
-        count = lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), one_entry, count)
+        nowhere = fetch.place_of(ctx, device, jnp.int32(0)) if plan.fetches else None
+        start = count, nowhere
+        count, _ = lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), one_entry, start)
         return count, following, ends
 
     first = refs.schedule[block_id, 1]
     lax.fori_loop(0, refs.schedule[block_id, 0], one_tile, (jnp.int32(0), first, ends_of(first)))
+    if plan.fetches:
+        pl.when(block_id == 0)(functools.partial(fetch.wait_for_peers, ctx, fetching))
 
 
 def _produce_listed(ctx: Context, tile: Tile, count: Any, ends: tuple[Any, Any]) -> Any:
@@ -370,7 +396,8 @@ class _Entry(NamedTuple):
     before: Any = None  # the tile before it, in a list
 
 
-def _load_entry(ctx: Context, tile: Tile, entry: _Entry) -> None:
+def _load_entry(ctx: Context, tile: Tile, entry: _Entry, places: Any = (None, None)) -> None:
+    """`places`: where the rows of K are, and those of V, if they may be fetched ones."""
     plan, refs, smem = ctx
     e, last, t, slot, before = entry
     before = t + 1 if before is None else before
@@ -378,15 +405,25 @@ def _load_entry(ctx: Context, tile: Tile, entry: _Entry) -> None:
     head = lax.div(tile.head, jnp.int32(plan.problem.group))
     batch = kv_batch(plan.problem, tile.batch)
 
-    def copy(ref, first, width, to):
+    def copy(ref, first, width, to, batch=batch):
         columns = mosaic.columns(ref, 0, width, head)
         plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(first, block), head, columns], to, ready)
+
+    def copy_at(name, position, place, width, to):
+        """Of k or v, from a position on."""
+        ref = getattr(refs, name)
+        if place is None:
+            return copy(ref, kv_row(plan, position), width, to)
+        fetched = getattr(refs.fetching, name)
+        there, row = place.owner * ref.shape[0] + batch, fetch.row_of(ctx, place, position)
+        pl.when(place.here)(lambda: copy(ref, row, width, to))
+        return pl.when(jnp.logical_not(place.here))(lambda: copy(fetched, row, width, to, there))
 
     k_columns, v_columns = (ref.shape[-1] for ref in (smem.k, smem.v))
 
     def values():
         if not plan.has("kv_lengths"):
-            return copy(refs.v, kv_row(plan, before * block), v_columns, smem.v.at[slot])
+            return copy_at("v", before * block, places[1], v_columns, smem.v.at[slot])
         cut = (before + 1) * block > tile.kv_len  # only the last tile may be
         pl.when(cut)(lambda: copy(refs.v_edge, 0, v_columns, smem.v.at[slot]))
         whole = functools.partial(copy, refs.v, before * block, v_columns, smem.v.at[slot])
@@ -396,7 +433,7 @@ def _load_entry(ctx: Context, tile: Tile, entry: _Entry) -> None:
 
     @pl.when(e < last)
     def _():
-        copy(refs.k, kv_row(plan, t * block), k_columns, smem.k.at[slot])
+        copy_at("k", t * block, places[0], k_columns, smem.k.at[slot])
         if smem.kv_ids is not None:
             ids = refs.kv_segment_ids.at[tile.batch, pl.ds(t * block, smem.kv_ids.shape[1])]
             plgpu.copy_gmem_to_smem(ids, smem.kv_ids.at[slot], ready)
@@ -732,8 +769,11 @@ def _epilogue(ctx: Context, rows: Rows, result: Result) -> None:
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
-def _kernel(refs: Refs, out: Any, lse: Any, smem: Smem, *, plan: Plan) -> None:
+def _kernel(refs: Refs, *rest: Any, plan: Plan) -> None:
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
+    out, lse, *fetched, smem = rest
+    if plan.fetches:
+        refs = refs._replace(fetching=refs.fetching._replace(k=fetched[0], v=fetched[1]))
     ctx = Context(plan, refs._replace(out=out, lse=lse), smem)
     produce = functools.partial(_produce, ctx, block_id)
     consume = functools.partial(_consume, ctx, block_id, wg)
@@ -755,6 +795,7 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         out_type=(
             jax.ShapeDtypeStruct(padded_shape, problem.dtype),
             jax.ShapeDtypeStruct((batch, problem.q_heads, plan.padded_rows), jnp.float32),
+            *(fetch.fetched_shapes(plan, refs.k, refs.v) if plan.fetches else ()),
         ),
         scratch_types=(scratch(plan),),
         grid=(plan.grid,),
@@ -764,7 +805,7 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_fwd_sm90",
     )
-    out, lse = kernel(refs)
+    out, lse, *_ = kernel(refs)
     return out[:, :q_len, :, : problem.v_head_dim], lse[:, :, :q_len]
 
 
@@ -794,6 +835,8 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
         else:
             made = segments.by_xla(plan, inputs, fields)
         fields["segment_spans"], fields["schedule"] = made
+    if plan.fetches:
+        fields["fetching"] = fetch.operands(plan, inputs, fields.get("segment_spans"))
     if plan.has("kv_lengths"):
         lengths = jnp.asarray(inputs.kv_lengths)[:: problem.share]
         fields["v_edge"] = tma_operands.edge(fields["v"], lengths, plan.config.block_kv)

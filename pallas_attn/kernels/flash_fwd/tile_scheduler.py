@@ -10,7 +10,7 @@ work tile is a number in it, which `tile_of` decodes. Where there are segment id
 
 import functools
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import functions, tile_lists, tma_operands
 from pallas_attn.kernels.attention.plan import ROWS, Context, Plan, Span
 from pallas_attn.kernels.attention.score_mod import Tile
-from pallas_attn.kernels.flash_fwd import listed_tiles
+from pallas_attn.kernels.flash_fwd import fetch, listed_tiles
 
 RECORD = 32  # int32 a work tile; TMA writes to whole 128 bytes
 TILE_OVERHEAD = 1.5  # of a work tile, in steps of one kv tile
@@ -85,7 +85,7 @@ def schedule(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
         heads = np.arange(first, min(first + plan.l2_heads, plan.heads))
         codes.append(((heads[None] << plan.code_bits) + q_tiles[:, None]).ravel())
     found = [costs_of(code, plan.code_bits, costs, problem.q_heads) for code in codes]
-    return assign(*in_order(codes, found, len(costs)), plan.grid)
+    return assign(*in_order(codes, found, len(costs)), plan.grid, busy_before(plan, offsets))
 
 
 def costs_of(codes: np.ndarray, bits: int, costs: np.ndarray, heads: int) -> np.ndarray:
@@ -243,17 +243,28 @@ def mask_bounds(plan: Plan) -> np.ndarray:
     return np.array([[span.lo for span in found], [span.hi for span in found]], np.int32)
 
 
-def assign(tiles: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarray:
+def busy_before(plan: Plan, offsets: Offsets) -> list[float]:
+    """How long the first blocks are busy before they take work tiles, in steps of one kv tile."""
+    if not plan.problem.fetches > 1:
+        return []
+    return [fetch.head_start(plan, offsets)] * min(plan.config.fetchers, plan.grid)
+
+
+def assign(
+    tiles: np.ndarray, costs: np.ndarray, blocks: int, busy: Sequence[float] = ()
+) -> np.ndarray:
     """Work tiles, in the order in which they should begin, each given to the block that is free
     first: int32[blocks, n], how many, which, and zeros, two at least, so that a block may read
-    ahead.
+    ahead. `busy`: how long the first blocks are before.
 
     Known beforehand it needs no counter in global memory, and a block can load the next q tile
     during this one. Measured on an H200 it is faster than one block a work tile, and that than
     every multiprocessor taking each 132nd work tile.
     """
     assigned: list[list[int]] = [[] for _ in range(blocks)]
-    free = [(0.0, block) for block in range(blocks)]
+    free = [(0.0, block) for block in range(len(busy), blocks)]
+    free += [(when, block) for block, when in enumerate(busy)]
+    heapq.heapify(free)
     for tile, cost in zip(tiles.tolist(), costs.tolist(), strict=True):
         when, block = free[0]
         assigned[block].append(tile)

@@ -56,11 +56,21 @@ def store(ref: Ref, value: jax.Array) -> None:
 
 def swizzled(shape: Sequence[int], dtype: Any, swizzle: int) -> Any:
     """Shared memory for tiles that matmuls and TMA share; rows are whole swizzles (bytes)."""
-    width = swizzle // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(tuple(shape), dtype, transforms=_swizzling(dtype, swizzle))
+
+
+def _swizzling(dtype: Any, swizzle: int) -> tuple[Any, Any]:
     tile: Any = plgpu.TilingTransform  # mypy takes both for abstract
     swizzle_by: Any = plgpu.SwizzleTransform
-    transforms = (tile((8, width)), swizzle_by(swizzle))
-    return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+    return tile((8, swizzle // jnp.dtype(dtype).itemsize)), swizzle_by(swizzle)
+
+
+def on_peer(ref: Ref, device: jax.Array) -> Ref:
+    """What `ref`, an operand of the kernel, is on another GPU of the mesh, whose number there is
+    given: for programs of `each_thread`. Kernels that read or write it need a mesh of all GPUs that
+    one process sees, in their order, and XLA has all of them arrive before it launches any.
+    """
+    return plgpu.remote_ref(ref, device, device_id_type=pl.DeviceIdType.LOGICAL)
 
 
 REDUCED = 2048  # bytes in which Mosaic reduces over an axis, in a kernel that does anywhere
@@ -246,18 +256,25 @@ def each_thread(
     refs: Any,
     scalars: Any,
     thread: Any = None,
-    returns: bool = False,
+    returns: bool | str = False,
+    swizzles: Any = None,
 ) -> Any:
     """Runs `program(thread, refs, scalars)` in every thread of the block: `Thread` says what a
     program can do.
 
     `refs` is a tree of whole refs in global or shared memory, `scalars` a tree of int32 scalars,
     which arrive as `Int`s; or of int32[128], a number a thread. `thread`: a `Thread` that can do
-    more. `returns`: the program gives an Int, and the call all of them as int32[128].
+    more. `returns`: the program gives an Int, and the call all of them as int32[128]; or, where it
+    is "one", each thread goes on with its own as with any int32. `swizzles`: a
+    tree like `refs`, (dtype, bytes) where a ref is `swizzled`, () elsewhere; None: none is.
     """
     number = plgpu.Layout.WG_STRIDED((THREADS,), 1)
+
+    def kind(_: Any, swizzle: Any = ()) -> Any:
+        return plgpu.RefType(_swizzling(*swizzle) if swizzle else ())
+
     types = (
-        jax.tree.map(lambda _: plgpu.RefType(), refs),
+        jax.tree.map(kind, refs, *([] if swizzles is None else [swizzles])),
         jax.tree.map(lambda x: number if jnp.ndim(x) else plgpu.Layout.WG_SPLAT, scalars),
     )
 
@@ -267,6 +284,12 @@ def each_thread(
         result = program(thread or Thread(), refs, scalars)
         if not returns:
             return None
+        if returns == "one":
+            return mgpu.FragmentedArray(
+                _registers=np.array(result.value, object),
+                _layout=mgpu.WGSplatFragLayout(()),
+                _is_signed=True,
+            )
         register = vector.broadcast(ir.VectorType.get((1,), _int(32)), result.value)
         return mgpu.FragmentedArray(
             _registers=np.array([register], object), _layout=number.to_mgpu(), _is_signed=True
@@ -274,7 +297,9 @@ def each_thread(
 
     inline: Any = code
     inline.program = program  # the interpreter in tests/ runs this
-    result = plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=number) if returns else None
+    one = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    all_of_them = plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=number)
+    result = (one if returns == "one" else all_of_them) if returns else None
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(inline)(refs, scalars)
 
 

@@ -261,6 +261,32 @@ class Thread(mosaic.Thread):
         )
         do(ptx, [shared_address(barriers, slot, 8), parity.value], "r,r")
 
+    def copy_back(self, to: Word, source: Word, nbytes: Int, where: Int) -> None:
+        """Issues a bulk copy of `nbytes` from shared to global memory, in words of 16 bytes, which
+        belongs to the thread's next group (`commit_copies_back`).
+        """
+        ptx = (
+            "{ .reg .pred p; setp.ne.b32 p, $0, 0; "
+            "@p cp.async.bulk.global.shared::cta.bulk_group [$1], [$2], $3; }"
+        )
+        operands = [
+            arith.extui(i32(), where.value),
+            mosaic.address_of(to.ref, to.index, 16),
+            shared_address(source.ref, source.index, 16),
+            nbytes.value,
+        ]
+        do(ptx, operands, "r,l,r,r")
+
+    def commit_copies_back(self) -> None:
+        """Makes a group of the copies back that this thread has issued since the last group."""
+        do("cp.async.bulk.commit_group;", [], "")
+
+    def wait_copies_back(self, left: int, read: bool = False) -> None:
+        """Waits until all groups of this thread but the last `left` are in global memory, where
+        other blocks see them after a `signal`. `read`: until they have left shared memory.
+        """
+        do(f"cp.async.bulk.wait_group{'.read' if read else ''} {left};", [], "")
+
     # ---- copies by threads -----------------------------------------------------------------------
 
     def copy_async(
@@ -297,6 +323,40 @@ class Thread(mosaic.Thread):
 
     # ---- between blocks --------------------------------------------------------------------------
 
+    def signal(self, counters: Ref, index: Int, where: Int, abroad: bool = False) -> None:
+        """Adds 1 to a counter where the condition holds. Who sees it by `wait_until` or `reached`
+        sees what this thread had done before. `abroad`: it is another GPU's.
+        """
+        scope = "sys" if abroad else "gpu"
+        ptx = (
+            "{ .reg .pred p; setp.ne.b32 p, $0, 0; "
+            f"@p fence.proxy.async.global; @p red.release.{scope}.global.add.u32 [$1], 1; }}"
+        )
+        operands = [arith.extui(i32(), where.value), mosaic.address_of(counters, index, 4)]
+        do(ptx, operands, "r,l")
+
+    def wait_until(self, counters: Ref, index: Int, least: Int, abroad: bool = False) -> None:
+        """Waits until a counter has reached `least`; then what was done before those `signal`s is
+        there, also for bulk copies and TMA that the thread issues. `abroad`: from other GPUs.
+        """
+        scope = "sys" if abroad else "gpu"
+        ptx = (
+            f"{{ .reg .pred p; .reg .b32 n; again: ld.acquire.{scope}.global.b32 n, [$0]; "
+            "setp.lt.u32 p, n, $1; @p bra again; fence.proxy.async.global; }"
+        )
+        do(ptx, [mosaic.address_of(counters, index, 4), least.value], "l,r")
+
+    def reached(self, counters: Ref, index: Int, least: Int) -> Int:
+        """1 where a counter has reached `least`, as after `wait_until`, else 0."""
+        ptx = (
+            "{ .reg .pred p; .reg .b32 n; ld.acquire.gpu.global.b32 n, [$1]; "
+            "setp.ge.u32 p, n, $2; selp.b32 $0, 1, 0, p; @p fence.proxy.async.global; }"
+        )
+        operands = [mosaic.address_of(counters, index, 4), least.value]
+        return Int(
+            llvm.inline_asm(i32(), operands, ptx, "=r,l,r,~{memory}", has_side_effects=True)
+        )
+
     def arrive(self, counters: Ref, index: Int, count: Int, last: Ref) -> None:
         """Counts the block's arrival: `last[0]` becomes 1 in the block that arrives last of
         `count`, else 0. The last block sees what the others wrote before they arrived.
@@ -320,9 +380,15 @@ class Thread(mosaic.Thread):
         self.sync()
 
 
-def each_thread(program: Callable[..., Any], refs: Any, scalars: Any, returns: bool = False) -> Any:
+def each_thread(
+    program: Callable[..., Any],
+    refs: Any,
+    scalars: Any,
+    returns: bool | str = False,
+    swizzles: Any = None,
+) -> Any:
     """`mosaic.each_thread` with this file's `Thread`."""
-    return mosaic.each_thread(program, refs, scalars, Thread(), returns)
+    return mosaic.each_thread(program, refs, scalars, Thread(), returns, swizzles)
 
 
 def each_item(

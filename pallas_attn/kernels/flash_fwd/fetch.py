@@ -1,0 +1,420 @@
+"""K and V that other GPUs have, fetched by the kernel that reads them.
+
+Where a sequence is split over the GPUs of one process (`AttentionProblem.fetches`), the kernel is
+given the rows of K and V of its own GPU. The first blocks of the grid, `Config.fetchers` of them,
+begin by copying what it needs of the others' rows into arrays here, while the other blocks begin
+with the keys that are here: a work tile takes its kv tiles from the last to the first, so a causal
+one begins with its own chunk. Nothing is gathered before the launch, and no multiprocessor but
+those of the fetchers waits for NVLink.
+
+Rows are copied in pieces, all heads of some rows of K and of V, in the order in which work tiles
+ask for them (`tiles_in_order`). A piece passes through the shared memory of the ring of K and V,
+which is not in use yet: from the other GPU by a bulk copy, and on to global memory by another. One
+thread issues all copies of a block; so many are in flight as the ring has room for.
+
+Who waits for whom: a producer waits for the `TILE` rows that it is about to load until all of their
+pieces have arrived (`wait_for`). XLA has all GPUs arrive before it launches any, so what is fetched
+is there; and no kernel ends before all others have fetched what they need of it (`wait_for_peers`),
+so it stays. No block waits for one with a greater number, here or there: the fetchers are the first
+to run.
+
+A GPU finds an array of another one by its address there, which XLA tells the kernel. Tensor maps
+would hold such addresses from before the launch, and a CUDA graph would keep them: so the copies
+between GPUs are by plain pointers.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_attn._problem import AttentionInputs, AttentionProblem, bounds_of
+from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.attention.plan import Context, Plan
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import ThreadContext
+from pallas_attn.kernels.lang.threads import Word
+
+MOST_DEVICES = 8  # of which one kernel reads rows
+TILE = 128  # rows that a producer waits for at a time
+PIECE = 8192  # bytes of K, or of V, that are copied at a time, if a row is no longer
+WORD = 16  # bytes of a word of a bulk copy
+MOST_SLOTS = 8  # pieces of a block that are in flight
+# Counters: of fetchers of other GPUs that have read what they need of this one, and of fetchers here
+# that are done; those of tiles follow.
+READ, DONE, FIRST_TILE = 0, 1, 2
+BEHIND = 2  # pieces that may still be on their way to global memory when the next one is
+# For the schedule: bytes a second that arrive, and floating point operations of a multiprocessor.
+LINK_RATE, MATH_RATE = 330e9, 5.0e12
+
+
+def takes(problem: AttentionProblem) -> bool:
+    """Whether the kernel may fetch: chunks in whole `TILE`s, and rows that fit in a piece."""
+    if problem.fetches == 1:
+        return True
+    rows = problem.kv_len // (problem.fetches * _chunks(problem))
+    listed = problem.mask_program is not None
+    if listed or problem.dtype == "float32" or "kv_lengths" in problem.arrays:
+        return False
+    widths = problem.head_dim, problem.v_head_dim
+    row = problem.kv_heads * 2 * max(map(tma_operands.width_in_tma, widths))
+    return problem.fetches <= MOST_DEVICES and rows % TILE == 0 and row <= PIECE
+
+
+def _chunks(problem: AttentionProblem) -> int:
+    """Runs of consecutive rows that a GPU has."""
+    return 2 if problem.zigzag > 1 else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What follows from a problem and a config."""
+
+    devices: int
+    chunks: int
+    batch: int  # of k and v
+    keys: int  # of a GPU
+    k_words: int  # of a row of all heads
+    v_words: int
+    slots: int  # pieces in flight
+    rows: int  # of a piece
+    fetchers: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Sizes":
+        problem, config = plan.problem, plan.config
+        words = [
+            problem.kv_heads * tma_operands.width_in_tma(dim) * 2 // WORD
+            for dim in (problem.head_dim, problem.v_head_dim)
+        ]
+        rows = 1
+        while 2 * rows <= TILE and 2 * rows * max(words) * WORD <= PIECE:
+            rows *= 2
+        room = [config.stages * config.block_kv * width * 2 for width in (plan.k_width, plan.v_width)]
+        pieces = [count * rows * WORD for count in words]
+        slots = min(MOST_SLOTS, *(area // piece for area, piece in zip(room, pieces, strict=True)))
+        return cls(
+            devices=problem.fetches,
+            chunks=_chunks(problem),
+            batch=problem.batch // problem.share,
+            keys=problem.kv_len // problem.fetches,
+            k_words=words[0],
+            v_words=words[1],
+            slots=slots,
+            rows=rows,
+            fetchers=min(config.fetchers, plan.grid),
+        )
+
+    @property
+    def chunk(self) -> int:
+        """Rows of a chunk."""
+        return self.keys // self.chunks
+
+    @property
+    def tiles(self) -> int:
+        """Of a batch row, of all GPUs."""
+        return self.devices * self.keys // TILE
+
+    @property
+    def pieces(self) -> int:
+        """Of a tile."""
+        return TILE // self.rows
+
+    @property
+    def counters(self) -> int:
+        return FIRST_TILE + self.batch * self.tiles
+
+
+class Operands(NamedTuple):
+    """What the kernel reads and writes beside `Refs`, in global memory."""
+
+    device: Any  # int32[1]: which of the GPUs this is
+    order: Any  # int32[1 + n]: see `order`
+    counters: Any  # int32[Sizes.counters], written here and by other GPUs
+    k: Any = None  # [devices * B, S of a GPU, K, H], written: what is fetched; its own are not here
+    v: Any = None
+
+
+# ---- what is fetched, and in which order --------------------------------------------------------
+
+
+def operands(plan: Plan, inputs: AttentionInputs, spans: Any) -> Operands:
+    """`spans`: `tile_scheduler.records` where there are segment ids, else None."""
+    counters = jax.new_ref(jnp.zeros((Sizes.of(plan).counters,), jnp.int32))
+    return Operands(inputs.device, order(plan, inputs, spans), counters)
+
+
+def fetched_shapes(plan: Plan, *arrays: Any) -> list[Any]:
+    """Of `Operands.k` and `v`, from k and v as the kernel reads them."""
+    devices = plan.problem.fetches
+    return [jax.ShapeDtypeStruct((devices * x.shape[0], *x.shape[1:]), x.dtype) for x in arrays]
+
+
+def order(plan: Plan, inputs: AttentionInputs, spans: Any) -> Any:
+    """int32[1 + n]: how many tiles are fetched, and which, the first to be used first. A tile is
+    b * Sizes.tiles + its number in the order of positions.
+    """
+    sizes = Sizes.of(plan)
+    if spans is not None:
+        return _order_of_segments(plan, inputs, spans)
+    tables = [tiles_in_order(plan, device) for device in range(sizes.devices)]
+    table = np.zeros((sizes.devices, 1 + sizes.batch * sizes.tiles), np.int32)
+    for row, tiles in zip(table, tables, strict=True):
+        firsts = np.arange(sizes.batch, dtype=np.int32)[:, None] * sizes.tiles
+        every = (firsts + tiles[None]).ravel()
+        row[: 1 + every.size] = [every.size, *every]
+    return lax.dynamic_index_in_dim(jnp.asarray(table), inputs.device[0], keepdims=False)
+
+
+def tiles_in_order(plan: Plan, device: int) -> np.ndarray:
+    """int32[n]: tiles of a batch row that a GPU's rows may see and another has, those of its last
+    rows first, from the last key on. All that others have where offsets are not known.
+    """
+    sizes = Sizes.of(plan)
+    needed = np.zeros(sizes.tiles, bool)
+    found = []
+    for lo, hi in _ranges(plan, device):
+        some = np.arange(hi - 1, lo - 1, -1)
+        some = some[~needed[some]]
+        needed[some] = True
+        found.append(some)
+    tiles = np.concatenate(found) if found else np.zeros(0, int)
+    owners = owner_of(sizes, tiles * TILE // sizes.chunk)[0]
+    return tiles[owners != device].astype(np.int32)
+
+
+def _ranges(plan: Plan, device: int) -> list[tuple[int, int]]:
+    """Tiles [lo, hi) that each of a GPU's chunks of rows may see, the last chunk first."""
+    sizes, problem = Sizes.of(plan), plan.problem
+    known = problem.offsets[device : device + 1] or [()]
+    mask, ranges = problem.mask.widest, []
+    for offset in sorted(known[0], reverse=True):
+        lo, hi = mask.kv_range(offset, offset + problem.q_len, problem.kv_len)
+        ranges.append((max(int(lo), 0) // TILE, -(-max(int(hi), 0) // TILE)))
+    return ranges or [(0, sizes.tiles)]
+
+
+def _order_of_segments(plan: Plan, inputs: AttentionInputs, spans: Any) -> Any:
+    """`order` by what segments and the mask leave: the kv tiles of all work tiles of a chunk of rows
+    lie between the first and the last of any.
+    """
+    sizes, problem = Sizes.of(plan), plan.problem
+    offset: Any = problem.q_offset if inputs.q_offset is None else inputs.q_offset
+    mask = problem.mask.filled(**bounds_of(inputs))
+    low, high = mask.kv_range(offset, offset + problem.q_len, problem.kv_len)
+    fields = spans[:, :, : 4 * plan.config.warpgroups].reshape(*spans.shape[:2], -1, 4)
+    some = fields[..., 3] > fields[..., 0]
+    first = jnp.where(some, fields[..., 0], 2**20).min(axis=(1, 2))
+    end = jnp.where(some, fields[..., 3], 0).max(axis=(1, 2))
+    block = plan.config.block_kv
+    lo = jnp.maximum(first * block, low) // TILE
+    hi = -(-jnp.minimum(end * block, high) // TILE)
+    at = jnp.arange(sizes.tiles - 1, -1, -1, dtype=jnp.int32)
+    owners = owner_of(sizes, at * TILE // sizes.chunk)[0]
+    lo, hi = (x.reshape(sizes.batch, -1, 1) for x in (lo, hi))
+    needed = ((at >= lo) & (at < hi)).any(axis=1) & (owners != inputs.device[0])
+    every = (jnp.arange(sizes.batch, dtype=jnp.int32)[:, None] * sizes.tiles + at[None]).reshape(-1)
+    needed = needed.reshape(-1)
+    places = jnp.where(needed, jnp.cumsum(needed, dtype=jnp.int32), every.size + 1)
+    count = needed.sum(dtype=jnp.int32)
+    return jnp.zeros((1 + every.size,), jnp.int32).at[places].set(every, mode="drop").at[0].set(count)
+
+
+def owner_of(sizes: Sizes, chunk: Any) -> tuple[Any, Any]:
+    """Which GPU has a chunk of the sequence, and as which of its own."""
+    if sizes.chunks == 1:
+        return chunk, 0 * chunk
+    late = chunk >= sizes.devices
+    where = np.where if isinstance(chunk, np.ndarray) else jnp.where
+    return where(late, 2 * sizes.devices - 1 - chunk, chunk), where(late, 1, 0)
+
+
+def head_start(plan: Plan, offsets: tuple[int, ...]) -> float:
+    """How long a fetcher is busy before it takes work tiles, in steps of one kv tile: on the GPU
+    whose rows have such offsets.
+    """
+    sizes, problem = Sizes.of(plan), plan.problem
+    if plan.has("q_segment_ids"):
+        return 0.0  # not known beforehand, and little
+    device = problem.offsets.index(offsets) if offsets in problem.offsets else 0
+    nbytes = tiles_in_order(plan, device).size * sizes.batch * TILE * WORD * (sizes.k_words + sizes.v_words)
+    dims = problem.head_dim + problem.v_head_dim
+    step = 2 * plan.tile_rows * plan.config.block_kv * dims / MATH_RATE
+    return nbytes / LINK_RATE / step
+
+
+# ---- the kernel's producers ---------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where the rows of a kv tile are."""
+
+    here: Any  # whether this GPU has them
+    owner: Any
+    shift: Any  # chunks from their position to their row among the owner's
+
+
+def place_of(ctx: Context, device: Any, position: Any) -> Place:
+    """Of the rows from a position on."""
+    sizes = Sizes.of(ctx.plan)
+    chunk = lax.div(position, jnp.int32(sizes.chunk))
+    owner, which = owner_of(sizes, chunk)
+    return Place(owner == device, owner, which - chunk)
+
+
+def row_of(ctx: Context, place: Place, position: Any) -> Any:
+    """Which row of the owner's is at a position."""
+    return position + place.shift * Sizes.of(ctx.plan).chunk
+
+
+class _At(NamedTuple):
+    """Where a program is, and what it knows there."""
+
+    block: Any
+    device: Any
+
+
+class _Refs(NamedTuple):
+    here: Operands
+    peers: tuple[tuple[Any, Any, Any], ...]  # k, v and counters, of the next GPU, the one after, ..
+    k: Any  # shared memory
+    v: Any
+    barriers: Any
+
+
+def fetch(ctx: Context, fetching: Operands, block: Any) -> None:
+    """What a fetcher does before it loads for work tiles of its own."""
+    plan, refs, smem = ctx
+    sizes = Sizes.of(plan)
+    device, peers = fetching.device[0], []
+    for away in range(1, sizes.devices):
+        peer = lax.rem(device + away, jnp.int32(sizes.devices))
+        arrays = refs.k, refs.v, fetching.counters
+        peers.append(tuple(mosaic.on_peer(x, peer) for x in arrays))
+    given = _Refs(fetching, tuple(peers), smem.k, smem.v, smem.fetched)
+    swizzles: Any = jax.tree.map(lambda _: (), given)
+    swizzles = swizzles._replace(
+        k=(plan.scores.dtype, plan.k_swizzle), v=(plan.values.dtype, plan.v_swizzle)
+    )
+    program = mosaic.in_context(_fetch, sizes)
+    threads.each_thread(program, given, _At(block, device), swizzles=swizzles)
+
+
+class _Piece(NamedTuple):
+    """Where a piece comes from and goes to, in rows."""
+
+    entry: Any  # its tile, in `order`
+    peer: Any  # how many GPUs away it is
+    source: Any
+    target: Any
+
+
+def _piece(ctx: ThreadContext, number: Any) -> _Piece:
+    """The block's piece of that number."""
+    thread, refs, at, sizes = ctx
+    number = at.block + number * sizes.fetchers
+    entry = thread.load(refs.here.order, number // sizes.pieces + 1, 4)
+    batch, tile = entry // sizes.tiles, entry % sizes.tiles
+    position = tile * TILE + number % sizes.pieces * sizes.rows
+    chunk = position // sizes.chunk
+    row, owner = position % sizes.chunk, chunk
+    if sizes.chunks == 2:
+        late = chunk < sizes.devices
+        owner = thread.select(late, chunk, chunk * -1 + (2 * sizes.devices - 1))
+        row = thread.select(late, row, row + sizes.chunk)
+    away = (owner + sizes.devices - at.device) % sizes.devices
+    source = thread.wide(batch * sizes.keys + row)
+    target = thread.wide(owner * (sizes.batch * sizes.keys)) + source
+    return _Piece(entry, thread.maximum(away - 1, 0), source, target)
+
+
+def _fetch(ctx: ThreadContext) -> None:
+    thread, refs, at, sizes = ctx
+    first, slots = thread.index < 1, sizes.slots
+    nbytes = [thread.index * 0 + sizes.rows * words * WORD for words in (sizes.k_words, sizes.v_words)]
+    staged = refs.k, refs.v
+    words = sizes.k_words, sizes.v_words
+    thread.make_barriers(refs.barriers, slots)
+    pieces = thread.load(refs.here.order, thread.index * 0, 4) * sizes.pieces
+    mine = (pieces + (sizes.fetchers - 1) - at.block) // sizes.fetchers
+
+    def load(number):
+        slot, there = number % slots, first & (number < mine)
+        piece = _piece(ctx, thread.minimum(number, thread.maximum(mine - 1, 0)))
+        arrays = thread.pick(piece.peer, [peer[:2] for peer in refs.peers])
+        thread.announce(refs.barriers, slot, nbytes[0] + nbytes[1], there)
+        for array, stage, count, size in zip(arrays, staged, nbytes, words, strict=True):
+            to = Word(stage, slot * (sizes.rows * size))
+            source = Word(array, piece.source * size)
+            thread.copy(to, source, count, Word(refs.barriers, slot), there)
+
+    def arrived(number, where):
+        piece = _piece(ctx, thread.maximum(number, 0))
+        thread.signal(refs.here.counters, piece.entry + FIRST_TILE, where)
+
+    def store(number, carry):
+        slot = number % slots
+        thread.wait(refs.barriers, slot, number // slots % 2)
+        piece = _piece(ctx, number)
+        for array, stage, count, size in zip(refs.here[3:], staged, nbytes, words, strict=True):
+            source = Word(stage, slot * (sizes.rows * size))
+            thread.copy_back(Word(array, piece.target * size), source, count, first)
+        thread.commit_copies_back()
+        thread.wait_copies_back(1, read=True)  # the slot of the one before is free
+        thread.sync()
+        load(number + (slots - 1))
+        thread.wait_copies_back(BEHIND)
+        arrived(number - BEHIND, first & (number >= BEHIND))
+        return carry
+
+    for number in range(slots - 1):
+        load(thread.index * 0 + number)
+    thread.loop(mine, [], store)
+    thread.wait_copies_back(0)
+    for behind in range(BEHIND, 0, -1):
+        arrived(mine - behind, first & (mine >= behind))
+    thread.signal(refs.here.counters, thread.index * 0 + DONE, first)
+    for *_, counters in refs.peers:
+        thread.signal(counters, thread.index * 0 + READ, first, abroad=True)
+    thread.sync()
+
+
+class _Until(NamedTuple):
+    counter: Any
+    least: Any
+
+
+def is_done(ctx: Context, fetching: Operands) -> Any:
+    """Whether all that is fetched is here."""
+    sizes = Sizes.of(ctx.plan)
+    until = _Until(jnp.int32(DONE), jnp.int32(sizes.fetchers))
+    program = mosaic.in_context(_reached, sizes)
+    return threads.each_thread(program, (fetching.counters,), until, returns="one") > 0
+
+
+def wait_for(ctx: Context, fetching: Operands, batch: Any, position: Any) -> None:
+    """Until the rows from a position on, which another GPU has, are here."""
+    sizes = Sizes.of(ctx.plan)
+    tile = lax.div(position, jnp.int32(TILE))
+    until = _Until(FIRST_TILE + batch * sizes.tiles + tile, jnp.int32(sizes.pieces))
+    threads.each_thread(mosaic.in_context(_wait, sizes), (fetching.counters,), until)
+
+
+def wait_for_peers(ctx: Context, fetching: Operands) -> None:
+    """Until all other GPUs have fetched what they need of this one."""
+    sizes = Sizes.of(ctx.plan)
+    until = _Until(jnp.int32(READ), jnp.int32((sizes.devices - 1) * sizes.fetchers))
+    program = mosaic.in_context(_wait, sizes, abroad=True)
+    threads.each_thread(program, (fetching.counters,), until)
+
+
+def _wait(ctx: ThreadContext, abroad: bool = False) -> None:
+    ctx.thread.wait_until(*ctx.refs, *ctx.at, abroad=abroad)
+
+
+def _reached(ctx: ThreadContext) -> Any:
+    return ctx.thread.reached(*ctx.refs, *ctx.at)
