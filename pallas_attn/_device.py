@@ -85,8 +85,8 @@ def gpu_generation() -> str | None:
 
 
 def reaches_peers(axis: str) -> bool:
-    """Whether kernels may read the memory of all devices along a mesh axis that is mapped here: GPUs
-    of this process, which are the whole mesh, and all that there are.
+    """Whether kernels may read the memory of all devices along a mesh axis that is mapped here:
+    GPUs of this process, which are the whole mesh, and all that there are.
     """
     mesh, count = jax.sharding.get_abstract_mesh(), jax.device_count()
     whole = mesh.size == count == dict(mesh.shape).get(axis) == jax.local_device_count()
@@ -100,8 +100,8 @@ _reaching: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def assume_reach() -> Iterator[None]:
-    """`reaches_peers` holds in this block, whatever the devices are, if they are the whole mesh. For
-    tests and ahead-of-time compilation, as `assume`.
+    """`reaches_peers` holds in this block, whatever the devices are, if they are the whole mesh.
+    For tests and ahead-of-time compilation, as `assume`.
     """
     token = _reaching.set(True)
     try:

@@ -63,9 +63,28 @@ TEST_LINEAR = "tests/test_functions.py -k a_slope_and_an_offset"
 TEST_KEEP = "tests/test_keep.py"
 TEST_EMITTED, TEST_SCHEDULES = "tests/test_emitted_code.py", "tests/test_schedules.py"
 TEST_NARROW = "tests/test_narrow_kernel.py"
+TEST_FETCH = "tests/test_fetch.py -k as_if_it_were_here"
 
 FAULTS = {
     # ---- who reads what when ---------------------------------------------------------------------
+    "fetched_rows_are_read_before_they_are_here": Fault(
+        f"{FWD}/sm90.py", "pl.when(waits & (e < hi - lo)", "pl.when(waits & (e < 0)", TEST_FETCH
+    ),
+    "fetch_reuses_a_slot_before_it_is_read": Fault(
+        f"{FWD}/fetch.py",
+        "wait_copies_back(1, read=True)",
+        "wait_copies_back(9, read=True)",
+        TEST_FETCH,
+    ),
+    "fetch_signals_a_piece_too_early": Fault(
+        f"{FWD}/fetch.py", "wait_copies_back(BEHIND)", "wait_copies_back(BEHIND + 1)", TEST_FETCH
+    ),
+    "fetch_signals_its_last_pieces_too_early": Fault(
+        f"{FWD}/fetch.py", "wait_copies_back(0)", "wait_copies_back(1)", TEST_FETCH
+    ),
+    "fetch_does_not_say_that_it_has_read": Fault(
+        f"{FWD}/fetch.py", "index * 0 + READ, first,", "index * 0 + DONE, first,", TEST_FETCH
+    ),
     "decode_ring_is_refilled_while_it_is_read": Fault(
         f"{DECODE}/sm90.py",
         "            threads.each_thread(sync, (), ())\n",

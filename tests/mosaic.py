@@ -113,7 +113,7 @@ def _lowered(f: Callable[..., Any], *shapes: Any) -> str:
 
 
 @host.fail_on_exception
-def _run_program(*, token, mesh_location, thread, keys, scalars, program, trees):
+def _run_program(*, token, mesh_location, thread, keys, scalars, program, trees, returns_one):
     ours = host._get_shared_memory()
     if not hasattr(ours, "launch_memory"):
         ours.launch_memory = Memory()
@@ -132,7 +132,10 @@ def _run_program(*, token, mesh_location, thread, keys, scalars, program, trees)
     )
     with np.errstate(all="ignore"):  # NaN and infinity are none of an error on a GPU
         result = program(block, refs, values)
-    return token if result is None else (token, [np.asarray(result, np.int32)])
+    if result is None:
+        return token
+    result = np.asarray(result, np.int32)
+    return token, [result.reshape(-1)[0] if returns_one else result]
 
 
 @host.fail_on_exception
@@ -153,11 +156,33 @@ def _shape_of(aval):
 
 
 KEY_SIZE = len(dataclasses.fields(shared_memory.HostAllocationKey))
+ON_PEER = -1  # in place of the place on the first axis, before the number of the device
+
+# What another device has where this one has an array, by the array and the device's number.
+_peers: Callable[[np.ndarray, int], np.ndarray] | None = None
+
+
+@contextlib.contextmanager
+def with_peers(peers: Callable[[np.ndarray, int], np.ndarray]) -> Iterator[None]:
+    """Kernels interpreted in here run on one device of several: what they read or write on another
+    one is `peers(what is here, the other's number)`.
+    """
+    global _peers
+    _peers = peers
+    try:
+        yield
+    finally:
+        _peers = None
 
 
 def _content(ours, key):
-    """An array in memory, or, where a place follows its key, what its first axis has there."""
+    """An array in memory; where a place follows its key, what its first axis has there; where
+    `ON_PEER` and a device do, what that device has.
+    """
     array = ours.mem[shared_memory.HostAllocationKey.from_array(key[:KEY_SIZE])].content
+    if key.size == KEY_SIZE + 2:
+        assert _peers is not None and key[-2] == ON_PEER
+        return _peers(array, int(key[-1]))
     return array if key.size == KEY_SIZE else array[int(key[-1])]
 
 
@@ -176,6 +201,10 @@ def _args_of(eqn, get_values):
             assert value.size == KEY_SIZE and all(x.start == 0 for x in whole)
             place = lax.convert_element_type(place, value.dtype)
             value = lax.concatenate([value, place[None]], 0)
+        for peer in (x for x in rest if isinstance(x, gpu_core.PeerMemRef)):
+            number = lax.convert_element_type(jax.tree.leaves(peer.device_id)[-1], value.dtype)
+            mark = lax.full((1,), ON_PEER, value.dtype)
+            value = lax.concatenate([value, mark, number[None]], 0)
         args.append(value)
     return jax.tree.unflatten(tree, args)
 
@@ -207,8 +236,9 @@ def _inline_mgpu(self, eqn, token, get_values):
         return _jax_inline_mgpu(self, eqn, token, get_values)
     refs, scalars = _args_of(eqn, get_values)
     trees = jax.tree.structure(refs), jax.tree.structure(scalars)
-    run = functools.partial(_run_program, program=program, trees=trees)
     results = [_shape_of(var.aval) for var in eqn.outvars]
+    one = bool(results) and results[0].shape == ()
+    run = functools.partial(_run_program, program=program, trees=trees, returns_one=one)
     result = callback.io_callback(
         run,
         (host.TOKEN_SHAPE_DTYPE, results) if results else host.TOKEN_SHAPE_DTYPE,

@@ -226,8 +226,8 @@ class BlockOfThreads:
         """Nothing arrives before its reader waits; until then there are NaNs."""
         to, to_index, source, index = to.ref, to.index, source.ref, source.index
         slot = done.index
-        into = self.memory._words(to, np.asarray(to_index)[where], 1, "written")
-        given = self.memory._words(source, np.asarray(index)[where], 1, "read")
+        into = self.memory._words(to, np.broadcast_to(to_index, 128)[where], 1, "written")
+        given = self.memory._words(source, np.broadcast_to(index, 128)[where], 1, "read")
         for at, first, count, one in self._each(where, to_index, index, nbytes, slot):
             if count % 16 or count <= 0:
                 raise ValueError(f"a bulk copy of {count} bytes")
@@ -241,6 +241,23 @@ class BlockOfThreads:
     def wait(self, barriers, slot, parity):
         ((slot, parity),) = set(self._each(True, slot, parity))
         self.memory.barriers[int(self.ids[0]), slot].wait(parity)
+
+    def copy_back(self, to, source, nbytes, where):
+        """What lies in shared memory when it is waited for is what arrives."""
+        into = self.memory._words(to.ref, np.broadcast_to(to.index, 128)[where], 1, "written")
+        given = self.memory._words(source.ref, np.broadcast_to(source.index, 128)[where], 1, "read")
+        copies = self.memory.copies_back_of(int(self.ids[0]))
+        for at, first, count in self._each(where, to.index, source.index, nbytes):
+            at, first = slice(16 * at, 16 * at + count), slice(16 * first, 16 * first + count)
+            if at.stop > into.size or first.stop > given.size or count % 16:
+                raise IndexError(f"a bulk copy of bytes {first} of {given.size} to {at}")
+            copies.asked.append(CopyBack(into[at], given[first]))
+
+    def commit_copies_back(self):
+        self.memory.copies_back_of(int(self.ids[0])).commit()
+
+    def wait_copies_back(self, left, read=False):
+        self.memory.copies_back_of(int(self.ids[0])).wait(left, read)
 
     def copy_async(self, to, source, there, where=None, size=16):
         """Nothing arrives before its reader waits and all meet; until then there are NaNs."""
@@ -266,6 +283,31 @@ class BlockOfThreads:
         """One tuple of numbers a thread for which the condition holds."""
         where = np.broadcast_to(where, 128)
         return list(zip(*(np.broadcast_to(x, 128)[where].tolist() for x in values), strict=True))
+
+    def signal(self, counters, index, where, abroad=False):
+        del abroad
+        done = self.memory.copies_back_of(int(self.ids[0])).done
+        with self.memory.lock:
+            for (at,) in self._each(where, index):
+                counters.reshape(-1)[at] += 1
+                self.memory.signalled.setdefault((id(counters), at), []).extend(done)
+
+    def wait_until(self, counters, index, least, abroad=False):
+        """Blocks run one after the other: nobody else will come."""
+        if not self._there(counters, index, least, here=not abroad):
+            raise RuntimeError(f"DEADLOCK: counter {index} has not reached {least}")
+
+    def reached(self, counters, index, least):
+        return np.full(128, self._there(counters, index, least), np.int32)
+
+    def _there(self, counters, index, least, here=True):
+        """What was copied back before the signals is there for who asks, not before."""
+        ((at, wanted),) = set(self._each(True, index, least))
+        there = counters.reshape(-1)[at] >= wanted
+        if there and here:
+            for copy in self.memory.signalled.get((id(counters), at), ()):
+                copy.write()
+        return there
 
     def arrive(self, counters, index, count, last):
         self.sync()
@@ -321,6 +363,38 @@ class Copies:
         self.awaited = []
 
 
+class CopyBack:
+    """A bulk copy from shared to global memory: what lies there when it is waited for arrives."""
+
+    def __init__(self, to, source):
+        self.to, self.source, self.content = to, source, None
+
+    def read(self):
+        self.content = self.source.copy() if self.content is None else self.content
+
+    def write(self):
+        self.to[...] = self.content
+
+
+class CopiesBack:
+    """Those of a block's thread, in groups."""
+
+    def __init__(self):
+        self.asked, self.groups, self.done = [], [], []
+
+    def commit(self):
+        self.groups.append(self.asked)
+        self.asked = []
+
+    def wait(self, left, read):
+        count = max(len(self.groups) - left, 0)
+        for copy in (copy for group in self.groups[:count] for copy in group):
+            copy.read()
+        if not read:
+            self.done += [copy for group in self.groups[:count] for copy in group]
+            self.groups = self.groups[count:]
+
+
 class Memory:
     """The arrays of one launch as bytes. Who wrote and who read each byte is kept: nobody may meet
     another there.
@@ -334,6 +408,8 @@ class Memory:
         self.blocks: dict[Any, int] = {}
         self.barriers: dict[tuple[int, int], Barrier] = {}
         self.copies: dict[int, Copies] = {}  # by block
+        self.copies_back: dict[int, CopiesBack] = {}
+        self.signalled: dict[tuple[int, int], list[CopyBack]] = {}  # by counter
         self.since_meeting: dict[int, dict[Any, tuple[set, bool]]] = {}  # by block and byte
         self.arrived: dict[tuple[int, int], set[int]] = {}
         self.gates: dict[Any, threading.Barrier] = {}
@@ -399,6 +475,9 @@ class Memory:
 
     def copies_of(self, block):
         return self.copies.setdefault(block, Copies())
+
+    def copies_back_of(self, block):
+        return self.copies_back.setdefault(block, CopiesBack())
 
     def meet(self, block):
         self.since_meeting.pop(block, None)

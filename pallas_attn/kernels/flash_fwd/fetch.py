@@ -27,7 +27,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -41,15 +40,16 @@ from pallas_attn.kernels.lang.threads import Word
 
 MOST_DEVICES = 8  # of which one kernel reads rows
 TILE = 128  # rows that a producer waits for at a time
-PIECE = 8192  # bytes of K, or of V, that are copied at a time, if a row is no longer
+PIECE = 16384  # bytes of K, or of V, that are copied at a time, if a row is no longer
 WORD = 16  # bytes of a word of a bulk copy
 MOST_SLOTS = 8  # pieces of a block that are in flight
-# Counters: of fetchers of other GPUs that have read what they need of this one, and of fetchers here
-# that are done; those of tiles follow.
+# Counters: of fetchers of other GPUs that have read what they need of this one, and of fetchers
+# here that are done; those of tiles follow.
 READ, DONE, FIRST_TILE = 0, 1, 2
 BEHIND = 2  # pieces that may still be on their way to global memory when the next one is
-# For the schedule: bytes a second that arrive, and floating point operations of a multiprocessor.
-LINK_RATE, MATH_RATE = 330e9, 5.0e12
+# For the schedule: bytes a second that a fetcher copies, and floating point operations a second of
+# a multiprocessor.
+COPY_RATE, MATH_RATE = 8.5e9, 5.0e12
 
 
 def takes(problem: AttentionProblem) -> bool:
@@ -94,7 +94,9 @@ class Sizes:
         rows = 1
         while 2 * rows <= TILE and 2 * rows * max(words) * WORD <= PIECE:
             rows *= 2
-        room = [config.stages * config.block_kv * width * 2 for width in (plan.k_width, plan.v_width)]
+        room = [
+            config.stages * config.block_kv * width * 2 for width in (plan.k_width, plan.v_width)
+        ]
         pieces = [count * rows * WORD for count in words]
         slots = min(MOST_SLOTS, *(area // piece for area, piece in zip(room, pieces, strict=True)))
         return cls(
@@ -145,7 +147,8 @@ class Operands(NamedTuple):
 def operands(plan: Plan, inputs: AttentionInputs, spans: Any) -> Operands:
     """`spans`: `tile_scheduler.records` where there are segment ids, else None."""
     counters = jax.new_ref(jnp.zeros((Sizes.of(plan).counters,), jnp.int32))
-    return Operands(inputs.device, order(plan, inputs, spans), counters)
+    device: Any = inputs.device
+    return Operands(device, order(plan, device, inputs, spans), counters)
 
 
 def fetched_shapes(plan: Plan, *arrays: Any) -> list[Any]:
@@ -154,20 +157,20 @@ def fetched_shapes(plan: Plan, *arrays: Any) -> list[Any]:
     return [jax.ShapeDtypeStruct((devices * x.shape[0], *x.shape[1:]), x.dtype) for x in arrays]
 
 
-def order(plan: Plan, inputs: AttentionInputs, spans: Any) -> Any:
+def order(plan: Plan, device: Any, inputs: AttentionInputs, spans: Any) -> Any:
     """int32[1 + n]: how many tiles are fetched, and which, the first to be used first. A tile is
     b * Sizes.tiles + its number in the order of positions.
     """
     sizes = Sizes.of(plan)
     if spans is not None:
-        return _order_of_segments(plan, inputs, spans)
+        return _order_of_segments(plan, device, inputs, spans)
     tables = [tiles_in_order(plan, device) for device in range(sizes.devices)]
     table = np.zeros((sizes.devices, 1 + sizes.batch * sizes.tiles), np.int32)
     for row, tiles in zip(table, tables, strict=True):
         firsts = np.arange(sizes.batch, dtype=np.int32)[:, None] * sizes.tiles
         every = (firsts + tiles[None]).ravel()
         row[: 1 + every.size] = [every.size, *every]
-    return lax.dynamic_index_in_dim(jnp.asarray(table), inputs.device[0], keepdims=False)
+    return lax.dynamic_index_in_dim(jnp.asarray(table), device[0], keepdims=False)
 
 
 def tiles_in_order(plan: Plan, device: int) -> np.ndarray:
@@ -198,9 +201,9 @@ def _ranges(plan: Plan, device: int) -> list[tuple[int, int]]:
     return ranges or [(0, sizes.tiles)]
 
 
-def _order_of_segments(plan: Plan, inputs: AttentionInputs, spans: Any) -> Any:
-    """`order` by what segments and the mask leave: the kv tiles of all work tiles of a chunk of rows
-    lie between the first and the last of any.
+def _order_of_segments(plan: Plan, device: Any, inputs: AttentionInputs, spans: Any) -> Any:
+    """`order` by what segments and the mask leave: the kv tiles of all work tiles of a chunk of
+    rows lie between the first and the last of any.
     """
     sizes, problem = Sizes.of(plan), plan.problem
     offset: Any = problem.q_offset if inputs.q_offset is None else inputs.q_offset
@@ -213,15 +216,17 @@ def _order_of_segments(plan: Plan, inputs: AttentionInputs, spans: Any) -> Any:
     block = plan.config.block_kv
     lo = jnp.maximum(first * block, low) // TILE
     hi = -(-jnp.minimum(end * block, high) // TILE)
-    at = jnp.arange(sizes.tiles - 1, -1, -1, dtype=jnp.int32)
-    owners = owner_of(sizes, at * TILE // sizes.chunk)[0]
+    at = np.arange(sizes.tiles - 1, -1, -1, dtype=np.int32)
+    others = jnp.asarray(owner_of(sizes, at * TILE // sizes.chunk)[0]) != device[0]
     lo, hi = (x.reshape(sizes.batch, -1, 1) for x in (lo, hi))
-    needed = ((at >= lo) & (at < hi)).any(axis=1) & (owners != inputs.device[0])
-    every = (jnp.arange(sizes.batch, dtype=jnp.int32)[:, None] * sizes.tiles + at[None]).reshape(-1)
+    needed = ((at[None, None] >= lo) & (at[None, None] < hi)).any(axis=1) & others[None]
+    every = (np.arange(sizes.batch, dtype=np.int32)[:, None] * sizes.tiles + at[None]).reshape(-1)
     needed = needed.reshape(-1)
     places = jnp.where(needed, jnp.cumsum(needed, dtype=jnp.int32), every.size + 1)
     count = needed.sum(dtype=jnp.int32)
-    return jnp.zeros((1 + every.size,), jnp.int32).at[places].set(every, mode="drop").at[0].set(count)
+    return (
+        jnp.zeros((1 + every.size,), jnp.int32).at[places].set(every, mode="drop").at[0].set(count)
+    )
 
 
 def owner_of(sizes: Sizes, chunk: Any) -> tuple[Any, Any]:
@@ -229,7 +234,7 @@ def owner_of(sizes: Sizes, chunk: Any) -> tuple[Any, Any]:
     if sizes.chunks == 1:
         return chunk, 0 * chunk
     late = chunk >= sizes.devices
-    where = np.where if isinstance(chunk, np.ndarray) else jnp.where
+    where: Any = np.where if isinstance(chunk, np.ndarray) else jnp.where
     return where(late, 2 * sizes.devices - 1 - chunk, chunk), where(late, 1, 0)
 
 
@@ -241,10 +246,16 @@ def head_start(plan: Plan, offsets: tuple[int, ...]) -> float:
     if plan.has("q_segment_ids"):
         return 0.0  # not known beforehand, and little
     device = problem.offsets.index(offsets) if offsets in problem.offsets else 0
-    nbytes = tiles_in_order(plan, device).size * sizes.batch * TILE * WORD * (sizes.k_words + sizes.v_words)
+    nbytes = (
+        tiles_in_order(plan, device).size
+        * sizes.batch
+        * TILE
+        * WORD
+        * (sizes.k_words + sizes.v_words)
+    )
     dims = problem.head_dim + problem.v_head_dim
     step = 2 * plan.tile_rows * plan.config.block_kv * dims / MATH_RATE
-    return nbytes / LINK_RATE / step
+    return nbytes / (sizes.fetchers * COPY_RATE) / step
 
 
 # ---- the kernel's producers ---------------------------------------------------------------------
@@ -335,7 +346,9 @@ def _piece(ctx: ThreadContext, number: Any) -> _Piece:
 def _fetch(ctx: ThreadContext) -> None:
     thread, refs, at, sizes = ctx
     first, slots = thread.index < 1, sizes.slots
-    nbytes = [thread.index * 0 + sizes.rows * words * WORD for words in (sizes.k_words, sizes.v_words)]
+    nbytes = [
+        thread.index * 0 + sizes.rows * words * WORD for words in (sizes.k_words, sizes.v_words)
+    ]
     staged = refs.k, refs.v
     words = sizes.k_words, sizes.v_words
     thread.make_barriers(refs.barriers, slots)

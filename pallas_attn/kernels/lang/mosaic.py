@@ -67,10 +67,12 @@ def _swizzling(dtype: Any, swizzle: int) -> tuple[Any, Any]:
 
 def on_peer(ref: Ref, device: jax.Array) -> Ref:
     """What `ref`, an operand of the kernel, is on another GPU of the mesh, whose number there is
-    given: for programs of `each_thread`. Kernels that read or write it need a mesh of all GPUs that
-    one process sees, in their order, and XLA has all of them arrive before it launches any.
+    given: for programs of `each_thread`. Kernels that read or write it need a mesh of one axis (or
+    others of length 1), which is all GPUs that the process sees, in their order; XLA has all of
+    them arrive before it launches any.
     """
-    return plgpu.remote_ref(ref, device, device_id_type=pl.DeviceIdType.LOGICAL)
+    axes = max(len(jax.sharding.get_abstract_mesh().axis_names), 1)
+    return plgpu.remote_ref(ref, (*[jnp.int32(0)] * (axes - 1), device))
 
 
 REDUCED = 2048  # bytes in which Mosaic reduces over an axis, in a kernel that does anywhere

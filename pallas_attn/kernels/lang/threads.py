@@ -330,7 +330,7 @@ class Thread(mosaic.Thread):
         scope = "sys" if abroad else "gpu"
         ptx = (
             "{ .reg .pred p; setp.ne.b32 p, $0, 0; "
-            f"@p fence.proxy.async.global; @p red.release.{scope}.global.add.u32 [$1], 1; }}"
+            f"@p red.release.{scope}.global.add.u32 [$1], 1; }}"
         )
         operands = [arith.extui(i32(), where.value), mosaic.address_of(counters, index, 4)]
         do(ptx, operands, "r,l")
@@ -353,9 +353,7 @@ class Thread(mosaic.Thread):
             "setp.ge.u32 p, n, $2; selp.b32 $0, 1, 0, p; @p fence.proxy.async.global; }"
         )
         operands = [mosaic.address_of(counters, index, 4), least.value]
-        return Int(
-            llvm.inline_asm(i32(), operands, ptx, "=r,l,r,~{memory}", has_side_effects=True)
-        )
+        return Int(llvm.inline_asm(i32(), operands, ptx, "=r,l,r,~{memory}", has_side_effects=True))
 
     def arrive(self, counters: Ref, index: Int, count: Int, last: Ref) -> None:
         """Counts the block's arrival: `last[0]` becomes 1 in the block that arrives last of

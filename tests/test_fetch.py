@@ -1,0 +1,216 @@
+"""The forward kernel that fetches K and V of other devices itself: right in the interpreter, where
+other devices are arrays, and what it fetches is what its rows may see. tests/test_multigpu.py runs
+it on GPUs.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import _device, _transforms
+from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.context import chunks_of
+from pallas_attn.kernels.attention.plan import Plan
+from pallas_attn.kernels.flash_fwd import fetch, sm90, tile_scheduler
+from tests import mosaic, threads
+
+SHARDS, DIM = 2, 64
+AUTO = (jax.sharding.AxisType.Auto,)
+
+
+def problem_of(order, mask, *, rows=64, keys=512, shards=SHARDS, arrays=(), fetches=True):
+    """Of a device's rows, `rows` a chunk, and all keys."""
+    context = pa.Context("cp", order)
+    chunks = context.chunks
+    size = keys // (shards * chunks)
+    offsets = tuple(
+        tuple(n * size + size - rows for n in chunks_of(context, device, shards))
+        for device in range(shards)
+    )
+    return AttentionProblem(
+        op="flash_forward",
+        gpu="sm90",
+        dtype="bfloat16",
+        batch=chunks,
+        q_len=rows,
+        kv_len=keys,
+        q_heads=2,
+        kv_heads=1,
+        head_dim=DIM,
+        v_head_dim=DIM,
+        mask=mask,
+        scale=DIM**-0.5,
+        share=chunks,
+        offsets=offsets,
+        zigzag=shards if fetches and chunks == 2 else 1,
+        fetches=shards if fetches else 1,
+        arrays=("q_offset", *arrays),
+    )
+
+
+def config_of(problem, **changes):
+    return dataclasses.replace(
+        sm90.Config.default(problem), **({"grid": 2, "fetchers": 1} | changes)
+    )
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("device", range(SHARDS))
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("name", ["causal", "full", "window", "documents"])
+def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, device):
+    """The same bits as of the kernel that is given all keys. Pieces of 16 rows, eight of a tile.
+    All is here when the first work tile asks whether it is; only in "full" is it told so.
+    """
+    monkeypatch.setattr(fetch, "PIECE", 16 * DIM * 2)
+    if name != "full":
+        not_yet = np.zeros(128, np.int32)
+        monkeypatch.setattr(threads.BlockOfThreads, "reached", lambda *_: not_yet)
+    mask = {"full": pa.FULL, "window": pa.sliding_window(100)}.get(name, pa.CAUSAL)
+    problem = problem_of(order, mask, fetches=False)
+    context, keys = pa.Context("cp", order), problem.kv_len
+    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    k, v = (draw(jax.random.key(n), (1, keys, 1, DIM)) for n in (1, 2))
+    q = draw(jax.random.key(3), (problem.batch, problem.q_len, 2, DIM))
+    offsets = problem.offsets[device]
+    given = AttentionInputs(q, k, v, jnp.asarray(offsets, jnp.int32))
+    if name == "documents":
+        ids = jnp.arange(keys, dtype=jnp.int32)[None] // 150
+        q_ids = jnp.concatenate([ids[:, n : n + problem.q_len] for n in offsets])
+        kv_ids = jnp.repeat(ids, problem.batch, axis=0)
+        given = given._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
+    problem = _transforms.resized(problem, given)
+
+    parts = {x: np.split(np.asarray(context.reorder(getattr(given, x), 2)), 2, 1) for x in "kv"}
+    here = given._replace(
+        k=jnp.asarray(parts["k"][device]),
+        v=jnp.asarray(parts["v"][device]),
+        device=jnp.asarray([device], jnp.int32),
+    )
+    fetching = problem_of(order, mask)
+    fetching = _transforms.resized(fetching, here)
+    assert fetching.kv_len == keys and sm90.fetches(fetching)
+
+    def on_peer(array, number):
+        """All devices do the same: what this one counts there, others count here."""
+        for part in parts.values():
+            if array.dtype == part[device].dtype and np.array_equal(array, part[device]):
+                assert number != device
+                return part[number]
+        assert array.dtype == np.int32
+        return array
+
+    def run(problem, given):
+        return sm90.run(given, problem, config_of(problem))
+
+    with mosaic.interpret(), mosaic.with_peers(on_peer):
+        got, want = (
+            jax.jit(run, static_argnums=0)(*x) for x in ((fetching, here), (problem, given))
+        )
+    for g, w in zip(got, want, strict=True):
+        assert np.isfinite(np.asarray(w, np.float32)).any()
+        np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("mask", [pa.CAUSAL, pa.FULL, pa.sliding_window(300)], ids=str)
+def test_every_tile_that_rows_see_comes_once(mask, order, shards):
+    """Those of the last rows first, and of theirs the last first; none that is here."""
+    keys, rows = 4096, 4096 // shards // pa.Context("cp", order).chunks
+    problem = problem_of(order, mask, rows=rows, keys=keys, shards=shards)
+    plan = Plan(problem, sm90.Config.default(problem), takes_offsets=True)
+    sizes = fetch.Sizes.of(plan)
+    at = np.arange(keys)
+    for device, offsets in enumerate(problem.offsets):
+        seen = np.zeros(keys, bool)
+        for first in offsets:
+            q = (first + np.arange(rows))[:, None]
+            seen |= ((q >= at) | (mask.right is None)).any(axis=0) & (
+                (q - at <= mask.left).any(axis=0) if mask.left is not None else True
+            )
+            seen[first : first + rows] = False
+        for first in offsets:
+            seen[first : first + rows] = False
+        wanted = np.unique(np.flatnonzero(seen) // fetch.TILE)
+        tiles = fetch.tiles_in_order(plan, device)
+        assert sorted(tiles) == wanted.tolist()
+        if mask.left is None:
+            assert (np.diff(tiles) < 0).all()
+        assert sizes.tiles == keys // fetch.TILE
+        here = jnp.asarray([device], jnp.int32)
+        order_of = np.asarray(fetch.order(plan, here, AttentionInputs(None, None, None), None))
+        assert order_of[0] == len(tiles) and order_of[1 : 1 + len(tiles)].tolist() == tiles.tolist()
+
+
+def test_a_fetcher_takes_fewer_work_tiles():
+    problem = problem_of("zigzag", pa.CAUSAL, rows=8192, keys=32768)
+    problem = dataclasses.replace(problem, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128)
+    plan = Plan(problem, sm90.Config.default(problem), takes_offsets=True)
+    for offsets in problem.offsets:
+        table = tile_scheduler.schedule(plan, offsets)
+        busy = tile_scheduler.busy_before(plan, offsets)
+        assert len(busy) == plan.config.fetchers and min(busy) > 10
+        codes = [code for row in table.tolist() for code in row[1 : row[0] + 1]]
+        assert len(set(codes)) == len(codes) == plan.heads * plan.q_tiles
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float32"},
+        {"arrays": ("q_offset", "kv_lengths")},
+        {"kv_len": 4 * 192},
+        {"fetches": 16, "zigzag": 16, "kv_len": 32 * 128},
+        {"kv_heads": 256, "q_heads": 256},
+    ],
+    ids=["float32", "kv_lengths", "chunks", "devices", "heads"],
+)
+def test_what_is_gathered_instead(changes):
+    problem = problem_of("zigzag", pa.CAUSAL)
+    assert sm90.fetches(problem)
+    assert not sm90.fetches(dataclasses.replace(problem, **changes))
+
+
+def test_only_where_devices_reach_each_other():
+    """On CPU devices K and V are gathered; a mesh of GPUs is not taken if others are beside it."""
+    devices = jax.devices()[:SHARDS]
+    mesh = jax.make_mesh((SHARDS,), ("cp",), AUTO, devices=devices)
+    found = []
+
+    def local(x):
+        found.append(_device.reaches_peers("cp"))
+        with _device.assume_reach():
+            found.append(_device.reaches_peers("cp"))
+        return x
+
+    spec = jax.P("cp")
+    jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec), jnp.zeros(8))
+    assert found == [False, jax.device_count() == SHARDS]
+
+
+@pytest.mark.guards
+def test_the_kernel_is_handed_the_rows_of_its_own_device():
+    """Lowered for all devices here: nothing is gathered, and XLA is told that GPUs read the memory
+    of each other, without multicast.
+    """
+    shards, context = jax.device_count(), pa.Context("cp", "zigzag")
+    mesh, spec = jax.make_mesh((shards,), ("cp",), AUTO), jax.P(None, "cp")
+    shapes = [jax.ShapeDtypeStruct((1, 256 * shards, n, DIM), jnp.bfloat16) for n in (2, 1, 1)]
+
+    def text(context):
+        call = functools.partial(pa.flash_attention, mask=pa.CAUSAL, context=context)
+        mapped = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)
+        with _device.assume("sm90"), _device.assume_reach():
+            return mosaic.lower_for_cuda(mapped, *shapes)
+
+    fetching, gathering = text(context), text(dataclasses.replace(context, overlap=False))
+    assert "all_gather" not in fetching and "all_gather" in gathering
+    assert "uses_xla_collective_metadata = true" in fetching
+    assert "uses_xla_collective_metadata = true" not in gathering
+    assert "symmetric_memory_parameters" not in fetching and "nvshmem" not in fetching
