@@ -68,7 +68,7 @@ TEST_FETCH = "tests/test_fetch.py -k as_if_it_were_here"
 FAULTS = {
     # ---- who reads what when ---------------------------------------------------------------------
     "fetched_rows_are_read_before_they_are_here": Fault(
-        f"{FWD}/sm90.py", "pl.when(waits & (e < hi - lo)", "pl.when(waits & (e < 0)", TEST_FETCH
+        f"{FWD}/producer.py", "pl.when(waits & (e < hi - lo)", "pl.when(waits & (e < 0)", TEST_FETCH
     ),
     "fetch_reuses_a_slot_before_it_is_read": Fault(
         f"{FWD}/fetch.py",

@@ -67,17 +67,75 @@ def test_context(mask, method):
     close(got, want)
 
 
+# batch, heads, head dim, options
+FETCHED: dict[str, tuple] = {
+    "causal": (1, 4, 2, 128, {"mask": pa.CAUSAL}),
+    "full": (2, 4, 4, 64, {}),
+    "window": (1, 4, 2, 128, {"mask": pa.sliding_window(300)}),
+    "documents": (2, 4, 1, 128, {"mask": pa.CAUSAL}),
+    "wide": (1, 2, 2, 256, {"mask": pa.CAUSAL, "softcap": 20.0, "q_offset": 1}),
+}
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("name", FETCHED)
+def test_keys_that_the_kernel_fetches(name, order):
+    """As those that are gathered before it: layer after layer in a loop, mapped, new data each
+    time.
+    """
+    batch, heads, kv_heads, dim, options = FETCHED[name]
+    rows, mesh, context = 4096, mesh_of("cp"), pa.Context("cp", order)
+
+    def layers(context, q, kvs, *ids):
+        ids = (ids[0], ids[0]) if ids else None
+        call = functools.partial(
+            pa.flash_attention, **options, segment_ids=ids, context=context, implementation="sm90"
+        )
+
+        def layer(q, kv):
+            out = jax.vmap(call, (3, None, None), 3)(jnp.stack([q, -q], 3), *kv)
+            return q + out[:, :, :, 0] - out[:, :, :, 1], out
+
+        return jax.lax.scan(layer, q, kvs)
+
+    def over(context):
+        local = functools.partial(layers, context)
+        stacked = P(None, None, "cp")
+        specs = (P(None, "cp"), stacked, *([P(None, "cp")] if name == "documents" else []))
+        return jax.jit(
+            jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(specs[0], stacked))
+        )
+
+    fetching, gathering = (over(dataclasses.replace(context, overlap=x)) for x in (True, False))
+    for seed in range(4):
+        shapes = ((batch, rows, heads, dim), *((3, batch, rows, kv_heads, dim),) * 2)
+        q, k, v = (
+            draw(4 * seed + n, *shape).astype(jnp.bfloat16) for n, shape in enumerate(shapes)
+        )
+        more = []
+        if name == "documents":
+            ends = np.random.default_rng(seed).integers(0, 5, (batch, rows))
+            more = [context.reorder(jnp.asarray(np.sort(ends, 1), jnp.int32), 2)]
+        given = (context.reorder(q, 2), tuple(context.reorder(x, 2, 2) for x in (k, v)), *more)
+        got, want = (jax.tree.map(np.asarray, call(*given)) for call in (fetching, gathering))
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            g, w = (x.astype(np.float32) for x in (g, w))
+            np.testing.assert_allclose(g, w, rtol=0.02, atol=0.02 if name == "window" else 0.005)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["fetched", "gathered"])
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("size", [256, 300, 100, 1024], ids="documents of {}".format)
-def test_documents_in_bfloat16(monkeypatch, order, size):
+def test_documents_in_bfloat16(monkeypatch, order, size, overlap):
     """They end with the rows of a GPU, with others a quarter of a chunk away, or nowhere within:
-    collectives in a branch that is taken at run time. Keys lie in the order zigzag.
+    collectives in a branch that is taken at run time, of the backward and, where the forward does
+    not fetch, of it too. Keys lie in the order zigzag.
     """
     monkeypatch.setattr(_split, "WORTH_ASKING", 0)
     shapes = ((1, 1024, 4, 128), (1, 1024, 2, 128), (1, 1024, 2, 128))
     floats = {x: draw(i, *shapes[i]).astype(jnp.bfloat16) for i, x in enumerate("qkv")}
     options = {"mask": pa.CAUSAL, "segment_ids": jnp.arange(1024, dtype=jnp.int32)[None] // size}
-    call = contexts.over(pa.Context("cp", order), 2, options)
+    call = contexts.over(pa.Context("cp", order, overlap=overlap), 2, options)
 
     def one(floats):
         return pa.flash_attention_with_lse(**floats, **options)

@@ -40,7 +40,7 @@ scheduler hide in part: see `softmax.next_step`. Where T is small, what lies aro
 counts: the next q is loaded under the first matmul, and the barriers that Mosaic puts at each copy
 and store are off. Those that are needed are written out (`plgpu.commit_smem`).
 
-To follow a call, read `run`, `_kernel`, `_produce` and `_consume` here; then attention/plan.py
+To follow a call, read `run`, `_kernel` and `_consume` here; then producer.py, attention/plan.py
 (sizes, and the kv tiles of query rows), attention/tma_operands.py (arrays in sizes that TMA takes),
 tile_scheduler.py, mma/wgmma.py, attention/score_mod.py and attention/softmax.py.
 """
@@ -63,13 +63,12 @@ from pallas_attn.kernels.attention.plan import (
     Context,
     Plan,
     has_no_scores,
-    kv_batch,
-    kv_row,
     of_no_scores,
 )
 from pallas_attn.kernels.attention.plan import limit as limit
 from pallas_attn.kernels.attention.score_mod import Refs, Rows, Tile
-from pallas_attn.kernels.flash_fwd import fetch, segments, tile_scheduler
+from pallas_attn.kernels.flash_fwd import fetch, producer, segments, tile_scheduler
+from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import wgmma
@@ -287,165 +286,6 @@ def fetches(problem: AttentionProblem) -> bool:
 
 def smem_bytes(problem: AttentionProblem, config: Any) -> int:
     return mosaic.bytes_of(scratch(Plan(problem, config))) + BARRIERS + mosaic.REDUCED
-
-
-# ---- producer: one warpgroup, which loads K and V -----------------------------------------------
-
-
-class Ring(NamedTuple):
-    """The ring of K and V."""
-
-    ready: Any  # barriers, one an entry: it is filled
-    free: Any  # barriers, one an entry: all consumers have released it
-    stages: int
-
-    @classmethod
-    def of(cls, ctx: Context) -> "Ring":
-        return cls(ctx.smem.ready, ctx.smem.free, ctx.plan.config.stages)
-
-    def wait(self, slot: Any) -> None:
-        plgpu.barrier_wait(self.ready.at[slot])
-
-    def release(self, slot: Any) -> None:
-        plgpu.barrier_arrive(self.free.at[slot])
-
-    def wait_released(self, slot: Any) -> None:
-        plgpu.barrier_wait(self.free.at[slot])
-
-    def after(self, slot: Any) -> Any:
-        return jnp.where(slot == self.stages - 1, 0, slot + 1)
-
-
-def _produce(ctx: Context, block_id: Any) -> None:
-    """K and V of all work tiles of a block, in the order in which consumers use them."""
-    plan, refs, _ = ctx
-    ring, fetching = Ring.of(ctx), refs.fetching
-    device = None
-    if plan.fetches:
-        start = functools.partial(fetch.fetch, ctx, fetching, block_id)
-        pl.when(block_id < plan.config.fetchers)(start)
-        device = fetching.device[0]
-
-    def ends_of(code):
-        return tile_scheduler.record_ends(ctx, tile_scheduler.tile_of(ctx, code))
-
-    def one_tile(i, carry):
-        count, code, ends = carry
-        following = refs.schedule[block_id, i + 2]
-        tile = tile_scheduler.tile_of(ctx, code)
-        if plan.is_listed:
-            after = ends_of(following)  # read long before it is used
-            return _produce_listed(ctx, tile, count, ends), following, after
-        record = None if ends is None else lambda i: ends.get(i, 0)
-        lo, hi = tile_scheduler.block_span(plan, record, tile)
-        ends = ends_of(following)  # read long before it is used
-        batch, block = kv_batch(plan.problem, tile.batch), plan.config.block_kv
-        waits = jnp.logical_not(fetch.is_done(ctx, fetching)) if plan.fetches else None
-
-        def one_entry(e, carry):
-            count, before = carry
-            slot, t, place = lax.rem(count, jnp.int32(ring.stages)), hi - 1 - e, None
-            if plan.fetches:
-                place = fetch.place_of(ctx, device, t * block)
-                # Asked before the ring has room, since the answer takes its time.
-                wait = functools.partial(fetch.wait_for, ctx, fetching, batch, t * block)
-                pl.when(waits & (e < hi - lo) & jnp.logical_not(place.here))(wait)
-            pl.when(count >= ring.stages)(lambda: ring.wait_released(slot))
-            _load_entry(ctx, tile, _Entry(e, hi - lo, t, slot), (place, before))
-            return count + 1, place
-
-        nowhere = fetch.place_of(ctx, device, jnp.int32(0)) if plan.fetches else None
-        start = count, nowhere
-        count, _ = lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), one_entry, start)
-        return count, following, ends
-
-    first = refs.schedule[block_id, 1]
-    lax.fori_loop(0, refs.schedule[block_id, 0], one_tile, (jnp.int32(0), first, ends_of(first)))
-    if plan.fetches:
-        pl.when(block_id == 0)(functools.partial(fetch.wait_for_peers, ctx, fetching))
-
-
-def _produce_listed(ctx: Context, tile: Tile, count: Any, ends: tuple[Any, Any]) -> Any:
-    """The kv tiles of a work tile, of a list of them, each of which is read an entry ahead. `ends`:
-    how many there are, and the last.
-    """
-    ring, (hi, last) = Ring.of(ctx), ends
-    listed = tile_scheduler.listed(ctx, tile, (hi, last))
-
-    def one_entry(e, carry):
-        count, before, t = carry
-        following = listed.tile(hi - 2 - e)
-        slot = lax.rem(count, jnp.int32(ring.stages))
-        pl.when(count >= ring.stages)(lambda: ring.wait_released(slot))
-        _load_entry(ctx, tile, _Entry(e, hi, t, slot, before))
-        return count + 1, t, following
-
-    start = (count, jnp.int32(0), last)
-    return lax.fori_loop(0, hi + 1, one_entry, start)[0]
-
-
-class _Entry(NamedTuple):
-    """An entry of the ring, of a work tile: K of kv tile t and V of the tile before it, which is
-    t + 1 where tiles are not listed.
-    """
-
-    number: Any  # the first entry has no V
-    last: Any  # the number of the last, which has no K
-    t: Any
-    slot: Any
-    before: Any = None  # the tile before it, in a list
-
-
-def _load_entry(ctx: Context, tile: Tile, entry: _Entry, places: Any = (None, None)) -> None:
-    """`places`: where the rows of K are, and those of V, if they may be fetched ones."""
-    plan, refs, smem = ctx
-    e, last, t, slot, before = entry
-    before = t + 1 if before is None else before
-    block, ready = plan.config.block_kv, smem.ready.at[slot]
-    head = lax.div(tile.head, jnp.int32(plan.problem.group))
-    batch = kv_batch(plan.problem, tile.batch)
-
-    def copy(ref, first, width, to, batch=batch):
-        columns = mosaic.columns(ref, 0, width, head)
-        plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(first, block), head, columns], to, ready)
-
-    def copy_at(name, position, place, width, to):
-        """Of k or v, from a position on."""
-        ref = getattr(refs, name)
-        if place is None:
-            return copy(ref, kv_row(plan, position), width, to)
-        fetched = getattr(refs.fetching, name)
-        there, row = place.owner * ref.shape[0] + batch, fetch.row_of(ctx, place, position)
-        pl.when(place.here)(lambda: copy(ref, row, width, to))
-        return pl.when(jnp.logical_not(place.here))(lambda: copy(fetched, row, width, to, there))
-
-    k_columns, v_columns = (ref.shape[-1] for ref in (smem.k, smem.v))
-
-    def values():
-        if not plan.has("kv_lengths"):
-            return copy_at("v", before * block, places[1], v_columns, smem.v.at[slot])
-        cut = (before + 1) * block > tile.kv_len  # only the last tile may be
-        pl.when(cut)(lambda: copy(refs.v_edge, 0, v_columns, smem.v.at[slot]))
-        whole = functools.partial(copy, refs.v, before * block, v_columns, smem.v.at[slot])
-        return pl.when(jnp.logical_not(cut))(whole)
-
-    nothing = functools.partial(plgpu.barrier_arrive, ready)
-
-    @pl.when(e < last)
-    def _():
-        copy_at("k", t * block, places[0], k_columns, smem.k.at[slot])
-        if smem.kv_ids is not None:
-            ids = refs.kv_segment_ids.at[tile.batch, pl.ds(t * block, smem.kv_ids.shape[1])]
-            plgpu.copy_gmem_to_smem(ids, smem.kv_ids.at[slot], ready)
-
-    @pl.when(e == last)
-    def _():
-        nothing()
-        if smem.kv_ids is not None:
-            nothing()
-
-    pl.when(e > 0)(values)
-    pl.when(e == 0)(nothing)
 
 
 # ---- consumers: a warpgroup each, 64 query rows of every work tile -------------------------------
@@ -775,7 +615,7 @@ def _kernel(refs: Refs, *rest: Any, plan: Plan) -> None:
     if plan.fetches:
         refs = refs._replace(fetching=refs.fetching._replace(k=fetched[0], v=fetched[1]))
     ctx = Context(plan, refs._replace(out=out, lse=lse), smem)
-    produce = functools.partial(_produce, ctx, block_id)
+    produce = functools.partial(producer.produce, ctx, block_id)
     consume = functools.partial(_consume, ctx, block_id, wg)
     consumers = plan.config.warpgroups
     mosaic.share_registers(wg, consumers, produce, consume, REGISTERS[consumers])

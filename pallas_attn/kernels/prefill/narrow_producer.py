@@ -25,7 +25,7 @@ from jax import lax
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.decode import producer
-from pallas_attn.kernels.flash_fwd.sm90 import Ring
+from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.mosaic import THREADS, ThreadContext
 from pallas_attn.kernels.lang.threads import Word

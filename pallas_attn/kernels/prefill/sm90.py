@@ -50,13 +50,8 @@ from pallas_attn.kernels.attention.score_mod import Rows
 from pallas_attn.kernels.decode import combine as decode_combine
 from pallas_attn.kernels.decode import producer, scheduler
 from pallas_attn.kernels.decode import sm90 as decode_sm90
-from pallas_attn.kernels.flash_fwd.sm90 import (
-    SMEM_LIMIT,
-    Result,
-    Ring,
-    mainloop,
-    no_keys,
-)
+from pallas_attn.kernels.flash_fwd.producer import Ring
+from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT, Result, mainloop, no_keys
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.mosaic import ThreadContext
