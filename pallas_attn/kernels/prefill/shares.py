@@ -36,7 +36,7 @@ Scalar = Any
 LEAST_STEPS = 2  # of a block: fewer take no less time
 MOST_IDLE = 16  # one of so many blocks may be idle
 # Own keys that a block reads in the time of a step of 128 shared keys, and while it begins a head.
-STEP_KEYS = 160
+STEP_KEYS = 176
 HEAD_KEYS = 64
 UNIT = 16  # keys that are counted as one
 PAIRED_FROM = 16  # blocks
