@@ -90,7 +90,9 @@ def reaches_peers(axis: str) -> bool:
     """
     mesh, count = jax.sharding.get_abstract_mesh(), jax.device_count()
     whole = mesh.size == count == dict(mesh.shape).get(axis) == jax.local_device_count()
-    return whole and count > 1 and (_reaching.get() or current().platform in ("gpu", "cuda"))
+    mapped = set(mesh.axis_types) == {jax.sharding.AxisType.Manual}
+    gpus = _reaching.get() or current().platform in ("gpu", "cuda")
+    return whole and mapped and gpus and count > 1
 
 
 _reaching: contextvars.ContextVar[bool] = contextvars.ContextVar(

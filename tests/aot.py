@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -129,8 +130,9 @@ def compile_for(
     sass: bool = True,
 ) -> Report:
     """Compiles `jax.jit(f)` for one of `_GPUS` at `shapes`: a tree of anything with a shape and a
-    dtype. `sass`: and disassembles it, which takes a fifth of the time and is left out for kernels
-    of which nobody reads it.
+    dtype. "h100x2" is two of them, the mesh's axis "cp", over which axis 1 of all arrays and
+    results is split. `sass`: and disassembles it, which takes a fifth of the time and is left out
+    for kernels of which nobody reads it.
     """
     import jax
 
@@ -164,6 +166,7 @@ class _Worker:
                 "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # there is no cuDNN here
                 "JAX_PLATFORMS": "cpu",
                 "JAX_ENABLE_COMPILATION_CACHE": "false",  # out of which nothing is dumped
+                "XLA_FLAGS": f"--xla_force_host_platform_device_count={_count(target)}",
                 "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
             }
         )
@@ -202,27 +205,32 @@ def _serve(target: str) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     with tempfile.TemporaryFile("w+") as printed:
         os.dup2(printed.fileno(), 1)  # Mosaic prints there, and no print may be an answer
-        _answer(answers, printed, _device(target))
+        _answer(answers, printed, _devices(target))
 
 
-def _answer(answers: Any, printed: Any, device: Any) -> None:
+def _answer(answers: Any, printed: Any, devices: Any) -> None:
     while size := sys.stdin.buffer.read(8):
         request = sys.stdin.buffer.read(int.from_bytes(size, "little"))
         *request, sass = pickle.loads(request)
         os.environ.pop("MOSAIC_GPU_DUMP_SASS", None)
         os.environ.update({"MOSAIC_GPU_DUMP_SASS": "1"} if sass else {})
         try:
-            answer: Any = _compile(device, printed, *request)
+            answer: Any = _compile(devices, printed, *request)
         except Exception as e:  # the process that asked raises it
             answer = RuntimeError(f"{type(e).__name__}: {e}")
         answers.write(pickle.dumps(answer))
         answers.flush()
 
 
-def _device(target: str) -> Any:
+def _count(target: str) -> int:
+    return int(target.partition("x")[2] or 1)
+
+
+def _devices(target: str) -> Any:
     from jax.experimental import topologies
 
-    capability, cores, shared, shared_block, l2, clock, memory, bandwidth, name = _GPUS[target]
+    one, count = target.partition("x")[0], _count(target)
+    capability, cores, shared, shared_block, l2, clock, memory, bandwidth, name = _GPUS[one]
     description = f"""
     gpu_device_info {{
       cuda_compute_capability {{ {capability} }}
@@ -238,16 +246,16 @@ def _device(target: str) -> Any:
     dnn_version_info {{ major: 9 minor: 12 }} runtime_version {{ major: 13 minor: 0 }}
     """
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name=target, target_config=description, topology="1x1x1"
+        platform="cuda", topology_name=one, target_config=description, topology=f"1x1x{count}"
     )
-    return topology.devices[0]
+    return topology.devices
 
 
 _dumps: dict[str, str] = {}  # by kernel: compiled once, it comes out of a cache and prints nothing
 
 
 def _compile(
-    device: Any, printed: Any, f: Any, shapes: Any, donate_argnums: Any, compiler_options: Any
+    devices: Any, printed: Any, f: Any, shapes: Any, donate_argnums: Any, compiler_options: Any
 ) -> tuple[Any, ...]:
     import jax
     import numpy as np
@@ -256,9 +264,12 @@ def _compile(
     jax.clear_caches()
     printed.seek(0)
     printed.truncate()
-    there = NamedSharding(Mesh(np.array([device]), ("_",)), PartitionSpec())
+    mesh = Mesh(np.array(devices), ("cp",))
+    several = len(devices) > 1
+    there = NamedSharding(mesh, PartitionSpec(*[None, "cp"] * several))
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), shapes)
-    with jax.default_device(device):  # tells what is traced which GPU it is for
+    # Tells what is traced which GPU it is for, and which mesh, where there is one.
+    with jax.default_device(devices[0]), jax.set_mesh(mesh) if several else nullcontext():
         lowered = jax.jit(f, out_shardings=there, donate_argnums=donate_argnums).lower(*shapes)
     compiled = lowered.compile(compiler_options)
     ctypes.CDLL(None).fflush(None)

@@ -188,10 +188,14 @@ def test_what_is_gathered_instead(changes):
     assert not sm90.fetches(dataclasses.replace(problem, **changes))
 
 
-def test_only_where_devices_reach_each_other():
-    """On CPU devices K and V are gathered; a mesh of GPUs is not taken if others are beside it."""
-    devices = jax.devices()[:SHARDS]
-    mesh = jax.make_mesh((SHARDS,), ("cp",), AUTO, devices=devices)
+@pytest.mark.parametrize("sizes", [(8,), (8, 1), (1, 8), (4, 2), (2,)], ids=str)
+def test_only_where_devices_reach_each_other(sizes):
+    """On CPU devices K and V are gathered; so they are where the axis is not all of the mesh, or
+    the mesh not all devices, or an axis is left to the compiler.
+    """
+    devices = jax.devices()[: np.prod(sizes)]
+    names = ("cp", "dp") if sizes[0] > 1 else ("dp", "cp")
+    mesh = jax.make_mesh(sizes, names[: len(sizes)], AUTO * len(sizes), devices=devices)
     found = []
 
     def local(x):
@@ -201,8 +205,11 @@ def test_only_where_devices_reach_each_other():
         return x
 
     spec = jax.P("cp")
-    jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec), jnp.zeros(8))
-    assert found == [False, jax.device_count() == SHARDS]
+    for axes in ({}, {"axis_names": {"cp"}}):
+        call = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, **axes)
+        jax.eval_shape(jax.jit(call), jnp.zeros(8))
+    whole = max(sizes) == jax.device_count()
+    assert found == [False, whole, False, whole and len(sizes) == 1]
 
 
 @pytest.mark.guards
@@ -225,3 +232,34 @@ def test_the_kernel_is_handed_the_rows_of_its_own_device():
     assert "uses_xla_collective_metadata = true" in fetching
     assert "uses_xla_collective_metadata = true" not in gathering
     assert "symmetric_memory_parameters" not in fetching and "nvshmem" not in fetching
+
+
+COMPILED = {  # rows of all, query heads, kv heads, head dim, options
+    "causal": (32768, 32, 8, 128, {"mask": pa.CAUSAL}),
+    "full": (32768, 32, 8, 128, {}),
+    "window": (131072, 32, 8, 128, {"mask": pa.sliding_window(4096)}),
+    "h64": (32768, 32, 8, 64, {"mask": pa.CAUSAL}),
+    "h256": (8192, 8, 4, 256, {"mask": pa.CAUSAL}),
+}
+
+
+def attend(options, q, k, v):
+    """Of two GPUs, which the mesh says."""
+    call = functools.partial(pa.flash_attention, **options, context=pa.Context("cp", "zigzag"))
+    spec = jax.P(None, "cp")
+    with _device.assume_reach():
+        return jax.shard_map(call, in_specs=spec, out_specs=spec)(q, k, v)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_without_spills_or_serialised_matmuls(name):
+    rows, heads, kv_heads, dim, options = COMPILED[name]
+    shapes = [
+        jax.ShapeDtypeStruct((1, rows, n, dim), jnp.bfloat16) for n in (heads, kv_heads, kv_heads)
+    ]
+    report = mosaic.compile_for(functools.partial(attend, options), *shapes, target="h100x2")
+    assert [kernel.name for kernel in report.kernels] == ["flash_fwd_sm90_mosaic_gpu_kernel"]
+    assert report.spill_bytes == 0
+    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
