@@ -415,8 +415,8 @@ def zigzag_problem(op):
 
 @pytest.mark.parametrize("op", ["flash_forward", "flash_backward"])
 def test_zigzag_gives_every_block_the_same_work(op):
-    """Each device's table has every work tile once, and no block has 3 % more than the mean; dealt
-    as if all offsets were 0 it is half as much again.
+    """Each device's table has every work tile once, and no block has 3 % more than the mean (of
+    the forward .3 %); dealt as if all offsets were 0 it is half as much again.
     """
     problem = zigzag_problem(op)
     if op == "flash_forward":
@@ -446,7 +446,7 @@ def test_zigzag_gives_every_block_the_same_work(op):
         table = make(plan, offsets)
         codes = [code for row in table.tolist() for code in row[1 : row[0] + 1]]
         assert len(set(codes)) == len(codes) == 2 * heads * tiles
-        assert uneven(table.tolist(), offsets) < 1.03
+        assert uneven(table.tolist(), offsets) < (1.003 if op == "flash_forward" else 1.03)
     picked = tile_scheduler.at_offset(make, plan, jnp.asarray(problem.offsets[2], jnp.int32))
     table = make(plan, problem.offsets[2])
     np.testing.assert_array_equal(picked[:, : table.shape[1]], table)

@@ -160,6 +160,7 @@ def test_every_tile_that_rows_see_comes_once(mask, order, shards):
 
 
 def test_a_fetcher_takes_fewer_work_tiles():
+    """So that all blocks end together, on the GPU whose last work tiles are not cheap too."""
     problem = problem_of("zigzag", pa.CAUSAL, rows=8192, keys=32768)
     problem = dataclasses.replace(problem, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128)
     plan = Plan(problem, sm90.Config.default(problem), takes_offsets=True)
@@ -169,6 +170,14 @@ def test_a_fetcher_takes_fewer_work_tiles():
         assert len(busy) == plan.config.fetchers and min(busy) > 10
         codes = [code for row in table.tolist() for code in row[1 : row[0] + 1]]
         assert len(set(codes)) == len(codes) == plan.heads * plan.q_tiles
+        loads = np.zeros(plan.grid)
+        loads[: len(busy)] = busy
+        for block, row in enumerate(table.tolist()):
+            for code in row[1 : row[0] + 1]:
+                chunk, tile = code >> plan.code_bits, code & ((1 << plan.code_bits) - 1)
+                row_end = offsets[chunk // problem.q_heads] + (tile + 1) * plan.tile_rows
+                loads[block] += -(-row_end // plan.config.block_kv) + tile_scheduler.TILE_OVERHEAD
+        assert loads.max() < 1.005 * loads.mean()
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,8 @@ def schedule(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
         heads = np.arange(first, min(first + plan.l2_heads, plan.heads))
         codes.append(((heads[None] << plan.code_bits) + q_tiles[:, None]).ravel())
     found = [costs_of(code, plan.code_bits, costs, problem.q_heads) for code in codes]
-    return assign(*in_order(codes, found, len(costs)), plan.grid, busy_before(plan, offsets))
+    ordered, kinds = in_order(codes, found, len(costs)), len(costs)
+    return assign(*ordered, plan.grid, busy_before(plan, offsets), evenly=kinds > 1)
 
 
 def costs_of(codes: np.ndarray, bits: int, costs: np.ndarray, heads: int) -> np.ndarray:
@@ -251,11 +252,16 @@ def busy_before(plan: Plan, offsets: Offsets) -> list[float]:
 
 
 def assign(
-    tiles: np.ndarray, costs: np.ndarray, blocks: int, busy: Sequence[float] = ()
+    tiles: np.ndarray,
+    costs: np.ndarray,
+    blocks: int,
+    busy: Sequence[float] = (),
+    evenly: bool = False,
 ) -> np.ndarray:
     """Work tiles, in the order in which they should begin, each given to the block that is free
     first: int32[blocks, n], how many, which, and zeros, two at least, so that a block may read
-    ahead. `busy`: how long the first blocks are before.
+    ahead. `busy`: how long the first blocks are before. `evenly`: see `_even_out`; where the last
+    work tiles are not the cheap ones, as those of chunks in the midst of a sequence.
 
     Known beforehand it needs no counter in global memory, and a block can load the next q tile
     during this one. Measured on an H200 it is faster than one block a work tile, and that than
@@ -265,11 +271,41 @@ def assign(
     free = [(0.0, block) for block in range(len(busy), blocks)]
     free += [(when, block) for block, when in enumerate(busy)]
     heapq.heapify(free)
-    for tile, cost in zip(tiles.tolist(), costs.tolist(), strict=True):
+    for number, cost in enumerate(costs.tolist()):
         when, block = free[0]
-        assigned[block].append(tile)
+        assigned[block].append(number)
         heapq.heapreplace(free, (when + cost, block))
-    return table_of(assigned)
+    if evenly:
+        _even_out(assigned, costs, {block: when for when, block in free})
+    return table_of([tiles[numbers].tolist() for numbers in assigned])
+
+
+MOST_UNEVEN = 1.001  # of what the last block to end takes, to the mean
+EXCHANGED = 24  # the last work tiles of a block, of which one may change places
+
+
+def _even_out(assigned: list[list[int]], costs: np.ndarray, ends: dict[int, float]) -> None:
+    """The block that ends last exchanges one of its last work tiles for a cheaper one of a block
+    that ends early, until all end at nearly the same time. Blocks take theirs in the same order.
+    """
+    mean = sum(ends.values()) / len(ends)
+    for _ in range(4 * len(assigned)):
+        last, first = max(ends, key=ends.__getitem__), min(ends, key=ends.__getitem__)
+        wanted = (ends[last] - ends[first]) / 2
+        ours, theirs = (np.array(assigned[block][-EXCHANGED:]) for block in (last, first))
+        if ends[last] <= MOST_UNEVEN * mean or not (ours.size and theirs.size):
+            return
+        gains = costs[ours][:, None] - costs[theirs][None]
+        one, other = np.unravel_index(np.abs(gains - wanted).argmin(), gains.shape)
+        gain = float(gains[one, other])
+        if not 0 < gain < 2 * wanted:
+            return
+        for block, away, here in (
+            (last, ours[one], theirs[other]),
+            (first, theirs[other], ours[one]),
+        ):
+            assigned[block] = sorted({*assigned[block], int(here)} - {int(away)})
+        ends[last], ends[first] = ends[last] - gain, ends[first] + gain
 
 
 def assign_packed(tiles: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarray:
