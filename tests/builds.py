@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_attn as pa
+from pallas_attn import _device
 from pallas_attn.lm import decode as lm_decode
 from pallas_attn.lm import model as lm_model
 from tests import aot
@@ -52,6 +53,19 @@ class Build:
 
 def _forward(options, arrays):
     return pa.flash_attention_with_lse(**arrays, **options)
+
+
+def fetching(options, q, k, v):
+    """Of rows that several GPUs have, in the order zigzag: "h100x2" for `compile_for`."""
+    call = functools.partial(pa.flash_attention, **options, context=pa.Context("cp", "zigzag"))
+    spec = jax.P(None, "cp")
+    with _device.assume_reach():
+        return jax.shard_map(call, in_specs=spec, out_specs=spec)(q, k, v)
+
+
+def _fetching(rows: int, heads: int, kv_heads: int, dim: int, **options: Any) -> Build:
+    shapes = (_shape("bfloat16", 1, rows, n, dim) for n in (heads, kv_heads, kv_heads))
+    return Build("h100x2", functools.partial(fetching, options), tuple(shapes))
 
 
 def _backward(options, arrays):
@@ -241,6 +255,7 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm90/h64_causal": _attention_sm90(64, **_CAUSAL),
     "flash_fwd/sm90/h128_full": _attention_sm90(128),
     "flash_fwd/sm90/h128_causal_gqa": _attention_sm90(128, heads=(8, 2), **_CAUSAL),
+    "flash_fwd/sm90/h128_fetched": _fetching(32768, 32, 8, 128, mask=pa.CAUSAL),
     "flash_fwd/sm90/h128_segments": _attention_sm90(128, given=("segment_ids",), **_CAUSAL),
     "flash_fwd/sm90/h128_everything": _attention_sm90(
         128, given=("bias", "sinks", "kv_lengths", "q_lengths"), softcap=20.0, **_WINDOW

@@ -585,7 +585,7 @@ def over_two(mask=None, band=pa.FULL, method="gather", **options):
 
 ATTENTION |= {
     "mask: expected blocks of (T, S, q_offset, context) = (5, 5, 0, Context(axis='cp', "
-    "order='contiguous', method='gather')), got those of (9, 9, 0); "
+    "order='contiguous', method='gather', overlap=True)), got those of (9, 9, 0); "
     f"{_SIZES_OF_THIS_CALL}": over_two(mask=_OF_9),
     "mask: expected blocks of no window, since a bias or mask_array lies over all keys, which all "
     f"move, got those of a mask within a static band; {_SIZES_OF_THIS_CALL}": (

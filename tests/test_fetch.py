@@ -17,7 +17,7 @@ from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.context import chunks_of
 from pallas_attn.kernels.attention.plan import Plan
 from pallas_attn.kernels.flash_fwd import fetch, sm90, tile_scheduler
-from tests import mosaic, threads
+from tests import builds, mosaic, threads
 
 SHARDS, DIM = 2, 64
 AUTO = (jax.sharding.AxisType.Auto,)
@@ -252,14 +252,6 @@ COMPILED = {  # rows of all, query heads, kv heads, head dim, options
 }
 
 
-def attend(options, q, k, v):
-    """Of two GPUs, which the mesh says."""
-    call = functools.partial(pa.flash_attention, **options, context=pa.Context("cp", "zigzag"))
-    spec = jax.P(None, "cp")
-    with _device.assume_reach():
-        return jax.shard_map(call, in_specs=spec, out_specs=spec)(q, k, v)
-
-
 @pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize("name", COMPILED)
@@ -268,7 +260,9 @@ def test_compiles_without_spills_or_serialised_matmuls(name):
     shapes = [
         jax.ShapeDtypeStruct((1, rows, n, dim), jnp.bfloat16) for n in (heads, kv_heads, kv_heads)
     ]
-    report = mosaic.compile_for(functools.partial(attend, options), *shapes, target="h100x2")
+    report = mosaic.compile_for(
+        functools.partial(builds.fetching, options), *shapes, target="h100x2"
+    )
     assert [kernel.name for kernel in report.kernels] == ["flash_fwd_sm90_mosaic_gpu_kernel"]
     assert report.spill_bytes == 0
     assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)

@@ -498,9 +498,16 @@ def entered():
 
 
 def _trace(build):
-    """Programs of single threads are traced only where the result is lowered."""
-    generation = {"h100": "sm90", "a100": "sm80", "sm86": "sm86"}[build.target]
-    with _device.assume(generation):
+    """Programs of single threads are traced only where the result is lowered. Of several GPUs: for
+    as many as there are devices here.
+    """
+    gpu, _, several = build.target.partition("x")
+    generation = {"h100": "sm90", "a100": "sm80", "sm86": "sm86"}[gpu]
+    mesh = contextlib.nullcontext()
+    if several:
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.set_mesh(jax.make_mesh((jax.device_count(),), ("cp",), auto))
+    with _device.assume(generation), mesh:
         return jax.jit(build.call).trace(*build.shapes)
 
 
