@@ -21,6 +21,10 @@ to run.
 A GPU finds an array of another one by its address there, which XLA tells the kernel. Tensor maps
 would hold such addresses from before the launch, and a CUDA graph would keep them: so the copies
 between GPUs are by plain pointers.
+
+What bounds it: a fetcher copies 8.5 GB/s, less in pieces of 8 KiB. How many there are matters
+little, if the schedule knows how long they are busy: a step of 32768 rows on two H100 took 5.53,
+5.54, 5.52, 5.54 and 5.62 ms by 16, 24, 32, 40 and 66 of them, and 5.76 after gathers.
 """
 
 import dataclasses
