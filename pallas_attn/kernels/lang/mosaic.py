@@ -72,7 +72,8 @@ def on_peer(ref: Ref, device: jax.Array) -> Ref:
     them arrive before it launches any.
     """
     axes = max(len(jax.sharding.get_abstract_mesh().axis_names), 1)
-    return plgpu.remote_ref(ref, (*[jnp.int32(0)] * (axes - 1), device))
+    place: Any = (*[jnp.int32(0)] * (axes - 1), device)
+    return plgpu.remote_ref(ref, place)
 
 
 REDUCED = 2048  # bytes in which Mosaic reduces over an axis, in a kernel that does anywhere
