@@ -216,9 +216,11 @@ def _fetching(split: Split, inputs: AttentionInputs) -> Any:
     some = dataclasses.replace(split.problem, fetches=split.shards, zigzag=zigzag)
     fetched = dataclasses.replace(split, problem=some)
     problem, given = _launched(fetched, "flash_forward", given, _offsets(split))
-    chosen = _dispatch.select(problem, split.implementation)
-    both = _dispatch.shares_keys(chosen, problem) and _dispatch.fetches(chosen, problem)
-    return (chosen, problem, given) if both else None
+    with _dispatch.recorded():  # a question: what runs is recorded where it is known
+        chosen = _dispatch.select(problem, split.implementation)
+    if not (_dispatch.shares_keys(chosen, problem) and _dispatch.fetches(chosen, problem)):
+        return None
+    return _dispatch.select(problem, split.implementation), problem, given
 
 
 def _by_reach(split: Split, inputs: AttentionInputs, run: Any) -> Any:

@@ -82,6 +82,12 @@ FAULTS = {
     "fetch_signals_its_last_pieces_too_early": Fault(
         f"{FWD}/fetch.py", "wait_copies_back(0)", "wait_copies_back(1)", TEST_FETCH
     ),
+    "fetch_leaves_out_what_rows_past_the_end_take": Fault(
+        f"{FWD}/fetch.py",
+        "return tma_operands.round_up(plan.problem.q_len, plan.span_rows)",
+        "return plan.problem.q_len",
+        TEST_FETCH,
+    ),
     "fetch_does_not_say_that_it_has_read": Fault(
         f"{FWD}/fetch.py", "index * 0 + READ, first,", "index * 0 + DONE, first,", TEST_FETCH
     ),

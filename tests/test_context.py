@@ -339,6 +339,7 @@ def mapped(shards=2, options=(), **given):
         (lambda: pa.Context(("a", "b")), "Context(axis=...): expected a mesh axis's name"),
         (lambda: pa.Context("a", "striped"), "Context(order=...): expected one of 'contiguous'"),
         (lambda: pa.Context("a", method="tree"), "Context(method=...): expected one of 'gather'"),
+        (lambda: pa.Context("a", overlap=1), "Context(overlap=...): expected a bool, got 1"),
         (lambda: pa.flash_attention(**QKV, context="cp"), "context: expected a Context, or None"),
         (
             lambda: pa.flash_attention(**QKV, context=pa.Context("cp")),

@@ -60,18 +60,22 @@ def config_of(problem, **changes):
 
 
 READ = [
-    (name, order, 2, device)
+    (name, order, 2, device, 64)
     for name in ("causal", "full", "window", "documents")
     for order in ("contiguous", "zigzag")
     for device in range(2)
 ]
+# Rows that end within a warpgroup's, which takes the kv tiles of those past the end too: here the
+# first of the next chunk.
+READ += [("causal", "zigzag", 2, 0, 40), ("documents", "contiguous", 2, 0, 40)]
 
 
 @pytest.mark.guards
 @pytest.mark.parametrize(
-    "name, order, shards, device", [*READ, ("causal", "zigzag", 4, 1), ("full", "contiguous", 4, 2)]
+    "name, order, shards, device, rows",
+    [*READ, ("causal", "zigzag", 4, 1, 64), ("full", "contiguous", 4, 2, 64)],
 )
-def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, shards, device):
+def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, shards, device, rows):
     """The same bits as of the kernel that is given all keys. Pieces of 16 rows, eight of a tile.
     All is here when the first work tile asks whether it is; only in "full" is it told so.
     """
@@ -80,7 +84,7 @@ def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, sh
         not_yet = np.zeros(128, np.int32)
         monkeypatch.setattr(threads.BlockOfThreads, "reached", lambda *_: not_yet)
     mask = {"full": pa.FULL, "window": pa.sliding_window(100)}.get(name, pa.CAUSAL)
-    sizes = {"keys": 256 * shards, "shards": shards}
+    sizes = {"keys": 256 * shards, "shards": shards, "rows": rows}
     problem = problem_of(order, mask, fetches=False, **sizes)
     context, keys = pa.Context("cp", order), problem.kv_len
     draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
@@ -195,6 +199,46 @@ def test_what_is_gathered_instead(changes):
     problem = problem_of("zigzag", pa.CAUSAL)
     assert sm90.fetches(problem)
     assert not sm90.fetches(dataclasses.replace(problem, **changes))
+
+
+@pytest.mark.parametrize("dim", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 64])
+def test_several_pieces_are_in_flight(kv_heads, dim):
+    """By every default, or rows are gathered: with one slot nothing would ever be loaded."""
+    changes = {"kv_heads": kv_heads, "q_heads": kv_heads, "head_dim": dim, "v_head_dim": dim}
+    for rows, keys in ((64, 512), (8192, 32768)):
+        problem = problem_of("zigzag", pa.CAUSAL, rows=rows, keys=keys)
+        problem = dataclasses.replace(problem, **changes)
+        if sm90.fetches(problem):
+            plan = Plan(problem, sm90.Config.default(problem))
+            sizes = fetch.Sizes.of(plan)
+            assert fetch.LEAST_SLOTS <= sizes.slots <= fetch.MOST_SLOTS
+            ring = plan.config.stages * plan.config.block_kv * plan.k_width * 2
+            assert sizes.slots * sizes.rows * sizes.k_words * fetch.WORD <= ring
+        else:
+            assert kv_heads == 64
+
+
+def test_a_config_that_cannot_fetch():
+    problem = problem_of("zigzag", pa.CAUSAL)
+    wide = dataclasses.replace(problem, kv_heads=64, q_heads=64)
+    for given, config, message in (
+        (
+            problem,
+            {"block_kv": 192},
+            "Config.block_kv must divide 128 where the kernel fetches k and v of other devices, "
+            "got 192",
+        ),
+        (
+            wide,
+            {"block_kv": 32, "stages": 2},
+            "Config.stages * Config.block_kv must be at least twice the number of kv heads, 64, "
+            "where the kernel fetches k and v of other devices, got 2 * 32",
+        ),
+    ):
+        with pytest.raises(ValueError) as caught:
+            fetch.check(Plan(given, config_of(given, **config)))
+        assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("sizes", [(8,), (8, 1), (1, 8), (4, 2), (2,)], ids=str)

@@ -284,17 +284,17 @@ class BlockOfThreads:
         where = np.broadcast_to(where, 128)
         return list(zip(*(np.broadcast_to(x, 128)[where].tolist() for x in values), strict=True))
 
-    def signal(self, counters, index, where, abroad=False):
-        del abroad
+    def signal(self, counters, index, where, remote=False):
+        del remote
         done = self.memory.copies_back_of(int(self.ids[0])).done
         with self.memory.lock:
             for (at,) in self._each(where, index):
                 counters.reshape(-1)[at] += 1
                 self.memory.signalled.setdefault((id(counters), at), []).extend(done)
 
-    def wait_until(self, counters, index, least, abroad=False):
+    def wait_until(self, counters, index, least, remote=False):
         """Blocks run one after the other: nobody else will come."""
-        if not self._there(counters, index, least, here=not abroad):
+        if not self._there(counters, index, least, here=not remote):
             raise RuntimeError(f"DEADLOCK: counter {index} has not reached {least}")
 
     def reached(self, counters, index, least):

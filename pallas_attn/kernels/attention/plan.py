@@ -432,8 +432,17 @@ def kv_row(plan: Plan, position: Any) -> Any:
             f"order zigzag, got {plan.config.block_kv}"
         )
     chunk = lax.div(position, jnp.int32(size))
-    place = jnp.where(chunk < devices, 2 * chunk, 4 * devices - 1 - 2 * chunk)
-    return position + (place - chunk) * size
+    owner, which = owner_of(chunk, devices)
+    return position + (2 * owner + which - chunk) * size
+
+
+def owner_of(chunk: Any, devices: int) -> tuple[Any, Any]:
+    """Which device has a chunk in the order zigzag, and as which of its own (`context.owner`, of
+    NumPy's numbers or traced ones).
+    """
+    late = chunk >= devices
+    where: Any = np.where if isinstance(chunk, np.ndarray) else jnp.where
+    return where(late, 2 * devices - 1 - chunk, chunk), where(late, 1, 0)
 
 
 def limit(problem: AttentionProblem) -> Limit | None:

@@ -22,9 +22,9 @@ A GPU finds an array of another one by its address there, which XLA tells the ke
 would hold such addresses from before the launch, and a CUDA graph would keep them: so the copies
 between GPUs are by plain pointers.
 
-What bounds it: a fetcher copies 8.5 GB/s, less in pieces of 8 KiB. How many there are matters
-little, if the schedule knows how long they are busy: a step of 32768 rows on two H100 took 5.53,
-5.54, 5.52, 5.54 and 5.62 ms by 16, 24, 32, 40 and 66 of them, and 5.76 after gathers.
+What bounds it: a fetcher copies `COPY_RATE`, less in pieces of 8 KiB. How many there are matters
+little, if the schedule knows how long they are busy: on two H100 16 to 40 of them took the same
+time.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem, bounds_of
 from pallas_attn.kernels.attention import tma_operands
-from pallas_attn.kernels.attention.plan import Context, Plan
+from pallas_attn.kernels.attention.plan import Context, Plan, owner_of
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.mosaic import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
@@ -46,7 +46,7 @@ MOST_DEVICES = 8  # of which one kernel reads rows
 TILE = 128  # rows that a producer waits for at a time
 PIECE = 16384  # bytes of K, or of V, that are copied at a time, if a row is no longer
 WORD = 16  # bytes of a word of a bulk copy
-MOST_SLOTS = 8  # pieces of a block that are in flight
+LEAST_SLOTS, MOST_SLOTS = 3, 8  # pieces of a block that are in flight
 # Counters: of fetchers of other GPUs that have read what they need of this one, and of fetchers
 # here that are done; those of tiles follow.
 READ, DONE, FIRST_TILE = 0, 1, 2
@@ -58,14 +58,12 @@ COPY_RATE, MATH_RATE = 8.5e9, 5.0e12
 
 def takes(problem: AttentionProblem) -> bool:
     """Whether the kernel may fetch: chunks in whole `TILE`s, and rows that fit in a piece."""
-    if problem.fetches == 1:
-        return True
     rows = problem.kv_len // (problem.fetches * _chunks(problem))
     listed = problem.mask_program is not None
     if listed or problem.dtype == "float32" or "kv_lengths" in problem.arrays:
         return False
-    widths = problem.head_dim, problem.v_head_dim
-    row = problem.kv_heads * 2 * max(map(tma_operands.width_in_tma, widths))
+    dims = problem.head_dim, problem.v_head_dim
+    row = problem.kv_heads * 2 * max(map(tma_operands.width_in_tma, dims))
     return problem.fetches <= MOST_DEVICES and rows % TILE == 0 and row <= PIECE
 
 
@@ -95,14 +93,17 @@ class Sizes:
             problem.kv_heads * tma_operands.width_in_tma(dim) * 2 // WORD
             for dim in (problem.head_dim, problem.v_head_dim)
         ]
+        widths = plan.k_width, plan.v_width
+        room = [config.stages * config.block_kv * width * 2 // WORD for width in widths]
+
+        def slots_of(rows: int) -> int:
+            return min(area // (rows * row) for area, row in zip(room, words, strict=True))
+
         rows = 1
         while 2 * rows <= TILE and 2 * rows * max(words) * WORD <= PIECE:
+            if slots_of(2 * rows) < LEAST_SLOTS:
+                break
             rows *= 2
-        room = [
-            config.stages * config.block_kv * width * 2 for width in (plan.k_width, plan.v_width)
-        ]
-        pieces = [count * rows * WORD for count in words]
-        slots = min(MOST_SLOTS, *(area // piece for area, piece in zip(room, pieces, strict=True)))
         return cls(
             devices=problem.fetches,
             chunks=_chunks(problem),
@@ -110,7 +111,7 @@ class Sizes:
             keys=problem.kv_len // problem.fetches,
             k_words=words[0],
             v_words=words[1],
-            slots=slots,
+            slots=min(MOST_SLOTS, slots_of(rows)),
             rows=rows,
             fetchers=min(config.fetchers, plan.grid),
         )
@@ -133,6 +134,22 @@ class Sizes:
     @property
     def counters(self) -> int:
         return FIRST_TILE + self.batch * self.tiles
+
+
+def check(plan: Plan) -> None:
+    """Raises where a Config leaves no room to fetch, or kv tiles that lie in two `TILE`s."""
+    config = plan.config
+    if TILE % config.block_kv:
+        raise ValueError(
+            f"Config.block_kv must divide {TILE} where the kernel fetches k and v of other "
+            f"devices, got {config.block_kv}"
+        )
+    if Sizes.of(plan).slots < 2:
+        raise ValueError(
+            "Config.stages * Config.block_kv must be at least twice the number of kv heads, "
+            f"{plan.problem.kv_heads}, where the kernel fetches k and v of other devices, got "
+            f"{config.stages} * {config.block_kv}"
+        )
 
 
 class Operands(NamedTuple):
@@ -190,7 +207,7 @@ def tiles_in_order(plan: Plan, device: int) -> np.ndarray:
         needed[some] = True
         found.append(some)
     tiles = np.concatenate(found) if found else np.zeros(0, int)
-    owners = owner_of(sizes, tiles * TILE // sizes.chunk)[0]
+    owners = _owner(sizes, tiles * TILE // sizes.chunk)[0]
     return tiles[owners != device].astype(np.int32)
 
 
@@ -200,9 +217,16 @@ def _ranges(plan: Plan, device: int) -> list[tuple[int, int]]:
     known = problem.offsets[device : device + 1] or [()]
     mask, ranges = problem.mask.widest, []
     for offset in sorted(known[0], reverse=True):
-        lo, hi = mask.kv_range(offset, offset + problem.q_len, problem.kv_len)
+        lo, hi = mask.kv_range(offset, offset + _rows(plan), problem.kv_len)
         ranges.append((max(int(lo), 0) // TILE, -(-max(int(hi), 0) // TILE)))
     return ranges or [(0, sizes.tiles)]
+
+
+def _rows(plan: Plan) -> int:
+    """Of a chunk, with those past T of a warpgroup whose rows begin before: it takes the kv tiles
+    of all of them.
+    """
+    return tma_operands.round_up(plan.problem.q_len, plan.span_rows)
 
 
 def _order_of_segments(plan: Plan, device: Any, inputs: AttentionInputs, spans: Any) -> Any:
@@ -212,7 +236,7 @@ def _order_of_segments(plan: Plan, device: Any, inputs: AttentionInputs, spans: 
     sizes, problem = Sizes.of(plan), plan.problem
     offset: Any = problem.q_offset if inputs.q_offset is None else inputs.q_offset
     mask = problem.mask.filled(**bounds_of(inputs))
-    low, high = mask.kv_range(offset, offset + problem.q_len, problem.kv_len)
+    low, high = mask.kv_range(offset, offset + _rows(plan), problem.kv_len)
     fields = spans[:, :, : 4 * plan.config.warpgroups].reshape(*spans.shape[:2], -1, 4)
     some = fields[..., 3] > fields[..., 0]
     first = jnp.where(some, fields[..., 0], 2**20).min(axis=(1, 2))
@@ -221,7 +245,7 @@ def _order_of_segments(plan: Plan, device: Any, inputs: AttentionInputs, spans: 
     lo = jnp.maximum(first * block, low) // TILE
     hi = -(-jnp.minimum(end * block, high) // TILE)
     at = np.arange(sizes.tiles - 1, -1, -1, dtype=np.int32)
-    others = jnp.asarray(owner_of(sizes, at * TILE // sizes.chunk)[0]) != device[0]
+    others = jnp.asarray(_owner(sizes, at * TILE // sizes.chunk)[0]) != device[0]
     lo, hi = (x.reshape(sizes.batch, -1, 1) for x in (lo, hi))
     needed = ((at[None, None] >= lo) & (at[None, None] < hi)).any(axis=1) & others[None]
     every = (np.arange(sizes.batch, dtype=np.int32)[:, None] * sizes.tiles + at[None]).reshape(-1)
@@ -233,13 +257,9 @@ def _order_of_segments(plan: Plan, device: Any, inputs: AttentionInputs, spans: 
     )
 
 
-def owner_of(sizes: Sizes, chunk: Any) -> tuple[Any, Any]:
+def _owner(sizes: Sizes, chunk: Any) -> tuple[Any, Any]:
     """Which GPU has a chunk of the sequence, and as which of its own."""
-    if sizes.chunks == 1:
-        return chunk, 0 * chunk
-    late = chunk >= sizes.devices
-    where: Any = np.where if isinstance(chunk, np.ndarray) else jnp.where
-    return where(late, 2 * sizes.devices - 1 - chunk, chunk), where(late, 1, 0)
+    return (chunk, 0 * chunk) if sizes.chunks == 1 else owner_of(chunk, sizes.devices)
 
 
 def head_start(plan: Plan, offsets: tuple[int, ...]) -> float:
@@ -277,7 +297,7 @@ def place_of(ctx: Context, device: Any, position: Any) -> Place:
     """Of the rows from a position on."""
     sizes = Sizes.of(ctx.plan)
     chunk = lax.div(position, jnp.int32(sizes.chunk))
-    owner, which = owner_of(sizes, chunk)
+    owner, which = _owner(sizes, chunk)
     return Place(owner == device, owner, which - chunk)
 
 
@@ -396,7 +416,7 @@ def _fetch(ctx: ThreadContext) -> None:
         arrived(mine - behind, first & (mine >= behind))
     thread.signal(refs.here.counters, thread.index * 0 + DONE, first)
     for *_, counters in refs.peers:
-        thread.signal(counters, thread.index * 0 + READ, first, abroad=True)
+        thread.signal(counters, thread.index * 0 + READ, first, remote=True)
     thread.sync()
 
 
@@ -425,12 +445,12 @@ def wait_for_peers(ctx: Context, fetching: Operands) -> None:
     """Until all other GPUs have fetched what they need of this one."""
     sizes = Sizes.of(ctx.plan)
     until = _Until(jnp.int32(READ), jnp.int32((sizes.devices - 1) * sizes.fetchers))
-    program = mosaic.in_context(_wait, sizes, abroad=True)
+    program = mosaic.in_context(_wait, sizes, remote=True)
     threads.each_thread(program, (fetching.counters,), until)
 
 
-def _wait(ctx: ThreadContext, abroad: bool = False) -> None:
-    ctx.thread.wait_until(*ctx.refs, *ctx.at, abroad=abroad)
+def _wait(ctx: ThreadContext, remote: bool = False) -> None:
+    ctx.thread.wait_until(*ctx.refs, *ctx.at, remote=remote)
 
 
 def _reached(ctx: ThreadContext) -> Any:

@@ -281,7 +281,11 @@ def reads_zigzag(problem: AttentionProblem) -> bool:
 
 def fetches(problem: AttentionProblem) -> bool:
     """Whether k and v may be those of this GPU alone: see `fetch`."""
-    return fetch.takes(problem) and smem_bytes(problem, Config.default(problem)) <= SMEM_LIMIT
+    if not fetch.takes(problem):
+        return False
+    config = Config.default(problem)
+    fits = smem_bytes(problem, config) <= SMEM_LIMIT
+    return fits and fetch.Sizes.of(Plan(problem, config)).slots >= fetch.LEAST_SLOTS
 
 
 def smem_bytes(problem: AttentionProblem, config: Any) -> int:
@@ -627,6 +631,8 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
     if has_no_scores(problem):
         return of_no_scores(problem)
     plan = Plan(problem, config, takes_offsets=True)
+    if plan.fetches:
+        fetch.check(plan)
     refs = _operands(plan, inputs)
     width = plan.v_width if problem.dtype == "float32" else problem.v_head_dim
     padded_shape = (*refs.q.shape[:3], tma_operands.width_in_tma(width))

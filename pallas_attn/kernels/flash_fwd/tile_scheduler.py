@@ -260,7 +260,7 @@ def assign(
 ) -> np.ndarray:
     """Work tiles, in the order in which they should begin, each given to the block that is free
     first: int32[blocks, n], how many, which, and zeros, two at least, so that a block may read
-    ahead. `busy`: how long the first blocks are before. `evenly`: see `_even_out`; where the last
+    ahead. `busy`: how long the first blocks are before. `evenly`: see `_rebalance`; where the last
     work tiles are not the cheap ones, as those of chunks in the midst of a sequence.
 
     Known beforehand it needs no counter in global memory, and a block can load the next q tile
@@ -276,7 +276,7 @@ def assign(
         assigned[block].append(number)
         heapq.heapreplace(free, (when + cost, block))
     if evenly:
-        _even_out(assigned, costs, {block: when for when, block in free})
+        _rebalance(assigned, costs, {block: when for when, block in free})
     return table_of([tiles[numbers].tolist() for numbers in assigned])
 
 
@@ -284,7 +284,7 @@ MOST_UNEVEN = 1.001  # of what the last block to end takes, to the mean
 EXCHANGED = 24  # the last work tiles of a block, of which one may change places
 
 
-def _even_out(assigned: list[list[int]], costs: np.ndarray, ends: dict[int, float]) -> None:
+def _rebalance(assigned: list[list[int]], costs: np.ndarray, ends: dict[int, float]) -> None:
     """The block that ends last exchanges one of its last work tiles for a cheaper one of a block
     that ends early, until all end at nearly the same time. Blocks take theirs in the same order.
     """

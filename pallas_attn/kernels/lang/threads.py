@@ -323,11 +323,11 @@ class Thread(mosaic.Thread):
 
     # ---- between blocks --------------------------------------------------------------------------
 
-    def signal(self, counters: Ref, index: Int, where: Int, abroad: bool = False) -> None:
+    def signal(self, counters: Ref, index: Int, where: Int, remote: bool = False) -> None:
         """Adds 1 to a counter where the condition holds. Who sees it by `wait_until` or `reached`
-        sees what this thread had done before. `abroad`: it is another GPU's.
+        sees what this thread had done before. `remote`: it is another GPU's.
         """
-        scope = "sys" if abroad else "gpu"
+        scope = "sys" if remote else "gpu"
         ptx = (
             "{ .reg .pred p; setp.ne.b32 p, $0, 0; "
             f"@p red.release.{scope}.global.add.u32 [$1], 1; }}"
@@ -335,11 +335,11 @@ class Thread(mosaic.Thread):
         operands = [arith.extui(i32(), where.value), mosaic.address_of(counters, index, 4)]
         do(ptx, operands, "r,l")
 
-    def wait_until(self, counters: Ref, index: Int, least: Int, abroad: bool = False) -> None:
+    def wait_until(self, counters: Ref, index: Int, least: Int, remote: bool = False) -> None:
         """Waits until a counter has reached `least`; then what was done before those `signal`s is
-        there, also for bulk copies and TMA that the thread issues. `abroad`: from other GPUs.
+        there, also for bulk copies and TMA that the thread issues. `remote`: from other GPUs.
         """
-        scope = "sys" if abroad else "gpu"
+        scope = "sys" if remote else "gpu"
         ptx = (
             f"{{ .reg .pred p; .reg .b32 n; again: ld.acquire.{scope}.global.b32 n, [$0]; "
             "setp.lt.u32 p, n, $1; @p bra again; fence.proxy.async.global; }"
