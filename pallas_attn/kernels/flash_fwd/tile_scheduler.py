@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import functions, tile_lists, tma_operands
-from pallas_attn.kernels.attention.plan import ROWS, Context, Plan, Span
+from pallas_attn.kernels.attention.plan import L2_BYTES, ROWS, Context, Plan, Span
 from pallas_attn.kernels.attention.score_mod import Tile
 from pallas_attn.kernels.flash_fwd import fetch, listed_tiles
 
@@ -36,7 +36,7 @@ RANK_SPREAD = 8.0  # what the first rank is taken to cost, above the last one's 
 _L2_HEADS = {
     ("causal", 64): ((0, 32), (1024, 16), (4096, 8)),
     ("causal", 80): ((0, 16),),
-    ("causal", 128): ((0, 16), (1536, 32), (3584, 8), (6144, 0)),
+    ("causal", 128): ((0, 16), (1536, 32), (3584, 8), (12288, 0)),
     ("causal", 256): ((0, 8), (4096, 0)),
     ("window", 64): ((0, 64),),
     ("full", 64): ((0, 48), (4096, 12)),
@@ -54,6 +54,9 @@ def l2_heads(problem: AttentionProblem, dim: int) -> int:
     found = _L2_HEADS.get((kind, dim), ((0, 0),))
     wanted = next(heads for start, heads in reversed(found) if problem.q_len >= start)
     group = problem.q_heads // problem.kv_heads  # whole ones: their heads share K and V
+    if kind == "causal":  # few rows may see many keys
+        row = 2 * (problem.head_dim + problem.v_head_dim)
+        wanted = min(wanted, L2_BYTES // (max(problem.kv_len, 1) * row) * group or group)
     return max(wanted // group, 1) * group if wanted else 0
 
 

@@ -131,7 +131,7 @@ def _together(plan: Plan) -> int:
     if plan.q_tiles == 1 or not grid < units <= most:
         return 1
     row = (problem.head_dim + problem.v_head_dim) * jnp.dtype(problem.dtype).itemsize
-    small = problem.kv_heads * problem.kv_len * row <= L2_BYTES // 2
+    small = problem.kv_heads * problem.kv_len * row <= L2_BYTES
     causal = problem.mask.bounds_right and not problem.mask.bounds_left
     return problem.kv_heads if small and causal and rows * UNEVEN >= problem.kv_len else 1
 
