@@ -599,6 +599,36 @@ def test_a_section_shows_the_newest_run_and_ratios_within_it():
     assert pages.section([]) == "Nothing is measured yet."
 
 
+def test_a_section_shows_what_several_gpus_did_apart():
+    here = dataclasses.asdict(rows.Provenance("run9", "NVIDIA H200", "0.11.2", "abc", "2026-11-23"))
+    older = here | {"run": "run8", "date": "2026-11-22"}
+
+    def row(op, impl, ms, rate, efficiency=1.0, where=here):
+        problem = {"devices": 2}
+        row = {"op": op, "case": f"{op}_case", "impl": impl, "ms": ms, "problem": problem}
+        return (
+            row
+            | {"tbps" if op == "decode_loop" else "tflops": rate, **where}
+            | ({"efficiency": efficiency} if op == "context" else {})
+        )
+
+    made = [
+        row("context", "pallas_attn/one", 10.0, 700.0),
+        row("context", "pallas_attn/gather", 5.5, 650.0, 0.926),
+        row("context", "pallas_attn/ring", 6.0, 590.0, 0.84),
+        row("context", "cudnn_ring", 7.7, 480.0, 0.65),
+        row("context", "pallas_attn/one", 9.0, 800.0, where=older),
+        row("context", "pallas_attn/gather", 4.5, 790.0, 0.99, older),
+        row("decode_loop", "pallas_attn/stacked", 20.0, 7.0),
+        row("decode_loop", "cudnn", 22.0, 6.4),
+    ]
+    text = pages.section([*fake_rows(), *made])
+    assert "| `context_case` | 2 | 700 | **650** | 93 % | 590 | 480 | 1.09 |" in text
+    assert f"## {report.TITLES['decode_loop']}{report.SEVERAL}\n" in text
+    assert "| `decode_loop_case` | **7.00** |  | 6.40 | 1.10 |" in text
+    assert "decode step" not in pages.overview(made)
+
+
 def test_only_the_marked_part_of_a_page_changes():
     text = f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter"
     made = pages.between_markers(text, "new")

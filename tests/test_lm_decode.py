@@ -632,10 +632,22 @@ def test_random_prompts_show_no_text():
     assert len(lines) == 5 and lines[-1].startswith("every step is the reference's")
 
 
-def test_a_report_says_where_the_time_goes(tmp_path):
-    out, error = io.StringIO(), io.StringIO()
+def test_a_report_says_where_the_time_goes(tmp_path, monkeypatch):
+    out, error, freed = io.StringIO(), io.StringIO(), []
+    release, rate = decode.Run.release, report.read_rate
+
+    def released(run):
+        release(run)
+        freed.extend(x.is_deleted() for x in jax.tree.leaves(run.cache))
+
+    def first_of_all(mesh):
+        assert freed and all(freed)  # the run's cache would take the place of those that are timed
+        return rate(mesh)
+
+    monkeypatch.setattr(decode.Run, "release", released)
+    monkeypatch.setattr(report, "read_rate", first_of_all)
     paths = {"report": str(tmp_path / "out"), "out": str(tmp_path / "rows.jsonl")}
-    assert shown(out, error, commit="abc", batch=1, **paths) == 0
+    assert shown(out, error, commit="abc", batch=1, check=True, **paths) == 0
     found = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert rows.read(tmp_path / "rows.jsonl") == found
     steps = [row for row in found if row["op"] == "decode_loop"]

@@ -9,7 +9,16 @@ from collections.abc import Iterable, Sequence
 
 from pallas_attn import cases
 from pallas_attn.bench.plots import drawing
-from pallas_attn.bench.report import OPS, PORTABLE, TITLES, best_peer, geomean, latest, ratios
+from pallas_attn.bench.report import (
+    OPS,
+    PORTABLE,
+    SEVERAL,
+    TITLES,
+    best_peer,
+    geomean,
+    latest,
+    ratios,
+)
 from pallas_attn.bench.rows import Row, is_ours, rate, read
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -32,6 +41,13 @@ shared is known before the call that is timed, as it is found once for all layer
 cases that end with `_found`.
 Measured by `python run.py --task=bench` (see `configs/`). The pictures show the shapes that other
 implementations publish too; decode is drawn over pages of 16 rows."""
+_SPLIT = """\
+Rates of each GPU where several have the rows of one causal sequence, beside that of one GPU which
+has all of it: TFLOP/s of attention, `both` with its backward, and TB/s of live K and V where
+`rows_decode` decodes. Wall time of jitted steps that follow each other for a tenth of a second, in
+turns: long enough for GPUs to reach their power limit, of which links between them at work take a
+part. `share`: of the rate of one GPU. `ring` passes K and V from GPU to GPU between launches of our
+kernels, `cudnn_ring` between those of cuDNN."""
 _SEPARATE = """\
 These peers do not run inside a process of JAX. Their figures come from another process and another
 timer, so they enter no ratio on this page; in the pictures they are pale. Several versions of a
@@ -104,7 +120,7 @@ def section(rows: Sequence[Row], separate: Sequence[Row] = ()) -> str:
     if not groups:
         return "Nothing is measured yet."
     parts = [_METHOD, overview(rows)]
-    for table in (op + family for family in ("", PORTABLE) for op in OPS):
+    for table in (op + family for family in ("", SEVERAL, PORTABLE) for op in OPS):
         if table in groups:
             op = groups[table][0][0]["op"]
             parts.append(f"## {TITLES[op]}{table.removeprefix(op)}")
@@ -112,6 +128,8 @@ def section(rows: Sequence[Row], separate: Sequence[Row] = ()) -> str:
                 parts.append(f"![{TITLES[op]}](pictures/{PICTURES[table]}.svg)")
             ordered = sorted(groups[table], key=lambda rows_of: order.get(rows_of[0]["case"], 0))
             parts.append(_table(table, ordered, ceilings))
+    if split := _newest_split(rows):
+        parts += ["## A sequence over several GPUs", _SPLIT, _table_of_split(split)]
     if separate:
         parts += ["## Peers in processes of their own", _SEPARATE, _table_of(separate, groups)]
     return "\n\n".join(parts)
@@ -149,6 +167,37 @@ def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], 
         worst = min(best_of, key=lambda case: best_of[case])
         lines += ["", f"Geomean: {', '.join(said)}. Worst cell: {best_of[worst]:.2f} at `{worst}`."]
     return "\n".join([*lines, "", _where(groups)])
+
+
+def _newest_split(rows: Sequence[Row]) -> list[dict[str, Row]]:
+    """Of each case of op `context` its newest run: {implementation: row}."""
+    runs: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        if row["op"] == "context":
+            runs.setdefault((row["case"], row["run"]), {})[row["impl"]] = row
+    newest: dict[str, dict[str, Row]] = {}
+    for (case, _), run in sorted(runs.items(), key=lambda item: max(_dates(item[1].values()))):
+        newest[case] = run
+    return [newest[case] for case in sorted(newest)]
+
+
+def _dates(rows: Iterable[Row]) -> list[str]:
+    return [row["date"] for row in rows]
+
+
+def _table_of_split(cases: list[dict[str, Row]]) -> str:
+    head = ["case", "GPUs", "one", "**ours**", "share", "ring", "cudnn_ring", "over best peer"]
+    lines = [_cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
+    for rows in cases:
+        one, ring = rows["pallas_attn/one"], rows.get("pallas_attn/ring")
+        ours = rows.get("pallas_attn/gather") or rows["pallas_attn/rows"]
+        peers = [row for row in (ring, rows.get("cudnn_ring")) if row]
+        cells = [f"`{ours['case']}`", str(ours["problem"]["devices"]), _number(one)]
+        cells += [f"**{_number(ours)}**", f"{100 * ours['efficiency']:.0f} %"]
+        cells += [_number(row) if row else "" for row in (ring, rows.get("cudnn_ring"))]
+        cells.append(f"{min(row['ms'] for row in peers) / ours['ms']:.2f}" if peers else "")
+        lines.append(_cells(cells))
+    return "\n".join([*lines, "", _where([list(rows.values()) for rows in cases])])
 
 
 def _number(row: Row) -> str:

@@ -10,6 +10,7 @@ OPS = (
     *("decode", "prefill", "shared_prefix", "decode_loop", "append"),
 )
 PORTABLE = ", by the kernels for every GPU from Ampere on"  # of an op, where those of sm80 ran
+SEVERAL = ", over several GPUs"  # of an op, where the model was split
 TITLES = {
     "forward": "Forward, TFLOP/s",
     "forward+backward": "Forward and backward together, TFLOP/s",
@@ -102,13 +103,15 @@ def geomean(values: Iterable[float]) -> float:
 
 def latest(rows: Sequence[Row]) -> dict[str, list[list[Row]]]:
     """{op: one group of rows a case}: of each case the newest run that holds ours, whole. What the
-    portable kernels did has ops of its own: they are no newer version of the others.
+    portable kernels did has ops of its own: they are no newer version of the others. So has what a
+    model does that is split over several GPUs.
     """
     newest: dict[tuple[str, str], Row] = {}
     for row in rows:
+        if row["op"] == "ceiling" or not is_ours(row):
+            continue
         key = _table_of(row), row["case"]
-        counts = row["op"] != "ceiling" and is_ours(row)
-        if counts and (key not in newest or row["date"] >= newest[key]["date"]):
+        if key not in newest or row["date"] >= newest[key]["date"]:
             newest[key] = row
     groups: dict[str, list[list[Row]]] = {}
     for (table, case), ours in newest.items():
@@ -119,4 +122,5 @@ def latest(rows: Sequence[Row]) -> dict[str, list[list[Row]]]:
 
 
 def _table_of(row: Row) -> str:
-    return row["op"] + PORTABLE * ("_sm80" in row["impl"])
+    several = row["op"] == "decode_loop" and row["problem"].get("devices", 1) > 1
+    return row["op"] + PORTABLE * ("_sm80" in row["impl"]) + SEVERAL * several

@@ -454,6 +454,11 @@ class Run:
         """Until the device has done what it was told to: a process does not end in the midst."""
         jax.block_until_ready((self._cache, self._state))
 
+    def release(self) -> None:
+        """Gives back the memory of the cache. It is the last thing that a run does."""
+        for x in jax.tree.leaves(self._cache):
+            x.delete()
+
     @property
     def cache(self) -> Any:
         """The cache as it is now; the next step takes it away."""

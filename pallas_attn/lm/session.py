@@ -308,7 +308,8 @@ class _Report:
         self._asked = report.prepare(self._subject, batches, self._say, [run.prepare])
 
     def finish(self, summary: dict[str, Any]) -> list[str]:
-        """The lines to show."""
+        """The lines to show. What is timed has caches of its own, so the run's is given back."""
+        self._run.release()
         found: list[rows.Row] = []
         out, commit = self._settings.out, self._settings.commit
         for row in report.measure(self._subject, self._asked, commit, self._say):
