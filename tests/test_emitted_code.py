@@ -218,7 +218,7 @@ def a_program(operation):
 
 
 def of_threads(operation, *given):
-    one = captured(threads.each_thread, a_program(operation), (), given, returns=True)
+    one = captured(threads.each_thread, a_program(operation), (), given, returns="each")
     held = {repr(A_NUMBER_A_THREAD): np.arange(128)[:, None, None]}
     return evaluate(one, held)[:, 0, 0]
 

@@ -156,7 +156,7 @@ def next_tile(ctx: Context, share: Share, position: Position) -> NextTile:
     )
     if plan.layout.paged:
         program = mosaic.in_context(load_pages, plan)
-        tile = tile._replace(page=threads.each_thread(program, refs, tile, returns=True))
+        tile = tile._replace(page=threads.each_thread(program, refs, tile, returns="each"))
     return NextTile(work, tile)
 
 

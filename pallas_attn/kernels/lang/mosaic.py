@@ -9,7 +9,7 @@ tests run the same program in NumPy, 128 threads at a time, with every address c
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -259,7 +259,7 @@ def each_thread(
     refs: Any,
     scalars: Any,
     thread: Any = None,
-    returns: bool | str = False,
+    returns: Literal["each", "one"] | None = None,
     swizzles: Any = None,
 ) -> Any:
     """Runs `program(thread, refs, scalars)` in every thread of the block: `Thread` says what a
@@ -267,9 +267,9 @@ def each_thread(
 
     `refs` is a tree of whole refs in global or shared memory, `scalars` a tree of int32 scalars,
     which arrive as `Int`s; or of int32[128], a number a thread. `thread`: a `Thread` that can do
-    more. `returns`: the program gives an Int, and the call all of them as int32[128]; or, where it
-    is "one", each thread goes on with its own as with any int32. `swizzles`: a
-    tree like `refs`, (dtype, bytes) where a ref is `swizzled`, () elsewhere; None: none is.
+    more. `returns`: the program gives an Int, and the call those of "each" thread as int32[128], or
+    "one", its own, with which a thread goes on as with any int32; None: nothing. `swizzles`: a tree
+    like `refs`, (dtype, bytes) where a ref is `swizzled`, () elsewhere; None: none is.
     """
     number = plgpu.Layout.WG_STRIDED((THREADS,), 1)
 
@@ -285,7 +285,7 @@ def each_thread(
         values = [_one(x.registers.item()) for x in jax.tree.leaves(scalars, is_leaf=_is_array)]
         scalars = jax.tree.unflatten(jax.tree.structure(types[1]), values)
         result = program(thread or Thread(), refs, scalars)
-        if not returns:
+        if returns is None:
             return None
         if returns == "one":
             return mgpu.FragmentedArray(
@@ -300,10 +300,13 @@ def each_thread(
 
     inline: Any = code
     inline.program = program  # the interpreter in tests/ runs this
-    one = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-    all_of_them = plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=number)
-    result = (one if returns == "one" else all_of_them) if returns else None
-    return plgpu.inline_mgpu(arg_types=types, return_type=result)(inline)(refs, scalars)
+    results = {
+        None: None,
+        "one": plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+        "each": plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=number),
+    }
+    call = plgpu.inline_mgpu(arg_types=types, return_type=results[returns])
+    return call(inline)(refs, scalars)
 
 
 class ThreadContext(NamedTuple):

@@ -5,7 +5,7 @@ A program runs on the GPU as it stands; the interpreter of the tests runs the sa
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -382,7 +382,7 @@ def each_thread(
     program: Callable[..., Any],
     refs: Any,
     scalars: Any,
-    returns: bool | str = False,
+    returns: Literal["each", "one"] | None = None,
     swizzles: Any = None,
 ) -> Any:
     """`mosaic.each_thread` with this file's `Thread`."""
