@@ -9,6 +9,7 @@ import pytest
 
 from pallas_attn import _config, _gpus
 from pallas_attn._problem import AttentionProblem
+from pallas_attn.kernels.attention.plan import Plan
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
@@ -154,6 +155,26 @@ def test_the_default_of_the_forward_on_hopper_is_what_was_measured(row):
     names = ("warpgroups", "block_kv", "stages", "l2_heads")
     plain = {"grid": 132, "q_slots": 2, "exp_before_wait": 0, "fetchers": 32}
     assert found == dict(zip(names, settings, strict=True)) | plain | others
+
+
+@pytest.mark.parametrize(
+    ("mask", "q_len", "kv_len", "kv_heads", "heads"),
+    [
+        (CAUSAL, 8192, 8192, 8, 8),
+        (CAUSAL, 16384, 16384, 8, 16),
+        (CAUSAL, 16384, 16384, 32, 4),
+        (CAUSAL, 32768, 32768, 8, 8),
+        (CAUSAL, 65536, 65536, 8, 4),
+        (CAUSAL, 131072, 131072, 8, 4),  # a kv head alone is more than there is room for
+        (CAUSAL, 8192, 65536, 8, 4),  # by how many keys there are
+        (CAUSAL, 4096, 131072, 32, 1),
+        (sliding_window(4096), 65536, 65536, 8, 8),  # of which each row sees few
+    ],
+)
+def test_l2_groups_of_long_sequences_have_room_for_their_keys(mask, q_len, kv_len, kv_heads, heads):
+    sizes = {"batch": 1, "q_len": q_len, "kv_len": kv_len, "q_heads": 32, "kv_heads": kv_heads}
+    problem = attention(mask=mask, head_dim=128, v_head_dim=128, **sizes)
+    assert Plan(problem, flash_fwd_sm90.Config.default(problem)).l2_heads == heads
 
 
 _IDS = ("q_segment_ids", "kv_segment_ids")
