@@ -602,6 +602,7 @@ def test_a_section_shows_the_newest_run_and_ratios_within_it():
 def test_a_section_shows_what_several_gpus_did_apart():
     here = dataclasses.asdict(rows.Provenance("run9", "NVIDIA H200", "0.11.2", "abc", "2026-11-23"))
     older = here | {"run": "run8", "date": "2026-11-22"}
+    wrong = here | {"run": "run7", "date": "2026-11-24"}  # ours differed, and has no row
 
     def row(op, impl, ms, rate, efficiency=1.0, where=here):
         problem = {"devices": 2}
@@ -619,6 +620,7 @@ def test_a_section_shows_what_several_gpus_did_apart():
         row("context", "cudnn_ring", 7.7, 480.0, 0.65),
         row("context", "pallas_attn/one", 9.0, 800.0, where=older),
         row("context", "pallas_attn/gather", 4.5, 790.0, 0.99, older),
+        row("context", "pallas_attn/one", 8.0, 900.0, where=wrong),
         row("decode_loop", "pallas_attn/stacked", 20.0, 7.0),
         row("decode_loop", "cudnn", 22.0, 6.4),
     ]

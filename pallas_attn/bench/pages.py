@@ -48,6 +48,7 @@ has all of it: TFLOP/s of attention, `both` with its backward, and TB/s of live 
 turns: long enough for GPUs to reach their power limit, of which links between them at work take a
 part. `share`: of the rate of one GPU. `ring` passes K and V from GPU to GPU between launches of our
 kernels, `cudnn_ring` between those of cuDNN."""
+_OURS_SPLIT = {"pallas_attn/gather", "pallas_attn/rows"}
 _SEPARATE = """\
 These peers do not run inside a process of JAX. Their figures come from another process and another
 timer, so they enter no ratio on this page; in the pictures they are pale. Several versions of a
@@ -170,19 +171,13 @@ def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], 
 
 
 def _newest_split(rows: Sequence[Row]) -> list[dict[str, Row]]:
-    """Of each case of op `context` its newest run: {implementation: row}."""
+    """Of each case of op `context` the newest run that holds ours: {implementation: row}."""
     runs: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["date"]):
         if row["op"] == "context":
             runs.setdefault((row["case"], row["run"]), {})[row["impl"]] = row
-    newest: dict[str, dict[str, Row]] = {}
-    for (case, _), run in sorted(runs.items(), key=lambda item: max(_dates(item[1].values()))):
-        newest[case] = run
+    newest = {case: run for (case, _), run in runs.items() if _OURS_SPLIT & run.keys()}
     return [newest[case] for case in sorted(newest)]
-
-
-def _dates(rows: Iterable[Row]) -> list[str]:
-    return [row["date"] for row in rows]
 
 
 def _table_of_split(cases: list[dict[str, Row]]) -> str:
@@ -190,7 +185,7 @@ def _table_of_split(cases: list[dict[str, Row]]) -> str:
     lines = [_cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
     for rows in cases:
         one, ring = rows["pallas_attn/one"], rows.get("pallas_attn/ring")
-        ours = rows.get("pallas_attn/gather") or rows["pallas_attn/rows"]
+        ours = rows[min(_OURS_SPLIT & rows.keys())]
         peers = [row for row in (ring, rows.get("cudnn_ring")) if row]
         cells = [f"`{ours['case']}`", str(ours["problem"]["devices"]), _number(one)]
         cells += [f"**{_number(ours)}**", f"{100 * ours['efficiency']:.0f} %"]
