@@ -48,7 +48,7 @@ has all of it: TFLOP/s of attention, `both` with its backward, and TB/s of live 
 turns: long enough for GPUs to reach their power limit, of which links between them at work take a
 part. `share`: of the rate of one GPU. `ring` passes K and V from GPU to GPU between launches of our
 kernels, `cudnn_ring` between those of cuDNN."""
-_OURS_SPLIT = {"pallas_attn/gather", "pallas_attn/rows"}
+_OURS_SPLIT = ("pallas_attn/gather", "pallas_attn/rows")
 _SEPARATE = """\
 These peers do not run inside a process of JAX. Their figures come from another process and another
 timer, so they enter no ratio on this page; in the pictures they are pale. Several versions of a
@@ -176,7 +176,9 @@ def _newest_split(rows: Sequence[Row]) -> list[dict[str, Row]]:
     for row in sorted(rows, key=lambda row: row["date"]):
         if row["op"] == "context":
             runs.setdefault((row["case"], row["run"]), {})[row["impl"]] = row
-    newest = {case: run for (case, _), run in runs.items() if _OURS_SPLIT & run.keys()}
+    newest = {
+        case: run for (case, _), run in runs.items() if not run.keys().isdisjoint(_OURS_SPLIT)
+    }
     return [newest[case] for case in sorted(newest)]
 
 
@@ -185,11 +187,12 @@ def _table_of_split(cases: list[dict[str, Row]]) -> str:
     lines = [_cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
     for rows in cases:
         one, ring = rows["pallas_attn/one"], rows.get("pallas_attn/ring")
-        ours = rows[min(_OURS_SPLIT & rows.keys())]
-        peers = [row for row in (ring, rows.get("cudnn_ring")) if row]
+        ours = next(rows[name] for name in _OURS_SPLIT if name in rows)
+        both = ring, rows.get("cudnn_ring")
+        peers = [row for row in both if row]
         cells = [f"`{ours['case']}`", str(ours["problem"]["devices"]), _number(one)]
         cells += [f"**{_number(ours)}**", f"{100 * ours['efficiency']:.0f} %"]
-        cells += [_number(row) if row else "" for row in (ring, rows.get("cudnn_ring"))]
+        cells += [_number(row) if row else "" for row in both]
         cells.append(f"{min(row['ms'] for row in peers) / ours['ms']:.2f}" if peers else "")
         lines.append(_cells(cells))
     return "\n".join([*lines, "", _where([list(rows.values()) for rows in cases])])

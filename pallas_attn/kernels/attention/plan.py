@@ -170,22 +170,21 @@ class Plan:
         size: a short last one would begin with long tiles again. Work tiles in order of rank
         (segments) share no K and V with their neighbours, so there L2 holds fewer heads.
 
-        K and V that come from L2 save energy too: an H200 at its power limit, as it is after a
-        tenth of a second of long causal sequences, then runs at a higher clock.
+        K and V that come from L2 save energy too, and an H200 at its power limit then runs at a
+        higher clock.
         """
         problem, config = self.problem, self.config
-        k_bytes = problem.head_dim * self.scores.bytes
-        one = problem.kv_len * (k_bytes + problem.v_head_dim * self.values.bytes)
+        row = problem.head_dim * self.scores.bytes + problem.v_head_dim * self.values.bytes
         ranked = self.is_listed and self.static_lists is None
         if self.has("q_segment_ids") or ranked:
-            fit = RANKED_L2_BYTES // one * problem.group
+            fit = heads_in(RANKED_L2_BYTES, problem, row)
         elif config.l2_heads:
             return min(config.l2_heads, self.heads)
         elif not (problem.mask.bounds_right or self.is_listed):
             fit = (config.grid or BLOCKS) // self.q_tiles
         else:
-            some = problem.mask.bounds_left or self.is_listed
-            fit = L2_BYTES * (2 if some else 1) // one * problem.group
+            in_part = problem.mask.bounds_left or self.is_listed
+            fit = heads_in(L2_BYTES * (2 if in_part else 1), problem, row)
         groups = pl.cdiv(self.heads, max(fit, problem.group))
         return pl.cdiv(self.heads, groups)
 
@@ -438,6 +437,13 @@ def kv_row(plan: Plan, position: Any) -> Any:
     chunk = lax.div(position, jnp.int32(size))
     owner, which = owner_of(chunk, devices)
     return position + (2 * owner + which - chunk) * size
+
+
+def heads_in(nbytes: int, problem: AttentionProblem, row_bytes: int) -> int:
+    """Query heads whose K and V, of so many bytes a row, take `nbytes`; those of one kv head at
+    least.
+    """
+    return max(nbytes // max(problem.kv_len * row_bytes, 1), 1) * problem.group
 
 
 def owner_of(chunk: Any, devices: int) -> tuple[Any, Any]:

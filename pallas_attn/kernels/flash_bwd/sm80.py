@@ -156,7 +156,7 @@ class Config:
 class KeyPlan(Widths, shared.Plan):
     """Of work tiles of keys."""
 
-    l2_bytes = 2 * attention_plan.L2_BYTES
+    l2_bytes = 64 * 2**20
 
     @property
     def fused(self) -> bool:

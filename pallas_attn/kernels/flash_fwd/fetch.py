@@ -22,11 +22,11 @@ A GPU finds an array of another one by its address there, which XLA tells the ke
 would hold such addresses from before the launch, and a CUDA graph would keep them: so the copies
 between GPUs are by plain pointers.
 
-What bounds it: a fetcher copies `COPY_RATE`, less in pieces of 8 KiB. How many there are matters
-little, if the schedule knows how long they are busy: on two H100 16 to 40 of them took the same
-time. A kernel that fetches from its own GPU takes as long as one that has all keys, within 1 %, on
-an H200 at its power limit. From another GPU it takes some 3 % longer: links at work take 30 of its
-700 W, which lowers its clock, and both GPUs wait for the slower one.
+What bounds it: a fetcher copies `COPY_RATE`, less in smaller pieces. How many there are matters
+little, if the schedule knows how long they are busy. A kernel that fetches from its own GPU takes
+as long as one that has all keys. From another GPU it takes longer where GPUs are at their power
+limit: links at work take a part of the power, which lowers the clock, and each step ends with the
+slower GPU.
 """
 
 import dataclasses

@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import functions, tile_lists, tma_operands
-from pallas_attn.kernels.attention.plan import L2_BYTES, ROWS, Context, Plan, Span
+from pallas_attn.kernels.attention.plan import L2_BYTES, ROWS, Context, Plan, Span, heads_in
 from pallas_attn.kernels.attention.score_mod import Tile
 from pallas_attn.kernels.flash_fwd import fetch, listed_tiles
 
@@ -53,10 +53,10 @@ def l2_heads(problem: AttentionProblem, dim: int) -> int:
     dim = next((width for width in widths if dim <= width), 0)
     found = _L2_HEADS.get((kind, dim), ((0, 0),))
     wanted = next(heads for start, heads in reversed(found) if problem.q_len >= start)
-    group = problem.q_heads // problem.kv_heads  # whole ones: their heads share K and V
+    group = problem.group  # whole ones: their heads share K and V
     if kind == "causal":  # few rows may see many keys
         row = 2 * (problem.head_dim + problem.v_head_dim)
-        wanted = min(wanted, L2_BYTES // (max(problem.kv_len, 1) * row) * group or group)
+        wanted = min(wanted, heads_in(L2_BYTES, problem, row))
     return max(wanted // group, 1) * group if wanted else 0
 
 
