@@ -118,6 +118,13 @@ _sealed = Primitive("pallas_attn_sealed")
 _sealed.multiple_results = True
 
 
+def sealed(run: Callable[..., Any], *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """`run(*arrays)` within jax.shard_map, which may hold arrays as refs. Of its results jax then
+    takes for granted that they are the same on all devices.
+    """
+    return tuple(_sealed.bind(*arrays, run=run))
+
+
 def _lower_sealed(context: Any, *arrays: Any, run: Callable[..., Any]) -> Any:
     alike = [
         jax.core.ShapedArray(x.shape, x.dtype) if x.manual_axis_type.varying else x

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn import _split, lm
-from pallas_attn.lm import train
+from pallas_attn.lm import check, decode, model, train
+from pallas_attn.lm import rows as lm_rows
 from tests import append_cases, test_keep
 from tests import test_cache_rows as rows_of_caches
 from tests import test_context as contexts
@@ -234,6 +235,56 @@ def test_caches_split_by_heads(how):
     got = jax.jit(step)(*given)
     close(got, want)
     assert {x.data.shape[1] for x in got[1].k.addressable_shards} == {1}
+
+
+@pytest.mark.parametrize("rows, dim", [(1, 512), (7, 8192), (64, 4096)])
+def test_a_kernel_adds_up_over_devices(rows, dim):
+    """The same bits on all devices, and what a sum in float32 gives, call after call."""
+    calls, weight = 20, draw(0, 3, dim).astype(jnp.bfloat16)
+    parts = draw(1, 2, calls, 3, rows, dim)
+
+    def local(x, parts, weight):
+        found, exchange = [], lm_rows.exchange_over("tp", x)
+        assert exchange is not None
+        for n in range(calls):
+            left = lm_rows.Added(parts[0, n], exchange)
+            layer = lm_rows.Layer(weight, n % 3)
+            x, normed, exchange = lm_rows.add_norm(x, left, layer, 1e-5)
+            found.append(jnp.stack([x, normed]))
+        return jnp.stack(found)[None]
+
+    x, specs = jnp.zeros((rows, dim), jnp.bfloat16), (P(), P("tp"), P())
+    call = jax.shard_map(local, mesh=mesh_of("tp"), in_specs=specs, out_specs=P("tp"))
+    for _ in range(3):
+        got = np.asarray(jax.jit(call)(x, parts, weight), np.float32)
+        np.testing.assert_array_equal(got[0], got[1])
+    wanted = x.astype(jnp.float32)
+    for n in range(calls):
+        wanted += parts[:, n].sum((0, 1))
+        unit = wanted * jax.lax.rsqrt((wanted**2).mean(-1, keepdims=True) + 1e-5)
+        want = jnp.stack([wanted, unit * weight[n % 3].astype(jnp.float32)])
+        np.testing.assert_allclose(got[0, n], want, rtol=0.05, atol=0.15)
+
+
+@pytest.mark.parametrize("batch", [1, 5, 64])
+def test_a_model_whose_kernels_add_up_over_devices(monkeypatch, batch):
+    begun = []
+    exchange_over = lm_rows.exchange_over
+    monkeypatch.setattr(
+        lm_rows, "exchange_over", lambda *given: begun.append(exchange_over(*given)) or begun[-1]
+    )
+    sizes = {"vocab": 1000, "hidden": 1024, "layers": 3, "mlp": 2048, "positions": 1024}
+    config = model.Config(**sizes, heads=8, kv_heads=2, head_dim=128)
+    mesh = lm.mesh.make("tp:2", ("tp",))
+    params = lm.mesh.random_params(config, 0, jnp.bfloat16, mesh)
+    options = decode.Options(slots=batch, capacity=64, chunk=8, keep_logits=True, mesh=mesh)
+    prompts = np.random.default_rng(0).integers(0, 1000, (batch, 9)).tolist()
+    run = decode.Run(config, params, options, prompts, 20)
+    for _ in run:
+        pass
+    assert begun and None not in begun
+    for row in check.rows(run, params):
+        assert row.held, row
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from pallas_attn.lm import rows as lm_rows
 from pallas_attn.lm.kernels import linear as kernel
 from pallas_attn.lm.kernels import norm as norm_kernel
 from pallas_attn.lm.kernels import rotate as rotate_kernel
-from pallas_attn.lm.rows import Angles, Layer, linear, streams
+from pallas_attn.lm.rows import Added, Angles, Layer, linear, streams
 from tests import mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -155,7 +155,7 @@ def check_norm(problem, partials_dtype="float32"):
     """x to the bit where there is one partial sum; what is left is the order of sums."""
     x, partials, weight, layer = norm_operands(problem, partials_dtype)
     got = norm_kernel.run(x, partials, weight, layer, problem)
-    want = lm_rows.add_norm(x, partials, weight[2], problem.eps)
+    want = lm_rows.add_norm(x, Added(partials), weight[2], problem.eps)[:2]
     eps = float(jnp.finfo(problem.dtype).eps)
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(ours.astype(float), theirs.astype(float), rtol=2 * eps, atol=eps)
@@ -199,6 +199,59 @@ ROTATIONS = [
 def test_norm_interpreted(problem):
     with mosaic.interpret():
         check_norm(problem)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("device, devices", [(0, 2), (1, 2), (2, 4)])
+def test_norm_over_devices_interpreted(device, devices):
+    """Call after call: sums of all devices in their order, and what is sent is this one's."""
+    rows, dim, calls = 3, 512, 5
+    problem = norm_kernel.Problem(rows, dim, 2, "bfloat16", 1e-5, devices)
+    kinds = norm_kernel.shapes(problem)
+    state = [np.zeros(x.shape, x.dtype) for x in kinds]
+    state[0][:] = np.nan
+    others = {n: [x.copy() for x in state] for n in range(devices) if n != device}
+    x, _, weight, layer = norm_operands(problem)
+    place = jnp.asarray([device], jnp.int32)
+
+    def on_peer(array, number):
+        return others[int(number)][array.dtype == np.int32]
+
+    for call in range(calls):
+        partials = np.asarray(normal((devices, 2, rows, dim), "float32", call))
+        sums, slot = partials.sum(axis=1), call % 2
+        inbox, signals = (np.array(one) for one in state)
+        for n in others:
+            inbox[slot * devices + n] = sums[n]
+            signals[slot * rows : (slot + 1) * rows] += 1
+        given = norm_kernel.Exchange(inbox, signals, place, jnp.asarray([call], jnp.int32))
+        with mosaic.interpret(), mosaic.with_peers(on_peer):
+            *state, x_new, normed = norm_kernel.run_over_devices(
+                x, jnp.asarray(partials[device]), weight, layer, given, problem
+            )
+        want = lm_rows.add_norm(x, Added(jnp.asarray(sums)), weight[2], problem.eps)
+        for ours, theirs in zip((x_new, normed), want[:2], strict=True):
+            np.testing.assert_allclose(
+                ours.astype(float), theirs.astype(float), rtol=2**-7, atol=2**-8
+            )
+        for inbox, signals in others.values():
+            np.testing.assert_array_equal(inbox[slot * devices + device], sums[device])
+            assert np.isnan(np.delete(inbox, [device, devices + device], 0)).all()
+            counts = [[call // 2 + 1] * rows, [(call + 1) // 2] * rows, [0]]
+            assert signals.tolist() == sum(counts, [])
+
+
+@pytest.mark.guards
+def test_norm_waits_for_every_device():
+    problem = norm_kernel.Problem(1, 512, 1, "bfloat16", 1e-5, 3)
+    inbox, signals = (np.zeros(x.shape, x.dtype) for x in norm_kernel.shapes(problem))
+    signals[0] = 1  # of two
+    one = jnp.zeros(1, jnp.int32)
+    given = norm_kernel.Exchange(inbox, signals, one, one)
+    here, peer = norm_operands(problem), lambda array, _: array.copy()
+    waits = pytest.raises(Exception, match="DEADLOCK")
+    with waits, mosaic.interpret(), mosaic.with_peers(peer):
+        jax.block_until_ready(norm_kernel.run_over_devices(*here, given, problem))
 
 
 @pytest.mark.guards

@@ -35,7 +35,9 @@ from pallas_attn.context import Context
 from pallas_attn.decode import decode_attention
 from pallas_attn.lm import rows as lm_rows
 from pallas_attn.lm.rows import (
+    Added,
     Angles,
+    Exchange,
     Layer,
     add_norm,
     gated,
@@ -277,7 +279,10 @@ def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: An
     eps, first, angles = config.norm_eps, 0, None
     if how.positions is not None:
         angles = config.rope.angles(how.positions[:, :, None], config.head_dim)
-    added = _nothing(config, params["runs"][0]["down"], x, how.stream)
+    exchange = None
+    if config.over is not None and how.stream:
+        exchange = lm_rows.exchange_over(config.over, x)
+    added = _nothing(config, params["runs"][0]["down"], x, how.stream, exchange)
     for weights, (count, mask) in zip(params["runs"], config.runs, strict=True):
         stacks = {name: weights[name] for name in STREAMED if how.stream}
         sliced = {name: x for name, x in weights.items() if name not in stacks}
@@ -286,12 +291,12 @@ def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: An
             # What a matmul leaves to be added waits for the norm that follows, which adds it.
             (x, added, cache, number), weights = carry, dict(item)
             weights |= {name: Layer(stack, number - first) for name, stack in stacks.items()}
-            x, normed = add_norm(x, added, weights["attn_norm"], eps)
+            x, normed, exchange = add_norm(x, added, weights["attn_norm"], eps)
             q, k, v = qkv_of(config, weights, normed, angles)
             out, cache = how.attend(Heads(q, k, v, weights, mask, number), cache)
-            added = _added(config, out.reshape(*x.shape[:2], -1), weights["out"])
-            x, normed = add_norm(x, added, weights["mlp_norm"], eps)
-            added = _added(config, gated(normed, weights["gate_up"]), weights["down"])
+            added = _added(config, out.reshape(*x.shape[:2], -1), weights["out"], exchange)
+            x, normed, exchange = add_norm(x, added, weights["mlp_norm"], eps)
+            added = _added(config, gated(normed, weights["gate_up"]), weights["down"], exchange)
             return (x, added, cache, number + 1), None
 
         carry = (x, added, cache, jnp.asarray(first, jnp.int32))
@@ -315,19 +320,29 @@ def embedded(config: Config, embed: Array, tokens: Array) -> Array:
     return lax.psum(jnp.where(own[..., None], found, 0), config.over)
 
 
-def _added(config: Config, x: Array, weight: Array | Layer) -> Array:
-    """The partial sums of a matmul, to be added; on a mesh the sum over devices, in float32."""
+def _added(
+    config: Config, x: Array, weight: Array | Layer, exchange: Exchange | None = None
+) -> Added:
+    """The partial sums of a matmul, to be added; on a mesh without an exchange the sum over
+    devices, in float32.
+    """
     if config.over is None:
-        return partials(x, weight)
-    return lax.psum(total(partials(x, weight, jnp.float32), jnp.float32), config.over)[None]
+        return Added(partials(x, weight))
+    added = partials(x, weight, jnp.float32)
+    if exchange is not None:
+        return Added(added, exchange)
+    return Added(lax.psum(total(added, jnp.float32), config.over)[None])
 
 
-def _nothing(config: Config, down: Array, x: Array, stream: bool) -> Array:
+def _nothing(
+    config: Config, down: Array, x: Array, stream: bool, exchange: Exchange | None
+) -> Added:
     """Zeros of the shape of what a layer's last matmul leaves to be added to x."""
     inner = jax.ShapeDtypeStruct((*x.shape[:2], down.shape[2]), x.dtype)
     weight = Layer(down, 0) if stream else down[0]
-    left = jax.eval_shape(lambda rows: _added(config, rows, weight), inner)
-    return lm_rows.varying_like(jnp.zeros(left.shape, left.dtype), x)
+    left = jax.eval_shape(lambda rows: _added(config, rows, weight, exchange).partials, inner)
+    like = x if exchange is None else exchange.device
+    return Added(lm_rows.varying_like(jnp.zeros(left.shape, left.dtype), like), exchange)
 
 
 def logits_of(config: Config, params: Params, x: Array, stream: bool = False) -> Array:

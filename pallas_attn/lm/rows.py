@@ -152,21 +152,64 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return wide.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
 
 
-def add_norm(x: Array, added: Array, weight: Array | Layer, eps: float) -> tuple[Array, Array]:
-    """x [..., D] with the partials [n, ..., D] added; and the norm of that."""
+class Exchange(NamedTuple):
+    """Through which kernels add up over the devices of a mesh axis: one after the other, in one
+    order on all devices.
+    """
+
+    inbox: Array
+    signals: Array
+    device: Array  # int32[1]
+    calls: Array  # int32[1]: how many were before
+
+
+class Added(NamedTuple):
+    """What a matmul leaves to be added to x [..., D]."""
+
+    partials: Array  # [n, ..., D]
+    exchange: Exchange | None = None  # where other devices have partials too
+
+
+def exchange_over(axis: str, x: Array) -> Exchange | None:
+    """For rows like x [..., D] within jax.shard_map; None where no kernel adds them up."""
+    from pallas_attn.lm.kernels import norm as kernel
+
+    dim = x.shape[-1]
+    problem = kernel.Problem(x.size // dim, dim, 1, str(x.dtype), 0.0, lax.axis_size(axis))
+    if not (_device.reaches_peers(axis) and kernel.takes(problem)):
+        return None
+    device = lax.axis_index(axis).astype(jnp.int32)[None]
+    begun = _sharding.sealed(functools.partial(kernel.begin, problem=problem), device)
+    inbox, signals = (varying_like(one, device) for one in begun)
+    return Exchange(inbox, signals, device, jnp.zeros(1, jnp.int32))
+
+
+def add_norm(
+    x: Array, added: Added, weight: Array | Layer, eps: float
+) -> tuple[Array, Array, Exchange | None]:
+    """x [..., D] with what is added; the norm of that; and the exchange for what comes next."""
+    partials, exchange = added
     if not isinstance(weight, Layer):
-        x += total(added, x.dtype)
-        return x, rms_norm(x, weight, eps)
+        x += total(partials, x.dtype)
+        return x, rms_norm(x, weight, eps), None
     rows, stack, number = _operands(x, weight)
-    results = _sharding.over_devices(
-        functools.partial(_add_norm, eps),
-        (rows, added.reshape(-1, *rows.shape), stack, number),
-        inputs=(("m", "d"), ("s", "m", "d"), ("l", "d"), ("n",)),
-        outputs=(("m", "d"), ("m", "d")),
-        free=(),
-    )
+    operands = rows, partials.reshape(-1, *rows.shape), stack, number
+    if exchange is None:
+        results = _sharding.over_devices(
+            functools.partial(_add_norm, eps),
+            operands,
+            inputs=(("m", "d"), ("s", "m", "d"), ("l", "d"), ("n",)),
+            outputs=(("m", "d"), ("m", "d")),
+            free=(),
+        )
+    else:
+        inbox, signals, *results = _sharding.sealed(
+            functools.partial(_add_norm_over_devices, eps), *operands, *exchange
+        )
+        inbox, signals = (varying_like(one, exchange.device) for one in (inbox, signals))
+        exchange = Exchange(inbox, signals, exchange.device, exchange.calls + 1)
     x, normed = (result.reshape(x.shape) for result in results)
-    return x, normed
+    return x, normed, exchange
 
 
 def _add_norm(eps: float, x: Array, added: Array, stack: Array, number: Array) -> Any:
@@ -177,7 +220,17 @@ def _add_norm(eps: float, x: Array, added: Array, stack: Array, number: Array) -
     if kernel.takes(problem) and stack.dtype == x.dtype:
         return kernel.run(x, added, stack, number, problem)
     weight = lax.dynamic_index_in_dim(stack, number[0], keepdims=False)
-    return add_norm(x, added, weight, eps)
+    return add_norm(x, Added(added), weight, eps)[:2]
+
+
+def _add_norm_over_devices(  # noqa: PLR0913
+    eps: float, x: Array, added: Array, stack: Array, number: Array, *exchange: Array
+) -> Any:
+    from pallas_attn.lm.kernels import norm as kernel
+
+    devices = exchange[0].shape[0] // 2
+    problem = kernel.Problem(*x.shape, added.shape[0], str(x.dtype), eps, devices)
+    return kernel.run_over_devices(x, added, stack, number, kernel.Exchange(*exchange), problem)
 
 
 def rotate(x: Array, angles: Angles) -> Array:

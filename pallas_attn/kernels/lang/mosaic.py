@@ -69,11 +69,18 @@ def on_peer(ref: Ref, device: jax.Array) -> Ref:
     """What `ref`, an operand of the kernel, is on another GPU of the mesh, whose number there is
     given: for programs of `each_thread`. Kernels that read or write it need a mesh of one axis (or
     others of length 1), which is all GPUs that the process sees, in their order; XLA has all of
-    them arrive before it launches any.
+    them arrive before it launches any, but for `without_meeting`.
     """
     axes = max(len(jax.sharding.get_abstract_mesh().axis_names), 1)
     place: Any = (*[jnp.int32(0)] * (axes - 1), device)
     return plgpu.remote_ref(ref, place)
+
+
+def without_meeting() -> Any:
+    """Parameters of a kernel that reaches other GPUs (`on_peer`) and is launched at once: XLA does
+    not have all of them arrive before.
+    """
+    return plgpu.CompilerParams(skip_device_barrier=True)
 
 
 REDUCED = 2048  # bytes in which Mosaic reduces over an axis, in a kernel that does anywhere

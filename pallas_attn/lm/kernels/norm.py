@@ -5,6 +5,17 @@ One block a row. It is a kernel because XLA's kernels end before the next one be
 this one the next matmul already fills its ring (see linear.py). It rounds where the model in
 jax.numpy does: the sum of partials in float32, the sum with x, the normalised row, and its product
 with the weight.
+
+Where several GPUs of one process have a part of the sum each (`Problem.devices`), the kernel is the
+all-reduce too. A block writes its GPU's sum of a row to all GPUs (`Exchange.inbox`), signals that
+it is there, waits for the signals of the others, and adds up what it then has, in the order of
+GPUs: all find the same bits. So a row crosses NVLink once, no launch and no barrier stands around
+it, and the next matmul's weight is on its way to shared memory meanwhile.
+
+Inbox and signals serve calls in turn, of even and of odd numbers: nobody writes what call n reads
+before call n + 2, and before that a GPU has seen every other's signal of call n + 1, which is sent
+after call n has ended there. No call waits for one of a greater number, on any GPU. `begin` has all
+GPUs arrive before the first call, when everybody's signals are zeros.
 """
 
 import dataclasses
@@ -16,8 +27,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import ThreadContext
 
+MOST_DEVICES = 8  # that one kernel writes to
 _STEP = 4 * mosaic.THREADS  # elements that a block reads at once
 
 
@@ -30,12 +43,32 @@ class Problem:
     partials: int
     dtype: str
     eps: float
+    devices: int = 1  # of which each has partials of its own
 
 
 def takes(problem: Problem) -> bool:
     """Whether the kernel serves it; XLA serves the rest."""
     narrow = problem.dtype in ("bfloat16", "float16")
-    return narrow and problem.dim % _STEP == 0 and problem.dim <= 16 * _STEP
+    fits = problem.dim % _STEP == 0 and problem.dim <= 16 * _STEP
+    return narrow and fits and problem.devices <= MOST_DEVICES
+
+
+class Exchange(NamedTuple):
+    """How the GPUs find each other."""
+
+    inbox: Any  # float32[2 * devices, rows, dim], written here and by other GPUs
+    signals: Any  # int32[2 * rows + 1], likewise: of each row, and that a GPU has arrived
+    device: Any  # int32[1]: which of the GPUs this is
+    call: Any  # int32[1]: how many calls were before, since `begin`
+
+
+def shapes(problem: Problem) -> tuple[Any, Any]:
+    """Of an Exchange's inbox and signals."""
+    inbox = (2 * problem.devices, problem.rows, problem.dim)
+    return (
+        jax.ShapeDtypeStruct(inbox, jnp.float32),
+        jax.ShapeDtypeStruct((2 * problem.rows + 1,), jnp.int32),
+    )
 
 
 class Refs(NamedTuple):
@@ -43,6 +76,7 @@ class Refs(NamedTuple):
     partials: Any  # [partials, rows, dim]
     weight: Any  # [layers, dim]
     layer: Any
+    exchange: Exchange | None = None
 
 
 def _kernel(refs: Refs, x_ref: Any, normed_ref: Any, *, problem: Problem) -> None:
@@ -51,9 +85,13 @@ def _kernel(refs: Refs, x_ref: Any, normed_ref: Any, *, problem: Problem) -> Non
     plgpu.griddepcontrol_launch_dependents()
     weight = refs.weight[refs.layer[0]]
     plgpu.griddepcontrol_wait()  # for x and its partials
-    added = refs.partials[0, row].astype(jnp.float32)
-    for n in range(1, problem.partials):
-        added += refs.partials[n, row].astype(jnp.float32)
+    partials, first, count = refs.partials, 0 * row, problem.partials
+    if refs.exchange is not None:
+        first = _exchange(refs.partials, refs.exchange, row, problem)
+        partials, count = refs.exchange.inbox, problem.devices
+    added = partials[first, row].astype(jnp.float32)
+    for n in range(1, count):
+        added += partials[first + n, row].astype(jnp.float32)
     x = (refs.x[row].astype(jnp.float32) + added.astype(dtype).astype(jnp.float32)).astype(dtype)
     x_ref[row] = x
     wide = x.astype(jnp.float32)
@@ -64,12 +102,120 @@ def _kernel(refs: Refs, x_ref: Any, normed_ref: Any, *, problem: Problem) -> Non
 @functools.partial(jax.jit, static_argnames="problem")
 def run(x: Any, partials: Any, weight: Any, layer: Any, problem: Problem) -> tuple[Any, Any]:
     """(x [rows, dim], normed [rows, dim])."""
-    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    kernel = plgpu.kernel(
+    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    return _call(problem)(Refs(x, partials, weight, layer))
+
+
+def _call(problem: Problem) -> Any:
+    like = jax.ShapeDtypeStruct((problem.rows, problem.dim), problem.dtype)
+    return plgpu.kernel(
         functools.partial(_kernel, problem=problem),
         out_type=(like, like),
         grid=(problem.rows,),
         grid_names=("row",),
+        compiler_params=mosaic.without_meeting() if problem.devices > 1 else None,
         kernel_name="norm_sm90",
     )
-    return kernel(Refs(x, partials, weight, jnp.asarray(layer, jnp.int32).reshape(1)))
+
+
+# ---- the sum over devices -----------------------------------------------------------------------
+
+
+class _At(NamedTuple):
+    """Where a program is, and what it knows there."""
+
+    row: Any
+    device: Any
+    slot: Any  # of the two: which serves this call
+    signals: Any  # of the row, when all others have signalled
+
+
+class _Refs(NamedTuple):
+    partials: Any
+    inbox: Any
+    signals: Any
+    peers: tuple[tuple[Any, Any], ...]  # inbox and signals of the next GPU, the one after, ..
+
+
+def _peers(exchange: Exchange, devices: int, *refs: Any) -> tuple[tuple[Any, ...], ...]:
+    """What refs are on the next GPU, the one after, .."""
+    device, found = exchange.device[0], []
+    for away in range(1, devices):
+        peer = lax.rem(device + away, jnp.int32(devices))
+        found.append(tuple(mosaic.on_peer(x, peer) for x in refs))
+    return tuple(found)
+
+
+def _exchange(partials: Any, exchange: Exchange, row: Any, problem: Problem) -> Any:
+    """Sends this GPU's sum of a row and waits for those of the others: where in the inbox they
+    are, in the order of GPUs.
+    """
+    call, others = exchange.call[0], problem.devices - 1
+    slot = lax.rem(call, jnp.int32(2))
+    peers = _peers(exchange, problem.devices, exchange.inbox, exchange.signals)
+    refs = _Refs(partials, exchange.inbox, exchange.signals, peers)
+    at = _At(row, exchange.device[0], slot, (lax.div(call, jnp.int32(2)) + 1) * others)
+    threads.each_thread(mosaic.in_context(_send, problem), refs, at)
+    return slot * problem.devices
+
+
+def _send(ctx: ThreadContext) -> None:
+    thread, refs, at, problem = ctx
+    words, everywhere = problem.dim // 4, thread.index >= 0
+
+    def part(start: int, n: int) -> Any:
+        word = (at.row + n * problem.rows) * words + thread.index + start
+        return thread.load_floats(refs.partials, word, 4)
+
+    starts = range(0, words, mosaic.THREADS)
+    sums = [part(start, 0) for start in starts]  # all are loaded before any is stored
+    for n in range(1, problem.partials):
+        more = [part(start, n) for start in starts]
+        sums = [
+            [a + b for a, b in zip(*both, strict=True)] for both in zip(sums, more, strict=True)
+        ]
+    first = ((at.slot * problem.devices + at.device) * problem.rows + at.row) * words
+    for inbox in (refs.inbox, *(inbox for inbox, _ in refs.peers)):
+        for start, values in zip(starts, sums, strict=True):
+            thread.store_floats(inbox, first + thread.index + start, values, everywhere)
+    thread.sync()
+    signal = at.slot * problem.rows + at.row
+    for _, signals in refs.peers:
+        thread.signal(signals, signal, thread.index < 1, remote=True)
+    thread.wait_until(refs.signals, signal, at.signals, remote=True)
+
+
+@functools.partial(jax.jit, static_argnames="problem")
+def run_over_devices(  # noqa: PLR0913
+    x: Any, partials: Any, weight: Any, layer: Any, exchange: Exchange, problem: Problem
+) -> tuple[Any, Any, Any, Any]:
+    """(inbox, signals, x [rows, dim], normed [rows, dim]), the last two the same on all devices."""
+    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    inbox, signals = jax.new_ref(exchange.inbox), jax.new_ref(exchange.signals)
+    exchange = exchange._replace(inbox=inbox, signals=signals)
+    results = _call(problem)(Refs(x, partials, weight, layer, exchange))
+    return inbox[...], signals[...], *results
+
+
+@functools.partial(jax.jit, static_argnames="problem")
+def begin(device: Any, problem: Problem) -> tuple[Any, Any]:
+    """(inbox, signals) of an Exchange whose GPUs have all arrived."""
+    inbox, signals = (jnp.zeros(x.shape, x.dtype) for x in shapes(problem))
+    signals = jax.new_ref(signals)
+
+    def kernel(device: Any, signals: Any) -> None:
+        exchange = Exchange(None, signals, device, None)
+        peers = _peers(exchange, problem.devices, signals)
+        threads.each_thread(mosaic.in_context(_arrive, problem), (signals, peers), ())
+
+    mosaic.lane_kernel(kernel, grid=1, name="norm_begin_sm90")(device, signals)
+    return inbox, signals[...]
+
+
+def _arrive(ctx: ThreadContext) -> None:
+    """XLA has all GPUs arrive before it launches a kernel that reaches others, and this is one."""
+    thread, (signals, peers), _, problem = ctx
+    last = thread.index * 0 + 2 * problem.rows
+    for (there,) in peers:
+        thread.signal(there, last, thread.index < 1, remote=True)
+    thread.wait_until(signals, last, last * 0 + (problem.devices - 1), remote=True)
