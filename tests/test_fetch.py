@@ -180,7 +180,9 @@ def test_a_fetcher_takes_fewer_work_tiles():
             for code in row[1 : row[0] + 1]:
                 chunk, tile = code >> plan.code_bits, code & ((1 << plan.code_bits) - 1)
                 row_end = offsets[chunk // problem.q_heads] + (tile + 1) * plan.tile_rows
-                loads[block] += -(-row_end // plan.config.block_kv) + tile_scheduler.TILE_OVERHEAD
+                steps = -(-row_end // plan.config.block_kv)
+                loads[block] += steps * tile_scheduler.step_cost(plan, tile)
+                loads[block] += tile_scheduler.TILE_OVERHEAD
         assert loads.max() < 1.005 * loads.mean()
 
 
