@@ -68,23 +68,29 @@ def _fetching(rows: int, heads: int, kv_heads: int, dim: int, **options: Any) ->
     return Build("h100x2", functools.partial(fetching, options), tuple(shapes))
 
 
-def sums(rows, x, down, norm):
-    """What follows a layer's last matmul, layer after layer, of a model that several GPUs have."""
+def sums(x, down, norm):
+    """What follows a layer's last matmul, layer after layer and step after step, of a model that
+    several GPUs have.
+    """
     from pallas_attn.lm import rows as lm_rows
 
     def local(x, down, norm):
-        outer = jnp.zeros((rows, down.shape[1]), x.dtype)
-        exchange = lm_rows.exchange_over("cp", outer)
-        for n in range(3):
-            added = lm_rows.partials(x, lm_rows.Layer(down, n), jnp.float32)
-            left = lm_rows.Added(added, exchange)
-            outer, normed, exchange = lm_rows.add_norm(outer, left, lm_rows.Layer(norm, n), 1e-5)
-            x = normed[:, : x.shape[1]]
-        return lm_rows.varying_like(outer, x), exchange.inbox[:, :, 0]
+        def step(x, _):
+            outer = jnp.concatenate([x, x], axis=1)
+            exchange = lm_rows.exchange_over("cp", outer)
+            for n in range(norm.shape[0]):
+                partials = lm_rows.partials(x, lm_rows.Layer(down, n), jnp.float32)
+                left = lm_rows.Added(partials, exchange)
+                layer = lm_rows.Layer(norm, n)
+                outer, normed, exchange = lm_rows.add_norm(outer, left, layer, 1e-5)
+                x = lm_rows.varying_like(normed[:, : x.shape[1]], down)
+            return x, None
+
+        return jax.lax.scan(step, x, None, 4)[0]
 
     spec = jax.P(None, "cp")
     with _device.assume_reach():
-        return jax.shard_map(local, in_specs=spec, out_specs=(spec, spec))(x, down, norm)
+        return jax.shard_map(local, in_specs=spec, out_specs=spec)(x, down, norm)
 
 
 def _backward(options, arrays):

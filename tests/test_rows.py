@@ -4,6 +4,7 @@ GPU.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from pallas_attn.lm.kernels import linear as kernel
 from pallas_attn.lm.kernels import norm as norm_kernel
 from pallas_attn.lm.kernels import rotate as rotate_kernel
 from pallas_attn.lm.rows import Added, Angles, Layer, linear, streams
-from tests import mosaic, subjects
+from tests import builds, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -280,6 +281,25 @@ def test_machine_code_between_matmuls():
         report = mosaic.compile_for(functools.partial(call, problem=problem), *arrays)
         assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
         assert "ACQBULK" in report.sass  # waits for the kernel before it
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("rows", [1, 64])
+def test_machine_code_of_sums_over_devices(rows):
+    """Nothing is copied that other devices write to, and each step has its own beginning."""
+    layers, inner, outer = 3, 4096, 8192
+    shapes = (rows, 2 * inner), (layers, 2 * outer, inner), (layers, 2 * outer)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    report = mosaic.compile_for(builds.sums, *arrays, target="h100x2")
+    assert report.launches == 2 * layers + 1
+    inbox, signals = rf"f32\[4,{rows},{outer}\]", rf"s32\[{2 * rows + 1}\]"
+    assert not re.findall(rf"= (?:{inbox}|{signals})\S* copy", report.hlo)
+    entry = report.hlo[report.hlo.index("\nENTRY") :]
+    assert "mosaic_gpu" not in entry and re.search(rf"\({inbox}.*mosaic_gpu", report.hlo)
+    assert report.spill_bytes == 0
+    # Rows are read by TMA, and what others have written by loads that no cache answers.
+    assert "MEMBAR.ALL.SYS" in report.sass and "LDG.E.STRONG.SYS" in report.sass
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def exchange_over(axis: str, x: Array) -> Exchange | None:
     if not (_device.reaches_peers(axis) and kernel.takes(problem)):
         return None
     device = lax.axis_index(axis).astype(jnp.int32)[None]
-    begun = _sharding.sealed(functools.partial(kernel.begin, problem=problem), device)
+    begun = _sharding.sealed(functools.partial(kernel.begin, problem=problem), x, device)
     inbox, signals = (varying_like(one, device) for one in begun)
     return Exchange(inbox, signals, device, jnp.zeros(1, jnp.int32))
 

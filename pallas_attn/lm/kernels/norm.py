@@ -20,6 +20,7 @@ GPUs arrive before the first call, when everybody's signals are zeros.
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -169,17 +170,18 @@ def _send(ctx: ThreadContext) -> None:
         word = (at.row + n * problem.rows) * words + thread.index + start
         return thread.load_floats(refs.partials, word, 4)
 
-    starts = range(0, words, mosaic.THREADS)
-    sums = [part(start, 0) for start in starts]  # all are loaded before any is stored
-    for n in range(1, problem.partials):
-        more = [part(start, n) for start in starts]
-        sums = [
-            [a + b for a, b in zip(*both, strict=True)] for both in zip(sums, more, strict=True)
-        ]
     first = ((at.slot * problem.devices + at.device) * problem.rows + at.row) * words
-    for inbox in (*(inbox for inbox, _ in refs.peers), refs.inbox):  # the longest way first
-        for start, values in zip(starts, sums, strict=True):
-            thread.store_floats(inbox, first + thread.index + start, values, everywhere)
+    inboxes = [*(inbox for inbox, _ in refs.peers), refs.inbox]  # the longest way first
+    starts = range(0, words, mosaic.THREADS)
+    for some in itertools.batched(starts, 16 if problem.partials == 1 else 8):
+        sums = [part(start, 0) for start in some]  # all are loaded before any is stored
+        for n in range(1, problem.partials):
+            more = [part(start, n) for start in some]
+            pairs = zip(sums, more, strict=True)
+            sums = [[a + b for a, b in zip(*pair, strict=True)] for pair in pairs]
+        for inbox in inboxes:
+            for start, values in zip(some, sums, strict=True):
+                thread.store_floats(inbox, first + thread.index + start, values, everywhere)
     thread.sync()
     signal = at.slot * problem.rows + at.row
     for _, signals in refs.peers:
@@ -200,20 +202,22 @@ def run_over_devices(  # noqa: PLR0913
 
 
 @functools.partial(jax.jit, static_argnames="problem")
-def begin(device: Any, problem: Problem) -> tuple[Any, Any]:
+def begin(x: Any, device: Any, problem: Problem) -> tuple[Any, Any]:
     """(inbox, signals) of an Exchange whose GPUs have all arrived. Nobody reads of the inbox what
-    was not sent, so it is a result that is not written.
+    was not sent, so it is a result that is not written. `x`: the first rows that are added to; an
+    operand, so that XLA moves no step's beginning out of a loop of steps.
     """
     inbox, signals = shapes(problem)
     zeros = jax.new_ref(jnp.zeros(signals.shape, signals.dtype))
 
-    def kernel(device: Any, signals: Any, inbox: Any) -> None:
+    def kernel(x: Any, device: Any, signals: Any, inbox: Any) -> None:
+        del x
         exchange = Exchange(inbox, signals, device, None)
         peers = _peers(exchange, problem.devices, signals)
         threads.each_thread(mosaic.in_context(_arrive, problem), (signals, peers), ())
 
     arrive = mosaic.lane_kernel(kernel, grid=1, name="norm_begin_sm90", out_type=(inbox,))
-    (made,) = arrive(device, zeros)
+    (made,) = arrive(x, device, zeros)
     return made, zeros[...]
 
 
