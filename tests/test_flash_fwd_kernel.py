@@ -176,6 +176,26 @@ def test_interpreted(name, config):
         check(small(name), config)
 
 
+JOINED = {  # changes of a case, warpgroups and how many heads have their last rows in one work tile
+    "everything": ({"segments": None, "q_heads": 10, "bias_shape": (1, 10, 130, 200)}, 2, 2),
+    "q_lengths": ({"q_heads": 5}, 2, 2),
+    "band": ({"q_heads": 10, "q_len": 200}, 3, 3),  # of five heads three and two
+    "float16_causal": ({"q_heads": 8, "q_len": 300}, 4, 4),
+}
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", JOINED)
+def test_last_rows_of_several_heads_interpreted(name):
+    changes, warpgroups, heads = JOINED[name]
+    case = dataclasses.replace(small(name), **changes)
+    config = dataclasses.replace(SMALL, warpgroups=warpgroups)
+    plan = attention_plan.Plan(problem_of(case), config, joins_heads=True)
+    assert plan.last_heads == heads
+    with mosaic.interpret():
+        check(case, config)
+
+
 @pytest.mark.guards
 def test_half_a_tile_of_keys_interpreted():
     """192 keys are whole tiles of 64 and not of 128."""

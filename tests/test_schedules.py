@@ -70,24 +70,32 @@ def taken(table):
     return np.sort(np.concatenate([row[1 : 1 + row[0]] for row in table]))
 
 
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_forward(seed):
-    """Each tile of rows of each head; `tile_of` finds it again."""
+def test_forward(seed, joins):
+    """Some warpgroup has the rows of each head, whether or not heads share a last work tile."""
     rng, problem = drawn_problem(seed, forward.problem_of)
     config = fwd_sm90.Config(
         warpgroups=int(rng.integers(1, 5)),
         l2_heads=int(rng.integers(0, 9)),
         grid=int(rng.choice((0, 1, 7, 132))),
     )
-    plan = attention_plan.Plan(problem, config)
-    codes = taken(tile_scheduler.schedule(plan))
-    tile = jax.vmap(functools.partial(tile_scheduler.tile_of, Context(plan, no_arrays(Refs))))(
-        jnp.asarray(codes)
-    )
-    found = zip(*(np.asarray(x).tolist() for x in (tile.batch, tile.head, tile.row)), strict=True)
-    rows = range(0, problem.q_len, plan.tile_rows)
+    plan = attention_plan.Plan(problem, config, joins_heads=joins)
+    table = tile_scheduler.schedule(plan)
+    codes, found = taken(table), []
+    assert len(codes) == plan.work_tiles and len(table) == plan.grid
+    for wg in range(config.warpgroups):
+
+        def of_warpgroup(code, wg=wg):
+            tile = tile_scheduler.tile_of(Context(plan, no_arrays(Refs)), code)
+            own, row = tile_scheduler.own_rows(plan, tile, jnp.int32(wg))
+            return own.batch, own.head, row
+
+        found += zip(*(x.tolist() for x in jax.vmap(of_warpgroup)(jnp.asarray(codes))), strict=True)
+    rows = range(0, problem.q_len, attention_plan.ROWS)
     wanted = np.ndindex(problem.batch, problem.q_heads, len(rows))
-    assert sorted(found) == sorted((b, n, i * plan.tile_rows) for b, n, i in wanted)
+    found = sorted(x for x in found if x[2] < problem.q_len)
+    assert found == sorted((b, n, i * attention_plan.ROWS) for b, n, i in wanted)
 
 
 @pytest.mark.parametrize("module", [fwd_sm80, bwd_sm80], ids=["forward", "backward"])

@@ -125,6 +125,7 @@ class Plan:
     config: Any  # the kernel's Config
     _: dataclasses.KW_ONLY
     takes_offsets: bool = False  # whether the kernel's softmax adds them: see `linear_scores`
+    joins_heads: bool = False  # whether it knows `last_heads`
 
     @property
     def tile_rows(self) -> int:
@@ -156,6 +157,28 @@ class Plan:
     @property
     def heads(self) -> int:
         return self.problem.batch * self.problem.q_heads
+
+    @property
+    def last_warpgroups(self) -> int:
+        """Warpgroups that have rows in a head's last work tile."""
+        rows = self.problem.q_len - (self.q_tiles - 1) * self.tile_rows
+        return pl.cdiv(rows, ROWS)
+
+    @property
+    def last_heads(self) -> int:
+        """Heads of a group whose last rows are one work tile, where all fit that see the same kv
+        tiles: warpgroups without rows would cost half of what they cost with some.
+        """
+        problem, fit = self.problem, self.config.warpgroups // self.last_warpgroups
+        if not self.joins_heads or self.is_listed or self.has("q_segment_ids"):
+            return 1
+        return pl.cdiv(problem.group, pl.cdiv(problem.group, fit))
+
+    @property
+    def work_tiles(self) -> int:
+        kv_heads = self.problem.batch * self.problem.kv_heads
+        last = kv_heads * pl.cdiv(self.problem.group, self.last_heads)
+        return self.heads * (self.q_tiles - 1) + last
 
     @property
     def code_bits(self) -> int:
@@ -190,8 +213,7 @@ class Plan:
 
     @property
     def grid(self) -> int:
-        work = self.heads * self.q_tiles
-        return min(self.config.grid or work, work)
+        return min(self.config.grid or self.work_tiles, self.work_tiles)
 
     @property
     def fetches(self) -> bool:

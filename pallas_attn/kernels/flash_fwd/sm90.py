@@ -335,7 +335,8 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
             lo, hi = tile_scheduler.block_span(plan, record, tile)
             span = tile_scheduler.rows_span(plan, record, tile, wg)
             span = tile_scheduler.at_least_one(plan, span, hi)
-        rows = Rows(tile, tile.row + wg * ROWS, wg, span, q, ids, same_segment, listed, last)
+        tile, row = tile_scheduler.own_rows(plan, tile, wg)
+        rows = Rows(tile, row, wg, span, q, ids, same_segment, listed, last)
 
         def some(slot):
             slot = _release_unused(ctx, hi - rows.span.hi, slot)
@@ -372,9 +373,9 @@ def _load_q(ctx: Context, tile: Tile, wg: Any, slot: Any) -> None:
     """The rows of a consumer, and where there are segments what `segments` has found of them."""
     plan, refs, smem = ctx
     at, ready = smem.q.at[slot], smem.q_ready.at[slot]
-    rows = pl.ds(tile.row + wg * ROWS, ROWS)
-    columns = mosaic.columns(refs.q, 0, smem.q.shape[-1], tile.head)
-    plgpu.copy_gmem_to_smem(refs.q.at[tile.batch, rows, tile.head, columns], at, ready)
+    own, row = tile_scheduler.own_rows(plan, tile, wg)
+    rows, columns = pl.ds(row, ROWS), mosaic.columns(refs.q, 0, smem.q.shape[-1], own.head)
+    plgpu.copy_gmem_to_smem(refs.q.at[own.batch, rows, own.head, columns], at, ready)
     if smem.q_ids is not None:
         ids = refs.q_segment_ids.at[tile.batch, rows]
         plgpu.copy_gmem_to_smem(ids, smem.q_ids.at[slot], ready)
@@ -630,7 +631,7 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
     batch, q_len = problem.batch, problem.q_len
     if has_no_scores(problem):
         return of_no_scores(problem)
-    plan = Plan(problem, config, takes_offsets=True)
+    plan = Plan(problem, config, takes_offsets=True, joins_heads=True)
     if plan.fetches:
         fetch.check(plan)
     refs = _operands(plan, inputs)
