@@ -195,7 +195,7 @@ def add_norm(
     rows, stack, number = _operands(x, weight)
     operands = rows, partials.reshape(-1, *rows.shape), stack, number
     if exchange is None:
-        results = _sharding.over_devices(
+        found = _sharding.over_devices(
             functools.partial(_add_norm, eps),
             operands,
             inputs=(("m", "d"), ("s", "m", "d"), ("l", "d"), ("n",)),
@@ -203,12 +203,12 @@ def add_norm(
             free=(),
         )
     else:
-        inbox, signals, *results = _sharding.sealed(
-            functools.partial(_add_norm_over_devices, eps), *operands, *exchange
-        )
-        inbox, signals = (varying_like(one, exchange.device) for one in (inbox, signals))
+        run = functools.partial(_add_norm_over_devices, eps)
+        *state, added_x, normed = _sharding.sealed(run, *operands, *exchange)
+        inbox, signals = (varying_like(one, exchange.device) for one in state)
         exchange = Exchange(inbox, signals, exchange.device, exchange.calls + 1)
-    x, normed = (result.reshape(x.shape) for result in results)
+        found = added_x, normed
+    x, normed = (result.reshape(x.shape) for result in found)
     return x, normed, exchange
 
 
@@ -228,8 +228,8 @@ def _add_norm_over_devices(  # noqa: PLR0913
 ) -> Any:
     from pallas_attn.lm.kernels import norm as kernel
 
-    devices = exchange[0].shape[0] // 2
-    problem = kernel.Problem(*x.shape, added.shape[0], str(x.dtype), eps, devices)
+    (rows, dim), devices = x.shape, exchange[0].shape[0] // 2
+    problem = kernel.Problem(rows, dim, added.shape[0], str(x.dtype), eps, devices)
     return kernel.run_over_devices(x, added, stack, number, kernel.Exchange(*exchange), problem)
 
 

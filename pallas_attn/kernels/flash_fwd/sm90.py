@@ -7,9 +7,10 @@ The paper's other overlap, barriers that order the warpgroups, was measured to b
 and is not done.
 
 Grid: one persistent block a multiprocessor. It takes the work tiles that `tile_scheduler.schedule`
-lists for it, each of which is `64 * warpgroups` query rows of one head. They are ordered longest
-first (causal: last rows first) within L2 groups, heads whose K and V fit in L2; the query heads of
-a kv head are neighbours.
+lists for it, each of which is `64 * warpgroups` query rows of one head; of the last rows, where
+they are fewer, those of several heads that share K and V (`Plan.last_heads`). They are ordered
+longest first (causal: last rows first) within L2 groups, heads whose K and V fit in L2; the query
+heads of a kv head are neighbours.
 
 Warpgroups: one producer, which loads K and V by TMA for all work tiles of the block, and
 `Config.warpgroups` consumers of 64 query rows each. A consumer loads its own rows of Q, computes
@@ -156,7 +157,8 @@ def _takes_wide_tiles(problem: AttentionProblem) -> bool:
 def _fits(problem: AttentionProblem, warpgroups: int) -> bool:
     """Whether work tiles of so many consumers leave few rows idle, beside those of one fewer."""
     wider, narrower = (
-        tma_operands.round_up(problem.q_len, ROWS * n) for n in (warpgroups, warpgroups - 1)
+        n * Plan(problem, Config(n), joins_heads=True).work_tiles
+        for n in (warpgroups, warpgroups - 1)
     )
     return wider <= 1.1 * narrower
 
