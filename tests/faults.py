@@ -64,6 +64,8 @@ TEST_KEEP = "tests/test_keep.py"
 TEST_EMITTED, TEST_SCHEDULES = "tests/test_emitted_code.py", "tests/test_schedules.py"
 TEST_NARROW = "tests/test_narrow_kernel.py"
 TEST_FETCH = "tests/test_fetch.py -k as_if_it_were_here"
+TEST_SUMS = "tests/test_rows.py -k 'norm_over_devices or norm_waits'"
+TEST_JOINED = "tests/test_flash_fwd_kernel.py -k several_heads"
 
 FAULTS = {
     # ---- who reads what when ---------------------------------------------------------------------
@@ -91,11 +93,47 @@ FAULTS = {
     "fetch_does_not_say_that_it_has_read": Fault(
         f"{FWD}/fetch.py", "index * 0 + READ, first,", "index * 0 + DONE, first,", TEST_FETCH
     ),
+    "a_sum_over_devices_waits_for_one_less": Fault(
+        f"{LM}/norm.py",
+        "call, others = exchange.call[0], problem.devices - 1",
+        "call, others = exchange.call[0], problem.devices - 2",
+        TEST_SUMS,
+    ),  # fmt: skip
+    "a_sum_over_devices_has_one_slot": Fault(
+        f"{LM}/norm.py",
+        "slot = lax.rem(call, jnp.int32(2))",
+        "slot = lax.rem(call, jnp.int32(1))",
+        TEST_SUMS,
+    ),
+    "a_sum_over_devices_is_signalled_here": Fault(
+        f"{LM}/norm.py",
+        "for _, signals in refs.peers:\n        thread.signal(signals,",
+        "for _, signals in refs.peers:\n        thread.signal(refs.signals,",
+        TEST_SUMS,
+    ),
     "decode_ring_is_refilled_while_it_is_read": Fault(
         f"{DECODE}/sm90.py",
         "            threads.each_thread(sync, (), ())\n",
         "",
         f"{TEST_DECODE} -k 'test_interpreted and plain'",
+    ),
+    "joined_heads_go_past_their_group": Fault(
+        f"{FWD}/tile_scheduler.py",
+        "& (within < plan.problem.group)",
+        "& (within < 2**20)",
+        TEST_JOINED,
+    ),  # fmt: skip
+    "joined_rows_begin_where_their_heads_would": Fault(
+        f"{FWD}/tile_scheduler.py",
+        "row - jnp.where(joined, further * each * ROWS, 0)",
+        "row",
+        TEST_JOINED,
+    ),
+    "heads_that_joined_have_a_work_tile_too": Fault(
+        f"{FWD}/tile_scheduler.py",
+        "(heads % problem.group % plan.last_heads == 0)",
+        "(heads >= 0)",
+        f"{TEST_SCHEDULES} -k test_forward",
     ),
     "linear_releases_what_a_matmul_reads": Fault(
         f"{LM}/linear.py",
