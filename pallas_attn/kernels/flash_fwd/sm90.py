@@ -60,6 +60,7 @@ from pallas_attn import _gpus
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import functions, score_mod, softmax, tile_lists, tma_operands
 from pallas_attn.kernels.attention.plan import (
+    BLOCKS,
     ROWS,
     Context,
     Plan,
@@ -138,6 +139,10 @@ class Config:
         return config if fits else dataclasses.replace(config, q_slots=1)
 
 
+def plan_of(problem: AttentionProblem, config: Any) -> Plan:
+    return Plan(problem, config, takes_offsets=True, joins_heads=True)
+
+
 def _is_window(problem: AttentionProblem) -> bool:
     """Whether rows are known to need a mask at both ends of their keys, by a function."""
     return problem.mask_program is not None and tile_lists.has_two_ends(problem)
@@ -155,12 +160,17 @@ def _takes_wide_tiles(problem: AttentionProblem) -> bool:
 
 
 def _fits(problem: AttentionProblem, warpgroups: int) -> bool:
-    """Whether work tiles of so many consumers leave few rows idle, beside those of one fewer."""
+    """Whether work tiles of so many consumers leave few rows idle, beside those of one fewer; where
+    they do so by joining heads, also whether blocks are done as soon.
+    """
     wider, narrower = (
-        n * Plan(problem, Config(n), joins_heads=True).work_tiles
-        for n in (warpgroups, warpgroups - 1)
+        tma_operands.round_up(problem.q_len, ROWS * n) for n in (warpgroups, warpgroups - 1)
     )
-    return wider <= 1.1 * narrower
+    if wider <= 1.1 * narrower:
+        return True
+    wide, narrow = (plan_of(problem, Config(n)) for n in (warpgroups, warpgroups - 1))
+    taken = [pl.cdiv(x.work_tiles, BLOCKS) * x.tile_rows for x in (wide, narrow)]
+    return wide.last_heads > 1 and taken[0] <= 1.1 * taken[1]
 
 
 # The first that fits in shared memory, and its three warpgroups in registers.
@@ -633,7 +643,7 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
     batch, q_len = problem.batch, problem.q_len
     if has_no_scores(problem):
         return of_no_scores(problem)
-    plan = Plan(problem, config, takes_offsets=True, joins_heads=True)
+    plan = plan_of(problem, config)
     if plan.fetches:
         fetch.check(plan)
     refs = _operands(plan, inputs)

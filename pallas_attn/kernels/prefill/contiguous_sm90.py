@@ -71,8 +71,8 @@ def limit(problem: AttentionProblem) -> Limit | None:
 
 def _forward_cost(problem: AttentionProblem) -> float:
     """The dense forward's time, in the unit of `sm90.cost`."""
-    warpgroups = flash_fwd.Config.default(problem).warpgroups
-    tiles = pl.cdiv(problem.q_len, 64 * warpgroups) * problem.batch * problem.q_heads
+    config = flash_fwd.Config.default(problem)
+    tiles, warpgroups = flash_fwd.plan_of(problem, config).work_tiles, config.warpgroups
     speed = {1: 0.75, 2: 1.0, 3: 1.08, 4: 1.08}[warpgroups]
     return pl.cdiv(tiles, BLOCKS) * warpgroups / speed * (pl.cdiv(_keys(problem), 128) + 1.5)
 
