@@ -77,7 +77,7 @@ def sums(x, down, norm):
     def local(x, down, norm):
         def step(x, _):
             outer = jnp.concatenate([x, x], axis=1)
-            exchange = lm_rows.exchange_over("cp", outer)
+            exchange = lm_rows.exchange_over("cp", outer, norm)
             for n in range(norm.shape[0]):
                 partials = lm_rows.partials(x, lm_rows.Layer(down, n), jnp.float32)
                 left = lm_rows.Added(partials, exchange)

@@ -95,14 +95,14 @@ FAULTS = {
     ),
     "a_sum_over_devices_waits_for_one_less": Fault(
         f"{LM}/norm.py",
-        "call, others = exchange.call[0], problem.devices - 1",
-        "call, others = exchange.call[0], problem.devices - 2",
+        "call, others = exchange.calls[0], problem.devices - 1",
+        "call, others = exchange.calls[0], problem.devices - 2",
         TEST_SUMS,
     ),  # fmt: skip
     "a_sum_over_devices_has_one_slot": Fault(
         f"{LM}/norm.py",
-        "slot = lax.rem(call, jnp.int32(2))",
-        "slot = lax.rem(call, jnp.int32(1))",
+        "slot = exchange.device[0], lax.rem(call, jnp.int32(2))",
+        "slot = exchange.device[0], lax.rem(call, jnp.int32(1))",
         TEST_SUMS,
     ),
     "a_sum_over_devices_is_signalled_here": Fault(

@@ -244,7 +244,7 @@ def test_a_kernel_adds_up_over_devices(rows, dim):
     parts = draw(1, 2, calls, 3, rows, dim)
 
     def local(x, parts, weight):
-        found, exchange = [], lm_rows.exchange_over("tp", x)
+        found, exchange = [], lm_rows.exchange_over("tp", x, weight)
         assert exchange is not None
         for n in range(calls):
             left = lm_rows.Added(parts[0, n], exchange)

@@ -16,7 +16,7 @@ from pallas_attn.lm import rows as lm_rows
 from pallas_attn.lm.kernels import linear as kernel
 from pallas_attn.lm.kernels import norm as norm_kernel
 from pallas_attn.lm.kernels import rotate as rotate_kernel
-from pallas_attn.lm.rows import Added, Angles, Layer, linear, streams
+from pallas_attn.lm.rows import Added, Angles, Exchange, Layer, linear, streams
 from tests import builds, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -225,7 +225,7 @@ def test_norm_over_devices_interpreted(device, devices):
         for n in others:
             inbox[slot * devices + n] = sums[n]
             signals[slot * rows : (slot + 1) * rows] += 1
-        given = norm_kernel.Exchange(inbox, signals, place, jnp.asarray([call], jnp.int32))
+        given = Exchange(inbox, signals, place, jnp.asarray([call], jnp.int32))
         with mosaic.interpret(), mosaic.with_peers(on_peer):
             *state, x_new, normed = norm_kernel.run_over_devices(
                 x, jnp.asarray(partials[device]), weight, layer, given, problem
@@ -248,7 +248,7 @@ def test_norm_waits_for_every_device():
     inbox, signals = (np.zeros(x.shape, x.dtype) for x in norm_kernel.shapes(problem))
     signals[0] = 1  # of two
     one = jnp.zeros(1, jnp.int32)
-    given = norm_kernel.Exchange(inbox, signals, one, one)
+    given = Exchange(inbox, signals, one, one)
     here, peer = norm_operands(problem), lambda array, _: array.copy()
     waits = pytest.raises(Exception, match="DEADLOCK")
     with waits, mosaic.interpret(), mosaic.with_peers(peer):

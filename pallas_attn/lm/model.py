@@ -281,7 +281,7 @@ def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: An
         angles = config.rope.angles(how.positions[:, :, None], config.head_dim)
     exchange = None
     if config.over is not None and how.stream:
-        exchange = lm_rows.exchange_over(config.over, x)
+        exchange = lm_rows.exchange_over(config.over, x, params["norm"])
     added = _nothing(config, params["runs"][0]["down"], x, how.stream, exchange)
     for weights, (count, mask) in zip(params["runs"], config.runs, strict=True):
         stacks = {name: weights[name] for name in STREAMED if how.stream}

@@ -153,13 +153,13 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 class Exchange(NamedTuple):
-    """Through which kernels add up over the devices of a mesh axis: one after the other, in one
-    order on all devices.
+    """Through which kernels add up over the GPUs of a mesh axis, call after call: see
+    `kernels.norm`.
     """
 
-    inbox: Array
-    signals: Array
-    device: Array  # int32[1]
+    inbox: Array  # float32[2 * devices, rows, D], written here and by other GPUs
+    signals: Array  # int32[2 * rows + 1], likewise: of each row, and that a GPU has arrived
+    device: Array  # int32[1]: which of the GPUs this is
     calls: Array  # int32[1]: how many were before
 
 
@@ -170,13 +170,16 @@ class Added(NamedTuple):
     exchange: Exchange | None = None  # where other devices have partials too
 
 
-def exchange_over(axis: str, x: Array) -> Exchange | None:
-    """For rows like x [..., D] within jax.shard_map; None where no kernel adds them up."""
+def exchange_over(axis: str, x: Array, weight: Array) -> Exchange | None:
+    """For rows like x [..., D] and weights of norms like this, within jax.shard_map; None where no
+    kernel adds them up.
+    """
     from pallas_attn.lm.kernels import norm as kernel
 
     dim = x.shape[-1]
     problem = kernel.Problem(x.size // dim, dim, 1, str(x.dtype), 0.0, lax.axis_size(axis))
-    if not (_device.reaches_peers(axis) and kernel.takes(problem)):
+    takes = kernel.takes(problem) and weight.dtype == x.dtype
+    if not (takes and _device.reaches_peers(axis)):
         return None
     device = lax.axis_index(axis).astype(jnp.int32)[None]
     begun = _sharding.sealed(functools.partial(kernel.begin, problem=problem), x, device)
@@ -230,7 +233,7 @@ def _add_norm_over_devices(  # noqa: PLR0913
 
     (rows, dim), devices = x.shape, exchange[0].shape[0] // 2
     problem = kernel.Problem(rows, dim, added.shape[0], str(x.dtype), eps, devices)
-    return kernel.run_over_devices(x, added, stack, number, kernel.Exchange(*exchange), problem)
+    return kernel.run_over_devices(x, added, stack, number, Exchange(*exchange), problem)
 
 
 def rotate(x: Array, angles: Angles) -> Array:

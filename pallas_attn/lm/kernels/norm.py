@@ -30,6 +30,7 @@ from jax import lax
 
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.mosaic import ThreadContext
+from pallas_attn.lm.rows import Exchange
 
 MOST_DEVICES = 8  # that one kernel writes to
 MOST_SENT = 2**23  # bytes in a call; a ring, as NCCL's, sends less, in more steps
@@ -54,15 +55,6 @@ def takes(problem: Problem) -> bool:
     fits = problem.dim % _STEP == 0 and problem.dim <= 16 * _STEP
     sent = 4 * problem.rows * problem.dim * (problem.devices - 1)
     return narrow and fits and problem.devices <= MOST_DEVICES and sent <= MOST_SENT
-
-
-class Exchange(NamedTuple):
-    """How the GPUs find each other."""
-
-    inbox: Any  # float32[2 * devices, rows, dim], written here and by other GPUs
-    signals: Any  # int32[2 * rows + 1], likewise: of each row, and that a GPU has arrived
-    device: Any  # int32[1]: which of the GPUs this is
-    call: Any  # int32[1]: how many calls were before, since `begin`
 
 
 def shapes(problem: Problem) -> tuple[Any, Any]:
@@ -140,9 +132,9 @@ class _Refs(NamedTuple):
     peers: tuple[tuple[Any, Any], ...]  # inbox and signals of the next GPU, the one after, ..
 
 
-def _peers(exchange: Exchange, devices: int, *refs: Any) -> tuple[tuple[Any, ...], ...]:
-    """What refs are on the next GPU, the one after, .."""
-    device, found = exchange.device[0], []
+def _peers(device: Any, devices: int, *refs: Any) -> tuple[tuple[Any, ...], ...]:
+    """What refs are on the GPU after this one, the one after that, .."""
+    found = []
     for away in range(1, devices):
         peer = lax.rem(device + away, jnp.int32(devices))
         found.append(tuple(mosaic.on_peer(x, peer) for x in refs))
@@ -153,11 +145,11 @@ def _exchange(partials: Any, exchange: Exchange, row: Any, problem: Problem) -> 
     """Sends this GPU's sum of a row and waits for those of the others: where in the inbox they
     are, in the order of GPUs.
     """
-    call, others = exchange.call[0], problem.devices - 1
-    slot = lax.rem(call, jnp.int32(2))
-    peers = _peers(exchange, problem.devices, exchange.inbox, exchange.signals)
+    call, others = exchange.calls[0], problem.devices - 1
+    device, slot = exchange.device[0], lax.rem(call, jnp.int32(2))
+    peers = _peers(device, problem.devices, exchange.inbox, exchange.signals)
     refs = _Refs(partials, exchange.inbox, exchange.signals, peers)
-    at = _At(row, exchange.device[0], slot, (lax.div(call, jnp.int32(2)) + 1) * others)
+    at = _At(row, device, slot, (lax.div(call, jnp.int32(2)) + 1) * others)
     threads.each_thread(mosaic.in_context(_send, problem), refs, at)
     return slot * problem.devices
 
@@ -195,10 +187,10 @@ def run_over_devices(  # noqa: PLR0913
 ) -> tuple[Any, Any, Any, Any]:
     """(inbox, signals, x [rows, dim], normed [rows, dim]), the last two the same on all devices."""
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    inbox, signals = jax.new_ref(exchange.inbox), jax.new_ref(exchange.signals)
-    exchange = exchange._replace(inbox=inbox, signals=signals)
+    written: list[Any] = [jax.new_ref(one) for one in exchange[:2]]
+    exchange = Exchange(*written, *exchange[2:])
     results = _call(problem)(Refs(x, partials, weight, layer, exchange))
-    return inbox[...], signals[...], *results
+    return written[0][...], written[1][...], *results
 
 
 @functools.partial(jax.jit, static_argnames="problem")
@@ -211,9 +203,8 @@ def begin(x: Any, device: Any, problem: Problem) -> tuple[Any, Any]:
     zeros = jax.new_ref(jnp.zeros(signals.shape, signals.dtype))
 
     def kernel(x: Any, device: Any, signals: Any, inbox: Any) -> None:
-        del x
-        exchange = Exchange(inbox, signals, device, None)
-        peers = _peers(exchange, problem.devices, signals)
+        del x, inbox
+        peers = _peers(device[0], problem.devices, signals)
         threads.each_thread(mosaic.in_context(_arrive, problem), (signals, peers), ())
 
     arrive = mosaic.lane_kernel(kernel, grid=1, name="norm_begin_sm90", out_type=(inbox,))
