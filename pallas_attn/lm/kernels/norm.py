@@ -187,10 +187,11 @@ def run_over_devices(  # noqa: PLR0913
 ) -> tuple[Any, Any, Any, Any]:
     """(inbox, signals, x [rows, dim], normed [rows, dim]), the last two the same on all devices."""
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    written: list[Any] = [jax.new_ref(one) for one in exchange[:2]]
-    exchange = Exchange(*written, *exchange[2:])
+    inbox: Any = jax.new_ref(exchange.inbox)
+    signals: Any = jax.new_ref(exchange.signals)
+    exchange = exchange._replace(inbox=inbox, signals=signals)
     results = _call(problem)(Refs(x, partials, weight, layer, exchange))
-    return written[0][...], written[1][...], *results
+    return inbox[...], signals[...], *results
 
 
 @functools.partial(jax.jit, static_argnames="problem")
