@@ -13,10 +13,11 @@ import pytest
 
 from pallas_attn import _config, _device, _dispatch, _support
 from pallas_attn.lm import rows as lm_rows
+from pallas_attn.lm.exchange import Exchange
 from pallas_attn.lm.kernels import linear as kernel
 from pallas_attn.lm.kernels import norm as norm_kernel
 from pallas_attn.lm.kernels import rotate as rotate_kernel
-from pallas_attn.lm.rows import Added, Angles, Exchange, Layer, linear, streams
+from pallas_attn.lm.rows import Added, Angles, Layer, linear, streams
 from tests import builds, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

@@ -34,10 +34,10 @@ from pallas_attn.attention import flash_attention
 from pallas_attn.context import Context
 from pallas_attn.decode import decode_attention
 from pallas_attn.lm import rows as lm_rows
+from pallas_attn.lm.exchange import Exchange
 from pallas_attn.lm.rows import (
     Added,
     Angles,
-    Exchange,
     Layer,
     add_norm,
     gated,

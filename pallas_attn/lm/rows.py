@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn import _device, _sharding
+from pallas_attn.lm.exchange import Exchange
 
 Array = jax.Array
 overlapping = _device.overlapping  # for the kernels around these
@@ -150,17 +151,6 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     wide = x.astype(jnp.float32)
     wide *= lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
-
-
-class Exchange(NamedTuple):
-    """Through which kernels add up over the GPUs of a mesh axis, call after call: see
-    `kernels.norm`.
-    """
-
-    inbox: Array  # float32[2 * devices, rows, D], written here and by other GPUs
-    signals: Array  # int32[2 * rows + 1], likewise: of each row, and that a GPU has arrived
-    device: Array  # int32[1]: which of the GPUs this is
-    calls: Array  # int32[1]: how many were before
 
 
 class Added(NamedTuple):

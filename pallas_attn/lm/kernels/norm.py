@@ -30,7 +30,7 @@ from jax import lax
 
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.mosaic import ThreadContext
-from pallas_attn.lm.rows import Exchange
+from pallas_attn.lm.exchange import Exchange
 
 MOST_DEVICES = 8  # that one kernel writes to
 MOST_SENT = 2**23  # bytes in a call; a ring, as NCCL's, sends less, in more steps
