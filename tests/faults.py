@@ -98,7 +98,7 @@ FAULTS = {
         "call, others = exchange.calls[0], problem.devices - 1",
         "call, others = exchange.calls[0], problem.devices - 2",
         TEST_SUMS,
-    ),  # fmt: skip
+    ),
     "a_sum_over_devices_has_one_slot": Fault(
         f"{LM}/norm.py",
         "slot = exchange.device[0], lax.rem(call, jnp.int32(2))",
@@ -122,7 +122,7 @@ FAULTS = {
         "& (within < plan.problem.group)",
         "& (within < 2**20)",
         TEST_JOINED,
-    ),  # fmt: skip
+    ),
     "joined_rows_begin_where_their_heads_would": Fault(
         f"{FWD}/tile_scheduler.py",
         "row - jnp.where(joined, further * each * ROWS, 0)",

@@ -436,7 +436,7 @@ def test_zigzag_gives_every_block_the_same_work(op):
         offset = offsets[head // heads]
         if op == "flash_forward":
             row = tile * plan.tile_rows
-            part = 0.82 if tile == tiles - 1 else 1  # of three warpgroups two have rows: measured
+            part = 0.82 if tile == tiles - 1 else 1  # of three warpgroups two have rows
             return (offset + row + plan.tile_rows / 2) * part
         return max(0, min(8192, offset + 8192 - tile * plan.block_kv)) + 32
 

@@ -153,14 +153,19 @@ def norm_operands(problem, partials_dtype="float32"):
     return x, partials, normal((3, problem.dim), problem.dtype, 2), jnp.int32(2)
 
 
-def check_norm(problem, partials_dtype="float32"):
-    """x to the bit where there is one partial sum; what is left is the order of sums."""
-    x, partials, weight, layer = norm_operands(problem, partials_dtype)
-    got = norm_kernel.run(x, partials, weight, layer, problem)
-    want = lm_rows.add_norm(x, Added(partials), weight[2], problem.eps)[:2]
+def close_to(problem, got, want):
+    """What is left is the order of sums."""
     eps = float(jnp.finfo(problem.dtype).eps)
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(ours.astype(float), theirs.astype(float), rtol=2 * eps, atol=eps)
+
+
+def check_norm(problem, partials_dtype="float32"):
+    """x to the bit where there is one partial sum."""
+    x, partials, weight, layer = norm_operands(problem, partials_dtype)
+    got = norm_kernel.run(x, partials, weight, layer, problem)
+    want = lm_rows.add_norm(x, Added(partials), weight[2], problem.eps)[:2]
+    close_to(problem, got, want)
     assert problem.partials > 1 or (got[0] == want[0]).all()
 
 
@@ -222,23 +227,21 @@ def test_norm_over_devices_interpreted(device, devices):
     for call in range(calls):
         partials = np.asarray(normal((devices, 2, rows, dim), "float32", call))
         sums, slot = partials.sum(axis=1), call % 2
-        inbox, signals = (np.array(one) for one in state)
+        received, signals = (np.array(one) for one in state)
         for n in others:
-            inbox[slot * devices + n] = sums[n]
+            received[slot * devices + n] = sums[n]
             signals[slot * rows : (slot + 1) * rows] += 1
-        given = Exchange(inbox, signals, place, jnp.asarray([call], jnp.int32))
+        given = Exchange(received, signals, place, jnp.asarray([call], jnp.int32))
         with mosaic.interpret(), mosaic.with_peers(on_peer):
-            *state, x_new, normed = norm_kernel.run_over_devices(
+            *state, new, normed = norm_kernel.run_over_devices(
                 x, jnp.asarray(partials[device]), weight, layer, given, problem
             )
-        want = lm_rows.add_norm(x, Added(jnp.asarray(sums)), weight[2], problem.eps)
-        for ours, theirs in zip((x_new, normed), want[:2], strict=True):
-            np.testing.assert_allclose(
-                ours.astype(float), theirs.astype(float), rtol=2**-7, atol=2**-8
-            )
-        for inbox, signals in others.values():
-            np.testing.assert_array_equal(inbox[slot * devices + device], sums[device])
-            assert np.isnan(np.delete(inbox, [device, devices + device], 0)).all()
+        want = lm_rows.add_norm(x, Added(jnp.asarray(sums)), weight[2], problem.eps)[:2]
+        close_to(problem, (new, normed), want)
+        assert devices > 2 or (new == want[0]).all()
+        for received, signals in others.values():
+            np.testing.assert_array_equal(received[slot * devices + device], sums[device])
+            assert np.isnan(np.delete(received, [device, devices + device], 0)).all()
             counts = [[call // 2 + 1] * rows, [(call + 1) // 2] * rows, [0]]
             assert signals.tolist() == sum(counts, [])
 
@@ -246,10 +249,10 @@ def test_norm_over_devices_interpreted(device, devices):
 @pytest.mark.guards
 def test_norm_waits_for_every_device():
     problem = norm_kernel.Problem(1, 512, 1, "bfloat16", 1e-5, 3)
-    inbox, signals = (np.zeros(x.shape, x.dtype) for x in norm_kernel.shapes(problem))
+    received, signals = (np.zeros(x.shape, x.dtype) for x in norm_kernel.shapes(problem))
     signals[0] = 1  # of two
     one = jnp.zeros(1, jnp.int32)
-    given = Exchange(inbox, signals, one, one)
+    given = Exchange(received, signals, one, one)
     here, peer = norm_operands(problem), lambda array, _: array.copy()
     waits = pytest.raises(Exception, match="DEADLOCK")
     with waits, mosaic.interpret(), mosaic.with_peers(peer):
@@ -294,12 +297,12 @@ def test_machine_code_of_sums_over_devices(rows):
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     report = mosaic.compile_for(builds.sums, *arrays, target="h100x2")
     assert report.launches == 2 * layers + 1
-    inbox, signals = rf"f32\[4,{rows},{outer}\]", rf"s32\[{2 * rows + 1}\]"
-    assert not re.findall(rf"= (?:{inbox}|{signals})\S* copy", report.hlo)
+    received, signals = rf"f32\[4,{rows},{outer}\]", rf"s32\[{2 * rows + 1}\]"
+    assert not re.findall(rf"= (?:{received}|{signals})\S* copy", report.hlo)
     entry = report.hlo[report.hlo.index("\nENTRY") :]
-    assert "mosaic_gpu" not in entry and re.search(rf"\({inbox}.*mosaic_gpu", report.hlo)
+    assert "mosaic_gpu" not in entry and re.search(rf"\({received}.*mosaic_gpu", report.hlo)
     assert report.spill_bytes == 0
-    # Rows are read by TMA, and what others have written by loads that no cache answers.
+    # A signal follows all that was stored, and is read past L1.
     assert "MEMBAR.ALL.SYS" in report.sass and "LDG.E.STRONG.SYS" in report.sass
 
 

@@ -8,7 +8,7 @@ import jax
 class Exchange(NamedTuple):
     """Memory of each GPU of a mesh axis, and how many calls have used it: see `kernels.norm`."""
 
-    inbox: jax.Array  # float32[2 * devices, rows, D], written here and by other GPUs
+    received: jax.Array  # float32[2 * devices, rows, D], written here and by other GPUs
     signals: jax.Array  # int32[2 * rows + 1], likewise: of each row, and that a GPU has arrived
     device: jax.Array  # int32[1]: which of the GPUs this is
     calls: jax.Array  # int32[1]: how many were before

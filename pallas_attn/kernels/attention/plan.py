@@ -166,8 +166,8 @@ class Plan:
 
     @property
     def last_heads(self) -> int:
-        """Heads of a group whose last rows are one work tile, where all fit that see the same kv
-        tiles: warpgroups without rows would cost half of what they cost with some.
+        """Heads of a group whose last rows are one work tile: as many as it has room for, since
+        all see the same kv tiles, and a step takes little less time where warpgroups have no rows.
         """
         problem, fit = self.problem, self.config.warpgroups // self.last_warpgroups
         if not self.joins_heads or self.is_listed or self.has("q_segment_ids"):
@@ -176,6 +176,7 @@ class Plan:
 
     @property
     def work_tiles(self) -> int:
+        """Of all heads, as `tile_scheduler.schedule` deals them."""
         kv_heads = self.problem.batch * self.problem.kv_heads
         last = kv_heads * pl.cdiv(self.problem.group, self.last_heads)
         return self.heads * (self.q_tiles - 1) + last

@@ -44,7 +44,6 @@ from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.mosaic import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
 
-MOST_DEVICES = 8  # of which one kernel reads rows
 TILE = 128  # rows that a producer waits for at a time
 PIECE = 16384  # bytes of K, or of V, that are copied at a time, if a row is no longer
 WORD = 16  # bytes of a word of a bulk copy
@@ -66,7 +65,7 @@ def takes(problem: AttentionProblem) -> bool:
         return False
     dims = problem.head_dim, problem.v_head_dim
     row = problem.kv_heads * 2 * max(map(tma_operands.width_in_tma, dims))
-    return problem.fetches <= MOST_DEVICES and rows % TILE == 0 and row <= PIECE
+    return problem.fetches <= mosaic.MOST_DEVICES and rows % TILE == 0 and row <= PIECE
 
 
 def _chunks(problem: AttentionProblem) -> int:
@@ -327,12 +326,9 @@ def fetch(ctx: Context, fetching: Operands, block: Any) -> None:
     """What a fetcher does before it loads for work tiles of its own."""
     plan, refs, smem = ctx
     sizes = Sizes.of(plan)
-    device, peers = fetching.device[0], []
-    for away in range(1, sizes.devices):
-        peer = lax.rem(device + away, jnp.int32(sizes.devices))
-        arrays = refs.k, refs.v, fetching.counters
-        peers.append(tuple(mosaic.on_peer(x, peer) for x in arrays))
-    given = _Refs(fetching, tuple(peers), smem.k, smem.v, smem.fetched)
+    device, arrays = fetching.device[0], (refs.k, refs.v, fetching.counters)
+    peers: Any = mosaic.on_peers(arrays, device, sizes.devices)
+    given = _Refs(fetching, peers, smem.k, smem.v, smem.fetched)
     swizzles: Any = jax.tree.map(lambda _: (), given)
     swizzles = swizzles._replace(
         k=(plan.scores.dtype, plan.k_swizzle), v=(plan.values.dtype, plan.v_swizzle)

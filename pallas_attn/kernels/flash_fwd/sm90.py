@@ -140,6 +140,7 @@ class Config:
 
 
 def plan_of(problem: AttentionProblem, config: Any) -> Plan:
+    """Of this kernel."""
     return Plan(problem, config, takes_offsets=True, joins_heads=True)
 
 

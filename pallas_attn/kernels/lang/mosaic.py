@@ -69,14 +69,23 @@ def on_peer(ref: Ref, device: jax.Array) -> Ref:
     """What `ref`, an operand of the kernel, is on another GPU of the mesh, whose number there is
     given: for programs of `each_thread`. Kernels that read or write it need a mesh of one axis (or
     others of length 1), which is all GPUs that the process sees, in their order; XLA has all of
-    them arrive before it launches any, but for `without_meeting`.
+    them arrive before it launches any, but for `without_device_barrier`.
     """
     axes = max(len(jax.sharding.get_abstract_mesh().axis_names), 1)
     place: Any = (*[jnp.int32(0)] * (axes - 1), device)
     return plgpu.remote_ref(ref, place)
 
 
-def without_meeting() -> Any:
+MOST_DEVICES = 8  # of a mesh whose memory one kernel reaches
+
+
+def on_peers(refs: Sequence[Ref], device: jax.Array, devices: int) -> tuple[tuple[Ref, ...], ...]:
+    """What refs are on each other GPU of the mesh: on the one after `device`, the next, .."""
+    others = (lax.rem(device + away, jnp.int32(devices)) for away in range(1, devices))
+    return tuple(tuple(on_peer(ref, other) for ref in refs) for other in others)
+
+
+def without_device_barrier() -> Any:
     """Parameters of a kernel that reaches other GPUs (`on_peer`) and is launched at once: XLA does
     not have all of them arrive before.
     """

@@ -1,8 +1,9 @@
 """`flash_attention` of few query rows over many keys, for Hopper, by the prefill kernel.
 
-The dense forward gives a block query rows of one head: where there are few, rows of its tiles stay
-idle and blocks without work. Here rows of a tile are pairs of query heads and query rows, so that
-the heads of a group share one pass over K and V, and the keys of a tile may be split among blocks.
+The dense forward gives a warpgroup 64 query rows of one head: where there are few, rows of its
+tiles stay idle and blocks without work. Here rows of a tile are pairs of query heads and query
+rows, so that the heads of a group share one pass over K and V, and the keys of a tile may be split
+among blocks.
 All of it is `prefill.sm90`; K and V are read from where they lie.
 """
 

@@ -7,15 +7,16 @@ jax.numpy does: the sum of partials in float32, the sum with x, the normalised r
 with the weight.
 
 Where several GPUs of one process have a part of the sum each (`Problem.devices`), the kernel is the
-all-reduce too. A block writes its GPU's sum of a row to all GPUs (`Exchange.inbox`), signals that
-it is there, waits for the signals of the others, and adds up what it then has, in the order of
-GPUs: all find the same bits. So a row crosses NVLink once, no launch and no barrier stands around
-it, and the next matmul's weight is on its way to shared memory meanwhile.
+all-reduce too. A block writes its GPU's sum of a row to a receive buffer of every GPU
+(`Exchange.received`), signals that it is there, waits for the signals of the others, and adds up
+what it then has, in the order of GPUs: all find the same bits. So a row crosses NVLink once, no
+launch and no barrier stands around it, and the next matmul's weight is on its way to shared memory
+meanwhile.
 
-Inbox and signals serve calls in turn, of even and of odd numbers: nobody writes what call n reads
-before call n + 2, and before that a GPU has seen every other's signal of call n + 1, which is sent
-after call n has ended there. No call waits for one of a greater number, on any GPU. `begin` has all
-GPUs arrive before the first call, when everybody's signals are zeros.
+Receive buffers and signals serve calls in turn, of even and of odd numbers: nobody writes what call
+n reads before call n + 2, and before that a GPU has seen every other's signal of call n + 1, which
+is sent after call n has ended there. No call waits for one of a greater number, on any GPU. `begin`
+has all GPUs arrive before the first call, when everybody's signals are zeros.
 """
 
 import dataclasses
@@ -32,7 +33,6 @@ from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.mosaic import ThreadContext
 from pallas_attn.lm.exchange import Exchange
 
-MOST_DEVICES = 8  # that one kernel writes to
 MOST_SENT = 2**23  # bytes in a call; a ring, as NCCL's, sends less, in more steps
 _STEP = 4 * mosaic.THREADS  # elements that a block reads at once
 
@@ -54,14 +54,14 @@ def takes(problem: Problem) -> bool:
     narrow = problem.dtype in ("bfloat16", "float16")
     fits = problem.dim % _STEP == 0 and problem.dim <= 16 * _STEP
     sent = 4 * problem.rows * problem.dim * (problem.devices - 1)
-    return narrow and fits and problem.devices <= MOST_DEVICES and sent <= MOST_SENT
+    return narrow and fits and problem.devices <= mosaic.MOST_DEVICES and sent <= MOST_SENT
 
 
 def shapes(problem: Problem) -> tuple[Any, Any]:
-    """Of an Exchange's inbox and signals."""
-    inbox = (2 * problem.devices, problem.rows, problem.dim)
+    """Of an Exchange's received and signals."""
+    received = (2 * problem.devices, problem.rows, problem.dim)
     return (
-        jax.ShapeDtypeStruct(inbox, jnp.float32),
+        jax.ShapeDtypeStruct(received, jnp.float32),
         jax.ShapeDtypeStruct((2 * problem.rows + 1,), jnp.int32),
     )
 
@@ -83,7 +83,7 @@ def _kernel(refs: Refs, x_ref: Any, normed_ref: Any, *, problem: Problem) -> Non
     partials, first, count = refs.partials, 0 * row, problem.partials
     if refs.exchange is not None:
         first = _exchange(refs.partials, refs.exchange, row, problem)
-        partials, count = refs.exchange.inbox, problem.devices
+        partials, count = refs.exchange.received, problem.devices
     added = partials[first, row].astype(jnp.float32)
     for n in range(1, count):
         added += partials[first + n, row].astype(jnp.float32)
@@ -108,7 +108,7 @@ def _call(problem: Problem) -> Any:
         out_type=(like, like),
         grid=(problem.rows,),
         grid_names=("row",),
-        compiler_params=mosaic.without_meeting() if problem.devices > 1 else None,
+        compiler_params=mosaic.without_device_barrier() if problem.devices > 1 else None,
         kernel_name="norm_sm90",
     )
 
@@ -127,28 +127,19 @@ class _At(NamedTuple):
 
 class _Refs(NamedTuple):
     partials: Any
-    inbox: Any
+    received: Any
     signals: Any
-    peers: tuple[tuple[Any, Any], ...]  # inbox and signals of the next GPU, the one after, ..
-
-
-def _peers(device: Any, devices: int, *refs: Any) -> tuple[tuple[Any, ...], ...]:
-    """What refs are on the GPU after this one, the one after that, .."""
-    found = []
-    for away in range(1, devices):
-        peer = lax.rem(device + away, jnp.int32(devices))
-        found.append(tuple(mosaic.on_peer(x, peer) for x in refs))
-    return tuple(found)
+    peers: tuple[tuple[Any, Any], ...]  # received and signals of the next GPU, the one after, ..
 
 
 def _exchange(partials: Any, exchange: Exchange, row: Any, problem: Problem) -> Any:
-    """Sends this GPU's sum of a row and waits for those of the others: where in the inbox they
-    are, in the order of GPUs.
+    """Sends this GPU's sum of a row and waits for those of the others: the first of them in
+    `Exchange.received`, where they follow in the order of GPUs.
     """
     call, others = exchange.calls[0], problem.devices - 1
     device, slot = exchange.device[0], lax.rem(call, jnp.int32(2))
-    peers = _peers(device, problem.devices, exchange.inbox, exchange.signals)
-    refs = _Refs(partials, exchange.inbox, exchange.signals, peers)
+    peers: Any = mosaic.on_peers(exchange[:2], device, problem.devices)
+    refs = _Refs(partials, exchange.received, exchange.signals, peers)
     at = _At(row, device, slot, (lax.div(call, jnp.int32(2)) + 1) * others)
     threads.each_thread(mosaic.in_context(_send, problem), refs, at)
     return slot * problem.devices
@@ -163,7 +154,7 @@ def _send(ctx: ThreadContext) -> None:
         return thread.load_floats(refs.partials, word, 4)
 
     first = ((at.slot * problem.devices + at.device) * problem.rows + at.row) * words
-    inboxes = [*(inbox for inbox, _ in refs.peers), refs.inbox]  # the longest way first
+    buffers = [*(received for received, _ in refs.peers), refs.received]  # the longest way first
     starts = range(0, words, mosaic.THREADS)
     for some in itertools.batched(starts, 16 if problem.partials == 1 else 8):
         sums = [part(start, 0) for start in some]  # all are loaded before any is stored
@@ -171,9 +162,9 @@ def _send(ctx: ThreadContext) -> None:
             more = [part(start, n) for start in some]
             pairs = zip(sums, more, strict=True)
             sums = [[a + b for a, b in zip(*pair, strict=True)] for pair in pairs]
-        for inbox in inboxes:
+        for buffer in buffers:
             for start, values in zip(some, sums, strict=True):
-                thread.store_floats(inbox, first + thread.index + start, values, everywhere)
+                thread.store_floats(buffer, first + thread.index + start, values, everywhere)
     thread.sync()
     signal = at.slot * problem.rows + at.row
     for _, signals in refs.peers:
@@ -185,30 +176,33 @@ def _send(ctx: ThreadContext) -> None:
 def run_over_devices(  # noqa: PLR0913
     x: Any, partials: Any, weight: Any, layer: Any, exchange: Exchange, problem: Problem
 ) -> tuple[Any, Any, Any, Any]:
-    """(inbox, signals, x [rows, dim], normed [rows, dim]), the last two the same on all devices."""
+    """(received, signals, x [rows, dim], normed [rows, dim]); x and normed are the same on all
+    devices.
+    """
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    inbox: Any = jax.new_ref(exchange.inbox)
+    received: Any = jax.new_ref(exchange.received)
     signals: Any = jax.new_ref(exchange.signals)
-    exchange = exchange._replace(inbox=inbox, signals=signals)
+    exchange = exchange._replace(received=received, signals=signals)
     results = _call(problem)(Refs(x, partials, weight, layer, exchange))
-    return inbox[...], signals[...], *results
+    return received[...], signals[...], *results
 
 
 @functools.partial(jax.jit, static_argnames="problem")
 def begin(x: Any, device: Any, problem: Problem) -> tuple[Any, Any]:
-    """(inbox, signals) of an Exchange whose GPUs have all arrived. Nobody reads of the inbox what
-    was not sent, so it is a result that is not written. `x`: the first rows that are added to; an
-    operand, so that XLA moves no step's beginning out of a loop of steps.
+    """(received, signals) of an Exchange whose GPUs have all arrived. The receive buffer is a
+    result that is not written: XLA would fill it later, maybe after a peer has written there.
+    `x`: the first rows that are added to; an operand, so that XLA moves no step's beginning out of
+    a loop of steps.
     """
-    inbox, signals = shapes(problem)
+    received, signals = shapes(problem)
     zeros = jax.new_ref(jnp.zeros(signals.shape, signals.dtype))
 
-    def kernel(x: Any, device: Any, signals: Any, inbox: Any) -> None:
-        del x, inbox
-        peers = _peers(device[0], problem.devices, signals)
+    def kernel(x: Any, device: Any, signals: Any, received: Any) -> None:
+        del x, received
+        peers = mosaic.on_peers((signals,), device[0], problem.devices)
         threads.each_thread(mosaic.in_context(_arrive, problem), (signals, peers), ())
 
-    arrive = mosaic.lane_kernel(kernel, grid=1, name="norm_begin_sm90", out_type=(inbox,))
+    arrive = mosaic.lane_kernel(kernel, grid=1, name="norm_begin_sm90", out_type=(received,))
     (made,) = arrive(x, device, zeros)
     return made, zeros[...]
 
