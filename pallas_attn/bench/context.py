@@ -1,10 +1,12 @@
 """Attention over a sequence that all GPUs of this machine share, beside one of them.
 
 Wall time of jitted steps, since what counts is when the last device has finished. Steps follow each
-other without a wait, as those of a training loop do, for TURN_MS a turn. `efficiency` is the time
-of one GPU over n times that of n. Who else is timed: the ring of our own kernels (plain ppermutes
-of K and V), and, forward, a ring of cuDNN's. Of a cache whose rows are split a step is TOKENS new
-tokens of one sequence, in a loop within the program.
+other without a wait, as those of a training loop do, for TURN_MS a turn. Turns begin with all GPUs
+at rest: at work, a GPU reaches its power limit within a turn and slows down, and one that rested in
+the turn before would be ahead. `efficiency` is the time of one GPU over n times that of n. Who else
+is timed: the ring of our own kernels (plain ppermutes of K and V), and, forward, a ring of cuDNN's.
+Of a cache whose rows are split a step is TOKENS new tokens of one sequence, in a loop within the
+program.
 """
 
 import concurrent.futures
@@ -30,6 +32,7 @@ from pallas_attn.bench.rows import Row
 ROWS = PartitionSpec(None, "cp")
 LOSSES = 0.01  # relative, of the root mean square, of who differs from one GPU
 TURN_MS = 100
+REST_S = 0.25  # before each turn
 TOKENS = 32
 
 
@@ -328,11 +331,12 @@ def _close(want: Any, found: Any) -> Any:
 
 
 def _interleaved(steps: dict[str, Step], turns: int) -> dict[str, list[float]]:
-    """Milliseconds of each, in turns of TURN_MS and of three calls at least."""
+    """Milliseconds of each, in turns of TURN_MS and of three calls at least, after REST_S each."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     counts = dict.fromkeys(steps, 3)
     for turn in range(turns + 1):
         for name, step in steps.items():
+            time.sleep(REST_S)
             start, count = time.perf_counter(), counts[name]
             for _ in range(count):
                 result = step()

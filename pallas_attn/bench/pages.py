@@ -46,8 +46,10 @@ Rates of each GPU where several have the rows of one causal sequence, beside tha
 has all of it: TFLOP/s of attention, `both` with its backward, and TB/s of live K and V where
 `rows_decode` decodes. Wall time of jitted steps that follow each other for a tenth of a second, in
 turns: long enough for GPUs to reach their power limit, of which links between them at work take a
-part. `share`: of the rate of one GPU. `ring` passes K and V from GPU to GPU between launches of our
-kernels, `cudnn_ring` between those of cuDNN."""
+part. All turns begin with the GPUs at rest; until 2026-11-24 they did not, and one GPU, which began
+after turns that took less power than its own, was ahead. `share`: of the rate of one GPU. `ring`
+passes K and V from GPU to GPU between launches of our kernels, `cudnn_ring` between those of
+cuDNN."""
 _OURS_SPLIT = ("pallas_attn/gather", "pallas_attn/rows")
 _SEPARATE = """\
 These peers do not run inside a process of JAX. Their figures come from another process and another
@@ -85,7 +87,7 @@ def current(rows: Iterable[Row]) -> list[Row]:
 
 def overview(rows: Sequence[Row]) -> str:
     """README's table: each operation beside cuDNN."""
-    groups = latest(rows)
+    groups = latest([row for row in rows if _gpu(row) == "H200"])
     lines = [_cells(["on an H200", "times cuDNN, geometric mean", "least", "cases"])]
     lines.append(_cells(["---", "---:", "---:", "---:"]))
     for op in OPS:
@@ -171,15 +173,24 @@ def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], 
 
 
 def _newest_split(rows: Sequence[Row]) -> list[dict[str, Row]]:
-    """Of each case of op `context` the newest run that holds ours: {implementation: row}."""
-    runs: dict[tuple[str, str], dict[str, Row]] = {}
+    """Of each case of op `context`, on each GPU, the newest run that holds ours: {implementation:
+    row}.
+    """
+    runs: dict[tuple[tuple[str, str], str], dict[str, Row]] = {}
     for row in sorted(rows, key=lambda row: row["date"]):
         if row["op"] == "context":
-            runs.setdefault((row["case"], row["run"]), {})[row["impl"]] = row
+            case = row["case"], _gpu(row)
+            runs.setdefault((case, row["run"]), {})[row["impl"]] = row
     newest = {
         case: run for (case, _), run in runs.items() if not run.keys().isdisjoint(_OURS_SPLIT)
     }
     return [newest[case] for case in sorted(newest)]
+
+
+def _gpu(row: Row) -> str:
+    """In a word, such as "H200"."""
+    words: str = row["gpu"].removeprefix("NVIDIA ")
+    return words.split()[0]
 
 
 def _table_of_split(cases: list[dict[str, Row]]) -> str:
@@ -190,7 +201,7 @@ def _table_of_split(cases: list[dict[str, Row]]) -> str:
         ours = next(rows[name] for name in _OURS_SPLIT if name in rows)
         both = ring, rows.get("cudnn_ring")
         peers = [row for row in both if row]
-        cells = [f"`{ours['case']}`", str(ours["problem"]["devices"]), _number(one)]
+        cells = [f"`{ours['case']}`", f"{ours['problem']['devices']} {_gpu(ours)}", _number(one)]
         cells += [f"**{_number(ours)}**", f"{100 * ours['efficiency']:.0f} %"]
         cells += [_number(row) if row else "" for row in both]
         cells.append(f"{min(row['ms'] for row in peers) / ours['ms']:.2f}" if peers else "")
