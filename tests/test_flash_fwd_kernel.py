@@ -187,13 +187,16 @@ JOINED = {  # changes of a case, warpgroups and how many heads have their last r
 @pytest.mark.guards
 @pytest.mark.parametrize("name", JOINED)
 def test_last_rows_of_several_heads_interpreted(name):
-    changes, warpgroups, heads = JOINED[name]
-    case = dataclasses.replace(small(name), **changes)
-    config = dataclasses.replace(SMALL, warpgroups=warpgroups)
-    plan = attention_plan.Plan(problem_of(case), config, joins_heads=True)
-    assert plan.last_heads == heads
     with mosaic.interpret():
-        check(case, config)
+        check_joined(name, small(name))
+
+
+def check_joined(name, case):
+    changes, warpgroups, heads = JOINED[name]
+    case = dataclasses.replace(case, **changes)
+    config = dataclasses.replace(SMALL, warpgroups=warpgroups)
+    assert kernel.plan_of(problem_of(case), config).last_heads == heads
+    check(case, config)
 
 
 @pytest.mark.guards
@@ -551,6 +554,12 @@ def test_edges_on_the_gpu(case):
 @pytest.mark.parametrize("name", ["t_equals_s", "band", "everything", "q_lengths", "saturated"])
 def test_configurations_on_the_gpu(name, config):
     check(one(name), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", JOINED)
+def test_last_rows_of_several_heads_on_the_gpu(name):
+    check_joined(name, one(name))
 
 
 @pytest.mark.gpu
