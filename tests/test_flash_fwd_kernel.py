@@ -178,7 +178,7 @@ def test_interpreted(name, config):
 
 JOINED = {  # changes of a case, warpgroups and how many heads have their last rows in one work tile
     "everything": ({"segments": None, "q_heads": 10, "bias_shape": (1, 10, 130, 200)}, 2, 2),
-    "q_lengths": ({"q_heads": 5}, 2, 2),
+    "q_lengths": ({"q_heads": 5, "kv_heads": 1}, 2, 2),
     "band": ({"q_heads": 10, "q_len": 200}, 3, 3),  # of five heads three and two
     "float16_causal": ({"q_heads": 8, "q_len": 300}, 4, 4),
 }
