@@ -603,6 +603,7 @@ def test_a_section_shows_what_several_gpus_did_apart():
     here = dataclasses.asdict(rows.Provenance("run9", "NVIDIA H200", "0.11.2", "abc", "2026-11-23"))
     older = here | {"run": "run8", "date": "2026-11-22"}
     wrong = here | {"run": "run7", "date": "2026-11-24"}  # ours differed, and has no row
+    other = here | {"run": "run6", "date": "2026-11-24", "gpu": "NVIDIA H100 80GB HBM3"}
 
     def row(op, impl, ms, rate, efficiency=1.0, where=here):
         problem = {"devices": 2}
@@ -621,14 +622,24 @@ def test_a_section_shows_what_several_gpus_did_apart():
         row("context", "pallas_attn/one", 9.0, 800.0, where=older),
         row("context", "pallas_attn/gather", 4.5, 790.0, 0.99, older),
         row("context", "pallas_attn/one", 8.0, 900.0, where=wrong),
+        row("context", "pallas_attn/one", 12.0, 600.0, where=other),
+        row("context", "pallas_attn/gather", 6.2, 580.0, 0.97, other),
         row("decode_loop", "pallas_attn/stacked", 20.0, 7.0),
         row("decode_loop", "cudnn", 22.0, 6.4),
     ]
     text = pages.section([*fake_rows(), *made])
-    assert "| `context_case` | 2 | 700 | **650** | 93 % | 590 | 480 | 1.09 |" in text
+    assert "| `context_case` | 2 H200 | 700 | **650** | 93 % | 590 | 480 | 1.09 |" in text
+    assert "| `context_case` | 2 H100 | 600 | **580** | 97 % |  |  |  |" in text
     assert f"## {report.TITLES['decode_loop']}{report.SEVERAL}\n" in text
     assert "| `decode_loop_case` | **7.00** |  | 6.40 | 1.10 |" in text
     assert "decode step" not in pages.overview(made)
+
+
+def test_the_table_of_the_readme_counts_no_other_gpu():
+    rows_of = fake_rows()
+    elsewhere = [row | {"gpu": "NVIDIA H100 80GB HBM3", "date": "2099-01-01"} for row in rows_of]
+    assert pages.overview([*rows_of, *elsewhere]) == pages.overview(rows_of)
+    assert pages.overview(rows_of) != pages.overview(elsewhere)
 
 
 def test_only_the_marked_part_of_a_page_changes():
