@@ -9,7 +9,6 @@ import pytest
 
 from pallas_attn import _config, _gpus
 from pallas_attn._problem import AttentionProblem
-from pallas_attn.kernels.attention.plan import Plan
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
@@ -174,7 +173,8 @@ def test_the_default_of_the_forward_on_hopper_is_what_was_measured(row):
 def test_l2_groups_of_long_sequences_have_room_for_their_keys(mask, q_len, kv_len, kv_heads, heads):
     sizes = {"batch": 1, "q_len": q_len, "kv_len": kv_len, "q_heads": 32, "kv_heads": kv_heads}
     problem = attention(mask=mask, head_dim=128, v_head_dim=128, **sizes)
-    assert Plan(problem, flash_fwd_sm90.Config.default(problem)).l2_heads == heads
+    plan = flash_fwd_sm90.plan_of(problem, flash_fwd_sm90.Config.default(problem))
+    assert plan.l2_heads == heads
 
 
 _IDS = ("q_segment_ids", "kv_segment_ids")

@@ -21,7 +21,6 @@ from pallas_attn import _context, _dispatch, _split, _transforms
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.bench import context as bench_context
 from pallas_attn.bench import rows
-from pallas_attn.kernels.attention.plan import Plan
 from pallas_attn.kernels.flash_bwd import plan as bwd_plan
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
@@ -421,7 +420,7 @@ def test_zigzag_gives_every_block_the_same_work(op):
     """
     problem = zigzag_problem(op)
     if op == "flash_forward":
-        plan = Plan(problem, flash_fwd_sm90.Config.default(problem))
+        plan = flash_fwd_sm90.plan_of(problem, flash_fwd_sm90.Config.default(problem))
         make, tiles = tile_scheduler.schedule, plan.q_tiles
         heads = 32
     else:

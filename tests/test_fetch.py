@@ -15,7 +15,6 @@ import pallas_attn as pa
 from pallas_attn import _device, _transforms
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.context import chunks_of
-from pallas_attn.kernels.attention.plan import Plan
 from pallas_attn.kernels.flash_fwd import fetch, sm90, tile_scheduler
 from tests import builds, mosaic, threads
 
@@ -139,7 +138,7 @@ def test_every_tile_that_rows_see_comes_once(mask, order, shards):
     """Those of the last rows first, and of theirs the last first; none that is here."""
     keys, rows = 4096, 4096 // shards // pa.Context("cp", order).chunks
     problem = problem_of(order, mask, rows=rows, keys=keys, shards=shards)
-    plan = Plan(problem, sm90.Config.default(problem), takes_offsets=True)
+    plan = sm90.plan_of(problem, sm90.Config.default(problem))
     sizes = fetch.Sizes.of(plan)
     at = np.arange(keys)
     for device, offsets in enumerate(problem.offsets):
@@ -167,7 +166,7 @@ def test_a_fetcher_takes_fewer_work_tiles():
     """So that all blocks end together, on the GPU whose last work tiles are not cheap too."""
     problem = problem_of("zigzag", pa.CAUSAL, rows=8192, keys=32768)
     problem = dataclasses.replace(problem, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128)
-    plan = Plan(problem, sm90.Config.default(problem), takes_offsets=True)
+    plan = sm90.plan_of(problem, sm90.Config.default(problem))
     for offsets in problem.offsets:
         table = tile_scheduler.schedule(plan, offsets)
         busy = tile_scheduler.busy_before(plan, offsets)
@@ -212,7 +211,7 @@ def test_several_pieces_are_in_flight(kv_heads, dim):
         problem = problem_of("zigzag", pa.CAUSAL, rows=rows, keys=keys)
         problem = dataclasses.replace(problem, **changes)
         if sm90.fetches(problem):
-            plan = Plan(problem, sm90.Config.default(problem))
+            plan = sm90.plan_of(problem, sm90.Config.default(problem))
             sizes = fetch.Sizes.of(plan)
             assert fetch.LEAST_SLOTS <= sizes.slots <= fetch.MOST_SLOTS
             ring = plan.config.stages * plan.config.block_kv * plan.k_width * 2
@@ -239,7 +238,7 @@ def test_a_config_that_cannot_fetch():
         ),
     ):
         with pytest.raises(ValueError) as caught:
-            fetch.check(Plan(given, config_of(given, **config)))
+            fetch.check(sm90.plan_of(given, config_of(given, **config)))
         assert str(caught.value) == message
 
 

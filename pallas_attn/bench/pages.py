@@ -46,10 +46,10 @@ Rates of each GPU where several have the rows of one causal sequence, beside tha
 has all of it: TFLOP/s of attention, `both` with its backward, and TB/s of live K and V where
 `rows_decode` decodes. Wall time of jitted steps that follow each other for a tenth of a second, in
 turns: long enough for GPUs to reach their power limit, of which links between them at work take a
-part. All turns begin with the GPUs at rest; until 2026-11-24 they did not, and one GPU, which began
-after turns that took less power than its own, was ahead. `share`: of the rate of one GPU. `ring`
-passes K and V from GPU to GPU between launches of our kernels, `cudnn_ring` between those of
-cuDNN."""
+part. All turns begin with the GPUs at rest; until 2026-11-24 they followed each other at once, and
+the clock at which one began depended on the one before. GPUs of a host differ, and all wait for the
+slowest. `share`: of the rate of one GPU. `ring` passes K and V from GPU to GPU between launches of
+our kernels, `cudnn_ring` between those of cuDNN."""
 _OURS_SPLIT = ("pallas_attn/gather", "pallas_attn/rows")
 _SEPARATE = """\
 These peers do not run inside a process of JAX. Their figures come from another process and another

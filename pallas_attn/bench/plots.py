@@ -127,9 +127,10 @@ class _Panel:
                 f'height="{base - y:.1f}" fill="{colour}"{outline}/>'
             )
             if is_ours(row):
-                middle, inside = x + 0.45 * thick + 4, min(y + 30, base - 4)
+                size = min(10, round(thick))  # no larger than its bar is wide
+                middle, inside = x + 0.45 * thick + 0.4 * size, min(y + 30, base - 4)
                 turned = f'fill="white" transform="rotate(-90 {middle:.1f} {inside:.1f})"'
-                parts.append(_text(_label(row), middle, inside, "start", 10, turned))
+                parts.append(_text(_label(row), middle, inside, "start", size, turned))
         middle, below = left + self.slot / 2 + 4, base + 14
         turned = f'transform="rotate(-32 {middle:.1f} {below})"'
         return [*parts, _text(_short(rows[0]), middle, below, "end", 10, turned)]

@@ -22,11 +22,11 @@ A GPU finds an array of another one by its address there, which XLA tells the ke
 would hold such addresses from before the launch, and a CUDA graph would keep them: so the copies
 between GPUs are by plain pointers.
 
-What bounds it: the links, which 32 fetchers fill; `COPY_RATE` is the share of one of them. With
-fewer of them blocks wait for keys, also where the schedule knows how long they are busy. A kernel
-that fetches from its own GPU takes as long as one that has all keys. From another GPU it takes
-longer where GPUs are at their power limit: links at work take a part of the power, which lowers the
-clock, and each step ends with the slower GPU.
+What bounds it: the links. 32 fetchers fill them, and `COPY_RATE` is about the share of one; with
+fewer, blocks wait for keys. A kernel that fetches from its own GPU takes as long as one that has
+all keys; from another GPU it takes longer. Where GPUs are at their power limit, links at work take
+a part of the power, which lowers the clock, and each step ends with the slower GPU; at rest it is
+longer too, by more than the time of the fetchers, and why is not known.
 """
 
 import dataclasses

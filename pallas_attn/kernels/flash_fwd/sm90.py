@@ -298,11 +298,11 @@ def fetches(problem: AttentionProblem) -> bool:
         return False
     config = Config.default(problem)
     fits = smem_bytes(problem, config) <= SMEM_LIMIT
-    return fits and fetch.Sizes.of(Plan(problem, config)).slots >= fetch.LEAST_SLOTS
+    return fits and fetch.Sizes.of(plan_of(problem, config)).slots >= fetch.LEAST_SLOTS
 
 
 def smem_bytes(problem: AttentionProblem, config: Any) -> int:
-    return mosaic.bytes_of(scratch(Plan(problem, config))) + BARRIERS + mosaic.REDUCED
+    return mosaic.bytes_of(scratch(plan_of(problem, config))) + BARRIERS + mosaic.REDUCED
 
 
 # ---- consumers: a warpgroup each, 64 query rows of every work tile -------------------------------
