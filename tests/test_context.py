@@ -550,6 +550,7 @@ def test_the_benchmark_of_contexts(monkeypatch, case):
     assert [row["impl"] for row in found] == [f"pallas_attn/{x}" for x in ("one", *others)]
     for row in found:
         assert not set(rows.REQUIRED) - row.keys() and row["efficiency"] > 0
+        assert len(row["alone_ms"]) == 8 and row["alone_ms"][0] == found[0]["ms"]
     assert found[0]["efficiency"] == 1
 
 

@@ -3,8 +3,10 @@
 Wall time of jitted steps, since what counts is when the last device has finished. Steps follow each
 other without a wait, as those of a training loop do, for TURN_MS a turn. Turns begin with all GPUs
 at rest: at work, a GPU reaches its power limit within a turn and slows down, and one that rested in
-the turn before would be ahead. `efficiency` is the time of one GPU over n times that of n. Who else
-is timed: the ring of our own kernels (plain ppermutes of K and V), and, forward, a ring of cuDNN's.
+the turn before would be ahead. `efficiency` is the time of one GPU, the first, over n times that of
+n. GPUs of one kind are not equally fast and a step ends with the slowest, so each of them is timed
+alone: `alone_ms`. Who else is timed: the ring of our own kernels (plain ppermutes of K and V), and,
+forward, a ring of cuDNN's.
 Of a cache whose rows are split a step is TOKENS new tokens of one sequence, in a loop within the
 program.
 """
@@ -208,6 +210,7 @@ def run(wanted: str, seed: int, turns: int, commit: str | None, out: str | None)
             rates = {"tflops": "TFLOP/s", "tbps": "TB/s"}
             rate = "".join(f"{row[x]:>8.4g} {unit}" for x, unit in rates.items() if x in row)
             sys.stdout.write(f"{line}{row['efficiency']:>8.3f}{rate}\n")
+        sys.stdout.write(f"{'':<29}{'each GPU alone':<20}{found[0]['alone_ms']} ms\n")
         sys.stdout.flush()
         if out is not None:
             rows.append(out, found)
@@ -220,24 +223,24 @@ def time_case(
     """A row for each of those who are right, and how many are not."""
     devices = len(jax.devices())
     made = case.subjects(seed)
-    subjects, given = ({name: x[n] for name, x in made.items()} for n in (0, 1))
+    step, whole = made["one"]
+    others = {f"one on {d}": (step, jax.device_put(whole, d)) for d in jax.devices()[1:]}
+    subjects, given = ({name: x[n] for name, x in (made | others).items()} for n in (0, 1))
+    checked = [name for name in made if name != "one"]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         lowered = {name: step.lower(*given[name]) for name, step in subjects.items()}
         subjects = dict(
             zip(lowered, pool.map(lambda x: x.compile(), lowered.values()), strict=True)
         )
-    results = {name: step(*given[name]) for name, step in subjects.items()}
-    wrong = [
-        name
-        for name, found in results.items()
-        if name != "one" and not _same(case, results["one"], found)
-    ]
+    want = subjects["one"](*whole)
+    wrong = [n for n in checked if not _same(case, want, subjects[n](*given[n]))]
     for name in wrong:
         sys.stderr.write(f"{case.name}: {name} differs from one GPU\n")
         del subjects[name]
-    del results
+    del want
     times = _interleaved({n: functools.partial(s, *given[n]) for n, s in subjects.items()}, turns)
     alone = times.pop("one")
+    each_alone = [statistics.median(x) for x in (alone, *(times.pop(name) for name in others))]
     problem = dataclasses.asdict(case) | {"devices": devices}
     found = []
     for name, each in {"pallas_attn/one": alone, **times}.items():
@@ -247,6 +250,7 @@ def time_case(
         row |= {"ms": round(ms, 4), "ms_min": round(min(each), 4), "n": len(each), "kernels": 0}
         row |= case.rate(ms, count) | {"checked": True}
         row["efficiency"] = round(statistics.median(alone) / (count * ms), 4)
+        row["alone_ms"] = [round(ms, 4) for ms in each_alone]
         found.append(row | dataclasses.asdict(provenance))
     return found, len(wrong)
 

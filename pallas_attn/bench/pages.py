@@ -42,14 +42,15 @@ cases that end with `_found`.
 Measured by `python run.py --task=bench` (see `configs/`). The pictures show the shapes that other
 implementations publish too; decode is drawn over pages of 16 rows."""
 _SPLIT = """\
-Rates of each GPU where several have the rows of one causal sequence, beside that of one GPU which
-has all of it: TFLOP/s of attention, `both` with its backward, and TB/s of live K and V where
-`rows_decode` decodes. Wall time of jitted steps that follow each other for a tenth of a second, in
-turns: long enough for GPUs to reach their power limit, of which links between them at work take a
-part. All turns begin with the GPUs at rest; until 2026-11-24 they followed each other at once, and
-the clock at which one began depended on the one before. GPUs of a host differ, and all wait for the
-slowest. `share`: of the rate of one GPU. `ring` passes K and V from GPU to GPU between launches of
-our kernels, `cudnn_ring` between those of cuDNN."""
+Rates of each GPU where several have the rows of one causal sequence, beside those of GPUs alone
+that have all of it (of the first one only in older rows): TFLOP/s of attention, `both` with its
+backward, and TB/s of live K and V where `rows_decode` decodes. Wall time of jitted steps that
+follow each other for a tenth of a second, in turns: long enough for GPUs to reach their power
+limit, of which links between them at work take a part. All turns begin with the GPUs at rest; until
+2026-11-24 they followed each other at once, and the clock at which one began depended on the one
+before. GPUs of a host differ, and all wait for the slowest. `share`: of the rate of the first one
+alone. `ring` passes K and V from GPU to GPU between launches of our kernels, `cudnn_ring` between
+those of cuDNN."""
 _OURS_SPLIT = ("pallas_attn/gather", "pallas_attn/rows")
 _SEPARATE = """\
 These peers do not run inside a process of JAX. Their figures come from another process and another
@@ -194,19 +195,39 @@ def _gpu(row: Row) -> str:
 
 
 def _table_of_split(cases: list[dict[str, Row]]) -> str:
-    head = ["case", "GPUs", "one", "**ours**", "share", "ring", "cudnn_ring", "over best peer"]
+    head = [
+        "case",
+        "GPUs",
+        "each alone",
+        "**ours**",
+        "share",
+        "ring",
+        "cudnn_ring",
+        "over best peer",
+    ]
     lines = [_cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
     for rows in cases:
         one, ring = rows["pallas_attn/one"], rows.get("pallas_attn/ring")
         ours = next(rows[name] for name in _OURS_SPLIT if name in rows)
         both = ring, rows.get("cudnn_ring")
         peers = [row for row in both if row]
-        cells = [f"`{ours['case']}`", f"{ours['problem']['devices']} {_gpu(ours)}", _number(one)]
+        cells = [
+            f"`{ours['case']}`",
+            f"{ours['problem']['devices']} {_gpu(ours)}",
+            _each_alone(one),
+        ]
         cells += [f"**{_number(ours)}**", f"{100 * ours['efficiency']:.0f} %"]
         cells += [_number(row) if row else "" for row in both]
         cells.append(f"{min(row['ms'] for row in peers) / ours['ms']:.2f}" if peers else "")
         lines.append(_cells(cells))
     return "\n".join([*lines, "", _where([list(rows.values()) for rows in cases])])
+
+
+def _each_alone(one: Row) -> str:
+    """The rate of the first GPU, and those of the others where a row has them."""
+    unit = "tflops" if "tflops" in one else "tbps"
+    every = one.get("alone_ms", [one["ms"]])
+    return " / ".join(_number(one | {unit: rate(one) * one["ms"] / ms}) for ms in every)
 
 
 def _number(row: Row) -> str:
