@@ -60,13 +60,15 @@ def config_of(problem, **changes):
 
 READ = [
     (name, order, 2, device, 64)
-    for name in ("causal", "full", "window", "documents")
+    for name in ("causal", "full", "window", "documents", "claimed")
     for order in ("contiguous", "zigzag")
     for device in range(2)
 ]
 # Rows that end within a warpgroup's, which takes the kv tiles of those past the end too: here the
 # first of the next chunk.
 READ += [("causal", "zigzag", 2, 0, 40), ("documents", "contiguous", 2, 0, 40)]
+# Work tiles without a key, which take the first kv tile: another GPU's for one of the two.
+READ += [("unseen", "zigzag", 2, device, 64) for device in range(2)]
 
 
 @pytest.mark.guards
@@ -91,9 +93,10 @@ def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, sh
     q = draw(jax.random.key(3), (problem.batch, problem.q_len, 2, DIM))
     offsets = problem.offsets[device]
     given = AttentionInputs(q, k, v, jnp.asarray(offsets, jnp.int32))
-    if name == "documents":
+    if name in ("documents", "claimed", "unseen"):
         ids = jnp.arange(keys, dtype=jnp.int32)[None] // 150
         q_ids = jnp.concatenate([ids[:, n : n + problem.q_len] for n in offsets])
+        q_ids = q_ids.at[0].add(1000 if name == "unseen" else 0)
         kv_ids = jnp.repeat(ids, problem.batch, axis=0)
         given = given._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
     problem = _transforms.resized(problem, given)
@@ -120,7 +123,9 @@ def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, sh
         return array
 
     def run(problem, given):
-        return sm90.run(given, problem, config_of(problem))
+        config = config_of(problem, claims=name == "claimed")
+        assert sm90.plan_of(problem, config).claims == config.claims
+        return sm90.run(given, problem, config)
 
     with mosaic.interpret(), mosaic.with_peers(on_peer):
         got, want = (

@@ -2,6 +2,7 @@
 heads and by rows, the demo on a mesh, in one process and in two.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -18,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
-from pallas_attn import _split, lm
+from pallas_attn import _config, _split, lm
 from pallas_attn.lm import check, decode, model, train
 from pallas_attn.lm import rows as lm_rows
 from tests import append_cases, test_keep
@@ -74,6 +75,7 @@ FETCHED: dict[str, tuple] = {
     "full": (2, 4, 4, 64, {}),
     "window": (1, 4, 2, 128, {"mask": pa.sliding_window(300)}),
     "documents": (2, 4, 1, 128, {"mask": pa.CAUSAL}),
+    "claimed documents": (1, 8, 2, 128, {"mask": pa.CAUSAL}),
     "wide": (1, 2, 2, 256, {"mask": pa.CAUSAL, "softcap": 20.0, "q_offset": 1}),
 }
 
@@ -86,6 +88,9 @@ def test_keys_that_the_kernel_fetches(name, order):
     """
     batch, heads, kv_heads, dim, options = FETCHED[name]
     rows, mesh, context = 4096, mesh_of("cp"), pa.Context("cp", order)
+    documents = name.endswith("documents")
+    claims = {"warpgroups": 3, "block_kv": 64, "stages": 3, "grid": 40, "claims": True}
+    forced = {"flash_fwd_sm90": claims} if name.startswith("claimed") else {}
 
     def layers(context, q, kvs, *ids):
         ids = (ids[0], ids[0]) if ids else None
@@ -102,7 +107,7 @@ def test_keys_that_the_kernel_fetches(name, order):
     def over(context):
         local = functools.partial(layers, context)
         stacked = P(None, None, "cp")
-        specs = (P(None, "cp"), stacked, *([P(None, "cp")] if name == "documents" else []))
+        specs = (P(None, "cp"), stacked, *([P(None, "cp")] if documents else []))
         return jax.jit(
             jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(specs[0], stacked))
         )
@@ -114,11 +119,15 @@ def test_keys_that_the_kernel_fetches(name, order):
             draw(4 * seed + n, *shape).astype(jnp.bfloat16) for n, shape in enumerate(shapes)
         )
         more = []
-        if name == "documents":
+        if documents:
             ends = np.random.default_rng(seed).integers(0, 5, (batch, rows))
             more = [context.reorder(jnp.asarray(np.sort(ends, 1), jnp.int32), 2)]
         given = (context.reorder(q, 2), tuple(context.reorder(x, 2, 2) for x in (k, v)), *more)
-        got, want = (jax.tree.map(np.asarray, call(*given)) for call in (fetching, gathering))
+        with contextlib.ExitStack() as stack:  # traced in here
+            for kernel, config in forced.items():
+                stack.enter_context(_config.forced(kernel, config))
+            got = jax.tree.map(np.asarray, fetching(*given))
+        want = jax.tree.map(np.asarray, gathering(*given))
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             g, w = (x.astype(np.float32) for x in (g, w))
             np.testing.assert_allclose(g, w, rtol=0.02, atol=0.02 if name == "window" else 0.005)

@@ -292,6 +292,16 @@ class BlockOfThreads:
                 counters.reshape(-1)[at] += 1
                 self.memory.signalled.setdefault((id(counters), at), []).extend(done)
 
+    def take(self, counters, index, where):
+        found = np.zeros(128, np.int32)
+        with self.memory.lock:
+            flat = counters.reshape(-1)
+            for thread in np.flatnonzero(np.broadcast_to(where, 128)):
+                at = np.broadcast_to(index, 128)[thread]
+                found[thread] = flat[at]
+                flat[at] += 1
+        return found
+
     def wait_until(self, counters, index, least, remote=False):
         """Blocks run one after the other: nobody else will come."""
         if not self._there(counters, index, least, here=not remote):

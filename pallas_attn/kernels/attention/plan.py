@@ -126,6 +126,7 @@ class Plan:
     _: dataclasses.KW_ONLY
     takes_offsets: bool = False  # whether the kernel's softmax adds them: see `linear_scores`
     joins_heads: bool = False  # whether it knows `last_heads`
+    knows_claims: bool = False  # whether it knows `claims`
 
     @property
     def tile_rows(self) -> int:
@@ -215,6 +216,26 @@ class Plan:
     @property
     def grid(self) -> int:
         return min(self.config.grid or self.work_tiles, self.work_tiles)
+
+    @property
+    def never_empty(self) -> bool:
+        """Whether rows without a key take one kv tile all the same, which is masked whole: a branch
+        around the mainloop would cost every work tile a hundred moves of registers.
+        """
+        others = set(self.problem.arrays) - {"q_offset", "device"}
+        return others == {"q_segment_ids", "kv_segment_ids"}
+
+    @property
+    def claims(self) -> bool:
+        """Whether blocks claim their work tiles one by one: see `flash_fwd.claims`."""
+        if not (self.knows_claims and self.config.claims):
+            return False
+        return self.never_empty and not self.is_listed
+
+    @property
+    def first_ranked_head(self) -> int:
+        """Where there are segments, the head from which on work tiles go by rank."""
+        return self.heads - self.problem.group if self.claims else 0
 
     @property
     def fetches(self) -> bool:

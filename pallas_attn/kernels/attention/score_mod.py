@@ -50,6 +50,7 @@ class Refs(NamedTuple):
     score_aux: Any = ()
     tiles: Any = None  # see `tile_lists.tiles`
     fetching: Any = None  # see `flash_fwd.fetch.Operands`
+    counter: Any = None  # int32[1], written: see `flash_fwd.claims`
 
 
 class Tile(NamedTuple):

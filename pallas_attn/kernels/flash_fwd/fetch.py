@@ -248,7 +248,10 @@ def _order_of_segments(plan: Plan, device: Any, inputs: AttentionInputs, spans: 
     at = np.arange(sizes.tiles - 1, -1, -1, dtype=np.int32)
     others = jnp.asarray(_owner(sizes, at * TILE // sizes.chunk)[0]) != device[0]
     lo, hi = (x.reshape(sizes.batch, -1, 1) for x in (lo, hi))
-    needed = ((at[None, None] >= lo) & (at[None, None] < hi)).any(axis=1) & others[None]
+    needed = ((at[None, None] >= lo) & (at[None, None] < hi)).any(axis=1)
+    if plan.never_empty:  # the first kv tile is what work tiles take that need none
+        needed |= at[None] == 0
+    needed &= others[None]
     every = (np.arange(sizes.batch, dtype=np.int32)[:, None] * sizes.tiles + at[None]).reshape(-1)
     needed = needed.reshape(-1)
     places = jnp.where(needed, jnp.cumsum(needed, dtype=jnp.int32), every.size + 1)

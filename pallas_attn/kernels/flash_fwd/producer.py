@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_attn.kernels.attention.plan import Context, kv_batch, kv_row
 from pallas_attn.kernels.attention.score_mod import Tile
-from pallas_attn.kernels.flash_fwd import fetch, tile_scheduler
+from pallas_attn.kernels.flash_fwd import claims, fetch, tile_scheduler
 from pallas_attn.kernels.lang import mosaic
 
 
@@ -60,10 +60,17 @@ def produce(ctx: Context, block_id: Any) -> None:
         if plan.is_listed:
             after = ends_of(following)  # read long before it is used
             return _produce_listed(ctx, tile, count, ends), following, after
+        span = span_of(tile, ends)
+        after = ends_of(following)  # read long before it is used
+        return entries(tile, span, count), following, after
+
+    def span_of(tile, ends):
         record = None if ends is None else lambda i: ends.get(i, 0)
-        lo, hi = tile_scheduler.block_span(plan, record, tile)
-        ends = ends_of(following)  # read long before it is used
-        batch, block = kv_batch(plan.problem, tile.batch), plan.config.block_kv
+        return tile_scheduler.block_span(plan, record, tile)
+
+    def entries(tile, span, count):
+        (lo, hi), batch = span, kv_batch(plan.problem, tile.batch)
+        block = plan.config.block_kv
         waits = jnp.logical_not(fetch.is_done(ctx, fetching)) if plan.fetches else None
 
         def one_entry(e, carry):
@@ -80,11 +87,14 @@ def produce(ctx: Context, block_id: Any) -> None:
 
         nowhere = fetch.place_of(ctx, device, jnp.int32(0)) if plan.fetches else None
         start = count, nowhere
-        count, _ = lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), one_entry, start)
-        return count, following, ends
+        return lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), one_entry, start)[0]
 
-    first = refs.schedule[block_id, 1]
-    lax.fori_loop(0, refs.schedule[block_id, 0], one_tile, (jnp.int32(0), first, ends_of(first)))
+    if plan.claims:
+        claims.produce(ctx, block_id, (ends_of, span_of, entries))
+    else:
+        first = refs.schedule[block_id, 1]
+        carry = jnp.int32(0), first, ends_of(first)
+        lax.fori_loop(0, refs.schedule[block_id, 0], one_tile, carry)
     if plan.fetches:
         pl.when(block_id == 0)(functools.partial(fetch.wait_for_peers, ctx, fetching))
 

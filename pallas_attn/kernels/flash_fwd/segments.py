@@ -263,7 +263,10 @@ def _codes(ctx: ThreadContext) -> None:
         counts = number % width < 1
         ours = thread.select(counts, number * 0, owner - batch)
         ours = (ours <= 0) & (ours >= 0) & (thread.select(counts, number * 0 + batch, 0) < 1)
-        code = thread.select(counts, value, head * unit + tile)
+        known = counts
+        if plan.first_ranked_head:
+            known = counts | (head < plan.first_ranked_head)
+        code = thread.select(known, value, head * unit + tile)
         thread.store(refs.codes, number, code, 4, there & ours)
 
     _each(ctx, rows * width, 1, finish, load)

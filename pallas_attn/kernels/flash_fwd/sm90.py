@@ -69,7 +69,7 @@ from pallas_attn.kernels.attention.plan import (
 )
 from pallas_attn.kernels.attention.plan import limit as limit
 from pallas_attn.kernels.attention.score_mod import Refs, Rows, Tile
-from pallas_attn.kernels.flash_fwd import fetch, producer, segments, tile_scheduler
+from pallas_attn.kernels.flash_fwd import claims, fetch, producer, segments, tile_scheduler
 from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
@@ -80,6 +80,7 @@ BARRIERS = 1024  # bytes kept for them and for alignment
 # Registers of a consumer's thread, by how many consumers there are.
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 # Probabilities of float32 are spread over float16's range; they lie below 2**RESCALE_THRESHOLD.
+LONG = 16384  # rows from which packed documents are taken to be long: few work tiles are of two
 SPREAD = 2.0 ** (wgmma.EXPONENT + 1 - softmax.RESCALE_THRESHOLD)
 
 
@@ -95,6 +96,7 @@ class Config:
     q_slots: int = 2  # q tiles of a consumer; 2: the next is loaded early, where there is room
     exp_before_wait: int = 0  # quarters of a tile's exponents, computed before the wait for P V
     fetchers: int = 32  # blocks that begin by fetching what other GPUs have: see `fetch`
+    claims: bool = False  # where there are segments, blocks may claim work tiles: see `claims`
 
     def __post_init__(self):
         check(
@@ -107,6 +109,7 @@ class Config:
             q_slots=(self.q_slots in (1, 2), "1 or 2"),
             exp_before_wait=(self.exp_before_wait in (0, 1, 2, 3, 4), "0 to 4"),
             fetchers=(self.fetchers >= 1, "at least 1"),
+            claims=(not self.claims or self.stages <= claims.MOST_STAGES, "False: stages are many"),
         )
 
     @classmethod
@@ -122,26 +125,28 @@ class Config:
         if dim <= 128 and problem.mask_program and tile_lists.reads_pairs(problem.mask_program):
             # A table of blocks, which are of 128 as a rule: each is a tile, whole or empty.
             return cls(2, block_kv=128, stages=2 if dim > 64 else 4, l2_heads=l2_heads)
-        if dim <= 64 and _fits(problem, 4) and not _takes_wide_tiles(problem):
-            return cls(4, block_kv=64, stages=6, l2_heads=l2_heads, exp_before_wait=early)
-        if dim <= 64:
-            return cls(3, block_kv=128, stages=4, l2_heads=l2_heads)
         segments = "q_segment_ids" in problem.arrays
+        long = problem.q_len >= LONG and plan_of(problem, cls(claims=True)).claims
+        made = functools.partial(cls, l2_heads=l2_heads, claims=long)
+        if dim <= 64 and _fits(problem, 4) and not _takes_wide_tiles(problem):
+            return made(4, block_kv=64, stages=6, exp_before_wait=early)
+        if dim <= 64:
+            return made(3, block_kv=128, stages=4)
         bias = problem.bias_shape is not None and problem.bias_shape[:2] != (1, 1)
-        if dim <= 128 and not (segments or bias) and _fits(problem, 3):
-            stages, early = (4, 0) if dim <= 96 else (3, early)
-            return cls(3, block_kv=64, stages=stages, l2_heads=l2_heads, exp_before_wait=early)
+        if dim <= 128 and not bias and (long or not segments) and _fits(problem, 3):
+            stages, early = (4, 0) if dim <= 96 else (3, 0 if long else early)
+            return made(3, block_kv=64, stages=stages, exp_before_wait=early)
         narrow = problem.head_dim <= 192 and problem.v_head_dim <= 128 and not segments
         if dim <= 128 or narrow:
-            return cls(2, block_kv=128, stages=2, l2_heads=l2_heads)
-        config = cls(2, block_kv=64, stages=2, l2_heads=l2_heads)
+            return made(2, block_kv=128, stages=2)
+        config = made(2, block_kv=64, stages=2)
         fits = smem_bytes(problem, config) <= SMEM_LIMIT
         return config if fits else dataclasses.replace(config, q_slots=1)
 
 
 def plan_of(problem: AttentionProblem, config: Any) -> Plan:
     """Of this kernel."""
-    return Plan(problem, config, takes_offsets=True, joins_heads=True)
+    return Plan(problem, config, takes_offsets=True, joins_heads=True, knows_claims=True)
 
 
 def _is_window(problem: AttentionProblem) -> bool:
@@ -211,6 +216,7 @@ class Smem(NamedTuple):
     ready: Any  # barriers, one an entry of the ring: see `Ring`
     free: Any
     fetched: Any = None  # barriers of `fetch`, as words; None where nothing is fetched
+    claims: Any = None  # `claims.Smem` where blocks claim work tiles
 
 
 def scratch(plan: Plan) -> Smem:
@@ -247,6 +253,7 @@ def _scratch(plan: Plan, q_slots: int, out_width: int) -> Smem:
         ready=barrier(num_barriers=config.stages, num_arrivals=3 if ids else 2),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         fetched=plgpu.SMEM((2 * fetch.MOST_SLOTS,), jnp.int32) if plan.fetches else None,
+        claims=claims.scratch() if plan.claims else None,
     )
 
 
@@ -311,26 +318,23 @@ def smem_bytes(problem: AttentionProblem, config: Any) -> int:
 def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
     """All work tiles of a block."""
     plan, refs, smem = ctx
-    count, first, second = (refs.schedule[block_id, i] for i in range(3))
     q_tiles = smem.q.shape[0] // plan.config.warpgroups
 
     def q_slot(i):
         return wg if q_tiles == 1 else wg + (i & 1) * plan.config.warpgroups
 
-    _load_q(ctx, tile_scheduler.tile_of(ctx, first), wg, q_slot(0))
-
     def listed_rows(code):
         return tile_scheduler.listed_rows(ctx, tile_scheduler.tile_of(ctx, code), wg)
 
-    def one_tile(i, carry):
-        slot, code, following, own = carry
-        after = refs.schedule[block_id, i + 3]  # read long before it is used
+    def compute(i, code, own, slot, next_one):
+        """`next_one`: the code of the work tile after this one, and whether there is one."""
+        following, there = next_one
 
         def load_next():
             tile = tile_scheduler.tile_of(ctx, following)
-            pl.when(i + 1 < count)(lambda: _load_q(ctx, tile, wg, q_slot(i + 1)))
+            pl.when(there)(lambda: _load_q(ctx, tile, wg, q_slot(i + 1)))
 
-        branches = "empty" in plan.sections and not tile_scheduler.never_empty(plan)
+        branches = "empty" in plan.sections and not plan.never_empty
         if q_tiles > 1 and branches:
             load_next()
         q = q_slot(i)
@@ -372,10 +376,31 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
             load_next()
         own = listed_rows(following)  # read under the epilogue
         _epilogue(ctx, rows, result)
+        return slot, own
+
+    def first_q(code):
+        _load_q(ctx, tile_scheduler.tile_of(ctx, code), wg, q_slot(0))
+
+    if plan.claims:
+        claims.consume(ctx, block_id, first_q, compute)
+    else:
+        _scheduled(ctx, block_id, first_q, listed_rows, compute)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _scheduled(ctx: Context, block_id: Any, first_q: Any, listed_rows: Any, compute: Any) -> None:
+    """The work tiles of a block by `tile_scheduler.schedule`."""
+    schedule = ctx.refs.schedule
+    count, first, second = (schedule[block_id, i] for i in range(3))
+    first_q(first)
+
+    def one_tile(i, carry):
+        slot, code, following, own = carry
+        after = schedule[block_id, i + 3]  # read long before it is used
+        slot, own = compute(i, code, own, slot, (following, i + 1 < count))
         return slot, following, after, own
 
     lax.fori_loop(0, count, one_tile, (jnp.int32(0), first, second, listed_rows(first)))
-    plgpu.wait_smem_to_gmem(0)
 
 
 def _read_record(smem: Smem, q: Any, i: Any) -> Any:
@@ -695,6 +720,8 @@ def _operands(plan: Plan, inputs: AttentionInputs) -> Refs:
         else:
             made = segments.by_xla(plan, inputs, fields)
         fields["segment_spans"], fields["schedule"] = made
+    if plan.claims:
+        fields["counter"] = claims.counter()
     if plan.fetches:
         fields["fetching"] = fetch.operands(plan, inputs, fields.get("segment_spans"))
     if plan.has("kv_lengths"):

@@ -67,9 +67,11 @@ def schedule(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
     see `assign`. Work tiles are ordered by L2 group of heads, then by rows, then by head. Lengths,
     offsets and bounds that are arrays are not known here: the costs are those of none, or of
     `offsets` (see `at_offset`). Where there are segments a code has a rank in place of rows, and
-    `schedule_by_rank` replaces it.
+    `schedule_by_rank` replaces it; where blocks claim work tiles there is one row: see `claimed`.
     """
     problem, q_tiles = plan.problem, np.arange(plan.q_tiles)
+    if plan.claims:
+        return claimed(plan)
     if plan.is_listed:
         costs = _listed_costs(plan)[None]
         q_tiles = np.argsort(-costs[0], kind="stable")
@@ -93,6 +95,17 @@ def schedule(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
     found = [costs_of(code, plan.code_bits, costs, problem.q_heads) for code in codes]
     ordered, kinds = in_order(codes, found, len(costs)), len(costs)
     return assign(*ordered, plan.grid, busy_before(plan, offsets), evenly=kinds > 1)
+
+
+def claimed(plan: Plan) -> np.ndarray:
+    """int32[1, n]: how many work tiles there are, and their codes in the order in which blocks
+    claim them: by kv head, from its last rows to its first; of the last head, by rank.
+    """
+    group, heads = plan.problem.group, np.arange(plan.heads, dtype=np.int32)
+    tiles = np.arange(plan.q_tiles, dtype=np.int32)
+    codes = (heads.reshape(-1, 1, group) << plan.code_bits) + tiles[::-1, None]
+    codes[-1] = (heads[-group:] << plan.code_bits) + tiles[:, None]
+    return np.append(np.int32(codes.size), codes)[None]
 
 
 def step_cost(plan: Plan, tile: int) -> float:
@@ -206,7 +219,7 @@ def schedule_by_rank(plan: Plan, segment_spans: Any) -> Any:
     the same rows of every document, and blocks with late rows would finish last.
     """
     problem = plan.problem
-    table = jnp.asarray(schedule(plan))
+    table, first = jnp.asarray(schedule(plan)), plan.first_ranked_head
     lo, hi = mask_bounds(plan)[:, None]
     # Units one by one, not a reduction, which would be a launch of its own.
     units = range(plan.tile_rows // plan.span_rows)
@@ -215,8 +228,9 @@ def schedule_by_rank(plan: Plan, segment_spans: Any) -> Any:
     end = jnp.minimum(hi, functools.reduce(jnp.maximum, lasts))
     order = jnp.argsort(begin - end, axis=1).astype(jnp.int32)
     low_bits = (1 << plan.code_bits) - 1
-    batch = (table >> plan.code_bits) // problem.q_heads
-    codes = (table & ~low_bits) | order[batch, table & low_bits]
+    head = table >> plan.code_bits
+    codes = (table & ~low_bits) | order[head // problem.q_heads, table & low_bits]
+    codes = jnp.where(head >= first, codes, table) if first else codes
     return jnp.concatenate([table[:, :1], codes[:, 1:]], axis=1)
 
 
@@ -422,13 +436,6 @@ def record_ends(ctx: Context, tile: Tile) -> Any:
     return {field: refs.segment_spans[tile.batch, at, field] for field in fields}
 
 
-def never_empty(plan: Plan) -> bool:
-    """Whether rows without a key take one kv tile all the same, which is masked whole: a branch
-    around the mainloop would cost every work tile a hundred moves of registers.
-    """
-    return plan.problem.arrays == ("q_segment_ids", "kv_segment_ids")
-
-
 def rows_span(plan: Plan, record: Any, tile: Tile, wg: Any) -> Span:
     """The kv tiles of one warpgroup's rows; lo == hi == 0 where there is none."""
     row: Any = own_rows(plan, tile, wg)[1]
@@ -466,17 +473,17 @@ def block_span(plan: Plan, record: Any, tile: Tile) -> tuple[Any, Any]:
         return lo, functools.reduce(jnp.maximum, [span.hi for span in spans])
     lows = [jnp.where(span.hi > span.lo, span.lo, 2**30) for span in spans]
     hi = functools.reduce(jnp.maximum, [span.hi for span in spans])
-    if never_empty(plan):
+    if plan.never_empty:
         hi = jnp.maximum(hi, 1)
         return jnp.minimum(functools.reduce(jnp.minimum, lows), hi - 1), hi
     return jnp.minimum(functools.reduce(jnp.minimum, lows), hi), hi
 
 
 def at_least_one(plan: Plan, span: Span, hi: Any) -> Span:
-    """`rows_span`; or where that is empty, and `never_empty` says so, the last kv tile before `hi`,
-    masked.
+    """`rows_span`; or where that is empty, and `Plan.never_empty` says so, the last kv tile before
+    `hi`, masked.
     """
-    if not never_empty(plan):
+    if not plan.never_empty:
         return span
     none = span.hi <= span.lo
     picked = (span.lo, hi - 1), (span.full_lo, hi), (span.full_hi, 0), (span.hi, hi)

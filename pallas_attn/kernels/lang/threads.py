@@ -355,6 +355,18 @@ class Thread(mosaic.Thread):
         operands = [mosaic.address_of(counters, index, 4), least.value]
         return Int(llvm.inline_asm(i32(), operands, ptx, "=r,l,r,~{memory}", has_side_effects=True))
 
+    def take(self, counters: Ref, index: Int, where: Int) -> Int:
+        """Adds 1 to a counter where the condition holds and gives what it was, elsewhere 0. Orders
+        nothing.
+        """
+        ptx = (
+            "{ .reg .pred p; setp.ne.b32 p, $1, 0; mov.b32 $0, 0; "
+            "@p atom.relaxed.gpu.global.add.u32 $0, [$2], 1; }"
+        )
+        operands = [arith.extui(i32(), where.value), mosaic.address_of(counters, index, 4)]
+        constraints = "=&r,r,l,~{memory}"
+        return Int(llvm.inline_asm(i32(), operands, ptx, constraints, has_side_effects=True))
+
     def arrive(self, counters: Ref, index: Int, count: Int, last: Ref) -> None:
         """Counts the block's arrival: `last[0]` becomes 1 in the block that arrives last of
         `count`, else 0. The last block sees what the others wrote before they arrived.

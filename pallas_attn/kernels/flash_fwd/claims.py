@@ -1,0 +1,115 @@
+"""Work tiles that blocks claim one by one, where packed documents say how long each takes.
+
+A table that deals ranks to blocks (`tile_scheduler.schedule_by_rank`) ends them all at one time,
+but what they do at one time are equally long work tiles of all documents, whose K and V are more
+than L2 holds. Here neighbouring rows are taken together, which read the same K and V, by whichever
+block is free (`tile_scheduler.claimed`); only the last head's go by rank, so that the longest do
+not begin last.
+
+A block's first work tile follows from its number. Each later one it claims from a counter in global
+memory: the producer, before it loads the one before (`produce`), since consumers load the next q
+tile during this one and so ask for one ahead (`consume`). It hands the code on in a ring of shared
+memory, -1 when there is none left. No one waits to write there: each work tile has two entries of
+the ring of K and V at least (`Plan.never_empty`), so the producer is at most stages / 2 + 1 work
+tiles ahead of the consumers, and its codes one more: fewer than RING.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.flash_fwd import tile_scheduler
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import ThreadContext
+
+RING = 8  # codes
+MOST_STAGES = 2 * (RING - 2)  # of the ring of K and V
+
+
+class Smem(NamedTuple):
+    """Shared memory."""
+
+    codes: Any  # int32[RING]
+    ready: Any  # barriers, one for each
+
+
+def scratch() -> Smem:
+    return Smem(
+        codes=plgpu.SMEM((RING,), jnp.int32),
+        ready=plgpu.Barrier(num_barriers=RING, num_arrivals=1),
+    )
+
+
+def counter() -> Any:
+    """How many work tiles of a launch have been claimed."""
+    return jax.new_ref(jnp.zeros((1,), jnp.int32))
+
+
+class _Claim(NamedTuple):
+    slot: Any
+
+
+class _Refs(NamedTuple):
+    counter: Any
+    schedule: Any
+    codes: Any
+
+
+def _claim(ctx: Context, index: Any) -> Any:
+    """The code of the block's work tile `index`, which consumers may read from now on."""
+    smem = ctx.smem.claims
+    slot = lax.rem(index, jnp.int32(RING))
+    refs = _Refs(ctx.refs.counter, ctx.refs.schedule, smem.codes)
+    threads.each_thread(mosaic.in_context(_one_claim, ctx.plan), refs, _Claim(slot))
+    plgpu.barrier_arrive(smem.ready.at[slot])
+    return smem.codes[slot]
+
+
+def _one_claim(ctx: ThreadContext) -> None:
+    thread, refs, at, plan = ctx
+    first, most = thread.index < 1, plan.work_tiles - 1
+    number = thread.take(refs.counter, thread.index * 0, first) + plan.grid
+    code = thread.load(refs.schedule, thread.minimum(number, most) + 1, 4)
+    code = thread.select(number < plan.work_tiles, code, -1)
+    thread.shared_store(refs.codes, at.slot, code, first)
+    thread.sync()
+
+
+def produce(ctx: Context, block: Any, how: Any) -> None:
+    """All work tiles of a block. `how`: what is read of the work tile of a code, long before it is
+    used; which kv tiles that leaves; and what loads them, counting entries.
+    """
+    ends_of, span_of, entries = how
+
+    def one_tile(carry):
+        index, code, count, ends = carry
+        following = _claim(ctx, index + 1)
+        tile = tile_scheduler.tile_of(ctx, code)
+        span = span_of(tile, ends)
+        ends = ends_of(jnp.maximum(following, 0))
+        return index + 1, following, entries(tile, span, count), ends
+
+    code = ctx.refs.schedule[0, block + 1]
+    start = jnp.int32(0), code, jnp.int32(0), ends_of(code)
+    lax.while_loop(lambda carry: carry[1] >= 0, one_tile, start)
+
+
+def consume(ctx: Context, block: Any, first_q: Any, compute: Any) -> None:
+    """All work tiles of a block, by functions of `sm90`."""
+    smem, code = ctx.smem.claims, ctx.refs.schedule[0, block + 1]
+    first_q(code)
+
+    def one_tile(carry):
+        index, code, slot = carry
+        ahead = lax.rem(index + 1, jnp.int32(RING))
+        plgpu.barrier_wait(smem.ready.at[ahead])
+        following = smem.codes[ahead]
+        next_one = jnp.maximum(following, 0), following >= 0
+        slot, _ = compute(index, code, None, slot, next_one)
+        return index + 1, following, slot
+
+    lax.while_loop(lambda carry: carry[1] >= 0, one_tile, (jnp.int32(0), code, jnp.int32(0)))

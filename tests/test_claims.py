@@ -1,0 +1,151 @@
+"""Work tiles that blocks claim (kernels/flash_fwd/claims.py): packed documents, forward."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import _config
+from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn.kernels.flash_fwd import sm90, tile_scheduler
+from tests import mosaic
+
+CAUSAL, FULL = pa.CAUSAL, pa.FULL
+TWO, THREE = (
+    {"warpgroups": 2, "block_kv": 64, "stages": 2},
+    {"warpgroups": 3, "block_kv": 64, "stages": 3},
+)
+
+
+def made(documents, heads, dim=64, batch=1, offset=None, seed=0):
+    """q, k, v, and what else a call is given."""
+    rows = sum(documents)
+    keys = jax.random.split(jax.random.key(seed), 3)
+    arrays = [
+        jax.random.normal(key, (batch, rows, n, dim), jnp.bfloat16)
+        for key, n in zip(keys, (heads[0], heads[1], heads[1]), strict=True)
+    ]
+    ids = np.repeat(np.arange(len(documents), dtype=np.int32), documents)
+    # Each batch row begins elsewhere in the row of documents.
+    ids = jnp.asarray(np.stack([np.roll(ids, 100 * b) for b in range(batch)]))
+    options = {"segment_ids": ids}
+    if offset is not None:
+        options["q_offset"] = jnp.full((batch,), offset, jnp.int32)
+    return arrays, options
+
+
+def problem_of(q, k, mask, names):
+    sizes = {"batch": q.shape[0], "q_len": q.shape[1], "kv_len": k.shape[1]}
+    sizes |= {"q_heads": q.shape[2], "kv_heads": k.shape[2]}
+    return AttentionProblem(
+        op="flash_forward",
+        gpu="sm90",
+        dtype="bfloat16",
+        head_dim=q.shape[3],
+        v_head_dim=q.shape[3],
+        mask=mask,
+        scale=q.shape[3] ** -0.5,
+        arrays=names,
+        **sizes,
+    )
+
+
+CASES = {
+    "causal": ((100, 250, 50, 300), (4, 2), CAUSAL, TWO | {"grid": 3}, {}),
+    "three": ((100, 450, 50, 300), (4, 2), CAUSAL, THREE | {"grid": 2}, {"batch": 2}),
+    "full": ((30, 450, 1, 19, 300), (2, 2), FULL, THREE | {"grid": 3}, {}),
+    "window": ((100, 450, 150), (3, 1), pa.sliding_window(70), TWO | {"grid": 4}, {}),
+    "offset": ((100, 450, 150), (4, 2), CAUSAL, THREE | {"grid": 2}, {"offset": -200}),
+    "one head": ((64, 700), (1, 1), CAUSAL, TWO | {"grid": 5}, {}),
+    "one block": ((300, 400), (2, 1), CAUSAL, TWO | {"grid": 1}, {}),
+    "a block each": ((64, 320), (1, 1), CAUSAL, TWO, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_claim_all_work_tiles(case):
+    """Without a race, and with no work tile left out; rows of no key too."""
+    documents, heads, mask, config, how = CASES[case]
+    (q, k, v), options = made(documents, heads, **how)
+    want, want_lse = pa.flash_attention_with_lse(
+        q, k, v, mask=mask, **options, implementation="reference"
+    )
+    ids = options["segment_ids"]
+    arrays = {"q_segment_ids": ids, "kv_segment_ids": ids}
+    arrays |= {"q_offset": options["q_offset"]} if "q_offset" in options else {}
+    names = tuple(name for name in AttentionInputs._fields if name in arrays)
+    problem, config = problem_of(q, k, mask, names), sm90.Config(**config, claims=True)
+    assert sm90.plan_of(problem, config).claims
+    with mosaic.interpret():
+        call = jax.jit(functools.partial(sm90.run, problem=problem, config=config))
+        out, lse = (np.asarray(x, np.float32) for x in call(AttentionInputs(q, k, v, **arrays)))
+    np.testing.assert_allclose(out, np.asarray(want, np.float32), atol=0.02)
+    np.testing.assert_allclose(lse, np.asarray(want_lse), atol=1e-4)
+
+
+def test_claims_are_for_long_documents():
+    """The default: not where rows are few, nor where a work tile may need no kv tile."""
+    ids = ("q_segment_ids", "kv_segment_ids")
+
+    def config(rows, names=ids):
+        q, k = (jax.ShapeDtypeStruct((1, rows, n, 128), jnp.bfloat16) for n in (32, 8))
+        return sm90.Config.default(problem_of(q, k, CAUSAL, names))
+
+    assert config(sm90.LONG).claims and config(sm90.LONG).warpgroups == 3
+    assert config(sm90.LONG, ("q_offset", *ids)).claims
+    assert not config(sm90.LONG - 1).claims and config(sm90.LONG - 1).warpgroups == 2
+    assert not config(sm90.LONG, ("kv_lengths", *ids)).claims
+    assert not config(sm90.LONG, ()).claims
+    with pytest.raises(ValueError, match="claims must be False: stages are many"):
+        sm90.Config(stages=13, claims=True)
+
+
+def test_neighbours_are_claimed_together():
+    """All work tiles once: the heads of a group side by side, rows from the last on."""
+    q, k = (jax.ShapeDtypeStruct((2, 1000, n, 64), jnp.bfloat16) for n in (6, 2))
+    problem = problem_of(q, k, CAUSAL, ("q_segment_ids", "kv_segment_ids"))
+    plan = sm90.plan_of(problem, sm90.Config(**TWO, grid=4, claims=True))
+    (count, *codes) = tile_scheduler.schedule(plan)[0].tolist()
+    assert count == len(codes) == len(set(codes)) == plan.work_tiles
+    head, tile = (np.array(codes) >> plan.code_bits, np.array(codes) % (1 << plan.code_bits))
+    assert head[:4].tolist() == [0, 1, 2, 0] and tile[:4].tolist() == [7, 7, 7, 6]
+    assert plan.first_ranked_head == 9 and tile[head >= 9][:4].tolist() == [0, 0, 0, 1]
+
+
+LONG_ONES = (
+    ((8192,) * 2, (8, 2), CAUSAL),
+    ((1, 5000, 300, 11083), (8, 8), CAUSAL),
+    ((700,) * 24, (4, 1), FULL),
+    ((20000,), (2, 1), pa.sliding_window(1000)),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents, heads, mask", LONG_ONES, ids=str)
+@pytest.mark.parametrize("dim", (64, 96, 128, 256))
+def test_long_documents_on_the_gpu(documents, heads, mask, dim):
+    """As by rank, with no row left as it was: the arrays hold NaN before."""
+    arrays, options = made(documents, heads, dim)
+    call = functools.partial(pa.flash_attention_with_lse, mask=mask, **options)
+
+    def compiled(config):
+        """The step, and the Config that it runs with."""
+        forced = _config.forced("flash_fwd_sm90", config) if config else contextlib.nullcontext()
+        with forced, _config.watched() as choices:
+            step = jax.jit(lambda *x: call(*x)).lower(*arrays).compile()
+        return step, choices[-1].config
+
+    by_rank, _ = compiled({"warpgroups": 2, "block_kv": 64, "q_slots": 1})
+    want = [np.asarray(x, np.float32) for x in by_rank(*arrays)]
+    step, config = compiled(None)
+    assert config.claims
+    for _ in range(3):
+        before = [jnp.full(x.shape, jnp.nan, x.dtype) for x in jax.eval_shape(call, *arrays)]
+        jax.block_until_ready(before)
+        del before
+        for x, w, atol in zip(step(*arrays), want, (0.02, 1e-4), strict=True):
+            np.testing.assert_allclose(np.asarray(x, np.float32), w, atol=atol)
