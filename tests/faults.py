@@ -64,11 +64,42 @@ TEST_KEEP = "tests/test_keep.py"
 TEST_EMITTED, TEST_SCHEDULES = "tests/test_emitted_code.py", "tests/test_schedules.py"
 TEST_NARROW = "tests/test_narrow_kernel.py"
 TEST_FETCH = "tests/test_fetch.py -k as_if_it_were_here"
+TEST_CLAIMS = "tests/test_claims.py"
 TEST_SUMS = "tests/test_rows.py -k 'norm_over_devices or norm_waits'"
 TEST_JOINED = "tests/test_flash_fwd_kernel.py -k several_heads"
 
 FAULTS = {
     # ---- who reads what when ---------------------------------------------------------------------
+    "a_work_tile_is_left_out_of_what_blocks_claim": Fault(
+        f"{FWD}/claims.py",
+        "first) + plan.grid",
+        "first) + plan.grid + 1",
+        TEST_CLAIMS,
+    ),
+    "a_block_claims_on_past_the_last_work_tile": Fault(
+        f"{FWD}/claims.py",
+        "thread.select(number < plan.work_tiles, code, -1)",
+        "thread.select(number < plan.work_tiles + 1, code, -1)",
+        f"{TEST_CLAIMS} -k counts",
+    ),
+    "a_claim_is_read_before_it_is_written": Fault(
+        f"{FWD}/claims.py",
+        "        plgpu.barrier_wait(smem.ready.at[ahead])\n",
+        "",
+        TEST_CLAIMS,
+    ),
+    "the_last_head_goes_by_no_rank": Fault(
+        f"{FWD}/segments.py",
+        "known = counts | (head < plan.first_ranked_head)",
+        "known = counts | (head < plan.first_ranked_head + plan.problem.group)",
+        f"{TEST_CLAIMS} -k by_rank",
+    ),
+    "a_work_tile_that_needs_no_key_waits_for_one_that_is_not_fetched": Fault(
+        f"{FWD}/fetch.py",
+        "needed |= at[None] == 0",
+        "needed |= at[None] < 0",
+        TEST_FETCH,
+    ),
     "fetched_rows_are_read_before_they_are_here": Fault(
         f"{FWD}/producer.py", "pl.when(waits & (e < hi - lo)", "pl.when(waits & (e < 0)", TEST_FETCH
     ),

@@ -11,8 +11,9 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import _config
 from pallas_attn._problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.flash_fwd import sm90, tile_scheduler
-from tests import mosaic
+from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.flash_fwd import segments, sm90, tile_scheduler
+from tests import builds, mosaic, threads
 
 CAUSAL, FULL = pa.CAUSAL, pa.FULL
 TWO, THREE = (
@@ -87,19 +88,64 @@ def test_blocks_claim_all_work_tiles(case):
     np.testing.assert_allclose(lse, np.asarray(want_lse), atol=1e-4)
 
 
+def test_each_claim_counts_once(monkeypatch):
+    """A block claims once for each work tile that it takes: all there are, and no more."""
+    claimed, take = [], threads.BlockOfThreads.take
+
+    def counted(self, counters, index, where):
+        claimed.append(np.count_nonzero(where))
+        return take(self, counters, index, where)
+
+    monkeypatch.setattr(threads.BlockOfThreads, "take", counted)
+    (q, k, v), options = made((200, 333), (2, 1))
+    ids = options["segment_ids"]
+    problem = problem_of(q, k, CAUSAL, ("q_segment_ids", "kv_segment_ids"))
+    config = sm90.Config(**TWO, grid=3, claims=True)
+    inputs = AttentionInputs(q, k, v, q_segment_ids=ids, kv_segment_ids=ids)
+    with mosaic.interpret():
+        jax.jit(functools.partial(sm90.run, problem=problem, config=config))(inputs)
+    assert sum(claimed) == sm90.plan_of(problem, config).work_tiles == 10
+
+
+def test_the_last_head_goes_by_rank():
+    """Of the last batch row, its longest work tile first; by the small kernel as by XLA."""
+    (q, k, v), options = made((130, 500, 70, 400), (4, 2), batch=2)
+    ids = options["segment_ids"]
+    names = ("q_segment_ids", "kv_segment_ids")
+    problem, config = problem_of(q, k, CAUSAL, names), sm90.Config(**TWO, claims=True)
+    plan = sm90.plan_of(problem, config)
+    inputs = AttentionInputs(q, k, v, q_segment_ids=ids, kv_segment_ids=ids)
+    keys = tma_operands.round_up(problem.kv_len, config.block_kv)
+    fields = tma_operands.segment_ids(inputs, plan.padded_rows, keys)
+    records, want = segments.by_xla(plan, inputs, fields)
+    with mosaic.interpret():
+        found = jax.jit(functools.partial(segments.prepare, plan))(ids, ids)
+    for x, w in zip(found, (records, want), strict=True):
+        np.testing.assert_array_equal(x, w)
+    codes, static = np.asarray(want)[0, 1:], tile_scheduler.schedule(plan)[0, 1:]
+    ranked = static >> plan.code_bits >= plan.first_ranked_head
+    np.testing.assert_array_equal(codes[~ranked], static[~ranked])
+    tiles = codes[ranked][:: problem.group] & ((1 << plan.code_bits) - 1)
+    assert sorted(tiles) == list(range(plan.q_tiles))
+    spans = np.asarray(records)[-1][:, : 4 * config.warpgroups].reshape(plan.q_tiles, -1, 4)
+    causal = tile_scheduler.mask_bounds(plan)[1]
+    lengths = np.minimum(spans[..., 3].max(1), causal) - spans[..., 0].min(1)
+    assert (np.diff(lengths[tiles]) <= 0).all() and lengths[tiles[0]] > lengths[tiles[-1]]
+
+
 def test_claims_are_for_long_documents():
     """The default: not where rows are few, nor where a work tile may need no kv tile."""
     ids = ("q_segment_ids", "kv_segment_ids")
 
-    def config(rows, names=ids):
-        q, k = (jax.ShapeDtypeStruct((1, rows, n, 128), jnp.bfloat16) for n in (32, 8))
+    def config(rows, names=ids, kv_heads=8):
+        q, k = (jax.ShapeDtypeStruct((1, rows, n, 128), jnp.bfloat16) for n in (32, kv_heads))
         return sm90.Config.default(problem_of(q, k, CAUSAL, names))
 
     assert config(sm90.LONG).claims and config(sm90.LONG).warpgroups == 3
     assert config(sm90.LONG, ("q_offset", *ids)).claims
     assert not config(sm90.LONG - 1).claims and config(sm90.LONG - 1).warpgroups == 2
     assert not config(sm90.LONG, ("kv_lengths", *ids)).claims
-    assert not config(sm90.LONG, ()).claims
+    assert not config(sm90.LONG, ()).claims and not config(sm90.LONG, kv_heads=32).claims
     with pytest.raises(ValueError, match="claims must be False: stages are many"):
         sm90.Config(stages=13, claims=True)
 
@@ -116,9 +162,22 @@ def test_neighbours_are_claimed_together():
     assert plan.first_ranked_head == 9 and tile[head >= 9][:4].tolist() == [0, 0, 0, 1]
 
 
+@pytest.mark.machine_code
+@pytest.mark.guards
+def test_compiles_without_spills_or_serialised_matmuls():
+    build = builds.BUILDS["flash_fwd/sm90/h128_claims"]
+    report = mosaic.compile_for(build.call, *build.shapes, target=build.target, sass=False)
+    assert {kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in report.kernels} == {
+        "flash_fwd_sm90",
+        "segments",
+    }
+    assert report.spill_bytes == 0
+    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
+
+
 LONG_ONES = (
     ((8192,) * 2, (8, 2), CAUSAL),
-    ((1, 5000, 300, 11083), (8, 8), CAUSAL),
+    ((1, 5000, 300, 11083), (8, 4), CAUSAL),
     ((700,) * 24, (4, 1), FULL),
     ((20000,), (2, 1), pa.sliding_window(1000)),
 )

@@ -108,7 +108,7 @@ def consume(ctx: Context, block: Any, first_q: Any, compute: Any) -> None:
         ahead = lax.rem(index + 1, jnp.int32(RING))
         plgpu.barrier_wait(smem.ready.at[ahead])
         following = smem.codes[ahead]
-        next_one = jnp.maximum(following, 0), following >= 0
+        next_one = jnp.maximum(following, 0), lambda: following >= 0
         slot, _ = compute(index, code, None, slot, next_one)
         return index + 1, following, slot
 

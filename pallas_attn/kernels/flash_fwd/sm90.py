@@ -10,7 +10,7 @@ Grid: one persistent block a multiprocessor. It takes the work tiles that `tile_
 lists for it, each of which is `64 * warpgroups` query rows of one head; of the last rows, where
 they are fewer, those of several heads that share K and V (`Plan.last_heads`). They are ordered
 longest first (causal: last rows first) within L2 groups, heads whose K and V fit in L2; the query
-heads of a kv head are neighbours.
+heads of a kv head are neighbours. Of long packed documents blocks claim work tiles (`claims`).
 
 Warpgroups: one producer, which loads K and V by TMA for all work tiles of the block, and
 `Config.warpgroups` consumers of 64 query rows each. A consumer loads its own rows of Q, computes
@@ -126,7 +126,9 @@ class Config:
             # A table of blocks, which are of 128 as a rule: each is a tile, whole or empty.
             return cls(2, block_kv=128, stages=2 if dim > 64 else 4, l2_heads=l2_heads)
         segments = "q_segment_ids" in problem.arrays
-        long = problem.q_len >= LONG and plan_of(problem, cls(claims=True)).claims
+        # Without heads that share K and V claims gain little, or lose.
+        long = problem.q_len >= LONG and problem.group > 1
+        long = long and plan_of(problem, cls(claims=True)).claims
         made = functools.partial(cls, l2_heads=l2_heads, claims=long)
         if dim <= 64 and _fits(problem, 4) and not _takes_wide_tiles(problem):
             return made(4, block_kv=64, stages=6, exp_before_wait=early)
@@ -327,12 +329,12 @@ def _consume(ctx: Context, block_id: Any, wg: Any) -> None:
         return tile_scheduler.listed_rows(ctx, tile_scheduler.tile_of(ctx, code), wg)
 
     def compute(i, code, own, slot, next_one):
-        """`next_one`: the code of the work tile after this one, and whether there is one."""
+        """`next_one`: the code of the work tile after this one, and `there()`: is there one?"""
         following, there = next_one
 
         def load_next():
             tile = tile_scheduler.tile_of(ctx, following)
-            pl.when(there)(lambda: _load_q(ctx, tile, wg, q_slot(i + 1)))
+            pl.when(there())(lambda: _load_q(ctx, tile, wg, q_slot(i + 1)))
 
         branches = "empty" in plan.sections and not plan.never_empty
         if q_tiles > 1 and branches:
@@ -397,7 +399,7 @@ def _scheduled(ctx: Context, block_id: Any, first_q: Any, listed_rows: Any, comp
     def one_tile(i, carry):
         slot, code, following, own = carry
         after = schedule[block_id, i + 3]  # read long before it is used
-        slot, own = compute(i, code, own, slot, (following, i + 1 < count))
+        slot, own = compute(i, code, own, slot, (following, lambda: i + 1 < count))
         return slot, following, after, own
 
     lax.fori_loop(0, count, one_tile, (jnp.int32(0), first, second, listed_rows(first)))

@@ -3,7 +3,8 @@
 A work tile is `plan.tile_rows` query rows of one head. `schedule` is a table of which block takes
 which work tiles in which order; it is made before anything runs, so that a block can read ahead. A
 work tile is a number in it, which `tile_of` decodes. Where there are segment ids, which are arrays,
-`schedule_by_rank` completes the table on the GPU.
+`schedule_by_rank` completes the table on the GPU; or it is the order in which blocks claim work
+tiles (`claims`).
 
 `rows_span` are the kv tiles of one warpgroup's rows, `block_span` those that the block loads.
 """
