@@ -4,7 +4,9 @@ A table that deals ranks to blocks (`tile_scheduler.schedule_by_rank`) ends them
 but what they do at one time are equally long work tiles of all documents, whose K and V are more
 than L2 holds. Here neighbouring rows are taken together, which read the same K and V, by whichever
 block is free (`tile_scheduler.claimed`); only the last head's go by rank, so that the longest do
-not begin last.
+not begin last. On an H100, 32:8 heads of 128, documents of 8192 in 65536 rows: 6.34 ms by rank with
+two warpgroups of 128 keys (with three of 64, 5.84 to 5.97), 6.06 claimed, 5.88 claimed with three;
+in 131072 rows 12.4 (12.2 to 12.4), 12.1 and 11.7.
 
 A block's first work tile follows from its number. Each later one it claims from a counter in global
 memory: the producer, before it loads the one before (`produce`), since consumers load the next q
