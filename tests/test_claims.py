@@ -1,6 +1,7 @@
 """Work tiles that blocks claim (kernels/flash_fwd/claims.py): packed documents, forward."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -148,6 +149,20 @@ def test_claims_are_for_long_documents():
     assert not config(sm90.LONG, ()).claims and not config(sm90.LONG, kv_heads=32).claims
     with pytest.raises(ValueError, match="claims must be False: stages are many"):
         sm90.Config(stages=13, claims=True)
+
+
+@pytest.mark.parametrize("dim", range(8, 257, 8))
+def test_shared_memory_is_enough(dim):
+    """At every head dim, with what is fetched from another GPU too."""
+    q, k = (jax.ShapeDtypeStruct((1, sm90.LONG, n, dim), jnp.bfloat16) for n in (8, 4))
+    names = ("q_offset", "q_segment_ids", "kv_segment_ids")
+    problem = problem_of(q, k, CAUSAL, names)
+    config = sm90.Config.default(problem)
+    assert config.claims and sm90.smem_bytes(problem, config) <= sm90.SMEM_LIMIT
+    fetching = dataclasses.replace(
+        problem, arrays=(*names, "device"), kv_len=2 * sm90.LONG, fetches=2
+    )
+    assert sm90.fetches(fetching) and sm90.Config.default(fetching).claims
 
 
 def test_neighbours_are_claimed_together():
