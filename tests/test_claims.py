@@ -17,9 +17,10 @@ from pallas_attn.kernels.flash_fwd import segments, sm90, tile_scheduler
 from tests import builds, mosaic, threads
 
 CAUSAL, FULL = pa.CAUSAL, pa.FULL
-TWO, THREE = (
+TWO, THREE, FOUR = (
     {"warpgroups": 2, "block_kv": 64, "stages": 2},
     {"warpgroups": 3, "block_kv": 64, "stages": 3},
+    {"warpgroups": 4, "block_kv": 64, "stages": 6},
 )
 
 
@@ -65,6 +66,9 @@ CASES = {
     "one head": ((64, 700), (1, 1), CAUSAL, TWO | {"grid": 5}, {}),
     "one block": ((300, 400), (2, 1), CAUSAL, TWO | {"grid": 1}, {}),
     "a block each": ((64, 320), (1, 1), CAUSAL, TWO, {}),
+    "four": ((500, 600), (2, 1), CAUSAL, FOUR | {"grid": 3}, {}),
+    "wide": ((100, 300), (2, 1), CAUSAL, TWO | {"grid": 2, "q_slots": 1}, {"dim": 256}),
+    "short": ((1,) * 40 + (3,) * 100, (2, 1), CAUSAL, THREE | {"grid": 2}, {}),
 }
 
 
