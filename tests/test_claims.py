@@ -11,10 +11,12 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import _config
-from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn._case import AttentionCase
+from pallas_attn._problem import AttentionInputs
 from pallas_attn.kernels.attention import tma_operands
-from pallas_attn.kernels.flash_fwd import segments, sm90, tile_scheduler
+from pallas_attn.kernels.flash_fwd import claims, segments, sm90, tile_scheduler
 from tests import builds, mosaic, threads
+from tests import test_flash_fwd_kernel as forward
 
 CAUSAL, FULL = pa.CAUSAL, pa.FULL
 TWO, THREE, FOUR = (
@@ -24,73 +26,37 @@ TWO, THREE, FOUR = (
 )
 
 
-def made(documents, heads, dim=64, batch=1, offset=None, seed=0):
-    """q, k, v, and what else a call is given."""
+def of(documents, heads, dim=64, batch=1, mask=CAUSAL, **fields):
+    """A case of packed documents, which begin one further on in each batch row."""
     rows = sum(documents)
-    keys = jax.random.split(jax.random.key(seed), 3)
-    arrays = [
-        jax.random.normal(key, (batch, rows, n, dim), jnp.bfloat16)
-        for key, n in zip(keys, (heads[0], heads[1], heads[1]), strict=True)
-    ]
-    ids = np.repeat(np.arange(len(documents), dtype=np.int32), documents)
-    # Each batch row begins elsewhere in the row of documents.
-    ids = jnp.asarray(np.stack([np.roll(ids, 100 * b) for b in range(batch)]))
-    options = {"segment_ids": ids}
-    if offset is not None:
-        options["q_offset"] = jnp.full((batch,), offset, jnp.int32)
-    return arrays, options
-
-
-def problem_of(q, k, mask, names):
-    sizes = {"batch": q.shape[0], "q_len": q.shape[1], "kv_len": k.shape[1]}
-    sizes |= {"q_heads": q.shape[2], "kv_heads": k.shape[2]}
-    return AttentionProblem(
-        op="flash_forward",
-        gpu="sm90",
-        dtype="bfloat16",
-        head_dim=q.shape[3],
-        v_head_dim=q.shape[3],
-        mask=mask,
-        scale=q.shape[3] ** -0.5,
-        arrays=names,
-        **sizes,
-    )
+    sizes = batch, rows, rows, *heads, dim, dim
+    return AttentionCase("documents", *sizes, mask=mask, segments=documents, **fields)
 
 
 CASES = {
-    "causal": ((100, 250, 50, 300), (4, 2), CAUSAL, TWO | {"grid": 3}, {}),
-    "three": ((100, 450, 50, 300), (4, 2), CAUSAL, THREE | {"grid": 2}, {"batch": 2}),
-    "full": ((30, 450, 1, 19, 300), (2, 2), FULL, THREE | {"grid": 3}, {}),
-    "window": ((100, 450, 150), (3, 1), pa.sliding_window(70), TWO | {"grid": 4}, {}),
-    "offset": ((100, 450, 150), (4, 2), CAUSAL, THREE | {"grid": 2}, {"offset": -200}),
-    "one head": ((64, 700), (1, 1), CAUSAL, TWO | {"grid": 5}, {}),
-    "one block": ((300, 400), (2, 1), CAUSAL, TWO | {"grid": 1}, {}),
-    "a block each": ((64, 320), (1, 1), CAUSAL, TWO, {}),
-    "four": ((500, 600), (2, 1), CAUSAL, FOUR | {"grid": 3}, {}),
-    "wide": ((100, 300), (2, 1), CAUSAL, TWO | {"grid": 2, "q_slots": 1}, {"dim": 256}),
-    "short": ((1,) * 40 + (3,) * 100, (2, 1), CAUSAL, THREE | {"grid": 2}, {}),
+    "causal": (of((100, 250, 50, 300), (4, 2)), TWO | {"grid": 3}),
+    "three": (of((100, 450, 50, 300), (4, 2), batch=2), THREE | {"grid": 2}),
+    "full": (of((30, 450, 1, 19, 300), (2, 2), mask=FULL), THREE | {"grid": 3}),
+    "window": (of((100, 450, 150), (3, 1), mask=pa.sliding_window(70)), TWO | {"grid": 4}),
+    "offset": (of((100, 450, 150), (4, 2), q_offset=(-200,)), THREE | {"grid": 2}),
+    "unseen": (of((100, 450), (2, 1), kv_segments=(550,)), TWO | {"grid": 3}),
+    "one head": (of((64, 700), (1, 1)), TWO | {"grid": 5}),
+    "one block": (of((300, 400), (2, 1)), TWO | {"grid": 1}),
+    "a block each": (of((64, 320), (1, 1)), TWO),
+    "four": (of((500, 600), (2, 1)), FOUR | {"grid": 3}),
+    "wide": (of((100, 300), (2, 1), 256), TWO | {"grid": 2, "q_slots": 1}),
+    "short": (of((1,) * 40 + (3,) * 100, (2, 1)), THREE | {"grid": 2}),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_blocks_claim_all_work_tiles(case):
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_claim_all_work_tiles(name):
     """Without a race, and with no work tile left out; rows of no key too."""
-    documents, heads, mask, config, how = CASES[case]
-    (q, k, v), options = made(documents, heads, **how)
-    want, want_lse = pa.flash_attention_with_lse(
-        q, k, v, mask=mask, **options, implementation="reference"
-    )
-    ids = options["segment_ids"]
-    arrays = {"q_segment_ids": ids, "kv_segment_ids": ids}
-    arrays |= {"q_offset": options["q_offset"]} if "q_offset" in options else {}
-    names = tuple(name for name in AttentionInputs._fields if name in arrays)
-    problem, config = problem_of(q, k, mask, names), sm90.Config(**config, claims=True)
-    assert sm90.plan_of(problem, config).claims
+    case, config = CASES[name]
+    config = sm90.Config(**config, claims=True)
+    assert sm90.plan_of(forward.problem_of(case), config).claims
     with mosaic.interpret():
-        call = jax.jit(functools.partial(sm90.run, problem=problem, config=config))
-        out, lse = (np.asarray(x, np.float32) for x in call(AttentionInputs(q, k, v, **arrays)))
-    np.testing.assert_allclose(out, np.asarray(want, np.float32), atol=0.02)
-    np.testing.assert_allclose(lse, np.asarray(want_lse), atol=1e-4)
+        forward.check(case, config)
 
 
 def test_each_claim_counts_once(monkeypatch):
@@ -102,29 +68,23 @@ def test_each_claim_counts_once(monkeypatch):
         return take(self, counters, index, where)
 
     monkeypatch.setattr(threads.BlockOfThreads, "take", counted)
-    (q, k, v), options = made((200, 333), (2, 1))
-    ids = options["segment_ids"]
-    problem = problem_of(q, k, CAUSAL, ("q_segment_ids", "kv_segment_ids"))
-    config = sm90.Config(**TWO, grid=3, claims=True)
-    inputs = AttentionInputs(q, k, v, q_segment_ids=ids, kv_segment_ids=ids)
+    case, config = of((200, 333), (2, 1)), sm90.Config(**TWO, grid=3, claims=True)
     with mosaic.interpret():
-        jax.jit(functools.partial(sm90.run, problem=problem, config=config))(inputs)
-    assert sum(claimed) == sm90.plan_of(problem, config).work_tiles == 10
+        forward.check(case, config)
+    assert sum(claimed) == sm90.plan_of(forward.problem_of(case), config).work_tiles == 10
 
 
 def test_the_last_head_goes_by_rank():
     """Of the last batch row, its longest work tile first; by the small kernel as by XLA."""
-    (q, k, v), options = made((130, 500, 70, 400), (4, 2), batch=2)
-    ids = options["segment_ids"]
-    names = ("q_segment_ids", "kv_segment_ids")
-    problem, config = problem_of(q, k, CAUSAL, names), sm90.Config(**TWO, claims=True)
+    case, config = of((130, 500, 70, 400), (4, 2), batch=2), sm90.Config(**TWO, claims=True)
+    problem, inputs = forward.problem_of(case), AttentionInputs(**forward.given(case))
     plan = sm90.plan_of(problem, config)
-    inputs = AttentionInputs(q, k, v, q_segment_ids=ids, kv_segment_ids=ids)
     keys = tma_operands.round_up(problem.kv_len, config.block_kv)
     fields = tma_operands.segment_ids(inputs, plan.padded_rows, keys)
     records, want = segments.by_xla(plan, inputs, fields)
     with mosaic.interpret():
-        found = jax.jit(functools.partial(segments.prepare, plan))(ids, ids)
+        prepare = jax.jit(functools.partial(segments.prepare, plan))
+        found = prepare(inputs.q_segment_ids, inputs.kv_segment_ids)
     for x, w in zip(found, (records, want), strict=True):
         np.testing.assert_array_equal(x, w)
     codes, static = np.asarray(want)[0, 1:], tile_scheduler.schedule(plan)[0, 1:]
@@ -138,41 +98,49 @@ def test_the_last_head_goes_by_rank():
     assert (np.diff(lengths[tiles]) <= 0).all() and lengths[tiles[0]] > lengths[tiles[-1]]
 
 
+def problem_of(rows, heads=(32, 8), dim=128, arrays=()):
+    """Of one causal batch row with segment ids."""
+    case = of((rows,), heads, dim)
+    problem = forward.problem_of(case)
+    return dataclasses.replace(problem, arrays=(*arrays, *problem.arrays))
+
+
 def test_claims_are_for_long_documents():
     """The default: not where rows are few, nor where a work tile may need no kv tile."""
-    ids = ("q_segment_ids", "kv_segment_ids")
 
-    def config(rows, names=ids, kv_heads=8):
-        q, k = (jax.ShapeDtypeStruct((1, rows, n, 128), jnp.bfloat16) for n in (32, kv_heads))
-        return sm90.Config.default(problem_of(q, k, CAUSAL, names))
+    def config(rows, **how):
+        return sm90.Config.default(problem_of(rows, **how))
 
     assert config(sm90.LONG).claims and config(sm90.LONG).warpgroups == 3
-    assert config(sm90.LONG, ("q_offset", *ids)).claims
+    assert config(sm90.LONG, arrays=("q_offset",)).claims
     assert not config(sm90.LONG - 1).claims and config(sm90.LONG - 1).warpgroups == 2
-    assert not config(sm90.LONG, ("kv_lengths", *ids)).claims
-    assert not config(sm90.LONG, ()).claims and not config(sm90.LONG, kv_heads=32).claims
-    with pytest.raises(ValueError, match="claims must be False: stages are many"):
-        sm90.Config(stages=13, claims=True)
+    assert not config(sm90.LONG, arrays=("kv_lengths",)).claims
+    assert not config(sm90.LONG, heads=(32, 32)).claims
+    plain = dataclasses.replace(problem_of(sm90.LONG), arrays=())
+    assert not sm90.Config.default(plain).claims
+
+
+def test_too_many_stages_for_the_ring_of_codes():
+    sm90.Config(stages=claims.MOST_STAGES, claims=True)
+    with pytest.raises(ValueError) as caught:
+        sm90.Config(stages=claims.MOST_STAGES + 1, claims=True)
+    assert str(caught.value) == "Config.claims must be False above 12 stages, got True"
 
 
 @pytest.mark.parametrize("dim", range(8, 257, 8))
 def test_shared_memory_is_enough(dim):
     """At every head dim, with what is fetched from another GPU too."""
-    q, k = (jax.ShapeDtypeStruct((1, sm90.LONG, n, dim), jnp.bfloat16) for n in (8, 4))
-    names = ("q_offset", "q_segment_ids", "kv_segment_ids")
-    problem = problem_of(q, k, CAUSAL, names)
+    problem = problem_of(sm90.LONG, (8, 4), dim, ("q_offset",))
     config = sm90.Config.default(problem)
     assert config.claims and sm90.smem_bytes(problem, config) <= sm90.SMEM_LIMIT
-    fetching = dataclasses.replace(
-        problem, arrays=(*names, "device"), kv_len=2 * sm90.LONG, fetches=2
-    )
+    changes = {"arrays": (*problem.arrays, "device"), "kv_len": 2 * sm90.LONG, "fetches": 2}
+    fetching = dataclasses.replace(problem, **changes)
     assert sm90.fetches(fetching) and sm90.Config.default(fetching).claims
 
 
 def test_neighbours_are_claimed_together():
     """All work tiles once: the heads of a group side by side, rows from the last on."""
-    q, k = (jax.ShapeDtypeStruct((2, 1000, n, 64), jnp.bfloat16) for n in (6, 2))
-    problem = problem_of(q, k, CAUSAL, ("q_segment_ids", "kv_segment_ids"))
+    problem = forward.problem_of(of((1000,), (6, 2), batch=2))
     plan = sm90.plan_of(problem, sm90.Config(**TWO, grid=4, claims=True))
     (count, *codes) = tile_scheduler.schedule(plan)[0].tolist()
     assert count == len(codes) == len(set(codes)) == plan.work_tiles
@@ -195,35 +163,36 @@ def test_compiles_without_spills_or_serialised_matmuls():
 
 
 LONG_ONES = (
-    ((8192,) * 2, (8, 2), CAUSAL),
-    ((1, 5000, 300, 11083), (8, 4), CAUSAL),
-    ((700,) * 24, (4, 1), FULL),
-    ((20000,), (2, 1), pa.sliding_window(1000)),
+    of((8192,) * 2, (8, 2)),
+    of((1, 5000, 300, 11083), (8, 4)),
+    of((700,) * 24, (4, 1), mask=FULL),
+    of((20000,), (2, 1), mask=pa.sliding_window(1000)),
 )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("documents, heads, mask", LONG_ONES, ids=str)
+@pytest.mark.parametrize("number", range(len(LONG_ONES)))
 @pytest.mark.parametrize("dim", (64, 96, 128, 256))
-def test_long_documents_on_the_gpu(documents, heads, mask, dim):
-    """As by rank, with no row left as it was: the arrays hold NaN before."""
-    arrays, options = made(documents, heads, dim)
-    call = functools.partial(pa.flash_attention_with_lse, mask=mask, **options)
+def test_long_documents_on_the_gpu(number, dim):
+    """The bits of the same tiles by rank, in arrays that held NaN before: no row is left out."""
+    case = dataclasses.replace(LONG_ONES[number], head_dim=dim, v_head_dim=dim)
+    arrays = case.arrays()
+    call = functools.partial(pa.flash_attention_with_lse, **case.options())
 
-    def compiled(config):
+    def compiled(config=None):
         """The step, and the Config that it runs with."""
         forced = _config.forced("flash_fwd_sm90", config) if config else contextlib.nullcontext()
         with forced, _config.watched() as choices:
-            step = jax.jit(lambda *x: call(*x)).lower(*arrays).compile()
+            step = jax.jit(lambda arrays: call(**arrays)).lower(arrays).compile()
         return step, choices[-1].config
 
-    by_rank, _ = compiled({"warpgroups": 2, "block_kv": 64, "q_slots": 1})
-    want = [np.asarray(x, np.float32) for x in by_rank(*arrays)]
-    step, config = compiled(None)
+    step, config = compiled()
     assert config.claims
+    by_rank, _ = compiled(dataclasses.asdict(config) | {"claims": False})
+    want = by_rank(arrays)
     for _ in range(3):
-        before = [jnp.full(x.shape, jnp.nan, x.dtype) for x in jax.eval_shape(call, *arrays)]
+        before = [jnp.full(x.shape, jnp.nan, x.dtype) for x in want]
         jax.block_until_ready(before)
         del before
-        for x, w, atol in zip(step(*arrays), want, (0.02, 1e-4), strict=True):
-            np.testing.assert_allclose(np.asarray(x, np.float32), w, atol=atol)
+        for x, w in zip(step(arrays), want, strict=True):
+            np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(w, np.float32))

@@ -6,9 +6,8 @@ at rest: at work, a GPU reaches its power limit within a turn and slows down, an
 the turn before would be ahead. `efficiency` is the time of one GPU, the first, over n times that of
 n. GPUs of one kind are not equally fast and a step ends with the slowest, so each of them is timed
 alone: `alone_ms`. Who else is timed: the ring of our own kernels (plain ppermutes of K and V), and,
-forward, a ring of cuDNN's.
-Of a cache whose rows are split a step is TOKENS new tokens of one sequence, in a loop within the
-program.
+forward, a ring of cuDNN's. Of a cache whose rows are split a step is TOKENS new tokens of one
+sequence, in a loop within the program.
 """
 
 import concurrent.futures

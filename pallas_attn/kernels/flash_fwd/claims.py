@@ -3,17 +3,15 @@
 A table that deals ranks to blocks (`tile_scheduler.schedule_by_rank`) ends them all at one time,
 but what they do at one time are equally long work tiles of all documents, whose K and V are more
 than L2 holds. Here neighbouring rows are taken together, which read the same K and V, by whichever
-block is free (`tile_scheduler.claimed`); only the last head's go by rank, so that the longest do
-not begin last. On an H100, 32:8 heads of 128, documents of 8192 in 65536 rows: 6.34 ms by rank with
-two warpgroups of 128 keys (with three of 64, 5.84 to 5.97), 6.06 claimed, 5.88 claimed with three;
-in 131072 rows 12.4 (12.2 to 12.4), 12.1 and 11.7.
+block is free (`tile_scheduler.claimed`); only the last kv head's go by rank, so that the longest do
+not begin last.
 
 A block's first work tile follows from its number. Each later one it claims from a counter in global
 memory: the producer, before it loads the one before (`produce`), since consumers load the next q
 tile during this one and so ask for one ahead (`consume`). It hands the code on in a ring of shared
 memory, -1 when there is none left. No one waits to write there: each work tile has two entries of
-the ring of K and V at least (`Plan.never_empty`), so the producer is at most stages / 2 + 1 work
-tiles ahead of the consumers, and its codes one more: fewer than RING.
+the ring of K and V at least (`Plan.never_empty`), so the producer is at most stages / 2 work tiles
+ahead of the last consumer, and its codes one more: fewer than RING.
 """
 
 from typing import Any, NamedTuple
@@ -51,10 +49,6 @@ def counter() -> Any:
     return jax.new_ref(jnp.zeros((1,), jnp.int32))
 
 
-class _Claim(NamedTuple):
-    slot: Any
-
-
 class _Refs(NamedTuple):
     counter: Any
     schedule: Any
@@ -66,18 +60,18 @@ def _claim(ctx: Context, index: Any) -> Any:
     smem = ctx.smem.claims
     slot = lax.rem(index, jnp.int32(RING))
     refs = _Refs(ctx.refs.counter, ctx.refs.schedule, smem.codes)
-    threads.each_thread(mosaic.in_context(_one_claim, ctx.plan), refs, _Claim(slot))
+    threads.each_thread(mosaic.in_context(_one_claim, ctx.plan), refs, slot)
     plgpu.barrier_arrive(smem.ready.at[slot])
     return smem.codes[slot]
 
 
 def _one_claim(ctx: ThreadContext) -> None:
-    thread, refs, at, plan = ctx
+    thread, refs, slot, plan = ctx
     first, most = thread.index < 1, plan.work_tiles - 1
     number = thread.take(refs.counter, thread.index * 0, first) + plan.grid
     code = thread.load(refs.schedule, thread.minimum(number, most) + 1, 4)
     code = thread.select(number < plan.work_tiles, code, -1)
-    thread.shared_store(refs.codes, at.slot, code, first)
+    thread.shared_store(refs.codes, slot, code, first)
     thread.sync()
 
 

@@ -79,8 +79,8 @@ SMEM_LIMIT = _gpus.shared_memory(_gpus.HOPPER)
 BARRIERS = 1024  # bytes kept for them and for alignment
 # Registers of a consumer's thread, by how many consumers there are.
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
-# Probabilities of float32 are spread over float16's range; they lie below 2**RESCALE_THRESHOLD.
 LONG = 16384  # rows from which packed documents are taken to be long: few work tiles are of two
+# Probabilities of float32 are spread over float16's range; they lie below 2**RESCALE_THRESHOLD.
 SPREAD = 2.0 ** (wgmma.EXPONENT + 1 - softmax.RESCALE_THRESHOLD)
 
 
@@ -109,7 +109,10 @@ class Config:
             q_slots=(self.q_slots in (1, 2), "1 or 2"),
             exp_before_wait=(self.exp_before_wait in (0, 1, 2, 3, 4), "0 to 4"),
             fetchers=(self.fetchers >= 1, "at least 1"),
-            claims=(not self.claims or self.stages <= claims.MOST_STAGES, "False: stages are many"),
+            claims=(
+                not self.claims or self.stages <= claims.MOST_STAGES,
+                f"False above {claims.MOST_STAGES} stages",
+            ),
         )
 
     @classmethod

@@ -100,7 +100,7 @@ def schedule(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
 
 def claimed(plan: Plan) -> np.ndarray:
     """int32[1, n]: how many work tiles there are, and their codes in the order in which blocks
-    claim them: by kv head, from its last rows to its first; of the last head, by rank.
+    claim them: by kv head, from its last rows to its first; of the last kv head, by rank.
     """
     group, heads = plan.problem.group, np.arange(plan.heads, dtype=np.int32)
     tiles = np.arange(plan.q_tiles, dtype=np.int32)
