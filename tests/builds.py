@@ -285,6 +285,9 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm90/h128_claims": _attention_sm90(
         128, heads=(8, 2), rows=16384, keys=16384, given=("segment_ids",), **_CAUSAL
     ),
+    "flash_fwd/sm90/h128_long": _attention_sm90(
+        128, heads=(8, 2), rows=131072, keys=131072, **_CAUSAL
+    ),
     "flash_fwd/sm90/h128_everything": _attention_sm90(
         128, given=("bias", "sinks", "kv_lengths", "q_lengths"), softcap=20.0, **_WINDOW
     ),

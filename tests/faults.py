@@ -82,6 +82,12 @@ FAULTS = {
         "thread.select(number < plan.work_tiles + 1, code, -1)",
         f"{TEST_CLAIMS} -k counts",
     ),
+    "chunks_that_share_keys_are_claimed_apart": Fault(
+        f"{FWD}/tile_scheduler.py",
+        "problem.kv_heads, group).swapaxes(1, 2)",
+        "problem.kv_heads, group)",
+        f"{TEST_CLAIMS} -k claimed_together",
+    ),
     "a_claim_is_read_before_it_is_written": Fault(
         f"{FWD}/claims.py",
         "        plgpu.barrier_wait(smem.ready.at[ahead])\n",
@@ -162,7 +168,7 @@ FAULTS = {
     ),
     "heads_that_joined_have_a_work_tile_too": Fault(
         f"{FWD}/tile_scheduler.py",
-        "(heads % problem.group % plan.last_heads == 0)",
+        "(heads % plan.problem.group % plan.last_heads == 0)",
         "(heads >= 0)",
         f"{TEST_SCHEDULES} -k test_forward",
     ),

@@ -1,4 +1,6 @@
-"""Work tiles that blocks claim (kernels/flash_fwd/claims.py): packed documents, forward."""
+"""Work tiles that blocks claim (kernels/flash_fwd/claims.py): of packed documents and of long
+causal rows, forward.
+"""
 
 import contextlib
 import dataclasses
@@ -33,6 +35,11 @@ def of(documents, heads, dim=64, batch=1, mask=CAUSAL, **fields):
     return AttentionCase("documents", *sizes, mask=mask, segments=documents, **fields)
 
 
+def plain(rows, keys, heads, dim=64, batch=1, **fields):
+    """A causal case without documents."""
+    return AttentionCase("plain", batch, rows, keys, *heads, dim, dim, mask=CAUSAL, **fields)
+
+
 CASES = {
     "causal": (of((100, 250, 50, 300), (4, 2)), TWO | {"grid": 3}),
     "three": (of((100, 450, 50, 300), (4, 2), batch=2), THREE | {"grid": 2}),
@@ -46,6 +53,11 @@ CASES = {
     "four": (of((500, 600), (2, 1)), FOUR | {"grid": 3}),
     "wide": (of((100, 300), (2, 1), 256), TWO | {"grid": 2, "q_slots": 1}),
     "short": (of((1,) * 40 + (3,) * 100, (2, 1)), THREE | {"grid": 2}),
+    # Without documents; the last rows of several heads are one work tile where they are few.
+    "plain": (plain(700, 700, (4, 2)), THREE | {"grid": 3}),
+    "joined": (plain(200, 900, (6, 2), batch=2, q_offset=700), THREE | {"grid": 4}),
+    "plain, one head": (plain(500, 500, (1, 1), 128, softcap=20.0, sinks=True), TWO | {"grid": 2}),
+    "plain, four": (plain(600, 600, (2, 1)), FOUR | {"grid": 2}),
 }
 
 
@@ -116,8 +128,57 @@ def test_claims_are_for_long_documents():
     assert not config(sm90.LONG - 1).claims and config(sm90.LONG - 1).warpgroups == 2
     assert not config(sm90.LONG, arrays=("kv_lengths",)).claims
     assert not config(sm90.LONG, heads=(32, 32)).claims
-    plain = dataclasses.replace(problem_of(sm90.LONG), arrays=())
-    assert not sm90.Config.default(plain).claims
+
+
+def fetching(rows, **changes):
+    """Of two chunks of causal rows of the first of two GPUs, in the order zigzag."""
+    case = plain(rows, 4 * rows, (32, 8), 128, batch=2)
+    offsets = (0, 3 * rows), (rows, 2 * rows)
+    known = {"offsets": offsets, "share": 2, "zigzag": 2, "fetches": 2}
+    known["arrays"] = ("q_offset", "device")
+    return dataclasses.replace(forward.problem_of(case), **known | changes)
+
+
+def test_claims_are_for_keys_that_the_cache_does_not_hold():
+    """The default of causal rows: not where L2 holds K and V of a head, nor where it is not known
+    that each work tile has a key. With the tiles that a table would deal.
+    """
+    rows = sm90.CACHED // (2 * 2 * 128)  # of K and V of head dim 128
+    assert rows // 4 > sm90.LONG
+    for problem in (
+        fetching(rows // 4 + 128),
+        fetching(rows // 4 + 128, fetches=1, arrays=("q_offset",)),
+        forward.problem_of(plain(rows + 8, rows + 8, (8, 2), 128)),
+    ):
+        config = sm90.Config.default(problem)
+        assert config.claims and sm90.smem_bytes(problem, config) <= sm90.SMEM_LIMIT
+        assert dataclasses.replace(config, claims=False) == sm90.Config.default(fetching(rows // 4))
+    for other in (
+        forward.problem_of(plain(rows, rows, (8, 2), 128)),
+        fetching(rows // 2, q_len=sm90.LONG - 64),
+        fetching(rows // 2, offsets=()),
+        fetching(rows // 2, kv_heads=32),
+        fetching(rows // 2, mask=pa.sliding_window(4096)),
+        fetching(rows // 2, mask=FULL),
+        forward.problem_of(plain(rows + 8, rows + 8, (8, 2), 256)),
+    ):
+        assert not sm90.Config.default(other).claims
+
+
+def test_chunks_that_share_keys_are_claimed_together():
+    """All work tiles once: of a kv head those of both chunks, the longest first."""
+    problem = fetching(960, fetches=1, zigzag=1, arrays=("q_offset",))
+    plan = sm90.plan_of(problem, sm90.Config(**THREE, grid=4, claims=True))
+    for offsets in problem.offsets:
+        (count, *codes) = tile_scheduler.schedule(plan, offsets)[0].tolist()
+        assert count == len(codes) == len(set(codes)) == plan.work_tiles
+        head, tile = np.array(codes) >> plan.code_bits, np.array(codes) % (1 << plan.code_bits)
+        of_kv, chunk = head % 32 // 4, head // 32
+        assert (np.diff(of_kv) >= 0).all()
+        last = np.array(offsets)[chunk] + (tile + 1) * plan.tile_rows
+        for each in range(8):
+            steps = -(-last[of_kv == each] // plan.config.block_kv)
+            assert (np.diff(steps) <= 0).all() and set(chunk[of_kv == each]) == {0, 1}
 
 
 def test_too_many_stages_for_the_ring_of_codes():
@@ -134,8 +195,8 @@ def test_shared_memory_is_enough(dim):
     config = sm90.Config.default(problem)
     assert config.claims and sm90.smem_bytes(problem, config) <= sm90.SMEM_LIMIT
     changes = {"arrays": (*problem.arrays, "device"), "kv_len": 2 * sm90.LONG, "fetches": 2}
-    fetching = dataclasses.replace(problem, **changes)
-    assert sm90.fetches(fetching) and sm90.Config.default(fetching).claims
+    fetched = dataclasses.replace(problem, **changes)
+    assert sm90.fetches(fetched) and sm90.Config.default(fetched).claims
 
 
 def test_neighbours_are_claimed_together():
@@ -167,14 +228,15 @@ LONG_ONES = (
     of((1, 5000, 300, 11083), (8, 4)),
     of((700,) * 24, (4, 1), mask=FULL),
     of((20000,), (2, 1), mask=pa.sliding_window(1000)),
+    plain(200_000, 200_000, (2, 1)),
 )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(len(LONG_ONES)))
 @pytest.mark.parametrize("dim", (64, 96, 128, 256))
-def test_long_documents_on_the_gpu(number, dim):
-    """The bits of the same tiles by rank, in arrays that held NaN before: no row is left out."""
+def test_long_rows_on_the_gpu(number, dim):
+    """The bits of the same tiles by a table, in arrays that held NaN before: no row is left out."""
     case = dataclasses.replace(LONG_ONES[number], head_dim=dim, v_head_dim=dim)
     arrays = case.arrays()
     call = functools.partial(pa.flash_attention_with_lse, **case.options())
@@ -186,10 +248,10 @@ def test_long_documents_on_the_gpu(number, dim):
             step = jax.jit(lambda arrays: call(**arrays)).lower(arrays).compile()
         return step, choices[-1].config
 
-    step, config = compiled()
-    assert config.claims
-    by_rank, _ = compiled(dataclasses.asdict(config) | {"claims": False})
-    want = by_rank(arrays)
+    config = dataclasses.asdict(compiled()[1])
+    assert config["claims"] == (bool(case.segments) or 64 < dim <= 128)
+    step, dealt = (compiled(config | {"claims": claims})[0] for claims in (True, False))
+    want = dealt(arrays)
     for _ in range(3):
         before = [jnp.full(x.shape, jnp.nan, x.dtype) for x in want]
         jax.block_until_ready(before)

@@ -60,7 +60,7 @@ def config_of(problem, **changes):
 
 READ = [
     (name, order, 2, device, 64)
-    for name in ("causal", "full", "window", "documents", "claimed")
+    for name in ("causal", "full", "window", "documents", "claimed", "causal claimed")
     for order in ("contiguous", "zigzag")
     for device in range(2)
 ]
@@ -123,7 +123,7 @@ def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, sh
         return array
 
     def run(problem, given):
-        config = config_of(problem, claims=name == "claimed")
+        config = config_of(problem, claims=name.endswith("claimed"))
         assert sm90.plan_of(problem, config).claims == config.claims
         return sm90.run(given, problem, config)
 
@@ -295,6 +295,7 @@ def test_the_kernel_is_handed_the_rows_of_its_own_device():
 
 COMPILED = {  # rows of all, query heads, kv heads, head dim, options
     "causal": (32768, 32, 8, 128, {"mask": pa.CAUSAL}),
+    "claimed": (131072, 32, 8, 128, {"mask": pa.CAUSAL}),
     "full": (32768, 32, 8, 128, {}),
     "window": (131072, 32, 8, 128, {"mask": pa.sliding_window(4096)}),
     "h64": (32768, 32, 8, 64, {"mask": pa.CAUSAL}),

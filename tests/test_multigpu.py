@@ -75,6 +75,7 @@ FETCHED: dict[str, tuple] = {
     "full": (2, 4, 4, 64, {}),
     "window": (1, 4, 2, 128, {"mask": pa.sliding_window(300)}),
     "documents": (2, 4, 1, 128, {"mask": pa.CAUSAL}),
+    "claimed": (1, 8, 2, 128, {"mask": pa.CAUSAL}),
     "claimed documents": (1, 8, 2, 128, {"mask": pa.CAUSAL}),
     "wide": (1, 2, 2, 256, {"mask": pa.CAUSAL, "softcap": 20.0, "q_offset": 1}),
 }
@@ -115,7 +116,7 @@ def test_keys_that_the_kernel_fetches(name, order):
     def run(call, claims, given):
         """Traced in here, the first time."""
         forced = contextlib.nullcontext()
-        if name == "claimed documents":
+        if name.startswith("claimed"):
             forced = _config.forced("flash_fwd_sm90", tiles | {"claims": claims})
         with forced:
             return jax.tree.map(np.asarray, call(*given))

@@ -227,10 +227,12 @@ class Plan:
 
     @property
     def claims(self) -> bool:
-        """Whether blocks claim their work tiles one by one: see `flash_fwd.claims`."""
+        """Whether blocks claim their work tiles one by one (see `flash_fwd.claims`): where each is
+        known to take a kv tile.
+        """
         if not (self.knows_claims and self.config.claims):
             return False
-        return self.never_empty and not self.is_listed
+        return not self.is_listed and (self.never_empty or "empty" not in self.sections)
 
     @property
     def first_ranked_head(self) -> int:

@@ -1,4 +1,5 @@
-"""Work tiles that blocks claim one by one, where packed documents say how long each takes.
+"""Work tiles that blocks claim one by one, so that those at work at one time read the same K and V:
+of long packed documents, and of causal rows whose K and V are more than L2 holds.
 
 A table that deals ranks to blocks (`tile_scheduler.schedule_by_rank`) ends them all at one time,
 but what they do at one time are equally long work tiles of all documents, whose K and V are more
@@ -6,14 +7,24 @@ than L2 holds. Here neighbouring rows are taken together, which read the same K 
 block is free (`tile_scheduler.claimed`); only the last kv head's go by rank, so that the longest do
 not begin last.
 
+Without documents a table knows what each work tile costs, but not that some blocks are a little
+slower, or begin later (those that `fetch`). Blocks that begin together read the same keys; by and
+by they drift apart, and where K and V of a head are more than L2 holds, each reads keys from memory
+that others have read before. Claimed by kv head, the longest first, the work tiles of a head end
+with the short ones, and all blocks begin with the next head together. The matmuls wait a little
+more, as all blocks ask for the same keys at once, but at the power limit what is not read from
+memory is worth more than that. Where L2 holds K and V of a head, a table is faster.
+
 A block's first work tile follows from its number. Each later one it claims from a counter in global
-memory: the producer, before it loads the one before (`produce`), since consumers load the next q
-tile during this one and so ask for one ahead (`consume`). It hands the code on in a ring of shared
-memory, -1 when there is none left. No one waits to write there: each work tile has two entries of
-the ring of K and V at least (`Plan.never_empty`), so the producer is at most stages / 2 work tiles
-ahead of the last consumer, and its codes one more: fewer than RING.
+memory: the producer (`produce`), before it loads the one before or, without documents, when two of
+its entries are on their way, since consumers load the next q tile during this one and so ask for
+one ahead (`consume`). It hands the code on in a ring of shared memory, -1 when there is none left.
+No one waits to write there: each work tile has two entries of the ring of K and V at least
+(`Plan.claims`), so the producer is at most stages / 2 work tiles ahead of the last consumer, and
+its codes one more: fewer than RING.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +66,13 @@ class _Refs(NamedTuple):
     codes: Any
 
 
+def _first(ctx: Context, block: Any) -> Any:
+    """The code of a block's first work tile; a sum, since what is read in a shard_map has a type of
+    its own, which carries of loops may not lose.
+    """
+    return ctx.refs.schedule[0, block + 1] + jnp.int32(0)
+
+
 def _claim(ctx: Context, index: Any) -> Any:
     """The code of the block's work tile `index`, which consumers may read from now on."""
     smem = ctx.smem.claims
@@ -83,20 +101,26 @@ def produce(ctx: Context, block: Any, how: Any) -> None:
 
     def one_tile(carry):
         index, code, count, ends = carry
-        following = _claim(ctx, index + 1)
+        # What documents leave of a work tile is read long before it is used, so claimed before.
+        following = None if ends is None else _claim(ctx, index + 1)
         tile = tile_scheduler.tile_of(ctx, code)
         span = span_of(tile, ends)
-        ends = ends_of(jnp.maximum(following, 0))
-        return index + 1, following, entries(tile, span, count), ends
+        if following is None:
+            claim = functools.partial(_claim, ctx, index + 1)
+            count, following = entries(tile, span, count, claim, code)
+        else:
+            ends = ends_of(jnp.maximum(following, 0))
+            count, _ = entries(tile, span, count)
+        return index + 1, following, count, ends
 
-    code = ctx.refs.schedule[0, block + 1]
+    code = _first(ctx, block)
     start = jnp.int32(0), code, jnp.int32(0), ends_of(code)
     lax.while_loop(lambda carry: carry[1] >= 0, one_tile, start)
 
 
 def consume(ctx: Context, block: Any, first_q: Any, compute: Any) -> None:
     """All work tiles of a block, by functions of `sm90`."""
-    smem, code = ctx.smem.claims, ctx.refs.schedule[0, block + 1]
+    smem, code = ctx.smem.claims, _first(ctx, block)
     first_q(code)
 
     def one_tile(carry):

@@ -62,19 +62,22 @@ def produce(ctx: Context, block_id: Any) -> None:
             return _produce_listed(ctx, tile, count, ends), following, after
         span = span_of(tile, ends)
         after = ends_of(following)  # read long before it is used
-        return entries(tile, span, count), following, after
+        return entries(tile, span, count)[0], following, after
 
     def span_of(tile, ends):
         record = None if ends is None else lambda i: ends.get(i, 0)
         return tile_scheduler.block_span(plan, record, tile)
 
-    def entries(tile, span, count):
+    def entries(tile, span, count, claim=None, claimed=None):
+        """How many entries there are with those of a work tile; and what `claim()` returns, which
+        is called when two of them are on their way, in place of `claimed`.
+        """
         (lo, hi), batch = span, kv_batch(plan.problem, tile.batch)
         block = plan.config.block_kv
         waits = jnp.logical_not(fetch.is_done(ctx, fetching)) if plan.fetches else None
 
         def one_entry(e, carry):
-            count, before = carry
+            count, before, claimed = carry
             slot, t, place = lax.rem(count, jnp.int32(ring.stages)), hi - 1 - e, None
             if plan.fetches:
                 place = fetch.place_of(ctx, device, t * block)
@@ -83,11 +86,14 @@ def produce(ctx: Context, block_id: Any) -> None:
                 pl.when(waits & (e < hi - lo) & jnp.logical_not(place.here))(wait)
             pl.when(count >= ring.stages)(lambda: ring.wait_released(slot))
             _load_entry(ctx, tile, _Entry(e, hi - lo, t, slot), (place, before))
-            return count + 1, place
+            if claim is not None:
+                claimed = lax.cond(e == 1, claim, lambda: claimed)
+            return count + 1, place, claimed
 
         nowhere = fetch.place_of(ctx, device, jnp.int32(0)) if plan.fetches else None
-        start = count, nowhere
-        return lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), one_entry, start)[0]
+        start = count, nowhere, claimed
+        found = lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), one_entry, start)
+        return found[0], found[2]
 
     if plan.claims:
         claims.produce(ctx, block_id, (ends_of, span_of, entries))

@@ -10,7 +10,8 @@ Grid: one persistent block a multiprocessor. It takes the work tiles that `tile_
 lists for it, each of which is `64 * warpgroups` query rows of one head; of the last rows, where
 they are fewer, those of several heads that share K and V (`Plan.last_heads`). They are ordered
 longest first (causal: last rows first) within L2 groups, heads whose K and V fit in L2; the query
-heads of a kv head are neighbours. Of long packed documents blocks claim work tiles (`claims`).
+heads of a kv head are neighbours. Of long packed documents, and where L2 does not hold K and V of a
+head, blocks claim work tiles instead (`claims`).
 
 Warpgroups: one producer, which loads K and V by TMA for all work tiles of the block, and
 `Config.warpgroups` consumers of 64 query rows each. A consumer loads its own rows of Q, computes
@@ -79,7 +80,8 @@ SMEM_LIMIT = _gpus.shared_memory(_gpus.HOPPER)
 BARRIERS = 1024  # bytes kept for them and for alignment
 # Registers of a consumer's thread, by how many consumers there are.
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
-LONG = 16384  # rows from which packed documents are taken to be long: few work tiles are of two
+LONG = 16384  # rows from which blocks claim work tiles; few are then of two packed documents
+CACHED = 48 * 2**20  # bytes of K and V of a kv head up to which L2 holds them
 # Probabilities of float32 are spread over float16's range; they lie below 2**RESCALE_THRESHOLD.
 SPREAD = 2.0 ** (wgmma.EXPONENT + 1 - softmax.RESCALE_THRESHOLD)
 
@@ -96,7 +98,7 @@ class Config:
     q_slots: int = 2  # q tiles of a consumer; 2: the next is loaded early, where there is room
     exp_before_wait: int = 0  # quarters of a tile's exponents, computed before the wait for P V
     fetchers: int = 32  # blocks that begin by fetching what other GPUs have: see `fetch`
-    claims: bool = False  # where there are segments, blocks may claim work tiles: see `claims`
+    claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
 
     def __post_init__(self):
         check(
@@ -128,18 +130,15 @@ class Config:
         if dim <= 128 and problem.mask_program and tile_lists.reads_pairs(problem.mask_program):
             # A table of blocks, which are of 128 as a rule: each is a tile, whole or empty.
             return cls(2, block_kv=128, stages=2 if dim > 64 else 4, l2_heads=l2_heads)
-        segments = "q_segment_ids" in problem.arrays
-        # Without heads that share K and V claims gain little, or lose.
-        long = problem.q_len >= LONG and problem.group > 1
-        long = long and plan_of(problem, cls(claims=True)).claims
-        made = functools.partial(cls, l2_heads=l2_heads, claims=long)
+        segments, claimed = "q_segment_ids" in problem.arrays, _claims(problem)
+        made = functools.partial(cls, l2_heads=l2_heads, claims=claimed)
         if dim <= 64 and _fits(problem, 4) and not _takes_wide_tiles(problem):
             return made(4, block_kv=64, stages=6, exp_before_wait=early)
         if dim <= 64:
             return made(3, block_kv=128, stages=4)
         bias = problem.bias_shape is not None and problem.bias_shape[:2] != (1, 1)
-        if dim <= 128 and not bias and (long or not segments) and _fits(problem, 3):
-            stages, early = (4, 0) if dim <= 96 else (3, 0 if long else early)
+        if dim <= 128 and not bias and (claimed or not segments) and _fits(problem, 3):
+            stages, early = (4, 0) if dim <= 96 else (3, 0 if segments else early)
             return made(3, block_kv=64, stages=stages, exp_before_wait=early)
         narrow = problem.head_dim <= 192 and problem.v_head_dim <= 128 and not segments
         if dim <= 128 or narrow:
@@ -152,6 +151,19 @@ class Config:
 def plan_of(problem: AttentionProblem, config: Any) -> Plan:
     """Of this kernel."""
     return Plan(problem, config, takes_offsets=True, joins_heads=True, knows_claims=True)
+
+
+def _claims(problem: AttentionProblem) -> bool:
+    """Whether blocks are to claim work tiles: see `claims`. Where no heads share K and V they gain
+    little or lose; causal rows were measured at head dim 128.
+    """
+    if problem.q_len < LONG or problem.group == 1:
+        return False
+    dims = problem.head_dim, problem.v_head_dim
+    causal = problem.mask.bounds_right and not problem.mask.bounds_left and 64 < max(dims) <= 128
+    many = 2 * problem.kv_len * sum(dims) > CACHED
+    gains = "q_segment_ids" in problem.arrays or (causal and many)
+    return gains and plan_of(problem, Config(claims=True)).claims
 
 
 def _is_window(problem: AttentionProblem) -> bool:

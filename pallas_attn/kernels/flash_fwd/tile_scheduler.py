@@ -72,41 +72,63 @@ def schedule(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
     """
     problem, q_tiles = plan.problem, np.arange(plan.q_tiles)
     if plan.claims:
-        return claimed(plan)
+        return claimed(plan, offsets)
     if plan.is_listed:
         costs = _listed_costs(plan)[None]
         q_tiles = np.argsort(-costs[0], kind="stable")
     elif plan.has("q_segment_ids"):
         costs = (1 + RANK_SPREAD * (1 - q_tiles / plan.q_tiles))[None]
     else:
+        costs = _costs(plan, offsets)
         if problem.mask.bounds_right:
             q_tiles = q_tiles[::-1]  # the last rows see most
-        costs = np.full((max(1, len(offsets)), plan.q_tiles), TILE_OVERHEAD)
-        for n, offset in enumerate(offsets or (problem.q_offset,)):
-            for tile in q_tiles:
-                position = offset + int(tile) * plan.tile_rows
-                span = plan.span(problem.mask.widest, position, plan.tile_rows, problem.kv_len)
-                costs[n, tile] += max(span.hi - span.lo, 0) * step_cost(plan, int(tile))
-    codes = []
-    for first in range(0, plan.heads, plan.l2_heads):
-        heads = np.arange(first, min(first + plan.l2_heads, plan.heads))
-        heads, tiles = np.broadcast_arrays(heads[None], q_tiles[:, None])
-        taken = (tiles < plan.q_tiles - 1) | (heads % problem.group % plan.last_heads == 0)
-        codes.append((heads[taken] << plan.code_bits) + tiles[taken])
+    groups = range(0, plan.heads, plan.l2_heads)
+    heads = [np.arange(first, min(first + plan.l2_heads, plan.heads)) for first in groups]
+    codes = [_codes(plan, some, q_tiles) for some in heads]
     found = [costs_of(code, plan.code_bits, costs, problem.q_heads) for code in codes]
     ordered, kinds = in_order(codes, found, len(costs)), len(costs)
     return assign(*ordered, plan.grid, busy_before(plan, offsets), evenly=kinds > 1)
 
 
-def claimed(plan: Plan) -> np.ndarray:
+def _codes(plan: Plan, heads: np.ndarray, q_tiles: np.ndarray) -> np.ndarray:
+    """Of the work tiles of some heads, rows by rows."""
+    heads, tiles = np.broadcast_arrays(heads[None], q_tiles[:, None])
+    taken = (tiles < plan.q_tiles - 1) | (heads % plan.problem.group % plan.last_heads == 0)
+    return (heads[taken] << plan.code_bits) + tiles[taken]
+
+
+def claimed(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
     """int32[1, n]: how many work tiles there are, and their codes in the order in which blocks
-    claim them: by kv head, from its last rows to its first; of the last kv head, by rank.
+    claim them. By kv head, the longest first, those of all batch rows that share it; where there
+    are segments of each batch row from its last rows on, and of the last head by rank.
     """
-    group, heads = plan.problem.group, np.arange(plan.heads, dtype=np.int32)
-    tiles = np.arange(plan.q_tiles, dtype=np.int32)
-    codes = (heads.reshape(-1, 1, group) << plan.code_bits) + tiles[::-1, None]
-    codes[-1] = (heads[-group:] << plan.code_bits) + tiles[:, None]
-    return np.append(np.int32(codes.size), codes)[None]
+    problem, group = plan.problem, plan.problem.group
+    heads, tiles = np.arange(plan.heads, dtype=np.int32), np.arange(plan.q_tiles, dtype=np.int32)
+    if plan.has("q_segment_ids"):
+        codes = [_codes(plan, some, tiles[::-1]) for some in heads.reshape(-1, group)]
+        codes[-1] = _codes(plan, heads[-group:], tiles)
+    else:
+        by_kv = heads.reshape(-1, problem.share, problem.kv_heads, group).swapaxes(1, 2)
+        codes = [_codes(plan, x, tiles[::-1]) for x in by_kv.reshape(-1, problem.share * group)]
+        costs = _costs(plan, offsets)
+        of_codes = [costs_of(code, plan.code_bits, costs, problem.q_heads) for code in codes]
+        codes = [x[np.argsort(-c, kind="stable")] for x, c in zip(codes, of_codes, strict=True)]
+    every = np.concatenate(codes)
+    return np.append(np.int32(every.size), every)[None]
+
+
+def _costs(plan: Plan, offsets: Offsets) -> np.ndarray:
+    """[kinds, q_tiles]: of work tiles, in steps of one kv tile, by the mask; a kind of batch rows
+    for each of `offsets`, or one.
+    """
+    problem = plan.problem
+    costs = np.full((max(1, len(offsets)), plan.q_tiles), TILE_OVERHEAD)
+    for n, offset in enumerate(offsets or (problem.q_offset,)):
+        for tile in range(plan.q_tiles):
+            position = offset + tile * plan.tile_rows
+            span = plan.span(problem.mask.widest, position, plan.tile_rows, problem.kv_len)
+            costs[n, tile] += max(span.hi - span.lo, 0) * step_cost(plan, tile)
+    return costs
 
 
 def step_cost(plan: Plan, tile: int) -> float:
