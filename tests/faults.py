@@ -82,6 +82,12 @@ FAULTS = {
         "thread.select(number < plan.work_tiles + 1, code, -1)",
         f"{TEST_CLAIMS} -k counts",
     ),
+    "a_block_claims_again_at_every_kv_tile": Fault(
+        f"{FWD}/producer.py",
+        "lax.cond(e == 1, claim,",
+        "lax.cond(e >= 1, claim,",
+        f"{TEST_CLAIMS} -k counts",
+    ),
     "chunks_that_share_keys_are_claimed_apart": Fault(
         f"{FWD}/tile_scheduler.py",
         "problem.kv_heads, group).swapaxes(1, 2)",

@@ -71,7 +71,12 @@ def test_blocks_claim_all_work_tiles(name):
         forward.check(case, config)
 
 
-def test_each_claim_counts_once(monkeypatch):
+@pytest.mark.parametrize(
+    "case, work_tiles",
+    [(of((200, 333), (2, 1)), 10), (plain(533, 533, (2, 1)), 9)],
+    ids=["documents", "plain"],
+)
+def test_each_claim_counts_once(monkeypatch, case, work_tiles):
     """A block claims once for each work tile that it takes: all there are, and no more."""
     claimed, take = [], threads.BlockOfThreads.take
 
@@ -80,10 +85,11 @@ def test_each_claim_counts_once(monkeypatch):
         return take(self, counters, index, where)
 
     monkeypatch.setattr(threads.BlockOfThreads, "take", counted)
-    case, config = of((200, 333), (2, 1)), sm90.Config(**TWO, grid=3, claims=True)
+    config = sm90.Config(**TWO, grid=3, claims=True)
     with mosaic.interpret():
         forward.check(case, config)
-    assert sum(claimed) == sm90.plan_of(forward.problem_of(case), config).work_tiles == 10
+    found = sm90.plan_of(forward.problem_of(case), config).work_tiles
+    assert sum(claimed) == found == work_tiles
 
 
 def test_the_last_head_goes_by_rank():

@@ -67,8 +67,9 @@ class _Refs(NamedTuple):
 
 
 def _first(ctx: Context, block: Any) -> Any:
-    """The code of a block's first work tile; a sum, since what is read in a shard_map has a type of
-    its own, which carries of loops may not lose.
+    """The code of a block's first work tile. A sum: within `jax.shard_map` the type of what is read
+    says that it varies over the mesh, that of what is computed does not, and the carry of a loop
+    has to keep its type.
     """
     return ctx.refs.schedule[0, block + 1] + jnp.int32(0)
 
@@ -101,7 +102,7 @@ def produce(ctx: Context, block: Any, how: Any) -> None:
 
     def one_tile(carry):
         index, code, count, ends = carry
-        # What documents leave of a work tile is read long before it is used, so claimed before.
+        # What documents leave of a work tile is read long before it is used: it is claimed first.
         following = None if ends is None else _claim(ctx, index + 1)
         tile = tile_scheduler.tile_of(ctx, code)
         span = span_of(tile, ends)

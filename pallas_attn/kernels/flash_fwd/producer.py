@@ -69,8 +69,9 @@ def produce(ctx: Context, block_id: Any) -> None:
         return tile_scheduler.block_span(plan, record, tile)
 
     def entries(tile, span, count, claim=None, claimed=None):
-        """How many entries there are with those of a work tile; and what `claim()` returns, which
-        is called when two of them are on their way, in place of `claimed`.
+        """Loads the entries of a work tile, `count` having been loaded before: the new count, and
+        what `claim()` returned, if it is given; it is called when two entries are on their way.
+        `claimed`: anything of its type.
         """
         (lo, hi), batch = span, kv_batch(plan.problem, tile.batch)
         block = plan.config.block_kv

@@ -130,7 +130,7 @@ class Config:
         if dim <= 128 and problem.mask_program and tile_lists.reads_pairs(problem.mask_program):
             # A table of blocks, which are of 128 as a rule: each is a tile, whole or empty.
             return cls(2, block_kv=128, stages=2 if dim > 64 else 4, l2_heads=l2_heads)
-        segments, claimed = "q_segment_ids" in problem.arrays, _claims(problem)
+        segments, claimed = "q_segment_ids" in problem.arrays, _gains_by_claims(problem)
         made = functools.partial(cls, l2_heads=l2_heads, claims=claimed)
         if dim <= 64 and _fits(problem, 4) and not _takes_wide_tiles(problem):
             return made(4, block_kv=64, stages=6, exp_before_wait=early)
@@ -153,7 +153,7 @@ def plan_of(problem: AttentionProblem, config: Any) -> Plan:
     return Plan(problem, config, takes_offsets=True, joins_heads=True, knows_claims=True)
 
 
-def _claims(problem: AttentionProblem) -> bool:
+def _gains_by_claims(problem: AttentionProblem) -> bool:
     """Whether blocks are to claim work tiles: see `claims`. Where no heads share K and V they gain
     little or lose; causal rows were measured at head dim 128.
     """

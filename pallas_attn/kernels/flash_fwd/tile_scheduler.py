@@ -91,7 +91,9 @@ def schedule(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
 
 
 def _codes(plan: Plan, heads: np.ndarray, q_tiles: np.ndarray) -> np.ndarray:
-    """Of the work tiles of some heads, rows by rows."""
+    """Codes of the work tiles of some heads in the order of `q_tiles`, those of the same rows side
+    by side; of last rows that several heads share one code.
+    """
     heads, tiles = np.broadcast_arrays(heads[None], q_tiles[:, None])
     taken = (tiles < plan.q_tiles - 1) | (heads % plan.problem.group % plan.last_heads == 0)
     return (heads[taken] << plan.code_bits) + tiles[taken]
@@ -99,8 +101,9 @@ def _codes(plan: Plan, heads: np.ndarray, q_tiles: np.ndarray) -> np.ndarray:
 
 def claimed(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
     """int32[1, n]: how many work tiles there are, and their codes in the order in which blocks
-    claim them. By kv head, the longest first, those of all batch rows that share it; where there
-    are segments of each batch row from its last rows on, and of the last head by rank.
+    claim them: one kv head after the other. Where there are segments, each from its last rows to
+    its first, and the last kv head by rank. Else the longest first, and if several batch rows share
+    K and V, the work tiles of all of them together.
     """
     problem, group = plan.problem, plan.problem.group
     heads, tiles = np.arange(plan.heads, dtype=np.int32), np.arange(plan.q_tiles, dtype=np.int32)
