@@ -3,6 +3,7 @@ other devices are arrays, and what it fetches is what its rows may see. tests/te
 it on GPUs.
 """
 
+import contextlib
 import dataclasses
 import functools
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import _device, _transforms
+from pallas_attn import _config, _device, _transforms
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.context import chunks_of
 from pallas_attn.kernels.flash_fwd import fetch, sm90, tile_scheduler
@@ -293,6 +294,14 @@ def test_the_kernel_is_handed_the_rows_of_its_own_device():
     assert "symmetric_memory_parameters" not in fetching and "nvshmem" not in fetching
 
 
+def fetching_with(claims, options, *arrays):
+    """`builds.fetching`; by the tiles of the default of causal rows if blocks claim work tiles."""
+    tiles = {"warpgroups": 3, "block_kv": 64, "stages": 3, "exp_before_wait": 4, "claims": True}
+    forced = _config.forced("flash_fwd_sm90", tiles) if claims else contextlib.nullcontext()
+    with forced:
+        return builds.fetching(options, *arrays)
+
+
 COMPILED = {  # rows of all, query heads, kv heads, head dim, options
     "causal": (32768, 32, 8, 128, {"mask": pa.CAUSAL}),
     "claimed": (131072, 32, 8, 128, {"mask": pa.CAUSAL}),
@@ -311,9 +320,8 @@ def test_compiles_without_spills_or_serialised_matmuls(name):
     shapes = [
         jax.ShapeDtypeStruct((1, rows, n, dim), jnp.bfloat16) for n in (heads, kv_heads, kv_heads)
     ]
-    report = mosaic.compile_for(
-        functools.partial(builds.fetching, options), *shapes, target="h100x2"
-    )
+    call = functools.partial(fetching_with, name == "claimed", options)
+    report = mosaic.compile_for(call, *shapes, target="h100x2")
     assert [kernel.name for kernel in report.kernels] == ["flash_fwd_sm90_mosaic_gpu_kernel"]
     assert report.spill_bytes == 0
     assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)

@@ -8,12 +8,12 @@ block is free (`tile_scheduler.claimed`); only the last kv head's go by rank, so
 not begin last.
 
 Without documents a table knows what each work tile costs, but not that some blocks are a little
-slower, or begin later (those that `fetch`). Blocks that begin together read the same keys; by and
-by they drift apart, and where K and V of a head are more than L2 holds, each reads keys from memory
-that others have read before. Claimed by kv head, the longest first, the work tiles of a head end
-with the short ones, and all blocks begin with the next head together. The matmuls wait a little
-more, as all blocks ask for the same keys at once, but at the power limit what is not read from
-memory is worth more than that. Where L2 holds K and V of a head, a table is faster.
+slower. Blocks that begin together read the same keys; by and by they drift apart, and where K and V
+of a head are more than L2 holds, each reads keys from memory that others have read before. Claimed
+by kv head, the longest first, the work tiles of a head end with the short ones, and all blocks
+begin with the next head together. The matmuls wait a little more, as all blocks ask for the same
+keys at once, but at the power limit what is not read from memory is worth more than that. Where L2
+holds K and V of a head, a table is faster.
 
 A block's first work tile follows from its number. Each later one it claims from a counter in global
 memory: the producer (`produce`), before it loads the one before or, without documents, when two of
