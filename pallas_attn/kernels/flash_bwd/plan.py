@@ -25,7 +25,7 @@ from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention.plan import Context, Span
 from pallas_attn.kernels.attention.score_mod import Place
 from pallas_attn.kernels.flash_bwd import float32 as bwd_float32
-from pallas_attn.kernels.flash_fwd import tile_scheduler
+from pallas_attn.kernels.flash_fwd import claims, tile_scheduler
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import wgmma
 from pallas_attn.masks import Mask
@@ -65,6 +65,7 @@ class Refs(NamedTuple):
     mask_aux: Any = ()  # see `functions.operands`
     score_aux: Any = ()
     tiles: Any = None  # see `tile_lists.tiles`
+    counter: Any = None  # int32[1], written: see `flash_fwd.claims`
 
 
 class Residuals(NamedTuple):
@@ -241,6 +242,29 @@ class Plan(attention_plan.Plan):
         some = self.has("q_lengths") or self.always_masked or self.is_listed
         return self.problem.mask.is_full and not some
 
+    @property
+    def work_tiles(self) -> int:
+        return self.heads * self.kv_tiles
+
+    @property
+    def claims(self) -> bool:
+        """Whether blocks claim their work tiles one by one, each when it has loaded the last query
+        tile of the one before: see `flash_fwd.claims`. Those of packed documents in the order of
+        keys: neighbours meet the same rows.
+        """
+        return getattr(self.config, "claims", False)
+
+    @property
+    def walks_together(self) -> bool:
+        """Whether the blocks at work are at the same query tile at one time: down from the last one
+        to their own keys, so that those of the last keys are done first; the work tiles that follow
+        begin there, each when the others arrive at its keys, and go up again to the last one, where
+        all are done together. Of a query tile all heads of the group come one after the other.
+        """
+        mask, known = self.problem.mask, not (self.always_masked or self.is_listed)
+        together = getattr(self.config, "together", False)
+        return together and known and mask.bounds_right and not mask.bounds_left
+
     @functools.cached_property
     def sections(self) -> frozenset[str]:
         """Which sections of a work tile's span of query tiles occur: "low" and "high" need a mask,
@@ -310,6 +334,7 @@ class WorkTile(NamedTuple):
     span: Span  # of query tiles
     rotation: Any  # at which query tile of the span a head begins
     listed: Any = None  # functions.Listed or Run: query tiles are numbers in a list
+    down: Any = None  # from the last query tile to the first; None: from the first to the last
 
     @property
     def steps(self) -> Any:
@@ -320,6 +345,8 @@ class WorkTile(NamedTuple):
         """The query tile of step i of a head."""
         if self.listed is not None:
             return self.listed.tile(i)
+        if self.down is not None:
+            return jnp.where(self.down, self.span.hi - 1 - i, self.span.lo + i)
         t = self.span.lo + i + self.rotation
         static = isinstance(self.rotation, int)
         return t if static else jnp.where(t < self.span.hi, t, t - self.steps)
@@ -370,7 +397,33 @@ def work_tile(ctx: Context, code: Any) -> WorkTile:
     rotation: Any = 0
     if plan.rotates:
         rotation = lax.div(tile * plan.q_tiles, jnp.int32(plan.kv_tiles))
-    return WorkTile(batch, kv_head, key, q_offset, q_len, kv_len, mask, span, rotation)
+    down = None
+    if plan.walks_together:
+        wave = lax.div(tile * plan.l2_heads, jnp.int32(plan.grid))
+        down = lax.rem(wave, jnp.int32(2)) == 0
+    where = (batch, kv_head, key, q_offset, q_len, kv_len, mask)
+    return WorkTile(*where, span, rotation, down=down)
+
+
+def step_of(plan: Plan, work: WorkTile, i: Any) -> tuple[Any, Any]:
+    """Step i of a work tile: which head of the group, and which of that head's steps."""
+    if plan.walks_together:
+        group = jnp.int32(plan.problem.group)
+        return lax.rem(i, group), lax.div(i, group)
+    g = lax.div(i, work.steps)
+    return g, i - g * work.steps
+
+
+def step_after(plan: Plan, work: WorkTile, g: Any, i: Any) -> tuple[Any, Any]:
+    """The step that follows step i of head g, as `step_of` has it."""
+    group = plan.problem.group
+    if group == 1:
+        return g, i + 1
+    if plan.walks_together:
+        over = g + 1 == group
+        return jnp.where(over, 0, g + 1), i + over.astype(jnp.int32)
+    over = i + 1 == work.steps
+    return g + over.astype(jnp.int32), jnp.where(over, 0, i + 1)
 
 
 def place_of(
@@ -405,8 +458,19 @@ def schedule(plan: Plan, offsets: tuple[int, ...] = ()) -> np.ndarray:
     each = [
         tile_scheduler.costs_of(code, plan.code_bits, costs, problem.kv_heads) for code in codes
     ]
+    ordered = tile_scheduler.in_order(codes, each, len(costs))
+    if len(costs) > 1 and getattr(plan.config, "whole_first", False):
+        # Those that meet all query rows take equally long: blocks are at the same rows together.
+        whole = ordered[1] == ordered[1].max()
+        ordered = tuple(np.concatenate([x[whole], x[~whole]]) for x in ordered)
+    if plan.claims:
+        order = np.arange(plan.work_tiles) if plan.has("q_segment_ids") else ordered[0]
+        if plan.has("q_segment_ids"):
+            head, tile = np.divmod(order, plan.kv_tiles)
+            order = (head << plan.code_bits) + tile
+        return np.append(np.int32(plan.work_tiles), order).astype(np.int32)[None]
     assign = tile_scheduler.assign_packed if plan.is_packed else tile_scheduler.assign
-    return assign(*tile_scheduler.in_order(codes, each, len(costs)), plan.grid)
+    return assign(*ordered, plan.grid)
 
 
 @functools.lru_cache(maxsize=64)
@@ -524,8 +588,10 @@ def operands(plan: Plan, residuals: Residuals, stats: RowStatistics) -> Refs:
             rows = getattr(inputs, lengths)
             rows = rows[:: problem.share] if lengths == "kv_lengths" else rows
             fields[f"{name}_edge"] = tma_operands.edge(fields[name], rows, block)
+    if plan.claims:
+        fields["counter"] = claims.counter()
     refs = Refs(**{name: fields.get(name) for name in Refs._fields})
-    if plan.has("q_segment_ids") and plan.grid < plan.heads * plan.kv_tiles:
+    if plan.has("q_segment_ids") and plan.grid < plan.work_tiles and not plan.claims:
         refs = refs._replace(schedule=schedule_by_rank(Context(plan, refs)))
     return refs
 
@@ -560,12 +626,12 @@ def produce(ctx: Context, block_id: Any, load_keys: Callable[[Any, WorkTile], No
 
     def one_work_tile(n, carry):
         count, code = carry
-        following = refs.schedule[block_id, n + 2]
+        following = None if plan.claims else refs.schedule[block_id, n + 2]
         work = work_tile(ctx, code)
 
         def step(i, count):
-            g = lax.div(i, work.steps)
-            head, t = work.kv_head * group + g, work.q_tile(i - g * work.steps)
+            g, number = step_of(plan, work, i)
+            head, t = work.kv_head * group + g, work.q_tile(number)
             slot = smem.q_ring.slot(count)
             for name, ring in (("q", smem.q_ring), ("do", smem.do_ring)):
                 ring.acquire(count, slot)
@@ -575,10 +641,22 @@ def produce(ctx: Context, block_id: Any, load_keys: Callable[[Any, WorkTile], No
 
         count = lax.fori_loop(0, group * work.steps, step, count)
         pl.when(work.steps == 0)(functools.partial(load_keys, n, work))
-        return count, following
+        return count, claims.claim(ctx, n + 1) if plan.claims else following
 
-    count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
-    lax.fori_loop(0, count, one_work_tile, (jnp.int32(0), first))
+    each_work_tile(ctx, block_id, one_work_tile, jnp.int32(0))
+
+
+def each_work_tile(ctx: Context, block_id: Any, one: Any, start: Any) -> None:
+    """`one(n, (carry, code))` for each work tile of a block, from `start` on; what it returns is
+    for the next: carry and code, which is -1 after the last where blocks claim them.
+    """
+    schedule = ctx.refs.schedule
+    if not ctx.plan.claims:
+        count, first = schedule[block_id, 0], schedule[block_id, 1]
+        lax.fori_loop(0, count, one, (start, first))
+        return
+    begin = jnp.int32(0), (start, claims.first_code(ctx, block_id))
+    lax.while_loop(lambda x: x[1][1] >= 0, lambda x: (x[0] + 1, one(*x)), begin)
 
 
 def _load_q_tile(

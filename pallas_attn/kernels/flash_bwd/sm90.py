@@ -42,6 +42,9 @@ class Config:
     dq_warpgroups: int = 2  # of `sm90_dq`
     k_in_registers: bool = False  # half of K, where head dims are above 64, query tiles of 64
     window: bool = False  # all by `sm90_window`, which takes few problems
+    together: bool = False  # blocks are at the same query tile: see `Plan.walks_together`
+    claims: bool = False  # blocks claim work tiles: see `Plan.claims`; of `sm90_fused`
+    whole_first: bool = False  # of chunks, the work tiles that meet all of their rows before others
 
     def __post_init__(self):
         blocks = (64, 128) if self.fused else (16, 32, 64, 128)

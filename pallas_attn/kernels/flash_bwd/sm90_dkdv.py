@@ -207,10 +207,10 @@ def _mainloop(
     slot_of, release = role.product.slot, role.gradient.release
 
     def left_of(i, count, value):
-        g, slot = lax.div(i, work.steps), slot_of(count)
+        g, number = shared.step_of(plan, work, i)
+        slot = slot_of(count)
         stats = role.product.row_stats.at[slot, pl.ds(0, shape[1])]
         row_stats = mosaic.load(stats, mosaic.COLUMN)
-        number = i - g * work.steps
         q_tile = QTile(work.kv_head * group + g, work.q_tile(number), count, number)
         left = make_left(q_tile, value, row_stats)
         role.product.release(slot)

@@ -64,6 +64,7 @@ from pallas_attn.kernels.flash_bwd.plan import (
     WorkTile,
     per_column,
 )
+from pallas_attn.kernels.flash_fwd import claims
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.mma import mma_rowmajor
 
@@ -88,6 +89,11 @@ class Smem(NamedTuple):
     do_free: Any
     ds_ready: Any
     ds_free: Any
+    claimed: Any = None  # barriers of `claims`, whose codes follow row_numbers
+
+    @property
+    def claims(self) -> claims.Smem:
+        return claims.Smem(self.row_numbers, self.claimed)
 
     @property
     def lse(self) -> Any:
@@ -122,7 +128,7 @@ def scratch(plan: Plan) -> Smem:
         ),
         dq=_dq_staging(plan),
         row_stats=plgpu.SMEM((2, stages, block), jnp.float32),
-        row_numbers=plgpu.SMEM((block,), jnp.int32),
+        row_numbers=plgpu.SMEM((block + (claims.RING if plan.claims else 0),), jnp.int32),
         kv_ready=barrier(num_arrivals=2 * WARPGROUPS),
         kv_free=barrier(num_arrivals=WARPGROUPS),
         q_ready=barrier(num_arrivals=2, **ring),
@@ -131,6 +137,7 @@ def scratch(plan: Plan) -> Smem:
         do_free=barrier(num_arrivals=WARPGROUPS, **ring),
         ds_ready=barrier(num_arrivals=WARPGROUPS, num_barriers=config.dq_lag),
         ds_free=barrier(num_arrivals=WARPGROUPS, num_barriers=2),
+        claimed=claims.barriers() if plan.claims else None,
     )
 
 
@@ -341,7 +348,10 @@ class Step(NamedTuple):
         """Where the tile of logits stands."""
         work, own, key = self.work, self.own, self.work.key + self.wg * ROWS
         place = shared.place_of(work, own.head, own.t, key, self.plan.config.block_q)
-        return place._replace(numbers=self.smem.row_numbers)
+        numbers = self.smem.row_numbers
+        if self.plan.claims:
+            numbers = numbers.at[pl.ds(0, self.plan.config.block_q)]
+        return place._replace(numbers=numbers)
 
     def row_statistic(self, numbers: Any) -> Any:
         """lse or delta of every query, over the rows of the tile."""
@@ -518,10 +528,7 @@ def _mainloop(ctx: Context, work: WorkTile, wg: Any, count: Any) -> tuple[KeyGra
             masked = shared.needs_mask(plan, work, t, i)
             now = Step(ctx, work, wg, masked, pending, own, k_part)
             _step(now, KeyGradients(dk_acc, dv_acc))
-            if group == 1:
-                return (g, i + 1), (*pending[1:], own)
-            over = i + 1 == work.steps
-            return (g + over.astype(jnp.int32), jnp.where(over, 0, i + 1)), (*pending[1:], own)
+            return shared.step_after(plan, work, g, i), (*pending[1:], own)
 
         nothing = PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0))
         start = (jnp.int32(0), jnp.int32(0)), (nothing,) * lag
@@ -625,24 +632,26 @@ def _consume(ctx: Context, outs: KeyGradients, block_id: Any, wg: Any) -> None:
 
     @pl.when(wg == 0)
     def _():
-        block = (plan.config.block_q,)
-        smem.row_numbers[...] = plgpu.broadcasted_iota(jnp.int32, block, 0, layout=mosaic.COLUMN)
+        block = plan.config.block_q
+        numbers = plgpu.broadcasted_iota(jnp.int32, (block,), 0, layout=mosaic.COLUMN)
+        smem.row_numbers[pl.ds(0, block)] = numbers
         plgpu.commit_smem()
 
     _sync_warpgroups(smem)
 
     def one_work_tile(n, carry):
         count, code = carry
-        following = refs.schedule[block_id, n + 2]  # read long before it is needed
+        following = None
+        if not plan.claims:
+            following = refs.schedule[block_id, n + 2]  # read long before it is needed
         work = shared.work_tile(ctx, code)
         plgpu.barrier_wait(smem.kv_ready)
         grads, count = _mainloop(ctx, work, wg, count)
         grads = grads._replace(dk=grads.dk * plan.problem.scale)
         _store_dk_dv(ctx, outs, work, wg, grads)
-        return count, following
+        return count, claims.claimed(ctx, n + 1) if plan.claims else following
 
-    count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
-    lax.fori_loop(0, count, one_work_tile, (jnp.int32(0), first))
+    shared.each_work_tile(ctx, block_id, one_work_tile, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -44,15 +44,19 @@ MOST_STAGES = 2 * (RING - 2)  # of the ring of K and V
 class Smem(NamedTuple):
     """Shared memory."""
 
-    codes: Any  # int32[RING]
+    codes: Any  # int32, of which the last RING are the codes
     ready: Any  # barriers, one for each
+
+    def place(self, slot: Any) -> Any:
+        return slot + (self.codes.shape[0] - RING)
 
 
 def scratch() -> Smem:
-    return Smem(
-        codes=plgpu.SMEM((RING,), jnp.int32),
-        ready=plgpu.Barrier(num_barriers=RING, num_arrivals=1),
-    )
+    return Smem(codes=plgpu.SMEM((RING,), jnp.int32), ready=barriers())
+
+
+def barriers() -> Any:
+    return plgpu.Barrier(num_barriers=RING, num_arrivals=1)
 
 
 def counter() -> Any:
@@ -66,7 +70,7 @@ class _Refs(NamedTuple):
     codes: Any
 
 
-def _first(ctx: Context, block: Any) -> Any:
+def first_code(ctx: Context, block: Any) -> Any:
     """The code of a block's first work tile. A sum: within `jax.shard_map` the type of what is read
     says that it varies over the mesh, that of what is computed does not, and the carry of a loop
     has to keep its type.
@@ -74,14 +78,21 @@ def _first(ctx: Context, block: Any) -> Any:
     return ctx.refs.schedule[0, block + 1] + jnp.int32(0)
 
 
-def _claim(ctx: Context, index: Any) -> Any:
+def claim(ctx: Context, index: Any) -> Any:
     """The code of the block's work tile `index`, which consumers may read from now on."""
     smem = ctx.smem.claims
     slot = lax.rem(index, jnp.int32(RING))
     refs = _Refs(ctx.refs.counter, ctx.refs.schedule, smem.codes)
-    threads.each_thread(mosaic.in_context(_one_claim, ctx.plan), refs, slot)
+    threads.each_thread(mosaic.in_context(_one_claim, ctx.plan), refs, smem.place(slot))
     plgpu.barrier_arrive(smem.ready.at[slot])
-    return smem.codes[slot]
+    return smem.codes[smem.place(slot)]
+
+
+def claimed(ctx: Context, index: Any) -> Any:
+    """What `claim` has found, for consumers, when it has."""
+    smem, slot = ctx.smem.claims, lax.rem(index, jnp.int32(RING))
+    plgpu.barrier_wait(smem.ready.at[slot])
+    return smem.codes[smem.place(slot)]
 
 
 def _one_claim(ctx: ThreadContext) -> None:
@@ -103,32 +114,30 @@ def produce(ctx: Context, block: Any, how: Any) -> None:
     def one_tile(carry):
         index, code, count, ends = carry
         # What documents leave of a work tile is read long before it is used: it is claimed first.
-        following = None if ends is None else _claim(ctx, index + 1)
+        following = None if ends is None else claim(ctx, index + 1)
         tile = tile_scheduler.tile_of(ctx, code)
         span = span_of(tile, ends)
         if following is None:
-            claim = functools.partial(_claim, ctx, index + 1)
-            count, following = entries(tile, span, count, claim, code)
+            late = functools.partial(claim, ctx, index + 1)
+            count, following = entries(tile, span, count, late, code)
         else:
             ends = ends_of(jnp.maximum(following, 0))
             count, _ = entries(tile, span, count)
         return index + 1, following, count, ends
 
-    code = _first(ctx, block)
+    code = first_code(ctx, block)
     start = jnp.int32(0), code, jnp.int32(0), ends_of(code)
     lax.while_loop(lambda carry: carry[1] >= 0, one_tile, start)
 
 
 def consume(ctx: Context, block: Any, first_q: Any, compute: Any) -> None:
     """All work tiles of a block, by functions of `sm90`."""
-    smem, code = ctx.smem.claims, _first(ctx, block)
+    code = first_code(ctx, block)
     first_q(code)
 
     def one_tile(carry):
         index, code, slot = carry
-        ahead = lax.rem(index + 1, jnp.int32(RING))
-        plgpu.barrier_wait(smem.ready.at[ahead])
-        following = smem.codes[ahead]
+        following = claimed(ctx, index + 1)
         next_one = jnp.maximum(following, 0), lambda: following >= 0
         slot, _ = compute(index, code, None, slot, next_one)
         return index + 1, following, slot
