@@ -312,6 +312,12 @@ BUILDS: dict[str, Build] = {
     "flash_bwd/sm90/h64_causal": _backward_sm90(64, **_CAUSAL),
     "flash_bwd/sm90/h128_full": _backward_sm90(128),
     "flash_bwd/sm90/h128_deterministic": _backward_sm90(128, deterministic=True, **_CAUSAL),
+    "flash_bwd/sm90/h128_long": _backward_sm90(
+        128, heads=(8, 2), rows=65536, keys=65536, **_CAUSAL
+    ),
+    "flash_bwd/sm90/h128_claims": _backward_sm90(
+        128, heads=(8, 2), rows=32768, keys=32768, given=("segment_ids",), **_CAUSAL
+    ),
     "flash_bwd/sm90/h256_causal": _backward_sm90(256, **_CAUSAL),
     "flash_bwd/sm90/h64_window": _backward_sm90(64, **_WINDOW),
     "flash_bwd/sm90/h64_bias": _backward_sm90(64, given=("bias", "sinks", "kv_lengths")),

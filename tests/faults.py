@@ -65,6 +65,7 @@ TEST_EMITTED, TEST_SCHEDULES = "tests/test_emitted_code.py", "tests/test_schedul
 TEST_NARROW = "tests/test_narrow_kernel.py"
 TEST_FETCH = "tests/test_fetch.py -k as_if_it_were_here"
 TEST_CLAIMS = "tests/test_claims.py"
+TEST_ORDER = "tests/test_flash_bwd_order.py"
 TEST_SUMS = "tests/test_rows.py -k 'norm_over_devices or norm_waits'"
 TEST_JOINED = "tests/test_flash_fwd_kernel.py -k several_heads"
 
@@ -94,9 +95,34 @@ FAULTS = {
         "problem.kv_heads, group)",
         f"{TEST_CLAIMS} -k claimed_together",
     ),
+    "chunks_are_claimed_longest_first": Fault(
+        f"{BWD}/plan.py",
+        "tiles[np.argsort(costs < costs.max()",
+        "tiles[np.argsort(costs < 0",
+        f"{TEST_ORDER} -k chunks",
+    ),
+    "blocks_in_lockstep_begin_past_the_last_query_tile": Fault(
+        f"{BWD}/plan.py",
+        "self.span.hi - 1 - i",
+        "self.span.hi - i",
+        TEST_ORDER,
+    ),
+    "the_heads_of_a_query_tile_are_not_all_taken": Fault(
+        f"{BWD}/plan.py",
+        "        over = g + 1 == group\n",
+        "        over = g + 2 >= group\n",
+        TEST_ORDER,
+    ),
+    "the_backward_claims_at_every_query_tile": Fault(
+        f"{BWD}/plan.py",
+        "            return count + 1\n\n        count = lax.fori_loop",
+        "            _ = claims.claim(ctx, n + 1) if plan.claims else None\n"
+        "            return count + 1\n\n        count = lax.fori_loop",
+        f"{TEST_ORDER} -k counts",
+    ),
     "a_claim_is_read_before_it_is_written": Fault(
         f"{FWD}/claims.py",
-        "        plgpu.barrier_wait(smem.ready.at[ahead])\n",
+        "    plgpu.barrier_wait(smem.ready.at[slot])\n",
         "",
         TEST_CLAIMS,
     ),

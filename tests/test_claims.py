@@ -146,13 +146,14 @@ def fetching(rows, **changes):
 
 
 def test_claims_are_for_keys_that_the_cache_does_not_hold():
-    """The default of causal rows: not where L2 holds K and V of a head or keys are fetched, nor
-    where it is not known that each work tile has a key. With the tiles that a table would deal.
+    """The default of causal rows, fetched or not: not where L2 holds K and V of a head, nor where
+    it is not known that each work tile has a key. With the tiles that a table would deal.
     """
     rows, here = sm90.CACHED // (2 * 2 * 128), {"fetches": 1, "arrays": ("q_offset",)}
     assert rows // 4 > sm90.LONG
     for problem in (
         fetching(rows // 4 + 128, **here),
+        fetching(rows // 4 + 128),
         forward.problem_of(plain(rows + 8, rows + 8, (8, 2), 128)),
     ):
         config = sm90.Config.default(problem)
@@ -160,7 +161,7 @@ def test_claims_are_for_keys_that_the_cache_does_not_hold():
         assert dataclasses.replace(config, claims=False) == sm90.Config.default(fetching(rows // 4))
     for other in (
         forward.problem_of(plain(rows, rows, (8, 2), 128)),
-        fetching(rows // 2),
+        fetching(rows // 4),
         fetching(rows // 4, **here),
         fetching(rows // 2, **here, q_len=sm90.LONG - 64),
         fetching(rows // 2, **here, offsets=()),

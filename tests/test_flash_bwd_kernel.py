@@ -18,7 +18,6 @@ import pallas_attn as pa
 from pallas_attn import _gpus, cases
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import score_mod
-from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.flash_bwd import dbias
 from pallas_attn.kernels.flash_bwd import plan as plans
 from pallas_attn.kernels.flash_bwd import sm80 as flash_bwd_sm80
@@ -158,41 +157,6 @@ def test_keys_held_in_registers_interpreted():
             dataclasses.replace(case, kv_lengths=(70,)),
             dataclasses.replace(SMALL, k_in_registers=True),
         )
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize("claims", [False, True], ids=["table", "claims"])
-@pytest.mark.parametrize("changes", [{"dq_lag": 2}, {"block_q": 128}, {"fused": False}], ids=str)
-@pytest.mark.parametrize("name", ["group7_kv1", "kv_lengths_causal"])
-def test_blocks_walk_together_interpreted(name, changes, claims):
-    """Down, by the one block of the first wave, and up again."""
-    case, config = small(name), kernel.Config(grid=1, l2_heads=1, together=True, **changes)
-    config = dataclasses.replace(config, claims=claims and config.fused)
-    assert kernel.plan_of(problem_of(case), config).walks_together
-    with mosaic.interpret():
-        check(case, config)
-
-
-@pytest.mark.parametrize("group", [1, 3])
-def test_where_blocks_walk_together(group):
-    """All query tiles of every head once; the work tiles of a wave begin at the last one, those of
-    the next wave at their own keys.
-    """
-    sizes = {"q_len": 2048, "kv_len": 2048, "batch": 1, "q_heads": group, "kv_heads": 1}
-    problem = problem_of(dataclasses.replace(one("t_equals_s"), mask=CAUSAL, **sizes))
-    plan = kernel.plan_of(problem, kernel.Config(grid=5, together=True))
-    nothing = plans.Refs(*(None for _ in plans.Refs._fields))
-    for tile in range(plan.kv_tiles):
-        work = plans.work_tile(Context(plan, nothing, None), jnp.int32(tile))
-        steps, (g, i) = [], (jnp.int32(0), jnp.int32(0))
-        for n in range(group * int(work.steps)):
-            assert (int(g), int(i)) == tuple(map(int, plans.step_of(plan, work, jnp.int32(n))))
-            steps.append((int(work.q_tile(i)), int(g)))
-            g, i = plans.step_after(plan, work, g, i)
-        down = tile // 5 % 2 == 0
-        wanted = [t for t in range(2 * tile, plan.q_tiles) for _ in range(group)]
-        assert [t for t, _ in steps] == (wanted[::-1] if down else wanted)
-        assert [head for _, head in steps] == list(range(group)) * int(work.steps)
 
 
 @pytest.mark.guards

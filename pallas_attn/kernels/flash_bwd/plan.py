@@ -129,6 +129,7 @@ class Plan(attention_plan.Plan):
     """A problem and a config, and what follows from them, where work tiles are keys."""
 
     block_kv: int = 2 * ROWS  # keys of a work tile
+    knows_lockstep: bool = False  # whether the kernel knows `lockstep`
     l2_bytes = L2_BYTES
 
     @property
@@ -176,8 +177,7 @@ class Plan(attention_plan.Plan):
 
     @property
     def grid(self) -> int:
-        work = self.heads * self.kv_tiles
-        return min(self.config.grid or work, work)
+        return min(self.config.grid or self.work_tiles, self.work_tiles)
 
     @property
     def l2_heads(self) -> int:
@@ -209,7 +209,7 @@ class Plan(attention_plan.Plan):
     @property
     def has_few_work_tiles(self) -> bool:
         """Whether a block has so few that its idle time at the end depends on the schedule."""
-        return self.heads * self.kv_tiles < 4 * (self.config.grid or 132)
+        return self.work_tiles < 4 * (self.config.grid or 132)
 
     @property
     def is_packed(self) -> bool:
@@ -217,8 +217,8 @@ class Plan(attention_plan.Plan):
         dQ is added up in global memory: that gains time at the end, but loses L2.
         """
         no_sum = not self.config.fused or self.problem.deterministic
-        work = self.heads * self.kv_tiles
-        return no_sum and self.has_few_work_tiles and not self.config.l2_heads and self.grid < work
+        several = self.grid < self.work_tiles
+        return no_sum and self.has_few_work_tiles and not self.config.l2_heads and several
 
     @property
     def exceeds_l2(self) -> bool:
@@ -248,22 +248,36 @@ class Plan(attention_plan.Plan):
 
     @property
     def claims(self) -> bool:
-        """Whether blocks claim their work tiles one by one, each when it has loaded the last query
-        tile of the one before: see `flash_fwd.claims`. Those of packed documents in the order of
-        keys: neighbours meet the same rows.
-        """
-        return getattr(self.config, "claims", False)
+        """Whether blocks claim their work tiles one by one: see `flash_fwd.claims`."""
+        return self.knows_claims and self.config.claims and not self.is_listed
 
     @property
-    def walks_together(self) -> bool:
-        """Whether the blocks at work are at the same query tile at one time: down from the last one
-        to their own keys, so that those of the last keys are done first; the work tiles that follow
-        begin there, each when the others arrive at its keys, and go up again to the last one, where
-        all are done together. Of a query tile all heads of the group come one after the other.
+    def chunks(self) -> int:
+        """Chunks of a sequence that are batch rows, where a table knows where each begins."""
+        return len(self.problem.offsets[0]) if self.problem.offsets else 1
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether the blocks at work are at the same query tile at one time, so that one of them
+        reads from memory what all of them need. They go down from the last query tile to their own
+        keys, so that those of the last keys are done first. The work tiles that follow begin at
+        their own keys, when the others arrive there, and go up to the last query tile, where all
+        are done together. Of a query tile all heads of the group come one after the other.
+
+        In a table alone blocks drift apart, since some are a little slower, and where rows are more
+        than L2 holds each reads them from memory again. With `claims` too they do not.
         """
+        if not (self.knows_lockstep and self.config.lockstep) or self.chunks > 1:
+            return False
         mask, known = self.problem.mask, not (self.always_masked or self.is_listed)
-        together = getattr(self.config, "together", False)
-        return together and known and mask.bounds_right and not mask.bounds_left
+        return known and mask.bounds_right and not mask.bounds_left
+
+    @property
+    def exceeds_cache(self) -> bool:
+        """Whether what the query heads of one kv head read and add to is more than L2 holds, in all
+        batch rows that share their keys.
+        """
+        return self.head_bytes * self.problem.share > 2 * L2_BYTES
 
     @functools.cached_property
     def sections(self) -> frozenset[str]:
@@ -398,7 +412,7 @@ def work_tile(ctx: Context, code: Any) -> WorkTile:
     if plan.rotates:
         rotation = lax.div(tile * plan.q_tiles, jnp.int32(plan.kv_tiles))
     down = None
-    if plan.walks_together:
+    if plan.lockstep:
         wave = lax.div(tile * plan.l2_heads, jnp.int32(plan.grid))
         down = lax.rem(wave, jnp.int32(2)) == 0
     where = (batch, kv_head, key, q_offset, q_len, kv_len, mask)
@@ -407,7 +421,7 @@ def work_tile(ctx: Context, code: Any) -> WorkTile:
 
 def step_of(plan: Plan, work: WorkTile, i: Any) -> tuple[Any, Any]:
     """Step i of a work tile: which head of the group, and which of that head's steps."""
-    if plan.walks_together:
+    if plan.lockstep:
         group = jnp.int32(plan.problem.group)
         return lax.rem(i, group), lax.div(i, group)
     g = lax.div(i, work.steps)
@@ -419,7 +433,7 @@ def step_after(plan: Plan, work: WorkTile, g: Any, i: Any) -> tuple[Any, Any]:
     group = plan.problem.group
     if group == 1:
         return g, i + 1
-    if plan.walks_together:
+    if plan.lockstep:
         over = g + 1 == group
         return jnp.where(over, 0, g + 1), i + over.astype(jnp.int32)
     over = i + 1 == work.steps
@@ -459,18 +473,24 @@ def schedule(plan: Plan, offsets: tuple[int, ...] = ()) -> np.ndarray:
         tile_scheduler.costs_of(code, plan.code_bits, costs, problem.kv_heads) for code in codes
     ]
     ordered = tile_scheduler.in_order(codes, each, len(costs))
-    if len(costs) > 1 and getattr(plan.config, "whole_first", False):
-        # Those that meet all query rows take equally long: blocks are at the same rows together.
-        whole = ordered[1] == ordered[1].max()
-        ordered = tuple(np.concatenate([x[whole], x[~whole]]) for x in ordered)
     if plan.claims:
-        order = np.arange(plan.work_tiles) if plan.has("q_segment_ids") else ordered[0]
-        if plan.has("q_segment_ids"):
-            head, tile = np.divmod(order, plan.kv_tiles)
-            order = (head << plan.code_bits) + tile
-        return np.append(np.int32(plan.work_tiles), order).astype(np.int32)[None]
+        return _claimed(plan, *ordered)
     assign = tile_scheduler.assign_packed if plan.is_packed else tile_scheduler.assign
     return assign(*ordered, plan.grid)
+
+
+def _claimed(plan: Plan, tiles: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """int32[1, n]: how many work tiles there are, and their codes in the order in which blocks
+    claim them. `tiles`: the longest first. Of packed documents in the order of keys: neighbours
+    meet the same rows. Of chunks those before all others that meet all of their rows: they take
+    equally long, and blocks stay at the same rows.
+    """
+    if plan.has("q_segment_ids"):
+        head, tile = np.divmod(np.arange(plan.work_tiles), plan.kv_tiles)
+        tiles = (head << plan.code_bits) + tile
+    elif plan.chunks > 1:
+        tiles = tiles[np.argsort(costs < costs.max(), kind="stable")]
+    return np.append(np.int32(tiles.size), tiles).astype(np.int32)[None]
 
 
 @functools.lru_cache(maxsize=64)

@@ -42,9 +42,8 @@ class Config:
     dq_warpgroups: int = 2  # of `sm90_dq`
     k_in_registers: bool = False  # half of K, where head dims are above 64, query tiles of 64
     window: bool = False  # all by `sm90_window`, which takes few problems
-    together: bool = False  # blocks are at the same query tile: see `Plan.walks_together`
-    claims: bool = False  # blocks claim work tiles: see `Plan.claims`; of `sm90_fused`
-    whole_first: bool = False  # of chunks, the work tiles that meet all of their rows before others
+    lockstep: bool = False  # blocks are at the same query tile: see `Plan.lockstep`
+    claims: bool = False  # blocks claim work tiles, in `sm90_fused`: see `Plan.claims`
 
     def __post_init__(self):
         blocks = (64, 128) if self.fused else (16, 32, 64, 128)
@@ -64,12 +63,12 @@ class Config:
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
         """What serves a problem that nobody tuned."""
-        if problem.dtype == "float32":
-            return _float32(problem)
         if sm90_window.takes(problem):
             return cls(window=True)
+        if problem.dtype == "float32":
+            return _in_order(problem, _float32(problem))
         if is_wide(problem):
-            return _wide(problem)
+            return _in_order(problem, _wide(problem))
         listed = problem.mask_program is not None or problem.score_program is not None
         config = cls(dq_stages=3, dq_lag=2, k_in_registers=not listed)
         if max(problem.head_dim, problem.v_head_dim) <= 64:
@@ -77,7 +76,19 @@ class Config:
         # A float32 dq is set to 0 before and rounded after, which costs more than it saves where
         # keys meet few query rows, or blocks add to more of it at a time than L2 holds.
         plan = plan_of(problem, config)
-        return dataclasses.replace(config, fused=plan.mean_q_rows > 512 and not plan.exceeds_l2)
+        fused = plan.mean_q_rows > 512 and not plan.exceeds_l2
+        return _in_order(problem, dataclasses.replace(config, fused=fused))
+
+
+def _in_order(problem: AttentionProblem, config: Config) -> Config:
+    """With the order in which blocks take work tiles and query tiles: another one than a table's
+    and the first to the last where a table would read much from memory.
+    """
+    plan = plan_of(problem, dataclasses.replace(config, lockstep=True, claims=True))
+    if not plan.exceeds_cache:
+        return config
+    claims = plan.claims and _is_fused(problem, config) and plan.grid < plan.work_tiles
+    return dataclasses.replace(config, lockstep=plan.lockstep, claims=claims)
 
 
 def is_wide(problem: AttentionProblem) -> bool:
@@ -148,7 +159,9 @@ def plan_of(problem: AttentionProblem, config: Config) -> Plan:
         if not sm90_window.takes(problem):
             raise ValueError(f"Config.window must be False for {problem}")
         return Plan(problem, dataclasses.replace(config, block_q=ROWS), ROWS)
-    return Plan(problem, config, sm90_dkdv.KEYS if is_wide(problem) else sm90_fused.KEYS)
+    if is_wide(problem):
+        return Plan(problem, config, sm90_dkdv.KEYS, knows_lockstep=True)
+    return Plan(problem, config, sm90_fused.KEYS, knows_lockstep=True, knows_claims=True)
 
 
 def _dq_plan(problem: AttentionProblem, config: Config) -> Any:

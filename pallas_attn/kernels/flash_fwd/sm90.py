@@ -155,14 +155,13 @@ def plan_of(problem: AttentionProblem, config: Any) -> Plan:
 
 def _gains_by_claims(problem: AttentionProblem) -> bool:
     """Whether blocks are to claim work tiles: see `claims`. Where no heads share K and V they gain
-    little or lose. Causal rows were measured at head dim 128; where keys are fetched the gain could
-    not be told from noise.
+    little or lose. Causal rows were measured at head dim 128.
     """
     if problem.q_len < LONG or problem.group == 1:
         return False
     dims = problem.head_dim, problem.v_head_dim
     causal = problem.mask.bounds_right and not problem.mask.bounds_left and 64 < max(dims) <= 128
-    many = 2 * problem.kv_len * sum(dims) > CACHED and problem.fetches == 1
+    many = 2 * problem.kv_len * sum(dims) > CACHED
     gains = "q_segment_ids" in problem.arrays or (causal and many)
     return gains and plan_of(problem, Config(claims=True)).claims
 

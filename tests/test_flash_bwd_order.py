@@ -1,0 +1,246 @@
+"""The order in which the backward kernels over kv tiles take work tiles and query tiles: blocks
+that claim work tiles (kernels/flash_fwd/claims.py) and blocks in lockstep (`Plan.lockstep`).
+"""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import _config
+from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.flash_bwd import plan as plans
+from pallas_attn.kernels.flash_bwd import sm90
+from pallas_attn.masks import CAUSAL, FULL, sliding_window
+from tests import builds, mosaic, threads
+from tests.test_claims import of, plain
+from tests.test_flash_bwd_kernel import check, problem_of
+from tests.test_flash_fwd_kernel import one, small
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+NO_REFS = plans.Refs(*(None for _ in plans.Refs._fields))
+MIB = 2**20
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("claims", [False, True], ids=["table", "claims"])
+@pytest.mark.parametrize("changes", [{"dq_lag": 2}, {"block_q": 128}, {"fused": False}], ids=str)
+@pytest.mark.parametrize("name", ["group7_kv1", "kv_lengths_causal"])
+def test_blocks_in_lockstep_interpreted(name, changes, claims):
+    """The one block goes down over its first work tile, and up again over its second."""
+    case, config = small(name), sm90.Config(grid=1, l2_heads=1, lockstep=True, **changes)
+    config = dataclasses.replace(config, claims=claims)
+    plan = sm90.plan_of(problem_of(case), config)
+    assert plan.lockstep and plan.claims == claims
+    with mosaic.interpret():
+        check(case, config)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("changes", [{"dq_lag": 2}, {"block_q": 128}], ids=str)
+@pytest.mark.parametrize(
+    "name", ["documents", "everything", "q_lengths", "offsets_by_row", "band", "bias_by_row"]
+)
+def test_blocks_that_claim_interpreted(name, changes):
+    """Without a race; with work tiles of no query tile among them."""
+    case, config = small(name), sm90.Config(grid=2, claims=True, **changes)
+    plan = sm90.plan_of(problem_of(case), config)
+    assert plan.claims and not plan.lockstep and plan.work_tiles > plan.grid
+    with mosaic.interpret():
+        check(case, config)
+
+
+@pytest.mark.guards
+def test_wide_rows_in_lockstep_interpreted():
+    """By `sm90_dkdv`, which knows no claims."""
+    case = dataclasses.replace(small("kv_lengths_causal"), head_dim=136, v_head_dim=136)
+    config = sm90.Config(fused=False, grid=1, l2_heads=1, lockstep=True, claims=True)
+    plan = sm90.plan_of(problem_of(case), config)
+    assert plan.lockstep and not plan.claims
+    with mosaic.interpret():
+        check(case, config)
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_each_claim_counts_once(monkeypatch, lockstep):
+    """A block claims once for each work tile that it takes: all there are, and no more."""
+    claimed, take = [], threads.BlockOfThreads.take
+
+    def counted(self, counters, index, where):
+        claimed.append(np.count_nonzero(where))
+        return take(self, counters, index, where)
+
+    monkeypatch.setattr(threads.BlockOfThreads, "take", counted)
+    case, config = plain(700, 700, (2, 1)), sm90.Config(grid=2, claims=True, lockstep=lockstep)
+    with mosaic.interpret():
+        check(case, config)
+    assert sum(claimed) == sm90.plan_of(problem_of(case), config).work_tiles == 6
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_query_tiles_in_lockstep(group):
+    """All query tiles of every head once; the work tiles of a wave begin at the last one, those of
+    the next wave at their own keys.
+    """
+    sizes = {"q_len": 2048, "kv_len": 2048, "batch": 1, "q_heads": group, "kv_heads": 1}
+    problem = problem_of(dataclasses.replace(one("t_equals_s"), mask=CAUSAL, **sizes))
+    plan = sm90.plan_of(problem, sm90.Config(grid=5, lockstep=True))
+    for tile in range(plan.kv_tiles):
+        work = plans.work_tile(Context(plan, NO_REFS, None), jnp.int32(tile))
+        steps, (g, i) = [], (jnp.int32(0), jnp.int32(0))
+        for n in range(group * int(work.steps)):
+            assert (int(g), int(i)) == tuple(map(int, plans.step_of(plan, work, jnp.int32(n))))
+            steps.append((int(work.q_tile(i)), int(g)))
+            g, i = plans.step_after(plan, work, g, i)
+        down = tile // 5 % 2 == 0
+        wanted = [t for t in range(2 * tile, plan.q_tiles) for _ in range(group)]
+        assert [t for t, _ in steps] == (wanted[::-1] if down else wanted)
+        assert [head for _, head in steps] == list(range(group)) * int(work.steps)
+
+
+def chunks(rows, **changes):
+    """A problem of two chunks of causal rows on the first of two GPUs, in the order zigzag."""
+    problem = problem_of(plain(rows, 4 * rows, (32, 8), 128, batch=2))
+    offsets = (0, 3 * rows), (rows, 2 * rows)
+    known = {"offsets": offsets, "share": 2, "zigzag": 2, "arrays": ("q_offset",)}
+    return dataclasses.replace(problem, **known | changes)
+
+
+def claimed_codes(plan, offsets=()):
+    """Heads and kv tiles in the order in which blocks claim them: each work tile once."""
+    count, *codes = plans.schedule(plan, offsets)[0].tolist()
+    assert count == len(codes) == len(set(codes)) == plan.work_tiles
+    return np.array(codes) >> plan.code_bits, np.array(codes) & ((1 << plan.code_bits) - 1)
+
+
+def test_chunks_begin_with_what_meets_all_of_their_rows():
+    plan = sm90.plan_of(chunks(1024), sm90.Config(grid=4, claims=True, lockstep=True))
+    assert plan.claims and not plan.lockstep
+    for offsets in plan.problem.offsets:
+        head, tile = claimed_codes(plan, offsets)
+        first = np.array(offsets)[head // 8] - tile * plan.block_kv  # row that sees the first key
+        whole = first >= -(plan.block_kv - 1)
+        count = np.count_nonzero(whole)
+        assert whole[:count].all() and 0 < count < plan.work_tiles
+        steps = np.clip(plan.problem.q_len + first[count:], 0, None)
+        for l2_group in np.split(steps, np.flatnonzero(np.diff(steps) > 0) + 1):
+            assert l2_group[0] >= l2_group[-1]
+
+
+def test_documents_are_claimed_in_the_order_of_keys():
+    plan = sm90.plan_of(
+        problem_of(of((300, 700), (4, 2), batch=2)), sm90.Config(grid=3, claims=True)
+    )
+    head, tile = claimed_codes(plan)
+    np.testing.assert_array_equal(head, np.repeat(np.arange(4), 8))
+    np.testing.assert_array_equal(tile, np.tile(np.arange(8), 4))
+
+
+def test_the_default_order():
+    """Not that of a table where what a kv head's rows read and add to is more than L2 holds."""
+
+    def order(problem):
+        config = sm90.Config.default(problem)
+        assert sm90.smem_bytes(problem, config) <= sm90.SMEM_LIMIT
+        plain = dataclasses.replace(config, lockstep=False, claims=False)
+        plan, table = (sm90.plan_of(problem, x) for x in (config, plain))
+        assert (plan.lockstep, plan.claims) == (config.lockstep, config.claims)
+        assert not (table.lockstep or table.claims)
+        return config.lockstep, config.claims
+
+    def causal(rows, heads=(32, 8), dim=128, **changes):
+        return dataclasses.replace(problem_of(plain(rows, rows, heads, dim)), **changes)
+
+    rows = 64 * MIB // (8 * 128 * 4)
+    both, neither = (True, True), (False, False)
+    assert order(causal(rows + 8)) == both and order(causal(rows)) == neither
+    assert (
+        order(causal(4 * rows + 8, (8, 8))) == both and order(causal(4 * rows, (8, 8))) == neither
+    )
+    assert order(causal(rows + 8, arrays=("q_offset",))) == both
+    assert order(causal(rows + 8, arrays=("kv_lengths",))) == both
+    assert order(causal(rows + 8, mask=FULL)) == (False, True)
+    assert order(causal(rows + 8, mask=sliding_window(4096))) == (False, True)
+    assert order(causal(rows + 8, deterministic=True)) == (True, False)
+    assert order(causal(rows + 8, dim=256)) == (True, False)
+    documents = problem_of(of((rows // 2, rows // 2 + 8), (32, 8), 128))
+    assert order(documents) == (False, True)
+    assert order(dataclasses.replace(documents, q_len=rows, kv_len=rows)) == neither
+    assert order(chunks(rows // 2 + 8)) == (False, True) and order(chunks(rows // 2)) == neither
+
+
+LONG_ONES = {
+    "causal": plain(40_000, 40_000, (4, 1)),
+    "causal, two": plain(20_100, 20_100, (8, 2), batch=2),
+    "more keys": plain(20_000, 33_000, (4, 1), q_offset=13_000),
+    "full": dataclasses.replace(plain(20_000, 20_000, (4, 1)), mask=FULL),
+    "window": dataclasses.replace(plain(70_000, 70_000, (4, 1)), mask=sliding_window(5000)),
+    "documents": of((1, 9000, 300, 25_083), (8, 2)),
+    "short documents": of((700,) * 60, (4, 1), mask=FULL),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LONG_ONES)
+@pytest.mark.parametrize("dim", (64, 128))
+def test_long_rows_on_the_gpu(name, dim):
+    """As by a table, in arrays that held NaN before: no work tile is left out, none is added
+    twice. Of dK and dV, whose sums are one block's, the same bits where the order is the same.
+    """
+    case = dataclasses.replace(LONG_ONES[name], head_dim=dim, v_head_dim=dim)
+    arrays, cotangent = case.arrays(), case.cotangent(1)
+
+    def loss(arrays):
+        out = pa.flash_attention(**arrays, **case.options())
+        return (out.astype(jnp.float32) * cotangent.astype(jnp.float32)).sum()
+
+    taken = [name for name in arrays if name in ("q", "k", "v")]
+
+    def compiled(config=None):
+        """The step, and the Config of the backward that it runs with."""
+        forced = _config.forced("flash_bwd_sm90", config) if config else contextlib.nullcontext()
+        with forced, _config.watched() as choices:
+            step = jax.jit(lambda some, rest: jax.grad(lambda x: loss(x | rest))(some))
+            step = step.lower(*split).compile()
+        return step, choices[-1].config
+
+    split = (
+        {name: arrays[name] for name in taken},
+        {name: x for name, x in arrays.items() if name not in taken},
+    )
+    config = dataclasses.asdict(compiled()[1]) | {"claims": True, "lockstep": True}
+    dealt = compiled(config | {"claims": False, "lockstep": False})[0]
+    want = {name: np.asarray(x, np.float32) for name, x in dealt(*split).items()}
+    for changes in ({}, {"lockstep": False}):
+        step = compiled(config | changes)[0]
+        same = case.mask != CAUSAL or case.segments or changes
+        for _ in range(3):
+            before = [jnp.full(x.shape, jnp.nan, x.dtype) for x in want.values()]
+            jax.block_until_ready(before)
+            del before
+            compare(step(*split), want, ("k", "v") if same else ())
+
+
+def compare(got, want, same_bits):
+    for name, x in got.items():
+        x, most = np.asarray(x, np.float32), 0.01 * np.abs(want[name]).max()
+        np.testing.assert_allclose(x, want[name], rtol=0.02, atol=most)
+        if name in same_bits:
+            np.testing.assert_array_equal(x, want[name])
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("name", ["h128_long", "h128_claims"])
+def test_compiles_without_serialised_matmuls(name):
+    """With fewer spills than in the order of a table: see `test_flash_bwd_kernel.SPILLED`."""
+    build = builds.BUILDS[f"flash_bwd/sm90/{name}"]
+    report = mosaic.compile_for(build.call, *build.shapes, target=build.target, sass=False)
+    (kernel,) = (x for x in report.kernels if x.name.startswith("flash_bwd"))
+    assert kernel.spill_bytes <= 132
+    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
