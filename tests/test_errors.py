@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn import Limit, Mask, PagedCache, PerSequenceCache, StackedCache, _device
@@ -577,10 +578,13 @@ def over_two(mask=None, band=pa.FULL, method="gather", **options):
             given = (ids & band).blocks(5, 5, heads=3 if method == "heads" else 2, context=context)
         return pa.flash_attention(x, x, x, mask=given, context=context, **options)
 
-    mesh = jax.make_mesh((2,), ("cp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    rows = jax.sharding.PartitionSpec(None, "cp")
-    call = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)
-    return lambda: jax.eval_shape(call, z(1, 10, 2, 8))
+    def call():  # the mesh is made here: tests are collected where there is one device, too
+        devices, auto = jax.devices()[:2], jax.sharding.AxisType.Auto
+        mesh, rows = jax.make_mesh((2,), ("cp",), (auto,), devices=devices), P(None, "cp")
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)
+        return jax.eval_shape(mapped, z(1, 10, 2, 8))
+
+    return call
 
 
 ATTENTION |= {
@@ -861,7 +865,7 @@ def test_a_mesh_of_cpus_beside_a_gpu():
         seen.append(_device.gpu_generation())
         return x
 
-    spec = jax.sharding.PartitionSpec("x")
+    spec = P("x")
     mapped = jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec)
     cpus = jax.devices()
     with mock.patch.object(jax, "devices", lambda name="gpu": [gpu] if name == "gpu" else cpus):
