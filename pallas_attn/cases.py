@@ -135,7 +135,7 @@ def _large_attention() -> list[AttentionCase]:
         ),
         # One kv head's rows are more than L2 holds.
         causal("h128_causal_t65536_n32k8", (1, 65536), (32, 8), 128, "long"),
-        causal("documents_8x8192_n32k8", (1, 65536), (32, 8), 128, "long", segments=(8192,) * 8),
+        causal("documents_8x4096_n32k8", (1, 32768), (32, 8), 128, "long", segments=(4096,) * 8),
         *(
             causal(f"few_rows_m{m}_t{t}", (m, t, 8192), (32, 8), 128, "few_rows", q_offset=8192 - t)
             for m, t in ((8, 64), (8, 16), (1, 1024), (1, 256), (1, 64), (1, 16))

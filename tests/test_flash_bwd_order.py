@@ -141,37 +141,65 @@ def test_documents_are_claimed_in_the_order_of_keys():
     np.testing.assert_array_equal(tile, np.tile(np.arange(8), 4))
 
 
-def test_the_default_order():
-    """Not that of a table where what a kv head's rows read and add to is more than L2 holds."""
+ROWS = 64 * MIB // (8 * 128 * 4)  # of 4 heads of 128, twice of which are more than L2 holds
+NEITHER, LOCKSTEP, CLAIMS, BOTH = (False, False), (True, False), (False, True), (True, True)
 
-    def order(problem):
-        config = sm90.Config.default(problem)
-        assert sm90.smem_bytes(problem, config) <= sm90.SMEM_LIMIT
-        plain = dataclasses.replace(config, lockstep=False, claims=False)
-        plan, table = (sm90.plan_of(problem, x) for x in (config, plain))
-        assert (plan.lockstep, plan.claims) == (config.lockstep, config.claims)
-        assert not (table.lockstep or table.claims)
-        return config.lockstep, config.claims
 
-    def causal(rows, heads=(32, 8), dim=128, **changes):
-        return dataclasses.replace(problem_of(plain(rows, rows, heads, dim)), **changes)
+def causal(rows, heads=(32, 8), dim=128, **changes):
+    return dataclasses.replace(problem_of(plain(rows, rows, heads, dim)), **changes)
 
-    rows = 64 * MIB // (8 * 128 * 4)
-    both, neither = (True, True), (False, False)
-    assert order(causal(rows + 8)) == both and order(causal(rows)) == neither
-    assert (
-        order(causal(4 * rows + 8, (8, 8))) == both and order(causal(4 * rows, (8, 8))) == neither
-    )
-    assert order(causal(rows + 8, arrays=("q_offset",))) == both
-    assert order(causal(rows + 8, arrays=("kv_lengths",))) == both
-    assert order(causal(rows + 8, mask=FULL)) == (False, True)
-    assert order(causal(rows + 8, mask=sliding_window(4096))) == (False, True)
-    assert order(causal(rows + 8, deterministic=True)) == (True, False)
-    assert order(causal(rows + 8, dim=256)) == (True, False)
-    documents = problem_of(of((rows // 2, rows // 2 + 8), (32, 8), 128))
-    assert order(documents) == (False, True)
-    assert order(dataclasses.replace(documents, q_len=rows, kv_len=rows)) == neither
-    assert order(chunks(rows // 2 + 8)) == (False, True) and order(chunks(rows // 2)) == neither
+
+def documents(rows, heads=(32, 8)):
+    return problem_of(of((rows // 2, rows - rows // 2), heads, 128))
+
+
+DEFAULTS = {
+    "heads share keys": (causal(ROWS), True, BOTH),
+    "few rows": (causal(1200), True, LOCKSTEP),
+    "few work tiles": (causal(ROWS, (8, 1)), True, LOCKSTEP),
+    "heads of their own": (causal(4 * ROWS, (8, 8)), True, NEITHER),
+    "long heads of their own": (causal(4 * ROWS + 8, (8, 8)), True, BOTH),
+    "an offset": (causal(ROWS, arrays=("q_offset",)), True, BOTH),
+    "lengths": (causal(ROWS, arrays=("kv_lengths",)), True, BOTH),
+    "too few rows": (causal(700), False, NEITHER),
+    "bits": (causal(ROWS, deterministic=True), True, NEITHER),
+    "long, bits": (causal(ROWS + 8, deterministic=True), True, LOCKSTEP),
+    "wide": (causal(ROWS // 2, dim=256), False, NEITHER),
+    "long, wide": (causal(ROWS // 2 + 8, dim=256), False, LOCKSTEP),
+    "full": (causal(ROWS, mask=FULL), True, NEITHER),
+    "long, full": (causal(ROWS + 8, mask=FULL), True, CLAIMS),
+    "window": (causal(ROWS, mask=sliding_window(4096)), True, NEITHER),
+    "long, window": (causal(ROWS + 8, mask=sliding_window(4096)), True, CLAIMS),
+    "documents": (documents(ROWS), True, NEITHER),
+    "long documents": (documents(ROWS + 8), True, CLAIMS),
+    "chunks": (chunks(ROWS // 2), True, NEITHER),
+    "long chunks": (chunks(ROWS // 2 + 8), True, CLAIMS),
+    # Few work tiles of rows that L2 does not hold.
+    "few, causal": (causal(8200), True, BOTH),
+    "few, full": (causal(8200, mask=FULL), True, NEITHER),
+    "few, documents": (documents(ROWS, (32, 2)), False, NEITHER),
+    "too few": (causal(8192, (64, 1)), False, LOCKSTEP),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_the_default_order(name):
+    """Whether dq is added up in global memory, and who claims or stays in lockstep."""
+    problem, fused, order = DEFAULTS[name]
+    config = sm90.Config.default(problem)
+    assert (config.fused, (config.lockstep, config.claims)) == (fused, order)
+    assert sm90.smem_bytes(problem, config) <= sm90.SMEM_LIMIT
+    plan = sm90.plan_of(problem, config)
+    assert (plan.lockstep, plan.claims) == order
+
+
+@pytest.mark.parametrize(
+    "rows, heads, batch, together",
+    [(8192, (32, 8), 2, 4), (16384, (32, 8), 1, 2), (65536, (32, 8), 1, 1), (8200, (6, 3), 2, 6)],
+)
+def test_heads_of_two_waves_are_taken_together(rows, heads, batch, together):
+    problem = causal(rows, heads, batch=batch)
+    assert sm90.plan_of(problem, sm90.Config(lockstep=True)).l2_heads == together
 
 
 LONG_ONES = {

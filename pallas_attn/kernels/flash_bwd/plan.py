@@ -188,6 +188,9 @@ class Plan(attention_plan.Plan):
         if config.l2_heads:
             return min(config.l2_heads, self.heads)
         blocks = config.grid or 132
+        if self.lockstep:  # which reads little at a time: two waves of blocks, down and up again
+            fit = max(1, 2 * blocks // self.kv_tiles)
+            return pl.cdiv(self.heads, max(1, self.heads // fit))
         if self.has_few_work_tiles:
             # Long ones that begin late, in a later L2 group, leave other blocks idle. About as many
             # as there are blocks at a time.

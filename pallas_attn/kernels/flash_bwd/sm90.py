@@ -74,21 +74,25 @@ class Config:
         if max(problem.head_dim, problem.v_head_dim) <= 64:
             config = cls(128, dq_stages=4, dq_warpgroups=3)
         # A float32 dq is set to 0 before and rounded after, which costs more than it saves where
-        # keys meet few query rows, or blocks add to more of it at a time than L2 holds.
+        # keys meet few query rows, or blocks add to more of it at a time than L2 holds, or most
+        # blocks would have no work tile.
         plan = plan_of(problem, config)
-        fused = plan.mean_q_rows > 512 and not plan.exceeds_l2
+        idle = 2 * plan.work_tiles <= config.grid
+        scattered = plan.exceeds_l2 and (idle or plan.always_masked or plan.is_listed)
+        fused = plan.mean_q_rows > 512 and not scattered
         return _in_order(problem, dataclasses.replace(config, fused=fused))
 
 
 def _in_order(problem: AttentionProblem, config: Config) -> Config:
-    """With the order in which blocks take work tiles and query tiles: another one than a table's
-    and the first to the last where a table would read much from memory.
+    """With the order in which blocks take work tiles and query tiles. In a table's, of one head
+    after the other, heads that share keys may read much from memory; or the long work tiles of the
+    last heads begin late.
     """
     plan = plan_of(problem, dataclasses.replace(config, lockstep=True, claims=True))
-    if not plan.exceeds_cache:
-        return config
-    claims = plan.claims and _is_fused(problem, config) and plan.grid < plan.work_tiles
-    return dataclasses.replace(config, lockstep=plan.lockstep, claims=claims)
+    fused, many = _is_fused(problem, config), plan.exceeds_cache
+    lockstep = plan.lockstep and (many or (fused and problem.group > 1))
+    claims = plan.claims and fused and (many or lockstep) and plan.grid < plan.work_tiles
+    return dataclasses.replace(config, lockstep=lockstep, claims=claims)
 
 
 def is_wide(problem: AttentionProblem) -> bool:

@@ -6,9 +6,15 @@ goes to a float32 array in global memory, where the blocks that meet a query add
 that array to zero before, and rounds it after. Without such an array (`refs.dq` is None) the kernel
 makes dk and dv alone.
 
-Grid: one block a multiprocessor, which takes the work tiles that `plan.schedule` gives it. A work
-tile is 128 keys of one kv head, over the query heads of its group: dk and dv are summed over the
-group where they are. Two consumer warpgroups have 64 keys each, one producer warpgroup loads.
+Grid: one block a multiprocessor, which takes the work tiles that `plan.schedule` gives it, or
+claims them (`Plan.claims`). A work tile is 128 keys of one kv head, over the query heads of its
+group: dk and dv are summed over the group where they are. Two consumer warpgroups have 64 keys
+each, one producer warpgroup loads.
+
+At head dim 128 a step reads 32 KB of q and dO and adds 32 KB to dQ: of all blocks together more
+than memory gives. So those at work at one time have to meet the same query tiles, which L2 then
+holds. Under a causal mask they stay in lockstep (`Plan.lockstep`); else the order of work tiles
+brings them together.
 
 A step is one query tile. Tiles of scores have keys as rows and queries as columns, so P^T and dS^T
 are register operands of the matmuls for dV and dK; for dQ both warpgroups put their half of dS in

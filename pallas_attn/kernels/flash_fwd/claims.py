@@ -1,5 +1,5 @@
-"""Work tiles that blocks claim one by one, so that those at work at one time read the same K and V:
-of long packed documents, and of causal rows whose K and V are more than L2 holds.
+"""Work tiles that blocks claim one by one, so that those at work at one time read the same rows: of
+long packed documents, of causal rows whose K and V are more than L2 holds, and in the backward.
 
 A table that deals ranks to blocks (`tile_scheduler.schedule_by_rank`) ends them all at one time,
 but what they do at one time are equally long work tiles of all documents, whose K and V are more
@@ -13,7 +13,8 @@ of a head are more than L2 holds, each reads keys from memory that others have r
 by kv head, the longest first, the work tiles of a head end with the short ones, and all blocks
 begin with the next head together. The matmuls wait a little more, as all blocks ask for the same
 keys at once, but at the power limit what is not read from memory is worth more than that. Where L2
-holds K and V of a head, a table is faster.
+holds K and V of a head, a table is faster. The backward reads more a step, and gains more: its
+order is `flash_bwd.plan.schedule`'s.
 
 A block's first work tile follows from its number. Each later one it claims from a counter in global
 memory: the producer (`produce`), before it loads the one before or, without documents, when two of
@@ -21,7 +22,8 @@ its entries are on their way, since consumers load the next q tile during this o
 one ahead (`consume`). It hands the code on in a ring of shared memory, -1 when there is none left.
 No one waits to write there: each work tile has two entries of the ring of K and V at least
 (`Plan.claims`), so the producer is at most stages / 2 work tiles ahead of the last consumer, and
-its codes one more: fewer than RING.
+its codes one more: fewer than RING. In the backward it waits for the keys of each work tile to be
+free, and is no more than one ahead.
 """
 
 import functools
