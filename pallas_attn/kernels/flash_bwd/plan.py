@@ -233,17 +233,16 @@ class Plan(attention_plan.Plan):
         return self.has("kv_lengths") or self.problem.kv_len % self.block_kv != 0
 
     @property
-    def always_masked(self) -> bool:
-        """Where tiles that need no mask are few, or not known."""
-        return self.has("mask_array") or self.has("q_segment_ids")
+    def follows_mask(self) -> bool:
+        """Whether the mask alone says which query tiles a work tile meets."""
+        return not (self.has("mask_array") or self.has("q_segment_ids") or self.is_listed)
 
     @property
     def rotates(self) -> bool:
         """Whether the work tiles of a head begin at different query tiles. Where all of them meet
         all query tiles they run at one time, and would add to the same part of dQ.
         """
-        some = self.has("q_lengths") or self.always_masked or self.is_listed
-        return self.problem.mask.is_full and not some
+        return self.problem.mask.is_full and self.follows_mask and not self.has("q_lengths")
 
     @property
     def work_tiles(self) -> int:
@@ -272,8 +271,8 @@ class Plan(attention_plan.Plan):
         """
         if not (self.knows_lockstep and self.config.lockstep) or self.chunks > 1:
             return False
-        mask, known = self.problem.mask, not (self.always_masked or self.is_listed)
-        return known and mask.bounds_right and not mask.bounds_left
+        mask = self.problem.mask
+        return self.follows_mask and mask.bounds_right and not mask.bounds_left
 
     @property
     def exceeds_cache(self) -> bool:
@@ -289,10 +288,10 @@ class Plan(attention_plan.Plan):
         """
         if self.is_listed:
             return frozenset(("full", "high"))
-        if self.always_masked:
+        if self.has("mask_array"):
             return frozenset(("low",))
         offsets = attention_plan.known_offsets(self.problem)
-        if not offsets:
+        if not offsets or self.has("q_segment_ids"):
             return frozenset(("low", "full", "high"))
         found: set[str] = set()
         for span in (span for offset in offsets for span in self.static_spans(offset)):
@@ -399,10 +398,8 @@ def work_tile(ctx: Context, code: Any) -> WorkTile:
     mask = plan.mask_of(refs, batch)
     span = plan.q_span(mask, key, q_offset, rows, kv_len)
     if plan.has("q_segment_ids"):
-        lo, _, _, hi = (refs.segment_spans[batch, i, tile] for i in range(4))
-        lo = jnp.maximum(span.lo, lo)
-        hi = jnp.maximum(jnp.minimum(span.hi, hi), lo)
-        span = Span(lo, hi, hi, hi)
+        span = span.within(Span(*(refs.segment_spans[batch, i, tile] for i in range(4))))
+        span = span._replace(hi=jnp.maximum(span.lo, span.hi))
     if plan.has("mask_array"):
         span = span._replace(full_lo=span.hi, full_hi=span.hi)
     kv_head = lax.rem(head, jnp.int32(problem.kv_heads))

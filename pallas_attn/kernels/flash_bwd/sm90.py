@@ -78,7 +78,7 @@ class Config:
         # blocks would have no work tile.
         plan = plan_of(problem, config)
         idle = 2 * plan.work_tiles <= config.grid
-        scattered = plan.exceeds_l2 and (idle or plan.always_masked or plan.is_listed)
+        scattered = plan.exceeds_l2 and (idle or not plan.follows_mask)
         fused = plan.mean_q_rows > 512 and not scattered
         return _in_order(problem, dataclasses.replace(config, fused=fused))
 
