@@ -113,6 +113,12 @@ FAULTS = {
         "        over = g + 2 >= group\n",
         TEST_ORDER,
     ),
+    "query_tiles_of_two_documents_meet_no_mask": Fault(
+        f"{BWD}/plan.py",
+        "refs.segment_spans[batch, i, tile] for i in range(4)",
+        "refs.segment_spans[batch, i, tile] for i in (0, 0, 3, 3)",
+        f"{TEST_ORDER} -k within_a_document",
+    ),
     "the_backward_claims_at_every_query_tile": Fault(
         f"{BWD}/plan.py",
         "            return count + 1\n\n        count = lax.fori_loop",
