@@ -97,8 +97,8 @@ FAULTS = {
     ),
     "chunks_are_claimed_longest_first": Fault(
         f"{BWD}/plan.py",
-        "tiles[np.argsort(costs < costs.max()",
-        "tiles[np.argsort(costs < 0",
+        "group = np.where(whole, head - plan.heads, head // together)",
+        "group = head // together",
         f"{TEST_ORDER} -k chunks",
     ),
     "blocks_in_lockstep_begin_past_the_last_query_tile": Fault(
@@ -112,6 +112,12 @@ FAULTS = {
         "        over = g + 1 == group\n",
         "        over = g + 2 >= group\n",
         TEST_ORDER,
+    ),
+    "the_last_head_of_the_backward_goes_by_no_rank": Fault(
+        f"{BWD}/plan.py",
+        "codes = jnp.where(head >= first, codes, table)",
+        "codes = jnp.where(head > first, codes, table)",
+        f"{TEST_ORDER} -k order_of_keys",
     ),
     "query_tiles_of_two_documents_meet_no_mask": Fault(
         f"{BWD}/plan.py",

@@ -56,14 +56,18 @@ def test_blocks_that_claim_interpreted(name, changes):
         check(case, config)
 
 
-def full_tiles(plan, case):
-    """Query tiles of all work tiles that need no mask."""
+def context_of(plan, case):
+    """What the kernel knows of documents."""
     inputs = plans.AttentionInputs(**given(case))
-    keys = plan.padded_keys
-    fields = tma_operands.segment_ids(inputs, plan.padded_rows, keys)
+    fields = tma_operands.segment_ids(inputs, plan.padded_rows, plan.padded_keys)
     sizes = plan.block_kv, plan.config.block_q
     spans = plan.segment_spans(inputs, fields, *sizes, of_keys=True)
-    ctx, found = Context(plan, NO_REFS._replace(segment_spans=spans), None), 0
+    return Context(plan, NO_REFS._replace(segment_spans=spans), None)
+
+
+def full_tiles(plan, case):
+    """Query tiles of all work tiles that need no mask."""
+    ctx, found = context_of(plan, case), 0
     for tile in range(plan.kv_tiles):
         work = plans.work_tile(ctx, jnp.int32(tile))
         steps = range(int(work.span.lo), int(work.span.hi))
@@ -155,27 +159,40 @@ def claimed_codes(plan, offsets=()):
     return np.array(codes) >> plan.code_bits, np.array(codes) & ((1 << plan.code_bits) - 1)
 
 
-def test_chunks_begin_with_what_meets_all_of_their_rows():
-    plan = sm90.plan_of(chunks(1024), sm90.Config(grid=4, claims=True, lockstep=True))
+@pytest.mark.parametrize("rows, together", [(1024, 16), (8192, 4), (32768, 2)])
+def test_chunks_begin_with_what_meets_all_of_their_rows(rows, together):
+    """Head by head; then the others, longest first, of several heads at a time."""
+    plan = sm90.plan_of(chunks(rows), sm90.Config(claims=True, lockstep=True))
     assert plan.claims and not plan.lockstep
     for offsets in plan.problem.offsets:
         head, tile = claimed_codes(plan, offsets)
-        first = np.array(offsets)[head // 8] - tile * plan.block_kv  # row that sees the first key
-        whole = first >= -(plan.block_kv - 1)
+        first = tile * plan.block_kv - np.array(offsets)[head // 8]  # row that sees the first key
+        steps = np.clip(rows - np.maximum(first, 0), 0, None) // plan.config.block_q
+        whole = steps == rows // plan.config.block_q
         count = np.count_nonzero(whole)
-        assert whole[:count].all() and 0 < count < plan.work_tiles
-        steps = np.clip(plan.problem.q_len + first[count:], 0, None)
-        for l2_group in np.split(steps, np.flatnonzero(np.diff(steps) > 0) + 1):
-            assert l2_group[0] >= l2_group[-1]
+        assert 0 < count < plan.work_tiles and whole[:count].all()
+        assert (np.diff(head[:count]) >= 0).all()
+        group = head[count:] // together
+        assert (np.diff(group) >= 0).all()
+        for each in set(group):
+            assert (np.diff(steps[count:][group == each]) <= 0).all()
 
 
-def test_documents_are_claimed_in_the_order_of_keys():
-    plan = sm90.plan_of(
-        problem_of(of((300, 700), (4, 2), batch=2)), sm90.Config(grid=3, claims=True)
-    )
-    head, tile = claimed_codes(plan)
-    np.testing.assert_array_equal(head, np.repeat(np.arange(4), 8))
-    np.testing.assert_array_equal(tile, np.tile(np.arange(8), 4))
+@pytest.mark.parametrize("heads, batch, ranked", [((4, 2), 2, 1), ((6, 3), 1, 0)])
+def test_documents_are_claimed_in_the_order_of_keys(heads, batch, ranked):
+    """The last head's longest first, where it is one of several."""
+    case = of((300, 700), heads, batch=batch)
+    plan = sm90.plan_of(problem_of(case), sm90.Config(grid=3, claims=True))
+    assert plan.heads - plan.first_ranked_head == ranked
+    ctx = context_of(plan, case)
+    count, *codes = np.asarray(plans.schedule_by_rank(ctx))[0].tolist()
+    assert count == len(codes) == len(set(codes)) == plan.work_tiles
+    head, tile = np.array(codes) >> plan.code_bits, np.array(codes) & ((1 << plan.code_bits) - 1)
+    np.testing.assert_array_equal(head, np.repeat(np.arange(plan.heads), 8))
+    known = 8 * plan.first_ranked_head
+    np.testing.assert_array_equal(tile[:known], np.tile(np.arange(8), plan.first_ranked_head))
+    steps = [int(plans.work_tile(ctx, jnp.int32(code)).steps) for code in codes[known:]]
+    assert steps == sorted(steps, reverse=True) and (not ranked or steps[0] > steps[-1])
 
 
 ROWS = 64 * MIB // (8 * 128 * 4)  # of 4 heads of 128, twice of which are more than L2 holds
@@ -209,8 +226,8 @@ DEFAULTS = {
     "long, window": (causal(ROWS + 8, mask=sliding_window(4096)), True, CLAIMS),
     "documents": (documents(ROWS), True, NEITHER),
     "long documents": (documents(ROWS + 8), True, CLAIMS),
-    "chunks": (chunks(ROWS // 2), True, NEITHER),
-    "long chunks": (chunks(ROWS // 2 + 8), True, CLAIMS),
+    "chunks": (chunks(ROWS // 2), True, CLAIMS),
+    "chunks, bits": (chunks(ROWS // 2, deterministic=True), True, NEITHER),
     # Few work tiles of rows that L2 does not hold.
     "few, causal": (causal(8200), True, BOTH),
     "few, full": (causal(8200, mask=FULL), True, NEITHER),

@@ -254,6 +254,15 @@ class Plan(attention_plan.Plan):
         return self.knows_claims and self.config.claims and not self.is_listed
 
     @property
+    def first_ranked_head(self) -> int:
+        """Where there are segments, the kv head from which on work tiles go by rank: where blocks
+        claim them the last one, if it is a small part of all.
+        """
+        if not self.claims:
+            return 0
+        return self.heads - 1 if self.heads > 3 else self.heads
+
+    @property
     def chunks(self) -> int:
         """Chunks of a sequence that are batch rows, where a table knows where each begins."""
         return len(self.problem.offsets[0]) if self.problem.offsets else 1
@@ -481,15 +490,23 @@ def schedule(plan: Plan, offsets: tuple[int, ...] = ()) -> np.ndarray:
 
 def _claimed(plan: Plan, tiles: np.ndarray, costs: np.ndarray) -> np.ndarray:
     """int32[1, n]: how many work tiles there are, and their codes in the order in which blocks
-    claim them. `tiles`: the longest first. Of packed documents in the order of keys: neighbours
-    meet the same rows. Of chunks those before all others that meet all of their rows: they take
-    equally long, and blocks stay at the same rows.
+    claim them. `tiles`: by L2 group, then longest first; so they remain, but
+
+    - those of packed documents are taken in the order of keys: neighbours meet the same rows.
+      The last head's go by rank (`schedule_by_rank`), so that the longest do not begin last;
+    - of the chunks of a sequence those come first, head by head, that meet all rows of a chunk:
+      they take equally long, and blocks stay at the same rows. Then the others, longest first, of
+      as many heads at a time as make two waves of blocks: the last ones are short.
     """
     if plan.has("q_segment_ids"):
         head, tile = np.divmod(np.arange(plan.work_tiles), plan.kv_tiles)
         tiles = (head << plan.code_bits) + tile
     elif plan.chunks > 1:
-        tiles = tiles[np.argsort(costs < costs.max(), kind="stable")]
+        head, whole = tiles >> plan.code_bits, costs == costs.max()
+        others = int((~whole & (costs > WORK_TILE_OVERHEAD)).sum())
+        together = max(2, 2 * plan.grid * plan.heads // max(1, others))
+        group = np.where(whole, head - plan.heads, head // together)
+        tiles = tiles[np.lexsort((head, -costs, group))]
     return np.append(np.int32(tiles.size), tiles).astype(np.int32)[None]
 
 
@@ -518,17 +535,20 @@ def dealt(plan: Plan) -> np.ndarray:
 
 
 def schedule_by_rank(ctx: Context) -> Any:
-    """`dealt`, of the kv tiles themselves. Documents that are packed repeat: in the order of keys a
-    block would take the same keys of many of them, and those with early keys would finish last.
+    """`dealt`, of the kv tiles themselves; or `schedule`, of the heads that go by rank. Documents
+    that are packed repeat: dealt in the order of keys a block would take the same keys of many of
+    them, and those with early keys would finish last.
     """
     plan, problem = ctx.plan, ctx.plan.problem
-    table, batch, heads = dealt(plan), problem.batch, problem.kv_heads
-    first = np.arange(batch, dtype=np.int32)[:, None] * heads << plan.code_bits
+    batch, heads, first = problem.batch, problem.kv_heads, plan.first_ranked_head
+    table = jnp.asarray(schedule(plan) if plan.claims else dealt(plan))
+    rows = np.arange(batch, dtype=np.int32)[:, None] * heads << plan.code_bits
     of_codes = jax.vmap(jax.vmap(lambda code: work_tile(ctx, code).steps))
-    steps = of_codes(jnp.asarray(first + np.arange(plan.kv_tiles, dtype=np.int32)[None]))
+    steps = of_codes(jnp.asarray(rows + np.arange(plan.kv_tiles, dtype=np.int32)[None]))
     order = tile_scheduler.longest_first(steps)
-    low = (1 << plan.code_bits) - 1
-    codes = (table & ~low) | order[(table >> plan.code_bits) // heads, table & low]
+    low, head = (1 << plan.code_bits) - 1, table >> plan.code_bits
+    codes = (table & ~low) | order[head // heads, table & low]
+    codes = jnp.where(head >= first, codes, table) if first else codes
     return jnp.concatenate([table[:, :1], codes[:, 1:]], axis=1)
 
 
@@ -611,7 +631,8 @@ def operands(plan: Plan, residuals: Residuals, stats: RowStatistics) -> Refs:
     if plan.claims:
         fields["counter"] = claims.counter()
     refs = Refs(**{name: fields.get(name) for name in Refs._fields})
-    if plan.has("q_segment_ids") and plan.grid < plan.work_tiles and not plan.claims:
+    ranked = plan.has("q_segment_ids") and plan.first_ranked_head < plan.heads
+    if ranked and plan.grid < plan.work_tiles:
         refs = refs._replace(schedule=schedule_by_rank(Context(plan, refs)))
     return refs
 

@@ -91,7 +91,8 @@ def _in_order(problem: AttentionProblem, config: Config) -> Config:
     plan = plan_of(problem, dataclasses.replace(config, lockstep=True, claims=True))
     fused, many = _is_fused(problem, config), plan.exceeds_cache
     lockstep = plan.lockstep and (many or (fused and problem.group > 1))
-    claims = plan.claims and fused and (many or lockstep) and plan.grid < plan.work_tiles
+    gains = many or lockstep or plan.chunks > 1
+    claims = plan.claims and fused and gains and plan.grid < plan.work_tiles
     return dataclasses.replace(config, lockstep=lockstep, claims=claims)
 
 
