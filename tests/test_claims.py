@@ -71,6 +71,25 @@ def test_blocks_claim_all_work_tiles(name):
         forward.check(case, config)
 
 
+def count_claims(monkeypatch):
+    """A list, to which every claim adds how many work tiles it took."""
+    counts, take = [], threads.BlockOfThreads.take
+
+    def counted(self, counters, index, where):
+        counts.append(np.count_nonzero(where))
+        return take(self, counters, index, where)
+
+    monkeypatch.setattr(threads.BlockOfThreads, "take", counted)
+    return counts
+
+
+def decoded(plan, table):
+    """Heads and tiles in the order in which blocks claim them: each work tile once."""
+    count, *codes = np.asarray(table)[0].tolist()
+    assert count == len(codes) == len(set(codes)) == plan.work_tiles
+    return np.array(codes) >> plan.code_bits, np.array(codes) & ((1 << plan.code_bits) - 1)
+
+
 @pytest.mark.parametrize(
     "case, work_tiles",
     [(of((200, 333), (2, 1)), 10), (plain(533, 533, (2, 1)), 9)],
@@ -78,13 +97,7 @@ def test_blocks_claim_all_work_tiles(name):
 )
 def test_each_claim_counts_once(monkeypatch, case, work_tiles):
     """A block claims once for each work tile that it takes: all there are, and no more."""
-    claimed, take = [], threads.BlockOfThreads.take
-
-    def counted(self, counters, index, where):
-        claimed.append(np.count_nonzero(where))
-        return take(self, counters, index, where)
-
-    monkeypatch.setattr(threads.BlockOfThreads, "take", counted)
+    claimed = count_claims(monkeypatch)
     config = sm90.Config(**TWO, grid=3, claims=True)
     with mosaic.interpret():
         forward.check(case, config)
@@ -145,11 +158,11 @@ def fetching(rows, **changes):
     return dataclasses.replace(forward.problem_of(case), **known | changes)
 
 
-def test_claims_are_for_keys_that_the_cache_does_not_hold():
+def test_claims_are_for_keys_that_l2_does_not_hold():
     """The default of causal rows, fetched or not: not where L2 holds K and V of a head, nor where
     it is not known that each work tile has a key. With the tiles that a table would deal.
     """
-    rows, here = sm90.CACHED // (2 * 2 * 128), {"fetches": 1, "arrays": ("q_offset",)}
+    rows, here = sm90.HELD_BY_L2 // (2 * 2 * 128), {"fetches": 1, "arrays": ("q_offset",)}
     assert rows // 4 > sm90.LONG
     for problem in (
         fetching(rows // 4 + 128, **here),
@@ -178,9 +191,7 @@ def test_chunks_that_share_keys_are_claimed_together():
     problem = fetching(960, fetches=1, zigzag=1, arrays=("q_offset",))
     plan = sm90.plan_of(problem, sm90.Config(**THREE, grid=4, claims=True))
     for offsets in problem.offsets:
-        (count, *codes) = tile_scheduler.schedule(plan, offsets)[0].tolist()
-        assert count == len(codes) == len(set(codes)) == plan.work_tiles
-        head, tile = np.array(codes) >> plan.code_bits, np.array(codes) % (1 << plan.code_bits)
+        head, tile = decoded(plan, tile_scheduler.schedule(plan, offsets))
         of_kv, chunk = head % 32 // 4, head // 32
         assert (np.diff(of_kv) >= 0).all()
         last = np.array(offsets)[chunk] + (tile + 1) * plan.tile_rows
@@ -211,9 +222,7 @@ def test_neighbours_are_claimed_together():
     """All work tiles once: the heads of a group side by side, rows from the last on."""
     problem = forward.problem_of(of((1000,), (6, 2), batch=2))
     plan = sm90.plan_of(problem, sm90.Config(**TWO, grid=4, claims=True))
-    (count, *codes) = tile_scheduler.schedule(plan)[0].tolist()
-    assert count == len(codes) == len(set(codes)) == plan.work_tiles
-    head, tile = (np.array(codes) >> plan.code_bits, np.array(codes) % (1 << plan.code_bits))
+    head, tile = decoded(plan, tile_scheduler.schedule(plan))
     assert head[:4].tolist() == [0, 1, 2, 0] and tile[:4].tolist() == [7, 7, 7, 6]
     assert plan.first_ranked_head == 9 and tile[head >= 9][:4].tolist() == [0, 0, 0, 1]
 

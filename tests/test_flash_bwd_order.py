@@ -17,8 +17,8 @@ from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.flash_bwd import plan as plans
 from pallas_attn.kernels.flash_bwd import sm80, sm90
 from pallas_attn.masks import CAUSAL, FULL, sliding_window
-from tests import builds, mosaic, threads
-from tests.test_claims import of, plain
+from tests import builds, mosaic
+from tests.test_claims import count_claims, decoded, of, plain
 from tests.test_flash_bwd_kernel import check, problem_of
 from tests.test_flash_fwd_kernel import given, one, small
 
@@ -110,13 +110,7 @@ def test_wide_rows_in_lockstep_interpreted():
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_each_claim_counts_once(monkeypatch, lockstep):
     """A block claims once for each work tile that it takes: all there are, and no more."""
-    claimed, take = [], threads.BlockOfThreads.take
-
-    def counted(self, counters, index, where):
-        claimed.append(np.count_nonzero(where))
-        return take(self, counters, index, where)
-
-    monkeypatch.setattr(threads.BlockOfThreads, "take", counted)
+    claimed = count_claims(monkeypatch)
     case, config = plain(700, 700, (2, 1)), sm90.Config(grid=2, claims=True, lockstep=lockstep)
     with mosaic.interpret():
         check(case, config)
@@ -152,20 +146,13 @@ def chunks(rows, **changes):
     return dataclasses.replace(problem, **known | changes)
 
 
-def claimed_codes(plan, offsets=()):
-    """Heads and kv tiles in the order in which blocks claim them: each work tile once."""
-    count, *codes = plans.schedule(plan, offsets)[0].tolist()
-    assert count == len(codes) == len(set(codes)) == plan.work_tiles
-    return np.array(codes) >> plan.code_bits, np.array(codes) & ((1 << plan.code_bits) - 1)
-
-
 @pytest.mark.parametrize("rows, together", [(1024, 16), (8192, 4), (32768, 2)])
 def test_chunks_begin_with_what_meets_all_of_their_rows(rows, together):
     """Head by head; then the others, longest first, of several heads at a time."""
     plan = sm90.plan_of(chunks(rows), sm90.Config(claims=True, lockstep=True))
     assert plan.claims and not plan.lockstep
     for offsets in plan.problem.offsets:
-        head, tile = claimed_codes(plan, offsets)
+        head, tile = decoded(plan, plans.schedule(plan, offsets))
         first = tile * plan.block_kv - np.array(offsets)[head // 8]  # row that sees the first key
         steps = np.clip(rows - np.maximum(first, 0), 0, None) // plan.config.block_q
         whole = steps == rows // plan.config.block_q
@@ -185,13 +172,12 @@ def test_documents_are_claimed_in_the_order_of_keys(heads, batch, ranked):
     plan = sm90.plan_of(problem_of(case), sm90.Config(grid=3, claims=True))
     assert plan.heads - plan.first_ranked_head == ranked
     ctx = context_of(plan, case)
-    count, *codes = np.asarray(plans.schedule_by_rank(ctx))[0].tolist()
-    assert count == len(codes) == len(set(codes)) == plan.work_tiles
-    head, tile = np.array(codes) >> plan.code_bits, np.array(codes) & ((1 << plan.code_bits) - 1)
+    head, tile = decoded(plan, plans.schedule_by_rank(ctx))
     np.testing.assert_array_equal(head, np.repeat(np.arange(plan.heads), 8))
     known = 8 * plan.first_ranked_head
     np.testing.assert_array_equal(tile[:known], np.tile(np.arange(8), plan.first_ranked_head))
-    steps = [int(plans.work_tile(ctx, jnp.int32(code)).steps) for code in codes[known:]]
+    codes = ((head << plan.code_bits) + tile)[known:].tolist()
+    steps = [int(plans.work_tile(ctx, jnp.int32(code)).steps) for code in codes]
     assert steps == sorted(steps, reverse=True) and (not ranked or steps[0] > steps[-1])
 
 

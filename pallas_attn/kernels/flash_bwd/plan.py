@@ -284,9 +284,9 @@ class Plan(attention_plan.Plan):
         return self.follows_mask and mask.bounds_right and not mask.bounds_left
 
     @property
-    def exceeds_cache(self) -> bool:
+    def head_exceeds_l2(self) -> bool:
         """Whether what the query heads of one kv head read and add to is more than L2 holds, in all
-        batch rows that share their keys.
+        batch rows that share their keys. At half of it a table was as fast.
         """
         return self.head_bytes * self.problem.share > 2 * L2_BYTES
 
@@ -665,9 +665,7 @@ def produce(ctx: Context, block_id: Any, load_keys: Callable[[Any, WorkTile], No
     plan, refs, smem = ctx
     group = plan.problem.group
 
-    def one_work_tile(n, carry):
-        count, code = carry
-        following = None if plan.claims else refs.schedule[block_id, n + 2]
+    def one_work_tile(n, count, code):
         work = work_tile(ctx, code)
 
         def step(i, count):
@@ -682,22 +680,38 @@ def produce(ctx: Context, block_id: Any, load_keys: Callable[[Any, WorkTile], No
 
         count = lax.fori_loop(0, group * work.steps, step, count)
         pl.when(work.steps == 0)(functools.partial(load_keys, n, work))
-        return count, claims.claim(ctx, n + 1) if plan.claims else following
+        return count
 
-    each_work_tile(ctx, block_id, one_work_tile, jnp.int32(0))
+    each_work_tile(ctx, block_id, one_work_tile, claims.claim)
 
 
-def each_work_tile(ctx: Context, block_id: Any, one: Any, start: Any) -> None:
-    """`one(n, (carry, code))` for each work tile of a block, from `start` on; what it returns is
-    for the next: carry and code, which is -1 after the last where blocks claim them.
+def each_work_tile(
+    ctx: Context,
+    block_id: Any,
+    one: Callable[[Any, Any, Any], Any],
+    claim: Callable[[Context, Any], Any],
+) -> None:
+    """`one(n, count, code)` for each work tile of a block, which returns `count`, the number of
+    steps so far, for the next. Where blocks claim them `claim(ctx, n)` is the code of number n, and
+    -1 after the last.
     """
-    schedule = ctx.refs.schedule
+    schedule, none = ctx.refs.schedule, jnp.int32(0)
     if not ctx.plan.claims:
-        count, first = schedule[block_id, 0], schedule[block_id, 1]
-        lax.fori_loop(0, count, one, (start, first))
+
+        def listed(n, carry):
+            following = schedule[block_id, n + 2]  # read long before it is needed
+            return one(n, *carry), following
+
+        lax.fori_loop(0, schedule[block_id, 0], listed, (none, schedule[block_id, 1]))
         return
-    begin = jnp.int32(0), (start, claims.first_code(ctx, block_id))
-    lax.while_loop(lambda x: x[1][1] >= 0, lambda x: (x[0] + 1, one(*x)), begin)
+
+    def claimed(carry):
+        n, count, code = carry
+        count = one(n, count, code)
+        return n + 1, count, claim(ctx, n + 1)
+
+    start = none, none, claims.first_code(ctx, block_id)
+    lax.while_loop(lambda carry: carry[2] >= 0, claimed, start)
 
 
 def _load_q_tile(

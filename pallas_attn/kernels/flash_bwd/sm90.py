@@ -84,14 +84,14 @@ class Config:
 
 
 def _in_order(problem: AttentionProblem, config: Config) -> Config:
-    """With the order in which blocks take work tiles and query tiles. In a table's, of one head
-    after the other, heads that share keys may read much from memory; or the long work tiles of the
-    last heads begin late.
+    """`config`, with the order in which blocks take work tiles and query tiles. In that of a table,
+    one L2 group after the other, blocks read rows of heads that share keys from memory, or the long
+    work tiles of the last group begin late.
     """
     plan = plan_of(problem, dataclasses.replace(config, lockstep=True, claims=True))
-    fused, many = _is_fused(problem, config), plan.exceeds_cache
-    lockstep = plan.lockstep and (many or (fused and problem.group > 1))
-    gains = many or lockstep or plan.chunks > 1
+    fused, long = _is_fused(problem, config), plan.head_exceeds_l2
+    lockstep = plan.lockstep and (long or (fused and problem.group > 1))
+    gains = long or lockstep or plan.chunks > 1
     claims = plan.claims and fused and gains and plan.grid < plan.work_tiles
     return dataclasses.replace(config, lockstep=lockstep, claims=claims)
 

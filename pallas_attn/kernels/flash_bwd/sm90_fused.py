@@ -354,10 +354,7 @@ class Step(NamedTuple):
         """Where the tile of logits stands."""
         work, own, key = self.work, self.own, self.work.key + self.wg * ROWS
         place = shared.place_of(work, own.head, own.t, key, self.plan.config.block_q)
-        numbers = self.smem.row_numbers
-        if self.plan.claims:
-            numbers = numbers.at[pl.ds(0, self.plan.config.block_q)]
-        return place._replace(numbers=numbers)
+        return place._replace(numbers=self.smem.row_numbers.at[pl.ds(0, self.shape[1])])
 
     def row_statistic(self, numbers: Any) -> Any:
         """lse or delta of every query, over the rows of the tile."""
@@ -645,19 +642,15 @@ def _consume(ctx: Context, outs: KeyGradients, block_id: Any, wg: Any) -> None:
 
     _sync_warpgroups(smem)
 
-    def one_work_tile(n, carry):
-        count, code = carry
-        following = None
-        if not plan.claims:
-            following = refs.schedule[block_id, n + 2]  # read long before it is needed
+    def one_work_tile(n, count, code):
         work = shared.work_tile(ctx, code)
         plgpu.barrier_wait(smem.kv_ready)
         grads, count = _mainloop(ctx, work, wg, count)
         grads = grads._replace(dk=grads.dk * plan.problem.scale)
         _store_dk_dv(ctx, outs, work, wg, grads)
-        return count, claims.claimed(ctx, n + 1) if plan.claims else following
+        return count
 
-    shared.each_work_tile(ctx, block_id, one_work_tile, jnp.int32(0))
+    shared.each_work_tile(ctx, block_id, one_work_tile, claims.claimed)
     plgpu.wait_smem_to_gmem(0)
 
 

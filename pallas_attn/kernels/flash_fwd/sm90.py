@@ -81,7 +81,7 @@ BARRIERS = 1024  # bytes kept for them and for alignment
 # Registers of a consumer's thread, by how many consumers there are.
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 LONG = 16384  # rows from which blocks claim work tiles; few are then of two packed documents
-CACHED = 48 * 2**20  # bytes of K and V of a kv head up to which L2 holds them
+HELD_BY_L2 = 48 * 2**20  # bytes of K and V of a kv head up to which L2 holds them
 # Probabilities of float32 are spread over float16's range; they lie below 2**RESCALE_THRESHOLD.
 SPREAD = 2.0 ** (wgmma.EXPONENT + 1 - softmax.RESCALE_THRESHOLD)
 
@@ -161,7 +161,7 @@ def _gains_by_claims(problem: AttentionProblem) -> bool:
         return False
     dims = problem.head_dim, problem.v_head_dim
     causal = problem.mask.bounds_right and not problem.mask.bounds_left and 64 < max(dims) <= 128
-    many = 2 * problem.kv_len * sum(dims) > CACHED
+    many = 2 * problem.kv_len * sum(dims) > HELD_BY_L2
     gains = "q_segment_ids" in problem.arrays or (causal and many)
     return gains and plan_of(problem, Config(claims=True)).claims
 
