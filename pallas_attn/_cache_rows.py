@@ -159,7 +159,7 @@ def decode(
         beyond = jnp.maximum(ends - held, 0)
         parts = [run(*_of_sequence(alone, local, beyond[m], m)) for m in range(problem.sequences)]
         out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
-    outs, lses = (lax.all_gather(x, context.axis, to="invarying") for x in (out, lse))
+    outs, lses = _gathered(context, out, lse)
     merged, lse = merge_attention(outs.astype(lse.dtype), lses)
     if inputs.sinks is not None:
         merged, lse = add_sinks(merged, lse, inputs.sinks)
@@ -168,6 +168,20 @@ def decode(
         lost |= (inputs.lengths < 1) & (inputs.new_lengths < 0)
     merged = jnp.where(lost[:, None, None, None], jnp.nan, merged)
     return merged.astype(out.dtype), jnp.where(lost[:, None, None], jnp.nan, lse)
+
+
+def _gathered(context: Context, out: Array, lse: Array) -> tuple[Array, Array]:
+    """Those of all devices, along a new first axis. They travel as bits side by side: of few rows a
+    collective takes as long as it takes to begin, and two of them twice as long.
+    """
+    bits = jnp.dtype(f"uint{8 * out.dtype.itemsize}")
+    width = lse.dtype.itemsize // out.dtype.itemsize  # of a number of lse, in those of out
+    stats = lax.bitcast_convert_type(lse.swapaxes(1, 2), bits).reshape(*out.shape[:3], width)
+    parts = [lax.bitcast_convert_type(out, bits), stats]
+    both = lax.all_gather(jnp.concatenate(parts, axis=-1), context.axis, to="invarying")
+    outs, stats = both[..., :-width], both[..., -width:]
+    lses = lax.bitcast_convert_type(stats if width > 1 else stats[..., 0], lse.dtype)
+    return lax.bitcast_convert_type(outs, out.dtype), lses.swapaxes(2, 3)
 
 
 def _sees_all(problem: DecodeProblem) -> bool:

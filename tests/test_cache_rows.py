@@ -147,6 +147,19 @@ def test_as_on_one_device(name):
     assert np.isnan(out[:, lost]).all() and np.isfinite(out[:, ~lost]).all()
 
 
+@pytest.mark.by_xla
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_one_collective_a_step(dtype):
+    """Out and lse travel together: of one token a collective is what takes long."""
+    cache = create("stacked", 16, context=CONTEXT, dtype=jnp.dtype(dtype)).extend(9)
+    mesh, specs = mesh_of(4), cache.specs()
+    local = jax.shard_map(
+        pa.decode_attention_with_lse, mesh=mesh, in_specs=(P(), specs), out_specs=P()
+    )
+    compiled = jax.jit(local).lower(draw(0, 3, N, H).astype(dtype), cache).compile()
+    assert compiled.as_text().count(" all-gather(") == 1
+
+
 def test_packed_rows_are_written_where_they_live():
     counts = [[4, 3, 1], [4, 0, 4], [3, 4, 2]]
     assert_same(*both("stacked", 4, 16, counts, drawn(3, 4), {}, packed=True))

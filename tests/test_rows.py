@@ -289,15 +289,20 @@ def test_machine_code_between_matmuls():
 
 @pytest.mark.machine_code
 @pytest.mark.guards
-@pytest.mark.parametrize("rows", [1, 64])
-def test_machine_code_of_sums_over_devices(rows):
+@pytest.mark.parametrize("rows, devices", [(1, 2), (64, 2), (64, 4)])
+def test_machine_code_of_sums_over_devices(rows, devices):
     """Nothing is copied that other devices write to, and each step has its own beginning."""
     layers, inner, outer = 3, 4096, 8192
-    shapes = (rows, 2 * inner), (layers, 2 * outer, inner), (layers, 2 * outer)
+    shapes = (
+        (rows, devices * inner),
+        (layers, devices * outer, inner),
+        (layers, devices * outer),
+    )
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    report = mosaic.compile_for(builds.sums, *arrays, target="h100x2")
+    report = mosaic.compile_for(builds.sums, *arrays, target=f"h100x{devices}")
     assert report.launches == 2 * layers + 1
-    received, signals = rf"f32\[4,{rows},{outer}\]", rf"s32\[{2 * rows + 1}\]"
+    received = rf"f32\[{2 * devices},{rows},{outer}\]"
+    signals = rf"s32\[{2 * rows + 1}\]"
     assert not re.findall(rf"= (?:{received}|{signals})\S* copy", report.hlo)
     entry = report.hlo[report.hlo.index("\nENTRY") :]
     assert "mosaic_gpu" not in entry and re.search(rf"\({received}.*mosaic_gpu", report.hlo)

@@ -174,13 +174,13 @@ def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], 
 
 
 def _newest_split(rows: Sequence[Row]) -> list[dict[str, Row]]:
-    """Of each case of op `context`, on each GPU, the newest run that holds ours: {implementation:
-    row}.
+    """Of each case of op `context`, on each number of each GPU, the newest run that holds ours:
+    {implementation: row}.
     """
-    runs: dict[tuple[tuple[str, str], str], dict[str, Row]] = {}
+    runs: dict[tuple[tuple[str, int, str], str], dict[str, Row]] = {}
     for row in sorted(rows, key=lambda row: row["date"]):
         if row["op"] == "context":
-            case = row["case"], _gpu(row)
+            case = row["case"], row["problem"]["devices"], _gpu(row)
             runs.setdefault((case, row["run"]), {})[row["impl"]] = row
     newest = {
         case: run for (case, _), run in runs.items() if not run.keys().isdisjoint(_OURS_SPLIT)
