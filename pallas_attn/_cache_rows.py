@@ -14,6 +14,7 @@ arrive at run time, and are the same for all sequences of a launch, so each sequ
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -149,9 +150,8 @@ def decode(
     shards = shards_of(context)
     held = jnp.asarray(problem.capacities, jnp.int32)
     ends = _ends(context, problem.capacities, inputs.lengths)
-    local = inputs._replace(lengths=jnp.clip(ends, 0, held), sinks=None)
-    if inputs.new_lengths is not None:  # who was never extended is told below
-        local = local._replace(new_lengths=jnp.maximum(inputs.new_lengths, 0))
+    # Who was never extended is told below.
+    local = inputs._replace(lengths=jnp.clip(ends, 0, held), sinks=None, new_lengths=None)
     alone = dataclasses.replace(problem, sinks=False)
     if not problem.sequences or _sees_all(problem):
         out, lse = run(alone, local)
@@ -174,14 +174,16 @@ def _gathered(context: Context, out: Array, lse: Array) -> tuple[Array, Array]:
     """Those of all devices, along a new first axis. They travel as bits side by side: of few rows a
     collective takes as long as it takes to begin, and two of them twice as long.
     """
-    bits = jnp.dtype(f"uint{8 * out.dtype.itemsize}")
-    width = lse.dtype.itemsize // out.dtype.itemsize  # of a number of lse, in those of out
+    size = 8 * out.dtype.itemsize
+    bits, wide = (jnp.dtype(f"uint{8 * x.dtype.itemsize}") for x in (out, lse))
+    width = wide.itemsize // bits.itemsize  # of a number of lse, in those of out
     stats = lax.bitcast_convert_type(lse.swapaxes(1, 2), bits).reshape(*out.shape[:3], width)
     parts = [lax.bitcast_convert_type(out, bits), stats]
     both = lax.all_gather(jnp.concatenate(parts, axis=-1), context.axis, to="invarying")
-    outs, stats = both[..., :-width], both[..., -width:]
-    lses = lax.bitcast_convert_type(stats if width > 1 else stats[..., 0], lse.dtype)
-    return lax.bitcast_convert_type(outs, out.dtype), lses.swapaxes(2, 3)
+    # By shifts, which XLA computes where they are read; a cast to wider numbers is a kernel.
+    parts = [both[..., n - width].astype(wide) << (size * n) for n in range(width)]
+    lses = lax.bitcast_convert_type(functools.reduce(jnp.bitwise_or, parts), lse.dtype)
+    return lax.bitcast_convert_type(both[..., :-width], out.dtype), lses.swapaxes(2, 3)
 
 
 def _sees_all(problem: DecodeProblem) -> bool:

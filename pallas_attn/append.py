@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_attn import _cache_rows, _checks, _write, trees
 from pallas_attn._problem import QUANTIZED, AppendInputs, Change, owner_of_rows
@@ -70,12 +71,17 @@ def write_kv[Cache: KVCache](  # noqa: PLR0913
         arrays = {}
     fills = 0 not in k_rows.shape[: 1 if packed else 2]
     if cache.context is not None and starts is None:  # rows have positions, each its own
-        starts = jnp.arange(cache.num_sequences + 1, dtype=jnp.int32) * k_rows.shape[1]
+        # Constants: what XLA sees computed it computes every time, in kernels of their own.
+        numbers = np.arange(cache.num_sequences + 1, dtype=np.int32)
+        starts = jnp.asarray(numbers * k_rows.shape[1])
+        owners = jnp.asarray(np.repeat(numbers[:-1], k_rows.shape[1]))
         k_rows = k_rows.reshape(-1, *k_rows.shape[2:])
         v_rows = None if v_rows is None else v_rows.reshape(-1, *v_rows.shape[2:])
         packed = True
     if starts is not None:
-        owners, positions = _places(cache, starts, k_rows.shape[0])
+        if owners is None:
+            owners = owner_of_rows(starts, k_rows.shape[0])
+        owners, positions = _places(cache, starts, owners)
         if cache.context is not None:
             if change is not None:  # by positions in the sequence, not those in a device's block
                 kept = k_rows if cache.quantized else k_rows.astype(cache.dtype)
@@ -122,15 +128,14 @@ def _in_tree(
     return changed(kept, begin + tree.depth, change, arrays)
 
 
-def _places(cache: KVCache, starts: Array, rows: int) -> tuple[Array, Array]:
+def _places(cache: KVCache, starts: Array, owners: Array) -> tuple[Array, Array]:
     """int32[rows], twice: the sequence of each packed row, and its position there, or -1 where the
     row is to be dropped. Nothing here depends on the layer, so a program does it once a step.
     """
-    owners = owner_of_rows(starts, rows)
     owned = (owners >= 0) & (owners < cache.num_sequences)
     owners = jnp.clip(owners, 0, cache.num_sequences - 1)
     new, end = cache.new_lengths[owners], cache.lengths[owners]
-    within = jnp.arange(rows, dtype=jnp.int32) - starts[owners]
+    within = jnp.arange(owners.size, dtype=jnp.int32) - starts[owners]
     begins = jnp.where((end >= 0) & (new >= 0), end - new, -1)
     exists = owned & (within < new) & (begins >= 0)
     return owners, jnp.where(exists, begins + within, -1)
