@@ -14,7 +14,6 @@ arrive at run time, and are the same for all sequences of a launch, so each sequ
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -159,8 +158,10 @@ def decode(
         beyond = jnp.maximum(ends - held, 0)
         parts = [run(*_of_sequence(alone, local, beyond[m], m)) for m in range(problem.sequences)]
         out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
-    outs, lses = _gathered(context, out, lse)
-    merged, lse = merge_attention(outs.astype(lse.dtype), lses)
+    # Side by side in the dtype of sums, in one collective: of few rows its start takes longest.
+    both = jnp.concatenate([out.astype(lse.dtype), lse.swapaxes(1, 2)[..., None]], axis=-1)
+    both = lax.all_gather(both, context.axis, to="invarying")
+    merged, lse = merge_attention(both[..., :-1], both[..., -1].swapaxes(2, 3))
     if inputs.sinks is not None:
         merged, lse = add_sinks(merged, lse, inputs.sinks)
     lost = inputs.lengths > shards * held
@@ -168,22 +169,6 @@ def decode(
         lost |= (inputs.lengths < 1) & (inputs.new_lengths < 0)
     merged = jnp.where(lost[:, None, None, None], jnp.nan, merged)
     return merged.astype(out.dtype), jnp.where(lost[:, None, None], jnp.nan, lse)
-
-
-def _gathered(context: Context, out: Array, lse: Array) -> tuple[Array, Array]:
-    """Those of all devices, along a new first axis. They travel as bits side by side: of few rows a
-    collective takes as long as it takes to begin, and two of them twice as long.
-    """
-    size = 8 * out.dtype.itemsize
-    bits, wide = (jnp.dtype(f"uint{8 * x.dtype.itemsize}") for x in (out, lse))
-    width = wide.itemsize // bits.itemsize  # of a number of lse, in those of out
-    stats = lax.bitcast_convert_type(lse.swapaxes(1, 2), bits).reshape(*out.shape[:3], width)
-    parts = [lax.bitcast_convert_type(out, bits), stats]
-    both = lax.all_gather(jnp.concatenate(parts, axis=-1), context.axis, to="invarying")
-    # By shifts, which XLA computes where they are read; a cast to wider numbers is a kernel.
-    parts = [both[..., n - width].astype(wide) << (size * n) for n in range(width)]
-    lses = lax.bitcast_convert_type(functools.reduce(jnp.bitwise_or, parts), lse.dtype)
-    return lax.bitcast_convert_type(both[..., :-width], out.dtype), lses.swapaxes(2, 3)
 
 
 def _sees_all(problem: DecodeProblem) -> bool:

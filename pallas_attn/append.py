@@ -71,7 +71,7 @@ def write_kv[Cache: KVCache](  # noqa: PLR0913
         arrays = {}
     fills = 0 not in k_rows.shape[: 1 if packed else 2]
     if cache.context is not None and starts is None:  # rows have positions, each its own
-        # Constants: what XLA sees computed it computes every time, in kernels of their own.
+        # Constants: of an iota and a comparison XLA makes kernels, which run at every call.
         numbers = np.arange(cache.num_sequences + 1, dtype=np.int32)
         starts = jnp.asarray(numbers * k_rows.shape[1])
         owners = jnp.asarray(np.repeat(numbers[:-1], k_rows.shape[1]))
