@@ -174,22 +174,31 @@ FAULTS = {
     "fetch_does_not_say_that_it_has_read": Fault(
         f"{FWD}/fetch.py", "index * 0 + READ, first,", "index * 0 + DONE, first,", TEST_FETCH
     ),
-    "a_sum_over_devices_waits_for_one_less": Fault(
+    "a_sum_over_devices_leaves_one_out": Fault(
         f"{LM}/norm.py",
-        "call, others = exchange.calls[0], problem.devices - 1",
-        "call, others = exchange.calls[0], problem.devices - 2",
+        "for sender in range(devices):\n        places = [_place(",
+        "for sender in range(devices - 1):\n        places = [_place(",
         TEST_SUMS,
     ),
     "a_sum_over_devices_has_one_slot": Fault(
         f"{LM}/norm.py",
-        "slot = exchange.device[0], lax.rem(call, jnp.int32(2))",
-        "slot = exchange.device[0], lax.rem(call, jnp.int32(1))",
+        "lax.rem(exchange.calls[0], jnp.int32(2))",
+        "lax.rem(exchange.calls[0], jnp.int32(1))",
         TEST_SUMS,
     ),
-    "a_sum_over_devices_is_signalled_here": Fault(
+    "a_sum_over_devices_goes_to_the_owner_s_place": Fault(
         f"{LM}/norm.py",
-        "for _, signals in refs.peers:\n        thread.signal(signals,",
-        "for _, signals in refs.peers:\n        thread.signal(refs.signals,",
+        "place = _place(ctx, at.device) + word.of_share",
+        "place = _place(ctx, owner) + word.of_share",
+        TEST_SUMS,
+    ),
+    "a_sum_over_devices_is_not_forgotten": Fault(
+        f"{LM}/norm.py", "thread.forget(here, place, 8, word.there)", "pass", TEST_SUMS
+    ),
+    "a_sum_over_devices_has_shares_of_whole_words_only": Fault(
+        f"{LM}/norm.py",
+        "return -(-self.dim // (8 * self.devices)) * 2",
+        "return self.dim // (8 * self.devices) * 2",
         TEST_SUMS,
     ),
     "decode_ring_is_refilled_while_it_is_read": Fault(

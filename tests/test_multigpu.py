@@ -90,8 +90,8 @@ FETCHED: dict[str, tuple] = {
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("name", FETCHED)
 def test_keys_that_the_kernel_fetches(name, order):
-    """As those that are gathered before it: layer after layer in a loop, mapped, new data each
-    time.
+    """As those that are gathered before it, but for rounding: those may be cut into splits, which
+    depends on how many GPUs there are. Layer after layer in a loop, mapped, new data each time.
     """
     batch, heads, kv_heads, dim, options = FETCHED[name]
     rows, mesh, context = 4096, mesh_of("cp"), pa.Context("cp", order)
@@ -107,7 +107,7 @@ def test_keys_that_the_kernel_fetches(name, order):
 
         def layer(q, kv):
             out = jax.vmap(call, (3, None, None), 3)(jnp.stack([q, -q], 3), *kv)
-            return q + out[:, :, :, 0] - out[:, :, :, 1], out
+            return -q, out  # rows that hold a result would hold its rounding, at a size of theirs
 
         return jax.lax.scan(layer, q, kvs)
 
@@ -144,7 +144,7 @@ def test_keys_that_the_kernel_fetches(name, order):
         )
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             g, w = (x.astype(np.float32) for x in (g, w))
-            np.testing.assert_allclose(g, w, rtol=0.02, atol=0.02 if name == "window" else 0.005)
+            np.testing.assert_allclose(g, w, rtol=0.02, atol=0.005)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["fetched", "gathered"])
@@ -260,7 +260,7 @@ def test_caches_split_by_heads(how):
     assert {x.data.shape[1] for x in got[1].k.addressable_shards} == {4 // count()}
 
 
-@pytest.mark.parametrize("rows, dim", [(1, 512), (7, 8192), (64, 4096)])
+@pytest.mark.parametrize("rows, dim", [(1, 512), (7, 8192), (64, 8192), (63, 3584)])
 def test_a_kernel_adds_up_over_devices(rows, dim):
     """The same bits on all devices, and what a sum in float32 gives, call after call."""
     calls, weight = 20, draw(0, 3, dim).astype(jnp.bfloat16)

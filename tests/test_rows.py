@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import _config, _device, _dispatch, _support
+from pallas_attn.kernels.lang import threads
 from pallas_attn.lm import rows as lm_rows
 from pallas_attn.lm.exchange import Exchange
 from pallas_attn.lm.kernels import linear as kernel
@@ -208,55 +209,98 @@ def test_norm_interpreted(problem):
         check_norm(problem)
 
 
-@pytest.mark.guards
-@pytest.mark.parametrize("device, devices", [(0, 2), (1, 2), (2, 4)])
-def test_norm_over_devices_interpreted(device, devices):
-    """Call after call: sums of all devices in their order, and what is sent is this one's."""
-    rows, dim, calls = 3, 512, 5
-    problem = norm_kernel.Problem(rows, dim, 2, "bfloat16", 1e-5, devices)
-    kinds = norm_kernel.shapes(problem)
-    state = [np.zeros(x.shape, x.dtype) for x in kinds]
-    state[0][:] = np.nan
-    others = {n: [x.copy() for x in state] for n in range(devices) if n != device}
-    x, _, weight, layer = norm_operands(problem)
-    place = jnp.asarray([device], jnp.int32)
+NOTHING = np.int32(threads.NOTHING)
 
-    def on_peer(array, number):
-        return others[int(number)][array.dtype == np.int32]
+
+def nothing_received(problem):
+    kind = norm_kernel.received_shape(problem)
+    return np.full(kind.shape, NOTHING, kind.dtype)
+
+
+def narrow_words(x):
+    """Of float32, as bfloat16 in words of 4 bytes."""
+    return np.ascontiguousarray(np.asarray(jnp.asarray(x, jnp.bfloat16))).view(np.int32)
+
+
+def call_over_devices(problem, operands, state, call):
+    """One device's call `call`. `state`: what it has received; its number; of each other's number
+    what that has received.
+    """
+    received, device, others = state
+    place = jnp.asarray([device], jnp.int32), jnp.asarray([call], jnp.int32)
+    with mosaic.interpret(), mosaic.with_peers(lambda _, number: others[int(number)]):
+        return norm_kernel.run_over_devices(*operands, Exchange(received, *place), problem)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("dim", [512, 1536, 8192])
+@pytest.mark.parametrize("device, devices", [(0, 2), (1, 2), (2, 3), (0, 4), (3, 4)])
+def test_norm_over_devices_interpreted(device, devices, dim):
+    """Call after call: each device adds up a share of the columns, in the order of devices. Of the
+    others it sends its own sums to whom they belong, and of its own the whole sum to all, rounded.
+    What was received is forgotten.
+    """
+    rows, calls = 3, 3
+    problem = norm_kernel.Problem(rows, dim, 2, "bfloat16", 1e-5, devices)
+    wide = 4 * problem.share
+    shares = [slice(n * wide, min((n + 1) * wide, dim)) for n in range(devices)]
+    received = nothing_received(problem)
+    others = {n: received.copy() for n in range(devices) if n != device}
+    x, _, weight, layer = norm_operands(problem)
+    mine = shares[device]
+
+    def narrow_part(x):
+        return slice(wide, wide + x.shape[1] // 2)
 
     for call in range(calls):
-        partials = np.asarray(normal((devices, 2, rows, dim), "float32", call))
-        sums, slot = partials.sum(axis=1), call % 2
-        received, signals = (np.array(one) for one in state)
+        partials = np.array(normal((devices, 2, rows, dim), "float32", call))
+        if call == 1:  # a NaN of the bits that say that there is nothing
+            partials.view(np.int32)[:, :, 1, 7] = NOTHING
+        sums, first = partials.sum(axis=1), call % 2 * devices
+        whole = functools.reduce(np.add, sums)
         for n in others:
-            received[slot * devices + n] = sums[n]
-            signals[slot * rows : (slot + 1) * rows] += 1
-        given = Exchange(received, signals, place, jnp.asarray([call], jnp.int32))
-        with mosaic.interpret(), mosaic.with_peers(on_peer):
-            *state, new, normed = norm_kernel.run_over_devices(
-                x, jnp.asarray(partials[device]), weight, layer, given, problem
-            )
-        want = lm_rows.add_norm(x, Added(jnp.asarray(sums)), weight[2], problem.eps)[:2]
+            sent = np.where(np.isnan(sums[n][:, mine]), np.float32(np.nan), sums[n][:, mine])
+            received[first + n, :, : sent.shape[1]] = sent.view(np.int32)
+            sent = whole[:, shares[n]]
+            received[first + n, :, narrow_part(sent)] = narrow_words(sent)
+        operands = x, jnp.asarray(partials[device]), weight, layer
+        received, new, normed = call_over_devices(
+            problem, operands, (received, device, others), call
+        )
+        received = np.array(received)
+        want = lm_rows.add_norm(x, Added(jnp.asarray(whole)[None]), weight[2], problem.eps)[:2]
         close_to(problem, (new, normed), want)
-        assert devices > 2 or (new == want[0]).all()
-        for received, signals in others.values():
-            np.testing.assert_array_equal(received[slot * devices + device], sums[device])
-            assert np.isnan(np.delete(received, [device, devices + device], 0)).all()
-            counts = [[call // 2 + 1] * rows, [(call + 1) // 2] * rows, [0]]
-            assert signals.tolist() == sum(counts, [])
+        np.testing.assert_array_equal(new.astype(float), want[0].astype(float))
+        assert (received == NOTHING).all()
+        for n, there in others.items():
+            sent, share = there[first + device], sums[device][:, shares[n]]
+            np.testing.assert_array_equal(sent[:, : share.shape[1]].view(np.float32), share)
+            assert (sent[:, : share.shape[1]] != NOTHING).all()
+            sent[:, : share.shape[1]] = NOTHING
+            share = whole[:, mine]
+            part = np.ascontiguousarray(sent[:, narrow_part(share)]).view(jnp.bfloat16)
+            rounded = share.astype(jnp.bfloat16)
+            np.testing.assert_array_equal(part.astype(float), rounded.astype(float))
+            sent[:, narrow_part(share)] = NOTHING
+            assert (there == NOTHING).all()
 
 
 @pytest.mark.guards
-def test_norm_waits_for_every_device():
+@pytest.mark.parametrize("missing", [0, 171, 172, 260])
+def test_norm_waits_for_every_device(missing):
+    """For every word of every device."""
     problem = norm_kernel.Problem(1, 512, 1, "bfloat16", 1e-5, 3)
-    received, signals = (np.zeros(x.shape, x.dtype) for x in norm_kernel.shapes(problem))
-    signals[0] = 1  # of two
-    one = jnp.zeros(1, jnp.int32)
-    given = Exchange(received, signals, one, one)
-    here, peer = norm_operands(problem), lambda array, _: array.copy()
-    waits = pytest.raises(Exception, match="DEADLOCK")
-    with waits, mosaic.interpret(), mosaic.with_peers(peer):
-        jax.block_until_ready(norm_kernel.run_over_devices(*here, given, problem))
+    assert problem.share == 44  # the last has 40, of 168 columns
+    received, wide = nothing_received(problem), 4 * problem.share
+    received[[0, 2], :, :wide] = 0  # of the middle one
+    received[0, :, wide : wide + 88] = 0
+    received[2, :, wide : wide + 80] = 0
+    here, others = norm_operands(problem), {n: received.copy() for n in (0, 2)}
+    call_over_devices(problem, here, (received.copy(), 1, others), 0)
+    received[0, 0, missing] = NOTHING
+    others = {n: received.copy() for n in (0, 2)}
+    with pytest.raises(Exception, match="DEADLOCK"):
+        jax.block_until_ready(call_over_devices(problem, here, (received, 1, others), 0))
 
 
 @pytest.mark.guards
@@ -301,9 +345,8 @@ def test_machine_code_of_sums_over_devices(rows, devices):
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     report = mosaic.compile_for(builds.sums, *arrays, target=f"h100x{devices}")
     assert report.launches == 2 * layers + 1
-    received = rf"f32\[{2 * devices},{rows},{outer}\]"
-    signals = rf"s32\[{2 * rows + 1}\]"
-    assert not re.findall(rf"= (?:{received}|{signals})\S* copy", report.hlo)
+    received = rf"s32\[{2 * devices},{rows},{outer // devices * 3 // 2}\]"
+    assert not re.findall(rf"= {received}\S* copy", report.hlo)
     entry = report.hlo[report.hlo.index("\nENTRY") :]
     assert "mosaic_gpu" not in entry and re.search(rf"\({received}.*mosaic_gpu", report.hlo)
     assert report.spill_bytes == 0

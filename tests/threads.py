@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn.kernels.lang.threads import NOTHING
+
 
 class Picked(NamedTuple):
     """Of several arrays, the one that each thread picked."""
@@ -292,6 +294,43 @@ class BlockOfThreads:
                 counters.reshape(-1)[at] += 1
                 self.memory.signalled.setdefault((id(counters), at), []).extend(done)
 
+    def send_floats(self, ref, index, values, where):
+        words = [np.broadcast_to(np.float32(x), 128).view(np.int32) for x in values]
+        nan = np.int32(0x7FFFFFFF)
+        values = [np.where(x == NOTHING, nan, x).view(np.float32) for x in words]
+        self.store_floats(ref, index, values, where)
+
+    def send_narrow(self, ref, index, values, dtype, where):
+        self.store_narrow(ref, index, values, dtype, where)
+
+    def sent_floats(self, ref, indices, wheres):
+        return [
+            list(self._sent(ref, index, 16, where).view(np.float32).reshape(128, 4).T)
+            for index, where in zip(indices, wheres, strict=True)
+        ]
+
+    def sent_narrow(self, ref, indices, dtype, wheres):
+        found = []
+        for index, where in zip(indices, wheres, strict=True):
+            numbers = self._sent(ref, index, 8, where).view(jnp.dtype(dtype)).reshape(128, 4)
+            found.append(list(numbers.astype(np.float32).T))
+        return found
+
+    def _sent(self, ref, index, nbytes, where):
+        """Blocks run one after the other: nothing more will come."""
+        words = np.ascontiguousarray(self.load_where(ref, index, nbytes, where))
+        if (words.view(np.int32) == NOTHING).any():
+            raise RuntimeError(f"DEADLOCK: nothing has come to words of {nbytes} bytes")
+        return words
+
+    def forget(self, ref, index, nbytes, where):
+        word = np.full((128, nbytes // 4), NOTHING, np.int32)
+        word = word.view("V16" if nbytes == 16 else "i8").reshape(-1)
+        where = np.broadcast_to(where, 128)
+        here = np.broadcast_to(index, 128)[where]
+        self.memory.take_back(ref, here, nbytes, self.ids[where])
+        self.store(ref, index, word, nbytes, where)
+
     def take(self, counters, index, where):
         found = np.zeros(128, np.int32)
         with self.memory.lock:
@@ -440,13 +479,20 @@ class Memory:
         words = self._words(ref, index, nbytes, "read")
         with self.lock:
             wrote, read = self._who(ref, nbytes)
-            if not np.isin(wrote[index], self.NOBODY).all():
+            if not ((wrote[index] == self.NOBODY) | (wrote[index] == threads[:, None])).all():
                 raise RuntimeError(
                     "RACE DETECTED: a thread reads what another one writes in the same launch"
                 )
             alone = (read[index] == self.NOBODY) | (read[index] == threads[:, None])
             read[index] = np.where(alone, threads[:, None], self.SEVERAL)
             return words[index].copy()
+
+    def take_back(self, ref, index, nbytes, threads):
+        """What a thread has written itself it may write again."""
+        with self.lock:
+            wrote, _ = self._who(ref, nbytes)
+            own = wrote[index] == threads[:, None]
+            wrote[index] = np.where(own, self.NOBODY, wrote[index])
 
     def store(self, ref, index, value, nbytes, threads):
         words = self._words(ref, index, nbytes, "written")

@@ -8,7 +8,6 @@ import jax
 class Exchange(NamedTuple):
     """Memory of each GPU of a mesh axis, and how many calls have used it: see `kernels.norm`."""
 
-    received: jax.Array  # float32[2 * devices, rows, D], written here and by other GPUs
-    signals: jax.Array  # int32[2 * rows + 1], likewise: of each row, and that a GPU has arrived
+    received: jax.Array  # int32[2 * devices, rows, ..], written here and by other GPUs
     device: jax.Array  # int32[1]: which of the GPUs this is
     calls: jax.Array  # int32[1]: how many were before

@@ -172,9 +172,8 @@ def exchange_over(axis: str, x: Array, weight: Array) -> Exchange | None:
     if not (takes and _device.reaches_peers(axis)):
         return None
     device = lax.axis_index(axis).astype(jnp.int32)[None]
-    begun = _sharding.sealed(functools.partial(kernel.begin, problem=problem), x, device)
-    received, signals = (varying_like(one, device) for one in begun)
-    return Exchange(received, signals, device, jnp.zeros(1, jnp.int32))
+    (received,) = _sharding.sealed(functools.partial(kernel.begin, problem=problem), x, device)
+    return Exchange(varying_like(received, device), device, jnp.zeros(1, jnp.int32))
 
 
 def add_norm(
@@ -197,9 +196,9 @@ def add_norm(
         )
     else:
         run = functools.partial(_add_norm_over_devices, eps)
-        *state, added_x, normed = _sharding.sealed(run, *operands, *exchange)
-        received, signals = (varying_like(one, exchange.device) for one in state)
-        exchange = Exchange(received, signals, exchange.device, exchange.calls + 1)
+        received, added_x, normed = _sharding.sealed(run, *operands, *exchange)
+        received = varying_like(received, exchange.device)
+        exchange = Exchange(received, exchange.device, exchange.calls + 1)
         found = added_x, normed
     x, normed = (result.reshape(x.shape) for result in found)
     return x, normed, exchange

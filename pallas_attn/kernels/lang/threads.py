@@ -4,6 +4,7 @@ atomics and floating point: `Thread` is `mosaic.Thread` with all of these.
 A program runs on the GPU as it stands; the interpreter of the tests runs the same program in NumPy.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +21,8 @@ Ref = Any
 
 WARPS = 4  # of a block
 UNROLLED = 8  # up to so many iterations of a loop
+NOTHING = -1  # 4 bytes of memory where another GPU has not stored yet; a NaN that no GPU computes
+_NAN = 0x7FFFFFFF  # the one that GPUs compute
 IN_FLIGHT = 2  # items whose loads are issued before the first is waited for
 
 
@@ -355,6 +358,57 @@ class Thread(mosaic.Thread):
         operands = [mosaic.address_of(counters, index, 4), least.value]
         return Int(llvm.inline_asm(i32(), operands, ptx, "=r,l,r,~{memory}", has_side_effects=True))
 
+    # ---- what another GPU stores, and says by itself that it is there ----------------------------
+
+    def send_floats(self, ref: Ref, index: Int, values: list[Float], where: Int) -> None:
+        """Stores 4 floats in a word of 16 bytes, of this GPU or another, which takes them by
+        `sent_floats`.
+        """
+        nan, nothing = utils.c(_NAN, i32()), utils.c(NOTHING, i32())
+        words = [arith.bitcast(i32(), x.value) for x in values]
+        same = [arith.cmpi(arith.CmpIPredicate.eq, x, nothing) for x in words]
+        words = [
+            arith.select(is_nothing, nan, x) for is_nothing, x in zip(same, words, strict=True)
+        ]
+        _send(ref, index, words, where)
+
+    def send_narrow(
+        self, ref: Ref, index: Int, values: list[Float], dtype: Any, where: Int
+    ) -> None:
+        """Rounds 4 floats to a 16-bit dtype and stores them in a word of 8 bytes, for
+        `sent_narrow`. No two rounded floats are `NOTHING`.
+        """
+        kind, words = utils.dtype_to_ir_type(jnp.dtype(dtype)), []
+        for pair in itertools.batched(values, 2):
+            packed = llvm.mlir_undef(ir.VectorType.get((2,), kind))
+            for n, x in enumerate(pair):
+                packed = vector.insert(arith.truncf(kind, x.value), packed, [], [n])
+            words.append(llvm.bitcast(i32(), packed))
+        _send(ref, index, words, where)
+
+    def sent_floats(self, ref: Ref, indices: list[Int], wheres: list[Int]) -> list[list[Float]]:
+        """4 floats a word of 16 bytes, when all of them are there; anything where the condition
+        does not hold. It orders nothing else.
+        """
+        kind = ir.F32Type.get()
+        words = _sent(ref, indices, wheres, 16)
+        return [[Float(arith.bitcast(kind, x)) for x in word] for word in words]
+
+    def sent_narrow(
+        self, ref: Ref, indices: list[Int], dtype: Any, wheres: list[Int]
+    ) -> list[list[Float]]:
+        """Likewise 4 numbers of a 16-bit dtype a word of 8 bytes, as floats."""
+        kind, found = utils.dtype_to_ir_type(jnp.dtype(dtype)), []
+        for word in _sent(ref, indices, wheres, 8):
+            pairs = [llvm.bitcast(ir.VectorType.get((2,), kind), x) for x in word]
+            numbers = [vector.extract(pair, [], [n]) for pair in pairs for n in range(2)]
+            found.append([Float(arith.extf(ir.F32Type.get(), x)) for x in numbers])
+        return found
+
+    def forget(self, ref: Ref, index: Int, nbytes: int, where: Int) -> None:
+        """Writes `NOTHING` to a word of 8 or 16 bytes, which this thread has read."""
+        _send(ref, index, [utils.c(NOTHING, i32())] * (nbytes // 4), where)
+
     def take(self, counters: Ref, index: Int, where: Int) -> Int:
         """Adds 1 to a counter where the condition holds and gives what it was, elsewhere 0. Orders
         nothing.
@@ -475,6 +529,40 @@ def shared_address(ref: Ref, index: Any, nbytes: int) -> ir.Value:
     """The 32-bit address of a word of shared memory."""
     index = Int(utils.c(index, i32())) if isinstance(index, int) else index
     return llvm.ptrtoint(i32(), mosaic.address_of(ref, index, nbytes))
+
+
+def _send(ref: Ref, index: Int, words: list[ir.Value], where: Int) -> None:
+    """Stores words of 4 bytes side by side."""
+    names = ", ".join(f"${n + 2}" for n in range(len(words)))
+    ptx = (
+        "{ .reg .pred p; setp.ne.b32 p, $0, 0; "
+        f"@p st.relaxed.sys.global.v{len(words)}.b32 [$1], {{{names}}}; }}"
+    )
+    address = mosaic.address_of(ref, index, 4 * len(words))
+    do(ptx, [arith.extui(i32(), where.value), address, *words], "r,l" + ",r" * len(words))
+
+
+def _sent(ref: Ref, indices: list[Int], wheres: list[Int], nbytes: int) -> list[list[ir.Value]]:
+    """Words of so many bytes, in parts of 4, when none of these is `NOTHING`."""
+    count, each = len(indices), nbytes // 4
+    parts = [f"${n}" for n in range(count * each)]
+    begin, again = "", ""
+    for n, word in enumerate(itertools.batched(parts, each)):
+        address, where = f"${len(parts) + n}", f"${len(parts) + count + n}"
+        begin += f".reg .pred q{n}; setp.ne.b32 q{n}, {where}, 0; "
+        begin += "".join(f"mov.b32 {part}, 0; " for part in word)
+        again += f"@q{n} ld.relaxed.sys.global.v{each}.b32 {{{', '.join(word)}}}, [{address}]; "
+    checks = "".join(f"setp.eq.or.b32 p, {part}, {NOTHING}, p; " for part in parts)
+    found = llvm.inline_asm(
+        ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * len(parts))})>"),
+        [mosaic.address_of(ref, index, nbytes) for index in indices]
+        + [arith.extui(i32(), where.value) for where in wheres],
+        f"{{ .reg .pred p; {begin}again: setp.ne.b32 p, 0, 0; {again}{checks}@p bra again; }}",
+        ",".join(["=&r"] * len(parts) + ["l"] * count + ["r"] * count) + ",~{memory}",
+        has_side_effects=True,
+    )
+    values = [llvm.extractvalue(i32(), found, [n]) for n in range(len(parts))]
+    return [list(some) for some in itertools.batched(values, each)]
 
 
 def _floats(ref: Ref, index: Int, count: int) -> list[Float]:
