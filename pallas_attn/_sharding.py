@@ -6,6 +6,7 @@ be split over devices, every device then runs the same kernel on its own part; a
 on every device. Inside `jax.shard_map` and on one device none of this leaves a trace.
 """
 
+import contextvars
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ def over_devices(
     `writes`: how many of the results are arrays that `run` holds as refs and writes into; a result
     after those follows from the arrays after as many alone.
     """
-    types = [jax.typeof(array) for array in arrays]
+    run, types = _as_now(run), [jax.typeof(array) for array in arrays]
     mesh = _explicit_mesh(types)
     varying = frozenset().union(*(_varying(array) for array in arrays))
     if varying or _is_manual():  # inside jax.shard_map: the arrays are this device's part already
@@ -122,7 +123,20 @@ def sealed(run: Callable[..., Any], *arrays: jax.Array) -> tuple[jax.Array, ...]
     """`run(*arrays)` within jax.shard_map, which may hold arrays as refs. Of its results jax then
     takes for granted that they are the same on all devices.
     """
-    return tuple(_sealed.bind(*arrays, run=run))
+    return tuple(_sealed.bind(*arrays, run=_as_now(run)))
+
+
+def _as_now(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with the context variables of this call (`_device.overlapping`, `_config.forced`), also
+    where jax calls it later, to lower it.
+    """
+    context = contextvars.copy_context()
+
+    @functools.wraps(run)
+    def now(*arrays: jax.Array) -> Any:
+        return context.copy().run(run, *arrays)
+
+    return now
 
 
 def _lower_sealed(context: Any, *arrays: Any, run: Callable[..., Any]) -> Any:
@@ -163,7 +177,7 @@ def in_32_bits(run: Callable[[Any], Any], inputs: Any) -> Any:
         return results
 
     arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
-    results = jax.jit(functools.partial(_sealed.bind, run=flat))(*arrays)
+    results = jax.jit(functools.partial(_sealed.bind, run=_as_now(flat)))(*arrays)
     return jax.tree.unflatten(made[-1], results)
 
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from pallas_attn import _config, _device, _dispatch, _support
+from pallas_attn import _config, _device, _dispatch, _sharding, _support
 from pallas_attn.kernels.lang import threads
 from pallas_attn.lm import rows as lm_rows
 from pallas_attn.lm.exchange import Exchange
@@ -417,3 +418,23 @@ def test_overlapping_reaches_those_that_know_of_it(monkeypatch, operation, overl
             found = taken.run(None, problem)
     assert plain == _config.choose(taken._module(), problem)
     assert found == dataclasses.replace(plain, **overlaps)
+
+
+@pytest.mark.parametrize("axes", ["manual", "automatic"])
+def test_overlapping_reaches_what_is_lowered_later(axes):
+    """Within jax.shard_map, and where XLA says how arrays are split."""
+    seen, mesh = [], jax.make_mesh((2,), ("tp",), (jax.sharding.AxisType.Auto,))
+
+    def run(x):
+        seen.append(_device._overlapping.get())
+        return (x + 1,)
+
+    def over_devices(x):
+        with _device.overlapping():
+            return _sharding.over_devices(run, (x,), (("m",),), (("m",),), free=("m",), writes=1)[0]
+
+    call, x = over_devices, jax.device_put(jnp.zeros(4), jax.NamedSharding(mesh, P("tp")))
+    if axes == "manual":
+        call = jax.shard_map(over_devices, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+    np.testing.assert_array_equal(jax.jit(call)(x), np.ones(4))
+    assert len(seen) >= 2 and all(seen)
