@@ -1,5 +1,6 @@
 """The demo on a mesh: the same tokens as on one device, each device with its own part."""
 
+import functools
 import io
 import math
 import os
@@ -8,6 +9,8 @@ import socket
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -19,7 +22,7 @@ from pallas_attn.bench import rows
 from pallas_attn.lm import checkpoint, decode, peer, presets, report, session, train
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.hf_config import config_from
-from pallas_attn.lm.sampling import Sampling
+from pallas_attn.lm.sampling import Sampling, likeliest
 from tests import lm_witness
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -34,6 +37,14 @@ def made(config, params, **options):
     for _ in run:
         pass
     return [one.tokens for one in run.sequences], np.stack([one.logits for one in run.sequences])
+
+
+def greedy(config, params, **options):
+    how = {"slots": 2, "capacity": 16, "chunk": 4, "dtype": "float32", "cache": "stacked"}
+    run = decode.Run(config, params, decode.Options(**how | options), PROMPTS, 6)
+    for _ in run:
+        pass
+    return [one.tokens for one in run.sequences]
 
 
 CASES = {  # devices, words, options
@@ -70,6 +81,40 @@ def test_the_same_tokens_as_on_one_device(tmp_path, family):
     tokens, logits = made(config, params, mesh=mesh, **options)
     assert tokens == want[0]
     np.testing.assert_allclose(logits, want[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.by_xla
+def test_the_likeliest_token_of_logits_in_parts():
+    """As of whole ones: the first of equals, what is no number, words that there are not."""
+    logits = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
+    logits[0, [2, 6]] = 9  # on two devices
+    logits[1, [4, 5]] = 9  # on one
+    logits[2, 3], logits[3] = np.nan, -np.inf
+    logits[4, 7], logits[:, 7] = 9, -np.inf
+    want, best = likeliest(jnp.asarray(logits), None)
+    np.testing.assert_array_equal(want, np.argmax(logits, axis=1))
+    mesh = lm_mesh.make("tp:4", ("tp",))
+    found = jax.jit(
+        jax.shard_map(
+            functools.partial(likeliest, over="tp"),
+            mesh=mesh,
+            in_specs=P(None, "tp"),
+            out_specs=P(),
+        )
+    )(logits)
+    np.testing.assert_array_equal(found[0], want)
+    np.testing.assert_array_equal(found[1], best)
+
+
+@pytest.mark.by_xla
+@pytest.mark.parametrize("words", [95, 96])
+def test_greedy_tokens_without_their_logits(words):
+    """Are those with them, which are chosen from whole ones."""
+    described = lm_witness.CONFIGS["qwen2"] | {"vocab_size": words}
+    config, mesh = config_from(described), lm_mesh.make("tp:2", ("tp",))
+    params = lm_mesh.random_params(config, 1, "float32", mesh)
+    tokens = [greedy(config, params, mesh=mesh, keep_logits=kept) for kept in (False, True)]
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("words", [5, 8])

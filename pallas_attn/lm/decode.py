@@ -34,7 +34,7 @@ from pallas_attn.lm import model
 from pallas_attn.lm.model import Config, Params
 from pallas_attn.lm.options import Options
 from pallas_attn.lm.progress import Generation, Spread, Status
-from pallas_attn.lm.sampling import at_least_1, sample
+from pallas_attn.lm.sampling import at_least_1, likeliest, sample
 
 Array = jax.Array
 # XLA's Triton matmuls cannot read a layer's weights where they lie in the stack that is scanned:
@@ -146,13 +146,14 @@ def steps(
         runs = state.left > 0
         rows = runs.astype(jnp.int32)
         tokens, how = state.token[:, None], options.implementation
-        logits, cache = model.decode(
-            config, params, cache, tokens, rows, rotary, how, levels=options.levels
-        )
+        # On a mesh the likeliest token is known without all logits in one place.
+        apart = None if options.keep_logits or options.sampling.draws else config.over
+        more: dict[str, Any] = {"levels": options.levels, "whole": apart is None}
+        logits, cache = model.decode(config, params, cache, tokens, rows, rotary, how, **more)
         logits = logits[:, 0]
         # The position of a token is part of its key: a sequence draws the same tokens whenever and
         # beside whomever it runs.
-        token = _choose(options, logits, state.key, cache.lengths)
+        token = _choose(options, logits, state.key, cache.lengths, apart)
         left = jnp.where(_stops(options, token), 0, state.left - 1)
         state = State(jnp.where(runs, token, state.token), jnp.where(runs, left, 0), state.key)
         given = jnp.where(runs, token, NOTHING)
@@ -277,9 +278,15 @@ def _forked(cache: Any, source: Array) -> Any:
     return jax.lax.fori_loop(0, others.sum(), fork, cache)
 
 
-def _choose(options: Options, logits: Array, keys: Array, position: Array) -> Array:
-    token = sample(logits, jax.vmap(jax.random.fold_in)(keys, position), options.sampling)
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+def _choose(
+    options: Options, logits: Array, keys: Array, position: Array, apart: str | None = None
+) -> Array:
+    """`apart`: the mesh axis whose devices have a part of the logits each; then none is drawn."""
+    if options.sampling.draws:
+        token = sample(logits, jax.vmap(jax.random.fold_in)(keys, position), options.sampling)
+        chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    else:
+        token, chosen = likeliest(logits, apart)
     return jnp.where(jnp.isfinite(chosen), token, NO_NUMBER)
 
 

@@ -345,13 +345,20 @@ def _nothing(
     return Added(lm_rows.varying_like(jnp.zeros(left.shape, left.dtype), like), exchange)
 
 
-def logits_of(config: Config, params: Params, x: Array, stream: bool = False) -> Array:
-    """float32[..., vocab] of normed rows [..., D]."""
+def logits_of(
+    config: Config, params: Params, x: Array, stream: bool = False, whole: bool = True
+) -> Array:
+    """float32[..., vocab] of normed rows [..., D]. `whole`: also on a mesh; else of each device's
+    part of the words, where -inf stands for those that there are not.
+    """
     head = params["embed" if config.tied else "head"]
     logits = linear(x, Layer(head[None], 0) if stream else head, jnp.float32)
     if config.over is None:
         return logits
     axis = logits.ndim - 1
+    if not whole:
+        words = lax.axis_index(config.over) * logits.shape[-1] + jnp.arange(logits.shape[-1])
+        return jnp.where(words < config.vocab, logits, -jnp.inf)
     every = lax.all_gather(logits, config.over, axis=axis, tiled=True, to="invarying")
     return every[..., : config.vocab]  # rows that fill up the last device are no tokens
 
@@ -422,7 +429,7 @@ def prefill(
     return logits_of(config, params, jnp.take_along_axis(x, last, axis=1)[:, 0]), cache
 
 
-def decode(
+def decode(  # noqa: PLR0913
     config: Config,
     params: Params,
     cache: Any,
@@ -432,9 +439,10 @@ def decode(
     implementation: str | None = None,
     *,
     levels: int = 0,
+    whole: bool = True,
 ) -> tuple[Array, Any]:
     """Tokens int32[M, t] into the sequences whose `rows` int32[M] is t, not 0: logits
-    float32[M, t, vocab] after each, the cache.
+    float32[M, t, vocab] after each (`whole`: see `logits_of`), the cache.
 
     `levels`: how often sequences part that share pages of a PagedCache, which are then read once
     for all of them; 0: each reads all that it has.
@@ -446,7 +454,7 @@ def decode(
     shared = cache.shared_prefixes(tokens=count, levels=levels) if levels else None
     how = _over_cache(config, params, _Place(positions, rotary, shared=shared), implementation)
     x, cache = _layers(config, params, tokens, how, cache)
-    return logits_of(config, params, x, how.stream), cache
+    return logits_of(config, params, x, how.stream, whole), cache
 
 
 def mixed(

@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
@@ -21,6 +20,7 @@ from pallas_attn.lm import model
 from pallas_attn.lm.model import Config, Params
 from pallas_attn.lm.options import Options
 from pallas_attn.lm.rows import gated, linear, rms_norm
+from pallas_attn.lm.sampling import likeliest
 
 Array = jax.Array
 COMPILER = {"xla_gpu_enable_triton_gemm": False}  # as ours; and CUDA graphs, which help this one
@@ -76,7 +76,7 @@ def _steps(
     def one(carry, _):
         caches, lengths, tokens = carry
         logits, caches = _decode(config, implementation, params, caches, lengths, tokens)
-        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        tokens = likeliest(logits, config.over)[0]
         return (caches, lengths + 1, tokens), tokens
 
     return lax.scan(one, carry, None, options.chunk)
@@ -110,7 +110,7 @@ def _decode(
         x += _summed(config, linear(gated(h, weights["gate_up"]), weights["down"]))
         new.append((k_cache, v_cache))
     x = rms_norm(x, params["norm"], config.norm_eps)
-    return model.logits_of(config, params, x[:, 0]), tuple(new)
+    return model.logits_of(config, params, x[:, 0], whole=False), tuple(new)
 
 
 def _summed(config: Config, x: Array) -> Array:

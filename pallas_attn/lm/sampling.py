@@ -64,6 +64,23 @@ def sample(logits: Array, keys: Array, sampling: Sampling) -> Array:
     return jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
 
 
+def likeliest(logits: Array, over: str | None) -> tuple[Array, Array]:
+    """The token that `sample` takes where none is drawn, int32[M], and its logit. `over`: the mesh
+    axis along which each device has its part of the logits, if they are not whole; two numbers a
+    row are gathered.
+    """
+    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    best = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    if over is None:
+        return token, best
+    token += lax.axis_index(over) * logits.shape[-1]
+    both = jnp.stack([best, token.astype(best.dtype)])  # float32 holds numbers of words
+    every = lax.all_gather(both, over, to="invarying")
+    who = jnp.argmax(every[:, :1], axis=0, keepdims=True)  # the first of equals, as of whole logits
+    best, token = jnp.take_along_axis(every, who, axis=0)[0]
+    return token.astype(jnp.int32), best
+
+
 def _truncated(logits: Array, sampling: Sampling) -> Array:
     """The logits with -inf for those that top_k and top_p leave out; equals stay together."""
     vocab = logits.shape[-1]
