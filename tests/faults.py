@@ -192,8 +192,8 @@ FAULTS = {
         "place = _place(ctx, owner) + word.of_share",
         TEST_SUMS,
     ),
-    "a_sum_over_devices_is_not_forgotten": Fault(
-        f"{LM}/norm.py", "thread.forget(here, place, 8, word.there)", "pass", TEST_SUMS
+    "a_sum_over_devices_is_not_cleared": Fault(
+        f"{LM}/norm.py", "thread.clear(here, place, 8, word.there)", "pass", TEST_SUMS
     ),
     "a_sum_over_devices_has_shares_of_whole_words_only": Fault(
         f"{LM}/norm.py",

@@ -210,12 +210,12 @@ def test_norm_interpreted(problem):
         check_norm(problem)
 
 
-NOTHING = np.int32(threads.NOTHING)
+SENTINEL = np.int32(threads.SENTINEL)
 
 
-def nothing_received(problem):
+def cleared_buffer(problem):
     kind = norm_kernel.received_shape(problem)
-    return np.full(kind.shape, NOTHING, kind.dtype)
+    return np.full(kind.shape, SENTINEL, kind.dtype)
 
 
 def narrow_words(x):
@@ -245,7 +245,7 @@ def test_norm_over_devices_interpreted(device, devices, dim):
     problem = norm_kernel.Problem(rows, dim, 2, "bfloat16", 1e-5, devices)
     wide = 4 * problem.share
     shares = [slice(n * wide, min((n + 1) * wide, dim)) for n in range(devices)]
-    received = nothing_received(problem)
+    received = cleared_buffer(problem)
     others = {n: received.copy() for n in range(devices) if n != device}
     x, _, weight, layer = norm_operands(problem)
     mine = shares[device]
@@ -256,7 +256,7 @@ def test_norm_over_devices_interpreted(device, devices, dim):
     for call in range(calls):
         partials = np.array(normal((devices, 2, rows, dim), "float32", call))
         if call == 1:  # a NaN of the bits that say that there is nothing
-            partials.view(np.int32)[:, :, 1, 7] = NOTHING
+            partials.view(np.int32)[:, :, 1, 7] = SENTINEL
         sums, first = partials.sum(axis=1), call % 2 * devices
         whole = functools.reduce(np.add, sums)
         for n in others:
@@ -272,18 +272,18 @@ def test_norm_over_devices_interpreted(device, devices, dim):
         want = lm_rows.add_norm(x, Added(jnp.asarray(whole)[None]), weight[2], problem.eps)[:2]
         close_to(problem, (new, normed), want)
         np.testing.assert_array_equal(new.astype(float), want[0].astype(float))
-        assert (received == NOTHING).all()
+        assert (received == SENTINEL).all()
         for n, there in others.items():
             sent, share = there[first + device], sums[device][:, shares[n]]
             np.testing.assert_array_equal(sent[:, : share.shape[1]].view(np.float32), share)
-            assert (sent[:, : share.shape[1]] != NOTHING).all()
-            sent[:, : share.shape[1]] = NOTHING
+            assert (sent[:, : share.shape[1]] != SENTINEL).all()
+            sent[:, : share.shape[1]] = SENTINEL
             share = whole[:, mine]
             part = np.ascontiguousarray(sent[:, narrow_part(share)]).view(jnp.bfloat16)
             rounded = share.astype(jnp.bfloat16)
             np.testing.assert_array_equal(part.astype(float), rounded.astype(float))
-            sent[:, narrow_part(share)] = NOTHING
-            assert (there == NOTHING).all()
+            sent[:, narrow_part(share)] = SENTINEL
+            assert (there == SENTINEL).all()
 
 
 @pytest.mark.guards
@@ -292,13 +292,13 @@ def test_norm_waits_for_every_device(missing):
     """For every word of every device."""
     problem = norm_kernel.Problem(1, 512, 1, "bfloat16", 1e-5, 3)
     assert problem.share == 44  # the last has 40, of 168 columns
-    received, wide = nothing_received(problem), 4 * problem.share
+    received, wide = cleared_buffer(problem), 4 * problem.share
     received[[0, 2], :, :wide] = 0  # of the middle one
     received[0, :, wide : wide + 88] = 0
     received[2, :, wide : wide + 80] = 0
     here, others = norm_operands(problem), {n: received.copy() for n in (0, 2)}
     call_over_devices(problem, here, (received.copy(), 1, others), 0)
-    received[0, 0, missing] = NOTHING
+    received[0, 0, missing] = SENTINEL
     others = {n: received.copy() for n in (0, 2)}
     with pytest.raises(Exception, match="DEADLOCK"):
         jax.block_until_ready(call_over_devices(problem, here, (received, 1, others), 0))

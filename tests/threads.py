@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn.kernels.lang.threads import NOTHING
+from pallas_attn.kernels.lang.threads import SENTINEL
 
 
 class Picked(NamedTuple):
@@ -297,34 +297,34 @@ class BlockOfThreads:
     def send_floats(self, ref, index, values, where):
         words = [np.broadcast_to(np.float32(x), 128).view(np.int32) for x in values]
         nan = np.int32(0x7FFFFFFF)
-        values = [np.where(x == NOTHING, nan, x).view(np.float32) for x in words]
+        values = [np.where(x == SENTINEL, nan, x).view(np.float32) for x in words]
         self.store_floats(ref, index, values, where)
 
     def send_narrow(self, ref, index, values, dtype, where):
         self.store_narrow(ref, index, values, dtype, where)
 
-    def sent_floats(self, ref, indices, wheres):
+    def receive_floats(self, ref, indices, wheres):
         return [
-            list(self._sent(ref, index, 16, where).view(np.float32).reshape(128, 4).T)
+            list(self._receive(ref, index, 16, where).view(np.float32).reshape(128, 4).T)
             for index, where in zip(indices, wheres, strict=True)
         ]
 
-    def sent_narrow(self, ref, indices, dtype, wheres):
+    def receive_narrow(self, ref, indices, dtype, wheres):
         found = []
         for index, where in zip(indices, wheres, strict=True):
-            numbers = self._sent(ref, index, 8, where).view(jnp.dtype(dtype)).reshape(128, 4)
+            numbers = self._receive(ref, index, 8, where).view(jnp.dtype(dtype)).reshape(128, 4)
             found.append(list(numbers.astype(np.float32).T))
         return found
 
-    def _sent(self, ref, index, nbytes, where):
+    def _receive(self, ref, index, nbytes, where):
         """Blocks run one after the other: nothing more will come."""
         words = np.ascontiguousarray(self.load_where(ref, index, nbytes, where))
-        if (words.view(np.int32) == NOTHING).any():
+        if (words.view(np.int32) == SENTINEL).any():
             raise RuntimeError(f"DEADLOCK: nothing has come to words of {nbytes} bytes")
         return words
 
-    def forget(self, ref, index, nbytes, where):
-        word = np.full((128, nbytes // 4), NOTHING, np.int32)
+    def clear(self, ref, index, nbytes, where):
+        word = np.full((128, nbytes // 4), SENTINEL, np.int32)
         word = word.view("V16" if nbytes == 16 else "i8").reshape(-1)
         where = np.broadcast_to(where, 128)
         here = np.broadcast_to(index, 128)[where]

@@ -21,7 +21,7 @@ Ref = Any
 
 WARPS = 4  # of a block
 UNROLLED = 8  # up to so many iterations of a loop
-NOTHING = -1  # 4 bytes of memory where another GPU has not stored yet; a NaN that no GPU computes
+SENTINEL = -1  # 4 bytes of memory where another GPU has not stored yet; a NaN that no GPU computes
 _NAN = 0x7FFFFFFF  # the one that GPUs compute
 IN_FLIGHT = 2  # items whose loads are issued before the first is waited for
 
@@ -362,9 +362,9 @@ class Thread(mosaic.Thread):
 
     def send_floats(self, ref: Ref, index: Int, values: list[Float], where: Int) -> None:
         """Stores 4 floats in a word of 16 bytes, of this GPU or another, which takes them by
-        `sent_floats`.
+        `receive_floats`.
         """
-        nan, nothing = utils.c(_NAN, i32()), utils.c(NOTHING, i32())
+        nan, nothing = utils.c(_NAN, i32()), utils.c(SENTINEL, i32())
         words = [arith.bitcast(i32(), x.value) for x in values]
         same = [arith.cmpi(arith.CmpIPredicate.eq, x, nothing) for x in words]
         words = [
@@ -376,7 +376,7 @@ class Thread(mosaic.Thread):
         self, ref: Ref, index: Int, values: list[Float], dtype: Any, where: Int
     ) -> None:
         """Rounds 4 floats to a 16-bit dtype and stores them in a word of 8 bytes, for
-        `sent_narrow`. No two rounded floats are `NOTHING`.
+        `receive_narrow`. No two rounded floats are `SENTINEL`.
         """
         kind, words = utils.dtype_to_ir_type(jnp.dtype(dtype)), []
         for pair in itertools.batched(values, 2):
@@ -386,28 +386,28 @@ class Thread(mosaic.Thread):
             words.append(llvm.bitcast(i32(), packed))
         _send(ref, index, words, where)
 
-    def sent_floats(self, ref: Ref, indices: list[Int], wheres: list[Int]) -> list[list[Float]]:
+    def receive_floats(self, ref: Ref, indices: list[Int], wheres: list[Int]) -> list[list[Float]]:
         """4 floats a word of 16 bytes, when all of them are there; anything where the condition
         does not hold. It orders nothing else.
         """
         kind = ir.F32Type.get()
-        words = _sent(ref, indices, wheres, 16)
+        words = _receive(ref, indices, wheres, 16)
         return [[Float(arith.bitcast(kind, x)) for x in word] for word in words]
 
-    def sent_narrow(
+    def receive_narrow(
         self, ref: Ref, indices: list[Int], dtype: Any, wheres: list[Int]
     ) -> list[list[Float]]:
         """Likewise 4 numbers of a 16-bit dtype a word of 8 bytes, as floats."""
         kind, found = utils.dtype_to_ir_type(jnp.dtype(dtype)), []
-        for word in _sent(ref, indices, wheres, 8):
+        for word in _receive(ref, indices, wheres, 8):
             pairs = [llvm.bitcast(ir.VectorType.get((2,), kind), x) for x in word]
             numbers = [vector.extract(pair, [], [n]) for pair in pairs for n in range(2)]
             found.append([Float(arith.extf(ir.F32Type.get(), x)) for x in numbers])
         return found
 
-    def forget(self, ref: Ref, index: Int, nbytes: int, where: Int) -> None:
-        """Writes `NOTHING` to a word of 8 or 16 bytes, which this thread has read."""
-        _send(ref, index, [utils.c(NOTHING, i32())] * (nbytes // 4), where)
+    def clear(self, ref: Ref, index: Int, nbytes: int, where: Int) -> None:
+        """Writes `SENTINEL` to a word of 8 or 16 bytes, which this thread has read."""
+        _send(ref, index, [utils.c(SENTINEL, i32())] * (nbytes // 4), where)
 
     def take(self, counters: Ref, index: Int, where: Int) -> Int:
         """Adds 1 to a counter where the condition holds and gives what it was, elsewhere 0. Orders
@@ -542,8 +542,8 @@ def _send(ref: Ref, index: Int, words: list[ir.Value], where: Int) -> None:
     do(ptx, [arith.extui(i32(), where.value), address, *words], "r,l" + ",r" * len(words))
 
 
-def _sent(ref: Ref, indices: list[Int], wheres: list[Int], nbytes: int) -> list[list[ir.Value]]:
-    """Words of so many bytes, in parts of 4, when none of these is `NOTHING`."""
+def _receive(ref: Ref, indices: list[Int], wheres: list[Int], nbytes: int) -> list[list[ir.Value]]:
+    """Words of so many bytes, in parts of 4, when none of these is `SENTINEL`."""
     count, each = len(indices), nbytes // 4
     parts = [f"${n}" for n in range(count * each)]
     begin, again = "", ""
@@ -552,7 +552,7 @@ def _sent(ref: Ref, indices: list[Int], wheres: list[Int], nbytes: int) -> list[
         begin += f".reg .pred q{n}; setp.ne.b32 q{n}, {where}, 0; "
         begin += "".join(f"mov.b32 {part}, 0; " for part in word)
         again += f"@q{n} ld.relaxed.sys.global.v{each}.b32 {{{', '.join(word)}}}, [{address}]; "
-    checks = "".join(f"setp.eq.or.b32 p, {part}, {NOTHING}, p; " for part in parts)
+    checks = "".join(f"setp.eq.or.b32 p, {part}, {SENTINEL}, p; " for part in parts)
     found = llvm.inline_asm(
         ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * len(parts))})>"),
         [mosaic.address_of(ref, index, nbytes) for index in indices]

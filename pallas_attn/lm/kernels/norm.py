@@ -10,7 +10,7 @@ Where several GPUs of one process have a part of the sum each (`Problem.devices`
 all-reduce too. Each GPU adds up a share of the row's columns, in the order of GPUs: the others
 write their sums of these columns to its receive buffer, and it writes the sum of all, rounded, to
 theirs. So all have the same bits. What is written says by itself that it is there: a receive buffer
-holds `threads.NOTHING` in every word until a peer writes there, and again when the word has been
+holds `threads.SENTINEL` in every word until a peer writes there, and again when the word has been
 read. A signal behind the data would have to wait until all of that has arrived. No launch and no
 barrier stands around the sum, and the next matmul's weight is on its way to shared memory
 meanwhile.
@@ -163,9 +163,9 @@ def _all_reduce(ctx: ThreadContext) -> None:
     for sender in range(devices):
         places = [_place(ctx, sender) + word.of_share for word in mine]
         theres = [word.there for word in mine]
-        found.append(thread.sent_floats(here, places, theres))
+        found.append(thread.receive_floats(here, places, theres))
         for place, there in zip(places, theres, strict=True):
-            thread.forget(here, place, 16, there)
+            thread.clear(here, place, 16, there)
     for word, values in zip(mine, _total(found), strict=True):
         place = _narrow_place(ctx, at.device) + word.of_share
         for to in (*refs.received[1:], here):
@@ -173,11 +173,11 @@ def _all_reduce(ctx: ThreadContext) -> None:
     for sender in range(devices):
         words = _words(ctx, sender)
         places = [_narrow_place(ctx, sender) + word.of_share for word in words]
-        sent = thread.sent_narrow(here, places, problem.dtype, [word.there for word in words])
+        sent = thread.receive_narrow(here, places, problem.dtype, [word.there for word in words])
         for word, place, values in zip(words, places, sent, strict=True):
             to = at.row * (problem.dim // 4) + word.of_row
             thread.store_narrow(refs.added, to, values, problem.dtype, word.there)
-            thread.forget(here, place, 8, word.there)
+            thread.clear(here, place, 8, word.there)
     thread.sync()
 
 
@@ -248,7 +248,7 @@ def begin(x: Any, device: Any, problem: Problem) -> tuple[Any]:
     that are added to; an operand, so that XLA moves no step's beginning out of a loop of steps.
     """
     like = received_shape(problem)
-    received = jax.new_ref(jnp.full(like.shape, threads.NOTHING, like.dtype))
+    received = jax.new_ref(jnp.full(like.shape, threads.SENTINEL, like.dtype))
     arrivals = jax.new_ref(jnp.zeros(1, jnp.int32))
 
     def kernel(x: Any, device: Any, received: Any, arrivals: Any) -> None:
@@ -265,7 +265,7 @@ def _arrive(ctx: ThreadContext) -> None:
     writes to what is received, so that XLA fills that before.
     """
     thread, (received, arrivals, peers), _, problem = ctx
-    thread.forget(received, thread.index, 16, thread.index < 1)
+    thread.clear(received, thread.index, 16, thread.index < 1)
     zero = thread.index * 0
     for (there,) in peers:
         thread.signal(there, zero, thread.index < 1, remote=True)
