@@ -107,7 +107,7 @@ def test_keys_that_the_kernel_fetches(name, order):
 
         def layer(q, kv):
             out = jax.vmap(call, (3, None, None), 3)(jnp.stack([q, -q], 3), *kv)
-            return -q, out  # rows that hold a result would hold its rounding, at a size of theirs
+            return -q, out  # no result in q: its rounding would grow from layer to layer
 
         return jax.lax.scan(layer, q, kvs)
 

@@ -8,6 +8,6 @@ import jax
 class Exchange(NamedTuple):
     """Memory of each GPU of a mesh axis, and how many calls have used it: see `kernels.norm`."""
 
-    received: jax.Array  # int32[2 * devices, rows, ..], written here and by other GPUs
+    received: jax.Array  # int32[2 * devices, rows, ..], written by other GPUs, cleared here
     device: jax.Array  # int32[1]: which of the GPUs this is
     calls: jax.Array  # int32[1]: how many were before

@@ -355,10 +355,10 @@ def logits_of(
     logits = linear(x, Layer(head[None], 0) if stream else head, jnp.float32)
     if config.over is None:
         return logits
-    axis = logits.ndim - 1
     if not whole:
         words = lax.axis_index(config.over) * logits.shape[-1] + jnp.arange(logits.shape[-1])
         return jnp.where(words < config.vocab, logits, -jnp.inf)
+    axis = logits.ndim - 1
     every = lax.all_gather(logits, config.over, axis=axis, tiled=True, to="invarying")
     return every[..., : config.vocab]  # rows that fill up the last device are no tokens
 

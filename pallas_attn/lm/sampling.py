@@ -57,7 +57,7 @@ def sample(logits: Array, keys: Array, sampling: Sampling) -> Array:
     alone, so it is the same whatever else is in the batch.
     """
     if not sampling.draws:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return likeliest(logits, None)[0]
     # The largest is 0, so that no division by a small number makes two infinities of two logits.
     logits = logits - logits.max(axis=-1, keepdims=True)
     kept = _truncated(logits / sampling.temperature, sampling)

@@ -21,7 +21,7 @@ Ref = Any
 
 WARPS = 4  # of a block
 UNROLLED = 8  # up to so many iterations of a loop
-SENTINEL = -1  # 4 bytes of memory where another GPU has not stored yet; a NaN that no GPU computes
+SENTINEL = -1  # 4 bytes of memory where another GPU has still to store; a NaN that no GPU computes
 _NAN = 0x7FFFFFFF  # the one that GPUs compute
 IN_FLIGHT = 2  # items whose loads are issued before the first is waited for
 
@@ -358,7 +358,7 @@ class Thread(mosaic.Thread):
         operands = [mosaic.address_of(counters, index, 4), least.value]
         return Int(llvm.inline_asm(i32(), operands, ptx, "=r,l,r,~{memory}", has_side_effects=True))
 
-    # ---- what another GPU stores, and says by itself that it is there ----------------------------
+    # ---- what another GPU stores where a sentinel was --------------------------------------------
 
     def send_floats(self, ref: Ref, index: Int, values: list[Float], where: Int) -> None:
         """Stores 4 floats in a word of 16 bytes, of this GPU or another, which takes them by
@@ -387,8 +387,8 @@ class Thread(mosaic.Thread):
         _send(ref, index, words, where)
 
     def receive_floats(self, ref: Ref, indices: list[Int], wheres: list[Int]) -> list[list[Float]]:
-        """4 floats a word of 16 bytes, when all of them are there; anything where the condition
-        does not hold. It orders nothing else.
+        """Polls words of 16 bytes until none of their 4 floats is the sentinel; anything where the
+        condition does not hold. It orders no other accesses.
         """
         kind = ir.F32Type.get()
         words = _receive(ref, indices, wheres, 16)

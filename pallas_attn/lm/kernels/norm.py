@@ -9,21 +9,19 @@ with the weight.
 Where several GPUs of one process have a part of the sum each (`Problem.devices`), the kernel is the
 all-reduce too. Each GPU adds up a share of the row's columns, in the order of GPUs: the others
 write their sums of these columns to its receive buffer, and it writes the sum of all, rounded, to
-theirs. So all have the same bits. What is written says by itself that it is there: a receive buffer
-holds `threads.SENTINEL` in every word until a peer writes there, and again when the word has been
-read. A signal behind the data would have to wait until all of that has arrived. No launch and no
-barrier stands around the sum, and the next matmul's weight is on its way to shared memory
-meanwhile.
+theirs. So all have the same bits. A receive buffer holds `threads.SENTINEL` in every word until a
+peer writes there, and again when the word has been read: its reader polls the data itself. A signal
+behind the data would have to wait until all of that has arrived. No launch and no barrier stands
+around the sum, and the next matmul's weight is on its way to shared memory meanwhile.
 
-What bounds it, for 64 rows of 8192 over four H100: 9.5 us more than without other GPUs, of which
-2.4 MB over NVLink take 5.5; for one row it is 3. Not faster: whole rows for everybody in one step
-(12 us for one row, 36 for 64); signals behind the data (30 us for 64 rows); and to ask for more of
-the next matmul's weight, into L2, while the kernel waits.
+What bounds it is NVLink, for many rows. Measured on four H100, not faster: whole rows for everybody
+in one step, for any number of rows; signals behind the data; and a prefetch of more of the next
+matmul's weight into L2 while the kernel waits.
 
 Receive buffers serve calls in turn, of even and of odd numbers: nobody writes what call n reads
 before call n + 2, and before that a GPU has everything that every other sends in call n + 1, which
 is sent after call n has ended there. No call waits for one of a greater number, on any GPU. `begin`
-has all GPUs arrive before the first call, when everybody's buffers hold nothing.
+has all GPUs arrive before the first call, when every buffer holds nothing but the sentinel.
 """
 
 import dataclasses
@@ -150,6 +148,7 @@ def _exchange(partials: Any, exchange: Exchange, added: Any, row: Any, problem: 
 
 
 def _all_reduce(ctx: ThreadContext) -> None:
+    """A reduce-scatter of a row's columns and an all-gather of the sums."""
     thread, refs, at, problem = ctx
     devices, here = problem.devices, refs.received[0]
     owners = [(at.device + away) % devices for away in range(devices)]
@@ -244,8 +243,8 @@ def run_over_devices(  # noqa: PLR0913
 
 @functools.partial(jax.jit, static_argnames="problem")
 def begin(x: Any, device: Any, problem: Problem) -> tuple[Any]:
-    """(`Exchange.received`), with nothing in it on any GPU; all have arrived. `x`: the first rows
-    that are added to; an operand, so that XLA moves no step's beginning out of a loop of steps.
+    """(`Exchange.received`), all of it the sentinel on every GPU; all have arrived. `x`: the first
+    rows that are added to; an operand, so that XLA moves no beginning of a step out of a loop.
     """
     like = received_shape(problem)
     received = jax.new_ref(jnp.full(like.shape, threads.SENTINEL, like.dtype))
