@@ -190,11 +190,9 @@ def _at_once(split: Split, inputs: AttentionInputs) -> tuple[Array, Array]:
 
     def run(split):
         floats, zigzag = _floats_of(inputs), split.chunks == 2 and split.window() is None
-        if zigzag:  # as the devices have them: who cannot read them so is given others
-            moved = {x: _split.all_gathered(split, floats[x]) for x in ("k", "v")}
-            given = _given(split, inputs, _floats_beside(split, floats) | moved)
-        else:
-            given = _given(split, inputs, _floats_moved(split, floats))
+        # As the devices have them: who cannot read them so is given others.
+        move = _floats_as_they_lie if zigzag else _floats_moved
+        given = _given(split, inputs, move(split, floats))
         out, lse = _launch(split, given, _offsets(split), split.shards if zigzag else 1)
         return _split.by_device(split, out), _split.lse_by_device(split, lse)
 
@@ -265,13 +263,44 @@ def _at_once_backward(split: Split, inputs: AttentionInputs, rows: Any) -> dict[
 
 def _gradients_at_once(split: Split, inputs: AttentionInputs, rows: Any) -> dict[str, Array]:
     floats = _floats_of(inputs)
-    given = _given(split, inputs, _floats_moved(split, floats))
-    found = _launch_backward(split, given, _split.rows_by_chunk(split, rows), _offsets(split))
+    zigzag = _zigzag_of_backward(split, inputs)
+    move = functools.partial(_floats_moved if zigzag == 1 else _floats_as_they_lie, split)
+    given = _given(split, inputs, move(floats))
+    by_chunk = _split.rows_by_chunk(split, rows)
+    found = _launch_backward(split, given, by_chunk, _offsets(split), zigzag)
     if split.window() is not None:  # what neighbours have computed is added up in float32
         floats = {name: x.astype(_split.wide(x.dtype)) for name, x in floats.items()}
-    moved, back = jax.vjp(functools.partial(_floats_moved, split), floats)
+    moved, back = jax.vjp(move, floats)
     found = back({name: found[name].astype(x.dtype) for name, x in moved.items()})[0]
     return {name: x.astype(getattr(inputs, name).dtype) for name, x in found.items()}
+
+
+def _zigzag_of_backward(split: Split, inputs: AttentionInputs) -> int:
+    """`AttentionProblem.zigzag` of a backward of all keys: 1 where they go in order."""
+    if split.chunks == 1 or split.window() is not None:
+        return 1
+
+    problems: list[AttentionProblem] = []
+
+    def launches(inputs: AttentionInputs) -> None:
+        given = _given(split, inputs, _floats_as_they_lie(split, _floats_of(inputs)))
+        for op in ("flash_forward", "flash_backward"):
+            problem, _ = _launched(split, op, given, _offsets(split))
+            problems.append(dataclasses.replace(problem, zigzag=split.shards))
+
+    jax.eval_shape(launches, inputs)  # a question: nothing is gathered for it
+    with _dispatch.recorded():
+        for problem in problems:
+            chosen = _dispatch.select(problem, split.implementation)
+            if not _dispatch.reads_zigzag(chosen, problem):
+                return 1
+    return split.shards
+
+
+def _floats_as_they_lie(split: Split, floats: dict[str, Array]) -> dict[str, Array]:
+    """`_floats_moved`, but for k and v, which lie as the devices have them; linear."""
+    moved = {name: _split.gathered(split, False, floats[name]) for name in ("k", "v")}
+    return moved | _floats_beside(split, floats)
 
 
 def _floats_moved(split: Split, floats: dict[str, Array]) -> dict[str, Array]:
@@ -367,16 +396,16 @@ def _launch(
 
 
 def _launch_backward(
-    split: Split, given: AttentionInputs, rows: Rows, offsets: Any
+    split: Split, given: AttentionInputs, rows: Rows, offsets: Any, zigzag: int = 1
 ) -> dict[str, Array]:
     """The gradients of what the forward was given, from out, lse and their cotangents; with the
     out and lse of all keys, whichever are given here.
     """
-    chosen, problem, repeated = _chosen(split, "flash_forward", given, offsets)
+    chosen, problem, repeated = _chosen(split, "flash_forward", given, offsets, zigzag)
     if chosen.name == "reference":
         found = _derivative(chosen, problem, repeated, rows)
     else:
-        chosen, problem, repeated = _chosen(split, "flash_backward", given, offsets)
+        chosen, problem, repeated = _chosen(split, "flash_backward", given, offsets, zigzag)
         found = _transforms.attention_backward(chosen, problem, (repeated, *rows)).named()
     for name in ("k", "v"):  # a sum over the batch rows that have read it
         parts = found[name]
@@ -613,7 +642,7 @@ def _by_heads(split: Split, inputs: AttentionInputs, plain: Any) -> tuple[Array,
     }
     for name in ("q_segment_ids", "kv_segment_ids"):
         if (ids := getattr(inputs, name)) is not None:
-            given[name] = _split.gathered(split, ids)
+            given[name] = _split.gathered(split, True, ids)
     for name in ("bias", "mask_array"):
         if (x := getattr(inputs, name)) is not None:
             given[name] = _scores_by_heads(split, x)

@@ -103,8 +103,8 @@ class AttentionProblem:
     # The offsets of those, one tuple for each device, where they are arrays and yet known: none
     # but these may come.
     offsets: tuple[tuple[int, ...], ...] = ()
-    # Of a forward: k and v lie as so many devices have them in the order zigzag, one after the
-    # other; 1: in the order of positions.
+    # k and v, and their gradients, lie as so many devices have them in the order zigzag, one after
+    # the other; 1: in the order of positions.
     zigzag: int = 1
     # Of a forward: k and v are the rows of this one of so many devices, S of all of them; the
     # kernel fetches what it needs of the others'. They lie there as `zigzag` says.

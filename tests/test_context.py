@@ -530,6 +530,50 @@ def test_keys_in_the_order_zigzag_as_in_that_of_positions(segments):
         jax.eval_shape(lambda x: kernel.run(x, moved, config), lying)
 
 
+@pytest.mark.guards
+@pytest.mark.parametrize("claims", [False, True])
+def test_gradients_of_keys_in_the_order_zigzag(claims):
+    """Lie as the keys do."""
+    count, keys, kernel = 128, 512, flash_bwd_sm90
+    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    q, k, v = (
+        draw(jax.random.key(n), (batch, rows, heads, 64))
+        for n, (batch, rows, heads) in enumerate(((2, count, 2), (1, keys, 1), (1, keys, 1)))
+    )
+    inputs = AttentionInputs(q, k, v, jnp.asarray([128, 384], jnp.int32))
+    problem = dataclasses.replace(
+        zigzag_problem("flash_backward"), q_heads=2, kv_heads=1, head_dim=64, v_head_dim=64
+    )
+    problem = dataclasses.replace(problem, scale=0.125, offsets=((128, 384),))
+    problem = _transforms.resized(problem, inputs)
+    moved, context = dataclasses.replace(problem, zigzag=2), pa.Context("cp", "zigzag")
+    lying = inputs._replace(k=context.reorder(k, 2), v=context.reorder(v, 2))
+    out, lse = draw(jax.random.key(3), q.shape), jnp.full((2, 2, count), 3.0)
+    rows = out, lse, draw(jax.random.key(4), q.shape), jnp.zeros(lse.shape)
+
+    def run(problem, inputs):
+        config = kernel.Config.default(problem)
+        config = dataclasses.replace(config, grid=2, fused=True, lockstep=False, claims=claims)
+        return kernel.run((inputs, *rows), problem, config)
+
+    with mosaic.interpret():
+        got, want = (
+            jax.jit(run, static_argnums=0)(*x) for x in ((moved, lying), (problem, inputs))
+        )
+    for name in ("q", "k", "v"):
+        one, other = getattr(got, name), getattr(want, name)
+        assert np.abs(np.asarray(other, np.float32)).max() > 0.01
+        if name != "q":  # of each batch row of q
+            other = context.reorder(other, 2)
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+    dims = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
+    large = dataclasses.replace(problem, q_len=4096, kv_len=32768, zigzag=4, **dims)
+    large = dataclasses.replace(large, offsets=((0, 28672), (12288, 16384)))
+    assert kernel.reads_zigzag(large)
+    assert not kernel.reads_zigzag(dataclasses.replace(large, deterministic=True))
+    assert not kernel.reads_zigzag(dataclasses.replace(large, dtype="float32"))
+
+
 TINY = {"rows": 64, "q_heads": 2, "kv_heads": 1, "head_dim": 8}
 BENCHED = (
     bench_context.Case("all", both=True, **TINY),

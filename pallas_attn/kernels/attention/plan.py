@@ -469,16 +469,18 @@ def kv_batch(problem: AttentionProblem, batch: Any) -> Any:
     return batch if problem.share == 1 else lax.div(batch, jnp.int32(problem.share))
 
 
-def kv_row(plan: Plan, position: Any) -> Any:
-    """The row of k and v that has the first key of a kv tile, whose position is given."""
-    devices = plan.problem.zigzag
+def kv_row(problem: AttentionProblem, block: int, position: Any) -> Any:
+    """The row of k and v that has the first key of a kv tile of `block`, of which the position is
+    given.
+    """
+    devices = problem.zigzag
     if devices == 1:
         return position
-    size = plan.problem.kv_len // (2 * devices)
-    if size % plan.config.block_kv:
+    size = problem.kv_len // (2 * devices)
+    if size % block:
         raise ValueError(
             f"Config.block_kv must divide the {size} keys of a chunk where k and v lie in the "
-            f"order zigzag, got {plan.config.block_kv}"
+            f"order zigzag, got {block}"
         )
     chunk = lax.div(position, jnp.int32(size))
     owner, which = owner_of(chunk, devices)

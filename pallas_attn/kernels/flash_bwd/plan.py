@@ -734,6 +734,11 @@ def _load_q_tile(
     return pl.when(jnp.logical_not(cut))(lambda: copy(ref, t * block))
 
 
+def kv_row(plan: Plan, position: Any) -> Any:
+    """Of k and v, and of their gradients, the row of a work tile's first key."""
+    return attention_plan.kv_row(plan.problem, plan.block_kv, position)
+
+
 def load_kv_tile(ctx: Context, work: WorkTile, name: str, first: int, to: Any, ready: Any) -> None:
     """The keys of k or v from number `first` of a work tile on, as many as `to` has rows."""
     plan, refs, _ = ctx
@@ -745,7 +750,7 @@ def load_kv_tile(ctx: Context, work: WorkTile, name: str, first: int, to: Any, r
         plgpu.copy_gmem_to_smem(ref.at[batch, rows, work.kv_head, columns], to, ready)
 
     if not plan.has("kv_lengths"):
-        return copy(getattr(refs, name), work.key)
+        return copy(getattr(refs, name), kv_row(plan, work.key))
     cut = work.key + plan.block_kv > work.kv_len
     pl.when(cut)(lambda: copy(getattr(refs, f"{name}_edge"), 0))
     return pl.when(jnp.logical_not(cut))(lambda: copy(getattr(refs, name), work.key))

@@ -148,6 +148,14 @@ def shares_keys(problem: AttentionProblem) -> bool:
     return problem.dtype != "float32" and "bias" not in problem.arrays
 
 
+def reads_zigzag(problem: AttentionProblem) -> bool:
+    """Whether k and v may lie in the order zigzag, and their gradients then do: where one kernel
+    makes all of them, as the forward's may.
+    """
+    fused = shares_keys(problem) and _is_fused(problem, Config.default(problem))
+    return fused and flash_fwd_sm90.reads_zigzag(problem)
+
+
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     """Of the kernel that needs most."""
     plan = plan_of(problem, config)
@@ -177,7 +185,8 @@ def _dq_plan(problem: AttentionProblem, config: Config) -> Any:
 
 
 def _is_fused(problem: AttentionProblem, config: Config) -> bool:
-    return config.fused and not is_wide(problem) and not problem.deterministic
+    apart = config.window or is_wide(problem) or problem.deterministic
+    return config.fused and not apart
 
 
 # ---- the call -----------------------------------------------------------------------------------

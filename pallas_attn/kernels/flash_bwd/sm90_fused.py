@@ -595,6 +595,7 @@ def _store_dk_dv(
     staging = KeyGradients([smem.k.at[wg]], [smem.v.at[wg]])
     if from_ds:
         staging = _ds_staging(ctx, wg)
+    rows = pl.ds(shared.kv_row(plan, work.key) + wg * ROWS, ROWS)
     for value, staged, out in zip(grads, staging, outs, strict=True):
         columns = value.shape[1] // len(staged)
         for n, to in enumerate(staged):
@@ -603,7 +604,7 @@ def _store_dk_dv(
         plgpu.commit_smem()
         for n, to in enumerate(staged):
             where = mosaic.columns(out, n * columns, columns, wg)
-            there = out.at[work.batch, pl.ds(work.key + wg * ROWS, ROWS), work.kv_head, where]
+            there = out.at[work.batch, rows, work.kv_head, where]
             plgpu.copy_smem_to_gmem(to, there)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if not from_ds:

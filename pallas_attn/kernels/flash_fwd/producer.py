@@ -154,7 +154,7 @@ def _load_entry(ctx: Context, tile: Tile, entry: _Entry, places: Any = (None, No
         """Of k or v, from a position on."""
         ref = getattr(refs, name)
         if place is None:
-            return copy(ref, kv_row(plan, position), width, to)
+            return copy(ref, kv_row(plan.problem, plan.config.block_kv, position), width, to)
         fetched = getattr(refs.fetching, name)
         there, row = place.owner * ref.shape[0] + batch, fetch.row_of(ctx, place, position)
         pl.when(place.here)(lambda: copy(ref, row, width, to))
