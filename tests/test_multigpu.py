@@ -260,11 +260,17 @@ def test_caches_split_by_heads(how):
     assert {x.data.shape[1] for x in got[1].k.addressable_shards} == {4 // count()}
 
 
-@pytest.mark.parametrize("rows, dim", [(1, 512), (7, 8192), (64, 8192), (63, 3584)])
-def test_a_kernel_adds_up_over_devices(rows, dim):
-    """The same bits on all devices, and what a sum in float32 gives, call after call."""
+@pytest.mark.parametrize(
+    "rows, dim, partials", [(1, 512, 1), (7, 8192, 8), (64, 8192, 1), (63, 3584, 3)]
+)
+def test_a_kernel_adds_up_over_devices(rows, dim, partials):
+    """The same bits on all devices, and what a sum in float32 gives, call after call; at last of a
+    NaN of the bits that say that nothing has come.
+    """
     calls, weight = 20, draw(0, 3, dim).astype(jnp.bfloat16)
-    parts = draw(1, count(), calls, 3, rows, dim)
+    parts = np.array(draw(1, count(), calls, partials, rows, dim))
+    parts.view(np.int32)[0, -1, 0, 0, 5] = -1
+    parts = jnp.asarray(parts)
 
     def local(x, parts, weight):
         found, exchange = [], lm_rows.exchange_over("tp", x, weight)

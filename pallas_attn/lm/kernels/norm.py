@@ -26,6 +26,7 @@ has all GPUs arrive before the first call, when every buffer holds nothing but t
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -87,6 +88,7 @@ def _kernel(refs: Refs, x_ref: Any, normed_ref: Any, *, problem: Problem) -> Non
     plgpu.griddepcontrol_launch_dependents()
     weight = refs.weight[refs.layer[0]]
     plgpu.griddepcontrol_wait()  # for x and its partials
+    x = refs.x[row]
     if refs.exchange is not None:
         _exchange(refs.partials, refs.exchange, normed_ref, row, problem)
         added = normed_ref[row]  # it is there until the normalised row is
@@ -95,7 +97,7 @@ def _kernel(refs: Refs, x_ref: Any, normed_ref: Any, *, problem: Problem) -> Non
         for n in range(1, problem.partials):
             wide += refs.partials[n, row].astype(jnp.float32)
         added = wide.astype(dtype)
-    x = (refs.x[row].astype(jnp.float32) + added.astype(jnp.float32)).astype(dtype)
+    x = (x.astype(jnp.float32) + added.astype(jnp.float32)).astype(dtype)
     x_ref[row] = x
     wide = x.astype(jnp.float32)
     wide *= lax.rsqrt(jnp.sum(wide * wide) * (1 / problem.dim) + problem.eps)
@@ -134,7 +136,7 @@ class _At(NamedTuple):
 
 class _Refs(NamedTuple):
     partials: Any
-    received: tuple[Any, ...]  # of this GPU, of the next one, ..
+    received: tuple[Any, ...]  # of the next GPU, of the one after, ..; and of this one
     added: Any  # [rows, dim], written: the sum of all GPUs
 
 
@@ -142,7 +144,7 @@ def _exchange(partials: Any, exchange: Exchange, added: Any, row: Any, problem: 
     """The sum of a row over all GPUs."""
     device, slot = exchange.device[0], lax.rem(exchange.calls[0], jnp.int32(2))
     peers = mosaic.on_peers((exchange.received,), device, problem.devices)
-    refs = _Refs(partials, (exchange.received, *(peer for (peer,) in peers)), added)
+    refs = _Refs(partials, (*(peer for (peer,) in peers), exchange.received), added)
     at = _At(row, device, slot)
     threads.each_thread(mosaic.in_context(_all_reduce, problem), refs, at)
 
@@ -150,9 +152,11 @@ def _exchange(partials: Any, exchange: Exchange, added: Any, row: Any, problem: 
 def _all_reduce(ctx: ThreadContext) -> None:
     """A reduce-scatter of a row's columns and an all-gather of the sums."""
     thread, refs, at, problem = ctx
-    devices, here = problem.devices, refs.received[0]
-    owners = [(at.device + away) % devices for away in range(devices)]
-    sums = [_sums(ctx, owner) for owner in owners]  # all are loaded before any is stored
+    devices, here = problem.devices, refs.received[-1]
+    owners = [*((at.device + away) % devices for away in range(1, devices)), at.device]
+    sums: Iterable[list[Any]] = (_sums(ctx, owner) for owner in owners)
+    if problem.partials <= 4:  # all are loaded before any is stored, where there are registers
+        sums = list(sums)
     for to, owner, words in zip(refs.received, owners, sums, strict=True):
         for word, values in zip(_words(ctx, owner), words, strict=True):
             place = _place(ctx, at.device) + word.of_share
@@ -167,7 +171,7 @@ def _all_reduce(ctx: ThreadContext) -> None:
             thread.clear(here, place, 16, there)
     for word, values in zip(mine, _total(found), strict=True):
         place = _narrow_place(ctx, at.device) + word.of_share
-        for to in (*refs.received[1:], here):
+        for to in refs.received:
             thread.send_narrow(to, place, values, problem.dtype, word.there)
     for sender in range(devices):
         words = _words(ctx, sender)
