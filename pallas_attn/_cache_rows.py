@@ -14,6 +14,7 @@ arrive at run time, and are the same for all sequences of a launch, so each sequ
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 
+from pallas_attn import _device, _sharding
 from pallas_attn._problem import AppendInputs, Caches, DecodeInputs, DecodeProblem, KeepInputs
 from pallas_attn.context import Context, shards_of
 from pallas_attn.masks import AT_RUN_TIME, LONGEST, SIDES
@@ -138,7 +141,11 @@ def _ends(context: Context, held: tuple[int, ...], lengths: Array) -> Array:
 
 
 def decode(
-    context: Context, problem: DecodeProblem, inputs: DecodeInputs, run: Run
+    context: Context,
+    problem: DecodeProblem,
+    inputs: DecodeInputs,
+    run: Run,
+    implementation: str | None,
 ) -> tuple[Array, Array]:
     """(out, lse) of all devices' rows, the same on each; `run` decodes this device's alone."""
     if problem.packed:
@@ -158,17 +165,63 @@ def decode(
         beyond = jnp.maximum(ends - held, 0)
         parts = [run(*_of_sequence(alone, local, beyond[m], m)) for m in range(problem.sequences)]
         out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
-    # Side by side in the dtype of sums, in one collective: of few rows its start takes longest.
-    both = jnp.concatenate([out.astype(lse.dtype), lse.swapaxes(1, 2)[..., None]], axis=-1)
-    both = lax.all_gather(both, context.axis, to="invarying")
-    merged, lse = merge_attention(both[..., :-1], both[..., -1].swapaxes(2, 3))
+    merged, lse = _merged(context, out, lse, implementation)
     if inputs.sinks is not None:
         merged, lse = add_sinks(merged, lse, inputs.sinks)
     lost = inputs.lengths > shards * held
     if inputs.new_lengths is not None:
-        lost |= (inputs.lengths < 1) & (inputs.new_lengths < 0)
+        # An array: XLA would work it out again, of lengths that it had copied for that.
+        new_lengths = lax.optimization_barrier(inputs.new_lengths)
+        lost |= (inputs.lengths < 1) & (new_lengths < 0)
     merged = jnp.where(lost[:, None, None, None], jnp.nan, merged)
     return merged.astype(out.dtype), jnp.where(lost[:, None, None], jnp.nan, lse)
+
+
+def _merged(
+    context: Context, out: Array, lse: Array, implementation: str | None
+) -> tuple[Array, Array]:
+    """Of all devices, in the dtype of sums: by a kernel where it reaches their memory."""
+    reaches = context.overlap and _device.reaches_peers(context.axis)
+    if reaches and implementation in (None, "sm90") and _device.gpu_generation() == "sm90":
+        from pallas_attn.kernels.decode import merge
+
+        sequences, rows, heads, dim = out.shape
+        across = context.axis, shards_of(context)
+        problem = merge.Problem(sequences, rows, heads, dim, str(out.dtype), *across)
+        if merge.takes(problem) and lse.dtype == jnp.float32:
+            others = _sharding.varying_axes(out) - {context.axis}
+            found = _merged_by_kernel(problem, out, lse)
+            merged, lse = (_sharding.varying_along(x, others) for x in found)
+            return merged, lse
+    # Side by side in the dtype of sums, in one collective: of few rows its start takes longest.
+    both = jnp.concatenate([out.astype(lse.dtype), lse.swapaxes(1, 2)[..., None]], axis=-1)
+    both = lax.all_gather(both, context.axis, to="invarying")
+    return merge_attention(both[..., :-1], both[..., -1].swapaxes(2, 3))
+
+
+def _merged_by_kernel(problem: Any, out: Array, lse: Array) -> tuple[Array, Array]:
+    """One launch, however many batches `vmap` makes of it."""
+    from pallas_attn.kernels.decode import merge
+
+    @custom_vmap
+    def merged(out: Array, lse: Array) -> tuple[Array, ...]:
+        return _sharding.sealed(functools.partial(merge.run, problem=problem), out, lse)
+
+    @merged.def_vmap
+    def _(size: int, batched: Any, out: Array, lse: Array) -> Any:
+        out, lse = (
+            x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            for x, is_batched in zip((out, lse), batched, strict=True)
+        )
+        more = dataclasses.replace(problem, sequences=size * problem.sequences)
+        found = _merged_by_kernel(more, *(x.reshape(-1, *x.shape[2:]) for x in (out, lse)))
+        return tuple(x.reshape(like.shape) for x, like in zip(found, (out, lse), strict=True)), (
+            True,
+            True,
+        )
+
+    merged_out, merged_lse = merged(out, lse)
+    return merged_out, merged_lse
 
 
 def _sees_all(problem: DecodeProblem) -> bool:

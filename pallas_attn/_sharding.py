@@ -42,13 +42,13 @@ def over_devices(
     """
     run, types = _as_now(run), [jax.typeof(array) for array in arrays]
     mesh = _explicit_mesh(types)
-    varying = frozenset().union(*(_varying(array) for array in arrays))
+    varying = frozenset().union(*(varying_axes(array) for array in arrays))
     if varying or _is_manual():  # inside jax.shard_map: the arrays are this device's part already
         # Pallas takes no refs that differ along mesh axes, so it is not to see that these do.
         results = _sealed.bind(*arrays, run=run) if writes else run(*arrays)
         rest = varying
         if writes:
-            rest = frozenset().union(*(_varying(array) for array in arrays[writes:]))
+            rest = frozenset().union(*(varying_axes(array) for array in arrays[writes:]))
         return tuple(
             varying_along(result, varying if n < writes else rest)
             for n, result in enumerate(results)
@@ -270,20 +270,21 @@ def _spec(axes: Axes, places: dict[str, tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(places.get(axis.split()[0]) for axis in axes))
 
 
-def _varying(array: jax.Array) -> frozenset[str]:
+def varying_axes(array: jax.Array) -> frozenset[str]:
+    """The mesh axes along which the array differs."""
     return jax.typeof(array).manual_axis_type.varying
 
 
 def varying_like(array: jax.Array, *others: jax.Array) -> jax.Array:
     """The array, said to differ along the mesh axes that any of the others differs along."""
-    return varying_along(array, frozenset().union(*map(_varying, others)))
+    return varying_along(array, frozenset().union(*map(varying_axes, others)))
 
 
 def gradient_of(array: jax.Array, gradient: jax.Array) -> jax.Array:
     """The gradient, with the type that jax wants for this array's: added up over the mesh axes
     along which the array is the same everywhere, and split as the array is.
     """
-    alike = tuple(sorted(_varying(gradient) - _varying(array)))
+    alike = tuple(sorted(varying_axes(gradient) - varying_axes(array)))
     gradient = jax.lax.psum(gradient, alike) if alike else gradient
     sharding = jax.typeof(array).sharding
     if jax.typeof(gradient).sharding.spec == sharding.spec:
@@ -310,5 +311,5 @@ def one_after_another(run: Callable[[Any], Any], arrays: Any) -> Any:
 
 def varying_along(array: jax.Array, axes: frozenset[str]) -> jax.Array:
     """The array, said to differ along these mesh axes."""
-    missing = tuple(sorted(axes - _varying(array)))
+    missing = tuple(sorted(axes - varying_axes(array)))
     return jax.lax.pcast(array, missing, to="varying") if missing else array

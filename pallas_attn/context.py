@@ -31,11 +31,13 @@ class Context:
         from device to device and no device ever holds more than two parts of them; partial results
         are merged. "heads": rows and heads change places, each device attends some heads of the
         whole sequence; wants a number of kv heads that the devices divide.
-      overlap: whether, with the method "gather", the forward kernel may fetch K and V of the other
-        devices itself, while it computes with those that are here. It does so on Hopper GPUs of one
-        process, where the axis is all of the mesh, the mesh is all GPUs in their order, and every
-        device has a multiple of 128 rows (of 256 in the order "zigzag"). Say False where GPUs can
-        not read each other's memory, or where the mesh has them in another order.
+      overlap: whether kernels may reach the memory of other devices. With the method "gather" the
+        forward then fetches K and V of the others itself, while it computes with those that are
+        here; over a cache whose rows are split, decode attention ends with a kernel in which the
+        devices send each other their partial results. They do so on Hopper GPUs of one process,
+        where the axis is all of the mesh and the mesh is all GPUs in their order; the forward where
+        every device has a multiple of 128 rows (of 256 in the order "zigzag"). Say False where GPUs
+        can not read each other's memory, or where the mesh has them in another order.
     """
 
     axis: str

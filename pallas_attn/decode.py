@@ -213,7 +213,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
     elif shared_prefixes is not None and prefixes.applies(shared_prefixes, cache, problem):
         out, lse = prefixes.over_shared(shared_prefixes, problem, inputs, runs)
     elif cache.context is not None:
-        out, lse = _cache_rows.decode(cache.context, problem, inputs, run)
+        out, lse = _cache_rows.decode(cache.context, problem, inputs, run, implementation)
     else:
         out, lse = run(problem, inputs)
     if out.shape[-1] != cache.v_head_dim:

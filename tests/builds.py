@@ -93,6 +93,31 @@ def sums(x, down, norm):
         return jax.shard_map(local, in_specs=spec, out_specs=spec)(x, down, norm)
 
 
+def rows_of_a_cache(k, v, *rows):
+    """Tokens that are appended and decoded one after the other, over a cache whose rows several
+    GPUs have: q [1, tokens, N * H] and what is appended, whole on each.
+    """
+
+    def local(k, v, *rows):
+        k, v = (x.reshape(1, -1, 8, 128).swapaxes(1, 2) for x in (k, v))
+        lengths = jnp.full(1, 131000, jnp.int32)
+        how = {"lengths": lengths, "new_lengths": 0 * lengths, "context": pa.Context("cp")}
+        cache = pa.StackedCache(k=k, v=v, **how)
+
+        def step(cache, row):
+            q, k, v = (x.reshape(1, 1, -1, 128) for x in row)
+            cache = pa.append_kv(cache, k, v)
+            return cache, pa.decode_attention(q, cache)
+
+        every = tuple(x[0] for x in rows)
+        return jax.lax.scan(step, cache, every)[1].reshape(1, 1, -1)
+
+    split, whole = jax.P(None, "cp"), jax.P()
+    with _device.assume_reach():
+        specs = {"in_specs": (split, split, whole, whole, whole), "out_specs": split}
+        return jax.shard_map(local, **specs, check_vma=False)(k, v, *rows)
+
+
 def _backward(options, arrays):
     floats = {name: x for name, x in arrays.items() if name in ("q", "k", "v", "bias", "sinks")}
     rest = {name: x for name, x in arrays.items() if name not in floats}

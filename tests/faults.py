@@ -67,6 +67,7 @@ TEST_FETCH = "tests/test_fetch.py -k as_if_it_were_here"
 TEST_CLAIMS = "tests/test_claims.py"
 TEST_ORDER = "tests/test_flash_bwd_order.py"
 TEST_SUMS = "tests/test_rows.py -k 'norm_over_devices or norm_waits'"
+TEST_MERGE = "tests/test_decode_merge.py -k 'interpreted or waits'"
 TEST_JOINED = "tests/test_flash_fwd_kernel.py -k several_heads"
 
 FAULTS = {
@@ -173,6 +174,36 @@ FAULTS = {
     ),
     "fetch_does_not_say_that_it_has_read": Fault(
         f"{FWD}/fetch.py", "index * 0 + READ, first,", "index * 0 + DONE, first,", TEST_FETCH
+    ),
+    "a_merge_over_devices_reads_no_other": Fault(
+        f"{DECODE}/merge.py",
+        "(at.device < n) | (at.device > n)",
+        "(at.device < n) & (at.device > n)",
+        TEST_MERGE,
+    ),
+    "a_merge_over_devices_sends_to_the_first_place": Fault(
+        f"{DECODE}/merge.py",
+        "sent, words = _sent(ctx, line, at.device)",
+        "sent, words = _sent(ctx, line, at.device * 0)",
+        TEST_MERGE,
+    ),
+    "a_merge_over_devices_takes_the_lse_of_another_row": Fault(
+        f"{DECODE}/merge.py",
+        "* problem.rows + token % problem.rows",
+        "* problem.rows",
+        TEST_MERGE,
+    ),
+    "a_merge_over_devices_counts_what_has_no_key": Fault(
+        f"{DECODE}/merge.py",
+        "thread.choose(none, zero, x)",
+        "thread.choose(none, x, x)",
+        TEST_MERGE,
+    ),
+    "a_merge_over_devices_does_not_wait_for_the_lse": Fault(
+        f"{DECODE}/merge.py",
+        "words(problem.words - 1, line.exists)",
+        "words(problem.words - 1, line.number < 0)",
+        TEST_MERGE,
     ),
     "a_sum_over_devices_leaves_one_out": Fault(
         f"{LM}/norm.py",

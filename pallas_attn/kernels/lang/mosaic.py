@@ -76,6 +76,13 @@ def on_peer(ref: Ref, device: jax.Array) -> Ref:
     return plgpu.remote_ref(ref, place)
 
 
+def this_device(axis: str) -> jax.Array:
+    """In a kernel, the number of this GPU along an axis of the mesh: as XLA would tell it in an
+    operand, but without a launch for that.
+    """
+    return lax.axis_index(axis)
+
+
 MOST_DEVICES = 8  # of a mesh whose memory one kernel reaches
 
 
