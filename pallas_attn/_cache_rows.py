@@ -3,7 +3,7 @@ partial results become one.
 
 Each device has a block of consecutive rows of every sequence; lengths, new rows and queries are the
 same on all of them. A row is written by the device in whose block it lies. Each device attends to
-the keys of its block, and the partial results are gathered and merged by their log-sum-exp, in the
+the keys of its block, and the partial results of all are merged by their log-sum-exp, in the
 order of the devices, so that all have the same bits. Drafts that stay may have to move to another
 device: each one gives those that it has, and writes those that belong to it.
 
