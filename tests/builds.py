@@ -118,6 +118,12 @@ def rows_of_a_cache(k, v, *rows):
         return jax.shard_map(local, **specs, check_vma=False)(k, v, *rows)
 
 
+ROWS_OF_A_CACHE = tuple(
+    jax.ShapeDtypeStruct((1, *size), jnp.bfloat16)
+    for size in ((131072, 1024), (131072, 1024), (32, 4096), (32, 1024), (32, 1024))
+)
+
+
 def _backward(options, arrays):
     floats = {name: x for name, x in arrays.items() if name in ("q", "k", "v", "bias", "sinks")}
     rest = {name: x for name, x in arrays.items() if name not in floats}
@@ -375,6 +381,7 @@ BUILDS: dict[str, Build] = {
     "decode/sm80/stacked_tree": _decode("a100", "stacked", rows=16, parents=True),
     "decode/sm80/paged_packed_tree": _decode("a100", "paged", rows=None, parents=True),
     "decode/sm90/stacked_mask_fn": _decode("h100", "stacked", mask=pa.CAUSAL & _BLOCKS["mask"]),
+    "decode/sm90/stacked_rows_split": Build("h100x2", rows_of_a_cache, ROWS_OF_A_CACHE),
     "decode_mla/sm90/heads16_tree": _decode(
         "h100", "stacked", rows=2, heads=16, parents=True, **_LATENT
     ),

@@ -163,9 +163,8 @@ def test_a_batch_is_merged_in_one_launch():
 @pytest.mark.guards
 def test_machine_code():
     """Of a loop that appends and decodes: lengths are not copied, and nothing spills."""
-    sizes = (131072, 1024), (131072, 1024), (32, 4096), (32, 1024), (32, 1024)
-    arrays = [jax.ShapeDtypeStruct((1, *size), jnp.bfloat16) for size in sizes]
-    report = mosaic.compile_for(builds.rows_of_a_cache, *arrays, target="h100x4")
+    shapes = builds.ROWS_OF_A_CACHE
+    report = mosaic.compile_for(builds.rows_of_a_cache, *shapes, target="h100x4")
     body = report.hlo[: report.hlo.index("\nENTRY")]
     assert report.launches == 3 and "all-gather" not in body and " copy(" not in body
     (kernel,) = (x for x in report.kernels if x.name.startswith("decode_merge"))
