@@ -492,37 +492,45 @@ def test_rows_that_share_keys_as_if_each_had_its_own(op):
         np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
 
 
+def in_both_orders(operation, rows, begins, **more):
+    """(problem, inputs) of two chunks of query rows and 512 keys, in the order of positions and as
+    two devices have them in the order zigzag.
+    """
+    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    q, k, v = (
+        draw(jax.random.key(n), (batch, size, heads, 64))
+        for n, (batch, size, heads) in enumerate(((2, rows, 2), (1, 512, 1), (1, 512, 1)))
+    )
+    given = AttentionInputs(q, k, v, jnp.asarray(begins, jnp.int32))._replace(**more)
+    problem = dataclasses.replace(
+        zigzag_problem(operation), q_heads=2, kv_heads=1, head_dim=64, v_head_dim=64
+    )
+    problem = dataclasses.replace(problem, scale=0.125, offsets=(begins,))
+    problem = _transforms.resized(problem, given)
+    context = pa.Context("cp", "zigzag")
+    lying = given._replace(k=context.reorder(k, 2), v=context.reorder(v, 2))
+    return (problem, given), (dataclasses.replace(problem, zigzag=2), lying)
+
+
 @pytest.mark.guards
 @pytest.mark.parametrize("segments", [False, True])
 def test_keys_in_the_order_zigzag_as_in_that_of_positions(segments):
     """By the kernel in the interpreter: of two devices, chunks of two kv tiles."""
-    count, keys, kernel = 64, 512, flash_fwd_sm90
-    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
-    q, k, v = (
-        draw(jax.random.key(n), (batch, rows, heads, 64))
-        for n, (batch, rows, heads) in enumerate(((2, count, 2), (1, keys, 1), (1, keys, 1)))
-    )
-    given = AttentionInputs(q, k, v, jnp.asarray([150, 448], jnp.int32))
+    rows, begins, kernel, more = 64, (150, 448), flash_fwd_sm90, {}
     if segments:
-        ids = jnp.arange(keys, dtype=jnp.int32)[None] // 180
-        q_ids = jnp.concatenate([ids[:, 150 : 150 + count], ids[:, 448:]])
-        given = given._replace(q_segment_ids=q_ids, kv_segment_ids=jnp.repeat(ids, 2, axis=0))
-    problem = dataclasses.replace(
-        zigzag_problem("flash_forward"), q_heads=2, kv_heads=1, head_dim=64, v_head_dim=64
-    )
-    problem = dataclasses.replace(problem, scale=0.125, offsets=((150, 448),))
-    problem = _transforms.resized(problem, given)
-    moved = dataclasses.replace(problem, zigzag=2)
+        ids = jnp.arange(512, dtype=jnp.int32)[None] // 180
+        q_ids = jnp.concatenate([ids[:, begin : begin + rows] for begin in begins])
+        more = {"q_segment_ids": q_ids, "kv_segment_ids": jnp.repeat(ids, 2, axis=0)}
+    both = in_both_orders("flash_forward", rows, begins, **more)
+    (problem, _), (moved, lying) = both
     assert kernel.reads_zigzag(moved)
-    context = pa.Context("cp", "zigzag")
-    lying = given._replace(k=context.reorder(k, 2), v=context.reorder(v, 2))
 
     def run(problem, given):
         config = dataclasses.replace(kernel.Config.default(problem), grid=2)
         return kernel.run(given, problem, config)
 
     with mosaic.interpret():
-        got, want = (jax.jit(run, static_argnums=0)(*x) for x in ((moved, lying), (problem, given)))
+        want, got = (jax.jit(run, static_argnums=0)(*x) for x in both)
     for g, w in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
     config = dataclasses.replace(kernel.Config.default(problem), block_kv=192)
@@ -534,22 +542,12 @@ def test_keys_in_the_order_zigzag_as_in_that_of_positions(segments):
 @pytest.mark.parametrize("claims", [False, True])
 def test_gradients_of_keys_in_the_order_zigzag(claims):
     """Lie as the keys do."""
-    count, keys, kernel = 128, 512, flash_bwd_sm90
-    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
-    q, k, v = (
-        draw(jax.random.key(n), (batch, rows, heads, 64))
-        for n, (batch, rows, heads) in enumerate(((2, count, 2), (1, keys, 1), (1, keys, 1)))
-    )
-    inputs = AttentionInputs(q, k, v, jnp.asarray([128, 384], jnp.int32))
-    problem = dataclasses.replace(
-        zigzag_problem("flash_backward"), q_heads=2, kv_heads=1, head_dim=64, v_head_dim=64
-    )
-    problem = dataclasses.replace(problem, scale=0.125, offsets=((128, 384),))
-    problem = _transforms.resized(problem, inputs)
-    moved, context = dataclasses.replace(problem, zigzag=2), pa.Context("cp", "zigzag")
-    lying = inputs._replace(k=context.reorder(k, 2), v=context.reorder(v, 2))
-    out, lse = draw(jax.random.key(3), q.shape), jnp.full((2, 2, count), 3.0)
-    rows = out, lse, draw(jax.random.key(4), q.shape), jnp.zeros(lse.shape)
+    kernel, context = flash_bwd_sm90, pa.Context("cp", "zigzag")
+    (problem, inputs), (moved, lying) = in_both_orders("flash_backward", 128, (128, 384))
+    shape = inputs.q.shape
+    out, d_out = (jax.random.normal(jax.random.key(n), shape, dtype=jnp.bfloat16) for n in (3, 4))
+    lse = jnp.full((2, 2, 128), 3.0)
+    rows = out, lse, d_out, jnp.zeros(lse.shape)
 
     def run(problem, inputs):
         config = kernel.Config.default(problem)
