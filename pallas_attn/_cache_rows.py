@@ -3,9 +3,9 @@ partial results become one.
 
 Each device has a block of consecutive rows of every sequence; lengths, new rows and queries are the
 same on all of them. A row is written by the device in whose block it lies. Each device attends to
-the keys of its block, and the partial results of all are merged by their log-sum-exp, in the
-order of the devices, so that all have the same bits. Drafts that stay may have to move to another
-device: each one gives those that it has, and writes those that belong to it.
+the keys of its block, and the partial results of all are merged by their log-sum-exp, in the order
+of the devices, so that all have the same bits. Drafts that stay may have to move to another device:
+each one gives those that it has, and writes those that belong to it.
 
 A kernel puts the last query row at the last key that there is, but a sequence may go on in a later
 block. Where a query sees every key before it, that changes nothing. Where it does, under windows
@@ -14,7 +14,6 @@ arrive at run time, and are the same for all sequences of a launch, so each sequ
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_batching import custom_vmap
 
-from pallas_attn import _device, _sharding
+from pallas_attn import _device, _dispatch, _sharding, _transforms
 from pallas_attn._problem import AppendInputs, Caches, DecodeInputs, DecodeProblem, KeepInputs
 from pallas_attn.context import Context, shards_of
 from pallas_attn.masks import AT_RUN_TIME, LONGEST, SIDES
@@ -165,12 +163,12 @@ def decode(
         beyond = jnp.maximum(ends - held, 0)
         parts = [run(*_of_sequence(alone, local, beyond[m], m)) for m in range(problem.sequences)]
         out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
-    merged, lse = _merged(context, out, lse, implementation)
+    merged, lse = _merged(context, alone, (out, lse), implementation)
     if inputs.sinks is not None:
         merged, lse = add_sinks(merged, lse, inputs.sinks)
     lost = inputs.lengths > shards * held
     if inputs.new_lengths is not None:
-        # An array: XLA would work it out again, of lengths that it had copied for that.
+        # Kept: XLA would compute it again, from the lengths before, which it copies for that.
         new_lengths = lax.optimization_barrier(inputs.new_lengths)
         lost |= (inputs.lengths < 1) & (new_lengths < 0)
     merged = jnp.where(lost[:, None, None, None], jnp.nan, merged)
@@ -178,50 +176,29 @@ def decode(
 
 
 def _merged(
-    context: Context, out: Array, lse: Array, implementation: str | None
+    context: Context, problem: DecodeProblem, part: tuple[Array, Array], implementation: str | None
 ) -> tuple[Array, Array]:
-    """Of all devices, in the dtype of sums: by a kernel where it reaches their memory."""
-    reaches = context.overlap and _device.reaches_peers(context.axis)
-    if reaches and implementation in (None, "sm90") and _device.gpu_generation() == "sm90":
+    """(out, lse) of all devices by the part of each, in the dtype of sums: by a kernel behind one
+    that reaches the memory of the others.
+    """
+    out, lse = part
+    with _dispatch.recorded():  # a question
+        chosen = _dispatch.select(problem, implementation)
+    if chosen.name == "sm90" and context.overlap and _device.reaches_peers(context.axis):
         from pallas_attn.kernels.decode import merge
 
         sequences, rows, heads, dim = out.shape
         across = context.axis, shards_of(context)
-        problem = merge.Problem(sequences, rows, heads, dim, str(out.dtype), *across)
-        if merge.takes(problem) and lse.dtype == jnp.float32:
+        asked = merge.Problem(sequences, rows, heads, dim, str(out.dtype), *across)
+        if merge.takes(asked):
             others = _sharding.varying_axes(out) - {context.axis}
-            found = _merged_by_kernel(problem, out, lse)
+            found = _transforms.merged(merge.run, asked, out, lse)
             merged, lse = (_sharding.varying_along(x, others) for x in found)
             return merged, lse
     # Side by side in the dtype of sums, in one collective: of few rows its start takes longest.
     both = jnp.concatenate([out.astype(lse.dtype), lse.swapaxes(1, 2)[..., None]], axis=-1)
     both = lax.all_gather(both, context.axis, to="invarying")
     return merge_attention(both[..., :-1], both[..., -1].swapaxes(2, 3))
-
-
-def _merged_by_kernel(problem: Any, out: Array, lse: Array) -> tuple[Array, Array]:
-    """One launch, however many batches `vmap` makes of it."""
-    from pallas_attn.kernels.decode import merge
-
-    @custom_vmap
-    def merged(out: Array, lse: Array) -> tuple[Array, ...]:
-        return _sharding.sealed(functools.partial(merge.run, problem=problem), out, lse)
-
-    @merged.def_vmap
-    def _(size: int, batched: Any, out: Array, lse: Array) -> Any:
-        out, lse = (
-            x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
-            for x, is_batched in zip((out, lse), batched, strict=True)
-        )
-        more = dataclasses.replace(problem, sequences=size * problem.sequences)
-        found = _merged_by_kernel(more, *(x.reshape(-1, *x.shape[2:]) for x in (out, lse)))
-        return tuple(x.reshape(like.shape) for x, like in zip(found, (out, lse), strict=True)), (
-            True,
-            True,
-        )
-
-    merged_out, merged_lse = merged(out, lse)
-    return merged_out, merged_lse
 
 
 def _sees_all(problem: DecodeProblem) -> bool:

@@ -299,7 +299,7 @@ def _zigzag_of_backward(split: Split, inputs: AttentionInputs) -> int:
 
 def _floats_as_they_lie(split: Split, floats: dict[str, Array]) -> dict[str, Array]:
     """`_floats_moved`, but for k and v, which lie as the devices have them; linear."""
-    moved = {name: _split.gathered(split, False, floats[name]) for name in ("k", "v")}
+    moved = {name: _split.gathered_as_they_lie(split, floats[name]) for name in ("k", "v")}
     return moved | _floats_beside(split, floats)
 
 
@@ -642,7 +642,7 @@ def _by_heads(split: Split, inputs: AttentionInputs, plain: Any) -> tuple[Array,
     }
     for name in ("q_segment_ids", "kv_segment_ids"):
         if (ids := getattr(inputs, name)) is not None:
-            given[name] = _split.gathered(split, True, ids)
+            given[name] = _split.gathered(split, ids)
     for name in ("bias", "mask_array"):
         if (x := getattr(inputs, name)) is not None:
             given[name] = _scores_by_heads(split, x)

@@ -213,25 +213,36 @@ def as_devices_have_it(split: Split, x: Array, axis: int) -> Array:
 # ---- what moves ---------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gathered(split: Split, ordered: bool, x: Array) -> Array:
-    """[B, rows, ...] of each device -> those of all, in the order of positions, or else of one
-    device after the other.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gathered(split: Split, x: Array) -> Array:
+    """[B, rows, ...] of each device -> those of all, in the order of positions."""
+    return in_order(split, all_gathered(split, x), 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gathered_as_they_lie(split: Split, x: Array) -> Array:
+    """`all_gathered`, whose gradient is `scattered`."""
+    return all_gathered(split, x)
+
+
+def scattered(split: Split, gradient: Array) -> Array:
+    """Each device's own rows of what all have computed for them, which lie as in `all_gathered`,
+    added up in float32.
     """
-    found = all_gathered(split, x)
-    return in_order(split, found, 1) if ordered else found
-
-
-def scattered(split: Split, ordered: bool, _: None, gradient: Array) -> tuple[Array]:
-    """Each device's own rows of what all have computed for them, added up in float32."""
     batch, rows, *rest = gradient.shape
-    parts = as_devices_have_it(split, gradient, 1) if ordered else gradient
-    parts = parts.reshape(batch, split.shards, rows // split.shards, *rest)
+    parts = gradient.reshape(batch, split.shards, rows // split.shards, *rest)
     parts = lax.all_to_all(parts, split.context.axis, 1, 1, tiled=True)
-    return (parts.astype(wide(gradient.dtype)).sum(axis=1).astype(gradient.dtype),)
+    return parts.astype(wide(gradient.dtype)).sum(axis=1).astype(gradient.dtype)
 
 
-gathered.defvjp(lambda split, ordered, x: (gathered(split, ordered, x), None), scattered)
+gathered.defvjp(
+    lambda split, x: (gathered(split, x), None),
+    lambda split, _, gradient: (scattered(split, as_devices_have_it(split, gradient, 1)),),
+)
+gathered_as_they_lie.defvjp(
+    lambda split, x: (all_gathered(split, x), None),
+    lambda split, _, gradient: (scattered(split, gradient),),
+)
 
 
 def all_gathered(split: Split, x: Array) -> Array:
@@ -284,7 +295,7 @@ def moved(split: Split, x: Array) -> Array:
     [B * chunks, hi - lo, ...] under a window.
     """
     window = split.window()
-    return gathered(split, True, x) if window is None else near(split, x, window)
+    return gathered(split, x) if window is None else near(split, x, window)
 
 
 def wide(dtype: Any) -> Any:

@@ -3,7 +3,8 @@
 `vmap` of attention folds the mapped axis into one that the kernel has already, so that one launch
 still serves everything and the schedule stays what was tuned: into the batch in general; into the
 query heads of a group where only q is mapped, so that keys and values are neither copied nor read
-twice. The cache operations have a batch of their own (sequences); vmap runs them one by one.
+twice. The cache operations have a batch of their own (sequences); vmap runs them one by one. What
+merges the results of several devices takes batches as more sequences.
 """
 
 import dataclasses
@@ -457,6 +458,30 @@ def _cache_call(
 
     limit = Limit("kernels over caches have no derivative", 'pass implementation="reference"')
     return call(*_underived(problem, limit)(*(leaves[n] for n in dynamic)))
+
+
+def merged(run: Callable[..., Any], problem: Any, out: Array, lse: Array) -> tuple[Array, Array]:
+    """`run(out, lse, problem)` of out [M, t, N, Hv] and lse [M, N, t] within jax.shard_map: (out,
+    lse), which jax takes to be the same on all devices.
+    """
+
+    @custom_vmap
+    def call(out: Array, lse: Array):
+        return _sharding.sealed(functools.partial(run, problem=problem), out, lse)
+
+    @call.def_vmap
+    def rule(axis_size: int, batched: list[bool], *part: Array):
+        part = tuple(
+            x if is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+            for x, is_mapped in zip(part, batched, strict=True)
+        )
+        more = dataclasses.replace(problem, sequences=axis_size * problem.sequences)
+        found = merged(run, more, *(x.reshape(-1, *x.shape[2:]) for x in part))
+        results = tuple(x.reshape(like.shape) for x, like in zip(found, part, strict=True))
+        return results, (True, True)
+
+    out, lse = call(out, lse)
+    return out, lse
 
 
 def _free_of_caches(problem: CacheProblem) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
-from pallas_attn import _device
+from pallas_attn import _device, _sharding
 from pallas_attn.kernels.decode import merge
 from pallas_attn.kernels.lang import mosaic as lang
 from pallas_attn.kernels.lang import threads
@@ -56,7 +56,7 @@ def call(monkeypatch, problem, device, given, received):
     sent = {n: empty(problem) for n in range(problem.devices)}
     monkeypatch.setattr(lang, "this_device", lambda axis: jnp.int32(device))
     with mosaic.interpret(), mosaic.with_peers(lambda _, number: sent[int(number)]):
-        result = merge.exchange(*given, jnp.asarray(received), problem)
+        result = merge.send_and_merge(*given, jnp.asarray(received), problem)
         return jax.block_until_ready(result), sent
 
 
@@ -146,7 +146,9 @@ def test_who_reaches_the_others_gathers_nothing(axes, check_vma):
 
 @pytest.mark.guards
 def test_who_does_not_gathers():
-    for text in (lowered(decode, overlap=False), lowered(decode, implementation="sm80")):
+    """Who is told not to reach others, and whom another implementation serves."""
+    for how in ({"overlap": False}, {"implementation": "sm80"}, {"implementation": "reference"}):
+        text = lowered(decode, **how)
         assert "decode_merge" not in text and "all_gather" in text
 
 
@@ -169,3 +171,26 @@ def test_machine_code():
     assert report.launches == 3 and "all-gather" not in body and " copy(" not in body
     (kernel,) = (x for x in report.kernels if x.name.startswith("decode_merge"))
     assert kernel.spill_bytes == 0 and kernel.registers <= 64
+
+
+def of_eight(out, lse):
+    """What eight devices merge, at most: 512 columns."""
+    problem = problem_of((1, 1, 32, 512), "bfloat16", 8)
+
+    def local(out, lse):
+        parts = out.reshape(1, 1, 32, 512), lse.reshape(1, 32, 1)
+        found = _sharding.sealed(functools.partial(merge.run, problem=problem), *parts)
+        return tuple(x.reshape(1, -1) for x in found)
+
+    rows = P(None, "cp")
+    with _device.assume_reach():
+        return jax.shard_map(local, in_specs=rows, out_specs=rows, check_vma=False)(out, lse)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+def test_machine_code_of_most():
+    out = jax.ShapeDtypeStruct((1, 8 * 32 * 512), jnp.bfloat16)
+    lse = jax.ShapeDtypeStruct((1, 8 * 32), jnp.float32)
+    report = mosaic.compile_for(of_eight, out, lse, target="h100x8", sass=False)
+    assert (report.launches, report.spill_bytes) == (1, 0)

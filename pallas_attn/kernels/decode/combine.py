@@ -24,11 +24,11 @@ from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.decode.scheduler import ZERO_BYTES, Plan
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.mosaic import ThreadContext
+from pallas_attn.kernels.lang.threads import LANES
 from pallas_attn.kernels.mma import mma_rowmajor
 
 Ref = Any
 
-LANES = 32
 LOADS_AT_ONCE = 16  # loads of partials that a warp has under way: each batch is a trip to memory
 ROWS_AT_ONCE = 2  # rows (or halves of wider ones) that a warp combines in the same trips
 

@@ -24,9 +24,7 @@ from jax import lax
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.mosaic import ThreadContext
-
-LANES = 32
-FOUR = 4  # columns of a lane at a time, and words of 4 bytes in one of 16
+from pallas_attn.kernels.lang.threads import FOUR, LANES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +73,10 @@ class _At(NamedTuple):
 def run(out: Any, lse: Any, problem: Problem) -> tuple[Any, Any]:
     """(out float32 [sequences, rows, heads, dim], lse), the same on all GPUs."""
     shape = problem.devices, problem.lines, FOUR * problem.words
-    return exchange(out, lse, jnp.full(shape, threads.SENTINEL, jnp.int32), problem)
+    return send_and_merge(out, lse, jnp.full(shape, threads.SENTINEL, jnp.int32), problem)
 
 
-def exchange(out: Any, lse: Any, received: Any, problem: Problem) -> tuple[Any, Any]:
+def send_and_merge(out: Any, lse: Any, received: Any, problem: Problem) -> tuple[Any, Any]:
     """`run`. `received`: int32[devices, lines, words of 4 bytes], of whom and which line what has
     been sent to this GPU.
     """

@@ -26,8 +26,8 @@ from jax import lax
 from pallas_attn.kernels.attention import tile_lists
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.mosaic import ThreadContext
+from pallas_attn.kernels.lang.threads import LANES
 
-LANES = 32
 WARPGROUPS = 4
 MOST_PAIRS = 2**17  # of tiles; from there on XLA's kernels take longer than they take to start
 HALF = 2**16  # two numbers share a word

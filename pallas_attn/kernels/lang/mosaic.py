@@ -77,8 +77,8 @@ def on_peer(ref: Ref, device: jax.Array) -> Ref:
 
 
 def this_device(axis: str) -> jax.Array:
-    """In a kernel, the number of this GPU along an axis of the mesh: as XLA would tell it in an
-    operand, but without a launch for that.
+    """In a kernel that reaches others (`on_peer`), the number of this GPU along an axis of the
+    mesh. As an operand it would be made by a launch of XLA's.
     """
     return lax.axis_index(axis)
 

@@ -20,6 +20,8 @@ from pallas_attn.kernels.lang.mosaic import Int
 Ref = Any
 
 WARPS = 4  # of a block
+LANES = 32  # of a warp
+FOUR = 4  # floats in a word of 16 bytes
 UNROLLED = 8  # up to so many iterations of a loop
 SENTINEL = -1  # 4 bytes of memory where another GPU has still to store; a NaN that no GPU computes
 _NAN = 0x7FFFFFFF  # the one that GPUs compute

@@ -17,11 +17,10 @@ from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.plan import ROWS
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.mosaic import ThreadContext
+from pallas_attn.kernels.lang.threads import FOUR, LANES
 from pallas_attn.kernels.prefill import shares
 from pallas_attn.kernels.prefill.plan import Plan
 
-LANES = 32
-FOUR = 4  # columns of a lane
 AT_ONCE = 8  # partials that a warp loads together
 
 

@@ -15,8 +15,9 @@ behind the data would have to wait until all of that has arrived. No launch and 
 around the sum, and the next matmul's weight is on its way to shared memory meanwhile.
 
 What bounds it is NVLink, for many rows. Measured on four H100, not faster: whole rows for everybody
-in one step, for any number of rows; signals behind the data; and a prefetch of more of the next
-matmul's weight into L2 while the kernel waits.
+in one step, for any number of rows; signals behind the data; a prefetch of more of the next
+matmul's weight into L2 while the kernel waits; and a matmul that sends its result itself, with a
+norm that waits for the data instead of the launch.
 
 Receive buffers serve calls in turn, of even and of odd numbers: nobody writes what call n reads
 before call n + 2, and before that a GPU has everything that every other sends in call n + 1, which
