@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn import _device, _dispatch, _sharding, _transforms
+from pallas_attn import _device, _sharding, _transforms
 from pallas_attn._problem import AppendInputs, Caches, DecodeInputs, DecodeProblem, KeepInputs
 from pallas_attn.context import Context, shards_of
 from pallas_attn.masks import AT_RUN_TIME, LONGEST, SIDES
@@ -143,9 +143,11 @@ def decode(
     problem: DecodeProblem,
     inputs: DecodeInputs,
     run: Run,
-    implementation: str | None,
+    chosen: Callable[[DecodeProblem], str],
 ) -> tuple[Array, Array]:
-    """(out, lse) of all devices' rows, the same on each; `run` decodes this device's alone."""
+    """(out, lse) of all devices' rows, the same on each; `run` decodes this device's alone, by the
+    implementation whose name `chosen` tells.
+    """
     if problem.packed:
         raise ValueError(
             "starts: expected None over a cache whose rows are split over devices; pass q as "
@@ -163,7 +165,7 @@ def decode(
         beyond = jnp.maximum(ends - held, 0)
         parts = [run(*_of_sequence(alone, local, beyond[m], m)) for m in range(problem.sequences)]
         out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
-    merged, lse = _merged(context, alone, (out, lse), implementation)
+    merged, lse = _merged(context, (out, lse), chosen(alone) == "sm90")
     if inputs.sinks is not None:
         merged, lse = add_sinks(merged, lse, inputs.sinks)
     lost = inputs.lengths > shards * held
@@ -175,16 +177,12 @@ def decode(
     return merged.astype(out.dtype), jnp.where(lost[:, None, None], jnp.nan, lse)
 
 
-def _merged(
-    context: Context, problem: DecodeProblem, part: tuple[Array, Array], implementation: str | None
-) -> tuple[Array, Array]:
-    """(out, lse) of all devices by the part of each, in the dtype of sums: by a kernel behind one
-    that reaches the memory of the others.
+def _merged(context: Context, part: tuple[Array, Array], on_hopper: bool) -> tuple[Array, Array]:
+    """(out, lse) of all devices by the part of each, in the dtype of sums: of Hopper's kernels by
+    another one, where that reaches the memory of the others.
     """
     out, lse = part
-    with _dispatch.recorded():  # a question
-        chosen = _dispatch.select(problem, implementation)
-    if chosen.name == "sm90" and context.overlap and _device.reaches_peers(context.axis):
+    if on_hopper and context.overlap and _device.reaches_peers(context.axis):
         from pallas_attn.kernels.decode import merge
 
         sequences, rows, heads, dim = out.shape

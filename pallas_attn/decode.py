@@ -213,7 +213,8 @@ def decode_attention_with_lse(  # noqa: PLR0913
     elif shared_prefixes is not None and prefixes.applies(shared_prefixes, cache, problem):
         out, lse = prefixes.over_shared(shared_prefixes, problem, inputs, runs)
     elif cache.context is not None:
-        out, lse = _cache_rows.decode(cache.context, problem, inputs, run, implementation)
+        chosen = functools.partial(_chosen, implementation=implementation)
+        out, lse = _cache_rows.decode(cache.context, problem, inputs, run, chosen)
     else:
         out, lse = run(problem, inputs)
     if out.shape[-1] != cache.v_head_dim:
@@ -275,6 +276,12 @@ def _merged(
     if 0 in problem.out_shape or (chosen := _dispatch.merging(problem, implementation)) is None:
         return None
     return _transforms.kept(_transforms.decode, chosen, problem, inputs)
+
+
+def _chosen(problem: DecodeProblem, implementation: str | None) -> str:
+    """The name of who serves it; a question, which no report on what ran is to show."""
+    with _dispatch.recorded():
+        return _dispatch.select(problem, implementation).name
 
 
 def _decode(
