@@ -279,6 +279,8 @@ def _layers(config: Config, params: Params, tokens: Array, how: _Pass, cache: An
     eps, first, angles = config.norm_eps, 0, None
     if how.positions is not None:
         angles = config.rope.angles(how.positions[:, :, None], config.head_dim)
+    if how.stream:  # else XLA's kernel of the angles stands between ours, and those wait for it
+        x, angles = lax.optimization_barrier((x, angles))
     exchange = None
     if config.over is not None and how.stream:
         exchange = lm_rows.exchange_over(config.over, x, params["norm"])
