@@ -166,6 +166,9 @@ FAULTS = {
     "fetch_signals_its_last_pieces_too_early": Fault(
         f"{FWD}/fetch.py", "wait_copies_back(0)", "wait_copies_back(1)", TEST_FETCH
     ),
+    "fetch_signals_several_pieces_with_the_first": Fault(
+        f"{FWD}/fetch.py", "(number + 1) % sizes.run < 1", "number % sizes.run < 1", TEST_FETCH
+    ),
     "fetch_leaves_out_what_rows_past_the_end_take": Fault(
         f"{FWD}/fetch.py",
         "return tma_operands.round_up(plan.problem.q_len, plan.span_rows)",
@@ -173,7 +176,7 @@ FAULTS = {
         TEST_FETCH,
     ),
     "fetch_does_not_say_that_it_has_read": Fault(
-        f"{FWD}/fetch.py", "index * 0 + READ, first,", "index * 0 + DONE, first,", TEST_FETCH
+        f"{FWD}/fetch.py", "zero + READ, first,", "zero + DONE, first,", TEST_FETCH
     ),
     "a_merge_over_devices_reads_no_other": Fault(
         f"{DECODE}/merge.py",

@@ -54,9 +54,10 @@ LEAST_SLOTS, MOST_SLOTS = 3, 8  # pieces of a block that are in flight
 # here that are done; those of tiles follow.
 READ, DONE, FIRST_TILE = 0, 1, 2
 BEHIND = 2  # pieces that may still be on their way to global memory when the next one is
+RUN = 4  # pieces of a tile, side by side, that a fetcher copies and signals together
 # For the schedule: bytes a second that a fetcher copies, and floating point operations a second of
 # a multiprocessor.
-COPY_RATE, MATH_RATE = 8.5e9, 5.0e12
+COPY_RATE, MATH_RATE = 13e9, 5.0e12
 
 
 def takes(problem: AttentionProblem) -> bool:
@@ -135,6 +136,11 @@ class Sizes:
         return TILE // self.rows
 
     @property
+    def run(self) -> int:
+        """Pieces that are signalled together."""
+        return min(RUN, self.pieces)
+
+    @property
     def counters(self) -> int:
         return FIRST_TILE + self.batch * self.tiles
 
@@ -188,41 +194,49 @@ def order(plan: Plan, device: Any, inputs: AttentionInputs, spans: Any) -> Any:
     sizes = Sizes.of(plan)
     if spans is not None:
         return _order_of_segments(plan, device, inputs, spans)
-    tables = [tiles_in_order(plan, device) for device in range(sizes.devices)]
     table = np.zeros((sizes.devices, 1 + sizes.batch * sizes.tiles), np.int32)
-    for row, tiles in zip(table, tables, strict=True):
+    for number, row in enumerate(table):
         firsts = np.arange(sizes.batch, dtype=np.int32)[:, None] * sizes.tiles
-        every = (firsts + tiles[None]).ravel()
+        every = (firsts + tiles_in_order(plan, number)[None]).ravel()
         row[: 1 + every.size] = [every.size, *every]
     return lax.dynamic_index_in_dim(jnp.asarray(table), device[0], keepdims=False)
 
 
 def tiles_in_order(plan: Plan, device: int) -> np.ndarray:
-    """int32[n]: tiles of a batch row that a GPU's rows may see and another has, those of its last
-    rows first, from the last key on. All that others have where offsets are not known.
+    """int32[n]: tiles of a batch row that a GPU's rows may see and another has, those of its first
+    rows (`chunks_in_order`) first, from the last key on. All that others have where offsets are not
+    known.
     """
-    sizes = Sizes.of(plan)
-    needed = np.zeros(sizes.tiles, bool)
-    found = []
-    for lo, hi in _ranges(plan, device):
-        some = np.arange(hi - 1, lo - 1, -1)
-        some = some[~needed[some]]
-        needed[some] = True
-        found.append(some)
-    tiles = np.concatenate(found) if found else np.zeros(0, int)
-    owners = _owner(sizes, tiles * TILE // sizes.chunk)[0]
-    return tiles[owners != device].astype(np.int32)
+    tiles = np.zeros(0, int)
+    for offset in chunks_in_order(plan, device) or [None]:
+        some = _tiles_of_others(plan, device, offset)
+        tiles = np.append(tiles, some[~np.isin(some, tiles)])
+    return tiles.astype(np.int32)
 
 
-def _ranges(plan: Plan, device: int) -> list[tuple[int, int]]:
-    """Tiles [lo, hi) that each of a GPU's chunks of rows may see, the last chunk first."""
+def chunks_in_order(plan: Plan, device: int) -> list[int]:
+    """The offsets of a GPU's chunks of rows, the chunk first that blocks begin with: which needs
+    less of what others have, so that the rest arrives meanwhile; of those which need the same, the
+    last, which begins with more of its own. Where blocks claim work tiles, the last.
+    """
+    offsets = (plan.problem.offsets[device : device + 1] or [()])[0]
+    return sorted(
+        offsets,
+        key=lambda offset: (
+            0 if plan.claims else _tiles_of_others(plan, device, offset).size,
+            -offset,
+        ),
+    )
+
+
+def _tiles_of_others(plan: Plan, device: int, offset: int | None) -> np.ndarray:
+    """Tiles that a chunk of a GPU's rows may see and another GPU has, the last first."""
     sizes, problem = Sizes.of(plan), plan.problem
-    known = problem.offsets[device : device + 1] or [()]
-    mask, ranges = problem.mask.widest, []
-    for offset in sorted(known[0], reverse=True):
-        lo, hi = mask.kv_range(offset, offset + _rows(plan), problem.kv_len)
-        ranges.append((max(int(lo), 0) // TILE, -(-max(int(hi), 0) // TILE)))
-    return ranges or [(0, sizes.tiles)]
+    lo, hi = 0, problem.kv_len
+    if offset is not None:
+        lo, hi = problem.mask.widest.kv_range(offset, offset + _rows(plan), problem.kv_len)
+    tiles = np.arange(-(-max(int(hi), 0) // TILE) - 1, max(int(lo), 0) // TILE - 1, -1)
+    return tiles[_owner(sizes, tiles * TILE // sizes.chunk)[0] != device]
 
 
 def _rows(plan: Plan) -> int:
@@ -268,24 +282,18 @@ def _owner(sizes: Sizes, chunk: Any) -> tuple[Any, Any]:
     return (chunk, 0 * chunk) if sizes.chunks == 1 else owner_of(chunk, sizes.devices)
 
 
-def head_start(plan: Plan, offsets: tuple[int, ...]) -> float:
-    """How long a fetcher is busy before it takes work tiles, in steps of one kv tile: on the GPU
-    whose rows have such offsets.
+def busy_before(plan: Plan, device: int) -> list[float]:
+    """How long each fetcher of a GPU is busy before it takes work tiles, in steps of one kv tile.
+    Nothing where segments say what is fetched: that is little.
     """
     sizes, problem = Sizes.of(plan), plan.problem
     if plan.has("q_segment_ids"):
-        return 0.0  # not known beforehand, and little
-    device = problem.offsets.index(offsets) if offsets in problem.offsets else 0
-    nbytes = (
-        tiles_in_order(plan, device).size
-        * sizes.batch
-        * TILE
-        * WORD
-        * (sizes.k_words + sizes.v_words)
-    )
+        return [0.0] * sizes.fetchers
+    tile = TILE * WORD * (sizes.k_words + sizes.v_words)
+    nbytes = tiles_in_order(plan, device).size * sizes.batch * tile
     dims = problem.head_dim + problem.v_head_dim
     step = 2 * plan.tile_rows * plan.config.block_kv * dims / MATH_RATE
-    return nbytes / (sizes.fetchers * COPY_RATE) / step
+    return [nbytes / (sizes.fetchers * COPY_RATE) / step] * sizes.fetchers
 
 
 # ---- the kernel's producers ---------------------------------------------------------------------
@@ -345,17 +353,14 @@ def fetch(ctx: Context, fetching: Operands, block: Any) -> None:
 class _Piece(NamedTuple):
     """Where a piece comes from and goes to, in rows."""
 
-    entry: Any  # its tile, in `order`
     peer: Any  # how many GPUs away it is
     source: Any
     target: Any
 
 
-def _piece(ctx: ThreadContext, number: Any) -> _Piece:
-    """The block's piece of that number."""
-    thread, refs, at, sizes = ctx
-    number = at.block + number * sizes.fetchers
-    entry = thread.load(refs.here.order, number // sizes.pieces + 1, 4)
+def _piece(ctx: ThreadContext, number: Any, entry: Any) -> _Piece:
+    """A piece of a tile, which `order` names in `entry`."""
+    thread, _, at, sizes = ctx
     batch, tile = entry // sizes.tiles, entry % sizes.tiles
     position = tile * TILE + number % sizes.pieces * sizes.rows
     chunk = position // sizes.chunk
@@ -367,24 +372,32 @@ def _piece(ctx: ThreadContext, number: Any) -> _Piece:
     away = (owner + sizes.devices - at.device) % sizes.devices
     source = thread.wide(batch * sizes.keys + row)
     target = thread.wide(owner * (sizes.batch * sizes.keys)) + source
-    return _Piece(entry, thread.maximum(away - 1, 0), source, target)
+    return _Piece(thread.maximum(away - 1, 0), source, target)
 
 
 def _fetch(ctx: ThreadContext) -> None:
     thread, refs, at, sizes = ctx
-    first, slots = thread.index < 1, sizes.slots
-    nbytes = [
-        thread.index * 0 + sizes.rows * words * WORD for words in (sizes.k_words, sizes.v_words)
-    ]
+    first, slots, zero = thread.index < 1, sizes.slots, thread.index * 0
+    nbytes = [zero + sizes.rows * words * WORD for words in (sizes.k_words, sizes.v_words)]
     staged = refs.k, refs.v
     words = sizes.k_words, sizes.v_words
     thread.make_barriers(refs.barriers, slots)
-    pieces = thread.load(refs.here.order, thread.index * 0, 4) * sizes.pieces
-    mine = (pieces + (sizes.fetchers - 1) - at.block) // sizes.fetchers
+    pieces = thread.load(refs.here.order, zero, 4) * sizes.pieces
+    runs = pieces // sizes.run
+    mine = (runs + (sizes.fetchers - 1) - at.block) // sizes.fetchers * sizes.run
 
-    def load(number):
+    def piece_of(number):
+        """Among all pieces, of which the last stands for those past it."""
+        number, last = thread.maximum(number, 0), thread.maximum(pieces - 1, 0)
+        run = number // sizes.run * sizes.fetchers + at.block
+        return thread.minimum(run * sizes.run + number % sizes.run, last)
+
+    def entry_of(number):
+        return thread.load(refs.here.order, piece_of(number) // sizes.pieces + 1, 4)
+
+    def load(number, entry):
         slot, there = number % slots, first & (number < mine)
-        piece = _piece(ctx, thread.minimum(number, thread.maximum(mine - 1, 0)))
+        piece = _piece(ctx, piece_of(number), entry)
         arrays = thread.pick(piece.peer, [peer[:2] for peer in refs.peers])
         thread.announce(refs.barriers, slot, nbytes[0] + nbytes[1], there)
         for array, stage, count, size in zip(arrays, staged, nbytes, words, strict=True):
@@ -392,34 +405,38 @@ def _fetch(ctx: ThreadContext) -> None:
             source = Word(array, piece.source * size)
             thread.copy(to, source, count, Word(refs.barriers, slot), there)
 
-    def arrived(number, where):
-        piece = _piece(ctx, thread.maximum(number, 0))
-        thread.signal(refs.here.counters, piece.entry + FIRST_TILE, where)
+    def arrived(number, entry):
+        last = (number + 1) % sizes.run < 1
+        thread.signal(refs.here.counters, entry + FIRST_TILE, first & (number >= 0) & last)
 
-    def store(number, carry):
-        slot = number % slots
+    # Of the pieces that a step loads, stores and signals; read a step ahead.
+    offsets = slots - 1, 0, -BEHIND
+
+    def store(number, entries):
+        slot, (loaded, stored, signalled) = number % slots, entries
+        following = [entry_of(number + 1 + offset) for offset in offsets]
         thread.wait(refs.barriers, slot, number // slots % 2)
-        piece = _piece(ctx, number)
+        piece = _piece(ctx, piece_of(number), stored)
         for array, stage, count, size in zip(refs.here[3:], staged, nbytes, words, strict=True):
             source = Word(stage, slot * (sizes.rows * size))
             thread.copy_back(Word(array, piece.target * size), source, count, first)
         thread.commit_copies_back()
         thread.wait_copies_back(1, read=True)  # the slot of the one before is free
         thread.sync()
-        load(number + (slots - 1))
+        load(number + (slots - 1), loaded)
         thread.wait_copies_back(BEHIND)
-        arrived(number - BEHIND, first & (number >= BEHIND))
-        return carry
+        arrived(number - BEHIND, signalled)
+        return following
 
     for number in range(slots - 1):
-        load(thread.index * 0 + number)
-    thread.loop(mine, [], store)
+        load(zero + number, entry_of(zero + number))
+    thread.loop(mine, [entry_of(zero + offset) for offset in offsets], store)
     thread.wait_copies_back(0)
     for behind in range(BEHIND, 0, -1):
-        arrived(mine - behind, first & (mine >= behind))
-    thread.signal(refs.here.counters, thread.index * 0 + DONE, first)
+        arrived(mine - behind, entry_of(mine - behind))
+    thread.signal(refs.here.counters, zero + DONE, first)
     for *_, counters in refs.peers:
-        thread.signal(counters, thread.index * 0 + READ, first, remote=True)
+        thread.signal(counters, zero + READ, first, remote=True)
     thread.sync()
 
 
@@ -440,7 +457,8 @@ def wait_for(ctx: Context, fetching: Operands, batch: Any, position: Any) -> Non
     """Until the rows from a position on, which another GPU has, are here."""
     sizes = Sizes.of(ctx.plan)
     tile = lax.div(position, jnp.int32(TILE))
-    until = _Until(FIRST_TILE + batch * sizes.tiles + tile, jnp.int32(sizes.pieces))
+    runs = jnp.int32(sizes.pieces // sizes.run)
+    until = _Until(FIRST_TILE + batch * sizes.tiles + tile, runs)
     threads.each_thread(mosaic.in_context(_wait, sizes), (fetching.counters,), until)
 
 

@@ -97,7 +97,7 @@ class Config:
     grid: int = 132  # blocks; 0: one a work tile
     q_slots: int = 2  # q tiles of a consumer; 2: the next is loaded early, where there is room
     exp_before_wait: int = 0  # quarters of a tile's exponents, computed before the wait for P V
-    fetchers: int = 32  # blocks that begin by fetching what other GPUs have: see `fetch`
+    fetchers: int = 16  # blocks that begin by fetching what other GPUs have: see `fetch`
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
 
     def __post_init__(self):

@@ -87,7 +87,25 @@ def schedule(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
     codes = [_codes(plan, some, q_tiles) for some in heads]
     found = [costs_of(code, plan.code_bits, costs, problem.q_heads) for code in codes]
     ordered, kinds = in_order(codes, found, len(costs)), len(costs)
-    return assign(*ordered, plan.grid, busy_before(plan, offsets), evenly=kinds > 1)
+    if not plan.fetches:
+        return assign(*ordered, plan.grid, evenly=kinds > 1)
+    device = problem.offsets.index(offsets) if offsets in problem.offsets else 0
+    table = assign(*ordered, plan.grid, fetch.busy_before(plan, device), evenly=kinds > 1)
+    return _by_chunk(plan, table, offsets, fetch.chunks_in_order(plan, device))
+
+
+def _by_chunk(
+    plan: Plan, table: np.ndarray, offsets: Offsets, in_order: Sequence[int]
+) -> np.ndarray:
+    """A table in which each block takes the work tiles of one chunk of rows after the other."""
+    if len(offsets) < 2:
+        return table
+    rank = np.array([in_order.index(offset) for offset in offsets])
+    for row in table:
+        codes = row[1 : row[0] + 1]
+        batch = (codes >> plan.code_bits) // plan.problem.q_heads
+        codes[:] = codes[np.argsort(rank[batch % len(rank)], kind="stable")]
+    return table
 
 
 def _codes(plan: Plan, heads: np.ndarray, q_tiles: np.ndarray) -> np.ndarray:
@@ -297,13 +315,6 @@ def mask_bounds(plan: Plan) -> np.ndarray:
     return np.array([[span.lo for span in found], [span.hi for span in found]], np.int32)
 
 
-def busy_before(plan: Plan, offsets: Offsets) -> list[float]:
-    """How long the first blocks are busy before they take work tiles, in steps of one kv tile."""
-    if not plan.problem.fetches > 1:
-        return []
-    return [fetch.head_start(plan, offsets)] * min(plan.config.fetchers, plan.grid)
-
-
 def assign(
     tiles: np.ndarray,
     costs: np.ndarray,
@@ -338,27 +349,28 @@ EXCHANGED = 24  # the last work tiles of a block, of which one may change places
 
 
 def _rebalance(assigned: list[list[int]], costs: np.ndarray, ends: dict[int, float]) -> None:
-    """The block that ends last exchanges one of its last work tiles for a cheaper one of a block
-    that ends early, until all end at nearly the same time. Blocks take theirs in the same order.
+    """The block that ends last gives one of its last work tiles to another, for a cheaper one or
+    for nothing, until all end at nearly the same time. Blocks take theirs in the same order.
     """
     mean = sum(ends.values()) / len(ends)
+    costs = np.append(costs, 0.0)  # of nothing, the number -1
     for _ in range(4 * len(assigned)):
-        last, first = max(ends, key=ends.__getitem__), min(ends, key=ends.__getitem__)
-        wanted = (ends[last] - ends[first]) / 2
-        ours, theirs = (np.array(assigned[block][-EXCHANGED:]) for block in (last, first))
-        if ends[last] <= MOST_UNEVEN * mean or not (ours.size and theirs.size):
+        last = max(ends, key=ends.__getitem__)
+        ours, others = np.array(assigned[last][-EXCHANGED:], int), [x for x in ends if x != last]
+        offers = [(block, n) for block in others for n in (*assigned[block][-EXCHANGED:], -1)]
+        if ends[last] <= MOST_UNEVEN * mean or not (ours.size and offers):
             return
+        blocks, theirs = np.array(offers).T
         gains = costs[ours][:, None] - costs[theirs][None]
-        one, other = np.unravel_index(np.abs(gains - wanted).argmin(), gains.shape)
-        gain = float(gains[one, other])
-        if not 0 < gain < 2 * wanted:
+        later = np.maximum(ends[last] - gains, np.array([ends[x] for x in blocks])[None] + gains)
+        one, other = np.unravel_index(later.argmin(), later.shape)
+        if later[one, other] >= ends[last]:
             return
-        for block, away, here in (
-            (last, ours[one], theirs[other]),
-            (first, theirs[other], ours[one]),
-        ):
-            assigned[block] = sorted({*assigned[block], int(here)} - {int(away)})
-        ends[last], ends[first] = ends[last] - gain, ends[first] + gain
+        away, here, block = int(ours[one]), int(theirs[other]), int(blocks[other])
+        assigned[last] = sorted({*assigned[last], here} - {away, -1})
+        assigned[block] = sorted({*assigned[block], away} - {here})
+        gain = float(gains[one, other])
+        ends[last], ends[block] = ends[last] - gain, ends[block] + gain
 
 
 def assign_packed(tiles: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarray:
