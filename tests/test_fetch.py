@@ -6,6 +6,7 @@ it on GPUs.
 import contextlib
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -141,12 +142,14 @@ def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, sh
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("mask", [pa.CAUSAL, pa.FULL, pa.sliding_window(300)], ids=str)
 def test_every_tile_that_rows_see_comes_once(mask, order, shards):
-    """Of each chunk of rows the last first; none that is here."""
+    """Of each chunk the last first; none that is here. No two devices read from the same one at a
+    time, where each of them needs whole chunks.
+    """
     keys, rows = 4096, 4096 // shards // pa.Context("cp", order).chunks
     problem = problem_of(order, mask, rows=rows, keys=keys, shards=shards)
     plan = sm90.plan_of(problem, sm90.Config.default(problem))
     sizes = fetch.Sizes.of(plan)
-    at = np.arange(keys)
+    at, sources = np.arange(keys), []
     for device, offsets in enumerate(problem.offsets):
         seen = np.zeros(keys, bool)
         for first in offsets:
@@ -160,12 +163,18 @@ def test_every_tile_that_rows_see_comes_once(mask, order, shards):
         wanted = np.unique(np.flatnonzero(seen) // fetch.TILE)
         tiles = fetch.tiles_in_order(plan, device)
         assert sorted(tiles) == wanted.tolist()
-        if mask.left is None:
-            assert (np.diff(tiles) > 0).sum() <= len(offsets) - 1
+        chunks = tiles * fetch.TILE // sizes.chunk
+        begins = np.flatnonzero(np.diff(chunks, prepend=-1))
+        assert len(set(chunks)) == len(begins) and (np.diff(tiles)[np.diff(chunks) == 0] < 0).all()
+        sources.append([min(chunk, 2 * shards - 1 - chunk) for chunk in chunks[begins]])
         assert sizes.tiles == keys // fetch.TILE
         here = jnp.asarray([device], jnp.int32)
         order_of = np.asarray(fetch.order(plan, here, AttentionInputs(None, None, None), None))
         assert order_of[0] == len(tiles) and order_of[1 : 1 + len(tiles)].tolist() == tiles.tolist()
+    for some in itertools.zip_longest(*sources):
+        used = [source for source in some if source is not None]
+        whole = order == "zigzag" and mask.left is None
+        assert not whole or len(set(used)) == len(used)
 
 
 def _long_zigzag(shards):
@@ -176,23 +185,23 @@ def _long_zigzag(shards):
 
 
 def test_blocks_begin_with_the_rows_that_need_least_of_others():
-    """And what these need is fetched first; the last rows, where both need the same or blocks claim
-    work tiles.
+    """And not with those for which they would wait; where they claim work tiles, of the first kv
+    head.
     """
     plan = _long_zigzag(4)
     claims = dataclasses.replace(plan, config=dataclasses.replace(plan.config, claims=True))
     assert claims.claims and not plan.claims
+    heads, of_first = plan.problem.q_heads, 2 * plan.problem.group * plan.q_tiles
     for device, (early, late) in enumerate(plan.problem.offsets):
-        tiles = fetch.tiles_in_order(plan, device)
-        first = {0: late, 3: 12288}.get(device, early) // fetch.TILE  # of no other GPU's behind it
-        assert tiles[0] == first - 1
-        assert fetch.chunks_in_order(claims, device) == [late, early]
-        assert fetch.tiles_in_order(claims, device)[0] == (12288 if device == 3 else late) // 128 - 1
-        in_order = [late, early] if device == 3 else [early, late]
+        backwards = device == 3  # where both need the same of others
+        in_order = [late, early] if backwards else [early, late]
         assert fetch.chunks_in_order(plan, device) == in_order
-        for count, *codes in tile_scheduler.schedule(plan, (early, late)).tolist():
-            chunk = [code >> plan.code_bits >= plan.problem.q_heads for code in codes[:count]]
-            assert chunk == sorted(chunk, reverse=device == 3)
+        tables = [tile_scheduler.schedule(x, (early, late)) for x in (plan, claims)]
+        assert tables[1].shape[0] == 1
+        for table, most in zip(tables, (None, of_first - 3 * 2), strict=True):
+            for count, *codes in table.tolist():
+                chunk = [code >> plan.code_bits >= heads for code in codes[:count][:most]]
+                assert chunk == sorted(chunk, reverse=backwards)
 
 
 @pytest.mark.parametrize("shards", [2, 4])

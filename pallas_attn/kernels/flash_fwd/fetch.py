@@ -54,10 +54,10 @@ LEAST_SLOTS, MOST_SLOTS = 3, 8  # pieces of a block that are in flight
 # here that are done; those of tiles follow.
 READ, DONE, FIRST_TILE = 0, 1, 2
 BEHIND = 2  # pieces that may still be on their way to global memory when the next one is
-RUN = 4  # pieces of a tile, side by side, that a fetcher copies and signals together
+RUN = 8  # pieces of a tile, side by side, that a fetcher copies and signals together
 # For the schedule: bytes a second that a fetcher copies, and floating point operations a second of
 # a multiprocessor.
-COPY_RATE, MATH_RATE = 13e9, 5.0e12
+COPY_RATE, MATH_RATE = 15e9, 5.0e12
 
 
 def takes(problem: AttentionProblem) -> bool:
@@ -203,39 +203,39 @@ def order(plan: Plan, device: Any, inputs: AttentionInputs, spans: Any) -> Any:
 
 
 def tiles_in_order(plan: Plan, device: int) -> np.ndarray:
-    """int32[n]: tiles of a batch row that a GPU's rows may see and another has, those of its first
-    rows (`chunks_in_order`) first, from the last key on. All that others have where offsets are not
-    known.
+    """int32[n]: tiles of a batch row that a GPU's rows may see and another has; all that others
+    have where offsets are not known. First a chunk of each other GPU, from the one before this one
+    backwards, then what is left in the reverse order, so that at no time two GPUs read from the
+    same one. Of a chunk the last tile first.
     """
-    tiles = np.zeros(0, int)
-    for offset in chunks_in_order(plan, device) or [None]:
-        some = _tiles_of_others(plan, device, offset)
-        tiles = np.append(tiles, some[~np.isin(some, tiles)])
-    return tiles.astype(np.int32)
+    sizes = Sizes.of(plan)
+    found = [_tiles_of_others(plan, device, x) for x in chunks_in_order(plan, device) or [None]]
+    tiles = np.unique(np.concatenate(found))
+    chunks = tiles * TILE // sizes.chunk
+    owners = _owner(sizes, chunks)[0]
+    last = np.zeros(sizes.devices, int)
+    np.maximum.at(last, owners, chunks)
+    left, before = chunks < last[owners], (device - owners) % sizes.devices
+    in_order = np.lexsort((-tiles, np.where(left, -before, before), left))
+    return tiles[in_order].astype(np.int32)
 
 
 def chunks_in_order(plan: Plan, device: int) -> list[int]:
     """The offsets of a GPU's chunks of rows, the chunk first that blocks begin with: which needs
     less of what others have, so that the rest arrives meanwhile; of those which need the same, the
-    last, which begins with more of its own. Where blocks claim work tiles, the last.
+    last, which begins with more of its own.
     """
     offsets = (plan.problem.offsets[device : device + 1] or [()])[0]
-    return sorted(
-        offsets,
-        key=lambda offset: (
-            0 if plan.claims else _tiles_of_others(plan, device, offset).size,
-            -offset,
-        ),
-    )
+    return sorted(offsets, key=lambda x: (_tiles_of_others(plan, device, x).size, -x))
 
 
 def _tiles_of_others(plan: Plan, device: int, offset: int | None) -> np.ndarray:
-    """Tiles that a chunk of a GPU's rows may see and another GPU has, the last first."""
+    """Tiles that a chunk of a GPU's rows may see and another GPU has."""
     sizes, problem = Sizes.of(plan), plan.problem
     lo, hi = 0, problem.kv_len
     if offset is not None:
         lo, hi = problem.mask.widest.kv_range(offset, offset + _rows(plan), problem.kv_len)
-    tiles = np.arange(-(-max(int(hi), 0) // TILE) - 1, max(int(lo), 0) // TILE - 1, -1)
+    tiles = np.arange(max(int(lo), 0) // TILE, -(-max(int(hi), 0) // TILE))
     return tiles[_owner(sizes, tiles * TILE // sizes.chunk)[0] != device]
 
 

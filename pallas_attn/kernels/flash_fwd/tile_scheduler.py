@@ -89,23 +89,26 @@ def schedule(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
     ordered, kinds = in_order(codes, found, len(costs)), len(costs)
     if not plan.fetches:
         return assign(*ordered, plan.grid, evenly=kinds > 1)
-    device = problem.offsets.index(offsets) if offsets in problem.offsets else 0
-    table = assign(*ordered, plan.grid, fetch.busy_before(plan, device), evenly=kinds > 1)
-    return _by_chunk(plan, table, offsets, fetch.chunks_in_order(plan, device))
-
-
-def _by_chunk(
-    plan: Plan, table: np.ndarray, offsets: Offsets, in_order: Sequence[int]
-) -> np.ndarray:
-    """A table in which each block takes the work tiles of one chunk of rows after the other."""
-    if len(offsets) < 2:
-        return table
-    rank = np.array([in_order.index(offset) for offset in offsets])
+    busy = fetch.busy_before(plan, _device_of(plan, offsets))
+    table = assign(*ordered, plan.grid, busy, evenly=kinds > 1)
     for row in table:
-        codes = row[1 : row[0] + 1]
-        batch = (codes >> plan.code_bits) // plan.problem.q_heads
-        codes[:] = codes[np.argsort(rank[batch % len(rank)], kind="stable")]
+        row[1 : row[0] + 1] = _by_chunk(plan, offsets, row[1 : row[0] + 1])
     return table
+
+
+def _device_of(plan: Plan, offsets: Offsets) -> int:
+    known = plan.problem.offsets
+    return known.index(offsets) if offsets in known else 0
+
+
+def _by_chunk(plan: Plan, offsets: Offsets, codes: np.ndarray) -> np.ndarray:
+    """Work tiles of one chunk of rows after the other: see `fetch.chunks_in_order`."""
+    if not offsets:
+        return codes
+    in_order = fetch.chunks_in_order(plan, _device_of(plan, offsets))
+    rank = np.array([in_order.index(offset) for offset in offsets])
+    batch = (codes >> plan.code_bits) // plan.problem.q_heads
+    return codes[np.argsort(rank[batch % len(rank)], kind="stable")]
 
 
 def _codes(plan: Plan, heads: np.ndarray, q_tiles: np.ndarray) -> np.ndarray:
@@ -121,7 +124,8 @@ def claimed(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
     """int32[1, n]: how many work tiles there are, and their codes in the order in which blocks
     claim them: one kv head after the other. Where there are segments, each from its last rows to
     its first, and the last kv head by rank. Else the longest first, and if several batch rows share
-    K and V, the work tiles of all of them together.
+    K and V, the work tiles of all of them together; of the first kv head those of one chunk first,
+    where that lets what others have arrive meanwhile.
     """
     problem, group = plan.problem, plan.problem.group
     heads, tiles = np.arange(plan.heads, dtype=np.int32), np.arange(plan.q_tiles, dtype=np.int32)
@@ -134,6 +138,8 @@ def claimed(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
         costs = _costs(plan, offsets)
         of_codes = [costs_of(code, plan.code_bits, costs, problem.q_heads) for code in codes]
         codes = [x[np.argsort(-c, kind="stable")] for x, c in zip(codes, of_codes, strict=True)]
+        if plan.fetches:
+            codes[0] = _by_chunk(plan, offsets, codes[0])
     every = np.concatenate(codes)
     return np.append(np.int32(every.size), every)[None]
 
