@@ -205,8 +205,9 @@ def order(plan: Plan, device: Any, inputs: AttentionInputs, spans: Any) -> Any:
 def tiles_in_order(plan: Plan, device: int) -> np.ndarray:
     """int32[n]: tiles of a batch row that a GPU's rows may see and another has; all that others
     have where offsets are not known. First a chunk of each other GPU, from the one before this one
-    backwards, then what is left in the reverse order, so that at no time two GPUs read from the
-    same one. Of a chunk the last tile first.
+    backwards, then what is left in the reverse order: so hardly ever two GPUs read from the same
+    one at a time. Where the first rows need nothing, the first chunks are in the order in which the
+    others need them. Of a chunk the last tile comes first.
     """
     sizes = Sizes.of(plan)
     found = [_tiles_of_others(plan, device, x) for x in chunks_in_order(plan, device) or [None]]
@@ -216,8 +217,8 @@ def tiles_in_order(plan: Plan, device: int) -> np.ndarray:
     last = np.zeros(sizes.devices, int)
     np.maximum.at(last, owners, chunks)
     left, before = chunks < last[owners], (device - owners) % sizes.devices
-    in_order = np.lexsort((-tiles, np.where(left, -before, before), left))
-    return tiles[in_order].astype(np.int32)
+    first = before if found[0].size else -before
+    return tiles[np.lexsort((-tiles, np.where(left, -before, first), left))].astype(np.int32)
 
 
 def chunks_in_order(plan: Plan, device: int) -> list[int]:
