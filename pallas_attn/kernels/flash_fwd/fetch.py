@@ -7,10 +7,15 @@ with the keys that are here: a work tile takes its kv tiles from the last to the
 one begins with its own chunk. Nothing is gathered before the launch, and no multiprocessor but
 those of the fetchers waits for NVLink.
 
-Rows are copied in pieces, all heads of some rows of K and of V, in the order in which work tiles
-ask for them (`tiles_in_order`). A piece passes through the shared memory of the ring of K and V,
-which is not in use yet: from the other GPU by a bulk copy, and on to global memory by another. One
-thread issues all copies of a block; so many are in flight as the ring has room for.
+Of two chunks of rows (zigzag), blocks begin with the one that needs less of what others have
+(`chunks_in_order`); that takes long enough for the rest to arrive. And GPUs read from different
+ones at each time (`tiles_in_order`): two that read from one GPU each get half of its links, and
+those behind them are late as well, until all wait for all.
+
+Rows are copied in pieces, all heads of some rows of K and of V. A piece passes through the shared
+memory of the ring of K and V, which is not in use yet: from the other GPU by a bulk copy, and on to
+global memory by another. One thread issues all copies of a block; so many are in flight as the ring
+has room for. It signals once for a run of pieces: a release takes as long as the copy of a piece.
 
 Who waits for whom: a producer waits for the `TILE` rows that it is about to load until all of their
 pieces have arrived (`wait_for`). XLA has all GPUs arrive before it launches any, so what is fetched
@@ -22,13 +27,12 @@ A GPU finds an array of another one by its address there, which XLA tells the ke
 would hold such addresses from before the launch, and a CUDA graph would keep them: so the copies
 between GPUs are by plain pointers.
 
-What bounds it: the links. 32 fetchers fill them, and `COPY_RATE` is about the share of one; with
-fewer, blocks wait for keys. A kernel that fetches from its own GPU takes as long as one that has
-all keys; from another GPU it takes longer. Where GPUs are at their power limit, links at work take
-a part of the power, which lowers the clock, and each step ends with the slower GPU; at rest it is
-longer too, by more than the time of the fetchers, and why is not known. To copy head by head, in
-lines of 256 bytes, since the first work tiles want one head only, was tried and is no faster, and 8
-or 16 fetchers are slower.
+What bounds it: the links, which 16 fetchers fill; blocks that wait where a GPU has no rows but such
+as need others' keys at once (of the first GPU's blocks those that take only rows of the last
+chunk); and power. The time of the fetchers is in the schedule (`busy_before`, by `COPY_RATE`).
+Measured and not faster: 8, 12, 24 and 32 fetchers; pieces of half the size; fewer fetchers where
+less is fetched; work tiles that blocks claim, below the length from which they always do; head by
+head, in lines of 256 bytes, since the first work tiles want one head only.
 """
 
 import dataclasses
@@ -205,9 +209,8 @@ def order(plan: Plan, device: Any, inputs: AttentionInputs, spans: Any) -> Any:
 def tiles_in_order(plan: Plan, device: int) -> np.ndarray:
     """int32[n]: tiles of a batch row that a GPU's rows may see and another has; all that others
     have where offsets are not known. First a chunk of each other GPU, from the one before this one
-    backwards, then what is left in the reverse order: so hardly ever two GPUs read from the same
-    one at a time. Where the first rows need nothing, the first chunks are in the order in which the
-    others need them. Of a chunk the last tile comes first.
+    backwards, then what is left in the reverse order, so that at no time two GPUs read from the
+    same one. Of a chunk the last tile comes first.
     """
     sizes = Sizes.of(plan)
     found = [_tiles_of_others(plan, device, x) for x in chunks_in_order(plan, device) or [None]]
@@ -217,8 +220,7 @@ def tiles_in_order(plan: Plan, device: int) -> np.ndarray:
     last = np.zeros(sizes.devices, int)
     np.maximum.at(last, owners, chunks)
     left, before = chunks < last[owners], (device - owners) % sizes.devices
-    first = before if found[0].size else -before
-    return tiles[np.lexsort((-tiles, np.where(left, -before, first), left))].astype(np.int32)
+    return tiles[np.lexsort((-tiles, np.where(left, -before, before), left))].astype(np.int32)
 
 
 def chunks_in_order(plan: Plan, device: int) -> list[int]:
