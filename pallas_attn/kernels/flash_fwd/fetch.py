@@ -213,7 +213,8 @@ def tiles_in_order(plan: Plan, device: int) -> np.ndarray:
     same one. Of a chunk the last tile comes first.
     """
     sizes = Sizes.of(plan)
-    found = [_tiles_of_others(plan, device, x) for x in chunks_in_order(plan, device) or [None]]
+    offsets: list[Any] = chunks_in_order(plan, device) or [None]
+    found = [_tiles_of_others(plan, device, offset) for offset in offsets]
     tiles = np.unique(np.concatenate(found))
     chunks = tiles * TILE // sizes.chunk
     owners = _owner(sizes, chunks)[0]
