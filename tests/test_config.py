@@ -152,7 +152,7 @@ def test_the_default_of_the_forward_on_hopper_is_what_was_measured(row):
     )
     found = dataclasses.asdict(flash_fwd_sm90.Config.default(problem))
     names = ("warpgroups", "block_kv", "stages", "l2_heads")
-    plain = {"grid": 132, "q_slots": 2, "exp_before_wait": 0, "fetchers": 32, "claims": False}
+    plain = {"grid": 132, "q_slots": 2, "exp_before_wait": 0, "fetchers": 16, "claims": False}
     assert found == dict(zip(names, settings, strict=True)) | plain | others
 
 
