@@ -10,7 +10,8 @@ those of the fetchers waits for NVLink.
 Of two chunks of rows (zigzag), blocks begin with the one that needs less of what others have
 (`chunks_in_order`); that takes long enough for the rest to arrive. And GPUs read from different
 ones at each time (`tiles_in_order`): two that read from one GPU each get half of its links, and
-those behind them are late as well, until all wait for all.
+those behind them are late as well, until all wait for all. Of documents, which need little of
+others, tiles are fetched in the order in which rows need them.
 
 Rows are copied in pieces, all heads of some rows of K and of V. A piece passes through the shared
 memory of the ring of K and V, which is not in use yet: from the other GPU by a bulk copy, and on to
@@ -30,9 +31,10 @@ between GPUs are by plain pointers.
 What bounds it: the links, which 16 fetchers fill; blocks that wait where a GPU has no rows but such
 as need others' keys at once (of the first GPU's blocks those that take only rows of the last
 chunk); and power. The time of the fetchers is in the schedule (`busy_before`, by `COPY_RATE`).
-Measured and not faster: 8, 12, 24 and 32 fetchers; pieces of half the size; fewer fetchers where
-less is fetched; work tiles that blocks claim, below the length from which they always do; head by
-head, in lines of 256 bytes, since the first work tiles want one head only.
+Measured and not faster: 12 fetchers. And, while GPUs still read from one at the same time: 8, 24
+and 32 fetchers; pieces of half the size; fewer fetchers where less is fetched; work tiles that
+blocks claim, below the length from which they always do; head by head, in lines of 256 bytes, since
+the first work tiles want one head only.
 """
 
 import dataclasses
