@@ -175,6 +175,18 @@ FAULTS = {
         "return plan.problem.q_len",
         TEST_FETCH,
     ),
+    "a_kv_tile_that_some_rows_mask_is_taken_as_it_arrives": Fault(
+        f"{FWD}/tile_scheduler.py",
+        "jnp.clip(functools.reduce(jnp.minimum, whole), *ends)",
+        "jnp.clip(functools.reduce(jnp.maximum, whole), *ends)",
+        TEST_FETCH,
+    ),
+    "kv_tiles_of_a_chunk_are_taken_from_the_first_on": Fault(
+        f"{FWD}/fetch.py",
+        "lambda i, x: one_entry(e + i, end - 1 - i, x)",
+        "lambda i, x: one_entry(e + i, first + i, x)",
+        "tests/test_fetch.py -k as_they_arrive",
+    ),
     "fetch_does_not_say_that_it_has_read": Fault(
         f"{FWD}/fetch.py", "zero + READ, first,", "zero + DONE, first,", TEST_FETCH
     ),

@@ -80,6 +80,7 @@ FETCHED: dict[str, tuple] = {
     "causal": (1, 4, 2, 128, {"mask": pa.CAUSAL}),
     "full": (2, 4, 4, 64, {}),
     "window": (1, 4, 2, 128, {"mask": pa.sliding_window(300)}),
+    "ahead": (1, 4, 2, 128, {"mask": pa.Mask(right=700)}),
     "documents": (2, 4, 1, 128, {"mask": pa.CAUSAL}),
     "claimed": (1, 8, 2, 128, {"mask": pa.CAUSAL}),
     "claimed documents": (1, 8, 2, 128, {"mask": pa.CAUSAL}),

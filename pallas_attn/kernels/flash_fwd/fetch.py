@@ -3,15 +3,16 @@
 Where a sequence is split over the GPUs of one process (`AttentionProblem.fetches`), the kernel is
 given the rows of K and V of its own GPU. The first blocks of the grid, `Config.fetchers` of them,
 begin by copying what it needs of the others' rows into arrays here, while the other blocks begin
-with the keys that are here: a work tile takes its kv tiles from the last to the first, so a causal
-one begins with its own chunk. Nothing is gathered before the launch, and no multiprocessor but
-those of the fetchers waits for NVLink.
+with the keys that are here. Nothing is gathered before the launch, and no multiprocessor but those
+of the fetchers waits for NVLink.
 
-Of two chunks of rows (zigzag), blocks begin with the one that needs less of what others have
-(`chunks_in_order`); that takes long enough for the rest to arrive. And GPUs read from different
-ones at each time (`tiles_in_order`): two that read from one GPU each get half of its links, and
-those behind them are late as well, until all wait for all. Of documents, which need little of
-others, tiles are fetched in the order in which rows need them.
+GPUs read from different ones at each time (`tiles_in_order`): two that read from one GPU each get
+half of its links, and those behind them are late as well, until all wait for all. A work tile takes
+the kv tiles that need a mask first, and then the whole ones in the order in which they arrive, this
+GPU's own before them (`in_order_of_arrival`): a softmax may take its keys in any order, so no row
+waits for keys while others are here. Documents and windows, which need little of others, and what
+adds to logits by position, take theirs from the last to the first (`takes_any_order`); the tiles of
+documents are fetched in that order too.
 
 Rows are copied in pieces, all heads of some rows of K and of V. A piece passes through the shared
 memory of the ring of K and V, which is not in use yet: from the other GPU by a bulk copy, and on to
@@ -28,10 +29,10 @@ A GPU finds an array of another one by its address there, which XLA tells the ke
 would hold such addresses from before the launch, and a CUDA graph would keep them: so the copies
 between GPUs are by plain pointers.
 
-What bounds it: the links, which 16 fetchers fill; blocks that wait where a GPU has no rows but such
-as need others' keys at once (of the first GPU's blocks those that take only rows of the last
-chunk); and power. The time of the fetchers is in the schedule (`busy_before`, by `COPY_RATE`).
-Measured and not faster: 12 fetchers. And, while GPUs still read from one at the same time: 8, 24
+What bounds it: the links, which 16 fetchers fill, and power. The time of the fetchers is in the
+schedule (`busy_before`, by `COPY_RATE`). Measured and not faster: 12 fetchers; kv tiles from the
+last to the first, with those rows first that need least of others. And, while GPUs still read from
+one at the same time: 8, 24
 and 32 fetchers; pieces of half the size; fewer fetchers where less is fetched; work tiles that
 blocks claim, below the length from which they always do; head by head, in lines of 256 bytes, since
 the first work tiles want one head only.
@@ -172,6 +173,7 @@ class Operands(NamedTuple):
 
     device: Any  # int32[1]: which of the GPUs this is
     order: Any  # int32[1 + n]: see `order`
+    walk: Any  # int32[1 + n]: see `walk`; None where kv tiles are taken from the last to the first
     counters: Any  # int32[Sizes.counters], written here and by other GPUs
     k: Any = None  # [devices * B, S of a GPU, K, H], written: what is fetched; its own are not here
     v: Any = None
@@ -184,7 +186,8 @@ def operands(plan: Plan, inputs: AttentionInputs, spans: Any) -> Operands:
     """`spans`: `tile_scheduler.records` where there are segment ids, else None."""
     counters = jax.new_ref(jnp.zeros((Sizes.of(plan).counters,), jnp.int32))
     device: Any = inputs.device
-    return Operands(device, order(plan, device, inputs, spans), counters)
+    chunks = walk(plan, device) if takes_any_order(plan) else None
+    return Operands(device, order(plan, device, inputs, spans), chunks, counters)
 
 
 def fetched_shapes(plan: Plan, *arrays: Any) -> list[Any]:
@@ -205,7 +208,21 @@ def order(plan: Plan, device: Any, inputs: AttentionInputs, spans: Any) -> Any:
         firsts = np.arange(sizes.batch, dtype=np.int32)[:, None] * sizes.tiles
         every = (firsts + tiles_in_order(plan, number)[None]).ravel()
         row[: 1 + every.size] = [every.size, *every]
+    return _row(table, device)
+
+
+def _row(table: np.ndarray, device: Any) -> Any:
     return lax.dynamic_index_in_dim(jnp.asarray(table), device[0], keepdims=False)
+
+
+def walk(plan: Plan, device: Any) -> Any:
+    """int32[1 + n]: the `chunks_in_order` of a GPU, then -1s."""
+    sizes = Sizes.of(plan)
+    table = np.full((sizes.devices, 1 + sizes.devices * sizes.chunks), -1, np.int32)
+    for number, row in enumerate(table):
+        found = chunks_in_order(plan, number)
+        row[: found.size] = found
+    return _row(table, device)
 
 
 def tiles_in_order(plan: Plan, device: int) -> np.ndarray:
@@ -215,7 +232,7 @@ def tiles_in_order(plan: Plan, device: int) -> np.ndarray:
     same one. Of a chunk the last tile comes first.
     """
     sizes = Sizes.of(plan)
-    offsets: list[Any] = chunks_in_order(plan, device) or [None]
+    offsets: tuple[Any, ...] = (plan.problem.offsets[device : device + 1] or [(None,)])[0]
     found = [_tiles_of_others(plan, device, offset) for offset in offsets]
     tiles = np.unique(np.concatenate(found))
     chunks = tiles * TILE // sizes.chunk
@@ -226,13 +243,15 @@ def tiles_in_order(plan: Plan, device: int) -> np.ndarray:
     return tiles[np.lexsort((-tiles, np.where(left, -before, before), left))].astype(np.int32)
 
 
-def chunks_in_order(plan: Plan, device: int) -> list[int]:
-    """The offsets of a GPU's chunks of rows, the chunk first that blocks begin with: which needs
-    less of what others have, so that the rest arrives meanwhile; of those which need the same, the
-    last, which begins with more of its own.
+def chunks_in_order(plan: Plan, device: int) -> np.ndarray:
+    """int32[n]: the chunks of the sequence that a GPU's rows may see, in the order in which all of
+    their keys are here: its own, the last first, and those of others as they are fetched.
     """
-    offsets = (plan.problem.offsets[device : device + 1] or [()])[0]
-    return sorted(offsets, key=lambda x: (_tiles_of_others(plan, device, x).size, -x))
+    sizes = Sizes.of(plan)
+    every = np.arange(sizes.devices * sizes.chunks)[::-1]
+    fetched = tiles_in_order(plan, device) * TILE // sizes.chunk
+    begins = np.diff(fetched, prepend=-1) != 0
+    return np.concatenate([every[_owner(sizes, every)[0] == device], fetched[begins]])
 
 
 def _tiles_of_others(plan: Plan, device: int, offset: int | None) -> np.ndarray:
@@ -310,20 +329,58 @@ class Place(NamedTuple):
 
     here: Any  # whether this GPU has them
     owner: Any
+    tile: Any
     shift: Any  # chunks from their position to their row among the owner's
 
 
-def place_of(ctx: Context, device: Any, position: Any) -> Place:
-    """Of the rows from a position on."""
+def place_of(ctx: Context, device: Any, tile: Any) -> Place:
     sizes = Sizes.of(ctx.plan)
-    chunk = lax.div(position, jnp.int32(sizes.chunk))
+    chunk = lax.div(tile * ctx.plan.config.block_kv, jnp.int32(sizes.chunk))
     owner, which = _owner(sizes, chunk)
-    return Place(owner == device, owner, which - chunk)
+    return Place(owner == device, owner, tile, which - chunk)
 
 
-def row_of(ctx: Context, place: Place, position: Any) -> Any:
-    """Which row of the owner's is at a position."""
-    return position + place.shift * Sizes.of(ctx.plan).chunk
+def row_of(ctx: Context, place: Place) -> Any:
+    """Which row of the owner's is the first of the kv tile. Of a place, which holds no rows, so
+    that it is known to be a multiple of a kv tile's.
+    """
+    return place.tile * ctx.plan.config.block_kv + place.shift * Sizes.of(ctx.plan).chunk
+
+
+def takes_any_order(plan: Plan) -> bool:
+    """Whether a work tile may take whole kv tiles in any order: those before the ones that need a
+    mask, of which nothing but their keys and values counts.
+    """
+    return plan.fetches and not (
+        plan.one_loop or plan.problem.mask.bounds_left or plan.adds_to_logits
+    )
+
+
+def in_order_of_arrival(
+    ctx: Context, fetching: Operands, ends: tuple[Any, Any, Any], one_entry: Any, carry: Any
+) -> Any:
+    """`one_entry(e, t, carry)` for each entry of a work tile, of kv tile t. `ends`: the first kv
+    tile, the end of the whole ones, and the end of all. First those behind the whole ones, from the
+    last on, then the whole ones by `walk`, of a chunk from its last on. The last entry has no tile.
+    """
+    (lo, whole, hi), sizes = ends, Sizes.of(ctx.plan)
+    chunks = sizes.devices * sizes.chunks
+    tiles = jnp.int32(sizes.chunk // ctx.plan.config.block_kv)  # of a chunk
+
+    def one_run(number, carry):
+        e, chunk, carry = carry
+        # Read long before it is used. A sum: see `claims.first_code`.
+        following = fetching.walk[jnp.minimum(number, chunks)] + jnp.int32(0)
+        first, end = jnp.maximum(lo, chunk * tiles), jnp.minimum(whole, (chunk + 1) * tiles)
+        behind, last = number == 0, number == chunks + 1
+        first = jnp.where(behind, whole, jnp.where(last, hi - 1, first))
+        end = jnp.where(behind | last, hi, end)
+        count = jnp.where(hi > lo, jnp.maximum(end - first, 0), 0)
+        carry = lax.fori_loop(0, count, lambda i, x: one_entry(e + i, end - 1 - i, x), carry)
+        return e + count, following, carry
+
+    start = jnp.int32(0), jnp.int32(0), carry
+    return lax.fori_loop(0, chunks + 2, one_run, start)[-1]
 
 
 class _At(NamedTuple):
@@ -423,7 +480,9 @@ def _fetch(ctx: ThreadContext) -> None:
         following = [entry_of(number + 1 + offset) for offset in offsets]
         thread.wait(refs.barriers, slot, number // slots % 2)
         piece = _piece(ctx, piece_of(number), stored)
-        for array, stage, count, size in zip(refs.here[3:], staged, nbytes, words, strict=True):
+        for array, stage, count, size in zip(
+            (refs.here.k, refs.here.v), staged, nbytes, words, strict=True
+        ):
             source = Word(stage, slot * (sizes.rows * size))
             thread.copy_back(Word(array, piece.target * size), source, count, first)
         thread.commit_copies_back()

@@ -77,11 +77,11 @@ def produce(ctx: Context, block_id: Any) -> None:
         block = plan.config.block_kv
         waits = jnp.logical_not(fetch.is_done(ctx, fetching)) if plan.fetches else None
 
-        def one_entry(e, carry):
+        def one_entry(e, t, carry):
             count, before, claimed = carry
-            slot, t, place = lax.rem(count, jnp.int32(ring.stages)), hi - 1 - e, None
+            slot, place = lax.rem(count, jnp.int32(ring.stages)), None
             if plan.fetches:
-                place = fetch.place_of(ctx, device, t * block)
+                place = fetch.place_of(ctx, device, t)
                 # Asked before the ring has room, since the answer takes its time.
                 wait = functools.partial(fetch.wait_for, ctx, fetching, batch, t * block)
                 pl.when(waits & (e < hi - lo) & jnp.logical_not(place.here))(wait)
@@ -93,7 +93,12 @@ def produce(ctx: Context, block_id: Any) -> None:
 
         nowhere = fetch.place_of(ctx, device, jnp.int32(0)) if plan.fetches else None
         start = count, nowhere, claimed
-        found = lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), one_entry, start)
+        if fetch.takes_any_order(plan):
+            ends = lo, tile_scheduler.block_whole(plan, tile, span), hi
+            found = fetch.in_order_of_arrival(ctx, fetching, ends, one_entry, start)
+        else:
+            entry, last = (lambda e, x: one_entry(e, hi - 1 - e, x)), hi - lo + 1
+            found = lax.fori_loop(0, jnp.where(hi > lo, last, 0), entry, start)
         return found[0], found[2]
 
     if plan.claims:
@@ -151,12 +156,12 @@ def _load_entry(ctx: Context, tile: Tile, entry: _Entry, places: Any = (None, No
         plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(first, block), head, columns], to, ready)
 
     def copy_at(name, position, place, width, to):
-        """Of k or v, from a position on."""
+        """Of k or v, from a position on, which `place` says where it is given."""
         ref = getattr(refs, name)
         if place is None:
             return copy(ref, kv_row(plan.problem, plan.config.block_kv, position), width, to)
         fetched = getattr(refs.fetching, name)
-        there, row = place.owner * ref.shape[0] + batch, fetch.row_of(ctx, place, position)
+        there, row = place.owner * ref.shape[0] + batch, fetch.row_of(ctx, place)
         pl.when(place.here)(lambda: copy(ref, row, width, to))
         return pl.when(jnp.logical_not(place.here))(lambda: copy(fetched, row, width, to, there))
 

@@ -90,25 +90,12 @@ def schedule(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
     if not plan.fetches:
         return assign(*ordered, plan.grid, evenly=kinds > 1)
     busy = fetch.busy_before(plan, _device_of(plan, offsets))
-    table = assign(*ordered, plan.grid, busy, evenly=kinds > 1)
-    for row in table:
-        row[1 : row[0] + 1] = _by_chunk(plan, offsets, row[1 : row[0] + 1])
-    return table
+    return assign(*ordered, plan.grid, busy, evenly=kinds > 1)
 
 
 def _device_of(plan: Plan, offsets: Offsets) -> int:
     known = plan.problem.offsets
     return known.index(offsets) if offsets in known else 0
-
-
-def _by_chunk(plan: Plan, offsets: Offsets, codes: np.ndarray) -> np.ndarray:
-    """Work tiles of one chunk of rows after the other: see `fetch.chunks_in_order`."""
-    if not offsets:
-        return codes
-    in_order = fetch.chunks_in_order(plan, _device_of(plan, offsets))
-    rank = np.array([in_order.index(offset) for offset in offsets])
-    batch = (codes >> plan.code_bits) // plan.problem.q_heads
-    return codes[np.argsort(rank[batch % len(rank)], kind="stable")]
 
 
 def _codes(plan: Plan, heads: np.ndarray, q_tiles: np.ndarray) -> np.ndarray:
@@ -124,8 +111,7 @@ def claimed(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
     """int32[1, n]: how many work tiles there are, and their codes in the order in which blocks
     claim them: one kv head after the other. Where there are segments, each from its last rows to
     its first, and the last kv head by rank. Else the longest first, and if several batch rows share
-    K and V, the work tiles of all of them together; of the first kv head those of one chunk first,
-    where that lets what others have arrive meanwhile.
+    K and V, the work tiles of all of them together.
     """
     problem, group = plan.problem, plan.problem.group
     heads, tiles = np.arange(plan.heads, dtype=np.int32), np.arange(plan.q_tiles, dtype=np.int32)
@@ -138,8 +124,6 @@ def claimed(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
         costs = _costs(plan, offsets)
         of_codes = [costs_of(code, plan.code_bits, costs, problem.q_heads) for code in codes]
         codes = [x[np.argsort(-c, kind="stable")] for x, c in zip(codes, of_codes, strict=True)]
-        if plan.fetches:
-            codes[0] = _by_chunk(plan, offsets, codes[0])
     every = np.concatenate(codes)
     return np.append(np.int32(every.size), every)[None]
 
@@ -521,6 +505,15 @@ def block_span(plan: Plan, record: Any, tile: Tile) -> tuple[Any, Any]:
         hi = jnp.maximum(hi, 1)
         return jnp.minimum(functools.reduce(jnp.minimum, lows), hi - 1), hi
     return jnp.minimum(functools.reduce(jnp.minimum, lows), hi), hi
+
+
+def block_whole(plan: Plan, tile: Tile, ends: tuple[Any, Any]) -> Any:
+    """Of the kv tiles `ends` that a block loads the end of those which all of its rows see whole;
+    where there are no segments and no mask is bounded on the left.
+    """
+    spans = [rows_span(plan, None, tile, wg) for wg in range(plan.config.warpgroups)]
+    whole = [jnp.where(span.hi > span.lo, span.full_hi, ends[1]) for span in spans]
+    return jnp.clip(functools.reduce(jnp.minimum, whole), *ends)
 
 
 def at_least_one(plan: Plan, span: Span, hi: Any) -> Span:
