@@ -222,8 +222,8 @@ FAULTS = {
     ),
     "a_sum_over_devices_leaves_one_out": Fault(
         f"{LM}/norm.py",
-        "for sender in range(devices):\n        places = [_place(",
-        "for sender in range(devices - 1):\n        places = [_place(",
+        "_place(ctx, sender)) for sender in range(devices)]",
+        "_place(ctx, sender)) for sender in range(devices - 1)]",
         TEST_SUMS,
     ),
     "a_sum_over_devices_has_one_slot": Fault(
@@ -243,8 +243,8 @@ FAULTS = {
     ),
     "a_sum_over_devices_has_shares_of_whole_words_only": Fault(
         f"{LM}/norm.py",
-        "return -(-self.dim // (8 * self.devices)) * 2",
-        "return self.dim // (8 * self.devices) * 2",
+        "return -(-self.dim // (4 * self.devices))",
+        "return self.dim // (4 * self.devices)",
         TEST_SUMS,
     ),
     "decode_ring_is_refilled_while_it_is_read": Fault(

@@ -326,14 +326,15 @@ def _added(
     config: Config, x: Array, weight: Array | Layer, exchange: Exchange | None = None
 ) -> Added:
     """The partial sums of a matmul, to be added; on a mesh without an exchange the sum over
-    devices, in float32.
+    devices, in float32, of what each has, rounded: as an exchange adds it up.
     """
     if config.over is None:
         return Added(partials(x, weight))
     added = partials(x, weight, jnp.float32)
     if exchange is not None:
         return Added(added, exchange)
-    return Added(lax.psum(total(added, jnp.float32), config.over)[None])
+    rounded = total(added, x.dtype).astype(jnp.float32)
+    return Added(lax.psum(rounded, config.over)[None])
 
 
 def _nothing(

@@ -7,12 +7,13 @@ jax.numpy does: the sum of partials in float32, the sum with x, the normalised r
 with the weight.
 
 Where several GPUs of one process have a part of the sum each (`Problem.devices`), the kernel is the
-all-reduce too. Each GPU adds up a share of the row's columns, in the order of GPUs: the others
-write their sums of these columns to its receive buffer, and it writes the sum of all, rounded, to
-theirs. So all have the same bits. A receive buffer holds `threads.SENTINEL` in every word until a
-peer writes there, and again when the word has been read: its reader polls the data itself. A signal
-behind the data would have to wait until all of that has arrived. No launch and no barrier stands
-around the sum, and the next matmul's weight is on its way to shared memory meanwhile.
+all-reduce too. Each GPU adds up a share of the row's columns, in float32 and in the order of GPUs:
+the others write their sums of these columns to its receive buffer, and it writes the sum of all to
+theirs, all of them rounded. So all have the same bits. A receive buffer holds `threads.SENTINEL` in
+every word until a peer writes there, and again when the word has been read: its reader polls the
+data itself. A signal behind the data would have to wait until all of that has arrived. No launch
+and no barrier stands around the sum, and the next matmul's weight is on its way to shared memory
+meanwhile.
 
 What bounds it is NVLink, for many rows. Measured on four H100, not faster: whole rows for everybody
 in one step, for any number of rows; signals behind the data; a prefetch of more of the next
@@ -55,10 +56,8 @@ class Problem:
 
     @property
     def share(self) -> int:
-        """Words of 4 elements that a GPU adds up, of a row; the last may have fewer. Even, so that
-        rows of a receive buffer begin at 16 bytes.
-        """
-        return -(-self.dim // (8 * self.devices)) * 2
+        """Words of 4 elements that a GPU adds up, of a row; the last may have fewer."""
+        return -(-self.dim // (4 * self.devices))
 
 
 def takes(problem: Problem) -> bool:
@@ -69,10 +68,10 @@ def takes(problem: Problem) -> bool:
 
 
 def received_shape(problem: Problem) -> Any:
-    """Of `Exchange.received`: of each slot and sender float32 of this GPU's share, and the sum of
-    the sender's, narrow.
+    """Of `Exchange.received`: of each slot and sender its sums of this GPU's share, and the sums of
+    all of the sender's.
     """
-    return jax.ShapeDtypeStruct((2 * problem.devices, problem.rows, 6 * problem.share), jnp.int32)
+    return jax.ShapeDtypeStruct((2 * problem.devices, problem.rows, 4 * problem.share), jnp.int32)
 
 
 class Refs(NamedTuple):
@@ -153,7 +152,7 @@ def _exchange(partials: Any, exchange: Exchange, added: Any, row: Any, problem: 
 def _all_reduce(ctx: ThreadContext) -> None:
     """A reduce-scatter of a row's columns and an all-gather of the sums."""
     thread, refs, at, problem = ctx
-    devices, here = problem.devices, refs.received[-1]
+    devices = problem.devices
     owners = [*((at.device + away) % devices for away in range(1, devices)), at.device]
     sums: Iterable[list[Any]] = (_sums(ctx, owner) for owner in owners)
     if problem.partials <= 4:  # all are loaded before any is stored, where there are registers
@@ -161,28 +160,30 @@ def _all_reduce(ctx: ThreadContext) -> None:
     for to, owner, words in zip(refs.received, owners, sums, strict=True):
         for word, values in zip(_words(ctx, owner), words, strict=True):
             place = _place(ctx, at.device) + word.of_share
-            thread.send_floats(to, place, values, word.there)
+            thread.send_narrow(to, place, values, problem.dtype, word.there)
     mine = _words(ctx, at.device)
-    found: list[list[Any]] = []
-    for sender in range(devices):
-        places = [_place(ctx, sender) + word.of_share for word in mine]
-        theres = [word.there for word in mine]
-        found.append(thread.receive_floats(here, places, theres))
-        for place, there in zip(places, theres, strict=True):
-            thread.clear(here, place, 16, there)
+    found = [_received(ctx, mine, _place(ctx, sender)) for sender in range(devices)]
     for word, values in zip(mine, _total(found), strict=True):
-        place = _narrow_place(ctx, at.device) + word.of_share
+        place = _place(ctx, at.device) + problem.share + word.of_share
         for to in refs.received:
             thread.send_narrow(to, place, values, problem.dtype, word.there)
     for sender in range(devices):
         words = _words(ctx, sender)
-        places = [_narrow_place(ctx, sender) + word.of_share for word in words]
-        sent = thread.receive_narrow(here, places, problem.dtype, [word.there for word in words])
-        for word, place, values in zip(words, places, sent, strict=True):
+        sent = _received(ctx, words, _place(ctx, sender) + problem.share)
+        for word, values in zip(words, sent, strict=True):
             to = at.row * (problem.dim // 4) + word.of_row
             thread.store_narrow(refs.added, to, values, problem.dtype, word.there)
-            thread.clear(here, place, 8, word.there)
     thread.sync()
+
+
+def _received(ctx: ThreadContext, words: list["_Word"], first: Any) -> list[Any]:
+    """What is sent to these words of a share, which begins at `first`; they are cleared."""
+    thread, refs, _, problem = ctx
+    here, places = refs.received[-1], [first + word.of_share for word in words]
+    found = thread.receive_narrow(here, places, problem.dtype, [word.there for word in words])
+    for place, word in zip(places, words, strict=True):
+        thread.clear(here, place, 8, word.there)
+    return found
 
 
 class _Word(NamedTuple):
@@ -214,15 +215,12 @@ def _sums(ctx: ThreadContext, owner: Any) -> list[Any]:
 
 
 def _place(ctx: ThreadContext, sender: Any) -> Any:
-    """In a receive buffer the first word of 16 bytes of what a GPU sends of the row."""
+    """In a receive buffer the first word of 8 bytes of what a GPU sends of the row: its sums, and
+    behind them those of all.
+    """
     _, _, at, problem = ctx
     row = (at.slot * problem.devices + sender) * problem.rows + at.row
-    return row * (6 * problem.share // 4)
-
-
-def _narrow_place(ctx: ThreadContext, sender: Any) -> Any:
-    """The first word of 8 bytes of the sum of the sender's share."""
-    return _place(ctx, sender) * 2 + 2 * ctx.plan.share
+    return row * (2 * problem.share)
 
 
 def _total(parts: list[list[Any]]) -> list[Any]:
