@@ -152,7 +152,7 @@ FAULTS = {
         TEST_FETCH,
     ),
     "fetched_rows_are_read_before_they_are_here": Fault(
-        f"{FWD}/producer.py", "pl.when(waits & (e < hi - lo)", "pl.when(waits & (e < 0)", TEST_FETCH
+        f"{FWD}/producer.py", "pl.when(where)", "pl.when(where & (t < 0))", TEST_FETCH
     ),
     "fetch_reuses_a_slot_before_it_is_read": Fault(
         f"{FWD}/fetch.py",
@@ -183,8 +183,8 @@ FAULTS = {
     ),
     "kv_tiles_of_a_chunk_are_taken_from_the_first_on": Fault(
         f"{FWD}/fetch.py",
-        "lambda i, x: one_entry(e + i, end - 1 - i, x)",
-        "lambda i, x: one_entry(e + i, first + i, x)",
+        "Run(entry, count, end - 1, place)",
+        "Run(entry, count, first, place)",
         "tests/test_fetch.py -k as_they_arrive",
     ),
     "fetch_does_not_say_that_it_has_read": Fault(

@@ -18,6 +18,7 @@ from pallas_attn import _config, _device, _transforms
 from pallas_attn._problem import AttentionInputs, AttentionProblem
 from pallas_attn.context import chunks_of
 from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.attention.score_mod import Refs
 from pallas_attn.kernels.flash_fwd import fetch, sm90, tile_scheduler
 from tests import builds, mosaic, threads
 
@@ -256,11 +257,16 @@ def test_kv_tiles_are_taken_as_they_arrive(mask, order, shards):
 
     def taken(device, ends):
         chunks = fetch.walk(plan, jnp.asarray([device], jnp.int32))
-        operands = fetch.Operands(None, None, chunks, None)
+        refs = Refs(**dict.fromkeys(Refs._fields))
+        ctx = Context(plan, refs._replace(fetching=fetch.Operands(None, None, chunks, None)))
+        walk = fetch.walk_of(ctx)
+
+        def run(some, found):
+            one = lambda i, x: x.at[some.entry + i].set(some.tile - i)  # noqa: E731
+            return jax.lax.fori_loop(0, some.count, one, found)
+
         nothing = jnp.full((ends[2] + 1,), -1, jnp.int32)
-        found = fetch.in_order_of_arrival(
-            Context(plan, None), operands, ends, lambda e, t, x: x.at[e].set(t), nothing
-        )
+        found = fetch.in_order_of_arrival(ctx, jnp.int32(device), walk, ends, run, nothing)
         return found[:-1]
 
     for device, offsets in enumerate(problem.offsets):

@@ -57,10 +57,11 @@ TILE = 128  # rows that a producer waits for at a time
 PIECE = 16384  # bytes of K, or of V, that are copied at a time, if a row is no longer
 WORD = 16  # bytes of a word of a bulk copy
 LEAST_SLOTS, MOST_SLOTS = 3, 8  # pieces of a block that are in flight
-# Counters: of fetchers of other GPUs that have read what they need of this one, and of fetchers
-# here that are done; those of tiles follow.
-READ, DONE, FIRST_TILE = 0, 1, 2
+# Counters: of fetchers here that are done, and of fetchers of other GPUs that have read what they
+# need of this one; those of tiles follow.
+DONE, READ, FIRST_TILE = 0, 1, 2
 BEHIND = 2  # pieces that may still be on their way to global memory when the next one is
+CHUNK_BITS, CHUNKS = 4, 8  # bits of the number of a chunk, and chunks in a word of a `Walk`
 RUN = 8  # pieces of a tile, side by side, that a fetcher copies and signals together
 # For the schedule: bytes a second that a fetcher copies, and floating point operations a second of
 # a multiprocessor.
@@ -173,7 +174,7 @@ class Operands(NamedTuple):
 
     device: Any  # int32[1]: which of the GPUs this is
     order: Any  # int32[1 + n]: see `order`
-    walk: Any  # int32[1 + n]: see `walk`; None where kv tiles are taken from the last to the first
+    walk: Any  # int32[3]: a `Walk`; None where kv tiles are taken from the last to the first
     counters: Any  # int32[Sizes.counters], written here and by other GPUs
     k: Any = None  # [devices * B, S of a GPU, K, H], written: what is fetched; its own are not here
     v: Any = None
@@ -216,13 +217,14 @@ def _row(table: np.ndarray, device: Any) -> Any:
 
 
 def walk(plan: Plan, device: Any) -> Any:
-    """int32[1 + n]: the `chunks_in_order` of a GPU, then -1s."""
-    sizes = Sizes.of(plan)
-    table = np.full((sizes.devices, 1 + sizes.devices * sizes.chunks), -1, np.int32)
+    """int32[3]: the `chunks_in_order` of a GPU as `Walk` has them."""
+    table = np.zeros((Sizes.of(plan).devices, 3), np.int64)
     for number, row in enumerate(table):
-        found = chunks_in_order(plan, number)
-        row[: found.size] = found
-    return _row(table, device)
+        found = chunks_in_order(plan, number).astype(np.int64)
+        row[0] = found.size
+        for n, chunk in enumerate(found):
+            row[1 + n // CHUNKS] |= chunk << n % CHUNKS * CHUNK_BITS
+    return _row(table.astype(np.uint32).view(np.int32), device)
 
 
 def tiles_in_order(plan: Plan, device: int) -> np.ndarray:
@@ -327,24 +329,26 @@ def busy_before(plan: Plan, device: int) -> list[float]:
 class Place(NamedTuple):
     """Where the rows of a kv tile are."""
 
-    here: Any  # whether this GPU has them
-    owner: Any
-    tile: Any
-    shift: Any  # chunks from their position to their row among the owner's
+    owner: Any  # the GPU that has them
+    here: Any  # whether it is this one
+    tile: Any  # which of the owner's kv tiles they are
 
 
 def place_of(ctx: Context, device: Any, tile: Any) -> Place:
-    sizes = Sizes.of(ctx.plan)
-    chunk = lax.div(tile * ctx.plan.config.block_kv, jnp.int32(sizes.chunk))
-    owner, which = _owner(sizes, chunk)
-    return Place(owner == device, owner, tile, which - chunk)
+    tiles = _tiles_of_chunk(ctx)
+    chunk = lax.div(tile, tiles)
+    first = _first_place(ctx, device, chunk)
+    return first._replace(tile=first.tile + tile - chunk * tiles)
 
 
-def row_of(ctx: Context, place: Place) -> Any:
-    """Which row of the owner's is the first of the kv tile. Of a place, which holds no rows, so
-    that it is known to be a multiple of a kv tile's.
-    """
-    return place.tile * ctx.plan.config.block_kv + place.shift * Sizes.of(ctx.plan).chunk
+def _first_place(ctx: Context, device: Any, chunk: Any) -> Place:
+    """Of the first kv tile of a chunk."""
+    owner, which = _owner(Sizes.of(ctx.plan), chunk)
+    return Place(owner, owner == device, which * _tiles_of_chunk(ctx))
+
+
+def _tiles_of_chunk(ctx: Context) -> Any:
+    return jnp.int32(Sizes.of(ctx.plan).chunk // ctx.plan.config.block_kv)
 
 
 def takes_any_order(plan: Plan) -> bool:
@@ -356,31 +360,59 @@ def takes_any_order(plan: Plan) -> bool:
     )
 
 
+class Walk(NamedTuple):
+    """`chunks_in_order`, in registers."""
+
+    count: Any
+    words: tuple[Any, Any]  # of CHUNKS chunks each
+
+    def chunk(self, number: Any) -> Any:
+        word = jnp.where(number < CHUNKS, *self.words)
+        bits = lax.rem(number, jnp.int32(CHUNKS)) * CHUNK_BITS
+        return lax.shift_right_logical(word, bits) & (1 << CHUNK_BITS) - 1
+
+
+def walk_of(ctx: Context) -> Walk | None:
+    """None where kv tiles are taken from the last to the first. Sums: see `claims.first_code`."""
+    if not takes_any_order(ctx.plan):
+        return None
+    count, *words = (ctx.refs.fetching.walk[n] + jnp.int32(0) for n in range(3))
+    return Walk(count, tuple(words))
+
+
+class Run(NamedTuple):
+    """Entries of a work tile one after the other, whose kv tiles follow each other downwards."""
+
+    entry: Any  # the first
+    count: Any
+    tile: Any  # the kv tile of the first
+    place: Place  # of that
+
+
 def in_order_of_arrival(
-    ctx: Context, fetching: Operands, ends: tuple[Any, Any, Any], one_entry: Any, carry: Any
+    ctx: Context, device: Any, walk: Walk, ends: tuple[Any, Any, Any], one_run: Any, carry: Any
 ) -> Any:
-    """`one_entry(e, t, carry)` for each entry of a work tile, of kv tile t. `ends`: the first kv
-    tile, the end of the whole ones, and the end of all. First those behind the whole ones, from the
-    last on, then the whole ones by `walk`, of a chunk from its last on. The last entry has no tile.
+    """`one_run(run, carry)` for all entries of a work tile. `ends`: the first kv tile, the end of
+    the whole ones, and the end of all. First those behind the whole ones, from the last on, then
+    the whole ones by `walk`, of a chunk from its last on. The last entry, of a run of its own, has
+    no tile.
     """
-    (lo, whole, hi), sizes = ends, Sizes.of(ctx.plan)
-    chunks = sizes.devices * sizes.chunks
-    tiles = jnp.int32(sizes.chunk // ctx.plan.config.block_kv)  # of a chunk
+    (lo, whole, hi), tiles = ends, _tiles_of_chunk(ctx)
+    last = lax.div(hi - 1, tiles)
+    behind = jnp.where(hi > whole, last - lax.div(whole, tiles) + 1, 0)  # runs, of a chunk each
 
-    def one_run(number, carry):
-        e, chunk, carry = carry
-        # Read long before it is used. A sum: see `claims.first_code`.
-        following = fetching.walk[jnp.minimum(number, chunks)] + jnp.int32(0)
-        first, end = jnp.maximum(lo, chunk * tiles), jnp.minimum(whole, (chunk + 1) * tiles)
-        behind, last = number == 0, number == chunks + 1
-        first = jnp.where(behind, whole, jnp.where(last, hi - 1, first))
-        end = jnp.where(behind | last, hi, end)
-        count = jnp.where(hi > lo, jnp.maximum(end - first, 0), 0)
-        carry = lax.fori_loop(0, count, lambda i, x: one_entry(e + i, end - 1 - i, x), carry)
-        return e + count, following, carry
+    def body(number, carry):
+        entry, carry = carry
+        is_behind, is_last = number < behind, number == behind + walk.count
+        chunk = jnp.where(is_behind, last - number, walk.chunk(number - behind))
+        begin, place = chunk * tiles, _first_place(ctx, device, chunk)
+        first = jnp.maximum(jnp.where(is_behind, whole, lo), begin)
+        end = jnp.minimum(jnp.where(is_behind, hi, whole), begin + tiles)
+        count = jnp.where(is_last, jnp.where(hi > lo, 1, 0), jnp.maximum(end - first, 0))
+        place = place._replace(tile=place.tile + end - 1 - begin)
+        return entry + count, one_run(Run(entry, count, end - 1, place), carry)
 
-    start = jnp.int32(0), jnp.int32(0), carry
-    return lax.fori_loop(0, chunks + 2, one_run, start)[-1]
+    return lax.fori_loop(0, behind + walk.count + 1, body, (jnp.int32(0), carry))[-1]
 
 
 class _At(NamedTuple):
@@ -518,10 +550,18 @@ def is_done(ctx: Context, fetching: Operands) -> Any:
     return threads.each_thread(program, (fetching.counters,), until, returns="one") > 0
 
 
-def wait_for(ctx: Context, fetching: Operands, batch: Any, position: Any) -> None:
-    """Until the rows from a position on, which another GPU has, are here."""
+def is_next(ctx: Context, tile: Any) -> Any:
+    """Whether a kv tile, taken after the one behind it, is the first to be waited for with those
+    before it.
+    """
+    each = jnp.int32(TILE // ctx.plan.config.block_kv)
+    return lax.rem(tile, each) == each - 1
+
+
+def wait_for(ctx: Context, fetching: Operands, batch: Any, tile: Any) -> None:
+    """Until the rows of a kv tile, which another GPU has, are here."""
     sizes = Sizes.of(ctx.plan)
-    tile = lax.div(position, jnp.int32(TILE))
+    tile = lax.div(tile, jnp.int32(TILE // ctx.plan.config.block_kv))
     runs = jnp.int32(sizes.pieces // sizes.run)
     until = _Until(FIRST_TILE + batch * sizes.tiles + tile, runs)
     threads.each_thread(mosaic.in_context(_wait, sizes), (fetching.counters,), until)

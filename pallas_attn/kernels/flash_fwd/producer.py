@@ -5,6 +5,7 @@ a block, into a ring of entries in shared memory.
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -43,12 +44,11 @@ class Ring(NamedTuple):
 def produce(ctx: Context, block_id: Any) -> None:
     """K and V of all work tiles of a block, in the order in which consumers use them."""
     plan, refs, _ = ctx
-    ring, fetching = Ring.of(ctx), refs.fetching
-    device = None
+    fetched = None
     if plan.fetches:
-        start = functools.partial(fetch.fetch, ctx, fetching, block_id)
+        start = functools.partial(fetch.fetch, ctx, refs.fetching, block_id)
         pl.when(block_id < plan.config.fetchers)(start)
-        device = fetching.device[0]
+        fetched = _Fetched(refs.fetching, refs.fetching.device[0], fetch.walk_of(ctx))
 
     def ends_of(code):
         return tile_scheduler.record_ends(ctx, tile_scheduler.tile_of(ctx, code))
@@ -73,32 +73,29 @@ def produce(ctx: Context, block_id: Any) -> None:
         what `claim()` returned, if it is given; it is called when two entries are on their way.
         `claimed`: anything of its type.
         """
-        (lo, hi), batch = span, kv_batch(plan.problem, tile.batch)
-        block = plan.config.block_kv
-        waits = jnp.logical_not(fetch.is_done(ctx, fetching)) if plan.fetches else None
 
-        def one_entry(e, t, carry):
+        def claimed_at(e, claimed):
+            return claimed if claim is None else lax.cond(e == 1, claim, lambda: claimed)
+
+        if fetched is not None and fetched.walk is not None:
+            return _produce_as_they_arrive(ctx, fetched, tile, span, (count, claimed_at, claimed))
+        (lo, hi), ring = span, Ring.of(ctx)
+        waits = fetched and jnp.logical_not(fetch.is_done(ctx, refs.fetching))
+
+        def one_entry(e, carry):
             count, before, claimed = carry
-            slot, place = lax.rem(count, jnp.int32(ring.stages)), None
-            if plan.fetches:
-                place = fetch.place_of(ctx, device, t)
-                # Asked before the ring has room, since the answer takes its time.
-                wait = functools.partial(fetch.wait_for, ctx, fetching, batch, t * block)
-                pl.when(waits & (e < hi - lo) & jnp.logical_not(place.here))(wait)
+            slot, t, place = lax.rem(count, jnp.int32(ring.stages)), hi - 1 - e, None
+            if fetched is not None:
+                place = fetch.place_of(ctx, fetched.device, t)
+                where = waits & (e < hi - lo) & jnp.logical_not(place.here)
+                fetched.wait_for(ctx, tile, t, where)
             pl.when(count >= ring.stages)(lambda: ring.wait_released(slot))
             _load_entry(ctx, tile, _Entry(e, hi - lo, t, slot), (place, before))
-            if claim is not None:
-                claimed = lax.cond(e == 1, claim, lambda: claimed)
-            return count + 1, place, claimed
+            return count + 1, place, claimed_at(e, claimed)
 
-        nowhere = fetch.place_of(ctx, device, jnp.int32(0)) if plan.fetches else None
+        nowhere = fetched and fetch.place_of(ctx, fetched.device, jnp.int32(0))
         start = count, nowhere, claimed
-        if fetch.takes_any_order(plan):
-            ends = lo, tile_scheduler.block_whole(plan, tile, span), hi
-            found = fetch.in_order_of_arrival(ctx, fetching, ends, one_entry, start)
-        else:
-            entry, last = (lambda e, x: one_entry(e, hi - 1 - e, x)), hi - lo + 1
-            found = lax.fori_loop(0, jnp.where(hi > lo, last, 0), entry, start)
+        found = lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), one_entry, start)
         return found[0], found[2]
 
     if plan.claims:
@@ -108,7 +105,67 @@ def produce(ctx: Context, block_id: Any) -> None:
         carry = jnp.int32(0), first, ends_of(first)
         lax.fori_loop(0, refs.schedule[block_id, 0], one_tile, carry)
     if plan.fetches:
-        pl.when(block_id == 0)(functools.partial(fetch.wait_for_peers, ctx, fetching))
+        pl.when(block_id == 0)(functools.partial(fetch.wait_for_peers, ctx, refs.fetching))
+
+
+class _Fetched(NamedTuple):
+    """K and V of which a part is fetched."""
+
+    operands: fetch.Operands
+    device: Any
+    walk: fetch.Walk | None  # None: kv tiles are taken from the last to the first
+
+    def wait_for(self, ctx: Context, tile: Tile, t: Any, where: Any) -> None:
+        """For a kv tile, if `where` holds; before the ring has room, since it takes time to ask."""
+        batch = kv_batch(ctx.plan.problem, tile.batch)
+        pl.when(where)(functools.partial(fetch.wait_for, ctx, self.operands, batch, t))
+
+
+def _produce_as_they_arrive(
+    ctx: Context, fetched: _Fetched, tile: Tile, span: tuple[Any, Any], carry: tuple[Any, Any, Any]
+) -> tuple[Any, Any]:
+    """The entries of a work tile by `fetch.in_order_of_arrival`. Of a run the first may have no V,
+    or no K; the others have both, of the same GPU, and ask nothing else: what a producer does
+    beside its copies takes issue slots from the consumers.
+    """
+    (lo, hi), ring, plan = span, Ring.of(ctx), ctx.plan
+    count, claimed_at, claimed = carry
+    assert fetched.walk is not None
+    waits = jnp.logical_not(fetch.is_done(ctx, fetched.operands))
+
+    def one_run(run, carry):
+        count, before, claimed = carry
+        there, here = run.count > 0, run.place.here
+        asks = waits & jnp.logical_not(here) & (run.entry < hi - lo)
+
+        @pl.when(there)
+        def _():
+            fetched.wait_for(ctx, tile, run.tile, asks)
+            slot = lax.rem(count, jnp.int32(ring.stages))
+            pl.when(count >= ring.stages)(lambda: ring.wait_released(slot))
+            _load_entry(ctx, tile, _Entry(run.entry, hi - lo, run.tile, slot), (run.place, before))
+
+        def one_entry(i, claimed):
+            t, place, number = run.tile - i, run.place.tile - i, count + i
+            slot = lax.rem(number, jnp.int32(ring.stages))
+            fetched.wait_for(ctx, tile, t, asks & fetch.is_next(ctx, t))
+            pl.when(number >= ring.stages)(lambda: ring.wait_released(slot))
+            pl.when(here)(lambda: _load_both(ctx, tile, slot, place))
+            owner = run.place.owner
+            pl.when(jnp.logical_not(here))(lambda: _load_both(ctx, tile, slot, place, owner))
+            return claimed_at(run.entry + i, claimed)
+
+        claimed = claimed_at(jnp.where(there, run.entry, -1), claimed)
+        claimed = lax.fori_loop(1, run.count, one_entry, claimed)
+        last = run.place._replace(tile=run.place.tile - (run.count - 1))
+        before = jax.tree.map(lambda new, old: jnp.where(there, new, old), last, before)
+        return count + run.count, before, claimed
+
+    ends = lo, tile_scheduler.block_whole(plan, tile, span), hi
+    nowhere = fetch.place_of(ctx, fetched.device, jnp.int32(0))
+    order = ctx, fetched.device, fetched.walk, ends
+    count, _, claimed = fetch.in_order_of_arrival(*order, one_run, (count, nowhere, claimed))
+    return count, claimed
 
 
 def _produce_listed(ctx: Context, tile: Tile, count: Any, ends: tuple[Any, Any]) -> Any:
@@ -161,7 +218,7 @@ def _load_entry(ctx: Context, tile: Tile, entry: _Entry, places: Any = (None, No
         if place is None:
             return copy(ref, kv_row(plan.problem, plan.config.block_kv, position), width, to)
         fetched = getattr(refs.fetching, name)
-        there, row = place.owner * ref.shape[0] + batch, fetch.row_of(ctx, place)
+        there, row = place.owner * ref.shape[0] + batch, place.tile * block
         pl.when(place.here)(lambda: copy(ref, row, width, to))
         return pl.when(jnp.logical_not(place.here))(lambda: copy(fetched, row, width, to, there))
 
@@ -192,3 +249,18 @@ def _load_entry(ctx: Context, tile: Tile, entry: _Entry, places: Any = (None, No
 
     pl.when(e > 0)(values)
     pl.when(e == 0)(nothing)
+
+
+def _load_both(ctx: Context, tile: Tile, slot: Any, number: Any, owner: Any = None) -> None:
+    """An entry of K of a kv tile and V of the one behind it, both of the same GPU; `number`: which
+    of its kv tiles. `owner`: the GPU, where it is another one.
+    """
+    plan, refs, smem = ctx
+    block, batch = plan.config.block_kv, kv_batch(plan.problem, tile.batch)
+    head = lax.div(tile.head, jnp.int32(plan.problem.group))
+    if owner is not None:
+        batch, refs = owner * refs.k.shape[0] + batch, refs.fetching
+    for ref, ring, at in ((refs.k, smem.k, number), (refs.v, smem.v, number + 1)):
+        columns = mosaic.columns(ref, 0, ring.shape[-1], head)
+        rows = ref.at[batch, pl.ds(at * block, block), head, columns]
+        plgpu.copy_gmem_to_smem(rows, ring.at[slot], smem.ready.at[slot])
