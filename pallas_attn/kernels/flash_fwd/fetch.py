@@ -29,13 +29,12 @@ A GPU finds an array of another one by its address there, which XLA tells the ke
 would hold such addresses from before the launch, and a CUDA graph would keep them: so the copies
 between GPUs are by plain pointers.
 
-What bounds it: the links, which 16 fetchers fill, and power. The time of the fetchers is in the
-schedule (`busy_before`, by `COPY_RATE`). Measured and not faster: 12 fetchers; kv tiles from the
-last to the first, with those rows first that need least of others. And, while GPUs still read from
-one at the same time: 8, 24
-and 32 fetchers; pieces of half the size; fewer fetchers where less is fetched; work tiles that
-blocks claim, below the length from which they always do; head by head, in lines of 256 bytes, since
-the first work tiles want one head only.
+What bounds it: the links, which 16 fetchers fill; copies and loads that meet in L2 while keys
+arrive; and power. The time of the fetchers is in the schedule (`busy_before`, by `COPY_RATE`).
+Measured on four H100 and not faster: 12 fetchers. And, while GPUs still read from one at the same
+time: 8, 24 and 32 fetchers; pieces of half the size; fewer fetchers where less is fetched; work
+tiles that blocks claim, below the length from which they always do; head by head, in lines of 256
+bytes, since the first work tiles want one head only.
 """
 
 import dataclasses

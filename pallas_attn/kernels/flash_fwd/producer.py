@@ -126,7 +126,7 @@ def _produce_as_they_arrive(
 ) -> tuple[Any, Any]:
     """The entries of a work tile by `fetch.in_order_of_arrival`. Of a run the first may have no V,
     or no K; the others have both, of the same GPU, and ask nothing else: what a producer does
-    beside its copies takes issue slots from the consumers.
+    beside its copies delays them, and takes issue slots from the consumers.
     """
     (lo, hi), ring, plan = span, Ring.of(ctx), ctx.plan
     count, claimed_at, claimed = carry
