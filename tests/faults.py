@@ -183,8 +183,8 @@ FAULTS = {
     ),
     "kv_tiles_of_a_chunk_are_taken_from_the_first_on": Fault(
         f"{FWD}/fetch.py",
-        "Run(entry, count, end - 1, place)",
-        "Run(entry, count, first, place)",
+        "TileRange(entry, count, end - 1, place)",
+        "TileRange(entry, count, first, place)",
         "tests/test_fetch.py -k as_they_arrive",
     ),
     "fetch_does_not_say_that_it_has_read": Fault(

@@ -73,6 +73,10 @@ READ += [("ahead", "zigzag", 2, device, 128) for device in range(2)]
 # Rows that end within a warpgroup's, which takes the kv tiles of those past the end too: here the
 # first of the next chunk.
 READ += [("causal", "zigzag", 2, 0, 40), ("documents", "contiguous", 2, 0, 40)]
+# Offsets that nobody knew, of which one leaves no key and one lies past all of them.
+READ += [
+    ("anywhere", order, 2, device, 64) for order in ("contiguous", "zigzag") for device in (0, 1)
+]
 # Work tiles without a key, which take the first kv tile: another GPU's for one of the two.
 READ += [("unseen", "zigzag", 2, device, 64) for device in range(2)]
 
@@ -100,6 +104,8 @@ def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, sh
     k, v = (draw(jax.random.key(n), (1, keys, 1, DIM)) for n in (1, 2))
     q = draw(jax.random.key(3), (problem.batch, problem.q_len, 2, DIM))
     offsets = problem.offsets[device]
+    if name == "anywhere":
+        offsets = ((10**6, 100), (-1000, 10**6))[device][-problem.batch :]
     given = AttentionInputs(q, k, v, jnp.asarray(offsets, jnp.int32))
     if name in ("documents", "claimed", "unseen"):
         ids = jnp.arange(keys, dtype=jnp.int32)[None] // 150
@@ -118,6 +124,8 @@ def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, sh
         device=jnp.asarray([device], jnp.int32),
     )
     fetching = problem_of(order, mask, **sizes)
+    if name == "anywhere":
+        problem, fetching = (dataclasses.replace(x, offsets=()) for x in (problem, fetching))
     fetching = _transforms.resized(fetching, here)
     assert fetching.kv_len == keys and sm90.fetches(fetching)
 
@@ -141,7 +149,7 @@ def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, sh
             jax.jit(run, static_argnums=0)(*x) for x in ((fetching, here), (problem, given))
         )
     any_order = fetch.takes_any_order(sm90.plan_of(fetching, config_of(fetching)))
-    assert any_order == (name in ("causal", "full", "causal claimed", "ahead"))
+    assert any_order == (name in ("causal", "full", "causal claimed", "ahead", "anywhere"))
     for g, w in zip(got, want, strict=True):
         g, w = (np.asarray(x, np.float32) for x in (g, w))
         assert np.isfinite(w).any()
@@ -155,7 +163,10 @@ def test_a_device_fetches_from_itself(monkeypatch, name, order):
     """On one GPU: the other three have the same rows. Their memory is this one's, so that tools
     which see no other GPU's watch every access.
     """
-    on_itself = lambda refs, _, devices: (refs,) * (devices - 1)  # noqa: E731
+
+    def on_itself(refs, _, devices):
+        return (refs,) * (devices - 1)
+
     monkeypatch.setattr(fetch.mosaic, "on_peers", on_itself)
     shards, device, keys, context = 4, 2, 8192, pa.Context("cp", order)
     masks = {"full": pa.FULL, "window": pa.sliding_window(3000), "ahead": pa.Mask(right=1500)}
@@ -256,18 +267,19 @@ def test_kv_tiles_are_taken_as_they_arrive(mask, order, shards):
     block = plan.config.block_kv
 
     def taken(device, ends):
-        chunks = fetch.walk(plan, jnp.asarray([device], jnp.int32))
+        chunks = fetch.chunk_order(plan, jnp.asarray([device], jnp.int32))
         refs = Refs(**dict.fromkeys(Refs._fields))
         ctx = Context(plan, refs._replace(fetching=fetch.Operands(None, None, chunks, None)))
-        walk = fetch.walk_of(ctx)
+        given = jnp.int32(device), fetch.chunk_order_of(ctx)
 
-        def run(some, found):
-            one = lambda i, x: x.at[some.entry + i].set(some.tile - i)  # noqa: E731
+        def one_range(some, found):
+            def one(i, found):
+                return found.at[some.entry + i].set(some.tile - i)
+
             return jax.lax.fori_loop(0, some.count, one, found)
 
         nothing = jnp.full((ends[2] + 1,), -1, jnp.int32)
-        found = fetch.in_order_of_arrival(ctx, jnp.int32(device), walk, ends, run, nothing)
-        return found[:-1]
+        return fetch.in_order_of_arrival(ctx, given, ends, one_range, nothing)[:-1]
 
     for device, offsets in enumerate(problem.offsets):
         fetched = fetch.tiles_in_order(plan, device).tolist()
@@ -275,10 +287,8 @@ def test_kv_tiles_are_taken_as_they_arrive(mask, order, shards):
             for row in (0, rows // 2, rows - 64):
                 span = plan.span(mask, offset + row, 64, keys)
                 whole = span.full_hi
-                ends = tuple(jnp.int32(n) for n in (span.lo, whole, span.hi))
-                got = np.asarray(
-                    jax.jit(taken, static_argnums=(0, 1))(device, tuple(map(int, ends)))
-                )
+                ends = span.lo, whole, span.hi
+                got = np.asarray(jax.jit(taken, static_argnums=(0, 1))(device, ends))
                 assert sorted(got) == list(range(span.hi)) and span.lo == 0
                 behind, others = got[: span.hi - whole], got[span.hi - whole :]
                 assert behind.tolist() == list(range(whole, span.hi))[::-1]

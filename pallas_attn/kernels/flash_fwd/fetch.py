@@ -60,7 +60,7 @@ LEAST_SLOTS, MOST_SLOTS = 3, 8  # pieces of a block that are in flight
 # need of this one; those of tiles follow.
 DONE, READ, FIRST_TILE = 0, 1, 2
 BEHIND = 2  # pieces that may still be on their way to global memory when the next one is
-CHUNK_BITS, CHUNKS = 4, 8  # bits of the number of a chunk, and chunks in a word of a `Walk`
+CHUNK_BITS, CHUNKS = 4, 8  # bits of the number of a chunk, and chunks in a word of a `ChunkOrder`
 RUN = 8  # pieces of a tile, side by side, that a fetcher copies and signals together
 # For the schedule: bytes a second that a fetcher copies, and floating point operations a second of
 # a multiprocessor.
@@ -173,7 +173,7 @@ class Operands(NamedTuple):
 
     device: Any  # int32[1]: which of the GPUs this is
     order: Any  # int32[1 + n]: see `order`
-    walk: Any  # int32[3]: a `Walk`; None where kv tiles are taken from the last to the first
+    chunks: Any  # int32[3]: a `ChunkOrder`; None where kv tiles are taken from last to first
     counters: Any  # int32[Sizes.counters], written here and by other GPUs
     k: Any = None  # [devices * B, S of a GPU, K, H], written: what is fetched; its own are not here
     v: Any = None
@@ -186,7 +186,7 @@ def operands(plan: Plan, inputs: AttentionInputs, spans: Any) -> Operands:
     """`spans`: `tile_scheduler.records` where there are segment ids, else None."""
     counters = jax.new_ref(jnp.zeros((Sizes.of(plan).counters,), jnp.int32))
     device: Any = inputs.device
-    chunks = walk(plan, device) if takes_any_order(plan) else None
+    chunks = chunk_order(plan, device) if takes_any_order(plan) else None
     return Operands(device, order(plan, device, inputs, spans), chunks, counters)
 
 
@@ -215,8 +215,8 @@ def _row(table: np.ndarray, device: Any) -> Any:
     return lax.dynamic_index_in_dim(jnp.asarray(table), device[0], keepdims=False)
 
 
-def walk(plan: Plan, device: Any) -> Any:
-    """int32[3]: the `chunks_in_order` of a GPU as `Walk` has them."""
+def chunk_order(plan: Plan, device: Any) -> Any:
+    """int32[3]: the `chunks_in_order` of a GPU as a `ChunkOrder` has them."""
     table = np.zeros((Sizes.of(plan).devices, 3), np.int64)
     for number, row in enumerate(table):
         found = chunks_in_order(plan, number).astype(np.int64)
@@ -359,28 +359,30 @@ def takes_any_order(plan: Plan) -> bool:
     )
 
 
-class Walk(NamedTuple):
+class ChunkOrder(NamedTuple):
     """`chunks_in_order`, in registers."""
 
     count: Any
     words: tuple[Any, Any]  # of CHUNKS chunks each
 
-    def chunk(self, number: Any) -> Any:
+    def at(self, number: Any) -> Any:
         word = jnp.where(number < CHUNKS, *self.words)
         bits = lax.rem(number, jnp.int32(CHUNKS)) * CHUNK_BITS
         return lax.shift_right_logical(word, bits) & (1 << CHUNK_BITS) - 1
 
 
-def walk_of(ctx: Context) -> Walk | None:
+def chunk_order_of(ctx: Context) -> ChunkOrder | None:
     """None where kv tiles are taken from the last to the first. Sums: see `claims.first_code`."""
     if not takes_any_order(ctx.plan):
         return None
-    count, *words = (ctx.refs.fetching.walk[n] + jnp.int32(0) for n in range(3))
-    return Walk(count, tuple(words))
+    count, *words = (ctx.refs.fetching.chunks[n] + jnp.int32(0) for n in range(3))
+    return ChunkOrder(count, tuple(words))
 
 
-class Run(NamedTuple):
-    """Entries of a work tile one after the other, whose kv tiles follow each other downwards."""
+class TileRange(NamedTuple):
+    """Entries of a work tile one after the other, whose kv tiles follow each other, from the last
+    to the first.
+    """
 
     entry: Any  # the first
     count: Any
@@ -389,29 +391,29 @@ class Run(NamedTuple):
 
 
 def in_order_of_arrival(
-    ctx: Context, device: Any, walk: Walk, ends: tuple[Any, Any, Any], one_run: Any, carry: Any
+    ctx: Context, given: tuple[Any, ChunkOrder], ends: Any, one_range: Any, carry: Any
 ) -> Any:
-    """`one_run(run, carry)` for all entries of a work tile. `ends`: the first kv tile, the end of
-    the whole ones, and the end of all. First those behind the whole ones, from the last on, then
-    the whole ones by `walk`, of a chunk from its last on. The last entry, of a run of its own, has
-    no tile.
+    """`one_range(range, carry)` for all entries of a work tile, by TileRanges. `given`: which GPU
+    this is, and its chunks. `ends`: the first kv tile, the end of the whole ones, and the end of
+    all. First those behind the whole ones, from the last on, then the whole ones by chunks, of each
+    from its last on. The last entry, a range of its own, has no tile.
     """
-    (lo, whole, hi), tiles = ends, _tiles_of_chunk(ctx)
+    (lo, whole, hi), (device, chunks), tiles = ends, given, _tiles_of_chunk(ctx)
     last = lax.div(hi - 1, tiles)
-    behind = jnp.where(hi > whole, last - lax.div(whole, tiles) + 1, 0)  # runs, of a chunk each
+    behind = jnp.where(hi > whole, last - lax.div(whole, tiles) + 1, 0)  # ranges, of a chunk each
 
     def body(number, carry):
         entry, carry = carry
-        is_behind, is_last = number < behind, number == behind + walk.count
-        chunk = jnp.where(is_behind, last - number, walk.chunk(number - behind))
+        is_behind, is_last = number < behind, number == behind + chunks.count
+        chunk = jnp.where(is_behind, last - number, chunks.at(number - behind))
         begin, place = chunk * tiles, _first_place(ctx, device, chunk)
         first = jnp.maximum(jnp.where(is_behind, whole, lo), begin)
         end = jnp.minimum(jnp.where(is_behind, hi, whole), begin + tiles)
         count = jnp.where(is_last, jnp.where(hi > lo, 1, 0), jnp.maximum(end - first, 0))
         place = place._replace(tile=place.tile + end - 1 - begin)
-        return entry + count, one_run(Run(entry, count, end - 1, place), carry)
+        return entry + count, one_range(TileRange(entry, count, end - 1, place), carry)
 
-    return lax.fori_loop(0, behind + walk.count + 1, body, (jnp.int32(0), carry))[-1]
+    return lax.fori_loop(0, behind + chunks.count + 1, body, (jnp.int32(0), carry))[-1]
 
 
 class _At(NamedTuple):
@@ -549,10 +551,8 @@ def is_done(ctx: Context, fetching: Operands) -> Any:
     return threads.each_thread(program, (fetching.counters,), until, returns="one") > 0
 
 
-def is_next(ctx: Context, tile: Any) -> Any:
-    """Whether a kv tile, taken after the one behind it, is the first to be waited for with those
-    before it.
-    """
+def begins_tile(ctx: Context, tile: Any) -> Any:
+    """Whether a kv tile is the last of a `TILE`, and so the first of it that is taken."""
     each = jnp.int32(TILE // ctx.plan.config.block_kv)
     return lax.rem(tile, each) == each - 1
 

@@ -37,6 +37,12 @@ class Ring(NamedTuple):
     def wait_released(self, slot: Any) -> None:
         plgpu.barrier_wait(self.free.at[slot])
 
+    def acquire(self, count: Any) -> Any:
+        """The slot of an entry before which `count` were loaded, when it is free."""
+        slot = lax.rem(count, jnp.int32(self.stages))
+        pl.when(count >= self.stages)(lambda: self.wait_released(slot))
+        return slot
+
     def after(self, slot: Any) -> Any:
         return jnp.where(slot == self.stages - 1, 0, slot + 1)
 
@@ -48,7 +54,7 @@ def produce(ctx: Context, block_id: Any) -> None:
     if plan.fetches:
         start = functools.partial(fetch.fetch, ctx, refs.fetching, block_id)
         pl.when(block_id < plan.config.fetchers)(start)
-        fetched = _Fetched(refs.fetching, refs.fetching.device[0], fetch.walk_of(ctx))
+        fetched = _Fetched(refs.fetching.device[0], fetch.chunk_order_of(ctx))
 
     def ends_of(code):
         return tile_scheduler.record_ends(ctx, tile_scheduler.tile_of(ctx, code))
@@ -77,20 +83,20 @@ def produce(ctx: Context, block_id: Any) -> None:
         def claimed_at(e, claimed):
             return claimed if claim is None else lax.cond(e == 1, claim, lambda: claimed)
 
-        if fetched is not None and fetched.walk is not None:
+        if fetched is not None and fetched.chunks is not None:
             return _produce_as_they_arrive(ctx, fetched, tile, span, (count, claimed_at, claimed))
         (lo, hi), ring = span, Ring.of(ctx)
         waits = fetched and jnp.logical_not(fetch.is_done(ctx, refs.fetching))
 
         def one_entry(e, carry):
             count, before, claimed = carry
-            slot, t, place = lax.rem(count, jnp.int32(ring.stages)), hi - 1 - e, None
+            t, place = hi - 1 - e, None
             if fetched is not None:
                 place = fetch.place_of(ctx, fetched.device, t)
                 where = waits & (e < hi - lo) & jnp.logical_not(place.here)
-                fetched.wait_for(ctx, tile, t, where)
-            pl.when(count >= ring.stages)(lambda: ring.wait_released(slot))
-            _load_entry(ctx, tile, _Entry(e, hi - lo, t, slot), (place, before))
+                _wait_for(ctx, tile, t, where)
+            entry = _Entry(e, hi - lo, t, ring.acquire(count))
+            _load_entry(ctx, tile, entry, (place, before))
             return count + 1, place, claimed_at(e, claimed)
 
         nowhere = fetched and fetch.place_of(ctx, fetched.device, jnp.int32(0))
@@ -111,60 +117,57 @@ def produce(ctx: Context, block_id: Any) -> None:
 class _Fetched(NamedTuple):
     """K and V of which a part is fetched."""
 
-    operands: fetch.Operands
     device: Any
-    walk: fetch.Walk | None  # None: kv tiles are taken from the last to the first
+    chunks: fetch.ChunkOrder | None  # None: kv tiles are taken from the last to the first
 
-    def wait_for(self, ctx: Context, tile: Tile, t: Any, where: Any) -> None:
-        """For a kv tile, if `where` holds; before the ring has room, since it takes time to ask."""
-        batch = kv_batch(ctx.plan.problem, tile.batch)
-        pl.when(where)(functools.partial(fetch.wait_for, ctx, self.operands, batch, t))
+
+def _wait_for(ctx: Context, tile: Tile, t: Any, where: Any) -> None:
+    """For a kv tile, if `where` holds; before the ring has room, since it takes time to ask."""
+    batch = kv_batch(ctx.plan.problem, tile.batch)
+    pl.when(where)(functools.partial(fetch.wait_for, ctx, ctx.refs.fetching, batch, t))
 
 
 def _produce_as_they_arrive(
     ctx: Context, fetched: _Fetched, tile: Tile, span: tuple[Any, Any], carry: tuple[Any, Any, Any]
 ) -> tuple[Any, Any]:
-    """The entries of a work tile by `fetch.in_order_of_arrival`. Of a run the first may have no V,
-    or no K; the others have both, of the same GPU, and ask nothing else: what a producer does
+    """The entries of a work tile by `fetch.in_order_of_arrival`. Of a range the first may have no
+    V, or no K; the others have both, of the same GPU, and ask nothing else: what a producer does
     beside its copies delays them, and takes issue slots from the consumers.
     """
-    (lo, hi), ring, plan = span, Ring.of(ctx), ctx.plan
+    (lo, hi), ring = span, Ring.of(ctx)
     count, claimed_at, claimed = carry
-    assert fetched.walk is not None
-    waits = jnp.logical_not(fetch.is_done(ctx, fetched.operands))
+    assert fetched.chunks is not None
+    waits = jnp.logical_not(fetch.is_done(ctx, ctx.refs.fetching))
 
-    def one_run(run, carry):
+    def one_range(some, carry):
         count, before, claimed = carry
-        there, here = run.count > 0, run.place.here
-        asks = waits & jnp.logical_not(here) & (run.entry < hi - lo)
+        there, here = some.count > 0, some.place.here
+        asks = waits & jnp.logical_not(here) & (some.entry < hi - lo)
 
         @pl.when(there)
         def _():
-            fetched.wait_for(ctx, tile, run.tile, asks)
-            slot = lax.rem(count, jnp.int32(ring.stages))
-            pl.when(count >= ring.stages)(lambda: ring.wait_released(slot))
-            _load_entry(ctx, tile, _Entry(run.entry, hi - lo, run.tile, slot), (run.place, before))
+            _wait_for(ctx, tile, some.tile, asks)
+            entry = _Entry(some.entry, hi - lo, some.tile, ring.acquire(count))
+            _load_entry(ctx, tile, entry, (some.place, before))
 
         def one_entry(i, claimed):
-            t, place, number = run.tile - i, run.place.tile - i, count + i
-            slot = lax.rem(number, jnp.int32(ring.stages))
-            fetched.wait_for(ctx, tile, t, asks & fetch.is_next(ctx, t))
-            pl.when(number >= ring.stages)(lambda: ring.wait_released(slot))
-            pl.when(here)(lambda: _load_both(ctx, tile, slot, place))
-            owner = run.place.owner
-            pl.when(jnp.logical_not(here))(lambda: _load_both(ctx, tile, slot, place, owner))
-            return claimed_at(run.entry + i, claimed)
+            t, number, owner = some.tile - i, some.place.tile - i, some.place.owner
+            _wait_for(ctx, tile, t, asks & fetch.begins_tile(ctx, t))
+            slot = ring.acquire(count + i)
+            pl.when(here)(lambda: _load_both(ctx, tile, slot, number))
+            pl.when(jnp.logical_not(here))(lambda: _load_both(ctx, tile, slot, number, owner))
+            return claimed_at(some.entry + i, claimed)
 
-        claimed = claimed_at(jnp.where(there, run.entry, -1), claimed)
-        claimed = lax.fori_loop(1, run.count, one_entry, claimed)
-        last = run.place._replace(tile=run.place.tile - (run.count - 1))
+        claimed = claimed_at(jnp.where(there, some.entry, -1), claimed)
+        claimed = lax.fori_loop(1, some.count, one_entry, claimed)
+        last = some.place._replace(tile=some.place.tile - (some.count - 1))
         before = jax.tree.map(lambda new, old: jnp.where(there, new, old), last, before)
-        return count + run.count, before, claimed
+        return count + some.count, before, claimed
 
-    ends = lo, tile_scheduler.block_whole(plan, tile, span), hi
-    nowhere = fetch.place_of(ctx, fetched.device, jnp.int32(0))
-    order = ctx, fetched.device, fetched.walk, ends
-    count, _, claimed = fetch.in_order_of_arrival(*order, one_run, (count, nowhere, claimed))
+    ends = lo, tile_scheduler.block_whole(ctx.plan, tile, span), hi
+    given = fetched.device, fetched.chunks
+    start = count, fetch.place_of(ctx, fetched.device, jnp.int32(0)), claimed
+    count, _, claimed = fetch.in_order_of_arrival(ctx, given, ends, one_range, start)
     return count, claimed
 
 
@@ -178,9 +181,7 @@ def _produce_listed(ctx: Context, tile: Tile, count: Any, ends: tuple[Any, Any])
     def one_entry(e, carry):
         count, before, t = carry
         following = listed.tile(hi - 2 - e)
-        slot = lax.rem(count, jnp.int32(ring.stages))
-        pl.when(count >= ring.stages)(lambda: ring.wait_released(slot))
-        _load_entry(ctx, tile, _Entry(e, hi, t, slot, before))
+        _load_entry(ctx, tile, _Entry(e, hi, t, ring.acquire(count), before))
         return count + 1, t, following
 
     start = (count, jnp.int32(0), last)
@@ -205,38 +206,34 @@ def _load_entry(ctx: Context, tile: Tile, entry: _Entry, places: Any = (None, No
     e, last, t, slot, before = entry
     before = t + 1 if before is None else before
     block, ready = plan.config.block_kv, smem.ready.at[slot]
-    head = lax.div(tile.head, jnp.int32(plan.problem.group))
     batch = kv_batch(plan.problem, tile.batch)
 
-    def copy(ref, first, width, to, batch=batch):
-        columns = mosaic.columns(ref, 0, width, head)
-        plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(first, block), head, columns], to, ready)
+    def copy(ref, first, to, batch=batch):
+        _copy(ctx, tile, (ref, batch, first), to, ready)
 
-    def copy_at(name, position, place, width, to):
+    def copy_at(name, position, place, to):
         """Of k or v, from a position on, which `place` says where it is given."""
         ref = getattr(refs, name)
         if place is None:
-            return copy(ref, kv_row(plan.problem, plan.config.block_kv, position), width, to)
+            return copy(ref, kv_row(plan.problem, plan.config.block_kv, position), to)
         fetched = getattr(refs.fetching, name)
         there, row = place.owner * ref.shape[0] + batch, place.tile * block
-        pl.when(place.here)(lambda: copy(ref, row, width, to))
-        return pl.when(jnp.logical_not(place.here))(lambda: copy(fetched, row, width, to, there))
-
-    k_columns, v_columns = (ref.shape[-1] for ref in (smem.k, smem.v))
+        pl.when(place.here)(lambda: copy(ref, row, to))
+        return pl.when(jnp.logical_not(place.here))(lambda: copy(fetched, row, to, there))
 
     def values():
         if not plan.has("kv_lengths"):
-            return copy_at("v", before * block, places[1], v_columns, smem.v.at[slot])
+            return copy_at("v", before * block, places[1], smem.v.at[slot])
         cut = (before + 1) * block > tile.kv_len  # only the last tile may be
-        pl.when(cut)(lambda: copy(refs.v_edge, 0, v_columns, smem.v.at[slot]))
-        whole = functools.partial(copy, refs.v, before * block, v_columns, smem.v.at[slot])
+        pl.when(cut)(lambda: copy(refs.v_edge, 0, smem.v.at[slot]))
+        whole = functools.partial(copy, refs.v, before * block, smem.v.at[slot])
         return pl.when(jnp.logical_not(cut))(whole)
 
     nothing = functools.partial(plgpu.barrier_arrive, ready)
 
     @pl.when(e < last)
     def _():
-        copy_at("k", t * block, places[0], k_columns, smem.k.at[slot])
+        copy_at("k", t * block, places[0], smem.k.at[slot])
         if smem.kv_ids is not None:
             ids = refs.kv_segment_ids.at[tile.batch, pl.ds(t * block, smem.kv_ids.shape[1])]
             plgpu.copy_gmem_to_smem(ids, smem.kv_ids.at[slot], ready)
@@ -257,10 +254,18 @@ def _load_both(ctx: Context, tile: Tile, slot: Any, number: Any, owner: Any = No
     """
     plan, refs, smem = ctx
     block, batch = plan.config.block_kv, kv_batch(plan.problem, tile.batch)
-    head = lax.div(tile.head, jnp.int32(plan.problem.group))
     if owner is not None:
         batch, refs = owner * refs.k.shape[0] + batch, refs.fetching
     for ref, ring, at in ((refs.k, smem.k, number), (refs.v, smem.v, number + 1)):
-        columns = mosaic.columns(ref, 0, ring.shape[-1], head)
-        rows = ref.at[batch, pl.ds(at * block, block), head, columns]
-        plgpu.copy_gmem_to_smem(rows, ring.at[slot], smem.ready.at[slot])
+        _copy(ctx, tile, (ref, batch, at * block), ring.at[slot], smem.ready.at[slot])
+
+
+def _copy(ctx: Context, tile: Tile, source: tuple[Any, Any, Any], to: Any, ready: Any) -> None:
+    """Of the work tile's kv head, rows of a kv tile. `source`: k or v, the batch row and the first
+    row.
+    """
+    (ref, batch, first), problem = source, ctx.plan.problem
+    head = lax.div(tile.head, jnp.int32(problem.group))
+    columns = mosaic.columns(ref, 0, to.shape[-1], head)
+    rows = ref.at[batch, pl.ds(first, ctx.plan.config.block_kv), head, columns]
+    plgpu.copy_gmem_to_smem(rows, to, ready)

@@ -28,7 +28,8 @@ Shared memory, and who owns it when:
                   both of its copies have landed (`ready`), the consumers until they release it
   out [warpgroup] the consumer's own: some columns of the output on their way to global memory
 
-Kv tiles are taken from the last to the first. What the diagonal, a length or the end of S cuts off
+Kv tiles are taken from the last to the first; of those that other GPUs have, the whole ones as they
+arrive (`fetch`). What the diagonal, a length or the end of S cuts off
 lies at the end, so that the tile which needs a mask is the first, whose softmax overlaps with
 nothing anyway, and the loop over the others needs none. A window's left edge is masked in the last
 tiles. Where there are segment ids, tiles that one id fills need no mask either; which those are is
@@ -541,7 +542,8 @@ def _prologue(ctx: Context, rows: Rows, slot: Any, scale: _Scale, meanwhile: Any
 def mainloop(
     ctx: Context, rows: Rows, slot: Any, meanwhile: Any, turns: Any = None
 ) -> tuple[State, Any]:
-    """All kv tiles of a consumer's rows, from the last to the first, and the slot after them.
+    """All kv tiles of a consumer's rows, from the last to the first, and the slot after them. Where
+    some are fetched, a whole one may be another than its number says: nothing reads that then.
     `meanwhile`: what else there is to do, under the first matmul. `turns`: what makes consumers
     issue their matmuls in turn (`take`, `give`); None: whenever they can.
     """
