@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import _cache_rows, _checks, _write, trees
-from pallas_attn._problem import QUANTIZED, AppendInputs, Change, owner_of_rows
+from pallas_attn import trees
+from pallas_attn._cache import sharded_rows, write
+from pallas_attn._call import checks
+from pallas_attn._call.problem import QUANTIZED, AppendInputs, Change, owner_of_rows
 from pallas_attn.cache import KVCache
 from pallas_attn.rotary import RMSNorm, Rotary, changed
 from pallas_attn.trees import DraftTree
@@ -59,13 +61,13 @@ def write_kv[Cache: KVCache](  # noqa: PLR0913
     """
     packed = starts is not None
     k_rows, v_rows = _rows(cache, k, v, packed)
-    change, arrays = _checks.change(
+    change, arrays = checks.change(
         rotary, norm, cache.head_dim, cache.stored_dims[0], max(cache.capacities, default=0)
     )
     where: tuple[Array, Array | None] = cache.lengths, cache.new_lengths
     owners = None
     if starts is not None:
-        starts = _checks.row_starts("starts", starts, k_rows.shape[0], cache.num_sequences)
+        starts = checks.row_starts("starts", starts, k_rows.shape[0], cache.num_sequences)
     if parents is not None:
         k_rows, change = _in_tree(cache, k_rows, parents, (change, arrays), starts), None
         arrays = {}
@@ -86,7 +88,7 @@ def write_kv[Cache: KVCache](  # noqa: PLR0913
             if change is not None:  # by positions in the sequence, not those in a device's block
                 kept = k_rows if cache.quantized else k_rows.astype(cache.dtype)
                 k_rows, change, arrays = changed(kept, positions, change, arrays), None, {}
-            positions = _cache_rows.own(cache.context, cache.held, owners, positions)
+            positions = sharded_rows.own(cache.context, cache.held, owners, positions)
         where = positions, None
     inputs = AppendInputs(
         cache.k,
@@ -95,15 +97,15 @@ def write_kv[Cache: KVCache](  # noqa: PLR0913
         v_rows,
         *where,
         cache.page_table,
-        _checks.layer(layer, cache.layers),
+        checks.layer(layer, cache.layers),
         cache.k_scale,
         cache.v_scale,
         owners,
         **arrays,
     )
     if fills:
-        _checks.extended(cache)
-    new = _write.rows_into(inputs, cache.kind, implementation, from_end=not packed, change=change)
+        checks.extended(cache)
+    new = write.rows_into(inputs, cache.kind, implementation, from_end=not packed, change=change)
     return cache._with(k=new.k_cache, v=new.v_cache, k_scale=new.k_scale, v_scale=new.v_scale)
 
 
@@ -182,12 +184,12 @@ def append_kv[Cache: KVCache](  # noqa: PLR0913
             raise ValueError(
                 "new_lengths: expected None beside starts, whose differences are the counts"
             )
-        starts = _checks.row_starts("starts", starts, k_rows.shape[0], cache.num_sequences)
+        starts = checks.row_starts("starts", starts, k_rows.shape[0], cache.num_sequences)
         cache = cache.extend(jnp.diff(starts))
         return write_kv(cache, k, v, starts=starts, **options)
     rows: int | Array = k_rows.shape[1]
     if new_lengths is not None:
-        counts = _checks.int_vector(
+        counts = checks.int_vector(
             "new_lengths", new_lengths, cache.num_sequences, "rows of each sequence"
         )
         rows = jnp.minimum(counts, k_rows.shape[1])
@@ -236,19 +238,19 @@ def append_kv_arrays(  # noqa: PLR0913
     kind = "per_sequence" if separate else "stacked" if page_table is None else "paged"
     caches = [_bare("k_caches", k_caches, kind, layer)]
     caches.append(None if v_caches is None else _bare("v_caches", v_caches, kind, layer))
-    _checks.twin_caches("k_caches", caches[0], "v_caches", caches[1])
+    checks.twin_caches("k_caches", caches[0], "v_caches", caches[1])
     sequences = len(k_caches) if separate else caches[0].shape[-4]
     if page_table is not None:
         if separate:
             raise ValueError(
                 "page_table: expected k_caches to be one pool of pages, got separate arrays"
             )
-        page_table = _checks.integers("page_table", page_table, "int32[M, W]", (None, None))
+        page_table = checks.integers("page_table", page_table, "int32[M, W]", (None, None))
         sequences = page_table.shape[0]
     scales = _bare_scales(caches, k_scales, v_scales)
     rows: list[Any] = []
     for name, new, cache, scale in zip("kv", (k, v), caches, scales, strict=True):
-        sample = _write.sample_of(cache)
+        sample = write.sample_of(cache)
         rows.append(
             None if new is None else _new_rows(name, new, sequences, sample, scale is not None)
         )
@@ -256,24 +258,24 @@ def append_kv_arrays(  # noqa: PLR0913
         raise ValueError(
             f"v: expected [M, t, K] = {rows[0].shape[:3]} as in k, got {rows[1].shape[:3]}"
         )
-    layers = None if layer is None else _write.sample_of(caches[0]).shape[0]
+    layers = None if layer is None else write.sample_of(caches[0]).shape[0]
     inputs = AppendInputs(
         caches[0],
         caches[1],
         rows[0],
         rows[1],
-        _checks.integers(
+        checks.integers(
             "lengths_before",
             lengths_before,
             f"int32[{sequences}] (rows held before the append)",
             (sequences,),
         ),
-        _checks.int_vector("new_lengths", new_lengths, sequences, "rows of each sequence"),
+        checks.int_vector("new_lengths", new_lengths, sequences, "rows of each sequence"),
         page_table,
-        _checks.layer(0 if layer is None else layer, layers),
+        checks.layer(0 if layer is None else layer, layers),
         *scales,
     )
-    written = _write.rows_into(inputs, kind, implementation)
+    written = write.rows_into(inputs, kind, implementation)
     return tuple(written[: 2 if k_scales is None else 4])
 
 
@@ -285,8 +287,8 @@ def _bare_scales(caches: list, k_scales: Any, v_scales: Any) -> list:
     found = []
     for name, scale, cache in zip(("k", "v"), (k_scales, v_scales), caches, strict=True):
         arrays = tuple(scale) if isinstance(scale, (tuple, list)) else scale
-        arrays = jax.tree.map(lambda x, name=name: _checks.array(f"{name}_scales", x), arrays)
-        _checks.scales(f"{name}_scales", arrays, f"{name}_caches", cache)
+        arrays = jax.tree.map(lambda x, name=name: checks.array(f"{name}_scales", x), arrays)
+        checks.scales(f"{name}_scales", arrays, f"{name}_caches", cache)
         found.append(arrays)
     return found
 
@@ -301,7 +303,7 @@ def _bare(name: str, value: Any, kind: str, layer: Any) -> Any:
     arrays = value if separate else (value,)
     if not arrays:
         raise ValueError(f"{name}: expected at least one array, got none")
-    arrays = tuple(_checks.array(name, x) for x in arrays)
+    arrays = tuple(checks.array(name, x) for x in arrays)
     for x in arrays:
         if x.ndim != axes:
             raise ValueError(
@@ -323,7 +325,7 @@ def _rows(cache: KVCache, k: Array, v: Array | None, packed: bool) -> tuple[Arra
             "cache: expected a PerSequenceCache, StackedCache or PagedCache, got "
             f"{type(cache).__name__}"
         )
-    _checks.kv_cache(cache)
+    checks.kv_cache(cache)
     if (v is None) != cache.shared_kv:
         raise ValueError(
             f"v: this cache keeps V within K (its first {cache.v_head_dim} columns): leave v out"
@@ -333,12 +335,12 @@ def _rows(cache: KVCache, k: Array, v: Array | None, packed: bool) -> tuple[Arra
         )
     dims, stored, given = (cache.head_dim, cache.v_head_dim), cache.stored_dims, cache.quantized
     sequences = None if packed else cache.num_sequences
-    k_rows = _new_rows("k", k, sequences, _write.sample_of(cache.k), given, dims[0])
-    k_rows = _checks.widened(k_rows, stored[0])
+    k_rows = _new_rows("k", k, sequences, write.sample_of(cache.k), given, dims[0])
+    k_rows = checks.widened(k_rows, stored[0])
     if v is None:
         return k_rows, None
-    v_rows = _new_rows("v", v, sequences, _write.sample_of(cache.v), given, dims[1])
-    v_rows = _checks.widened(v_rows, stored[1])
+    v_rows = _new_rows("v", v, sequences, write.sample_of(cache.v), given, dims[1])
+    v_rows = checks.widened(v_rows, stored[1])
     if v_rows.shape[-3] != k_rows.shape[-3]:
         each = "" if packed else " a sequence"
         raise ValueError(
@@ -358,7 +360,7 @@ def _new_rows(
     """[M, t, K, H] from rows with or without t, or [tokens, K, H] of packed rows (`sequences`
     None), checked against the cache they go to; `dim`: H, where the cache is wider.
     """
-    rows = _checks.array(name, new)
+    rows = checks.array(name, new)
     of_row = (cache.shape[-3], cache.shape[-1] if dim is None else dim)
     if sequences is None:
         wanted = (

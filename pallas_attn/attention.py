@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_attn import _checks, _context, _dispatch, _score_gradients, _transforms
-from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn._autodiff import score_gradients
+from pallas_attn._call import batching, checks, dispatch
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._context_parallel import attention
 from pallas_attn.context import Context, checked, shards_of
 from pallas_attn.errors import Limit, UnsupportedError
 from pallas_attn.masks import CAUSAL, FULL, LONGEST, Mask, MaskFunction
@@ -39,7 +41,7 @@ def flash_attention(  # noqa: PLR0913
     mask_array: Array | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
-    precision: _checks.Precision = None,
+    precision: checks.Precision = None,
     deterministic: bool = False,
     context: Context | None = None,
     implementation: str | None = None,
@@ -153,7 +155,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
     mask_array: Array | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
-    precision: _checks.Precision = None,
+    precision: checks.Precision = None,
     deterministic: bool = False,
     context: Context | None = None,
     implementation: str | None = None,
@@ -185,14 +187,14 @@ def flash_attention_with_lse(  # noqa: PLR0913
     place = checked(context)
     if q_starts is None and kv_starts is None:
         place = None if place is None or shards_of(place) == 1 else place
-        problem, inputs = _checks.attention(q, k, v, **given, context=place)
+        problem, inputs = checks.attention(q, k, v, **given, context=place)
         return _attend(problem, inputs, implementation, place)
     if place is not None:
         raise ValueError(
             "context: expected None beside q_starts; rows over devices are [B, T, N, H], with "
             "segment_ids for what is packed"
         )
-    problem, inputs = _checks.packed_attention(q, k, v, (q_starts, kv_starts), **given)
+    problem, inputs = checks.packed_attention(q, k, v, (q_starts, kv_starts), **given)
     out, lse = _attend(problem, inputs, implementation)
     return out[0], lse[0]
 
@@ -203,7 +205,7 @@ def _attend(
     implementation: str | None,
     context: Context | None = None,
 ) -> tuple[Array, Array]:
-    _dispatch.check_name(implementation)
+    dispatch.check_name(implementation)
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         return _nothing_seen(problem, inputs.q)
     if problem.gpu is not None and implementation != "reference":
@@ -212,16 +214,16 @@ def _attend(
             out, lse = _attend(*_padded(problem, inputs, *whole), implementation, context)
             return out[..., : problem.v_head_dim], lse
     if context is not None:
-        split = _context.Split(problem, implementation, context, shards_of(context))
+        split = attention.Split(problem, implementation, context, shards_of(context))
         plain = functools.partial(_attend, implementation=implementation)
-        return _context.attend(split, inputs, plain)
-    chosen = _dispatch.select(problem, implementation)
+        return attention.attend(split, inputs, plain)
+    chosen = dispatch.select(problem, implementation)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)
     run = functools.partial(_kernel_attention, problem, implementation)
-    find = functools.partial(_score_gradients.of_call, problem)
+    find = functools.partial(score_gradients.of_call, problem)
     try:
-        return _score_gradients.attended(run, inputs, find)
+        return score_gradients.attended(run, inputs, find)
     except TypeError as error:
         # jax runs no rule of ours in forward mode: it raises where the tangent of a custom_vjp is
         # evaluated, and a plain TypeError, which its text alone tells from others. A test holds
@@ -241,8 +243,8 @@ def _padded(
     problem: AttentionProblem, inputs: AttentionInputs, head_dim: int, v_head_dim: int
 ) -> tuple[AttentionProblem, AttentionInputs]:
     """Zeros in columns that kernels want and nobody gave; the scale stays that of the true dim."""
-    q, k = (_checks.widened(x, head_dim) for x in (inputs.q, inputs.k))
-    v = _checks.widened(inputs.v, v_head_dim)
+    q, k = (checks.widened(x, head_dim) for x in (inputs.q, inputs.k))
+    v = checks.widened(inputs.v, v_head_dim)
     padded = dataclasses.replace(problem, head_dim=head_dim, v_head_dim=v_head_dim)
     return padded, inputs._replace(q=q, k=k, v=v)
 
@@ -257,8 +259,8 @@ def _nothing_seen(problem: AttentionProblem, q: Array) -> tuple[Array, Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _kernel_attention(problem, implementation, inputs):
-    chosen = _dispatch.select(problem, implementation)
-    return _transforms.kept(_transforms.attention, chosen, problem, inputs)
+    chosen = dispatch.select(problem, implementation)
+    return batching.kept(batching.attention, chosen, problem, inputs)
 
 
 def _kernel_forward(problem, implementation, inputs):
@@ -271,9 +273,9 @@ def _kernel_forward(problem, implementation, inputs):
 
 def _kernel_backward(problem, implementation, residuals, cotangents):
     backward = dataclasses.replace(problem, op="flash_backward")
-    chosen = _dispatch.select(backward, implementation)
+    chosen = dispatch.select(backward, implementation)
     given = (*residuals, *cotangents)
-    return (_transforms.kept(_transforms.attention_backward, chosen, backward, given),)
+    return (batching.kept(batching.attention_backward, chosen, backward, given),)
 
 
 _kernel_attention.defvjp(_kernel_forward, _kernel_backward)
@@ -310,21 +312,21 @@ def dot_product_attention(  # noqa: PLR0913
       traced, and is what the bounds of a `Mask` are then.
     """
     arrays = [
-        _checks.array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+        checks.array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     ]
     unbatched = arrays[0].ndim == 3
     q, k, v = (x[None] if x.ndim == 3 else x for x in arrays)
     band = _band(local_window_size)
     if isinstance(scale, jax.core.Tracer):
         q, scale = _scaled(q, scale), 1.0
-    if bias is not None and jnp.issubdtype(_checks.array("bias", bias).dtype, jnp.integer):
+    if bias is not None and jnp.issubdtype(checks.array("bias", bias).dtype, jnp.integer):
         bias = jnp.asarray(bias, jnp.float32)
     with _names_of_jax_nn(arrays):
         out, lse = flash_attention_with_lse(
             q,
             k,
             v,
-            mask=band & CAUSAL if _checks.boolean("is_causal", is_causal) else band,
+            mask=band & CAUSAL if checks.boolean("is_causal", is_causal) else band,
             scale=scale,
             q_lengths=query_seq_lengths,
             kv_lengths=key_value_seq_lengths,
@@ -357,7 +359,7 @@ def _band(local_window_size: Any) -> Mask:
 
 def _unbounded_if_large(side: Any) -> Any:
     """None for a bound that lies beyond every key."""
-    static = _checks.static_int(side)
+    static = checks.static_int(side)
     return None if static is not None and static >= LONGEST else side
 
 

@@ -62,9 +62,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from pallas_attn import _checks, _keep, _sharding, prefixes
-from pallas_attn._buffers import Buffers
-from pallas_attn._problem import MOST_ROWS
+from pallas_attn import prefixes
+from pallas_attn._cache import keep as _keep
+from pallas_attn._cache.buffers import Buffers
+from pallas_attn._call import checks, sharding
+from pallas_attn._call.problem import MOST_ROWS
 from pallas_attn.context import Context, mapped_shards
 from pallas_attn.masks import saturated
 from pallas_attn.prefixes import SharedPrefixes
@@ -247,13 +249,13 @@ class KVCache:
         """
         # Inside shard_map, what a loop carries must not change its type: counts are often the same
         # on every device where lengths are not.
-        taken = _sharding.varying_like(self._rows(rows), self.lengths)
+        taken = sharding.varying_like(self._rows(rows), self.lengths)
         return self._with(lengths=self.lengths + taken, new_lengths=taken)
 
     def _rows(self, rows: int | Array) -> Array:
-        static = _checks.static_int(rows)
+        static = checks.static_int(rows)
         if static is None:
-            rows = _checks.one_or_each("rows", rows, self.num_sequences, "one count a sequence")
+            rows = checks.one_or_each("rows", rows, self.num_sequences, "one count a sequence")
         else:
             self._fits(static)
         # No more than a length can count: past that it would be negative, and not overflowed.
@@ -304,7 +306,7 @@ class KVCache:
 
     def _chosen(self, sequences: int | Array) -> Array:
         """bool[M] from an index, an array of indices or bool[M]."""
-        static = _checks.static_int(sequences)
+        static = checks.static_int(sequences)
         if static is not None and not 0 <= static < self.num_sequences:
             raise ValueError(f"sequences: expected 0 to {self.num_sequences - 1}, got {static}")
         if isinstance(sequences, (list, tuple)) and not sequences:  # jax takes it for floats
@@ -392,8 +394,8 @@ class PerSequenceCache(KVCache):
                 f"{capacities!r}"
             )
         for capacity in capacities:
-            _checks.positive(capacities=capacity)
-        _checks.positive(kv_heads=kv_heads)
+            checks.positive(capacities=capacity)
+        checks.positive(kv_heads=kv_heads)
         buffers = Buffers(head_dim, v_head_dim, layers, dtype, scales, shared_kv, context)
         each = [buffers.arrays(kv_heads, buffers.block("capacities", n)) for n in capacities]
         fields: dict[str, Any] = {name: tuple(one[name] for one in each) for name in each[0]}
@@ -444,7 +446,7 @@ class StackedCache(KVCache):
         """An empty cache of sequences that can hold `capacity` rows each. The other arguments are
         those of `PerSequenceCache.create`.
         """
-        _checks.positive(num_sequences=num_sequences, capacity=capacity, kv_heads=kv_heads)
+        checks.positive(num_sequences=num_sequences, capacity=capacity, kv_heads=kv_heads)
         buffers = Buffers(head_dim, v_head_dim, layers, dtype, scales, shared_kv, context)
         fields: dict[str, Any] = buffers.arrays(
             num_sequences, kv_heads, buffers.block("capacity", capacity)
@@ -504,10 +506,10 @@ class PagedCache(KVCache):
         one sequence can hold at most (default: the whole pool, less than 2**31 rows of it). The
         other arguments are those of `PerSequenceCache.create`.
         """
-        _checks.positive(
+        checks.positive(
             num_sequences=num_sequences, pages=pages, page_size=page_size, kv_heads=kv_heads
         )
-        _checks.positive(none=True, capacity=capacity)
+        checks.positive(none=True, capacity=capacity)
         buffers = Buffers(head_dim, v_head_dim, layers, dtype, scales, shared_kv)
         page_size = buffers.block("page_size", page_size)
         most = MOST_ROWS // page_size  # pages of a sequence whose length an int32 counts
@@ -637,7 +639,7 @@ class PagedCache(KVCache):
         if length is None:
             length = held
         else:
-            length = jnp.clip(_checks.integers("length", length, "an int", ()), 0, held)
+            length = jnp.clip(checks.integers("length", length, "an int", ()), 0, held)
         full, part = length // self.page_size, length % self.page_size
         width = self.page_table.shape[1]
         slots = jnp.arange(width, dtype=jnp.int32)
@@ -674,7 +676,7 @@ class PagedCache(KVCache):
         return prefixes.find(self, tokens, levels)
 
     def _index(self, name: str, value: int | Array) -> Array:
-        static = _checks.static_int(value)
+        static = checks.static_int(value)
         if static is not None and not 0 <= static < self.num_sequences:
             raise ValueError(f"{name}: expected 0 to {self.num_sequences - 1}, got {static}")
-        return _checks.integers(name, value, "the index of a sequence", ())
+        return checks.integers(name, value, "the index of a sequence", ())

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _cache_rows, _checks, _device, _dispatch, _transforms, prefixes, trees
-from pallas_attn._problem import DecodeInputs, DecodeProblem, owner_of_rows
+from pallas_attn import prefixes, trees
+from pallas_attn._cache import sharded_rows
+from pallas_attn._call import batching, checks, device, dispatch
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem, owner_of_rows
 from pallas_attn.cache import KVCache
 from pallas_attn.masks import CAUSAL, FULL, Mask, MaskFunction
 from pallas_attn.prefixes import LEAST_BOUND, Prefix, SharedPrefixes
@@ -28,7 +30,7 @@ def decode_attention(  # noqa: PLR0913
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
-    precision: _checks.Precision = None,
+    precision: checks.Precision = None,
     batch_invariant: bool = False,
     rotary: Rotary | None = None,
     norm: RMSNorm | None = None,
@@ -126,7 +128,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
-    precision: _checks.Precision = None,
+    precision: checks.Precision = None,
     batch_invariant: bool = False,
     rotary: Rotary | None = None,
     norm: RMSNorm | None = None,
@@ -145,39 +147,39 @@ def decode_attention_with_lse(  # noqa: PLR0913
             "cache: expected a PerSequenceCache, StackedCache or PagedCache, got "
             f"{type(cache).__name__}"
         )
-    rows = _checks.array("q", q)
+    rows = checks.array("q", q)
     packed = starts is not None
     one_token = rows.ndim == 3 and not packed
     rows = rows[:, None] if one_token else rows
-    _checks.kv_cache(cache)
-    _checks.decode_query(rows, cache, packed, one_token)
+    checks.kv_cache(cache)
+    checks.decode_query(rows, cache, packed, one_token)
     tokens = rows.shape[0] if packed else None
     if packed:
-        starts = _checks.row_starts("starts", starts, rows.shape[0], cache.num_sequences)
+        starts = checks.row_starts("starts", starts, rows.shape[0], cache.num_sequences)
     band, function, tree = _visible(cache, rows, starts, mask, parents)
     longest = max(cache.capacities, default=0)
-    change, arrays = _checks.change(rotary, norm, cache.head_dim, cache.head_dim, longest)
+    change, arrays = checks.change(rotary, norm, cache.head_dim, cache.head_dim, longest)
     if change is not None:
         positions = _positions(cache.lengths, rows.shape[0 if packed else 1], starts, tree)
         rows = changed(rows, positions, change, arrays).astype(rows.dtype)
     k_dim, v_dim = cache.stored_dims
     inputs = DecodeInputs(
-        _checks.widened(rows, k_dim),
+        checks.widened(rows, k_dim),
         cache.k,
         cache.v,
         cache.lengths,
         cache.page_table,
-        _checks.layer(layer, cache.layers),
-        _checks.sink_logits(sinks, rows),
+        checks.layer(layer, cache.layers),
+        checks.sink_logits(sinks, rows),
         cache.k_scale,
         cache.v_scale,
         cache.new_lengths,
         starts,
         mask_aux=() if function is None else function.aux,
-        **{f"mask_{side}": x for side, x in _checks.mask_bounds(band).items()},
+        **{f"mask_{side}": x for side, x in checks.mask_bounds(band).items()},
     )
     problem = DecodeProblem(
-        gpu=_device.gpu_generation(),
+        gpu=device.gpu_generation(),
         kind=cache.kind,
         dtype=str(rows.dtype),
         cache_dtype=str(cache.dtype),
@@ -189,14 +191,14 @@ def decode_attention_with_lse(  # noqa: PLR0913
         v_head_dim=v_dim,
         capacities=cache.held,
         mask=band.static,
-        scale=_checks.scale(scale, cache.head_dim),
-        softcap=_checks.softcap(softcap),
+        scale=checks.scale(scale, cache.head_dim),
+        softcap=checks.softcap(softcap),
         page_size=cache.page_size,
         pages=cache.pages,
         layers=cache.layers,
         sinks=inputs.sinks is not None,
-        precision=_checks.precision(precision, rows.dtype),
-        batch_invariant=_checks.boolean("batch_invariant", batch_invariant),
+        precision=checks.precision(precision, rows.dtype),
+        batch_invariant=checks.boolean("batch_invariant", batch_invariant),
         quantized=cache.quantized,
         shared_kv=cache.shared_kv,
         tokens=tokens,
@@ -214,7 +216,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
         out, lse = prefixes.over_shared(shared_prefixes, problem, inputs, runs)
     elif cache.context is not None:
         chosen = functools.partial(_chosen, implementation=implementation)
-        out, lse = _cache_rows.decode(cache.context, problem, inputs, run, chosen)
+        out, lse = sharded_rows.decode(cache.context, problem, inputs, run, chosen)
     else:
         out, lse = run(problem, inputs)
     if out.shape[-1] != cache.v_head_dim:
@@ -242,14 +244,14 @@ def _visible(
             return *trees.windowed(tree, mask.left, begin, starts), tree
         tree = trees.of(parents, cache.num_sequences, rows.shape[1])
         if cache.context is not None:
-            begins = _cache_rows.begins(cache.context, cache.held, cache.lengths, rows.shape[1])
+            begins = sharded_rows.begins(cache.context, cache.held, cache.lengths, rows.shape[1])
             return FULL, trees.split(tree, mask.left, begins), tree
         if mask.left is None:
             return CAUSAL, MaskFunction(trees.program(tree.bits.shape), (tree.bits,)), tree
         begin = cache.lengths - rows.shape[1]
         return *trees.windowed(tree, mask.left, begin), tree
     if not isinstance(mask, MaskFunction):
-        return _checks.mask(mask), None, None
+        return checks.mask(mask), None, None
     if split:
         raise ValueError(
             "mask: expected a Mask over a cache whose rows are split over devices, got a mask "
@@ -273,26 +275,26 @@ def _merged(
     problem: DecodeProblem, inputs: DecodeInputs, implementation: str | None
 ) -> tuple[Array, Array] | None:
     """The results of `inputs.into` with those of packed rows merged in, where a kernel does it."""
-    if 0 in problem.out_shape or (chosen := _dispatch.merging(problem, implementation)) is None:
+    if 0 in problem.out_shape or (chosen := dispatch.merging(problem, implementation)) is None:
         return None
-    return _transforms.kept(_transforms.decode, chosen, problem, inputs)
+    return batching.kept(batching.decode, chosen, problem, inputs)
 
 
 def _chosen(problem: DecodeProblem, implementation: str | None) -> str:
     """The name of who serves it; a question, which no report on what ran is to show."""
-    with _dispatch.recorded():
-        return _dispatch.select(problem, implementation).name
+    with dispatch.recorded():
+        return dispatch.select(problem, implementation).name
 
 
 def _decode(
     problem: DecodeProblem, inputs: DecodeInputs, implementation: str | None
 ) -> tuple[Array, Array]:
     rows = problem.out_shape
-    _dispatch.check_name(implementation)
+    dispatch.check_name(implementation)
     if 0 in rows:
         out = jnp.zeros((*rows, problem.v_head_dim), problem.dtype)
         return out, jnp.zeros(problem.lse_shape, problem.lse_dtype)
-    chosen = _dispatch.select(problem, implementation)
+    chosen = dispatch.select(problem, implementation)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)
-    return _transforms.kept(_transforms.decode, chosen, problem, inputs)
+    return batching.kept(batching.decode, chosen, problem, inputs)

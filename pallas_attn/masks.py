@@ -26,8 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import _blocks, _program
-from pallas_attn._program import Program
+from pallas_attn._functions import block_summary
+from pallas_attn._functions import program as _program
+from pallas_attn._functions.program import Program
 from pallas_attn.context import Context, checked, shards_of
 
 Position = Any  # int, np.ndarray, jax.Array or an in-kernel value of an integer type
@@ -331,14 +332,14 @@ class MaskFunction:
         as q and k are. It finds what is left of its own rows, by method "heads" of its own heads,
         and a ring takes from it what each step needs.
         """
-        sizes = _blocks.Sizes(batch, heads, q_len, kv_len, q_offset)
+        sizes = block_summary.Sizes(batch, heads, q_len, kv_len, q_offset)
         of: tuple[Any, ...] = (q_len, kv_len, q_offset)
         place = checked(context)
         if place is not None and shards_of(place) > 1:
-            found = _blocks.of_device(self.program, self.aux, self.within, sizes, place)
+            found = block_summary.of_device(self.program, self.aux, self.within, sizes, place)
             of = (*of, place)
         else:
-            found = _blocks.of_call(self.program, self.aux, sizes)
+            found = block_summary.of_call(self.program, self.aux, sizes)
         return self if found is None else dataclasses.replace(self, kinds=found, sizes=of)
 
     def __and__(self, other: "Mask | MaskFunction") -> "MaskFunction":

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _checks
+from pallas_attn._call import checks
 
 Array = jax.Array
 
@@ -89,7 +89,7 @@ def _arrays(name: str, given: Any) -> list[Array]:
             f"{name}: expected a sequence of arrays, or one array with the partial results along "
             f"its first axis, got {what}"
         ) from None
-    return [_checks.array(name, x) for x in each]
+    return [checks.array(name, x) for x in each]
 
 
 def _check(outs: list[Array], lses: list[Array]) -> None:
@@ -106,7 +106,7 @@ def _check(outs: list[Array], lses: list[Array]) -> None:
     rows = first.shape[:-1] if first.ndim == 3 else tuple(first.shape[i] for i in (0, 2, 1))
     for name, arrays, shape in (("outs", outs, first.shape), ("lses", lses, rows)):
         for x in arrays:
-            _checks.float_dtype(name, x)
+            checks.float_dtype(name, x)
             if x.shape != shape or x.dtype != arrays[0].dtype:
                 raise ValueError(
                     f"{name}: expected {arrays[0].dtype}{list(shape)} each, as outs[0] "

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _checks
-from pallas_attn._problem import DecodeInputs, DecodeProblem, Into, Own
+from pallas_attn._call import checks
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem, Into, Own
 from pallas_attn.masks import AT_RUN_TIME, FULL
 from pallas_attn.merge import add_sinks, merge_attention
 
@@ -129,7 +129,7 @@ class _Level(NamedTuple):
 
 def find(cache: Any, tokens: int, levels: int) -> SharedPrefixes:
     """`PagedCache.shared_prefixes`."""
-    _checks.positive(tokens=tokens, levels=levels)
+    checks.positive(tokens=tokens, levels=levels)
     table, sequences, size = cache.page_table, cache.num_sequences, cache.page_size
     width, most = table.shape[1], sequences // 2
     fits = (cache.lengths <= cache.capacities[0]) & (cache.lengths > tokens)
@@ -239,7 +239,7 @@ def checked(prefix: Any, cache: Any, problem: DecodeProblem, rotary: Any) -> Pre
         raise ValueError(
             f"prefix: expected Prefix(cache, groups) of one of the three caches, got {prefix!r}"
         )
-    _checks.kv_cache(other)
+    checks.kv_cache(other)
     facts = ("kv_heads", "head_dim", "v_head_dim", "layers", "shared_kv")
     for name in facts:
         if getattr(other, name) != getattr(cache, name):
@@ -259,7 +259,7 @@ def checked(prefix: Any, cache: Any, problem: DecodeProblem, rotary: Any) -> Pre
         if given:
             wanted, remedy = _WANTED[name]
             raise ValueError(f"{name}: expected {wanted} beside prefix{remedy}")
-    groups = _checks.integers(
+    groups = checks.integers(
         "prefix.groups",
         prefix.groups,
         f"int32[{problem.sequences}] (which prefix each sequence has, -1 for none)",
@@ -329,7 +329,7 @@ def _capacities(problem: DecodeProblem, parts: int) -> tuple[int, ...]:
 
 def _columns(x: Array, dim: int) -> Array:
     """`dim` columns: without some that are 0, or with more of them."""
-    return _checks.widened(x[..., :dim], dim)
+    return checks.widened(x[..., :dim], dim)
 
 
 def _packed(members: Members, parts: Call, q: Array) -> Call:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._problem import Change
+from pallas_attn._call.problem import Change
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

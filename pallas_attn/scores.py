@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _program
-from pallas_attn._program import Program
+from pallas_attn._functions import program as _program
+from pallas_attn._functions.program import Program
 from pallas_attn.masks import aux_arrays
 
 

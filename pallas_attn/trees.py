@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _checks
-from pallas_attn._problem import owner_of_rows
-from pallas_attn._program import Constant, Operation, Program
+from pallas_attn._call import checks
+from pallas_attn._call.problem import owner_of_rows
+from pallas_attn._functions.program import Constant, Operation, Program
 from pallas_attn.masks import LONGEST, Mask, MaskFunction
 
 Array = jax.Array
@@ -51,7 +51,7 @@ class DraftTree:
         """
         if starts is None:
             wanted = "int32[M, t] (the draft that each draft follows, -1 for none)"
-            parents = _checks.integers("parents", parents, wanted, (None, None))
+            parents = checks.integers("parents", parents, wanted, (None, None))
             if drafts_most is not None:
                 raise ValueError(
                     "drafts_most: expected None without starts, where each sequence has t drafts, "
@@ -62,11 +62,11 @@ class DraftTree:
             after = jnp.where((parents >= 0) & (parents < at), parents, -1)
             return cls(*_of_ancestors(at, after, drafts))
         wanted = "int32[tokens] (of each packed row, the draft that it follows, -1 for none)"
-        parents = _checks.integers("parents", parents, wanted, (None,))
+        parents = checks.integers("parents", parents, wanted, (None,))
         rows = parents.shape[0]
-        _checks.positive(none=True, drafts_most=drafts_most)
+        checks.positive(none=True, drafts_most=drafts_most)
         drafts = rows if drafts_most is None else min(drafts_most, rows)
-        first, within, count = _owned(_checks.row_starts("starts", starts, rows), rows)
+        first, within, count = _owned(checks.row_starts("starts", starts, rows), rows)
         in_tree = count <= drafts
         own = jnp.where(in_tree & (within >= 0), within, 0)
         after = jnp.where(in_tree & (parents >= 0) & (parents < within), first + parents, -1)
@@ -118,7 +118,7 @@ def of_packed(value: Any, starts: Array, rows: int) -> DraftTree:
     """`of` of packed rows."""
     wanted = f"int32[{rows}] (one a packed row) or a DraftTree of them, made with starts"
     if not isinstance(value, DraftTree):
-        value = DraftTree.create(_checks.integers("parents", value, wanted, (rows,)), starts)
+        value = DraftTree.create(checks.integers("parents", value, wanted, (rows,)), starts)
     of_row = jnp.shape(value.bits)[1:]
     if len(of_row) != 1 or jnp.shape(value.bits)[0] != rows or jnp.shape(value.depth) != (rows,):
         got = f"a DraftTree of {value.depth.dtype}{list(jnp.shape(value.depth))}"
@@ -130,7 +130,7 @@ def of(value: Any, sequences: int, drafts: int) -> DraftTree:
     """The tree of `parents=` of a call: a DraftTree, or what `DraftTree.create` takes."""
     wanted = f"int32[{sequences}, {drafts}] (one a draft) or a DraftTree of them"
     if not isinstance(value, DraftTree):
-        value = DraftTree.create(_checks.integers("parents", value, wanted, (sequences, drafts)))
+        value = DraftTree.create(checks.integers("parents", value, wanted, (sequences, drafts)))
     shapes = (sequences, drafts, 1 + -(-drafts // WORD)), (sequences, drafts)
     for x, shape in zip((value.bits, value.depth), shapes, strict=True):
         if getattr(x, "shape", None) != shape or x.dtype != jnp.int32:

@@ -39,7 +39,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-from tests import aot, in_numpy  # noqa: E402
+from tests.support import aot, in_numpy  # noqa: E402
 
 
 def pytest_addoption(parser):

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._case import AppendCase, DecodeCase
 from pallas_attn.bench import peers, subjects, verify
+from pallas_attn.bench.case import AppendCase, DecodeCase
 from pallas_attn.bench.timing import Subject
 
 Judge = Callable[[Subject, Any], str | None]

@@ -7,7 +7,7 @@ import itertools
 import pathlib
 from collections.abc import Iterable, Sequence
 
-from pallas_attn import cases
+from pallas_attn.bench import cases
 from pallas_attn.bench.plots import drawing
 from pallas_attn.bench.report import (
     OPS,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_attn
-from pallas_attn import _dispatch
+from pallas_attn._call import dispatch
 from pallas_attn.bench import verify
 from pallas_attn.masks import CAUSAL
 
@@ -53,7 +53,7 @@ def rows(implementation: str | None, dtype: str, seed: int) -> Iterator[Row]:
 
 def _row(names: tuple[str, str], check: Any, implementation: str | None, how: Any) -> Row:
     try:
-        with _dispatch.recorded() as chosen:
+        with dispatch.recorded() as chosen:
             error, budget = check(implementation, *how)
     except pallas_attn.UnsupportedError as refused:
         return Row(*names, "", None, 0.0, str(refused))

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._case import AppendCase, AttentionCase, DecodeCase
 from pallas_attn.bench import subjects
+from pallas_attn.bench.case import AppendCase, AttentionCase, DecodeCase
 from pallas_attn.bench.timing import Subject
 from pallas_attn.masks import CAUSAL, FULL
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from pallas_attn._case import AppendCase, AttentionCase, DecodeCase
+from pallas_attn.bench.case import AppendCase, AttentionCase, DecodeCase
 from pallas_attn.bench.timing import Timing
 from pallas_attn.masks import Mask
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 
-from pallas_attn import _config
-from pallas_attn import cases as known
-from pallas_attn._case import AppendCase, DecodeCase
+from pallas_attn._call import config
+from pallas_attn.bench import cases as known
 from pallas_attn.bench import judges, peers, plots, report, rows, subjects, timing
+from pallas_attn.bench.case import AppendCase, DecodeCase
 from pallas_attn.bench.rows import Row
 from pallas_attn.bench.timing import Subject, Timer
 
@@ -284,7 +284,7 @@ def _started(bench: Bench, call: peers.Call) -> Entry:
     """Ours, after its first call."""
     subject = ours(bench, call)
     begun, worked = time.perf_counter(), _seconds_of_work()
-    with _config.watched() as ran:
+    with config.watched() as ran:
         produced = subject.launch()
         subject.wait(produced)
     took = time.perf_counter() - begun, _seconds_of_work() - worked

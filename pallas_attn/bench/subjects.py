@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_attn
-from pallas_attn._case import AppendCase, AttentionCase, DecodeCase
+from pallas_attn.bench.case import AppendCase, AttentionCase, DecodeCase
 from pallas_attn.bench.timing import Subject
 
 Function = Callable[[Any, Any, Any, dict[str, Any]], Any]  # (q, k, v, other arrays) -> out

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import _dispatch
+from pallas_attn._call import dispatch
 from pallas_attn.lm import drafts as lm_drafts
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm import model
@@ -402,7 +402,7 @@ class Run:
         """What a program is given first; notes which implementations it is traced with."""
         key = program, self.config, options
         self._ran.add(key)
-        with _dispatch.recorded() as names:
+        with dispatch.recorded() as names:
             yield self.config, options, self._params, self._cache, self._state
         _TRACED[key].update(names)
 

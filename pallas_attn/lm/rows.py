@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _device, _sharding
+from pallas_attn._call import device as _device
+from pallas_attn._call import sharding
 from pallas_attn.lm.exchange import Exchange
 
 Array = jax.Array
 overlapping = _device.overlapping  # for the kernels around these
-varying_like = _sharding.varying_like  # what a loop carries keeps its type within jax.shard_map
+varying_like = sharding.varying_like  # what a loop carries keeps its type within jax.shard_map
 
 FEW = 64  # rows that kernels serve
 
@@ -66,7 +67,7 @@ def partials(x: Array, weight: Array | Layer, dtype: Any = None) -> Array:
     dtype = jnp.dtype(dtype or x.dtype)
     if not isinstance(weight, Layer):
         return linear(x, weight, dtype)[None]
-    (out,) = _sharding.over_devices(
+    (out,) = sharding.over_devices(
         functools.partial(_partials, dtype.name, _splits(x, weight)),
         _operands(x, weight),
         inputs=(("m", "d"), ("l", "o", "d"), ("n",)),
@@ -85,7 +86,7 @@ def total(added: Array, dtype: Any) -> Array:
 def gated(x: Array, weight: Array | Layer) -> Array:
     """silu(x by the first half of a weight [2 out, in]) times x by the second: [..., out]."""
     if isinstance(weight, Layer) and _takes(_gated_problem(x, weight.stack), weight.stack):
-        (out,) = _sharding.over_devices(
+        (out,) = sharding.over_devices(
             _gated,
             _operands(x, weight),
             inputs=(("m", "d"), ("l", "g", "d"), ("n",)),
@@ -172,7 +173,7 @@ def exchange_over(axis: str, x: Array, weight: Array) -> Exchange | None:
     if not (takes and _device.reaches_peers(axis)):
         return None
     device = lax.axis_index(axis).astype(jnp.int32)[None]
-    (received,) = _sharding.sealed(functools.partial(kernel.begin, problem=problem), x, device)
+    (received,) = sharding.sealed(functools.partial(kernel.begin, problem=problem), x, device)
     return Exchange(varying_like(received, device), device, jnp.zeros(1, jnp.int32))
 
 
@@ -187,7 +188,7 @@ def add_norm(
     rows, stack, number = _operands(x, weight)
     operands = rows, partials.reshape(-1, *rows.shape), stack, number
     if exchange is None:
-        found = _sharding.over_devices(
+        found = sharding.over_devices(
             functools.partial(_add_norm, eps),
             operands,
             inputs=(("m", "d"), ("s", "m", "d"), ("l", "d"), ("n",)),
@@ -196,7 +197,7 @@ def add_norm(
         )
     else:
         run = functools.partial(_add_norm_over_devices, eps)
-        received, added_x, normed = _sharding.sealed(run, *operands, *exchange)
+        received, added_x, normed = sharding.sealed(run, *operands, *exchange)
         received = varying_like(received, exchange.device)
         exchange = Exchange(received, exchange.device, exchange.calls + 1)
         found = added_x, normed
@@ -241,7 +242,7 @@ def heads(added: Array, angles: Angles, sizes: tuple[int, int], dtype: Any) -> t
     """
     count, m, t, width = added.shape
     run = functools.partial(_heads, sizes, jnp.dtype(dtype).name)
-    results = _sharding.over_devices(
+    results = sharding.over_devices(
         run,
         (added.reshape(count, m * t, width), *(x.reshape(m * t, -1) for x in angles)),
         inputs=(("s", "m", "d"), ("m", "c"), ("m", "c")),

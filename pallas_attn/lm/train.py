@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from pallas_attn import _dispatch
+from pallas_attn._call import dispatch
 from pallas_attn.context import Context
 from pallas_attn.lm import checkpoint
 from pallas_attn.lm import mesh as lm_mesh
@@ -124,7 +124,7 @@ def train(
     ran: set[str] = set()
     while done < recipe.steps:
         count = min(recipe.every, recipe.steps - done)
-        with _dispatch.recorded() as names:
+        with dispatch.recorded() as names:
             moment, loss = _steps(config, recipe, count, moment, learnt, key)
         ran.update(names)
         done += count

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_attn._problem import AppendProblem, Change
+from pallas_attn._call.problem import AppendProblem, Change
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.append.plan import Plan

@@ -31,7 +31,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._problem import AppendInputs, AppendProblem, Caches
+from pallas_attn._call.problem import AppendInputs, AppendProblem, Caches
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import change as append_change
 from pallas_attn.kernels.append import plan as append_plan

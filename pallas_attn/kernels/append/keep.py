@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._problem import OVERFLOWS, UNCHANGED, Caches, KeepInputs, KeepProblem, Kept
+from pallas_attn._call.problem import OVERFLOWS, UNCHANGED, Caches, KeepInputs, KeepProblem, Kept
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.attention import cache_layout

@@ -12,8 +12,8 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _gpus
-from pallas_attn._problem import QUANTIZED, AppendProblem, Change, KeepProblem
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.problem import QUANTIZED, AppendProblem, Change, KeepProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Row
@@ -144,7 +144,7 @@ class Plan:
             chunks=pl.cdiv(items, at_once * in_flight),
             new_dtype=new_dtype,
             cache_dtype=problem.cache_dtype,
-            float8=problem.gpu is None or _gpus.number(problem.gpu) >= 89,
+            float8=problem.gpu is None or gpu_specs.number(problem.gpu) >= 89,
             quantized=problem.quantized,
             packed=problem.packed,
             change=problem.change,

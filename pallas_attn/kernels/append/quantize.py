@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pallas_attn._problem import QUANTIZED, AppendProblem
+from pallas_attn._call.problem import QUANTIZED, AppendProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import change as append_change
 from pallas_attn.kernels.append import plan as append_plan

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn import _program
-from pallas_attn._problem import AttentionInputs
-from pallas_attn._program import Operation, Program
+from pallas_attn._call.problem import AttentionInputs
+from pallas_attn._functions import program as _program
+from pallas_attn._functions.program import Operation, Program
 from pallas_attn.kernels.attention import linear_scores, softmax, tile_lists
 from pallas_attn.kernels.attention.plan import Context, Span
 from pallas_attn.kernels.lang import mosaic, slopes

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import _program
-from pallas_attn._program import Operation, Program
+from pallas_attn._functions import program as _program
+from pallas_attn._functions.program import Operation, Program
 
 
 class Linear(NamedTuple):

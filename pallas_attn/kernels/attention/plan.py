@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn import _gpus
-from pallas_attn._problem import AttentionProblem, bounds_of
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.problem import AttentionProblem, bounds_of
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import linear_scores, softmax, tile_lists, tma_operands
 from pallas_attn.kernels.attention.tile_lists import DYNAMIC
@@ -23,7 +23,7 @@ from pallas_attn.kernels.mma import wgmma
 from pallas_attn.masks import FULL, Mask
 
 ROWS = 64  # of a warpgroup: what one wgmma takes
-BLOCKS = _gpus.multiprocessors(_gpus.HOPPER)  # at a time, where Config does not say
+BLOCKS = gpu_specs.multiprocessors(gpu_specs.HOPPER)  # at a time, where Config does not say
 L2_BYTES = 32 * 2**20  # of K and V of the heads of an L2 group: a part of L2
 RANKED_L2_BYTES = 8 * 2**20  # the same where blocks at work at one time share no K and V
 

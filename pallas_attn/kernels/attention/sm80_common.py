@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_attn import _gpus
-from pallas_attn._problem import AttentionProblem
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.lang import threads
@@ -96,7 +96,7 @@ class WholePlan(Widths, attention_plan.Plan):
 
 def fits(problem: Any, need: Callable[..., int], config: Any) -> bool:
     """Whether the GPU has the shared memory that `need(problem, config)` says."""
-    return need(problem, config) <= _gpus.shared_memory(problem.gpu)
+    return need(problem, config) <= gpu_specs.shared_memory(problem.gpu)
 
 
 # ---- copies -------------------------------------------------------------------------------------

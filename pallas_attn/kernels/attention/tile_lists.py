@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn import _program, _tile_kinds
-from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._functions import program as _program
+from pallas_attn._functions import tile_bounds
 
-reads_pairs = _tile_kinds.reads_pairs
+reads_pairs = tile_bounds.reads_pairs
 # With these arrays nothing of what rows see is known before the kernel runs, but that it lies
 # within `Mask.widest`.
 DYNAMIC = {"q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right"}
@@ -126,12 +127,12 @@ def _static(problem: AttentionProblem, sizes: Sizes) -> np.ndarray:
 
 
 def kinds(problem: AttentionProblem, inputs: AttentionInputs, sizes: Sizes) -> Any:
-    """bool[2, B or 1, N or 1, tiles, row_blocks, n]: `_tile_kinds.Kinds` by work tile."""
+    """bool[2, B or 1, N or 1, tiles, row_blocks, n]: `tile_bounds.Kinds` by work tile."""
     rows, block, by_keys, row_blocks = sizes
     found = _bounds(problem, inputs, rows // row_blocks, block)
     if found is None:
         count, live = _seen_of_tiles(problem, inputs, rows // row_blocks, block)
-        found = _tile_kinds.Kinds(count > 0, (count == live * block) & (count > 0))
+        found = tile_bounds.Kinds(count > 0, (count == live * block) & (count > 0))
     if by_keys:
         some, whole = found
         if some.shape[1] > 1:  # query heads
@@ -147,19 +148,19 @@ def kinds(problem: AttentionProblem, inputs: AttentionInputs, sizes: Sizes) -> A
 
 def _bounds(
     problem: AttentionProblem, inputs: AttentionInputs, rows: int, block: int
-) -> _tile_kinds.Kinds | None:
-    """By `_tile_kinds`, or by what the caller has found; None where pairs are to be counted."""
+) -> tile_bounds.Kinds | None:
+    """By `tile_bounds`, or by what the caller has found; None where pairs are to be counted."""
     program, found = problem.mask_program, None
     assert program is not None
     offset: Any = problem.q_offset if inputs.q_offset is None else None
     sizes = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len, rows, block)
-    grid = _tile_kinds.Grid(*sizes, offset)
+    grid = tile_bounds.Grid(*sizes, offset)
     if problem.mask_blocks == (problem.q_len, problem.kv_len, offset):
-        found = _tile_kinds.taken(inputs.mask_aux[-1], grid)
+        found = tile_bounds.taken(inputs.mask_aux[-1], grid)
     if found is None:
         at = offset if inputs.q_offset is None else inputs.q_offset.reshape(-1, 1, 1, 1)
-        found = _tile_kinds.kinds(program, inputs.mask_aux, grid, at)
-    return None if found is None else _tile_kinds.within(found, grid, inputs)
+        found = tile_bounds.kinds(program, inputs.mask_aux, grid, at)
+    return None if found is None else tile_bounds.within(found, grid, inputs)
 
 
 def numbers(shape: tuple[int, ...]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._problem import AttentionInputs
+from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.mma.wgmma import Kind, split
 

@@ -14,12 +14,12 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, functions, tma_operands
 from pallas_attn.kernels.attention.cache_layout import Row
 from pallas_attn.kernels.attention.plan import Context
-from pallas_attn.kernels.decode import combine, scheduler
+from pallas_attn.kernels.decode import combine_splits, scheduler
 from pallas_attn.kernels.decode.scheduler import (
     ZERO_BYTES,
     Plan,
@@ -38,7 +38,7 @@ Scalar = Any
 class Smem(NamedTuple):
     k: Any  # [stages, tile, H]
     v: Any  # [stages, tile, Hv]
-    warp_partials: combine.WarpPartials
+    warp_partials: combine_splits.WarpPartials
     table: Table
     barriers: Any  # [stages] of 8 bytes
     last: Any  # int32[1]: whether this block is the last of its row's

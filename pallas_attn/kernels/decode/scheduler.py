@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn import _gpus
-from pallas_attn._problem import DecodeInputs, DecodeProblem, bounds_of
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem, bounds_of
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, softmax
 from pallas_attn.kernels.lang import mosaic
@@ -40,7 +40,7 @@ from pallas_attn.masks import SIDES, Mask
 Ref = Any
 Scalar = Any
 
-SMEM_LIMIT = _gpus.shared_memory(_gpus.HOPPER)
+SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
 RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
 ZERO_BYTES = 2048  # that lie before the counters in global memory
 FEW_ROWS = 8  # of a kv head: up to so many scores can be folded

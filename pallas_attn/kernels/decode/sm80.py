@@ -9,8 +9,8 @@ tile anyway. Rows that do not exist are zeros that cp.async puts there.
 import dataclasses
 from typing import Any
 
-from pallas_attn import _gpus
-from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention.sm80_common import fits
 from pallas_attn.kernels.decode import scheduler
@@ -30,7 +30,7 @@ class Config:
 
     tile: int = 64
     stages: int = 6
-    grid: int = _gpus.multiprocessors(_gpus.HOPPER)
+    grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)
     split_tiles: int = 16
     overlaps: bool = False  # begins while the kernel before it ends: `mosaic.overlap_launches`
     load_first: bool = False
@@ -48,7 +48,7 @@ class Config:
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
         """What serves a problem that nobody tuned: as many bytes in flight as there is room for."""
-        grid = _gpus.multiprocessors(problem.gpu)
+        grid = gpu_specs.multiprocessors(problem.gpu)
         choices = [cls(tile=64, stages=stages, grid=grid) for stages in (6, 5, 4, 3, 2)]
         wide = problem.dtype == "float32"
         if wide:

@@ -4,7 +4,7 @@ The G query heads of a kv head and their t rows are packed into the 16 rows of a
 matrix (32 or 64 where they are more), as flash-decoding does (Dao et al., 2023). Live keys, not
 sequences, are shared out (`scheduler`) to persistent blocks of one warpgroup each, whose 4 warps
 share out the keys of a tile and keep an online softmax of their own. Partials of a row are
-combined in shared memory, and between blocks by the last to arrive (`combine`): one launch.
+combined in shared memory, and between blocks by the last to arrive (`combine_splits`): one launch.
 
 All three caches are read alike: by bulk copies from plain pointers, one a kv tile, or one a page of
 it (`producer`). There is no tensor map, which separate arrays would need one each of, and rows lie
@@ -28,13 +28,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _gpus
-from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.plan import Context
-from pallas_attn.kernels.decode import combine, mainloop, producer, scheduler
-from pallas_attn.kernels.decode.combine import Results
+from pallas_attn.kernels.decode import combine_splits, mainloop, producer, scheduler
+from pallas_attn.kernels.decode.combine_splits import Results
 from pallas_attn.kernels.decode.mainloop import Queries, State, TileAt
 from pallas_attn.kernels.decode.producer import Phase, Position, Refs, Smem
 from pallas_attn.kernels.decode.scheduler import Plan, Share, WorkTile
@@ -47,7 +47,7 @@ Ref = Any
 Scalar = Any
 
 SMEM_OF_TWO = 233_472 // 2 - 1024  # of each of two blocks on a multiprocessor
-MULTIPROCESSORS = _gpus.multiprocessors(_gpus.HOPPER)
+MULTIPROCESSORS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
 HEAD_OVERHEAD = 48 * 1024  # bytes that a block could read while it begins a head
 HEAD_OVERHEAD_OF_TWO = 16 * 1024  # of two blocks on a multiprocessor
 LONG = 2048  # keys of a block, from which on memory bandwidth counts more than latency
@@ -251,7 +251,7 @@ def scratch(plan: Plan) -> Smem:
     return Smem(
         k=ring(problem.head_dim),
         v=ring(problem.v_head_dim),
-        warp_partials=combine.WarpPartials(
+        warp_partials=combine_splits.WarpPartials(
             out, numbers(rows, jnp.float32), numbers(rows, jnp.float32)
         ),
         table=scheduler.table_scratch(plan),
@@ -384,7 +384,7 @@ def _epilogue(
     """The warps' partials -> the result, or a partial in global memory."""
     plan, smem = ctx.plan, ctx.smem
     lost = smem.table.lost[work.sequence]
-    at = combine.Head(work.sequence, work.head, lost, *partials, work.queries, work.row)
+    at = combine_splits.Head(work.sequence, work.head, lost, *partials, work.queries, work.row)
     row_sum, acc = state.row_sum.sum(axis=1), state.acc
     if plan.folded:
         row_sum = mma_sync.reduce_folded(row_sum, "sum")
@@ -393,19 +393,19 @@ def _epilogue(
         unit = jnp.exp2(state.weight_max - jnp.where(none, 0.0, state.row_max))
         acc = acc * mosaic.broadcast_rows(jnp.where(none, 0.0, unit), acc.shape)
     mma_rowmajor.store_accumulators(acc, state.row_max, row_sum, smem.warp_partials, plan.warp_rows)
-    refs = combine.ResultRefs(smem.warp_partials, results, smem.last)
+    refs = combine_splits.ResultRefs(smem.warp_partials, results, smem.last)
 
     @pl.when(partials.count == 1)
     def _():
-        threads.each_thread(mosaic.in_context(combine.write_result, plan), refs, at)
+        threads.each_thread(mosaic.in_context(combine_splits.write_result, plan), refs, at)
 
     @pl.when(partials.count > 1)
     def _():
-        threads.each_thread(mosaic.in_context(combine.write_partial, plan), refs, at)
+        threads.each_thread(mosaic.in_context(combine_splits.write_partial, plan), refs, at)
 
         @pl.when(smem.last[0] == 1)
         def _():
-            threads.each_thread(mosaic.in_context(combine.combine, plan), results, at)
+            threads.each_thread(mosaic.in_context(combine_splits.combine, plan), results, at)
 
 
 class _StartRefs(NamedTuple):
@@ -436,9 +436,11 @@ def decode_block(ctx: Context, results: Results, block_id: Scalar, blocks: Any =
     threads.each_thread(mosaic.in_context(_start, plan), _StartRefs(refs.given, smem), usable)
     share = scheduler.share_of(plan, smem.table, block_id, blocks)
     if (firsts := smem.table.rows) is not None and plan.problem.fewest == 1:
-        program = mosaic.in_context(combine.write_unowned, plan)
+        program = mosaic.in_context(combine_splits.write_unowned, plan)
         ends = firsts[0], firsts[plan.problem.sequences]
-        threads.each_thread(program, results, combine.Owned(*ends, block_id, jnp.int32(plan.grid)))
+        threads.each_thread(
+            program, results, combine_splits.Owned(*ends, block_id, jnp.int32(plan.grid))
+        )
     pl.when(share.first < share.end)(lambda: _mainloop(ctx, results, share, block_id))
 
 
@@ -450,7 +452,7 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
     and [N, tokens].
     """
     if scheduler.has_no_rows(problem):
-        return combine.of_no_rows(inputs, problem)
+        return combine_splits.of_no_rows(inputs, problem)
     if not problem.packed:
         return launch(inputs, problem, config)
     few, rest = scheduler.by_rows(problem)
@@ -466,7 +468,7 @@ def _of_few(few: DecodeProblem, kind: Any) -> Any:
     one = few
     if few.batch_invariant:
         one = dataclasses.replace(few, sequences=1, capacities=(8192,), batch_invariant=False)
-    config, room = kind.default(one), _gpus.shared_memory(few.gpu)
+    config, room = kind.default(one), gpu_specs.shared_memory(few.gpu)
     while smem_bytes(few, config) > room and config.stages > config.fewest_stages:
         config = dataclasses.replace(config, stages=config.stages - 1)
     return config
@@ -478,7 +480,7 @@ def launch(
     """One launch. Of packed rows, those of sequences that the problem asks for, and 0 for rows that
     no sequence owns; anything for the rest, or what `into` has.
     """
-    return _launch(inputs, combine.counters(Plan(problem, config)), into, problem, config)
+    return _launch(inputs, combine_splits.counters(Plan(problem, config)), into, problem, config)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
@@ -490,7 +492,7 @@ def _launch(
     """
     plan = Plan(problem, config)
     refs = producer.refs_of(inputs, counters, plan)
-    out_type = combine.out_types(plan)
+    out_type = combine_splits.out_types(plan)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out_type if into is None else out_type[2:],

@@ -13,12 +13,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_attn import _program
-from pallas_attn._problem import DecodeInputs, DecodeProblem, owner_of_rows
-from pallas_attn._program import Operation, Program
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem, owner_of_rows
+from pallas_attn._functions import program as _program
+from pallas_attn._functions.program import Operation, Program
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
-from pallas_attn.kernels.decode import combine, scheduler
+from pallas_attn.kernels.decode import combine_splits, scheduler
 
 Array = Any
 
@@ -90,7 +90,7 @@ def run(
     rows by as many launches as it takes, [tokens, N, Hv] and [N, tokens].
     """
     if scheduler.has_no_rows(problem):
-        return combine.of_no_rows(inputs, problem)
+        return combine_splits.of_no_rows(inputs, problem)
     if not problem.packed:
         return launch(inputs, problem)
     outs, lses = [], []

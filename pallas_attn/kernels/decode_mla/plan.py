@@ -11,7 +11,7 @@ from jax import lax
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.decode.mainloop import ROWS
 from pallas_attn.kernels.decode.scheduler import Plan
-from pallas_attn.kernels.decode_mla import combine as mla_combine
+from pallas_attn.kernels.decode_mla import combine_latent as mla_combine
 from pallas_attn.kernels.decode_mla.producer import WIDTH
 
 Scalar = Any

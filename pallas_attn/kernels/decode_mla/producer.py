@@ -11,7 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._problem import DecodeInputs
+from pallas_attn._call.problem import DecodeInputs
 from pallas_attn.kernels.attention import cache_layout, functions
 from pallas_attn.kernels.attention.cache_layout import Layout, Row
 from pallas_attn.kernels.attention.plan import Context

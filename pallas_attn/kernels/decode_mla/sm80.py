@@ -22,14 +22,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _gpus
-from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.attention.sm80_common import fits
-from pallas_attn.kernels.decode import combine, mainloop, producer, scheduler
-from pallas_attn.kernels.decode.combine import Results
+from pallas_attn.kernels.decode import combine_splits, mainloop, producer, scheduler
+from pallas_attn.kernels.decode.combine_splits import Results
 from pallas_attn.kernels.decode.mainloop import TileAt
 from pallas_attn.kernels.decode.producer import Memory, Position, Refs
 from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, WorkTile
@@ -57,7 +57,7 @@ class Config:
 
     tile: int = 64
     stages: int = 6
-    grid: int = _gpus.multiprocessors(_gpus.HOPPER)
+    grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)
     split_tiles: int = 16
     # What `scheduler.Plan` asks of the Config of every decode kernel.
     fewest_stages, q_rows, bulk, many_heads = 1, 64, False, False
@@ -73,7 +73,7 @@ class Config:
     def default(cls, problem: DecodeProblem) -> "Config":
         """As many bytes in flight as there is room for."""
         problem = packed.of_rows(problem)
-        grid = _gpus.multiprocessors(problem.gpu)
+        grid = gpu_specs.multiprocessors(problem.gpu)
         sizes = [(64, n) for n in (6, 5, 4, 3, 2)] + [(32, n) for n in (3, 2, 1)]
         choices = [cls(tile=tile, stages=stages, grid=grid) for tile, stages in sizes]
         return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
@@ -339,13 +339,13 @@ def _epilogue(
     mosaic.store(results.partial_out.at[partials.own], state.acc)
     mosaic.store(results.partial_max.at[partials.own], state.row_max)
     mosaic.store(results.partial_sum.at[partials.own], row_sum)
-    at = combine.Head(work.sequence, work.head, lost, *partials)
-    arrive = mosaic.in_context(combine.arrive, plan)
-    threads.each_thread(arrive, combine.CounterRefs(results.counters, smem.last), at)
+    at = combine_splits.Head(work.sequence, work.head, lost, *partials)
+    arrive = mosaic.in_context(combine_splits.arrive, plan)
+    threads.each_thread(arrive, combine_splits.CounterRefs(results.counters, smem.last), at)
 
     @pl.when(smem.last[0] == 1)
     def _():
-        threads.each_thread(mosaic.in_context(combine.combine, plan), results, at)
+        threads.each_thread(mosaic.in_context(combine_splits.combine, plan), results, at)
 
 
 def _kernel(
@@ -369,7 +369,7 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
     """
 
     def launch(inputs, one):
-        return _launch(inputs, combine.counters(LatentPlan(one, config)), one, config)
+        return _launch(inputs, combine_splits.counters(LatentPlan(one, config)), one, config)
 
     return packed.run(launch, inputs, problem)
 
@@ -383,7 +383,7 @@ def _launch(
     refs = producer.refs_of(inputs, counters, plan)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=combine.out_types(plan),
+        out_type=combine_splits.out_types(plan),
         scratch_types=(scratch(plan),),
         grid=(plan.grid,),
         grid_names=("block",),

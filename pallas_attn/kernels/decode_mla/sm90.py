@@ -37,19 +37,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _gpus
-from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, softmax
 from pallas_attn.kernels.attention.plan import Context
-from pallas_attn.kernels.decode import combine, mainloop, scheduler
-from pallas_attn.kernels.decode.combine import Results
+from pallas_attn.kernels.decode import combine_splits, mainloop, scheduler
+from pallas_attn.kernels.decode.combine_splits import Results
 from pallas_attn.kernels.decode.mainloop import ROWS
 from pallas_attn.kernels.decode.scheduler import Plan, Table, WorkTile
-from pallas_attn.kernels.decode_mla import combine as mla_combine
+from pallas_attn.kernels.decode_mla import combine_latent as mla_combine
 from pallas_attn.kernels.decode_mla import packed, sm90_few_rows
 from pallas_attn.kernels.decode_mla import producer as mla_producer
-from pallas_attn.kernels.decode_mla.combine import base_of
+from pallas_attn.kernels.decode_mla.combine_latent import base_of
 from pallas_attn.kernels.decode_mla.plan import P_SLOTS, V_WARPGROUPS, LatentPlan, member_of
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, Refs
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
@@ -69,7 +69,7 @@ class Config:
     """
 
     stages: int = 6
-    grid: int = _gpus.multiprocessors(_gpus.HOPPER)
+    grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)
     split_tiles: int = 16
     # What `scheduler.Plan` asks of the Config of every decode kernel.
     tile, fewest_stages, q_rows, bulk, many_heads = TILE, 2, ROWS, True, False
@@ -515,9 +515,9 @@ def _epilogue(ctx: Context, results: Results, work: WorkTile, state: State, own:
 
         @pl.when(wg == 0)
         def _():
-            at = combine.Head(work.sequence, work.head, lost, count, index, first, later)
-            arrive = mosaic.in_context(combine.arrive, plan)
-            counter = combine.CounterRefs(results.counters, smem.last)
+            at = combine_splits.Head(work.sequence, work.head, lost, count, index, first, later)
+            arrive = mosaic.in_context(combine_splits.arrive, plan)
+            counter = combine_splits.CounterRefs(results.counters, smem.last)
             threads.each_thread(arrive, counter, at)
 
         _join(smem)
@@ -616,7 +616,7 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
 
     def launch(inputs, one):
         call = sm90_few_rows.launch if _few(one) else _launch
-        return call(inputs, combine.counters(_plan_of(one, config)), one, config)
+        return call(inputs, combine_splits.counters(_plan_of(one, config)), one, config)
 
     return packed.run(launch, inputs, problem)
 

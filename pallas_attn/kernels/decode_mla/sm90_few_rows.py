@@ -23,15 +23,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.attention.plan import Context
-from pallas_attn.kernels.decode import combine, mainloop, scheduler
-from pallas_attn.kernels.decode.combine import Results
+from pallas_attn.kernels.decode import combine_splits, mainloop, scheduler
+from pallas_attn.kernels.decode.combine_splits import Results
 from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, WorkTile
-from pallas_attn.kernels.decode_mla import combine as mla_combine
+from pallas_attn.kernels.decode_mla import combine_latent as mla_combine
 from pallas_attn.kernels.decode_mla import producer as mla_producer
-from pallas_attn.kernels.decode_mla.combine import base_of
+from pallas_attn.kernels.decode_mla.combine_latent import base_of
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, Refs
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
 
@@ -333,9 +333,9 @@ def _epilogue(
             mla_combine.store(ref, partials.own, acc)
         mosaic.store(results.partial_max.at[partials.own], state.row_max)
         mosaic.store(results.partial_sum.at[partials.own], row_sum)
-        at = combine.Head(work.sequence, work.head, lost, *found)
-        arrive = mosaic.in_context(combine.arrive, plan)
-        counter = combine.CounterRefs(results.counters, smem.last)
+        at = combine_splits.Head(work.sequence, work.head, lost, *found)
+        arrive = mosaic.in_context(combine_splits.arrive, plan)
+        counter = combine_splits.CounterRefs(results.counters, smem.last)
         threads.each_thread(arrive, counter, at)
 
         @pl.when(smem.last[0] == 1)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_attn._problem import AttentionInputs
+from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.mma import wgmma
 
 SPREAD = 2.0 ** (wgmma.EXPONENT + 1)  # what probabilities are multiplied by, by default

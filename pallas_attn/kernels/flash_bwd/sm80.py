@@ -37,8 +37,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _gpus
-from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import (
     functions,
@@ -223,7 +223,7 @@ class KeyPlan(Widths, shared.Plan):
     @property
     def vectors(self) -> bool:
         """Whether memory adds 4 numbers by one instruction."""
-        return _gpus.number(self.problem.gpu or "sm80") >= 90
+        return gpu_specs.number(self.problem.gpu or "sm80") >= 90
 
 
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:

@@ -20,7 +20,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention import score_mod, sm80_column_stream
 from pallas_attn.kernels.attention.plan import Context, Span

@@ -13,7 +13,7 @@ dbias        the gradient of a bias, by a kernel of its own, after any of these
 import dataclasses
 from typing import Any
 
-from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention import tma_operands

@@ -23,7 +23,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._problem import AttentionInputs
+from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import score_mod, tma_operands
 from pallas_attn.kernels.attention.plan import ROWS, Context, Plan, kv_batch
 from pallas_attn.kernels.attention.score_mod import Place, Tile

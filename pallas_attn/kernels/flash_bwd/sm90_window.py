@@ -29,7 +29,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._problem import AttentionProblem
+from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention import score_mod, tma_operands
 from pallas_attn.kernels.attention.plan import Context

@@ -45,7 +45,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._problem import AttentionInputs, AttentionProblem, bounds_of
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem, bounds_of
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.plan import Context, Plan, owner_of
 from pallas_attn.kernels.lang import mosaic, threads

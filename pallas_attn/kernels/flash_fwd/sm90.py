@@ -58,8 +58,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _gpus
-from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import functions, score_mod, softmax, tile_lists, tma_operands
 from pallas_attn.kernels.attention.plan import (
     BLOCKS,
@@ -77,7 +77,7 @@ from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import wgmma
 
-SMEM_LIMIT = _gpus.shared_memory(_gpus.HOPPER)
+SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
 BARRIERS = 1024  # bytes kept for them and for alignment
 # Registers of a consumer's thread, by how many consumers there are.
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import functions, tile_lists, tma_operands
 from pallas_attn.kernels.attention.plan import L2_BYTES, ROWS, Context, Plan, Span, heads_in
 from pallas_attn.kernels.attention.score_mod import Tile

@@ -9,7 +9,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_attn import _gpus
+from pallas_attn._call import gpu_specs
 from pallas_attn.kernels.lang import thread_math, threads
 
 Value = Any
@@ -19,7 +19,7 @@ DTYPES = thread_math.NARROW
 
 def by_integers(dtype: str, gpu: str | None) -> bool:
     """Whether the GPU has no instruction that converts from this dtype."""
-    return dtype == "float8_e4m3fn" and _gpus.number(gpu or "sm80") < 89
+    return dtype == "float8_e4m3fn" and gpu_specs.number(gpu or "sm80") < 89
 
 
 def interleaved(one: list[Value], two: list[Value]) -> list[Value]:

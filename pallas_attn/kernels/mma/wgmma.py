@@ -23,7 +23,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._problem import AttentionProblem
+from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.lang import mosaic
 
 # By how many terms of the one meet how many of the other: which, smallest products first, since a

@@ -15,7 +15,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
-from pallas_attn._problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.plan import limit as attention_limit

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._problem import AttentionInputs, AttentionProblem, DecodeInputs, DecodeProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem, DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.flash_fwd import sm80

@@ -8,7 +8,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_attn._problem import DecodeProblem
+from pallas_attn._call.problem import DecodeProblem
 from pallas_attn.kernels.attention.plan import ROWS
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_fwd.sm90 import BARRIERS

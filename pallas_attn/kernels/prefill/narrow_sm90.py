@@ -11,7 +11,7 @@ the tile do: where q tiles are many, `widened_sm90` is faster.
 import dataclasses
 from typing import Any
 
-from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
 from pallas_attn.kernels.lang.config import check

@@ -18,8 +18,8 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _gpus
-from pallas_attn._problem import AttentionProblem, DecodeProblem
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.problem import AttentionProblem, DecodeProblem
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention import plan as attention_plan
 from pallas_attn.kernels.attention.plan import ROWS, Span
@@ -28,7 +28,7 @@ from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.gather import gather
 
-BLOCKS = _gpus.multiprocessors(_gpus.HOPPER)
+BLOCKS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
 MOST_DECODERS = 2  # warpgroups of a block that decode
 
 

@@ -13,7 +13,7 @@ and so on: q tiles of one kv head run side by side and read K and V from L2. Whe
 units each and L2 holds K and V of a whole sequence, units are taken from all its kv heads, the
 longest first, and blocks count from both ends in turn, so that none has long ones only. With one
 split the block writes the result. With more it writes a partial (accumulator, row max, row sum),
-and `combine` merges them.
+and `combine_shares` merges them.
 
 Shared memory, and who owns it when:
   q [warpgroup]   the consumer's own: it loads its rows, where there are two slots those of the next
@@ -42,12 +42,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, functions, softmax, tma_operands
 from pallas_attn.kernels.attention.plan import L2_BYTES, ROWS, Context
 from pallas_attn.kernels.attention.score_mod import Rows
-from pallas_attn.kernels.decode import combine as decode_combine
+from pallas_attn.kernels.decode import combine_splits as decode_combine
 from pallas_attn.kernels.decode import producer, scheduler
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_fwd.producer import Ring
@@ -56,7 +56,13 @@ from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.mosaic import ThreadContext
 from pallas_attn.kernels.mma import packed_rows
-from pallas_attn.kernels.prefill import combine, merge, narrow_producer, shares, tile_count
+from pallas_attn.kernels.prefill import (
+    combine_shares,
+    merge_parts,
+    narrow_producer,
+    shares,
+    tile_count,
+)
 from pallas_attn.kernels.prefill.memory import Refs, bytes_of, scratch, smem_bytes
 from pallas_attn.kernels.prefill.plan import BLOCKS, Plan
 from pallas_attn.kernels.prefill.units import Unit, WgTile, place_of, unit_of, wg_tile_of
@@ -65,7 +71,7 @@ from pallas_attn.kernels.prefill.units import Unit, WgTile, place_of, unit_of, w
 # chooses between arrays, needs more.
 REGISTERS = {1: (240, 32), 2: (232, 40), 3: (160, 32)}
 REGISTERS_OF_TABLES = {1: (240, 64), 2: (224, 56), 3: (152, 56)}
-MOST_SPLITS = 32  # a lane of `combine` has one
+MOST_SPLITS = 32  # a lane of `combine_shares` has one
 MOST_ARRAYS = 32  # separate caches: each takes two tensor maps, which compile slowly
 MERGES = True  # takes `DecodeProblem.merged`
 FEW_UNITS = 12  # of a block: where it has more, long ones and short ones even out
@@ -187,7 +193,7 @@ def cost(plan: Plan, keys: int) -> float:
     """An estimate of the time, in multiples of what a kv tile of 128 keys takes one consumer of
     several. Three consumers are faster a row than two, as measured on an H200; a single one has
     nobody to compute while it waits. A unit costs a tile and a half more than it has tiles, a
-    launch of `combine` three, and partials what it takes to read them once.
+    launch of `combine_shares` three, and partials what it takes to read them once.
     """
     config = plan.config
     waves, tiles = pl.cdiv(plan.units, config.grid), pl.cdiv(keys, 128)
@@ -538,7 +544,7 @@ def _live_rows(plan: Plan, unit: Unit, own: WgTile, result: Result) -> Result:
 
 
 def _store_partial(ctx: Context, end: Ending, result: Result) -> None:
-    """The accumulator, the row max and the row sum, for `combine`."""
+    """The accumulator, the row max and the row sum, for `combine_shares`."""
     accs, row_maxes, row_sums = ctx.refs.results[:3]
     head = 0 if ctx.plan.merged else end.unit.kv_head
     if not ctx.plan.packed:
@@ -725,9 +731,9 @@ def launch(plan: Plan, refs: Refs, into: Any = None) -> tuple[Any, Any]:
         if plan.own is not None:
             made, (out, lse, *_) = made[:4], made[4:]
             into = into._replace(out=out, lse=lse)
-        return merge.run(plan, made, refs.starts, into)
+        return merge_parts.run(plan, made, refs.starts, into)
     if config.splits > 1:
-        return combine.run(plan, kernel(refs), refs, into)
+        return combine_shares.run(plan, kernel(refs), refs, into)
     if into is not None:
         written = [jax.new_ref(x) for x in into]
         kernel(refs, *written)

@@ -21,15 +21,17 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _gpus
-from pallas_attn._problem import DecodeInputs, DecodeProblem
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.mosaic import THREADS, ThreadContext
 
 LEAST_ROWS = 16  # of a chunk
 NUMBERS = 8  # of a word
-BLOCKS = 512 * _gpus.multiprocessors(_gpus.HOPPER)  # about so many share out all slabs, at most
+BLOCKS = 512 * gpu_specs.multiprocessors(
+    gpu_specs.HOPPER
+)  # about so many share out all slabs, at most
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,14 +32,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _gpus
+from pallas_attn._call import gpu_specs
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.lang import mosaic
 
 ROWS = 64  # of x, in one matmul
-SMS = _gpus.multiprocessors(_gpus.HOPPER)
-_SMEM = _gpus.shared_memory(_gpus.HOPPER) - 2048  # less what barriers and alignment take
+SMS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
+_SMEM = gpu_specs.shared_memory(gpu_specs.HOPPER) - 2048  # less what barriers and alignment take
 
 
 @dataclasses.dataclass(frozen=True)

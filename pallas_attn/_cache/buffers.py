@@ -1,0 +1,128 @@
+"""The buffers of a cache: what `create` is told of its rows, the sizes that kernels can read, and
+arrays of zeros.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._call import checks, device, sharding
+from pallas_attn._call.problem import MOST_ROWS, QUANTIZED
+from pallas_attn.context import Context, checked, mapped_shards
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """What `create` is told about the rows of a cache, and the buffers that follow from it."""
+
+    head_dim: int
+    v_head_dim: int | None
+    layers: int | None
+    dtype: Any
+    scales: bool | None
+    shared_kv: bool
+    context: Context | None = None
+
+    def __post_init__(self):
+        checked(self.context)
+        if self.context is not None and self.context.order != "contiguous":
+            raise ValueError(
+                f"context: expected order 'contiguous' for a cache, whose rows arrive one after "
+                f"the other, got {self.context.order!r}"
+            )
+        checks.positive(head_dim=self.head_dim)
+        checks.positive(none=True, v_head_dim=self.v_head_dim, layers=self.layers)
+        if not _is_real(self.dtype):
+            raise ValueError(
+                f"dtype: expected a floating-point or integer dtype, got {self.dtype!r}"
+            )
+        checks.boolean("shared_kv", self.shared_kv)
+        if self.scales is not None:
+            checks.boolean("scales", self.scales)
+        if self.scales and jnp.dtype(self.dtype).name not in QUANTIZED:
+            raise ValueError(
+                f"scales: expected a dtype of {', '.join(QUANTIZED)} to go with them, got "
+                f"{jnp.dtype(self.dtype)}; leave scales out"
+            )
+        if self.shared_kv and (self.v_head_dim or 0) > self.head_dim:
+            raise ValueError(
+                f"v_head_dim: expected at most head_dim = {self.head_dim} where V is part of K "
+                f"(shared_kv), got {self.v_head_dim}"
+            )
+
+    @property
+    def quantized(self) -> bool:
+        return jnp.dtype(self.dtype).name in QUANTIZED if self.scales is None else self.scales
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """The fields v_columns and dims."""
+        dims = self.head_dim, self.v_head_dim or self.head_dim
+        return ({} if self.context is None else {"context": self.context}) | {
+            "v_columns": dims[1] if self.shared_kv else None,
+            "dims": None if dims == self._stored else dims,
+        }
+
+    @property
+    def _stored(self) -> tuple[int, int]:
+        """Columns of K and of V, and as the kernels that read them on a GPU want them."""
+        dims = self.head_dim, self.v_head_dim or self.head_dim
+        if self.shared_kv or device.gpu_generation() is None:
+            return dims
+        k_unit, v_unit = (64, 16) if self.quantized else (8, 8)
+        return _round_up(dims[0], k_unit), _round_up(dims[1], v_unit)
+
+    def block(self, name: str, capacity: int) -> int:
+        """Rows of a sequence of this capacity in the buffers that are made here: within shard_map,
+        those of one device.
+        """
+        shards = mapped_shards(self.context) or 1
+        if capacity > MOST_ROWS:
+            raise ValueError(
+                f"{name}: expected at most {MOST_ROWS} rows, which an int32 counts, got {capacity}"
+            )
+        if capacity % shards:
+            raise ValueError(
+                f"{name}: expected a multiple of the {shards} devices that rows are split over, "
+                f"got {capacity}"
+            )
+        return self.rows(capacity // shards)
+
+    def rows(self, wanted: int) -> int:
+        """Rows that lie together: what one sequence or one page holds, if so many are wanted."""
+        if device.gpu_generation() is None:
+            return wanted
+        return _round_up(wanted, 8 if self.shared_kv else 4 if self.quantized else 1)
+
+    def arrays(self, *shape: int) -> dict[str, Array]:
+        """Zeros for the fields k, v, k_scale and v_scale, or those of them that the cache has, of
+        arrays `shape` but for layers and head dim.
+        """
+        shape = shape if self.layers is None else (self.layers, *shape)
+        k_dim, v_dim = self._stored
+        made = {"k": jnp.zeros((*shape, k_dim), self.dtype)}
+        if not self.shared_kv:
+            made["v"] = jnp.zeros((*shape, v_dim), self.dtype)
+        if self.quantized:
+            made |= {f"{side}_scale": jnp.zeros(shape, jnp.float32) for side in tuple(made)}
+        if self.context is None or mapped_shards(self.context) is None:
+            return made
+        axes = frozenset({self.context.axis})  # what a loop carries must not change its type
+        return {name: sharding.varying_along(x, axes) for name, x in made.items()}
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _is_real(dtype: Any) -> bool:
+    if dtype is None:  # which NumPy takes for float64
+        return False
+    try:
+        return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    except TypeError:
+        return False

@@ -1,0 +1,112 @@
+"""The one place that asks what GPU this is, and how kernels are to be launched there."""
+
+import contextlib
+import contextvars
+import re
+from collections.abc import Iterator
+
+import jax
+
+from pallas_attn._call import gpu_specs
+
+# Thread-local by construction: a test that pretends does not change what another thread traces.
+_assumed: contextvars.ContextVar[tuple[str | None] | None] = contextvars.ContextVar(
+    "pallas_attn_assumed_generation", default=None
+)
+
+
+@contextlib.contextmanager
+def assume(generation: str | None) -> Iterator[None]:
+    """Calls traced in this block are dispatched as if the GPU were of this generation.
+
+    `generation` is like "sm90", or None for a machine without a GPU. It is for tests and for ahead-
+    of-time compilation only: what is traced runs, or is lowered, wherever jax sends it. jax knows
+    nothing of it, so a function that was jitted outside of the block keeps what it was traced with.
+    """
+    if generation is not None and not re.fullmatch(r"sm\d{2,3}", generation):
+        raise ValueError(f'generation: expected None or a name like "sm90", got {generation!r}')
+    token = _assumed.set((generation,))
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+_overlapping: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "pallas_attn_overlapping", default=False
+)
+
+
+@contextlib.contextmanager
+def overlapping() -> Iterator[None]:
+    """Kernels traced in this block begin while those before them end, where GPU and kernel can
+    (programmatic dependent launch). A profiler then counts the time that they wait for them, which
+    is why nobody gets it unasked.
+    """
+    token = _overlapping.set(True)
+    try:
+        yield
+    finally:
+        _overlapping.reset(token)
+
+
+def overlaps() -> bool:
+    """Whether `overlapping` holds, on a GPU that can: sm90 and later."""
+    generation = gpu_generation()
+    return _overlapping.get() and generation is not None and gpu_specs.number(generation) >= 90
+
+
+def current() -> jax.Device:
+    """The device that a call traced now will run on, as far as jax can tell before it runs: one of
+    the mesh that is set or mapped over, or the default.
+    """
+    of_mesh = jax.sharding.get_abstract_mesh().abstract_device
+    if of_mesh is not None:
+        with contextlib.suppress(RuntimeError):  # a platform that is compiled for, and not here
+            return jax.devices(of_mesh.platform)[0]
+    chosen = jax.config.jax_default_device
+    if chosen is None:
+        return jax.devices()[0]
+    return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen
+
+
+def gpu_generation() -> str | None:
+    """Like "sm90" for an H100 or H200; None where the current device is not an NVIDIA GPU.
+
+    What `assume` says goes first.
+    """
+    if (assumed := _assumed.get()) is not None:
+        return assumed[0]
+    device = current()
+    capability = getattr(device, "compute_capability", None)
+    if device.platform not in ("gpu", "cuda") or capability is None:
+        return None
+    return "sm" + str(capability).replace(".", "")
+
+
+def reaches_peers(axis: str) -> bool:
+    """Whether kernels may read the memory of all devices along a mesh axis that is mapped here:
+    GPUs of this process, which are the whole mesh, and all that there are.
+    """
+    mesh, count = jax.sharding.get_abstract_mesh(), jax.device_count()
+    whole = mesh.size == count == dict(mesh.shape).get(axis) == jax.local_device_count()
+    mapped = set(mesh.axis_types) == {jax.sharding.AxisType.Manual}
+    gpus = _reaching.get() or current().platform in ("gpu", "cuda")
+    return whole and mapped and gpus and count > 1
+
+
+_reaching: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "pallas_attn_reaching", default=False
+)
+
+
+@contextlib.contextmanager
+def assume_reach() -> Iterator[None]:
+    """`reaches_peers` holds in this block, whatever the devices are, if they are the whole mesh.
+    For tests and ahead-of-time compilation, as `assume`.
+    """
+    token = _reaching.set(True)
+    try:
+        yield
+    finally:
+        _reaching.reset(token)

@@ -1,0 +1,548 @@
+"""The records that `cases` lists: what one call is, how its arrays are drawn, how much work it is.
+
+Work is counted as the field does it: 4 floating-point operations a visible (query, key) pair, head
+and head dimension. Plain causal attention counts exactly half of the full square, and a backward
+pass counts 2.5 times its forward pass.
+"""
+
+import dataclasses
+import functools
+import math
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn.bench.case_functions import Positions, made
+from pallas_attn.masks import CAUSAL, FULL, SIDES, Mask
+
+SMALL = 2**23  # score elements under which a quadratic oracle takes well under a second on a CPU
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    """One call of `flash_attention`; the same record serves forward and backward."""
+
+    name: str
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str = "bfloat16"
+    mask: Mask = FULL
+    scale: float | None = None
+    softcap: float | None = None
+    precision: str | None = None
+    q_offset: int | tuple[int, ...] = 0  # a tuple: one a batch row, handed over as an array
+    q_lengths: tuple[int, ...] | None = None
+    kv_lengths: tuple[int, ...] | None = None
+    segments: tuple[int, ...] | int | None = (
+        None  # lengths of packed documents; an int: ids drawn from range(n)
+    )
+    kv_segments: tuple[int, ...] | int | None = None  # of the keys; None: as the queries
+    bias_shape: tuple[int, ...] | None = None
+    bias_dtype: str = "float32"
+    mask_shape: tuple[int, ...] | None = None
+    sinks: bool = False
+    magnitude: float = 1.0  # of q: large ones make the softmax saturate
+    deterministic: bool = False
+    packed: bool = False  # ours is called with packed rows and q_starts, not with segment ids
+    function: tuple[str, int] | None = None  # of `_case_functions`, in place of the mask
+    both: bool = False  # op "mask": forward and backward
+    mask_at_run_time: bool = False  # whether the mask's bounds are handed over as arrays
+    labels: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def tags(self) -> frozenset[str]:
+        """The labels, and what the fields imply."""
+        implied = {
+            self.dtype,
+            f"h{self.head_dim}",
+            _heads(self.q_heads, self.kv_heads),
+            _kind(self.mask),
+        }
+        given: tuple[str, ...] = ("q_lengths", "kv_lengths", "segments", "softcap", "precision")
+        given += ("sinks", "deterministic", "mask_at_run_time")
+        implied |= {name for name in given if getattr(self, name)}
+        flags = {
+            "bias": self.bias_shape,
+            "mask_array": self.mask_shape,
+            "q_offset": self.q_offset != 0,
+            "packed": self.packed,
+            "hv": self.head_dim != self.v_head_dim,
+            "small": self.batch * self.q_heads * self.q_len * self.kv_len <= SMALL,
+        }
+        return frozenset(self.labels) | implied | {name for name, on in flags.items() if on}
+
+    def options(self) -> dict[str, Any]:
+        """The static keyword arguments of `flash_attention`."""
+        static: dict[str, Any] = {
+            "mask": self.mask,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "precision": self.precision,
+        }
+        if isinstance(self.q_offset, int):
+            static["q_offset"] = self.q_offset
+        if self.deterministic:
+            static["deterministic"] = True
+        if self.mask_at_run_time:
+            del static["mask"]
+        return static
+
+    def arrays(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:
+        """The array arguments of `flash_attention`. `poison`: past every length NaN, what would
+        show a key, and the segment of another row.
+        """
+        draw = functools.partial(_normal, seed, self.dtype)
+        q = draw("q", (self.batch, self.q_len, self.q_heads, self.head_dim), self.magnitude)
+        k = draw("k", (self.batch, self.kv_len, self.kv_heads, self.head_dim))
+        v = draw("v", (self.batch, self.kv_len, self.kv_heads, self.v_head_dim))
+        if poison:
+            q = _poison(q, self.q_lengths, axis=1)
+            k, v = (_poison(x, self.kv_lengths, axis=1) for x in (k, v))
+        arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
+        for name in ("q_lengths", "kv_lengths"):
+            if getattr(self, name) is not None:
+                arrays[name] = jnp.array(getattr(self, name), jnp.int32)
+        if not isinstance(self.q_offset, int):
+            arrays["q_offset"] = jnp.array(self.q_offset, jnp.int32)
+        if self.segments is not None:
+            ids = (jnp.array(ids) for ids in self.segment_ids(seed))
+            ends = (self.q_lengths, self.kv_lengths) if poison else (None, None)
+            arrays["segment_ids"] = tuple(
+                _poison(x, some, axis=1, by=0) for x, some in zip(ids, ends, strict=True)
+            )
+        if self.bias_shape is not None:
+            arrays["bias"] = _normal(seed, self.bias_dtype, "bias", self.bias_shape)
+        if self.mask_shape is not None:
+            arrays["mask_array"] = jnp.array(_mask_array(seed, self.mask_shape))
+        for name, by in (("bias", math.nan), ("mask_array", True)) if poison else ():
+            if name in arrays:
+                for live, axis in ((self.q_lengths, 2), (self.kv_lengths, 3)):
+                    arrays[name] = _poison(arrays[name], live, axis, by)
+        if self.sinks:
+            arrays["sinks"] = _normal(seed, "float32", "sinks", (self.q_heads,))
+        if self.function is not None:
+            arrays["aux"] = tuple(map(jnp.asarray, self.positions().aux))
+        if self.mask_at_run_time:
+            bounds = {side: getattr(self.mask, side) for side in SIDES}
+            bounds = {side: jnp.int32(x) for side, x in bounds.items() if x is not None}
+            arrays["mask"] = self.mask.filled(**bounds)
+        return arrays
+
+    def positions(self) -> Positions:
+        """What its function is."""
+        assert self.function is not None
+        return made(*self.function, (self.batch, self.q_heads, self.q_len, self.kv_len))
+
+    def written_out(self) -> dict[str, jax.Array]:
+        """The function as arrays of all positions: the mask, and what is added to scores."""
+        function, aux = self.positions(), self.arrays()["aux"]
+        sizes = (self.batch, self.q_heads, self.q_len, self.kv_len)
+        at = [jnp.asarray(x, jnp.int32) for x in np.ogrid[tuple(map(slice, sizes))]]
+        arrays = {"mask_array": function.mask(*at, *aux)}
+        if function.score is not None:
+            with jax.numpy_dtype_promotion("standard"):
+                arrays["bias"] = function.score(jnp.zeros((1,) * 4), *at, *aux)
+        shape = (self.q_len, self.kv_len)
+        return {name: jnp.broadcast_to(x, (*x.shape[:2], *shape)) for name, x in arrays.items()}
+
+    def arguments(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:
+        """Everything: `flash_attention(**case.arguments(seed))`."""
+        return self.arrays(seed, poison=poison) | self.options()
+
+    def cotangent(self, seed: int = 0) -> jax.Array:
+        """A random dO, never ones: ones hide a permutation of the head dimension."""
+        return _normal(
+            seed, self.dtype, "do", (self.batch, self.q_len, self.q_heads, self.v_head_dim)
+        )
+
+    def q_starts(self) -> jax.Array:
+        """Of a packed case: where its documents, which fill its one batch row, begin and end."""
+        assert isinstance(self.segments, tuple) and (self.batch, self.kv_len) == (1, self.q_len)
+        return jnp.array(np.cumsum((0, *self.segments)), jnp.int32)
+
+    def segment_ids(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """int32[B, T] and int32[B, S]; packed documents start one further on in each batch row."""
+        kv_segments = self.segments if self.kv_segments is None else self.kv_segments
+        assert self.segments is not None and kv_segments is not None
+        q_ids = _segment_ids(seed, self.segments, self.batch, self.q_len)
+        if kv_segments == self.segments and self.q_len == self.kv_len:
+            return q_ids, q_ids
+        return q_ids, _segment_ids(seed + 1, kv_segments, self.batch, self.kv_len)
+
+    def visible_pairs(self) -> int:
+        """(query, key) pairs that mask, lengths and segments leave to one head, over the batch."""
+        if self.function is not None:
+            return self._pairs_of_function()
+        if self.mask == CAUSAL and self.q_len == self.kv_len and not self._trimmed():
+            return self.batch * self.q_len * self.kv_len // 2
+        return sum(self._row_pairs(row) for row in range(self.batch))
+
+    def _pairs_of_function(self) -> int:
+        function, pairs = self.positions(), 0
+        keys = np.arange(self.kv_len, dtype=np.int32)[None, None]
+        rows = np.arange(self.batch, dtype=np.int32)[:, None, None]
+        for start in range(0, self.q_len, 1024):
+            slab = np.arange(start, min(start + 1024, self.q_len), dtype=np.int32)[None, :, None]
+            seen = np.asarray(function.mask(rows, 0, slab, keys, *function.aux))
+            seen = np.broadcast_to(seen, (seen.shape[0], slab.size, self.kv_len))
+            pairs += int(seen.sum()) * (self.batch // seen.shape[0])
+        return pairs
+
+    def _trimmed(self) -> bool:
+        return any((self.q_lengths, self.kv_lengths, self.segments is not None, self.q_offset != 0))
+
+    def _row_pairs(self, row: int) -> int:
+        q_len = self.q_len if self.q_lengths is None else self.q_lengths[row]
+        kv_len = self.kv_len if self.kv_lengths is None else self.kv_lengths[row]
+        offset = self.q_offset if isinstance(self.q_offset, int) else self.q_offset[row]
+        if self.segments is None:
+            q_pos = np.arange(q_len, dtype=np.int64) + offset
+            low, high = self.mask.kv_range(q_pos, q_pos + 1, np.full_like(q_pos, kv_len))
+            return int(np.maximum(high - low, 0).sum())
+        q_ids, kv_ids = (ids[row] for ids in self.segment_ids())
+        pairs = 0
+        for start in range(0, q_len, 1024):  # in slabs: the dense mask of a long row would not fit
+            slab = np.arange(start, min(start + 1024, q_len))
+            keys = np.arange(self.kv_len)
+            ids = q_ids[slab][:, None], kv_ids[None]
+            pairs += int(self.mask.allows(slab[:, None] + offset, keys[None], kv_len, *ids).sum())
+        return pairs
+
+    def flops(self) -> float:
+        """Floating-point operations of the forward pass."""
+        return 2.0 * (self.head_dim + self.v_head_dim) * self.q_heads * self.visible_pairs()
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCase:
+    """One call of `decode_attention` over M caches that hold `lengths` rows."""
+
+    name: str
+    lengths: tuple[int, ...]
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    capacity: int
+    q_len: int = 1
+    rows: tuple[int, ...] | None = None  # packed: query rows of each sequence, in place of q_len
+    dtype: str = "bfloat16"
+    kind: str = "per_sequence"  # or "stacked", "paged"
+    page_size: int | None = None
+    mask: Mask = CAUSAL
+    softcap: float | None = None
+    sinks: bool = False
+    cache_dtype: str | None = None  # of a quantised cache; None: rows lie in `dtype`
+    shared_kv: bool = False  # V is the first columns of K
+    scale: float | None = None
+    precision: str | None = None
+    batch_invariant: bool = False
+    tree: bool = False  # the q_len rows are drafts of a tree
+    # Each (sequences, rows): so many sequences in turn have so many rows more in common, from
+    # the first on, in pages that they share
+    shared: tuple[tuple[int, int], ...] = ()
+    finding: bool = False  # which pages are shared is found in the call that is timed
+    labels: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def tags(self) -> frozenset[str]:
+        """The labels, and what the fields imply."""
+        implied = {self.dtype, f"h{self.head_dim}", _heads(self.q_heads, self.kv_heads), self.kind}
+        implied |= {self.cache_dtype} if self.cache_dtype else set()
+        flags = {
+            "quantized": self.cache_dtype,
+            "shared_kv": self.shared_kv,
+            "ragged": len(set(self.lengths)) > 1,
+            "chunk": max(self.rows or (self.q_len,)) > 1,
+            "packed": self.rows is not None,
+            "tree": self.tree,
+            "window": self.mask.left is not None,
+            "softcap": self.softcap,
+            "precision": self.precision,
+            "sinks": self.sinks,
+            "hv": self.head_dim != self.v_head_dim,
+            "small": len(self.lengths) * self.q_heads * self.q_len * self.capacity <= SMALL,
+        }
+        return frozenset(self.labels) | implied | {name for name, on in flags.items() if on}
+
+    @property
+    def problem_alone(self) -> "DecodeCase":
+        """The case but for the kind of its cache, which changes neither arrays nor results."""
+        alone = {"kind": "stacked", "page_size": None, "labels": (), "finding": False}
+        return dataclasses.replace(self, name="", **alone)  # type: ignore[arg-type]
+
+    @property
+    def sequences(self) -> int:
+        """M."""
+        return len(self.lengths)
+
+    @property
+    def each(self) -> tuple[int, ...]:
+        """Query rows of every sequence."""
+        return (self.q_len,) * self.sequences if self.rows is None else self.rows
+
+    def starts(self) -> jax.Array | None:
+        """Where the rows of packed sequences begin."""
+        return None if self.rows is None else jnp.array(np.cumsum((0, *self.rows)), jnp.int32)
+
+    def parents(self, seed: int = 0) -> np.ndarray | None:
+        """int32[M, t], packed int32[tokens]: of a tree, the draft that each draft follows, any
+        earlier one or none.
+        """
+        if not self.tree:
+            return None
+        at, rng = np.concatenate([np.arange(t) for t in self.each]), np.random.default_rng(seed)
+        parents = rng.integers(-1, np.maximum(at, 1)).astype(np.int32)
+        return parents if self.rows is not None else parents.reshape(self.sequences, self.q_len)
+
+    def seen_in_tree(self, seed: int = 0) -> jax.Array:
+        """bool[M, 1, t, capacity]: the rows before the drafts, themselves and their ancestors. Of
+        packed rows t is the most that a sequence has.
+        """
+        given, most = self.parents(seed), max(self.each)
+        assert given is not None
+        parents = np.full((self.sequences, most), -1)
+        parents[np.arange(most)[None] < np.asarray(self.each)[:, None]] = given.reshape(-1)
+        seen = np.zeros((self.sequences, most, most), bool)
+        for i, at in enumerate(parents.T):
+            (followed,) = np.nonzero(at >= 0)
+            seen[followed, i] = seen[followed, at[followed]]
+            seen[:, i, i] = True
+        dense = np.zeros((self.sequences, 1, most, self.capacity), bool)
+        for m, (length, t) in enumerate(zip(self.lengths, self.each, strict=True)):
+            dense[m, 0, :t, : length - t] = True
+            dense[m, 0, :t, length - t : length] = seen[m, :t, :t]
+        return jnp.asarray(dense)
+
+    def options(self) -> dict[str, Any]:
+        """The static keyword arguments of `decode_attention`."""
+        names = ("mask", "scale", "softcap", "precision", "batch_invariant")
+        return {name: getattr(self, name) for name in names}
+
+    def arrays(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:
+        """q `[M, t, N, H]` (packed `[tokens, N, H]`), k and v dense and head-major `[M, K,
+        capacity, H]`, lengths, sinks. A quantised cache is still to quantise k and v.
+        """
+        m, k_heads = self.sequences, self.kv_heads
+        draw = functools.partial(_normal, seed, self.dtype)
+        k = draw("k", (m, k_heads, self.capacity, self.head_dim))
+        if self.shared_kv:
+            v = k[..., : self.v_head_dim]
+        else:
+            v = draw("v", (m, k_heads, self.capacity, self.v_head_dim))
+        if self.shared:
+            k, v = (self._in_common(x) for x in (k, v))
+        if poison:
+            k, v = (_poison(x, self.lengths, axis=2) for x in (k, v))
+        new = (m, self.q_len) if self.rows is None else (sum(self.rows),)
+        arrays = {
+            "q": draw("q", (*new, self.q_heads, self.head_dim)),
+            "k": k,
+            "v": v,
+            "lengths": jnp.array(self.lengths, jnp.int32),
+        }
+        if self.sinks:
+            arrays["sinks"] = _normal(seed, "float32", "sinks", (self.q_heads,))
+        return arrays
+
+    def first_with(self, rows: np.ndarray) -> np.ndarray:
+        """int[M, rows]: of each sequence, the first one that has these rows in common with it."""
+        sequences, begin = np.arange(self.sequences)[:, None], 0
+        owner = np.broadcast_to(sequences, (self.sequences, len(rows)))
+        for size, count in self.shared:
+            inside = (rows >= begin) & (rows < begin + count)
+            owner = np.where(inside, sequences // size * size, owner)
+            begin += count
+        return owner
+
+    def _in_common(self, x: jax.Array) -> jax.Array:
+        """[M, K, capacity, ...] with the rows that sequences have in common."""
+        begin = 0
+        for size, count in self.shared:
+            rows = (slice(None), slice(None), slice(begin, begin + count))
+            first = jnp.repeat(x[rows][::size], size, axis=0)[: self.sequences]
+            x, begin = x.at[rows].set(first), begin + count
+        return x
+
+    def dense(self) -> AttentionCase:
+        """The same as one call of `flash_attention`, over K and V of `capacity` rows; packed rows
+        are those of a batch with `q_lengths`.
+        """
+        offsets = tuple(length - t for length, t in zip(self.lengths, self.each, strict=True))
+        full = self.rows is None and all(length == self.capacity for length in self.lengths)
+        names = ("dtype", "mask", "scale", "softcap", "precision", "sinks")
+        return AttentionCase(
+            *(self.name, self.sequences, max(self.each, default=0), self.capacity),
+            *(self.q_heads, self.kv_heads, self.head_dim, self.v_head_dim),
+            q_offset=offsets[0] if full and offsets else offsets,
+            q_lengths=self.rows,
+            kv_lengths=None if full else self.lengths,
+            **{name: getattr(self, name) for name in names},
+        )
+
+    def live_bytes(self) -> int:
+        """Bytes of K and V, and of their scales, that must be read: the rows that the mask and the
+        lengths leave.
+        """
+        rows = 0
+        for length, t in zip(self.lengths, self.each, strict=True):
+            low, high = self.mask.kv_range(length - t, length, length) if t else (0, 0)
+            rows += max(high - low, 0)
+        for size, count in self.shared:  # once for all that have them
+            rows -= (self.sequences - -(-self.sequences // size)) * count
+        dims = (self.head_dim,) if self.shared_kv else (self.head_dim, self.v_head_dim)
+        return rows * self.kv_heads * _row_bytes(dims, self.dtype, self.cache_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class AppendCase:
+    """One call of `append_kv`: `new_rows` rows into each of M caches that hold `lengths` rows; or
+    of `cache.keep`, after it.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    capacities: tuple[int, ...]  # per_sequence: one each, else one
+    new_rows: int = 1
+    new_lengths: tuple[int, ...] | None = None
+    dtype: str = "bfloat16"
+    kind: str = "per_sequence"
+    page_size: int | None = None
+    cache_dtype: str | None = None  # of a quantised cache; None: rows lie in `dtype`
+    kept: int | None = None  # in place of the append `cache.keep`: of the rows, so many, the last
+    labels: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def tags(self) -> frozenset[str]:
+        """The labels, and what the fields imply."""
+        flags = {
+            "quantized": self.cache_dtype,
+            "ragged": len(set(self.lengths)) > 1 or self.new_lengths is not None,
+            "chunk": self.new_rows > 1,
+            "kept": self.kept is not None,
+            "hv": self.head_dim != self.v_head_dim,
+            "small": self.sequences * self.kv_heads * max(self.capacities) * self.head_dim <= SMALL,
+        }
+        implied = {self.dtype, f"h{self.head_dim}", self.kind, f"m{self.sequences}"}
+        implied |= {self.cache_dtype} if self.cache_dtype else set()
+        return frozenset(self.labels) | implied | {name for name, on in flags.items() if on}
+
+    @property
+    def sequences(self) -> int:
+        """M."""
+        return len(self.lengths)
+
+    def arrays(self, seed: int = 0) -> dict[str, Any]:
+        """The new rows `[M, t, K, H]` of k and v, lengths before the append, new_lengths."""
+        m, t = self.sequences, self.new_rows
+        arrays = {
+            "k": _normal(seed, self.dtype, "k", (m, t, self.kv_heads, self.head_dim)),
+            "v": _normal(seed, self.dtype, "v", (m, t, self.kv_heads, self.v_head_dim)),
+            "lengths": jnp.array(self.lengths, jnp.int32),
+        }
+        if self.new_lengths is not None:
+            arrays["new_lengths"] = jnp.array(self.new_lengths, jnp.int32)
+        return arrays
+
+    def path(self) -> jax.Array:
+        """int32[M, kept]: none is written that another call reads, so that calls can repeat."""
+        assert self.kept is not None
+        rows = jnp.arange(self.new_rows - self.kept, self.new_rows, dtype=jnp.int32)
+        return jnp.broadcast_to(rows, (self.sequences, self.kept))
+
+    def moved_bytes(self) -> int:
+        """Bytes that must move: the new rows, read once and written once, with their scales; or
+        those that are kept.
+        """
+        if self.kept is not None:
+            row = _row_bytes((self.head_dim, self.v_head_dim), self.dtype, self.cache_dtype)
+            return 2 * self.sequences * self.kept * self.kv_heads * row
+        rows = (
+            sum(self.new_lengths)
+            if self.new_lengths is not None
+            else self.sequences * self.new_rows
+        )
+        dims = (self.head_dim, self.v_head_dim)
+        read = _row_bytes(dims, self.dtype, None)
+        return rows * self.kv_heads * (read + _row_bytes(dims, self.dtype, self.cache_dtype))
+
+
+def _heads(q_heads: int, kv_heads: int) -> str:
+    if q_heads == kv_heads:
+        return "mha"
+    return "mqa" if kv_heads == 1 else "gqa"
+
+
+def _kind(mask: Mask) -> str:
+    if mask.is_full or mask == CAUSAL:
+        return str(mask)
+    return "window" if mask.left is not None else "band"
+
+
+def _row_bytes(dims: tuple[int, ...], dtype: str, cache_dtype: str | None) -> int:
+    """Of one row of a kv head, K and V, in a cache: quantised ones have a float32 each beside."""
+    scales = 4 * len(dims) if cache_dtype else 0
+    return sum(dims) * jnp.dtype(cache_dtype or dtype).itemsize + scales
+
+
+def _normal(
+    seed: int, dtype: str, name: str, shape: tuple[int, ...], magnitude: float = 1.0
+) -> jax.Array:
+    tag = zlib.crc32(name.encode())
+    if math.prod(shape) <= 2**20:  # in NumPy: XLA compiles for every shape, 0.1 s each
+        values = np.random.default_rng((seed, tag)).standard_normal(shape, np.float32)
+        return jnp.array((values * np.float32(magnitude)).astype(jnp.dtype(dtype)))
+    return _draw_on_device(jax.random.fold_in(jax.random.key(seed), tag), shape, dtype, magnitude)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _draw_on_device(
+    key: jax.Array, shape: tuple[int, ...], dtype: str, magnitude: float
+) -> jax.Array:
+    return (jax.random.normal(key, shape, jnp.float32) * magnitude).astype(dtype)
+
+
+def _poison(
+    rows: jax.Array, lengths: tuple[int, ...] | None, axis: int, by: Any = math.nan
+) -> jax.Array:
+    """`rows` with `by` past the lengths along an axis; one that is broadcast stays as it is."""
+    if lengths is None or rows.shape[axis] == 1:
+        return rows
+    if len(rows) == 1:  # serves the longest, too
+        lengths = (max(lengths),)
+    shape = [1] * rows.ndim
+    shape[axis] = rows.shape[axis]
+    position = np.arange(rows.shape[axis]).reshape(shape)
+    past = position >= np.reshape(lengths, (-1,) + (1,) * (rows.ndim - 1))
+    if rows.size > 2**20:
+        return jnp.where(past, jnp.array(by, rows.dtype), rows)
+    return jnp.array(np.where(past, np.array(by, rows.dtype), rows))
+
+
+def _segment_ids(seed: int, segments: tuple[int, ...] | int, batch: int, length: int) -> np.ndarray:
+    if isinstance(segments, int):
+        return np.random.default_rng(seed).integers(0, segments, (batch, length)).astype(np.int32)
+    rows = []
+    for row in range(batch):
+        turn = row % len(segments)
+        ids = np.repeat(np.arange(len(segments)), segments[turn:] + segments[:turn])[:length]
+        rows.append(np.pad(ids, (0, length - len(ids)), constant_values=len(segments)))
+    return np.array(rows, np.int32).reshape(batch, length)
+
+
+def _mask_array(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    seen = np.random.default_rng(seed).random(shape) < 0.7
+    if shape[2] > 1:
+        seen[:, :, 1] = False  # a row that sees nothing
+    return seen

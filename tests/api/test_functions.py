@@ -1,0 +1,355 @@
+"""Masks and scores as functions: against dense arrays, by the reference; what is static about them,
+and what they refuse.
+"""
+
+import dataclasses
+import functools
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import attention
+from pallas_attn._autodiff import score_gradients
+from pallas_attn._call import device, dispatch
+from pallas_attn._functions import program as _program
+from pallas_attn.kernels.attention import linear_scores
+from tests.support import in_numpy
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+B, T, S, N, K, H = 2, 13, 17, 4, 2, 8
+rng = np.random.default_rng(5)
+
+
+def operands(dtype="float32"):
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H)
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def attended(*qkv, **options):
+    return in_numpy.call(functools.partial(pa.flash_attention, **options), *qkv)
+
+
+def random_mask(draw, depth=3):
+    """A mask of random parts, with its value at arrays of positions."""
+    if depth == 0:
+        a, b, c = (int(x) for x in draw.integers(1, 9, 3))
+        ids = draw.integers(0, 3, (B, S + 9)).astype(np.int32)
+        table = draw.integers(0, 2, (N, S)).astype(bool)
+        return [
+            lambda: pa.mask_fn(lambda b_, h, q, kv: (q // a + kv) % (b + 1) < c // 2),
+            lambda: pa.mask_fn(lambda b_, h, q, kv, i: i[b_, q] == i[b_, kv], ids),
+            lambda: pa.mask_fn(lambda b_, h, q, kv, t: t[h, jnp.clip(q - kv, 0, S - 1)], table),
+            lambda: pa.mask_fn(lambda b_, h, q, kv: (h + b_ + q * a) % 3 != kv % 2),
+            lambda: pa.Mask(a, b),
+        ][draw.integers(5)]()
+    one, other = random_mask(draw, depth - 1), random_mask(draw, depth - 1)
+    return [lambda: one & other, lambda: one | other, lambda: ~one][draw.integers(3)]()
+
+
+def dense(mask, q_offset=0):
+    if isinstance(mask, pa.Mask):
+        return np.broadcast_to(mask.dense(T, S, q_offset=q_offset), (B, N, T, S))
+    return mask.dense(T, S, q_offset=q_offset, batch=B, heads=N)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_masks_are_their_dense_arrays(seed):
+    mask = random_mask(np.random.default_rng(seed))
+    q, k, v = operands()
+    offset = [0, 5][seed % 2]
+    ids = rng.integers(0, 2, (B, S)).astype(np.int32)
+    segments = {"segment_ids": (ids[:, :T], ids)} if seed % 3 == 0 else {}
+    want = attended(q, k, v, mask_array=dense(mask, offset), q_offset=offset, **segments)
+    got = attended(q, k, v, mask=mask, q_offset=offset, **segments)
+    np.testing.assert_array_equal(got, want)
+    offsets = jnp.full(B, offset)
+    got = attended(q, k, v, mask=mask, q_offset=offsets, **segments)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_masks_combine_as_sets_of_keys():
+    window, even = pa.sliding_window(3), pa.mask_fn(lambda b, h, q, kv: kv % 2 == 0)
+    for combined, want in (
+        (window & even, dense(window) & dense(even)),
+        (even | pa.CAUSAL, dense(even) | dense(pa.CAUSAL)),
+        (~pa.CAUSAL, ~dense(pa.CAUSAL)),
+        (pa.CAUSAL | pa.Mask(0, 2), dense(pa.CAUSAL) | dense(pa.Mask(0, 2))),
+        (~even & pa.FULL, ~dense(even)),
+    ):
+        np.testing.assert_array_equal(dense(combined), want)
+
+
+def test_what_nobody_sees_gives_zeros():
+    q, k, v = operands()
+    nothing = pa.mask_fn(lambda b, h, q, kv: q < 0)
+    out, lse = pa.flash_attention_with_lse(q, k, v, mask=nothing)
+    assert not out.any() and (lse == -jnp.inf).all()
+
+
+def alibi_with_a_table(slopes, table):
+    def score(s, b, h, q, kv, slopes, table):
+        near = jnp.clip(q - kv + 8, 0, 15)
+        return 9 * jnp.tanh((s - slopes[h] * (q - kv)) / 9) + table[h, near]
+
+    return pa.score_fn(score, slopes, table)
+
+
+def test_scores_and_their_gradients():
+    q, k, v = operands()
+    slopes = jnp.asarray(rng.standard_normal(N), jnp.float32)
+    table = jnp.asarray(rng.standard_normal((N, 16)), jnp.float32)
+
+    def ours(q, k, slopes, table):
+        score = alibi_with_a_table(slopes, table)
+        return (pa.flash_attention(q, k, v, score=score, mask=pa.CAUSAL) ** 2).sum()
+
+    def written_out(q, k, slopes, table):
+        distance = (jnp.arange(T)[:, None] - jnp.arange(S)[None])[None]
+        logits = jnp.einsum("btkgh,bskh->bkgts", q.reshape(B, T, K, N // K, H), k)
+        logits = logits.reshape(B, N, T, S) * H**-0.5 - slopes[:, None, None] * distance.astype(
+            "float32"
+        )
+        logits = 9 * jnp.tanh(logits / 9) + table[:, jnp.clip(distance[0] + 8, 0, 15)]
+        probs = jax.nn.softmax(jnp.where(distance >= 0, logits, -jnp.inf))
+        probs = probs.reshape(B, K, N // K, T, S)
+        return (jnp.einsum("bkgts,bskh->btkgh", probs, v) ** 2).sum()
+
+    given = q, k, slopes, table
+    with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("allow"):
+        wanted = in_numpy.call(jax.grad(written_out, range(4)), *given)
+    found = in_numpy.call(jax.grad(ours, range(4)), *given)
+    for got, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+LINEAR = {
+    "alibi": lambda s, b, h, q, kv, m: s - m[h] * (q - kv),
+    "key alone": lambda s, b, h, q, kv, m: s - m[h] * kv,
+    "of a difference": lambda s, b, h, q, kv, m: m[h] * (7 - kv) + s,
+    "negated": lambda s, b, h, q, kv, m: s + -(m[h] * (kv - q)) - 0.5 * q,
+    "two slopes": lambda s, b, h, q, kv, m: m[h] * kv + s - m[q] * kv - m[b],
+    "row alone": lambda s, b, h, q, kv, m: s + m[h] * (q + b),
+}
+OTHER = {
+    "scaled": lambda s, b, h, q, kv, m: 2 * s + m[h] * kv,
+    "taken away": lambda s, b, h, q, kv, m: m[h] * kv - s,
+    "twice": lambda s, b, h, q, kv, m: s + s,
+    "square": lambda s, b, h, q, kv, m: s + m[h] * kv * kv,
+    "read": lambda s, b, h, q, kv, m: s + m[kv],
+    "rounded": lambda s, b, h, q, kv, m: s + (0.3 * kv).astype(jnp.int32),
+    "may wrap": lambda s, b, h, q, kv, m: s + kv * 2**20,
+    "chosen": lambda s, b, h, q, kv, m: jnp.where(kv > 4, s, m[h]),
+    "without a score": lambda s, b, h, q, kv, m: m[h] * kv,
+}
+
+
+def test_scores_that_are_a_slope_and_an_offset_a_row():
+    """What Hopper's forward takes as such is what the function gives, and no other one is taken."""
+    table = np.linspace(-1, 2, 16, dtype=np.float32)
+    row, first = (np.int32(1), np.int32(2), np.int32(9)), np.int32(64)
+    column, s = np.arange(16, dtype=np.int32), np.float32(0.25)
+    for name, f in LINEAR.items():
+        program = pa.score_fn(f, table).program
+        assert linear_scores.is_linear(program), name
+        values, arrays = _program.Broadcasting(), (jnp.asarray(table),)
+        found = linear_scores.evaluated(program, (*row, first), arrays, values)
+        slope = np.asarray(0 if found.slope is None else found.slope)
+        got = np.asarray(found.rest) + slope * column + s
+        want = _program.evaluate(program, (s, *row, first + column), arrays, values)
+        np.testing.assert_allclose(got, np.asarray(want), rtol=1e-5, err_msg=name)
+    for name, f in OTHER.items():
+        assert not linear_scores.is_linear(pa.score_fn(f, table).program), name
+
+
+def test_the_derivative_of_a_program_is_one():
+    score = alibi_with_a_table(jnp.arange(4.0), jnp.ones((4, 16)))
+    slope = _program.derivative(score.program)
+    assert slope.inputs == 5 and len(slope.arrays) == 1  # the table is gone
+    aux = _program.derivative_arrays(score.program, score.aux)
+    values = jnp.float32(1.5), 0, 2, jnp.int32(7), jnp.int32(3)
+    got = _program.evaluate(slope, values, aux, _program.Broadcasting())
+    assert got == pytest.approx(1 - np.tanh((1.5 - 2 * 4) / 9) ** 2, rel=1e-5)
+
+
+@pytest.mark.by_xla
+def test_jit_goes_by_what_functions_compute():
+    q, k, v = operands()
+    attend = jax.jit(lambda mask: pa.flash_attention(q, k, v, mask=mask))
+    for n in (3, 5, 3):
+        want = pa.flash_attention(q, k, v, mask_array=np.arange(S) < n)
+        got = attend(pa.mask_fn(lambda b, h, q, kv, n=n: kv < n))
+        np.testing.assert_allclose(got, want, atol=1e-6)
+    assert attend._cache_size() == 2
+    for n in (3, 5):
+        attend(pa.mask_fn(lambda b, h, q, kv, n: kv < n[b], jnp.full(B, n)))
+    assert attend._cache_size() == 3
+    assert pa.score_fn(lambda s, *_: s + 0.1).program != (
+        pa.score_fn(lambda s, *_: s + np.nextafter(np.float32(0.1), 1)).program
+    )
+
+
+def test_vmap_scan_and_remat():
+    q, k, v = operands()
+    limits = jnp.asarray([3, 9])
+
+    def attend(n, q):
+        mask = pa.mask_fn(lambda b, h, q, kv, n: kv < n, n) & pa.CAUSAL
+        return pa.flash_attention(q, k, v, mask=mask)
+
+    want = [attend(n, q) for n in limits]
+    np.testing.assert_allclose(jax.vmap(attend, (0, None))(limits, q), want, atol=1e-6)
+    got = jax.lax.scan(lambda _, n: (None, attend(n, q)), None, limits)[1]
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    loss = lambda f: jax.grad(lambda q: (f(limits[0], q) ** 2).sum())  # noqa: E731
+    np.testing.assert_allclose(loss(jax.checkpoint(attend))(q), loss(attend)(q), atol=1e-6)
+
+
+IDS = np.zeros((2, 5), np.int32)
+ERRORS = {
+    "mask_fn: expected a function, got int": lambda: pa.mask_fn(5),
+    "mask_fn: the function contains floor, which kernels do not compute; use integers: q // n": (
+        lambda: pa.mask_fn(lambda b, h, q, kv: jnp.floor(q / 2) > kv)
+    ),
+    "mask_fn: the function contains reduce_sum, which kernels do not compute; write the sum out, "
+    "or prepare it as an array and give it as aux": (
+        lambda: pa.mask_fn(lambda b, h, q, kv, ids: ids[b].sum() > kv, IDS)
+    ),
+    "mask_fn: expected a function that gives a bool, got int32; compare with something (x != 0), "
+    "or use score_fn for numbers that are added to scores": (
+        lambda: pa.mask_fn(lambda b, h, q, kv: q - kv)
+    ),
+    "mask_fn: expected a function that gives one scalar, got shapes [[5]]; positions are scalars, "
+    "and arrays are read at them: aux[b, q]": (
+        lambda: pa.mask_fn(lambda b, h, q, kv, ids: ids[b] == kv, IDS)
+    ),
+    "mask_fn: aux: expected arrays of some numbers, got float32[0]": (
+        lambda: pa.mask_fn(lambda b, h, q, kv, x: x[q] > kv, np.zeros(0, "float32"))
+    ),
+    "mask_fn: aux: expected arrays of some numbers, got complex64[2]": (
+        lambda: pa.mask_fn(lambda b, h, q, kv, x: x[q] == 1, np.zeros(2, "complex64"))
+    ),
+    "mask_fn: the function computes int8 (convert_element_type), and kernels compute numbers of 16 "
+    "and 32 bits; cast to one of those before": (
+        lambda: pa.mask_fn(lambda b, h, q, kv: (q * kv).astype(jnp.int8) > 0)
+    ),
+    "mask_fn: aux: expected arrays, got str as number 0": (
+        lambda: pa.mask_fn(lambda b, h, q, kv, x: q > kv, "abc")
+    ),
+    "mask_fn: the function captures a traced array, float32[]; pass it as aux, mask_fn(f, array), "
+    "and take it as an argument of f": (
+        lambda: jax.jit(lambda x: pa.mask_fn(lambda b, h, q, kv: q < x).aux)(jnp.float32(1))
+    ),
+    "score_fn: expected a function that gives a floating-point number, got bool; for a mask use "
+    "mask_fn": lambda: pa.score_fn(lambda s, b, h, q, kv: q > kv),
+    "mask: a mask function is neither true nor false; say &, | and ~ for and, or and not": (
+        lambda: pa.mask_fn(lambda b, h, q, kv: q > kv) and pa.CAUSAL
+    ),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_wrong_functions(message):
+    with pytest.raises(ValueError) as caught:
+        ERRORS[message]()
+    assert str(caught.value) == message
+
+
+PAIRS = {
+    "int32": list(itertools.product((-7, 3, 0, 12), repeat=2)),
+    "float32": list(itertools.product((-2.5, 0.3, 1.7, 3.0), repeat=2)),
+}
+
+
+@pytest.mark.by_xla
+def test_operations_have_jax_meaning():
+    """Those of the table are what jax computes."""
+    functions = {
+        "int32": [
+            lambda x, y: (x // 3) * 100 + x % 5 + jnp.sign(x) + abs(x) + (-y),
+            lambda x, y: ((x << 2) ^ (y >> 1)) | (x & 6) + jnp.clip(y, -2, 2) + ~x,
+            lambda x, y: jnp.where((x > y) & ~(x == 3) | (y != 0), x, jnp.minimum(x, y)) ** 2,
+        ],
+        "float32": [
+            lambda x, y: jnp.exp(x) + jnp.log(y * y + 1) + jnp.tanh(x) + jax.nn.sigmoid(y),
+            lambda x, y: jnp.sqrt(x * x) / (y**2 + 1) + jax.lax.rsqrt(y * y + 1) + x**3 + y**-2,
+            lambda x, y: jnp.maximum(x, y) - jnp.exp2(x) + jnp.abs(y) + jnp.sign(x) + jnp.square(y),
+        ],
+    }
+    for dtype, some in functions.items():
+        x, y = (jnp.asarray(side, dtype) for side in zip(*PAIRS[dtype], strict=True))
+        for f in some:
+            program, _ = _program.trace("f", f, (dtype,) * 2, ())
+            got = _program.evaluate(program, (x, y), (), _program.Broadcasting())
+            np.testing.assert_allclose(got, f(x, y), rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_refuse_arrays_that_they_cannot_count():
+    q = jax.ShapeDtypeStruct((1, 16, 4, 64), jnp.bfloat16)
+    seen = pa.mask_fn(lambda b, h, q, kv, t: t[h, q, kv] != 0, np.ones((1, 1, 1), np.int8))
+    arrays = (((4, 2**15, 2**14), "int32"),)
+    large = dataclasses.replace(seen.program, arrays=arrays)
+    aux = (jax.ShapeDtypeStruct(arrays[0][0], jnp.int32),)
+    with device.assume("sm90"), pytest.raises(pa.UnsupportedError, match="reads in 32 bits"):
+        attend = lambda q, mask: pa.flash_attention(q, q, q, mask=mask)  # noqa: E731
+        jax.eval_shape(attend, q, pa.MaskFunction(large, aux))
+
+
+def test_kernels_refuse_what_they_do_not_derive():
+    q, slopes = jnp.zeros((2, 16, 4, 64), jnp.bfloat16), jnp.ones(4)
+
+    def attend(q, slopes, bias=None, **options):
+        score = pa.score_fn(lambda s, b, h, q, kv, m: s - m[h] * (q - kv), slopes)
+        out = pa.flash_attention(q, q, q, score=score, bias=bias, **options)
+        return out.astype(jnp.float32).sum()
+
+    bias = jnp.zeros((1, 4, 16, 16))
+    with device.assume("sm90"):
+        assert jax.eval_shape(jax.grad(attend), q, slopes).shape == q.shape
+        assert jax.eval_shape(jax.grad(attend, 1), q, slopes).shape == slopes.shape
+        jax.eval_shape(attend, q, slopes, bias)
+        with pytest.raises(pa.UnsupportedError, match="no gradient of a bias beside functions"):
+            jax.eval_shape(jax.grad(attend), q, slopes, bias)
+
+
+@pytest.mark.by_xla
+@pytest.mark.parametrize("facts", [{}, {"q_lengths": (9, 13), "bias": True, "q_offset": (3, 0)}])
+def test_gradients_of_what_a_score_reads(monkeypatch, facts):
+    """Slab by slab, and of bfloat16 summed in float32, beside those of the reference as a whole."""
+    q, k, v = operands()
+    given = {"mask": pa.CAUSAL}
+    if facts:
+        given["q_lengths"] = np.array(facts["q_lengths"], np.int32)
+        given["q_offset"] = np.array(facts["q_offset"], np.int32)
+        given["bias"] = jnp.asarray(rng.standard_normal((1, N, T, S)), jnp.float32)
+    slopes = jnp.asarray(rng.standard_normal(N), jnp.float32)
+    table = jnp.asarray(rng.standard_normal((N, 16)), jnp.bfloat16)
+    monkeypatch.setattr(score_gradients, "SLAB", 5 * B * N * S)
+    weights = jnp.asarray(rng.standard_normal((B, N, T)), jnp.float32)
+
+    def loss(results):
+        out, lse = results
+        return (out**2).sum() + jnp.where(lse > -jnp.inf, lse * weights, 0).sum()
+
+    def attend(slopes, table, q):
+        score = alibi_with_a_table(slopes, table)
+        return loss(pa.flash_attention_with_lse(q, k, v, score=score, **given))
+
+    def attached(slopes, table, q):
+        kernel = lambda problem, _, inputs: dispatch.by_definition(inputs, problem)  # noqa: E731
+        with monkeypatch.context() as changed:
+            changed.setattr(attention, "_kernel_attention", kernel)
+            changed.setattr(dispatch, "select", lambda *_: types.SimpleNamespace(name="kernel"))
+            return attend(slopes, table, q)
+
+    wide = table.astype(jnp.float32)
+    wanted = in_numpy.call(jax.grad(attend, (0, 1, 2)), slopes, wide, q)
+    found = in_numpy.call(jax.grad(attached, (0, 1, 2)), slopes, table, q)
+    assert found[1].dtype == jnp.bfloat16
+    for got, want, tolerance in zip(found, wanted, (1e-4, 1e-2, 1e-4), strict=True):
+        np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=tolerance, atol=tolerance)

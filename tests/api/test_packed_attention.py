@@ -1,0 +1,177 @@
+"""Packed rows: `flash_attention(q_starts=, kv_starts=)` is attention of each sequence by itself.
+
+The oracle is that of sequences in batch rows of their own, filled up to one length: see `Packed`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import CAUSAL, FULL, Mask, sliding_window
+from tests.support import budget, subjects
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+LEAST, MOST = -(2**31), 2**31 - 1
+FLOATS = ("q", "k", "v", "sinks")
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A call, by what `starts` mean; `given` are those of the call, where they are others."""
+
+    q_starts: tuple[int, ...]
+    kv_starts: tuple[int, ...] | None = None
+    rows: int = 200  # of q
+    keys: int = 200
+    q_offset: int | tuple[int, ...] = 0
+    sinks: bool = False
+    heads: tuple[int, int] = (2, 1)
+    dim: int = 64
+    static: tuple = ()
+    given: tuple = ()
+
+    @property
+    def both(self):
+        return self.q_starts, self.q_starts if self.kv_starts is None else self.kv_starts
+
+    def arrays(self, dtype: str) -> dict:
+        """What lies past the last start is NaN."""
+        rng, (n, k) = np.random.default_rng(0), self.heads
+        sizes = {"q": (self.rows, n), "k": (self.keys, k), "v": (self.keys, k)}
+        found = {}
+        for name, size in sizes.items():
+            x = rng.standard_normal((*size, self.dim)).astype(np.float32)
+            x[self.both[name != "q"][-1] :] = np.nan
+            found[name] = jnp.asarray(x, dtype)
+        if self.sinks:
+            found["sinks"] = jnp.asarray(rng.standard_normal(n), jnp.float32)
+        return found
+
+    def starts(self) -> dict:
+        q_starts, kv_starts = self.given or (self.q_starts, self.kv_starts)
+        found = {"q_starts": q_starts, "kv_starts": kv_starts}
+        if not isinstance(self.q_offset, int):
+            found["q_offset"] = self.q_offset
+        return {n: jnp.asarray(x, jnp.int32) for n, x in found.items() if x is not None}
+
+    def options(self) -> dict:
+        static = dict(self.static)
+        return static | {"q_offset": self.q_offset} if isinstance(self.q_offset, int) else static
+
+    def apart(self, name: str, x) -> np.ndarray:
+        """[rows, ..] -> [M, the longest, ..], with 0 past each end."""
+        starts, x = self.both[name in ("k", "v")], np.asarray(x)
+        counts = np.diff(starts)
+        found = np.zeros((len(counts), max((*counts, 1)), *x.shape[1:]), x.dtype)
+        for i, count in enumerate(counts):
+            found[i, :count] = x[starts[i] : starts[i] + count]
+        return found
+
+    def expected(self, arrays: dict, do, dlse) -> budget.Expected:
+        args = {name: self.apart(name, x) for name, x in arrays.items() if name != "sinks"}
+        lengths = {"q_lengths": self.both[0], "kv_lengths": self.both[1]}
+        args |= {name: np.diff(starts).astype(np.int32) for name, starts in lengths.items()}
+        if self.sinks:
+            args["sinks"] = arrays["sinks"]
+        if not isinstance(self.q_offset, int):
+            args["q_offset"] = np.asarray(self.q_offset, np.int32)
+        do, dlse = self.apart("q", do), np.swapaxes(self.apart("q", dlse.T), 1, 2)
+        static = {name: x for name, x in self.options().items() if name != "deterministic"}
+        return budget.attention(args | static, do, dlse, tensor_cores=True)
+
+
+def with_gradients(arrays, starts, do, dlse, *, implementation, **static):
+    """out and lse, and the gradients of what counts of them."""
+    call = functools.partial(pa.flash_attention_with_lse, implementation=implementation)
+    floats = {name: arrays[name] for name in FLOATS if name in arrays}
+    (out, lse), pull = jax.vjp(lambda floats: call(**floats, **starts, **static), floats)
+    (grads,) = pull((do.astype(out.dtype), dlse))
+    return {"out": out, "lse": lse} | {f"d{name}": x for name, x in grads.items()}
+
+
+ALIKE = (3, 3, 40, 105, 105, 190)
+OTHER = (0, 60, 61, 61, 150, 188)
+CASES = {
+    "causal": Packed(ALIKE, static=(("mask", CAUSAL),)),
+    "sinks_softcap": Packed(
+        ALIKE, sinks=True, static=(("mask", sliding_window(30)), ("softcap", 20.0))
+    ),
+    "other_keys": Packed(ALIKE, OTHER, static=(("mask", FULL),)),
+    "offsets": Packed(
+        *((0, 20, 21, 90, 180), (0, 75, 170, 230, 290)),
+        keys=300,
+        q_offset=(55, 94, -9, 2),
+        static=(("mask", CAUSAL),),
+    ),
+    "window_offsets": Packed(
+        *((0, 20, 21, 90, 180), (4, 75, 170, 230, 290)),
+        keys=300,
+        q_offset=30,
+        sinks=True,
+        static=(("mask", Mask(60, 3)), ("deterministic", True)),
+    ),
+}
+# Any int32 in starts: what it means, and what is given.
+WILD = {
+    "descending": Packed((5, 5, 90, 90, 200), given=((5, 2, 90, LEAST, MOST), None)),
+    "outside": Packed(
+        (0, 200, 200), (0, 0, 150), 200, 150, given=((-7, 201, 3), (LEAST, -1, MOST))
+    ),
+    "nobody": Packed((0, 0, 0), given=((LEAST, -1, 0), None)),
+    "no_sequence": Packed((100, 100), given=((100,), None)),
+}
+BOTH = "flash_forward", "flash_backward"
+
+
+def check(subject, one: Packed):
+    arrays, rng = one.arrays(subject.dtype), np.random.default_rng(1)
+    do = rng.standard_normal((one.rows, one.heads[0], one.dim)).astype(np.float32)
+    do = np.array(jnp.asarray(do, subject.dtype), np.float32)
+    dlse = rng.standard_normal((one.heads[0], one.rows)).astype(np.float32)
+    expected = one.expected(arrays, do, dlse)
+    for x in (do, dlse.T):
+        x[one.q_starts[-1] :] = np.nan
+    got = subject.call(with_gradients, arrays, one.starts(), jnp.asarray(do), jnp.asarray(dlse),
+                       **one.options())  # fmt: skip
+    got = jax.tree.map(np.array, got)
+    parts = {}
+    for name, x in got.items():
+        if name == "dsinks":
+            parts[name] = x
+            continue
+        rows = x.T if name == "lse" else x
+        starts = one.both[name in ("dk", "dv")]
+        for free in (rows[: starts[0]], rows[starts[-1] :]):
+            np.testing.assert_array_equal(free, -np.inf if name == "lse" else 0.0, err_msg=name)
+        apart = one.apart("k" if name in ("dk", "dv") else "q", rows)
+        if name == "lse":
+            apart[np.arange(apart.shape[1])[None] >= np.diff(starts)[:, None]] = -np.inf
+        parts[name] = np.swapaxes(apart, 1, 2) if name == "lse" else apart
+    budget.check(parts, expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("subject", subjects.rows(*BOTH, but=("interpreted",)))
+def test_each_sequence_by_itself(subject, name):
+    check(subject, CASES[name])
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", ["sinks_softcap", "window_offsets"])  # the kernels' two ways
+@pytest.mark.parametrize(
+    "subject", [x for x in subjects.ROWS if x.generation], ids=lambda x: x.name
+)
+def test_interpreted(subject, name):
+    check(subject, CASES[name])
+
+
+@pytest.mark.parametrize("name", WILD)
+@pytest.mark.parametrize("subject", subjects.rows(*BOTH, but=("interpreted",)))
+def test_any_starts(subject, name):
+    check(subject, dataclasses.replace(WILD[name], static=(("mask", CAUSAL),)))

@@ -1,0 +1,325 @@
+"""Appending, through the public API: every element of both buffers, in place, in any loop."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import PagedCache, PerSequenceCache, StackedCache
+from pallas_attn._call import reference
+from tests.support import append_cases, subjects, witness
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+SENTINEL = -77.0
+KINDS = ("per_sequence", "stacked", "paged")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+each_subject = pytest.mark.parametrize("subject", subjects.rows("append"))
+
+
+def new_rows(rng, *shape, dtype="float32"):
+    return rng.standard_normal(shape).astype(jnp.dtype(dtype))
+
+
+def same(got, want):
+    for have, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        have, wanted = np.asarray(have), np.asarray(wanted)
+        assert have.dtype == wanted.dtype
+        np.testing.assert_array_equal(have, wanted)
+
+
+@pytest.mark.by_xla
+@each_subject
+def test_the_ancestors_append(rng, subject):
+    """M = 4, K = 8, H = 128, capacity 64, length 4: all at once is four times one, bit for bit."""
+    k_caches, v_caches = (
+        [new_rows(rng, 8, 64, 128, dtype="bfloat16") for _ in range(4)] for _ in range(2)
+    )
+    k, v = (new_rows(rng, 4, 8, 128, dtype="bfloat16") for _ in range(2))
+    before = np.full(4, 4, np.int32)
+    got_k, got_v = subject.call(pa.append_kv_arrays, k_caches, v_caches, k, v, before)
+    alone = functools.partial(subject.call, pa.append_kv_arrays)
+    for m in range(4):
+        for got, caches, rows in ((got_k, k_caches, k), (got_v, v_caches, v)):
+            single, none = alone(caches[m : m + 1], None, rows[m : m + 1], None, before[:1])
+            assert none is None
+            same(got[m], single[0])
+            wanted = caches[m].copy()
+            wanted[:, 4] = rows[m]
+            same(got[m], wanted)
+
+
+STARTS = {
+    "t1": (1, None, (0, 1, 9, 10, 13, 5, -1)),
+    "t3": (3, None, (0, 1, 7, 8, 10, -1, -(2**31))),
+    "ragged": (3, (0, 1, 2, 3, 3, -5, 99), (0, 1, 8, 9, 2, 4, 7)),
+    "longer_than_the_cache": (12, None, (0, 1, 9, 10, 13, 5, -1)),
+}
+
+
+@each_subject
+@pytest.mark.parametrize("v_dim", [6, None])
+@pytest.mark.parametrize("name", STARTS)
+def test_every_element_of_separate_arrays(rng, subject, name, v_dim):
+    """Capacity 10 and 12 in turn; lengths 0, 1, capacity - 1, capacity, past it, and negative."""
+    count, new_lengths, starts = STARTS[name]
+    lengths = None if new_lengths is None else np.array(new_lengths, np.int32)
+    starts = np.array(starts, np.int32)
+    capacities = [10 + 2 * (m % 2) for m in range(len(starts))]
+    rows, caches = [], []
+    for dim in (4, v_dim):
+        if dim is None:
+            rows, caches = [*rows, None], [*caches, None]
+            continue
+        rows.append(new_rows(rng, len(starts), count, 2, dim))
+        caches.append([np.full((2, c, dim), SENTINEL, np.float32) for c in capacities])
+    got = subject.call(pa.append_kv_arrays, *caches, *rows, starts, new_lengths=lengths)
+    for have, cache, new in zip(got, caches, rows, strict=True):
+        if cache is None:
+            assert have is None
+        else:
+            assert isinstance(have, tuple)
+            same(have, tuple(witness.append(cache, new, starts, lengths)))
+
+
+# The arrays-level call is told where rows begin; from_end is write_kv's, tested with the caches.
+SMALL = [case for case in append_cases.CASES if case.sequences * case.new_rows < 300]
+
+
+# XLA's older way to LLVM, which conftest.py asks for, may change the bits of a NaN of bfloat16.
+NEWER_WAY = {"xla_backend_extra_options": ""}
+
+
+@pytest.mark.parametrize("case", [case for case in SMALL if not case.from_end], ids=str)
+def test_reference_writes_what_the_kernels_must(rng, case):
+    inputs = case.draw(rng)
+    call = functools.partial(pa.append_kv_arrays, implementation="reference")
+    if case.packed:  # which only those with a cache are offered
+        call = functools.partial(reference.append, owners=inputs.owners)
+    got = jax.jit(call, compiler_options=NEWER_WAY)(
+        inputs.k_cache,
+        inputs.v_cache,
+        inputs.k,
+        inputs.v,
+        inputs.start,
+        new_lengths=inputs.new_lengths,
+        page_table=inputs.page_table,
+        layer=inputs.layer,
+    )
+    append_cases.assert_same_bytes(got[:2], case.expected(inputs))
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int8", "int64", "uint16"])
+def test_lengths_of_any_integer_type(rng, dtype):
+    cache, rows = np.zeros((2, 1, 4, 2), np.float32), new_rows(rng, 2, 1, 1, 2)
+    lengths = np.array([1, 3])
+    wanted = pa.append_kv_arrays(cache, None, rows, None, lengths.astype(np.int32))
+    got = pa.append_kv_arrays(cache, None, rows, None, lengths.astype(dtype))
+    same(got, wanted)
+    np.testing.assert_array_equal(np.asarray(got[0])[1, :, 3], rows[1, 0])
+
+
+def test_a_length_of_more_than_32_bits_writes_nothing(rng):
+    cache, rows = np.zeros((2, 1, 4, 2), np.float32), new_rows(rng, 2, 1, 1, 2)
+    for wide in (np.array([2**32, 2**32 + 1]), np.array([-(2**32), -(2**63)])):
+        assert not pa.append_kv_arrays(cache, None, rows, None, wide)[0].any()
+        with jax.enable_x64(True):
+            append = jax.jit(lambda at: pa.append_kv_arrays(cache, None, rows, None, at)[0])
+            assert not append(wide).any()
+
+
+def create(kind, layers=None, dtype="float32"):
+    """Three sequences of capacity 8 (the first of 6 where capacities may differ), all sentinels."""
+    cache = {
+        "per_sequence": lambda **x: PerSequenceCache.create((6, 8, 8), 2, 4, **x),
+        "stacked": lambda **x: StackedCache.create(3, 8, 2, 4, **x),
+        "paged": lambda **x: PagedCache.create(3, 13, 2, 2, 4, capacity=8, **x),
+    }[kind](layers=layers, v_head_dim=6, dtype=dtype)
+    k, v = jax.tree.map(lambda x: jnp.full(x.shape, SENTINEL, x.dtype), (cache.k, cache.v))
+    return type(cache)(**{**vars(cache), "k": k, "v": v})
+
+
+def dense(cache):
+    """(k, v) as NumPy: a list of M arrays [..., K, rows, H], pages in the order of the table."""
+
+    def one(pool):
+        if cache.kind == "per_sequence":
+            return [np.asarray(x) for x in pool]
+        pool = np.asarray(pool)
+        if cache.kind == "stacked":
+            return list(np.moveaxis(pool, -4, 0))
+        rows = []
+        for pages in np.asarray(cache.page_table):
+            held = np.moveaxis(pool[..., pages[pages >= 0], :, :, :], -4, -3)
+            rows.append(held.reshape(*held.shape[:-3], -1, held.shape[-1]))
+        return rows
+
+    return one(cache.k), one(cache.v)
+
+
+def in_columns_of(buffer, rows):
+    """`rows` with as many columns as `buffer`, zeros after their own: made for a GPU, a cache may
+    have more columns than were asked for.
+    """
+    more = buffer.shape[-1] - rows.shape[-1]
+    return np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, more)])
+
+
+def check_rows(cache, written):
+    """Rows `written[m]` [n, K, ...] (k, v) in front, sentinels everywhere else in the buffers."""
+    total = 0
+    for side, got in enumerate(dense(cache)):
+        for m, rows in enumerate(written):
+            have = got[m]
+            count = min(len(rows[side]), have.shape[1])
+            new = in_columns_of(have, rows[side][:count])
+            np.testing.assert_array_equal(have[:, :count], np.moveaxis(new, 0, 1))
+            total += have[:, :count].size
+    buffers = jax.tree.leaves((cache.k, cache.v))
+    assert sum((np.asarray(x) != SENTINEL).sum() for x in buffers) == total
+
+
+@pytest.mark.by_xla
+@each_subject
+@every_kind
+def test_append_kv_fills_every_kind(rng, subject, kind):
+    """Three appends, ragged ones among them, until one sequence overflows."""
+    cache, written = create(kind), [[[], []] for _ in range(3)]
+    for t, counts in ((1, None), (4, (4, 0, 2)), (3, None), (2, (2, 9, -1))):
+        k, v = new_rows(rng, 3, t, 2, 4), new_rows(rng, 3, t, 2, 6)
+        taken = np.clip(t if counts is None else counts, 0, t) * np.ones(3, int)
+        lengths = None if counts is None else np.array(counts, np.int32)
+        cache = subject.call(pa.append_kv, cache, k, v, new_lengths=lengths)
+        np.testing.assert_array_equal(cache.new_lengths, taken)
+        for m in range(3):
+            written[m][0] += list(k[m, : taken[m]])
+            written[m][1] += list(v[m, : taken[m]])
+    np.testing.assert_array_equal(cache.lengths, [10, 6, 6])
+    np.testing.assert_array_equal(cache.overflowed, [True, False, False])
+    check_rows(cache, [[np.array(side) for side in rows] for rows in written])
+
+
+@each_subject
+@every_kind
+@pytest.mark.parametrize("traced", [False, True])
+def test_write_kv_into_layers(rng, subject, kind, traced):
+    """One extend, then each layer's rows: its own layer and nothing else."""
+    cache = create(kind, layers=3).extend(jnp.asarray([2, 0, 1], jnp.int32))
+    k, v = new_rows(rng, 3, 3, 2, 2, 4), new_rows(rng, 3, 3, 2, 2, 6)
+    for layer in (2, 0):
+        index = jnp.int32(layer) if traced else layer
+        cache = subject.call(pa.write_kv, cache, k[layer], v[layer], layer=index)
+    for side, new in enumerate((k, v)):
+        for m, rows in enumerate(dense(cache)[side]):
+            count = [2, 0, 1][m]
+            wanted = np.full_like(rows, SENTINEL)
+            for layer in (2, 0):
+                taken = in_columns_of(rows, new[layer, m, :count])
+                wanted[layer, :, :count] = np.moveaxis(taken, 0, 1)
+            np.testing.assert_array_equal(rows, wanted)
+    if traced:
+        before = cache
+        for layer in (3, -1, 2**31 - 1):
+            cache = subject.call(pa.write_kv, cache, k[0], v[0], layer=jnp.int32(layer))
+        same(cache, before)
+
+
+@each_subject
+@every_kind
+def test_rows_are_cast_to_the_caches_dtype(rng, subject, kind):
+    k, v = new_rows(rng, 3, 1, 2, 4) * 100, new_rows(rng, 3, 1, 2, 6)
+    cache = subject.call(pa.append_kv, create(kind, dtype="float16"), k, v)
+    check_rows(cache, [[k[m].astype(np.float16), v[m].astype(np.float16)] for m in range(3)])
+
+
+@every_kind
+def test_no_rows_no_change(kind):
+    cache = create(kind).extend(0)
+    got = pa.append_kv(cache, jnp.zeros((3, 0, 2, 4)), jnp.zeros((3, 0, 2, 6)))
+    same(got, cache)
+
+
+@pytest.mark.parametrize("page", [-1, -2, 5, 2**31 - 1, -(2**31)])
+def test_a_page_outside_of_the_pool_drops_its_rows(rng, page):
+    pool = np.full((5, 1, 2, 3), SENTINEL, np.float32)
+    table = np.array([[4, page, 0], [page, 1, 2]], np.int32)
+    rows = new_rows(rng, 2, 4, 1, 3)
+    got, _ = pa.append_kv_arrays(pool, None, rows, None, np.array([1, 0]), page_table=table)
+    wanted = pool.copy()
+    wanted[4, :, 1] = rows[0, 0]
+    wanted[0, :, 0] = rows[0, 3]
+    wanted[1, :, 0], wanted[1, :, 1] = rows[1, 2], rows[1, 3]
+    np.testing.assert_array_equal(got, wanted)
+
+
+# ---- in place -------------------------------------------------------------------------------
+
+
+def pointers(tree):
+    return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)]
+
+
+def big(kind):
+    """Large enough that a copy of it stands out in the HLO: no other array has its shapes."""
+    sizes = {"kv_heads": 2, "head_dim": 16, "layers": 2, "dtype": "float32"}
+    if kind == "per_sequence":
+        return PerSequenceCache.create((96, 112), **sizes)
+    if kind == "stacked":
+        return StackedCache.create(2, 112, **sizes)
+    return PagedCache.create(2, 56, 4, capacity=112, **sizes)
+
+
+def step(cache, k, v):
+    """One token in both layers."""
+    cache = cache.extend(1)
+    for layer in range(2):
+        cache = pa.write_kv(cache, k, v, layer=layer)
+    return cache
+
+
+def layers(cache, k, v):
+    cache = cache.extend(1)
+    body = lambda cache, layer: (pa.write_kv(cache, k, v, layer=layer), None)  # noqa: E731
+    return jax.lax.scan(body, cache, jnp.arange(2, dtype=jnp.int32))[0]
+
+
+def steps(cache, k, v):
+    return jax.lax.fori_loop(0, 5, lambda _, cache: step(cache, k, v), cache)
+
+
+@pytest.mark.by_xla
+@every_kind
+@pytest.mark.parametrize("loop", [step, layers, steps])
+def test_donated_buffers_are_updated_in_place(rng, kind, loop):
+    cache = big(kind)
+    rows = jnp.asarray(new_rows(rng, 2, 1, 2, 16))
+    compiled = jax.jit(loop, donate_argnums=0).lower(cache, rows, rows).compile()
+    shapes = {",".join(map(str, x.shape)) for x in jax.tree.leaves((cache.k, cache.v))}
+    copies = [
+        line
+        for line in compiled.as_text().splitlines()
+        if re.search(rf"= f32\[({'|'.join(shapes)})\]\S* copy\(", line)
+    ]
+    assert not copies
+    before = pointers((cache.k, cache.v))
+    lengths = np.asarray(cache.lengths)
+    after = compiled(cache, rows, rows)
+    assert pointers((after.k, after.v)) == before
+    assert all(x.is_deleted() for x in jax.tree.leaves((cache.k, cache.v)))
+    np.testing.assert_array_equal(after.lengths, lengths + (5 if loop is steps else 1))
+
+
+@pytest.mark.by_xla
+@every_kind
+def test_without_donation_the_callers_cache_is_left_alone(rng, kind):
+    """Without donation the buffers are copied, and the pointers show it."""
+    cache = big(kind)
+    rows = jnp.asarray(new_rows(rng, 2, 1, 2, 16))
+    before = pointers((cache.k, cache.v))
+    after = jax.jit(step)(cache, rows, rows)
+    assert not set(pointers((after.k, after.v))) & set(before)
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves((cache.k, cache.v)))

@@ -1,0 +1,374 @@
+"""Decoding over the three caches: the same as attention over the whole sequence, token by token.
+
+Kernels in the interpreter have the same options and lengths in
+tests/kernels/decode/test_decode_kernel.py and test_cases.py, so most tests here leave them out.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import (
+    CAUSAL,
+    FULL,
+    Mask,
+    PagedCache,
+    PerSequenceCache,
+    StackedCache,
+    sliding_window,
+)
+from tests.support import budget, subjects
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+KINDS = ("per_sequence", "stacked", "paged")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+each_subject = pytest.mark.parametrize("subject", subjects.rows("decode", but=("interpreted",)))
+each_subject_interpreted_too = pytest.mark.parametrize("subject", subjects.rows("decode"))
+CAPACITY, KV_HEADS, GROUP, DIM, V_DIM, PAGE = 24, 2, 2, 64, 64, 4
+
+
+def rows(rng, sequences, count, dtype, heads=KV_HEADS, dims=(DIM, V_DIM)):
+    """q, k and v of `count` tokens, [M, count, ..., H]."""
+    shapes = ((heads * GROUP, dims[0]), (heads, dims[0]), (heads, dims[1]))
+    return [
+        jnp.asarray(rng.standard_normal((sequences, count, *shape)).astype(jnp.dtype(dtype)))
+        for shape in shapes
+    ]
+
+
+def empty(kind, sequences, dtype, layers=None):
+    sizes = {"kv_heads": KV_HEADS, "head_dim": DIM, "v_head_dim": V_DIM}
+    sizes |= {"dtype": dtype, "layers": layers}
+    if kind == "per_sequence":
+        return PerSequenceCache.create([CAPACITY + 2 * m for m in range(sequences)], **sizes)
+    if kind == "stacked":
+        return StackedCache.create(sequences, CAPACITY, **sizes)
+    pages = sequences * CAPACITY // PAGE
+    return PagedCache.create(sequences, pages, PAGE, capacity=CAPACITY, **sizes)
+
+
+def holding(rng, kind, k, v, lengths, *, layers=None, layer=None, fill=0.0):
+    """A cache whose sequence m holds the first lengths[m] rows of k, v [M, S, K, H], and `fill`
+    wherever nothing was written; in layer `layer`, with noise in the others.
+    """
+    cache = empty(kind, len(lengths), k.dtype, layers)
+    wanted = np.minimum(lengths, CAPACITY)
+    changes = {"lengths": jnp.asarray(lengths, jnp.int32)}
+    changes["new_lengths"] = jnp.zeros(len(lengths), jnp.int32)
+    if kind == "paged":
+        order = rng.permutation(cache.pages).reshape(len(lengths), -1).astype(np.int32)
+        needed = np.arange(order.shape[1])[None] * PAGE < wanted[:, None]
+        changes["page_table"] = jnp.asarray(np.where(needed, order, -1))
+    for name, new in (("k", np.asarray(k)), ("v", np.asarray(v))):
+        buffers = [np.array(x) for x in jax.tree.leaves(getattr(cache, name))]
+        for x in buffers:
+            x[...] = fill
+        lead = () if layers is None else (layer,)
+        for m, i in ((m, i) for m, length in enumerate(wanted) for i in range(length)):
+            if kind == "per_sequence":
+                buffers[m][(*lead, slice(None), i)] = new[m, i]
+            elif kind == "stacked":
+                buffers[0][(*lead, m, slice(None), i)] = new[m, i]
+            else:
+                buffers[0][(*lead, order[m, i // PAGE], slice(None), i % PAGE)] = new[m, i]
+        if layers is not None:
+            for x in buffers:
+                others = [i for i in range(layers) if i != layer]
+                x[others] = rng.standard_normal((len(others), *x.shape[1:]))
+        arrays = tuple(jnp.asarray(x) for x in buffers)
+        changes[name] = arrays if kind == "per_sequence" else arrays[0]
+    return dataclasses.replace(cache, **changes)
+
+
+def expected(q, k, v, lengths, mask=CAUSAL, *, tensor_cores=False, **options):  # noqa: PLR0913
+    """Attention over each whole sequence, the last rows of it; see budget."""
+    lengths = np.asarray(lengths, np.int32)
+    arguments = {"q": q, "k": k, "v": v, "kv_lengths": lengths, "mask": mask}
+    arguments |= {"q_offset": lengths - q.shape[1]} | options
+    return budget.attention(arguments, tensor_cores=tensor_cores)
+
+
+OPTIONS = {
+    "plain": {},
+    "window": {"mask": sliding_window(5)},
+    "band": {"mask": Mask(7, -1)},
+    "softcap_scale": {"softcap": 3.0, "scale": 0.3},
+    "scale_negative": {"scale": -0.1},
+    "scale_tiny": {"scale": 1e-45, "mask": sliding_window(3)},  # 0 to a GPU: not to meet -inf
+    "sinks": {"sinks": np.linspace(-1, 2, KV_HEADS * GROUP, dtype=np.float32)},
+}
+LENGTHS = (0, 1, 3, 4, 5, CAPACITY - 1, CAPACITY)
+
+
+# What follows the rows is the same for every kind, but for a mask, which says where they begin.
+@each_subject
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        (kind, name)
+        for kind in KINDS
+        for name in OPTIONS
+        if kind == "paged" or name in ("plain", "window", "band")
+    ],
+)
+@pytest.mark.parametrize("count", [1, 4])
+def test_lengths_and_options(rng, subject, kind, name, count):
+    """Lengths around a page's edge, 0 and the capacity; row i of t stands at length - t + i."""
+    if name == "band" and count == 1:
+        count = 2
+    _, k, v = rows(rng, len(LENGTHS), CAPACITY, subject.dtype)
+    q = rows(rng, len(LENGTHS), count, subject.dtype)[0]
+    cache = holding(rng, kind, k, v, LENGTHS, fill=np.nan)
+    out, lse = subject.call(pa.decode_attention_with_lse, q, cache, **OPTIONS[name])
+    assert out.dtype == q.dtype and lse.dtype == jnp.float32
+    options = OPTIONS[name] | {"tensor_cores": subject.tensor_cores}
+    budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **options))
+    assert not np.asarray(out[0]).any() and (np.asarray(lse[0]) == -np.inf).all()
+
+
+@each_subject
+@every_kind
+@pytest.mark.parametrize("name", ["plain", "window"])
+def test_token_by_token_and_in_chunks(rng, subject, kind, name):
+    """Append and decode, 1 to 5 tokens at a time: flash_attention of the concatenation."""
+    q, k, v = rows(rng, 2, 16, subject.dtype)
+    options = OPTIONS[name]
+    mask = options.get("mask", CAUSAL)
+    arguments = {"q": q, "k": k, "v": v, "mask": mask}
+    wanted = budget.attention(arguments, tensor_cores=subject.tensor_cores)
+
+    def step(cache, q, k, v, *, implementation):
+        cache = pa.append_kv(cache, k, v, implementation=implementation)
+        return cache, pa.decode_attention_with_lse(
+            q, cache, implementation=implementation, **options
+        )
+
+    cache, outs, lses = empty(kind, 2, subject.dtype), [], []
+    at = 0
+    for count in (1, 1, 1, 5, 1, 5, 1, 1):
+        here = slice(at, at + count)
+        cache, (out, lse) = subject.call(step, cache, q[:, here], k[:, here], v[:, here])
+        outs, lses, at = [*outs, out], [*lses, lse], at + count
+    got = {"out": np.concatenate(outs, 1), "lse": np.concatenate(lses, 2)}
+    budget.check(got, wanted)
+    np.testing.assert_array_equal(cache.lengths, [16, 16])
+
+
+@each_subject
+@every_kind
+def test_what_lies_past_a_length_moves_nothing(rng, subject, kind):
+    lengths = (0, 1, 7, CAPACITY)
+    _, k, v = rows(rng, 4, CAPACITY, subject.dtype)
+    q = rows(rng, 4, 2, subject.dtype)[0]
+    clean, nan, inf = (
+        subject.call(
+            pa.decode_attention_with_lse,
+            q,
+            holding(np.random.default_rng(1), kind, k, v, lengths, fill=fill),
+        )
+        for fill in (0.0, np.nan, np.inf)
+    )
+    for got in (nan, inf):
+        for have, want in zip(got, clean, strict=True):
+            np.testing.assert_array_equal(have, want)
+    assert np.isfinite(np.asarray(clean[0], np.float32)).all()
+
+
+@pytest.mark.by_xla
+@each_subject
+@every_kind
+def test_overflow_gives_nan_and_only_there(rng, subject, kind):
+    _, k, v = rows(rng, 4, CAPACITY + 8, subject.dtype)
+    q = rows(rng, 4, 1, subject.dtype)[0]
+    fits = (5, CAPACITY, 3, 9)
+    lengths = (5, CAPACITY + 7, 3, 9)  # capacities of separate arrays are 24, 26, 28, 30
+    cache = holding(np.random.default_rng(1), kind, k, v, lengths)
+    np.testing.assert_array_equal(cache.overflowed, [False, True, False, False])
+    got = subject.call(pa.decode_attention_with_lse, q, cache)
+    whole = holding(np.random.default_rng(1), kind, k, v, fits)
+    wanted = subject.call(pa.decode_attention_with_lse, q, whole)
+    for have, want in zip(got, wanted, strict=True):
+        assert np.isnan(np.asarray(have[1], np.float32)).all()
+        np.testing.assert_array_equal(np.delete(have, 1, 0), np.delete(want, 1, 0))
+
+
+@each_subject_interpreted_too
+@every_kind
+def test_rows_written_without_extend_show(rng, subject, kind):
+    """Inside jit, where no error can: NaN, in the sequences that extend has not reached."""
+    q, k, v = rows(rng, 3, 2, subject.dtype)
+
+    @jax.jit
+    def write_and_decode(cache):
+        cache = pa.write_kv(cache, k, v, implementation=subject.implementation)
+        return pa.decode_attention_with_lse(q, cache, implementation=subject.implementation)
+
+    fresh = empty(kind, 3, subject.dtype)
+    emptied = fresh.extend(jnp.asarray([2, 0, 2], jnp.int32)).reset(2)
+    with subject.active():
+        found = jax.block_until_ready([write_and_decode(cache) for cache in (fresh, emptied)])
+    for of_cache, reached in zip(found, ([False] * 3, [True, True, False]), strict=True):
+        for x in of_cache:
+            x = np.asarray(x, np.float32)
+            lost = np.isnan(x).all(axis=tuple(range(1, x.ndim)))
+            np.testing.assert_array_equal(lost, np.logical_not(reached))
+            assert not np.isnan(x[np.array(reached)]).any()
+
+
+@each_subject
+@pytest.mark.parametrize("lost", [-1, -2, 1000, -(2**31)])
+def test_a_missing_page_is_an_overflow(rng, subject, lost):
+    _, k, v = rows(rng, 3, CAPACITY, subject.dtype)
+    q = rows(rng, 3, 1, subject.dtype)[0]
+    cache = holding(rng, "paged", k, v, (10, 10, 10))
+    whole = subject.call(pa.decode_attention, q, cache)
+    hole = cache.page_table.at[1, 2].set(lost).at[2, 3].set(lost)  # rows 8 to 11; past the end
+    hole = hole.at[1, 3].set(cache.page_table[0, 0])  # as many pages as before make up for nothing
+    cache = dataclasses.replace(cache, page_table=hole)
+    np.testing.assert_array_equal(cache.overflowed, [False, True, False])
+    got = subject.call(pa.decode_attention, q, cache)
+    assert np.isnan(np.asarray(got[1], np.float32)).all()
+    for m in (0, 2):
+        np.testing.assert_array_equal(got[m], whole[m])
+
+
+@every_kind
+def test_a_real_overflow_from_the_first_row_too_many(rng, kind):
+    """Driven through append_kv: right up to the last row that fits, NaN from the next one on."""
+    q, k, v = rows(rng, 2, 30, "float32")
+
+    @jax.jit
+    def step(cache, q, k, v):
+        cache = pa.append_kv(cache, k, v)
+        return cache, pa.decode_attention(q, cache)
+
+    cache = pa.append_kv(empty(kind, 2, "float32"), k[:, :20], v[:, :20])
+    wanted = np.asarray(pa.flash_attention(q, k, v, mask=CAUSAL))
+    capacities = cache.capacities
+    for i in range(20, 30):
+        cache, out = step(cache, q[:, i], k[:, i], v[:, i])
+        for m, capacity in enumerate(capacities):
+            if i < capacity:
+                np.testing.assert_allclose(out[m], wanted[m, i], rtol=1e-5, atol=1e-5)
+            else:
+                assert np.isnan(out[m]).all() and cache.overflowed[m]
+
+
+@pytest.mark.by_xla
+@each_subject
+@every_kind
+@pytest.mark.parametrize("traced", [False, True])
+def test_layers(rng, subject, kind, traced):
+    lengths = (0, 9, CAPACITY)
+    _, k, v = rows(rng, 3, CAPACITY, subject.dtype)
+    q = rows(rng, 3, 1, subject.dtype)[0]
+    alone = holding(np.random.default_rng(1), kind, k, v, lengths)
+    wanted = subject.call(pa.decode_attention_with_lse, q, alone)
+    deep = holding(np.random.default_rng(1), kind, k, v, lengths, layers=3, layer=2, fill=np.nan)
+    layer = jnp.int32(2) if traced else 2
+    got = subject.call(pa.decode_attention_with_lse, q, deep, layer=layer)
+    for have, want in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(have, want)
+
+
+@each_subject_interpreted_too
+@pytest.mark.parametrize(
+    "kind, layer", [("per_sequence", -1), ("stacked", 2), ("paged", 2**31 - 1), ("paged", -1)]
+)
+def test_a_traced_layer_that_is_none_of_the_caches_gives_nan(rng, subject, kind, layer):
+    q, k, v = rows(rng, 2, CAPACITY, subject.dtype)
+    deep = holding(rng, kind, k, v, (3, CAPACITY), layers=2, layer=1)
+    out, lse = subject.call(
+        pa.decode_attention_with_lse, q[:, :1], deep, layer=jnp.asarray(layer, jnp.int32)
+    )
+    assert np.isnan(np.asarray(out, np.float32)).all() and np.isnan(lse).all()
+
+
+@pytest.mark.by_xla
+@each_subject
+@every_kind
+def test_one_token_may_leave_its_axis_out(rng, subject, kind):
+    _, k, v = rows(rng, 3, CAPACITY, subject.dtype)
+    q = rows(rng, 3, 1, subject.dtype)[0]
+    cache = holding(rng, kind, k, v, (1, 8, 20))
+    long = subject.call(pa.decode_attention_with_lse, q, cache)
+    short = subject.call(pa.decode_attention_with_lse, q[:, 0], cache)
+    np.testing.assert_array_equal(short[0], long[0][:, 0])
+    np.testing.assert_array_equal(short[1], long[1][..., 0])
+    np.testing.assert_array_equal(subject.call(pa.decode_attention, q, cache), long[0])
+
+
+@each_subject
+@every_kind
+def test_batch_invariant(rng, subject, kind):
+    """The bits of a sequence do not move when its neighbours change."""
+    _, k, v = rows(rng, 3, CAPACITY, subject.dtype)
+    q = rows(rng, 3, 1, subject.dtype)[0]
+    few, many = (
+        subject.call(
+            pa.decode_attention_with_lse,
+            q,
+            holding(np.random.default_rng(1), kind, k, v, (other, 11, other)),
+            batch_invariant=True,
+        )
+        for other in (1, CAPACITY)
+    )
+    for one, two in zip(few, many, strict=True):
+        np.testing.assert_array_equal(one[1], two[1])
+
+
+@pytest.mark.parametrize("mask", [FULL, Mask(2, 3)], ids=str)
+def test_a_mask_that_looks_ahead_sees_the_whole_chunk(rng, mask):
+    _, k, v = rows(rng, 2, CAPACITY, "float32")
+    q = rows(rng, 2, 3, "float32")[0]
+    cache = holding(rng, "stacked", k, v, (3, 17))
+    got = pa.decode_attention(q, cache, mask=mask)
+    budget.check({"out": got}, expected(q, k, v, (3, 17), mask))
+
+
+@pytest.mark.parametrize("heads, group", [(1, 1), (2, 4), (1, 7), (1, 8)])
+@every_kind
+def test_groups_and_head_dims(rng, kind, heads, group):
+    k = rng.standard_normal((2, 9, heads, 12)).astype(np.float32)
+    v = rng.standard_normal((2, 9, heads, 20)).astype(np.float32)
+    q = rng.standard_normal((2, 2, heads * group, 12)).astype(np.float32)
+    sizes = {"kv_heads": heads, "head_dim": 12, "v_head_dim": 20, "dtype": "float32"}
+    cache = {
+        "per_sequence": lambda: PerSequenceCache.create((9, 11), **sizes),
+        "stacked": lambda: StackedCache.create(2, 10, **sizes),
+        "paged": lambda: PagedCache.create(2, 6, 4, capacity=12, **sizes),
+    }[kind]()
+    cache = pa.append_kv(cache, k, v, new_lengths=jnp.asarray([9, 4]))
+    out, lse = pa.decode_attention_with_lse(q, cache)
+    assert out.shape == (2, 2, heads * group, 20) and lse.shape == (2, heads * group, 2)
+    budget.check({"out": out, "lse": lse}, expected(q, k, v, (9, 4)))
+
+
+@pytest.mark.parametrize("q_dtype", ["float32", "bfloat16"])
+def test_the_cache_may_have_a_dtype_of_its_own(rng, q_dtype):
+    _, k, v = rows(rng, 2, CAPACITY, "float16")
+    q = rows(rng, 2, 1, q_dtype)[0]
+    out = pa.decode_attention(q, holding(rng, "stacked", k, v, (5, 20)))
+    assert out.dtype == q_dtype
+    wide = (x.astype("float32") for x in (q, k, v))
+    wanted = expected(*wide, (5, 20)).oracle["out"]
+    tolerance = 1e-5 if q_dtype == "float32" else 2e-2
+    np.testing.assert_allclose(np.asarray(out, np.float64), wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_paged_decode_over_a_fork(rng):
+    """Two sequences share a prefix's pages, then go their own ways."""
+    q, k, v = rows(rng, 2, 12, "float32")
+    cache = empty("paged", 2, "float32")
+    cache = pa.append_kv(cache, k[:, :6], v[:, :6], new_lengths=jnp.asarray([6, 0])).fork(0, 1)
+    cache = pa.append_kv(cache, k[:, 6:], v[:, 6:])
+    out = pa.decode_attention(q[:, 6:], cache)
+    prefix = [jnp.concatenate([x[:1, :6], x[1:, 6:]], axis=1) for x in (q, k, v)]
+    for m, whole in enumerate(([x[:1] for x in (q, k, v)], prefix)):
+        wanted = pa.flash_attention(*whole, mask=CAUSAL)[0, 6:]
+        np.testing.assert_allclose(out[m], wanted, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,427 @@
+"""`cache.keep`: which drafts stay, where they lie, and that nothing else is touched."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+import pallas_attn as pa
+from pallas_attn import PagedCache, PerSequenceCache, StackedCache
+from pallas_attn._call.problem import KeepProblem
+from pallas_attn.kernels.append import keep as append_keep
+from tests.support import append_cases, builds, mosaic, subjects
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+KINDS = ("per_sequence", "stacked", "paged")
+SIDES = ("k", "v", "k_scale", "v_scale")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+LEAST, MOST = -(2**31), 2**31 - 1
+
+
+def create(kind, heads=2, dim=8, **sizes):
+    """Five sequences of 20 rows (of one 23, where capacities may differ)."""
+    if kind == "per_sequence":
+        return PerSequenceCache.create((20, 23, 20, 20, 20), heads, dim, **sizes)
+    if kind == "stacked":
+        return StackedCache.create(5, 20, heads, dim, **sizes)
+    return PagedCache.create(5, 26, 4, heads, dim, capacity=20, **sizes)
+
+
+def keep(cache, counts, path, implementation=None):
+    return cache.keep(counts, path, implementation=implementation)
+
+
+def keep_three(cache, path):
+    return cache.keep(3, path)
+
+
+def with_bits(rng, cache):
+    """Random bits, NaN among them, in every buffer."""
+    buffers = {name: getattr(cache, name) for name in SIDES}
+    filled = jax.tree.map(lambda x: append_cases.random_bits(rng, x.shape, x.dtype), buffers)
+    return dataclasses.replace(cache, **jax.tree.map(jnp.asarray, filled))
+
+
+def expected(cache, counts, path) -> Any:
+    """`cache.keep`, a row at a time; of sequences that share no page."""
+    given = jax.tree.map(np.array, cache)
+    lengths, new = given.lengths.astype(np.int64), given.new_lengths
+    after = {name: getattr(given, name) for name in SIDES}
+    for m in range(len(lengths)):
+        if new[m] <= 0 or lengths[m] < new[m] or np.asarray(cache.overflowed)[m]:
+            continue
+        begin = lengths[m] - new[m]
+        count = int(np.clip(counts[m], 0, new[m]))
+        rows = [begin + int(np.clip(x, 0, new[m] - 1)) for x in path[m, :count]]
+        for name, buffer in after.items():
+            if buffer is None:
+                continue
+            heads = -2 if name.endswith("scale") else -3  # the axis
+            held = [place(given, buffer, m, row, heads).copy() for row in rows]
+            for j, row in enumerate(held):
+                place(given, buffer, m, begin + j, heads)[...] = row
+        given.lengths[m] = begin + count
+        new[m] = count
+    return dataclasses.replace(given, **after)
+
+
+def place(cache, buffer, m, position, heads):
+    """A view of a row of a sequence, of all layers and heads."""
+    if cache.kind == "per_sequence":
+        return np.moveaxis(buffer[m], heads + 1, 0)[position]
+    slab, row = m, position
+    if cache.kind == "paged":
+        entry, row = divmod(position, buffer.shape[heads + 1])
+        slab = cache.page_table[m, entry]
+    of_slab = np.moveaxis(buffer, heads - 1, 0)[slab]
+    return np.moveaxis(of_slab, heads + 1, 0)[row]
+
+
+OPTIONS = {
+    "bfloat16": {"heads": 3, "dim": 24, "v_head_dim": 72},
+    "layers": {"layers": 3, "dtype": "float32"},
+    "chunks": {"heads": 5, "dim": 264, "dtype": "float16", "v_head_dim": 5},
+    "float8_e4m3fn": {"layers": 2, "dtype": "float8_e4m3fn"},
+    "int8": {"dtype": "int8", "dim": 40},
+    "within_k": {"shared_kv": True, "heads": 1, "dim": 18, "v_head_dim": 16},
+}
+COUNTS = np.array([4, MOST, 2, LEAST, 3], np.int32)
+# Repeated, backwards, out of range; longer than the drafts that there are.
+PATH = np.array(
+    [[0, 2, 5, 4, 3], [3, LEAST, MOST, 1, 1], [1, 1, 0, 0, 7], [2] * 5, [0, 1, 2, 2, 2]], np.int32
+)
+WIDE = np.array(np.random.default_rng(0).integers(-2, 9, (5, 19)), np.int32)
+NEWER_WAY = {"xla_backend_extra_options": ""}  # tests/caches/test_append.py says why
+
+
+def drafts(rng, kind, **options):
+    """Drafts in pages of their own and others', none in the fourth sequence; the last one has
+    overflowed.
+    """
+    cache = with_bits(rng, create(kind, **options).extend(jnp.array([3, 5, 11, 7, 15])))
+    return cache.extend(jnp.array([6, 7, 9, 0, 6]))
+
+
+CASES = [(kind, name) for kind in KINDS for name in OPTIONS]
+FEW = CASES[2::5] + [(kind, "layers") for kind in KINDS] + [("paged", "float8_e4m3fn")]
+
+
+@pytest.mark.parametrize("subject, cases", [
+    pytest.param(row, FEW if row.generation or row.name == "reference" else CASES,
+                 id=row.name, marks=[getattr(pytest.mark, mark) for mark in row.marks])
+    for row in subjects.ROWS if row.exists("keep")
+])  # fmt: skip
+def test_every_byte(rng, subject, cases):
+    for kind, name in cases:
+        cache, path = drafts(rng, kind, **OPTIONS[name]), PATH
+        if name == "layers":  # with a sequence that took more rows than it has: its length was -1
+            length, new = cache.lengths.at[3].set(2), cache.new_lengths.at[3].set(3)
+            cache, path = dataclasses.replace(cache, lengths=length, new_lengths=new), WIDE
+        wanted = expected(cache, COUNTS, path)
+        with subject.active():
+            options = {"compiler_options": NEWER_WAY} if subject.name == "reference" else {}
+            run = functools.partial(keep, implementation=subject.implementation)
+            got = jax.jit(run, **options)(cache, COUNTS, path)
+        append_cases.assert_same_bytes(got, wanted)
+
+
+@every_kind
+def test_without_a_path_lengths_move_alone(rng, kind):
+    cache = drafts(rng, kind)
+    got = jax.jit(keep)(cache, 2, None)
+    np.testing.assert_array_equal(got.lengths, [5, 7, 13, 7, 21])
+    np.testing.assert_array_equal(got.new_lengths, [2, 2, 2, 0, 6])
+    same = [dataclasses.replace(x, lengths=0, new_lengths=0) for x in (got, cache)]
+    append_cases.assert_same_bytes(*same)
+    again = got.keep(jnp.array([1, 0, 9, 1, 0]))
+    np.testing.assert_array_equal(again.lengths, [4, 5, 13, 7, 21])
+
+
+@every_kind
+@pytest.mark.parametrize("width", [0, 1, 3, 64])
+def test_prompts_keep_their_rows_beside_drafts(rng, kind, width):
+    """A token, drafts, nothing, a prompt and a chunk of one, in one call: the cache is the one that
+    takes only what was accepted.
+    """
+    lead, counts = [2, 3, 0, 0, 7], [1, 5, 0, 20, 6]
+    kept, path = [1, 3, 4, 20, MOST], np.tile(np.arange(width, dtype=np.int32), (5, 1))
+    given = jnp.asarray(rng.standard_normal((5, 27, 1, 8)), jnp.float32)
+    sizes = {"layers": 1, "dtype": "float32"}
+    if kind == "per_sequence":
+        empty = PerSequenceCache.create((32,) * 5, 1, 8, **sizes)
+    elif kind == "stacked":
+        empty = StackedCache.create(5, 32, 1, 8, **sizes)
+    else:
+        empty = PagedCache.create(5, 40, 4, 1, 8, capacity=32, **sizes)
+    before = pa.append_kv(empty, given[:, :7], -given[:, :7], new_lengths=jnp.array(lead))
+    starts = np.r_[0, np.cumsum(counts)].astype(np.int32)
+    packed = jnp.concatenate([given[m, 7 : 7 + n] for m, n in enumerate(counts)])
+    if width == 3:
+        path[1] = [1, 2, 4]
+    rows = given[:, 7:].at[1, :3].set(given[1, 7 + path[1, :3]]) if width == 3 else given[:, 7:]
+
+    @jax.jit
+    def step(cache, path):
+        cache = pa.append_kv(cache, packed, -packed, starts=starts)
+        return cache.keep(np.array(kept, np.int32), path)
+
+    got = step(before, path)
+    want = pa.append_kv(before, rows, -rows, new_lengths=jnp.array([1, 3, 0, 20, 6]))
+    np.testing.assert_array_equal(got.lengths, want.lengths)
+    np.testing.assert_array_equal(got.new_lengths, want.new_lengths)
+    q = jnp.asarray(rng.standard_normal((5, 1, 8)), jnp.float32)
+    one, other = (
+        pa.decode_attention(q, pa.append_kv(x, given[:, :1], -given[:, :1])) for x in (got, want)
+    )
+    np.testing.assert_array_equal(one, other)
+
+
+class Model:
+    """What each of four sequences holds: numbers, one a row, in the order in which they came."""
+
+    def __init__(self, rng):
+        self.rng, self.cache = rng, PagedCache.create(4, 40, 4, 1, 2, capacity=40, dtype="float32")
+        self.held: list[list[int]] = [[] for _ in range(4)]
+        self.newest, self.rows = [0] * 4, 0
+        names = ("extend", "fork", "free")
+        self.jitted = {name: jax.jit(getattr(PagedCache, name)) for name in names}
+        self.write, self.keep_rows = jax.jit(pa.write_kv), jax.jit(keep)
+
+    def extend(self):
+        new = np.arange(self.rows, self.rows + 24, dtype=np.float32).reshape(4, 6)
+        self.rows += 24
+        self.newest = [
+            min(n, 38 - len(x)) for n, x in zip(self._some(0, 7), self.held, strict=True)
+        ]
+        for m, n in enumerate(self.newest):
+            self.held[m] += new[m, :n].astype(int).tolist()
+        cache = self.jitted["extend"](self.cache, np.array(self.newest, np.int32))
+        k = np.broadcast_to(new[..., None, None], (4, 6, 1, 2))
+        self.cache = self.write(cache, k, -k)
+
+    def keep(self):
+        path, counts = self.rng.integers(-1, 7, (4, 5), np.int32), self._some(-1, 7)
+        self.cache = self.keep_rows(self.cache, np.array(counts, np.int32), path)
+        for m, n in enumerate(self.newest):
+            self.newest[m] = int(np.clip(counts[m], 0, n))
+            first = len(self.held[m]) - n
+            drafts = [self.held[m][first + min(max(i, 0), n - 1)] for i in path[m, :n]]
+            drafts += self.held[m][first + 5 :]
+            self.held[m] = self.held[m][:first] + drafts[: self.newest[m]]
+
+    def fork(self):
+        source, target = self.rng.permutation(4)[:2].tolist()
+        length = int(self.rng.integers(0, len(self.held[source]) + 1))
+        self.cache = self.jitted["fork"](self.cache, source, target, length)
+        self.held[target] = self.held[source][:length]
+
+    def free(self):
+        gone = int(self.rng.integers(4))
+        self.cache = self.jitted["free"](self.cache, gone)
+        self.held[gone] = []
+
+    def _some(self, low, high):
+        return [int(x) for x in self.rng.integers(low, high, 4)]
+
+    def check(self):
+        cache = jax.tree.map(np.asarray, self.cache)
+        assert not np.asarray(self.cache.overflowed).any()
+        np.testing.assert_array_equal(cache.lengths, [len(rows) for rows in self.held])
+        for m, rows in enumerate(self.held):
+            for side, sign in ((cache.k, 1), (cache.v, -1)):
+                have = side[cache.page_table[m], 0, :, 0].reshape(-1)[: len(rows)]
+                np.testing.assert_array_equal(sign * have, rows)
+        holders = np.bincount(cache.page_table[cache.page_table >= 0], minlength=40)
+        np.testing.assert_array_equal(cache.holders, holders)
+        assert cache.num_free == (holders == 0).sum()
+
+
+def test_the_model_of_a_cache(rng):
+    """Random appends, keeps, forks and frees."""
+    model = Model(rng)
+    for step in range(60):
+        getattr(model, ("extend", "keep", "keep", "fork", "free")[step % 5])()
+        model.check()
+
+
+each_subject = pytest.mark.parametrize("subject", subjects.rows("keep"))
+
+
+@each_subject
+@pytest.mark.parametrize("path", [None, np.array([[1, 2]] * 5, np.int32)], ids=["first", "path"])
+def test_a_page_of_drafts_that_another_holds_is_left_alone(rng, subject, path):
+    """Forked between extend and keep: the rows are the copy's too."""
+    cache = with_bits(rng, create("paged").extend(jnp.array([3, 5, 0, 0, 2])))
+    cache = cache.extend(jnp.array([6, 3, 0, 0, 2])).fork(0, 2).fork(1, 3, 5)
+    got = subject.call(keep, cache, 2, path)
+    np.testing.assert_array_equal(got.overflowed, [True, False, False, False, False])
+    np.testing.assert_array_equal(got.lengths, [MOST, 7, 9, 5, 4])
+    assert int(got.num_free) - int(got.extend(3).num_free) == 2  # it takes no more
+    for side in ("k", "v"):
+        before, after = (np.asarray(getattr(x, side)) for x in (cache, got))
+        shared = np.asarray(cache.page_table)[0]
+        append_cases.assert_same_bytes(after[shared], before[shared])
+    freed = got.free(jnp.arange(5))
+    assert int(freed.num_free) == cache.pages and not freed.overflowed.any()
+    assert not np.asarray(freed.holders).any()
+
+
+@each_subject
+def test_every_page_is_looked_at(rng, subject):
+    """A page that is missing far from the drafts, or shared far behind their first row: of a table
+    longer than what a block looks at together.
+    """
+    cache = PagedCache.create(6, 60, 1, 1, 2, capacity=1300, dtype="float32")
+    new = jnp.array([9, 200, 200, 200, 7, 9], jnp.int32)
+    lengths = jnp.full(6, 1290, jnp.int32).at[4].set(7)
+    table = jnp.asarray(rng.integers(0, 50, (6, 1300)), jnp.int32)
+    table = table.at[0, 1290].set(-1)  # behind its end
+    table = table.at[1, 1289].set(55).at[2, 1150].set(55).at[3, 100].set(55).at[4, 3].set(60)
+    table = table.at[5, 1030].set(-(2**31)).at[5, 1285].set(55)  # missing and shared: missing
+    table = table.at[0, 1281:1283].set([56, 57]).at[3, 1090:1092].set([58, 59])  # what moves
+    cache = with_bits(rng, dataclasses.replace(
+        cache, page_table=table, lengths=lengths, new_lengths=new,
+        holders=jnp.where(jnp.arange(60) == 55, 2, 1),
+    ))  # fmt: skip
+    for count in (0, 2):
+        got = subject.call(keep, cache, jnp.full(6, count), jnp.zeros((6, 2), jnp.int32))
+        after = [1281 + count, MOST, MOST, 1090 + count, 7, 1290]
+        np.testing.assert_array_equal(got.lengths, after)
+        np.testing.assert_array_equal(got.new_lengths, [count, 0, 0, count, 7, 9])
+    wanted = cache.k.at[np.array([57, 59])].set(cache.k[np.array([56, 58])])
+    append_cases.assert_same_bytes(got.k, wanted)
+
+
+@every_kind
+@pytest.mark.by_xla
+def test_in_loops_and_under_vmap(rng, kind):
+    cache = with_bits(rng, create(kind, layers=2, dtype="float32").extend(4))
+
+    def loop(cache, paths):
+        return jax.lax.scan(lambda c, path: (c.extend(4).keep(3, path), 0), cache, paths)[0]
+
+    paths = rng.integers(0, 4, (2, 5, 3)).astype(np.int32)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((cache.k, cache.v))]
+    wanted = cache
+    for path in paths:
+        wanted = expected(wanted.extend(4), np.full(5, 3), path)
+        wanted = jax.tree.map(jnp.asarray, wanted)
+    both = jax.vmap(lambda path: keep(cache.extend(4), 3, path))(paths)
+    for n, path in enumerate(paths):
+        got = jax.tree.map(lambda x: x[n], both)  # noqa: B023
+        append_cases.assert_same_bytes(got, expected(cache.extend(4), np.full(5, 3), path))
+    given = jax.tree.map(jnp.copy, cache)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((given.k, given.v))]
+    got = jax.jit(loop, donate_argnums=0)(given, paths)
+    append_cases.assert_same_bytes(got, wanted)
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves((got.k, got.v))] == pointers
+
+
+@every_kind
+def test_kv_heads_over_devices(rng, kind):
+    cache = with_bits(rng, create(kind, heads=4, dtype="int8").extend(6))
+    path = rng.integers(0, 6, (5, 4)).astype(np.int32)
+    wanted = expected(cache, np.full(5, 3), path)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    specs = cache.specs(heads="x")
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    placed = jax.device_put(cache, where)
+    plain = jax.P()
+    split = jax.shard_map(keep, mesh=mesh, in_specs=(specs, plain, plain), out_specs=specs)
+    for call in (split, keep):
+        got = jax.jit(call, out_shardings=where)(placed, jnp.int32(3), path)
+        append_cases.assert_same_bytes(got, wanted)
+
+
+# ---- machine code --------------------------------------------------------------------------------
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("target", ["h100", "a100"])
+@every_kind
+def test_machine_code(kind, target):
+    build = builds._keep(target, kind, 8, layers=3)
+    report = mosaic.compile_for(build.call, *build.shapes, target=target, donate_argnums=0)
+    assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
+    assert report.aliases >= len(jax.tree.leaves((build.shapes[0].k, build.shapes[0].v)))
+    assert len(report.others) == 1, report.others  # which makes the new lengths
+    assert report.registers <= (112 if kind == "paged" else 80)
+    # K and V, eight rows each, 16 bytes a thread, and how many rows stay; the eight indices of a
+    # path are two loads more, of K's threads and V's or of both.
+    assert report.sass.count("STG.E") - 1 == report.sass.count("STG.E.128") == 16
+    assert report.sass.count("LDG.E.128") == 16 + (4 if kind == "paged" else 2)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+def test_a_count_for_all_sequences_is_no_launch():
+    build = builds._keep("h100", "paged", 8)
+    cache, _, path = build.shapes
+    report = mosaic.compile_for(keep_three, cache, path, donate_argnums=0, sass=False)
+    assert (report.launches, len(report.others)) == (1, 1), report.others
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+def test_machine_code_of_the_longest_path():
+    build = builds._keep("h100", "paged", append_keep.ROWS_MOST, dtype="float32")
+    report = mosaic.compile_for(build.call, *build.shapes, donate_argnums=0, sass=False)
+    assert (report.launches, report.spill_bytes) == (1, 0)
+
+
+@pytest.mark.guards
+def test_more_sequences_take_a_second_launch(monkeypatch):
+    monkeypatch.setattr(append_keep.mosaic, "PARAMETER_BYTES", 8 * (2 * 20 + 8))
+    cache = jax.eval_shape(lambda: PerSequenceCache.create((8,) * 21, 1, 8))
+    shapes = jax.ShapeDtypeStruct((21,), "int32"), jax.ShapeDtypeStruct((21, 2), "int32")
+    with pa._device.assume("sm90"):
+        text = mosaic.lower_for_cuda(keep, cache, *shapes)
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
+# ---- what it refuses -----------------------------------------------------------------------------
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"cache_dtype": "float64"}, "no float64 caches"),
+        ({"width": 49}, "a path of 49 rows; it takes up to 48, which threads hold in registers"),
+        ({"capacities": (2**31,)}, "capacity 2147483648: positions are int32"),
+        ({"layers": 2**28}, "4294967296 blocks of threads, which are counted in int32"),
+    ],
+)
+def test_limits(fields, reason):
+    problem = KeepProblem("sm90", "stacked", "bfloat16", 8, 8, 8, 128, 128, (1024,))
+    assert append_keep.limit(dataclasses.replace(problem, **fields)).reason == reason
+    assert append_keep.limit(problem) is None
+    paged = dataclasses.replace(problem, kind="paged", page_size=16, pages=8)
+    config = append_keep.Config()
+    assert [append_keep.smem_bytes(each, config) for each in (problem, paged)] == [0, 1024]
+
+
+def test_messages():
+    cache = create("stacked").extend(2)
+    for call, message in (
+        (lambda: cache.keep(1.0), r"counts: expected int32\[5\] \(rows to keep of each sequence"),
+        (
+            lambda: cache.keep(1, jnp.zeros((4, 2), jnp.int32)),
+            r"path: expected int32\[5, p\] \(the rows to keep, of those that extend took\), got "
+            r"int32\[4, 2\]",
+        ),
+        (lambda: cache.keep(1, implementation="fast"), "implementation: expected one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    split = StackedCache.create(2, 8, 1, 8, context=pa.Context("cp")).extend(4)
+    with pytest.raises(ValueError, match="context: no mesh axis 'cp' is mapped here"):
+        split.keep(1, jnp.zeros((2, 2), jnp.int32))
+    np.testing.assert_array_equal(split.keep(1).lengths, [1, 1])

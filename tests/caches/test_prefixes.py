@@ -1,0 +1,500 @@
+"""Rows that several sequences share, read once: which pages are found to be shared, that decoding
+gives what it gives without sharing, and the Hopper kernel that merges the parts.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import prefixes
+from pallas_attn._call import dispatch
+from pallas_attn.kernels.decode import sm90 as decode_sm90
+from pallas_attn.kernels.prefill import sm90 as kernel
+from tests.support import mosaic
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+SIZE = 4  # rows of a page
+HEADS = {"kv_heads": 2, "head_dim": 8}
+
+
+@pytest.fixture(autouse=True)
+def every_page_counts(monkeypatch):
+    """Else tests would need long sequences."""
+    monkeypatch.setattr(prefixes, "LEAST_SAVED", 1)
+
+
+def rows_of(rng, *sizes, dtype=np.float32):
+    return jnp.asarray(rng.standard_normal(sizes, np.float32).astype(jnp.dtype(dtype)))
+
+
+def cache_of(rng, table, lengths, *, page_size=SIZE, pages=40, dtype="float32", **sizes):
+    """A cache with these pages, without a program that makes it; NaN in pages of no sequence."""
+    table, sizes = np.asarray(table), HEADS | sizes
+    shape = (len(table), pages, page_size)
+    shapes = jax.eval_shape(
+        lambda: pa.PagedCache.create(
+            *shape, capacity=table.shape[1] * page_size, dtype=dtype, **sizes
+        )
+    )
+    cache = jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), shapes)
+    pools = rng.standard_normal((2, *cache.k.shape), np.float32)
+    pools[:, ~np.isin(np.arange(pages), table)] = np.nan
+    return dataclasses.replace(
+        cache,
+        k=jnp.asarray(pools[0].astype(jnp.dtype(dtype))),
+        v=jnp.asarray(pools[1].astype(jnp.dtype(dtype))),
+        page_table=jnp.asarray(table, jnp.int32),
+        lengths=jnp.asarray(lengths, jnp.int32),
+    )
+
+
+_append = jax.jit(lambda cache, new, counts: pa.append_kv(cache, new, -new, new_lengths=counts))
+_fork, _free = jax.jit(pa.PagedCache.fork), jax.jit(pa.PagedCache.free)
+
+
+def forked(rng, tokens):
+    """A cache of six sequences after random forks, appends and frees, `tokens` new rows last; NaN
+    in free pages.
+    """
+    cache, most = cache_of(rng, np.full((6, 24), -1), [0] * 6), 24
+    cache = dataclasses.replace(
+        cache, free_list=jnp.arange(40, dtype=jnp.int32), num_free=jnp.int32(40)
+    )
+    for step in range(12):
+        source, target, emptied = rng.integers(0, 6, 3)
+        counts = rng.integers(0, most if step < 4 else 3, 6) * (rng.random(6) < 0.3)
+        counts[0] = most if step == 0 else counts[0]
+        new = rows_of(rng, 6, most, 2, 8)
+        cache = _append(cache, new, jnp.asarray(counts, jnp.int32))
+        cache = _fork(cache, jnp.int32(source), jnp.int32(target))
+        cache = _free(cache, jnp.int32(emptied)) if rng.random() < 0.2 else cache
+    cache = _append(cache, rows_of(rng, 6, most, 2, 8), jnp.full(6, tokens, jnp.int32))
+    nobody = (np.asarray(cache.holders) == 0)[:, None, None, None]
+    k, v = (jnp.asarray(np.where(nobody, np.nan, np.asarray(x))) for x in (cache.k, cache.v))
+    return dataclasses.replace(cache, k=k, v=v)
+
+
+def unshared(cache):
+    """The same rows, each sequence's in an array of its own; 0 where there are none."""
+    table = np.asarray(cache.page_table)
+    inside = np.where(table >= 0, table, 0)
+    live = np.arange(cache.capacities[0]) < np.asarray(cache.lengths)[:, None]
+    live &= np.repeat(table >= 0, cache.page_size, axis=1)
+    made = {}
+    for name in ("k", "v"):
+        rows = np.moveaxis(np.asarray(getattr(cache, name))[inside], 2, 1)
+        rows = rows.reshape(len(table), cache.kv_heads, -1, rows.shape[-1])
+        made[name] = jnp.asarray(np.where(live[:, None, :, None], rows, 0).astype(rows.dtype))
+    return pa.StackedCache(**made, lengths=cache.lengths, new_lengths=cache.new_lengths)
+
+
+def close(got, want, atol=2e-6):
+    for mine, other in zip(got, want, strict=True):
+        mine, other = (np.asarray(x, np.float32) for x in (mine, other))
+        np.testing.assert_allclose(mine, other, atol=atol, rtol=atol, equal_nan=True)
+
+
+# ---- what is found -------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("tokens", "levels"))
+def found_by(cache, tokens, levels):
+    return cache.shared_prefixes(tokens=tokens, levels=levels)
+
+
+def assert_covers(cache, shared):
+    """Parts and own rows of each sequence are its rows, in order, and the newest are its own."""
+    table, lengths = np.asarray(cache.page_table), np.asarray(cache.lengths)
+    sequences = len(lengths)
+    members = jax.tree.map(np.asarray, shared.members)
+    assert (np.diff(members.starts) >= 0).all()
+    for m in range(sequences):
+        entries, length = [], 0
+        for level in range(len(members.parts)):
+            at = slice(m * shared.tokens, (m + 1) * shared.tokens)
+            part, places = members.parts[level][at], members.places[level][at]
+            assert (part == part[0]).all()
+            if part[0] < 0:
+                assert (places < 0).all()
+                continue
+            start, end = members.starts[part[0] : part[0] + 2]
+            assert ((places >= start) & (places < end)).all()
+            assert (members.rows[places] == np.arange(at.start, at.stop)).all()
+            assert end - start >= 2 * shared.tokens
+            rows = int(shared.lengths[part[0]])
+            assert rows % SIZE == 0
+            entries += list(np.asarray(shared.page_table)[part[0], : rows // SIZE])
+            length += rows
+        own = int(shared.own_lengths[m])
+        assert length + own == lengths[m] and (not length or own >= shared.tokens)
+        left = -(-max(own, 0) // SIZE)
+        entries += list(np.asarray(shared.own_page_table)[m, :left])
+        np.testing.assert_array_equal(entries, table[m, : len(entries)])
+    return int((np.asarray(shared.lengths) > 0).sum())
+
+
+def test_any_table_is_covered(rng):
+    """Pages that recur anywhere, entries that are no pages, lengths of all of int32."""
+    sequences, width = 7, 9
+    cache = pa.PagedCache.create(sequences, 12, SIZE, 1, 8, capacity=width * SIZE)
+    parts = 0
+    for trial in range(24):
+        table = rng.integers(-2, 14, (sequences, width))
+        if trial % 2:  # runs that begin alike
+            table[:] = rng.integers(0, 12, width)
+            for _ in range(rng.integers(1, 9)):
+                m, at = rng.integers(0, sequences), rng.integers(0, width)
+                table[m:, at:] = rng.integers(-1, 12, width - at)
+        near = rng.integers(-2, width * SIZE + 6, sequences)
+        lengths = np.where(rng.random(sequences) < 0.1, rng.choice([2**31 - 1, -(2**31)]), near)
+        one = dataclasses.replace(
+            cache,
+            page_table=jnp.asarray(table, jnp.int32),
+            lengths=jnp.asarray(lengths, jnp.int32),
+        )
+        parts += assert_covers(one, found_by(one, 1 + trial % 3 % 2, 1 + trial % 3))
+    assert parts > 24
+
+
+def test_what_is_shared_is_found():
+    """A system prompt, two groups beyond it, one sequence alone; and nothing but from the start."""
+    cache = pa.PagedCache.create(6, 40, SIZE, 1, 8, capacity=6 * SIZE)
+    table = np.arange(36).reshape(6, 6)
+    table[:5, :2] = table[0, :2]
+    table[1:3, 2:4] = table[1, 2:4]
+    table[3:5, 2] = table[3, 2]
+    one = dataclasses.replace(
+        cache,
+        page_table=jnp.asarray(table, jnp.int32),
+        lengths=jnp.asarray([20, 20, 17, 20, 20, 20], jnp.int32),
+    )
+    shared = found_by(one, 1, 2)
+    assert_covers(one, shared)
+    np.testing.assert_array_equal(shared.lengths, [8, 0, 0, 8, 4, 0])
+    np.testing.assert_array_equal(shared.own_lengths, [12, 4, 1, 8, 8, 20])
+    assert_covers(one, found_by(one, 2, 2))  # one page less of the third
+    table[:, 0] = range(6)
+    one = dataclasses.replace(one, page_table=jnp.asarray(table, jnp.int32))
+    assert not np.asarray(found_by(one, 1, 2).lengths).any()
+
+
+# ---- decoding ------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("levels", "tokens", "mask"))
+def both(q, cache, copy, *, levels, tokens=1, **options):
+    shared = cache.shared_prefixes(tokens=tokens, levels=levels)
+    return (
+        pa.decode_attention_with_lse(q, cache, shared_prefixes=shared, **options),
+        pa.decode_attention_with_lse(q, copy, **options),
+        shared,
+    )
+
+
+@pytest.mark.parametrize(
+    "tokens, levels, options",
+    [(1, 2, {"sinks": np.arange(4, dtype=np.float32)}), (3, 3, {"mask": pa.FULL})],
+)
+def test_decoding_equals_that_of_an_unshared_copy(rng, tokens, levels, options):
+    """Pages that nobody holds are NaN; sequences that overflow are NaN in both."""
+    parts = 0
+    for _ in range(4):
+        cache = forked(rng, tokens)
+        q = rows_of(rng, 6, tokens, 4, 8)
+        got, want, shared = both(q, cache, unshared(cache), levels=levels, tokens=tokens, **options)
+        lost = np.asarray(cache.overflowed)
+        close([x[~lost] for x in got], [x[~lost] for x in want])
+        assert all(np.isnan(np.asarray(x)[lost]).all() for x in got)
+        parts += assert_covers(cache, shared)
+    assert parts
+
+
+def test_all_the_same_and_one_alone(rng):
+    for sequences in (1, 5):
+        table = np.repeat(np.arange(6)[None], sequences, axis=0)
+        table[:, 5] = range(5, 5 + sequences)
+        cache = cache_of(rng, table, [21] * sequences)
+        q = rows_of(rng, sequences, 1, 4, 8)
+        got, want, shared = both(q, cache, unshared(cache), levels=1)
+        assert sum(np.asarray(shared.lengths)) == (20 if sequences > 1 else 0)
+        close(got, want)
+
+
+def test_where_every_sequence_reads_its_own(rng):
+    """Windows, packed rows, bits that do not depend on others: the call is one without."""
+    cache = cache_of(rng, [[0, 1, 2], [0, 1, 3], [0, 4, 5]], [9, 10, 11])
+    shared, q = found_by(cache, 1, 2), rows_of(rng, 3, 4, 8)
+    starts = jnp.asarray(np.arange(4, dtype=np.int32))
+
+    def calls(options):
+        call = functools.partial(pa.decode_attention, q, cache, **options)
+        traced = [jax.make_jaxpr(call)(**x) for x in ({}, {"shared_prefixes": shared})]
+        return [str(one).count("exp ") for one in traced]
+
+    for options in (
+        {"mask": pa.sliding_window(9)},
+        {"mask": pa.Mask(right=-1)},
+        {"batch_invariant": True},
+        {"starts": starts},
+    ):
+        plain, given = calls(options)
+        assert plain == given > 0
+    plain, given = calls({})
+    assert given > plain
+
+
+@pytest.mark.by_xla
+def test_transforms(rng):
+    """A scan over layers with what was found once, and vmap over queries."""
+    cache = cache_of(rng, [[0, 1, 2], [0, 1, 3], [0, 4, 5]], [9, 10, 11])
+    q = rows_of(rng, 2, 3, 4, 8)
+
+    @jax.jit
+    def scanned(q, cache):
+        shared = cache.shared_prefixes()
+        pools = [jnp.stack([x, -x]) for x in (cache.k, cache.v)]
+        layered = dataclasses.replace(cache, k=pools[0], v=pools[1])
+
+        def one(carry, each):
+            rows, layer = each
+            out = pa.decode_attention(rows, layered, layer=layer, shared_prefixes=shared)
+            return carry, out
+
+        each = jax.vmap(lambda q: pa.decode_attention(q, cache, shared_prefixes=shared))(q)
+        plain = jax.vmap(lambda q: pa.decode_attention(q, cache))(jnp.concatenate([q, -q[1:]]))
+        return jax.lax.scan(one, 0, (q, jnp.arange(2, dtype=jnp.int32)))[1], each, plain
+
+    layers, each, plain = scanned(q, cache)
+    close(each, plain[:2])
+    close(layers, [plain[0], -plain[2]])
+
+
+# ---- a prefix by hand ----------------------------------------------------------------------------
+
+
+@jax.jit
+def with_prefix(q, own, prefix, joined, options):
+    return (
+        pa.decode_attention_with_lse(q, own, prefix=prefix, **options),
+        pa.decode_attention_with_lse(q, joined, **options),
+    )
+
+
+def filled(rng, kind, lengths, dtype="float32", capacity=24):
+    count = len(lengths)
+    if kind == "paged":
+        cache = pa.PagedCache.create(count, 40, SIZE, **HEADS, capacity=capacity, dtype=dtype)
+    elif kind == "stacked":
+        cache = pa.StackedCache.create(count, capacity, **HEADS, dtype=dtype)
+    else:
+        cache = pa.PerSequenceCache.create([capacity + 4 * m for m in range(count)], **HEADS,
+                                           dtype=dtype)  # fmt: skip
+    k, v = (rows_of(rng, count, max(lengths), 2, 8) for _ in range(2))
+    return pa.append_kv(cache, k, v, new_lengths=jnp.asarray(lengths, jnp.int32)), k, v
+
+
+def wider(cache):
+    """With columns of zeros behind those that were asked for, as kernels want some caches."""
+    k, v = (
+        jax.tree.map(lambda x, n=n: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n)]), side)
+        for side, n in ((cache.k, 8), (cache.v, 4))
+    )
+    return dataclasses.replace(cache, k=k, v=v, dims=(8, 8))
+
+
+@pytest.mark.parametrize("kind", ["per_sequence", "stacked"])
+def test_a_prefix_stands_before_the_rows_of_a_sequence(rng, kind):
+    """As one cache of both: also where one of them is empty, and where there is no prefix; one of
+    the two has more columns.
+    """
+    groups = np.array([1, -1, 0, 1, 2, 2**31 - 1, 1])
+    first, second = [0, 24, 13], [5, 1, 0, 2, 24, 7, 0]
+    prefix, *of_prefix = filled(rng, kind, first)
+    own, *of_own = filled(rng, {"per_sequence": "stacked", "stacked": "paged"}[kind], second)
+    own, prefix = (own, wider(prefix)) if kind == "stacked" else (wider(own), prefix)
+    rows = [np.zeros((7, 60, 2, 8), np.float32) for _ in range(2)]
+    lengths = []
+    for m, group in enumerate(groups):
+        n = first[group] if 0 <= group < 3 else 0
+        for both, one, other in zip(rows, of_prefix, of_own, strict=True):
+            both[m, :n] = one[group if n else 0, :n]
+            both[m, n : n + second[m]] = other[m, : second[m]]
+        lengths.append(n + second[m])
+    joined = pa.StackedCache.create(7, 60, **HEADS, dtype="float32")
+    joined = pa.append_kv(joined, *rows, new_lengths=jnp.asarray(lengths, jnp.int32))
+    q, given = rows_of(rng, 7, 4, 8), pa.Prefix(prefix, jnp.asarray(groups, jnp.int32))
+    options = {"sinks": jnp.asarray(np.arange(4, dtype=np.float32) - 1)}
+    close(*with_prefix(q, own, given, joined, options))
+    lost = dataclasses.replace(prefix, lengths=jnp.asarray([0, 99, 13], jnp.int32))
+    given = pa.Prefix(lost, jnp.asarray(groups, jnp.int32))
+    (out, _), _ = with_prefix(q, own, given, joined, options)
+    np.testing.assert_array_equal(np.isnan(out).all(axis=(1, 2)), groups == 1)
+
+
+def test_what_is_not_taken(rng):
+    cache, q = cache_of(rng, [[0, 1], [0, 2]], [5, 6]), rows_of(rng, 2, 4, 8)
+    other, groups = unshared(cache), jnp.asarray(np.zeros(2, np.int32))
+    angles = jnp.asarray(np.zeros((60, 4), np.float32))
+    shared, prefix = found_by(cache, 1, 1), pa.Prefix(other, groups)
+    given = {"prefix": prefix}
+    wrong = dataclasses.replace(other, k=other.k[:, :1], v=other.v[:, :1])
+    starts = jnp.asarray(np.arange(3, dtype=np.int32))
+    for text, options in {
+        "starts: expected None beside prefix; pass q": given | {"starts": starts},
+        "rotary: expected None beside prefix; rotate": given
+        | {"rotary": pa.Rotary(angles, angles)},
+        "batch_invariant: expected False beside prefix,": given | {"batch_invariant": True},
+        "mask: expected no function and no left bound": given | {"mask": pa.sliding_window(3)},
+        "parents: expected None beside prefix; where": given | {"parents": groups[:, None]},
+        "shared_prefixes: expected None beside prefix": given | {"shared_prefixes": shared},
+        r"prefix: expected Prefix\(cache, groups\)": {"prefix": other},
+        r"prefix.groups: expected int32\[2\]": {"prefix": pa.Prefix(other, groups[:1])},
+        "prefix: expected a cache whose kv_heads": {"prefix": pa.Prefix(wrong, groups)},
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            pa.decode_attention(q, cache, **options)
+    with pytest.raises(ValueError, match="shared_prefixes: expected those of 2 tokens"):
+        two = jnp.asarray(np.zeros((2, 2, 4, 8), np.float32))
+        pa.decode_attention(two, cache, shared_prefixes=shared)
+    with pytest.raises(ValueError, match="shared_prefixes: expected what cache.shared_p"):
+        pa.decode_attention(q, other, shared_prefixes=shared)
+    for options in (given, {"shared_prefixes": shared}):  # of no rows there are none
+        assert pa.decode_attention(q[:, None][:, :0], cache, **options).shape == (2, 0, 4, 8)
+    with pytest.raises(ValueError, match="levels: expected an int of at least 1"):
+        cache.shared_prefixes(levels=0)
+
+
+# ---- the kernel ----------------------------------------------------------------------------------
+
+
+def by_kernel(config, launches):
+    """How the parts of a call are made: the own one by the reference, if the kernel does not make
+    it as well, the others by the kernel. `launches`: whether it made both.
+    """
+
+    def merge(problem, inputs):
+        if (own := problem.own) is not None:
+            own = dataclasses.replace(own, gpu="sm90")
+        problem = dataclasses.replace(problem, gpu="sm90", own=own)
+        assert kernel.MERGES
+        if (refused := kernel.limit(problem)) is not None:
+            assert own is not None and "own" in str(refused)
+            return None
+        launches.append(own is not None)
+        with mosaic.interpret():
+            return jax.block_until_ready(kernel.run(inputs, problem, config))
+
+    return prefixes.Run(lambda problem, inputs: dispatch._decode(inputs, problem), merge)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("decoders", [1, 2])
+@pytest.mark.parametrize("tokens, heads, both", [(3, 12, False), (1, 4, True), (2, 5, True)])
+def test_interpreted(rng, monkeypatch, tokens, heads, both, decoders, warpgroups=2):
+    """Two levels, q tiles of both consumers and of one, lengths that end within a tile. Few query
+    rows have their own keys read in the same launch, by one warpgroup of a block or both.
+    """
+    launches: list[bool] = []
+    if decoders == 2:
+        of_two = decode_sm90.Config(stages=2, grid=4, many_heads=True, head_overhead=48)
+        monkeypatch.setattr(decode_sm90, "_two_blocks", lambda *_: of_two)
+    config = kernel.Config(warpgroups, block_kv=64, q_slots=1, grid=2)
+    table = np.arange(100).reshape(5, 20)
+    table[:4, :10] = table[0, :10]
+    table[1:3, :12] = table[1, :12]
+    table[1:3, 10:12] = table[1, 10:12]
+    sizes = {"kv_heads": 1, "head_dim": 64, "page_size": 8, "pages": 101, "dtype": "bfloat16"}
+    cache = cache_of(rng, table, [84, 120, 100 + tokens, 83, 5], **sizes)
+    q = rows_of(rng, 5, tokens, heads, 64, dtype="bfloat16")
+    shared = found_by(cache, tokens, 2)
+    assert list(np.asarray(shared.lengths)) == [80, 0, 16, 0]
+    over_shared = prefixes.over_shared
+    monkeypatch.setattr(
+        prefixes,
+        "over_shared",
+        lambda *given: over_shared(*given[:-1], by_kernel(config, launches)),
+    )
+    sinks = jnp.asarray(np.arange(heads, dtype=np.float32))
+    got = pa.decode_attention_with_lse(q, cache, shared_prefixes=shared, sinks=sinks)
+    want = pa.decode_attention_with_lse(q, cache, sinks=sinks)
+    assert launches == [both]
+    close(got[:1], want[:1], 2 * 2.0**-7)
+    close(got[1:], want[1:], 1e-4 if both else 1e-5)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+ON_GPU = {  # sequences, kv heads, query heads, head dim, rows of a page, tokens, dtype
+    "pages16": (33, 2, 8, 128, 16, 1, "bfloat16"),
+    "pages64_tokens3": (9, 1, 8, 128, 64, 3, "bfloat16"),
+    "group7_float16": (12, 4, 28, 64, 8, 2, "float16"),
+    "head_dim256": (7, 2, 48, 256, 32, 1, "bfloat16"),
+    "many": (140, 1, 4, 64, 16, 1, "bfloat16"),
+    "float32": (6, 2, 8, 64, 16, 2, "float32"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_on_a_gpu(rng, name):
+    """Random tries of pages, lengths that end anywhere; one page is missing, one sequence empty."""
+    count, kv_heads, heads, dim, size, tokens, dtype = ON_GPU[name]
+    width = 1024 // size
+    sizes = {"kv_heads": kv_heads, "head_dim": dim, "page_size": size, "dtype": dtype}
+    parts = 0
+    for trial in range(4):
+        table = rng.permutation(count * width).reshape(count, width)
+        for _ in range(0 if trial == 3 else count):
+            first, at = rng.integers(0, count), rng.integers(0, width)
+            some = rng.integers(first, count, 3)
+            table[some, :at] = table[first, :at]
+        lengths = rng.integers(tokens, 1025, count)
+        lengths[0] = tokens
+        table[1, lengths[1] // size - 1] = -2
+        cache = cache_of(rng, table, lengths, pages=count * width, **sizes)
+        q = rows_of(rng, count, tokens, heads, dim, dtype=dtype)
+        sinks = rows_of(rng, heads) if trial % 2 else None
+        got, want, shared = both(q, cache, cache, levels=1 + trial % 3, tokens=tokens, sinks=sinks)
+        step = 2.0**-6 if dtype != "float32" else 2e-5
+        close(got[:1], want[:1], step)
+        close(got[1:], want[1:], 1e-4)
+        parts += int((np.asarray(shared.lengths) > 0).sum())
+    assert parts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["per_sequence", "stacked", "paged"])
+def test_a_prefix_on_a_gpu(rng, kind):
+    lengths, groups = [1000, 0, 77, 512], rng.integers(-1, 5, 40)
+    rows = rows_of(rng, 4, 1000, 2, 64, dtype="bfloat16")
+    sizes = (2, 64)
+    prefix = {
+        "per_sequence": lambda: pa.PerSequenceCache.create([1024] * 4, *sizes),
+        "stacked": lambda: pa.StackedCache.create(4, 1024, *sizes),
+        "paged": lambda: pa.PagedCache.create(4, 128, 32, *sizes),
+    }[kind]()
+    prefix = pa.append_kv(prefix, rows, -rows, new_lengths=jnp.asarray(lengths, jnp.int32))
+    own, joined = (pa.StackedCache.create(40, n, *sizes) for n in (64, 1088))
+    new = rows_of(rng, 40, 40, 2, 64, dtype="bfloat16")
+    counts = rng.integers(0, 41, 40)
+    own = pa.append_kv(own, new, -new, new_lengths=jnp.asarray(counts, jnp.int32))
+    both_rows, ends = np.zeros((40, 1088, 2, 64), new.dtype), []
+    for m, group in enumerate(groups):
+        n = lengths[group] if 0 <= group < 4 else 0
+        both_rows[m, :n] = np.asarray(rows[group if n else 0, :n])
+        both_rows[m, n : n + counts[m]] = np.asarray(new[m, : counts[m]])
+        ends.append(n + counts[m])
+    both_rows = jnp.asarray(both_rows)
+    joined = pa.append_kv(joined, both_rows, -both_rows, new_lengths=jnp.asarray(ends, jnp.int32))
+    q = rows_of(rng, 40, 8, 64, dtype="bfloat16")
+    given = pa.Prefix(prefix, jnp.asarray(groups, jnp.int32))
+    for options in ({}, {"sinks": rows_of(rng, 8)}):
+        got, want = with_prefix(q, own, given, joined, options)
+        close(got[:1], want[:1], 2.0**-6)
+        close(got[1:], want[1:], 1e-4)

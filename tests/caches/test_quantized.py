@@ -1,0 +1,534 @@
+"""Quantised caches, and those that keep V within K: what is stored, bit for bit; what is read,
+against float64.
+
+What is expected of a row is said here a second time, in NumPy's own float32 and in ml_dtypes'
+conversions.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import CAUSAL, PagedCache, PerSequenceCache, StackedCache, sliding_window
+from pallas_attn._call import reference
+from tests.support import append_cases, budget, subjects
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+KINDS = ("per_sequence", "stacked", "paged")
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_dtype = pytest.mark.parametrize("dtype", LARGEST)
+
+
+def quantized(rows, dtype):
+    """(numbers, scales) of rows [..., H]."""
+    x = np.asarray(rows).astype(np.float32)
+    finite = np.isfinite(x).all(axis=-1)
+    x = np.where(finite[..., None], x, np.float32(0))
+    scale = np.abs(x).max(axis=-1) * (np.float32(1) / np.float32(LARGEST[dtype]))
+    scale = np.maximum(scale, np.float32(2.0**-100))
+    numbers = x * (np.float32(1) / scale)[..., None]
+    assert numbers.dtype == scale.dtype == np.float32
+    numbers = np.rint(numbers) if dtype == "int8" else numbers
+    return numbers.astype(jnp.dtype(dtype)), np.where(finite, scale, np.float32(np.nan))
+
+
+# ---- a row ---------------------------------------------------------------------------------------
+
+
+def awkward_rows(rng):
+    """Rows of every magnitude that float32 has, of zeros, with NaN, with infinities."""
+    bits = rng.integers(0, 2**32, (500, 32), np.uint64).astype(np.uint32).view(np.float32)
+    wide = rng.standard_normal((2000, 32)) * 2.0 ** rng.integers(-145, 125, (2000, 1))
+    rows = np.concatenate([bits, wide.astype(np.float32), np.zeros((1, 32), np.float32)])
+    rows[3, 5], rows[4, 0], rows[5, 31] = np.nan, np.inf, -np.inf
+    # Halfway between two numbers of each dtype, and a little to each side.
+    ties = np.concatenate([np.arange(1, 250) + 0.5, (np.arange(8, 16) + 0.5) / 16])
+    ties = np.resize(
+        np.concatenate([ties, np.nextafter(ties, 0), np.nextafter(ties, 999)]), (40, 31)
+    )
+    for largest in LARGEST.values():
+        tied = np.concatenate([np.full((40, 1), largest), ties], axis=1).astype(np.float32)
+        rows = np.concatenate([rows, tied, -tied])
+    return rows
+
+
+@pytest.mark.by_xla
+@every_dtype
+def test_a_row_bit_for_bit(rng, dtype):
+    rows = awkward_rows(rng)
+    got = jax.jit(reference.quantize, static_argnums=1)(rows, dtype)
+    append_cases.assert_same_bytes(got, quantized(rows, dtype))
+
+
+@every_dtype
+@pytest.mark.parametrize("rows_dtype", ["bfloat16", "float16"])
+def test_a_row_of_another_dtype(rng, dtype, rows_dtype):
+    rows = rng.standard_normal((99, 24)).astype(jnp.dtype(rows_dtype))
+    got = jax.jit(reference.quantize, static_argnums=1)(rows, dtype)
+    append_cases.assert_same_bytes(got, quantized(rows, dtype))
+
+
+@every_dtype
+def test_what_comes_back_of_a_row(rng, dtype):
+    """The largest number is exact; every other within half a step; zeros are zeros, NaN is NaN."""
+    rows = awkward_rows(rng)
+    numbers, scales = quantized(rows, dtype)
+    back = numbers.astype(np.float32) * scales[:, None]
+    finite = np.isfinite(rows).all(axis=1)
+    assert np.isnan(back[~finite]).all() and not np.isnan(back[finite]).any()
+    top = np.abs(rows[finite]).max(axis=1, keepdims=True)
+    steps = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3, "int8": 0}[dtype]
+    floor = np.maximum(top.astype(np.float64) / LARGEST[dtype], 2.0**-100)
+    smallest = {"float8_e4m3fn": 2.0**-10, "float8_e5m2": 2.0**-17, "int8": 0.5}[dtype]
+    allowed = (steps * np.abs(rows[finite]) + smallest * floor) * (1 + 1e-6)
+    assert (np.abs(back[finite].astype(np.float64) - rows[finite]) <= allowed).all()
+    large = top[:, 0] > 2.0**-80
+    kept = np.abs(back[finite]).max(axis=1, keepdims=True)[large]
+    np.testing.assert_allclose(kept, top[large], rtol=3e-7)
+
+
+@pytest.mark.by_xla
+def test_the_reciprocal_is_rounded_correctly(rng):
+    x = rng.integers(2**23, 252 * 2**23, 2**18, np.int32).view(np.float32)
+    powers = np.float32(2.0) ** np.arange(-126, 125, dtype=np.float32)
+    x = np.concatenate([x, powers, np.nextafter(powers, np.float32(np.inf))])
+    got = jax.jit(reference._reciprocal)(x)
+    np.testing.assert_array_equal(got, np.float32(1) / x)
+
+
+# ---- the caches ----------------------------------------------------------------------------------
+
+
+def create(kind, dtype, *, dims=(24, 16), **options):
+    """Three sequences; of 12, 14 and 16 rows where capacities may differ."""
+    options |= {"dtype": dtype, "v_head_dim": dims[1]}
+    return {
+        "per_sequence": lambda: PerSequenceCache.create((12, 14, 16), 2, dims[0], **options),
+        "stacked": lambda: StackedCache.create(3, 12, 2, dims[0], **options),
+        "paged": lambda: PagedCache.create(3, 11, 4, 2, dims[0], capacity=12, **options),
+    }[kind]()
+
+
+def buffers(cache):
+    held = {name: getattr(cache, name) for name in ("k", "v", "k_scale", "v_scale")}
+    return {name: x for name, x in held.items() if x is not None}
+
+
+def marked(cache, rng):
+    """The cache with random bits in every buffer."""
+
+    def noise(x):
+        return jnp.asarray(append_cases.random_bits(rng, x.shape, x.dtype))
+
+    return dataclasses.replace(cache, **jax.tree.map(noise, buffers(cache)))
+
+
+def new_rows(rng, t, dims=(24, 16), dtype="float32"):
+    rows = [rng.standard_normal((3, t, 2, dim)) * 3 for dim in dims]
+    rows[0][1, 0, 1, 2], rows[1][2, -1, 0, 0] = np.nan, np.inf
+    return [jnp.asarray(x.astype(jnp.dtype(dtype))) for x in rows]
+
+
+def stored(cache, new):
+    """What goes into each buffer for new rows k and v."""
+    if not cache.quantized:
+        return {side: np.asarray(rows) for side, rows in new.items()}
+    pairs = {side: quantized(rows, str(cache.dtype)) for side, rows in new.items()}
+    return {side: numbers for side, (numbers, _) in pairs.items()} | {
+        f"{side}_scale": scales for side, (_, scales) in pairs.items()
+    }
+
+
+def place(cache, m, position):
+    """(array, index in it) of a row of a sequence, without layers; None where it has no place."""
+    if position >= cache.capacities[m]:
+        return None
+    if cache.kind == "per_sequence":
+        return m, (slice(None), position)
+    if cache.kind == "stacked":
+        return 0, (m, slice(None), position)
+    page = int(cache.page_table[m, position // cache.page_size])
+    return (0, (page, slice(None), position % cache.page_size)) if page >= 0 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Append:
+    kind: str
+    dtype: str
+    shared: bool = False
+    layers: int | None = None
+    rows_dtype: str = "bfloat16"
+
+    @property
+    def name(self):
+        facts = (self.kind, self.dtype, "shared" * self.shared, "layers" * bool(self.layers))
+        return "-".join(filter(None, (*facts, self.rows_dtype)))
+
+    def cache(self):
+        return create(self.kind, self.dtype, layers=self.layers, shared_kv=self.shared)
+
+    def arguments(self, rng=None, t=1):
+        k, v = new_rows(rng or np.random.default_rng(0), t, dtype=self.rows_dtype)
+        return {"k": k} if self.shared else {"k": k, "v": v}
+
+    def call(self):
+        layer = {} if self.layers is None else {"layer": jnp.int32(1)}
+        return pa.write_kv, {"cache": self.cache(), **self.arguments(), **layer}
+
+
+APPENDS = [
+    *(Append(kind, dtype) for kind in KINDS for dtype in LARGEST),
+    *(
+        Append(kind, "float8_e4m3fn", rows_dtype=x)
+        for kind in KINDS
+        for x in ("float32", "float16")
+    ),
+    *(Append(kind, "float8_e5m2", layers=3) for kind in KINDS),
+    *(Append(kind, dtype, shared=True) for kind in KINDS for dtype in ("bfloat16", "int8")),
+]
+
+
+# Rows are quantised before anybody asks what kind of cache it is; the kernel has every kind and
+# dtype interpreted in tests/kernels/append/test_append_quantized.py.
+FEW = [
+    *(Append(kind, dtype) for kind, dtype in zip(KINDS, LARGEST, strict=True)),
+    *(x for x in APPENDS if x.layers or (x.shared and x.kind != "stacked")),
+    *(x for x in APPENDS if x.kind == "paged" and x.rows_dtype != "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(
+    "subject, case",
+    subjects.pairs("append", APPENDS, Append.call, interpreted=FEW, reference=FEW),
+)
+def test_every_byte_of_every_buffer(rng, subject, case):
+    """Appends of 1 row, of ragged chunks, and past the capacity: what was written, and that nothing
+    else was.
+    """
+    cache = marked(case.cache(), rng)
+    wanted = {
+        name: [np.array(x) for x in jax.tree.leaves(array)]
+        for name, array in buffers(cache).items()
+    }
+    layer = {} if case.layers is None else {"layer": jnp.int32(1)}
+    lead = () if case.layers is None else (1,)
+    for t, counts in ((1, (1, 1, 1)), (7, (5, 0, 3)), (7, (7, 1, 6)), (7, (4, 2, 2))):
+        starts = np.asarray(cache.lengths)
+        cache = cache.extend(jnp.asarray(counts, jnp.int32))
+        new = case.arguments(rng, t)
+        places = [
+            (m, i, *found)
+            for m, i in np.ndindex(3, t)
+            if i < counts[m] and (found := place(cache, m, int(starts[m]) + i))
+        ]
+        for name, rows in stored(cache, new).items():
+            for m, i, array, where in places:
+                into = wanted[name][array][(*lead, *where)]
+                into[...] = 0  # the columns that pad a head on a GPU
+                into[tuple(map(slice, rows[m, i].shape))] = rows[m, i]
+        cache = subject.call(pa.write_kv, cache, **new, **layer)
+    assert np.asarray(cache.overflowed)[0]
+    append_cases.assert_same_bytes(buffers(cache), wanted)
+
+
+@every_kind
+def test_arrays_with_scales(rng, kind):
+    """append_kv_arrays: scales in, scales out."""
+    cache = create(kind, "int8")
+    k, v = new_rows(rng, 2)
+    whole = pa.append_kv(cache, k, v)
+    got = pa.append_kv_arrays(
+        cache.k,
+        cache.v,
+        k,
+        v,
+        cache.lengths,
+        page_table=cache.extend(2).page_table,
+        k_scales=cache.k_scale,
+        v_scales=cache.v_scale,
+    )
+    append_cases.assert_same_bytes(got, (whole.k, whole.v, whole.k_scale, whole.v_scale))
+
+
+@every_kind
+@every_dtype
+@pytest.mark.parametrize("layers", [None, 3])
+def test_what_a_quantised_cache_says_of_itself(kind, dtype, layers):
+    cache = create(kind, dtype, layers=layers)
+    assert cache.quantized and cache.dtype == dtype and not cache.shared_kv
+    assert (cache.layers, cache.kv_heads, cache.head_dim, cache.v_head_dim) == (layers, 2, 24, 16)
+    for side in "kv":
+        pairs = [jax.tree.leaves(getattr(cache, name)) for name in (side, f"{side}_scale")]
+        for numbers, scales in zip(*pairs, strict=True):
+            assert scales.shape == numbers.shape[:-1] and scales.dtype == jnp.float32
+    assert cache.num_bytes == sum(x.nbytes for x in jax.tree.leaves(buffers(cache)))
+    rows = {"per_sequence": 42, "stacked": 36, "paged": 44}[kind] * (layers or 1)
+    assert cache.num_bytes == rows * 2 * (24 + 16 + 2 * 4)
+    bare = create(kind, dtype, layers=layers, scales=False)
+    assert not bare.quantized and bare.k_scale is None and bare.v_scale is None
+    assert not create(kind, "bfloat16").quantized
+    assert jax.tree.structure(jax.tree.map(lambda x: x, cache)) == jax.tree.structure(cache)
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_what_a_cache_with_v_in_k_says_of_itself(kind, dtype):
+    cache = create(kind, dtype, shared_kv=True)
+    assert cache.shared_kv and cache.v is None and cache.v_scale is None
+    assert (cache.head_dim, cache.v_head_dim) == (24, 16)
+    assert cache.num_bytes == sum(x.nbytes for x in jax.tree.leaves((cache.k, cache.k_scale)))
+    same = jax.tree.unflatten(jax.tree.structure(cache), jax.tree.leaves(cache))
+    assert same.v_head_dim == 16
+
+
+@every_kind
+def test_numbers_without_scales_are_as_they_come(rng, kind):
+    """scales=False: int8 rows go in as they are, and are read as the numbers they are."""
+    k, v = (rng.integers(-9, 9, (3, 2, 2, dim)).astype(np.int8) for dim in (24, 16))
+    cache = pa.append_kv(create(kind, "int8", scales=False), k, v)
+    q = jnp.asarray(rng.standard_normal((3, 2, 2, 24)), jnp.float32)
+    got = pa.decode_attention(q, cache)
+    wanted = pa.flash_attention(q, *(x.astype(np.float32) for x in (k, v)), mask=CAUSAL)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_fork_copies_scales_with_their_page(rng):
+    cache = create("paged", "float8_e4m3fn", layers=2)
+    k, v = new_rows(rng, 6)
+    cache = cache.extend(jnp.asarray([6, 1, 0], jnp.int32))
+    for layer in range(2):
+        cache = pa.write_kv(cache, k + layer, v - layer, layer=layer)
+    forked = cache.fork(0, 2)
+    shared, copied = np.asarray(forked.page_table)[[0, 2]][:, 1]
+    assert shared != copied
+    for name, pool in buffers(forked).items():
+        pool = np.asarray(pool).view(np.uint8 if pool.dtype.itemsize == 1 else np.int32)
+        assert pool[:, shared].any(), name
+        np.testing.assert_array_equal(pool[:, copied], pool[:, shared], err_msg=name)
+
+
+@pytest.mark.by_xla
+@every_kind
+def test_donated_scales_are_updated_in_place(rng, kind):
+    cache = create(kind, "float8_e4m3fn", layers=2)
+    k, v = new_rows(rng, 1)
+
+    def step(cache):
+        cache = cache.extend(1)
+        body = lambda cache, layer: (pa.write_kv(cache, k, v, layer=layer), None)  # noqa: E731
+        return jax.lax.scan(body, cache, jnp.arange(2, dtype=jnp.int32))[0]
+
+    before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(buffers(cache))]
+    after = jax.jit(step, donate_argnums=0)(cache)
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(buffers(after))] == before
+
+
+# ---- decode --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """Lengths about the edges of a page and of a tile; the rest past them is poison."""
+
+    kind: str
+    dtype: str = "float8_e4m3fn"
+    shared: bool = False
+    dims: tuple[int, int] = (64, 64)
+    heads: tuple[int, int] = (8, 2)
+    t: int = 1
+    window: int | None = None
+    q_dtype: str = "bfloat16"
+    layers: int | None = None
+    page: int = 16
+    lengths: tuple[int, ...] = (0, 1, 15, 16, 17, 63, 64, 65, 100, 128)
+
+    @property
+    def name(self):
+        default = {f.name: f.default for f in dataclasses.fields(self)}
+        facts = {n: x for n, x in dataclasses.asdict(self).items() if x != default[n]}
+        return "-".join(str(x) if n == "kind" else f"{n}{x}" for n, x in facts.items())
+
+    def cache(self):
+        m, (_, heads), (dim, v_dim) = len(self.lengths), self.heads, self.dims
+        options = {"v_head_dim": v_dim, "shared_kv": self.shared, "layers": self.layers}
+        options["dtype"] = self.dtype
+        if self.kind == "per_sequence":
+            return PerSequenceCache.create(
+                [128 + 8 * (i % 3) for i in range(m)], heads, dim, **options
+            )
+        if self.kind == "stacked":
+            return StackedCache.create(m, 128, heads, dim, **options)
+        return PagedCache.create(
+            m, m * 128 // self.page, self.page, heads, dim, capacity=128, **options
+        )
+
+    def filled(self, rng):
+        """(cache, k, v): what it holds as [M, S, K, H] in float64; NaN wherever nothing was
+        written, pages in any order.
+        """
+        cache, lengths = self.cache(), np.array(self.lengths, np.int32)
+        # Every bit set is NaN in all the float types here; int8 has its NaN in the scale.
+        poison = {
+            name: jax.tree.map(
+                lambda x: jnp.asarray(
+                    np.full(x.nbytes, 255, np.uint8).view(x.dtype).reshape(x.shape)
+                ),
+                array,
+            )
+            for name, array in buffers(cache).items()
+        }
+        cache = dataclasses.replace(cache, **poison)
+        if self.kind == "paged":
+            order = rng.permutation(cache.pages).astype(np.int32)
+            cache = dataclasses.replace(cache, free_list=jnp.asarray(order))
+        m, (_, heads), dims = len(lengths), self.heads, self.dims
+        sides = dims[: 1 if self.shared else 2]
+        rows = [rng.standard_normal((m, 128, heads, dim)).astype(np.float32) for dim in sides]
+        cache = cache.extend(jnp.asarray(lengths))
+        cache = pa.write_kv(cache, *rows, layer=0 if self.layers is None else 1)
+        live = (np.arange(128) < lengths[:, None])[..., None, None]
+        if cache.quantized:
+            pairs = [quantized(x, self.dtype) for x in rows]
+            rows = [np.float64(1) * n.astype(np.float32) * s[..., None] for n, s in pairs]
+        else:
+            rows = [x.astype(self.dtype).astype(np.float64) for x in rows]
+        rows = [np.where(live, x, 0) for x in rows]
+        return cache, rows[0], rows[0][..., : dims[1]] if self.shared else rows[1]
+
+    def options(self):
+        layer = {} if self.layers is None else {"layer": jnp.int32(1)}
+        return {"mask": CAUSAL if self.window is None else sliding_window(self.window), **layer}
+
+    def call(self):
+        q = jnp.zeros((len(self.lengths), self.t, self.heads[0], self.dims[0]), self.q_dtype)
+        return pa.decode_attention_with_lse, {"q": q, "cache": self.cache(), **self.options()}
+
+
+DECODES = [
+    *(Decode(kind, dtype) for kind in KINDS for dtype in LARGEST),
+    *(Decode(kind, t=4, window=20, layers=2) for kind in KINDS),
+    *(Decode(kind, dims=(128, 128), heads=(7, 1), q_dtype="float16") for kind in KINDS),
+    *(Decode(kind, "int8", heads=(4, 4), q_dtype="float32") for kind in KINDS),
+    *(Decode(kind, "bfloat16", shared=True, dims=(576, 512), heads=(16, 1)) for kind in KINDS),
+    *(Decode(kind, shared=True, dims=(576, 512), heads=(16, 1)) for kind in KINDS),
+    Decode("paged", page=64),
+]
+
+
+INTERPRETED = [
+    *(Decode(kind, dtype) for kind, dtype in zip(KINDS, LARGEST, strict=True)),
+    Decode("per_sequence", t=4, window=20, layers=2),
+    Decode("paged", page=64),
+]
+
+
+# The reference reads every cache as the same rows.
+FOR_REFERENCE = [
+    *INTERPRETED,
+    Decode("stacked", dims=(128, 128), heads=(7, 1), q_dtype="float16"),
+    Decode("per_sequence", "int8", heads=(4, 4), q_dtype="float32"),
+    Decode("paged", "bfloat16", shared=True, dims=(576, 512), heads=(16, 1)),
+    Decode("stacked", shared=True, dims=(576, 512), heads=(16, 1)),
+]
+
+
+@pytest.mark.parametrize(
+    "subject, case",
+    subjects.pairs(
+        "decode", DECODES, Decode.call, interpreted=INTERPRETED, reference=FOR_REFERENCE
+    ),
+)
+def test_decode_against_float64(rng, subject, case):
+    """The oracle multiplies numbers by scales in float64. A kernel may round a row to q's dtype, as
+    if the cache had held it in that dtype; and no more.
+    """
+    cache, k, v = case.filled(rng)
+    q = rng.standard_normal((len(case.lengths), case.t, case.heads[0], case.dims[0]))
+    q = jnp.asarray(q.astype(jnp.dtype(case.q_dtype)))
+    lengths = np.array(case.lengths, np.int32)
+    mask = case.options()["mask"]
+    arguments = {"k": k, "v": v, "mask": mask, "kv_lengths": lengths, "q_offset": lengths - case.t}
+    expected = budget.attention({"q": q, **arguments})
+    if case.q_dtype != "float32":
+        near = {name: jnp.asarray(x).astype(case.q_dtype) for name, x in (("k", k), ("v", v))}
+        expected = expected._replace(naive=budget.attention({"q": q, **arguments, **near}).naive)
+    out, lse = subject.call(pa.decode_attention_with_lse, q, cache, **case.options())
+    budget.check({"out": out, "lse": lse}, expected)
+
+
+@pytest.mark.by_xla
+@pytest.mark.parametrize("kind, dtype", list(zip(KINDS, LARGEST, strict=True)))
+def test_nan_and_infinity_are_never_lost(rng, kind, dtype):
+    """A row with one NaN (or infinity) in it is NaN, and with it the head that reads it."""
+    cache = create(kind, dtype)
+    k, v = (jnp.asarray(rng.standard_normal((3, 5, 2, dim)), jnp.float32) for dim in (24, 16))
+    k = k.at[1, 2, 1, 7].set(jnp.nan)
+    v = v.at[2, 4, 0, 3].set(-jnp.inf)
+    out = pa.decode_attention(jnp.ones((3, 4, 24)), pa.append_kv(cache, k, v))
+    np.testing.assert_array_equal(
+        np.isnan(out).all(axis=-1),
+        [[False] * 4, [False, False, True, True], [True, True, False, False]],
+    )
+    assert np.isfinite(np.asarray(out[0])).all()
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def _stacked(dtype="int8", **options):
+    return StackedCache.create(2, 6, 2, 8, dtype=dtype, **options)
+
+
+_ROW = np.zeros((2, 2, 8), np.float32)
+_ARRAY, _SCALES = np.zeros((2, 2, 6, 8), np.int8), np.zeros((2, 2, 6), np.float32)
+
+ERRORS = {
+    "scales: expected a dtype of float8_e4m3fn, float8_e5m2, int8 to go with them, got bfloat16; "
+    "leave scales out": lambda: _stacked("bfloat16", scales=True),
+    "v_head_dim: expected at most head_dim = 8 where V is part of K (shared_kv), got 9": (
+        lambda: _stacked(shared_kv=True, v_head_dim=9)
+    ),
+    "k: expected floating-point rows, which a quantised int8 cache quantises itself, got int8; "
+    "numbers that have been quantised already go into a cache without scales (scales=False)": (
+        lambda: pa.append_kv(_stacked(), _ROW.astype("int8"), _ROW)
+    ),
+    "k_scales: expected caches of float8_e4m3fn, float8_e5m2, int8 to go with scales, got "
+    "float32": lambda: pa.append_kv_arrays(
+        _ARRAY.astype("float32"), None, _ROW, None, [0, 0], k_scales=_SCALES
+    ),
+    "k_scales, v_scales: give scales for every cache that is given, or none at all": (
+        lambda: pa.append_kv_arrays(_ARRAY, _ARRAY, _ROW, _ROW, [0, 0], k_scales=_SCALES)
+    ),
+    "v_scales: expected float32[2, 2, 6], a scale for each row of v_caches [2, 2, 6, 8], got "
+    "float32[2, 2, 5]": lambda: pa.append_kv_arrays(
+        _ARRAY, _ARRAY, _ROW, _ROW, [0, 0], k_scales=_SCALES, v_scales=_SCALES[..., :5]
+    ),
+    "k_scales: expected 1 arrays as in k_caches, got 2": lambda: pa.append_kv_arrays(
+        [_ARRAY[0]], None, _ROW[:1], None, [0], k_scales=[_SCALES[0]] * 2
+    ),
+    "v: this cache keeps V within K (its first 8 columns): leave v out": (
+        lambda: pa.append_kv(_stacked(shared_kv=True), _ROW, _ROW)
+    ),
+    "v: expected rows of V: leave v out only where the cache keeps V within K "
+    "(create(shared_kv=True))": lambda: pa.append_kv(_stacked(), _ROW),
+    "cache.v: expected None where v_columns says that V is part of K, and only there; make caches "
+    "with create(shared_kv=True)": lambda: pa.append_kv(
+        dataclasses.replace(_stacked(), v=None), _ROW
+    ),
+    "cache.v_scale: expected scales of k and of v, or none of both": lambda: pa.append_kv(
+        dataclasses.replace(_stacked(), v_scale=None), _ROW, _ROW
+    ),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_wrong_arguments(message):
+    with pytest.raises(ValueError) as caught:
+        ERRORS[message]()
+    assert str(caught.value) == message

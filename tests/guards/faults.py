@@ -1,0 +1,841 @@
+"""Faults in the kernels that tests have to catch: a list of them, and the means to try each.
+
+    python -m tests.guards.faults              # all
+    python -m tests.guards.faults ring prefill # those whose names contain one of the words
+
+puts one fault after the other into a copy of the tree and runs its test there, which must fail; and
+then the tests without any fault, which must pass. So many at a time as there are cores. The status
+is 0 if all were caught.
+
+A fault is a piece of text in one file in place of another. tests/guards/test_faults.py holds that
+each still has its place in the file as it is. Whoever changes that place moves the fault along, to
+the same mistake in the new code, and tries it.
+"""
+
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """`old` -> `new`, in place of its one occurrence in `file`; `test`: the arguments of pytest;
+    `more`: other texts of the file in place of others, where one is not enough.
+    """
+
+    file: str
+    old: str
+    new: str
+    test: str
+    more: tuple[tuple[str, str], ...] = ()
+
+    def text(self, root: pathlib.Path = ROOT) -> str:
+        """The file with the fault in it."""
+        text = (root / self.file).read_text()
+        for old, new in ((self.old, self.new), *self.more):
+            if text.count(old) != 1:
+                raise ValueError(f"{self.file} has {text.count(old)} times {old!r}")
+            text = text.replace(old, new)
+        return text
+
+
+APPEND, DECODE = "pallas_attn/kernels/append", "pallas_attn/kernels/decode"
+MLA, PREFILL = "pallas_attn/kernels/decode_mla", "pallas_attn/kernels/prefill"
+FWD, BWD = "pallas_attn/kernels/flash_fwd", "pallas_attn/kernels/flash_bwd"
+SHARED, MMA = "pallas_attn/kernels/attention", "pallas_attn/kernels/mma"
+LANG, LM = "pallas_attn/kernels/lang", "pallas_attn/lm/kernels"
+
+TEST_FUNCTIONS = "tests/kernels/flash_fwd/test_functions_kernel.py"
+TEST_LISTED = "tests/kernels/flash_fwd/test_listed_tiles.py"
+TEST_FWD, TEST_BWD = (
+    "tests/kernels/flash_fwd/test_flash_fwd.py",
+    "tests/kernels/flash_bwd/test_flash_bwd.py",
+)
+TEST_DECODE, TEST_MLA = (
+    "tests/kernels/decode/test_decode_kernel.py",
+    "tests/kernels/decode_mla/test_decode_mla.py",
+)
+TEST_PREFILL, TEST_APPEND = (
+    "tests/kernels/prefill/test_prefill.py",
+    "tests/kernels/append/test_append_kernel.py",
+)
+TEST_LINEAR = "tests/api/test_functions.py -k a_slope_and_an_offset"
+TEST_KEEP = "tests/caches/test_keep.py"
+TEST_EMITTED, TEST_SCHEDULES = (
+    "tests/guards/test_emitted_code.py",
+    "tests/kernels/test_schedules.py",
+)
+TEST_NARROW = "tests/kernels/prefill/test_prefill_narrow.py"
+TEST_FETCH = "tests/kernels/flash_fwd/test_fetch.py -k as_if_it_were_here"
+TEST_CLAIMS = "tests/kernels/flash_fwd/test_claims.py"
+TEST_ORDER = "tests/kernels/flash_bwd/test_work_order.py"
+TEST_SUMS = "tests/lm/test_kernels.py -k 'norm_over_devices or norm_waits'"
+TEST_MERGE = "tests/kernels/decode/test_merge_over_gpus.py -k 'interpreted or waits'"
+TEST_JOINED = "tests/kernels/flash_fwd/test_flash_fwd.py -k several_heads"
+
+FAULTS = {
+    # ---- who reads what when ---------------------------------------------------------------------
+    "a_work_tile_is_left_out_of_what_blocks_claim": Fault(
+        f"{FWD}/claims.py",
+        "first) + plan.grid",
+        "first) + plan.grid + 1",
+        TEST_CLAIMS,
+    ),
+    "a_block_claims_on_past_the_last_work_tile": Fault(
+        f"{FWD}/claims.py",
+        "thread.select(number < plan.work_tiles, code, -1)",
+        "thread.select(number < plan.work_tiles + 1, code, -1)",
+        f"{TEST_CLAIMS} -k counts",
+    ),
+    "a_block_claims_again_at_every_kv_tile": Fault(
+        f"{FWD}/producer.py",
+        "lax.cond(e == 1, claim,",
+        "lax.cond(e >= 1, claim,",
+        f"{TEST_CLAIMS} -k counts",
+    ),
+    "chunks_that_share_keys_are_claimed_apart": Fault(
+        f"{FWD}/tile_scheduler.py",
+        "problem.kv_heads, group).swapaxes(1, 2)",
+        "problem.kv_heads, group)",
+        f"{TEST_CLAIMS} -k claimed_together",
+    ),
+    "chunks_are_claimed_longest_first": Fault(
+        f"{BWD}/plan.py",
+        "group = np.where(whole, head - plan.heads, head // together)",
+        "group = head // together",
+        f"{TEST_ORDER} -k chunks",
+    ),
+    "blocks_in_lockstep_begin_past_the_last_query_tile": Fault(
+        f"{BWD}/plan.py",
+        "self.span.hi - 1 - i",
+        "self.span.hi - i",
+        TEST_ORDER,
+    ),
+    "the_heads_of_a_query_tile_are_not_all_taken": Fault(
+        f"{BWD}/plan.py",
+        "        over = g + 1 == group\n",
+        "        over = g + 2 >= group\n",
+        TEST_ORDER,
+    ),
+    "the_last_head_of_the_backward_goes_by_no_rank": Fault(
+        f"{BWD}/plan.py",
+        "codes = jnp.where(head >= first, codes, table)",
+        "codes = jnp.where(head > first, codes, table)",
+        f"{TEST_ORDER} -k order_of_keys",
+    ),
+    "query_tiles_of_two_documents_meet_no_mask": Fault(
+        f"{BWD}/plan.py",
+        "refs.segment_spans[batch, i, tile] for i in range(4)",
+        "refs.segment_spans[batch, i, tile] for i in (0, 0, 3, 3)",
+        f"{TEST_ORDER} -k within_a_document",
+    ),
+    "the_backward_claims_at_every_query_tile": Fault(
+        f"{BWD}/plan.py",
+        "            return count + 1\n\n        count = lax.fori_loop",
+        "            _ = claims.claim(ctx, n + 1) if plan.claims else None\n"
+        "            return count + 1\n\n        count = lax.fori_loop",
+        f"{TEST_ORDER} -k counts",
+    ),
+    "a_claim_is_read_before_it_is_written": Fault(
+        f"{FWD}/claims.py",
+        "    plgpu.barrier_wait(smem.ready.at[slot])\n",
+        "",
+        TEST_CLAIMS,
+    ),
+    "the_last_head_goes_by_no_rank": Fault(
+        f"{FWD}/segments.py",
+        "known = counts | (head < plan.first_ranked_head)",
+        "known = counts | (head < plan.first_ranked_head + plan.problem.group)",
+        f"{TEST_CLAIMS} -k by_rank",
+    ),
+    "a_work_tile_that_needs_no_key_waits_for_one_that_is_not_fetched": Fault(
+        f"{FWD}/fetch.py",
+        "needed |= at[None] == 0",
+        "needed |= at[None] < 0",
+        TEST_FETCH,
+    ),
+    "fetched_rows_are_read_before_they_are_here": Fault(
+        f"{FWD}/producer.py", "pl.when(where)", "pl.when(where & (t < 0))", TEST_FETCH
+    ),
+    "fetch_reuses_a_slot_before_it_is_read": Fault(
+        f"{FWD}/fetch.py",
+        "wait_copies_back(1, read=True)",
+        "wait_copies_back(9, read=True)",
+        TEST_FETCH,
+    ),
+    "fetch_signals_a_piece_too_early": Fault(
+        f"{FWD}/fetch.py", "wait_copies_back(BEHIND)", "wait_copies_back(BEHIND + 1)", TEST_FETCH
+    ),
+    "fetch_signals_its_last_pieces_too_early": Fault(
+        f"{FWD}/fetch.py", "wait_copies_back(0)", "wait_copies_back(1)", TEST_FETCH
+    ),
+    "fetch_signals_several_pieces_with_the_first": Fault(
+        f"{FWD}/fetch.py", "(number + 1) % sizes.run < 1", "number % sizes.run < 1", TEST_FETCH
+    ),
+    "fetch_leaves_out_what_rows_past_the_end_take": Fault(
+        f"{FWD}/fetch.py",
+        "return tma_operands.round_up(plan.problem.q_len, plan.span_rows)",
+        "return plan.problem.q_len",
+        TEST_FETCH,
+    ),
+    "a_kv_tile_that_some_rows_mask_is_taken_as_it_arrives": Fault(
+        f"{FWD}/tile_scheduler.py",
+        "jnp.clip(functools.reduce(jnp.minimum, whole), *ends)",
+        "jnp.clip(functools.reduce(jnp.maximum, whole), *ends)",
+        TEST_FETCH,
+    ),
+    "kv_tiles_of_a_chunk_are_taken_from_the_first_on": Fault(
+        f"{FWD}/fetch.py",
+        "TileRange(entry, count, end - 1, place)",
+        "TileRange(entry, count, first, place)",
+        "tests/kernels/flash_fwd/test_fetch.py -k as_they_arrive",
+    ),
+    "fetch_does_not_say_that_it_has_read": Fault(
+        f"{FWD}/fetch.py", "zero + READ, first,", "zero + DONE, first,", TEST_FETCH
+    ),
+    "a_merge_over_devices_reads_no_other": Fault(
+        f"{DECODE}/merge_over_gpus.py",
+        "(at.device < n) | (at.device > n)",
+        "(at.device < n) & (at.device > n)",
+        TEST_MERGE,
+    ),
+    "a_merge_over_devices_sends_to_the_first_place": Fault(
+        f"{DECODE}/merge_over_gpus.py",
+        "sent, words = _sent(ctx, line, at.device)",
+        "sent, words = _sent(ctx, line, at.device * 0)",
+        TEST_MERGE,
+    ),
+    "a_merge_over_devices_takes_the_lse_of_another_row": Fault(
+        f"{DECODE}/merge_over_gpus.py",
+        "* problem.rows + token % problem.rows",
+        "* problem.rows",
+        TEST_MERGE,
+    ),
+    "a_merge_over_devices_counts_what_has_no_key": Fault(
+        f"{DECODE}/merge_over_gpus.py",
+        "thread.choose(none, zero, x)",
+        "thread.choose(none, x, x)",
+        TEST_MERGE,
+    ),
+    "a_merge_over_devices_does_not_wait_for_the_lse": Fault(
+        f"{DECODE}/merge_over_gpus.py",
+        "words(problem.words - 1, line.exists)",
+        "words(problem.words - 1, line.number < 0)",
+        TEST_MERGE,
+    ),
+    "a_sum_over_devices_leaves_one_out": Fault(
+        f"{LM}/norm.py",
+        "_place(ctx, sender)) for sender in range(devices)]",
+        "_place(ctx, sender)) for sender in range(devices - 1)]",
+        TEST_SUMS,
+    ),
+    "a_sum_over_devices_has_one_slot": Fault(
+        f"{LM}/norm.py",
+        "lax.rem(exchange.calls[0], jnp.int32(2))",
+        "lax.rem(exchange.calls[0], jnp.int32(1))",
+        TEST_SUMS,
+    ),
+    "a_sum_over_devices_goes_to_the_owner_s_place": Fault(
+        f"{LM}/norm.py",
+        "place = _place(ctx, at.device) + word.of_share",
+        "place = _place(ctx, owner) + word.of_share",
+        TEST_SUMS,
+    ),
+    "a_sum_over_devices_is_not_cleared": Fault(
+        f"{LM}/norm.py", "thread.clear(here, place, 8, word.there)", "pass", TEST_SUMS
+    ),
+    "a_sum_over_devices_has_shares_of_whole_words_only": Fault(
+        f"{LM}/norm.py",
+        "return -(-self.dim // (4 * self.devices))",
+        "return self.dim // (4 * self.devices)",
+        TEST_SUMS,
+    ),
+    "decode_ring_is_refilled_while_it_is_read": Fault(
+        f"{DECODE}/sm90.py",
+        "            threads.each_thread(sync, (), ())\n",
+        "",
+        f"{TEST_DECODE} -k 'test_interpreted and plain'",
+    ),
+    "joined_heads_go_past_their_group": Fault(
+        f"{FWD}/tile_scheduler.py",
+        "& (within < plan.problem.group)",
+        "& (within < 2**20)",
+        TEST_JOINED,
+    ),
+    "joined_rows_begin_where_their_heads_would": Fault(
+        f"{FWD}/tile_scheduler.py",
+        "row - jnp.where(joined, further * each * ROWS, 0)",
+        "row",
+        TEST_JOINED,
+    ),
+    "heads_that_joined_have_a_work_tile_too": Fault(
+        f"{FWD}/tile_scheduler.py",
+        "(heads % plan.problem.group % plan.last_heads == 0)",
+        "(heads >= 0)",
+        f"{TEST_SCHEDULES} -k test_forward",
+    ),
+    "linear_releases_what_a_matmul_reads": Fault(
+        f"{LM}/linear.py",
+        "plgpu.wgmma_wait(1)",
+        "plgpu.wgmma_wait(2)",
+        "tests/lm/test_kernels.py -k test_interpreted",
+    ),
+    "forward_stores_by_tma_before_the_commit": Fault(
+        f"{FWD}/sm90.py",
+        """        plgpu.commit_smem()
+        columns = mosaic.columns(refs.out, column, width, tile.head)
+        where = (tile.batch, pl.ds(rows.row, ROWS), tile.head, columns)
+        plgpu.copy_smem_to_gmem(staged, refs.out.at[where])
+""",
+        """        columns = mosaic.columns(refs.out, column, width, tile.head)
+        where = (tile.batch, pl.ds(rows.row, ROWS), tile.head, columns)
+        plgpu.copy_smem_to_gmem(staged, refs.out.at[where])
+        plgpu.commit_smem()
+""",
+        f"{TEST_FWD} -k 'test_interpreted and t_equals_s'",
+    ),
+    "forward_releases_keys_before_they_are_multiplied": Fault(
+        f"{FWD}/sm90.py",
+        """    s = wgmma.matmul(shape, *_score_operands(ctx, rows, slot), meanwhile)
+    if smem.kv_ids is None:
+        ring.release(slot)
+""",
+        """    if smem.kv_ids is None:
+        ring.release(slot)
+    s = wgmma.matmul(shape, *_score_operands(ctx, rows, slot), meanwhile)
+""",
+        f"{TEST_FWD} -k 'test_interpreted and t_equals_s'",
+    ),
+    "prefill_consumers_wait_for_a_turn_that_nobody_gives": Fault(
+        f"{PREFILL}/sm90.py",
+        "pl.when(self.wg == 1)(self.give)",
+        "pl.when(self.wg == 2)(self.give)",
+        f"{TEST_PREFILL} -k 'test_interpreted and plain'",
+    ),
+    "forward_takes_first_tiles_of_lists_for_whole": Fault(
+        f"{FWD}/sm90.py",
+        "    whole = span.full_lo, span.full_hi\n",
+        "    whole = span.lo, span.hi\n",
+        f"{TEST_FUNCTIONS} -k 'test_in_the_interpreter and sm90-table-None'",
+    ),
+    "forward_keeps_entries_that_others_need": Fault(
+        f"{FWD}/sm90.py",
+        "            slot = _release_unused(ctx, rows.span.lo - lo, slot)\n",
+        "",
+        f"{TEST_FWD} -k 'test_interpreted and band'",
+    ),
+    "portable_forward_waits_for_one_copy_less": Fault(
+        f"{FWD}/sm80.py",
+        """        coming = (copy(t - config.stages + 1, name) for name in "kv")
+        sync_and_copy(*coming, pending=config.stages - 2)
+    slot = _smem_row(plan, rows, t)
+    sizes = (plan.own_rows, config.block_kv, plan.k_width)
+""",
+        """        coming = (copy(t - config.stages + 1, name) for name in "kv")
+        sync_and_copy(*coming, pending=config.stages - 1)
+    slot = _smem_row(plan, rows, t)
+    sizes = (plan.own_rows, config.block_kv, plan.k_width)
+""",
+        f"{TEST_FWD} -k 'test_interpreted and band'",
+    ),
+    "backward_writes_a_ds_that_is_being_read": Fault(
+        f"{BWD}/sm90_fused.py",
+        "pl.when(now.own.count >= 2)(lambda: plgpu.barrier_wait(smem.ds_free.at[slot]))",
+        "pass",
+        f"{TEST_BWD} -k 'test_interpreted and t_above_s'",
+    ),
+    "backward_adds_dq_by_tma_before_the_commit": Fault(
+        f"{BWD}/sm90_fused.py",
+        "    smem.dq[wg] = dq\n    plgpu.commit_smem()\n",
+        "    smem.dq[wg] = dq\n",
+        f"{TEST_BWD} -k 'test_interpreted and t_equals_s'",
+    ),
+    "backward_puts_dq_where_tma_still_reads": Fault(
+        f"{BWD}/sm90_fused.py",
+        "    plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n    smem.dq[wg] = dq\n",
+        "    smem.dq[wg] = dq\n",
+        f"{TEST_BWD} -k 'test_interpreted and t_equals_s'",
+    ),
+    "dk_dv_release_a_tile_one_matmul_early": Fault(
+        f"{BWD}/sm90_dkdv.py",
+        "plgpu.wgmma_wait(1)",
+        "plgpu.wgmma_wait(2)",
+        f"{TEST_BWD} -k 'test_interpreted and dim192_128'",
+    ),
+    "latent_values_are_released_one_matmul_early": Fault(
+        f"{MLA}/sm90.py",
+        "plgpu.wgmma_wait(plan.blocks_a_tile - 1 - n)",
+        "plgpu.wgmma_wait(plan.blocks_a_tile - n)",
+        f"{TEST_MLA} -k 'test_interpreted and two_chunks_side_by_side'",
+    ),
+    "latent_blocks_of_few_rows_are_released_early": Fault(
+        f"{MLA}/sm90_few_rows.py",
+        "plgpu.wgmma_wait(len(some) - 1 - done)",
+        "plgpu.wgmma_wait(len(some) - done)",
+        f"{TEST_MLA} -k 'test_interpreted and stacked'",
+    ),
+    "prefill_loads_q_where_the_last_is_read": Fault(
+        f"{PREFILL}/sm90.py",
+        "return wg if config.q_slots == 1 else wg + (i & 1) * config.warpgroups",
+        "return wg",
+        f"{TEST_PREFILL} -k 'test_interpreted and plain'",
+    ),
+    # ---- which work is done, and where -----------------------------------------------------------
+    "a_window_walk_loses_tiles": Fault(
+        f"{BWD}/sm90_window.py",
+        "    length = pl.cdiv(plan.kv_tiles, count)\n",
+        "    length = plan.kv_tiles // count\n",
+        TEST_SCHEDULES,
+    ),
+    "forward_schedule_loses_a_head": Fault(
+        f"{FWD}/tile_scheduler.py",
+        "min(first + plan.l2_heads, plan.heads)",
+        "min(first + plan.l2_heads, plan.heads - 1)",
+        TEST_SCHEDULES,
+    ),
+    "documents_of_one_cost_share_a_rank": Fault(
+        f"{LANG}/threads.py",
+        "            more = thread.select(other < number, more + 1, more)",
+        "            more = thread.select(other < number, more, more)",
+        f"{TEST_FWD} -k test_segments_are_prepared",
+    ),
+    "a_list_puts_later_tiles_among_the_first": Fault(
+        f"{FWD}/listed_tiles.py",
+        "thread.select(tile < begin, seen, seen + wholes - whole)",
+        "seen",
+        f"{TEST_LISTED} -k test_lists_and_codes",
+    ),
+    "lists_of_one_head_rank_those_of_all": Fault(
+        f"{FWD}/listed_tiles.py",
+        "            owner = owner + head % sizes.heads_of_codes",
+        "            owner = owner + head * 0",
+        f"{TEST_LISTED} -k test_lists_and_codes",
+    ),
+    "dbias_counts_a_tile_of_scores_twice": Fault(
+        f"{BWD}/dbias.py",
+        "    live = (n < math.prod(walk.readers)) & (row < q_len)\n",
+        "    live = row < q_len\n",
+        f"{TEST_BWD} -k test_every_tile_of_scores_is_summed_once",
+    ),
+    "decode_counts_a_block_too_many": Fault(
+        f"{DECODE}/scheduler.py",
+        "last = jnp.maximum(end - tiles_before - 1, 0) * plan.units_a_tile",
+        "last = jnp.maximum(end - tiles_before, 0) * plan.units_a_tile",
+        f"{TEST_DECODE} -k test_every_unit_is_taken_once",
+    ),
+    "prefill_splits_lose_a_tile": Fault(
+        f"{PREFILL}/units.py",
+        "lax.div(span.hi - span.lo + (config.splits - 1), jnp.int32(config.splits))",
+        "lax.div(span.hi - span.lo, jnp.int32(config.splits))",
+        TEST_SCHEDULES,
+    ),
+    "prefill_blocks_begin_at_the_wrong_end": Fault(
+        f"{PREFILL}/tile_count.py",
+        "jnp.where(i & 1 == 0, self.first, self.back)",
+        "jnp.where(i & 1 == 1, self.first, self.back)",
+        TEST_SCHEDULES,
+    ),
+    "gathered_rows_of_a_missing_page_count": Fault(
+        f"{PREFILL}/gathered_sm80.py",
+        "there = (inputs.page_table >= 0) & (inputs.page_table < problem.pages)",
+        "there = inputs.page_table < problem.pages",
+        "tests/kernels/prefill/test_prefill_gathered.py -k page_that_is_missing",
+    ),
+    "gathered_rows_stand_at_the_first_keys": Fault(
+        f"{PREFILL}/gathered_sm80.py",
+        "q_offset=lengths - problem.q_len",
+        "q_offset=lengths * 0",
+        "tests/kernels/prefill/test_prefill_gathered.py -k 'test_interpreted and per_sequence'",
+    ),
+    "narrow_tiles_are_widened_before_they_are_there": Fault(
+        f"{PREFILL}/narrow_producer.py",
+        "_wait(plan, asked - 1 - n)",
+        "_wait(plan, asked - n)",
+        f"{TEST_NARROW} -k test_interpreted",
+    ),
+    "a_cut_chunk_of_rows_is_not_widened": Fault(
+        f"{PREFILL}/widen.py",
+        "lax.div(live + (plan.rows - 1), jnp.int32(plan.rows))",
+        "lax.div(live, jnp.int32(plan.rows))",
+        "tests/kernels/prefill/test_prefill_widened.py -k rounded_once",
+    ),
+    "rows_past_a_length_are_widened": Fault(
+        f"{PREFILL}/widen.py",
+        "thread.store(ref, index, thread.rounded(values, problem.dtype), 2 * NUMBERS, there)",
+        "thread.store(ref, index, thread.rounded(values, problem.dtype), 2 * NUMBERS, index >= 0)",
+        "tests/kernels/prefill/test_prefill_widened.py -k rounded_once",
+    ),
+    "scales_of_rows_past_a_length_are_read": Fault(
+        f"{PREFILL}/narrow_producer.py",
+        "thread.copy_async(place, Word(scales, line(row)), row < at.live, inside, 4)",
+        "thread.copy_async(place, Word(scales, line(row)), row < block, inside, 4)",
+        f"{TEST_NARROW} -k test_interpreted",
+    ),
+    "narrow_rows_are_stored_with_neighbours_swapped": Fault(
+        "pallas_attn/kernels/mma/narrow_rows.py",
+        "swizzled_place(row, word * 2 + n,",
+        "swizzled_place(row, word * 2 + 1 - n,",
+        f"{TEST_EMITTED} -k test_narrow_rows",
+    ),
+    "partials_of_two_blocks_lie_in_one_place": Fault(
+        f"{PREFILL}/units.py",
+        "line = before + q_tile if share is None else unit + share.block",
+        "line = before + q_tile if share is None else unit",
+        f"{TEST_SCHEDULES} -k test_shared_parts",
+    ),
+    "a_part_is_merged_without_own_rows": Fault(
+        f"{PREFILL}/merge_parts.py",
+        "own_sum = thread.choose(thread.nothing_yet(own_lse), zero, thread.number(1.0))",
+        "own_sum = thread.choose(thread.nothing_yet(own_lse), zero, zero)",
+        "tests/caches/test_prefixes.py -k test_interpreted",
+    ),
+    "blocks_that_decode_count_as_blocks_of_parts": Fault(
+        f"{PREFILL}/shares.py",
+        "grid = (dealing.decoding * -1 + plan.grid) >> dealing.paired",
+        "grid = plan.grid >> dealing.paired",
+        f"{TEST_SCHEDULES} -k test_shared_parts",
+    ),
+    "own_rows_are_dealt_to_more_blocks_than_decode_them": Fault(
+        "pallas_attn/kernels/decode/scheduler.py",
+        "blocks = jnp.int32(plan.grid) if blocks is None else blocks",
+        "blocks = jnp.int32(plan.grid)",
+        "tests/caches/test_prefixes.py -k test_interpreted",
+    ),
+    "all_partials_of_a_part_weigh_as_the_first": Fault(
+        f"{PREFILL}/merge_parts.py",
+        "                w = thread.of_lane(weight, n)\n",
+        "                w = thread.of_lane(weight, n * 0)\n",
+        "tests/caches/test_prefixes.py -k test_interpreted",
+    ),
+    "a_row_is_merged_with_the_partial_of_the_next_block": Fault(
+        f"{PREFILL}/merge_parts.py",
+        "thread.maximum(step - within, 0) // each",
+        "thread.maximum(step - within + 1, 0) // each",
+        "tests/caches/test_prefixes.py -k test_interpreted",
+    ),
+    "a_number_past_the_prefixes_is_the_last_one": Fault(
+        "pallas_attn/prefixes.py",
+        "jnp.where((groups >= 0) & (groups < cache.num_sequences), groups, -1)",
+        "jnp.clip(groups, -1, cache.num_sequences - 1)",
+        "tests/caches/test_prefixes.py -k test_a_prefix_stands",
+    ),
+    "the_newest_rows_are_shared": Fault(
+        "pallas_attn/prefixes.py",
+        "jnp.where(fits, (cache.lengths - tokens) // size, 0)",
+        "jnp.where(fits, cache.lengths // size, 0)",
+        "tests/caches/test_prefixes.py -k test_what_is_shared_is_found",
+    ),
+    "latent_neighbours_take_the_same_rows": Fault(
+        f"{MLA}/sm90.py",
+        "        head = work.head * plan.neighbours + member.number\n",
+        "        head = work.head * plan.neighbours\n",
+        f"{TEST_MLA} -k 'test_interpreted and two_chunks_side_by_side'",
+    ),
+    "append_drops_the_last_row": Fault(
+        f"{APPEND}/plan.py",
+        "    exists = row < at.rows  #",
+        "    exists = row + 1 < at.rows  #",
+        f"{TEST_APPEND} -k test_interpreted",
+    ),
+    "keep_looks_at_the_first_pages_alone": Fault(
+        f"{APPEND}/keep.py",
+        "_look(ctx, (i + 1) * step, LOOKS)",
+        "_look(ctx, i * step, LOOKS)",
+        f"{TEST_KEEP} -k 'looked_at and interpreted'",
+    ),
+    "keep_takes_sequences_that_took_more_than_they_have": Fault(
+        f"{APPEND}/keep.py",
+        "(new > 0) & (length >= new) & (length <= held)",
+        "(new > 0) & (length <= held)",
+        f"{TEST_KEEP} -k 'test_every_byte and interpreted'",
+    ),
+    "keep_writes_before_all_threads_have_looked": Fault(
+        f"{APPEND}/keep.py",
+        "    thread.sync()\n    missed, held",
+        "    missed, held",
+        f"{TEST_KEEP} -k 'looked_at and interpreted'",
+    ),
+    "append_writes_past_the_capacity": Fault(
+        f"{APPEND}/plan.py",
+        "    rows = jnp.minimum(rows, plan.new_rows)\n",
+        "    rows = jnp.minimum(rows + 1, plan.new_rows)\n",
+        f"{TEST_APPEND} -k test_interpreted",
+    ),
+    "linear_loses_the_last_columns": Fault(
+        f"{LM}/linear.py",
+        "return -(-self.problem.inner // (self.config.block_in * self.config.splits))",
+        "return self.problem.inner // (self.config.block_in * self.config.splits)",
+        "tests/lm/test_kernels.py -k test_interpreted",
+    ),
+    # ---- masks, lengths, pages -------------------------------------------------------------------
+    "forward_mask_is_off_by_one": Fault(
+        f"{SHARED}/score_mod.py",
+        "LESS, EQUAL = arith.CmpIPredicate.slt,",
+        "LESS, EQUAL = arith.CmpIPredicate.sle,",
+        TEST_EMITTED,
+    ),
+    "forward_mask_forgets_the_second_of_two_rows": Fault(
+        f"{SHARED}/score_mod.py",
+        'arith.cmpi(arith.CmpIPredicate.sge, column, given["low"][row])',
+        'arith.cmpi(arith.CmpIPredicate.sge, column, given["low"][0])',
+        TEST_EMITTED,
+    ),
+    "keys_are_ragged_by_64_only": Fault(
+        f"{SHARED}/plan.py",
+        "self.problem.kv_len % self.config.block_kv != 0",
+        "self.problem.kv_len % ROWS != 0",
+        f"{TEST_FWD} -k test_half_a_tile_of_keys",
+    ),
+    "full_tiles_begin_too_early": Fault(
+        f"{SHARED}/plan.py",
+        "full_lo=_floor(full_lo + block - 1, block)",
+        "full_lo=_floor(full_lo, block)",
+        f"{TEST_FWD} -k test_spans_hold_what_the_mask_says",
+    ),
+    "values_past_a_length_are_read": Fault(
+        f"{SHARED}/tma_operands.py",
+        "return jnp.where((where < lengths[:, None])[..., None, None], taken, 0)",
+        "return jnp.where((where <= lengths[:, None])[..., None, None], taken, 0)",
+        f"{TEST_FWD} -k 'test_interpreted and everything'",
+    ),
+    "a_page_past_the_pool_is_a_page": Fault(
+        f"{SHARED}/cache_layout.py",
+        "return (page >= 0) & (page < self.slabs)",
+        "return (page >= 0) & (page <= self.slabs)",
+        f"{TEST_PREFILL} -k test_a_missing_page",
+    ),
+    "a_missing_page_is_seen_in_the_first_stretch_alone": Fault(
+        f"{MLA}/producer.py",
+        "        if finds_missing:\n",
+        "        if finds_missing and first == 0:\n",
+        f"{TEST_MLA} -k test_pages_that_are_missing",
+    ),
+    "skipped_pages_are_looked_up_by_whole_blocks": Fault(
+        f"{SHARED}/cache_layout.py",
+        "thread.loop((count + (mosaic.THREADS - 1)) // mosaic.THREADS, [], some)",
+        "thread.loop(count // mosaic.THREADS, [], some)",
+        f"{TEST_DECODE} -k test_pages_that_are_missing",
+    ),
+    "a_band_of_a_function_moves_all_rows": Fault(
+        "pallas_attn/_context_parallel/layout.py",
+        "mask = problem.mask if problem.mask_program is None else problem.mask_within",
+        "mask = problem.mask",
+        "tests/parallel/test_context.py -k test_a_window_moves_its_rows",
+    ),
+    "keys_behind_the_last_one_are_seen": Fault(
+        "pallas_attn/_context_parallel/attention.py",
+        "if window is not None and lengths is None and window[1] > split.keys:",
+        "if False:",
+        "tests/parallel/test_context.py -k 'test_as_on_one_device and end'",
+    ),
+    # ---- numbers ---------------------------------------------------------------------------------
+    "a_number_less_a_multiple_of_the_key_is_more": Fault(
+        f"{SHARED}/linear_scores.py",
+        "            first = np.zeros((), operation.dtype)[()]\n",
+        "            return second\n",
+        TEST_LINEAR,
+    ),
+    "a_score_that_is_taken_away_is_added": Fault(
+        f"{SHARED}/linear_scores.py",
+        '        if operation.name == "sub" and scores[1]:\n            raise _NotLinear\n',
+        "",
+        TEST_LINEAR,
+    ),
+    "a_slope_that_is_rounded_is_a_slope": Fault(
+        f"{SHARED}/linear_scores.py",
+        '(convert or any(scores) or operation.name == "mul")',
+        "any(scores)",
+        TEST_LINEAR,
+    ),
+    "linear_slopes_are_not_divided_by_the_scale": Fault(
+        f"{SHARED}/functions.py",
+        "slope * (1 / plan.problem.scale)",
+        "slope",
+        "tests/kernels/flash_fwd/test_functions_kernel.py -k 'test_in_the_interpreter and linear'",
+    ),
+    "float32_leaves_one_of_three_products_out": Fault(
+        f"{MMA}/wgmma.py",
+        "(2, 2): ((1, 0), (0, 1), (0, 0)),",
+        "(2, 2): ((1, 0), (0, 0)),",
+        f"{TEST_FWD} -k 'test_interpreted and dim72_24_float32_highest'",
+    ),
+    "dq_is_summed_in_bfloat16": Fault(
+        f"{BWD}/sm90_fused.py",
+        "return jnp.zeros((batch, rows, heads, width))",
+        "return jnp.zeros((batch, rows, heads, width), jnp.bfloat16)",
+        f"{TEST_BWD} -k test_dq_of_many_keys",
+        (
+            (
+                "(WARPGROUPS, *_dq_shape(plan)), jnp.float32, _dq_swizzle(plan)",
+                "(WARPGROUPS, *_dq_shape(plan)), jnp.bfloat16, _dq_swizzle(plan)",
+            ),
+            ("smem.dq[wg] = dq", "smem.dq[wg] = dq.astype(jnp.bfloat16)"),
+        ),
+    ),
+    # ---- who is hidden ---------------------------------------------------------------------------
+    "a_tree_in_a_window_reaches_as_far_as_a_token": Fault(
+        "pallas_attn/trees.py",
+        "    reach = left + drafts - 1\n",
+        "    reach = left\n",
+        "tests/caches/test_trees.py -k test_a_window_over_more_drafts",
+    ),
+    "a_tree_begins_among_queries_as_among_keys": Fault(
+        "pallas_attn/_cache/sharded_rows.py",
+        "return jnp.clip(ends, 0, jnp.asarray(held, jnp.int32)) - rows, ends - rows",
+        "return ends - rows, ends - rows",
+        "tests/parallel/test_sharded_caches.py -k test_as_on_one_device",
+    ),
+    "packed_queries_count_from_their_own_starts": Fault(
+        "pallas_attn/_call/checks.py",
+        "positions, static_offset = (kv_starts[own] + within)[None], 0",
+        "positions, static_offset = (q_starts[own] + within)[None], 0",
+        "tests/api/test_packed_attention.py -k 'reference and offsets'",
+    ),
+    "decode_tree_is_not_looked_at_in_whole_tiles": Fault(
+        f"{DECODE}/mainloop.py",
+        "        hi = jnp.minimum(hi, begin)\n",
+        "        pass\n",
+        f"{TEST_DECODE} -k 'test_interpreted and tree and not float32'",
+    ),
+    "prefill_tree_ends_a_tile_late": Fault(
+        f"{PREFILL}/plan.py",
+        "jnp.maximum(begin, 0)",
+        "jnp.maximum(begin + self.config.block_kv, 0)",
+        f"{TEST_PREFILL} -k 'test_interpreted and tree'",
+    ),
+    "prefill_tree_of_packed_rows_reads_the_first_sequence": Fault(
+        f"{PREFILL}/plan.py",
+        "refs.starts[place.batch] + place.query if self.packed",
+        "refs.starts[0] + place.query if self.packed",
+        "tests/caches/test_packed_rows.py -k 'test_trees and interpreted and paged'",
+    ),
+    "prefill_function_has_the_head_of_the_next_rows": Fault(
+        f"{PREFILL}/plan.py",
+        "head = lax.div(mosaic.positions((ROWS,), 0, 0), rows) + place.head",
+        "head = lax.div(mosaic.positions((ROWS,), 0, 8), rows) + place.head",
+        f"{TEST_PREFILL} -k 'test_interpreted and function'",
+    ),
+    "decode_combines_sixteen_parts": Fault(
+        f"{DECODE}/combine_splits.py",
+        "            start = (number + 1) * batch.loads\n",
+        "            start = number * batch.loads\n",
+        f"{TEST_DECODE} -k test_many_parts",
+    ),
+    "prefill_weighs_all_splits_as_the_first": Fault(
+        f"{PREFILL}/combine_shares.py",
+        "w = thread.of_lane(weight, thread.index * 0 + split)",
+        "w = thread.of_lane(weight, thread.index * 0)",
+        f"{TEST_PREFILL} -k 'test_interpreted and splits'",
+    ),
+    "a_row_without_a_key_has_an_lse": Fault(
+        f"{SHARED}/softmax.py",
+        'return factor, thread.choose(empty, thread.number(float("-inf")), lse)',
+        "return factor, lse",
+        f"{TEST_DECODE} -k 'test_interpreted and plain'",
+    ),
+    "all_threads_of_a_row_write_its_scale": Fault(
+        f"{APPEND}/quantize.py",
+        "leads = place.exists & (thread.index % plan.lanes < 1)",
+        "leads = place.exists",
+        "tests/kernels/append/test_append_quantized.py",
+    ),
+    "portable_latent_rescales_the_other_way": Fault(
+        f"{MLA}/sm80.py",
+        "    rescale = jnp.exp2(state.row_max - base)\n",
+        "    rescale = jnp.exp2(base - state.row_max)\n",
+        f"{TEST_MLA} -k 'test_interpreted and portable'",
+    ),
+    # ---- code that only a GPU runs ---------------------------------------------------------------
+    "gradients_are_addressed_in_32_bits": Fault(
+        f"{MMA}/mma_2x2.py",
+        "        start = thread.wide(batch) * length + thread.wide(first)\n",
+        "        start = batch * length + first\n",
+        TEST_EMITTED,
+        (
+            (
+                "(start * heads + thread.wide(head)) * (dim // 2)",
+                "(start * heads + head) * (dim // 2)",
+            ),
+            ("start = start + thread.wide(row *", "start = thread.wide(start) + thread.wide(row *"),
+        ),
+    ),
+    "dq_is_read_in_another_order_than_it_is_added": Fault(
+        f"{MMA}/global_accumulate.py",
+        "places = [(4 * n + i) * mosaic.THREADS for i in range(4)]",
+        "places = [4 * n * mosaic.THREADS + i for i in range(4)]",
+        TEST_EMITTED,
+    ),
+    "at_most_means_less_than": Fault(
+        f"{LANG}/mosaic.py",
+        "return self._compare(arith.CmpIPredicate.sle, other)",
+        "return self._compare(arith.CmpIPredicate.slt, other)",
+        TEST_EMITTED,
+    ),
+    "addresses_are_computed_ahead_of_a_loop_and_spilled": Fault(
+        f"{BWD}/sm90_fused.py",
+        "    now = now._replace(wg=now.wg + mosaic.opaque_zero(now.own.count))\n",
+        "",
+        f"{TEST_BWD} -m machine_code -k 'test_compiles_without_serialised and h128_causal_b2'",
+    ),
+    "shared_memory_is_added_up_unrounded": Fault(
+        f"{LANG}/mosaic.py",
+        "return sum(-(-size // 1024) * 1024 for size in sizes)",
+        "return sum(sizes)",
+        f"{TEST_DECODE} -k test_what_fits_by_our_sum",
+    ),
+}
+
+
+# ---- trying them ---------------------------------------------------------------------------------
+
+
+def _try(test: str, fault: Fault | None = None) -> tuple[bool, str]:
+    """Whether a test fails in a tree with a fault, and what it says then."""
+    with tempfile.TemporaryDirectory(prefix="pallas_attn_faults_") as folder:
+        tree = pathlib.Path(folder)
+        for name in ("pallas_attn", "tests"):
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", tree)
+        if fault is not None:
+            (tree / fault.file).write_text(fault.text(tree))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        command += shlex.split(test)
+        env = os.environ | {"PYTHONPATH": str(tree)}
+        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+    if done.returncode not in (0, 1):  # nothing collected, or not even that
+        raise RuntimeError(f"{test}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}")
+    said = re.findall(r"(?m)^E  +(\w*(?:Error|RACE).*)|\+ (Timeout) \+", done.stdout)
+    return done.returncode == 1, "".join(said[-1]) if said else ""
+
+
+def main(words: list[str], write: Callable[[str], object]) -> int:
+    """Tries those whose names contain one of the words, all without any; how many lived."""
+    chosen = {name: x for name, x in FAULTS.items() if not words or any(w in name for w in words)}
+    tests = list(dict.fromkeys(fault.test for fault in chosen.values()))
+    lived = 0
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        tried = {pool.submit(_try, x.test, x): name for name, x in chosen.items()}
+        clean = {pool.submit(_try, test): test for test in tests}
+        for done in concurrent.futures.as_completed([*tried, *clean]):
+            fails, said = done.result()
+            if done in clean:
+                lived += fails
+                write(f"FAILS without any fault: {clean[done]}: {said}\n" if fails else "")
+                continue
+            lived += not fails
+            write(f"{'caught' if fails else 'LIVED '}  {tried[done]}: {said[:100]}\n")
+    return lived
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main(sys.argv[1:], lambda line: print(line, end="", flush=True)) else 0)  # noqa: T201

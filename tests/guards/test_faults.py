@@ -1,0 +1,25 @@
+"""The list of faults is one that can be tried: `python -m tests.guards.faults` tries them, which
+takes minutes.
+"""
+
+import shlex
+
+import pytest
+
+from tests.guards import faults
+
+
+@pytest.mark.parametrize("name", faults.FAULTS)
+def test_a_fault_has_its_place(name):
+    """One in its file, and Python it stays; its test is in a file that there is."""
+    fault = faults.FAULTS[name]
+    compile(fault.text(), fault.file, "exec")
+    assert (faults.ROOT / shlex.split(fault.test)[0]).is_file()
+
+
+def test_faults_are_in_every_folder_of_kernels():
+    folders = {fault.file.rsplit("/", 1)[0] for fault in faults.FAULTS.values()}
+    kernels = faults.ROOT / "pallas_attn" / "kernels"
+    assert {
+        f"pallas_attn/kernels/{x.parent.name}" for x in kernels.glob("*/__init__.py")
+    } <= folders

@@ -1,0 +1,772 @@
+"""The Hopper decode kernel: right in the interpreter with its races watched, compiled without
+spills ahead of time, and, with `-m gpu`, right on the real thing over the whole argument space.
+
+tests/caches/test_decode.py asks every implementation what decoding means. Here is what only this
+one has: how work is dealt, how parts are merged, its limits, and how long many arrays take to
+lower.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import random
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn
+from pallas_attn import CAUSAL, FULL, Mask, sliding_window
+from pallas_attn._call import config as _config
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn.kernels.decode import scheduler
+from pallas_attn.kernels.decode import sm80 as decode_sm80
+from pallas_attn.kernels.decode import sm90 as kernel
+from tests.support import budget, mosaic
+from tests.support.decode_cases import (
+    KINDS,
+    Case,
+    check,
+    close,
+    every_kind,
+    launched,
+    of_definition,
+    of_reference,
+    run,
+    shapes_of,
+    turns,
+)
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+# ---- in the interpreter --------------------------------------------------------------------------
+
+SMALL = kernel.Config(stages=2, grid=3)
+MANY = dataclasses.replace(SMALL, many_heads=True, head_overhead=32, load_first=True)
+# Of every argument, and of an array. Some rows see nothing.
+SOME = pallas_attn.mask_fn(
+    lambda b, h, q, kv, table: table[h, q - kv] & ((b + kv) % 5 < 3),
+    np.random.default_rng(0).random((8, 150)) < 0.3,
+)
+INTERPRETED = {
+    "plain": (Case(), SMALL),
+    "chunk_window": (
+        Case(q_len=3, mask=sliding_window(37)),
+        dataclasses.replace(MANY, stages=4, grid=7, head_overhead=80),
+    ),
+    "band": (Case(q_len=3, mask=Mask(20, -2)), kernel.Config(stages=3, grid=5)),
+    "full_softcap_sinks": (Case(q_len=2, mask=FULL, softcap=3.0, sinks=True), SMALL),
+    "layers": (Case(layers=3), SMALL),
+    "overflow": (
+        Case(lengths=(5, 500, 7, 64, 0, 200, 225)), dataclasses.replace(MANY, stages=3, grid=17)
+    ),
+    "batch_invariant": (Case(batch_invariant=True), kernel.Config(stages=3, grid=4, split_tiles=2)),
+    "group7_odd_dims": (
+        Case(q_len=2, q_heads=7, kv_heads=1, head_dim=72, v_head_dim=40, dtype="float16"), SMALL
+    ),
+    "32_rows": (Case(q_heads=32, q_len=2), SMALL),
+    "48_rows_wide_tile": (Case(q_heads=24, q_len=4), kernel.Config(tile=128, stages=3, grid=4)),
+    "wider_tile_window": (
+        Case(q_heads=8, kv_heads=1, mask=sliding_window(70)),
+        dataclasses.replace(MANY, tile=256, grid=4),
+    ),
+    "72_rows": (Case(q_heads=16, q_len=9, page_size=4), MANY),
+    "160_rows": (Case(q_heads=8, kv_heads=1, q_len=20, v_head_dim=128, page_size=24), SMALL),
+    "a_block_a_tile": (Case(q_heads=2, kv_heads=1), kernel.Config(stages=3, grid=132)),
+    "float32": (Case(lengths=(5, 130), dtype="float32", sinks=True, softcap=3.0), SMALL),
+    "float32_chunk_window": (
+        Case(
+            lengths=(7, 70), q_len=3, dtype="float32", precision="highest", mask=sliding_window(37)
+        ),
+        kernel.Config(tile=32, stages=3, grid=3),
+    ),
+    "float32_40_rows_odd_dims": (
+        Case(
+            lengths=(70,), q_heads=8, kv_heads=1, q_len=5, head_dim=72, v_head_dim=40,
+            dtype="float32",
+        ),
+        SMALL,
+    ),
+    "tree": (Case(lengths=(70, 65, 68, 2), q_len=5, hides="tree"), MANY),
+    "tree_float32": (
+        Case(lengths=(3, 3, 66), q_len=33, q_heads=1, kv_heads=1, dtype="float32", hides="tree"),
+        SMALL,
+    ),
+    "function_window": (
+        Case(lengths=(65, 100), q_len=3, mask=sliding_window(37), hides=SOME), MANY
+    ),
+}  # fmt: skip
+
+
+# Caches differ in how their rows are found, and in nothing after that: what does not ask where a
+# row lies takes turns among them.
+OF_EVERY_KIND = ("plain", "layers", "overflow")
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name, kind", turns(INTERPRETED, OF_EVERY_KIND))
+def test_interpreted(name, kind):
+    case, config = INTERPRETED[name]
+    with mosaic.interpret():
+        check(dataclasses.replace(case, kind=kind), config)
+
+
+PORTABLE = decode_sm80.Config
+SHORT = (5, 130, 64)
+OF_THREADS = {  # what differs where threads copy: how rows are found, and how many copies wait
+    "separate": (Case("per_sequence", SHORT, 3, mask=Mask(20, -2)), PORTABLE(stages=4, grid=5)),
+    "pages": (
+        Case("paged", SHORT, page_size=8, head_dim=72, v_head_dim=40), PORTABLE(stages=3, grid=3)
+    ),
+    "pages_of_one": (Case("paged", (5, 70), page_size=1, capacity=80), PORTABLE(stages=2, grid=2)),
+    "one_stage": (
+        Case("paged", SHORT, 3, page_size=8, head_dim=72, v_head_dim=40),
+        PORTABLE(stages=1, grid=2, load_first=True, q_rows=8),
+    ),
+    "one_stage_float32": (
+        Case(lengths=(70, 5), q_len=3, kv_heads=1, head_dim=256, v_head_dim=128, dtype="float32"),
+        PORTABLE(tile=32, stages=1, grid=3, load_first=True, q_rows=4),
+    ),
+    "tree": (Case("per_sequence", (2, 2, 70), 9, hides="tree"), PORTABLE(stages=2, grid=3)),
+}  # fmt: skip
+
+
+FOUR_HEADS = Case("paged", q_heads=8, kv_heads=4)
+SIDE_BY_SIDE = {  # heads of a page, that a block takes at once
+    "four": (FOUR_HEADS, dataclasses.replace(SMALL, heads_at_once=4)),
+    "two_chunk_window": (
+        dataclasses.replace(FOUR_HEADS, q_len=3, mask=sliding_window(37), page_size=32),
+        dataclasses.replace(MANY, tile=128, grid=7, heads_at_once=2),
+    ),
+    "four_layers_overflow": (
+        dataclasses.replace(
+            FOUR_HEADS, lengths=(5, 500, 7, 64, 0, 200, 225), q_heads=64, layers=2, sinks=True
+        ),
+        dataclasses.replace(MANY, tile=256, grid=5, heads_at_once=4),
+    ),
+    "four_odd_dims": (
+        dataclasses.replace(FOUR_HEADS, page_size=8, head_dim=72, v_head_dim=40),
+        dataclasses.replace(SMALL, grid=11, heads_at_once=4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", SIDE_BY_SIDE)
+def test_heads_side_by_side_interpreted(name):
+    with mosaic.interpret():
+        check(*SIDE_BY_SIDE[name])
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", OF_THREADS)
+def test_copies_by_threads_interpreted(name):
+    with mosaic.interpret():
+        check(*OF_THREADS[name])
+
+
+@pytest.mark.guards
+@every_kind
+def test_parts_and_splits_do_not_depend_on_the_rest_of_the_batch(kind):
+    case = Case(kind, (5, 130, 7), batch_invariant=True)
+    config = kernel.Config(stages=2, grid=2, split_tiles=1)
+    other = dataclasses.replace(case, lengths=(200, 130, 190))
+    with mosaic.interpret():
+        one = launched(case, case.inputs(), config)
+    with mosaic.interpret():
+        two = launched(other, other.inputs(), config)
+    for have, want in zip(one, two, strict=True):
+        np.testing.assert_array_equal(have[1], want[1])
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_infinity_in_a_value_is_no_nan(dtype):
+    """Nor where parts of three blocks are merged."""
+    case = Case(lengths=(200,), kv_heads=1, dtype=dtype)
+    inputs = case.inputs()
+    inputs = inputs._replace(v_cache=inputs.v_cache.at[0, 0, 5, 3].set(jnp.inf))
+    with mosaic.interpret():
+        out, _ = launched(case, inputs, SMALL)
+    want, _ = of_definition(case, inputs)
+    assert np.isposinf(np.asarray(out[..., 3], np.float32)).all()
+    close(out, want, 2**-7, 2**-7)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("parts", [19, 33])
+def test_many_parts_of_one_row_interpreted(parts):
+    """More than a lane loads in one batch, and than a warp has lanes."""
+    case = Case(lengths=(64 * parts,), q_heads=1, kv_heads=1, capacity=64 * parts)
+    with mosaic.interpret():
+        check(case, dataclasses.replace(SMALL, grid=parts))
+
+
+@pytest.mark.parametrize("page_size, widest", [(1, 128), (3, 128), (6, 256), (16, 256)])
+def test_a_tile_has_as_many_pieces_as_there_are_threads(page_size, widest):
+    """One more would never be copied, and waited for."""
+    case = large("paged", sequences=64, head_dim=64, v_head_dim=64, page_size=page_size)
+    case = dataclasses.replace(case, capacity=8190, lengths=(8190,) * 64)
+    assert kernel.Config.default(case.problem).tile == widest
+    if widest < 256:
+        with pytest.raises(
+            ValueError, match=f"at most 128 over pages of {page_size} rows, got 256"
+        ):
+            kernel.Plan(case.problem, kernel.Config(tile=256))
+
+
+def test_narrow_tiles_are_for_float32():
+    with pytest.raises(
+        ValueError, match=r"Config\.tile must be at least 64 of 16-bit numbers, got 32"
+    ):
+        kernel.Plan(Case().problem, kernel.Config(tile=32))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "stacked"},
+        {"dtype": "float32"},
+        {"q_heads": 68},
+        {"kv_heads": 2},
+        {"page_size": 32},
+        {"page_size": 4},
+        {"batch_invariant": True},
+    ],
+    ids=str,
+)
+def test_which_heads_go_side_by_side(fields):
+    """64 rows of 4 heads: a page of 16 each."""
+    config = dataclasses.replace(SMALL, heads_at_once=4)
+    assert kernel.Plan(FOUR_HEADS.problem, config).split.lines == 64
+    problem = dataclasses.replace(FOUR_HEADS, **fields).problem
+    with pytest.raises(ValueError, match=r"Config.heads_at_once is 4: it takes as many kv heads"):
+        kernel.Plan(problem, config)
+
+
+def test_when_heads_go_side_by_side():
+    """Where the blocks have whole ones all the same, and these are long."""
+    pages, few, short = large("paged"), large("paged", 16), large("paged", 128, 1024)
+    taken = [kernel.Config.default(x.problem).heads_at_once for x in (pages, few, short, large())]
+    assert taken == [4, 1, 1, 1]
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "mask, hole",
+    [
+        (CAUSAL, (-2, 10**6)),
+        (sliding_window(20), (-1,)),
+        (sliding_window(20), (-(2**31), -1, -1)),
+    ],
+    ids=str,
+)
+def test_pages_that_are_missing(hole, mask):
+    """Anywhere before the length, outside of the window too; several in a tile."""
+    case = Case("paged", (200, 200, 100), mask=mask)
+    inputs = case.inputs()
+    slots = np.arange(2, 2 + len(hole))
+    table = inputs.page_table.at[1, slots].set(jnp.asarray(hole, jnp.int32)).at[2, 8].set(-1)
+    inputs = inputs._replace(page_table=table)
+    with mosaic.interpret():
+        out, lse = launched(case, inputs, SMALL)
+    assert np.isnan(np.asarray(out[1], np.float32)).all() and np.isnan(lse[1]).all()
+    want, want_lse = of_definition(case, inputs)
+    close(out, want, 2**-7, 2**-7)
+    close(lse, want_lse, 1e-5, 1e-5)
+
+
+# ---- lowered and compiled ------------------------------------------------------------------------
+
+
+def large(kind="stacked", sequences=64, rows=8192, **fields) -> Case:
+    sizes = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "capacity": rows}
+    return Case(kind, (rows,) * sequences, **{**sizes, **fields})
+
+
+COMPILED = {
+    **{kind: large(kind) for kind in KINDS},
+    "mha": large(q_heads=8),
+    "h64": large(q_heads=64, head_dim=64, v_head_dim=64),
+    "h256": large(head_dim=256, v_head_dim=256),
+    "uneven_group7": large(q_heads=28, kv_heads=4),
+    "one_sequence": large(sequences=1, rows=131072),
+    "layers": large("per_sequence", sequences=8, layers=32),
+    "window_softcap_sinks": large(mask=sliding_window(100), softcap=30.0, sinks=True),
+    "float16_chunk": large(dtype="float16", q_len=4),
+    "64_rows": large(q_heads=128, q_len=4),
+    "float32": large(dtype="float32"),
+    "float32_h256": large(dtype="float32", head_dim=256, v_head_dim=256),
+}
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("name", COMPILED)
+def test_machine_code(name):
+    case = COMPILED[name]
+    config = kernel.Config.default(case.problem)
+    call = functools.partial(run, problem=case.problem, config=config)
+    report = mosaic.compile_for(call, shapes_of(case))
+    assert (report.launches, report.copies, report.tensor_maps) == (1, 0, 0)
+    assert report.spill_bytes <= (64 if name == "float32_h256" else 8)
+    assert "fusion(" not in report.hlo  # nothing of XLA's before it: not even zeros for counters
+    matmul = "HMMA.1688.F32.TF32" if case.dtype == "float32" else "HMMA.16816.F32"
+    for instruction in ("UBLKCP", matmul, "LDS.128"):
+        assert instruction in report.sass
+    assert ("LDSM" in report.sass) == (case.dtype == "float32")  # of queries
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+def test_machine_code_of_copies_by_threads():
+    case = COMPILED["float16_chunk"]
+    problem = dataclasses.replace(case.problem, gpu="sm80")
+    config = PORTABLE.default(problem)
+    call = functools.partial(run, problem=problem, config=config)
+    report = mosaic.compile_for(call, shapes_of(case), target="a100")
+    assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
+    assert "LDGSTS" in report.sass
+
+
+def two_calls(problem, config, inputs):
+    again = inputs._replace(q=inputs.q * 2)
+    return [run(x, problem=problem, config=config) for x in (inputs, again)]
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+def test_calls_do_not_share_counters():
+    """They count in a constant; two calls have two, and nobody copies or clears them."""
+    case = large(sequences=3, rows=1024)
+    call = functools.partial(two_calls, case.problem, kernel.Config.default(case.problem))
+    report = mosaic.compile_for(call, shapes_of(case))
+    assert report.launches == 2
+    kind = rf"s32\[{scheduler.ZERO_BYTES // 4 + 3 * 8 + 1}\]\{{0\}}"
+    assert len(re.findall(rf"= {kind} constant\(", report.hlo)) == 2
+    assert not re.search(rf"{kind} (copy|fusion|broadcast)", report.hlo)
+
+
+@pytest.mark.guards
+def test_many_arrays_lower_in_time():
+    """What a first call waits for grows with the number of caches, and may not much: seconds of
+    this process, which a loaded machine leaves as they are.
+    """
+    case = large("per_sequence", 256, rows=1024)
+    config = kernel.Config.default(case.problem)
+    call = functools.partial(run, problem=case.problem, config=config)
+    mosaic.lower_for_cuda(call, shapes_of(large("per_sequence", 2, rows=1024)))  # warm
+    start = time.process_time()
+    text = mosaic.lower_for_cuda(call, shapes_of(case))
+    assert time.process_time() - start < 5
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+def layers_of_a_model(problem, config, inputs):
+    return [run(inputs._replace(layer=i), problem=problem, config=config) for i in range(4)]
+
+
+@pytest.mark.guards
+def test_layers_share_one_kernel():
+    case = large("per_sequence", 4, layers=4)
+    config = kernel.Config.default(case.problem)
+    call = functools.partial(layers_of_a_model, case.problem, config)
+    text = mosaic.lower_for_cuda(call, shapes_of(case))
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+# ---- what it refuses -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"dtype": "float64"}, "it takes bfloat16, float16 and float32 q, not float64"),
+        ({"dtype": "float32"}, "a bfloat16 cache under float32 queries"),
+        (
+            {"dtype": "float32", "quantized": True, "cache_dtype": "int8"},
+            "float32 queries over a quantised cache; it takes bfloat16 and float16",
+        ),
+        (
+            {
+                **dict.fromkeys(("dtype", "cache_dtype"), "float32"),
+                **dict.fromkeys(("head_dim", "v_head_dim"), 256),
+                **{"precision": "highest", "q_len": 4, "sequences": 1000},
+            },
+            "such rows do not fit in shared memory beside 1000 lengths",
+        ),
+        ({"cache_dtype": "float16"}, "a float16 cache under bfloat16 queries"),
+        ({"head_dim": 264}, "head_dim is 264; it takes multiples of 8 up to 256"),
+        ({"v_head_dim": 12}, "v_head_dim is 12; it takes multiples of 8 up to 256"),
+        ({"capacities": (2**30,)}, "it counts tiles of keys in 32 bits"),
+        ({"sequences": 2001}, "2001 sequences; it takes up to 2000"),
+        (
+            {"kind": "paged", "page_size": 8, "pages": 2**26, "layers": 32},
+            "2147483648 pages of all layers; it counts them in 32 bits",
+        ),
+    ],
+)
+def test_limits(fields, reason):
+    problem = dataclasses.replace(Case().problem, **fields)
+    assert kernel.limit(problem).reason == reason
+    assert kernel.limit(Case().problem) is None
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("module", [kernel, decode_sm80], ids=["sm90", "sm80"])
+def test_how_keys_are_cut_does_not_depend_on_the_batch(kind, dtype, module):
+    """With batch_invariant: neither on how many sequences there are nor on what they can hold."""
+    found = set()
+    for sequences, rows in ((1, 512), (1, 131072), (40, 1024), (256, 8192), (900, 128)):
+        problem = large(kind, sequences, rows, batch_invariant=True).problem
+        narrow = {"cache_dtype": dtype, "quantized": dtype == "int8"}
+        wide = {"dtype": dtype, "cache_dtype": dtype}
+        problem = dataclasses.replace(problem, **(narrow if dtype == "int8" else wide))
+        config = _config.choose(module, problem)
+        assert module.limit(problem) is None and _config.fits(module, problem, config)
+        found.add(dataclasses.replace(config, stages=2))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    "fields, want",
+    [
+        ({"q_rows": 5}, "q_rows must be 4, 8, 16, 32 or 64, got 5"),
+        ({"stages": 0}, "stages must be at least 1, got 0"),
+    ],
+)
+def test_the_portable_config_checks_itself(fields, want):
+    with pytest.raises(ValueError, match=rf"Config\.{want}"):
+        PORTABLE(**fields)
+
+
+@pytest.mark.parametrize("dim", [8, 64, 72, 128, 192, 256])
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_shared_memory_is_what_there_is(dim, rows):
+    problem = large(head_dim=dim, v_head_dim=dim, q_heads=8 * rows).problem
+    assert kernel.smem_bytes(problem, kernel.Config.default(problem)) <= kernel.scheduler.SMEM_LIMIT
+
+
+def of_smallest(**changes) -> DecodeProblem:
+    """For a GPU with 99 KiB of shared memory a block."""
+    return dataclasses.replace(large(**changes).problem, gpu="sm86")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_the_smallest_gpus_take_all_head_dims(dtype, rows):
+    for dim in range(8, 257, 8):
+        sizes = {"head_dim": dim, "v_head_dim": dim, "q_heads": 8 * rows}
+        problem = of_smallest(dtype=dtype, **sizes)
+        assert decode_sm80.limit(problem) is None
+        config = PORTABLE.default(problem)
+        assert decode_sm80.smem_bytes(problem, config) <= gpu_specs.shared_memory("sm86")
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_smallest_gpus_have_the_shared_memory(dtype):
+    """Of what Mosaic lays out."""
+    case = large(dtype=dtype, head_dim=256, v_head_dim=256, q_heads=64)
+    config = PORTABLE.default(dataclasses.replace(case.problem, gpu="sm86"))
+    call = functools.partial(run, problem=case.problem, config=config)
+    mosaic.lower_for_cuda(call, shapes_of(case), smem_bytes=gpu_specs.shared_memory("sm86"))
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("number", [37, 124, 160, 194])
+def test_what_fits_by_our_sum_fits_by_mosaics(number):
+    """Drawn problems that ask for nearly all of it."""
+    case = draw(number)
+    config = kernel.Config.default(case.problem)
+    call = functools.partial(run, problem=case.problem, config=config)
+    assert "mosaic_gpu" in mosaic.lower_for_cuda(call, shapes_of(case))
+
+
+@every_kind
+def test_nothing_to_read(kind):
+    case = Case(kind, (0, 3), capacity=0)
+    inputs = DecodeInputs(jnp.ones((2, 1, 8, 64)), None, None, jnp.asarray([0, 3]), None, None)
+    problem = dataclasses.replace(case.problem, capacities=(0, 0))
+    out, lse = kernel.run(inputs, problem, SMALL)
+    assert out.shape == (2, 1, 8, 64) and out.dtype == jnp.bfloat16
+    assert not np.asarray(out[0], np.float32).any() and (np.asarray(lse[0]) == -np.inf).all()
+    assert np.isnan(np.asarray(out[1], np.float32)).all() and np.isnan(lse[1]).all()
+
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+
+@pytest.mark.by_xla  # it is called often
+@pytest.mark.parametrize("seed", range(3, 9))
+def test_every_unit_is_taken_once(seed):
+    """Shares and works, computed in NumPy for every block."""
+    rng = np.random.default_rng(seed)
+    m, grid = int(rng.integers(1, 70)), int(rng.integers(1, 140))
+    case = Case("stacked", tuple(rng.integers(0, 2000, m).tolist()), capacity=2000)
+    case = dataclasses.replace(case, batch_invariant=bool(seed % 2))
+    config = kernel.Config(
+        grid=grid, split_tiles=3, many_heads=seed % 3 > 0, head_overhead=seed % 3 * 32
+    )
+    plan = scheduler.Plan(case.problem, config)
+    lengths = np.zeros(plan.table_size, np.int32)
+    lengths[:m] = case.lengths
+    mask = case.problem.mask
+    units = [plan.units_of(mask, int(n), lambda x, y: x // y) for n in lengths[:m]]
+    sums = np.zeros(plan.table_size, np.int32)
+    sums[1 : m + 1] = np.cumsum(np.asarray(units))
+    sums[m + 1 :] = sums[m]
+    table = scheduler.Table(jnp.asarray(sums), jnp.asarray(lengths), None)
+    seen = {}
+    found = {}
+
+    @jax.jit
+    def begin(block_id):
+        share = scheduler.share_of(plan, table, block_id)
+        at = scheduler.sequence_of(plan, table, share.first)
+        return share, scheduler.first_unit_of(plan, table, share, at), at
+
+    @jax.jit
+    def one_work(block_id, share, unit, at):
+        work = scheduler.work_at(plan, table, share, unit, at)
+        return work, scheduler.partials_of(plan, share, work, block_id)
+
+    for block_id in range(plan.grid):
+        share, unit, at = begin(np.int32(block_id))
+        while unit < share.end:
+            work, partials = one_work(np.int32(block_id), share, unit, at)
+            where = int(work.sequence), int(work.head)
+            for tile in range(int(work.tile), int(work.end)):
+                assert seen.setdefault((*where, tile), block_id) == block_id
+            slots = found.setdefault(where, [int(partials.count), []])
+            assert slots[0] == partials.count
+            slots[1].append(int(partials.own))
+            unit, at = work.next_unit, work.sequence
+    for i, length in enumerate(case.lengths):
+        for head in range(plan.heads):
+            tiles = [tile for n, h, tile in seen if (n, h) == (i, head)]
+            assert sorted(tiles) == list(range(max(1, -(-length // plan.tile))))
+            count, slots = found[i, head]
+            assert count == len(slots) == len(set(slots))
+
+
+# ---- on the GPU ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OF_THREADS)
+def test_copies_by_threads_on_the_gpu(name):
+    check(*OF_THREADS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dim", [128, 192, 256])
+@pytest.mark.parametrize("rows", [3, 16])
+def test_what_the_smallest_gpus_run_on_the_gpu(dtype, dim, rows):
+    case = Case(lengths=(700, 5, 64), capacity=720, q_heads=2 * rows, dtype=dtype, q_len=2,
+                head_dim=dim, v_head_dim=dim)  # fmt: skip
+    check(case, PORTABLE.default(dataclasses.replace(case.problem, gpu="sm86")))
+
+
+@pytest.mark.gpu
+@every_kind
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_cases_on_the_gpu(kind, name):
+    case, config = INTERPRETED[name]
+    case = dataclasses.replace(case, kind=kind)
+    check(case, config)
+    check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SIDE_BY_SIDE)
+def test_heads_side_by_side_on_the_gpu(name):
+    case, config = SIDE_BY_SIDE[name]
+    check(case, config)
+    check(case, dataclasses.replace(config, load_first=not config.load_first, grid=132))
+
+
+def draw(seed: int) -> Case:
+    """One small problem from the whole argument space; fixed by its seed."""
+    pick = random.Random(seed)
+    kv_heads, group = pick.randint(1, 3), pick.choice((1, 1, 2, 4, 7, 8, 16))
+    capacity = pick.choice((1, 8, 64, 200, 513, 1024))
+    left, right = pick.randint(0, 300), pick.randint(-3, 20)
+    masks = (CAUSAL, CAUSAL, FULL, sliding_window(left + 1), Mask(left, max(right, -left)))
+    dims = [pick.choice((8, 64, 64, 72, 96, 128, 128, 192, 256)) for _ in range(2)]
+    case = Case(
+        kind=pick.choice(KINDS),
+        lengths=tuple(pick.randint(0, capacity) for _ in range(pick.randint(1, 40))),
+        q_len=pick.choice((1, 1, 1, 2, 4, 5, 16, 33)),
+        q_heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=dims[0],
+        v_head_dim=pick.choice((dims[0], dims[1])),
+        capacity=capacity,
+        page_size=pick.choice((8, 16, 24, 64, 128)),
+        layers=pick.choice((None, None, 2)),
+        dtype=pick.choice(("bfloat16", "bfloat16", "float16")),
+        mask=pick.choice(masks),
+        softcap=pick.choice((None, None, None, 20.0)),
+        sinks=pick.random() < 0.25,
+        batch_invariant=pick.random() < 0.2,
+    )
+    if seed % 4 == 3:
+        return dataclasses.replace(case, dtype="float32", precision=pick.choice((None, "highest")))
+    return case
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(200))
+def test_drawn_on_the_gpu(number, seed):
+    """By what serves the problem, or a few blocks that each have many heads."""
+    case = draw(1000 * seed + number)
+    config = kernel.Config.default(case.problem)
+    if number % 8 in (1, 2, 6, 7):
+        few = 1 + number % 23
+        config = dataclasses.replace(
+            config,
+            grid=few,
+            many_heads=True,
+            head_overhead=number % 3 * 32,
+            load_first=number % 16 < 8,
+        )
+    if case.kv_heads == 2 and case.kind == "paged":
+        two = dataclasses.replace(config, heads_at_once=2)
+        with contextlib.suppress(ValueError):
+            kernel.smem_bytes(case.problem, two)
+            config = two
+    check(case, config, seed=seed)
+
+
+@pytest.mark.gpu
+def test_hundreds_of_separate_caches():
+    lengths = tuple(int(n) for n in np.random.default_rng(0).permutation(300))
+    check(Case("per_sequence", lengths, q_heads=4, kv_heads=1, capacity=304))
+
+
+@pytest.mark.gpu
+@every_kind
+def test_same_bits_twice(kind):
+    rng = np.random.default_rng(0)
+    case = large(kind, 16, capacity=4096)
+    case = dataclasses.replace(case, lengths=tuple(rng.integers(0, 4097, 16).tolist()))
+    inputs = case.inputs()
+    first = jax.tree.map(np.asarray, launched(case, inputs))
+    for _ in range(5):
+        again = jax.tree.map(np.asarray, launched(case, inputs))
+        jax.tree.map(np.testing.assert_array_equal, again, first)
+
+
+@pytest.mark.gpu
+@every_kind
+def test_bits_do_not_depend_on_the_batch(kind):
+    case = large(kind, 5, capacity=4096, batch_invariant=True)
+    few = dataclasses.replace(case, lengths=(1, 4000, 0, 0, 7))
+    many = dataclasses.replace(case, lengths=(4096, 4000, 4096, 3000, 4096))
+    one, two = (launched(c, c.inputs()) for c in (few, many))
+    for have, want in zip(one, two, strict=True):
+        np.testing.assert_array_equal(np.asarray(have[1]), np.asarray(want[1]))
+
+
+@pytest.mark.gpu
+@every_kind
+@pytest.mark.parametrize(
+    "implementation, dtype", [("sm90", "bfloat16"), ("sm90", "float32"), ("sm80", "bfloat16")]
+)
+def test_bits_do_not_depend_on_the_size_of_the_batch(kind, dtype, implementation):
+    """One sequence alone, beside two and beside 39, whose caches are larger."""
+    sizes = {"q_heads": 16, "kv_heads": 4, "head_dim": 64, "v_head_dim": 64, "dtype": dtype}
+    first = Case(kind, (2000,), capacity=2048, **sizes).inputs()
+    run = functools.partial(
+        pallas_attn.decode_attention_with_lse, batch_invariant=True, implementation=implementation
+    )
+    shown = [jax.jit(run)(*beside(kind, first, None))]
+    for lengths in ((0, 2176), tuple(range(1, 40))):
+        others = Case(kind, lengths, capacity=2176, **sizes).inputs(seed=1)
+        shown.append(jax.jit(run)(*beside(kind, first, others)))
+    for more in shown[1:]:
+        for have, want in zip(more, shown[0], strict=True):
+            np.testing.assert_array_equal(np.asarray(have[0]), np.asarray(want[0]))
+
+
+def beside(kind, one, rest):
+    """Queries and a cache: of one sequence, with those of `rest` after it."""
+    lengths, q = one.lengths, one.q
+    new = {"lengths": lengths, "new_lengths": jnp.zeros_like(lengths)}
+    pools = {"k": one.k_cache, "v": one.v_cache}
+    table = one.page_table
+    if rest is not None:
+        q = jnp.concatenate([q, rest.q])
+        new = {name: jnp.concatenate([x, rest.lengths]) for name, x in new.items()}
+        for name, other in (("k", rest.k_cache), ("v", rest.v_cache)):
+            pools[name] = joined(kind, pools[name], other)
+        if kind == "paged":
+            width = max(table.shape[1], rest.page_table.shape[1])
+            tables = table, rest.page_table + one.k_cache.shape[0]
+            wide = [
+                jnp.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=-1) for x in tables
+            ]
+            table = jnp.concatenate(wide)
+    if kind == "per_sequence":
+        return q, pallas_attn.PerSequenceCache(**pools, **new)
+    if kind == "stacked":
+        return q, pallas_attn.StackedCache(**pools, **new)
+    pages = jnp.zeros(pools["k"].shape[0], jnp.int32)
+    return q, pallas_attn.PagedCache(
+        **pools, **new, page_table=table, free_list=pages, num_free=jnp.int32(0), holders=pages
+    )
+
+
+def joined(kind, one, other):
+    if kind == "per_sequence":
+        return (*one, *other)
+    if kind == "stacked":  # one capacity
+        one = jnp.pad(one, ((0, 0), (0, 0), (0, other.shape[2] - one.shape[2]), (0, 0)))
+    return jnp.concatenate([one, other])
+
+
+@pytest.mark.gpu
+@every_kind
+def test_token_by_token_is_attention_over_the_whole(kind, rng):
+    """64 steps of append and decode in one jitted loop, against flash_attention once."""
+    steps, heads, dim = 64, (8, 2), 128
+    sizes = {"kv_heads": heads[1], "head_dim": dim}
+    cache = {
+        "per_sequence": lambda: pallas_attn.PerSequenceCache.create((64, 72, 80), **sizes),
+        "stacked": lambda: pallas_attn.StackedCache.create(3, 64, **sizes),
+        "paged": lambda: pallas_attn.PagedCache.create(3, 14, 16, capacity=64, **sizes),
+    }[kind]()
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((3, steps, n, dim)), jnp.bfloat16)
+        for n in (heads[0], heads[1], heads[1])
+    )
+
+    def step(cache, rows):
+        cache = pallas_attn.append_kv(cache, rows[1], rows[2])
+        return cache, pallas_attn.decode_attention(rows[0], cache)
+
+    rows = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v))
+    _, outs = jax.jit(lambda cache: jax.lax.scan(step, cache, rows))(cache)
+    wanted = budget.attention({"q": q, "k": k, "v": v, "mask": CAUSAL})
+    budget.check({"out": jnp.moveaxis(outs, 0, 1)}, wanted)
+
+
+@pytest.mark.gpu
+def test_pages_may_be_shared():
+    case = Case("paged", (130, 200, 64))
+    inputs = case.inputs()
+    table = (
+        inputs.page_table.at[1].set(inputs.page_table[0]).at[2, :4].set(inputs.page_table[0, :4])
+    )
+    inputs = inputs._replace(page_table=table)
+    out, lse = launched(case, inputs)
+    want, want_lse = of_reference(case, inputs)
+    close(out, want, 2**-7, 2**-7)
+    close(lse, want_lse, 1e-5, 1e-5)

@@ -1,0 +1,278 @@
+"""The decode kernels over latent caches, Hopper's and the portable one: right in the interpreter
+and, with `-m gpu`, on the real thing; what they refuse; their machine code.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import CAUSAL, FULL, sliding_window
+from pallas_attn._call import reference
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
+from pallas_attn.kernels.decode_mla import sm90 as kernel
+from tests.kernels.decode import test_decode_kernel
+from tests.support import mosaic
+from tests.support.decode_cases import functions_of
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(test_decode_kernel.Case):
+    """A decode call over rows of 192, of which 128 are V."""
+
+    lengths: tuple[int, ...] = (0, 1, 64, 65, 200)
+    kv_heads: int = 1
+    head_dim: int = 192
+    v_head_dim: int = 128
+
+    @property
+    def problem(self) -> DecodeProblem:
+        return dataclasses.replace(super().problem, shared_kv=True)
+
+    def inputs(self, seed: int = 0, fill: float | None = None) -> DecodeInputs:
+        return super().inputs(seed, fill)._replace(v_cache=None)
+
+
+def launched(case, inputs, config=None):
+    config = config or kernel.Config.default(case.problem)
+    run = functools.partial(test_decode_kernel.run, problem=case.problem, config=config)
+    return jax.jit(run)(inputs)
+
+
+def check(case, config=None, seed=0):
+    """What the kernel gives against the oracle; what lies past a length is NaN."""
+    got = launched(case, case.inputs(seed, np.nan), config)
+    inputs = case.inputs(seed, 0.0)
+    options = {"mask": case.mask, "scale": case.head_dim**-0.5, "softcap": case.softcap}
+    options |= functions_of(case)
+    want = jax.jit(functools.partial(reference.decode, v=case.v_head_dim, **options))(
+        inputs.q,
+        inputs.k_cache,
+        lengths=inputs.lengths,
+        sinks=inputs.sinks,
+        page_table=inputs.page_table,
+        layer=inputs.layer,
+    )
+    step = 2 * float(jnp.finfo(case.dtype).eps)
+    for have, wanted, tolerance in zip(got, want, (step, 1e-5), strict=True):
+        assert have.shape == wanted.shape and have.dtype == wanted.dtype
+        have, wanted = (np.asarray(x, np.float64) for x in (have, wanted))
+        np.testing.assert_allclose(have, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+SMALL = kernel.Config(stages=2, grid=3)
+CASES = {
+    "stacked": (Case(), SMALL),
+    "paged": (Case("paged"), SMALL),
+    "two_chunks_window": (
+        Case("paged", (70, 208), q_len=5, q_heads=16, mask=sliding_window(50), page_size=8),
+        kernel.Config(stages=3, grid=5),
+    ),
+    "layers_softcap_sinks_float16": (
+        Case(layers=2, q_len=2, mask=FULL, softcap=3.0, sinks=True, dtype="float16"), SMALL
+    ),
+    "overflow_no_rest": (Case(lengths=(5, 500, 7), head_dim=128), SMALL),
+    "many_parts": (Case(lengths=(600, 3), q_len=3, q_heads=2, capacity=640), kernel.Config(grid=9)),
+    "two_chunks_side_by_side": (
+        Case(lengths=(65, 0, 130), q_len=2, q_heads=40, sinks=True), kernel.Config(stages=2, grid=4)
+    ),
+    "two_chunks_no_rest": (
+        Case("paged", (140, 3), q_heads=80, head_dim=256, v_head_dim=256),
+        kernel.Config(stages=2, grid=4),
+    ),
+    "three_chunks_wide": (
+        Case(lengths=(130,), q_len=3, q_heads=50, head_dim=448, v_head_dim=384), SMALL
+    ),
+    "one_head": (Case("paged", (70, 132), q_heads=1, layers=2), SMALL),
+    "batch_invariant": (
+        Case(lengths=(200, 3), batch_invariant=True), kernel.Config(stages=2, grid=4, split_tiles=1)
+    ),
+    "tree": (Case(lengths=(65, 3, 70), q_len=5, hides="tree"), SMALL),
+}  # fmt: skip
+
+
+PORTABLE = mla_sm80.Config
+OF_WARPS = {
+    "separate": (
+        Case("per_sequence", (70, 130), q_len=5, q_heads=8, mask=sliding_window(50)),
+        PORTABLE(stages=2, grid=3),
+    ),
+    "paged_one_stage": (
+        Case("paged", (70, 132), layers=2, softcap=3.0, sinks=True, head_dim=200),
+        PORTABLE(tile=32, stages=1, grid=3),
+    ),
+    "batch_invariant": (
+        Case(lengths=(200, 3), batch_invariant=True, dtype="float16", v_head_dim=112),
+        PORTABLE(tile=32, stages=3, grid=4, split_tiles=2),
+    ),
+    "tree": (Case(lengths=(65, 3, 70), q_len=5, hides="tree"), PORTABLE(stages=2, grid=3)),
+}  # fmt: skip
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "case, config",
+    [*CASES.values(), *OF_WARPS.values()],
+    ids=[*CASES, *(f"portable-{name}" for name in OF_WARPS)],
+)
+def test_interpreted(case, config):
+    with mosaic.interpret():
+        check(case, config)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("entry, mask", [(2, sliding_window(20)), (5, CAUSAL)], ids=str)
+def test_pages_that_are_missing(entry, mask):
+    """In what a window skips; and one of a tile, not the first, that is read."""
+    case = Case("paged", (200, 200), mask=mask)
+    inputs = case.inputs(fill=0.0)
+    inputs = inputs._replace(page_table=inputs.page_table.at[1, entry].set(-1))
+    with mosaic.interpret():
+        out, lse = launched(case, inputs, SMALL)
+    for x in (out, lse):
+        assert np.isnan(np.asarray(x[1], np.float32)).all()
+        assert np.isfinite(np.asarray(x[0], np.float32)).all()
+
+
+def compiled(q, cache):
+    return pa.decode_attention_with_lse(q, cache)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("kind", ["stacked", "paged"])
+@pytest.mark.parametrize("heads", [128, 16])
+def test_machine_code(kind, heads):
+    """One launch, no copies; a few scalars are spilled, and no matmul waits for another."""
+    sizes = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shared_kv": True}
+    create = {
+        "stacked": lambda: pa.StackedCache.create(32, 8192, **sizes),
+        "paged": lambda: pa.PagedCache.create(32, 128 * 32, 64, capacity=8192, **sizes),
+    }
+    q = jax.ShapeDtypeStruct((32, 1, heads, 576), jnp.bfloat16)
+    report = mosaic.compile_for(compiled, q, jax.eval_shape(create[kind]))
+    assert (report.launches, report.copies) == (1, 0)
+    assert report.spill_bytes <= (256 if heads > 32 else 0)
+    assert not {"C7510", "C7511", "C7512", "C7513"} & set(report.notes)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("target", ["a100", "sm89"])
+def test_machine_code_of_the_portable_kernel(target):
+    sizes = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shared_kv": True}
+    cache = jax.eval_shape(lambda: pa.PagedCache.create(32, 4096, 64, capacity=8192, **sizes))
+    q = jax.ShapeDtypeStruct((32, 1, 16, 576), jnp.bfloat16)
+    report = mosaic.compile_for(compiled, q, cache, target=target, sass=False)
+    assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"quantized": True, "cache_dtype": "int8"}, "a int8 cache with V within K"),
+        ({"dtype": "float32", "cache_dtype": "float32"}, "float32 queries over V within K"),
+        ({"v_head_dim": 120}, "V within K of head dims 192 and 120; it takes multiples of 8"),
+        ({"head_dim": 2048, "gpu": "sm89"}, "such rows do not fit in the shared memory"),
+        ({"sequences": 3000, "capacities": (64,) * 3000}, "3000 sequences; it takes up to 2000"),
+    ],
+)
+def test_limits_of_the_portable_kernel(fields, reason):
+    problem = Case("per_sequence").problem
+    assert mla_sm80.limit(problem) is None
+    assert mla_sm80.limit(dataclasses.replace(problem, **fields)).reason.startswith(reason)
+
+
+def test_tiles_of_the_portable_kernel():
+    with pytest.raises(ValueError, match=r"Config\.tile must be 32 or 64 of V within K, got 128"):
+        launched(Case(), Case().inputs(), PORTABLE(tile=128))
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        (
+            {"dtype": "float32", "cache_dtype": "float32"},
+            "float32 queries over V within K; it takes bfloat16 and float16",
+        ),
+        ({"kind": "per_sequence"}, "separate arrays of latent rows"),
+        ({"quantized": True, "cache_dtype": "int8"}, "a int8 cache with V within K"),
+        ({"kv_heads": 2, "q_heads": 8}, "V within K of 2 kv heads"),
+        ({"head_dim": 160}, "V within K of head dims 160 and 128"),
+        ({"capacities": (204,) * 5}, "V within K by 204 rows"),
+        (
+            {"sequences": 20000, "capacities": (208,) * 20000},
+            "V within K of 20000 sequences: no room for their lengths",
+        ),
+    ],
+)
+def test_limits(fields, reason):
+    problem = Case().problem
+    assert kernel.limit(problem) is None
+    assert kernel.limit(dataclasses.replace(problem, **fields)).reason.startswith(reason)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+LARGE = {
+    f"{kind}_{heads}_heads": Case(
+        kind,
+        (0, 1, 63, 64, 1000, 2048),
+        q_heads=heads,
+        head_dim=576,
+        v_head_dim=512,
+        capacity=2048,
+        page_size=page,
+    )
+    for kind, heads, page in (("stacked", 128, 16), ("paged", 16, 64))
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*CASES, *LARGE])
+def test_on_the_gpu(name):
+    case, *config = CASES[name] if name in CASES else (LARGE[name],)
+    check(case, *config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gpu", ["sm80", "sm89", "sm90"])  # whose shared memory is pretended
+@pytest.mark.parametrize("case", [*CASES, *OF_WARPS, *LARGE])
+def test_portable_on_the_gpu(case, gpu):
+    case, *_ = ({**CASES, **OF_WARPS}[case]) if case not in LARGE else (LARGE[case],)
+    check(case, PORTABLE.default(dataclasses.replace(case.problem, gpu=gpu)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_on_the_gpu(seed):
+    """Any lengths, rows, pages, windows and numbers of blocks; twice the same bits."""
+    rng = np.random.default_rng(seed)
+    pick = lambda *of: of[rng.integers(len(of))]  # noqa: E731
+    case = Case(
+        kind=pick("stacked", "paged"),
+        lengths=tuple(rng.integers(0, 640, rng.integers(1, 9)).tolist()),
+        q_len=pick(1, 1, 2, 5),
+        q_heads=pick(1, 8, 16, 64, 128),
+        head_dim=576,
+        v_head_dim=512,
+        capacity=640,
+        page_size=pick(8, 16, 64, 128),
+        layers=pick(None, 3),
+        mask=pick(CAUSAL, sliding_window(100)),
+        batch_invariant=pick(False, True),
+    )
+    grid = pick(7, 132)
+    for chooser in (kernel.Config, PORTABLE):
+        config = dataclasses.replace(chooser.default(case.problem), grid=grid, split_tiles=2)
+        check(case, config, seed)
+        inputs = case.inputs(seed, 0.0)
+        one, two = (launched(case, inputs, config) for _ in range(2))
+        jax.tree.map(np.testing.assert_array_equal, one, two)

@@ -1,0 +1,316 @@
+"""The order in which the backward kernels over kv tiles take work tiles and query tiles: blocks
+that claim work tiles (kernels/flash_fwd/claims.py) and blocks in lockstep (`Plan.lockstep`).
+"""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn._call import config as _config
+from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.flash_bwd import plan as plans
+from pallas_attn.kernels.flash_bwd import sm80, sm90
+from pallas_attn.masks import CAUSAL, FULL, sliding_window
+from tests.kernels.flash_bwd.test_flash_bwd import check, problem_of
+from tests.kernels.flash_fwd.test_claims import count_claims, decoded, of, plain
+from tests.kernels.flash_fwd.test_flash_fwd import given, one, small
+from tests.support import builds, mosaic
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+NO_REFS = plans.Refs(*(None for _ in plans.Refs._fields))
+MIB = 2**20
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("claims", [False, True], ids=["table", "claims"])
+@pytest.mark.parametrize("changes", [{"dq_lag": 2}, {"block_q": 128}, {"fused": False}], ids=str)
+@pytest.mark.parametrize("name", ["group7_kv1", "kv_lengths_causal"])
+def test_blocks_in_lockstep_interpreted(name, changes, claims):
+    """The one block goes down over its first work tile, and up again over its second."""
+    case, config = small(name), sm90.Config(grid=1, l2_heads=1, lockstep=True, **changes)
+    config = dataclasses.replace(config, claims=claims)
+    plan = sm90.plan_of(problem_of(case), config)
+    assert plan.lockstep and plan.claims == claims
+    with mosaic.interpret():
+        check(case, config)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("changes", [{"dq_lag": 2}, {"block_q": 128}], ids=str)
+@pytest.mark.parametrize(
+    "name", ["documents", "everything", "q_lengths", "offsets_by_row", "band", "bias_by_row"]
+)
+def test_blocks_that_claim_interpreted(name, changes):
+    """Without a race; with work tiles of no query tile among them."""
+    case, config = small(name), sm90.Config(grid=2, claims=True, **changes)
+    plan = sm90.plan_of(problem_of(case), config)
+    assert plan.claims and not plan.lockstep and plan.work_tiles > plan.grid
+    with mosaic.interpret():
+        check(case, config)
+
+
+def context_of(plan, case):
+    """What the kernel knows of documents."""
+    inputs = plans.AttentionInputs(**given(case))
+    fields = tma_operands.segment_ids(inputs, plan.padded_rows, plan.padded_keys)
+    sizes = plan.block_kv, plan.config.block_q
+    spans = plan.segment_spans(inputs, fields, *sizes, of_keys=True)
+    return Context(plan, NO_REFS._replace(segment_spans=spans), None)
+
+
+def full_tiles(plan, case):
+    """Query tiles of all work tiles that need no mask."""
+    ctx, found = context_of(plan, case), 0
+    for tile in range(plan.kv_tiles):
+        work = plans.work_tile(ctx, jnp.int32(tile))
+        steps = range(int(work.span.lo), int(work.span.hi))
+        found += sum(not bool(plans.needs_mask(plan, work, t, t - steps.start)) for t in steps)
+    return found
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "config",
+    [
+        sm90.Config(grid=3, claims=True, dq_lag=2),
+        sm90.Config(grid=3, block_q=128),
+        sm90.Config(grid=3, fused=False),
+        sm80.Config(),
+    ],
+    ids=["claims", "table", "two kernels", "sm80"],
+)
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding_window(300)], ids=str)
+def test_tiles_within_a_document_need_no_mask(mask, config):
+    """Those of one document alone, and not at an end of the mask."""
+    case = of((520, 180), (2, 1), mask=mask)
+    module = sm80 if isinstance(config, sm80.Config) else sm90
+    assert full_tiles(module.plan_of(problem_of(case), config), case) >= 2
+    with mosaic.interpret():
+        check(case, config)
+
+
+@pytest.mark.guards
+def test_wide_rows_in_lockstep_interpreted():
+    """By `sm90_dkdv`, which knows no claims."""
+    case = dataclasses.replace(small("kv_lengths_causal"), head_dim=136, v_head_dim=136)
+    config = sm90.Config(fused=False, grid=1, l2_heads=1, lockstep=True, claims=True)
+    plan = sm90.plan_of(problem_of(case), config)
+    assert plan.lockstep and not plan.claims
+    with mosaic.interpret():
+        check(case, config)
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_each_claim_counts_once(monkeypatch, lockstep):
+    """A block claims once for each work tile that it takes: all there are, and no more."""
+    claimed = count_claims(monkeypatch)
+    case, config = plain(700, 700, (2, 1)), sm90.Config(grid=2, claims=True, lockstep=lockstep)
+    with mosaic.interpret():
+        check(case, config)
+    assert sum(claimed) == sm90.plan_of(problem_of(case), config).work_tiles == 6
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_query_tiles_in_lockstep(group):
+    """All query tiles of every head once; the work tiles of a wave begin at the last one, those of
+    the next wave at their own keys.
+    """
+    sizes = {"q_len": 2048, "kv_len": 2048, "batch": 1, "q_heads": group, "kv_heads": 1}
+    problem = problem_of(dataclasses.replace(one("t_equals_s"), mask=CAUSAL, **sizes))
+    plan = sm90.plan_of(problem, sm90.Config(grid=5, lockstep=True))
+    for tile in range(plan.kv_tiles):
+        work = plans.work_tile(Context(plan, NO_REFS, None), jnp.int32(tile))
+        steps, (g, i) = [], (jnp.int32(0), jnp.int32(0))
+        for n in range(group * int(work.steps)):
+            assert (int(g), int(i)) == tuple(map(int, plans.step_of(plan, work, jnp.int32(n))))
+            steps.append((int(work.q_tile(i)), int(g)))
+            g, i = plans.step_after(plan, work, g, i)
+        down = tile // 5 % 2 == 0
+        wanted = [t for t in range(2 * tile, plan.q_tiles) for _ in range(group)]
+        assert [t for t, _ in steps] == (wanted[::-1] if down else wanted)
+        assert [head for _, head in steps] == list(range(group)) * int(work.steps)
+
+
+def chunks(rows, **changes):
+    """A problem of two chunks of causal rows on the first of two GPUs, in the order zigzag."""
+    problem = problem_of(plain(rows, 4 * rows, (32, 8), 128, batch=2))
+    offsets = (0, 3 * rows), (rows, 2 * rows)
+    known = {"offsets": offsets, "share": 2, "zigzag": 2, "arrays": ("q_offset",)}
+    return dataclasses.replace(problem, **known | changes)
+
+
+@pytest.mark.parametrize("rows, together", [(1024, 16), (8192, 4), (32768, 2)])
+def test_chunks_begin_with_what_meets_all_of_their_rows(rows, together):
+    """Head by head; then the others, longest first, of several heads at a time."""
+    plan = sm90.plan_of(chunks(rows), sm90.Config(claims=True, lockstep=True))
+    assert plan.claims and not plan.lockstep
+    for offsets in plan.problem.offsets:
+        head, tile = decoded(plan, plans.schedule(plan, offsets))
+        first = tile * plan.block_kv - np.array(offsets)[head // 8]  # row that sees the first key
+        steps = np.clip(rows - np.maximum(first, 0), 0, None) // plan.config.block_q
+        whole = steps == rows // plan.config.block_q
+        count = np.count_nonzero(whole)
+        assert 0 < count < plan.work_tiles and whole[:count].all()
+        assert (np.diff(head[:count]) >= 0).all()
+        group = head[count:] // together
+        assert (np.diff(group) >= 0).all()
+        for each in set(group):
+            assert (np.diff(steps[count:][group == each]) <= 0).all()
+
+
+@pytest.mark.parametrize("heads, batch, ranked", [((4, 2), 2, 1), ((6, 3), 1, 0)])
+def test_documents_are_claimed_in_the_order_of_keys(heads, batch, ranked):
+    """The last head's longest first, where it is one of several."""
+    case = of((300, 700), heads, batch=batch)
+    plan = sm90.plan_of(problem_of(case), sm90.Config(grid=3, claims=True))
+    assert plan.heads - plan.first_ranked_head == ranked
+    ctx = context_of(plan, case)
+    head, tile = decoded(plan, plans.schedule_by_rank(ctx))
+    np.testing.assert_array_equal(head, np.repeat(np.arange(plan.heads), 8))
+    known = 8 * plan.first_ranked_head
+    np.testing.assert_array_equal(tile[:known], np.tile(np.arange(8), plan.first_ranked_head))
+    codes = ((head << plan.code_bits) + tile)[known:].tolist()
+    steps = [int(plans.work_tile(ctx, jnp.int32(code)).steps) for code in codes]
+    assert steps == sorted(steps, reverse=True) and (not ranked or steps[0] > steps[-1])
+
+
+ROWS = 64 * MIB // (8 * 128 * 4)  # of 4 heads of 128, twice of which are more than L2 holds
+NEITHER, LOCKSTEP, CLAIMS, BOTH = (False, False), (True, False), (False, True), (True, True)
+
+
+def causal(rows, heads=(32, 8), dim=128, **changes):
+    return dataclasses.replace(problem_of(plain(rows, rows, heads, dim)), **changes)
+
+
+def documents(rows, heads=(32, 8)):
+    return problem_of(of((rows // 2, rows - rows // 2), heads, 128))
+
+
+DEFAULTS = {
+    "heads share keys": (causal(ROWS), True, BOTH),
+    "few rows": (causal(1200), True, LOCKSTEP),
+    "few work tiles": (causal(ROWS, (8, 1)), True, LOCKSTEP),
+    "heads of their own": (causal(4 * ROWS, (8, 8)), True, NEITHER),
+    "long heads of their own": (causal(4 * ROWS + 8, (8, 8)), True, BOTH),
+    "an offset": (causal(ROWS, arrays=("q_offset",)), True, BOTH),
+    "lengths": (causal(ROWS, arrays=("kv_lengths",)), True, BOTH),
+    "too few rows": (causal(700), False, NEITHER),
+    "bits": (causal(ROWS, deterministic=True), True, NEITHER),
+    "long, bits": (causal(ROWS + 8, deterministic=True), True, LOCKSTEP),
+    "wide": (causal(ROWS // 2, dim=256), False, NEITHER),
+    "long, wide": (causal(ROWS // 2 + 8, dim=256), False, LOCKSTEP),
+    "full": (causal(ROWS, mask=FULL), True, NEITHER),
+    "long, full": (causal(ROWS + 8, mask=FULL), True, CLAIMS),
+    "window": (causal(ROWS, mask=sliding_window(4096)), True, NEITHER),
+    "long, window": (causal(ROWS + 8, mask=sliding_window(4096)), True, CLAIMS),
+    "documents": (documents(ROWS), True, NEITHER),
+    "long documents": (documents(ROWS + 8), True, CLAIMS),
+    "chunks": (chunks(ROWS // 2), True, CLAIMS),
+    "chunks, bits": (chunks(ROWS // 2, deterministic=True), True, NEITHER),
+    # Few work tiles of rows that L2 does not hold.
+    "few, causal": (causal(8200), True, BOTH),
+    "few, full": (causal(8200, mask=FULL), True, NEITHER),
+    "few, documents": (documents(ROWS, (32, 2)), False, NEITHER),
+    "too few": (causal(8192, (64, 1)), False, LOCKSTEP),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_the_default_order(name):
+    """Whether dq is added up in global memory, and who claims or stays in lockstep."""
+    problem, fused, order = DEFAULTS[name]
+    config = sm90.Config.default(problem)
+    assert (config.fused, (config.lockstep, config.claims)) == (fused, order)
+    assert sm90.smem_bytes(problem, config) <= sm90.SMEM_LIMIT
+    plan = sm90.plan_of(problem, config)
+    assert (plan.lockstep, plan.claims) == order
+
+
+@pytest.mark.parametrize(
+    "rows, heads, batch, together",
+    [(8192, (32, 8), 2, 4), (16384, (32, 8), 1, 2), (65536, (32, 8), 1, 1), (8200, (6, 3), 2, 6)],
+)
+def test_heads_of_two_waves_are_taken_together(rows, heads, batch, together):
+    problem = causal(rows, heads, batch=batch)
+    assert sm90.plan_of(problem, sm90.Config(lockstep=True)).l2_heads == together
+
+
+LONG_ONES = {
+    "causal": plain(40_000, 40_000, (4, 1)),
+    "causal, two": plain(20_100, 20_100, (8, 2), batch=2),
+    "more keys": plain(20_000, 33_000, (4, 1), q_offset=13_000),
+    "full": dataclasses.replace(plain(20_000, 20_000, (4, 1)), mask=FULL),
+    "window": dataclasses.replace(plain(70_000, 70_000, (4, 1)), mask=sliding_window(5000)),
+    "documents": of((1, 9000, 300, 25_083), (8, 2)),
+    "short documents": of((700,) * 60, (4, 1), mask=FULL),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LONG_ONES)
+@pytest.mark.parametrize("dim", (64, 128))
+def test_long_rows_on_the_gpu(name, dim):
+    """As by a table, in arrays that held NaN before: no work tile is left out, none is added
+    twice. Of dK and dV, whose sums are one block's, the same bits where the order is the same.
+    """
+    case = dataclasses.replace(LONG_ONES[name], head_dim=dim, v_head_dim=dim)
+    arrays, cotangent = case.arrays(), case.cotangent(1)
+
+    def loss(arrays):
+        out = pa.flash_attention(**arrays, **case.options())
+        return (out.astype(jnp.float32) * cotangent.astype(jnp.float32)).sum()
+
+    taken = [name for name in arrays if name in ("q", "k", "v")]
+
+    def compiled(config=None):
+        """The step, and the Config of the backward that it runs with."""
+        forced = _config.forced("flash_bwd_sm90", config) if config else contextlib.nullcontext()
+        with forced, _config.watched() as choices:
+            step = jax.jit(lambda some, rest: jax.grad(lambda x: loss(x | rest))(some))
+            step = step.lower(*split).compile()
+        return step, choices[-1].config
+
+    split = (
+        {name: arrays[name] for name in taken},
+        {name: x for name, x in arrays.items() if name not in taken},
+    )
+    config = dataclasses.asdict(compiled()[1]) | {"claims": True, "lockstep": True}
+    dealt = compiled(config | {"claims": False, "lockstep": False})[0]
+    want = {name: np.asarray(x, np.float32) for name, x in dealt(*split).items()}
+    for changes in ({}, {"lockstep": False}):
+        step = compiled(config | changes)[0]
+        same = case.mask != CAUSAL or case.segments or changes
+        for _ in range(3):
+            before = [jnp.full(x.shape, jnp.nan, x.dtype) for x in want.values()]
+            jax.block_until_ready(before)
+            del before
+            compare(step(*split), want, ("k", "v") if same else ())
+
+
+def compare(got, want, same_bits):
+    """Within a rounding of bfloat16, or a little of the row: float32 sums are in another order."""
+    for name, x in got.items():
+        x, w = np.asarray(x, np.float32), want[name]
+        least = 0.004 * np.sqrt(np.square(w).mean(axis=-1, keepdims=True))
+        assert (np.abs(x - w) <= 2**-7 * np.abs(w) + least).all(), name
+        if name in same_bits:
+            np.testing.assert_array_equal(x, want[name])
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("name", ["h128_long", "h128_claims"])
+def test_compiles_without_serialised_matmuls(name):
+    """With about as many spills as in the order of a table."""
+    build = builds.BUILDS[f"flash_bwd/sm90/{name}"]
+    report = mosaic.compile_for(build.call, *build.shapes, target=build.target, sass=False)
+    (kernel,) = (x for x in report.kernels if x.name.startswith("flash_bwd"))
+    assert kernel.spill_bytes <= 200
+    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)

@@ -1,0 +1,277 @@
+"""Work tiles that blocks claim (kernels/flash_fwd/claims.py): of packed documents and of long
+causal rows, forward.
+"""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn._call import config as _config
+from pallas_attn._call.problem import AttentionInputs
+from pallas_attn.bench.case import AttentionCase
+from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.flash_fwd import claims, segments, sm90, tile_scheduler
+from tests.kernels.flash_fwd import test_flash_fwd as forward
+from tests.support import builds, mosaic, threads
+
+CAUSAL, FULL = pa.CAUSAL, pa.FULL
+TWO, THREE, FOUR = (
+    {"warpgroups": 2, "block_kv": 64, "stages": 2},
+    {"warpgroups": 3, "block_kv": 64, "stages": 3},
+    {"warpgroups": 4, "block_kv": 64, "stages": 6},
+)
+
+
+def of(documents, heads, dim=64, batch=1, mask=CAUSAL, **fields):
+    """A case of packed documents, which begin one further on in each batch row."""
+    rows = sum(documents)
+    sizes = batch, rows, rows, *heads, dim, dim
+    return AttentionCase("documents", *sizes, mask=mask, segments=documents, **fields)
+
+
+def plain(rows, keys, heads, dim=64, batch=1, **fields):
+    """A causal case without documents."""
+    return AttentionCase("plain", batch, rows, keys, *heads, dim, dim, mask=CAUSAL, **fields)
+
+
+CASES = {
+    "causal": (of((100, 250, 50, 300), (4, 2)), TWO | {"grid": 3}),
+    "three": (of((100, 450, 50, 300), (4, 2), batch=2), THREE | {"grid": 2}),
+    "full": (of((30, 450, 1, 19, 300), (2, 2), mask=FULL), THREE | {"grid": 3}),
+    "window": (of((100, 450, 150), (3, 1), mask=pa.sliding_window(70)), TWO | {"grid": 4}),
+    "offset": (of((100, 450, 150), (4, 2), q_offset=(-200,)), THREE | {"grid": 2}),
+    "unseen": (of((100, 450), (2, 1), kv_segments=(550,)), TWO | {"grid": 3}),
+    "one head": (of((64, 700), (1, 1)), TWO | {"grid": 5}),
+    "one block": (of((300, 400), (2, 1)), TWO | {"grid": 1}),
+    "a block each": (of((64, 320), (1, 1)), TWO),
+    "four": (of((500, 600), (2, 1)), FOUR | {"grid": 3}),
+    "wide": (of((100, 300), (2, 1), 256), TWO | {"grid": 2, "q_slots": 1}),
+    "short": (of((1,) * 40 + (3,) * 100, (2, 1)), THREE | {"grid": 2}),
+    # Without documents; the last rows of several heads are one work tile where they are few.
+    "plain": (plain(700, 700, (4, 2)), THREE | {"grid": 3}),
+    "joined": (plain(200, 900, (6, 2), batch=2, q_offset=700), THREE | {"grid": 4}),
+    "plain, one head": (plain(500, 500, (1, 1), 128, softcap=20.0, sinks=True), TWO | {"grid": 2}),
+    "plain, four": (plain(600, 600, (2, 1)), FOUR | {"grid": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_claim_all_work_tiles(name):
+    """Without a race, and with no work tile left out; rows of no key too."""
+    case, config = CASES[name]
+    config = sm90.Config(**config, claims=True)
+    assert sm90.plan_of(forward.problem_of(case), config).claims
+    with mosaic.interpret():
+        forward.check(case, config)
+
+
+def count_claims(monkeypatch):
+    """A list, to which every claim adds how many work tiles it took."""
+    counts, take = [], threads.BlockOfThreads.take
+
+    def counted(self, counters, index, where):
+        counts.append(np.count_nonzero(where))
+        return take(self, counters, index, where)
+
+    monkeypatch.setattr(threads.BlockOfThreads, "take", counted)
+    return counts
+
+
+def decoded(plan, table):
+    """Heads and tiles in the order in which blocks claim them: each work tile once."""
+    count, *codes = np.asarray(table)[0].tolist()
+    assert count == len(codes) == len(set(codes)) == plan.work_tiles
+    return np.array(codes) >> plan.code_bits, np.array(codes) & ((1 << plan.code_bits) - 1)
+
+
+@pytest.mark.parametrize(
+    "case, work_tiles",
+    [(of((200, 333), (2, 1)), 10), (plain(533, 533, (2, 1)), 9)],
+    ids=["documents", "plain"],
+)
+def test_each_claim_counts_once(monkeypatch, case, work_tiles):
+    """A block claims once for each work tile that it takes: all there are, and no more."""
+    claimed = count_claims(monkeypatch)
+    config = sm90.Config(**TWO, grid=3, claims=True)
+    with mosaic.interpret():
+        forward.check(case, config)
+    found = sm90.plan_of(forward.problem_of(case), config).work_tiles
+    assert sum(claimed) == found == work_tiles
+
+
+def test_the_last_head_goes_by_rank():
+    """Of the last batch row, its longest work tile first; by the small kernel as by XLA."""
+    case, config = of((130, 500, 70, 400), (4, 2), batch=2), sm90.Config(**TWO, claims=True)
+    problem, inputs = forward.problem_of(case), AttentionInputs(**forward.given(case))
+    plan = sm90.plan_of(problem, config)
+    keys = tma_operands.round_up(problem.kv_len, config.block_kv)
+    fields = tma_operands.segment_ids(inputs, plan.padded_rows, keys)
+    records, want = segments.by_xla(plan, inputs, fields)
+    with mosaic.interpret():
+        prepare = jax.jit(functools.partial(segments.prepare, plan))
+        found = prepare(inputs.q_segment_ids, inputs.kv_segment_ids)
+    for x, w in zip(found, (records, want), strict=True):
+        np.testing.assert_array_equal(x, w)
+    codes, static = np.asarray(want)[0, 1:], tile_scheduler.schedule(plan)[0, 1:]
+    ranked = static >> plan.code_bits >= plan.first_ranked_head
+    np.testing.assert_array_equal(codes[~ranked], static[~ranked])
+    tiles = codes[ranked][:: problem.group] & ((1 << plan.code_bits) - 1)
+    assert sorted(tiles) == list(range(plan.q_tiles))
+    spans = np.asarray(records)[-1][:, : 4 * config.warpgroups].reshape(plan.q_tiles, -1, 4)
+    causal = tile_scheduler.mask_bounds(plan)[1]
+    lengths = np.minimum(spans[..., 3].max(1), causal) - spans[..., 0].min(1)
+    assert (np.diff(lengths[tiles]) <= 0).all() and lengths[tiles[0]] > lengths[tiles[-1]]
+
+
+def problem_of(rows, heads=(32, 8), dim=128, arrays=()):
+    """Of one causal batch row with segment ids."""
+    case = of((rows,), heads, dim)
+    problem = forward.problem_of(case)
+    return dataclasses.replace(problem, arrays=(*arrays, *problem.arrays))
+
+
+def test_claims_are_for_long_documents():
+    """The default: not where rows are few, nor where a work tile may need no kv tile."""
+
+    def config(rows, **how):
+        return sm90.Config.default(problem_of(rows, **how))
+
+    assert config(sm90.LONG).claims and config(sm90.LONG).warpgroups == 3
+    assert config(sm90.LONG, arrays=("q_offset",)).claims
+    assert not config(sm90.LONG - 1).claims and config(sm90.LONG - 1).warpgroups == 2
+    assert not config(sm90.LONG, arrays=("kv_lengths",)).claims
+    assert not config(sm90.LONG, heads=(32, 32)).claims
+
+
+def fetching(rows, **changes):
+    """Of two chunks of causal rows of the first of two GPUs, in the order zigzag."""
+    case = plain(rows, 4 * rows, (32, 8), 128, batch=2)
+    offsets = (0, 3 * rows), (rows, 2 * rows)
+    known = {"offsets": offsets, "share": 2, "zigzag": 2, "fetches": 2}
+    known["arrays"] = ("q_offset", "device")
+    return dataclasses.replace(forward.problem_of(case), **known | changes)
+
+
+def test_claims_are_for_keys_that_l2_does_not_hold():
+    """The default of causal rows, fetched or not: not where L2 holds K and V of a head, nor where
+    it is not known that each work tile has a key. With the tiles that a table would deal.
+    """
+    rows, here = sm90.HELD_BY_L2 // (2 * 2 * 128), {"fetches": 1, "arrays": ("q_offset",)}
+    assert rows // 4 > sm90.LONG
+    for problem in (
+        fetching(rows // 4 + 128, **here),
+        fetching(rows // 4 + 128),
+        forward.problem_of(plain(rows + 8, rows + 8, (8, 2), 128)),
+    ):
+        config = sm90.Config.default(problem)
+        assert config.claims and sm90.smem_bytes(problem, config) <= sm90.SMEM_LIMIT
+        assert dataclasses.replace(config, claims=False) == sm90.Config.default(fetching(rows // 4))
+    for other in (
+        forward.problem_of(plain(rows, rows, (8, 2), 128)),
+        fetching(rows // 4),
+        fetching(rows // 4, **here),
+        fetching(rows // 2, **here, q_len=sm90.LONG - 64),
+        fetching(rows // 2, **here, offsets=()),
+        fetching(rows // 2, **here, kv_heads=32),
+        fetching(rows // 2, **here, mask=pa.sliding_window(4096)),
+        fetching(rows // 2, **here, mask=FULL),
+        forward.problem_of(plain(rows + 8, rows + 8, (8, 2), 256)),
+    ):
+        assert not sm90.Config.default(other).claims
+
+
+def test_chunks_that_share_keys_are_claimed_together():
+    """All work tiles once: of a kv head those of both chunks, the longest first."""
+    problem = fetching(960, fetches=1, zigzag=1, arrays=("q_offset",))
+    plan = sm90.plan_of(problem, sm90.Config(**THREE, grid=4, claims=True))
+    for offsets in problem.offsets:
+        head, tile = decoded(plan, tile_scheduler.schedule(plan, offsets))
+        of_kv, chunk = head % 32 // 4, head // 32
+        assert (np.diff(of_kv) >= 0).all()
+        last = np.array(offsets)[chunk] + (tile + 1) * plan.tile_rows
+        for each in range(8):
+            steps = -(-last[of_kv == each] // plan.config.block_kv)
+            assert (np.diff(steps) <= 0).all() and set(chunk[of_kv == each]) == {0, 1}
+
+
+def test_too_many_stages_for_the_ring_of_codes():
+    sm90.Config(stages=claims.MOST_STAGES, claims=True)
+    with pytest.raises(ValueError) as caught:
+        sm90.Config(stages=claims.MOST_STAGES + 1, claims=True)
+    assert str(caught.value) == "Config.claims must be False above 12 stages, got True"
+
+
+@pytest.mark.parametrize("dim", range(8, 257, 8))
+def test_shared_memory_is_enough(dim):
+    """At every head dim, with what is fetched from another GPU too."""
+    problem = problem_of(sm90.LONG, (8, 4), dim, ("q_offset",))
+    config = sm90.Config.default(problem)
+    assert config.claims and sm90.smem_bytes(problem, config) <= sm90.SMEM_LIMIT
+    changes = {"arrays": (*problem.arrays, "device"), "kv_len": 2 * sm90.LONG, "fetches": 2}
+    fetched = dataclasses.replace(problem, **changes)
+    assert sm90.fetches(fetched) and sm90.Config.default(fetched).claims
+
+
+def test_neighbours_are_claimed_together():
+    """All work tiles once: the heads of a group side by side, rows from the last on."""
+    problem = forward.problem_of(of((1000,), (6, 2), batch=2))
+    plan = sm90.plan_of(problem, sm90.Config(**TWO, grid=4, claims=True))
+    head, tile = decoded(plan, tile_scheduler.schedule(plan))
+    assert head[:4].tolist() == [0, 1, 2, 0] and tile[:4].tolist() == [7, 7, 7, 6]
+    assert plan.first_ranked_head == 9 and tile[head >= 9][:4].tolist() == [0, 0, 0, 1]
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+def test_compiles_without_spills_or_serialised_matmuls():
+    build = builds.BUILDS["flash_fwd/sm90/h128_claims"]
+    report = mosaic.compile_for(build.call, *build.shapes, target=build.target, sass=False)
+    assert {kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in report.kernels} == {
+        "flash_fwd_sm90",
+        "segments",
+    }
+    assert report.spill_bytes == 0
+    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
+
+
+LONG_ONES = (
+    of((8192,) * 2, (8, 2)),
+    of((1, 5000, 300, 11083), (8, 4)),
+    of((700,) * 24, (4, 1), mask=FULL),
+    of((20000,), (2, 1), mask=pa.sliding_window(1000)),
+    plain(200_000, 200_000, (2, 1)),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(len(LONG_ONES)))
+@pytest.mark.parametrize("dim", (64, 96, 128, 256))
+def test_long_rows_on_the_gpu(number, dim):
+    """The bits of the same tiles by a table, in arrays that held NaN before: no row is left out."""
+    case = dataclasses.replace(LONG_ONES[number], head_dim=dim, v_head_dim=dim)
+    arrays = case.arrays()
+    call = functools.partial(pa.flash_attention_with_lse, **case.options())
+
+    def compiled(config=None):
+        """The step, and the Config that it runs with."""
+        forced = _config.forced("flash_fwd_sm90", config) if config else contextlib.nullcontext()
+        with forced, _config.watched() as choices:
+            step = jax.jit(lambda arrays: call(**arrays)).lower(arrays).compile()
+        return step, choices[-1].config
+
+    config = dataclasses.asdict(compiled()[1])
+    assert config["claims"] == (bool(case.segments) or 64 < dim <= 128)
+    step, dealt = (compiled(config | {"claims": claims})[0] for claims in (True, False))
+    want = dealt(arrays)
+    for _ in range(3):
+        before = [jnp.full(x.shape, jnp.nan, x.dtype) for x in want]
+        jax.block_until_ready(before)
+        del before
+        for x, w in zip(step(arrays), want, strict=True):
+            np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(w, np.float32))

@@ -1,0 +1,459 @@
+"""The forward kernel that fetches K and V of other devices itself: right in the interpreter, where
+other devices are arrays, and what it fetches is what its rows may see.
+tests/parallel/test_multigpu.py runs it on GPUs.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn._call import batching
+from pallas_attn._call import config as _config
+from pallas_attn._call import device as _device
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.context import chunks_of
+from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.attention.score_mod import Refs
+from pallas_attn.kernels.flash_fwd import fetch, sm90, tile_scheduler
+from tests.support import builds, mosaic, threads
+
+SHARDS, DIM = 2, 64
+AUTO = (jax.sharding.AxisType.Auto,)
+
+
+def problem_of(order, mask, *, rows=64, keys=512, shards=SHARDS, arrays=(), fetches=True):
+    """Of a device's rows, `rows` a chunk, and all keys."""
+    context = pa.Context("cp", order)
+    chunks = context.chunks
+    size = keys // (shards * chunks)
+    offsets = tuple(
+        tuple(n * size + size - rows for n in chunks_of(context, device, shards))
+        for device in range(shards)
+    )
+    return AttentionProblem(
+        op="flash_forward",
+        gpu="sm90",
+        dtype="bfloat16",
+        batch=chunks,
+        q_len=rows,
+        kv_len=keys,
+        q_heads=2,
+        kv_heads=1,
+        head_dim=DIM,
+        v_head_dim=DIM,
+        mask=mask,
+        scale=DIM**-0.5,
+        share=chunks,
+        offsets=offsets,
+        zigzag=shards if fetches and chunks == 2 else 1,
+        fetches=shards if fetches else 1,
+        arrays=("q_offset", *arrays),
+    )
+
+
+def config_of(problem, **changes):
+    return dataclasses.replace(
+        sm90.Config.default(problem), **({"grid": 2, "fetchers": 1} | changes)
+    )
+
+
+READ = [
+    (name, order, 2, device, 64)
+    for name in ("causal", "full", "window", "documents", "claimed", "causal claimed")
+    for order in ("contiguous", "zigzag")
+    for device in range(2)
+]
+# Work tiles of several warpgroups, whose rows see keys of others that only some of them mask.
+READ += [("ahead", "zigzag", 2, device, 128) for device in range(2)]
+# Rows that end within a warpgroup's, which takes the kv tiles of those past the end too: here the
+# first of the next chunk.
+READ += [("causal", "zigzag", 2, 0, 40), ("documents", "contiguous", 2, 0, 40)]
+# Offsets that nobody knew, of which one leaves no key and one lies past all of them.
+READ += [
+    ("anywhere", order, 2, device, 64) for order in ("contiguous", "zigzag") for device in (0, 1)
+]
+# Work tiles without a key, which take the first kv tile: another GPU's for one of the two.
+READ += [("unseen", "zigzag", 2, device, 64) for device in range(2)]
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "name, order, shards, device, rows",
+    [*READ, ("causal", "zigzag", 4, 1, 64), ("full", "contiguous", 4, 2, 64)],
+)
+def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, shards, device, rows):
+    """The same bits as of the kernel that is given all keys, but for the rounding of another order
+    of kv tiles. Pieces of 16 rows, eight of a tile. All is here when the first work tile asks
+    whether it is; only in "full" is it told so.
+    """
+    monkeypatch.setattr(fetch, "PIECE", 16 * DIM * 2)
+    if name != "full":
+        not_yet = np.zeros(128, np.int32)
+        monkeypatch.setattr(threads.BlockOfThreads, "reached", lambda *_: not_yet)
+    masks = {"full": pa.FULL, "window": pa.sliding_window(100), "ahead": pa.Mask(right=200)}
+    mask = masks.get(name, pa.CAUSAL)
+    sizes = {"keys": 256 * shards, "shards": shards, "rows": rows}
+    problem = problem_of(order, mask, fetches=False, **sizes)
+    context, keys = pa.Context("cp", order), problem.kv_len
+    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    k, v = (draw(jax.random.key(n), (1, keys, 1, DIM)) for n in (1, 2))
+    q = draw(jax.random.key(3), (problem.batch, problem.q_len, 2, DIM))
+    offsets = problem.offsets[device]
+    if name == "anywhere":
+        offsets = ((10**6, 100), (-1000, 10**6))[device][-problem.batch :]
+    given = AttentionInputs(q, k, v, jnp.asarray(offsets, jnp.int32))
+    if name in ("documents", "claimed", "unseen"):
+        ids = jnp.arange(keys, dtype=jnp.int32)[None] // 150
+        q_ids = jnp.concatenate([ids[:, n : n + problem.q_len] for n in offsets])
+        q_ids = q_ids.at[0].add(1000 if name == "unseen" else 0)
+        kv_ids = jnp.repeat(ids, problem.batch, axis=0)
+        given = given._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
+    problem = batching.resized(problem, given)
+
+    parts = {
+        x: np.split(np.asarray(context.reorder(getattr(given, x), shards)), shards, 1) for x in "kv"
+    }
+    here = given._replace(
+        k=jnp.asarray(parts["k"][device]),
+        v=jnp.asarray(parts["v"][device]),
+        device=jnp.asarray([device], jnp.int32),
+    )
+    fetching = problem_of(order, mask, **sizes)
+    if name == "anywhere":
+        problem, fetching = (dataclasses.replace(x, offsets=()) for x in (problem, fetching))
+    fetching = batching.resized(fetching, here)
+    assert fetching.kv_len == keys and sm90.fetches(fetching)
+
+    def on_peer(array, number):
+        """All devices do the same: what this one counts there, others count here."""
+        for part in parts.values():
+            if array.dtype == part[device].dtype and np.array_equal(array, part[device]):
+                assert number != device
+                return part[number]
+        assert array.dtype == np.int32
+        return array
+
+    def run(problem, given):
+        narrow = {"block_kv": 64} if rows > 64 else {}  # of which one masks what another does not
+        config = config_of(problem, claims=name.endswith("claimed"), **narrow)
+        assert sm90.plan_of(problem, config).claims == config.claims
+        return sm90.run(given, problem, config)
+
+    with mosaic.interpret(), mosaic.with_peers(on_peer):
+        got, want = (
+            jax.jit(run, static_argnums=0)(*x) for x in ((fetching, here), (problem, given))
+        )
+    any_order = fetch.takes_any_order(sm90.plan_of(fetching, config_of(fetching)))
+    assert any_order == (name in ("causal", "full", "causal claimed", "ahead", "anywhere"))
+    for g, w in zip(got, want, strict=True):
+        g, w = (np.asarray(x, np.float32) for x in (g, w))
+        assert np.isfinite(w).any()
+        np.testing.assert_allclose(g, w, 2**-7 * any_order, 2**-10 * any_order)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("name", ["causal", "full", "window", "documents", "claimed", "ahead"])
+def test_a_device_fetches_from_itself(monkeypatch, name, order):
+    """On one GPU: the other three have the same rows. Their memory is this one's, so that tools
+    which see no other GPU's watch every access.
+    """
+
+    def on_itself(refs, _, devices):
+        return (refs,) * (devices - 1)
+
+    monkeypatch.setattr(fetch.mosaic, "on_peers", on_itself)
+    shards, device, keys, context = 4, 2, 8192, pa.Context("cp", order)
+    masks = {"full": pa.FULL, "window": pa.sliding_window(3000), "ahead": pa.Mask(right=1500)}
+    mask, rows = masks.get(name, pa.CAUSAL), keys // shards // context.chunks
+    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    for seed in range(3):
+        sizes = {"rows": rows, "keys": keys, "shards": shards}
+        problems = [problem_of(order, mask, **sizes, fetches=x) for x in (True, False)]
+        of_one = [draw(jax.random.key(3 * seed + n), (1, keys // shards, 2, 128)) for n in (0, 1)]
+        q = draw(jax.random.key(3 * seed + 2), (context.chunks, rows, 4, 128))
+        offsets = problems[0].offsets[device]
+        every = [context.restore(jnp.concatenate([x] * shards, axis=1), shards) for x in of_one]
+        given = AttentionInputs(q, *every, jnp.asarray(offsets, jnp.int32))
+        if name == "documents":
+            ids = jnp.arange(keys, dtype=jnp.int32)[None] // 1500
+            kv_ids = jnp.repeat(ids, context.chunks, axis=0)
+            q_ids = jnp.concatenate([ids[:, n : n + rows] for n in offsets])
+            given = given._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
+        here = given._replace(device=jnp.asarray([device], jnp.int32))
+        here = here._replace(**dict(zip("kv", of_one, strict=True)))
+
+        def run(problem, given):
+            config = dataclasses.replace(
+                sm90.Config.default(problem), grid=40, claims=name == "claimed"
+            )
+            return sm90.run(given, problem, config)
+
+        results = []
+        for problem, inputs in zip(problems, (here, given), strict=True):
+            problem = dataclasses.replace(problem, q_heads=4, kv_heads=2)
+            problem = dataclasses.replace(problem, head_dim=128, v_head_dim=128)
+            problem = batching.resized(problem, inputs)
+            assert problem.fetches == (shards if inputs is here else 1)
+            results.append(jax.jit(run, static_argnums=0)(problem, inputs))
+        for g, w in zip(*results, strict=True):
+            g, w = (np.asarray(x, np.float32) for x in (g, w))
+            np.testing.assert_allclose(g, w, rtol=0.02, atol=0.005)
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("mask", [pa.CAUSAL, pa.FULL, pa.sliding_window(300)], ids=str)
+def test_every_tile_that_rows_see_comes_once(mask, order, shards):
+    """Of each chunk the last first; none that is here. No two devices read from the same one at a
+    time, where each of them needs whole chunks.
+    """
+    keys, rows = 4096, 4096 // shards // pa.Context("cp", order).chunks
+    problem = problem_of(order, mask, rows=rows, keys=keys, shards=shards)
+    plan = sm90.plan_of(problem, sm90.Config.default(problem))
+    sizes = fetch.Sizes.of(plan)
+    at, sources = np.arange(keys), []
+    for device, offsets in enumerate(problem.offsets):
+        seen = np.zeros(keys, bool)
+        for first in offsets:
+            q = (first + np.arange(rows))[:, None]
+            seen |= ((q >= at) | (mask.right is None)).any(axis=0) & (
+                (q - at <= mask.left).any(axis=0) if mask.left is not None else True
+            )
+            seen[first : first + rows] = False
+        for first in offsets:
+            seen[first : first + rows] = False
+        wanted = np.unique(np.flatnonzero(seen) // fetch.TILE)
+        tiles = fetch.tiles_in_order(plan, device)
+        assert sorted(tiles) == wanted.tolist()
+        chunks = tiles * fetch.TILE // sizes.chunk
+        begins = np.flatnonzero(np.diff(chunks, prepend=-1))
+        assert len(set(chunks)) == len(begins) and (np.diff(tiles)[np.diff(chunks) == 0] < 0).all()
+        sources.append([min(chunk, 2 * shards - 1 - chunk) for chunk in chunks[begins]])
+        assert sizes.tiles == keys // fetch.TILE
+        here = jnp.asarray([device], jnp.int32)
+        order_of = np.asarray(fetch.order(plan, here, AttentionInputs(None, None, None), None))
+        assert order_of[0] == len(tiles) and order_of[1 : 1 + len(tiles)].tolist() == tiles.tolist()
+    for some in itertools.zip_longest(*sources):
+        used = [source for source in some if source is not None]
+        whole = order == "zigzag" and mask.left is None
+        assert not whole or len(set(used)) == len(used)
+
+
+def _long_zigzag(shards):
+    rows, keys = 16384 // shards, 32768
+    problem = problem_of("zigzag", pa.CAUSAL, rows=rows, keys=keys, shards=shards)
+    problem = dataclasses.replace(problem, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128)
+    return sm90.plan_of(problem, sm90.Config.default(problem))
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("mask", [pa.CAUSAL, pa.FULL], ids=str)
+def test_kv_tiles_are_taken_as_they_arrive(mask, order, shards):
+    """Each once: from the last on those that need a mask, then those of this device, then those of
+    others in the order in which they are fetched.
+    """
+    keys = 4096
+    rows = keys // shards // pa.Context("cp", order).chunks
+    problem = problem_of(order, mask, rows=rows, keys=keys, shards=shards)
+    plan = sm90.plan_of(problem, config_of(problem))
+    assert fetch.takes_any_order(plan)
+    block = plan.config.block_kv
+
+    def taken(device, ends):
+        chunks = fetch.chunk_order(plan, jnp.asarray([device], jnp.int32))
+        refs = Refs(**dict.fromkeys(Refs._fields))
+        ctx = Context(plan, refs._replace(fetching=fetch.Operands(None, None, chunks, None)))
+        given = jnp.int32(device), fetch.chunk_order_of(ctx)
+
+        def one_range(some, found):
+            def one(i, found):
+                return found.at[some.entry + i].set(some.tile - i)
+
+            return jax.lax.fori_loop(0, some.count, one, found)
+
+        nothing = jnp.full((ends[2] + 1,), -1, jnp.int32)
+        return fetch.in_order_of_arrival(ctx, given, ends, one_range, nothing)[:-1]
+
+    for device, offsets in enumerate(problem.offsets):
+        fetched = fetch.tiles_in_order(plan, device).tolist()
+        for offset in offsets:
+            for row in (0, rows // 2, rows - 64):
+                span = plan.span(mask, offset + row, 64, keys)
+                whole = span.full_hi
+                ends = span.lo, whole, span.hi
+                got = np.asarray(jax.jit(taken, static_argnums=(0, 1))(device, ends))
+                assert sorted(got) == list(range(span.hi)) and span.lo == 0
+                behind, others = got[: span.hi - whole], got[span.hi - whole :]
+                assert behind.tolist() == list(range(whole, span.hi))[::-1]
+                places = [
+                    fetched.index(n) if n in fetched else -1 for n in others * block // fetch.TILE
+                ]
+                assert places == sorted(places)
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_a_fetcher_takes_fewer_work_tiles(shards):
+    """So that all blocks end together, on the GPU whose last work tiles are not cheap too."""
+    plan = _long_zigzag(shards)
+    problem = plan.problem
+    for device, offsets in enumerate(problem.offsets):
+        table = tile_scheduler.schedule(plan, offsets)
+        busy = fetch.busy_before(plan, device)
+        assert len(busy) == plan.config.fetchers and min(busy) > 10
+        codes = [code for row in table.tolist() for code in row[1 : row[0] + 1]]
+        assert len(set(codes)) == len(codes) == plan.work_tiles
+        loads = np.zeros(plan.grid)
+        loads[: len(busy)] = busy
+        for block, row in enumerate(table.tolist()):
+            for code in row[1 : row[0] + 1]:
+                chunk, tile = code >> plan.code_bits, code & ((1 << plan.code_bits) - 1)
+                row_end = offsets[chunk // problem.q_heads] + (tile + 1) * plan.tile_rows
+                steps = -(-row_end // plan.config.block_kv)
+                loads[block] += steps * tile_scheduler.step_cost(plan, tile)
+                loads[block] += tile_scheduler.TILE_OVERHEAD
+        assert loads.max() < 1.003 * loads.mean()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float32"},
+        {"arrays": ("q_offset", "kv_lengths")},
+        {"kv_len": 4 * 192},
+        {"fetches": 16, "zigzag": 16, "kv_len": 32 * 128},
+        {"kv_heads": 256, "q_heads": 256},
+    ],
+    ids=["float32", "kv_lengths", "chunks", "devices", "heads"],
+)
+def test_what_is_gathered_instead(changes):
+    problem = problem_of("zigzag", pa.CAUSAL)
+    assert sm90.fetches(problem)
+    assert not sm90.fetches(dataclasses.replace(problem, **changes))
+
+
+@pytest.mark.parametrize("dim", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 64])
+def test_several_pieces_are_in_flight(kv_heads, dim):
+    """By every default, or rows are gathered: with one slot nothing would ever be loaded."""
+    changes = {"kv_heads": kv_heads, "q_heads": kv_heads, "head_dim": dim, "v_head_dim": dim}
+    for rows, keys in ((64, 512), (8192, 32768)):
+        problem = problem_of("zigzag", pa.CAUSAL, rows=rows, keys=keys)
+        problem = dataclasses.replace(problem, **changes)
+        if sm90.fetches(problem):
+            plan = sm90.plan_of(problem, sm90.Config.default(problem))
+            sizes = fetch.Sizes.of(plan)
+            assert fetch.LEAST_SLOTS <= sizes.slots <= fetch.MOST_SLOTS
+            ring = plan.config.stages * plan.config.block_kv * plan.k_width * 2
+            assert sizes.slots * sizes.rows * sizes.k_words * fetch.WORD <= ring
+        else:
+            assert kv_heads == 64
+
+
+def test_a_config_that_cannot_fetch():
+    problem = problem_of("zigzag", pa.CAUSAL)
+    wide = dataclasses.replace(problem, kv_heads=64, q_heads=64)
+    for given, config, message in (
+        (
+            problem,
+            {"block_kv": 192},
+            "Config.block_kv must divide 128 where the kernel fetches k and v of other devices, "
+            "got 192",
+        ),
+        (
+            wide,
+            {"block_kv": 32, "stages": 2},
+            "Config.stages * Config.block_kv must be at least twice the number of kv heads, 64, "
+            "where the kernel fetches k and v of other devices, got 2 * 32",
+        ),
+    ):
+        with pytest.raises(ValueError) as caught:
+            fetch.check(sm90.plan_of(given, config_of(given, **config)))
+        assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("sizes", [(8,), (8, 1), (1, 8), (4, 2), (2,)], ids=str)
+def test_only_where_devices_reach_each_other(sizes):
+    """On CPU devices K and V are gathered; so they are where the axis is not all of the mesh, or
+    the mesh not all devices, or an axis is left to the compiler.
+    """
+    devices = jax.devices()[: np.prod(sizes)]
+    names = ("cp", "dp") if sizes[0] > 1 else ("dp", "cp")
+    mesh = jax.make_mesh(sizes, names[: len(sizes)], AUTO * len(sizes), devices=devices)
+    found = []
+
+    def local(x):
+        found.append(_device.reaches_peers("cp"))
+        with _device.assume_reach():
+            found.append(_device.reaches_peers("cp"))
+        return x
+
+    spec = jax.P("cp")
+    for axes in ({}, {"axis_names": {"cp"}}):
+        call = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, **axes)
+        jax.eval_shape(jax.jit(call), jnp.zeros(8))
+    whole = max(sizes) == jax.device_count()
+    assert found == [False, whole, False, whole and len(sizes) == 1]
+
+
+@pytest.mark.guards
+def test_the_kernel_is_handed_the_rows_of_its_own_device():
+    """Lowered for all devices here: nothing is gathered, and XLA is told that GPUs read the memory
+    of each other, without multicast.
+    """
+    shards, context = jax.device_count(), pa.Context("cp", "zigzag")
+    mesh, spec = jax.make_mesh((shards,), ("cp",), AUTO), jax.P(None, "cp")
+    shapes = [jax.ShapeDtypeStruct((1, 256 * shards, n, DIM), jnp.bfloat16) for n in (2, 1, 1)]
+
+    def text(context):
+        call = functools.partial(pa.flash_attention, mask=pa.CAUSAL, context=context)
+        mapped = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)
+        with _device.assume("sm90"), _device.assume_reach():
+            return mosaic.lower_for_cuda(mapped, *shapes)
+
+    fetching, gathering = text(context), text(dataclasses.replace(context, overlap=False))
+    assert "all_gather" not in fetching and "all_gather" in gathering
+    assert "uses_xla_collective_metadata = true" in fetching
+    assert "uses_xla_collective_metadata = true" not in gathering
+    assert "symmetric_memory_parameters" not in fetching and "nvshmem" not in fetching
+
+
+def fetching_with(claims, options, *arrays):
+    """`builds.fetching`; by the tiles of the default of causal rows if blocks claim work tiles."""
+    tiles = {"warpgroups": 3, "block_kv": 64, "stages": 3, "exp_before_wait": 4, "claims": True}
+    forced = _config.forced("flash_fwd_sm90", tiles) if claims else contextlib.nullcontext()
+    with forced:
+        return builds.fetching(options, *arrays)
+
+
+COMPILED = {  # rows of all, query heads, kv heads, head dim, options
+    "causal": (32768, 32, 8, 128, {"mask": pa.CAUSAL}),
+    "claimed": (131072, 32, 8, 128, {"mask": pa.CAUSAL}),
+    "full": (32768, 32, 8, 128, {}),
+    "window": (131072, 32, 8, 128, {"mask": pa.sliding_window(4096)}),
+    "h64": (32768, 32, 8, 64, {"mask": pa.CAUSAL}),
+    "h256": (8192, 8, 4, 256, {"mask": pa.CAUSAL}),
+}
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_without_spills_or_serialised_matmuls(name):
+    rows, heads, kv_heads, dim, options = COMPILED[name]
+    shapes = [
+        jax.ShapeDtypeStruct((1, rows, n, dim), jnp.bfloat16) for n in (heads, kv_heads, kv_heads)
+    ]
+    call = functools.partial(fetching_with, name == "claimed", options)
+    report = mosaic.compile_for(call, *shapes, target="h100x2")
+    assert [kernel.name for kernel in report.kernels] == ["flash_fwd_sm90_mosaic_gpu_kernel"]
+    assert report.spill_bytes == 0
+    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)

@@ -1,0 +1,649 @@
+"""The forward kernels: right in the interpreter with their races watched, compiled without spills
+ahead of time, and, with `-m gpu`, right on the real thing over the whole argument space.
+
+tests/api/test_attention.py asks every implementation what attention means. Here is what only these
+have: configurations, schedules, and what TMA and registers make of awkward sizes.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn._call import dispatch, reference
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.bench import cases
+from pallas_attn.kernels.attention import plan as attention_plan
+from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
+from pallas_attn.kernels.flash_fwd import segments, tile_scheduler
+from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
+from pallas_attn.kernels.flash_fwd import sm90 as kernel
+from pallas_attn.kernels.mma import mma_sync, wgmma
+from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
+from tests.support import budget, mosaic
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+SMALL = kernel.Config(warpgroups=2, block_kv=64, stages=2, grid=3)
+PORTABLE = flash_fwd_sm80.Config
+SEGMENTS = ("q_segment_ids", "kv_segment_ids")
+
+
+def problem_of(case: cases.AttentionCase) -> AttentionProblem:
+    there = jax.eval_shape(functools.partial(given, case))  # large arrays are not drawn
+    arrays = [name for name in AttentionInputs._fields[3:] if name in there]
+    return AttentionProblem(
+        op="flash_forward",
+        gpu="sm90",
+        dtype=case.dtype,
+        batch=case.batch,
+        q_len=case.q_len,
+        kv_len=case.kv_len,
+        q_heads=case.q_heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        mask=case.arrays()["mask"].static if case.mask_at_run_time else case.mask,
+        scale=case.head_dim**-0.5 if case.scale is None else case.scale,
+        softcap=case.softcap,
+        q_offset=case.q_offset if isinstance(case.q_offset, int) else 0,
+        arrays=tuple(arrays),
+        bias_shape=case.bias_shape,
+        mask_shape=case.mask_shape,
+        precision=case.precision,
+    )
+
+
+def given(case: cases.AttentionCase, seed: int = 0, poison: bool = False) -> dict:
+    arrays = case.arrays(seed, poison=poison)
+    if (ids := arrays.pop("segment_ids", None)) is not None:
+        arrays["q_segment_ids"], arrays["kv_segment_ids"] = ids
+    if (mask := arrays.pop("mask", None)) is not None:
+        bounds = mask.arrays.items()
+        arrays |= {f"mask_{side}": jnp.broadcast_to(x, case.batch) for side, x in bounds}
+    return arrays
+
+
+def run(inputs, *, problem, config):
+    """By the kernel whose configuration it is."""
+    return sys.modules[type(config).__module__].run(inputs, problem, config)
+
+
+def check(case, config, seed=0):
+    """What the kernel gives, against its budget; what lies past a length is NaN."""
+    call = jax.jit(functools.partial(run, problem=problem_of(case), config=config))
+    out, lse = call(AttentionInputs(**given(case, seed, poison=True)))
+    budget.check(
+        {"out": out, "lse": lse}, budget.attention(case.arguments(seed), tensor_cores=True)
+    )
+
+
+def in_float32(case: cases.AttentionCase, precision: str | None) -> cases.AttentionCase:
+    name = "_".join(filter(None, (case.name, "float32", precision)))
+    return dataclasses.replace(
+        case, name=name, dtype="float32", bias_dtype="float32", precision=precision
+    )
+
+
+def one(name: str) -> cases.AttentionCase:
+    (case,) = (case for case in (*cases.ATTENTION, *FLOAT32) if case.name == name)
+    return case
+
+
+OF_EIGHT = (0, 1, 4, 7)  # rows of a batch whose lengths are both sides of a tile's edge
+
+
+def small(name: str) -> cases.AttentionCase:
+    """A named problem for the interpreter, whose time is that of its tiles: of batch rows that are
+    alike the first, four of eight that differ, and half the heads where there are two groups.
+    """
+    case = one(name)
+    rows = {}
+    for field in ("q_offset", "q_lengths", "kv_lengths"):
+        if isinstance(value := getattr(case, field), tuple):
+            rows[field] = tuple(value[n] for n in OF_EIGHT) if len(value) == 8 else value
+    batch = max(map(len, rows.values()), default=1)
+    groups = 1 if case.q_heads == 4 or case.batch == 8 else case.kv_heads
+    heads = (4, 2) if case.q_heads == 8 else (case.q_heads // case.kv_heads * groups, groups)
+    for field in ("bias_shape", "mask_shape"):
+        if (shape := getattr(case, field)) is not None:
+            rows[field] = (min(shape[0], batch), min(shape[1], heads[0]), *shape[2:])
+    return dataclasses.replace(case, batch=batch, q_heads=heads[0], kv_heads=heads[1], **rows)
+
+
+INTERPRETED = {
+    "t_equals_s": SMALL,  # a block with several work tiles, T and S no multiple of anything
+    "t_above_s": kernel.Config(warpgroups=3, block_kv=64, stages=2, grid=0),  # rows past T alone
+    "saturated": dataclasses.replace(SMALL, exp_before_wait=2),  # row maxima rise in most tiles
+    # Masked tiles on both sides.
+    "band": dataclasses.replace(SMALL, stages=4, l2_heads=1, exp_before_wait=4),
+    "window_t_above_s": dataclasses.replace(SMALL, warpgroups=3),  # warpgroups without a key
+    "q_lengths": SMALL,
+    "everything": SMALL,
+    "documents": SMALL,
+    "documents_unseen": dataclasses.replace(SMALL, warpgroups=3),  # as above, and whole blocks
+    "dim72_24": dataclasses.replace(SMALL, warpgroups=1),
+    "float16_causal": dataclasses.replace(SMALL, block_kv=128),
+    "everything_float32": SMALL,
+    "q_lengths_float32_highest": dataclasses.replace(SMALL, block_kv=32),
+    "dim72_24_float32_highest": dataclasses.replace(SMALL, warpgroups=1, block_kv=16),
+}
+
+
+PORTABLE_INTERPRETED = {
+    "band": PORTABLE(block_kv=32, stages=3, split_rows=True),
+    "window_t_above_s": PORTABLE(row_blocks=1, block_kv=32, stages=2, q_in_registers=True),
+    "everything": PORTABLE(row_blocks=1),
+    "dim72_24": PORTABLE(row_blocks=2, block_kv=64),
+    "float32_highest": PORTABLE(row_blocks=1, block_kv=32),
+    "q_lengths": PORTABLE(2, 64, 2, split_rows=True, warp_rows=2),
+    "strictly_causal": PORTABLE(1, 64, warp_rows=2),
+    "everything_float32": PORTABLE(1, 32, columns=32),
+    "dim72_24_float32_highest": PORTABLE(1, 32, columns=32),  # an odd number of parts
+    "bias_by_row": PORTABLE(1, 64, warp_rows=2, scores_ahead=True),
+    "window_t_below_s": PORTABLE(1, 32, warp_rows=2, scores_ahead=True),
+}
+PORTABLE_ON_THE_GPU = {
+    "t_equals_s": PORTABLE(2, 128, split_rows=True),
+    "dim192_128": PORTABLE(1, 64, warp_rows=2),
+    "everything": PORTABLE(2, 64, 2, split_rows=True, warp_rows=2),
+    "documents": PORTABLE(2, 96, split_rows=True, warp_rows=2),
+    "everything_float32": PORTABLE(1, 32, columns=32),
+    "documents_float32": PORTABLE(1, 64, columns=32),
+    "dim72_24_float32_highest": PORTABLE(1, 32, columns=32),
+    "dim192_128_float32": PORTABLE(1, 32, columns=64),
+    "dim40_256_float32_highest": PORTABLE(1, 32, columns=64),
+    "q_lengths_float32_highest": PORTABLE(1, 32, columns=64),
+    "q_lengths": PORTABLE(1, 64, warp_rows=2, scores_ahead=True),
+    "window_t_below_s": PORTABLE(2, 128, split_rows=True, columns_before_v=16),
+    "saturated": PORTABLE(2, 64, warp_rows=2, split_rows=True, scores_ahead=True),
+    "band": PORTABLE(1, 32, warp_rows=2, scores_ahead=True),
+    "bias_by_row": PORTABLE(1, 64, warp_rows=2, scores_ahead=True),
+}
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "name, config", [*INTERPRETED.items(), *PORTABLE_INTERPRETED.items()], ids=str
+)
+def test_interpreted(name, config):
+    with mosaic.interpret():
+        check(small(name), config)
+
+
+JOINED = {  # changes of a case, warpgroups and how many heads have their last rows in one work tile
+    "everything": ({"segments": None, "q_heads": 10, "bias_shape": (1, 10, 130, 200)}, 2, 2),
+    "q_lengths": ({"q_heads": 5, "kv_heads": 1}, 2, 2),
+    "band": ({"q_heads": 10, "q_len": 200}, 3, 3),  # of five heads three and two
+    "float16_causal": ({"q_heads": 8, "q_len": 300}, 4, 4),
+}
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", JOINED)
+def test_last_rows_of_several_heads_interpreted(name):
+    with mosaic.interpret():
+        check_joined(name, small(name))
+
+
+def check_joined(name, case):
+    changes, warpgroups, heads = JOINED[name]
+    case = dataclasses.replace(case, **changes)
+    config = dataclasses.replace(SMALL, warpgroups=warpgroups)
+    assert kernel.plan_of(problem_of(case), config).last_heads == heads
+    check(case, config)
+
+
+@pytest.mark.guards
+def test_half_a_tile_of_keys_interpreted():
+    """192 keys are whole tiles of 64 and not of 128."""
+    sizes = {"q_len": 64, "kv_len": 192, "batch": 1, "q_heads": 1, "kv_heads": 1}
+    case = dataclasses.replace(one("t_equals_s"), mask=FULL, **sizes)
+    with mosaic.interpret():
+        check(case, dataclasses.replace(SMALL, warpgroups=1, block_kv=128))
+
+
+EDGE = [
+    case
+    for case in cases.ATTENTION
+    if "edge" in case.tags and case.batch * case.q_len * case.kv_len
+]
+FLOAT32 = [
+    in_float32(case, precision)
+    for case in EDGE
+    if case.dtype == "bfloat16"
+    for precision in (None, "highest")
+]
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", ["everything", "kv_lengths_causal", "bias_by_row", "dim40_256"])
+def test_lowers(name):
+    lowers(one(name))
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("dims", [(104, 128), (72, 184)], ids=str)
+def test_lowers_with_shared_memory_full(dims):
+    """But for what Mosaic reduces in."""
+    case = dataclasses.replace(one("dim40_256"), head_dim=dims[0], v_head_dim=dims[1])
+    lowers(in_float32(case, None))
+
+
+def lowers(case):
+    problem = problem_of(case)
+    config = kernel.Config.default(problem)
+    shapes = AttentionInputs(**jax.tree.map(shape_of, given(case)))
+    text = mosaic.lower_for_cuda(functools.partial(run, problem=problem, config=config), shapes)
+    assert "mosaic_gpu" in text
+
+
+def shape_of(array):
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+GRID = [case for case in cases.ATTENTION if "grid" in case.tags]
+IN_FLOAT32 = [
+    "f32_h64_causal_t2048",
+    "f32_h128_causal_t4096_highest",
+    "f32_h256_full_t2048",
+    "f32_h256_full_t2048_highest",
+]
+COMPILED = [case.name for case in GRID if case.q_len == 8192] + [
+    *IN_FLOAT32,
+    "h64_window128_t8192",
+    "h80_causal_t4096",
+    "h96_causal_t4096",
+    "h192_hv128_causal_t4096",
+    "h128_causal_t3000_n28k4",
+]
+
+
+def compiled(name, target="h100", chooser=kernel.Config):
+    """(the case, the configuration, what became of it)"""
+    case = one(name)
+    problem = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8))
+    sizes = {"batch": case.batch, "q_len": case.q_len, "kv_len": case.kv_len}
+    gpu = {"h100": "sm90", "a100": "sm80", "b200": "sm100"}.get(target, target)
+    problem = dataclasses.replace(problem, gpu=gpu, **sizes)
+    sizes = {
+        "q": (case.batch, case.q_len, case.q_heads, case.head_dim),
+        "k": (case.batch, case.kv_len, case.kv_heads, case.head_dim),
+        "v": (case.batch, case.kv_len, case.kv_heads, case.v_head_dim),
+    }
+    inputs = AttentionInputs(
+        **{name: jax.ShapeDtypeStruct(size, jnp.dtype(case.dtype)) for name, size in sizes.items()}
+    )
+    config = chooser.default(problem)
+    call = functools.partial(run, problem=problem, config=config)
+    return case, config, mosaic.compile_for(call, inputs, target=target, sass=False)
+
+
+# At the highest precision 64 keys with spills are faster than 32 without. Bytes, with either JAX.
+SPILLED = {"f32_h128_causal_t4096_highest": 112, "f32_h256_full_t2048_highest": 72}
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_without_spills_or_serialised_matmuls(name):
+    _, _, report = compiled(name)
+    assert report.launches == 1
+    assert report.copies == 0
+    assert report.spill_bytes <= SPILLED.get(name, 0)
+    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "name, target",
+    [
+        ("h128_causal_b2_t8192_n16", "h100"),
+        ("h64_causal_b2_t8192_n32", "a100"),
+        ("h256_full_b2_t8192_n8", "sm89"),
+        ("h256_full_b2_t8192_n8", "h100"),
+        ("h256_causal_b2_t8192_n8", "h100"),
+        ("h128_causal_b2_t8192_n16", "b200"),
+        ("f32_h128_full_t2048", "b200"),
+    ],
+)
+def test_the_portable_kernel_compiles_for_every_gpu(name, target):
+    _, _, report = compiled(name, target, PORTABLE)
+    assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_float32_is_the_sum_of_its_parts(parts):
+    x = np.random.default_rng(0).standard_normal((2, 3, 1, 16)).astype(np.float32)
+    x.flat[:4] = np.inf, -np.inf, np.nan, np.finfo(np.float32).max
+    pieces = np.asarray(mma_sync.split(jnp.asarray(x), parts), np.float64)
+    got = pieces.reshape(2, 3, 1, parts, 16).sum(3)
+    live = np.abs(x) < 1e30
+    np.testing.assert_allclose(got[live], x[live], rtol=2.0 ** (-8 * parts), atol=0)
+    np.testing.assert_array_equal(got.flat[:3], x.flat[:3])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_float32_is_a_power_of_two_times_its_terms(rng, count):
+    x = rng.standard_normal((2, 30, 4, 16)).astype(np.float32)
+    x[:, :, 2:] *= 1e-20  # another kv head's numbers do not count
+    x[0, 20:] = 1e30  # nor does what lies past a length
+    odd = np.inf, -np.inf, np.nan
+    x[1, 0, 0, :3] = odd
+    power = wgmma.power_of_two(wgmma.largest(jnp.asarray(x), 2, jnp.asarray([20, 30])))
+    live = np.ones(x.shape, bool)
+    live[0, 20:], live[1, 0, 0, :3] = False, False
+    split = wgmma.split(jnp.asarray(x), power, wgmma.Kind("float16", count), 24)
+    pieces = np.asarray(split, np.float64).reshape(*x.shape[:3], count, 24)
+    np.testing.assert_array_equal(pieces[1, 0, 0, -1, :3], odd)
+    assert not pieces[..., 16:].any() and not pieces[1, 0, 0, :-1, :3].any()
+    size = np.abs(np.where(live, pieces[..., 0, :16], 0)).max(axis=(1, 3)).reshape(2, 2, 2).max(2)
+    assert np.all((size >= 2.0**wgmma.EXPONENT) & (size <= 2.0 ** (wgmma.EXPONENT + 1)))
+    pieces = np.where(live[..., None, :], pieces[..., :16], 0)
+    got = pieces.sum(3) * np.repeat(np.asarray(power), 2, axis=1)[:, None, :, None]
+    largest = np.abs(np.where(live, x, 0)).max(axis=(1, 3)).reshape(2, 2, 2).max(2)
+    lost = np.repeat(largest, 2, axis=1)[:, None, :, None] * 2.0**-39
+    off = np.abs(np.where(live, got - x, 0))
+    assert np.all(off <= np.where(live, np.abs(x), 0) * 2.0 ** (1 - 12 * count) + lost)
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_all_head_dims_of_float32_are_hoppers(precision):
+    """Forward and backward have scores of the same bits."""
+    problem = problem_of(one("one_row"))
+    facts = {"dtype": "float32", "precision": precision, "q_len": 2048, "kv_len": 2048}
+    for dim in range(8, 257, 8):
+        sizes = {"head_dim": dim, "v_head_dim": dim, **facts}
+        for op, module in (("forward", kernel), ("backward", flash_bwd_sm90)):
+            some = dataclasses.replace(problem, op=f"flash_{op}", **sizes)
+            assert dispatch.select(some, None).name == "sm90"
+            need = module.smem_bytes(some, module.Config.default(some))
+            assert need <= kernel.SMEM_LIMIT
+
+
+# ---- what it refuses ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        (
+            {"warp_rows": 2},
+            "warp_rows must be 4; or 2 if a warpgroup has 64 rows, block_kv is even",
+        ),
+        ({"block_kv": 48, "split_rows": True}, "split_rows must be False where block_kv is odd"),
+        (
+            {"columns": 64},
+            "columns must be 0; or a multiple of 16 if row_blocks is 1, warp_rows is",
+        ),
+        (
+            {"scores_ahead": True},
+            "scores_ahead must be False unless warp_rows is 2 and stages is 1",
+        ),
+        ({"columns_before_v": 8}, "columns_before_v must be a multiple of 16, got 8"),
+    ],
+)
+def test_the_portable_config_checks_itself(changes, want):
+    with pytest.raises(ValueError, match=rf"Config\.{want}"):
+        PORTABLE(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float64"}, "it takes bfloat16, float16 and float32, not float64"),
+        ({"head_dim": 264}, "head_dim is 264; it takes multiples of 8 up to 256"),
+        ({"v_head_dim": 12}, "v_head_dim is 12; it takes multiples of 8 up to 256"),
+        ({"batch": 2**20, "q_len": 2**11}, "it counts query rows of all heads in 32 bits"),
+    ],
+)
+def test_limit_says_why(changes, reason):
+    problem = dataclasses.replace(problem_of(one("t_equals_s")), **changes)
+    assert kernel.limit(problem).reason == reason
+    assert kernel.limit(problem_of(one("t_equals_s"))) is None
+
+
+def test_shared_memory_is_what_it_says():
+    for case in (*GRID, *EDGE):
+        problem = problem_of(dataclasses.replace(one("one_row"), head_dim=case.head_dim,
+                                                 v_head_dim=case.v_head_dim))  # fmt: skip
+        assert kernel.smem_bytes(problem, kernel.Config.default(problem)) <= kernel.SMEM_LIMIT
+
+
+# ---- the schedule -------------------------------------------------------------------------------
+
+
+def test_every_work_tile_is_assigned_once():
+    rng = np.random.default_rng(0)
+    for pieces, hands in ((1, 1), (7, 7), (100, 8), (1000, 132)):
+        costs = np.sort(rng.uniform(1, 30, pieces))[::-1]
+        table = tile_scheduler.assign(np.arange(pieces), costs, hands)
+        assigned = [row[1 : 1 + row[0]] for row in table]
+        np.testing.assert_array_equal(np.sort(np.concatenate(assigned)), np.arange(pieces))
+        loads = [costs[pieces].sum() for pieces in assigned]
+        assert max(loads) <= costs.sum() / hands + costs.max()
+        assert table.shape[1] >= 2 + table[:, 0].max()  # a block reads one ahead
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spans_hold_what_the_mask_says(seed):
+    rng = np.random.default_rng(seed)
+    left, right = int(rng.integers(0, 90)), int(rng.integers(0, 90))
+    mask = [FULL, CAUSAL, sliding_window(left + 1), Mask(left, right), Mask(right=-5)][seed % 5]
+    block, rows, kv_len = int(rng.choice((16, 64))), 64, int(rng.integers(1, 400))
+    start = int(rng.integers(-100, 400))
+    span = attention_plan.rows_span(mask, start, rows, kv_len, block)
+    tiles = -(-kv_len // block)
+    seen = np.zeros((rows, tiles * block), bool)
+    seen[:, :kv_len] = mask.dense(rows, kv_len, q_offset=start)
+    seen = seen.reshape(rows, tiles, block)
+    for t in range(tiles):
+        if seen[:, t].any():
+            assert span.lo <= t < span.hi
+        if span.full_lo <= t < span.full_hi and span.lo <= t < span.hi:
+            assert seen[:, t].all()
+
+
+def test_documents_are_assigned_once_and_evenly():
+    """By what the segment ids leave of each work tile, which is known on the device alone."""
+    sizes = {"q_len": 8192, "kv_len": 8192, "q_heads": 16, "kv_heads": 16, "batch": 1}
+    small = problem_of(one("t_equals_s"))
+    problem = dataclasses.replace(small, mask=CAUSAL, arrays=SEGMENTS, head_dim=128, **sizes)
+    plan = attention_plan.Plan(problem, kernel.Config(grid=132))
+    ids = jnp.repeat(jnp.arange(8, dtype=jnp.int32), 1024)[None]
+    found = attention_plan.segment_spans(ids, ids, attention_plan.ROWS, plan.config.block_kv)
+    table = np.asarray(tile_scheduler.schedule_by_rank(plan, found))
+    assigned = [row[1 : 1 + row[0]] for row in table]
+    tiles = (np.arange(16)[:, None] << plan.code_bits) + np.arange(plan.q_tiles)
+    np.testing.assert_array_equal(np.sort(np.concatenate(assigned)), tiles.ravel())
+    # A tile of 128 rows needs the kv tiles of its document up to its own.
+    loads = [(codes % 8 + 1 + tile_scheduler.TILE_OVERHEAD).sum() for codes in assigned]
+    assert max(loads) <= 1.1 * np.mean(loads), (max(loads), np.mean(loads))
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "where", [pytest.param("here", id=""), pytest.param("gpu", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize(
+    "sizes, config, mask",
+    [
+        ((2, 260, 200, 3), SMALL, CAUSAL),
+        ((1, 130, 1000, 2), kernel.Config(3, 32, 2, 0, 0), FULL),
+        ((2, 700, 700, 40), kernel.Config(1, 16, 2, 0, 7), sliding_window(100)),
+    ],
+    ids=str,
+)
+def test_segments_are_prepared_as_jax_numpy_says(sizes, config, mask, where):
+    """Ids of packed documents, and ids in no order at all."""
+    batch, q_len, kv_len, heads = sizes
+    changes = {"q_len": q_len, "kv_len": kv_len, "q_heads": heads, "kv_heads": heads}
+    problem = dataclasses.replace(
+        problem_of(one("t_equals_s")), batch=batch, mask=mask, arrays=SEGMENTS, **changes
+    )
+    plan = attention_plan.Plan(problem, config)
+    rng = np.random.default_rng(q_len)
+    given = [
+        rng.integers(-(2**31), 2**31 - 1, 5)[rng.integers(0, 5, (batch, n))] for n in sizes[1:3]
+    ]
+    given[0][0], given[1][0] = np.arange(q_len) // 50, np.arange(kv_len) // 70
+    ids = [jnp.asarray(x, jnp.int32) for x in given]
+    with mosaic.interpret() if where == "here" else contextlib.nullcontext():
+        records, codes = jax.jit(functools.partial(segments.prepare, plan))(*ids)
+    lengths = plan.padded_rows, tma_operands.round_up(kv_len, config.block_kv)
+    padded = map(tma_operands.extended, ids, lengths)
+    want_records, want_codes = segments.by_xla(plan, None, dict(zip(SEGMENTS, padded, strict=True)))
+    np.testing.assert_array_equal(records, want_records)
+    np.testing.assert_array_equal(codes, want_codes)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_spans_of_segments(seed):
+    rng = np.random.default_rng(seed)
+    q_ids, kv_ids = rng.integers(0, 5, (2, 256)), rng.integers(0, 5, (2, 192))
+    if seed % 2:
+        q_ids, kv_ids = np.sort(q_ids), np.sort(kv_ids)
+    found = np.asarray(
+        attention_plan.segment_spans(jnp.asarray(q_ids), jnp.asarray(kv_ids), 64, 32)
+    )
+    same = q_ids.reshape(2, 4, 64, 1, 1) == kv_ids.reshape(2, 1, 1, 6, 32)
+    for b, i, t in np.ndindex(2, 4, 6):
+        lo, full_lo, full_hi, hi = found[b, :, i]
+        if same[b, i, :, t].any():
+            assert lo <= t < hi
+        if full_lo <= t < full_hi:
+            assert same[b, i, :, t].all()
+
+
+def test_what_tma_would_clip_is_padded():
+    assert [tma_operands.rows_in_tma(n) for n in (1, 8, 9, 130, 136)] == [1, 8, 16, 136, 136]
+    assert [tma_operands.width_in_tma(n) for n in (8, 64, 72, 80, 200)] == [8, 64, 80, 80, 208]
+    assert [tma_operands.width_in_smem(n) for n in (8, 32, 40, 72, 96, 192)] == [
+        64,
+        32,
+        64,
+        80,
+        96,
+        192,
+    ]
+    x = jnp.ones((1, 16, 2, 64))
+    assert tma_operands.for_tma(x) is x
+
+
+# ---- on the GPU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*EDGE, *FLOAT32], ids=lambda case: case.name)
+def test_edges_on_the_gpu(case):
+    check(case, kernel.Config.default(problem_of(case)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "config",
+    [SMALL, kernel.Config(3, 64, 3, 0, 7), kernel.Config(2, 64, 2, exp_before_wait=3)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["t_equals_s", "band", "everything", "q_lengths", "saturated"])
+def test_configurations_on_the_gpu(name, config):
+    check(one(name), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", JOINED)
+def test_last_rows_of_several_heads_on_the_gpu(name):
+    check_joined(name, one(name))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, config", PORTABLE_ON_THE_GPU.items(), ids=str)
+def test_portable_configurations_on_the_gpu(name, config):
+    """What no default is for problems as small as these."""
+    check(one(name), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draw", range(200))
+def test_drawn_on_the_gpu(draw, seed):
+    case = cases.draw_attention(1000 * seed + draw)
+    if draw % 4 == 0:  # the draw itself is of 16 bits
+        case = in_float32(case, "highest" if draw % 8 else None)
+    check(case, kernel.Config.default(problem_of(case)), seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["h64_causal_b2_t8192_n32", "h128_causal_t3000_n28k4"])
+def test_same_bits_twice(name):
+    case = one(name)
+    problem = problem_of(case)
+    call = jax.jit(functools.partial(run, problem=problem, config=kernel.Config.default(problem)))
+    inputs = AttentionInputs(**given(case))
+    first = jax.tree.map(np.asarray, call(inputs))
+    for _ in range(3):
+        again = jax.tree.map(np.asarray, call(inputs))
+        jax.tree.map(np.testing.assert_array_equal, again, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, sliding_window(37), Mask(50, 20)], ids=str)
+def test_mask_readout(mask):
+    """With q = 0 and v = identity the output is the mask, each row divided by its sum."""
+    rows, keys = 200, 128
+    case = dataclasses.replace(
+        one("t_equals_s"), batch=1, q_len=rows, kv_len=keys, v_head_dim=keys, mask=mask, q_offset=3
+    )
+    arrays = given(case)
+    arrays["q"] = jnp.zeros_like(arrays["q"])
+    eye = jnp.eye(keys, dtype=case.dtype)[None, :, None]
+    arrays["v"] = jnp.broadcast_to(eye, arrays["v"].shape)
+    problem = problem_of(case)
+    out, _ = run(AttentionInputs(**arrays), problem=problem, config=kernel.Config.default(problem))
+    dense = mask.dense(rows, keys, q_offset=3).astype(np.float64)
+    want = dense / np.maximum(dense.sum(1, keepdims=True), 1)
+    np.testing.assert_array_equal(
+        np.asarray(out[0], np.float64),
+        np.asarray(jnp.asarray(want, case.dtype))[:, None].repeat(2, 1),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_live_nan_propagates(where):
+    case = one("t_equals_s")
+    arrays = given(case)
+    arrays[where] = arrays[where].at[0, 17, 0].set(jnp.nan)
+    problem = problem_of(case)
+    out, _ = run(AttentionInputs(**arrays), problem=problem, config=kernel.Config.default(problem))
+    want, _ = reference.attention(
+        **{name: arrays[name] for name in ("q", "k", "v")}, mask=case.mask, scale=problem.scale
+    )
+    np.testing.assert_array_equal(np.isnan(np.asarray(out)), np.isnan(np.asarray(want)))
+
+
+@pytest.mark.gpu
+def test_a_row_of_nan_leaves_the_others_alone():
+    """Also the row eight above or below it, which is the same threads': keys grow from the last
+    tile to the first, so that every row's maximum moves in every step.
+    """
+    case = dataclasses.replace(one("t_equals_s"), q_len=192, kv_len=512, mask=FULL)
+    config = dataclasses.replace(SMALL, warpgroups=3)
+    arrays = given(case)
+    growth = jnp.linspace(30, 0, case.kv_len, dtype=jnp.float32).astype(case.dtype)
+    arrays["k"] = arrays["k"] * growth[None, :, None, None]
+    call = jax.jit(functools.partial(run, problem=problem_of(case), config=config))
+    clean = [np.asarray(x, np.float32) for x in call(AttentionInputs(**arrays))]
+    for row in (0, 9, 100, 191):
+        arrays["q"] = arrays["q"].at[:, row].set(jnp.nan)
+    out, lse = (np.asarray(x, np.float32) for x in call(AttentionInputs(**arrays)))
+    others = np.setdiff1d(np.arange(case.q_len), (0, 9, 100, 191))
+    np.testing.assert_array_equal(out[:, others], clean[0][:, others])
+    np.testing.assert_array_equal(lse[..., others], clean[1][..., others])
+    assert np.isnan(np.delete(out, others, axis=1)).all()

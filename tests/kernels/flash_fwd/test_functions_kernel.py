@@ -1,0 +1,380 @@
+"""Kernels with functions of positions: right in the interpreter with their races watched, and, with
+`-m gpu`, on the real thing. What they are compared with knows of no functions: the mask as a dense
+array, the scores as a bias.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import masks
+from pallas_attn._call import checks, device
+from pallas_attn._functions import tile_bounds
+from pallas_attn.bench import cases
+from pallas_attn.kernels.attention import tile_lists
+from tests.support import budget, in_numpy, subjects
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+SIZES = {"batch": 2, "q_len": 137, "kv_len": 149, "q_heads": 2, "kv_heads": 1}
+SIZES |= {"head_dim": 64, "v_head_dim": 64}
+DRAW = np.random.default_rng(11)
+IDS = np.sort(DRAW.integers(0, 3, (2, 600)), axis=1).astype(np.int32)
+SIGNS = DRAW.integers(0, 2, (4, 1200)).astype(bool)
+TABLE = DRAW.standard_normal((4, 1200)).astype(np.float32)
+SLOPES = (0.5 ** np.arange(4)).astype(np.float32)
+# Tiles of 128 keys of the first 128 queries are seen in part, and of the others whole or not.
+BLOCKS = np.bool([[1, 0, 1], [0, 1, 1], [1, 1, 0]])[:, np.arange(10) % 3]
+BLOCKS = np.concatenate([BLOCKS, BLOCKS[:, ::-1], BLOCKS])
+
+
+BYTES = DRAW.integers(-128, 128, 600).astype(np.int8)
+UNSIGNED = DRAW.integers(0, 2**32, 600).astype(np.uint32)
+HALF = jnp.asarray(DRAW.standard_normal(600), jnp.bfloat16)
+
+
+def narrow(b, h, q, kv, x, y):
+    """Each term in arithmetic that numbers of another type would do otherwise."""
+    captured = jnp.asarray(BYTES)
+    return (x[q] + x[kv] > 0) ^ (y[q] - y[kv] < y[kv]) ^ (captured[q] > captured[kv])
+
+
+def of_keys(q_len, kv_len):
+    middle = q_len
+    return {
+        "causal": pa.mask_fn(lambda b, h, q, kv: q >= kv),
+        "documents": pa.mask_fn(lambda b, h, q, kv, i: i[b, q] == i[b, kv], IDS) & pa.CAUSAL,
+        "signs": pa.mask_fn(lambda b, h, q, kv, t: t[h, q - kv + middle], SIGNS),
+        "blocks": pa.mask_fn(lambda b, h, q, kv: (q // 32 >= kv // 32) & ((q + kv) % 3 != h % 2)),
+        "batch": pa.mask_fn(lambda b, h, q, kv: (kv < 70 * b + 30) | (q - kv > 64)),
+        "distant": pa.mask_fn(lambda b, h, q, kv: kv % 16 == q % 16) & ~pa.Mask(3, 3),
+        "narrow": pa.mask_fn(narrow, BYTES, UNSIGNED),
+        "table": pa.mask_fn(lambda b, h, q, kv, t: t[q // 64, kv // 64], BLOCKS),
+        "nothing": pa.mask_fn(lambda b, h, q, kv: q < -kv - 10),
+    }
+
+
+def of_scores(q_len, kv_len):
+    middle = q_len
+
+    def alibi(s, b, h, q, kv, slope):
+        return s - slope[h] * jnp.abs(q - kv)
+
+    def linear(s, b, h, q, kv, slope):
+        return 0.25 * q - slope[h] * (q - kv) + s
+
+    def capped(s, b, h, q, kv, t):
+        return 20 * jnp.tanh(s / 20) + t[h, q - kv + middle]
+
+    return {
+        "alibi": pa.score_fn(alibi, SLOPES),
+        "linear": pa.score_fn(linear, SLOPES),
+        "table": pa.score_fn(capped, TABLE),
+    }
+
+
+def biased(name, case):
+    """The dense arguments that stand for a score function."""
+    at = case.q_offset + np.arange(case.q_len)[:, None] - np.arange(case.kv_len)[None]
+    heads = slice(None, case.q_heads)
+    if name == "alibi":
+        return {"bias": (-SLOPES[heads, None, None] * abs(at)[None])[None]}
+    if name == "linear":
+        row = 0.25 * (case.q_offset + np.arange(case.q_len, dtype=np.float32))[:, None]
+        return {"bias": (row - SLOPES[heads, None, None] * at[None]).astype(np.float32)[None]}
+    return {"softcap": 20.0, "bias": TABLE[heads][:, at + case.q_len][None]}
+
+
+def check(subject, function, score, seed=0, gradients=True, **facts):
+    """A call with functions against one with dense arrays, by budget."""
+    case = cases.AttentionCase(name="functions", **(SIZES | facts))
+    sizes = case.q_len, case.kv_len
+    arguments = case.arguments(seed)
+    options = dict(arguments)
+    dense = dict(arguments)
+    if function is not None:
+        options["mask"] = of_keys(*sizes)[function]
+        seen = options["mask"].dense(
+            *sizes, q_offset=case.q_offset, batch=case.batch, heads=case.q_heads
+        )
+        seen = seen & np.asarray(dense.get("mask_array", True))
+        dense |= {"mask": pa.FULL, "mask_array": seen}
+    if score is not None:
+        options["score"] = of_scores(*sizes)[score]
+        dense |= biased(score, case)
+    do = np.random.default_rng(seed).standard_normal((*arguments["q"].shape[:3], case.v_head_dim))
+    do = jnp.asarray(do, case.dtype) if gradients else None
+    expected = budget.attention(dense, do, tensor_cores=True)
+    q, k, v = (options.pop(name) for name in "qkv")
+
+    def call(q, k, v, *, implementation, **options):
+        attend = functools.partial(
+            pa.flash_attention_with_lse, implementation=implementation, **options
+        )
+        if not gradients:
+            return dict(zip(("out", "lse"), attend(q, k, v), strict=True))
+        (out, lse), back = jax.vjp(attend, q, k, v)
+        grads = back((do, jnp.zeros_like(lse)))
+        return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
+
+    budget.check(subject.call(call, q, k, v, **options), expected)
+
+
+def subject_of(generation, interpreted):
+    return subjects.Subject(generation, generation, generation if interpreted else None)
+
+
+@pytest.mark.parametrize(
+    "generation, mask, score",
+    [
+        *(("sm90", "documents", "table"), ("sm80", "signs", None)),
+        *(("sm90", "nothing", None), ("sm80", "narrow", None), ("sm90", "blocks", "linear")),
+        ("sm90", "table", None),
+    ],
+)
+def test_in_the_interpreter(generation, mask, score):
+    few = mask in ("nothing", "narrow") or score == "linear"
+    facts = {"q_len": 70, "kv_len": 75, "batch": 1} if few else {}
+    check(subject_of(generation, True), mask, score, gradients=not few, **facts)
+
+
+def test_slopes_must_be_finite():
+    """Heads do not disturb each other, and a number that is added may be -inf."""
+    q, k, v = (jnp.asarray(np.ones((1, 8, 3, 64)), jnp.bfloat16) for _ in range(3))
+    slopes, added = np.float32([-np.inf, 0.3, 0.3]), np.float32([0, 0, -np.inf])
+    score = pa.score_fn(lambda s, b, h, q, kv, t, w: s + t[h] * (kv + 1) + w[h], slopes, added)
+    call = pa.flash_attention_with_lse
+    out, lse = call(q, k, v, score=score, implementation="reference")
+    assert (np.asarray(lse[0, ::2]) == -np.inf).all() and not np.asarray(out[:, :, ::2]).any()
+    got, got_lse = subject_of("sm90", True).call(call, q, k, v, score=score)
+    np.testing.assert_allclose(np.asarray(got_lse)[0, 1], np.asarray(lse)[0, 1], rtol=1e-3)
+    np.testing.assert_array_equal(np.asarray(got_lse)[0, 2], -np.inf)
+    assert np.isnan(np.asarray(got_lse)[0, 0]).all()
+
+
+@pytest.mark.guards
+def test_arithmetic_of_any_width_lowers():
+    case = cases.AttentionCase(name="narrow", **(SIZES | {"batch": 1}))
+    q, k, v = (case.arguments(0)[name] for name in "qkv")
+    half = pa.mask_fn(lambda b, h, q, kv, z: jnp.exp(z[q]) + jnp.tanh(z[kv]) > z[h], HALF)
+    attend = functools.partial(pa.flash_attention, mask=of_keys(1, 1)["narrow"] & half)
+    with device.assume("sm90"):
+        jax.jit(attend).trace(q, k, v).lower(lowering_platforms=("cuda",))
+
+
+ONE_NUMBER = {
+    "batch": lambda b, h, q, kv: b >= 1,
+    "key": lambda b, h, q, kv: kv >= 5,
+    "nothing": lambda b, h, q, kv: True,
+}
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("asks", ONE_NUMBER)
+def test_a_function_of_one_number_lowers(asks):
+    """What the function does not ask is not made: Mosaic's search for its layout may not end, with
+    rows that need three consumers and with rows over a cache.
+    """
+    mask, of = pa.mask_fn(ONE_NUMBER[asks]), jax.ShapeDtypeStruct
+    q, kv = (of((2, 4096, heads, 128), jnp.bfloat16) for heads in (4, 2))
+    new, cache = of((2, 64, 4, 128), jnp.bfloat16), pa.StackedCache.create(2, 1024, 2, 128)
+    attend = functools.partial(pa.flash_attention, mask=mask)
+    decode = functools.partial(pa.decode_attention, mask=mask)
+    with device.assume("sm90"):
+        jax.jit(attend).trace(q, kv, kv).lower(lowering_platforms=("cuda",))
+        jax.jit(decode).trace(new, cache).lower(lowering_platforms=("cuda",))
+
+
+MASKS = tuple(of_keys(1, 1))
+EVERYWHERE = [
+    *((mask, None, {}) for mask in MASKS),
+    ("documents", "table", {}),
+    (None, "alibi", {"mask": pa.CAUSAL}),
+    ("documents", "linear", {}),
+    (None, "linear", {"mask": pa.CAUSAL, "q_offset": 9}),
+    (None, "table", {}),
+    ("signs", None, {"q_offset": 9}),
+    ("blocks", None, {"kv_lengths": (130, 7), "q_lengths": (137, 50)}),
+    ("blocks", "alibi", {"segments": 2, "kv_segments": 2}),
+    ("blocks", None, {"mask_shape": (2, 1, 137, 149)}),
+    ("documents", None, {"sinks": True, "softcap": 10.0}),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("number", range(len(EVERYWHERE)))
+@pytest.mark.parametrize("generation", ["sm90", "sm80"])
+def test_functions_on_the_gpu(generation, number, dtype):
+    mask, score, facts = EVERYWHERE[number]
+    check(subject_of(generation, False), mask, score, seed=number, dtype=dtype, **facts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [32, 128, 256])
+@pytest.mark.parametrize("mask, score", [("documents", "linear"), ("blocks", None)])
+@pytest.mark.parametrize("generation", ["sm90", "sm80"])
+def test_head_dims_on_the_gpu(generation, mask, score, head_dim):
+    facts = {"q_len": 523, "kv_len": 541, "q_heads": 4, "kv_heads": 2, "dtype": "float16"}
+    dims = {"head_dim": head_dim, "v_head_dim": head_dim}
+    check(subject_of(generation, False), mask, score, **facts, **dims)
+
+
+PARTS = 2
+
+
+def lists_of(mask, case, by_keys):
+    """The lists of tiles of 64 queries, in two parts, by 64 keys, [B, N, tiles, ..]; of 32 queries
+    by 64 keys, for each tile of keys.
+    """
+    static = ("scale", "q_lengths", "kv_lengths", "bias", "mask_array", "softcap", "sinks", "score")
+    options = dict.fromkeys((*static, "precision")) | {"mask": mask, "deterministic": False}
+    arrays = case.arguments(0)
+    problem, inputs = checks.attention(
+        *(arrays[name] for name in "qkv"), q_offset=0, segment_ids=None, options=options
+    )
+    sizes = (32, 64, True) if by_keys else (32 * PARTS, 64, False, PARTS)
+    find = lambda inputs: tile_lists.tiles(problem, inputs, *sizes)  # noqa: E731
+    found = np.asarray(in_numpy.call(find, inputs))
+    heads = case.kv_heads if by_keys else case.q_heads
+    return np.broadcast_to(found, (case.batch, heads, *found.shape[2:]))
+
+
+def kinds_of(seen, by_keys):
+    """(some, whole), bool[tiles of 32 queries, tiles of 64 keys], of bool[heads, T, S]."""
+    tiles = [-(-n // size) for n, size in zip(seen.shape[1:], (32, 64), strict=True)]
+    some, whole = np.zeros(tiles, bool), np.zeros(tiles, bool)
+    for i, j in np.ndindex(*tiles):
+        part = seen[:, i * 32 : i * 32 + 32, j * 64 : j * 64 + 64]
+        some[i, j], whole[i, j] = part.any(), part.all() and part.shape[2] == 64
+    if by_keys:
+        return some.T, whole.T
+    rest = ((0, -tiles[0] % PARTS), (0, 0))
+    return np.pad(some, rest), np.pad(whole, rest, constant_values=True)
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_lists_are_those_of_the_dense_mask(name, by_keys):
+    case = cases.AttentionCase(name="tiles", **(SIZES | {"q_len": 150, "kv_len": 197}))
+    mask = of_keys(case.q_len, case.kv_len)[name]
+    seen = mask.dense(case.q_len, case.kv_len, batch=2, heads=2)
+    got = lists_of(mask, case, by_keys)
+    parts = 1 if by_keys else PARTS
+    for batch, head, tile in np.ndindex(*got.shape[:3]):
+        heads = slice(0, 2) if by_keys else slice(head, head + 1)
+        kinds = [
+            x[tile * parts : (tile + 1) * parts] for x in kinds_of(seen[batch, heads], by_keys)
+        ]
+        check_list(got[batch, head, tile], *kinds, never_empty=not by_keys)
+
+
+def check_list(found, some, whole, never_empty):
+    """A list holds the tiles that some row of a part sees, `some` [parts, n]; spans are right."""
+    parts, (count, full_lo, full_hi, last) = len(some), found[:4]
+    every = [int(i) for i in np.flatnonzero(some.any(0))] or [0] * never_empty
+    listed = found[tile_lists.first(parts if never_empty else 1) :][:count].tolist()
+    assert sorted(listed) == every and (not count or last == listed[-1])
+    assert sorted(listed[full_lo:full_hi]) == [i for i in every if whole[:, i].all()]
+    if not never_empty:
+        return
+    for part, numbers in enumerate(found[4 : 4 + 5 * PARTS].reshape(-1, 5)):
+        lo, own_lo, own_hi, hi, last = numbers
+        assert lo < hi <= count and last == listed[hi - 1]
+        assert {i for i in every if i in listed[lo:hi]} >= set(np.flatnonzero(some[part]))
+        assert all(whole[part, i] for i in listed[own_lo:own_hi])
+
+
+BOUNDED = {
+    "causal": (pa.CAUSAL, {}),
+    "window": (pa.mask_fn(lambda b, h, q, kv: (q >= kv) & (q - kv < 100)), {}),
+    "documents": (of_keys(1, 1)["documents"], {}),
+    "diffusion": (pa.mask_fn(lambda b, h, q, kv: q // 32 >= kv // 32), {}),
+    "prefix": (pa.mask_fn(lambda b, h, q, kv, n: kv < n[b], IDS[:, 0] * 0 + 100) | pa.CAUSAL, {}),
+    "far": (pa.mask_fn(lambda b, h, q, kv: abs(q - kv) % 256 < 64), {}),
+    "table": (pa.mask_fn(lambda b, h, q, kv, t: t[q // 64, kv // 64 + h], SIGNS), {}),
+    "odd_table": (pa.mask_fn(lambda b, h, q, kv, t: t[q // 48, kv // 50], SIGNS), {}),
+    "lengths": (
+        pa.mask_fn(lambda b, h, q, kv: q >= kv),
+        {"kv_lengths": (300, 77), "q_lengths": (290, 100), "mask_shape": (2, 1, 301, 331)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_bounds_find_the_tiles_of_the_dense_mask(name):
+    mask, facts = BOUNDED[name]
+    sizes = SIZES | {"q_len": 301, "kv_len": 331, "kv_heads": 2}
+    case = cases.AttentionCase(name="bounds", **(sizes | facts))
+    given = case.arguments(0)
+    options = dict.fromkeys(("bias", "softcap", "sinks", "score", "scale", "precision"))
+    options |= {"mask": masks.as_function(mask), "deterministic": False}
+    options |= {name: given.get(name) for name in ("q_lengths", "kv_lengths", "mask_array")}
+    problem, inputs = checks.attention(
+        *(given[name] for name in "qkv"), q_offset=0, segment_ids=None, options=options
+    )
+    found = in_numpy.call(lambda inputs: tile_lists._bounds(problem, inputs, 64, 64), inputs)
+    assert found is not None
+    seen = np.broadcast_to(
+        masks.as_function(mask).dense(301, 331, batch=2, heads=2), (2, 2, 301, 331)
+    )
+    seen = seen & np.asarray(given.get("mask_array", True))
+    for batch in range(2):
+        q_len, kv_len = (facts.get(x, (10**4,) * 2)[batch] for x in ("q_lengths", "kv_lengths"))
+        seen[batch, :, q_len:], seen[batch, :, :, kv_len:] = False, False
+    for which, count in enumerate(found):
+        got = np.broadcast_to(count, (2, 2, 5, 6))
+        for at in np.ndindex(*got.shape):
+            b, h, i, j = at
+            part = seen[b, h, i * 64 : i * 64 + 64, j * 64 : j * 64 + 64]
+            want = (part.all() and part.shape[1] == 64) if which else part.any()
+            assert got[at] == want or facts and which and not got[at], (which, at)
+
+
+@pytest.mark.parametrize("rows, block, count", [(64, 64, 1), (64, 128, 1), (64, 80, 2)])
+def test_bounds_in_all_tiles_are_one_reduction(rows, block, count):
+    """What XLA launches for it: a reduction each, of tiles whose sizes have little in common."""
+    grid = tile_bounds.Grid(2, 1, 300, 300, rows, block)
+
+    def find(*aux):
+        mask = pa.mask_fn(lambda b, h, q, kv, i, f: (i[b, q] == i[b, kv]) & f[q], *aux)
+        return tile_bounds.kinds(mask.program, mask.aux, grid, 0)
+
+    ids, flags = np.zeros((2, 300), np.int32), np.ones(300, bool)
+    found = jax.make_jaxpr(find)(ids, flags).jaxpr.eqns
+    assert sum(equation.primitive.name.startswith("reduce") for equation in found) == count
+
+
+@pytest.mark.parametrize("name", ["documents", "signs"])
+def test_blocks_that_a_mask_carries(name):
+    """They leave what the mask leaves, in tiles of any size, and are for calls of their sizes."""
+    case = cases.AttentionCase(name="blocks", **(SIZES | {"q_len": 150, "kv_len": 397}))
+    mask = of_keys(150, 397)[name]
+    carrying = jax.jit(lambda mask: mask.blocks(150, 397, batch=2, heads=2))(mask)
+    seen = np.broadcast_to(mask.dense(150, 397, batch=2, heads=2), (2, 2, 150, 397))
+    for rows, block in ((64, 128), (128, 64), (32, 64), (16, 192)):
+        grid = tile_bounds.Grid(2, 2, 150, 397, rows, block)
+        kinds = [
+            np.broadcast_to(x, (2, 2, *grid.tiles)) for x in tile_bounds.taken(carrying.kinds, grid)
+        ]
+        for b, h, i, j in np.ndindex(*kinds[0].shape):
+            part = seen[b, h, i * rows :, j * block :][:rows, :block]
+            some, whole = (x[b, h, i, j] for x in kinds)
+            finer = rows < 64 and some and not whole  # of a block that is seen in part
+            assert finer or (some, whole) == (part.any(), part.all() and part.shape[1] == block)
+    q, k, v = (case.arguments(0)[x] for x in "qkv")
+    same = [
+        pa.flash_attention(q, k, v, mask=x, implementation="reference") for x in (mask, carrying)
+    ]
+    np.testing.assert_array_equal(*same)
+    with pytest.raises(ValueError, match="mask: expected blocks of"):
+        pa.flash_attention(q[:, :7], k, v, mask=carrying)
+    with pytest.raises(ValueError, match="expected blocks of an int q_offset"):
+        pa.flash_attention(q, k, v, mask=carrying, q_offset=jnp.zeros(2, jnp.int32))
+    assert (carrying & pa.CAUSAL).kinds is None and pa.mask_fn(lambda b, h, q, kv: q > kv).blocks(
+        9, 9
+    ).kinds is None

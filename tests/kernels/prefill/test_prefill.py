@@ -1,0 +1,286 @@
+"""The Hopper prefill kernel: right in the interpreter with its races watched, compiled ahead of
+time without spills, and, with `-m gpu`, right on the real thing.
+
+tests/caches/test_decode.py asks every implementation what attention over a cache means. Here is
+what only this kernel has: rows of several query heads in one tile, split keys and their combine,
+its limits.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import FULL, Mask, sliding_window
+from pallas_attn.kernels.prefill import sm90 as kernel
+from pallas_attn.kernels.prefill.plan import Plan
+from tests.kernels.decode.test_decode_kernel import SOME
+from tests.support import mosaic
+from tests.support.decode_cases import (
+    KINDS,
+    Case,
+    check,
+    launched,
+    of_definition,
+    run,
+    shapes_of,
+    turns,
+)
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+Config = kernel.Config
+SHORT = (0, 1, 70, 130, 200)
+SMALL = Config(2, block_kv=64, grid=3, in_turn=True)
+ONE = Config(1, block_kv=64, grid=3)
+WIDE = Config(3, block_kv=64, q_slots=1, grid=2)
+SPLIT = dataclasses.replace(SMALL, splits=2)
+
+
+TWO = {"q_heads": 8, "kv_heads": 2}  # where rows are looked up; after that heads are alike
+
+
+def case(**changes) -> Case:
+    sizes = {"lengths": SHORT, "capacity": 208, "q_len": 40, "q_heads": 4, "kv_heads": 1}
+    return Case(**(sizes | changes))
+
+
+INTERPRETED = {
+    "plain": (case(**TWO), SMALL),
+    "together": (case(**TWO), dataclasses.replace(SMALL, together=2)),
+    "splits": (case(q_len=19), dataclasses.replace(SPLIT, splits=3)),
+    "window_sinks": (case(mask=sliding_window(50), sinks=True), SMALL),
+    "window_splits_sinks": (case(q_len=9, mask=sliding_window(90), sinks=True), SPLIT),
+    "band": (case(q_len=7, mask=Mask(20, -2)), ONE),
+    "full_softcap": (case(q_len=5, mask=FULL, softcap=3.0, q_heads=16), ONE),
+    "layers": (case(layers=3, q_len=8, **TWO), ONE),
+    "overflow": (case(lengths=(5, 500, 64, 225), q_len=17, **TWO), SPLIT),
+    "group3": (case(q_heads=3, q_len=65), WIDE),
+    "group7_float16": (case(q_heads=7, q_len=19, dtype="float16"), SMALL),
+    "group12_two_chunks": (case(q_heads=12, q_len=9, sinks=True), SMALL),
+    "group16_of_one_head": (case(q_heads=16, q_len=3), ONE),
+    "one_head_a_group": (case(q_heads=2, kv_heads=2, q_len=70), WIDE),
+    "v_of_another_width": (case(v_head_dim=128, q_len=8), ONE),
+    "odd_head_dims": (case(head_dim=40, v_head_dim=80, q_len=9), SMALL),
+    "odd_head_dims_splits": (case(head_dim=80, v_head_dim=40, q_len=9), SPLIT),
+    "wide_tiles": (case(q_len=17), Config(2, block_kv=128, grid=2)),
+    "tree": (case(lengths=(3, 70, 130), kv_heads=1, q_len=35, hides="tree"), SMALL),
+    "tree_splits": (
+        case(lengths=(0, 9, 140), q_heads=3, kv_heads=1, q_len=70, hides="tree"),
+        SPLIT,
+    ),
+    "function": (case(lengths=(3, 130), q_len=9, mask=FULL, hides=SOME), ONE),
+}
+OF_EVERY_KIND = ("layers", "overflow")  # whole and split; what else there is turns by turns
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name, kind", turns(INTERPRETED, OF_EVERY_KIND))
+def test_interpreted(name, kind):
+    one, config = INTERPRETED[name]
+    with mosaic.interpret():
+        check(dataclasses.replace(one, kind=kind), config)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("config", [SMALL, SPLIT], ids=["whole", "split"])
+def test_a_missing_page_spoils_its_sequence_alone(config):
+    """Also one that the window hides, and not one past the length."""
+    one = case(kind="paged", lengths=(100,) * 6, q_len=17, mask=sliding_window(20))
+    inputs = one.inputs(fill=np.nan)
+    missing = jnp.asarray([-1, one.pages, 2**31 - 1, -(2**31)])
+    table = inputs.page_table.at[1:5, 0].set(missing).at[5, 7:11].set(missing)
+    with mosaic.interpret():
+        out, lse = launched(one, inputs._replace(page_table=table), config)
+    want, want_lse = of_definition(one, one.inputs(fill=0.0))
+    assert np.isnan(np.asarray(out[1:5], np.float32)).all() and np.isnan(lse[1:5]).all()
+    for m in (0, 5):
+        np.testing.assert_allclose(
+            np.asarray(out[m], np.float32), np.asarray(want[m], np.float32), atol=0.02
+        )
+        np.testing.assert_allclose(lse[m], want_lse[m], atol=1e-5)
+
+
+@pytest.mark.guards
+def test_layers_and_lengths_out_of_range():
+    """A layer that the cache does not have gives NaN, a negative length is 0."""
+    one = case(layers=2, lengths=(70, 130), q_len=9)
+    inputs = one.inputs()._replace(new_lengths=jnp.zeros(2, jnp.int32))
+    call = jax.jit(functools.partial(run, problem=one.problem, config=ONE))  # traced once for all
+    with mosaic.interpret():
+        for layer in (-1, 2, 2**31 - 1, -(2**31)):
+            out, lse = call(inputs._replace(layer=jnp.int32(layer)))
+            assert np.isnan(np.asarray(out, np.float32)).all() and np.isnan(lse).all()
+        # `extend` has been for neither, and the second has rows all the same.
+        never = jnp.asarray([-1, -1], jnp.int32)
+        lengths = jnp.asarray([0, 70], jnp.int32)
+        out, _ = call(inputs._replace(lengths=lengths, new_lengths=never))
+        assert np.isnan(np.asarray(out[0], np.float32)).all()
+        assert np.isfinite(np.asarray(out[1], np.float32)).all()
+        lengths = jnp.asarray([-(2**31), 2**31 - 1], jnp.int32)
+        out, lse = call(inputs._replace(lengths=lengths))
+    assert not np.asarray(out[0], np.float32).any() and np.isneginf(lse[0]).all()
+    assert np.isnan(np.asarray(out[1], np.float32)).all() and np.isnan(lse[1]).all()
+
+
+# ---- lowered and compiled ------------------------------------------------------------------------
+
+
+def large(**changes) -> Case:
+    sizes = {"lengths": (8192,) * 8, "capacity": 8192, "q_heads": 32, "kv_heads": 8, "q_len": 1024}
+    return Case(**(sizes | {"head_dim": 128, "v_head_dim": 128} | changes))
+
+
+LOWERED = {
+    f"{kind}_t{q_len}_h{dim}": large(kind=kind, q_len=q_len, head_dim=dim, v_head_dim=dim)
+    for kind, q_len, dim in zip(KINDS, (1024, 63, 300), (48, 64, 256), strict=True)
+} | {
+    # As much shared memory as there is, but for what Mosaic reduces in.
+    "h80_96": large(q_len=300, head_dim=80, v_head_dim=96),
+    "layers_sinks": large(q_len=20, layers=4, sinks=True, softcap=30.0, dtype="float16"),
+    "group7_pages8": large(kind="paged", q_heads=28, kv_heads=4, q_len=65, page_size=8),
+    "pages256": large(kind="paged", q_len=7, page_size=256, mask=sliding_window(1000)),
+}
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", LOWERED)
+def test_lowers(name):
+    """In the configuration that dispatch would choose."""
+    problem = LOWERED[name].problem
+    assert kernel.limit(problem) is None
+    call = functools.partial(run, problem=problem, config=Config.default(problem))
+    assert "mosaic_gpu" in mosaic.lower_for_cuda(call, shapes_of(LOWERED[name]))
+
+
+@pytest.mark.parametrize(
+    "changes, heads",
+    [
+        ({}, 8),
+        ({"q_len": 2048}, 8),
+        ({"lengths": (8192,) * 2}, 8),
+        ({"q_len": 2048, "kind": "paged", "kv_heads": 4, "capacity": 16384}, 4),
+        ({"lengths": (8192,) * 8, "q_len": 256}, 1),  # q tiles see nearly as many keys
+        ({"capacity": 8200}, 1),  # L2 would hold little else
+        ({"q_len": 256}, 1),  # a unit a block
+        ({"lengths": (8192,) * 8}, 8),
+        ({"q_len": 8192}, 8),
+        ({"lengths": (8192,) * 8, "q_len": 4096}, 1),  # many
+        ({"lengths": (8192,) * 20, "q_len": 32}, 1),  # one q tile
+        ({"mask": sliding_window(1024)}, 1),  # q tiles see equally many keys
+        ({"mask": FULL}, 1),
+    ],
+)
+def test_which_heads_are_taken_together(changes, heads):
+    one = large(**({"lengths": (8192,)} | changes))
+    assert Config.default(one.problem).together == heads
+
+
+@pytest.mark.parametrize(
+    "sequences, tokens, heads",
+    [
+        (64, 64 + 2048, 8),  # may be a long chunk and single tokens
+        (16, 16 * 2048, 8),  # prompts
+        (8, 8 * 512, 1),  # chunks over much longer sequences
+        (64, 64 * 256, 1),
+    ],
+)
+def test_which_heads_of_packed_rows_are_taken_together(sequences, tokens, heads):
+    problem = large(lengths=(8192,) * sequences, q_len=1).problem
+    packed = dataclasses.replace(problem, tokens=tokens, q_len=tokens)
+    assert Config.default(packed).together == heads
+
+
+COMPILED = {  # bytes spilled: a few scalars of the producer
+    "stacked": (large(), 0),
+    "per_sequence": (large(kind="per_sequence", q_len=64), 0),
+    "pages16": (large(kind="paged", q_len=256), 0),
+    "few_rows": (large(q_len=8), 0),
+    "h256": (large(q_len=256, head_dim=256, v_head_dim=256), 96),
+}
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("name", COMPILED)
+def test_machine_code(name):
+    """No copy of a cache, one launch, or two where keys are split; no matmul waits for another."""
+    one, spilled = COMPILED[name]
+    config = Config.default(one.problem)
+    call = functools.partial(run, problem=one.problem, config=config)
+    report = mosaic.compile_for(call, shapes_of(one), sass=False)
+    assert (report.launches, report.copies) == (1 + (config.splits > 1), 0)
+    assert report.spill_bytes <= spilled
+    assert not {"C7510", "C7511", "C7512", "C7513"} & set(report.notes)
+
+
+# ---- what it takes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"q_len": 1}, "few query rows are faster without it"),
+        ({"dtype": "float32"}, "float32 queries over a float32 cache"),
+        ({"batch_invariant": True}, "it takes no latent cache and no batch_invariant"),
+        ({"kind": "paged", "page_size": 4}, "pages of 4 rows; it takes"),
+        ({"kind": "paged", "page_size": 24}, "pages of 24 rows; it takes"),
+        ({"capacity": 206}, "TMA wants capacities that are a multiple of 8"),
+        ({"kind": "per_sequence", "lengths": (1,) * 33}, "33 separate caches; it takes up to 32"),
+        ({"head_dim": 72}, "head_dim is 72: TMA wants a multiple of 16"),
+    ],
+)
+def test_limits(changes, reason):
+    assert kernel.limit(case().problem) is None
+    assert kernel.limit(case(**changes).problem).reason.startswith(reason)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 64])
+@pytest.mark.parametrize("q_len", [1, 7, 8, 63, 65, 300])
+def test_every_row_has_one_place(group, q_len):
+    """Warpgroup tiles hold each pair of a query head and a query row once."""
+    plan = Plan.of(case(q_heads=group, kv_heads=1, q_len=q_len).problem, SMALL)
+    found = []
+    for number in range(plan.wg_tiles):
+        row_block, chunk = divmod(number, plan.head_chunks)
+        for row in range(plan.tile_heads * plan.head_rows):
+            head = chunk * plan.tile_heads + row // plan.head_rows
+            found.append((head, row_block * plan.head_rows + row % plan.head_rows))
+    real = [(head, row) for head, row in found if head < group and row < q_len]
+    assert sorted(real) == [(head, row) for head in range(group) for row in range(q_len)]
+    assert plan.tile_heads * plan.head_rows <= 64 and plan.head_rows % 8 == 0
+
+
+def test_keys_are_split_where_query_rows_do_not_fill_the_gpu():
+    def splits(m, q_len):
+        return Config.default(large(lengths=(8192,) * m, q_len=q_len).problem).splits
+
+    assert splits(8, 1024) == splits(8, 64) == 1
+    assert splits(1, 16) >= 12 and splits(1, 64) >= 6 and splits(8, 16) == 2
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("q_len", [5, 7, 8, 16, 63, 64, 65, 128, 300, 1024])
+def test_on_a_gpu(kind, q_len):
+    """Lengths that end inside, at and past a tile and a page; NaN past all of them."""
+    lengths = (0, 3, 64, 127, 128, 129, 1000, 1024)
+    one = Case(kind, lengths, q_len, 28, 4, 128, 128, capacity=1088)
+    other = {"q_heads": 8, "head_dim": 64, "v_head_dim": 64, "softcap": 20.0}
+    for changes in ({}, {"mask": sliding_window(200), "sinks": True, "layers": 2}, other):
+        changed = dataclasses.replace(one, **changes)
+        check(changed, Config.default(changed.problem))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_interpreted_cases_on_a_gpu(name, kind):
+    one, config = INTERPRETED[name]
+    check(dataclasses.replace(one, kind=kind), config)

@@ -1,0 +1,119 @@
+"""Many new rows over a cache by the portable forward, to which XLA copies the rows: who takes what,
+what becomes of layers, pages, scales and rows that do not exist, and that it is right.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import FULL, Mask, sliding_window
+from pallas_attn._call import dispatch
+from pallas_attn.bench import support
+from pallas_attn.kernels.prefill import gathered_sm80 as kernel
+from tests.kernels.prefill import test_prefill_widened
+from tests.support import decode_cases, mosaic
+from tests.support.decode_cases import Case
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+PROBLEM = dataclasses.replace(support._BASE["decode"], gpu="sm80", q_len=1024)
+
+
+def chosen(implementation=None, **changes):
+    problem = dataclasses.replace(PROBLEM, **changes)
+    return getattr(dispatch.select(problem, implementation), "module", None)
+
+
+def test_who_takes_what():
+    ours = "prefill.gathered_sm80"
+    few = kernel.FEWEST_PAIRS // (PROBLEM.q_heads // PROBLEM.kv_heads)
+    assert chosen(q_len=few) == ours and chosen(q_len=few - 1) == "decode.sm80"
+    for gpu in ("sm86", "sm100"):
+        assert chosen(gpu=gpu) == ours
+    assert chosen(gpu="sm90") == "prefill.sm90" and chosen("sm80", gpu="sm90") == ours
+    assert chosen(quantized=True, cache_dtype="int8") == ours
+    assert chosen(dtype="float32", cache_dtype="float32") == ours
+    assert chosen(tokens=4096) == chosen(batch_invariant=True) == "decode.sm80"
+    long = dataclasses.replace(PROBLEM, capacities=(2**24,) * PROBLEM.sequences)
+    assert "GiB" in str(kernel.limit(long))
+
+
+# Several tiles of rows, and of keys; lengths that end in the first, within and past a sequence.
+LENGTHS = (0, 3, 130, 200, 500)
+SOME = {
+    "stacked": Case(lengths=LENGTHS, q_len=70, sinks=True, softcap=3.0),
+    "per_sequence": Case("per_sequence", LENGTHS, 9, layers=3, mask=sliding_window(37)),
+    "paged": Case("paged", LENGTHS, 9, page_size=8, v_head_dim=128, layers=2, mask=Mask(20, -2)),
+    "paged_full": Case("paged", LENGTHS, 9, page_size=24, head_dim=72, mask=FULL),
+    "float32": Case("paged", (70, 5), 9, dtype="float32", precision="highest"),
+}
+
+
+def launched(case, inputs):
+    config = kernel.Config.default(dataclasses.replace(case.problem, gpu="sm80"))
+    return decode_cases.launched(case, inputs, config)
+
+
+def agree(case):
+    """With the oracle; what lies past a length, and in other layers, is NaN."""
+    got = launched(case, case.inputs(0, fill=np.nan))
+    want = decode_cases.of_definition(case, case.inputs(0, fill=0.0))
+    step = 2.0**-14 if case.dtype == "float32" else float(jnp.finfo(case.dtype).eps)
+    for g, w, close in zip(got, want, (2 * step, 1e-4), strict=True):
+        decode_cases.close(g, w, close, close)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", SOME)
+def test_interpreted(name):
+    with mosaic.interpret():
+        agree(SOME[name])
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("many", test_prefill_widened.MANY, ids=lambda many: many[0])
+def test_quantised_interpreted(rng, many, monkeypatch):
+    monkeypatch.setattr(kernel, "FEWEST_PAIRS", 1)
+    test_prefill_widened.interpreted(rng, kernel, kernel.Config(), many)
+
+
+def test_layers_and_sequences_that_do_not_exist():
+    case = SOME["per_sequence"]
+    inputs = case.inputs(0)._replace(new_lengths=jnp.int32([-1, 3, 9, 9, 9]))
+    with mosaic.interpret():
+        out, lse = launched(case, inputs)
+        lost = np.isnan(np.asarray(lse)).all(axis=(1, 2)).tolist()
+        assert lost == [True, False, False, False, True]
+        ends = inputs._replace(lengths=jnp.int32([-(2**31), -1, 2**31 - 1, 9, 209]))
+        out, lse = launched(case, ends)
+        lost = np.isnan(np.asarray(lse)).all(axis=(1, 2)).tolist()
+        assert lost == [True, False, True, False, False]
+        assert not np.asarray(out, np.float32)[1].any() and (np.asarray(lse)[1] == -np.inf).all()
+        for layer in (-1, 3, 2**31 - 1):
+            out, lse = launched(case, inputs._replace(layer=jnp.int32(layer)))
+            assert np.isnan(np.asarray(out, np.float32)).all() and np.isnan(np.asarray(lse)).all()
+
+
+def test_a_page_that_is_missing():
+    case = SOME["paged_full"]
+    inputs = case.inputs(0)
+    for number, lost in ((1, [False, False, True, True, True]), (6, [False] * 3 + [True] * 2)):
+        without = inputs._replace(page_table=inputs.page_table.at[:, number].set(-1))
+        with mosaic.interpret():
+            _, lse = launched(case, without)
+        assert np.isnan(np.asarray(lse)).all(axis=(1, 2)).tolist() == lost
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", decode_cases.KINDS)
+@pytest.mark.parametrize("name", ["plain", "window", "float32"])
+def test_on_the_gpu(kind, name):
+    options = {
+        "plain": {"sinks": True, "softcap": 20.0},
+        "window": {"mask": sliding_window(300), "layers": 2},
+        "float32": {"dtype": "float32"},
+    }[name]
+    sizes = {"capacity": 1600, "head_dim": 128, "v_head_dim": 128}
+    agree(Case(kind, (1500, 0, 7, 1111, 1700), 300, **sizes, **options))

@@ -1,0 +1,225 @@
+"""Prefill over quantised caches on Hopper, whose rows are widened first: who takes what, what is
+done with scales, layers and rows that do not exist, and that it is right.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn._call import dispatch
+from pallas_attn._call.problem import DecodeInputs
+from pallas_attn.bench import support
+from pallas_attn.kernels.prefill import widen
+from pallas_attn.kernels.prefill import widened_sm90 as kernel
+from tests.caches.test_quantized import KINDS, LARGEST
+from tests.support import mosaic
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+PROBLEM = dataclasses.replace(
+    support._BASE["decode"],
+    gpu="sm90",
+    cache_dtype="float8_e4m3fn",
+    quantized=True,
+    q_len=64,
+    capacities=(1024,) * support._BASE["decode"].sequences,
+)
+
+
+def chosen(**changes):
+    problem = dataclasses.replace(PROBLEM, **changes)
+    return getattr(dispatch.select(problem, None), "module", None)
+
+
+def test_who_takes_what():
+    ours = "prefill.widened_sm90"
+    group = PROBLEM.q_heads // PROBLEM.kv_heads
+    for dtype, pairs in kernel.FEWEST_PAIRS.items():
+        few = -(-pairs // group)
+        assert chosen(cache_dtype=dtype, q_len=few) == ours
+        assert chosen(cache_dtype=dtype, q_len=few - 1) == "prefill.narrow_sm90"
+    assert chosen(q_len=1000) == ours
+    assert chosen(q_len=1) == "decode.sm90"
+    assert chosen(quantized=False, cache_dtype="bfloat16") == "prefill.sm90"
+    assert chosen(batch_invariant=True) == "decode.sm90"
+    assert chosen(gpu="sm80") == "decode.sm80"
+    # A pool of pages that nobody reads is widened with the others.
+    paged = {"kind": "paged", "page_size": 16, "q_len": few}
+    rows = sum(PROBLEM.capacities)
+    assert chosen(**paged, pages=rows // 16) == ours
+    assert chosen(**paged, pages=rows // 16 + 1) == "prefill.narrow_sm90"
+    long = (2**24,) * PROBLEM.sequences
+    refused = kernel.limit(dataclasses.replace(PROBLEM, capacities=long, q_len=1000))
+    assert refused is not None and "GiB" in str(refused)
+
+
+def test_where_keys_are_split_more_queries_are_wanted():
+    alone = {"sequences": 1, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
+    alone |= {"capacities": (8192,)}
+    pairs = kernel.FEWEST_PAIRS[PROBLEM.cache_dtype]
+    few, many = pairs // 4, -(-pairs * 3 // 8)
+    for q_len in (few, many - 1, many):
+        problem = dataclasses.replace(PROBLEM, **alone, q_len=q_len)
+        split = kernel.Config.default(problem).splits > 1
+        wide = chosen(**alone, q_len=q_len) == "prefill.widened_sm90"
+        assert wide == (not split or q_len >= many)
+    assert kernel.Config.default(dataclasses.replace(PROBLEM, **alone, q_len=few)).splits > 1
+
+
+def drawn(rng, kind, dtype, layers=None, rows=(0, 37, 70)):
+    """A cache whose buffers hold NaN where nobody wrote, and queries of its last 24 rows."""
+    options = {"dtype": dtype, "layers": layers, "v_head_dim": 128}
+    cache = {
+        "per_sequence": lambda: pa.PerSequenceCache.create((72, 64, 80), 2, 64, **options),
+        "stacked": lambda: pa.StackedCache.create(3, 72, 2, 64, **options),
+        "paged": lambda: pa.PagedCache.create(3, 30, 8, 2, 64, capacity=72, **options),
+    }[kind]()
+    nan = {
+        name: jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), getattr(cache, name))
+        for name in ("k_scale", "v_scale")
+    }
+    cache = dataclasses.replace(cache, **nan).extend(jnp.asarray(rows, jnp.int32))
+    shape = (3, max(rows), 2)
+    new = [jnp.asarray(rng.standard_normal((*shape, dim)), "bfloat16") for dim in (64, 128)]
+    layer = {} if layers is None else {"layer": layers - 1}
+    cache = pa.write_kv(cache, *new, **layer, implementation="reference")
+    return jnp.asarray(rng.standard_normal((3, 24, 16, 64)), "bfloat16"), cache, layer
+
+
+def agree(q, cache, implementation, **options):
+    """With the reference, to which rows in q's dtype make the difference of a rounding."""
+    named = {"implementation": implementation} | options
+    got = jax.jit(lambda q, c: pa.decode_attention_with_lse(q, c, **named))(q, cache)
+    want = pa.decode_attention_with_lse(q, cache, **(named | {"implementation": "reference"}))
+    for g, w, close in zip(got, want, (0.03, 0.02), strict=True):
+        g, w = (np.asarray(x, np.float32) for x in (g, w))
+        np.testing.assert_allclose(g, w, rtol=close, atol=close)
+
+
+MANY = [
+    ("per_sequence", "float8_e5m2", None),
+    ("stacked", "int8", 2),
+    ("paged", "float8_e4m3fn", 2),
+]
+
+
+def problem_of(cache, **changes):
+    """Of 24 queries a sequence over a cache of `drawn`."""
+    given = {"kind": cache.kind, "cache_dtype": str(cache.dtype), "sequences": 3, "q_len": 24}
+    given |= {"q_heads": 16, "kv_heads": 2, "head_dim": 64, "v_head_dim": 128, "scale": 0.125}
+    given |= {"capacities": cache.held, "page_size": cache.page_size, "pages": cache.pages}
+    return dataclasses.replace(PROBLEM, **(given | {"layers": cache.layers} | changes))
+
+
+def inputs_of(q, cache, layer):
+    return DecodeInputs(
+        *(q, cache.k, cache.v, cache.lengths, cache.page_table),
+        jnp.int32(layer["layer"]) if layer else None,
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
+        new_lengths=cache.new_lengths,
+    )
+
+
+def interpreted(rng, kernel, config, many):
+    """One of `MANY`. The third sequence ends within a tile, and past it all scales are NaN."""
+    kind, dtype, layers = many
+    q, cache, layer = drawn(rng, kind, dtype, layers)
+    problem, inputs = problem_of(cache), inputs_of(q, cache, layer)
+    assert kernel.limit(problem) is None
+    run = jax.jit(lambda inputs: kernel.run(inputs, problem, config))
+    want = pa.decode_attention_with_lse(q, cache, **layer, implementation="reference")
+    with mosaic.interpret():
+        got = run(inputs)
+        for missing in () if layers is None else (-1, layers):
+            lost = run(inputs._replace(layer=jnp.int32(missing)))
+            assert all(np.isnan(np.asarray(x, np.float32)).all() for x in lost)
+    for g, w in zip(got, want, strict=True):
+        g, w = (np.asarray(x, np.float32) for x in (g, w))
+        np.testing.assert_allclose(g, w, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
+def test_rows_are_rounded_once_and_those_past_a_length_are_left_alone(rng, monkeypatch, many):
+    """Blocks have several chunks of a slab each, and the last one is cut."""
+    monkeypatch.setattr(widen, "BLOCKS", 12)
+    (kind, dtype, layers), to = many, jnp.float16 if many[2] is None else jnp.bfloat16
+    _, cache, layer = drawn(rng, kind, dtype, layers)
+    problem = problem_of(cache, dtype=str(jnp.dtype(to)))
+    with mosaic.interpret():
+        found = widen.run(inputs_of(None, cache, layer), problem, layer.get("layer"))
+    given = (cache.k, cache.k_scale), (cache.v, cache.v_scale)
+    for wide, (rows, scales) in zip(found, given, strict=True):
+        separate = isinstance(rows, tuple)
+        triples = zip(wide, rows, scales, strict=True) if separate else [(wide, rows, scales)]
+        for m, (got, narrow, scale) in enumerate(triples):
+            if layers is not None:
+                narrow, scale = (x[layer["layer"]][None] for x in (narrow, scale))
+            want = (narrow.astype(jnp.float32) * scale[..., None]).astype(to)
+            got, want = (np.asarray(x, np.float32) for x in (got, want))
+            live = np.isfinite(want)
+            np.testing.assert_array_equal(got[live], want[live])
+            assert live.any() or cache.lengths[m] == 0
+            assert np.isnan(got[~live]).all()  # what nobody wrote, or rows of no page
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("many", [one for one in MANY if one[0] != "paged"], ids=lambda one: one[0])
+def test_lengths_out_of_range_widen_no_row_that_is_not_there(rng, many):
+    """None of a negative length, and all rows of one past the end."""
+    kind, dtype, layers = many
+    _, cache, layer = drawn(rng, kind, dtype, layers)
+    problem, lengths = problem_of(cache), jnp.asarray([-(2**31), 2**31 - 1, -1], jnp.int32)
+    given = inputs_of(None, cache, layer)._replace(lengths=lengths)
+    with mosaic.interpret():
+        found = widen.run(given, problem, layer.get("layer"))
+    for wide, scales in zip(found, (cache.k_scale, cache.v_scale), strict=True):
+        for m in range(3):
+            whole = wide[m] if kind == "per_sequence" else wide[0, m]
+            scale = scales[m] if kind == "per_sequence" else scales[layer["layer"], m]
+            there = np.isfinite(np.asarray(scale)) & (m == 1)
+            made = np.isfinite(np.asarray(whole, np.float32))
+            np.testing.assert_array_equal(made.all(axis=-1), there)
+            np.testing.assert_array_equal(made.any(axis=-1), there)
+            assert there.any() == (m == 1)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
+def test_machine_code(rng, many):
+    """Two launches, no copy of a cache, no register spilled; words as wide as they can be."""
+    kind, dtype, layers = many
+    q, cache, layer = drawn(rng, kind, dtype, layers)
+    problem, inputs = problem_of(cache), inputs_of(q, cache, layer)
+    config = kernel.Config.default(problem)
+    call = functools.partial(kernel.run, problem=problem, config=config)
+    report = mosaic.compile_for(call, inputs)
+    assert (report.launches, report.copies, report.spill_bytes) == (2, 0, 0)
+    assert "LDG.E.64" in report.sass and "STG.E.128" in report.sass
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
+def test_interpreted(rng, monkeypatch, many):
+    monkeypatch.setattr(kernel, "FEWEST_PAIRS", dict.fromkeys(kernel.FEWEST_PAIRS, 0))
+    interpreted(rng, kernel, kernel.Config(2, block_kv=64, grid=3), many)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [(0, 37, 70), (17, 72, 300)], ids=["within", "overflow"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_on_a_gpu(rng, monkeypatch, kind, dtype, rows):
+    monkeypatch.setattr(kernel, "FEWEST_PAIRS", dict.fromkeys(kernel.FEWEST_PAIRS, 0))
+    q, cache, layer = drawn(rng, kind, dtype, layers=2, rows=rows)
+    agree(q, cache, "sm90", **layer)
+    agree(q, cache, "sm90", **layer, mask=pa.sliding_window(20), softcap=5.0)
+    starts = jnp.asarray([0, 0, 30, 72], jnp.int32)
+    agree(q.reshape(72, 16, 64), cache, "sm90", **layer, starts=starts)

@@ -1,0 +1,286 @@
+"""Which Config a kernel runs with: what is forced, what was measured, and what fits."""
+
+import dataclasses
+import itertools
+import re
+import types
+
+import pytest
+
+from pallas_attn._call import config as _config
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.decode import sm90 as decode_sm90
+from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
+from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
+from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.prefill import sm90 as prefill_sm90
+from pallas_attn.masks import CAUSAL, FULL, sliding_window
+
+
+def attention(**changes):
+    base = AttentionProblem(
+        op="flash_forward",
+        gpu="sm90",
+        dtype="bfloat16",
+        batch=2,
+        q_len=8192,
+        kv_len=8192,
+        q_heads=16,
+        kv_heads=16,
+        head_dim=128,
+        v_head_dim=128,
+        mask=CAUSAL,
+        scale=1.0,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    block: int = 7
+    stages: int = 1
+
+    def __post_init__(self):
+        check(self, block=(self.block >= 1, "at least 1"), stages=(self.stages >= 1, "at least 1"))
+
+
+def kernel(bytes_a_block=1):
+    """A stand-in for a kernel module: what `choose` needs of one."""
+    module = types.ModuleType("pallas_attn.kernels.flash_fwd.fake")
+    module.Config = Config
+    module.smem_bytes = lambda problem, config: config.block * bytes_a_block
+    return module
+
+
+def test_a_kernel_may_name_its_own_default():
+    module = kernel()
+    assert _config.choose(module, attention()) == Config()
+    module.Config = type("Config", (Config,), {"default": staticmethod(lambda p: Config(p.q_len))})
+    assert _config.choose(module, attention()) == Config(8192)
+
+
+def test_forced_wins_and_ends():
+    with _config.forced("flash_fwd_fake", {"block": 3}), _config.forced("other", {}):
+        assert _config.choose(kernel(), attention()) == Config(block=3)
+        assert _config.observed()
+    assert _config.choose(kernel(), attention()) == Config()
+    assert not _config.observed()
+
+
+def test_watched_collects_what_is_chosen():
+    module, problem = kernel(), attention()
+    with _config.watched() as found:
+        config = _config.choose(module, problem)
+        assert _config.observed()
+    _config.choose(module, problem)
+    assert found == [("flash_fwd_fake", module, problem, config)]
+
+
+def test_fits_asks_for_the_shared_memory_of_the_gpu():
+    limit = gpu_specs.shared_memory("sm90")
+    assert _config.fits(kernel(limit // 7), attention(), Config())
+    assert not _config.fits(kernel(limit // 7 + 1), attention(), Config())
+
+
+def test_a_combination_that_a_kernel_refuses_does_not_fit():
+    module = kernel()
+
+    def refuse(problem, config):
+        raise ValueError("block must divide the page")
+
+    module.smem_bytes = refuse
+    assert not _config.fits(module, attention(), Config())
+
+
+def test_a_config_names_the_first_field_that_is_wrong():
+    with pytest.raises(ValueError, match=r"^Config\.stages must be at least 1, got 0$"):
+        Config(stages=0)
+    with pytest.raises(ValueError, match=r"^Config\.block must be at least 1, got -2$"):
+        Config(-2, 0)
+
+
+def test_what_is_known_of_a_gpu():
+    kib = {"sm80": 163, "sm86": 99, "sm87": 163, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99}
+    assert {gpu: gpu_specs.shared_memory(gpu) / 1024 for gpu in kib} == kib
+    blocks = {"sm80": 108, "sm86": 84, "sm89": 128, "sm90": 132, "sm100": 148, "sm120": 132}
+    assert {gpu: gpu_specs.multiprocessors(gpu) for gpu in blocks} == blocks
+
+
+# Of each problem the warpgroups, block_kv, stages, l2_heads and other fields of Config, as a search
+# on an H200 found them.
+_MEASURED = [
+    (64, FULL, 8, 2048, 32, 32, (3, 128, 4, 48), {}),
+    (64, FULL, 2, 8192, 32, 32, (3, 128, 4, 12), {}),
+    (64, CAUSAL, 32, 512, 32, 32, (4, 64, 6, 32), {}),
+    (64, CAUSAL, 8, 2048, 32, 32, (4, 64, 6, 16), {}),
+    (64, CAUSAL, 2, 8192, 32, 32, (4, 64, 6, 8), {"exp_before_wait": 4}),
+    (64, sliding_window(128), 2, 8192, 32, 32, (4, 64, 6, 64), {}),
+    (80, CAUSAL, 4, 4096, 16, 16, (3, 64, 4, 16), {}),
+    (96, CAUSAL, 4, 4096, 16, 16, (3, 64, 4, 0), {}),
+    (128, FULL, 8, 2048, 16, 16, (3, 64, 3, 1), {}),
+    (128, FULL, 2, 8192, 16, 16, (3, 64, 3, 0), {}),
+    (128, CAUSAL, 8, 1024, 16, 16, (2, 128, 2, 16), {}),
+    (128, CAUSAL, 8, 2048, 16, 16, (3, 64, 3, 32), {}),
+    (128, CAUSAL, 4, 3000, 28, 4, (3, 64, 3, 28), {}),
+    (128, CAUSAL, 8, 4096, 16, 16, (3, 64, 3, 8), {"exp_before_wait": 4}),
+    (128, CAUSAL, 2, 8192, 16, 16, (3, 64, 3, 8), {"exp_before_wait": 4}),
+    (128, CAUSAL, 2, 8192, 32, 8, (3, 64, 3, 8), {"exp_before_wait": 4}),
+    (128, CAUSAL, 1, 16384, 16, 16, (3, 64, 3, 0), {"exp_before_wait": 4}),
+    (128, sliding_window(1024), 2, 8192, 16, 16, (3, 64, 3, 0), {}),
+    (128, sliding_window(4096), 1, 32768, 16, 16, (3, 64, 3, 0), {}),
+    ((192, 128), CAUSAL, 4, 4096, 16, 16, (2, 128, 2, 0), {}),
+    (256, FULL, 8, 2048, 8, 8, (2, 64, 2, 4), {}),
+    (256, FULL, 2, 8192, 8, 8, (2, 64, 2, 3), {}),
+    (256, CAUSAL, 8, 2048, 8, 8, (2, 64, 2, 8), {}),
+    (256, CAUSAL, 2, 8192, 8, 8, (2, 64, 2, 0), {}),
+]
+
+
+@pytest.mark.parametrize("row", _MEASURED, ids=lambda row: "-".join(map(str, row[:6])))
+def test_the_default_of_the_forward_on_hopper_is_what_was_measured(row):
+    dims, mask, batch, length, q_heads, kv_heads, settings, others = row
+    dim, v_dim = dims if isinstance(dims, tuple) else (dims, dims)
+    problem = attention(
+        mask=mask,
+        batch=batch,
+        q_len=length,
+        kv_len=length,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        v_head_dim=v_dim,
+    )
+    found = dataclasses.asdict(flash_fwd_sm90.Config.default(problem))
+    names = ("warpgroups", "block_kv", "stages", "l2_heads")
+    plain = {"grid": 132, "q_slots": 2, "exp_before_wait": 0, "fetchers": 16, "claims": False}
+    assert found == dict(zip(names, settings, strict=True)) | plain | others
+
+
+@pytest.mark.parametrize(
+    ("mask", "q_len", "kv_len", "kv_heads", "heads"),
+    [
+        (CAUSAL, 8192, 8192, 8, 8),
+        (CAUSAL, 16384, 16384, 8, 16),
+        (CAUSAL, 16384, 16384, 32, 4),
+        (CAUSAL, 32768, 32768, 8, 8),
+        (CAUSAL, 65536, 65536, 8, 4),
+        (CAUSAL, 131072, 131072, 8, 4),  # a kv head alone is more than there is room for
+        (CAUSAL, 8192, 65536, 8, 4),  # by how many keys there are
+        (CAUSAL, 4096, 131072, 32, 1),
+        (sliding_window(4096), 65536, 65536, 8, 8),  # of which each row sees few
+    ],
+)
+def test_l2_groups_of_long_sequences_have_room_for_their_keys(mask, q_len, kv_len, kv_heads, heads):
+    sizes = {"batch": 1, "q_len": q_len, "kv_len": kv_len, "q_heads": 32, "kv_heads": kv_heads}
+    problem = attention(mask=mask, head_dim=128, v_head_dim=128, **sizes)
+    plan = flash_fwd_sm90.plan_of(problem, flash_fwd_sm90.Config.default(problem))
+    assert plan.l2_heads == heads
+
+
+_IDS = ("q_segment_ids", "kv_segment_ids")
+_BIAS, _ONE_BIAS = (
+    {"arrays": ("bias",), "bias_shape": (1, heads, 4096, 4096)} for heads in (16, 1)
+)
+
+
+@pytest.mark.parametrize(
+    ("dim", "mask", "changes", "settings"),
+    [
+        (128, CAUSAL, {"arrays": _IDS, "batch": 1, "q_len": 8192, "kv_len": 8192}, (2, 128, 2)),
+        (128, CAUSAL, {"arrays": _IDS, "batch": 1, "q_len": 32768, "kv_len": 32768}, (2, 128, 2)),
+        (128, FULL, {"q_len": 1024, "kv_len": 1024}, (2, 128, 2)),
+        (128, CAUSAL, _BIAS, (2, 128, 2)),
+        (128, FULL, _BIAS, (2, 128, 2)),
+        (128, CAUSAL, _ONE_BIAS, (3, 64, 3)),
+        (128, FULL, _ONE_BIAS, (3, 64, 3)),
+        (128, CAUSAL, {"arrays": ("q_lengths",)}, (3, 64, 3)),
+        (64, FULL, _BIAS, (4, 64, 6)),
+        (64, FULL, _ONE_BIAS, (4, 64, 6)),
+        (64, FULL, {"arrays": ("mask_array",)}, (4, 64, 6)),
+        (64, FULL, {"arrays": ("kv_lengths",)}, (4, 64, 6)),
+        (64, FULL, {"arrays": ("q_lengths", "kv_lengths")}, (3, 128, 4)),
+        (64, CAUSAL, {"arrays": ("q_lengths",)}, (3, 128, 4)),
+        (64, FULL, {"softcap": 30.0}, (4, 64, 6)),
+        (64, CAUSAL, {"arrays": _IDS}, (4, 64, 6)),
+    ],
+    ids=str,
+)
+def test_what_else_a_call_asks_for_decides_about_tiles(dim, mask, changes, settings):
+    """The faster of two or three on an H200, at 4096 rows where it says nothing else."""
+    sizes = {"q_len": 4096, "kv_len": 4096, "head_dim": dim, "v_head_dim": dim, "mask": mask}
+    config = flash_fwd_sm90.Config.default(attention(**(sizes | changes)))
+    assert (config.warpgroups, config.block_kv, config.stages) == settings
+
+
+def test_the_default_of_the_forward_on_hopper_fits():
+    dims = [*zip(range(8, 257, 8), range(8, 257, 8), strict=True)]
+    dims += [(192, 128), (160, 64), (40, 256), (256, 40), (192, 8)]
+    everything = ("q_offset", "q_lengths", "kv_lengths", *_IDS, "bias", "mask_array", "sinks")
+    given = [(), ("bias",), ("mask_array",), _IDS, everything]
+    for (dim, v_dim), length, arrays in itertools.product(dims, (130, 3000, 8192), given):
+        shape = (1, 16, length, length)
+        problem = attention(
+            head_dim=dim,
+            v_head_dim=v_dim,
+            q_len=length,
+            kv_len=length,
+            arrays=arrays,
+            bias_shape=shape if "bias" in arrays else None,
+            mask_shape=shape if "mask_array" in arrays else None,
+        )
+        assert _config.fits(flash_fwd_sm90, problem, flash_fwd_sm90.Config.default(problem)), (
+            problem
+        )
+
+
+_REFUSED = {
+    flash_fwd_sm90: [
+        ("warpgroups", 5, "1, 2, 3 or 4"),
+        ("exp_before_wait", 5, "0 to 4"),
+        ("block_kv", 72, "16, 32, .. 256"),
+        ("stages", 1, "at least 2"),
+        ("l2_heads", -1, "at least 0"),
+        ("grid", -1, "at least 0"),
+        ("q_slots", 3, "1 or 2"),
+    ],
+    flash_bwd_sm90: [
+        ("block_q", 96, "64 or 128, or, if it is not fused, 16 or 32"),
+        ("stages", 1, "at least 2"),
+        ("l2_heads", -1, "at least 0"),
+        ("grid", -1, "at least 0"),
+        ("dq_block_kv", 48, "32, 64 or 128"),
+        ("dq_stages", 1, "at least 2"),
+        ("dq_lag", 3, "1 or 2"),
+        ("dq_warpgroups", 4, "1, 2 or 3"),
+    ],
+    decode_sm90: [
+        ("tile", 16, "32, 64, 128 or 256"),
+        ("stages", 1, "at least 2"),
+        ("grid", 0, "at least 1"),
+        ("split_tiles", 0, "at least 1"),
+        ("head_overhead", 8, "a multiple of 16"),
+        ("heads_at_once", 3, "1, 2 or 4"),
+    ],
+    prefill_sm90: [
+        ("warpgroups", 4, "1, 2 or 3"),
+        ("block_kv", 32, "64 or 128"),
+        ("stages", 1, "at least 2"),
+        ("q_slots", 3, "1 or 2"),
+        ("splits", 33, "1 to 32"),
+        ("grid", 0, "at least 1"),
+        ("together", 0, "at least 1"),
+        ("exp_before_wait", 5, "0 to 4"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "field", "value", "want"),
+    [(kernel, *row) for kernel, rows in _REFUSED.items() for row in rows],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_config_checks_itself(kernel, field, value, want):
+    said = f"Config.{field} must be {want}, got {value}"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        kernel.Config(**{field: value})

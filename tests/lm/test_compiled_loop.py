@@ -1,0 +1,72 @@
+"""The demo's loop compiled for a GPU that is not here: what is launched, and that neither a cache
+nor a layer's weights are copied.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn.lm import decode, model
+from pallas_attn.lm.options import CACHES
+from tests.support import mosaic
+from tests.support.builds import LM as CONFIG
+
+pytestmark = [
+    pytest.mark.guards,
+    pytest.mark.machine_code,
+]
+
+# One layer's matrices as they would lie outside of the stack.
+LAYER = (
+    r"= bf16\[(?:1,)?(?:1536,1024|1024,1024|4096,1024|1024,2048)\]\S* (?:fusion|fusion-done|copy)\("
+)
+
+
+def chunk(options, params, cache, state):
+    """The loop's own function, without its jit."""
+    return decode.steps.__wrapped__(CONFIG, options, params, cache, state)
+
+
+def shapes(options):
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        CONFIG.shapes(),
+        is_leaf=model.is_shape,
+    )
+    cache = jax.eval_shape(lambda: options.create_cache(CONFIG))
+    return params, cache, jax.eval_shape(lambda: decode.State.create(options))
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_chunk_copies_neither_caches_nor_weights(kind):
+    options = decode.Options(cache=kind, slots=4, capacity=512, chunk=8)
+    params, cache, state = shapes(options)
+    report = mosaic.compile_for(
+        functools.partial(chunk, options),
+        *(params, cache, state),
+        donate_argnums=(1, 2),
+        compiler_options=decode.COMPILER,
+    )
+    # Lengths and page tables, which are kept as they were before the step, are integers.
+    assert not re.findall(r"= bf16\[\d\S* copy", report.hlo)
+    assert report.aliases >= len(jax.tree.leaves((cache.k, cache.v)))
+    # Of every layer the append, the attention, four matmuls, two norms and the rotation; the last
+    # norm and the head.
+    assert report.launches == 9 * CONFIG.layers + 2
+    waits = [text for text in report.sass.split("\f") if "ACQBULK" in text]
+    assert len(waits) == len(report.kernels) >= 8  # each kind of kernel waits for the one before
+    # XLA's own kernels stand before the first layer and after the last one.
+    assert len(re.findall(r" fusion\(", report.hlo)) < 20
+    assert not re.findall(LAYER, report.hlo)
+
+
+def test_triton_matmuls_would_copy_the_weights():
+    """The guard above sees them, and the option is still needed: of more than 64 sequences."""
+    options = decode.Options(cache="stacked", slots=72, capacity=512, chunk=8)
+    report = mosaic.compile_for(
+        functools.partial(chunk, options), *shapes(options), donate_argnums=(1, 2)
+    )
+    assert re.findall(LAYER, report.hlo)

@@ -1,0 +1,291 @@
+"""The demo on a mesh: the same tokens as on one device, each device with its own part."""
+
+import functools
+import io
+import math
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_attn as pa
+from pallas_attn import lm
+from pallas_attn.bench import rows
+from pallas_attn.lm import checkpoint, decode, peer, presets, report, session, train
+from pallas_attn.lm import mesh as lm_mesh
+from pallas_attn.lm.hf_config import config_from
+from pallas_attn.lm.sampling import Sampling, likeliest
+from tests.lm import witness
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+ROOT = pathlib.Path(pa.__file__).parent.parent
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
+
+
+def made(config, params, **options):
+    how = {"slots": 2, "capacity": 16, "chunk": 4, "dtype": "float32", "keep_logits": True}
+    run = decode.Run(config, params, decode.Options(**how | options), PROMPTS, 6, seed=3)
+    for _ in run:
+        pass
+    return [one.tokens for one in run.sequences], np.stack([one.logits for one in run.sequences])
+
+
+def greedy(config, params, **options):
+    how = {"slots": 2, "capacity": 16, "chunk": 4, "dtype": "float32", "cache": "stacked"}
+    run = decode.Run(config, params, decode.Options(**how | options), PROMPTS, 6)
+    for _ in run:
+        pass
+    return [one.tokens for one in run.sequences]
+
+
+CASES = {  # devices, words, options
+    "llama2": (4, 96, {"cache": "stacked", "sampling": Sampling(0.8, top_k=20)}),
+    "qwen2": (
+        2,
+        95,
+        {"cache": "paged", "page_size": 4, "draft": "ngram", "drafts": 2} | {"prefill_chunk": 3},
+    ),
+    "qwen3": (2, 95, {"cache": "per_sequence", "prefill_chunk": 4}),
+}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(x, marks=pytest.mark.by_xla if x == "qwen3" else ()) for x in CASES]
+)
+def test_the_same_tokens_as_on_one_device(tmp_path, family):
+    """Heads, biases, norms of heads, windows, a head and one that is the embedding, words that the
+    devices divide and words that they do not; each device has its part of every matrix.
+    """
+    shards, words, options = CASES[family]
+    described = witness.CONFIGS[family] | {"vocab_size": words}
+    tensors = witness.tensors_of(described, np.random.default_rng(0))
+    folder = witness.write(tmp_path / family, described, tensors, shards=2)
+    mesh = lm_mesh.make(f"tp:{shards}", ("tp",))
+    want = made(*checkpoint.load(folder, "float32"), **options)
+    config, params = checkpoint.load(folder, "float32", mesh)
+    for name in ("qkv", "out", "gate_up", "down"):
+        whole = params["runs"][0][name]
+        assert {x.data.size for x in whole.addressable_shards} == {whole.size // shards}, name
+    for name in {"embed", "head"} & set(params):
+        rows = {x.data.shape[0] for x in params[name].addressable_shards}
+        assert rows == {-(-words // shards)}, name
+    tokens, logits = made(config, params, mesh=mesh, **options)
+    assert tokens == want[0]
+    np.testing.assert_allclose(logits, want[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.by_xla
+def test_the_likeliest_token_of_logits_in_parts():
+    """As of whole ones: the first of equals, what is no number, words that there are not."""
+    logits = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
+    logits[0, [2, 6]] = 9  # on two devices
+    logits[1, [4, 5]] = 9  # on one
+    logits[2, 3], logits[3] = np.nan, -np.inf
+    logits[:, 7] = -np.inf
+    want, best = likeliest(jnp.asarray(logits), None)
+    np.testing.assert_array_equal(want, np.argmax(logits, axis=1))
+    mesh = lm_mesh.make("tp:4", ("tp",))
+    found = jax.jit(
+        jax.shard_map(
+            functools.partial(likeliest, over="tp"),
+            mesh=mesh,
+            in_specs=P(None, "tp"),
+            out_specs=P(),
+        )
+    )(logits)
+    np.testing.assert_array_equal(found[0], want)
+    np.testing.assert_array_equal(found[1], best)
+
+
+@pytest.mark.by_xla
+@pytest.mark.parametrize("words", [95, 96])
+def test_greedy_tokens_without_their_logits(words):
+    """Are those with them, which are chosen from whole ones."""
+    described = witness.CONFIGS["qwen2"] | {"vocab_size": words}
+    config, mesh = config_from(described), lm_mesh.make("tp:2", ("tp",))
+    params = lm_mesh.random_params(config, 1, "float32", mesh)
+    tokens = [greedy(config, params, mesh=mesh, keep_logits=kept) for kept in (False, True)]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("words", [5, 8])
+def test_the_rows_of_a_vocabulary_are_read_by_their_devices_alone(words):
+    """Also where the last devices have none."""
+    mesh, asked = lm_mesh.make("tp:4", ("tp",)), []
+    whole = np.arange(words * 3, dtype=np.float32).reshape(words, 3) + 1
+
+    def read(at):
+        asked.append(len(whole[at]))
+        return whole[at]
+
+    found = lm_mesh.placed(mesh, P("tp"), whole.shape, read)
+    assert found.shape == (8, 3) and max(asked) == 2
+    np.testing.assert_array_equal(found[:words], whole)
+    assert not np.asarray(found[words:]).any()
+
+
+def test_our_own_files_and_random_weights_on_a_mesh(tmp_path):
+    """Are the same numbers, in the order of the devices."""
+    described = witness.CONFIGS["qwen2"] | {"vocab_size": 97}
+    config, mesh = config_from(described), lm_mesh.make("tp:2", ("tp",))
+    alone = lm_mesh.random_params(config, 1, "bfloat16")
+    spread = lm_mesh.random_params(config, 1, "bfloat16", mesh)
+    checkpoint.save(tmp_path, described, alone)
+    read = checkpoint.load(tmp_path, "bfloat16", mesh)[1]
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    first = {"qkv": np.r_[: q // 2, q : q + kv // 2, q + kv : q + kv + kv // 2]}
+    first |= {"qkv_bias": first["qkv"]}
+    first |= {"gate_up": np.r_[: config.mlp // 2, config.mlp : config.mlp * 3 // 2]}
+    for params in (spread, read):
+        for name in ("embed", "head"):
+            words = np.asarray(params[name], np.float32)
+            np.testing.assert_array_equal(words[:97], np.asarray(alone[name], np.float32))
+            assert words.shape[0] == 98 and not words[97:].any()
+        for name, x in params["runs"][0].items():
+            plain = np.asarray(alone["runs"][0][name])
+            local = min(x.addressable_shards, key=lambda shard: shard.device.id).data
+            plain = plain[:, first[name]] if name in first else plain
+            np.testing.assert_array_equal(local, plain[tuple(map(slice, local.shape))])
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("tp:16", "mesh: tp:16 takes 16 devices, there are 8"),
+        ("cp:2", "mesh: expected tp:N, N at least 1, got 'cp:2'"),
+        ("tp:0", "mesh: expected tp:N, N at least 1, got 'tp:0'"),
+        ("tp:2,tp:2", "mesh: expected tp:N, N at least 1, got 'tp:2,tp:2'"),
+        ("tp:3", "mesh: expected tp to divide the 8 kv heads of the model, got 3"),
+    ],
+)
+def test_a_mesh_that_cannot_be(call, said):
+    config = config_from(presets.PRESETS["llama3_70b"])
+    with pytest.raises(ValueError) as error:
+        lm_mesh.local(config, lm_mesh.make(call, ("tp",)))
+    assert str(error.value) == said
+
+
+def test_a_llama_of_70_billion_on_four_devices():
+    """By shapes: a device has its quarter of every matrix of a layer, of the embedding and the
+    head.
+    """
+    config, mesh = config_from(presets.PRESETS["llama3_70b"]), lm_mesh.make("tp:4", ("tp",))
+    assert 70e9 < config.size < 71e9
+    shapes, specs = config.shapes(), lm_mesh.specs(config, mesh)
+    local = lm_mesh.local(config, mesh)
+    assert (local.heads, local.kv_heads, local.mlp) == (16, 2, 7168)
+    for name in ("embed", "head"):
+        rows = NamedSharding(mesh, specs[name]).shard_shape(shapes[name])
+        assert rows == (128256 // 4, 8192), name
+    run, spec = shapes["runs"][0], specs["runs"][0]
+    size = sum(math.prod(NamedSharding(mesh, spec[n]).shard_shape(run[n])) for n in run)
+    assert size < 1.001 * sum(map(math.prod, run.values())) / 4
+
+
+def test_training_has_the_same_losses(tmp_path):
+    """Windows over one axis, rows over another, and both, and rows in two processes; two steps and
+    what is held out.
+    """
+    text = bytes(np.random.default_rng(0).integers(97, 107, 400, np.uint8))
+    (tmp_path / "text").write_bytes(text)
+    flags = ("--task=train", f"--text={tmp_path / 'text'}", f"--out={tmp_path / 'processes'}")
+    sizes = ("--steps=2", "--batch=4", "--context=16", "--learning_rate=0.5")
+    running = _processes("--mesh=cp:2", *flags, *sizes)
+    lines = {}
+    for axes in (None, "cp:2,dp:2"):
+        mesh = None if axes is None else lm_mesh.make(axes, ("cp", "dp"))
+        recipe = train.Recipe(steps=2, batch=4, context=16, learning_rate=0.5, mesh=mesh)
+        (line,) = train.train(text, str(tmp_path / str(axes)), recipe)
+        lines[axes] = line
+    one, split = lines.values()
+    np.testing.assert_allclose(split[1:3], one[1:3], rtol=1e-4)
+    first, other = _said(running)
+    step, loss, held_out, _ = first.splitlines()[-3].split()
+    assert step == "2" and "trained on 2 x cpu" in first and "trained" not in other
+    np.testing.assert_allclose([float(loss), float(held_out)], one[1:3], atol=6e-4)
+    assert (tmp_path / "processes" / "model.npy").stat().st_size > 3e6
+    for options, said in (({"batch": 3}, "batch: expected a multiple of 2"), ({"context": 6}, "4")):
+        with pytest.raises(ValueError, match=said):
+            train.Recipe(mesh=mesh, **options)
+
+
+def _processes(*flags):
+    """Two processes of run.py, with one device each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "run.py", *flags, f"--coordinator={address}", "--processes=2"]
+    one_device = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
+    environment = os.environ | {"XLA_FLAGS": one_device, "JAX_PLATFORMS": "cpu"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    how = {"cwd": ROOT, "env": environment, **pipes}
+    return [subprocess.Popen([*command, f"--process={n}"], **how) for n in (0, 1)]
+
+
+def _said(running):
+    """What processes wrote, which all end well."""
+    said = [process.communicate(timeout=110) for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+    return [out for out, _ in said]
+
+
+def test_a_report_of_a_mesh_has_what_one_of_a_device_has(tmp_path):
+    paths = {"report": str(tmp_path / "out"), "out": str(tmp_path / "rows.jsonl")}
+    how = {"prompts": ("ROMEO:",), "max_new_tokens": 3, "batch": 1, "chunk": 2, "dtype": "float32"}
+    settings = session.Settings(mesh="tp:2", cache="stacked", commit="abc", **how, **paths)
+    out = io.StringIO()
+    assert session.decode(settings, out, io.StringIO()) == 0
+    ceiling, step = rows.read(tmp_path / "rows.jsonl")
+    assert ceiling["op"] == "ceiling" and ceiling["tbps"] > 0
+    assert step["case"] == "tiny_tp2_stacked_b1_s8" and step["problem"]["devices"] == 2
+    assert not set(rows.REQUIRED) - step.keys() and step["roofline"] > 0 and step["checked"]
+    assert set(step["parts"]) == set(report.PARTS) and min(step["parts"].values()) >= 0
+    assert sum(step["parts"].values()) >= step["ms"] * 0.99
+    config = checkpoint.config_of(checkpoint.EMBEDDED)
+    sizes = config.size - (0 if config.tied else config.vocab * config.hidden)
+    assert step["weight_bytes"] - 4 * sizes in (0, 4 * config.hidden * (config.vocab % 2))
+    for name in ("report.json", "report.png"):
+        assert f"wrote {tmp_path / 'out' / name}" in out.getvalue()
+
+
+def test_processes_with_a_device_each_say_what_one_device_does():
+    running = _processes("--prompt=ROMEO:", "--max_new_tokens=5", "--mesh=tp:2")
+    (text,) = lm.generate(lm.load(), ["ROMEO:"], max_new_tokens=5)
+    first, other = _said(running)
+    assert f"ROMEO:{text}" in first and "2 x cpu" in first
+    assert "ROMEO:" not in other
+
+
+@pytest.mark.by_xla
+def test_the_loop_beside_ours_is_split_over_devices_too(tmp_path, monkeypatch):
+    """The same tokens as on one device, and a row of the report; cuDNN is stood in for."""
+    steps = peer.steps
+    monkeypatch.setattr(peer, "steps", lambda a, b, how, *rest: steps(a, b, "xla", *rest))
+    monkeypatch.setattr(report, "_on_gpu", lambda: True)
+    described = witness.CONFIGS["llama2"] | {"vocab_size": 95}
+    tensors = witness.tensors_of(described, np.random.default_rng(0))
+    folder = witness.write(tmp_path / "llama2", described, tensors)
+    found = []
+    for mesh in (None, lm_mesh.make("tp:2", ("tp",))):
+        config, params = checkpoint.load(folder, "float32", mesh)
+        how = decode.Options(slots=3, capacity=32, chunk=5, dtype="float32", mesh=mesh)
+        subject = report.Subject("small", config, params, how, 20)
+        assert report._compared(subject)
+        report._compile_peer(subject, how, lambda line: None)
+        state = report._peer_state(subject, how)
+        (caches, _, _), tokens = report._peer_program(config, how)(params, state)
+        heads = {x.data.shape[2] for x in caches[0][0].addressable_shards}
+        assert heads == {config.kv_heads // (1 if mesh is None else 2)}
+        row = report._peer_row(subject, how, 1.0)
+        assert row["impl"] == "cudnn" and row["problem"].get("devices", 1) == len(found) + 1
+        found.append(np.asarray(tokens))
+    np.testing.assert_array_equal(*found)

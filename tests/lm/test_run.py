@@ -1,0 +1,378 @@
+"""run.py as a person meets it: what it prints, and its exit status."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from absl.testing import flagsaver
+
+from pallas_attn.cli import driver
+from pallas_attn.cli import flags as driver_flags
+from tests.lm import witness
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+# XLA's flags are those of conftest.py: half of a short run is XLA optimising what runs once, and
+# what the tests of this process have compiled is read.
+CPU = os.environ | {"JAX_PLATFORMS": "cpu"}
+
+
+def run(*arguments, given=""):
+    """(exit status, standard output, standard error) on a machine without a GPU."""
+    done = subprocess.run(
+        [sys.executable, "run.py", *arguments],
+        cwd=ROOT,
+        env=CPU,
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def called(capsys, monkeypatch):
+    """The same without a process: what takes one is to start it."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+
+    def call(*arguments):
+        with flagsaver.flagsaver():
+            status = driver.main(["run.py", *arguments])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+# ---- decode -------------------------------------------------------------------------------------
+
+
+def test_the_demo_prints_text_and_is_checked():
+    status, out, error = run("--max_new_tokens=60", "--check")
+    assert status == 0, error
+    text, table = out.split("6 sequences, 360 tokens in ")
+    parts = text.split(" of 6 ---\n")
+    assert len(parts) == 7 and parts[1].startswith("ROMEO:\n")
+    words = [word.strip(".,:;!?'-").lower() for word in text.split()]
+    common = {"the", "and", "to", "of", "my", "i", "is", "that", "a", "in", "you", "not", "be"}
+    assert sum(word in common for word in words) > len(words) / 8  # it is English
+    rows = [line.split() for line in table.splitlines()[2:-1]]
+    assert [row[:4] for row in rows] == [[str(n), "60", "60", "0"] for n in range(1, 7)]
+    assert table.splitlines()[0].endswith(" on cpu, reference, float32")
+    assert all(float(row[4]) <= float(row[6]) for row in rows)
+    assert out.splitlines()[-1] == (
+        "every step is the reference's: the likeliest token, and logits within the budget"
+    )
+
+
+@pytest.mark.parametrize("how", ["a file", "standard input"])
+def test_a_line_is_a_prompt(called, monkeypatch, tmp_path, how):
+    """Ended by a new line, and by nothing else that Python takes for the end of a line."""
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("ROMEO:\\nO\n\nThe\u2028sea\r\n\x0ca\x85\n".encode())
+    with path.open(encoding="ascii") as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        flag = f"--prompt_file={'-' if how == 'standard input' else path}"
+        status, out, error = called(flag, "--max_new_tokens=2", "--json")
+    assert status == 0, error
+    found = [json.loads(line) for line in out.splitlines()]
+    found = [line["sequence"] for line in found if "sequence" in line]
+    assert [one["prompt"] for one in found] == ["ROMEO:\nO", "The\u2028sea", "\x0ca\x85"]
+    assert [one["number"] for one in found] == [1, 2, 3]
+
+
+def test_control_c_ends_with_what_was_generated():
+    command = [sys.executable, "-u", "run.py", "--prompt=ROMEO:", "--max_new_tokens=500"]
+    command += ["--chunk=2", "--batch=1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # What a shell starts in the background ignores Ctrl-C, and so would what we start from there.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        started = subprocess.Popen(command, cwd=ROOT, env=CPU, **pipes)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with started as process:
+        assert process.stdout.readline() == "--- 1 of 1 ---\n"
+        process.send_signal(signal.SIGINT)
+        out, error = process.stdout.read(), process.stderr.read()
+    assert (process.returncode, error) == (130, "")
+    assert "ROMEO:" in out and out.splitlines()[-1].endswith("interrupted, 1 not ended")
+
+
+def test_a_checkpoint_that_a_stranger_wrote_is_decoded_and_checked(tmp_path):
+    """Of every family: tests/lm/test_model.py."""
+    config = witness.CONFIGS["qwen3"] | {"vocab_size": 256, "tokenizer": "bytes"}
+    tensors = witness.tensors_of(config, np.random.default_rng(0))
+    folder = witness.write(tmp_path / "qwen3", config, tensors, shards=2)
+    flags = [f"--checkpoint={folder}", "--prompt=ab", "--prompt=c", "--check", "--batch=1"]
+    status, out, error = run(*flags, "--max_new_tokens=9", "--cache=paged", "--page_size=4")
+    assert status == 0, out + error
+    assert "2 sequences, 18 tokens in " in out
+
+
+def _broken(folder, how):
+    config = witness.CONFIGS["llama3"] | {"vocab_size": 256, "tokenizer": "bytes"}
+    tensors = witness.tensors_of(config, np.random.default_rng(0))
+    if how == "shape":
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
+    if how == "architecture":
+        config["model_type"] = "gpt2"
+    witness.write(folder, config, tensors)
+    if how == "truncated":
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("truncated", "/model.safetensors: Error while deserializing header: "),
+        ("shape", "model.norm.weight: expected shape [32], as config.json has it, got [31]"),
+        ("architecture", "/config.json: model_type: expected one of llama, mistral, "),
+    ],
+)
+def test_a_broken_checkpoint_is_one_line_and_exit_status_2(called, tmp_path, how, words):
+    status, out, error = called(f"--checkpoint={_broken(tmp_path, how)}", "--prompt=a")
+    assert (status, out, error.count("\n")) == (2, "", 1)
+    assert words in error and error.endswith("; see python run.py --help\n")
+
+
+# ---- every flagfile, as far as this machine goes ------------------------------------------------
+
+
+def test_train_tiny_leaves_a_model_that_decodes(called, tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(b"To be, or not to be. " * 80)
+    flags = [f"--text={text}", f"--out={tmp_path}/model", "--steps=2", "--batch=1", "--context=8"]
+    flags.insert(0, "--flagfile=configs/train_tiny.cfg")
+    status, out, error = called(*flags)
+    assert status == 0, error
+    assert out.splitlines()[-2] == "trained on cpu, reference, float32"
+    folder = f"{tmp_path}/model"
+    assert out.splitlines()[-1] == f"the model is in {folder}: python run.py --checkpoint={folder}"
+    status, out, error = called(f"--checkpoint={folder}", "--prompt=To", "--max_new_tokens=3")
+    assert status == 0 and "1 sequence, 3 tokens in " in out, error
+    # It was trained on windows of eight bytes, and is for texts of as many.
+    status, out, error = called(f"--checkpoint={folder}", "--prompt=To be, or")
+    assert status == 2 and "prompt 1: 9 tokens do not fit in a capacity of 8" in error
+    # A model is not written over unasked.
+    status, out, error = called(*flags)
+    assert (status, out) == (2, "") and error.startswith(
+        f"out: {folder} holds config.json; name another folder, or say --overwrite"
+    )
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/decode_*.cfg")), ids=lambda p: p.stem)
+def test_a_throughput_run_works_with_a_model_of_a_size_for_this_machine(called, path):
+    small = ["--model=tiny", "--random_prompts=3", "--prompt_length=9", "--max_new_tokens=4"]
+    status, out, error = called(f"--flagfile={path.relative_to(ROOT)}", *small)
+    assert status == 0 and out.startswith("3 sequences, 12 tokens in "), error
+
+
+def test_the_parity_table_holds(called):
+    status, out, error = called("--flagfile=configs/parity.cfg")
+    assert status == 0, error
+    lines = out.splitlines()
+    assert lines[0].startswith("jax ") and lines[0].endswith("x cpu")
+    rows = [line for line in lines if " reference " in line]
+    operations = ["flash_attention", "its gradients", *["append_kv"] * 4, *["decode_attention"] * 3]
+    assert [row[:18].strip() for row in rows] == operations
+    assert all(float(row.split()[-2]) <= float(row.split()[-1]) for row in rows)
+    assert lines[-1] == "every operation is within its budget"
+
+
+def test_a_row_that_cannot_run_is_said_and_fails(called):
+    status, out, _ = called("--task=parity", "--implementation=sm90")
+    assert status == 1
+    assert out.count("cannot run") == 9
+    assert "sm90: it needs an NVIDIA GPU and the default device is none" in out
+    assert out.splitlines()[-1] == "9 rows did not hold"
+
+
+WRONG = [
+    ("--task=dance", "flag --task=dance: value should be one of <decode|train|parity|bench>"),
+    (
+        "--implementation=cudnn",
+        "flag --implementation=cudnn: value should be one of <sm90|sm80|reference>",
+    ),
+    ("--seed=-1", "flag --seed=-1: -1 is not an integer in the range [0, 4294967295]"),
+    ("--op=append", "op: --task=decode does nothing with it"),
+    ("--report=/dev/null/here", "report: /dev/null/here: Not a directory"),
+    ("--nosuch=1", "Unknown command line flag 'nosuch'"),
+    ("extra", "expected flags only, got 'extra'"),
+    ("--prompt=", "prompt 1 is empty"),
+    (f"--prompt={'a' * 513}", "prompt 1: 513 tokens do not fit in a capacity of 512"),
+    ("--prompt_file=configs", "prompt_file: configs: Is a directory"),
+    ("--prompt_file=/bin/true", "prompt_file: /bin/true: 'utf-8' codec can't decode byte "),
+    ("--flagfile=/bin/true", "flagfile: not a file of text"),
+    ("--flagfile=configs", "Unable to open flagfile: [Errno 21] Is a directory: 'configs'"),
+    ("--stop_ids=a", "stop_ids: expected numbers, got ['a']"),
+    ("--temperature=-1", "temperature: expected at least 0, got -1.0"),
+    (
+        "--batch=1048577",
+        "flag --batch=1048577: 1048577 is not an integer in the range [1, 1048576]",
+    ),
+    ("--task=train", "--task=train needs --text=FILE and --out=FOLDER"),
+    (
+        "--task=train --text=LICENSE --out=/dev/null/x --batch=1000000",
+        "batch: 1000000 windows of 512 bytes take more than ",
+    ),
+    ("--task=train --text=LICENSE --out=/dev/null/x", "out: /dev/null/x: Not a directory"),
+    (
+        "--task=bench",
+        "a benchmark times a GPU and jax found none; see python run.py for what runs here",
+    ),
+    # What another flag leaves nothing to do.
+    ("--checkpoint=x --model=tiny", "model: --checkpoint is the model; give one of the two"),
+    ("--page_size=8", "page_size: only --cache=paged has pages"),
+    ("--pages=8 --cache=stacked", "pages: only --cache=paged has pages"),
+    ("--prompt_length=9", "prompt_length: only --random_prompts draws prompts of a length"),
+    (
+        "--random_prompts=1 --prompt=a",
+        "prompt: --random_prompts takes no other prompts; give one of the two",
+    ),
+    ("--prompt=a --prompt_file=-", "prompt_file: --prompt is given; give one of the two"),
+    ("--top_k=4", "top_k: nothing is drawn without a --temperature"),
+    ("--top_p=0.4 --temperature=0", "top_p: nothing is drawn without a --temperature"),
+    ("--commit=abc", "commit: its rows are those of a --report=FOLDER"),
+    ("--out=x", "out: its rows are those of a --report=FOLDER"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), WRONG, ids=lambda x: x[:40])
+def test_a_wrong_value_is_one_line_that_says_what_to_do(called, words, line):
+    status, out, error = called(*words.split())
+    assert (status, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith(line) and error.endswith("; see python run.py --help\n")
+
+
+def test_a_wrong_value_of_a_process_is_exit_status_2():
+    line = "page_size: only --cache=paged has pages; see python run.py --help\n"
+    assert run("--page_size=8") == (2, "", line)
+
+
+def test_a_flagfile_may_say_more_than_is_used(called, tmp_path):
+    path = tmp_path / "x.cfg"
+    path.write_text("--page_size=8\n--model=tiny\n--top_k=3\n")
+    status, out, error = called(f"--flagfile={path}", "--prompt=a", "--max_new_tokens=2")
+    assert status == 0 and "1 sequence, 2 tokens in " in out, error
+
+
+FOR_A_GPU = [*ROOT.glob("configs/bench_*.cfg")]
+
+
+@pytest.mark.parametrize("path", FOR_A_GPU, ids=lambda path: path.stem)
+def test_every_flagfile_for_a_gpu_gets_as_far_as_the_gpu(called, path):
+    """Flags, cases and peers are looked at before the machine is."""
+    status, out, error = called(f"--flagfile={path.relative_to(ROOT)}")
+    assert (status, out) == (2, "") and "times a GPU and jax found none" in error
+
+
+def test_help_names_every_flag_of_its_own(called):
+    status, out, error = called("--help")
+    assert (status, error) == (0, "") and "python run.py --task=parity" in out
+    for name in driver_flags.USES:
+        assert f"--{name}=" in out or f"--[no]{name}" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("9 GiB"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 9 GiB\n"),
+    ],
+    ids=repr,
+)
+def test_no_memory_is_one_line(called, monkeypatch, error):
+    def fails():
+        raise error
+
+    monkeypatch.setattr(driver, "_train", fails)
+    status, out, said = called("--task=train")
+    assert (status, out, said.count("\n")) == (2, "", 1)
+    assert said.startswith("out of memory: ") and "a smaller --batch takes less; see" in said
+
+
+def test_what_is_no_fault_of_the_flags_is_a_traceback(called, monkeypatch):
+    def fails():
+        raise jax.errors.JaxRuntimeError("INTERNAL: no such kernel")
+
+    monkeypatch.setattr(driver, "_train", fails)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no such kernel"):
+        called("--task=train")
+
+
+# ---- the process --------------------------------------------------------------------------------
+
+
+def shell(line, **environment):
+    """(exit status, standard output and error) of a line of a shell in which $RUN is run.py."""
+    environment = CPU | {"RUN": f"{sys.executable} run.py"} | environment
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=ROOT, env=environment, capture_output=True, timeout=110
+    )
+    return done.returncode, (done.stdout + done.stderr).decode("utf-8", "surrogateescape")
+
+
+SHORT = "--prompt=a --max_new_tokens=2"
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "words"),
+    [
+        ("$RUN --help | head -1; exit ${PIPESTATUS[0]}", (0, 141), "python run.py"),
+        (f"$RUN {SHORT} <&- >&- 2>&-", (0,), ""),
+        ("$RUN --prompt_file=- <&-", (2,), "prompt_file: - has no prompt"),
+        ("printf 'a\\xff\\n' | $RUN --prompt_file=-", (2,), "prompt_file: -: 'utf-8' codec can't"),
+        (f"$RUN {SHORT} > /dev/full", (2,), "No space left on device"),
+        ("PYTHONIOENCODING=ascii $RUN --prompt=$'\\u20ac' --max_new_tokens=2", (0,), "\\u20ac"),
+    ],
+)
+def test_streams_that_are_closed_or_full_or_of_other_bytes(line, status, words):
+    found, said = shell(line)
+    assert found in status and words in said and "Traceback" not in said, said
+    assert "Exception ignored" not in said
+
+
+def test_compiled_programs_are_kept_where_a_person_expects_it(tmp_path):
+    line = f"unset JAX_COMPILATION_CACHE_DIR; $RUN {SHORT}"
+    there = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path / "home")}
+    assert shell(line, **there)[0] == 0
+    assert len(list((tmp_path / "cache" / "pallas_attn").iterdir())) > 3
+    status, said = shell(line, JAX_LOGGING_LEVEL="DEBUG", **there)
+    assert status == 0 and said.count("Persistent compilation cache hit") > 3
+    assert "PERSISTENT COMPILATION CACHE MISS" not in said
+
+
+def test_compiled_programs_are_kept_unless_a_flag_says_no(called, monkeypatch):
+    asked = []
+    monkeypatch.setattr(driver, "_keep_programs", lambda: asked.append("keep"))
+    monkeypatch.setattr(driver, "_decode", lambda: 0)
+    assert called("--nocompile_cache")[0] == 0 and not asked
+    assert called()[0] == 0 and asked == ["keep"]
+
+
+def test_where_nothing_can_be_written_no_program_is_kept(monkeypatch, tmp_path, capfd):
+    """And nothing is said."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        driver._keep_programs()
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,272 @@
+"""README.md and docs/: their code runs, their tables are those of the package and of results/, and
+their links lead somewhere.
+"""
+
+import dataclasses
+import pathlib
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn._call import dispatch
+from pallas_attn.bench import pages, support
+from tests.project.test_package import FLOORS, imports
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+ROOT = pathlib.Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SUPPORT = ROOT / "docs" / "support.md"
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+SEMANTICS = (ROOT / "docs" / "semantics.md").read_text()
+PROGRAMS = {
+    f"{page.name} {number}": program
+    for page in PAGES
+    if page.name
+    != "libraries.md"  # tests/project/test_libraries.py runs those, beside the libraries
+    for number, program in enumerate(
+        re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)
+    )
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.by_xla if "README" in x else ()) for x in PROGRAMS],
+)
+def test_programs_print_what_they_say(name, capsys):
+    exec(compile(PROGRAMS[name], name, "exec"), {})
+    said = re.search(r"print\(.*?\)\s*# (.*)", PROGRAMS[name]).group(1)
+    assert capsys.readouterr().out.strip() == said
+
+
+def written_by_hand(scope):
+    """Of the page's masks and scores: who sees whom, and the logits of a score s, in NumPy."""
+    T = scope["T"]  # noqa: N806
+    q, kv = np.ogrid[:T, :T]
+    causal, far = q >= kv, q - kv
+    ids = np.arange(T) // 32
+    same = ids[:, None] == ids[None]
+    prefix = np.stack([causal | (kv < n) for n in (20, 50)])[:, None]
+    masks = {
+        "causal": causal,
+        "window": causal & (far < 16),
+        "prefix-LM": prefix,
+        "documents": same & causal,
+        "documents, window": same & causal & (far < 16),
+        "dilated": causal & (far % 4 == 0),
+        "block diffusion": np.kron(np.tri(3), np.ones((32, 32))) > 0,
+        "local and global": causal & ((kv < 4) | (far < 8)),
+        "draft tree": np.asarray(scope["parents"]) | np.eye(T, dtype=bool),
+    }
+    slopes = np.array([1 / 2, 1 / 4, 1 / 8, 1 / 16])[:, None, None]
+    later = 16 + np.log(np.maximum(np.arange(T), 1) / 16) / np.log(8) * 16
+    bucket = np.where(np.arange(T) < 16, np.arange(T), np.minimum(later.astype(int), 31))
+    table = np.asarray(scope["buckets"])[:, bucket[np.abs(far)]]
+    scores = {
+        "ALiBi": lambda s: s - slopes * far,
+        "T5": lambda s: s + table,
+        "soft cap": lambda s: 30 * np.tanh(s / 30),
+    }
+    return masks, scores
+
+
+def test_recipes_of_masks_and_scores_are_what_their_names_say():
+    (program,) = (x for x in PROGRAMS.values() if "documents, window" in x)
+    scope = {}
+    exec(compile(program, "recipes.md", "exec"), scope)
+    masks, scores = written_by_hand(scope)
+    assert masks.keys() == scope["masks"].keys() and scores.keys() == scope["scores"].keys()
+    B, T, N, H = (scope[name] for name in "BTNH")  # noqa: N806
+    q, k, v = (np.asarray(scope[name], np.float32) for name in "qkv")
+    logits = np.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
+
+    def close(logits, seen, **options):
+        weights = np.exp(np.where(seen, logits, -np.inf) - logits.max(axis=-1, keepdims=True))
+        wanted = np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
+        got = pa.flash_attention(*map(jnp.asarray, (q, k, v)), **options)
+        np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+    for name, seen in masks.items():
+        dense = scope["masks"][name].dense(T, T, batch=B, heads=N)
+        np.testing.assert_array_equal(dense, np.broadcast_to(seen, (B, N, T, T)), name)
+        close(logits, seen, mask=scope["masks"][name])
+    for name, score in scores.items():
+        close(score(logits), masks["causal"], mask=pa.CAUSAL, score=scope["scores"][name])
+
+
+def test_the_programs_are_found():
+    assert {"README.md 0", "recipes.md 0", "recipes.md 2", "devices.md 2"} <= PROGRAMS.keys()
+
+
+def test_the_first_program_is_of_fifteen_lines():
+    lines = [line for line in PROGRAMS["README.md 0"].splitlines() if line.strip()]
+    assert len(lines) <= 15
+
+
+@pytest.mark.by_xla
+def test_the_program_updates_its_cache_in_place():
+    scope = {}
+    exec(compile(PROGRAMS["README.md 0"], "README.md", "exec"), scope)
+    cache, q, k, v = (scope[name] for name in ("cache", "q", "k", "v"))
+    before = [x.unsafe_buffer_pointer() for x in (*cache.k, *cache.v)]
+    cache, _ = scope["step"](cache, q[:, 0], k[:, 0], v[:, 0])
+    assert [x.unsafe_buffer_pointer() for x in (*cache.k, *cache.v)] == before
+
+
+def test_the_first_screen_has_two_lines_and_ci_takes_them():
+    """Each sets up all that it needs; .ci/run greps for how they begin, and runs what it finds."""
+    shown = re.search(r"^```bash\n(.*?)^```", README, re.S | re.M).group(1).splitlines()
+    start = "python3 -m venv .venv && .venv/bin/pip install -e "
+    assert len(shown) == 2 and all(line.startswith(start) for line in shown)
+    assert [line for line in README.splitlines() if line.startswith("python3 -m venv")] == shown
+    assert README.splitlines().index(shown[1]) < 25
+    assert "< <(grep '^python3 -m venv' README.md)" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_readme_is_short_and_has_one_picture():
+    assert len(README.splitlines()) <= 180
+    assert len(re.findall(r"!\[", README)) == 1
+
+
+def test_pages_and_pictures_are_what_results_make_of_them():
+    for name, text in pages.from_results(ROOT).items():
+        assert (ROOT / name).read_text("utf-8") == text, (
+            f"{name} is behind results/: python -m pallas_attn.bench.pages"
+        )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_figure_is_written_by_hand(page):
+    """Speeds and times of kernels stand between the markers of what results/ made."""
+    before, _, rest = page.read_text().partition(pages.BEGIN)
+    by_hand = before + rest.partition(pages.END)[2]
+    assert not re.findall(r"[^.\n]*\d\s*(?:TFLOP/s|[TG]B/s|us\b|ms\b|times as fast)", by_hand)
+
+
+def test_the_support_matrix_is_that_of_the_dispatch_table():
+    _, rest = SUPPORT.read_text().split(support.BEGIN)
+    written, _ = rest.split(support.END)
+    assert written.strip() == support.support_matrix(), (
+        "docs/support.md is behind the dispatch table: "
+        """python -c 'from pallas_attn import _support; _support.rewrite("docs/support.md")'"""
+    )
+
+
+def test_the_api_page_has_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text()
+    for name in pa.__all__:
+        assert f":: pallas_attn.{name}\n" in text or f"`{name}` is" in text, name
+
+
+def test_the_site_has_every_page():
+    index = (ROOT / "docs" / "index.md").read_text().splitlines()
+    assert {page.stem for page in PAGES[1:]} - {"index"} <= set(index)
+
+
+@pytest.mark.parametrize("operation", ["flash_forward", "flash_backward", "decode"])
+def test_hoppers_kernels_are_for_hopper(operation):
+    """As docs/support.md says of Ampere, Ada and Blackwell."""
+    chosen = {}
+    for gpu in ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"):
+        problem = dataclasses.replace(support._BASE[operation], gpu=gpu)
+        chosen[gpu] = dispatch.select(problem, None).name
+    assert chosen == dict.fromkeys(chosen, "sm80") | {"sm90": "sm90"}
+
+
+_QUANTIZED = {"cache_dtype": "int8", "quantized": True}
+_SEPARATE = _QUANTIZED | {"kind": "per_sequence"}
+_LATENT = {"shared_kv": True, "kv_heads": 1, "q_heads": 16, "head_dim": 576, "v_head_dim": 512}
+
+
+@pytest.mark.parametrize(
+    ("operation", "fields"),
+    [
+        *((name, {"dtype": "float64"}) for name in ("flash_forward", "flash_backward", "decode")),
+        *((name, {"head_dim": 264}) for name in ("flash_forward", "flash_backward", "decode")),
+        *((name, {"v_head_dim": 36}) for name in ("flash_forward", "flash_backward", "decode")),
+        ("decode", {"sequences": 2001, "capacities": (8,) * 2001}),
+        ("decode", _SEPARATE | {"sequences": 1001, "capacities": (8,) * 1001}),
+        ("decode", _QUANTIZED | {"dtype": "float32"}),
+        ("decode", _LATENT | {"dtype": "float32", "cache_dtype": "float32"}),
+        ("decode", _LATENT | _QUANTIZED),
+        ("decode", {"cache_dtype": "float16"}),
+        ("decode", {"cache_dtype": "int8"}),
+        ("decode", _QUANTIZED | {"head_dim": 96, "v_head_dim": 96}),
+    ],
+)
+def test_what_no_kernel_takes(operation, fields):
+    """As docs/support.md says below the matrix."""
+    for gpu in support.GENERATIONS:
+        problem = dataclasses.replace(support._BASE[operation], gpu=gpu, **fields)
+        assert all(kernel.limit(problem) for kernel in support._kernels(problem)), gpu
+
+
+def test_the_matrix_knows_every_operation():
+    assert set(support.OPERATIONS) | {"decode_mla"} == set(dispatch.TABLES)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_links_within_the_repository_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_names_in_the_pages_exist():
+    for page in PAGES:
+        for name in set(re.findall(r"`(?:pa|pallas_attn)\.(\w+)", page.read_text())):
+            assert hasattr(pa, name) or (ROOT / "pallas_attn" / name).exists(), f"{page}: {name}"
+
+
+def test_paths_in_the_pages_exist():
+    """What is named by its path from the root, in code style."""
+    for page in PAGES:
+        for name in re.findall(
+            r"`((?:pallas_attn|tests|configs|docs|results)/[\w/.]*)`", page.read_text()
+        ):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_the_semantics_that_the_page_and_the_docstrings_share():
+    """The page is the contract; what a call says of itself must not contradict it."""
+    assert "a row that sees no key | out 0, lse -inf" in SEMANTICS
+    assert "row that sees no key is 0" in pa.flash_attention.__doc__
+    assert "-inf for a row that sees no key" in pa.flash_attention_with_lse.__doc__
+    assert "NaN" in pa.decode_attention.__doc__
+
+
+def test_files_in_the_pages_exist():
+    """In code style: a path from the root, from the package or its kernels/, or a file's name."""
+    roots = [ROOT, ROOT / "pallas_attn", ROOT / "pallas_attn" / "kernels"]
+    folders = ("pallas_attn", "tests", "docs")
+    names = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    for page in PAGES:
+        for name in re.findall(r"`([\w./]*\.py)`", page.read_text()):
+            found = any((root / name).exists() for root in roots)
+            assert found or name in names, f"{page.name}: {name}"
+
+
+def test_the_map_has_every_module_and_every_folder_of_kernels():
+    top = {path.name for path in (ROOT / "pallas_attn").glob("*.py")} - {"__init__.py"}
+    assert top <= set(re.findall(r"`(\w+\.py)`", ARCHITECTURE))
+    floors = {}
+    for floor, folders in re.findall(r"^\| (\d) \| ([^|]*) \|", ARCHITECTURE, re.M):
+        floors |= dict.fromkeys(re.findall(r"`(\w+)/`", folders), int(floor))
+    assert floors == FLOORS
+
+
+def test_eight_files_are_enough_to_follow_the_hopper_forward():
+    """Those that the page lists, and what they import is listed too or named as not needed."""
+    part = ARCHITECTURE.partition("### One call of the Hopper forward")[2].partition("###")[0]
+    listed = re.findall(r"^\d\. `([\w/]+)\.py`", part, re.M)
+    assert len(listed) <= 8 and listed[0] == "flash_fwd/sm90"
+    named = {name for name in re.findall(r"`([\w/]+)\.py`", part)}
+    for module in listed:
+        for name in imports("kernels." + module.replace("/", ".")):
+            folder, _, file = name.removeprefix("kernels.").partition(".")
+            if name.startswith("kernels.") and file and folder != "lang":
+                assert f"{folder}/{file}" in named, f"{module} imports {name}"

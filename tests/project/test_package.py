@@ -1,0 +1,439 @@
+"""The package as a whole: what importing it costs, who imports whom, how large things are."""
+
+import ast
+import dataclasses
+import functools
+import importlib
+import inspect
+import os
+import pathlib
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import pallas_attn as pa
+
+ROOT = pathlib.Path(pa.__file__).parent
+PUBLIC = ("attention", "decode", "cache", "append", "context", "masks", "merge", "rotary")
+PUBLIC += ("scores", "trees", "errors", "prefixes")
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def named(path):
+    """pallas_attn/kernels/append/copy.py -> kernels.append.copy"""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__").removeprefix("pallas_attn.")
+
+
+MODULES = {named(path): path for path in FILES}
+
+
+@functools.cache
+def tree(path):
+    return ast.parse(path.read_text(), str(path))
+
+
+@functools.cache
+def nodes(path):
+    return tuple(ast.walk(tree(path)))
+
+
+# ---- importing ----------------------------------------------------------------------------------
+
+_COST = """
+import sys, time
+start = time.process_time()
+import jax, jax.numpy
+between = time.process_time()
+import pallas_attn
+print((time.process_time() - between) / (between - start))
+"""
+_QUIET = """
+import os, sys
+import jax, jax.numpy
+from jax._src import xla_bridge
+
+class Watched(dict):
+    def _note(self, name):
+        raise SystemExit(f"pallas_attn reads the environment variable {name}")
+    def __getitem__(self, name): self._note(name)
+    def get(self, name, default=None): self._note(name)
+    def __contains__(self, name): self._note(name)
+    def __iter__(self): self._note("*")
+
+real, os.environ = os.environ, Watched()
+os.getenv = os.environ.get
+before = set(sys.modules)
+import pallas_attn
+os.environ = real
+assert not xla_bridge.backends_are_initialized(), "importing pallas_attn asks for devices"
+kernels = [m for m in sys.modules if m.startswith("pallas_attn.kernels.")]
+assert not kernels, f"importing pallas_attn imports {kernels}"
+new = {m.partition(".")[0] for m in set(sys.modules) - before}
+print(sorted(new - set(sys.stdlib_module_names)))
+"""
+
+
+def run(code):
+    environment = os.environ | {"PYTHONPATH": str(ROOT.parent), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_costs_little():
+    """Beside jax itself, on a machine that may be busy."""
+    assert min(float(run(_COST)) for _ in range(4)) < 0.3
+
+
+def test_importing_asks_no_device_and_reads_no_environment():
+    assert run(_QUIET) == "['jax', 'pallas_attn']"
+
+
+# ---- who imports whom ---------------------------------------------------------------------------
+
+
+@functools.cache
+def imports(module):
+    """Modules of this package that one imports, at its top or within functions."""
+    path, found = MODULES[module], set()
+    for node in nodes(path):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.partition(".")[0] == "pallas_attn":
+                found.add(_module(name.removeprefix("pallas_attn").removeprefix(".")))
+    return found
+
+
+@functools.cache
+def _module(name):
+    """The longest front of a dotted name that is a module: masks.CAUSAL -> masks."""
+    parts = name.split(".")
+    while parts and not (ROOT.joinpath(*parts).with_suffix(".py").exists()):
+        if ROOT.joinpath(*parts).is_dir() and parts != [""]:
+            break
+        parts.pop()
+    return ".".join(parts)
+
+
+def who_imports(module):
+    return {name for name in MODULES if module in imports(name)}
+
+
+def test_the_walk_sees_imports():
+    assert imports("pallas_attn") == set(PUBLIC)
+    assert {"_call.checks", "_call.dispatch", "masks"} <= imports("attention")
+    assert "kernels.lang.mosaic" in imports("kernels.append.copy")
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_modules_import_no_kernel(module):
+    assert not [name for name in imports(module) if name.startswith("kernels")]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("kernels")])
+def test_kernels_import_nothing_that_is_public_but_masks_and_errors(module):
+    allowed = {
+        "masks",
+        "errors",
+        "_call.problem",
+        "_functions.program",
+        "_functions.tile_bounds",
+        "_call.gpu_specs",
+    }
+    others = {name for name in imports(module) if not name.startswith("kernels")}
+    assert others <= allowed
+
+
+# The folders of kernels/, each with its floor: a file imports from its own folder and from those on
+# lower floors.
+FLOORS = {
+    "lang": 0,
+    "mma": 1,
+    "attention": 2,
+    "flash_fwd": 3,
+    "append": 3,
+    "decode": 3,
+    "flash_bwd": 4,
+    "prefill": 4,
+    "decode_mla": 4,
+}
+
+
+def _folder(module):
+    return module.split(".")[1]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.count(".") == 2])
+def test_kernels_import_from_their_own_folder_and_lower_floors(module):
+    if not module.startswith("kernels."):
+        return
+    for name in imports(module):
+        if name.startswith("kernels."):
+            there, here = _folder(name), _folder(module)
+            assert there == here or FLOORS[there] < FLOORS[here], f"{module} imports {name}"
+
+
+def test_every_kernel_file_lies_in_a_folder_with_a_floor():
+    folders = {path.name for path in (ROOT / "kernels").iterdir() if path.is_dir()}
+    assert folders - {"__pycache__"} == set(FLOORS)
+    assert [path.name for path in (ROOT / "kernels").glob("*.py")] == ["__init__.py"]
+
+
+def test_no_circle_of_imports():
+    """Modules can be put in an order in which each imports only those before it."""
+    left = {name: imports(name) - {name} for name in MODULES}
+    while ready := [name for name, found in left.items() if not found & set(left)]:
+        for name in ready:
+            del left[name]
+    assert not left
+
+
+def test_the_reference_knows_only_masks_and_programs():
+    assert imports("_call.reference") == {"masks", "_functions.program"}
+
+
+def test_only_the_dispatch_knows_the_reference():
+    users = who_imports("_call.reference")
+    assert users == {"_call.dispatch"}
+
+
+def test_who_knows_the_dispatch():
+    users = who_imports("_call.dispatch")
+    asks = {
+        "bench.support",
+        "bench.parity",
+        "lm.decode",
+        "lm.train",
+    }  # what there is, and what was taken
+    ours = {
+        "attention",
+        "_autodiff.score_gradients",
+        "_context_parallel.attention",
+        "_cache.write",
+        "_cache.keep",
+        "decode",
+    }
+    assert users == ours | asks
+
+
+def test_bench_and_lm_use_the_public_api():
+    private = {
+        "_call.checks",
+        "_call.device",
+        "_call.reference",
+        "_call.batching",
+        "_call.sharding",
+    }
+    users = {name for name in MODULES if name.startswith(("bench", "lm"))}
+    assert "bench.runner" in users
+    users.remove("lm.rows")  # runs the demo's own kernels, over devices as the operations do
+    for name in users:
+        assert not (found := imports(name) & private), f"{name} imports {found}"
+
+
+def test_run_time_dependencies_are_the_four_we_said():
+    allowed = {"pallas_attn", "jax", "jaxlib", "numpy", "absl"}
+    extras = {"bench": {"matplotlib", "torch", "tokamax", "flash_attn", "flashinfer"}}
+    extras["lm"] = {"matplotlib", "safetensors", "tokenizers"}
+    for path in FILES:
+        here = allowed | extras.get(named(path).partition(".")[0], set())
+        for node in nodes(path):
+            if isinstance(node, ast.Import):
+                names = {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {node.module.partition(".")[0]}
+            else:
+                continue
+            assert names <= here | sys.stdlib_module_names, f"{path}: {names - here}"
+
+
+def test_jax_is_private_in_few_files():
+    """jax._src nowhere but in kernels/lang/mosaic.py and the timer; Mosaic's own dialects also in
+    the files that speak of single threads and instructions, which no version of JAX changes.
+    """
+    private = ("jax._src", "jax.experimental.mosaic", "jaxlib")
+    users = set()
+    for path in FILES:
+        for node in nodes(path):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            users |= {named(path) for name in names if name.startswith(private)}
+    of_instructions = {name for name in users if name.startswith(("kernels.lang.", "kernels.mma."))}
+    of_instructions |= {"kernels.attention.score_mod", "kernels.decode_mla.combine_latent"}
+    assert users <= {"kernels.lang.mosaic", "bench.timing"} | of_instructions
+
+
+# ---- sizes and words ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_files_and_functions_are_of_a_size_to_be_read(path):
+    assert len(path.read_text().splitlines()) <= 800
+    for node in nodes(path):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            inner = [n for n in ast.walk(node) if isinstance(n, ast.stmt)]
+            assert len(inner) - 1 <= 60, f"{node.name} has {len(inner) - 1} statements"
+
+
+def test_kernels_read_none_of_a_masks_fields():
+    """They ask `Mask.allows`, `row_bounds`, `kv_range` and the like: what a mask means is said in
+    masks.py alone. By name, so that none is read by way of another variable: no attribute of
+    anything in kernels/ bears a field's name, but what a class says of itself.
+    """
+    fields = {field.name for field in dataclasses.fields(pa.Mask)}
+    found = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path in (ROOT / "kernels").rglob("*.py")
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute)
+        and node.attr in fields
+        and ast.unparse(node.value) != "self"
+    ]
+    assert not found
+
+
+def test_nobody_compares_positions_but_masks():
+    """`kv_pos <=` and the like outside of masks.py would be a second definition of visibility."""
+    for path in FILES:
+        if named(path) == "masks":
+            continue
+        for node in nodes(path):
+            if isinstance(node, ast.Compare):
+                text = ast.unparse(node)
+                assert not ("q_pos" in text and "kv_pos" in text), f"{path}: {text}"
+
+
+def test_kernels_know_kinds_of_caches_from_their_layout():
+    """Where rows lie is said once, in cache_layout.py; other kernels ask it."""
+    kinds = {"per_sequence", "stacked", "paged"}
+    users = {
+        named(path)
+        for path in FILES
+        for node in nodes(path)
+        if isinstance(node, ast.Constant) and node.value in kinds
+    }
+    users = {name for name in users if name.startswith("kernels.")}
+    assert users == {"kernels.attention.cache_layout"}
+
+
+def _bare_tuples(annotation):
+    nodes = list(ast.walk(annotation))
+    held = [node.value for node in nodes if isinstance(node, ast.Subscript)]
+    names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "tuple"]
+    return [name for name in names if name not in held]
+
+
+def test_no_parameter_is_a_bare_tuple():
+    """What always travels together is a record with names, or says what it holds."""
+    for path in FILES:
+        typed = [x for x in nodes(path) if isinstance(x, ast.arg) and x.annotation]
+        found = [f"{path}:{x.lineno} {x.arg}" for x in typed if _bare_tuples(x.annotation)]
+        assert not found
+
+
+_MAKERS = {"Context", "in_context", "kernel"}  # of the record, and what launches a kernel
+
+
+def _loose(function):
+    """Which of plan, refs and smem a function takes, where it should be given one record."""
+    arguments = function.args
+    names = {x.arg for x in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    called = {call.attr if isinstance(call, ast.Attribute) else ast.unparse(call) for call in calls}
+    makes_operands = function.returns is not None and ast.unparse(function.returns) == "Refs"
+    return set() if called & _MAKERS or makes_operands else names & {"plan", "refs", "smem"}
+
+
+@pytest.mark.parametrize("path", [x for x in FILES if "kernels" in x.parts], ids=named)
+def test_functions_of_a_kernel_are_given_one_record(path):
+    """`Context`, or `ThreadContext`. Its parts stand side by side only in what makes it, in what
+    launches a kernel, and in what makes a kernel's operands.
+    """
+    functions = [node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef)]
+    assert not [f"{path}:{one.lineno} {one.name}" for one in functions if len(_loose(one)) > 1]
+
+
+def test_loose_parts_of_a_record_are_seen():
+    body = "def f(plan, refs, t): return "
+    loose = [_loose(ast.parse(body + x).body[0]) for x in ("t", "g(Context(plan, refs))")]
+    assert loose == [{"plan", "refs"}, set()]
+
+
+def test_every_file_says_what_it_is():
+    for path in FILES:
+        if path.name != "__init__.py" or path.read_text():
+            assert ast.get_docstring(tree(path)), f"{path} has no docstring"
+
+
+def test_no_environment_no_print():
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.Attribute) and named(path) != "cli.driver":
+                assert node.attr not in ("environ", "getenv"), f"{path} reads the environment"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id != "print", f"{path} prints"
+
+
+@pytest.mark.parametrize("name", pa.__all__)
+def test_public_names_are_documented(name):
+    value = getattr(pa, name)
+    if not inspect.isclass(value) and not inspect.isfunction(value):
+        return
+    assert value.__doc__ and not value.__doc__.startswith(f"{name}(")
+    methods = vars(value) if inspect.isclass(value) else {}
+    for method, one in methods.items():
+        if not method.startswith("_") and inspect.isfunction(one):
+            assert inspect.getdoc(getattr(value, method)), f"{name}.{method}"
+
+
+def test_all_is_all_and_in_order():
+    assert sorted(pa.__all__) == pa.__all__
+    public = {n for n, x in vars(pa).items() if not n.startswith("_") and not inspect.ismodule(x)}
+    assert public == set(pa.__all__)
+
+
+@pytest.mark.parametrize("name", pa.__all__)
+def test_docstrings_name_every_argument(name):
+    function = getattr(pa, name)
+    text = inspect.getdoc(function) or ""
+    if inspect.isfunction(function) and "Args:" in text:
+        missing = [x for x in inspect.signature(function).parameters if x not in text]
+        assert not missing
+
+
+def test_no_skips_makes_a_skip_a_failure(tmp_path):
+    """What the standing command for a machine with a GPU leans on."""
+    path = tmp_path / "test_skips.py"
+    path.write_text("import pytest\n\ndef test_it():\n    pytest.skip('no machine for it')\n")
+    command = ["-q", "-p", "tests.conftest", str(path), "-p", "no:cacheprovider"]
+    command += ["-c", str(ROOT.parent / "pyproject.toml")]
+    twice = f"import pytest; asked = {command}\n"
+    twice += "print([int(pytest.main(asked + more)) for more in ([], ['--no-skips'])])"
+    done = subprocess.run(
+        [sys.executable, "-c", twice], capture_output=True, text=True, cwd=ROOT.parent, check=True
+    )
+    plain, strict = done.stdout.split("1 skipped")
+    assert "no machine for it" in plain and "no machine for it" in strict
+    assert "1 failed" in strict and done.stdout.endswith("[0, 1]\n"), done.stdout + done.stderr
+
+
+def test_the_console_command_is_there():
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["pallas-attn"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_every_module_imports():
+    for name in MODULES:
+        if not name.startswith(("bench", "kernels", "lm")):
+            importlib.import_module(f"pallas_attn.{name}" if name != "pallas_attn" else name)

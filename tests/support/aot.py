@@ -1,0 +1,326 @@
+"""Ahead-of-time compilation for GPUs that are not here: down to SASS, with what ptxas and XLA said
+on the way.
+
+`compile_for(f, *shapes, target="h100")` hands `f` to a worker process, one a GPU generation (code
+lowered for one and compiled for another can abort a process), which lives until the tests end. `f`
+travels by pickle: a function of a module, or a `functools.partial` of one. The worker needs the
+`aot` extra; `available()` says whether it is installed.
+
+`python -m tests.support.aot --digest [NAME ...]` prints digests of the machine code of
+tests/support/builds.py.
+"""
+
+import atexit
+import ctypes
+import dataclasses
+import functools
+import importlib.util
+import os
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from contextlib import nullcontext
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# What XLA wants to know of a GPU, from the vendor's data sheets and CUDA's table of compute
+# capabilities: capability, multiprocessors, shared memory of one and of a block (KiB), L2 (MiB),
+# clock (GHz), memory (GB), TB/s.
+_GPUS = {
+    "a100": ("major: 8 minor: 0", 108, 164, 163, 40, 1.41, 80, 2.04, "NVIDIA A100-SXM4-80GB"),
+    "h100": (
+        "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES",
+        *(132, 228, 227, 50, 1.98, 80, 3.35, "NVIDIA H100 80GB HBM3"),
+    ),
+    "sm86": ("major: 8 minor: 6", 84, 100, 99, 6, 1.8, 48, 0.77, "NVIDIA RTX A6000"),
+    "sm89": ("major: 8 minor: 9", 142, 100, 99, 96, 2.5, 48, 0.86, "NVIDIA L40S"),
+    "b200": (
+        "major: 10 minor: 0 feature_extension: ACCELERATED_FEATURES",
+        *(148, 228, 227, 126, 1.97, 180, 7.7, "NVIDIA B200"),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What ptxas said of one kernel."""
+
+    name: str
+    registers: int
+    spill_bytes: int  # stored
+    notes: tuple[str, ...]  # remarks by number; C7511, C7512: wgmma wait for each other
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What became of one function: its Mosaic kernels, their machine code, and XLA's program around
+    them.
+    """
+
+    kernels: tuple[Kernel, ...]
+    disassembled: str
+    ptx: str
+    hlo: str
+
+    @property
+    def sass(self) -> str:
+        assert self.disassembled, "compiled with sass=False"
+        return self.disassembled
+
+    @property
+    def registers(self) -> int:
+        return max((kernel.registers for kernel in self.kernels), default=0)
+
+    @property
+    def spill_bytes(self) -> int:
+        return sum(kernel.spill_bytes for kernel in self.kernels)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(note for kernel in self.kernels for note in kernel.notes)
+
+    @property
+    def copies(self) -> int:
+        """Copies of arrays (a loop counter is none); what is updated in place has no copy."""
+        return len(re.findall(r"= \w+\[\d[^ ]* copy(?:-start)?\(", self.hlo))
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """What XLA launches beside Mosaic's kernels, in the program's entry: each is a microsecond
+        or more.
+        """
+        entry = self.hlo[self.hlo.index("\nENTRY") :]
+        found = re.findall(r"(?m)^ +(?:ROOT )?%(\S+) = .*? ([a-z][\w-]*)\((.*)$", entry)
+        free = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"}
+        return tuple(
+            name for name, what, rest in found if what not in free and "mosaic_gpu" not in rest
+        )
+
+    @property
+    def aliases(self) -> int:
+        """Results that live in a donated argument's buffer."""
+        return len(re.findall(r"(?:may|must)-alias", self.hlo))
+
+    @property
+    def launches(self) -> int:
+        """Mosaic kernels in the compiled program, each counted where it stands."""
+        return len(re.findall(r'custom_call_target="mosaic_gpu', self.hlo))
+
+    @property
+    def tensor_maps(self) -> int:
+        """What TMA with a swizzle or a tile takes: 128 bytes of kernel parameters each."""
+        sizes = re.findall(r"\.param \.align 64 \.b8 \S+\[(\d+)\]", self.ptx)
+        return sum(map(int, sizes)) // 128
+
+
+def available() -> bool:
+    """Whether the `aot` extra is installed."""
+    return importlib.util.find_spec("jax_cuda13_plugin") is not None
+
+
+def compile_for(
+    f: Any,
+    *shapes: Any,
+    target: str = "h100",
+    donate_argnums: Any = (),
+    compiler_options: dict[str, Any] | None = None,
+    sass: bool = True,
+) -> Report:
+    """Compiles `jax.jit(f)` for one of `_GPUS` at `shapes`: a tree of anything with a shape and a
+    dtype. "h100x2" is two of them, the mesh's axis "cp", over which axis 1 of all arrays and
+    results is split. `sass`: and disassembles it, which takes a fifth of the time and is left out
+    for kernels of which nobody reads it.
+    """
+    import jax
+
+    try:
+        shapes = jax.tree.map(_shape, shapes)
+        request = pickle.dumps((f, shapes, donate_argnums, compiler_options, sass))
+    except (pickle.PicklingError, AttributeError) as e:
+        raise TypeError(
+            f"compile_for wants a function of a module, or a partial of one: {e}"
+        ) from e
+    kernels, *texts = _worker(target).ask(request)
+    return Report(tuple(Kernel(*kernel) for kernel in kernels), *texts)
+
+
+def _shape(array: Any) -> Any:
+    import jax
+
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+class _Worker:
+    """A process that compiles for one GPU."""
+
+    def __init__(self, target: str):
+        # To standard output: into a folder Mosaic writes 100 MB of everything, in twice the time.
+        dump = {f"MOSAIC_GPU_DUMP_{what}": "1" for what in ("PTX", "PTXAS")}
+        env = (
+            os.environ
+            | dump
+            | {
+                "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # there is no cuDNN here
+                "JAX_PLATFORMS": "cpu",
+                "JAX_ENABLE_COMPILATION_CACHE": "false",  # out of which nothing is dumped
+                "XLA_FLAGS": f"--xla_force_host_platform_device_count={_count(target)}",
+                "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+            }
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.aot", target],
+            env=env,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        atexit.register(self.close)
+
+    def ask(self, request: bytes) -> Any:
+        self.process.stdin.write(len(request).to_bytes(8, "little") + request)
+        self.process.stdin.flush()
+        try:
+            answer = pickle.load(self.process.stdout)
+        except EOFError:
+            raise RuntimeError(f"the compiling process died: exit {self.process.wait()}") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(timeout=10)
+
+
+@functools.cache
+def _worker(target: str) -> _Worker:
+    return _Worker(target)
+
+
+def _serve(target: str) -> None:
+    """The worker's loop: compile what comes in, answer, until the pipe is closed."""
+    answers = os.fdopen(os.dup(1), "wb")
+    with tempfile.TemporaryFile("w+") as printed:
+        os.dup2(printed.fileno(), 1)  # Mosaic prints there, and no print may be an answer
+        _answer(answers, printed, _devices(target))
+
+
+def _answer(answers: Any, printed: Any, devices: Any) -> None:
+    while size := sys.stdin.buffer.read(8):
+        request = sys.stdin.buffer.read(int.from_bytes(size, "little"))
+        *request, sass = pickle.loads(request)
+        os.environ.pop("MOSAIC_GPU_DUMP_SASS", None)
+        os.environ.update({"MOSAIC_GPU_DUMP_SASS": "1"} if sass else {})
+        try:
+            answer: Any = _compile(devices, printed, *request)
+        except Exception as e:  # the process that asked raises it
+            answer = RuntimeError(f"{type(e).__name__}: {e}")
+        answers.write(pickle.dumps(answer))
+        answers.flush()
+
+
+def _count(target: str) -> int:
+    return int(target.partition("x")[2] or 1)
+
+
+def _devices(target: str) -> Any:
+    from jax.experimental import topologies
+
+    one, count = target.partition("x")[0], _count(target)
+    capability, cores, shared, shared_block, l2, clock, memory, bandwidth, name = _GPUS[one]
+    description = f"""
+    gpu_device_info {{
+      cuda_compute_capability {{ {capability} }}
+      core_count: {cores} fpus_per_core: 128 clock_rate_ghz: {clock}
+      threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+      block_dim_limit_x: {2**31 - 1} block_dim_limit_y: 65535 block_dim_limit_z: 65535
+      registers_per_core_limit: 65536 registers_per_block_limit: 65536
+      shared_memory_per_core: {shared * 1024} shared_memory_per_block: 49152
+      shared_memory_per_block_optin: {shared_block * 1024} l2_cache_size: {l2 * 2**20}
+      device_memory_size: {memory * 10**9} memory_bandwidth: {int(bandwidth * 10**12)}
+    }}
+    platform_name: "CUDA" device_description_str: "{name}"
+    dnn_version_info {{ major: 9 minor: 12 }} runtime_version {{ major: 13 minor: 0 }}
+    """
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name=one, target_config=description, topology=f"1x1x{count}"
+    )
+    return topology.devices
+
+
+_dumps: dict[str, str] = {}  # by kernel: compiled once, it comes out of a cache and prints nothing
+
+
+def _compile(
+    devices: Any, printed: Any, f: Any, shapes: Any, donate_argnums: Any, compiler_options: Any
+) -> tuple[Any, ...]:
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    jax.clear_caches()
+    printed.seek(0)
+    printed.truncate()
+    mesh = Mesh(np.array(devices), ("cp",))
+    several = len(devices) > 1
+    there = NamedSharding(mesh, PartitionSpec(*[None, "cp"] * several))
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), shapes)
+    # Tells what is traced which GPU it is for, and which mesh, where there is one.
+    with jax.default_device(devices[0]), jax.set_mesh(mesh) if several else nullcontext():
+        lowered = jax.jit(f, out_shardings=there, donate_argnums=donate_argnums).lower(*shapes)
+    compiled = lowered.compile(compiler_options)
+    ctypes.CDLL(None).fflush(None)
+    printed.seek(0)
+    kernels = list(
+        dict.fromkeys(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', lowered.as_text()))
+    )
+    if "ptxas info" in (new := printed.read()):
+        _dumps.update(dict.fromkeys([kernel for kernel in kernels if kernel not in _dumps], new))
+    dumped = {id(_dumps[kernel]): _dumps[kernel] for kernel in kernels}.values()
+    modules = [module for dump in dumped for module in _modules(dump)]
+    ptx, ptxas, sass = ("\f".join(texts) for texts in zip(*modules, strict=True))
+    return _kernels(ptxas), sass, ptx, compiled.as_text()
+
+
+def _modules(dump: str) -> list[tuple[str, str, str]]:
+    """What was printed of each module: PTX, the lines of ptxas, SASS."""
+    modules = []
+    for text in re.split(r"(?m)^//\n// Generated by LLVM NVPTX Back-End\n//\n", dump)[1:]:
+        lines = [line.span() for line in re.finditer(r"(?m)^(?:ptxas .*|    \d+ bytes .*)\n", text)]
+        start, end = lines[0][0], lines[-1][1]
+        modules.append((text[:start], text[start:end], text[end:]))
+    return modules
+
+
+def _kernels(ptxas: str) -> list[tuple[Any, ...]]:
+    """One `Kernel`'s fields for each kernel that ptxas reports on; `ptxas` holds a form feed
+    between one module and the next.
+    """
+    found = []
+    for module in ptxas.split("\f"):
+        name = re.search(r"Compiling entry function '(\w+)'", module)
+        if name is None:
+            continue
+        numbers = [
+            int(re.search(pattern, module).group(1))
+            for pattern in (
+                r"Used (\d+) registers",
+                r"stack frame, (\d+) bytes spill stores",
+            )
+        ]
+        # Remarks stand before the function that they are about.
+        found.append((name.group(1), *numbers, tuple(re.findall(r"\((C\d{4})\)", module))))
+    return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--digest":
+        from tests.support import builds
+
+        builds.write_digests(sys.argv[2:], sys.stdout.write)
+    else:
+        _serve(sys.argv[1])

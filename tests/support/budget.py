@@ -1,0 +1,239 @@
+"""The one tolerance.
+
+A result may be off by twice what the same mathematics loses when it is done naively in the same
+dtype, and by the rounding of the result itself:
+
+    |got - oracle| <= 2 max|naive - oracle| + rounding
+
+For gradients of q, k, v and bias the maximum is over a band of positions (0, 1, 2-3, 4-7, ...; of
+query rows for dbias): under a causal mask the first rows have the largest errors by far, and would
+excuse any in the rest. A row's error is mostly that of its delta, one number, made from out as it
+was stored: one draw, which may happen to be near 0. So rows are held together, and dbias, dsinks
+and those of q, k and v of a random problem of few rows, to the worst of several naive runs, whose
+roundings fall on different grids. In float32 their scores are sums in different orders instead,
+and out is held to the worst of them, too.
+
+The oracle is `definition` in float64. The naive one does what every implementation for tensor cores
+must: it multiplies operands of the inputs' dtype (so the probabilities are rounded to it before
+they meet v, and so is dS before it meets q and k), adds up in float32, and keeps the result
+unrounded, since rounding has its own term; but the gradient works with the out that the forward
+pass stored, in the inputs' dtype. A budget above 10 % of the oracle's RMS proves nothing, and
+fails; for a gradient above 20 %: that stored out is most of it where few keys count. Both are
+computed in NumPy, wherever the subject runs: one budget everywhere, and no minutes of compiling
+float64 code that runs once.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from tests.support import definition
+
+VACUOUS = 0.1
+VACUOUS_GRADIENT = 0.2
+GRIDS = (1.0, 1.19, 1.41, 1.68)  # a number is rounded as so many times itself: one draw each
+# Of one number a fifth draw exceeds twice the worst of four in 4 %; of 64, in less than 0.01 %.
+MANY_GRIDS = tuple(2 ** (i / 64) for i in range(64))
+FEW = 128  # rows of numbers, each with one rounding in common, that prove little together
+# lse is float32 whatever the inputs are; GPUs' ex2 and lg2 are good to 2**-22, a sum of them to:
+LSE_ROUNDING = 2.0**-20
+EX2 = 2.0**-22
+
+_STATIC = ("mask", "scale", "softcap")
+
+
+class VacuousError(AssertionError):
+    """The budget is too wide to prove anything."""
+
+
+class Expected(NamedTuple):
+    """What a call should give, by name: out, lse, and dq, dk, dv, dbias, dsinks with cotangents."""
+
+    oracle: dict[str, np.ndarray]
+    naive: dict[str, np.ndarray]
+    dtype: str
+    noise: float = 2.0**-23  # of a product of what matmuls multiply
+    slack: float = 0.0  # of each number, beside the rounding of its dtype
+    lse: Any = None  # what a gradient alone is handed
+
+
+def attention(
+    arguments: dict[str, Any],
+    do: Any = None,
+    dlse: Any = None,
+    *,
+    tensor_cores: bool = False,
+    handed: bool = False,
+    random: bool = False,
+    grids: tuple[float, ...] = GRIDS,
+) -> Expected:
+    """Oracle and naive result of `flash_attention_with_lse(**arguments)`; gradients where `do`
+    (or `dlse`) is given. What lies past a length should be finite here, whatever the subject got.
+
+    `tensor_cores`: whether the subject multiplies float32 there. At the default precision scores
+    are then TF32, 11 bits of q and k, as for everybody; of all else our kernels owe 16 bits. At the
+    highest they owe float32, but for the last bits of an ex2, of a sum and of what is multiplied:
+    where all rows see one key, whose v a float32 sum returns as it is, kernels may be a bit off.
+
+    `handed`: whether the subject is a gradient alone, and finds an lse that others made. Where all
+    is float32 the naive one is then handed the best there is, too. Its own has the error of the
+    score that counts most, which cancels in exp(score - lse): with logits of 20 any other way to
+    add up scores, an exact one too, is 2 to 3 times as far off. Without that, how far depends on
+    the rounding of few scores: the worst of several orders of the columns counts.
+
+    `random`: whether nobody chose the problem. Gradients of q, k and v of few rows are then held to
+    the worst of several naive runs, too; such a budget may prove nothing, which the caller counts.
+
+    `grids`: of the naive runs. With `MANY_GRIDS` every number of every result is held to the worst
+    of 64: where one query's delta makes most of a gradient, a single run says little about it. In
+    float32 these add up scores one product at a time, on every machine; of narrower numbers one run
+    more adds them up as tensor cores do, which shows where rows see few keys.
+    """
+    static = {name: arguments[name] for name in _STATIC if arguments.get(name) is not None}
+    if isinstance(arguments.get("q_offset"), int):
+        static["q_offset"] = arguments["q_offset"]
+    arrays = {
+        name: value
+        for name, value in arguments.items()
+        if name not in static and name not in ("implementation", "precision") and value is not None
+    }
+    dtype = str(arrays["q"].dtype)
+    narrow = dtype if dtype in ("bfloat16", "float16") else None
+    slack = EX2 if tensor_cores and dtype == "float32" else 0.0
+    if slack:
+        narrow = "tf32" if arguments.get("precision") is None else "terms"
+    results = functools.partial(definition.attention, do=do, dlse=dlse, **static)
+    oracle = results(arrays)
+    names, lse = {"dbias", "dsinks"} & set(oracle), None
+    if random:
+        rows = {name: np.prod(oracle[name].shape[:3]) for name in {"dq", "dk", "dv"} & set(oracle)}
+        names |= {name for name, number in rows.items() if number < FEW}
+    if grids is MANY_GRIDS:
+        names = set(oracle)
+    if narrow in (None, "terms"):
+        names |= {"out"}  # in float32 mostly the error of the few scores that count
+        if handed:
+            names, lse = oracle.keys() - {"out", "lse"}, oracle["lse"].astype(np.float32)
+        plain = definition.naive(narrow)._replace(lse=lse)
+        if grids is MANY_GRIDS:
+            plain = plain._replace(scores=definition.one_by_one)
+        draws = [results(arrays, arithmetic=plain)]
+        for seed in range(len(grids) if names else 0):
+            draws.append(_reordered(arrays, do, seed, arithmetic=plain, call=results))
+    else:
+        grids = grids if names else grids[:1]
+        draws = [results(arrays, arithmetic=definition.naive(narrow, grid)) for grid in grids]
+        if grids is MANY_GRIDS and tensor_cores:
+            sums = definition.naive(narrow)._replace(scores=definition.towards_zero)
+            draws.append(results(arrays, arithmetic=sums))
+    naive = _worst_of(oracle, draws, names)
+    expected = Expected(oracle, naive, dtype, lse=naive["lse"] if lse is None else lse)
+    return expected._replace(slack=slack, noise=2.0**-16 if narrow == "tf32" else expected.noise)
+
+
+def _reordered(arrays: dict[str, Any], do: Any, seed: int, *, call: Any, **how: Any) -> Any:
+    """With the columns of q and k in an order of its own, and those of v and do."""
+    rng = np.random.default_rng(seed)
+    scores, values = (rng.permutation(arrays[name].shape[3]) for name in "kv")
+    turned = {name: np.asarray(arrays[name])[..., scores] for name in "qk"}
+    turned["v"] = np.asarray(arrays["v"])[..., values]
+    do = None if do is None else np.asarray(do)[..., values]
+    found = call(arrays | turned, do=do, **how)
+    places = {"dq": scores, "dk": scores, "dv": values, "out": values}
+    back = {n: found[n][..., np.argsort(order)] for n, order in places.items() if n in found}
+    return found | back
+
+
+def _worst_of(oracle: dict[str, Any], draws: list[dict[str, Any]], names: set[str]) -> Any:
+    """The first draw, but each number of `names` from the draw that is farthest off."""
+    naive = dict(draws[0])
+    for name in names:
+        zero = np.where(np.isfinite(oracle[name]), oracle[name], 0)  # `_compare` wants others as is
+        for other in draws[1:]:
+            farther = np.abs(other[name] - zero) > np.abs(naive[name] - zero)
+            naive[name] = np.where(farther, other[name], naive[name])
+    return naive
+
+
+def check(got: dict[str, Any], expected: Expected) -> dict[str, tuple[float, float]]:
+    """Fails where something in `got` is off by more than its budget; (error, budget) by name."""
+    report = {}
+    for name, value in got.items():
+        oracle, naive = expected.oracle[name], expected.naive[name]
+        report[name] = _compare(name, np.asarray(value), oracle, naive, expected)
+    return report
+
+
+def _compare(
+    name: str, got: Any, oracle: Any, naive: Any, expected: Expected
+) -> tuple[float, float]:
+    assert got.shape == oracle.shape, f"{name}: expected shape {oracle.shape}, got {got.shape}"
+    eps = max(float(jnp.finfo(x).eps) for x in (expected.dtype, got.dtype))
+    got = got.astype(np.float64)
+    finite = np.isfinite(oracle)
+    # Where the oracle is -inf (a row that sees no key) or NaN, nothing else will do.
+    np.testing.assert_array_equal(got[~finite], oracle[~finite], err_msg=name)
+    got, oracle, naive = (x[finite] for x in (got, oracle, naive))
+    if not oracle.size:
+        return 0.0, 0.0
+    if name == "lse":
+        rounding = LSE_ROUNDING * np.maximum(np.abs(oracle), 1)
+    else:  # a value of the result's own dtype is at best half a unit in the last place away
+        tiny = float(jnp.finfo(expected.dtype).tiny)
+        rounding = (eps / 2 + expected.slack) * np.abs(oracle) + tiny
+    live = oracle != 0  # keys and queries that nobody sees have exact zeros, which say nothing
+    allowed = 2 * _worst(name, np.abs(naive - oracle), (finite, live), expected.noise) + rounding
+    error = np.abs(got - oracle)
+    rms = np.sqrt(np.mean(oracle[live] ** 2)) if live.any() else 0.0
+    assert np.all(error <= allowed), (  # a NaN is no <= either
+        f"{name}: off by {np.max(error):.3e} at worst, allowed {np.min(allowed):.3e} to "
+        f"{np.max(allowed):.3e}, RMS of the oracle {rms:.3e}, {np.sum(~(error <= allowed))} of "
+        f"{error.size} elements"
+    )
+    vague = np.sqrt(np.mean(allowed**2))
+    share = VACUOUS_GRADIENT if name.startswith("d") else VACUOUS
+    if rms != 0 and not vague <= share * rms:
+        raise VacuousError(
+            f"{name}: a budget of {vague:.2e} proves nothing about values of RMS {rms:.2e}"
+        )
+    return float(error.max()), float(np.max(allowed))
+
+
+def _worst(name: str, error: np.ndarray, which: Any, noise: float) -> Any:
+    """The naive error that each element is held to; `error` is of those that are finite, `which`
+    is (finite, live).
+    """
+    finite, live = which
+    if name == "dsinks":  # one sum of many rows, each made of what is multiplied
+        return error.max() + 16 * noise
+    if name not in ("dq", "dk", "dv", "dbias") or not finite.all():
+        return error.max()
+    error, live = error.reshape(finite.shape), live.reshape(finite.shape)
+    axis = 2 if name == "dbias" else 1  # of positions: [B, N, T, S], else [B, T, N, H]
+    # What cancels to 0 has been added up in float32 by everybody; dP and delta, which cancel where
+    # a row sees one key, are made of what is multiplied.
+    noise = 16 * (noise if name == "dbias" else float(np.finfo(np.float32).eps))
+    band = _bands(live.any(axis=3).sum(axis=(0, 3 - axis)))
+    worst = np.zeros(band.max() + 1)
+    np.maximum.at(worst, band, error.max(axis=(0, 3 - axis, 3)))
+    spread = np.expand_dims(worst[band] + noise, [n for n in range(4) if n != axis])
+    return np.broadcast_to(spread, error.shape)[finite]
+
+
+def _bands(live: np.ndarray) -> np.ndarray:
+    """The band of each position: 0, 1, 2-3, 4-7, ..., together where they hold few live rows, which
+    may all happen to be near.
+    """
+    doubling = np.frexp(np.arange(len(live)))[1]
+    counts = np.bincount(doubling, live)
+    group, held, groups = 0, 0, []
+    for count in counts:
+        if held >= FEW:
+            group, held = group + 1, 0
+        groups.append(group)
+        held += count
+    if held < FEW and group:  # what is left at the end
+        groups = [min(each, group - 1) for each in groups]
+    return np.array(groups)[doubling]

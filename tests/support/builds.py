@@ -1,0 +1,480 @@
+"""A representative set of compiled programs, and a digest of the machine code of each.
+
+`python -m tests.support.aot --digest [NAME ...]` prints one line a build, or only those whose names
+contain one of the given words. Whoever moves, renames or merges kernel code compares the lines from
+before and after: the same digest is the same machine code.
+
+Builds are said in terms of the public API, so they outlive any move. Numbers of registers and
+predicates, offsets of spilled registers, labels and names are left out of a digest: ptxas assigns
+them differently between builds of one tree. Instructions, their order, their other operands and
+the constants they read all count.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_attn as pa
+from pallas_attn._call import device
+from pallas_attn.lm import decode as lm_decode
+from pallas_attn.lm import model as lm_model
+from tests.support import aot
+
+LM = lm_model.Config(
+    vocab=1024,
+    hidden=1024,
+    layers=2,
+    heads=8,
+    kv_heads=2,
+    head_dim=128,
+    mlp=2048,
+    positions=1024,
+    tied=True,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """One program: `call(*shapes)` compiled for `target`, one of tests/support/aot.py's GPUs."""
+
+    target: str
+    call: Callable[..., Any]
+    shapes: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+    options: Any = None  # XLA's
+
+
+def _forward(options, arrays):
+    return pa.flash_attention_with_lse(**arrays, **options)
+
+
+def fetching(options, q, k, v):
+    """Of rows that several GPUs have, in the order zigzag: "h100x2" for `compile_for`."""
+    call = functools.partial(pa.flash_attention, **options, context=pa.Context("cp", "zigzag"))
+    spec = jax.P(None, "cp")
+    with device.assume_reach():
+        return jax.shard_map(call, in_specs=spec, out_specs=spec)(q, k, v)
+
+
+def _fetching(rows: int, heads: int, kv_heads: int, dim: int, **options: Any) -> Build:
+    shapes = (_shape("bfloat16", 1, rows, n, dim) for n in (heads, kv_heads, kv_heads))
+    return Build("h100x2", functools.partial(fetching, options), tuple(shapes))
+
+
+def sums(x, down, norm):
+    """What follows a layer's last matmul, layer after layer and step after step, of a model that
+    several GPUs have.
+    """
+    from pallas_attn.lm import rows as lm_rows
+
+    def local(x, down, norm):
+        def step(x, _):
+            outer = jnp.concatenate([x, x], axis=1)
+            exchange = lm_rows.exchange_over("cp", outer, norm)
+            for n in range(norm.shape[0]):
+                partials = lm_rows.partials(x, lm_rows.Layer(down, n), jnp.float32)
+                left = lm_rows.Added(partials, exchange)
+                layer = lm_rows.Layer(norm, n)
+                outer, normed, exchange = lm_rows.add_norm(outer, left, layer, 1e-5)
+                x = lm_rows.varying_like(normed[:, : x.shape[1]], down)
+            return x, None
+
+        return jax.lax.scan(step, x, None, 4)[0]
+
+    spec = jax.P(None, "cp")
+    with device.assume_reach():
+        return jax.shard_map(local, in_specs=spec, out_specs=spec)(x, down, norm)
+
+
+def rows_of_a_cache(k, v, *rows):
+    """Tokens that are appended and decoded one after the other, over a cache whose rows several
+    GPUs have: q [1, tokens, N * H] and what is appended, whole on each.
+    """
+
+    def local(k, v, *rows):
+        k, v = (x.reshape(1, -1, 8, 128).swapaxes(1, 2) for x in (k, v))
+        lengths = jnp.full(1, 131000, jnp.int32)
+        how = {"lengths": lengths, "new_lengths": 0 * lengths, "context": pa.Context("cp")}
+        cache = pa.StackedCache(k=k, v=v, **how)
+
+        def step(cache, row):
+            q, k, v = (x.reshape(1, 1, -1, 128) for x in row)
+            cache = pa.append_kv(cache, k, v)
+            return cache, pa.decode_attention(q, cache)
+
+        every = tuple(x[0] for x in rows)
+        return jax.lax.scan(step, cache, every)[1].reshape(1, 1, -1)
+
+    split, whole = jax.P(None, "cp"), jax.P()
+    with device.assume_reach():
+        specs = {"in_specs": (split, split, whole, whole, whole), "out_specs": split}
+        return jax.shard_map(local, **specs, check_vma=False)(k, v, *rows)
+
+
+ROWS_OF_A_CACHE = tuple(
+    jax.ShapeDtypeStruct((1, *size), jnp.bfloat16)
+    for size in ((131072, 1024), (131072, 1024), (32, 4096), (32, 1024), (32, 1024))
+)
+
+
+def _backward(options, arrays):
+    floats = {name: x for name, x in arrays.items() if name in ("q", "k", "v", "bias", "sinks")}
+    rest = {name: x for name, x in arrays.items() if name not in floats}
+
+    def loss(floats):
+        return pa.flash_attention(**floats, **rest, **options).astype(jnp.float32).sum()
+
+    return jax.grad(loss)(floats)
+
+
+def _shape(dtype: str, *sizes: int) -> Any:
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+
+def _attention(  # noqa: PLR0913
+    target: str,
+    dim: int,
+    *,
+    heads: tuple[int, int] = (4, 4),
+    rows: int = 1024,
+    keys: int = 1024,
+    dtype: str = "bfloat16",
+    given: tuple[str, ...] = (),
+    backward: bool = False,
+    **options: Any,
+) -> Build:
+    batch = () if "q_starts" in given else (2,)
+    k = _shape(dtype, *batch, keys, heads[1], dim)
+    arrays: dict[str, Any] = {"q": _shape(dtype, *batch, rows, heads[0], dim), "k": k, "v": k}
+    ids = _shape("int32", 2, rows)
+    optional = {
+        "bias": _shape("float32", 1, heads[0], rows, rows),
+        "sinks": _shape("float32", heads[0]),
+        "kv_lengths": _shape("int32", 2),
+        "q_lengths": _shape("int32", 2),
+        "segment_ids": (ids, ids),
+        "q_starts": _shape("int32", 9),
+    }
+    arrays |= {name: optional[name] for name in given}
+    # Arguments, as they may hold arrays; what is static of them stays so.
+    arrays |= {name: options.pop(name) for name in ("mask", "score") if name in options}
+    call = functools.partial(_backward if backward else _forward, options)
+    return Build(target, call, (arrays,))
+
+
+def _decode_call(options, q, cache, arrays):
+    return pa.decode_attention_with_lse(q, cache, **arrays, **options)
+
+
+_SIZES = {"stacked": (16, 4096), "per_sequence": ([4096] * 16,), "paged": (16, 16 * 256, 16)}
+_KINDS = {
+    "stacked": pa.StackedCache,
+    "per_sequence": pa.PerSequenceCache,
+    "paged": pa.PagedCache,
+}
+
+
+def _cache(kind: str, **sizes: Any) -> Any:
+    more = {"capacity": 4096} if kind == "paged" else {}
+    sizes = {"kv_heads": 8, "head_dim": 128} | sizes
+    return jax.eval_shape(lambda: _KINDS[kind].create(*_SIZES[kind], **more, **sizes))
+
+
+def _decode(
+    target: str,
+    kind: str,
+    *,
+    rows: int | None = 1,
+    heads: int = 32,
+    mask: Any = pa.CAUSAL,
+    parents: bool = False,
+    options: Any = (),
+    **sizes: Any,
+) -> Build:
+    """`rows` of each sequence; None: packed. `parents`: they are drafts of a tree."""
+    dtype = sizes.get("dtype", "bfloat16")
+    dtype = dtype if dtype in ("bfloat16", "float16", "float32") else "bfloat16"
+    count = (_TOKENS,) if rows is None else (16, rows)
+    q = _shape(dtype, *count, heads, sizes.get("head_dim", 128))
+    arrays = {"mask": mask} | ({"starts": _STARTS} if rows is None else {})
+    if parents:
+        create, given = pa.DraftTree.create, [_shape("int32", *count)]
+        if rows is None:
+            create, given = functools.partial(create, drafts_most=64), [*given, _STARTS]
+        arrays["parents"] = jax.eval_shape(create, *given)
+    call = functools.partial(_decode_call, dict(options))
+    return Build(target, call, (q, _cache(kind, **sizes), arrays))
+
+
+def _decode_shared(kind: str) -> Build:
+    """Keys that sequences share: pages of one cache, or rows of another before them."""
+    q = _shape("bfloat16", 16, 32, 128)
+    if kind == "paged":
+        cache = _cache("paged")
+        shared = jax.eval_shape(pa.PagedCache.shared_prefixes, cache)
+        return Build(
+            "h100", functools.partial(_decode_call, {}), (q, cache, {"shared_prefixes": shared})
+        )
+    prefix = pa.Prefix(_cache(kind), _shape("int32", 16))
+    return Build(
+        "h100", functools.partial(_decode_call, {}), (q, _cache("stacked"), {"prefix": prefix})
+    )
+
+
+_TOKENS, _STARTS = 1200, _shape("int32", 17)
+_LATENT = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shared_kv": True}
+
+
+def _append_call(cache, k, v):
+    return pa.write_kv(cache.extend(k.shape[1]), k, v)
+
+
+def _packed_call(cache, k, v, starts):
+    return pa.append_kv(cache, k, v, starts=starts)
+
+
+def _changed_call(cache, k, v, rotary, norm):
+    return pa.write_kv(cache.extend(k.shape[1]), k, v, rotary=rotary, norm=norm)
+
+
+def _append(
+    target: str, kind: str, rows: int, rotary: pa.Rotary | None = None, **sizes: Any
+) -> Build:
+    new = _shape("bfloat16", 16, rows, 8, 128)
+    arrays = (_cache(kind, **sizes), new, new)
+    if rotary is None:
+        return Build(target, _append_call, arrays, donate=(0,))
+    norm = pa.RMSNorm(_shape("bfloat16", 128))
+    return Build(target, _changed_call, (*arrays, rotary, norm), donate=(0,))
+
+
+def _append_packed(target: str, kind: str, **sizes: Any) -> Build:
+    new = _shape("bfloat16", _TOKENS, 8, 128)
+    arrays = (_cache(kind, **sizes), new, new, _STARTS)
+    return Build(target, _packed_call, arrays, donate=(0,))
+
+
+def _keep_call(cache, counts, path):
+    return cache.keep(counts, path)
+
+
+def _keep(target: str, kind: str, rows: int, **sizes: Any) -> Build:
+    arrays = _cache(kind, **sizes), _shape("int32", 16), _shape("int32", 16, rows)
+    return Build(target, _keep_call, arrays, donate=(0,))
+
+
+_TABLE = _shape("float32", 4096, 64)
+
+
+def _lm_call(options, params, cache, state):
+    return lm_decode.steps.__wrapped__(LM, options, params, cache, state)
+
+
+def _lm() -> Build:
+    options = lm_decode.Options(cache="stacked", slots=4, capacity=512, chunk=8)
+    params = jax.tree.map(
+        lambda shape: _shape("bfloat16", *shape), LM.shapes(), is_leaf=lm_model.is_shape
+    )
+    cache = jax.eval_shape(lambda: options.create_cache(LM))
+    state = jax.eval_shape(lambda: lm_decode.State.create(options))
+    call = functools.partial(_lm_call, options)
+    return Build("h100", call, (params, cache, state), (1, 2), lm_decode.COMPILER)
+
+
+_attention_sm90 = functools.partial(_attention, "h100")
+_attention_sm80 = functools.partial(_attention, "a100")
+_backward_sm90 = functools.partial(_attention, "h100", backward=True)
+_backward_sm80 = functools.partial(_attention, "a100", backward=True)
+_float32_sm86 = functools.partial(_attention, "sm86", dtype="float32", precision="highest")
+_CAUSAL, _WINDOW = {"mask": pa.CAUSAL}, {"mask": pa.sliding_window(100)}
+_WINDOW_AT_RUN_TIME = pa.CAUSAL.filled(left=_shape("int32"))
+_PACKED = {"rows": 4096, "keys": 4096, "given": ("q_starts",), "mask": pa.CAUSAL}
+# A mask that reads an array, tile by tile, and a score function; and a mask that reads none.
+_FUNCTIONS = {
+    "mask": pa.mask_fn(lambda b, h, q, kv, i: i[b, q] == i[b, kv], np.zeros((2, 1024), np.int32)),
+    "score": pa.score_fn(lambda s, b, h, q, kv, t: s + t[h, q - kv + 1024], np.ones((4, 2048))),
+}
+_ALIBI = {
+    "mask": pa.CAUSAL,
+    "score": pa.score_fn(lambda s, b, h, q, kv, t: s + t[h] * (kv - q), np.ones(4, np.float32)),
+}
+_BLOCKS = {"mask": pa.mask_fn(lambda b, h, q, kv: (q // 32 >= kv // 32) & ((q + kv) % 3 != h % 2))}
+
+BUILDS: dict[str, Build] = {
+    "flash_fwd/sm90/h64_causal": _attention_sm90(64, **_CAUSAL),
+    "flash_fwd/sm90/h128_full": _attention_sm90(128),
+    "flash_fwd/sm90/h128_causal_gqa": _attention_sm90(128, heads=(8, 2), **_CAUSAL),
+    "flash_fwd/sm90/h128_fetched": _fetching(32768, 32, 8, 128, mask=pa.CAUSAL),
+    "flash_fwd/sm90/h128_segments": _attention_sm90(128, given=("segment_ids",), **_CAUSAL),
+    "flash_fwd/sm90/h128_claims": _attention_sm90(
+        128, heads=(8, 2), rows=16384, keys=16384, given=("segment_ids",), **_CAUSAL
+    ),
+    "flash_fwd/sm90/h128_long": _attention_sm90(
+        128, heads=(8, 2), rows=131072, keys=131072, **_CAUSAL
+    ),
+    "flash_fwd/sm90/h128_everything": _attention_sm90(
+        128, given=("bias", "sinks", "kv_lengths", "q_lengths"), softcap=20.0, **_WINDOW
+    ),
+    "flash_fwd/sm90/h256_causal": _attention_sm90(256, **_CAUSAL),
+    "flash_fwd/sm90/h128_packed": _attention_sm90(128, **_PACKED),
+    "flash_fwd/sm90/h64_functions": _attention_sm90(64, **_FUNCTIONS),
+    "flash_fwd/sm90/h128_documents": _attention_sm90(128, mask=_FUNCTIONS["mask"] & pa.CAUSAL),
+    "flash_fwd/sm90/h128_alibi": _attention_sm90(128, **_ALIBI),
+    "flash_fwd/sm90/h128_mask_fn": _attention_sm90(128, **_BLOCKS),
+    "flash_fwd/sm90/h128_window_at_run_time": _attention_sm90(128, mask=_WINDOW_AT_RUN_TIME),
+    "flash_fwd/sm90/h64_float32": _attention_sm90(64, dtype="float32", **_CAUSAL),
+    "flash_fwd/sm90/h128_float32_highest": _attention_sm90(
+        128, dtype="float32", precision="highest"
+    ),
+    "flash_fwd/sm80/h64_causal": _attention_sm80(64, **_CAUSAL),
+    "flash_fwd/sm80/h128_full": _attention_sm80(128),
+    "flash_fwd/sm80/h256_lengths": _attention_sm80(256, given=("kv_lengths",), **_CAUSAL),
+    "flash_fwd/sm80/h64_packed": _attention_sm80(64, **_PACKED),
+    "flash_fwd/sm80/h64_functions": _attention_sm80(64, **_FUNCTIONS),
+    "flash_fwd/sm80/h128_float32": _attention_sm80(128, dtype="float32", **_CAUSAL),
+    "flash_fwd/sm86/h256_float32_highest": _float32_sm86(256),
+    "flash_bwd/sm90/h64_causal": _backward_sm90(64, **_CAUSAL),
+    "flash_bwd/sm90/h128_full": _backward_sm90(128),
+    "flash_bwd/sm90/h128_deterministic": _backward_sm90(128, deterministic=True, **_CAUSAL),
+    "flash_bwd/sm90/h128_long": _backward_sm90(
+        128, heads=(8, 2), rows=65536, keys=65536, **_CAUSAL
+    ),
+    "flash_bwd/sm90/h128_claims": _backward_sm90(
+        128, heads=(8, 2), rows=32768, keys=32768, given=("segment_ids",), **_CAUSAL
+    ),
+    "flash_bwd/sm90/h256_causal": _backward_sm90(256, **_CAUSAL),
+    "flash_bwd/sm90/h64_window": _backward_sm90(64, **_WINDOW),
+    "flash_bwd/sm90/h64_bias": _backward_sm90(64, given=("bias", "sinks", "kv_lengths")),
+    "flash_bwd/sm90/h64_packed": _backward_sm90(64, **_PACKED),
+    "flash_bwd/sm90/h64_functions": _backward_sm90(64, **_FUNCTIONS),
+    "flash_bwd/sm90/h128_float32_highest": _backward_sm90(
+        128, dtype="float32", precision="highest", **_CAUSAL
+    ),
+    "flash_bwd/sm80/h64_causal": _backward_sm80(64, **_CAUSAL),
+    "flash_bwd/sm80/h128_full": _backward_sm80(128),
+    "flash_bwd/sm80/h64_bias": _backward_sm80(64, given=("bias",)),
+    "flash_bwd/sm80/h64_packed": _backward_sm80(64, **_PACKED),
+    "flash_bwd/sm80/h64_functions": _backward_sm80(64, **_FUNCTIONS),
+    "flash_bwd/sm80/h128_float32": _backward_sm80(128, dtype="float32"),
+    "flash_bwd/sm86/h256_float32_highest": _float32_sm86(256, backward=True),
+    "decode/sm90/stacked": _decode("h100", "stacked"),
+    "decode/sm90/per_sequence_rows8": _decode("h100", "per_sequence", rows=8),
+    "decode/sm90/paged": _decode("h100", "paged"),
+    "decode/sm90/paged_int8": _decode("h100", "paged", dtype="int8"),
+    "decode/sm90/stacked_float8": _decode("h100", "stacked", dtype="float8_e4m3fn"),
+    "decode/sm90/stacked_float32": _decode("h100", "stacked", dtype="float32"),
+    "decode/sm90/stacked_window_invariant": _decode(
+        "h100", "stacked", options=(("batch_invariant", True),), **_WINDOW
+    ),
+    "decode/sm90/stacked_window_at_run_time": _decode("h100", "stacked", mask=_WINDOW_AT_RUN_TIME),
+    "decode/sm80/stacked": _decode("a100", "stacked"),
+    "decode/sm80/paged_float8": _decode("a100", "paged", dtype="float8_e4m3fn"),
+    "decode/sm80/stacked_packed": _decode("a100", "stacked", rows=None),
+    "decode/sm90/paged_tree": _decode("h100", "paged", rows=4, parents=True),
+    "decode/sm80/stacked_tree": _decode("a100", "stacked", rows=16, parents=True),
+    "decode/sm80/paged_packed_tree": _decode("a100", "paged", rows=None, parents=True),
+    "decode/sm90/stacked_mask_fn": _decode("h100", "stacked", mask=pa.CAUSAL & _BLOCKS["mask"]),
+    "decode/sm90/stacked_rows_split": Build("h100x2", rows_of_a_cache, ROWS_OF_A_CACHE),
+    "decode_mla/sm90/heads16_tree": _decode(
+        "h100", "stacked", rows=2, heads=16, parents=True, **_LATENT
+    ),
+    "decode_mla/sm90/heads128": _decode("h100", "stacked", heads=128, **_LATENT),
+    "decode_mla/sm90/heads16_paged": _decode("h100", "paged", heads=16, **_LATENT),
+    "decode_mla/sm80/per_sequence": _decode("a100", "per_sequence", heads=16, **_LATENT),
+    "decode_mla/sm90/heads16_packed": _decode("h100", "paged", rows=None, heads=16, **_LATENT),
+    "decode_mla/sm90/heads16_packed_tree": _decode(
+        "h100", "paged", rows=None, heads=16, parents=True, **_LATENT
+    ),
+    "prefill/sm90/stacked": _decode("h100", "stacked", rows=1024),
+    "prefill/sm90/paged": _decode("h100", "paged", rows=64),
+    "prefill/sm90/paged_tree": _decode("h100", "paged", rows=64, parents=True),
+    "prefill/sm90/paged_tree_window": _decode(
+        "h100", "paged", rows=64, parents=True, mask=pa.sliding_window(1024)
+    ),
+    "prefill/sm90/paged_packed_tree": _decode("h100", "paged", rows=None, parents=True),
+    "prefill/sm90/paged_packed_tree_window": _decode(
+        "h100", "paged", rows=None, parents=True, mask=pa.sliding_window(1024)
+    ),
+    "prefill/sm90/stacked_mask_fn": _decode(
+        "h100", "stacked", rows=64, mask=pa.CAUSAL & _BLOCKS["mask"]
+    ),
+    "prefill/sm90/per_sequence_split": _decode(
+        "h100", "per_sequence", rows=16, heads=8, kv_heads=2
+    ),
+    "prefill/widened_sm90/paged_int8": _decode("h100", "paged", dtype="int8", rows=512),
+    "prefill/narrow_sm90/paged_int8": _decode("h100", "paged", dtype="int8", rows=64),
+    "prefill/narrow_sm90/stacked_float8": _decode(
+        "h100", "stacked", dtype="float8_e4m3fn", rows=16
+    ),
+    "prefill/gathered_sm80/paged_int8": _decode("a100", "paged", dtype="int8", rows=512),
+    # Two launches, the other of decode's kernel.
+    "prefill/sm90/paged_packed": _decode("h100", "paged", rows=None),
+    # Two launches after one of decode's kernel.
+    "prefill/sm90/paged_shared": _decode_shared("paged"),
+    "prefill/sm90/stacked_prefix": _decode_shared("stacked"),
+    "prefill/sm90/contiguous": _attention_sm90(
+        128,
+        **{"heads": (32, 8), "rows": 16, "keys": 4096, "q_offset": 4080},
+        **{"given": ("sinks", "kv_lengths"), "mask": pa.CAUSAL},
+    ),
+    "append/sm90/stacked": _append("h100", "stacked", 1),
+    "append/sm90/per_sequence": _append("h100", "per_sequence", 1),
+    "append/sm90/paged_int8": _append("h100", "paged", 7, dtype="int8"),
+    "append/sm90/paged_packed": _append_packed("h100", "paged"),
+    "append/sm80/paged": _append("a100", "paged", 7),
+    "append/sm90/stacked_rotary": _append("h100", "stacked", 1, pa.Rotary(_TABLE, _TABLE)),
+    "append/sm80/paged_int8_interleaved": _append(
+        "a100", "paged", 7, pa.Rotary(_TABLE, _TABLE, interleaved=True), dtype="int8"
+    ),
+    "append/sm90/keep_stacked": _keep("h100", "stacked", 8, layers=4),
+    "append/sm80/keep_per_sequence": _keep("a100", "per_sequence", 8),
+    "append/sm90/keep_paged_int8": _keep("h100", "paged", 48, dtype="int8"),
+    "lm/sm90/decode_loop": _lm(),
+}
+
+_NOISE = [
+    (r"/\*.*?\*/", ""),  # addresses, encodings
+    (r"\b(U?R|U?P|B)\d+\b", r"\1"),
+    (r"\.reuse\b", ""),
+    (r"((?:STL|LDL)\S* (?:R, )?)\[\S+\]", r"\1[offset]"),
+    (r"\.L_x_\d+", "label"),
+    (r"[ \t]+", " "),
+]
+
+
+def digest(build: Build) -> str:
+    """Of all Mosaic kernels of the program, in the order in which they were compiled."""
+    report = aot.compile_for(
+        build.call,
+        *build.shapes,
+        target=build.target,
+        donate_argnums=build.donate,
+        compiler_options=build.options,
+    )
+    texts = [_instructions(module) for module in report.sass.split("\f")]
+    return hashlib.sha256("\f".join(sorted(texts)).encode()).hexdigest()[:16]
+
+
+def _instructions(sass: str) -> str:
+    """Of machine code as it is disassembled, the instructions alone, without what is no part of
+    what they do.
+    """
+    lines = [line for line in sass.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/", line)]
+    text = "\n".join(lines)
+    for pattern, instead in _NOISE:
+        text = re.sub(pattern, instead, text)
+    return text
+
+
+def write_digests(words: list[str], write: Callable[[str], Any]) -> None:
+    """A line for each build whose name contains one of the words; for all of them without any."""
+    for name, build in BUILDS.items():
+        if not words or any(word in name for word in words):
+            write(f"{digest(build)}  {name}\n")

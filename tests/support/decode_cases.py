@@ -1,0 +1,309 @@
+"""Decode calls for kernels over caches: a case, its arrays, and the comparison with the oracle."""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Container, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import CAUSAL, Mask, MaskFunction, trees
+from pallas_attn._call import reference
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn.kernels.decode import sm90 as decode_sm90
+from tests.support import definition
+
+KINDS = ("per_sequence", "stacked", "paged")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def turns(names: Iterable[str], of_every_kind: Container[str]) -> list[tuple[str, str]]:
+    """Names with kinds of caches: some with all, the others with one each, in turns."""
+    return [
+        (name, kind)
+        for n, name in enumerate(names)
+        for kind in (KINDS if name in of_every_kind else (KINDS[n % 3],))
+    ]
+
+
+LENGTHS = (0, 1, 63, 64, 65, 130, 200)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A decode call; `capacity` is rounded up to pages, and differs by sequence where it may."""
+
+    kind: str = "stacked"
+    lengths: tuple[int, ...] = LENGTHS
+    q_len: int = 1
+    q_heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    v_head_dim: int = 64
+    capacity: int = 208
+    page_size: int = 16
+    layers: int | None = None
+    dtype: str = "bfloat16"
+    mask: Mask = CAUSAL
+    softcap: float | None = None
+    sinks: bool = False
+    precision: str | None = None
+    batch_invariant: bool = False
+    # A mask function, whose band `mask` has, or "tree": the rows are drafts of a random tree.
+    hides: Any = None
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        if self.kind == "per_sequence":
+            return tuple(self.capacity + 8 * (m % 3) for m in range(len(self.lengths)))
+        if self.kind == "paged":
+            return (-(-self.capacity // self.page_size) * self.page_size,) * len(self.lengths)
+        return (self.capacity,) * len(self.lengths)
+
+    @property
+    def pages(self) -> int | None:
+        if self.kind != "paged":
+            return None
+        return sum(self.capacities) // self.page_size + 3
+
+    @property
+    def problem(self) -> DecodeProblem:
+        return DecodeProblem(
+            gpu="sm90",
+            kind=self.kind,
+            dtype=self.dtype,
+            cache_dtype=self.dtype,
+            sequences=len(self.lengths),
+            q_len=self.q_len,
+            q_heads=self.q_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            capacities=self.capacities,
+            mask=self.mask,
+            scale=self.head_dim**-0.5,
+            softcap=self.softcap,
+            page_size=self.page_size if self.kind == "paged" else None,
+            pages=self.pages,
+            layers=self.layers,
+            sinks=self.sinks,
+            precision=self.precision,
+            batch_invariant=self.batch_invariant,
+            mask_program=None if self.function is None else self.function.program,
+            tree=self.hides == "tree",
+        )
+
+    @functools.cached_property
+    def function(self) -> MaskFunction | None:
+        if self.hides != "tree":
+            return self.hides
+        parents = some_parents(len(self.lengths), self.q_len)
+        bits = jax.jit(lambda parents: trees.DraftTree.create(parents).bits)(parents)
+        return MaskFunction(trees.program(bits.shape), (bits,))
+
+    def shapes(self, dim: int) -> tuple[tuple[int, ...], ...]:
+        layers = () if self.layers is None else (self.layers,)
+        if self.kind == "per_sequence":
+            return tuple((*layers, self.kv_heads, c, dim) for c in self.capacities)
+        rows = (len(self.lengths), self.kv_heads, self.capacity)
+        if self.kind == "paged":
+            rows = (self.pages, self.kv_heads, self.page_size)
+        return ((*layers, *rows, dim),)
+
+    def inputs(self, seed: int = 0, fill: float | None = None) -> DecodeInputs:
+        """Arrays; `fill` is what lies past the lengths, and in layers that are not asked for."""
+        rng = np.random.default_rng(seed)
+        table = self._table(rng)
+        caches = []
+        for dim in (self.head_dim, self.v_head_dim):
+            arrays = [rng.standard_normal(shape) for shape in self.shapes(dim)]
+            if fill is not None:
+                arrays = self._filled(arrays, table, fill)
+            arrays = tuple(jnp.asarray(x.astype(jnp.dtype(self.dtype))) for x in arrays)
+            caches.append(arrays if self.kind == "per_sequence" else arrays[0])
+        q = rng.standard_normal((len(self.lengths), self.q_len, self.q_heads, self.head_dim))
+        return DecodeInputs(
+            jnp.asarray(q.astype(jnp.dtype(self.dtype))),
+            *caches,
+            jnp.asarray(self.lengths, jnp.int32),
+            None if table is None else jnp.asarray(table),
+            None if self.layers is None else jnp.int32(self.layers - 1),
+            jnp.asarray(rng.standard_normal(self.q_heads), jnp.float32) if self.sinks else None,
+            mask_aux=() if self.function is None else self.function.aux,
+        )
+
+    def _table(self, rng):
+        if self.kind != "paged":
+            return None
+        width = self.capacities[0] // self.page_size
+        order = rng.permutation(self.pages)[: width * len(self.lengths)]
+        return order.reshape(len(self.lengths), width).astype(np.int32)
+
+    def _filled(self, arrays, table, fill):
+        kept = [np.full_like(x, fill) for x in arrays]
+        lead = () if self.layers is None else (self.layers - 1,)
+        for m, length in enumerate(self.lengths):
+            for row in range(min(length, self.capacities[m])):
+                which, where = 0, (m, slice(None), row)
+                if self.kind == "per_sequence":
+                    which, where = m, (slice(None), row)
+                if self.kind == "paged":
+                    slot, row = divmod(row, self.page_size)
+                    where = (table[m, slot], slice(None), row)
+                kept[which][(*lead, *where)] = arrays[which][(*lead, *where)]
+        return kept
+
+
+def run(inputs, *, problem, config):
+    """By the kernel whose configuration it is."""
+    return sys.modules[type(config).__module__].run(inputs, problem, config)
+
+
+def of_reference(case: Case, inputs: DecodeInputs):
+    options = {"mask": case.mask, "scale": case.head_dim**-0.5, "softcap": case.softcap}
+    return jax.jit(functools.partial(reference.decode, **options, **functions_of(case)))(
+        inputs.q,
+        inputs.k_cache,
+        inputs.v_cache,
+        inputs.lengths,
+        sinks=inputs.sinks,
+        page_table=inputs.page_table,
+        layer=inputs.layer,
+    )
+
+
+def of_definition(case: Case, inputs: DecodeInputs) -> tuple[np.ndarray, np.ndarray]:
+    """The same in float64, in NumPy: no program to compile for each case."""
+    if case.function is not None and not case.problem.tree:
+        return of_reference(case, inputs)
+    lengths = np.asarray(inputs.lengths)
+    (k, lost), (v, _) = (_dense(case, inputs, cache) for cache in (inputs.k_cache, inputs.v_cache))
+    arrays = {"q": inputs.q, "k": k, "v": v, "q_offset": lengths - case.q_len}
+    arrays["kv_lengths"] = lengths
+    if case.sinks:
+        arrays["sinks"] = inputs.sinks
+    if case.problem.tree:
+        parents = some_parents(len(lengths), case.q_len)
+        arrays["mask_array"] = seen_in_tree(parents, lengths, k.shape[1])
+    found = definition.attention(arrays, mask=case.mask, softcap=case.softcap)
+    lost = lost[:, None, None]
+    return np.where(lost[..., None], np.nan, found["out"]), np.where(lost, np.nan, found["lse"])
+
+
+def _dense(case: Case, inputs: DecodeInputs, cache) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [M, S, K, H] of one layer, and whether a sequence lacks some before its length."""
+    layer = () if case.layers is None else (int(inputs.layer),)
+    each = [np.asarray(x)[layer] for x in (cache if case.kind == "per_sequence" else (cache,))]
+    there = np.asarray(case.capacities)[:, None] > np.arange(max(case.capacities))
+    if case.kind == "paged":
+        table = np.asarray(inputs.page_table)
+        known = (table >= 0) & (table < case.pages)
+        pages = each[0][np.where(known, table, 0)]  # [M, width, K, page, H]
+        each = [np.concatenate(list(rows), axis=1) for rows in pages]
+        there = np.repeat(known, case.page_size, axis=1)
+    if case.kind == "stacked":
+        each = list(each[0])
+    rows = np.zeros((len(each), there.shape[1], case.kv_heads, each[0].shape[-1]), each[0].dtype)
+    for m, have in enumerate(each):
+        rows[m, : have.shape[1]] = have.swapaxes(0, 1)
+    lengths = np.asarray(inputs.lengths)[:, None]
+    lost = (~there & (np.arange(there.shape[1]) < lengths)).any(axis=1)
+    return rows, lost | (lengths[:, 0] > there.shape[1])
+
+
+def functions_of(case: Case) -> dict[str, Any]:
+    """What `reference.decode` takes of a mask function."""
+    if case.function is None:
+        return {}
+    return {"mask_function": (case.function.program, case.function.aux), "tree": case.problem.tree}
+
+
+def some_parents(sequences: int, drafts: int) -> np.ndarray:
+    """int32[M, t]: trees at random, of which the first is a chain, the second a star, the third a
+    forest; numbers that name no earlier draft come from all of int32.
+    """
+    rng, at = np.random.default_rng(drafts), np.arange(drafts)
+    parents = rng.integers(-1, np.maximum(at, 1), (sequences, drafts))
+    parents[:1] = at - 1
+    parents[1:2] = 0
+    none = np.array([-(2**31), 2**31 - 1, -1, drafts])[at % 4]
+    parents[2:3] = np.where(at % 3 == 0, none, parents[2:3])
+    parents[3:, :1] = 2**31 - 1
+    parents[3:, 1:2] = -(2**31)
+    return parents.astype(np.int32)
+
+
+def ancestors(parents):
+    """bool[M, t, t]: whether a draft is another or an ancestor of it, one step after the other."""
+    found = np.zeros((*parents.shape, parents.shape[1]), bool)
+    for m, tree in enumerate(parents):
+        for draft in range(len(tree)):
+            at = draft
+            found[m, draft, at] = True
+            while 0 <= tree[at] < at:
+                at = tree[at]
+                found[m, draft, at] = True
+    return found
+
+
+def seen_in_tree(parents, lengths, keys):
+    """bool[M, 1, t, keys]: the rows before the drafts, and ancestors."""
+    sequences, drafts = parents.shape
+    seen = np.zeros((sequences, 1, drafts, keys), bool)
+    for m, (length, known) in enumerate(zip(lengths, ancestors(parents), strict=True)):
+        begin = length - drafts
+        seen[m, 0, :, : max(begin, 0)] = True
+        for row in range(max(begin, 0), length):
+            seen[m, 0, :, row] = known[:, row - begin]
+        seen[m, 0, : max(-begin, 0)] = False  # drafts that the cache does not hold
+    return seen
+
+
+def launched(case: Case, inputs: DecodeInputs, config=None):
+    config = config or decode_sm90.Config.default(case.problem)
+    return jax.jit(functools.partial(run, problem=case.problem, config=config))(inputs)
+
+
+def check(case: Case, config=None, seed: int = 0):
+    """What the kernel gives against the oracle; what lies past a length is NaN.
+
+    The oracle computes in float64 or float32 what the kernel does in 16 bits: an output is off by a
+    rounding of p (a share of the values' size) and one of its own. float32 it takes as it is.
+    """
+    out, lse = launched(case, case.inputs(seed, fill=np.nan), config)
+    assert out.dtype == jnp.dtype(case.dtype) and lse.dtype == jnp.float32
+    # A GPU has large cases, for which NumPy is slow.
+    oracle = of_reference if jax.default_backend() == "gpu" else of_definition
+    want, want_lse = oracle(case, case.inputs(seed, fill=0.0))
+    step = float(jnp.finfo(case.dtype).eps)
+    if case.dtype == "float32":
+        step = 2.0**-20
+    close(out, want, 2 * step, 2 * step)
+    close(lse, want_lse, 1e-5, 1e-5)
+
+
+def close(got, want, rtol, atol):
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    np.testing.assert_allclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def shapes_of(case: Case) -> DecodeInputs:
+    of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # noqa: E731
+    caches = []
+    for dim in (case.head_dim, case.v_head_dim):
+        arrays = tuple(of(shape, case.dtype) for shape in case.shapes(dim))
+        caches.append(arrays if case.kind == "per_sequence" else arrays[0])
+    m = len(case.lengths)
+    table = of((m, case.capacities[0] // case.page_size), "int32")
+    return DecodeInputs(
+        of((m, case.q_len, case.q_heads, case.head_dim), case.dtype),
+        *caches,
+        of((m,), "int32"),
+        table if case.kind == "paged" else None,
+        None if case.layers is None else of((), "int32"),
+        of((case.q_heads,), "float32") if case.sinks else None,
+    )
