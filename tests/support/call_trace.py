@@ -45,7 +45,7 @@ class Trace:
 
 
 def trace(call: Callable[..., object], *shapes: object) -> Trace:
-    """The functions that run when `call` is traced at `shapes` a second time, as on a Hopper GPU."""
+    """The functions that run when `call` is traced at `shapes` again, for a Hopper GPU."""
     root, functions = str(ROOT), set()
 
     def profile(frame: FrameType, event: str, _: object) -> None:

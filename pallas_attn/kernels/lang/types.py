@@ -1,7 +1,7 @@
 """Names for what crosses a function's border in a kernel.
 
-A type checker sees `Any`: refs and tiles of Mosaic have no types of their own. A reader sees where a
-value lives and what it is.
+A type checker sees `Any`: refs and tiles of Mosaic have no types of their own. A reader sees where
+a value lives and what it is.
 """
 
 from typing import Any
