@@ -12,6 +12,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import RMSNorm, Rotary
+from pallas_attn._call import device
 from tests.api.test_integers import cache_of, filled, normal
 from tests.support import mosaic, subjects
 
@@ -179,6 +180,6 @@ def test_lowers(case):
     def call(cache, k, v, layer):
         return pa.write_kv(cache.extend(7), k, v, layer=layer, **given)
 
-    with pa._device.assume("sm90"):
+    with device.assume("sm90"):
         text = mosaic.lower_for_cuda(call, cache, rows, rows, jax.ShapeDtypeStruct((), jnp.int32))
     assert text.count("mosaic_gpu") and "append" in text

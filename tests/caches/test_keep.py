@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import pallas_attn as pa
 from pallas_attn import PagedCache, PerSequenceCache, StackedCache
+from pallas_attn._call import device
 from pallas_attn._call.problem import KeepProblem
 from pallas_attn.kernels.append import keep as append_keep
 from tests.support import append_cases, builds, mosaic, subjects
@@ -381,7 +382,7 @@ def test_more_sequences_take_a_second_launch(monkeypatch):
     monkeypatch.setattr(append_keep.mosaic, "PARAMETER_BYTES", 8 * (2 * 20 + 8))
     cache = jax.eval_shape(lambda: PerSequenceCache.create((8,) * 21, 1, 8))
     shapes = jax.ShapeDtypeStruct((21,), "int32"), jax.ShapeDtypeStruct((21, 2), "int32")
-    with pa._device.assume("sm90"):
+    with device.assume("sm90"):
         text = mosaic.lower_for_cuda(keep, cache, *shapes)
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
 

@@ -515,7 +515,8 @@ def _trace(build):
 def test_builds_reach_every_kernel_module():
     """Each file of kernels/ has a part in a build, where it can in one of its own folder."""
     untraced, folders = dict(builds.BUILDS), {name.split("/")[0] for name in builds.BUILDS}
-    files = [path.relative_to(KERNELS) for path in KERNELS.glob("*/[!_]*.py")]
+    paths = [path for path in KERNELS.glob("*/[!_]*.py") if "def " in path.read_text()]
+    files = [path.relative_to(KERNELS) for path in paths]
     jax.clear_caches()  # what was traced before would not be traced again
     with entered() as reached:
         _trace(untraced.pop("append/sm90/stacked_rotary")).lower(lowering_platforms=("cuda",))

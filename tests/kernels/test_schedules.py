@@ -463,7 +463,7 @@ def test_append(seed):
     heads, dim, new_rows = (int(rng.integers(1, n)) for n in (5, 9, 40))
     capacity, rows = new_rows + 10, int(rng.integers(0, new_rows + 1))
     problem = dataclasses.replace(
-        test_append_kernel._support._BASE["append"],
+        test_append_kernel.support._BASE["append"],
         kind="stacked",
         sequences=3,
         capacities=(capacity,) * 3,
