@@ -7,8 +7,8 @@ none is fused with another.
 """
 
 import functools
+import operator
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -16,13 +16,18 @@ from pallas_attn._call.problem import AppendProblem, Change
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.append.plan import Plan
-from pallas_attn.kernels.lang.mosaic import Thread, ThreadContext
+from pallas_attn.kernels.lang.thread_program import ThreadContext
+from pallas_attn.kernels.lang.threads import Float, Thread
+from pallas_attn.kernels.lang.types import GmemRef, Index
 
-DTYPES = ("bfloat16", "float16", "float32")  # of rows
+DTYPES = ("bfloat16", "float16", "float32")  # dtypes of rows
 HEAD_DIM_MOST = 4096  # a warp holds a row in registers
+
+Floats = list[Float]  # the numbers of a word
 
 
 def limit(problem: AppendProblem) -> Limit | None:
+    """Why rows cannot be changed, or None."""
     change = problem.change
     assert change is not None
     if not problem.quantized and problem.cache_dtype not in DTYPES:
@@ -46,12 +51,12 @@ def limit(problem: AppendProblem) -> Limit | None:
 
 
 def change_of(plan: Plan) -> Change:
-    assert plan.change is not None
-    return plan.change
+    assert plan.problem.change is not None
+    return plan.problem.change
 
 
-def changed(ctx: ThreadContext, row: Any, begin: Any, columns: Any) -> list[list[Any]]:
-    """One thread's words of a row of K. `row`: which of the sequence's rows of a head it is;
+def changed(ctx: ThreadContext, row: Index, begin: Index, columns: list[Index]) -> list[Floats]:
+    """One thread's words of a row of K. `row`: its number among the sequence's rows of a head;
     `begin`: its first word; `columns`: which of its words the thread has. Those past the end of a
     row may be anything.
     """
@@ -76,48 +81,49 @@ def changed(ctx: ThreadContext, row: Any, begin: Any, columns: Any) -> list[list
     return [turn(n, word) for n, word in zip(inside, own, strict=True)]
 
 
-def _norm(ctx: ThreadContext, columns: Any, words: Any) -> Callable[[Any, list[Any]], list[Any]]:
-    """A function of a word's column and its numbers."""
+def _norm(
+    ctx: ThreadContext, columns: list[Index], words: list[Floats]
+) -> Callable[[Index, Floats], Floats]:
+    """A function of a word's column and its numbers, which norms them."""
     thread, refs, _, plan = ctx
     change = change_of(plan)
     if change.eps is None:
         return lambda column, word: word
-    total: Any = None
+    zero, sums = thread.number(0.0), []
     for column, word in zip(columns, words, strict=True):
-        squares = functools.reduce(thread.plus, [thread.times(x, x) for x in word])
-        counts = thread.select(column < plan.row_words[0], thread.bits(squares), 0)
-        squares = thread.as_float(counts)
-        total = squares if total is None else thread.plus(total, squares)
-    total = thread.sum_of_lanes(total, plan.lanes)
-    inverse = thread.rsqrt(thread.plus(thread.times(total, 1 / change.dim), change.eps))
+        squares = functools.reduce(operator.add, [x * x for x in word])
+        sums.append(thread.choose(column < plan.row_words[0], squares, zero))
+    total = thread.sum_of_lanes(functools.reduce(operator.add, sums), plan.lanes)
+    inverse = thread.rsqrt(total * (1 / change.dim) + change.eps)
 
-    def normed(column: Any, word: list[Any]) -> list[Any]:
+    def normed(column: Index, word: Floats) -> Floats:
         weight = _numbers(thread, refs.norm_weight, column, len(word), change.weight_dtype)
-        return [
-            thread.times(thread.times(x, inverse), w) for x, w in zip(word, weight, strict=True)
-        ]
+        return [x * inverse * w for x, w in zip(word, weight, strict=True)]
 
     return normed
 
 
-def _numbers(thread: Thread, ref: Any, number: Any, count: int, dtype: str) -> list[Any]:
+def _numbers(thread: Thread, ref: GmemRef, number: Index, count: int, dtype: str) -> Floats:
     """Group `number` of `count` numbers each, a power of two, of an array."""
     size = jnp.dtype(dtype).itemsize
     nbytes = min(16, count * size)
     words = range(count * size // nbytes)
-    found = [thread.load(ref, number * len(words) + n, nbytes) for n in words]
-    return [x for word in found for x in thread.numbers(word, nbytes, dtype)]
+    loaded = [thread.load(ref, number * len(words) + n, nbytes) for n in words]
+    return [x for word in loaded for x in thread.numbers(word, nbytes, dtype)]
 
 
-def _position(ctx: ThreadContext, row: Any) -> Any:
-    """Of a row of a head; of one that has no place, some position of the tables."""
+def _position(ctx: ThreadContext, row: Index) -> Index:
+    """The position of a row of a head; of one that has no place, some position of the tables."""
     thread, refs, at, plan = ctx
-    token = row // plan.heads
-    position = append_plan.packed_row(ctx, refs.start, token) if plan.packed else token + at.start
+    token = row // plan.problem.kv_heads
+    if plan.problem.packed:
+        position = append_plan.packed_row(ctx, refs.start, token)
+    else:
+        position = token + at.start
     return thread.minimum(thread.maximum(position, 0), change_of(plan).positions - 1)
 
 
-def _angles(ctx: ThreadContext, position: Any, group: Any, count: int) -> list[list[Any]]:
+def _angles(ctx: ThreadContext, position: Index, group: Index, count: int) -> list[Floats]:
     """cos and sin of `count` pairs, which are group `group` of the row of the tables."""
     number = position * (change_of(ctx.plan).pairs // count) + group
     tables = ctx.refs.cos, ctx.refs.sin
@@ -125,8 +131,12 @@ def _angles(ctx: ThreadContext, position: Any, group: Any, count: int) -> list[l
 
 
 def _halves(
-    ctx: ThreadContext, position: Any, normed_at: Callable, n: Any, word: list[Any]
-) -> list[Any]:
+    ctx: ThreadContext,
+    position: Index,
+    normed_at: Callable[[Index], Floats],
+    n: Index,
+    word: Floats,
+) -> Floats:
     """Word n of a row, whose pairs are `change.pairs` columns apart. `normed_at(n)`: any word."""
     thread, change, count = ctx.thread, change_of(ctx.plan), len(word)
     first, half = change.first // count, change.pairs // count  # in words
@@ -137,14 +147,12 @@ def _halves(
     cos, sin = _angles(ctx, position, group, count)
     turned = []
     for x, y, c, s in zip(word, other, cos, sin, strict=True):
-        s = thread.as_float(thread.select(low, thread.bits(thread.times(s, -1.0)), thread.bits(s)))
-        value = thread.plus(thread.times(x, c), thread.times(y, s))
-        bits = thread.select(low | high, thread.bits(value), thread.bits(x))
-        turned.append(thread.as_float(bits))
+        s = thread.choose(low, s * -1.0, s)
+        turned.append(thread.choose(low | high, x * c + y * s, x))
     return turned
 
 
-def _interleaved(ctx: ThreadContext, position: Any, n: Any, word: list[Any]) -> list[Any]:
+def _interleaved(ctx: ThreadContext, position: Index, n: Index, word: Floats) -> Floats:
     """Word n of a row, whose pairs are neighbours."""
     thread, change, count = ctx.thread, change_of(ctx.plan), len(word) // 2
     first, words = change.first // len(word), change.pairs // count
@@ -153,12 +161,7 @@ def _interleaved(ctx: ThreadContext, position: Any, n: Any, word: list[Any]) -> 
     cos, sin = _angles(ctx, position, group, count)
     turned = []
     for a, b, c, s in zip(word[::2], word[1::2], cos, sin, strict=True):
-        minus = thread.times(thread.times(b, s), -1.0)
-        pair = (
-            (a, thread.plus(thread.times(a, c), minus)),
-            (b, thread.plus(thread.times(b, c), thread.times(a, s))),
-        )
-        for given, value in pair:
-            bits = thread.select(inside, thread.bits(value), thread.bits(given))
-            turned.append(thread.as_float(bits))
+        minus = b * s * -1.0
+        turned.append(thread.choose(inside, a * c + minus, a))
+        turned.append(thread.choose(inside, b * c + a * s, b))
     return turned

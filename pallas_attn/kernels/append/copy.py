@@ -3,11 +3,11 @@ place.
 
 New rows arrive item-major, `[M, t, K, H]`, or packed, `[tokens, K, H]`, with the sequence and the
 position of each; a cache is head-major, `[K, capacity, H]`. Row i of sequence m goes to position
-start[m] + i of every kv head, if i < new_lengths[m] and the position exists; whatever has no place
-is dropped and nothing else is touched. Where rows are stored as they come there is no arithmetic on
-them (a cast to the cache's dtype is left to XLA, which fuses it into whatever made the rows), so
-the kernel moves words: the widest of 1 to 16 bytes that a head's row divides into, which is also
-what it is aligned to. Any K and H will do, and any dtype. Rows that are quantised, or normed and
+start[m] + i of every kv head, if i < new_lengths[m] and the position exists; rows without a place
+are dropped and nothing else is touched. Where rows are stored as they come there is no arithmetic
+on them (a cast to the cache's dtype is left to XLA, which fuses it into the program that made the
+rows), so the kernel moves words: the widest of 1 to 16 bytes that a head's row divides into, which
+is also its alignment. Any K and H will do, and any dtype. Rows that are quantised, or normed and
 rotated, pass through the registers of threads that share them (`quantize`, `change`).
 
 The grid is flat: sequence x chunk, a chunk being `words` words for each of 128 threads, in the
@@ -24,27 +24,27 @@ one.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AppendInputs, AppendProblem, Caches
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import change as append_change
 from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.append import quantize as append_quantize
-from pallas_attn.kernels.append.plan import Place, Plan, Refs
+from pallas_attn.kernels.append import separate_arrays
+from pallas_attn.kernels.append.plan import AppendRefs, Place, Plan
+from pallas_attn.kernels.append.separate_arrays import Arrays
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.plan import Context
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import mosaic, thread_program, threads
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.lang.mosaic import ThreadContext
-
-Array = Any
-Ref = Any
+from pallas_attn.kernels.lang.thread_program import Int, ThreadContext
+from pallas_attn.kernels.lang.types import GmemRef, Index, Operand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,11 @@ class Config:
         most = append_plan.IN_FLIGHT_MOST
         check(self, words=(1 <= self.words <= most, f"1 to {most}: registers hold them"))
 
+    @classmethod
+    def default(cls, problem: AppendProblem) -> "Config":
+        del problem
+        return cls()
+
 
 def limit(problem: AppendProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
@@ -67,11 +72,11 @@ def limit(problem: AppendProblem) -> Limit | None:
         return refused
     if problem.change is not None and (refused := append_change.limit(problem)) is not None:
         return refused
-    if (refused := append_plan.limit(problem)) is not None:
+    if (refused := separate_arrays.limit(problem)) is not None:
         return refused
-    separate = cache_layout.layout_of(problem).separate
-    most = append_plan.most_arrays(4 if problem.quantized else 2)
-    if problem.packed and separate and (problem.sequences > most or 0 in problem.capacities):
+    layout, most = cache_layout.layout_of(problem), 4 if problem.quantized else 2
+    most = separate_arrays.most_arrays(most)
+    if problem.packed and layout.separate and (problem.sequences > most or 0 in problem.capacities):
         return Limit(
             f"packed rows into {problem.sequences} separate arrays; it takes up to {most}, each "
             "with a capacity of at least 1",
@@ -83,11 +88,10 @@ def limit(problem: AppendProblem) -> Limit | None:
             f"{values} new values of one sequence: they are counted in int32",
             "append them in several calls",
         )
-    slabs = cache_layout.layout_of(problem).slabs
-    if slabs * (problem.layers or 1) >= 2**31:
+    slabs = layout.slabs * (problem.layers or 1)
+    if slabs >= 2**31:
         return Limit(
-            f"{slabs * (problem.layers or 1)} pages or sequences of all layers together, which "
-            "are counted in int32",
+            f"{slabs} pages or sequences of all layers together, which are counted in int32",
             "keep sequences or layers in several caches",
         )
     return None
@@ -100,51 +104,53 @@ def smem_bytes(problem: AppendProblem, config: Config) -> int:
 
 
 def _append(ctx: ThreadContext) -> None:
-    """What one thread does: read all its words, find out where they go, write them."""
+    """The program of one thread: reads all its words, finds their places, writes them."""
     thread, _, at, plan = ctx
     first = at.chunk * (plan.in_flight * mosaic.THREADS) + thread.index
     words = [first + i * mosaic.THREADS for i in range(plan.in_flight)]
     words_read = append_plan.read_all(ctx, _read, words)
-    caches = append_plan.arrays_of(ctx, words)
+    caches = append_plan.arrays_of(ctx, words, plan.row_words)
     # K and V mostly share the shape of a row, and so their places.
     places = {n: [append_plan.place(ctx, word, n) for word in words] for n in plan.row_words}
     for array, values in enumerate(words_read):
         row_words = plan.row_words[array]
         each = zip(caches[row_words], places[row_words], values, strict=True)
-        for into, place, value in each:
-            _write(ctx, into[array], place, value, array)
+        for arrays, place, value in each:
+            _write(ctx, arrays[array], place, value, array)
 
 
-def _read(ctx: ThreadContext, word: Any, array: int) -> Any:
+def _read(ctx: ThreadContext, word: Index, array: int) -> Int:
     thread, refs, at, plan = ctx
-    total = plan.total(array)
+    total = plan.problem.new_rows * plan.problem.kv_heads * plan.row_words[array]
     if total < plan.chunks * plan.in_flight * mosaic.THREADS:
         word = thread.minimum(word, total - 1)
     index = thread.wide(at.sequence) * total + thread.wide(word)
     return thread.load(refs.new[array], index, plan.word_bytes[array])
 
 
-def _write(ctx: ThreadContext, cache: Ref, place: Place, value: Any, array: int) -> None:
+def _write(ctx: ThreadContext, cache: GmemRef, place: Place, value: Int, array: int) -> None:
     thread, plan = ctx.thread, ctx.plan
     row = plan.layout.number(thread, place.row)
     index = row * plan.row_words[array] + thread.wide(place.column)
     thread.store(cache, index, value, plan.word_bytes[array], place.exists)
 
 
-def _kernel(refs: Refs, plan: Plan) -> None:
+def _kernel(refs: AppendRefs, plan: Plan) -> None:
     at = append_plan.block_at(Context(plan, refs))
-    program = mosaic.in_context(append_quantize.write_rows if plan.lanes else _append, plan)
+
+    def write() -> None:
+        if plan.lanes:
+            threads.run(append_quantize.write_rows, plan, refs, at)
+        else:
+            thread_program.each_thread(thread_program.in_context(_append, plan), refs, at)
+
     if refs.new_lengths is None or plan.chunks == 1:
-        mosaic.each_thread(program, refs, at)
+        write()
         return
     # Ragged prefill: a block that lies past its sequence's rows reads nothing. One token must not
     # wait for its length.
-    items, in_row = plan.chunk_items, plan.row_items
-    first_row = lax.div(at.chunk * items, jnp.int32(in_row))
-
-    @pl.when(first_row < at.rows)
-    def _():
-        mosaic.each_thread(program, refs, at)
+    first_row = lax.div(at.chunk * plan.chunk_items, jnp.int32(plan.row_items))
+    pl.when(first_row < at.rows)(write)
 
 
 def run(inputs: AppendInputs, problem: AppendProblem, config: Config | None = None) -> Caches:
@@ -157,9 +163,9 @@ def run(inputs: AppendInputs, problem: AppendProblem, config: Config | None = No
     if new and any(problem.capacities) and problem.layers != 0 and problem.pages != 0:
         if problem.quantized and problem.dtype not in append_quantize.NEW_DTYPES:
             problem = dataclasses.replace(problem, dtype="float32")
-        bring = [f"{side}_{what}" for what in ("cache", "scale") for side in new]
+        names = [f"{side}_{array}" for array in ("cache", "scale") for side in new]
         caches |= _write_into(
-            {name: caches[name] for name in bring if caches[name] is not None},
+            {name: caches[name] for name in names if caches[name] is not None},
             new,
             inputs._replace(**dict.fromkeys((*caches, *new))),
             problem,
@@ -170,42 +176,42 @@ def run(inputs: AppendInputs, problem: AppendProblem, config: Config | None = No
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def _write_into(
-    caches: dict[str, Array],
-    new: dict[str, Array],
+    caches: dict[str, Operand],
+    new: dict[str, Operand],
     rest: AppendInputs,
     problem: AppendProblem,
     config: Config,
-) -> dict[str, Array]:
+) -> dict[str, Operand]:
     """`run` where there is something to write. Jitted, so that a model of many layers traces it
     once.
     """
     if problem.packed and cache_layout.layout_of(problem).separate:
-        done = _launch(caches, new, rest, problem, config)
-        return {name: done[name] for name in caches}
+        written = _launch(caches, new, rest, problem, config)
+        return {name: written[name] for name in caches}
 
-    def launch(caches, problem, of):
-        lengths = None if rest.new_lengths is None else of(rest.new_lengths)
-        rows = {side: of(x) for side, x in new.items()}
-        own = rest._replace(start=of(rest.start), new_lengths=lengths)
+    def launch(caches, problem, rows_of):
+        lengths = None if rest.new_lengths is None else rows_of(rest.new_lengths)
+        rows = {side: rows_of(x) for side, x in new.items()}
+        own = rest._replace(start=rows_of(rest.start), new_lengths=lengths)
         return _launch(caches, rows, own, problem, config)
 
-    return append_plan.by_launches(caches, problem, launch)
+    return separate_arrays.by_launches(caches, problem, launch)
 
 
 def _launch(
-    caches: dict[str, tuple[Array, ...]],
-    new: dict[str, Array],
+    caches: Arrays,
+    new: dict[str, Operand],
     rest: AppendInputs,
     problem: AppendProblem,
     config: Config,
-) -> dict[str, tuple[Array, ...]]:
+) -> Arrays:
     """One launch over all of `caches`, which it holds as refs meanwhile: that is what makes it
     write in place.
     """
     plan = Plan.of(problem, tuple(new), config.words)
     names = [name for name in Caches._fields if name in caches]  # jit has sorted them
     refs = {name: [jax.new_ref(array) for array in caches[name]] for name in names}
-    operands = Refs(
+    operands = AppendRefs(
         new=tuple(rows.astype(plan.new_dtype) for rows in new.values()),
         caches=tuple(zip(*refs.values(), strict=True)),
         start=rest.start,
@@ -220,5 +226,8 @@ def _launch(
     )
     body = functools.partial(_kernel, plan=plan)
     grid = plan.sequences * plan.chunks
-    mosaic.lane_kernel(body, grid=grid, name="append", early=config.overlaps)(operands)
+    thread_program.lane_kernel(body, grid=grid, name="append", early=config.overlaps)(operands)
     return {name: tuple(jax.freeze(ref) for ref in each) for name, each in refs.items()}
+
+
+KERNEL = Kernel(Config, limit, smem_bytes, run, overlaps=True)

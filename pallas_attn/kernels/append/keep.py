@@ -1,7 +1,7 @@
 """Rows of drafts that were accepted become the newest ones: one launch for K, V and their scales,
 every sequence and every layer, in place.
 
-Row j of sequence m, counted from begin[m], becomes what row path[m, j] was, for j < count[m].
+Row j of sequence m, counted from begin[m], becomes a copy of row path[m, j], for j < count[m].
 A column of a head belongs to one thread, which reads it in every row that moves before it writes
 any of them, so any path will do. Words are as wide as the registers for so many rows allow. A row
 that stays where it is is not written.
@@ -28,21 +28,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import OVERFLOWS, UNCHANGED, Caches, KeepInputs, KeepProblem, Kept
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.append import plan as append_plan
+from pallas_attn.kernels.append import separate_arrays
+from pallas_attn.kernels.append.separate_arrays import Arrays
 from pallas_attn.kernels.attention import cache_layout
-from pallas_attn.kernels.attention.cache_layout import Row
+from pallas_attn.kernels.attention.cache_layout import Layout, Row
 from pallas_attn.kernels.attention.plan import Context
-from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.mosaic import ThreadContext
-
-Array = Any
-Ref = Any
-Scalar = Any
+from pallas_attn.kernels.lang import mosaic, thread_program, threads
+from pallas_attn.kernels.lang.thread_program import ThreadContext
+from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, Predicate, SmemRef
 
 ROWS_MOST = 48
-HELD_BYTES = 256  # of the registers of a thread, for the rows of one array
+HELD_BYTES = 256  # registers of a thread for the rows of one array
 LOOKS = 8  # entries of the page table that a thread looks at together
 
 
@@ -50,10 +49,15 @@ LOOKS = 8  # entries of the page table that a thread looks at together
 class Config:
     overlaps: bool = False  # begins while the kernel before it ends: `mosaic.overlap_launches`
 
+    @classmethod
+    def default(cls, problem: KeepProblem) -> "Config":
+        del problem
+        return cls()
+
 
 def limit(problem: KeepProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
-    if (refused := append_plan.limit(problem)) is not None:
+    if (refused := separate_arrays.limit(problem)) is not None:
         return refused
     if problem.width > ROWS_MOST:
         return Limit(
@@ -80,14 +84,14 @@ def smem_bytes(problem: KeepProblem, config: Config) -> int:
 
 
 class Words(NamedTuple):
-    """How a row of a head lies in an array of a cache."""
+    """The words of a row of a head in an array of a cache."""
 
-    row: int  # how many
-    nbytes: int  # of each
+    row: int  # how many a row has
+    nbytes: int
 
 
 def _words_of(problem: KeepProblem) -> list[Words]:
-    """Of each array: K, V where there is one, and their scales where there are any."""
+    """The words of each array: K, V where there is one, and their scales where there are any."""
     size = jnp.dtype(problem.cache_dtype).itemsize
     dims = [dim for dim in (problem.head_dim, problem.v_head_dim) if dim is not None]
     widest = min(16, 2 ** int(math.log2(HELD_BYTES // max(problem.width, 1))))
@@ -106,47 +110,49 @@ def _blocks(problem: KeepProblem) -> int:
     return (problem.layers or 1) * problem.sequences * arrays * _chunks(problem)
 
 
-class Refs(NamedTuple):
+class KeepRefs(NamedTuple):
+    """Global memory; the caches are written."""
+
     # A sequence each, or one for all: K, V where there is one, and their scales where there are.
-    caches: tuple[tuple[Ref, ...], ...]
-    path: Ref
-    lengths: Ref
-    new_lengths: Ref
-    counts: Ref
-    capacities: Ref | None  # where they differ
-    page_table: Ref | None
-    holders: Ref | None
-    kept: Ref | None  # int32[M], the result
-    bad: Ref | None  # int32[2] of shared memory: whether a page is missing; whether one is shared
+    caches: tuple[tuple[GmemRef, ...], ...]
+    path: GmemRef
+    lengths: GmemRef
+    new_lengths: GmemRef
+    counts: GmemRef
+    capacities: GmemRef | None  # int32[M], where they differ
+    page_table: GmemRef | None
+    holders: GmemRef | None
+    kept: GmemRef | None  # int32[M], the result
+    bad: SmemRef | None  # int32[2]: whether a page is missing; whether one is shared
 
 
 class At(NamedTuple):
-    """Where in the grid, and what is to be done there. Block-wide int32 scalars."""
+    """The place of a block in the grid, and its work; int32 scalars."""
 
-    sequence: Scalar
-    layer: Scalar | None
-    chunk: Scalar
-    begin: Scalar  # of the newest rows
-    last: Scalar  # of them; 0 where the lengths leave the sequence as it is
-    count: Scalar  # of the rows that stay; 0 where the lengths leave the sequence as it is
-    kept: Scalar  # the same, or UNCHANGED
-    pages: Scalar  # that its rows need; 0 where the sequence stays as it is
-    answers: Scalar  # whether this block says how many rows stay
-    capacity: Scalar | None
+    sequence: Index
+    layer: Index | None
+    chunk: Index
+    begin: Index  # position of the first of the newest rows
+    last: Index  # number of the last of them; 0 where lengths leave the sequence as it is
+    count: Index  # rows that stay; 0 where lengths leave the sequence as it is
+    kept: Index  # the same, or UNCHANGED
+    pages: Index  # pages that its rows need; 0 where the sequence stays as it is
+    answers: Index  # 1 where this block says how many rows stay
+    capacity: Index | None
 
 
 class Plan(NamedTuple):
-    """What is static in one launch."""
+    """The static facts of one launch."""
 
-    layout: Any  # cache_layout.Layout
-    words: tuple[Words, ...]  # of each array
+    layout: Layout
+    words: tuple[Words, ...]  # a row's, for each array
     sequences: int
     heads: int
     width: int
     chunks: int
 
 
-def _kernel(refs: Refs, kept: Ref, *bad: Ref, plan: Plan) -> None:
+def _kernel(refs: KeepRefs, kept: GmemRef, *bad: SmemRef, plan: Plan) -> None:
     refs = refs._replace(kept=kept, bad=bad[0] if bad else None)
     block, sizes = lax.axis_index("block"), (plan.chunks, len(plan.words), plan.sequences)
     chunk, array, sequence, layer = _split(block, sizes)
@@ -156,23 +162,23 @@ def _kernel(refs: Refs, kept: Ref, *bad: Ref, plan: Plan) -> None:
         answers=jnp.where(chunk + array + layer == 0, 1, 0),
     )
     for number in range(len(plan.words)):
-        program = mosaic.in_context(_move, plan, array=number)
+        program = functools.partial(_move, array=number)
 
         @pl.when(array == number)
         def _(program=program):
-            threads.each_thread(program, refs, at)
+            threads.run(program, plan, refs, at)
 
 
-def _state(ctx: Context, sequence: Scalar) -> At:
-    """What the lengths of a sequence say of its rows."""
+def _state(ctx: Context, sequence: Index) -> At:
+    """The work in a sequence that follows from its lengths."""
     plan, refs, _ = ctx
     length, new = refs.lengths[sequence], refs.new_lengths[sequence]
     capacity = None if refs.capacities is None else refs.capacities[sequence]
     held = plan.layout.capacity if capacity is None else capacity
     changes = (new > 0) & (length >= new) & (length <= held)
     most = jnp.minimum(new, plan.width)
-    given = refs.counts[0 if refs.counts.shape == (1,) else sequence]
-    count = jnp.where(changes, jnp.clip(given, 0, jnp.maximum(most, 0)), 0)
+    count = refs.counts[0 if refs.counts.shape == (1,) else sequence]
+    count = jnp.where(changes, jnp.clip(count, 0, jnp.maximum(most, 0)), 0)
     pages = jnp.int32(0)
     if plan.layout.paged:  # a length is within the capacity, and the sum within int32
         pages = jnp.where(changes, plan.layout.entry(length - 1) + 1, 0)
@@ -182,7 +188,7 @@ def _state(ctx: Context, sequence: Scalar) -> At:
     return At(sequence, None, zero, begin, last, count, kept, pages, zero, capacity)
 
 
-def _split(number: Scalar, sizes: tuple[int, ...]) -> list[Scalar]:
+def _split(number: Index, sizes: tuple[int, ...]) -> list[Index]:
     """A number's digits, the lowest first: the first ones count to `sizes`."""
     digits = []
     for size in sizes:
@@ -192,24 +198,24 @@ def _split(number: Scalar, sizes: tuple[int, ...]) -> list[Scalar]:
 
 
 def _move(ctx: ThreadContext, array: int) -> None:
-    """What one thread does: its word of each row that moves, read, then written."""
+    """The program of one thread: reads its word of each row that moves, then writes all."""
     thread, refs, at, plan = ctx
     if plan.layout.paged:
         thread.shared_store(refs.bad, thread.index, thread.index * 0, thread.index < 2)
         thread.sync()
     first, words = thread.wide(at.sequence) * plan.width, plan.words[array]
-    given = [thread.load(refs.path, first + j, 4) for j in range(plan.width)]
+    path = [thread.load(refs.path, first + j, 4) for j in range(plan.width)]
     looked = newest = None
     if plan.layout.paged:
         looked = _look(ctx, 0, LOOKS)
         (newest,) = _look(ctx, plan.layout.entry(at.begin), 1)
     cache = plan.layout.arrays_of(thread, refs.caches, at.sequence)[array]
     moves, sources, targets = [], [], []
-    for j, source in enumerate(given):
+    for j, source in enumerate(path):
         source = thread.minimum(thread.maximum(source, 0), at.last)
         moves.append((at.count > j) & ((source < j) | (source > j)))
         sources.append(_row(ctx, source))
-        place = thread.minimum(thread.index * 0 + j, at.last)  # that of others is not written
+        place = thread.minimum(thread.index * 0 + j, at.last)  # past it nothing is written
         targets.append(_row(ctx, place))
     holders = None if newest is None else _holders(ctx, newest)
     held = []
@@ -229,7 +235,7 @@ def _move(ctx: ThreadContext, array: int) -> None:
     thread.store(refs.kept, at.sequence, kept, 4, answers)
 
 
-def _look(ctx: ThreadContext, first: Any, count: int) -> list:
+def _look(ctx: ThreadContext, first: Index, count: int) -> list[Index]:
     """The pages of every 128th of `count` times 128 entries that the sequence needs, from `first`
     on: the last one again where there are no more, the first one of the table where it needs none.
     These loads wait for the length alone, and for no predicate.
@@ -243,42 +249,43 @@ def _look(ctx: ThreadContext, first: Any, count: int) -> list:
     return pages
 
 
-def _holders(ctx: ThreadContext, page: Any) -> Any:
+def _holders(ctx: ThreadContext, page: Index) -> Index:
     """How many sequences have a page; 0 where the sequence stays as it is."""
     there = (ctx.at.pages > 0) & ctx.plan.layout.has_page(page)
     return ctx.thread.load_where(ctx.refs.holders, page, 4, there)
 
 
-def _by_pages(ctx: ThreadContext, looked: list, holders: Any) -> Any:
+def _by_pages(ctx: ThreadContext, looked: list[Index], holders: Index) -> Index:
     """`at.kept`, unless a page of the sequence is missing, or one of its newest rows is another
     sequence's too. The thread has read some already, ahead of the rows: pages that the sequence
     needs, and the holders of one of its newest.
     """
     thread, refs, at, plan = ctx
     layout, step = plan.layout, LOOKS * mosaic.THREADS
-    zero, one = thread.index * 0, thread.index * 0 + 1
+    zero = thread.index * 0
+    first = zero + 1
 
-    def missing(pages: list) -> None:
+    def note_missing(pages: list[Index]) -> None:
         bad = thread.index < 0
         for page in pages:
             bad = bad | layout.lacks_page(page)
-        thread.shared_store(refs.bad, zero, one, bad)
+        thread.shared_store(refs.bad, zero, first, bad)
 
-    def shared(holders: Any) -> None:
-        thread.shared_store(refs.bad, one, one, holders > 1)
+    def note_shared(holders: Index) -> None:
+        thread.shared_store(refs.bad, first, first, holders > 1)
 
-    def more_pages(i: Any, carry: list) -> list:
-        missing(_look(ctx, (i + 1) * step, LOOKS))
+    def more_pages(i: Index, carry: list) -> list:
+        note_missing(_look(ctx, (i + 1) * step, LOOKS))
         return carry
 
-    def more_newest(i: Any, carry: list) -> list:
+    def more_newest(i: Index, carry: list) -> list:
         begin = layout.entry(at.begin) + (i + 1) * mosaic.THREADS
         (page,) = _look(ctx, begin, 1)
-        shared(_holders(ctx, page))
+        note_shared(_holders(ctx, page))
         return carry
 
-    missing(looked)
-    shared(holders)
+    note_missing(looked)
+    note_shared(holders)
     newest = at.pages - layout.entry(at.begin)
     thread.loop((newest + (mosaic.THREADS - 1)) // mosaic.THREADS - 1, [], more_newest)
     thread.loop((at.pages + (step - 1)) // step - 1, [], more_pages)
@@ -288,8 +295,8 @@ def _by_pages(ctx: ThreadContext, looked: list, holders: Any) -> Any:
     return thread.select(missed >= 1, thread.index * 0 + UNCHANGED, kept)
 
 
-def _address(ctx: ThreadContext, row: Row, words: Words) -> tuple[Any, Any]:
-    """Which of the words of an array this thread's is in a row, and whether it has one."""
+def _address(ctx: ThreadContext, row: Row, words: Words) -> tuple[Index, Predicate]:
+    """(the place of this thread's word of a row in its array, whether it has one)."""
     thread, _, at, plan = ctx
     word = at.chunk * mosaic.THREADS + thread.index
     head, column = word // words.row, word % words.row
@@ -297,8 +304,8 @@ def _address(ctx: ThreadContext, row: Row, words: Words) -> tuple[Any, Any]:
     return number * words.row + thread.wide(column), head < plan.heads
 
 
-def _row(ctx: ThreadContext, number: Any) -> Row:
-    """Of the newest rows that of this number, 0 .. at.last, but for its head."""
+def _row(ctx: ThreadContext, number: Index) -> Row:
+    """The newest row of this number, 0 .. at.last, without its head."""
     thread, refs, at, plan = ctx
     position, page = at.begin + number, None
     if plan.layout.paged:
@@ -312,28 +319,28 @@ def run(inputs: KeepInputs, problem: KeepProblem, config: Config | None = None) 
     without a copy.
     """
     caches = {name: getattr(inputs, name) for name in Caches._fields}
-    given = {name: cache for name, cache in caches.items() if cache is not None}
+    arrays = {name: cache for name, cache in caches.items() if cache is not None}
     rest = inputs._replace(**dict.fromkeys(caches))
-    moved, rows = _move_in(given, rest, problem, config)
+    moved, rows = _move_in(arrays, rest, problem, config)
     return Kept(Caches(**caches | moved), rows)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def _move_in(
-    caches: dict[str, Array], rest: KeepInputs, problem: KeepProblem, config: Config | None
-) -> tuple[dict[str, Array], Array]:
+    caches: dict[str, Operand], rest: KeepInputs, problem: KeepProblem, config: Config | None
+) -> tuple[dict[str, Operand], Operand]:
     """`run` of the arrays that there are."""
     rows = []
 
-    def launch(caches, problem, of):
-        counts = rest.counts if rest.counts.shape == (1,) else of(rest.counts)
-        by_sequence = {name: of(getattr(rest, name)) for name in ("path", "lengths", "new_lengths")}
-        own = rest._replace(counts=counts, **by_sequence)
-        done, kept = _launch(caches, own, problem, config)
+    def launch(caches, problem, rows_of):
+        counts = rest.counts if rest.counts.shape == (1,) else rows_of(rest.counts)
+        names = ("path", "lengths", "new_lengths")
+        own = rest._replace(counts=counts, **{n: rows_of(getattr(rest, n)) for n in names})
+        written, kept = _launch(caches, own, problem, config)
         rows.append(kept)
-        return done
+        return written
 
-    moved = append_plan.by_launches(caches, problem, launch)
+    moved = separate_arrays.by_launches(caches, problem, launch)
     kept = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
     if kept.size < problem.sequences:  # the others have no rows that could be the newest
         live = np.flatnonzero(np.array(problem.capacities)).astype(np.int32)
@@ -342,11 +349,11 @@ def _move_in(
 
 
 def _launch(
-    caches: dict[str, tuple[Array, ...]],
+    caches: Arrays,
     rest: KeepInputs,
     problem: KeepProblem,
     config: Config | None,
-) -> tuple[dict[str, tuple[Array, ...]], Array]:
+) -> tuple[Arrays, Operand]:
     """One launch over all of `caches`, which it holds as refs meanwhile: that is what makes it
     write in place. And `Kept.rows`.
     """
@@ -361,7 +368,7 @@ def _launch(
     )
     names = [name for name in Caches._fields if name in caches]  # jit has sorted them
     refs = {name: [jax.new_ref(array) for array in caches[name]] for name in names}
-    operands = Refs(
+    operands = KeepRefs(
         caches=tuple(zip(*refs.values(), strict=True)),
         path=rest.path,
         lengths=rest.lengths,
@@ -373,7 +380,7 @@ def _launch(
         kept=None,
         bad=None,
     )
-    kernel = mosaic.lane_kernel(
+    kernel = thread_program.lane_kernel(
         functools.partial(_kernel, plan=plan),
         grid=_blocks(problem),
         name="keep",
@@ -383,3 +390,6 @@ def _launch(
     )
     (kept,) = kernel(operands)
     return {name: tuple(jax.freeze(ref) for ref in each) for name, each in refs.items()}, kept
+
+
+KERNEL = Kernel(Config, limit, smem_bytes, run, overlaps=True)

@@ -1,21 +1,18 @@
-"""Where the rows of a KV cache lie: one object for each layout of caches, made by `layout_of`.
+"""Addresses of the rows of a KV cache: one object for each layout of caches, made by `layout_of`.
 
 Every array of a cache is [layers, slabs, kv heads, rows of a slab, head dim]. That of a cache of
-one layer has no first axis, and an array of scales has no last one. A slab is what lies together of
-all kv heads:
+one layer has no first axis, and an array of scales has no last one. A slab holds rows of all kv
+heads that lie together:
 
     per_sequence   an array for each sequence, of a single slab
     stacked        one array for all, a slab for each sequence
     paged          one array for all, a slab for each page; a page table [M, entries] has the pages
                    of each sequence in order
 
-A kernel asks a layout for addresses in one of two forms. A program for one thread
-(`mosaic.each_thread`) asks for `number`, which of all rows of an array a row is, in 64 bits; the
-word of memory follows by a multiplication. A kernel that copies by TMA asks for `slice_of` an array
-in the form of `view`, or for `rows_from`.
-
-K and V of `flash_attention`, [M, rows, kv heads, head dim], are no cache; by `Contiguous` a kernel
-that copies by TMA finds their rows all the same.
+A program for one thread asks for `number`, the number of a row among all rows of an array, in 64
+bits; the word of memory follows by a multiplication. A kernel that copies by TMA asks for
+`slice_of` an array in the form of `view`, or for `rows_from`. By `Contiguous` it finds the rows of
+K and V of `flash_attention`, [M, rows, kv heads, head dim], all the same.
 """
 
 import dataclasses
@@ -28,103 +25,97 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import mosaic, thread_program
+from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, SmemRef
 
-Array = Any
-Ref = Any
-Scalar = Any  # an int32 of the whole block, or an Int of one thread
+Thread = thread_program.Thread
 
 
 class Row(NamedTuple):
     """A row of a cache: the key, the value or the scale at one position of a sequence."""
 
-    sequence: Scalar
-    head: Scalar  # kv head
-    position: Scalar
-    layer: Scalar | None = None  # None: the cache has one layer, and no axis for it
-    page: Scalar | None = None  # where pages are used: that of the position, which exists
-    capacity: Scalar | None = None  # of the sequence, where capacities differ
+    sequence: Index
+    head: Index  # kv head
+    position: Index
+    layer: Index | None = None  # None: the cache has one layer, and no axis for it
+    page: Index | None = None  # the page of the position, which exists; None: there are no pages
+    capacity: Index | None = None  # rows of the sequence, where capacities differ
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What the three layouts share."""
+    """Sizes and addresses of a cache; the subclasses say which slab has a row."""
 
     capacities: tuple[int, ...]  # rows that sequences can hold
     kv_heads: int
     layers: int | None
-    slabs: int  # of one layer of an array
-    slab_rows: int | None  # of a kv head in a slab; None where they differ between arrays
-
+    slabs: int  # slabs of one layer of an array
+    slab_rows: int | None  # rows of a kv head in a slab; None where they differ between arrays
     separate = False  # whether each sequence has arrays of its own
     paged = False
 
     @property
     def capacity(self) -> int | None:
-        """Of every sequence; None where they differ."""
+        """The capacity of every sequence; None where they differ."""
         return self.capacities[0] if len(set(self.capacities)) == 1 else None
 
     def contiguous_rows(self, tile: int) -> int:
         """How many rows of a tile lie together in memory, wherever the tile begins."""
         return tile
 
-    def slab(self, row: Row) -> Scalar | None:
-        """Which slab of a layer has the row; None where there is a single one."""
+    def slab(self, row: Row) -> Index | None:
+        """The slab of a layer that has the row; None where there is a single one."""
         del row
         return None
 
-    def row_in_slab(self, position: Scalar) -> Scalar:
+    def row_in_slab(self, position: Index) -> Index:
         return position
 
-    # ---- operands --------------------------------------------------------------------------------
-
-    def tables(self, *arrays: Any) -> tuple[tuple[Array, ...], ...]:
+    def tables(self, *arrays: Operand) -> tuple[tuple[Operand, ...], ...]:
         """The arrays of a cache (K, V, their scales; None where there are none) as an operand:
         those of each sequence, or those of all.
         """
-        given = [x if self.separate else (x,) for x in arrays if x is not None]
-        return tuple(zip(*given, strict=True))
+        columns = [x if self.separate else (x,) for x in arrays if x is not None]
+        return tuple(zip(*columns, strict=True))
 
-    def capacities_operand(self) -> Array | None:
+    def capacities_operand(self) -> Operand | None:
         """int32[M], where capacities differ."""
         return None if self.capacity is not None else jnp.asarray(self.capacities, jnp.int32)
 
-    def view(self, array: Array) -> Array:
+    def view(self, array: Operand) -> Operand:
         """[layers * slabs * kv heads, rows of a slab, H] of one array, for `slice_of`."""
         return array.reshape(-1, *array.shape[-2:])
 
-    # ---- addresses -------------------------------------------------------------------------------
-
-    def has_layer(self, layer: Scalar) -> Scalar:
+    def has_layer(self, layer: Index) -> Index:
         """Whether the cache has a layer of this number."""
         return (layer >= 0) & (layer < (1 if self.layers is None else self.layers))
 
     def arrays_of(
-        self, thread: mosaic.Thread, tables: Sequence[tuple[Ref, ...]], sequence: Scalar
-    ) -> tuple[Ref, ...]:
-        """Of an operand made by `tables`: the arrays that hold the sequence."""
+        self, thread: Thread, tables: Sequence[tuple[GmemRef, ...]], sequence: Index
+    ) -> tuple[GmemRef, ...]:
+        """The arrays that hold the sequence, of an operand made by `tables`."""
         return thread.pick(sequence, tables) if len(tables) > 1 else tables[0]
 
-    def number(self, thread: mosaic.Thread, row: Row) -> Any:
-        """Which of all rows of its array this is, in 64 bits."""
+    def number(self, thread: Thread, row: Row) -> Index:
+        """The number of the row among all of its array, in 64 bits."""
         line, slab = thread.wide(row.head), self._slab_of_all(row)
         if slab is not None:
             line = thread.wide(slab) * self.kv_heads + line
         rows = self.slab_rows if row.capacity is None else thread.wide(row.capacity)
         return line * rows + thread.wide(self.row_in_slab(row.position))
 
-    def slice_of(self, row: Row) -> tuple[Scalar, Scalar]:
+    def slice_of(self, row: Row) -> tuple[Index, Index]:
         """(index, row) of it in the array's `view`."""
         slab = self._slab_of_all(row)
         index = row.head if slab is None else slab * self.kv_heads + row.head
         return index, self.row_in_slab(row.position)
 
     def rows_from(self, row: Row, rows: int) -> tuple[Any, ...]:
-        """So many rows from this one on, as indices of the array's `view` but for the columns."""
+        """Indices in the array's `view`, but for the columns, of `rows` rows from this one on."""
         index, start = self.slice_of(row)
         return index, pl.ds(start, rows)
 
-    def _slab_of_all(self, row: Row) -> Scalar | None:
+    def _slab_of_all(self, row: Row) -> Index | None:
         slab = self.slab(row)
         if row.layer is None:
             return slab
@@ -140,7 +131,7 @@ class PerSequence(Layout):
 class Stacked(Layout):
     """[layers, M, kv heads, capacity, H]."""
 
-    def slab(self, row: Row) -> Scalar:
+    def slab(self, row: Row) -> Index:
         return row.sequence
 
 
@@ -156,51 +147,56 @@ class Paged(Layout):
 
     @property
     def entries(self) -> int:
-        """Of a sequence in the page table."""
+        """Entries of a sequence in the page table."""
         return self.capacities[0] // self.page_size
 
     def contiguous_rows(self, tile: int) -> int:
         return math.gcd(self.page_size, tile)
 
-    def slab(self, row: Row) -> Scalar | None:
+    def slab(self, row: Row) -> Index | None:
         return row.page
 
-    def row_in_slab(self, position: Scalar) -> Scalar:
+    def row_in_slab(self, position: Index) -> Index:
         if isinstance(position, jax.Array):
             return lax.rem(position, jnp.int32(self.page_size))
         return position % self.page_size
 
-    def has_page(self, page: Scalar) -> Scalar:
+    def has_page(self, page: Index) -> Index:
         """Whether what the page table says is a page."""
         return (page >= 0) & (page < self.slabs)
 
-    def lacks_page(self, page: Scalar) -> Scalar:
+    def lacks_page(self, page: Index) -> Index:
         """The opposite of `has_page`, without an operation for it."""
         return (page < 0) | (page >= self.slabs)
 
-    def entry(self, position: Scalar) -> Scalar:
-        """Which entry of its sequence in the page table has the page of a position."""
+    def entry(self, position: Index) -> Index:
+        """The entry of its sequence in the page table that has the page of a position."""
         if isinstance(position, jax.Array):
             return lax.div(position, jnp.int32(self.page_size))
         return position // self.page_size
 
-    def entry_index(self, thread: mosaic.Thread, sequence: Scalar, entry: Scalar) -> Any:
-        """Where an entry of a sequence lies in the page table, in 64 bits."""
+    def entry_index(self, thread: Thread, sequence: Index, entry: Index) -> Index:
+        """The place of an entry of a sequence in the page table, in 64 bits."""
         return thread.wide(sequence) * self.entries + thread.wide(entry)
 
     def load_page(
-        self, thread: mosaic.Thread, page_table: Ref, sequence: Scalar, entry: Scalar
-    ) -> Any:
+        self, thread: Thread, page_table: GmemRef, sequence: Index, entry: Index
+    ) -> Index:
         return thread.load(page_table, self.entry_index(thread, sequence, entry), 4)
 
-    def note_missing(
-        self, thread: Any, page_table: Ref, sequence: Scalar, count: Scalar, to: tuple[Ref, Scalar]
+    def note_missing(  # noqa: PLR0913
+        self,
+        thread: Any,
+        page_table: GmemRef,
+        sequence: Index,
+        count: Index,
+        to: tuple[SmemRef, Index],
     ) -> None:
         """Stores 1 to a word of shared memory, (ref, index), where one of the first `count` pages
         of a sequence is missing. Each thread of the warpgroup looks up every 128th.
         """
 
-        def some(i: Any, carry: list) -> list:
+        def look(i: Index, carry: list) -> list:
             number = i * mosaic.THREADS + thread.index
             inside = number < count
             entry = thread.select(inside, number, 0)
@@ -209,13 +205,13 @@ class Paged(Layout):
             thread.shared_store(*to, bad, inside & (bad >= 1))
             return carry
 
-        thread.loop((count + (mosaic.THREADS - 1)) // mosaic.THREADS, [], some)
+        thread.loop((count + (mosaic.THREADS - 1)) // mosaic.THREADS, [], look)
 
 
 class Contiguous(Layout):
     """[M, rows, kv heads, H]: no cache."""
 
-    def view(self, array: Array) -> Array:
+    def view(self, array: Operand) -> Operand:
         return array
 
     def rows_from(self, row: Row, rows: int) -> tuple[Any, ...]:
@@ -223,40 +219,16 @@ class Contiguous(Layout):
 
 
 def layout_of(problem: Any) -> Layout:
-    """That of the caches of an `AppendProblem`, a `DecodeProblem` or any that has their fields."""
-    facts = (problem.capacities, problem.kv_heads, problem.layers)
+    """The layout of the caches of a problem that has the fields of a `DecodeProblem`."""
+    sizes = (problem.capacities, problem.kv_heads, problem.layers)
     same = problem.capacities[0] if len(set(problem.capacities)) == 1 else None
     if problem.kind == "per_sequence":
-        return PerSequence(*facts, 1, same)
+        return PerSequence(*sizes, 1, same)
     if problem.kind == "stacked":
-        return Stacked(*facts, problem.sequences, same)
-    return Paged(*facts, problem.pages or 0, problem.page_size)
+        return Stacked(*sizes, problem.sequences, same)
+    return Paged(*sizes, problem.pages or 0, problem.page_size)
 
 
-def scalar_operand(number: Any) -> Array | None:
-    """int32[1]: of a layer, or of a bound of a mask; or None where there is none."""
+def scalar_operand(number: Operand | None) -> Operand | None:
+    """int32[1]: a layer, or a bound of a mask; None where there is none."""
     return None if number is None else jnp.asarray(number, jnp.int32).reshape(1)
-
-
-def of_one_sequence(problem: Any) -> Any:
-    """A problem of packed rows as if one sequence, the longest, had all of them."""
-    return dataclasses.replace(
-        problem,
-        kind="stacked",
-        tokens=None,
-        q_len=problem.tokens,
-        sequences=1,
-        capacities=(max(problem.capacities),),
-        page_size=None,
-        pages=None,
-    )
-
-
-def whole_sequences(problem: Any) -> Any:
-    """A problem over stacked caches as one over pages, each of which holds a whole sequence; one
-    over pages as it is.
-    """
-    if problem.kind == "paged":
-        return problem
-    rows, pages = problem.capacities[0], problem.sequences
-    return dataclasses.replace(problem, kind="paged", page_size=rows, pages=pages)

@@ -16,9 +16,11 @@ from jax import lax
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn._functions import program as _program
 from pallas_attn._functions.program import Operation, Program
-from pallas_attn.kernels.attention import linear_scores, softmax, tile_lists
-from pallas_attn.kernels.attention.plan import Context, Span
-from pallas_attn.kernels.lang import mosaic, slopes
+from pallas_attn.kernels.attention import softmax
+from pallas_attn.kernels.attention.logits import LogitTile, mask_columns
+from pallas_attn.kernels.attention.tiles import KernelContext as Context
+from pallas_attn.kernels.attention.tiles import QueryRows
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.gather import gather
 
 OPERATIONS = _program.OPERATIONS | {"tanh": softmax.tanh}
@@ -28,7 +30,7 @@ class Value(NamedTuple):
     """A number, a vector along one axis of a tile, or a tile."""
 
     x: Any
-    axes: tuple[int, ...]  # of the tile's
+    axes: tuple[int, ...]  # axes of the tile that it has
 
 
 class Registers:
@@ -60,10 +62,10 @@ class Registers:
         return lax.broadcast_in_dim(value.x, shape, [axes.index(axis) for axis in value.axes])
 
     def compute(self, operation: Operation, operands: Sequence[Any]) -> Value:
-        found = {axis for x in operands if isinstance(x, Value) for axis in x.axes}
-        axes = tuple(sorted(found))
-        given = [self.spread(x, axes) for x in operands]
-        return Value(_program.compute(operation, given, OPERATIONS), axes)
+        used = {axis for x in operands if isinstance(x, Value) for axis in x.axes}
+        axes = tuple(sorted(used))
+        spread = [self.spread(x, axes) for x in operands]
+        return Value(_program.compute(operation, spread, OPERATIONS), axes)
 
     def read(self, ref: Any, kind: Any, indices: Sequence[Any]) -> Value:
         """`ref` is the array, flat, of 32 bits."""
@@ -79,12 +81,12 @@ class Registers:
         layout = self.layout
         if len(flat.axes) == 1:
             layout = layout.reduce(1 - flat.axes[0])
-        found = gather(ref, flat.x, layout) if flat.axes else ref[flat.x]
+        elements = gather(ref, flat.x, layout) if flat.axes else ref[flat.x]
         if dtype == "bool":
-            found = found != 0
+            elements = elements != 0
         elif jnp.dtype(dtype).itemsize in (2, 4):  # 8 bits are only compared, 64 not for kernels
-            found = found.astype(dtype)
-        return Value(found, flat.axes)
+            elements = elements.astype(dtype)
+        return Value(elements, flat.axes)
 
 
 def _held_in(dtype: Any) -> Any:
@@ -97,10 +99,10 @@ def _numbers(program: Program, registers: Registers, place: Any) -> tuple[Value,
     kv = Value(None, ())
     if program.depends_on(program.inputs - 1):
         kv = registers.along(1 - place.q_axis, place.key)
-    return *_numbers_of_rows(program, registers, place), kv
+    return *numbers_of_rows(program, registers, place), kv
 
 
-def _numbers_of_rows(program: Program, registers: Registers, place: Any) -> tuple[Value, ...]:
+def numbers_of_rows(program: Program, registers: Registers, place: Any) -> tuple[Value, ...]:
     """All but the positions of keys. What nobody uses is not made: it sends Mosaic on a search for
     its layout, which may not end.
     """
@@ -119,17 +121,31 @@ def seen(ctx: Context, place: Any, shape: tuple[int, int]) -> Any:
     return seen_at(ctx, _numbers(program, registers, place), registers)
 
 
+def mask_rows(
+    ctx: Context, rows: QueryRows, tile: LogitTile, s: Any, bounds: tuple[Any, Any]
+) -> Any:
+    """`logits.mask_rows` where a function hides keys beside each row's `bounds`, (low, high)."""
+    words, mapping = None, rows.mapping
+    if mapping is not None:
+        words = mapping.words(ctx.refs, tile, s.shape[1])
+    s = mask_columns(s, *bounds, words=words or ())
+    if words is None:
+        shown = seen(ctx, tile if mapping is None else mapping.placed(tile), s.shape)
+        s = jnp.where(shown, s, -jnp.inf)
+    return s
+
+
 def seen_at(ctx: Context, numbers: Sequence[Value], registers: Registers) -> Any:
     """`seen` of a tile's batch row, head and positions."""
     program = ctx.plan.problem.mask_program
     assert program is not None
-    found = _program.evaluate(program, numbers, ctx.refs.mask_aux, registers)
-    return registers.spread(found, (0, 1))
+    shown = _program.evaluate(program, numbers, ctx.refs.mask_aux, registers)
+    return registers.spread(shown, (0, 1))
 
 
 def score(ctx: Context, place: Any, s: Any) -> tuple[Any, Any]:
-    """What the score function makes of a tile of logits in natural units; and its slope there, in a
-    backward, else None.
+    """The result of the score function for a tile of logits in natural units; and its slope there,
+    in a backward, else None.
     """
     registers = Registers(s.shape, place.layout)
     (plan, refs, _), slope = ctx, None
@@ -139,33 +155,10 @@ def score(ctx: Context, place: Any, s: Any) -> tuple[Any, Any]:
     if plan.problem.op == "flash_backward":
         derivative = _program.derivative(program)
         aux = _program.derivative_arrays(program, refs.score_aux)
-        found = _program.evaluate(derivative, numbers, aux, registers)
-        slope = registers.spread(found, (0, 1)).astype(jnp.float32)
-    found = _program.evaluate(program, numbers, refs.score_aux, registers)
-    return registers.spread(found, (0, 1)).astype(jnp.float32), slope
-
-
-def linear_score(ctx: Context, place: Any, s: Any) -> tuple[Any, Any]:
-    """`score` of a tile of scores, where `plan.linear_score`: (what of it differs from column to
-    column is added to the scores, as they are; what else is to be added in log2 units, float32
-    [rows, PARTIALS], by column modulo that).
-    """
-    registers, (plan, refs, _) = Registers(s.shape, place.layout), ctx
-    program, rows = plan.problem.score_program, (place.q_axis,)
-    numbers = *_numbers_of_rows(program, registers, place), Value(place.key, ())
-    found = linear_scores.evaluated(program, numbers, refs.score_aux, registers)
-    shape = (s.shape[0], softmax.PARTIALS)
-
-    def each_row(x):
-        return plgpu.layout_cast(registers.spread(x, rows), mosaic.ROW)
-
-    offset = mosaic.broadcast_rows(softmax.to_log2(each_row(found.rest)), shape)
-    if found.slope is None:
-        return s, offset
-    slope = each_row(found.slope)
-    column = mosaic.positions(shape, 1, 0).astype(jnp.float32)
-    offset = offset + mosaic.broadcast_rows(softmax.to_log2(slope), shape) * column
-    return slopes.add_slopes(s, slope * (1 / plan.problem.scale)), offset
+        derived = _program.evaluate(derivative, numbers, aux, registers)
+        slope = registers.spread(derived, (0, 1)).astype(jnp.float32)
+    scored = _program.evaluate(program, numbers, refs.score_aux, registers)
+    return registers.spread(scored, (0, 1)).astype(jnp.float32), slope
 
 
 def operands(inputs: AttentionInputs) -> dict[str, Any]:
@@ -176,71 +169,3 @@ def operands(inputs: AttentionInputs) -> dict[str, Any]:
 def flat(arrays: Sequence[Any]) -> tuple[Any, ...]:
     """Arrays of one axis, of 32 bits; none of 8, which are blocks (`MaskFunction.blocks`)."""
     return tuple(x.astype(_held_in(x.dtype)).reshape(-1) for x in arrays if x.dtype != jnp.uint8)
-
-
-# ---- which tiles a mask leaves ------------------------------------------------------------------
-
-
-class Listed(NamedTuple):
-    """The tiles that a work tile needs, by number."""
-
-    ref: Any  # see `tile_lists.tiles`
-    batch: Any
-    head: Any
-    row: Any
-    row_blocks: int = 1  # see `tile_lists.tiles`
-
-    @classmethod
-    def of(cls, ref: Any, batch: Any, head: Any, row: Any, row_blocks: int = 1) -> "Listed":
-        batches, heads = ref.shape[:2]
-        return cls(ref, batch if batches > 1 else 0, head if heads > 1 else 0, row, row_blocks)
-
-    def read(self, i: Any) -> Any:
-        return self.ref[self.batch, self.head, self.row, i]
-
-    @property
-    def count(self) -> Any:
-        """How many tiles there are."""
-        return self.read(0)
-
-    @property
-    def span(self) -> Span:
-        """What all rows of the work tile need."""
-        return Span(0, self.read(1), self.read(2), self.count)
-
-    @property
-    def last(self) -> Any:
-        """The last tile."""
-        return self.read(3)
-
-    def of_row_block(self, number: Any) -> tuple[Span, Any]:
-        """What one block of the rows needs, and the last of its tiles."""
-        if self.row_blocks == 1:
-            return self.span, self.last
-        at = tile_lists.HEADER + tile_lists.ROW_BLOCK * number
-        *fields, last = (self.read(at + i) for i in range(tile_lists.ROW_BLOCK))
-        return Span(*fields), last
-
-    def tile(self, j: Any) -> Any:
-        """The tile that number j of the list is; j may lie before the first."""
-        at = max(j, 0) if isinstance(j, int) else jnp.maximum(j, 0)
-        return self.read(at + tile_lists.first(self.row_blocks))
-
-
-class Known(NamedTuple):
-    """A `Listed` of which one tile is asked for, which has been read."""
-
-    number: Any
-
-    def tile(self, j: Any) -> Any:
-        del j
-        return self.number
-
-
-class Run(NamedTuple):
-    """A `Listed` whose tiles follow each other, so that none is read."""
-
-    first: Any
-
-    def tile(self, j: Any) -> Any:
-        return self.first + j

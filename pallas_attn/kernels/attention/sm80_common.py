@@ -1,65 +1,71 @@
-"""What the kernels for every GPU from Ampere on share: the widths of rows in shared memory, and
-copies into it, which all threads of a block issue.
+"""Parts of the kernels for every GPU from Ampere on: how rows lie in shared memory, the copies into
+it, which all threads of a block issue, and the loop over kv tiles.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_attn._call import gpu_specs
-from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.kernels.attention import plan as attention_plan
-from pallas_attn.kernels.attention import tma_operands
-from pallas_attn.kernels.lang import threads
+from pallas_attn._call.problem import AttentionProblem, DecodeProblem
+from pallas_attn.kernels.attention import softmax, tma_operands
+from pallas_attn.kernels.attention.tiles import Span
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import mma_sync
 
 
-class Widths:
-    """What a plan says of numbers and rows in shared memory."""
+@dataclasses.dataclass(frozen=True)
+class MmaFormat:
+    """The numbers and widths of rows of q, k, v and dO that mma.sync multiplies."""
 
     problem: AttentionProblem
-    config: Any
+    columns: int = 0  # columns of a chunk (sm80_column_stream.py); 0: rows are whole
+    unit: int = 16  # columns that the width of a whole row is a multiple of
 
     @property
     def terms(self) -> int:
-        """How many 16-bit terms of a number are multiplied."""
+        """16-bit terms of a number that are multiplied."""
         if self.problem.dtype != "float32":
             return 1
         return 3 if self.problem.precision == "highest" else 2
 
     @property
-    def width_unit(self) -> int:
-        return self.config.columns or 16
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype("bfloat16" if self.terms > 1 else self.problem.dtype)
 
     @property
     def k_width(self) -> int:
-        return tma_operands.round_up(self.problem.head_dim, self.width_unit)
+        return tma_operands.round_up(self.problem.head_dim, self.columns or self.unit)
 
     @property
     def v_width(self) -> int:
-        return tma_operands.round_up(self.problem.v_head_dim, self.width_unit)
+        return tma_operands.round_up(self.problem.v_head_dim, self.columns or self.unit)
 
-    @property
-    def k_chunks(self) -> int:
-        """Of columns of q and k: see sm80_column_stream.py."""
-        return self.k_width // (self.config.columns or self.k_width)
+    def width(self, name: str) -> int:
+        """Columns of a term of "q", "k", "v" or "do"."""
+        return self.k_width if name in ("q", "k") else self.v_width
 
-    @property
-    def v_chunks(self) -> int:
-        return self.v_width // (self.config.columns or self.v_width)
+    def chunks(self, name: str) -> int:
+        """Chunks of columns that a row of "q", "k", "v" or "do" comes in."""
+        return self.width(name) // (self.columns or self.width(name))
 
-    @property
-    def operand_dtype(self) -> Any:
-        """Of what tensor cores multiply."""
-        return jnp.dtype("bfloat16" if self.terms > 1 else self.problem.dtype)
+    def buffer(self, rows: int, width: int) -> SmemRef:
+        """Shared memory for so many rows of `width` columns."""
+        return plgpu.SMEM((rows, mma_sync.pitch(self.terms * width)), self.dtype)
 
-    def operand(self, x: Any) -> Any:
+    def operand(self, x: jax.Array) -> Operand:
         """q, k, v or dO as the kernel reads it: float32 in terms of whole widths; where columns
         come in chunks, [B, rows, heads * chunks, columns of all terms].
         """
-        columns = self.config.columns
+        columns = self.columns
         if self.terms == 1 and not columns:
             return x
         x = tma_operands.padded(x, {3: tma_operands.round_up(x.shape[3], columns or 16)})
@@ -67,34 +73,24 @@ class Widths:
             x = x.reshape(*x.shape[:2], -1, columns)
         return x if self.terms == 1 else mma_sync.split(x, self.terms)
 
-    def whole_rows(self, x: Any, dim: int) -> Any:
-        """[B, rows, heads * chunks, columns] -> [B, rows, heads, dim]."""
-        columns = self.config.columns
-        if not columns:
+    def result(self, rows: int, heads: int, dim: int) -> jax.ShapeDtypeStruct:
+        """A result as the kernel writes it: [B, rows, heads, dim]; where columns come in chunks,
+        [B, rows, heads * chunks, columns].
+        """
+        sizes = (heads, dim)
+        if self.columns:
+            sizes = (heads * pl.cdiv(dim, self.columns), self.columns)
+        return jax.ShapeDtypeStruct((self.problem.batch, rows, *sizes), self.problem.dtype)
+
+    def whole_rows(self, x: jax.Array, dim: int) -> jax.Array:
+        """`result` of a kernel -> [B, rows, heads, dim]."""
+        if not self.columns:
             return x
-        width = tma_operands.round_up(dim, columns)
+        width = tma_operands.round_up(dim, self.columns)
         return x.reshape(*x.shape[:2], -1, width)[..., :dim]
 
 
-class WholePlan(Widths, attention_plan.Plan):
-    """Of a block of query rows, all of which take the same kv tiles."""
-
-    @property
-    def span_rows(self) -> int:
-        return self.tile_rows
-
-    @property
-    def groups(self) -> int:
-        """Warpgroups of a block, which take the same kv tiles at the same time."""
-        return self.config.row_blocks if self.config.split_rows else 1
-
-    @property
-    def own_rows(self) -> int:
-        """Query rows of a warpgroup."""
-        return self.tile_rows // self.groups
-
-
-def fits(problem: Any, need: Callable[..., int], config: Any) -> bool:
+def fits(problem: AttentionProblem | DecodeProblem, need: Callable[..., int], config: Any) -> bool:
     """Whether the GPU has the shared memory that `need(problem, config)` says."""
     return need(problem, config) <= gpu_specs.shared_memory(problem.gpu)
 
@@ -105,9 +101,9 @@ def fits(problem: Any, need: Callable[..., int], config: Any) -> bool:
 class Copy(NamedTuple):
     """A copy of rows from global to shared memory by cp.async; see `mma_sync.load_rows_async`."""
 
-    refs: Any  # (to, from)
-    at: Any  # (batch, head, first row, rows that exist, row of shared memory), traced
-    shape: Any  # (rows, shape of what is copied from, columns, whether the last of `at` is fixed)
+    refs: tuple[SmemRef, GmemRef]  # (to, from)
+    at: tuple[Index, ...]  # (batch, head, first row, rows that exist, row of shared memory), traced
+    shape: tuple[Any, ...]  # the fields of `mma_sync.RowsCopy`
 
 
 def copy_async(*copies: Copy, pending: int | None, sync: bool = False, groups: int = 1) -> None:
@@ -122,7 +118,14 @@ def copy_async(*copies: Copy, pending: int | None, sync: bool = False, groups: i
     threads.each_thread(issue, refs, at)
 
 
-def _issue(thread: threads.Thread, refs: Any, at: Any, *, when: Any, shapes: Any) -> None:
+def _issue(
+    thread: threads.Thread,
+    refs: tuple[Any, ...],
+    at: tuple[Any, ...],
+    *,
+    when: tuple[int | None, bool, int],
+    shapes: tuple[Any, ...],
+) -> None:
     pending, sync, groups = when
     if pending is not None:
         thread.wait_copies(pending)
@@ -131,6 +134,41 @@ def _issue(thread: threads.Thread, refs: Any, at: Any, *, when: Any, shapes: Any
     for ref, where, shape in zip(refs, at, shapes, strict=True):
         mma_sync.load_rows_async(thread, ref, where, mma_sync.RowsCopy(*shape))
     thread.commit_copies()
+
+
+# ---- the loop over kv tiles ---------------------------------------------------------------------
+
+
+class OutputSums(NamedTuple):
+    """The softmax and the output of a block's rows, carried from kv tile to kv tile."""
+
+    acc: RegisterTile  # [rows, v_width]: the output before it is divided; or its chunks of columns
+    row_sum: RegisterTile  # [rows, softmax.PARTIALS]
+    row_max: RegisterTile  # [rows]
+
+    @classmethod
+    def nothing(cls, acc: RegisterTile, rows: int) -> "OutputSums":
+        """Before the first kv tile."""
+        row_sum = mosaic.filled((rows, softmax.PARTIALS), 0.0)
+        return cls(acc, row_sum, mosaic.filled((rows,), -jnp.inf))
+
+
+def over_kv_tiles(plan: Any, span: Span, step: Callable[..., Any], carry: Any) -> Any:
+    """`step(masked, t, carry)` of each kv tile of a span, from the last to the first: a loop for
+    each of the sections that occur.
+    """
+
+    def counted(masked: bool, i: Index, carry: Any) -> Any:
+        return step(masked, -1 - i, carry)  # loops count up
+
+    high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), span.hi)  # full tiles end here
+    low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)  # and begin here
+    if {"first_masked", "high"} & plan.sections:
+        carry = lax.fori_loop(-span.hi, -high, functools.partial(counted, True), carry)
+    carry = lax.fori_loop(-high, -low, functools.partial(counted, False), carry)
+    if "low" in plan.sections:
+        carry = lax.fori_loop(-low, -span.lo, functools.partial(counted, True), carry)
+    return carry
 
 
 def warpgroup_arguments(groups: int) -> dict[str, Any]:

@@ -2,15 +2,16 @@
 
 For each tile of queries the tiles of keys (for a backward over keys the other way round) that some
 query sees, in order; but those that every query sees whole follow each other. A kernel walks over
-the list as it walks over a `Span`; number j of it stands for tile `functions.Listed.tile(j)`. Tiles
+the list as it walks over a `Span`; number j of it stands for tile `Listed.tile(j)`. Tiles
 that nobody sees are not in it.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +20,10 @@ from jax import lax
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._functions import program as _program
 from pallas_attn._functions import tile_bounds
+from pallas_attn.kernels.attention.tiles import DYNAMIC, SECTIONS, QueryTiling, Span
+from pallas_attn.kernels.lang.types import GmemRef, Index
 
 reads_pairs = tile_bounds.reads_pairs
-# With these arrays nothing of what rows see is known before the kernel runs, but that it lies
-# within `Mask.widest`.
-DYNAMIC = {"q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right"}
-DYNAMIC |= {"q_segment_ids", "mask_array"}
 Sizes = tuple[int, int, bool, int]  # rows, block, by_keys and row_blocks of `tiles`
 MOST_READ = 2**22  # numbers that `_Once` keeps
 HEADER = 4  # numbers of a list before what is said of row blocks
@@ -32,7 +31,7 @@ ROW_BLOCK = 5  # numbers for each row block, where there are several
 
 
 def first(row_blocks: int) -> int:
-    """Where the tiles begin in a list."""
+    """The place in a list where the tiles begin."""
     return HEADER + (ROW_BLOCK * row_blocks if row_blocks > 1 else 0)
 
 
@@ -53,22 +52,22 @@ def tiles(
     fixed = static(problem, rows, block, by_keys, row_blocks)
     if fixed is not None:
         return jnp.asarray(fixed, jnp.int32)
-    found = kinds(problem, inputs, (rows, block, by_keys, row_blocks))
-    return of_kinds(found, never_empty=not by_keys)
+    seen_kinds = kinds(problem, inputs, (rows, block, by_keys, row_blocks))
+    return of_kinds(seen_kinds, never_empty=not by_keys)
 
 
-def of_kinds(found: Any, *, never_empty: bool) -> Any:
+def of_kinds(seen_kinds: Any, *, never_empty: bool) -> Any:
     """`tiles` of what `kinds` gives."""
-    return _lists(jnp, *found, never_empty=never_empty)
+    return _lists(jnp, *seen_kinds, never_empty=never_empty)
 
 
-def codes(found: Any) -> Any:
-    """What `kinds` gives as one number a pair of tiles, int32[B or 1, N or 1, tiles, n]: bits 2r
+def codes(seen_kinds: Any) -> Any:
+    """The result of `kinds` as one number a pair of tiles, int32[B or 1, N or 1, tiles, n]: bits 2r
     and 2r + 1 say that row block r sees some of it, and that it sees all.
     """
     number = 0
-    for r in range(found.shape[-2]):
-        some, whole = found[..., r, :].astype(jnp.int32)
+    for r in range(seen_kinds.shape[-2]):
+        some, whole = seen_kinds[..., r, :].astype(jnp.int32)
         number = number | some << 2 * r | whole << 2 * r + 1
     return number
 
@@ -86,28 +85,49 @@ def static(
     return _static(alone, (rows, block, by_keys, row_blocks))
 
 
-def spans(found: np.ndarray, row_blocks: int) -> np.ndarray:
+def sizes_of(tiling: QueryTiling) -> Sizes:
+    """The sizes of `tiles` for work tiles of query rows."""
+    return tiling.tile_rows, tiling.block_kv, False, tiling.row_blocks
+
+
+def sections_of(problem: AttentionProblem, tiling: QueryTiling) -> frozenset[str]:
+    """`tiles.sections_of` where kv tiles are listed: no list is empty."""
+    lists = static(problem, *sizes_of(tiling))
+    if lists is None:
+        return SECTIONS - {"empty"}
+    fields = spans(lists, tiling.row_blocks).tolist()
+    return frozenset(section for span in fields for section in Span(*span).sections())
+
+
+def spans(lists: np.ndarray, row_blocks: int) -> np.ndarray:
     """int[.., 4]: the different spans of all row blocks, of what `static` gives."""
     if row_blocks == 1:
-        count, full_lo, full_hi = (found[..., i] for i in range(3))
+        count, full_lo, full_hi = (lists[..., i] for i in range(3))
         fields = np.stack([0 * count, full_lo, full_hi, count], axis=-1)
     else:
-        shape = *found.shape[:-1], row_blocks, ROW_BLOCK
-        fields = found[..., HEADER : first(row_blocks)].reshape(shape)[..., :4]
+        shape = *lists.shape[:-1], row_blocks, ROW_BLOCK
+        fields = lists[..., HEADER : first(row_blocks)].reshape(shape)[..., :4]
     return np.unique(fields.reshape(-1, 4), axis=0)
 
 
 def has_two_ends(problem: AttentionProblem) -> bool:
     """Whether tiles of some rows are known to need a mask before and after those that do not."""
-    found = static(problem, 64, 64)
-    return found is not None and bool(((found[..., 1] > 0) & (found[..., 2] > found[..., 1])).any())
+    lists = static(problem, 64, 64)
+    return lists is not None and bool(((lists[..., 1] > 0) & (lists[..., 2] > lists[..., 1])).any())
 
 
-def are_runs(found: np.ndarray, row_blocks: int) -> bool:
+@functools.lru_cache(maxsize=64)
+def are_known_runs(problem: AttentionProblem, sizes: Sizes) -> bool:
+    """Whether the tiles of each list are known to follow each other, as those of a band do."""
+    lists = static(problem, *sizes)
+    return lists is not None and are_runs(lists, sizes[-1])
+
+
+def are_runs(lists: np.ndarray, row_blocks: int) -> bool:
     """Whether the tiles of each list follow each other, of what `static` gives."""
-    listed = found[..., first(row_blocks) :]
+    listed = lists[..., first(row_blocks) :]
     at = np.arange(listed.shape[-1])
-    return bool((listed == listed[..., :1] + at)[at < found[..., :1]].all())
+    return bool((listed == listed[..., :1] + at)[at < lists[..., :1]].all())
 
 
 @functools.lru_cache(maxsize=64)
@@ -122,27 +142,27 @@ def _static(problem: AttentionProblem, sizes: Sizes) -> np.ndarray:
         return kinds(held, inputs, sizes)
 
     each = np.full(problem.batch if by_batch else 1, problem.q_offset, np.int32)
-    found = _program.computed_now(run, each)
-    return _lists(np, *found, never_empty=not sizes[2])
+    seen_kinds = _program.computed_now(run, each)
+    return _lists(np, *seen_kinds, never_empty=not sizes[2])
 
 
 def kinds(problem: AttentionProblem, inputs: AttentionInputs, sizes: Sizes) -> Any:
     """bool[2, B or 1, N or 1, tiles, row_blocks, n]: `tile_bounds.Kinds` by work tile."""
     rows, block, by_keys, row_blocks = sizes
-    found = _bounds(problem, inputs, rows // row_blocks, block)
-    if found is None:
+    seen_kinds = _bounds(problem, inputs, rows // row_blocks, block)
+    if seen_kinds is None:
         count, live = _seen_of_tiles(problem, inputs, rows // row_blocks, block)
-        found = tile_bounds.Kinds(count > 0, (count == live * block) & (count > 0))
+        seen_kinds = tile_bounds.Kinds(count > 0, (count == live * block) & (count > 0))
     if by_keys:
-        some, whole = found
+        some, whole = seen_kinds
         if some.shape[1] > 1:  # query heads
             heads = (some.shape[0], problem.kv_heads, problem.group)
             some = some.reshape(*heads, *some.shape[2:]).any(2)
             whole = whole.reshape(*heads, *whole.shape[2:]).all(2)
         return jnp.stack([x.swapaxes(2, 3)[:, :, :, None] for x in (some, whole)])
-    q_tiles, n = pl.cdiv(problem.q_len, rows), found.some.shape[3]
-    pads = ((0, 0), (0, 0), (0, q_tiles * row_blocks - found.some.shape[2]), (0, 0))
-    padded = jnp.pad(found.some, pads), jnp.pad(found.whole, pads, constant_values=True)
+    q_tiles, n = pl.cdiv(problem.q_len, rows), seen_kinds.some.shape[3]
+    pads = ((0, 0), (0, 0), (0, q_tiles * row_blocks - seen_kinds.some.shape[2]), (0, 0))
+    padded = jnp.pad(seen_kinds.some, pads), jnp.pad(seen_kinds.whole, pads, constant_values=True)
     return jnp.stack([x.reshape(*x.shape[:2], q_tiles, row_blocks, n) for x in padded])
 
 
@@ -150,17 +170,17 @@ def _bounds(
     problem: AttentionProblem, inputs: AttentionInputs, rows: int, block: int
 ) -> tile_bounds.Kinds | None:
     """By `tile_bounds`, or by what the caller has found; None where pairs are to be counted."""
-    program, found = problem.mask_program, None
+    program, seen_kinds = problem.mask_program, None
     assert program is not None
     offset: Any = problem.q_offset if inputs.q_offset is None else None
     sizes = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len, rows, block)
     grid = tile_bounds.Grid(*sizes, offset)
     if problem.mask_blocks == (problem.q_len, problem.kv_len, offset):
-        found = tile_bounds.taken(inputs.mask_aux[-1], grid)
-    if found is None:
+        seen_kinds = tile_bounds.taken(inputs.mask_aux[-1], grid)
+    if seen_kinds is None:
         at = offset if inputs.q_offset is None else inputs.q_offset.reshape(-1, 1, 1, 1)
-        found = tile_bounds.kinds(program, inputs.mask_aux, grid, at)
-    return None if found is None else tile_bounds.within(found, grid, inputs)
+        seen_kinds = tile_bounds.kinds(program, inputs.mask_aux, grid, at)
+    return None if seen_kinds is None else tile_bounds.within(seen_kinds, grid, inputs)
 
 
 def numbers(shape: tuple[int, ...]) -> Any:
@@ -169,7 +189,7 @@ def numbers(shape: tuple[int, ...]) -> Any:
 
 
 def _lists(xp: Any, some: Any, whole: Any, *, never_empty: bool) -> Any:
-    """What `tiles` gives, of bool[.., row_blocks, n]: which tiles some query of a row block
+    """The result of `tiles`, of bool[.., row_blocks, n]: which tiles some query of a row block
     sees, and which all see whole. `xp`: numpy or jax.numpy. `never_empty`: rows without a key take
     one tile all the same, masked.
     """
@@ -194,11 +214,22 @@ def _lists(xp: Any, some: Any, whole: Any, *, never_empty: bool) -> Any:
 
 
 def _sorted(xp: Any, order: Any) -> tuple[Any, Any]:
-    """Of different numbers the place of each when they are sorted, and the number at each place."""
+    """The place of each of different numbers when they are sorted, and the number at each place."""
     if xp is np:
         listed = order.argsort(-1)
         return listed.argsort(-1).astype(np.int32), listed.astype(np.int32)
     return in_order(order[..., None, :] < order[..., :, None])
+
+
+def longest_first(count: jax.Array) -> jax.Array:
+    """The work tiles of a head in the order in which they come, along the last axis, by how many
+    steps each takes.
+    """
+    n, axes = count.shape[-1], (1,) * (count.ndim - 1)
+    down, across = (numbers((*axes, *shape)) for shape in ((n, 1), (1, n)))
+    longer = count[..., None, :] > count[..., :, None]
+    tie = (count[..., None, :] == count[..., :, None]) & (across < down)
+    return in_order(longer | tie)[1]
 
 
 def in_order(before: Any) -> tuple[Any, Any]:
@@ -234,16 +265,16 @@ def _spans_of_row_blocks(xp: Any, some: Any, whole: Any, rank: Any, header: list
         xp.where(none, count, hi),
         xp.where(none, last, xp.where(rank == hi - 1, at, 0).max(-1, keepdims=True)),
     ]
-    found = xp.concatenate(fields, -1)
-    return found.reshape(*found.shape[:-2], -1)
+    joined = xp.concatenate(fields, -1)
+    return joined.reshape(*joined.shape[:-2], -1)
 
 
 class _Once(_program.Broadcasting):
-    """What is read by row or by column is read before it is spread over all pairs of them."""
+    """Reads by row or by column, done before their result is spread over all pairs of them."""
 
     def read(self, array: Any, kind: Any, indices: Sequence[Any]) -> Any:
-        found = super().read(array, kind, indices)
-        return lax.optimization_barrier(found) if found.size <= MOST_READ else found
+        elements = super().read(array, kind, indices)
+        return lax.optimization_barrier(elements) if elements.size <= MOST_READ else elements
 
 
 def _seen_of_tiles(
@@ -278,19 +309,89 @@ def _seen_of_tiles(
     q_len = problem.q_len if inputs.q_lengths is None else each(inputs.q_lengths)
     kv_len = problem.kv_len if inputs.kv_lengths is None else each(inputs.kv_lengths)
     numbers = b, h, row + offset, key
-    found = _program.evaluate(program, numbers, inputs.mask_aux, _Once())
-    found = jnp.reshape(found, (1,) * 5) if jnp.ndim(found) == 0 else found
-    found = found & (row < q_len) & (key < kv_len)
+    shown = _program.evaluate(program, numbers, inputs.mask_aux, _Once())
+    shown = jnp.reshape(shown, (1,) * 5) if jnp.ndim(shown) == 0 else shown
+    shown = shown & (row < q_len) & (key < kv_len)
     if hidden is not None:
         whole = zip(hidden.shape[2:], (q_tiles * rows, kv_tiles * block), strict=True)
         pads = [(0, size - n if n > 1 else 0) for n, size in whole]
         hidden = jnp.pad(hidden, ((0, 0), (0, 0), *pads))
         columns = (kv_tiles, block) if hidden.shape[3] > 1 else (1, 1)
-        found = found & hidden.reshape(*hidden.shape[:3], *columns)
+        shown = shown & hidden.reshape(*hidden.shape[:3], *columns)
     sizes = (batches, heads, q_tiles * rows, kv_tiles, block)
-    by_row = jnp.broadcast_to(found, sizes).sum(-1, dtype=jnp.int32)
+    by_row = jnp.broadcast_to(shown, sizes).sum(-1, dtype=jnp.int32)
     by_row = lax.optimization_barrier(by_row)  # one sum over both is slower by far
     count = by_row.reshape(batches, heads, q_tiles, rows, kv_tiles).sum(3, dtype=jnp.int32)
     first = jnp.arange(q_tiles, dtype=jnp.int32).reshape(1, 1, -1, 1) * rows
     length = q_len if isinstance(q_len, int) else q_len[..., 0]
     return count, jnp.clip(length - first, 0, rows)
+
+
+# ---- a list, as kernels read it ------------------------------------------------------------------
+
+
+class Listed(NamedTuple):
+    """The tiles that a work tile needs, by number."""
+
+    ref: GmemRef  # see `tiles`
+    batch: Index
+    head: Index
+    row: Index  # the work tile
+    row_blocks: int = 1  # see `tiles`
+
+    @classmethod
+    def of(
+        cls, ref: GmemRef, batch: Index, head: Index, row: Index, row_blocks: int = 1
+    ) -> "Listed":
+        batches, heads = ref.shape[:2]
+        return cls(ref, batch if batches > 1 else 0, head if heads > 1 else 0, row, row_blocks)
+
+    def read(self, i: Index) -> Index:
+        return self.ref[self.batch, self.head, self.row, i]
+
+    @property
+    def count(self) -> Index:
+        """Tiles of the list."""
+        return self.read(0)
+
+    @property
+    def span(self) -> Span:
+        """The places in the list that all rows of the work tile need."""
+        return Span(0, self.read(1), self.read(2), self.count)
+
+    @property
+    def last(self) -> Index:
+        """The last tile."""
+        return self.read(3)
+
+    def of_row_block(self, number: Index) -> tuple[Span, Index]:
+        """The span of one block of the rows, and the last of its tiles."""
+        if self.row_blocks == 1:
+            return self.span, self.last
+        at = HEADER + ROW_BLOCK * number
+        *fields, last = (self.read(at + i) for i in range(ROW_BLOCK))
+        return Span(*fields), last
+
+    def tile(self, j: Index) -> Index:
+        """The tile at place j of the list; j may lie before the first."""
+        at = max(j, 0) if isinstance(j, int) else jnp.maximum(j, 0)
+        return self.read(at + first(self.row_blocks))
+
+
+class LoadedTile(NamedTuple):
+    """A `Listed` of which one tile is asked for, which was read before."""
+
+    number: Index
+
+    def tile(self, j: Index) -> Index:
+        del j
+        return self.number
+
+
+class Run(NamedTuple):
+    """A `Listed` whose tiles follow each other, so that none is read."""
+
+    first: Index
+
+    def tile(self, j: Index) -> Index:
+        return self.first + j

@@ -1,17 +1,18 @@
-"""What XLA does to arrays before a kernel reads them, so that TMA can; only where it must.
+"""How operands lie in shared memory, and the copies by XLA of arrays that TMA cannot read.
 
 Mosaic's TMA clips at whole tiles of 8 rows and of 16 columns or more, where it could clip anywhere.
 Rows and columns beyond are zeros.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call.problem import AttentionInputs
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.mma.wgmma import Kind, split
+from pallas_attn.kernels.lang.types import Operand
+from pallas_attn.kernels.mma.wgmma import Kind
 
 # Attention pads what it is given; what still comes with such dims are buffers of a cache.
 HOW_TO_PAD = "make the cache by create() where a GPU is the default device: it pads its buffers"
@@ -64,13 +65,58 @@ def width_in_smem(dim: int, dtype: str = "bfloat16") -> int:
     )
 
 
-def stored(x: Any, kind: Kind, width: int, power: Any = None) -> Any:
-    """[B, rows, heads, dim] as kernels read it; float32 in columns of `width` for each term, of
-    x / power [B, kv heads] (None: 1).
+class OperandFormat(NamedTuple):
+    """How rows of q and k, or of v, lie in shared memory."""
+
+    dtype: str
+    terms: int  # numbers side by side whose sum stands for one of float32; else 1
+    width: int  # columns of one term
+    swizzle: int  # bytes
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(self.dtype, self.terms)
+
+    @property
+    def columns(self) -> int:
+        return self.terms * self.width
+
+    @property
+    def itemsize(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
+
+def formats_of(problem: AttentionProblem, block_kv: int) -> tuple[OperandFormat, OperandFormat]:
+    """The formats of q and k, and of v."""
+    dims = problem.head_dim, problem.v_head_dim
+    widths = [width_in_smem(dim, problem.dtype) for dim in dims]
+    if problem.dtype != "float32":
+        qk, v = (
+            OperandFormat(problem.dtype, 1, width, swizzle(dim))
+            for dim, width in zip(dims, widths, strict=True)
+        )
+        return qk, v
+    from pallas_attn.kernels.mma import wgmma_float32
+
+    scores, values = wgmma_float32.score_kind(problem), wgmma_float32.value_kind(problem)
+    k_row, v_row = widths[0] * scores.itemsize, widths[1] * values.itemsize
+    p_row = block_kv * values.itemsize  # matmuls take probabilities by whole swizzles, too
+    return (
+        OperandFormat(*scores, widths[0], swizzle_of(k_row)),
+        OperandFormat(*values, widths[1], min(swizzle_of(v_row), swizzle_of(p_row))),
+    )
+
+
+def stored(x: jax.Array, form: OperandFormat, power: jax.Array | None = None) -> Operand:
+    """[B, rows, heads, dim] as kernels read it; float32 in columns of `form.width` for each term,
+    of x / power [B, kv heads] (None: 1).
     """
     if x.dtype != jnp.float32:
         return for_tma(x)
-    return padded(split(x, power, kind, width), {1: rows_in_tma(x.shape[1])})
+    from pallas_attn.kernels.mma import wgmma_float32
+
+    split = wgmma_float32.split(x, power, form.kind, form.width)
+    return padded(split, {1: rows_in_tma(x.shape[1])})
 
 
 def for_tma(x: Any) -> Any:
@@ -88,13 +134,13 @@ def padded(array: Any, sizes: dict[int, int]) -> Any:
 
 
 def over_scores(inputs: AttentionInputs, rows: int, keys: int) -> dict[str, Any]:
-    """Those of bias and mask_array that are there, for so many rows and keys: whole tiles."""
-    found = {}
+    """The arrays of bias and mask_array that are there, for so many rows and keys: whole tiles."""
+    operands = {}
     if inputs.bias is not None:
-        found["bias"] = padded(inputs.bias, {2: rows, 3: keys})
+        operands["bias"] = padded(inputs.bias, {2: rows, 3: keys})
     if inputs.mask_array is not None:
-        found["mask_array"] = padded(inputs.mask_array.astype(jnp.int8), {2: rows, 3: keys})
-    return found
+        operands["mask_array"] = padded(inputs.mask_array.astype(jnp.int8), {2: rows, 3: keys})
+    return operands
 
 
 def segment_ids(inputs: AttentionInputs, rows: int, keys: int) -> dict[str, Any]:
@@ -102,8 +148,8 @@ def segment_ids(inputs: AttentionInputs, rows: int, keys: int) -> dict[str, Any]
     any.
     """
     sizes = {"q_segment_ids": rows, "kv_segment_ids": keys, "q_positions": rows}
-    given = {name: getattr(inputs, name) for name in sizes}
-    return {name: extended(x, sizes[name]) for name, x in given.items() if x is not None}
+    arrays = {name: getattr(inputs, name) for name in sizes}
+    return {name: extended(x, sizes[name]) for name, x in arrays.items() if x is not None}
 
 
 def extended(ids: Any, length: int) -> Any:

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention import softmax
-from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.mosaic import ThreadContext
+from pallas_attn.kernels.lang import peer_memory, thread_program, threads
+from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import FOUR, LANES
 
 
@@ -35,8 +35,8 @@ class Problem:
     rows: int
     heads: int
     dim: int
-    dtype: str  # of out
-    axis: str  # of the mesh
+    dtype: str  # dtype of out
+    axis: str  # axis of the mesh
     devices: int  # along it
 
     @property
@@ -45,7 +45,7 @@ class Problem:
 
     @property
     def words(self) -> int:
-        """Of 16 bytes that a GPU sends of a line: its columns, and the log-sum-exp."""
+        """Words of 16 bytes that a GPU sends of a line: its columns, and the log-sum-exp."""
         return self.dim // FOUR + 1
 
 
@@ -53,13 +53,15 @@ def takes(problem: Problem) -> bool:
     """Whether the kernel serves it; XLA serves the rest."""
     fits = 0 < problem.devices * problem.lines * problem.words < 2**31 and problem.dim <= 512
     known = problem.dtype in ("bfloat16", "float16", "float32")
-    return known and fits and problem.dim % FOUR == 0 and problem.devices <= mosaic.MOST_DEVICES
+    return (
+        known and fits and problem.dim % FOUR == 0 and problem.devices <= peer_memory.MOST_DEVICES
+    )
 
 
 class Refs(NamedTuple):
     out: Any
     lse: Any
-    received: tuple[Any, ...]  # of the next GPU, of the one after, ..; and of this one
+    received: tuple[Any, ...]  # buffers of the next GPU, of the one after, ..; and of this one
     merged: Any  # float32, as `out`
     merged_lse: Any
 
@@ -82,16 +84,16 @@ def send_and_merge(out: Any, lse: Any, received: Any, problem: Problem) -> tuple
     """
 
     def kernel(out: Any, lse: Any, received: Any, merged: Any, merged_lse: Any) -> None:
-        device = mosaic.this_device(problem.axis)
-        peers = mosaic.on_peers((received,), device, problem.devices)
+        device = peer_memory.this_device(problem.axis)
+        peers = peer_memory.on_peers((received,), device, problem.devices)
         buffers = *(peer for (peer,) in peers), received
         refs = Refs(out, lse, buffers, merged, merged_lse)
         at = _At(lax.axis_index("block"), device)
-        threads.each_thread(mosaic.in_context(_warp, problem), refs, at)
+        threads.each_thread(thread_program.in_context(_warp, problem), refs, at)
 
     like = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (out, lse)]
     blocks = -(-problem.lines // threads.WARPS)
-    launch = mosaic.lane_kernel(kernel, grid=blocks, name="decode_merge", out_type=like)
+    launch = thread_program.lane_kernel(kernel, grid=blocks, name="decode_merge", out_type=like)
     merged, merged_lse = launch(out, lse, jax.new_ref(received))
     return merged, merged_lse
 
@@ -99,8 +101,8 @@ def send_and_merge(out: Any, lse: Any, received: Any, problem: Problem) -> tuple
 class _Line(NamedTuple):
     """A query row of one head, as a warp has it; of its columns those of one lane."""
 
-    number: Any  # as `out` has it
-    place: Any  # as `lse` does
+    number: Any  # its number in `out`
+    place: Any  # its number in `lse`
     exists: Any
     columns: list[Any]  # in words of `FOUR`
     inside: list[Any]
@@ -145,7 +147,7 @@ def _warp(ctx: ThreadContext) -> None:
     for place, parts, there in zip(places, columns, line.inside, strict=True):
         sums = [zero] * FOUR
         for weight, values in zip(weights, parts, strict=True):
-            none = thread.is_zero(weight)  # what a GPU without a key gives may be anything
+            none = thread.is_zero(weight)  # a GPU without a key may give anything
             values = [thread.choose(none, zero, x) for x in values]
             sums = [x + weight * y for x, y in zip(sums, values, strict=True)]
         thread.store_floats(refs.merged, place, [x * factor for x in sums], there)
@@ -159,7 +161,7 @@ def _sent(ctx: ThreadContext, line: _Line, sender: Any) -> Any:
 def _received(
     ctx: ThreadContext, line: _Line, own_lse: Any, own: list[Any]
 ) -> tuple[list[Any], list[list[Any]]]:
-    """Of all GPUs the log-sum-exp; and of each column their four numbers."""
+    """The log-sum-exp of all GPUs; and for each column their four numbers."""
     thread, refs, at, problem = ctx
     senders = range(problem.devices)
     others = [(at.device < n) | (at.device > n) for n in senders]
@@ -176,10 +178,10 @@ def _received(
         at_words, theres = words(column, there)
         if n == 0:
             at_words, theres = at_words + lse_at, theres + lse_there
-        found = thread.receive_floats(refs.received[-1], at_words, theres)
+        floats = thread.receive_floats(refs.received[-1], at_words, theres)
         if n == 0:
-            found, lses = found[: problem.devices], [x[0] for x in found[problem.devices :]]
-        columns.append([_choose(thread, *x, own[n]) for x in zip(others, found, strict=True)])
+            floats, lses = floats[: problem.devices], [x[0] for x in floats[problem.devices :]]
+        columns.append([_choose(thread, *x, own[n]) for x in zip(others, floats, strict=True)])
     return [thread.choose(*x, own_lse) for x in zip(others, lses, strict=True)], columns
 
 

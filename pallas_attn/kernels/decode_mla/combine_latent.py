@@ -1,8 +1,8 @@
-"""How partials of a row become one in `decode_mla.sm90` and `sm90_few_rows`: `decode.combine` for
+"""Partials of a row combined in `decode_mla.sm90` and `sm90_few_rows`: `decode.combine_splits` for
 outputs that are tiles of a matmul. A partial lies in global memory as the threads hold it, in words
 of 16 bytes. The block that arrives last adds up all partials, in their order.
 
-Other blocks wrote their partials before they arrived. The interpreter knows that of programs only,
+Other blocks wrote their partials before they arrived. The interpreter knows that for programs only,
 so partials are written and read by inline code, each with a twin in NumPy.
 """
 
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -18,45 +19,42 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_attn.kernels.decode.scheduler import Plan
-from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.decode.plan import Plan
+from pallas_attn.kernels.lang import asm, mosaic, thread_program, threads
+from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, RegisterTile
 from pallas_attn.kernels.mma import mma_rowmajor
-
-Array = Any
-Ref = Any
-Scalar = Any
 
 LOADS_AT_ONCE = 4  # partials whose row maxima are loaded together
 
 
 def best_splits(plan: Plan, times: int) -> int:
-    """In how many splits a row is done soonest: one block combines their partials, one after the
-    other. `times`: how often a partial could be added while one block took all keys.
+    """The number of splits with which a row is done soonest: one block combines their partials, one
+    after the other. `times`: how often a partial could be added while one block took all keys.
     """
-    return plan.most_units if plan.problem.batch_invariant else max(1, math.isqrt(times))
+    return plan.keys.most_units if plan.problem.batch_invariant else max(1, math.isqrt(times))
 
 
 class Partials(NamedTuple):
-    """Where the partials of a row lie: p at `first` where p is 0, else `later + p * stride`."""
+    """Places of the partials of a row: p at `first` where p is 0, else at `later + p * stride`."""
 
-    count: Scalar
-    own: Scalar
-    first: Scalar
-    later: Scalar
+    count: Index
+    own: Index
+    first: Index
+    later: Index
     stride: int
 
-    def place(self, p: Scalar) -> Scalar:
+    def place(self, p: Index) -> Index:
         return jnp.where(p < 1, self.first, self.later + p * self.stride)
 
 
 class Sums(NamedTuple):
-    """Of the partials in global memory, [plan.partials, rows]."""
+    """Row maxima and row sums of partials, [plan.partials, rows]."""
 
-    row_max: Ref
-    row_sum: Ref
+    row_max: GmemRef
+    row_sum: GmemRef
 
 
-def store(ref: Ref, index: Scalar, tile: Array) -> None:
+def store(ref: GmemRef, index: Index, tile: RegisterTile) -> None:
     """Writes a tile of float32 to row `index` of `ref` [tiles, numbers of a tile]."""
     size = ref.shape[1]
 
@@ -77,7 +75,7 @@ def store(ref: Ref, index: Scalar, tile: Array) -> None:
     mma_rowmajor.inline(code, twin, (tile, ref, index), types, None)
 
 
-def load(ref: Ref, index: Scalar, shape: tuple[int, int]) -> Array:
+def load(ref: GmemRef, index: Index, shape: tuple[int, int]) -> RegisterTile:
     """The tile that `store` wrote to row `index`."""
     size = ref.shape[1]
 
@@ -99,15 +97,15 @@ def load(ref: Ref, index: Scalar, shape: tuple[int, int]) -> Array:
     return mma_rowmajor.inline(code, twin, (ref, index), types, result)
 
 
-def _address(ref: Ref, index: Any, size: int) -> ir.Value:
-    """Of the first four numbers that the thread holds."""
+def _address(ref: GmemRef, index: mgpu.FragmentedArray, size: int) -> ir.Value:
+    """The address of the first four numbers that the thread holds."""
     thread = threads.Thread()
-    start = thread.wide(mosaic.Int(index.registers.item())) * size
+    start = thread.wide(thread_program.Int(index.registers.item())) * size
     start = start + thread.wide(thread.index) * 4
-    return mosaic.address_of(ref, start, 4)
+    return asm.address_of(ref, start, 4)
 
 
-def load_rows(ref: Ref, index: Scalar, layout: Any) -> Array:
+def load_rows(ref: GmemRef, index: Index, layout: Layout) -> RegisterTile:
     """Row `index` of `ref` [.., rows of query]: one number a row of a tile or, where its
     rows are keys, a column."""
     count = ref.shape[1]
@@ -126,13 +124,13 @@ def load_rows(ref: Ref, index: Scalar, layout: Any) -> Array:
     return mma_rowmajor.inline(code, twin, (ref, index), types, result)
 
 
-def base_of(row_max: Array) -> Array:
-    """What exponents are taken relative to."""
+def base_of(row_max: RegisterTile) -> RegisterTile:
+    """The number that is subtracted from exponents: the row max, or 0 where there is no key."""
     return jnp.where(row_max == -jnp.inf, 0.0, row_max)
 
 
-def row_max_of(sums: Sums, partials: Partials, layout: Any) -> Array:
-    """Of all partials."""
+def row_max_of(sums: Sums, partials: Partials, layout: Layout) -> RegisterTile:
+    """The row max of all partials."""
 
     def some(n, row_max):
         for i in range(LOADS_AT_ONCE):
@@ -145,22 +143,26 @@ def row_max_of(sums: Sums, partials: Partials, layout: Any) -> Array:
     return lax.fori_loop(0, batches, some, start)
 
 
-def row_sum_of(sums: Sums, partials: Partials, row_max: Array, layout: Any) -> Array:
-    """Of all partials, relative to `row_max`."""
+def row_sum_of(
+    sums: Sums, partials: Partials, row_max: RegisterTile, layout: Layout
+) -> RegisterTile:
+    """The row sum of all partials, relative to `row_max`."""
 
-    def one(p, row_sum):
+    def add(p, row_sum):
         index = partials.place(p)
         weight = jnp.exp2(load_rows(sums.row_max, index, layout) - base_of(row_max))
         return row_sum + weight * load_rows(sums.row_sum, index, layout)
 
     zeros = plgpu.layout_cast(jnp.zeros_like(row_max), layout)
-    return lax.fori_loop(0, partials.count, one, zeros)
+    return lax.fori_loop(0, partials.count, add, zeros)
 
 
 def added(
-    accs: Sequence[Array], partials: Partials, weighed: Callable[[Scalar], Sequence[Array]]
-) -> tuple[Array, ...]:
-    """accs and, of all partials in their order, `weighed(index)`: as many tiles as accs."""
+    accs: Sequence[RegisterTile],
+    partials: Partials,
+    weighed: Callable[[Index], Sequence[RegisterTile]],
+) -> tuple[RegisterTile, ...]:
+    """accs plus `weighed(index)`, as many tiles, of all partials in their order."""
 
     def plus(p, accs):
         return tuple(a + b for a, b in zip(accs, weighed(partials.place(p)), strict=True))
@@ -168,10 +170,10 @@ def added(
     return lax.fori_loop(0, partials.count, plus, tuple(accs))
 
 
-def of_sequences(plan: Plan, out: Any, lse: Any) -> tuple[Any, Any]:
-    """[M, t, N, Hv] and [M, N, t] of what lies sequence by sequence, with rows to spare in each."""
+def of_sequences(plan: Plan, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[M, t, N, Hv] and [M, N, t], from rows by sequence, with some to spare in each."""
     problem = plan.problem
     shape = (problem.sequences, problem.q_len, problem.q_heads)
-    out = out.reshape(problem.sequences, -1, problem.v_head_dim)[:, : plan.rows]
-    lse = lse.reshape(problem.sequences, -1)[:, : plan.rows].reshape(shape).swapaxes(1, 2)
+    out = out.reshape(problem.sequences, -1, problem.v_head_dim)[:, : plan.queries.rows]
+    lse = lse.reshape(problem.sequences, -1)[:, : plan.queries.rows].reshape(shape).swapaxes(1, 2)
     return out.reshape(*shape, -1), lse

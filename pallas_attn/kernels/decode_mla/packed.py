@@ -2,8 +2,8 @@
 that it belongs to and ends where the row stands. All heads of a row share a pass over its keys,
 which is most of what there is to share; rows of one sequence read them again, mostly from L2.
 
-A stacked cache is one of pages that hold a whole sequence each. A function of positions, that of a
-tree of drafts for one, reads which sequence a row is of, and where it stands.
+A stacked cache is taken for one of pages that hold a whole sequence each. A function of positions,
+that of a tree of drafts for one, reads the sequence of a row, and where it stands.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem, owner_of_rows
@@ -18,11 +19,11 @@ from pallas_attn._functions import program as _program
 from pallas_attn._functions.program import Operation, Program
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
-from pallas_attn.kernels.decode import combine_splits, scheduler
+from pallas_attn.kernels.decode import no_rows
 
-Array = Any
+Array = jax.Array
 
-ROWS_AT_ONCE = 512  # of a launch, which has room for their lengths in shared memory
+ROWS_AT_ONCE = 512  # rows of a launch, which has room for their lengths in shared memory
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -52,8 +53,13 @@ def of_rows(problem: DecodeProblem) -> DecodeProblem:
 def _of_some(problem: DecodeProblem, rows: int) -> DecodeProblem:
     """The problem of a launch of so many packed rows."""
     program = problem.mask_program
+    pages: dict[str, Any] = {}
+    if problem.kind != "paged":
+        pages = {"page_size": problem.capacities[0], "pages": problem.sequences}
     return dataclasses.replace(
-        cache_layout.whole_sequences(problem),
+        problem,
+        kind="paged",
+        **pages,
         sequences=rows,
         q_len=1,
         tokens=None,
@@ -82,20 +88,22 @@ def _of_rows(program: Program, rows: int, tree: bool) -> Program:
 
 
 def run(
-    launch: Callable[[DecodeInputs, DecodeProblem], tuple[Array, Array]],
+    launch: Callable[[DecodeInputs, DecodeProblem, Any], tuple[Array, Array]],
     inputs: DecodeInputs,
     problem: DecodeProblem,
+    config: Any,
 ) -> tuple[Array, Array]:
     """out and lse of a call by `launch`, which takes sequences: [M, t, N, Hv] and [M, N, t]; packed
     rows by as many launches as it takes, [tokens, N, Hv] and [N, tokens].
     """
-    if scheduler.has_no_rows(problem):
-        return combine_splits.of_no_rows(inputs, problem)
-    if not problem.packed:
-        return launch(inputs, problem)
+    if no_rows.has_no_rows(problem):
+        return no_rows.results_of(inputs, problem)
+    if problem.tokens is None:
+        return launch(inputs, problem, config)
     outs, lses = [], []
     own, numbers = _sequences_of_rows(inputs, problem)
-    for first in range(0, problem.tokens or 0, ROWS_AT_ONCE):
+    assert own.page_table is not None and own.new_lengths is not None
+    for first in range(0, problem.tokens, ROWS_AT_ONCE):
         here = slice(first, first + ROWS_AT_ONCE)
         part = own._replace(
             q=own.q[here],
@@ -104,24 +112,27 @@ def run(
             new_lengths=own.new_lengths[here],
             mask_aux=(*own.mask_aux, *(x[here] for x in numbers)),
         )
-        out, lse = launch(part, _of_some(problem, part.q.shape[0]))
+        out, lse = launch(part, _of_some(problem, part.q.shape[0]), config)
         outs.append(out[:, 0])
         lses.append(lse[:, :, 0].T)
     return jnp.concatenate(outs), jnp.concatenate(lses, axis=1)
 
 
-def _sequences_of_rows(inputs: DecodeInputs, problem: DecodeProblem) -> Any:
+def _sequences_of_rows(
+    inputs: DecodeInputs, problem: DecodeProblem
+) -> tuple[DecodeInputs, tuple[Array, ...]]:
     """The inputs of a call where each packed row is a sequence, and the numbers of rows that a
     function of positions reads: `_of_rows`.
     """
-    starts: Any = inputs.starts
+    starts, table = inputs.starts, inputs.page_table
+    assert starts is not None
     last, capacity = problem.sequences - 1, max(problem.capacities)
     at = jnp.arange(problem.tokens, dtype=jnp.int32)
     owner = owner_of_rows(starts, at.size)
     owned = (owner >= 0) & (owner <= last)
     owner = jnp.clip(owner, 0, last)
     length, new = inputs.lengths, inputs.new_lengths
-    lost, table = length > capacity, inputs.page_table
+    lost = length > capacity
     if table is None:
         table = jnp.arange(last + 1, dtype=jnp.int32)[:, None]
     else:

@@ -23,27 +23,36 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call import gpu_specs
+from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tma_operands
-from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.attention.sm80_common import fits
-from pallas_attn.kernels.decode import combine_splits, mainloop, producer, scheduler
+from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn.kernels.decode import (
+    combine_splits,
+    limits,
+    mainloop,
+    memory,
+    producer,
+    scheduler,
+    thread_copies,
+)
 from pallas_attn.kernels.decode.combine_splits import Results
 from pallas_attn.kernels.decode.mainloop import TileAt
-from pallas_attn.kernels.decode.producer import Memory, Position, Refs
-from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, WorkTile
+from pallas_attn.kernels.decode.memory import DecodeRefs, Memory, live_keys
+from pallas_attn.kernels.decode.plan import Plan, plan_with, query_rows
+from pallas_attn.kernels.decode.scheduler import Share, Table, WorkTile
 from pallas_attn.kernels.decode_mla import packed
-from pallas_attn.kernels.lang import mosaic, threads, warp_vote
-from pallas_attn.kernels.lang.mosaic import ThreadContext
+from pallas_attn.kernels.lang import mosaic, thread_program, threads, warp_vote
+from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
+from pallas_attn.kernels.lang.types import GmemRef, Index, Predicate, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import mma_2x2, mma_sync
 
-Array = Any
-Ref = Any
-Scalar = Any
+Array = jax.Array
 
-ROWS = 32  # of query, of a block
+ROWS = 32  # query rows of a block
 WARPS_2X2 = mma_2x2.WarpGrid(2)
 COPYING = 8  # threads that copy a row
 
@@ -59,24 +68,24 @@ class Config:
     stages: int = 6
     grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)
     split_tiles: int = 16
-    # What `scheduler.Plan` asks of the Config of every decode kernel.
+    # The attributes that `decode.plan` asks of the Config of every decode kernel.
     fewest_stages, q_rows, bulk, many_heads = 1, 64, False, False
-    head_overhead, load_first, heads_at_once = 0, False, 1
+    head_overhead, load_first = 0, False
 
     def __post_init__(self):
-        scheduler.check_config(
+        limits.check_config(
             self,
             tile=(self.tile in (32, 64), "32 or 64 of V within K"),
         )
 
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
-        """As many bytes in flight as there is room for."""
+        """The most bytes in flight that there is room for."""
         problem = packed.of_rows(problem)
         grid = gpu_specs.multiprocessors(problem.gpu)
         sizes = [(64, n) for n in (6, 5, 4, 3, 2)] + [(32, n) for n in (3, 2, 1)]
         choices = [cls(tile=tile, stages=stages, grid=grid) for tile, stages in sizes]
-        return next((one for one in choices if fits(problem, smem_bytes, one)), choices[-1])
+        return next((c for c in choices if fits(problem, smem_bytes, c)), choices[-1])
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -84,9 +93,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
     if (refused := packed.limit(problem)) is not None:
         return refused
     problem = packed.of_rows(problem)
-    refused = (
-        _rows_limit(problem) or scheduler.dtype_limit(problem) or scheduler.size_limit(problem)
-    )
+    refused = _rows_limit(problem) or limits.dtype_limit(problem) or limits.size_limit(problem)
     if refused is None and not fits(problem, smem_bytes, Config.default(problem)):
         return Limit(
             "such rows do not fit in the shared memory of this GPU",
@@ -110,52 +117,45 @@ def _rows_limit(problem: DecodeProblem) -> Limit | None:
     return None
 
 
-class LatentPlan(Plan):
-    def __post_init__(self):
-        """Config has checked itself."""
+@functools.lru_cache(maxsize=256)
+def plan_of(problem: DecodeProblem, config: Any) -> Plan:
+    return plan_with(problem, config, query_rows(problem, config, ROWS // 16))
 
-    @property
-    def row_blocks(self) -> int:
-        return ROWS // 16
 
-    @property
-    def width(self) -> int:
-        """Of a row of the cache in shared memory."""
-        return tma_operands.round_up(self.problem.head_dim, 16)
+def _width(plan: Plan) -> int:
+    """Columns of a row of the cache in shared memory."""
+    return tma_operands.round_up(plan.problem.head_dim, 16)
 
 
 class Smem(NamedTuple):
-    q: Any  # [ROWS, ..]
-    kv: Any  # [stages * tile, ..]
-    p: Any  # [ROWS, ..]
-    rows: Any  # float32[2, ROWS]: the maximum or the sum of a row in each of its two warps
+    q: SmemRef  # [ROWS, ..]
+    kv: SmemRef  # [stages * tile, ..]
+    p: SmemRef  # [ROWS, ..]
+    rows: SmemRef  # float32[2, ROWS]: the maximum or the sum of a row in each of its two warps
     table: Table
-    last: Any  # int32[1]
+    last: SmemRef  # int32[1]
 
 
-def scratch(plan: LatentPlan) -> Smem:
+def scratch(plan: Plan) -> Smem:
     """Shared memory, described once: `launch` launches it, `smem_bytes` adds it up."""
     dtype, config = jnp.dtype(plan.problem.dtype), plan.config
 
     def buffer(rows, width):
         return plgpu.SMEM((rows, mma_sync.pitch(width)), dtype)
 
-    def numbers(count):
-        return plgpu.SMEM((count,), jnp.int32)
-
     return Smem(
-        q=buffer(ROWS, plan.width),
-        kv=buffer(config.stages * config.tile, plan.width),
+        q=buffer(ROWS, _width(plan)),
+        kv=buffer(config.stages * config.tile, _width(plan)),
         p=buffer(ROWS, config.tile),
         rows=plgpu.SMEM((2, ROWS), jnp.float32),
         table=scheduler.table_scratch(plan),
-        last=numbers(1),
+        last=plgpu.SMEM((1,), jnp.int32),
     )
 
 
 def smem_bytes(problem: DecodeProblem, config: Any) -> int:
     problem = packed.of_rows(problem)
-    return scheduler.smem_bytes(scratch(LatentPlan(problem, config)))
+    return limits.smem_bytes(scratch(plan_of(problem, config)))
 
 
 # ---- loading -------------------------------------------------------------------------------------
@@ -164,20 +164,20 @@ def smem_bytes(problem: DecodeProblem, config: Any) -> int:
 class _Copy(NamedTuple):
     """A row to be copied."""
 
-    to: Ref  # in shared memory
-    row: Any  # of it
-    source: Ref
-    line: Any  # the row of it, in 64 bits
+    to: SmemRef
+    row: Index  # the row of `to`
+    source: GmemRef
+    line: Index  # the row of it, in 64 bits
 
 
-def _copy_row(ctx: ThreadContext, copy: _Copy, exists: Any) -> None:
+def _copy_row(ctx: ThreadContext, copy: _Copy, exists: Predicate) -> None:
     """This thread's share of a row: each eighth chunk of 16 bytes. Zeros where the row does not
     exist, and past its end.
     """
-    thread, plan = ctx.thread, ctx.plan
+    thread, width = ctx.thread, _width(ctx.plan)
     column = thread.index % COPYING
-    chunks, whole = plan.problem.head_dim // 8, plan.width // 8
-    place = copy.row * (mma_sync.pitch(plan.width) // 8) + column
+    chunks, whole = ctx.plan.problem.head_dim // 8, width // 8
+    place = copy.row * (mma_sync.pitch(width) // 8) + column
     begin = copy.line * chunks + thread.wide(column)
     for n in range(0, whole, COPYING):
         inside = None if n + COPYING <= whole else column < whole - n
@@ -187,30 +187,25 @@ def _copy_row(ctx: ThreadContext, copy: _Copy, exists: Any) -> None:
 
 def _copy_tile(ctx: ThreadContext) -> None:
     thread, memory, at, plan = ctx
-    live = producer.live_keys(ctx)
+    live = live_keys(ctx)
     (cache,) = plan.layout.arrays_of(thread, memory.refs.caches, at.sequence)
-    number_of = producer.row_numbers(ctx, live)
-    for first in range(0, plan.tile, mosaic.THREADS // COPYING):
+    number_of = thread_copies.row_numbers(ctx, live)
+    for first in range(0, plan.keys.tile, mosaic.THREADS // COPYING):
         row = thread.index // COPYING + first
-        copy = _Copy(memory.smem.kv, at.slot * plan.tile + row, cache, number_of(row))
+        copy = _Copy(memory.smem.kv, at.slot * plan.keys.tile + row, cache, number_of(row))
         _copy_row(ctx, copy, row < live)
     thread.commit_copies()
 
 
-class _QueryRefs(NamedTuple):
-    q: Ref
-    to: Ref
-
-
 def _copy_queries(ctx: ThreadContext) -> None:
     """The query rows of a work; all threads have met after the last one's."""
-    thread, refs, at, plan = ctx
+    thread, (q, to), at, plan = ctx
+    rows, group = plan.queries.rows, plan.queries.group
     for down in range(0, ROWS, mosaic.THREADS // COPYING):
         row = thread.index // COPYING + down
-        n = thread.minimum(at.chunk + row, plan.rows - 1)
-        line = at.row + n // plan.group * plan.problem.q_heads + n % plan.group
-        copy = _Copy(refs.to, row, refs.q, thread.wide(line))
-        _copy_row(ctx, copy, at.chunk + row < plan.rows)
+        n = thread.minimum(at.chunk + row, rows - 1)
+        line = at.row + n // group * plan.problem.q_heads + n % group
+        _copy_row(ctx, _Copy(to, row, q, thread.wide(line)), at.chunk + row < rows)
     thread.commit_copies()
 
 
@@ -218,44 +213,39 @@ def _copy_queries(ctx: ThreadContext) -> None:
 
 
 class State(NamedTuple):
-    acc: Array  # [ROWS, Hv]
-    row_sum: Array  # [ROWS, mma_2x2.PARTIALS]
-    row_max: Array  # [ROWS]
+    acc: RegisterTile  # [ROWS, Hv]
+    row_sum: RegisterTile  # [ROWS, mma_2x2.PARTIALS]
+    row_max: RegisterTile  # [ROWS]
 
 
-def _logits(ctx: Context, work: WorkTile, tile: Scalar, s: Array) -> Array:
-    """In log2 units if `plan.unit_of_logits` is None."""
-    plan = ctx.plan
-    layout, start = mosaic.warp_layout(s.shape, 2), tile * plan.tile
-
-    def positions():
-        row = mosaic.positions(s.shape, 0, 0, layout)
-        kv_head, chunk = scheduler.head_and_chunk(plan, work)
-        row = row + chunk * plan.chunk_rows
-        token = mainloop.token_of(plan, row)
-        query = work.length - plan.problem.q_len + token
-        key = mosaic.positions(s.shape, 1, start, layout)
-
-        def head():
-            return row + (kv_head - token) * plan.group
-
-        return mainloop.Positions(query, key, head, layout)
-
-    return mainloop.masked(ctx, work, start, mainloop.logits_of_scores(plan, s), positions)
+def _positions(ctx: KernelContext, work: WorkTile, tile: Index) -> mainloop.Positions:
+    """Queries and keys of a tile of logits."""
+    plan, shape = ctx.plan, (ROWS, ctx.plan.keys.tile)
+    layout, start = mosaic.warp_layout(shape, 2), tile * plan.keys.tile
+    row = mosaic.positions(shape, 0, 0, layout)
+    kv_head, chunk = scheduler.head_and_chunk(plan, work)
+    row = row + chunk * plan.queries.chunk_rows
+    token, head = mainloop.token_of(plan, row), None
+    query = work.length - plan.problem.q_len + token
+    key = mosaic.positions(shape, 1, start, layout)
+    if plan.problem.uses_head:
+        head = row + (kv_head - token) * plan.queries.group
+    return mainloop.Positions(query, key, head, layout)
 
 
-def _attend(ctx: Context, work: WorkTile, at: TileAt, state: State) -> State:
-    """One kv tile."""
+def _attend(ctx: KernelContext, work: WorkTile, at: TileAt, state: State) -> State:
+    """The state after one more kv tile."""
     plan, smem, none = ctx.plan, ctx.smem, jnp.int32(0)
-    first, sizes = at.slot * plan.tile, (ROWS, plan.tile, plan.width)
+    first, sizes = at.slot * plan.keys.tile, (ROWS, plan.keys.tile, _width(plan))
     s = mma_2x2.product((smem.q, none), (smem.kv, first), sizes, 1, 2)
-    given = _logits(ctx, work, at.tile, s)
-    mma_2x2.store_row_partials(given, smem.rows, 0, "max")
+    s = mainloop.logits_of_scores(plan, s)
+    logits = mainloop.masked(ctx, work, at.tile, s, _positions)
+    mma_2x2.store_row_partials(logits, smem.rows, 0, "max")
     mma_2x2.sync_row_pair(0)
     peak = mma_2x2.load_row_totals(smem.rows, 0, ROWS, "max")
     row_max, base = softmax.raise_max(peak, plan.unit_of_logits, state.row_max, empty_ok=True)
-    given = given if plan.unit_of_logits is None else given * plan.unit_of_logits
-    p = jnp.exp2(given - mosaic.broadcast_rows(base, given.shape))
+    logits = logits if plan.unit_of_logits is None else logits * plan.unit_of_logits
+    p = jnp.exp2(logits - mosaic.broadcast_rows(base, logits.shape))
     rescale = jnp.exp2(state.row_max - base)
     moved = warp_vote.any_in_warp(row_max - state.row_max, 0.0, mma_2x2.row_layout(ROWS))
     mma_2x2.store_tile((p.astype(plan.problem.dtype),), smem.p, WARPS_2X2)
@@ -267,12 +257,12 @@ def _attend(ctx: Context, work: WorkTile, at: TileAt, state: State) -> State:
     acc, row_sum = lax.cond(moved != 0, rescaled, lambda: (state.acc, state.row_sum))
     mma_2x2.sync_row_pair(0)
     values = mma_2x2.RightOperand(smem.kv, first, plan.problem.v_head_dim)
-    acc = mma_2x2.matmul_add_shared(acc, smem.p, values, (ROWS, plan.tile, 1), WARPS_2X2)
+    acc = mma_2x2.matmul_add_shared(acc, smem.p, values, (ROWS, plan.keys.tile, 1), WARPS_2X2)
     return State(acc, row_sum + mma_2x2.partial_sums(p), row_max)
 
 
-def _initial(plan: LatentPlan) -> State:
-    """Of no key yet."""
+def _initial(plan: Plan) -> State:
+    """The state before the first key."""
     acc, row_sum = (
         plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.warp_layout(shape, 2))
         for shape in ((ROWS, plan.problem.v_head_dim), (ROWS, mma_2x2.PARTIALS))
@@ -281,7 +271,7 @@ def _initial(plan: LatentPlan) -> State:
     return State(acc, row_sum, plgpu.layout_cast(row_max, mma_2x2.row_layout(ROWS)))
 
 
-def _mainloop(ctx: Context, results: Results, share: Share, block_id: Scalar) -> None:
+def _mainloop(ctx: KernelContext, results: Results, share: Share, block_id: Index) -> None:
     """All work of a block, and the loads that run ahead of it."""
     plan, refs, smem = ctx
     stages = plan.config.stages
@@ -289,12 +279,13 @@ def _mainloop(ctx: Context, results: Results, share: Share, block_id: Scalar) ->
     first = scheduler.work_at(plan, smem.table, share, share.first, m)
 
     def load(slot, work):
-        work, tile = producer.next_tile(ctx, share, Position(work, slot))
-        threads.each_thread(mosaic.in_context(_copy_tile, plan), Memory(refs, smem), tile)
+        work, tile = producer.next_tile(ctx, share, work, slot)
+        threads.run(_copy_tile, plan, Memory(refs, smem), tile)
         return work._replace(tile=jnp.minimum(work.tile + 1, work.end))
 
     def meet(left):
-        threads.each_thread(mosaic.in_context(producer.meet, plan, left=left), (), ())
+        program = thread_program.in_context(thread_copies.wait_and_meet, plan, left=left)
+        threads.each_thread(program, (), ())
 
     ahead = lax.fori_loop(0, stages - 1, load, first)
 
@@ -302,9 +293,7 @@ def _mainloop(ctx: Context, results: Results, share: Share, block_id: Scalar) ->
         unit, m, count, ahead = carry
         work = scheduler.work_at(plan, smem.table, share, unit, m)
         meet(None)
-        queries = mosaic.in_context(_copy_queries, plan)
-        place = scheduler.first_query(plan, work)
-        threads.each_thread(queries, _QueryRefs(refs.q, smem.q), place)
+        threads.run(_copy_queries, plan, (refs.q, smem.q), scheduler.first_query(plan, work))
         producer.check_skipped_pages(ctx, work)
         meet(0)
 
@@ -327,7 +316,7 @@ def _mainloop(ctx: Context, results: Results, share: Share, block_id: Scalar) ->
 
 
 def _epilogue(
-    ctx: Context, results: Results, work: WorkTile, state: State, partials: scheduler.Partials
+    ctx: KernelContext, results: Results, work: WorkTile, state: State, partials: scheduler.Partials
 ) -> None:
     """A partial to global memory; the last block makes the result of all."""
     plan, smem = ctx.plan, ctx.smem
@@ -339,24 +328,30 @@ def _epilogue(
     mosaic.store(results.partial_out.at[partials.own], state.acc)
     mosaic.store(results.partial_max.at[partials.own], state.row_max)
     mosaic.store(results.partial_sum.at[partials.own], row_sum)
-    at = combine_splits.Head(work.sequence, work.head, lost, *partials)
-    arrive = mosaic.in_context(combine_splits.arrive, plan)
-    threads.each_thread(arrive, combine_splits.CounterRefs(results.counters, smem.last), at)
+    head = combine_splits.Head(work.sequence, work.head, lost, *partials)
+    counter = combine_splits.CounterRefs(results.counters, smem.last)
+    threads.run(combine_splits.arrive, plan, counter, head)
 
     @pl.when(smem.last[0] == 1)
     def _():
-        threads.each_thread(mosaic.in_context(combine_splits.combine, plan), results, at)
+        threads.run(combine_splits.combine, plan, results, head)
 
 
-def _kernel(
-    refs: Refs, out: Ref, lse: Ref, partials: tuple[Ref, Ref, Ref], smem: Smem, *, plan: LatentPlan
+def _kernel(  # noqa: PLR0913
+    refs: DecodeRefs,
+    out: GmemRef,
+    lse: GmemRef,
+    partials: tuple[GmemRef, GmemRef, GmemRef],
+    smem: Smem,
+    *,
+    plan: Plan,
 ) -> None:
-    block_id, usable = lax.axis_index("block"), producer.usable(plan, refs.layer)
-    program = mosaic.in_context(scheduler.fill_table, plan)
-    threads.each_thread(program, scheduler.TableRefs(refs.given, smem.table), usable)
+    block_id, has_layer = lax.axis_index("block"), memory.has_layer(plan, refs.layer)
+    table_refs = scheduler.TableRefs(refs.lengths, smem.table)
+    threads.run(scheduler.fill_table, plan, table_refs, has_layer)
     share = scheduler.share_of(plan, smem.table, block_id)
     results = Results(out, lse, *partials, refs.counters, refs.sinks)
-    ctx = Context(plan, refs, smem)
+    ctx = KernelContext(plan, refs, smem)
     pl.when(share.first < share.end)(lambda: _mainloop(ctx, results, share, block_id))
 
 
@@ -367,11 +362,11 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N, Hv]
     and [N, tokens].
     """
+    return packed.run(_run, inputs, problem, config)
 
-    def launch(inputs, one):
-        return _launch(inputs, combine_splits.counters(LatentPlan(one, config)), one, config)
 
-    return packed.run(launch, inputs, problem)
+def _run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
+    return _launch(inputs, combine_splits.counters(plan_of(problem, config)), problem, config)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
@@ -379,8 +374,8 @@ def _launch(
     inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: Config
 ) -> tuple[Array, Array]:
     """Jitted, so that a model of many layers traces it once."""
-    plan = LatentPlan(problem, config)
-    refs = producer.refs_of(inputs, counters, plan)
+    plan = plan_of(problem, config)
+    refs = memory.refs_of(inputs, counters, plan)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=combine_splits.out_types(plan),
@@ -392,3 +387,6 @@ def _launch(
     )
     out, lse, _ = kernel(refs)
     return out, lse
+
+
+KERNEL = Kernel(Config, limit, smem_bytes, run)

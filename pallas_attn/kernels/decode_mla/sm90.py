@@ -4,13 +4,13 @@ All query heads share the one kv head: a block takes up to 64 query rows, and ea
 is 1152 bytes that serve as key and as value. With 128 heads that is work for tensor cores rather
 than for memory, so kv tiles come by TMA, swizzled for wgmma. An output of 64 x 512 is too much for
 the registers of one warpgroup: two share it by columns. A third computes the scores of all rows. It
-is a tile ahead of them, and writes its probabilities to where the columns of K lay that are not of
-V (those of rope). Half of q stays in its registers, which leaves shared memory for half a tile more
-of keys. Up to 32 query rows are for `sm90_few_rows`.
+is a tile ahead of them, and writes its probabilities over the columns of K that are not of V (those
+of rope). Half of q stays in its registers, which leaves shared memory for half a tile more of keys.
+Up to 32 query rows are for `sm90_few_rows`.
 
 The scheduler is that of decode, but neighbouring blocks have other rows of the same queries and
 read the same keys: memory is read once, L2 as often as there are q chunks. Partials of a row are
-combined by `decode_mla.combine`.
+combined by `combine_latent`.
 
 A warpgroup that multiplies values has a ring of blocks of columns: two tiles and a half where V has
 512 columns. Each block is loaded anew as soon as it has been multiplied. Scores take the blocks of
@@ -29,7 +29,7 @@ Warpgroups, and the barriers that they arrive at:
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -38,25 +38,34 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call import gpu_specs
+from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import cache_layout, softmax
-from pallas_attn.kernels.attention.plan import Context
-from pallas_attn.kernels.decode import combine_splits, mainloop, scheduler
+from pallas_attn.kernels.attention import cache_layout, softmax, tma_operands
+from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn.kernels.decode import combine_splits, limits, mainloop, scheduler
 from pallas_attn.kernels.decode.combine_splits import Results
 from pallas_attn.kernels.decode.mainloop import ROWS
-from pallas_attn.kernels.decode.scheduler import Plan, Table, WorkTile
-from pallas_attn.kernels.decode_mla import combine_latent as mla_combine
-from pallas_attn.kernels.decode_mla import packed, sm90_few_rows
-from pallas_attn.kernels.decode_mla import producer as mla_producer
+from pallas_attn.kernels.decode.plan import Plan
+from pallas_attn.kernels.decode.scheduler import Table, WorkTile
+from pallas_attn.kernels.decode_mla import combine_latent, packed, producer, sm90_few_rows
 from pallas_attn.kernels.decode_mla.combine_latent import base_of
-from pallas_attn.kernels.decode_mla.plan import P_SLOTS, V_WARPGROUPS, LatentPlan, member_of
-from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, Refs
+from pallas_attn.kernels.decode_mla.plan import (
+    P_SLOTS,
+    V_WARPGROUPS,
+    columns_of,
+    groups_of,
+    member_of,
+    neighbours,
+    partial_block,
+    plan_of,
+    scores_first,
+)
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, LatentRefs
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 
-Array = Any
-Ref = Any
-Scalar = Any
+Array = jax.Array
 
 SCORES, PRODUCER = V_WARPGROUPS, V_WARPGROUPS + 1  # the other warpgroups
 
@@ -71,23 +80,23 @@ class Config:
     stages: int = 6
     grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)
     split_tiles: int = 16
-    # What `scheduler.Plan` asks of the Config of every decode kernel.
+    # The fields that `decode.plan` reads of the Config of every decode kernel.
     tile, fewest_stages, q_rows, bulk, many_heads = TILE, 2, ROWS, True, False
-    head_overhead, load_first, heads_at_once = 0, False, 1
+    head_overhead, load_first = 0, False
 
     def __post_init__(self):
-        scheduler.check_config(self)
+        limits.check_config(self)
 
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
-        """As many bytes in flight as there is room for; and so many blocks that all have as much to
-        do, where a few less than there are multiprocessors have.
+        """The most bytes in flight that there is room for; and a number of blocks that all have
+        equally much to do, where there is such a number up to a few below the multiprocessors.
         """
         problem, most = packed.of_rows(problem), cls().grid
-        heads = problem.sequences * _plan_of(problem, cls()).chunks
+        heads = problem.sequences * _launched_plan(problem, cls()).queries.chunks
         few = range(most, most - most // 16, -1)
         grid = next((n for n in few if heads % n == 0 or n % heads == 0), most)
-        return scheduler.deepest(smem_bytes, problem, cls(grid=grid), scheduler.SMEM_LIMIT)
+        return limits.deepest(smem_bytes, problem, cls(grid=grid), limits.SMEM_LIMIT)
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -95,7 +104,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
     if (refused := packed.limit(problem)) is not None:
         return refused
     problem = packed.of_rows(problem)
-    return scheduler.dtype_limit(problem) or _rows_limit(problem) or scheduler.size_limit(problem)
+    return limits.dtype_limit(problem) or _rows_limit(problem) or limits.size_limit(problem)
 
 
 def _rows_limit(problem: DecodeProblem) -> Limit | None:
@@ -128,58 +137,55 @@ def _rows_limit(problem: DecodeProblem) -> Limit | None:
             f"V within K by {rows} rows; TMA copies 8 at a time",
             "make capacities (or the page size) a multiple of 8",
         )
-    if smem_bytes(problem, Config(stages=2)) > scheduler.SMEM_LIMIT:
+    if smem_bytes(problem, Config(stages=2)) > limits.SMEM_LIMIT:
         reason = f"V within K of {problem.sequences} sequences: no room for their lengths"
         return Limit(reason, "split the sequences over several calls")
     return None
 
 
 class Smem(NamedTuple):
-    q: Any  # [V_WARPGROUPS, ROWS, v_columns - block_columns]: what is not in registers, if anything
-    kv: Any  # [V_WARPGROUPS, ring, TILE, block_columns]: each warpgroup's blocks of columns
-    q_rope: Any  # [ROWS, rope_columns]; None where there are none
-    k_rope: Any  # [P_SLOTS, TILE, rope_columns]
-    p: Any  # [P_SLOTS, ROWS, TILE]: probabilities; None where k_rope has room for them
-    row_max: Any  # float32[P_SLOTS, ROWS]: after a tile
-    row_sum: Any  # likewise, after the last tile of a work
+    q: SmemRef  # [V_WARPGROUPS, ROWS, ..]: columns that are not in registers, if there are any
+    kv: SmemRef  # [V_WARPGROUPS, ring, TILE, block]: blocks of columns of each warpgroup
+    q_rope: SmemRef  # [ROWS, rope]; None where there are no such columns
+    k_rope: SmemRef  # [P_SLOTS, TILE, rope]
+    p: SmemRef  # [P_SLOTS, ROWS, TILE]: probabilities; None where k_rope has room for them
+    row_max: SmemRef  # float32[P_SLOTS, ROWS]: after a tile
+    row_sum: SmemRef  # likewise, after the last tile of a work
     table: Table
-    last: Any  # int32[1]
-    q_ready: Any
-    q_free: Any
-    ready: Any  # of the blocks of both rings
-    free: Any
-    rope_ready: Any
-    p_ready: Any
-    p_free: Any
-    joined: Any  # all warpgroups that multiply values are there
-    table_ready: Any
+    last: SmemRef  # int32[1]
+    q_ready: Barrier
+    q_free: Barrier
+    ready: Barrier  # for the blocks of both rings
+    free: Barrier
+    rope_ready: Barrier
+    p_ready: Barrier
+    p_free: Barrier
+    joined: Barrier  # all warpgroups that multiply values are there
+    table_ready: Barrier
 
 
-def scratch(plan: LatentPlan) -> Smem:
+def scratch(plan: Plan) -> Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
-    dtype, ring, rope = jnp.dtype(plan.problem.dtype), plan.ring, plan.rope_columns
+    dtype, columns, barrier = jnp.dtype(plan.problem.dtype), columns_of(plan), plgpu.Barrier
+    stretches = TILE // plan.keys.page_rows
 
     def swizzled(*shape):
         return mosaic.swizzled(shape, dtype, 2 * WIDTH) if shape[-1] else None
 
-    def numbers(count):
-        return plgpu.SMEM((count,), jnp.int32)
-
-    barrier, stretches = plgpu.Barrier, TILE // plan.page_rows
     return Smem(
-        q=swizzled(V_WARPGROUPS, ROWS, plan.v_columns - plan.block_columns),
-        kv=swizzled(V_WARPGROUPS, ring, TILE, plan.block_columns),
-        q_rope=swizzled(ROWS, rope),
-        k_rope=swizzled(P_SLOTS, TILE, rope),
-        p=None if rope else swizzled(P_SLOTS, ROWS, TILE),
+        q=swizzled(V_WARPGROUPS, ROWS, columns.v - columns.block),
+        kv=swizzled(V_WARPGROUPS, columns.ring, TILE, columns.block),
+        q_rope=swizzled(ROWS, columns.rope),
+        k_rope=swizzled(P_SLOTS, TILE, columns.rope),
+        p=None if columns.rope else swizzled(P_SLOTS, ROWS, TILE),
         row_max=plgpu.SMEM((P_SLOTS, ROWS), jnp.float32),
         row_sum=plgpu.SMEM((P_SLOTS, ROWS), jnp.float32),
         table=scheduler.table_scratch(plan),
-        last=numbers(1),
-        q_ready=barrier(num_arrivals=max(plan.q_copies, 1)),
+        last=plgpu.SMEM((1,), jnp.int32),
+        q_ready=barrier(num_arrivals=max(columns.q_copies, 1)),
         q_free=barrier(),
-        ready=barrier(num_barriers=V_WARPGROUPS * ring, num_arrivals=stretches),
-        free=barrier(num_barriers=V_WARPGROUPS * ring),
+        ready=barrier(num_barriers=V_WARPGROUPS * columns.ring, num_arrivals=stretches),
+        free=barrier(num_barriers=V_WARPGROUPS * columns.ring),
         rope_ready=barrier(num_barriers=P_SLOTS, num_arrivals=stretches),
         p_ready=barrier(num_barriers=P_SLOTS),
         p_free=barrier(num_barriers=P_SLOTS, num_arrivals=V_WARPGROUPS),
@@ -188,169 +194,179 @@ def scratch(plan: LatentPlan) -> Smem:
     )
 
 
-def _few(problem: DecodeProblem) -> bool:
+def _has_few_rows(problem: DecodeProblem) -> bool:
     return problem.q_len * problem.q_heads <= sm90_few_rows.MOST
 
 
-def _plan_of(problem: DecodeProblem, config: Config) -> Plan:
-    return (sm90_few_rows.FewPlan if _few(problem) else LatentPlan)(problem, config)
+def _launched_plan(problem: DecodeProblem, config: Config) -> Plan:
+    return (sm90_few_rows.plan_of if _has_few_rows(problem) else plan_of)(problem, config)
 
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
     problem = packed.of_rows(problem)
-    if _few(problem):
-        return sm90_few_rows.smem_bytes(problem, config)
-    return scheduler.smem_bytes(scratch(LatentPlan(problem, config)))
+    module_scratch = sm90_few_rows.scratch if _has_few_rows(problem) else scratch
+    return limits.smem_bytes(module_scratch(_launched_plan(problem, config)))
 
 
-# ---- loading -------------------------------------------------------------------------------------
+# ---- blocks of columns, and the work of a block -------------------------------------------------
 
 
 class _RingBlock(NamedTuple):
     """A block of columns in the ring of a warpgroup."""
 
-    ref: Ref  # [TILE, block_columns]
-    ready: Ref  # the barrier that the producer's copies complete
-    free: Ref  # the one that the warpgroup arrives at when it has multiplied the block
+    ref: SmemRef  # [TILE, block]
+    ready: Barrier  # the producer's copies complete it
+    free: Barrier  # the warpgroup arrives when it has multiplied the block
 
 
-def _ring_block(ctx: Context, wg: Any, number: Scalar) -> _RingBlock:
+def _ring_block(ctx: KernelContext, wg: Index, number: Index) -> _RingBlock:
     """The one that holds the number-th block of the warpgroup's columns since the kernel began."""
-    plan, smem = ctx.plan, ctx.smem
-    slot = lax.rem(number, jnp.int32(plan.ring))
-    entry = wg * plan.ring + slot
+    ring, smem = columns_of(ctx.plan).ring, ctx.smem
+    slot = lax.rem(number, jnp.int32(ring))
+    entry = wg * ring + slot
     return _RingBlock(smem.kv.at[wg, slot], smem.ready.at[entry], smem.free.at[entry])
 
 
-def _each_work(ctx: Context, block_id: Scalar, body: Callable) -> None:
+def _q_block(plan: Plan, number: Index, count: Index) -> Index:
+    """The number of the ring's block that holds q's, before those of the keys: of work tile
+    `number`, before which there were `count` tiles.
+    """
+    return number + count * columns_of(plan).blocks
+
+
+def _each_work(ctx: KernelContext, block_id: Index, body: Callable) -> None:
     """`body(work, number, count)` for each work of the block; `count`: the tiles before, which it
     comes back with, those of this work added.
     """
     plan, table = ctx.plan, ctx.smem.table
-    member = member_of(plan, block_id)
+    member, groups = member_of(plan, block_id), groups_of(plan)
 
     def own(work, number, count):
-        head = work.head * plan.neighbours + member.number
+        head = work.head * neighbours(plan) + member.number
         return body(work._replace(head=head), number, count)
 
-    share = scheduler.share_of(plan.groups, table, member.group)
-    mla_producer.each_work(plan.groups, table, share, own, jnp.int32(0))
+    share = scheduler.share_of(groups, table, member.group)
+    producer.each_work(groups, table, share, own, jnp.int32(0))
 
 
-def _q_block(plan: LatentPlan, number: Scalar, count: Scalar) -> Scalar:
-    """The number of the ring's block that holds q's, before those of the keys: of work tile
-    `number`, before which there were `count` tiles.
-    """
-    return number + count * plan.blocks_a_tile
+# ---- the producer --------------------------------------------------------------------------------
 
 
-def _load(ctx: Context, block_id: Scalar) -> None:
-    """The producer."""
-    plan, smem = ctx.plan, ctx.smem
+def _load(ctx: KernelContext, block_id: Index) -> None:
+    """Q and all tiles of the block."""
+    plan, smem, columns = ctx.plan, ctx.smem, columns_of(ctx.plan)
     own = member_of(plan, block_id).number
 
     def prefetches(tile):  # one of the neighbours does
-        return lax.rem(tile, jnp.int32(plan.neighbours)) == own
+        return lax.rem(tile, jnp.int32(neighbours(plan))) == own
 
     def one_work(work, number, count):
         _load_q(ctx, work, number, count)
 
         def blocks_of(count):
             first = _q_block(plan, number, count) + 1
-            for n in range(plan.blocks_a_tile):
+            for n in range(columns.blocks):
                 for wg in range(V_WARPGROUPS):
                     block = _ring_block(ctx, wg, first + n)
-                    start = wg * plan.v_columns + n * plan.block_columns
                     yield Block(
-                        columns=pl.ds(start, plan.block_columns),
+                        columns=pl.ds(wg * columns.v + n * columns.block, columns.block),
                         to=block.ref,
                         ready=block.ready,
                         free=block.free,
-                        reused=first + n >= plan.ring,
+                        reused=first + n >= columns.ring,
                     )
-            if plan.rope_columns:
+            if columns.rope:
                 slot = lax.rem(count, jnp.int32(P_SLOTS))
                 yield Block(
-                    columns=pl.ds(plan.problem.v_head_dim, plan.rope_columns),
+                    columns=pl.ds(plan.problem.v_head_dim, columns.rope),
                     to=smem.k_rope.at[slot],
                     ready=smem.rope_ready.at[slot],
                     free=smem.p_free.at[slot],
                     reused=count >= P_SLOTS,
                 )
 
-        ahead = prefetches if plan.scores_first else None
-        return mla_producer.load(ctx, work, count, blocks_of, ahead)
+        ahead = prefetches if scores_first(plan) else None
+        return producer.load(ctx, work, count, blocks_of, ahead)
 
     _each_work(ctx, block_id, one_work)
 
 
-def _load_q(ctx: Context, work: WorkTile, number: Scalar, count: Scalar) -> None:
+def _padded_rows(plan: Plan) -> int:
+    """Query rows of a sequence as they lie in memory: TMA reads from a multiple of 8 only."""
+    return tma_operands.round_up(plan.queries.rows, 8)
+
+
+def _load_q(ctx: KernelContext, work: WorkTile, number: Index, count: Index) -> None:
     """Columns that go to registers come through the rings."""
-    plan, refs, smem = ctx.plan, ctx.refs, ctx.smem
-    chunk = lax.rem(work.head, jnp.int32(plan.chunks)) * ROWS
-    start, first = work.sequence * plan.padded_rows + chunk, _q_block(plan, number, count)
+    plan, refs, smem, columns = ctx.plan, ctx.refs, ctx.smem, columns_of(ctx.plan)
+    chunk = lax.rem(work.head, jnp.int32(plan.queries.chunks)) * ROWS
+    start, first = work.sequence * _padded_rows(plan) + chunk, _q_block(plan, number, count)
 
     def copy(column, width, to, ready, row=0, rows=ROWS):
         source = refs.q.at[pl.ds(start + row, rows), pl.ds(column, width)]
         plgpu.copy_gmem_to_smem(source, to, ready)
 
     for wg in range(V_WARPGROUPS):
-        block = _ring_block(ctx, wg, first)
-        pl.when(first >= plan.ring)(functools.partial(plgpu.barrier_wait, block.free))
-        for row in range(0, ROWS, plan.page_rows):  # as many copies as keys take
-            some = block.ref.at[pl.ds(row, plan.page_rows)]
-            copy(wg * plan.v_columns, plan.block_columns, some, block.ready, row, plan.page_rows)
-    if not plan.q_copies:
+        block, rows = _ring_block(ctx, wg, first), plan.keys.page_rows
+        pl.when(first >= columns.ring)(functools.partial(plgpu.barrier_wait, block.free))
+        for row in range(0, ROWS, rows):  # the number of copies that keys take
+            to = block.ref.at[pl.ds(row, rows)]
+            copy(wg * columns.v, columns.block, to, block.ready, row, rows)
+    if not columns.q_copies:
         return
     pl.when(number > 0)(lambda: plgpu.barrier_wait(smem.q_free))
     for wg in range(V_WARPGROUPS):
         if smem.q is not None:
-            width = plan.v_columns - plan.block_columns
-            copy(wg * plan.v_columns + plan.block_columns, width, smem.q.at[wg], smem.q_ready)
-    if plan.rope_columns:
-        copy(plan.problem.v_head_dim, plan.rope_columns, smem.q_rope, smem.q_ready)
+            width = columns.v - columns.block
+            copy(wg * columns.v + columns.block, width, smem.q.at[wg], smem.q_ready)
+    if columns.rope:
+        copy(plan.problem.v_head_dim, columns.rope, smem.q_rope, smem.q_ready)
 
 
-# ---- computing -----------------------------------------------------------------------------------
+# ---- scores --------------------------------------------------------------------------------------
 
 
-def _probabilities(ctx: Context, slot: Scalar) -> Ref:
-    """Where a tile's are: in place of its columns of rope."""
-    return ctx.smem.k_rope.at[slot] if ctx.plan.rope_columns else ctx.smem.p.at[slot]
+def _probabilities(ctx: KernelContext, slot: Index) -> SmemRef:
+    """The probabilities of a tile, in place of its columns of rope."""
+    return ctx.smem.k_rope.at[slot] if ctx.smem.p is None else ctx.smem.p.at[slot]
 
 
-def _queries(ctx: Context, first: Scalar) -> list[Array]:
+def _queries(ctx: KernelContext, first: Index) -> list[RegisterTile]:
     """The columns of q that stay in registers: the first of each warpgroup's."""
-    found = []
+    loaded = []
     for wg in range(V_WARPGROUPS):
         block = _ring_block(ctx, wg, first)
         plgpu.barrier_wait(block.ready)
-        found.append(plgpu.load(block.ref, layout=mosaic.TILE))
-    if ctx.plan.q_copies:
+        loaded.append(plgpu.load(block.ref, layout=mosaic.TILE))
+    if columns_of(ctx.plan).q_copies:
         plgpu.barrier_wait(ctx.smem.q_ready)
-    return found
+    return loaded
 
 
 def _scores(
-    ctx: Context, q: list[Array], first: Scalar, slot: Scalar, release: Callable[[], None]
-) -> Array:
+    ctx: KernelContext,
+    q: list[RegisterTile],
+    first: Index,
+    slot: Index,
+    release: Callable[[], None],
+) -> RegisterTile:
     """Begins as soon as the first columns are there; `release` of the probabilities of the tile
     before is called when all but the last are multiplied.
     """
-    plan, smem = ctx.plan, ctx.smem
+    plan, smem, columns = ctx.plan, ctx.smem, columns_of(ctx.plan)
 
     def body(acc):
-        for n in range(plan.blocks_a_tile):
+        for n in range(columns.blocks):
             for wg in range(V_WARPGROUPS):
                 block = _ring_block(ctx, wg, first + n)
                 plgpu.barrier_wait(block.ready)
-                columns = pl.ds((n - 1) * plan.block_columns, plan.block_columns)
-                rows = smem.q.at[wg, :, columns] if n else q[wg]
+                own = pl.ds((n - 1) * columns.block, columns.block)
+                rows = smem.q.at[wg, :, own] if n else q[wg]
                 plgpu.wgmma(acc, rows, block.ref.transpose((1, 0)))
-        if plan.rope_columns:
+        if columns.rope:
             plgpu.barrier_wait(smem.rope_ready.at[slot])
             plgpu.wgmma(acc, smem.q_rope, smem.k_rope.at[slot].transpose((1, 0)))
-        if plan.scores_first:
+        if scores_first(plan):
             plgpu.wgmma_wait(1)
             release()
         return acc[...]
@@ -358,17 +374,17 @@ def _scores(
     return pl.run_scoped(body, plgpu.ACC((ROWS, TILE), jnp.float32))
 
 
-def _put(ref: Ref, numbers: Array) -> None:
+def _put(ref: SmemRef, numbers: RegisterTile) -> None:
     ref[...] = numbers
 
 
-def _score(ctx: Context, block_id: Scalar) -> None:
+def _score(ctx: KernelContext, block_id: Index) -> None:
     """Probabilities of all tiles, and what they are relative to.
 
     Where scores are first, those of a tile are released when the scores of the next are all but
     there: tensor cores do the values of a tile under the softmax of the next.
     """
-    plan, smem = ctx.plan, ctx.smem
+    plan, smem, columns = ctx.plan, ctx.smem, columns_of(ctx.plan)
 
     def one_work(work, number, count):
         q = _queries(ctx, _q_block(plan, number, count))
@@ -379,30 +395,30 @@ def _score(ctx: Context, block_id: Scalar) -> None:
             before, last = lax.rem(count + (P_SLOTS - 1), jnp.int32(P_SLOTS)), tile == work.end - 1
             release = functools.partial(plgpu.barrier_arrive, smem.p_ready.at[before])
             s = _scores(ctx, q, first, slot, lambda: pl.when(tile > work.tile)(release))
-            if plan.q_copies:
+            if columns.q_copies:
                 pl.when(last)(lambda: plgpu.barrier_arrive(smem.q_free))
             live = work.length - tile * TILE
 
             @pl.when(live < TILE)
             def _():
-                for n in range(plan.blocks_a_tile):
+                for n in range(columns.blocks):
                     for wg in range(V_WARPGROUPS):
                         block = _ring_block(ctx, wg, first + n)
-                        mla_producer.clear(block.ref, plan.block_columns, live)
+                        producer.clear(block.ref, columns.block, live)
 
-            s, _ = mainloop.logits(ctx, work, tile, s, None)
+            s = mainloop.masked(ctx, work, tile, mainloop.logits_of_scores(plan, s))
             new = softmax.next_step(s, plan.unit_of_logits, row_max, empty_ok=True)
             row_sum = softmax.rescaled(new, row_sum) + new.row_sum
-            # What probabilities are put over were keys: all warps must have their scores.
+            # Probabilities are put where keys were: all warps must have their scores.
             threads.each_thread(lambda thread, *_: thread.sync(), (), ())
-            if not plan.rope_columns:
+            if not columns.rope:
                 wait = functools.partial(plgpu.barrier_wait, smem.p_free.at[slot])
                 pl.when(count >= P_SLOTS)(wait)
             _probabilities(ctx, slot)[...] = new.p.astype(plan.problem.dtype)
             smem.row_max.at[slot][...] = new.row_max
             pl.when(last)(lambda: _put(smem.row_sum.at[slot], row_sum.sum(axis=1)))
             plgpu.commit_smem()
-            at_once = last if plan.scores_first else True
+            at_once = last if scores_first(plan) else True
             pl.when(at_once)(lambda: plgpu.barrier_arrive(smem.p_ready.at[slot]))
             return new.row_max, row_sum, count + 1
 
@@ -413,22 +429,28 @@ def _score(ctx: Context, block_id: Scalar) -> None:
     _each_work(ctx, block_id, one_work)
 
 
+# ---- values --------------------------------------------------------------------------------------
+
+
 class State(NamedTuple):
-    accs: tuple[Array, ...]  # [ROWS, block_columns] each
-    row_max: Array  # [ROWS]: what they are relative to
-    row_sum: Array  # [ROWS]
+    """A warpgroup's columns of the output, before they are divided."""
+
+    accs: tuple[RegisterTile, ...]  # [ROWS, block] each
+    row_max: RegisterTile  # [ROWS]: what they are relative to
+    row_sum: RegisterTile  # [ROWS]
 
 
 class _Own(NamedTuple):
-    """Which block and which warpgroup this is."""
+    """A warpgroup that multiplies values, and where its results go."""
 
-    block_id: Scalar
-    wg: Scalar
+    block_id: Index
+    wg: Index
+    results: Results
 
 
-def _weigh(ctx: Context, results: Results, own: _Own) -> None:
+def _weigh(ctx: KernelContext, own: _Own) -> None:
     """A warpgroup's columns of the values, of all tiles."""
-    plan, smem, wg = ctx.plan, ctx.smem, own.wg
+    plan, smem, wg, columns = ctx.plan, ctx.smem, own.wg, columns_of(ctx.plan)
 
     def one_work(work, number, count):
         q_block = _ring_block(ctx, wg, _q_block(plan, number, count))
@@ -437,11 +459,11 @@ def _weigh(ctx: Context, results: Results, own: _Own) -> None:
         def one_tile(tile, carry):
             state, count = carry
             slot, first = lax.rem(count, jnp.int32(P_SLOTS)), _q_block(plan, number, count) + 1
-            blocks = [_ring_block(ctx, wg, first + n) for n in range(plan.blocks_a_tile)]
+            blocks = [_ring_block(ctx, wg, first + n) for n in range(columns.blocks)]
             for block in blocks:
                 plgpu.barrier_wait(block.ready)
             plgpu.barrier_wait(smem.p_ready.at[slot])
-            # Where there are scores, q is in registers.
+            # q is in registers where there are scores.
             free_q = functools.partial(plgpu.barrier_arrive, q_block.free)
             pl.when(tile == work.tile)(free_q)
             row_max = plgpu.load(smem.row_max.at[slot], layout=mosaic.ROW)
@@ -460,21 +482,24 @@ def _weigh(ctx: Context, results: Results, own: _Own) -> None:
                 for acc, block in zip(refs, blocks, strict=True):
                     plgpu.wgmma(acc, p, block.ref)
                 for n, block in enumerate(blocks):
-                    plgpu.wgmma_wait(plan.blocks_a_tile - 1 - n)
+                    plgpu.wgmma_wait(columns.blocks - 1 - n)
                     plgpu.barrier_arrive(block.free)
 
             accs = pl.run_state(matmuls)(tuple(plgpu.ACC.init(acc) for acc in accs))
             plgpu.barrier_arrive(smem.p_free.at[slot])
             return State(accs, row_max, row_sum), count + 1
 
-        shape = (ROWS, plan.block_columns)
-        accs = tuple(mosaic.filled(shape, 0.0) for _ in range(plan.blocks_a_tile))
+        shape = (ROWS, columns.block)
+        accs = tuple(mosaic.filled(shape, 0.0) for _ in range(columns.blocks))
         state = State(accs, mosaic.filled((ROWS,), -jnp.inf), mosaic.filled((ROWS,), 0.0))
         state, count = lax.fori_loop(work.tile, work.end, one_tile, (state, count))
-        _epilogue(ctx, results, work, state, own)
+        _epilogue(ctx, own, work, state)
         return count
 
     _each_work(ctx, own.block_id, one_work)
+
+
+# ---- epilogue ------------------------------------------------------------------------------------
 
 
 def _join(smem: Smem) -> None:
@@ -482,29 +507,29 @@ def _join(smem: Smem) -> None:
     plgpu.barrier_wait(smem.joined)
 
 
-def _epilogue(ctx: Context, results: Results, work: WorkTile, state: State, own: _Own) -> None:
+def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: State) -> None:
     """The result, where the block had all keys. Else a partial to global memory; the last block
     makes the result of all.
     """
-    plan, smem, wg = ctx.plan, ctx.smem, own.wg
-    member = member_of(plan, own.block_id)
-    share = scheduler.share_of(plan.groups, smem.table, member.group)
-    count, *others = scheduler.partials_of(plan.groups, share, work, member.group)
-    index, first, later = (n * plan.neighbours + member.number for n in others)
-    partials = mla_combine.Partials(count, index, first, later, plan.partials_a_block)
+    plan, smem, results, wg = ctx.plan, ctx.smem, own.results, own.wg
+    member, groups = member_of(plan, own.block_id), groups_of(plan)
+    share = scheduler.share_of(groups, smem.table, member.group)
+    count, *others = scheduler.partials_of(groups, share, work, member.group)
+    index, first, later = (n * neighbours(plan) + member.number for n in others)
+    partials = combine_latent.Partials(count, index, first, later, plan.partials_a_block)
     lost = smem.table.lost[work.sequence]
     row_sum = state.row_sum + mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), (ROWS,))
 
     @pl.when(count == 1)
     def _():
-        factor = _factor(plan, results, work, wg, state._replace(row_sum=row_sum))
+        factor = _factor(plan, own, work, state.row_max, row_sum)
         for n, acc in enumerate(state.accs):
-            _write(plan, results, work, _Columns(wg, n, acc), factor)
+            _write(plan, own, work, n, acc * mosaic.broadcast_rows(factor, acc.shape))
 
     @pl.when(count > 1)
     def _():
         for n, acc in enumerate(state.accs):
-            mla_combine.store(results.partial_out, plan.partial_block(index, wg, n), acc)
+            combine_latent.store(results.partial_out, partial_block(plan, index, wg, n), acc)
 
         @pl.when(wg == 0)
         def _():
@@ -515,81 +540,80 @@ def _epilogue(ctx: Context, results: Results, work: WorkTile, state: State, own:
 
         @pl.when(wg == 0)
         def _():
-            at = combine_splits.Head(work.sequence, work.head, lost, count, index, first, later)
-            arrive = mosaic.in_context(combine_splits.arrive, plan)
+            head = combine_splits.Head(work.sequence, work.head, lost, count, index, first, later)
             counter = combine_splits.CounterRefs(results.counters, smem.last)
-            threads.each_thread(arrive, counter, at)
+            threads.run(combine_splits.arrive, plan, counter, head)
 
         _join(smem)
-        pl.when(smem.last[0] == 1)(lambda: _combine(plan, results, work, wg, partials))
+        pl.when(smem.last[0] == 1)(lambda: _combine(plan, own, work, partials))
         _join(smem)  # `last` is read
 
 
-def _combine(
-    plan: LatentPlan, results: Results, work: WorkTile, wg: Scalar, partials: mla_combine.Partials
-) -> None:
+def _combine(plan: Plan, own: _Own, work: WorkTile, partials: combine_latent.Partials) -> None:
     """The partials of all blocks -> the result."""
-    layout, shape = mosaic.ROW, (ROWS, plan.block_columns)
-    sums = mla_combine.Sums(results.partial_max, results.partial_sum)
-    row_max = mla_combine.row_max_of(sums, partials, layout)
-    row_sum = mla_combine.row_sum_of(sums, partials, row_max, layout)
-    factor = _factor(plan, results, work, wg, State((), row_max, row_sum))
-    for n in range(plan.blocks_a_tile):
+    layout, shape, results = mosaic.ROW, (ROWS, columns_of(plan).block), own.results
+    sums = combine_latent.Sums(results.partial_max, results.partial_sum)
+    row_max = combine_latent.row_max_of(sums, partials, layout)
+    row_sum = combine_latent.row_sum_of(sums, partials, row_max, layout)
+    factor = _factor(plan, own, work, row_max, row_sum)
+    for n in range(columns_of(plan).blocks):
 
         def weighed(index, n=n):
-            own = mla_combine.load_rows(results.partial_max, index, layout)
-            weight = mosaic.broadcast_rows(jnp.exp2(own - base_of(row_max)), shape)
-            tile = plan.partial_block(index, wg, n)
-            return (weight * mla_combine.load(results.partial_out, tile, shape),)
+            own_max = combine_latent.load_rows(results.partial_max, index, layout)
+            weight = mosaic.broadcast_rows(jnp.exp2(own_max - base_of(row_max)), shape)
+            tile = partial_block(plan, index, own.wg, n)
+            return (weight * combine_latent.load(results.partial_out, tile, shape),)
 
         zeros = (mosaic.filled(shape, 0.0),)
-        (acc,) = mla_combine.added(zeros, partials, weighed)
-        _write(plan, results, work, _Columns(wg, n, acc), factor)
+        (acc,) = combine_latent.added(zeros, partials, weighed)
+        _write(plan, own, work, n, acc * mosaic.broadcast_rows(factor, acc.shape))
 
 
-def _factor(plan: LatentPlan, results: Results, work: WorkTile, wg: Scalar, whole: State) -> Array:
-    """What all columns are to be multiplied by; it writes the log-sum-exp."""
-    chunk = lax.rem(work.head, jnp.int32(plan.chunks))
+def _factor(
+    plan: Plan, own: _Own, work: WorkTile, row_max: RegisterTile, row_sum: RegisterTile
+) -> RegisterTile:
+    """The factor of all columns; it writes the log-sum-exp."""
+    sinks, chunk = own.results.sinks, lax.rem(work.head, jnp.int32(plan.queries.chunks))
     at = pl.ds(chunk * ROWS, ROWS)
-    sinks = None if results.sinks is None else mosaic.load(results.sinks.at[at], mosaic.ROW)
-    factor, lse = softmax.finish(whole.row_max, whole.row_sum, sinks)
-    line = work.sequence * plan.chunks + chunk
-    pl.when(wg == 0)(lambda: mosaic.store(results.lse.at[line], lse))
+    sinks = None if sinks is None else mosaic.load(sinks.at[at], mosaic.ROW)
+    factor, lse = softmax.finish(row_max, row_sum, sinks)
+    line = work.sequence * plan.queries.chunks + chunk
+    pl.when(own.wg == 0)(lambda: mosaic.store(own.results.lse.at[line], lse))
     return factor
 
 
-class _Columns(NamedTuple):
-    """Columns of the output."""
-
-    wg: Scalar  # whose
-    n: int  # which of its blocks
-    acc: Array  # [ROWS, block_columns]
-
-
-def _write(
-    plan: LatentPlan, results: Results, work: WorkTile, columns: _Columns, factor: Array
-) -> None:
-    """By the warps that have rows of the output."""
-    wg, n, acc = columns
-    line = work.sequence * plan.chunks + lax.rem(work.head, jnp.int32(plan.chunks))
+def _write(plan: Plan, own: _Own, work: WorkTile, n: int, out: RegisterTile) -> None:
+    """Block n of a warpgroup's columns, by the warps that have rows of the output."""
+    columns, chunks = columns_of(plan), plan.queries.chunks
+    line = work.sequence * chunks + lax.rem(work.head, jnp.int32(chunks))
     row = mosaic.positions((ROWS,), 0, 0)
-    wanted = warp_vote.any_in_warp((plan.most_rows - row).astype(jnp.float32), 0.0)
-    out = (acc * mosaic.broadcast_rows(factor, acc.shape)).astype(plan.problem.dtype)
-    start = wg * plan.v_columns + n * plan.block_columns
-    to = pl.ds(line * ROWS, ROWS), pl.ds(start, plan.block_columns)
-    pl.when(wanted != 0)(lambda: mosaic.store(results.out.at[to], out))
+    wanted = warp_vote.any_in_warp((plan.queries.most_rows - row).astype(jnp.float32), 0.0)
+    out = out.astype(plan.problem.dtype)
+    start = own.wg * columns.v + n * columns.block
+    to = pl.ds(line * ROWS, ROWS), pl.ds(start, columns.block)
+    pl.when(wanted != 0)(lambda: mosaic.store(own.results.out.at[to], out))
 
 
-def _kernel(  # noqa: PLR0913
-    refs: Refs, given: Any, out: Ref, lse: Ref, partials: Any, smem: Smem, *, plan: LatentPlan
+# ---- the kernel and its call ---------------------------------------------------------------------
+
+
+def _kernel(
+    refs: LatentRefs,
+    out: GmemRef,
+    lse: GmemRef,
+    partials: tuple[GmemRef, GmemRef, GmemRef],
+    smem: Smem,
+    *,
+    plan: Plan,
 ) -> None:
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
-    results, ctx = Results(out, lse, *partials, *given), Context(plan, refs, smem)
+    results = Results(out, lse, *partials, refs.counters, refs.sinks)
+    ctx = KernelContext(plan, refs, smem)
 
     @pl.when(wg == PRODUCER)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-        mla_producer.fill_table(ctx)
+        producer.fill_table(ctx)
         plgpu.barrier_arrive(smem.table_ready)
         _load(ctx, block_id)
 
@@ -603,22 +627,20 @@ def _kernel(  # noqa: PLR0913
     def _():
         plgpu.set_max_registers(160, action="increase")
         plgpu.barrier_wait(smem.table_ready)
-        _weigh(ctx, results, _Own(block_id, wg))
-
-
-# ---- the call ------------------------------------------------------------------------------------
+        _weigh(ctx, _Own(block_id, wg, results))
 
 
 def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N, Hv]
     and [N, tokens].
     """
+    return packed.run(_run, inputs, problem, config)
 
-    def launch(inputs, one):
-        call = sm90_few_rows.launch if _few(one) else _launch
-        return call(inputs, combine_splits.counters(_plan_of(one, config)), one, config)
 
-    return packed.run(launch, inputs, problem)
+def _run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
+    launch = sm90_few_rows.launch if _has_few_rows(problem) else _launch
+    counters = combine_splits.counters(_launched_plan(problem, config))
+    return launch(inputs, counters, problem, config)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
@@ -626,29 +648,19 @@ def _launch(
     inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: Config
 ) -> tuple[Array, Array]:
     """Jitted, so that a model of many layers traces it once."""
-    plan = LatentPlan(problem, config)
-    refs = mla_producer.refs_of(inputs, plan.layout, plan.padded_rows)
-    sinks = mla_producer.sinks_of(inputs, plan.chunks * ROWS)
-    lines = problem.sequences * plan.chunks
-    of, kept = jax.ShapeDtypeStruct, plan.partial_block(plan.partials, 0, 0)
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
-        out_type=(
-            of((lines * ROWS, problem.v_head_dim), problem.dtype),
-            of((lines, ROWS), jnp.float32),
-            (
-                of((kept, ROWS * plan.block_columns), jnp.float32),
-                of((plan.partials, ROWS), jnp.float32),
-                of((plan.partials, ROWS), jnp.float32),
-            ),
-        ),
-        scratch_types=(scratch(plan),),
-        grid=(plan.grid,),
-        grid_names=("block",),
-        num_threads=V_WARPGROUPS + 2,
-        thread_name="wg",
-        compiler_params=mla_producer.COMPILER,
-        kernel_name="decode_latent_sm90",
+    plan, shape = plan_of(problem, config), jax.ShapeDtypeStruct
+    columns, lines = columns_of(plan), problem.sequences * plan.queries.chunks
+    rows = _padded_rows(plan), plan.queries.chunks * ROWS
+    sums = shape((plan.partials, ROWS), jnp.float32)
+    kept = shape((partial_block(plan, plan.partials, 0, 0), ROWS * columns.block), jnp.float32)
+    out_type = (
+        shape((lines * ROWS, problem.v_head_dim), problem.dtype),
+        shape((lines, ROWS), jnp.float32),
+        (kept, sums, sums),
     )
-    out, lse, _ = kernel(refs, (counters, sinks))
-    return mla_combine.of_sequences(plan, out, lse)
+    kernel = producer.kernel_of(plan, _kernel, out_type, scratch(plan), V_WARPGROUPS + 2)
+    out, lse, _ = kernel(producer.refs_of(inputs, counters, plan, *rows))
+    return combine_latent.of_sequences(plan, out, lse)
+
+
+KERNEL = Kernel(Config, limit, smem_bytes, run)

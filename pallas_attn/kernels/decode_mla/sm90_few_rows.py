@@ -7,12 +7,13 @@ and hardly anything else. One warpgroup computes; the other, the producer, fills
 columns, each of which is released as soon as it has been multiplied.
 
 A row's max is raised only where a logit of a tile lies above it by more than
-`softmax.RESCALE_THRESHOLD`; whether one does, the warps learn at the barrier over the probabilities
-in shared memory.
+`softmax.RESCALE_THRESHOLD`; warps tell each other at the barrier over the probabilities in shared
+memory whether one does.
 
-The scheduler is that of decode; partials are combined by `decode_mla.combine`.
+The scheduler is that of decode; partials are combined by `combine_latent`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,243 +26,231 @@ from jax import lax
 
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.attention import softmax, tma_operands
-from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import combine_splits, mainloop, scheduler
 from pallas_attn.kernels.decode.combine_splits import Results
-from pallas_attn.kernels.decode.scheduler import Plan, Share, Table, WorkTile
-from pallas_attn.kernels.decode_mla import combine_latent as mla_combine
-from pallas_attn.kernels.decode_mla import producer as mla_producer
+from pallas_attn.kernels.decode.plan import Plan, plan_with, query_rows
+from pallas_attn.kernels.decode.scheduler import Share, Table, WorkTile
+from pallas_attn.kernels.decode_mla import combine_latent, producer
 from pallas_attn.kernels.decode_mla.combine_latent import base_of
-from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, Refs
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, LatentRefs
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 
-Array = Any
-Ref = Any
-Scalar = Any
+Array = jax.Array
 
-MOST = 32  # rows of query
+MOST = 32  # query rows of a sequence
 
 
-class FewPlan(Plan):
-    """Rows of query are a multiple of 8, side by side."""
+@functools.lru_cache(maxsize=256)
+def plan_of(problem: DecodeProblem, config: Any) -> Plan:
+    """Query rows are a multiple of 8, side by side in one chunk."""
+    queries = query_rows(problem, config)
+    queries = dataclasses.replace(queries, chunk_rows=tma_operands.round_up(queries.rows, 8))
+    plan = plan_with(problem, config, queries)
+    splits = combine_latent.best_splits(plan, 2 * plan.keys.most_tiles)
+    return plan_with(problem, config, queries, problem.sequences * splits)
 
-    @property
-    def chunk_rows(self) -> int:
-        return tma_operands.round_up(self.rows, 8)
 
-    @property
-    def chunks(self) -> int:
-        return 1
+class Columns(NamedTuple):
+    """Columns of a tile in blocks, each of which is copied, awaited and multiplied at once."""
 
-    @property
-    def grid(self) -> int:
-        splits = mla_combine.best_splits(self, 2 * self.most_tiles)
-        return min(super().grid, self.problem.sequences * splits)
-
-    @property
-    def block_columns(self) -> int:
-        """Columns of a block of a tile."""
-        blocks = self.problem.head_dim // WIDTH
-        return WIDTH * next(n for n in (3, 2, 1) if blocks % n == 0)
+    block: int  # columns of a block
+    ring: int  # blocks that there is room for
+    v: tuple[int, ...]  # for each block of a tile: its columns that are V's
 
     @property
-    def blocks_a_tile(self) -> int:
-        return self.problem.head_dim // self.block_columns
+    def blocks(self) -> int:
+        return len(self.v)
 
     @property
-    def ring(self) -> int:
-        return max(self.config.stages, self.blocks_a_tile)
-
-    def v_columns(self, block: int) -> int:
-        """Columns of a block that are V's."""
-        start = block * self.block_columns
-        return min(max(self.problem.v_head_dim - start, 0), self.block_columns)
-
-    @property
-    def acc_columns(self) -> list[int]:
+    def accs(self) -> list[int]:
         """Columns of V in each block that has any."""
-        return [n for n in map(self.v_columns, range(self.blocks_a_tile)) if n]
+        return [n for n in self.v if n]
+
+
+@functools.lru_cache(maxsize=256)
+def columns_of(plan: Plan) -> Columns:
+    head_dim, v_head_dim = plan.problem.head_dim, plan.problem.v_head_dim
+    block = WIDTH * next(n for n in (3, 2, 1) if head_dim // WIDTH % n == 0)
+    v = tuple(min(max(v_head_dim - start, 0), block) for start in range(0, head_dim, block))
+    return Columns(block, max(plan.config.stages, len(v)), v)
 
 
 class Smem(NamedTuple):
-    q: Any  # [chunk_rows, H]
-    kv: Any  # [ring, TILE, block_columns]
-    p: Any  # [2, chunk_rows, TILE]: probabilities of two tiles, alternately
-    flags: Any  # int32[2 * WARPS]: likewise, whether a warp has a logit that is too high
+    q: SmemRef  # [chunk_rows, H]
+    kv: SmemRef  # [ring, TILE, block]
+    p: SmemRef  # [2, chunk_rows, TILE]: probabilities of two tiles, alternately
+    flags: SmemRef  # int32[2 * WARPS]: likewise, whether a warp has a logit that is too high
     table: Table
-    last: Any  # int32[1]
-    q_ready: Any
-    q_free: Any
-    ready: Any
-    free: Any
-    table_ready: Any
+    last: SmemRef  # int32[1]
+    q_ready: Barrier
+    q_free: Barrier
+    ready: Barrier
+    free: Barrier
+    table_ready: Barrier
 
 
-def scratch(plan: FewPlan) -> Smem:
-    dtype, rows = jnp.dtype(plan.problem.dtype), plan.chunk_rows
-
-    def numbers(count):
-        return plgpu.SMEM((count,), jnp.int32)
-
-    barrier = plgpu.Barrier
+def scratch(plan: Plan) -> Smem:
+    dtype, rows, columns = jnp.dtype(plan.problem.dtype), plan.queries.chunk_rows, columns_of(plan)
+    barrier, ring = plgpu.Barrier, columns.ring
     return Smem(
         q=mosaic.swizzled((rows, plan.problem.head_dim), dtype, 2 * WIDTH),
-        kv=mosaic.swizzled((plan.ring, TILE, plan.block_columns), dtype, 2 * WIDTH),
+        kv=mosaic.swizzled((ring, TILE, columns.block), dtype, 2 * WIDTH),
         p=mosaic.swizzled((2, rows, TILE), dtype, 2 * WIDTH),
-        flags=numbers(2 * threads.WARPS),
+        flags=plgpu.SMEM((2 * threads.WARPS,), jnp.int32),
         table=scheduler.table_scratch(plan),
-        last=numbers(1),
+        last=plgpu.SMEM((1,), jnp.int32),
         q_ready=barrier(),
         q_free=barrier(),
-        ready=barrier(num_barriers=plan.ring, num_arrivals=TILE // plan.page_rows),
-        free=barrier(num_barriers=plan.ring),
+        ready=barrier(num_barriers=ring, num_arrivals=TILE // plan.keys.page_rows),
+        free=barrier(num_barriers=ring),
         table_ready=barrier(),
     )
 
 
-def smem_bytes(problem: DecodeProblem, config: Any) -> int:
-    return scheduler.smem_bytes(scratch(FewPlan(problem, config)))
-
-
-# ---- loading -------------------------------------------------------------------------------------
+# ---- the producer --------------------------------------------------------------------------------
 
 
 class _RingBlock(NamedTuple):
     """A block of columns in the ring."""
 
-    ref: Ref  # [TILE, block_columns]
-    ready: Ref  # the barrier that the producer's copies complete
-    free: Ref  # the one that the computing warpgroup arrives at when it has multiplied the block
+    ref: SmemRef  # [TILE, block]
+    ready: Barrier  # the producer's copies complete it
+    free: Barrier  # the computing warpgroup arrives when it has multiplied the block
 
 
-def _ring_block(ctx: Context, count: Scalar, block: int) -> _RingBlock:
-    """That of a tile, before which there were `count` since the kernel began."""
-    slot = lax.rem(count * ctx.plan.blocks_a_tile + block, jnp.int32(ctx.plan.ring))
-    return _RingBlock(ctx.smem.kv.at[slot], ctx.smem.ready.at[slot], ctx.smem.free.at[slot])
+def _ring_block(ctx: KernelContext, count: Index, block: int) -> _RingBlock:
+    """A block of a tile, before which there were `count` tiles since the kernel began."""
+    columns, smem = columns_of(ctx.plan), ctx.smem
+    slot = lax.rem(count * columns.blocks + block, jnp.int32(columns.ring))
+    return _RingBlock(smem.kv.at[slot], smem.ready.at[slot], smem.free.at[slot])
 
 
-def _load(ctx: Context, share: Share) -> None:
-    """The producer."""
-    plan, refs, smem = ctx.plan, ctx.refs, ctx.smem
+def _load(ctx: KernelContext, share: Share) -> None:
+    """Q and all tiles of the block."""
+    plan, refs, smem, columns = ctx.plan, ctx.refs, ctx.smem, columns_of(ctx.plan)
 
     def blocks_of(count):
-        for n in range(plan.blocks_a_tile):
+        for n in range(columns.blocks):
             block = _ring_block(ctx, count, n)
             yield Block(
-                columns=pl.ds(n * plan.block_columns, plan.block_columns),
+                columns=pl.ds(n * columns.block, columns.block),
                 to=block.ref,
                 ready=block.ready,
                 free=block.free,
-                reused=count * plan.blocks_a_tile + n >= plan.ring,
+                reused=count * columns.blocks + n >= columns.ring,
             )
 
     def one_work(work, number, count):
         pl.when(number > 0)(lambda: plgpu.barrier_wait(smem.q_free))
-        rows = pl.ds(work.sequence * plan.chunk_rows, plan.chunk_rows)
+        rows = pl.ds(work.sequence * plan.queries.chunk_rows, plan.queries.chunk_rows)
         plgpu.copy_gmem_to_smem(refs.q.at[rows], smem.q, smem.q_ready)
-        return mla_producer.load(ctx, work, count, blocks_of)
+        return producer.load(ctx, work, count, blocks_of)
 
-    mla_producer.each_work(plan, smem.table, share, one_work, jnp.int32(0))
+    producer.each_work(plan, smem.table, share, one_work, jnp.int32(0))
 
 
 # ---- computing -----------------------------------------------------------------------------------
 
 
 class State(NamedTuple):
-    accs: tuple[Array, ...]  # [acc_columns, chunk_rows] each
-    row_sum: (
-        Array  # [TILE, chunk_rows]: of the tiles' first keys, second keys, ...; or [chunk_rows]
-    )
-    row_max: Array  # [chunk_rows]
+    accs: tuple[RegisterTile, ...]  # [columns of V, chunk_rows] each
+    # [TILE, chunk_rows]: sums over the tiles' first keys, second keys, ..; in the end [chunk_rows]
+    row_sum: RegisterTile
+    row_max: RegisterTile  # [chunk_rows]
 
 
-def _down_columns(columns: Array, shape: Sequence[int]) -> Array:
+def _down_columns(columns: RegisterTile, shape: Sequence[int]) -> RegisterTile:
     """One number a column, in all rows."""
     return lax.broadcast_in_dim(columns, tuple(shape), [1])
 
 
-def _logits(ctx: Context, work: WorkTile, tile: Scalar, s: Array) -> Array:
+def _positions(ctx: KernelContext, work: WorkTile, tile: Index) -> mainloop.Positions:
+    """Queries and keys of a tile of logits."""
+    plan, shape = ctx.plan, (TILE, ctx.plan.queries.chunk_rows)
+    key = mosaic.positions(shape, 0, tile * TILE)
+    row = mosaic.positions(shape, 1, 0)
+    token, head = mainloop.token_of(plan, row), None
+    query = token + (work.length - plan.problem.q_len)
+    if plan.problem.uses_head:
+        head = row - token * plan.queries.group
+    return mainloop.Positions(query, key, head)
+
+
+def _logits(ctx: KernelContext, work: WorkTile, tile: Index, s: RegisterTile) -> RegisterTile:
     """Scores -> logits in log2 units, those of invisible keys -inf."""
     plan = ctx.plan
-    s, start = mainloop.logits_of_scores(plan, s), tile * TILE
+    s = mainloop.logits_of_scores(plan, s)
     s = s if plan.unit_of_logits is None else s * plan.unit_of_logits
-
-    def positions():
-        key = mosaic.positions(s.shape, 0, start)
-        row = mosaic.positions(s.shape, 1, 0)
-        token = mainloop.token_of(plan, row)
-        query = token + (work.length - plan.problem.q_len)
-        return mainloop.Positions(query, key, lambda: row - token * plan.group)
-
-    return mainloop.masked(ctx, work, start, s, positions)
+    return mainloop.masked(ctx, work, tile, s, _positions)
 
 
-def _put(p: Ref, numbers: Array) -> None:
+def _put(p: SmemRef, numbers: RegisterTile) -> None:
     p.transpose((1, 0))[...] = numbers.astype(p.dtype)
 
 
 class _Flag(NamedTuple):
-    parity: Scalar  # of the tile
-    moved: Scalar  # whether this warp has a logit that is too high
+    parity: Index  # parity of the tile
+    moved: Index  # whether this warp has a logit that is too high
 
 
-def _set_flag(thread: threads.Thread, flags: Ref, at: _Flag) -> None:
-    """For the other warps."""
+def _set_flag(thread: threads.Thread, flags: SmemRef, at: _Flag) -> None:
+    """Tells the other warps."""
     warp = thread.index // 32
     thread.shared_store(flags, at.parity * threads.WARPS + warp, at.moved, thread.index % 32 < 1)
 
 
-def _scores(ctx: Context, blocks: list[_RingBlock]) -> Array:
+def _scores(ctx: KernelContext, blocks: list[_RingBlock]) -> RegisterTile:
     """Begins as soon as the first columns are there."""
-    plan, smem = ctx.plan, ctx.smem
+    plan, smem, width = ctx.plan, ctx.smem, columns_of(ctx.plan).block
 
     def body(acc):
         for n, block in enumerate(blocks):
             plgpu.barrier_wait(block.ready)
-            columns = pl.ds(n * plan.block_columns, plan.block_columns)
-            plgpu.wgmma(acc, block.ref, smem.q.at[:, columns].transpose((1, 0)))
+            q = smem.q.at[:, pl.ds(n * width, width)]
+            plgpu.wgmma(acc, block.ref, q.transpose((1, 0)))
         return acc[...]
 
-    return pl.run_scoped(body, plgpu.ACC((TILE, plan.chunk_rows), jnp.float32))
+    return pl.run_scoped(body, plgpu.ACC((TILE, plan.queries.chunk_rows), jnp.float32))
 
 
 def _weigh(
-    plan: FewPlan, blocks: list[_RingBlock], p: Ref, accs: Sequence[Array]
-) -> tuple[Array, ...]:
+    plan: Plan, blocks: list[_RingBlock], p: SmemRef, accs: Sequence[RegisterTile]
+) -> tuple[RegisterTile, ...]:
     """Adds the values of a tile, and releases it."""
-    some = [n for n in range(plan.blocks_a_tile) if plan.v_columns(n)]
+    values = [(b, n) for b, n in zip(blocks, columns_of(plan).v, strict=True) if n]
 
     def body(refs):
-        for n, acc in zip(some, refs, strict=True):
-            columns = pl.ds(0, plan.v_columns(n))
-            values = blocks[n].ref.at[:, columns].transpose((1, 0))
-            plgpu.wgmma(acc, values, p.transpose((1, 0)))
-        for done, n in enumerate(some):
-            plgpu.wgmma_wait(len(some) - 1 - done)
-            plgpu.barrier_arrive(blocks[n].free)
+        for (block, width), acc in zip(values, refs, strict=True):
+            v = block.ref.at[:, pl.ds(0, width)].transpose((1, 0))
+            plgpu.wgmma(acc, v, p.transpose((1, 0)))
+        for done, (block, _) in enumerate(values):
+            plgpu.wgmma_wait(len(values) - 1 - done)
+            plgpu.barrier_arrive(block.free)
 
     return pl.run_state(body)(tuple(plgpu.ACC.init(acc) for acc in accs))
 
 
 class _Carry(NamedTuple):
     state: State
-    count: Scalar  # tiles since the kernel began
+    count: Index  # tiles since the kernel began
 
 
-def _one_tile(ctx: Context, work: WorkTile, tile: Scalar, carry: _Carry) -> _Carry:
-    (plan, _, smem), (state, count) = ctx, carry
-    blocks = [_ring_block(ctx, count, n) for n in range(plan.blocks_a_tile)]
+def _one_tile(ctx: KernelContext, work: WorkTile, tile: Index, carry: _Carry) -> _Carry:
+    (plan, _, smem), (state, count), columns = ctx, carry, columns_of(ctx.plan)
+    blocks = [_ring_block(ctx, count, n) for n in range(columns.blocks)]
     s = _scores(ctx, blocks)
-    for n, block in enumerate(blocks):
-        if not plan.v_columns(n):
+    for block, width in zip(blocks, columns.v, strict=True):
+        if not width:
             plgpu.barrier_arrive(block.free)
     pl.when(tile == work.end - 1)(lambda: plgpu.barrier_arrive(smem.q_free))
     live = work.length - tile * TILE
 
     @pl.when(live < TILE)
     def clear():
-        for n, block in enumerate(blocks):
-            mla_producer.clear(block.ref, plan.v_columns(n), live)
+        for block, width in zip(blocks, columns.v, strict=True):
+            producer.clear(block.ref, width, live)
 
     s = _logits(ctx, work, tile, s)
     above = s - _down_columns(state.row_max, s.shape)
@@ -291,89 +280,90 @@ def _one_tile(ctx: Context, work: WorkTile, tile: Scalar, carry: _Carry) -> _Car
     return _Carry(state._replace(accs=_weigh(plan, blocks, ref, state.accs)), count + 1)
 
 
-def _compute(ctx: Context, results: Results, share: Share, block_id: Scalar) -> None:
-    plan, smem, rows = ctx.plan, ctx.smem, ctx.plan.chunk_rows
+def _compute(ctx: KernelContext, results: Results, share: Share, block_id: Index) -> None:
+    """All work of the block."""
+    plan, smem, rows = ctx.plan, ctx.smem, ctx.plan.queries.chunk_rows
 
     def one_work(work, number, count):
         del number
         plgpu.barrier_wait(smem.q_ready)
         row_max = plgpu.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), mosaic.COLUMN)
-        state = State(
-            tuple(mosaic.filled((n, rows), 0.0) for n in plan.acc_columns),
-            mosaic.filled((TILE, rows), 0.0),
-            row_max,
-        )
+        accs = tuple(mosaic.filled((n, rows), 0.0) for n in columns_of(plan).accs)
+        state = State(accs, mosaic.filled((TILE, rows), 0.0), row_max)
         step = functools.partial(_one_tile, ctx, work)
         state, count = lax.fori_loop(work.tile, work.end, step, _Carry(state, count))
         _epilogue(ctx, results, work, state, scheduler.partials_of(plan, share, work, block_id))
         return count
 
-    mla_producer.each_work(plan, smem.table, share, one_work, jnp.int32(0))
+    producer.each_work(plan, smem.table, share, one_work, jnp.int32(0))
+
+
+# ---- epilogue ------------------------------------------------------------------------------------
 
 
 def _epilogue(
-    ctx: Context, results: Results, work: WorkTile, state: State, found: scheduler.Partials
+    ctx: KernelContext, results: Results, work: WorkTile, state: State, places: scheduler.Partials
 ) -> None:
     """The result, where the block had all keys. Else a partial to global memory; the last block
     makes the result of all.
     """
-    plan, smem = ctx.plan, ctx.smem
-    lost = smem.table.lost[work.sequence]
+    plan, smem, m = ctx.plan, ctx.smem, work.sequence
+    lost = smem.table.lost[m]
     row_sum = state.row_sum.sum(axis=0)
     row_sum = row_sum + mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), row_sum.shape)
-    partials = mla_combine.Partials(*found, plan.partials_a_block)
+    partials = combine_latent.Partials(*places, plan.partials_a_block)
 
     @pl.when(partials.count == 1)
     def _():
-        _write(plan, results, work.sequence, state._replace(row_sum=row_sum))
+        _write(plan, results, m, state._replace(row_sum=row_sum))
 
     @pl.when(partials.count > 1)
     def _():
         for ref, acc in zip(results.partial_out, state.accs, strict=True):
-            mla_combine.store(ref, partials.own, acc)
+            combine_latent.store(ref, partials.own, acc)
         mosaic.store(results.partial_max.at[partials.own], state.row_max)
         mosaic.store(results.partial_sum.at[partials.own], row_sum)
-        at = combine_splits.Head(work.sequence, work.head, lost, *found)
-        arrive = mosaic.in_context(combine_splits.arrive, plan)
         counter = combine_splits.CounterRefs(results.counters, smem.last)
-        threads.each_thread(arrive, counter, at)
+        head = combine_splits.Head(m, work.head, lost, *places)
+        threads.run(combine_splits.arrive, plan, counter, head)
 
         @pl.when(smem.last[0] == 1)
         def _():
-            _write(plan, results, work.sequence, _combined(plan, results, partials))
+            _write(plan, results, m, _combined(plan, results, partials))
 
 
-def _combined(plan: FewPlan, results: Results, partials: mla_combine.Partials) -> State:
-    """Of the partials of all blocks."""
-    layout, shapes = mosaic.COLUMN, [(n, plan.chunk_rows) for n in plan.acc_columns]
-    sums = mla_combine.Sums(results.partial_max, results.partial_sum)
-    row_max = mla_combine.row_max_of(sums, partials, layout)
-    row_sum = mla_combine.row_sum_of(sums, partials, row_max, layout)
+def _combined(plan: Plan, results: Results, partials: combine_latent.Partials) -> State:
+    """The state of all blocks' keys, by their partials."""
+    layout, rows = mosaic.COLUMN, plan.queries.chunk_rows
+    sums = combine_latent.Sums(results.partial_max, results.partial_sum)
+    row_max = combine_latent.row_max_of(sums, partials, layout)
+    row_sum = combine_latent.row_sum_of(sums, partials, row_max, layout)
 
-    def weighed(index, some):
-        own = mla_combine.load_rows(results.partial_max, index, layout)
+    def weighed(index, tiles):
+        own = combine_latent.load_rows(results.partial_max, index, layout)
         weight = jnp.exp2(own - base_of(row_max))
         return tuple(
-            _down_columns(weight, shape) * mla_combine.load(ref, index, shape)
-            for ref, shape in some
+            _down_columns(weight, shape) * combine_latent.load(ref, index, shape)
+            for ref, shape in tiles
         )
 
+    shapes = [(n, rows) for n in columns_of(plan).accs]
     both = list(zip(results.partial_out, shapes, strict=True))
-    at_once = len(both) if plan.chunk_rows <= 16 else 1  # more would not fit into registers
-    accs: tuple[Array, ...] = ()
+    at_once = len(both) if rows <= 16 else 1  # more would not fit into registers
+    accs: tuple[RegisterTile, ...] = ()
     for start in range(0, len(both), at_once):
-        some = both[start : start + at_once]
-        zeros = tuple(mosaic.filled(shape, 0.0) for _, shape in some)
-        accs += mla_combine.added(zeros, partials, functools.partial(weighed, some=some))
+        tiles = both[start : start + at_once]
+        zeros = tuple(mosaic.filled(shape, 0.0) for _, shape in tiles)
+        accs += combine_latent.added(zeros, partials, functools.partial(weighed, tiles=tiles))
     return State(accs, row_sum, row_max)
 
 
-def _write(plan: FewPlan, results: Results, m: Scalar, whole: State) -> None:
+def _write(plan: Plan, results: Results, m: Index, whole: State) -> None:
     """The result of a sequence."""
     sinks = None if results.sinks is None else mosaic.load(results.sinks, mosaic.COLUMN)
     factor, lse = softmax.finish(whole.row_max, whole.row_sum, sinks)
     mosaic.store(results.lse.at[m], lse)
-    rows, start = pl.ds(m * plan.chunk_rows, plan.chunk_rows), 0
+    rows, start = pl.ds(m * plan.queries.chunk_rows, plan.queries.chunk_rows), 0
     for acc in whole.accs:
         out = (acc * _down_columns(factor, acc.shape)).astype(plan.problem.dtype)
         out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -382,15 +372,25 @@ def _write(plan: FewPlan, results: Results, m: Scalar, whole: State) -> None:
         start += acc.shape[0]
 
 
+# ---- the kernel and its call ---------------------------------------------------------------------
+
+
 def _kernel(  # noqa: PLR0913
-    refs: Refs, given: Any, out: Ref, lse: Ref, partials: Any, smem: Smem, *, plan: FewPlan
+    refs: LatentRefs,
+    out: GmemRef,
+    lse: GmemRef,
+    partials: tuple[GmemRef, GmemRef, GmemRef],
+    smem: Smem,
+    *,
+    plan: Plan,
 ) -> None:
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
-    results, ctx = Results(out, lse, *partials, *given), Context(plan, refs, smem)
+    results = Results(out, lse, *partials, refs.counters, refs.sinks)
+    ctx = KernelContext(plan, refs, smem)
 
     @pl.when(wg == 1)
     def _():
-        mla_producer.fill_table(ctx)
+        producer.fill_table(ctx)
         plgpu.barrier_arrive(smem.table_ready)
         _load(ctx, scheduler.share_of(plan, smem.table, block_id))
 
@@ -400,36 +400,20 @@ def _kernel(  # noqa: PLR0913
         _compute(ctx, results, scheduler.share_of(plan, smem.table, block_id), block_id)
 
 
-# ---- the call ------------------------------------------------------------------------------------
-
-
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def launch(
     inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: Any
 ) -> tuple[Array, Array]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
-    plan = FewPlan(problem, config)
-    refs = mla_producer.refs_of(inputs, plan.layout, plan.chunk_rows)
-    sinks = mla_producer.sinks_of(inputs, plan.chunk_rows)
-    of, rows = jax.ShapeDtypeStruct, plan.chunk_rows
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
-        out_type=(
-            of((problem.sequences * rows, problem.v_head_dim), problem.dtype),
-            of((problem.sequences, rows), jnp.float32),
-            (
-                tuple(of((plan.partials, n * rows), jnp.float32) for n in plan.acc_columns),
-                of((plan.partials, rows), jnp.float32),
-                of((plan.partials, rows), jnp.float32),
-            ),
-        ),
-        scratch_types=(scratch(plan),),
-        grid=(plan.grid,),
-        grid_names=("block",),
-        num_threads=2,
-        thread_name="wg",
-        compiler_params=mla_producer.COMPILER,
-        kernel_name="decode_latent_few_sm90",
+    plan, shape = plan_of(problem, config), jax.ShapeDtypeStruct
+    rows, partials = plan.queries.chunk_rows, plan.partials
+    sums = shape((partials, rows), jnp.float32)
+    accs = tuple(shape((partials, n * rows), jnp.float32) for n in columns_of(plan).accs)
+    out_type = (
+        shape((problem.sequences * rows, problem.v_head_dim), problem.dtype),
+        shape((problem.sequences, rows), jnp.float32),
+        (accs, sums, sums),
     )
-    out, lse, _ = kernel(refs, (counters, sinks))
-    return mla_combine.of_sequences(plan, out, lse)
+    kernel = producer.kernel_of(plan, _kernel, out_type, scratch(plan), warpgroups=2)
+    out, lse, _ = kernel(producer.refs_of(inputs, counters, plan, rows, rows))
+    return combine_latent.of_sequences(plan, out, lse)

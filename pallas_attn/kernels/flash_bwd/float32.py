@@ -7,72 +7,86 @@ range. At the highest precision each row of a tile has a power of 2 of its own, 
 multiplied.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
-from pallas_attn._call.problem import AttentionInputs
-from pallas_attn.kernels.mma import wgmma
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile, Scalar, SmemRef
+from pallas_attn.kernels.mma import wgmma, wgmma_float32
 
-SPREAD = 2.0 ** (wgmma.EXPONENT + 1)  # what probabilities are multiplied by, by default
+SPREAD = 2.0 ** (wgmma_float32.EXPONENT + 1)  # factor of probabilities, by default
 
 
 class Units(NamedTuple):
     """The powers of 2 that products of a kv head still lack. None: 1."""
 
-    scores: Any = None
-    dp: Any = None  # in units of dS
-    dv: Any = None
-    dk: Any = None  # with the scale
-    dq: Any = None  # with the scale
-    ds: Any = None
+    scores: Scalar = None
+    dp: Scalar = None  # in units of dS
+    dv: Scalar = None
+    dk: Scalar = None  # with the scale
+    dq: Scalar = None  # with the scale
+    ds: Scalar = None
 
 
-def units_of(refs: Any, batch: Any, kv_head: Any) -> Units:
-    if refs.units is None:
+def units_of(units: GmemRef, batch: Index, kv_head: Index) -> Units:
+    if units is None:
         return Units()
-    return Units(*(refs.units[n, batch, kv_head] for n in range(len(Units._fields))))
+    return Units(*(units[n, batch, kv_head] for n in range(len(Units._fields))))
 
 
-def scaled(x: Any, unit: Any) -> Any:
+def scaled(x: RegisterTile, unit: Scalar) -> RegisterTile:
     return x if unit is None else x * unit
 
 
-def powers_of(problem: Any, inputs: AttentionInputs, d_out: Any, delta: Any) -> dict[str, Any]:
-    """Of q, k, v, dO and dS, [B, kv heads]; delta is [B, heads, rows]."""
-    powers, group = wgmma.powers(inputs, problem.group), problem.group
-    most = wgmma.largest(d_out, group, inputs.q_lengths)
-    powers["do"] = wgmma.power_of_two(most)
-    dp = most * (wgmma.largest(inputs.v, 1, inputs.kv_lengths) * problem.v_head_dim)
-    deltas = wgmma.largest(delta.swapaxes(1, 2)[..., None], group)
-    powers["ds"] = wgmma.power_of_two(2 * jnp.maximum(dp, deltas))
+def powers_of(
+    problem: AttentionProblem, inputs: AttentionInputs, d_out: jax.Array, delta: jax.Array
+) -> dict[str, jax.Array]:
+    """The powers of 2 that q, k, v, dO and dS are divided by, [B, kv heads]; delta is [B, heads,
+    rows].
+    """
+    powers, group = wgmma_float32.powers(inputs, problem.group), problem.group
+    most = wgmma_float32.largest(d_out, group, inputs.q_lengths)
+    powers["do"] = wgmma_float32.power_of_two(most)
+    dp = most * (wgmma_float32.largest(inputs.v, 1, inputs.kv_lengths) * problem.v_head_dim)
+    deltas = wgmma_float32.largest(delta.swapaxes(1, 2)[..., None], group)
+    powers["ds"] = wgmma_float32.power_of_two(2 * jnp.maximum(dp, deltas))
     return powers
 
 
-def units(plan: Any, powers: dict[str, Any]) -> Any:
+def units(problem: AttentionProblem, powers: dict[str, jax.Array]) -> jax.Array:
     """float32[6, B, kv heads]: see `Units`."""
     q, k, v, do, ds = (powers[name] for name in ("q", "k", "v", "do", "ds"))
-    scale, dp = plan.problem.scale, (do * wgmma.inverse(ds)) * v
-    dv = do if plan.exact else do * (1 / SPREAD)
+    scale, dp = problem.scale, (do * wgmma_float32.inverse(ds)) * v
+    dv = do if wgmma_float32.is_exact(problem) else do * (1 / SPREAD)
     return jnp.stack(Units(q * k, dp, dv, dk=q * ds * scale, dq=k * ds * scale, ds=ds))
 
 
-def left_operand(plan: Any, x: Any, by: float = 1.0) -> tuple[Any, ...]:
+def left_operand(
+    problem: AttentionProblem, x: RegisterTile, by: float = 1.0
+) -> tuple[RegisterTile, ...]:
     """P or dS, times `by`, as the matmul of its gradient takes it: terms and, at the highest
     precision, after them one number a row.
     """
-    if plan.exact:
-        terms, power = wgmma.terms_of_rows(x, plan.values)
+    kind = wgmma_float32.value_kind(problem)
+    if wgmma_float32.is_exact(problem):
+        terms, power = wgmma_float32.terms_of_rows(x, kind)
         return (*terms, power)
-    x = x * by if plan.problem.dtype == "float32" else x
-    return wgmma.terms_of_registers(x, plan.values)
+    x = x * by if problem.dtype == "float32" else x
+    return wgmma.terms_of_registers(x, kind)
 
 
 def matmul_add(
-    plan: Any, acc: Any, left: Sequence[Any], b: Any, swizzle: int, last: Any = lambda: 0
-) -> Any:
-    """acc + left @ b; `swizzle`, `last`: see `wgmma.exact_matmul_add`."""
-    if plan.exact:
-        return wgmma.exact_matmul_add(acc, left[:-1], b, swizzle, (None, left[-1]), last)
+    problem: AttentionProblem,
+    acc: RegisterTile,
+    left: Sequence[RegisterTile],
+    b: Sequence[SmemRef],
+    swizzle: int,
+    last: Callable[[], int] = lambda: 0,
+) -> RegisterTile:
+    """acc + left @ b; `swizzle`, `last`: see `wgmma_float32.exact_matmul_add`."""
+    if wgmma_float32.is_exact(problem):
+        return wgmma_float32.exact_matmul_add(acc, left[:-1], b, swizzle, (None, left[-1]), last)
     return wgmma.matmul_add(acc, left, b)

@@ -30,44 +30,40 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention import score_mod, tma_operands
-from pallas_attn.kernels.attention.plan import Context
-from pallas_attn.kernels.flash_bwd import float32 as bwd_float32
-from pallas_attn.kernels.flash_bwd import plan as shared
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.attention.tma_operands import OperandFormat
+from pallas_attn.kernels.flash_bwd import float32, key_tiles, producer
 from pallas_attn.kernels.flash_bwd.float32 import scaled
-from pallas_attn.kernels.flash_bwd.plan import (
-    ROWS,
-    KeyGradients,
-    Plan,
-    Refs,
-    Ring,
-    WorkTile,
-    per_column,
-)
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, KeyGradients
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.mma import wgmma
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.mma import wgmma, wgmma_float32
 
-KEYS = ROWS  # of a work tile
+KEYS = ROWS  # keys of a work tile
 ROOM = 228 * 1024  # bytes of shared memory for k, v, q, do and p
 
 
-class Smem(NamedTuple):
-    k: Any
-    v: Any
-    q: Any
-    do: Any
-    p: Any
-    lse: Any
-    delta: Any
-    k_ready: Any
-    v_ready: Any
-    k_free: Any
-    v_free: Any
-    q_ready: Any
-    do_ready: Any
-    q_free: Any
-    do_free: Any
-    p_ready: Any
-    p_free: Any
+class DkDvSmem(NamedTuple):
+    k: SmemRef
+    v: SmemRef
+    q: SmemRef
+    do: SmemRef
+    p: SmemRef
+    lse: SmemRef
+    delta: SmemRef
+    k_ready: Barrier
+    v_ready: Barrier
+    k_free: Barrier
+    v_free: Barrier
+    q_ready: Barrier
+    do_ready: Barrier
+    q_free: Barrier
+    do_free: Barrier
+    p_ready: Barrier
+    p_free: Barrier
 
     @property
     def q_ring(self) -> Ring:
@@ -82,21 +78,24 @@ class Smem(NamedTuple):
         return Ring(self.p, self.p_ready, self.p_free)
 
 
-def scratch(plan: Plan) -> Smem:
+def scratch(plan: KeyPlan) -> DkDvSmem:
     """Shared memory, described once: `dk_dv` launches it, `smem_bytes` adds it up."""
-    config, barrier = plan.config, plgpu.Barrier
+    config, form, barrier = plan.config, plan.format, plgpu.Barrier
     stages, block = config.stages, config.block_q
     row_stats = plgpu.SMEM((stages, max(block, 32)), jnp.float32)  # TMA writes to whole 128 bytes
-    row = plan.scores.bytes * plan.k_width + plan.values.bytes * plan.v_width
+    row = sum(x.columns * x.itemsize for x in form)
     room = ROOM - (mosaic.REDUCTION_BYTES if plan.exact else 0)
     p_stages = 2 if 2 * 4 * KEYS * block <= room - (KEYS + stages * block) * row else 1
-    k_columns, v_columns = plan.scores.terms * plan.k_width, plan.values.terms * plan.v_width
-    k_dtype, v_dtype = plan.scores.dtype, plan.values.dtype
-    return Smem(
-        k=mosaic.swizzled((1, KEYS, k_columns), k_dtype, plan.k_swizzle),
-        v=mosaic.swizzled((1, KEYS, v_columns), v_dtype, plan.v_swizzle),
-        q=mosaic.swizzled((stages, block, k_columns), k_dtype, plan.k_swizzle),
-        do=mosaic.swizzled((stages, block, v_columns), v_dtype, plan.v_swizzle),
+    ring = functools.partial(barrier, num_barriers=stages, num_arrivals=2)
+
+    def buffer(x: OperandFormat, *rows: int) -> SmemRef:
+        return mosaic.swizzled((*rows, x.columns), x.dtype, x.swizzle)
+
+    return DkDvSmem(
+        k=buffer(form.qk, 1, KEYS),
+        v=buffer(form.v, 1, KEYS),
+        q=buffer(form.qk, stages, block),
+        do=buffer(form.v, stages, block),
         p=mosaic.swizzled((p_stages, KEYS, block), jnp.float32, 128 if block % 32 == 0 else 64),
         lse=row_stats,
         delta=row_stats,
@@ -104,74 +103,68 @@ def scratch(plan: Plan) -> Smem:
         v_ready=barrier(),
         k_free=barrier(),
         v_free=barrier(),
-        q_ready=barrier(num_barriers=stages, num_arrivals=2),
-        do_ready=barrier(num_barriers=stages, num_arrivals=2),
-        q_free=barrier(num_barriers=stages, num_arrivals=2),
-        do_free=barrier(num_barriers=stages, num_arrivals=2),
+        q_ready=ring(),
+        do_ready=ring(),
+        q_free=ring(),
+        do_free=ring(),
         p_ready=barrier(num_barriers=p_stages),
         p_free=barrier(num_barriers=p_stages),
     )
 
 
-def buffer_bytes(plan: Plan) -> int:
+def buffer_bytes(plan: KeyPlan) -> int:
     return mosaic.bytes_of(scratch(plan)) + (mosaic.REDUCTION_BYTES if plan.exact else 0)
 
 
 # ---- the producer -------------------------------------------------------------------------------
 
 
-def _produce(ctx: Context, block_id: Any) -> None:
+def _produce(ctx: KernelContext, block_id: Index) -> None:
     """The producer warpgroup: keys and query tiles of every work tile, in order."""
     smem = ctx.smem
-
-    def load_keys(n, work):
-        for name, to, ready, free in (
-            ("k", smem.k.at[0], smem.k_ready, smem.k_free),
-            ("v", smem.v.at[0], smem.v_ready, smem.v_free),
-        ):
-            pl.when(n > 0)(functools.partial(plgpu.barrier_wait, free))
-            shared.load_kv_tile(ctx, work, name, 0, to, ready)
-
-    shared.produce(ctx, block_id, load_keys)
+    k = KeyBuffers(smem.k_free, [KeyPart("k", 0, smem.k.at[0], smem.k_ready)])
+    v = KeyBuffers(smem.v_free, [KeyPart("v", 0, smem.v.at[0], smem.v_ready)])
+    producer.produce(ctx, block_id, [k, v])
 
 
 # ---- the consumers ------------------------------------------------------------------------------
 
 
 class Role(NamedTuple):
-    """What one of the two consumer warpgroups works with: it multiplies its keys with the tiles of
-    one ring, and what it makes of the product with the tiles of the other, for its gradient.
+    """One of the two consumer warpgroups: it multiplies its keys with the tiles of one ring, and
+    what it makes of the product with the tiles of the other, for its gradient.
     """
 
-    keys: Any  # k or v, [1, KEYS, columns]
+    keys: SmemRef  # k or v, [1, KEYS, columns]
     product: Ring  # q or dO
-    product_kind: wgmma.Kind
+    product_form: OperandFormat
     gradient: Ring  # dO or q
-    gradient_kind: wgmma.Kind
-    gradient_swizzle: int
-    left_scale: float  # of the left operand of the gradient's matmul
-    gradient_first: bool  # in which order matmuls are issued: see `_mainloop`
+    gradient_form: OperandFormat
+    left_scale: float  # factor of the left operand of the gradient's matmul
+    gradient_first: bool  # order in which matmuls are issued: see `_mainloop`
 
 
 class QTile(NamedTuple):
     """A query tile of a work tile."""
 
-    head: Any
-    t: Any
-    count: Any  # its number, over all work tiles
-    number: Any  # the same, of the head's
+    head: Index
+    t: Index
+    count: Index  # its number, over all work tiles
+    number: Index  # its number among the head's
 
 
-def _two_matmuls(acc: Any, shape: tuple[int, int], start: Any) -> tuple[Any, Any]:
+def _two_matmuls(
+    acc: RegisterTile, shape: tuple[int, int], start: Callable[[Any, Any], None]
+) -> tuple[RegisterTile, RegisterTile]:
     """Two matmuls to their end: acc with the result of one added, and the result of the other;
-    start(other, one) issues them.
+    start(other, acc) issues them.
     """
 
-    def body(state):
-        one, out = state
+    def body(state: Any) -> None:
+        acc_ref, out = state
 
-        def matmuls(other):
-            start(other, one)
+        def matmuls(other: Any) -> RegisterTile:
+            start(other, acc_ref)
             return other[...]
 
         out[...] = pl.run_scoped(matmuls, plgpu.ACC(shape, jnp.float32))
@@ -179,16 +172,16 @@ def _two_matmuls(acc: Any, shape: tuple[int, int], start: Any) -> tuple[Any, Any
     return pl.run_state(body)((plgpu.ACC.init(acc), mosaic.filled(shape, 0.0)))
 
 
-def _keys_of(role: Role, count: Any) -> tuple[Any, ...]:
-    at: Any = 0
+def _keys_of(role: Role, count: Index) -> tuple[SmemRef, ...]:
+    at: Index = 0
     if role.keys.shape[-1] > 256:
         at = mosaic.opaque_zero(count)  # else addresses are computed early and spilled
-    return wgmma.terms_of_smem(role.keys.at[at], role.product_kind)
+    return wgmma.terms_of_smem(role.keys.at[at], role.product_form.kind)
 
 
 def _mainloop(
-    plan: Plan, role: Role, work: WorkTile, count: Any, make_left: Callable[..., Any]
-) -> tuple[Any, Any]:
+    plan: KeyPlan, role: Role, work: KeyTile, count: Index, make_left: Callable[..., RegisterTile]
+) -> tuple[RegisterTile, Index]:
     """The gradient of the keys over all query tiles, and the new count of query tiles.
     make_left(q_tile, product, row_stats) makes the left operand of its matmul, float32.
 
@@ -199,15 +192,14 @@ def _mainloop(
     Where float32's bits are owed the gradient comes first, too, and the product behind its last
     part.
     """
-    group, kind, gradient_kind = plan.problem.group, role.product_kind, role.gradient_kind
+    group, form = plan.problem.group, role.gradient_form
     shape = KEYS, plan.config.block_q
-    columns = role.gradient.tiles.shape[-1] // gradient_kind.terms
-    to_left = functools.partial(bwd_float32.left_operand, plan, by=role.left_scale)
+    to_left = functools.partial(float32.left_operand, plan.problem, by=role.left_scale)
     keys = functools.partial(_keys_of, role)
     slot_of, release = role.product.slot, role.gradient.release
 
-    def left_of(i, count, value):
-        g, number = shared.step_of(plan, work, i)
+    def left_of(i: Index, count: Index, value: RegisterTile) -> RegisterTile:
+        g, number = key_tiles.step_of(plan, work, i)
         slot = slot_of(count)
         stats = role.product.row_stats.at[slot, pl.ds(0, shape[1])]
         row_stats = mosaic.load(stats, mosaic.COLUMN)
@@ -216,28 +208,30 @@ def _mainloop(
         role.product.release(slot)
         return left
 
-    def product(slot):
+    def product(slot: Index) -> tuple[SmemRef, ...]:
         role.product.wait(slot)
-        return wgmma.transposed(wgmma.terms_of_smem(role.product.tiles.at[slot], kind))
+        return wgmma.transposed(
+            wgmma.terms_of_smem(role.product.tiles.at[slot], role.product_form.kind)
+        )
 
-    def gradient(slot):
+    def gradient(slot: Index) -> tuple[SmemRef, ...]:
         role.gradient.wait(slot)
-        return wgmma.terms_of_smem(role.gradient.tiles.at[slot], gradient_kind)
+        return wgmma.terms_of_smem(role.gradient.tiles.at[slot], form.kind)
 
-    def some(count):
+    def all_steps(count: Index) -> tuple[RegisterTile, Index]:
         slot = slot_of(count)
         left = left_of(0, count, wgmma.matmul(shape, keys(count), product(slot)))
-        left, acc = to_left(left), mosaic.filled((KEYS, columns), 0.0)
+        left, acc = to_left(left), mosaic.filled((KEYS, form.width), 0.0)
 
-        def step(i, carry):
+        def step(i: Index, carry: Any) -> Any:
             acc, left, count = carry
             slot, before = slot_of(count), slot_of(count - 1)
 
-            def product_first(product_acc, acc_ref):
+            def product_first(product_acc: Any, acc_ref: Any) -> None:
                 wgmma.multiply(product_acc, keys(count), product(slot))
                 wgmma.multiply(acc_ref, left, gradient(before))
 
-            def gradient_first(product_acc, acc_ref):
+            def gradient_first(product_acc: Any, acc_ref: Any) -> None:
                 wgmma.multiply(acc_ref, left, gradient(before))
                 wgmma.multiply(product_acc, keys(count), product(slot))
                 plgpu.wgmma_wait(1)
@@ -249,11 +243,11 @@ def _mainloop(
                 return acc, to_left(finish(value)), count + 1
             if plan.exact:
                 (*terms, powers), both = left, lambda: (keys(count), product(slot))
-                some = (acc, terms, gradient(before), role.gradient_swizzle, (None, powers))
-                acc, value = wgmma.exact_matmul_add_overlapped(*some, shape, both)
+                some = (acc, terms, gradient(before), form.swizzle, (None, powers))
+                acc, value = wgmma_float32.exact_matmul_add_overlapped(*some, shape, both)
                 release(before)
                 return acc, to_left(finish(value)), count + 1
-            behind = wgmma.products(plan.values.terms, gradient_kind.terms)
+            behind = wgmma.products(plan.format.v.terms, form.terms)
             zeros = mosaic.filled(shape, 0.0)
             acc, left = wgmma.overlapped(acc, zeros, product_first, finish, behind)
             release(before)
@@ -261,35 +255,35 @@ def _mainloop(
 
         acc, left, end = lax.fori_loop(1, group * work.steps, step, (acc, left, count + 1))
         last = slot_of(end - 1)
-        acc = bwd_float32.matmul_add(plan, acc, left, gradient(last), role.gradient_swizzle)
+        acc = float32.matmul_add(plan.problem, acc, left, gradient(last), form.swizzle)
         release(last)
         return acc, end
 
-    def none(count):
-        return mosaic.filled((KEYS, columns), 0.0), count
+    def no_step(count: Index) -> tuple[RegisterTile, Index]:
+        return mosaic.filled((KEYS, form.width), 0.0), count
 
-    return lax.cond(work.steps > 0, some, none, count)
+    return lax.cond(work.steps > 0, all_steps, no_step, count)
 
 
-def _make_dv(ctx: Context, work: WorkTile, count: Any) -> tuple[Any, Any]:
+def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterTile, Index]:
     """The first warpgroup: P, for the other too, and dV."""
-    plan, refs, smem = ctx
-    units, ring = bwd_float32.units_of(refs, work.batch, work.kv_head), smem.p_ring
+    (plan, refs, smem), form = ctx, ctx.plan.format
+    units, ring = float32.units_of(refs.units, work.batch, work.kv_head), smem.p_ring
     role = Role(
         keys=smem.k,
         product=smem.q_ring,
-        product_kind=plan.scores,
+        product_form=form.qk,
         gradient=smem.do_ring,
-        gradient_kind=plan.values,
-        gradient_swizzle=plan.v_swizzle,
-        left_scale=bwd_float32.SPREAD,
-        gradient_first=plan.values.terms == 1 and not plan.problem.mask.is_full,  # by measurement
+        gradient_form=form.v,
+        left_scale=float32.SPREAD,
+        gradient_first=form.v.terms == 1 and not plan.problem.mask.is_full,  # by measurement
     )
 
-    def make_p(q_tile, s, lse):
+    def make_p(q_tile: QTile, s: RegisterTile, lse: RegisterTile) -> RegisterTile:
         slot = ring.slot(q_tile.count)
-        place = shared.place_of(work, q_tile.head, q_tile.t, work.key, plan.config.block_q)
-        s, masked = scaled(s, units.scores), shared.needs_mask(plan, work, q_tile.t, q_tile.number)
+        place = work.place(q_tile.head, q_tile.t, work.key, plan.config.block_q)
+        masked = key_tiles.needs_mask(plan.tiling, work, q_tile.t, q_tile.number)
+        s = scaled(s, units.scores)
         p, slope = score_mod.probabilities(ctx, place, s, lse, masked)
         ring.acquire(q_tile.count, slot)
         smem.p[slot] = p if slope is None else p * slope
@@ -301,67 +295,65 @@ def _make_dv(ctx: Context, work: WorkTile, count: Any) -> tuple[Any, Any]:
     return scaled(dv, units.dv), count
 
 
-def _make_dk(ctx: Context, work: WorkTile, count: Any) -> tuple[Any, Any]:
+def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterTile, Index]:
     """The second warpgroup: dS and dK."""
-    plan, refs, smem = ctx
-    units, ring = bwd_float32.units_of(refs, work.batch, work.kv_head), smem.p_ring
+    (plan, refs, smem), form = ctx, ctx.plan.format
+    units, ring = float32.units_of(refs.units, work.batch, work.kv_head), smem.p_ring
     role = Role(
         keys=smem.v,
         product=smem.do_ring,
-        product_kind=plan.values,
+        product_form=form.v,
         gradient=smem.q_ring,
-        gradient_kind=plan.scores,
-        gradient_swizzle=plan.k_swizzle,
+        gradient_form=form.qk,
         left_scale=1.0,
-        gradient_first=plan.values.terms == 1,
+        gradient_first=form.v.terms == 1,
     )
 
-    def make_ds(q_tile, dp, delta):
+    def make_ds(q_tile: QTile, dp: RegisterTile, delta: RegisterTile) -> RegisterTile:
         slot = ring.slot(q_tile.count)
         ring.wait(slot)
         p = mosaic.load(smem.p.at[slot], mosaic.TILE)
         plgpu.commit_smem()  # delta has been read, and TMA will write there
         ring.release(slot)
-        return p * (scaled(dp, units.dp) - per_column(delta, dp.shape))
+        return p * (scaled(dp, units.dp) - key_tiles.per_column(delta, dp.shape))
 
     dk, count = _mainloop(plan, role, work, count, make_ds)
     return dk * (plan.problem.scale if units.dk is None else units.dk), count
 
 
+# ---- the epilogue -------------------------------------------------------------------------------
+
+
 class Consumer(NamedTuple):
-    """A consumer warpgroup: what it computes, and where its gradient goes."""
+    """A consumer warpgroup: the gradient that it makes, and where that goes."""
 
-    make: Callable[..., tuple[Any, Any]]
-    keys: Any  # in shared memory, from where the gradient is stored
-    ready: Any
-    free: Any
-    out: Any
+    make: Callable[..., tuple[RegisterTile, Index]]
+    keys: SmemRef  # from where the gradient is stored
+    ready: Barrier
+    free: Barrier
+    out: GmemRef
 
 
-def _consume(ctx: Context, block_id: Any, consumer: Consumer) -> None:
+def _consume(ctx: KernelContext, block_id: Index, consumer: Consumer) -> None:
     """Every work tile of a block."""
-    plan, refs, _ = ctx
 
-    def one_work_tile(n, carry):
-        count, code = carry
-        following = refs.schedule[block_id, n + 2]  # read long before it is needed
-        work = shared.work_tile(ctx, code)
+    def work_tile(n: Index, count: Index, code: Index) -> Index:
+        work = key_tiles.key_tile(ctx, code)
         plgpu.barrier_wait(consumer.ready)
         value, count = consumer.make(ctx, work, count)
-        if plan.problem.dtype == "float32":
+        if ctx.plan.problem.dtype == "float32":
             plgpu.barrier_arrive(consumer.free)
             where = (work.batch, pl.ds(work.key, KEYS), work.kv_head, pl.ds(0, value.shape[1]))
             mosaic.store(consumer.out.at[where], value)
         else:
             _store(consumer, work, value)
-        return count, following
+        return count
 
-    count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
-    lax.fori_loop(0, count, one_work_tile, (jnp.int32(0), first))
+    producer.each_work_tile(ctx, block_id, work_tile)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _store(consumer: Consumer, work: WorkTile, value: Any) -> None:
+def _store(consumer: Consumer, work: KeyTile, value: RegisterTile) -> None:
     staged, out = consumer.keys, consumer.out
     columns = staged.shape[1]  # the other head dim: pieces are made as wide
     for column in range(0, value.shape[1], columns):
@@ -372,15 +364,19 @@ def _store(consumer: Consumer, work: WorkTile, value: Any) -> None:
             part = lax.concatenate([part, nothing], 1)
         staged[...] = part.astype(staged.dtype)
         plgpu.commit_smem()
-        where = mosaic.columns(out, column, columns, work.kv_head)
-        there = out.at[work.batch, pl.ds(work.key, KEYS), work.kv_head, where]
-        plgpu.copy_smem_to_gmem(staged, there)
+        producer.store_rows(staged, out, (work.batch, work.kv_head, work.key), column, work.kv_head)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(consumer.free)
 
 
-def _kernel(refs: Refs, dk_ref: Any, dv_ref: Any, smem: Smem, *, plan: Plan) -> None:
-    ctx, block_id, wg = Context(plan, refs, smem), lax.axis_index("block"), lax.axis_index("wg")
+# ---- the kernel and its call --------------------------------------------------------------------
+
+
+def _kernel(
+    refs: BackwardRefs, dk_ref: GmemRef, dv_ref: GmemRef, smem: DkDvSmem, *, plan: KeyPlan
+) -> None:
+    ctx = KernelContext(plan, refs, smem)
+    block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
 
     @pl.when(wg == 2)
     def _():
@@ -398,19 +394,17 @@ def _kernel(refs: Refs, dk_ref: Any, dv_ref: Any, smem: Smem, *, plan: Plan) -> 
         _consume(ctx, block_id, Consumer(_make_dk, smem.v.at[0], smem.v_ready, smem.v_free, dk_ref))
 
 
-# ---- the call -----------------------------------------------------------------------------------
-
-
-def dk_dv(plan: Plan, refs: Refs) -> KeyGradients:
+def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
     """dk and dv, padded as refs.k and refs.v are; in float32 to whole tiles."""
-    outs: list[Any] = []
+    outs: list[jax.ShapeDtypeStruct] = []
+    form = plan.format
     for x, width, swizzle in (
-        (refs.k, plan.k_width, plan.v_swizzle),
-        (refs.v, plan.v_width, plan.k_swizzle),
+        (refs.k, form.qk.width, form.v.swizzle),
+        (refs.v, form.v.width, form.qk.swizzle),
     ):
         columns = x.shape[3]
         if plan.problem.dtype == "float32":
-            sizes = (x.shape[0], plan.padded_keys, x.shape[2], width)
+            sizes = (x.shape[0], plan.tiling.padded_keys, x.shape[2], width)
             outs.append(jax.ShapeDtypeStruct(sizes, jnp.float32))
             continue
         if columns > swizzle // 2:  # stored by tiles of the other array's
@@ -424,7 +418,7 @@ def dk_dv(plan: Plan, refs: Refs) -> KeyGradients:
         functools.partial(_kernel, plan=plan),
         out_type=tuple(outs),
         scratch_types=(scratch(plan),),
-        grid=(plan.grid,),
+        grid=(plan.order.grid,),
         grid_names=("block",),
         num_threads=3,
         thread_name="wg",

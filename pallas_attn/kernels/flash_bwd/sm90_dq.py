@@ -14,7 +14,6 @@ Shared memory, and who owns it when:
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,26 +23,29 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs
-from pallas_attn.kernels.attention import score_mod, tma_operands
-from pallas_attn.kernels.attention.plan import ROWS, Context, Plan, kv_batch
-from pallas_attn.kernels.attention.score_mod import Place, Tile
+from pallas_attn.kernels.attention import score_mod, segment_spans, tma_operands
+from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
-from pallas_attn.kernels.flash_bwd.plan import Refs, Ring
-from pallas_attn.kernels.flash_fwd import tile_scheduler
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
+from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows, store_rows
+from pallas_attn.kernels.flash_fwd import listed, tile_scheduler
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.mma import wgmma
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
+from pallas_attn.kernels.mma import wgmma, wgmma_float32
 
 
-class Smem(NamedTuple):
-    q: Any
-    do: Any
-    k: Any
-    v: Any
-    q_ready: Any
-    k_ready: Any
-    v_ready: Any
-    k_free: Any
-    v_free: Any
+class DqSmem(NamedTuple):
+    q: SmemRef
+    do: SmemRef
+    k: SmemRef
+    v: SmemRef
+    q_ready: Barrier
+    k_ready: Barrier
+    v_ready: Barrier
+    k_free: Barrier
+    v_free: Barrier
 
     @property
     def k_ring(self) -> Ring:
@@ -54,296 +56,297 @@ class Smem(NamedTuple):
         return Ring(self.v, self.v_ready, self.v_free)
 
 
-def scratch(plan: Plan) -> Smem:
+def scratch(plan: QueryPlan) -> DqSmem:
     """Shared memory, described once: `dq_of` launches it, `smem_bytes` adds it up."""
-    config = plan.config
-    barrier, consumers = plgpu.Barrier, config.warpgroups
-    stages, v_stages = config.stages, config.stages - 1
-    k_columns, v_columns = plan.scores.terms * plan.k_width, plan.values.terms * plan.v_width
-    k_swizzle, v_swizzle = k_swizzle_of(plan), plan.v_swizzle
-    k_dtype, v_dtype = plan.scores.dtype, plan.values.dtype
-    return Smem(
-        q=mosaic.swizzled((consumers, ROWS, k_columns), k_dtype, k_swizzle),
-        do=mosaic.swizzled((consumers, ROWS, v_columns), v_dtype, v_swizzle),
-        k=mosaic.swizzled((stages, config.block_kv, k_columns), k_dtype, k_swizzle),
-        v=mosaic.swizzled((v_stages, config.block_kv, v_columns), v_dtype, v_swizzle),
+    barrier, consumers, block = plgpu.Barrier, plan.config.warpgroups, plan.config.block_kv
+    stages, qk, v = plan.config.stages, plan.qk._replace(swizzle=k_swizzle(plan)), plan.v
+    return DqSmem(
+        q=mosaic.swizzled((consumers, ROWS, qk.columns), qk.dtype, qk.swizzle),
+        do=mosaic.swizzled((consumers, ROWS, v.columns), v.dtype, v.swizzle),
+        k=mosaic.swizzled((stages, block, qk.columns), qk.dtype, qk.swizzle),
+        v=mosaic.swizzled((stages - 1, block, v.columns), v.dtype, v.swizzle),
         q_ready=barrier(num_barriers=consumers, num_arrivals=2),
         k_ready=barrier(num_barriers=stages),
-        v_ready=barrier(num_barriers=v_stages),
+        v_ready=barrier(num_barriers=stages - 1),
         k_free=barrier(num_barriers=stages, num_arrivals=consumers),
-        v_free=barrier(num_barriers=v_stages, num_arrivals=consumers),
+        v_free=barrier(num_barriers=stages - 1, num_arrivals=consumers),
     )
 
 
-def k_swizzle_of(plan: Plan) -> int:
+def k_swizzle(plan: QueryPlan) -> int:
     """Matmuls take dS by whole swizzles."""
     if plan.problem.dtype != "float32":
-        return plan.k_swizzle
-    return min(plan.k_swizzle, tma_operands.swizzle_of(plan.config.block_kv * plan.scores.itemsize))
+        return plan.qk.swizzle
+    return min(plan.qk.swizzle, tma_operands.swizzle_of(plan.config.block_kv * plan.qk.itemsize))
 
 
-def buffer_bytes(plan: Plan) -> int:
-    return mosaic.bytes_of(scratch(plan)) + (mosaic.REDUCTION_BYTES if plan.exact else 0)
+def buffer_bytes(plan: QueryPlan) -> int:
+    exact = wgmma_float32.is_exact(plan.problem)
+    return mosaic.bytes_of(scratch(plan)) + (mosaic.REDUCTION_BYTES if exact else 0)
 
 
-def span_of(ctx: Context, tile: Tile) -> Any:
+def span_of(ctx: KernelContext, tile: WorkTile) -> Span:
     """The kv tiles of a work tile, ordered lo <= full_lo <= full_hi <= hi."""
     plan, refs, _ = ctx
     if plan.is_listed:
-        return tile_scheduler.listed(ctx, tile).span
-    rows: Any = plan.tile_rows
+        return listed.list_of(ctx, tile).span
+    rows: Index = plan.tiling.tile_rows
     if tile.q_len is not None:
         rows = jnp.minimum(rows, tile.q_len - tile.row)
-    span = plan.span(tile.mask, tile.q_offset + tile.row, plan.tile_rows, tile.kv_len)
+    span = plan.span(tile.mask, tile.q_offset + tile.row, plan.tiling.tile_rows, tile.kv_len)
     if plan.has("q_segment_ids"):
-        unit = lax.div(tile.row, jnp.int32(plan.tile_rows))
-        fields = (refs.segment_spans[tile.batch, i, unit] for i in range(4))
-        span = span.within(type(span)(*fields))
+        unit = lax.div(tile.row, jnp.int32(plan.tiling.tile_rows))
+        span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
     if plan.has("mask_array"):
         span = span._replace(full_hi=span.full_lo)
     hi = jnp.maximum(span.lo, jnp.where(rows > 0, span.hi, span.lo))
     full_lo = jnp.clip(span.full_lo, span.lo, hi)
-    return type(span)(span.lo, full_lo, jnp.clip(span.full_hi, full_lo, hi), hi)
+    return Span(span.lo, full_lo, jnp.clip(span.full_hi, full_lo, hi), hi)
 
 
-def kv_tile_of(ctx: Context, tile: Tile, t: Any) -> Any:
+def kv_tile_of(ctx: KernelContext, tile: WorkTile, t: Index) -> Index:
     """The kv tile that is number t of a span."""
-    return tile_scheduler.listed(ctx, tile).tile(t) if ctx.plan.is_listed else t
+    return listed.list_of(ctx, tile).tile(t) if ctx.plan.is_listed else t
 
 
-# ---- the producer -------------------------------------------------------------------------------
+# ---- loads --------------------------------------------------------------------------------------
 
 
-def _produce(ctx: Context, block_id: Any) -> None:
+def _produce(ctx: KernelContext, block_id: Index) -> None:
     """The producer warpgroup: K and V of every work tile, in the order in which they are used."""
-    plan, refs, smem = ctx
-    block = plan.config.block_kv
+    plan, refs, _ = ctx
 
-    def one_work_tile(n, carry):
+    def load_work_tile(n: Index, carry: tuple[Index, Index]) -> tuple[Index, Index]:
         count, code = carry
         following = refs.schedule[block_id, n + 2]
-        tile = tile_scheduler.tile_of(ctx, code)
+        tile = tile_scheduler.work_tile(ctx, code)
         span = span_of(ctx, tile)
         head = lax.div(tile.head, jnp.int32(plan.problem.group))
         batch = kv_batch(plan.problem, tile.batch)
 
-        def step(t, count):
-            t = kv_tile_of(ctx, tile, t)
-            for name, ring in (("k", smem.k_ring), ("v", smem.v_ring)):
-                slot = ring.slot(count)
-                ring.acquire(count, slot)
-
-                def copy(ref, first, to=ring.tiles.at[slot], ready=ring.ready.at[slot]):
-                    columns = mosaic.columns(ref, 0, to.shape[-1], head)
-                    there = ref.at[batch, pl.ds(first, block), head, columns]
-                    plgpu.copy_gmem_to_smem(there, to, ready)
-
-                whole = functools.partial(copy, getattr(refs, name), t * block)
-                if not plan.has("kv_lengths"):
-                    whole()
-                    continue
-                cut = (t + 1) * block > tile.kv_len  # only the last tile may be
-                pl.when(cut)(functools.partial(copy, getattr(refs, f"{name}_edge"), 0))
-                pl.when(jnp.logical_not(cut))(whole)
+        def step(t: Index, count: Index) -> Index:
+            _load_kv_tile(ctx, tile, kv_tile_of(ctx, tile, t), (batch, head), count)
             return count + 1
 
         return lax.fori_loop(span.lo, span.hi, step, count), following
 
     count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
-    lax.fori_loop(0, count, one_work_tile, (jnp.int32(0), first))
+    lax.fori_loop(0, count, load_work_tile, (jnp.int32(0), first))
 
 
-def _load_rows(ctx: Context, tile: Tile, wg: Any) -> None:
+def _load_kv_tile(
+    ctx: KernelContext, tile: WorkTile, t: Index, where: tuple[Index, Index], count: Index
+) -> None:
+    """Kv tile t of k and v at `where`, (batch, head), as number `count` of the rings."""
+    (plan, refs, smem), block = ctx, ctx.plan.config.block_kv
+    for name, ring in (("k", smem.k_ring), ("v", smem.v_ring)):
+        slot = ring.slot(count)
+        ring.acquire(count, slot)
+        to = ring.tiles.at[slot], ring.ready.at[slot]
+        whole = functools.partial(load_rows, getattr(refs, name), (*where, t * block), *to)
+        if not plan.has("kv_lengths"):
+            whole()
+            continue
+        cut = (t + 1) * block > tile.kv_len  # only the last tile may be
+        pl.when(cut)(functools.partial(load_rows, getattr(refs, f"{name}_edge"), (*where, 0), *to))
+        pl.when(jnp.logical_not(cut))(whole)
+
+
+def _load_queries(ctx: KernelContext, tile: WorkTile, wg: Index) -> None:
     """q and dO of a consumer warpgroup's rows."""
     _, refs, smem = ctx
-    rows = pl.ds(tile.row + wg * ROWS, ROWS)
+    at = (tile.batch, tile.head, tile.row + wg * ROWS)
     for ref, to in ((refs.q, smem.q), (refs.do, smem.do)):
-        columns = mosaic.columns(ref, 0, to.shape[-1], tile.head)
-        there = ref.at[tile.batch, rows, tile.head, columns]
-        plgpu.copy_gmem_to_smem(there, to.at[wg], smem.q_ready.at[wg])
+        load_rows(ref, at, to.at[wg], smem.q_ready.at[wg])
+
+
+# ---- a kv tile ----------------------------------------------------------------------------------
+
+
+class DqRows(NamedTuple):
+    """A warpgroup's rows of a work tile."""
+
+    tile: WorkTile
+    span: Span
+    row: Index
+    wg: Index
+    lse: RegisterTile
+    delta: RegisterTile
+    units: Units
+
+    def needs_mask(self, t: Index) -> Predicate:
+        return (t < self.span.full_lo) | (t >= self.span.full_hi)
+
+
+def _multiply(
+    ctx: KernelContext, rows: DqRows, count: Index, accs: tuple[RegisterTile, RegisterTile]
+) -> int:
+    """Issues S and dP of the kv tile that comes as number `count`; the number of matmuls."""
+    (plan, _, smem), issued = ctx, 0
+    # Else addresses are computed before the loop and spilled.
+    wg = rows.wg + mosaic.opaque_zero(count)
+    for acc, left, ring, kind in (
+        (accs[0], smem.q, smem.k_ring, plan.qk.kind),
+        (accs[1], smem.do, smem.v_ring, plan.v.kind),
+    ):
+        slot, terms = ring.slot(count), wgmma.terms_of_smem(left.at[wg], kind)
+        ring.wait(slot)
+        right = wgmma.transposed(wgmma.terms_of_smem(ring.tiles.at[slot], kind))
+        wgmma.multiply(acc, terms, right)
+        issued += wgmma.products(kind.terms, kind.terms)
+    return issued
+
+
+def _ds(
+    ctx: KernelContext,
+    rows: DqRows,
+    step: tuple[Index, Index],
+    accs: tuple[RegisterTile, RegisterTile],
+    done_with_k: Index | None = None,
+) -> RegisterTile:
+    """dS, float32, of kv tile t whose S and dP have been issued. `step`: (t, its number in the
+    rings); `done_with_k`: the slot of k that no matmul reads any more when S is there.
+    """
+    (plan, _, smem), tile, (t, count) = ctx, rows.tile, step
+    s = plgpu.wgmma_accumulator_load(accs[0], wait_n=wgmma.products(*(plan.v.terms,) * 2))
+    if done_with_k is not None:
+        smem.k_ring.release(done_with_k)
+    masked, key = rows.needs_mask(t), kv_tile_of(ctx, tile, t) * plan.config.block_kv
+    where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
+    s = scaled(s, rows.units.scores)
+    p, slope = score_mod.probabilities(ctx, LogitTile(*where, q_axis=0), s, rows.lse, masked)
+    dp = plgpu.wgmma_accumulator_load(accs[1], wait_n=0)
+    smem.v_ring.release(smem.v_ring.slot(count))
+    ds = p * (scaled(dp, rows.units.dp) - mosaic.broadcast_rows(rows.delta, s.shape))
+    return ds if slope is None else ds * slope
+
+
+# ---- the mainloop -------------------------------------------------------------------------------
+
+
+def _keys(ctx: KernelContext, slot: Index) -> tuple[SmemRef, ...]:
+    return wgmma.terms_of_smem(ctx.smem.k_ring.tiles.at[slot], ctx.plan.qk.kind)
+
+
+def _scores(ctx: KernelContext) -> list[Any]:
+    """The accumulators of S and dP."""
+    return [plgpu.ACC((ROWS, ctx.plan.config.block_kv), jnp.float32) for _ in range(2)]
+
+
+def _first_ds(ctx: KernelContext, rows: DqRows, count: Index) -> tuple[RegisterTile, ...]:
+    """dS of the first kv tile, as the matmul of dQ takes it."""
+
+    def body(*accs: RegisterTile) -> RegisterTile:
+        _multiply(ctx, rows, count, accs)
+        return _ds(ctx, rows, (rows.span.lo, count), accs)
+
+    return left_operand(ctx.plan.problem, pl.run_scoped(body, *_scores(ctx)))
+
+
+def _mainloop(ctx: KernelContext, rows: DqRows, count: Index) -> tuple[RegisterTile, Index]:
+    """dQ of a warpgroup's rows over all kv tiles, of which there is one at least, and the new count
+    of kv tiles.
+    """
+    if wgmma_float32.is_exact(ctx.plan.problem):
+        return _sum_in_registers(ctx, rows, count)
+    accumulate = functools.partial(_sum_in_accumulator, ctx, rows, count)
+    return pl.run_scoped(accumulate, plgpu.ACC((ROWS, ctx.plan.qk.width), jnp.float32))
+
+
+def _sum_in_accumulator(
+    ctx: KernelContext, rows: DqRows, count: Index, dq: RegisterTile
+) -> tuple[RegisterTile, Index]:
+    k_ring = ctx.smem.k_ring
+
+    def step(t: Index, carry: Any) -> Any:
+        count, ds = carry
+        last = k_ring.slot(count - 1)
+
+        def body(*accs: RegisterTile) -> RegisterTile:
+            wgmma.multiply(dq, ds, _keys(ctx, last))
+            _multiply(ctx, rows, count, accs)
+            return _ds(ctx, rows, (t, count), accs, last)
+
+        ds = left_operand(ctx.plan.problem, pl.run_scoped(body, *_scores(ctx)))
+        return count + 1, ds
+
+    first = _first_ds(ctx, rows, count)
+    end, ds = lax.fori_loop(rows.span.lo + 1, rows.span.hi, step, (count + 1, first))
+    wgmma.multiply(dq, ds, _keys(ctx, k_ring.slot(end - 1)))
+    value = dq[...]
+    k_ring.release(k_ring.slot(end - 1))
+    return value, end
+
+
+def _sum_in_registers(ctx: KernelContext, rows: DqRows, count: Index) -> tuple[RegisterTile, Index]:
+    """Exact float32: tiles of dQ are added up in registers (`wgmma_float32.exact_matmul_add`)."""
+    plan, k_ring, swizzle = ctx.plan, ctx.smem.k_ring, k_swizzle(ctx.plan)
+
+    def step(t: Index, carry: Any) -> Any:
+        count, ds, dq = carry
+        last = k_ring.slot(count - 1)
+
+        def body(*accs: RegisterTile) -> tuple[RegisterTile, RegisterTile]:
+            behind = functools.partial(_multiply, ctx, rows, count, accs)
+            new_dq = matmul_add(plan.problem, dq, ds, _keys(ctx, last), swizzle, behind)
+            return _ds(ctx, rows, (t, count), accs, last), new_dq
+
+        ds, dq = pl.run_scoped(body, *_scores(ctx))
+        return count + 1, left_operand(plan.problem, ds), dq
+
+    first = _first_ds(ctx, rows, count)
+    start = count + 1, first, mosaic.filled((ROWS, plan.qk.width), 0.0)
+    end, ds, dq = lax.fori_loop(rows.span.lo + 1, rows.span.hi, step, start)
+    dq = matmul_add(plan.problem, dq, ds, _keys(ctx, k_ring.slot(end - 1)), swizzle)
+    k_ring.release(k_ring.slot(end - 1))
+    return dq, end
 
 
 # ---- the consumers ------------------------------------------------------------------------------
 
 
-class Rows(NamedTuple):
-    """A warpgroup's rows of a work tile."""
-
-    tile: Tile
-    span: Any
-    row: Any
-    wg: Any
-    lse: Any
-    delta: Any
-    units: Units
-
-    def needs_mask(self, t: Any) -> Any:
-        return (t < self.span.full_lo) | (t >= self.span.full_hi)
-
-
-class Products(NamedTuple):
-    """Accumulators of a kv tile."""
-
-    s: Any
-    dp: Any
-
-
-def _ds(ctx: Context, rows: Rows, t: Any, s: Any, dp: Callable[[], Any]) -> Any:
-    """dS of kv tile t, float32; `dp` gives dP, and is called when P is done."""
-    plan, refs, _ = ctx
-    tile, shape, masked = rows.tile, s.shape, rows.needs_mask(t)
-    key = kv_tile_of(ctx, tile, t) * plan.config.block_kv
-    where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
-    place = Place(*where, q_axis=0)
-    s = scaled(s, rows.units.scores)
-    p, slope = score_mod.probabilities(ctx, place, s, rows.lse, masked)
-    ds = p * (scaled(dp(), rows.units.dp) - mosaic.broadcast_rows(rows.delta, shape))
-    return ds if slope is None else ds * slope
-
-
-def _multiply(ctx: Context, wg: Any, count: Any, accs: Products) -> int:
-    """Issues S and dP of the kv tile that comes as number `count`; says how many matmuls."""
-    (plan, _, smem), issued = ctx, 0
-    for acc, rows, ring, kind in (
-        (accs.s, smem.q, smem.k_ring, plan.scores),
-        (accs.dp, smem.do, smem.v_ring, plan.values),
-    ):
-        slot, left = ring.slot(count), wgmma.terms_of_smem(rows.at[wg], kind)
-        ring.wait(slot)
-        right = wgmma.transposed(wgmma.terms_of_smem(ring.tiles.at[slot], kind))
-        wgmma.multiply(acc, left, right)
-        issued += wgmma.products(kind.terms, kind.terms)
-    return issued
-
-
-def _without_dq(both: Callable[[], int]) -> None:
-    both()
-
-
-def _mainloop(ctx: Context, rows: Rows, count: Any) -> tuple[Any, Any]:
-    """dQ of a warpgroup's rows over all kv tiles, of which there is one at least, and the new count
-    of kv tiles.
-    """
-    (plan, _, smem), span = ctx, rows.span
-    scores, values, swizzle = plan.scores, plan.values, k_swizzle_of(plan)
-    shape, width = (ROWS, plan.config.block_kv), smem.q.shape[-1] // scores.terms
-    k_ring, v_ring, to_left = smem.k_ring, smem.v_ring, functools.partial(left_operand, plan)
-
-    def keys(slot):
-        return wgmma.terms_of_smem(k_ring.tiles.at[slot], scores)
-
-    def tile(t, count, before, after):
-        """dS of kv tile t, and what `before` gives: it is called with what issues S and dP, and may
-        issue something first. `after` is called when S is done.
-        """
-
-        def run(s_acc, dp_acc):
-            # Else addresses are computed before the loop and spilled.
-            wg = rows.wg + mosaic.opaque_zero(count)
-            both = functools.partial(_multiply, ctx, wg, count, Products(s_acc, dp_acc))
-            first = before(both)
-            behind = wgmma.products(values.terms, values.terms)
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=behind)
-            after()
-
-            def dp():
-                value = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                v_ring.release(v_ring.slot(count))
-                return value
-
-            return _ds(ctx, rows, t, s, dp), first
-
-        both = plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
-        return pl.run_scoped(run, *both)
-
-    def first_tile():
-        return to_left(tile(span.lo, count, _without_dq, lambda: None)[0])
-
-    def in_registers():
-        """Tiles of dQ are added up in registers: see `wgmma.exact_matmul_add`."""
-
-        def step(t, carry):
-            count, ds, dq = carry
-            last = k_ring.slot(count - 1)
-
-            def before(both):
-                return matmul_add(plan, dq, ds, keys(last), swizzle, both)
-
-            ds, dq = tile(t, count, before, functools.partial(k_ring.release, last))
-            return count + 1, to_left(ds), dq
-
-        first = first_tile()
-        dq = mosaic.filled((ROWS, width), 0.0)
-        end, ds, dq = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first, dq))
-        dq = matmul_add(plan, dq, ds, keys(k_ring.slot(end - 1)), swizzle)
-        k_ring.release(k_ring.slot(end - 1))
-        return dq, end
-
-    def in_accumulator(dq):
-        def step(t, carry):
-            count, ds = carry
-            last = k_ring.slot(count - 1)
-
-            def before(both):
-                wgmma.multiply(dq, ds, keys(last))
-                both()
-
-            after = functools.partial(k_ring.release, last)
-            return count + 1, to_left(tile(t, count, before, after)[0])
-
-        first = first_tile()
-        end, ds = lax.fori_loop(span.lo + 1, span.hi, step, (count + 1, first))
-        wgmma.multiply(dq, ds, keys(k_ring.slot(end - 1)))
-        value = dq[...]
-        k_ring.release(k_ring.slot(end - 1))
-        return value, end
-
-    if plan.exact:
-        return in_registers()
-    return pl.run_scoped(in_accumulator, plgpu.ACC((ROWS, width), jnp.float32))
-
-
-def _consume(ctx: Context, dq_ref: Any, block_id: Any, wg: Any) -> None:
+def _consume(ctx: KernelContext, dq_ref: GmemRef, block_id: Index, wg: Index) -> None:
     """A consumer warpgroup: every work tile of its block."""
     plan, refs, smem = ctx
     count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
-    _load_rows(ctx, tile_scheduler.tile_of(ctx, first), wg)
+    _load_queries(ctx, tile_scheduler.work_tile(ctx, first), wg)
 
-    def one_work_tile(n, carry):
+    def work_tile(n: Index, carry: tuple[Index, Index]) -> tuple[Index, Index]:
         kv_count, code = carry
         following = refs.schedule[block_id, n + 2]
-        tile = tile_scheduler.tile_of(ctx, code)
-        row = tile.row + wg * ROWS
-        lse, delta = (
-            mosaic.load(ref.at[tile.batch, tile.head, pl.ds(row, ROWS)], mosaic.ROW)
-            for ref in (refs.lse, refs.delta)
-        )
-        kv_head = lax.div(tile.head, jnp.int32(plan.problem.group))
-        units = units_of(refs, tile.batch, kv_head)
-        rows = Rows(tile, span_of(ctx, tile), row, wg, lse, delta, units)
+        rows = _rows(ctx, tile_scheduler.work_tile(ctx, code), wg)
         plgpu.barrier_wait(smem.q_ready.at[wg])
 
-        def some(kv_count):
-            return _mainloop(ctx, rows, kv_count)
+        def no_keys(kv_count: Index) -> tuple[RegisterTile, Index]:
+            return mosaic.filled((ROWS, plan.qk.width), 0.0), kv_count
 
-        def none(kv_count):
-            return mosaic.filled((ROWS, smem.q.shape[-1] // plan.scores.terms), 0.0), kv_count
-
-        dq, kv_count = lax.cond(rows.span.hi > rows.span.lo, some, none, kv_count)
+        mainloop = functools.partial(_mainloop, ctx, rows)
+        dq, kv_count = lax.cond(rows.span.hi > rows.span.lo, mainloop, no_keys, kv_count)
         _store(ctx, dq_ref, rows, dq)
 
         @pl.when(n + 1 < count)
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _load_rows(ctx, tile_scheduler.tile_of(ctx, following), wg)
+            _load_queries(ctx, tile_scheduler.work_tile(ctx, following), wg)
 
         return kv_count, following
 
-    lax.fori_loop(0, count, one_work_tile, (jnp.int32(0), first))
+    lax.fori_loop(0, count, work_tile, (jnp.int32(0), first))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _store(ctx: Context, dq_ref: Any, rows: Rows, dq: Any) -> None:
+def _rows(ctx: KernelContext, tile: WorkTile, wg: Index) -> DqRows:
+    row, refs = tile.row + wg * ROWS, ctx.refs
+    lse, delta = (
+        mosaic.load(ref.at[tile.batch, tile.head, pl.ds(row, ROWS)], mosaic.ROW)
+        for ref in (refs.lse, refs.delta)
+    )
+    kv_head = lax.div(tile.head, jnp.int32(ctx.plan.problem.group))
+    units = units_of(refs.units, tile.batch, kv_head)
+    return DqRows(tile, span_of(ctx, tile), row, wg, lse, delta, units)
+
+
+def _store(ctx: KernelContext, dq_ref: GmemRef, rows: DqRows, dq: RegisterTile) -> None:
     """Rows past a query length may have met NaN: they are selected away."""
     plan, _, smem = ctx
     tile, staged = rows.tile, smem.q.at[rows.wg]
@@ -357,24 +360,43 @@ def _store(ctx: Context, dq_ref: Any, rows: Rows, dq: Any) -> None:
         return mosaic.store(dq_ref.at[where], dq)
     staged[...] = dq.astype(staged.dtype)
     plgpu.commit_smem()
-    columns = mosaic.columns(dq_ref, 0, staged.shape[-1], tile.head)
-    there = dq_ref.at[tile.batch, pl.ds(rows.row, ROWS), tile.head, columns]
-    return plgpu.copy_smem_to_gmem(staged, there)
+    return store_rows(staged, dq_ref, (tile.batch, tile.head, rows.row), 0, tile.head)
 
 
-def _kernel(refs: Refs, dq_ref: Any, smem: Smem, *, plan: Plan) -> None:
-    ctx, block_id, wg = Context(plan, refs, smem), lax.axis_index("block"), lax.axis_index("wg")
+# ---- the kernel and its call --------------------------------------------------------------------
+
+
+def _kernel(refs: BackwardRefs, dq_ref: GmemRef, smem: DqSmem, *, plan: QueryPlan) -> None:
+    ctx = KernelContext(plan, refs, smem)
+    block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     produce = functools.partial(_produce, ctx, block_id)
     consume = functools.partial(_consume, ctx, dq_ref, block_id, wg)
     registers = 160 if plan.config.warpgroups == 3 else 240
     mosaic.share_registers(wg, plan.config.warpgroups, produce, consume, registers)
 
 
-# ---- the call -----------------------------------------------------------------------------------
+def dq_of(plan: QueryPlan, refs: BackwardRefs) -> jax.Array:
+    """dq, from the operands that `operands_of` gives."""
+    problem = plan.problem
+    padded = (*refs.q.shape[:3], tma_operands.width_in_tma(problem.head_dim))
+    if problem.dtype == "float32":
+        padded = (padded[0], plan.tiling.padded_rows, padded[2], plan.qk.width)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=jax.ShapeDtypeStruct(padded, problem.dtype),
+        scratch_types=(scratch(plan),),
+        grid=(plan.order.grid,),
+        grid_names=("block",),
+        num_threads=plan.config.warpgroups + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="flash_bwd_dq_sm90",
+    )
+    return kernel(refs)[:, : problem.q_len, :, : problem.head_dim]
 
 
-def operands_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
-    """The operands of a kernel over kv tiles, made those of this one."""
+def operands_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> BackwardRefs:
+    """The operands of a kernel over keys, made those of this one."""
     refs = by_rows(plan, inputs, refs)
     if plan.has("kv_lengths"):
         lengths = jnp.asarray(inputs.kv_lengths)[:: plan.problem.share]
@@ -384,31 +406,12 @@ def operands_of(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
     return refs
 
 
-def by_rows(plan: Plan, inputs: AttentionInputs, refs: Refs) -> Refs:
-    """The operands of a kernel over kv tiles, which may add dq up, made those of one over query
-    rows: what comes by tiles is by its own.
+def by_rows(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> BackwardRefs:
+    """The operands of a kernel over keys, which may add dq up, made those of one over query rows:
+    what comes by tiles is by its own.
     """
     fields = tile_scheduler.operands(plan, inputs)
     if plan.has("q_segment_ids"):
-        fields["segment_spans"] = plan.segment_spans(inputs, fields, *plan.tile_sizes)
+        sizes = plan.tiling.tile_rows, plan.tiling.block_kv
+        fields["segment_spans"] = segment_spans.spans_of(plan.problem, inputs, fields, sizes)
     return refs._replace(**fields, dq=None)
-
-
-def dq_of(plan: Plan, refs: Refs) -> Any:
-    """dq, from the operands that `operands_of` gives."""
-    problem = plan.problem
-    padded = (*refs.q.shape[:3], tma_operands.width_in_tma(problem.head_dim))
-    if problem.dtype == "float32":
-        padded = (padded[0], plan.padded_rows, padded[2], plan.k_width)
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
-        out_type=jax.ShapeDtypeStruct(padded, problem.dtype),
-        scratch_types=(scratch(plan),),
-        grid=(plan.grid,),
-        grid_names=("block",),
-        num_threads=plan.config.warpgroups + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="flash_bwd_dq_sm90",
-    )
-    return kernel(refs)[:, : problem.q_len, :, : problem.head_dim]

@@ -1,55 +1,60 @@
 """Work tiles that blocks claim one by one, so that those at work at one time read the same rows: of
 long packed documents, of causal rows whose K and V are more than L2 holds, and in the backward.
 
-A table that deals ranks to blocks (`tile_scheduler.schedule_by_rank`) ends them all at one time,
-but what they do at one time are equally long work tiles of all documents, whose K and V are more
+A list for each block (`tile_scheduler.StaticList`) ends all blocks at one time. But of documents,
+blocks at work at one time then have equally long work tiles of all of them, whose K and V are more
 than L2 holds. Here neighbouring rows are taken together, which read the same K and V, by whichever
-block is free (`tile_scheduler.claimed`); only the last kv head's go by rank, so that the longest do
-not begin last.
+block is free; only the last kv head's go by rank, so that the longest do not begin last.
 
-Without documents a table knows what each work tile costs, but not that some blocks are a little
+Without documents a list knows what each work tile costs, but not that some blocks are a little
 slower. Blocks that begin together read the same keys; by and by they drift apart, and where K and V
 of a head are more than L2 holds, each reads keys from memory that others have read before. Claimed
 by kv head, the longest first, the work tiles of a head end with the short ones, and all blocks
 begin with the next head together. The matmuls wait a little more, as all blocks ask for the same
 keys at once, but at the power limit what is not read from memory is worth more than that. Where L2
-holds K and V of a head, a table is faster. The backward reads more a step, and gains more: its
+holds K and V of a head, a list is faster. The backward reads more a step, and gains more: its
 order is `flash_bwd.plan.schedule`'s.
 
 A block's first work tile follows from its number. Each later one it claims from a counter in global
-memory: the producer (`produce`), before it loads the one before or, without documents, when two of
+memory: the producer (`Claiming`), before it loads the one before or, without documents, when two of
 its entries are on their way, since consumers load the next q tile during this one and so ask for
-one ahead (`consume`). It hands the code on in a ring of shared memory, -1 when there is none left.
+one ahead (`Claimed`). It hands the code on in a ring of shared memory, -1 when there is none left.
 No one waits to write there: each work tile has two entries of the ring of K and V at least
-(`Plan.claims`), so the producer is at most stages / 2 work tiles ahead of the last consumer, and
+(`is_possible`), so the producer is at most stages / 2 work tiles ahead of the last consumer, and
 its codes one more: fewer than RING. In the backward it waits for the keys of each work tile to be
 free, and is no more than one ahead.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from pallas_attn.kernels.attention.plan import Context
+from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.attention.tiles import KernelContext, QueryTiling, sections_of
 from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.mosaic import ThreadContext
+from pallas_attn.kernels.flash_fwd.tile_scheduler import Offsets, QueryPlan, Start, Turn
+from pallas_attn.kernels.lang import thread_program, threads
+from pallas_attn.kernels.lang.thread_program import ThreadContext
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, SmemRef
 
 RING = 8  # codes
-MOST_STAGES = 2 * (RING - 2)  # of the ring of K and V
+MOST_STAGES = 2 * (RING - 2)  # stages of the ring of K and V
 
 
 class Smem(NamedTuple):
     """Shared memory."""
 
-    codes: Any  # int32, of which the last RING are the codes
-    ready: Any  # barriers, one for each
+    codes: SmemRef  # int32, of which the last RING are the codes
+    ready: Barrier  # one for each
 
-    def place(self, slot: Any) -> Any:
+    def place(self, slot: Index) -> Index:
         return slot + (self.codes.shape[0] - RING)
 
 
@@ -57,91 +62,164 @@ def scratch() -> Smem:
     return Smem(codes=plgpu.SMEM((RING,), jnp.int32), ready=barriers())
 
 
-def barriers() -> Any:
+def barriers() -> Barrier:
     return plgpu.Barrier(num_barriers=RING, num_arrivals=1)
 
 
 def counter() -> Any:
-    """How many work tiles of a launch have been claimed."""
+    """The number of work tiles of a launch that have been claimed."""
     return jax.new_ref(jnp.zeros((1,), jnp.int32))
 
 
+def is_possible(problem: AttentionProblem, tiling: QueryTiling) -> bool:
+    """Whether each work tile is known to take a kv tile."""
+    from pallas_attn.kernels.flash_fwd import documents
+
+    if problem.mask_program is not None:
+        return False
+    return documents.never_empty(problem) or "empty" not in sections_of(problem, tiling)
+
+
+# ---- the order ----------------------------------------------------------------------------------
+
+
+def schedule(plan: QueryPlan, offsets: Offsets = ()) -> np.ndarray:
+    """int32[1, n]: how many work tiles there are, and their codes in the order in which blocks
+    claim them: one kv head after the other. Where there are segments, each from its last rows to
+    its first, and the last kv head by rank. Else the longest first, and if several batch rows share
+    K and V, the work tiles of all of them together.
+    """
+    problem, group, bits = plan.problem, plan.problem.group, plan.order.code_bits
+    heads = np.arange(plan.order.heads, dtype=np.int32)
+    tiles = np.arange(plan.tiling.q_tiles, dtype=np.int32)
+    codes_of = functools.partial(tile_scheduler.codes_of, plan)
+    if "q_segment_ids" in problem.arrays:
+        codes = [codes_of(some, tiles[::-1]) for some in heads.reshape(-1, group)]
+        codes[-1] = codes_of(heads[-group:], tiles)
+    else:
+        by_kv = heads.reshape(-1, problem.share, problem.kv_heads, group).swapaxes(1, 2)
+        codes = [codes_of(some, tiles[::-1]) for some in by_kv.reshape(-1, problem.share * group)]
+        costs = tile_scheduler.mask_costs(plan, offsets)
+        each = [tile_scheduler.costs_of(code, bits, costs, problem.q_heads) for code in codes]
+        codes = [x[np.argsort(-c, kind="stable")] for x, c in zip(codes, each, strict=True)]
+    every = np.concatenate(codes)
+    return np.append(np.int32(every.size), every)[None]
+
+
+# ---- claiming -----------------------------------------------------------------------------------
+
+
 class _Refs(NamedTuple):
-    counter: Any
-    schedule: Any
-    codes: Any
+    counter: GmemRef
+    schedule: GmemRef
+    codes: SmemRef
 
 
-def first_code(ctx: Context, block: Any) -> Any:
-    """The code of a block's first work tile. A sum: within `jax.shard_map` the type of what is read
-    says that it varies over the mesh, that of what is computed does not, and the carry of a loop
-    has to keep its type.
+def first_code(ctx: KernelContext, block: Index) -> Index:
+    """The code of a block's first work tile. `+ 0` drops the mesh-varying type, so that a loop's
+    carry keeps its type.
     """
     return ctx.refs.schedule[0, block + 1] + jnp.int32(0)
 
 
-def claim(ctx: Context, index: Any) -> Any:
+def claim(ctx: KernelContext, index: Index) -> Index:
     """The code of the block's work tile `index`, which consumers may read from now on."""
-    smem = ctx.smem.claims
-    slot = lax.rem(index, jnp.int32(RING))
+    smem, slot = ctx.smem.claims, lax.rem(index, jnp.int32(RING))
     refs = _Refs(ctx.refs.counter, ctx.refs.schedule, smem.codes)
-    threads.each_thread(mosaic.in_context(_one_claim, ctx.plan), refs, smem.place(slot))
+    threads.each_thread(
+        thread_program.in_context(_claim_by_thread, ctx.plan), refs, smem.place(slot)
+    )
     plgpu.barrier_arrive(smem.ready.at[slot])
     return smem.codes[smem.place(slot)]
 
 
-def claimed(ctx: Context, index: Any) -> Any:
-    """What `claim` has found, for consumers, when it has."""
+def claimed(ctx: KernelContext, index: Index) -> Index:
+    """The result of `claim`, for consumers, when it is there."""
     smem, slot = ctx.smem.claims, lax.rem(index, jnp.int32(RING))
     plgpu.barrier_wait(smem.ready.at[slot])
     return smem.codes[smem.place(slot)]
 
 
-def _one_claim(ctx: ThreadContext) -> None:
+def _claim_by_thread(ctx: ThreadContext) -> None:
     thread, refs, slot, plan = ctx
-    first, most = thread.index < 1, plan.work_tiles - 1
-    number = thread.take(refs.counter, thread.index * 0, first) + plan.grid
-    code = thread.load(refs.schedule, thread.minimum(number, most) + 1, 4)
-    code = thread.select(number < plan.work_tiles, code, -1)
+    work_tiles, grid = plan.order.work_tiles, plan.order.grid
+    first = thread.index < 1
+    number = thread.take(refs.counter, thread.index * 0, first) + grid
+    code = thread.load(refs.schedule, thread.minimum(number, work_tiles - 1) + 1, 4)
+    code = thread.select(number < work_tiles, code, -1)
     thread.shared_store(refs.codes, slot, code, first)
     thread.sync()
 
 
-def produce(ctx: Context, block: Any, how: Any) -> None:
-    """All work tiles of a block. `how`: what is read of the work tile of a code, long before it is
-    used; which kv tiles that leaves; and what loads them, counting entries.
+# ---- the walk over a block's work tiles ----------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Claiming:
+    """`tile_scheduler.StaticList` of a producer that claims: before a work tile's entries
+    (`early`), for what documents leave of the next one is read long before it is used; else among
+    them, and the carry of its loop has the code in the field `claim`.
     """
-    ends_of, span_of, entries = how
 
-    def one_tile(carry):
-        index, code, count, ends = carry
-        # What documents leave of a work tile is read long before it is used: it is claimed first.
-        following = None if ends is None else claim(ctx, index + 1)
-        tile = tile_scheduler.tile_of(ctx, code)
-        span = span_of(tile, ends)
-        if following is None:
-            late = functools.partial(claim, ctx, index + 1)
-            count, following = entries(tile, span, count, late, code)
-        else:
-            ends = ends_of(jnp.maximum(following, 0))
-            count, _ = entries(tile, span, count)
-        return index + 1, following, count, ends
+    early: bool
 
-    code = first_code(ctx, block)
-    start = jnp.int32(0), code, jnp.int32(0), ends_of(code)
-    lax.while_loop(lambda carry: carry[1] >= 0, one_tile, start)
+    def start(self, ctx: KernelContext, block: Index) -> Start:
+        return Start(-1, (first_code(ctx, block),))
+
+    def for_each_tile(  # noqa: PLR0913
+        self,
+        ctx: KernelContext,
+        block: Index,
+        start: Start,
+        body: Callable[[Turn, Any], Any],
+        carry: Any,
+    ) -> None:
+        del block
+
+        def one_tile(state: Any) -> Any:
+            index, code, carry = state
+            following = claim(ctx, index + 1) if self.early else code
+            turn = _turn(index, code, following)
+            if not self.early:
+                turn = turn._replace(claim_index=index + 1, claim=code)
+            carry = body(turn, carry)
+            if not self.early:
+                following, carry = carry.claim, carry._replace(claim=None)
+            return index + 1, following, carry
+
+        lax.while_loop(_has_code, one_tile, (jnp.int32(0), start.codes[0], carry))
+
+    def prefetch(self, ctx: KernelContext, turn: Turn, entry: Index, claimed: Any) -> Any:
+        """Claims the next work tile when two entries of this one are on their way."""
+        if self.early:
+            return claimed
+        return lax.cond(entry == 1, lambda: claim(ctx, turn.claim_index), lambda: claimed)
 
 
-def consume(ctx: Context, block: Any, first_q: Any, compute: Any) -> None:
-    """All work tiles of a block, by functions of `sm90`."""
-    code = first_code(ctx, block)
-    first_q(code)
+class Claimed:
+    """`tile_scheduler.StaticList` of consumers: the work tiles that their producer claims."""
 
-    def one_tile(carry):
-        index, code, slot = carry
-        following = claimed(ctx, index + 1)
-        next_one = jnp.maximum(following, 0), lambda: following >= 0
-        slot, _ = compute(index, code, None, slot, next_one)
-        return index + 1, following, slot
+    @staticmethod
+    def start(ctx: KernelContext, block: Index) -> Start:
+        return Start(-1, (first_code(ctx, block),))
 
-    lax.while_loop(lambda carry: carry[1] >= 0, one_tile, (jnp.int32(0), code, jnp.int32(0)))
+    @staticmethod
+    def for_each_tile(
+        ctx: KernelContext, block: Index, start: Start, body: Callable[[Turn, Any], Any], carry: Any
+    ) -> None:
+        del block
+
+        def one_tile(state: Any) -> Any:
+            index, code, carry = state
+            following = claimed(ctx, index + 1)
+            return index + 1, following, body(_turn(index, code, following), carry)
+
+        lax.while_loop(_has_code, one_tile, (jnp.int32(0), start.codes[0], carry))
+
+
+def _turn(index: Index, code: Index, following: Index) -> Turn:
+    return Turn(index, code, jnp.maximum(following, 0), lambda: following >= 0)
+
+
+def _has_code(state: Any) -> Predicate:
+    return state[1] >= 0

@@ -41,15 +41,17 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, bounds_of
 from pallas_attn.kernels.attention import tma_operands
-from pallas_attn.kernels.attention.plan import Context, Plan, owner_of
-from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.mosaic import ThreadContext
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, owner_of
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.lang import peer_memory, thread_program, threads
+from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
 
 TILE = 128  # rows that a producer waits for at a time
@@ -75,7 +77,7 @@ def takes(problem: AttentionProblem) -> bool:
         return False
     dims = problem.head_dim, problem.v_head_dim
     row = problem.kv_heads * 2 * max(map(tma_operands.width_in_tma, dims))
-    return problem.fetches <= mosaic.MOST_DEVICES and rows % TILE == 0 and row <= PIECE
+    return problem.fetches <= peer_memory.MOST_DEVICES and rows % TILE == 0 and row <= PIECE
 
 
 def _chunks(problem: AttentionProblem) -> int:
@@ -85,26 +87,26 @@ def _chunks(problem: AttentionProblem) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What follows from a problem and a config."""
+    """The sizes that follow from a problem and a config."""
 
     devices: int
     chunks: int
-    batch: int  # of k and v
-    keys: int  # of a GPU
-    k_words: int  # of a row of all heads
+    batch: int  # batch rows of k and v
+    keys: int  # keys of a GPU
+    k_words: int  # words of a row of all heads
     v_words: int
     slots: int  # pieces in flight
-    rows: int  # of a piece
+    rows: int  # rows of a piece
     fetchers: int
 
     @classmethod
-    def of(cls, plan: Plan) -> "Sizes":
+    def of(cls, plan: QueryPlan) -> "Sizes":
         problem, config = plan.problem, plan.config
         words = [
             problem.kv_heads * tma_operands.width_in_tma(dim) * 2 // WORD
             for dim in (problem.head_dim, problem.v_head_dim)
         ]
-        widths = plan.k_width, plan.v_width
+        widths = plan.qk.width, plan.v.width
         room = [config.stages * config.block_kv * width * 2 // WORD for width in widths]
 
         def slots_of(rows: int) -> int:
@@ -124,7 +126,7 @@ class Sizes:
             v_words=words[1],
             slots=min(MOST_SLOTS, slots_of(rows)),
             rows=rows,
-            fetchers=min(config.fetchers, plan.grid),
+            fetchers=min(config.fetchers, plan.order.grid),
         )
 
     @property
@@ -134,12 +136,12 @@ class Sizes:
 
     @property
     def tiles(self) -> int:
-        """Of a batch row, of all GPUs."""
+        """The tiles of a batch row, of all GPUs."""
         return self.devices * self.keys // TILE
 
     @property
     def pieces(self) -> int:
-        """Of a tile."""
+        """The pieces of a tile."""
         return TILE // self.rows
 
     @property
@@ -152,7 +154,7 @@ class Sizes:
         return FIRST_TILE + self.batch * self.tiles
 
 
-def check(plan: Plan) -> None:
+def check(plan: QueryPlan) -> None:
     """Raises where a Config leaves no room to fetch, or kv tiles that lie in two `TILE`s."""
     config = plan.config
     if TILE % config.block_kv:
@@ -168,8 +170,13 @@ def check(plan: Plan) -> None:
         )
 
 
+def scratch() -> Any:
+    """Shared memory: barriers, as words."""
+    return plgpu.SMEM((2 * MOST_SLOTS,), jnp.int32)
+
+
 class Operands(NamedTuple):
-    """What the kernel reads and writes beside `Refs`, in global memory."""
+    """The arrays that the kernel reads and writes beside `Refs`, in global memory."""
 
     device: Any  # int32[1]: which of the GPUs this is
     order: Any  # int32[1 + n]: see `order`
@@ -179,24 +186,33 @@ class Operands(NamedTuple):
     v: Any = None
 
 
-# ---- what is fetched, and in which order --------------------------------------------------------
+# ---- fetched tiles and their order ---------------------------------------------------------------
 
 
-def operands(plan: Plan, inputs: AttentionInputs, spans: Any) -> Operands:
-    """`spans`: `tile_scheduler.records` where there are segment ids, else None."""
+def takes_any_order(plan: QueryPlan) -> bool:
+    """Whether a work tile may take whole kv tiles in any order: those before the ones that need a
+    mask, of which nothing but their keys and values counts.
+    """
+    problem = plan.problem
+    adds = plan.logit_rules.adds
+    return problem.fetches > 1 and not (plan.one_loop or problem.mask.bounds_left or adds)
+
+
+def operands(plan: QueryPlan, inputs: AttentionInputs, spans: Any) -> Operands:
+    """`spans`: `documents.records` where there are segment ids, else None."""
     counters = jax.new_ref(jnp.zeros((Sizes.of(plan).counters,), jnp.int32))
     device: Any = inputs.device
     chunks = chunk_order(plan, device) if takes_any_order(plan) else None
     return Operands(device, order(plan, device, inputs, spans), chunks, counters)
 
 
-def fetched_shapes(plan: Plan, *arrays: Any) -> list[Any]:
-    """Of `Operands.k` and `v`, from k and v as the kernel reads them."""
+def fetched_shapes(plan: QueryPlan, *arrays: Any) -> list[Any]:
+    """The shapes of `Operands.k` and `v`, from k and v as the kernel reads them."""
     devices = plan.problem.fetches
     return [jax.ShapeDtypeStruct((devices * x.shape[0], *x.shape[1:]), x.dtype) for x in arrays]
 
 
-def order(plan: Plan, device: Any, inputs: AttentionInputs, spans: Any) -> Any:
+def order(plan: QueryPlan, device: Any, inputs: AttentionInputs, spans: Any) -> Any:
     """int32[1 + n]: how many tiles are fetched, and which, the first to be used first. A tile is
     b * Sizes.tiles + its number in the order of positions.
     """
@@ -215,36 +231,36 @@ def _row(table: np.ndarray, device: Any) -> Any:
     return lax.dynamic_index_in_dim(jnp.asarray(table), device[0], keepdims=False)
 
 
-def chunk_order(plan: Plan, device: Any) -> Any:
+def chunk_order(plan: QueryPlan, device: Any) -> Any:
     """int32[3]: the `chunks_in_order` of a GPU as a `ChunkOrder` has them."""
     table = np.zeros((Sizes.of(plan).devices, 3), np.int64)
     for number, row in enumerate(table):
-        found = chunks_in_order(plan, number).astype(np.int64)
-        row[0] = found.size
-        for n, chunk in enumerate(found):
+        chunks = chunks_in_order(plan, number).astype(np.int64)
+        row[0] = chunks.size
+        for n, chunk in enumerate(chunks):
             row[1 + n // CHUNKS] |= chunk << n % CHUNKS * CHUNK_BITS
     return _row(table.astype(np.uint32).view(np.int32), device)
 
 
-def tiles_in_order(plan: Plan, device: int) -> np.ndarray:
+def tiles_in_order(plan: QueryPlan, device: int) -> np.ndarray:
     """int32[n]: tiles of a batch row that a GPU's rows may see and another has; all that others
     have where offsets are not known. First a chunk of each other GPU, from the one before this one
     backwards, then what is left in the reverse order, so that at no time two GPUs read from the
-    same one. Of a chunk the last tile comes first.
+    same one. The last tile of a chunk comes first.
     """
     sizes = Sizes.of(plan)
     offsets: tuple[Any, ...] = (plan.problem.offsets[device : device + 1] or [(None,)])[0]
-    found = [_tiles_of_others(plan, device, offset) for offset in offsets]
-    tiles = np.unique(np.concatenate(found))
+    by_offset = [_tiles_of_others(plan, device, offset) for offset in offsets]
+    tiles = np.unique(np.concatenate(by_offset))
     chunks = tiles * TILE // sizes.chunk
-    owners = _owner(sizes, chunks)[0]
+    owners = owner_in(sizes, chunks)[0]
     last = np.zeros(sizes.devices, int)
     np.maximum.at(last, owners, chunks)
     left, before = chunks < last[owners], (device - owners) % sizes.devices
     return tiles[np.lexsort((-tiles, np.where(left, -before, before), left))].astype(np.int32)
 
 
-def chunks_in_order(plan: Plan, device: int) -> np.ndarray:
+def chunks_in_order(plan: QueryPlan, device: int) -> np.ndarray:
     """int32[n]: the chunks of the sequence that a GPU's rows may see, in the order in which all of
     their keys are here: its own, the last first, and those of others as they are fetched.
     """
@@ -252,30 +268,32 @@ def chunks_in_order(plan: Plan, device: int) -> np.ndarray:
     every = np.arange(sizes.devices * sizes.chunks)[::-1]
     fetched = tiles_in_order(plan, device) * TILE // sizes.chunk
     begins = np.diff(fetched, prepend=-1) != 0
-    return np.concatenate([every[_owner(sizes, every)[0] == device], fetched[begins]])
+    return np.concatenate([every[owner_in(sizes, every)[0] == device], fetched[begins]])
 
 
-def _tiles_of_others(plan: Plan, device: int, offset: int | None) -> np.ndarray:
+def _tiles_of_others(plan: QueryPlan, device: int, offset: int | None) -> np.ndarray:
     """Tiles that a chunk of a GPU's rows may see and another GPU has."""
     sizes, problem = Sizes.of(plan), plan.problem
     lo, hi = 0, problem.kv_len
     if offset is not None:
         lo, hi = problem.mask.widest.kv_range(offset, offset + _rows(plan), problem.kv_len)
     tiles = np.arange(max(int(lo), 0) // TILE, -(-max(int(hi), 0) // TILE))
-    return tiles[_owner(sizes, tiles * TILE // sizes.chunk)[0] != device]
+    return tiles[owner_in(sizes, tiles * TILE // sizes.chunk)[0] != device]
 
 
-def _rows(plan: Plan) -> int:
-    """Of a chunk, with those past T of a warpgroup whose rows begin before: it takes the kv tiles
-    of all of them.
+def _rows(plan: QueryPlan) -> int:
+    """The rows of a chunk, with those past T of a warpgroup whose rows begin before: it takes the
+    kv tiles of all of them.
     """
-    return tma_operands.round_up(plan.problem.q_len, plan.span_rows)
+    return tma_operands.round_up(plan.problem.q_len, ROWS)
 
 
-def _order_of_segments(plan: Plan, device: Any, inputs: AttentionInputs, spans: Any) -> Any:
+def _order_of_segments(plan: QueryPlan, device: Any, inputs: AttentionInputs, spans: Any) -> Any:
     """`order` by what segments and the mask leave: the kv tiles of all work tiles of a chunk of
     rows lie between the first and the last of any.
     """
+    from pallas_attn.kernels.flash_fwd import documents
+
     sizes, problem = Sizes.of(plan), plan.problem
     offset: Any = problem.q_offset if inputs.q_offset is None else inputs.q_offset
     mask = problem.mask.filled(**bounds_of(inputs))
@@ -288,10 +306,10 @@ def _order_of_segments(plan: Plan, device: Any, inputs: AttentionInputs, spans: 
     lo = jnp.maximum(first * block, low) // TILE
     hi = -(-jnp.minimum(end * block, high) // TILE)
     at = np.arange(sizes.tiles - 1, -1, -1, dtype=np.int32)
-    others = jnp.asarray(_owner(sizes, at * TILE // sizes.chunk)[0]) != device[0]
+    others = jnp.asarray(owner_in(sizes, at * TILE // sizes.chunk)[0]) != device[0]
     lo, hi = (x.reshape(sizes.batch, -1, 1) for x in (lo, hi))
     needed = ((at[None, None] >= lo) & (at[None, None] < hi)).any(axis=1)
-    if plan.never_empty:  # the first kv tile is what work tiles take that need none
+    if documents.never_empty(problem):  # the first kv tile is what work tiles take that need none
         needed |= at[None] == 0
     needed &= others[None]
     every = (np.arange(sizes.batch, dtype=np.int32)[:, None] * sizes.tiles + at[None]).reshape(-1)
@@ -303,121 +321,30 @@ def _order_of_segments(plan: Plan, device: Any, inputs: AttentionInputs, spans: 
     )
 
 
-def _owner(sizes: Sizes, chunk: Any) -> tuple[Any, Any]:
+def owner_in(sizes: Sizes, chunk: Any) -> tuple[Any, Any]:
     """Which GPU has a chunk of the sequence, and as which of its own."""
     return (chunk, 0 * chunk) if sizes.chunks == 1 else owner_of(chunk, sizes.devices)
 
 
-def busy_before(plan: Plan, device: int) -> list[float]:
+def busy_before(plan: QueryPlan, device: int) -> list[float]:
     """How long each fetcher of a GPU is busy before it takes work tiles, in steps of one kv tile.
     Nothing where segments say what is fetched: that is little.
     """
     sizes, problem = Sizes.of(plan), plan.problem
-    if plan.has("q_segment_ids"):
+    if "q_segment_ids" in plan.problem.arrays:
         return [0.0] * sizes.fetchers
     tile = TILE * WORD * (sizes.k_words + sizes.v_words)
     nbytes = tiles_in_order(plan, device).size * sizes.batch * tile
     dims = problem.head_dim + problem.v_head_dim
-    step = 2 * plan.tile_rows * plan.config.block_kv * dims / MATH_RATE
+    step = 2 * plan.tiling.tile_rows * plan.config.block_kv * dims / MATH_RATE
     return [nbytes / (sizes.fetchers * COPY_RATE) / step] * sizes.fetchers
 
 
-# ---- the kernel's producers ---------------------------------------------------------------------
-
-
-class Place(NamedTuple):
-    """Where the rows of a kv tile are."""
-
-    owner: Any  # the GPU that has them
-    here: Any  # whether it is this one
-    tile: Any  # which of the owner's kv tiles they are
-
-
-def place_of(ctx: Context, device: Any, tile: Any) -> Place:
-    tiles = _tiles_of_chunk(ctx)
-    chunk = lax.div(tile, tiles)
-    first = _first_place(ctx, device, chunk)
-    return first._replace(tile=first.tile + tile - chunk * tiles)
-
-
-def _first_place(ctx: Context, device: Any, chunk: Any) -> Place:
-    """Of the first kv tile of a chunk."""
-    owner, which = _owner(Sizes.of(ctx.plan), chunk)
-    return Place(owner, owner == device, which * _tiles_of_chunk(ctx))
-
-
-def _tiles_of_chunk(ctx: Context) -> Any:
-    return jnp.int32(Sizes.of(ctx.plan).chunk // ctx.plan.config.block_kv)
-
-
-def takes_any_order(plan: Plan) -> bool:
-    """Whether a work tile may take whole kv tiles in any order: those before the ones that need a
-    mask, of which nothing but their keys and values counts.
-    """
-    return plan.fetches and not (
-        plan.one_loop or plan.problem.mask.bounds_left or plan.adds_to_logits
-    )
-
-
-class ChunkOrder(NamedTuple):
-    """`chunks_in_order`, in registers."""
-
-    count: Any
-    words: tuple[Any, Any]  # of CHUNKS chunks each
-
-    def at(self, number: Any) -> Any:
-        word = jnp.where(number < CHUNKS, *self.words)
-        bits = lax.rem(number, jnp.int32(CHUNKS)) * CHUNK_BITS
-        return lax.shift_right_logical(word, bits) & (1 << CHUNK_BITS) - 1
-
-
-def chunk_order_of(ctx: Context) -> ChunkOrder | None:
-    """None where kv tiles are taken from the last to the first. Sums: see `claims.first_code`."""
-    if not takes_any_order(ctx.plan):
-        return None
-    count, *words = (ctx.refs.fetching.chunks[n] + jnp.int32(0) for n in range(3))
-    return ChunkOrder(count, tuple(words))
-
-
-class TileRange(NamedTuple):
-    """Entries of a work tile one after the other, whose kv tiles follow each other, from the last
-    to the first.
-    """
-
-    entry: Any  # the first
-    count: Any
-    tile: Any  # the kv tile of the first
-    place: Place  # of that
-
-
-def in_order_of_arrival(
-    ctx: Context, given: tuple[Any, ChunkOrder], ends: Any, one_range: Any, carry: Any
-) -> Any:
-    """`one_range(range, carry)` for all entries of a work tile, by TileRanges. `given`: which GPU
-    this is, and its chunks. `ends`: the first kv tile, the end of the whole ones, and the end of
-    all. First those behind the whole ones, from the last on, then the whole ones by chunks, of each
-    from its last on. The last entry, a range of its own, has no tile.
-    """
-    (lo, whole, hi), (device, chunks), tiles = ends, given, _tiles_of_chunk(ctx)
-    last = lax.div(hi - 1, tiles)
-    behind = jnp.where(hi > whole, last - lax.div(whole, tiles) + 1, 0)  # ranges, of a chunk each
-
-    def body(number, carry):
-        entry, carry = carry
-        is_behind, is_last = number < behind, number == behind + chunks.count
-        chunk = jnp.where(is_behind, last - number, chunks.at(number - behind))
-        begin, place = chunk * tiles, _first_place(ctx, device, chunk)
-        first = jnp.maximum(jnp.where(is_behind, whole, lo), begin)
-        end = jnp.minimum(jnp.where(is_behind, hi, whole), begin + tiles)
-        count = jnp.where(is_last, jnp.where(hi > lo, 1, 0), jnp.maximum(end - first, 0))
-        place = place._replace(tile=place.tile + end - 1 - begin)
-        return entry + count, one_range(TileRange(entry, count, end - 1, place), carry)
-
-    return lax.fori_loop(0, behind + chunks.count + 1, body, (jnp.int32(0), carry))[-1]
+# ---- the copies of a fetcher ---------------------------------------------------------------------
 
 
 class _At(NamedTuple):
-    """Where a program is, and what it knows there."""
+    """The place of a program, and the facts it knows there."""
 
     block: Any
     device: Any
@@ -431,23 +358,23 @@ class _Refs(NamedTuple):
     barriers: Any
 
 
-def fetch(ctx: Context, fetching: Operands, block: Any) -> None:
-    """What a fetcher does before it loads for work tiles of its own."""
+def fetch(ctx: KernelContext, fetching: Operands, block: Any) -> None:
+    """The work of a fetcher before it loads for work tiles of its own."""
     plan, refs, smem = ctx
     sizes = Sizes.of(plan)
     device, arrays = fetching.device[0], (refs.k, refs.v, fetching.counters)
-    peers: Any = mosaic.on_peers(arrays, device, sizes.devices)
-    given = _Refs(fetching, peers, smem.k, smem.v, smem.fetched)
-    swizzles: Any = jax.tree.map(lambda _: (), given)
+    peers: Any = peer_memory.on_peers(arrays, device, sizes.devices)
+    all_refs = _Refs(fetching, peers, smem.k, smem.v, smem.fetched)
+    swizzles: Any = jax.tree.map(lambda _: (), all_refs)
     swizzles = swizzles._replace(
-        k=(plan.scores.dtype, plan.k_swizzle), v=(plan.values.dtype, plan.v_swizzle)
+        k=(plan.qk.dtype, plan.qk.swizzle), v=(plan.v.dtype, plan.v.swizzle)
     )
-    program = mosaic.in_context(_fetch, sizes)
-    threads.each_thread(program, given, _At(block, device), swizzles=swizzles)
+    program = thread_program.in_context(_fetch, sizes)
+    threads.each_thread(program, all_refs, _At(block, device), swizzles=swizzles)
 
 
 class _Piece(NamedTuple):
-    """Where a piece comes from and goes to, in rows."""
+    """The source and the destination of a piece, in rows."""
 
     peer: Any  # how many GPUs away it is
     source: Any
@@ -505,7 +432,7 @@ def _fetch(ctx: ThreadContext) -> None:
         last = (number + 1) % sizes.run < 1
         thread.signal(refs.here.counters, entry + FIRST_TILE, first & (number >= 0) & last)
 
-    # Of the pieces that a step loads, stores and signals; read a step ahead.
+    # Offsets of the pieces that a step loads, stores and signals; read a step ahead.
     offsets = slots - 1, 0, -BEHIND
 
     def store(number, entries):
@@ -538,39 +465,42 @@ def _fetch(ctx: ThreadContext) -> None:
     thread.sync()
 
 
+# ---- waits ---------------------------------------------------------------------------------------
+
+
 class _Until(NamedTuple):
     counter: Any
     least: Any
 
 
-def is_done(ctx: Context, fetching: Operands) -> Any:
+def is_done(ctx: KernelContext, fetching: Operands) -> Any:
     """Whether all that is fetched is here."""
     sizes = Sizes.of(ctx.plan)
     until = _Until(jnp.int32(DONE), jnp.int32(sizes.fetchers))
-    program = mosaic.in_context(_reached, sizes)
+    program = thread_program.in_context(_reached, sizes)
     return threads.each_thread(program, (fetching.counters,), until, returns="one") > 0
 
 
-def begins_tile(ctx: Context, tile: Any) -> Any:
+def begins_tile(ctx: KernelContext, tile: Any) -> Any:
     """Whether a kv tile is the last of a `TILE`, and so the first of it that is taken."""
     each = jnp.int32(TILE // ctx.plan.config.block_kv)
     return lax.rem(tile, each) == each - 1
 
 
-def wait_for(ctx: Context, fetching: Operands, batch: Any, tile: Any) -> None:
+def wait_for(ctx: KernelContext, fetching: Operands, batch: Any, tile: Any) -> None:
     """Until the rows of a kv tile, which another GPU has, are here."""
     sizes = Sizes.of(ctx.plan)
     tile = lax.div(tile, jnp.int32(TILE // ctx.plan.config.block_kv))
     runs = jnp.int32(sizes.pieces // sizes.run)
     until = _Until(FIRST_TILE + batch * sizes.tiles + tile, runs)
-    threads.each_thread(mosaic.in_context(_wait, sizes), (fetching.counters,), until)
+    threads.each_thread(thread_program.in_context(_wait, sizes), (fetching.counters,), until)
 
 
-def wait_for_peers(ctx: Context, fetching: Operands) -> None:
+def wait_for_peers(ctx: KernelContext, fetching: Operands) -> None:
     """Until all other GPUs have fetched what they need of this one."""
     sizes = Sizes.of(ctx.plan)
     until = _Until(jnp.int32(READ), jnp.int32((sizes.devices - 1) * sizes.fetchers))
-    program = mosaic.in_context(_wait, sizes, remote=True)
+    program = thread_program.in_context(_wait, sizes, remote=True)
     threads.each_thread(program, (fetching.counters,), until)
 
 

@@ -24,33 +24,33 @@ import numpy as np
 from jax import lax
 
 from pallas_attn.kernels.attention import tile_lists
-from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.mosaic import ThreadContext
+from pallas_attn.kernels.lang import mosaic, thread_program, threads
+from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import LANES
 
 WARPGROUPS = 4
-MOST_PAIRS = 2**17  # of tiles; from there on XLA's kernels take longer than they take to start
+MOST_PAIRS = 2**17  # pairs of tiles; beyond, XLA's kernels take longer than they take to start
 HALF = 2**16  # two numbers share a word
-MOST_TILES = 12 * 1024  # of a head: two words each, in the shared memory of any GPU
+MOST_TILES = 12 * 1024  # tiles of a head: two words each, in the shared memory of any GPU
 
 
 class _Sizes(NamedTuple):
     """How many there are of each, and where they lie in shared memory."""
 
-    batches: int  # that have lists of their own
+    batches: int  # batch rows that have lists of their own
     heads: int
     tiles: int  # lists of one of these
     n: int  # tiles that a list may hold
     row_blocks: int
     never_empty: bool
-    entries: tuple[int, int]  # of the schedule
-    bits: int  # of a code, for the work tile
+    entries: tuple[int, int]  # entries of the schedule
+    bits: int  # bits of a code, for the work tile
     heads_of_codes: int  # a batch row
     warpgroups: int = WARPGROUPS
 
     @property
     def blocks(self) -> int:
-        """That share the lists of one head."""
+        """The blocks that share the lists of one head."""
         return -(-self.tiles // (WARPGROUPS * threads.WARPS))
 
     @property
@@ -79,7 +79,7 @@ class _Refs(NamedTuple):
 
 
 class _Block(NamedTuple):
-    owner: Any  # whose lists these are: batch row and head
+    owner: Any  # owner of these lists: batch row and head
     part: Any  # which of its blocks
     wg: Any
 
@@ -123,14 +123,14 @@ def _kernel(refs: _Refs, lists: Any, table: Any, *scratch: Any, sizes: _Sizes) -
     refs = refs._replace(lists=lists, table=table, memory=memory)
     block = _Block(*(lax.axis_index(name) for name in ("owner", "part", "wg")))
     for number, program in enumerate(PROGRAMS):
-        threads.each_thread(mosaic.in_context(program, sizes), refs, block)
+        threads.each_thread(thread_program.in_context(program, sizes), refs, block)
         if number < len(PROGRAMS) - 1:
             plgpu.barrier_arrive(barriers.at[number])
             plgpu.barrier_wait(barriers.at[number])
 
 
 class _Code:
-    """What is known of a tile: bits 2r and 2r + 1 say that row block r sees some of it, and all."""
+    """The code of a tile: bits 2r and 2r + 1 say that row block r sees some of it, and all."""
 
     def __init__(self, thread: Any, word: Any, there: Any, row_blocks: int):
         some = sum(1 << 2 * r for r in range(row_blocks))
@@ -157,7 +157,7 @@ def _code(ctx: ThreadContext, first: Any, tile: Any, there: Any) -> _Code:
 def _counts(ctx: ThreadContext) -> None:
     thread, refs, block, sizes = ctx
 
-    def one(number, lane, there, _):
+    def count_tiles(number, lane, there, _):
         first = (block.owner * sizes.tiles + number) * sizes.n
 
         def some(i, carry):
@@ -170,7 +170,7 @@ def _counts(ctx: ThreadContext) -> None:
             count = thread.maximum(count, 1)
         thread.shared_store(refs.memory, number + sizes.costs, count, there & (lane < 1))
 
-    threads.each_item(thread, block.wg, sizes.tiles, LANES, sizes.warpgroups, one)
+    threads.each_item(thread, block.wg, sizes.tiles, LANES, sizes.warpgroups, count_tiles)
     thread.sync()
 
 
@@ -179,13 +179,13 @@ def _lists(ctx: ThreadContext) -> None:
     thread, _, block, sizes = ctx
     share = -(-sizes.tiles // sizes.blocks)
 
-    def one(number, lane, there, _):
+    def write_list(number, lane, there, _):
         number = block.part * share + number
         there = there & (number < sizes.tiles)
         number = thread.minimum(number, sizes.tiles - 1)
         _list(ctx, _Line(block.owner * sizes.tiles + number, lane, there))
 
-    threads.each_item(thread, block.wg, share, LANES, sizes.warpgroups, one)
+    threads.each_item(thread, block.wg, share, LANES, sizes.warpgroups, write_list)
     thread.sync()
 
 
@@ -204,7 +204,7 @@ def _list(ctx: ThreadContext, line: _Line) -> None:
     thread, refs, _, sizes = ctx
     (number, lane, there), n = line, sizes.n
     first, into = number * n, number * (sizes.first + n) + sizes.first
-    nothing, one = lane * 0, lane * 0 + 1
+    nothing, unit = lane * 0, lane * 0 + 1
 
     def looked_at(i):
         tile = lane + i * LANES
@@ -212,7 +212,7 @@ def _list(ctx: ThreadContext, line: _Line) -> None:
 
     def begins(i, carry):
         tile, code = looked_at(i)
-        both = thread.select(code.every, one, 0) + thread.select(code.wholes, one * HALF, 0)
+        both = thread.select(code.every, unit, 0) + thread.select(code.wholes, unit * HALF, 0)
         left = thread.select(code.wholes, tile * -1 + n, 0)
         return [thread.maximum(carry[0], left), carry[1] + both]
 
@@ -223,7 +223,7 @@ def _list(ctx: ThreadContext, line: _Line) -> None:
 
     def ahead(i, carry):
         tile, code = looked_at(i)
-        return [carry[0] + thread.select(code.every & (tile < begin), one, 0)]
+        return [carry[0] + thread.select(code.every & (tile < begin), unit, 0)]
 
     (before,) = threads.repeat(thread, _steps(sizes), [nothing], ahead)
     before = thread.total_of_lanes(before)
@@ -231,7 +231,7 @@ def _list(ctx: ThreadContext, line: _Line) -> None:
     def places(i, carry):
         run, last, *ends = carry
         tile, code = looked_at(i)
-        own = thread.select(code.every, one, 0) + thread.select(code.wholes, one * HALF, 0)
+        own = thread.select(code.every, unit, 0) + thread.select(code.wholes, unit * HALF, 0)
         earlier = run + thread.running_sum(own) - own
         seen, whole = earlier % HALF, earlier // HALF
         masked = thread.select(tile < begin, seen, seen + wholes - whole)
@@ -241,7 +241,7 @@ def _list(ctx: ThreadContext, line: _Line) -> None:
         key = (place + 1) * HALF + tile  # the greatest is that of the last place
         last = thread.maximum(last, thread.select(code.every, key, 0))
         if sizes.row_blocks > 1:
-            ends = _ends(thread, code, (place, key, one), ends, n)
+            ends = _ends(thread, code, (place, key, unit), ends, n)
         return [run + thread.total_of_lanes(own), last, *ends]
 
     width = ENDS * sizes.row_blocks if sizes.row_blocks > 1 else 0
@@ -264,27 +264,28 @@ ENDS = 5  # numbers that are kept of each row block
 
 
 def _ends(thread: Any, code: _Code, tile: tuple[Any, Any, Any], ends: list, n: int) -> list:
-    """Of each row block, so far: n - the first place of its tiles; the last one's key; of the tiles
-    that it sees whole n - the first place, the place after the last, and how many there are.
+    """The ends of each row block, so far: n - the first place of its tiles; the last one's key; of
+    the tiles that it sees whole n - the first place, the place after the last, and how many there
+    are.
     """
-    place, key, one = tile
-    found = []
+    place, key, unit = tile
+    updated = []
     for r in range(len(ends) // ENDS):
         lo, hi, own_lo, own_hi, count = ends[ENDS * r :][:ENDS]
         some, whole = code.has(2 * r), code.has(2 * r + 1)
         left = place * -1 + n
-        found += [
+        updated += [
             thread.maximum(lo, thread.select(some, left, 0)),
             thread.maximum(hi, thread.select(some, key, 0)),
             thread.maximum(own_lo, thread.select(whole, left, 0)),
             thread.maximum(own_hi, thread.select(whole, place + 1, 0)),
-            count + thread.select(whole, one, 0),
+            count + thread.select(whole, unit, 0),
         ]
-    return found
+    return updated
 
 
 def _span(thread: Any, ends: list, header: list, n: int) -> list:
-    """What a list says of one row block: see `tile_lists`."""
+    """The fields of a list for one row block: see `tile_lists`."""
     count, full_lo, full_hi, last = header
     lo, key, own_lo, own_hi = (thread.most_of_lanes(x, LANES) for x in ends[:4])
     length = thread.total_of_lanes(ends[4])
@@ -306,7 +307,7 @@ def _ranks(ctx: ThreadContext) -> None:
 
 
 def _codes(ctx: ThreadContext) -> None:
-    """What lies behind a block's work tiles stands for the first of all, and is never taken."""
+    """Codes behind a block's work tiles stand for the first of all, and are never taken."""
     thread, refs, block, sizes = ctx
     entries, unit = math.prod(sizes.entries), 1 << sizes.bits
     share = -(-entries // sizes.blocks)

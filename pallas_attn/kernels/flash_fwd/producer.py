@@ -1,271 +1,174 @@
 """The producer of `flash_fwd.sm90`: one warpgroup, which loads K and V by TMA for all work tiles of
 a block, into a ring of entries in shared memory.
+
+Entry e of a work tile holds K of its e-th kv tile from the end and V of the tile before that one: a
+work tile of n kv tiles has n + 1 entries, the first without V and the last without K.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention.plan import Context, kv_batch, kv_row
-from pallas_attn.kernels.attention.score_mod import Tile
-from pallas_attn.kernels.flash_fwd import claims, fetch, tile_scheduler
+from pallas_attn.kernels.attention.tiles import KernelContext, WorkTile, kv_batch, kv_row
+from pallas_attn.kernels.flash_fwd.tile_scheduler import Turn, work_tile
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index
 
 
 class Ring(NamedTuple):
     """The ring of K and V."""
 
-    ready: Any  # barriers, one an entry: it is filled
-    free: Any  # barriers, one an entry: all consumers have released it
+    ready: Barrier  # one an entry: it is filled
+    free: Barrier  # one an entry: all consumers have released it
     stages: int
 
     @classmethod
-    def of(cls, ctx: Context) -> "Ring":
+    def of(cls, ctx: KernelContext) -> "Ring":
         return cls(ctx.smem.ready, ctx.smem.free, ctx.plan.config.stages)
 
-    def wait(self, slot: Any) -> None:
+    def wait(self, slot: Index) -> None:
+        """A consumer waits until an entry is filled."""
         plgpu.barrier_wait(self.ready.at[slot])
 
-    def release(self, slot: Any) -> None:
+    def release(self, slot: Index) -> None:
         plgpu.barrier_arrive(self.free.at[slot])
 
-    def wait_released(self, slot: Any) -> None:
-        plgpu.barrier_wait(self.free.at[slot])
-
-    def acquire(self, count: Any) -> Any:
-        """The slot of an entry before which `count` were loaded, when it is free."""
-        slot = lax.rem(count, jnp.int32(self.stages))
-        pl.when(count >= self.stages)(lambda: self.wait_released(slot))
-        return slot
-
-    def after(self, slot: Any) -> Any:
+    def after(self, slot: Index) -> Index:
         return jnp.where(slot == self.stages - 1, 0, slot + 1)
 
+    def acquire(self, count: Index) -> Index:
+        """The producer waits for the slot of an entry before which `count` were loaded."""
+        slot = lax.rem(count, jnp.int32(self.stages))
+        pl.when(count >= self.stages)(functools.partial(self.wait_released, slot))
+        return slot
 
-def produce(ctx: Context, block_id: Any) -> None:
+    def wait_released(self, slot: Index) -> None:
+        plgpu.barrier_wait(self.free.at[slot])
+
+
+class Loaded(NamedTuple):
+    """The state of a producer from work tile to work tile."""
+
+    count: Index  # entries of the ring
+    record: Any  # read ahead of the work tile at hand: see `tile_scheduler.MaskRanges`
+    claim: Any = None  # the next work tile's code, where it is claimed among entries: `claims`
+
+
+def produce(ctx: KernelContext, block: Index) -> None:
     """K and V of all work tiles of a block, in the order in which consumers use them."""
-    plan, refs, _ = ctx
-    fetched = None
-    if plan.fetches:
-        start = functools.partial(fetch.fetch, ctx, refs.fetching, block_id)
-        pl.when(block_id < plan.config.fetchers)(start)
-        fetched = _Fetched(refs.fetching.device[0], fetch.chunk_order_of(ctx))
-
-    def ends_of(code):
-        return tile_scheduler.record_ends(ctx, tile_scheduler.tile_of(ctx, code))
-
-    def one_tile(i, carry):
-        count, code, ends = carry
-        following = refs.schedule[block_id, i + 2]
-        tile = tile_scheduler.tile_of(ctx, code)
-        if plan.is_listed:
-            after = ends_of(following)  # read long before it is used
-            return _produce_listed(ctx, tile, count, ends), following, after
-        span = span_of(tile, ends)
-        after = ends_of(following)  # read long before it is used
-        return entries(tile, span, count)[0], following, after
-
-    def span_of(tile, ends):
-        record = None if ends is None else lambda i: ends.get(i, 0)
-        return tile_scheduler.block_span(plan, record, tile)
-
-    def entries(tile, span, count, claim=None, claimed=None):
-        """Loads the entries of a work tile, `count` having been loaded before: the new count, and
-        what `claim()` returned, if it is given; it is called when two entries are on their way.
-        `claimed`: anything of its type.
-        """
-
-        def claimed_at(e, claimed):
-            return claimed if claim is None else lax.cond(e == 1, claim, lambda: claimed)
-
-        if fetched is not None and fetched.chunks is not None:
-            return _produce_as_they_arrive(ctx, fetched, tile, span, (count, claimed_at, claimed))
-        (lo, hi), ring = span, Ring.of(ctx)
-        waits = fetched and jnp.logical_not(fetch.is_done(ctx, refs.fetching))
-
-        def one_entry(e, carry):
-            count, before, claimed = carry
-            t, place = hi - 1 - e, None
-            if fetched is not None:
-                place = fetch.place_of(ctx, fetched.device, t)
-                where = waits & (e < hi - lo) & jnp.logical_not(place.here)
-                _wait_for(ctx, tile, t, where)
-            entry = _Entry(e, hi - lo, t, ring.acquire(count))
-            _load_entry(ctx, tile, entry, (place, before))
-            return count + 1, place, claimed_at(e, claimed)
-
-        nowhere = fetched and fetch.place_of(ctx, fetched.device, jnp.int32(0))
-        start = count, nowhere, claimed
-        found = lax.fori_loop(0, jnp.where(hi > lo, hi - lo + 1, 0), one_entry, start)
-        return found[0], found[2]
-
-    if plan.claims:
-        claims.produce(ctx, block_id, (ends_of, span_of, entries))
-    else:
-        first = refs.schedule[block_id, 1]
-        carry = jnp.int32(0), first, ends_of(first)
-        lax.fori_loop(0, refs.schedule[block_id, 0], one_tile, carry)
-    if plan.fetches:
-        pl.when(block_id == 0)(functools.partial(fetch.wait_for_peers, ctx, refs.fetching))
+    produce_tiles(ctx, block, load_entries)
 
 
-class _Fetched(NamedTuple):
-    """K and V of which a part is fetched."""
+def produce_tiles(ctx: KernelContext, block: Index, load: Callable[..., Any]) -> None:
+    """`produce`, where `load` loads the entries of a work tile as `load_entries` does."""
+    work_tiles, ranges = ctx.plan.producer_tiles, ctx.plan.ranges
 
-    device: Any
-    chunks: fetch.ChunkOrder | None  # None: kv tiles are taken from the last to the first
+    def one_tile(turn: Turn, loaded: Loaded) -> Loaded:
+        tile = work_tile(ctx, turn.code)
+        kv_range = ranges.of_block(ctx, tile, loaded.record)
+        record = ranges.read_for_block(ctx, turn.following)
+        count, claim = load(ctx, turn, tile, kv_range, loaded.count)
+        return Loaded(count, record, claim)
+
+    start = work_tiles.start(ctx, block)
+    first = Loaded(jnp.int32(0), ranges.read_for_block(ctx, start.codes[0]))
+    work_tiles.for_each_tile(ctx, block, start, one_tile, first)
 
 
-def _wait_for(ctx: Context, tile: Tile, t: Any, where: Any) -> None:
-    """For a kv tile, if `where` holds; before the ring has room, since it takes time to ask."""
-    batch = kv_batch(ctx.plan.problem, tile.batch)
-    pl.when(where)(functools.partial(fetch.wait_for, ctx, ctx.refs.fetching, batch, t))
-
-
-def _produce_as_they_arrive(
-    ctx: Context, fetched: _Fetched, tile: Tile, span: tuple[Any, Any], carry: tuple[Any, Any, Any]
-) -> tuple[Any, Any]:
-    """The entries of a work tile by `fetch.in_order_of_arrival`. Of a range the first may have no
-    V, or no K; the others have both, of the same GPU, and ask nothing else: what a producer does
-    beside its copies delays them, and takes issue slots from the consumers.
+def load_entries(
+    ctx: KernelContext, turn: Turn, tile: WorkTile, kv_range: tuple[Index, Index], count: Index
+) -> tuple[Index, Any]:
+    """Loads the entries of a work tile, before which `count` were loaded: the new count, and what
+    `prefetch` of the tile scheduler made of `turn.claim`.
     """
-    (lo, hi), ring = span, Ring.of(ctx)
-    count, claimed_at, claimed = carry
-    assert fetched.chunks is not None
-    waits = jnp.logical_not(fetch.is_done(ctx, ctx.refs.fetching))
+    (lo, hi), ring = kv_range, Ring.of(ctx)
 
-    def one_range(some, carry):
-        count, before, claimed = carry
-        there, here = some.count > 0, some.place.here
-        asks = waits & jnp.logical_not(here) & (some.entry < hi - lo)
+    def one_entry(e: Index, carry: tuple[Index, Any]) -> tuple[Index, Any]:
+        count, claim = carry
+        load_entry(ctx, tile, Entry(e, hi - lo, hi - 1 - e), ring.acquire(count))
+        return count + 1, ctx.plan.producer_tiles.prefetch(ctx, turn, e, claim)
 
-        @pl.when(there)
-        def _():
-            _wait_for(ctx, tile, some.tile, asks)
-            entry = _Entry(some.entry, hi - lo, some.tile, ring.acquire(count))
-            _load_entry(ctx, tile, entry, (some.place, before))
-
-        def one_entry(i, claimed):
-            t, number, owner = some.tile - i, some.place.tile - i, some.place.owner
-            _wait_for(ctx, tile, t, asks & fetch.begins_tile(ctx, t))
-            slot = ring.acquire(count + i)
-            pl.when(here)(lambda: _load_both(ctx, tile, slot, number))
-            pl.when(jnp.logical_not(here))(lambda: _load_both(ctx, tile, slot, number, owner))
-            return claimed_at(some.entry + i, claimed)
-
-        claimed = claimed_at(jnp.where(there, some.entry, -1), claimed)
-        claimed = lax.fori_loop(1, some.count, one_entry, claimed)
-        last = some.place._replace(tile=some.place.tile - (some.count - 1))
-        before = jax.tree.map(lambda new, old: jnp.where(there, new, old), last, before)
-        return count + some.count, before, claimed
-
-    ends = lo, tile_scheduler.block_whole(ctx.plan, tile, span), hi
-    given = fetched.device, fetched.chunks
-    start = count, fetch.place_of(ctx, fetched.device, jnp.int32(0)), claimed
-    count, _, claimed = fetch.in_order_of_arrival(ctx, given, ends, one_range, start)
-    return count, claimed
+    entries = jnp.where(hi > lo, hi - lo + 1, 0)
+    return lax.fori_loop(0, entries, one_entry, (count, turn.claim))
 
 
-def _produce_listed(ctx: Context, tile: Tile, count: Any, ends: tuple[Any, Any]) -> Any:
-    """The kv tiles of a work tile, of a list of them, each of which is read an entry ahead. `ends`:
-    how many there are, and the last.
+class Entry(NamedTuple):
+    """An entry of a work tile: K of kv tile t, and V of the tile before it."""
+
+    number: Index  # 0: without V
+    last: Index  # the number of the last, which is without K
+    t: Index
+    before: Any = None  # the tile of V; None: t + 1
+
+    @property
+    def v_tile(self) -> Index:
+        return self.t + 1 if self.before is None else self.before
+
+
+def load_entry(  # noqa: PLR0913
+    ctx: KernelContext,
+    tile: WorkTile,
+    entry: Entry,
+    slot: Index,
+    load: Callable[..., None] | None = None,
+) -> None:
+    """Asks for K and V of an entry, by `load` in place of `load_kv_tile`; what it is without counts
+    as arrived at once.
     """
-    ring, (hi, last) = Ring.of(ctx), ends
-    listed = tile_scheduler.listed(ctx, tile, (hi, last))
+    load, v_tile = load or load_kv_tile, entry.v_tile
+    arrive = functools.partial(plgpu.barrier_arrive, ctx.smem.ready.at[slot])
+    has_ids = "kv_segment_ids" in ctx.plan.problem.arrays
 
-    def one_entry(e, carry):
-        count, before, t = carry
-        following = listed.tile(hi - 2 - e)
-        _load_entry(ctx, tile, _Entry(e, hi, t, ring.acquire(count), before))
-        return count + 1, t, following
+    @pl.when(entry.number < entry.last)
+    def _() -> None:
+        load(ctx, tile, "k", entry.t, slot)
+        if has_ids:
+            from pallas_attn.kernels.flash_fwd import documents
 
-    start = (count, jnp.int32(0), last)
-    return lax.fori_loop(0, hi + 1, one_entry, start)[0]
+            documents.load_keys(ctx, tile, entry.t, slot)
 
+    @pl.when(entry.number == entry.last)
+    def _() -> None:
+        arrive()
+        if has_ids:
+            arrive()
 
-class _Entry(NamedTuple):
-    """An entry of the ring, of a work tile: K of kv tile t and V of the tile before it, which is
-    t + 1 where tiles are not listed.
-    """
-
-    number: Any  # the first entry has no V
-    last: Any  # the number of the last, which has no K
-    t: Any
-    slot: Any
-    before: Any = None  # the tile before it, in a list
+    pl.when(entry.number > 0)(lambda: load(ctx, tile, "v", v_tile, slot))
+    pl.when(entry.number == 0)(arrive)
 
 
-def _load_entry(ctx: Context, tile: Tile, entry: _Entry, places: Any = (None, None)) -> None:
-    """`places`: where the rows of K are, and those of V, if they may be fetched ones."""
-    plan, refs, smem = ctx
-    e, last, t, slot, before = entry
-    before = t + 1 if before is None else before
-    block, ready = plan.config.block_kv, smem.ready.at[slot]
-    batch = kv_batch(plan.problem, tile.batch)
-
-    def copy(ref, first, to, batch=batch):
-        _copy(ctx, tile, (ref, batch, first), to, ready)
-
-    def copy_at(name, position, place, to):
-        """Of k or v, from a position on, which `place` says where it is given."""
-        ref = getattr(refs, name)
-        if place is None:
-            return copy(ref, kv_row(plan.problem, plan.config.block_kv, position), to)
-        fetched = getattr(refs.fetching, name)
-        there, row = place.owner * ref.shape[0] + batch, place.tile * block
-        pl.when(place.here)(lambda: copy(ref, row, to))
-        return pl.when(jnp.logical_not(place.here))(lambda: copy(fetched, row, to, there))
-
-    def values():
-        if not plan.has("kv_lengths"):
-            return copy_at("v", before * block, places[1], smem.v.at[slot])
-        cut = (before + 1) * block > tile.kv_len  # only the last tile may be
-        pl.when(cut)(lambda: copy(refs.v_edge, 0, smem.v.at[slot]))
-        whole = functools.partial(copy, refs.v, before * block, smem.v.at[slot])
-        return pl.when(jnp.logical_not(cut))(whole)
-
-    nothing = functools.partial(plgpu.barrier_arrive, ready)
-
-    @pl.when(e < last)
-    def _():
-        copy_at("k", t * block, places[0], smem.k.at[slot])
-        if smem.kv_ids is not None:
-            ids = refs.kv_segment_ids.at[tile.batch, pl.ds(t * block, smem.kv_ids.shape[1])]
-            plgpu.copy_gmem_to_smem(ids, smem.kv_ids.at[slot], ready)
-
-    @pl.when(e == last)
-    def _():
-        nothing()
-        if smem.kv_ids is not None:
-            nothing()
-
-    pl.when(e > 0)(values)
-    pl.when(e == 0)(nothing)
-
-
-def _load_both(ctx: Context, tile: Tile, slot: Any, number: Any, owner: Any = None) -> None:
-    """An entry of K of a kv tile and V of the one behind it, both of the same GPU; `number`: which
-    of its kv tiles. `owner`: the GPU, where it is another one.
-    """
-    plan, refs, smem = ctx
+def load_kv_tile(ctx: KernelContext, tile: WorkTile, name: str, t: Index, slot: Index) -> None:
+    """Asks for kv tile t of "k" or "v". A tile of v that a length cuts is `v_edge`."""
+    plan, refs = ctx.plan, ctx.refs
     block, batch = plan.config.block_kv, kv_batch(plan.problem, tile.batch)
-    if owner is not None:
-        batch, refs = owner * refs.k.shape[0] + batch, refs.fetching
-    for ref, ring, at in ((refs.k, smem.k, number), (refs.v, smem.v, number + 1)):
-        _copy(ctx, tile, (ref, batch, at * block), ring.at[slot], smem.ready.at[slot])
+    row = kv_row(plan.problem, block, t * block)
+    load_whole = functools.partial(
+        copy_rows, ctx, tile, name, slot, (getattr(refs, name), batch, row)
+    )
+    if name == "k" or "kv_lengths" not in plan.problem.arrays:
+        return load_whole()
+    cut = (t + 1) * block > tile.kv_len  # only the last tile may be
+    pl.when(cut)(lambda: copy_rows(ctx, tile, name, slot, (refs.v_edge, batch, 0)))
+    return pl.when(jnp.logical_not(cut))(load_whole)
 
 
-def _copy(ctx: Context, tile: Tile, source: tuple[Any, Any, Any], to: Any, ready: Any) -> None:
-    """Of the work tile's kv head, rows of a kv tile. `source`: k or v, the batch row and the first
-    row.
+def copy_rows(
+    ctx: KernelContext,
+    tile: WorkTile,
+    name: str,
+    slot: Index,
+    source: tuple[GmemRef, Index, Index],
+) -> None:
+    """Asks for the rows of a kv tile, of the work tile's kv head: `source` is an array, its batch
+    row and the first row.
     """
-    (ref, batch, first), problem = source, ctx.plan.problem
-    head = lax.div(tile.head, jnp.int32(problem.group))
+    (ref, batch, first), to = source, getattr(ctx.smem, name).at[slot]
+    head = lax.div(tile.head, jnp.int32(ctx.plan.problem.group))
     columns = mosaic.columns(ref, 0, to.shape[-1], head)
     rows = ref.at[batch, pl.ds(first, ctx.plan.config.block_kv), head, columns]
-    plgpu.copy_gmem_to_smem(rows, to, ready)
+    plgpu.copy_gmem_to_smem(rows, to, ctx.smem.ready.at[slot])

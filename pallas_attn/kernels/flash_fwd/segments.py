@@ -1,8 +1,8 @@
-"""What segment ids leave of the forward's work tiles, and which block takes them: a small kernel.
+"""A small kernel that makes the records and the schedule of `documents`.
 
-`plan.segment_spans` and `tile_scheduler.schedule_by_rank` compute the same in jax.numpy, of which
-XLA makes six kernels. Here one block for each batch row does it all, in four programs of single
-threads, with a barrier for all threads of the block between them:
+`documents.by_xla` computes the same in jax.numpy, of which XLA makes six kernels. Here one block
+for each batch row does it all, in four programs of single threads, with a barrier for all threads
+of the block between them:
 
   extremes  the least and the greatest id of the rows of each warpgroup and of each kv tile; 16
             threads or fewer a tile
@@ -23,28 +23,29 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention.plan import ROWS, Plan
-from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.mosaic import ThreadContext
+from pallas_attn.kernels.attention.tiles import ROWS
+from pallas_attn.kernels.flash_fwd import documents, tile_scheduler
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.lang import mosaic, thread_program, threads
+from pallas_attn.kernels.lang.thread_program import ThreadContext
 
-MOST_PAIRS = 2**18  # of rows and kv tiles; from there on many blocks, and so XLA, are faster
+MOST_PAIRS = 2**18  # pairs of rows and kv tiles; from there on many blocks, and so XLA, are faster
 LINE = 32  # words of memory that arrive together
 
 
 class _Sizes(NamedTuple):
     """How many there are of each, and where they lie in shared memory."""
 
-    units: int  # of ROWS queries
+    units: int  # units of ROWS queries
     keys: int  # kv tiles
     tiles: int  # work tiles
-    warpgroups: int  # of this kernel
+    warpgroups: int  # warpgroups of this kernel
 
     @classmethod
-    def of(cls, plan: Plan) -> "_Sizes":
-        units = plan.padded_rows // ROWS
+    def of(cls, plan: QueryPlan) -> "_Sizes":
+        units = plan.tiling.padded_rows // ROWS
         keys = -(-plan.problem.kv_len // plan.config.block_kv)
-        return cls(units, keys, plan.q_tiles, min(-(-(units + keys) // 32), 8))
+        return cls(units, keys, plan.tiling.q_tiles, min(-(-(units + keys) // 32), 8))
 
     @property
     def key_extremes(self) -> int:
@@ -66,7 +67,7 @@ class _Sizes(NamedTuple):
 class _Refs(NamedTuple):
     q_ids: Any  # [B, T]
     kv_ids: Any  # [B, S]
-    bounds: Any  # int32[2, tiles]: `tile_scheduler.mask_bounds`
+    bounds: Any  # int32[2, tiles]: `documents.mask_bounds`
     schedule: Any  # `tile_scheduler.schedule`, with ranks for rows
     records: Any = None  # int32[B, tiles, RECORD], written
     codes: Any = None  # like schedule, written
@@ -74,29 +75,29 @@ class _Refs(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Who runs a program."""
+    """The block that runs a program."""
 
     batch: Any
     wg: Any
 
 
-def fits(plan: Plan) -> bool:
+def fits(plan: QueryPlan) -> bool:
     sizes = _Sizes.of(plan)
     few = sizes.units * sizes.keys <= MOST_PAIRS and sizes.words <= 50_000
-    return few and not plan.has("q_positions")
+    return few and "q_positions" not in plan.problem.arrays
 
 
-def prepare(plan: Plan, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
+def prepare(plan: QueryPlan, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
     """(`tile_scheduler.records`, `tile_scheduler.schedule_by_rank`) of ids [B, T], [B, S]. Past the
     end the last id counts.
     """
     sizes, table = _Sizes.of(plan), tile_scheduler.schedule(plan)
     batch = plan.problem.batch
-    bounds = jnp.asarray(tile_scheduler.mask_bounds(plan))
+    bounds = jnp.asarray(documents.mask_bounds(plan))
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(
-            jax.ShapeDtypeStruct((batch, sizes.tiles, tile_scheduler.RECORD), jnp.int32),
+            jax.ShapeDtypeStruct((batch, sizes.tiles, documents.RECORD), jnp.int32),
             jax.ShapeDtypeStruct(table.shape, jnp.int32),
         ),
         scratch_types=(
@@ -113,13 +114,13 @@ def prepare(plan: Plan, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
     return kernel(_Refs(q_ids, kv_ids, bounds, jnp.asarray(table)))
 
 
-def _kernel(refs: _Refs, records: Any, codes: Any, *scratch: Any, plan: Plan) -> None:
+def _kernel(refs: _Refs, records: Any, codes: Any, *scratch: Any, plan: QueryPlan) -> None:
     (memory, barriers), wg = scratch, lax.axis_index("wg")
     refs = refs._replace(records=records, codes=codes, memory=memory)
     batch = lax.axis_index("batch")
     sizes = _Sizes.of(plan)
     for number, program in enumerate(PROGRAMS):
-        threads.each_thread(mosaic.in_context(program, plan), refs, _Block(batch, wg))
+        threads.each_thread(thread_program.in_context(program, plan), refs, _Block(batch, wg))
         if number < len(PROGRAMS) - 1 and sizes.warpgroups > 1:
             plgpu.barrier_arrive(barriers.at[number])
             plgpu.barrier_wait(barriers.at[number])
@@ -154,12 +155,12 @@ def _extremes(ctx: ThreadContext) -> None:
 
         def load(number, lane, ids=ids, length=length, size=size, lanes=lanes):
             places = ((number * size) + (lane * 4 + step) for step in range(0, size, 4 * lanes))
-            found = [_four(ctx, ids, length, place) for place in places]
-            return [x for some in found for x in some]
+            loaded = [_four(ctx, ids, length, place) for place in places]
+            return [x for some in loaded for x in some]
 
-        def finish(number, lane, there, found, count=count, start=start, lanes=lanes):
-            most = functools.reduce(thread.maximum, found)
-            least = functools.reduce(thread.maximum, map(_inverse, found))
+        def finish(number, lane, there, loaded, count=count, start=start, lanes=lanes):
+            most = functools.reduce(thread.maximum, loaded)
+            least = functools.reduce(thread.maximum, map(_inverse, loaded))
             first = there & (lane < 1)
             for offset, x in ((0, most), (count, least)):
                 x = thread.most_of_lanes(x, lanes)
@@ -188,19 +189,19 @@ def _spans(ctx: ThreadContext) -> None:
     def bounds(number, _):
         return [thread.load(refs.bounds, number + n, 4) for n in (0, sizes.tiles)]
 
-    def one(number, lane, there, bounds):
-        found = [_span(ctx, number * each + i, lane) for i in range(each)]
-        fields = [field for span in found for field in span]
+    def write_records(number, lane, there, bounds):
+        unit_spans = [_span(ctx, number * each + i, lane) for i in range(each)]
+        fields = [field for span in unit_spans for field in span]
         record = lane * 0
         for n, field in enumerate(fields):
             record = thread.select((lane <= n) & (lane >= n), field, record)
-        place = (batch * sizes.tiles + number) * tile_scheduler.RECORD + lane
+        place = (batch * sizes.tiles + number) * documents.RECORD + lane
         thread.store(refs.records, place, record, 4, there)
         begin = thread.maximum(functools.reduce(thread.minimum, fields[0::4]), bounds[0])
         end = thread.minimum(functools.reduce(thread.maximum, fields[3::4]), bounds[1])
         thread.shared_store(refs.memory, number + sizes.costs, end - begin, there & (lane < 1))
 
-    _each(ctx, sizes.tiles, lanes, one, bounds)
+    _each(ctx, sizes.tiles, lanes, write_records, bounds)
     thread.sync()
 
 
@@ -251,7 +252,7 @@ def _codes(ctx: ThreadContext) -> None:
     thread, refs, (batch, _), plan = ctx
     sizes = _Sizes.of(plan)
     rows, width = tile_scheduler.schedule(plan).shape
-    unit = 1 << plan.code_bits
+    unit = 1 << plan.order.code_bits
 
     def load(number, _):
         return thread.load(refs.schedule, number, 4)
@@ -264,8 +265,8 @@ def _codes(ctx: ThreadContext) -> None:
         ours = thread.select(counts, number * 0, owner - batch)
         ours = (ours <= 0) & (ours >= 0) & (thread.select(counts, number * 0 + batch, 0) < 1)
         known = counts
-        if plan.first_ranked_head:
-            known = counts | (head < plan.first_ranked_head)
+        if plan.order.first_ranked_head:
+            known = counts | (head < plan.order.first_ranked_head)
         code = thread.select(known, value, head * unit + tile)
         thread.store(refs.codes, number, code, 4, there & ours)
 
@@ -273,9 +274,3 @@ def _codes(ctx: ThreadContext) -> None:
 
 
 PROGRAMS = (_extremes, _spans, _ranks, _codes)
-
-
-def by_xla(plan: Plan, inputs: Any, fields: dict[str, Any]) -> tuple[Any, Any]:
-    """`prepare` in jax.numpy, of the kernel's operands and what they were made of."""
-    found = plan.segment_spans(inputs, fields, ROWS, plan.config.block_kv)
-    return tile_scheduler.records(plan, found), tile_scheduler.schedule_by_rank(plan, found)

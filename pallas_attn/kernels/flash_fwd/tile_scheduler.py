@@ -1,489 +1,492 @@
-"""The tile scheduler: which work tiles a block takes, and which kv tiles each of them needs.
+"""The tile scheduler: which block takes which work tiles, and which kv tiles each of them needs.
 
-A work tile is `plan.tile_rows` query rows of one head. `schedule` is a table of which block takes
-which work tiles in which order; it is made before anything runs, so that a block can read ahead. A
-work tile is a number in it, which `tile_of` decodes. Where there are segment ids, which are arrays,
-`schedule_by_rank` completes the table on the GPU; or it is the order in which blocks claim work
-tiles (`claims`).
+A work tile is `QueryTiling.tile_rows` query rows of one head. `schedule` lists for each block the
+work tiles that it takes, in order; the list is made before anything runs, so that a block can read
+ahead. It needs no counter in global memory, and a block loads the next q tile during this one.
+Measured on an H200 it is faster than one block a work tile, and that than every multiprocessor
+taking each 132nd work tile.
 
-`rows_span` are the kv tiles of one warpgroup's rows, `block_span` those that the block loads.
+Producer and consumers go through their block's work tiles by `StaticList.for_each_tile`. A work
+tile is a number in the list, which `work_tile` decodes; `block_range` are the kv tiles that a block
+loads for it, and `rows_of` the rows of a warpgroup with those that they need.
+
+Other ways to hand out work, with the same functions: blocks that claim work tiles (`claims`),
+packed documents (`documents`), lists of kv tiles by a mask function (`listed`), and keys that
+other GPUs have (`fetch`). `joined_rows` lets heads share their last work tile.
 """
 
+import dataclasses
 import functools
 import heapq
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import functions, tile_lists, tma_operands
-from pallas_attn.kernels.attention.plan import L2_BYTES, ROWS, Context, Plan, Span, heads_in
-from pallas_attn.kernels.attention.score_mod import Tile
-from pallas_attn.kernels.flash_fwd import fetch, listed_tiles
+from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.attention.logits import LogitRules
+from pallas_attn.kernels.attention.tiles import (
+    ROWS,
+    KernelContext,
+    QueryRows,
+    QueryTiling,
+    Span,
+    WorkTile,
+    heads_in,
+    mask_of,
+    mask_span,
+    sections_of,
+    span_mask,
+)
+from pallas_attn.kernels.attention.tma_operands import OperandFormat
+from pallas_attn.kernels.lang.types import Index, Operand, Predicate
+from pallas_attn.masks import Mask
 
-RECORD = 32  # int32 a work tile; TMA writes to whole 128 bytes
-TILE_OVERHEAD = 1.5  # of a work tile, in steps of one kv tile
-STEP_OVERHEAD = 3  # of a step: n warpgroups with rows take as long as n + 3 such parts of it
-Offsets = tuple[int, ...]  # of the batch rows that follow each other, where they are known
-RANK_SPREAD = 8.0  # what the first rank is taken to cost, above the last one's 1
+BLOCKS = gpu_specs.multiprocessors(gpu_specs.HOPPER)  # at a time, where Config does not say
+L2_BYTES = 32 * 2**20  # bytes of K and V of the heads of an L2 group: a part of L2
+RANKED_L2_BYTES = 8 * 2**20  # the same where blocks at work at one time share no K and V
+TILE_OVERHEAD = 1.5  # overhead of a work tile, in steps of one kv tile
+STEP_OVERHEAD = 3  # parts of a step: n warpgroups with rows take as long as n + 3 of them
+Offsets = tuple[int, ...]  # offsets of the batch rows that follow each other, where they are known
+RANK_SPREAD = 8.0  # the cost of the first rank, above the last one's 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Distribution:
+    """The work tiles of a launch, and the blocks that take them."""
+
+    heads: int  # query heads of all batch rows
+    work_tiles: int
+    grid: int  # blocks
+    l2_heads: int  # heads of an L2 group: see `heads_of_l2_group`
+    code_bits: (
+        int  # low bits of a work tile's code, which say which rows; the others say which head
+    )
+    joined_heads: int = 1  # heads whose last rows are one work tile: see `joined_rows`
+    claims: bool = False  # blocks claim work tiles: see `claims`
+    first_ranked_head: int = 0  # the head of documents from which on work tiles go by rank
+
+    @classmethod
+    def of(
+        cls,
+        problem: AttentionProblem,
+        tiling: QueryTiling,
+        blocks: tuple[int, int],
+        *,
+        joined_heads: int = 1,
+        claims: bool = False,
+    ) -> "Distribution":
+        """`blocks`: of a Config grid, 0: a block for each work tile, and l2_heads, 0: as many as
+        `heads_of_l2_group` says.
+        """
+        (grid, l2_heads), heads = blocks, problem.batch * problem.q_heads
+        last = problem.batch * problem.kv_heads * pl.cdiv(problem.group, joined_heads)
+        work_tiles = heads * (tiling.q_tiles - 1) + last
+        return cls(
+            heads,
+            work_tiles,
+            min(grid or work_tiles, work_tiles),
+            heads_of_l2_group(problem, tiling, grid, l2_heads),
+            (tiling.q_tiles - 1).bit_length(),
+            joined_heads,
+            claims,
+            heads - problem.group if claims else 0,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryPlan:
+    """The static values of a kernel whose work tiles are query rows."""
+
+    problem: AttentionProblem
+    config: Any  # the kernel's Config
+    tiling: QueryTiling
+    order: Distribution
+    logit_rules: LogitRules
+    # The Hopper forward's: who hands out work tiles, and who says which kv tiles they need.
+    producer_tiles: Any = None  # StaticList or `claims.Claiming`
+    consumer_tiles: Any = None  # StaticList or `claims.Claimed`
+    ranges: Any = None  # MaskRanges, `documents.Ranges` or `listed.Ranges`
+    format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
+
+    @classmethod
+    def of(
+        cls, problem: AttentionProblem, config: Any, span_rows: int = ROWS, form: Any = None
+    ) -> "QueryPlan":
+        """The plan of a kernel that is not the Hopper forward. `config`: warpgroups, block_kv, grid
+        and l2_heads.
+        """
+        rows = ROWS * config.warpgroups
+        tiling = QueryTiling(problem.q_len, problem.kv_len, rows, config.block_kv, span_rows)
+        order = Distribution.of(problem, tiling, (config.grid, config.l2_heads))
+        exact = problem.dtype == "float32" and problem.precision == "highest"
+        natural = problem.op == "flash_backward" and exact
+        rules = LogitRules.of(problem, config.block_kv, natural=natural)
+        return cls(problem, config, tiling, order, rules, format=form)
+
+    @functools.cached_property
+    def qk(self) -> OperandFormat:
+        """How q and k lie in shared memory."""
+        return tma_operands.formats_of(self.problem, self.tiling.block_kv)[0]
+
+    @functools.cached_property
+    def v(self) -> OperandFormat:
+        return tma_operands.formats_of(self.problem, self.tiling.block_kv)[1]
+
+    @functools.cached_property
+    def sections(self) -> frozenset[str]:
+        """The kinds of spans that occur."""
+        return sections_of(self.problem, self.tiling)
+
+    @functools.cached_property
+    def one_loop(self) -> bool:
+        """Whether one loop goes over all kv tiles, with a branch for those that need a mask; not a
+        loop each for those that do and those that do not. So where it is not known beforehand and
+        tiles of both kinds come in any order. It is also half the code to compile.
+        """
+        dynamic = {"q_segment_ids", "mask_array"} & set(self.problem.arrays)
+        return bool(dynamic) and not self.is_listed
+
+    @functools.cached_property
+    def is_listed(self) -> bool:
+        """Whether kv tiles are numbers in a list: see `listed`."""
+        return self.problem.mask_program is not None
+
+    @functools.cached_property
+    def list_sizes(self) -> tuple[int, int, bool, int]:
+        """The sizes of `tile_lists.tiles`."""
+        return self.tiling.tile_rows, self.tiling.block_kv, False, self.tiling.row_blocks
+
+    @functools.cached_property
+    def heads(self) -> int:
+        return self.order.heads
+
+    @functools.cached_property
+    def code_bits(self) -> int:
+        return self.order.code_bits
+
+    def span(self, mask: Mask, position: Index, rows: Index, kv_len: Index) -> Span:
+        """The kv tiles that query rows from a position on need."""
+        mask = span_mask(self.problem, mask)
+        return mask_span(mask, position, rows, kv_len, self.tiling.block_kv)
+
+    def has(self, name: str) -> bool:
+        """Whether the problem has an optional array."""
+        return name in self.problem.arrays
+
+
+def heads_of_l2_group(
+    problem: AttentionProblem, tiling: QueryTiling, grid: int, wanted: int = 0
+) -> int:
+    """Heads whose work tiles are taken together. Where all tiles cost the same, as many as fill the
+    blocks once: those read the same keys at the same time. Else as many as keep their K and V in
+    L2, twice as many where rows see a part of them, in groups of one size: a short last one would
+    begin with long tiles again. Work tiles in order of rank share no K and V with their neighbours,
+    so there L2 holds fewer heads. `wanted`: by a Config; 0: it does not say.
+
+    K and V that come from L2 save energy too, and an H200 at its power limit then runs at a
+    higher clock.
+    """
+    heads, listed = problem.batch * problem.q_heads, problem.mask_program is not None
+    qk, v = tma_operands.formats_of(problem, tiling.block_kv)
+    row = problem.head_dim * qk.terms * qk.itemsize + problem.v_head_dim * v.terms * v.itemsize
+    if "q_segment_ids" in problem.arrays or (listed and _lists(problem, tiling) is None):
+        fit = heads_in(RANKED_L2_BYTES, problem, row)
+    elif wanted:
+        return min(wanted, heads)
+    elif not (problem.mask.bounds_right or listed):
+        fit = (grid or BLOCKS) // tiling.q_tiles
+    else:
+        in_part = problem.mask.bounds_left or listed
+        fit = heads_in(L2_BYTES * (2 if in_part else 1), problem, row)
+    groups = pl.cdiv(heads, max(fit, problem.group))
+    return pl.cdiv(heads, groups)
+
+
+def _lists(problem: AttentionProblem, tiling: QueryTiling) -> np.ndarray | None:
+    from pallas_attn.kernels.attention import tile_lists
+
+    return tile_lists.static(problem, *tile_lists.sizes_of(tiling))
+
+
+# ---- the list of a block, and the walk over it --------------------------------------------------
+
+
+class Turn(NamedTuple):
+    """A work tile that a block takes, and the next one."""
+
+    index: Index  # work tiles that the block took before
+    code: Index  # which it is, for `work_tile`
+    following: Index  # the code of the next one, or of any if there is none
+    has_next: Callable[[], Predicate]  # computed where it is asked, not held in a register
+    # The next one, where it is claimed among entries of this one (`claims.Claiming`): its index,
+    # and any code.
+    claim_index: Any = None
+    claim: Any = None
+
+
+class Start(NamedTuple):
+    """The facts read of a block's work tiles before the first."""
+
+    count: Index
+    codes: tuple[Index, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticList:
+    """Hands out the work tiles that `schedule` lists for a block. `ahead`: codes that are read
+    before a turn; one more is read in it.
+    """
+
+    ahead: int
+
+    def start(self, ctx: KernelContext, block: Index) -> Start:
+        schedule = ctx.refs.schedule
+        return Start(schedule[block, 0], tuple(schedule[block, 1 + n] for n in range(self.ahead)))
+
+    def for_each_tile(
+        self,
+        ctx: KernelContext,
+        block: Index,
+        start: Start,
+        body: Callable[[Turn, Any], Any],
+        carry: Any,
+    ) -> None:
+        """carry = body(turn, carry) for each work tile of a block."""
+
+        def one_tile(i: Index, state: Any) -> Any:
+            carry, codes = state
+            # Read long before it is used.
+            codes = (*codes, ctx.refs.schedule[block, i + 1 + self.ahead])
+            carry = body(Turn(i, codes[0], codes[1], lambda: i + 1 < start.count), carry)
+            return carry, codes[1:]
+
+        lax.fori_loop(0, start.count, one_tile, (carry, start.codes))
+
+    def prefetch(self, ctx: KernelContext, turn: Turn, entry: Index, claim: Any) -> Any:
+        """Called by a producer for each entry of a work tile that it loads: the list is there."""
+        del ctx, turn, entry
+        return claim
 
 
 # ---- which block takes which work tiles ---------------------------------------------------------
 
 
-# Heads of an L2 group, by mask and widest head dim, from a query length on; 0: see Plan.l2_heads.
-_L2_HEADS = {
-    ("causal", 64): ((0, 32), (1024, 16), (4096, 8)),
-    ("causal", 80): ((0, 16),),
-    ("causal", 128): ((0, 16), (1536, 32), (3584, 8), (12288, 0)),
-    ("causal", 256): ((0, 8), (4096, 0)),
-    ("window", 64): ((0, 64),),
-    ("full", 64): ((0, 48), (4096, 12)),
-    ("full", 128): ((0, 1), (4096, 0)),
-    ("full", 256): ((0, 4), (4096, 3)),
-}
-
-
-def l2_heads(problem: AttentionProblem, dim: int) -> int:
-    """Of an L2 group, what was fastest on an H200; 0: see `Plan.l2_heads`."""
-    mask, widths = problem.mask, (64, 80, 96, 128, 256)
-    full = mask.is_full and problem.mask_program is None
-    kind = "full" if full else "window" if mask.bounds_left else "causal"
-    dim = next((width for width in widths if dim <= width), 0)
-    found = _L2_HEADS.get((kind, dim), ((0, 0),))
-    wanted = next(heads for start, heads in reversed(found) if problem.q_len >= start)
-    group = problem.group  # whole ones: their heads share K and V
-    if kind == "causal":  # few rows may see many keys
-        row = 2 * (problem.head_dim + problem.v_head_dim)
-        wanted = min(wanted, heads_in(L2_BYTES, problem, row))
-    return max(wanted // group, 1) * group if wanted else 0
-
-
 @functools.lru_cache(maxsize=64)
-def schedule(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
-    """int32[blocks, n]: for each block how many work tiles it takes, and their codes for `tile_of`;
-    see `assign`. Work tiles are ordered by L2 group of heads, then by rows, then by head. Lengths,
-    offsets and bounds that are arrays are not known here: the costs are those of none, or of
-    `offsets` (see `at_offset`). Where there are segments a code has a rank in place of rows, and
-    `schedule_by_rank` replaces it; where blocks claim work tiles there is one row: see `claimed`.
+def schedule(plan: QueryPlan, offsets: Offsets = ()) -> np.ndarray:
+    """int32[blocks, n]: for each block how many work tiles it takes, and their codes for
+    `work_tile`; see `assign`. Work tiles are ordered by L2 group of heads, then by rows, then by
+    head. Lengths, offsets and bounds that are arrays are not known here: the costs are those of
+    none, or of `offsets` (see `chunk_schedules`). Where documents, or lists that are not known yet,
+    decide the costs, codes have ranks in place of rows.
     """
-    problem, q_tiles = plan.problem, np.arange(plan.q_tiles)
-    if plan.claims:
-        return claimed(plan, offsets)
-    if plan.is_listed:
-        costs = _listed_costs(plan)[None]
+    problem, order, tiling = plan.problem, plan.order, plan.tiling
+    if order.claims:
+        from pallas_attn.kernels.flash_fwd import claims
+
+        return claims.schedule(plan, offsets)
+    q_tiles = np.arange(tiling.q_tiles)
+    if problem.mask_program is not None:
+        from pallas_attn.kernels.flash_fwd import listed
+
+        costs = listed.costs(plan)[None]
         q_tiles = np.argsort(-costs[0], kind="stable")
-    elif plan.has("q_segment_ids"):
-        costs = (1 + RANK_SPREAD * (1 - q_tiles / plan.q_tiles))[None]
+    elif "q_segment_ids" in problem.arrays:
+        costs = rank_costs(tiling.q_tiles)[None]
     else:
-        costs = _costs(plan, offsets)
+        costs = mask_costs(plan, offsets)
         if problem.mask.bounds_right:
             q_tiles = q_tiles[::-1]  # the last rows see most
-    groups = range(0, plan.heads, plan.l2_heads)
-    heads = [np.arange(first, min(first + plan.l2_heads, plan.heads)) for first in groups]
-    codes = [_codes(plan, some, q_tiles) for some in heads]
-    found = [costs_of(code, plan.code_bits, costs, problem.q_heads) for code in codes]
-    ordered, kinds = in_order(codes, found, len(costs)), len(costs)
-    if not plan.fetches:
-        return assign(*ordered, plan.grid, evenly=kinds > 1)
-    busy = fetch.busy_before(plan, _device_of(plan, offsets))
-    return assign(*ordered, plan.grid, busy, evenly=kinds > 1)
+    groups = range(0, order.heads, order.l2_heads)
+    heads = [np.arange(first, min(first + order.l2_heads, order.heads)) for first in groups]
+    codes = [codes_of(plan, some, q_tiles) for some in heads]
+    costs_of_codes = [costs_of(code, order.code_bits, costs, problem.q_heads) for code in codes]
+    if len(costs) == 1 and problem.fetches == 1:
+        return assign(np.concatenate(codes), np.concatenate(costs_of_codes), order.grid)
+    from pallas_attn.kernels.flash_fwd import chunk_schedules
+
+    return chunk_schedules.assign(plan, codes, costs_of_codes, len(costs), offsets)
 
 
-def _device_of(plan: Plan, offsets: Offsets) -> int:
-    known = plan.problem.offsets
-    return known.index(offsets) if offsets in known else 0
-
-
-def _codes(plan: Plan, heads: np.ndarray, q_tiles: np.ndarray) -> np.ndarray:
+def codes_of(plan: QueryPlan, heads: np.ndarray, q_tiles: np.ndarray) -> np.ndarray:
     """Codes of the work tiles of some heads in the order of `q_tiles`, those of the same rows side
-    by side; of last rows that several heads share one code.
+    by side; one code for last rows that several heads join.
     """
     heads, tiles = np.broadcast_arrays(heads[None], q_tiles[:, None])
-    taken = (tiles < plan.q_tiles - 1) | (heads % plan.problem.group % plan.last_heads == 0)
-    return (heads[taken] << plan.code_bits) + tiles[taken]
+    first = heads % plan.problem.group % plan.order.joined_heads == 0
+    taken = (tiles < plan.tiling.q_tiles - 1) | first
+    return (heads[taken] << plan.order.code_bits) + tiles[taken]
 
 
-def claimed(plan: Plan, offsets: Offsets = ()) -> np.ndarray:
-    """int32[1, n]: how many work tiles there are, and their codes in the order in which blocks
-    claim them: one kv head after the other. Where there are segments, each from its last rows to
-    its first, and the last kv head by rank. Else the longest first, and if several batch rows share
-    K and V, the work tiles of all of them together.
+def mask_costs(plan: QueryPlan, offsets: Offsets) -> np.ndarray:
+    """[kinds, q_tiles]: the cost of work tiles in steps of one kv tile, by the mask; a kind of
+    batch rows for each of `offsets`, or one.
     """
-    problem, group = plan.problem, plan.problem.group
-    heads, tiles = np.arange(plan.heads, dtype=np.int32), np.arange(plan.q_tiles, dtype=np.int32)
-    if plan.has("q_segment_ids"):
-        codes = [_codes(plan, some, tiles[::-1]) for some in heads.reshape(-1, group)]
-        codes[-1] = _codes(plan, heads[-group:], tiles)
-    else:
-        by_kv = heads.reshape(-1, problem.share, problem.kv_heads, group).swapaxes(1, 2)
-        codes = [_codes(plan, x, tiles[::-1]) for x in by_kv.reshape(-1, problem.share * group)]
-        costs = _costs(plan, offsets)
-        of_codes = [costs_of(code, plan.code_bits, costs, problem.q_heads) for code in codes]
-        codes = [x[np.argsort(-c, kind="stable")] for x, c in zip(codes, of_codes, strict=True)]
-    every = np.concatenate(codes)
-    return np.append(np.int32(every.size), every)[None]
-
-
-def _costs(plan: Plan, offsets: Offsets) -> np.ndarray:
-    """[kinds, q_tiles]: of work tiles, in steps of one kv tile, by the mask; a kind of batch rows
-    for each of `offsets`, or one.
-    """
-    problem = plan.problem
-    costs = np.full((max(1, len(offsets)), plan.q_tiles), TILE_OVERHEAD)
+    problem, tiling = plan.problem, plan.tiling
+    costs = np.full((max(1, len(offsets)), tiling.q_tiles), TILE_OVERHEAD)
     for n, offset in enumerate(offsets or (problem.q_offset,)):
-        for tile in range(plan.q_tiles):
-            position = offset + tile * plan.tile_rows
-            span = plan.span(problem.mask.widest, position, plan.tile_rows, problem.kv_len)
+        for tile in range(tiling.q_tiles):
+            span = static_span(plan, offset, tile)
             costs[n, tile] += max(span.hi - span.lo, 0) * step_cost(plan, tile)
     return costs
 
 
-def step_cost(plan: Plan, tile: int) -> float:
-    """Of one kv tile of a work tile: 1, or less of the last one, if it has idle warpgroups."""
-    most = plan.tile_rows // ROWS
-    busy = plan.last_warpgroups * plan.last_heads if tile == plan.q_tiles - 1 else most
+def static_span(plan: QueryPlan, offset: int, tile: int) -> Span:
+    """The span of a work tile's rows, without what arrives at run time."""
+    problem, tiling = plan.problem, plan.tiling
+    position, rows = offset + tile * tiling.tile_rows, tiling.tile_rows
+    return plan.span(problem.mask.widest, position, rows, problem.kv_len)
+
+
+def step_cost(plan: QueryPlan, tile: int) -> float:
+    """The cost of one kv tile of a work tile: 1, or less of the last one, if it has idle
+    warpgroups.
+    """
+    tiling = plan.tiling
+    most = busy = tiling.tile_rows // ROWS
+    if tile == tiling.q_tiles - 1:
+        rows = tiling.q_len - tile * tiling.tile_rows
+        busy = pl.cdiv(rows, ROWS) * plan.order.joined_heads
     return (busy + STEP_OVERHEAD) / (most + STEP_OVERHEAD)
 
 
+def rank_costs(tiles: int) -> np.ndarray:
+    """Costs by rank of work tiles whose costs are known at run time only."""
+    return 1 + RANK_SPREAD * (1 - np.arange(tiles) / tiles)
+
+
 def costs_of(codes: np.ndarray, bits: int, costs: np.ndarray, heads: int) -> np.ndarray:
-    """Of work tiles by their codes: costs [n, tiles], of batch rows that repeat after n."""
+    """The costs of work tiles by their codes, from costs [n, tiles] of batch rows that repeat after
+    n.
+    """
     return costs[(codes >> bits) // heads % len(costs), codes & ((1 << bits) - 1)]
 
 
-def in_order(
-    codes: list[np.ndarray], costs: list[np.ndarray], kinds: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """L2 groups of work tiles as one list, and their costs. Where there are batch rows of several
-    kinds, those of the dearest come first: the cheap ones fill what these leave at the end.
-    """
-    if kinds > 1:
-        orders = [np.argsort(-cost, kind="stable") for cost in costs]
-        codes = [code[order] for code, order in zip(codes, orders, strict=True)]
-        costs = [cost[order] for cost, order in zip(costs, orders, strict=True)]
-        groups = sorted(range(len(codes)), key=lambda n: -costs[n][0])
-        codes, costs = [codes[n] for n in groups], [costs[n] for n in groups]
-    return np.concatenate(codes), np.concatenate(costs)
-
-
-def _listed_costs(plan: Plan) -> np.ndarray:
-    """Of the tiles of a head, by the mask function where it is known beforehand; else of ranks."""
-    found = plan.static_lists
-    if found is None:
-        return 1 + RANK_SPREAD * (1 - np.arange(plan.q_tiles) / plan.q_tiles)
-    return TILE_OVERHEAD + found[..., 0].mean(axis=(0, 1))
-
-
-def listed(ctx: Context, tile: Tile, ends: Any = None) -> Any:
-    """The kv tiles that a mask function leaves of a work tile. `ends`: how many of them there are,
-    and the last.
-    """
-    plan, refs, _ = ctx
-    if ends is not None and plan.lists_are_runs:
-        return functions.Run(ends[1] - (ends[0] - 1))
-    row = lax.div(tile.row, jnp.int32(plan.tile_rows))
-    return functions.Listed.of(refs.tiles, tile.batch, tile.head, row, plan.row_blocks)
-
-
-def table(make: Callable[[Any, Offsets], np.ndarray], plan: Any, inputs: Any) -> dict[str, Any]:
-    """`make`, a `schedule`, for the offset in the problem; and the lists of tiles, if there are,
-    by which a table of ranks becomes one of work tiles.
-    """
-    if not plan.is_listed:
-        return {"schedule": at_offset(make, plan, inputs.q_offset)}
-    if plan.static_lists is not None:
-        lists = tile_lists.tiles(plan.problem, inputs, *plan.list_sizes)
-        return {"tiles": lists, "schedule": at_offset(make, plan, inputs.q_offset)}
-    ranked, heads = make(plan, ()), plan.heads // plan.problem.batch
-    *_, by_keys, row_blocks = plan.list_sizes
-    found = tile_lists.kinds(plan.problem, inputs, plan.list_sizes)
-    if listed_tiles.fits(found):
-        of_codes = plan.code_bits, heads
-        codes = tile_lists.codes(found)
-        made = listed_tiles.prepare(codes, ranked, row_blocks, not by_keys, of_codes)
-    else:
-        lists = tile_lists.of_kinds(found, never_empty=not by_keys)
-        made = lists, by_length(ranked, plan.code_bits, heads, lists)
-    return dict(zip(("tiles", "schedule"), made, strict=True))
-
-
-def by_length(table: np.ndarray, bits: int, heads: int, lists: Any) -> Any:
-    """A table of codes in which rank r of a head stands for its work tile with the r-th longest
-    list. `lists`: `tile_lists.tiles`.
-    """
-    order = longest_first(lists[..., 0])
-    head, low = table >> bits, (1 << bits) - 1
-    batch = head // heads if order.shape[0] > 1 else 0 * head
-    head = head % heads if order.shape[1] > 1 else 0 * head
-    codes = (table & ~low) | order[batch, head, table & low]
-    return jnp.concatenate([table[:, :1], codes[:, 1:]], axis=1)
-
-
-def longest_first(count: Any) -> Any:
-    """Which work tiles of a head come first, along the last axis, by how many steps each takes."""
-    n, axes = count.shape[-1], (1,) * (count.ndim - 1)
-    down, across = (tile_lists.numbers((*axes, *shape)) for shape in ((n, 1), (1, n)))
-    longer = count[..., None, :] > count[..., :, None]
-    tie = (count[..., None, :] == count[..., :, None]) & (across < down)
-    return tile_lists.in_order(longer | tie)[1]
-
-
-class ListedRows(NamedTuple):
-    """What a list says of a warpgroup's rows of a work tile."""
-
-    loaded: Any  # kv tiles that the block loads
-    span: Span  # of them, those of the rows
-    last: Any  # of these, the last
-
-
-def listed_rows(ctx: Context, tile: Tile, wg: Any) -> ListedRows | None:
-    """None where there is no list."""
-    if not ctx.plan.is_listed:
-        return None
-    found = listed(ctx, tile)
-    return ListedRows(found.count, *found.of_row_block(wg))
-
-
-def schedule_by_rank(plan: Plan, segment_spans: Any) -> Any:
-    """`schedule` where there are segments: rank r of a batch row stands for its work tile with the
-    r-th most kv tiles. Packed documents repeat: assigned in the order of rows, a block would take
-    the same rows of every document, and blocks with late rows would finish last.
-    """
-    problem = plan.problem
-    table, first = jnp.asarray(schedule(plan)), plan.first_ranked_head
-    lo, hi = mask_bounds(plan)[:, None]
-    # Units one by one, not a reduction, which would be a launch of its own.
-    units = range(plan.tile_rows // plan.span_rows)
-    firsts, lasts = ([segment_spans[:, i, n :: len(units)] for n in units] for i in (0, 3))
-    begin = jnp.maximum(lo, functools.reduce(jnp.minimum, firsts))
-    end = jnp.minimum(hi, functools.reduce(jnp.maximum, lasts))
-    order = jnp.argsort(begin - end, axis=1).astype(jnp.int32)
-    low_bits = (1 << plan.code_bits) - 1
-    head = table >> plan.code_bits
-    codes = (table & ~low_bits) | order[head // problem.q_heads, table & low_bits]
-    codes = jnp.where(head >= first, codes, table) if first else codes
-    return jnp.concatenate([table[:, :1], codes[:, 1:]], axis=1)
-
-
-def at_offset(make: Callable[[Any, Offsets], np.ndarray], plan: Any, q_offset: Any) -> Any:
-    """`make(plan, offsets)`, an int32 table, for the offset in the problem. Where offsets are
-    arrays and yet known (`AttentionProblem.offsets`), a table is made for each device's, and that
-    of the nearest ones is taken on the GPU.
-    """
-    known = plan.problem.offsets
-    if q_offset is None or not known:
-        return jnp.asarray(make(plan, ()))
-    tables = [make(plan, offsets) for offsets in known]
-    width = max(table.shape[1] for table in tables)
-    padded = np.stack([np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in tables])
-    away = jnp.abs(jnp.asarray(known, jnp.int32) - q_offset[None, : len(known[0])]).sum(axis=1)
-    return lax.dynamic_index_in_dim(jnp.asarray(padded), away.argmin(), keepdims=False)
-
-
-def operands(plan: Plan, inputs: AttentionInputs) -> dict[str, Any]:
-    """What any kernel whose work tiles are query rows reads by tiles: bias, mask_array and segment
-    ids in whole tiles, the lists of kv tiles, and the schedule.
-    """
-    rows, keys = plan.padded_rows, tma_operands.round_up(plan.problem.kv_len, plan.config.block_kv)
-    fields = tma_operands.over_scores(inputs, rows, keys)
-    fields |= tma_operands.segment_ids(inputs, rows, keys)
-    return fields | table(schedule, plan, inputs)
-
-
-def mask_bounds(plan: Plan) -> np.ndarray:
-    """int32[2, q_tiles]: the first kv tile of a work tile and the one after its last, by the mask
-    alone.
-    """
-    problem, rows = plan.problem, plan.tile_rows
-    found = [
-        plan.span(problem.mask.widest, problem.q_offset + tile * rows, rows, problem.kv_len)
-        for tile in range(plan.q_tiles)
-    ]
-    return np.array([[span.lo for span in found], [span.hi for span in found]], np.int32)
-
-
-def assign(
-    tiles: np.ndarray,
-    costs: np.ndarray,
-    blocks: int,
-    busy: Sequence[float] = (),
-    evenly: bool = False,
-) -> np.ndarray:
+def assign(tiles: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarray:
     """Work tiles, in the order in which they should begin, each given to the block that is free
-    first: int32[blocks, n], how many, which, and zeros, two at least, so that a block may read
-    ahead. `busy`: how long the first blocks are before. `evenly`: see `_rebalance`; where the last
-    work tiles are not the cheap ones, as those of chunks in the midst of a sequence.
-
-    Known beforehand it needs no counter in global memory, and a block can load the next q tile
-    during this one. Measured on an H200 it is faster than one block a work tile, and that than
-    every multiprocessor taking each 132nd work tile.
+    first: `table_of` what each block takes.
     """
-    assigned: list[list[int]] = [[] for _ in range(blocks)]
+    return table_of([tiles[numbers].tolist() for numbers in assigned(costs, blocks)[0]])
+
+
+def assigned(
+    costs: np.ndarray, blocks: int, busy: Sequence[float] = ()
+) -> tuple[list[list[int]], dict[int, float]]:
+    """The numbers of the work tiles that each block takes, and when each is done. `busy`: how long
+    the first blocks are before.
+    """
+    numbers: list[list[int]] = [[] for _ in range(blocks)]
     free = [(0.0, block) for block in range(len(busy), blocks)]
     free += [(when, block) for block, when in enumerate(busy)]
     heapq.heapify(free)
     for number, cost in enumerate(costs.tolist()):
         when, block = free[0]
-        assigned[block].append(number)
+        numbers[block].append(number)
         heapq.heapreplace(free, (when + cost, block))
-    if evenly:
-        _rebalance(assigned, costs, {block: when for when, block in free})
-    return table_of([tiles[numbers].tolist() for numbers in assigned])
+    return numbers, {block: when for when, block in free}
 
 
-MOST_UNEVEN = 1.001  # of what the last block to end takes, to the mean
-EXCHANGED = 24  # the last work tiles of a block, of which one may change places
-
-
-def _rebalance(assigned: list[list[int]], costs: np.ndarray, ends: dict[int, float]) -> None:
-    """The block that ends last gives one of its last work tiles to another, for a cheaper one or
-    for nothing, until all end at nearly the same time. Blocks take theirs in the same order.
+def table_of(codes: list[list[int]]) -> np.ndarray:
+    """int32[blocks, n]: how many, which, and zeros, two at least, so that a block may read
+    ahead.
     """
-    mean = sum(ends.values()) / len(ends)
-    costs = np.append(costs, 0.0)  # of nothing, the number -1
-    for _ in range(4 * len(assigned)):
-        last = max(ends, key=ends.__getitem__)
-        ours, others = np.array(assigned[last][-EXCHANGED:], int), [x for x in ends if x != last]
-        offers = [(block, n) for block in others for n in (*assigned[block][-EXCHANGED:], -1)]
-        if ends[last] <= MOST_UNEVEN * mean or not (ours.size and offers):
-            return
-        blocks, theirs = np.array(offers).T
-        gains = costs[ours][:, None] - costs[theirs][None]
-        later = np.maximum(ends[last] - gains, np.array([ends[x] for x in blocks])[None] + gains)
-        one, other = np.unravel_index(later.argmin(), later.shape)
-        if later[one, other] >= ends[last]:
-            return
-        away, here, block = int(ours[one]), int(theirs[other]), int(blocks[other])
-        assigned[last] = sorted({*assigned[last], here} - {away, -1})
-        assigned[block] = sorted({*assigned[block], away} - {here})
-        gain = float(gains[one, other])
-        ends[last], ends[block] = ends[last] - gain, ends[block] + gain
-
-
-def assign_packed(tiles: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarray:
-    """As `assign`, in no order but longest first: for so few work tiles that the time which the
-    last ones leave idle counts. Each goes to the first block that has room for it, and room is as
-    little as suffices (Coffman, Garey and Johnson's MULTIFIT).
-    """
-    order = np.argsort(-costs, kind="stable")
-    tiles, sizes = tiles[order], costs[order].tolist()
-    least = max(sizes[0], sum(sizes) / blocks)
-    enough, assigned = 2 * least, None
-    for _ in range(12):
-        room = (least + enough) / 2
-        found = _first_fit(sizes, blocks, room)
-        least, enough, assigned = (least, room, found) if found else (room, enough, assigned)
-    if assigned is None:  # never: twice the least is room for all
-        return assign(tiles, costs[order], blocks)
-    return table_of([tiles[places].tolist() for places in assigned])
-
-
-def _first_fit(sizes: list[float], blocks: int, room: float) -> list[list[int]] | None:
-    """Which work tiles each block takes; None where there is no room for all."""
-    rooms = [room] * blocks
-    assigned: list[list[int]] = [[] for _ in range(blocks)]
-    for tile, size in enumerate(sizes):
-        block = next((block for block, left in enumerate(rooms) if left >= size), None)
-        if block is None:
-            return None
-        rooms[block] -= size
-        assigned[block].append(tile)
-    return assigned
-
-
-def table_of(assigned: list[list[int]]) -> np.ndarray:
-    table = np.zeros((len(assigned), 3 + max(map(len, assigned))), np.int32)
-    for row, tiles in zip(table, assigned, strict=True):
-        row[: len(tiles) + 1] = [len(tiles), *tiles]
+    table = np.zeros((len(codes), 3 + max(map(len, codes))), np.int32)
+    for row, block in zip(table, codes, strict=True):
+        row[: len(block) + 1] = [len(block), *block]
     return table
 
 
-def tile_of(ctx: Context, code: Any) -> Tile:
+def table(make: Callable[[Any, Offsets], np.ndarray], plan: Any, inputs: AttentionInputs) -> Any:
+    """The operands by which blocks know their work tiles: "schedule", of `make(plan, offsets)`; and
+    "tiles", lists of kv tiles, where a mask function leaves some.
+    """
+    if plan.problem.mask_program is not None:
+        from pallas_attn.kernels.flash_fwd import listed
+
+        return listed.table(make, plan, inputs)
+    return {"schedule": at_offset(make, plan, inputs.q_offset)}
+
+
+def at_offset(
+    make: Callable[[Any, Offsets], np.ndarray], plan: Any, q_offset: Operand | None
+) -> jax.Array:
+    """`make(plan, offsets)`, an int32 table, for the offset in the problem."""
+    if q_offset is None or not plan.problem.offsets:
+        return jnp.asarray(make(plan, ()))
+    from pallas_attn.kernels.flash_fwd import chunk_schedules
+
+    return chunk_schedules.nearest(make, plan, q_offset)
+
+
+def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Any]:
+    """Operands of a kernel whose work tiles are query rows, by tiles: bias, mask_array and segment
+    ids in whole tiles, and those of `table`.
+    """
+    sizes = plan.tiling.padded_rows, plan.tiling.padded_keys
+    fields = tma_operands.over_scores(inputs, *sizes) | tma_operands.segment_ids(inputs, *sizes)
+    return fields | table(schedule, plan, inputs)
+
+
+# ---- a work tile, its rows, and the kv tiles that they need --------------------------------------
+
+
+def work_tile(ctx: KernelContext, code: Index) -> WorkTile:
     """The work tile that a code of `schedule` stands for."""
     plan, refs, _ = ctx
-    problem = plan.problem
-    head = lax.shift_right_logical(code, jnp.int32(plan.code_bits))
+    problem, bits = plan.problem, plan.order.code_bits
+    arrays, head = problem.arrays, lax.shift_right_logical(code, jnp.int32(bits))
     batch = lax.div(head, jnp.int32(problem.q_heads))
-    kv_len: Any = problem.kv_len
-    if plan.has("kv_lengths"):
-        kv_len = refs.kv_lengths[batch]
-    return Tile(
+    kv_len: Any = refs.kv_lengths[batch] if "kv_lengths" in arrays else problem.kv_len
+    return WorkTile(
         batch=batch,
         head=lax.rem(head, jnp.int32(problem.q_heads)),
-        row=(code & ((1 << plan.code_bits) - 1)) * plan.tile_rows,
-        q_offset=refs.q_offset[batch] if plan.has("q_offset") else problem.q_offset,
-        q_len=refs.q_lengths[batch] if plan.has("q_lengths") else None,
+        row=(code & ((1 << bits) - 1)) * plan.tiling.tile_rows,
+        q_offset=refs.q_offset[batch] if "q_offset" in arrays else problem.q_offset,
+        q_len=refs.q_lengths[batch] if "q_lengths" in arrays else None,
         kv_len=kv_len,
-        mask=plan.mask_of(refs, batch),
+        mask=mask_of(problem, refs, batch),
     )
 
 
-def own_rows(plan: Plan, tile: Tile, wg: Any) -> tuple[Tile, Any]:
-    """The tile of a warpgroup's rows, and the first of them: the next ones of its head, or, in the
-    last work tile, those of the next head of the group (`Plan.last_heads`).
+def rows_of_warpgroup(plan: QueryPlan, tile: WorkTile, wg: Index) -> tuple[WorkTile, Index]:
+    """The tile of a warpgroup's rows, and the first of them."""
+    if plan.order.joined_heads > 1:
+        from pallas_attn.kernels.flash_fwd import joined_rows
+
+        return joined_rows.rows_of_warpgroup(plan, tile, wg)
+    return tile, tile.row + wg * ROWS
+
+
+def span_of_rows(
+    plan: QueryPlan, tile: WorkTile, wg: Index, read: Callable[[Index], Index] | None = None
+) -> Span:
+    """The kv tiles of a warpgroup's rows; lo == hi == 0 where there is none. `read`: reads a field
+    of the work tile's record, where segment ids leave less (`documents`).
     """
-    row: Any = tile.row + wg * ROWS
-    if plan.last_heads == 1:
-        return tile, row
-    each = jnp.int32(plan.last_warpgroups)
-    further = lax.div(wg + 0 * tile.row, each)
-    within = lax.rem(tile.head, jnp.int32(plan.problem.group)) + further
-    last = tile.row == (plan.q_tiles - 1) * plan.tile_rows
-    joined = last & (further < plan.last_heads) & (within < plan.problem.group)
-    head = jnp.where(joined, tile.head + further, tile.head)
-    return tile._replace(head=head), row - jnp.where(joined, further * each * ROWS, 0)
-
-
-# ---- which kv tiles a work tile needs -----------------------------------------------------------
-
-
-def records(plan: Plan, segment_spans: Any) -> Any:
-    """What segments leave of each work tile: int32[B, q_tiles, RECORD], the fields of a Span for
-    the rows of each warpgroup, then zeros. `segment_spans`: `plan.segment_spans`.
-    """
-    units = plan.config.warpgroups
-    by_unit = segment_spans.swapaxes(1, 2).reshape(-1, plan.q_tiles, 4 * units)
-    return jnp.pad(by_unit, ((0, 0), (0, 0), (0, RECORD - 4 * units)))
-
-
-def record_ends(ctx: Context, tile: Tile) -> Any:
-    """What `block_span` reads of a work tile's record, from global memory; where kv tiles are
-    listed how many there are, and the last; None where there is neither.
-    """
-    plan, refs, _ = ctx
-    if plan.is_listed:
-        found = listed(ctx, tile)
-        return found.count, found.last
-    if not plan.has("q_segment_ids"):
-        return None
-    at = lax.div(tile.row, jnp.int32(plan.tile_rows))
-    fields = [4 * wg + field for wg in range(plan.config.warpgroups) for field in (0, 3)]
-    return {field: refs.segment_spans[tile.batch, at, field] for field in fields}
-
-
-def rows_span(plan: Plan, record: Any, tile: Tile, wg: Any) -> Span:
-    """The kv tiles of one warpgroup's rows; lo == hi == 0 where there is none."""
-    row: Any = own_rows(plan, tile, wg)[1]
-    rows: Any = ROWS
-    if plan.idle_rows:  # all of them past T: as if they were the last one, and of one kv tile only
-        idle = row >= plan.problem.q_len
-        row, rows = jnp.where(idle, plan.problem.q_len - 1, row), jnp.where(idle, 1, ROWS)
+    tiling, rows, idle = plan.tiling, ROWS, False  # type: tuple[QueryTiling, Index, Predicate]
+    row = rows_of_warpgroup(plan, tile, wg)[1]
+    if tiling.has_idle_spans:  # rows past T only: as the last one, and of one kv tile
+        idle = row >= tiling.q_len
+        row, rows = jnp.where(idle, tiling.q_len - 1, row), jnp.where(idle, 1, ROWS)
     if tile.q_len is not None:
         rows = jnp.minimum(rows, tile.q_len - row)
     span = plan.span(tile.mask, tile.q_offset + row, rows, tile.kv_len)
-    if record is not None:  # rows past T have the last one's id
-        span = span.within(Span(*(record(4 * wg + i) for i in range(4))))
-    if plan.has("mask_array"):
+    if read is not None:  # rows past T have the last one's id
+        span = span.within(Span(*(read(4 * wg + i) for i in range(4))))
+    if "mask_array" in plan.problem.arrays:
         span = span._replace(full_hi=span.full_lo)
-    if plan.idle_rows:
+    if tiling.has_idle_spans:
         span = span._replace(lo=jnp.where(idle, jnp.maximum(span.hi - 1, span.lo), span.lo))
     return empty_as_zero(plan, tile, rows, span)
 
 
-def empty_as_zero(plan: Plan, tile: Tile, rows: Any, span: Span) -> Span:
+def empty_as_zero(plan: QueryPlan, tile: WorkTile, rows: Index, span: Span) -> Span:
     """A span of some rows of a work tile, lo == hi == 0 where there are no such keys or rows."""
     if "empty" not in plan.sections:
         return span
@@ -493,35 +496,57 @@ def empty_as_zero(plan: Plan, tile: Tile, rows: Any, span: Span) -> Span:
     return span._replace(lo=jnp.where(none, 0, span.lo), hi=jnp.where(none, 0, span.hi))
 
 
-def block_span(plan: Plan, record: Any, tile: Tile) -> tuple[Any, Any]:
-    """Kv tiles [lo, hi) that the block loads: all that some warpgroup needs."""
-    spans = [rows_span(plan, record, tile, wg) for wg in range(plan.config.warpgroups)]
-    if "empty" not in plan.sections:
-        lo = functools.reduce(jnp.minimum, [span.lo for span in spans])
-        return lo, functools.reduce(jnp.maximum, [span.hi for span in spans])
+def union_of(plan: QueryPlan, spans: Sequence[Span]) -> tuple[Index, Index]:
+    """Kv tiles [lo, hi) that the rows of some warpgroup need."""
+    if "empty" in plan.sections:
+        lo, hi = ends_of_some(spans)
+        return jnp.minimum(lo, hi), hi
+    lo = functools.reduce(jnp.minimum, [span.lo for span in spans])
+    return lo, functools.reduce(jnp.maximum, [span.hi for span in spans])
+
+
+def ends_of_some(spans: Sequence[Span]) -> tuple[Index, Index]:
+    """The first kv tile of spans that have one, and the end of all."""
     lows = [jnp.where(span.hi > span.lo, span.lo, 2**30) for span in spans]
     hi = functools.reduce(jnp.maximum, [span.hi for span in spans])
-    if plan.never_empty:
-        hi = jnp.maximum(hi, 1)
-        return jnp.minimum(functools.reduce(jnp.minimum, lows), hi - 1), hi
-    return jnp.minimum(functools.reduce(jnp.minimum, lows), hi), hi
+    return functools.reduce(jnp.minimum, lows), hi
 
 
-def block_whole(plan: Plan, tile: Tile, ends: tuple[Any, Any]) -> Any:
-    """Of the kv tiles `ends` that a block loads the end of those which all of its rows see whole;
-    where there are no segments and no mask is bounded on the left.
+class MaskRanges:
+    """The kv tiles of work tiles where the mask and lengths alone decide. `documents.Ranges` and
+    `listed.Ranges` have the same functions.
     """
-    spans = [rows_span(plan, None, tile, wg) for wg in range(plan.config.warpgroups)]
-    whole = [jnp.where(span.hi > span.lo, span.full_hi, ends[1]) for span in spans]
-    return jnp.clip(functools.reduce(jnp.minimum, whole), *ends)
 
+    @staticmethod
+    def never_empty(problem: AttentionProblem) -> bool:
+        """Whether rows without a key take one kv tile all the same, masked whole."""
+        del problem
+        return False
 
-def at_least_one(plan: Plan, span: Span, hi: Any) -> Span:
-    """`rows_span`; or where that is empty, and `Plan.never_empty` says so, the last kv tile before
-    `hi`, masked.
-    """
-    if not plan.never_empty:
-        return span
-    none = span.hi <= span.lo
-    picked = (span.lo, hi - 1), (span.full_lo, hi), (span.full_hi, 0), (span.hi, hi)
-    return Span(*(jnp.where(none, there, own) for own, there in picked))
+    @staticmethod
+    def read_for_block(ctx: KernelContext, code: Index) -> Any:
+        """Read by the producer a work tile ahead: a record that decides the range; here none."""
+        del ctx, code
+
+    @staticmethod
+    def read_for_rows(ctx: KernelContext, code: Index, wg: Index) -> Any:
+        """Read by a consumer a work tile ahead: here nothing."""
+        del ctx, code, wg
+
+    @staticmethod
+    def of_block(ctx: KernelContext, tile: WorkTile, record: Any = None) -> tuple[Index, Index]:
+        """Kv tiles [lo, hi) that the block loads."""
+        del record
+        plan = ctx.plan
+        spans = [span_of_rows(plan, tile, wg) for wg in range(plan.config.warpgroups)]
+        return union_of(plan, spans)
+
+    @staticmethod
+    def of_rows(
+        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: Any = None
+    ) -> tuple[tuple[Index, Index], QueryRows]:
+        """`of_block`, and a warpgroup's rows with the kv tiles that they need."""
+        block_range = MaskRanges.of_block(ctx, tile, record)
+        span = span_of_rows(ctx.plan, tile, wg)
+        own, row = rows_of_warpgroup(ctx.plan, tile, wg)
+        return block_range, QueryRows(own, row, wg, span, q_slot)

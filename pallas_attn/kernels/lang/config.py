@@ -1,14 +1,14 @@
-"""What a kernel's `Config` checks of itself when it is made."""
+"""Checks of the fields of a kernel's `Config`."""
 
 from typing import Any
 
 
 def check(config: Any, **wants: tuple[bool, str]) -> None:
-    """Raises a ValueError that names the first field that is not as wanted.
+    """Raises a ValueError that names the first field with a bad value.
 
     Args:
       config: a dataclass.
-      wants: for a field's name, whether its value is good, and which values are.
+      wants: for the name of a field, whether its value is good, and which values are.
     """
     for name, (good, want) in wants.items():
         if not good:

@@ -1,26 +1,17 @@
-"""Arithmetic of one thread on float32, in MLIR and PTX: what `mosaic.Thread` says about numbers.
+"""Arithmetic of one thread on float32 and on words of narrower numbers, in MLIR and PTX.
 
 Every operation is rounded to nearest even and none is fused with another, so that a program gives
 the same bits here, in NumPy and wherever else IEEE arithmetic is done.
 """
-
-from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-Value = Any
+from pallas_attn.kernels.lang.asm import give, i32, word_type
 
-
-def _int(bits: int) -> ir.Type:
-    return ir.IntegerType.get_signless(bits)
-
-
-def _asm(result: ir.Type, operands: list[Value], code: str, constraints: str) -> Value:
-    return llvm.inline_asm(result, operands, code, constraints)
-
+Value = ir.Value
 
 _CODE = {
     "float8_e4m3fn": (
@@ -44,6 +35,10 @@ _BY_INTEGERS = " ".join(
 )
 
 
+def _int(bits: int) -> ir.Type:
+    return ir.IntegerType.get_signless(bits)
+
+
 def to_16_bits(words: list[Value], dtype: str, integers: bool = False) -> list[Value]:
     """Words of 4 numbers of 8 bits -> words of 2 float16, in the same order, without rounding.
     `integers`: without the instruction that GPUs have for float8_e4m3fn from sm89 on.
@@ -60,7 +55,7 @@ def to_16_bits(words: list[Value], dtype: str, integers: bool = False) -> list[V
     two = ir.Type.parse("!llvm.struct<(i32, i32)>")
     code = _BY_INTEGERS if integers else _CODE[dtype]
     made = [llvm.inline_asm(two, [word], code, "=&r,=&r,r") for word in words]
-    return [llvm.extractvalue(_int(32), pair, [i]) for pair in made for i in range(2)]
+    return [llvm.extractvalue(i32(), pair, [i]) for pair in made for i in range(2)]
 
 
 def from_word(word: Value, nbytes: int, dtype: str) -> list[Value]:
@@ -71,16 +66,16 @@ def from_word(word: Value, nbytes: int, dtype: str) -> list[Value]:
         halves = [vector.extract(word, [], [i]) for i in range(4)]
     elif nbytes == 8:
         high = arith.shrui(word, utils.c(32, word.type))
-        halves = [arith.trunci(_int(32), x) for x in (word, high)]
+        halves = [arith.trunci(i32(), x) for x in (word, high)]
     else:
-        halves = [arith.extui(_int(32), word) if nbytes < 4 else word]
+        halves = [arith.extui(i32(), word) if nbytes < 4 else word]
     if dtype in NARROW:
         halves, nbytes, dtype = to_16_bits(halves, dtype), 2 * nbytes, "float16"
     if dtype == "float32":
         return [as_float(x) for x in halves]
-    sixteen = utils.c(16, _int(32))
+    sixteen = utils.c(16, i32())
     if dtype == "bfloat16":
-        top = utils.c(-(2**16), _int(32))
+        top = utils.c(-(2**16), i32())
         pairs = [(arith.shli(x, sixteen), arith.andi(x, top)) for x in halves]
         return [as_float(x) for pair in pairs for x in pair][: nbytes // 2]
     pairs = [(x, arith.shrui(x, sixteen)) for x in halves]
@@ -94,30 +89,18 @@ def as_float(bits: Value) -> Value:
 
 
 def as_bits(number: Value) -> Value:
-    return arith.bitcast(_int(32), number)
-
-
-def _operands(a: Value, b: Value | float) -> tuple[Value, Value]:
-    return a, utils.c(b, ir.F32Type.get()) if isinstance(b, float) else b
-
-
-def product(a: Value, b: Value | float) -> Value:
-    return arith.mulf(*_operands(a, b))
-
-
-def total(a: Value, b: Value | float) -> Value:
-    return arith.addf(*_operands(a, b))
+    return arith.bitcast(i32(), number)
 
 
 def reciprocal(a: Value) -> Value:
-    """1 / a for a from 2**-126 to 2**125: what ptxas makes of `rcp.rn` there, without the branch
-    for all others that it would stand behind.
+    """1 / a for a from 2**-126 to 2**125: the code that ptxas makes of `rcp.rn` there, without the
+    branch for all other numbers.
     """
     code = (
         "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; fma.rn.f32 e, $1, r, 0fBF800000; "
         "neg.f32 e, e; fma.rn.f32 $0, r, e, r; }"
     )
-    return _asm(ir.F32Type.get(), [a], code, "=f,f")
+    return llvm.inline_asm(ir.F32Type.get(), [a], code, "=f,f")
 
 
 def most_of_lanes(value: Value, lanes: int) -> Value:
@@ -127,39 +110,24 @@ def most_of_lanes(value: Value, lanes: int) -> Value:
     while lanes > 1:
         lanes //= 2
         code = f"shfl.sync.bfly.b32 $0, $1, {lanes}, 0x1f, 0xffffffff;"
-        other = llvm.inline_asm(_int(32), [value], code, "=r,r", has_side_effects=True)
-        value = arith.maxsi(value, other)
+        value = arith.maxsi(value, give(i32(), code, [value], "=r,r"))
     return value
 
 
-def sum_of_lanes(value: Value, lanes: int) -> Value:
-    """The sum of a float32 over each group of so many neighbouring lanes."""
-    while lanes > 1:
-        lanes //= 2
-        value = arith.addf(value, utils.shfl_bfly(value, lanes))
-    return value
-
-
-def rsqrt(value: Value) -> Value:
-    return _asm(ir.F32Type.get(), [value], "rsqrt.approx.f32 $0, $1;", "=f,f")
+def over_warp(value: Value, operation: str) -> Value:
+    """The sum ("add") or the largest ("max") of a 32-bit integer over the warp: one instruction."""
+    code = f"redux.sync.{operation}.s32 $0, $1, 0xffffffff;"
+    return give(i32(), code, [value], "=r,r")
 
 
 def rounded(numbers: list[Value], dtype: str) -> Value:
     """float32 numbers as those of a wider dtype than 8 bits, rounded to nearest even: a word."""
     kind = utils.dtype_to_ir_type(jnp.dtype(dtype))
     each = [x if dtype == "float32" else arith.truncf(kind, x) for x in numbers]
-    nbits = len(each) * jnp.dtype(dtype).itemsize * 8
     vectors = llvm.mlir_undef(ir.VectorType.get((len(each),), kind))
     for i, x in enumerate(each):
         vectors = vector.insert(x, vectors, [], [i])
-    word = ir.VectorType.get((4,), _int(32)) if nbits == 128 else _int(nbits)
-    return llvm.bitcast(word, vectors)
-
-
-def over_warp(value: Value, operation: str) -> Value:
-    """The sum ("add") or the largest ("max") of a 32-bit integer over the warp: one instruction."""
-    code = f"redux.sync.{operation}.s32 $0, $1, 0xffffffff;"
-    return llvm.inline_asm(_int(32), [value], code, "=r,r", has_side_effects=True)
+    return llvm.bitcast(word_type(len(each) * jnp.dtype(dtype).itemsize), vectors)
 
 
 _PAIR = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}
@@ -170,25 +138,25 @@ def to_word(numbers: list[Value], dtype: str) -> Value:
     as many bytes. They must be within the range of the dtype.
     """
     if dtype == "int8":
-        numbers = [_asm(_int(32), [x], "cvt.rni.s32.f32 $0, $1;", "=r,f") for x in numbers]
-        return packed(numbers, 8)
+        code = "cvt.rni.s32.f32 $0, $1;"
+        return packed([llvm.inline_asm(i32(), [x], code, "=r,f") for x in numbers], 8)
     if len(numbers) == 1:
         numbers = [*numbers, utils.c(0.0, ir.F32Type.get())]
         return arith.trunci(_int(8), to_word(numbers, dtype))
     code = f"cvt.rn.satfinite.{_PAIR[dtype]}.f32 $0, $2, $1;"  # the first operand goes on top
     firsts = zip(numbers[::2], numbers[1::2], strict=True)
-    pairs = [_asm(_int(16), list(pair), code, "=h,f,f") for pair in firsts]
-    return packed([arith.extui(_int(32), pair) for pair in pairs], 16)
+    pairs = [llvm.inline_asm(_int(16), list(pair), code, "=h,f,f") for pair in firsts]
+    return packed([arith.extui(i32(), pair) for pair in pairs], 16)
 
 
 def packed(numbers: list[Value], bits: int) -> Value:
     """The low `bits` of each 32-bit integer one above the other."""
     halves = []
     for lo in range(0, len(numbers), 32 // bits):
-        half = utils.c(0, _int(32))
+        half = utils.c(0, i32())
         for n, number in enumerate(numbers[lo : lo + 32 // bits]):
-            low = arith.andi(number, utils.c(2**bits - 1, _int(32)))
-            half = arith.ori(half, arith.shli(low, utils.c(n * bits, _int(32))))
+            low = arith.andi(number, utils.c(2**bits - 1, i32()))
+            half = arith.ori(half, arith.shli(low, utils.c(n * bits, i32())))
         halves.append(half)
     if len(halves) == 2:
         low, high = (arith.extui(_int(64), half) for half in halves)

@@ -6,6 +6,7 @@ a value lives and what it is.
 
 from typing import Any
 
+Ref = Any  # a ref to an array in global or shared memory
 GmemRef = Any  # a ref to an array in global memory
 SmemRef = Any  # a ref to a buffer in shared memory
 Barrier = Any  # a ref to one barrier or to several

@@ -1,4 +1,4 @@
-"""What each warp of a warpgroup decides for itself, on tiles in registers."""
+"""Decisions of each warp of a warpgroup for itself, on tiles in registers."""
 
 import functools
 from typing import Any
@@ -9,13 +9,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, scf, vector
 
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.threads import i32
+from pallas_attn.kernels.lang.asm import do, give, i32
+from pallas_attn.kernels.lang.types import Layout
 
 
-def any_in_warp(numbers: jax.Array, bound: float, layout: Any = None) -> jax.Array:
+def any_in_warp(numbers: jax.Array, bound: float, layout: Layout | None = None) -> jax.Array:
     """int32: 1 where one of this warp's part of a tile, or of one number a row, lies above `bound`,
     else 0.
 
@@ -24,10 +25,10 @@ def any_in_warp(numbers: jax.Array, bound: float, layout: Any = None) -> jax.Arr
     """
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
-    def vote(_, given):
+    def vote(_, tile):
         numbers = [
             vector.extract(register, [], ir.DenseI64ArrayAttr.get([i]))
-            for register in given.registers.flat
+            for register in tile.registers.flat
             for i in range(ir.VectorType(register.type).shape[0])
         ]
         # A row without a key is -inf minus -inf, NaN: it must not silence its thread's others.
@@ -38,21 +39,21 @@ def any_in_warp(numbers: jax.Array, bound: float, layout: Any = None) -> jax.Arr
             "{ .reg .pred p, q; setp.ne.s32 p, $1, 0;"
             " vote.sync.any.pred q, p, 0xffffffff; selp.s32 $0, 1, 0, q; }"
         )
-        answer = llvm.inline_asm(i32(), [above], ptx, "=r,r", has_side_effects=True)
+        answer = give(i32(), ptx, [above], "=r,r")
         return mgpu.FragmentedArray.splat(answer, (), is_signed=True)
 
     inline: Any = vote
-    inline.values = lambda x: (x > bound).any().astype(jnp.int32)  # what the interpreter runs
+    inline.values = lambda x: (x > bound).any().astype(jnp.int32)  # the interpreter runs this
     layout = layout or (mosaic.TILE if numbers.ndim == 2 else mosaic.ROW)
     return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(inline)(numbers)
 
 
 def scheduling_fence(where: jax.Array) -> None:
-    """ptxas schedules nothing across this: a branch, which is hardly ever taken if `where`, an
-    int32 that each warp has for itself, is hardly ever not 0.
+    """A branch, across which ptxas schedules nothing. It is taken where `where`, an int32 that each
+    warp has for itself, is not 0: hardly ever.
 
-    It takes the wait for a matmul for a load, whose latency it hides behind whatever comes before:
-    left alone it puts 50 of 64 exponents behind the wait that they could have run under.
+    ptxas takes the wait for a matmul for a load, whose latency it hides behind whatever comes
+    before: left alone it puts 50 of 64 exponents behind the wait that they could have run under.
     """
 
     def code(_, where):
@@ -60,10 +61,9 @@ def scheduling_fence(where: jax.Array) -> None:
         if_op: Any = scf.IfOp  # mypy knows the generated class only
         branch = if_op(arith.cmpi(arith.CmpIPredicate.ne, number, utils.c(0, number.type)))
         with ir.InsertionPoint(branch.then_block):
-            nothing = ir.Type.parse("!llvm.void")
-            llvm.inline_asm(nothing, [], "nanosleep.u32 20;", "~{memory}", has_side_effects=True)
+            do("nanosleep.u32 20;", [], "")
             scf.yield_([])
 
     inline: Any = code
-    inline.values = lambda where: None  # what the interpreter runs
+    inline.values = lambda where: None  # the interpreter runs this
     plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))(inline)(where)

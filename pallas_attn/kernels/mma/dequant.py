@@ -10,7 +10,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_attn._call import gpu_specs
-from pallas_attn.kernels.lang import thread_math, threads
+from pallas_attn.kernels.lang import asm, thread_math
 
 Value = Any
 
@@ -22,16 +22,16 @@ def by_integers(dtype: str, gpu: str | None) -> bool:
     return dtype == "float8_e4m3fn" and gpu_specs.number(gpu or "sm80") < 89
 
 
-def interleaved(one: list[Value], two: list[Value]) -> list[Value]:
+def interleaved(first: list[Value], second: list[Value]) -> list[Value]:
     """Words of 4 numbers of two rows a and b -> words a0 b0 a1 b1 and a2 b2 a3 b3."""
     return [
-        llvm.inline_asm(threads.i32(), [a, b], f"prmt.b32 $0, $1, $2, {order};", "=r,r,r")
-        for a, b in zip(one, two, strict=True)
+        llvm.inline_asm(asm.i32(), [a, b], f"prmt.b32 $0, $1, $2, {order};", "=r,r,r")
+        for a, b in zip(first, second, strict=True)
         for order in ("0x5140", "0x7362")
     ]
 
 
-# Of a float32: the exponent of the largest power of two that has an inverse, and that of 2**127.
+# Exponents of float32: that of the largest power of two that has an inverse, and that of 2**127.
 MOST, HIGH = 253 << 23, 254 << 23
 
 
@@ -40,7 +40,7 @@ def normalised(words: list[Value], dtype: str) -> tuple[list[Value], Value]:
     power), of a row of 16-bit numbers of which each of 4 lanes holds a quarter.
     """
     floats = [x for word in words for x in thread_math.from_word(word, 4, dtype)]
-    kind = threads.i32()
+    kind = asm.i32()
     of = lambda bits: utils.c(bits, kind)  # noqa: E731
     sizes = [arith.andi(thread_math.as_bits(x), of(0x7FFFFFFF)) for x in floats]
     while len(sizes) > 1:

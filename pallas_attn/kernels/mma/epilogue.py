@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.mosaic import Int
+from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.mma import mma_2x2, mma_rowmajor
 from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
@@ -39,14 +39,12 @@ def write(
         top = high * (16 if down == 4 else rows // 2)
         own = mma_2x2.int_of(first) + top
         begin = (own + lane // 4) * (pitch // 2) + wide * (mine // 2) + lane % 4
-        base = threads.shared_address(room, begin, 4)
+        base = asm.shared_address(room, begin, 4)
         for n, register in enumerate(tile.registers.flat):
             below, across = n // (mine // 4) * step + n % 2 * 8, n // 2 % chunks * 8
-            word = llvm.bitcast(threads.i32(), register)
-            threads.do(
-                f"st.shared.b32 [$0+{2 * (below * pitch + across)}], $1;", [base, word], "r,r"
-            )
-        threads.do("bar.warp.sync 0xffffffff;", [], "")
+            word = llvm.bitcast(asm.i32(), register)
+            asm.do(f"st.shared.b32 [$0+{2 * (below * pitch + across)}], $1;", [base, word], "r,r")
+        asm.do("bar.warp.sync 0xffffffff;", [], "")
         line = thread.wide((batch * length + start) * heads + head)  # rows count in 32 bits
         column = mma_2x2.int_of(group) * (width // 8) + wide * chunks
         for index in range(0, 16 * chunks, 32):
@@ -57,9 +55,9 @@ def write(
             if index + 32 > 16 * chunks:
                 inside = _both(inside, lane + index < 16 * chunks)
             source = (own + row) * (pitch // 8) + wide * chunks + chunk
-            address = threads.shared_address(room, source, 16)
+            address = asm.shared_address(room, source, 16)
             target = thread.wide((top + row) * (heads * (dim // 8)) + column + chunk)
-            pointer = mosaic.address_of(to, line * (dim // 8) + target, 16)
+            pointer = asm.address_of(to, line * (dim // 8) + target, 16)
             for block in range(count):
                 there = _both(inside, top + row + block * step < live)
                 far = 2 * block * step * pitch, 2 * block * step * heads * dim
@@ -89,4 +87,4 @@ def _copy(source: ir.Value, target: ir.Value, far: tuple[int, int], there: Int) 
         f"@p ld.shared.v4.b32 {{a, b, c, d}}, [$1+{far[0]}]; "
         f"@p st.global.v4.b32 [$2+{far[1]}], {{a, b, c, d}}; }}"
     )
-    threads.do(ptx, [arith.extui(threads.i32(), there.value), source, target], "r,r,l")
+    asm.do(ptx, [arith.extui(asm.i32(), there.value), source, target], "r,r,l")

@@ -12,7 +12,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang import asm, mosaic, threads
 from pallas_attn.kernels.mma import mma_2x2, mma_rowmajor
 from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
@@ -32,10 +32,10 @@ def add(tile: Array, to: Ref, index: Array, vectors: bool) -> None:
         for address, four in _lines(tile, to, index, size, vectors):
             if vectors:
                 ptx = "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
-                threads.do(ptx, [address[0], *four], "l,f,f,f,f")
+                asm.do(ptx, [address[0], *four], "l,f,f,f,f")
                 continue
-            for one, value in zip(address, four, strict=True):
-                threads.do("red.global.add.f32 [$0], $1;", [one, value], "l,f")
+            for target, value in zip(address, four, strict=True):
+                asm.do("red.global.add.f32 [$0], $1;", [target, value], "l,f")
 
     def twin(tile, to, index):
         with _ADDING:
@@ -52,7 +52,7 @@ def _lines(tile: Any, to: Any, index: Any, size: int, vectors: bool) -> Any:
     thread = threads.Thread()
     start = thread.wide(mma_2x2.int_of(index)) * size
     start = start + thread.wide(thread.index) * (4 if vectors else 1)
-    base = mosaic.address_of(to, start, 4)
+    base = asm.address_of(to, start, 4)
     f32 = ir.F32Type.get()
     for n, pair in enumerate(tile.registers.reshape(-1, 2)):
         four = [vector.extract(x, [], [i]) for x in pair for i in range(2)]
@@ -68,7 +68,7 @@ def load(ref: Ref, index: Array, shape: tuple[int, int], vectors: bool) -> Array
         thread, f32 = threads.Thread(), ir.F32Type.get()
         start = thread.wide(mma_2x2.int_of(index)) * size
         start = start + thread.wide(thread.index) * (4 if vectors else 1)
-        base = mosaic.address_of(ref, start, 4)
+        base = asm.address_of(ref, start, 4)
         registers = []
         for n in range(size // mosaic.THREADS // 4):
             if vectors:

@@ -12,7 +12,7 @@ warpgroups side by side, each with a part of the columns. Each function has a tw
 the interpreter runs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -22,18 +22,16 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.mosaic import Int
+from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.thread_program import Int
+from pallas_attn.kernels.lang.types import DType, GmemRef, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync
 from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 from pallas_attn.kernels.mma.mma_sync import PAIRS
 
-Ref = Any
-Array = Any
-
 PARTIALS = 16  # partial sums a row
 BARRIER = 8  # the first of those for two warps; a block's and its warpgroups' come before
-_BOTH: dict[str, tuple[Any, Any]] = {  # of two numbers on the GPU, and of an axis in NumPy
+_BOTH: dict[str, tuple[Any, Any]] = {  # on the GPU, and along an axis in NumPy
     "max": (arith.maximumf, np.max),
     "sum": (arith.addf, np.sum),
 }
@@ -42,44 +40,25 @@ _BOTH: dict[str, tuple[Any, Any]] = {  # of two numbers on the GPU, and of an ax
 class RightOperand(NamedTuple):
     """Rows of a right operand in shared memory, whose terms lie side by side."""
 
-    ref: Ref
-    first: Any  # row, an int32 scalar
-    width: int  # of a term
-
-
-class RowMax(NamedTuple):
-    """The maxima of a tile's rows on their way to shared memory: see `store_row_partials`."""
-
-    tile: Array
-    to: Ref
-    first: Any
-
-
-class Exponents(NamedTuple):
-    """2**(given * unit - base) of a tile, on its way to shared memory."""
-
-    given: Array
-    unit: float | None  # None: 1
-    base: Array  # one number a row
-    to: Ref
-    first: Any  # row of `to`
+    ref: SmemRef
+    first: Index  # row
+    width: int  # columns of a term
 
 
 class _RightRows(NamedTuple):
     """16 rows of a right operand, as one lane loads them."""
 
     address: ir.Value
-    width: int  # of a term
-    start: int  # where the first row lies, in numbers
+    width: int  # columns of a term
+    start: int  # place of the first row, in numbers
 
 
 class WarpGrid(NamedTuple):
-    """Which warp of a block has which part of a result."""
+    """The arrangement of the warps of a block around a result."""
 
     down: int  # warps of a warpgroup one above the other
     groups: int = 1  # warpgroups, side by side
-    group: Any = 0  # which one this is, an int32 scalar
-    row: Any = 0  # where its rows begin in what a warpgroup puts in shared memory for itself
+    group: Index = 0  # number of this one
 
     @property
     def across(self) -> int:
@@ -88,11 +67,11 @@ class WarpGrid(NamedTuple):
 
     @property
     def shares(self) -> int:
-        """Into how many shares a result's columns fall."""
+        """Shares of a result's columns."""
         return self.across * self.groups
 
 
-def result_of(shape: tuple[int, int], dtype: Any, down: int) -> Any:
+def result_of(shape: tuple[int, int], dtype: DType, down: int) -> Any:
     return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=mosaic.warp_layout(shape, down))
 
 
@@ -116,16 +95,12 @@ def place_of_warp(down: int) -> tuple[Int, Int, Int]:
     return warp // (4 // down), warp % (4 // down), lane
 
 
-def int_of(scalar: Any) -> Int:
+def int_of(scalar: Index) -> Int:
     return Int(scalar.registers.item())
 
 
-def multiply_rows(
-    sums: list, a: list, right: _RightRows, width: int, dtype: Any, after: Any = lambda: None
-) -> None:
-    """sums += a @ `width` columns of 16 rows of the right operand: a [term][block], 4 words.
-    `after` is called after each 16 columns.
-    """
+def multiply_rows(sums: list, a: list, right: _RightRows, width: int, dtype: DType) -> None:
+    """sums += a @ `width` columns of 16 rows of the right operand: a [term][block], 4 words."""
     address, whole, start = right
     for column in range(0, width, 16):
         some = min(16, width - column)
@@ -134,48 +109,31 @@ def multiply_rows(
             for n in range(len(a))
         ]
         mma_sync.multiply(sums, column // 8, a, b, dtype)
-        after()
 
 
 # ---- matmuls ------------------------------------------------------------------------------------
 
 
 def product(
-    left: tuple[Ref, Array],
-    right: tuple[Ref, Array],
+    left: tuple[SmemRef, Index],
+    right: tuple[SmemRef, Index],
     sizes: Sequence[int],
     terms: int,
     down: int,
-) -> Array:
+) -> RegisterTile:
     """left @ right^T of rows in shared memory, (ref, the first of them). `sizes`: (rows of the
     left, rows of the right, the width of a term).
     """
-    return either_product(((left, right),), 0, sizes, terms, down)
-
-
-def either_product(
-    pairs: Sequence[Any], which: Any, sizes: Sequence[int], terms: int, down: int
-) -> Array:
-    """`product` of the `which`-th of one or two pairs (left, right), whose rows are alike."""
-    (rows, columns, width), (a_ref, b_ref) = sizes, (x[0] for x in pairs[0])
+    (rows, columns, width), (a_ref, a_first), (b_ref, b_first) = sizes, left, right
     dtype, steps, shape = a_ref.dtype, (a_ref.shape[1], b_ref.shape[1]), (rows, columns)
     blocks, mine = rows // down // 16, columns * down // 4
-    assert all((a[0].shape[1], b[0].shape[1]) == steps for a, b in pairs)
 
-    def bases(a, b):
-        """A lane's addresses in both operands."""
+    def code(a_ref, a_first, b_ref, b_first):
         high, wide, lane = place_of_warp(down)
-        row = int_of(a[1]) + high * (16 * blocks) + lane % 16
-        left = mma_sync.address_of(a[0], row, lane // 16, steps[0])
-        row = int_of(b[1]) + wide * mine + lane % 8 + lane // 16 * 8
-        return left, mma_sync.address_of(b[0], row, lane // 8 % 2, steps[1])
-
-    def code(pairs, which):
-        found = [bases(*pair) for pair in pairs]
-        if len(found) > 1:
-            second = (int_of(which) >= 1).value
-            found = [[arith.select(second, b, a) for a, b in zip(*found, strict=True)]]
-        a_base, b_base = found[0]
+        row = int_of(a_first) + high * (16 * blocks) + lane % 16
+        a_base = mma_sync.address_of(a_ref, row, lane // 16, steps[0])
+        row = int_of(b_first) + wide * mine + lane % 8 + lane // 16 * 8
+        b_base = mma_sync.address_of(b_ref, row, lane // 8 % 2, steps[1])
         sums = mma_sync.nothing(blocks, mine)
         small = mma_sync.nothing(blocks, mine) if terms == 3 else None
         for column in range(0, width, 16):
@@ -196,8 +154,7 @@ def either_product(
             mma_sync.plus(sums, small, 0)
         return tile_of_sums(sums, shape, down)
 
-    def twin(pairs, which):
-        (a_ref, a_first), (b_ref, b_first) = pairs[int(which)]
+    def twin(a_ref, a_first, b_ref, b_first):
         a, b = a_ref[int(a_first) :][:rows], b_ref[int(b_first) :][:columns]
         out = np.zeros(shape, np.float32)
         for i, j in PAIRS[terms]:
@@ -205,12 +162,13 @@ def either_product(
             out += of_a.astype(np.float32) @ of_b.astype(np.float32).T
         return out
 
-    types = (((REF, SCALAR), (REF, SCALAR)),) * len(pairs), SCALAR
-    args = (tuple(pairs), jnp.int32(which))
+    types, args = (REF, SCALAR, REF, SCALAR), (a_ref, a_first, b_ref, b_first)
     return mma_rowmajor.inline(code, twin, args, types, result_of(shape, jnp.float32, down))
 
 
-def matmul_add(acc: Array, p: Sequence[Array], x: RightOperand, down: int) -> Array:
+def matmul_add(
+    acc: RegisterTile, p: Sequence[RegisterTile], x: RightOperand, down: int
+) -> RegisterTile:
     """acc + p @ x, p in registers, for warps one above the other: each has whole rows."""
     assert down == 4
     (x_ref, first, width), (rows, inner) = x, p[0].shape
@@ -236,8 +194,8 @@ def matmul_add(acc: Array, p: Sequence[Array], x: RightOperand, down: int) -> Ar
 
 
 def matmul_add_shared(
-    acc: Array, p: Ref, x: RightOperand, sizes: tuple[int, int, int], grid: WarpGrid
-) -> Array:
+    acc: RegisterTile, p: SmemRef, x: RightOperand, sizes: tuple[int, int, int], grid: WarpGrid
+) -> RegisterTile:
     """acc + a warpgroup's columns of p @ x, p as `store_tile` left it in shared memory. `sizes`:
     (rows and columns of p, its terms).
     """
@@ -246,9 +204,9 @@ def matmul_add_shared(
     blocks, wide = rows // grid.down // 16, width // grid.shares
     mine = inner // grid.shares
 
-    def code(acc, p, x_ref, first, group, row):
+    def code(acc, p, x_ref, first, group):
         high, lane, share = _share(grid, group)
-        sums, row = mma_sync.numbers_of(acc, blocks), int_of(row) + high * (16 * blocks) + lane % 16
+        sums, row = mma_sync.numbers_of(acc, blocks), high * (16 * blocks) + lane % 16
         for other in range(grid.shares):  # each begins with the columns that it put there itself
             begin = (share + other) % grid.shares * mine
             a_base = mma_sync.address_of(p, row, begin // 8 + lane // 16, steps[0])
@@ -266,13 +224,13 @@ def matmul_add_shared(
                 multiply_rows(sums, a, right, wide, dtype)
         return tile_of_sums(sums, shape, grid.down)
 
-    def twin(acc, p, x_ref, first, group, row):
-        left = [p[int(row) :][:rows, n * inner :][:, :inner] for n in range(terms)]
+    def twin(acc, p, x_ref, first, group):
+        left = [p[:rows, n * inner :][:, :inner] for n in range(terms)]
         whole = product_of_numpy(left, x_ref[int(first) :][:inner], width)
         return np.array(acc) + whole[:, int(group) * shape[1] :][:, : shape[1]]
 
-    types = (mosaic.warp_layout(shape, grid.down), REF, REF, SCALAR, SCALAR, SCALAR)
-    args = (acc, p, x_ref, first, jnp.int32(grid.group), jnp.int32(grid.row))
+    types = (mosaic.warp_layout(shape, grid.down), REF, REF, SCALAR, SCALAR)
+    args = (acc, p, x_ref, first, jnp.int32(grid.group))
     return mma_rowmajor.inline(code, twin, args, types, result_of(shape, jnp.float32, grid.down))
 
 
@@ -284,15 +242,15 @@ def product_of_numpy(p: Any, x: Any, width: int) -> Any:
     return out
 
 
-def _share(grid: WarpGrid, group: Any) -> tuple[Int, Int, Int]:
+def _share(grid: WarpGrid, group: Index) -> tuple[Int, Int, Int]:
     """(which of the warps down, lane, which share of the columns)."""
     high, wide, lane = place_of_warp(grid.down)
     return high, lane, wide if grid.groups == 1 else int_of(group) * grid.across + wide
 
 
 def transposed_product(
-    left: Ref, right: Ref, sizes: tuple[int, int, int], terms: int, grid: WarpGrid
-) -> Array:
+    left: SmemRef, right: SmemRef, sizes: tuple[int, int, int], terms: int, grid: WarpGrid
+) -> RegisterTile:
     """A warpgroup's columns of left^T @ right, [rows, width / groups], its warps two by two: `left`
     holds [keys, rows] as `store_tile` left it, `right` [keys, width]. `sizes`: (rows, keys, width).
     """
@@ -338,60 +296,38 @@ def transposed_product(
 # ---- shared memory ------------------------------------------------------------------------------
 
 
-def store_tile(tile: Sequence[Array], to: Ref, grid: WarpGrid) -> None:
+def store_tile(tile: Sequence[RegisterTile], to: SmemRef, grid: WarpGrid) -> None:
     """A warpgroup's columns of a tile in its terms, side by side, to shared memory."""
     (rows, columns), step = tile[0].shape, to.shape[1]
     whole, mine = columns * grid.groups, columns // grid.across
 
-    def code(tile, to, group, first):
+    def code(tile, to, group):
         high, lane, share = _share(grid, group)
-        row = int_of(first) + high * (rows // grid.down) + lane // 4
+        row = high * (rows // grid.down) + lane // 4
         start = row * (step // 2) + share * (mine // 2) + lane % 4
-        base = threads.shared_address(to, start, 4)
+        base = asm.shared_address(to, start, 4)
         for n, term in enumerate(tile):
             for i, word in enumerate(mma_rowmajor.words_of(term)):
                 below = i // (mine // 4) * 16 + i % 2 * 8
                 across = n * whole + i // 2 % (mine // 8) * 8
                 ptx = f"st.shared.b32 [$0+{2 * (below * step + across)}], $1;"
-                threads.do(ptx, [base, word], "r,r")
+                asm.do(ptx, [base, word], "r,r")
 
-    def twin(tile, to, group, first):
+    def twin(tile, to, group):
         for n, term in enumerate(tile):
             start = n * whole + int(group) * columns
-            to[int(first) :][:rows, start : start + columns] = term
+            to[:rows, start : start + columns] = term
 
-    types = ((mosaic.warp_layout((rows, columns), grid.down),) * len(tile), REF, SCALAR, SCALAR)
-    args = (tuple(tile), to, jnp.int32(grid.group), jnp.int32(grid.row))
+    types = ((mosaic.warp_layout((rows, columns), grid.down),) * len(tile), REF, SCALAR)
+    args = (tuple(tile), to, jnp.int32(grid.group))
     mma_rowmajor.inline(code, twin, args, types, None)
     assert to.dtype == tile[0].dtype
-
-
-def load_tile(ref: Ref, shape: tuple[int, int], down: int) -> Array:
-    """What one warpgroup's `store_tile` left of a tile of one term."""
-    (rows, columns), step, dtype = shape, ref.shape[1], ref.dtype
-    mine = columns * down // 4
-
-    def code(ref):
-        high, wide, lane = place_of_warp(down)
-        start = (high * (rows // down) + lane // 4) * (step // 2) + wide * (mine // 2) + lane % 4
-        base, registers = mosaic.address_of(ref, start, 4), []
-        pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
-        for i in range(rows // down // 16 * (mine // 8) * 2):
-            below, right = i // (mine // 4) * 16 + i % 2 * 8, i // 2 % (mine // 8) * 8
-            place = utils.getelementptr(base, [(below * step + right) // 2], threads.i32())
-            registers.append(llvm.load(pair, place, alignment=4))
-        return tile_with(registers, shape, down)
-
-    def twin(ref):
-        return ref[:rows, :columns].copy()
-
-    return mma_rowmajor.inline(code, twin, (ref,), (REF,), result_of(shape, dtype, down))
 
 
 # ---- results -------------------------------------------------------------------------------------
 
 
-def write(tile: Array, to: Ref, at: tuple[Any, ...], grid: WarpGrid) -> None:
+def write(tile: RegisterTile, to: GmemRef, at: tuple[Index, ...], grid: WarpGrid) -> None:
     """The first `live` rows of a warpgroup's part of a tile, and as many columns as there are, to
     [B, rows, heads, dim]. `at`: (batch, head, first row, live), int32 scalars.
     """
@@ -433,11 +369,11 @@ def write(tile: Array, to: Ref, at: tuple[Any, ...], grid: WarpGrid) -> None:
 
 
 def row_layout(rows: int) -> Any:
-    """Of one number a row of tiles whose warps grid two by two: both of a row have it."""
+    """The layout of one number a row, which both warps of a row have, warps two by two."""
     return mosaic.warp_layout((rows, PARTIALS), 2).reduce(1)
 
 
-def store_row_partials(tile: Array, to: Ref, first: Any, op: str) -> None:
+def store_row_partials(tile: RegisterTile, to: SmemRef, first: Index, op: str) -> None:
     """The largest ("max") or the sum ("sum") of each row, over the columns that one warp has, to
     shared memory: row r of warp w across to `to[w, first + r]`.
     """
@@ -446,12 +382,12 @@ def store_row_partials(tile: Array, to: Ref, first: Any, op: str) -> None:
     def code(tile, to, first):
         high, wide, lane = place_of_warp(2)
         start = wide * whole + int_of(first) + high * (rows // 2) + lane // 4
-        base = threads.shared_address(to, start, 4)
+        base = asm.shared_address(to, start, 4)
         for n, pairs in enumerate(halves(tile, rows)):
             number = _tree(both, [vector.extract(x, [], [i]) for x in pairs for i in range(2)])
             for distance in (1, 2):
                 number = both(number, utils.shfl_bfly(number, distance))
-            threads.do(f"st.shared.f32 [$0+{32 * n}], $1;", [base, number], "r,f")
+            asm.do(f"st.shared.f32 [$0+{32 * n}], $1;", [base, number], "r,f")
 
     def twin(tile, to, first):
         of_warps = numpy(np.asarray(tile).reshape(rows, 2, columns // 2), axis=2)
@@ -461,15 +397,15 @@ def store_row_partials(tile: Array, to: Ref, first: Any, op: str) -> None:
     mma_rowmajor.inline(code, twin, (tile, to, jnp.int32(first)), types, None)
 
 
-def load_row_totals(ref: Ref, first: Any, rows: int, op: str) -> Array:
-    """What `store_row_partials` left of both warps of a row, as one: [rows]."""
+def load_row_totals(ref: SmemRef, first: Index, rows: int, op: str) -> RegisterTile:
+    """The partials of both warps of a row that `store_row_partials` stored, as one: [rows]."""
     whole, (both, numpy) = ref.shape[1], _BOTH[op]
     layout = row_layout(rows)
 
     def code(ref, first):
         high, _, lane = place_of_warp(2)
         start, f32 = int_of(first) + high * (rows // 2) + lane // 4, ir.F32Type.get()
-        base, numbers = mosaic.address_of(ref, start, 4), []
+        base, numbers = asm.address_of(ref, start, 4), []
         for n in range(rows // 16):
             two = [
                 llvm.load(f32, utils.getelementptr(base, [8 * n + w * whole], f32))
@@ -485,18 +421,18 @@ def load_row_totals(ref: Ref, first: Any, rows: int, op: str) -> Array:
     return mma_rowmajor.inline(code, twin, (ref, jnp.int32(first)), (REF, SCALAR), result)
 
 
-def sync_row_pair(group: Any) -> None:
+def sync_row_pair(group: Index) -> None:
     """A barrier of the two warps of warpgroup `group` that have the same rows."""
 
     def code(group):
         high, _, _ = place_of_warp(2)
         number = int_of(group) * 2 + high + BARRIER
-        threads.do(f"bar.sync $0, {2 * 32};", [number.value], "r")
+        asm.do(f"bar.sync $0, {2 * 32};", [number.value], "r")
 
     mma_rowmajor.inline(code, lambda group: None, (jnp.int32(group),), (SCALAR,), None)
 
 
-def partial_sums(tile: Array) -> Array:
+def partial_sums(tile: RegisterTile) -> RegisterTile:
     """[rows, columns] -> [rows, PARTIALS]: each thread adds up its numbers of a row, in 2 sums."""
     (rows, columns), shape = tile.shape, (tile.shape[0], PARTIALS)
 
@@ -521,171 +457,3 @@ def _tree(op: Any, values: list) -> ir.Value:
         pairs = [op(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
         values = pairs + values[len(values) & ~1 :]
     return values[0]
-
-
-# ---- matmuls with pieces of the softmax between their instructions -------------------------------
-#
-# ptxas leaves instructions about where it finds them: so the exponents of one tile are written
-# between the matmuls of the next tile's scores, and the next tile's row maxima between those of the
-# first tile's values. What the base and the unit of an exponent are, attention/softmax.py says.
-# 16-bit numbers alone.
-
-
-def _few(work: Iterator, count: int) -> None:
-    for _ in range(count):
-        next(work, None)
-
-
-def scores_and_exponents(
-    left: tuple[Ref, Array], right: tuple[Ref, Array], sizes: Sequence[int], work: Exponents
-) -> tuple[Array, Array]:
-    """`product` of the next tile, and the exponents of this one: to shared memory as `store_tile`
-    leaves them; and their `partial_sums`.
-    """
-    (a_ref, a_first), (b_ref, b_first), exponents = left, right, work
-    given, unit, base, p_ref, p_first = exponents
-    (rows, columns, width), dtype = sizes, a_ref.dtype
-    shape = (rows, columns)
-    steps, blocks, mine = (a_ref.shape[1], b_ref.shape[1]), rows // 32, columns // 2
-    assert p_ref.dtype == dtype
-    p_step = p_ref.shape[1]
-
-    def code(a_ref, a_first, b_ref, b_first, given, base, p_ref, p_first):
-        high, wide, lane = place_of_warp(2)
-        row = int_of(a_first) + high * (16 * blocks) + lane % 16
-        a_base = mma_sync.address_of(a_ref, row, lane // 16, steps[0])
-        row = int_of(b_first) + wide * mine + lane % 8 + lane // 16 * 8
-        b_base = mma_sync.address_of(b_ref, row, lane // 8 % 2, steps[1])
-        totals: dict[int, list] = {}
-        row = int_of(p_first) + high * (rows // 2) + lane // 4
-        start = row * (p_step // 2) + wide * (mine // 2) + lane % 4
-        inside = Exponents(given, unit, base, threads.shared_address(p_ref, start, 4), p_step)
-        work = _exponents(inside, mine, totals, str(jnp.dtype(dtype)))
-        sums, count = mma_sync.nothing(blocks, mine), len(given.registers.flat)
-        slots = width // 16 * (mine // 16)
-        done = 0
-        for column in range(0, width, 16):
-            a = [
-                [mma_sync.ldmatrix(a_base, 2 * (b * 16 * steps[0] + column)) for b in range(blocks)]
-            ]
-            for key in range(0, mine, 16):
-                b = [mma_sync.ldmatrix(b_base, 2 * (key * steps[1] + column))]
-                mma_sync.multiply(sums, key // 8, a, b, dtype)
-                done += 1
-                _few(work, done * count // slots - (done - 1) * count // slots)
-        _few(work, count)
-        total = [mma_rowmajor.pair_of(*totals[n]) for n in range(2 * blocks)]
-        total = tile_with(total, (rows, PARTIALS), 2)
-        return tile_of_sums(sums, shape, 2), total
-
-    def twin(a_ref, a_first, b_ref, b_first, given, base, p_ref, p_first):
-        a, b = a_ref[int(a_first) :][:rows, :width], b_ref[int(b_first) :][:columns, :width]
-        p = np.exp2(given * np.float32(unit or 1) - base[:, None]).astype(np.float32)
-        p_ref[int(p_first) :][:rows, :columns] = p.astype(p_ref.dtype)
-        total = p.reshape(rows, 2, columns // PARTIALS, 8).sum(2).reshape(rows, PARTIALS)
-        return a.astype(np.float32) @ b.astype(np.float32).T, total
-
-    tile = mosaic.warp_layout(shape, 2)
-    types = (REF, SCALAR, REF, SCALAR, tile, row_layout(rows), REF, SCALAR)
-    args = (a_ref, a_first, b_ref, b_first, given, base, p_ref, jnp.int32(p_first))
-    results = (
-        result_of(shape, jnp.float32, 2),
-        result_of((rows, PARTIALS), jnp.float32, 2),
-    )
-    return mma_rowmajor.inline(code, twin, args, types, results)
-
-
-def _exponents(of_thread: Exponents, mine: int, totals: dict, dtype: str) -> Iterator:
-    """A register's pair of numbers at a time, and its word to shared memory: `to` is a thread's
-    address there, `first` the numbers from one row to the next.
-    """
-    given, unit, base, address, step = of_thread
-    f32 = ir.F32Type.get()
-    bases = [vector.extract(x, [], [0]) for x in base.registers.flat]
-    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
-    for i, pair in enumerate(given.registers.flat):
-        n = i // (mine // 4) * 2 + i % 2
-        two = []
-        for j in range(2):
-            x = vector.extract(pair, [], [j])
-            if unit is None:
-                x = arith.subf(x, bases[n])
-            else:
-                code = "{ .reg .f32 m; neg.f32 m, $3; fma.rn.f32 $0, $1, $2, m; }"
-                x = llvm.inline_asm(f32, [x, utils.c(unit, f32), bases[n]], code, "=f,f,f,f")
-            two.append(llvm.inline_asm(f32, [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))
-        before = totals.get(n)
-        totals[n] = [arith.addf(*x) for x in zip(before, two, strict=True)] if before else two
-        word = llvm.inline_asm(
-            threads.i32(), [two[1], two[0]], f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f"
-        )
-        below, across = i // (mine // 4) * 16 + i % 2 * 8, i // 2 % (mine // 8) * 8
-        threads.do(f"st.shared.b32 [$0+{2 * (below * step + across)}], $1;", [address, word], "r,r")
-        yield
-
-
-def matmul_add_and_row_max(
-    acc: Array, p: Ref, x: RightOperand, sizes: Sequence[int], grid: WarpGrid, coming: RowMax
-) -> Array:
-    """`matmul_add_shared`, and `store_row_partials` of the maxima of another tile. `sizes`: (rows
-    and columns of p).
-    """
-    (x_ref, first, width), (rows, inner), (tile, to, to_first) = x, sizes, coming
-    steps, dtype, shape = (p.shape[1], x_ref.shape[1]), x_ref.dtype, (rows, width)
-    blocks, wide, mine, whole = rows // 32, width // 2, inner // 2, to.shape[1]
-
-    def code(acc, p, x_ref, first, row, tile, to, to_first):
-        high, share, lane = place_of_warp(2)
-        sums = mma_sync.numbers_of(acc, blocks)
-        row = int_of(row) + high * (16 * blocks) + lane % 16
-        start = share * whole + int_of(to_first) + high * (rows // 2) + lane // 4
-        work = _peaks(halves(tile, rows), threads.shared_address(to, start, 4))
-        for other in range(2):
-            begin = (share + other) % 2 * mine
-            a_base = mma_sync.address_of(p, row, begin // 8 + lane // 16, steps[0])
-            of_x, chunk = int_of(first) + begin + lane % 16, share * (wide // 8)
-            base = mma_sync.address_of(x_ref, of_x, chunk + lane // 16, steps[1])
-            for key in range(0, mine, 16):
-                a = [
-                    [
-                        mma_sync.ldmatrix(a_base, 2 * (b * 16 * steps[0] + key))
-                        for b in range(blocks)
-                    ]
-                ]
-                right = _RightRows(base, width, key * steps[1])
-                multiply_rows(sums, a, right, wide, dtype, lambda: _few(work, 2))
-        for _ in work:
-            pass
-        return tile_of_sums(sums, shape, 2)
-
-    def twin(acc, p, x_ref, first, row, tile, to, to_first):
-        left = [p[int(row) :][:rows, :inner]]
-        out = np.array(acc) + product_of_numpy(left, x_ref[int(first) :][:inner], width)
-        peaks = np.asarray(tile).reshape(rows, 2, inner // 2).max(axis=2)
-        to[:, int(to_first) : int(to_first) + rows] = peaks.T
-        return out
-
-    layout = mosaic.warp_layout((rows, inner), 2)
-    types = (mosaic.warp_layout(shape, 2), REF, REF, SCALAR, SCALAR, layout, REF, SCALAR)
-    args = (acc, p, x_ref, first, jnp.int32(grid.row), tile, to, jnp.int32(to_first))
-    return mma_rowmajor.inline(code, twin, args, types, result_of(shape, jnp.float32, 2))
-
-
-def _peaks(halves: list, address: Any) -> Iterator:
-    tops = []
-    for pairs_of in halves:
-        values = [vector.extract(x, [], [i]) for x in pairs_of for i in range(2)]
-        while len(values) > 1:
-            joined = []
-            for a, b in zip(values[::2], values[1::2], strict=False):
-                joined.append(arith.maximumf(a, b))
-                yield
-            values = joined + values[len(values) & ~1 :]
-        tops.append(values[0])
-    for distance in (1, 2):
-        for n, top in enumerate(tops):
-            tops[n] = arith.maximumf(top, utils.shfl_bfly(top, distance))
-            yield
-    for n, top in enumerate(tops):
-        threads.do(f"st.shared.f32 [$0+{32 * n}], $1;", [address, top], "r,f")
-        yield

@@ -19,8 +19,8 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_attn.kernels.lang import mosaic, thread_math, threads
-from pallas_attn.kernels.lang.mosaic import Int
+from pallas_attn.kernels.lang import asm, mosaic, thread_math, threads
+from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.mma import dequant
 
 Ref = Any
@@ -62,7 +62,7 @@ class Split:
     ):
         self.row_blocks, self.keys, self.folded = row_blocks, keys, folded
         self.integers, self.heads = integers, heads
-        self.groups = threads.WARPS // row_blocks  # of keys
+        self.groups = threads.WARPS // row_blocks  # groups of keys
         self.columns = keys // self.groups
         self.width = self.columns // 2 if folded else self.columns
 
@@ -128,18 +128,16 @@ def tile_of(shape: tuple[int, int], dtype: Any) -> Any:
 def warp_and_lane() -> tuple[ir.Value, ir.Value]:
     """(warp of the warpgroup, lane of the warp)."""
     thread = threads.Thread().index.value
-    return arith.divui(thread, utils.c(32, threads.i32())), arith.remui(
-        thread, utils.c(32, threads.i32())
-    )
+    return arith.divui(thread, utils.c(32, asm.i32())), arith.remui(thread, utils.c(32, asm.i32()))
 
 
 class Queries(NamedTuple):
-    """Where a block's query rows lie in global memory: query n of `rows` at row
+    """The place of a block's query rows in global memory: query n of `rows` at row
     start + n // group * step + n % group, of `dim` numbers.
     """
 
     ref: Ref
-    start: Any  # of query 0, in rows
+    start: Any  # the row of query 0
     first: Any  # the query of the block's row 0
     rows: int
     step: int
@@ -159,7 +157,7 @@ def queries(at: Queries, split: Split) -> Array:
     def code(ref, first):
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
         lane, starts = rows_of_lane(first, at, split)
-        halves = [words_of_row(mosaic.pointer_of(ref), start, lane, dim) for start in starts]
+        halves = [words_of_row(asm.pointer_of(ref), start, lane, dim) for start in starts]
         return tile_with(
             [llvm.bitcast(pair, w) for both in zip(*halves, strict=True) for w in both], shape
         )
@@ -186,7 +184,7 @@ def float16_queries(at: Queries, split: Split) -> tuple[Array, Array]:
         lane, starts = rows_of_lane(first, at, split)
         halves, units = [], []
         for start in starts:
-            words = _as_narrow_lies(mosaic.pointer_of(ref), start, lane, dim)
+            words = _as_narrow_lies(asm.pointer_of(ref), start, lane, dim)
             words, unit = dequant.normalised(words, str(jnp.dtype(dtype)))
             halves.append(words)
             units.append(unit)
@@ -248,8 +246,9 @@ def in_64_bits(x: Int) -> Int:
 
 
 def words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: int = 0) -> list:
-    """What a lane loads of a row of `dim` 16-bit numbers that begins `start` + `offset` words of 16
-    bytes from `pointer`: 4 words of 32 bits of each group of 32 numbers, zeros past the row's end.
+    """The words that a lane loads of a row of `dim` 16-bit numbers that begins `start` + `offset`
+    words of 16 bytes from `pointer`: 4 words of 32 bits of each group of 32 numbers, zeros past the
+    row's end.
 
     The 4 lanes of a row load 8 neighbouring numbers each. A matmul may sum over columns in any
     order that both operands share, so nothing is rearranged.
@@ -258,14 +257,14 @@ def words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: int
     odd row read the second of two groups first.
     """
     words, chunks = [], dim // 8
-    like = (lambda x: x) if start.value.type == threads.i32() else in_64_bits
-    column, odd, zero = lane % 4, lane // 4 % 2, utils.c(0, threads.i32())
+    like = (lambda x: x) if start.value.type == asm.i32() else in_64_bits
+    column, odd, zero = lane % 4, lane // 4 % 2, utils.c(0, asm.i32())
     swapped = (odd >= 1).value
     early, late = (start + like(column + n) for n in (odd * 4, odd * -4 + 4))
     for group in range(0, chunks // 8 * 2, 2):
-        one = four_words(pointer, early, offset + 4 * group)
-        two = four_words(pointer, late, offset + 4 * group)
-        for pair in ((two, one), (one, two)):
+        early_words = four_words(pointer, early, offset + 4 * group)
+        late_words = four_words(pointer, late, offset + 4 * group)
+        for pair in ((late_words, early_words), (early_words, late_words)):
             words += [arith.select(swapped, x, y) for x, y in zip(*pair, strict=True)]
     for group in range(chunks // 8 * 2, -(-chunks // 4)):
         left = chunks - 4 * group
@@ -289,7 +288,7 @@ def _as_narrow_lies(pointer: ir.Value, start: Int, lane: Int, dim: int) -> list:
 
 def four_words(pointer: ir.Value, index: Int, offset: int, count: int = 4) -> list[ir.Value]:
     """Word `index` + `offset`, of 4 * count bytes, from `pointer`."""
-    kind = ir.VectorType.get((count,), threads.i32())
+    kind = ir.VectorType.get((count,), asm.i32())
     address = utils.getelementptr(pointer, [index.value], kind)
     address = utils.getelementptr(address, [offset], kind)
     loaded = llvm.load(kind, address, alignment=4 * count)
@@ -303,9 +302,9 @@ def _chunk(pointer: ir.Value, start: Int, offset: int, odd: Int) -> list[ir.Valu
     read the second half of their chunk first, which makes 2-way bank conflicts of 4-way ones.
     """
     early, late = start * 2 + odd, start * 2 + (odd * -1 + 1)
-    one, two = (four_words(pointer, half, 2 * offset, 2) for half in (early, late))
+    first, second = (four_words(pointer, half, 2 * offset, 2) for half in (early, late))
     swapped = (odd >= 1).value
-    pairs = [*zip(two, one, strict=True), *zip(one, two, strict=True)]
+    pairs = [*zip(second, first, strict=True), *zip(first, second, strict=True)]
     return [arith.select(swapped, x, y) for x, y in pairs]
 
 
@@ -322,7 +321,7 @@ def row_with(halves: list) -> Any:
 
 def words_of(array: Any) -> list[ir.Value]:
     """A 16-bit tile's registers as words: [column of 8][upper or lower 8 rows], flat."""
-    return [llvm.bitcast(threads.i32(), r) for r in array.registers.flat]
+    return [llvm.bitcast(asm.i32(), r) for r in array.registers.flat]
 
 
 def mma(c: list, a: list, b: list, dtype: Any) -> list[ir.Value]:
@@ -355,7 +354,7 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
 
     def code(q, ref, slot):
         warp, lane = (Int(x) for x in warp_and_lane())
-        a, pointer, words = words_of(q), mosaic.pointer_of(ref), dim * size // 16
+        a, pointer, words = words_of(q), asm.pointer_of(ref), dim * size // 16
         start = Int(slot.registers.item()) * (split.lines * words)
         start = start + (split.first(warp) + lane // 4) * words
         zero = utils.c(0.0, ir.F32Type.get())
@@ -395,7 +394,7 @@ def number_of_each_key(ref: Ref, slot: Array, split: Split) -> Array:
         warp, lane = (Int(x) for x in warp_and_lane())
         at = Int(slot.registers.item()) * split.lines + split.first(warp) + lane % 4 * 2
         pairs = [
-            dequant.pair_of_floats(mosaic.pointer_of(ref), at + split.line(n))
+            dequant.pair_of_floats(asm.pointer_of(ref), at + split.line(n))
             for n in range(0, split.columns, 8)
         ]
         return tile_with([pair for pair in pairs for _ in range(2)], shape)
@@ -426,7 +425,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
 
     def code(acc, p, ref, slot):
         warp, lane = (Int(x) for x in warp_and_lane())
-        a, pointer = words_of(p), mosaic.pointer_of(ref)
+        a, pointer = words_of(p), asm.pointer_of(ref)
         start = Int(slot.registers.item()) * (split.lines * chunks)
         start = start + (split.first(warp) + lane % 4 * 2) * chunks
         sums = []
@@ -435,7 +434,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
         for key in range(0, split.columns, 16):
             of_a = a[key // 4 : key // 4 + 4]
             if split.folded:
-                zero = utils.c(0, threads.i32())
+                zero = utils.c(0, asm.i32())
                 of_a = [a[key // 8], zero, a[key // 8 + 1], zero]
             for u in range(shape[1] // 64):
                 chunk = start + (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
@@ -473,11 +472,11 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
     return inline(code, twin, (acc, p, ref, slot), types, tile_of(shape, jnp.float32))
 
 
-def _columns(one: list, two: list) -> list[ir.Value]:
+def _columns(first: list, second: list) -> list[ir.Value]:
     """Words of two rows -> for each column a word with the numbers of both."""
     return [
-        llvm.inline_asm(threads.i32(), [a, b], f"prmt.b32 $0, $1, $2, {order};", "=r,r,r")
-        for a, b in zip(one, two, strict=True)
+        llvm.inline_asm(asm.i32(), [a, b], f"prmt.b32 $0, $1, $2, {order};", "=r,r,r")
+        for a, b in zip(first, second, strict=True)
         for order in ("0x5410", "0x7632")
     ]
 
@@ -502,8 +501,8 @@ def store_accumulators(
                 for k in range(2):
                     index = line * words + chunk * 2 + k
                     _store_four(refs[0], index, eight[4 * k : 4 * k + 4], there)
-        for ref, given in zip(refs[1:], numbers, strict=True):
-            number = given.registers.flat[half]
+        for ref, row_numbers in zip(refs[1:], numbers, strict=True):
+            number = row_numbers.registers.flat[half]
             if isinstance(number.type, ir.VectorType):
                 number = vector.extract(number, [], [0])
             threads.Thread().shared_store(ref, line, threads.Float(number), row < rows)
@@ -523,16 +522,16 @@ def store_accumulators(
 
 def _store_four(ref: Ref, index: Int, values: list, there: ir.Value) -> None:
     ptx = "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.shared.v4.b32 [$1], {$2, $3, $4, $5}; }"
-    words = [arith.bitcast(threads.i32(), x) for x in values]
-    operands = [arith.extui(threads.i32(), there), threads.shared_address(ref, index, 16), *words]
-    threads.do(ptx, operands, "r,r,r,r,r,r")
+    words = [arith.bitcast(asm.i32(), x) for x in values]
+    operands = [arith.extui(asm.i32(), there), asm.shared_address(ref, index, 16), *words]
+    asm.do(ptx, operands, "r,r,r,r,r,r")
 
 
 def add(ref: Any, number: Any, tile: Any, where: Any) -> None:
     """Adds a float32 tile in registers to piece `number` of a vector in global memory, by atomic
     adds of 16 bytes, in the order in which threads hold it; does nothing where `where` is 0.
     """
-    slots = tile.size // 4  # of 16 bytes: two columns of two rows, neighbouring registers
+    slots = tile.size // 4  # slots of 16 bytes: two columns of two rows, neighbouring registers
 
     def code(ref, number, tile, where):
         registers = list(tile.registers.flat)  # by 8 columns, then rows 0-7 and 8-15 of a warp

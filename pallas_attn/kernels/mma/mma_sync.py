@@ -27,8 +27,8 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.mosaic import Int
+from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.threads import Word
 from pallas_attn.kernels.mma import mma_rowmajor
 from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
@@ -69,11 +69,11 @@ def split(x: Array, terms: int, axis: int = -1) -> Array:
 
 
 class RowsCopy(NamedTuple):
-    """What is static of a copy of rows of one head to shared memory."""
+    """The static values of a copy of rows of one head to shared memory."""
 
     rows: int
-    shape: Sequence[int]  # of the array in global memory, [B, rows, heads, dim]
-    width: int  # of a row in shared memory
+    shape: Sequence[int]  # shape of the array in global memory, [B, rows, heads, dim]
+    width: int  # width of a row in shared memory
     # Whether the row of shared memory is a constant; None: constants from one address are wanted
     # whatever the width, since registers are few.
     fixed: bool | None = False
@@ -136,16 +136,16 @@ def ldmatrix(
     ptx = f"ldmatrix.sync.aligned.m8n8.x{count}{how}.shared.b16 {{{to}}}, [${count}+{offset}];"
     constraints = "=r," * count + "r,~{memory}"
     words = llvm.inline_asm(kind, [address], ptx, constraints, has_side_effects=True)
-    return [llvm.extractvalue(threads.i32(), words, [i]) for i in range(count)]
+    return [llvm.extractvalue(asm.i32(), words, [i]) for i in range(count)]
 
 
 def address_of(ref: Ref, row: Int, chunk: Int, step: int) -> ir.Value:
-    """Of a chunk of 16 bytes of a row of shared memory, whose rows are `step` bytes apart."""
-    return threads.shared_address(ref, row * (step // CHUNK) + chunk, 16)
+    """The address of a 16-byte chunk of a row of shared memory; rows are `step` bytes apart."""
+    return asm.shared_address(ref, row * (step // CHUNK) + chunk, 16)
 
 
 def _left_address(ref: Ref, first: Any, step: int) -> ir.Value:
-    """Of 16 rows of this warp and 16 numbers, as the left operand of a matmul."""
+    """The address of 16 rows of this warp and 16 numbers, as the left operand of a matmul."""
     warp, lane = warp_and_lane()
     row = Int(first.registers.item()) + warp * 16 + lane % 16
     return address_of(ref, row, lane // 16, step)

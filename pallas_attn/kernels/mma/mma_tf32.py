@@ -21,8 +21,8 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.mosaic import Int
+from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync
 from pallas_attn.kernels.mma.mma_rowmajor import REF, ROWS, SCALAR, Split
 
@@ -57,16 +57,16 @@ def _terms(word: ir.Value, *, whole: bool = False) -> tuple[ir.Value, ir.Value]:
     """
     x = _float(word)
     near = arith.mulf(x, utils.c(UP, x.type))
-    bits = arith.andi(_bits(near), utils.c(KEPT, threads.i32()))
+    bits = arith.andi(_bits(near), utils.c(KEPT, asm.i32()))
     if whole:  # x * 0 + 0: no bits at all or, of what is not finite, all but the sign
         code = "fma.rn.f32 $0, $1, 0f00000000, 0f00000000;"
         odd = llvm.inline_asm(x.type, [x], code, "=f,f")
-        bits = arith.andi(bits, arith.xori(_bits(odd), utils.c(-1, threads.i32())))
+        bits = arith.andi(bits, arith.xori(_bits(odd), utils.c(-1, asm.i32())))
     return bits, _bits(arith.subf(x, _float(bits)))
 
 
 def _bits(number: ir.Value) -> ir.Value:
-    return arith.bitcast(threads.i32(), number)
+    return arith.bitcast(asm.i32(), number)
 
 
 def _float(word: ir.Value) -> ir.Value:
@@ -122,7 +122,7 @@ def store_queries(at: mma_rowmajor.Queries, split: Split, to: Ref) -> None:
         warp, column, pointer = (
             Int(mma_rowmajor.warp_and_lane()[0]),
             lane % 4,
-            mosaic.pointer_of(ref),
+            asm.pointer_of(ref),
         )
         row = split.row_block(warp) * ROWS + lane // 4
         count = -(-steps // split.groups)
@@ -132,7 +132,7 @@ def store_queries(at: mma_rowmajor.Queries, split: Split, to: Ref) -> None:
             for n in turns
         ]
         for n, halves in zip(turns, chunks, strict=True):
-            address = threads.shared_address(to, row * pitch + n * 16 + column, 4)
+            address = asm.shared_address(to, row * pitch + n * 16 + column, 4)
             for half, four in enumerate(halves):
                 where = (n < steps) & (row + 8 * half < most)
                 terms = list(zip(*map(_terms, four), strict=True)) if both else [four]
@@ -154,14 +154,14 @@ def store_queries(at: mma_rowmajor.Queries, split: Split, to: Ref) -> None:
 def _chunk_of_query(pointer: ir.Value, start: Int, chunk: Int, dim: int) -> Words:
     """4 numbers of a row; 0 past its end."""
     near = mma_rowmajor.in_64_bits(chunk._with(arith.minsi, dim // 4 - 1))
-    inside, zero = (chunk < dim // 4).value, utils.c(0, threads.i32())
+    inside, zero = (chunk < dim // 4).value, utils.c(0, asm.i32())
     four = mma_rowmajor.four_words(pointer, start + near, 0)
     return [arith.select(inside, word, zero) for word in four]
 
 
 def _store_word(address: ir.Value, offset: int, word: ir.Value, where: Int) -> None:
     ptx = f"{{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.shared.b32 [$1+{offset}], $2; }}"
-    threads.do(ptx, [arith.extui(threads.i32(), where.value), address, word], "r,r,r")
+    asm.do(ptx, [arith.extui(asm.i32(), where.value), address, word], "r,r,r")
 
 
 def scores(q: Ref, ref: Ref, slot: Array, split: Split) -> Array:
@@ -172,11 +172,11 @@ def scores(q: Ref, ref: Ref, slot: Array, split: Split) -> Array:
 
     def code(q, ref, slot):
         warp, lane = (Int(x) for x in mma_rowmajor.warp_and_lane())
-        pointer, words = mosaic.pointer_of(ref), dim // 4
+        pointer, words = asm.pointer_of(ref), dim // 4
         start = Int(slot.registers.item()) * (split.keys * words)
         start = start + (split.first(warp) + lane // 4) * words
         row = (split.row_block(warp) * ROWS + lane % 16)._with(arith.minsi, most - 1)
-        base = threads.shared_address(q, row * (pitch // 4) + lane // 16, 16)
+        base = asm.shared_address(q, row * (pitch // 4) + lane // 16, 16)
         sums = [[_zeros() for _ in range(3)] for _ in columns]
         for n in range(-(-dim // 16)):
             if n % 2 == 0:  # the keys' words come for two steps at a time
@@ -221,10 +221,10 @@ def _add_products(sums: list, a: list, key: Words) -> None:
     """
     b = [list(zip(*map(_terms, key[n : n + 2]), strict=True)) for n in (0, 2)]
     largest = _zeros()
-    for (one, rest_of_one), (other, rest_of_other) in zip(a, b, strict=True):
-        sums[2] = _mma(sums[2], rest_of_one, other)
-        sums[1] = _mma(sums[1], one, rest_of_other)
-        largest = _mma(largest, one, other)
+    for (left, rest_of_left), (right, rest_of_right) in zip(a, b, strict=True):
+        sums[2] = _mma(sums[2], rest_of_left, right)
+        sums[1] = _mma(sums[1], left, rest_of_right)
+        largest = _mma(largest, left, right)
     sums[0] = _sum(sums[0], largest)
 
 
@@ -234,10 +234,10 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
 
     def code(acc, p, ref, slot):
         warp, lane = (Int(x) for x in mma_rowmajor.warp_and_lane())
-        pointer, of_p = mosaic.pointer_of(ref), []
+        pointer, of_p = asm.pointer_of(ref), []
         for column in p.registers.reshape(-1, 2):  # keys 2t and 2t + 1 of rows g and g + 8
             four = [vector.extract(pair, [], [n]) for n in range(2) for pair in column]
-            words = [arith.bitcast(threads.i32(), x) for x in four]
+            words = [arith.bitcast(asm.i32(), x) for x in four]
             of_p.append(list(zip(*map(_terms, words), strict=True)))
         start = Int(slot.registers.item()) * (split.keys * chunks)
         start = start + (split.first(warp) + lane % 4 * 2) * chunks
@@ -251,8 +251,8 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
                 ahead = (0, 1, 8, 9)[: min(4, (split.columns - key) // 4)]
                 rows = [_eight_words(pointer, chunk, (key + n) * chunks, lane % 2) for n in ahead]
                 a = of_p[key // 8 : key // 8 + 2]
-                found = [_weighed(a, column) for column in zip(*rows, strict=True)]
-                sums = [_sum(*both) for both in zip(sums, found, strict=True)]
+                products = [_weighed(a, column) for column in zip(*rows, strict=True)]
+                sums = [_sum(*both) for both in zip(sums, products, strict=True)]
             for s in sums:
                 registers += [mma_rowmajor.pair_of(s[0], s[1]), mma_rowmajor.pair_of(s[2], s[3])]
         return mma_rowmajor.tile_with(registers, shape)
@@ -275,10 +275,10 @@ def _weighed(a: list, column: Words) -> list[ir.Value]:
     terms = [_terms(word, whole=True) for word in column]
     b = [list(zip(*terms[n : n + 2], strict=True)) for n in range(0, len(terms), 2)]
     s = _zeros()
-    for (one, rest_of_one), (other, rest_of_other) in zip(a, b, strict=True):
-        s = _mma(_mma(s, rest_of_one, other), one, rest_of_other)
-    for (one, _), (other, _) in zip(a, b, strict=True):
-        s = _mma(s, one, other)
+    for (left, rest_of_left), (right, rest_of_right) in zip(a, b, strict=True):
+        s = _mma(_mma(s, rest_of_left, right), left, rest_of_right)
+    for (left, _), (right, _) in zip(a, b, strict=True):
+        s = _mma(s, left, right)
     return s
 
 
@@ -287,7 +287,7 @@ def _eight_words(pointer: ir.Value, start: Int, offset: int, odd: Int) -> Words:
     lanes load the second half first, as in `mma_rowmajor.matmul_add`.
     """
     early, late = start * 2 + odd, start * 2 + (odd * -1 + 1)
-    one, two = (mma_rowmajor.four_words(pointer, half, 2 * offset) for half in (early, late))
+    first, second = (mma_rowmajor.four_words(pointer, half, 2 * offset) for half in (early, late))
     swapped = (odd >= 1).value
-    pairs = [*zip(two, one, strict=True), *zip(one, two, strict=True)]
+    pairs = [*zip(second, first, strict=True), *zip(first, second, strict=True)]
     return [arith.select(swapped, x, y) for x, y in pairs]

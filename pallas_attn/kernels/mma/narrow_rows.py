@@ -15,14 +15,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_attn.kernels.lang import mosaic, thread_math, threads
-from pallas_attn.kernels.lang.mosaic import THREADS, Int
+from pallas_attn.kernels.lang import asm, thread_math, threads
+from pallas_attn.kernels.lang.mosaic import THREADS
+from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.mma import packed_rows
 from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR, inline
 
-COLUMNS = 64  # of which rows have a multiple
+COLUMNS = 64  # the columns of a row are a multiple of it
 
 
 def place(number: Any, words: int) -> tuple[Any, Any]:
@@ -43,13 +44,13 @@ class Piece(NamedTuple):
 
 
 def pieces(index: Any, block: int, words: int) -> list[Piece]:
-    """Those of a thread. Few addresses are computed: from the others they differ by constants."""
-    found, period = [], 3 if words % 3 == 0 else 1  # after which words repeat
+    """The pieces of a thread. Few addresses are computed; others differ from them by constants."""
+    result, period = [], 3 if words % 3 == 0 else 1  # after which words repeat
     firsts = [(index + n * THREADS, *place(index + n * THREADS, words)) for n in range(period)]
     for start in range(0, block * words, period * THREADS):
         for number, row, word in firsts:
-            found.append(Piece(number, start, row, start // words, word))
-    return found
+            result.append(Piece(number, start, row, start // words, word))
+    return result
 
 
 def widen(  # noqa: PLR0913
@@ -68,23 +69,23 @@ def widen(  # noqa: PLR0913
         mine: list[Piece] = pieces(thread.index, block, words)
 
         def load(piece: Piece) -> tuple[Any, Any]:
-            scale = mosaic.address_of(scales, slot * block + piece.row, 4)
+            scale = asm.address_of(scales, slot * block + piece.row, 4)
             scale = llvm.load(ir.F32Type.get(), _moved(scale, piece.below, 4), alignment=4)
-            given = mosaic.address_of(numbers, slot * slot_words + piece.number, 16)
-            given = llvm.load(mosaic.word_type(16), _moved(given, piece.start, 16), alignment=16)
-            return given, scale
+            address = asm.address_of(numbers, slot * slot_words + piece.number, 16)
+            narrow = llvm.load(asm.word_type(16), _moved(address, piece.start, 16), alignment=16)
+            return narrow, scale
 
         loaded = collections.deque(load(piece) for piece in mine[:loads])
         for number, (_, _, row, below, word) in enumerate(mine):
             loaded.extend(load(piece) for piece in mine[number + loads : number + loads + 1])
-            given, scale = loaded.popleft()
-            parts = [vector.extract(given, [], [i]) for i in range(4)]
+            narrow, scale = loaded.popleft()
+            parts = [vector.extract(narrow, [], [i]) for i in range(4)]
             halves = thread_math.to_16_bits(parts, stored)
             floats = [x for half in halves for x in thread_math.from_word(half, 4, "float16")]
-            floats = [thread_math.product(x, scale) for x in floats]
+            floats = [arith.mulf(x, scale) for x in floats]
             for n in range(2):
                 chunk = packed_rows.swizzled_place(row, word * 2 + n, dim // 8, across)
-                address = mosaic.address_of(to, entry * (block * dim // 8) + chunk, 16)
+                address = asm.address_of(to, entry * (block * dim // 8) + chunk, 16)
                 wide = thread_math.rounded(floats[8 * n : 8 * n + 8], dtype)
                 llvm.store(wide, _moved(address, below * (dim // 8), 16), alignment=16)
 
@@ -98,13 +99,13 @@ def widen(  # noqa: PLR0913
     tiled: Any = plgpu.TilingTransform
     swizzled: Any = plgpu.SwizzleTransform
     room = plgpu.RefType(transforms=(tiled((8, swizzle // 2)), swizzled(swizzle)))
-    given = (numbers, scales, to, slot, entry)
-    inline(code, twin, given, (REF, REF, room, SCALAR, SCALAR), None)
+    operands = (numbers, scales, to, slot, entry)
+    inline(code, twin, operands, (REF, REF, room, SCALAR, SCALAR), None)
 
 
 def _moved(address: ir.Value, words: int, nbytes: int) -> ir.Value:
     """The address so many words further."""
-    return utils.getelementptr(address, [words], mosaic.word_type(nbytes))
+    return utils.getelementptr(address, [words], asm.word_type(nbytes))
 
 
 def _int_of(scalar: Any) -> Int:

@@ -1,8 +1,7 @@
 """Packed rows of a warpgroup's tile, between global memory and where matmuls have them. Sequences
 begin at any row, and TMA moves only rows that begin at a multiple of 8; so threads move them: query
 rows by cp.async, 16 bytes at a time, to where swizzled shared memory has them; results as they lie
-in registers. A plan says how query heads and query rows make a tile. Nothing is read or written of
-a row that is not the sequence's own.
+in registers. Nothing is read or written of a row that is not the sequence's own.
 """
 
 from typing import Any, NamedTuple
@@ -13,19 +12,19 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.mosaic import Int
+from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.threads import Word
 from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR, inline
 
 Ref = Any
 Scalar = Any
 
-ROWS = 64  # of a warpgroup's tile
+ROWS = 64  # rows of a warpgroup's tile
 
 
 class Place(NamedTuple):
-    """Where a tile's rows lie: row r is query head `head` + r // head_rows, if below `heads`, and
-    query row `row` + r % head_rows, if that is one of `live`.
+    """The places of a tile's rows: row r is query head `head` + r // head_rows, if below `heads`,
+    and query row `row` + r % head_rows, if that is one of `live`.
     """
 
     row: Scalar
@@ -34,11 +33,14 @@ class Place(NamedTuple):
     heads: Scalar
 
 
-def load(q: Ref, to: Ref, slot: Scalar, at: Place, plan: Any, rows: Ref | None = None) -> None:
+def load(  # noqa: PLR0913
+    q: Ref, to: Ref, slot: Scalar, at: Place, tiles: tuple[int, int], rows: Ref | None = None
+) -> None:
     """Asks for the tile's rows of q [tokens, N, H] in slot `slot` of `to`, zeros where there are
-    none. They are there when `wait` says so. `rows`: int32[tokens], which row of q each one is.
+    none. They are there when `wait` says so. `tiles`: bytes of a swizzle of `to`, and query rows of
+    a head. `rows`: int32[tokens], which row of q each one is.
     """
-    width, swizzle, head_rows = plan.k_width, plan.k_swizzle, plan.head_rows
+    width, (swizzle, head_rows) = to.shape[-1], tiles
     (_, q_heads, dim), chunks, across = q.shape, width // 8, swizzle // 16
 
     def code(q, to, slot, at, *rows):
@@ -71,14 +73,14 @@ def load(q: Ref, to: Ref, slot: Scalar, at: Place, plan: Any, rows: Ref | None =
     tiled: Any = plgpu.TilingTransform
     swizzled: Any = plgpu.SwizzleTransform
     room = plgpu.RefType(transforms=(tiled((8, swizzle // 2)), swizzled(swizzle)))
-    given = () if rows is None else (rows,)
-    kinds = (REF, room, SCALAR, (SCALAR,) * 4, *(REF for _ in given))
-    inline(code, twin, (q, to, slot, tuple(at), *given), kinds, None)
+    row_numbers = () if rows is None else (rows,)
+    kinds = (REF, room, SCALAR, (SCALAR,) * 4, *(REF for _ in row_numbers))
+    inline(code, twin, (q, to, slot, tuple(at), *row_numbers), kinds, None)
 
 
 def swizzled_place(row: Any, chunk: Any, chunks: int, across: int) -> Any:
-    """Where TMA would put 16 bytes of a row of `chunks` such: tiles of 8 rows and the `across`
-    chunks of a swizzle.
+    """The place where TMA would put 16 bytes of a row of `chunks` such: tiles of 8 rows and the
+    `across` chunks of a swizzle.
     """
     tile = row // 8 * (chunks // across) + chunk // across
     place = (tile * 8 + row % 8) * across + chunk % across
@@ -96,9 +98,9 @@ def wait(left: int) -> None:
     plgpu.commit_smem()
 
 
-def store(tile: Any, to: Ref, column: int, at: Place, plan: Any) -> None:
+def store(tile: Any, to: Ref, column: int, at: Place, head_rows: int) -> None:
     """The tile's rows, of 16-bit numbers, to columns of `to` [tokens, N, Hv] from `column` on."""
-    (_, q_heads, dim), (_, width), head_rows = to.shape, tile.shape, plan.head_rows
+    (_, q_heads, dim), (_, width) = to.shape, tile.shape
 
     def code(tile, to, at):
         thread = threads.Thread()
@@ -123,9 +125,9 @@ def store(tile: Any, to: Ref, column: int, at: Place, plan: Any) -> None:
     inline(code, twin, (tile, to, tuple(at)), (mosaic.TILE, REF, (SCALAR,) * 4), None)
 
 
-def store_numbers(rows: Any, to: Ref, at: Place, plan: Any) -> None:
+def store_numbers(rows: Any, to: Ref, at: Place, head_rows: int) -> None:
     """A float32 for each of the tile's rows, to `to` [N, tokens]."""
-    tokens, head_rows = to.shape[1], plan.head_rows
+    tokens = to.shape[1]
 
     def code(rows, to, at):
         thread = threads.Thread()
@@ -151,13 +153,13 @@ def _int_of(scalar: Any) -> Int:
 
 def _rows_of_thread(thread: threads.Thread, at: Place, head_rows: int) -> list[tuple]:
     """Query row, head and whether it exists, of the two rows of a result that a thread has."""
-    found = []
+    rows = []
     for half in (0, 8):
         row = thread.index // 32 * 16 + thread.index % 32 // 4 + half
         own, head = row % head_rows, row // head_rows
         exists = (own < at.live) & (head < at.heads)
-        found.append((at.row + own, at.head + head, exists))
-    return found
+        rows.append((at.row + own, at.head + head, exists))
+    return rows
 
 
 def _rows_of_twin(at: Any, head_rows: int) -> list[tuple[int, int, int]]:

@@ -3,39 +3,44 @@
 The dense forward gives a warpgroup 64 query rows of one head: where there are few, rows of its
 tiles stay idle and blocks without work. Here rows of a tile are pairs of query heads and query
 rows, so that the heads of a group share one pass over K and V, and the keys of a tile may be split
-among blocks.
-All of it is `prefill.sm90`; K and V are read from where they lie.
+among blocks. All of it is `prefill.sm90`; K and V are read from where they lie.
 """
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
+from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tma_operands
-from pallas_attn.kernels.attention.plan import limit as attention_limit
+from pallas_attn.kernels.attention.cache_layout import Contiguous
+from pallas_attn.kernels.attention.tiles import KernelContext, mask_of
+from pallas_attn.kernels.attention.tiles import limit as attention_limit
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd
-from pallas_attn.kernels.prefill import memory, sm90
-from pallas_attn.kernels.prefill.plan import BLOCKS, Plan
+from pallas_attn.kernels.lang.types import Index
+from pallas_attn.kernels.prefill import queries, sm90, tma_producer
+from pallas_attn.kernels.prefill.plan import BLOCKS, Plan, Refs, SequenceKeys, bytes_of
 
-FEWEST_KEYS = 4  # a query row
+Array = jax.Array
+
 ARRAYS = ("q_offset", "q_lengths", "kv_lengths", "sinks", "mask_left", "mask_right")
 FASTER = 1.07  # how much faster the forward is where both have all blocks at work
 
 
-class Config(sm90.Config):
-    """Tuning only: the result is the same up to rounding."""
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The tuning of `prefill.sm90`."""
+
+    prefill: sm90.Config = sm90.Config()
 
     @classmethod
-    def default(cls, problem: AttentionProblem) -> "Config":  # type: ignore[override]
-        """See `sm90.fastest`."""
-        found = sm90.fastest(functools.partial(Plan, problem), _keys(problem))
-        return cls(**dataclasses.asdict(found))
+    @functools.lru_cache(maxsize=1024)
+    def default(cls, problem: AttentionProblem) -> "Config":
+        return cls(sm90.fastest(plan_of(problem, cls()), _keys(problem)))
 
 
 def _keys(problem: AttentionProblem) -> int:
@@ -62,49 +67,64 @@ def limit(problem: AttentionProblem) -> Limit | None:
     dims = problem.head_dim, problem.v_head_dim
     if any(tma_operands.width_in_tma(dim) != dim for dim in dims):
         return Limit("head dims above 64: TMA wants multiples of 16", other)
-    if problem.kv_len < FEWEST_KEYS * problem.q_len:
-        return Limit(f"it is for {FEWEST_KEYS} keys a query row and more", other)
-    plan = Plan(problem, Config.default(problem))
-    if FASTER * sm90.cost(plan, _keys(problem)) >= _forward_cost(problem):
-        return Limit("the forward is faster", other)
     return None
+
+
+def slower(problem: AttentionProblem) -> Limit | None:
+    """Why the dense forward is faster by the estimates of both, or None."""
+    plan = plan_of(problem, Config.default(problem))
+    if FASTER * sm90.cost(plan, _keys(problem)) < _forward_cost(problem):
+        return None
+    return Limit("the forward is faster", "leave implementation=None")
 
 
 def _forward_cost(problem: AttentionProblem) -> float:
     """The dense forward's time, in the unit of `sm90.cost`."""
     config = flash_fwd.Config.default(problem)
-    tiles, warpgroups = flash_fwd.plan_of(problem, config).work_tiles, config.warpgroups
+    tiles, warpgroups = flash_fwd.plan_of(problem, config).order.work_tiles, config.warpgroups
     speed = {1: 0.75, 2: 1.0, 3: 1.08, 4: 1.08}[warpgroups]
     return pl.cdiv(tiles, BLOCKS) * warpgroups / speed * (pl.cdiv(_keys(problem), 128) + 1.5)
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    return memory.bytes_of(Plan(problem, config))
+    return bytes_of(plan_of(problem, config))
 
 
-def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> tuple[Any, Any]:
-    """out [B, T, N, Hv] in q's dtype, log-sum-exp float32 [B, N, T]."""
-    return _launch(inputs, problem, config)
+def keys_of(ctx: KernelContext, m: Index, rows: Index) -> SequenceKeys:
+    """The keys of a sequence, where lengths and positions may be arrays."""
+    refs, problem = ctx.refs, ctx.plan.problem
+    return SequenceKeys(
+        kv_len=problem.kv_len if refs.lengths is None else refs.lengths[m],
+        q_offset=problem.q_offset if refs.q_offset is None else refs.q_offset[m],
+        q_len=rows if refs.q_lengths is None else refs.q_lengths[m],
+        invalid=jnp.bool_(False),
+        mask=mask_of(problem, refs, m),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(problem: AttentionProblem, config: Config) -> Plan:
+    sizes = (problem.kv_len,), problem.kv_heads, None, problem.batch, problem.kv_len
+    return Plan(problem, config.prefill, Contiguous(*sizes), queries, keys_of, tma_producer)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
-def _launch(inputs: AttentionInputs, problem: Any, config: Any) -> tuple[Any, Any]:
-    """Jitted, so that a model of many layers traces it once. XLA copies K and V where S is above 8
-    and no multiple of 8.
+def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> tuple[Array, Array]:
+    """out [B, T, N, Hv] in q's dtype, log-sum-exp float32 [B, N, T]. Jitted, so that a model of
+    many layers traces it once. XLA copies K and V where S is above 8 and no multiple of 8.
     """
-    refs = memory.Refs(
+    refs = Refs(
         q=tma_operands.for_tma(inputs.q),
         k=(tma_operands.for_tma(inputs.k),),
         v=(tma_operands.for_tma(inputs.v),),
         lengths=inputs.kv_lengths,
-        new_lengths=None,
-        capacities=None,
-        page_table=None,
-        layer=None,
         sinks=None if inputs.sinks is None else inputs.sinks.astype(jnp.float32),
         mask_left=inputs.mask_left,
         mask_right=inputs.mask_right,
         q_offset=inputs.q_offset,
         q_lengths=inputs.q_lengths,
     )
-    return sm90.launch(Plan(problem, config), refs)
+    return sm90.launch(plan_of(problem, config), refs)
+
+
+KERNEL = Kernel(Config, limit, smem_bytes, run, slower=slower)

@@ -5,34 +5,39 @@ every 64. Here XLA copies the rows of one layer to contiguous arrays in q's dtyp
 as long as the call; quantised rows are widened on the way. The portable forward then reads these as
 it reads any K and V: query rows stand at the end of their sequence, and lengths are those of keys.
 
-Rows are copied whether a length reaches them or not: it pays where there are enough queries, and
-`limit` says where that is.
+Rows are copied whether a length reaches them or not: it pays where there are enough queries
+(`selection.gathered_sm80`).
 """
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.decode import scheduler
+from pallas_attn.kernels.decode import limits
 from pallas_attn.kernels.flash_fwd import sm80
 from pallas_attn.kernels.prefill.plan import over_contiguous_keys
 
-FEWEST_PAIRS = 1024  # of query head and query row, that each copied row of K and V meets
-MOST_BYTES = 2**30  # of the copies: GPUs may have little memory
+Array = jax.Array
+Cache = Array | tuple[Array, ...]
+
+MOST_BYTES = 2**30  # bytes of the copies: GPUs may have little memory
 
 
-class Config(sm80.Config):
-    """Tuning only: the result is the same up to rounding."""
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The tuning of the portable forward."""
+
+    forward: sm80.Config = sm80.Config()
 
     @classmethod
-    def default(cls, problem: DecodeProblem) -> "Config":  # type: ignore[override]
-        return cls(**dataclasses.asdict(sm80.Config.default(_contiguous(problem))))
+    def default(cls, problem: DecodeProblem) -> "Config":
+        return cls(sm80.Config.default(_contiguous(problem)))
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -42,14 +47,11 @@ def limit(problem: DecodeProblem) -> Limit | None:
         return Limit("it takes no packed rows, trees and mask functions", other)
     if problem.batch_invariant:
         return Limit("batch_invariant is kept by the kernel for few rows", other)
-    if (refused := scheduler.dtype_limit(problem)) is not None:
+    if (refused := limits.dtype_limit(problem)) is not None:
         return refused
     if (refused := sm80.limit(_contiguous(problem))) is not None:
         return refused
-    pairs = problem.sequences * problem.q_len * problem.q_heads
     copied = problem.sequences * max(problem.capacities) * problem.kv_heads
-    if pairs * max(problem.capacities) < FEWEST_PAIRS * copied:
-        return Limit("few query rows are faster without it", other)
     size = copied * (problem.head_dim + problem.v_head_dim) * jnp.dtype(problem.dtype).itemsize
     if size > MOST_BYTES:
         return Limit(f"contiguous rows would take {size / 2**30:.1f} GiB", other)
@@ -57,16 +59,12 @@ def limit(problem: DecodeProblem) -> Limit | None:
 
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
-    return sm80.smem_bytes(_contiguous(problem), config)
-
-
-def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Any, Any]:
-    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
-    return _launch(inputs, problem, config)
+    return sm80.smem_bytes(_contiguous(problem), config.forward)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
-def _launch(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Any, Any]:
+def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
+    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
     lost = _is_lost(inputs, problem)
     lengths = jnp.where(lost, 0, jnp.maximum(inputs.lengths, 0))
     dense = AttentionInputs(
@@ -80,22 +78,24 @@ def _launch(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tup
         mask_right=_for_each_sequence(inputs.mask_right, problem),
     )
     arrays = tuple(name for name in dense.named() if name not in ("q", "k", "v"))
-    of = dataclasses.replace(_contiguous(problem), arrays=arrays)
-    out, lse = sm80.run(dense, of, config)
+    contiguous = dataclasses.replace(_contiguous(problem), arrays=arrays)
+    out, lse = sm80.run(dense, contiguous, config.forward)
     out = jnp.where(lost[:, None, None, None], jnp.asarray(jnp.nan, out.dtype), out)
     return out, jnp.where(lost[:, None, None], jnp.nan, lse)
 
 
-def _for_each_sequence(bound: Any, problem: DecodeProblem) -> Any:
+def _for_each_sequence(bound: Array | None, problem: DecodeProblem) -> Array | None:
     return None if bound is None else jnp.broadcast_to(bound, (problem.sequences,))
 
 
 def _contiguous(problem: DecodeProblem) -> AttentionProblem:
-    """What the portable forward is asked."""
+    """The problem of the portable forward."""
     return dataclasses.replace(over_contiguous_keys(problem), precision=problem.precision)
 
 
-def _rows(inputs: DecodeInputs, problem: DecodeProblem, cache: Any, scale: Any) -> Any:
+def _rows(
+    inputs: DecodeInputs, problem: DecodeProblem, cache: Cache | None, scale: Cache | None
+) -> Array:
     """[M, S, K, H] in q's dtype: the rows of the layer, in the order of their sequence. Where there
     is no page, those of another.
     """
@@ -103,34 +103,34 @@ def _rows(inputs: DecodeInputs, problem: DecodeProblem, cache: Any, scale: Any) 
     if problem.layers is not None:
         index = jnp.clip(jnp.asarray(inputs.layer), 0, problem.layers - 1)
 
-    def one(rows: Any, scale: Any = None) -> Any:
+    def widened(rows: Array, scale: Array | None = None) -> Array:
         if index is not None:
             rows = lax.dynamic_index_in_dim(rows, index, keepdims=False)
             if scale is not None:
                 scale = lax.dynamic_index_in_dim(scale, index, keepdims=False)
         if inputs.page_table is not None:
             pages = jnp.clip(inputs.page_table, 0, rows.shape[0] - 1)
-            rows, scale = (None if x is None else x[pages] for x in (rows, scale))
+            rows, scale = rows[pages], None if scale is None else scale[pages]
         if scale is not None:
             rows = rows.astype(jnp.float32) * scale[..., None]
         return rows.astype(problem.dtype)
 
-    found = jax.tree.map(one, *((cache,) if scale is None else (cache, scale)))
-    if isinstance(cache, tuple):
+    rows = jax.tree.map(widened, *((cache,) if scale is None else (cache, scale)))
+    if isinstance(rows, tuple):
         most = max(problem.capacities)
-        found = [jnp.pad(x, ((0, 0), (0, most - x.shape[1]), (0, 0))) for x in found]
-        found = jnp.stack(found)
+        rows = [jnp.pad(x, ((0, 0), (0, most - x.shape[1]), (0, 0))) for x in rows]
+        rows = jnp.stack(rows)
     elif inputs.page_table is not None:  # [M, pages, K, rows of a page, H]
-        m, pages, heads, rows, dim = found.shape
-        return jnp.swapaxes(found, 2, 3).reshape(m, pages * rows, heads, dim)
-    return jnp.swapaxes(found, 1, 2)
+        m, pages, heads, size, dim = rows.shape
+        return jnp.swapaxes(rows, 2, 3).reshape(m, pages * size, heads, dim)
+    return jnp.swapaxes(rows, 1, 2)
 
 
-def _is_lost(inputs: DecodeInputs, problem: DecodeProblem) -> Any:
+def _is_lost(inputs: DecodeInputs, problem: DecodeProblem) -> Array:
     """bool[M]: whether rows were lost, or nobody has extended an empty sequence, or the cache does
     not have the layer.
     """
-    held: Any = jnp.asarray(problem.capacities, jnp.int32)
+    held = jnp.asarray(problem.capacities, jnp.int32)
     if inputs.page_table is not None:
         assert problem.pages is not None and problem.page_size is not None
         there = (inputs.page_table >= 0) & (inputs.page_table < problem.pages)
@@ -142,3 +142,6 @@ def _is_lost(inputs: DecodeInputs, problem: DecodeProblem) -> Any:
         layer = jnp.asarray(inputs.layer)
         lost = lost | (layer < 0) | (layer >= problem.layers)
     return lost
+
+
+KERNEL = Kernel(Config, limit, smem_bytes, run)

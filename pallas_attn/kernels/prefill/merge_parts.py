@@ -1,9 +1,7 @@
-"""The results of some rows over keys of their own, and the partials that blocks left of the same
-rows over keys that they share with others: one result. A warp has a query row of one head, and its
-lanes the columns.
+"""Results of query rows over their own keys merged with partials of the same rows over shared keys.
 
-A block has four heads of one query row. What it reads of partials begins with the row's q tile,
-whose steps tell which blocks had some of them (`shares`).
+A block has four heads of one query row: a warp a head, its lanes the columns. The partials of a row
+begin with its q tile, whose steps tell which blocks had some of them (`shares`).
 """
 
 import functools
@@ -13,93 +11,91 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
+from pallas_attn._call.problem import Into
 from pallas_attn.kernels.attention import softmax
-from pallas_attn.kernels.attention.plan import ROWS
-from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.mosaic import ThreadContext
+from pallas_attn.kernels.attention.tiles import ROWS
+from pallas_attn.kernels.lang import threads
+from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import FOUR, LANES
-from pallas_attn.kernels.prefill import shares
+from pallas_attn.kernels.lang.types import GmemRef, Index, Predicate
+from pallas_attn.kernels.prefill import packed, shares
 from pallas_attn.kernels.prefill.plan import Plan
 
 AT_ONCE = 8  # partials that a warp loads together
 
 
-class Refs(NamedTuple):
-    accs: Any  # float32[partials, warpgroups, 64, Hv], not divided
-    row_maxes: Any  # float32[partials, warpgroups, 64], in log2 units
-    row_sums: Any
-    sums: Any  # int32[shares.kept_size(plan)]
-    starts: Any  # int32[packed sequences + 1]
-    parts: Any  # `_problem.Into`
-    places: Any
-    own: Any  # [M, t, N, Hv]
-    own_lse: Any  # float32[M, N, t]
-    out: Any = None
-    lse: Any = None
+class MergeRefs(NamedTuple):
+    accs: GmemRef  # float32[partials, warpgroups, 64, Hv], not divided
+    row_maxes: GmemRef  # float32[partials, warpgroups, 64], in log2 units
+    row_sums: GmemRef
+    sums: GmemRef  # int32[shares.kept_size]: `shares.Sums`
+    starts: GmemRef  # int32[packed sequences + 1]
+    parts: GmemRef  # `problem.Into`
+    places: GmemRef
+    own: GmemRef  # [M, t, N, Hv]
+    own_lse: GmemRef  # float32[M, N, t]
+    out: GmemRef = None  # written
+    lse: GmemRef = None
 
 
 class _Row(NamedTuple):
     """The query row and the head of a warp."""
 
-    token: Any  # of all M * t
-    head: Any
-    exists: Any
+    token: Index  # number among all M * t
+    head: Index
+    exists: Predicate
 
 
 class _Part(NamedTuple):
-    """Which packed sequence has the row, and which packed row it is; -1 where none."""
+    """The packed sequence that has the row, and the packed row; -1 where none has it."""
 
-    number: Any
-    place: Any
+    number: Index
+    place: Index
 
 
 class _Totals(NamedTuple):
-    """Of all packed sequences and one kv head; or of those before one."""
+    """Sums over all packed sequences, or over those before one, for one kv head."""
 
-    q_tiles: Any
-    steps: Any
+    q_tiles: Index
+    steps: Index
     dealing: Any = None  # `shares.Dealing`
 
 
 class _Partials(NamedTuple):
-    """Where the partials of a row lie: number p of `count` at line `first + p * pitch`."""
+    """Lines of the partials of a row: number p of `count` at `first + p * pitch`."""
 
-    first: Any
-    count: Any
-    most: Any  # the most that any head of the block has
+    first: Index
+    count: Index
+    most: Index  # the most that any head of the block has
 
 
-def _before(ctx: ThreadContext, m: Any) -> _Totals:
-    """Of the packed sequences before number m."""
-    both = [ctx.thread.load(ctx.refs.sums, m + n * ctx.plan.table_size, 4) for n in range(2)]
-    return _Totals(*both)
+def _before(ctx: ThreadContext, m: Index) -> _Totals:
+    """Sums over the packed sequences before number m."""
+    size = packed.table_size(ctx.plan)
+    return _Totals(*(ctx.thread.load(ctx.refs.sums, m + n * size, 4) for n in range(2)))
 
 
 def _partials(ctx: ThreadContext, row: _Row, part: _Part, total: _Totals) -> _Partials:
-    thread, refs, _, plan = ctx
+    (thread, refs, _, plan), tiles = ctx, ctx.plan.tiles
     problem, m = plan.problem, part.number
     heads, wgs = problem.kv_heads, plan.config.warpgroups
     start, end = (thread.load(refs.starts, m + n, 4) for n in (0, 1))
     own = part.place - start
     kv_head, within = row.head // problem.group, row.head % problem.group
-    wg_tile = own // plan.head_rows * plan.head_chunks + within // plan.tile_heads
-    line = within % plan.tile_heads * plan.head_rows + own % plan.head_rows
-
-    def clip(x: Any, low: int, high: Any) -> Any:
-        return thread.minimum(thread.maximum(x, low), high)
-
-    tiles, before, _ = _before(ctx, m)
-    q_tiles = thread.maximum(plan.q_tiles_of(end - start, lambda x, y: x // y), 1)
+    wg_tile = own // tiles.head_rows * tiles.head_chunks + within // tiles.tile_heads
+    line = within % tiles.tile_heads * tiles.head_rows + own % tiles.head_rows
+    q_tiles_before, before, _ = _before(ctx, m)
+    q_tiles = thread.maximum(tiles.q_tiles_of(end - start), 1)
     kv_tiles = (_before(ctx, m + 1).steps - before) // q_tiles
     q_tile, paired = kv_head * q_tiles + (q_tiles - 1 - wg_tile // wgs), total.dealing.paired
-    # Of pairs from here on, where blocks are paired.
+    # From here on q tiles are pairs of them, where blocks are paired.
     all_q_tiles, all_steps = ((x * heads) >> paired for x in (total.q_tiles, total.steps))
-    blocks = shares.blocks_of(plan, total.dealing, all_q_tiles, all_steps, _div, clip)
+    blocks = shares.blocks_of(total.dealing, all_q_tiles, all_steps)
     each = thread.maximum(all_steps // blocks, 1)
     more = all_steps - all_steps // blocks * blocks
     step = ((before * heads) >> paired) + (q_tile >> paired) * kv_tiles
     first, last = (_block_of(thread, x, each, more) for x in (step, step + kv_tiles - 1))
-    number = tiles * heads + q_tile + (first << paired)
+    number = q_tiles_before * heads + q_tile + (first << paired)
     line, count = (number * wgs + wg_tile % wgs) * ROWS + line, last - first + 1
     if problem.group % threads.WARPS == 0:  # the heads of a block have one q tile
         return _Partials(line, count, count)
@@ -108,10 +104,10 @@ def _partials(ctx: ThreadContext, row: _Row, part: _Part, total: _Totals) -> _Pa
 
 
 class _Merge(NamedTuple):
-    """What the merging of a row needs at every level."""
+    """Values of a row that its merging reads at every level."""
 
     row: _Row
-    columns: list
+    columns: list[Index]
     total: _Totals
 
 
@@ -122,15 +118,15 @@ def _merged(ctx: ThreadContext, merge: _Merge, part: _Part, carry: list) -> list
     zero, nothing = thread.number(0.0), thread.number(float("-inf"))
     pitch = lane * 0 + plan.config.warpgroups * ROWS << merge.total.dealing.paired
 
-    def trip(number: Any, carry: list) -> list:
+    def trip(number: Index, carry: list) -> list:
         row_max, row_sum, *sums = carry
         p = number * LANES + lane
         there = p < at.count
         place = thread.select(there, at.first + p * pitch, at.first)
 
-        def load(numbers: list) -> list:
+        def load(numbers: list[Index]) -> list:
             lines = [
-                thread.wide(thread.of_lane(place, n)) * (plan.v_width // FOUR) for n in numbers
+                thread.wide(thread.of_lane(place, n)) * (plan.v.width // FOUR) for n in numbers
             ]
             return [
                 sum((thread.load_floats(refs.accs, x + thread.wide(c), FOUR) for c in columns), [])
@@ -138,11 +134,11 @@ def _merged(ctx: ThreadContext, merge: _Merge, part: _Part, carry: list) -> list
             ]
 
         def added(numbers: list, loaded: list, sums: list) -> list:
-            for n, found in zip(numbers, loaded, strict=True):
+            for n, acc in zip(numbers, loaded, strict=True):
                 w = thread.of_lane(weight, n)
-                none = thread.is_zero(w)  # what a partial without a key holds may be anything
-                found = [thread.choose(none, zero, x) for x in found]
-                sums = [x + w * y for x, y in zip(sums, found, strict=True)]
+                none = thread.is_zero(w)  # a partial without a key may hold anything
+                acc = [thread.choose(none, zero, x) for x in acc]
+                sums = [x + w * y for x, y in zip(sums, acc, strict=True)]
             return sums
 
         own_max, own_sum = (
@@ -159,7 +155,7 @@ def _merged(ctx: ThreadContext, merge: _Merge, part: _Part, carry: list) -> list
         row_sum = row_sum * rescale + thread.warp_sum(weight * own_sum)
         sums = added(at_first, loaded, [x * rescale for x in sums])
 
-        def more(batch: Any, sums: list) -> list:
+        def more(batch: Index, sums: list) -> list:
             numbers = [(batch + 1) * AT_ONCE + i for i in range(AT_ONCE)]
             return added(numbers, load(numbers), sums)
 
@@ -170,29 +166,18 @@ def _merged(ctx: ThreadContext, merge: _Merge, part: _Part, carry: list) -> list
     return thread.loop((at.most + (LANES - 1)) // LANES, carry, trip)
 
 
-def _div(x: Any, y: Any) -> Any:
-    return x // y
-
-
-def _block_of(thread: threads.Thread, step: Any, each: Any, more: Any) -> Any:
+def _block_of(thread: threads.Thread, step: Index, each: Index, more: Index) -> Index:
     """The block that has a step."""
     within = more * (each + 1)
     later = more + thread.maximum(step - within, 0) // each
     return thread.select(step < within, step // (each + 1), later)
 
 
-def _sizes(plan: Plan) -> tuple[int, int]:
-    """Levels, and query rows of all sequences."""
-    assert plan.cache is not None and plan.cache.merged is not None
-    levels, sequences, tokens = plan.cache.merged
-    return levels, sequences * tokens
-
-
 def _warp(ctx: ThreadContext) -> None:
     thread, refs, block, plan = ctx
     problem = plan.problem
-    levels, tokens = _sizes(plan)
-    t = plan.cache.merged[2]
+    levels, sequences, t = plan.merged
+    tokens = sequences * t
     across = -(-problem.q_heads // threads.WARPS)
     head = block % across * threads.WARPS + thread.index // LANES
     exists = head < problem.q_heads
@@ -202,9 +187,9 @@ def _warp(ctx: ThreadContext) -> None:
     line = (row.token // t * problem.q_heads + row.head) * t + row.token % t
     (own_lse,) = thread.load_floats(refs.own_lse, thread.wide(line), 1)
     at = [row.token + level * tokens for level in range(levels)]
-    found = [_Part(*(thread.load(ref, n, 4) for ref in (refs.parts, refs.places))) for n in at]
+    parts = [_Part(*(thread.load(ref, n, 4) for ref in (refs.parts, refs.places))) for n in at]
     total = _before(ctx, lane * 0 + problem.batch)
-    kept = [lane * 0 + (2 * plan.table_size + n) for n in shares.AT]
+    kept = [lane * 0 + (2 * packed.table_size(plan) + n) for n in shares.AT]
     total = total._replace(dealing=shares.Dealing(*(thread.load(refs.sums, x, 4) for x in kept)))
     to = (thread.wide(row.token) * problem.q_heads + thread.wide(row.head)) * words
     columns = [lane + n for n in range(0, words, LANES)]
@@ -216,13 +201,13 @@ def _warp(ctx: ThreadContext) -> None:
     own_sum = thread.choose(thread.nothing_yet(own_lse), zero, thread.number(1.0))
     carry = [softmax.to_log2(own_lse), own_sum, *sum(own, [])]
     merge = _Merge(row, columns, total)
-    for part in found:
+    for part in parts:
 
-        def one(_: Any, carry: list, part: _Part = part) -> list:
+        def add_part(_: Index, carry: list, part: _Part = part) -> list:
             return _merged(ctx, merge, part, carry)
 
-        there = thread.minimum(thread.maximum(part.number + 1, 0), 1)
-        carry = thread.loop(there, carry, one)
+        is_read = thread.minimum(thread.maximum(part.number + 1, 0), 1)
+        carry = thread.loop(is_read, carry, add_part)
     row_max, row_sum, *sums = carry
     factor, lse = softmax.finish_row(thread, row_max, row_sum, None)
     thread.store_floats(refs.lse, thread.wide(line), [lse], exists & (lane < 1))
@@ -232,22 +217,28 @@ def _warp(ctx: ThreadContext) -> None:
         thread.store_narrow(refs.out, index, values, problem.dtype, inside[n])
 
 
-def _kernel(refs: Refs, out: Any, lse: Any, *, plan: Plan) -> None:
+def _kernel(refs: MergeRefs, out: GmemRef, lse: GmemRef, *, plan: Plan) -> None:
     refs, block = refs._replace(out=out, lse=lse), lax.axis_index("block")
-    threads.each_thread(mosaic.in_context(_warp, plan), refs, block)
+    threads.run(_warp, plan, refs, block)
 
 
-def run(plan: Plan, partial: Any, starts: Any, into: Any) -> tuple[Any, Any]:
-    """out [M, t, N, Hv] and lse [M, N, t]: `into` (`_problem.Into`) merged with what the launch of
-    `plan` left: accumulators, row maxima, row sums and the sums of its shares.
+def run(
+    plan: Plan,
+    partials: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    starts: jax.Array,
+    into: Into,
+) -> tuple[jax.Array, jax.Array]:
+    """out [M, t, N, Hv] and lse [M, N, t]: `into` merged with what the launch of `plan` wrote,
+    accumulators, row maxima, row sums and the sums of its shares.
     """
-    accs, row_maxes, row_sums, sums = partial
-    shared = accs, row_maxes, row_sums, sums, starts
-    refs = Refs(*shared, into.parts, into.places, into.out, into.lse)
+    assert into.out is not None and into.lse is not None
+    assert plan.merged is not None
+    _, sequences, t = plan.merged
+    refs = MergeRefs(*partials, starts, into.parts, into.places, into.out, into.lse)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (into.out, into.lse)),
-        grid=(_sizes(plan)[1] * -(-plan.problem.q_heads // threads.WARPS),),
+        grid=(sequences * t * -(-plan.problem.q_heads // threads.WARPS),),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane

@@ -1,39 +1,42 @@
-"""What follows from a prefill problem and a configuration before the kernel runs: which rows a q
-tile holds, how many work units there are, and how many splits the keys of a q tile have.
+"""Static values of a prefill launch: tiles of query rows, the keys they read, the buffers.
 
-A warpgroup has 64 rows of a q tile. They are pairs (query head, query row): `tile_heads` query
-heads of one kv head, each with `head_rows` consecutive query rows, so that all of them share one
-pass over K and V. Row r is query head r // head_rows and query row r % head_rows. `head_rows` is a
-multiple of 8, since TMA writes 8 rows of a swizzled tile at a time: groups of 5, 6 and 7 heads
-leave rows idle.
+Two parts of a plan have a plain case and special ones, modules with functions of the same names:
+
+  queries   the query rows that blocks take: `queries`, as many of each sequence; `packed`; and
+            `shared_parts`, over keys that sequences share
+  producer  how K and V come to shared memory: `tma_producer`; `widening_producer`, for a quantised
+            cache
 """
 
 import dataclasses
 import functools
-import itertools
 import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
+import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call import gpu_specs
-from pallas_attn._call.problem import AttentionProblem, DecodeProblem
-from pallas_attn.kernels.attention import cache_layout
-from pallas_attn.kernels.attention import plan as attention_plan
-from pallas_attn.kernels.attention.plan import ROWS, Span
-from pallas_attn.kernels.decode import scheduler
-from pallas_attn.kernels.decode import sm90 as decode_sm90
+from pallas_attn._call.problem import AttentionProblem, DecodeInputs, DecodeProblem
+from pallas_attn.kernels.attention import cache_layout, functions, tma_operands
+from pallas_attn.kernels.attention.logits import LogitRules
+from pallas_attn.kernels.attention.tiles import ROWS
+from pallas_attn.kernels.attention.tma_operands import OperandFormat
+from pallas_attn.kernels.flash_fwd.sm90 import BARRIERS
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.gather import gather
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
+from pallas_attn.masks import Mask
 
 BLOCKS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
-MOST_DECODERS = 2  # warpgroups of a block that decode
 
 
 def over_contiguous_keys(problem: DecodeProblem) -> AttentionProblem:
-    """The same attention over contiguous keys."""
+    """The same attention over contiguous keys, which is what the forward's mainloop computes."""
     return AttentionProblem(
         op="flash_forward",
         gpu=problem.gpu,
@@ -53,250 +56,269 @@ def over_contiguous_keys(problem: DecodeProblem) -> AttentionProblem:
     )
 
 
-class Own(NamedTuple):
-    """How some blocks of a launch decode."""
-
-    plan: scheduler.Plan
-    warpgroups: int  # of a block, each of which does what a block of `decode.sm90` does
-
-    @property
-    def most_blocks(self) -> int:
-        return max(self.plan.grid // self.warpgroups, 1)
+def divided(n: Index, by: int) -> Index:
+    """`n // by` for numbers that are not negative: Python's, a thread's, or traced ones."""
+    return lax.div(n, jnp.int32(by)) if isinstance(n, jax.Array) else n // by
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(attention_plan.Plan):
-    """`problem` is that of `over_contiguous_keys`, whose mainloop computes it."""
+class RowTiles:
+    """Query rows of the heads that share a kv head, in tiles of 64, one a consumer warpgroup.
 
-    cache: DecodeProblem | None = None  # None: the keys are contiguous
+    A tile has `tile_heads` query heads with `head_rows` consecutive query rows each: its row r is
+    query head r // head_rows and query row r % head_rows, so that all of them share one pass over K
+    and V. `head_rows` is a multiple of 8, since TMA writes 8 rows of a swizzled tile at a time:
+    groups of 5, 6 and 7 heads leave rows idle.
+    """
 
-    @classmethod
-    def of(cls, problem: DecodeProblem, config: Any) -> "Plan":
-        return cls(over_contiguous_keys(problem), config, problem)
+    group: int  # query heads of a kv head
+    q_len: int
+    warpgroups: int  # consumers of a block
 
     @functools.cached_property
-    def layout(self) -> cache_layout.Layout:
-        if self.cache is not None:
-            return cache_layout.layout_of(self.cache)
-        problem = self.problem
-        sizes = (problem.kv_len,), problem.kv_heads, None, problem.batch, problem.kv_len
-        return cache_layout.Contiguous(*sizes)
-
-    @property
     def tile_heads(self) -> int:
-        """Query heads of a warpgroup's rows."""
-        return min(self.problem.group, 8)
+        return min(self.group, 8)
 
-    @property
+    @functools.cached_property
     def head_rows(self) -> int:
-        """Query rows of each of them."""
         return ROWS // self.tile_heads // 8 * 8
 
-    @property
+    @functools.cached_property
     def head_chunks(self) -> int:
-        """Warpgroup tiles that share query rows: one where a tile holds the whole head group."""
-        return pl.cdiv(self.problem.group, self.tile_heads)
+        """Warpgroup tiles of the same query rows: one where a tile holds the whole head group."""
+        return pl.cdiv(self.group, self.tile_heads)
 
-    @property
+    @functools.cached_property
     def wg_tiles(self) -> int:
         """Warpgroup tiles of a kv head of a sequence."""
-        return self.head_chunks * pl.cdiv(self.problem.q_len, self.head_rows)
+        return self.wg_tiles_of(self.q_len)
 
-    @property
+    @functools.cached_property
     def q_tiles(self) -> int:
-        """Of a kv head of a sequence: what a block works on at a time."""
-        return pl.cdiv(self.wg_tiles, self.config.warpgroups)
+        """Q tiles of a kv head of a sequence: what a block works on at a time."""
+        return self.q_tiles_of(self.q_len)
+
+    @functools.cached_property
+    def padded_wg_tiles(self) -> int:
+        return self.q_tiles * self.warpgroups
+
+    def wg_tiles_of(self, rows: Index) -> Index:
+        """Warpgroup tiles of so many query rows, a number as in `divided`."""
+        return divided(rows + (self.head_rows - 1), self.head_rows) * self.head_chunks
+
+    def q_tiles_of(self, rows: Index) -> Index:
+        return divided(self.wg_tiles_of(rows) + (self.warpgroups - 1), self.warpgroups)
+
+    def row_positions(self, rows: int, first: Index) -> RegisterTile:
+        """int32[64]: position of each row of a tile, the first of which is at `first`."""
+        del rows  # 64
+        within = mosaic.filled((ROWS,), self.head_rows - 1, jnp.int32)  # a power of 2, less 1
+        return (mosaic.positions((ROWS,), 0, 0) & within) + first
+
+    def row_heads(self) -> RegisterTile:
+        """int32[64]: query head of each row, counted from the first of the tile."""
+        rows = mosaic.filled((ROWS,), self.head_rows, jnp.int32)
+        return lax.div(mosaic.positions((ROWS,), 0, 0), rows)
+
+
+class SequenceKeys(NamedTuple):
+    """The keys of a sequence."""
+
+    kv_len: Index
+    q_offset: Index  # position of its first query row among them
+    q_len: Index  # query rows that count
+    invalid: Predicate  # whether the result is NaN
+    mask: Mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The static values; `problem` is one over contiguous keys: `over_contiguous_keys`."""
+
+    problem: AttentionProblem
+    config: Any  # sm90.Config
+    layout: cache_layout.Layout  # the places of keys
+    queries: ModuleType  # see the top of this file, as for `producer`
+    keys_of: Callable[..., "SequenceKeys"]  # `queries.keys_of`, or `contiguous_sm90.keys_of`
+    producer: ModuleType
+    fewest: int = 1  # packed rows of a sequence that the launch serves, at least
+    merged: tuple[int, int, int] | None = None  # `DecodeProblem.merged`
+    widening: Any = None  # `widening_producer.Widening`, for a quantised cache
+    tree: bool = False  # whether the mask function is a tree of drafts
+    one_loop = False  # tiles that need no mask have a loop of their own in the mainloop
+
+    @functools.cached_property
+    def tiles(self) -> RowTiles:
+        return RowTiles(self.problem.group, self.problem.q_len, self.config.warpgroups)
 
     @property
     def packed(self) -> bool:
-        return self.cache is not None and self.cache.packed
-
-    @property
-    def quantized(self) -> bool:
-        return self.cache is not None and self.cache.quantized
-
-    @property
-    def producers(self) -> int:
-        """Warpgroups that load K and V."""
-        return self.config.producers if self.quantized else 1
-
-    @property
-    def merged(self) -> bool:
-        """Whether the results are merged with others, and blocks share out kv tiles (`shares`)."""
-        return self.cache is not None and self.cache.merged is not None
+        """Whether sequences have different numbers of query rows."""
+        return self.queries.PACKED
 
     @functools.cached_property
-    def own(self) -> Own | None:
-        """Of decoding the rows of the sequences' own in the same launch, or None."""
-        if self.cache is None or self.cache.own is None:
-            return None
-        problem, room = self.cache.own, scheduler.SMEM_LIMIT - 8 * self.table_size
-        for warpgroups in range(min(self.config.warpgroups, MOST_DECODERS), 0, -1):
-            config = decode_sm90.Config.beside_others(problem, warpgroups, room)
-            if config is not None:
-                return Own(scheduler.Plan(problem, config), warpgroups)
-        return None
+    def qk(self) -> OperandFormat:
+        return tma_operands.formats_of(self.problem, self.config.block_kv)[0]
 
-    @property
-    def fewest(self) -> int:
-        """Packed rows of a sequence that this launch serves, at least."""
-        return 1 if self.cache is None else self.cache.fewest
+    @functools.cached_property
+    def v(self) -> OperandFormat:
+        return tma_operands.formats_of(self.problem, self.config.block_kv)[1]
 
-    def wg_tiles_of(self, count: Any, div: Any) -> Any:
-        """`wg_tiles` of a sequence of `count` packed rows; `div` divides."""
-        return div(count + (self.head_rows - 1), self.head_rows) * self.head_chunks
+    @functools.cached_property
+    def logit_rules(self) -> LogitRules:
+        return LogitRules.of(self.problem, self.config.block_kv)
 
-    def q_tiles_of(self, count: Any, div: Any) -> Any:
-        """`q_tiles` of it."""
-        warpgroups = self.config.warpgroups
-        return div(self.wg_tiles_of(count, div) + (warpgroups - 1), warpgroups)
+    @functools.cached_property
+    def sections(self) -> frozenset[str]:
+        """All that the mask has: lengths are known at run time only."""
+        low = {"low"} if self.problem.mask.bounds_left else set()
+        return frozenset({"empty", "first_masked", "high"} | low)
 
-    @property
-    def lane_sequences(self) -> int:
-        """Sequences that each lane of a warp counts."""
-        return pl.cdiv(self.problem.batch, 32)
+    @functools.cached_property
+    def row_mapping(self) -> Any:
+        """The heads and positions of a tile's rows, for masks."""
+        if self.problem.mask_program is None:
+            return self.tiles
+        from pallas_attn.kernels.prefill import mask_functions
 
-    @property
-    def table_size(self) -> int:
-        """Entries of the table of running sums, the first of which is 0."""
-        return 32 * self.lane_sequences + 1
+        return mask_functions.RowMapping(self.problem, self.tiles, self.packed, self.tree)
 
-    @property
-    def partial_tiles(self) -> tuple[int, int]:
-        """What partials are stored by, and how many warpgroup tiles each has: sequence and kv head;
-        of packed rows the kv head, with the q tiles of all sequences, of which there are never more
-        than if each had one beside those of all rows.
-        """
-        if self.merged:  # no q tile and no block has one alone
-            return 1, (self.most_q_tiles + self.grid) * self.config.warpgroups
-        if not self.packed:
-            return self.problem.batch * self.problem.kv_heads, self.padded_wg_tiles
-        most = (self.wg_tiles // self.config.warpgroups) + 1
-        chunks = self.problem.batch * (self.head_chunks // self.config.warpgroups + 2)
-        return self.problem.kv_heads, (most + chunks) * self.config.warpgroups
-
-    @property
-    def most_q_tiles(self) -> int:
-        """Of packed rows: of all sequences and kv heads, where each has as many idle rows as can
-        be.
-        """
-        block, chunks = self.head_rows * self.config.warpgroups, self.head_chunks
-        idle = (self.head_rows - 1) * chunks + block - self.head_rows
-        rows = self.problem.q_len * chunks + self.problem.batch * idle
-        return self.problem.kv_heads * (rows // block)
-
-    @property
-    def padded_wg_tiles(self) -> int:
-        return self.q_tiles * self.config.warpgroups
-
-    @property
-    def rows(self) -> int:
-        """Of the result: query rows of all heads."""
-        sequences = 1 if self.packed else self.problem.batch
-        return sequences * self.problem.q_len * self.problem.q_heads
-
-    @property
+    @functools.cached_property
     def units(self) -> int:
-        """Work units: a q tile and one split of its keys. Not of packed rows, whose number is known
-        at run time.
-        """
+        """Work units: a q tile and one split of its keys each. Packed rows have others."""
         problem = self.problem
-        return problem.batch * problem.kv_heads * self.q_tiles * self.config.splits
+        return problem.batch * problem.kv_heads * self.tiles.q_tiles * self.config.splits
 
-    @property
-    def together(self) -> int:
-        """Kv heads whose q tiles are taken in turn: q tiles see unequally many keys, and where a
-        block has few of them it should not have long ones only. Their keys should fit in L2. Where
-        rows are packed they are of one sequence.
-        """
-        if self.merged:
-            return 1
-        heads = self.problem.kv_heads * (1 if self.packed else self.problem.batch)
-        return math.gcd(self.config.together, heads)
-
-    @property
+    @functools.cached_property
     def grid(self) -> int:
         return self.config.grid if self.packed else min(self.config.grid, self.units)
 
     @functools.cached_property
-    def sections(self) -> frozenset[str]:
-        """Lengths are known at run time only: all sections occur that the mask has."""
-        low = {"low"} if self.problem.mask.bounds_left else set()
-        return frozenset({"empty", "first_masked", "high"} | low)
+    def together(self) -> int:
+        """Kv heads whose q tiles are taken in turn, of one sequence where rows are packed."""
+        heads = self.problem.kv_heads * (1 if self.packed else self.problem.batch)
+        return math.gcd(self.config.together, heads)
 
-    @property
-    def first_may_be_whole(self) -> bool:
-        """A unit begins with the newest keys, of which few rows see all."""
-        return False
-
-    def unmasked(self, span: Span, begin: Any) -> Span:
-        """The span of a unit, in which tiles that a function may hide keys of are no full ones:
-        all; or those of the newest rows, from `begin` on, where it is a tree of drafts.
-        """
-        if not self.is_listed:
-            return span
-        if self.cache is None or not self.cache.tree:
-            return span._replace(full_lo=span.lo, full_hi=span.lo)
-        before = lax.div(jnp.maximum(begin, 0), jnp.int32(self.config.block_kv))
-        return span._replace(full_hi=jnp.minimum(span.full_hi, before))
-
-    def words(self, refs: Any, place: Any, width: int) -> tuple[Any, ...] | None:
-        """The bits of a tree of drafts: a few loads a row, and for a logit what a bound costs."""
-        if self.cache is None or not self.cache.tree:
-            return None
-        assert self.problem.mask_program is not None
-        ((*_, drafts, words), _), column = self.problem.mask_program.arrays[0], place.key
-        column = column - place.q_offset  # of the tile's first key, from the first draft on
-        query = refs.starts[place.batch] + place.query if self.packed else place.query
-        row = jnp.minimum(self.row_positions(ROWS, query), drafts - 1)
-        line = (row if self.packed else row + place.batch * drafts) * words
-        first, shift = lax.shift_right_arithmetic(column, jnp.int32(5)) + 1, column & 31
-
-        def word(n):
-            return gather(refs.mask_aux[0], line + jnp.clip(first + n, 0, words - 1), mosaic.ROW)
-
-        def same(x):  # in all rows
-            return mosaic.filled((ROWS,), x, jnp.int32)
-
-        found = [word(n) for n in range(width // 32 + 1)]
-        return tuple(
-            lax.shift_right_logical(low, same(shift))
-            | lax.shift_left(lax.shift_left(high, same(1)), same(31 - shift))
-            for low, high in itertools.pairwise(found)
-        )
-
-    def placed(self, place: Any) -> Any:
-        """With the head and the position of each row, or None for what the function does not ask:
-        what nobody uses sends Mosaic on a search for its layout.
-        """
-        head: Any = None
-        position: Any = None
-        if self.problem.uses_position:
-            position = self.row_positions(ROWS, place.q_offset + place.query)
-        if self.problem.uses_head:
-            rows = mosaic.filled((ROWS,), self.head_rows, jnp.int32)
-            head = lax.div(mosaic.positions((ROWS,), 0, 0), rows) + place.head
-        return place._replace(rows=(head, position))
-
-    @property
+    @functools.cached_property
     def page_rows(self) -> int:
         """Rows of a kv tile that lie together in memory."""
         return self.layout.contiguous_rows(self.config.block_kv)
 
-    @property
+    @functools.cached_property
     def copies(self) -> int:
         """Copies that bring a tile of K, and as many for V."""
         return self.config.block_kv // self.page_rows
 
-    def in_rows(self, lse: Any) -> Any:
-        """[M, K, warpgroup tiles, 64] -> [M, N, t]."""
-        (m, kv_heads), heads, rows = lse.shape[:2], self.tile_heads, self.head_rows
-        lse = lse[:, :, : self.wg_tiles, : heads * rows]
-        lse = lse.reshape(m, kv_heads, -1, self.head_chunks, heads, rows)
-        lse = lse.transpose(0, 1, 3, 4, 2, 5).reshape(m, kv_heads, self.head_chunks * heads, -1)
-        lse = lse[:, :, : self.problem.group, : self.problem.q_len]
-        return lse.reshape(m, -1, self.problem.q_len)
+    @functools.cached_property
+    def result_rows(self) -> int:
+        """Query rows of all heads."""
+        sequences = 1 if self.packed else self.problem.batch
+        return sequences * self.problem.q_len * self.problem.q_heads
 
-    def row_positions(self, rows: int, first: Any) -> Any:
-        within = mosaic.filled((rows,), self.head_rows - 1, jnp.int32)  # of a power of 2
-        return (mosaic.positions((rows,), 0, 0) & within) + first
+
+class Smem(NamedTuple):
+    """Shared memory; `sm90` says who owns it when."""
+
+    q: SmemRef = None  # [q tiles, ROWS, ..]
+    k: SmemRef = None  # [stages, block_kv, ..]
+    v: SmemRef = None  # [stages, block_kv, ..]
+    out: SmemRef = None  # [warpgroups, ROWS, ..]; None where rows are packed
+    lost: SmemRef = None  # int32[warpgroups]: 1 where a page of the unit's sequence is missing
+    q_ready: Barrier = None  # one a q tile; None where rows are packed
+    ready: Barrier = None  # one an entry of the ring
+    free: Barrier = None
+    landed: Barrier = None  # the value tile that the length cuts is there
+    turns: Barrier = None  # one a consumer, that it may issue its matmuls: `kernel.Turns`
+    tables: Any = None  # numbers of q tiles of the sequences, where rows are packed
+    counted: Barrier = None  # the tables are filled
+    producer: Any = None  # buffers of the producer
+
+
+class Refs(NamedTuple):
+    """Global memory."""
+
+    q: GmemRef  # [M, t, N, H]; packed [tokens, N, H]
+    k: tuple[GmemRef, ...] = ()  # in the form of `Layout.view`: of each sequence, or one of all
+    v: tuple[GmemRef, ...] = ()
+    lengths: GmemRef = None  # int32[M]
+    new_lengths: GmemRef = None  # int32[M]: negative where `extend` has not been
+    capacities: GmemRef = None  # int32[M], where they differ
+    page_table: GmemRef = None
+    layer: GmemRef = None  # int32[1]
+    sinks: GmemRef = None  # float32[N]
+    mask_left: GmemRef = None  # int32[1] if it arrives at run time; [M] for contiguous keys
+    mask_right: GmemRef = None
+    q_offset: GmemRef = None  # int32[M], for contiguous keys
+    q_lengths: GmemRef = None  # int32[M], for contiguous keys
+    starts: GmemRef = None  # int32[M + 1], where rows are packed
+    rows: GmemRef = None  # int32[tokens]: rows of q that packed rows are copies of
+    tables: Any = None  # `Layout.tables` of a quantised cache, in place of k and v
+    results: tuple[GmemRef, ...] = ()  # written: out and lse, or partials
+    mask_aux: tuple[GmemRef, ...] = ()  # arrays of a function of positions: `functions.flat`
+
+
+def operands(plan: Plan, inputs: DecodeInputs) -> Refs:
+    """Arrays that the kernel reads. q is copied where t is above 8 and no multiple of 8, which
+    Mosaic's TMA would clip.
+    """
+    return Refs(
+        q=inputs.q if plan.packed else tma_operands.for_tma(inputs.q),
+        **plan.producer.operands(plan, inputs),
+        lengths=inputs.lengths,
+        new_lengths=inputs.new_lengths,
+        capacities=plan.layout.capacities_operand(),
+        page_table=inputs.page_table,
+        layer=cache_layout.scalar_operand(inputs.layer),
+        sinks=None if inputs.sinks is None else inputs.sinks.astype(jnp.float32),
+        mask_left=cache_layout.scalar_operand(inputs.mask_left),
+        mask_right=cache_layout.scalar_operand(inputs.mask_right),
+        starts=inputs.starts,
+        mask_aux=functions.flat(inputs.mask_aux),
+        rows=inputs.rows,
+    )
+
+
+def base_scratch(plan: Plan, **buffers: Any) -> Smem:
+    """Shared memory of a block, described once; `buffers`: those of the query rows."""
+    config, dtype, barrier = plan.config, plan.problem.dtype, plgpu.Barrier
+    ring = config.stages, config.block_kv
+    q = config.q_slots * config.warpgroups, ROWS, plan.qk.width
+    fields = {
+        "q": mosaic.swizzled(q, dtype, plan.qk.swizzle),
+        "k": mosaic.swizzled((*ring, plan.qk.width), dtype, plan.qk.swizzle),
+        "v": mosaic.swizzled((*ring, plan.v.width), dtype, plan.v.swizzle),
+        "lost": plgpu.SMEM((config.warpgroups,), jnp.int32),
+        "ready": barrier(num_barriers=config.stages, num_arrivals=plan.producer.arrivals(plan)),
+        "free": barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
+        "landed": barrier(num_barriers=1, num_arrivals=plan.copies),
+        "turns": barrier(num_barriers=config.warpgroups) if config.in_turn else None,
+        "producer": plan.producer.buffers(plan),
+    }
+    return Smem(**fields, **buffers)
+
+
+def bytes_of(plan: Plan) -> int:
+    """Shared memory of a block."""
+    return mosaic.bytes_of(plan.queries.scratch(plan)) + BARRIERS + mosaic.REDUCTION_BYTES
+
+
+def kernel_of(plan: Plan, body: Callable[..., None], results: Sequence[Any]) -> Callable[..., Any]:
+    """The launch of `body(refs, *results, smem)` on all blocks."""
+    return plgpu.kernel(
+        functools.partial(body, plan=plan),
+        out_type=tuple(results),
+        scratch_types=(plan.queries.scratch(plan),),
+        grid=(plan.grid,),
+        grid_names=("block",),
+        num_threads=plan.config.warpgroups + plan.producer.warpgroups(plan),
+        thread_name="wg",
+        compiler_params=mosaic.without_barriers(),
+        kernel_name="prefill_sm90",
+    )
+
+
+def partial_types(plan: Plan) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Accumulators, row maxima and row sums in global memory."""
+    slots = (plan.config.splits, *plan.queries.partial_tiles(plan), ROWS)
+    shapes = ((*slots, plan.v.width), slots, slots)
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)

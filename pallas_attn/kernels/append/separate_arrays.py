@@ -1,0 +1,71 @@
+"""Launches over caches of separate arrays, of which one launch has parameters for so many; and the
+caches that append's kernels take.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_attn._call.problem import QUANTIZED, AppendProblem, KeepProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import cache_layout
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.types import Operand
+
+DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED)  # dtypes of caches
+Arrays = dict[str, tuple[Operand, ...]]  # by name, those of each sequence or one of all
+
+
+def limit(problem: AppendProblem | KeepProblem) -> Limit | None:
+    """Why no kernel here can take caches of this kind, or None."""
+    if problem.cache_dtype not in DTYPES:
+        return Limit(f"no {problem.cache_dtype} caches", f"use one of {', '.join(DTYPES)}")
+    capacity = max(problem.capacities, default=0)
+    if capacity >= 2**31:
+        return Limit(
+            f"capacity {capacity}: positions are int32",
+            "split each sequence over several caches of fewer than 2**31 rows",
+        )
+    return None
+
+
+def most_arrays(each: int) -> int:
+    """Sequences with so many arrays each that a launch has parameters for."""
+    return (mosaic.PARAMETER_BYTES // 8 - 8) // each  # 8: the new rows, lengths and the like
+
+
+def by_launches(
+    caches: dict[str, Any],
+    problem: Any,
+    launch: Callable[[Arrays, Any, Callable[[Operand], Operand]], Arrays],
+) -> dict[str, Any]:
+    """The caches after `launch(arrays, problem, rows_of)`, called for as many sequences at once as
+    it has parameters for. `rows_of` takes the rows of these sequences from an array [M, ..].
+    """
+    if not cache_layout.layout_of(problem).separate:
+        written = launch({name: (x,) for name, x in caches.items()}, problem, lambda array: array)
+        return {name: x for name, (x,) in written.items()}
+    most = most_arrays(len(caches))
+    live = [m for m, capacity in enumerate(problem.capacities) if capacity]
+    results = {name: list(arrays) for name, arrays in caches.items()}
+    for some in (live[lo : lo + most] for lo in range(0, len(live), most)):
+        capacities = tuple(problem.capacities[m] for m in some)
+        written = launch(
+            {name: tuple(arrays[m] for m in some) for name, arrays in caches.items()},
+            dataclasses.replace(problem, sequences=len(some), capacities=capacities),
+            functools.partial(_rows_of, some),
+        )
+        for name, arrays in written.items():
+            for m, array in zip(some, arrays, strict=True):
+                results[name][m] = array
+    return {name: tuple(arrays) for name, arrays in results.items()}
+
+
+def _rows_of(sequences: list[int], array: Operand) -> Operand:
+    """`array` itself where these are all of its sequences, as they mostly are."""
+    if len(sequences) == array.shape[0]:
+        return array
+    return array[jnp.asarray(sequences)]

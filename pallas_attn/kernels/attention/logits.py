@@ -1,0 +1,310 @@
+"""From scores to logits of the Hopper forward: scale, softcap, bias and every kind of mask, on a
+tile of a warpgroup's 64 query rows in registers.
+
+A causal or windowed mask is a range of columns in each row (`mask_columns`). Functions of
+positions (`functions`) and segments (`segment_spans`) are imported where a problem has them.
+`score_mod` has the masks and derivatives of the portable kernels and the backward.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, vector
+
+from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.attention import softmax
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.types import (
+    GmemRef,
+    Index,
+    Layout,
+    RegisterTile,
+)
+from pallas_attn.masks import Mask
+
+LESS, EQUAL = arith.CmpIPredicate.slt, arith.CmpIPredicate.eq
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitRules:
+    """How scores become logits."""
+
+    unit: float | None  # turns scores into log2 units, in the softmax; None: logits are in them
+    adds: bool  # a bias or a score function adds to scores
+    natural: bool = False  # a backward subtracts the lse in natural units
+    ragged_keys: bool = False  # the last kv tile may hold rows that are no keys
+    linear: bool = False  # the score function is a slope and an offset a row: `linear_scores`
+
+    @classmethod
+    def of(
+        cls,
+        problem: AttentionProblem,
+        block_kv: int,
+        *,
+        natural: bool = False,
+        linear: bool = False,
+    ) -> "LogitRules":
+        """The rules of kv tiles of `block_kv` keys; `natural` and `linear` as the fields."""
+        adds = "bias" in problem.arrays or problem.score_program is not None
+        unit = None
+        if problem.softcap is None and not natural and (linear or not adds):
+            unit = softmax.unit_of(problem.scale)
+        ragged = "kv_lengths" in problem.arrays or problem.kv_len % block_kv != 0
+        return cls(unit, adds, natural, ragged, linear)
+
+
+class LogitTile(NamedTuple):
+    """The queries and keys of a tile of logits: queries are its rows and keys its columns (`q_axis`
+    0), or the other way round (1).
+    """
+
+    batch: Index
+    head: Index
+    query: Index  # the first query row
+    key: Index  # the first key
+    q_offset: Index
+    kv_len: Index
+    mask: Mask
+    q_axis: int
+    numbers: Any = None  # 0, 1, .. of the queries, in shared memory: see `score_mod.apply_mask`
+    # The head and the position of each query, where queries are those of several heads.
+    rows: Any = None
+    layout: Any = mosaic.TILE
+
+
+def tile_of_rows(
+    ctx: KernelContext, rows: QueryRows, t: Index, layout: Layout = mosaic.TILE
+) -> LogitTile:
+    """The logits of a warpgroup's rows and kv tile t of their span."""
+    tile = rows.tile
+    key = rows.kv_tile(t) * ctx.plan.config.block_kv
+    where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
+    return LogitTile(*where, q_axis=0, layout=layout)
+
+
+def masked_logits(  # noqa: PLR0913
+    ctx: KernelContext,
+    rows: QueryRows,
+    t: Index,
+    slot: Index,
+    s: RegisterTile,
+    masked: bool | None,
+    whole: tuple[Index, Index] | None = None,
+) -> RegisterTile:
+    """The scores of kv tile t, which `slot` of the ring holds -> logits, in log2 units if
+    `LogitRules.unit` is None. `masked` None: a branch masks the tile unless t lies in `whole`,
+    which is (first, one after the last).
+    """
+    if ctx.plan.logit_rules.unit is None:
+        s, _ = scaled(ctx, tile_of_rows(ctx, rows, t), s)
+    return mask_where(ctx, rows, t, slot, s, masked, whole)
+
+
+def mask_where(  # noqa: PLR0913
+    ctx: KernelContext,
+    rows: QueryRows,
+    t: Index,
+    slot: Index,
+    s: RegisterTile,
+    masked: bool | None,
+    whole: tuple[Index, Index] | None = None,
+) -> RegisterTile:
+    """Logits of kv tile t, masked as `masked_logits` says."""
+    mask = functools.partial(mask_rows, ctx, rows, t, slot)
+    if masked is None:
+        assert whole is not None
+        return lax.cond((t < whole[0]) | (t >= whole[1]), mask, lambda s: s, s)
+    return mask(s) if masked else s
+
+
+def scaled(
+    ctx: KernelContext, tile: LogitTile, s: RegisterTile
+) -> tuple[RegisterTile, RegisterTile | None]:
+    """Scores -> (logits without a mask, in log2 units but for `LogitRules.natural`; their
+    derivative by the scaled score, or None: 1). Where `LogitRules.unit` is a number the softmax
+    multiplies by it, and this is not called.
+    """
+    plan, slope = ctx.plan, None
+    problem = plan.problem
+    unit = 1.0 if plan.logit_rules.natural else softmax.to_log2(1.0)
+    if problem.softcap is None and problem.score_program is None:
+        s = s * (problem.scale * unit)
+    else:
+        s = s * problem.scale
+        if problem.softcap is not None:
+            s = softmax.softcap(s, problem.softcap)
+            slope = 1.0 - s * s * (1.0 / problem.softcap**2)
+        if problem.score_program is not None:
+            from pallas_attn.kernels.attention import functions
+
+            s, by_function = functions.score(ctx, tile, s)
+            if slope is None:
+                slope = by_function
+            elif by_function is not None:
+                slope = slope * by_function
+        s = s * unit
+    if "bias" in problem.arrays:
+        # The sum comes last: a product there would be fused with the subtraction of the row's max,
+        # which is rounded. Where all of a row's bias is -1e10 they differ by 2**9.
+        s = s + load_tile(ctx.refs.bias, tile, s.shape).astype(jnp.float32) * unit
+    return s, slope
+
+
+def mask_rows(
+    ctx: KernelContext, rows: QueryRows, t: Index, slot: Index, s: RegisterTile
+) -> RegisterTile:
+    """The logits of kv tile t with -inf wherever a query does not see a key."""
+    problem, tile, low, high = ctx.plan.problem, rows.tile, None, None
+    start = rows.kv_tile(t) * ctx.plan.config.block_kv
+    if not tile.mask.is_full:  # a value that nobody uses sends Mosaic on a search for its layout
+        low, high = tile.mask.row_bounds(_positions(ctx, rows, start))
+    if ctx.plan.logit_rules.ragged_keys:
+        end = mosaic.filled(s.shape[:1], tile.kv_len - start, jnp.int32)
+        high = end if high is None else jnp.minimum(high, end)
+    if problem.mask_program is not None:
+        from pallas_attn.kernels.attention import functions
+
+        s = functions.mask_rows(ctx, rows, tile_of_rows(ctx, rows, t), s, (low, high))
+    else:
+        s = mask_columns(s, low, high)
+    if rows.segments is not None:
+        s = rows.segments.mask(t, slot, s)
+    if "mask_array" in problem.arrays:
+        shown = load_tile(ctx.refs.mask_array, tile_of_rows(ctx, rows, t), s.shape) != 0
+        s = jnp.where(shown, s, -jnp.inf)
+    return s
+
+
+def _positions(ctx: KernelContext, rows: QueryRows, start: Index) -> RegisterTile:
+    """The position of each query row, less `start`."""
+    tile = rows.tile
+    if "q_positions" in ctx.plan.problem.arrays:
+        own = ctx.refs.q_positions.at[tile.batch, pl.ds(rows.row, ROWS)]
+        return mosaic.load(own, mosaic.ROW) - start
+    first = tile.q_offset + rows.row - start
+    if rows.mapping is not None:
+        return rows.mapping.row_positions(ROWS, first)
+    return mosaic.positions((ROWS,), 0, first)
+
+
+def load_vector(ref: GmemRef, tile: LogitTile, axis: int, shape: tuple[int, int]) -> RegisterTile:
+    """A vector along one axis of a tile, broadcast over the other."""
+    loaded = mosaic.load(ref, tile.layout.reduce(1 - axis))
+    return lax.broadcast_in_dim(loaded, shape, [axis])
+
+
+def load_tile(ref: GmemRef, tile: LogitTile, shape: tuple[int, int]) -> RegisterTile:
+    """The part of a [B|1, N|1, T|1, S|1] array that belongs to a tile of logits ([B|1, N|1, S|1,
+    T|1] where the tile's rows are keys: Mosaic loads no transposed tile).
+    """
+    batch, heads, *sizes = ref.shape
+    where = (tile.batch if batch > 1 else 0, tile.head if heads > 1 else 0)
+    starts = (tile.key, tile.query) if tile.q_axis else (tile.query, tile.key)
+    down, across = (pl.ds(start, size) for start, size in zip(starts, shape, strict=True))
+    if min(sizes) > 1:
+        return mosaic.load(ref.at[*where, down, across], tile.layout)
+    if sizes[0] > 1:
+        return load_vector(ref.at[*where, down, 0], tile, 0, shape)
+    if sizes[1] > 1:
+        return load_vector(ref.at[*where, 0, across], tile, 1, shape)
+    return mosaic.broadcast_scalar(ref[*where, 0, 0], shape)
+
+
+# ---- a mask by a range of columns in each row ---------------------------------------------------
+
+
+def mask_columns(
+    s: RegisterTile,
+    low: RegisterTile | None,
+    high: RegisterTile | None,
+    ids: tuple[RegisterTile, RegisterTile] | None = None,
+    words: tuple[RegisterTile, ...] = (),
+) -> RegisterTile:
+    """A tile of float32 logits [64, keys] with -inf in columns below `low` and from `high` on (each
+    int32[64], one a row), where the two `ids`, int32[64] and int32[keys], differ, and where a row's
+    bit is not set: bit c of word w, int32[64], is of column 32 * w + c.
+
+    Said in jax.numpy a mask compares two tiles of positions. They do not depend on the kv tile but
+    for one sum, so that LLVM computes them before the loop over kv tiles and holds them: 32
+    registers or more, spilled where there were none left. Here a row's bounds are made relative to
+    the columns of the thread that holds it, and columns are numbers in the instructions: a
+    comparison and a select for each logit and bound, nothing to hold.
+    """
+    operands = {"low": low, "high": high, "rows": None, "columns": None}
+    if ids is not None:
+        operands["rows"], operands["columns"] = ids
+    operands |= {f"word{n}": word for n, word in enumerate(words)}
+    operands = {name: x for name, x in operands.items() if x is not None}
+    if not operands:
+        return s
+    kinds = {name: mosaic.COLUMN if name == "columns" else mosaic.ROW for name in operands}
+    names = tuple(operands)
+
+    def code(_, s, *args):
+        return _cut(s, dict(zip(names, args, strict=True)))
+
+    def values(s, *args):  # run by the interpreter
+        operands, column = dict(zip(names, args, strict=True)), jnp.arange(s.shape[1])[None]
+        hidden = jnp.zeros(s.shape, bool)
+        if "low" in operands:
+            hidden |= column < operands["low"][:, None]
+        if "high" in operands:
+            hidden |= column >= operands["high"][:, None]
+        if "rows" in operands:
+            hidden |= operands["rows"][:, None] != operands["columns"][None]
+        if words:
+            each = jnp.stack([operands[f"word{n}"] for n in range(len(words))], axis=1)
+            hidden |= (jnp.repeat(each, 32, axis=1)[:, : s.shape[1]] >> column % 32) & 1 == 0
+        return jnp.where(hidden, -jnp.inf, s)
+
+    inline: Any = code
+    inline.values = values
+    result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=mosaic.TILE)
+    call = plgpu.inline_mgpu(arg_types=(mosaic.TILE, *kinds.values()), return_type=result)
+    return call(inline)(s, *operands.values())
+
+
+def _cut(s: Any, operands: dict[str, Any]) -> Any:
+    """A thread holds two neighbouring columns of each 8, of two rows that are 8 apart."""
+    number = ir.IntegerType.get_signless(32)
+    thread = arith.index_cast(number, gpu.thread_id(gpu.Dimension.x))
+    first = arith.muli(arith.remui(thread, utils.c(4, number)), utils.c(2, number))
+    operands = {name: [_each(r) for r in x.registers.flat] for name, x in operands.items()}
+    for name in [name for name in ("low", "high") if name in operands]:  # a set has no order
+        operands[name] = [arith.subi(bound, first) for (bound,) in operands[name]]
+    for word in [name for name in operands if name.startswith("word")]:
+        operands[word] = [arith.shrui(bits, first) for (bits,) in operands[word]]
+    registers, nothing = s.registers.copy(), utils.c(float("-inf"), ir.F32Type.get())
+    for at, register in enumerate(s.registers.flat):
+        pair, (block, row) = register, divmod(at, 2)
+        for i, logit in enumerate(_each(register)):
+            column, terms = utils.c(8 * block + i, number), []
+            if "high" in operands:
+                terms.append(arith.cmpi(LESS, column, operands["high"][row]))
+            if "low" in operands:
+                terms.append(arith.cmpi(arith.CmpIPredicate.sge, column, operands["low"][row]))
+            if "rows" in operands:
+                own, other = operands["rows"][row][0], operands["columns"][block][i]
+                terms.append(arith.cmpi(EQUAL, own, other))
+            if "word0" in operands:
+                bit = utils.c(1 << 8 * (block % 4) + i, number)
+                word = arith.andi(operands[f"word{block // 4}"][row], bit)
+                terms.append(arith.cmpi(arith.CmpIPredicate.ne, word, utils.c(0, number)))
+            seen = functools.reduce(arith.andi, terms)
+            pair = vector.insert(arith.select(seen, logit, nothing), pair, [], [i])
+        registers[np.unravel_index(at, registers.shape)] = pair
+    return mgpu.FragmentedArray(_registers=registers, _layout=s.layout, _is_signed=None)
+
+
+def _each(register: ir.Value) -> list[ir.Value]:
+    return [vector.extract(register, [], [i]) for i in range(ir.VectorType(register.type).shape[0])]

@@ -1,0 +1,311 @@
+"""Query tiles, kv tiles, and the kv tiles that query rows need.
+
+Kernels whose work tiles are query rows agree on them here. `Mask` says who sees whom; this file
+turns that into numbers of tiles, in plain arithmetic on Python numbers or on traced ones.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_attn._call.problem import AttentionProblem, bounds_of
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.lang.types import GmemRef, Index
+from pallas_attn.masks import FULL, Mask
+
+ROWS = 64  # query rows of a warpgroup, which one wgmma takes
+# Arrays that decide at run time which keys rows see; without them the mask alone does.
+DYNAMIC = {"q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right"}
+DYNAMIC |= {"q_segment_ids", "mask_array"}
+# Kinds of spans: without a kv tile; whose first tile, the one at the end, needs a mask; with other
+# masked tiles behind the whole ones; and with some before them.
+SECTIONS = frozenset(("empty", "first_masked", "high", "low"))
+
+
+class KernelContext(NamedTuple):
+    """The first argument, `ctx`, of every function of a kernel."""
+
+    plan: Any  # static values: sizes, formats, the Config
+    refs: Any  # global memory
+    smem: Any = None  # shared memory
+
+
+class ForwardRefs(NamedTuple):
+    """Global memory of the forward kernels. None: not in this problem."""
+
+    q: GmemRef
+    k: GmemRef
+    v: GmemRef
+    v_edge: Any = None  # [B, block_kv, K, Hv]: the value tile that kv_lengths cuts, 0 behind them
+    q_offset: Any = None  # int32[B]
+    q_lengths: Any = None
+    kv_lengths: Any = None
+    mask_left: Any = None  # int32[B], where the bound arrives at run time
+    mask_right: Any = None
+    q_segment_ids: Any = None  # int32[B, padded rows]
+    kv_segment_ids: Any = None  # int32[B, padded keys]
+    segment_spans: Any = None  # int32[B, 4, q tiles]: fields of a Span; Hopper: `documents.records`
+    bias: Any = None
+    mask_array: Any = None
+    sinks: Any = None
+    schedule: Any = None  # int32[blocks, n]: see `tile_scheduler.schedule`
+    q_positions: Any = None  # int32[B, padded rows]
+    units: Any = None  # float32[2, B, K]: of scores and of outputs, where q, k and v are terms
+    out: Any = None  # written
+    lse: Any = None  # written
+    mask_aux: Any = ()  # arrays of functions of positions: `functions.operands`
+    score_aux: Any = ()
+    tiles: Any = None  # see `tile_lists.tiles`
+    fetching: Any = None  # see `fetch.Operands`
+    counter: Any = None  # int32[1], written: see `claims`
+
+
+class Span(NamedTuple):
+    """Kv tiles [lo, hi) that some row sees; every row sees [full_lo, full_hi) whole."""
+
+    lo: Index
+    full_lo: Index
+    full_hi: Index
+    hi: Index
+
+    def within(self, other: "Span") -> "Span":
+        """The intersection of two spans."""
+        return Span(
+            jnp.maximum(self.lo, other.lo),
+            jnp.maximum(self.full_lo, other.full_lo),
+            jnp.minimum(self.full_hi, other.full_hi),
+            jnp.minimum(self.hi, other.hi),
+        )
+
+    def sections(self) -> set[str]:
+        """The `SECTIONS` of a span of Python numbers, whose tiles are taken from the last on."""
+        if self.hi <= self.lo:
+            return {"empty"}
+        first = self.hi - 1
+        occurs = {
+            "first_masked": not self.full_lo <= first < self.full_hi,
+            "high": self.full_hi < first,
+            "low": self.lo < self.full_lo,
+        }
+        return {name for name, does in occurs.items() if does}
+
+
+class WorkTile(NamedTuple):
+    """Query rows of one head that a block takes at a time."""
+
+    batch: Index
+    head: Index
+    row: Index  # the first of them
+    q_offset: Index
+    q_len: Any  # rows that count; None: all do
+    kv_len: Index
+    mask: Mask
+
+
+class QueryRows(NamedTuple):
+    """Rows of a work tile that share a span, those of a warpgroup as a rule."""
+
+    tile: WorkTile
+    row: Index  # the first of them
+    wg: Index
+    span: Span
+    q_slot: Any = None  # the q tile in shared memory that holds them
+    segments: Any = None  # `segment_spans.RowSegments`, where there are segment ids
+    listed: Any = None  # `tile_lists.Listed`, where kv tiles are numbers in a list
+    last: Any = None  # the last kv tile of that list that the rows need
+    mapping: Any = None  # says which rows of which heads they are, where not of one: `prefill.plan`
+
+    def with_loaded_tile(self, tile: Index | None) -> "QueryRows":
+        """The same rows where the list's entry for the kv tile at hand was read before."""
+        if tile is None:
+            return self
+        from pallas_attn.kernels.attention import tile_lists
+
+        return self._replace(listed=tile_lists.LoadedTile(tile))
+
+    def kv_tile(self, t: Index) -> Index:
+        """The kv tile that is number t of the span."""
+        return t if self.listed is None else self.listed.tile(t)
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryTiling:
+    """The sizes of a kernel whose work tiles are query rows."""
+
+    q_len: int
+    kv_len: int
+    tile_rows: int  # query rows of a work tile
+    block_kv: int  # keys of a kv tile
+    span_rows: int = ROWS  # rows that share a span of kv tiles
+
+    @functools.cached_property
+    def q_tiles(self) -> int:
+        """Work tiles of a head."""
+        return pl.cdiv(self.q_len, self.tile_rows)
+
+    @functools.cached_property
+    def padded_rows(self) -> int:
+        return self.q_tiles * self.tile_rows
+
+    @functools.cached_property
+    def padded_keys(self) -> int:
+        return pl.cdiv(self.kv_len, self.block_kv) * self.block_kv
+
+    @functools.cached_property
+    def has_idle_spans(self) -> bool:
+        """Whether some span is of rows past T only."""
+        return self.padded_rows - self.q_len >= self.span_rows
+
+    @functools.cached_property
+    def row_blocks(self) -> int:
+        """Spans of a work tile."""
+        return self.tile_rows // self.span_rows
+
+
+# ---- the kv tiles that query rows need ----------------------------------------------------------
+
+
+def mask_span(mask: Mask, position: Index, rows: Index, kv_len: Index, block: int) -> Span:
+    """The kv tiles of `block` keys that `rows` queries from a position on need."""
+    lo, hi = mask.kv_range(position, position + rows, kv_len)
+    full_lo, full_hi = mask.kv_full_range(position, position + rows, kv_len)
+    return Span(
+        lo=_divided(lo, block),
+        full_lo=_divided(full_lo + block - 1, block),
+        full_hi=_divided(_at_least_0(full_hi), block),
+        hi=_divided(_at_least_0(hi) + block - 1, block),
+    )
+
+
+def mask_of(problem: AttentionProblem, refs: Any, batch: Index) -> Mask:
+    """The mask of a batch row, with the bounds that arrive at run time."""
+    bounds = {side: ref[batch] for side, ref in bounds_of(refs).items()}
+    return problem.mask.filled(**bounds)
+
+
+def span_mask(problem: AttentionProblem, mask: Mask) -> Mask:
+    """The mask by which spans follow from row numbers: none where rows have positions of their own,
+    whose spans are in `segment_spans`.
+    """
+    return FULL if "q_positions" in problem.arrays else mask
+
+
+def known_offsets(problem: AttentionProblem) -> set[int]:
+    """Every offset that rows may have; none where an array decides which keys rows see."""
+    if DYNAMIC & set(problem.arrays) == {"q_offset"}:
+        return {offset for offsets in problem.offsets for offset in offsets}
+    return set() if DYNAMIC & set(problem.arrays) else {problem.q_offset}
+
+
+@functools.lru_cache(maxsize=256)
+def sections_of(problem: AttentionProblem, tiling: QueryTiling) -> frozenset[str]:
+    """The `SECTIONS` that occur among the spans of all rows."""
+    if problem.mask_program is not None:
+        from pallas_attn.kernels.attention import tile_lists
+
+        return tile_lists.sections_of(problem, tiling)
+    offsets = known_offsets(problem)
+    if not offsets:
+        return SECTIONS
+    mask, rows = span_mask(problem, problem.mask), tiling.span_rows
+    places = [(row, rows) for row in range(0, tiling.q_len, rows)]
+    if tiling.has_idle_spans:
+        places.append((tiling.q_len - 1, 1))
+    spans = (
+        mask_span(mask, offset + row, count, tiling.kv_len, tiling.block_kv)
+        for offset in offsets
+        for row, count in places
+    )
+    return frozenset().union(*(span.sections() for span in spans))
+
+
+# ---- batch rows and heads that share K and V ----------------------------------------------------
+
+
+def heads_in(nbytes: int, problem: AttentionProblem, row_bytes: int) -> int:
+    """Query heads whose K and V, of `row_bytes` a row, take `nbytes`; at least those of a kv
+    head.
+    """
+    return max(nbytes // max(problem.kv_len * row_bytes, 1), 1) * problem.group
+
+
+def kv_batch(problem: AttentionProblem, batch: Index) -> Index:
+    """The batch row of k and v that one of q reads."""
+    return batch if problem.share == 1 else lax.div(batch, jnp.int32(problem.share))
+
+
+def kv_row(problem: AttentionProblem, block: int, position: Index) -> Index:
+    """The row of k and v that has the first key of a kv tile of `block`, by its position."""
+    devices = problem.zigzag
+    if devices == 1:
+        return position
+    size = problem.kv_len // (2 * devices)
+    if size % block:
+        raise ValueError(
+            f"Config.block_kv must divide the {size} keys of a chunk where k and v lie in the "
+            f"order zigzag, got {block}"
+        )
+    chunk = lax.div(position, jnp.int32(size))
+    owner, which = owner_of(chunk, devices)
+    return position + (2 * owner + which - chunk) * size
+
+
+def owner_of(chunk: Any, devices: int) -> tuple[Any, Any]:
+    """The device that has a chunk in the order zigzag, and which of its own that is: what
+    `context.owner` says, for NumPy's numbers and traced ones.
+    """
+    late = chunk >= devices
+    where: Any = np.where if isinstance(chunk, np.ndarray) else jnp.where
+    return where(late, 2 * devices - 1 - chunk, chunk), where(late, 1, 0)
+
+
+# ---- problems -----------------------------------------------------------------------------------
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    """Why the forward kernels, and so the backward ones, cannot take a problem, or None."""
+    if problem.dtype not in ("bfloat16", "float16", "float32"):
+        return Limit(
+            f"it takes bfloat16, float16 and float32, not {problem.dtype}",
+            "cast q, k and v to one of them",
+        )
+    if (refused := tma_operands.dims_limit(problem)) is not None:
+        return refused
+    if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
+        return Limit("it counts query rows of all heads in 32 bits", "split the batch")
+    programs = filter(None, (problem.mask_program, problem.score_program))
+    read = [shape for program in programs for shape, _ in program.arrays]
+    if any(math.prod(shape) >= 2**31 for shape in read):
+        return Limit(
+            "it counts numbers of an array that a function reads in 32 bits",
+            "give each batch row or head a call of its own, or compute more of it in the function",
+        )
+    return None
+
+
+def has_no_scores(problem: AttentionProblem) -> bool:
+    """Whether there is nothing to launch."""
+    return 0 in (problem.batch, problem.q_len, problem.kv_len, problem.q_heads)
+
+
+def results_without_scores(problem: AttentionProblem) -> tuple[jax.Array, jax.Array]:
+    """out and lse of rows that see no key."""
+    heads, rows = problem.q_heads, problem.q_len
+    out = jnp.zeros((problem.batch, rows, heads, problem.v_head_dim), problem.dtype)
+    return out, jnp.full((problem.batch, heads, rows), -jnp.inf, jnp.float32)
+
+
+def _divided(n: Index, by: int) -> Index:
+    return n // by if isinstance(n, int) else lax.div(n, jnp.int32(by))
+
+
+def _at_least_0(n: Index) -> Index:
+    return max(n, 0) if isinstance(n, int) else jnp.maximum(n, 0)

@@ -1,0 +1,28 @@
+"""How many rows of a packed call decode's kernel takes, and which rows it leaves to prefill's."""
+
+import dataclasses
+
+from pallas_attn._call.problem import DecodeProblem
+
+FEW_ROWS = 8  # rows of a kv head up to which their scores can be folded
+
+
+def of_single_rows(problem: DecodeProblem) -> bool:
+    """Whether most sequences of a packed call can have one row at most. Never where bits may not
+    depend on how many rows others have.
+    """
+    assert problem.tokens is not None
+    return problem.tokens <= problem.sequences and not problem.batch_invariant
+
+
+def by_rows(problem: DecodeProblem) -> tuple[DecodeProblem, DecodeProblem | None]:
+    """A packed call as two launches: the sequences of few rows, served like single tokens, and the
+    others, if there can be any. A kernel for a single row is faster, so "few" is one where there
+    are no more rows than sequences (`of_single_rows`).
+    """
+    assert problem.tokens is not None
+    few = 1
+    if not of_single_rows(problem):
+        few = max(FEW_ROWS * problem.kv_heads // problem.q_heads, 1)
+    rest = dataclasses.replace(problem, fewest=few + 1) if few < problem.tokens else None
+    return dataclasses.replace(problem, q_len=few), rest

@@ -1,0 +1,246 @@
+"""The static facts of a decode launch: how query rows and keys are cut into chunks, tiles and
+units, and the sizes that follow.
+
+`Plan` is made of two small values. `QueryRows` says how the query rows that share a kv head are
+packed into the rows of a tensor core's matrix. `KvTiles` says which kv tiles those rows need, and
+how the scheduler counts them.
+"""
+
+import dataclasses
+import functools
+import math
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_attn._call.problem import DecodeProblem
+from pallas_attn.kernels.attention import cache_layout, softmax
+from pallas_attn.kernels.attention.cache_layout import Layout
+from pallas_attn.kernels.decode.launches import FEW_ROWS
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.types import Index
+from pallas_attn.kernels.mma import dequant, mma_rowmajor, mma_tf32
+from pallas_attn.kernels.mma.mma_rowmajor import ROWS, Split
+from pallas_attn.masks import Mask
+
+FINE_UNIT = 16  # keys of a unit that is finer than a kv tile
+
+
+def div(x: Index, y: Index) -> Index:
+    """x // y of numbers that are not negative; `x` is any kind of integer."""
+    if isinstance(x, jax.Array):
+        return lax.div(x, jnp.int32(y) if isinstance(y, int) else y)
+    return x // y
+
+
+def at_least(x: Index, bound: int) -> Index:
+    """The larger of both; `x` is any kind of integer."""
+    return (jnp if isinstance(x, jax.Array) else np).maximum(x, bound)
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryRows:
+    """The query rows of a kv head, which a block takes a q chunk at a time. Each chunk reads the
+    keys again.
+    """
+
+    group: int  # query heads a kv head
+    rows: int  # query rows that share a kv head's keys: all tokens of all heads of the group
+    row_blocks: int  # 16-row matrices of a chunk
+    chunk_rows: int  # query rows of a chunk
+
+    @functools.cached_property
+    def most_rows(self) -> int:
+        """Query rows that a chunk may have."""
+        return min(self.rows, self.chunk_rows)
+
+    @functools.cached_property
+    def warp_rows(self) -> int:
+        """Query rows that a warp may have."""
+        return min(self.most_rows, ROWS)
+
+    @functools.cached_property
+    def chunks(self) -> int:
+        """q chunks of a kv head of the sequence with the most rows."""
+        return -(-self.rows // self.chunk_rows)
+
+    def chunks_of(self, count: Index | None) -> Index:
+        """q chunks of a sequence of `count` packed rows; None: rows are not packed."""
+        if count is None or self.chunks == 1:
+            return self.chunks
+        return div(count * self.group + (self.chunk_rows - 1), self.chunk_rows)
+
+
+def query_rows(problem: DecodeProblem, config: Any, row_blocks: int | None = None) -> QueryRows:
+    """`row_blocks`: where the kernel always takes as many; None: 1, 2 or 4, as rows need."""
+    group = problem.q_heads // problem.kv_heads
+    rows = group * problem.q_len
+    if row_blocks is None:
+        row_blocks = -(-min(rows, config.q_rows) // ROWS)
+        row_blocks = row_blocks if row_blocks <= 2 else 4
+        if problem.dtype == "float32" and problem.head_dim + problem.v_head_dim > 256:
+            row_blocks = 1  # more queries would leave no room for keys
+    return QueryRows(group, rows, row_blocks, min(config.q_rows, row_blocks * ROWS))
+
+
+@dataclasses.dataclass(frozen=True)
+class KvTiles:
+    """The kv tiles of a sequence, and the units in which the `scheduler` counts them."""
+
+    tile: int  # keys of a kv tile
+    page_rows: int  # rows of a tile that lie together in memory, wherever it begins
+    most_tiles: int  # tiles of the longest sequence
+    tiles_a_unit: int = 1  # more where splits are fixed (`batch_invariant`)
+    units_a_tile: int = 1  # more where a unit is `FINE_UNIT` keys
+    head_overhead: int = 0  # units that a head counts for in addition to those of its keys
+
+    @property
+    def most_units(self) -> int:
+        """Units of a head of the longest sequence."""
+        return -(-self.most_tiles // self.tiles_a_unit)
+
+    def tiles_of(self, mask: Mask, length: Index, queries: Index) -> tuple[Index, Index]:
+        """Tiles [first, end) that hold all keys which some of the last `queries` rows see."""
+        lo, hi = mask.kv_range(length - queries, length, length)
+        first = 0 if isinstance(lo, int) else div(lo, self.tile)
+        return first, div(at_least(hi, 0) + (self.tile - 1), self.tile)
+
+    def units_of(self, mask: Mask, length: Index, queries: Index) -> Index:
+        """Units of a head."""
+        first, end = self.tiles_of(mask, length, queries)
+        if self.units_a_tile > 1:
+            _, hi = mask.kv_range(length - queries, length, length)
+            keys = at_least(hi - first * self.tile, 0)
+            return at_least(div(keys + (FINE_UNIT - 1), FINE_UNIT), 1) + self.head_overhead
+        units = at_least(end - first, 1)
+        if self.tiles_a_unit > 1:
+            units = div(units + (self.tiles_a_unit - 1), self.tiles_a_unit)
+        return units
+
+
+def kv_tiles(problem: DecodeProblem, config: Any, layout: Layout) -> KvTiles:
+    tile, fine = config.tile, config.many_heads and not problem.batch_invariant
+    return KvTiles(
+        tile=tile,
+        page_rows=layout.contiguous_rows(tile),
+        most_tiles=max(1, -(-max(problem.capacities) // tile)),
+        tiles_a_unit=config.split_tiles if problem.batch_invariant else 1,
+        units_a_tile=tile // FINE_UNIT if fine else 1,
+        head_overhead=config.head_overhead // FINE_UNIT if fine else 0,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The static facts of one launch."""
+
+    problem: DecodeProblem
+    config: Any  # a decode kernel's
+    layout: Layout  # the places of the cache's rows
+    queries: QueryRows
+    keys: KvTiles
+    heads: int  # heads that the scheduler counts: kv heads, once for each q chunk unless packed
+    grid: int  # persistent blocks
+    partials: int  # partials of a row that fit in global memory, over all rows
+    partials_a_block: int  # 2, or 1 a unit where splits are fixed
+
+    @functools.cached_property
+    def lines(self) -> int:
+        """q chunks of all sequences, at most."""
+        return _lines(self.problem, self.queries)
+
+    @functools.cached_property
+    def is_float32(self) -> bool:
+        return self.problem.dtype == "float32"
+
+    @functools.cached_property
+    def matmuls(self) -> ModuleType:
+        """The module that has `scores` and `matmul_add` for q's dtype."""
+        return mma_tf32 if self.is_float32 else mma_rowmajor
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the cache."""
+        return jnp.dtype(self.problem.cache_dtype).itemsize
+
+    @functools.cached_property
+    def unit_of_logits(self) -> float | None:
+        """The factor from scores to log2 units; None where they are converted before the softmax,
+        whose largest score must be the largest logit.
+        """
+        return None if self.problem.softcap is not None else softmax.unit_of(self.problem.scale)
+
+    @functools.cached_property
+    def split(self) -> Split:
+        """Query rows and keys of each warp."""
+        problem, config = self.problem, self.config
+        few = self.queries.rows <= FEW_ROWS and not problem.quantized and not self.is_float32
+        integers = dequant.by_integers(problem.cache_dtype, problem.gpu)
+        blocks, folded = self.queries.row_blocks, few and config.many_heads
+        return Split(blocks, self.keys.tile, folded, integers)
+
+    @functools.cached_property
+    def load_first(self) -> bool:
+        """Whether the load of the next tile begins before the wait for this one; with a single
+        stage, it is the load of this one.
+        """
+        return self.config.load_first or self.config.stages == 1
+
+    def queries_of(self, count: Index | None) -> Index:
+        """Query rows of a sequence; `count`: where rows are packed, how many it has."""
+        return self.problem.q_len if count is None else count
+
+
+def _lines(problem: DecodeProblem, queries: QueryRows) -> int:
+    if problem.tokens is None or queries.chunks == 1:
+        return problem.sequences * queries.chunks
+    return -(-problem.tokens * queries.group // queries.chunk_rows) + problem.sequences
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(problem: DecodeProblem, config: Any) -> Plan:
+    """The plan of `decode.sm90` or `decode.sm80`."""
+    _check_tile(problem, config)
+    return plan_with(problem, config, query_rows(problem, config))
+
+
+def plan_with(
+    problem: DecodeProblem, config: Any, queries: QueryRows, most_blocks: int | None = None
+) -> Plan:
+    """The plan of a kernel that takes query rows so; `most_blocks`: where more would be slower."""
+    layout = cache_layout.layout_of(problem)
+    keys = kv_tiles(problem, config, layout)
+    heads = problem.kv_heads * (1 if problem.packed else queries.chunks)
+    lines = _lines(problem, queries)
+    units = heads * (lines * keys.most_units if problem.packed else units_of_full(problem, keys))
+    grid = min(config.grid, units, most_blocks or units)
+    each, partials = 2, 2 * grid
+    if problem.batch_invariant:
+        each, partials = 1, problem.kv_heads * lines * keys.most_units
+    return Plan(problem, config, layout, queries, keys, heads, grid, partials, each)
+
+
+def units_of_full(problem: DecodeProblem, keys: KvTiles) -> int:
+    """Units of a head of all sequences, where these are full."""
+    unit = keys.tile * keys.tiles_a_unit
+    return sum(max(1, -(-rows // unit)) for rows in problem.capacities)
+
+
+def widest_tile(problem: DecodeProblem) -> int:
+    """Keys of the widest kv tile: each of 128 threads copies rows that lie together in memory."""
+    page = problem.page_size or 256
+    return next(tile for tile in (256, 128) if tile // math.gcd(page, tile) <= mosaic.THREADS)
+
+
+def _check_tile(problem: DecodeProblem, config: Any) -> None:
+    """Raises a ValueError where the kernel has no such tiles."""
+    tile = config.tile
+    if config.bulk and tile > (most := widest_tile(problem)):
+        want = f"at most {most} over pages of {problem.page_size} rows"
+        raise ValueError(f"Config.tile must be {want}, got {tile}")
+    if tile < 64 and problem.dtype != "float32":
+        raise ValueError(f"Config.tile must be at least 64 of 16-bit numbers, got {tile}")

@@ -1,0 +1,291 @@
+"""Work tiles of keys, and the query tiles that meet each of them.
+
+Tiles of scores have keys as rows and queries as columns, S^T = K Q^T: so P^T comes out of one
+matmul in the registers from which the matmul for dV takes its left operand, and dS^T likewise that
+for dK.
+"""
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.attention import tile_lists
+from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.tiles import (
+    KernelContext,
+    Span,
+    known_offsets,
+    mask_of,
+    mask_span,
+    span_mask,
+)
+from pallas_attn.kernels.flash_bwd import lockstep
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.types import Index, Layout, Predicate, RegisterTile
+from pallas_attn.masks import Mask
+
+if TYPE_CHECKING:
+    from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyTiling:
+    """Kv tiles, which are work tiles here, and the query tiles that meet them."""
+
+    problem: AttentionProblem
+    block_kv: int  # keys of a work tile
+    block_q: int  # query rows of a step
+
+    @property
+    def kv_tiles(self) -> int:
+        return pl.cdiv(self.problem.kv_len, self.block_kv)
+
+    @property
+    def q_tiles(self) -> int:
+        return pl.cdiv(self.problem.q_len, self.block_q)
+
+    @property
+    def padded_rows(self) -> int:
+        return self.q_tiles * self.block_q
+
+    @property
+    def padded_keys(self) -> int:
+        return self.kv_tiles * self.block_kv
+
+    @property
+    def code_bits(self) -> int:
+        """Low bits of a work tile's code, which say which keys; the others say which kv head."""
+        return (self.kv_tiles - 1).bit_length()
+
+    @property
+    def ragged_keys(self) -> bool:
+        """Whether the last kv tile may hold rows that are no keys."""
+        return "kv_lengths" in self.problem.arrays or self.problem.kv_len % self.block_kv != 0
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether query tiles are numbers in a list: see `tile_lists.tiles`."""
+        return self.problem.mask_program is not None
+
+    @property
+    def list_sizes(self) -> tile_lists.Sizes:
+        return self.block_q, self.block_kv, True, 1
+
+    @property
+    def follows_mask(self) -> bool:
+        """Whether the mask alone says which query tiles a work tile meets."""
+        return not ({"mask_array", "q_segment_ids"} & set(self.problem.arrays) or self.is_listed)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the work tiles of a head begin at different query tiles. Where all of them meet
+        all query tiles they run at one time, and would add to the same part of dQ.
+        """
+        has_lengths = "q_lengths" in self.problem.arrays
+        return self.problem.mask.is_full and self.follows_mask and not has_lengths
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a sequence that are batch rows, where a table knows where each begins."""
+        return len(self.problem.offsets[0]) if self.problem.offsets else 1
+
+    @functools.cached_property
+    def sections(self) -> frozenset[str]:
+        """The sections of spans of query tiles that occur: "low" and "high" need a mask, "full"
+        needs none.
+        """
+        arrays = self.problem.arrays
+        if self.is_listed:
+            return frozenset(("full", "high"))
+        if "mask_array" in arrays:
+            return frozenset(("low",))
+        offsets = known_offsets(self.problem)
+        if not offsets or "q_segment_ids" in arrays:
+            return frozenset(("low", "full", "high"))
+        names: set[str] = set()
+        for span in (span for offset in offsets for span in self.static_spans(offset)):
+            occurs = {
+                "low": span.lo < span.full_lo,
+                "full": span.full_lo < span.full_hi,
+                "high": span.full_hi < span.hi,
+            }
+            names |= {name for name, does in occurs.items() if does}
+        return frozenset(names)
+
+    @property
+    def mean_q_rows(self) -> float:
+        """Query rows that a work tile meets, on average, by the mask alone."""
+        known = self.problem.offsets or ((self.problem.q_offset,),)
+        spans = [span for each in known for offset in each for span in self.static_spans(offset)]
+        return self.block_q * sum(span.hi - span.lo for span in spans) / len(spans)
+
+    def static_spans(self, q_offset: int) -> list[Span]:
+        """The query tiles of each kv tile, without lengths and offsets that are arrays."""
+        problem, rows = self.problem, self.padded_rows
+        keys = range(0, problem.kv_len, self.block_kv)
+        mask = problem.mask.widest
+        return [self.q_span(mask, key, q_offset, rows, problem.kv_len) for key in keys]
+
+    def q_span(self, mask: Mask, key: Index, q_offset: Index, q_len: Index, kv_len: Index) -> Span:
+        """The query tiles that meet the keys from `key` on, ordered lo <= full_lo <= full_hi <= hi.
+
+        Rows past T carry an lse of inf: the end of the queries needs no mask.
+        """
+        low, high = (min, max) if isinstance(key, int) else (jnp.minimum, jnp.maximum)
+        mask = span_mask(self.problem, mask).transposed
+        span = mask_span(mask, key - q_offset, self.block_kv, q_len, self.block_q)
+        live = kv_len > key
+        cut = key + self.block_kv > kv_len
+        if isinstance(key, int):
+            hi = max(span.lo, span.hi) if live else span.lo
+            full_lo = hi if cut else low(high(span.full_lo, span.lo), hi)
+        else:
+            hi = jnp.where(live, jnp.maximum(span.lo, span.hi), span.lo)
+            full_lo = jnp.where(cut, hi, low(high(span.full_lo, span.lo), hi))
+        return Span(span.lo, full_lo, low(high(span.full_hi, full_lo), hi), hi)
+
+
+class QTilesFrom(NamedTuple):
+    """The query tiles of a span, in order from number `rotation` on, and then those before it."""
+
+    span: Span
+    rotation: Index
+
+    def tile(self, i: Index) -> Index:
+        t = self.span.lo + i + self.rotation
+        if isinstance(self.rotation, int):
+            return t
+        return jnp.where(t < self.span.hi, t, t - (self.span.hi - self.span.lo))
+
+
+class KeyTile(NamedTuple):
+    """A work tile: the keys of a kv tile, of one kv head, and the query tiles of each of its query
+    heads.
+    """
+
+    batch: Index
+    kv_head: Index
+    key: Index  # the first of its keys
+    q_offset: Index
+    q_len: Any  # None: all rows count
+    kv_len: Index
+    mask: Mask
+    span: Span  # query tiles, or places in the list of them
+    q_tiles: Any  # QTilesFrom, tile_lists.Listed or Run, or lockstep.DownOrUp: see `tile`
+
+    @property
+    def steps(self) -> Index:
+        """Query tiles of one head."""
+        return self.span.hi - self.span.lo
+
+    def q_tile(self, i: Index) -> Index:
+        """The query tile of step i of a head."""
+        return self.q_tiles.tile(i)
+
+    def place(
+        self, head: Index, t: Index, key: Index, block_q: int, layout: Layout = mosaic.TILE
+    ) -> LogitTile:
+        """The tile of logits of keys from `key` on and query tile t."""
+        where = (self.batch, head, t * block_q, key, self.q_offset, self.kv_len, self.mask)
+        return LogitTile(*where, q_axis=1, layout=layout)
+
+
+def key_tile(ctx: KernelContext, code: Index) -> KeyTile:
+    """The work tile that a number in `schedule` stands for."""
+    plan, refs, _ = ctx
+    problem, tiling = plan.problem, plan.tiling
+    head = lax.shift_right_logical(code, jnp.int32(tiling.code_bits))
+    batch = lax.div(head, jnp.int32(problem.kv_heads))
+    tile = code & ((1 << tiling.code_bits) - 1)
+    key = tile * tiling.block_kv
+    kv_len: Index = problem.kv_len
+    if plan.has("kv_lengths"):
+        kv_len = refs.kv_lengths[batch]
+    q_offset: Index = refs.q_offset[batch] if plan.has("q_offset") else problem.q_offset
+    q_len, rows = None, tiling.padded_rows
+    if plan.has("q_lengths"):
+        block = tiling.block_q
+        q_len = refs.q_lengths[batch]
+        rows = lax.div(q_len + (block - 1), jnp.int32(block)) * block
+    mask = mask_of(problem, refs, batch)
+    span = tiling.q_span(mask, key, q_offset, rows, kv_len)
+    if plan.has("q_segment_ids"):
+        span = span.within(Span(*(refs.segment_spans[batch, i, tile] for i in range(4))))
+        span = span._replace(hi=jnp.maximum(span.lo, span.hi))
+    if plan.has("mask_array"):
+        span = span._replace(full_lo=span.hi, full_hi=span.hi)
+    kv_head = lax.rem(head, jnp.int32(problem.kv_heads))
+    where = (batch, kv_head, key, q_offset, q_len, kv_len, mask)
+    if tiling.is_listed:
+        listed = tile_lists.Listed.of(refs.tiles, batch, kv_head, tile)
+        known = tile_lists.are_known_runs(problem, tiling.list_sizes)
+        return KeyTile(*where, listed.span, tile_lists.Run(listed.tile(0)) if known else listed)
+    if plan.order.lockstep:
+        return KeyTile(*where, span, lockstep.q_tiles(plan.order, span, tile))
+    rotation: Index = 0
+    if tiling.rotates:
+        rotation = lax.div(tile * tiling.q_tiles, jnp.int32(tiling.kv_tiles))
+    return KeyTile(*where, span, QTilesFrom(span, rotation))
+
+
+def step_of(plan: "KeyPlan", work: KeyTile, i: Index) -> tuple[Index, Index]:
+    """Step i of a work tile: which head of the group, and which of that head's steps. One head
+    comes after the other; in lockstep all heads come at each query tile.
+    """
+    if plan.order.lockstep:
+        group = jnp.int32(plan.problem.group)
+        return lax.rem(i, group), lax.div(i, group)
+    g = lax.div(i, work.steps)
+    return g, i - g * work.steps
+
+
+def step_after(plan: "KeyPlan", work: KeyTile, g: Index, i: Index) -> tuple[Index, Index]:
+    """The step that follows step i of head g, in the order of `step_of`."""
+    group = plan.problem.group
+    if group == 1:
+        return g, i + 1
+    if plan.order.lockstep:
+        over = g + 1 == group
+        return jnp.where(over, 0, g + 1), i + over.astype(jnp.int32)
+    over = i + 1 == work.steps
+    return g + over.astype(jnp.int32), jnp.where(over, 0, i + 1)
+
+
+class QueryStep(NamedTuple):
+    """A step of a portable kernel: one query tile of one head."""
+
+    head: Index
+    t: Index
+    exists: Predicate
+    number: Index  # among the head's
+
+
+def query_step(plan: "KeyPlan", work: KeyTile, i: Index) -> QueryStep:
+    """Step i of a work tile, one head of the group after the other; there may be none."""
+    if plan.problem.group == 1:
+        return QueryStep(work.kv_head, work.q_tile(i), i < work.steps, i)
+    g = lax.div(i, jnp.maximum(work.steps, 1))
+    number = i - g * work.steps
+    t, exists = work.q_tile(number), i < plan.problem.group * work.steps
+    return QueryStep(work.kv_head * plan.problem.group + g, t, exists, number)
+
+
+def needs_mask(tiling: KeyTiling, work: KeyTile, t: Index, i: Index) -> Predicate:
+    """Whether query tile t, of step i of a head, needs a mask: True, False, or traced where it
+    depends on the tile.
+    """
+    if tiling.is_listed:
+        return (i < work.span.full_lo) | (i >= work.span.full_hi)
+    if "full" not in tiling.sections or len(tiling.sections) == 1:
+        return "full" not in tiling.sections
+    return (t < work.span.full_lo) | (t >= work.span.full_hi)
+
+
+def per_column(numbers: RegisterTile, shape: tuple[int, int]) -> RegisterTile:
+    """One number a column, the same in all rows of a tile."""
+    return lax.broadcast_in_dim(numbers, shape, [1])

@@ -1,0 +1,178 @@
+"""Residuals of a backward pass, and the arrays of its kernels over keys."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._call.problem import AttentionInputs
+from pallas_attn.kernels.attention import functions, segment_spans, softmax, tma_operands
+from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn.kernels.flash_bwd import documents, work_order
+from pallas_attn.kernels.flash_bwd import float32 as bwd_float32
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_fwd import claims, tile_scheduler
+from pallas_attn.kernels.lang.types import GmemRef, Operand
+from pallas_attn.kernels.mma import wgmma_float32
+
+
+class Residuals(NamedTuple):
+    """The inputs of a forward pass, its results, and the cotangents of these."""
+
+    inputs: AttentionInputs
+    out: jax.Array
+    lse: jax.Array
+    d_out: jax.Array
+    d_lse: jax.Array
+
+
+class RowStatistics(NamedTuple):
+    """Two numbers a query row, float32[B, N, rows]: P = exp(S - lse) and dS = P (dP - delta)."""
+
+    lse: jax.Array  # log2 units, or natural ones for exact float32; inf for a row without a key
+    delta: jax.Array  # rowsum(dO * O) - dLSE; 0 where lse is inf
+
+
+class BackwardRefs(NamedTuple):
+    """Global memory. None: not in this problem."""
+
+    q: GmemRef
+    k: GmemRef
+    v: GmemRef
+    do: GmemRef
+    lse: GmemRef  # [B, N, padded rows]: see `RowStatistics`
+    delta: GmemRef  # [B, N, padded rows]
+    q_edge: GmemRef  # [B, block_q, N, H]: the query tile that q_lengths cuts, 0 past the length
+    do_edge: GmemRef
+    k_edge: GmemRef  # [B, block_kv, K, H]: the kv tile that kv_lengths cuts
+    v_edge: GmemRef
+    q_offset: GmemRef
+    q_lengths: GmemRef
+    kv_lengths: GmemRef
+    mask_left: GmemRef  # int32[B], where the bound arrives at run time
+    mask_right: GmemRef
+    q_segment_ids: GmemRef
+    kv_segment_ids: GmemRef
+    segment_spans: GmemRef  # int32[B, 4, kv_tiles]: a Span's fields, in query tiles
+    bias: GmemRef
+    mask_array: GmemRef
+    schedule: GmemRef  # int32[blocks, n]: see `work_order.schedule`
+    dq: GmemRef  # float32, added to, in the kernel's own layout
+    q_positions: GmemRef = None
+    units: GmemRef = None  # float32[6, B, K]: see `bwd_float32.Units`; delta is in those of dS
+    mask_aux: Any = ()  # arrays of functions of positions: `functions.operands`
+    score_aux: Any = ()
+    tiles: GmemRef = None  # see `tile_lists.tiles`
+    counter: GmemRef = None  # int32[1], written: see `flash_fwd.claims`
+
+
+class KeyGradients(NamedTuple):
+    """dK and dV of a work tile, or of all: values, accumulators or arrays."""
+
+    dk: Any
+    dv: Any
+
+
+class Gradients(NamedTuple):
+    """Accumulators or arrays."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+# ---- before any kernel, by XLA ------------------------------------------------------------------
+
+
+def row_statistics(natural: bool, rows: int, residuals: Residuals) -> RowStatistics:
+    """Statistics of `rows` rows, more than there are queries. A gradient that arrives through the
+    lse adds itself to the gradients of all logits of a row alike, by delta. `natural`: lse is in
+    natural units.
+    """
+    inputs, out, lse, d_out, d_lse = residuals
+    q_len, unit = inputs.q.shape[1], 1.0 if natural else softmax.to_log2(1.0)
+    delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse
+    dead = lse == -jnp.inf
+    if inputs.q_lengths is not None:
+        row = jnp.arange(q_len, dtype=jnp.int32)
+        dead |= row[None, None] >= inputs.q_lengths[:, None, None]
+    pad = ((0, 0), (0, 0), (0, rows - q_len))
+    lse = jnp.pad(jnp.where(dead, jnp.inf, lse * unit), pad, constant_values=jnp.inf)
+    return RowStatistics(lse, jnp.pad(jnp.where(dead, 0.0, delta), pad))
+
+
+def dsinks(residuals: Residuals, stats: RowStatistics) -> jax.Array:
+    """The gradient of the sinks. A sink is one more logit with a probability of its own and no
+    value: its dS is P (0 - delta), in every row that sees a key.
+    """
+    sinks, lse = jnp.asarray(residuals.inputs.sinks), residuals.lse
+    delta = stats.delta[:, :, : lse.shape[2]]
+    p = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sinks.astype(jnp.float32)[None, :, None] - lse))
+    return -(p * delta).sum(axis=(0, 2)).astype(sinks.dtype)
+
+
+# ---- arrays -------------------------------------------------------------------------------------
+
+
+def for_tma(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> BackwardRefs:
+    """The arrays of a Hopper kernel over keys, but for dq. Copied where `tma_operands` says that
+    TMA cannot read them; bias and mask_array always, transposed, since Mosaic loads no transposed
+    tile.
+    """
+    problem, tiling, form, inputs = plan.problem, plan.tiling, plan.format, residuals.inputs
+    fields: dict[str, Any] = stats._asdict()
+    powers: dict[str, Any] = {}
+    if problem.dtype == "float32":
+        powers = bwd_float32.powers_of(problem, inputs, residuals.d_out, stats.delta)
+        fields["units"] = bwd_float32.units(problem, powers)
+        by = wgmma_float32.inverse(jnp.repeat(powers["ds"], problem.group, axis=1))
+        fields["delta"] = stats.delta * by[:, :, None]
+    for name, x, rows_as in (
+        ("q", inputs.q, form.qk),
+        ("k", inputs.k, form.qk),
+        ("v", inputs.v, form.v),
+        ("do", residuals.d_out, form.v),
+    ):
+        fields[name] = tma_operands.stored(x, rows_as, powers.get(name))
+    fields = over_tiles(plan, inputs) | fields
+    fields |= tile_scheduler.table(work_order.schedule, plan.order, inputs)
+    for name, lengths, block in (
+        ("q", "q_lengths", tiling.block_q),
+        ("do", "q_lengths", tiling.block_q),
+        ("k", "kv_lengths", tiling.block_kv),
+        ("v", "kv_lengths", tiling.block_kv),
+    ):
+        if plan.has(lengths):
+            rows = getattr(inputs, lengths)
+            rows = rows[:: problem.share] if lengths == "kv_lengths" else rows
+            fields[f"{name}_edge"] = tma_operands.edge(fields[name], rows, block)
+    if plan.order.claims:
+        fields["counter"] = claims.counter()
+    refs = BackwardRefs(**{name: fields.get(name) for name in BackwardRefs._fields})
+    if documents.go_by_rank(plan.order):
+        refs = refs._replace(schedule=documents.schedule_by_rank(KernelContext(plan, refs)))
+    return refs
+
+
+def over_tiles(plan: KeyPlan, inputs: AttentionInputs) -> dict[str, Any]:
+    """Arrays that kernels over keys read beside q, k, v, dO, row statistics and the schedule."""
+    problem, tiling = plan.problem, plan.tiling
+    rows, keys = tiling.padded_rows, tiling.padded_keys
+    fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
+    over_scores = tma_operands.over_scores(inputs, rows, keys)
+    fields |= {name: array.swapaxes(2, 3) for name, array in over_scores.items()}
+    fields |= tma_operands.segment_ids(inputs, rows, keys)
+    fields |= functions.operands(inputs)
+    if plan.has("q_segment_ids"):
+        fields["segment_spans"] = segment_spans.spans_of(
+            problem, inputs, fields, (tiling.block_kv, tiling.block_q), of_keys=True
+        )
+    return fields
+
+
+def ordered_after(refs: BackwardRefs, result: Operand) -> BackwardRefs:
+    """Operands that are there when another kernel's result is: each kernel fills the GPU, and the
+    interpreter simulates one at a time.
+    """
+    return refs._replace(delta=lax.optimization_barrier((refs.delta, result))[0])

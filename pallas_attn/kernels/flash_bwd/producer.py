@@ -1,0 +1,189 @@
+"""The producer of the Hopper kernels over keys, and the loop over the work tiles of a block."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels.attention import tiles
+from pallas_attn.kernels.attention.tiles import KernelContext, kv_batch
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, key_tile, step_of
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_fwd import claims
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, SmemRef
+
+
+class Ring(NamedTuple):
+    """Stages of shared memory by which tiles get from the producer to the consumers."""
+
+    tiles: SmemRef  # [stages, rows, columns]
+    ready: Barrier  # one a stage: the tile has arrived
+    free: Barrier  # one a stage: all consumers have released it
+    row_stats: SmemRef = None  # [stages, rows]: a number for each query, arrives with the tile
+
+    def slot(self, count: Index) -> Index:
+        """The stage of tile number `count` of a block."""
+        return ring_slot(count, self.tiles.shape[0])
+
+    def acquire(self, count: Index, slot: Index) -> None:
+        """The producer waits until tile number `count` may be loaded."""
+        wait = functools.partial(plgpu.barrier_wait, self.free.at[slot])
+        pl.when(count >= self.tiles.shape[0])(wait)
+
+    def wait(self, slot: Index) -> None:
+        plgpu.barrier_wait(self.ready.at[slot])
+
+    def release(self, slot: Index) -> None:
+        plgpu.barrier_arrive(self.free.at[slot])
+
+
+def ring_slot(count: Index, size: int) -> Index:
+    """count modulo size."""
+    return count & (size - 1) if size & (size - 1) == 0 else lax.rem(count, jnp.int32(size))
+
+
+class KeyPart(NamedTuple):
+    """Keys of a work tile in shared memory."""
+
+    name: str  # "k" or "v"
+    first: int  # number of the first key in the work tile
+    to: SmemRef
+    ready: Barrier
+
+
+class KeyBuffers(NamedTuple):
+    """Parts of shared memory that consumers release together."""
+
+    free: Barrier
+    parts: Sequence[KeyPart]
+
+
+def produce(ctx: KernelContext, block_id: Index, buffers: Sequence[KeyBuffers]) -> None:
+    """The producer warpgroup loads the query tiles of every work tile, in order, by the rings
+    `smem.q_ring` and `smem.do_ring`, and its keys after the first query tile, since the keys before
+    them are in use for longer.
+    """
+    plan, _, smem = ctx
+    group = plan.problem.group
+
+    def load_work_tile(n: Index, count: Index, code: Index) -> Index:
+        work = key_tile(ctx, code)
+        load_keys = functools.partial(_load_keys, ctx, buffers, n, work)
+
+        def step(i: Index, count: Index) -> Index:
+            g, number = step_of(plan, work, i)
+            head, t = work.kv_head * group + g, work.q_tile(number)
+            slot = smem.q_ring.slot(count)
+            for name, ring in (("q", smem.q_ring), ("do", smem.do_ring)):
+                ring.acquire(count, slot)
+                _load_q_tile(ctx, work, name, ring, slot, head, t)
+            pl.when(i == 0)(load_keys)
+            return count + 1
+
+        count = lax.fori_loop(0, group * work.steps, step, count)
+        pl.when(work.steps == 0)(load_keys)
+        return count
+
+    each_work_tile(ctx, block_id, load_work_tile, claims.claim)
+
+
+def each_work_tile(
+    ctx: KernelContext,
+    block_id: Index,
+    body: Callable[[Index, Index, Index], Index],
+    claim: Callable[[KernelContext, Index], Index] = claims.claimed,
+) -> None:
+    """`body(n, count, code)` for each work tile of a block, which returns `count`, the number of
+    steps so far, for the next. Where blocks claim them `claim(ctx, n)` is the code of number n, and
+    -1 after the last.
+    """
+    schedule, none = ctx.refs.schedule, jnp.int32(0)
+    if not ctx.plan.order.claims:
+
+        def scheduled(n: Index, carry: tuple[Index, Index]) -> tuple[Index, Index]:
+            following = schedule[block_id, n + 2]  # read long before it is needed
+            return body(n, *carry), following
+
+        lax.fori_loop(0, schedule[block_id, 0], scheduled, (none, schedule[block_id, 1]))
+        return
+
+    def claimed(carry: tuple[Index, Index, Index]) -> tuple[Index, Index, Index]:
+        n, count, code = carry
+        count = body(n, count, code)
+        return n + 1, count, claim(ctx, n + 1)
+
+    start = none, none, claims.first_code(ctx, block_id)
+    lax.while_loop(lambda carry: carry[2] >= 0, claimed, start)
+
+
+def _load_q_tile(
+    ctx: KernelContext, work: KeyTile, name: str, ring: Ring, slot: Index, head: Index, t: Index
+) -> None:
+    """Query tile t of q or dO, and with it the lse or the delta of its rows."""
+    block, to, ready = ctx.plan.config.block_q, ring.tiles.at[slot], ring.ready.at[slot]
+    ref, stats = getattr(ctx.refs, name), getattr(ctx.refs, {"q": "lse", "do": "delta"}[name])
+    some = pl.ds(t * block, ring.row_stats.shape[1])
+    plgpu.copy_gmem_to_smem(stats.at[work.batch, head, some], ring.row_stats.at[slot], ready)
+
+    def copy(ref: GmemRef, first: Index) -> None:
+        load_rows(ref, (work.batch, head, first), to, ready)
+
+    if work.q_len is None:
+        return copy(ref, t * block)
+    cut = (t + 1) * block > work.q_len  # only the last tile may be
+    pl.when(cut)(lambda: copy(getattr(ctx.refs, f"{name}_edge"), 0))
+    return pl.when(jnp.logical_not(cut))(lambda: copy(ref, t * block))
+
+
+def _load_keys(ctx: KernelContext, buffers: Sequence[KeyBuffers], n: Index, work: KeyTile) -> None:
+    """The keys of work tile n, when those of the one before are no longer in use."""
+    for free, parts in buffers:
+        pl.when(n > 0)(functools.partial(plgpu.barrier_wait, free))
+        for part in parts:
+            _load_key_part(ctx, work, part)
+
+
+def _load_key_part(ctx: KernelContext, work: KeyTile, part: KeyPart) -> None:
+    plan, refs, to = ctx.plan, ctx.refs, part.to
+    batch = kv_batch(plan.problem, work.batch)
+
+    def copy(ref: GmemRef, start: Index) -> None:
+        load_rows(ref, (batch, work.kv_head, start + part.first), to, part.ready)
+
+    if not plan.has("kv_lengths"):
+        return copy(getattr(refs, part.name), kv_row(plan, work.key))
+    cut = work.key + plan.tiling.block_kv > work.kv_len
+    pl.when(cut)(lambda: copy(getattr(refs, f"{part.name}_edge"), 0))
+    return pl.when(jnp.logical_not(cut))(lambda: copy(getattr(refs, part.name), work.key))
+
+
+def kv_row(plan: KeyPlan, key: Index) -> Index:
+    """The row of k and v, and of their gradients, that has a work tile's first key."""
+    return tiles.kv_row(plan.problem, plan.tiling.block_kv, key)
+
+
+# ---- copies by TMA ------------------------------------------------------------------------------
+
+
+def load_rows(ref: GmemRef, at: tuple[Index, ...], to: SmemRef, ready: Barrier) -> None:
+    """Rows of one head, `at` (batch, head, first row), as many as `to` has."""
+    batch, head, first = at
+    columns = mosaic.columns(ref, 0, to.shape[-1], head)
+    plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(first, to.shape[0]), head, columns], to, ready)
+
+
+def store_rows(
+    staged: SmemRef, to: GmemRef, at: tuple[Index, ...], column: int, *traced: Any
+) -> None:
+    """Rows in shared memory to `at` (batch, head, first row), from a column on. `traced`: any
+    integer for `mosaic.columns`, and whether to store at all.
+    """
+    batch, head, first = at
+    columns = mosaic.columns(to, column, staged.shape[-1], traced[0])
+    there = to.at[batch, pl.ds(first, staged.shape[0]), head, columns]
+    plgpu.copy_smem_to_gmem(staged, there, *traced[1:])

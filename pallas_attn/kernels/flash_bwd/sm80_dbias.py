@@ -1,0 +1,97 @@
+"""The gradient of a bias, for the portable backward: the walk of `dbias`, by tiles of 64 queries by
+`block_kv` keys.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.kernels.attention.sm80_common import copy_async, fits
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.flash_bwd import dbias, sm80_dq, sm90_dq
+from pallas_attn.kernels.flash_bwd.dbias import BiasStep, BiasWalk
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
+from pallas_attn.kernels.flash_bwd.sm80_dq import DqSmem, ScoreRows
+from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
+
+FEWEST_COLUMNS = 32  # at a time, where nothing else has room
+
+
+def _kernel(
+    refs: BackwardRefs, out: GmemRef, smem: DqSmem, *, plan: QueryPlan, walk: BiasWalk
+) -> None:
+    ctx = KernelContext(plan, refs, smem)
+    block = dbias.BiasBlock(lax.axis_index("tile"), lax.axis_index("chunk"))
+    shape = (ROWS, plan.config.block_kv)
+
+    def body(i: Index, acc: RegisterTile) -> RegisterTile:
+        step = dbias.step_of(ctx, walk, block.bias_tile, block.chunk * walk.steps + i)
+        return lax.cond(step.live, lambda: acc + _ds(ctx, step), lambda: acc)
+
+    acc = lax.fori_loop(0, walk.steps, body, mosaic.filled(shape, 0.0))
+    mosaic.store(out.at[dbias.store_place(walk, block, shape)], acc)
+
+
+def _ds(ctx: KernelContext, step: BiasStep) -> RegisterTile:
+    """dS of a tile of scores, whose operands are loaded and waited for."""
+    q_len = jnp.int32(0) + step.q_len
+    rows = ScoreRows(step.batch, step.head, step.row, step.q_offset, q_len, step.kv_len, step.mask)
+    none = jnp.int32(0)
+    if ctx.plan.config.columns:
+        from pallas_attn.kernels.flash_bwd import sm80_columns
+
+        stream = sm80_columns.stream_of(ctx, rows, False)
+        stream.begin(step.key, sync=True)
+        chunks = stream.step(none, step.key, None)
+        stats = sm80_dq.load_statistics(ctx, rows)
+        p, _ = sm80_dq.probabilities(ctx, rows, step.key, chunks.scores(), stats.lse, True)
+        return sm80_dq.ds_of(p, chunks.scores(), stats.delta)
+    keys = sm80_dq.copies_of_keys(ctx, rows, step.key, none)
+    copy_async(*sm80_dq.copies_of_rows(ctx, rows), *keys, pending=None, sync=True)
+    copy_async(pending=0)
+    stats = sm80_dq.load_statistics(ctx, rows)
+    s = sm80_dq.product(ctx, "q", "k", none)
+    p, _ = sm80_dq.probabilities(ctx, rows, step.key, s, stats.lse, True)
+    return sm80_dq.ds_of(p, sm80_dq.product(ctx, "do", "v", none), stats.delta)
+
+
+def _plan_of(problem: AttentionProblem, config: Any) -> QueryPlan:
+    """The largest tiles that there is room for: a kernel that adds dQ up asks for less."""
+
+    def of(keys: int, columns: int) -> QueryPlan:
+        return flash_fwd_sm80.plan_of(problem, flash_fwd_sm80.Config(1, keys, 1, columns=columns))
+
+    choices = [of(config.dq_block_kv, config.columns), of(32, 0), of(16, 0), of(32, FEWEST_COLUMNS)]
+    return next(plan for plan in choices if fits(problem, _bytes_of, plan))
+
+
+def _bytes_of(problem: AttentionProblem, plan: QueryPlan) -> int:
+    del problem
+    return mosaic.bytes_of(sm80_dq.scratch(plan))
+
+
+def dbias_of(
+    problem: AttentionProblem, config: Any, inputs: AttentionInputs, refs: BackwardRefs
+) -> jax.Array:
+    """The cotangent of inputs.bias, from the operands of a kernel over keys."""
+    plan, bias = _plan_of(problem, config), inputs.bias
+    walk = dbias.walk_of(plan)
+    assert bias is not None
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan, walk=walk),
+        out_type=jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32),
+        scratch_types=(sm80_dq.scratch(plan),),
+        **mosaic.grid_of(tile=math.prod(walk.bias_tiles), chunk=walk.chunks),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="flash_bwd_dbias_sm80",
+    )
+    return dbias.folded(kernel(sm90_dq.by_rows(plan, inputs, refs)), bias)

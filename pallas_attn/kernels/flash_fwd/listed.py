@@ -1,0 +1,152 @@
+"""Kv tiles by a mask function in the Hopper forward: a work tile's kv tiles are numbers in a list,
+which is made before the kernel runs (`tile_lists`), and longer lists come first.
+
+Lists that depend on arrays are made by a small kernel (`listed_tiles`), or by XLA; until then the
+schedule has ranks in place of work tiles. Each entry of a list is read an entry ahead.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_attn._call.problem import AttentionInputs
+from pallas_attn.kernels.attention import tile_lists
+from pallas_attn.kernels.attention.tile_lists import Listed, Run
+from pallas_attn.kernels.attention.tiles import KernelContext, QueryRows, Span, WorkTile
+from pallas_attn.kernels.flash_fwd import producer, tile_scheduler
+from pallas_attn.kernels.flash_fwd.producer import Entry, Ring
+from pallas_attn.kernels.flash_fwd.tile_scheduler import Offsets, QueryPlan, Turn
+from pallas_attn.kernels.lang.types import Index, Operand
+
+# ---- operands -----------------------------------------------------------------------------------
+
+
+def costs(plan: QueryPlan) -> np.ndarray:
+    """The cost of each work tile of a head, by its list where it is known; else of ranks."""
+    lists = tile_lists.static(plan.problem, *plan.list_sizes)
+    if lists is None:
+        return tile_scheduler.rank_costs(plan.tiling.q_tiles)
+    return tile_scheduler.TILE_OVERHEAD + lists[..., 0].mean(axis=(0, 1))
+
+
+def table(
+    make: Callable[[Any, Offsets], np.ndarray], plan: Any, inputs: AttentionInputs
+) -> dict[str, Operand]:
+    """`tile_scheduler.table` with the lists."""
+    from pallas_attn.kernels.flash_fwd import listed_tiles
+
+    problem, sizes = plan.problem, plan.list_sizes
+    if tile_lists.static(problem, *sizes) is not None:
+        lists = tile_lists.tiles(problem, inputs, *sizes)
+        schedule = tile_scheduler.at_offset(make, plan, inputs.q_offset)
+        return {"tiles": lists, "schedule": schedule}
+    ranked, heads = make(plan, ()), plan.heads // problem.batch
+    *_, by_keys, row_blocks = sizes
+    kinds = tile_lists.kinds(problem, inputs, sizes)
+    if listed_tiles.fits(kinds):
+        codes, of_codes = tile_lists.codes(kinds), (plan.code_bits, heads)
+        made = listed_tiles.prepare(codes, ranked, row_blocks, not by_keys, of_codes)
+    else:
+        lists = tile_lists.of_kinds(kinds, never_empty=not by_keys)
+        made = lists, by_length(ranked, plan.code_bits, heads, lists)
+    return dict(zip(("tiles", "schedule"), made, strict=True))
+
+
+def by_length(ranked: np.ndarray, bits: int, heads: int, lists: jax.Array) -> jax.Array:
+    """A table of codes in which rank r of a head stands for its work tile with the r-th longest
+    list. `lists`: `tile_lists.tiles`.
+    """
+    order = tile_lists.longest_first(lists[..., 0])
+    head, low = ranked >> bits, (1 << bits) - 1
+    batch = head // heads if order.shape[0] > 1 else 0 * head
+    head = head % heads if order.shape[1] > 1 else 0 * head
+    codes = (ranked & ~low) | order[batch, head, ranked & low]
+    return jnp.concatenate([ranked[:, :1], codes[:, 1:]], axis=1)
+
+
+# ---- in the kernel ------------------------------------------------------------------------------
+
+
+def list_of(ctx: KernelContext, tile: WorkTile) -> Listed:
+    """The kv tiles that a mask function leaves of a work tile."""
+    tiling = ctx.plan.tiling
+    row = lax.div(tile.row, jnp.int32(tiling.tile_rows))
+    return Listed.of(ctx.refs.tiles, tile.batch, tile.head, row, tiling.row_blocks)
+
+
+def _list_or_run(ctx: KernelContext, tile: WorkTile, count: Index, last: Index) -> Listed | Run:
+    """`list_of`, of so many tiles up to `last`; it is not read where they are known to follow each
+    other, as those of a band do.
+    """
+    if tile_lists.are_known_runs(ctx.plan.problem, ctx.plan.list_sizes):
+        return Run(last - (count - 1))
+    return list_of(ctx, tile)
+
+
+class ListedRows(NamedTuple):
+    """The part of a list that a warpgroup's rows need."""
+
+    loaded: Index  # kv tiles that the block loads
+    span: Span  # places in the list
+    last: Index  # the last kv tile of the span
+
+
+class Ranges:
+    """`tile_scheduler.MaskRanges` of listed tiles."""
+
+    never_empty = tile_scheduler.MaskRanges.never_empty
+
+    @staticmethod
+    def read_for_block(ctx: KernelContext, code: Index) -> tuple[Index, Index]:
+        """How many tiles the list has, and the last."""
+        tiles = list_of(ctx, tile_scheduler.work_tile(ctx, code))
+        return tiles.count, tiles.last
+
+    @staticmethod
+    def read_for_rows(ctx: KernelContext, code: Index, wg: Index) -> ListedRows:
+        tiles = list_of(ctx, tile_scheduler.work_tile(ctx, code))
+        return ListedRows(tiles.count, *tiles.of_row_block(wg))
+
+    @staticmethod
+    def of_block(
+        ctx: KernelContext, tile: WorkTile, record: tuple[Index, Index]
+    ) -> tuple[Index, Index]:
+        """How many tiles the list has, and the last."""
+        del ctx, tile
+        return record
+
+    @staticmethod
+    def of_rows(
+        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: ListedRows
+    ) -> tuple[tuple[Index, Index], QueryRows]:
+        loaded, span, last = record
+        tiles = _list_or_run(ctx, tile, span.hi, last)
+        own, row = tile_scheduler.rows_of_warpgroup(ctx.plan, tile, wg)
+        return (0, loaded), QueryRows(own, row, wg, span, q_slot, listed=tiles, last=last)
+
+
+def produce(ctx: KernelContext, block: Index) -> None:
+    """`producer.produce` of listed tiles."""
+    producer.produce_tiles(ctx, block, load_entries)
+
+
+def load_entries(  # noqa: PLR0913
+    ctx: KernelContext, turn: Turn, tile: WorkTile, listed: tuple[Index, Index], count: Index
+) -> tuple[Index, None]:
+    """`producer.load_entries` of a list: how many tiles it has, and the last."""
+    del turn
+    ring, (length, last) = Ring.of(ctx), listed
+    tiles = _list_or_run(ctx, tile, length, last)
+
+    def one_entry(e: Index, carry: tuple[Index, Index, Index]) -> tuple[Index, Index, Index]:
+        count, before, t = carry
+        following = tiles.tile(length - 2 - e)
+        producer.load_entry(ctx, tile, Entry(e, length, t, before), ring.acquire(count))
+        return count + 1, t, following
+
+    start = (count, jnp.int32(0), last)
+    return lax.fori_loop(0, length + 1, one_entry, start)[0], None

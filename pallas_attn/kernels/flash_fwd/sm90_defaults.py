@@ -1,0 +1,150 @@
+"""The Config of the Hopper forward for a problem: rules of measurements on an H200."""
+
+import dataclasses
+import functools
+
+import jax.experimental.pallas as pl
+
+from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.attention.tiles import ROWS, heads_in
+from pallas_attn.kernels.attention.tma_operands import round_up
+from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT, Config, plan_of, smem_bytes
+from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, L2_BYTES
+
+LONG = 16384  # rows from which blocks claim work tiles; few are then of two packed documents
+HELD_BY_L2 = 48 * 2**20  # bytes of K and V of a kv head up to which L2 holds them
+
+
+@functools.lru_cache(maxsize=256)
+def config_of(problem: AttentionProblem) -> Config:
+    """The fastest on an H200 of those that fit in registers and shared memory."""
+    if problem.dtype == "float32":
+        return _float32(problem)
+    mask, dim = problem.mask, max(problem.head_dim, problem.v_head_dim)
+    l2_heads = _l2_heads(problem, dim)
+    some = mask.is_causal and not mask.bounds_left or problem.mask_program is not None
+    alone = problem.score_program is None and not _is_window(problem)
+    early = some and problem.q_len >= 4096 and alone
+    if dim <= 128 and _reads_block_table(problem):
+        # A table of blocks, which are of 128 as a rule: each is a tile, whole or empty.
+        return Config(2, block_kv=128, stages=2 if dim > 64 else 4, l2_heads=l2_heads)
+    segments, claimed = "q_segment_ids" in problem.arrays, _gains_by_claims(problem)
+    made = functools.partial(Config, l2_heads=l2_heads, claims=claimed)
+    if dim <= 64 and _fits(problem, 4) and not _takes_wide_tiles(problem):
+        return made(4, block_kv=64, stages=6, exp_before_wait=early)
+    if dim <= 64:
+        return made(3, block_kv=128, stages=4)
+    bias = problem.bias_shape is not None and problem.bias_shape[:2] != (1, 1)
+    if dim <= 128 and not bias and (claimed or not segments) and _fits(problem, 3):
+        stages, early = (4, False) if dim <= 96 else (3, early and not segments)
+        return made(3, block_kv=64, stages=stages, exp_before_wait=early)
+    narrow = problem.head_dim <= 192 and problem.v_head_dim <= 128 and not segments
+    if dim <= 128 or narrow:
+        return made(2, block_kv=128, stages=2)
+    config = made(2, block_kv=64, stages=2)
+    fits = smem_bytes(problem, config) <= SMEM_LIMIT
+    return config if fits else dataclasses.replace(config, q_slots=1)
+
+
+# Heads of an L2 group, by mask and widest head dim, from a query length on; 0: `heads_of_l2_group`.
+_L2_HEADS = {
+    ("causal", 64): ((0, 32), (1024, 16), (4096, 8)),
+    ("causal", 80): ((0, 16),),
+    ("causal", 128): ((0, 16), (1536, 32), (3584, 8), (12288, 0)),
+    ("causal", 256): ((0, 8), (4096, 0)),
+    ("window", 64): ((0, 64),),
+    ("full", 64): ((0, 48), (4096, 12)),
+    ("full", 128): ((0, 1), (4096, 0)),
+    ("full", 256): ((0, 4), (4096, 3)),
+}
+
+
+def _l2_heads(problem: AttentionProblem, dim: int) -> int:
+    """Heads of an L2 group that were fastest on an H200; 0: `heads_of_l2_group`."""
+    mask, widths = problem.mask, (64, 80, 96, 128, 256)
+    full = mask.is_full and problem.mask_program is None
+    kind = "full" if full else "window" if mask.bounds_left else "causal"
+    dim = next((width for width in widths if dim <= width), 0)
+    by_rows = _L2_HEADS.get((kind, dim), ((0, 0),))
+    wanted = next(heads for start, heads in reversed(by_rows) if problem.q_len >= start)
+    group = problem.group  # whole ones: their heads share K and V
+    if kind == "causal":  # few rows may see many keys
+        row = 2 * (problem.head_dim + problem.v_head_dim)
+        wanted = min(wanted, heads_in(L2_BYTES, problem, row))
+    return max(wanted // group, 1) * group if wanted else 0
+
+
+def _gains_by_claims(problem: AttentionProblem) -> bool:
+    """Whether blocks are to claim work tiles: see `claims`. Where no heads share K and V they gain
+    little or lose. Causal rows were measured at head dim 128.
+    """
+    if problem.q_len < LONG or problem.group == 1:
+        return False
+    dims = problem.head_dim, problem.v_head_dim
+    causal = problem.mask.bounds_right and not problem.mask.bounds_left and 64 < max(dims) <= 128
+    many = 2 * problem.kv_len * sum(dims) > HELD_BY_L2
+    gains = "q_segment_ids" in problem.arrays or (causal and many)
+    return gains and plan_of(problem, Config(claims=True)).order.claims
+
+
+def _is_window(problem: AttentionProblem) -> bool:
+    """Whether rows are known to need a mask at both ends of their keys, by a function."""
+    if problem.mask_program is None:
+        return False
+    from pallas_attn.kernels.attention import tile_lists
+
+    return tile_lists.has_two_ends(problem)
+
+
+def _reads_block_table(problem: AttentionProblem) -> bool:
+    """Whether a mask function reads an array by both positions."""
+    if problem.mask_program is None:
+        return False
+    from pallas_attn.kernels.attention import tile_lists
+
+    return tile_lists.reads_pairs(problem.mask_program)
+
+
+def _takes_wide_tiles(problem: AttentionProblem) -> bool:
+    """Whether tiles of 128 keys are faster than more warpgroups, up to head dim 64: where every
+    tile is whole and there is little else to do, or where rows past `q_lengths` end in whole tiles.
+    """
+    arrays = set(problem.arrays)
+    if problem.softcap is not None or arrays - {"q_lengths", "kv_lengths"}:
+        return False
+    hides = not problem.mask.is_full or problem.mask_program is not None
+    return "q_lengths" in arrays or not (hides or arrays)
+
+
+def _fits(problem: AttentionProblem, warpgroups: int) -> bool:
+    """Whether work tiles of so many consumers leave few rows idle, beside those of one fewer; where
+    they do so by joining heads, also whether blocks are done as soon.
+    """
+    wider, narrower = (round_up(problem.q_len, ROWS * n) for n in (warpgroups, warpgroups - 1))
+    if wider <= 1.1 * narrower:
+        return True
+    wide, narrow = (plan_of(problem, Config(n)) for n in (warpgroups, warpgroups - 1))
+    taken = [
+        pl.cdiv(plan.order.work_tiles, BLOCKS) * plan.tiling.tile_rows for plan in (wide, narrow)
+    ]
+    return wide.order.joined_heads > 1 and taken[0] <= 1.1 * taken[1]
+
+
+# The first that fits in shared memory, and its three warpgroups in registers.
+_FLOAT32 = (
+    Config(warpgroups=3, block_kv=64, stages=3),
+    Config(warpgroups=2, block_kv=64, stages=3),
+    Config(warpgroups=2, block_kv=64, stages=2),
+    Config(warpgroups=2, block_kv=32, stages=2),
+    Config(warpgroups=1, block_kv=32, stages=2),
+    Config(warpgroups=1, block_kv=16, stages=2),
+)
+
+
+def _float32(problem: AttentionProblem) -> Config:
+    few = max(problem.head_dim, problem.v_head_dim) <= 64 and problem.precision is None
+    return next(
+        config
+        for config in _FLOAT32
+        if (few or config.warpgroups < 3) and smem_bytes(problem, config) <= SMEM_LIMIT
+    )

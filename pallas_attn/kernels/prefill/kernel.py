@@ -1,0 +1,129 @@
+"""A block of prefill's kernel, and its consumers: warpgroups of 64 query rows each."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels.attention.cache_layout import Paged
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
+from pallas_attn.kernels.flash_fwd.sm90 import Result, mainloop, no_keys
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.thread_program import ThreadContext
+from pallas_attn.kernels.lang.types import Barrier, Index, Predicate, RegisterTile
+from pallas_attn.kernels.prefill.plan import Plan, Refs
+from pallas_attn.kernels.prefill.queries import Ending, Unit, WgTile, wg_tile_of
+
+
+def block(refs: Refs, *rest: Any, plan: Plan) -> None:
+    """The work of one block: the kernel's body."""
+    *results, smem = rest
+    block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
+    ctx = KernelContext(plan, refs._replace(results=tuple(results)), smem)
+    plan.queries.begin(ctx, wg, block_id)
+    produce = plan.producer.programs(ctx, block_id)
+    work = functools.partial(consume, ctx, block_id, wg)
+    registers = plan.producer.registers(plan)
+    mosaic.share_registers(wg, plan.config.warpgroups, produce, work, *registers)
+
+
+def consume(ctx: KernelContext, block_id: Index, wg: Index) -> None:
+    """All units of a block."""
+    plan, queries, config = ctx.plan, ctx.plan.queries, ctx.plan.config
+    units = queries.units_of(ctx, block_id)
+
+    def q_slot(i):
+        return wg if config.q_slots == 1 else wg + (i & 1) * config.warpgroups
+
+    def load_q(i):
+        number = jnp.minimum(units.number(i), queries.last_unit(ctx))
+        unit = queries.unit_of(ctx, units, number)
+        queries.load(ctx, unit, wg, q_slot(i), i < units.count)
+
+    load_q(jnp.int32(0))
+    turns = Turns(ctx.smem.turns, wg) if config.in_turn else None
+    if turns is not None:
+        turns.begin()
+
+    def one_unit(i, slot):
+        unit = queries.unit_of(ctx, units, units.number(i))
+        own, invalid = wg_tile_of(plan, unit, wg), _is_invalid(ctx, unit, wg)
+        if config.q_slots > 1:
+            load_q(i + 1)
+        q = q_slot(i)
+        queries.wait(ctx, q)
+        tile, mapping = unit.tile._replace(head=own.head), plan.row_mapping
+        rows = QueryRows(tile, own.row, wg, unit.span, q, mapping=mapping)
+
+        def attend(slot):
+            return mainloop(ctx, rows, slot, None, turns)
+
+        def skip(slot):
+            return no_keys(plan), slot
+
+        result, slot = lax.cond(unit.span.hi > unit.span.lo, attend, skip, slot)
+        if config.q_slots == 1:
+            plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
+            load_q(i + 1)
+        if "q_lengths" in plan.problem.arrays:
+            result = _without_idle_rows(ctx, unit, own, result)
+        end = Ending(unit, own, wg, jnp.where(invalid, jnp.nan, 0.0))
+        pl.when(own.exists)(functools.partial(queries.store, ctx, end, result))
+        return slot
+
+    lax.fori_loop(0, units.count, one_unit, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+class Turns(NamedTuple):
+    """Two consumers that have as many steps issue their matmuls in turn: while one computes its
+    softmax, the tensor cores have the other's matmuls. Barrier n completes when consumer n may
+    issue those of its next step; the first consumer begins.
+    """
+
+    barriers: Barrier
+    wg: Index
+
+    def begin(self) -> None:
+        """Done once, before all steps of a launch."""
+        pl.when(self.wg == 1)(self.give)
+
+    def take(self) -> None:
+        plgpu.barrier_wait(self.barriers.at[self.wg])
+
+    def give(self) -> None:
+        plgpu.barrier_arrive(self.barriers.at[1 - self.wg])
+
+
+def _without_idle_rows(ctx: KernelContext, unit: Unit, own: WgTile, result: Result) -> Result:
+    """The result, in which rows that do not count, which may be NaN, see no key."""
+    plan = ctx.plan
+    live, none = plan.tiles.row_positions(ROWS, own.row) < unit.tile.q_len, no_keys(plan)
+
+    def chosen(some: RegisterTile, nothing: RegisterTile) -> RegisterTile:
+        inside = live if some.ndim == 1 else mosaic.broadcast_rows(live, some.shape)
+        return jnp.where(inside, some, nothing)
+
+    return Result(*(chosen(*both) for both in zip(result, none, strict=True)))
+
+
+def _is_invalid(ctx: KernelContext, unit: Unit, wg: Index) -> Predicate:
+    """Whether the result of the unit's sequence is NaN: also where it lacks a page."""
+    plan, refs, smem = ctx
+    if not isinstance(layout := plan.layout, Paged):
+        return unit.invalid
+    pages = layout.entry(unit.tile.kv_len + (layout.page_size - 1))
+    threads.run(_note_missing, plan, (refs.page_table, smem.lost), (unit.m, wg, pages))
+    return unit.invalid | (smem.lost[wg] == 1)
+
+
+def _note_missing(ctx: ThreadContext) -> None:
+    """lost[wg] becomes 1 where one of the first `pages` of a sequence is missing, else 0."""
+    thread, (table, lost), (m, wg, pages), plan = ctx
+    thread.shared_store(lost, wg, thread.index * 0, thread.index < 1)
+    thread.sync()
+    plan.layout.note_missing(thread, table, m, pages, (lost, wg))
+    thread.sync()
