@@ -4,24 +4,24 @@ Training, in place of `jax.nn.dot_product_attention`:
 
     flash_attention, flash_attention_with_lse    attention, differentiable
     dot_product_attention                        the same with jax.nn's signature
-    Mask, FULL, CAUSAL, sliding_window           who sees whom
-    mask_fn, score_fn                            the same, and what becomes of scores, by functions
+    Mask, FULL, CAUSAL, sliding_window           masks by position
+    mask_fn, score_fn                            masks and scores as functions of positions
     Context                                      rows split over the devices of a mesh axis
-    merge_attention                              results of some keys each, combined
+    merge_attention                              results over different keys, combined
 
 Serving, inside a jitted step, caches updated in place:
 
     PerSequenceCache, StackedCache, PagedCache   KV caches: pytrees, each a KVCache
-    append_kv; or cache.extend and write_kv      new rows into them; the latter for several layers
-    cache.keep                                   of the newest rows, drafts, those that stay
-    decode_attention, decode_attention_with_lse  attention of the newest rows to all that is held
+    append_kv; or cache.extend and write_kv      write new rows; the latter for several layers
+    cache.keep                                   keep some of the newest rows (drafts)
+    decode_attention, decode_attention_with_lse  attention of the newest rows to the cache
     DraftTree                                    drafts of a sequence that form a tree
     Prefix, SharedPrefixes                       rows that several sequences share, read once
-    Rotary, RMSNorm                              RoPE and a norm of K and q, on their way
-    append_kv_arrays                             the append for those who keep their own arrays
+    Rotary, RMSNorm                              RoPE and a norm of K and q
+    append_kv_arrays                             append to arrays of your own
 
-What no implementation takes is an UnsupportedError: who refused, why, and what to do (`Limit`).
-Wrong arguments are ValueErrors.
+A problem that no implementation takes is an UnsupportedError that names reasons and remedies
+(`Limit`). Wrong arguments are ValueErrors.
 """
 
 from pallas_attn.append import append_kv, append_kv_arrays, write_kv

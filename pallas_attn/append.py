@@ -1,17 +1,22 @@
 """New rows into KV caches: one launch for K and V of every sequence, in place under donation."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import trees
-from pallas_attn._cache import sharded_rows, write
+from pallas_attn._cache import blocks, facts
+from pallas_attn._cache.facts import CacheFacts, facts_of
+from pallas_attn._cache.write import rows_into
 from pallas_attn._call import checks
+from pallas_attn._call.bind_cache import change_of
+from pallas_attn._call.checks import Argument
 from pallas_attn._call.problem import QUANTIZED, AppendInputs, Change, owner_of_rows
-from pallas_attn.cache import KVCache
+from pallas_attn.cache import KVCache, not_a_cache
 from pallas_attn.rotary import RMSNorm, Rotary, changed
 from pallas_attn.trees import DraftTree
 
@@ -45,79 +50,90 @@ def write_kv[Cache: KVCache](  # noqa: PLR0913
       starts: int32[M + 1], traced or not: sequence i owns rows starts[i] to starts[i + 1], as in
         `decode_attention`; `cache.extend(jnp.diff(starts))` takes them. Rows that no sequence owns
         are ignored.
-      parents: where the rows are drafts that form a tree, which draft each follows, as in
+      parents: where the rows are drafts that form a tree, the draft that each follows, as in
         `decode_attention`: `rotary` turns a draft by its position in the tree. Rows are written one
         behind the other all the same.
       layer: which layer: an int or a traced int32. Outside of the cache's layers nothing is
         written.
-      rotary, norm: what is done to the rows of K on their way, in the same launch: first the norm,
-        then the rotation by each row's position in its sequence; in float32, and rounded once, to
-        what the cache keeps. `decode_attention` takes the same for q.
+      rotary, norm: applied to the rows of K on their way, in the same launch: first the norm, then
+        the rotation by each row's position in its sequence; in float32, and rounded once, to the
+        cache's dtype. `decode_attention` takes the same for q.
       implementation: "sm80", "reference" or None.
 
     Returns:
       The cache with those rows written and nothing else touched. Inside jit, with the cache donated
       or in a loop's carry, the buffers are updated in place.
     """
-    packed = starts is not None
-    k_rows, v_rows = _rows(cache, k, v, packed)
-    change, arrays = checks.change(
-        rotary, norm, cache.head_dim, cache.stored_dims[0], max(cache.capacities, default=0)
-    )
-    where: tuple[Array, Array | None] = cache.lengths, cache.new_lengths
-    owners = None
+    rows = _rows(cache, k, v, packed=starts is not None)
     if starts is not None:
-        starts = checks.row_starts("starts", starts, k_rows.shape[0], cache.num_sequences)
-    if parents is not None:
-        k_rows, change = _in_tree(cache, k_rows, parents, (change, arrays), starts), None
-        arrays = {}
-    fills = 0 not in k_rows.shape[: 1 if packed else 2]
-    if cache.context is not None and starts is None:  # rows have positions, each its own
-        # Constants: of an iota and a comparison XLA makes kernels, which run at every call.
-        numbers = np.arange(cache.num_sequences + 1, dtype=np.int32)
-        starts = jnp.asarray(numbers * k_rows.shape[1])
-        owners = jnp.asarray(np.repeat(numbers[:-1], k_rows.shape[1]))
-        k_rows = k_rows.reshape(-1, *k_rows.shape[2:])
-        v_rows = None if v_rows is None else v_rows.reshape(-1, *v_rows.shape[2:])
-        packed = True
-    if starts is not None:
-        if owners is None:
-            owners = owner_of_rows(starts, k_rows.shape[0])
-        owners, positions = _places(cache, starts, owners)
-        if cache.context is not None:
-            if change is not None:  # by positions in the sequence, not those in a device's block
-                kept = k_rows if cache.quantized else k_rows.astype(cache.dtype)
-                k_rows, change, arrays = changed(kept, positions, change, arrays), None, {}
-            positions = sharded_rows.own(cache.context, cache.held, owners, positions)
-        where = positions, None
+        starts = checks.row_starts("starts", starts, rows.k.shape[0], cache.num_sequences)
+    return _write(cache, rows, _Options(starts, parents, layer, rotary, norm, implementation))
+
+
+class _Rows(NamedTuple):
+    """New rows of K and of V, with the columns that the cache has, and its facts."""
+
+    k: Array  # [M, t, K, H], or packed [tokens, K, H]
+    v: Array | None
+    facts: CacheFacts
+
+
+class _Options(NamedTuple):
+    """The other arguments of `write_kv`."""
+
+    starts: Array | None
+    parents: Array | DraftTree | None
+    layer: int | Array
+    rotary: Rotary | None
+    norm: RMSNorm | None
+    implementation: str | None
+
+
+def _write[Cache: KVCache](cache: Cache, rows: _Rows, options: _Options) -> Cache:
+    """`write_kv` of rows and starts that are checked."""
+    change, arrays = change_of(cache, options.rotary, options.norm, rows.facts.head_dim)
+    if options.parents is not None:
+        k = _in_tree(cache, rows.k, options.parents, (change, arrays), options.starts)
+        rows, change, arrays = rows._replace(k=k), None, {}
+    start = cache.lengths
+    new_lengths: Array | None = cache.new_lengths
+    owners: Array | None = None
+    from_end = options.starts is None and cache.context is None
+    is_empty = 0 in rows.k.shape[:-2]
+    if not from_end:
+        rows, owners, start, change = _placed(cache, rows, options.starts, (change, arrays))
+        new_lengths, arrays = None, arrays if change is not None else {}
     inputs = AppendInputs(
         cache.k,
         cache.v,
-        k_rows,
-        v_rows,
-        *where,
+        rows.k,
+        rows.v,
+        start,
+        new_lengths,
         cache.page_table,
-        checks.layer(layer, cache.layers),
+        checks.layer(options.layer, rows.facts.layers),
         cache.k_scale,
         cache.v_scale,
         owners,
         **arrays,
     )
-    if fills:
-        checks.extended(cache)
-    new = write.rows_into(inputs, cache.kind, implementation, from_end=not packed, change=change)
-    return cache._with(k=new.k_cache, v=new.v_cache, k_scale=new.k_scale, v_scale=new.v_scale)
+    if not (is_empty or isinstance(cache.new_lengths, jax.core.Tracer)):
+        facts.check_extended(cache)
+    new = rows_into(inputs, cache.kind, options.implementation, from_end=from_end, change=change)
+    return dataclasses.replace(  # type: ignore[type-var]
+        cache, k=new.k_cache, v=new.v_cache, k_scale=new.k_scale, v_scale=new.v_scale
+    )
 
 
 def _in_tree(
     cache: KVCache,
     k: Array,
-    parents: Any,
-    given: tuple[Change | None, dict],
+    parents: Array | DraftTree,
+    by: tuple[Change | None, dict[str, Array]],
     starts: Array | None,
 ) -> Array:
-    """Rows of K that are drafts of a tree, normed and rotated as `given` says."""
-    (change, arrays), begin = given, cache.lengths - jnp.maximum(cache.new_lengths, 0)
+    """Rows of K that are drafts of a tree, normed and rotated by their places in it."""
+    (change, arrays), begin = by, cache.lengths - jnp.maximum(cache.new_lengths, 0)
     if starts is None:
         tree, begin = trees.of(parents, *k.shape[:2]), begin[:, None]
     else:
@@ -126,21 +142,48 @@ def _in_tree(
         begin = begin[jnp.clip(owners, 0, cache.num_sequences - 1)]
     if change is None:
         return k
-    kept = k if cache.quantized else k.astype(cache.dtype)
-    return changed(kept, begin + tree.depth, change, arrays)
+    return changed(_as_kept(cache, k), begin + tree.depth, change, arrays)
 
 
-def _places(cache: KVCache, starts: Array, owners: Array) -> tuple[Array, Array]:
-    """int32[rows], twice: the sequence of each packed row, and its position there, or -1 where the
-    row is to be dropped. Nothing here depends on the layer, so a program does it once a step.
+def _as_kept(cache: KVCache, k: Array) -> Array:
+    """Rows in the dtype in which the cache keeps them, but for quantised ones."""
+    return k if cache.quantized else k.astype(cache.dtype)
+
+
+def _placed(
+    cache: KVCache,
+    rows: _Rows,
+    starts: Array | None,
+    by: tuple[Change | None, dict[str, Array]],
+) -> tuple[_Rows, Array, Array, Change | None]:
+    """Packed rows, the sequence of each and its position, int32[rows] each, and the change that is
+    left to do. A position is -1 where the row is dropped: past a length, or in the block of another
+    device. Nothing but rows depends on the layer, so a program finds places once a step.
     """
-    owned = (owners >= 0) & (owners < cache.num_sequences)
-    owners = jnp.clip(owners, 0, cache.num_sequences - 1)
+    change, arrays = by
+    sequences = cache.num_sequences
+    if starts is None:
+        # Constants: of an iota and a comparison XLA makes kernels, which run at every call.
+        numbers, each = np.arange(sequences + 1, dtype=np.int32), rows.k.shape[1]
+        starts = jnp.asarray(numbers * each)
+        owners = jnp.asarray(np.repeat(numbers[:-1], each))
+        k, v = (None if x is None else x.reshape(-1, *x.shape[2:]) for x in rows[:2])
+        rows = _Rows(k, v, rows.facts)  # type: ignore[arg-type]
+    else:
+        owners = owner_of_rows(starts, rows.k.shape[0])
+    owned = (owners >= 0) & (owners < sequences)
+    owners = jnp.clip(owners, 0, sequences - 1)
     new, end = cache.new_lengths[owners], cache.lengths[owners]
     within = jnp.arange(owners.size, dtype=jnp.int32) - starts[owners]
     begins = jnp.where((end >= 0) & (new >= 0), end - new, -1)
     exists = owned & (within < new) & (begins >= 0)
-    return owners, jnp.where(exists, begins + within, -1)
+    positions = jnp.where(exists, begins + within, -1)
+    if cache.context is not None:
+        if change is not None:  # by positions in the sequence, not those in a device's block
+            k = changed(_as_kept(cache, rows.k), positions, change, arrays)
+            rows, change = rows._replace(k=k), None
+        positions = blocks.rows_here(cache.context, cache.held, owners, positions)
+    return rows, owners, positions, change
 
 
 def append_kv[Cache: KVCache](  # noqa: PLR0913
@@ -170,30 +213,29 @@ def append_kv[Cache: KVCache](  # noqa: PLR0913
       The cache, its lengths moved and the rows in it, in place as in `write_kv`. Rows past a
       sequence's capacity are dropped and counted: `cache.overflowed`.
     """
-    k_rows, _ = _rows(cache, k, v, starts is not None)
-    options: Any = {"rotary": rotary, "norm": norm, "implementation": implementation}
-    options["parents"] = parents
-    if cache.layers not in (None, 1):
+    rows = _rows(cache, k, v, packed=starts is not None)
+    if rows.facts.layers not in (None, 1):
         raise ValueError(
-            f"cache: append_kv serves a cache of one layer, got {cache.layers} layers; take the "
-            "rows once with "
-            "cache.extend(t), then write_kv(cache, k, v, layer=l) for each layer"
+            f"cache: append_kv serves a cache of one layer, got {rows.facts.layers} layers; take "
+            "the rows once with cache.extend(t), then write_kv(cache, k, v, layer=l) for each layer"
         )
+    taken: int | Array
     if starts is not None:
         if new_lengths is not None:
             raise ValueError(
                 "new_lengths: expected None beside starts, whose differences are the counts"
             )
-        starts = checks.row_starts("starts", starts, k_rows.shape[0], cache.num_sequences)
-        cache = cache.extend(jnp.diff(starts))
-        return write_kv(cache, k, v, starts=starts, **options)
-    rows: int | Array = k_rows.shape[1]
-    if new_lengths is not None:
-        counts = checks.int_vector(
-            "new_lengths", new_lengths, cache.num_sequences, "rows of each sequence"
-        )
-        rows = jnp.minimum(counts, k_rows.shape[1])
-    return write_kv(cache.extend(rows), k, v, **options)
+        starts = checks.row_starts("starts", starts, rows.k.shape[0], cache.num_sequences)
+        taken = jnp.diff(starts)
+    elif new_lengths is None:
+        taken = rows.k.shape[1]
+    else:
+        sequences, meaning = cache.num_sequences, "rows of each sequence"
+        counts = checks.int_vector("new_lengths", new_lengths, sequences, meaning)
+        assert counts is not None
+        taken = jnp.minimum(counts, rows.k.shape[1])
+    options = _Options(starts, parents, 0, rotary, norm, implementation)
+    return _write(cache.extend(taken), rows, options)
 
 
 def append_kv_arrays(  # noqa: PLR0913
@@ -238,7 +280,7 @@ def append_kv_arrays(  # noqa: PLR0913
     kind = "per_sequence" if separate else "stacked" if page_table is None else "paged"
     caches = [_bare("k_caches", k_caches, kind, layer)]
     caches.append(None if v_caches is None else _bare("v_caches", v_caches, kind, layer))
-    checks.twin_caches("k_caches", caches[0], "v_caches", caches[1])
+    facts.check_twins("k_caches", caches[0], "v_caches", caches[1])
     sequences = len(k_caches) if separate else caches[0].shape[-4]
     if page_table is not None:
         if separate:
@@ -250,15 +292,16 @@ def append_kv_arrays(  # noqa: PLR0913
     scales = _bare_scales(caches, k_scales, v_scales)
     rows: list[Any] = []
     for name, new, cache, scale in zip("kv", (k, v), caches, scales, strict=True):
-        sample = write.sample_of(cache)
-        rows.append(
-            None if new is None else _new_rows(name, new, sequences, sample, scale is not None)
-        )
+        if new is None:
+            rows.append(None)
+            continue
+        into = _Into(cache[0] if separate else cache, scale is not None, sequences)
+        rows.append(_new_rows(name, new, into))
     if v is not None and rows[0].shape[:3] != rows[1].shape[:3]:
         raise ValueError(
             f"v: expected [M, t, K] = {rows[0].shape[:3]} as in k, got {rows[1].shape[:3]}"
         )
-    layers = None if layer is None else write.sample_of(caches[0]).shape[0]
+    layers = None if layer is None else (caches[0][0] if separate else caches[0]).shape[0]
     inputs = AppendInputs(
         caches[0],
         caches[1],
@@ -275,25 +318,25 @@ def append_kv_arrays(  # noqa: PLR0913
         checks.layer(0 if layer is None else layer, layers),
         *scales,
     )
-    written = write.rows_into(inputs, kind, implementation)
+    written = rows_into(inputs, kind, implementation)
     return tuple(written[: 2 if k_scales is None else 4])
 
 
-def _bare_scales(caches: list, k_scales: Any, v_scales: Any) -> list:
+def _bare_scales(caches: list, k_scales: Argument, v_scales: Argument) -> list:
     if (v_scales is None) != (k_scales is None or caches[1] is None):
         raise ValueError(
             "k_scales, v_scales: give scales for every cache that is given, or none at all"
         )
-    found = []
+    scales = []
     for name, scale, cache in zip(("k", "v"), (k_scales, v_scales), caches, strict=True):
         arrays = tuple(scale) if isinstance(scale, (tuple, list)) else scale
         arrays = jax.tree.map(lambda x, name=name: checks.array(f"{name}_scales", x), arrays)
-        checks.scales(f"{name}_scales", arrays, f"{name}_caches", cache)
-        found.append(arrays)
-    return found
+        facts.check_scales(f"{name}_scales", arrays, f"{name}_caches", cache)
+        scales.append(arrays)
+    return scales
 
 
-def _bare(name: str, value: Any, kind: str, layer: Any) -> Any:
+def _bare(name: str, value: Argument, kind: str, layer: Argument) -> Any:
     axes = (3 if kind == "per_sequence" else 4) + (layer is not None)
     separate = kind == "per_sequence"
     if separate and not isinstance(value, (tuple, list)):
@@ -319,82 +362,79 @@ def _bare(name: str, value: Any, kind: str, layer: Any) -> Any:
     return arrays if separate else arrays[0]
 
 
-def _rows(cache: KVCache, k: Array, v: Array | None, packed: bool) -> tuple[Array, Array | None]:
+class _Into(NamedTuple):
+    """An array that rows go to, or a sample of several."""
+
+    cache: Array
+    quantized: bool
+    sequences: int | None  # None: rows are packed
+    dim: int | None = None  # columns of a row, where the array has more
+
+
+def _rows(cache: KVCache, k: Array, v: Array | None, *, packed: bool) -> _Rows:
+    """The new rows of a call, checked against the cache."""
     if not isinstance(cache, KVCache):
+        raise not_a_cache(cache)
+    shape = facts_of(cache)
+    if (v is None) != shape.shared_kv:
         raise ValueError(
-            "cache: expected a PerSequenceCache, StackedCache or PagedCache, got "
-            f"{type(cache).__name__}"
-        )
-    checks.kv_cache(cache)
-    if (v is None) != cache.shared_kv:
-        raise ValueError(
-            f"v: this cache keeps V within K (its first {cache.v_head_dim} columns): leave v out"
-            if cache.shared_kv
+            f"v: this cache keeps V within K (its first {shape.dims[1]} columns): leave v out"
+            if shape.shared_kv
             else "v: expected rows of V: leave v out only where the cache keeps V within K "
             "(create(shared_kv=True))"
         )
-    dims, stored, given = (cache.head_dim, cache.v_head_dim), cache.stored_dims, cache.quantized
-    sequences = None if packed else cache.num_sequences
-    k_rows = _new_rows("k", k, sequences, write.sample_of(cache.k), given, dims[0])
-    k_rows = checks.widened(k_rows, stored[0])
+    sequences, (dim, v_dim) = None if packed else shape.sequences, shape.dims
+    sample = cache.k[0] if isinstance(cache.k, tuple) else cache.k
+    k_rows = _new_rows("k", k, _Into(sample, shape.quantized, sequences, dim))
+    k_rows = checks.widened(k_rows, shape.head_dim)
     if v is None:
-        return k_rows, None
-    v_rows = _new_rows("v", v, sequences, write.sample_of(cache.v), given, dims[1])
-    v_rows = checks.widened(v_rows, stored[1])
+        return _Rows(k_rows, None, shape)
+    sample = cache.v[0] if isinstance(cache.v, tuple) else cache.v
+    v_rows = _new_rows("v", v, _Into(sample, shape.quantized, sequences, v_dim))
     if v_rows.shape[-3] != k_rows.shape[-3]:
         each = "" if packed else " a sequence"
         raise ValueError(
             f"v: expected {k_rows.shape[-3]} rows{each} as in k, got {v_rows.shape[-3]}"
         )
-    return k_rows, v_rows
+    return _Rows(k_rows, checks.widened(v_rows, shape.v_head_dim), shape)
 
 
-def _new_rows(
-    name: str,
-    new: Array,
-    sequences: int | None,
-    cache: Array,
-    quantized: bool = False,
-    dim: int | None = None,
-) -> Array:
-    """[M, t, K, H] from rows with or without t, or [tokens, K, H] of packed rows (`sequences`
-    None), checked against the cache they go to; `dim`: H, where the cache is wider.
-    """
-    rows = checks.array(name, new)
-    of_row = (cache.shape[-3], cache.shape[-1] if dim is None else dim)
+def _new_rows(name: str, new: Array, into: _Into) -> Array:
+    """[M, t, K, H] from rows with or without t, or packed rows [tokens, K, H]."""
+    rows = new = new if isinstance(new, Array) else checks.array(name, new)
+    sequences = into.sequences
+    heads, dim = into.cache.shape[-3], into.dim or into.cache.shape[-1]
     if sequences is None:
-        wanted = (
-            f"packed rows [tokens, K, H] = [tokens, {of_row[0]}, {of_row[1]}] to go with starts"
-        )
+        wanted = f"packed rows [tokens, K, H] = [tokens, {heads}, {dim}] to go with starts"
         fits = rows.ndim == 3
     else:
         rows = rows[:, None] if rows.ndim == 3 else rows
-        wanted = f"[M, t, K, H] = [{sequences}, t, {of_row[0]}, {of_row[1]}] (or without t)"
+        wanted = f"[M, t, K, H] = [{sequences}, t, {heads}, {dim}] (or without t)"
         fits = rows.ndim == 4 and rows.shape[0] == sequences
-    if not fits or rows.shape[-2:] != of_row:
-        given = list(jnp.shape(new))
-        packs = sequences is not None and len(given) == 3 and not fits
+    if not fits or rows.shape[-2:] != (heads, dim):
+        packs = sequences is not None and new.ndim == 3 and not fits
         hint = "; packed rows take starts" if packs else ""
-        raise ValueError(f"{name}: expected {wanted}, got {given}{hint}")
-    if quantized:
-        if cache.dtype.name not in QUANTIZED:
-            raise ValueError(
-                f"{name}_scales: expected caches of {', '.join(QUANTIZED)} to go with scales, got "
-                f"{cache.dtype}"
-            )
-        if not jnp.issubdtype(rows.dtype, jnp.floating):
-            raise ValueError(
-                f"{name}: expected floating-point rows, which a quantised {cache.dtype} cache "
-                f"quantises itself, got {rows.dtype}; numbers that have been quantised already go "
-                "into a cache without scales (scales=False)"
-            )
-        return rows
-    both_float = jnp.issubdtype(rows.dtype, jnp.floating) and jnp.issubdtype(
-        cache.dtype, jnp.floating
-    )
-    if rows.dtype != cache.dtype and not both_float:
-        raise ValueError(
-            f"{name}: expected {cache.dtype} rows for a {cache.dtype} cache, got {rows.dtype}; "
-            "quantise first"
-        )
+        raise ValueError(f"{name}: expected {wanted}, got {list(new.shape)}{hint}")
+    if into.quantized or rows.dtype != into.cache.dtype:
+        _check_dtypes(name, rows, into)
     return rows
+
+
+def _check_dtypes(name: str, rows: Array, into: _Into) -> None:
+    """ValueError for rows that are neither cast nor quantised to the cache's dtype."""
+    dtype, is_float = into.cache.dtype, jnp.issubdtype(rows.dtype, jnp.floating)
+    if into.quantized and dtype.name not in QUANTIZED:
+        raise ValueError(
+            f"{name}_scales: expected caches of {', '.join(QUANTIZED)} to go with scales, got "
+            f"{dtype}"
+        )
+    if into.quantized and not is_float:
+        raise ValueError(
+            f"{name}: expected floating-point rows, which a quantised {dtype} cache quantises "
+            f"itself, got {rows.dtype}; numbers that have been quantised already go into a cache "
+            "without scales (scales=False)"
+        )
+    if not (into.quantized or (is_float and jnp.issubdtype(dtype, jnp.floating))):
+        raise ValueError(
+            f"{name}: expected {dtype} rows for a {dtype} cache, got {rows.dtype}; quantise first"
+        )

@@ -12,9 +12,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_attn._autodiff import score_gradients
-from pallas_attn._call import batching, checks, dispatch
+from pallas_attn._call import batching, bind, checks, dispatch
+from pallas_attn._call.bind import AttentionOptions
+from pallas_attn._call.kernel import Chosen
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn._context_parallel import attention
+from pallas_attn._context_parallel import attention, heads, launch
+from pallas_attn._context_parallel.layout import Split
 from pallas_attn.context import Context, checked, shards_of
 from pallas_attn.errors import Limit, UnsupportedError
 from pallas_attn.masks import CAUSAL, FULL, LONGEST, Mask, MaskFunction
@@ -52,7 +55,7 @@ def flash_attention(  # noqa: PLR0913
       q: `[B, T, N, H]`. N query heads share K kv heads: query head n reads kv head n // (N // K).
       k: `[B, S, K, H]`.
       v: `[B, S, K, Hv]`; Hv need not be H. Kernels take multiples of 8 up to 256: q, k and v of
-        other head dims are copied on their way there, with zeros in the columns that lack.
+        other head dims are zero-padded to a multiple of 8 first, which copies them.
       mask: who sees whom by position: `FULL`, `CAUSAL`, `sliding_window(n)` or any `Mask(left,
         right)`, whose bounds may be traced. Query row i stands at position q_offset + i and key j
         at j; with the default q_offset a causal mask is top-left::
@@ -63,9 +66,9 @@ def flash_attention(  # noqa: PLR0913
 
         Or by a function of positions: `mask_fn(f, *aux)`, which combines with these by &, | and ~.
         Tiles of keys that it hides from all of some queries are not computed.
-      score: what becomes of the scaled, capped scores: `score_fn(f, *aux)`. Differentiable, and so
-        are its aux: their gradients are computed by the reference, some rows at a time, which takes
-        far longer than the kernels do, and nothing where nobody wants them.
+      score: a function of the scaled, capped scores, `score_fn(f, *aux)`. Differentiable, and so
+        are its aux: where their gradients are wanted, the reference computes them, some rows at a
+        time, which takes far longer than the kernels do.
       scale: multiplies the logits; default H**-0.5. Static.
       q_offset: position of query row 0: an int, or int32[B]. Within -2**29 .. 2**29: an int outside
         is a ValueError, numbers of an array are clipped.
@@ -97,9 +100,10 @@ def flash_attention(  # noqa: PLR0913
         what many blocks contribute to dq in the order in which they come, so its last bits vary;
         True has dq computed by a kernel of its own. All other results never vary. Static.
       context: within `jax.shard_map`, over a mesh axis that the rows of q, k and v are split over:
-        which device has which rows, and what moves (`Context`). T and S are those of this device;
-        positions, q_offset, q_lengths and kv_lengths those of the whole sequence. segment_ids are
-        of this device's rows; so is the T of a bias or mask_array, whose S is of all keys, in the
+        the rows that each device has, and how they move (`Context`). T and S are those of this
+        device; positions, q_offset, q_lengths and kv_lengths those of the whole sequence.
+        segment_ids are of this device's rows; so is the T of a bias or mask_array, whose S is of
+        all keys, in the
         order of their positions. Reverse mode only, also with the reference. Static.
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs.
@@ -113,28 +117,7 @@ def flash_attention(  # noqa: PLR0913
     results have the names "flash_attention_out" and "flash_attention_lse": a policy that saves both
     (`jax.checkpoint_policies.save_only_these_names`) spares the backward pass a second forward.
     """
-    return flash_attention_with_lse(
-        q,
-        k,
-        v,
-        mask=mask,
-        score=score,
-        scale=scale,
-        q_offset=q_offset,
-        q_lengths=q_lengths,
-        kv_lengths=kv_lengths,
-        segment_ids=segment_ids,
-        q_starts=q_starts,
-        kv_starts=kv_starts,
-        bias=bias,
-        mask_array=mask_array,
-        softcap=softcap,
-        sinks=sinks,
-        precision=precision,
-        deterministic=deterministic,
-        context=context,
-        implementation=implementation,
-    )[0]
+    return flash_attention_with_lse(**locals())[0]
 
 
 def flash_attention_with_lse(  # noqa: PLR0913
@@ -167,36 +150,16 @@ def flash_attention_with_lse(  # noqa: PLR0913
       float32 (float64 for float64 inputs), differentiable, the sink included;
       -inf for a row that sees no key.
     """
-    given: dict[str, Any] = {
-        "q_offset": q_offset,
-        "segment_ids": segment_ids,
-        "options": {
-            "mask": mask,
-            "score": score,
-            "scale": scale,
-            "q_lengths": q_lengths,
-            "kv_lengths": kv_lengths,
-            "bias": bias,
-            "mask_array": mask_array,
-            "softcap": softcap,
-            "sinks": sinks,
-            "precision": precision,
-            "deterministic": deterministic,
-        },
-    }
-    place = checked(context)
-    if q_starts is None and kv_starts is None:
-        place = None if place is None or shards_of(place) == 1 else place
-        problem, inputs = checks.attention(q, k, v, **given, context=place)
-        return _attend(problem, inputs, implementation, place)
-    if place is not None:
-        raise ValueError(
-            "context: expected None beside q_starts; rows over devices are [B, T, N, H], with "
-            "segment_ids for what is packed"
-        )
-    problem, inputs = checks.packed_attention(q, k, v, (q_starts, kv_starts), **given)
-    out, lse = _attend(problem, inputs, implementation)
-    return out[0], lse[0]
+    arguments = locals()
+    options = AttentionOptions(*[arguments[name] for name in AttentionOptions._fields])
+    if q_starts is not None or kv_starts is not None:
+        problem, inputs = bind.packed_attention(q, k, v, (q_starts, kv_starts), options)
+        out, lse = _attend(problem, inputs, implementation)
+        return out[0], lse[0]
+    if (checked_context := checked(context)) is not None and shards_of(checked_context) == 1:
+        options = options._replace(context=None)
+    problem, inputs = bind.attention(q, k, v, options)
+    return _attend(problem, inputs, implementation, options.context)
 
 
 def _attend(
@@ -205,29 +168,29 @@ def _attend(
     implementation: str | None,
     context: Context | None = None,
 ) -> tuple[Array, Array]:
-    dispatch.check_name(implementation)
+    """(out, lse) by the implementation that takes the problem."""
+    if implementation is not None:
+        dispatch.check_name(implementation)
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         return _nothing_seen(problem, inputs.q)
-    if problem.gpu is not None and implementation != "reference":
-        whole = [-(-dim // 8) * 8 for dim in (problem.head_dim, problem.v_head_dim)]
-        if whole != [problem.head_dim, problem.v_head_dim]:
-            out, lse = _attend(*_padded(problem, inputs, *whole), implementation, context)
-            return out[..., : problem.v_head_dim], lse
+    odd = problem.head_dim % 8 or problem.v_head_dim % 8
+    if odd and problem.gpu is not None and implementation != "reference":
+        return _attend_padded(problem, inputs, implementation, context)
     if context is not None:
-        split = attention.Split(problem, implementation, context, shards_of(context))
-        plain = functools.partial(_attend, implementation=implementation)
-        return attention.attend(split, inputs, plain)
+        return _attend_over_devices(problem, inputs, implementation, context)
     chosen = dispatch.select(problem, implementation)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)
-    run = functools.partial(_kernel_attention, problem, implementation)
-    find = functools.partial(score_gradients.of_call, problem)
     try:
-        return score_gradients.attended(run, inputs, find)
+        if problem.score_program is None:
+            return _kernel_attention(chosen, problem, implementation, inputs)
+        attend = functools.partial(_kernel_attention, chosen, problem, implementation)
+        gradients = functools.partial(score_gradients.of_call, problem)
+        return score_gradients.attended(attend, inputs, gradients)
     except TypeError as error:
         # jax runs no rule of ours in forward mode: it raises where the tangent of a custom_vjp is
-        # evaluated, and a plain TypeError, which its text alone tells from others. A test holds
-        # that in every supported version.
+        # evaluated, a plain TypeError that its text alone tells from others. A test holds the text
+        # in every supported version.
         if "(jvp)" not in str(error):
             raise
         only_reverse = Limit(
@@ -239,14 +202,39 @@ def _attend(
         ) from error
 
 
-def _padded(
-    problem: AttentionProblem, inputs: AttentionInputs, head_dim: int, v_head_dim: int
-) -> tuple[AttentionProblem, AttentionInputs]:
-    """Zeros in columns that kernels want and nobody gave; the scale stays that of the true dim."""
-    q, k = (checks.widened(x, head_dim) for x in (inputs.q, inputs.k))
-    v = checks.widened(inputs.v, v_head_dim)
-    padded = dataclasses.replace(problem, head_dim=head_dim, v_head_dim=v_head_dim)
-    return padded, inputs._replace(q=q, k=k, v=v)
+def _attend_padded(
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    implementation: str | None,
+    context: Context | None,
+) -> tuple[Array, Array]:
+    """`_attend` with head dims zero-padded to a multiple of 8; the scale stays that of the true
+    head dim.
+    """
+    dim, v_dim = (
+        problem.head_dim + -problem.head_dim % 8,
+        problem.v_head_dim + -problem.v_head_dim % 8,
+    )
+    q, k = checks.widened(inputs.q, dim), checks.widened(inputs.k, dim)
+    padded = dataclasses.replace(problem, head_dim=dim, v_head_dim=v_dim)
+    inputs = inputs._replace(q=q, k=k, v=checks.widened(inputs.v, v_dim))
+    out, lse = _attend(padded, inputs, implementation, context)
+    return out[..., : problem.v_head_dim], lse
+
+
+def _attend_over_devices(
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    implementation: str | None,
+    context: Context,
+) -> tuple[Array, Array]:
+    """`_attend` for this device's rows of a sequence that several devices have."""
+    split = Split(problem, implementation, context, shards_of(context))
+    launch.check_functions(split)
+    if context.method != "heads":
+        return attention.attend(split, inputs)
+    problem, inputs = heads.by_heads(split, inputs)
+    return heads.by_rows(split, *_attend(problem, inputs, implementation))
 
 
 def _nothing_seen(problem: AttentionProblem, q: Array) -> tuple[Array, Array]:
@@ -257,25 +245,34 @@ def _nothing_seen(problem: AttentionProblem, q: Array) -> tuple[Array, Array]:
     return out, jnp.full_like(lse, -jnp.inf)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _kernel_attention(problem, implementation, inputs):
-    chosen = dispatch.select(problem, implementation)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _kernel_attention(
+    chosen: Chosen,
+    problem: AttentionProblem,
+    implementation: str | None,
+    inputs: AttentionInputs,
+) -> tuple[Array, Array]:
+    """(out, lse) by the chosen kernel. `implementation`: the argument of the call, by which the
+    backward's kernel is chosen when there is one.
+    """
+    del implementation
     return batching.kept(batching.attention, chosen, problem, inputs)
 
 
-def _kernel_forward(problem, implementation, inputs):
-    out, lse = _kernel_attention(problem, implementation, inputs)
-    # For policies of jax.checkpoint: with both saved nothing is computed again but q, k and v.
+def _kernel_forward(chosen, problem, implementation, inputs):
+    out, lse = _kernel_attention(chosen, problem, implementation, inputs)
+    # Names for policies of jax.checkpoint: with both saved, only q, k and v are computed again.
     out = checkpoint_name(out, "flash_attention_out")
     lse = checkpoint_name(lse, "flash_attention_lse")
     return (out, lse), (inputs, out, lse)
 
 
-def _kernel_backward(problem, implementation, residuals, cotangents):
-    backward = dataclasses.replace(problem, op="flash_backward")
-    chosen = dispatch.select(backward, implementation)
-    given = (*residuals, *cotangents)
-    return (batching.kept(batching.attention_backward, chosen, backward, given),)
+def _kernel_backward(chosen, problem, implementation, residuals, cotangents):
+    del chosen
+    problem = dataclasses.replace(problem, op="flash_backward")
+    chosen = dispatch.select(problem, implementation)
+    residuals = (*residuals, *cotangents)
+    return (batching.kept(batching.attention_backward, chosen, problem, residuals),)
 
 
 _kernel_attention.defvjp(_kernel_forward, _kernel_backward)
@@ -309,7 +306,7 @@ def dot_product_attention(  # noqa: PLR0913
       instead of adding a bias;
     - a traced scale is multiplied into query, and rounded to its dtype there; a mask or a bias of
       the wrong kind (numbers for a mask, bool for a bias) is a ValueError; local_window_size may be
-      traced, and is what the bounds of a `Mask` are then.
+      traced, as the bounds of a `Mask` may.
     """
     arrays = [
         checks.array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
@@ -340,7 +337,8 @@ def dot_product_attention(  # noqa: PLR0913
     return (out, residual) if return_residual else out
 
 
-def _band(local_window_size: Any) -> Mask:
+def _band(local_window_size: checks.Argument) -> Mask:
+    """The mask of a window as jax.nn takes it."""
     if local_window_size is None:
         return FULL
     both = local_window_size
@@ -357,7 +355,7 @@ def _band(local_window_size: Any) -> Mask:
         ) from error
 
 
-def _unbounded_if_large(side: Any) -> Any:
+def _unbounded_if_large(side: checks.Argument) -> Any:
     """None for a bound that lies beyond every key."""
     static = checks.static_int(side)
     return None if static is not None and static >= LONGEST else side
@@ -382,8 +380,8 @@ _NAMES_OF_JAX_NN = {
 
 @contextlib.contextmanager
 def _names_of_jax_nn(arrays: list[Array]) -> Iterator[None]:
-    """What is wrong with an argument, by the names that the caller knows; with the shapes of query,
-    key and value as they came, where a batch axis was added to one of them.
+    """Errors that name arguments as jax.nn does, with the shapes of query, key and value as they
+    came where a batch axis was added to one of them.
     """
     try:
         yield

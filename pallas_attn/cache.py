@@ -29,27 +29,23 @@ capacity is dropped: nothing else is touched, the length still counts it, `cache
 so, and decoding that sequence gives NaN.
 
 On a GPU `create` makes buffers that the kernels can read: head dims are padded to a multiple of 8
-(of a quantised cache, K to 64 and V to 16) with columns of zeros, which nobody sees: `head_dim` and
-`v_head_dim` are those that were asked for. Capacities and page sizes of a quantised cache are
-rounded up to a multiple of 4, those of one with V within K to 8.
+(of a quantised cache, K to 64 and V to 16) with columns of zeros that no method shows. Capacities
+and page sizes of a quantised cache are rounded up to a multiple of 4, those of one with V within K
+to 8.
 
-Two options of every `create`:
+Options of `create`:
 
-- `dtype=jnp.float8_e4m3fn` (or float8_e5m2, int8) makes a quantised cache, half of bfloat16's
-  bytes. Each row of a kv head is stored with a float32 scale of its own, so that its largest number
-  is the dtype's largest; `write_kv` quantises, `decode_attention` multiplies the scale back. A row
-  with a NaN or an infinity in it is NaN throughout. The scales lie in `k_scale` and `v_scale`,
-  shaped as `k` and `v` without the head dim. `scales=False` leaves them out: numbers are stored as
-  they come.
+- `dtype=jnp.float8_e4m3fn` (or float8_e5m2, int8) makes a quantised cache: `write_kv` stores each
+  row of a kv head with a float32 scale, so that its largest number is the dtype's largest, and
+  `decode_attention` multiplies the scale back. A row with a NaN or an infinity in it is NaN
+  throughout. `scales=False` stores numbers as they come.
 - `shared_kv=True` keeps one array for both, where V is the first `v_head_dim` columns of K: the
   latent cache of multi-head latent attention is `kv_heads=1, head_dim=576, v_head_dim=512,
   shared_kv=True`. Rows are written by `write_kv(cache, k)`; `cache.v` is None.
-
-One of `StackedCache.create` and `PerSequenceCache.create`: `context=Context("cp")` splits the rows
-of each sequence over the devices of a mesh axis, a block of consecutive rows each. Within
-`jax.shard_map` (its specs: `cache.specs()`) everything above works as it stands: lengths and new
-rows are the same on all devices, each writes what lies in its block, and decoding combines what
-they have.
+- `context=Context("cp")`, of stacked and separate caches, splits the rows of each sequence over the
+  devices of a mesh axis, in blocks of consecutive rows. Within `jax.shard_map` (its specs:
+  `cache.specs()`) everything above holds: lengths and new rows are the same on all devices, each
+  writes the rows of its block, and decoding combines their results.
 """
 
 import dataclasses
@@ -72,6 +68,7 @@ from pallas_attn.masks import saturated
 from pallas_attn.prefixes import SharedPrefixes
 
 Array = jax.Array
+MeshAxes = str | tuple[str, ...] | None
 
 NO_PAGE = -1  # in a page table: nothing here yet
 LOST = -2  # a page was needed here and the pool had none; it sticks until the sequence is freed
@@ -79,7 +76,7 @@ NOT_EXTENDED = -1  # in new_lengths
 
 
 class KVCache:
-    """What the three caches share, and what a function that takes any of them says it takes.
+    """The base of the three caches: what they share, and the type of any of them.
 
     A pytree: `lengths` int32[M] are the rows taken in each sequence, `new_lengths` those that the
     latest `extend` took; `k`, `v` and their scales are the buffers, laid out as each cache says.
@@ -92,10 +89,10 @@ class KVCache:
     v_scale: Any  # None where numbers are stored as they come (and v_scale where v is)
     v_columns: int | None
     dims: tuple[int, int] | None  # head dims of K and V where the buffers are wider, else None
-    context: Context | None  # over which devices the rows of a sequence are split
-    lengths: Array  # int32[M]: the rows taken in each sequence now, written or not
-    # int32[M]: the rows that the latest extend took, which write_kv fills; NOT_EXTENDED where no
-    # extend has been since the sequence was made or emptied
+    context: Context | None  # devices that the rows of a sequence are split over
+    lengths: Array  # int32[M]: rows taken in each sequence now, written or not
+    # int32[M]: rows that the latest extend took, which write_kv fills; NOT_EXTENDED where no extend
+    # has been since the sequence was made or emptied
     new_lengths: Array
     page_table: Any  # int32[M, W] of a PagedCache; None in the others
 
@@ -144,7 +141,7 @@ class KVCache:
 
     @property
     def layers(self) -> int | None:
-        """How many layers the buffers hold; None where they have no layer axis."""
+        """Layers that the buffers hold; None where they have no layer axis."""
         sample = self._k_arrays[0]
         plain = 3 if isinstance(self.k, tuple) else 4
         return None if sample.ndim == plain else sample.shape[0]
@@ -164,7 +161,7 @@ class KVCache:
     @property
     def stored_dims(self) -> tuple[int, int]:
         """Columns of the buffers of K and V: `create` may make more than head_dim and v_head_dim,
-        which then hold zeros.
+        and fill them with zeros.
         """
         k_dim = self._k_arrays[0].shape[-1]
         if self.v_columns is not None:
@@ -183,7 +180,7 @@ class KVCache:
 
     @property
     def dtype(self) -> Any:
-        """Of the numbers stored; scales are float32."""
+        """The dtype of the numbers stored; scales are float32."""
         return self._k_arrays[0].dtype
 
     @property
@@ -197,6 +194,8 @@ class KVCache:
         """Rows that each sequence can hold (of a PagedCache: if the pool has the pages), on all
         devices together.
         """
+        if self.context is None:
+            return self.held
         shards = mapped_shards(self.context) or 1
         return tuple(shards * rows for rows in self.held)
 
@@ -214,7 +213,7 @@ class KVCache:
         """
         return self.lengths > jnp.asarray(self.capacities, jnp.int32)
 
-    def specs(self, heads: Any = None, sequences: Any = None) -> Self:
+    def specs(self, heads: MeshAxes = None, sequences: MeshAxes = None) -> Self:
         """The PartitionSpecs of a cache like this one, in its own tree: for `jax.shard_map` and
         shardings. A cache of shapes (`jax.eval_shape`) will do.
 
@@ -247,12 +246,15 @@ class KVCache:
         known only at run time are dropped by the write, counted by `lengths` and shown by
         `overflowed`.
         """
-        # Inside shard_map, what a loop carries must not change its type: counts are often the same
-        # on every device where lengths are not.
+        # Inside shard_map, a loop's carry must keep its type: counts are often the same on every
+        # device where lengths are not.
         taken = sharding.varying_like(self._rows(rows), self.lengths)
-        return self._with(lengths=self.lengths + taken, new_lengths=taken)
+        return dataclasses.replace(  # type: ignore[type-var]
+            self, lengths=self.lengths + taken, new_lengths=taken
+        )
 
     def _rows(self, rows: int | Array) -> Array:
+        """int32[M]: the argument of `extend`, clipped to counts that lengths can take."""
         static = checks.static_int(rows)
         if static is None:
             rows = checks.one_or_each("rows", rows, self.num_sequences, "one count a sequence")
@@ -340,6 +342,14 @@ def _no_rows(size: int) -> dict[str, Array]:
     }
 
 
+def not_a_cache(value: checks.Argument) -> ValueError:
+    """The error of a call that wants a cache."""
+    return ValueError(
+        "cache: expected a PerSequenceCache, StackedCache or PagedCache, got "
+        f"{type(value).__name__}"
+    )
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class PerSequenceCache(KVCache):
@@ -379,14 +389,14 @@ class PerSequenceCache(KVCache):
           capacities: rows that each sequence can hold.
           kv_heads, head_dim: K, and H of a row of K.
           v_head_dim: H of a row of V; default head_dim.
-          layers: how many layers the buffers hold, on an axis before all others; default one
+          layers: number of layers that the buffers hold, on an axis before all others; default one
             layer, without that axis.
-          dtype: of what is stored. float8_e4m3fn, float8_e5m2 and int8 make a quantised cache.
+          dtype: of the numbers stored. float8_e4m3fn, float8_e5m2 and int8 make a quantised cache.
           scales: False stores their numbers as they come, without scales.
           shared_kv: V is the first v_head_dim columns of K, and is not stored.
           context: rows of each sequence are split over the devices of its mesh axis, in order
-            "contiguous" (what its method says plays no part). Capacities count the rows of all
-            devices: made within `jax.shard_map`, the buffers are those of this device.
+            "contiguous" (its method plays no part). Capacities count the rows of all devices: made
+            within `jax.shard_map`, the buffers are those of this device.
         """
         if not isinstance(capacities, (Sequence, np.ndarray)) or not len(capacities):
             raise ValueError(
@@ -398,7 +408,7 @@ class PerSequenceCache(KVCache):
         checks.positive(kv_heads=kv_heads)
         buffers = Buffers(head_dim, v_head_dim, layers, dtype, scales, shared_kv, context)
         each = [buffers.arrays(kv_heads, buffers.block("capacities", n)) for n in capacities]
-        fields: dict[str, Any] = {name: tuple(one[name] for one in each) for name in each[0]}
+        fields: dict[str, Any] = {name: tuple(x[name] for x in each) for name in each[0]}
         return cls(
             **{"v": None} | fields | _no_rows(len(capacities)),
             **buffers.static,
@@ -406,7 +416,7 @@ class PerSequenceCache(KVCache):
 
     @property
     def held(self) -> tuple[int, ...]:
-        return tuple(one.shape[-2] for one in self.k)
+        return tuple([x.shape[-2] for x in self.k])
 
 
 @jax.tree_util.register_dataclass
@@ -455,14 +465,14 @@ class StackedCache(KVCache):
 
     @property
     def held(self) -> tuple[int, ...]:
-        return (self.k.shape[-2],) * self.num_sequences
+        return (self.k.shape[-2],) * self.lengths.shape[0]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class PagedCache(KVCache):
-    """A pool of pages `[pages, K, page_size, H]` (`[L, pages, ...]` with layers) and a table of who
-    holds which.
+    """A pool of pages `[pages, K, page_size, H]` (`[L, pages, ...]` with layers) and a table of the
+    pages that each sequence holds.
 
     Every method is a pure function that works under jit. The pool is a stack of free page ids and a
     reference count a page; a full page may be held by several sequences (`fork`), the page being
@@ -480,7 +490,7 @@ class PagedCache(KVCache):
     )
     free_list: Array  # int32[pages]: the first num_free entries are free page ids
     num_free: Array  # int32
-    holders: Array  # int32[pages]: how many sequences hold a page
+    holders: Array  # int32[pages]: number of sequences that hold a page
     k_scale: Array | None = None  # [pages, K, page_size]
     v_scale: Array | None = None
     v_columns: int | None = dataclasses.field(default=None, metadata={"static": True})
@@ -569,19 +579,19 @@ class PagedCache(KVCache):
         before = jnp.where(first, need[None], 0).sum(axis=1, dtype=jnp.int32)
         granted = before + need <= self.num_free
         rank = before[:, None] + jnp.cumsum(missing, axis=1, dtype=jnp.int32) - 1
-        given = missing & granted[:, None]
+        fills = missing & granted[:, None]
         page = jnp.take(self.free_list, self.num_free - 1 - rank, mode="clip")
         used = jnp.where(granted, need, 0).sum(dtype=jnp.int32)
         cache = dataclasses.replace(
             self,
-            page_table=jnp.where(given, page, table),
+            page_table=jnp.where(fills, page, table),
             num_free=self.num_free - used,
-            holders=self.holders.at[jnp.where(given, page, self.pages)].add(1, mode="drop"),
+            holders=self.holders.at[jnp.where(fills, page, self.pages)].add(1, mode="drop"),
         )
         return cache, granted & ~lost & (wanted <= self.capacities[0])
 
     def extend(self, rows: int | Array) -> "PagedCache":
-        """As for every cache; the pages come from the pool. A sequence that gets none overflows
+        """`KVCache.extend`; the pages come from the pool. A sequence that gets none overflows
         (`overflowed`).
         """
         cache, _ = self.allocate(rows)
@@ -622,7 +632,7 @@ class PagedCache(KVCache):
         """Make sequence `target` a copy of the first `length` rows (default: all) of sequence
         `source`.
 
-        What `target` held is freed; `target` may be `source`, which is then cut to `length`. Full
+        The rows that `target` held are freed; `target` may be `source`, then cut to `length`. Full
         pages are shared, a page only partly within `length` is copied (in every layer) since both
         will write to it. Where the pool has no page for that copy, or `source` lost rows before
         `length`, `overflowed[target]` says so. Where a traced `source` or `target` is no sequence,
@@ -634,7 +644,7 @@ class PagedCache(KVCache):
         ends = jnp.stack([source, target])
         exist = ((ends >= 0) & (ends < self.num_sequences)).all()
         source = jnp.where(exist, source, 0)
-        target = jnp.where(exist, target, self.num_sequences)  # where every update is dropped
+        target = jnp.where(exist, target, self.num_sequences)  # every update is dropped there
         held = self.lengths[source]
         if length is None:
             length = held
@@ -646,7 +656,7 @@ class PagedCache(KVCache):
         row = self.page_table[source]
         shared = jnp.where((slots < full) & exist, row, NO_PAGE)
         kept = jnp.where(shared >= 0, shared, self.pages)
-        # Held once more before they are freed: `target` may be `source`.
+        # Pages are held once more before they are freed: `target` may be `source`.
         cache = dataclasses.replace(self, holders=self.holders.at[kept].add(1, mode="drop"))
         cache = cache.free(jnp.arange(self.num_sequences, dtype=jnp.int32) == target)
         from_page = jnp.take(row, full, mode="clip")
@@ -672,7 +682,7 @@ class PagedCache(KVCache):
         )
 
     def shared_prefixes(self, *, tokens: int = 1, levels: int = 2) -> SharedPrefixes:
-        """Which pages several sequences share now, found on the device: `SharedPrefixes`."""
+        """The pages that several sequences share now, found on the device: `SharedPrefixes`."""
         return prefixes.find(self, tokens, levels)
 
     def _index(self, name: str, value: int | Array) -> Array:

@@ -1,7 +1,7 @@
-"""Which device has which rows of a sequence that is split over several."""
+"""`Context`: how the rows of a sequence are split over devices."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,8 @@ import numpy as np
 
 ORDERS = ("contiguous", "zigzag")
 METHODS = ("gather", "ring", "heads")
+Rows = Any  # an array of jax's or NumPy's
+Index = Any  # an int, or an int32 array
 
 
 @jax.tree_util.register_static
@@ -18,26 +20,28 @@ class Context:
 
     Within `jax.shard_map`, `flash_attention(..., context=Context("cp"))` takes this device's rows
     of each array and returns this device's rows of the result. Positions, lengths and offsets are
-    those of the whole sequence, whatever the order, and so are those of `mask_fn` and `score_fn`:
-    what these read at positions is whole on each device. Static: a jit key by value.
+    those of the whole sequence, whatever the order, also in `mask_fn` and `score_fn`: arrays that
+    these read at positions are whole on each device. Static: a jit key by value.
 
     Args:
       axis: the mesh axis that the rows are split over, one that `shard_map` maps.
-      order: which rows a device has. "contiguous": device d of n has the d-th of n parts.
-        "zigzag": it has the d-th and the d-th from the end of 2n parts, so that all devices have
-        the same work under a causal mask. `reorder` puts an array in this order, `restore` back.
-      method: how queries meet the keys of others. "gather": K and V come to every device, but under
-        a window with static offsets only the rows that it shows; one launch. "ring": K and V pass
-        from device to device and no device ever holds more than two parts of them; partial results
-        are merged. "heads": rows and heads change places, each device attends some heads of the
-        whole sequence; wants a number of kv heads that the devices divide.
-      overlap: whether kernels may reach the memory of other devices. With the method "gather" the
-        forward then fetches K and V of the others itself, while it computes with those that are
-        here; over a cache whose rows are split, decode attention ends with a kernel in which the
-        devices send each other their partial results. They do so on Hopper GPUs of one process,
-        where the axis is all of the mesh and the mesh is all GPUs in their order; the forward where
-        every device has a multiple of 128 rows (of 256 in the order "zigzag"). Say False where GPUs
-        can not read each other's memory, or where the mesh has them in another order.
+      order: the rows of a device. "contiguous": device d of n has the d-th of n parts. "zigzag": it
+        has the d-th and the d-th from the end of 2n parts, so that all devices have the same work
+        under a causal mask. `reorder` puts an array in this order, `restore` undoes it.
+      method: how queries meet the keys of others. "gather": K and V come to every device, under a
+        window with static offsets only the rows that it shows; one launch. "ring": K and V pass
+        from device to device and no device holds more than two parts of them; partial results are
+        merged. "heads": rows and heads change places, and each device attends some heads of the
+        whole sequence; kv heads must be a multiple of the devices.
+      overlap: whether kernels may reach the memory of other devices. The forward by "gather" then
+        fetches K and V of the others while it computes with its own, and decode attention over a
+        cache whose rows are split ends with a kernel in which devices exchange partial results.
+        Both need Hopper GPUs of one process, up to 8, an axis that is all of the mesh, and a mesh
+        that is all GPUs of the process in the order of their ids. The forward also needs 16-bit
+        inputs, a multiple of 128 rows a device (256 for "zigzag"), and neither kv_lengths nor mask
+        functions. Otherwise collectives move the rows. Say False where GPUs cannot read each
+        other's memory, or where the mesh has another order, which jax refuses ("row-major device
+        ids").
     """
 
     axis: str
@@ -58,25 +62,27 @@ class Context:
 
     @property
     def chunks(self) -> int:
-        """How many runs of consecutive rows a device has."""
+        """Runs of consecutive rows that a device has."""
         return 2 if self.order == "zigzag" else 1
 
-    def reorder(self, x: Any, shards: int, axis: int = 1) -> Any:
-        """An array whose `axis` is a sequence, with rows where `shards` devices have them.
+    def reorder[Array: (jax.Array, np.ndarray)](
+        self, x: Array, shards: int, axis: int = 1
+    ) -> Array:
+        """Put the rows of `axis` in the order in which `shards` devices have them.
 
         Splitting the result evenly over the mesh axis gives each device its rows: tokens, labels,
-        segment ids, the query axis of a bias. NumPy's arrays stay NumPy's.
+        segment ids, the query axis of a bias. NumPy arrays stay NumPy arrays.
         """
         return self._permuted(x, axis, self._order(shards))
 
-    def restore(self, x: Any, shards: int, axis: int = 1) -> Any:
-        """What `reorder` did, undone: rows in the order of their positions."""
+    def restore[Array: (jax.Array, np.ndarray)](
+        self, x: Array, shards: int, axis: int = 1
+    ) -> Array:
+        """Undo `reorder`: rows in the order of their positions."""
         return self._permuted(x, axis, np.argsort(self._order(shards)))
 
     def positions(self, rows: int) -> jax.Array:
-        """int32[rows]: the positions of this device's `rows` rows, for RoPE and the like; within
-        `jax.shard_map`.
-        """
+        """int32[rows]: positions of this device's `rows` rows, for RoPE; within `jax.shard_map`."""
         size, shards = chunk_rows(self, "rows", rows), shards_of(self)
         firsts = chunk_numbers(self, jax.lax.axis_index(self.axis), shards) * size
         return (firsts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]).reshape(-1)
@@ -106,7 +112,7 @@ class Context:
 
 
 def checked(value: Any) -> Context | None:
-    """An argument `context`."""
+    """Check an argument `context`."""
     if value is None or isinstance(value, Context):
         return value
     raise ValueError(
@@ -115,7 +121,7 @@ def checked(value: Any) -> Context | None:
 
 
 def shards_of(context: Context) -> int:
-    """Over how many devices rows are split; within `jax.shard_map`."""
+    """The number of devices that rows are split over; within `jax.shard_map`."""
     try:
         return jax.lax.axis_size(context.axis)
     except NameError:
@@ -123,6 +129,15 @@ def shards_of(context: Context) -> int:
             f"context: no mesh axis {context.axis!r} is mapped here; call within jax.shard_map "
             "over a mesh that has it, or leave context out"
         ) from None
+
+
+class Band(Protocol):
+    """The bounds of a `Mask`, whose module imports this one."""
+
+    @property
+    def left(self) -> Any: ...
+    @property
+    def right(self) -> Any: ...
 
 
 def mapped_shards(context: Context | None) -> int | None:
@@ -134,7 +149,7 @@ def mapped_shards(context: Context | None) -> int | None:
 
 
 def chunk_rows(context: Context, name: str, rows: int) -> int:
-    """Rows of a chunk, of `rows` on a device."""
+    """Rows of a chunk where a device has `rows`."""
     if rows % context.chunks:
         raise ValueError(
             f"{name}: expected an even number of rows a device for order 'zigzag', got {rows}; pad "
@@ -144,11 +159,10 @@ def chunk_rows(context: Context, name: str, rows: int) -> int:
 
 
 def window_of(
-    context: Context, shards: int, band: Any, rows: tuple[int, int], q_offset: int
+    context: Context, shards: int, band: Band, rows: tuple[int, int], q_offset: int
 ) -> tuple[int, int] | None:
-    """Keys [lo, hi) that the rows of a chunk may see by a band, from the chunk's own first key on;
-    None where they are not known, or too many for them to move alone. `rows`: of q and of k, of a
-    device.
+    """Keys [lo, hi) that a chunk's rows may see under a band, counted from the chunk's first key;
+    None where they are not known, or too many to move alone. `rows`: a device's rows of q and of k.
     """
     if not (isinstance(band.left, int) and isinstance(band.right, int)) or rows[0] != rows[1]:
         return None
@@ -157,16 +171,18 @@ def window_of(
     return (first, end) if context.chunks * (end - first) < rows[1] * shards else None
 
 
-def first_keys(numbers: Any, keys: int, window: tuple[int, int] | None) -> Any:
-    """The positions of the first keys that chunks of these numbers are handed; `keys`: of one."""
+def first_keys[Numbers: (int, jax.Array)](
+    numbers: Numbers, keys: int, window: tuple[int, int] | None
+) -> Numbers:
+    """Positions of the first keys that chunks of these numbers are handed; a chunk has `keys`."""
     if window is None:
         return 0 * numbers
     first = numbers * keys + window[0]
     return max(first, 0) if isinstance(first, int) else jnp.maximum(first, 0)
 
 
-def chunk_numbers(context: Context, device: Any, shards: int) -> Any:
-    """int32[chunks]: which chunks of the sequence a device has."""
+def chunk_numbers(context: Context, device: int | jax.Array, shards: int) -> jax.Array:
+    """int32[chunks]: the chunks of the sequence that a device has."""
     if context.chunks == 1:
         return jnp.stack([device])
     return jnp.stack([device, 2 * shards - 1 - device])
@@ -178,5 +194,5 @@ def chunks_of(context: Context, device: int, shards: int) -> tuple[int, ...]:
 
 
 def owner(chunk: int, shards: int) -> tuple[int, int]:
-    """The device that has a chunk, and as which of its own."""
+    """The device that has a chunk, and the chunk's number there."""
     return (chunk, 0) if chunk < shards else (2 * shards - 1 - chunk, 1)

@@ -1,23 +1,20 @@
-"""What a call that cannot be served says: who refused, why, and what to do about it."""
+"""Errors of calls that no implementation takes: who refused, why, and the remedy."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Why one implementation cannot take a problem (`reason`), and what the caller can do
-    (`remedy`).
-    """
+    """The reason why an implementation does not take a problem, and a remedy for the caller."""
 
     reason: str
     remedy: str
 
 
 class UnsupportedError(NotImplementedError):
-    """No implementation takes the problem. The message names each candidate, its reason and a
-    remedy.
+    """No implementation takes the problem: each candidate, its reason and a remedy.
 
-    Wrong arguments are never reported this way: those are ValueErrors that name the argument.
+    Wrong arguments are ValueErrors that name the argument.
     """
 
     def __init__(self, headline: str, limits: dict[str, Limit]):
@@ -28,5 +25,5 @@ class UnsupportedError(NotImplementedError):
         super().__init__("\n".join(lines))
         self._headline = headline
 
-    def __reduce__(self):  # between processes; an exception's own way is by its message alone
+    def __reduce__(self):  # pickled; exceptions keep their message alone
         return type(self), (self._headline, self.limits)

@@ -1,17 +1,16 @@
-"""Who sees whom: the one definition of visibility.
+"""Masks: the one definition of the keys that a query sees.
 
 Everything that masks (the reference, every kernel, the tile schedulers) asks a `Mask` and nothing
-else. `Mask.allows` is the definition; `kv_range` and `kv_full_range` are bounds that follow from it
-and let a kernel skip tiles that nobody sees and leave the mask out of tiles that everybody sees;
-those of the `transposed` mask say the same of the queries that meet some keys. All of it is plain
-arithmetic: it works on Python integers, NumPy arrays, jax arrays and the tiles and scalars inside a
-Pallas kernel.
+else. `Mask.allows` is the definition. `kv_range` and `kv_full_range` are bounds that follow from
+it: a kernel skips tiles that no query sees, and does not mask tiles that every query sees; a
+`transposed` mask gives the same bounds of the queries that see some keys. All of it is plain
+arithmetic on Python integers, NumPy arrays, jax arrays, or tiles and scalars in a Pallas kernel.
 
-What no band says, a function of positions does: `mask_fn` makes a `MaskFunction` of it.
+`mask_fn` makes a `MaskFunction` of a function of positions, for masks that are no band.
 
-Bounds are ints, or int32 scalars that arrive at run time. A problem, which is static, holds
-`Mask.static`: `AT_RUN_TIME` in place of the latter, which come beside it (`Mask.arrays`);
-`Mask.filled` puts both together again, inside a kernel of what it reads.
+Bounds are ints, or int32 scalars that arrive at run time. A problem is static and holds
+`Mask.static`, with `AT_RUN_TIME` in place of the latter; they come beside it (`Mask.arrays`), and
+`Mask.filled` puts both together again inside a kernel.
 """
 
 import contextlib
@@ -19,12 +18,13 @@ import dataclasses
 import enum
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from pallas_attn._functions import block_summary
 from pallas_attn._functions import program as _program
@@ -32,13 +32,14 @@ from pallas_attn._functions.program import Program
 from pallas_attn.context import Context, checked, shards_of
 
 Position = Any  # int, np.ndarray, jax.Array or an in-kernel value of an integer type
-
+Bound = Any  # a Position; None where a side is unbounded; AT_RUN_TIME in a static mask
+Seen = Any  # a bool, or an array or in-kernel value of them
 
 LONGEST = 2**30  # bounds stay below it and offsets below half of it: their sums stay in int32
 
 
 class RunTime(enum.Enum):
-    """What stands for a bound in a static mask."""
+    """A bound of a static mask that arrives at run time."""
 
     BOUND = "at run time"
 
@@ -49,17 +50,16 @@ SIDES = ("left", "right")
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """A band around the diagonal: the query at position p sees the keys p - left .. p + right, both
+    """A band around the diagonal: the query at position p sees keys p - left to p + right,
     inclusive.
 
-    `None` leaves that side unbounded. `Mask(right=0)` is causal, `Mask()` hides nothing. Negative
-    bounds are allowed (`Mask(right=-1)` is strictly causal) as long as the band holds at least one
-    diagonal. A mask of ints is static: frozen, hashable, a jit key by value, also where it is an
-    argument of a jitted function. A bound may also be a traced integer scalar, for example a window
-    that a scan over layers reads from an array; kernels then read it at run time. It is clipped to
-    +-(2**30 - 1), which is beyond every key: 2**31 - 1 means unbounded. Where left + right is
-    negative then, no query sees a key. Lengths, offsets and segment ids are arrays and stay beside
-    the mask::
+    `None` leaves a side unbounded. `Mask(right=0)` is causal, `Mask()` hides nothing. Negative
+    bounds are allowed (`Mask(right=-1)` is strictly causal) as long as the band has a diagonal. A
+    mask of ints is static: frozen, hashable, a jit key by value, also as an argument of a jitted
+    function. A bound may also be a traced integer scalar, for example a window that a scan over
+    layers reads from an array; kernels read it at run time. It is clipped to +-(2**30 - 1), beyond
+    every key: 2**31 - 1 means unbounded; where left + right is negative, no query sees a key.
+    Lengths, offsets and segment ids are arrays beside the mask::
 
         Mask()          Mask(right=0)    Mask(left=1, right=0)    Mask(left=1, right=1)
         1 1 1 1         1 . . .          1 . . .                  1 1 . .
@@ -67,8 +67,8 @@ class Mask:
         1 1 1 1         1 1 1 .          . 1 1 .                  . 1 1 1
     """
 
-    left: Any = None
-    right: Any = None
+    left: Bound = None
+    right: Bound = None
 
     def __post_init__(self):
         for side in SIDES:
@@ -102,34 +102,32 @@ class Mask:
 
     @property
     def bounds_left(self) -> bool:
-        """Whether it hides keys that lie far enough before the query."""
+        """Whether keys far enough before the query are hidden."""
         return self.left is not None
 
     @property
     def bounds_right(self) -> bool:
-        """Whether it hides keys that lie far enough after the query."""
+        """Whether keys far enough after the query are hidden."""
         return self.right is not None
 
     @property
     def is_causal(self) -> bool:
-        """Whether the last key that a query sees is known to be the one at its own position."""
+        """Whether the last key that a query sees is statically the one at its own position."""
         return isinstance(self.right, int) and self.right == 0
 
     @property
     def width(self) -> int | None:
-        """How many positions the band has in each row; None where a side is unbounded, or known at
-        run time only.
-        """
+        """Positions of the band in each row; None if a side is unbounded or arrives at run time."""
         known = isinstance(self.left, int) and isinstance(self.right, int)
         return self.left + self.right + 1 if known else None
 
     @property
     def transposed(self) -> "Mask":
-        """The same band seen from the keys: the key at position p meets the queries of this one."""
+        """The band of queries that see the key at position p."""
         return _unchecked(self.right, self.left)
 
     @property
-    def arrays(self) -> dict[str, Any]:
+    def arrays(self) -> dict[str, jax.Array]:
         """The bounds that arrive at run time, by side."""
         sides = {side: getattr(self, side) for side in SIDES}
         static = (int, RunTime, type(None))
@@ -137,7 +135,7 @@ class Mask:
 
     @property
     def static(self) -> "Mask":
-        """The same with `AT_RUN_TIME` in place of bounds that arrive then: hashable."""
+        """The mask with `AT_RUN_TIME` for bounds that arrive then: hashable."""
         return self.filled(**dict.fromkeys(self.arrays, AT_RUN_TIME))
 
     @property
@@ -147,13 +145,11 @@ class Mask:
 
     @property
     def widest(self) -> "Mask":
-        """The same without the bounds that arrive at run time: what is known before shows all keys
-        that the mask will show.
-        """
+        """A static mask without bounds that arrive at run time: it shows all that this shows."""
         return self.filled(**dict.fromkeys(self.arrives))
 
-    def filled(self, **bounds: Any) -> "Mask":
-        """The same with other bounds, which may be values inside a kernel: nothing checks them."""
+    def filled(self, **bounds: Bound) -> "Mask":
+        """The mask with other bounds, unchecked: they may be values inside a kernel."""
         return _unchecked(**{side: getattr(self, side) for side in SIDES} | bounds)
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -162,8 +158,8 @@ class Mask:
             return NotImplemented
         tighter = []
         for pair in ((self.left, other.left), (self.right, other.right)):
-            given = [bound for bound in pair if bound is not None]
-            tighter.append(functools.reduce(_minimum, given) if given else None)
+            bounds = [bound for bound in pair if bound is not None]
+            tighter.append(functools.reduce(_minimum, bounds) if bounds else None)
         return Mask(*tighter)
 
     def __or__(self, other: "Mask") -> "MaskFunction":
@@ -183,12 +179,11 @@ class Mask:
         kv_len: Position = None,
         q_segment: Position = None,
         kv_segment: Position = None,
-    ) -> Any:
-        """Whether the query at `q_pos` sees the key at `kv_pos`; the arguments broadcast against
-        each other.
+    ) -> Seen:
+        """Whether the query at `q_pos` sees the key at `kv_pos`; arguments broadcast.
 
-        `kv_len`: keys at or past it do not exist. Segments: both must carry the same id. Terms that
-        are absent cost nothing; with no term at all the answer is the Python value True.
+        `kv_len`: keys at or past it do not exist. Segments: both must have the same id. Absent
+        terms cost nothing; without any the answer is the Python value True.
         """
         terms = []
         if self.right is not None:
@@ -199,31 +194,33 @@ class Mask:
             terms.append(kv_pos < kv_len)
         if q_segment is not None:
             terms.append(q_segment == kv_segment)
-        seen: Any = True
+        seen: Seen = True
         for term in terms:
             seen = term if seen is True else seen & term
         return seen
 
-    def row_bounds(self, q_pos: Position) -> tuple[Any, Any]:
-        """Keys [low, high) that the query at `q_pos` sees; a bound is None where there is none.
-        Neither is clipped: `low` may lie before key 0, and `high` past the last key.
+    def row_bounds(self, q_pos: Position) -> tuple[Bound, Bound]:
+        """Keys [low, high) that the query at `q_pos` sees; None where a side is unbounded. Neither
+        is clipped to the keys that exist.
         """
         low = None if self.left is None else q_pos - self.left
         high = None if self.right is None else q_pos + (self.right + 1)
         return low, high
 
-    def kv_range(self, q_lo: Position, q_hi: Position, kv_len: Position) -> tuple[Any, Any]:
-        """Keys [lo, hi) that *some* query at a position in [q_lo, q_hi) may see; empty when hi <=
-        lo.
-        """
+    def kv_range(
+        self, q_lo: Position, q_hi: Position, kv_len: Position
+    ) -> tuple[Position, Position]:
+        """Keys [lo, hi) that *some* query in [q_lo, q_hi) may see; empty if hi <= lo."""
         lo = 0 if self.left is None else q_lo - self.left
         hi = kv_len if self.right is None else q_hi + self.right
         if not (self.left is None or isinstance(self.left, int) and self.left >= 0):
             lo = _minimum(lo, kv_len)  # the band may begin after the query
         return _maximum(lo, 0), _minimum(hi, kv_len)
 
-    def kv_full_range(self, q_lo: Position, q_hi: Position, kv_len: Position) -> tuple[Any, Any]:
-        """Keys [lo, hi) that *every* query position in [q_lo, q_hi) sees; empty when hi <= lo."""
+    def kv_full_range(
+        self, q_lo: Position, q_hi: Position, kv_len: Position
+    ) -> tuple[Position, Position]:
+        """Keys [lo, hi) that *every* query in [q_lo, q_hi) sees; empty if hi <= lo."""
         lo = 0 if self.left is None else q_hi - 1 - self.left
         hi = kv_len if self.right is None else q_lo + self.right + 1
         return _maximum(lo, 0), _minimum(hi, kv_len)
@@ -231,7 +228,7 @@ class Mask:
     def dense(
         self, q_len: int, kv_len: int, *, q_offset: int = 0, kv_length: int | None = None
     ) -> np.ndarray:
-        """The mask as bool[q_len, kv_len], for a look at it and for tests."""
+        """The mask as bool[q_len, kv_len], to look at and for tests."""
         q_pos = q_offset + np.arange(q_len)[:, None]
         return np.broadcast_to(
             self.allows(q_pos, np.arange(kv_len)[None], kv_length), (q_len, kv_len)
@@ -246,23 +243,23 @@ class Mask:
         return f"left={left}, right={right}"
 
 
-def _unchecked(left: Any, right: Any) -> Mask:
+def _unchecked(left: Bound, right: Bound) -> Mask:
     mask = object.__new__(Mask)
     object.__setattr__(mask, "left", left)
     object.__setattr__(mask, "right", right)
     return mask
 
 
-def _name(bound: Any) -> str:
+def _name(bound: Bound) -> str:
     return str(bound) if bound is None or isinstance(bound, int) else AT_RUN_TIME.value
 
 
-def _flatten(mask: Mask) -> tuple[tuple[Any, ...], tuple[Mask, tuple[str, ...]]]:
+def _flatten(mask: Mask) -> tuple[tuple[jax.Array, ...], tuple[Mask, tuple[str, ...]]]:
     arrays = mask.arrays
     return tuple(arrays.values()), (mask.static, tuple(arrays))
 
 
-def _unflatten(static: tuple[Mask, tuple[str, ...]], arrays: Any) -> Mask:
+def _unflatten(static: tuple[Mask, tuple[str, ...]], arrays: Iterable[Bound]) -> Mask:
     mask, sides = static
     return mask.filled(**dict(zip(sides, arrays, strict=True)))
 
@@ -275,8 +272,8 @@ CAUSAL = Mask(right=0)
 
 
 def sliding_window(n: int) -> Mask:
-    """Causal attention to the last `n` keys, the query's own among them: `Mask(left=n - 1,
-    right=0)`. A traced `n` below 1 shows nothing.
+    """Causal attention to the last `n` keys, the query's own included: `Mask(left=n - 1, right=0)`.
+    A traced `n` below 1 shows nothing.
     """
     if isinstance(n, jax.core.Tracer):
         return Mask(left=jnp.maximum(traced_bound("sliding_window(n)", n), 0) - 1, right=0)
@@ -290,22 +287,22 @@ def sliding_window(n: int) -> Mask:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MaskFunction:
-    """A mask by a function of positions, and the arrays that it reads: what `mask_fn` makes.
+    """A mask by a function of positions with the arrays that it reads, made by `mask_fn`.
 
-    It goes where a `Mask` goes in `flash_attention`, and is a pytree: its arrays are its leaves,
-    what it computes is static. Masks of both kinds combine by `&`, `|` and `~`.
+    It goes where a `Mask` goes, and is a pytree: the arrays are its leaves, the function is static.
+    Masks of both kinds combine by `&`, `|` and `~`.
     """
 
-    program: Program  # of a batch row, a query head, a query's position and a key's
+    program: Program  # inputs: batch row, query head, a query's position, a key's position
     aux: tuple[jax.Array, ...] = ()
     # A static band that shows all that the function shows: kernels over caches read no other keys.
     within: Mask = FULL
-    kinds: jax.Array | None = None  # uint8, of blocks: see `blocks`
-    sizes: tuple[Any, ...] | None = None  # T, S and q_offset of these, and a context if it has one
+    kinds: jax.Array | None = None  # uint8 for each block: see `blocks`
+    sizes: tuple[Any, ...] | None = None  # T, S, q_offset and, if any, the context of `kinds`
 
     @property
     def read(self) -> tuple[jax.Array, ...]:
-        """`aux`, and what is known of blocks after it."""
+        """`aux`, and after it the kinds of blocks, if any."""
         return self.aux if self.kinds is None else (*self.aux, self.kinds)
 
     def blocks(  # noqa: PLR0913
@@ -318,29 +315,29 @@ class MaskFunction:
         heads: int = 1,
         context: Context | None = None,
     ) -> "MaskFunction":
-        """The same mask, which carries what it leaves of each block of 64 queries by 64 keys:
-        nothing, some, or all. Calls find that out by themselves; a mask that reads arrays and
-        serves many of them (layers, microbatches, both passes) is spared it here::
+        """The mask with the kind of each block of 64 queries by 64 keys: nothing, some or all seen.
+
+        Calls find the kinds by themselves; here a mask that reads arrays finds them once for many
+        calls (layers, microbatches, both passes)::
 
             mask = (pa.mask_fn(same_document, ids) & pa.CAUSAL).blocks(T, T, batch=B)
 
-        Of calls with q `[batch, q_len, heads, H]`, k `[batch, kv_len, ..]` and that q_offset; of 1
-        batch row or head where the mask is the same in all. `&`, `|` and `~` drop it. Of a mask
-        that reads no array all is known when it is traced, and nothing is added.
+        The calls have q `[batch, q_len, heads, H]`, k `[batch, kv_len, ..]` and this q_offset;
+        batch and heads are 1 where the mask is the same in all. `&`, `|` and `~` drop the kinds. A
+        mask that reads no array is returned as it is: its kinds are known when it is traced.
 
-        `context`: that of the calls, within `jax.shard_map`; sizes are then those of this device,
-        as q and k are. It finds what is left of its own rows, by method "heads" of its own heads,
-        and a ring takes from it what each step needs.
+        `context`: that of the calls, within `jax.shard_map`. Sizes are then this device's, as those
+        of q and k are; the kinds are those of its own rows, or by method "heads" of its own heads.
         """
         sizes = block_summary.Sizes(batch, heads, q_len, kv_len, q_offset)
-        of: tuple[Any, ...] = (q_len, kv_len, q_offset)
+        key: tuple[Any, ...] = (q_len, kv_len, q_offset)
         place = checked(context)
         if place is not None and shards_of(place) > 1:
-            found = block_summary.of_device(self.program, self.aux, self.within, sizes, place)
-            of = (*of, place)
+            kinds = block_summary.of_device(self.program, self.aux, self.within, sizes, place)
+            key = (*key, place)
         else:
-            found = block_summary.of_call(self.program, self.aux, sizes)
-        return self if found is None else dataclasses.replace(self, kinds=found, sizes=of)
+            kinds = block_summary.of_call(self.program, self.aux, sizes)
+        return self if kinds is None else dataclasses.replace(self, kinds=kinds, sizes=key)
 
     def __and__(self, other: "Mask | MaskFunction") -> "MaskFunction":
         return _combined("and", self, other)
@@ -357,17 +354,15 @@ class MaskFunction:
         raise ValueError("mask: a mask function is neither true nor false; say &, | and ~ for and, "
                          "or and not")  # fmt: skip
 
-    def allows(self, batch: Any, head: Any, q_pos: Position, kv_pos: Position) -> Any:
-        """Whether a query head's query at `q_pos` sees the key at `kv_pos`; the arguments broadcast
-        against each other.
-        """
+    def allows(self, batch: Position, head: Position, q_pos: Position, kv_pos: Position) -> Seen:
+        """Whether a query head's query at `q_pos` sees the key at `kv_pos`; arguments broadcast."""
         where = (batch, head, q_pos, kv_pos)
         return _program.evaluate(self.program, where, self.aux, _program.Broadcasting())
 
     def dense(
         self, q_len: int, kv_len: int, *, q_offset: int = 0, batch: int = 1, heads: int = 1
     ) -> np.ndarray:
-        """The mask as bool[batch, heads, q_len, kv_len], for a look at it and for tests."""
+        """The mask as bool[batch, heads, q_len, kv_len], to look at and for tests."""
         sizes = (batch, heads, q_len, kv_len)
         at = np.ogrid[tuple(map(slice, sizes))]
         b, h, q, kv = (x.astype(np.int32) for x in at)
@@ -379,19 +374,19 @@ jax.tree_util.register_dataclass(
 )
 
 
-def mask_fn(f: Callable[..., Any], *aux: Any) -> MaskFunction:
-    """A mask by a function: `f(b, h, q, kv, *aux)` says whether query head h of batch row b, at
-    position q, sees the key at position kv. Goes where `mask=` goes, and combines with others::
+def mask_fn(f: Callable[..., Any], *aux: ArrayLike) -> MaskFunction:
+    """A mask function: `f(b, h, q, kv, *aux)` says whether query head h of batch row b, at position
+    q, sees the key at position kv. For arguments `mask=`; combines with other masks::
 
         prefix = pa.mask_fn(lambda b, h, q, kv, n: kv < n[b], lengths) | pa.CAUSAL
         documents = pa.mask_fn(lambda b, h, q, kv, ids: ids[b, q] == ids[b, kv], ids)
 
-    The four are int32 scalars, positions those of `Mask` (q counts from `q_offset`), under
-    `jax.shard_map` of the device's own part, and with a `Context` of the whole sequence. `aux` are
-    arrays that f reads at scalar positions; positions past an end are clipped to it. f is traced
-    once, here: what it does with numbers of Python is static, an array that it captures is as good
-    as one of `aux`, and a traced one is a ValueError. The result is bool. What it may contain is in
-    the [documentation](recipes.md).
+    The four are int32 scalars. Positions are those of `Mask` (q counts from `q_offset`); under
+    `jax.shard_map` all four count the device's own part, with a `Context` positions are in the
+    whole sequence. `aux` are arrays that f reads at scalar positions, clipped to the array. f is
+    traced once, here: Python numbers are static, a captured array is like one of `aux`, and a
+    captured traced array is a ValueError. The result is bool. The Recipes page lists what f may
+    contain.
     """
     arrays = aux_arrays("mask_fn", f, aux)
     program, kept = _program.trace("mask_fn", f, (jnp.int32,) * 4, arrays)
@@ -404,20 +399,20 @@ def mask_fn(f: Callable[..., Any], *aux: Any) -> MaskFunction:
 
 
 def as_function(mask: "Mask | MaskFunction") -> MaskFunction:
-    """A band as a function; a function as it is."""
+    """A band as a mask function; a mask function as it is."""
     if isinstance(mask, MaskFunction):
         return mask
     arrays = mask.arrays
 
-    def seen(b: Any, h: Any, q: Any, kv: Any, *given: Any) -> Any:
-        bounds = dict(zip(arrays, (x[0] for x in given), strict=True))
+    def seen(b: Position, h: Position, q: Position, kv: Position, *aux: Position) -> Seen:
+        bounds = dict(zip(arrays, (x[0] for x in aux), strict=True))
         return jnp.bool_(mask.filled(**bounds).allows(q, kv))
 
     function = mask_fn(seen, *(x.reshape(1) for x in arrays.values()))
     return dataclasses.replace(function, within=mask.static.widest)
 
 
-def _combined(how: str, a: Any, b: Any) -> Any:
+def _combined(how: str, a: MaskFunction, b: "Mask | MaskFunction") -> MaskFunction:
     if not isinstance(b, (Mask, MaskFunction)):
         return NotImplemented
     functions = [as_function(x) for x in (a, b)]
@@ -427,17 +422,17 @@ def _combined(how: str, a: Any, b: Any) -> Any:
 
 
 def _common(a: Mask, b: Mask) -> Mask:
-    """A band that shows what both show, at least."""
-    with contextlib.suppress(ValueError):  # nothing, which no Mask says
+    """A band that shows at least all that both show."""
+    with contextlib.suppress(ValueError):  # no Mask shows nothing
         return a & b
     return a
 
 
-def aux_arrays(what: str, f: Any, aux: tuple[Any, ...]) -> list[jax.Array]:
-    """The arrays that a function reads, as kernels compute them: of 16 or 32 bits, or bool."""
+def aux_arrays(what: str, f: Callable[..., Any], aux: tuple[ArrayLike, ...]) -> list[jax.Array]:
+    """The arrays that a function reads, in dtypes of kernels: 16 or 32 bits, or bool."""
     if not callable(f):
         raise ValueError(f"{what}: expected a function, got {type(f).__name__}")
-    found = []
+    arrays = []
     for number, value in enumerate(aux):
         try:
             x = jnp.asarray(value)
@@ -454,11 +449,11 @@ def aux_arrays(what: str, f: Any, aux: tuple[Any, ...]) -> list[jax.Array]:
         if _program.is_narrow(x.dtype):
             wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32
             x = x.astype(wide)
-        found.append(x.astype(jnp.int32) if x.dtype in (jnp.int64, jnp.uint64) else x)
-    return found
+        arrays.append(x.astype(jnp.int32) if x.dtype in (jnp.int64, jnp.uint64) else x)
+    return arrays
 
 
-def traced_bound(what: str, value: Any) -> Any:
+def traced_bound(what: str, value: jax.Array) -> jax.Array:
     """An int32 scalar within +-(2**30 - 1)."""
     if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != ():
         raise ValueError(
@@ -468,9 +463,9 @@ def traced_bound(what: str, value: Any) -> Any:
     return saturated(value).clip(1 - LONGEST, LONGEST - 1)
 
 
-def saturated(x: Any) -> Any:
-    """Integers of any type as int32, NumPy's (before jax cuts bits off) or jax's: those of more
-    bits within 2**30. Anything else as it is.
+def saturated(x: Position) -> Position:
+    """NumPy or jax integers as int32; wider ones are clipped to 2**30, before jax would cut their
+    bits off. Other values as they are.
     """
     if not isinstance(x, (np.ndarray, np.generic, jax.Array)) or x.dtype.kind not in "iu":
         return x
@@ -480,13 +475,13 @@ def saturated(x: Any) -> Any:
     return x.astype(np.int32)
 
 
-def _minimum(a: Position, b: Position) -> Any:
+def _minimum(a: Position, b: Position) -> Position:
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b)
     return (jnp if _is_jax(a, b) else np).minimum(a, b)
 
 
-def _maximum(a: Position, b: Position) -> Any:
+def _maximum(a: Position, b: Position) -> Position:
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
     return (jnp if _is_jax(a, b) else np).maximum(a, b)

@@ -1,7 +1,6 @@
 """Partial results of attention, each of some of the keys, combined by their log-sum-exp."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +60,8 @@ def add_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
 def cotangents_of_part(
     own: tuple[Array, Array], rows: tuple[Array, Array, Array, Array]
 ) -> tuple[Array, Array]:
-    """Of the out and lse of some of the keys, by those of all keys and their cotangents: `rows` is
-    out, lse, d_out, d_lse of all. Past a length these may be NaN: no row there sees a key.
+    """The cotangents of out and lse of some of the keys, by out, lse, d_out and d_lse of all keys
+    (`rows`). Past a length these may be NaN: no row there sees a key.
     """
     out, lse, d_out, d_lse = rows
     own_out, own_lse = own
@@ -80,14 +79,14 @@ def _by_row(x: Array) -> Array:
     return (x.swapaxes(1, 2) if x.ndim == 3 else x)[..., None]
 
 
-def _arrays(name: str, given: Any) -> list[Array]:
+def _arrays(name: str, value: checks.Argument) -> list[Array]:
     try:
-        each = list(given)
+        each = list(value)
     except TypeError:
-        what = "a scalar" if hasattr(given, "shape") else type(given).__name__
+        kind = "a scalar" if hasattr(value, "shape") else type(value).__name__
         raise ValueError(
             f"{name}: expected a sequence of arrays, or one array with the partial results along "
-            f"its first axis, got {what}"
+            f"its first axis, got {kind}"
         ) from None
     return [checks.array(name, x) for x in each]
 
@@ -106,7 +105,8 @@ def _check(outs: list[Array], lses: list[Array]) -> None:
     rows = first.shape[:-1] if first.ndim == 3 else tuple(first.shape[i] for i in (0, 2, 1))
     for name, arrays, shape in (("outs", outs, first.shape), ("lses", lses, rows)):
         for x in arrays:
-            checks.float_dtype(name, x)
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise ValueError(f"{name}: expected a floating-point dtype, got {x.dtype}")
             if x.shape != shape or x.dtype != arrays[0].dtype:
                 raise ValueError(
                     f"{name}: expected {arrays[0].dtype}{list(shape)} each, as outs[0] "

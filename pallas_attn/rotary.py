@@ -1,9 +1,8 @@
-"""What is done to the rows of queries and keys before they meet: an RMS norm, and a rotation by
-position (RoPE). `write_kv` does it to K on its way into a cache, `decode_attention` to q.
+"""RMS norm and rotation by position (RoPE) of rows of K, by `write_kv` on their way into a cache,
+and of q, by `decode_attention`.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from pallas_attn._call.problem import Change
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rotary:
-    """Pairs of columns of a row are turned by angles that grow with its position: RoPE. A pytree:
+    """RoPE: pairs of columns of a row are turned by angles that grow with its position. A pytree:
     the tables are its leaves, the rest is static.
 
     Pair j of the row at position p becomes `(a * cos[p, j] - b * sin[p, j], b * cos[p, j] +
@@ -38,8 +37,8 @@ class Rotary:
         interleaved: bool = False,
         first: int = 0,
     ) -> "Rotary":
-        """Tables of `positions` rows, for `dims` columns: pair j turns by `base ** (-2 * j / dims)`
-        radians a position.
+        """Tables for positions 0 to `positions` - 1 and `dims` columns: pair j turns by
+        `base ** (-2 * j / dims)` radians a position.
         """
         sizes = {"positions": positions, "dims": dims}
         for name, value in sizes.items():
@@ -61,8 +60,8 @@ jax.tree_util.register_dataclass(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RMSNorm:
-    """Each row of a head is divided by its root mean square and multiplied by a weight:
-    `x * rsqrt(mean(x * x) + eps) * weight`, before it is rotated. A pytree: the weight is its leaf.
+    """RMS norm of each row of a head, before its rotation: `x * rsqrt(mean(x * x) + eps) * weight`.
+    A pytree: the weight is its leaf.
     """
 
     weight: jax.Array  # [H]
@@ -72,10 +71,11 @@ class RMSNorm:
 jax.tree_util.register_dataclass(RMSNorm, data_fields=["weight"], meta_fields=["eps"])
 
 
-def changed(x: Any, position: Any, change: Change, arrays: dict[str, Any]) -> jax.Array:
-    """Rows x [..., heads, H] at positions [...], normed and rotated in float32 (float64 for float64
-    rows), not rounded yet. Positions outside of the tables are clipped to them: no row of a cache
-    stands there.
+def changed(
+    x: jax.Array, position: jax.Array, change: Change, arrays: dict[str, jax.Array]
+) -> jax.Array:
+    """Norm and rotate rows x [..., heads, H] at positions [...], in float32 (float64 for float64
+    rows), not rounded. Positions are clipped to the tables, outside of which no cache has rows.
     """
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     x = x.astype(wide)

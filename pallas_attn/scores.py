@@ -1,4 +1,4 @@
-"""What a function of positions makes of scores."""
+"""Scores as functions of positions."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from pallas_attn._functions import program as _program
 from pallas_attn._functions.program import Program
@@ -14,26 +15,25 @@ from pallas_attn.masks import aux_arrays
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScoreFunction:
-    """A function of scores and positions, and the arrays that it reads: what `score_fn` makes. A
-    pytree: its arrays are its leaves, what it computes is static.
+    """A function of scores and positions with the arrays that it reads, made by `score_fn`. A
+    pytree: the arrays are its leaves, the function is static.
     """
 
-    program: Program  # of a score, a batch row, a query head, a query's position and a key's
+    program: Program  # inputs: score, batch row, query head, a query's position, a key's position
     aux: tuple[jax.Array, ...] = ()
 
 
 jax.tree_util.register_dataclass(ScoreFunction, data_fields=["aux"], meta_fields=["program"])
 
 
-def score_fn(f: Callable[..., Any], *aux: Any) -> ScoreFunction:
-    """What becomes of scores, by a function: `f(score, b, h, q, kv, *aux)` gives the logit of query
-    head h of batch row b, at position q, for the key at position kv. Goes where `score=` goes::
+def score_fn(f: Callable[..., Any], *aux: ArrayLike) -> ScoreFunction:
+    """A score function: `f(score, b, h, q, kv, *aux)` is the logit of query head h of batch row b,
+    at position q, for the key at position kv. For arguments `score=`::
 
         alibi = pa.score_fn(lambda s, b, h, q, kv, slope: s - slope[h] * (q - kv), slopes)
 
-    `score` is float32, scaled and soft-capped already; bias and masks come after. Whatever is said
-    of functions in `mask_fn` holds here too. The result is a floating-point number; -inf hides the
-    key.
+    `score` is float32, after scale and softcap; bias and masks come after. The rules of `mask_fn`
+    for functions hold here too. The result is a floating-point number; -inf hides the key.
     """
     arrays = aux_arrays("score_fn", f, aux)
     numbers = (jnp.float32, *(jnp.int32,) * 4)

@@ -1,53 +1,59 @@
-"""Drafts of a sequence that form a tree: what speculative decoding checks in one call."""
+"""Drafts of a sequence that form a tree, which speculative decoding checks in one call."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from pallas_attn._call import checks
 from pallas_attn._call.problem import owner_of_rows
-from pallas_attn._functions.program import Constant, Operation, Program
+from pallas_attn._functions.program import Constant, Operand, Operation, Program
 from pallas_attn.masks import LONGEST, Mask, MaskFunction
 
 Array = jax.Array
+
+Left = int | Array  # positions that a window reaches back, static or traced
 
 WORD = 32  # bits of a word
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DraftTree:
-    """Which of its drafts each draft of a sequence sees: itself and its ancestors. A pytree, made
-    once a step and used by every layer.
+    """The drafts that each draft of a sequence sees: itself and its ancestors. A pytree, made once
+    a step and used by every layer.
 
-    Draft i of a sequence is row i of its t newest rows. A draft whose parent is no earlier draft of
-    the sequence continues the sequence itself; there may be several such drafts.
+    Draft i of a sequence is row i of its t newest rows. A draft whose parent is no earlier draft
+    follows the sequence itself; there may be several.
     """
 
     # int32[M, t, 1 + ceil(t / 32)]: bit j % 32 of word 1 + j // 32 says whether draft j is draft i
-    # or an ancestor of it; all bits of word 0 are set, which stands for the rows before the drafts.
-    # Of packed rows int32[tokens, words], j counted from the first row of the sequence; all bits
-    # are set of a row that is no draft.
+    # or an ancestor of it; all bits of word 0 are set, for the rows before the drafts. Packed rows:
+    # int32[tokens, words], j counts from the sequence's first row; rows that are no drafts have all
+    # bits set.
     bits: Array
-    depth: Array  # int32[M, t] or int32[tokens]: how many ancestors a draft has
+    depth: Array  # int32[M, t] or int32[tokens]: number of ancestors
 
     @classmethod
     def create(
-        cls, parents: Any, starts: Any = None, *, drafts_most: int | None = None
+        cls,
+        parents: ArrayLike,
+        starts: ArrayLike | None = None,
+        *,
+        drafts_most: int | None = None,
     ) -> "DraftTree":
         """The tree of `parents`, int32[M, t], traced or not: the draft that each draft follows.
 
-        A parent that is not from 0 to i - 1 for draft i, as -1, says that draft i continues the
-        sequence. The ancestors are found in about log2(t) small operations of XLA.
+        A parent of draft i outside 0 to i - 1, such as -1, says that it follows the sequence. The
+        ancestors are found in about log2(t) small operations of XLA.
 
         Args:
-          parents: int32[M, t]; with `starts`, int32[tokens], one for each packed row, which count
-            drafts from the first row of the sequence.
-          starts: int32[M + 1], as in `decode_attention`: which packed rows a sequence owns.
-          drafts_most: with `starts`, how many drafts a sequence may have. One that owns more rows
-            has none: its rows, of a prompt for example, see all that come before them. The bits
-            of so many drafts are kept for each row: default as many as there are rows.
+          parents: int32[M, t]; with `starts`, int32[tokens], one a packed row, with drafts counted
+            from the first row of the sequence.
+          starts: int32[M + 1], the packed rows of each sequence, as in `decode_attention`.
+          drafts_most: with `starts`, the most drafts of a sequence. The rows of a longer one, a
+            prompt for example, see all rows before them. Each row keeps bits for so many drafts;
+            default: as many as there are rows.
         """
         if starts is None:
             wanted = "int32[M, t] (the draft that each draft follows, -1 for none)"
@@ -78,15 +84,15 @@ jax.tree_util.register_dataclass(DraftTree, data_fields=["bits", "depth"], meta_
 
 
 def _of_ancestors(row: Array, after: Array, drafts: int) -> tuple[Array, Array]:
-    """`bits` and `depth` of drafts [.., rows]: `row` is the number of each in its sequence, `after`
-    the row that it follows, -1 for none; no path is longer than `drafts`.
+    """`bits` and `depth` of drafts [.., rows]. `row`: the number of each in its sequence; `after`:
+    the row that it follows, -1 for none. No path is longer than `drafts`.
     """
     words = -(-drafts // WORD)
     word = jnp.arange(-1, words, dtype=jnp.int32).reshape(*[1] * after.ndim, -1)
     row = row[..., None]
     own = jnp.where(row // WORD == word, 1 << row % WORD, 0)
     own = jnp.broadcast_to(jnp.where(word < 0, -1, own), (*after.shape, words + 1))
-    # The bits of the nearest 1, 2, 4, .. of a draft and its ancestors, and who follows those.
+    # Bits of the nearest 1, 2, 4, .. ancestors of a draft (itself included), and the next one.
     held = jnp.concatenate([own, after[..., None]], axis=-1)
     for _ in range(max(drafts - 1, 0).bit_length()):
         bits, after = held[..., :-1], held[..., -1:]
@@ -99,8 +105,8 @@ def _of_ancestors(row: Array, after: Array, drafts: int) -> tuple[Array, Array]:
 
 
 def _owned(starts: Array, rows: int) -> tuple[Array, Array, Array]:
-    """int32[rows] each, of packed rows: the first row of the sequence that owns the row, which of
-    its rows it is, and how many that has; 0, -1 and 0 where none owns it.
+    """int32[rows] each: the first row of a packed row's sequence, its number there, and the rows of
+    the sequence; 0, -1 and 0 where no sequence owns it.
     """
     owners = owner_of_rows(starts, rows)
     owned = (owners >= 0) & (owners < starts.size - 1)
@@ -114,8 +120,8 @@ def _owned(starts: Array, rows: int) -> tuple[Array, Array, Array]:
     )
 
 
-def of_packed(value: Any, starts: Array, rows: int) -> DraftTree:
-    """`of` of packed rows."""
+def of_packed(value: ArrayLike | DraftTree, starts: Array, rows: int) -> DraftTree:
+    """The tree of `parents=` of a call with packed rows."""
     wanted = f"int32[{rows}] (one a packed row) or a DraftTree of them, made with starts"
     if not isinstance(value, DraftTree):
         value = DraftTree.create(checks.integers("parents", value, wanted, (rows,)), starts)
@@ -126,8 +132,8 @@ def of_packed(value: Any, starts: Array, rows: int) -> DraftTree:
     return value
 
 
-def of(value: Any, sequences: int, drafts: int) -> DraftTree:
-    """The tree of `parents=` of a call: a DraftTree, or what `DraftTree.create` takes."""
+def of(value: ArrayLike | DraftTree, sequences: int, drafts: int) -> DraftTree:
+    """The tree of `parents=` of a call: a DraftTree, or the argument of `DraftTree.create`."""
     wanted = f"int32[{sequences}, {drafts}] (one a draft) or a DraftTree of them"
     if not isinstance(value, DraftTree):
         value = DraftTree.create(checks.integers("parents", value, wanted, (sequences, drafts)))
@@ -143,9 +149,9 @@ def of(value: Any, sequences: int, drafts: int) -> DraftTree:
 
 def program(shape: tuple[int, ...], sequences: int | None = None) -> Program:
     """Whether draft q of sequence b sees row kv, both counted from the first draft, by the bits of
-    a `DraftTree`, which have this shape. Written out, as a read, a shift and a comparison a logit.
+    a `DraftTree` of this shape: a read, a shift and a comparison a logit.
 
-    `sequences`: how many there are, where rows are packed; it reads their starts, too.
+    `sequences`: their number where rows are packed; their starts are read too.
     """
     b, _, q, kv = range(4)
     do = _Operations()
@@ -161,23 +167,24 @@ def program(shape: tuple[int, ...], sequences: int | None = None) -> Program:
 
 
 class _Operations(list[Operation]):
-    """Those of a program of sequence, head, q and kv."""
+    """Operations of a program of sequence, head, q and kv."""
 
-    def add(self, name: str, *operands: Any, dtype: str = "int32", read: int | None = None) -> int:
-        """The number by which later operations name the result."""
+    def add(
+        self, name: str, *operands: Operand, dtype: str = "int32", read: int | None = None
+    ) -> int:
+        """Append an operation; returns the number of its value."""
         self.append(Operation(name, operands, dtype, read=read))
         return 3 + len(self)
 
 
 def packed(tree: DraftTree, starts: Array) -> MaskFunction:
-    """What drafts see that are packed rows, counted from the first draft of their sequence."""
+    """The mask of packed drafts, counted from the first draft of their sequence."""
     return MaskFunction(program(tree.bits.shape, starts.size - 1), (tree.bits, starts))
 
 
-def split(tree: DraftTree, left: Any, begins: tuple[Array, Array]) -> MaskFunction:
-    """What `windowed` shows, or with a `left` of None all that drafts see, where a device has some
-    rows of each sequence: `begins` says where the drafts begin, int32[M] among its queries and
-    int32[M] among its keys.
+def split(tree: DraftTree, left: Left | None, begins: tuple[Array, Array]) -> MaskFunction:
+    """The mask of `windowed` where a device has some rows of each sequence; a `left` of None is no
+    window. `begins`: where the drafts begin among its queries and among its keys, int32[M] each.
     """
     _, function = windowed(tree, LONGEST - 1 if left is None else left, begins[0])
     program = program_of_window(tree.bits.shape, split=True)
@@ -185,19 +192,18 @@ def split(tree: DraftTree, left: Any, begins: tuple[Array, Array]) -> MaskFuncti
 
 
 def windowed(
-    tree: DraftTree, left: Any, begin: Array, starts: Array | None = None
+    tree: DraftTree, left: Left, begin: Array, starts: Array | None = None
 ) -> tuple[Mask, MaskFunction]:
-    """What drafts see that see `left` positions back, an int or traced: of the rows before them and
-    of their ancestors. Of positions in the sequence, whose drafts begin at row begin[m]. Before it
-    a band, which shows all of that.
+    """The mask of drafts that see `left` positions back, and a band that shows at least as much.
+    Positions are those in the sequence, whose drafts begin at row begin[m].
 
-    A draft stands `depth` positions behind the last row before the drafts, so that rows which lie
-    between it and its ancestors count for nothing.
+    A draft stands `depth` positions behind the last row before the drafts: rows between it and its
+    ancestors do not count.
     """
     every, bits = tree.depth.shape[-1], tree.bits
     words = bits.shape[-1] - 1
     drafts = every if starts is None else min(every, max(words, 1) * WORD)
-    first = tree.depth - left  # of the positions that a draft sees, from the first draft's on
+    first = tree.depth - left  # first position that a draft sees, from the first draft's on
     if not isinstance(left, int) or left < drafts - 1:  # else it sees all its ancestors
         if starts is None:
             near = tree.depth[:, None] >= first[:, :, None]
@@ -225,10 +231,10 @@ def windowed(
 def program_of_window(
     shape: tuple[int, ...], sequences: int | None = None, *, split: bool = False
 ) -> Program:
-    """`program` with positions in the sequence, and a window. It reads the bits, of this shape, the
-    first position that each draft sees of the rows before the drafts, counted from the first draft
-    (int32[M, t]), and where the drafts begin (int32[M]); `split`: among queries, and another one
-    among keys. `sequences`: of packed rows, and it reads their starts.
+    """`program` with positions in the sequence, and a window. It reads the bits, of this shape; the
+    first position that each draft sees before the drafts, counted from the first draft (int32[M,
+    t]); and where the drafts begin (int32[M]), with `split` among queries and among keys.
+    `sequences`: their number where rows are packed; their starts are read too.
     """
     b, _, q, kv = range(4)
     do = _Operations()
@@ -239,10 +245,10 @@ def program_of_window(
     row = (b, number) if sequences is None else (add("add", number, add("read", b, read=3)),)
     words = [add("read", *row, _number(n), read=0) for n in range(1, shape[-1])]
     word = words[0]
-    for n, next_word in enumerate(words[1:], 1):  # chosen, not read: a load a row, not a logit
+    for n, next_word in enumerate(words[1:], 1):  # select, not read: one load a row, not a logit
         word = add("select_n", add("ge", key, _number(WORD * n), dtype="bool"), word, next_word)
     place = add("and", add("xor", key, _number(WORD - 1)), _number(WORD - 1))
-    bit = add("lt", add("shift_left", word, place), _number(0), dtype="bool")  # as the sign
+    bit = add("lt", add("shift_left", word, place), _number(0), dtype="bool")  # its sign
     near = add("ge", key, add("read", *row, read=1), dtype="bool")
     before = add("lt", key, _number(0), dtype="bool")
     seen = add("or", before, bit, dtype="bool")

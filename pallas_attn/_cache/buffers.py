@@ -1,12 +1,11 @@
-"""The buffers of a cache: what `create` is told of its rows, the sizes that kernels can read, and
-arrays of zeros.
-"""
+"""The buffers of a cache: their sizes, as kernels can read them, and arrays of zeros."""
 
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_attn._call import checks, device, sharding
 from pallas_attn._call.problem import MOST_ROWS, QUANTIZED
@@ -17,7 +16,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """What `create` is told about the rows of a cache, and the buffers that follow from it."""
+    """The arguments of `create` about the rows of a cache, and the buffers that follow."""
 
     head_dim: int
     v_head_dim: int | None
@@ -28,11 +27,11 @@ class Buffers:
     context: Context | None = None
 
     def __post_init__(self):
-        checked(self.context)
-        if self.context is not None and self.context.order != "contiguous":
+        context = checked(self.context)
+        if context is not None and context.order != "contiguous":
             raise ValueError(
                 f"context: expected order 'contiguous' for a cache, whose rows arrive one after "
-                f"the other, got {self.context.order!r}"
+                f"the other, got {context.order!r}"
             )
         checks.positive(head_dim=self.head_dim)
         checks.positive(none=True, v_head_dim=self.v_head_dim, layers=self.layers)
@@ -69,7 +68,7 @@ class Buffers:
 
     @property
     def _stored(self) -> tuple[int, int]:
-        """Columns of K and of V, and as the kernels that read them on a GPU want them."""
+        """Columns of K and of V, in units that kernels read where a GPU is the default device."""
         dims = self.head_dim, self.v_head_dim or self.head_dim
         if self.shared_kv or device.gpu_generation() is None:
             return dims
@@ -77,9 +76,7 @@ class Buffers:
         return _round_up(dims[0], k_unit), _round_up(dims[1], v_unit)
 
     def block(self, name: str, capacity: int) -> int:
-        """Rows of a sequence of this capacity in the buffers that are made here: within shard_map,
-        those of one device.
-        """
+        """Rows of a sequence of this capacity in the buffers: within shard_map, of one device."""
         shards = mapped_shards(self.context) or 1
         if capacity > MOST_ROWS:
             raise ValueError(
@@ -93,33 +90,34 @@ class Buffers:
         return self.rows(capacity // shards)
 
     def rows(self, wanted: int) -> int:
-        """Rows that lie together: what one sequence or one page holds, if so many are wanted."""
+        """Rows that one sequence or one page holds, if so many are wanted."""
         if device.gpu_generation() is None:
             return wanted
         return _round_up(wanted, 8 if self.shared_kv else 4 if self.quantized else 1)
 
     def arrays(self, *shape: int) -> dict[str, Array]:
-        """Zeros for the fields k, v, k_scale and v_scale, or those of them that the cache has, of
-        arrays `shape` but for layers and head dim.
+        """Zeros for the fields k, v, k_scale and v_scale that the cache has; `shape` has no layers
+        and no head dim.
         """
         shape = shape if self.layers is None else (self.layers, *shape)
         k_dim, v_dim = self._stored
-        made = {"k": jnp.zeros((*shape, k_dim), self.dtype)}
+        buffers = {"k": jnp.zeros((*shape, k_dim), self.dtype)}
         if not self.shared_kv:
-            made["v"] = jnp.zeros((*shape, v_dim), self.dtype)
+            buffers["v"] = jnp.zeros((*shape, v_dim), self.dtype)
         if self.quantized:
-            made |= {f"{side}_scale": jnp.zeros(shape, jnp.float32) for side in tuple(made)}
+            sides = tuple(buffers)
+            buffers |= {f"{side}_scale": jnp.zeros(shape, jnp.float32) for side in sides}
         if self.context is None or mapped_shards(self.context) is None:
-            return made
-        axes = frozenset({self.context.axis})  # what a loop carries must not change its type
-        return {name: sharding.varying_along(x, axes) for name, x in made.items()}
+            return buffers
+        axes = frozenset({self.context.axis})  # a loop's carry must keep its type
+        return {name: sharding.varying_along(x, axes) for name, x in buffers.items()}
 
 
 def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def _is_real(dtype: Any) -> bool:
+def _is_real(dtype: DTypeLike | None) -> bool:
     if dtype is None:  # which NumPy takes for float64
         return False
     try:

@@ -1,11 +1,10 @@
-"""Caches whose rows several devices have: who writes a row, who has one that moves, and how
-partial results become one.
+"""Caches whose rows are split over devices: attention to them, and rows that move.
 
-Each device has a block of consecutive rows of every sequence; lengths, new rows and queries are the
-same on all of them. A row is written by the device in whose block it lies. Each device attends to
-the keys of its block, and the partial results of all are merged by their log-sum-exp, in the order
-of the devices, so that all have the same bits. Drafts that stay may have to move to another device:
-each one gives those that it has, and writes those that belong to it.
+Each device has a block of consecutive rows of every sequence (`blocks`); lengths, new rows and
+queries are the same on all of them. Each device attends to the keys of its block, and the partial
+results of all are merged by their log-sum-exp, in the order of the devices, so that all have the
+same bits. Drafts that stay may have to move to another device: each device gives the rows that it
+has to all others, and writes those that belong to its block.
 
 A kernel puts the last query row at the last key that there is, but a sequence may go on in a later
 block. Where a query sees every key before it, that changes nothing. Where it does, under windows
@@ -14,7 +13,6 @@ arrive at run time, and are the same for all sequences of a launch, so each sequ
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._cache import blocks
+from pallas_attn._cache.attend import attend, implementation_of
+from pallas_attn._cache.blocks import Held
+from pallas_attn._cache.write import rows_into
 from pallas_attn._call import batching, device, sharding
 from pallas_attn._call.problem import AppendInputs, Caches, DecodeInputs, DecodeProblem, KeepInputs
 from pallas_attn.context import Context, shards_of
@@ -29,43 +31,40 @@ from pallas_attn.masks import AT_RUN_TIME, LONGEST, SIDES
 from pallas_attn.merge import add_sinks, merge_attention
 
 Array = jax.Array
-Run = Callable[[DecodeProblem, DecodeInputs], tuple[Array, Array]]
-Write = Callable[[AppendInputs], Caches]
+Buffers = Array | tuple[Array, ...]  # K, V or scales of a cache: of all sequences, or of each
 
 
-def own(context: Context, held: tuple[int, ...], owners: Array, positions: Array) -> Array:
-    """int32[rows]: where in this device's block each row lies, -1 where it lies in another's.
-
-    `held`: rows of each sequence on a device; `owners`, `positions`: of each row, int32[rows].
-    """
-    shards_of(context)  # a message of ours where nothing is mapped
-    size = jnp.asarray(held, jnp.int32)[owners]
-    within = positions - lax.axis_index(context.axis) * size
-    return jnp.where((positions >= 0) & (within >= 0) & (within < size), within, -1)
+# ---- rows that move ------------------------------------------------------------------------------
 
 
 def keep(
-    context: Context, held: tuple[int, ...], inputs: KeepInputs, rows: Array, write: Write
+    held: tuple[Context, Held],
+    kind: str,
+    inputs: KeepInputs,
+    rows: Array,
+    implementation: str | None,
 ) -> Caches:
     """The buffers of a `keep` in which `rows` of the newest rows stay (`Kept.rows`).
 
-    What the path names comes to every device as bytes, in one sum for K, V, scales and all layers,
-    to which the owner of a row alone adds anything. Then each device writes what lies in its block:
-    one launch, and one more for scales.
+    The rows that the path names come to every device as bytes, in one sum for K, V, scales and all
+    layers, to which the owner of a row alone adds anything. Then each device writes the rows of its
+    block: one launch, and one more for scales.
     """
     assert inputs.path is not None
+    context, held_rows = held
     begin = jnp.where(rows > 0, inputs.lengths - inputs.new_lengths, 0)[:, None]
     last = jnp.where(rows > 0, inputs.new_lengths - 1, 0)[:, None]
     number = jnp.arange(inputs.path.shape[1], dtype=jnp.int32)[None]
     source = begin + jnp.clip(inputs.path, 0, last)
     target = jnp.where(number < rows[:, None], begin + number, -1)
     caches = Caches(*(getattr(inputs, name) for name in Caches._fields))
-    flat = Caches(*(_of_one_layer(x, n < 2) for n, x in enumerate(caches)))
+    flat = Caches(*(_of_one_layer(x, n >= 2) for n, x in enumerate(caches)))
     separate = isinstance(flat.k_cache, tuple)
-    times = 1 if separate else flat.k_cache.shape[0] // len(held)
-    owners = jnp.repeat(jnp.arange(times * len(held), dtype=jnp.int32), number.size)
+    times = 1 if separate else flat.k_cache.shape[0] // len(held_rows)
+    owners = jnp.repeat(jnp.arange(times * len(held_rows), dtype=jnp.int32), number.size)
     here, there = (
-        own(context, held * times, owners, jnp.tile(x.reshape(-1), times)) for x in (source, target)
+        blocks.rows_here(context, held_rows * times, owners, jnp.tile(x.reshape(-1), times))
+        for x in (source, target)
     )
     parts = [_bytes_at(x, owners, here) for x in flat if x is not None]
     ends = np.cumsum([x.shape[-1] for x in parts]).tolist()
@@ -73,32 +72,33 @@ def keep(
     moved = iter(jnp.split(moving, ends[:-1], axis=-1))
     new = [None if x is None else _from_bytes(next(moved), x) for x in flat]
 
-    def written(some: slice) -> tuple[Any, Any]:
-        pairs: Any = flat[some], new[some]
-        (k_cache, v_cache), (k, v) = pairs
+    def written(pair: slice) -> tuple[Any, Any]:
+        caches: Any = flat[pair]
+        (k_cache, v_cache), (k, v) = caches, new[pair]
         if k_cache is None:
             return None, None
-        done = write(AppendInputs(k_cache, v_cache, k, v, there, None, None, None, owners=owners))
+        append = AppendInputs(k_cache, v_cache, k, v, there, None, None, None, owners=owners)
+        done = rows_into(append, kind, implementation)
         return done.k_cache, done.v_cache
 
-    done = Caches(*written(slice(0, 2)), *written(slice(2, 4)))  # scales: numbers of one column
-    return jax.tree.map(lambda x, given: x.reshape(given.shape), done, caches)
+    done = Caches(*written(slice(0, 2)), *written(slice(2, 4)))  # scales as rows of one column
+    return jax.tree.map(lambda x, cache: x.reshape(cache.shape), done, caches)
 
 
-def _of_one_layer(cache: Any, numbers: bool) -> Any:
-    """Arrays of a cache, or rows of one column that are scales, without an axis of layers. It
-    becomes one with the axis behind it: there are more sequences, or more heads of separate ones.
+def _of_one_layer(cache: Buffers | None, are_scales: bool) -> Any:
+    """Arrays of a cache without an axis of layers, scales as rows of one column. Layers become one
+    axis with the axis behind them: there are more sequences, or more heads of separate arrays.
     """
     wanted = 4 - isinstance(cache, tuple)
 
     def flat(x: Array) -> Array:
-        x = x if numbers else x[..., None]
+        x = x[..., None] if are_scales else x
         return x if x.ndim == wanted else x.reshape(-1, *x.shape[2:])
 
     return jax.tree.map(flat, cache)
 
 
-def _bytes_at(cache: Any, owners: Array, at: Array) -> Array:
+def _bytes_at(cache: Buffers, owners: Array, at: Array) -> Array:
     """uint8[rows, heads, bytes]: rows of a cache without layers; 0 where `at` is negative."""
 
     def bits(x: Array) -> Array:  # XLA moves float8 on a CPU as float16, which changes NaN's bits
@@ -107,47 +107,28 @@ def _bytes_at(cache: Any, owners: Array, at: Array) -> Array:
     if isinstance(cache, tuple):
         each = zip(cache, at.reshape(len(cache), -1), strict=True)
         some = [bits(x).at[:, rows].get(mode="clip") for x, rows in each]
-        found = jnp.swapaxes(jnp.concatenate(some, axis=1), 0, 1)
+        rows = jnp.swapaxes(jnp.concatenate(some, axis=1), 0, 1)
     else:
-        found = bits(cache).at[owners, :, at].get(mode="clip")
-    found = lax.bitcast_convert_type(found, jnp.uint8).reshape(*found.shape[:2], -1)
-    return jnp.where(at[:, None, None] >= 0, found, jnp.uint8(0))
+        rows = bits(cache).at[owners, :, at].get(mode="clip")
+    numbers = lax.bitcast_convert_type(rows, jnp.uint8).reshape(*rows.shape[:2], -1)
+    return jnp.where(at[:, None, None] >= 0, numbers, jnp.uint8(0))
 
 
-def _from_bytes(found: Array, cache: Any) -> Array:
-    """Rows [rows, heads, H] as `cache` keeps them, of their bytes."""
+def _from_bytes(numbers: Array, cache: Buffers) -> Array:
+    """Rows [rows, heads, H] in the dtype of `cache`, from their bytes."""
     dtype = jax.tree.leaves(cache)[0].dtype
     if dtype.itemsize > 1:
-        found = found.reshape(*found.shape[:2], -1, dtype.itemsize)
-    return lax.bitcast_convert_type(found, dtype)
+        numbers = numbers.reshape(*numbers.shape[:2], -1, dtype.itemsize)
+    return lax.bitcast_convert_type(numbers, dtype)
 
 
-def begins(
-    context: Context, held: tuple[int, ...], lengths: Array, rows: int
-) -> tuple[Array, Array]:
-    """Where the newest `rows` rows of each sequence begin, int32[M] each: among the positions that
-    `decode` gives to this device's queries, and among its keys.
-    """
-    ends = _ends(context, held, lengths)
-    return jnp.clip(ends, 0, jnp.asarray(held, jnp.int32)) - rows, ends - rows
-
-
-def _ends(context: Context, held: tuple[int, ...], lengths: Array) -> Array:
-    """int32[M]: where sequences end, counted from this device's first row."""
-    size = jnp.asarray(held, jnp.int32)
-    return jnp.clip(lengths, 0, shards_of(context) * size) - lax.axis_index(context.axis) * size
+# ---- attention -----------------------------------------------------------------------------------
 
 
 def decode(
-    context: Context,
-    problem: DecodeProblem,
-    inputs: DecodeInputs,
-    run: Run,
-    chosen: Callable[[DecodeProblem], str],
+    context: Context, problem: DecodeProblem, inputs: DecodeInputs, implementation: str | None
 ) -> tuple[Array, Array]:
-    """(out, lse) of all devices' rows, the same on each; `run` decodes this device's alone, by the
-    implementation whose name `chosen` tells.
-    """
+    """(out, lse) over the rows of all devices, the same on each."""
     if problem.packed:
         raise ValueError(
             "starts: expected None over a cache whose rows are split over devices; pass q as "
@@ -155,22 +136,26 @@ def decode(
         )
     shards = shards_of(context)
     held = jnp.asarray(problem.capacities, jnp.int32)
-    ends = _ends(context, problem.capacities, inputs.lengths)
-    # Who was never extended is told below.
+    ends = blocks.ends(context, problem.capacities, inputs.lengths)
+    # Sequences that were never extended become NaN below.
     local = inputs._replace(lengths=jnp.clip(ends, 0, held), sinks=None, new_lengths=None)
     alone = dataclasses.replace(problem, sinks=False)
     if not problem.sequences or _sees_all(problem):
-        out, lse = run(alone, local)
+        out, lse = attend(alone, local, implementation)
     else:
         beyond = jnp.maximum(ends - held, 0)
-        parts = [run(*_of_sequence(alone, local, beyond[m], m)) for m in range(problem.sequences)]
+        parts = [
+            attend(*_of_sequence(alone, local, beyond[m], m), implementation)
+            for m in range(problem.sequences)
+        ]
         out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
-    merged, lse = _merged(context, (out, lse), chosen(alone) == "sm90")
+    on_hopper = implementation_of(alone, implementation) == "sm90"
+    merged, lse = _merged(context, (out, lse), on_hopper)
     if inputs.sinks is not None:
         merged, lse = add_sinks(merged, lse, inputs.sinks)
     lost = inputs.lengths > shards * held
     if inputs.new_lengths is not None:
-        # Kept: XLA would compute it again, from the lengths before, which it copies for that.
+        # The barrier keeps XLA from computing these again, for which it would copy older lengths.
         new_lengths = lax.optimization_barrier(inputs.new_lengths)
         lost |= (inputs.lengths < 1) & (new_lengths < 0)
     merged = jnp.where(lost[:, None, None, None], jnp.nan, merged)
@@ -187,11 +172,11 @@ def _merged(context: Context, part: tuple[Array, Array], on_hopper: bool) -> tup
 
         sequences, rows, heads, dim = out.shape
         across = context.axis, shards_of(context)
-        asked = merge_over_gpus.Problem(sequences, rows, heads, dim, str(out.dtype), *across)
-        if merge_over_gpus.takes(asked):
+        merge = merge_over_gpus.Problem(sequences, rows, heads, dim, str(out.dtype), *across)
+        if merge_over_gpus.takes(merge):
             others = sharding.varying_axes(out) - {context.axis}
-            found = batching.merged(merge_over_gpus.run, asked, out, lse)
-            merged, lse = (sharding.varying_along(x, others) for x in found)
+            results = batching.merged(merge_over_gpus.run, merge, out, lse)
+            merged, lse = (sharding.varying_along(x, others) for x in results)
             return merged, lse
     # Side by side in the dtype of sums, in one collective: of few rows its start takes longest.
     both = jnp.concatenate([out.astype(lse.dtype), lse.swapaxes(1, 2)[..., None]], axis=-1)
@@ -204,34 +189,34 @@ def _sees_all(problem: DecodeProblem) -> bool:
     mask = problem.mask
     if mask.left is not None:
         return False
-    one = problem.q_len == 1 and isinstance(mask.right, int) and mask.right >= 0
-    return mask.right is None or one
+    one_row = problem.q_len == 1 and isinstance(mask.right, int) and mask.right >= 0
+    return mask.right is None or one_row
 
 
 def _of_sequence(
     problem: DecodeProblem, inputs: DecodeInputs, beyond: Array, m: int
 ) -> tuple[DecodeProblem, DecodeInputs]:
-    """One sequence alone, whose last query row stands `beyond` rows after its last key here."""
+    """Sequence m alone, whose last query row stands `beyond` rows after its last key here."""
     mask, bounds = problem.mask, {}
     for side, sign in zip(SIDES, (-1, 1), strict=True):
         if (bound := getattr(mask, side)) is not None:
-            given = getattr(inputs, f"mask_{side}") if bound is AT_RUN_TIME else bound
-            bounds[side] = jnp.clip(given + sign * beyond, 1 - LONGEST, LONGEST - 1)
+            bound = getattr(inputs, f"mask_{side}") if bound is AT_RUN_TIME else bound
+            bounds[side] = jnp.clip(bound + sign * beyond, 1 - LONGEST, LONGEST - 1)
     problem = dataclasses.replace(
         problem,
         sequences=1,
         capacities=problem.capacities[m : m + 1],
         mask=mask.filled(**dict.fromkeys(bounds, AT_RUN_TIME)),
     )
-    of_one: dict[str, Any] = {f"mask_{side}": bound for side, bound in bounds.items()}
+    fields: dict[str, Any] = {f"mask_{side}": bound for side, bound in bounds.items()}
     for name in ("q", "lengths", "new_lengths"):
         if (x := getattr(inputs, name)) is not None:
-            of_one[name] = x[m : m + 1]
+            fields[name] = x[m : m + 1]
     caches = {name: getattr(inputs, name) for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
     if problem.kind == "per_sequence":
-        of_one |= {name: x and x[m : m + 1] for name, x in caches.items()}
+        fields |= {name: x and x[m : m + 1] for name, x in caches.items()}
     elif len(inputs.lengths) > 1:  # an array of sequences is one of pages, which hold one each
         pages, size = len(inputs.lengths), problem.capacities[0]
         problem = dataclasses.replace(problem, kind="paged", pages=pages, page_size=size)
-        of_one["page_table"] = jnp.full((1, 1), m, jnp.int32)
-    return problem, inputs._replace(**of_one)
+        fields["page_table"] = jnp.full((1, 1), m, jnp.int32)
+    return problem, inputs._replace(**fields)

@@ -1,73 +1,69 @@
-"""Which Config a kernel runs with: what was forced, else the kernel's own default."""
+"""The Config that a kernel runs with: one that was forced, else the kernel's own default."""
 
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from pallas_attn._call import gpu_specs
-
-_forced: contextvars.ContextVar[dict[str, dict[str, Any]] | None] = contextvars.ContextVar(
-    "pallas_attn_forced_configs", default=None
-)
-_watch: contextvars.ContextVar[list["Choice"] | None] = contextvars.ContextVar(
-    "pallas_attn_watched_choices", default=None
-)
+from pallas_attn._call.kernel import Config, Kernel, Problem
+from pallas_attn._call.problem import DecodeProblem
 
 
 class Choice(NamedTuple):
-    """A kernel that a call runs, for which problem, and its Config, as `watched` collects them."""
+    """A kernel that a call runs, by its own name, and the problem and Config that it runs with."""
 
     kernel: str
-    module: ModuleType
-    problem: Any
+    problem: Problem
     config: Any
 
 
-def choose(module: ModuleType, problem: Any) -> Any:
-    """The `module.Config` to run `problem` with."""
-    kernel = module.__name__.partition(".kernels.")[2].replace(".", "_")
-    forced = (_forced.get() or {}).get(kernel)
-    if forced is not None:
-        config = module.Config(**forced)
-    elif getattr(problem, "batch_invariant", False):
-        config = _of_one_sequence(module, problem)
-    else:
-        config = default(module, problem)
-    watch = _watch.get()
-    if watch is not None:
-        watch.append(Choice(kernel, module, problem, config))
+class Observer(NamedTuple):
+    """Tests and experiments that say what runs, or look at what is chosen."""
+
+    forced: dict[str, dict[str, Any]]  # fields of a Config, by the kernel's own name
+    choices: list[Choice] | None
+
+
+observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar(
+    "pallas_attn_observer", default=None
+)
+
+
+def choose(name: str, kernel: Kernel, problem: Problem) -> Any:
+    """The Config to run `problem` with; `default` where there is no observer."""
+    forced, choices = observer.get() or Observer({}, None)
+    config = kernel.config(**forced[name]) if name in forced else default(kernel, problem)
+    if choices is not None:
+        choices.append(Choice(name, problem, config))
     return config
 
 
-# Keys of the sequence whose configuration serves every batch.
-_ROWS_OF_ONE = 8192
-
-
-def _of_one_sequence(module: ModuleType, problem: Any) -> Any:
-    """What a sequence alone would run with: how its keys are cut and summed up may depend neither
-    on the others nor on how many they are. Fewer stages, where the others' lengths leave no room
-    for as many, change no bits.
-    """
-    one = {"sequences": 1, "capacities": (_ROWS_OF_ONE,), "batch_invariant": False}
-    config = default(module, dataclasses.replace(problem, **one))
-    while not fits(module, problem, config) and config.stages > config.fewest_stages:
+@functools.lru_cache(maxsize=1024)
+def default(kernel: Kernel, problem: Problem) -> Any:
+    """The kernel's own choice."""
+    if not (isinstance(problem, DecodeProblem) and problem.batch_invariant):
+        return kernel.config.default(problem)
+    # The keys of a sequence are cut and summed up as if it were alone, whatever else is in the
+    # batch. Fewer stages, where other lengths leave no room for as many, change no bits.
+    alone = dataclasses.replace(
+        problem, sequences=1, capacities=(_KEYS_OF_ONE,), batch_invariant=False
+    )
+    config = kernel.config.default(alone)
+    while not fits(kernel, problem, config) and config.stages > config.fewest_stages:
         config = dataclasses.replace(config, stages=config.stages - 1)
     return config
 
 
-def default(module: ModuleType, problem: Any) -> Any:
-    """The kernel's own choice: `Config.default(problem)` where it has one, else `Config()`."""
-    chooser = getattr(module.Config, "default", None)
-    return module.Config() if chooser is None else chooser(problem)
+_KEYS_OF_ONE = 8192  # keys of the sequence whose Config serves every batch
 
 
-def fits(module: ModuleType, problem: Any, config: Any) -> bool:
+def fits(kernel: Kernel, problem: Problem, config: Config) -> bool:
     """Whether its shared memory fits; a kernel refuses a combination by a ValueError."""
     try:
-        need = module.smem_bytes(problem, config)
+        need = kernel.smem_bytes(problem, config)
     except ValueError:
         return False
     return need <= gpu_specs.shared_memory(problem.gpu)
@@ -75,27 +71,24 @@ def fits(module: ModuleType, problem: Any, config: Any) -> bool:
 
 @contextlib.contextmanager
 def forced(kernel: str, config: dict[str, Any]) -> Iterator[None]:
-    """Within the block, what is traced runs `kernel`, a module's path with underscores, with this
-    configuration: for tests and experiments.
+    """Within the block, calls that are traced run `kernel`, by its own name, with this
+    configuration.
     """
-    token = _forced.set({**(_forced.get() or {}), kernel: config})
+    now = observer.get() or Observer({}, None)
+    token = observer.set(now._replace(forced=now.forced | {kernel: config}))
     try:
         yield
     finally:
-        _forced.reset(token)
+        observer.reset(token)
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[Choice]]:
-    """Collects what is chosen within the block: which kernels a call runs, with what."""
-    found: list[Choice] = []
-    token = _watch.set(found)
+    """Collects the kernels that calls run within the block, with their problems and Configs."""
+    choices: list[Choice] = []
+    now = observer.get() or Observer({}, None)
+    token = observer.set(now._replace(choices=choices))
     try:
-        yield found
+        yield choices
     finally:
-        _watch.reset(token)
-
-
-def observed() -> bool:
-    """Whether, just now, somebody says what runs, or looks at what is chosen."""
-    return bool(_forced.get()) or _watch.get() is not None
+        observer.reset(token)

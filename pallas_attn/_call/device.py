@@ -1,4 +1,4 @@
-"""The one place that asks what GPU this is, and how kernels are to be launched there."""
+"""The GPU that a call runs on, and how kernels are launched there. No other file asks jax."""
 
 import contextlib
 import contextvars
@@ -40,8 +40,8 @@ _overlapping: contextvars.ContextVar[bool] = contextvars.ContextVar(
 @contextlib.contextmanager
 def overlapping() -> Iterator[None]:
     """Kernels traced in this block begin while those before them end, where GPU and kernel can
-    (programmatic dependent launch). A profiler then counts the time that they wait for them, which
-    is why nobody gets it unasked.
+    (programmatic dependent launch). A profiler then counts the time that they wait, which is why it
+    is not the default.
     """
     token = _overlapping.set(True)
     try:
@@ -52,8 +52,8 @@ def overlapping() -> Iterator[None]:
 
 def overlaps() -> bool:
     """Whether `overlapping` holds, on a GPU that can: sm90 and later."""
-    generation = gpu_generation()
-    return _overlapping.get() and generation is not None and gpu_specs.number(generation) >= 90
+    generation = gpu_generation() if _overlapping.get() else None
+    return generation is not None and gpu_specs.number(generation) >= 90
 
 
 def current() -> jax.Device:
@@ -73,7 +73,7 @@ def current() -> jax.Device:
 def gpu_generation() -> str | None:
     """Like "sm90" for an H100 or H200; None where the current device is not an NVIDIA GPU.
 
-    What `assume` says goes first.
+    A generation that is assumed goes first.
     """
     if (assumed := _assumed.get()) is not None:
         return assumed[0]

@@ -1,4 +1,4 @@
-"""What is known of a GPU by the name of its generation alone ("sm90"), without asking one."""
+"""Facts of a GPU by the name of its generation alone ("sm90")."""
 
 # Bytes of shared memory that one block may have; elsewhere `_LEAST`, which the smaller Amperes, Ada
 # and the smaller Blackwells have.
@@ -20,5 +20,5 @@ def shared_memory(generation: str | None) -> int:
 
 
 def multiprocessors(generation: str | None) -> int:
-    """Of a usual GPU of the generation, or Hopper's: what the number of blocks is chosen by."""
+    """Multiprocessors of a usual GPU of the generation, or of Hopper's, for numbers of blocks."""
     return _MULTIPROCESSORS.get(generation or "", _MULTIPROCESSORS[HOPPER])

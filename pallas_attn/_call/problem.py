@@ -1,10 +1,9 @@
-"""What a call asks for, in two halves: the static facts (a `...Problem`, a jit key, what dispatch
-and tuning decide on) and the arrays (a `...Inputs`, a pytree, what the chosen implementation is
-handed).
+"""The two halves of a call: its static facts (a `...Problem`, a jit key by which kernel and tuning
+are chosen) and its arrays (a `...Inputs`, a pytree, which the chosen implementation reads).
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 
@@ -12,49 +11,51 @@ from pallas_attn._functions.program import Program
 from pallas_attn.masks import FULL, SIDES, Mask
 
 Array = Any
+WithBounds = Any  # inputs, or the refs of a kernel, that have mask_left and mask_right
 
-# What numbers of a cache may carry scales.
+# Cache dtypes that are stored with one float32 scale per row.
 QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
-MOST_ROWS = 2**31 - 1  # of a sequence: lengths are int32
+MOST_ROWS = 2**31 - 1  # rows of a sequence: lengths are int32
 
 
 class AttentionInputs(NamedTuple):
-    """The arrays of one attention call. None where the caller gave nothing. `_checks` has clipped
+    """The arrays of one attention call; None where the caller gave nothing. `bind` has clipped
     offsets and lengths to the ranges below: no kernel clips them again.
     """
 
     q: Array  # [B, T, N, H]
     k: Array  # [B, S, K, H]; [B / AttentionProblem.share, S, K, H]
-    v: Array  # [B, S, K, Hv], and so here
-    # int32[B], -2**29 .. 2**29; None: AttentionProblem.q_offset, for every row
-    q_offset: Array | None = None
+    v: Array  # [B, S, K, Hv], the batch as that of k
+    q_offset: Array | None = None  # int32[B], -2**29 .. 2**29; None: AttentionProblem.q_offset
     q_lengths: Array | None = None  # int32[B], 0 .. T
     kv_lengths: Array | None = None  # int32[B], 0 .. S
     q_segment_ids: Array | None = None  # int32[B, T]
     kv_segment_ids: Array | None = None  # int32[B, S]
-    # int32[B, T], -2**29 .. 2**29 + S: in place of q_offset + row; with segment ids only
+    # int32[B, T], -2**29 .. 2**29 + S: positions in place of q_offset + row; with segment ids only
     q_positions: Array | None = None
     bias: Array | None = None  # [B or 1, N or 1, T or 1, S or 1], any float type
     mask_array: Array | None = None  # bool[B or 1, N or 1, T or 1, S or 1]
     sinks: Array | None = None  # float32[N]
-    # int32[B], within 2**30: the bounds of AttentionProblem.mask that arrive at run time
+    # int32[B], within 2**30: bounds of AttentionProblem.mask that arrive at run time
     mask_left: Array | None = None
     mask_right: Array | None = None
-    device: Array | None = None  # int32[1]: which of AttentionProblem.fetches devices this is
-    mask_aux: tuple[Array, ...] = ()  # what AttentionProblem.mask_program reads
-    score_aux: tuple[Array, ...] = ()  # what AttentionProblem.score_program reads
+    device: Array | None = None  # int32[1]: number of this device among AttentionProblem.fetches
+    mask_aux: tuple[Array, ...] = ()  # arrays that AttentionProblem.mask_program reads
+    score_aux: tuple[Array, ...] = ()  # arrays that AttentionProblem.score_program reads
 
     def named(self) -> dict[str, Array]:
-        """The arrays that are there, by the names of their fields; those of functions numbered."""
-        found = {name: getattr(self, name) for name in self._fields[:-2]}
+        """The arrays that are there, in the order of `jax.tree.leaves`, by the names of their
+        fields; arrays of functions are numbered.
+        """
+        arrays = {name: getattr(self, name) for name in self._fields[:-2]}
         for side in ("mask_aux", "score_aux"):
-            found |= {f"{side}{n}": x for n, x in enumerate(getattr(self, side))}
-        return {name: x for name, x in found.items() if x is not None}
+            arrays |= {f"{side}{n}": x for n, x in enumerate(getattr(self, side))}
+        return {name: x for name, x in arrays.items() if x is not None}
 
     @classmethod
     def of(cls, named: dict[str, Array]) -> "AttentionInputs":
-        """What `named` takes apart."""
+        """The inputs of `named`, put together again."""
         fields: dict[str, Any] = {"q": None, "k": None, "v": None}
         for name, x in named.items():
             side = name.rstrip("0123456789")
@@ -66,15 +67,15 @@ class AttentionInputs(NamedTuple):
 
 
 def owner_of_rows(starts: Array, rows: int) -> Array:
-    """int32[rows]: which sequence owns each packed row; -1 before the first start, M from the last
-    on. `starts`: int32[M + 1], ascending.
+    """int32[rows]: the sequence that owns each packed row; -1 before the first start, M from the
+    last on. `starts`: int32[M + 1], ascending.
     """
     at = jnp.arange(rows, dtype=jnp.int32)
     return (starts[None] <= at[:, None]).sum(axis=1, dtype=jnp.int32) - 1
 
 
-def bounds_of(inputs: Any) -> dict[str, Array]:
-    """The bounds of a mask that arrive at run time, by side: of inputs, or of a kernel's refs."""
+def bounds_of(inputs: WithBounds) -> dict[str, Array]:
+    """The bounds of a mask that arrive at run time, by side, from inputs or a kernel's refs."""
     named = {side: getattr(inputs, f"mask_{side}") for side in SIDES}
     return {side: x for side, x in named.items() if x is not None}
 
@@ -85,7 +86,7 @@ class AttentionProblem:
 
     op: str  # "flash_forward" or "flash_backward"
     gpu: str | None  # "sm80", "sm90", ...: the generation; None where there is no GPU
-    dtype: str  # of q, k and v
+    dtype: str  # dtype of q, k and v
     batch: int
     q_len: int
     kv_len: int
@@ -96,44 +97,43 @@ class AttentionProblem:
     mask: Mask
     scale: float
     softcap: float | None = None
-    q_offset: int = 0  # meaningless where inputs.q_offset is given
-    # So many batch rows of q, one after the other, read one batch row of k and v: the chunks of a
-    # device's rows, each with an offset of its own.
+    q_offset: int = 0  # position of query row 0; meaningless where inputs.q_offset is given
+    # Consecutive batch rows of q that read the same batch row of k and v: the chunks of a device's
+    # rows, each with an offset of its own.
     share: int = 1
-    # The offsets of those, one tuple for each device, where they are arrays and yet known: none
-    # but these may come.
+    # All values that inputs.q_offset may take, a tuple for each device; (): any.
     offsets: tuple[tuple[int, ...], ...] = ()
-    # k and v, and their gradients, lie as so many devices have them in the order zigzag, one after
-    # the other; 1: in the order of positions.
+    # Devices whose zigzag chunks make up k, v and their gradients, one device after the other;
+    # 1: rows lie in the order of positions.
     zigzag: int = 1
-    # Of a forward: k and v are the rows of this one of so many devices, S of all of them; the
-    # kernel fetches what it needs of the others'. They lie there as `zigzag` says.
+    # Devices that the kernel fetches k and v from: k and v hold the rows of this device, kv_len
+    # counts those of all. Forward only.
     fetches: int = 1
     precision: str | None = None  # None or "highest"
-    arrays: tuple[str, ...] = ()  # the optional fields of AttentionInputs that are given, in order
+    arrays: tuple[str, ...] = ()  # optional fields of AttentionInputs that are given, in order
     bias_shape: tuple[int, ...] | None = None
     mask_shape: tuple[int, ...] | None = None
-    deterministic: bool = False  # of a backward: the same bits each time
-    mask_program: Program | None = None  # hides keys beside `mask`: of b, h, q, kv
+    deterministic: bool = False  # whether a backward has the same bits each time
+    mask_program: Program | None = None  # function of (b, h, q, kv) that hides keys beside `mask`
     mask_within: Mask = FULL  # a static band that shows all that mask_program shows
-    score_program: Program | None = None  # of a score, b, h, q, kv
-    # T, S and q_offset (None: an array) of `MaskFunction.blocks`, which are then the last of
-    # mask_aux; None: none.
+    score_program: Program | None = None  # function of (score, b, h, q, kv)
+    # T, S and q_offset (None: an array) of `MaskFunction.blocks`, the last array of mask_aux;
+    # None: mask_aux has no blocks.
     mask_blocks: tuple[int, int, int | None] | None = None
 
     @property
     def uses_batch(self) -> bool:
-        """Whether a function asks which batch row it is."""
+        """Whether a function reads the number of its batch row."""
         return self._functions_use(0)
 
     @property
     def uses_head(self) -> bool:
-        """Whether a function asks which query head it is."""
+        """Whether a function reads the number of its query head."""
         return self._functions_use(1)
 
     @property
     def uses_position(self) -> bool:
-        """Whether a function asks where a query stands."""
+        """Whether a function reads the position of a query."""
         return self._functions_use(2)
 
     def _functions_use(self, which: int) -> bool:
@@ -148,7 +148,7 @@ class AttentionProblem:
 
     @property
     def lse_dtype(self) -> str:
-        """Of the logits, the LSE and every sum."""
+        """The dtype of logits, LSE and sums."""
         return "float64" if self.dtype == "float64" else "float32"
 
     def __str__(self) -> str:
@@ -168,14 +168,14 @@ class AttentionProblem:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What is static of a norm and a rotation of rows: `pallas_attn.rotary`."""
+    """The static facts of a norm and a rotation of rows (`pallas_attn.rotary`)."""
 
     dim: int  # H, without columns that a cache adds
-    eps: float | None = None  # of the norm; None: there is none
-    pairs: int = 0  # that are rotated; 0: nothing is
-    first: int = 0  # column of the first of them
+    eps: float | None = None  # epsilon of the norm; None: no norm
+    pairs: int = 0  # pairs of columns that are rotated; 0: no rotation
+    first: int = 0  # column of the first pair
     interleaved: bool = False
-    positions: int = 0  # rows of the tables
+    positions: int = 0  # rows of the tables of cosines and sines
     weight_dtype: str = "float32"
 
 
@@ -192,7 +192,7 @@ class AppendInputs(NamedTuple):
     v_cache: Array | None  # None where one array alone is served
     k: Array  # [M, t, K, H]
     v: Array | None  # [M, t, K, Hv]
-    start: Array  # int32[M]: the position of row 0, or of the end (AppendProblem.from_end)
+    start: Array  # int32[M]: position of row 0, or of the end (AppendProblem.from_end)
     new_lengths: Array | None  # int32[M]: rows of each sequence that count; None: all t
     page_table: Array | None  # int32[M, pages a sequence]; -1 where there is no page
     layer: Array | int | None
@@ -201,14 +201,14 @@ class AppendInputs(NamedTuple):
     # Packed rows: k [tokens, K, H], v [tokens, K, Hv], start int32[tokens] the position of each row
     # (negative: it is dropped), new_lengths None, and int32[tokens], the sequence of each.
     owners: Array | None = None
-    # What AppendProblem.change reads: float32[positions, pairs] twice, and [H]
+    # Arrays that AppendProblem.change reads: float32[positions, pairs] twice, and [H]
     cos: Array | None = None
     sin: Array | None = None
     norm_weight: Array | None = None
 
 
 class Caches(NamedTuple):
-    """What an append gives back: the arrays of the same names in `AppendInputs`, new rows in."""
+    """The arrays that an append returns: those of the same names in `AppendInputs`, new rows in."""
 
     k_cache: Array
     v_cache: Array | None
@@ -222,24 +222,24 @@ class AppendProblem:
 
     gpu: str | None
     kind: str  # "per_sequence", "stacked" or "paged"
-    dtype: str  # of the new rows
+    dtype: str  # dtype of the new rows
     cache_dtype: str
     sequences: int
-    new_rows: int  # of each sequence; where they are packed, of all
+    new_rows: int  # new rows of each sequence; of all sequences where they are packed
     kv_heads: int
     head_dim: int
     v_head_dim: int | None  # None: one array alone
-    capacities: tuple[int, ...]  # per_sequence: M of them; stacked and paged: that of a sequence
+    capacities: tuple[int, ...]  # one a sequence of per_sequence caches, else one for all
     page_size: int | None = None
     pages: int | None = None
     layers: int | None = None
     ragged: bool = False
-    # inputs.start is where the rows end: row 0 goes to start - new_lengths. The kernel subtracts,
-    # since an operation of XLA's between extend and the launch would be a launch of its own.
+    # Whether inputs.start is the end of the rows: row 0 goes to start - new_lengths. The kernel
+    # subtracts, since an operation of XLA's between extend and the launch is a launch of its own.
     from_end: bool = False
     quantized: bool = False  # rows are stored as `reference.quantize` says, a scale beside each
     packed: bool = False  # inputs.owners is given
-    change: Change | None = None  # of the rows of K, before they are stored
+    change: Change | None = None  # norm and rotation of the rows of K, before they are stored
     op: str = "append"
 
     def __str__(self) -> str:
@@ -251,45 +251,45 @@ class AppendProblem:
 
 
 class KeepInputs(NamedTuple):
-    """The arrays of one `keep`: caches as in `AppendInputs`, and what says which rows stay. Every
-    int32 means something.
+    """The arrays of one `keep`: caches as in `AppendInputs`, and the rows that stay. Any int32 is
+    valid.
     """
 
     k_cache: Any
     v_cache: Any
     k_scale: Any
     v_scale: Any
-    # int32[M, p]: row j of those that stay in sequence m becomes what row path[m, j] of its newest
-    # was, for j < p; later ones are not moved. None: the first ones stay
+    # int32[M, p]: row j < p of those that stay becomes a copy of row path[m, j] of the newest rows;
+    # later rows are not moved. None: the first rows stay
     path: Array | None
     lengths: Array  # int32[M]
-    new_lengths: Array  # int32[M]: how many of the rows are the newest
-    counts: Array  # int32[M], or int32[1] for all: how many of these stay
+    new_lengths: Array  # int32[M]: number of newest rows
+    counts: Array  # int32[M], or int32[1] for all: number of newest rows that stay
     page_table: Array | None
-    holders: Array | None  # int32[pages]: how many sequences hold a page
+    holders: Array | None  # int32[pages]: number of sequences that hold a page
 
 
 class Kept(NamedTuple):
-    """What a `keep` gives."""
+    """The results of a `keep`."""
 
-    caches: Any  # `Caches`, rows moved
-    # int32[M]: how many of the newest rows stay that the path speaks of, at most its width; or one
-    # of the two below
+    caches: Caches  # buffers with the rows moved
+    # int32[M]: number of newest rows that stay, at most the width of the path; or one of the two
+    # constants below
     rows: Array
 
 
-UNCHANGED, OVERFLOWS = -1, -2  # the sequence stays as it is; it has overflowed from now on
+UNCHANGED, OVERFLOWS = -1, -2  # the sequence stays as it is; it overflows from now on
 
 
 @dataclasses.dataclass(frozen=True)
 class KeepProblem:
-    """The static facts of one `keep`; its fields as those of `AppendProblem`."""
+    """The static facts of one `keep`; fields as in `AppendProblem`."""
 
     gpu: str | None
     kind: str
     cache_dtype: str
     sequences: int
-    width: int  # of the path
+    width: int  # width of the path
     kv_heads: int
     head_dim: int
     v_head_dim: int | None
@@ -298,7 +298,7 @@ class KeepProblem:
     pages: int | None = None
     layers: int | None = None
     quantized: bool = False
-    packed = False
+    packed: ClassVar[bool] = False
     op: str = "keep"
 
     def __str__(self) -> str:
@@ -323,19 +323,17 @@ class DecodeInputs(NamedTuple):
     # int32[M + 1], by `checks.row_starts`: sequence m owns the packed rows starts[m] to
     # starts[m + 1], the last of which stands at position lengths - 1
     starts: Array | None = None
-    # int32, within 2**30: the bounds of DecodeProblem.mask that arrive at run time
+    # int32, within 2**30: bounds of DecodeProblem.mask that arrive at run time
     mask_left: Array | None = None
     mask_right: Array | None = None
-    mask_aux: tuple[Array, ...] = ()  # what DecodeProblem.mask_program reads
-    # Where DecodeProblem.merged: int32[tokens], which row of q a packed row is; and the result of
-    # those rows over other keys
-    rows: Array | None = None
-    into: Any = None  # `Into`
-    own: Any = None  # `Own`, where DecodeProblem.own
+    mask_aux: tuple[Array, ...] = ()  # arrays that DecodeProblem.mask_program reads
+    rows: Array | None = None  # int32[tokens]: row of q of a packed row (DecodeProblem.merged)
+    into: Any = None  # an `Into`: results of those rows over other keys (DecodeProblem.merged)
+    own: Any = None  # an `Own`: inputs of DecodeProblem.own
 
 
 class Own(NamedTuple):
-    """What differs of the same queries over rows of their own, in the same cache."""
+    """Inputs for the rows that a sequence does not share, in the same cache."""
 
     lengths: Array  # int32[M]
     page_table: Array  # int32[M, W]
@@ -344,12 +342,12 @@ class Own(NamedTuple):
 
 
 class Into(NamedTuple):
-    """Results that those of packed rows are merged with, and which packed rows are theirs."""
+    """Results that those of packed rows are merged into, and the places of these rows."""
 
-    out: Array | None  # [M, t, N, Hv]; None: the same launch makes them
+    out: Array | None  # [M, t, N, Hv]; None: the same launch computes them
     lse: Array | None  # float32[M, N, t]
-    parts: Array  # int32[levels, M * t]: which packed sequence has a row, -1 where none has
-    places: Array  # int32[levels, M * t]: which packed row it is
+    parts: Array  # int32[levels, M * t]: the packed sequence that has a row, -1 where none has
+    places: Array  # int32[levels, M * t]: its number among the packed rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,10 +356,10 @@ class DecodeProblem:
 
     gpu: str | None
     kind: str
-    dtype: str  # of q
+    dtype: str  # dtype of q
     cache_dtype: str
     sequences: int
-    q_len: int  # of each sequence; where rows are packed, at most
+    q_len: int  # query rows of each sequence; the most that one may have where rows are packed
     q_heads: int
     kv_heads: int
     head_dim: int
@@ -379,26 +377,28 @@ class DecodeProblem:
     quantized: bool = False
     shared_kv: bool = False  # V is the first columns of K (a latent cache): there is no v_cache
     tokens: int | None = None  # packed rows of all sequences; None: rows are not packed
-    fewest: int = 1  # packed rows of a sequence: those of fewer, or more than q_len, are left alone
-    mask_program: Program | None = None  # hides keys beside `mask`: of sequence, head, q, kv
-    # Whether the program is that of a tree of drafts: it counts q and kv from the first of the
-    # q_len newest rows, and hides keys among these alone (`trees.program`).
+    # Packed rows that a sequence must have: a launch leaves sequences of fewer, or of more than
+    # q_len, alone.
+    fewest: int = 1
+    mask_program: Program | None = None  # function of (sequence, head, q, kv) that hides keys
+    # Whether the program describes a tree of drafts: it counts q and kv from the first of the q_len
+    # newest rows, and hides keys among these alone (`trees.program`).
     tree: bool = False
-    # Packed rows are copies of rows of q, and the result is that of inputs.into merged with theirs:
-    # (levels, M, t), or None
+    # (levels, M, t) where packed rows are copies of rows of q and their results are merged into
+    # inputs.into; else None
     merged: tuple[int, int, int] | None = None
-    # The same queries over rows of their own, which the same launch reads (`DecodeInputs.own`)
+    # The same queries over rows of their own, where the same launch reads these (DecodeInputs.own)
     own: "DecodeProblem | None" = None
     op: str = "decode"
 
     @property
     def uses_batch(self) -> bool:
-        """Whether the function asks which sequence it is."""
+        """Whether the function reads the number of its sequence."""
         return self.mask_program is not None and self.mask_program.depends_on(0)
 
     @property
     def uses_head(self) -> bool:
-        """Whether the function asks which query head it is."""
+        """Whether the function reads the number of its query head."""
         return self.mask_program is not None and self.mask_program.depends_on(1)
 
     @property
@@ -408,22 +408,19 @@ class DecodeProblem:
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """Of the output but for the head dim: [M, t, N], or [tokens, N] where rows are packed."""
-        return (*self._rows, self.q_heads)
+        """The output's shape without its head dim: [M, t, N], or [tokens, N] of packed rows."""
+        rows = (self.sequences, self.q_len) if self.tokens is None else (self.tokens,)
+        return (*rows, self.q_heads)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """[M, N, t], or [N, tokens] where rows are packed."""
-        *sequences, rows = self._rows
-        return (*sequences, self.q_heads, rows)
-
-    @property
-    def _rows(self) -> tuple[int, ...]:
-        return (self.sequences, self.q_len) if self.tokens is None else (self.tokens,)
+        """[M, N, t], or [N, tokens] of packed rows."""
+        *sequences, rows, heads = self.out_shape
+        return (*sequences, heads, rows)
 
     @property
     def lse_dtype(self) -> str:
-        """Of the logits, the LSE and every sum."""
+        """The dtype of logits, LSE and sums."""
         return "float64" if self.dtype == "float64" else "float32"
 
     def __str__(self) -> str:
@@ -432,16 +429,13 @@ class DecodeProblem:
         dtype = _stored(self.cache_dtype, self.quantized)
         over = f"{self.kind} {dtype} caches of {max(self.capacities, default=0)} rows"
         over += ", V within K" if self.shared_kv else ""
+        function = ", a tree of drafts" if self.tree else ", a mask function"
         return (
             f"decode on {self.gpu or 'a machine without a GPU'}: {q} over {over}, "
             f"{self.kv_heads} kv heads, mask {self.mask}"
             + (f", precision {self.precision}" if self.precision else "")
-            + ("" if self.mask_program is None else self._function)
+            + ("" if self.mask_program is None else function)
         )
-
-    @property
-    def _function(self) -> str:
-        return ", a tree of drafts" if self.tree else ", a mask function"
 
 
 def _stored(dtype: str, quantized: bool) -> str:

@@ -8,6 +8,7 @@ on every device. Inside `jax.shard_map` and on one device none of this leaves a 
 
 import contextvars
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,13 +18,17 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-Axes = tuple[str, ...]  # a factor an axis; ("k g") is an axis made of two, the major one first
+Axes = tuple[str, ...]  # a factor an axis; "k g" is an axis made of two, the major one first
+Run = Callable[..., tuple[jax.Array, ...]]
+AnyMesh = Mesh | AbstractMesh
+Placed = Any  # a shape with a sharding
+Lowering = Any  # mlir.LoweringRuleContext, of arrays
 
 
 def over_devices(
-    run: Callable[..., tuple[jax.Array, ...]],
+    run: Run,
     arrays: Sequence[jax.Array],
     inputs: Sequence[Axes],
     outputs: Sequence[Axes],
@@ -34,94 +39,185 @@ def over_devices(
 ) -> tuple[jax.Array, ...]:
     """`run(*arrays)`, split over devices along the free factors where the arrays are.
 
-    `run` must take its sizes from the arrays it is handed. `sums`: factors, for each output, that
-    it is a sum over; what the devices have of it is added up along those that are split. `begins`:
-    a free factor; where it is split, `run` is handed the number of its first element as well.
-    `writes`: how many of the results are arrays that `run` holds as refs and writes into; a result
+    `run` must take its sizes from the arrays it is handed. `sums`: for each output, factors that it
+    is a sum over; what the devices have of it is added up along those that are split. `begins`: a
+    free factor; where it is split, `run` is handed the number of its first element as well.
+    `writes`: number of results that are arrays which `run` holds as refs and writes into; a result
     after those follows from the arrays after as many alone.
     """
     run, types = _as_now(run), [jax.typeof(array) for array in arrays]
-    mesh = _explicit_mesh(types)
-    varying = frozenset().union(*(varying_axes(array) for array in arrays))
-    if varying or _is_manual():  # inside jax.shard_map: the arrays are this device's part already
-        # Pallas takes no refs that differ along mesh axes, so it is not to see that these do.
-        results = _sealed.bind(*arrays, run=run) if writes else run(*arrays)
-        rest = varying
-        if writes:
-            rest = frozenset().union(*(varying_axes(array) for array in arrays[writes:]))
-        return tuple(
-            varying_along(result, varying if n < writes else rest)
-            for n, result in enumerate(results)
-        )
-    sums = sums or [()] * len(outputs)
-    if mesh is not None:
-        # Explicit mesh axes: the shardings are part of the types, so the split is known already.
-        places = _places(mesh, types, inputs, free)
-        ins, outs = (tuple(_spec(axes, places) for axes in many) for many in (inputs, outputs))
-        parts = [
-            jax.sharding.reshard(array, NamedSharding(mesh, spec))
-            for array, spec in zip(arrays, ins, strict=True)
-        ]
-        local = functools.partial(_local, run, sums, places, _axis_of(begins, inputs))
-        specs: dict[str, Any] = {"in_specs": ins, "out_specs": outs}
-        return jax.shard_map(local, mesh=mesh, **specs, check_vma=False)(*parts)
+    now = jax.sharding.get_abstract_mesh()
+    kinds = set(now.axis_types)
+    if kinds == {AxisType.Manual} or any([x.manual_axis_type.varying for x in types]):
+        return _on_this_device(run, arrays, writes)
+    sums = tuple(sums) or ((),) * len(outputs)
+    split = _Split(tuple(inputs), tuple(outputs), tuple(free), sums, begins)
+    # Explicit mesh axes that split one of the arrays, or could.
+    explicit = [x.sharding.mesh for x in types if any(x.sharding.spec)]
+    if explicit or kinds == {AxisType.Explicit}:
+        return _by_types(run, arrays, split, explicit[0] if explicit else now)
     run = jax.jit(run)  # which keeps the constants that it makes inside of it
     call = custom_partitioning(run)
-    sealed = functools.partial(_sealed.bind, run=run)
-
-    def partition(mesh: Any, shapes: Any, results: Any) -> Any:
-        del results
-        if mesh.empty:  # `jax.set_mesh` alone says where: jax gives no names, so nothing is split
-            devices = sorted(shapes[0].sharding.device_set, key=lambda device: device.id)
-            mesh, places = Mesh(np.array(devices), ("device",)), {}
-        else:
-            places = _places(mesh, shapes, inputs, free)
-        ins, outs = (
-            tuple(NamedSharding(mesh, _spec(axes, places)) for axes in many)
-            for many in (inputs, outputs)
-        )
-        local = functools.partial(_local, sealed, sums, places, _axis_of(begins, inputs))
-        return mesh, local, outs, ins
-
-    sizes = _factor_sizes(arrays, inputs)
-    every = [axis for axes in (*inputs, *outputs) for axis in axes]
-    used = dict.fromkeys(factor for axis in every for factor in axis.split())
-    whole = tuple(factor for factor in used if factor not in free)
-    within = [factor for factor in used if factor not in every]  # only ever a part of an axis
+    rule = _rule(split, tuple([array.shape for array in arrays]))
     call.def_partition(
-        partition,
-        sharding_rule=_rule(inputs, outputs),
-        need_replication_factors=whole,
-        **{factor: sizes[factor] for factor in within},
+        functools.partial(_partition, run, split),
+        sharding_rule=rule.text,
+        need_replication_factors=rule.whole,
+        **rule.parts,
     )
     with jax.disable_jit(False):  # or the constants would show
         return call(*arrays)
 
 
-def _is_manual() -> bool:
-    """Whether jax.shard_map maps every axis here, whether or not it keeps track of what differs."""
-    kinds = set(jax.sharding.get_abstract_mesh().axis_types)
-    return kinds == {AxisType.Manual}
+def factor_sizes(inputs: Sequence[Axes], shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
+    """The sizes of all factors."""
+    axes = [
+        (axis, size)
+        for names, shape in zip(inputs, shapes, strict=True)
+        for axis, size in zip(names, shape, strict=True)
+    ]
+    sizes = {axis: size for axis, size in axes if " " not in axis}
+    for axis, size in axes:
+        if " " in axis:
+            major, minor = axis.split()
+            sizes[minor] = size // sizes[major]
+    return sizes
 
 
-def _explicit_mesh(types: Sequence[Any]) -> Any:
-    """The mesh whose explicit axes split one of the arrays, or could; None where there is none."""
-    for each in types:
-        if any(name is not None for name in each.sharding.spec):
-            return each.sharding.mesh
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh if set(mesh.axis_types) == {AxisType.Explicit} else None
+class _Split(NamedTuple):
+    """The axes of a call by factors: the arguments of `over_devices` that say how it splits."""
+
+    inputs: tuple[Axes, ...]
+    outputs: tuple[Axes, ...]
+    free: tuple[str, ...]
+    sums: tuple[Sequence[str], ...]
+    begins: str | None
+
+    def places(self, mesh: AnyMesh, arrays: Sequence[Any]) -> dict[str, tuple[str, ...]]:
+        """The mesh axes that split each free factor: the first array that is split along it
+        decides.
+        """
+        sizes = factor_sizes(self.inputs, [array.shape for array in arrays])
+        places: dict[str, tuple[str, ...]] = {}
+        taken: set[str] = set()
+        for array, axes in zip(arrays, self.inputs, strict=True):
+            spec = tuple(array.sharding.spec)
+            for axis, names in zip(axes, spec + (None,) * (len(axes) - len(spec)), strict=True):
+                factor = axis.split()[0]
+                names = (names,) if isinstance(names, str) else tuple(names or ())
+                ways = math.prod(mesh.shape[name] for name in names)
+                fits = factor in self.free and sizes[factor] % ways == 0
+                if names and factor not in places and fits and not taken.intersection(names):
+                    places[factor] = names
+                    taken.update(names)
+        return places
+
+    def local(self, run: Run, places: dict[str, tuple[str, ...]]) -> Run:
+        """One device's part of `run`, its sums added up over the devices: in float32, so that they
+        are rounded once however many devices there are.
+        """
+        number = next((n for n, axes in enumerate(self.inputs) if self.begins in axes), None)
+        names = None if number is None or self.begins is None else places.get(self.begins)
+
+        def part(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            more: tuple[jax.Array, ...] = ()
+            if names and number is not None and self.begins is not None:
+                size = arrays[number].shape[self.inputs[number].index(self.begins)]
+                more = (jax.lax.axis_index(names) * size,)
+            results = []
+            for result, factors in zip(run(*arrays, *more), self.sums, strict=True):
+                over = tuple(name for factor in factors for name in places.get(factor, ()))
+                if over:
+                    wide = jnp.promote_types(result.dtype, jnp.float32)
+                    result = jax.lax.psum(result.astype(wide), over).astype(result.dtype)
+                results.append(result)
+            return tuple(results)
+
+        return part
 
 
-# `run(*arrays)` that shows nothing of the refs in it: a kernel may hold what it writes as refs,
-# which custom_partitioning does not lower by itself.
+def _on_this_device(run: Run, arrays: Sequence[jax.Array], writes: int) -> tuple[jax.Array, ...]:
+    """`run(*arrays)` inside jax.shard_map, where the arrays are this device's part already."""
+    # Pallas takes no refs that differ along mesh axes, so it is not to see that these do.
+    results = _sealed.bind(*arrays, run=run) if writes else run(*arrays)
+    every, rest = _varying_axes(arrays), _varying_axes(arrays[writes:])
+    return tuple(
+        varying_along(result, every if n < writes else rest) for n, result in enumerate(results)
+    )
+
+
+def _by_types(
+    run: Run, arrays: Sequence[jax.Array], split: _Split, mesh: AnyMesh
+) -> tuple[jax.Array, ...]:
+    """`run(*arrays)` by jax.shard_map: the axes of an explicit mesh are part of the types."""
+    places = split.places(mesh, [jax.typeof(array) for array in arrays])
+    ins, outs = (tuple(_spec(axes, places) for axes in many) for many in split[:2])
+    parts = [
+        jax.sharding.reshard(array, NamedSharding(mesh, spec))
+        for array, spec in zip(arrays, ins, strict=True)
+    ]
+    specs: dict[str, Any] = {"in_specs": ins, "out_specs": outs}
+    local = split.local(run, places)
+    return jax.shard_map(local, mesh=mesh, **specs, check_vma=False)(*parts)
+
+
+def _partition(
+    run: Run, split: _Split, mesh: Mesh, shapes: Sequence[Placed], results: Sequence[Placed]
+) -> Any:
+    """The answer to custom_partitioning, which knows how XLA has split the arrays."""
+    del results
+    places: dict[str, tuple[str, ...]] = {}
+    if (
+        mesh.empty
+    ):  # jax.set_mesh alone names the devices: jax has no names for us, nothing is split
+        devices = sorted(shapes[0].sharding.device_set, key=lambda device: device.id)
+        mesh = Mesh(np.array(devices), ("device",))
+    else:
+        places = split.places(mesh, shapes)
+    ins, outs = (
+        tuple(NamedSharding(mesh, _spec(axes, places)) for axes in many) for many in split[:2]
+    )
+    return mesh, split.local(functools.partial(_sealed.bind, run=run), places), outs, ins
+
+
+class _Rule(NamedTuple):
+    """The axes as Shardy takes them."""
+
+    text: str  # "b t (k g) h, b s k h -> b t (k g) h"
+    whole: tuple[str, ...]  # factors that every device has whole
+    parts: dict[str, int]  # sizes of factors that are only ever a part of an axis
+
+
+@functools.lru_cache(maxsize=1024)
+def _rule(split: _Split, shapes: tuple[tuple[int, ...], ...]) -> _Rule:
+    def side(many: Sequence[Axes]) -> str:
+        return ", ".join(
+            " ".join(f"({axis})" if " " in axis else axis for axis in axes) for axes in many
+        )
+
+    every = [axis for axes in (*split.inputs, *split.outputs) for axis in axes]
+    factors = dict.fromkeys(factor for axis in every for factor in axis.split())
+    sizes = factor_sizes(split.inputs, shapes)
+    return _Rule(
+        f"{side(split.inputs)} -> {side(split.outputs)}",
+        tuple(factor for factor in factors if factor not in split.free),
+        {factor: sizes[factor] for factor in factors if factor not in every},
+    )
+
+
+def _spec(axes: Axes, places: dict[str, tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(places.get(axis.split()[0]) for axis in axes))
+
+
+# `run(*arrays)` that hides its refs: a kernel may hold arrays that it writes as refs, which
+# custom_partitioning does not lower by itself.
 _sealed = Primitive("pallas_attn_sealed")
 _sealed.multiple_results = True
 
 
 def sealed(run: Callable[..., Any], *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """`run(*arrays)` within jax.shard_map, which may hold arrays as refs. Of its results jax then
-    takes for granted that they are the same on all devices.
+    """`run(*arrays)` within jax.shard_map, which may hold arrays as refs. Its results are taken to
+    be the same on all devices.
     """
     return tuple(_sealed.bind(*arrays, run=_as_now(run)))
 
@@ -139,7 +235,7 @@ def _as_now(run: Callable[..., Any]) -> Callable[..., Any]:
     return now
 
 
-def _lower_sealed(context: Any, *arrays: Any, run: Callable[..., Any]) -> Any:
+def _lower_sealed(context: Lowering, *arrays: jax.Array, run: Callable[..., Any]) -> Any:
     alike = [
         jax.core.ShapedArray(x.shape, x.dtype) if x.manual_axis_type.varying else x
         for x in context.avals_in
@@ -153,18 +249,16 @@ mlir.register_lowering(_sealed, _lower_sealed)
 
 
 @_sealed.def_abstract_eval
-def _(*arrays: Any, run: Callable[..., Any]) -> Any:
+def _(*arrays: jax.Array, run: Callable[..., Any]) -> Any:
     with jax.enable_x64(False):
         results = jax.eval_shape(run, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in results]
 
 
-def in_32_bits(run: Callable[[Any], Any], inputs: Any) -> Any:
-    """`run(inputs)` of a tree of arrays and static ints, where Python's numbers have 32 bits
-    whatever the application has chosen: as it is traced and, since Mosaic asks again, lowered.
+def in_32_bits[Inputs](run: Callable[[Inputs], Any], inputs: Inputs) -> Any:
+    """`run(inputs)`, of a tree of arrays and static ints, with Python's numbers in 32 bits although
+    the application has chosen 64: as it is traced and, since Mosaic asks again, lowered.
     """
-    if not jax.config.jax_enable_x64:
-        return run(inputs)
     leaves, tree = jax.tree.flatten(inputs)
     static = [leaf if isinstance(leaf, int) else None for leaf in leaves]
     made: list[Any] = []
@@ -181,108 +275,24 @@ def in_32_bits(run: Callable[[Any], Any], inputs: Any) -> Any:
     return jax.tree.unflatten(made[-1], results)
 
 
-class _Axis(NamedTuple):
-    """Where a factor's size is to be seen."""
-
-    factor: str
-    array: int
-    axis: int
-
-
-def _axis_of(factor: str | None, inputs: Sequence[Axes]) -> _Axis | None:
-    found = (n for n, axes in enumerate(inputs) if factor in axes)
-    if factor is None or (array := next(found, None)) is None:
-        return None
-    return _Axis(factor, array, inputs[array].index(factor))
-
-
-def _local(
-    run: Callable[..., tuple[jax.Array, ...]],
-    sums: Sequence[Sequence[str]],
-    places: dict[str, tuple[str, ...]],
-    begins: _Axis | None,
-    *arrays: jax.Array,
-) -> tuple[jax.Array, ...]:
-    """One device's part of `run`, its sums added up over the devices: in float32, so that they are
-    rounded once however many devices there are.
-    """
-    if begins is not None and (names := places.get(begins.factor)):
-        size = arrays[begins.array].shape[begins.axis]
-        arrays = (*arrays, jax.lax.axis_index(names) * size)
-    results = []
-    for result, factors in zip(run(*arrays), sums, strict=True):
-        names = tuple(name for factor in factors for name in places.get(factor, ()))
-        if names:
-            wide = jnp.promote_types(result.dtype, jnp.float32)
-            result = jax.lax.psum(result.astype(wide), names).astype(result.dtype)
-        results.append(result)
-    return tuple(results)
-
-
-def _rule(inputs: Sequence[Axes], outputs: Sequence[Axes]) -> str:
-    """The axes in the notation of Shardy: "b t (k g) h, b s k h -> b t (k g) h"."""
-
-    def side(many: Sequence[Axes]) -> str:
-        return ", ".join(
-            " ".join(f"({axis})" if " " in axis else axis for axis in axes) for axes in many
-        )
-
-    return f"{side(inputs)} -> {side(outputs)}"
-
-
-def _factor_sizes(arrays: Sequence[jax.Array], inputs: Sequence[Axes]) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for array, axes in zip(arrays, inputs, strict=True):
-        for size, axis in zip(array.shape, axes, strict=True):
-            if " " not in axis:
-                sizes[axis] = size
-    for array, axes in zip(arrays, inputs, strict=True):
-        for size, axis in zip(array.shape, axes, strict=True):
-            if " " in axis:
-                major, minor = axis.split()
-                sizes[minor] = size // sizes[major]
-    return sizes
-
-
-def _places(
-    mesh: Any, shapes: Sequence[Any], inputs: Sequence[Axes], free: Sequence[str]
-) -> dict[str, tuple[str, ...]]:
-    """Which mesh axes split each free factor: the first array that is split along it decides."""
-    sizes = _factor_sizes(shapes, inputs)
-    places: dict[str, tuple[str, ...]] = {}
-    taken: set[str] = set()
-    for shape, axes in zip(shapes, inputs, strict=True):
-        spec = shape.sharding.spec
-        for axis, names in zip(axes, tuple(spec) + (None,) * (len(axes) - len(spec)), strict=True):
-            factor = axis.split()[0]
-            names = (names,) if isinstance(names, str) else tuple(names or ())
-            ways = 1
-            for name in names:
-                ways *= mesh.shape[name]
-            fits = factor in free and sizes[factor] % ways == 0 and not taken.intersection(names)
-            if names and factor not in places and fits:
-                places[factor] = names
-                taken.update(names)
-    return places
-
-
-def _spec(axes: Axes, places: dict[str, tuple[str, ...]]) -> PartitionSpec:
-    return PartitionSpec(*(places.get(axis.split()[0]) for axis in axes))
-
-
 def varying_axes(array: jax.Array) -> frozenset[str]:
     """The mesh axes along which the array differs."""
     return jax.typeof(array).manual_axis_type.varying
 
 
+def _varying_axes(arrays: Sequence[jax.Array]) -> frozenset[str]:
+    return frozenset().union(*[jax.typeof(array).manual_axis_type.varying for array in arrays])
+
+
 def varying_like(array: jax.Array, *others: jax.Array) -> jax.Array:
     """The array, said to differ along the mesh axes that any of the others differs along."""
-    return varying_along(array, frozenset().union(*map(varying_axes, others)))
+    axes = _varying_axes(others)
+    return varying_along(array, axes) if axes else array
 
 
 def gradient_of(array: jax.Array, gradient: jax.Array) -> jax.Array:
-    """The gradient, with the type that jax wants for this array's: added up over the mesh axes
-    along which the array is the same everywhere, and split as the array is.
+    """The gradient with the type that jax wants for this array's: added up over the mesh axes along
+    which the array is the same everywhere, and split as the array is.
     """
     alike = tuple(sorted(varying_axes(gradient) - varying_axes(array)))
     gradient = jax.lax.psum(gradient, alike) if alike else gradient
@@ -292,16 +302,16 @@ def gradient_of(array: jax.Array, gradient: jax.Array) -> jax.Array:
     return jax.sharding.reshard(gradient, NamedSharding(sharding.mesh, sharding.spec))
 
 
-def one_after_another(run: Callable[[Any], Any], arrays: Any) -> Any:
-    """`jax.lax.map`, also over an axis that explicit mesh axes split: it is gathered, and what
-    comes of it split again.
+def one_after_another[Arrays](run: Callable[[Arrays], Any], arrays: Arrays) -> Any:
+    """`jax.lax.map`, also over an axis that explicit mesh axes split: the axis is gathered, and
+    that of the results split again.
     """
     types = [jax.typeof(array).sharding for array in jax.tree.leaves(arrays)]
     split = next((each for each in types if each.spec and each.spec[0] is not None), None)
     if split is None:
         return jax.lax.map(run, arrays)
 
-    def along(names: Any, array: jax.Array) -> jax.Array:
+    def along(names: str | tuple[str, ...] | None, array: jax.Array) -> jax.Array:
         rest = jax.typeof(array).sharding.spec[1:]
         return jax.sharding.reshard(array, NamedSharding(split.mesh, PartitionSpec(names, *rest)))
 
@@ -311,5 +321,5 @@ def one_after_another(run: Callable[[Any], Any], arrays: Any) -> Any:
 
 def varying_along(array: jax.Array, axes: frozenset[str]) -> jax.Array:
     """The array, said to differ along these mesh axes."""
-    missing = tuple(sorted(axes - varying_axes(array)))
+    missing = tuple(sorted(axes - jax.typeof(array).manual_axis_type.varying))
     return jax.lax.pcast(array, missing, to="varying") if missing else array

@@ -1,5 +1,5 @@
-"""What is static of attention over rows that several devices have, the orders in which their rows
-lie, and what moves between the devices.
+"""Static facts of attention over rows that several devices have, the orders in which these rows
+lie, and how they move between devices.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_attn._autodiff.score_gradients import Rows
 from pallas_attn._call.problem import AttentionProblem
@@ -25,8 +26,9 @@ from pallas_attn.context import (
 )
 
 Array = jax.Array
-# Bytes of K and V of all devices from which on it is asked at run time which of them documents
-# need: the answer costs a wait of the host.
+Index = Any  # an int, or an int32 array
+# Bytes of K and V of all devices from which on the keys that documents need are found at run time:
+# the answer costs a wait of the host.
 WORTH_ASKING = 2**28
 
 
@@ -38,7 +40,7 @@ class Split:
     implementation: str | None
     context: Context
     shards: int
-    near: tuple[int, int] | None = None  # what `window` says where documents need no more
+    near: tuple[int, int] | None = None  # `window` where documents need no more
     fetched: bool = False  # whether k and v stay where they are: a kernel fetches what it needs
 
     def __post_init__(self):
@@ -51,12 +53,12 @@ class Split:
 
     @property
     def rows(self) -> int:
-        """Of q, a chunk."""
+        """Rows of q in a chunk."""
         return self.problem.q_len // self.chunks
 
     @property
     def keys(self) -> int:
-        """Of k, a chunk."""
+        """Rows of k in a chunk."""
         return self.problem.kv_len // self.chunks
 
     @property
@@ -65,17 +67,17 @@ class Split:
 
     @property
     def programs(self) -> tuple[Program | None, Program | None]:
-        """Of masks and of scores."""
+        """The functions of masks and of scores."""
         return self.problem.mask_program, self.problem.score_program
 
     @property
     def has_functions(self) -> bool:
         return self.programs != (None, None)
 
-    def placed(self, program: Any) -> Any:
-        """A function as a launch has it, whose batch rows are chunks, and whose keys, and the
-        offsets of queries, count from the start of what is there (`starts`); or whose heads are
-        some of a device's.
+    def placed(self, program: Program | None) -> Program | None:
+        """A function as a launch has it: its batch rows are chunks, and its keys and the offsets of
+        queries count from the first key that is there (`starts`); or its heads are those of a
+        device.
         """
         if program is None:
             return None
@@ -83,8 +85,8 @@ class Split:
         return block_summary.placed(program, self.context, rows, self.window() is not None)
 
     def window(self) -> tuple[int, int] | None:
-        """Keys [lo, hi) that a chunk's rows may see, from the chunk's own first key on; None where
-        all keys move: they are not known, or too many, or a bias lies over all of them.
+        """Keys [lo, hi) that a chunk's rows may see, counted from the chunk's own first key; None
+        where all keys move: they are not known, or too many, or a bias lies over all of them.
         """
         if self.near is not None or self.fetched or not self.may_move_some:
             return self.near
@@ -102,8 +104,8 @@ class Split:
 
     @property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """For documents, windows that may hold all keys that a chunk's rows see, the narrowest
-        first; which one does is known at run time.
+        """For documents, windows that may hold all keys that a chunk's rows see, narrowest first;
+        the one that does is known at run time.
         """
         problem, size = self.problem, self.keys
         ids = {"q_segment_ids", "kv_segment_ids"} <= set(problem.arrays)
@@ -115,17 +117,17 @@ class Split:
             return ()
         right = problem.mask.right
         ends = isinstance(right, int) and problem.q_offset + right <= 0  # with the chunk
-        found = [(-n, size if ends else size + n) for n in (0, *self.reaches)]
-        return tuple(w for w in found if self.chunks * (w[1] - w[0]) < self.all_keys)
+        windows = [(-n, size if ends else size + n) for n in (0, *self.reaches)]
+        return tuple((lo, hi) for lo, hi in windows if self.chunks * (hi - lo) < self.all_keys)
 
     @property
     def reaches(self) -> tuple[int, ...]:
         """Keys beside a chunk that may be enough."""
         return (self.keys,) if self.keys % 4 else (self.keys // 4, self.keys)
 
-    def telling(self, offset: Any) -> Any:
-        """An offset of a chunk's rows, or in a ring the nearest one at which they see the same
-        keys: few differ.
+    def clamp_offset(self, offset: Index) -> Index:
+        """An offset of a chunk's rows; in a ring, clamped to the range in which the offset changes
+        the mask, so that few offsets differ.
         """
         mask = self.problem.mask
         bounds = (mask.left, mask.right)
@@ -141,8 +143,8 @@ class Split:
             return min(max(offset, least), most)
         return jnp.clip(offset, least, most)
 
-    def starts(self, numbers: Any) -> Any:
-        """The positions of the first keys that chunks of these numbers are handed."""
+    def starts(self, numbers: Index) -> Index:
+        """The positions of the first keys of the launches for chunks of these numbers."""
         return first_keys(numbers, self.keys, self.window())
 
 
@@ -190,7 +192,7 @@ def scores_by_chunk(split: Split, x: Array) -> Array:
 
 
 def in_order(split: Split, x: Array, axis: int) -> Array:
-    """What all devices have, one after the other along an axis, in the order of positions."""
+    """Rows of all devices, one device after the other along an axis, in the order of positions."""
     if split.chunks == 1:
         return x
     shape = x.shape
@@ -210,12 +212,12 @@ def as_devices_have_it(split: Split, x: Array, axis: int) -> Array:
     return jnp.moveaxis(pairs, (0, 1), (axis, axis + 1)).reshape(shape)
 
 
-# ---- what moves ---------------------------------------------------------------------------------
+# ---- moving rows ---------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gathered(split: Split, x: Array) -> Array:
-    """[B, rows, ...] of each device -> those of all, in the order of positions."""
+    """[B, rows, ...] of each device -> rows of all devices, in the order of positions."""
     return in_order(split, all_gathered(split, x), 1)
 
 
@@ -226,8 +228,8 @@ def gathered_as_they_lie(split: Split, x: Array) -> Array:
 
 
 def scattered(split: Split, gradient: Array) -> Array:
-    """Each device's own rows of what all have computed for them, which lie as in `all_gathered`,
-    added up in float32.
+    """A device's own rows of the gradients that all devices have computed, which lie as in
+    `all_gathered`, added up in float32.
     """
     batch, rows, *rest = gradient.shape
     parts = gradient.reshape(batch, split.shards, rows // split.shards, *rest)
@@ -246,19 +248,19 @@ gathered_as_they_lie.defvjp(
 
 
 def all_gathered(split: Split, x: Array) -> Array:
-    """[B, rows, ...] of each device -> those of all, one device after the other."""
+    """[B, rows, ...] of each device -> rows of all, one device after the other."""
     return lax.all_gather(x, split.context.axis, axis=1, tiled=True)
 
 
 def near(split: Split, x: Array, window: tuple[int, int]) -> Array:
     """[B, rows, ...] of each device -> [B * chunks, hi - lo, ...]: the rows of the window of each
-    chunk; where the sequence begins within it, from there on. What lies past an end is 0.
+    chunk, from the beginning of the sequence on where that lies within it; zeros past an end.
     """
     lo, hi = window
     size, batch = split.keys, x.shape[0]
     parts = x.reshape(batch, split.chunks, size, *x.shape[2:])
     numbers = chunk_numbers(split.context, lax.axis_index(split.context.axis), split.shards)
-    found = []
+    windows = []
     for own in range(split.chunks):
         pieces = []
         for away in range(lo // size, (hi - 1) // size + 1):
@@ -266,17 +268,18 @@ def near(split: Split, x: Array, window: tuple[int, int]) -> Array:
             pieces.append(from_afar(split, parts[:, :, some], own, away))
         rows = jnp.concatenate(pieces, axis=1)
         before = jnp.clip(-(numbers[own] * size + lo), 0, hi - lo)  # the sequence has none there
-        found.append(jnp.roll(rows, -before, axis=1) if lo < 0 else rows)
-    return jnp.stack(found, axis=1).reshape(-1, *found[0].shape[1:])
+        windows.append(jnp.roll(rows, -before, axis=1) if lo < 0 else rows)
+    return jnp.stack(windows, axis=1).reshape(-1, *windows[0].shape[1:])
 
 
 def from_afar(split: Split, parts: Array, own: int, away: int) -> Array:
-    """For this device's chunk number `own` the part of the chunk so many chunks away; else 0.
+    """The part of the chunk that lies so many chunks away from this device's chunk number `own`; 0
+    where there is none.
 
     parts: [B, chunks, rows, ...] of this device.
     """
     context, shards = split.context, split.shards
-    found = jnp.zeros_like(parts[:, 0])
+    part = jnp.zeros_like(parts[:, 0])
     for slot in range(split.chunks):
         pairs = []
         for device in range(shards):
@@ -286,8 +289,8 @@ def from_afar(split: Split, parts: Array, own: int, away: int) -> Array:
         if pairs == [(device, device) for device in range(shards)]:
             return parts[:, slot]
         if pairs:
-            found = found + lax.ppermute(parts[:, slot], context.axis, pairs)
-    return found
+            part = part + lax.ppermute(parts[:, slot], context.axis, pairs)
+    return part
 
 
 def moved(split: Split, x: Array) -> Array:
@@ -298,5 +301,6 @@ def moved(split: Split, x: Array) -> Array:
     return gathered(split, x) if window is None else near(split, x, window)
 
 
-def wide(dtype: Any) -> Any:
+def wide(dtype: DTypeLike) -> DTypeLike:
+    """The dtype of sums."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32

@@ -1,11 +1,12 @@
-"""What a mask function leaves of blocks of queries by keys where several devices have the rows: of
-those that one device has, in the launches that a call with a context makes of them.
+"""Kinds of a mask function's blocks, kept in the mask (`mask.blocks`): for a call on one device, or
+for one device's rows in the launches that a call with a `Context` makes.
 
-Batch rows of a launch are chunks of a device's rows. Its keys are those of the whole sequence, or
-of a window around each chunk, or in a ring those of one chunk: see `_context`.
+Batch rows of such a launch are chunks of the device's rows. Its keys are those of the whole
+sequence, of a window around each chunk, or in a ring of one chunk.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from pallas_attn._functions import program as _program
 from pallas_attn._functions import tile_bounds
 from pallas_attn._functions.program import Program
 from pallas_attn.context import (
+    Band,
     Context,
     chunk_numbers,
     chunk_rows,
@@ -27,7 +29,7 @@ Array = jax.Array
 
 
 class Sizes(NamedTuple):
-    """Of a call, on one device."""
+    """Sizes of a call on one device."""
 
     batch: int
     heads: int
@@ -35,26 +37,25 @@ class Sizes(NamedTuple):
     kv_len: int
     q_offset: int
 
+    def grid(self, batch: int, heads: int, lengths: tuple[int, int]) -> tile_bounds.Grid:
+        size = tile_bounds.GRANULE
+        return tile_bounds.Grid(batch, heads, *lengths, size, size, self.q_offset)
+
 
 def of_call(program: Program, aux: tuple[Array, ...], sizes: Sizes) -> Array | None:
-    """`tile_bounds.stored`, of a call without a context; None where the function reads no array."""
+    """`tile_bounds.of_blocks` without a context; None where the function reads no array."""
     if not program.arrays:
         return None
-    uses, offset = program.depends_on, sizes.q_offset
-    rows = (sizes.batch if uses(0) else 1, sizes.heads if uses(1) else 1)
-    grid = _grid(*rows, (sizes.q_len, sizes.kv_len), offset)
-    return tile_bounds.of_blocks(program, aux, grid, offset)
-
-
-def _grid(batch: int, heads: int, lengths: tuple[int, int], offset: int | None) -> tile_bounds.Grid:
-    size = tile_bounds.GRANULE
-    return tile_bounds.Grid(batch, heads, *lengths, size, size, offset)
+    batch = sizes.batch if program.depends_on(0) else 1
+    heads = sizes.heads if program.depends_on(1) else 1
+    grid = sizes.grid(batch, heads, (sizes.q_len, sizes.kv_len))
+    return tile_bounds.of_blocks(program, aux, grid, sizes.q_offset)
 
 
 def placed(program: Program, context: Context, rows: int, windows: bool) -> Program:
-    """A function as a launch of so many batch rows has it: those are chunks, and its keys, and the
-    offsets of its queries, count from the start of what is there, in a ring and where chunks have
-    `windows`; or its heads are some of a device's.
+    """The function in a launch of `rows` batch rows, which are chunks. Positions count from the
+    launch's first key in a ring and where chunks have `windows`; by method "heads", heads count
+    from the device's first.
     """
     if context.method == "heads":
         return _program.placed(program, 1, (program.inputs - 3,), 1)
@@ -64,18 +65,18 @@ def placed(program: Program, context: Context, rows: int, windows: bool) -> Prog
 
 
 def of_device(
-    program: Program, aux: tuple[Array, ...], band: Any, sizes: Sizes, context: Context
+    program: Program, aux: tuple[Array, ...], band: Band, sizes: Sizes, context: Context
 ) -> Array | None:
-    """`tile_bounds.stored`, uint8[B or 1, N or 1, tiles of rows, tiles of keys], where B counts the
-    chunks of a batch row one after the other; in a ring for each chunk of the sequence's keys, on
-    an axis before these. None where all is known when a call is traced. `band`: a static one that
-    shows all that is seen.
+    """`tile_bounds.of_blocks` for a device's rows, [B or 1, N or 1, tiles of rows, tiles of keys],
+    with the chunks of a batch row one after the other on B. A ring has an axis in front, for each
+    chunk of the sequence's keys. None where all is known when a call is traced. `band`: a static
+    mask that shows all that the function shows.
     """
     shards = shards_of(context)
     if context.method == "heads":
         return _of_heads(program, aux, sizes, context, shards)
-    given = {"q_len": sizes.q_len, "kv_len": sizes.kv_len}
-    rows, keys = (chunk_rows(context, name, n) for name, n in given.items())
+    rows = chunk_rows(context, "q_len", sizes.q_len)
+    keys = chunk_rows(context, "kv_len", sizes.kv_len)
     numbers = chunk_numbers(context, lax.axis_index(context.axis), shards)
     is_ring, lengths = context.method == "ring", (sizes.q_len, sizes.kv_len)
     window = None if is_ring else window_of(context, shards, band, lengths, sizes.q_offset)
@@ -85,16 +86,14 @@ def of_device(
 
     def of_launch(starts: Array, count: int) -> Array:
         offset = jnp.tile(sizes.q_offset + numbers * rows - starts, repeats)
-        grid = _grid(batch, sizes.heads, (rows, count), None)
+        grid = dataclasses.replace(sizes.grid(batch, sizes.heads, (rows, count)), offset=None)
         arrays = (*aux, jnp.tile(starts, repeats))[: len(local.arrays)]
-        found = tile_bounds.of_blocks(local, arrays, grid, offset.reshape(-1, 1, 1, 1))
-        return jnp.broadcast_to(found, (batch, *found.shape[1:]))
+        blocks = tile_bounds.of_blocks(local, arrays, grid, offset.reshape(-1, 1, 1, 1))
+        return jnp.broadcast_to(blocks, (batch, *blocks.shape[1:]))
 
     if is_ring:
         firsts = jnp.arange(shards * context.chunks, dtype=jnp.int32) * keys
-        return lax.map(
-            lambda first: of_launch(jnp.broadcast_to(first, numbers.shape), keys), firsts
-        )
+        return lax.map(lambda x: of_launch(jnp.broadcast_to(x, numbers.shape), keys), firsts)
     count = sizes.kv_len * shards if window is None else window[1] - window[0]
     return of_launch(first_keys(numbers, keys, window), count)
 
@@ -102,7 +101,7 @@ def of_device(
 def _of_heads(
     program: Program, aux: tuple[Array, ...], sizes: Sizes, context: Context, shards: int
 ) -> Array | None:
-    """Of all rows, and of the heads that this device attends."""
+    """`of_device` by method "heads": all rows, and the heads that this device attends."""
     heads, rest = divmod(sizes.heads, shards)
     if rest and program.depends_on(1):
         raise ValueError(
@@ -113,7 +112,6 @@ def _of_heads(
     if not local.arrays:
         return None
     first = (lax.axis_index(context.axis) * heads).astype(jnp.int32)[None]
-    lengths = sizes.q_len * shards, sizes.kv_len * shards
     batch = sizes.batch if program.depends_on(0) else 1
-    grid = _grid(batch, max(heads, 1), lengths, sizes.q_offset)
+    grid = sizes.grid(batch, max(heads, 1), (sizes.q_len * shards, sizes.kv_len * shards))
     return tile_bounds.of_blocks(local, (*aux, first)[: len(local.arrays)], grid, sizes.q_offset)

@@ -1,10 +1,9 @@
-"""Functions of positions as values: traced once, compared by what they compute, and evaluated on
-arrays of any kind.
+"""Functions of positions as values: traced once, compared by their operations, evaluated anywhere.
 
 A user's function of scalars becomes a `Program`: a list of operations, frozen and hashable, a jit
 key by value. The reference evaluates it on jax arrays that broadcast, a kernel on the tiles, rows,
-columns and scalars of its registers. What a function may contain is the table `OPERATIONS`, reads
-of its arrays at scalar positions, and jitted functions of these.
+columns and scalars of its registers. A function may contain the `OPERATIONS`, reads of its arrays
+at scalar positions, and jitted functions of these.
 """
 
 import contextlib
@@ -18,21 +17,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.typing import DTypeLike
 
-Array = Any
+Value = Any  # a jax or NumPy array, or a tile, row, column or scalar of a kernel
+Kind = tuple[tuple[int, ...], str]  # shape and dtype of an array
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A number in a program; `text` names every bit of it, as NaN does not equal itself."""
+    """A number in a program; `text` has every bit of it, since NaN does not equal itself."""
 
     dtype: str
     text: str
 
     @property
-    def value(self) -> Any:
-        """A scalar of NumPy's."""
+    def value(self) -> np.generic:
         if self.dtype == "bool":
             return np.bool_(self.text == "True")
         number = int(self.text) if "int" in self.dtype else float.fromhex(self.text)
@@ -45,25 +45,33 @@ Operand = int | Constant  # the number of a value, or a constant
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One line of a program. `read`: which array `operands` are positions in, or None."""
+    """One line of a program. `read`: the array that `operands` are positions in, or None."""
 
     name: str
     operands: tuple[Operand, ...]
-    dtype: str  # of the result
+    dtype: str  # the result's
     read: int | None = None
-    exponent: int = 0  # of "integer_pow"
+    exponent: int = 0  # for "integer_pow"
+
+    def renumbered(
+        self, value: Callable[[int], int], array: Callable[[int], int] = lambda n: n
+    ) -> "Operation":
+        """The same with other numbers for the values and the array that it takes."""
+        operands = tuple(x if isinstance(x, Constant) else value(x) for x in self.operands)
+        read = None if self.read is None else array(self.read)
+        return dataclasses.replace(self, operands=operands, read=read)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function of `inputs` numbers, and of arrays that it reads. Value i is input i, or what
-    operation i - inputs gives.
+    """A function of `inputs` numbers, and of arrays that it reads. Value i is input i, or the
+    result of operation i - inputs.
     """
 
     inputs: int
     operations: tuple[Operation, ...]
     result: Operand
-    arrays: tuple[tuple[tuple[int, ...], str], ...] = ()  # shape and dtype of each
+    arrays: tuple[Kind, ...] = ()
 
     @property
     def result_dtype(self) -> str:
@@ -75,51 +83,44 @@ class Program:
 
     def depends_on(self, number: int) -> bool:
         """Whether the result may change with an input."""
-        reached = [i == number for i in range(self.inputs)]
-
-        def touches(operand: Operand) -> bool:
-            return isinstance(operand, int) and reached[operand]
-
-        for operation in self.operations:
-            reached.append(any(map(touches, operation.operands)))
-        return touches(self.result)
+        reached: set[Operand] = {number}
+        for at, operation in enumerate(self.operations, self.inputs):
+            if not reached.isdisjoint(operation.operands):
+                reached.add(at)
+        return self.result in reached
 
 
-def _alike(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Of operands whose types may differ in width, as jax.numpy has it."""
-
-    def promoted(*operands: Array) -> Array:
-        dtype = jnp.result_type(*operands)
-        return function(*(x if x.dtype == dtype else x.astype(dtype) for x in operands))
-
-    return promoted
+def _alike(*operands: Value) -> list[Value]:
+    """The operands cast to their common dtype, as jax.numpy casts them."""
+    dtype = jnp.result_type(*operands)
+    return [x if x.dtype == dtype else x.astype(dtype) for x in operands]
 
 
-def _sign(x: Array) -> Array:
+def _sign(x: Value) -> Value:
     if jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.minimum(jnp.maximum(x, -1), 1)
     return jnp.where(x > 0, 1.0, jnp.where(x < 0, -1.0, x))
 
 
-def _power(x: Array, exponent: int) -> Array:
+def _power(x: Value, exponent: int) -> Value:
     if exponent < 0:
         return 1.0 / _power(x, -exponent)
-    found = None
+    product = None
     while exponent:
         if exponent & 1:
-            found = x if found is None else found * x
+            product = x if product is None else product * x
         x, exponent = x * x, exponent >> 1
-    return x * 0 + 1 if found is None else found
+    return x * 0 + 1 if product is None else product
 
 
-# What a function may contain, by the names of jax's primitives.
-OPERATIONS: dict[str, Callable[..., Array]] = {
+# Operations that a function may contain, by the names of jax's primitives.
+OPERATIONS: dict[str, Callable[..., Value]] = {
     "add": operator.add,
     "add_any": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
-    "div": _alike(lax.div),
-    "rem": _alike(lax.rem),
+    "div": lambda a, b: lax.div(*_alike(a, b)),
+    "rem": lambda a, b: lax.rem(*_alike(a, b)),
     "neg": lambda a: 0 - a,
     "abs": lambda a: jnp.maximum(a, 0 - a),
     "sign": _sign,
@@ -146,19 +147,23 @@ OPERATIONS: dict[str, Callable[..., Array]] = {
     "or": operator.or_,
     "xor": operator.xor,
     "not": lambda a: a ^ (True if a.dtype == jnp.bool_ else -1),
-    "shift_left": _alike(lax.shift_left),
-    "shift_right_logical": _alike(lax.shift_right_logical),
-    "shift_right_arithmetic": _alike(lax.shift_right_arithmetic),
+    "shift_left": lambda a, b: lax.shift_left(*_alike(a, b)),
+    "shift_right_logical": lambda a, b: lax.shift_right_logical(*_alike(a, b)),
+    "shift_right_arithmetic": lambda a, b: lax.shift_right_arithmetic(*_alike(a, b)),
     "select_n": lambda which, no, yes: jnp.where(which, yes, no),
     "convert_element_type": lambda a: a,  # `evaluate` converts
     "copy": lambda a: a,
     "broadcast_in_dim": lambda a: a,
 }
-# What Mosaic computes in float32 alone: numbers of 16 bits are rounded afterwards.
+# Operations that Mosaic computes in float32 alone: 16-bit results are rounded afterwards.
 _OF_FLOAT32 = frozenset(("exp", "exp2", "log", "tanh", "logistic", "sqrt", "rsqrt"))
-# What takes numbers of 8 bits as they are; kernels, which hold them in 32, compute no others.
+# Operations on 8-bit numbers that kernels, which hold them in 32 bits, compute.
 _KEEP_BITS = frozenset(("select_n", "max", "min", "clamp", "copy", "broadcast_in_dim"))
-_WITHIN = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # where equations keep a function that they call
+_WITHIN = (
+    "jaxpr",
+    "call_jaxpr",
+    "fun_jaxpr",
+)  # parameters of an equation that hold a called function
 _REMEDIES = {
     "gather": "read arrays at scalar positions: aux[h, q - kv]",
     "floor": "use integers: q // n",
@@ -173,9 +178,7 @@ _REMEDIES = {
 
 
 class _View(NamedTuple):
-    """Some of an array: read from `starts` on along its axes, of which `kept` are left, in order.
-    An axis that is gone is read at its start.
-    """
+    """A part of an array that begins at `starts`; axes that are not `kept` are read there."""
 
     array: int
     starts: tuple[Operand, ...]
@@ -183,17 +186,16 @@ class _View(NamedTuple):
 
 
 def trace(
-    what: str, function: Callable[..., Any], numbers: Sequence[Any], arrays: Sequence[Array]
-) -> tuple[Program, list[Array]]:
-    """`function(*numbers, *arrays)` as a program, and the arrays that it reads: those given, and
-    what it has captured. `numbers`: the dtypes of the first arguments; `what` names it in errors.
+    what: str, function: Callable[..., Any], numbers: Sequence[DTypeLike], arrays: Sequence[Value]
+) -> tuple[Program, list[Value]]:
+    """`function(*numbers, *arrays)` as a program, and the arrays that it reads, captured ones
+    included. `numbers`: the dtypes of the first arguments; `what`: the caller's name, for errors.
     """
     scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in numbers]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
         traced = jax.make_jaxpr(function)(*scalars, *shapes)
-    captured = list(traced.consts)
-    for value in captured:
+    for value in traced.consts:
         if isinstance(value, jax.core.Tracer):
             raise ValueError(
                 f"{what}: the function captures a traced array, {value.dtype}"
@@ -206,207 +208,188 @@ def trace(
             f"{what}: expected a function that gives one scalar, got shapes {shape}; positions are "
             "scalars, and arrays are read at them: aux[b, q]"
         )
-    return _Tracing(what, len(numbers)).program(traced.jaxpr, [*arrays], captured)
+    return _Tracing(what, len(numbers)).program(traced.jaxpr, arrays, traced.consts)
 
 
 class _Tracing:
-    """The operations found so far."""
+    """The operations of a function so far."""
 
     def __init__(self, what: str, inputs: int):
         self.what, self.inputs = what, inputs
         self.operations: list[Operation] = []
         self.known: dict[Operation, int] = {}
-        self.shapes: dict[int, tuple[int, ...]] = {}
-        self.dtypes: dict[int, Any] = {}
+        self.arrays: list[Value] = []
 
-    def program(self, jaxpr: Any, arrays: list, captured: list) -> tuple[Program, list[Array]]:
-        every = [*arrays]
-        values: list[Any] = [*range(self.inputs)]
-        values += [self.whole(n, x) for n, x in enumerate(every)]
-        consts: list[Any] = []
-        for x in captured:
-            if np.ndim(x) == 0:
-                consts.append(_constant(np.asarray(x)[()], x.dtype))
-            else:
-                consts.append(self.whole(len(every), x))
-                every.append(jnp.asarray(x))
-        (result,) = self.run(jaxpr, consts, values)
-        if isinstance(result, _View):
-            result = self.read(result)
-        operations, result, used = self.needed(result)
-        kept = [every[n] for n in used]
-        shapes = tuple((tuple(x.shape), str(x.dtype)) for x in kept)
-        return Program(self.inputs, operations, result, shapes), kept
+    def program(
+        self, jaxpr: Jaxpr, arrays: Sequence[Value], captured: Sequence[Any]
+    ) -> tuple[Program, list[Value]]:
+        """The program of the operations that the result needs, and the arrays that it reads."""
+        inputs = [*range(self.inputs), *map(self.whole, arrays)]
+        consts = [
+            self.whole(jnp.asarray(x)) if np.ndim(x) else _constant(np.asarray(x)[()], x.dtype)
+            for x in captured
+        ]
+        result = self.number(self.run(jaxpr, consts, inputs)[0])
+        lines = [*enumerate(self.operations, self.inputs)]
+        needed = {result}
+        for at, op in reversed(lines):
+            needed |= {*op.operands} if at in needed else set()
+        kept = [(at, op) for at, op in lines if at in needed]
+        values = {n: n for n in range(self.inputs)}
+        values |= {at: n for n, (at, _) in enumerate(kept, self.inputs)}
+        used = sorted({op.read for _, op in kept if op.read is not None})
+        operations = tuple(op.renumbered(values.__getitem__, used.index) for _, op in kept)
+        result = result if isinstance(result, Constant) else values[result]
+        read = [self.arrays[n] for n in used]
+        kinds = tuple((tuple(x.shape), str(x.dtype)) for x in read)
+        return Program(self.inputs, operations, result, kinds), read
 
-    def needed(self, result: Operand) -> tuple[tuple[Operation, ...], Operand, list[int]]:
-        """The operations that the result depends on, the result, and the arrays that they read."""
-        wanted = {result}
-        for at in reversed(range(len(self.operations))):
-            if self.inputs + at in wanted:
-                wanted |= set(self.operations[at].operands)
-        number: dict[Any, int] = {n: n for n in range(self.inputs)}
-        kept = [at for at in range(len(self.operations)) if self.inputs + at in wanted]
-        number |= {self.inputs + at: self.inputs + n for n, at in enumerate(kept)}
-        chosen = [self.operations[at] for at in kept]
-        used = sorted({op.read for op in chosen if op.read is not None})
-        operations = tuple(
-            dataclasses.replace(
-                op,
-                operands=tuple(number.get(x, x) for x in op.operands),
-                read=None if op.read is None else used.index(op.read),
-            )
-            for op in chosen
-        )
-        return operations, number.get(result, result), used
-
-    def whole(self, number: int, array: Array) -> Any:
+    def whole(self, array: Value) -> _View:
+        """A view of all of an array."""
+        self.arrays.append(array)
         axes = len(array.shape)
-        self.shapes[number], self.dtypes[number] = tuple(array.shape), array.dtype
-        return _View(number, (ZERO,) * axes, tuple(range(axes)))
+        return _View(len(self.arrays) - 1, (ZERO,) * axes, tuple(range(axes)))
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        held: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    def run(
+        self, jaxpr: Jaxpr, consts: Sequence[Operand | _View], values: Sequence[Operand | _View]
+    ) -> list[Operand | _View]:
+        held: dict[Any, Operand | _View] = dict(zip(jaxpr.constvars, consts, strict=True))
         held |= dict(zip(jaxpr.invars, values, strict=True))
 
-        def of(atom: Any) -> Any:
-            if isinstance(atom, Literal):
-                aval: Any = atom.aval
-                return _constant(atom.val, aval.dtype)
-            return held[atom]
+        def lookup(atom: Any) -> Operand | _View:
+            if not isinstance(atom, Literal):
+                return held[atom]
+            aval: Any = atom.aval
+            return _constant(atom.val, aval.dtype)
 
         for equation in jaxpr.eqns:
-            found = self.one(equation, [of(atom) for atom in equation.invars])
-            held |= dict(zip(equation.outvars, found, strict=True))
-        return [of(atom) for atom in jaxpr.outvars]
+            results = self.equation(equation, [lookup(atom) for atom in equation.invars])
+            held |= dict(zip(equation.outvars, results, strict=True))
+        return [lookup(atom) for atom in jaxpr.outvars]
 
-    def one(self, equation: Any, given: list[Any]) -> list[Any]:
+    def equation(
+        self, equation: JaxprEqn, inputs: list[Operand | _View]
+    ) -> Sequence[Operand | _View]:
         name, params = equation.primitive.name, equation.params
         inner = next((params[key] for key in _WITHIN if key in params), None)
         if inner is not None and name not in _REMEDIES:
             jaxpr = getattr(inner, "jaxpr", inner)
-            return self.run(jaxpr, getattr(inner, "consts", ()), given)
+            return self.run(jaxpr, getattr(inner, "consts", ()), inputs)
         aval: Any = equation.outvars[0].aval
-        if isinstance(given[0], _View):
-            found = self.part(name, params, given)
-            if found is not None:
-                return [found]
+        if isinstance(inputs[0], _View):
+            part = self.part(name, params, inputs[0], inputs[1:])
+            if part is not None:
+                return [part]
         if name not in OPERATIONS or aval.shape != ():
-            raise self.refused(name, aval)
-        given = [self.read(x) if isinstance(x, _View) else x for x in given]
-        if name == "select_n" and len(given) != 3:
-            raise self.refused(name, aval)
+            raise self.refused(name, aval.shape)
+        operands = tuple(map(self.number, inputs))
+        if name == "select_n" and len(operands) != 3:
+            raise self.refused(name, aval.shape)
         if is_narrow(aval.dtype) and name not in _KEEP_BITS:
             raise ValueError(
                 f"{self.what}: the function computes {aval.dtype} ({name}), and kernels compute "
                 "numbers of 16 and 32 bits; cast to one of those before"
             )
-        return [
-            self.add(Operation(name, tuple(given), str(aval.dtype), exponent=params.get("y", 0)))
-        ]
+        return [self.add(Operation(name, operands, str(aval.dtype), exponent=params.get("y", 0)))]
 
-    def part(self, name: str, params: Any, given: list[Any]) -> _View | None:
-        """A part of an array, where that is what the equation gives."""
-        view, *rest = given
+    def part(
+        self, name: str, params: dict[str, Any], view: _View, rest: Sequence[Any]
+    ) -> _View | None:
+        """The part of an array that an equation gives, if it gives one."""
         starts, kept = list(view.starts), view.kept
         if name == "dynamic_slice":
             for axis, start, size in zip(kept, rest, params["slice_sizes"], strict=True):
                 if size == 1:
                     starts[axis] = self.sum(starts[axis], start)
-                elif size != self.shapes[view.array][axis]:  # one of all begins at 0
+                elif size != self.arrays[view.array].shape[axis]:  # all of an axis begins at 0
                     return None
-            return view._replace(starts=tuple(starts))
-        if name == "slice" and params["strides"] is None:
+        elif name == "slice" and params["strides"] is None:
             for axis, start in zip(kept, params["start_indices"], strict=True):
                 starts[axis] = self.sum(starts[axis], Constant("int32", str(start)))
-            return view._replace(starts=tuple(starts))
-        if name in ("squeeze", "reshape"):
-            shape = params.get("dimensions")
-            if name == "reshape":
-                if params["new_sizes"] != ():
-                    return None
-                shape = tuple(range(len(kept)))
-            gone = {kept[n] for n in shape}
-            return view._replace(kept=tuple(axis for axis in kept if axis not in gone))
-        return None
+        elif name == "squeeze":
+            kept = tuple(x for n, x in enumerate(kept) if n not in params["dimensions"])
+        elif name == "reshape" and params["new_sizes"] == ():
+            kept = ()
+        else:
+            return None
+        return view._replace(starts=tuple(starts), kept=kept)
 
     def sum(self, a: Operand, b: Operand) -> Operand:
         if ZERO in (a, b):
             return b if a == ZERO else a
         return self.add(Operation("add", (a, b), "int32"))
 
-    def read(self, view: _View) -> Operand:
-        if view.kept:
+    def number(self, value: Operand | _View) -> Operand:
+        """The operand itself, or the element that a view is of."""
+        if not isinstance(value, _View):
+            return value
+        if value.kept:
             raise ValueError(
-                f"{self.what}: the function uses {len(view.kept)} axes of an array whole; read it "
+                f"{self.what}: the function uses {len(value.kept)} axes of an array whole; read it "
                 "at scalar positions: aux[b, q]"
             )
-        dtype = str(self.dtypes[view.array])
-        return self.add(Operation("read", view.starts, dtype, read=view.array))
+        dtype = str(self.arrays[value.array].dtype)
+        return self.add(Operation("read", value.starts, dtype, read=value.array))
 
     def add(self, operation: Operation) -> Operand:
-        given = operation.operands
-        if operation.read is None and all(isinstance(x, Constant) for x in given):
+        """The operation's result; constants are folded, and equal operations are one."""
+        operands = operation.operands
+        if operation.read is None and all(isinstance(x, Constant) for x in operands):
             return _folded(operation)
-        if operation.name == "lt" and self.is_natural(given[0]) and given[1] == ZERO:
-            return NO  # an index from the end
-        if operation.name == "select_n" and given[0] == NO:
-            return given[1]
-        if operation.name == "ne" and given[1] == NO:
-            return given[0]
+        # Batch rows, heads and positions of keys are not negative: no index from the end.
+        natural = (self.inputs - 4, self.inputs - 3, self.inputs - 1)
+        if operation.name == "lt" and operands[0] in natural and operands[1] == ZERO:
+            return NO
+        if operation.name == "select_n" and operands[0] == NO:
+            return operands[1]
+        if operation.name == "ne" and operands[1] == NO:
+            return operands[0]
         if operation not in self.known:
             self.known[operation] = self.inputs + len(self.operations)
             self.operations.append(operation)
         return self.known[operation]
 
-    def is_natural(self, operand: Operand) -> bool:
-        """Whether it is a batch row, a head or the position of a key, none of which is negative."""
-        return operand in (self.inputs - 4, self.inputs - 3, self.inputs - 1)
-
-    def refused(self, name: str, aval: Any) -> ValueError:
-        shape = "" if aval.shape == () else f" of shape {list(aval.shape)}"
-        remedy = _REMEDIES.get(name, "write it by arithmetic, comparisons, jnp.where and reads "
-                                     "of aux")  # fmt: skip
-        if aval.shape != ():
-            remedy = _REMEDIES.get(name, "read arrays at scalar positions: aux[h, q - kv]")
+    def refused(self, name: str, shape: tuple[int, ...]) -> ValueError:
+        remedy = "write it by arithmetic, comparisons, jnp.where and reads of aux"
+        if shape:
+            remedy = "read arrays at scalar positions: aux[h, q - kv]"
+        size = f" of shape {list(shape)}" if shape else ""
         return ValueError(
-            f"{self.what}: the function contains {name}{shape}, which kernels do not compute; "
-            f"{remedy}"
+            f"{self.what}: the function contains {name}{size}, which kernels do not compute; "
+            f"{_REMEDIES.get(name, remedy)}"
         )
 
 
-def is_narrow(dtype: Any) -> bool:
+def is_narrow(dtype: np.dtype) -> bool:
     """Whether these are numbers of 8 bits or less."""
     return dtype.itemsize == 1 and dtype != jnp.bool_
 
 
 def _folded(operation: Operation) -> Constant:
-    """An operation of constants."""
-    alone = Program(0, (operation,), 0)
-    with on_host(), jax.enable_x64(False):
-        return _constant(evaluate(alone, (), (), Broadcasting()), operation.dtype)
+    """The result of an operation on constants."""
+    program = Program(0, (operation,), 0)
+    with _on_cpu(), jax.ensure_compile_time_eval(), jax.enable_x64(False):
+        return _constant(evaluate(program, (), (), Broadcasting()), operation.dtype)
 
 
 @contextlib.contextmanager
-def on_host() -> Iterator[None]:
-    """Computes now, whatever is being traced, and on the CPU, if jax has one."""
+def _on_cpu() -> Iterator[None]:
+    """The default device is the CPU, unless jax was told to use GPUs alone."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(RuntimeError):  # of jax that was told to use GPUs alone
+        with contextlib.suppress(RuntimeError):
             stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
-        stack.enter_context(jax.ensure_compile_time_eval())
         yield
 
 
-def computed_now(function: Callable[..., Any], *given: np.ndarray) -> np.ndarray:
+def computed_now(function: Callable[..., Any], *inputs: np.ndarray) -> np.ndarray:
     """The result of a function of arrays, compiled as one program for the CPU, if jax has one,
     whatever is being traced.
     """
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(RuntimeError):  # of jax that was told to use GPUs alone
-            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
-        return np.asarray(jax.jit(function).lower(*given).compile()(*given))
+    with _on_cpu():
+        return np.asarray(jax.jit(function).lower(*inputs).compile()(*inputs))
 
 
-def _constant(value: Any, dtype: Any) -> Constant:
+def _constant(value: Any, dtype: DTypeLike) -> Constant:
     kind = np.dtype(dtype)
     if kind == np.bool_:
         return Constant("bool", str(bool(value)))
@@ -419,35 +402,31 @@ def _constant(value: Any, dtype: Any) -> Constant:
 
 
 def joined(name: str, *parts: Program) -> Program:
-    """The operation `name` of the results of programs of the same inputs; their arrays follow each
-    other.
+    """The operation `name` on the results of programs of the same inputs; their arrays follow one
+    another.
     """
     (inputs,) = {part.inputs for part in parts}
     operations: list[Operation] = []
-    arrays: list[Any] = []
+    arrays: tuple[Kind, ...] = ()
     results: list[Operand] = []
     for part in parts:
         shift, first = len(operations), len(arrays)
 
-        def moved(operand, shift=shift):
-            later = isinstance(operand, int) and operand >= inputs
-            return operand + shift if later else operand
+        def later(n: int, shift: int = shift) -> int:
+            return n + shift if n >= inputs else n
 
-        for op in part.operations:
-            read = None if op.read is None else op.read + first
-            operands = tuple(map(moved, op.operands))
-            operations.append(dataclasses.replace(op, operands=operands, read=read))
+        operations += [op.renumbered(later, first.__add__) for op in part.operations]
         arrays += part.arrays
-        results.append(moved(part.result))
+        results.append(part.result if isinstance(part.result, Constant) else later(part.result))
     operations.append(Operation(name, tuple(results), "bool"))
-    return Program(inputs, tuple(operations), inputs + len(operations) - 1, tuple(arrays))
+    return Program(inputs, tuple(operations), inputs + len(operations) - 1, arrays)
 
 
 @functools.lru_cache(maxsize=256)
 def placed(program: Program, rows: int, shifted: tuple[int, ...], starts: int) -> Program:
-    """The same function, of a part of what it was of: `rows` batch rows of the part are one of the
-    whole, and the inputs `shifted` count from a number of one more array, int32[starts], which has
-    one a batch row, or one for all. It is the last, and absent where the result depends on none.
+    """The function with inputs that count within a part of the whole: `rows` batch rows are one of
+    the whole, and to the inputs `shifted` is added a number of one more array, int32[starts]: one a
+    batch row, or one for all. The array is the last, and absent if the result depends on none.
     """
     batch, values = program.inputs - 4, list(range(program.inputs))
     before: list[Operation] = []
@@ -468,27 +447,23 @@ def placed(program: Program, rows: int, shifted: tuple[int, ...], starts: int) -
 
 
 def of_values(
-    program: Program, before: Sequence[Operation], values: Sequence[int], arrays: Sequence[Any]
+    program: Program, before: Sequence[Operation], values: Sequence[int], arrays: Sequence[Kind]
 ) -> Program:
-    """The same function, of inputs from which the operations `before` make its own: input n is
-    `values[n]`. `arrays` are all that it reads then, its own ones first.
+    """The function with input n computed by the operations `before`, as value `values[n]`.
+    `arrays`: all that are then read, the program's own first.
     """
 
-    def moved(operand: Operand) -> Operand:
-        if isinstance(operand, Constant):
-            return operand
-        return values[operand] if operand < program.inputs else operand + len(before)
+    def moved(n: int) -> int:
+        return values[n] if n < program.inputs else n + len(before)
 
-    after = (
-        dataclasses.replace(op, operands=tuple(map(moved, op.operands)))
-        for op in program.operations
-    )
-    return Program(program.inputs, (*before, *after), moved(program.result), tuple(arrays))
+    after = (op.renumbered(moved) for op in program.operations)
+    result = program.result if isinstance(program.result, Constant) else moved(program.result)
+    return Program(program.inputs, (*before, *after), result, tuple(arrays))
 
 
 def reads_at(program: Program, number: int) -> list[tuple[int, int]]:
-    """(array, axis) of what is read at an input itself; as jax.numpy has it, from the end where
-    that is negative.
+    """(array, axis) of reads at an input itself, or at it counted from the end where it is
+    negative, as jax.numpy reads.
     """
 
     def is_input(operand: Operand) -> bool:
@@ -506,35 +481,28 @@ def reads_at(program: Program, number: int) -> list[tuple[int, int]]:
     ]
 
 
-@functools.lru_cache(maxsize=256)
 def derivative(program: Program) -> Program:
-    """Of the result by the first input. It has the arrays of `program` that it reads: see
-    `derivative_arrays`.
-    """
+    """The derivative of the result by the first input, which reads `derivative_arrays`."""
     return _derivative(program)[0]
+
+
+def derivative_arrays(program: Program, arrays: Sequence[Value]) -> tuple[Value, ...]:
+    """The arrays of a program that its derivative reads, in its order."""
+    return tuple(arrays[n] for n in _derivative(program)[1])
 
 
 @functools.lru_cache(maxsize=256)
 def _derivative(program: Program) -> tuple[Program, tuple[int, ...]]:
     arrays = [np.zeros(shape, dtype) for shape, dtype in program.arrays]
 
-    def function(score, *rest):
-        numbers, given = rest[: program.inputs - 1], rest[program.inputs - 1 :]
+    def slope(score, *rest):
+        numbers, read = rest[: program.inputs - 1], rest[program.inputs - 1 :]
+        return jax.grad(lambda x: evaluate(program, (x, *numbers), read, Broadcasting()))(score)
 
-        def of(score):
-            return evaluate(program, (score, *numbers), given, Broadcasting())
-
-        return jax.grad(of)(score)
-
-    numbers = [jnp.float32] + [jnp.int32] * (program.inputs - 1)
-    found, kept = trace("score_fn", function, numbers, arrays)
-    numbers_of = tuple(next(n for n, x in enumerate(arrays) if x is one) for one in kept)
-    return found, numbers_of
-
-
-def derivative_arrays(program: Program, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """Those of a program's arrays that its derivative reads, in its order."""
-    return tuple(arrays[n] for n in _derivative(program)[1])
+    dtypes = [jnp.float32] + [jnp.int32] * (program.inputs - 1)
+    traced, read = trace("score_fn", slope, dtypes, arrays)
+    identities = [id(x) for x in arrays]
+    return traced, tuple(identities.index(id(x)) for x in read)
 
 
 # ---- evaluation ---------------------------------------------------------------------------------
@@ -542,10 +510,10 @@ def derivative_arrays(program: Program, arrays: Sequence[Any]) -> tuple[Any, ...
 
 def compute(
     operation: Operation,
-    operands: Sequence[Any],
-    table: dict[str, Callable[..., Array]] = OPERATIONS,
-) -> Any:
-    """One operation, but for reads, of values that jax.numpy takes together."""
+    operands: Sequence[Value],
+    table: dict[str, Callable[..., Value]] = OPERATIONS,
+) -> Value:
+    """An operation, not a read, on values that jax.numpy takes together."""
     if operation.name == "convert_element_type":
         return operands[0].astype(operation.dtype)
     if operation.name == "integer_pow":
@@ -557,31 +525,31 @@ def compute(
 
 
 class Broadcasting:
-    """What values are: jax arrays, or NumPy's, which broadcast by themselves."""
+    """Operations and reads on jax or NumPy arrays, which broadcast."""
 
-    def compute(self, operation: Operation, operands: Sequence[Any]) -> Any:
+    def compute(self, operation: Operation, operands: Sequence[Value]) -> Value:
         return compute(operation, jnp.broadcast_arrays(*operands))
 
-    def read(self, array: Array, kind: Any, indices: Sequence[Any]) -> Any:
-        """The numbers at some positions; those outside of the array are clipped. `kind`: its shape
-        and dtype.
-        """
+    def read(self, array: Value, kind: Kind, indices: Sequence[Value]) -> Value:
+        """The elements at some positions, clipped to the array."""
         shape, dtype = kind
         clipped = [jnp.clip(at, 0, size - 1) for at, size in zip(indices, shape, strict=True)]
         return jnp.asarray(array)[tuple(clipped)].astype(dtype)
 
 
-def evaluate(program: Program, numbers: Sequence[Any], arrays: Sequence[Any], values: Any) -> Any:
-    """The result of a program. `values` knows what values are: see `Broadcasting`."""
-    held: list[Any] = [*numbers]
+def evaluate(
+    program: Program, numbers: Sequence[Value], arrays: Sequence[Value], values: Any
+) -> Value:
+    """The result of a program. `values` computes and reads: `Broadcasting`, or a kernel's own."""
+    held: list[Value] = [*numbers]
 
-    def of(operand: Operand) -> Any:
+    def lookup(operand: Operand) -> Value:
         return operand.value if isinstance(operand, Constant) else held[operand]
 
     for op in program.operations:
-        given = [of(operand) for operand in op.operands]
+        operands = [lookup(operand) for operand in op.operands]
         if op.read is not None:
-            held.append(values.read(arrays[op.read], program.arrays[op.read], given))
+            held.append(values.read(arrays[op.read], program.arrays[op.read], operands))
         else:
-            held.append(values.compute(op, given))
-    return of(program.result)
+            held.append(values.compute(op, operands))
+    return lookup(program.result)

@@ -1,12 +1,11 @@
-"""Which tiles some query sees, and which every query sees whole: by bounds of what a mask function
-computes, without computing it for each pair of a query and a key.
+"""Tiles that a mask function leaves empty or whole, by bounds instead of every pair.
 
 A value of a program that depends on queries alone, or on keys alone, is computed for each of them:
-the least and the greatest in a tile's rows or columns are its bounds there. What depends on both
-has bounds by interval arithmetic, which for a bool are whether every pair is True and whether some
-pair may be. Bounds may be wider than what occurs, never narrower: a tile that is empty or whole may
-count as seen in part. Where bounds would say little (an operation without a rule, a table that is
-read at more than a few places in a tile) there are none, and pairs are to be counted.
+its extremes in a tile's rows or columns are its bounds there. A value that depends on both has
+bounds by interval arithmetic; those of a bool say whether every pair is True, and whether some pair
+may be. Bounds may be too wide, never too narrow: an empty or whole tile may count as seen in part.
+Where bounds would say little (an operation without a rule, a table read at more than a few places
+in a tile) there are none, and pairs have to be counted.
 """
 
 import dataclasses
@@ -16,73 +15,81 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from pallas_attn._functions import program as _program
-from pallas_attn._functions.program import Constant, Operation, Program
+from pallas_attn._functions.program import Constant, Operand, Operation, Program
+
+Array = jax.Array
 
 LARGEST = np.iinfo(np.int32).max
-SURE = 2.0**31 - 2.0**8  # sums and products of int32 that are rounded to less did not wrap
-MOST_PLACES = 16  # of a table, read for the bounds of a tile
-_WIDE = ("int32", "float32")
+SURE = 2.0**31 - 2.0**8  # int32 sums and products that float32 rounds to less did not wrap
+MOST_PLACES = 16  # reads of a table for the bounds of one tile
+GRANULE = 64  # queries and keys of a tile whose kind is stored
 
 
 class Bounds(NamedTuple):
-    """What lies between two values, [B or 1, N or 1, q tiles or 1, kv tiles or 1]."""
+    """The least and the greatest, [B or 1, N or 1, q tiles or 1, kv tiles or 1]."""
 
-    low: Any
-    high: Any
+    low: Array
+    high: Array
 
 
 class Kinds(NamedTuple):
     """bool[B or 1, N or 1, q tiles, kv tiles]."""
 
-    some: Any  # a query may see a key there
-    whole: Any  # every query sees every key
+    some: Array  # a query may see a key there
+    whole: Array  # every query sees every key
 
 
 # ---- rules --------------------------------------------------------------------------------------
 
+Rule = Callable[..., Bounds]
 
-def _ordered(*values: Any) -> Bounds:
+
+def _ordered(*values: Array) -> Bounds:
     return Bounds(functools.reduce(jnp.minimum, values), functools.reduce(jnp.maximum, values))
 
 
-def _counted(function: Callable[..., Any]) -> Callable[..., Bounds]:
-    """A rule of int32 that gives up where the same in float32 is too large."""
+def _counted(function: Rule) -> Rule:
+    """A rule that knows nothing of int32 where the same in float32 is too large."""
 
     def rule(*operands: Bounds) -> Bounds:
-        found = function(*operands)
-        if found.low.dtype != jnp.int32:
-            return found
+        exact = function(*operands)
+        if exact.low.dtype != jnp.int32:
+            return exact
         rounded = function(*(Bounds(*(x.astype(jnp.float32) for x in b)) for b in operands))
-        sure = (rounded.low > -SURE) & (rounded.high < SURE)
-        return Bounds(
-            jnp.where(sure, found.low, -LARGEST - 1), jnp.where(sure, found.high, LARGEST)
-        )
+        return _if_sure((rounded.low > -SURE) & (rounded.high < SURE), exact)
 
     return rule
 
 
-def _abs(a: Bounds) -> Bounds:
-    least = jnp.maximum(jnp.maximum(a.low, -a.high), jnp.zeros_like(a.low))
-    return Bounds(least, jnp.maximum(-a.low, a.high))
+def _if_sure(sure: Array, bounds: Bounds) -> Bounds:
+    return Bounds(jnp.where(sure, bounds.low, -LARGEST - 1), jnp.where(sure, bounds.high, LARGEST))
+
+
+def _monotonic(function: Callable[..., Array]) -> Rule:
+    """The rule of a function that grows with each of its operands."""
+    return lambda *operands: Bounds(*(function(*side) for side in zip(*operands, strict=True)))
+
+
+def _divisor(b: Bounds) -> tuple[Array, Array]:
+    """Whether it is one positive number, and that number, else 1."""
+    sure = (b.low == b.high) & (b.low > 0)
+    return sure, jnp.where(sure, b.low, 1)
 
 
 def _divided(a: Bounds, b: Bounds) -> Bounds:
-    """By one positive number."""
-    sure = (b.low == b.high) & (b.low > 0)
-    by = jnp.where(sure, b.low, 1)
-    low, high = (lax.div(*jnp.broadcast_arrays(x, by)) for x in a)
-    return Bounds(jnp.where(sure, low, -LARGEST - 1), jnp.where(sure, high, LARGEST))
+    sure, by = _divisor(b)
+    return _if_sure(sure, Bounds(*(lax.div(*jnp.broadcast_arrays(x, by)) for x in a)))
 
 
 def _remainder(a: Bounds, b: Bounds) -> Bounds:
-    """Of one positive number; those of a run of numbers that passes no multiple are a run."""
-    sure = (b.low == b.high) & (b.low > 0)
-    by = jnp.where(sure, b.low, 1)
+    """Numbers between two multiples of the divisor have remainders in the same order."""
+    sure, by = _divisor(b)
     low, high, by = jnp.broadcast_arrays(a.low, a.high, by)
     one_sign = (low >= 0) | (high <= 0)
     run = sure & one_sign & (lax.div(low, by) == lax.div(high, by))
@@ -93,12 +100,12 @@ def _remainder(a: Bounds, b: Bounds) -> Bounds:
     )
 
 
-def _both(a: Bounds, b: Bounds) -> Bounds:
-    return Bounds(a.low & b.low, a.high & b.high)
+def _abs(a: Bounds) -> Bounds:
+    least = jnp.maximum(jnp.maximum(a.low, -a.high), jnp.zeros_like(a.low))
+    return Bounds(least, jnp.maximum(-a.low, a.high))
 
 
-def _either(a: Bounds, b: Bounds) -> Bounds:
-    return Bounds(a.low | b.low, a.high | b.high)
+_both, _either = _monotonic(lambda a, b: a & b), _monotonic(lambda a, b: a | b)
 
 
 def _not(a: Bounds) -> Bounds:
@@ -110,11 +117,11 @@ def _differ(a: Bounds, b: Bounds) -> Bounds:
 
 
 def _equal(a: Bounds, b: Bounds) -> Bounds:
-    """Nothing is sure of a NaN: no comparison with it holds."""
+    """A NaN makes nothing sure: no comparison with it holds."""
     if a.low.dtype == jnp.bool_:
         return _not(_differ(a, b))
-    one = (a.low == a.high) & (b.low == b.high) & (a.low == b.low)
-    return Bounds(one, ~((a.high < b.low) | (b.high < a.low)))
+    same = (a.low == a.high) & (b.low == b.high) & (a.low == b.low)
+    return Bounds(same, ~((a.high < b.low) | (b.high < a.low)))
 
 
 def _select(which: Bounds, no: Bounds, yes: Bounds) -> Bounds:
@@ -127,91 +134,82 @@ def _select(which: Bounds, no: Bounds, yes: Bounds) -> Bounds:
     )
 
 
-def _each(function: Callable[..., Any]) -> Callable[..., Bounds]:
-    """Of a function that grows with each of its operands."""
-    return lambda *operands: Bounds(*(function(*side) for side in zip(*operands, strict=True)))
-
-
-_NUMBERS: dict[str, Callable[..., Bounds]] = {
-    "add": _counted(_each(lambda a, b: a + b)),
+_WIDE = frozenset(("int32", "float32"))
+_BOOL = frozenset(("bool",))
+# Rules by operation, in groups by the operands that they take: numbers (all of one type), int32,
+# bools, numbers of any types, anything.
+_NUMBERS: dict[str, Rule] = {
+    "add": _counted(_monotonic(lambda a, b: a + b)),
     "sub": _counted(lambda a, b: Bounds(a.low - b.high, a.high - b.low)),
     "mul": _counted(lambda a, b: _ordered(*(x * y for x in a for y in b))),
     "square": _counted(lambda a: _ordered(*(x * y for x in a for y in a))),
     "neg": _counted(lambda a: Bounds(-a.high, -a.low)),
     "abs": _counted(_abs),
 }
-_INTEGERS: dict[str, Callable[..., Bounds]] = {
-    "div": _divided,
-    "rem": _remainder,
-    "sign": _each(jnp.sign),
-}
-_BOOLS: dict[str, Callable[..., Bounds]] = {
-    "and": _both,
-    "or": _either,
-    "not": _not,
-    "xor": _differ,
-}
-_COMPARED: dict[str, Callable[..., Bounds]] = {
+_INTEGERS: dict[str, Rule] = {"div": _divided, "rem": _remainder, "sign": _monotonic(jnp.sign)}
+_BOOLS: dict[str, Rule] = {"and": _both, "or": _either, "not": _not, "xor": _differ}
+_COMPARISONS: dict[str, Rule] = {
     "lt": lambda a, b: Bounds(a.high < b.low, ~(a.low >= b.high)),
     "le": lambda a, b: Bounds(a.high <= b.low, ~(a.low > b.high)),
     "gt": lambda a, b: Bounds(a.low > b.high, ~(a.high <= b.low)),
     "ge": lambda a, b: Bounds(a.low >= b.high, ~(a.high < b.low)),
 }
-_ANY: dict[str, Callable[..., Bounds]] = {
+_ANY: dict[str, Rule] = {
     "eq": _equal,
     "ne": lambda a, b: _not(_equal(a, b)),
     "select_n": _select,
-    "max": _each(jnp.maximum),
-    "min": _each(jnp.minimum),
-    "clamp": _each(lambda low, x, high: jnp.minimum(jnp.maximum(x, low), high)),
+    "max": _monotonic(jnp.maximum),
+    "min": _monotonic(jnp.minimum),
+    "clamp": _monotonic(lambda low, x, high: jnp.minimum(jnp.maximum(x, low), high)),
     "copy": lambda a: a,
     "broadcast_in_dim": lambda a: a,
 }
-RULES: dict[str, Callable[..., Bounds]] = {**_NUMBERS, **_INTEGERS, **_BOOLS, **_COMPARED, **_ANY}
+_RULES = _NUMBERS | _INTEGERS | _BOOLS | _COMPARISONS | _ANY
 
 
-def _has_rule(operation: Operation, given: list[str]) -> bool:
-    """Whether there is one; `given`: the types of the operands."""
-    name = operation.name
-    if name in _ANY:
-        return True
-    if name in _COMPARED:
-        return "bool" not in given
-    if name in _BOOLS:
-        return set(given) == {"bool"}
+def _has_rule(operation: Operation, operands: list[str]) -> bool:
+    """Whether there is a rule for operands of these types."""
+    name, kinds = operation.name, {*operands, operation.dtype}
     if name == "convert_element_type":
-        return given[0] in ("bool", "int32") and operation.dtype in _WIDE
-    kinds = {*given, operation.dtype}
-    return (
-        len(kinds) == 1
-        and kinds <= set(("int32",) if name in _INTEGERS else _WIDE)
-        and (name in _NUMBERS or name in _INTEGERS)
-    )
+        return operands[0] in ("bool", "int32") and operation.dtype in _WIDE
+    if name in _BOOLS:
+        return _BOOL.issuperset(operands)
+    if name in _COMPARISONS:
+        return _BOOL.isdisjoint(operands)
+    if name in _NUMBERS:
+        return len(kinds) == 1 and kinds <= _WIDE
+    return name in _ANY or name in _INTEGERS and kinds == {"int32"}
 
 
-# ---- what a program needs -----------------------------------------------------------------------
+# ---- the values of a program --------------------------------------------------------------------
 
 
 class _Outline(NamedTuple):
-    """Of each value of a program: whether the result needs it, its type, and its axes."""
+    """Facts of each value of a program: whether the result needs it, its dtype, and the axes that
+    it depends on (2: queries, 3: keys).
+    """
 
-    needed: frozenset[int]
+    needed: frozenset[Operand]
     dtypes: tuple[str, ...]
-    axes: tuple[frozenset[int], ...]  # 2: of queries, 3: of keys
+    axes: tuple[frozenset[int], ...]
+
+    def of_pairs(self, program: Program) -> list[tuple[int, Operation]]:
+        """The operations that the result needs and that depend on both queries and keys."""
+        lines = enumerate(program.operations, program.inputs)
+        return [(at, op) for at, op in lines if at in self.needed and len(self.axes[at]) == 2]
 
 
 @functools.lru_cache(maxsize=256)
 def _outline(program: Program) -> _Outline:
-    inputs = program.inputs
-    dtypes = ["int32"] * inputs
-    axes = [frozenset[int]()] * (inputs - 2) + [frozenset((2,)), frozenset((3,))]
+    dtypes = ["int32"] * program.inputs
+    axes: list[frozenset[int]] = [frozenset()] * (program.inputs - 2)
+    axes += [frozenset((2,)), frozenset((3,))]
     for op in program.operations:
         dtypes.append(op.dtype)
-        axes.append(frozenset[int]().union(*(axes[x] for x in op.operands if isinstance(x, int))))
-    needed = {program.result} if isinstance(program.result, int) else set()
-    for at in reversed(range(len(program.operations))):
-        if inputs + at in needed:
-            needed |= {x for x in program.operations[at].operands if isinstance(x, int)}
+        axes.append(frozenset().union(*(axes[x] for x in op.operands if isinstance(x, int))))
+    needed = {program.result}
+    for at, op in reversed([*enumerate(program.operations, program.inputs)]):
+        needed |= {*op.operands} if at in needed else set()
     return _Outline(frozenset(needed), tuple(dtypes), tuple(axes))
 
 
@@ -219,67 +217,55 @@ def reads_pairs(program: Program) -> bool:
     """Whether an array is read at places that depend on both a query and a key: a table of blocks,
     or of distances.
     """
-    outline = _outline(program)
-    values = enumerate(program.operations, program.inputs)
-    pairs = [op for at, op in values if at in outline.needed and len(outline.axes[at]) == 2]
-    return any(op.read is not None for op in pairs)
+    return any(op.read is not None for _, op in _outline(program).of_pairs(program))
 
 
 def _is_bounded(program: Program, grid: "Grid") -> bool:
     outline = _outline(program)
-    for at, op in enumerate(program.operations, program.inputs):
-        if at not in outline.needed or len(outline.axes[at]) < 2:
-            continue
+    for _, op in outline.of_pairs(program):
         if op.read is not None:
-            found = [_width(program, grid, index) for index in op.operands]
-            if None in found or math.prod(n for n in found if n) > MOST_PLACES:
+            places = [_places(program, grid, index) for index in op.operands]
+            if None in places or math.prod(n for n in places if n) > MOST_PLACES:
                 return False
             continue
-        given = [outline.dtypes[x] if isinstance(x, int) else x.dtype for x in op.operands]
-        if not _has_rule(op, given):
+        dtypes = [outline.dtypes[x] if isinstance(x, int) else x.dtype for x in op.operands]
+        if not _has_rule(op, dtypes):
             return False
     return True
 
 
-def _width(program: Program, grid: "Grid", index: Any) -> int | None:
-    """How many places an index of a read may be at in one tile; None where it is not known before
-    anything runs.
+def _places(program: Program, grid: "Grid", index: Operand) -> int | None:
+    """The most values that an index of a read takes in one tile; None if unknown before the call
+    runs.
     """
-    if isinstance(index, Constant):
+    if isinstance(index, Constant) or not _outline(program).axes[index]:
         return 1
     part = dataclasses.replace(program, result=index)
     needed = _outline(part).needed
-    inner = [op for at, op in enumerate(part.operations, part.inputs) if at in needed]
-    if not _outline(part).axes[index]:
-        return 1
-    if grid.offset is None or any(op.read is not None for op in inner):
+    lines = enumerate(part.operations, part.inputs)
+    if grid.offset is None or any(op.read is not None for at, op in lines if at in needed):
         return None
-    return _width_of(part, grid)
+    return _places_of(dataclasses.replace(part, arrays=()), grid)
 
 
 @functools.lru_cache(maxsize=256)
-def _width_of(part: Program, grid: "Grid") -> int | None:
-    outline, index = _outline(part), part.result
-    bare = dataclasses.replace(part, arrays=())
-    for at, op in enumerate(part.operations, part.inputs):
-        if at in outline.needed and len(outline.axes[at]) == 2:
-            given = [outline.dtypes[x] if isinstance(x, int) else x.dtype for x in op.operands]
-            if not _has_rule(op, given):
-                return None
+def _places_of(part: Program, grid: "Grid") -> int | None:
+    if not _is_bounded(part, grid):
+        return None
 
-    def run(first):  # an argument, or XLA would fold everything as it compiles
-        found = _Tiles(bare, (), grid, lambda _: None).bounds(grid.numbers(first), index)
-        return (found.high - found.low).max()
+    def run(first: Array) -> Array:  # an argument, or XLA would fold everything as it compiles
+        bounds = _bounds(part, (), grid, grid.numbers(first))
+        return (bounds.high - bounds.low).max()
 
     return int(_program.computed_now(run, np.array(grid.offset, np.int32))) + 1
 
 
-# ---- evaluation ---------------------------------------------------------------------------------
+# ---- tiles --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Tiles of queries and keys."""
+    """Tiles of `rows` queries by `block` keys."""
 
     batch: int
     heads: int
@@ -287,7 +273,7 @@ class Grid:
     kv_len: int
     rows: int
     block: int
-    offset: int | None = 0  # position of the first query; None: it arrives at run time
+    offset: int | None = 0  # position of the first query; None if it arrives at run time
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -301,10 +287,12 @@ class Grid:
     def first_keys(self) -> np.ndarray:
         return np.arange(self.tiles[1], dtype=np.int32).reshape(1, 1, 1, -1) * self.block
 
-    def numbers(self, offset: Any) -> tuple[Any, ...]:
-        """Batch row, head, and positions, the last ones again where a tile is not full."""
+    def numbers(self, offset: int | Array) -> tuple[Array, ...]:
+        """Batch row, head and positions, on axes of their own; tiles that are not full repeat the
+        last position.
+        """
 
-        def along(axis, n, count):
+        def along(axis: int, n: int, count: int) -> Array:
             shape = [1] * 4
             shape[axis] = n
             return jnp.minimum(jnp.arange(n, dtype=jnp.int32), count - 1).reshape(shape)
@@ -317,161 +305,137 @@ class Grid:
             along(3, kv, self.kv_len),
         )
 
-    def ends(self, positions: Any, axis: int) -> Bounds:
-        """The first and the last in each tile."""
-        size = (self.rows, self.block)[axis - 2]
-        split = positions.reshape(*positions.shape[:axis], -1, size, *positions.shape[axis + 1 :])
-        firsts, lasts = (
-            lax.index_in_dim(split, n, axis + 1, keepdims=False) for n in (0, size - 1)
-        )
-        return Bounds(firsts, lasts)
+    def ends(self, positions: Array, axis: int) -> Bounds:
+        """The first and the last position of each tile."""
+        split = _split(positions, axis, (self.rows, self.block)[axis - 2])
+        return Bounds(*(lax.index_in_dim(split, n, axis + 1, keepdims=False) for n in (0, -1)))
 
-    def spread(self, values: Sequence[tuple[Any, int | None]]) -> list[Bounds]:
-        """The bounds in each tile of what is known of each query (axis 2), or of each key (axis 3);
-        what is known of neither (None) is its own. One reduction finds all that it can: a kernel of
-        XLA takes longer to start than to look at some thousand numbers.
+    def extremes(self, values: Sequence[tuple[Array, int | None]]) -> list[Bounds]:
+        """Bounds in each tile of values along an axis: queries (2), keys (3), or neither (None).
+
+        Values of a dtype share one reduction, over parts that divide both sizes of a tile: a kernel
+        of XLA takes longer to start than to look at some thousand numbers.
         """
-        found = [Bounds(x, x) for x, _ in values]
-        size = math.gcd(self.rows, self.block)
-        alike = size >= 32 and max(self.rows, self.block) <= 4 * size
-        groups: dict[Any, list[tuple[int, Any, int]]] = {}
+        bounds = [Bounds(x, x) for x, _ in values]
+        part = math.gcd(self.rows, self.block)
+        shared = part >= 32 and max(self.rows, self.block) <= 4 * part
+        groups: dict[Any, list[tuple[int, Array, int]]] = {}
         for n, (x, axis) in enumerate(values):
             if axis is not None:
-                kind = np.dtype(np.int32) if x.dtype == jnp.bool_ else x.dtype
-                own = size if alike else (self.rows, self.block)[axis - 2]
-                groups.setdefault((kind, own), []).append((n, x, axis))
-        for (kind, own), members in groups.items():
-            lines = [_lines(x, axis, own) for _, x, axis in members]
-            flat = [x.reshape(-1, own).astype(kind) for x in lines]
-            ends = _extremes(jnp.concatenate(flat))
+                dtype = np.dtype(np.int32) if x.dtype == jnp.bool_ else x.dtype
+                size = part if shared else (self.rows, self.block)[axis - 2]
+                groups.setdefault((dtype, size), []).append((n, x, axis))
+        for (dtype, size), members in groups.items():
+            lines = [jnp.moveaxis(_split(x, axis, size), axis + 1, -1) for _, x, axis in members]
+            flat = [x.reshape(-1, size).astype(dtype) for x in lines]
+            ends = _least_and_greatest(jnp.concatenate(flat))
             stops = np.cumsum([len(x) for x in flat]).tolist()
             for (n, x, axis), line, stop in zip(members, lines, stops, strict=True):
-                shape, each = line.shape[:-1], (self.rows, self.block)[axis - 2] // own
-                sides = (end[stop - math.prod(shape) : stop].reshape(shape) for end in ends)
-                low, high = (_parts(side, axis, each) for side in sides)
-                both = functools.reduce(jnp.minimum, low), functools.reduce(jnp.maximum, high)
-                found[n] = Bounds(*(side.astype(x.dtype) for side in both))
-        return found
+                shape, parts = line.shape[:-1], (self.rows, self.block)[axis - 2] // size
+                low, high = (end[stop - math.prod(shape) : stop].reshape(shape) for end in ends)
+                low = functools.reduce(jnp.minimum, _strided(low, axis, parts))
+                high = functools.reduce(jnp.maximum, _strided(high, axis, parts))
+                bounds[n] = Bounds(low.astype(x.dtype), high.astype(x.dtype))
+        return bounds
 
 
-def _lines(x: Any, axis: int, size: int) -> Any:
-    """[.., numbers]: what is to be bounded, `size` along the axis at a time."""
-    shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x.reshape(shape), axis + 1, -1)
+def _split(x: Array, axis: int, size: int) -> Array:
+    """An axis as two: parts, and `size` elements of each."""
+    return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
 
 
-def _extremes(lines: Any) -> tuple[Any, Any]:
-    """The least and the greatest of each line, [lines]; NaN where there is one."""
-    kind: Any = lines.dtype
-    ends = (jnp.inf, -jnp.inf)
-    if jnp.issubdtype(kind, jnp.integer):
-        ends = (jnp.iinfo(kind).max, jnp.iinfo(kind).min)
-    starts = tuple(jnp.array(x, kind) for x in ends)
+def _strided(x: Array, axis: int, parts: int) -> list[Array]:
+    """The first of `parts` consecutive elements, the second, and so on."""
+    return [lax.slice_in_dim(x, n, None, parts, axis) for n in range(parts)]
 
-    def both(a, b):
+
+def _least_and_greatest(lines: Array) -> tuple[Array, Array]:
+    """[lines] each, in one reduction; NaN where a line has one."""
+    starts: tuple[float, float] = jnp.inf, -jnp.inf
+    if jnp.issubdtype(lines.dtype, jnp.integer):
+        starts = jnp.iinfo(lines.dtype).max, jnp.iinfo(lines.dtype).min
+
+    def both(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
         return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])
 
-    return lax.reduce((lines, lines), starts, both, (1,))
+    return lax.reduce((lines, lines), tuple(jnp.array(x, lines.dtype) for x in starts), both, (1,))
 
 
-def _parts(side: Any, axis: int, each: int) -> list[Any]:
-    """What is known of the first of `each` parts of every tile, of the second, .."""
-    return [lax.slice_in_dim(side, n, None, each, axis) for n in range(each)]
+def _bounds(
+    program: Program, arrays: Sequence[Array], grid: Grid, numbers: tuple[Array, ...]
+) -> Bounds:
+    """The bounds of the result in each tile."""
+    outline, values = _outline(program), _program.Broadcasting()
+    held: list[Any] = [*numbers]  # values that depend on no axis or one, elsewhere None
+
+    def exact(operand: Operand) -> Array:
+        if isinstance(operand, int):
+            return held[operand]
+        return jnp.asarray(operand.value).reshape((1,) * 4)
+
+    for at, op in enumerate(program.operations, program.inputs):
+        if at not in outline.needed or len(outline.axes[at]) == 2:
+            held.append(None)
+        elif op.read is not None:
+            kind = program.arrays[op.read]
+            held.append(values.read(arrays[op.read], kind, [exact(x) for x in op.operands]))
+        else:
+            held.append(values.compute(op, [exact(x) for x in op.operands]))
+    pairs = outline.of_pairs(program)
+    used = dict.fromkeys([*(x for _, op in pairs for x in op.operands), program.result])
+    known: dict[Operand, Bounds] = {}
+    axes: dict[Operand, int | None] = {}
+    for x in used:
+        on = frozenset[int]() if isinstance(x, Constant) else outline.axes[x]
+        if x in (program.inputs - 2, program.inputs - 1):
+            known[x] = grid.ends(exact(x), min(on))
+        elif len(on) < 2:
+            axes[x] = min(on, default=None)
+    extremes = grid.extremes([(exact(x), axis) for x, axis in axes.items()])
+    known |= dict(zip(axes, extremes, strict=True))
+    for at, op in pairs:
+        operands = [known[x] for x in op.operands]
+        if op.read is not None:
+            places = [range(_places(program, grid, index) or 1) for index in op.operands]
+            known[at] = _read(arrays[op.read], program.arrays[op.read], operands, places)
+        elif op.name == "convert_element_type":
+            known[at] = Bounds(*(x.astype(op.dtype) for x in operands[0]))
+        else:
+            known[at] = _RULES[op.name](*operands)
+    return known[program.result]
 
 
-class _Tiles:
-    """The evaluation of a program on tiles."""
-
-    def __init__(
-        self, program: Program, arrays: Any, grid: Grid, width: Callable[[Any], int | None]
-    ):
-        self.program, self.arrays, self.grid, self.width = program, arrays, grid, width
-        self.outline, self.values = _outline(program), _program.Broadcasting()
-
-    def bounds(self, numbers: Any, result: Any) -> Bounds:
-        held: list[Any] = [*numbers]
-        axes, inputs = self.outline.axes, self.program.inputs
-
-        def exact(operand):
-            if not isinstance(operand, Constant):
-                return held[operand]
-            return jnp.asarray(operand.value).reshape((1,) * 4)
-
-        operations = [*enumerate(self.program.operations, inputs)]
-        for at, op in operations:
-            if at not in self.outline.needed or len(axes[at]) == 2:
-                held.append(None)
-            elif op.read is not None:
-                array, kind = self.arrays[op.read], self.program.arrays[op.read]
-                held.append(self.values.read(array, kind, [exact(x) for x in op.operands]))
-            else:
-                held.append(self.values.compute(op, [exact(x) for x in op.operands]))
-        pairs = [
-            (at, op) for at, op in operations if at in self.outline.needed and len(axes[at]) == 2
-        ]
-        used = dict.fromkeys([*(x for _, op in pairs for x in op.operands), result])
-        known = self.of_tiles(
-            [x for x in used if isinstance(x, Constant) or len(axes[x]) < 2], exact
-        )
-        for at, op in pairs:
-            given = [known[x] for x in op.operands]
-            known[at] = self.read(op, given) if op.read is not None else self.apply(op, given)
-        return known[result]
-
-    def of_tiles(self, used: list[Any], exact: Callable[[Any], Any]) -> dict[Any, Bounds]:
-        """The bounds of what depends on queries alone, on keys alone, or on neither."""
-        first = self.program.inputs - 2
-        known: dict[Any, Bounds] = {}
-        rest: dict[Any, int | None] = {}
-        for x in used:
-            if x in (first, first + 1):
-                known[x] = self.grid.ends(exact(x), 2 + x - first)
-            else:
-                axes = () if isinstance(x, Constant) else self.outline.axes[x]
-                rest[x] = min(axes, default=None)
-        found = self.grid.spread([(exact(x), axis) for x, axis in rest.items()])
-        return known | dict(zip(rest, found, strict=True))
-
-    def apply(self, op: Operation, given: list[Bounds]) -> Bounds:
-        if op.name == "convert_element_type":
-            return Bounds(*(x.astype(op.dtype) for x in given[0]))
-        return RULES[op.name](*given)
-
-    def read(self, op: Operation, given: list[Bounds]) -> Bounds:
-        """Every place in the tile is looked up."""
-        assert op.read is not None
-        array, kind = self.arrays[op.read], self.program.arrays[op.read]
-        steps = [range(self.width(index) or 1) for index in op.operands]
-        found = []
-        for step in itertools.product(*steps):
-            at = [jnp.minimum(x.low + n, x.high) for x, n in zip(given, step, strict=True)]
-            found.append(self.values.read(array, kind, at))
-        if found[0].dtype == jnp.bool_:
-            low, high = (
-                functools.reduce(jnp.logical_and, found),
-                functools.reduce(jnp.logical_or, found),
-            )
-            return Bounds(low, high)
-        return _ordered(*found)
+def _read(array: Array, kind: _program.Kind, indices: list[Bounds], places: list[range]) -> Bounds:
+    """The bounds of an array at every place in the tile."""
+    values = []
+    for step in itertools.product(*places):
+        at = [jnp.minimum(x.low + n, x.high) for x, n in zip(indices, step, strict=True)]
+        values.append(_program.Broadcasting().read(array, kind, at))
+    if values[0].dtype != jnp.bool_:
+        return _ordered(*values)
+    return Bounds(
+        functools.reduce(jnp.logical_and, values), functools.reduce(jnp.logical_or, values)
+    )
 
 
-def kinds(program: Program, arrays: Any, grid: Grid, offset: Any) -> Kinds | None:
-    """Of tiles, by a mask function: rows past the last query count as it, and a tile that holds
-    fewer keys than others is never whole. None where bounds would not do. `offset`: the position of
-    the first query, a number or [B, 1, 1, 1].
+def kinds(
+    program: Program, arrays: Sequence[Array], grid: Grid, offset: int | Array
+) -> Kinds | None:
+    """The kinds of the tiles under a mask function, or None where bounds would say little. A tile
+    with fewer keys than others is never whole. `offset`: position of the first query, a number or
+    [B, 1, 1, 1].
     """
     if not _is_bounded(program, grid):
         return None
-    width = functools.partial(_width, program, grid)
-    found = _Tiles(program, arrays, grid, width).bounds(grid.numbers(offset), program.result)
+    bounds = _bounds(program, arrays, grid, grid.numbers(offset))
     full = grid.first_keys + grid.block <= grid.kv_len
-    shape = jnp.broadcast_shapes(found.low.shape, (1, 1, *grid.tiles))
-    return Kinds(*(jnp.broadcast_to(x, shape) for x in (found.high, found.low & full)))
+    shape = jnp.broadcast_shapes(bounds.low.shape, (1, 1, *grid.tiles))
+    return Kinds(*(jnp.broadcast_to(x, shape) for x in (bounds.high, bounds.low & full)))
 
 
-def within(found: Kinds, grid: Grid, inputs: Any) -> Kinds:
-    """What lengths and a mask_array leave of it."""
-    some, whole = found
+def within(tiles: Kinds, grid: Grid, inputs: Any) -> Kinds:
+    """The kinds that lengths and a mask_array leave."""
+    some, whole = tiles
     if inputs.kv_lengths is not None:
         length = inputs.kv_lengths.reshape(-1, 1, 1, 1)
         some = some & (grid.first_keys < length)
@@ -479,61 +443,57 @@ def within(found: Kinds, grid: Grid, inputs: Any) -> Kinds:
     if inputs.q_lengths is not None:
         some = some & (grid.first_rows < inputs.q_lengths.reshape(-1, 1, 1, 1))
     if inputs.mask_array is not None:
-        given = _of_array(inputs.mask_array, grid)
-        some, whole = some & given.high, whole & given.low
+        low = high = inputs.mask_array
+        for axis, size, count in zip((2, 3), (grid.rows, grid.block), grid.tiles, strict=True):
+            if low.shape[axis] > 1:
+                low = _filled(low, axis, count, size, True).all(axis + 1)
+                high = _filled(high, axis, count, size, False).any(axis + 1)
+        some, whole = some & high, whole & low
     shape = jnp.broadcast_shapes(some.shape, whole.shape)
     return Kinds(*(jnp.broadcast_to(x, shape) for x in (some, whole)))
 
 
-def _of_array(array: Any, grid: Grid) -> Bounds:
-    """The bounds of a mask_array in each tile."""
-    low = high = array
-    for axis, (size, count) in enumerate(zip((grid.rows, grid.block), grid.tiles, strict=True), 2):
-        if array.shape[axis] > 1:
-            pads = [(0, 0)] * 4
-            pads[axis] = (0, size * count - array.shape[axis])
-            shape = (*low.shape[:axis], count, size, *low.shape[axis + 1 :])
-            low = jnp.pad(low, pads, constant_values=True).reshape(shape).all(axis + 1)
-            high = jnp.pad(high, pads).reshape(shape).any(axis + 1)
-    return Bounds(low, high)
+def _filled(x: Array, axis: int, count: int, size: int, fill: bool) -> Array:
+    """`_split` of an axis that is filled up to `count` parts of `size`."""
+    pads = [(0, 0)] * 4
+    pads[axis] = (0, count * size - x.shape[axis])
+    return _split(jnp.pad(x, pads, constant_values=fill), axis, size)
 
 
-# ---- kinds that are found once ------------------------------------------------------------------
-
-GRANULE = 64  # queries and keys of a tile
+# ---- kinds that are stored ----------------------------------------------------------------------
 
 
-def of_blocks(program: Program, arrays: Any, grid: Grid, offset: Any) -> Any:
-    """`stored`, of all tiles. `offset`: see `kinds`."""
-    found = kinds(program, arrays, grid, offset)
-    return stored(_counted_pairs(program, arrays, grid, offset) if found is None else found)
+def of_blocks(program: Program, arrays: Sequence[Array], grid: Grid, offset: int | Array) -> Array:
+    """uint8 of each tile: 0 nobody sees a key there, 1 somebody, 2 everybody."""
+    bounded = kinds(program, arrays, grid, offset)
+    return stored(_counted_pairs(program, arrays, grid, offset) if bounded is None else bounded)
 
 
-def _counted_pairs(program: Program, arrays: Any, grid: Grid, offset: Any) -> Kinds:
-    """`kinds` by every pair of a query and a key, some rows at a time."""
+def stored(tiles: Kinds) -> Array:
+    """Kinds as `of_blocks` has them."""
+    return tiles.some.astype(jnp.uint8) + (tiles.some & tiles.whole).astype(jnp.uint8)
+
+
+def _counted_pairs(
+    program: Program, arrays: Sequence[Array], grid: Grid, offset: int | Array
+) -> Kinds:
+    """`kinds` by every pair of a query and a key, one row of tiles at a time."""
     b, h, q, kv = grid.numbers(offset)
-    slabs = jnp.moveaxis(q.reshape(-1, 1, grid.tiles[0], grid.rows, 1), 2, 0)
+    slabs = jnp.moveaxis(_split(q, 2, grid.rows), 2, 0)
 
-    def of_rows(rows: Any) -> Kinds:
+    def of_rows(rows: Array) -> Kinds:
         seen = _program.evaluate(program, (b, h, rows, kv), arrays, _program.Broadcasting())
         seen = jnp.broadcast_to(seen, (*jnp.shape(seen)[:2], grid.rows, kv.shape[3]))
-        seen = seen.reshape(*seen.shape[:3], grid.tiles[1], grid.block)
+        seen = _split(seen, 3, grid.block)
         return Kinds(seen.any((2, 4)), seen.all((2, 4)))
 
-    found = lax.map(of_rows, slabs)
-    full = grid.first_keys + grid.block <= grid.kv_len
-    some, whole = (jnp.moveaxis(x, 0, 2) for x in found)
-    return Kinds(some, whole & full)
+    some, whole = (jnp.moveaxis(x, 0, 2) for x in lax.map(of_rows, slabs))
+    return Kinds(some, whole & (grid.first_keys + grid.block <= grid.kv_len))
 
 
-def stored(found: Kinds) -> Any:
-    """uint8: 0 nobody, 1 somebody, 2 everybody."""
-    return found.some.astype(jnp.uint8) + (found.some & found.whole).astype(jnp.uint8)
-
-
-def taken(kept: Any, grid: Grid) -> Kinds | None:
-    """`Kinds` of other tiles than `GRANULE`; None where neither size is a multiple of the other.
-    Where the grid has more batch rows they repeat.
+def taken(kept: Array, grid: Grid) -> Kinds | None:
+    """The kinds of a grid's tiles from stored ones of `GRANULE`; None where neither size is a
+    multiple of the other. Batch rows repeat where the grid has more.
     """
     if 1 < kept.shape[0] < grid.batch:
         kept = jnp.tile(kept, (grid.batch // kept.shape[0], 1, 1, 1))
@@ -542,15 +502,9 @@ def taken(kept: Any, grid: Grid) -> Kinds | None:
         if size % GRANULE and GRANULE % size:
             return None
         if size < GRANULE:
-            each = GRANULE // size
-            some, whole = (
-                lax.slice_in_dim(jnp.repeat(x, each, axis), 0, count, axis=axis)
-                for x in (some, whole)
-            )
-            continue
-        pads, n = [(0, 0)] * 4, size // GRANULE
-        pads[axis] = (0, count * n - kept.shape[axis])
-        some, whole = jnp.pad(some, pads), jnp.pad(whole, pads, constant_values=axis == 2)
-        shape = (*some.shape[:axis], count, n, *some.shape[axis + 1 :])
-        some, whole = some.reshape(shape).any(axis + 1), whole.reshape(shape).all(axis + 1)
+            some, whole = (jnp.repeat(x, GRANULE // size, axis) for x in (some, whole))
+            some, whole = (lax.slice_in_dim(x, 0, count, axis=axis) for x in (some, whole))
+        else:
+            some = _filled(some, axis, count, size // GRANULE, False).any(axis + 1)
+            whole = _filled(whole, axis, count, size // GRANULE, axis == 2).all(axis + 1)
     return Kinds(some, whole)

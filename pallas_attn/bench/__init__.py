@@ -1,6 +1,7 @@
 """Timing, peers, checks, reports, plots and pages."""
 
 from pallas_attn.bench import context
-from pallas_attn.bench.runner import OPS, Options, run_bench
+from pallas_attn.bench.contest import Options
+from pallas_attn.bench.runner import OPS, run_bench
 
 __all__ = ["OPS", "Options", "context", "run_bench"]

@@ -1,4 +1,4 @@
-"""The records that `cases` lists: what one call is, how its arrays are drawn, how much work it is.
+"""The records that `cases` lists: one call each, with its arrays and the work that it is.
 
 Work is counted as the field does it: 4 floating-point operations a visible (query, key) pair, head
 and head dimension. Plain causal attention counts exactly half of the full square, and a backward
@@ -18,7 +18,7 @@ import numpy as np
 from pallas_attn.bench.case_functions import Positions, made
 from pallas_attn.masks import CAUSAL, FULL, SIDES, Mask
 
-SMALL = 2**23  # score elements under which a quadratic oracle takes well under a second on a CPU
+SMALL = 2**23  # score elements up to which a quadratic oracle takes well under a second on a CPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,52 +41,42 @@ class AttentionCase:
     q_offset: int | tuple[int, ...] = 0  # a tuple: one a batch row, handed over as an array
     q_lengths: tuple[int, ...] | None = None
     kv_lengths: tuple[int, ...] | None = None
-    segments: tuple[int, ...] | int | None = (
-        None  # lengths of packed documents; an int: ids drawn from range(n)
-    )
-    kv_segments: tuple[int, ...] | int | None = None  # of the keys; None: as the queries
+    # Lengths of packed documents; an int: ids drawn from range(n); keys of None: as the queries
+    segments: tuple[int, ...] | int | None = None
+    kv_segments: tuple[int, ...] | int | None = None
     bias_shape: tuple[int, ...] | None = None
     bias_dtype: str = "float32"
     mask_shape: tuple[int, ...] | None = None
     sinks: bool = False
-    magnitude: float = 1.0  # of q: large ones make the softmax saturate
+    magnitude: float = 1.0  # standard deviation of q; a large one makes the softmax saturate
     deterministic: bool = False
     packed: bool = False  # ours is called with packed rows and q_starts, not with segment ids
-    function: tuple[str, int] | None = None  # of `_case_functions`, in place of the mask
+    function: tuple[str, int] | None = None  # a name of `case_functions`, in place of the mask
     both: bool = False  # op "mask": forward and backward
-    mask_at_run_time: bool = False  # whether the mask's bounds are handed over as arrays
+    mask_at_run_time: bool = False  # the mask's bounds are handed over as arrays
     labels: tuple[str, ...] = ()
 
     @functools.cached_property
     def tags(self) -> frozenset[str]:
-        """The labels, and what the fields imply."""
-        implied = {
-            self.dtype,
-            f"h{self.head_dim}",
-            _heads(self.q_heads, self.kv_heads),
-            _kind(self.mask),
-        }
-        given: tuple[str, ...] = ("q_lengths", "kv_lengths", "segments", "softcap", "precision")
-        given += ("sinks", "deterministic", "mask_at_run_time")
-        implied |= {name for name in given if getattr(self, name)}
+        """The labels, and tags that the fields imply."""
+        names = (
+            *("q_lengths", "kv_lengths", "segments", "softcap", "precision", "sinks"),
+            *("deterministic", "mask_at_run_time", "packed"),
+        )
         flags = {
             "bias": self.bias_shape,
             "mask_array": self.mask_shape,
             "q_offset": self.q_offset != 0,
-            "packed": self.packed,
-            "hv": self.head_dim != self.v_head_dim,
-            "small": self.batch * self.q_heads * self.q_len * self.kv_len <= SMALL,
+            _heads(self.q_heads, self.kv_heads): True,
+            _kind(self.mask): True,
         }
-        return frozenset(self.labels) | implied | {name for name, on in flags.items() if on}
+        score_elements = self.batch * self.q_heads * self.q_len * self.kv_len
+        return _tags(self, names, flags, score_elements)
 
     def options(self) -> dict[str, Any]:
         """The static keyword arguments of `flash_attention`."""
-        static: dict[str, Any] = {
-            "mask": self.mask,
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "precision": self.precision,
-        }
+        names = ("mask", "scale", "softcap", "precision")
+        static: dict[str, Any] = {name: getattr(self, name) for name in names}
         if isinstance(self.q_offset, int):
             static["q_offset"] = self.q_offset
         if self.deterministic:
@@ -96,8 +86,8 @@ class AttentionCase:
         return static
 
     def arrays(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:
-        """The array arguments of `flash_attention`. `poison`: past every length NaN, what would
-        show a key, and the segment of another row.
+        """The array arguments of `flash_attention`. `poison`: past every length NaN, a mask that
+        would show a key, and the segment of another row.
         """
         draw = functools.partial(_normal, seed, self.dtype)
         q = draw("q", (self.batch, self.q_len, self.q_heads, self.head_dim), self.magnitude)
@@ -137,7 +127,7 @@ class AttentionCase:
         return arrays
 
     def positions(self) -> Positions:
-        """What its function is."""
+        """Its function."""
         assert self.function is not None
         return made(*self.function, (self.batch, self.q_heads, self.q_len, self.kv_len))
 
@@ -154,17 +144,16 @@ class AttentionCase:
         return {name: jnp.broadcast_to(x, (*x.shape[:2], *shape)) for name, x in arrays.items()}
 
     def arguments(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:
-        """Everything: `flash_attention(**case.arguments(seed))`."""
+        """All arguments: `flash_attention(**case.arguments(seed))`."""
         return self.arrays(seed, poison=poison) | self.options()
 
     def cotangent(self, seed: int = 0) -> jax.Array:
         """A random dO, never ones: ones hide a permutation of the head dimension."""
-        return _normal(
-            seed, self.dtype, "do", (self.batch, self.q_len, self.q_heads, self.v_head_dim)
-        )
+        shape = (self.batch, self.q_len, self.q_heads, self.v_head_dim)
+        return _normal(seed, self.dtype, "do", shape)
 
     def q_starts(self) -> jax.Array:
-        """Of a packed case: where its documents, which fill its one batch row, begin and end."""
+        """Starts and end of a packed case's documents, which fill its one batch row."""
         assert isinstance(self.segments, tuple) and (self.batch, self.kv_len) == (1, self.q_len)
         return jnp.array(np.cumsum((0, *self.segments)), jnp.int32)
 
@@ -233,14 +222,14 @@ class DecodeCase:
     v_head_dim: int
     capacity: int
     q_len: int = 1
-    rows: tuple[int, ...] | None = None  # packed: query rows of each sequence, in place of q_len
+    rows: tuple[int, ...] | None = None  # packed: query rows of each sequence, not q_len
     dtype: str = "bfloat16"
     kind: str = "per_sequence"  # or "stacked", "paged"
     page_size: int | None = None
     mask: Mask = CAUSAL
     softcap: float | None = None
     sinks: bool = False
-    cache_dtype: str | None = None  # of a quantised cache; None: rows lie in `dtype`
+    cache_dtype: str | None = None  # quantised; None: rows lie in `dtype`
     shared_kv: bool = False  # V is the first columns of K
     scale: float | None = None
     precision: str | None = None
@@ -249,29 +238,25 @@ class DecodeCase:
     # Each (sequences, rows): so many sequences in turn have so many rows more in common, from
     # the first on, in pages that they share
     shared: tuple[tuple[int, int], ...] = ()
-    finding: bool = False  # which pages are shared is found in the call that is timed
+    finding: bool = False  # shared pages are found in the call that is timed
     labels: tuple[str, ...] = ()
 
     @functools.cached_property
     def tags(self) -> frozenset[str]:
-        """The labels, and what the fields imply."""
-        implied = {self.dtype, f"h{self.head_dim}", _heads(self.q_heads, self.kv_heads), self.kind}
-        implied |= {self.cache_dtype} if self.cache_dtype else set()
+        """The labels, and tags that the fields imply."""
+        names = ("shared_kv", "tree", "softcap", "precision", "sinks")
         flags = {
+            self.kind: True,
+            _heads(self.q_heads, self.kv_heads): True,
+            self.cache_dtype or "": self.cache_dtype,
             "quantized": self.cache_dtype,
-            "shared_kv": self.shared_kv,
             "ragged": len(set(self.lengths)) > 1,
             "chunk": max(self.rows or (self.q_len,)) > 1,
             "packed": self.rows is not None,
-            "tree": self.tree,
             "window": self.mask.left is not None,
-            "softcap": self.softcap,
-            "precision": self.precision,
-            "sinks": self.sinks,
-            "hv": self.head_dim != self.v_head_dim,
-            "small": len(self.lengths) * self.q_heads * self.q_len * self.capacity <= SMALL,
         }
-        return frozenset(self.labels) | implied | {name for name, on in flags.items() if on}
+        score_elements = self.sequences * self.q_heads * self.q_len * self.capacity
+        return _tags(self, names, flags, score_elements)
 
     @property
     def problem_alone(self) -> "DecodeCase":
@@ -290,11 +275,11 @@ class DecodeCase:
         return (self.q_len,) * self.sequences if self.rows is None else self.rows
 
     def starts(self) -> jax.Array | None:
-        """Where the rows of packed sequences begin."""
+        """Starts of packed sequences' rows."""
         return None if self.rows is None else jnp.array(np.cumsum((0, *self.rows)), jnp.int32)
 
     def parents(self, seed: int = 0) -> np.ndarray | None:
-        """int32[M, t], packed int32[tokens]: of a tree, the draft that each draft follows, any
+        """int32[M, t], packed int32[tokens]: the draft of a tree that each draft follows, any
         earlier one or none.
         """
         if not self.tree:
@@ -304,13 +289,14 @@ class DecodeCase:
         return parents if self.rows is not None else parents.reshape(self.sequences, self.q_len)
 
     def seen_in_tree(self, seed: int = 0) -> jax.Array:
-        """bool[M, 1, t, capacity]: the rows before the drafts, themselves and their ancestors. Of
+        """bool[M, 1, t, capacity]: the rows before the drafts, themselves and their ancestors. For
         packed rows t is the most that a sequence has.
         """
-        given, most = self.parents(seed), max(self.each)
-        assert given is not None
+        followed_by_row, most = self.parents(seed), max(self.each)
+        assert followed_by_row is not None
         parents = np.full((self.sequences, most), -1)
-        parents[np.arange(most)[None] < np.asarray(self.each)[:, None]] = given.reshape(-1)
+        real = np.arange(most)[None] < np.asarray(self.each)[:, None]
+        parents[real] = followed_by_row.reshape(-1)
         seen = np.zeros((self.sequences, most, most), bool)
         for i, at in enumerate(parents.T):
             (followed,) = np.nonzero(at >= 0)
@@ -329,7 +315,7 @@ class DecodeCase:
 
     def arrays(self, seed: int = 0, *, poison: bool = False) -> dict[str, Any]:
         """q `[M, t, N, H]` (packed `[tokens, N, H]`), k and v dense and head-major `[M, K,
-        capacity, H]`, lengths, sinks. A quantised cache is still to quantise k and v.
+        capacity, H]`, not quantised, lengths, sinks.
         """
         m, k_heads = self.sequences, self.kv_heads
         draw = functools.partial(_normal, seed, self.dtype)
@@ -354,7 +340,7 @@ class DecodeCase:
         return arrays
 
     def first_with(self, rows: np.ndarray) -> np.ndarray:
-        """int[M, rows]: of each sequence, the first one that has these rows in common with it."""
+        """int[M, rows]: the first sequence that has these rows in common with each sequence."""
         sequences, begin = np.arange(self.sequences)[:, None], 0
         owner = np.broadcast_to(sequences, (self.sequences, len(rows)))
         for size, count in self.shared:
@@ -364,7 +350,7 @@ class DecodeCase:
         return owner
 
     def _in_common(self, x: jax.Array) -> jax.Array:
-        """[M, K, capacity, ...] with the rows that sequences have in common."""
+        """x [M, K, capacity, ...], the first sequence's rows in all that share them."""
         begin = 0
         for size, count in self.shared:
             rows = (slice(None), slice(None), slice(begin, begin + count))
@@ -374,7 +360,7 @@ class DecodeCase:
 
     def dense(self) -> AttentionCase:
         """The same as one call of `flash_attention`, over K and V of `capacity` rows; packed rows
-        are those of a batch with `q_lengths`.
+        become a batch with `q_lengths`.
         """
         offsets = tuple(length - t for length, t in zip(self.lengths, self.each, strict=True))
         full = self.rows is None and all(length == self.capacity for length in self.lengths)
@@ -419,24 +405,24 @@ class AppendCase:
     dtype: str = "bfloat16"
     kind: str = "per_sequence"
     page_size: int | None = None
-    cache_dtype: str | None = None  # of a quantised cache; None: rows lie in `dtype`
-    kept: int | None = None  # in place of the append `cache.keep`: of the rows, so many, the last
+    cache_dtype: str | None = None  # quantised; None: rows lie in `dtype`
+    kept: int | None = None  # not the append but `cache.keep` is timed, of so many last rows
     labels: tuple[str, ...] = ()
 
     @functools.cached_property
     def tags(self) -> frozenset[str]:
-        """The labels, and what the fields imply."""
+        """The labels, and tags that the fields imply."""
         flags = {
+            self.kind: True,
+            f"m{self.sequences}": True,
+            self.cache_dtype or "": self.cache_dtype,
             "quantized": self.cache_dtype,
             "ragged": len(set(self.lengths)) > 1 or self.new_lengths is not None,
             "chunk": self.new_rows > 1,
             "kept": self.kept is not None,
-            "hv": self.head_dim != self.v_head_dim,
-            "small": self.sequences * self.kv_heads * max(self.capacities) * self.head_dim <= SMALL,
         }
-        implied = {self.dtype, f"h{self.head_dim}", self.kind, f"m{self.sequences}"}
-        implied |= {self.cache_dtype} if self.cache_dtype else set()
-        return frozenset(self.labels) | implied | {name for name, on in flags.items() if on}
+        elements = self.sequences * self.kv_heads * max(self.capacities) * self.head_dim
+        return _tags(self, (), flags, elements)
 
     @property
     def sequences(self) -> int:
@@ -456,26 +442,37 @@ class AppendCase:
         return arrays
 
     def path(self) -> jax.Array:
-        """int32[M, kept]: none is written that another call reads, so that calls can repeat."""
+        """int32[M, kept]: rows to keep; none is both written and read, so that calls can repeat."""
         assert self.kept is not None
         rows = jnp.arange(self.new_rows - self.kept, self.new_rows, dtype=jnp.int32)
         return jnp.broadcast_to(rows, (self.sequences, self.kept))
 
     def moved_bytes(self) -> int:
-        """Bytes that must move: the new rows, read once and written once, with their scales; or
-        those that are kept.
+        """Bytes that must move: the new or the kept rows, read once and written once, with their
+        scales.
         """
-        if self.kept is not None:
-            row = _row_bytes((self.head_dim, self.v_head_dim), self.dtype, self.cache_dtype)
-            return 2 * self.sequences * self.kept * self.kv_heads * row
-        rows = (
-            sum(self.new_lengths)
-            if self.new_lengths is not None
-            else self.sequences * self.new_rows
-        )
         dims = (self.head_dim, self.v_head_dim)
-        read = _row_bytes(dims, self.dtype, None)
-        return rows * self.kv_heads * (read + _row_bytes(dims, self.dtype, self.cache_dtype))
+        written = _row_bytes(dims, self.dtype, self.cache_dtype)
+        if self.kept is not None:
+            return 2 * self.sequences * self.kept * self.kv_heads * written
+        rows = self.sequences * self.new_rows
+        if self.new_lengths is not None:
+            rows = sum(self.new_lengths)
+        return rows * self.kv_heads * (_row_bytes(dims, self.dtype, None) + written)
+
+
+def _tags(
+    case: AttentionCase | DecodeCase | AppendCase,
+    names: tuple[str, ...],
+    flags: dict[str, Any],
+    elements: int,
+) -> frozenset[str]:
+    """The labels, names of fields that are set, names of flags that are, and tags of all cases."""
+    implied = {name for name in names if getattr(case, name)}
+    implied |= {name for name, on in flags.items() if on} | {case.dtype, f"h{case.head_dim}"}
+    implied |= {"hv"} if case.head_dim != case.v_head_dim else set()
+    implied |= {"small"} if elements <= SMALL else set()
+    return frozenset(case.labels) | implied
 
 
 def _heads(q_heads: int, kv_heads: int) -> str:
@@ -491,7 +488,7 @@ def _kind(mask: Mask) -> str:
 
 
 def _row_bytes(dims: tuple[int, ...], dtype: str, cache_dtype: str | None) -> int:
-    """Of one row of a kv head, K and V, in a cache: quantised ones have a float32 each beside."""
+    """Bytes of a kv head's row, K and V; a quantised one has a float32 scale for each."""
     scales = 4 * len(dims) if cache_dtype else 0
     return sum(dims) * jnp.dtype(cache_dtype or dtype).itemsize + scales
 
@@ -514,7 +511,7 @@ def _draw_on_device(
 
 
 def _poison(
-    rows: jax.Array, lengths: tuple[int, ...] | None, axis: int, by: Any = math.nan
+    rows: jax.Array, lengths: tuple[int, ...] | None, axis: int, by: float = math.nan
 ) -> jax.Array:
     """`rows` with `by` past the lengths along an axis; one that is broadcast stays as it is."""
     if lengths is None or rows.shape[axis] == 1:

@@ -11,7 +11,7 @@ from pallas_attn.masks import CAUSAL, FULL, sliding_window
 
 
 class Positions(NamedTuple):
-    """What a name stands for."""
+    """A mask and a score by their positions."""
 
     mask: Callable[..., Any]  # (b, h, q, kv, *aux) -> bool
     aux: tuple[np.ndarray, ...] = ()

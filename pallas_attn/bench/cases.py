@@ -2,9 +2,9 @@
 
 A case is a frozen record of one call: its sizes, its options, and how to draw its arrays from a
 seed (random normal: zeros and ones hide permutations, and some hardware runs them faster).
-`case.tags` says what is special about it: the labels it was listed under, and what its own fields
-imply ("causal", "gqa", "bfloat16", "h128", "kv_lengths", ...). `select` finds cases by a tag or by
-a glob over names.
+`case.tags` are the labels that it is listed under, and those that its own fields imply ("causal",
+"gqa", "bfloat16", "h128", "kv_lengths", ...). `select` finds cases by a tag or by a glob over
+names.
 """
 
 import dataclasses
@@ -18,6 +18,30 @@ from pallas_attn.bench.case import AppendCase, AttentionCase, DecodeCase
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 
 Case = AttentionCase | DecodeCase | AppendCase
+Cache = tuple[str, int | None]  # kind, rows of a page
+_EXACT: dict[str, Any] = {"dtype": "float32", "precision": "highest"}
+_KINDS: tuple[Cache, ...] = (("per_sequence", None), ("stacked", None), ("paged", 16))
+_STACKED, _PAGED16, _PAGED64 = ("stacked", None), ("paged", 16), ("paged", 64)
+
+
+def _lognormal(sequences: int, total: int) -> tuple[int, ...]:
+    """Lengths as prompts have them, which add up to `total`; the same in every run."""
+    generator = random.Random(sequences * total)
+    drawn = [generator.lognormvariate(0, 1) for _ in range(sequences)]
+    lengths = [int(total * x / sum(drawn)) for x in drawn]
+    return (*lengths[:-1], total - sum(lengths[:-1]))
+
+
+def _uniform(sequences: int, high: int) -> tuple[int, ...]:
+    """Lengths as a serving batch has them: uniform in 1..high, the same in every run."""
+    generator = random.Random(sequences * high)
+    return tuple(generator.randint(1, high) for _ in range(sequences))
+
+
+_PROMPTS = _lognormal(16, 32768)
+
+
+# ---- attention ----------------------------------------------------------------------------------
 
 
 def _attention(
@@ -56,132 +80,88 @@ _GRID = (
 )
 
 
-def _grid(dtype: str, label: str) -> list[AttentionCase]:
-    tail = "" if dtype == "bfloat16" else "_f16"
+def _grid(dtype: str, label: str, tail: str) -> list[AttentionCase]:
     rows = []
-    for dim, mask, (batch, length), heads in _GRID:
-        shape = f"b{batch}_t{length}_n{heads[0]}" + (f"k{heads[1]}" if heads[0] != heads[1] else "")
-        name = f"h{dim}_{mask}_{shape}{tail}"
-        rows.append(_attention(name, (batch, length), heads, dim, label, mask=mask, dtype=dtype))
+    for dim, mask, (batch, length), (n, k) in _GRID:
+        name = f"h{dim}_{mask}_b{batch}_t{length}_n{n}{f'k{k}' * (n != k)}{tail}"
+        rows.append(_attention(name, (batch, length), (n, k), dim, label, mask=mask, dtype=dtype))
     return rows
 
 
 def _large_attention() -> list[AttentionCase]:
-    causal = functools.partial(_attention, mask=CAUSAL)
-    half, prompts = tuple([4096] * 4), _lognormal(16, 32768)
-    exact: Any = {"dtype": "float32", "precision": "highest"}
-    return [
-        *_grid("bfloat16", "grid"),
-        *_grid("float16", "twin"),
-        _attention(
-            "h128_window1024_t8192", (2, 8192), (16, 16), 128, "windows", mask=sliding_window(1024)
-        ),
-        _attention(
-            "h128_window4096_t32768",
-            (1, 32768),
-            (16, 16),
-            128,
-            "windows",
-            mask=sliding_window(4096),
-        ),
-        _attention(
-            "h64_window128_t8192", (2, 8192), (32, 32), 64, "windows", mask=sliding_window(128)
-        ),
-        *(
-            _attention(
-                f"h128_window{window}_t8192_at_run_time",
-                (2, 8192),
-                (16, 16),
-                128,
-                "windows",
-                mask=sliding_window(window),
-                mask_at_run_time=True,
-            )
-            for window in (128, 1024)
-        ),
-        causal("h80_causal_t4096", (4, 4096), (16, 16), 80, "odd"),
-        causal("h96_causal_t4096", (4, 4096), (16, 16), 96, "odd"),
-        causal("h192_hv128_causal_t4096", (4, 4096), (16, 16), (192, 128), "odd"),
+    full, causal = _attention, functools.partial(_attention, mask=CAUSAL)
+    equal, grouped = (16, 16), (32, 8)
+    f32: dict[str, Any] = {"dtype": "float32"}
+    rows = [*_grid("bfloat16", "grid", ""), *_grid("float16", "twin", "_f16")]
+
+    def window(name: str, keys: int, sizes: tuple[int, int], heads: int, dim: int, **fields: Any):
+        mask = sliding_window(keys)
+        rows.append(full(name, sizes, (heads, heads), dim, "windows", mask=mask, **fields))
+
+    window("h128_window1024_t8192", 1024, (2, 8192), 16, 128)
+    window("h128_window4096_t32768", 4096, (1, 32768), 16, 128)
+    window("h64_window128_t8192", 128, (2, 8192), 32, 64)
+    for keys in (128, 1024):
+        name = f"h128_window{keys}_t8192_at_run_time"
+        window(name, keys, (2, 8192), 16, 128, mask_at_run_time=True)
+    rows += [
+        causal("h80_causal_t4096", (4, 4096), equal, 80, "odd"),
+        causal("h96_causal_t4096", (4, 4096), equal, 96, "odd"),
+        causal("h192_hv128_causal_t4096", (4, 4096), equal, (192, 128), "odd"),
         causal("h128_causal_t3000_n28k4", (4, 3000), (28, 4), 128, "odd"),
-        # What bits that repeat cost: the same without is in the grid.
-        _attention(
-            "h64_full_b2_t8192_n32_bits", (2, 8192), (32, 32), 64, "bits", deterministic=True
-        ),
-        causal(
-            "h128_causal_b2_t8192_n16_bits", (2, 8192), (16, 16), 128, "bits", deterministic=True
-        ),
-        causal("f32_h64_causal_t2048", (4, 2048), (16, 16), 64, "corner", dtype="float32"),
-        _attention("f32_h128_full_t2048", (4, 2048), (16, 16), 128, "corner", dtype="float32"),
-        causal("f32_h128_causal_t4096", (2, 4096), (16, 16), 128, "corner", dtype="float32"),
-        causal("f32_h64_causal_t2048_highest", (4, 2048), (16, 16), 64, "corner", **exact),
-        _attention("f32_h128_full_t2048_highest", (4, 2048), (16, 16), 128, "corner", **exact),
-        causal("f32_h128_causal_t4096_highest", (2, 4096), (16, 16), 128, "corner", **exact),
-        *(
-            _attention(name, (2, 2048), (16, 16), dim, "wide", mask=mask, **how)
-            for dim, mask in ((192, FULL), (256, FULL), (256, CAUSAL))
-            for name, how in (
-                (f"f32_h{dim}_{mask}_t2048", {"dtype": "float32"}),
-                (f"f32_h{dim}_{mask}_t2048_highest", exact),
-            )
-        ),
-        # Promises: 8 packed documents cost what 8 batch rows do; keys past a length cost nothing.
-        causal("documents_8x1024", (1, 8192), (16, 16), 128, "cost", segments=(1024,) * 8),
-        causal("rows_8x1024", (8, 1024), (16, 16), 128, "cost"),
-        causal("documents_8x4096", (1, 32768), (16, 16), 128, "cost", segments=(4096,) * 8),
-        causal("rows_8x4096", (8, 4096), (16, 16), 128, "cost"),
-        *(
-            causal(name, (1, 32768), (32, 8), 128, "cost", segments=prompts, packed=packed)
-            for name, packed in (("documents_16_lognormal", False), ("packed_16_lognormal", True))
-        ),
-        # One kv head's rows are more than L2 holds.
-        causal("h128_causal_t65536_n32k8", (1, 65536), (32, 8), 128, "long"),
-        causal("documents_8x4096_n32k8", (1, 32768), (32, 8), 128, "long", segments=(4096,) * 8),
-        *(
-            causal(f"few_rows_m{m}_t{t}", (m, t, 8192), (32, 8), 128, "few_rows", q_offset=8192 - t)
-            for m, t in ((8, 64), (8, 16), (1, 1024), (1, 256), (1, 64), (1, 16))
-        ),
-        _attention("lengths_half_of_8192", (4, 8192), (16, 16), 128, "cost", kv_lengths=half),
-        _attention("lengths_none_of_8192", (4, 8192), (16, 16), 128, "cost"),
+        # The price of bits that repeat: the same cases without are in the grid.
+        full("h64_full_b2_t8192_n32_bits", (2, 8192), (32, 32), 64, "bits", deterministic=True),
+        causal("h128_causal_b2_t8192_n16_bits", (2, 8192), equal, 128, "bits", deterministic=True),
     ]
+    for tail, how in (("", f32), ("_highest", _EXACT)):
+        rows += [
+            causal(f"f32_h64_causal_t2048{tail}", (4, 2048), equal, 64, "corner", **how),
+            full(f"f32_h128_full_t2048{tail}", (4, 2048), equal, 128, "corner", **how),
+            causal(f"f32_h128_causal_t4096{tail}", (2, 4096), equal, 128, "corner", **how),
+        ]
+    for dim, mask in ((192, FULL), (256, FULL), (256, CAUSAL)):
+        for tail, how in (("", f32), ("_highest", _EXACT)):
+            name = f"f32_h{dim}_{mask}_t2048{tail}"
+            rows.append(full(name, (2, 2048), equal, dim, "wide", mask=mask, **how))
+    # Promises: 8 packed documents cost what 8 batch rows do; keys past a length cost nothing.
+    segments: tuple[int, ...]
+    for length in (1024, 4096):
+        name, segments = f"documents_8x{length}", (length,) * 8
+        rows.append(causal(name, (1, 8 * length), equal, 128, "cost", segments=segments))
+        rows.append(causal(f"rows_8x{length}", (8, length), equal, 128, "cost"))
+    for name, packed in (("documents_16_lognormal", False), ("packed_16_lognormal", True)):
+        sizes, segments = (1, 32768), _PROMPTS
+        rows.append(causal(name, sizes, grouped, 128, "cost", segments=segments, packed=packed))
+    # One kv head's rows are more than L2 holds.
+    name, segments = "documents_8x4096_n32k8", (4096,) * 8
+    rows.append(causal("h128_causal_t65536_n32k8", (1, 65536), grouped, 128, "long"))
+    rows.append(causal(name, (1, 32768), grouped, 128, "long", segments=segments))
+    for m, t in ((8, 64), (8, 16), (1, 1024), (1, 256), (1, 64), (1, 16)):
+        name, offset = f"few_rows_m{m}_t{t}", 8192 - t
+        rows.append(causal(name, (m, t, 8192), grouped, 128, "few_rows", q_offset=offset))
+    name, half = "lengths_half_of_8192", (4096,) * 4
+    rows.append(full(name, (4, 8192), equal, 128, "cost", kv_lengths=half))
+    rows.append(full("lengths_none_of_8192", (4, 8192), equal, 128, "cost"))
+    return rows
 
 
 def _functions() -> list[AttentionCase]:
     """Masks and scores as functions: those that an option says too, and those that none says."""
     heads = {64: 32, 128: 16, 256: 8}
-    named = [(name, dim) for dim in heads for name in (("causal", 0), ("window", 1024))]
-    named += [
-        (name, 128)
-        for name in (
-            ("full", 0),
-            ("documents", 1000),
-            ("prefix", 1024),
-            ("block_diffusion", 32),
-            ("dilated", 4),
-            ("alibi", 0),
-            ("random_blocks", 128),
-        )
-    ]
+    named = [(dim, name, n) for dim in heads for name, n in (("causal", 0), ("window", 1024))]
+    named += [(128, "full", 0), (128, "documents", 1000), (128, "prefix", 1024)]
+    named += [(128, "block_diffusion", 32), (128, "dilated", 4), (128, "alibi", 0)]
+    named += [(128, "random_blocks", 128)]
     rows = []
-    for both in (False, True):
-        how: dict[str, Any] = {"both": both}
-        tail = "_both" if both else ""
-        rows += [
-            _attention(
-                f"mask_h{dim}_{name}{n or ''}{tail}",
-                (2, 8192),
-                (heads[dim],) * 2,
-                dim,
-                "grid",
-                function=(name, n),
-                **how,
-            )
-            for (name, n), dim in named
-        ]
-        # That of jax-ml/jax#35114.
-        causal: Any = {"function": ("causal", 0), **how}
-        rows.append(
-            _attention(f"mask_h128_causal_t4096{tail}", (1, 4096), (16, 16), 128, "grid", **causal)
-        )
+    for tail, both in (("", False), ("_both", True)):
+        for dim, name, n in named:
+            title = f"mask_h{dim}_{name}{n or ''}{tail}"
+            sizes = (2, 8192), (heads[dim],) * 2, dim, "grid"
+            rows.append(_attention(title, *sizes, function=(name, n), both=both))
+        # The case of jax-ml/jax#35114.
+        sizes = (1, 4096), (16, 16), 128, "grid"
+        title = f"mask_h128_causal_t4096{tail}"
+        rows.append(_attention(title, *sizes, function=("causal", 0), both=both))
     return rows
 
 
@@ -231,301 +211,183 @@ def _edge_attention() -> list[AttentionCase]:
         plain("mask_array", (2, 130, 200), (4, 2), mask_shape=(2, 4, 130, 200)),
         plain("mask_array_by_batch", (2, 130), (2, 2), mask=CAUSAL, mask_shape=(2, 1, 1, 130)),
         plain(
-            "everything",
-            (3, 130, 200),
-            (8, 2),
-            mask=sliding_window(90),
-            q_offset=(0, 70, 199),
-            kv_lengths=(0, 150, 200),
-            segments=(100, 100),
-            softcap=30.0,
-            bias_shape=(1, 8, 130, 200),
-            mask_shape=(3, 1, 130, 200),
-            sinks=True,
+            "everything", (3, 130, 200), (8, 2), mask=sliding_window(90), q_offset=(0, 70, 199),
+            kv_lengths=(0, 150, 200), segments=(100, 100), softcap=30.0, sinks=True,
+            bias_shape=(1, 8, 130, 200), mask_shape=(3, 1, 130, 200),
         ),
-    ]
+    ]  # fmt: skip
     for group, kv_heads in ((1, 3), (4, 2), (7, 1), (7, 2), (8, 1)):
-        heads = (group * kv_heads, kv_heads)
-        rows.append(
-            plain(f"group{group}_kv{kv_heads}", (2, 130, 190), heads, mask=CAUSAL, q_offset=60)
-        )
+        name, heads = f"group{group}_kv{kv_heads}", (group * kv_heads, kv_heads)
+        rows.append(plain(name, (2, 130, 190), heads, mask=CAUSAL, q_offset=60))
     for dim in (8, 32, 72, 80, 96, 112, 128, 160, 192, 224, 256):
         rows.append(_attention(f"dim{dim}", (1, 130), (2, 1), dim, "dims", mask=CAUSAL))
-    for dims in ((192, 128), (64, 128), (128, 64), (40, 256), (72, 24)):
-        rows.append(
-            _attention(f"dim{dims[0]}_{dims[1]}", (1, 130), (2, 1), dims, "dims", mask=CAUSAL)
-        )
+    for h, hv in ((192, 128), (64, 128), (128, 64), (40, 256), (72, 24)):
+        rows.append(_attention(f"dim{h}_{hv}", (1, 130), (2, 1), (h, hv), "dims", mask=CAUSAL))
     for dtype in ("float16", "float32"):
         for mask in (FULL, CAUSAL):
             rows.append(plain(f"{dtype}_{mask}", (2, 130, 200), (4, 2), mask=mask, dtype=dtype))
-    rows.append(
-        plain("float32_highest", (2, 130, 200), (4, 2), dtype="float32", precision="highest")
-    )
-    rows.append(_attention("uniform", (2, 130), (2, 2), 64, magnitude=0.0))
+    rows.append(plain("float32_highest", (2, 130, 200), (4, 2), **_EXACT))
+    rows.append(plain("uniform", (2, 130), (2, 2), magnitude=0.0))
     return [dataclasses.replace(row, labels=(*row.labels, "edge")) for row in rows]
 
 
-def _lognormal(sequences: int, total: int) -> tuple[int, ...]:
-    """Lengths as prompts have them, which add up to `total`; the same in every run."""
-    generator = random.Random(sequences * total)
-    drawn = [generator.lognormvariate(0, 1) for _ in range(sequences)]
-    lengths = [int(total * x / sum(drawn)) for x in drawn]
-    return (*lengths[:-1], total - sum(lengths[:-1]))
+# ---- over caches --------------------------------------------------------------------------------
 
 
-def _uniform(sequences: int, high: int) -> tuple[int, ...]:
-    """Lengths as a serving batch has them: uniform in 1..high, the same in every run."""
-    generator = random.Random(sequences * high)
-    return tuple(generator.randint(1, high) for _ in range(sequences))
-
-
-_KINDS = (("per_sequence", None), ("stacked", None), ("paged", 16))
+def _over(
+    name: str,
+    lengths: tuple[int, ...],
+    cache: Cache,
+    *labels: str,
+    heads: tuple[int, int, int, int] = (32, 8, 128, 128),
+    capacity: int | None = None,
+    **fields: Any,
+) -> DecodeCase:
+    """heads (N, K, H, Hv). By default the longest sequence fills its cache, of whole pages."""
+    kind, page = cache
+    capacity = capacity or -(-max(*lengths, 64) // 64) * 64
+    return DecodeCase(
+        name, lengths, *heads, capacity, kind=kind, page_size=page, labels=labels, **fields
+    )
 
 
 def _decode() -> list[DecodeCase]:
-    # Each row: batch, rows in the cache, query heads, kv heads, head dim.
-    dense = (
-        (1, 8192, 32, 8, 128),
-        (1, 131072, 32, 8, 128),
-        (16, 8192, 32, 8, 128),
-        (32, 8192, 8, 8, 128),
-        (32, 8192, 64, 8, 64),
-        (64, 2048, 32, 8, 128),
-        (64, 8192, 32, 8, 128),
-        (128, 1024, 32, 8, 128),
-    )
-    latency = ((1, 1024, 32, 8, 128), (8, 512, 32, 8, 128), (8, 4096, 64, 8, 128))
-    uneven = ((32, 8192, 32, 8, 128), (64, 4096, 28, 4, 128))
+    # For each label: batch, rows in the cache, query heads, kv heads, head dim.
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+        "grid": (
+            (1, 8192, 32, 8, 128),
+            (1, 131072, 32, 8, 128),
+            (16, 8192, 32, 8, 128),
+            (32, 8192, 8, 8, 128),
+            (32, 8192, 64, 8, 64),
+            (64, 2048, 32, 8, 128),
+            (64, 8192, 32, 8, 128),
+            (128, 1024, 32, 8, 128),
+        ),
+        "latency": ((1, 1024, 32, 8, 128), (8, 512, 32, 8, 128), (8, 4096, 64, 8, 128)),
+        "uneven": ((32, 8192, 32, 8, 128), (64, 4096, 28, 4, 128)),
+    }
     rows = []
-    for label, shapes in (("grid", dense), ("latency", latency), ("uneven", uneven)):
-        for batch, length, q_heads, kv_heads, dim in shapes:
-            heads, dims = (q_heads, kv_heads), (dim, dim)
-            lengths = _uniform(batch, length) if label == "uneven" else (length,) * batch
-            suffix = "_uneven" if label == "uneven" else ""
-            for kind, page in _KINDS:
-                name = f"decode_{kind}_b{batch}_s{length}_n{q_heads}k{kv_heads}_h{dim}{suffix}"
-                fields: dict[str, Any] = {"kind": kind, "page_size": page, "labels": (label,)}
-                rows.append(DecodeCase(name, lengths, *heads, *dims, length, **fields))
-    for kind, page in _KINDS:
-        rows += _quantized_and_latent(kind, page)
-        rows.append(_dense_decode(kind, page, 64, 4096, "wide", dtype="float32"))
-    exact: Any = {"dtype": "float32", "precision": "highest"}
-    rows.append(_dense_decode("stacked", None, 64, 4096, "wide", **exact))
-    rows.append(_dense_decode("stacked", None, 1, 8192, "wide", dtype="float32"))
-    rows.append(_dense_decode("paged", 64, 64, 8192, "pages"))
-    rows.append(_dense_decode("paged", 128, 64, 8192, "pages"))
-    rows.append(_dense_decode("per_sequence", None, 256, 1024, "many"))
-    small = functools.partial(
-        DecodeCase,
-        q_heads=8,
-        kv_heads=2,
-        head_dim=64,
-        v_head_dim=64,
-        capacity=256,
-        labels=("edge",),
-    )
-    for kind, page in _KINDS:
-        make = functools.partial(small, kind=kind, page_size=page)
-        rows += [
-            make(f"decode_{kind}_edges", (1, 2, 63, 64, 65, 128, 255, 256)),
-            make(f"decode_{kind}_empty", (0, 100, 0)),
-            make(f"decode_{kind}_chunk", (5, 64, 200), q_len=5),
-            make(f"decode_{kind}_chunk_longer_than_cache", (0, 2, 4), q_len=4),
-            make(f"decode_{kind}_window", (3, 100, 256), mask=sliding_window(50), q_len=2),
-            make(f"decode_{kind}_softcap_sinks", (17, 130), softcap=20.0, sinks=True),
-            make(f"decode_{kind}_group7", (33, 256), q_heads=7, kv_heads=1),
-            make(f"decode_{kind}_mha", (33, 256), q_heads=4, kv_heads=4),
-            make(f"decode_{kind}_dims_128_64", (33, 256), head_dim=128, v_head_dim=64),
-            make(f"decode_{kind}_float16", (33, 256), dtype="float16"),
-            make(f"decode_{kind}_float32", (33, 256), dtype="float32"),
-            make(f"decode_{kind}_float32_highest", (33, 256), dtype="float32", precision="highest"),
-            make(f"decode_{kind}_float8_e4m3fn", (0, 33, 256), cache_dtype="float8_e4m3fn"),
-            make(f"decode_{kind}_int8", (64, 1, 200), cache_dtype="int8", q_len=3),
-            make(
-                f"decode_{kind}_latent",
-                (0, 100, 256),
-                kv_heads=1,
-                head_dim=576,
-                v_head_dim=512,
-                shared_kv=True,
-            ),
-        ]
-    return rows
-
-
-def _full(op: str, batch: int, rows: int, cache: tuple[str, int | None], **more: Any) -> DecodeCase:
-    """Several new rows a sequence over caches of 8192 rows that are full."""
-    (kind, page), end = cache, f"_{more['cache_dtype']}" if "cache_dtype" in more else ""
-    name = f"{op}_{kind}{page or ''}_m{batch}_t{rows}{end}"
-    sizes = (8192,) * batch, 32, 8, 128, 128, 8192
-    return DecodeCase(name, *sizes, q_len=rows, kind=kind, page_size=page, **more)
-
-
-def _prefill() -> list[DecodeCase]:
-    """Many new rows a sequence over caches that are full: what a chunk of a prompt costs."""
-    caches = (("stacked", None), ("per_sequence", None), ("paged", 16), ("paged", 64))
-    sizes = [(8, rows) for rows in (4096, 1024, 256, 64, 16, 8)]
-    sizes += [(1, rows) for rows in (1024, 256, 64, 16)]
-    narrow = [
-        _full("prefill", 8, rows, cache, cache_dtype=dtype, labels=("narrow",))
-        for rows in (4096, 1024, 256, 64, 16)
-        for cache, dtype in (
-            (("stacked", None), "float8_e4m3fn"),
-            (("stacked", None), "int8"),
-            (("per_sequence", None), "float8_e4m3fn"),
-            (("paged", 64), "float8_e4m3fn"),
-        )
-    ]
-    return narrow + [
-        _full("prefill", *size, cache, labels=("grid",)) for size in sizes for cache in caches
-    ]
-
-
-def _trees() -> list[DecodeCase]:
-    """Drafts of speculative decoding, which form trees; packed, as many of each sequence or not."""
-    caches = (("stacked", None), ("paged", 16), ("paged", 64))
-    sizes: dict[str, dict[str, Any]] = {
-        f"m{batch}_t{drafts}": {"lengths": (8192,) * batch, "q_len": drafts}
-        for batch, drafts in ((8, 64), (1, 64), (64, 4))
-    }
-    sizes["packed_m8_t64"] = {"lengths": (8192,) * 8, "rows": (64,) * 8}
-    sizes["packed_m64"] = {"lengths": (8192,) * 64, "rows": (1, 64, 4, 16) * 16}
-    heads: dict[str, int] = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
+    for label, every in shapes.items():
+        for batch, length, n, k, dim in every:
+            tail = "_uneven" if label == "uneven" else ""
+            lengths = _uniform(batch, length) if tail else (length,) * batch
+            for cache in _KINDS:
+                name = f"decode_{cache[0]}_b{batch}_s{length}_n{n}k{k}_h{dim}{tail}"
+                heads = (n, k, dim, dim)
+                rows.append(_over(name, lengths, cache, label, heads=heads, capacity=length))
+    for cache in _KINDS:
+        for dtype in ("float8_e4m3fn", "float8_e5m2", "int8"):
+            rows.append(_even(cache, 64, 8192, "narrow", cache_dtype=dtype))
+        rows.append(_even(cache, 1, 8192, "narrow", cache_dtype="float8_e4m3fn"))
+        for batch, length, n in ((64, 4096, 16), (32, 8192, 128)):  # multi-head latent attention
+            name, heads = f"decode_{cache[0]}_b{batch}_s{length}_n{n}_latent", (n, 1, 576, 512)
+            lengths = (length,) * batch
+            rows.append(_over(name, lengths, cache, "latent", heads=heads, shared_kv=True))
+        rows.append(_even(cache, 64, 4096, "wide", dtype="float32"))
     return [
-        DecodeCase(
-            f"tree_{kind}{page or ''}_{name}",
-            **fields | heads,
-            capacity=8192,
-            kind=kind,
-            page_size=page,
-            tree=True,
-            labels=("trees",),
-        )
-        for name, fields in sizes.items()
-        for kind, page in caches
+        *rows,
+        _even(_STACKED, 64, 4096, "wide", **_EXACT),
+        _even(_STACKED, 1, 8192, "wide", dtype="float32"),
+        _even(_PAGED64, 64, 8192, "pages"),
+        _even(("paged", 128), 64, 8192, "pages"),
+        _even(("per_sequence", None), 256, 1024, "many"),
+        *(_edge_decode(cache, *edge) for cache in _KINDS for edge in _DECODE_EDGES),
     ]
 
 
-def _mixtures() -> list[DecodeCase]:
-    """Packed rows: what a server's step costs, beside its parts; whole prompts; single tokens."""
-    tokens = tuple(min(n, 8192) for n in _lognormal(64, 64 * 2000))
-    prompts = _lognormal(16, 32768)
-    full = (8192,) * 64
-    sizes: dict[str, dict[str, Any]] = {
-        "mixed_{}": {"lengths": (*tokens, 8192), "rows": (*(1,) * 64, 2048), "labels": ("mixed",)},
-        "mixed_{}_tokens_alone": {"lengths": tokens, "labels": ("mixed",)},
-        "mixed_{}_chunk_alone": {"lengths": (8192,), "q_len": 2048, "labels": ("mixed",)},
-        "packed_{}_16_lognormal": {"lengths": prompts, "rows": prompts, "labels": ("packed",)},
-        "packed_{}_one_token": {"lengths": full, "rows": (1,) * 64, "labels": ("packed",)},
-        "packed_{}_one_token_lognormal": {"lengths": tokens, "rows": (1,) * 64},
-    }
-    heads: dict[str, int] = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
-    return [
-        DecodeCase(
-            name.format(f"{kind}{page or ''}"),
-            capacity=-(-max(max(fields["lengths"]), 64) // 64) * 64,
-            kind=kind,
-            page_size=page,
-            **{"labels": ("packed",)} | fields | heads,
-        )
-        for name, fields in sizes.items()
-        for kind, page in (("stacked", None), ("paged", 16), ("paged", 64))
-    ]
-
-
-def _dense_decode(
-    kind: str, page: int | None, batch: int, length: int, label: str, **fields: Any
-) -> DecodeCase:
+def _even(cache: Cache, batch: int, length: int, label: str, **fields: Any) -> DecodeCase:
     """Sequences of one length, 32 query heads on 8 kv heads of 128."""
+    kind, page = cache
     tail = "".join(f"_{value}" for value in fields.values())
     tail += f"_page{page}" if page not in (None, 16) else ""
     name = f"decode_{kind}_b{batch}_s{length}_n32k8_h128{tail}"
-    sizes = ((length,) * batch, 32, 8, 128, 128, length)
-    return DecodeCase(name, *sizes, kind=kind, page_size=page, labels=(label,), **fields)
+    return _over(name, (length,) * batch, cache, label, **fields)
 
 
-def _quantized_and_latent(kind: str, page: int | None) -> list[DecodeCase]:
-    """Caches of one byte a number, and the latent cache of multi-head latent attention."""
-    rows = [
-        _dense_decode(kind, page, 64, 8192, "narrow", cache_dtype=dtype)
-        for dtype in ("float8_e4m3fn", "float8_e5m2", "int8")
-    ]
-    rows.append(_dense_decode(kind, page, 1, 8192, "narrow", cache_dtype="float8_e4m3fn"))
-    fields: dict[str, Any] = {"kind": kind, "page_size": page, "shared_kv": True}
-    for batch, length, heads in ((64, 4096, 16), (32, 8192, 128)):
-        name = f"decode_{kind}_b{batch}_s{length}_n{heads}_latent"
-        sizes = ((length,) * batch, heads, 1, 576, 512, length)
-        rows.append(DecodeCase(name, *sizes, labels=("latent",), **fields))
-    return rows
+Edge = tuple[str, tuple[int, ...], dict[str, Any]]  # name, lengths, fields
+_DECODE_EDGES: tuple[Edge, ...] = (
+    ("edges", (1, 2, 63, 64, 65, 128, 255, 256), {}),
+    ("empty", (0, 100, 0), {}),
+    ("chunk", (5, 64, 200), {"q_len": 5}),
+    ("chunk_longer_than_cache", (0, 2, 4), {"q_len": 4}),
+    ("window", (3, 100, 256), {"mask": sliding_window(50), "q_len": 2}),
+    ("softcap_sinks", (17, 130), {"softcap": 20.0, "sinks": True}),
+    ("group7", (33, 256), {"heads": (7, 1, 64, 64)}),
+    ("mha", (33, 256), {"heads": (4, 4, 64, 64)}),
+    ("dims_128_64", (33, 256), {"heads": (8, 2, 128, 64)}),
+    ("float16", (33, 256), {"dtype": "float16"}),
+    ("float32", (33, 256), {"dtype": "float32"}),
+    ("float32_highest", (33, 256), _EXACT),
+    ("float8_e4m3fn", (0, 33, 256), {"cache_dtype": "float8_e4m3fn"}),
+    ("int8", (64, 1, 200), {"cache_dtype": "int8", "q_len": 3}),
+    ("latent", (0, 100, 256), {"heads": (8, 1, 576, 512), "shared_kv": True}),
+)
 
 
-def _appends(
-    name: str, lengths: tuple[int, ...], capacity: int, label: str, narrow: bool = True, **more: Any
-) -> list[AppendCase]:
-    """An append of 8 heads of 128 to caches of every kind; `narrow`: and to quantised ones."""
-    rows = []
-    for kind, page in _KINDS:
-        capacities = (capacity,) * (len(lengths) if kind == "per_sequence" else 1)
-        fields: dict[str, Any] = more | {"kind": kind, "page_size": page, "capacities": capacities}
-        for dtype in (None, "float8_e4m3fn", "int8") if narrow else (None,):
-            tail, labels = (f"_{dtype}", ("narrow",)) if dtype else ("", (label,))
-            fields |= {"cache_dtype": dtype, "labels": labels}
-            rows.append(AppendCase(f"append_{kind}_{name}{tail}", lengths, 8, 128, 128, **fields))
-    return rows
+def _edge_decode(
+    cache: Cache, name: str, lengths: tuple[int, ...], fields: dict[str, Any]
+) -> DecodeCase:
+    sizes: dict[str, Any] = {"heads": (8, 2, 64, 64), "capacity": 256}
+    return _over(f"decode_{cache[0]}_{name}", lengths, cache, "edge", **sizes | fields)
 
 
-def _append() -> list[AppendCase]:
-    rows = []
-    for m in (1, 32, 128, 256):
-        rows += _appends(f"m{m}", _uniform(m, 1023), 1024, "grid", narrow=m in (1, 128))
-    rows += _appends("m8_t2048", _uniform(8, 512), 2560, "long", new_rows=2048)
-    for t in (8, 16):  # drafts, half of which are kept, and all of those move
-        rows += [
-            dataclasses.replace(one, name=one.name.replace("append", "keep"), kept=t // 2)
-            for one in _appends(f"m128_t{t}", _uniform(128, 1000), 1024, "keep", t == 8, new_rows=t)
-        ]
-    edges: dict[str, Any] = {"kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
-    edges["labels"] = ("edge",)
-    lengths, mixed = (0, 1, 63, 4, 31), (64, 72, 64, 80, 128)
-    for kind, page in _KINDS:
-        make: Any = functools.partial(AppendCase, kind=kind, page_size=page, **edges)
-        sizes = mixed if kind == "per_sequence" else (64,)
-        rows += [
-            make(
-                f"append_{kind}_ancestor",
-                (4,) * 4,
-                capacities=(64,) * 4 if kind == "per_sequence" else (64,),
-            ),
-            make(f"append_{kind}_distinct", lengths, capacities=sizes),
-            make(f"append_{kind}_chunk", (0, 1, 59, 4, 31), capacities=sizes, new_rows=5),
-            make(
-                f"append_{kind}_ragged_chunk",
-                (0, 1, 59, 4, 31),
-                capacities=sizes,
-                new_rows=5,
-                new_lengths=(5, 0, 1, 3, 4),
-            ),
-            make(
-                f"append_{kind}_float8_e4m3fn",
-                (0, 1, 59, 4, 31),
-                capacities=sizes,
-                new_rows=5,
-                cache_dtype="float8_e4m3fn",
-            ),
-        ]
-        rows.append(
-            make(f"keep_{kind}_few", (0, 1, 59, 4, 31), capacities=sizes, new_rows=5, kept=2)
+def _prefill() -> list[DecodeCase]:
+    """Many new rows a sequence over caches that are full: the price of a chunk of a prompt."""
+    per_sequence = ("per_sequence", None)
+    narrow = [
+        (8, rows, cache, dtype)
+        for rows in (4096, 1024, 256, 64, 16)
+        for cache, dtype in (
+            (_STACKED, "float8_e4m3fn"),
+            (_STACKED, "int8"),
+            (per_sequence, "float8_e4m3fn"),
+            (_PAGED64, "float8_e4m3fn"),
         )
-    make = functools.partial(
-        AppendCase, kv_heads=2, labels=("edge",), capacities=(32, 40), new_rows=3
+    ]
+    sizes = [(8, rows) for rows in (4096, 1024, 256, 64, 16, 8)]
+    sizes += [(1, rows) for rows in (1024, 256, 64, 16)]
+    caches = _STACKED, per_sequence, _PAGED16, _PAGED64
+    plain = [(*size, cache, None) for size in sizes for cache in caches]
+    return [
+        _over(
+            f"prefill_{kind}{page or ''}_m{batch}_t{rows}{f'_{dtype}' if dtype else ''}",
+            (8192,) * batch,
+            (kind, page),
+            "narrow" if dtype else "grid",
+            q_len=rows,
+            cache_dtype=dtype,
+        )
+        for batch, rows, (kind, page), dtype in (*narrow, *plain)
+    ]
+
+
+def _packed() -> list[DecodeCase]:
+    """Packed rows: a server's step, beside its parts; whole prompts; single tokens. And drafts of
+    speculative decoding, which form trees; packed, as many of each sequence or not.
+    """
+    tokens = tuple(min(n, 8192) for n in _lognormal(64, 64 * 2000))
+    mixture, full = ((*tokens, 8192), (*(1,) * 64, 2048)), (8192,) * 64
+    tree: dict[str, Any] = {"tree": True}
+    # Name, lengths, label, fields:
+    every: tuple[tuple[str, tuple[int, ...], str, dict[str, Any]], ...] = (
+        ("mixed_{}", mixture[0], "mixed", {"rows": mixture[1]}),
+        ("mixed_{}_tokens_alone", tokens, "mixed", {}),
+        ("mixed_{}_chunk_alone", (8192,), "mixed", {"q_len": 2048}),
+        ("packed_{}_16_lognormal", _PROMPTS, "packed", {"rows": _PROMPTS}),
+        ("packed_{}_one_token", full, "packed", {"rows": (1,) * 64}),
+        ("packed_{}_one_token_lognormal", tokens, "packed", {"rows": (1,) * 64}),
+        ("tree_{}_m8_t64", full[:8], "trees", {"q_len": 64} | tree),
+        ("tree_{}_m1_t64", full[:1], "trees", {"q_len": 64} | tree),
+        ("tree_{}_m64_t4", full, "trees", {"q_len": 4} | tree),
+        ("tree_{}_packed_m8_t64", full[:8], "trees", {"rows": (64,) * 8} | tree),
+        ("tree_{}_packed_m64", full, "trees", {"rows": (1, 64, 4, 16) * 16} | tree),
     )
-    rows.append(
-        make("append_float32_dims_64_32", (0, 29), head_dim=64, v_head_dim=32, dtype="float32")
-    )
-    rows.append(
-        make("append_float16_dims_72_72", (7, 37), head_dim=72, v_head_dim=72, dtype="float16")
-    )
-    return rows
+    return [
+        _over(name.format(f"{kind}{page or ''}"), lengths, (kind, page), label, **fields)
+        for name, lengths, label, fields in every
+        for kind, page in (_STACKED, _PAGED16, _PAGED64)
+    ]
 
 
 def _shared() -> list[DecodeCase]:
@@ -538,21 +400,74 @@ def _shared() -> list[DecodeCase]:
         ("nothing", ()),
     ):
         length = sum(count for _, count in shared) + 256 if shared else 8192
-        sizes = ((length,) * 64, 32, 8, 128, 128, length)
-        for page, finding in ((16, False), (64, False), (16, True)):  # of one group
-            title = f"shared_{name}_pages{page}" + ("_found" if finding else "")
-            fields: dict[str, Any] = {"kind": "paged", "page_size": page, "finding": finding}
-            rows.append(DecodeCase(title, *sizes, **fields, shared=shared, labels=("grid",)))
+        for page, finding in ((16, False), (64, False), (16, True)):
+            title, lengths = f"shared_{name}_pages{page}{'_found' * finding}", (length,) * 64
+            fields: dict[str, Any] = {"shared": shared, "finding": finding}
+            rows.append(_over(title, lengths, ("paged", page), "grid", **fields))
     return rows
 
 
+# ---- appends ------------------------------------------------------------------------------------
+
+
+def _append() -> list[AppendCase]:
+    # (name, lengths, capacity, label, whether quantised caches are appended to as well, fields)
+    sizes: list[tuple[str, tuple[int, ...], int, str, bool, dict[str, Any]]] = [
+        (f"append_{{}}_m{m}", _uniform(m, 1023), 1024, "grid", m in (1, 128), {})
+        for m in (1, 32, 128, 256)
+    ]
+    sizes.append(("append_{}_m8_t2048", _uniform(8, 512), 2560, "long", True, {"new_rows": 2048}))
+    for t in (8, 16):  # drafts, half of which are kept, and all of those move
+        name, kept = f"keep_{{}}_m128_t{t}", {"new_rows": t, "kept": t // 2}
+        sizes.append((name, _uniform(128, 1000), 1024, "keep", t == 8, kept))
+    rows = []
+    for name, lengths, capacity, label, narrow, fields in sizes:
+        for kind, page in _KINDS:
+            each = (capacity,) * (len(lengths) if kind == "per_sequence" else 1)
+            cache: dict[str, Any]
+            cache = {"kind": kind, "page_size": page, "capacities": each}
+            for dtype in (None, "float8_e4m3fn", "int8") if narrow else (None,):
+                title = name.format(kind) + (f"_{dtype}" if dtype else "")
+                labels = ("narrow" if dtype else label,)
+                more: dict[str, Any] = fields | cache | {"cache_dtype": dtype, "labels": labels}
+                rows.append(AppendCase(title, lengths, 8, 128, 128, **more))
+    return rows + _edge_append()
+
+
+def _edge_append() -> list[AppendCase]:
+    mixed, chunk = (0, 1, 63, 4, 31), (0, 1, 59, 4, 31)
+    edges: tuple[Edge, ...] = (
+        ("append_{}_ancestor", (4,) * 4, {}),
+        ("append_{}_distinct", mixed, {}),
+        ("append_{}_chunk", chunk, {"new_rows": 5}),
+        ("append_{}_ragged_chunk", chunk, {"new_rows": 5, "new_lengths": (5, 0, 1, 3, 4)}),
+        ("append_{}_float8_e4m3fn", chunk, {"new_rows": 5, "cache_dtype": "float8_e4m3fn"}),
+        ("keep_{}_few", chunk, {"new_rows": 5, "kept": 2}),
+    )
+    rows = []
+    for kind, page in _KINDS:
+        for name, lengths, fields in edges:
+            each = (64, 72, 64, 80, 128) if len(lengths) == 5 else (64,) * 4
+            capacities = each if kind == "per_sequence" else (64,)
+            cache: dict[str, Any] = {"kind": kind, "page_size": page, "labels": ("edge",)}
+            title = name.format(kind)
+            rows.append(AppendCase(title, lengths, 8, 128, 128, capacities, **cache, **fields))
+    for dtype, lengths, dims in (("float32", (0, 29), (64, 32)), ("float16", (7, 37), (72, 72))):
+        title = f"append_{dtype}_dims_{dims[0]}_{dims[1]}"
+        more: dict[str, Any] = {"new_rows": 3, "dtype": dtype, "labels": ("edge",)}
+        rows.append(AppendCase(title, lengths, 2, *dims, (32, 40), **more))
+    return rows
+
+
+# ---- lists --------------------------------------------------------------------------------------
+
 ATTENTION: tuple[AttentionCase, ...] = (*_large_attention(), *_edge_attention())
 DECODE: tuple[DecodeCase, ...] = tuple(_decode())
-PREFILL: tuple[DecodeCase, ...] = (*_prefill(), *_mixtures(), *_trees())
+PREFILL: tuple[DecodeCase, ...] = (*_prefill(), *_packed())
 APPEND: tuple[AppendCase, ...] = tuple(_append())
 SHARED_PREFIX: tuple[DecodeCase, ...] = tuple(_shared())
 MASK: tuple[AttentionCase, ...] = tuple(_functions())
-# Those of attention draw from ATTENTION.
+# Operations of attention draw from ATTENTION.
 LISTS: dict[str, tuple[Case, ...]] = {
     "decode": DECODE,
     "prefill": PREFILL,
@@ -565,7 +480,7 @@ LISTS: dict[str, tuple[Case, ...]] = {
 def select(cases: Iterable[Case], wanted: str) -> tuple[Any, ...]:
     """The cases, in their order, that a comma-separated list of tags and name globs asks for.
 
-    `grid+causal` wants both tags; `-h256` takes away what an earlier term brought in.
+    `grid+causal` wants both tags; `-h256` takes away cases that an earlier term brought in.
     """
     cases, chosen = tuple(cases), dict[str, Case]()
     for term in filter(None, wanted.split(",")):

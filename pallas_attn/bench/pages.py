@@ -5,6 +5,7 @@
 
 import itertools
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
 
 from pallas_attn.bench import cases
@@ -14,7 +15,6 @@ from pallas_attn.bench.report import (
     PORTABLE,
     SEVERAL,
     TITLES,
-    best_peer,
     geomean,
     latest,
     ratios,
@@ -29,48 +29,49 @@ PICTURES = {
     "decode_loop": "decode_loop",
 }
 _METHOD = """\
-Device time by CUPTI, median, random normal inputs, every result checked before it was timed; peers
-took turns in the same process. TFLOP/s count the visible pairs: 4 operations a pair and head dim
-forward, 3.5 times that with the backward. MiB: what a step takes beside its arguments and results.
-Prefill is `decode_attention` of many query rows a sequence over a full cache. There, `dense` is our
-`flash_attention` over contiguous K and V, and `xla` has a boolean mask; cuDNN is left out, because
-`jax.nn` cannot give it a causal mask whose last query sees the last key of a longer K.
-Over shared pages, `plain` is the same call over the same pages without `shared_prefixes`,
-`unshared` that over pages of each sequence's own, and `flashinfer` its cascade; which pages are
-shared is known before the call that is timed, as it is found once for all layers of a step, but for
-cases that end with `_found`.
-Measured by `python run.py --task=bench` (see `configs/`). The pictures show the shapes that other
-implementations publish too; decode is drawn over pages of 16 rows."""
+Device time by CUPTI, median, random normal inputs; results were checked before they were timed,
+and peers took turns in the same process. TFLOP/s count visible pairs: 4 operations a pair and head
+dim forward, 3.5 times that with the backward. `of matmul`, `of read`: share of the rate of a large
+matmul, or of reading memory, in the same run. MiB: memory of a step beside arguments and results,
+ours/cuDNN. Kinds of caches, and float16 (`f16`), are columns: their line has the least share, each
+peer's fastest figure, and the least ratio.
+
+Prefill is `decode_attention` of many query rows a sequence over a full cache. `dense` is our
+`flash_attention` over contiguous K and V, `xla` has a boolean mask; `jax.nn` cannot give cuDNN a
+causal mask that ends at the last key of a longer K. Over shared pages, `plain` is the call without
+`shared_prefixes`, `unshared` that over own pages, `flashinfer` its cascade; only cases that end
+with `_found` count the time to find shared pages, once a step.
+
+`python run.py --task=bench` measures (see `configs/`). Pictures show shapes that others publish
+too, decode over pages of 16 rows."""
 _SPLIT = """\
-Rates of each GPU where several have the rows of one causal sequence, beside those of GPUs alone
-that have all of it (of the first one only in older rows): TFLOP/s of attention, `both` with its
-backward, and TB/s of live K and V where `rows_decode` decodes. Wall time of jitted steps that
-follow each other for a tenth of a second, in turns: long enough for GPUs to reach their power
-limit, of which links between them at work take a part. All turns begin with the GPUs at rest; until
-2026-11-24 they followed each other at once, and the clock at which one began depended on the one
-before. GPUs of a host differ, and all wait for the slowest. `share`: of the rate of the first one
-alone. `ring` passes K and V from GPU to GPU between launches of our kernels, `cudnn_ring` between
-those of cuDNN."""
+The rows of one causal sequence on several GPUs: TFLOP/s a GPU (`both` with the backward); TB/s of
+live K and V in `rows_decode`. `alone`: the slowest and the fastest GPU with all of it (the first
+one in older rows); `share`: of the first one's rate. Wall time of jitted steps in turns of a tenth
+of a second, long enough to reach the power limit, of which busy links take a part. GPUs rest
+before each turn (until 2026-11-24 clocks depended on the turn before); all wait for the slowest.
+`ring` and `cudnn_ring` pass K and V between launches of our kernels and of cuDNN's."""
 _OURS_SPLIT = ("pallas_attn/gather", "pallas_attn/rows")
 _SEPARATE = """\
-These peers do not run inside a process of JAX. Their figures come from another process and another
-timer, so they enter no ratio on this page; in the pictures they are pale. Several versions of a
-peer are several rows, and the pictures show the newest."""
+Figures from processes and timers of the peers' own: they enter no ratio on this page, and are pale
+in the pictures, which show the newest version."""
+# Parts of a case's name that are columns of one line, beside "ours".
+_COLUMN = re.compile(r"_(per_sequence|stacked|paged\d*|f16)(?=_|$)")
 
 
 def from_results(root: pathlib.Path) -> dict[str, str]:
     """{path: text} of every file of a checkout that its results make."""
-    found, separate = current(read(root / "results")), read(root / "results" / "separate")
-    made = {"README.md": overview(found), "docs/benchmarks.md": section(found, separate)}
+    rows, separate = current(read(root / "results")), read(root / "results" / "separate")
+    made = {"README.md": overview(rows), "docs/benchmarks.md": section(rows, separate)}
     pages = {
         name: between_markers((root / name).read_text("utf-8"), part) for name, part in made.items()
     }
-    drawn = pictures(found, separate)
+    drawn = pictures(rows, separate)
     return pages | {f"docs/pictures/{name}.svg": svg for name, svg in drawn.items()}
 
 
 def between_markers(text: str, made: str) -> str:
-    """A page with what is between its markers made anew."""
+    """A page with a new text between its markers."""
     before, mark, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not mark or not end:
@@ -79,7 +80,7 @@ def between_markers(text: str, made: str) -> str:
 
 
 def current(rows: Iterable[Row]) -> list[Row]:
-    """But for cases that `run.py --task=bench` had once and has no more."""
+    """The rows without cases that `run.py --task=bench` had once and has no more."""
     lists: dict[str, Sequence[cases.Case]] = dict(cases.LISTS)
     lists |= dict.fromkeys(("forward", "forward+backward", "backward"), cases.ATTENTION)
     names = {op: {case.name for case in listed} for op, listed in lists.items()}
@@ -105,34 +106,36 @@ def pictures(rows: Sequence[Row], separate: Sequence[Row] = ()) -> dict[str, str
     published = {case.name for case in cases.ATTENTION if "grid" in case.tags}
     decode = [case for case in cases.DECODE if "paged" in case.tags and "bfloat16" in case.tags]
     published |= {c.name for c in decode if not c.tags.isdisjoint({"grid", "latency", "uneven"})}
-    found = {}
+    drawings = {}
     for op, name in PICTURES.items():
         shown = [g for g in groups.get(op, ()) if op == "decode_loop" or g[0]["case"] in published]
         if shown:
             runs = {rows_of[0]["run"] for rows_of in shown}
             tops = sorted((kind, top) for (run, kind), top in ceilings.items() if run in runs)
             newest = {(row["case"], row["impl"]): row for row in separate if row["op"] == op}
-            found[name] = drawing(shown, dict(tops), list(newest.values()))
-    return found
+            drawings[name] = drawing(shown, dict(tops), list(newest.values()))
+    return drawings
 
 
 def section(rows: Sequence[Row], separate: Sequence[Row] = ()) -> str:
-    """What docs/benchmarks.md says, from the rows alone."""
+    """The text of docs/benchmarks.md, from the rows alone."""
     groups, ceilings = latest(rows), _ceilings(rows)
     listed: list[cases.Case] = [*cases.ATTENTION, *itertools.chain(*cases.LISTS.values())]
     order = {case.name: number for number, case in enumerate(listed)}
     if not groups:
         return "Nothing is measured yet."
-    parts = [_METHOD, overview(rows)]
+    split = _newest_split(rows)
+    shown = itertools.chain(*itertools.chain(*groups.values()), *(run.values() for run in split))
+    parts = [_METHOD, _where(shown)]
     for table in (op + family for family in ("", SEVERAL, PORTABLE) for op in OPS):
         if table in groups:
             op = groups[table][0][0]["op"]
             parts.append(f"## {TITLES[op]}{table.removeprefix(op)}")
             if table in PICTURES:
-                parts.append(f"![{TITLES[op]}](pictures/{PICTURES[table]}.svg)")
+                parts.append(f"![{op}](pictures/{PICTURES[table]}.svg)")
             ordered = sorted(groups[table], key=lambda rows_of: order.get(rows_of[0]["case"], 0))
             parts.append(_table(table, ordered, ceilings))
-    if split := _newest_split(rows):
+    if split:
         parts += ["## A sequence over several GPUs", _SPLIT, _table_of_split(split)]
     if separate:
         parts += ["## Peers in processes of their own", _SEPARATE, _table_of(separate, groups)]
@@ -144,25 +147,28 @@ def _ceilings(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
 
 
 def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], float]) -> str:
-    peers = sorted({row["impl"] for rows in groups for row in rows if not is_ours(row)})
     op, unit = groups[0][0]["op"], "read" if table.startswith(("decode", "shared")) else "matmul"
-    shared = {} if op == "append" else {"share": f"of {unit}"}
-    memory = {"memory": "MiB, ours / cudnn"} if any("memory_mib" in r[0] for r in groups) else {}
-    head = ["case", "**ours**", *shared.values(), *peers, "over best peer", *memory.values()]
+    peers = sorted({row["impl"] for rows in groups for row in rows if not is_ours(row)})
+    with_share, with_memory = op != "append", any("memory_mib" in rows[0] for rows in groups)
+    cases = _by_case(groups)
+    columns = list(dict.fromkeys(column for case in cases.values() for column in case))
+    head = ["case", *(f"**{column}**" for column in columns), *[f"of {unit}"][: int(with_share)]]
+    head += [*peers, "over best peer", *["MiB"][: int(with_memory)]]
     lines = [_cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
-    for rows in groups:
-        ours = rows[0]
-        cells = [f"`{ours['case']}`", f"**{_number(ours)}**"]
-        if shared:
-            top = ceilings.get((ours["run"], unit))
-            cells.append(f"{100 * rate(ours) / top:.0f} %" if top else "")
-        by_name = {row["impl"]: row for row in rows}
-        cells += [_number(by_name[name]) if name in by_name else "" for name in peers]
-        best = best_peer(rows)
-        cells.append(f"{best['ms'] / ours['ms']:.2f}" if best else "")
-        if memory:
-            held = (by_name.get(name, {}).get("memory_mib") for name in (ours["impl"], "cudnn"))
-            cells.append(" / ".join("" if one is None else str(one) for one in held))
+    for name, case in cases.items():
+        every = list(case.values())
+        cells = [f"`{name}`"]
+        cells += [f"**{_number(case[x][0])}**" if x in case else "" for x in columns]
+        if with_share:
+            tops = [(rows[0], ceilings.get((rows[0]["run"], unit))) for rows in every]
+            cells.append(_least([rate(row) / top for row, top in tops if top], ".0%"))
+        for peer in peers:
+            met = [row for rows in every for row in rows if row["impl"] == peer]
+            cells.append(_number(min(met, key=lambda row: row["ms"])) if met else "")
+        cells.append(_least(list(ratios(every).get("best", {}).values()), ".2f"))
+        if with_memory:
+            by_name = {row["impl"]: row.get("memory_mib", "") for row in every[0]}
+            cells.append(f"{by_name[every[0][0]['impl']]}/{by_name.get('cudnn', '')}".strip("/"))
         lines.append(_cells(cells))
     means = ratios(groups)
     said = [f"{geomean(means[name].values()):.2f} of {name}" for name in peers if name in means]
@@ -170,26 +176,40 @@ def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], 
         best_of = means["best"]
         worst = min(best_of, key=lambda case: best_of[case])
         lines += ["", f"Geomean: {', '.join(said)}. Worst cell: {best_of[worst]:.2f} at `{worst}`."]
-    return "\n".join([*lines, "", _where(groups)])
+    return "\n".join(lines)
+
+
+def _by_case(groups: list[list[Row]]) -> dict[str, dict[str, list[Row]]]:
+    """{case: {column: rows}}: kinds of caches and float16 have columns, all else is "ours"."""
+    cases: dict[str, dict[str, list[Row]]] = {}
+    for rows in groups:
+        name, column = rows[0]["case"], "ours"
+        if variant := _COLUMN.search(name):
+            name, column = _COLUMN.sub("", name, count=1), variant[1]
+        cases.setdefault(name, {})[column] = rows
+    return cases
+
+
+def _least(numbers: Sequence[float], form: str) -> str:
+    return format(min(numbers), form) if numbers else ""
 
 
 def _newest_split(rows: Sequence[Row]) -> list[dict[str, Row]]:
-    """Of each case of op `context`, on each number of each GPU, the newest run that holds ours:
-    {implementation: row}.
+    """{implementation: row} of the newest run with a result of ours, for each case of op `context`,
+    number and kind of GPUs.
     """
     runs: dict[tuple[tuple[str, int, str], str], dict[str, Row]] = {}
     for row in sorted(rows, key=lambda row: row["date"]):
         if row["op"] == "context":
             case = row["case"], row["problem"]["devices"], _gpu(row)
             runs.setdefault((case, row["run"]), {})[row["impl"]] = row
-    newest = {
-        case: run for (case, _), run in runs.items() if not run.keys().isdisjoint(_OURS_SPLIT)
-    }
+    ours = [(case, run) for (case, _), run in runs.items() if run.keys() & set(_OURS_SPLIT)]
+    newest = dict(ours)
     return [newest[case] for case in sorted(newest)]
 
 
 def _gpu(row: Row) -> str:
-    """In a word, such as "H200"."""
+    """The model's name, such as "H200"."""
     words: str = row["gpu"].removeprefix("NVIDIA ")
     return words.split()[0]
 
@@ -198,7 +218,7 @@ def _table_of_split(cases: list[dict[str, Row]]) -> str:
     head = [
         "case",
         "GPUs",
-        "each alone",
+        "alone",
         "**ours**",
         "share",
         "ring",
@@ -207,27 +227,28 @@ def _table_of_split(cases: list[dict[str, Row]]) -> str:
     ]
     lines = [_cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
     for rows in cases:
-        one, ring = rows["pallas_attn/one"], rows.get("pallas_attn/ring")
+        alone = rows["pallas_attn/one"]
         ours = next(rows[name] for name in _OURS_SPLIT if name in rows)
-        both = ring, rows.get("cudnn_ring")
+        both = rows.get("pallas_attn/ring"), rows.get("cudnn_ring")
         peers = [row for row in both if row]
         cells = [
             f"`{ours['case']}`",
-            f"{ours['problem']['devices']} {_gpu(ours)}",
-            _each_alone(one),
+            f"{ours['problem']['devices']}x{_gpu(ours)}",
+            _alone(alone),
         ]
-        cells += [f"**{_number(ours)}**", f"{100 * ours['efficiency']:.0f} %"]
+        cells += [f"**{_number(ours)}**", f"{ours['efficiency']:.0%}"]
         cells += [_number(row) if row else "" for row in both]
         cells.append(f"{min(row['ms'] for row in peers) / ours['ms']:.2f}" if peers else "")
         lines.append(_cells(cells))
-    return "\n".join([*lines, "", _where([list(rows.values()) for rows in cases])])
+    return "\n".join(lines)
 
 
-def _each_alone(one: Row) -> str:
-    """The rate of the first GPU, and those of the others where a row has them."""
-    unit = "tflops" if "tflops" in one else "tbps"
-    every = one.get("alone_ms", [one["ms"]])
-    return " / ".join(_number(one | {unit: rate(one) * one["ms"] / ms}) for ms in every)
+def _alone(row: Row) -> str:
+    """Rates of the slowest and the fastest GPU alone; older rows have the first GPU's only."""
+    unit = "tflops" if "tflops" in row else "tbps"
+    times = row.get("alone_ms", [row["ms"]])
+    ends = sorted({max(times), min(times)}, reverse=True)
+    return "-".join(_number(row | {unit: rate(row) * row["ms"] / ms}) for ms in ends)
 
 
 def _number(row: Row) -> str:
@@ -238,39 +259,54 @@ def _number(row: Row) -> str:
 
 
 def _cells(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    """A line of a table; empty cells have no width."""
+    return re.sub(r"(?<=\|)  (?=\|)", "", f"| {' | '.join(cells)} |")
 
 
-def _where(groups: list[list[Row]]) -> str:
-    facts = {(r[0]["gpu"], r[0]["jax"], r[0]["commit"], r[0]["date"][:10]) for r in groups}
+def _where(rows: Iterable[Row]) -> str:
+    """GPUs, versions of JAX and dates."""
+    dates: dict[str, list[str]] = {}
+    for row in rows:
+        dates.setdefault(f"{row['gpu']}, JAX {row['jax']}", []).append(row["date"][:10])
     said = [
-        f"{gpu}, JAX {jax}, commit {commit}, {date}" for gpu, jax, commit, date in sorted(facts)
+        f"{where}, {' to '.join(sorted({min(days), max(days)}))}"
+        for where, days in sorted(dates.items())
     ]
-    return "Measured on: " + "; ".join(said) + "."
+    return f"Measured on: {'; '.join(said)}; results/ has the commit of each row."
 
 
 def _table_of(separate: Sequence[Row], groups: dict[str, list[list[Row]]]) -> str:
-    """Peers that no process of ours held: their figures, ours, and how theirs were taken."""
-    ours = {(op, rows[0]["case"]): rows[0] for op, found in groups.items() for rows in found}
-    head = [
-        "operation",
-        "case",
-        "peer",
-        "version, date",
-        "its figure",
-        "ours above",
-        "ours that day",
-    ]
-    lines = [_cells(head), _cells([*["---"] * 4, *["---:"] * 3])]
+    """Figures of peers that no process of ours held, a column a version, and their method."""
+    ours = {(op, rows[0]["case"]): rows[0] for op, cells in groups.items() for rows in cells}
+    methods: dict[tuple[str, str], dict[str, None]] = {}
     for row in separate:
-        unit = "tflops" if "tflops" in row else "tbps"
-        mine = ours.get((row["op"], row["case"]))
-        cells = [row["op"], f"`{row['case']}`", row["impl"], f"{row['version']}, {row['date']}"]
-        cells += [_number(row), _number(mine) if mine else ""]
-        lines.append(_cells([*cells, str(row.get(f"ours_{unit}", ""))]))
-    methods = dict.fromkeys((row["version"], row["date"], row["method"]) for row in separate)
-    said = [f"- {version}, {date}: {method}." for version, date, method in methods]
-    return "\n".join([*lines, "", "How the peers' figures were taken:", "", *said])
+        methods.setdefault((row["date"], row["method"]), {})[_version(row)] = None
+    parts = []
+    for op in dict.fromkeys(row["op"] for row in separate):
+        rows = [row for row in separate if row["op"] == op]
+        columns = list(dict.fromkeys(_version(row) for row in rows))
+        head = [TITLES[op].split(",")[0], "**ours**", *columns]
+        lines = [_cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
+        for case in dict.fromkeys(row["case"] for row in rows):
+            mine = ours.get((op, case))
+            cells = [f"`{case}`", f"**{_number(mine)}**" if mine else ""]
+            figures = {_version(row): _figure(row) for row in rows if row["case"] == case}
+            lines.append(_cells([*cells, *(figures.get(column, "") for column in columns)]))
+        parts.append("\n".join(lines))
+    said = [f"- {', '.join(names)}, {date}: {how}." for (date, how), names in methods.items()]
+    return "\n\n".join([*parts, "How the peers' figures were taken:", "\n".join(said)])
+
+
+def _version(row: Row) -> str:
+    """A peer's name and version; a version may begin with the name."""
+    name, version = row["impl"], row["version"]
+    return f"{name} {version.rpartition(' ')[2]}"
+
+
+def _figure(row: Row) -> str:
+    """A peer's figure, and ours of the same day where a row has it."""
+    beside = row.get("ours_tflops", row.get("ours_tbps"))
+    return _number(row) + (f" (ours {beside})" if beside else "")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What measurements say: a line a case as it goes, ratios and a summary."""
+"""Results of measurements as text: a line for each case as it goes, ratios and a summary."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -9,8 +9,8 @@ OPS = (
     *("forward", "forward+backward", "backward", "mask"),
     *("decode", "prefill", "shared_prefix", "decode_loop", "append"),
 )
-PORTABLE = ", by the kernels for every GPU from Ampere on"  # of an op, where those of sm80 ran
-SEVERAL = ", over several GPUs"  # of an op, where the model was split
+PORTABLE = ", portable kernels"  # part of a title: results of the sm80 kernels
+SEVERAL = ", over several GPUs"  # part of a title: results of a model that was split
 TITLES = {
     "forward": "Forward, TFLOP/s",
     "forward+backward": "Forward and backward together, TFLOP/s",
@@ -66,19 +66,19 @@ def _share(row: Row, ceilings: dict[str, float]) -> str:
 
 def ratios(groups: Iterable[Sequence[Row]]) -> dict[str, dict[str, float]]:
     """{peer: {case: our speed over its}}, and "best" for the best peer of each case."""
-    found: dict[str, dict[str, float]] = {}
+    speeds: dict[str, dict[str, float]] = {}
     for rows in groups:
         ours = next((row for row in rows if is_ours(row)), None)
         best = best_peer(rows)
         if ours is None or best is None:
             continue
         for name, row in [(row["impl"], row) for row in rows if row is not ours] + [("best", best)]:
-            found.setdefault(name, {})[ours["case"]] = row["ms"] / ours["ms"]
-    return found
+            speeds.setdefault(name, {})[ours["case"]] = row["ms"] / ours["ms"]
+    return speeds
 
 
 def summary(groups: Sequence[Sequence[Row]], failures: dict[str, str]) -> list[str]:
-    """Geomean against every peer, the worst cell, who was wrong, what failed and how many."""
+    """Geomean against every peer, the worst cell, peers that were wrong, and failures."""
     lines = []
     for name, cells in sorted(ratios(groups).items(), key=lambda item: item[0] != "best"):
         worst = min(cells, key=lambda case: cells[case])
@@ -102,9 +102,9 @@ def geomean(values: Iterable[float]) -> float:
 
 
 def latest(rows: Sequence[Row]) -> dict[str, list[list[Row]]]:
-    """{op: one group of rows a case}: of each case the newest run that holds ours, whole. What the
-    portable kernels did has ops of its own: they are no newer version of the others. So has what a
-    model does that is split over several GPUs.
+    """{op: one group of rows a case}: the newest run of each case that holds ours, whole. The
+    portable kernels have ops of their own, since they are no newer version of the others; so has a
+    model that is split over several GPUs.
     """
     newest: dict[tuple[str, str], Row] = {}
     for row in rows:

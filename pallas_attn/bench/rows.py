@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from pallas_attn.bench.case import AppendCase, AttentionCase, DecodeCase
+from pallas_attn.bench.case import AttentionCase, DecodeCase
+from pallas_attn.bench.cases import Case
 from pallas_attn.bench.timing import Timing
 from pallas_attn.masks import Mask
 
@@ -24,7 +25,7 @@ REQUIRED += ("gpu", "jax", "commit", "date")
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
-    """What every row of one process shares."""
+    """Facts that all rows of one process share."""
 
     run: str
     gpu: str
@@ -34,7 +35,7 @@ class Provenance:
 
     @classmethod
     def here(cls, commit: str | None = None) -> "Provenance":
-        """This machine, now; `commit` where the tree that runs is no git checkout."""
+        """This machine, now; `commit` for a tree that is no git checkout."""
         now = datetime.datetime.now(datetime.UTC)
         gpu = jax.devices()[0].device_kind
         commit = commit or _commit()
@@ -57,7 +58,7 @@ def _commit() -> str:
     return (head or "unknown") + ("-dirty" if changed else "")
 
 
-def problem(case: AttentionCase | DecodeCase | AppendCase) -> dict[str, Any]:
+def problem(case: Case) -> dict[str, Any]:
     """The sizes and options of a case, without what was left at its default."""
     facts: dict[str, Any] = {}
     for field in dataclasses.fields(case):
@@ -70,33 +71,34 @@ def problem(case: AttentionCase | DecodeCase | AppendCase) -> dict[str, Any]:
     return facts | {"dtype": case.dtype}
 
 
-def work(case: Any, op: str) -> tuple[str, float]:
-    """("tflops" or "tbps", what a case costs in 10**12 of it)."""
-    if op == "prefill":
+def work(case: Case, op: str) -> tuple[str, float]:
+    """("tflops" or "tbps", the work of a case in 10**12 operations or bytes)."""
+    if isinstance(case, DecodeCase) and op == "prefill":
         case, op = case.dense(), "forward"
-    if op == "mask":
-        op = "forward+backward" if case.both else "forward"
     if isinstance(case, AttentionCase):
+        if op == "mask":
+            op = "forward+backward" if case.both else "forward"
         factor = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}[op]
         return "tflops", factor * case.flops() / 1e12
     moved = case.live_bytes() if isinstance(case, DecodeCase) else case.moved_bytes()
     return "tbps", moved / 1e12
 
 
-def measured(case: Any, op: str, impl: str, timing: Timing, provenance: Provenance) -> Row:
+def measured(case: Case, op: str, impl: str, timing: Timing, provenance: Provenance) -> Row:
     """The row of one timing of one checked implementation."""
     unit, amount = work(case, op)
-    row = {"op": op, "case": case.name, "impl": impl, "problem": problem(case)}
-    row |= dataclasses.asdict(timing) | {unit: round(amount / timing.ms * 1e3, 4), "checked": True}
+    row: Row = {"op": op, "case": case.name, "impl": impl, "problem": problem(case)}
+    row |= dataclasses.asdict(timing)
+    row |= {unit: round(amount / timing.ms * 1e3, 4), "checked": True}
     if isinstance(case, DecodeCase):
         row["tokens_per_s"] = round(sum(case.each) / timing.ms * 1e3)
     return row | dataclasses.asdict(provenance)
 
 
-def ceiling_rows(found: dict[str, float], provenance: Provenance) -> list[Row]:
+def ceiling_rows(ceilings: dict[str, float], provenance: Provenance) -> list[Row]:
     """The machine's own rates, as rows of the same run."""
     rows = []
-    for name, rate in found.items():
+    for name, rate in ceilings.items():
         unit = "tflops" if name == "matmul" else "tbps"
         row = {"op": "ceiling", "case": name, "impl": "xla", unit: round(rate, 4)}
         rows.append(row | dataclasses.asdict(provenance))

@@ -1,4 +1,4 @@
-"""What is timed as ours: each operation through the public API, on the arrays of a case."""
+"""Our subjects: each operation through the public API, on the arrays of a case."""
 
 import dataclasses
 import functools
@@ -11,15 +11,17 @@ import numpy as np
 
 import pallas_attn
 from pallas_attn.bench.case import AppendCase, AttentionCase, DecodeCase
-from pallas_attn.bench.timing import Subject
+from pallas_attn.bench.cases import Case
 
+Cache = Any  # a cache of any kind
+Jitted = Any  # a function as jax.jit returns it
 Function = Callable[[Any, Any, Any, dict[str, Any]], Any]  # (q, k, v, other arrays) -> out
 
 
 class Step:
     """A jitted function and its arguments, compiled when it is first called."""
 
-    def __init__(self, jitted: Any, arguments: tuple[Any, ...]):
+    def __init__(self, jitted: Jitted, arguments: tuple[Any, ...]):
         self.jitted, self.arguments = jitted, arguments
 
     @functools.cached_property
@@ -31,19 +33,19 @@ class Step:
 
     @property
     def memory_mib(self) -> int:
-        """What it takes beside its arguments and results."""
+        """Memory beside its arguments and results."""
         return round(self.compiled.memory_analysis().temp_size_in_bytes / 2**20)
 
 
 def attention_launch(
-    function: Function, arrays: dict[str, Any], cotangent: Any, op: str
+    function: Function, arrays: dict[str, Any], cotangent: jax.Array | None, op: str
 ) -> Callable[[], Any]:
     """A call of one of the three measures of attention; gives (out,) or (out, dq, dk, dv)."""
     names = ("q", "k", "v")
     q, k, v = (arrays[name] for name in names)
     rest = {name: array for name, array in arrays.items() if name not in names}
     if op == "forward":
-        return Step(jax.jit(lambda *given: (function(*given),)), (q, k, v, rest))
+        return Step(jax.jit(lambda *operands: (function(*operands),)), (q, k, v, rest))
     if op == "forward+backward":
 
         def both(q, k, v, rest, do):
@@ -60,7 +62,11 @@ def attention_launch(
 
 
 def attention(
-    case: AttentionCase, arrays: dict[str, Any], cotangent: Any, op: str, implementation: str | None
+    case: AttentionCase,
+    arrays: dict[str, Any],
+    cotangent: jax.Array | None,
+    op: str,
+    implementation: str | None,
 ) -> Callable[[], Any]:
     """`flash_attention` and its gradient."""
     static = case.options() | {"implementation": implementation}
@@ -71,10 +77,10 @@ def attention(
     def function(q, k, v, rest):
         if case.function is not None:
             rest = dict(rest)
-            aux, given = rest.pop("aux"), case.positions()
-            rest["mask"] = pallas_attn.mask_fn(given.mask, *aux)
-            if given.score is not None:
-                rest["score"] = pallas_attn.score_fn(given.score, *aux)
+            aux, positions = rest.pop("aux"), case.positions()
+            rest["mask"] = pallas_attn.mask_fn(positions.mask, *aux)
+            if positions.score is not None:
+                rest["score"] = pallas_attn.score_fn(positions.score, *aux)
             return pallas_attn.flash_attention(q, k, v, **static | rest)
         if case.packed:
             q, k, v = (x[0] for x in (q, k, v))
@@ -84,14 +90,15 @@ def attention(
     return attention_launch(function, arrays, cotangent, op)
 
 
-def measure_of(op: str, case: Any) -> str:
+def measure_of(op: str, case: Case) -> str:
     """The measure of attention that an operation of the benchmark is."""
     if op != "mask":
         return op
+    assert isinstance(case, AttentionCase)
     return "forward+backward" if case.both else "forward"
 
 
-def empty_cache(case: DecodeCase | AppendCase) -> Any:
+def empty_cache(case: DecodeCase | AppendCase) -> Cache:
     """A cache of the case's kind with room for all its rows; pages will be given out shuffled."""
     dims: dict[str, Any] = {"v_head_dim": case.v_head_dim, "dtype": case.cache_dtype or case.dtype}
     if isinstance(case, DecodeCase):
@@ -112,7 +119,7 @@ def empty_cache(case: DecodeCase | AppendCase) -> Any:
     return dataclasses.replace(cache, free_list=order)
 
 
-def filled_cache(case: DecodeCase, arrays: dict[str, Any]) -> Any:
+def filled_cache(case: DecodeCase, arrays: dict[str, Any]) -> Cache:
     """The case's dense, head-major k and v as a cache that holds `lengths` rows a sequence."""
     if case.shared:
         return _shared_cache(case, arrays)
@@ -129,7 +136,7 @@ def filled_cache(case: DecodeCase, arrays: dict[str, Any]) -> Any:
     return dataclasses.replace(cache, k=pools[0], v=pools[1])
 
 
-def _shared_cache(case: DecodeCase, arrays: dict[str, Any]) -> Any:
+def _shared_cache(case: DecodeCase, arrays: dict[str, Any]) -> Cache:
     """`filled_cache` of pages that sequences share, and of no other pages."""
     cache = jax.eval_shape(functools.partial(empty_cache, dataclasses.replace(case, shared=())))
     width, page_size = cache.page_table.shape[1], cache.page_size
@@ -143,9 +150,9 @@ def _shared_cache(case: DecodeCase, arrays: dict[str, Any]) -> Any:
     return small._with(**pools, page_table=mixed, lengths=arrays["lengths"])
 
 
-def held_rows(case: DecodeCase, arrays: dict[str, Any]) -> tuple[Any, Any]:
-    """k and v as `[M, S, K, H]`, as the case's cache gives them back: what was lost when they were
-    quantised is no error of whoever reads them.
+def held_rows(case: DecodeCase, arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """k and v as `[M, S, K, H]`, as the case's cache gives them back: a loss by quantising them is
+    no error of a reader.
     """
     k, v = arrays["k"], arrays["v"]
     if case.cache_dtype:
@@ -157,15 +164,15 @@ def held_rows(case: DecodeCase, arrays: dict[str, Any]) -> tuple[Any, Any]:
     return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
 
-def packed_places(case: DecodeCase) -> tuple[Any, Any]:
-    """Of every packed row its sequence, and its number there."""
+def packed_places(case: DecodeCase) -> tuple[jax.Array, jax.Array]:
+    """The sequence of every packed row, and its number there."""
     assert case.rows is not None
     places = [jnp.arange(n, dtype=jnp.int32) for n in case.rows]
     owners = [jnp.full(n, m, jnp.int32) for m, n in enumerate(case.rows)]
     return jnp.concatenate(owners), jnp.concatenate(places)
 
 
-def _into_pages(dense: Any, table: Any, pages: int) -> Any:
+def _into_pages(dense: jax.Array, table: jax.Array, pages: int) -> jax.Array:
     """[M, K, S, H] as a pool [pages, K, page_size, H] in the order of the page table."""
     m, heads, rows, dim = dense.shape
     width = table.shape[1]
@@ -180,8 +187,8 @@ def _into_pages(dense: Any, table: Any, pages: int) -> Any:
 def decode(
     case: DecodeCase, arrays: dict[str, Any], implementation: str | None, *, apart: bool = False
 ) -> Callable[[], Any]:
-    """`decode_attention` over a cache that is full to its lengths; `apart`: with what sequences
-    share read once. A tree is made beforehand, as a model makes it once for all of its layers.
+    """`decode_attention` over a cache that is full to its lengths; `apart`: shared rows are read
+    once. A tree is made beforehand, as a model makes it once for all of its layers.
     """
     cache, parents = filled_cache(case, arrays), case.parents()
     static = case.options() | {"implementation": implementation}
@@ -190,65 +197,54 @@ def decode(
         most = {} if case.rows is None else {"drafts_most": max(case.rows)}
         tree = pallas_attn.DraftTree.create(parents, starts, **most)
     find = jax.jit(functools.partial(pallas_attn.PagedCache.shared_prefixes, levels=2))
-    given = {"sinks": arrays.get("sinks"), "starts": starts, "parents": tree}
+    rest = {"sinks": arrays.get("sinks"), "starts": starts, "parents": tree}
     if apart and not case.finding:
-        given["shared_prefixes"] = find(cache)
+        rest["shared_prefixes"] = find(cache)
 
-    def step(q, cache, given):
+    def step(q, cache, rest):
         if apart and case.finding:
-            given = given | {"shared_prefixes": find(cache)}
-        return (pallas_attn.decode_attention(q, cache, **given, **static),)
+            rest = rest | {"shared_prefixes": find(cache)}
+        return (pallas_attn.decode_attention(q, cache, **rest, **static),)
 
-    return Step(jax.jit(step), (arrays["q"], cache, given))
+    return Step(jax.jit(step), (arrays["q"], cache, rest))
 
 
-class Append:
-    """`write_kv` into a donated cache, call after call: rows taken once, written every time."""
+class Repeated:
+    """Calls of `step(state, *rest) -> (state, ...)`; each is donated the state of the last one."""
 
-    def __init__(self, case: AppendCase, arrays: dict[str, Any], implementation: str | None):
-        self.new = arrays["k"], arrays["v"]
-        cache = noisy(empty_cache(case)).extend(arrays["lengths"])
-        self.cache = cache.extend(arrays.get("new_lengths", case.new_rows))
-        self.before = jax.tree.map(jnp.copy, self.cache)
-
-        def write(cache, k, v):
-            return pallas_attn.write_kv(cache, k, v, implementation=implementation)
-
-        self.step = jax.jit(write, donate_argnums=0)
+    def __init__(self, step: Callable[..., tuple[Any, ...]], state: Any, *rest: Any):
+        self.step, self.state, self.rest = jax.jit(step, donate_argnums=0), state, rest
 
     def __call__(self) -> Any:
-        self.cache = self.step(self.cache, *self.new)
-        return self.cache
+        self.state, *_ = self.step(self.state, *self.rest)
+        return self.state
 
 
-class Keep:
-    """`cache.keep` of drafts that lie in a donated cache, call after call: lengths stay."""
+def writes(case: AppendCase, arrays: dict[str, Any], implementation: str | None) -> Repeated:
+    """`write_kv` of rows that were taken once, or `cache.keep` of drafts; lengths stay."""
+    cache, new = extended(case, arrays), (arrays["k"], arrays["v"])
+    if case.kept is None:
+        write = functools.partial(pallas_attn.write_kv, implementation=implementation)
+        return Repeated(lambda *operands: (write(*operands),), cache, *new)
 
-    def __init__(self, case: AppendCase, arrays: dict[str, Any], implementation: str | None):
-        cache = noisy(empty_cache(case)).extend(arrays["lengths"]).extend(case.new_rows)
-        write = jax.jit(pallas_attn.write_kv, donate_argnums=0)
-        self.cache, self.path = write(cache, arrays["k"], arrays["v"]), case.path()
-        self.counts = jnp.full(case.sequences, self.path.shape[1], jnp.int32)
+    def keep(cache, counts, path):
+        kept = cache.keep(counts, path, implementation=implementation)
+        before = {"lengths": cache.lengths, "new_lengths": cache.new_lengths}
+        # The lengths are returned since they are part of the work.
+        return dataclasses.replace(kept, **before), kept.lengths, kept.new_lengths
 
-        def keep(cache, counts, path):
-            kept = cache.keep(counts, path, implementation=implementation)
-            held = {"lengths": cache.lengths, "new_lengths": cache.new_lengths}
-            made = kept.lengths, kept.new_lengths  # which are part of what it costs
-            return dataclasses.replace(kept, **held), made
-
-        self.step = jax.jit(keep, donate_argnums=0)
-
-    def __call__(self) -> Any:
-        self.cache, _ = self.step(self.cache, self.counts, self.path)
-        return self.cache
+    held = jax.jit(pallas_attn.write_kv, donate_argnums=0)(cache, *new)
+    counts = jnp.full(case.sequences, case.kept, jnp.int32)
+    return Repeated(keep, held, counts, case.path())
 
 
-def writes(case: AppendCase, arrays: dict[str, Any], implementation: str | None) -> Any:
-    """What an AppendCase is a call of."""
-    return (Append if case.kept is None else Keep)(case, arrays, implementation)
+def extended(case: AppendCase, arrays: dict[str, Any]) -> Cache:
+    """A cache of random rows that has taken the rows that an append writes."""
+    cache = noisy(empty_cache(case)).extend(arrays["lengths"])
+    return cache.extend(arrays.get("new_lengths", case.new_rows))
 
 
-def noisy(cache: Any) -> Any:
+def noisy(cache: Cache) -> Cache:
     """The cache with random rows in place of zeros, so that a stray write cannot hide."""
     leaves, structure = jax.tree.flatten(buffers(cache))
     keys = jax.random.split(jax.random.key(2), len(leaves))
@@ -257,12 +253,7 @@ def noisy(cache: Any) -> Any:
     return dataclasses.replace(cache, **jax.tree.unflatten(structure, filled))
 
 
-def buffers(cache: Any) -> dict[str, Any]:
-    """What an append writes to, by field: k and v, and the scales of a quantised cache."""
+def buffers(cache: Cache) -> dict[str, Any]:
+    """The buffers that an append writes to: k and v, and the scales of a quantised cache."""
     held = {name: getattr(cache, name) for name in ("k", "v", "k_scale", "v_scale")}
     return {name: x for name, x in held.items() if x is not None}
-
-
-def as_subject(name: str, launch: Callable[[], Any]) -> Subject:
-    """Ours, by the name that rows carry."""
-    return Subject(f"pallas_attn/{name}", launch)

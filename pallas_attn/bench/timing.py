@@ -14,15 +14,18 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+Flush = Callable[[], None]  # overwrites the L2 cache
+Produced = Any  # the result of a launch
+
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
     """Something to time: `launch` starts a call and returns what it makes, `wait` blocks for it."""
 
     name: str
-    launch: Callable[[], Any]
-    outputs: Callable[[Any], tuple[Any, ...]] = lambda produced: produced
-    wait: Callable[[Any], Any] = jax.block_until_ready
+    launch: Callable[[], Produced]
+    outputs: Callable[[Produced], tuple[Any, ...]] = lambda produced: produced
+    wait: Callable[[Produced], Any] = jax.block_until_ready
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """What the samples of one subject come to."""
+    """The samples of one subject summed up."""
 
     ms: float  # median
     ms_min: float
@@ -104,13 +107,18 @@ def split(kernels: Sequence[tuple[str, float]], times: int) -> list[Sample]:
     calls = [kernels[n * each : (n + 1) * each] for n in range(times)]
     names = [[name for name, _ in call] for call in calls]
     total = sum(ms for _, ms in kernels)
-    if any(found != names[0] for found in names):
+    if any(call != names[0] for call in names):
         return [Sample(total / times, each)] * times
     return [Sample(sum(ms for _, ms in call), each) for call in calls]
 
 
 def interleave(
-    timer: Timer, subjects: Sequence[Subject], *, turns: int = 5, times: int = 3, flush: Any = None
+    timer: Timer,
+    subjects: Sequence[Subject],
+    *,
+    turns: int = 5,
+    times: int = 3,
+    flush: Flush | None = None,
 ) -> dict[str, Timing]:
     """Every subject's timing, in turns.
 
@@ -127,29 +135,32 @@ def interleave(
                 samples[subject.name] += _turn(timer, subject, times, flush)
             except Exception as error:
                 raise TimingError(subject) from error
-    return {name: Timing.of(found) for name, found in samples.items()}
+    return {name: Timing.of(each) for name, each in samples.items()}
 
 
-def _turn(timer: Timer, subject: Subject, times: int, flush: Any) -> list[Sample]:
+def _turn(timer: Timer, subject: Subject, times: int, flush: Flush | None) -> list[Sample]:
     if flush is None:
         subject.wait(subject.launch())
         return timer(subject, times)
-    found = []
+    samples = []
     for _ in range(times):
         flush()
-        found += timer(subject, 1)
-    return found
+        samples += timer(subject, 1)
+    return samples
 
 
 def quickest(timer: Timer, candidates: Sequence[Subject]) -> Subject:
     """The fastest of several configurations of the same peer, so that it competes at its best."""
     if len(candidates) == 1:
         return candidates[0]
-    timings = [(interleave(timer, [one], turns=1, times=2)[one.name].ms, one) for one in candidates]
-    return min(timings, key=lambda pair: pair[0])[1]
+
+    def ms(subject: Subject) -> float:
+        return interleave(timer, [subject], turns=1, times=2)[subject.name].ms
+
+    return min(candidates, key=ms)
 
 
-def cache_flusher(nbytes: int = 2**28) -> Callable[[], None]:
+def cache_flusher(nbytes: int = 2**28) -> Flush:
     """A call that overwrites the L2 cache (60 MB on an H200) and waits."""
     overwrite = jax.jit(lambda block: block + 1, donate_argnums=0)
     holder = [jnp.zeros(nbytes // 4, jnp.float32)]
@@ -162,7 +173,7 @@ def cache_flusher(nbytes: int = 2**28) -> Callable[[], None]:
 
 
 def ceilings(timer: Timer, *, matmul: int = 8192, nbytes: int = 2**32) -> dict[str, float]:
-    """What this machine reaches now: bf16 matmul in TFLOP/s, read and copy (both ways) in TB/s."""
+    """Rates of this machine now: bf16 matmul in TFLOP/s, read and copy (both ways) in TB/s."""
     keys = jax.random.split(jax.random.key(0), 3)
     left, right = (jax.random.normal(key, (matmul, matmul), jnp.bfloat16) for key in keys[:2])
     product = jax.jit(lambda a, b: a @ b)

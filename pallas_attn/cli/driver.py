@@ -1,15 +1,18 @@
-"""The driver: what each task does with the flags. `python run.py` and the command `pallas-attn`."""
+"""The driver: tasks by their flags, for `python run.py` and the command `pallas-attn`."""
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import sys
+from typing import Any
 
 import jax
 from absl import flags, logging
 
-from pallas_attn.cli import flags as given
-from pallas_attn.cli.flags import BENCH, DECODE, PARITY, TRAIN
+from pallas_attn.cli.flags import BENCH, DECODE, NAMES, PARITY, TRAIN, help_text, parse, refuse_idle
+
+values = flags.FLAGS
 
 
 def command() -> int:
@@ -45,31 +48,31 @@ def main(argv: list[str]) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    left = given.parse(argv)
-    if given.HELP.value:
-        sys.stdout.write(given.help_text(_program()))
+    left = parse(argv)
+    if values.help:
+        sys.stdout.write(help_text(_program()))
         return 0
     if left:
         raise ValueError(f"expected flags only, got {left[0]!r}")
-    if not flags.FLAGS["verbosity"].present:
+    if not values["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # jax reports each platform that it does not find
-    given.refuse_idle(argv)
+    refuse_idle(argv)
     # Peers and kernels share the GPU's memory: nobody may take it all at the start.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if given.TASK.value in (DECODE, TRAIN, PARITY) and given.COMPILE_CACHE.value:
+    if values.task in (DECODE, TRAIN, PARITY) and values.compile_cache:
         _keep_programs()
-    if given.COORDINATOR.value:
+    if values.coordinator:
         _join()
     run = {DECODE: _decode, TRAIN: _train, PARITY: _parity, BENCH: _bench}
-    return run[given.TASK.value]()
+    return run[values.task]()
 
 
 # ---- the process --------------------------------------------------------------------------------
 
 
 def _open_standard_streams() -> None:
-    """A closed one is /dev/null, before another file gets its number; and no character is an error
-    of the terminal's encoding.
+    """Opens /dev/null for closed ones, before another file gets their numbers; and no character is
+    an error of the terminal's encoding.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -83,22 +86,22 @@ def _open_standard_streams() -> None:
 
 
 def _discard_output() -> None:
-    """Nothing is left for Python to flush to an output that takes nothing any more."""
+    """Leaves Python nothing to flush to an output that takes nothing any more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _join() -> None:
     """This process becomes one of several; the first alone says what there is to say."""
-    count, number = given.PROCESSES.value, given.PROCESS.value
+    count, number = values.processes, values.process
     if number >= count:
         raise ValueError(f"process: expected 0 to {count - 1} of {count} --processes, got {number}")
-    jax.distributed.initialize(given.COORDINATOR.value, count, number)
+    jax.distributed.initialize(values.coordinator, count, number)
     if number:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _keep_programs() -> None:
-    """jax keeps what it compiles where people expect it; nowhere, if nothing can be written."""
+    """Has jax keep compiled programs where people expect it, if that can be written."""
     if jax.config.jax_compilation_cache_dir is not None:
         return
     with contextlib.suppress(OSError, RuntimeError):  # no home is a RuntimeError
@@ -130,11 +133,12 @@ def _refuse(line: str) -> int:
 
 
 def _of_path(error: OSError) -> str:
-    """What is wrong with a file, behind the name of the flag that it came by."""
+    """The error of a file, behind the name of the flag that it came by."""
     path = str(error.filename)
-    for flag in (given.CHECKPOINT, given.REPORT, given.OUT, given.PLOT):
-        if flag.value and (path.startswith(flag.value) or flag.value.startswith(path)):
-            return f"{flag.name}: {path}: {error.strerror}"
+    for name in ("checkpoint", "report", "out", "plot"):
+        value = values[name].value
+        if value and (path.startswith(value) or value.startswith(path)):
+            return f"{name}: {path}: {error.strerror}"
     return f"{path}: {error.strerror}"
 
 
@@ -144,42 +148,20 @@ def _of_path(error: OSError) -> str:
 def _decode() -> int:
     from pallas_attn.lm import sampling, session
 
-    settings = session.Settings(
-        model=given.MODEL.value,
-        checkpoint=given.CHECKPOINT.value,
-        prompts=_prompts(),
-        random_prompts=given.RANDOM_PROMPTS.value,
-        prompt_length=given.PROMPT_LENGTH.value,
-        max_new_tokens=given.MAX_NEW_TOKENS.value,
-        batch=given.BATCH.value,
-        cache=given.CACHE.value,
-        capacity=given.CAPACITY.value,
-        page_size=given.PAGE_SIZE.value,
-        pages=given.PAGES.value,
-        chunk=given.CHUNK.value,
-        prefill_chunk=given.PREFILL_CHUNK.value,
-        samples=given.SAMPLES.value,
-        draft=given.DRAFT.value,
-        drafts=given.DRAFTS.value,
-        sampling=sampling.Sampling(given.TEMPERATURE.value, given.TOP_K.value, given.TOP_P.value),
-        stop=_stop_ids(),
-        dtype=given.DTYPE.value,
-        precision=given.PRECISION.value,
-        implementation=given.IMPLEMENTATION.value,
-        seed=given.SEED.value,
-        check=given.CHECK.value,
-        json=given.JSON.value,
-        report=given.REPORT.value,
-        mesh=given.MESH.value,
-        out=given.OUT.value,
-        commit=given.COMMIT.value,
-    )
+    drawn = sampling.Sampling(values.temperature, values.top_k, values.top_p)
+    settings = _filled(session.Settings, prompts=_prompts(), sampling=drawn, stop=_stop_ids())
     return session.decode(settings, sys.stdout, sys.stderr)
+
+
+def _filled[Record](record: type[Record], **fields: Any) -> Record:
+    """A record whose fields have the values of the flags of their names, and others."""
+    names = {field.name for field in dataclasses.fields(record)}  # type: ignore[arg-type]
+    return record(**{name: values[name].value for name in names & NAMES} | fields)
 
 
 def _prompts() -> tuple[str, ...]:
     """The prompts of --prompt, or else the lines of --prompt_file."""
-    lines, path = list(given.PROMPT.value), given.PROMPT_FILE.value
+    lines, path = list(values.prompt), values.prompt_file
     if not lines and path is not None:
         try:
             data = sys.stdin.buffer.read() if path == "-" else pathlib.Path(path).read_bytes()
@@ -194,12 +176,12 @@ def _prompts() -> tuple[str, ...]:
 
 
 def _stop_ids() -> tuple[int, ...] | None:
-    if given.STOP_IDS.value is None:
+    if values.stop_ids is None:
         return None
     try:
-        return tuple(int(one) for one in given.STOP_IDS.value)
+        return tuple(map(int, values.stop_ids))
     except ValueError:
-        raise ValueError(f"stop_ids: expected numbers, got {given.STOP_IDS.value}") from None
+        raise ValueError(f"stop_ids: expected numbers, got {values.stop_ids}") from None
 
 
 def _parity() -> int:
@@ -208,12 +190,10 @@ def _parity() -> int:
 
     devices = jax.devices()
     _say(f"jax {jax.__version__} on {len(devices)} x {devices[0].device_kind}")
-    _say(f"implementation: {given.IMPLEMENTATION.value or 'the fastest that takes each problem'}")
+    _say(f"implementation: {values.implementation or 'the fastest that takes each problem'}")
     _say(f"{'operation':<18}{'case':<40}{'runs on':<12}{'error':>9}{'budget':>9}")
     failed = 0
-    for row in parity.rows(
-        given.IMPLEMENTATION.value, given.DTYPE.value or "bfloat16", given.SEED.value
-    ):
+    for row in parity.rows(values.implementation, values.dtype or "bfloat16", values.seed):
         failed += not row.held
         start = f"{row.operation:<18}{row.case:<40}{row.implementation:<12}"
         if row.error is None:
@@ -230,54 +210,26 @@ def _parity() -> int:
 def _bench() -> int:
     from pallas_attn import bench
 
-    if given.OP.value == "context":
-        return bench.context.run(
-            given.CASES.value,
-            given.SEED.value,
-            given.TURNS.value,
-            given.COMMIT.value,
-            given.OUT.value,
-        )
-    options = bench.Options(
-        implementation=given.IMPLEMENTATION.value,
-        peers=given.PEERS.value,
-        seed=given.SEED.value,
-        turns=given.TURNS.value,
-        cold=given.COLD.value,
-        commit=given.COMMIT.value,
-        out=given.OUT.value,
-        plot=given.PLOT.value,
-    )
-    return bench.run_bench(given.OP.value, given.CASES.value, options)
+    if values.op == "context":
+        return bench.context.run(values.cases, values.seed, values.turns, values.commit, values.out)
+    return bench.run_bench(values.op, values.cases, _filled(bench.Options))
 
 
 def _train() -> int:
     from pallas_attn.lm import machine, mesh, train
 
-    if given.TEXT.value is None or given.OUT.value is None:
+    if values.text is None or values.out is None:
         raise ValueError("--task=train needs --text=FILE and --out=FOLDER")
-    devices = None
-    if given.MESH.value is not None:
-        devices = mesh.make(given.MESH.value, ("cp", "dp"))
-    recipe = train.Recipe(
-        steps=given.STEPS.value,
-        batch=given.BATCH.value,
-        context=given.CONTEXT.value,
-        learning_rate=given.LEARNING_RATE.value,
-        dtype=given.DTYPE.value or "float32",
-        implementation=given.IMPLEMENTATION.value,
-        mesh=devices,
-    )
-    text = train.read_text(given.TEXT.value)
-    with machine.matmul_precision(given.PRECISION.value, recipe.dtype):
-        lines = train.train(text, given.OUT.value, recipe, given.SEED.value, given.OVERWRITE.value)
+    devices = None if values.mesh is None else mesh.make(values.mesh, ("cp", "dp"))
+    recipe = _filled(train.Recipe, dtype=values.dtype or "float32", mesh=devices)
+    text = train.read_text(values.text)
+    with machine.matmul_precision(values.precision, recipe.dtype):
         header = f"{'step':>6}{'nats a byte':>13}{'held out':>10}{'seconds':>9}"
-        for line in lines:
+        for line in train.train(text, values.out, recipe, values.seed, values.overwrite):
             if header:
                 _say(header)
             header = ""
             _say(f"{line.step:>6}{line.loss:>13.3f}{line.held_out:>10.3f}{line.seconds:>9.1f}")
-    folder = given.OUT.value
     _say(f"trained on {mesh.devices(devices)}, {line.implementation}, {recipe.dtype}")
-    _say(f"the model is in {folder}: {_program()} --checkpoint={folder}")
+    _say(f"the model is in {values.out}: {_program()} --checkpoint={values.out}")
     return 0

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 
 from pallas_attn.lm import checkpoint, decode, hf_config, machine, mesh, text
 from pallas_attn.lm import mesh as lm_mesh
+from pallas_attn.lm.config import Config, Params
 from pallas_attn.lm.folder import Folder
-from pallas_attn.lm.model import Config, Params
 from pallas_attn.lm.options import Options
 from pallas_attn.lm.sampling import Sampling, at_least_1, is_int
 
@@ -32,7 +32,7 @@ class Model(NamedTuple):
     tokenizer: text.Tokenizer
     stop: tuple[int, ...]  # tokens that end a text
     dtype: str
-    mesh: Mesh | None = None  # over which its weights are split
+    mesh: Mesh | None = None  # devices that its weights are split over
 
 
 def load(
@@ -67,16 +67,16 @@ def generate(
     seed: int = 0,
     **options: Any,
 ) -> list[str]:
-    """Continues prompts, side by side; what comes after each, without the prompt.
+    """Continues prompts, side by side; the text after each, without the prompt.
 
     Args:
       model: from `load`.
       prompts: texts of any lengths.
       max_new_tokens: after each prompt, at most: a stop token of the model or the cache's capacity
         may end it before.
-      sampling: how tokens are chosen. Default: the likeliest. `Sampling(0.7, top_k=40)` draws.
-      seed: of what is drawn. A sequence's tokens depend on its prompt's place in `prompts`, and on
-        nothing else in the batch.
+      sampling: the choice of tokens. Default: the likeliest. `Sampling(0.7, top_k=40)` draws.
+      seed: of the tokens that are drawn. A sequence's tokens depend on its prompt's place in
+        `prompts`, and on nothing else in the batch.
       **options: fields of `Options`: cache ("per_sequence", "stacked" or "paged"), slots (sequences
         at a time), capacity (rows of each), chunk (steps inside one jit), stop, draft="ngram",
         samples (answers to each prompt, which stand together in the result), ...
@@ -84,10 +84,8 @@ def generate(
     Raises:
       ValueError: a prompt or an option cannot be; the message names it.
     """
-    if isinstance(prompts, str):
-        raise ValueError(f"prompts: expected a list of texts, got one; did you mean [{prompts!r}]?")
-    prompts = _checked(model, prompts, max_new_tokens, seed)
-    ids = [text.encoded(model.tokenizer, one, n) for n, one in enumerate(prompts, 1)]
+    texts = _checked(model, prompts, max_new_tokens, seed)
+    ids = [text.encoded(model.tokenizer, prompt, n) for n, prompt in enumerate(texts, 1)]
     longest = max(map(len, ids), default=0) + max_new_tokens
     samples = options.get("samples", 1)
     defaults: dict[str, Any] = {
@@ -96,21 +94,24 @@ def generate(
         "dtype": model.dtype,
         "stop": model.stop,
         "mesh": model.mesh,
+        "sampling": sampling,
     }
-    how = Options(**defaults | {"sampling": sampling} | options)
-    run = decode.Run(model.config, model.params, how, ids, max_new_tokens, seed)
+    asked = Options(**defaults | options)
+    run = decode.Run(model.config, model.params, asked, ids, max_new_tokens, seed)
     with machine.matmul_precision(None, model.dtype):
         for _ in run:
             pass
-    return [model.tokenizer.decode(one.tokens) for one in run.sequences]
+    return [model.tokenizer.decode(sequence.tokens) for sequence in run.sequences]
 
 
-def _checked(model: Any, prompts: Any, max_new_tokens: Any, seed: Any) -> list[str]:
-    """The prompts; a ValueError for what would be an error of another name later."""
+def _checked(model: object, prompts: object, max_new_tokens: object, seed: object) -> list[str]:
+    """The prompts; raises ValueError for arguments that would be another error later."""
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts: expected a list of texts, got one; did you mean [{prompts!r}]?")
     if not isinstance(model, Model):
         raise ValueError(f"model: expected what lm.load returns, got {type(model).__name__}")
     texts = list(prompts) if isinstance(prompts, Iterable) else prompts
-    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+    if not isinstance(texts, list) or not all(isinstance(prompt, str) for prompt in texts):
         raise ValueError(f"prompts: expected a list of texts, got {texts!r}")
     at_least_1("max_new_tokens", max_new_tokens)
     if not is_int(seed) or not -(2**63) <= seed < 2**63:

@@ -8,18 +8,18 @@ decode's own type, plus rounding; where the decode's type is float32 the roundin
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from pallas_attn.lm import mesh as lm_mesh
+from pallas_attn.lm.config import Config, Params
 from pallas_attn.lm.decode import Run
-from pallas_attn.lm.model import Config, Params
 from pallas_attn.lm.progress import Generation
 
-_ROUNDINGS = 64  # of the largest logit: what sums in another order may differ by
+_ROUNDINGS = 64  # roundings of the largest logit by which sums in another order may differ
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Row:
     sequence: int  # counted from 1
     steps: int
     same: int  # steps whose likeliest token is the reference's
-    ties: int  # steps where it is not, and the reference's two logits lie within the budget
+    ties: int  # other steps, where the reference's two logits lie within the budget
     error: float  # the largest difference of a logit,
     at: int  # the step that it was seen at
     budget: float
@@ -40,45 +40,40 @@ class Row:
 
 
 def rows(run: Run, params: Params) -> Iterator[Row]:
-    """A row a sequence of a run that kept its logits."""
+    """A row for each sequence of a run that kept its logits."""
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    texts = [one.prompt + one.tokens[:-1] for one in run.sequences if one.tokens]
-    width = max(map(len, texts), default=0)
-    done = [one for one in run.sequences if one.tokens]
-    for one, text in zip(done, texts, strict=True):
+    eps = float(jnp.finfo(run.options.dtype).eps)
+    done = [sequence for sequence in run.sequences if sequence.tokens]
+    width = max((len(x.prompt) + len(x.tokens) - 1 for x in done), default=0)
+    for sequence in done:
+        text = sequence.prompt + sequence.tokens[:-1]
         padded = np.asarray([text + [0] * (width - len(text))], np.int32)
-        first = len(one.prompt) - 1
-        told = slice(first, first + len(one.tokens))
+        tokens = lm_mesh.everywhere(run.options.mesh, padded)
+        steps = slice(len(sequence.prompt) - 1, len(text))
         with jax.default_matmul_precision("highest"):
-            truth = _forward(run, wide, padded)[told]
-        plain = _forward(run, params, padded)[told]
-        yield _row(one, truth, plain, float(jnp.finfo(run.options.dtype).eps))
-
-
-def _forward(run: Run, params: Params, tokens: np.ndarray) -> np.ndarray:
-    mesh = run.options.mesh
-    return np.asarray(_logits(run.config, mesh, params, lm_mesh.everywhere(mesh, tokens))[0])
+            truth = _logits(run.config, run.options.mesh, wide, tokens)
+        plain = _logits(run.config, run.options.mesh, params, tokens)
+        yield _row(sequence, np.asarray(truth)[0, steps], np.asarray(plain)[0, steps], eps)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _logits(config: Config, mesh: Any, params: Params, tokens: jax.Array) -> jax.Array:
+def _logits(config: Config, mesh: Mesh | None, params: Params, tokens: jax.Array) -> jax.Array:
     return lm_mesh.logits(config, mesh, params, tokens, "reference")
 
 
-def _row(one: Generation, truth: np.ndarray, plain: np.ndarray, eps: float) -> Row:
-    got = np.stack(one.logits)
+def _row(sequence: Generation, truth: np.ndarray, plain: np.ndarray, eps: float) -> Row:
+    got = np.stack(sequence.logits)
     budget = 2 * np.abs(plain - truth).max() + _ROUNDINGS * eps * np.abs(truth).max()
     errors = np.abs(got - truth).max(axis=-1)
-    mine, theirs = got.argmax(axis=-1), truth.argmax(axis=-1)
+    token, wanted = got.argmax(axis=-1), truth.argmax(axis=-1)
     steps = np.arange(len(got))
-    margin = truth[steps, theirs] - truth[steps, mine]
-    ties = (mine != theirs) & (margin <= 2 * budget)
+    margin = truth[steps, wanted] - truth[steps, token]
     worst = int(np.where(np.isnan(errors), np.inf, errors).argmax())
     return Row(
-        sequence=one.number + 1,
+        sequence=sequence.number + 1,
         steps=len(got),
-        same=int((mine == theirs).sum()),
-        ties=int(ties.sum()),
+        same=int((token == wanted).sum()),
+        ties=int(((token != wanted) & (margin <= 2 * budget)).sum()),
         error=float(errors[worst]),
         at=worst,
         budget=float(budget),

@@ -1,4 +1,4 @@
-"""What the kernels between two matmuls add up through over several GPUs."""
+"""Buffers through which the kernels between two matmuls add up over several GPUs."""
 
 from typing import NamedTuple
 

@@ -1,12 +1,15 @@
-"""What a report leaves behind: a table, a JSON file, a plot."""
+"""Results of a report: a table, a JSON file, a plot."""
 
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pallas_attn.lm.progress import Spread
 from pallas_attn.lm.report import PARTS, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WAITS = {
     "from the start of the run to a first token": "time_to_first_token",
@@ -14,16 +17,16 @@ WAITS = {
 }
 
 
-def steps_of(found: Sequence[Row], cache: str) -> list[Row]:
+def steps_of(measured: Sequence[Row], cache: str) -> list[Row]:
     """The rows of our steps over one kind of cache."""
-    return [row for row in found if row["impl"] == f"pallas_attn/{cache}" and "parts" in row]
+    return [row for row in measured if row["impl"] == f"pallas_attn/{cache}" and "parts" in row]
 
 
-def table(found: Sequence[Row], run: Row) -> list[str]:
-    """What was measured, for people; `run`: the summary of the run before."""
+def table(measured: Sequence[Row], run: Row) -> list[str]:
+    """The measured rows as a table; `run`: the summary of the run before."""
     head = f"{'impl':<26}{'batch':>6}{'ms a step':>11}{'tokens/s':>10}{'of memory':>11}"
-    steps = [row for row in found if row["op"] == "decode_loop"]
-    others = [line(row) for row in found if row["op"] == "first_token"]
+    steps = [row for row in measured if row["op"] == "decode_loop"]
+    others = [line(row) for row in measured if row["op"] == "first_token"]
     head += "".join(f"{part:>11}" for part in PARTS)
     waits = [
         f"{words}: median {Spread(**run[name])}" for words, name in WAITS.items() if run.get(name)
@@ -32,7 +35,7 @@ def table(found: Sequence[Row], run: Row) -> list[str]:
 
 
 def line(row: Row) -> str:
-    """One row, for people."""
+    """One row as a line."""
     if row["op"] == "ceiling":
         return f"memory is read at {row['tbps']:.2f} TB/s"
     if row["op"] == "first_token":
@@ -42,10 +45,10 @@ def line(row: Row) -> str:
     return start + rate + "".join(f"{ms:>11.3f}" for ms in row.get("parts", {}).values())
 
 
-def write(folder: str, found: Sequence[Row], cache: str, run: Row) -> list[str]:
+def write(folder: str, measured: Sequence[Row], cache: str, run: Row) -> list[str]:
     """report.json, and report.png where matplotlib is there, into a folder that is; what to say."""
     path = pathlib.Path(folder)
-    text = json.dumps({"run": run, "rows": list(found)}, indent=2)
+    text = json.dumps({"run": run, "rows": list(measured)}, indent=2)
     (path / "report.json").write_text(text + "\n", "utf-8")
     try:
         import matplotlib.figure
@@ -54,7 +57,7 @@ def write(folder: str, found: Sequence[Row], cache: str, run: Row) -> list[str]:
         return [f"wrote {path / 'report.json'}; {extra}"]
     figure = matplotlib.figure.Figure((10, 4.2), layout="constrained", dpi=150)
     left, right = figure.subplots(1, 2)
-    ours = steps_of(found, cache)
+    ours = steps_of(measured, cache)
     _draw_parts(left, ours)
     _draw_rates(right, ours)
     facts, problem = ours[0], ours[0]["problem"]
@@ -71,33 +74,33 @@ def write(folder: str, found: Sequence[Row], cache: str, run: Row) -> list[str]:
 _COLOURS = ("#E69F00", "#003f5c", "#56B4E9", "#CC79A7", "#BBBBBB")  # Okabe and Ito's, as in bench
 
 
-def _draw_parts(axis: Any, found: Sequence[Row]) -> None:
+def _draw_parts(axis: "Axes", measured: Sequence[Row]) -> None:
     """Shares of a step, a bar a batch size, the step's time above it."""
-    names = [str(row["problem"]["batch"]) for row in found]
-    base = [0.0] * len(found)
+    names = [str(row["problem"]["batch"]) for row in measured]
+    base = [0.0] * len(measured)
     for part, colour in zip(PARTS, _COLOURS, strict=True):
-        shares = [row["parts"][part] / sum(row["parts"].values()) for row in found]
+        shares = [row["parts"][part] / sum(row["parts"].values()) for row in measured]
         axis.bar(names, shares, 0.6, bottom=base, color=colour, label=part)
         base = [a + b for a, b in zip(base, shares, strict=True)]
-    for n, row in enumerate(found):
+    for n, row in enumerate(measured):
         axis.text(n, 1.01, f"{row['ms']:.2f} ms", ha="center", fontsize=8)
-    axis.set_xlim(-0.6, len(found) - 0.4)
+    axis.set_xlim(-0.6, len(measured) - 0.4)
     axis.set_ylim(0, 1.08)
     axis.set_xlabel("sequences at a time")
     axis.set_ylabel("share of a step")
     axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
 
 
-def _draw_rates(axis: Any, found: Sequence[Row]) -> None:
+def _draw_rates(axis: "Axes", measured: Sequence[Row]) -> None:
     """Tokens a second, and what reading weights and live rows alone would allow."""
     from matplotlib import ticker
 
-    batches = [row["problem"]["batch"] for row in found]
-    rates = [row["tokens_per_second"] for row in found]
-    bounds = [row["tokens_per_second"] / row["roofline"] for row in found]
+    batches = [row["problem"]["batch"] for row in measured]
+    rates = [row["tokens_per_second"] for row in measured]
+    bounds = [row["tokens_per_second"] / row["roofline"] for row in measured]
     axis.loglog(batches, bounds, "_--", color="#444444", markersize=12, label="memory's bound")
     axis.loglog(batches, rates, "o-", color="#003f5c", label="measured")
-    for row in found:
+    for row in measured:
         words = f"{row['tokens_per_second']:,.0f}: {row['roofline']:.0%}"
         axis.annotate(words, (row["problem"]["batch"], row["tokens_per_second"]), (4, -12),
                       textcoords="offset points", fontsize=8)  # fmt: skip

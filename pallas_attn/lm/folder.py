@@ -13,7 +13,7 @@ _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a
 _short = reprlib.Repr(maxstring=80, maxother=80, maxlong=40, maxlevel=2, maxdict=3, maxlist=3)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value from a file in an error message: one line, and a short one."""
     text = _short.repr(value)
     return text if text.isprintable() else ascii(text)
@@ -58,13 +58,13 @@ class Folder:
         if size > _LARGEST_JSON:
             raise ValueError(f"{path}: expected at most {_LARGEST_JSON} bytes, got {size}")
         try:
-            found = json.loads(path.read_bytes().decode("utf-8"))
+            content = json.loads(path.read_bytes().decode("utf-8"))
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror or error}") from None
         except RecursionError:
             raise ValueError(f"{path}: not JSON of any use: it is nested too deeply") from None
         except ValueError as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise ValueError(f"{path}: expected a JSON object, got {shown(found)}")
-        return found
+        if not isinstance(content, dict):
+            raise ValueError(f"{path}: expected a JSON object, got {shown(content)}")
+        return content

@@ -1,7 +1,7 @@
-"""config.json and generation_config.json of a Hugging Face checkpoint: which keys are read, what
-each may hold, and the model that they describe.
+"""config.json and generation_config.json of a Hugging Face checkpoint: the keys that are read, the
+values that each may hold, and the model that they describe.
 
-What is read is checked against the tables here: a key of another type, a number out of range or a
+Every value is checked against the tables here: a key of another type, a number out of range or a
 choice that this model does not know is an error that names it, never a model that quietly computes
 something else. Keys that are in no table change nothing of what is computed.
 """
@@ -11,17 +11,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from pallas_attn.lm.config import Config, Rope
 from pallas_attn.lm.folder import Folder, shown
-from pallas_attn.lm.model import Config, Rope
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-WINDOWED = ("full_attention", "sliding_attention")  # what layer_types names
+WINDOWED = ("full_attention", "sliding_attention")  # names in layer_types
 REQUIRED = object()
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What a key may hold. Absent and null are the default."""
+    """Values that a key may hold. Absent and null are the default."""
 
     kind: type
     least: float = 1
@@ -31,7 +31,7 @@ class Key:
 
     @property
     def wanted(self) -> str:
-        """What it may hold, in words."""
+        """The values in words."""
         if self.choices == (None,):
             return "null"
         if self.choices:
@@ -41,14 +41,14 @@ class Key:
             return f"a whole number from {self.least:.0f} to {self.most:.0f}"
         return words.get(self.kind) or f"a number from {self.least:g} to {self.most:g}"
 
-    def holds(self, found: Any) -> bool:
-        """Whether it may hold this, which is not null."""
+    def holds(self, value: Any) -> bool:
+        """Whether the key may hold this value, which is not null."""
         if self.choices:
-            return any(type(found) is type(one) and found == one for one in self.choices)
+            return any(type(value) is type(x) and value == x for x in self.choices)
         if self.kind in (int, float):
             taken = (int,) if self.kind is int else (int, float)
-            return type(found) in taken and self.least <= found <= self.most  # so no NaN
-        return type(found) is self.kind
+            return type(value) in taken and self.least <= value <= self.most  # NaN is refused
+        return type(value) is self.kind
 
 
 def _factor(default: float | None = None) -> Key:
@@ -99,7 +99,7 @@ ROPE_KEYS: dict[str, Key] = {
     "partial_rotary_factor": KEYS["partial_rotary_factor"],
 }
 _TOKEN = Key(int, least=0, most=2**31 - 1)
-# What a family takes where the key is absent; null is another thing.
+# Defaults of a family for absent keys; null is another thing.
 _ABSENT: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "qwen2": {"sliding_window": 4096},
@@ -110,12 +110,12 @@ _ABSENT: dict[str, dict[str, Any]] = {
 class _Reader:
     """The values of one JSON object, checked, by name."""
 
-    def __init__(self, where: str, found: Mapping[str, Any], keys: Mapping[str, Key]):
+    def __init__(self, where: str, values: Mapping[str, Any], keys: Mapping[str, Key]):
         self._where, self._keys = where, keys
-        self._found = {name: self._checked(name, key, found) for name, key in keys.items()}
+        self._values = {name: self._checked(name, key, values) for name, key in keys.items()}
 
-    def _checked(self, name: str, key: Key, found: Mapping[str, Any]) -> Any:
-        value = found.get(name)
+    def _checked(self, name: str, key: Key, values: Mapping[str, Any]) -> Any:
+        value = values.get(name)
         if value is None:
             if key.default is REQUIRED:
                 raise ValueError(f"{self._where}{name}: expected {key.wanted}, got nothing")
@@ -125,19 +125,19 @@ class _Reader:
         return float(value) if key.kind is float else value
 
     def __getitem__(self, name: str) -> Any:
-        return self._found[name]
+        return self._values[name]
 
-    def wrong(self, name: str, value: Any, wanted: str = "") -> ValueError:
+    def wrong(self, name: str, value: object, wanted: str = "") -> ValueError:
         """The error for a value that cannot be."""
         wanted = wanted or self._keys[name].wanted
         return ValueError(f"{self._where}{name}: expected {wanted}, got {shown(value)}")
 
 
-def config_from(found: Mapping[str, Any], where: str = "config.json") -> Config:
+def config_from(described: Mapping[str, Any], where: str = "config.json") -> Config:
     """The model that a config.json describes; `where` is the file's name in errors."""
-    family = found.get("model_type")
+    family = described.get("model_type")
     absent = _ABSENT.get(family, {}) if isinstance(family, str) else {}
-    read = _Reader(f"{where}: ", {**absent, **found}, KEYS)
+    read = _Reader(f"{where}: ", {**absent, **described}, KEYS)
     heads, layers = read["num_attention_heads"], read["num_hidden_layers"]
     kv_heads = read["num_key_value_heads"] or heads
     if heads % kv_heads:
@@ -185,17 +185,17 @@ def _windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
 
 def _rope(outer: _Reader, where: str) -> Rope:
     name = "rope_parameters" if outer["rope_parameters"] else "rope_scaling"
-    found = outer[name] or {}
-    for key, value in found.items():
+    described = outer[name] or {}
+    for key, value in described.items():
         if key not in ROPE_KEYS and isinstance(value, dict):
             raise ValueError(f"{where}: {name}: {shown(key)} is an object, which is not supported")
-    if "dynamic" in (found.get("rope_type"), found.get("type")):
+    if "dynamic" in (described.get("rope_type"), described.get("type")):
         raise ValueError(
             f"{where}: {name}: type 'dynamic' turns keys anew as the text grows, which a cache of "
             "turned keys cannot; use 'yarn' or 'linear'"
         )
-    read = _Reader(f"{where}: {name}.", found, ROPE_KEYS)
-    theta = outer["rope_theta"] if found.get("rope_theta") is None else read["rope_theta"]
+    read = _Reader(f"{where}: {name}.", described, ROPE_KEYS)
+    theta = outer["rope_theta"] if described.get("rope_theta") is None else read["rope_theta"]
     kind = read["rope_type"] or read["type"] or "default"
     if kind == "default":
         return Rope(theta)
@@ -221,7 +221,7 @@ def _rope(outer: _Reader, where: str) -> Rope:
 
 
 def _attention_factor(read: _Reader) -> float:
-    """What yarn multiplies cos and sin by: as given, or growing with the log of the factor."""
+    """The factor of cos and sin in yarn; by default it grows with the log of `factor`."""
     if read["attention_factor"] is not None:
         return read["attention_factor"]
     grown = math.log(max(read["factor"], 1.0)) / 10
@@ -232,16 +232,16 @@ def _attention_factor(read: _Reader) -> float:
 
 
 def stop_tokens(folder: Folder) -> tuple[int, ...]:
-    """The tokens that end a text: of generation_config.json where there is one, though it name
-    none, else of config.json.
+    """The tokens that end a text, from generation_config.json if it is there, even if it names
+    none, else from config.json.
     """
     name = "generation_config.json"
     name = name if folder.has(name) else "config.json"
-    found = folder.json(name).get("eos_token_id")
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    for one in ids:
-        if not _TOKEN.holds(one):
+    value = folder.json(name).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if not _TOKEN.holds(token):
             wanted = f"{_TOKEN.wanted}, or a list of such"
             path = folder.path / name
-            raise ValueError(f"{path}: eos_token_id: expected {wanted}, got {shown(one)}")
+            raise ValueError(f"{path}: eos_token_id: expected {wanted}, got {shown(token)}")
     return tuple(ids)

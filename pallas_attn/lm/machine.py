@@ -1,4 +1,4 @@
-"""What this machine computes with where nobody says, and how much it holds."""
+"""Defaults of this machine: dtype, precision of matmuls, and how much memory it has."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ import jax
 
 
 def default_dtype() -> str:
-    """What is computed with where nobody says: on a CPU bfloat16 has no matmuls of its own."""
+    """float32 without a GPU: on a CPU bfloat16 has no matmuls of its own."""
     return "bfloat16" if jax.default_backend() == "gpu" else "float32"
 
 

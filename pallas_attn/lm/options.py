@@ -1,12 +1,14 @@
-"""How a run decodes: what is asked for, and what is refused."""
+"""Options of a decode run, and which of them are refused."""
 
 import dataclasses
 from typing import Any
 
+from jax.sharding import Mesh
+
 from pallas_attn import prefixes
-from pallas_attn.cache import PagedCache, PerSequenceCache, StackedCache
+from pallas_attn.cache import KVCache, PagedCache, PerSequenceCache, StackedCache
 from pallas_attn.lm import mesh as lm_mesh
-from pallas_attn.lm.model import Config
+from pallas_attn.lm.config import Config
 from pallas_attn.lm.sampling import Sampling, at_least_1, is_int
 
 CACHES = ("per_sequence", "stacked", "paged")
@@ -15,25 +17,25 @@ DRAFTS = ("ngram",)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to decode. A jit key."""
+    """The way to decode. A jit key."""
 
     cache: str = "per_sequence"
     slots: int = 8
     capacity: int = 512  # rows of each slot
     page_size: int = 64
-    pages: int | None = None  # of the whole pool; None: enough for every slot's capacity
+    pages: int | None = None  # in the whole pool; None: enough for every slot's capacity
     chunk: int = 16  # steps inside one jit
     prefill: int = 16384  # tokens that one prefill takes at most, padding counted
     prefill_chunk: int | None = None  # rows of prompts that a step takes; None: prompts are whole
     samples: int = 1  # answers to each prompt, which is prefilled once and forked
-    draft: str | None = None  # where drafts come from: "ngram", or None
-    drafts: int = 7  # a step takes so many of a sequence
+    draft: str | None = None  # source of drafts: "ngram", or None
+    drafts: int = 7  # taken by a step, of each sequence
     dtype: str = "bfloat16"
     sampling: Sampling = Sampling()
     stop: tuple[int, ...] = ()
     implementation: str | None = None
     keep_logits: bool = False
-    mesh: Any = None  # a Mesh that heads and columns of the model are split over
+    mesh: Mesh | None = None  # devices that heads and columns of the model are split over
 
     def __post_init__(self) -> None:
         for name in ("slots", "capacity", "page_size", "chunk", "prefill", "drafts", "samples"):
@@ -54,7 +56,7 @@ class Options:
             raise ValueError(f"draft: expected one of {DRAFTS} or None, got {self.draft!r}")
 
     def _refuse_samples(self) -> None:
-        """ValueError where several answers to a prompt cannot be, or would all be the same."""
+        """Raises ValueError where several answers cannot be, or would all be the same."""
         for name, wrong, wanted in (
             ("cache", self.cache != "paged", "'paged', whose pages are forked,"),
             ("samples", not self.sampling.draws, "1, or a temperature,"),
@@ -73,8 +75,8 @@ class Options:
 
     @property
     def levels(self) -> int:
-        """How often sequences part that share what attention reads: once, after the prompt, where
-        it is long enough to be worth it; else 0.
+        """Levels at which sequences that share pages branch off: 1, after the prompt, if it is
+        long enough to be worth it; else 0.
         """
         worth = (self.samples - 1) * self.capacity >= prefixes.LEAST_SAVED
         return int(worth and self.mesh is None)
@@ -86,10 +88,10 @@ class Options:
 
     @property
     def rows(self) -> int:
-        """Of each slot, those of drafts as well: a multiple of 8 of both, as kernels want it."""
+        """Rows of each slot, those of drafts as well: then a multiple of 8, as kernels want it."""
         return -(-(self.capacity + self.ahead) // 8) * 8 if self.ahead else self.capacity
 
-    def create_cache(self, config: Config) -> Any:
+    def create_cache(self, config: Config) -> KVCache:
         sizes: dict[str, Any] = {
             "kv_heads": config.kv_heads,
             "head_dim": config.head_dim,

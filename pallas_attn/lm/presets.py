@@ -1,95 +1,35 @@
-"""Models by name: what their config.json says, for runs with random weights."""
+"""Models by name: the contents of their config.json, for runs with random weights."""
 
 from typing import Any
 
-_LLAMA3 = {
+_KEYS = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+         "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+         "rms_norm_eps")  # fmt: skip
+_SIZES = {
+    "llama2_7b": ("llama", 32000, 4096, 11008, 32, 32, 32, 4096, 1e-5),
+    "llama3_8b": ("llama", 128256, 4096, 14336, 32, 32, 8, 8192, 1e-5),
+    "llama3_70b": ("llama", 128256, 8192, 28672, 80, 64, 8, 8192, 1e-5),
+    "llama3.1_8b": ("llama", 128256, 4096, 14336, 32, 32, 8, 131072, 1e-5),
+    "mistral_7b": ("mistral", 32000, 4096, 14336, 32, 32, 8, 32768, 1e-5),
+    "qwen2_7b": ("qwen2", 152064, 3584, 18944, 28, 28, 4, 131072, 1e-6),
+    "qwen3_8b": ("qwen3", 151936, 4096, 12288, 36, 32, 8, 40960, 1e-6),
+}
+_LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_7B: dict[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-
+_MORE: dict[str, dict[str, Any]] = {
+    "llama2_7b": {},
+    "llama3_8b": {"rope_theta": 500000.0},
+    "llama3_70b": {"rope_theta": 500000.0},
+    "llama3.1_8b": {"rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE},
+    "mistral_7b": {"rope_theta": 10000.0, "sliding_window": 4096},
+    "qwen2_7b": {"rope_theta": 1000000.0, "use_sliding_window": False},
+    "qwen3_8b": {"head_dim": 128, "rope_theta": 1000000.0, "use_sliding_window": False},
+}
 PRESETS: dict[str, dict[str, Any]] = {
-    "llama2_7b": _7B
-    | {
-        "model_type": "llama",
-        "vocab_size": 32000,
-        "intermediate_size": 11008,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-    },
-    "llama3_8b": _7B
-    | {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-    },
-    "llama3_70b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-    },
-    "llama3.1_8b": _7B
-    | {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "rope_scaling": _LLAMA3,
-        "rms_norm_eps": 1e-5,
-    },
-    "mistral_7b": _7B
-    | {
-        "model_type": "mistral",
-        "vocab_size": 32000,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 32768,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": 4096,
-    },
-    "qwen2_7b": {
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "use_sliding_window": False,
-    },
-    "qwen3_8b": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "use_sliding_window": False,
-    },
+    name: dict(zip(_KEYS, sizes, strict=True)) | _MORE[name] for name, sizes in _SIZES.items()
 }

@@ -1,4 +1,4 @@
-"""What the host knows of a run: each sequence, where it stands, how long things took."""
+"""Progress of a run on the host: each sequence, and how long things took."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,19 +8,24 @@ import numpy as np
 
 @dataclasses.dataclass(eq=False)
 class Generation:
-    """A prompt and what came after it."""
+    """A prompt and the tokens after it."""
 
     number: int
     prompt: list[int]
     wanted: int  # tokens
-    sample: int = 0  # which of the answers to this prompt
+    sample: int = 0  # number among the answers to this prompt
     cut: bool = False  # more were asked for than the capacity leaves room for
     tokens: list[int] = dataclasses.field(default_factory=list)
     logits: list[np.ndarray] = dataclasses.field(default_factory=list)
-    ended: str = ""  # why: "stop", "length", "capacity"; "" while it is not over
-    times: list[float] = dataclasses.field(default_factory=list)  # of its tokens: see `Run._read`
+    ended: str = ""  # reason: "stop", "length", "capacity"; "" while it is not over
+    times: list[float] = dataclasses.field(default_factory=list)  # seconds: see `Run._read`
     fed: int = 0  # rows of its prompt that the device was told to take
     planned: int = 0  # tokens that the device was told to make, read or not
+
+    @property
+    def unfed(self) -> int:
+        """Rows of its prompt that are still to come."""
+        return len(self.prompt) - self.fed
 
     @property
     def rows(self) -> int:
@@ -36,8 +41,8 @@ class Spread:
     worst: float
 
     @classmethod
-    def of(cls, found: Sequence[float]) -> "Spread | None":
-        return cls(float(np.median(found)), max(found)) if found else None
+    def of(cls, seconds: Sequence[float]) -> "Spread | None":
+        return cls(float(np.median(seconds)), max(seconds)) if seconds else None
 
     def __str__(self) -> str:
         median, worst = (
@@ -49,7 +54,7 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """Where a run stands after a chunk was read. Rates are of the time since the last."""
+    """The state of a run after a chunk was read. Rates are those of the time since the last."""
 
     running: int
     waiting: int

@@ -1,15 +1,15 @@
-"""What the demo's model does with rows between one attention and the next: XLA's matmuls and what
-XLA makes of jax.numpy; and for the few rows of a decoding step on Hopper, kernels.
+"""Operations of the demo's model on rows, from one attention to the next.
 
-There each weight is a `Layer`, read where it lies in the stack of all layers, as fast as memory
-gives it. The kernels begin while the one before them ends (programmatic dependent launch): a matmul
-fills its ring with the weight before there is an x. So what stands between two matmuls is a kernel
-of ours too, however small: behind one of XLA's the next would have to wait.
+By default these are XLA's matmuls and jax.numpy. The few rows of a decoding step on Hopper have
+kernels: each weight is a `Layer`, read where it lies in the stack of all layers, as fast as memory
+gives it. A kernel begins while the one before it ends (programmatic dependent launch): a matmul
+fills its ring with the weight before there is an x. Even the small work between two matmuls is a
+kernel, since behind a kernel of XLA's the next matmul would have to wait.
 """
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,15 @@ from jax import lax
 
 from pallas_attn._call import device as _device
 from pallas_attn._call import sharding
+from pallas_attn.kernels.lang.types import DType
 from pallas_attn.lm.exchange import Exchange
+
+if TYPE_CHECKING:  # kernels are imported where a program needs them
+    from pallas_attn.lm.kernels.linear import Problem
 
 Array = jax.Array
 overlapping = _device.overlapping  # for the kernels around these
-varying_like = sharding.varying_like  # what a loop carries keeps its type within jax.shard_map
+varying_like = sharding.varying_like  # keeps the type of a loop's carry in jax.shard_map
 
 FEW = 64  # rows that kernels serve
 
@@ -29,8 +33,8 @@ FEW = 64  # rows that kernels serve
 class Layer(NamedTuple):
     """One weight of a stack [layers, ...], not taken out of it.
 
-    It is read before the kernel in front is done, so it and its number are to be there before the
-    program starts, or to be made by kernels of XLA's, which are done when another begins.
+    It is read before the kernel in front is done. It and its number must be there before the
+    program starts, or be made by kernels of XLA's, which are done when another begins.
     """
 
     stack: Array
@@ -44,7 +48,7 @@ class Angles(NamedTuple):
     sin: Array
 
 
-def streams(rows: int, dtype: Any, implementation: str | None) -> bool:
+def streams(rows: int, dtype: DType, implementation: str | None) -> bool:
     """Whether the kernels serve so many rows of weights of this dtype, on this machine."""
     here = implementation in (None, "sm90") and _device.gpu_generation() == "sm90"
     return here and rows <= FEW and jnp.dtype(dtype).name in ("bfloat16", "float16")
@@ -53,7 +57,7 @@ def streams(rows: int, dtype: Any, implementation: str | None) -> bool:
 # ---- matmuls ------------------------------------------------------------------------------------
 
 
-def linear(x: Array, weight: Array | Layer, dtype: Any = None) -> Array:
+def linear(x: Array, weight: Array | Layer, dtype: DType = None) -> Array:
     """x [..., in] by a weight [out, in]: [..., out] in `dtype`, or x's."""
     dtype = jnp.dtype(dtype or x.dtype)
     if isinstance(weight, Layer):
@@ -62,7 +66,7 @@ def linear(x: Array, weight: Array | Layer, dtype: Any = None) -> Array:
     return lax.dot_general(x, weight, dims, preferred_element_type=dtype)
 
 
-def partials(x: Array, weight: Array | Layer, dtype: Any = None) -> Array:
+def partials(x: Array, weight: Array | Layer, dtype: DType = None) -> Array:
     """The partial sums of `linear`, to be added up, [n, ..., out]; more than one are float32."""
     dtype = jnp.dtype(dtype or x.dtype)
     if not isinstance(weight, Layer):
@@ -78,7 +82,7 @@ def partials(x: Array, weight: Array | Layer, dtype: Any = None) -> Array:
     return out.reshape(out.shape[0], *x.shape[:-1], -1)
 
 
-def total(added: Array, dtype: Any) -> Array:
+def total(added: Array, dtype: DType) -> Array:
     """The sum of partial sums."""
     return added[0].astype(dtype) if len(added) == 1 else added.sum(axis=0).astype(dtype)
 
@@ -98,10 +102,10 @@ def gated(x: Array, weight: Array | Layer) -> Array:
     return jax.nn.silu(gate) * up
 
 
-def _kernel() -> Any:
-    from pallas_attn.lm.kernels import linear as linear_kernel
+def _kernel():
+    from pallas_attn.lm.kernels import linear as kernel
 
-    return linear_kernel
+    return kernel
 
 
 def _operands(x: Array, weight: Layer) -> tuple[Array, Array, Array]:
@@ -109,17 +113,17 @@ def _operands(x: Array, weight: Layer) -> tuple[Array, Array, Array]:
     return x.reshape(-1, x.shape[-1]), weight.stack, number
 
 
-def _problem(x: Array, stack: Array, dtype: str) -> Any:
+def _problem(x: Array, stack: Array, dtype: str) -> "Problem":
     _, out, inner = stack.shape
     return _kernel().Problem(x.size // inner, out, inner, str(x.dtype), dtype)
 
 
-def _gated_problem(x: Array, stack: Array) -> Any:
+def _gated_problem(x: Array, stack: Array) -> "Problem":
     problem = _problem(x, stack, str(x.dtype))
     return dataclasses.replace(problem, out=problem.out // 2, gated=True)
 
 
-def _takes(problem: Any, stack: Array) -> bool:
+def _takes(problem: "Problem", stack: Array) -> bool:
     return _kernel().takes(problem) and str(stack.dtype) == problem.dtype
 
 
@@ -148,23 +152,24 @@ def _gated(x: Array, stack: Array, number: Array) -> tuple[Array]:
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """Of rows [..., D]."""
+    """RMS norm of rows [..., D]."""
     wide = x.astype(jnp.float32)
     wide *= lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
 
 
 class Added(NamedTuple):
-    """What a matmul leaves to be added to x [..., D]."""
+    """The result of a matmul, to be added to x [..., D]."""
 
     partials: Array  # [n, ..., D]
-    exchange: Exchange | None = None  # where other devices have partials too
+    exchange: Exchange | None = None  # set if other devices have partials too
 
 
 def exchange_over(axis: str, x: Array, weight: Array) -> Exchange | None:
-    """For rows like x [..., D] and weights of norms like this, within jax.shard_map; None where no
-    kernel adds them up.
+    """The exchange for rows like x [..., D] and norms like `weight`, within jax.shard_map; None
+    where no kernel adds up over devices.
     """
+    from pallas_attn.lm.kernels import all_reduce
     from pallas_attn.lm.kernels import norm as kernel
 
     dim = x.shape[-1]
@@ -173,14 +178,15 @@ def exchange_over(axis: str, x: Array, weight: Array) -> Exchange | None:
     if not (takes and _device.reaches_peers(axis)):
         return None
     device = lax.axis_index(axis).astype(jnp.int32)[None]
-    (received,) = sharding.sealed(functools.partial(kernel.begin, problem=problem), x, device)
+    begin = functools.partial(all_reduce.begin, problem=problem.over_gpus)
+    (received,) = sharding.sealed(begin, x, device)
     return Exchange(varying_like(received, device), device, jnp.zeros(1, jnp.int32))
 
 
 def add_norm(
     x: Array, added: Added, weight: Array | Layer, eps: float
 ) -> tuple[Array, Array, Exchange | None]:
-    """x [..., D] with what is added; the norm of that; and the exchange for what comes next."""
+    """(x [..., D] plus `added`, the norm of that, the exchange for the next sum)."""
     partials, exchange = added
     if not isinstance(weight, Layer):
         x += total(partials, x.dtype)
@@ -188,7 +194,7 @@ def add_norm(
     rows, stack, number = _operands(x, weight)
     operands = rows, partials.reshape(-1, *rows.shape), stack, number
     if exchange is None:
-        found = sharding.over_devices(
+        x_and_normed = sharding.over_devices(
             functools.partial(_add_norm, eps),
             operands,
             inputs=(("m", "d"), ("s", "m", "d"), ("l", "d"), ("n",)),
@@ -197,15 +203,15 @@ def add_norm(
         )
     else:
         run = functools.partial(_add_norm_over_devices, eps)
-        received, added_x, normed = sharding.sealed(run, *operands, *exchange)
+        received, *results = sharding.sealed(run, *operands, *exchange)
+        x_and_normed = tuple(results)
         received = varying_like(received, exchange.device)
         exchange = Exchange(received, exchange.device, exchange.calls + 1)
-        found = added_x, normed
-    x, normed = (result.reshape(x.shape) for result in found)
+    x, normed = (result.reshape(x.shape) for result in x_and_normed)
     return x, normed, exchange
 
 
-def _add_norm(eps: float, x: Array, added: Array, stack: Array, number: Array) -> Any:
+def _add_norm(eps: float, x: Array, added: Array, stack: Array, number: Array) -> tuple[Array, ...]:
     from pallas_attn.lm.kernels import norm as kernel
 
     rows, dim = x.shape
@@ -218,7 +224,7 @@ def _add_norm(eps: float, x: Array, added: Array, stack: Array, number: Array) -
 
 def _add_norm_over_devices(  # noqa: PLR0913
     eps: float, x: Array, added: Array, stack: Array, number: Array, *exchange: Array
-) -> Any:
+) -> tuple[Array, ...]:
     from pallas_attn.lm.kernels import norm as kernel
 
     (rows, dim), devices = x.shape, exchange[0].shape[0] // 2
@@ -236,14 +242,13 @@ def rotate(x: Array, angles: Angles) -> Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def heads(added: Array, angles: Angles, sizes: tuple[int, int], dtype: Any) -> tuple[Array, ...]:
-    """q [M, t, N, H], k and v [M, t, K, H], q and k rotated, of the partials of a row on Hopper,
-    float32[n, M, t, (N + 2 K) H]. `sizes`: N and K.
+def heads(added: Array, angles: Angles, sizes: tuple[int, int], dtype: DType) -> tuple[Array, ...]:
+    """q [M, t, N, H], k and v [M, t, K, H], q and k rotated, from partial sums
+    float32[n, M, t, (N + 2 K) H]; for Hopper. `sizes`: N and K.
     """
     count, m, t, width = added.shape
-    run = functools.partial(_heads, sizes, jnp.dtype(dtype).name)
     results = sharding.over_devices(
-        run,
+        functools.partial(_heads, sizes, jnp.dtype(dtype).name),
         (added.reshape(count, m * t, width), *(x.reshape(m * t, -1) for x in angles)),
         inputs=(("s", "m", "d"), ("m", "c"), ("m", "c")),
         outputs=(("m", "n", "h"), ("m", "k", "h"), ("m", "k", "h")),
@@ -252,10 +257,11 @@ def heads(added: Array, angles: Angles, sizes: tuple[int, int], dtype: Any) -> t
     return tuple(x.reshape(m, t, *x.shape[1:]) for x in results)
 
 
-def _heads(sizes: tuple[int, int], dtype: str, added: Array, cos: Array, sin: Array) -> Any:
+def _heads(
+    sizes: tuple[int, int], dtype: str, added: Array, cos: Array, sin: Array
+) -> tuple[Array, ...]:
     from pallas_attn.lm.kernels import rotate as kernel
 
     partials, rows, _ = added.shape
-    return kernel.run(
-        added, cos, sin, kernel.Problem(rows, *sizes, 2 * cos.shape[-1], partials, dtype)
-    )
+    problem = kernel.Problem(rows, *sizes, 2 * cos.shape[-1], partials, dtype)
+    return kernel.run(added, cos, sin, problem)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import numbers
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,11 @@ from jax import lax
 Array = jax.Array
 
 
-def is_int(value: Any) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def at_least_1(name: str, value: Any) -> None:
+def at_least_1(name: str, value: object) -> None:
     if not is_int(value):
         raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
     if value < 1:
@@ -25,8 +25,8 @@ def at_least_1(name: str, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How to choose. Temperature divides the logits, top_k keeps the largest, and of those top_p
-    keeps the fewest whose probabilities reach it.
+    """The choice of a token. Temperature divides the logits, top_k keeps the largest, and top_p
+    keeps the fewest of these whose probabilities reach it.
     """
 
     temperature: float = 0.0  # 0, or what is 0 as a normal float32: the largest logit
@@ -35,7 +35,7 @@ class Sampling:
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn, not the likeliest."""
+        """Whether tokens are drawn; else the likeliest are taken."""
         return bool(self.temperature >= jnp.finfo(jnp.float32).tiny)
 
     def __post_init__(self) -> None:
@@ -57,32 +57,15 @@ def sample(logits: Array, keys: Array, sampling: Sampling) -> Array:
     alone, so it is the same whatever else is in the batch.
     """
     if not sampling.draws:
-        return likeliest(logits, None)[0]
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # The largest is 0, so that no division by a small number makes two infinities of two logits.
     logits = logits - logits.max(axis=-1, keepdims=True)
     kept = _truncated(logits / sampling.temperature, sampling)
     return jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
 
 
-def likeliest(logits: Array, over: str | None) -> tuple[Array, Array]:
-    """The token that `sample` takes where none is drawn, int32[M], and its logit. `over`: the mesh
-    axis along which each device has its part of the logits, if they are not whole; two numbers a
-    row are gathered.
-    """
-    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    best = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-    if over is None:
-        return token, best
-    token += lax.axis_index(over) * logits.shape[-1]
-    both = jnp.stack([best, token.astype(best.dtype)])  # float32 holds numbers of words
-    every = lax.all_gather(both, over, to="invarying")
-    who = jnp.argmax(every[:, :1], axis=0, keepdims=True)  # the first of equals, as of whole logits
-    best, token = jnp.take_along_axis(every, who, axis=0)[0]
-    return token.astype(jnp.int32), best
-
-
 def _truncated(logits: Array, sampling: Sampling) -> Array:
-    """The logits with -inf for those that top_k and top_p leave out; equals stay together."""
+    """The logits, -inf for tokens that top_k and top_p leave out; equal logits stay together."""
     vocab = logits.shape[-1]
     count = min(sampling.top_k, vocab) if sampling.top_k else vocab
     if count == vocab and sampling.top_p == 1:

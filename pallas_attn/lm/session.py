@@ -1,4 +1,4 @@
-"""`--task=decode`: from what the flags say to text, JSON lines, tables and a report."""
+"""`--task=decode`: from settings, as flags have them, to text, JSON lines, tables and a report."""
 
 import contextlib
 import dataclasses
@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, TextIO
 
 import jax
@@ -17,11 +18,12 @@ from jax.sharding import Mesh
 from pallas_attn.bench import rows
 from pallas_attn.lm import check, checkpoint, findings, report, text
 from pallas_attn.lm import mesh as lm_mesh
-from pallas_attn.lm.decode import Options, Run, refuse
+from pallas_attn.lm.config import Config, Params
+from pallas_attn.lm.decode import Run, refuse
 from pallas_attn.lm.folder import Folder
 from pallas_attn.lm.hf_config import config_from, stop_tokens
 from pallas_attn.lm.machine import default_dtype, matmul_precision, memory
-from pallas_attn.lm.model import Config, Params
+from pallas_attn.lm.options import Options
 from pallas_attn.lm.presets import PRESETS
 from pallas_attn.lm.sampling import Sampling
 from pallas_attn.lm.views import Json, Text, View
@@ -40,7 +42,7 @@ INTERRUPTED = 130  # the exit status that a shell gives for Ctrl-C
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What was asked for."""
+    """Everything that a run is asked for. Fields have the names of their flags."""
 
     model: str = EMBEDDED
     checkpoint: str | None = None
@@ -59,9 +61,9 @@ class Settings:
     draft: str | None = None
     drafts: int = 7
     sampling: Sampling = Sampling()
-    stop: tuple[int, ...] | None = None  # None: what the checkpoint says
+    stop: tuple[int, ...] | None = None  # None: the checkpoint's
     dtype: str | None = None
-    precision: str | None = None  # of matmuls; None: float32 where that is the dtype
+    precision: str | None = None  # jax.default_matmul_precision; None: highest with float32
     implementation: str | None = None
     seed: int = 0
     check: bool = False
@@ -124,44 +126,14 @@ def _decode(settings: Settings, dtype: str, out: TextIO, err: TextIO) -> int:
     return int(not held)
 
 
-def _show(run: Run, view: View) -> None:
-    with _asked_to_stop() as stopped:
-        for status in run:
-            view.show(status)
-            if stopped():
-                break
-        if stopped():
-            raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C waits until a chunk is there and written: in the midst of jax it may take the process
-    with it, and half of a text would be written, or written twice. A second one does not wait.
-    """
-    found: list[int] = []
-
-    def first(number: int, frame: Any) -> None:
-        del frame
-        found.append(number)
-        signal.signal(number, signal.default_int_handler)
-
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ours &= threading.current_thread() is threading.main_thread()
-    if ours:
-        signal.signal(signal.SIGINT, first)
-    try:
-        yield lambda: bool(found)
-    finally:
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+# ---- the run that is asked for ------------------------------------------------------------------
 
 
 def _model(
     settings: Settings,
 ) -> tuple[Config, text.Tokenizer, tuple[int, ...], checkpoint.Loader]:
-    """The model, its tokenizer, the tokens that end a text, and what makes its weights: gigabytes,
-    before which the rest has to be right.
+    """The model, its tokenizer, the tokens that end a text, and the loader of its weights, which
+    are gigabytes: all else has to be right before.
     """
     folder = settings.checkpoint
     if folder is None and settings.model == EMBEDDED:
@@ -175,19 +147,17 @@ def _model(
         return config, text.Numbers(), settings.stop or (), draw
     config = checkpoint.config_of(folder)
     stop = stop_tokens(Folder(folder)) if settings.stop is None else settings.stop
-    weights = checkpoint.weights_of(folder, config)
-    return config, text.tokenizer_of(folder), stop, weights
+    return config, text.tokenizer_of(folder), stop, checkpoint.weights_of(folder, config)
 
 
 def _prompts(settings: Settings, config: Config, tokenizer: text.Tokenizer) -> list[list[int]]:
     if settings.random_prompts:
         shape = (settings.random_prompts, settings.prompt_length)
-        drawn = np.random.default_rng(settings.seed).integers(0, config.vocab, shape)
-        return drawn.tolist()
-    given = settings.prompts
-    if not given and settings.checkpoint is None and settings.model == EMBEDDED:
-        given = DEMO_PROMPTS
-    return [text.encoded(tokenizer, one, n) for n, one in enumerate(given, 1)]
+        return np.random.default_rng(settings.seed).integers(0, config.vocab, shape).tolist()
+    prompts = settings.prompts
+    if not prompts and settings.checkpoint is None and settings.model == EMBEDDED:
+        prompts = DEMO_PROMPTS
+    return [text.encoded(tokenizer, prompt, n) for n, prompt in enumerate(prompts, 1)]
 
 
 def _options(
@@ -200,22 +170,16 @@ def _options(
     longest = max(map(len, prompts), default=0) + settings.max_new_tokens
     if settings.report is not None:  # then its programs are the run's
         longest = report.room(longest - 1, settings.chunk)
-    capacity = settings.capacity or max(min(-(-longest // 64) * 64, config.positions), 1)
+    names: tuple[str, ...]
+    names = ("cache", "page_size", "pages", "chunk", "prefill_chunk", "samples", "draft", "drafts")
+    names += ("sampling", "implementation")
+    shared: dict[str, Any] = {name: getattr(settings, name) for name in names}
     return Options(
-        cache=settings.cache,
+        **shared,
         slots=min(settings.batch, max(len(prompts) * settings.samples, 1)),
-        capacity=capacity,
-        page_size=settings.page_size,
-        pages=settings.pages,
-        chunk=settings.chunk,
-        prefill_chunk=settings.prefill_chunk,
-        samples=settings.samples,
-        draft=settings.draft,
-        drafts=settings.drafts,
+        capacity=settings.capacity or max(min(-(-longest // 64) * 64, config.positions), 1),
         dtype=dtype,
-        sampling=settings.sampling,
         stop=stop,
-        implementation=settings.implementation,
         keep_logits=settings.check,
         mesh=_mesh(settings, config),
     )
@@ -224,24 +188,63 @@ def _options(
 def _mesh(settings: Settings, config: Config) -> Mesh | None:
     if settings.mesh is None:
         return None
-    found = lm_mesh.make(settings.mesh, (lm_mesh.HEADS,))
-    lm_mesh.local(config, found)  # raises where it does not divide the model
-    return found
+    mesh = lm_mesh.make(settings.mesh, (lm_mesh.HEADS,))
+    lm_mesh.local(config, mesh)  # raises where it does not divide the model
+    return mesh
 
 
 def _must_fit(config: Config, options: Options, room: int) -> None:
-    """A machine that runs out of memory says nothing that helps, and that late."""
-    if options.mesh is not None and jax.default_backend() != "cpu":  # whose devices share it
+    """Refuses a model that memory does not hold: out of memory comes late and says little."""
+    if options.mesh is not None and jax.default_backend() != "cpu":  # devices of a CPU share it
         room *= options.mesh.size
     weights = config.size * jax.numpy.dtype(options.dtype).itemsize
-    rows = options.pool * options.page_size if options.cache == "paged" else 0
-    cache = config.kv_bytes(options.dtype) * (rows or options.slots * options.rows)
+    rows = options.slots * options.rows
+    if options.cache == "paged":
+        rows = options.pool * options.page_size
+    cache = config.kv_bytes(options.dtype) * rows
     if weights + cache > room:
         raise ValueError(
             f"model: weights take {weights / 1e9:.1f} GB and the cache {cache / 1e9:.1f} GB as "
             f"{options.dtype}, there are {room / 1e9:.1f} GB; give another --model, --dtype, "
             "--batch or --capacity"
         )
+
+
+# ---- while it runs, and after -------------------------------------------------------------------
+
+
+def _show(run: Run, view: View) -> None:
+    with _asked_to_stop() as stopped:
+        for status in run:
+            view.show(status)
+            if stopped():
+                raise KeyboardInterrupt
+        if stopped():
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed, which waits until a chunk is there and written: in the midst of
+    jax it may take the process with it, and half of a text would be written, or written twice. A
+    second one does not wait.
+    """
+    pressed: list[int] = []
+
+    def first(number: int, frame: FrameType | None) -> None:
+        del frame
+        pressed.append(number)
+        signal.signal(number, signal.default_int_handler)
+
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ours &= threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, first)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _check(run: Run, params: Params, view: View) -> bool:
@@ -266,16 +269,16 @@ def _check(run: Run, params: Params, view: View) -> bool:
 def _beside_plain(
     run: Run, params: Params, settings: Settings, summary: dict[str, Any], view: View
 ) -> None:
-    """The same prompts without drafts: how fast, and whether the tokens are the same."""
+    """Decodes the same prompts without drafts: how fast, and whether the tokens are the same."""
     options = dataclasses.replace(run.options, draft=None, keep_logits=False)
-    prompts = [one.prompt for one in run.sequences[:: options.samples]]
+    prompts = [sequence.prompt for sequence in run.sequences[:: options.samples]]
     plain = Run(run.config, params, options, prompts, settings.max_new_tokens, settings.seed)
     start = time.perf_counter()
     for _ in plain:
         pass
     facts = plain.summary(time.perf_counter() - start)
     pairs = zip(run.sequences, plain.sequences, strict=True)
-    same = sum(one.tokens == other.tokens for one, other in pairs)
+    same = sum(drafted.tokens == sequence.tokens for drafted, sequence in pairs)
     faster = summary["tokens_per_second"] / max(facts["tokens_per_second"], 1e-9)
     view.say(
         f"without drafts {facts['tokens_per_second']:,.1f} tokens/s, with them {faster:.2f} times "
@@ -286,18 +289,18 @@ def _beside_plain(
 
 
 class _Report:
-    """Measures the model where a run ends. It takes a while: how far it is goes to standard error,
-    and what is measured to the file at once. Of several processes the first one writes.
+    """Measures the model where a run ends. It takes a while: progress goes to standard error, and
+    rows to the file at once. The first of several processes writes.
     """
 
     def __init__(self, settings: Settings, run: Run, params: Params, view: View):
-        """Compiles all that is to be timed, and what the run begins with."""
-        context = max(len(one.prompt) + one.wanted for one in run.sequences) - 1
+        """Compiles all programs that are to be timed, and those that the run begins with."""
+        context = max(len(x.prompt) + x.wanted for x in run.sequences) - 1
         name = settings.model
         if settings.checkpoint is not None:
             name = pathlib.Path(settings.checkpoint).resolve().name
         self._writes = jax.process_index() == 0
-        if self._writes:  # what cannot be written is said before a minute's work
+        if self._writes:  # a file that cannot be written is an error before a minute's work
             pathlib.Path(str(settings.report)).mkdir(parents=True, exist_ok=True)
         if self._writes and settings.out is not None:
             rows.append(settings.out, [])
@@ -308,12 +311,12 @@ class _Report:
         self._asked = report.prepare(self._subject, batches, self._say, [run.prepare])
 
     def finish(self, summary: dict[str, Any]) -> list[str]:
-        """The lines to show. What is timed has caches of its own, so the run's is given back."""
+        """The lines to show. The timed programs have caches of their own: the run's is released."""
         self._run.release()
-        found: list[rows.Row] = []
+        measured: list[rows.Row] = []
         out, commit = self._settings.out, self._settings.commit
         for row in report.measure(self._subject, self._asked, commit, self._say):
-            found.append(row)
+            measured.append(row)
             self._say(findings.line(row))
             self._view.record("report", row)
             if self._writes and out is not None:
@@ -321,8 +324,8 @@ class _Report:
         if not self._writes:
             return []
         cache = self._run.options.cache
-        written = findings.write(str(self._settings.report), found, cache, summary)
-        return [*findings.table(found, summary), *written]
+        written = findings.write(str(self._settings.report), measured, cache, summary)
+        return [*findings.table(measured, summary), *written]
 
     def _say(self, line: str) -> None:
         self._view.note(f"report, {time.perf_counter() - self._start:.0f} s: {line}")

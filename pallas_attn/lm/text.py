@@ -10,7 +10,7 @@ from pallas_attn.lm.hf_config import KEYS
 
 
 class Tokenizer(Protocol):
-    """What the loop needs of a tokenizer."""
+    """The interface of a tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -76,22 +76,22 @@ def encoded(tokenizer: Tokenizer, text: str, number: int) -> list[int]:
         return tokenizer.encode(text)
     except UnicodeEncodeError as error:
         raise ValueError(f"prompt {number}: not UTF-8 at character {error.start + 1}") from None
-    except Exception as error:  # of a tokenizer that somebody wrote
+    except Exception as error:  # raised by a tokenizer that somebody wrote
         raise ValueError(f"prompt {number}: {error}") from None
 
 
 def tokenizer_of(folder: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a checkpoint's folder."""
-    found, name = Folder(folder), "tokenizer.json"
-    if found.has(name):
-        return _HuggingFace(found.file(name))
-    kind = found.json("config.json").get("tokenizer")
+    files, name = Folder(folder), "tokenizer.json"
+    if files.has(name):
+        return _HuggingFace(files.file(name))
+    kind = files.json("config.json").get("tokenizer")
     if kind is None:
-        raise ValueError(f"{found.path / name}: not there; without it prompts cannot become tokens")
+        raise ValueError(f"{files.path / name}: not there; without it prompts cannot become tokens")
     if not KEYS["tokenizer"].holds(kind):
         wanted = KEYS["tokenizer"].wanted
         raise ValueError(
-            f"{found.path / 'config.json'}: tokenizer: expected {wanted}, got {shown(kind)}"
+            f"{files.path / 'config.json'}: tokenizer: expected {wanted}, got {shown(kind)}"
         )
     return Bytes()
 
@@ -104,8 +104,8 @@ class Stream:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._start = 0  # what is decoded starts here,
-        self._read = 0  # and the text of what lies before this has been given
+        self._start = 0  # decoding starts here
+        self._read = 0  # the text before this was returned
 
     def add(self, ids: Sequence[int], last: bool = False) -> str:
         """The text that these tokens finish; with `last`, also what is left unfinished."""

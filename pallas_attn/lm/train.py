@@ -8,22 +8,24 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_attn._call import dispatch
 from pallas_attn.context import Context
 from pallas_attn.lm import checkpoint
 from pallas_attn.lm import mesh as lm_mesh
+from pallas_attn.lm.config import Config, Params, random_params
 from pallas_attn.lm.folder import Folder
 from pallas_attn.lm.hf_config import config_from
 from pallas_attn.lm.machine import memory
-from pallas_attn.lm.model import Config, Params, forward, random_params
+from pallas_attn.lm.model import forward
 
 Array = jax.Array
 
@@ -49,7 +51,7 @@ TINY: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to train. A jit key."""
+    """The way to train. A jit key."""
 
     steps: int = 3000
     batch: int = 32
@@ -63,7 +65,9 @@ class Recipe:
     every: int = 100  # steps inside one jit, between two lines of the log
     dtype: str = "float32"
     implementation: str | None = None
-    mesh: Any = None  # a Mesh of "dp", over which windows are split, and "cp", over which rows are
+    mesh: Mesh | None = (
+        None  # a mesh of "dp", over which windows are split, and "cp", over which rows are
+    )
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "context", "every"):
@@ -75,14 +79,12 @@ class Recipe:
                 raise ValueError(
                     f"{name}: expected a multiple of {unit} on this mesh, got {getattr(self, name)}"
                 )
-        if not 0 < self.learning_rate < 1:  # nor NaN
-            raise ValueError(
-                f"learning_rate: expected above 0 and below 1, got {self.learning_rate}"
-            )
+        if not 0 < (rate := self.learning_rate) < 1:  # NaN is refused
+            raise ValueError(f"learning_rate: expected above 0 and below 1, got {rate}")
 
 
 class Moment(NamedTuple):
-    """What AdamW carries from step to step."""
+    """The state of AdamW."""
 
     params: Params  # float32
     mean: Params
@@ -97,7 +99,7 @@ class Line(NamedTuple):
     loss: float
     held_out: float
     seconds: float
-    implementation: str  # that the steps were traced with
+    implementation: str  # names of those that the steps were traced with
 
 
 def train(
@@ -112,7 +114,7 @@ def train(
         needed = 10 * (recipe.context + 2)
         raise ValueError(f"text: expected at least {needed} bytes, got {len(ids)}")
     _must_fit(config, recipe)
-    # What cannot be written fails before the work, not after.
+    # A folder that cannot be written fails before the work, not after.
     pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
     held = [name for name in checkpoint.NAMES if Folder(folder).has(name)]
     if held and not overwrite:
@@ -148,7 +150,7 @@ def _must_fit(config: Config, recipe: Recipe) -> None:
     numbers = recipe.batch * recipe.context * (config.layers * layer + config.vocab)
     needed = numbers * np.dtype(jnp.dtype(recipe.dtype)).itemsize + 16 * config.size
     room = memory()
-    if recipe.mesh is not None and jax.default_backend() != "cpu":  # whose devices share it
+    if recipe.mesh is not None and jax.default_backend() != "cpu":  # devices of a CPU share it
         room *= recipe.mesh.size
     if needed > room:
         raise ValueError(
@@ -179,7 +181,7 @@ def _steps(
 ) -> tuple[Moment, Array]:
     """`count` steps; the mean of their losses."""
 
-    def one(moment: Moment, _: None) -> tuple[Moment, Array]:
+    def step(moment: Moment, _: None) -> tuple[Moment, Array]:
         drawn = jax.random.fold_in(key, moment.step)
         last = ids.size - recipe.context
         starts = jax.random.randint(drawn, (recipe.batch, 1), 0, last)
@@ -187,7 +189,7 @@ def _steps(
         loss, gradients = jax.value_and_grad(_loss)(moment.params, config, recipe, windows)
         return _adamw(recipe, moment, gradients), loss
 
-    moment, losses = jax.lax.scan(one, moment, None, length=count)
+    moment, losses = jax.lax.scan(step, moment, None, length=count)
     return moment, losses.mean()
 
 
@@ -221,8 +223,7 @@ def _loss_of_rows(
 ) -> Array:
     """Mean nats a byte of tokens int32[b, t] whose next ones are `targets`."""
     params = jax.tree.map(lambda x: x.astype(recipe.dtype), params)
-    how: dict[str, Any] = {"implementation": recipe.implementation, "context": context}
-    logits = forward(config, params, tokens, **how)
+    logits = forward(config, params, tokens, implementation=recipe.implementation, context=context)
     target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return (jax.nn.logsumexp(logits, axis=-1) - target).mean()
 
@@ -239,7 +240,7 @@ def _adamw(recipe: Recipe, moment: Moment, gradients: Params) -> Moment:
     first = 1 - recipe.beta1**now
     second = 1 - recipe.beta2**now
 
-    def update(path: Any, param: Array, gradient: Array, mean: Array, square: Array):
+    def update(path: Sequence[Any], param: Array, gradient: Array, mean: Array, square: Array):
         gradient = gradient * shrink
         mean = recipe.beta1 * mean + (1 - recipe.beta1) * gradient
         square = recipe.beta2 * square + (1 - recipe.beta2) * gradient * gradient
@@ -250,7 +251,7 @@ def _adamw(recipe: Recipe, moment: Moment, gradients: Params) -> Moment:
 
     paths, tree = jax.tree.flatten_with_path(moment.params)
     others = (jax.tree.leaves(x) for x in (gradients, moment.mean, moment.square))
-    moved = [update(*one, *rest) for one, *rest in zip(paths, *others, strict=True)]
+    moved = [update(*leaf, *rest) for leaf, *rest in zip(paths, *others, strict=True)]
     params, mean, square = (jax.tree.unflatten(tree, x) for x in zip(*moved, strict=True))
     return Moment(params, mean, square, step)
 

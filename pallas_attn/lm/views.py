@@ -1,4 +1,4 @@
-"""What a run looks like from outside: text as it comes, or JSON lines, and a status line."""
+"""Views of a run: text as it comes, or JSON lines, and a status line."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from pallas_attn.lm.progress import Status
 
 
 class View:
-    """What a run looks like from outside."""
+    """Output of a run."""
 
     quiet = False  # no text: it would be noise
 
@@ -21,34 +21,34 @@ class View:
         self._first: float | None = None
 
     def show(self, status: Status) -> None:
-        """After every chunk."""
+        """Called after every chunk."""
         if self._first is None:
             self._first = status.seconds
 
     def finish(self, seconds: float) -> dict[str, Any]:
-        """After the last, also when it was interrupted: the summary."""
+        """Called after the last chunk, also of a run that was interrupted: the summary."""
         summary = self._run.summary(seconds)
         peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         return summary | {"first_token_seconds": self._first, "peak_bytes": peak}
 
     def say(self, *lines: str) -> None:
-        """Lines of a table."""
+        """Shows lines of a table."""
 
     def record(self, kind: str, facts: dict[str, Any]) -> None:
-        """The same for machines."""
+        """Shows the same to machines."""
 
     def note(self, line: str) -> None:
-        """How far it is."""
+        """Tells how far it is."""
         self._err.write(line + "\n")
         self._err.flush()
 
 
 class Json(View):
-    """A line a sequence as it ends, then the summary, then a line a row of each table."""
+    """A line for each sequence as it ends, the summary, then a line for each row of each table."""
 
-    def __init__(self, *everything: Any):
-        super().__init__(*everything)
-        self._told: set[int] = set()
+    def __init__(self, run: Run, tokenizer: text.Tokenizer, out: TextIO, err: TextIO):
+        super().__init__(run, tokenizer, out, err)
+        self._untold = list(run.sequences)
 
     def show(self, status: Status) -> None:
         super().show(status)
@@ -61,19 +61,19 @@ class Json(View):
         return summary
 
     def _tell(self, interrupted: bool) -> None:
-        for one in self._run.sequences:
-            if one.number in self._told or not (one.ended or interrupted):
-                continue
-            self._told.add(one.number)
+        told = [x for x in self._untold if x.ended or interrupted]
+        self._untold = [x for x in self._untold if x not in told]
+        for sequence in told:
             facts = {
-                "number": one.number + 1,
-                "prompt": self._tokenizer.decode(one.prompt),
-                "text": self._tokenizer.decode(one.tokens),
-                "tokens": one.tokens,
-                "ended": one.ended or "interrupted",
+                "number": sequence.number + 1,
+                "prompt": self._tokenizer.decode(sequence.prompt),
+                "text": self._tokenizer.decode(sequence.tokens),
+                "tokens": sequence.tokens,
+                "ended": sequence.ended or "interrupted",
             }
             if (samples := self._run.options.samples) > 1:
-                facts |= {"of_prompt": one.number // samples + 1, "sample": one.sample + 1}
+                of_prompt = sequence.number // samples + 1
+                facts |= {"of_prompt": of_prompt, "sample": sequence.sample + 1}
             self.record("sequence", facts)
 
     def record(self, kind: str, facts: dict[str, Any]) -> None:
@@ -84,14 +84,14 @@ class Json(View):
 class Text(View):
     """Text in the order of the prompts, as it comes; beneath it, on a terminal, a status line."""
 
-    def __init__(self, *everything: Any):
-        super().__init__(*everything)
-        self._streams = [text.Stream(self._tokenizer) for _ in self._run.sequences]
-        self._given = [0] * len(self._streams)
+    def __init__(self, run: Run, tokenizer: text.Tokenizer, out: TextIO, err: TextIO):
+        super().__init__(run, tokenizer, out, err)
+        self._streams = [text.Stream(tokenizer) for _ in run.sequences]
+        self._written = [0] * len(self._streams)  # tokens of each sequence
         self._front = 0  # the sequence that is being written
-        self._live = self._err.isatty()
-        self._both = self._live and self._out.isatty()
-        self._held = ""  # of a line that is not full, where the status line takes its place
+        self._live = err.isatty()
+        self._both = self._live and out.isatty()
+        self._held = ""  # a line that is not full yet: the status line stands in its place
 
     def show(self, status: Status) -> None:
         super().show(status)
@@ -110,12 +110,16 @@ class Text(View):
         if summary["tb_per_second"]:
             rates += f", {_rate(summary['tb_per_second'])}"
         count, left = summary["sequences"], summary["sequences"] - summary["ended"]
-        cut = sum(one.ended == "capacity" for one in self._run.sequences)
+        cut = sum(sequence.ended == "capacity" for sequence in self._run.sequences)
+        drafts = ""
+        if summary.get("drafts"):
+            kept, share = summary["kept"], summary["acceptance"]
+            drafts = f"; {kept} of {summary['drafts']} drafts kept ({share:.0%})"
         self.say(
             f"{count} sequence{'s' * (count != 1)}, {summary['tokens']} tokens in "
             f"{summary['seconds']:.1f} s ({rates}{' once compiled' if summary['steady'] else ''})"
             f" on {summary['device']}, {summary['implementation']}, {summary['dtype']}"
-            + _drafts(summary)
+            + drafts
             + (f"; {cut} filled the capacity of {self._run.options.capacity}" if cut else "")
             + (f"; interrupted, {left} not ended" if left else "")
         )
@@ -126,28 +130,27 @@ class Text(View):
         self._out.flush()
 
     def _stream(self, over: bool) -> None:
-        """What is new, of the first sequence that has not ended, and of those that follow."""
+        """Writes new text of the first sequence that has not ended, and of those after it."""
         while not self.quiet and self._front < len(self._streams):
-            n, one = self._front, self._run.sequences[self._front]
-            last = bool(one.ended) or over
-            if not one.tokens and not last:
+            n, sequence = self._front, self._run.sequences[self._front]
+            last = bool(sequence.ended) or over
+            if not sequence.tokens and not last:
                 break
-            if not self._given[n]:
-                self._write(f"--- {self._name(n)} ---\n")
-                self._write(self._tokenizer.decode(one.prompt))
-            self._write(self._streams[n].add(one.tokens[self._given[n] :], last))
-            self._given[n] = max(len(one.tokens), 1)
+            if not self._written[n]:
+                self._write(f"--- {self._title(n)} ---\n")
+                self._write(self._tokenizer.decode(sequence.prompt))
+            self._write(self._streams[n].add(sequence.tokens[self._written[n] :], last))
+            self._written[n] = max(len(sequence.tokens), 1)
             if not last:
                 break
             self._write("\n\n")
             self._front += 1
         self._out.flush()
 
-    def _name(self, n: int) -> str:
-        """Of a sequence, as it stands above its text."""
+    def _title(self, n: int) -> str:
         samples = self._run.options.samples
-        name = f"{n // samples + 1} of {len(self._streams) // samples}"
-        return name if samples == 1 else f"{name}, sample {n % samples + 1} of {samples}"
+        title = f"{n // samples + 1} of {len(self._streams) // samples}"
+        return title if samples == 1 else f"{title}, sample {n % samples + 1} of {samples}"
 
     def _write(self, piece: str) -> None:
         if not self._both:
@@ -165,13 +168,6 @@ class Text(View):
         if self._live:
             self._err.write("\r\x1b[K")
             self._err.flush()
-
-
-def _drafts(summary: dict[str, Any]) -> str:
-    """What became of them, and of a summary without any nothing."""
-    if not summary.get("drafts"):
-        return ""
-    return f"; {summary['kept']} of {summary['drafts']} drafts kept ({summary['acceptance']:.0%})"
 
 
 def _status_line(status: Status, run: Run) -> str:

@@ -1,14 +1,14 @@
 """The product of a few rows x [rows, in] and a weight [out, in] on Hopper, for the steps of
 decoding, whose time goes mostly into reading the weights.
 
-The rows are the M side of the matmul, padded to 64; 48 to 128 rows of the weight are its N side. So
-the weight can be divided into almost equal parts for all multiprocessors whatever its size. What is
-computed for padding takes no time, since the kernel waits for memory. A unit of work is `block_out`
-rows of the weight by one of `splits` parts of its columns; the caller adds up the results of the
-splits, in order. With few rows a unit x is read from L2 more often, with many splits there are more
-partial sums: `Config.default` balances the two. Measured on an H200 and not faster: x for two
-blocks by one multicast, two smaller blocks a multiprocessor, a longer prefetch of the weight to L2,
-a shorter ring for x, and a ring small enough to be resident beside decode attention.
+The rows are the M side of the matmul, padded to 64 (at no cost, since the kernel waits for memory);
+48 to 128 rows of the weight are its N side. So the weight can be divided into almost equal parts
+for all multiprocessors whatever its size. A unit of work is `block_out` rows of the weight by one
+of `splits` parts of its columns; the caller adds up the results of the splits, in order. With few
+rows a unit x is read from L2 more often, with many splits there are more partial sums:
+`Config.default` balances the two. Measured on an H200 and not faster: x for two blocks by one
+multicast, two smaller blocks a multiprocessor, a longer prefetch of the weight to L2, a shorter
+ring for x, and a ring small enough to be resident beside decode attention.
 
 A weight may be one layer of a stack, so that no layer is copied out of it. It may also be two, of
 which one gates the other (`Problem.gated`).
@@ -24,7 +24,7 @@ Shared memory, and who owns it when:
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -36,8 +36,9 @@ from pallas_attn._call import gpu_specs
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.plan import Context
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.types import Barrier, DType, GmemRef, Index, Operand, SmemRef
 
-ROWS = 64  # of x, in one matmul
+ROWS = 64  # rows of x in one matmul
 SMS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
 _SMEM = gpu_specs.shared_memory(gpu_specs.HOPPER) - 2048  # less what barriers and alignment take
 
@@ -51,9 +52,8 @@ class Problem:
     inner: int
     dtype: str
     out_dtype: str
-    gated: bool = (
-        False  # y = silu(x @ first.T) * (x @ second.T), halves of a weight of 2 * out rows
-    )
+    # y = silu(x @ first.T) * (x @ second.T), by the halves of a weight of 2 * out rows
+    gated: bool = False
 
 
 def takes(problem: Problem) -> bool:
@@ -75,13 +75,13 @@ class Config:
         """The least time by a count of bytes: the slowest SM's share of the weight; x, which comes
         from L2 and costs little; partial sums, which are written and read.
         """
-        found = [one for one in _candidates(problem) if splits in (None, one.splits)]
-        return min(found, key=lambda config: _cost(problem, config))
+        configs = [config for config in _candidates(problem) if splits in (None, config.splits)]
+        return min(configs, key=lambda config: _cost(problem, config))
 
 
 def _candidates(problem: Problem) -> list[Config]:
-    # 128 columns: memory gives two cache lines of a row faster than one of each of two rows. 48
-    # rows or more: less is there before the wait for it is over.
+    # 128 columns: memory gives two cache lines of a row faster than a line of each of two rows. 48
+    # rows or more: fewer are there before the wait for them is over.
     block_in = 64 if problem.inner % 128 else 128
     unit, most = (16, 1) if problem.gated else (8, 8)
     return [
@@ -107,9 +107,7 @@ def _width(problem: Problem, config: Config) -> int:
 
 
 def _padded(problem: Problem) -> int:
-    """Rows of x that TMA brings; what the others hold in shared memory ends in rows that nobody
-    stores.
-    """
+    """Rows of x that TMA brings; the other rows of a tile give results that are not stored."""
     return tma_operands.round_up(problem.rows, 8)
 
 
@@ -118,23 +116,23 @@ def _stages(problem: Problem, config: Config) -> int:
     return min(left // (2 * config.block_in * (config.block_out + ROWS)), 16)
 
 
-def _out_dtype(problem: Problem, config: Config) -> Any:
+def _out_dtype(problem: Problem, config: Config) -> DType:
     return jnp.dtype(problem.out_dtype if config.splits == 1 else jnp.float32)
 
 
-class Smem(NamedTuple):
-    w: Any
-    x: Any
-    out: Any
-    ready: Any
-    free: Any
+class LinearSmem(NamedTuple):
+    w: SmemRef  # [stages, block_out, block_in]
+    x: SmemRef  # [stages, ROWS, block_in]
+    out: SmemRef  # [ROWS, width]
+    ready: Barrier
+    free: Barrier
 
 
-class Refs(NamedTuple):
-    x: Any
-    w: Any
-    layer: Any
-    out: Any = None
+class LinearRefs(NamedTuple):
+    x: GmemRef  # [rows, inner]
+    w: GmemRef  # [layers, out, inner]
+    layer: GmemRef  # [1]
+    out: GmemRef = None  # [splits, rows, out]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,13 +151,14 @@ class Plan:
     @property
     def steps(self) -> int:
         """Parts of a unit: whole ones; what lies past the last column is zeros."""
+        # fault linear_drops_last_columns
         return -(-self.problem.inner // (self.config.block_in * self.config.splits))
 
-    def scratch(self) -> Smem:
+    def scratch(self) -> LinearSmem:
         config, dtype = self.config, jnp.dtype(self.problem.dtype)
         stages = config.stages or _stages(self.problem, config)
         out_dtype = _out_dtype(self.problem, config)
-        return Smem(
+        return LinearSmem(
             w=mosaic.swizzled((stages, config.block_out, config.block_in), dtype, 128),
             x=mosaic.swizzled((stages, ROWS, config.block_in), dtype, 128),
             out=plgpu.SMEM((ROWS, self.width), out_dtype),
@@ -168,43 +167,44 @@ class Plan:
         )
 
 
-def _units(plan: Plan, block_id: Any) -> Any:
-    """How many units a block has: block_id, block_id + grid, ..."""
+def _units(plan: Plan, block_id: Index) -> Index:
+    """Number of a block's units: block_id, block_id + grid, ..."""
     return lax.div(
         plan.tiles * plan.config.splits - block_id + plan.config.grid - 1,
         plan.config.grid,
     )
 
 
-def _unit(plan: Plan, block_id: Any, n: Any) -> tuple[Any, Any]:
+def _unit(plan: Plan, block_id: Index, n: Index) -> tuple[Index, Index]:
     """(first column of the result, split)."""
     unit, splits = block_id + n * plan.config.grid, jnp.int32(plan.config.splits)
     return lax.div(unit, splits) * plan.width, lax.rem(unit, splits)
 
 
-def _load(ctx: Context, block_id: Any) -> None:
+def _load(ctx: Context, block_id: Index) -> None:
+    """The producer: fills the ring with the weight, waits for x, and goes on with both."""
     plan, refs, smem = ctx
     config, stages, rows = plan.config, jnp.int32(smem.w.shape[0]), _padded(plan.problem)
     layer, matrices = refs.layer[0], 1 + plan.problem.gated
     total = _units(plan, block_id) * plan.steps
 
-    def where(count):
-        """Of a part: its slot, its first row of the weight, its columns."""
+    def place(count):
+        """(slot, first row of the weight, columns) of a part."""
         row, split = _unit(plan, block_id, lax.div(count, jnp.int32(plan.steps)))
         step = split * plan.steps + lax.rem(count, jnp.int32(plan.steps))
         columns = pl.ds(step * config.block_in, config.block_in)
         return lax.rem(count, stages), row, columns
 
     def weight(count):
-        slot, row, columns = where(count)
+        slot, row, columns = place(count)
         for n in range(matrices):  # gate, and up
             w = refs.w.at[layer, pl.ds(row + n * plan.problem.out, plan.width), columns]
-            there = smem.w.at[slot, pl.ds(n * plan.width, plan.width)]
-            plgpu.copy_gmem_to_smem(w, there, smem.ready.at[slot])
+            tile = smem.w.at[slot, pl.ds(n * plan.width, plan.width)]
+            plgpu.copy_gmem_to_smem(w, tile, smem.ready.at[slot])
 
     def step(count, carry):
         del carry
-        slot, _, columns = where(count)
+        slot, _, columns = place(count)
 
         @pl.when(count >= stages)
         def refill():
@@ -221,11 +221,12 @@ def _load(ctx: Context, block_id: Any) -> None:
     lax.fori_loop(0, total, step, None)
 
 
-def _compute(ctx: Context, block_id: Any) -> None:
+def _compute(ctx: Context, block_id: Index) -> None:
+    """The consumer: multiplies, and stores a unit's result while the next one is computed."""
     plan, refs, smem = ctx
     stages = jnp.int32(smem.w.shape[0])
 
-    def one_unit(n, count):
+    def unit(n, count):
         row, split = _unit(plan, block_id, n)
 
         def matmuls(acc):
@@ -236,7 +237,7 @@ def _compute(ctx: Context, block_id: Any) -> None:
 
                 @pl.when(i > 0)
                 def _():
-                    plgpu.wgmma_wait(1)
+                    plgpu.wgmma_wait(1)  # fault linear_released_early
                     plgpu.barrier_arrive(smem.free.at[lax.rem(count - 1, stages)])
 
                 return count + 1
@@ -254,15 +255,15 @@ def _compute(ctx: Context, block_id: Any) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         smem.out[...] = value.astype(smem.out.dtype)
         plgpu.commit_smem()
-        there = refs.out.at[split, pl.ds(0 * block_id, ROWS), pl.ds(row, plan.width)]
-        plgpu.copy_smem_to_gmem(smem.out, there)
+        tile = refs.out.at[split, pl.ds(0 * block_id, ROWS), pl.ds(row, plan.width)]
+        plgpu.copy_smem_to_gmem(smem.out, tile)
         return count
 
-    lax.fori_loop(0, _units(plan, block_id), one_unit, jnp.int32(0))
+    lax.fori_loop(0, _units(plan, block_id), unit, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the launch is over when all is written
 
 
-def _kernel(refs: Refs, out: Any, smem: Smem, *, plan: Plan) -> None:
+def _kernel(refs: LinearRefs, out: GmemRef, smem: LinearSmem, *, plan: Plan) -> None:
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     ctx = Context(plan, refs._replace(out=out), smem)
     pl.when(wg == 1)(functools.partial(_load, ctx, block_id))
@@ -270,7 +271,7 @@ def _kernel(refs: Refs, out: Any, smem: Smem, *, plan: Plan) -> None:
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
-def run(x: Any, w: Any, layer: Any, problem: Problem, config: Config) -> Any:
+def run(x: Operand, w: Operand, layer: Operand, problem: Problem, config: Config) -> Operand:
     """[splits, rows, out]: partial sums of the result, to be added, in float32, or with one
     split the result.
     """
@@ -289,7 +290,7 @@ def run(x: Any, w: Any, layer: Any, problem: Problem, config: Config) -> Any:
         kernel_name="linear_sm90",
     )
     x = tma_operands.padded(x, {0: rows})
-    return kernel(Refs(x, w, jnp.asarray(layer, jnp.int32).reshape(1)))[:, : problem.rows]
+    return kernel(LinearRefs(x, w, jnp.asarray(layer, jnp.int32).reshape(1)))[:, : problem.rows]
 
 
 def smem_bytes(plan: Plan) -> int:

@@ -1,0 +1,202 @@
+"""Attention over caches with rows that several sequences share: each part of the keys by itself.
+
+A part is rows that some sequences share, read once, with all query rows of these sequences packed.
+What each sequence has of its own is one more call. Partial results are merged by their log-sum-exp.
+Every query sees all shared rows, which lie before the newest ones of each sequence.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._cache import attend
+from pallas_attn._cache.facts import Cache, facts_of
+from pallas_attn._call import checks
+from pallas_attn._call.bind_cache import LEAST_BOUND
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem, Into, Own
+from pallas_attn.masks import AT_RUN_TIME, FULL
+from pallas_attn.merge import add_sinks, merge_attention
+from pallas_attn.prefixes import Members, Prefix, SharedPrefixes
+
+Array = jax.Array
+
+
+class Call(NamedTuple):
+    """A call of decode."""
+
+    problem: DecodeProblem
+    inputs: DecodeInputs
+    implementation: str | None
+
+
+def with_shared_prefixes(shared: SharedPrefixes, cache: Cache, call: Call) -> tuple[Array, Array]:
+    """(out, lse) of a call with the argument `shared_prefixes`."""
+    problem, inputs, _ = call
+    table = getattr(cache.page_table, "shape", None)
+    if not isinstance(shared, SharedPrefixes) or shared.own_page_table.shape != table:
+        raise ValueError(
+            "shared_prefixes: expected what cache.shared_prefixes() gave for this call's "
+            f"PagedCache, got {type(shared).__name__} beside a {type(cache).__name__}"
+        )
+    if not problem.packed and problem.q_len not in (0, shared.tokens):
+        raise ValueError(
+            f"shared_prefixes: expected those of {problem.q_len} tokens, as many as q has, got "
+            f"those of {shared.tokens}; make them by shared_prefixes(tokens={problem.q_len})"
+        )
+    plain = not (problem.packed or problem.shared_kv or problem.batch_invariant)
+    if not (plain and _sees_all_before(problem) and shared.members.number):
+        return attend.attend(*call)
+    own = inputs._replace(lengths=shared.own_lengths, page_table=shared.own_page_table)
+    parts = inputs._replace(lengths=shared.lengths, page_table=shared.page_table, new_lengths=None)
+    # Each row that sees a key sees one of its own.
+    return _merged(shared.members, call._replace(inputs=own), call._replace(inputs=parts))
+
+
+def with_prefix(prefix: Prefix, cache: Cache, call: Call, rotates: bool) -> tuple[Array, Array]:
+    """(out, lse) of a call with the argument `prefix`; `rotates`: whether it has a rotary, too.
+    Sinks are added last: a row may see no key of its own.
+    """
+    problem, inputs, implementation = call
+    other: Cache = getattr(prefix, "cache", None)
+    if not isinstance(prefix, Prefix) or not hasattr(other, "kind"):
+        raise ValueError(
+            f"prefix: expected Prefix(cache, groups) of one of the three caches, got {prefix!r}"
+        )
+    facts = facts_of(other)
+    _check_fit(other, cache, problem, rotates)
+    wanted = f"int32[{problem.sequences}] (which prefix each sequence has, -1 for none)"
+    groups = checks.integers("prefix.groups", prefix.groups, wanted, (problem.sequences,))
+    groups = jnp.where((groups >= 0) & (groups < facts.sequences), groups, -1)
+    members = Members.of(groups[None], facts.sequences, problem.q_len)
+    parts = inputs._replace(
+        k_cache=other.k,
+        v_cache=other.v,
+        lengths=other.lengths,
+        page_table=other.page_table,
+        k_scale=other.k_scale,
+        v_scale=other.v_scale,
+        new_lengths=other.new_lengths,
+    )
+    of_cache = facts.of_problem()
+    del of_cache["sequences"]  # the packed call has its own
+    of_prefix = Call(dataclasses.replace(problem, **of_cache), parts, implementation)
+    problem = dataclasses.replace(problem, sinks=False)
+    own = Call(problem, inputs._replace(sinks=None), implementation)
+    return _merged(members, own, of_prefix, inputs.sinks)
+
+
+def _check_fit(other: Cache, cache: Cache, problem: DecodeProblem, rotates: bool) -> None:
+    """ValueError where a cache holds no prefix of rows of another, or a call takes none."""
+    for name in ("kv_heads", "head_dim", "v_head_dim", "layers", "shared_kv"):
+        if getattr(other, name) != getattr(cache, name):
+            raise ValueError(
+                f"prefix: expected a cache whose {name} is that of the sequences' own, "
+                f"{getattr(cache, name)}, got {getattr(other, name)}"
+            )
+    several = cache.context is not None or other.context is not None
+    band = "no function and no left bound, and a right bound that is static and not negative,"
+    by_fork = "; where drafts form a tree, share rows by PagedCache.fork instead"
+    before = "; rotate q and K before, by positions that count the rows of the prefix"
+    for refused, argument, wanted, remedy in (
+        (problem.packed, "starts", "None", "; pass q as [M, t, N, H]"),
+        (problem.tree, "parents", "None", by_fork),
+        (rotates, "rotary", "None", before),
+        (
+            problem.batch_invariant,
+            "batch_invariant",
+            "False",
+            ", whose sequences are decoded together",
+        ),
+        (several, "context", "caches whose rows one device has", ""),
+        (not _sees_all_before(problem), "mask", band, ""),
+    ):
+        if refused:
+            raise ValueError(f"{argument}: expected {wanted} beside prefix{remedy}")
+
+
+def _sees_all_before(problem: DecodeProblem) -> bool:
+    """Whether a query sees every key before its own position, and no function hides any."""
+    if problem.mask_program is not None:
+        return False
+    left, right = problem.mask.left, problem.mask.right
+    return left is None and (right is None or (right is not AT_RUN_TIME and right >= 0))
+
+
+def _packed(members: Members, parts: Call, q: Array) -> Call:
+    """The call of the packed rows that read the parts."""
+    tokens, count = members.rows.size, members.number
+    capacities = parts.problem.capacities
+    problem = dataclasses.replace(
+        parts.problem,
+        sequences=count,
+        # A cache of pages has room for any number of parts.
+        capacities=capacities if parts.problem.kind != "paged" else capacities[:1] * count,
+        tokens=tokens,
+        q_len=max(tokens, LEAST_BOUND),
+        mask=FULL,
+        sinks=False,
+    )
+    packed = parts.inputs._replace(
+        q=q.reshape(-1, *q.shape[2:]),
+        starts=members.starts,
+        sinks=None,
+        mask_left=None,
+        mask_right=None,
+    )
+    return Call(problem, packed, parts.implementation)
+
+
+def _merged(
+    members: Members, own: Call, parts: Call, sinks: Array | None = None
+) -> tuple[Array, Array]:
+    """Both calls, the second with the rows of `members`, as one: in one launch where a kernel can,
+    in two of which the second merges, or with a merge by XLA. `sinks`: those that neither call has
+    counted.
+    """
+    q, inputs, implementation = own.inputs.q, own.inputs, own.implementation
+    merged, places = (len(members.parts), *q.shape[:2]), (members.parts, members.places)
+    if q.size and sinks is None and inputs.k_cache is parts.inputs.k_cache:
+        problem, packed, _ = _packed(members, parts, q)
+        problem = dataclasses.replace(problem, merged=merged, own=own.problem)
+        rest = Own(inputs.lengths, inputs.page_table, inputs.new_lengths, inputs.sinks)
+        packed = packed._replace(rows=members.rows, into=Into(None, None, *places), own=rest)
+        if (results := attend.attend_merged(problem, packed, implementation)) is not None:
+            return results
+    out, lse = attend.attend(*own)
+    if not out.size:
+        return out, lse
+    # Caches of other dtypes may have other columns of zeros behind those that were asked for.
+    out, q = _columns(out, parts.problem.v_head_dim), _columns(q, parts.problem.head_dim)
+    problem, packed, _ = _packed(members, parts, q)
+    if sinks is None:
+        both = dataclasses.replace(problem, merged=merged)
+        more = packed._replace(rows=members.rows, into=Into(out, lse, *places))
+        if (results := attend.attend_merged(both, more, implementation)) is not None:
+            return results
+    packed = packed._replace(q=packed.q[members.rows])
+    of_parts = attend.attend(problem, packed, implementation)
+    return _merged_by_xla(members, (out, lse), of_parts, sinks)
+
+
+def _columns(x: Array, dim: int) -> Array:
+    """`dim` columns: without some that are 0, or with more of them."""
+    return checks.widened(x[..., :dim], dim)
+
+
+def _merged_by_xla(
+    members: Members, own: tuple[Array, Array], of_parts: tuple[Array, Array], sinks: Array | None
+) -> tuple[Array, Array]:
+    """The results of the sequences' own rows and those of packed rows as one."""
+    (out, lse), (packed_out, packed_lse) = own, of_parts
+    outs, lses = [out], [lse]
+    for places in members.places:
+        at = jnp.maximum(places, 0)
+        by_row = jnp.where(places >= 0, packed_lse[:, at], -jnp.inf)
+        outs.append(packed_out[at].reshape(out.shape))
+        lses.append(by_row.reshape(-1, *lse.shape[::2]).swapaxes(0, 1))
+    sums, total = merge_attention([x.astype(lse.dtype) for x in outs], lses)
+    if sinks is not None:
+        sums, total = add_sinks(sums, total, sinks)
+    return sums.astype(out.dtype), total

@@ -1,0 +1,252 @@
+"""The axes of the arrays of each operation, by factors, and which factors split over devices.
+
+A factor is a letter: arrays that have it in common have axes of one size. Everything here follows
+from the problem and the shapes of the inputs, and is kept.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.tree_util import PyTreeDef
+
+from pallas_attn._call.problem import (
+    AppendInputs,
+    AppendProblem,
+    AttentionInputs,
+    AttentionProblem,
+    Caches,
+    DecodeInputs,
+    DecodeProblem,
+    KeepInputs,
+    KeepProblem,
+    Own,
+)
+from pallas_attn._call.sharding import Axes, factor_sizes
+
+CacheProblem = AppendProblem | KeepProblem | DecodeProblem
+CacheInputs = AppendInputs | KeepInputs | DecodeInputs | Own
+Shapes = tuple[Any, ...]  # shapes of the leaves; None: a static int
+
+
+class Split(NamedTuple):
+    """The arguments of `sharding.over_devices` after the arrays."""
+
+    inputs: tuple[Axes, ...]
+    outputs: tuple[Axes, ...]
+    free: tuple[str, ...]
+    sums: tuple[tuple[str, ...], ...] = ()
+    begins: str | None = None
+    writes: int = 0
+
+
+def _inputs_of(tree: PyTreeDef, shapes: Shapes) -> Any:
+    """Inputs whose arrays are shapes alone."""
+    leaves = [0 if shape is None else jax.ShapeDtypeStruct(shape, bool) for shape in shapes]
+    return jax.tree.unflatten(tree, leaves)
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+ROWS = ("out", "lse", "d_out", "d_lse")  # arrays that a backward pass has beside the inputs
+
+
+@functools.lru_cache(maxsize=1024)
+def of_attention(problem: AttentionProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
+    inputs = _inputs_of(tree, shapes)
+    axes = _of_arrays(problem, inputs)
+    return Split(
+        tuple(axes[name] for name in inputs.named()),
+        (axes["out"], axes["lse"]),
+        _free(problem),
+        begins="t",
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def of_attention_backward(
+    problem: AttentionProblem, tree: PyTreeDef, shapes: Shapes, floats: tuple[str, ...]
+) -> Split:
+    """`floats`: the inputs that have gradients, which are summed over the factors they lack."""
+    inputs, *_ = _inputs_of(tree, shapes)
+    axes, free = _of_arrays(problem, inputs), _free(problem)
+
+    def summed(name: str) -> tuple[str, ...]:
+        own = {factor for axis in axes[name] for factor in axis.split()}
+        return tuple(factor for factor in free if factor not in own)
+
+    return Split(
+        tuple(axes[name] for name in (*inputs.named(), *ROWS)),
+        tuple(axes[name] for name in floats),
+        free,
+        sums=tuple(summed(name) for name in floats),
+        begins="t",
+    )
+
+
+def _of_arrays(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, Axes]:
+    """The axes of all arrays of an attention call, by name."""
+    heads = "k" if problem.group == 1 else "k g"
+    if problem.kv_heads == 1:
+        heads = "g"  # every query head reads the one kv head: they split freely
+    kv_batch = "b" if problem.share == 1 else "kv_b"
+
+    def over_scores(x: jax.Array | None) -> Axes:
+        if x is None:
+            return ()
+        named = zip(x.shape, ("b", heads, "t", "s"), range(4), strict=True)
+        return tuple(f"{axis[0]}one{i}" if size == 1 else axis for size, axis, i in named)
+
+    out, lse = ("b", "t", heads, "e"), ("b", heads, "t")
+    by_batch = ("q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right")
+    axes: dict[str, Axes] = {
+        "q": ("b", "t", heads, "h"),
+        "k": (kv_batch, "s", "k", "h"),
+        "v": (kv_batch, "s", "k", "e"),
+        "q_segment_ids": ("b", "t"),
+        "kv_segment_ids": ("b", "s"),
+        "q_positions": ("b", "t"),
+        "sinks": (heads,),
+        **dict.fromkeys(by_batch, ("b",)),
+        "device": ("one",),
+        "bias": over_scores(inputs.bias),
+        "mask_array": over_scores(inputs.mask_array),
+        **dict(zip(ROWS, (out, lse, out, lse), strict=True)),
+    }
+    for name, x in inputs.named().items():
+        if "_aux" in name:
+            axes[name] = tuple(f"{name}_{axis}" for axis in range(x.ndim))
+    return axes
+
+
+def _free(problem: AttentionProblem) -> tuple[str, ...]:
+    """The factors that split over devices. A function of positions that asks for a batch row or a
+    head means those of the whole array.
+    """
+    functions = problem.mask_program is not None or problem.score_program is not None
+    rows = () if functions else ("t",)
+    batch = rows if problem.uses_batch else ("b", *rows)
+    if problem.share > 1:  # in a shard_map, where nothing else is split
+        return ()
+    if problem.uses_head:
+        return batch
+    return (*batch, "k", "g") if problem.kv_heads == 1 else (*batch, "k")
+
+
+# ---- operations over caches ----------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def of_append(problem: AppendProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
+    inputs: AppendInputs = _inputs_of(tree, shapes)
+    rows = ("t",) if problem.packed else ("m", "t")
+    axes = _of_caches(problem, inputs) | {
+        "k": [(*rows, "k", "h")],
+        "v": [(*rows, "k", "e")],
+        "start": [rows[:1]],
+        "owners": [("t",)],
+        "cos": [("angle", "pair")],
+        "sin": [("angle", "pair")],
+        "norm_weight": [("column",)],
+    }
+    outputs = _present(inputs, axes, Caches._fields)
+    ordered = _ordered(inputs, axes, shapes)
+    return Split(ordered, outputs, _free_of_caches(problem), writes=len(outputs))
+
+
+@functools.lru_cache(maxsize=1024)
+def of_keep(problem: KeepProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
+    inputs: KeepInputs = _inputs_of(tree, shapes)
+    each = inputs.counts.shape == inputs.lengths.shape
+    axes = _of_caches(problem, inputs) | {
+        "path": [("m", "j")],
+        "counts": [("m",) if each else ("one",)],
+        "holders": [("p",)],
+    }
+    caches = _present(inputs, axes, Caches._fields)
+    ordered = _ordered(inputs, axes, shapes)
+    return Split(ordered, (*caches, ("m",)), _free_of_caches(problem), writes=len(caches))
+
+
+@functools.lru_cache(maxsize=1024)
+def of_decode(problem: DecodeProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
+    inputs: DecodeInputs = _inputs_of(tree, shapes)
+    heads = "k" if problem.q_heads == problem.kv_heads else "k g"
+    rows = ("t",) if problem.packed else ("m", "t")
+    aux = [tuple(f"aux{n}_{i}" for i in range(x.ndim)) for n, x in enumerate(inputs.mask_aux)]
+    if problem.tree and not problem.packed:
+        aux = [("m", "t", "w")]  # the bits of a tree split as its sequences do
+    results: list[Axes] = [(*rows, heads, "e"), (*rows[:-1], heads, "t")]
+    if problem.merged is not None:
+        results = [("im", "it", heads, "e"), ("im", heads, "it")]
+    axes = _of_caches(problem, inputs) | {
+        "q": [(*rows, heads, "h")],
+        "sinks": [(heads,)],
+        "starts": [("s",)],
+        "mask_left": [()],
+        "mask_right": [()],
+        "mask_aux": aux,
+        "rows": [("r",)],
+        "into": [*(results if problem.own is None else ()), *[("level", "ir")] * 2],
+    }
+    if inputs.own is not None:
+        own: dict[str, list[Axes]] = dict.fromkeys(("lengths", "new_lengths"), [("im",)])
+        own |= {"page_table": [("im", "iw")], "sinks": [(heads,)]}
+        axes["own"] = list(_present(inputs.own, own, inputs.own._fields))
+    return Split(_ordered(inputs, axes, shapes), tuple(results), _free_of_caches(problem))
+
+
+def _of_caches(problem: CacheProblem, inputs: CacheInputs) -> dict[str, list[Axes]]:
+    """The axes of the arrays that a cache has, by the names of their fields."""
+    layer = () if problem.layers is None else ("l",)
+    rows = ("m", "k", "c") if problem.kind == "stacked" else ("p", "k", "z")
+    axes: dict[str, list[Axes]] = {
+        "lengths": [("m",)],
+        "new_lengths": [("m",)],
+        "page_table": [("m", "w")],
+        "layer": [()],
+    }
+    for name, dim in zip(Caches._fields, (("h",), ("e",), (), ()), strict=True):
+        axes[name] = [(*layer, *rows, *dim)]
+        if problem.kind == "per_sequence":
+            count = len(getattr(inputs, name) or ())
+            axes[name] = [(*layer, "k", f"c{n}", *dim) for n in range(count)]
+    return axes
+
+
+def _present(
+    inputs: CacheInputs, axes: dict[str, list[Axes]], names: Sequence[str]
+) -> tuple[Axes, ...]:
+    """The axes of the fields of these names that are there."""
+    there = [name for name in names if getattr(inputs, name) is not None]
+    return tuple(each for name in there for each in axes[name])
+
+
+def _ordered(inputs: CacheInputs, axes: dict[str, list[Axes]], shapes: Shapes) -> tuple[Axes, ...]:
+    """The axes of all leaves that are arrays."""
+    every = _present(inputs, axes, inputs._fields)
+    return tuple(each for each, shape in zip(every, shapes, strict=True) if shape is not None)
+
+
+def _free_of_caches(problem: CacheProblem) -> tuple[str, ...]:
+    """The factors that split over devices; as for attention, not those that a function asks for.
+    The bits of a tree are split as its sequences are.
+    """
+    sequences, heads = problem.kind == "stacked" and not problem.packed, True
+    if isinstance(problem, DecodeProblem):
+        sequences = sequences and (problem.tree or not problem.uses_batch)
+        heads = not problem.uses_head
+    return ("m",) * sequences + ("k",) * heads
+
+
+@functools.lru_cache(maxsize=1024)
+def local_problem(problem: CacheProblem, split: Split, shapes: Shapes) -> CacheProblem:
+    """The problem of the sequences and heads that a device has."""
+    sizes = factor_sizes(split.inputs, shapes)
+    sequences, heads = sizes.get("m", problem.sequences), sizes["k"]
+    if isinstance(problem, DecodeProblem):
+        q_heads = problem.q_heads // problem.kv_heads * heads
+        problem = dataclasses.replace(problem, q_heads=q_heads)
+    return dataclasses.replace(problem, sequences=sequences, kv_heads=heads)

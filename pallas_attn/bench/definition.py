@@ -1,0 +1,220 @@
+"""Attention and its gradients from the definition: all scores at once, derivatives written out by
+hand.
+
+In float64 it is the oracle of tests and benchmarks; in float32, with the operands of matmuls
+rounded as tensor cores need them, it is the naive witness that tolerances come from. It computes in
+NumPy, which compiles nothing, or in jax.numpy, where a benchmark calls it for some query rows of
+one kv head at a time. It uses nothing of the package but `masks`. Loops, their finite differences
+and autodiff prove it (tests/api/test_attention.py, test_gradients.py).
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn.masks import FULL, Mask
+
+Array = Any  # a NumPy or a JAX array
+ARRAYS = {"q", "k", "v", "bias", "sinks"}  # floating-point arrays, which have gradients
+ARRAYS |= {"q_offset", "q_lengths", "kv_lengths", "segment_ids", "mask_array"}
+
+
+def _unchanged(x: Array) -> Array:
+    return x
+
+
+class Arithmetic(NamedTuple):
+    """Sums are in `dtype`; the functions round numbers on their way into a matmul."""
+
+    dtype: type[np.floating] | str
+    score: Callable[[Array], Array] = _unchanged  # q and k
+    value: Callable[[Array], Array] = _unchanged  # v and dO
+    made: Callable[[Array], Array] = _unchanged  # the probabilities, and dS
+    stored: Callable[[Array], Array] = _unchanged  # out, as the backward pass reads it
+    lse: Any = None  # read by the backward pass; None: its own
+    scores: Callable[[Array, Array], Array] = np.matmul  # q @ k
+
+
+EXACT = Arithmetic(np.float64)
+
+
+def naive(dtype: str | None, grid: float = 1.0) -> Arithmetic:
+    """Sums in float32 of products in `dtype`. "tf32": scores in TF32, all else in two bfloat16
+    terms; "terms": all but scores without the last bit of a float32, which its terms may lose;
+    None: all in float32. Where more than that is lost, a number is rounded as `grid` times itself.
+    """
+    if dtype is None:
+        return Arithmetic(np.float32)
+    if dtype == "terms":
+        return Arithmetic(np.float32, value=lambda x: cut(x, 1), made=lambda x: cut(x, 1))
+    by = np.float32(grid)
+
+    def terms(x):
+        return cut(x * by, 0xFF) / by
+
+    def rounded(x):
+        return (x * by).astype(jnp.dtype(dtype)).astype(np.float32) / by
+
+    if dtype == "tf32":
+        return Arithmetic(np.float32, nearest, lambda x: cut(x, 0xFF), terms)
+    return Arithmetic(np.float32, made=rounded, stored=rounded)
+
+
+def one_by_one(a: Array, b: Array) -> Array:
+    """a @ b, its products added in their order, as a thread of a GPU does. The number of partial
+    sums that NumPy makes at a time, and so its error, depends on the machine.
+    """
+    total = a[..., :1] * b[..., :1, :]
+    for n in range(1, a.shape[-1]):
+        total += a[..., n : n + 1] * b[..., n : n + 1, :]
+    return total
+
+
+def towards_zero(a: Array, b: Array, some: int = 8) -> Array:
+    """a @ b in float32 as a tensor core adds up: `some` products at a time, sums rounded to 0."""
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), np.float32)
+    for n in range(0, a.shape[-1], some):
+        more, other = (
+            x.astype(np.float64) for x in (a[..., n : n + some], b[..., n : n + some, :])
+        )
+        exact = total + more @ other
+        near = exact.astype(np.float32)
+        lower = np.nextafter(near, np.float32(0))
+        total = np.where(np.abs(near) > np.abs(exact), lower, near)
+    return total
+
+
+def nearest(x: Array) -> Array:
+    """float32 rounded to TF32's 11 bits."""
+    bits = x.copy().view(np.int32)
+    return cut((bits + 0xFFF + (bits >> 13 & 1)).view(np.float32), 0x1FFF)
+
+
+def cut(x: Array, bits: int) -> Array:
+    """float32 without its last bits."""
+    return (x.copy().view(np.int32) & ~bits).view(np.float32)
+
+
+def attention(  # noqa: PLR0913
+    arrays: dict[str, Any],
+    do: Array | None = None,
+    dlse: Array | None = None,
+    *,
+    mask: Mask = FULL,
+    scale: float | None = None,
+    softcap: float | None = None,
+    q_offset: int = 0,
+    arithmetic: Arithmetic = EXACT,
+    xp: ModuleType = np,
+) -> dict[str, Array]:
+    """out [B, T, N, Hv] and lse [B, N, T]; where `do` or `dlse` is given, dq, dk, dv, dbias and
+    dsinks too. `arrays`: as `flash_attention` takes them, finite also past their lengths. `xp`:
+    numpy or jax.numpy.
+    """
+    assert set(arrays) <= ARRAYS, f"unknown: {set(arrays) - ARRAYS}"
+    wide = lambda x: _wide(xp.asarray(x), arithmetic.dtype)  # noqa: E731
+    arrays, do, dlse = jax.tree.map(wide, (arrays, do, dlse))
+    kv_heads = arrays["k"].shape[2]
+    q, k, v = (_by_head(arrays[name], kv_heads) for name in ("q", "k", "v"))
+    q, k, v = arithmetic.score(q), arithmetic.score(k), arithmetic.value(v)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    grouped = (*q.shape[:-1], k.shape[-2])  # [B, K, N / K, T, S]
+    shape = (len(q), q.shape[1] * q.shape[2], *grouped[3:])  # [B, N, T, S]
+    logits, slope = _capped(arithmetic.scores(q, k.swapaxes(-1, -2)) * scale, softcap, xp)
+    logits = logits.reshape(shape) + arrays.get("bias", 0)
+    logits = xp.where(_seen(arrays, shape, mask, q_offset, xp), logits, -np.inf)
+    probs, lse, sink = _softmax(logits, arrays.get("sinks"), xp)
+    weights = arithmetic.made(probs).reshape(grouped)
+    results = {"out": _by_position(weights @ v), "lse": lse}
+    if do is None and dlse is None:
+        return results
+
+    if arithmetic.lse is not None:
+        probs = xp.exp(logits - xp.where(lse == -np.inf, 0, arithmetic.lse)[..., None])
+        weights = arithmetic.made(probs).reshape(grouped)
+    do = xp.zeros_like(results["out"]) if do is None else do
+    delta = (do * arithmetic.stored(results["out"])).sum(axis=-1).swapaxes(1, 2)
+    row = (0 if dlse is None else dlse) - delta  # [B, N, T]; d lse / d logit is the probability
+    do = arithmetic.value(_by_head(do, kv_heads))
+    dlogits = probs * ((do @ v.swapaxes(-1, -2)).reshape(shape) + row[..., None])
+    ds = arithmetic.made(dlogits.reshape(grouped) * (slope * scale))
+    results["dq"] = _by_position(ds @ k)
+    results["dk"] = _by_position((ds.swapaxes(-1, -2) @ q).sum(axis=2, keepdims=True))
+    results["dv"] = _by_position((weights.swapaxes(-1, -2) @ do).sum(axis=2, keepdims=True))
+    if "bias" in arrays:
+        results["dbias"] = _summed_to(arrays["bias"].shape, dlogits)
+    if "sinks" in arrays:
+        results["dsinks"] = (sink * row).sum(axis=(0, 2))
+    return results
+
+
+def _wide(x: Array, dtype: type[np.floating] | str) -> Array:
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _by_head(x: Array, kv_heads: int) -> Array:
+    """[B, L, N, H] -> [B, K, N / K, L, H]"""
+    x = x.reshape(*x.shape[:2], kv_heads, x.shape[2] // kv_heads, x.shape[3])
+    return x.transpose(0, 2, 3, 1, 4).copy()
+
+
+def _by_position(x: Array) -> Array:
+    """[B, K, N / K, L, H] -> [B, L, N, H]"""
+    batch, kv_heads, group, length, dim = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * group, dim)
+
+
+def _capped(logits: Array, softcap: float | None, xp: ModuleType) -> tuple[Array, Any]:
+    """The logits, and their slope."""
+    if softcap is None:
+        return logits, 1
+    share = xp.tanh(logits / float(softcap))
+    return float(softcap) * share, 1 - share * share
+
+
+def _seen(
+    arrays: dict[str, Any], shape: tuple[int, ...], mask: Mask, q_offset: int, xp: ModuleType
+) -> Array:
+    """bool[B, N, T, S]"""
+
+    def column(name):
+        return None if name not in arrays else arrays[name][:, None, None, None]
+
+    rows, keys = (xp.arange(n, dtype=np.int32).reshape(1, 1, -1, 1) for n in shape[2:])
+    keys = keys.swapaxes(2, 3)
+    offset = xp.reshape(arrays.get("q_offset", q_offset), (-1, 1, 1, 1))
+    ids = arrays.get("segment_ids")
+    ids = (None, None) if ids is None else (ids[0][:, None, :, None], ids[1][:, None, None])
+    seen = mask.allows(offset + rows, keys, column("kv_lengths"), *ids)
+    if "q_lengths" in arrays:
+        seen = seen & (rows < column("q_lengths"))
+    if "mask_array" in arrays:
+        seen = seen & arrays["mask_array"]
+    return xp.broadcast_to(seen, shape)
+
+
+def _softmax(logits: Array, sinks: Array | None, xp: ModuleType) -> tuple[Array, Array, Array]:
+    """Probabilities [B, N, T, S], lse [B, N, T], and the probability of the sink [B, N, T]. A row
+    without a key, or with logits of -inf alone, has only zeros and the lse -inf.
+    """
+    top = logits.max(axis=-1, initial=-np.inf)
+    empty = top == -np.inf
+    sink = xp.full_like(top, -np.inf)
+    if sinks is not None:
+        sink = xp.where(empty, -np.inf, sinks[None, :, None])
+    top = xp.where(empty, 0, xp.maximum(top, sink))
+    total = xp.exp(logits - top[..., None]).sum(axis=-1) + xp.exp(sink - top)
+    lse = xp.where(empty, -np.inf, top + xp.log(xp.where(empty, 1, total)))
+    finite = xp.where(empty, 0, lse)
+    return xp.exp(logits - finite[..., None]), lse, xp.exp(sink - finite)
+
+
+def _summed_to(shape: tuple[int, ...], x: Array) -> Array:
+    """The sum of x over the axes along which an array of this shape was broadcast to it."""
+    x = x.sum(axis=tuple(range(x.ndim - len(shape))))
+    axes = [axis for axis, size in enumerate(shape) if size == 1]
+    return x.sum(axis=tuple(axes), keepdims=True)

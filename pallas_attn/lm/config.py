@@ -1,0 +1,195 @@
+"""Sizes and choices of a Llama-family model, the shapes of its parameters, and random ones."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn.kernels.lang.types import DType
+from pallas_attn.lm.rows import Angles
+from pallas_attn.masks import CAUSAL, Mask, sliding_window
+
+Array = jax.Array
+Params = dict[str, Any]
+Tree = Any  # a pytree of arrays
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary positions: the base, and how its frequencies are stretched for longer contexts."""
+
+    theta: float = 10000.0
+    kind: str = "default"  # or linear, llama3, yarn
+    factor: float = 1.0  # divides the frequencies that are stretched
+    original_positions: int = 0  # llama3, yarn: the context before it was stretched
+    low_freq_factor: float = 1.0  # llama3: frequencies of fewer turns in it are stretched
+    high_freq_factor: float = 4.0  # llama3: frequencies of more turns are kept
+    beta_fast: float = 32.0  # yarn: the same two bounds
+    beta_slow: float = 1.0
+    truncate: bool = True  # yarn: bounds at whole dimensions
+    attention_factor: float = 1.0  # yarn: multiplies cos and sin
+
+    def angles(self, positions: Array, head_dim: int) -> Angles:
+        """cos and sin of positions int32[...], float32[..., H / 2]."""
+        radians = self.frequencies(head_dim).reshape((1,) * positions.ndim + (-1,))
+        angles = positions.astype(jnp.float32)[..., None] * radians
+        factor = self.attention_factor
+        return Angles(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """float32[H / 2]: radians a position."""
+        plain = self.theta ** -(np.arange(0, head_dim, 2) / head_dim)
+        if self.kind == "default":
+            keep = np.ones_like(plain)
+        elif self.kind == "linear":
+            keep = np.zeros_like(plain)
+        elif self.kind == "llama3":
+            turns = self.original_positions * plain / (2 * math.pi)
+            low, high = self.low_freq_factor, self.high_freq_factor
+            keep = np.clip((turns - low) / (high - low), 0, 1)
+        elif self.kind == "yarn":
+            low, high = self._yarn_bounds(head_dim)
+            keep = 1 - np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+        else:
+            raise ValueError(f"rope: expected default, linear, llama3 or yarn, got {self.kind!r}")
+        return (keep * plain + (1 - keep) * plain / self.factor).astype(np.float32)
+
+    def _yarn_bounds(self, head_dim: int) -> tuple[float, float]:
+        """The dimensions between which yarn goes from keeping a frequency to stretching it."""
+
+        def dimension(turns: float) -> float:
+            positions = self.original_positions / (turns * 2 * math.pi)
+            return head_dim * math.log(positions) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        return max(low, 0), min(high, head_dim - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The sizes and choices of one model. Hashable: a jit key."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    positions: int  # the longest context that the model was made for
+    rope: Rope = Rope()
+    norm_eps: float = 1e-6
+    qkv_bias: bool = False  # Qwen2
+    qk_norm: bool = False  # Qwen3
+    tied: bool = False  # the head is the embedding
+    windows: tuple[int | None, ...] = ()  # keys that each layer sees, its own counted; None: all
+    # The mesh axis whose devices have the other heads and columns of the MLP. Sizes are then those
+    # of one device, within jax.shard_map (`mesh.local`).
+    over: str | None = None
+
+    @property
+    def runs(self) -> tuple[tuple[int, Mask], ...]:
+        """Layers in a row with the same mask: (number of layers, mask)."""
+        windows = itertools.groupby(self.windows or (None,) * self.layers)
+        return tuple(
+            (len(list(layers)), CAUSAL if window is None else sliding_window(window))
+            for window, layers in windows
+        )
+
+    def kv_bytes(self, dtype: DType) -> int:
+        """Bytes of cache that one token takes."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * jnp.dtype(dtype).itemsize
+
+    @property
+    def size(self) -> int:
+        """Numbers in all parameters."""
+        return sum(map(math.prod, jax.tree.leaves(self.shapes(), is_leaf=is_shape)))
+
+    def joined(self, name: str) -> Shape:
+        """Rows of q, k and v, or of gate and up, in the parameter that joins them; () in others."""
+        kv = self.kv_heads * self.head_dim
+        if name in ("qkv", "qkv_bias"):
+            return self.heads * self.head_dim, kv, kv
+        return (self.mlp, self.mlp) if name == "gate_up" else ()
+
+    def shapes(self) -> Params:
+        """The shape of every parameter, in the tree that the parameters form."""
+        qkv, width = sum(self.joined("qkv")), self.heads * self.head_dim
+        layer: dict[str, Shape] = {
+            "attn_norm": (self.hidden,),
+            "qkv": (qkv, self.hidden),
+            "out": (self.hidden, width),
+            "mlp_norm": (self.hidden,),
+            "gate_up": (2 * self.mlp, self.hidden),
+            "down": (self.hidden, self.mlp),
+        }
+        if self.qkv_bias:
+            layer["qkv_bias"] = (qkv,)
+        if self.qk_norm:
+            layer |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
+        params: Params = {"embed": (self.vocab, self.hidden), "norm": (self.hidden,)}
+        if not self.tied:
+            params["head"] = (self.vocab, self.hidden)
+        params["runs"] = tuple(
+            {name: (count, *shape) for name, shape in layer.items()} for count, _ in self.runs
+        )
+        return params
+
+
+def is_shape(x: object) -> bool:
+    """Whether x is a leaf of `Config.shapes`."""
+    return isinstance(x, tuple) and all(isinstance(n, int) for n in x)
+
+
+def num_bytes(params: Params) -> int:
+    """Bytes of all parameters."""
+    return sum(x.nbytes for x in jax.tree.leaves(params))
+
+
+def random_params(
+    config: Config, seed: int, dtype: DType, place: Callable[[str, Array], Array] | None = None
+) -> Params:
+    """Random weights, for training to start from and for throughput to be measured with.
+
+    A matrix is drawn layer by layer, so that little more is held than the result. `place(name, x)`
+    moves one layer's matrix to the devices of a mesh.
+    """
+    leaves, tree = jax.tree.flatten_with_path(config.shapes(), is_leaf=is_shape)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    params = []
+    for (path, shape), key in zip(leaves, keys, strict=True):
+        name = path[-1].key
+        if name.endswith("norm"):
+            params.append(jnp.ones(shape, dtype))
+        elif name == "qkv_bias":
+            params.append(jnp.zeros(shape, dtype))
+        else:  # the more layers add to the residual stream, the less each adds
+            deviation = 0.02 / math.sqrt(2 * config.layers) if name in ("out", "down") else 0.02
+            finish = None if place is None else functools.partial(place, name)
+            params.append(_normal(key, deviation, shape, jnp.dtype(dtype).name, finish))
+    return jax.tree.unflatten(tree, params)
+
+
+@jax.jit(static_argnums=(2, 3, 4))
+def _normal(
+    key: Array, deviation: float, shape: Shape, dtype: str, finish: Callable[[Array], Array] | None
+) -> Array:
+    def matrix(key: Array, shape: Shape) -> Array:
+        return jax.random.normal(key, shape, dtype) * jnp.asarray(deviation, dtype)
+
+    def layer(key: Array) -> Array:
+        x = matrix(key, shape[1:])
+        return x if finish is None else finish(x)
+
+    if len(shape) < 3:  # embedding and head
+        return matrix(key, shape)
+    return jax.lax.map(layer, jax.random.split(key, shape[0]))
